@@ -1,0 +1,308 @@
+/* Plan time, memory and quality on a generated or recorded trace.
+ * SPDX-License-Identifier: Apache-2.0 */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <getopt.h>
+#include <inttypes.h>
+#include <malloc.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "min_fetch.h"
+#include "policy/policy.h"
+
+/* ---- heap use ----
+ * Counted in the allocator itself: peaks inside gmi_plan_make() cannot be sampled from outside. The C library lets a
+ * program define these; a sanitizer wants them for itself, so then nothing is counted. */
+#if defined(__GLIBC__) && !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+#define HEAP_IS_COUNTED 1
+extern void *__libc_malloc(size_t size);
+extern void *__libc_calloc(size_t count, size_t size);
+extern void *__libc_realloc(void *ptr, size_t size);
+extern void __libc_free(void *ptr);
+static uint64_t heap_now_bytes, heap_peak_bytes;
+
+static void *heap_took(void *ptr) {
+  if (ptr != NULL) heap_now_bytes += malloc_usable_size(ptr);
+  if (heap_now_bytes > heap_peak_bytes) heap_peak_bytes = heap_now_bytes;
+  return ptr;
+}
+void *malloc(size_t size) { return heap_took(__libc_malloc(size)); }
+void *calloc(size_t count, size_t size) { return heap_took(__libc_calloc(count, size)); }
+void *realloc(void *ptr, size_t size) {
+  uint64_t before = ptr != NULL ? malloc_usable_size(ptr) : 0;
+  void *moved = __libc_realloc(ptr, size);
+  if (moved == NULL && size > 0) return NULL;
+  heap_now_bytes -= before;
+  return heap_took(moved);
+}
+void free(void *ptr) {
+  if (ptr != NULL) heap_now_bytes -= malloc_usable_size(ptr);
+  __libc_free(ptr);
+}
+#else
+#define HEAP_IS_COUNTED 0
+static uint64_t heap_now_bytes, heap_peak_bytes;
+#endif
+
+/* ---- traces ---- */
+
+typedef struct trace {
+  gmi_plan_input_t input;
+  gmi_plan_op_t *ops;
+  gmi_plan_access_t *accesses;
+  gmi_plan_piece_t *pieces;
+  uint32_t *piece_windows;
+  uint8_t *kind;
+} trace_t;
+
+static void free_trace(trace_t *t) {
+  free(t->ops);
+  free(t->accesses);
+  free(t->pieces);
+  free(t->piece_windows);
+  free(t->kind);
+}
+
+static uint64_t random_next(uint64_t *state) { /* xorshift64* */
+  uint64_t x = *state;
+  x ^= x >> 12, x ^= x << 25, x ^= x >> 27;
+  *state = x;
+  return x * UINT64_C(2685821657736338717);
+}
+static int compare_u32(const void *a, const void *b) {
+  const uint32_t *x = a, *y = b;
+  return *x < *y ? -1 : *x > *y;
+}
+
+#define OPS_PER_LAYER 10 /* in each direction */
+#define ACCESSES_PER_OP 30
+#define REUSE_PER_OP 2 /* of them anywhere in the model: tied weights, norms, experts */
+
+/* A training step of a transformer: layers forward, then backward. One tensor is one window; of four one is a
+ * parameter, whose gradient takes its place, and three are its optimizer states. An op uses a run of its layer's
+ * parameters and a few of any layer. A parameter is updated when its last op backward has ended. */
+static int generate_trace(trace_t *t, uint32_t ops, uint32_t tensors, uint32_t frames) {
+  uint32_t params = tensors / 4 > 0 ? tensors / 4 : 1, layers = ops / (2 * OPS_PER_LAYER);
+  uint64_t seed = 88172645463325252u;
+  if (layers == 0) layers = 1;
+  t->ops = calloc((size_t)ops + 1, sizeof *t->ops);
+  t->accesses = calloc((size_t)ops * ACCESSES_PER_OP, sizeof *t->accesses);
+  t->pieces = calloc((size_t)params + 1, sizeof *t->pieces);
+  t->piece_windows = calloc(tensors, sizeof *t->piece_windows);
+  t->kind = calloc(tensors, 1);
+  if (t->ops == NULL || t->accesses == NULL || t->pieces == NULL || t->piece_windows == NULL || t->kind == NULL)
+    return -1;
+  uint32_t count = 0;
+  for (uint32_t op = 0; op < ops; op++) {
+    uint32_t half = ops / 2, is_backward = op >= half;
+    uint32_t place = is_backward ? ops - 1 - op : op; /* mirrored */
+    uint32_t layer = (uint32_t)((uint64_t)place * layers / (ops - half));
+    uint32_t first = (uint32_t)((uint64_t)params * layer / layers);
+    uint32_t end = (uint32_t)((uint64_t)params * (layer + 1) / layers), windows[ACCESSES_PER_OP], used = 0;
+    uint32_t run = ACCESSES_PER_OP - REUSE_PER_OP, span = end - first;
+    uint32_t offset = span > run ? (uint32_t)((uint64_t)(span - run) * (place % OPS_PER_LAYER) / OPS_PER_LAYER) : 0;
+    for (uint32_t w = 0; w < run && w < span; w++) windows[used++] = first + offset + w;
+    for (uint32_t w = 0; w < REUSE_PER_OP; w++) windows[used++] = (uint32_t)(random_next(&seed) % params);
+    qsort(windows, used, sizeof *windows, compare_u32);
+    t->ops[op].access_first = count;
+    t->ops[op].compute_ns = 400000 + random_next(&seed) % 800000;
+    t->ops[op].heap_frames = (uint32_t)(random_next(&seed) % (frames / 16 + 1));
+    for (uint32_t w = 0; w < used; w++) {
+      if (w > 0 && windows[w] == windows[w - 1]) continue;
+      t->accesses[count].window = windows[w];
+      t->accesses[count++].mode = is_backward ? GMI_ACCESS_READ | GMI_ACCESS_WRITE : GMI_ACCESS_READ;
+      t->pieces[windows[w]].after_op = op; /* the last one stays */
+    }
+  }
+  t->ops[ops].access_first = count;
+  uint32_t next = params, listed = 0;
+  for (uint32_t p = 0; p < params; p++) {
+    t->kind[p] = GEMINI_KIND_PARAM;
+    t->pieces[p].window_first = listed;
+    t->pieces[p].shared_count = 1;
+    t->pieces[p].host_ns = 120000;
+    t->pieces[p].device_ns = 10000;
+    t->piece_windows[listed++] = p;
+    for (uint32_t k = 0; k < 3 && next < tensors; k++) {
+      t->kind[next] = (uint8_t)(GEMINI_KIND_MASTER + k);
+      t->piece_windows[listed++] = next++;
+    }
+  }
+  t->pieces[params].window_first = listed;
+  t->input = (gmi_plan_input_t){ .op_count = ops,
+                                 .window_count = tensors,
+                                 .frame_count = frames,
+                                 .piece_count = params,
+                                 .ops = t->ops,
+                                 .accesses = t->accesses,
+                                 .pieces = t->pieces,
+                                 .piece_windows = t->piece_windows,
+                                 .window_kind = t->kind,
+                                 .window_bytes = 4u << 20,
+                                 .fetch_ns = 80000,
+                                 .evict_ns = 80000 };
+  return 0;
+}
+
+/* The one place to plug the tracer's file format in: fill t as generate_trace() does; return 0, or -1 after writing
+ * why to error. */
+static int load_trace(trace_t *t, const char *path, char *error, size_t error_bytes) {
+  (void)t;
+  snprintf(error, error_bytes, "%s, this build has no trace reader yet", path);
+  return -1;
+}
+
+/* ---- main ---- */
+
+static const char usage[] = "usage: bench_plan [options]\n"
+                            "  --ops N        ops of the generated trace, 1..10000000 (10000)\n"
+                            "  --tensors N    its tensors, one window each, 4..100000000 (100000)\n"
+                            "  --frames N     device budget in windows (a fifth of the tensors, 80 at least)\n"
+                            "  --policy NAME  auto, cuda, cpu (auto)\n"
+                            "  --runs N       times the plan is made; times are their median, 1..99 (3)\n"
+                            "  --trace FILE   plan a recorded trace instead\n"
+                            "  --explain      also print the plan in words, on standard error\n"
+                            "  --help\n";
+
+static int parse_count(const char *what, const char *text, uint64_t least, uint64_t most, uint64_t *value_out) {
+  char *end;
+  errno = 0;
+  unsigned long long value = strtoull(text, &end, 10);
+  if (errno != 0 || end == text || *end != 0 || text[0] == '-' || value < least || value > most) {
+    fprintf(stderr, "bench_plan: %s: %s, not a number in %" PRIu64 "..%" PRIu64 "\n", what, text, least, most);
+    return -1;
+  }
+  *value_out = value;
+  return 0;
+}
+
+static double seconds_now(void) {
+  struct timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return (double)t.tv_sec + (double)t.tv_nsec * 1e-9;
+}
+static int compare_double(const void *a, const void *b) {
+  const double *x = a, *y = b;
+  return *x < *y ? -1 : *x > *y;
+}
+
+/* The reference takes time in proportion to accesses x steps and more: only where that is small. */
+#define REFERENCE_LIMIT UINT64_C(20000000)
+
+int main(int argc, char **argv) {
+  static const struct option options[] = { { "ops", required_argument, NULL, 'o' },
+                                           { "tensors", required_argument, NULL, 't' },
+                                           { "frames", required_argument, NULL, 'f' },
+                                           { "policy", required_argument, NULL, 'p' },
+                                           { "runs", required_argument, NULL, 'r' },
+                                           { "trace", required_argument, NULL, 'T' },
+                                           { "explain", no_argument, NULL, 'e' },
+                                           { "help", no_argument, NULL, 'h' },
+                                           { NULL, 0, NULL, 0 } };
+  uint64_t ops = 10000, tensors = 100000, frames = 0, runs = 3;
+  uint32_t placement = GEMINI_PLACEMENT_AUTO;
+  const char *trace_path = NULL, *policy = "auto";
+  bool explain = false;
+  opterr = 0;
+  for (int c; (c = getopt_long(argc, argv, "", options, NULL)) != -1;) {
+    int bad = 0;
+    switch (c) {
+    case 'o': bad = parse_count("--ops", optarg, 1, 10000000, &ops); break;
+    case 't': bad = parse_count("--tensors", optarg, 4, 100000000, &tensors); break;
+    case 'f': bad = parse_count("--frames", optarg, 1, 100000000, &frames); break;
+    case 'r': bad = parse_count("--runs", optarg, 1, 99, &runs); break;
+    case 'T': trace_path = optarg; break;
+    case 'e': explain = true; break;
+    case 'p':
+      policy = optarg;
+      if (strcmp(optarg, "auto") == 0) placement = GEMINI_PLACEMENT_AUTO;
+      else if (strcmp(optarg, "cuda") == 0) placement = GEMINI_PLACEMENT_CUDA;
+      else if (strcmp(optarg, "cpu") == 0) placement = GEMINI_PLACEMENT_CPU;
+      else {
+        fprintf(stderr, "bench_plan: --policy: %s, not one of auto, cuda, cpu\n", optarg);
+        bad = -1;
+      }
+      break;
+    case 'h': fputs(usage, stdout); return 0;
+    default:
+      fprintf(stderr, "bench_plan: bad usage: %s, unknown or without its value; see --help\n", argv[optind - 1]);
+      bad = -1;
+    }
+    if (bad != 0) return 2;
+  }
+  if (optind < argc) {
+    fprintf(stderr, "bench_plan: bad usage: %s, no argument is taken; see --help\n", argv[optind]);
+    return 2;
+  }
+
+  trace_t t = { 0 };
+  char error[512] = "out of memory, for the trace", name[64];
+  if (frames == 0) frames = tensors / 5 > 80 ? tensors / 5 : 80;
+  int failed = trace_path != NULL ? load_trace(&t, trace_path, error, sizeof error)
+                                  : generate_trace(&t, (uint32_t)ops, (uint32_t)tensors, (uint32_t)frames);
+  if (failed) {
+    fprintf(stderr, "bench_plan: no trace: %s\n", error);
+    free_trace(&t);
+    return 1;
+  }
+  t.input.placement = placement;
+  snprintf(name, sizeof name, "%s", trace_path != NULL ? "recorded" : "generated");
+
+  gmi_plan_t plan = { 0 };
+  gmi_plan_failure_t failure = { 0, 0, 0, 0 };
+  double seconds[99];
+  uint64_t heap_bytes = 0;
+  for (uint64_t run = 0; run < runs; run++) {
+    gmi_plan_free(&plan);
+    uint64_t before_bytes = heap_now_bytes;
+    heap_peak_bytes = before_bytes;
+    double begin = seconds_now();
+    gemini_status_t status = gmi_plan_make(&t.input, &plan, &failure);
+    seconds[run] = seconds_now() - begin;
+    heap_bytes = heap_peak_bytes - before_bytes;
+    if (status == GEMINI_ERR_OOM_DEVICE)
+      fprintf(stderr, "bench_plan: op %" PRIu32 " does not fit: %" PRIu64 " frames, %" PRIu64 " there\n", failure.op,
+              failure.need_frames, failure.have_frames);
+    else if (status != GEMINI_OK)
+      fprintf(stderr, "bench_plan: planning failed: status %d, none other than 0\n", status);
+    if (status != GEMINI_OK) {
+      free_trace(&t);
+      return 1;
+    }
+  }
+  qsort(seconds, runs, sizeof *seconds, compare_double);
+  double plan_seconds = seconds[runs / 2];
+
+  uint64_t accesses = t.ops[t.input.op_count].access_first, optimum = plan.optimum_count;
+  const char *optimum_from = "plan";
+  if ((accesses + t.pieces[t.input.piece_count].window_first) * (t.input.op_count + plan.device_piece_count) <=
+      REFERENCE_LIMIT) {
+    optimum = min_fetch(&t.input, plan.piece_on_device);
+    optimum_from = "reference";
+  }
+  if (explain) {
+    char text[4096];
+    gmi_plan_explain(&t.input, &plan, NULL, text, sizeof text);
+    fputs(text, stderr);
+  }
+  printf("ROW {\"bench\": \"plan\", \"case\": \"%s-%s-%" PRIu32 "x%" PRIu32 "\", \"value\": %.6f, \"unit\": \"s\", "
+         "\"plan_seconds\": %.6f, \"plan_seconds_max\": %.6f, \"runs\": %" PRIu64 ", \"moved_bytes\": %" PRIu64
+         ", \"optimum_bytes\": %" PRIu64 ", \"optimum_from\": \"%s\", \"written_back_bytes\": %" PRIu64
+         ", \"ops\": %" PRIu32 ", \"windows\": %" PRIu32 ", \"accesses\": %" PRIu64 ", \"frames\": %" PRIu32
+         ", \"pieces\": %" PRIu32 ", \"device_pieces\": %" PRIu64 ", \"predicted_seconds\": %.6f, "
+         "\"stall_seconds\": %.6f",
+         name, policy, t.input.op_count, t.input.window_count, plan_seconds, plan_seconds, seconds[runs - 1], runs,
+         plan.fetch_count * t.input.window_bytes, optimum * t.input.window_bytes, optimum_from,
+         plan.evict_dirty_count * t.input.window_bytes, t.input.op_count, t.input.window_count, accesses,
+         t.input.frame_count, t.input.piece_count, plan.device_piece_count, (double)plan.predicted_ns * 1e-9,
+         (double)plan.stall_ns * 1e-9);
+  if (HEAP_IS_COUNTED) printf(", \"bytes_per_tensor\": %.1f", (double)heap_bytes / (double)t.input.window_count);
+  else printf(", \"bytes_per_tensor\": null");
+  printf("}\n");
+  gmi_plan_free(&plan);
+  free_trace(&t);
+  return fflush(stdout) == 0 && !ferror(stdout) ? 0 : 1;
+}

@@ -1,0 +1,217 @@
+/* Options, sizes and error lines that all benches share.
+ * SPDX-License-Identifier: Apache-2.0 */
+#define _GNU_SOURCE
+#include "cli.h"
+
+#include <ctype.h>
+#include <errno.h>
+#include <inttypes.h>
+#include <math.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+void cli_error(const char *program, const char *format, ...) {
+  va_list arguments;
+  va_start(arguments, format);
+  fflush(stdout); /* so that the error stands behind what was printed before it */
+  fprintf(stderr, "%s: ", program);
+  vfprintf(stderr, format, arguments);
+  fputc('\n', stderr);
+  va_end(arguments);
+}
+
+uint64_t cli_now_ns(void) {
+  struct timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+}
+
+static bool parse_f64(const char *text, double *value_out) {
+  char *end;
+  if (!isdigit((unsigned char)text[0]) && text[0] != '.') return false; /* no sign, blank, inf or nan */
+  errno = 0;
+  double value = strtod(text, &end);
+  if (end == text || *end != 0 || errno == ERANGE || !isfinite(value)) return false;
+  *value_out = value;
+  return true;
+}
+
+static bool parse_u64(const char *text, uint64_t *value_out) {
+  char *end;
+  if (!isdigit((unsigned char)text[0])) return false;
+  errno = 0;
+  unsigned long long value = strtoull(text, &end, 10);
+  if (*end != 0 || errno == ERANGE) return false;
+  *value_out = value;
+  return true;
+}
+
+bool cli_parse_size(const char *text, uint64_t *bytes_out) {
+  static const struct {
+    const char *suffix;
+    double factor;
+  } suffixes[] = {
+    { "B", 1.0 },    { "K", 0x1p10 },   { "KiB", 0x1p10 }, { "kB", 1e3 },   { "KB", 1e3 },
+    { "M", 0x1p20 }, { "MiB", 0x1p20 }, { "MB", 1e6 },     { "G", 0x1p30 }, { "GiB", 0x1p30 },
+    { "GB", 1e9 },   { "T", 0x1p40 },   { "TiB", 0x1p40 }, { "TB", 1e12 },
+  };
+  if (parse_u64(text, bytes_out)) return true; /* exact above 2^53 too */
+  size_t digits = strspn(text, "0123456789.");
+  char number[64];
+  if (digits == 0 || digits >= sizeof number) return false;
+  memcpy(number, text, digits);
+  number[digits] = 0;
+  double value;
+  if (!parse_f64(number, &value)) return false;
+  for (size_t i = 0; i < sizeof suffixes / sizeof suffixes[0]; i++) {
+    if (strcmp(text + digits, suffixes[i].suffix) != 0) continue;
+    if (value * suffixes[i].factor >= 0x1p63) return false;
+    *bytes_out = (uint64_t)(value * suffixes[i].factor);
+    return true;
+  }
+  return false;
+}
+
+bool cli_parse_share(const char *text, uint64_t whole_bytes, uint64_t *bytes_out) {
+  size_t length = strlen(text);
+  if (length == 0 || text[length - 1] != '%') return cli_parse_size(text, bytes_out);
+  char number[64];
+  double percent;
+  if (length > sizeof number) return false;
+  memcpy(number, text, length - 1);
+  number[length - 1] = 0;
+  if (!parse_f64(number, &percent) || percent / 100 * (double)whole_bytes >= 0x1p63) return false;
+  *bytes_out = (uint64_t)(percent / 100 * (double)whole_bytes);
+  return true;
+}
+
+const char *cli_format_size(uint64_t bytes, char *buffer, size_t buffer_bytes) {
+  static const char *const units[] = { "B", "KiB", "MiB", "GiB", "TiB" };
+  double value = (double)bytes;
+  size_t unit = 0;
+  while (value >= 1024 && unit + 1 < sizeof units / sizeof units[0]) value /= 1024, unit++;
+  snprintf(buffer, buffer_bytes, unit == 0 ? "%.0f %s" : "%.1f %s", value, units[unit]);
+  return buffer;
+}
+
+static void print_default(const cli_option_t *option) {
+  char size[32];
+  switch (option->kind) {
+  case CLI_U64: printf(" [%" PRIu64 "]", *(const uint64_t *)option->value); break;
+  case CLI_SIZE:
+    if (*(const uint64_t *)option->value == 0) break;
+    printf(" [%s]", cli_format_size(*(const uint64_t *)option->value, size, sizeof size));
+    break;
+  case CLI_F64: printf(" [%g]", *(const double *)option->value); break;
+  case CLI_STRING:
+    if (*(const char *const *)option->value != NULL) printf(" [%s]", *(const char *const *)option->value);
+    break;
+  case CLI_CHOICE: printf(" [%s]", option->choices[*(const uint32_t *)option->value]); break;
+  default: break;
+  }
+}
+
+static void print_help(const char *program, const char *purpose, const cli_option_t *options) {
+  static const char *const kinds[] = { "", " N", " SIZE", " X", " TEXT", " ONE" };
+  printf("Usage: %s [OPTIONS]\n%s\n\n", program, purpose);
+  for (const cli_option_t *option = options; option->name != NULL; option++) {
+    char left[64];
+    snprintf(left, sizeof left, "--%s%s", option->name, kinds[option->kind]);
+    printf("  %-24s %s", left, option->help);
+    if (option->kind == CLI_CHOICE) {
+      for (size_t i = 0; option->choices[i] != NULL; i++) printf("%s%s", i == 0 ? ": " : ", ", option->choices[i]);
+    }
+    print_default(option);
+    putchar('\n');
+  }
+  printf("  %-24s %s\n", "--help", "print this and exit");
+}
+
+static bool parse_choice(const cli_option_t *option, const char *text) {
+  for (uint32_t i = 0; option->choices[i] != NULL; i++) {
+    if (strcmp(option->choices[i], text) == 0) {
+      *(uint32_t *)option->value = i;
+      return true;
+    }
+  }
+  return false;
+}
+
+/* Returns NULL, or what was expected instead of text. */
+static const char *parse_value(const cli_option_t *option, const char *text, char *limit, size_t limit_bytes) {
+  uint64_t count;
+  switch (option->kind) {
+  case CLI_U64:
+    if (!parse_u64(text, &count)) return "a whole number";
+    if (count < option->min || (option->max != 0 && count > option->max)) {
+      if (option->max != 0) {
+        snprintf(limit, limit_bytes, "%" PRIu64 " to %" PRIu64, option->min, option->max);
+      } else {
+        snprintf(limit, limit_bytes, "at least %" PRIu64, option->min);
+      }
+      return limit;
+    }
+    *(uint64_t *)option->value = count;
+    return NULL;
+  case CLI_SIZE: return cli_parse_size(text, option->value) ? NULL : "a size such as 512MiB or 24GiB";
+  case CLI_F64: return parse_f64(text, option->value) ? NULL : "a number that is not negative";
+  case CLI_STRING: *(const char **)option->value = text; return NULL;
+  default: {
+    if (parse_choice(option, text)) return NULL;
+    size_t used = 0;
+    for (size_t i = 0; option->choices[i] != NULL && used < limit_bytes; i++) {
+      used += (size_t)snprintf(limit + used, limit_bytes - used, "%s%s", i == 0 ? "" : ", ", option->choices[i]);
+    }
+    return limit;
+  }
+  }
+}
+
+int cli_parse(const char *program, const char *purpose, const cli_option_t *options, int argc, char **argv) {
+  for (int i = 1; i < argc; i++) {
+    const char *argument = argv[i];
+    if (strcmp(argument, "--help") == 0) {
+      print_help(program, purpose, options);
+      return CLI_EXIT_OK;
+    }
+    if (strncmp(argument, "--", 2) != 0) {
+      cli_error(program, "unexpected argument: %s; options begin with --, see --help", argument);
+      return CLI_EXIT_USAGE;
+    }
+    const char *name = argument + 2;
+    size_t name_bytes = strcspn(name, "=");
+    const char *text = name[name_bytes] == '=' ? name + name_bytes + 1 : NULL;
+    const cli_option_t *option = options;
+    while (option->name != NULL &&
+           (strlen(option->name) != name_bytes || strncmp(option->name, name, name_bytes) != 0)) {
+      option++;
+    }
+    if (option->name == NULL) {
+      cli_error(program, "unknown option: %.*s; see --help", (int)(name_bytes + 2), argument);
+      return CLI_EXIT_USAGE;
+    }
+    if (option->kind == CLI_FLAG) {
+      if (text != NULL) {
+        cli_error(program, "option takes no value: --%s, given %s", option->name, text);
+        return CLI_EXIT_USAGE;
+      }
+      *(bool *)option->value = true;
+      continue;
+    }
+    if (text == NULL && i + 1 == argc) {
+      cli_error(program, "option lacks its value: --%s", option->name);
+      return CLI_EXIT_USAGE;
+    }
+    if (text == NULL) text = argv[++i];
+    char limit[256] = "";
+    const char *expected = parse_value(option, text, limit, sizeof limit);
+    if (expected != NULL) {
+      cli_error(program, "bad value of --%s: %s, expected %s", option->name, text, expected);
+      return CLI_EXIT_USAGE;
+    }
+  }
+  return -1;
+}

@@ -1,0 +1,545 @@
+/* Acquire and release, and what else moves ranges at the caller's word: hint, move, pin.
+ * SPDX-License-Identifier: Apache-2.0
+ *
+ * The fast path takes no lock. It adds itself to the words of windows that are resident and settled and of the tensor;
+ * whatever else is the case, the slow path sorts out under the lock. */
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "core/manager.h"
+#include "tracer/timeline.h"
+#include "tracer/tracer.h"
+
+enum { BATCH_LIMIT = 1 << 20, SMALL_BATCH = 16 };
+
+static uint32_t my_stripe(void) {
+  static _Atomic uint32_t threads;
+  static _Thread_local uint32_t stripe; /* + 1; 0 = not chosen yet */
+  if (!stripe) stripe = atomic_fetch_add(&threads, 1) % GMI_HIT_STRIPES + 1;
+  return stripe - 1;
+}
+
+static void count_hits(gmi_manager_t *m, uint64_t hits) {
+  atomic_fetch_add_explicit(&m->stripes[my_stripe()].hits, hits, memory_order_relaxed);
+}
+
+/* Is this tensor's use by this mode one that its bytes allow? A gradient arena shares its bytes with parameters. */
+enum { CONTENT_FINE, CONTENT_FLIPS, CONTENT_WRONG };
+static int content_check(gmi_manager_t *m, gmi_arena_t *a, gmi_tensor_t *t, uint32_t mode, bool whole) {
+  if (a->store == a->index && !a->reused) return CONTENT_FINE;
+  bool is_gradient = a->store != a->index;
+  bool holds_gradient = atomic_load_explicit(&gmi_tensor_base(m, t)->word, memory_order_relaxed) & GMI_TENSOR_GRADIENT;
+  if (is_gradient == holds_gradient) return CONTENT_FINE;
+  return mode == GEMINI_WRITE && whole ? CONTENT_FLIPS : CONTENT_WRONG;
+}
+
+static inline bool last_use_allows(gmi_manager_t *m, gmi_window_t *w, uint32_t stream) {
+  gmi_fence_t last = atomic_load_explicit(&w->last_use, memory_order_relaxed);
+  return !last || (stream != GMI_CALLER && gmi_fence_stream(last) == stream) || gmi_fence_reached(m, last);
+}
+
+static inline bool pin_fast(gmi_manager_t *m, gmi_window_t *w, uint32_t mode, uint32_t stream) {
+  uint32_t word = atomic_load_explicit(&w->word, memory_order_acquire);
+  uint32_t needs = GMI_WINDOW_RESIDENT | GMI_WINDOW_SETTLED | (mode & GEMINI_WRITE ? GMI_WINDOW_DIRTY : 0);
+  uint32_t add = mode & GEMINI_WRITE ? 1 + GMI_WINDOW_WRITER : 1;
+  do {
+    if ((word & needs) != needs || (word & GMI_WINDOW_PINS) == GMI_WINDOW_PINS ||
+        (word & GMI_WINDOW_WRITERS) == GMI_WINDOW_WRITERS || !last_use_allows(m, w, stream))
+      return false;
+  } while (
+      !atomic_compare_exchange_weak_explicit(&w->word, &word, word + add, memory_order_acq_rel, memory_order_acquire));
+  return true;
+}
+
+static inline void unpin_fast(gmi_window_t *w, uint32_t mode) {
+  atomic_fetch_sub_explicit(&w->word, mode & GEMINI_WRITE ? 1 + GMI_WINDOW_WRITER : 1, memory_order_acq_rel);
+}
+
+static inline void tensor_acquired(gmi_tensor_t *t) {
+  uint32_t word = atomic_load_explicit(&t->word, memory_order_relaxed);
+  while (!atomic_compare_exchange_weak_explicit(&t->word, &word, gmi_tensor_word(word, GEMINI_STATE_COMPUTE) + 1,
+                                                memory_order_acq_rel, memory_order_relaxed)) {
+  }
+}
+
+static inline void tensor_released(gmi_tensor_t *t, uint32_t phase) {
+  static const uint32_t after[] = { GEMINI_STATE_HOLD, GEMINI_STATE_HOLD_AFTER_FWD, GEMINI_STATE_HOLD_AFTER_BWD,
+                                    GEMINI_STATE_HOLD };
+  uint32_t word = atomic_load_explicit(&t->word, memory_order_relaxed), next;
+  do {
+    next = word - 1;
+    if (!(next & GMI_TENSOR_USERS)) next = gmi_tensor_word(next, after[phase]);
+  } while (!atomic_compare_exchange_weak_explicit(&t->word, &word, next, memory_order_acq_rel, memory_order_relaxed));
+}
+
+/* Recorded once an op for each tensor and mode. */
+static inline void trace_tensor(gmi_manager_t *m, gmi_tensor_t *t, gmi_arena_t *a, uint64_t offset, uint64_t size,
+                                uint32_t mode) {
+  uint64_t serial = atomic_load_explicit(&m->op_serial, memory_order_relaxed);
+  if (!serial) return;
+  bool whole = size == t->size;
+  if (whole) {
+    uint64_t seen = atomic_load_explicit(&t->seen, memory_order_relaxed);
+    uint64_t modes = seen >> 2 == serial ? seen & 3 : 0;
+    if ((modes & mode) == mode) return;
+    atomic_store_explicit(&t->seen, serial << 2 | modes | mode, memory_order_relaxed);
+  }
+  gmi_tracer_touch(m, a->store, offset, size, mode);
+}
+
+/* false: not done, for whatever reason. */
+static bool acquire_fast(gmi_manager_t *m, gemini_access_t *access, uint32_t stream) {
+  uint32_t index = (uint32_t)access->object;
+  if (access->tier != GEMINI_TIER_DEVICE || access->mode - 1 > 2 || access->object >> 60 != GMI_HANDLE_TENSOR ||
+      ((access->object ^ m->handle) & UINT64_C(0x0ffffc0000000000)) || index >= GMI_TENSORS ||
+      !atomic_load_explicit(&m->window_bytes, memory_order_acquire))
+    return false;
+  gmi_tensor_t *t = &m->tensors[index];
+  if (!t->alive || (t->generation & 1023u) != ((uint32_t)(access->object >> 32) & 1023)) return false;
+  gmi_arena_t *a = gmi_arena_at(m, t->arena);
+  uint64_t size = access->size_bytes;
+  if (!size && !access->offset_bytes) size = t->size;
+  if (!size || access->offset_bytes > t->size || size > t->size - access->offset_bytes) return false;
+  if (content_check(m, a, t, access->mode, false) != CONTENT_FINE) return false;
+  gmi_arena_t *store = a->store == a->index ? a : gmi_arena_at(m, a->store);
+  uint64_t offset = t->offset + access->offset_bytes;
+  uint64_t first = offset >> m->window_shift, last = (offset + size - 1) >> m->window_shift;
+  if (last >= atomic_load_explicit(&store->window_count, memory_order_acquire)) return false;
+  for (uint64_t i = first; i <= last; i++) {
+    if (pin_fast(m, &store->windows[i], access->mode, stream)) continue;
+    while (i-- > first) unpin_fast(&store->windows[i], access->mode);
+    return false;
+  }
+  tensor_acquired(t);
+  trace_tensor(m, t, a, offset, size, access->mode);
+  count_hits(m, last - first + 1);
+  access->ptr = a->base + offset;
+  return true;
+}
+
+static gemini_status_t access_check(const gemini_access_t *access) {
+  if (access->mode < GEMINI_READ || access->mode > GEMINI_READ_WRITE)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "mode is %u, must be 1 to 3", access->mode);
+  if (access->tier > GEMINI_TIER_HOST)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "tier is %u, must be GEMINI_TIER_DEVICE or GEMINI_TIER_HOST", access->tier);
+  return GEMINI_OK;
+}
+
+static const char *range_name(gmi_manager_t *m, const gmi_range_t *r) {
+  return r->tensor ? gmi_tensor_base(m, r->tensor)->name : r->arena->name;
+}
+
+static bool covers(gmi_manager_t *m, const gmi_range_t *r, uint32_t window) {
+  uint64_t begin = (uint64_t)window << m->window_shift, end = begin + atomic_load(&m->window_bytes);
+  uint64_t arena_end = atomic_load(&r->store->size);
+  if (end > arena_end) end = arena_end; /* what lies behind the arena's end is nobody's */
+  return r->offset <= begin && r->offset + r->size >= end;
+}
+
+/* ---- slow acquire, in steps: hold every window so that none leaves; bring them; wait; commit */
+typedef struct {
+  gmi_range_t range;
+  int content;
+} prepared_t;
+
+static gemini_status_t hold_window(gmi_manager_t *m, const gemini_access_t *access, const gmi_range_t *r,
+                                   gmi_window_t *w) {
+  bool write = access->mode & GEMINI_WRITE;
+  uint32_t word = atomic_load(&w->word);
+  if (access->tier == GEMINI_TIER_DEVICE) {
+    if (w->host_writer || (write && w->host_users))
+      return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of %s is acquired on the host%s", range_name(m, r),
+                      w->host_writer ? " for writing" : "");
+    if ((word & GMI_WINDOW_PINS) == GMI_WINDOW_PINS || (word & GMI_WINDOW_WRITERS) == GMI_WINDOW_WRITERS)
+      return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of %s is acquired %u times, the limit", range_name(m, r),
+                      word & GMI_WINDOW_PINS);
+    atomic_fetch_add(&w->word, write ? 1 + GMI_WINDOW_WRITER : 1);
+    return GEMINI_OK;
+  }
+  if ((word & GMI_WINDOW_WRITERS) || (write && (word & GMI_WINDOW_PINS)))
+    return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of %s is acquired on the device", range_name(m, r));
+  if (write && w->user_pins)
+    return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of %s is pinned to the device", range_name(m, r));
+  if (w->host_writer || (write && w->host_users))
+    return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of %s is acquired on the host already", range_name(m, r));
+  if (w->host_users == UINT16_MAX)
+    return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of %s is acquired 65535 times, the limit", range_name(m, r));
+  w->host_users++;
+  w->host_writer = write;
+  return GEMINI_OK;
+}
+
+static void unhold_window(const gemini_access_t *access, gmi_window_t *w) {
+  if (access->tier == GEMINI_TIER_DEVICE) {
+    unpin_fast(w, access->mode);
+  } else {
+    w->host_users--;
+    if (access->mode & GEMINI_WRITE) w->host_writer = false;
+  }
+}
+
+static gemini_status_t bring_window(gmi_manager_t *m, const gemini_access_t *access, const gmi_range_t *r, uint32_t i) {
+  gmi_window_t *w = &r->store->windows[i];
+  bool fresh = access->mode == GEMINI_WRITE && covers(m, r, i);
+  if (access->tier == GEMINI_TIER_DEVICE) {
+    if (atomic_load(&w->word) & GMI_WINDOW_RESIDENT) {
+      count_hits(m, 1);
+      return GEMINI_OK;
+    }
+    m->stats.acquire_misses++;
+    return gmi_window_fetch(m, w, fresh, GEMINI_REASON_DEMAND, GMI_TAKE_EVICT);
+  }
+  if (fresh) return gmi_host_slot_take(m, w); /* dead bytes: dropped in commit */
+  return gmi_window_to_host(m, w, false, false, GEMINI_REASON_DEMAND);
+}
+
+/* One wait for each stream that something is awaited from, for its latest mark. */
+typedef struct {
+  uint64_t mark[GMI_DEVICE_MAX_STREAMS];
+  uint64_t set; /* bit per stream */
+} waits_t;
+static void await(gmi_manager_t *m, waits_t *waits, gmi_fence_t fence) {
+  if (gmi_fence_reached(m, fence)) return;
+  uint32_t s = gmi_fence_stream(fence);
+  if (!(waits->set >> s & 1) || waits->mark[s] < gmi_fence_mark(fence)) waits->mark[s] = gmi_fence_mark(fence);
+  waits->set |= UINT64_C(1) << s;
+}
+
+static gemini_status_t wait_windows(gmi_manager_t *m, const gemini_access_t *accesses, const prepared_t *p,
+                                    uint64_t count, uint32_t stream) {
+  waits_t waits;
+  waits.set = 0;
+  for (uint64_t k = 0; k < count; k++) {
+    const gmi_range_t *r = &p[k].range;
+    for (uint64_t i = r->first; i <= r->last; i++) {
+      gmi_window_t *w = &r->store->windows[i];
+      if (accesses[k].tier == GEMINI_TIER_HOST) {
+        gemini_status_t status = gmi_window_settle_host(m, w);
+        if (!status && (accesses[k].mode & GEMINI_WRITE)) status = gmi_fence_sync(m, w->arrive);
+        if (status) return status;
+        continue;
+      }
+      if (gmi_fence_reached(m, w->arrive)) atomic_fetch_or(&w->word, GMI_WINDOW_SETTLED);
+      else await(m, &waits, w->arrive);
+      if (!last_use_allows(m, w, stream)) await(m, &waits, atomic_load(&w->last_use));
+      if (accesses[k].mode & GEMINI_WRITE) await(m, &waits, w->host_fence); /* a copy of it may still be read */
+    }
+  }
+  for (uint32_t s = 0; waits.set; s++, waits.set >>= 1) {
+    gemini_status_t status = waits.set & 1 ? gmi_tracer_wait(m, stream, gmi_fence(s, waits.mark[s])) : GEMINI_OK;
+    if (status) return status;
+  }
+  return GEMINI_OK;
+}
+
+static gemini_status_t commit(gmi_manager_t *m, gemini_access_t *access, const prepared_t *p) {
+  const gmi_range_t *r = &p->range;
+  bool write = access->mode & GEMINI_WRITE, device = access->tier == GEMINI_TIER_DEVICE;
+  for (uint64_t i = r->first; write && i <= r->last; i++) {
+    gmi_window_t *w = &r->store->windows[i];
+    if (device) {
+      gmi_window_wrote(m, w);
+      continue;
+    }
+    bool fresh = access->mode == GEMINI_WRITE && covers(m, r, (uint32_t)i);
+    gemini_status_t status = gmi_window_to_host(m, w, fresh, true, GEMINI_REASON_DEMAND);
+    if (status) return status;
+    gmi_window_host_wrote(m, w);
+  }
+  if (r->tensor) {
+    tensor_acquired(r->tensor);
+    if (p->content == CONTENT_FLIPS) atomic_fetch_xor(&gmi_tensor_base(m, r->tensor)->word, GMI_TENSOR_GRADIENT);
+    if (device) trace_tensor(m, r->tensor, r->arena, r->offset, r->size, access->mode);
+  } else if (device && atomic_load(&m->op_serial)) {
+    gmi_tracer_touch(m, r->store->index, r->offset, r->size, access->mode);
+  }
+  if (!device) m->acquired++;
+  access->ptr = (device ? r->store->base : r->store->host) + r->offset;
+  return GEMINI_OK;
+}
+
+static gemini_status_t acquire_slow(gmi_manager_t *m, gemini_access_t *accesses, uint64_t count, uint32_t stream) {
+  prepared_t small[SMALL_BATCH], *p = small;
+  gemini_status_t status = gmi_cut(m);
+  if (status) return status;
+  if (count > SMALL_BATCH && !(p = malloc(count * sizeof *p)))
+    return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for a batch of %llu accesses", (unsigned long long)count);
+  for (uint64_t k = 0; !status && k < count; k++) {
+    status = access_check(&accesses[k]);
+    if (!status) status = gmi_range_resolve(m, &accesses[k], &p[k].range);
+    if (status) break;
+    gmi_range_t *r = &p[k].range;
+    p[k].content = CONTENT_FINE;
+    if (r->tensor) p[k].content = content_check(m, r->arena, r->tensor, accesses[k].mode, r->size == r->tensor->size);
+    if (r->tensor && (atomic_load(&r->tensor->word) & GMI_TENSOR_USERS) == GMI_TENSOR_USERS)
+      status = gmi_fail(GEMINI_ERR_BUSY, 0, "tensor %s is acquired too many times", range_name(m, r));
+    if (p[k].content == CONTENT_WRONG)
+      status = r->arena->store == r->arena->index
+                   ? gmi_fail(GEMINI_ERR_STATE, 0,
+                              "parameter %s cannot be used: its gradient has taken its bytes until the parameter is "
+                              "written again",
+                              range_name(m, r))
+                   : gmi_fail(GEMINI_ERR_STATE, 0,
+                              "gradient of %s cannot be used: it has not been written whole since its parameter was",
+                              range_name(m, r));
+  }
+  uint64_t held = 0, held_windows = 0; /* accesses held whole; windows held of the next one */
+  for (; !status && held < count; held += !status) {
+    gmi_range_t *r = &p[held].range;
+    held_windows = 0;
+    for (uint64_t i = r->first; !status && i <= r->last; i++) {
+      status = hold_window(m, &accesses[held], r, &r->store->windows[i]);
+      held_windows += !status;
+    }
+  }
+  for (uint64_t k = 0; !status && k < count; k++)
+    for (uint64_t i = p[k].range.first; !status && i <= p[k].range.last; i++)
+      status = bring_window(m, &accesses[k], &p[k].range, (uint32_t)i);
+  if (!status) status = wait_windows(m, accesses, p, count, stream);
+  for (uint64_t k = 0; !status && k < count; k++) status = commit(m, &accesses[k], &p[k]);
+  if (status) {
+    for (uint64_t k = 0; k < count && k <= held; k++) {
+      gmi_range_t *r = &p[k].range;
+      uint64_t n = k < held ? (r->first <= r->last ? (uint64_t)r->last - r->first + 1 : 0) : held_windows;
+      for (uint64_t i = 0; i < n; i++) {
+        gmi_window_t *w = &r->store->windows[r->first + i];
+        unhold_window(&accesses[k], w);
+        /* A frame taken for bytes that are not written after all holds nothing. */
+        if (w->frame != GMI_NONE && !(w->valid & GMI_VALID_DEVICE) && !(atomic_load(&w->word) & GMI_WINDOW_PINS)) {
+          char message[440];
+          memcpy(message, gmi_fail_message(), sizeof message);
+          gmi_window_evict(m, w, GEMINI_REASON_DEMAND);
+          gmi_fail(status, 0, "%s", message);
+        }
+      }
+    }
+  }
+  if (p != small) free(p);
+  return status;
+}
+
+static gemini_status_t release(gmi_manager_t *m, const gemini_access_t *accesses, uint64_t count, uint32_t stream);
+
+static gemini_status_t acquire(gmi_manager_t *m, gemini_access_t *accesses, uint64_t count, gemini_stream_t stream) {
+  uint32_t s;
+  if (!accesses && count)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "accesses is NULL but count is %llu", (unsigned long long)count);
+  if (count > BATCH_LIMIT)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "count is %llu, at most %d", (unsigned long long)count, BATCH_LIMIT);
+  gemini_status_t status = gmi_stream_resolve(m, stream, &s);
+  if (status) return status;
+  uint64_t fast = 0;
+  while (fast < count && acquire_fast(m, &accesses[fast], s)) fast++;
+  if (fast == count) return GEMINI_OK;
+  gmi_lock(m);
+  status = acquire_slow(m, accesses + fast, count - fast, s);
+  gmi_unlock(m);
+  if (status && fast) {
+    gemini_error_info_t error = GEMINI_ERROR_INFO_INIT;
+    gemini_last_error(&error);
+    if (release(m, accesses, fast, s) == GEMINI_OK || true) gmi_fail(status, error.native_code, "%s", error.message);
+  }
+  return status;
+}
+gemini_status_t gemini_acquire(gemini_manager_t mgr, gemini_access_t *accesses, uint64_t count,
+                               gemini_stream_t stream) {
+  gmi_manager_t *m = gmi_manager_get(mgr);
+  API_RETURN(m ? acquire(m, accesses, count, stream) : GEMINI_ERR_HANDLE);
+}
+
+/* ---- release */
+static gemini_status_t release_check(gmi_manager_t *m, const gemini_access_t *access, gmi_range_t *r) {
+  gemini_status_t status = access_check(access);
+  if (!status) status = gmi_range_resolve(m, access, r);
+  if (status) return status;
+  bool write = access->mode & GEMINI_WRITE, device = access->tier == GEMINI_TIER_DEVICE;
+  bool held = r->first <= r->last && (!r->tensor || (atomic_load(&r->tensor->word) & GMI_TENSOR_USERS));
+  for (uint64_t i = r->first; held && i <= r->last; i++) {
+    gmi_window_t *w = &r->store->windows[i];
+    uint32_t word = atomic_load_explicit(&w->word, memory_order_relaxed);
+    if (device) held = (word & GMI_WINDOW_PINS) && (!write || (word & GMI_WINDOW_WRITERS));
+    else held = w->host_users && w->host_writer == write;
+  }
+  if (!held && r->size)
+    return gmi_fail(GEMINI_ERR_STATE, 0, "%llu bytes at offset %llu of %s are not acquired so",
+                    (unsigned long long)r->size, (unsigned long long)access->offset_bytes, range_name(m, r));
+  if (!device && access->ptr != r->store->host + r->offset)
+    return gmi_fail(GEMINI_ERR_STATE, 0, "ptr of %s is %p, but it was acquired at %p", range_name(m, r), access->ptr,
+                    (void *)(r->store->host + r->offset));
+  return GEMINI_OK;
+}
+
+static gemini_status_t used_by(gmi_manager_t *m, gmi_window_t *w, uint32_t stream) {
+  if (stream == GMI_CALLER) return GEMINI_OK;
+  gmi_fence_t last = atomic_load_explicit(&w->last_use, memory_order_relaxed), now;
+  gemini_status_t status = GEMINI_OK;
+  do {
+    now = gmi_fence_later(m, stream);
+    if (last && gmi_fence_stream(last) != stream && !gmi_fence_reached(m, last)) {
+      gmi_lock(m); /* two streams use it: this one waits for the other, so that its fence stands for both */
+      status = gmi_fence_wait(m, stream, last);
+      gmi_unlock(m);
+      if (status) return status;
+      now = gmi_fence_later(m, stream);
+    }
+  } while (!atomic_compare_exchange_weak(&w->last_use, &last, now));
+  return GEMINI_OK;
+}
+
+static gemini_status_t release(gmi_manager_t *m, const gemini_access_t *accesses, uint64_t count, uint32_t stream) {
+  gmi_range_t r;
+  for (uint64_t k = 0; count > 1 && k < count; k++) {
+    gemini_status_t status = release_check(m, &accesses[k], &r);
+    if (status) return status;
+  }
+  uint32_t phase = atomic_load_explicit(&m->phase, memory_order_relaxed);
+  for (uint64_t k = 0; k < count; k++) {
+    gemini_status_t status = release_check(m, &accesses[k], &r);
+    if (status) return status;
+    bool device = accesses[k].tier == GEMINI_TIER_DEVICE;
+    if (!device) {
+      gmi_lock(m);
+      m->acquired--;
+    }
+    for (uint64_t i = r.first; i <= r.last; i++) {
+      gmi_window_t *w = &r.store->windows[i];
+      if (device) status = used_by(m, w, stream);
+      unhold_window(&accesses[k], w);
+    }
+    if (!device) gmi_unlock(m);
+    if (r.tensor) tensor_released(r.tensor, phase);
+    if (status) return status;
+  }
+  return GEMINI_OK;
+}
+
+gemini_status_t gemini_release(gemini_manager_t mgr, const gemini_access_t *accesses, uint64_t count,
+                               gemini_stream_t stream) {
+  gmi_manager_t *m = gmi_manager_get(mgr);
+  if (!m) API_RETURN(GEMINI_ERR_HANDLE);
+  if (!accesses && count)
+    API_RETURN(gmi_fail(GEMINI_ERR_INVALID, 0, "accesses is NULL but count is %llu", (unsigned long long)count));
+  if (count > BATCH_LIMIT)
+    API_RETURN(gmi_fail(GEMINI_ERR_INVALID, 0, "count is %llu, at most %d", (unsigned long long)count, BATCH_LIMIT));
+  uint32_t s;
+  gemini_status_t status = gmi_stream_resolve(m, stream, &s);
+  if (!status) status = release(m, accesses, count, s);
+  API_RETURN(status);
+}
+
+/* ---- hint, move, pin */
+typedef gemini_status_t (*window_fn)(gmi_manager_t *m, gmi_window_t *w, uint32_t tier);
+
+static gemini_status_t each_window(gmi_manager_t *m, const gemini_access_t *accesses, uint64_t count, window_fn fn) {
+  if (!accesses && count)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "accesses is NULL but count is %llu", (unsigned long long)count);
+  if (count > BATCH_LIMIT)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "count is %llu, at most %d", (unsigned long long)count, BATCH_LIMIT);
+  gemini_status_t status = gmi_cut(m);
+  for (int pass = 0; pass < 2; pass++) { /* all are checked before the first moves */
+    for (uint64_t k = 0; !status && k < count; k++) {
+      gmi_range_t r;
+      uint32_t tier = accesses[k].tier;
+      if (tier >= GEMINI_TIER_COUNT)
+        status = gmi_fail(GEMINI_ERR_INVALID, 0, "tier is %u, the last one is %d", tier, GEMINI_TIER_FILE);
+      if (!status) status = gmi_range_resolve(m, &accesses[k], &r);
+      for (uint64_t i = r.first; !status && pass && i <= r.last; i++) status = fn(m, &r.store->windows[i], tier);
+    }
+  }
+  return status;
+}
+
+static gemini_status_t hint_window(gmi_manager_t *m, gmi_window_t *w, uint32_t tier) {
+  uint64_t room = m->config.host_bytes > m->host_used ? m->config.host_bytes - m->host_used : 0;
+  gemini_status_t status = GEMINI_OK;
+  if (tier == GEMINI_TIER_DEVICE && !w->host_writer) {
+    if (!(w->valid & (GMI_VALID_HOST | GMI_VALID_ZERO)) && !w->host_slot && room < atomic_load(&m->window_bytes))
+      return GEMINI_OK;
+    status = gmi_window_fetch(m, w, false, GEMINI_REASON_CALLER, 0);
+    if (status == GEMINI_ERR_OOM_DEVICE) status = GEMINI_OK;
+  } else if (tier == GEMINI_TIER_HOST && (w->host_slot || room >= atomic_load(&m->window_bytes)) &&
+             !(atomic_load(&w->word) & GMI_WINDOW_WRITERS) && !(w->valid & GMI_VALID_ZERO)) {
+    status = gmi_window_to_host(m, w, false, false, GEMINI_REASON_CALLER);
+  }
+  return status;
+}
+gemini_status_t gemini_hint(gemini_manager_t mgr, const gemini_access_t *accesses, uint64_t count) {
+  gmi_manager_t *m = gmi_manager_get(mgr);
+  if (!m) API_RETURN(GEMINI_ERR_HANDLE);
+  gmi_lock(m);
+  gemini_status_t status = each_window(m, accesses, count, hint_window);
+  gmi_unlock(m);
+  API_RETURN(status);
+}
+
+static gemini_status_t move_window(gmi_manager_t *m, gmi_window_t *w, uint32_t tier) {
+  if (tier == GEMINI_TIER_DEVICE) {
+    if (w->host_writer)
+      return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is acquired on the host for writing",
+                      gmi_window_arena(m, w)->name);
+    return gmi_window_fetch(m, w, false, GEMINI_REASON_CALLER, GMI_TAKE_EVICT);
+  }
+  if (tier == GEMINI_TIER_FILE) return gmi_window_to_file(m, w, GEMINI_REASON_CALLER);
+  gemini_status_t status = gmi_window_evict(m, w, GEMINI_REASON_CALLER);
+  if (!status && !(w->valid & (GMI_VALID_HOST | GMI_VALID_ZERO)))
+    status = gmi_window_to_host(m, w, false, false, GEMINI_REASON_CALLER);
+  return status;
+}
+gemini_status_t gemini_move(gemini_manager_t mgr, const gemini_access_t *accesses, uint64_t count) {
+  gmi_manager_t *m = gmi_manager_get(mgr);
+  if (!m) API_RETURN(GEMINI_ERR_HANDLE);
+  gmi_lock(m);
+  gemini_status_t status = each_window(m, accesses, count, move_window);
+  gmi_unlock(m);
+  API_RETURN(status);
+}
+
+static gemini_status_t pin(gmi_manager_t *m, const gemini_access_t *access) {
+  gmi_range_t r;
+  if (!access) return gmi_fail(GEMINI_ERR_INVALID, 0, "access is NULL");
+  gemini_status_t status = gmi_cut(m);
+  if (!status) status = gmi_range_resolve(m, access, &r);
+  if (status) return status;
+  uint64_t pinned = 0;
+  for (uint64_t i = r.first; !status && i <= r.last; i++) {
+    gmi_window_t *w = &r.store->windows[i];
+    if (w->user_pins == UINT16_MAX)
+      status = gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of %s is pinned 65535 times, the limit", range_name(m, &r));
+    if (!status) status = move_window(m, w, GEMINI_TIER_DEVICE);
+    if (status) break;
+    w->user_pins++;
+    pinned++;
+  }
+  if (status)
+    for (uint64_t i = 0; i < pinned; i++) r.store->windows[r.first + i].user_pins--;
+  return status;
+}
+gemini_status_t gemini_pin(gemini_manager_t mgr, const gemini_access_t *access) {
+  gmi_manager_t *m = gmi_manager_get(mgr);
+  if (!m) API_RETURN(GEMINI_ERR_HANDLE);
+  gmi_lock(m);
+  gemini_status_t status = pin(m, access);
+  gmi_unlock(m);
+  API_RETURN(status);
+}
+
+static gemini_status_t unpin(gmi_manager_t *m, const gemini_access_t *access) {
+  gmi_range_t r;
+  if (!access) return gmi_fail(GEMINI_ERR_INVALID, 0, "access is NULL");
+  gemini_status_t status = gmi_range_resolve(m, access, &r);
+  if (status) return status;
+  for (uint64_t i = r.first; i <= r.last; i++)
+    if (!r.store->windows[i].user_pins)
+      return gmi_fail(GEMINI_ERR_STATE, 0, "a chunk of %s is not pinned", range_name(m, &r));
+  for (uint64_t i = r.first; i <= r.last; i++) r.store->windows[i].user_pins--;
+  return GEMINI_OK;
+}
+gemini_status_t gemini_unpin(gemini_manager_t mgr, const gemini_access_t *access) {
+  gmi_manager_t *m = gmi_manager_get(mgr);
+  if (!m) API_RETURN(GEMINI_ERR_HANDLE);
+  gmi_lock(m);
+  gemini_status_t status = unpin(m, access);
+  gmi_unlock(m);
+  API_RETURN(status);
+}

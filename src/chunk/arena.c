@@ -1,0 +1,696 @@
+/* Arenas and tensors: registration, layout, lookup, and the cut of arenas into windows.
+ * SPDX-License-Identifier: Apache-2.0 */
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "core/manager.h"
+#include "policy/policy.h"
+#include "tracer/tracer.h"
+
+enum { ELEMENT_ALIGN = 256, NAME_LIMIT = 127 };
+#define WINDOW_MIN UINT64_C(65536)
+#define WINDOW_MAX (UINT64_C(64) << 20)
+
+static uint64_t round_up(uint64_t value, uint64_t to) { return (value + to - 1) / to * to; }
+
+gmi_arena_t *gmi_arena_get(gmi_manager_t *m, gemini_arena_t handle) {
+  uint32_t index, generation;
+  if (!gmi_handle_open(m, handle, GMI_HANDLE_ARENA, &index, &generation)) return NULL;
+  gmi_arena_t *a = index < GMI_ARENAS ? gmi_arena_at(m, index) : NULL;
+  if (a && (a->generation & 1023) == generation) return a;
+  gmi_fail(GEMINI_ERR_HANDLE, 0, "%#llx is a destroyed arena", (unsigned long long)handle);
+  return NULL;
+}
+
+gmi_tensor_t *gmi_tensor_get(gmi_manager_t *m, gemini_tensor_t handle) {
+  uint32_t index, generation;
+  if (!gmi_handle_open(m, handle, GMI_HANDLE_TENSOR, &index, &generation)) return NULL;
+  if (index < GMI_TENSORS && m->tensors[index].alive && (m->tensors[index].generation & 1023) == generation)
+    return &m->tensors[index];
+  gmi_fail(GEMINI_ERR_HANDLE, 0, "%#llx is an unregistered tensor", (unsigned long long)handle);
+  return NULL;
+}
+
+gmi_arena_t *gmi_window_arena(gmi_manager_t *m, const gmi_window_t *w) { return gmi_arena_at(m, w->arena); }
+uint8_t *gmi_window_host(gmi_manager_t *m, const gmi_window_t *w) {
+  return gmi_arena_at(m, w->arena)->host + ((uint64_t)w->index << m->window_shift);
+}
+uint8_t *gmi_window_device(gmi_manager_t *m, const gmi_window_t *w) {
+  return gmi_arena_at(m, w->arena)->base + ((uint64_t)w->index << m->window_shift);
+}
+
+/* ---- the cut */
+gemini_status_t gmi_arena_grow(gmi_manager_t *m, gmi_arena_t *store) {
+  uint64_t window = atomic_load(&m->window_bytes);
+  if (!window || store->store != store->index) return GEMINI_OK;
+  if (!store->windows) {
+    uint64_t bytes = (store->capacity >> m->window_shift) * sizeof(gmi_window_t);
+    store->windows = gmi_space(bytes);
+    if (!store->windows)
+      return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no address space for the %llu windows of arena %s",
+                      (unsigned long long)(store->capacity >> m->window_shift), store->name);
+    store->window_map_bytes = bytes;
+  }
+  uint32_t count = atomic_load(&store->window_count);
+  uint32_t want = (uint32_t)((atomic_load(&store->size) + window - 1) >> m->window_shift);
+  for (uint32_t i = count; i < want; i++) {
+    gmi_window_t *w = &store->windows[i];
+    memset(w, 0, sizeof *w);
+    w->frame = w->file_block = GMI_NONE;
+    w->arena = store->index;
+    w->index = i;
+    w->valid = GMI_VALID_ZERO;
+  }
+  if (want > count) {
+    m->window_total += want - count;
+    atomic_store_explicit(&store->window_count, want, memory_order_release);
+  }
+  return GEMINI_OK;
+}
+
+/* Before anything is known of the access order, registration order stands for it, a tensor an operator. */
+static gemini_status_t search_window(gmi_manager_t *m, uint64_t *window_out) {
+  uint64_t usable = m->config.device_bytes - m->config.device_margin_bytes;
+  uint64_t max = WINDOW_MIN > m->granularity ? WINDOW_MIN : m->granularity, min = max;
+  while (max < WINDOW_MAX && max * 2 <= usable / 16) max *= 2;
+  gmi_window_use_t *uses = calloc(m->tensor_alive ? m->tensor_alive : 1, sizeof *uses);
+  if (!uses) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory to search the window size");
+  uint64_t count = 0;
+  for (uint32_t i = 0; i < m->tensor_high; i++) {
+    gmi_tensor_t *t = &m->tensors[i];
+    if (!t->alive || t->base != i) continue;
+    uses[count] = (gmi_window_use_t){ ((uint64_t)t->arena << 46) + t->offset, t->size, (uint32_t)count, 0 };
+    count++;
+  }
+  uint64_t rate = m->config.sim_d2h_bytes_per_s ? m->config.sim_d2h_bytes_per_s : UINT64_C(5000000000);
+  gmi_window_search_t search = { uses, count, min, max, usable, usable / 4, 20000, rate };
+  *window_out = count ? gmi_window_size_search(&search) : min;
+  free(uses);
+  return GEMINI_OK;
+}
+
+gemini_status_t gmi_cut(gmi_manager_t *m) {
+  if (atomic_load(&m->window_bytes)) return GEMINI_OK;
+  uint64_t window = m->config.window_bytes;
+  gemini_status_t status = GEMINI_OK;
+  if (!window) status = search_window(m, &window);
+  if (status) return status;
+  m->window_shift = (uint32_t)__builtin_ctzll(window);
+  atomic_store_explicit(&m->window_bytes, window, memory_order_release);
+  status = gmi_frames_init(m);
+  if (!status) status = gmi_heap_open(m);
+  for (uint32_t i = 0; !status && i < GMI_ARENAS; i++) {
+    gmi_arena_t *a = gmi_arena_at(m, i);
+    if (a) status = gmi_arena_grow(m, a);
+  }
+  if (status) {
+    gmi_heap_close(m);
+    gmi_frames_free(m);
+    for (uint32_t i = 0; i < GMI_ARENAS; i++) {
+      gmi_arena_t *a = gmi_arena_at(m, i);
+      if (!a || !a->windows) continue;
+      gmi_space_free(a->windows, a->window_map_bytes);
+      a->windows = NULL;
+      atomic_store(&a->window_count, 0);
+    }
+    m->window_total = 0;
+    atomic_store(&m->window_bytes, 0);
+    return status;
+  }
+  gmi_log(m, GEMINI_LOG_INFO, "windows of %llu bytes, %u device frames", (unsigned long long)window, m->frame_count);
+  return GEMINI_OK;
+}
+
+gemini_status_t gmi_range_resolve(gmi_manager_t *m, const gemini_access_t *access, gmi_range_t *range_out) {
+  gmi_range_t r = { 0 };
+  uint64_t start = 0, limit;
+  if (access->object >> 60 == GMI_HANDLE_ARENA) {
+    r.arena = gmi_arena_get(m, access->object);
+    if (!r.arena) return GEMINI_ERR_HANDLE;
+    limit = atomic_load_explicit(&r.arena->size, memory_order_acquire);
+  } else {
+    r.tensor = gmi_tensor_get(m, access->object);
+    if (!r.tensor) return GEMINI_ERR_HANDLE;
+    r.arena = gmi_arena_at(m, r.tensor->arena);
+    start = r.tensor->offset;
+    limit = r.tensor->size;
+  }
+  r.store = gmi_arena_at(m, r.arena->store);
+  uint64_t size = access->size_bytes;
+  if (!size && !access->offset_bytes) size = limit;
+  if (access->offset_bytes > limit || size > limit - access->offset_bytes || (!size && r.tensor))
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "range %llu + %llu bytes is not inside %s of %llu bytes",
+                    (unsigned long long)access->offset_bytes, (unsigned long long)size,
+                    r.tensor ? gmi_tensor_base(m, r.tensor)->name : r.arena->name, (unsigned long long)limit);
+  r.offset = start + access->offset_bytes;
+  r.size = size;
+  if (size && atomic_load(&m->window_bytes)) {
+    r.first = (uint32_t)(r.offset >> m->window_shift);
+    r.last = (uint32_t)((r.offset + size - 1) >> m->window_shift);
+  } else {
+    r.first = 1;
+  }
+  *range_out = r;
+  return GEMINI_OK;
+}
+
+/* ---- arenas */
+static gemini_status_t arena_check(gmi_manager_t *m, gemini_arena_config_t *c, gmi_arena_t **like,
+                                   gmi_arena_t **reuse) {
+  if (c->kind > GEMINI_KIND_OTHER)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "kind is %u, the last one is %d", c->kind, GEMINI_KIND_OTHER);
+  if (!c->element_bytes) c->element_bytes = 1;
+  if (c->element_bytes > 16 || (c->element_bytes & (c->element_bytes - 1)))
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "element_bytes is %u, must be 1, 2, 4, 8 or 16", c->element_bytes);
+  if (c->flags) return gmi_fail(GEMINI_ERR_INVALID, 0, "flags has unknown bits %#x", c->flags);
+  if (c->name && (!*c->name || strnlen(c->name, 64) > 63))
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "an arena's name must have 1 to 63 bytes");
+  if (c->capacity_bytes > (UINT64_C(1) << 45))
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "capacity_bytes is %llu, at most %llu",
+                    (unsigned long long)c->capacity_bytes, 1ull << 45);
+  *like = *reuse = NULL;
+  if (c->like && !(*like = gmi_arena_get(m, c->like))) return GEMINI_ERR_HANDLE;
+  if (c->reuse && !(*reuse = gmi_arena_get(m, c->reuse))) return GEMINI_ERR_HANDLE;
+  gmi_arena_t *other = *reuse ? *reuse : *like;
+  if (other && (other->like != other->index || other->store != other->index))
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "arena %s follows another arena itself", other->name);
+  if (*reuse) {
+    if (*like && *like != *reuse) return gmi_fail(GEMINI_ERR_INVALID, 0, "like and reuse name different arenas");
+    if (c->kind != GEMINI_KIND_GRAD || (*reuse)->kind != GEMINI_KIND_PARAM)
+      return gmi_fail(GEMINI_ERR_INVALID, 0, "only a gradient arena can reuse a parameter arena");
+    if (c->element_bytes != (*reuse)->element_bytes)
+      return gmi_fail(GEMINI_ERR_INVALID, 0, "element_bytes is %u, but the reused arena's is %u", c->element_bytes,
+                      (*reuse)->element_bytes);
+    if ((*reuse)->reused) return gmi_fail(GEMINI_ERR_INVALID, 0, "arena %s is reused already", (*reuse)->name);
+  }
+  return GEMINI_OK;
+}
+
+static void arena_free(gmi_manager_t *m, gmi_arena_t *a) {
+  if (a->store == a->index) {
+    if (a->base) m->dev->unreserve(m->dev_self, a->base, a->capacity);
+    gmi_space_free(a->host, a->capacity);
+    gmi_space_free(a->windows, a->window_map_bytes);
+  }
+  free(a->order);
+  free(a);
+}
+
+static gemini_status_t arena_create(gmi_manager_t *m, const gemini_arena_config_t *theirs, gemini_arena_t *arena_out) {
+  static const char *const kinds[] = { "param", "grad", "master", "momentum", "variance", "other" };
+  if (!arena_out) return gmi_fail(GEMINI_ERR_INVALID, 0, "arena_out is NULL");
+  gemini_arena_config_t c;
+  gemini_status_t status = gmi_struct_in(&c, sizeof c, theirs, sizeof c, "config");
+  if (status) return status;
+  gmi_arena_t *like = NULL, *reuse = NULL;
+  status = arena_check(m, &c, &like, &reuse);
+  if (status) return status;
+  uint32_t index = 0;
+  while (index < GMI_ARENAS && gmi_arena_at(m, index)) index++;
+  if (index == GMI_ARENAS)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "%u arenas exist, the limit is %u", GMI_ARENAS, GMI_ARENAS);
+  gmi_arena_t *a = calloc(1, sizeof *a);
+  if (!a) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for an arena's record");
+  snprintf(a->name, sizeof a->name, "%s", c.name ? c.name : kinds[c.kind]);
+  a->index = a->like = a->store = index;
+  a->kind = c.kind;
+  a->element_bytes = c.element_bytes;
+  gmi_arena_t *base = reuse ? reuse : like;
+  uint64_t total = m->config.device_bytes + m->config.host_bytes + m->config.file_bytes;
+  uint64_t capacity = c.capacity_bytes;
+  if (!capacity) capacity = base ? base->capacity_asked / base->element_bytes * a->element_bytes : total;
+  a->capacity_asked = capacity - capacity % a->element_bytes;
+  a->capacity = round_up(capacity, m->config.window_bytes > WINDOW_MAX ? m->config.window_bytes : WINDOW_MAX);
+  if (base) {
+    a->like = base->index;
+    atomic_store(&a->size, atomic_load(&base->size) / base->element_bytes * a->element_bytes);
+    if (atomic_load(&a->size) > a->capacity_asked) {
+      free(a);
+      return gmi_fail(GEMINI_ERR_INVALID, 0, "capacity_bytes is %llu, but arena %s has %llu elements already",
+                      (unsigned long long)capacity, base->name,
+                      (unsigned long long)(atomic_load(&base->size) / base->element_bytes));
+    }
+  }
+  if (reuse) {
+    a->store = reuse->index;
+    a->base = reuse->base;
+    a->host = reuse->host;
+  } else {
+    void *address = NULL;
+    status = m->dev->reserve(m->dev_self, a->capacity, &address);
+    a->base = status ? NULL : address;
+    a->host = status ? NULL : gmi_space(a->capacity);
+    if (!a->host) {
+      arena_free(m, a);
+      return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no address range of %llu bytes for arena %s",
+                      (unsigned long long)capacity, c.name ? c.name : kinds[c.kind]);
+    }
+    status = gmi_arena_grow(m, a);
+    if (status) {
+      arena_free(m, a);
+      return status;
+    }
+  }
+  if (base) base->followers++;
+  if (reuse) reuse->reused = true;
+  a->generation = ++m->arena_generations[index];
+  atomic_store_explicit(&m->arenas[index], a, memory_order_release);
+  gmi_tracer_forget(m);
+  *arena_out = gmi_handle(m, GMI_HANDLE_ARENA, a->generation, index);
+  return GEMINI_OK;
+}
+gemini_status_t gemini_arena_create(gemini_manager_t mgr, const gemini_arena_config_t *config,
+                                    gemini_arena_t *arena_out) {
+  gmi_manager_t *m = gmi_manager_get(mgr);
+  if (!m) API_RETURN(GEMINI_ERR_HANDLE);
+  gmi_lock(m);
+  gemini_status_t status = arena_create(m, config, arena_out);
+  gmi_unlock(m);
+  API_RETURN(status);
+}
+
+static void name_remove(gmi_manager_t *m, uint32_t index);
+static void tensor_drop(gmi_manager_t *m, uint32_t index) {
+  gmi_tensor_t *t = &m->tensors[index];
+  if (t->base == index) name_remove(m, index);
+  free(t->name);
+  uint16_t generation = t->generation;
+  memset(t, 0, sizeof *t);
+  t->generation = generation;
+  t->hash_next = m->tensor_free;
+  m->tensor_free = index;
+  m->tensor_alive--;
+}
+
+static void counterpart_unlink(gmi_manager_t *m, uint32_t index) {
+  gmi_tensor_t *t = &m->tensors[index];
+  for (uint32_t *link = &m->tensors[t->base].next; *link != GMI_NONE; link = &m->tensors[*link].next) {
+    if (*link == index) {
+      *link = t->next;
+      return;
+    }
+  }
+}
+
+static gemini_status_t arena_destroy(gmi_manager_t *m, gemini_arena_t handle) {
+  gmi_arena_t *a = gmi_arena_get(m, handle);
+  if (!a) return GEMINI_ERR_HANDLE;
+  if (a->followers) return gmi_fail(GEMINI_ERR_BUSY, 0, "%u arenas follow or reuse arena %s", a->followers, a->name);
+  for (uint32_t i = 0; i < a->tensor_count; i++) {
+    gmi_tensor_t *t = &m->tensors[a->order[i]];
+    if (atomic_load(&t->word) & GMI_TENSOR_USERS)
+      return gmi_fail(GEMINI_ERR_BUSY, 0, "tensor %s is acquired", gmi_tensor_base(m, t)->name);
+  }
+  uint32_t count = a->store == a->index ? atomic_load(&a->window_count) : 0;
+  for (uint32_t i = 0; i < count; i++) {
+    gmi_window_t *w = &a->windows[i];
+    if ((atomic_load(&w->word) & GMI_WINDOW_PINS) || w->host_users || w->user_pins)
+      return gmi_fail(GEMINI_ERR_BUSY, 0, "a range of arena %s is acquired or pinned", a->name);
+  }
+  for (uint32_t i = 0; i < count; i++) gmi_window_forget(m, &a->windows[i]);
+  for (uint32_t i = 0; i < m->unmap_count; i++)
+    if (m->unmaps[i].window && m->unmaps[i].window->arena == a->index) gmi_fence_sync(m, m->unmaps[i].fence);
+  gmi_reap(m);
+  while (a->tensor_count) {
+    uint32_t index = a->order[--a->tensor_count];
+    if (m->tensors[index].base != index) counterpart_unlink(m, index);
+    tensor_drop(m, index);
+  }
+  m->window_total -= count;
+  gmi_arena_t *base = gmi_arena_at(m, a->like);
+  if (base != a) base->followers--;
+  if (a->store != a->index) gmi_arena_at(m, a->store)->reused = false;
+  atomic_store_explicit(&m->arenas[a->index], NULL, memory_order_release);
+  arena_free(m, a);
+  gmi_tracer_forget(m);
+  return GEMINI_OK;
+}
+gemini_status_t gemini_arena_destroy(gemini_manager_t mgr, gemini_arena_t arena) {
+  gmi_manager_t *m = gmi_manager_get(mgr);
+  if (!m) API_RETURN(GEMINI_ERR_HANDLE);
+  if (!arena) return GEMINI_OK;
+  gmi_lane_drain(m);
+  gmi_lock(m);
+  gemini_status_t status = arena_destroy(m, arena);
+  gmi_unlock(m);
+  API_RETURN(status);
+}
+
+void gmi_arena_free_all(gmi_manager_t *m) {
+  for (uint32_t i = 0; i < m->tensor_high; i++) free(m->tensors[i].name);
+  for (int pass = 0; pass < 2; pass++) { /* reusing arenas first */
+    for (uint32_t i = 0; i < GMI_ARENAS; i++) {
+      gmi_arena_t *a = gmi_arena_at(m, i);
+      if (!a || (pass == 0 && a->store == i)) continue;
+      atomic_store(&m->arenas[i], NULL);
+      arena_free(m, a);
+    }
+  }
+}
+
+/* Bytes of a range of windows by the tier of their newest copy, device before host before file. */
+static void tier_bytes(gmi_manager_t *m, const gmi_range_t *r, uint64_t out[GEMINI_TIER_COUNT]) {
+  memset(out, 0, GEMINI_TIER_COUNT * sizeof *out);
+  for (uint64_t i = r->first; i <= r->last && i < atomic_load(&r->store->window_count); i++) {
+    const gmi_window_t *w = &r->store->windows[i];
+    uint64_t begin = i << m->window_shift, end = begin + atomic_load(&m->window_bytes);
+    if (begin < r->offset) begin = r->offset;
+    if (end > r->offset + r->size) end = r->offset + r->size;
+    if (w->valid & GMI_VALID_DEVICE) out[GEMINI_TIER_DEVICE] += end - begin;
+    else if (w->valid & GMI_VALID_HOST) out[GEMINI_TIER_HOST] += end - begin;
+    else if (w->valid & GMI_VALID_FILE) out[GEMINI_TIER_FILE] += end - begin;
+  }
+}
+
+gemini_status_t gemini_arena_info(gemini_manager_t mgr, gemini_arena_t arena, gemini_arena_info_t *info_out) {
+  gmi_manager_t *m = gmi_manager_get(mgr);
+  if (!m) API_RETURN(GEMINI_ERR_HANDLE);
+  gemini_arena_info_t info = GEMINI_ARENA_INFO_INIT;
+  gmi_lock(m);
+  gmi_arena_t *a = gmi_arena_get(m, arena);
+  if (a) {
+    info.kind = a->kind;
+    info.base = (uint64_t)(uintptr_t)a->base;
+    info.size_bytes = atomic_load(&a->size);
+    info.capacity_bytes = a->capacity_asked;
+    info.window_bytes = atomic_load(&m->window_bytes);
+    info.tensor_count = a->tensor_count;
+    gemini_access_t all = { .object = arena };
+    gmi_range_t r;
+    if (gmi_range_resolve(m, &all, &r) == GEMINI_OK) tier_bytes(m, &r, info.tier_bytes);
+  }
+  gmi_unlock(m);
+  API_RETURN(a ? gmi_struct_out(info_out, &info, sizeof info, sizeof info, "info_out") : GEMINI_ERR_HANDLE);
+}
+
+/* Grows the arena and those that follow it to hold size_bytes more; the place it got is in offset_out. */
+static gemini_status_t arena_extend(gmi_manager_t *m, gmi_arena_t *a, uint64_t size_bytes, uint64_t *offset_out) {
+  if (a->like != a->index || a->store != a->index)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "arena %s follows %s: register there", a->name,
+                    gmi_arena_at(m, a->like)->name);
+  if (!size_bytes || size_bytes % a->element_bytes)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "size_bytes is %llu, must be a multiple of %u and not 0",
+                    (unsigned long long)size_bytes, a->element_bytes);
+  uint64_t offset = round_up(atomic_load(&a->size), (uint64_t)ELEMENT_ALIGN * a->element_bytes);
+  if (offset > a->capacity_asked || size_bytes > a->capacity_asked - offset)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "size_bytes is %llu, arena %s has %llu left of %llu",
+                    (unsigned long long)size_bytes, a->name,
+                    (unsigned long long)(offset > a->capacity_asked ? 0 : a->capacity_asked - offset),
+                    (unsigned long long)a->capacity_asked);
+  uint64_t elements = (offset + size_bytes) / a->element_bytes;
+  for (uint32_t i = 0; a->followers && i < GMI_ARENAS; i++) {
+    gmi_arena_t *f = gmi_arena_at(m, i);
+    if (f && f != a && f->like == a->index && elements > f->capacity_asked / f->element_bytes)
+      return gmi_fail(GEMINI_ERR_INVALID, 0, "arena %s, like %s, has room for %llu elements, not %llu", f->name,
+                      a->name, (unsigned long long)(f->capacity_asked / f->element_bytes),
+                      (unsigned long long)elements);
+  }
+  gemini_status_t status = GEMINI_OK;
+  for (uint32_t i = 0; !status && i < GMI_ARENAS; i++) {
+    gmi_arena_t *f = gmi_arena_at(m, i);
+    if (!f || f->like != a->index) continue;
+    atomic_store_explicit(&f->size, elements * f->element_bytes, memory_order_release);
+    status = gmi_arena_grow(m, f);
+  }
+  *offset_out = offset;
+  return status;
+}
+
+gemini_status_t gemini_arena_take(gemini_manager_t mgr, gemini_arena_t arena, uint64_t size_bytes,
+                                  uint64_t *offset_out) {
+  gmi_manager_t *m = gmi_manager_get(mgr);
+  if (!m) API_RETURN(GEMINI_ERR_HANDLE);
+  if (!offset_out) API_RETURN(gmi_fail(GEMINI_ERR_INVALID, 0, "offset_out is NULL"));
+  gmi_lock(m);
+  gmi_arena_t *a = gmi_arena_get(m, arena);
+  gemini_status_t status = a ? arena_extend(m, a, size_bytes, offset_out) : GEMINI_ERR_HANDLE;
+  gmi_unlock(m);
+  API_RETURN(status);
+}
+
+/* ---- tensors */
+static uint64_t name_hash(const char *name) {
+  uint64_t h = UINT64_C(14695981039346656037);
+  for (; *name; name++) h = (h ^ (unsigned char)*name) * UINT64_C(1099511628211);
+  return h;
+}
+static uint32_t name_find(gmi_manager_t *m, const char *name) {
+  uint32_t i = m->name_buckets[name_hash(name) % m->name_bucket_count];
+  while (i != GMI_NONE && strcmp(m->tensors[i].name, name)) i = m->tensors[i].hash_next;
+  return i;
+}
+static void name_remove(gmi_manager_t *m, uint32_t index) {
+  uint32_t *link = &m->name_buckets[name_hash(m->tensors[index].name) % m->name_bucket_count];
+  while (*link != index) link = &m->tensors[*link].hash_next;
+  *link = m->tensors[index].hash_next;
+}
+static void name_insert(gmi_manager_t *m, uint32_t index) {
+  uint32_t *link = &m->name_buckets[name_hash(m->tensors[index].name) % m->name_bucket_count];
+  m->tensors[index].hash_next = *link;
+  *link = index;
+}
+static void names_grow(gmi_manager_t *m) { /* a failure only leaves chains longer */
+  uint32_t count = m->name_bucket_count * 4;
+  uint32_t *buckets = malloc(count * sizeof *buckets);
+  if (!buckets) return;
+  memset(buckets, 0xff, count * sizeof *buckets);
+  free(m->name_buckets);
+  m->name_buckets = buckets;
+  m->name_bucket_count = count;
+  for (uint32_t i = 0; i < m->tensor_high; i++)
+    if (m->tensors[i].alive && m->tensors[i].base == i) name_insert(m, i);
+}
+
+/* A record in arena a; its name and chains are the caller's to set. */
+static gemini_status_t tensor_new(gmi_manager_t *m, gmi_arena_t *a, uint64_t offset, uint64_t size,
+                                  uint32_t *index_out) {
+  if (a->tensor_count == a->tensor_capacity) {
+    uint32_t capacity = a->tensor_capacity ? a->tensor_capacity * 2 : 16;
+    uint32_t *order = realloc(a->order, capacity * sizeof *order);
+    if (!order) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for a tensor's record");
+    a->order = order;
+    a->tensor_capacity = capacity;
+  }
+  uint32_t index = m->tensor_free;
+  if (index != GMI_NONE) m->tensor_free = m->tensors[index].hash_next;
+  else if (m->tensor_high < GMI_TENSORS) index = m->tensor_high++;
+  else return gmi_fail(GEMINI_ERR_INVALID, 0, "%u tensors exist, the limit is %u", GMI_TENSORS, GMI_TENSORS);
+  gmi_tensor_t *t = &m->tensors[index];
+  t->generation = (uint16_t)((t->generation % 1023) + 1);
+  t->arena = a->index;
+  t->offset = offset;
+  t->size = size;
+  t->base = index;
+  t->next = GMI_NONE;
+  atomic_store(&t->word, (uint32_t)GEMINI_STATE_FREE << GMI_TENSOR_STATE_SHIFT);
+  t->alive = true;
+  a->order_sorted =
+      a->tensor_count == 0 || (a->order_sorted && m->tensors[a->order[a->tensor_count - 1]].offset <= offset);
+  a->order[a->tensor_count++] = index;
+  m->tensor_alive++;
+  *index_out = index;
+  return GEMINI_OK;
+}
+
+static gemini_status_t tensor_register(gmi_manager_t *m, gemini_arena_t arena, const char *name, uint64_t size,
+                                       uint64_t offset, gemini_tensor_t *tensor_out) {
+  gmi_arena_t *a = gmi_arena_get(m, arena);
+  if (!a) return GEMINI_ERR_HANDLE;
+  if (!tensor_out || !name) return gmi_fail(GEMINI_ERR_INVALID, 0, "%s is NULL", name ? "tensor_out" : "name");
+  size_t length = strnlen(name, NAME_LIMIT + 1);
+  if (!length || length > NAME_LIMIT)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "a tensor's name has %zu bytes or more, must have 1 to %d", length,
+                    NAME_LIMIT);
+  if (name_find(m, name) != GMI_NONE) return gmi_fail(GEMINI_ERR_EXISTS, 0, "a tensor named %s exists", name);
+  bool next = offset == GEMINI_OFFSET_NEXT;
+  uint64_t used = atomic_load(&a->size);
+  if (!next) {
+    if (a->like != a->index)
+      return gmi_fail(GEMINI_ERR_INVALID, 0, "arena %s follows %s: register there", a->name,
+                      gmi_arena_at(m, a->like)->name);
+    if (offset % a->element_bytes || !size || size % a->element_bytes || offset > used || size > used - offset)
+      return gmi_fail(
+          GEMINI_ERR_INVALID, 0,
+          "tensor at %llu + %llu bytes is not inside the %llu bytes taken of arena %s, or no multiple of %u",
+          (unsigned long long)offset, (unsigned long long)size, (unsigned long long)used, a->name, a->element_bytes);
+  }
+  char *copy = malloc(length + 1);
+  if (!copy) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for a tensor's name");
+  memcpy(copy, name, length + 1);
+  gemini_status_t status = next ? arena_extend(m, a, size, &offset) : GEMINI_OK;
+  uint32_t index;
+  if (!status) status = tensor_new(m, a, offset, size, &index);
+  if (status) {
+    free(copy);
+    return status;
+  }
+  m->tensors[index].name = copy;
+  if (m->tensor_alive > (uint64_t)m->name_bucket_count * 2) names_grow(m);
+  if (name_find(m, copy) == GMI_NONE) name_insert(m, index); /* names_grow() may have put it in */
+  *tensor_out = gmi_handle(m, GMI_HANDLE_TENSOR, m->tensors[index].generation, index);
+  return GEMINI_OK;
+}
+gemini_status_t gemini_tensor_register(gemini_manager_t mgr, gemini_arena_t arena, const char *name,
+                                       uint64_t size_bytes, uint64_t offset_bytes, gemini_tensor_t *tensor_out) {
+  gmi_manager_t *m = gmi_manager_get(mgr);
+  if (!m) API_RETURN(GEMINI_ERR_HANDLE);
+  gmi_lock(m);
+  gemini_status_t status = tensor_register(m, arena, name, size_bytes, offset_bytes, tensor_out);
+  gmi_unlock(m);
+  API_RETURN(status);
+}
+
+static void order_remove(gmi_manager_t *m, uint32_t index) {
+  gmi_arena_t *a = gmi_arena_at(m, m->tensors[index].arena);
+  for (uint32_t i = 0; i < a->tensor_count; i++) {
+    if (a->order[i] != index) continue;
+    memmove(&a->order[i], &a->order[i + 1], (a->tensor_count - i - 1) * sizeof *a->order);
+    a->tensor_count--;
+    return;
+  }
+}
+
+static gemini_status_t tensor_unregister(gmi_manager_t *m, gemini_tensor_t handle) {
+  gmi_tensor_t *t = gmi_tensor_get(m, handle);
+  if (!t) return GEMINI_ERR_HANDLE;
+  uint32_t index = (uint32_t)(t - m->tensors);
+  bool base = t->base == index;
+  for (uint32_t i = index; i != GMI_NONE; i = m->tensors[i].next) {
+    if (atomic_load(&m->tensors[i].word) & GMI_TENSOR_USERS)
+      return gmi_fail(GEMINI_ERR_BUSY, 0, "tensor %s%s is acquired", gmi_tensor_base(m, t)->name,
+                      i == index ? "" : ", in another arena,");
+    if (!base) break;
+  }
+  if (!base) counterpart_unlink(m, index);
+  uint32_t next;
+  for (uint32_t i = index; i != GMI_NONE; i = next) {
+    next = base ? m->tensors[i].next : GMI_NONE;
+    order_remove(m, i);
+    tensor_drop(m, i);
+  }
+  return GEMINI_OK;
+}
+gemini_status_t gemini_tensor_unregister(gemini_manager_t mgr, gemini_tensor_t tensor) {
+  gmi_manager_t *m = gmi_manager_get(mgr);
+  if (!m) API_RETURN(GEMINI_ERR_HANDLE);
+  if (!tensor) return GEMINI_OK;
+  gmi_lock(m);
+  gemini_status_t status = tensor_unregister(m, tensor);
+  gmi_unlock(m);
+  API_RETURN(status);
+}
+
+gemini_status_t gemini_tensor_find(gemini_manager_t mgr, const char *name, gemini_tensor_t *tensor_out) {
+  gmi_manager_t *m = gmi_manager_get(mgr);
+  if (!m) API_RETURN(GEMINI_ERR_HANDLE);
+  if (!name || !tensor_out) API_RETURN(gmi_fail(GEMINI_ERR_INVALID, 0, "%s is NULL", name ? "tensor_out" : "name"));
+  gmi_lock(m);
+  uint32_t index = name_find(m, name);
+  if (index != GMI_NONE) *tensor_out = gmi_handle(m, GMI_HANDLE_TENSOR, m->tensors[index].generation, index);
+  gmi_unlock(m);
+  API_RETURN(index != GMI_NONE ? GEMINI_OK : gmi_fail(GEMINI_ERR_NOT_FOUND, 0, "no tensor is named %.127s", name));
+}
+
+static gemini_status_t tensor_counterpart(gmi_manager_t *m, gemini_tensor_t handle, gemini_arena_t arena,
+                                          gemini_tensor_t *tensor_out) {
+  gmi_tensor_t *t = gmi_tensor_get(m, handle);
+  gmi_arena_t *a = t ? gmi_arena_get(m, arena) : NULL;
+  if (!a) return GEMINI_ERR_HANDLE;
+  if (!tensor_out) return gmi_fail(GEMINI_ERR_INVALID, 0, "tensor_out is NULL");
+  gmi_tensor_t *base = gmi_tensor_base(m, t);
+  gmi_arena_t *from = gmi_arena_at(m, base->arena);
+  uint32_t index = t->base;
+  while (index != GMI_NONE && m->tensors[index].arena != a->index) index = m->tensors[index].next;
+  if (index == GMI_NONE) {
+    if (a->like != from->index)
+      return gmi_fail(GEMINI_ERR_INVALID, 0, "arena %s is not like %s, where tensor %s is", a->name, from->name,
+                      base->name);
+    gemini_status_t status = tensor_new(m, a, base->offset / from->element_bytes * a->element_bytes,
+                                        base->size / from->element_bytes * a->element_bytes, &index);
+    if (status) return status;
+    m->tensors[index].base = t->base;
+    m->tensors[index].next = base->next;
+    base->next = index;
+  }
+  *tensor_out = gmi_handle(m, GMI_HANDLE_TENSOR, m->tensors[index].generation, index);
+  return GEMINI_OK;
+}
+gemini_status_t gemini_tensor_counterpart(gemini_manager_t mgr, gemini_tensor_t tensor, gemini_arena_t arena,
+                                          gemini_tensor_t *tensor_out) {
+  gmi_manager_t *m = gmi_manager_get(mgr);
+  if (!m) API_RETURN(GEMINI_ERR_HANDLE);
+  gmi_lock(m);
+  gemini_status_t status = tensor_counterpart(m, tensor, arena, tensor_out);
+  gmi_unlock(m);
+  API_RETURN(status);
+}
+
+gemini_status_t gemini_tensor_info(gemini_manager_t mgr, gemini_tensor_t tensor, gemini_tensor_info_t *info_out) {
+  gmi_manager_t *m = gmi_manager_get(mgr);
+  if (!m) API_RETURN(GEMINI_ERR_HANDLE);
+  gemini_tensor_info_t info = GEMINI_TENSOR_INFO_INIT;
+  gmi_lock(m);
+  gmi_tensor_t *t = gmi_tensor_get(m, tensor);
+  if (t) {
+    gmi_arena_t *a = gmi_arena_at(m, t->arena);
+    uint32_t word = atomic_load(&t->word);
+    info.state = gmi_tensor_state(word);
+    info.users = word & GMI_TENSOR_USERS;
+    info.address = (uint64_t)(uintptr_t)a->base + t->offset;
+    info.size_bytes = t->size;
+    info.offset_bytes = t->offset;
+    info.arena = gmi_handle(m, GMI_HANDLE_ARENA, a->generation, a->index);
+    snprintf(info.name, sizeof info.name, "%s", gmi_tensor_base(m, t)->name);
+    gemini_access_t all = { .object = tensor };
+    gmi_range_t r;
+    if (gmi_range_resolve(m, &all, &r) == GEMINI_OK) tier_bytes(m, &r, info.tier_bytes);
+  }
+  gmi_unlock(m);
+  API_RETURN(t ? gmi_struct_out(info_out, &info, sizeof info, sizeof info, "info_out") : GEMINI_ERR_HANDLE);
+}
+
+static gmi_manager_t *sort_manager; /* qsort has no argument for it; guarded by sort_lock */
+static pthread_mutex_t sort_lock = PTHREAD_MUTEX_INITIALIZER;
+static int by_offset(const void *a, const void *b) {
+  const gmi_tensor_t *x = &sort_manager->tensors[*(const uint32_t *)a],
+                     *y = &sort_manager->tensors[*(const uint32_t *)b];
+  if (x->offset != y->offset) return x->offset < y->offset ? -1 : 1;
+  return x < y ? -1 : x > y;
+}
+void gmi_arena_sort(gmi_manager_t *m, gmi_arena_t *a) {
+  if (a->order_sorted || !a->tensor_count) return;
+  pthread_mutex_lock(&sort_lock);
+  sort_manager = m;
+  qsort(a->order, a->tensor_count, sizeof *a->order, by_offset);
+  pthread_mutex_unlock(&sort_lock);
+  a->order_sorted = true;
+}
+
+void gmi_arena_each(gmi_manager_t *m, gmi_arena_t *a, uint64_t offset, uint64_t size,
+                    void (*fn)(gmi_manager_t *m, gmi_tensor_t *t, void *user), void *user) {
+  gmi_arena_sort(m, a);
+  /* Tensors may overlap, so an early long one can reach into the range: scan all that begin before its end. The usual
+   * arena has none that overlap; then a binary search for the first that ends behind offset would do. */
+  for (uint32_t i = 0; i < a->tensor_count; i++) {
+    gmi_tensor_t *t = &m->tensors[a->order[i]];
+    if (t->offset >= offset + size) break;
+    if (t->offset + t->size > offset) fn(m, t, user);
+  }
+}
+
+/* The table of legal transitions; docs/states.md gives the reasons. */
+bool gmi_state_legal(uint32_t from, uint32_t to) {
+  static const uint8_t to_bits[GEMINI_STATE_COUNT] = {
+#define TO(state) (1u << GEMINI_STATE_##state)
+    [GEMINI_STATE_FREE] = TO(HOLD) | TO(COMPUTE),
+    [GEMINI_STATE_HOLD] = TO(FREE) | TO(COMPUTE) | TO(READY_FOR_REDUCE),
+    [GEMINI_STATE_HOLD_AFTER_FWD] = TO(HOLD) | TO(COMPUTE),
+    [GEMINI_STATE_HOLD_AFTER_BWD] = TO(HOLD) | TO(COMPUTE) | TO(READY_FOR_REDUCE),
+    [GEMINI_STATE_COMPUTE] = TO(HOLD) | TO(HOLD_AFTER_FWD) | TO(HOLD_AFTER_BWD),
+    [GEMINI_STATE_READY_FOR_REDUCE] = TO(HOLD) | TO(COMPUTE),
+#undef TO
+  };
+  return from < GEMINI_STATE_COUNT && to < GEMINI_STATE_COUNT && (to_bits[from] >> to & 1);
+}

@@ -1,0 +1,372 @@
+/* Zero, load, store, norm, and the states a caller may set.
+ * SPDX-License-Identifier: Apache-2.0 */
+#include <errno.h>
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "core/manager.h"
+
+#define NORM_BLOCK UINT64_C(65536) /* bytes summed on their own, at multiples of it in the arena */
+
+static void window_part(gmi_manager_t *m, const gmi_range_t *r, uint64_t i, uint64_t *begin, uint64_t *end) {
+  *begin = i << m->window_shift;
+  *end = *begin + (UINT64_C(1) << m->window_shift);
+  if (*begin < r->offset) *begin = r->offset;
+  if (*end > r->offset + r->size) *end = r->offset + r->size;
+}
+
+static gemini_status_t free_to_change(gmi_manager_t *m, const gmi_range_t *r) {
+  for (uint64_t i = r->first; i <= r->last; i++) {
+    gmi_window_t *w = &r->store->windows[i];
+    if ((atomic_load(&w->word) & GMI_WINDOW_PINS) || w->host_users)
+      return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is acquired", r->store->name);
+  }
+  (void)m;
+  return GEMINI_OK;
+}
+
+/* ---- zero */
+static gemini_status_t zero_bytes(gmi_manager_t *m, const gmi_range_t *r) {
+  gemini_status_t status = GEMINI_OK;
+  for (uint64_t i = r->first; !status && i <= r->last; i++) {
+    gmi_window_t *w = &r->store->windows[i];
+    uint64_t begin, end, base = i << m->window_shift;
+    window_part(m, r, i, &begin, &end);
+    uint64_t window_end = base + (UINT64_C(1) << m->window_shift), used = atomic_load(&r->store->size);
+    bool whole = begin == base && end >= (window_end < used ? window_end : used);
+    if (whole && !w->user_pins) {
+      gmi_window_forget(m, w);
+    } else if (w->valid & GMI_VALID_ZERO) {
+      /* nothing to do */
+    } else if (atomic_load(&w->word) & GMI_WINDOW_RESIDENT) {
+      gmi_fence_t fence = 0;
+      status = gmi_fence_wait(m, m->copy_in, w->arrive);
+      if (!status) status = gmi_fence_wait(m, m->copy_in, atomic_load(&w->last_use));
+      if (!status) status = gmi_fence_wait(m, m->copy_in, w->host_fence);
+      if (!status) status = m->dev->zero(m->dev_self, m->copy_in, r->store->base + begin, end - begin);
+      if (!status) status = gmi_fence_now(m, m->copy_in, &fence);
+      if (status) return status;
+      w->arrive = fence;
+      atomic_fetch_and(&w->word, ~GMI_WINDOW_SETTLED);
+      gmi_window_wrote(m, w);
+    } else {
+      status = gmi_window_to_host(m, w, false, false, GEMINI_REASON_CALLER);
+      if (!status) status = gmi_window_settle_host(m, w);
+      if (status) return status;
+      memset(r->store->host + begin, 0, end - begin);
+      gmi_window_host_wrote(m, w);
+    }
+  }
+  return status;
+}
+
+typedef struct {
+  const gmi_range_t *range;
+  uint64_t tensors;
+  gemini_status_t status;
+  bool set;
+} content_walk_t;
+
+/* A gradient arena that reuses its parameters: only where a gradient is, there is something to zero. */
+static void zero_gradient(gmi_manager_t *m, gmi_tensor_t *t, void *user) {
+  content_walk_t *c = user;
+  c->tensors++;
+  if (c->status || !(atomic_load(&t->word) & GMI_TENSOR_GRADIENT)) return;
+  gmi_range_t part = *c->range;
+  uint64_t end = part.offset + part.size;
+  part.offset = t->offset > part.offset ? t->offset : part.offset;
+  part.size = (t->offset + t->size < end ? t->offset + t->size : end) - part.offset;
+  part.first = (uint32_t)(part.offset >> m->window_shift);
+  part.last = (uint32_t)((part.offset + part.size - 1) >> m->window_shift);
+  c->status = zero_bytes(m, &part);
+}
+
+/* Tensors that lie in the range whole now hold a gradient, or do not. */
+static void set_content(gmi_manager_t *m, gmi_tensor_t *t, void *user) {
+  content_walk_t *c = user;
+  (void)m;
+  if (t->offset < c->range->offset || t->offset + t->size > c->range->offset + c->range->size) return;
+  if (c->set) atomic_fetch_or(&t->word, GMI_TENSOR_GRADIENT);
+  else atomic_fetch_and(&t->word, ~GMI_TENSOR_GRADIENT);
+}
+static void range_written(gmi_manager_t *m, const gmi_range_t *r) {
+  bool gradient = r->arena->store != r->arena->index;
+  if (!gradient && !r->arena->reused) return;
+  content_walk_t c = { .range = r, .set = gradient };
+  gmi_arena_each(m, r->store, r->offset, r->size, set_content, &c);
+}
+
+static gemini_status_t zero_range(gmi_manager_t *m, const gemini_access_t *access) {
+  gmi_range_t r;
+  if (!access) return gmi_fail(GEMINI_ERR_INVALID, 0, "access is NULL");
+  gemini_status_t status = gmi_cut(m);
+  if (!status) status = gmi_range_resolve(m, access, &r);
+  if (!status) status = free_to_change(m, &r);
+  if (status || !r.size) return status;
+  if (r.arena->store != r.arena->index) {
+    content_walk_t c = { .range = &r };
+    gmi_arena_each(m, r.store, r.offset, r.size, zero_gradient, &c);
+    if (c.tensors || c.status) return c.status;
+  }
+  status = zero_bytes(m, &r);
+  if (!status) range_written(m, &r);
+  return status;
+}
+gemini_status_t gemini_zero(gemini_manager_t mgr, const gemini_access_t *access) {
+  gmi_manager_t *m = gmi_manager_get(mgr);
+  if (!m) API_RETURN(GEMINI_ERR_HANDLE);
+  gmi_lock(m);
+  gemini_status_t status = zero_range(m, access);
+  gmi_unlock(m);
+  API_RETURN(status);
+}
+
+static gemini_status_t state_set(gmi_manager_t *m, gemini_tensor_t tensor, uint32_t state) {
+  static const char *const names[] = {
+    "FREE", "HOLD", "HOLD_AFTER_FWD", "HOLD_AFTER_BWD", "COMPUTE", "READY_FOR_REDUCE"
+  };
+  gmi_tensor_t *t = gmi_tensor_get(m, tensor);
+  if (!t) return GEMINI_ERR_HANDLE;
+  if (state >= GEMINI_STATE_COUNT)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "state is %u, the last one is %d", state, GEMINI_STATE_COUNT - 1);
+  uint32_t word = atomic_load(&t->word), from = gmi_tensor_state(word);
+  bool settable = state == GEMINI_STATE_HOLD || state == GEMINI_STATE_READY_FOR_REDUCE || state == GEMINI_STATE_FREE;
+  if (!settable || (word & GMI_TENSOR_USERS) || !gmi_state_legal(from, state))
+    return gmi_fail(GEMINI_ERR_STATE, 0, "tensor %s cannot go from %s to %s", gmi_tensor_base(m, t)->name, names[from],
+                    names[state]);
+  if (state == GEMINI_STATE_FREE) {
+    gemini_access_t all = { .object = tensor };
+    gemini_status_t status = zero_range(m, &all);
+    if (status) return status;
+  }
+  do {
+    if (word & GMI_TENSOR_USERS)
+      return gmi_fail(GEMINI_ERR_BUSY, 0, "tensor %s was acquired meanwhile", gmi_tensor_base(m, t)->name);
+  } while (!atomic_compare_exchange_weak(&t->word, &word, gmi_tensor_word(word, state)));
+  return GEMINI_OK;
+}
+gemini_status_t gemini_tensor_state_set(gemini_manager_t mgr, gemini_tensor_t tensor, uint32_t state) {
+  gmi_manager_t *m = gmi_manager_get(mgr);
+  if (!m) API_RETURN(GEMINI_ERR_HANDLE);
+  gmi_lock(m);
+  gemini_status_t status = state_set(m, tensor, state);
+  gmi_unlock(m);
+  API_RETURN(status);
+}
+
+/* ---- load and store */
+static gemini_status_t transfer(int fd, uint8_t *bytes, uint64_t size, uint64_t offset, bool write) {
+  static const uint64_t most = UINT64_C(1) << 30; /* one system call moves at most 2 GiB - 4 KiB */
+  while (size) {
+    size_t part = size < most ? size : most;
+    ssize_t n = write ? pwrite(fd, bytes, part, (off_t)offset) : pread(fd, bytes, part, (off_t)offset);
+    if (n < 0 && errno == EINTR) continue;
+    if (n < 0)
+      return gmi_fail(GEMINI_ERR_IO, errno, "file descriptor %d, offset %llu: %s of %llu bytes failed: %s", fd,
+                      (unsigned long long)offset, write ? "write" : "read", (unsigned long long)size, strerror(errno));
+    if (n == 0)
+      return gmi_fail(write ? GEMINI_ERR_IO : GEMINI_ERR_FORMAT, 0,
+                      "file descriptor %d ends at offset %llu, %llu bytes are missing", fd, (unsigned long long)offset,
+                      (unsigned long long)size);
+    bytes += n;
+    offset += (uint64_t)n;
+    size -= (uint64_t)n;
+  }
+  return GEMINI_OK;
+}
+
+static gemini_status_t zeros_to_file(int fd, uint64_t size, uint64_t offset) {
+  static uint8_t zeros[65536]; /* never written */
+  gemini_status_t status = GEMINI_OK;
+  for (uint64_t at = 0; !status && at < size; at += sizeof zeros)
+    status = transfer(fd, zeros, size - at < sizeof zeros ? size - at : sizeof zeros, offset + at, true);
+  return status;
+}
+
+/* Window by window, so that a range larger than the host budget passes; the lock is not held during I/O. */
+static gemini_status_t file_range(gmi_manager_t *m, const gemini_access_t *access, int fd, uint64_t fd_offset,
+                                  bool write_file) {
+  gmi_range_t r;
+  if (!access) return gmi_fail(GEMINI_ERR_INVALID, 0, "access is NULL");
+  if (fd < 0) return gmi_fail(GEMINI_ERR_INVALID, EBADF, "fd is %d", fd);
+  gemini_status_t status = gmi_cut(m);
+  if (!status) status = gmi_range_resolve(m, access, &r);
+  if (status || !r.size) return status;
+  if (fd_offset > (uint64_t)INT64_MAX - r.size)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "fd_offset is %llu, past what a file can have",
+                    (unsigned long long)fd_offset);
+  if (!write_file) status = free_to_change(m, &r);
+  for (uint64_t i = r.first; !status && i <= r.last; i++) {
+    gmi_window_t *w = &r.store->windows[i];
+    uint64_t begin, end;
+    window_part(m, &r, i, &begin, &end);
+    uint64_t at = fd_offset + (begin - r.offset);
+    if (!write_file && w->user_pins)
+      return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is pinned to the device", r.store->name);
+    if ((atomic_load(&w->word) & GMI_WINDOW_WRITERS) || w->host_writer)
+      return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is acquired for writing", r.store->name);
+    bool zero = w->valid & GMI_VALID_ZERO;
+    if (write_file && zero) {
+      status = zeros_to_file(fd, end - begin, at);
+      continue;
+    }
+    status = gmi_window_to_host(m, w, false, !write_file, GEMINI_REASON_UPDATE);
+    if (!status) status = gmi_window_settle_host(m, w);
+    if (status) return status;
+    w->host_users++;
+    if (!write_file) w->host_writer = true;
+    gmi_unlock(m);
+    status = transfer(fd, r.store->host + begin, end - begin, at, write_file);
+    gmi_lock(m);
+    w->host_users--;
+    if (!write_file) {
+      w->host_writer = false;
+      gmi_window_host_wrote(m, w);
+    }
+  }
+  if (!status && !write_file) range_written(m, &r);
+  return status;
+}
+gemini_status_t gemini_load(gemini_manager_t mgr, const gemini_access_t *access, int fd, uint64_t fd_offset) {
+  gmi_manager_t *m = gmi_manager_get(mgr);
+  if (!m) API_RETURN(GEMINI_ERR_HANDLE);
+  gmi_lock(m);
+  gemini_status_t status = file_range(m, access, fd, fd_offset, false);
+  gmi_unlock(m);
+  API_RETURN(status);
+}
+gemini_status_t gemini_store(gemini_manager_t mgr, const gemini_access_t *access, int fd, uint64_t fd_offset) {
+  gmi_manager_t *m = gmi_manager_get(mgr);
+  if (!m) API_RETURN(GEMINI_ERR_HANDLE);
+  gmi_lock(m);
+  gemini_status_t status = file_range(m, access, fd, fd_offset, true);
+  gmi_unlock(m);
+  API_RETURN(status);
+}
+
+/* ---- norm */
+typedef struct {
+  uint64_t begin, end;
+} part_t;
+typedef struct {
+  const gmi_range_t *range;
+  part_t *parts; /* what counts: the range, or of a reusing arena the gradients in it */
+  uint64_t count, capacity, tensors;
+  bool lost;
+} parts_t;
+
+static void add_part(parts_t *p, uint64_t begin, uint64_t end) {
+  if (p->count && begin < p->parts[p->count - 1].end) begin = p->parts[p->count - 1].end; /* tied tensors overlap */
+  if (begin >= end) return;
+  if (p->count == p->capacity) {
+    uint64_t capacity = p->capacity ? p->capacity * 2 : 64;
+    part_t *parts = realloc(p->parts, capacity * sizeof *parts);
+    if (!parts) {
+      p->lost = true;
+      return;
+    }
+    p->parts = parts;
+    p->capacity = capacity;
+  }
+  if (p->count && p->parts[p->count - 1].end == begin) p->parts[p->count - 1].end = end;
+  else p->parts[p->count++] = (part_t){ begin, end };
+}
+
+/* The gap before a tensor holds zeros; together with it most blocks stay whole, and the sums those of a plain walk. */
+static void gradient_part(gmi_manager_t *m, gmi_tensor_t *t, void *user) {
+  parts_t *p = user;
+  uint64_t begin = t->offset, end = t->offset + t->size;
+  (void)m;
+  p->tensors++;
+  if (!(atomic_load(&t->word) & GMI_TENSOR_GRADIENT)) return;
+  if (p->count && p->parts[p->count - 1].end < begin && begin - p->parts[p->count - 1].end < 4096)
+    begin = p->parts[p->count - 1].end;
+  if (begin < p->range->offset) begin = p->range->offset;
+  if (end > p->range->offset + p->range->size) end = p->range->offset + p->range->size;
+  add_part(p, begin, end);
+}
+
+static gemini_status_t sum_parts(gmi_manager_t *m, const gmi_range_t *r, const parts_t *p, uint32_t dtype,
+                                 uint32_t width, double *sums, uint64_t *blocks_out) {
+  uint64_t n = 0;
+  gemini_status_t status = GEMINI_OK;
+  for (uint64_t k = 0; k < p->count; k++) {
+    for (uint64_t at = p->parts[k].begin, stop; !status && at < p->parts[k].end; at = stop, n++) {
+      stop = (at / NORM_BLOCK + 1) * NORM_BLOCK;
+      if (stop > p->parts[k].end) stop = p->parts[k].end;
+      gmi_window_t *w = &r->store->windows[at >> m->window_shift];
+      sums[n] = 0;
+      if (w->valid & GMI_VALID_ZERO) continue;
+      if (w->valid & GMI_VALID_DEVICE) {
+        status = gmi_fence_wait(m, m->update_stream, w->arrive);
+        if (!status) status = gmi_fence_wait(m, m->update_stream, atomic_load(&w->last_use));
+        if (!status)
+          status = m->dev->sum_squares(m->dev_self, m->update_stream, r->store->base + at, dtype, (stop - at) / width,
+                                       &sums[n]);
+        continue;
+      }
+      if (!(w->valid & GMI_VALID_HOST)) status = gmi_window_to_host(m, w, false, false, GEMINI_REASON_UPDATE);
+      if (!status) status = gmi_window_settle_host(m, w);
+      if (!status) sums[n] = gmi_sum_squares(r->store->host + at, dtype, (stop - at) / width);
+    }
+  }
+  gmi_fence_t end;
+  gemini_status_t synced = gmi_fence_now(m, m->update_stream, &end); /* sums[] must outlive what is queued */
+  if (!synced) synced = gmi_fence_sync(m, end);
+  *blocks_out = n;
+  return status ? status : synced;
+}
+
+static gemini_status_t norm(gmi_manager_t *m, const gemini_access_t *access, uint32_t dtype, gemini_stream_t stream,
+                            double *norm_out) {
+  static const uint32_t widths[] = { 4, 2, 2, 8 };
+  gmi_range_t r;
+  uint32_t s;
+  if (!access || !norm_out) return gmi_fail(GEMINI_ERR_INVALID, 0, "%s is NULL", access ? "norm_out" : "access");
+  if (dtype > GEMINI_DTYPE_F64)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "dtype is %u, the last one is %d", dtype, GEMINI_DTYPE_F64);
+  gemini_status_t status = gmi_stream_resolve(m, stream, &s);
+  if (!status) status = gmi_cut(m);
+  if (!status) status = gmi_range_resolve(m, access, &r);
+  if (status) return status;
+  uint32_t width = widths[dtype];
+  if (r.offset % width || r.size % width)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "range %llu + %llu bytes is no multiple of the dtype's %u",
+                    (unsigned long long)r.offset, (unsigned long long)r.size, width);
+  parts_t p = { .range = &r };
+  if (r.arena->store != r.arena->index) gmi_arena_each(m, r.store, r.offset, r.size, gradient_part, &p);
+  if (!p.tensors && r.size) add_part(&p, r.offset, r.offset + r.size);
+  uint64_t blocks = 0;
+  for (uint64_t k = 0; k < p.count; k++)
+    blocks += (p.parts[k].end - 1) / NORM_BLOCK - p.parts[k].begin / NORM_BLOCK + 1;
+  double *sums = calloc(blocks ? blocks : 1, sizeof *sums);
+  if (!sums || p.lost) {
+    free(sums);
+    free(p.parts);
+    return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the sums of a norm");
+  }
+  if (s != GMI_CALLER) {
+    gmi_fence_t after;
+    status = gmi_fence_now(m, s, &after);
+    if (!status) status = gmi_fence_wait(m, m->update_stream, after);
+    if (!status) status = gmi_fence_sync(m, after); /* host copies are summed by this thread */
+  }
+  double sum = 0;
+  if (!status) status = sum_parts(m, &r, &p, dtype, width, sums, &blocks);
+  for (uint64_t i = 0; !status && i < blocks; i++) sum += sums[i];
+  free(sums);
+  free(p.parts);
+  if (!status) *norm_out = sqrt(sum);
+  return status;
+}
+gemini_status_t gemini_norm(gemini_manager_t mgr, const gemini_access_t *access, uint32_t dtype, gemini_stream_t stream,
+                            double *norm_out) {
+  gmi_manager_t *m = gmi_manager_get(mgr);
+  if (!m) API_RETURN(GEMINI_ERR_HANDLE);
+  gmi_lock(m);
+  gemini_status_t status = norm(m, access, dtype, stream, norm_out);
+  gmi_unlock(m);
+  API_RETURN(status);
+}

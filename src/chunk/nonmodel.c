@@ -1,0 +1,145 @@
+/* Non-model memory: the heap's offsets backed by frames of the same pool that chunks use.
+ * SPDX-License-Identifier: Apache-2.0 */
+#include <errno.h>
+#include <string.h>
+
+#include "core/manager.h"
+#include "tracer/timeline.h"
+#include "tracer/tracer.h"
+
+static gmi_heap_tag_t tag_of(gmi_fence_t fence) {
+  gmi_heap_tag_t tag = { 0, 0, 0 };
+  if (fence) tag = (gmi_heap_tag_t){ gmi_fence_stream(fence) + 1, 0, gmi_fence_mark(fence) };
+  return tag;
+}
+static gmi_fence_t fence_of(gmi_heap_tag_t tag) { return tag.stream ? gmi_fence(tag.stream - 1, tag.mark) : 0; }
+
+static gmi_heap_tag_t join_tags(void *user, gmi_heap_tag_t a, gmi_heap_tag_t b) {
+  return tag_of(gmi_fence_join(user, fence_of(a), fence_of(b)));
+}
+
+/* Address space is cheap, and a range much longer than the budget always has a hole for a large block. */
+gemini_status_t gmi_heap_open(gmi_manager_t *m) {
+  uint64_t range = UINT64_C(1) << 30;
+  while (range < m->config.device_bytes * 8 && range < (UINT64_C(1) << 44)) range *= 2;
+  void *base = NULL;
+  gemini_status_t status = m->dev->reserve(m->dev_self, range, &base);
+  if (status)
+    return gmi_fail(status, 0, "no address range of %llu bytes for non-model memory", (unsigned long long)range);
+  m->heap_base = base;
+  m->heap_range = range;
+  m->pages = gmi_space((range >> m->window_shift) * sizeof *m->pages);
+  if (m->pages) status = gmi_heap_create(range, UINT64_C(1) << m->window_shift, join_tags, m, &m->heap);
+  if (!m->pages || status) {
+    gmi_heap_close(m);
+    return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the records of non-model memory");
+  }
+  return GEMINI_OK;
+}
+
+void gmi_heap_close(gmi_manager_t *m) {
+  gmi_heap_destroy(m->heap);
+  m->heap = NULL;
+  if (m->pages) gmi_space_free(m->pages, (m->heap_range >> m->window_shift) * sizeof *m->pages);
+  m->pages = NULL;
+  if (m->heap_base) m->dev->unreserve(m->dev_self, m->heap_base, m->heap_range);
+  m->heap_base = NULL;
+  m->heap_frames = 0;
+  m->page_high = 0;
+}
+
+bool gmi_heap_reclaim(gmi_manager_t *m, uint32_t *frame_out) {
+  if (!m->heap || m->heap_frames == 0) return false;
+  for (uint64_t page = m->page_high; page-- > 0;) {
+    if (!m->pages[page].frame_1 || gmi_heap_page_users(m->heap, page)) continue;
+    uint32_t frame = m->pages[page].frame_1 - 1;
+    m->pages[page].frame_1 = 0;
+    m->heap_frames--;
+    m->frames[frame].ready = fence_of(gmi_heap_page_tag(m->heap, page));
+    gmi_unmap_later(m, m->heap_base + (page << m->window_shift), m->frames[frame].ready, NULL, page);
+    *frame_out = frame;
+    return true;
+  }
+  return false;
+}
+
+static gemini_status_t back_block(gmi_manager_t *m, const gmi_heap_block_t *block, uint32_t stream) {
+  uint64_t last = (block->offset + block->size_bytes - 1) >> m->window_shift;
+  gemini_status_t status = gmi_fence_wait(m, stream, fence_of(block->tag));
+  for (uint64_t page = block->offset >> m->window_shift; !status && page <= last; page++) {
+    if (m->pages[page].frame_1) continue;
+    uint32_t frame;
+    status = gmi_frame_take(m, GEMINI_REASON_PRESSURE, GMI_TAKE_EVICT, &frame);
+    if (status) break;
+    gmi_fence_t ready = m->frames[frame].ready;
+    status = gmi_map(m, m->heap_base + (page << m->window_shift), frame, NULL, page);
+    if (status) {
+      gmi_frame_give(m, frame, ready);
+      break;
+    }
+    m->pages[page].frame_1 = frame + 1;
+    m->heap_frames++;
+    if (page >= m->page_high) m->page_high = page + 1;
+    status = gmi_fence_wait(m, stream, ready);
+  }
+  return status;
+}
+
+static gemini_status_t nonmodel_alloc(gmi_manager_t *m, uint64_t size, gemini_stream_t stream, void **ptr_out) {
+  uint32_t s;
+  gemini_status_t status = gmi_stream_resolve(m, stream, &s);
+  if (status) return status;
+  if (!ptr_out) return gmi_fail(GEMINI_ERR_INVALID, 0, "ptr_out is NULL");
+  if (!size) return gmi_fail(GEMINI_ERR_INVALID, 0, "size_bytes is 0");
+  uint64_t usable = m->config.device_bytes - m->config.device_margin_bytes;
+  if (size > usable)
+    return gmi_fail(GEMINI_ERR_OOM_DEVICE, 0,
+                    "size_bytes is %llu, more than the device budget without its margin, %llu",
+                    (unsigned long long)size, (unsigned long long)usable);
+  status = gmi_cut(m);
+  if (status) return status;
+  gmi_heap_block_t block;
+  status = gmi_heap_alloc(m->heap, size, &block);
+  if (status == GEMINI_ERR_OOM_DEVICE) return gmi_oom_device(m, size);
+  if (status) return gmi_fail(status, ENOMEM, "no memory for an allocation's record");
+  status = back_block(m, &block, s);
+  if (status) {
+    gmi_heap_free(m->heap, block.offset, block.tag);
+    return status;
+  }
+  uint64_t bytes = gmi_heap_bytes_used(m->heap);
+  if (bytes > m->nonmodel_peak) m->nonmodel_peak = bytes;
+  if (bytes > m->nonmodel_peak_op) m->nonmodel_peak_op = bytes;
+  uint64_t pages = gmi_heap_pages_used(m->heap);
+  if (pages > m->heap_pages_peak_op) m->heap_pages_peak_op = (uint32_t)pages;
+  gmi_timeline_counters(m);
+  *ptr_out = m->heap_base + block.offset;
+  return GEMINI_OK;
+}
+
+gemini_status_t gemini_alloc(gemini_manager_t mgr, uint64_t size_bytes, gemini_stream_t stream, void **ptr_out) {
+  gmi_manager_t *m = gmi_manager_get(mgr);
+  if (!m) API_RETURN(GEMINI_ERR_HANDLE);
+  gmi_lock(m);
+  gemini_status_t status = nonmodel_alloc(m, size_bytes, stream, ptr_out);
+  gmi_unlock(m);
+  API_RETURN(status);
+}
+
+gemini_status_t gemini_free(gemini_manager_t mgr, void *ptr, gemini_stream_t stream) {
+  gmi_manager_t *m = gmi_manager_get(mgr);
+  if (!m) API_RETURN(GEMINI_ERR_HANDLE);
+  if (!ptr) return GEMINI_OK;
+  gmi_lock(m);
+  uint32_t s;
+  gemini_status_t status = gmi_stream_resolve(m, stream, &s);
+  if (!status) {
+    uint64_t offset = (uint64_t)((uintptr_t)ptr - (uintptr_t)m->heap_base);
+    if (!m->heap || (uint8_t *)ptr < m->heap_base || offset >= m->heap_range ||
+        !gmi_heap_free(m->heap, offset, tag_of(gmi_fence_later(m, s))))
+      status = gmi_fail(GEMINI_ERR_INVALID, 0, "%p is not the start of a live allocation", ptr);
+    else gmi_timeline_counters(m);
+  }
+  gmi_unlock(m);
+  API_RETURN(status);
+}

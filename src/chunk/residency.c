@@ -1,0 +1,581 @@
+/* Where windows are: frames, fetches, evictions, host slots. Everything here runs under the manager's lock and only
+ * queues device work; it decides nothing but which victim makes room when no plan says so.
+ * SPDX-License-Identifier: Apache-2.0 */
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+
+#include "core/manager.h"
+#include "tracer/timeline.h"
+#include "tracer/tracer.h"
+
+static uint64_t window_bytes(const gmi_manager_t *m) { return UINT64_C(1) << m->window_shift; }
+
+bool gmi_window_check(gmi_manager_t *m, const gmi_window_t *w) {
+  uint32_t word = atomic_load(&w->word);
+  bool resident = word & GMI_WINDOW_RESIDENT;
+  if (!w->valid || resident != (w->frame != GMI_NONE)) return false;
+  if (resident && m->frames[w->frame].window != w) return false;
+  if (!resident && ((w->valid & GMI_VALID_DEVICE) || (word & (GMI_WINDOW_SETTLED | GMI_WINDOW_PINS)))) return false;
+  if (((word & GMI_WINDOW_DIRTY) != 0) != (w->valid == GMI_VALID_DEVICE)) return false;
+  if ((w->valid & GMI_VALID_HOST) && !w->host_slot) return false;
+  if ((w->valid & GMI_VALID_FILE) && w->file_block == GMI_NONE) return false;
+  return !w->host_writer || (w->host_users && !resident);
+}
+
+void gmi_rate_add(gmi_rate_t *rate, double ns) {
+  rate->samples++;
+  double weight = rate->samples < 32 ? 1.0 / (double)rate->samples : 1.0 / 32;
+  rate->mean += (ns - rate->mean) * weight;
+}
+
+static void count_move(gmi_manager_t *m, uint32_t link, uint32_t reason) {
+  m->stats.moved_bytes[link][reason] += window_bytes(m);
+  m->stats.moved_chunks[link][reason]++;
+}
+
+static void peak(gmi_manager_t *m, uint32_t tier, uint64_t used) {
+  if (used > m->stats.peak_bytes[tier]) m->stats.peak_bytes[tier] = used;
+}
+
+/* ---- mapping */
+void gmi_reap(gmi_manager_t *m) {
+  uint32_t kept = 0;
+  for (uint32_t i = 0; i < m->unmap_count; i++) {
+    gmi_unmap_t *u = &m->unmaps[i];
+    if (!gmi_fence_reached(m, u->fence)) {
+      m->unmaps[kept++] = *u;
+      continue;
+    }
+    m->dev->unmap(m->dev_self, u->address, window_bytes(m));
+    if (u->window) u->window->unmap_pending = false;
+    else m->pages[u->page].unmap_pending = false;
+  }
+  m->unmap_count = kept;
+  kept = 0;
+  for (uint32_t i = 0; i < m->timed_count; i++) {
+    if (!gmi_fence_reached(m, m->timed[i].end)) {
+      m->timed[kept++] = m->timed[i];
+      continue;
+    }
+    uint64_t begin, end;
+    gmi_fence_t b = m->timed[i].begin, e = m->timed[i].end;
+    if (m->dev->mark_time(m->dev_self, gmi_fence_stream(b), gmi_fence_mark(b), &begin) == GEMINI_OK &&
+        m->dev->mark_time(m->dev_self, gmi_fence_stream(e), gmi_fence_mark(e), &end) == GEMINI_OK)
+      gmi_rate_add(m->timed[i].link == GMI_TIMED_UPDATE ? &m->device_update : &m->link_ns[m->timed[i].link],
+                   (double)(end - begin) / (double)m->timed[i].elements);
+  }
+  m->timed_count = kept;
+}
+
+void gmi_unmap_later(gmi_manager_t *m, void *address, gmi_fence_t fence, gmi_window_t *w, uint64_t page) {
+  if (m->unmap_count == m->unmap_capacity) {
+    uint32_t capacity = m->unmap_capacity ? m->unmap_capacity * 2 : 64;
+    gmi_unmap_t *unmaps = realloc(m->unmaps, capacity * sizeof *unmaps);
+    if (!unmaps) { /* no room to remember it: wait now */
+      gmi_fence_sync(m, fence);
+      m->dev->unmap(m->dev_self, address, window_bytes(m));
+      return;
+    }
+    m->unmaps = unmaps;
+    m->unmap_capacity = capacity;
+  }
+  m->unmaps[m->unmap_count++] = (gmi_unmap_t){ address, fence, w, page };
+  if (w) w->unmap_pending = true;
+  else m->pages[page].unmap_pending = true;
+  if ((m->config.flags & GEMINI_CONFIG_STRICT) || m->unmap_count > 4096) {
+    gmi_fence_sync(m, fence);
+    gmi_reap(m);
+  } else if (gmi_fence_reached(m, fence)) {
+    gmi_reap(m);
+  }
+}
+
+gemini_status_t gmi_map(gmi_manager_t *m, void *address, uint32_t frame, gmi_window_t *w, uint64_t page) {
+  if (w ? w->unmap_pending : m->pages[page].unmap_pending) {
+    /* It lost another frame and work that uses that one may still run: let it finish, then map anew. */
+    for (uint32_t i = 0; i < m->unmap_count; i++) {
+      if (m->unmaps[i].address != address) continue;
+      gemini_status_t status = gmi_fence_sync(m, m->unmaps[i].fence);
+      if (status) return status;
+      m->unmaps[i] = m->unmaps[--m->unmap_count];
+      break;
+    }
+    if (w) w->unmap_pending = false;
+    else m->pages[page].unmap_pending = false;
+  }
+  gemini_status_t status = m->dev->map(m->dev_self, address, m->frames[frame].handle, window_bytes(m));
+  return status ? gmi_fail(status, 0, "the device could not map %llu bytes", (unsigned long long)window_bytes(m))
+                : status;
+}
+
+/* ---- frames */
+static gemini_status_t frames_reserve(gmi_manager_t *m, uint32_t count) {
+  if (count <= m->frame_capacity) return GEMINI_OK;
+  gmi_frame_t *frames = realloc(m->frames, count * sizeof *frames);
+  if (frames) m->frames = frames;
+  uint32_t *unmade = realloc(m->unmade, count * sizeof *unmade);
+  if (unmade) m->unmade = unmade;
+  uint32_t *ring = malloc(count * sizeof *ring);
+  if (!frames || !unmade || !ring) {
+    free(ring);
+    return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the records of %u frames", count);
+  }
+  for (uint32_t i = 0; i < m->free_size; i++) ring[i] = m->free_ring[(m->free_head + i) % m->frame_capacity];
+  free(m->free_ring);
+  m->free_ring = ring;
+  m->free_head = 0;
+  for (uint32_t i = count; i-- > m->frame_capacity;) {
+    m->frames[i] = (gmi_frame_t){ 0 };
+    m->unmade[m->unmade_size++] = i;
+  }
+  m->frame_capacity = count;
+  return GEMINI_OK;
+}
+
+gemini_status_t gmi_frames_init(gmi_manager_t *m) {
+  uint64_t count = (m->config.device_bytes - m->config.device_margin_bytes) >> m->window_shift;
+  if (!count)
+    return gmi_fail(GEMINI_ERR_OOM_DEVICE, 0, "the device budget without its margin holds no window of %llu bytes",
+                    (unsigned long long)window_bytes(m));
+  if (count > UINT32_MAX - 1) count = UINT32_MAX - 1;
+  gemini_status_t status = frames_reserve(m, (uint32_t)count);
+  if (!status) m->frame_count = (uint32_t)count;
+  return status;
+}
+
+void gmi_frames_free(gmi_manager_t *m) {
+  for (uint32_t i = 0; i < m->frame_capacity; i++)
+    if (m->frames[i].handle) m->dev->frame_destroy(m->dev_self, m->frames[i].handle, window_bytes(m));
+  free(m->frames);
+  free(m->unmade);
+  free(m->free_ring);
+  m->frames = NULL;
+  m->unmade = m->free_ring = NULL;
+  m->frame_capacity = m->frame_count = m->frame_made = m->frame_used = m->free_size = m->unmade_size = 0;
+  m->free_head = 0;
+}
+
+static uint32_t free_pop(gmi_manager_t *m) {
+  uint32_t frame = m->free_ring[m->free_head];
+  m->free_head = (m->free_head + 1) % m->frame_capacity;
+  m->free_size--;
+  return frame;
+}
+
+void gmi_frame_give(gmi_manager_t *m, uint32_t frame, gmi_fence_t ready) {
+  m->frames[frame].ready = ready;
+  m->frames[frame].window = NULL;
+  m->free_ring[(m->free_head + m->free_size) % m->frame_capacity] = frame;
+  m->free_size++;
+  m->frame_used--;
+}
+
+/* The resident window whose next use is furthest, as far as known; among the unknown, the one used longest ago. */
+static gmi_window_t *choose_victim(gmi_manager_t *m) {
+  gmi_window_t *best = NULL;
+  uint64_t best_next = 0, best_last = 0;
+  for (uint32_t i = 0; i < m->frame_capacity; i++) {
+    gmi_window_t *w = m->frames[i].window;
+    if (!w || w->user_pins || (atomic_load_explicit(&w->word, memory_order_relaxed) & GMI_WINDOW_PINS)) continue;
+    uint64_t next = gmi_tracer_next_use(m, w), last = gmi_fence_mark(atomic_load(&w->last_use));
+    if (best && (next < best_next || (next == best_next && last >= best_last))) continue;
+    best = w;
+    best_next = next;
+    best_last = last;
+  }
+  return best;
+}
+
+gemini_status_t gmi_oom_device(gmi_manager_t *m, uint64_t need_bytes) {
+  uint64_t pinned = 0, acquired = 0, window = window_bytes(m);
+  for (uint32_t i = 0; i < m->frame_capacity; i++) {
+    gmi_window_t *w = m->frames[i].window;
+    if (!w) continue;
+    if (atomic_load(&w->word) & GMI_WINDOW_PINS) acquired += window;
+    else if (w->user_pins) pinned += window;
+  }
+  const char *op = gmi_tracer_op_name(m);
+  return gmi_fail(GEMINI_ERR_OOM_DEVICE, 0,
+                  "%s%s%llu more bytes of device memory are needed: of the budget %llu less margin %llu, chunks "
+                  "acquired hold %llu, pinned %llu, non-model memory %llu (%llu of it live)",
+                  op ? op : "", op ? ": " : "", (unsigned long long)need_bytes,
+                  (unsigned long long)m->config.device_bytes, (unsigned long long)m->config.device_margin_bytes,
+                  (unsigned long long)acquired, (unsigned long long)pinned, (unsigned long long)m->heap_frames * window,
+                  (unsigned long long)(m->heap ? gmi_heap_bytes_used(m->heap) : 0));
+}
+
+gemini_status_t gmi_frame_take(gmi_manager_t *m, uint32_t reason, uint32_t flags, uint32_t *frame_out) {
+  uint32_t frame;
+  if (m->frame_made < m->frame_count && m->unmade_size &&
+      (!m->free_size || !gmi_fence_reached(m, m->frames[m->free_ring[m->free_head]].ready))) {
+    frame = m->unmade[m->unmade_size - 1];
+    gemini_status_t status = m->dev->frame_create(m->dev_self, window_bytes(m), &m->frames[frame].handle);
+    if (status)
+      return gmi_fail(status, 0, "the device could not create a frame of %llu bytes",
+                      (unsigned long long)window_bytes(m));
+    m->unmade_size--;
+    m->frame_made++;
+    m->frames[frame].ready = 0;
+  } else if (m->free_size) {
+    frame = free_pop(m);
+  } else if (gmi_heap_reclaim(m, &frame)) {
+    m->frame_used--; /* counted again below */
+  } else {
+    if (!(flags & GMI_TAKE_EVICT)) return GEMINI_ERR_OOM_DEVICE; /* the caller goes without: no message */
+    gmi_window_t *victim = choose_victim(m);
+    if (!victim) return gmi_oom_device(m, window_bytes(m));
+    gemini_status_t status = gmi_window_evict(m, victim, reason);
+    if (status) return status;
+    frame = free_pop(m);
+  }
+  m->frame_used++;
+  peak(m, GEMINI_TIER_DEVICE, m->frame_used * window_bytes(m));
+  *frame_out = frame;
+  return GEMINI_OK;
+}
+
+gemini_status_t gmi_frames_resize(gmi_manager_t *m, uint32_t frame_count) {
+  uint64_t memory = (uint64_t)frame_count << m->window_shift;
+  gemini_status_t status = frames_reserve(m, frame_count);
+  if (status) return status;
+  while (m->frame_made > frame_count) {
+    uint32_t frame;
+    if (m->free_size) {
+      frame = free_pop(m);
+    } else {
+      uint32_t before = m->frame_count;
+      m->frame_count = m->frame_made; /* no new ones meanwhile */
+      status = gmi_frame_take(m, GEMINI_REASON_CALLER, GMI_TAKE_EVICT, &frame);
+      m->frame_count = before;
+      if (status) return status; /* those evicted so far stay out; nothing is lost */
+      m->frame_used--;
+    }
+    status = gmi_fence_sync(m, m->frames[frame].ready);
+    gmi_reap(m);
+    for (uint32_t i = 0; i < m->unmap_count; i++) gmi_fence_sync(m, m->unmaps[i].fence);
+    gmi_reap(m); /* an old address may still map it */
+    if (!status) status = m->dev->frame_destroy(m->dev_self, m->frames[frame].handle, window_bytes(m));
+    if (status) return status;
+    m->frames[frame] = (gmi_frame_t){ 0 };
+    m->unmade[m->unmade_size++] = frame;
+    m->frame_made--;
+  }
+  status = m->dev->resize(m->dev_self, memory);
+  if (!status) m->frame_count = frame_count;
+  return status;
+}
+
+/* ---- host slots */
+bool gmi_window_updates_pending(const gmi_window_t *w) {
+  return atomic_load_explicit(&w->updates_done, memory_order_acquire) < w->updates_queued;
+}
+
+gemini_status_t gmi_window_settle_host(gmi_manager_t *m, gmi_window_t *w) {
+  if (gmi_window_updates_pending(w)) gmi_lane_wait_window(m, w, w->updates_queued);
+  gemini_status_t status = gmi_fence_sync(m, w->host_fence);
+  if (!status) w->host_fence = 0;
+  return status;
+}
+
+static void slot_drop(gmi_manager_t *m, gmi_window_t *w) {
+  if (!w->host_slot) return;
+  uint8_t *place = gmi_window_host(m, w);
+  m->dev->host_unlock(m->dev_self, place, window_bytes(m));
+  madvise(place, window_bytes(m), MADV_DONTNEED);
+  w->host_slot = false;
+  m->host_used -= window_bytes(m);
+}
+
+/* Windows whose host slot can go, from those that cost nothing to those that must be written to a file. */
+enum { RECLAIM_STALE, RECLAIM_CLEAN, RECLAIM_WRITE, RECLAIM_LEVELS };
+static bool reclaimable(const gmi_window_t *w, int level) {
+  if (!w->host_slot || w->host_users || gmi_window_updates_pending(w)) return false;
+  if (!(w->valid & GMI_VALID_HOST)) return level == RECLAIM_STALE;
+  if (w->valid & (GMI_VALID_DEVICE | GMI_VALID_FILE)) return level == RECLAIM_CLEAN;
+  return level == RECLAIM_WRITE;
+}
+
+/* Frees one slot. A hand goes round all windows, so that victims change. */
+static gemini_status_t slot_reclaim(gmi_manager_t *m, bool *done_out) {
+  *done_out = false;
+  for (int level = 0; level < RECLAIM_LEVELS; level++) {
+    if (level == RECLAIM_WRITE && !m->files) break;
+    for (uint32_t step = 0; step <= GMI_ARENAS; step++) {
+      uint32_t index = (uint32_t)((m->host_hand_arena + step) % GMI_ARENAS);
+      gmi_arena_t *a = gmi_arena_at(m, index);
+      uint32_t count = a && a->windows ? atomic_load(&a->window_count) : 0;
+      uint64_t i = step == 0 ? m->host_hand_window : 0;
+      for (; i < count; i++) {
+        gmi_window_t *w = &a->windows[i];
+        if (!reclaimable(w, level)) continue;
+        m->host_hand_arena = index;
+        m->host_hand_window = i + 1;
+        gemini_status_t status = gmi_window_settle_host(m, w);
+        if (!status && level == RECLAIM_WRITE) status = gmi_file_write(m, w);
+        if (status) return status;
+        if (level == RECLAIM_CLEAN || level == RECLAIM_WRITE) w->valid &= (uint8_t)~GMI_VALID_HOST;
+        if (w->valid == GMI_VALID_DEVICE) atomic_fetch_or(&w->word, GMI_WINDOW_DIRTY);
+        slot_drop(m, w);
+        *done_out = true;
+        return GEMINI_OK;
+      }
+    }
+  }
+  return GEMINI_OK;
+}
+
+gemini_status_t gmi_host_slot_take(gmi_manager_t *m, gmi_window_t *w) {
+  if (w->host_slot) return GEMINI_OK;
+  while (m->config.host_bytes < m->host_used + window_bytes(m)) {
+    bool done = false;
+    gemini_status_t status = slot_reclaim(m, &done);
+    if (status) return status;
+    if (done) continue;
+    if (gmi_lane_pending(m)) { /* updates hold slots; one of them ends */
+      gmi_lane_wait_some(m);
+      continue;
+    }
+    return gmi_fail(GEMINI_ERR_OOM_HOST, 0,
+                    "a chunk of %llu bytes does not fit in host memory: %llu of the budget %llu are in use%s",
+                    (unsigned long long)window_bytes(m), (unsigned long long)m->host_used,
+                    (unsigned long long)m->config.host_bytes,
+                    m->files ? " by chunks that are acquired" : " and there is no file tier");
+  }
+  gemini_status_t status = m->dev->host_lock(m->dev_self, gmi_window_host(m, w), window_bytes(m));
+  if (status)
+    return gmi_fail(status, 0, "the device could not page-lock %llu bytes", (unsigned long long)window_bytes(m));
+  w->host_slot = true;
+  m->host_used += window_bytes(m);
+  peak(m, GEMINI_TIER_HOST, m->host_used);
+  return GEMINI_OK;
+}
+
+gemini_status_t gmi_host_shrink(gmi_manager_t *m, uint64_t budget) {
+  while (m->host_used > budget) {
+    bool done = false;
+    gemini_status_t status = slot_reclaim(m, &done);
+    if (status) return status;
+    if (done) continue;
+    if (!gmi_lane_pending(m))
+      return gmi_fail(GEMINI_ERR_OOM_HOST, 0, "%llu bytes must stay in host memory, more than the new budget, %llu",
+                      (unsigned long long)m->host_used, (unsigned long long)budget);
+    gmi_lane_wait_some(m);
+  }
+  return GEMINI_OK;
+}
+
+/* ---- moves */
+static void drop_host_and_file(gmi_manager_t *m, gmi_window_t *w) {
+  w->valid &= (uint8_t) ~(GMI_VALID_HOST | GMI_VALID_ZERO | GMI_VALID_FILE);
+  gmi_file_drop(m, w);
+}
+
+void gmi_window_wrote(gmi_manager_t *m, gmi_window_t *w) {
+  if (w->valid == GMI_VALID_DEVICE) return;
+  drop_host_and_file(m, w);
+  w->valid = GMI_VALID_DEVICE;
+  atomic_fetch_or(&w->word, GMI_WINDOW_DIRTY);
+}
+
+void gmi_window_host_wrote(gmi_manager_t *m, gmi_window_t *w) {
+  drop_host_and_file(m, w);
+  w->valid = GMI_VALID_HOST;
+}
+
+static void time_copy(gmi_manager_t *m, uint32_t link, gmi_fence_t begin, gmi_fence_t end) {
+  if (m->timed_count == sizeof m->timed / sizeof *m->timed) return;
+  m->timed[m->timed_count].begin = begin;
+  m->timed[m->timed_count].end = end;
+  m->timed[m->timed_count].elements = 1; /* a window */
+  m->timed[m->timed_count++].link = link;
+}
+
+/* Queues one window's copy between its frame and its host slot; fence_out is reached when it is done. */
+static gemini_status_t copy_window(gmi_manager_t *m, gmi_window_t *w, uint32_t link, uint32_t reason,
+                                   gmi_fence_t *fence_out) {
+  uint32_t stream = link == GEMINI_LINK_H2D ? m->copy_in : m->copy_out;
+  gmi_fence_t begin, end;
+  gemini_status_t status = gmi_fence_wait(m, stream, w->host_fence);
+  if (!status && gmi_window_updates_pending(w))
+    status = m->dev->wait_flag(m->dev_self, stream, &w->updates_done, w->updates_queued);
+  if (!status) status = gmi_fence_now(m, stream, &begin);
+  if (!status) {
+    void *device = gmi_window_device(m, w), *host = gmi_window_host(m, w);
+    status = link == GEMINI_LINK_H2D ? m->dev->copy(m->dev_self, stream, device, host, window_bytes(m), GMI_COPY_H2D)
+                                     : m->dev->copy(m->dev_self, stream, host, device, window_bytes(m), GMI_COPY_D2H);
+  }
+  if (!status) status = gmi_fence_now(m, stream, &end);
+  if (status)
+    return gmi_fail(status, 0, "the device could not queue a copy of %llu bytes", (unsigned long long)window_bytes(m));
+  time_copy(m, link, begin, end);
+  count_move(m, link, reason);
+  gmi_timeline_copy(m, w, link, reason, begin, end);
+  w->host_fence = end; /* the older ones are before it on the same stream, or it waited for them */
+  *fence_out = end;
+  return GEMINI_OK;
+}
+
+gemini_status_t gmi_window_fetch(gmi_manager_t *m, gmi_window_t *w, bool fresh, uint32_t reason, uint32_t flags) {
+  if (atomic_load(&w->word) & GMI_WINDOW_RESIDENT) return GEMINI_OK;
+  gemini_status_t status = GEMINI_OK;
+  if (!fresh && !(w->valid & (GMI_VALID_HOST | GMI_VALID_ZERO))) { /* in a file only */
+    w->host_users++;                                               /* its slot must outlive the search for a frame */
+    status = gmi_host_slot_take(m, w);
+    if (!status) status = gmi_file_read(m, w);
+    w->host_users--;
+    if (status) return status;
+    count_move(m, GEMINI_LINK_F2H, reason);
+    w->valid |= GMI_VALID_HOST;
+  }
+  uint32_t frame;
+  w->host_users++;
+  status = gmi_frame_take(m, reason == GEMINI_REASON_DEMAND ? GEMINI_REASON_PRESSURE : reason, flags, &frame);
+  w->host_users--;
+  if (status) return status;
+  gmi_fence_t ready = m->frames[frame].ready, arrive = ready;
+  status = gmi_map(m, gmi_window_device(m, w), frame, w, 0);
+  if (!status && !fresh) {
+    status = gmi_fence_wait(m, m->copy_in, ready);
+    if (!status && (w->valid & GMI_VALID_HOST)) {
+      status = copy_window(m, w, GEMINI_LINK_H2D, reason, &arrive);
+    } else if (!status) {
+      status = m->dev->zero(m->dev_self, m->copy_in, gmi_window_device(m, w), window_bytes(m));
+      if (!status) status = gmi_fence_now(m, m->copy_in, &arrive);
+    }
+  }
+  if (status) {
+    gmi_fence_sync(m, ready);
+    m->dev->unmap(m->dev_self, gmi_window_device(m, w), window_bytes(m));
+    gmi_frame_give(m, frame, 0);
+    return status;
+  }
+  w->frame = frame;
+  w->arrive = arrive;
+  m->frames[frame].window = w;
+  m->resident++;
+  atomic_store(&w->last_use, 0);
+  /* A fresh window's frame holds nothing until gmi_window_wrote() says that the writer has it: should its batch fail,
+   * the copies elsewhere still count. */
+  if (!fresh) w->valid |= GMI_VALID_DEVICE;
+  uint32_t word = GMI_WINDOW_RESIDENT;
+  if (gmi_fence_reached(m, arrive)) word |= GMI_WINDOW_SETTLED;
+  atomic_fetch_or(&w->word, word);
+  gmi_timeline_counters(m);
+  return GEMINI_OK;
+}
+
+/* Behind everything that reads or writes the device copy. */
+static gmi_fence_t device_fence(gmi_manager_t *m, gmi_window_t *w) {
+  return gmi_fence_join(m, w->arrive, atomic_load(&w->last_use));
+}
+
+gemini_status_t gmi_window_evict(gmi_manager_t *m, gmi_window_t *w, uint32_t reason) {
+  uint32_t word = atomic_load(&w->word);
+  if (!(word & GMI_WINDOW_RESIDENT)) return GEMINI_OK;
+  if (w->user_pins || (word & GMI_WINDOW_PINS))
+    return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s at offset %llu is %s", gmi_window_arena(m, w)->name,
+                    (unsigned long long)w->index << m->window_shift, w->user_pins ? "pinned" : "acquired");
+  if (w->valid == GMI_VALID_DEVICE) {
+    gemini_status_t status = gmi_host_slot_take(m, w);
+    if (status) return status;
+  }
+  /* From here on nobody can acquire it without the lock. */
+  while (!atomic_compare_exchange_weak(&w->word, &word, 0)) {
+    if (word & GMI_WINDOW_PINS)
+      return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s was acquired meanwhile", gmi_window_arena(m, w)->name);
+  }
+  gmi_fence_t fence = device_fence(m, w);
+  if (w->valid == GMI_VALID_DEVICE) {
+    gemini_status_t status = gmi_fence_wait(m, m->copy_out, fence);
+    if (!status) status = copy_window(m, w, GEMINI_LINK_D2H, reason, &fence);
+    if (status) {
+      atomic_fetch_or(&w->word, word);
+      return status;
+    }
+    w->valid = GMI_VALID_HOST;
+  } else {
+    /* A copy out of the frame may be queued (a host copy made while it stayed). */
+    fence = gmi_fence_join(m, fence, w->host_fence);
+    w->valid &= (uint8_t)~GMI_VALID_DEVICE;
+  }
+  uint32_t frame = w->frame;
+  w->frame = GMI_NONE;
+  w->arrive = 0;
+  atomic_store(&w->last_use, 0);
+  m->resident--;
+  gmi_frame_give(m, frame, fence);
+  gmi_unmap_later(m, gmi_window_device(m, w), fence, w, 0);
+  gmi_timeline_counters(m);
+  return GEMINI_OK;
+}
+
+gemini_status_t gmi_window_to_host(gmi_manager_t *m, gmi_window_t *w, bool fresh, bool drop, uint32_t reason) {
+  gemini_status_t status = GEMINI_OK;
+  if (!(w->valid & GMI_VALID_HOST)) {
+    status = gmi_host_slot_take(m, w);
+    if (status) return status;
+    if (fresh) {
+      /* nothing to bring */
+    } else if (w->valid & GMI_VALID_DEVICE && !(w->valid & GMI_VALID_ZERO)) {
+      gmi_fence_t fence;
+      status = gmi_fence_wait(m, m->copy_out, device_fence(m, w));
+      if (!status) status = copy_window(m, w, GEMINI_LINK_D2H, reason, &fence);
+    } else if (w->valid & GMI_VALID_ZERO) {
+      status = gmi_window_settle_host(m, w);
+      if (!status) memset(gmi_window_host(m, w), 0, window_bytes(m));
+    } else {
+      w->host_users++;
+      status = gmi_file_read(m, w);
+      w->host_users--;
+      if (!status) count_move(m, GEMINI_LINK_F2H, reason);
+    }
+    if (status) return status;
+    if (fresh) drop = true;
+    else {
+      w->valid |= GMI_VALID_HOST;
+      atomic_fetch_and(&w->word, ~GMI_WINDOW_DIRTY);
+    }
+  }
+  if (drop && (atomic_load(&w->word) & GMI_WINDOW_RESIDENT)) {
+    if (fresh && !(w->valid & GMI_VALID_HOST)) { /* its bytes are dead: leave without a copy */
+      w->valid |= GMI_VALID_HOST;
+      atomic_fetch_and(&w->word, ~GMI_WINDOW_DIRTY);
+    }
+    status = gmi_window_evict(m, w, reason);
+  }
+  if (!status && fresh) {
+    w->valid |= GMI_VALID_HOST;
+    gmi_window_host_wrote(m, w);
+  }
+  return status;
+}
+
+gemini_status_t gmi_window_to_file(gmi_manager_t *m, gmi_window_t *w, uint32_t reason) {
+  gemini_status_t status = gmi_window_evict(m, w, reason);
+  if (status || (w->valid & GMI_VALID_ZERO)) return status;
+  if (w->host_users)
+    return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is acquired on the host", gmi_window_arena(m, w)->name);
+  status = gmi_window_settle_host(m, w);
+  if (!status && !(w->valid & GMI_VALID_FILE)) {
+    status = gmi_file_write(m, w);
+    if (!status) count_move(m, GEMINI_LINK_H2F, reason);
+  }
+  if (status) return status;
+  w->valid = GMI_VALID_FILE;
+  slot_drop(m, w);
+  return GEMINI_OK;
+}
+
+void gmi_window_forget(gmi_manager_t *m, gmi_window_t *w) {
+  gmi_window_settle_host(m, w);
+  if (atomic_load(&w->word) & GMI_WINDOW_RESIDENT) {
+    w->valid = GMI_VALID_ZERO | GMI_VALID_DEVICE; /* so that leaving the device copies nothing */
+    atomic_fetch_and(&w->word, ~GMI_WINDOW_DIRTY);
+    gmi_window_evict(m, w, GEMINI_REASON_CALLER);
+  }
+  slot_drop(m, w);
+  gmi_file_drop(m, w);
+  w->valid = GMI_VALID_ZERO;
+}

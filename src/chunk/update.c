@@ -1,0 +1,373 @@
+/* Updates: walking parallel arenas span by span, each span where its chunks live, late if so wished.
+ * SPDX-License-Identifier: Apache-2.0 */
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "core/manager.h"
+#include "tracer/timeline.h"
+#include "tracer/tracer.h"
+
+enum { PIECE_WINDOWS = GMI_UPDATE_ARENAS * 32 }; /* arenas x largest ratio of element sizes, and a boundary more */
+
+typedef struct {
+  uint64_t begin, end; /* elements whose gradient was not written */
+} gap_t;
+
+typedef struct {
+  gmi_manager_t *m;
+  gemini_update_t u;
+  gmi_arena_t *arenas[GMI_UPDATE_ARENAS];
+  uint32_t modes[GMI_UPDATE_ARENAS];
+  gmi_fence_t after; /* the caller's stream */
+  gap_t *gaps;
+  uint64_t gap_count, gap_capacity;
+  bool gaps_lost;
+  uint32_t gap_arena; /* which of arenas has the gaps; GMI_NONE */
+} walk_t;
+
+typedef struct {
+  uint64_t begin, end; /* elements */
+  uint32_t count;
+  gmi_window_t *windows[PIECE_WINDOWS];
+  uint32_t modes[PIECE_WINDOWS];
+} piece_t;
+
+static void piece_windows(walk_t *k, piece_t *p) {
+  p->count = 0;
+  for (uint32_t i = 0; i < k->u.arena_count; i++) {
+    gmi_arena_t *a = k->arenas[i], *store = gmi_arena_at(k->m, a->store);
+    uint64_t first = p->begin * a->element_bytes >> k->m->window_shift;
+    uint64_t last = (p->end * a->element_bytes - 1) >> k->m->window_shift;
+    for (uint64_t w = first; w <= last; w++) {
+      uint32_t n = 0;
+      while (n < p->count && p->windows[n] != &store->windows[w]) n++;
+      if (n == p->count) {
+        p->modes[p->count] = 0;
+        p->windows[p->count++] = &store->windows[w];
+      }
+      p->modes[n] |= k->modes[i];
+    }
+  }
+}
+
+static gemini_update_span_t piece_span(walk_t *k, const piece_t *p, uint32_t tier) {
+  gemini_update_span_t span = { .struct_size = sizeof span,
+                                .tier = tier,
+                                .first_element = p->begin,
+                                .element_count = p->end - p->begin,
+                                .arena_count = k->u.arena_count };
+  if (tier == GEMINI_TIER_DEVICE)
+    span.stream =
+        gmi_handle(k->m, GMI_HANDLE_STREAM, k->m->streams[k->m->update_stream].generation, k->m->update_stream);
+  for (uint32_t i = 0; i < k->u.arena_count; i++)
+    span.ptr[i] =
+        (tier == GEMINI_TIER_DEVICE ? k->arenas[i]->base : k->arenas[i]->host) + p->begin * k->arenas[i]->element_bytes;
+  return span;
+}
+
+/* Parts of the gaps inside a piece: the first index, and how many. Gaps are sorted and do not overlap. */
+static uint64_t piece_gaps(const walk_t *k, const piece_t *p, uint64_t *count_out) {
+  uint64_t low = 0, high = k->gap_count;
+  while (low < high) {
+    uint64_t mid = (low + high) / 2;
+    if (k->gaps[mid].end <= p->begin) low = mid + 1;
+    else high = mid;
+  }
+  uint64_t n = 0;
+  while (low + n < k->gap_count && k->gaps[low + n].begin < p->end) n++;
+  *count_out = n;
+  return low;
+}
+
+static void gap_in_piece(const walk_t *k, const piece_t *p, uint64_t gap, uint64_t *begin_out, uint64_t *count_out) {
+  *begin_out = k->gaps[gap].begin > p->begin ? k->gaps[gap].begin : p->begin;
+  uint64_t end = k->gaps[gap].end < p->end ? k->gaps[gap].end : p->end;
+  *count_out = end - *begin_out;
+}
+
+static gemini_status_t host_piece(walk_t *k, piece_t *p) {
+  gmi_manager_t *m = k->m;
+  gemini_status_t status = GEMINI_OK;
+  uint32_t held = 0;
+  for (; !status && held < p->count; held += !status) {
+    gmi_window_t *w = p->windows[held];
+    status = gmi_window_to_host(m, w, false, p->modes[held] & GEMINI_WRITE, GEMINI_REASON_UPDATE);
+    if (!status) w->host_users++; /* its slot stays while the next ones look for theirs */
+  }
+  for (uint32_t i = 0; i < held; i++) p->windows[i]->host_users--;
+  if (status) return status;
+  uint64_t gaps, first_gap = piece_gaps(k, p, &gaps);
+  size_t bytes = sizeof(gmi_job_t) + p->count * (sizeof(gmi_fence_t) + sizeof(gmi_window_t *) + sizeof(uint64_t)) +
+                 gaps * sizeof *((gmi_job_t *)0)->zeros + sizeof(gmi_fence_t);
+  gmi_job_t *job = calloc(1, bytes);
+  if (!job) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for an update's record");
+  uint8_t *at = (uint8_t *)(job + 1);
+  job->zeros = (void *)at;
+  at += gaps * sizeof *job->zeros;
+  job->fences = (void *)at;
+  at += (p->count + 1) * sizeof *job->fences;
+  job->windows = (void *)at;
+  at += p->count * sizeof *job->windows;
+  job->after = (void *)at;
+  job->fn = k->u.fn;
+  job->user = k->u.user;
+  job->span = piece_span(k, p, GEMINI_TIER_HOST);
+  for (uint64_t i = 0; i < gaps; i++) {
+    uint64_t begin, count;
+    gap_in_piece(k, p, first_gap + i, &begin, &count);
+    gmi_arena_t *a = k->arenas[k->gap_arena];
+    job->zeros[job->zero_count].address = a->host + begin * a->element_bytes;
+    job->zeros[job->zero_count++].bytes = count * a->element_bytes;
+  }
+  if (!gmi_fence_reached(m, k->after)) job->fences[job->fence_count++] = k->after;
+  for (uint32_t i = 0; i < p->count; i++) {
+    gmi_window_t *w = p->windows[i];
+    if (!gmi_fence_reached(m, w->host_fence)) job->fences[job->fence_count++] = w->host_fence;
+    job->after[job->window_count] = w->updates_queued++;
+    job->windows[job->window_count++] = w;
+    if (p->modes[i] & GEMINI_WRITE) gmi_window_host_wrote(m, w);
+  }
+  gmi_lane_push(m, job);
+  return GEMINI_OK;
+}
+
+/* OOM_DEVICE: nothing was done; it can still run on the host. */
+static gemini_status_t device_piece(walk_t *k, piece_t *p) {
+  gmi_manager_t *m = k->m;
+  uint32_t stream = m->update_stream, held = 0;
+  gemini_status_t status = GEMINI_OK;
+  for (; held < p->count; held++) atomic_fetch_add(&p->windows[held]->word, 1);
+  for (uint32_t i = 0; !status && i < p->count; i++)
+    status = gmi_window_fetch(m, p->windows[i], false, GEMINI_REASON_UPDATE, GMI_TAKE_EVICT);
+  if (!status) status = gmi_fence_wait(m, stream, k->after);
+  for (uint32_t i = 0; !status && i < p->count; i++) {
+    gmi_window_t *w = p->windows[i];
+    status = gmi_fence_wait(m, stream, w->arrive);
+    if (!status) status = gmi_fence_wait(m, stream, atomic_load(&w->last_use));
+    if (!status && (p->modes[i] & GEMINI_WRITE)) status = gmi_fence_wait(m, stream, w->host_fence);
+  }
+  uint64_t gaps, first_gap = piece_gaps(k, p, &gaps);
+  for (uint64_t i = 0; !status && i < gaps; i++) {
+    uint64_t begin, count;
+    gap_in_piece(k, p, first_gap + i, &begin, &count);
+    gmi_arena_t *a = k->arenas[k->gap_arena];
+    status = m->dev->zero(m->dev_self, stream, a->base + begin * a->element_bytes, count * a->element_bytes);
+  }
+  gmi_fence_t begin = 0, end = 0;
+  if (!status) status = gmi_fence_now(m, stream, &begin);
+  if (!status) {
+    gemini_update_span_t span = piece_span(k, p, GEMINI_TIER_DEVICE);
+    for (uint32_t i = 0; i < p->count; i++)
+      if (p->modes[i] & GEMINI_WRITE) gmi_window_wrote(m, p->windows[i]);
+    gmi_unlock(m); /* never call out with the lock; the windows are held */
+    k->u.fn(k->u.user, &span);
+    gmi_lock(m);
+    status = gmi_fence_now(m, stream, &end);
+  }
+  for (uint32_t i = 0; i < held; i++) {
+    gmi_window_t *w = p->windows[i];
+    if (end) atomic_store(&w->last_use, end); /* the stream waited for the earlier use */
+    atomic_fetch_sub(&w->word, 1);
+  }
+  if (end) {
+    gmi_timeline_span(m, "update", "update on the device", begin, end);
+    if (m->timed_count < sizeof m->timed / sizeof *m->timed) {
+      m->timed[m->timed_count].begin = begin;
+      m->timed[m->timed_count].end = end;
+      m->timed[m->timed_count].link = GMI_TIMED_UPDATE;
+      m->timed[m->timed_count++].elements = p->end - p->begin;
+    }
+  }
+  return status;
+}
+
+static void add_gap(gmi_manager_t *m, gmi_tensor_t *t, void *user) {
+  walk_t *k = user;
+  (void)m;
+  if (atomic_load(&t->word) & GMI_TENSOR_GRADIENT) return;
+  if (k->gap_count == k->gap_capacity) {
+    uint64_t capacity = k->gap_capacity ? k->gap_capacity * 2 : 64;
+    gap_t *gaps = realloc(k->gaps, capacity * sizeof *gaps);
+    if (!gaps) {
+      k->gaps_lost = true;
+      return;
+    }
+    k->gaps = gaps;
+    k->gap_capacity = capacity;
+  }
+  uint32_t bytes = k->arenas[k->gap_arena]->element_bytes;
+  gap_t gap = { t->offset / bytes, (t->offset + t->size) / bytes };
+  gap_t *last = k->gap_count ? &k->gaps[k->gap_count - 1] : NULL;
+  if (last && gap.begin < last->end) { /* tied tensors overlap */
+    if (gap.end > last->end) last->end = gap.end;
+  } else {
+    k->gaps[k->gap_count++] = gap;
+  }
+}
+
+static void after_update(gmi_manager_t *m, gmi_tensor_t *t, void *user) {
+  (void)m;
+  (void)user;
+  uint32_t word = atomic_load(&t->word);
+  while (
+      !atomic_compare_exchange_weak(&t->word, &word, gmi_tensor_word(word & ~GMI_TENSOR_GRADIENT, GEMINI_STATE_HOLD))) {
+  }
+}
+
+static gemini_status_t walk_check(walk_t *k, const gemini_update_t *theirs, uint32_t *stream_out) {
+  gmi_manager_t *m = k->m;
+  gemini_status_t status = gmi_struct_in(&k->u, sizeof k->u, theirs, sizeof k->u, "update");
+  if (status) return status;
+  gemini_update_t *u = &k->u;
+  if (u->flags & ~(uint32_t)GEMINI_UPDATE_LATE)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "flags has unknown bits %#x", u->flags);
+  if (!u->arenas || !u->modes || !u->fn) return gmi_fail(GEMINI_ERR_INVALID, 0, "arenas, modes or fn is NULL");
+  if (!u->arena_count || u->arena_count > GMI_UPDATE_ARENAS)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "arena_count is %u, must be 1 to %d", u->arena_count, GMI_UPDATE_ARENAS);
+  status = gmi_stream_resolve(m, u->stream, stream_out);
+  if (status) return status;
+  k->gap_arena = GMI_NONE;
+  uint64_t elements = UINT64_MAX;
+  for (uint32_t i = 0; i < u->arena_count; i++) {
+    gmi_arena_t *a = k->arenas[i] = gmi_arena_get(m, u->arenas[i]);
+    if (!a) return GEMINI_ERR_HANDLE;
+    k->modes[i] = u->modes[i];
+    if (u->modes[i] < GEMINI_READ || u->modes[i] > GEMINI_READ_WRITE)
+      return gmi_fail(GEMINI_ERR_INVALID, 0, "modes[%u] is %u, must be 1 to 3", i, u->modes[i]);
+    if (a->like != k->arenas[0]->like)
+      return gmi_fail(GEMINI_ERR_INVALID, 0, "arena %s is not laid out like arena %s", a->name, k->arenas[0]->name);
+    for (uint32_t j = 0; j < i; j++)
+      if (k->arenas[j] == a) return gmi_fail(GEMINI_ERR_INVALID, 0, "arena %s is named twice", a->name);
+    if (a->store != a->index) {
+      if (u->modes[i] & GEMINI_WRITE)
+        return gmi_fail(GEMINI_ERR_INVALID, 0, "arena %s reuses its parameters' bytes: an update can only read it",
+                        a->name);
+      k->gap_arena = i;
+    }
+    uint64_t has = atomic_load(&a->size) / a->element_bytes;
+    if (has < elements) elements = has;
+  }
+  if (!u->element_count && !u->first_element) u->element_count = elements;
+  if (u->first_element > elements || u->element_count > elements - u->first_element)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "elements %llu + %llu are not among the %llu there are",
+                    (unsigned long long)u->first_element, (unsigned long long)u->element_count,
+                    (unsigned long long)elements);
+  return GEMINI_OK;
+}
+
+/* Nothing in the range may be in use, and without a file tier the host must have room for what will be there. */
+static gemini_status_t walk_room(walk_t *k, uint32_t index, uint64_t unit) {
+  gmi_manager_t *m = k->m;
+  uint64_t need = 0, have = m->config.host_bytes > m->host_used ? m->config.host_bytes - m->host_used : 0;
+  uint64_t window = atomic_load(&m->window_bytes), number = 0;
+  piece_t p;
+  for (uint64_t at = k->u.first_element, end = at + k->u.element_count; at < end; at = p.end, number++) {
+    p.begin = at;
+    p.end = (at / unit + 1) * unit < end ? (at / unit + 1) * unit : end;
+    piece_windows(k, &p);
+    bool on_device = index != GMI_NONE && gmi_tracer_piece_on_device(m, index, (uint32_t)number);
+    for (uint32_t i = 0; i < p.count; i++) {
+      gmi_window_t *w = p.windows[i];
+      if ((atomic_load(&w->word) & GMI_WINDOW_PINS) || w->host_users)
+        return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is acquired", gmi_window_arena(m, w)->name);
+      need += !on_device && !w->user_pins && !w->host_slot ? window : 0;
+    }
+  }
+  if (m->files || need <= have) return GEMINI_OK;
+  for (uint32_t i = 0; i < GMI_ARENAS; i++) { /* what could be given up for them */
+    gmi_arena_t *a = gmi_arena_at(m, i);
+    for (uint32_t w = 0; a && a->windows && w < atomic_load(&a->window_count); w++) {
+      gmi_window_t *x = &a->windows[w];
+      bool clean = !(x->valid & GMI_VALID_HOST) || (x->valid & GMI_VALID_DEVICE);
+      if (x->host_slot && clean && !x->host_users) have += window;
+    }
+  }
+  if (need <= have) return GEMINI_OK;
+  return gmi_fail(GEMINI_ERR_OOM_HOST, 0,
+                  "the update needs %llu more bytes of host memory, %llu of the budget %llu can be had",
+                  (unsigned long long)need, (unsigned long long)have, (unsigned long long)m->config.host_bytes);
+}
+
+static gemini_status_t walk(walk_t *k, uint32_t stream) {
+  gmi_manager_t *m = k->m;
+  gemini_status_t status = gmi_cut(m);
+  if (status || !k->u.element_count) return status;
+  gmi_reap(m);
+  uint32_t indexes[GMI_UPDATE_ARENAS];
+  gmi_trace_update_t record = { .arena_count = k->u.arena_count,
+                                .first_element = k->u.first_element,
+                                .element_count = k->u.element_count };
+  for (uint32_t i = 0; i < k->u.arena_count; i++) {
+    indexes[i] = record.arenas[i] = k->arenas[i]->index;
+    record.modes[i] = k->modes[i];
+  }
+  uint64_t unit = gmi_piece_elements(m, indexes, k->u.arena_count);
+  if (k->gap_arena != GMI_NONE) {
+    gmi_arena_t *store = gmi_arena_at(m, k->arenas[k->gap_arena]->store);
+    gmi_arena_each(m, store, k->u.first_element * store->element_bytes, k->u.element_count * store->element_bytes,
+                   add_gap, k);
+    if (k->gaps_lost) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for an update's record");
+  }
+  status = walk_room(k, GMI_NONE, unit);
+  if (status && status != GEMINI_ERR_OOM_HOST) return status;
+  gemini_status_t room = status;
+  uint32_t index;
+  gmi_tracer_update(m, &record, &index);
+  if (room && (status = walk_room(k, index, unit))) return status;
+  if (stream != GMI_CALLER) {
+    status = gmi_fence_now(m, stream, &k->after);
+    if (status) return status;
+  }
+  piece_t p;
+  uint32_t number = 0;
+  for (uint64_t at = k->u.first_element, end = at + k->u.element_count; !status && at < end; at = p.end, number++) {
+    p.begin = at;
+    p.end = (at / unit + 1) * unit < end ? (at / unit + 1) * unit : end;
+    piece_windows(k, &p);
+    bool pinned = false, device = index != GMI_NONE && gmi_tracer_piece_on_device(m, index, number);
+    for (uint32_t i = 0; i < p.count; i++) pinned |= p.windows[i]->user_pins && (p.modes[i] & GEMINI_WRITE);
+    status = GEMINI_ERR_OOM_DEVICE;
+    if (device || pinned) {
+      gmi_tracer_piece_begin(m, index, number);
+      status = device_piece(k, &p);
+      gmi_tracer_piece_end(m, index, number);
+    }
+    if (status == GEMINI_ERR_OOM_DEVICE && !pinned) status = host_piece(k, &p);
+  }
+  for (uint32_t i = 0; i < k->u.arena_count; i++) {
+    gmi_arena_t *a = k->arenas[i];
+    if (k->modes[i] & GEMINI_WRITE)
+      gmi_arena_each(m, a, k->u.first_element * a->element_bytes, k->u.element_count * a->element_bytes, after_update,
+                     NULL);
+  }
+  return status;
+}
+
+gemini_status_t gmi_updates_finish(gmi_manager_t *m) {
+  gmi_lane_drain(m);
+  gmi_lock(m);
+  gmi_fence_t end;
+  gemini_status_t status = gmi_fence_now(m, m->update_stream, &end);
+  gmi_unlock(m);
+  return status ? status : m->dev->sync(m->dev_self, m->update_stream, gmi_fence_mark(end));
+}
+
+gemini_status_t gemini_update(gemini_manager_t mgr, const gemini_update_t *update) {
+  gmi_manager_t *m = gmi_manager_get(mgr);
+  if (!m) API_RETURN(GEMINI_ERR_HANDLE);
+  walk_t k = { .m = m };
+  uint32_t stream;
+  gmi_lock(m);
+  gemini_status_t status = walk_check(&k, update, &stream);
+  if (!status) status = walk(&k, stream);
+  gmi_unlock(m);
+  free(k.gaps);
+  if (!status && !(k.u.flags & GEMINI_UPDATE_LATE)) status = gmi_updates_finish(m);
+  API_RETURN(status);
+}
+
+gemini_status_t gemini_update_wait(gemini_manager_t mgr) {
+  gmi_manager_t *m = gmi_manager_get(mgr);
+  API_RETURN(m ? gmi_updates_finish(m) : GEMINI_ERR_HANDLE);
+}

@@ -1,0 +1,152 @@
+/* Host workers: they run updates on chunks that live on the host, first in first out.
+ * SPDX-License-Identifier: Apache-2.0
+ *
+ * A job waits only for device work and for jobs queued before it, so one worker is enough for progress. */
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "core/manager.h"
+
+typedef struct gmi_lane {
+  pthread_mutex_t lock; /* after the manager's, never the other way round */
+  pthread_cond_t more, done;
+  gmi_job_t *first, **end;
+  uint64_t pending;  /* queued or running */
+  uint64_t finished; /* in all */
+  bool stop;
+  uint32_t thread_count;
+  double ns_per_element; /* of one worker, running mean */
+  uint64_t samples;
+  gmi_manager_t *m;
+  pthread_t threads[256];
+} gmi_lane_t;
+
+static void run_job(gmi_lane_t *l, gmi_job_t *job) {
+  gmi_manager_t *m = l->m;
+  for (uint32_t i = 0; i < job->fence_count; i++)
+    m->dev->sync(m->dev_self, gmi_fence_stream(job->fences[i]), gmi_fence_mark(job->fences[i]));
+  pthread_mutex_lock(&l->lock);
+  for (uint32_t i = 0; i < job->window_count; i++)
+    while (atomic_load_explicit(&job->windows[i]->updates_done, memory_order_acquire) < job->after[i])
+      pthread_cond_wait(&l->done, &l->lock);
+  pthread_mutex_unlock(&l->lock);
+  uint64_t begin = m->dev->now(m->dev_self);
+  for (uint32_t i = 0; i < job->zero_count; i++) memset(job->zeros[i].address, 0, job->zeros[i].bytes);
+  job->fn(job->user, &job->span);
+  double ns = (double)(m->dev->now(m->dev_self) - begin) / (double)job->span.element_count;
+  pthread_mutex_lock(&l->lock);
+  for (uint32_t i = 0; i < job->window_count; i++)
+    atomic_fetch_add_explicit(&job->windows[i]->updates_done, 1, memory_order_release);
+  l->samples++;
+  l->ns_per_element += (ns - l->ns_per_element) / (double)(l->samples < 64 ? l->samples : 64);
+  l->pending--;
+  l->finished++;
+  pthread_cond_broadcast(&l->done);
+  pthread_mutex_unlock(&l->lock);
+  m->dev->flag_wake(m->dev_self);
+  free(job);
+}
+
+static void *worker(void *user) {
+  gmi_lane_t *l = user;
+  pthread_mutex_lock(&l->lock);
+  for (;;) {
+    while (!l->first && !l->stop) pthread_cond_wait(&l->more, &l->lock);
+    gmi_job_t *job = l->first;
+    if (!job) break;
+    l->first = job->next;
+    if (!l->first) l->end = &l->first;
+    pthread_mutex_unlock(&l->lock);
+    run_job(l, job);
+    pthread_mutex_lock(&l->lock);
+  }
+  pthread_mutex_unlock(&l->lock);
+  return NULL;
+}
+
+gemini_status_t gmi_lane_open(gmi_manager_t *m, uint32_t threads) {
+  if (!threads) {
+    long cores = sysconf(_SC_NPROCESSORS_ONLN);
+    threads = cores > 256 ? 256 : cores > 1 ? (uint32_t)cores - 1 : 1;
+  }
+  gmi_lane_t *l = calloc(1, sizeof *l);
+  if (!l) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the update workers");
+  pthread_mutex_init(&l->lock, NULL);
+  pthread_cond_init(&l->more, NULL);
+  pthread_cond_init(&l->done, NULL);
+  l->end = &l->first;
+  l->m = m;
+  m->lane = l;
+  for (; l->thread_count < threads; l->thread_count++) {
+    int error = pthread_create(&l->threads[l->thread_count], NULL, worker, l);
+    if (error)
+      return gmi_fail(GEMINI_ERR_OOM_SYSTEM, error, "could not start update worker %u of %u", l->thread_count, threads);
+  }
+  m->config.update_threads = threads;
+  return GEMINI_OK;
+}
+
+void gmi_lane_close(gmi_manager_t *m) {
+  gmi_lane_t *l = m->lane;
+  if (!l) return;
+  pthread_mutex_lock(&l->lock);
+  l->stop = true;
+  pthread_cond_broadcast(&l->more);
+  pthread_mutex_unlock(&l->lock);
+  for (uint32_t i = 0; i < l->thread_count; i++) pthread_join(l->threads[i], NULL);
+  pthread_cond_destroy(&l->more);
+  pthread_cond_destroy(&l->done);
+  pthread_mutex_destroy(&l->lock);
+  free(l);
+  m->lane = NULL;
+}
+
+void gmi_lane_push(gmi_manager_t *m, gmi_job_t *job) {
+  gmi_lane_t *l = m->lane;
+  pthread_mutex_lock(&l->lock);
+  job->next = NULL;
+  *l->end = job;
+  l->end = &job->next;
+  l->pending++;
+  pthread_cond_signal(&l->more);
+  pthread_mutex_unlock(&l->lock);
+}
+
+uint64_t gmi_lane_pending(gmi_manager_t *m) {
+  pthread_mutex_lock(&m->lane->lock);
+  uint64_t pending = m->lane->pending;
+  pthread_mutex_unlock(&m->lane->lock);
+  return pending;
+}
+
+void gmi_lane_drain(gmi_manager_t *m) {
+  gmi_lane_t *l = m->lane;
+  pthread_mutex_lock(&l->lock);
+  uint64_t target = l->finished + l->pending; /* those submitted so far: not for ever when others go on submitting */
+  while (l->finished < target) pthread_cond_wait(&l->done, &l->lock);
+  pthread_mutex_unlock(&l->lock);
+}
+
+void gmi_lane_wait_window(gmi_manager_t *m, gmi_window_t *w, uint64_t count) {
+  gmi_lane_t *l = m->lane;
+  pthread_mutex_lock(&l->lock);
+  while (atomic_load_explicit(&w->updates_done, memory_order_acquire) < count) pthread_cond_wait(&l->done, &l->lock);
+  pthread_mutex_unlock(&l->lock);
+}
+
+void gmi_lane_wait_some(gmi_manager_t *m) {
+  gmi_lane_t *l = m->lane;
+  pthread_mutex_lock(&l->lock);
+  uint64_t finished = l->finished;
+  while (l->pending && l->finished == finished) pthread_cond_wait(&l->done, &l->lock);
+  pthread_mutex_unlock(&l->lock);
+}
+
+double gmi_lane_ns_per_element(gmi_manager_t *m) {
+  pthread_mutex_lock(&m->lane->lock);
+  double ns = m->lane->ns_per_element;
+  pthread_mutex_unlock(&m->lane->lock);
+  return ns;
+}

@@ -1,0 +1,550 @@
+/* Opening and closing managers, handles, streams, fences, logs, budgets, statistics.
+ * SPDX-License-Identifier: Apache-2.0 */
+#include "core/manager.h"
+
+#include <errno.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+
+#include "tracer/timeline.h"
+#include "tracer/tracer.h"
+
+/* ---- live managers: a slot's handle is 0 while it is free, so that a handle of a closed manager never matches */
+static struct {
+  _Atomic uint64_t handle;
+  gmi_manager_t *manager;
+} live[GMI_MANAGERS];
+static pthread_mutex_t live_lock = PTHREAD_MUTEX_INITIALIZER;
+static uint32_t live_generation;
+
+uint64_t gmi_handle(const gmi_manager_t *m, uint32_t type, uint32_t generation, uint32_t index) {
+  return (uint64_t)type << 60 | (m->handle & UINT64_C(0x0ffffc0000000000)) | (uint64_t)(generation & 1023) << 32 |
+         index;
+}
+
+bool gmi_handle_open(const gmi_manager_t *m, uint64_t handle, uint32_t type, uint32_t *index_out,
+                     uint32_t *generation_out) {
+  static const char *const names[] = { "", "manager", "arena", "tensor", "stream" };
+  if (handle >> 60 != type || ((handle ^ m->handle) & UINT64_C(0x0ffffc0000000000))) {
+    gmi_fail(GEMINI_ERR_HANDLE, 0, "%#llx is no %s of this manager", (unsigned long long)handle, names[type]);
+    return false;
+  }
+  *index_out = (uint32_t)handle;
+  *generation_out = (uint32_t)(handle >> 32) & 1023;
+  return true;
+}
+
+gmi_manager_t *gmi_manager_get(gemini_manager_t handle) {
+  uint32_t slot = (uint32_t)(handle >> 54) & 63;
+  if (handle && atomic_load_explicit(&live[slot].handle, memory_order_acquire) == handle) return live[slot].manager;
+  gmi_fail(GEMINI_ERR_HANDLE, 0, "%#llx is no open manager", (unsigned long long)handle);
+  return NULL;
+}
+
+static gmi_manager_t *manager_of(uint64_t handle) { /* of any object's handle */
+  uint32_t slot = (uint32_t)(handle >> 54) & 63;
+  uint64_t of = atomic_load_explicit(&live[slot].handle, memory_order_acquire);
+  if (of && !((of ^ handle) & UINT64_C(0x0ffffc0000000000))) return live[slot].manager;
+  return NULL;
+}
+
+void gmi_lock(gmi_manager_t *m) { pthread_mutex_lock(&m->lock); }
+
+void gmi_unlock(gmi_manager_t *m) {
+  uint32_t count = m->log_count;
+  if (!count) {
+    pthread_mutex_unlock(&m->lock);
+    return;
+  }
+  int32_t levels[GMI_LOG_QUEUE];
+  char texts[GMI_LOG_QUEUE][sizeof m->logs[0].text];
+  for (uint32_t i = 0; i < count; i++) {
+    levels[i] = m->logs[i].level;
+    memcpy(texts[i], m->logs[i].text, sizeof texts[i]);
+  }
+  m->log_count = 0;
+  pthread_mutex_unlock(&m->lock);
+  for (uint32_t i = 0; i < count; i++) m->config.log_fn(m->config.log_user, levels[i], texts[i]);
+}
+
+void gmi_log(gmi_manager_t *m, int32_t level, const char *format, ...) {
+  if (!m->config.log_fn || level > (int32_t)m->config.log_level || m->log_count == GMI_LOG_QUEUE) return;
+  va_list args;
+  va_start(args, format);
+  vsnprintf(m->logs[m->log_count].text, sizeof m->logs[0].text, format, args);
+  va_end(args);
+  m->logs[m->log_count++].level = level;
+}
+
+void *gmi_space(uint64_t bytes) {
+  void *space = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  return space == MAP_FAILED ? NULL : space;
+}
+void gmi_space_free(void *space, uint64_t bytes) {
+  if (space) munmap(space, bytes);
+}
+
+/* ---- fences */
+gemini_status_t gmi_fence_now(gmi_manager_t *m, uint32_t stream, gmi_fence_t *fence_out) {
+  /* Claim first: a release that reads the old number names a mark that is placed after its own work. */
+  uint64_t mark = atomic_load_explicit(&m->streams[stream].placed, memory_order_relaxed) + 1;
+  atomic_store_explicit(&m->streams[stream].placed, mark, memory_order_seq_cst);
+  uint64_t got = 0;
+  gemini_status_t status = m->dev->mark(m->dev_self, stream, &got);
+  if (status) return gmi_fail(status, 0, "device %s could not mark stream %u", m->dev->name, stream);
+  atomic_store_explicit(&m->streams[stream].placed, got, memory_order_seq_cst);
+  *fence_out = gmi_fence(stream, got);
+  return GEMINI_OK;
+}
+
+gmi_fence_t gmi_fence_later(gmi_manager_t *m, uint32_t stream) {
+  if (stream == GMI_CALLER) return 0;
+  return gmi_fence(stream, atomic_load_explicit(&m->streams[stream].placed, memory_order_seq_cst) + 1);
+}
+
+static gemini_status_t fence_place(gmi_manager_t *m, gmi_fence_t fence) {
+  uint32_t stream = gmi_fence_stream(fence);
+  if (gmi_fence_mark(fence) <= atomic_load_explicit(&m->streams[stream].placed, memory_order_relaxed)) return GEMINI_OK;
+  gmi_fence_t placed;
+  return gmi_fence_now(m, stream, &placed);
+}
+
+bool gmi_fence_reached(gmi_manager_t *m, gmi_fence_t fence) {
+  return !fence || m->dev->reached(m->dev_self, gmi_fence_stream(fence), gmi_fence_mark(fence));
+}
+
+gemini_status_t gmi_fence_sync(gmi_manager_t *m, gmi_fence_t fence) {
+  if (gmi_fence_reached(m, fence)) return GEMINI_OK;
+  gemini_status_t status = fence_place(m, fence);
+  if (!status) status = m->dev->sync(m->dev_self, gmi_fence_stream(fence), gmi_fence_mark(fence));
+  return status;
+}
+
+gemini_status_t gmi_fence_wait(gmi_manager_t *m, uint32_t stream, gmi_fence_t fence) {
+  if (!fence || gmi_fence_reached(m, fence)) return GEMINI_OK;
+  if (stream == GMI_CALLER) return gmi_fence_sync(m, fence);
+  if (gmi_fence_stream(fence) == stream) return GEMINI_OK;
+  gemini_status_t status = fence_place(m, fence);
+  if (!status) status = m->dev->wait(m->dev_self, stream, gmi_fence_stream(fence), gmi_fence_mark(fence));
+  return status;
+}
+
+gmi_fence_t gmi_fence_join(gmi_manager_t *m, gmi_fence_t a, gmi_fence_t b) {
+  if (gmi_fence_reached(m, a)) return b;
+  if (gmi_fence_reached(m, b)) return a;
+  if (gmi_fence_stream(a) == gmi_fence_stream(b)) return gmi_fence_mark(a) > gmi_fence_mark(b) ? a : b;
+  gmi_fence_t joined = b;
+  if (gmi_fence_wait(m, gmi_fence_stream(b), a) || gmi_fence_now(m, gmi_fence_stream(b), &joined)) {
+    m->async_status = GEMINI_ERR_DEVICE; /* then both are waited for, by the caller */
+    gmi_fence_sync(m, a);
+    gmi_fence_sync(m, b);
+    return 0;
+  }
+  return joined;
+}
+
+/* ---- streams */
+gemini_status_t gmi_stream_resolve(gmi_manager_t *m, gemini_stream_t stream, uint32_t *index_out) {
+  if (stream == GEMINI_STREAM_CALLER) {
+    *index_out = GMI_CALLER;
+    return GEMINI_OK;
+  }
+  uint32_t index, generation;
+  if (!gmi_handle_open(m, stream, GMI_HANDLE_STREAM, &index, &generation)) return GEMINI_ERR_HANDLE;
+  if (index >= GMI_DEVICE_MAX_STREAMS || !m->streams[index].open || (m->streams[index].generation & 1023) != generation)
+    return gmi_fail(GEMINI_ERR_HANDLE, 0, "%#llx is a destroyed stream", (unsigned long long)stream);
+  *index_out = index;
+  return GEMINI_OK;
+}
+
+static gemini_status_t stream_open(gmi_manager_t *m, bool internal, uint32_t *index_out) {
+  uint32_t open = 0;
+  for (uint32_t i = 0; i < GMI_DEVICE_MAX_STREAMS; i++) open += m->streams[i].open && !m->streams[i].internal;
+  if (!internal && open >= 48) return gmi_fail(GEMINI_ERR_INVALID, 0, "48 streams exist, the limit is 48");
+  uint32_t index;
+  gemini_status_t status = m->dev->stream_create(m->dev_self, &index);
+  if (status) return gmi_fail(status, 0, "device %s could not create a stream", m->dev->name);
+  gmi_stream_t *s = &m->streams[index];
+  s->open = true;
+  s->internal = internal;
+  s->generation++;
+  gmi_fence_t first;
+  status = gmi_fence_now(m, index, &first); /* learns where the stream's numbers stand */
+  if (status) {
+    s->open = false;
+    m->dev->stream_destroy(m->dev_self, index);
+    return status;
+  }
+  *index_out = index;
+  return GEMINI_OK;
+}
+
+static gemini_status_t stream_create(gmi_manager_t *m, gemini_stream_t *stream_out) {
+  if (!stream_out) return gmi_fail(GEMINI_ERR_INVALID, 0, "stream_out is NULL");
+  gmi_lock(m);
+  uint32_t index;
+  gemini_status_t status = stream_open(m, false, &index);
+  if (!status) *stream_out = gmi_handle(m, GMI_HANDLE_STREAM, m->streams[index].generation, index);
+  gmi_unlock(m);
+  return status;
+}
+gemini_status_t gemini_stream_create(gemini_manager_t mgr, gemini_stream_t *stream_out) {
+  gmi_manager_t *m = gmi_manager_get(mgr);
+  API_RETURN(m ? stream_create(m, stream_out) : GEMINI_ERR_HANDLE);
+}
+
+static gemini_status_t stream_destroy(gemini_stream_t stream) {
+  if (!stream) return GEMINI_OK;
+  gmi_manager_t *m = manager_of(stream);
+  if (!m) return gmi_fail(GEMINI_ERR_HANDLE, 0, "%#llx is no stream of an open manager", (unsigned long long)stream);
+  gmi_lock(m);
+  uint32_t index;
+  gemini_status_t status = gmi_stream_resolve(m, stream, &index);
+  if (!status && m->streams[index].internal)
+    status = gmi_fail(GEMINI_ERR_HANDLE, 0, "%#llx is a stream of the library's own", (unsigned long long)stream);
+  if (!status && gmi_tracer_op_stream(m) == index)
+    status = gmi_fail(GEMINI_ERR_BUSY, 0, "the open operator runs on this stream");
+  if (!status) {
+    /* Fences of this stream may still lie in windows: everything they could name gets placed and reached here. */
+    gmi_fence_t end;
+    status = gmi_fence_now(m, index, &end);
+    if (!status) status = gmi_fence_sync(m, end);
+    gmi_tracer_resolve(m, true);
+    m->streams[index].open = false;
+    m->dev->stream_destroy(m->dev_self, index);
+  }
+  gmi_unlock(m);
+  return status;
+}
+gemini_status_t gemini_stream_destroy(gemini_stream_t stream) { API_RETURN(stream_destroy(stream)); }
+
+static gemini_status_t stream_call(gmi_manager_t *m, gemini_stream_t stream, gemini_call_fn fn, void *user) {
+  uint32_t index;
+  if (!fn) return gmi_fail(GEMINI_ERR_INVALID, 0, "fn is NULL");
+  gemini_status_t status = gmi_stream_resolve(m, stream, &index);
+  if (status) return status;
+  if (index == GMI_CALLER) {
+    fn(user);
+    return GEMINI_OK;
+  }
+  status = m->dev->call(m->dev_self, index, fn, user);
+  return status ? gmi_fail(status, 0, "the device could not queue the call") : GEMINI_OK;
+}
+gemini_status_t gemini_stream_call(gemini_manager_t mgr, gemini_stream_t stream, gemini_call_fn fn, void *user) {
+  gmi_manager_t *m = gmi_manager_get(mgr);
+  API_RETURN(m ? stream_call(m, stream, fn, user) : GEMINI_ERR_HANDLE);
+}
+
+static gemini_status_t stream_synchronize(gmi_manager_t *m, gemini_stream_t stream) {
+  uint32_t index;
+  gemini_status_t status = gmi_stream_resolve(m, stream, &index);
+  if (status || index == GMI_CALLER) return status;
+  gmi_lock(m);
+  gmi_fence_t end;
+  status = gmi_fence_now(m, index, &end);
+  gmi_unlock(m);
+  if (!status) status = m->dev->sync(m->dev_self, index, gmi_fence_mark(end)); /* others go on meanwhile */
+  return status;
+}
+gemini_status_t gemini_stream_synchronize(gemini_manager_t mgr, gemini_stream_t stream) {
+  gmi_manager_t *m = gmi_manager_get(mgr);
+  API_RETURN(m ? stream_synchronize(m, stream) : GEMINI_ERR_HANDLE);
+}
+
+/* ---- open and close */
+static gemini_status_t check_fraction(const char *name, double value) {
+  if (value >= 0.0 && value <= 1.0) return GEMINI_OK;
+  return gmi_fail(GEMINI_ERR_INVALID, 0, "%s is %g, must be 0 to 1", name, value);
+}
+
+static gemini_status_t config_check(gemini_config_t *c) {
+  if (c->flags & ~(uint32_t)GEMINI_CONFIG_STRICT)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "flags has unknown bits %#x", c->flags & ~(uint32_t)GEMINI_CONFIG_STRICT);
+  if (c->placement > GEMINI_PLACEMENT_STATIC)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "placement is %u, the last one is %d", c->placement,
+                    GEMINI_PLACEMENT_STATIC);
+  if (c->device == GEMINI_DEVICE_CUDA)
+    return gmi_fail(GEMINI_ERR_UNSUPPORTED, 0, "this version has no CUDA device yet; use GEMINI_DEVICE_SIMULATED");
+  if (c->device != GEMINI_DEVICE_SIMULATED)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "device is %u, the last one is %d", c->device, GEMINI_DEVICE_CUDA);
+  if (c->device_ordinal)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "device_ordinal is %u, the simulated device has only 0", c->device_ordinal);
+  if (c->warmup_iterations > 1000)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "warmup_iterations is %u, at most 1000", c->warmup_iterations);
+  if (c->update_threads > 256)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "update_threads is %u, at most 256", c->update_threads);
+  if (c->log_level > GEMINI_LOG_DEBUG)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "log_level is %u, at most %d", c->log_level, GEMINI_LOG_DEBUG);
+  const uint64_t limit = UINT64_C(1) << 46;
+  const struct {
+    const char *name;
+    uint64_t value;
+  } sizes[] = { { "device_bytes", c->device_bytes }, { "host_bytes", c->host_bytes }, { "file_bytes", c->file_bytes } };
+  for (int i = 0; i < 3; i++)
+    if (sizes[i].value > limit)
+      return gmi_fail(GEMINI_ERR_INVALID, 0, "%s is %llu, at most %llu", sizes[i].name,
+                      (unsigned long long)sizes[i].value, (unsigned long long)limit);
+  if (!c->device_bytes) return gmi_fail(GEMINI_ERR_INVALID, 0, "device_bytes is 0, a device budget is required");
+  if (!c->host_bytes) return gmi_fail(GEMINI_ERR_INVALID, 0, "host_bytes is 0, a host budget is required");
+  if (c->device_margin_bytes >= c->device_bytes)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "device_margin_bytes is %llu, must be less than device_bytes, %llu",
+                    (unsigned long long)c->device_margin_bytes, (unsigned long long)c->device_bytes);
+  if (c->file_bytes && (!c->file_dir || !*c->file_dir))
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "file_bytes is %llu but file_dir is not set",
+                    (unsigned long long)c->file_bytes);
+  gemini_status_t status = check_fraction("static_param_fraction", c->static_param_fraction);
+  if (!status) status = check_fraction("static_optim_fraction", c->static_optim_fraction);
+  if (!c->warmup_iterations) c->warmup_iterations = 1;
+  if (!c->log_level) c->log_level = GEMINI_LOG_WARNING;
+  return status;
+}
+
+static void manager_free(gmi_manager_t *m) {
+  gmi_lane_close(m);
+  gmi_timeline_close(m);
+  if (m->dev_self) {
+    gmi_tracer_close(m);
+    gmi_heap_close(m);
+    gmi_arena_free_all(m);
+    gmi_frames_free(m);
+    m->dev->close(m->dev_self);
+  }
+  gmi_files_close(m);
+  gmi_space_free(m->tensors, (uint64_t)GMI_TENSORS * sizeof *m->tensors);
+  free(m->name_buckets);
+  free(m->unmaps);
+  free(m->file_dir);
+  pthread_mutex_destroy(&m->lock);
+  free(m);
+}
+
+static gemini_status_t manager_open(const gemini_config_t *theirs, gemini_manager_t *mgr_out) {
+  if (!mgr_out) return gmi_fail(GEMINI_ERR_INVALID, 0, "mgr_out is NULL");
+  gemini_config_t config;
+  gemini_status_t status = gmi_struct_in(&config, sizeof config, theirs, sizeof config, "config");
+  if (!status) status = config_check(&config);
+  if (status) return status;
+  gmi_manager_t *m = calloc(1, sizeof *m);
+  if (!m) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for a manager (%zu bytes)", sizeof *m);
+  pthread_mutex_init(&m->lock, NULL);
+  m->config = config;
+  m->config.file_dir = NULL;
+  m->dev = &gmi_device_sim;
+  m->tensor_free = GMI_NONE;
+  m->tensors = gmi_space((uint64_t)GMI_TENSORS * sizeof *m->tensors);
+  m->name_bucket_count = 1024;
+  m->name_buckets = malloc(m->name_bucket_count * sizeof *m->name_buckets);
+  if (config.file_bytes) m->file_dir = strdup(config.file_dir);
+  if (!m->tensors || !m->name_buckets || (config.file_bytes && !m->file_dir)) {
+    manager_free(m);
+    return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for a manager's tables");
+  }
+  memset(m->name_buckets, 0xff, m->name_bucket_count * sizeof *m->name_buckets);
+  gmi_device_config_t device = { .ordinal = config.device_ordinal,
+                                 .memory_bytes = config.device_bytes,
+                                 .h2d_bytes_per_s = config.sim_h2d_bytes_per_s,
+                                 .d2h_bytes_per_s = config.sim_d2h_bytes_per_s };
+  device.memory_bytes -= device.memory_bytes % 4096;
+  if (!device.memory_bytes) device.memory_bytes = 4096;
+  status = m->dev->open(&device, &m->dev_self);
+  if (status) {
+    m->dev_self = NULL;
+    manager_free(m);
+    return gmi_fail(status, 0, "device %s could not be opened with %llu bytes", gmi_device_sim.name,
+                    (unsigned long long)device.memory_bytes);
+  }
+  m->granularity = m->dev->granularity(m->dev_self);
+  uint64_t w = config.window_bytes;
+  if (w && ((w & (w - 1)) || w < 65536 || w < m->granularity || w > (UINT64_C(1) << 30))) {
+    status = gmi_fail(GEMINI_ERR_INVALID, 0, "window_bytes is %llu, must be a power of two from %llu to 1 GiB",
+                      (unsigned long long)w, (unsigned long long)(m->granularity > 65536 ? m->granularity : 65536));
+  } else if (w > config.device_bytes - config.device_margin_bytes) {
+    status =
+        gmi_fail(GEMINI_ERR_INVALID, 0, "window_bytes is %llu, more than the device budget without its margin, %llu",
+                 (unsigned long long)w, (unsigned long long)(config.device_bytes - config.device_margin_bytes));
+  } else if (config.device_bytes - config.device_margin_bytes < 65536) {
+    status = gmi_fail(GEMINI_ERR_INVALID, 0, "device_bytes without its margin is %llu, at least 65536",
+                      (unsigned long long)(config.device_bytes - config.device_margin_bytes));
+  }
+  if (!status) status = stream_open(m, true, &m->copy_in);
+  if (!status) status = stream_open(m, true, &m->copy_out);
+  if (!status) status = stream_open(m, true, &m->update_stream);
+  if (!status) status = gmi_files_open(m);
+  if (!status) status = gmi_tracer_open(m);
+  if (!status) status = gmi_lane_open(m, config.update_threads);
+  if (status) {
+    manager_free(m);
+    return status;
+  }
+  pthread_mutex_lock(&live_lock);
+  uint32_t slot = 0;
+  while (slot < GMI_MANAGERS && atomic_load(&live[slot].handle)) slot++;
+  if (slot < GMI_MANAGERS) {
+    live_generation = live_generation % 4095 + 1;
+    m->slot = slot;
+    m->handle = (uint64_t)GMI_HANDLE_MANAGER << 60 | (uint64_t)slot << 54 | (uint64_t)live_generation << 42;
+    live[slot].manager = m;
+    *mgr_out = m->handle;
+    atomic_store_explicit(&live[slot].handle, m->handle, memory_order_release);
+  }
+  pthread_mutex_unlock(&live_lock);
+  if (slot == GMI_MANAGERS) {
+    manager_free(m);
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "%u managers are open, the limit is %u", GMI_MANAGERS, GMI_MANAGERS);
+  }
+  return GEMINI_OK;
+}
+gemini_status_t gemini_manager_open(const gemini_config_t *config, gemini_manager_t *mgr_out) {
+  API_RETURN(manager_open(config, mgr_out));
+}
+
+static gemini_status_t close_check(gmi_manager_t *m) {
+  if (m->acquired)
+    return gmi_fail(GEMINI_ERR_BUSY, 0, "%llu ranges are acquired on the host", (unsigned long long)m->acquired);
+  for (uint32_t i = 0; i < m->tensor_high; i++) {
+    uint32_t users = atomic_load(&m->tensors[i].word) & GMI_TENSOR_USERS;
+    if (m->tensors[i].alive && users)
+      return gmi_fail(GEMINI_ERR_BUSY, 0, "tensor %s is acquired %u times", gmi_tensor_base(m, &m->tensors[i])->name,
+                      users);
+  }
+  for (uint32_t a = 0; a < GMI_ARENAS; a++) {
+    gmi_arena_t *arena = gmi_arena_at(m, a);
+    for (uint32_t i = 0; arena && arena->windows && i < atomic_load(&arena->window_count); i++)
+      if (atomic_load(&arena->windows[i].word) & GMI_WINDOW_PINS)
+        return gmi_fail(GEMINI_ERR_BUSY, 0, "a range of arena %s is acquired", arena->name);
+  }
+  return GEMINI_OK;
+}
+
+static gemini_status_t manager_close(gemini_manager_t mgr) {
+  if (!mgr) return GEMINI_OK;
+  gmi_manager_t *m = gmi_manager_get(mgr);
+  if (!m) return GEMINI_ERR_HANDLE;
+  gmi_lock(m);
+  gemini_status_t status = close_check(m);
+  gmi_unlock(m);
+  if (status) return status;
+  gmi_updates_finish(m);
+  gemini_status_t timeline = m->timeline ? gmi_timeline_finish(m) : GEMINI_OK;
+  pthread_mutex_lock(&live_lock);
+  atomic_store_explicit(&live[m->slot].handle, 0, memory_order_release);
+  live[m->slot].manager = NULL;
+  pthread_mutex_unlock(&live_lock);
+  status = m->async_status;
+  if (status) gmi_fail(status, 0, "an earlier asynchronous failure: %s", m->async_message);
+  manager_free(m);
+  return status ? status : timeline;
+}
+gemini_status_t gemini_manager_close(gemini_manager_t mgr) { API_RETURN(manager_close(mgr)); }
+
+/* ---- budgets and statistics */
+static gemini_status_t budget_device(gmi_manager_t *m, uint64_t bytes) {
+  uint64_t margin = m->config.device_margin_bytes;
+  uint64_t window = atomic_load(&m->window_bytes) ? atomic_load(&m->window_bytes) : 65536;
+  if (bytes <= margin || bytes - margin < window)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "device budget %llu without its margin %llu is less than one window, %llu",
+                    (unsigned long long)bytes, (unsigned long long)margin, (unsigned long long)window);
+  gemini_status_t status = GEMINI_OK;
+  uint64_t old = m->config.device_bytes;
+  if (atomic_load(&m->window_bytes)) {
+    uint64_t frames = (bytes - margin) / window;
+    if (frames > UINT32_MAX - 1) frames = UINT32_MAX - 1;
+    status = gmi_frames_resize(m, (uint32_t)frames);
+  } else {
+    uint64_t memory = bytes - bytes % 4096;
+    status = m->dev->resize(m->dev_self, memory);
+  }
+  if (status) return status;
+  m->config.device_bytes = bytes;
+  status = gmi_tracer_replan(m);
+  if (!status) return GEMINI_OK;
+  /* The plan cannot be made: the budget stays as it was. Growing back, or shrinking what was not yet used, works. */
+  m->config.device_bytes = old;
+  if (atomic_load(&m->window_bytes) && gmi_frames_resize(m, (uint32_t)((old - margin) / window)) == GEMINI_OK) {
+    char message[440];
+    snprintf(message, sizeof message, "%s", gmi_fail_message());
+    if (gmi_tracer_replan(m) == GEMINI_OK) gmi_fail(status, 0, "%s", message);
+  }
+  return status;
+}
+
+static gemini_status_t budget_set(gmi_manager_t *m, uint32_t tier, uint64_t bytes) {
+  if (tier >= GEMINI_TIER_COUNT)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "tier is %u, the last one is %d", tier, GEMINI_TIER_FILE);
+  if (bytes > (UINT64_C(1) << 46))
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "budget is %llu, at most %llu", (unsigned long long)bytes, 1ull << 46);
+  gmi_lock(m);
+  gemini_status_t status = GEMINI_OK;
+  if (tier == GEMINI_TIER_DEVICE) {
+    status = budget_device(m, bytes);
+  } else if (tier == GEMINI_TIER_HOST) {
+    if (!bytes) status = gmi_fail(GEMINI_ERR_INVALID, 0, "the host budget cannot be 0");
+    else if (bytes < m->host_used) status = gmi_host_shrink(m, bytes);
+    if (!status) m->config.host_bytes = bytes;
+  } else if (bytes && !m->files) {
+    status = gmi_fail(GEMINI_ERR_STATE, 0, "the manager was opened without a file tier");
+  } else if (bytes < m->file_used) {
+    status = gmi_fail(GEMINI_ERR_OOM_FILE, 0, "%llu bytes are in files, more than the new budget, %llu",
+                      (unsigned long long)m->file_used, (unsigned long long)bytes);
+  } else {
+    m->config.file_bytes = bytes;
+  }
+  gmi_unlock(m);
+  return status;
+}
+gemini_status_t gemini_budget_set(gemini_manager_t mgr, uint32_t tier, uint64_t bytes) {
+  gmi_manager_t *m = gmi_manager_get(mgr);
+  API_RETURN(m ? budget_set(m, tier, bytes) : GEMINI_ERR_HANDLE);
+}
+
+static gemini_status_t stats_get(gmi_manager_t *m, gemini_stats_t *stats_out) {
+  gmi_lock(m);
+  gmi_reap(m);
+  gmi_tracer_resolve(m, false);
+  gemini_stats_t s = m->stats;
+  uint64_t window = atomic_load(&m->window_bytes);
+  s.struct_size = sizeof s;
+  s.budget_bytes[GEMINI_TIER_DEVICE] = m->config.device_bytes;
+  s.budget_bytes[GEMINI_TIER_HOST] = m->config.host_bytes;
+  s.budget_bytes[GEMINI_TIER_FILE] = m->config.file_bytes;
+  s.used_bytes[GEMINI_TIER_DEVICE] = m->frame_used * window;
+  s.used_bytes[GEMINI_TIER_HOST] = m->host_used;
+  s.used_bytes[GEMINI_TIER_FILE] = m->file_used;
+  s.model_bytes = 0;
+  for (uint32_t i = 0; i < GMI_ARENAS; i++) {
+    gmi_arena_t *a = gmi_arena_at(m, i);
+    if (a && a->store == i) s.model_bytes += atomic_load(&a->size);
+  }
+  s.nonmodel_bytes = m->heap ? gmi_heap_bytes_used(m->heap) : 0;
+  s.nonmodel_peak_bytes = m->nonmodel_peak;
+  s.window_bytes = window;
+  for (int i = 0; i < GMI_HIT_STRIPES; i++)
+    s.acquire_hits += atomic_load_explicit(&m->stripes[i].hits, memory_order_relaxed);
+  s.pending_updates = gmi_lane_pending(m);
+  gmi_unlock(m);
+  return gmi_struct_out(stats_out, &s, sizeof s, sizeof s, "stats_out");
+}
+gemini_status_t gemini_stats(gemini_manager_t mgr, gemini_stats_t *stats_out) {
+  gmi_manager_t *m = gmi_manager_get(mgr);
+  API_RETURN(m ? stats_get(m, stats_out) : GEMINI_ERR_HANDLE);
+}
+
+gemini_status_t gemini_stats_reset(gemini_manager_t mgr) {
+  gmi_manager_t *m = gmi_manager_get(mgr);
+  if (!m) API_RETURN(GEMINI_ERR_HANDLE);
+  gmi_lock(m);
+  gemini_stats_t *s = &m->stats;
+  memset(s->moved_bytes, 0, sizeof s->moved_bytes);
+  memset(s->moved_chunks, 0, sizeof s->moved_chunks);
+  s->acquire_hits = s->acquire_misses = s->stall_ns = s->departures = s->op_peak_error_bytes = 0;
+  for (int i = 0; i < GMI_HIT_STRIPES; i++) atomic_store_explicit(&m->stripes[i].hits, 0, memory_order_relaxed);
+  s->peak_bytes[GEMINI_TIER_DEVICE] = m->frame_used * atomic_load(&m->window_bytes);
+  s->peak_bytes[GEMINI_TIER_HOST] = m->host_used;
+  s->peak_bytes[GEMINI_TIER_FILE] = m->file_used;
+  m->nonmodel_peak = m->heap ? gmi_heap_bytes_used(m->heap) : 0;
+  gmi_unlock(m);
+  return GEMINI_OK;
+}

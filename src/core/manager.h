@@ -1,0 +1,365 @@
+/* The manager and what it is made of: the records that every module shares.
+ * SPDX-License-Identifier: Apache-2.0
+ *
+ * Lock: gmi_manager.lock guards everything that is not marked Atomic or Constant. Fast paths (acquire and release of
+ * resident tensors) take no lock: they work on the atomic words of tensors and windows, which only the lock's holder
+ * may change except for their counts. User callbacks run without the lock; logs are queued and sent after it. */
+#ifndef GMI_MANAGER_H
+#define GMI_MANAGER_H
+
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "chunk/heap.h"
+#include "core/status.h"
+#include "device/device.h"
+#include "gemini.h"
+
+/* ---- handles: [63:60] type, [59:54] manager slot, [53:42] manager generation, [41:32] own generation, [31:0] index */
+enum { GMI_HANDLE_MANAGER = 1, GMI_HANDLE_ARENA = 2, GMI_HANDLE_TENSOR = 3, GMI_HANDLE_STREAM = 4 };
+#define GMI_MANAGERS 64u
+#define GMI_ARENAS 1024u
+#define GMI_TENSORS (1u << 24)
+#define GMI_NONE UINT32_MAX
+
+/* ---- fences: a mark of a stream in one word; 0 = nothing to wait for */
+typedef uint64_t gmi_fence_t;
+#define GMI_FENCE_MARK_BITS 56
+static inline gmi_fence_t gmi_fence(uint32_t stream, uint64_t mark) {
+  return ((uint64_t)(stream + 1) << GMI_FENCE_MARK_BITS) | mark;
+}
+static inline uint32_t gmi_fence_stream(gmi_fence_t f) { return (uint32_t)(f >> GMI_FENCE_MARK_BITS) - 1; }
+static inline uint64_t gmi_fence_mark(gmi_fence_t f) { return f & ((UINT64_C(1) << GMI_FENCE_MARK_BITS) - 1); }
+/* Index of GEMINI_STREAM_CALLER where a stream index is wanted. */
+#define GMI_CALLER GMI_NONE
+
+/* ---- windows */
+#define GMI_WINDOW_RESIDENT (1u << 31) /* has a frame that holds, or will hold once arrive is reached, its bytes */
+#define GMI_WINDOW_SETTLED (1u << 30)  /* arrive has been reached */
+#define GMI_WINDOW_DIRTY (1u << 29)    /* the device copy is the only valid one */
+#define GMI_WINDOW_WRITERS 0x1fff0000u /* of the pins, those that may write */
+#define GMI_WINDOW_WRITER 0x00010000u
+#define GMI_WINDOW_PINS 0x0000ffffu /* device acquires not yet released */
+enum { GMI_VALID_DEVICE = 1, GMI_VALID_HOST = 2, GMI_VALID_FILE = 4, GMI_VALID_ZERO = 8 };
+
+/* Invariants: valid != 0; RESIDENT <=> frame != GMI_NONE; DIRTY <=> valid == GMI_VALID_DEVICE;
+ * VALID_HOST => host_slot; VALID_FILE => file_block != GMI_NONE; host_writer => host_users > 0 and not RESIDENT. */
+typedef struct gmi_window {
+  _Atomic uint32_t word;         /* Atomic: GMI_WINDOW_* flags (changed under lock) and counts */
+  uint32_t frame;                /* or GMI_NONE */
+  _Atomic uint64_t last_use;     /* Atomic: fence behind the last use of the device copy */
+  gmi_fence_t arrive;            /* what fills the device copy */
+  gmi_fence_t host_fence;        /* queued copies that read or write the host slot */
+  _Atomic uint64_t updates_done; /* Atomic: host updates finished; >= updates_queued when none is pending */
+  uint64_t updates_queued;
+  uint64_t next_use;   /* position of the next use as far as known: iteration * 2^32 + op; 0 = unknown */
+  uint32_t file_block; /* or GMI_NONE */
+  uint32_t arena;      /* index of the arena that stores it */
+  uint32_t index;      /* in that arena */
+  uint16_t user_pins;  /* gemini_pin() */
+  uint16_t host_users; /* acquires on the host */
+  uint8_t valid;       /* GMI_VALID_* */
+  bool host_slot;      /* its place in the host mirror is counted and may hold bytes */
+  bool host_writer;    /* acquired on the host for writing */
+  bool unmap_pending;  /* still mapped to a frame it has lost */
+  uint32_t reserved;
+} gmi_window_t;
+
+/* ---- tensors */
+#define GMI_TENSOR_STATE_SHIFT 28      /* GEMINI_STATE_* in the top bits */
+#define GMI_TENSOR_GRADIENT (1u << 27) /* a gradient has taken the bytes (kept in the registered tensor) */
+#define GMI_TENSOR_USERS 0x00ffffffu
+typedef struct gmi_tensor {
+  _Atomic uint32_t word; /* Atomic: state, GRADIENT, users */
+  uint32_t arena;
+  uint64_t offset, size; /* bytes in the arena; Constant while it lives */
+  _Atomic uint64_t seen; /* Atomic: op serial << 2 | modes: recorded in this op already */
+  uint32_t base;         /* the registered tensor this is a counterpart of; itself when registered */
+  uint32_t next;         /* next counterpart of the same base; GMI_NONE ends */
+  char *name;            /* of registered tensors; owned */
+  uint32_t hash_next;
+  uint16_t generation;
+  bool alive;
+  bool reserved;
+} gmi_tensor_t;
+
+/* ---- arenas */
+typedef struct gmi_arena {
+  char name[64];
+  uint32_t index, kind, element_bytes, generation;
+  uint32_t like;      /* arena whose layout it follows; itself when none */
+  uint32_t store;     /* arena that owns the windows: itself, or the one it reuses */
+  uint32_t followers; /* arenas whose like or store this is */
+  bool reused;        /* some arena reuses this one */
+  bool reserved[3];
+  uint8_t *base;     /* device addresses */
+  uint8_t *host;     /* host mirror: window i lives at host + i * window_bytes */
+  uint64_t capacity; /* bytes, a multiple of the largest window */
+  uint64_t capacity_asked;
+  _Atomic uint64_t size; /* Atomic: used so far, bytes */
+  gmi_window_t *windows; /* address space for all windows of capacity; of the store only */
+  uint64_t window_map_bytes;
+  _Atomic uint32_t window_count;          /* Atomic: initialised so far */
+  uint32_t tensor_count, tensor_capacity; /* of order */
+  uint32_t *order;                        /* tensors of this arena, sorted by offset when sorted */
+  bool order_sorted;
+} gmi_arena_t;
+
+/* ---- frames */
+typedef struct gmi_frame {
+  uint64_t handle;
+  gmi_fence_t ready;    /* after which its bytes may be overwritten */
+  gmi_window_t *window; /* owner, or NULL: free or the heap's */
+} gmi_frame_t;
+typedef struct gmi_unmap {
+  void *address;
+  gmi_fence_t fence;
+  gmi_window_t *window; /* or NULL: a heap page */
+  uint64_t page;
+} gmi_unmap_t;
+typedef struct gmi_page { /* of the non-model heap */
+  uint32_t frame_1;       /* index of its frame + 1; 0 = none */
+  bool unmap_pending;
+  bool reserved[3];
+} gmi_page_t;
+
+typedef struct gmi_stream {
+  bool open;
+  bool internal;
+  uint16_t generation;
+  uint32_t reserved;
+  _Atomic uint64_t placed; /* Atomic: last mark claimed; a claim comes before the mark is placed */
+} gmi_stream_t;
+
+/* Running mean of what a window's copy takes over one link, nanoseconds. */
+typedef struct gmi_rate {
+  double mean;
+  uint64_t samples;
+} gmi_rate_t;
+
+struct gmi_tracer;
+struct gmi_timeline;
+struct gmi_lane;
+struct gmi_file_store;
+
+enum { GMI_TIMED_UPDATE = GEMINI_LINK_COUNT /* beside links: an update on the device */ };
+enum { GMI_HIT_STRIPES = 16, GMI_LOG_QUEUE = 8 };
+typedef struct gmi_stripe {
+  _Atomic uint64_t hits;
+  char pad[56];
+} gmi_stripe_t;
+
+typedef struct gmi_manager {
+  uint64_t handle;
+  uint32_t slot;
+  pthread_mutex_t lock;
+  gemini_config_t config; /* Constant, but the budgets */
+  char *file_dir;
+  const gmi_device_ops_t *dev;
+  void *dev_self;
+  uint64_t granularity;
+
+  gmi_arena_t *_Atomic arenas[GMI_ARENAS]; /* Atomic */
+  uint16_t arena_generations[GMI_ARENAS];
+  gmi_tensor_t *tensors; /* address space for GMI_TENSORS; Constant */
+  uint32_t tensor_high, tensor_free;
+  uint32_t *name_buckets, name_bucket_count;
+  uint64_t tensor_alive;
+
+  gmi_stream_t streams[GMI_DEVICE_MAX_STREAMS];
+  uint32_t copy_in, copy_out, update_stream; /* internal streams */
+
+  /* the cut: chosen by gmi_cut() at first need */
+  _Atomic uint64_t window_bytes; /* Atomic; 0 = not cut yet */
+  uint32_t window_shift;
+  uint64_t window_total; /* windows initialised in all arenas */
+
+  gmi_frame_t *frames;
+  uint32_t frame_count;                      /* that the budget allows */
+  uint32_t frame_capacity;                   /* of the array */
+  uint32_t frame_made;                       /* that exist on the device */
+  uint32_t frame_used;                       /* owned by windows or heap pages */
+  uint32_t *free_ring, free_head, free_size; /* frames that exist and are unused, oldest first */
+  uint32_t *unmade, unmade_size;             /* places in frames[] without a device frame */
+  uint32_t resident;                         /* windows with frames */
+  uint32_t clock_hand;                       /* for victims */
+
+  gmi_heap_t *heap;
+  uint8_t *heap_base;
+  uint64_t heap_range;
+  gmi_page_t *pages;
+  uint64_t page_high;        /* pages ever touched */
+  uint32_t heap_frames;      /* frames under the heap, idle ones included */
+  uint64_t nonmodel_peak_op; /* peak of live bytes since the op began */
+  uint64_t nonmodel_peak;
+  uint32_t heap_pages_peak_op;
+
+  gmi_unmap_t *unmaps;
+  uint32_t unmap_count, unmap_capacity;
+
+  uint64_t host_used; /* bytes of host slots */
+  uint64_t file_used;
+  uint64_t host_hand_arena, host_hand_window;
+  struct gmi_file_store *files;
+  struct gmi_lane *lane;
+  struct gmi_tracer *tracer;
+  struct gmi_timeline *timeline;
+
+  gmi_rate_t link_ns[2];    /* by GEMINI_LINK_H2D, D2H */
+  gmi_rate_t device_update; /* nanoseconds an element of an update on the device */
+  struct {
+    gmi_fence_t begin, end;
+    uint64_t elements;
+    uint32_t link, reserved;
+  } timed[64]; /* to be measured */
+  uint32_t timed_count;
+
+  /* brackets */
+  _Atomic uint64_t op_serial; /* Atomic: 0 = no op open */
+  uint64_t op_serial_next;
+  _Atomic uint32_t phase; /* Atomic */
+  bool iteration_open;
+  bool closing;
+
+  gmi_stripe_t stripes[GMI_HIT_STRIPES]; /* Atomic */
+  gemini_stats_t stats;
+  gemini_status_t async_status;
+  char async_message[256];
+  uint64_t acquired; /* acquires on the host not yet released */
+
+  struct {
+    int32_t level;
+    char text[240];
+  } logs[GMI_LOG_QUEUE];
+  uint32_t log_count;
+} gmi_manager_t;
+
+/* core/manager.c */
+gmi_manager_t *gmi_manager_get(gemini_manager_t handle); /* NULL, with the error recorded */
+void gmi_lock(gmi_manager_t *m);
+void gmi_unlock(gmi_manager_t *m); /* then sends queued logs */
+void gmi_log(gmi_manager_t *m, int32_t level, const char *format, ...) __attribute__((format(printf, 3, 4)));
+uint64_t gmi_handle(const gmi_manager_t *m, uint32_t type, uint32_t generation, uint32_t index);
+/* Is handle of this type and manager? Then its index and generation. Otherwise the error is recorded. */
+bool gmi_handle_open(const gmi_manager_t *m, uint64_t handle, uint32_t type, uint32_t *index_out,
+                     uint32_t *generation_out);
+/* Index of a user's stream, or GMI_CALLER. */
+gemini_status_t gmi_stream_resolve(gmi_manager_t *m, gemini_stream_t stream, uint32_t *index_out);
+void *gmi_space(uint64_t bytes); /* address space that costs memory only where touched; NULL when there is none */
+void gmi_space_free(void *space, uint64_t bytes);
+
+/* fences; lock held */
+gemini_status_t gmi_fence_now(gmi_manager_t *m, uint32_t stream, gmi_fence_t *fence_out); /* places a mark */
+gemini_status_t gmi_fence_wait(gmi_manager_t *m, uint32_t stream, gmi_fence_t fence);     /* GMI_CALLER: blocks */
+gemini_status_t gmi_fence_sync(gmi_manager_t *m, gmi_fence_t fence);                      /* blocks; keeps the lock */
+bool gmi_fence_reached(gmi_manager_t *m, gmi_fence_t fence);                              /* any thread, no lock */
+/* A fence after both; may make one stream wait for the other. */
+gmi_fence_t gmi_fence_join(gmi_manager_t *m, gmi_fence_t a, gmi_fence_t b);
+/* Fence behind what has been queued on stream so far, placed only when somebody needs it; no lock. 0 for the caller. */
+gmi_fence_t gmi_fence_later(gmi_manager_t *m, uint32_t stream);
+
+/* chunk/arena.c */
+gmi_arena_t *gmi_arena_get(gmi_manager_t *m, gemini_arena_t handle);
+gmi_tensor_t *gmi_tensor_get(gmi_manager_t *m, gemini_tensor_t handle);
+static inline gmi_arena_t *gmi_arena_at(gmi_manager_t *m, uint32_t index) {
+  return atomic_load_explicit(&m->arenas[index], memory_order_acquire);
+}
+/* A range of windows of the arena that stores it. */
+typedef struct gmi_range {
+  gmi_arena_t *arena; /* as named by the caller */
+  gmi_arena_t *store;
+  gmi_tensor_t *tensor; /* or NULL when an arena was named */
+  uint64_t offset, size;
+  uint32_t first, last; /* windows; first > last when not cut yet or empty */
+} gmi_range_t;
+gemini_status_t gmi_range_resolve(gmi_manager_t *m, const gemini_access_t *access, gmi_range_t *range_out);
+gemini_status_t gmi_cut(gmi_manager_t *m); /* chooses the window size if that is still to be done; lock held */
+gemini_status_t gmi_arena_grow(gmi_manager_t *m, gmi_arena_t *store); /* windows for all of size; lock held */
+void gmi_arena_sort(gmi_manager_t *m, gmi_arena_t *a);
+/* Calls fn for every tensor of arena a that overlaps [offset, offset + size). */
+void gmi_arena_each(gmi_manager_t *m, gmi_arena_t *a, uint64_t offset, uint64_t size,
+                    void (*fn)(gmi_manager_t *m, gmi_tensor_t *t, void *user), void *user);
+void gmi_arena_free_all(gmi_manager_t *m);
+bool gmi_state_legal(uint32_t from, uint32_t to);
+static inline uint32_t gmi_tensor_state(uint32_t word) { return word >> GMI_TENSOR_STATE_SHIFT; }
+static inline uint32_t gmi_tensor_word(uint32_t word, uint32_t state) {
+  return (word & ((1u << GMI_TENSOR_STATE_SHIFT) - 1)) | state << GMI_TENSOR_STATE_SHIFT;
+}
+static inline gmi_tensor_t *gmi_tensor_base(gmi_manager_t *m, gmi_tensor_t *t) { return &m->tensors[t->base]; }
+
+/* chunk/residency.c; lock held */
+enum { GMI_TAKE_EVICT = 1 /* evict when nothing is free */ };
+gemini_status_t gmi_frame_take(gmi_manager_t *m, uint32_t reason, uint32_t flags, uint32_t *frame_out);
+void gmi_frame_give(gmi_manager_t *m, uint32_t frame, gmi_fence_t ready);
+/* Gives the window a frame and starts bringing its bytes; fresh: they will all be overwritten, nothing comes, and the
+ * caller goes on to gmi_window_wrote(), or to gmi_window_evict() when its batch fails. */
+gemini_status_t gmi_window_fetch(gmi_manager_t *m, gmi_window_t *w, bool fresh, uint32_t reason, uint32_t flags);
+/* Takes the frame away, writing back first when the device copy is the only one. BUSY when pinned or acquired. */
+gemini_status_t gmi_window_evict(gmi_manager_t *m, gmi_window_t *w, uint32_t reason);
+/* Makes the host copy valid (once host_fence and updates are done); keeps the device copy unless drop. */
+gemini_status_t gmi_window_to_host(gmi_manager_t *m, gmi_window_t *w, bool fresh, bool drop, uint32_t reason);
+gemini_status_t gmi_window_to_file(gmi_manager_t *m, gmi_window_t *w, uint32_t reason);
+gemini_status_t gmi_host_slot_take(gmi_manager_t *m, gmi_window_t *w);
+void gmi_window_forget(gmi_manager_t *m, gmi_window_t *w); /* its bytes become zero; not pinned, nothing pending */
+void gmi_window_wrote(gmi_manager_t *m, gmi_window_t *w);  /* the device copy becomes the only valid one */
+void gmi_window_host_wrote(gmi_manager_t *m, gmi_window_t *w);
+gemini_status_t gmi_window_settle_host(gmi_manager_t *m, gmi_window_t *w); /* blocks until the host slot is quiet */
+uint8_t *gmi_window_host(gmi_manager_t *m, const gmi_window_t *w);
+uint8_t *gmi_window_device(gmi_manager_t *m, const gmi_window_t *w);
+bool gmi_window_updates_pending(const gmi_window_t *w);
+gemini_status_t gmi_map(gmi_manager_t *m, void *address, uint32_t frame, gmi_window_t *w, uint64_t page);
+void gmi_unmap_later(gmi_manager_t *m, void *address, gmi_fence_t fence, gmi_window_t *w, uint64_t page);
+void gmi_reap(gmi_manager_t *m); /* unmaps what is no longer used; measures finished copies */
+gemini_status_t gmi_frames_init(gmi_manager_t *m);
+gemini_status_t gmi_frames_resize(gmi_manager_t *m, uint32_t frame_count);
+void gmi_frames_free(gmi_manager_t *m);
+gemini_status_t gmi_host_shrink(gmi_manager_t *m, uint64_t budget);
+gemini_status_t gmi_oom_device(gmi_manager_t *m, uint64_t need_bytes);
+bool gmi_window_check(gmi_manager_t *m, const gmi_window_t *w);
+void gmi_rate_add(gmi_rate_t *rate, double ns);
+gmi_arena_t *gmi_window_arena(gmi_manager_t *m, const gmi_window_t *w);
+
+/* chunk/nonmodel.c; lock held */
+gemini_status_t gmi_heap_open(gmi_manager_t *m);
+void gmi_heap_close(gmi_manager_t *m);
+bool gmi_heap_reclaim(gmi_manager_t *m, uint32_t *frame_out); /* an idle page's frame */
+
+/* core/lane.c: host workers */
+typedef struct gmi_job gmi_job_t;
+struct gmi_job {
+  gmi_job_t *next;
+  gemini_update_fn fn;
+  void *user;
+  gemini_update_span_t span;
+  uint32_t fence_count, window_count, zero_count, reserved;
+  gmi_fence_t *fences;    /* device work to wait for */
+  gmi_window_t **windows; /* whose updates_done grows when this is done */
+  uint64_t *after;        /* [window_count] updates_done to wait for first */
+  struct {
+    void *address;
+    uint64_t bytes;
+  } *zeros; /* to clear before fn runs */
+};
+gemini_status_t gmi_lane_open(gmi_manager_t *m, uint32_t threads);
+void gmi_lane_close(gmi_manager_t *m);                /* finishes what is queued */
+void gmi_lane_push(gmi_manager_t *m, gmi_job_t *job); /* takes the job: one allocation, freed when done */
+uint64_t gmi_lane_pending(gmi_manager_t *m);
+void gmi_lane_drain(gmi_manager_t *m); /* blocks until nothing is pending; no lock needed */
+void gmi_lane_wait_window(gmi_manager_t *m, gmi_window_t *w, uint64_t count); /* blocks */
+void gmi_lane_wait_some(gmi_manager_t *m); /* blocks until one more job is done, if any is pending */
+double gmi_lane_ns_per_element(gmi_manager_t *m);
+
+/* chunk/update.c */
+gemini_status_t gmi_updates_finish(gmi_manager_t *m); /* blocks; without lock */
+
+/* io/file_store.c; lock held */
+gemini_status_t gmi_files_open(gmi_manager_t *m);
+void gmi_files_close(gmi_manager_t *m);
+gemini_status_t gmi_file_write(gmi_manager_t *m, gmi_window_t *w);
+gemini_status_t gmi_file_read(gmi_manager_t *m, gmi_window_t *w);
+void gmi_file_drop(gmi_manager_t *m, gmi_window_t *w);
+void gmi_files_reset(gmi_manager_t *m); /* after a new cut: no block is in use */
+
+#endif

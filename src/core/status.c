@@ -1,0 +1,114 @@
+/* Errors: a thread's last failure, and how functions report one.
+ * SPDX-License-Identifier: Apache-2.0 */
+#include "core/status.h"
+
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+
+static _Thread_local struct {
+  gemini_status_t status;
+  int64_t native_code;
+  char operation[64];
+  char message[440];
+} last;
+
+gemini_status_t gmi_fail(gemini_status_t status, int64_t native_code, const char *format, ...) {
+  va_list args;
+  va_start(args, format);
+  vsnprintf(last.message, sizeof last.message, format, args);
+  va_end(args);
+  last.status = status;
+  last.native_code = native_code;
+  last.operation[0] = 0;
+  return status;
+}
+
+void gmi_fail_prefix(const char *format, ...) {
+  char message[sizeof last.message];
+  va_list args;
+  va_start(args, format);
+  int length = vsnprintf(message, sizeof message, format, args);
+  va_end(args);
+  if (length < 0 || (size_t)length >= sizeof message) return;
+  snprintf(message + length, sizeof message - (size_t)length, "%s", last.message);
+  memcpy(last.message, message, sizeof message);
+}
+
+void gmi_fail_operation(const char *operation) { snprintf(last.operation, sizeof last.operation, "%s", operation); }
+
+const char *gmi_fail_message(void) { return last.message; }
+
+const char *gemini_status_string(gemini_status_t status) {
+  switch (status) {
+  case GEMINI_OK: return "success";
+  case GEMINI_ERR_INVALID: return "invalid argument";
+  case GEMINI_ERR_HANDLE: return "unknown, destroyed or foreign handle";
+  case GEMINI_ERR_STATE: return "call out of order";
+  case GEMINI_ERR_BUSY: return "object in use";
+  case GEMINI_ERR_OOM_DEVICE: return "out of device memory";
+  case GEMINI_ERR_OOM_HOST: return "out of host memory budget";
+  case GEMINI_ERR_OOM_FILE: return "out of file space";
+  case GEMINI_ERR_OOM_SYSTEM: return "out of process memory";
+  case GEMINI_ERR_IO: return "input/output error";
+  case GEMINI_ERR_FORMAT: return "malformed file";
+  case GEMINI_ERR_NOT_FOUND: return "not found";
+  case GEMINI_ERR_EXISTS: return "name taken";
+  case GEMINI_ERR_UNSUPPORTED: return "not supported here";
+  case GEMINI_ERR_DEVICE: return "device error";
+  default: return "unknown status";
+  }
+}
+
+const char *gemini_version(void) { return GEMINI_VERSION_STRING; }
+
+enum { STRUCT_LIMIT = 4096 };
+
+static gemini_status_t check_size(uint32_t size, size_t v1_size, const char *name) {
+  if (size < v1_size || size > STRUCT_LIMIT) {
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "%s: struct_size is %u, must be %zu to %d (was it set by its INIT macro?)",
+                    name, size, v1_size, STRUCT_LIMIT);
+  }
+  return GEMINI_OK;
+}
+
+gemini_status_t gmi_struct_in(void *ours, size_t our_size, const void *theirs, size_t v1_size, const char *name) {
+  if (!theirs) return gmi_fail(GEMINI_ERR_INVALID, 0, "%s is NULL", name);
+  uint32_t size;
+  memcpy(&size, theirs, sizeof size);
+  gemini_status_t status = check_size(size, v1_size, name);
+  if (status) return status;
+  for (size_t i = our_size; i < size; i++) {
+    if (((const unsigned char *)theirs)[i]) {
+      return gmi_fail(GEMINI_ERR_INVALID, 0, "%s: byte %zu is set, but this library knows %zu bytes only", name, i,
+                      our_size);
+    }
+  }
+  memset(ours, 0, our_size);
+  memcpy(ours, theirs, size < our_size ? size : our_size);
+  return GEMINI_OK;
+}
+
+gemini_status_t gmi_struct_out(void *theirs, void *ours, size_t our_size, size_t v1_size, const char *name) {
+  if (!theirs) return gmi_fail(GEMINI_ERR_INVALID, 0, "%s is NULL", name);
+  uint32_t size;
+  memcpy(&size, theirs, sizeof size);
+  gemini_status_t status = check_size(size, v1_size, name);
+  if (status) return status;
+  uint32_t filled = size < our_size ? size : (uint32_t)our_size;
+  memcpy(ours, &filled, sizeof filled);
+  memcpy(theirs, ours, filled);
+  return GEMINI_OK;
+}
+
+gemini_status_t gemini_last_error(gemini_error_info_t *info_out) {
+  gemini_error_info_t info = GEMINI_ERROR_INFO_INIT;
+  info.status = last.status;
+  info.native_code = last.native_code;
+  memcpy(info.operation, last.operation, sizeof info.operation);
+  memcpy(info.message, last.message, sizeof info.message);
+  /* A bad info_out must not overwrite the record that it asks for. */
+  if (!info_out || info_out->struct_size < sizeof info || info_out->struct_size > STRUCT_LIMIT)
+    return GEMINI_ERR_INVALID;
+  return gmi_struct_out(info_out, &info, sizeof info, sizeof info, "info_out");
+}

@@ -1,0 +1,113 @@
+/* The table of operations that a device implements; one file per device (sim.c, later cuda.c).
+ * SPDX-License-Identifier: Apache-2.0
+ *
+ * Terms. A *stream* is an in-order queue, named by a small index. A *mark* is a point in a stream, named by a
+ * sequence number that grows by one a mark: mark m is reached when everything queued before it is done, and mark 0
+ * always is. A *frame* is physical memory, never named 0; a reserved address range is backed by mapping frames into
+ * it.
+ *
+ * A size that is 0 or no multiple of the granularity, an address outside the ranges reserved, a frame, stream or mark
+ * that does not exist: INVALID. No memory for records: OOM_SYSTEM. A failure changes nothing and leaves results
+ * named *_out untouched.
+ *
+ * The device decides nothing. Except where a comment says "blocks", no operation waits for queued work. Every
+ * operation may be called from any thread; the caller never holds a lock that a queued function takes. */
+#ifndef GMI_DEVICE_H
+#define GMI_DEVICE_H
+
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "gemini.h"
+
+#define GMI_DEVICE_ABI 1u
+#define GMI_DEVICE_MAX_STREAMS 64u
+
+enum { GMI_COPY_H2D = 0, GMI_COPY_D2H = 1, GMI_COPY_D2D = 2 };
+
+typedef struct gmi_device_config {
+  uint32_t ordinal;
+  uint32_t reserved;
+  uint64_t memory_bytes;    /* frames that can exist at once, in bytes; a multiple of the granularity */
+  uint64_t h2d_bytes_per_s; /* simulated device only; 0 = as fast as memcpy */
+  uint64_t d2h_bytes_per_s;
+} gmi_device_config_t;
+
+typedef struct gmi_device_ops {
+  uint32_t struct_size, abi;
+  const char *name; /* static storage */
+
+  gemini_status_t (*open)(const gmi_device_config_t *config, void **self_out);
+  /* Blocks until every stream is idle. Everything made from it is gone. NULL is accepted. */
+  void (*close)(void *self);
+  /* Frames, mappings and reservations are multiples of this many bytes. */
+  uint64_t (*granularity)(void *self);
+  /* Changes how many bytes of frames may exist. Refused with OOM_DEVICE when more exist already. */
+  gemini_status_t (*resize)(void *self, uint64_t memory_bytes);
+
+  /* Address ranges, without access until mapped. base is aligned to 2 MiB at least. */
+  gemini_status_t (*reserve)(void *self, uint64_t size_bytes, void **base_out);
+  gemini_status_t (*unreserve)(void *self, void *base, uint64_t size_bytes);
+
+  /* Physical memory: one contiguous frame. OOM_DEVICE when memory_bytes would be passed. Contents undefined. */
+  gemini_status_t (*frame_create)(void *self, uint64_t size_bytes, uint64_t *frame_out);
+  /* The frame must be unmapped everywhere and idle. */
+  gemini_status_t (*frame_destroy)(void *self, uint64_t frame, uint64_t size_bytes);
+  /* Maps all of a frame at va, replacing what was mapped there; several addresses may map one frame. */
+  gemini_status_t (*map)(void *self, void *va, uint64_t frame, uint64_t size_bytes);
+  /* Takes access away: a later touch faults. */
+  gemini_status_t (*unmap)(void *self, void *va, uint64_t size_bytes);
+
+  /* OOM_SYSTEM when GMI_DEVICE_MAX_STREAMS exist. */
+  gemini_status_t (*stream_create)(void *self, uint32_t *stream_out);
+  /* Blocks until the stream is idle. Its index may be handed out again, with its marks going on, not restarting. */
+  gemini_status_t (*stream_destroy)(void *self, uint32_t stream);
+  /* Places a mark at the stream's end. */
+  gemini_status_t (*mark)(void *self, uint32_t stream, uint64_t *mark_out);
+  /* Makes stream wait until other has reached mark, which has been placed. other may be destroyed since. */
+  gemini_status_t (*wait)(void *self, uint32_t stream, uint32_t other, uint64_t mark);
+  /* Makes stream wait until *flag >= value. Whoever stores the flag (release order) calls flag_wake after it.
+   * flag must stay valid until a later mark of stream is reached. */
+  gemini_status_t (*wait_flag)(void *self, uint32_t stream, const _Atomic uint64_t *flag, uint64_t value);
+  void (*flag_wake)(void *self);
+  /* Has stream reached mark? A few nanoseconds. */
+  bool (*reached)(void *self, uint32_t stream, uint64_t mark);
+  /* Blocks until stream has reached mark, which has been placed; returns the stream's stored failure, which stays
+   * until the stream is destroyed. */
+  gemini_status_t (*sync)(void *self, uint32_t stream, uint64_t mark);
+  /* When a mark was reached, on the clock of now(). Only for reached marks of the stream's latest 4,096;
+   * otherwise INVALID. */
+  gemini_status_t (*mark_time)(void *self, uint32_t stream, uint64_t mark, uint64_t *ns_out);
+
+  /* Queued work. Buffers are the device's until a later mark is reached. kind is GMI_COPY_*. A size or count of 0 is
+   * accepted. */
+  gemini_status_t (*copy)(void *self, uint32_t stream, void *dst, const void *src, uint64_t size_bytes, uint32_t kind);
+  gemini_status_t (*zero)(void *self, uint32_t stream, void *dst, uint64_t size_bytes);
+  gemini_status_t (*call)(void *self, uint32_t stream, void (*fn)(void *user), void *user);
+  /* Sum of squares of count values (GEMINI_DTYPE_*) into *sum, host memory, valid once a later mark is reached;
+   * by gmi_sum_squares()'s order of additions. */
+  gemini_status_t (*sum_squares)(void *self, uint32_t stream, const void *src, uint32_t dtype, uint64_t count,
+                                 double *sum);
+
+  /* Page-locks host memory so that copies are asynchronous; a no-op on the simulated device. */
+  gemini_status_t (*host_lock)(void *self, void *base, uint64_t size_bytes);
+  gemini_status_t (*host_unlock)(void *self, void *base, uint64_t size_bytes);
+
+  /* Nanoseconds, monotonic. */
+  uint64_t (*now)(void *self);
+} gmi_device_ops_t;
+
+/* The host-simulated device: frames are extents of one memory file, never more than memory_bytes of them, addresses
+ * are ordinary ones without access until mapped, streams are threads, copies are memcpy held to the configured rates.
+ * A direction's rate is one link's, shared by all streams in the order in which their copies come to it. With a rate
+ * set, a mark after a copy is timed when the copy ends on its link, not when the thread woke up after it.
+ *
+ * Work on it cannot fail by itself: gmi_device_sim_fail() queues a failure, for tests. */
+extern const gmi_device_ops_t gmi_device_sim;
+gemini_status_t gmi_device_sim_fail(void *self, uint32_t stream, gemini_status_t status);
+
+/* Sum of squares in double, left to right. Never fails on a valid dtype. */
+double gmi_sum_squares(const void *src, uint32_t dtype, uint64_t count);
+
+#endif

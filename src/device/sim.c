@@ -1,0 +1,796 @@
+/* The host-simulated device. SPDX-License-Identifier: Apache-2.0
+ *
+ * Frames are extents of one memory file. An extent is never handed out twice: the file's offsets last for years, a
+ * destroyed frame's memory is given back by punching a hole, and a stale frame name is always noticed.
+ *
+ * A stream is a thread and a ring of tasks. A paced device (one with a link rate) keeps, per stream, the time at which
+ * the stream's work ends in the simulation. It may lie a wake-up's latency before the clock, and the next task starts
+ * from there: so the rates hold exactly over any number of copies instead of losing a wake-up with each.
+ *
+ * Lock order: streams_lock, stream.lock. memory_lock, link.lock, flag_lock and stream.reach_lock are innermost. */
+#include <errno.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/prctl.h>
+#include <sys/resource.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "device/device.h"
+
+#define GRANULE_BYTES UINT64_C(4096)
+#define BASE_ALIGN_BYTES (UINT64_C(2) << 20)
+#define MEMORY_MAX_BYTES (UINT64_C(1) << 60)
+/* Marks whose time can be asked for. The ring is twice as long, so that a reader sees whether its entry was
+ * overwritten meanwhile. */
+#define MARK_TIMES 4096u
+#define TIME_RING (2 * MARK_TIMES)
+#define TASKS_FIRST 256u
+/* Tasks taken from the ring under one lock. */
+#define TASK_BATCH 16u
+#define NS_PER_S UINT64_C(1000000000)
+
+enum { TASK_MARK, TASK_WAIT, TASK_WAIT_FLAG, TASK_COPY, TASK_ZERO, TASK_CALL, TASK_SUM_SQUARES, TASK_FAIL };
+enum { STREAM_NONE, STREAM_LIVE, STREAM_CLOSING };
+
+struct stream;
+
+typedef struct task {
+  uint32_t kind;
+  uint32_t variant;   /* copy: GMI_COPY_*; sum: GEMINI_DTYPE_*; fail: the status */
+  uint64_t queued_ns; /* paced devices only */
+  union {
+    uint64_t mark;
+    struct {
+      struct stream *other;
+      uint64_t mark;
+    } wait;
+    struct {
+      const _Atomic uint64_t *flag;
+      uint64_t value;
+    } flag;
+    struct {
+      void *dst;
+      const void *src;
+      uint64_t size_bytes;
+    } copy; /* and zero */
+    struct {
+      void (*fn)(void *user);
+      void *user;
+    } call;
+    struct {
+      const void *src;
+      double *sum;
+      uint64_t count;
+    } sum;
+  } u;
+} task_t;
+
+typedef struct stream {
+  struct sim *sim;
+  uint32_t index;
+  uint32_t state; /* STREAM_*. Guarded by lock */
+  pthread_t thread;
+
+  pthread_mutex_t lock;
+  pthread_cond_t more; /* the ring is no longer empty, or the stream is closing */
+  task_t *ring;        /* capacity entries, a power of two. Guarded by lock, as the next four */
+  uint64_t capacity, head, tail;
+  bool asleep;             /* the thread waits for more */
+  _Atomic uint64_t placed; /* last mark placed. Written under lock */
+
+  pthread_mutex_t reach_lock;
+  pthread_cond_t reach;    /* wanted has been reached */
+  _Atomic uint64_t wanted; /* lowest mark that somebody waits for. Written under reach_lock */
+  _Atomic uint64_t reached;
+  _Atomic int32_t failure;
+  uint64_t at_ns; /* end of the work so far, paced devices only. The thread's own */
+  _Atomic uint64_t times_ns[TIME_RING];
+} stream_t;
+
+typedef struct frame {
+  uint64_t offset;
+  uint64_t size_bytes; /* 0: destroyed */
+} frame_t;
+typedef struct range {
+  unsigned char *base;
+  uint64_t size_bytes;
+} range_t;
+typedef struct link {
+  pthread_mutex_t lock;
+  uint64_t bytes_per_s;
+  uint64_t free_ns; /* end of the last copy that took the link. Guarded by lock */
+} link_t;
+
+typedef struct sim {
+  int memory_fd;
+  bool paced;
+  pthread_mutex_t memory_lock;
+  uint64_t memory_bytes, used_bytes, file_bytes, file_limit_bytes; /* Guarded by memory_lock, as the rest of these */
+  frame_t *frames; /* in the order of offset, which is the order of creation */
+  size_t frame_count, frame_capacity, frames_destroyed;
+  range_t *ranges; /* in the order of base */
+  size_t range_count, range_capacity;
+
+  link_t links[2]; /* GMI_COPY_H2D, GMI_COPY_D2H */
+
+  pthread_mutex_t flag_lock;
+  pthread_cond_t flag_changed;
+  _Atomic uint32_t flag_waiters;
+
+  pthread_mutex_t streams_lock;                        /* held to create and to destroy */
+  _Atomic(stream_t *) streams[GMI_DEVICE_MAX_STREAMS]; /* once made, a stream's record stays until close */
+} sim_t;
+
+static uint64_t sim_now(void *self) {
+  (void)self;
+  struct timespec ts;
+  clock_gettime(CLOCK_MONOTONIC, &ts);
+  return (uint64_t)ts.tv_sec * NS_PER_S + (uint64_t)ts.tv_nsec;
+}
+
+static bool size_ok(uint64_t size_bytes) {
+  return size_bytes && size_bytes % GRANULE_BYTES == 0 && size_bytes <= MEMORY_MAX_BYTES;
+}
+
+/* --- memory --- */
+
+/* Grows an array to hold one more element. */
+static bool array_reserve(void **array, size_t *capacity, size_t count, size_t element_bytes) {
+  if (count < *capacity) return true;
+  size_t larger = *capacity ? *capacity * 2 : 64;
+  void *grown = larger <= SIZE_MAX / element_bytes ? realloc(*array, larger * element_bytes) : NULL;
+  if (!grown) return false;
+  *array = grown;
+  *capacity = larger;
+  return true;
+}
+
+/* The live frame of that name and size, or NULL. Called with memory_lock held. */
+static frame_t *frame_find(sim_t *sim, uint64_t frame, uint64_t size_bytes) {
+  size_t low = 0, high = sim->frame_count;
+  while (low < high) {
+    size_t middle = low + (high - low) / 2;
+    if (sim->frames[middle].offset < frame) {
+      low = middle + 1;
+    } else {
+      high = middle;
+    }
+  }
+  if (low == sim->frame_count || sim->frames[low].offset != frame || !size_bytes) return NULL;
+  return sim->frames[low].size_bytes == size_bytes ? &sim->frames[low] : NULL;
+}
+
+/* Index of the first range that does not lie below base. Called with memory_lock held. */
+static size_t range_at(const sim_t *sim, const void *base) {
+  size_t low = 0, high = sim->range_count;
+  while (low < high) {
+    size_t middle = low + (high - low) / 2;
+    if ((uintptr_t)sim->ranges[middle].base < (uintptr_t)base) {
+      low = middle + 1;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
+/* Does one range hold [va, va+size)? Called with memory_lock held. */
+static bool range_holds(const sim_t *sim, const void *va, uint64_t size_bytes) {
+  if ((uintptr_t)va % GRANULE_BYTES || !size_ok(size_bytes)) return false;
+  size_t at = range_at(sim, va);
+  if (at == sim->range_count || sim->ranges[at].base != va) {
+    if (at == 0) return false;
+    at--;
+  }
+  uint64_t offset = (uintptr_t)va - (uintptr_t)sim->ranges[at].base;
+  return offset < sim->ranges[at].size_bytes && size_bytes <= sim->ranges[at].size_bytes - offset;
+}
+
+static void *map_nothing(void *va, uint64_t size_bytes, int flags) {
+  return mmap(va, size_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | flags, -1, 0);
+}
+
+static gemini_status_t sim_reserve(void *self, uint64_t size_bytes, void **base_out) {
+  sim_t *sim = self;
+  if (!size_ok(size_bytes) || !base_out) return GEMINI_ERR_INVALID;
+  uint64_t whole_bytes = size_bytes + BASE_ALIGN_BYTES;
+  unsigned char *whole = map_nothing(NULL, whole_bytes, 0);
+  if (whole == MAP_FAILED) return GEMINI_ERR_OOM_SYSTEM;
+  uint64_t skip_bytes = -(uintptr_t)whole % BASE_ALIGN_BYTES;
+  unsigned char *base = whole + skip_bytes;
+  if (skip_bytes) munmap(whole, skip_bytes);
+  munmap(base + size_bytes, BASE_ALIGN_BYTES - skip_bytes);
+
+  pthread_mutex_lock(&sim->memory_lock);
+  bool ok = array_reserve((void **)&sim->ranges, &sim->range_capacity, sim->range_count, sizeof *sim->ranges);
+  if (ok) {
+    size_t at = range_at(sim, base);
+    memmove(&sim->ranges[at + 1], &sim->ranges[at], (sim->range_count - at) * sizeof *sim->ranges);
+    sim->ranges[at] = (range_t){ base, size_bytes };
+    sim->range_count++;
+  }
+  pthread_mutex_unlock(&sim->memory_lock);
+  if (!ok) {
+    munmap(base, size_bytes);
+    return GEMINI_ERR_OOM_SYSTEM;
+  }
+  *base_out = base;
+  return GEMINI_OK;
+}
+
+static gemini_status_t sim_unreserve(void *self, void *base, uint64_t size_bytes) {
+  sim_t *sim = self;
+  pthread_mutex_lock(&sim->memory_lock);
+  size_t at = range_at(sim, base);
+  bool ok = at < sim->range_count && sim->ranges[at].base == base && sim->ranges[at].size_bytes == size_bytes;
+  if (ok) {
+    sim->range_count--;
+    memmove(&sim->ranges[at], &sim->ranges[at + 1], (sim->range_count - at) * sizeof *sim->ranges);
+  }
+  pthread_mutex_unlock(&sim->memory_lock);
+  if (!ok) return GEMINI_ERR_INVALID;
+  munmap(base, size_bytes);
+  return GEMINI_OK;
+}
+
+#ifdef GEMINI_CHECK
+/* Contents are undefined; this makes a read of them show. */
+static void frame_poison(sim_t *sim, uint64_t frame, uint64_t size_bytes) {
+  void *bytes = mmap(NULL, size_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, sim->memory_fd, (off_t)frame);
+  if (bytes == MAP_FAILED) return;
+  memset(bytes, 0xA5, size_bytes);
+  munmap(bytes, size_bytes);
+}
+#endif
+
+static gemini_status_t sim_frame_create(void *self, uint64_t size_bytes, uint64_t *frame_out) {
+  sim_t *sim = self;
+  if (!size_ok(size_bytes) || !frame_out) return GEMINI_ERR_INVALID;
+  gemini_status_t status = GEMINI_OK;
+  uint64_t frame = 0;
+  pthread_mutex_lock(&sim->memory_lock);
+  if (size_bytes > sim->memory_bytes || sim->used_bytes > sim->memory_bytes - size_bytes) {
+    status = GEMINI_ERR_OOM_DEVICE;
+  } else if (size_bytes > sim->file_limit_bytes - sim->file_bytes ||
+             !array_reserve((void **)&sim->frames, &sim->frame_capacity, sim->frame_count, sizeof *sim->frames) ||
+             ftruncate(sim->memory_fd, (off_t)(sim->file_bytes + size_bytes)) != 0) {
+    status = GEMINI_ERR_OOM_SYSTEM;
+  } else {
+    frame = sim->file_bytes;
+    sim->frames[sim->frame_count++] = (frame_t){ frame, size_bytes };
+    sim->file_bytes += size_bytes;
+    sim->used_bytes += size_bytes;
+  }
+  pthread_mutex_unlock(&sim->memory_lock);
+  if (status != GEMINI_OK) return status;
+#ifdef GEMINI_CHECK
+  frame_poison(sim, frame, size_bytes);
+#endif
+  *frame_out = frame;
+  return GEMINI_OK;
+}
+
+/* Called with memory_lock held. */
+static void frame_forget(sim_t *sim, frame_t *frame) {
+  frame->size_bytes = 0;
+  if (++sim->frames_destroyed <= sim->frame_count / 2 + 32) return;
+  size_t kept = 0;
+  for (size_t i = 0; i < sim->frame_count; i++)
+    if (sim->frames[i].size_bytes) sim->frames[kept++] = sim->frames[i];
+  sim->frame_count = kept;
+  sim->frames_destroyed = 0;
+}
+
+static gemini_status_t sim_frame_destroy(void *self, uint64_t frame, uint64_t size_bytes) {
+  sim_t *sim = self;
+  pthread_mutex_lock(&sim->memory_lock);
+  frame_t *found = frame_find(sim, frame, size_bytes);
+  if (found) frame_forget(sim, found);
+  pthread_mutex_unlock(&sim->memory_lock);
+  if (!found) return GEMINI_ERR_INVALID;
+  fallocate(sim->memory_fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)frame, (off_t)size_bytes);
+  /* Counted until its memory is gone, so that memory in existence never passes the budget. */
+  pthread_mutex_lock(&sim->memory_lock);
+  sim->used_bytes -= size_bytes;
+  pthread_mutex_unlock(&sim->memory_lock);
+  return GEMINI_OK;
+}
+
+static gemini_status_t sim_map(void *self, void *va, uint64_t frame, uint64_t size_bytes) {
+  sim_t *sim = self;
+  pthread_mutex_lock(&sim->memory_lock);
+  bool ok = range_holds(sim, va, size_bytes) && frame_find(sim, frame, size_bytes);
+  pthread_mutex_unlock(&sim->memory_lock);
+  if (!ok) return GEMINI_ERR_INVALID;
+  void *mapped =
+      mmap(va, size_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED | MAP_POPULATE, sim->memory_fd, (off_t)frame);
+  return mapped == MAP_FAILED ? GEMINI_ERR_OOM_SYSTEM : GEMINI_OK;
+}
+
+static gemini_status_t sim_unmap(void *self, void *va, uint64_t size_bytes) {
+  sim_t *sim = self;
+  pthread_mutex_lock(&sim->memory_lock);
+  bool ok = range_holds(sim, va, size_bytes);
+  pthread_mutex_unlock(&sim->memory_lock);
+  if (!ok) return GEMINI_ERR_INVALID;
+  /* Replaced in one step: a hole could be taken by another thread's mmap(). */
+  return map_nothing(va, size_bytes, MAP_FIXED) == MAP_FAILED ? GEMINI_ERR_OOM_SYSTEM : GEMINI_OK;
+}
+
+static uint64_t sim_granularity(void *self) {
+  (void)self;
+  return GRANULE_BYTES;
+}
+
+static bool memory_bytes_ok(uint64_t memory_bytes) {
+  return memory_bytes % GRANULE_BYTES == 0 && memory_bytes <= MEMORY_MAX_BYTES;
+}
+
+static gemini_status_t sim_resize(void *self, uint64_t memory_bytes) {
+  sim_t *sim = self;
+  if (!memory_bytes_ok(memory_bytes)) return GEMINI_ERR_INVALID;
+  pthread_mutex_lock(&sim->memory_lock);
+  bool ok = sim->used_bytes <= memory_bytes;
+  if (ok) sim->memory_bytes = memory_bytes;
+  pthread_mutex_unlock(&sim->memory_lock);
+  return ok ? GEMINI_OK : GEMINI_ERR_OOM_DEVICE;
+}
+
+/* Host memory needs no locking here, but what a real device refuses is refused. */
+static gemini_status_t sim_host_lock(void *self, void *base, uint64_t size_bytes) {
+  (void)self;
+  return base && size_bytes ? GEMINI_OK : GEMINI_ERR_INVALID;
+}
+
+/* --- marks --- */
+
+static gemini_status_t mark_time(stream_t *stream, uint64_t mark, uint64_t *ns_out) {
+  uint64_t reached = atomic_load_explicit(&stream->reached, memory_order_acquire);
+  if (!mark || mark > reached || reached - mark >= MARK_TIMES) return GEMINI_ERR_INVALID;
+  /* Acquire, so that `reached` is looked at again after it. */
+  uint64_t ns = atomic_load_explicit(&stream->times_ns[mark % TIME_RING], memory_order_acquire);
+  reached = atomic_load_explicit(&stream->reached, memory_order_relaxed);
+  if (reached - mark >= MARK_TIMES) return GEMINI_ERR_INVALID;
+  *ns_out = ns;
+  return GEMINI_OK;
+}
+
+/* Either the waiter below sees the mark reached, or this sees that the mark is wanted: both are sequentially
+ * consistent, each side writing its word before it reads the other's. */
+static void mark_reach(stream_t *stream, uint64_t mark) {
+  uint64_t ns = stream->sim->paced ? stream->at_ns : sim_now(NULL);
+  atomic_store_explicit(&stream->times_ns[mark % TIME_RING], ns, memory_order_release);
+  atomic_store(&stream->reached, mark);
+  if (atomic_load(&stream->wanted) > mark) return;
+  pthread_mutex_lock(&stream->reach_lock);
+  atomic_store(&stream->wanted, UINT64_MAX);
+  pthread_mutex_unlock(&stream->reach_lock);
+  pthread_cond_broadcast(&stream->reach);
+}
+
+static void mark_wait(stream_t *stream, uint64_t mark) {
+  if (atomic_load_explicit(&stream->reached, memory_order_acquire) >= mark) return;
+  pthread_mutex_lock(&stream->reach_lock);
+  for (;;) {
+    if (atomic_load(&stream->wanted) > mark) atomic_store(&stream->wanted, mark);
+    if (atomic_load(&stream->reached) >= mark) break;
+    pthread_cond_wait(&stream->reach, &stream->reach_lock);
+  }
+  pthread_mutex_unlock(&stream->reach_lock);
+}
+
+static void flag_wait(sim_t *sim, const _Atomic uint64_t *flag, uint64_t value) {
+  if (atomic_load_explicit(flag, memory_order_acquire) >= value) return;
+  pthread_mutex_lock(&sim->flag_lock);
+  atomic_fetch_add(&sim->flag_waiters, 1);
+  while (atomic_load(flag) < value) pthread_cond_wait(&sim->flag_changed, &sim->flag_lock);
+  atomic_fetch_sub(&sim->flag_waiters, 1);
+  pthread_mutex_unlock(&sim->flag_lock);
+}
+
+static void sim_flag_wake(void *self) {
+  sim_t *sim = self;
+  /* A read that is also a write: in the order of these, either it follows a waiter's increment and sees it, or the
+   * waiter's increment follows it and then the waiter sees the flag that was stored before. */
+  if (!atomic_fetch_add(&sim->flag_waiters, 0)) return;
+  pthread_mutex_lock(&sim->flag_lock);
+  pthread_mutex_unlock(&sim->flag_lock);
+  pthread_cond_broadcast(&sim->flag_changed);
+}
+
+/* --- the stream's thread --- */
+
+static void sleep_until(uint64_t ns) {
+  struct timespec ts = { (time_t)(ns / NS_PER_S), (long)(ns % NS_PER_S) };
+  while (clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &ts, NULL) == EINTR) continue;
+}
+
+/* Real work takes real time. */
+static void work_done(stream_t *stream) {
+  if (stream->sim->paced) stream->at_ns = sim_now(NULL);
+}
+
+static void run_copy(stream_t *stream, const task_t *task) {
+  sim_t *sim = stream->sim;
+  link_t *link = task->variant == GMI_COPY_D2D ? NULL : &sim->links[task->variant];
+  uint64_t size_bytes = task->u.copy.size_bytes;
+  if (!link || !link->bytes_per_s) {
+    if (size_bytes) memcpy(task->u.copy.dst, task->u.copy.src, size_bytes);
+    work_done(stream);
+    return;
+  }
+  /* The link is taken for all of the copy at once, in the order in which copies come to it. */
+  uint64_t need_ns = (uint64_t)(((unsigned __int128)size_bytes * NS_PER_S + link->bytes_per_s - 1) / link->bytes_per_s);
+  pthread_mutex_lock(&link->lock);
+  uint64_t end_ns = (stream->at_ns > link->free_ns ? stream->at_ns : link->free_ns) + need_ns;
+  link->free_ns = end_ns;
+  pthread_mutex_unlock(&link->lock);
+  uint64_t begin_ns = sim_now(NULL);
+  if (size_bytes) memcpy(task->u.copy.dst, task->u.copy.src, size_bytes);
+  uint64_t now_ns = sim_now(NULL), took_ns = now_ns - begin_ns;
+  if (took_ns > need_ns) { /* memory is slower than the link */
+    end_ns += took_ns - need_ns;
+    pthread_mutex_lock(&link->lock);
+    if (link->free_ns < end_ns) link->free_ns = end_ns;
+    pthread_mutex_unlock(&link->lock);
+  }
+  if (now_ns < end_ns) sleep_until(end_ns);
+  stream->at_ns = end_ns;
+}
+
+static void run_task(stream_t *stream, const task_t *task) {
+  sim_t *sim = stream->sim;
+  if (stream->at_ns < task->queued_ns) stream->at_ns = task->queued_ns;
+  switch (task->kind) {
+  case TASK_MARK: mark_reach(stream, task->u.mark); break;
+  case TASK_WAIT: {
+    uint64_t ns;
+    mark_wait(task->u.wait.other, task->u.wait.mark);
+    if (!sim->paced) break;
+    if (mark_time(task->u.wait.other, task->u.wait.mark, &ns) == GEMINI_OK && stream->at_ns < ns) stream->at_ns = ns;
+    break;
+  }
+  case TASK_WAIT_FLAG:
+    flag_wait(sim, task->u.flag.flag, task->u.flag.value);
+    work_done(stream); /* nobody noted when the flag was stored: now at the latest */
+    break;
+  case TASK_COPY: run_copy(stream, task); break;
+  case TASK_ZERO:
+    if (task->u.copy.size_bytes) memset(task->u.copy.dst, 0, task->u.copy.size_bytes);
+    work_done(stream);
+    break;
+  case TASK_CALL:
+    task->u.call.fn(task->u.call.user);
+    work_done(stream);
+    break;
+  case TASK_SUM_SQUARES:
+    *task->u.sum.sum = gmi_sum_squares(task->u.sum.src, task->variant, task->u.sum.count);
+    work_done(stream);
+    break;
+  case TASK_FAIL: {
+    int32_t none = GEMINI_OK;
+    atomic_compare_exchange_strong(&stream->failure, &none, (int32_t)task->variant);
+    break;
+  }
+  default: break;
+  }
+}
+
+static void *stream_main(void *user) {
+  stream_t *stream = user;
+  task_t batch[TASK_BATCH];
+  prctl(PR_SET_TIMERSLACK, 1UL, 0UL, 0UL, 0UL); /* copies end on time, not 50 us later */
+  pthread_mutex_lock(&stream->lock);
+  for (;;) {
+    while (stream->head == stream->tail && stream->state == STREAM_LIVE) {
+      stream->asleep = true;
+      pthread_cond_wait(&stream->more, &stream->lock);
+      stream->asleep = false;
+    }
+    if (stream->head == stream->tail) break;
+    uint32_t count = 0;
+    while (count < TASK_BATCH && stream->head != stream->tail)
+      batch[count++] = stream->ring[stream->head++ & (stream->capacity - 1)];
+    pthread_mutex_unlock(&stream->lock);
+    for (uint32_t i = 0; i < count; i++) run_task(stream, &batch[i]);
+    pthread_mutex_lock(&stream->lock);
+  }
+  pthread_mutex_unlock(&stream->lock);
+  return NULL;
+}
+
+/* --- streams --- */
+
+static stream_t *stream_of(sim_t *sim, uint32_t index) {
+  return index < GMI_DEVICE_MAX_STREAMS ? atomic_load_explicit(&sim->streams[index], memory_order_acquire) : NULL;
+}
+
+/* Puts a task at the stream's end. mark_out: for a mark, its number. */
+static gemini_status_t enqueue(sim_t *sim, uint32_t index, task_t *task, uint64_t *mark_out) {
+  stream_t *stream = stream_of(sim, index);
+  if (!stream) return GEMINI_ERR_INVALID;
+  task->queued_ns = sim->paced ? sim_now(NULL) : 0;
+  pthread_mutex_lock(&stream->lock);
+  gemini_status_t status = GEMINI_OK;
+  if (stream->state != STREAM_LIVE) {
+    status = GEMINI_ERR_INVALID;
+  } else if (stream->tail - stream->head == stream->capacity) {
+    task_t *grown = calloc(stream->capacity * 2, sizeof *grown);
+    if (grown) {
+      for (uint64_t i = stream->head; i != stream->tail; i++)
+        grown[i & (stream->capacity * 2 - 1)] = stream->ring[i & (stream->capacity - 1)];
+      free(stream->ring);
+      stream->ring = grown;
+      stream->capacity *= 2;
+    } else {
+      status = GEMINI_ERR_OOM_SYSTEM;
+    }
+  }
+  bool wake = false;
+  if (status == GEMINI_OK) {
+    if (task->kind == TASK_MARK) {
+      task->u.mark = atomic_load_explicit(&stream->placed, memory_order_relaxed) + 1;
+      atomic_store_explicit(&stream->placed, task->u.mark, memory_order_release);
+      *mark_out = task->u.mark;
+    }
+    stream->ring[stream->tail++ & (stream->capacity - 1)] = *task;
+    wake = stream->asleep;
+    stream->asleep = false; /* one wake-up is enough */
+  }
+  pthread_mutex_unlock(&stream->lock);
+  if (wake) pthread_cond_signal(&stream->more);
+  return status;
+}
+
+static void stream_free(stream_t *stream) {
+  if (!stream) return;
+  pthread_mutex_destroy(&stream->lock);
+  pthread_cond_destroy(&stream->more);
+  pthread_mutex_destroy(&stream->reach_lock);
+  pthread_cond_destroy(&stream->reach);
+  free(stream->ring);
+  free(stream);
+}
+
+static stream_t *stream_new(sim_t *sim, uint32_t index) {
+  stream_t *stream = calloc(1, sizeof *stream);
+  if (!stream) return NULL;
+  stream->sim = sim;
+  stream->index = index;
+  atomic_init(&stream->wanted, UINT64_MAX);
+  pthread_mutex_init(&stream->lock, NULL);
+  pthread_cond_init(&stream->more, NULL);
+  pthread_mutex_init(&stream->reach_lock, NULL);
+  pthread_cond_init(&stream->reach, NULL);
+  stream->capacity = TASKS_FIRST;
+  stream->ring = calloc(TASKS_FIRST, sizeof *stream->ring);
+  if (!stream->ring) {
+    stream_free(stream);
+    return NULL;
+  }
+  return stream;
+}
+
+/* Starts the stream's thread, which takes none of the program's signals but those it causes itself. */
+static bool stream_start(stream_t *stream) {
+  sigset_t all, before;
+  sigfillset(&all);
+  static const int own[] = { SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGABRT, SIGSYS, SIGPROF };
+  for (size_t i = 0; i < sizeof own / sizeof *own; i++) sigdelset(&all, own[i]);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  bool ok = pthread_create(&stream->thread, NULL, stream_main, stream) == 0;
+  pthread_sigmask(SIG_SETMASK, &before, NULL);
+  if (ok) {
+    char name[16];
+    snprintf(name, sizeof name, "gmi-sim-%u", stream->index);
+    pthread_setname_np(stream->thread, name);
+  }
+  return ok;
+}
+
+static gemini_status_t sim_stream_create(void *self, uint32_t *stream_out) {
+  sim_t *sim = self;
+  if (!stream_out) return GEMINI_ERR_INVALID;
+  gemini_status_t status = GEMINI_ERR_OOM_SYSTEM;
+  pthread_mutex_lock(&sim->streams_lock);
+  for (uint32_t index = 0; index < GMI_DEVICE_MAX_STREAMS; index++) {
+    stream_t *stream = stream_of(sim, index);
+    if (!stream) {
+      stream = stream_new(sim, index);
+      if (!stream) break;
+      atomic_store_explicit(&sim->streams[index], stream, memory_order_release);
+    }
+    pthread_mutex_lock(&stream->lock);
+    bool unused = stream->state == STREAM_NONE;
+    if (unused) {
+      stream->at_ns = 0;
+      atomic_store(&stream->failure, GEMINI_OK);
+      stream->state = STREAM_LIVE;
+      if (stream_start(stream)) {
+        *stream_out = index;
+        status = GEMINI_OK;
+      } else {
+        stream->state = STREAM_NONE;
+      }
+    }
+    pthread_mutex_unlock(&stream->lock);
+    if (unused) break;
+  }
+  pthread_mutex_unlock(&sim->streams_lock);
+  return status;
+}
+
+static gemini_status_t sim_stream_destroy(void *self, uint32_t index) {
+  stream_t *stream = stream_of(self, index);
+  if (!stream) return GEMINI_ERR_INVALID;
+  pthread_mutex_lock(&stream->lock);
+  bool live = stream->state == STREAM_LIVE;
+  if (live) stream->state = STREAM_CLOSING;
+  pthread_t thread = stream->thread;
+  pthread_mutex_unlock(&stream->lock);
+  if (!live) return GEMINI_ERR_INVALID;
+  pthread_cond_signal(&stream->more);
+  pthread_join(thread, NULL);
+  pthread_mutex_lock(&stream->lock);
+  stream->state = STREAM_NONE;
+  pthread_mutex_unlock(&stream->lock);
+  return GEMINI_OK;
+}
+
+static gemini_status_t sim_mark(void *self, uint32_t stream, uint64_t *mark_out) {
+  if (!mark_out) return GEMINI_ERR_INVALID;
+  task_t task = { .kind = TASK_MARK };
+  return enqueue(self, stream, &task, mark_out);
+}
+
+static bool mark_placed(const stream_t *stream, uint64_t mark) {
+  return mark <= atomic_load_explicit(&stream->placed, memory_order_acquire);
+}
+
+static gemini_status_t sim_wait(void *self, uint32_t stream, uint32_t other_index, uint64_t mark) {
+  stream_t *other = stream_of(self, other_index);
+  if (!other || !mark_placed(other, mark)) return GEMINI_ERR_INVALID;
+  task_t task = { .kind = TASK_WAIT, .u.wait = { other, mark } };
+  return enqueue(self, stream, &task, NULL);
+}
+
+static gemini_status_t sim_wait_flag(void *self, uint32_t stream, const _Atomic uint64_t *flag, uint64_t value) {
+  if (!flag) return GEMINI_ERR_INVALID;
+  task_t task = { .kind = TASK_WAIT_FLAG, .u.flag = { flag, value } };
+  return enqueue(self, stream, &task, NULL);
+}
+
+static bool sim_reached(void *self, uint32_t index, uint64_t mark) {
+  stream_t *stream = stream_of(self, index);
+  return stream && atomic_load_explicit(&stream->reached, memory_order_acquire) >= mark;
+}
+
+static gemini_status_t sim_sync(void *self, uint32_t index, uint64_t mark) {
+  stream_t *stream = stream_of(self, index);
+  if (!stream || !mark_placed(stream, mark)) return GEMINI_ERR_INVALID;
+  mark_wait(stream, mark);
+  return atomic_load(&stream->failure);
+}
+
+static gemini_status_t sim_mark_time(void *self, uint32_t index, uint64_t mark, uint64_t *ns_out) {
+  stream_t *stream = stream_of(self, index);
+  return stream && ns_out ? mark_time(stream, mark, ns_out) : GEMINI_ERR_INVALID;
+}
+
+static gemini_status_t sim_copy(void *self, uint32_t stream, void *dst, const void *src, uint64_t size_bytes,
+                                uint32_t kind) {
+  if (kind > GMI_COPY_D2D || ((!dst || !src) && size_bytes)) return GEMINI_ERR_INVALID;
+  task_t task = { .kind = TASK_COPY, .variant = kind, .u.copy = { dst, src, size_bytes } };
+  return enqueue(self, stream, &task, NULL);
+}
+
+static gemini_status_t sim_zero(void *self, uint32_t stream, void *dst, uint64_t size_bytes) {
+  if (!dst && size_bytes) return GEMINI_ERR_INVALID;
+  task_t task = { .kind = TASK_ZERO, .u.copy = { dst, NULL, size_bytes } };
+  return enqueue(self, stream, &task, NULL);
+}
+
+static gemini_status_t sim_call(void *self, uint32_t stream, void (*fn)(void *user), void *user) {
+  if (!fn) return GEMINI_ERR_INVALID;
+  task_t task = { .kind = TASK_CALL, .u.call = { fn, user } };
+  return enqueue(self, stream, &task, NULL);
+}
+
+static gemini_status_t sim_sum_squares(void *self, uint32_t stream, const void *src, uint32_t dtype, uint64_t count,
+                                       double *sum) {
+  if (!sum || (!src && count) || dtype > GEMINI_DTYPE_F64 || count > MEMORY_MAX_BYTES) return GEMINI_ERR_INVALID;
+  task_t task = { .kind = TASK_SUM_SQUARES, .variant = dtype, .u.sum = { src, sum, count } };
+  return enqueue(self, stream, &task, NULL);
+}
+
+gemini_status_t gmi_device_sim_fail(void *self, uint32_t stream, gemini_status_t status) {
+  task_t task = { .kind = TASK_FAIL, .variant = (uint32_t)status };
+  return enqueue(self, stream, &task, NULL);
+}
+
+/* --- the device --- */
+
+static void sim_close(void *self) {
+  sim_t *sim = self;
+  if (!sim) return;
+  /* Streams may wait for one another: each ends when its own work is done, whatever the order of joining. */
+  for (uint32_t i = 0; i < GMI_DEVICE_MAX_STREAMS; i++) sim_stream_destroy(sim, i);
+  for (uint32_t i = 0; i < GMI_DEVICE_MAX_STREAMS; i++) stream_free(stream_of(sim, i));
+  for (size_t i = 0; i < sim->range_count; i++) munmap(sim->ranges[i].base, sim->ranges[i].size_bytes);
+  for (int i = 0; i < 2; i++) pthread_mutex_destroy(&sim->links[i].lock);
+  pthread_mutex_destroy(&sim->memory_lock);
+  pthread_mutex_destroy(&sim->flag_lock);
+  pthread_mutex_destroy(&sim->streams_lock);
+  pthread_cond_destroy(&sim->flag_changed);
+  close(sim->memory_fd);
+  free(sim->ranges);
+  free(sim->frames);
+  free(sim);
+}
+
+static gemini_status_t sim_open(const gmi_device_config_t *config, void **self_out) {
+  if (!config || !self_out || config->reserved || !memory_bytes_ok(config->memory_bytes)) return GEMINI_ERR_INVALID;
+  if (config->ordinal) return GEMINI_ERR_UNSUPPORTED;
+  sim_t *sim = calloc(1, sizeof *sim);
+  if (!sim) return GEMINI_ERR_OOM_SYSTEM;
+  sim->memory_fd = memfd_create("gemini-sim", MFD_CLOEXEC);
+  if (sim->memory_fd < 0) {
+    free(sim);
+    return errno == ENOSYS ? GEMINI_ERR_UNSUPPORTED : GEMINI_ERR_OOM_SYSTEM;
+  }
+  /* A file that passes the process's limit would end the process by a signal. */
+  struct rlimit limit = { RLIM_INFINITY, RLIM_INFINITY };
+  getrlimit(RLIMIT_FSIZE, &limit);
+  sim->file_limit_bytes = limit.rlim_cur < INT64_MAX ? limit.rlim_cur : INT64_MAX;
+  sim->file_bytes = BASE_ALIGN_BYTES; /* so no frame is named 0 */
+  if (sim->file_limit_bytes < sim->file_bytes) sim->file_limit_bytes = sim->file_bytes;
+  sim->memory_bytes = config->memory_bytes;
+  sim->links[GMI_COPY_H2D].bytes_per_s = config->h2d_bytes_per_s;
+  sim->links[GMI_COPY_D2H].bytes_per_s = config->d2h_bytes_per_s;
+  sim->paced = config->h2d_bytes_per_s || config->d2h_bytes_per_s;
+  for (int i = 0; i < 2; i++) pthread_mutex_init(&sim->links[i].lock, NULL);
+  pthread_mutex_init(&sim->memory_lock, NULL);
+  pthread_mutex_init(&sim->flag_lock, NULL);
+  pthread_mutex_init(&sim->streams_lock, NULL);
+  pthread_cond_init(&sim->flag_changed, NULL);
+  *self_out = sim;
+  return GEMINI_OK;
+}
+
+const gmi_device_ops_t gmi_device_sim = {
+  .struct_size = sizeof(gmi_device_ops_t),
+  .abi = GMI_DEVICE_ABI,
+  .name = "simulated",
+  .open = sim_open,
+  .close = sim_close,
+  .granularity = sim_granularity,
+  .resize = sim_resize,
+  .reserve = sim_reserve,
+  .unreserve = sim_unreserve,
+  .frame_create = sim_frame_create,
+  .frame_destroy = sim_frame_destroy,
+  .map = sim_map,
+  .unmap = sim_unmap,
+  .stream_create = sim_stream_create,
+  .stream_destroy = sim_stream_destroy,
+  .mark = sim_mark,
+  .wait = sim_wait,
+  .wait_flag = sim_wait_flag,
+  .flag_wake = sim_flag_wake,
+  .reached = sim_reached,
+  .sync = sim_sync,
+  .mark_time = sim_mark_time,
+  .copy = sim_copy,
+  .zero = sim_zero,
+  .call = sim_call,
+  .sum_squares = sim_sum_squares,
+  .host_lock = sim_host_lock,
+  .host_unlock = sim_host_lock,
+  .now = sim_now,
+};

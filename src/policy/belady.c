@@ -1,0 +1,364 @@
+/* Belady's MIN over a cycle: which accesses find their window on the device when as few as possible do not.
+ * SPDX-License-Identifier: Apache-2.0
+ *
+ * Between two accesses a window is kept or dropped; a kept one takes a frame in every step between. So an iteration is
+ * a circle with a capacity at each step, and keeping as many windows as possible is choosing as many arcs as possible.
+ *
+ * 1. MIN (L. A. Belady, "A study of replacement algorithms for a virtual-storage computer", IBM Systems Journal 5(2),
+ *    1966) runs over one iteration after another. It is the best over any number of iterations, so once its state
+ *    repeats after one iteration, that iteration is the best plan.
+ * 2. Its state need not repeat that soon: three windows used in turn with two frames give 1, 2, 1, 2 fetches. Then the
+ *    question is asked as call control in a ring (U. Adamy, C. Ambuehl, R. S. Anand, T. Erlebach, "Call control in
+ *    rings", Algorithmica 47(3), 2007): can k arcs be kept? Each round takes the k arcs begun in one iteration that end
+ *    first and fit beside those that the round before left open. Rounds only move ends outward, so they come to a
+ *    fixed point, which is a plan, or to a round that finds no k, which proves that there is none.
+ *
+ * Resident windows are known by the index of their next access, in bitmaps with summary levels: since indices ascend
+ * with time, the furthest next use is the highest bit below the present one, or the highest of all. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "model.h"
+
+#define NONE UINT32_MAX
+#define LEVELS 6 /* 64^6 > 2^31 */
+#define CONVERGE_ROUNDS 4
+/* The search may visit this many accesses or take this many rounds, whichever is more. It is a limit of each call, not
+ * what is left of the planner's: the same candidate made again must come out the same. */
+#define SEARCH_VISITS UINT64_C(4000000)
+#define SEARCH_ROUNDS 16
+
+typedef struct bits {
+  uint64_t *level[LEVELS];
+  uint32_t level_count, reserved;
+} bits_t;
+
+static uint64_t word_count(uint64_t bit_count) { return (bit_count + 63) / 64; }
+
+static bool bits_make(bits_t *bits, uint32_t bit_count) {
+  uint64_t total = 0, words = (uint64_t)bit_count + 1; /* one more, so that bits_below() can ask for all of them */
+  memset(bits, 0, sizeof *bits);
+  do {
+    words = word_count(words);
+    total += words;
+    bits->level_count++;
+  } while (words > 1);
+  uint64_t *memory = calloc(total, sizeof *memory);
+  if (memory == NULL) return false;
+  words = (uint64_t)bit_count + 1;
+  for (uint32_t l = 0; l < bits->level_count; l++) {
+    bits->level[l] = memory;
+    words = word_count(words);
+    memory += words;
+  }
+  return true;
+}
+
+static bool bits_at(const bits_t *bits, uint32_t i) { return (bits->level[0][i >> 6] >> (i & 63) & 1) != 0; }
+
+static void bits_set(bits_t *bits, uint32_t i) {
+  for (uint32_t l = 0; l < bits->level_count; l++, i >>= 6) {
+    uint64_t before = bits->level[l][i >> 6];
+    bits->level[l][i >> 6] = before | UINT64_C(1) << (i & 63);
+    if (before != 0) return;
+  }
+}
+
+static void bits_clear(bits_t *bits, uint32_t i) {
+  for (uint32_t l = 0; l < bits->level_count; l++, i >>= 6) {
+    bits->level[l][i >> 6] &= ~(UINT64_C(1) << (i & 63));
+    if (bits->level[l][i >> 6] != 0) return;
+  }
+}
+
+/* The highest set bit below end, or NONE. */
+static uint32_t bits_below(const bits_t *bits, uint32_t end) {
+  for (uint32_t l = 0; l < bits->level_count; l++, end >>= 6) {
+    if ((end & 63) == 0) continue; /* also keeps an end behind the last word from being read */
+    uint64_t word = bits->level[l][end >> 6] & ((UINT64_C(1) << (end & 63)) - 1);
+    if (word == 0) continue;
+    uint32_t found = (end & ~UINT32_C(63)) + 63 - (uint32_t)__builtin_clzll(word);
+    while (l-- > 0) found = (found << 6) + 63 - (uint32_t)__builtin_clzll(bits->level[l][found]);
+    return found;
+  }
+  return NONE;
+}
+
+/* The lowest set bit from begin on, or NONE; begin must lie inside the bitmap or count bits behind its last. */
+static uint32_t bits_from(const bits_t *bits, uint32_t begin, uint64_t bit_count) {
+  for (uint32_t l = 0; l < bits->level_count; l++) {
+    if (begin >= bit_count) return NONE;
+    uint64_t word = bits->level[l][begin >> 6] & ~UINT64_C(0) << (begin & 63);
+    if (word != 0) {
+      uint32_t found = (begin & ~UINT32_C(63)) + (uint32_t)__builtin_ctzll(word);
+      while (l-- > 0) found = (found << 6) + (uint32_t)__builtin_ctzll(bits->level[l][found]);
+      return found;
+    }
+    begin = (begin >> 6) + 1;
+    bit_count = word_count(bit_count);
+  }
+  return NONE;
+}
+
+/* Invariant: open is the number of bits in clean, dirty, idle and kept together. */
+typedef struct sweep {
+  const gmi_model_t *model;
+  uint32_t reduce, open;
+  bits_t clean, dirty;           /* resident, by next access */
+  bits_t idle;                   /* resident, and overwritten at the next access: dropping it costs no fetch */
+  bits_t kept;                   /* of call control: open arcs of the round before, which this round must not drop */
+  bits_t starts;                 /* first access of each step that has any */
+  uint64_t *hit;                 /* of the round */
+  uint64_t *saved;               /* clean, dirty and idle when the round began; or kept */
+  uint8_t *is_dirty;             /* [window_count] */
+  uint64_t hit_count, own_count; /* accesses that hit and would have cost a fetch; of these, not in kept */
+} sweep_t;
+
+static void sweep_free(sweep_t *s) {
+  free(s->clean.level[0]);
+  free(s->dirty.level[0]);
+  free(s->idle.level[0]);
+  free(s->kept.level[0]);
+  free(s->starts.level[0]);
+  free(s->hit);
+  free(s->saved);
+  free(s->is_dirty);
+}
+
+static bool sweep_make(sweep_t *s, const gmi_model_t *model, uint32_t reduce) {
+  uint32_t count = model->access_count;
+  memset(s, 0, sizeof *s);
+  s->model = model, s->reduce = reduce;
+  bool made = bits_make(&s->clean, count);
+  made = bits_make(&s->dirty, count) && made;
+  made = bits_make(&s->idle, count) && made;
+  made = bits_make(&s->kept, count) && made;
+  made = bits_make(&s->starts, count) && made;
+  s->hit = calloc(word_count(count) + 1, sizeof *s->hit);
+  s->saved = calloc(3 * word_count(count) + 1, sizeof *s->saved);
+  s->is_dirty = calloc((size_t)model->facts->input->window_count + 1, 1);
+  if (!made || s->hit == NULL || s->saved == NULL || s->is_dirty == NULL) {
+    sweep_free(s);
+    return false;
+  }
+  for (uint32_t j = 0; j < model->step_count; j++)
+    if (model->step_first[j] < model->step_first[j + 1]) bits_set(&s->starts, model->step_first[j]);
+  return true;
+}
+
+/* Frames for windows between accesses in this step. */
+static uint32_t slack(const sweep_t *s, uint32_t step) {
+  uint32_t room = gmi_model_room(s->model, step);
+  uint32_t need = s->model->step_first[step + 1] - s->model->step_first[step];
+  return room > need + (uint64_t)s->reduce ? room - need - s->reduce : 0;
+}
+
+static uint32_t furthest(const bits_t *a, const bits_t *b, uint32_t end) {
+  uint32_t x = bits_below(a, end), y = b == NULL ? NONE : bits_below(b, end);
+  if (x == NONE || y == NONE) return x == NONE ? y : x;
+  return x > y ? x : y;
+}
+
+/* Drops one window: an idle one, else of those whose next use is furthest a clean one, else the lowest. first is the
+ * present step's first access; accesses below it come in the next iteration. */
+static void drop_one(sweep_t *s, uint32_t first) {
+  uint32_t count = s->model->access_count;
+  uint32_t victim = furthest(&s->idle, NULL, first);
+  if (victim == NONE) victim = furthest(&s->idle, NULL, count);
+  if (victim != NONE) {
+    bits_clear(&s->idle, victim);
+  } else {
+    uint32_t top = furthest(&s->clean, &s->dirty, first);
+    if (top == NONE) top = furthest(&s->clean, &s->dirty, count);
+    uint32_t begin = bits_below(&s->starts, top + 1);
+    victim = bits_from(&s->clean, begin, count);
+    if (victim != NONE && victim <= top) {
+      bits_clear(&s->clean, victim);
+    } else {
+      bits_clear(&s->dirty, bits_from(&s->dirty, begin, count));
+    }
+  }
+  s->open--;
+}
+
+/* One iteration. With plain set, dirty windows are not told from clean ones. */
+static void sweep_iteration(sweep_t *s, bool plain) {
+  const gmi_model_t *model = s->model;
+  memset(s->hit, 0, word_count(model->access_count) * sizeof *s->hit);
+  s->hit_count = s->own_count = 0;
+  for (uint32_t j = 0; j < model->step_count; j++) {
+    uint32_t first = model->step_first[j], end = model->step_first[j + 1], room = slack(s, j);
+    for (uint32_t x = first; x < end; x++) {
+      uint32_t access = model->access[x];
+      uint8_t *is_dirty = &s->is_dirty[access & GMI_MODEL_WINDOW];
+      bits_t *in = bits_at(&s->clean, x)   ? &s->clean
+                   : bits_at(&s->dirty, x) ? &s->dirty
+                   : bits_at(&s->idle, x)  ? &s->idle
+                   : bits_at(&s->kept, x)  ? &s->kept
+                                           : NULL;
+      if (in != NULL) {
+        bits_clear(in, x);
+        s->open--;
+        s->hit[x >> 6] |= UINT64_C(1) << (x & 63);
+        s->hit_count += in != &s->idle;
+        s->own_count += in != &s->idle && in != &s->kept;
+      } else {
+        *is_dirty = 0;
+      }
+      if ((access & GMI_MODEL_WRITE) != 0) *is_dirty = 1;
+    }
+    while (s->open > room) drop_one(s, first);
+    for (uint32_t x = first; x < end; x++) {
+      uint32_t next = model->next[x];
+      if ((next & GMI_MODEL_LEAVE) != 0) continue;
+      bool dirty = !plain && s->is_dirty[model->access[x] & GMI_MODEL_WINDOW];
+      bits_set((model->access[next] & GMI_MODEL_FRESH) != 0 ? &s->idle : dirty ? &s->dirty : &s->clean, next);
+      s->open++;
+    }
+  }
+}
+
+static bool sweep_repeats(const sweep_t *s) {
+  uint64_t words = word_count(s->model->access_count), bytes = words * sizeof(uint64_t);
+  return memcmp(s->saved, s->clean.level[0], bytes) == 0 && memcmp(s->saved + words, s->dirty.level[0], bytes) == 0 &&
+         memcmp(s->saved + 2 * words, s->idle.level[0], bytes) == 0;
+}
+
+static void sweep_save(sweep_t *s) {
+  uint64_t words = word_count(s->model->access_count), bytes = words * sizeof(uint64_t);
+  memcpy(s->saved, s->clean.level[0], bytes);
+  memcpy(s->saved + words, s->dirty.level[0], bytes);
+  memcpy(s->saved + 2 * words, s->idle.level[0], bytes);
+}
+
+static void bits_empty(bits_t *bits, uint32_t count) {
+  for (uint32_t i; (i = bits_below(bits, count)) != NONE;) bits_clear(bits, i);
+}
+
+/* Of call control: the arcs that the iteration has left open (all in clean) go on into the next; drops what does not
+ * fit there beside its accesses, then what exceeds k. Returns whether k are left. */
+static bool sweep_tail(sweep_t *s, uint64_t k) {
+  const gmi_model_t *model = s->model;
+  uint32_t count = model->access_count;
+  bits_empty(&s->idle, count);
+  uint64_t crossing = 0, alive, lowest;
+  for (uint64_t w = 0; w < word_count(count); w++) crossing += (uint64_t)__builtin_popcountll(s->clean.level[0][w]);
+  alive = crossing;
+  lowest = bits_from(&s->clean, 0, count);
+  for (uint32_t j = 0; j < model->step_count && alive > 0; j++) {
+    for (; alive > 0 && lowest < model->step_first[j + 1]; alive--)
+      lowest = bits_from(&s->clean, (uint32_t)lowest + 1, count);
+    for (uint32_t room = slack(s, j); alive > room; alive--, crossing--)
+      bits_clear(&s->clean, bits_below(&s->clean, count));
+  }
+  for (; crossing > 0 && s->own_count + crossing > k; crossing--) bits_clear(&s->clean, bits_below(&s->clean, count));
+  s->open = (uint32_t)crossing;
+  return s->own_count + crossing >= k;
+}
+
+enum { DECIDE_NO, DECIDE_YES, DECIDE_UNKNOWN };
+
+/* Can k windows be kept? On yes the hits of the last round are a plan. A cut-short search says unknown. */
+static int decide(sweep_t *s, uint64_t k, uint64_t *work) {
+  const gmi_model_t *model = s->model;
+  uint64_t words = word_count(model->access_count), bytes = words * sizeof(uint64_t);
+  uint64_t visits = (uint64_t)model->access_count + model->step_count;
+  bits_empty(&s->clean, model->access_count);
+  bits_empty(&s->dirty, model->access_count);
+  bits_empty(&s->idle, model->access_count);
+  bits_empty(&s->kept, model->access_count);
+  s->open = 0;
+  for (;;) {
+    if (k > 0 && *work < visits) return DECIDE_UNKNOWN; /* k = 0 is settled by the first round */
+    *work -= *work < visits ? *work : visits;
+    memcpy(s->saved, s->kept.level[0], bytes);
+    sweep_iteration(s, true);
+    if (!sweep_tail(s, k)) return DECIDE_NO;
+    bits_t swap = s->kept;
+    s->kept = s->clean, s->clean = swap;
+    if (memcmp(s->saved, s->kept.level[0], bytes) == 0) return DECIDE_YES;
+  }
+}
+
+/* Searches the largest k, from a guess in steps that double. With frames held back the plan is one of several to choose
+ * from, so there half a per cent of its fetches is near enough. */
+static void search(sweep_t *s, uint64_t guess, uint64_t most, uint64_t *work, gmi_hits_t *hits) {
+  uint64_t bytes = word_count(s->model->access_count) * sizeof(uint64_t);
+  uint64_t no = most + 1, proven = most + 1, yes = 0, k = guess < most ? guess : most, stride = 1;
+  bool found = false;
+  while (!found || yes + 1 < no) {
+    if (found && s->reduce > 0 && (no - yes) * 200 <= most - yes) break;
+    int answer = decide(s, k, work);
+    if (answer == DECIDE_YES) {
+      found = true;
+      yes = s->hit_count > k ? s->hit_count : k;
+      hits->fetch_count = most - yes;
+      memcpy(hits->words, s->hit, bytes);
+    } else {
+      no = k;
+      if (answer == DECIDE_NO) proven = k;
+      else if (found) break;
+    }
+    if (found && no <= most) k = yes + (no - yes) / 2;
+    else if (found) k = yes + stride < most ? yes + stride : most;
+    else k = answer == DECIDE_UNKNOWN || no <= stride ? 0 : no - stride;
+    stride *= 2;
+  }
+  hits->bound_count = most - (proven - 1);
+}
+
+void gmi_hits_free(gmi_hits_t *hits) {
+  free(hits->words);
+  memset(hits, 0, sizeof *hits);
+}
+
+gemini_status_t gmi_min_make(const gmi_model_t *model, uint32_t reduce, gmi_hits_t *hits_out) {
+  uint64_t words = word_count(model->access_count) + 1, visits = (uint64_t)model->access_count + model->step_count;
+  gmi_hits_t hits = { .words = calloc(words, sizeof *hits.words) };
+  sweep_t s;
+  if (hits.words == NULL || !sweep_make(&s, model, reduce)) {
+    free(hits.words);
+    return GEMINI_ERR_OOM_SYSTEM;
+  }
+  uint64_t most = 0, guess = 0;
+  for (uint32_t x = 0; x < model->access_count; x++) most += (model->access[x] & GMI_MODEL_FRESH) == 0;
+  bool repeats = false;
+  for (uint32_t round = 0; round < CONVERGE_ROUNDS && !repeats; round++) {
+    sweep_save(&s);
+    sweep_iteration(&s, false);
+    hits.visits += visits;
+    repeats = sweep_repeats(&s);
+    guess = s.hit_count;
+  }
+  if (repeats) {
+    memcpy(hits.words, s.hit, words * sizeof *hits.words);
+    hits.fetch_count = hits.bound_count = most - s.hit_count;
+  } else {
+    uint64_t limit = visits * SEARCH_ROUNDS > SEARCH_VISITS ? visits * SEARCH_ROUNDS : SEARCH_VISITS, work = limit;
+    search(&s, guess, most, &work, &hits);
+    hits.visits += limit - work;
+  }
+  sweep_free(&s);
+  *hits_out = hits;
+  return GEMINI_OK;
+}
+
+gemini_status_t gmi_visit_make(const gmi_model_t *model, const uint8_t *sticky, gmi_hits_t *hits_out) {
+  gmi_hits_t hits = { .words = calloc(word_count(model->access_count) + 1, sizeof *hits.words) };
+  if (hits.words == NULL) return GEMINI_ERR_OOM_SYSTEM;
+  for (uint32_t j = 0; j < model->step_count; j++) {
+    uint32_t adjacent = j + 1 < model->step_count ? j + 1 : 0;
+    for (uint32_t x = model->step_first[j]; x < model->step_first[j + 1]; x++) {
+      uint32_t next = model->next[x];
+      if ((next & GMI_MODEL_LEAVE) != 0) continue;
+      bool stays = sticky != NULL && sticky[model->access[x] & GMI_MODEL_WINDOW];
+      if (!stays && (next < model->step_first[adjacent] || next >= model->step_first[adjacent + 1])) continue;
+      hits.words[next >> 6] |= UINT64_C(1) << (next & 63);
+    }
+  }
+  for (uint32_t x = 0; x < model->access_count; x++)
+    hits.fetch_count += (model->access[x] & GMI_MODEL_FRESH) == 0 && !gmi_hits_at(&hits, x);
+  hits.bound_count = hits.fetch_count;
+  *hits_out = hits;
+  return GEMINI_OK;
+}

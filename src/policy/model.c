@@ -1,0 +1,191 @@
+/* Derives steps, their accesses and each access's successor from the planner's input.
+ * SPDX-License-Identifier: Apache-2.0 */
+#include "model.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#define NONE UINT32_MAX
+
+static int compare_key(const void *a, const void *b) {
+  const uint64_t *x = a, *y = b;
+  if (x[0] != y[0]) return x[0] < y[0] ? -1 : 1;
+  return x[1] < y[1] ? -1 : x[1] > y[1]; /* the piece's index: a total order, so the sort is deterministic */
+}
+
+void gmi_facts_free(gmi_facts_t *facts) {
+  free(facts->op_piece_first);
+  free(facts->op_pieces);
+  free(facts->op_pieces_by_use);
+  free(facts->pieces_by_gap);
+  memset(facts, 0, sizeof *facts);
+}
+
+/* For each piece the distance in ops from its after_op to the next op that uses one of its shared windows; NONE when
+ * there is none. The first round, backwards, only learns what the next iteration begins with. */
+static void find_distances(const gmi_facts_t *facts, uint32_t *next_op, uint32_t *distance) {
+  const gmi_plan_input_t *input = facts->input;
+  memset(next_op, 0xff, input->window_count * sizeof *next_op);
+  for (uint32_t round = 0; round < 2; round++) {
+    uint32_t base = round == 0 ? input->op_count : 0;
+    for (uint32_t op = input->op_count; op-- > 0;) {
+      for (uint32_t i = facts->op_piece_first[op]; round == 1 && i < facts->op_piece_first[op + 1]; i++) {
+        uint32_t piece = facts->op_pieces[i], soonest = NONE;
+        for (uint32_t w = 0; w < input->pieces[piece].shared_count; w++) {
+          uint32_t next = next_op[input->piece_windows[input->pieces[piece].window_first + w]];
+          if (next < soonest) soonest = next;
+        }
+        distance[piece] = soonest == NONE ? NONE : soonest - op;
+      }
+      for (uint32_t x = input->ops[op].access_first; x < input->ops[op + 1].access_first; x++)
+        next_op[input->accesses[x].window] = op + base;
+    }
+  }
+}
+
+gemini_status_t gmi_facts_make(const gmi_plan_input_t *input, gmi_facts_t *facts_out) {
+  gmi_facts_t facts = { .input = input };
+  uint32_t ops = input->op_count, pieces = input->piece_count;
+  uint32_t *next_op = malloc((size_t)input->window_count * sizeof *next_op + 1);
+  uint32_t *distance = malloc((size_t)pieces * sizeof *distance + 1);
+  uint64_t *begin_ns = malloc(((size_t)ops + 1) * sizeof *begin_ns);
+  uint64_t(*keys)[2] = malloc((size_t)pieces * sizeof *keys + 1);
+  facts.op_piece_first = calloc((size_t)ops + 2, sizeof(uint32_t));
+  facts.op_pieces = malloc((size_t)pieces * sizeof(uint32_t) + 1);
+  facts.op_pieces_by_use = malloc((size_t)pieces * sizeof(uint32_t) + 1);
+  facts.pieces_by_gap = malloc((size_t)pieces * sizeof(uint32_t) + 1);
+  bool done = next_op != NULL && distance != NULL && begin_ns != NULL && keys != NULL && facts.op_piece_first != NULL &&
+              facts.op_pieces != NULL && facts.op_pieces_by_use != NULL && facts.pieces_by_gap != NULL;
+  if (!done) goto end;
+
+  /* Counting sort by after_op: first[op + 1] is the next free place of op, and ends as the begin of op + 1. */
+  for (uint32_t p = 0; p < pieces; p++) facts.op_piece_first[input->pieces[p].after_op + 2]++;
+  for (uint32_t op = 1; op <= ops; op++) facts.op_piece_first[op + 1] += facts.op_piece_first[op];
+  for (uint32_t p = 0; p < pieces; p++) facts.op_pieces[facts.op_piece_first[input->pieces[p].after_op + 1]++] = p;
+
+  find_distances(&facts, next_op, distance);
+  for (uint32_t op = 0; op < ops; op++) {
+    uint32_t first = facts.op_piece_first[op], count = facts.op_piece_first[op + 1] - first;
+    for (uint32_t i = 0; i < count; i++) {
+      uint32_t piece = facts.op_pieces[first + i];
+      keys[i][0] = distance[piece], keys[i][1] = piece;
+    }
+    if (count > 1) qsort(keys, count, sizeof *keys, compare_key);
+    for (uint32_t i = 0; i < count; i++) facts.op_pieces_by_use[first + i] = (uint32_t)keys[i][1];
+  }
+
+  begin_ns[0] = 0;
+  for (uint32_t op = 0; op < ops; op++) begin_ns[op + 1] = begin_ns[op] + input->ops[op].compute_ns;
+  for (uint32_t p = 0; p < pieces; p++) {
+    uint32_t after = input->pieces[p].after_op, use = after + distance[p];
+    keys[p][1] = p;
+    if (distance[p] == NONE) keys[p][0] = UINT64_MAX;
+    else if (use < ops) keys[p][0] = begin_ns[use] - begin_ns[after + 1];
+    else keys[p][0] = begin_ns[ops] - begin_ns[after + 1] + begin_ns[use - ops];
+  }
+  if (pieces > 1) qsort(keys, pieces, sizeof *keys, compare_key);
+  for (uint32_t i = 0; i < pieces; i++) facts.pieces_by_gap[i] = (uint32_t)keys[i][1];
+
+end:
+  free(next_op);
+  free(distance);
+  free(begin_ns);
+  free(keys);
+  if (!done) {
+    gmi_facts_free(&facts);
+    return GEMINI_ERR_OOM_SYSTEM;
+  }
+  *facts_out = facts;
+  return GEMINI_OK;
+}
+
+void gmi_model_free(gmi_model_t *model) {
+  free(model->step_op);
+  free(model->step_piece);
+  free(model->step_first);
+  free(model->access);
+  free(model->next);
+  memset(model, 0, sizeof *model);
+}
+
+static void add_step(gmi_model_t *model, uint32_t op, uint32_t piece) {
+  const gmi_plan_input_t *input = model->facts->input;
+  model->step_op[model->step_count] = op;
+  model->step_piece[model->step_count] = piece;
+  model->step_first[model->step_count++] = model->access_count;
+  if (piece == GMI_NO_PIECE) {
+    for (uint32_t x = input->ops[op].access_first; x < input->ops[op + 1].access_first; x++) {
+      uint32_t window = input->accesses[x].window, mode = input->accesses[x].mode;
+      if (model->held[window]) continue;
+      if ((mode & (GMI_ACCESS_WRITE | GMI_ACCESS_FRESH)) != 0) window |= GMI_MODEL_WRITE;
+      if ((mode & GMI_ACCESS_FRESH) != 0) window |= GMI_MODEL_FRESH;
+      model->access[model->access_count++] = window;
+    }
+  } else {
+    for (uint32_t i = input->pieces[piece].window_first; i < gmi_plan_piece_end(input, piece); i++) {
+      if (model->held[input->piece_windows[i]]) continue;
+      model->access[model->access_count++] = input->piece_windows[i] | GMI_MODEL_WRITE;
+    }
+  }
+}
+
+/* Twice backwards: the first round learns what the next iteration begins with. A host piece marks what lies ahead of
+ * its windows; the mark goes with the first access behind it. */
+static void link_accesses(gmi_model_t *model, uint32_t *ahead) {
+  const gmi_plan_input_t *input = model->facts->input;
+  const gmi_facts_t *facts = model->facts;
+  memset(ahead, 0xff, input->window_count * sizeof *ahead);
+  for (uint32_t round = 0; round < 2; round++) {
+    uint32_t step = model->step_count;
+    for (uint32_t op = input->op_count; op-- > 0;) {
+      for (uint32_t i = facts->op_piece_first[op]; i < facts->op_piece_first[op + 1]; i++) {
+        uint32_t piece = facts->op_pieces[i];
+        if (model->on_device[piece]) continue;
+        for (uint32_t j = input->pieces[piece].window_first; j < gmi_plan_piece_end(input, piece); j++)
+          ahead[input->piece_windows[j]] |= GMI_MODEL_LEAVE; /* NONE stays NONE */
+      }
+      for (; step > 0 && model->step_op[step - 1] == op; step--) {
+        for (uint32_t x = model->step_first[step - 1]; x < model->step_first[step]; x++) {
+          uint32_t window = model->access[x] & GMI_MODEL_WINDOW;
+          model->next[x] = ahead[window];
+          ahead[window] = x;
+        }
+      }
+    }
+  }
+}
+
+gemini_status_t gmi_model_make(const gmi_facts_t *facts, const uint8_t *on_device, const uint8_t *held,
+                               gmi_model_t *model_out) {
+  const gmi_plan_input_t *input = facts->input;
+  gmi_model_t model = { .facts = facts, .on_device = on_device, .held = held };
+  size_t steps = input->op_count, accesses = input->ops[input->op_count].access_first;
+  for (uint32_t p = 0; p < input->piece_count; p++) {
+    if (!on_device[p]) continue;
+    steps++;
+    accesses += gmi_plan_piece_end(input, p) - input->pieces[p].window_first;
+  }
+  for (uint32_t w = 0; w < input->window_count; w++) model.held_count += held[w] != 0;
+  model.step_op = malloc(steps * sizeof(uint32_t));
+  model.step_piece = malloc(steps * sizeof(uint32_t));
+  model.step_first = malloc((steps + 1) * sizeof(uint32_t));
+  model.access = malloc(accesses * sizeof(uint32_t) + 1);
+  model.next = malloc(accesses * sizeof(uint32_t) + 1);
+  uint32_t *ahead = malloc((size_t)input->window_count * sizeof *ahead + 1);
+  if (model.step_op == NULL || model.step_piece == NULL || model.step_first == NULL || model.access == NULL ||
+      model.next == NULL || ahead == NULL) {
+    free(ahead);
+    gmi_model_free(&model);
+    return GEMINI_ERR_OOM_SYSTEM;
+  }
+  for (uint32_t op = 0; op < input->op_count; op++) {
+    add_step(&model, op, GMI_NO_PIECE);
+    for (uint32_t i = facts->op_piece_first[op]; i < facts->op_piece_first[op + 1]; i++)
+      if (on_device[facts->op_pieces[i]]) add_step(&model, op, facts->op_pieces[i]);
+  }
+  model.step_first[model.step_count] = model.access_count;
+  link_accesses(&model, ahead);
+  free(ahead);
+  *model_out = model;
+  return GEMINI_OK;
+}

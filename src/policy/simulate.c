@@ -1,0 +1,270 @@
+/* Predicts the step time of a plan: one compute stream, one link each way, the update workers as one resource.
+ * SPDX-License-Identifier: Apache-2.0
+ *
+ * - A step starts when the one before has ended, its windows have arrived and the frames it takes itself (windows it
+ *   overwrites, growth of non-model memory) are free.
+ * - A fetch starts when the link has done those before it, a frame is free and the bytes on the host are current.
+ *   Frames are taken in the order in which they were given back: a clean window's when the step ended, a dirty one's
+ *   when it is written back, non-model memory's when the op before ended.
+ * - A host piece starts when the pieces before it are done and its windows are written back. The pieces of one op are
+ *   in order of their next use.
+ * - The host issues ahead of the device at no cost, but at an iteration's begin it waits for the compute stream, since
+ *   users read the loss there; so nothing that this iteration issues starts earlier. What is in flight goes on.
+ * One pass in program order suffices: everything waits for earlier things only. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "model.h"
+
+#define MAX_ITERATIONS 6
+
+/* Free frames, oldest first, in runs with one time. Invariant: total is the sum of counts. */
+typedef struct frame_run {
+  uint64_t ready_ns;
+  uint64_t count;
+} frame_run_t;
+
+typedef struct machine {
+  const gmi_facts_t *facts;
+  const gmi_plan_t *plan;
+  frame_run_t *runs; /* ring */
+  uint64_t run_capacity, run_first, run_count, free_frames;
+  uint64_t *host_ready_ns;    /* [window_count] when the copy on the host is current */
+  uint64_t *op_arrival_ns;    /* [op_count] last arrival for the op's own use; zeroed at use */
+  uint64_t *piece_arrival_ns; /* [piece_count] */
+  uint32_t *fresh;            /* [op_count] windows that arrive by being overwritten */
+  uint64_t begin_ns, stream_ns, fetch_ns, evict_ns, update_ns; /* iteration's begin; when each resource is free */
+  uint64_t worst_stall_ns, stall_ns;                           /* of this iteration; of this op */
+  uint32_t worst_op;
+  bool starved; /* a frame was wanted and none is free: the plan is not of this input */
+} machine_t;
+
+static void give_frames(machine_t *m, uint64_t ready_ns, uint64_t count) {
+  if (count == 0) return;
+  m->free_frames += count;
+  if (m->run_count > 0) {
+    frame_run_t *last = &m->runs[(m->run_first + m->run_count - 1) % m->run_capacity];
+    if (last->ready_ns == ready_ns) {
+      last->count += count;
+      return;
+    }
+  }
+  if (m->run_count == m->run_capacity) { /* join the two oldest: frames that wait this long are ready anyway */
+    frame_run_t *oldest = &m->runs[m->run_first], *second = &m->runs[(m->run_first + 1) % m->run_capacity];
+    second->count += oldest->count;
+    if (second->ready_ns < oldest->ready_ns) second->ready_ns = oldest->ready_ns;
+    m->run_first = (m->run_first + 1) % m->run_capacity;
+    m->run_count--;
+  }
+  m->runs[(m->run_first + m->run_count++) % m->run_capacity] = (frame_run_t){ ready_ns, count };
+}
+
+/* Takes frames; returns when the last of them is ready. */
+static uint64_t take_frames(machine_t *m, uint64_t count) {
+  uint64_t ready_ns = 0;
+  if (count > m->free_frames) {
+    m->starved = true;
+    return 0;
+  }
+  m->free_frames -= count;
+  while (count > 0) {
+    frame_run_t *run = &m->runs[m->run_first];
+    uint64_t part = count < run->count ? count : run->count;
+    if (ready_ns < run->ready_ns) ready_ns = run->ready_ns;
+    run->count -= part;
+    count -= part;
+    if (run->count == 0) {
+      m->run_first = (m->run_first + 1) % m->run_capacity;
+      m->run_count--;
+    }
+  }
+  return ready_ns;
+}
+
+static uint64_t later(uint64_t a, uint64_t b) { return a > b ? a : b; }
+
+static void issue_fetches(machine_t *m, uint32_t *next, uint32_t end, uint32_t piece) {
+  const gmi_plan_input_t *input = m->facts->input;
+  for (; *next < end && m->plan->fetches[*next].piece == piece; ++*next) {
+    const gmi_plan_move_t *move = &m->plan->fetches[*next];
+    uint64_t start_ns = later(later(m->fetch_ns, m->begin_ns), take_frames(m, 1));
+    m->fetch_ns = later(start_ns, m->host_ready_ns[move->window]) + input->fetch_ns;
+    uint64_t *arrival =
+        move->use_piece == GMI_NO_PIECE ? &m->op_arrival_ns[move->use_op] : &m->piece_arrival_ns[move->use_piece];
+    *arrival = later(*arrival, m->fetch_ns);
+  }
+}
+
+static void issue_evicts(machine_t *m, uint32_t *next, uint32_t end, uint32_t piece) {
+  const gmi_plan_input_t *input = m->facts->input;
+  for (; *next < end && m->plan->evicts[*next].piece == piece; ++*next) {
+    const gmi_plan_move_t *move = &m->plan->evicts[*next];
+    if ((move->flags & GMI_EVICT_DIRTY) != 0) {
+      m->evict_ns = later(m->evict_ns, m->stream_ns) + input->evict_ns;
+      m->host_ready_ns[move->window] = m->evict_ns;
+      give_frames(m, m->evict_ns, 1);
+    } else {
+      give_frames(m, m->stream_ns, 1);
+    }
+  }
+}
+
+static void run_step(machine_t *m, uint64_t ready_ns, uint64_t duration_ns) {
+  if (ready_ns > m->stream_ns) {
+    m->stall_ns += ready_ns - m->stream_ns;
+    m->stream_ns = ready_ns;
+  }
+  m->stream_ns += duration_ns;
+}
+
+static void update_on_host(machine_t *m, uint32_t piece) {
+  const gmi_plan_input_t *input = m->facts->input;
+  uint32_t first = input->pieces[piece].window_first, end = gmi_plan_piece_end(input, piece);
+  uint64_t start_ns = later(m->update_ns, m->stream_ns);
+  for (uint32_t i = first; i < end; i++) start_ns = later(start_ns, m->host_ready_ns[input->piece_windows[i]]);
+  m->update_ns = start_ns + input->pieces[piece].host_ns;
+  for (uint32_t i = first; i < end; i++) m->host_ready_ns[input->piece_windows[i]] = m->update_ns;
+}
+
+static void run_iteration(machine_t *m) {
+  const gmi_plan_input_t *input = m->facts->input;
+  const gmi_plan_t *plan = m->plan;
+  m->begin_ns = m->stream_ns;
+  m->worst_op = 0, m->worst_stall_ns = 0;
+  for (uint32_t op = 0; op < input->op_count; op++) {
+    uint32_t fetch = plan->fetch_first[op], fetch_end = plan->fetch_first[op + 1];
+    uint32_t evict = plan->evict_first[op], evict_end = plan->evict_first[op + 1];
+    uint32_t heap = input->ops[op].heap_frames, before = input->ops[op > 0 ? op - 1 : input->op_count - 1].heap_frames;
+    if (heap < before) give_frames(m, m->stream_ns, before - heap);
+    issue_fetches(m, &fetch, fetch_end, GMI_NO_PIECE);
+    uint64_t ready_ns = take_frames(m, (uint64_t)m->fresh[op] + (heap > before ? heap - before : 0));
+    m->stall_ns = 0;
+    run_step(m, later(ready_ns, m->op_arrival_ns[op]), input->ops[op].compute_ns);
+    m->op_arrival_ns[op] = 0;
+    issue_evicts(m, &evict, evict_end, GMI_NO_PIECE);
+    for (uint32_t i = m->facts->op_piece_first[op]; i < m->facts->op_piece_first[op + 1]; i++) {
+      uint32_t piece = m->facts->op_pieces[i];
+      if (!plan->piece_on_device[piece]) continue;
+      issue_fetches(m, &fetch, fetch_end, piece);
+      run_step(m, m->piece_arrival_ns[piece], input->pieces[piece].device_ns);
+      m->piece_arrival_ns[piece] = 0;
+      issue_evicts(m, &evict, evict_end, piece);
+    }
+    for (uint32_t i = m->facts->op_piece_first[op]; i < m->facts->op_piece_first[op + 1]; i++) {
+      uint32_t piece = m->facts->op_pieces_by_use[i];
+      if (!plan->piece_on_device[piece]) update_on_host(m, piece);
+    }
+    if (m->stall_ns > m->worst_stall_ns) m->worst_op = op, m->worst_stall_ns = m->stall_ns;
+    if (fetch != fetch_end || evict != evict_end) m->starved = true; /* a move names a piece that does not run here */
+  }
+}
+
+/* Counts for each op the windows that get a frame without a fetch, by following the plan's moves. */
+static void find_fresh(machine_t *m, uint8_t *resident) {
+  const gmi_plan_input_t *input = m->facts->input;
+  const gmi_plan_t *plan = m->plan;
+  memcpy(resident, plan->resident_at_start, input->window_count);
+  for (uint32_t op = 0; op < input->op_count; op++) {
+    uint32_t fetch = plan->fetch_first[op], evict = plan->evict_first[op];
+    for (; fetch < plan->fetch_first[op + 1] && plan->fetches[fetch].piece == GMI_NO_PIECE; fetch++)
+      resident[plan->fetches[fetch].window] = 1;
+    for (uint32_t x = input->ops[op].access_first; x < input->ops[op + 1].access_first; x++) {
+      uint32_t window = input->accesses[x].window;
+      if ((input->accesses[x].mode & GMI_ACCESS_FRESH) == 0 || resident[window]) continue;
+      resident[window] = 1;
+      m->fresh[op]++;
+    }
+    for (; evict < plan->evict_first[op + 1] && plan->evicts[evict].piece == GMI_NO_PIECE; evict++)
+      resident[plan->evicts[evict].window] = 0;
+    /* The pieces' moves: a window may be fetched for one and leave after it, never the other way round, unless it
+     * leaves after one piece and comes for a later one. The order of pieces tells. */
+    while (fetch < plan->fetch_first[op + 1] || evict < plan->evict_first[op + 1]) {
+      bool fetch_first = evict == plan->evict_first[op + 1] ||
+                         (fetch < plan->fetch_first[op + 1] && plan->fetches[fetch].piece <= plan->evicts[evict].piece);
+      if (fetch_first) resident[plan->fetches[fetch++].window] = 1;
+      else resident[plan->evicts[evict++].window] = 0;
+    }
+  }
+}
+
+static bool moves_fit(const gmi_plan_input_t *input, const gmi_plan_t *plan) {
+  if (plan->op_count != input->op_count || plan->window_count != input->window_count ||
+      plan->piece_count != input->piece_count)
+    return false;
+  for (uint32_t f = 0; f < plan->fetch_first[plan->op_count]; f++) {
+    const gmi_plan_move_t *move = &plan->fetches[f];
+    if (move->window >= plan->window_count || move->use_op >= plan->op_count ||
+        (move->use_piece >= plan->piece_count && move->use_piece != GMI_NO_PIECE))
+      return false;
+  }
+  for (uint32_t e = 0; e < plan->evict_first[plan->op_count]; e++)
+    if (plan->evicts[e].window >= plan->window_count) return false;
+  return true;
+}
+
+gemini_status_t gmi_simulate(const gmi_facts_t *facts, gmi_plan_t *plan, gmi_simulation_t *simulation_out) {
+  const gmi_plan_input_t *input = facts->input;
+  if (!moves_fit(input, plan)) return GEMINI_ERR_INVALID;
+  uint64_t evicts = plan->evict_first[plan->op_count], fetches = plan->fetch_first[plan->op_count];
+  machine_t m = { .facts = facts, .plan = plan };
+  m.run_capacity = evicts + input->op_count + 2;
+  if (m.run_capacity > (uint64_t)input->frame_count + 2) m.run_capacity = (uint64_t)input->frame_count + 2;
+  m.runs = malloc(m.run_capacity * sizeof *m.runs);
+  m.host_ready_ns = calloc((size_t)input->window_count + 1, sizeof *m.host_ready_ns);
+  m.op_arrival_ns = calloc(input->op_count, sizeof *m.op_arrival_ns);
+  m.piece_arrival_ns = calloc((size_t)input->piece_count + 1, sizeof *m.piece_arrival_ns);
+  m.fresh = calloc(input->op_count, sizeof *m.fresh);
+  uint8_t *resident = malloc((size_t)input->window_count + 1);
+  gemini_status_t status = GEMINI_ERR_OOM_SYSTEM;
+  if (m.runs == NULL || m.host_ready_ns == NULL || m.op_arrival_ns == NULL || m.piece_arrival_ns == NULL ||
+      m.fresh == NULL || resident == NULL)
+    goto end;
+
+  status = GEMINI_ERR_INVALID;
+  uint64_t held = input->ops[input->op_count - 1].heap_frames;
+  for (uint32_t w = 0; w < input->window_count; w++) held += plan->resident_at_start[w] != 0;
+  if (held > input->frame_count) goto end;
+  find_fresh(&m, resident);
+  give_frames(&m, 0, input->frame_count - held);
+  /* Steady when an iteration lasts as long as the one before and leaves the same work behind. */
+  uint64_t length_ns = 0, behind_ns[3] = { 0, 0, 0 };
+  uint32_t iteration = 0;
+  for (bool steady = false; iteration < MAX_ITERATIONS && !steady; iteration++) {
+    run_iteration(&m);
+    if (m.starved) goto end;
+    uint64_t behind_now_ns[3] = { later(m.fetch_ns, m.stream_ns) - m.stream_ns,
+                                  later(m.evict_ns, m.stream_ns) - m.stream_ns,
+                                  later(m.update_ns, m.stream_ns) - m.stream_ns };
+    steady = iteration > 0 && length_ns == m.stream_ns - m.begin_ns &&
+             memcmp(behind_ns, behind_now_ns, sizeof behind_ns) == 0;
+    length_ns = m.stream_ns - m.begin_ns;
+    memcpy(behind_ns, behind_now_ns, sizeof behind_ns);
+  }
+  uint64_t dirty = 0;
+  for (uint64_t e = 0; e < evicts; e++) dirty += (plan->evicts[e].flags & GMI_EVICT_DIRTY) != 0;
+  plan->compute_ns = plan->update_busy_ns = 0;
+  for (uint32_t op = 0; op < input->op_count; op++) plan->compute_ns += input->ops[op].compute_ns;
+  for (uint32_t p = 0; p < input->piece_count; p++) {
+    if (plan->piece_on_device[p]) plan->compute_ns += input->pieces[p].device_ns;
+    else plan->update_busy_ns += input->pieces[p].host_ns;
+  }
+  plan->fetch_busy_ns = fetches * input->fetch_ns;
+  plan->evict_busy_ns = dirty * input->evict_ns;
+  /* A resource that nothing waits for yet can still be the one that falls behind a little in each iteration. */
+  plan->predicted_ns = later(later(length_ns, plan->update_busy_ns), later(plan->fetch_busy_ns, plan->evict_busy_ns));
+  plan->stall_ns = plan->predicted_ns - plan->compute_ns;
+  if (simulation_out != NULL) {
+    simulation_out->worst_op = m.worst_op;
+    simulation_out->iterations = iteration;
+    simulation_out->worst_stall_ns = m.worst_stall_ns;
+  }
+  status = GEMINI_OK;
+end:
+  free(m.runs);
+  free(m.host_ready_ns);
+  free(m.op_arrival_ns);
+  free(m.piece_arrival_ns);
+  free(m.fresh);
+  free(resident);
+  return status;
+}

@@ -1,0 +1,245 @@
+/* A recorded iteration in the policy's terms: windows, frames, pieces, nanoseconds.
+ * SPDX-License-Identifier: Apache-2.0 */
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "tracer/tracer.h"
+
+uint64_t gmi_piece_elements(gmi_manager_t *m, const uint32_t *arenas, uint32_t arena_count) {
+  uint32_t smallest = 16;
+  for (uint32_t i = 0; i < arena_count; i++) {
+    uint32_t bytes = gmi_arena_at(m, arenas[i])->element_bytes;
+    if (bytes < smallest) smallest = bytes;
+  }
+  return atomic_load(&m->window_bytes) / smallest;
+}
+
+static int by_window(const void *a, const void *b) {
+  uint32_t x = ((const gmi_plan_access_t *)a)->window, y = ((const gmi_plan_access_t *)b)->window;
+  return x < y ? -1 : x > y;
+}
+
+typedef struct {
+  gmi_manager_t *m;
+  const gmi_trace_t *trace;
+  uint32_t base[GMI_ARENAS]; /* first window of each storing arena */
+  gmi_plan_op_t *ops;
+  gmi_plan_access_t *accesses;
+  uint64_t access_count;
+  gmi_plan_piece_t *pieces;
+  uint32_t piece_count;
+  uint32_t *piece_windows;
+  uint64_t piece_window_count;
+  uint8_t *kind, *pinned;
+} builder_t;
+
+static bool window_range(builder_t *b, uint32_t store, uint64_t offset, uint64_t size, uint32_t *first,
+                         uint32_t *last) {
+  gmi_arena_t *a = gmi_arena_at(b->m, store);
+  uint32_t count = a && a->store == store ? atomic_load(&a->window_count) : 0;
+  if (!size || !count || (offset + size - 1) >> b->m->window_shift >= count) return false;
+  *first = (uint32_t)(offset >> b->m->window_shift);
+  *last = (uint32_t)((offset + size - 1) >> b->m->window_shift);
+  return true;
+}
+
+/* Pass 0 counts, pass 1 fills. */
+static bool build_accesses(builder_t *b, bool fill) {
+  uint64_t window = UINT64_C(1) << b->m->window_shift, n = 0;
+  for (uint32_t i = 0; i < b->trace->op_count; i++) {
+    const gmi_trace_op_t *op = &b->trace->ops[i];
+    uint64_t begin = n;
+    if (fill) b->ops[i] = (gmi_plan_op_t){ op->compute_ns, op->heap_pages, (uint32_t)n };
+    for (uint32_t s = op->span_first; s < op->span_first + op->span_count; s++) {
+      const gmi_trace_span_t *span = &b->trace->spans[s];
+      uint32_t first, last;
+      if (!window_range(b, span->arena, span->offset, span->size, &first, &last)) return false;
+      for (uint32_t w = first; w <= last; w++, n++) {
+        if (!fill) continue;
+        uint64_t from = (uint64_t)w * window, to = from + window;
+        uint32_t mode = span->mode;
+        if (mode == GMI_ACCESS_WRITE && span->offset <= from && span->offset + span->size >= to)
+          mode |= GMI_ACCESS_FRESH;
+        b->accesses[n] = (gmi_plan_access_t){ b->base[span->arena] + w, mode };
+      }
+    }
+    if (!fill) continue;
+    qsort(b->accesses + begin, n - begin, sizeof *b->accesses, by_window);
+    uint64_t kept = begin;
+    for (uint64_t k = begin; k < n; k++) {
+      if (kept > begin && b->accesses[kept - 1].window == b->accesses[k].window) {
+        uint32_t fresh = b->accesses[kept - 1].mode & b->accesses[k].mode & GMI_ACCESS_FRESH;
+        b->accesses[kept - 1].mode =
+            ((b->accesses[kept - 1].mode | b->accesses[k].mode) & ~(uint32_t)GMI_ACCESS_FRESH) | fresh;
+      } else {
+        b->accesses[kept++] = b->accesses[k];
+      }
+    }
+    n = kept;
+  }
+  if (fill) b->ops[b->trace->op_count] = (gmi_plan_op_t){ 0, 0, (uint32_t)n };
+  b->access_count = n;
+  return n < UINT32_MAX;
+}
+
+static void add_window(uint32_t *list, uint64_t *count, uint64_t begin, uint32_t window) {
+  for (uint64_t i = begin; i < *count; i++)
+    if (list[i] == window) return;
+  list[(*count)++] = window;
+}
+
+static bool is_shared(const gmi_arena_t *a) { return a->kind == GEMINI_KIND_PARAM || a->kind == GEMINI_KIND_GRAD; }
+
+static bool build_pieces(builder_t *b, uint32_t *piece_first, bool fill) {
+  gmi_manager_t *m = b->m;
+  uint64_t pieces = 0, windows = 0;
+  for (uint32_t u = 0; u < b->trace->update_count; u++) {
+    const gmi_trace_update_t *update = &b->trace->updates[u];
+    for (uint32_t k = 0; k < update->arena_count; k++)
+      if (!gmi_arena_at(m, update->arenas[k])) return false;
+    uint64_t unit = gmi_piece_elements(m, update->arenas, update->arena_count);
+    uint64_t end = update->first_element + update->element_count;
+    if (piece_first) piece_first[u] = (uint32_t)pieces;
+    for (uint64_t at = update->first_element; at < end; pieces++) {
+      uint64_t stop = (at / unit + 1) * unit < end ? (at / unit + 1) * unit : end;
+      uint64_t begin = windows;
+      uint32_t shared = 0;
+      for (int pass = 0; pass < 2; pass++) {
+        for (uint32_t k = 0; k < update->arena_count; k++) {
+          gmi_arena_t *a = gmi_arena_at(m, update->arenas[k]);
+          if (is_shared(a) != (pass == 0)) continue;
+          uint32_t first, last;
+          if (!window_range(b, a->store, at * a->element_bytes, (stop - at) * a->element_bytes, &first, &last))
+            return false;
+          for (uint32_t w = first; w <= last; w++) {
+            if (fill) add_window(b->piece_windows, &windows, begin, b->base[a->store] + w);
+            else windows++;
+          }
+        }
+        if (pass == 0) shared = (uint32_t)(windows - begin);
+      }
+      if (fill) {
+        uint32_t after = update->after_op ? update->after_op - 1 : b->trace->op_count - 1;
+        b->pieces[pieces] =
+            (gmi_plan_piece_t){ .after_op = after, .window_first = (uint32_t)begin, .shared_count = shared };
+        b->pieces[pieces].host_ns = stop - at; /* elements, until gmi_plan_bundle_times() */
+      }
+      at = stop;
+    }
+  }
+  if (piece_first) piece_first[b->trace->update_count] = (uint32_t)pieces;
+  if (fill) b->pieces[pieces].window_first = (uint32_t)windows;
+  b->piece_count = (uint32_t)pieces;
+  b->piece_window_count = windows;
+  return windows < UINT32_MAX && pieces < UINT32_MAX;
+}
+
+static uint64_t copy_ns(gmi_manager_t *m, uint32_t link, uint64_t configured) {
+  double window = (double)(UINT64_C(1) << m->window_shift);
+  if (m->link_ns[link].samples) return (uint64_t)m->link_ns[link].mean;
+  return (uint64_t)(window * 1e9 / (configured ? (double)configured : 5e9)) + 1000; /* until one was measured */
+}
+
+void gmi_plan_bundle_times(gmi_manager_t *m, const gmi_trace_t *trace, gmi_plan_bundle_t *bundle) {
+  gmi_plan_input_t *in = &bundle->input;
+  gmi_plan_op_t *ops = (gmi_plan_op_t *)(uintptr_t)in->ops;
+  for (uint32_t i = 0; i < in->op_count; i++) ops[i].compute_ns = trace->ops[i].compute_ns;
+  in->fetch_ns = copy_ns(m, GEMINI_LINK_H2D, m->config.sim_h2d_bytes_per_s);
+  in->evict_ns = copy_ns(m, GEMINI_LINK_D2H, m->config.sim_d2h_bytes_per_s);
+  double host = gmi_lane_ns_per_element(m);
+  if (host <= 0) host = 2.8; /* 28 bytes at 10 GB/s, until one was measured */
+  double device = m->device_update.samples ? m->device_update.mean : host;
+  for (uint32_t u = 0, p = 0; u < trace->update_count; u++) {
+    uint64_t unit = gmi_piece_elements(m, trace->updates[u].arenas, trace->updates[u].arena_count);
+    uint64_t at = trace->updates[u].first_element, end = at + trace->updates[u].element_count;
+    for (; at < end; p++) {
+      uint64_t stop = (at / unit + 1) * unit < end ? (at / unit + 1) * unit : end;
+      gmi_plan_piece_t *piece = &((gmi_plan_piece_t *)(uintptr_t)in->pieces)[p];
+      piece->host_ns = (uint64_t)((double)(stop - at) * host / m->config.update_threads);
+      piece->device_ns = (uint64_t)((double)(stop - at) * device);
+      at = stop;
+    }
+  }
+}
+
+gemini_status_t gmi_plan_bundle_make(gmi_manager_t *m, const gmi_trace_t *trace, gmi_plan_bundle_t *out) {
+  builder_t b = { .m = m, .trace = trace };
+  gmi_plan_bundle_t bundle = { 0 };
+  gemini_status_t status = GEMINI_OK;
+  uint64_t windows = 0;
+  for (uint32_t i = 0; i < GMI_ARENAS; i++) {
+    gmi_arena_t *a = gmi_arena_at(m, i);
+    b.base[i] = (uint32_t)windows;
+    if (a && a->store == i) windows += atomic_load(&a->window_count);
+  }
+  if (windows >= UINT32_MAX || !build_accesses(&b, false) || !build_pieces(&b, NULL, false))
+    return gmi_fail(GEMINI_ERR_FORMAT, 0, "the trace does not fit the arenas");
+  b.ops = calloc((size_t)trace->op_count + 1, sizeof *b.ops);
+  b.accesses = calloc(b.access_count + 1, sizeof *b.accesses);
+  b.pieces = calloc((size_t)b.piece_count + 1, sizeof *b.pieces);
+  b.piece_windows = calloc(b.piece_window_count + 1, sizeof *b.piece_windows);
+  b.kind = calloc(windows + 1, 1);
+  b.pinned = calloc(windows + 1, 1);
+  bundle.window_of = calloc(windows + 1, sizeof *bundle.window_of);
+  bundle.piece_first = calloc((size_t)trace->update_count + 1, sizeof *bundle.piece_first);
+  bundle.input = (gmi_plan_input_t){ .op_count = trace->op_count,
+                                     .window_count = (uint32_t)windows,
+                                     .frame_count = m->frame_count,
+                                     .ops = b.ops,
+                                     .accesses = b.accesses,
+                                     .pieces = b.pieces,
+                                     .piece_windows = b.piece_windows,
+                                     .window_kind = b.kind,
+                                     .window_pinned = b.pinned,
+                                     .window_bytes = atomic_load(&m->window_bytes),
+                                     .placement = m->config.placement,
+                                     .static_param_fraction = m->config.static_param_fraction,
+                                     .static_optim_fraction = m->config.static_optim_fraction };
+  if (!b.ops || !b.accesses || !b.pieces || !b.piece_windows || !b.kind || !b.pinned || !bundle.window_of ||
+      !bundle.piece_first)
+    status = gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory to make a plan");
+  if (!status) {
+    build_accesses(&b, true);
+    build_pieces(&b, bundle.piece_first, true);
+    bundle.input.piece_count = b.piece_count;
+    for (uint32_t i = 0; i < GMI_ARENAS; i++) {
+      gmi_arena_t *a = gmi_arena_at(m, i);
+      for (uint32_t k = 0; a && a->store == i && k < atomic_load(&a->window_count); k++) {
+        bundle.window_of[b.base[i] + k] = &a->windows[k];
+        b.kind[b.base[i] + k] = (uint8_t)a->kind;
+        b.pinned[b.base[i] + k] = a->windows[k].user_pins > 0;
+      }
+    }
+    gmi_plan_bundle_times(m, trace, &bundle);
+    gmi_plan_failure_t failure = { 0 };
+    status = gmi_plan_make(&bundle.input, &bundle.plan, &failure);
+    uint64_t window = bundle.input.window_bytes;
+    if (status == GEMINI_ERR_OOM_DEVICE)
+      gmi_fail(
+          status, 0,
+          "op %s: its chunks and non-model memory need %llu bytes of device memory, %llu more than the %llu there are",
+          failure.op < trace->op_count ? gmi_tracer_name(m, trace->ops[failure.op].name) : "?",
+          (unsigned long long)(failure.need_frames * window),
+          (unsigned long long)((failure.need_frames - failure.have_frames) * window),
+          (unsigned long long)(failure.have_frames * window));
+    else if (status) gmi_fail(status, 0, "no plan could be made: %s", gemini_status_string(status));
+  }
+  bundle.made = status == GEMINI_OK;
+  if (status) gmi_plan_bundle_free(&bundle);
+  else *out = bundle;
+  return status;
+}
+
+void gmi_plan_bundle_free(gmi_plan_bundle_t *bundle) {
+  if (bundle->made) gmi_plan_free(&bundle->plan);
+  free((void *)(uintptr_t)bundle->input.ops);
+  free((void *)(uintptr_t)bundle->input.accesses);
+  free((void *)(uintptr_t)bundle->input.pieces);
+  free((void *)(uintptr_t)bundle->input.piece_windows);
+  free((void *)(uintptr_t)bundle->input.window_kind);
+  free((void *)(uintptr_t)bundle->input.window_pinned);
+  free(bundle->window_of);
+  free(bundle->piece_first);
+  memset(bundle, 0, sizeof *bundle);
+}

@@ -1,0 +1,247 @@
+/* The timeline as Chrome trace events (docs/timeline.md), which ui.perfetto.dev opens.
+ * SPDX-License-Identifier: Apache-2.0 */
+#include "tracer/timeline.h"
+
+#include <errno.h>
+#include <inttypes.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef struct {
+  uint8_t type; /* 'X' a span, 'C' counters */
+  bool known;   /* begin and end are times, not fences */
+  uint16_t lane;
+  uint32_t name; /* of a span: offset in text */
+  uint64_t begin, end;
+  uint64_t values[4]; /* of counters: bytes on device, non-model live, host, file */
+} event_t;
+
+typedef struct gmi_timeline {
+  char *path;
+  event_t *events;
+  uint64_t count, capacity, polled, lost;
+  char *text;
+  uint64_t text_size, text_capacity;
+  uint64_t begun_ns, counters_ns;
+} gmi_timeline_t;
+
+enum { LANE_CALLER = 1, LANE_WAITS = 100, LANE_UPDATES = 101, LANE_STREAMS = 2, EVENTS_LIMIT = 4000000 };
+
+static event_t *add_event(gmi_timeline_t *t) {
+  if (t->count == t->capacity) {
+    uint64_t capacity = t->capacity ? t->capacity * 2 : 4096;
+    event_t *events = capacity <= EVENTS_LIMIT * 2 ? realloc(t->events, capacity * sizeof *events) : NULL;
+    if (!events) {
+      t->lost++;
+      return NULL;
+    }
+    t->events = events;
+    t->capacity = capacity;
+  }
+  event_t *e = &t->events[t->count++];
+  memset(e, 0, sizeof *e);
+  return e;
+}
+
+static uint32_t add_text(gmi_timeline_t *t, const char *kind, const char *name) {
+  size_t need = strlen(kind) + strlen(name) + 3;
+  if (t->text_size + need > t->text_capacity) {
+    uint64_t capacity = t->text_capacity ? t->text_capacity * 2 : 65536;
+    char *text = capacity < UINT32_MAX ? realloc(t->text, capacity) : NULL;
+    if (!text) return 0;
+    t->text = text;
+    t->text_capacity = capacity;
+  }
+  uint32_t at = (uint32_t)t->text_size;
+  t->text_size += (uint64_t)snprintf(t->text + at, need, "%s%c%s", kind, 1, name) + 1;
+  return at;
+}
+
+static void add_span(gmi_manager_t *m, const char *kind, const char *name, uint64_t begin, uint64_t end, bool known,
+                     uint32_t lane) {
+  gmi_timeline_t *t = m->timeline;
+  event_t *e = t ? add_event(t) : NULL;
+  if (!e) return;
+  e->type = 'X';
+  e->known = known;
+  e->begin = begin;
+  e->end = end;
+  e->lane = (uint16_t)lane;
+  e->name = add_text(t, kind, name);
+}
+
+void gmi_timeline_span(gmi_manager_t *m, const char *kind, const char *name, gmi_fence_t begin, gmi_fence_t end) {
+  if (!m->timeline) return;
+  uint32_t lane = LANE_STREAMS + gmi_fence_stream(begin);
+  if (!strcmp(kind, "wait")) lane = LANE_WAITS;
+  add_span(m, kind, name, begin, end, false, lane);
+}
+void gmi_timeline_span_ns(gmi_manager_t *m, const char *kind, const char *name, uint64_t begin_ns, uint64_t end_ns) {
+  if (m->timeline) add_span(m, kind, name, begin_ns, end_ns, true, LANE_CALLER);
+}
+
+void gmi_timeline_copy(gmi_manager_t *m, const gmi_window_t *w, uint32_t link, uint32_t reason, gmi_fence_t begin,
+                       gmi_fence_t end) {
+  static const char *const reasons[] = { "demand", "plan", "pressure", "caller", "update" };
+  if (!m->timeline) return;
+  char name[128];
+  snprintf(name, sizeof name, "%s %u (%s)", gmi_window_arena(m, w)->name, w->index, reasons[reason]);
+  gmi_timeline_span(m, link == GEMINI_LINK_H2D ? "fetch" : "evict", name, begin, end);
+}
+
+void gmi_timeline_counters(gmi_manager_t *m) {
+  gmi_timeline_t *t = m->timeline;
+  if (!t) return;
+  uint64_t now = m->dev->now(m->dev_self);
+  event_t *e = add_event(t);
+  if (!e) return;
+  e->type = 'C';
+  e->known = true;
+  e->begin = now;
+  e->values[0] = (uint64_t)m->frame_used << m->window_shift;
+  e->values[1] = m->heap ? gmi_heap_bytes_used(m->heap) : 0;
+  e->values[2] = m->host_used;
+  e->values[3] = m->file_used;
+}
+
+/* Marks are readable for a while only, so their times are taken as soon as they are reached. */
+static void poll_events(gmi_manager_t *m, bool block) {
+  gmi_timeline_t *t = m->timeline;
+  for (; t->polled < t->count; t->polled++) {
+    event_t *e = &t->events[t->polled];
+    if (e->known) continue;
+    if (!gmi_fence_reached(m, e->end)) {
+      if (!block) return;
+      gmi_fence_sync(m, e->end);
+    }
+    uint64_t begin, end;
+    e->known =
+        m->dev->mark_time(m->dev_self, gmi_fence_stream(e->begin), gmi_fence_mark(e->begin), &begin) == GEMINI_OK &&
+        m->dev->mark_time(m->dev_self, gmi_fence_stream(e->end), gmi_fence_mark(e->end), &end) == GEMINI_OK;
+    if (!e->known) {
+      e->type = 0;
+      t->lost++;
+      continue;
+    }
+    e->begin = begin;
+    e->end = end;
+  }
+}
+void gmi_timeline_poll(gmi_manager_t *m) {
+  if (m->timeline) poll_events(m, false);
+}
+
+static void write_text(FILE *f, const char *text) {
+  for (; *text; text++) {
+    unsigned char c = (unsigned char)*text;
+    if (c == '"' || c == '\\') fputc('\\', f);
+    if (c >= ' ') fputc(c, f);
+    else if (c != 1) fprintf(f, "\\u%04x", c);
+  }
+}
+
+static void write_lane(FILE *f, uint32_t lane, const char *name) {
+  fprintf(f, ",\n{\"ph\":\"M\",\"pid\":1,\"tid\":%u,\"name\":\"thread_name\",\"args\":{\"name\":\"%s\"}}", lane, name);
+}
+
+static gemini_status_t write_file(gmi_manager_t *m) {
+  gmi_timeline_t *t = m->timeline;
+  FILE *f = fopen(t->path, "we");
+  if (!f) return gmi_fail(GEMINI_ERR_IO, errno, "timeline %s: could not open it: %s", t->path, strerror(errno));
+  fprintf(f,
+          "{\"displayTimeUnit\":\"ms\",\"otherData\":{\"library\":\"libgemini %s\",\"lost_events\":\"%" PRIu64
+          "\"},\"traceEvents\":[\n",
+          GEMINI_VERSION_STRING, t->lost);
+  fprintf(f, "{\"ph\":\"M\",\"pid\":1,\"name\":\"process_name\",\"args\":{\"name\":\"libgemini\"}}");
+  write_lane(f, LANE_CALLER, "ops on the caller's thread");
+  write_lane(f, LANE_WAITS, "streams waiting for chunks");
+  for (uint32_t s = 0; s < GMI_DEVICE_MAX_STREAMS; s++) {
+    if (!m->streams[s].open) continue;
+    char name[32];
+    snprintf(name, sizeof name, "stream %u", s);
+    write_lane(f, LANE_STREAMS + s,
+               s == m->copy_in         ? "copies to the device"
+               : s == m->copy_out      ? "copies from the device"
+               : s == m->update_stream ? "updates on the device"
+                                       : name);
+  }
+  for (uint64_t i = 0; i < t->count; i++) {
+    const event_t *e = &t->events[i];
+    double ts = (double)(int64_t)(e->begin - t->begun_ns) * 1e-3;
+    if (e->type == 'X') {
+      const char *text = t->text + e->name;
+      size_t kind = strcspn(text, "\1");
+      fprintf(f, ",\n{\"ph\":\"X\",\"pid\":1,\"tid\":%u,\"ts\":%.3f,\"dur\":%.3f,\"cat\":\"%.*s\",\"name\":\"", e->lane,
+              ts, (double)(e->end - e->begin) * 1e-3, (int)kind, text);
+      write_text(f, text + kind);
+      fprintf(f, "\"}");
+    } else if (e->type == 'C') {
+      fprintf(f,
+              ",\n{\"ph\":\"C\",\"pid\":1,\"ts\":%.3f,\"name\":\"bytes by tier\",\"args\":{\"device\":%" PRIu64
+              ",\"non-model\":%" PRIu64 ",\"host\":%" PRIu64 ",\"file\":%" PRIu64 "}}",
+              ts, e->values[0], e->values[1], e->values[2], e->values[3]);
+    }
+  }
+  fprintf(f, "\n]}\n");
+  bool bad = ferror(f);
+  if (fclose(f) || bad)
+    return gmi_fail(GEMINI_ERR_IO, errno, "timeline %s: could not write it: %s", t->path, strerror(errno));
+  return GEMINI_OK;
+}
+
+void gmi_timeline_close(gmi_manager_t *m) {
+  gmi_timeline_t *t = m->timeline;
+  if (!t) return;
+  free(t->events);
+  free(t->text);
+  free(t->path);
+  free(t);
+  m->timeline = NULL;
+}
+
+gemini_status_t gmi_timeline_finish(gmi_manager_t *m) {
+  gmi_lock(m);
+  poll_events(m, true);
+  gemini_status_t status = write_file(m);
+  gmi_timeline_close(m);
+  gmi_unlock(m);
+  return status;
+}
+
+static gemini_status_t timeline_start(gmi_manager_t *m, const char *path) {
+  if (!path || !*path) return gmi_fail(GEMINI_ERR_INVALID, 0, "path is %s", path ? "empty" : "NULL");
+  if (m->timeline)
+    return gmi_fail(GEMINI_ERR_STATE, 0, "a timeline is being recorded already, to %s", m->timeline->path);
+  gmi_timeline_t *t = calloc(1, sizeof *t);
+  if (t) t->path = strdup(path);
+  FILE *f = t && t->path ? fopen(path, "we") : NULL; /* a place that cannot be written is better known now */
+  int error = errno;
+  if (!f) {
+    bool no_memory = !t || !t->path;
+    if (t) free(t->path);
+    free(t);
+    if (no_memory) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for a timeline");
+    return gmi_fail(GEMINI_ERR_IO, error, "timeline %s: could not open it: %s", path, strerror(error));
+  }
+  fclose(f);
+  t->begun_ns = m->dev->now(m->dev_self);
+  m->timeline = t;
+  return GEMINI_OK;
+}
+gemini_status_t gemini_timeline_start(gemini_manager_t mgr, const char *path) {
+  gmi_manager_t *m = gmi_manager_get(mgr);
+  if (!m) API_RETURN(GEMINI_ERR_HANDLE);
+  gmi_lock(m);
+  gemini_status_t status = timeline_start(m, path);
+  gmi_unlock(m);
+  API_RETURN(status);
+}
+gemini_status_t gemini_timeline_stop(gemini_manager_t mgr) {
+  gmi_manager_t *m = gmi_manager_get(mgr);
+  if (!m) API_RETURN(GEMINI_ERR_HANDLE);
+  gmi_lock(m);
+  bool recording = m->timeline != NULL;
+  gmi_unlock(m);
+  API_RETURN(recording ? gmi_timeline_finish(m) : gmi_fail(GEMINI_ERR_STATE, 0, "no timeline is being recorded"));
+}

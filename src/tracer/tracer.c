@@ -1,0 +1,698 @@
+/* The tracer: iterations, phases and operators; recording, comparing, and carrying out the plan.
+ * SPDX-License-Identifier: Apache-2.0 */
+#include "tracer/tracer.h"
+
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "tracer/timeline.h"
+
+enum { NAME_LIMIT = 127, STALLS_LIMIT = 4096, SETTLE_RUNS = 2 };
+
+typedef struct {
+  gmi_trace_t trace;
+  gmi_plan_bundle_t bundle; /* bundle.made: there is a plan */
+  bool used;
+  bool refused;  /* no plan is possible with the budgets there are */
+  uint64_t runs; /* iterations that did this */
+  uint64_t planned_runs;
+  uint64_t last_used; /* iteration number */
+  uint32_t follower;  /* variant that came after it last time; GMI_NONE */
+  uint32_t reserved;
+} variant_t;
+
+typedef struct { /* an op whose times are still to be read */
+  gmi_fence_t begin, end;
+  uint64_t begin_ns, end_ns; /* on the caller's thread instead of fences */
+  uint64_t stall_ns;
+  uint32_t stall_first, stall_count; /* in stalls */
+} timing_t;
+typedef struct {
+  gmi_fence_t before, after;
+} stall_t;
+
+typedef struct gmi_tracer {
+  pthread_mutex_t touch_lock; /* guards the open op's spans; after the manager's lock */
+  char **names;
+  uint32_t name_count, name_capacity;
+
+  variant_t variants[GMI_VARIANTS];
+  uint32_t active;           /* variant that this iteration follows so far, or GMI_NONE */
+  uint32_t entered;          /* variant whose resident set was put in place last */
+  uint32_t previous;         /* variant of the last complete iteration */
+  bool agrees[GMI_VARIANTS]; /* with this iteration so far */
+  bool departed;
+  uint64_t iteration; /* begun so far */
+  uint64_t begun_ns;
+
+  gmi_trace_t record;  /* this iteration */
+  timing_t *timings;   /* [record.op_capacity] */
+  uint64_t *durations; /* [record.op_capacity] compute_ns, UINT64_MAX when not known */
+  uint32_t timing_capacity, resolved;
+  stall_t stalls[STALLS_LIMIT];
+  uint32_t stall_count;
+  uint32_t updates_checked; /* updates of this iteration */
+
+  bool op_open;
+  uint32_t op_stream;
+  uint32_t op_index;
+  uint64_t predicted_peak; /* of the open op; UINT64_MAX when none was predicted */
+  bool record_lost;        /* memory ran out: this iteration cannot become a variant */
+} gmi_tracer_t;
+
+static variant_t *active_variant(gmi_tracer_t *t) { return t->active == GMI_NONE ? NULL : &t->variants[t->active]; }
+
+/* ---- names */
+uint32_t gmi_tracer_intern(gmi_manager_t *m, const char *name) {
+  gmi_tracer_t *t = m->tracer;
+  for (uint32_t i = 0; i < t->name_count; i++)
+    if (!strcmp(t->names[i], name)) return i;
+  if (t->name_count == t->name_capacity) {
+    uint32_t capacity = t->name_capacity ? t->name_capacity * 2 : 64;
+    char **names = realloc(t->names, capacity * sizeof *names);
+    if (!names) return GMI_NONE;
+    t->names = names;
+    t->name_capacity = capacity;
+  }
+  char *copy = strdup(name);
+  if (!copy) return GMI_NONE;
+  t->names[t->name_count] = copy;
+  return t->name_count++;
+}
+const char *gmi_tracer_name(gmi_manager_t *m, uint32_t name) { return m->tracer->names[name]; }
+
+/* ---- open, close */
+gemini_status_t gmi_tracer_open(gmi_manager_t *m) {
+  gmi_tracer_t *t = calloc(1, sizeof *t);
+  if (!t) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the tracer");
+  pthread_mutex_init(&t->touch_lock, NULL);
+  t->active = t->previous = t->entered = GMI_NONE;
+  m->tracer = t;
+  return GEMINI_OK;
+}
+
+static void variant_clear(variant_t *v) {
+  gmi_trace_free(&v->trace);
+  gmi_plan_bundle_free(&v->bundle);
+  memset(v, 0, sizeof *v);
+  v->follower = GMI_NONE;
+}
+
+void gmi_tracer_close(gmi_manager_t *m) {
+  gmi_tracer_t *t = m->tracer;
+  if (!t) return;
+  for (uint32_t i = 0; i < GMI_VARIANTS; i++) variant_clear(&t->variants[i]);
+  gmi_trace_free(&t->record);
+  free(t->timings);
+  free(t->durations);
+  for (uint32_t i = 0; i < t->name_count; i++) free(t->names[i]);
+  free(t->names);
+  pthread_mutex_destroy(&t->touch_lock);
+  free(t);
+  m->tracer = NULL;
+}
+
+void gmi_tracer_forget(gmi_manager_t *m) {
+  gmi_tracer_t *t = m->tracer;
+  if (!t) return;
+  for (uint32_t i = 0; i < GMI_VARIANTS; i++) variant_clear(&t->variants[i]);
+  t->active = t->previous = t->entered = GMI_NONE;
+  t->record_lost = m->iteration_open;
+  memset(t->agrees, 0, sizeof t->agrees);
+}
+
+/* ---- questions */
+uint32_t gmi_tracer_op_stream(gmi_manager_t *m) {
+  return m->tracer && m->tracer->op_open ? m->tracer->op_stream : GMI_CALLER;
+}
+const char *gmi_tracer_op_name(gmi_manager_t *m) {
+  gmi_tracer_t *t = m->tracer;
+  return t && t->op_open ? t->names[t->record.ops[t->op_index].name] : NULL;
+}
+uint64_t gmi_tracer_next_use(gmi_manager_t *m, const gmi_window_t *w) {
+  uint64_t now = m->tracer->iteration << 32 | m->tracer->op_index;
+  return w->next_use < now ? UINT64_MAX : w->next_use;
+}
+
+/* ---- plans */
+static void publish_plan(gmi_manager_t *m, const variant_t *v) {
+  const gmi_plan_t *p = &v->bundle.plan;
+  uint64_t window = v->bundle.input.window_bytes;
+  m->stats.predicted_step_ns = v->bundle.made ? p->predicted_ns : 0;
+  m->stats.planned_fetch_bytes = v->bundle.made ? p->fetch_count * window : 0;
+  m->stats.planned_evict_bytes = v->bundle.made ? p->evict_dirty_count * window : 0;
+}
+
+static gemini_status_t variant_plan(gmi_manager_t *m, variant_t *v) {
+  gmi_plan_bundle_t bundle;
+  gemini_status_t status = gmi_cut(m);
+  if (!status) status = gmi_plan_bundle_make(m, &v->trace, &bundle);
+  gmi_plan_bundle_free(&v->bundle);
+  v->refused = status != GEMINI_OK;
+  if (m->tracer->entered == (uint32_t)(v - m->tracer->variants)) m->tracer->entered = GMI_NONE;
+  if (status) return status;
+  v->bundle = bundle;
+  m->stats.plans++;
+  publish_plan(m, v);
+  gmi_log(m, GEMINI_LOG_INFO, "plan %llu: %u ops, %llu chunks fetched a step, predicted step %.6f s",
+          (unsigned long long)m->stats.plans, v->trace.op_count, (unsigned long long)bundle.plan.fetch_count,
+          (double)bundle.plan.predicted_ns * 1e-9);
+  return GEMINI_OK;
+}
+
+gemini_status_t gmi_tracer_replan(gmi_manager_t *m) {
+  gmi_tracer_t *t = m->tracer;
+  gemini_status_t status = GEMINI_OK;
+  bool inside = m->iteration_open;
+  for (uint32_t i = 0; i < GMI_VARIANTS; i++) {
+    variant_t *v = &t->variants[i];
+    if (!v->used || !(v->bundle.made || v->refused)) continue;
+    gemini_status_t made = variant_plan(m, v);
+    /* What must work is the step that was run last; another one is refused when it comes. */
+    if (made && (i == t->previous || t->previous == GMI_NONE)) status = made;
+  }
+  if (inside && t->active != GMI_NONE && !t->variants[t->active].bundle.made) t->active = GMI_NONE;
+  return status;
+}
+
+/* Brings the device to where the plan's iteration begins: what the plan does not expect leaves, what it expects comes
+ * into the free frames, in the order of use. */
+static void enter_plan(gmi_manager_t *m, variant_t *v) {
+  gmi_plan_bundle_t *b = &v->bundle;
+  for (uint32_t i = 0; i < b->input.window_count; i++) {
+    gmi_window_t *w = b->window_of[i];
+    uint32_t word = atomic_load(&w->word);
+    if (b->plan.resident_at_start[i] || !(word & GMI_WINDOW_RESIDENT) || (word & GMI_WINDOW_PINS) || w->user_pins)
+      continue;
+    if (gmi_window_evict(m, w, GEMINI_REASON_PLAN)) gmi_log(m, GEMINI_LOG_WARNING, "plan: %s", gmi_fail_message());
+  }
+  uint32_t accesses = b->input.ops[b->input.op_count].access_first;
+  for (uint32_t k = 0; k < accesses; k++) {
+    uint32_t i = b->input.accesses[k].window;
+    if (!b->plan.resident_at_start[i]) continue;
+    if (gmi_window_fetch(m, b->window_of[i], false, GEMINI_REASON_PLAN, 0)) return;
+  }
+  for (uint32_t i = 0; i < b->input.window_count; i++)
+    if (b->plan.resident_at_start[i] && gmi_window_fetch(m, b->window_of[i], false, GEMINI_REASON_PLAN, 0)) return;
+}
+
+/* piece: GMI_NO_PIECE for the op itself. */
+static void plan_fetch(gmi_manager_t *m, variant_t *v, uint32_t op, uint32_t piece) {
+  gmi_plan_bundle_t *b = &v->bundle;
+  for (uint32_t i = b->plan.fetch_first[op]; i < b->plan.fetch_first[op + 1]; i++) {
+    const gmi_plan_move_t *move = &b->plan.fetches[i];
+    if (move->piece != piece) continue;
+    gemini_status_t status = gmi_window_fetch(m, b->window_of[move->window], false, GEMINI_REASON_PLAN, 0);
+    if (status == GEMINI_ERR_OOM_DEVICE) break; /* no frame is free yet: the acquire will fetch it */
+    if (status) gmi_log(m, GEMINI_LOG_WARNING, "planned fetch: %s", gmi_fail_message());
+  }
+}
+
+static void plan_evict(gmi_manager_t *m, variant_t *v, uint32_t op, uint32_t piece) {
+  gmi_plan_bundle_t *b = &v->bundle;
+  for (uint32_t i = b->plan.evict_first[op]; i < b->plan.evict_first[op + 1]; i++) {
+    if (b->plan.evicts[i].piece != piece) continue;
+    gmi_window_t *w = b->window_of[b->plan.evicts[i].window];
+    if ((atomic_load(&w->word) & GMI_WINDOW_PINS) || w->user_pins) continue; /* released later: pressure will find it */
+    if (gmi_window_evict(m, w, GEMINI_REASON_PLAN))
+      gmi_log(m, GEMINI_LOG_WARNING, "planned eviction: %s", gmi_fail_message());
+  }
+}
+
+static variant_t *planned_piece(gmi_manager_t *m, uint32_t index, uint32_t *piece) {
+  variant_t *v = active_variant(m->tracer);
+  if (!v || !v->bundle.made || index >= v->trace.update_count) return NULL;
+  *piece += v->bundle.piece_first[index];
+  return *piece < v->bundle.piece_first[index + 1] ? v : NULL;
+}
+void gmi_tracer_piece_begin(gmi_manager_t *m, uint32_t index, uint32_t piece) {
+  variant_t *v = planned_piece(m, index, &piece);
+  if (v) plan_fetch(m, v, v->bundle.input.pieces[piece].after_op, piece);
+}
+void gmi_tracer_piece_end(gmi_manager_t *m, uint32_t index, uint32_t piece) {
+  variant_t *v = planned_piece(m, index, &piece);
+  if (v) plan_evict(m, v, v->bundle.input.pieces[piece].after_op, piece);
+}
+bool gmi_tracer_piece_on_device(gmi_manager_t *m, uint32_t index, uint32_t piece) {
+  variant_t *v = planned_piece(m, index, &piece);
+  return v && v->bundle.plan.piece_on_device[piece];
+}
+
+static void plan_after_op(gmi_manager_t *m, variant_t *v, uint32_t op) {
+  gmi_plan_bundle_t *b = &v->bundle;
+  gmi_tracer_t *t = m->tracer;
+  for (uint32_t k = b->input.ops[op].access_first; k < b->input.ops[op + 1].access_first; k++) {
+    uint32_t next = b->plan.next_use[k];
+    uint64_t iteration = t->iteration;
+    if (next != UINT32_MAX && next >= b->input.op_count) {
+      next -= b->input.op_count;
+      iteration++;
+    }
+    b->window_of[b->input.accesses[k].window]->next_use = next == UINT32_MAX ? 0 : iteration << 32 | next;
+  }
+  plan_evict(m, v, op, GMI_NO_PIECE);
+}
+
+/* ---- recording */
+static int by_place(const void *a, const void *b) {
+  const gmi_trace_span_t *x = a, *y = b;
+  if (x->arena != y->arena) return x->arena < y->arena ? -1 : 1;
+  if (x->offset != y->offset) return x->offset < y->offset ? -1 : 1;
+  if (x->size != y->size) return x->size < y->size ? -1 : 1;
+  return x->mode < y->mode ? -1 : x->mode > y->mode;
+}
+
+void gmi_tracer_touch(gmi_manager_t *m, uint32_t store, uint64_t offset, uint64_t size, uint32_t mode) {
+  gmi_tracer_t *t = m->tracer;
+  pthread_mutex_lock(&t->touch_lock);
+  if (t->op_open && !t->record_lost) {
+    gmi_trace_span_t *span = gmi_trace_add_span(&t->record);
+    if (span) *span = (gmi_trace_span_t){ store, mode, offset, size };
+    else t->record_lost = true;
+  }
+  pthread_mutex_unlock(&t->touch_lock);
+}
+
+/* One canonical list: sorted, each range once with all its modes. A range both read and written in one op by separate
+ * acquires is read first as far as anybody knows. */
+static void canonical(gmi_trace_t *trace) {
+  gmi_trace_op_t *op = &trace->ops[trace->op_count - 1];
+  gmi_trace_span_t *spans = trace->spans + op->span_first;
+  if (op->span_count > 1) qsort(spans, op->span_count, sizeof *spans, by_place);
+  uint32_t kept = 0;
+  for (uint32_t i = 0; i < op->span_count; i++) {
+    gmi_trace_span_t *last = kept ? &spans[kept - 1] : NULL;
+    if (last && last->arena == spans[i].arena && last->offset == spans[i].offset && last->size == spans[i].size)
+      last->mode |= spans[i].mode;
+    else spans[kept++] = spans[i];
+  }
+  op->span_count = kept;
+  trace->span_count = op->span_first + kept;
+}
+
+static bool same_op(const gmi_trace_t *a, const gmi_trace_t *b, uint32_t i) {
+  const gmi_trace_op_t *x = &a->ops[i], *y = &b->ops[i];
+  return x->name == y->name && x->phase == y->phase && x->nonmodel_peak == y->nonmodel_peak &&
+         x->span_count == y->span_count &&
+         !memcmp(a->spans + x->span_first, b->spans + y->span_first, x->span_count * sizeof *a->spans);
+}
+
+static bool same_update(const gmi_trace_update_t *a, const gmi_trace_update_t *b) { return !memcmp(a, b, sizeof *a); }
+
+/* The active variant no longer fits: the first other one that agrees so far takes over. wants_op: and whose next op
+ * has this name and phase. */
+static void choose_active(gmi_manager_t *m, const gmi_trace_op_t *wants_op) {
+  gmi_tracer_t *t = m->tracer;
+  uint32_t best = GMI_NONE;
+  for (uint32_t i = 0; i < GMI_VARIANTS; i++) {
+    variant_t *v = &t->variants[i];
+    if (!v->used || !t->agrees[i]) continue;
+    if (wants_op) {
+      if (t->op_index >= v->trace.op_count) continue;
+      const gmi_trace_op_t *op = &v->trace.ops[t->op_index];
+      if (op->name != wants_op->name || op->phase != wants_op->phase) continue;
+    }
+    if (best == GMI_NONE || v->last_used > t->variants[best].last_used) best = i;
+  }
+  if (t->active != GMI_NONE && !t->departed) {
+    t->departed = true;
+    m->stats.departures++;
+  }
+  t->active = best;
+  t->entered = GMI_NONE;
+}
+
+static bool timings_reserve(gmi_tracer_t *t, uint32_t count) {
+  if (count <= t->timing_capacity) return true;
+  uint32_t capacity = t->timing_capacity ? t->timing_capacity * 2 : 256;
+  timing_t *timings = realloc(t->timings, capacity * sizeof *timings);
+  if (timings) t->timings = timings;
+  uint64_t *durations = realloc(t->durations, capacity * sizeof *durations);
+  if (durations) t->durations = durations;
+  if (!timings || !durations) return false;
+  t->timing_capacity = capacity;
+  return true;
+}
+
+static bool time_of(gmi_manager_t *m, gmi_fence_t fence, uint64_t *ns_out) {
+  return m->dev->mark_time(m->dev_self, gmi_fence_stream(fence), gmi_fence_mark(fence), ns_out) == GEMINI_OK;
+}
+
+void gmi_tracer_resolve(gmi_manager_t *m, bool block) {
+  gmi_tracer_t *t = m->tracer;
+  uint32_t ended = t->record.op_count - (t->op_open && t->record.op_count ? 1 : 0);
+  for (; t->resolved < ended; t->resolved++) {
+    timing_t *k = &t->timings[t->resolved];
+    if (k->end && !gmi_fence_reached(m, k->end)) {
+      if (!block) return;
+      gmi_fence_sync(m, k->end);
+    }
+    uint64_t begin = k->begin_ns, end = k->end_ns, stall = k->stall_ns;
+    bool known = !k->end || (time_of(m, k->begin, &begin) && time_of(m, k->end, &end));
+    for (uint32_t s = k->stall_first; known && s < k->stall_first + k->stall_count; s++) {
+      uint64_t before, after;
+      known = time_of(m, t->stalls[s].before, &before) && time_of(m, t->stalls[s].after, &after);
+      if (known) stall += after - before;
+    }
+    t->durations[t->resolved] = known ? (end - begin > stall ? end - begin - stall : 1) : UINT64_MAX;
+    if (known) m->stats.stall_ns += stall;
+  }
+}
+
+gemini_status_t gmi_tracer_wait(gmi_manager_t *m, uint32_t stream, gmi_fence_t fence) {
+  gmi_tracer_t *t = m->tracer;
+  if (gmi_fence_reached(m, fence) || (stream != GMI_CALLER && gmi_fence_stream(fence) == stream)) return GEMINI_OK;
+  bool count = t->op_open && t->op_stream == stream && !t->record_lost;
+  timing_t *k = count ? &t->timings[t->op_index] : NULL;
+  if (count && stream == GMI_CALLER) {
+    uint64_t begin = m->dev->now(m->dev_self);
+    gemini_status_t status = gmi_fence_sync(m, fence);
+    k->stall_ns += m->dev->now(m->dev_self) - begin;
+    return status;
+  }
+  stall_t stall;
+  count = count && t->stall_count < STALLS_LIMIT;
+  gemini_status_t status = count ? gmi_fence_now(m, stream, &stall.before) : GEMINI_OK;
+  if (!status) status = gmi_fence_wait(m, stream, fence);
+  if (!status && count) status = gmi_fence_now(m, stream, &stall.after);
+  if (status || !count) return status;
+  if (!k->stall_count++) k->stall_first = t->stall_count;
+  t->stalls[t->stall_count++] = stall;
+  gmi_timeline_span(m, "wait", "wait for chunk", stall.before, stall.after);
+  return GEMINI_OK;
+}
+
+/* ---- brackets */
+static gemini_status_t iteration_begin(gmi_manager_t *m) {
+  gmi_tracer_t *t = m->tracer;
+  if (m->iteration_open) return gmi_fail(GEMINI_ERR_STATE, 0, "an iteration is open already");
+  gemini_status_t status = gmi_cut(m);
+  if (status) return status;
+  uint64_t now = m->dev->now(m->dev_self);
+  if (t->begun_ns) m->stats.measured_step_ns = now - t->begun_ns;
+  t->begun_ns = now;
+  m->iteration_open = true;
+  t->iteration++;
+  t->record.op_count = t->record.span_count = t->record.update_count = 0;
+  t->resolved = t->stall_count = t->op_index = 0;
+  t->departed = t->record_lost = false;
+  for (uint32_t i = 0; i < GMI_VARIANTS; i++) t->agrees[i] = t->variants[i].used;
+  t->active = GMI_NONE;
+  if (t->previous != GMI_NONE) {
+    uint32_t next = t->variants[t->previous].follower;
+    t->active = next != GMI_NONE && t->variants[next].used ? next : t->previous;
+  }
+  variant_t *v = active_variant(t);
+  if (v && v->bundle.made) {
+    publish_plan(m, v);
+    if (t->entered != t->active) enter_plan(m, v);
+    t->entered = t->active;
+  }
+  return GEMINI_OK;
+}
+
+static gemini_status_t op_begin(gmi_manager_t *m, const char *name, gemini_stream_t stream) {
+  gmi_tracer_t *t = m->tracer;
+  if (!m->iteration_open) return gmi_fail(GEMINI_ERR_STATE, 0, "no iteration is open");
+  if (t->op_open) return gmi_fail(GEMINI_ERR_STATE, 0, "operator %s is open already", gmi_tracer_op_name(m));
+  if (!name) return gmi_fail(GEMINI_ERR_INVALID, 0, "name is NULL");
+  size_t length = strnlen(name, NAME_LIMIT + 1);
+  if (!length || length > NAME_LIMIT)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "an operator's name must have 1 to %d bytes", NAME_LIMIT);
+  uint32_t s;
+  gemini_status_t status = gmi_stream_resolve(m, stream, &s);
+  if (status) return status;
+  variant_t *v = active_variant(t);
+  uint32_t id = GMI_NONE;
+  if (v && t->op_index < v->trace.op_count && !strcmp(name, t->names[v->trace.ops[t->op_index].name]))
+    id = v->trace.ops[t->op_index].name;
+  else id = gmi_tracer_intern(m, name);
+  pthread_mutex_lock(&t->touch_lock);
+  gmi_trace_op_t *op = timings_reserve(t, t->record.op_count + 1) ? gmi_trace_add_op(&t->record) : NULL;
+  pthread_mutex_unlock(&t->touch_lock);
+  if (!op || id == GMI_NONE) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory to record operator %s", name);
+  t->op_index = t->record.op_count - 1;
+  op->name = id;
+  op->phase = atomic_load(&m->phase);
+  timing_t *k = &t->timings[t->op_index];
+  memset(k, 0, sizeof *k);
+  if (s == GMI_CALLER) k->begin_ns = m->dev->now(m->dev_self);
+  else status = gmi_fence_now(m, s, &k->begin);
+  if (status) {
+    t->record.op_count--;
+    return status;
+  }
+  if (v && (t->op_index >= v->trace.op_count || v->trace.ops[t->op_index].name != id ||
+            v->trace.ops[t->op_index].phase != op->phase)) {
+    t->agrees[t->active] = false;
+    choose_active(m, op);
+    v = active_variant(t);
+  }
+  t->op_stream = s;
+  m->nonmodel_peak_op = m->heap ? gmi_heap_bytes_used(m->heap) : 0;
+  m->heap_pages_peak_op = m->heap ? (uint32_t)gmi_heap_pages_used(m->heap) : 0;
+  t->predicted_peak = v && v->bundle.made ? v->trace.ops[t->op_index].nonmodel_peak : UINT64_MAX;
+  pthread_mutex_lock(&t->touch_lock);
+  t->op_open = true;
+  pthread_mutex_unlock(&t->touch_lock);
+  atomic_store(&m->op_serial, ++m->op_serial_next);
+  gmi_reap(m);
+  if (v && v->bundle.made) plan_fetch(m, v, t->op_index, GMI_NO_PIECE);
+  return GEMINI_OK;
+}
+
+static gemini_status_t op_end(gmi_manager_t *m) {
+  gmi_tracer_t *t = m->tracer;
+  if (!t->op_open) return gmi_fail(GEMINI_ERR_STATE, 0, "no operator is open");
+  timing_t *k = &t->timings[t->op_index];
+  gemini_status_t status = GEMINI_OK;
+  if (t->op_stream == GMI_CALLER) k->end_ns = m->dev->now(m->dev_self);
+  else status = gmi_fence_now(m, t->op_stream, &k->end);
+  if (status) return status;
+  atomic_store(&m->op_serial, 0);
+  pthread_mutex_lock(&t->touch_lock);
+  t->op_open = false;
+  canonical(&t->record);
+  pthread_mutex_unlock(&t->touch_lock);
+  gmi_trace_op_t *op = &t->record.ops[t->op_index];
+  op->nonmodel_peak = m->nonmodel_peak_op;
+  op->heap_pages = m->heap_pages_peak_op;
+  if (t->predicted_peak != UINT64_MAX) {
+    uint64_t error = t->predicted_peak > op->nonmodel_peak ? t->predicted_peak - op->nonmodel_peak
+                                                           : op->nonmodel_peak - t->predicted_peak;
+    if (error > m->stats.op_peak_error_bytes) m->stats.op_peak_error_bytes = error;
+  }
+  for (uint32_t i = 0; i < GMI_VARIANTS; i++) {
+    gmi_trace_t *other = &t->variants[i].trace;
+    if (t->agrees[i]) t->agrees[i] = t->op_index < other->op_count && same_op(&t->record, other, t->op_index);
+  }
+  if (t->active != GMI_NONE && !t->agrees[t->active]) choose_active(m, NULL);
+  variant_t *v = active_variant(t);
+  if (v && v->bundle.made) plan_after_op(m, v, t->op_index);
+  const char *name = t->names[op->name];
+  if (k->end) gmi_timeline_span(m, "op", name, k->begin, k->end);
+  else gmi_timeline_span_ns(m, "op", name, k->begin_ns, k->end_ns);
+  t->op_index++;
+  gmi_tracer_resolve(m, false);
+  gmi_timeline_poll(m);
+  return GEMINI_OK;
+}
+
+void gmi_tracer_update(gmi_manager_t *m, const gmi_trace_update_t *update, uint32_t *index_out) {
+  gmi_tracer_t *t = m->tracer;
+  *index_out = GMI_NONE;
+  if (!m->iteration_open || !t->record.op_count) return;
+  gmi_trace_update_t *record = gmi_trace_add_update(&t->record);
+  if (!record) {
+    t->record_lost = true;
+    return;
+  }
+  *record = *update;
+  record->after_op = t->record.op_count;
+  uint32_t index = t->record.update_count - 1;
+  for (uint32_t i = 0; i < GMI_VARIANTS; i++) {
+    gmi_trace_t *other = &t->variants[i].trace;
+    if (t->agrees[i]) t->agrees[i] = index < other->update_count && same_update(record, &other->updates[index]);
+  }
+  if (t->active != GMI_NONE && !t->agrees[t->active]) choose_active(m, NULL);
+  *index_out = index;
+}
+
+/* Newest op times into the variant; the first iterations weigh as much as they are, later ones an eighth. */
+static void learn_times(gmi_tracer_t *t, variant_t *v) {
+  for (uint32_t i = 0; i < t->resolved && i < v->trace.op_count; i++) {
+    if (t->durations[i] == UINT64_MAX) continue;
+    gmi_trace_op_t *op = &v->trace.ops[i];
+    if (t->record.ops[i].heap_pages > op->heap_pages) op->heap_pages = t->record.ops[i].heap_pages;
+    op->samples++;
+    int64_t weight = op->samples < 8 ? op->samples : 8;
+    op->compute_ns =
+        (uint64_t)((int64_t)op->compute_ns + ((int64_t)t->durations[i] - (int64_t)op->compute_ns) / weight);
+  }
+}
+
+static uint32_t free_variant(gmi_tracer_t *t) {
+  uint32_t oldest = 0;
+  for (uint32_t i = 0; i < GMI_VARIANTS; i++) {
+    if (!t->variants[i].used) return i;
+    if (t->variants[i].last_used < t->variants[oldest].last_used) oldest = i;
+  }
+  for (uint32_t i = 0; i < GMI_VARIANTS; i++)
+    if (t->variants[i].follower == oldest) t->variants[i].follower = GMI_NONE;
+  if (t->entered == oldest) t->entered = GMI_NONE;
+  if (t->previous == oldest) t->previous = GMI_NONE;
+  variant_clear(&t->variants[oldest]);
+  return oldest;
+}
+
+static void add_variant(gmi_manager_t *m, uint32_t *index_out) {
+  gmi_tracer_t *t = m->tracer;
+  uint32_t index = free_variant(t);
+  variant_t *v = &t->variants[index];
+  variant_clear(v);
+  v->used = true;
+  v->trace = t->record;
+  memset(&t->record, 0, sizeof t->record);
+  for (uint32_t i = 0; i < v->trace.op_count; i++) { /* same number of ops as resolved() saw */
+    v->trace.ops[i].samples = i < t->resolved && t->durations[i] != UINT64_MAX;
+    v->trace.ops[i].compute_ns = v->trace.ops[i].samples ? t->durations[i] : 1;
+  }
+  *index_out = index;
+  (void)m;
+}
+
+static gemini_status_t iteration_end(gmi_manager_t *m) {
+  gmi_tracer_t *t = m->tracer;
+  if (!m->iteration_open) return gmi_fail(GEMINI_ERR_STATE, 0, "no iteration is open");
+  if (t->op_open) return gmi_fail(GEMINI_ERR_STATE, 0, "operator %s is open", gmi_tracer_op_name(m));
+  uint64_t ended = m->stats.iterations + 1;
+  bool warm = ended >= m->config.warmup_iterations;
+  gmi_tracer_resolve(m, ended <= m->config.warmup_iterations || t->active == GMI_NONE);
+  gmi_reap(m);
+  m->iteration_open = false;
+  m->stats.iterations = ended;
+  m->stats.measured_step_ns = m->dev->now(m->dev_self) - t->begun_ns;
+  atomic_store(&m->phase, GEMINI_PHASE_NONE);
+  variant_t *v = active_variant(t);
+  bool whole = v && t->record.op_count == v->trace.op_count && t->record.update_count == v->trace.update_count;
+  uint32_t index = t->active;
+  if (!whole) {
+    if (v && !t->departed) m->stats.departures++;
+    t->entered = GMI_NONE;
+    index = GMI_NONE;
+    for (uint32_t i = 0; i < GMI_VARIANTS; i++) { /* it may be a shorter one that was known */
+      gmi_trace_t *other = &t->variants[i].trace;
+      if (t->variants[i].used && t->agrees[i] && other->op_count == t->record.op_count &&
+          other->update_count == t->record.update_count)
+        index = i;
+    }
+    if (index == GMI_NONE && (t->record_lost || !t->record.op_count)) return GEMINI_OK;
+    if (index == GMI_NONE) add_variant(m, &index);
+    else learn_times(t, &t->variants[index]);
+    v = &t->variants[index];
+  } else {
+    learn_times(t, v);
+    if (v->bundle.made && !t->departed) {
+      m->stats.planned_iterations++;
+      v->planned_runs++;
+    }
+  }
+  v->runs++;
+  v->last_used = t->iteration;
+  if (t->previous != GMI_NONE && t->variants[t->previous].used) t->variants[t->previous].follower = index;
+  t->previous = index;
+  if (!warm) return GEMINI_OK;
+  if (!v->bundle.made && !v->refused) return variant_plan(m, v);
+  /* Times measured under a plan differ from those of warm-up: plan once more with them, then only predict anew. */
+  if (v->bundle.made && whole && v->planned_runs == SETTLE_RUNS) return variant_plan(m, v);
+  if (v->bundle.made && whole && v->planned_runs > SETTLE_RUNS && (v->planned_runs & (v->planned_runs - 1)) == 0) {
+    gmi_plan_bundle_times(m, &v->trace, &v->bundle);
+    if (gmi_plan_simulate(&v->bundle.input, &v->bundle.plan) == GEMINI_OK) publish_plan(m, v);
+  }
+  return GEMINI_OK;
+}
+
+static gemini_status_t phase_set(gmi_manager_t *m, uint32_t phase) {
+  if (phase > GEMINI_PHASE_UPDATE)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "phase is %u, the last one is %d", phase, GEMINI_PHASE_UPDATE);
+  if (m->tracer->op_open) return gmi_fail(GEMINI_ERR_STATE, 0, "operator %s is open", gmi_tracer_op_name(m));
+  atomic_store(&m->phase, phase);
+  return GEMINI_OK;
+}
+
+#define LOCKED(call)                       \
+  gmi_manager_t *m = gmi_manager_get(mgr); \
+  if (!m) API_RETURN(GEMINI_ERR_HANDLE);   \
+  gmi_lock(m);                             \
+  gemini_status_t status = call;           \
+  gmi_unlock(m);                           \
+  API_RETURN(status)
+
+gemini_status_t gemini_iteration_begin(gemini_manager_t mgr) { LOCKED(iteration_begin(m)); }
+gemini_status_t gemini_iteration_end(gemini_manager_t mgr) { LOCKED(iteration_end(m)); }
+gemini_status_t gemini_phase_set(gemini_manager_t mgr, uint32_t phase) { LOCKED(phase_set(m, phase)); }
+gemini_status_t gemini_op_begin(gemini_manager_t mgr, const char *name, gemini_stream_t stream) {
+  LOCKED(op_begin(m, name, stream));
+}
+gemini_status_t gemini_op_end(gemini_manager_t mgr) { LOCKED(op_end(m)); }
+
+/* ---- trace files and the plan in words */
+static gemini_status_t trace_save(gmi_manager_t *m, const char *path) {
+  gmi_tracer_t *t = m->tracer;
+  if (!path) return gmi_fail(GEMINI_ERR_INVALID, 0, "path is NULL");
+  if (t->previous == GMI_NONE) return gmi_fail(GEMINI_ERR_STATE, 0, "no complete iteration has been recorded");
+  return gmi_trace_write(m, &t->variants[t->previous].trace, path);
+}
+gemini_status_t gemini_trace_save(gemini_manager_t mgr, const char *path) { LOCKED(trace_save(m, path)); }
+
+static gemini_status_t trace_load(gmi_manager_t *m, const char *path) {
+  gmi_tracer_t *t = m->tracer;
+  if (!path) return gmi_fail(GEMINI_ERR_INVALID, 0, "path is NULL");
+  if (m->iteration_open) return gmi_fail(GEMINI_ERR_STATE, 0, "an iteration is open");
+  gmi_trace_t trace;
+  gemini_status_t status = gmi_cut(m);
+  if (!status) status = gmi_trace_read(m, &trace, path);
+  if (status) return status;
+  variant_t loaded = { .trace = trace, .used = true, .follower = GMI_NONE };
+  status = gmi_plan_bundle_make(m, &trace, &loaded.bundle);
+  if (status) {
+    gmi_trace_free(&trace);
+    return status;
+  }
+  uint32_t index = free_variant(t);
+  variant_clear(&t->variants[index]);
+  t->variants[index] = loaded;
+  t->previous = index;
+  m->stats.plans++;
+  publish_plan(m, &t->variants[index]);
+  return GEMINI_OK;
+}
+gemini_status_t gemini_trace_load(gemini_manager_t mgr, const char *path) { LOCKED(trace_load(m, path)); }
+
+static gemini_status_t plan_explain(gmi_manager_t *m, char *text_out, uint64_t size_bytes, uint64_t *length_out) {
+  gmi_tracer_t *t = m->tracer;
+  if (!text_out && size_bytes)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "text_out is NULL but size_bytes is %llu", (unsigned long long)size_bytes);
+  variant_t *v = t->previous == GMI_NONE ? NULL : &t->variants[t->previous];
+  uint64_t length;
+  if (!v || !v->bundle.made) {
+    const char *none = v && v->refused
+                           ? "No plan: an operator's working set does not fit; everything is served on demand.\n"
+                           : "No plan yet: everything is served on demand while the first iterations are recorded.\n";
+    length = strlen(none);
+    if (size_bytes) snprintf(text_out, size_bytes, "%s", none);
+  } else {
+    const char **names = calloc(v->trace.op_count + 1, sizeof *names);
+    if (!names) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory to explain the plan");
+    for (uint32_t i = 0; i < v->trace.op_count; i++) names[i] = t->names[v->trace.ops[i].name];
+    length = gmi_plan_explain(&v->bundle.input, &v->bundle.plan, names, text_out, size_bytes);
+    free(names);
+  }
+  if (length_out) *length_out = length;
+  return GEMINI_OK;
+}
+gemini_status_t gemini_plan_explain(gemini_manager_t mgr, char *text_out, uint64_t size_bytes, uint64_t *length_out) {
+  LOCKED(plan_explain(m, text_out, size_bytes, length_out));
+}

@@ -1,0 +1,91 @@
+/* The tracer: what an iteration did, op by op, and whether this one does the same.
+ * SPDX-License-Identifier: Apache-2.0
+ *
+ * It keeps a few *variants*: distinct iterations seen so far (a training step, an evaluation, a longer sequence), each
+ * with its plan. While an iteration runs it is compared with all of them; the active one is the variant whose plan is
+ * being carried out. When the iteration leaves it, another variant that agrees so far takes over; when none does, the
+ * rest is served on demand, and what was recorded becomes a variant with a plan of its own. */
+#ifndef GMI_TRACER_H
+#define GMI_TRACER_H
+
+#include "core/manager.h"
+#include "policy/policy.h"
+
+enum { GMI_VARIANTS = 8, GMI_UPDATE_ARENAS = 8 };
+
+typedef struct gmi_trace_span { /* what an op touches: bytes of the arena that stores them */
+  uint32_t arena, mode;
+  uint64_t offset, size;
+} gmi_trace_span_t;
+
+typedef struct gmi_trace_op {
+  uint32_t name; /* in the tracer's table */
+  uint32_t phase;
+  uint64_t nonmodel_peak; /* bytes live at most while it was open */
+  uint64_t compute_ns;    /* mean over the iterations seen; 0 = not measured yet */
+  uint32_t heap_pages;    /* most pages under live blocks */
+  uint32_t samples;
+  uint32_t span_first, span_count;
+} gmi_trace_op_t;
+
+typedef struct gmi_trace_update {
+  uint32_t after_op; /* ops begun before it */
+  uint32_t arena_count;
+  uint32_t arenas[GMI_UPDATE_ARENAS], modes[GMI_UPDATE_ARENAS];
+  uint64_t first_element, element_count;
+} gmi_trace_update_t;
+
+typedef struct gmi_trace {
+  gmi_trace_op_t *ops;
+  gmi_trace_span_t *spans;
+  gmi_trace_update_t *updates;
+  uint32_t op_count, op_capacity, span_count, span_capacity, update_count, update_capacity;
+} gmi_trace_t;
+
+gemini_status_t gmi_tracer_open(gmi_manager_t *m);
+void gmi_tracer_close(gmi_manager_t *m);
+void gmi_tracer_forget(gmi_manager_t *m);            /* arenas changed: what is known no longer fits */
+gemini_status_t gmi_tracer_replan(gmi_manager_t *m); /* budgets changed */
+
+/* Lock held. */
+uint32_t gmi_tracer_op_stream(gmi_manager_t *m);  /* GMI_CALLER when no op is open, or it runs on the caller */
+const char *gmi_tracer_op_name(gmi_manager_t *m); /* NULL when no op is open */
+uint64_t gmi_tracer_next_use(gmi_manager_t *m, const gmi_window_t *w); /* larger = later; UINT64_MAX = not known */
+void gmi_tracer_update(gmi_manager_t *m, const gmi_trace_update_t *update, uint32_t *index_out);
+/* Shall span number piece of the update number index run on the device? */
+bool gmi_tracer_piece_on_device(gmi_manager_t *m, uint32_t index, uint32_t piece);
+/* Before and after such a span is queued: the plan's moves that belong to it. */
+void gmi_tracer_piece_begin(gmi_manager_t *m, uint32_t index, uint32_t piece);
+void gmi_tracer_piece_end(gmi_manager_t *m, uint32_t index, uint32_t piece);
+void gmi_tracer_resolve(gmi_manager_t *m, bool block); /* reads the times of ops that are done */
+/* Makes stream wait for fence, and counts the wait as a stall of the open op. */
+gemini_status_t gmi_tracer_wait(gmi_manager_t *m, uint32_t stream, gmi_fence_t fence);
+
+/* Any thread, lock held or not: an op touches a range. */
+void gmi_tracer_touch(gmi_manager_t *m, uint32_t store, uint64_t offset, uint64_t size, uint32_t mode);
+
+/* trace_file.c */
+uint32_t gmi_tracer_intern(gmi_manager_t *m, const char *name); /* GMI_NONE: no memory */
+const char *gmi_tracer_name(gmi_manager_t *m, uint32_t name);
+gemini_status_t gmi_trace_write(gmi_manager_t *m, const gmi_trace_t *trace, const char *path);
+gemini_status_t gmi_trace_read(gmi_manager_t *m, gmi_trace_t *trace_out, const char *path);
+void gmi_trace_free(gmi_trace_t *trace);
+gmi_trace_op_t *gmi_trace_add_op(gmi_trace_t *trace);     /* NULL: no memory */
+gmi_trace_span_t *gmi_trace_add_span(gmi_trace_t *trace); /* to the last op */
+gmi_trace_update_t *gmi_trace_add_update(gmi_trace_t *trace);
+
+/* plan_input.c: a trace in the policy's terms */
+typedef struct gmi_plan_bundle {
+  gmi_plan_input_t input;
+  gmi_plan_t plan;
+  gmi_window_t **window_of; /* [input.window_count] */
+  uint32_t *piece_first;    /* [update_count + 1] into pieces */
+  bool made;
+} gmi_plan_bundle_t;
+gemini_status_t gmi_plan_bundle_make(gmi_manager_t *m, const gmi_trace_t *trace, gmi_plan_bundle_t *bundle_out);
+void gmi_plan_bundle_times(gmi_manager_t *m, const gmi_trace_t *trace, gmi_plan_bundle_t *bundle); /* newest figures */
+void gmi_plan_bundle_free(gmi_plan_bundle_t *bundle);
+/* Elements in one span of an update over these arenas: one window of the arena with the smallest elements. */
+uint64_t gmi_piece_elements(gmi_manager_t *m, const uint32_t *arenas, uint32_t arena_count);
+
+#endif

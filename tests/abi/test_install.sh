@@ -1,0 +1,56 @@
+#!/usr/bin/env bash
+# Installs a build, moves the installed tree, then builds and runs consumers against it in every way that is offered.
+#   test_install.sh CMAKE BUILD_DIR CC CXX        SPDX-License-Identifier: Apache-2.0
+set -euo pipefail
+cmake=$1 build=$2 cc=$3 cxx=$4
+here=$(cd "$(dirname "$0")" && pwd)
+version=$(<"$here/../../VERSION")
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+
+fail() { echo "test_install.sh: $*" >&2; exit 1; }
+
+"$cmake" --install "$build" --prefix "$work/installed" >"$work/log" || { cat "$work/log"; fail "cannot install"; }
+# Nothing in it may name the place where it was installed first.
+prefix=$work/elsewhere
+mv "$work/installed" "$prefix"
+headers=$(find "$prefix/include" -type f -printf '%P\n')
+[[ $headers == gemini.h ]] || fail "installed headers are '$headers', want gemini.h alone"
+
+pc=$(find "$prefix" -name gemini.pc)
+export PKG_CONFIG_PATH=${pc%/*}
+have=$(pkg-config --modversion gemini)
+[[ $have == "$version" ]] || fail "gemini.pc says version $have, VERSION says $version"
+libdir=$(pkg-config --variable=libdir gemini)
+soname=$(readelf -d "$libdir/libgemini.so" | sed -n 's/.*(SONAME).*\[\(.*\)\]/\1/p')
+[[ $soname == "libgemini.so.${version%%.*}" ]] || fail "soname is $soname"
+
+# PROGRAM shared|static: does it say the version, and use the library it was meant to use?
+check() {
+  local output needed
+  output=$(LD_LIBRARY_PATH=$libdir "$1") || fail "$1 failed"
+  [[ $output == "gemini $version" ]] || fail "$1 says '$output', want 'gemini $version'"
+  needed=$(readelf -d "$1" | grep -c "NEEDED.*\[$soname\]" || true)
+  [[ $2 == shared && $needed == 1 || $2 == static && $needed == 0 ]] || fail "$1 is not $2"
+}
+
+strict=(-Wall -Wextra -pedantic -Werror)
+read -ra cflags <<<"$(pkg-config --cflags gemini)"
+read -ra shared <<<"$(pkg-config --libs gemini)"
+read -ra static <<<"$(pkg-config --static --libs gemini | sed 's/-lgemini/-Wl,-Bstatic -lgemini -Wl,-Bdynamic/')"
+for kind in shared static; do
+  libs=("${shared[@]}")
+  if [[ $kind == static ]]; then libs=("${static[@]}"); fi
+  "$cc" -std=c99 "${strict[@]}" "${cflags[@]}" "$here/consumer/consumer.c" -o "$work/c_$kind" "${libs[@]}"
+  "$cxx" -std=c++11 "${strict[@]}" "${cflags[@]}" "$here/consumer/consumer.cc" -o "$work/cxx_$kind" "${libs[@]}"
+  check "$work/c_$kind" "$kind"
+  check "$work/cxx_$kind" "$kind"
+done
+
+"$cmake" -S "$here/consumer" -B "$work/consumer" -DCMAKE_PREFIX_PATH="$prefix" -DCMAKE_C_COMPILER="$cc" \
+  -DCMAKE_CXX_COMPILER="$cxx" -DWANT_VERSION="$version" >"$work/log" 2>&1 || { cat "$work/log"; fail "cannot configure"; }
+"$cmake" --build "$work/consumer" >"$work/log" 2>&1 || { cat "$work/log"; fail "cannot build"; }
+for language in c cxx; do
+  check "$work/consumer/${language}_shared" shared
+  check "$work/consumer/${language}_static" static
+done

@@ -1,0 +1,205 @@
+/* Sizes, offsets and values that callers have compiled in, on LP64. A failing line means that a released program
+ * would break: append to structs, never change them. abi.py checks that nothing is left out, and "abi.py update" writes
+ * the entries anew while a version has not been released. SPDX-License-Identifier: Apache-2.0 */
+#include <stddef.h>
+
+#include "gemini.h"
+
+#ifndef __LP64__
+#error "these numbers are of LP64 machines"
+#endif
+
+#ifdef __cplusplus
+#define ASSERT(condition, text) static_assert(condition, text)
+#else
+#define ASSERT(condition, text) _Static_assert(condition, text)
+#endif
+#define SIZE(type, bytes) ASSERT(sizeof(type) == (bytes), "size of " #type)
+#define OFFSET(type, field, bytes) ASSERT(offsetof(type, field) == (bytes), "offset of " #field " in " #type)
+#define VALUE(name, value) ASSERT((name) == (value), "value of " #name)
+
+/* --- entries --- */
+
+SIZE(gemini_error_info_t, 520);
+OFFSET(gemini_error_info_t, struct_size, 0);
+OFFSET(gemini_error_info_t, status, 4);
+OFFSET(gemini_error_info_t, native_code, 8);
+OFFSET(gemini_error_info_t, operation, 16);
+OFFSET(gemini_error_info_t, message, 80);
+
+SIZE(gemini_config_t, 128);
+OFFSET(gemini_config_t, struct_size, 0);
+OFFSET(gemini_config_t, flags, 4);
+OFFSET(gemini_config_t, placement, 8);
+OFFSET(gemini_config_t, device, 12);
+OFFSET(gemini_config_t, device_ordinal, 16);
+OFFSET(gemini_config_t, warmup_iterations, 20);
+OFFSET(gemini_config_t, update_threads, 24);
+OFFSET(gemini_config_t, log_level, 28);
+OFFSET(gemini_config_t, device_bytes, 32);
+OFFSET(gemini_config_t, device_margin_bytes, 40);
+OFFSET(gemini_config_t, host_bytes, 48);
+OFFSET(gemini_config_t, file_bytes, 56);
+OFFSET(gemini_config_t, window_bytes, 64);
+OFFSET(gemini_config_t, static_param_fraction, 72);
+OFFSET(gemini_config_t, static_optim_fraction, 80);
+OFFSET(gemini_config_t, sim_h2d_bytes_per_s, 88);
+OFFSET(gemini_config_t, sim_d2h_bytes_per_s, 96);
+OFFSET(gemini_config_t, file_dir, 104);
+OFFSET(gemini_config_t, log_fn, 112);
+OFFSET(gemini_config_t, log_user, 120);
+
+SIZE(gemini_arena_config_t, 48);
+OFFSET(gemini_arena_config_t, struct_size, 0);
+OFFSET(gemini_arena_config_t, kind, 4);
+OFFSET(gemini_arena_config_t, element_bytes, 8);
+OFFSET(gemini_arena_config_t, flags, 12);
+OFFSET(gemini_arena_config_t, capacity_bytes, 16);
+OFFSET(gemini_arena_config_t, name, 24);
+OFFSET(gemini_arena_config_t, like, 32);
+OFFSET(gemini_arena_config_t, reuse, 40);
+
+SIZE(gemini_arena_info_t, 72);
+OFFSET(gemini_arena_info_t, struct_size, 0);
+OFFSET(gemini_arena_info_t, kind, 4);
+OFFSET(gemini_arena_info_t, base, 8);
+OFFSET(gemini_arena_info_t, size_bytes, 16);
+OFFSET(gemini_arena_info_t, capacity_bytes, 24);
+OFFSET(gemini_arena_info_t, window_bytes, 32);
+OFFSET(gemini_arena_info_t, tier_bytes, 40);
+OFFSET(gemini_arena_info_t, tensor_count, 64);
+
+SIZE(gemini_tensor_info_t, 200);
+OFFSET(gemini_tensor_info_t, struct_size, 0);
+OFFSET(gemini_tensor_info_t, state, 4);
+OFFSET(gemini_tensor_info_t, address, 8);
+OFFSET(gemini_tensor_info_t, size_bytes, 16);
+OFFSET(gemini_tensor_info_t, offset_bytes, 24);
+OFFSET(gemini_tensor_info_t, arena, 32);
+OFFSET(gemini_tensor_info_t, users, 40);
+OFFSET(gemini_tensor_info_t, tier_bytes, 48);
+OFFSET(gemini_tensor_info_t, name, 72);
+
+SIZE(gemini_access_t, 40);
+OFFSET(gemini_access_t, object, 0);
+OFFSET(gemini_access_t, offset_bytes, 8);
+OFFSET(gemini_access_t, size_bytes, 16);
+OFFSET(gemini_access_t, mode, 24);
+OFFSET(gemini_access_t, tier, 28);
+OFFSET(gemini_access_t, ptr, 32);
+
+SIZE(gemini_update_span_t, 104);
+OFFSET(gemini_update_span_t, struct_size, 0);
+OFFSET(gemini_update_span_t, tier, 4);
+OFFSET(gemini_update_span_t, first_element, 8);
+OFFSET(gemini_update_span_t, element_count, 16);
+OFFSET(gemini_update_span_t, stream, 24);
+OFFSET(gemini_update_span_t, arena_count, 32);
+OFFSET(gemini_update_span_t, reserved, 36);
+OFFSET(gemini_update_span_t, ptr, 40);
+
+SIZE(gemini_update_t, 72);
+OFFSET(gemini_update_t, struct_size, 0);
+OFFSET(gemini_update_t, flags, 4);
+OFFSET(gemini_update_t, arenas, 8);
+OFFSET(gemini_update_t, modes, 16);
+OFFSET(gemini_update_t, arena_count, 24);
+OFFSET(gemini_update_t, reserved, 28);
+OFFSET(gemini_update_t, first_element, 32);
+OFFSET(gemini_update_t, element_count, 40);
+OFFSET(gemini_update_t, stream, 48);
+OFFSET(gemini_update_t, fn, 56);
+OFFSET(gemini_update_t, user, 64);
+
+SIZE(gemini_stats_t, 536);
+OFFSET(gemini_stats_t, struct_size, 0);
+OFFSET(gemini_stats_t, reserved, 4);
+OFFSET(gemini_stats_t, budget_bytes, 8);
+OFFSET(gemini_stats_t, used_bytes, 32);
+OFFSET(gemini_stats_t, peak_bytes, 56);
+OFFSET(gemini_stats_t, model_bytes, 80);
+OFFSET(gemini_stats_t, nonmodel_bytes, 88);
+OFFSET(gemini_stats_t, nonmodel_peak_bytes, 96);
+OFFSET(gemini_stats_t, window_bytes, 104);
+OFFSET(gemini_stats_t, moved_bytes, 112);
+OFFSET(gemini_stats_t, moved_chunks, 272);
+OFFSET(gemini_stats_t, acquire_hits, 432);
+OFFSET(gemini_stats_t, acquire_misses, 440);
+OFFSET(gemini_stats_t, stall_ns, 448);
+OFFSET(gemini_stats_t, iterations, 456);
+OFFSET(gemini_stats_t, planned_iterations, 464);
+OFFSET(gemini_stats_t, departures, 472);
+OFFSET(gemini_stats_t, plans, 480);
+OFFSET(gemini_stats_t, predicted_step_ns, 488);
+OFFSET(gemini_stats_t, measured_step_ns, 496);
+OFFSET(gemini_stats_t, planned_fetch_bytes, 504);
+OFFSET(gemini_stats_t, planned_evict_bytes, 512);
+OFFSET(gemini_stats_t, op_peak_error_bytes, 520);
+OFFSET(gemini_stats_t, pending_updates, 528);
+
+VALUE(GEMINI_OK, 0);
+VALUE(GEMINI_ERR_INVALID, -1);
+VALUE(GEMINI_ERR_HANDLE, -2);
+VALUE(GEMINI_ERR_STATE, -3);
+VALUE(GEMINI_ERR_BUSY, -4);
+VALUE(GEMINI_ERR_OOM_DEVICE, -5);
+VALUE(GEMINI_ERR_OOM_HOST, -6);
+VALUE(GEMINI_ERR_OOM_FILE, -7);
+VALUE(GEMINI_ERR_OOM_SYSTEM, -8);
+VALUE(GEMINI_ERR_IO, -9);
+VALUE(GEMINI_ERR_FORMAT, -10);
+VALUE(GEMINI_ERR_NOT_FOUND, -11);
+VALUE(GEMINI_ERR_EXISTS, -12);
+VALUE(GEMINI_ERR_UNSUPPORTED, -13);
+VALUE(GEMINI_ERR_DEVICE, -14);
+VALUE(GEMINI_TIER_DEVICE, 0);
+VALUE(GEMINI_TIER_HOST, 1);
+VALUE(GEMINI_TIER_FILE, 2);
+VALUE(GEMINI_TIER_COUNT, 3);
+VALUE(GEMINI_PLACEMENT_AUTO, 0);
+VALUE(GEMINI_PLACEMENT_CUDA, 1);
+VALUE(GEMINI_PLACEMENT_CPU, 2);
+VALUE(GEMINI_PLACEMENT_STATIC, 3);
+VALUE(GEMINI_DEVICE_SIMULATED, 0);
+VALUE(GEMINI_DEVICE_CUDA, 1);
+VALUE(GEMINI_LOG_ERROR, 1);
+VALUE(GEMINI_LOG_WARNING, 2);
+VALUE(GEMINI_LOG_INFO, 3);
+VALUE(GEMINI_LOG_DEBUG, 4);
+VALUE(GEMINI_CONFIG_STRICT, 1);
+VALUE(GEMINI_KIND_PARAM, 0);
+VALUE(GEMINI_KIND_GRAD, 1);
+VALUE(GEMINI_KIND_MASTER, 2);
+VALUE(GEMINI_KIND_MOMENTUM, 3);
+VALUE(GEMINI_KIND_VARIANCE, 4);
+VALUE(GEMINI_KIND_OTHER, 5);
+VALUE(GEMINI_STATE_FREE, 0);
+VALUE(GEMINI_STATE_HOLD, 1);
+VALUE(GEMINI_STATE_HOLD_AFTER_FWD, 2);
+VALUE(GEMINI_STATE_HOLD_AFTER_BWD, 3);
+VALUE(GEMINI_STATE_COMPUTE, 4);
+VALUE(GEMINI_STATE_READY_FOR_REDUCE, 5);
+VALUE(GEMINI_STATE_COUNT, 6);
+VALUE(GEMINI_PHASE_NONE, 0);
+VALUE(GEMINI_PHASE_FORWARD, 1);
+VALUE(GEMINI_PHASE_BACKWARD, 2);
+VALUE(GEMINI_PHASE_UPDATE, 3);
+VALUE(GEMINI_READ, 1);
+VALUE(GEMINI_WRITE, 2);
+VALUE(GEMINI_READ_WRITE, 3);
+VALUE(GEMINI_DTYPE_F32, 0);
+VALUE(GEMINI_DTYPE_BF16, 1);
+VALUE(GEMINI_DTYPE_F16, 2);
+VALUE(GEMINI_DTYPE_F64, 3);
+VALUE(GEMINI_UPDATE_LATE, 1);
+VALUE(GEMINI_LINK_H2D, 0);
+VALUE(GEMINI_LINK_D2H, 1);
+VALUE(GEMINI_LINK_H2F, 2);
+VALUE(GEMINI_LINK_F2H, 3);
+VALUE(GEMINI_LINK_COUNT, 4);
+VALUE(GEMINI_REASON_DEMAND, 0);
+VALUE(GEMINI_REASON_PLAN, 1);
+VALUE(GEMINI_REASON_PRESSURE, 2);
+VALUE(GEMINI_REASON_CALLER, 3);
+VALUE(GEMINI_REASON_UPDATE, 4);
+VALUE(GEMINI_REASON_COUNT, 5);

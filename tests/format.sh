@@ -1,0 +1,59 @@
+#!/usr/bin/env bash
+# Formats every C and C++ file with the pinned clang-format. tests/format.sh [--check] [FILE...]
+# --check changes nothing and fails when a file would change. SPDX-License-Identifier: Apache-2.0
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+check=0
+if [[ ${1:-} == --check ]]; then check=1; shift; fi
+
+tool=${GEMINI_CLANG_FORMAT:-build/venv/bin/clang-format}
+want=$(sed -n 's/^clang-format==//p' tests/requirements.txt)
+if [[ ! -x $tool ]]; then
+  echo "format.sh: $tool: no such program, run tests/setup.sh --test first" >&2
+  exit 1
+fi
+have=$("$tool" --version | sed -n 's/.*version \([0-9.]*\).*/\1/p')
+if [[ $have != "$want" ]]; then
+  echo "format.sh: $tool: version is $have, tests/requirements.txt wants $want" >&2
+  exit 1
+fi
+
+files=("$@")
+if ((${#files[@]} == 0)); then
+  # gemini.h.in is named by itself: its ending says nothing to the tool.
+  mapfile -t files < <(find include src tests bench \( -name '*.[ch]' -o -name '*.cc' -o -name '*.h.in' \) -type f | sort)
+fi
+if ((${#files[@]} == 0)); then
+  echo "format.sh: found no file to format" >&2
+  exit 1
+fi
+
+# @NAME@ of a template is made a plain identifier while the tool looks at it.
+formatted() {
+  if [[ $1 == *.in ]]; then
+    local name=${1##*/}
+    sed 's/@\([A-Z_]*\)@/AT_\1_AT/g' "$1" | "$tool" --style=file --assume-filename="$(dirname "$1")/${name%.in}" |
+      sed 's/AT_\([A-Z_]*\)_AT/@\1@/g'
+  else
+    "$tool" --style=file "$1"
+  fi
+}
+
+result=$(mktemp)
+trap 'rm -f "$result"' EXIT
+failed=0
+for file in "${files[@]}"; do
+  formatted "$file" >"$result"
+  cmp -s "$file" "$result" && continue
+  if ((check)); then
+    echo "format.sh: $file is not formatted:" >&2
+    diff -u "$file" "$result" | head -n 20 >&2 || true
+    failed=1
+  else
+    cat "$result" >"$file"
+    echo "formatted $file"
+  fi
+done
+if ((check && !failed)); then echo "${#files[@]} files are formatted"; fi
+exit "$failed"

@@ -1,0 +1,133 @@
+/* The fewest fetches an iteration, as choosing the most arcs on a ring. Shares no code with the planner; the unit test
+ * of the policy proves it by exhaustive search on small instances.
+ * SPDX-License-Identifier: Apache-2.0
+ *
+ * Between two uses of a window that nothing forces it to leave for, it may stay on the device: an arc over the steps
+ * between. Every use that reads and is not at the end of a chosen arc is a fetch. Arcs are chosen as Belady's rule
+ * chooses: the one that ends first, if it fits. On a line that is optimal. On a ring, chosen arcs run into the next
+ * lap; so laps are repeated, k arcs in each, the arcs that enter a lap being those that left the one before, until a
+ * lap leaves what entered it (then its k arcs fit on the ring), or k do not fit (then they never do, because ends only
+ * move outward from lap to lap). U. Adamy et al., "Call control in rings", Algorithmica 47(3), 2007. */
+#include "min_fetch.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+typedef struct arc {
+  int64_t begin, end; /* steps of the uses; end counts on through the next lap; the steps strictly between are taken */
+} arc_t;
+
+static int by_end(const void *a, const void *b) {
+  const arc_t *x = a, *y = b;
+  if (x->end != y->end) return x->end < y->end ? -1 : 1;
+  return x->begin > y->begin ? -1 : x->begin < y->begin; /* of two that end together the shorter */
+}
+
+typedef struct ring {
+  int64_t steps;
+  int64_t *spare;   /* [steps] frames beside the step's own windows */
+  int64_t *entered; /* [steps] arcs over the step that the lap before left */
+  int64_t *taken;   /* [2 * steps] arcs over the step, of this lap and into the next */
+  arc_t *arcs;
+  uint64_t arc_count;
+} ring_t;
+
+static int can_keep(ring_t *r, uint64_t k) {
+  size_t lap_bytes = (size_t)r->steps * sizeof(int64_t);
+  memset(r->entered, 0, lap_bytes);
+  for (;;) {
+    uint64_t chosen = 0;
+    memcpy(r->taken, r->entered, lap_bytes);
+    memset(r->taken + r->steps, 0, lap_bytes);
+    for (uint64_t a = 0; a < r->arc_count && chosen < k; a++) {
+      int fits = 1;
+      for (int64_t j = r->arcs[a].begin + 1; fits && j < r->arcs[a].end; j++)
+        fits = r->taken[j] < r->spare[j % r->steps];
+      if (!fits) continue;
+      for (int64_t j = r->arcs[a].begin + 1; j < r->arcs[a].end; j++) r->taken[j]++;
+      chosen++;
+    }
+    if (chosen < k) return 0;
+    if (memcmp(r->entered, r->taken + r->steps, lap_bytes) == 0) return 1;
+    memcpy(r->entered, r->taken + r->steps, lap_bytes);
+  }
+}
+
+enum { USED = 1, FRESH = 2, LEAVES = 4 };
+
+uint64_t min_fetch(const gmi_plan_input_t *input, const uint8_t *piece_on_device) {
+  uint64_t windows = input->window_count, steps = 0, uses = 0, fetches = UINT64_MAX, pinned = 0;
+  for (uint32_t op = 0; op < input->op_count; op++) {
+    steps++;
+    for (uint32_t p = 0; p < input->piece_count; p++) steps += input->pieces[p].after_op == op && piece_on_device[p];
+  }
+  /* What each step does with each window. */
+  uint8_t *table = calloc(steps * windows + 1, 1);
+  ring_t r = { .steps = (int64_t)steps };
+  r.spare = calloc(steps + 1, sizeof *r.spare);
+  r.entered = calloc(steps + 1, sizeof *r.entered);
+  r.taken = calloc(2 * steps + 1, sizeof *r.taken);
+  if (table == NULL || r.spare == NULL || r.entered == NULL || r.taken == NULL) goto end;
+  for (uint64_t w = 0; w < windows; w++) pinned += input->window_pinned != NULL && input->window_pinned[w];
+  uint64_t step = 0;
+  for (uint32_t op = 0; op < input->op_count; op++) {
+    int64_t frames = (int64_t)input->frame_count - input->ops[op].heap_frames - (int64_t)pinned;
+    for (uint32_t x = input->ops[op].access_first; x < input->ops[op + 1].access_first; x++)
+      table[step * windows + input->accesses[x].window] |=
+          (input->accesses[x].mode & GMI_ACCESS_FRESH) != 0 ? USED | FRESH : USED;
+    r.spare[step++] = frames;
+    for (uint32_t p = 0; p < input->piece_count; p++) {
+      if (input->pieces[p].after_op != op || !piece_on_device[p]) continue;
+      for (uint32_t i = input->pieces[p].window_first; i < input->pieces[p + 1].window_first; i++)
+        table[step * windows + input->piece_windows[i]] |= USED;
+      r.spare[step++] = frames;
+    }
+    for (uint32_t p = 0; p < input->piece_count; p++) {
+      if (input->pieces[p].after_op != op || piece_on_device[p]) continue;
+      for (uint32_t i = input->pieces[p].window_first; i < input->pieces[p + 1].window_first; i++)
+        table[(step - 1) * windows + input->piece_windows[i]] |= LEAVES;
+    }
+  }
+  for (uint64_t w = 0; w < windows; w++) {
+    for (uint64_t j = 0; j < steps; j++) {
+      if (input->window_pinned != NULL && input->window_pinned[w]) table[j * windows + w] = 0;
+      if ((table[j * windows + w] & USED) != 0) r.spare[j]--, uses++;
+    }
+  }
+  for (uint64_t j = 0; j < steps; j++)
+    if (r.spare[j] < 0) goto end;
+
+  r.arcs = malloc(uses * sizeof *r.arcs + 1);
+  if (r.arcs == NULL) goto end;
+  uint64_t reads = 0;
+  for (uint64_t w = 0; w < windows; w++) {
+    for (uint64_t j = 0; j < steps; j++) {
+      if ((table[j * windows + w] & USED) == 0) continue;
+      reads += (table[j * windows + w] & FRESH) == 0;
+      /* Walk to the next use; a host piece on the way, or right behind this use, makes the window leave. */
+      uint64_t at = j;
+      int leaves = 0;
+      do {
+        leaves = leaves || (table[at % steps * windows + w] & LEAVES) != 0;
+        at++;
+      } while ((table[at % steps * windows + w] & USED) == 0);
+      if (leaves || (table[at % steps * windows + w] & FRESH) != 0) continue;
+      r.arcs[r.arc_count++] = (arc_t){ (int64_t)j, (int64_t)at };
+    }
+  }
+  qsort(r.arcs, r.arc_count, sizeof *r.arcs, by_end);
+  uint64_t low = 0, high = r.arc_count;
+  while (low < high) {
+    uint64_t middle = low + (high - low + 1) / 2;
+    if (can_keep(&r, middle)) low = middle;
+    else high = middle - 1;
+  }
+  fetches = reads - low;
+end:
+  free(table);
+  free(r.spare);
+  free(r.entered);
+  free(r.taken);
+  free(r.arcs);
+  return fetches;
+}

@@ -1,0 +1,51 @@
+#!/usr/bin/env bash
+# Sets up, builds and tests, lane by lane; every lane runs, then any failure fails. SPDX-License-Identifier: Apache-2.0
+#   tests/run.sh [--lane release|asan|tsan]...
+# release: build/test, all tests with the library's own checks. asan: build/asan, address and undefined-behaviour
+# sanitizers. tsan: build/tsan, thread sanitizer. GEMINI_STRESS_STEPS sets the length of stress tests in every lane.
+set -uo pipefail
+cd "$(dirname "$0")/.." || exit 1
+
+lanes=()
+while (($#)); do
+  case $1 in
+    --lane)
+      case ${2:-} in
+        release | asan | tsan) lanes+=("$2"); shift 2 ;;
+        *) echo "run.sh: --lane ${2:-}: want release, asan or tsan" >&2; exit 2 ;;
+      esac ;;
+    --help) sed -n '2,5s/^# \{0,1\}//p' "$0"; exit 0 ;;
+    *) echo "run.sh: $1: unknown option, want --lane" >&2; exit 2 ;;
+  esac
+done
+((${#lanes[@]})) || lanes=(release asan tsan)
+
+tests/setup.sh --test || exit 1
+
+lane() {
+  local name=$1 build
+  local options=(-G Ninja -DCMAKE_BUILD_TYPE=Release -DGEMINI_TESTS=ON -DGEMINI_CHECK=ON)
+  case $name in
+    release) build=build/test; options+=(-DGEMINI_BENCH=ON) ;;
+    # A BLAS that the thread sanitizer has not seen compiled looks full of races to it.
+    asan) build=build/asan; options+=(-DGEMINI_SANITIZE=address,undefined -DGEMINI_BENCH=ON) ;;
+    tsan) build=build/tsan; options+=(-DGEMINI_SANITIZE=thread -DGEMINI_BENCH=OFF) ;;
+  esac
+  echo "run.sh: lane $name in $build"
+  cmake -S . -B "$build" "${options[@]}" && cmake --build "$build" &&
+    ctest --test-dir "$build" --no-tests=error --output-on-failure -j2
+}
+
+# Lengths that suit two cores; the lanes' share of the slowdown is in them.
+steps_of() {
+  case $1 in release) echo 2000 ;; asan) echo 300 ;; tsan) echo 150 ;; esac
+}
+
+failed=()
+for name in "${lanes[@]}"; do
+  GEMINI_STRESS_STEPS=${GEMINI_STRESS_STEPS:-$(steps_of "$name")} lane "$name" || failed+=("$name")
+done
+if ((${#failed[@]})); then
+  echo "run.sh: failed lanes: ${failed[*]}" >&2
+  exit 1
+fi

@@ -1,0 +1,50 @@
+#!/usr/bin/env bash
+# Installs what building needs on Debian and Ubuntu; only what is missing. SPDX-License-Identifier: Apache-2.0
+#   tests/setup.sh --bench   compiler, CMake, BLAS
+#   tests/setup.sh --test    the same, Doxygen, and the tools of tests/requirements.txt in build/venv (default)
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+packages=(gcc g++ make cmake ninja-build pkg-config python3 python3-venv libopenblas-dev)
+case ${1:---test} in
+  --bench) tools=0 ;;
+  --test) tools=1; packages+=(doxygen) ;;
+  *) echo "setup.sh: $1: unknown option, want --bench or --test" >&2; exit 2 ;;
+esac
+
+if ! command -v dpkg-query >/dev/null; then
+  echo "setup.sh: this is not Debian or Ubuntu; please install the counterparts of: ${packages[*]}" >&2
+  exit 1
+fi
+missing=()
+for package in "${packages[@]}"; do
+  status=$(dpkg-query -W -f '${db:Status-Status}\n' "$package" 2>/dev/null || true)
+  [[ $status == *installed* && $status != *not-installed* ]] || missing+=("$package")
+done
+if ((${#missing[@]})); then
+  as_root=()
+  if ((EUID != 0)); then
+    if ! command -v sudo >/dev/null; then
+      echo "setup.sh: neither root nor sudo; as root, run: apt-get install ${missing[*]}" >&2
+      exit 1
+    fi
+    as_root=(sudo)
+  fi
+  echo "setup.sh: installing ${missing[*]}"
+  # Another apt may hold the lock on a fresh machine; wait for it.
+  apt=("${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get -q -o DPkg::Lock::Timeout=600)
+  "${apt[@]}" update
+  "${apt[@]}" install -y --no-install-recommends "${missing[@]}"
+fi
+
+if ((tools)); then
+  stamp=build/venv/requirements.txt
+  # The stamp says for which list the environment was made; a venv that was moved or half made is made anew.
+  if ! cmp -s tests/requirements.txt "$stamp" || ! build/venv/bin/clang-format --version >/dev/null 2>&1; then
+    echo "setup.sh: installing $(grep -v '^#' tests/requirements.txt | xargs) into build/venv"
+    rm -rf build/venv
+    python3 -m venv build/venv
+    build/venv/bin/pip install --quiet --disable-pip-version-check -r tests/requirements.txt
+    cp tests/requirements.txt "$stamp"
+  fi
+fi

@@ -1,0 +1,960 @@
+/* Tests of the policy: plans against an independent optimum, a checker that replays plans, timelines by hand.
+ * SPDX-License-Identifier: Apache-2.0 */
+#define _GNU_SOURCE
+#include <unistd.h>
+
+#include "check.h"
+#include "min_fetch.h"
+#include "policy/policy.h"
+
+/* ---- instances ---- */
+
+#define MAX_OPS 48
+#define MAX_WINDOWS 40
+#define MAX_PIECES 24
+#define MAX_ACCESSES (MAX_OPS * MAX_WINDOWS)
+#define MAX_PIECE_WINDOWS (MAX_PIECES * 6)
+
+typedef struct instance {
+  gmi_plan_input_t input;
+  gmi_plan_op_t ops[MAX_OPS + 1];
+  gmi_plan_access_t accesses[MAX_ACCESSES];
+  gmi_plan_piece_t pieces[MAX_PIECES + 1];
+  uint32_t piece_windows[MAX_PIECE_WINDOWS];
+  uint8_t kind[MAX_WINDOWS], pinned[MAX_WINDOWS];
+} instance_t;
+
+static void instance_begin(instance_t *i, uint32_t windows, uint32_t frames, uint64_t fetch_ns, uint64_t evict_ns) {
+  memset(i, 0, sizeof *i);
+  i->input.window_count = windows;
+  i->input.frame_count = frames;
+  i->input.ops = i->ops;
+  i->input.accesses = i->accesses;
+  i->input.pieces = i->pieces;
+  i->input.piece_windows = i->piece_windows;
+  i->input.window_kind = i->kind;
+  i->input.window_pinned = i->pinned;
+  i->input.window_bytes = 2097152;
+  i->input.fetch_ns = fetch_ns;
+  i->input.evict_ns = evict_ns;
+  i->input.placement = GEMINI_PLACEMENT_CUDA;
+}
+static void add_op(instance_t *i, uint64_t compute_ns, uint32_t heap_frames) {
+  CHECK(i->input.op_count < MAX_OPS);
+  gmi_plan_op_t *op = &i->ops[i->input.op_count++];
+  op->compute_ns = compute_ns;
+  op->heap_frames = heap_frames;
+  op[1].access_first = op->access_first;
+}
+/* To the last op; in ascending order of window. */
+static void add_access(instance_t *i, uint32_t window, uint32_t mode) {
+  uint32_t *end = &i->ops[i->input.op_count].access_first;
+  CHECK(*end < MAX_ACCESSES);
+  i->accesses[*end].window = window;
+  i->accesses[(*end)++].mode = mode;
+}
+static void add_piece(instance_t *i, uint32_t after_op, uint64_t host_ns, uint64_t device_ns) {
+  CHECK(i->input.piece_count < MAX_PIECES);
+  gmi_plan_piece_t *piece = &i->pieces[i->input.piece_count++];
+  piece->after_op = after_op;
+  piece->host_ns = host_ns;
+  piece->device_ns = device_ns;
+  piece[1].window_first = piece->window_first;
+}
+/* Shared windows come first. */
+static void add_piece_window(instance_t *i, uint32_t window, bool shared) {
+  gmi_plan_piece_t *piece = &i->pieces[i->input.piece_count - 1];
+  i->piece_windows[piece[1].window_first++] = window;
+  if (shared) piece->shared_count++;
+}
+
+static uint32_t below(uint64_t *seed, uint32_t limit) { return (uint32_t)(check_random(seed) % limit); }
+
+typedef struct shape {
+  uint32_t ops, windows, pieces, per_op, heap, pin_one_in, fresh_one_in; /* the last two: 0 = none */
+} shape_t;
+
+/* Random, but such that every op fits. slack: frames above what the largest op needs, at most. */
+static void instance_random(instance_t *i, uint64_t *seed, const shape_t *shape, uint32_t slack) {
+  uint32_t windows = 1 + below(seed, shape->windows), ops = 1 + below(seed, shape->ops), need = 0, pinned = 0;
+  instance_begin(i, windows, 0, 1 + below(seed, 200), 1 + below(seed, 200));
+  for (uint32_t w = 0; w < windows; w++) {
+    i->pinned[w] = shape->pin_one_in > 0 && below(seed, shape->pin_one_in) == 0;
+    pinned += i->pinned[w];
+    i->kind[w] = (uint8_t)below(seed, 6);
+  }
+  for (uint32_t op = 0; op < ops; op++) {
+    uint32_t heap = shape->heap > 0 ? below(seed, shape->heap + 1) : 0, used = 0;
+    add_op(i, below(seed, 500), heap);
+    uint32_t wanted = below(seed, shape->per_op + 1);
+    for (uint32_t w = 0; w < windows; w++) {
+      if (below(seed, windows) >= wanted) continue;
+      uint32_t mode = 1 + below(seed, 3);
+      if (shape->fresh_one_in > 0 && below(seed, shape->fresh_one_in) == 0) mode = GMI_ACCESS_WRITE | GMI_ACCESS_FRESH;
+      add_access(i, w, mode);
+      used += !i->pinned[w];
+    }
+    if (used + pinned + heap > need) need = used + pinned + heap;
+  }
+  uint32_t pieces = shape->pieces > 0 ? below(seed, shape->pieces + 1) : 0;
+  for (uint32_t p = 0; p < pieces; p++) {
+    add_piece(i, below(seed, ops), below(seed, 300), below(seed, 100));
+    uint32_t window = below(seed, windows), count = 1 + below(seed, windows < 5 ? windows : 5),
+             shared = below(seed, count + 1);
+    for (uint32_t w = 0; w < count; w++) add_piece_window(i, (window + w) % windows, w < shared);
+  }
+  i->input.frame_count = need + (slack > 0 ? below(seed, slack + 1) : 0);
+  i->input.static_param_fraction = 0.25 * below(seed, 5);
+  i->input.static_optim_fraction = 0.25 * below(seed, 5);
+}
+
+/* A training step: forward, backward over layers of windows; each layer's update after its backward op or at the end.
+ * Gradients take the parameters' windows. Always the same for the same numbers. */
+static void instance_training(instance_t *i, uint32_t layers, uint32_t frames, bool update_at_end) {
+  instance_begin(i, 4 * layers, frames, 100, 100);
+  for (uint32_t l = 0; l < layers; l++) {
+    i->kind[l] = GEMINI_KIND_PARAM;
+    for (uint32_t k = 1; k < 4; k++) i->kind[layers * k + l] = (uint8_t)(GEMINI_KIND_GRAD + k);
+    add_op(i, 150, 0);
+    add_access(i, l, GMI_ACCESS_READ);
+  }
+  for (uint32_t l = layers; l-- > 0;) {
+    add_op(i, 300, 0);
+    add_access(i, l, GMI_ACCESS_READ | GMI_ACCESS_WRITE);
+  }
+  for (uint32_t l = 0; l < layers; l++) {
+    add_piece(i, update_at_end ? 2 * layers - 1 : 2 * layers - 1 - l, 120, 10);
+    add_piece_window(i, l, true);
+    for (uint32_t k = 1; k < 4; k++) add_piece_window(i, layers * k + l, false);
+  }
+}
+
+/* ---- the checker ---- */
+
+typedef struct step {
+  uint32_t op, piece;
+} step_t;
+
+static uint32_t list_steps(const gmi_plan_input_t *in, const gmi_plan_t *plan, step_t *steps) {
+  uint32_t count = 0;
+  for (uint32_t op = 0; op < in->op_count; op++) {
+    steps[count++] = (step_t){ op, GMI_NO_PIECE };
+    for (uint32_t p = 0; p < in->piece_count; p++)
+      if (in->pieces[p].after_op == op && plan->piece_on_device[p]) steps[count++] = (step_t){ op, p };
+  }
+  return count;
+}
+static uint32_t find_step(const step_t *steps, uint32_t count, uint32_t op, uint32_t piece) {
+  for (uint32_t j = 0; j < count; j++)
+    if (steps[j].op == op && steps[j].piece == piece) return j;
+  CHECK(!"a move names a step that there is");
+  return 0;
+}
+/* 0: the step does not use the window; else GMI_ACCESS_*. */
+static uint32_t step_mode(const gmi_plan_input_t *in, step_t step, uint32_t window) {
+  if (step.piece != GMI_NO_PIECE) {
+    for (uint32_t k = in->pieces[step.piece].window_first; k < in->pieces[step.piece + 1].window_first; k++)
+      if (in->piece_windows[k] == window) return GMI_ACCESS_READ | GMI_ACCESS_WRITE;
+    return 0;
+  }
+  for (uint32_t x = in->ops[step.op].access_first; x < in->ops[step.op + 1].access_first; x++)
+    if (in->accesses[x].window == window) return in->accesses[x].mode;
+  return 0;
+}
+static bool is_pinned(const gmi_plan_input_t *in, uint32_t w) {
+  return in->window_pinned != NULL && in->window_pinned[w];
+}
+/* Does a host piece take this window right behind this step? */
+static bool is_taken(const gmi_plan_input_t *in, const gmi_plan_t *plan, const step_t *steps, uint32_t count,
+                     uint32_t j, uint32_t window) {
+  if (j + 1 < count && steps[j + 1].op == steps[j].op) return false;
+  for (uint32_t p = 0; p < in->piece_count; p++) {
+    if (plan->piece_on_device[p] || in->pieces[p].after_op != steps[j].op) continue;
+    for (uint32_t k = in->pieces[p].window_first; k < in->pieces[p + 1].window_first; k++)
+      if (in->piece_windows[k] == window) return true;
+  }
+  return false;
+}
+
+static void check_shape(const gmi_plan_input_t *in, const gmi_plan_t *plan, const step_t *steps, uint32_t count) {
+  CHECK_EQ(plan->op_count, in->op_count);
+  CHECK_EQ(plan->window_count, in->window_count);
+  CHECK_EQ(plan->piece_count, in->piece_count);
+  CHECK_EQ(plan->fetch_first[0], 0);
+  CHECK_EQ(plan->evict_first[0], 0);
+  CHECK_EQ(plan->fetch_first[in->op_count], plan->fetch_count);
+  int64_t before = -1, first_use = -1, last_use = -1;
+  for (uint32_t op = 0; op < in->op_count; op++) {
+    CHECK(plan->fetch_first[op] <= plan->fetch_first[op + 1]);
+    CHECK(plan->evict_first[op] <= plan->evict_first[op + 1]);
+    for (uint32_t f = plan->fetch_first[op]; f < plan->fetch_first[op + 1]; f++) {
+      const gmi_plan_move_t *move = &plan->fetches[f];
+      CHECK_EQ(move->op, op);
+      CHECK_EQ(move->flags, 0);
+      int64_t at = find_step(steps, count, op, move->piece),
+              use = find_step(steps, count, move->use_op, move->use_piece);
+      CHECK(at >= before); /* in order of issue */
+      before = at;
+      if (use < at) use += count;
+      CHECK(use >= last_use); /* and of need, the wrap included */
+      if (first_use < 0) first_use = use;
+      last_use = use;
+      CHECK(use < first_use + count || (use == first_use + count));
+      CHECK(step_mode(in, steps[use % count], move->window) != 0);
+      for (int64_t j = at; j < use; j++) CHECK_EQ(step_mode(in, steps[j % count], move->window), 0);
+    }
+  }
+  uint64_t dirty = 0, devices = 0;
+  before = -1;
+  for (uint32_t op = 0; op < in->op_count; op++) {
+    for (uint32_t e = plan->evict_first[op]; e < plan->evict_first[op + 1]; e++) {
+      const gmi_plan_move_t *move = &plan->evicts[e];
+      CHECK_EQ(move->op, op);
+      CHECK_EQ(move->use_op, 0);
+      int64_t at = find_step(steps, count, op, move->piece);
+      CHECK(at >= before);
+      before = at;
+      CHECK(step_mode(in, steps[at], move->window) != 0); /* right behind the last use */
+      dirty += (move->flags & GMI_EVICT_DIRTY) != 0;
+      bool taken = false;
+      for (uint32_t j = (uint32_t)at; !taken; j = (j + 1) % count) {
+        taken = is_taken(in, plan, steps, count, j, move->window);
+        if (step_mode(in, steps[(j + 1) % count], move->window) != 0) break;
+      }
+      CHECK_EQ((move->flags & GMI_EVICT_FOR_UPDATE) != 0, taken);
+    }
+  }
+  for (uint32_t p = 0; p < in->piece_count; p++) devices += plan->piece_on_device[p];
+  CHECK_EQ(dirty, plan->evict_dirty_count);
+  CHECK_EQ(devices, plan->device_piece_count);
+  CHECK(plan->predicted_ns >= plan->compute_ns);
+  CHECK(plan->predicted_ns >= plan->fetch_busy_ns);
+  CHECK(plan->predicted_ns >= plan->evict_busy_ns);
+  CHECK(plan->predicted_ns >= plan->update_busy_ns);
+  CHECK_EQ(plan->stall_ns, plan->predicted_ns - plan->compute_ns);
+  CHECK_EQ(plan->fetch_busy_ns, plan->fetch_count * in->fetch_ns);
+  CHECK_EQ(plan->evict_busy_ns, plan->evict_dirty_count * in->evict_ns);
+}
+
+/* Follows the plan's moves over three iterations. In the first, what was written before it is not known. */
+static void check_replay(const gmi_plan_input_t *in, const gmi_plan_t *plan, const step_t *steps, uint32_t count) {
+  uint8_t resident[MAX_WINDOWS], dirty[MAX_WINDOWS];
+  memcpy(resident, plan->resident_at_start, in->window_count);
+  memset(dirty, 0, sizeof dirty);
+  for (uint32_t w = 0; w < in->window_count; w++) {
+    CHECK(!is_pinned(in, w) || (plan->stays[w] && resident[w]));
+    CHECK(!plan->stays[w] || resident[w]);
+  }
+  for (uint32_t iteration = 0; iteration < 3; iteration++) {
+    uint32_t f = 0, e = 0;
+    for (uint32_t j = 0; j < count; j++) {
+      for (; f < plan->fetch_count && plan->fetches[f].op == steps[j].op && plan->fetches[f].piece == steps[j].piece;
+           f++) {
+        uint32_t w = plan->fetches[f].window;
+        CHECK(!resident[w] && !plan->stays[w] && !is_pinned(in, w));
+        resident[w] = 1, dirty[w] = 0;
+      }
+      for (uint32_t w = 0; w < in->window_count; w++) {
+        uint32_t mode = step_mode(in, steps[j], w);
+        if (mode == 0) continue;
+        if (!resident[w]) CHECK((mode & GMI_ACCESS_FRESH) != 0 && !plan->stays[w]);
+        resident[w] = 1;
+        if ((mode & (GMI_ACCESS_WRITE | GMI_ACCESS_FRESH)) != 0) dirty[w] = 1;
+      }
+      uint32_t taken = in->ops[steps[j].op].heap_frames;
+      for (uint32_t w = 0; w < in->window_count; w++) taken += resident[w];
+      CHECK(taken <= in->frame_count);
+      for (; e < plan->evict_first[in->op_count] && plan->evicts[e].op == steps[j].op &&
+             plan->evicts[e].piece == steps[j].piece;
+           e++) {
+        uint32_t w = plan->evicts[e].window;
+        CHECK(resident[w] && !plan->stays[w] && !is_pinned(in, w));
+        if (iteration > 0) CHECK_EQ((plan->evicts[e].flags & GMI_EVICT_DIRTY) != 0, dirty[w]);
+        resident[w] = 0, dirty[w] = 0;
+      }
+      for (uint32_t w = 0; w < in->window_count; w++)
+        if (is_taken(in, plan, steps, count, j, w)) CHECK(!resident[w] || is_pinned(in, w));
+    }
+    CHECK_EQ(f, plan->fetch_count);
+    CHECK_EQ(e, plan->evict_first[in->op_count]);
+    CHECK(memcmp(resident, plan->resident_at_start, in->window_count) == 0);
+  }
+  for (uint32_t w = 0; w < in->window_count; w++) { /* stays is not missing where it holds */
+    bool moves = !resident[w];
+    for (uint32_t e = 0; e < plan->evict_first[in->op_count]; e++) moves = moves || plan->evicts[e].window == w;
+    CHECK_EQ(plan->stays[w], !moves);
+  }
+}
+
+static void check_next_use(const gmi_plan_input_t *in, const gmi_plan_t *plan, const step_t *steps, uint32_t count) {
+  for (uint32_t op = 0; op < in->op_count; op++) {
+    uint32_t begin = find_step(steps, count, op, GMI_NO_PIECE);
+    for (uint32_t x = in->ops[op].access_first; x < in->ops[op + 1].access_first; x++) {
+      uint32_t w = in->accesses[x].window, expected = UINT32_MAX;
+      for (uint32_t j = begin; j < begin + count; j++) {
+        if (is_taken(in, plan, steps, count, j % count, w) && !is_pinned(in, w)) break;
+        uint32_t next = j + 1;
+        if (step_mode(in, steps[next % count], w) == 0) continue;
+        expected = steps[next % count].op + (next >= count ? in->op_count : 0);
+        break;
+      }
+      CHECK_EQ(plan->next_use[x], expected);
+    }
+  }
+}
+
+static void check_plan(const gmi_plan_input_t *in, const gmi_plan_t *plan) {
+  step_t steps[MAX_OPS + MAX_PIECES];
+  uint32_t count = list_steps(in, plan, steps);
+  check_shape(in, plan, steps, count);
+  check_replay(in, plan, steps, count);
+  check_next_use(in, plan, steps, count);
+}
+
+static void make(const gmi_plan_input_t *in, gmi_plan_t *plan) {
+  gmi_plan_failure_t failure;
+  memset(plan, 0xee, sizeof *plan);
+  CHECK_EQ(gmi_plan_make(in, plan, &failure), GEMINI_OK);
+}
+
+/* ---- the reference ---- */
+
+#define TINY_WINDOWS 5
+
+/* The fewest fetches an iteration, over every way to fill the frames in every step: for each set resident at the
+ * begin, the cheapest way to come back to it. */
+static uint64_t exhaustive(const gmi_plan_input_t *in, const uint8_t *on_device) {
+  enum { SETS = 1 << TINY_WINDOWS };
+  gmi_plan_t placed = { .piece_on_device = (uint8_t *)(uintptr_t)on_device };
+  step_t steps[MAX_OPS + MAX_PIECES];
+  uint32_t count = list_steps(in, &placed, steps), sets = 1u << in->window_count, pinned = 0;
+  uint64_t best = UINT64_MAX;
+  CHECK(in->window_count <= TINY_WINDOWS);
+  for (uint32_t w = 0; w < in->window_count; w++) pinned |= (uint32_t)is_pinned(in, w) << w;
+  for (uint32_t start = 0; start < sets; start++) {
+    uint64_t cost[SETS], after[SETS];
+    for (uint32_t s = 0; s < sets; s++) cost[s] = s == start ? 0 : UINT64_MAX;
+    for (uint32_t j = 0; j < count; j++) {
+      uint32_t need = pinned, fresh = 0, leave = 0;
+      for (uint32_t w = 0; w < in->window_count; w++) {
+        uint32_t mode = step_mode(in, steps[j], w);
+        need |= (uint32_t)(mode != 0) << w;
+        fresh |= (uint32_t)((mode & GMI_ACCESS_FRESH) != 0) << w;
+        leave |= (uint32_t)(is_taken(in, &placed, steps, count, j, w) && !is_pinned(in, w)) << w;
+      }
+      int64_t frames = (int64_t)in->frame_count - in->ops[steps[j].op].heap_frames;
+      for (uint32_t s = 0; s < sets; s++) after[s] = UINT64_MAX;
+      for (uint32_t s = 0; s < sets; s++) {
+        if (cost[s] == UINT64_MAX) continue;
+        for (uint32_t t = 0; t < sets; t++) {
+          if ((t & need) != need || __builtin_popcount(t) > frames) continue;
+          uint64_t total = cost[s] + (uint64_t)__builtin_popcount(t & ~s & ~fresh & ~pinned);
+          if (total < after[t & ~leave]) after[t & ~leave] = total;
+        }
+      }
+      memcpy(cost, after, sizeof cost);
+    }
+    if (cost[start] < best) best = cost[start];
+  }
+  return best;
+}
+
+static void test_reference_tiny_instances_equals_exhaustive_search(void) {
+  static instance_t i;
+  const shape_t shape = { 7, TINY_WINDOWS, 3, 3, 2, 8, 6 };
+  uint64_t seed = 11, above_zero = 0;
+  for (uint32_t n = 0; n < 3000; n++) {
+    uint8_t on_device[MAX_PIECES];
+    instance_random(&i, &seed, &shape, 3);
+    for (uint32_t p = 0; p < i.input.piece_count; p++) on_device[p] = (uint8_t)below(&seed, 2);
+    uint64_t expected = exhaustive(&i.input, on_device);
+    CHECK_EQ(min_fetch(&i.input, on_device), expected);
+    above_zero += expected > 0 && expected < UINT64_MAX;
+  }
+  CHECK(above_zero > 500);
+}
+
+static void test_reference_cyclic_use_of_too_few_frames_rounds_up(void) {
+  static instance_t i;
+  uint8_t none[1] = { 0 };
+  /* Three windows in turn, two frames: MIN alone takes 1 and 2 fetches in turn; a plan that repeats takes 2. */
+  instance_begin(&i, 3, 2, 1, 1);
+  for (uint32_t w = 0; w < 3; w++) add_op(&i, 1, 0), add_access(&i, w, GMI_ACCESS_READ);
+  CHECK_EQ(min_fetch(&i.input, none), 2);
+}
+
+/* ---- plans ---- */
+
+static void check_against_reference(instance_t *i, uint64_t *fetching) {
+  static const uint32_t placements[] = { GEMINI_PLACEMENT_AUTO, GEMINI_PLACEMENT_CUDA, GEMINI_PLACEMENT_CPU,
+                                         GEMINI_PLACEMENT_STATIC };
+  for (uint32_t k = 0; k < 4; k++) {
+    gmi_plan_t plan;
+    gmi_plan_failure_t failure = { 77, 0, 0, 0 };
+    i->input.placement = placements[k];
+    gemini_status_t status = gmi_plan_make(&i->input, &plan, &failure);
+    if (k == 3 && status == GEMINI_ERR_OOM_DEVICE) {
+      CHECK(failure.op < i->input.op_count && failure.need_frames > failure.have_frames);
+      continue;
+    }
+    CHECK_EQ(status, GEMINI_OK);
+    check_plan(&i->input, &plan);
+    CHECK_EQ(plan.optimum_count, min_fetch(&i->input, plan.piece_on_device));
+    CHECK(plan.fetch_count >= plan.optimum_count);
+    if (k < 2) CHECK(plan.fetch_count * 20 <= plan.optimum_count * 21);
+    if (k == 2) CHECK_EQ(plan.device_piece_count, 0);
+    *fetching += plan.fetch_count > 0;
+    gmi_plan_free(&plan);
+  }
+}
+
+static void test_plan_small_random_instances_are_optimal_and_consistent(void) {
+  static instance_t i;
+  const shape_t shape = { 9, 10, 5, 4, 3, 10, 6 };
+  uint64_t seed = 1, fetching = 0;
+  for (uint32_t n = 0; n < 20000; n++) {
+    instance_random(&i, &seed, &shape, 4);
+    check_against_reference(&i, &fetching);
+  }
+  CHECK(fetching > 20000);
+}
+
+static void test_plan_medium_random_instances_are_optimal_and_consistent(void) {
+  static instance_t i;
+  const shape_t shapes[] = { { MAX_OPS, MAX_WINDOWS, MAX_PIECES, 6, 4, 20, 8 },
+                             { 40, 30, 0, 3, 0, 0, 0 },
+                             { 20, MAX_WINDOWS, 10, 2, 2, 0, 5 } };
+  uint64_t seed = 2, fetching = 0;
+  for (uint32_t n = 0; n < 3000; n++) {
+    instance_random(&i, &seed, &shapes[n % 3], 16);
+    check_against_reference(&i, &fetching);
+  }
+  CHECK(fetching > 3000);
+}
+
+static void test_plan_windows_used_in_turn_reaches_reference(void) {
+  static instance_t i;
+  uint64_t fetching = 0; /* where MIN's state does not repeat from one iteration to the next */
+  for (uint32_t windows = 2; windows <= MAX_WINDOWS; windows += 3) {
+    for (uint32_t frames = 1; frames <= windows; frames++) {
+      instance_begin(&i, windows, frames, 10, 10);
+      for (uint32_t w = 0; w < windows; w++) add_op(&i, 100, 0), add_access(&i, w, GMI_ACCESS_READ);
+      check_against_reference(&i, &fetching);
+    }
+  }
+  CHECK(fetching > 0);
+}
+
+static void test_plan_everything_fits_moves_nothing(void) {
+  static instance_t i;
+  instance_training(&i, 6, 24, true);
+  for (uint32_t p = 0; p < 6; p++) i.pieces[p].host_ns = 10000; /* else a few updates on the host save device time */
+  for (uint32_t k = 0; k < 2; k++) {
+    gmi_plan_t plan;
+    i.input.placement = k == 0 ? GEMINI_PLACEMENT_CUDA : GEMINI_PLACEMENT_AUTO;
+    make(&i.input, &plan);
+    CHECK_EQ(plan.fetch_count, 0);
+    CHECK_EQ(plan.evict_first[i.input.op_count], 0);
+    CHECK_EQ(plan.device_piece_count, 6);
+    CHECK_EQ(plan.predicted_ns, 6 * 150 + 6 * 300 + 6 * 10);
+    CHECK_EQ(plan.stall_ns, 0);
+    for (uint32_t w = 0; w < 24; w++) CHECK_EQ(plan.stays[w], 1);
+    gmi_plan_free(&plan);
+  }
+}
+
+static void test_plan_cpu_drops_all_but_for_adjacent_ops(void) {
+  static instance_t i;
+  instance_begin(&i, 3, 3, 10, 10);
+  i.input.placement = GEMINI_PLACEMENT_CPU;
+  add_op(&i, 100, 0), add_access(&i, 0, GMI_ACCESS_READ), add_access(&i, 1, GMI_ACCESS_READ);
+  add_op(&i, 100, 0), add_access(&i, 0, GMI_ACCESS_READ);
+  add_op(&i, 100, 0), add_access(&i, 2, GMI_ACCESS_READ);
+  add_op(&i, 100, 0), add_access(&i, 1, GMI_ACCESS_READ);
+  gmi_plan_t plan;
+  make(&i.input, &plan);
+  check_plan(&i.input, &plan);
+  CHECK_EQ(plan.fetch_count, 3); /* 0 once, 2 once, 1 once: op 3 and op 0 are adjacent */
+  CHECK_EQ(plan.optimum_count, 0);
+  CHECK_EQ(plan.predicted_ns, 400);
+  gmi_plan_free(&plan);
+}
+
+static void test_plan_static_keeps_the_fractions(void) {
+  static instance_t i;
+  instance_training(&i, 8, 16, true);
+  i.input.placement = GEMINI_PLACEMENT_STATIC;
+  i.input.static_param_fraction = 0.5;
+  i.input.static_optim_fraction = 0.25;
+  gmi_plan_t plan;
+  make(&i.input, &plan);
+  check_plan(&i.input, &plan);
+  CHECK_EQ(plan.device_piece_count, 2);
+  for (uint32_t p = 0; p < 8; p++) CHECK_EQ(plan.piece_on_device[p], p < 2);
+  for (uint32_t w = 0; w < 8; w++) CHECK_EQ(plan.stays[w], w < 2); /* 2 and 3 stay but for their updates */
+  for (uint32_t l = 0; l < 8; l++)
+    for (uint32_t k = 1; k < 4; k++) CHECK_EQ(plan.stays[8 * k + l], l < 2);
+  uint32_t evicts[32] = { 0 };
+  for (uint32_t e = 0; e < plan.evict_first[i.input.op_count]; e++) evicts[plan.evicts[e].window]++;
+  CHECK_EQ(evicts[2], 1); /* once an iteration, for the update */
+  CHECK_EQ(evicts[3], 1);
+  CHECK_EQ(evicts[4], 2); /* after each use */
+  gmi_plan_free(&plan);
+
+  gmi_plan_failure_t failure;
+  i.input.frame_count = 10; /* 4 parameters, 6 states, and an op's own window from op 4 on */
+  CHECK_EQ(gmi_plan_make(&i.input, &plan, &failure), GEMINI_ERR_OOM_DEVICE);
+  CHECK_EQ(failure.op, 4);
+  CHECK_EQ(failure.need_frames, 11);
+  CHECK_EQ(failure.have_frames, 10);
+  i.input.frame_count = 11;
+  make(&i.input, &plan);
+  check_plan(&i.input, &plan);
+  gmi_plan_free(&plan);
+}
+
+static void test_plan_infeasible_names_the_first_op(void) {
+  static instance_t i;
+  static const uint32_t placements[] = { GEMINI_PLACEMENT_AUTO, GEMINI_PLACEMENT_CUDA, GEMINI_PLACEMENT_CPU,
+                                         GEMINI_PLACEMENT_STATIC };
+  for (uint32_t k = 0; k < 4; k++) {
+    instance_begin(&i, 6, 4, 10, 10);
+    i.pinned[5] = 1;
+    for (uint32_t op = 0; op < 6; op++) {
+      add_op(&i, 10, op == 2 ? 2 : 0);
+      for (uint32_t w = 0; w < (op >= 2 ? 2u : 1u); w++) add_access(&i, w, GMI_ACCESS_READ);
+      if (op == 4) add_access(&i, 2, GMI_ACCESS_READ), add_access(&i, 3, GMI_ACCESS_READ);
+    }
+    i.input.placement = placements[k];
+    gmi_plan_t plan;
+    gmi_plan_failure_t failure;
+    CHECK_EQ(gmi_plan_make(&i.input, &plan, &failure), GEMINI_ERR_OOM_DEVICE);
+    CHECK_EQ(failure.op, 2); /* 2 windows, 2 of heap, 1 pinned */
+    CHECK_EQ(failure.need_frames, 5);
+    CHECK_EQ(failure.have_frames, 4);
+    i.ops[2].heap_frames = 1;
+    CHECK_EQ(gmi_plan_make(&i.input, &plan, &failure), GEMINI_ERR_OOM_DEVICE);
+    CHECK_EQ(failure.op, 4);
+    CHECK_EQ(failure.need_frames, 5);
+    i.input.frame_count = 5;
+    make(&i.input, &plan);
+    check_plan(&i.input, &plan);
+    gmi_plan_free(&plan);
+  }
+}
+
+static void test_plan_contradictory_input_is_refused(void) {
+  static instance_t i;
+  gmi_plan_t plan;
+  gmi_plan_failure_t failure;
+#define REFUSED(change)                                                     \
+  do {                                                                      \
+    instance_training(&i, 4, 16, true);                                     \
+    change;                                                                 \
+    CHECK_EQ(gmi_plan_make(&i.input, &plan, &failure), GEMINI_ERR_INVALID); \
+  } while (0)
+  REFUSED(i.input.op_count = 0);
+  REFUSED(i.input.placement = 4);
+  REFUSED(i.input.static_param_fraction = 1.01);
+  REFUSED(i.input.static_optim_fraction = 0.0 / (double)(i.input.reserved));
+  REFUSED(i.accesses[3].window = 16);
+  REFUSED(i.accesses[3].mode = 0);
+  REFUSED(i.accesses[3].mode = 8);
+  REFUSED(i.ops[2].access_first = 4);
+  REFUSED(i.ops[0].access_first = 1);
+  REFUSED(i.ops[2].compute_ns = UINT64_MAX);
+  REFUSED(i.input.fetch_ns = UINT64_MAX / 8);
+  REFUSED(i.pieces[1].after_op = 8);
+  REFUSED(i.pieces[1].shared_count = 5);
+  REFUSED(i.pieces[1].window_first = 9);
+  REFUSED(i.piece_windows[1] = i.piece_windows[0]);
+  REFUSED(i.piece_windows[1] = 16);
+  REFUSED(i.ops[1].access_first = 0; i.ops[2].access_first = 2; i.accesses[1].window = 0);
+#undef REFUSED
+}
+
+static void test_plan_no_windows_is_made(void) {
+  static instance_t i;
+  for (uint32_t placement = 0; placement < 4; placement++) {
+    instance_begin(&i, 0, 0, 10, 10);
+    add_op(&i, 5, 0);
+    i.input.placement = placement;
+    gmi_plan_t plan;
+    make(&i.input, &plan);
+    CHECK_EQ(plan.predicted_ns, 5);
+    check_plan(&i.input, &plan);
+    gmi_plan_free(&plan);
+  }
+}
+
+/* A window of two pieces, one on each side: the device piece goes first, then the window leaves for the host piece. */
+static void test_plan_window_of_pieces_on_both_sides_is_consistent(void) {
+  static instance_t i;
+  instance_begin(&i, 6, 6, 10, 10);
+  add_op(&i, 100, 0), add_access(&i, 0, GMI_ACCESS_READ | GMI_ACCESS_WRITE);
+  for (uint32_t p = 0; p < 2; p++) {
+    add_piece(&i, 0, 5, 5);
+    add_piece_window(&i, 0, true), add_piece_window(&i, 1 + p, false);
+  }
+  i.input.placement = GEMINI_PLACEMENT_STATIC;
+  i.input.static_optim_fraction = 0.5;
+  gmi_plan_t plan;
+  make(&i.input, &plan);
+  check_plan(&i.input, &plan);
+  CHECK_EQ(plan.piece_on_device[0], 1);
+  CHECK_EQ(plan.piece_on_device[1], 0);
+  CHECK_EQ(plan.fetch_count, 1);
+  CHECK_EQ(plan.optimum_count, 1);
+  CHECK_EQ(plan.evicts[0].window, 0);
+  CHECK_EQ(plan.evicts[0].piece, 0);
+  CHECK_EQ(plan.evicts[0].flags, GMI_EVICT_DIRTY | GMI_EVICT_FOR_UPDATE);
+  gmi_plan_free(&plan);
+}
+
+static void test_plan_auto_is_never_slower_than_cuda_or_host_pieces_only(void) {
+  static instance_t i;
+  for (uint32_t frames = 6; frames <= 34; frames += 4) {
+    gmi_plan_t plan;
+    uint64_t predicted_ns[3];
+    static const uint32_t placements[] = { GEMINI_PLACEMENT_AUTO, GEMINI_PLACEMENT_CUDA, GEMINI_PLACEMENT_CPU };
+    instance_training(&i, 8, frames, frames % 8 == 2);
+    for (uint32_t k = 0; k < 3; k++) {
+      i.input.placement = placements[k];
+      make(&i.input, &plan);
+      check_plan(&i.input, &plan);
+      predicted_ns[k] = plan.predicted_ns;
+      gmi_plan_free(&plan);
+    }
+    CHECK(predicted_ns[0] <= predicted_ns[1]);
+    CHECK(predicted_ns[0] <= predicted_ns[2]);
+  }
+}
+
+/* ---- simulation, by hand ---- */
+
+static void check_times(const gmi_plan_input_t *in, uint64_t predicted, uint64_t compute, uint64_t fetch,
+                        uint64_t evict, uint64_t update) {
+  gmi_plan_t plan;
+  make(in, &plan);
+  CHECK_EQ(plan.predicted_ns, predicted);
+  CHECK_EQ(plan.compute_ns, compute);
+  CHECK_EQ(plan.fetch_busy_ns, fetch);
+  CHECK_EQ(plan.evict_busy_ns, evict);
+  CHECK_EQ(plan.update_busy_ns, update);
+  CHECK_EQ(plan.stall_ns, predicted - compute);
+  plan.predicted_ns = plan.compute_ns = plan.stall_ns = 0;
+  CHECK_EQ(gmi_plan_simulate(in, &plan), GEMINI_OK);
+  CHECK_EQ(plan.predicted_ns, predicted);
+  CHECK_EQ(plan.compute_ns, compute);
+  gmi_plan_free(&plan);
+}
+
+static void test_simulate_compute_only_is_the_sum(void) {
+  static instance_t i;
+  instance_begin(&i, 2, 2, 1000, 1000);
+  add_op(&i, 100, 0), add_access(&i, 0, GMI_ACCESS_READ);
+  add_op(&i, 200, 0), add_access(&i, 1, GMI_ACCESS_READ | GMI_ACCESS_WRITE);
+  add_op(&i, 300, 0);
+  check_times(&i.input, 600, 600, 0, 0, 0);
+}
+
+static void test_simulate_fetch_bound(void) {
+  static instance_t i;
+  /* One frame: A comes 0..100, runs 100..110; B comes 110..210, runs 210..220. */
+  instance_begin(&i, 2, 1, 100, 500);
+  add_op(&i, 10, 0), add_access(&i, 0, GMI_ACCESS_READ);
+  add_op(&i, 10, 0), add_access(&i, 1, GMI_ACCESS_READ);
+  check_times(&i.input, 220, 20, 200, 0, 0);
+}
+
+static void test_simulate_evict_bound(void) {
+  static instance_t i;
+  /* As above, written: B goes 0..500, A comes 500..600, runs ..610, goes ..1110, B comes ..1210, runs ..1220. */
+  instance_begin(&i, 2, 1, 100, 500);
+  add_op(&i, 10, 0), add_access(&i, 0, GMI_ACCESS_READ | GMI_ACCESS_WRITE);
+  add_op(&i, 10, 0), add_access(&i, 1, GMI_ACCESS_READ | GMI_ACCESS_WRITE);
+  check_times(&i.input, 1220, 20, 200, 1000, 0);
+}
+
+static void test_simulate_update_bound(void) {
+  static instance_t i;
+  /* A goes 0..50, is updated ..1050, comes ..1150, runs ..1160. */
+  instance_begin(&i, 1, 1, 100, 50);
+  i.input.placement = GEMINI_PLACEMENT_CPU;
+  add_op(&i, 10, 0), add_access(&i, 0, GMI_ACCESS_READ | GMI_ACCESS_WRITE);
+  add_piece(&i, 0, 1000, 200), add_piece_window(&i, 0, true);
+  check_times(&i.input, 1160, 10, 100, 50, 1000);
+  /* A goes 0..50, B ..100. B is used first, so its piece goes first: 100..1100, then A's ..2100. B comes 1100..1200 for
+   * op 0 and is dropped; A comes 2100..2200 for op 1 and stays for op 2; B comes again 2200..2300, beside op 1. */
+  instance_begin(&i, 2, 2, 100, 50);
+  i.input.placement = GEMINI_PLACEMENT_CPU;
+  add_op(&i, 10, 0), add_access(&i, 1, GMI_ACCESS_READ);
+  add_op(&i, 10, 0), add_access(&i, 0, GMI_ACCESS_READ);
+  add_op(&i, 0, 0), add_access(&i, 0, GMI_ACCESS_WRITE), add_access(&i, 1, GMI_ACCESS_WRITE);
+  add_piece(&i, 2, 1000, 200), add_piece_window(&i, 0, true);
+  add_piece(&i, 2, 1000, 200), add_piece_window(&i, 1, true);
+  gmi_plan_t plan;
+  make(&i.input, &plan);
+  CHECK_EQ(plan.predicted_ns, 2300);
+  gmi_plan_free(&plan);
+}
+
+static void test_simulate_device_piece_runs_on_the_stream(void) {
+  static instance_t i;
+  instance_begin(&i, 2, 2, 100, 50);
+  add_op(&i, 10, 0), add_access(&i, 0, GMI_ACCESS_READ | GMI_ACCESS_WRITE);
+  add_piece(&i, 0, 1000, 200), add_piece_window(&i, 0, true), add_piece_window(&i, 1, false);
+  check_times(&i.input, 210, 210, 0, 0, 0);
+}
+
+static void test_simulate_prefetch_hides_fetches(void) {
+  static instance_t i;
+  instance_begin(&i, 4, 2, 100, 50);
+  i.input.placement = GEMINI_PLACEMENT_CPU;
+  for (uint32_t w = 0; w < 4; w++) add_op(&i, 1000, 0), add_access(&i, w, GMI_ACCESS_READ);
+  check_times(&i.input, 4000, 4000, 400, 0, 0);
+}
+
+static void test_simulate_heap_growth_waits_for_write_back(void) {
+  static instance_t i;
+  /* B comes 0..100, op 0 runs ..110, B goes ..160 and leaves its frame to op 1's heap: op 1 runs 160..170. */
+  instance_begin(&i, 2, 2, 100, 50);
+  add_op(&i, 10, 0);
+  add_access(&i, 0, GMI_ACCESS_READ), add_access(&i, 1, GMI_ACCESS_READ | GMI_ACCESS_WRITE);
+  add_op(&i, 10, 1), add_access(&i, 0, GMI_ACCESS_READ);
+  check_times(&i.input, 170, 20, 100, 50, 0);
+}
+
+static void test_simulate_fresh_window_waits_for_its_frame(void) {
+  static instance_t i;
+  /* A comes 0..100, runs ..110, goes ..160; B takes its frame, runs ..170, goes ..220, when A can come again: the next
+   * iteration begins at 170, so A comes 50 later. */
+  instance_begin(&i, 2, 1, 100, 50);
+  add_op(&i, 10, 0), add_access(&i, 0, GMI_ACCESS_READ | GMI_ACCESS_WRITE);
+  add_op(&i, 10, 0), add_access(&i, 1, GMI_ACCESS_WRITE | GMI_ACCESS_FRESH);
+  check_times(&i.input, 50 + 100 + 10 + 50 + 10, 20, 100, 100, 0);
+}
+
+static void test_simulate_nothing_is_issued_before_the_iteration_begins(void) {
+  static instance_t i;
+  gmi_plan_t plan;
+  instance_begin(&i, 2, 3, 100, 50);
+  i.input.placement = GEMINI_PLACEMENT_CPU;
+  i.pinned[0] = 1;
+  add_op(&i, 10, 0), add_access(&i, 0, GMI_ACCESS_READ);
+  add_op(&i, 10, 0), add_access(&i, 1, GMI_ACCESS_READ);
+  add_op(&i, 1000, 0);
+  make(&i.input, &plan);
+  CHECK_EQ(plan.predicted_ns, 1020); /* fetched beside op 2 of the iteration before */
+  CHECK_EQ(plan.fetch_count, 1);
+  CHECK_EQ(plan.fetches[0].op, 2);
+  plan.fetches[0].op = 0;
+  plan.fetch_first[1] = plan.fetch_first[2] = 1;
+  plan.resident_at_start[1] = 0;
+  CHECK_EQ(gmi_plan_simulate(&i.input, &plan), GEMINI_OK);
+  CHECK_EQ(plan.predicted_ns, 100 + 10 + 1000); /* the link and two frames are free long before, to no avail */
+  CHECK_EQ(plan.stall_ns, 90);
+  gmi_plan_free(&plan);
+}
+
+static void test_simulate_foreign_plan_is_refused(void) {
+  static instance_t i;
+  gmi_plan_t plan;
+  instance_training(&i, 4, 6, true);
+  make(&i.input, &plan);
+  i.input.frame_count = 3;
+  CHECK_EQ(gmi_plan_simulate(&i.input, &plan), GEMINI_ERR_INVALID);
+  i.input.frame_count = 6;
+  CHECK_EQ(gmi_plan_simulate(&i.input, &plan), GEMINI_OK);
+  i.input.op_count--;
+  CHECK_EQ(gmi_plan_simulate(&i.input, &plan), GEMINI_ERR_INVALID);
+  gmi_plan_free(&plan);
+}
+
+/* ---- determinism ---- */
+
+static void hash_bytes(uint64_t *hash, const void *bytes, uint64_t size) {
+  for (uint64_t i = 0; i < size; i++) *hash = (*hash ^ ((const uint8_t *)bytes)[i]) * UINT64_C(1099511628211);
+}
+static uint64_t hash_plan(const gmi_plan_input_t *in, const gmi_plan_t *p) {
+  uint64_t hash = UINT64_C(14695981039346656037);
+  const uint64_t numbers[] = { p->fetch_count,    p->optimum_count, p->evict_dirty_count, p->device_piece_count,
+                               p->predicted_ns,   p->compute_ns,    p->fetch_busy_ns,     p->evict_busy_ns,
+                               p->update_busy_ns, p->stall_ns };
+  hash_bytes(&hash, numbers, sizeof numbers);
+  hash_bytes(&hash, p->fetches, p->fetch_count * sizeof *p->fetches);
+  hash_bytes(&hash, p->fetch_first, (p->op_count + 1) * sizeof *p->fetch_first);
+  hash_bytes(&hash, p->evicts, p->evict_first[p->op_count] * sizeof *p->evicts);
+  hash_bytes(&hash, p->evict_first, (p->op_count + 1) * sizeof *p->evict_first);
+  hash_bytes(&hash, p->piece_on_device, p->piece_count);
+  hash_bytes(&hash, p->resident_at_start, p->window_count);
+  hash_bytes(&hash, p->stays, p->window_count);
+  hash_bytes(&hash, p->next_use, in->ops[in->op_count].access_first * sizeof *p->next_use);
+  return hash;
+}
+static uint64_t hash_many(void) {
+  static instance_t i;
+  const shape_t shape = { MAX_OPS, MAX_WINDOWS, MAX_PIECES, 6, 4, 20, 8 };
+  uint64_t seed = 5, hash = 0;
+  for (uint32_t n = 0; n < 100; n++) {
+    gmi_plan_t plan;
+    instance_random(&i, &seed, &shape, 12);
+    i.input.placement = n % 3;
+    make(&i.input, &plan);
+    hash = hash * 31 + hash_plan(&i.input, &plan);
+    gmi_plan_free(&plan);
+  }
+  return hash;
+}
+
+static void test_plan_same_input_same_plan(void) {
+  uint64_t expected = hash_many();
+  /* Fresh memory with other contents, at other addresses. */
+  void *garbage[64];
+  for (uint32_t k = 0; k < 64; k++) {
+    garbage[k] = malloc(100 + 977 * k);
+    CHECK(garbage[k] != NULL);
+    memset(garbage[k], 0xa5, 100 + 977 * k);
+  }
+  for (uint32_t k = 0; k < 64; k += 2) free(garbage[k]);
+  CHECK_EQ(hash_many(), expected);
+  for (uint32_t k = 1; k < 64; k += 2) free(garbage[k]);
+  /* Another process, where addresses are random. */
+  char self[4096], command[4200];
+  ssize_t length = readlink("/proc/self/exe", self, sizeof self - 1);
+  CHECK(length > 0);
+  self[length] = 0;
+  snprintf(command, sizeof command, "'%s' --hash", self);
+  for (uint32_t k = 0; k < 2; k++) {
+    FILE *pipe = popen(command, "r");
+    uint64_t other = 0;
+    CHECK(pipe != NULL);
+    CHECK_EQ(fscanf(pipe, "%" SCNx64, &other), 1);
+    CHECK_EQ(pclose(pipe), 0);
+    CHECK_EQ(other, expected);
+  }
+}
+
+/* ---- words ---- */
+
+static void test_explain_names_what_matters(void) {
+  static instance_t i;
+  const char *names[MAX_OPS] = { NULL };
+  gmi_plan_t plan;
+  instance_training(&i, 6, 8, true);
+  i.ops[3].heap_frames = 2;
+  names[3] = "attention.3";
+  make(&i.input, &plan);
+  char text[4096], part[40];
+  uint64_t length = gmi_plan_explain(&i.input, &plan, names, text, sizeof text);
+  CHECK(length < sizeof text && strlen(text) == length);
+  CHECK_EQ(gmi_plan_explain(&i.input, &plan, names, NULL, 0), length);
+  memset(part, 'x', sizeof part);
+  CHECK_EQ(gmi_plan_explain(&i.input, &plan, names, part, 20), length);
+  CHECK(memcmp(part, text, 19) == 0 && part[19] == 0 && part[20] == 'x');
+  CHECK(strstr(text, "largest op: op 3 (attention.3) needs 3 frames, 6.0 MiB") != NULL);
+  CHECK(strstr(text, "placement: cuda, 12 ops, 24 windows of 2.0 MiB\n") != NULL);
+  CHECK(strstr(text, "budget: 8 frames, 16.0 MiB") != NULL);
+  CHECK(strstr(text, "\nstays: ") != NULL && strstr(text, "parameters ") != NULL);
+  CHECK(strstr(text, "\nbinds: ") != NULL && strstr(text, "\nlongest wait: ") != NULL);
+  uint32_t lines = 0;
+  for (const char *c = text; *c != 0; c++) lines += *c == '\n';
+  CHECK(lines >= 10 && lines <= 14 && text[length - 1] == '\n');
+  gmi_plan_free(&plan);
+}
+
+/* ---- window size ---- */
+
+static uint64_t search_by_marking(const gmi_window_search_t *s) {
+  uint64_t best = s->min_bytes, least = UINT64_MAX;
+  bool found = false;
+  for (uint64_t bytes = s->min_bytes; bytes <= s->max_bytes; bytes *= 2) {
+    uint64_t touched = 0, largest = 0;
+    for (uint64_t i = 0; i < s->use_count;) {
+      uint8_t marks[4096] = { 0 };
+      uint64_t here = 0, first = i;
+      for (; i < s->use_count && s->uses[i].op == s->uses[first].op; i++) {
+        for (uint64_t b = s->uses[i].offset; b < s->uses[i].offset + s->uses[i].size_bytes; b++) {
+          CHECK(b / bytes < sizeof marks);
+          here += !marks[b / bytes];
+          marks[b / bytes] = 1;
+        }
+      }
+      touched += here;
+      if (here > largest) largest = here;
+    }
+    uint64_t cost = touched * (s->overhead_ns * s->bytes_per_s + bytes * UINT64_C(1000000000));
+    if (2 * largest * bytes > s->device_bytes - s->nonmodel_bytes) continue;
+    if (!found || cost <= least) found = true, least = cost, best = bytes;
+  }
+  return best;
+}
+
+static void test_window_search_random_uses_equals_marking(void) {
+  uint64_t seed = 3, sizes[16] = { 0 };
+  for (uint32_t n = 0; n < 2000; n++) {
+    gmi_window_use_t uses[12];
+    gmi_window_search_t s = { .uses = uses, .use_count = below(&seed, 13), .min_bytes = 4, .max_bytes = 64 };
+    uint32_t op = 0;
+    for (uint64_t i = 0; i < s.use_count; i++) {
+      op += below(&seed, 2);
+      uses[i] = (gmi_window_use_t){ below(&seed, 500), below(&seed, 100), op, 0 };
+    }
+    s.device_bytes = 100 + below(&seed, 1500);
+    s.nonmodel_bytes = below(&seed, 100);
+    s.overhead_ns = below(&seed, 40);
+    s.bytes_per_s = 1000000000;
+    uint64_t expected = search_by_marking(&s);
+    CHECK_EQ(gmi_window_size_search(&s), expected);
+    sizes[__builtin_ctzll(expected)]++;
+  }
+  for (uint32_t k = 2; k <= 6; k++) CHECK(sizes[k] > 20);
+}
+
+static void test_window_search_limits(void) {
+  gmi_window_use_t use = { 0, 100, 0, 0 };
+  gmi_window_search_t s = { &use, 0, 16, 256, 1000, 0, 10, 1000000000 };
+  CHECK_EQ(gmi_window_size_search(&s), 256); /* nothing touched: all cost the same */
+  s.use_count = 1;
+  s.overhead_ns = 1000000;
+  CHECK_EQ(gmi_window_size_search(&s), 128); /* 128 and 256 take one copy each, of 128 a shorter one */
+  s.overhead_ns = 0;
+  CHECK_EQ(gmi_window_size_search(&s), 16); /* 7 windows of 16 are 112 bytes */
+  s.device_bytes = 223;
+  CHECK_EQ(gmi_window_size_search(&s), 16); /* nothing fits: the smallest */
+}
+
+int main(int argc, char **argv) {
+  if (argc > 1 && strcmp(argv[1], "--hash") == 0) {
+    printf("%" PRIx64 "\n", hash_many());
+    return 0;
+  }
+  RUN(test_reference_tiny_instances_equals_exhaustive_search);
+  RUN(test_reference_cyclic_use_of_too_few_frames_rounds_up);
+  RUN(test_plan_small_random_instances_are_optimal_and_consistent);
+  RUN(test_plan_medium_random_instances_are_optimal_and_consistent);
+  RUN(test_plan_windows_used_in_turn_reaches_reference);
+  RUN(test_plan_everything_fits_moves_nothing);
+  RUN(test_plan_cpu_drops_all_but_for_adjacent_ops);
+  RUN(test_plan_static_keeps_the_fractions);
+  RUN(test_plan_infeasible_names_the_first_op);
+  RUN(test_plan_contradictory_input_is_refused);
+  RUN(test_plan_no_windows_is_made);
+  RUN(test_plan_window_of_pieces_on_both_sides_is_consistent);
+  RUN(test_plan_auto_is_never_slower_than_cuda_or_host_pieces_only);
+  RUN(test_simulate_compute_only_is_the_sum);
+  RUN(test_simulate_fetch_bound);
+  RUN(test_simulate_evict_bound);
+  RUN(test_simulate_update_bound);
+  RUN(test_simulate_device_piece_runs_on_the_stream);
+  RUN(test_simulate_prefetch_hides_fetches);
+  RUN(test_simulate_heap_growth_waits_for_write_back);
+  RUN(test_simulate_fresh_window_waits_for_its_frame);
+  RUN(test_simulate_nothing_is_issued_before_the_iteration_begins);
+  RUN(test_simulate_foreign_plan_is_refused);
+  RUN(test_plan_same_input_same_plan);
+  RUN(test_explain_names_what_matters);
+  RUN(test_window_search_random_uses_equals_marking);
+  RUN(test_window_search_limits);
+  return check_done();
+}
