@@ -12,6 +12,7 @@
 
 #include "min_fetch.h"
 #include "policy/policy.h"
+#include "tracer/tracer.h"
 
 /* ---- heap use ----
  * Counted in the allocator itself: peaks inside gmi_plan_make() cannot be sampled from outside. The C library lets a
@@ -57,14 +58,6 @@ typedef struct trace {
   uint32_t *piece_windows;
   uint8_t *kind;
 } trace_t;
-
-static void free_trace(trace_t *t) {
-  free(t->ops);
-  free(t->accesses);
-  free(t->pieces);
-  free(t->piece_windows);
-  free(t->kind);
-}
 
 static uint64_t random_next(uint64_t *state) { /* xorshift64* */
   uint64_t x = *state;
@@ -147,12 +140,107 @@ static int generate_trace(trace_t *t, uint32_t ops, uint32_t tensors, uint32_t f
   return 0;
 }
 
-/* The one place to plug the tracer's file format in: fill t as generate_trace() does; return 0, or -1 after writing
- * why to error. */
-static int load_trace(trace_t *t, const char *path, char *error, size_t error_bytes) {
-  (void)t;
-  snprintf(error, error_bytes, "%s, this build has no trace reader yet", path);
+/* ---- recorded traces: a manager with the trace's arenas and budget turns them into the policy's terms ---- */
+
+static gemini_manager_t trace_manager;
+static gmi_plan_bundle_t trace_bundle;
+
+static int create_arena(gmi_manager_t *m, const char *line, char *error, size_t error_bytes) {
+  uint32_t number, kind, element_bytes, like, store;
+  uint64_t size;
+  char name[64];
+  if (sscanf(line, "arena %" SCNu32 " %" SCNu32 " %" SCNu32 " %" SCNu32 " %" SCNu32 " %" SCNu64 " %63s", &number, &kind,
+             &element_bytes, &like, &store, &size, name) != 7)
+    return 0; /* not a line of an arena: the reader proper judges it */
+  gemini_arena_config_t config = GEMINI_ARENA_CONFIG_INIT;
+  config.kind = kind;
+  config.element_bytes = element_bytes;
+  config.capacity_bytes = size;
+  config.name = name;
+  for (uint32_t i = 0; i < GMI_ARENAS; i++) {
+    gmi_arena_t *a = gmi_arena_at(m, i);
+    if (a == NULL) continue;
+    uint64_t handle = gmi_handle(m, GMI_HANDLE_ARENA, a->generation, i);
+    if (i == like && like != number) config.like = handle;
+    if (i == store && store != number) config.reuse = handle;
+  }
+  gemini_arena_t arena;
+  uint64_t offset;
+  gemini_error_info_t info = GEMINI_ERROR_INFO_INIT;
+  gemini_status_t status = gemini_arena_create(trace_manager, &config, &arena);
+  if (status == GEMINI_OK && config.like == 0 && config.reuse == 0 && size != 0)
+    status = gemini_arena_take(trace_manager, arena, size, &offset);
+  if (status == GEMINI_OK) return 0;
+  (void)gemini_last_error(&info);
+  snprintf(error, error_bytes, "%s", info.message);
   return -1;
+}
+
+/* device_bytes, window_bytes: 0 = those that the trace was recorded with. */
+static int load_trace(trace_t *t, const char *path, uint64_t device_bytes, uint64_t window_bytes, uint32_t placement,
+                      char *error, size_t error_bytes) {
+  FILE *file = fopen(path, "r");
+  if (file == NULL) {
+    snprintf(error, error_bytes, "%s: %s", path, strerror(errno));
+    return -1;
+  }
+  gemini_config_t config = GEMINI_CONFIG_INIT;
+  gemini_error_info_t info = GEMINI_ERROR_INFO_INIT;
+  char line[1024];
+  int failed = 0;
+  while (!failed && fgets(line, sizeof line, file) != NULL) {
+    uint64_t window, device;
+    if (trace_manager == 0 && sscanf(line, "budget %" SCNu64 " %" SCNu64, &window, &device) == 2) {
+      config.placement = placement;
+      config.device_bytes = device_bytes != 0 ? device_bytes : device;
+      config.window_bytes = window_bytes != 0 ? window_bytes : window;
+      config.host_bytes = UINT64_C(1) << 45; /* nothing is ever put there */
+      failed = gemini_manager_open(&config, &trace_manager) != GEMINI_OK;
+      if (failed) {
+        (void)gemini_last_error(&info);
+        snprintf(error, error_bytes, "%s: %s", path, info.message);
+      }
+    } else if (trace_manager != 0) {
+      failed = create_arena(gmi_manager_get(trace_manager), line, error, error_bytes);
+    }
+  }
+  fclose(file);
+  if (failed) return -1;
+  if (trace_manager == 0) {
+    snprintf(error, error_bytes, "%s: no budget line, not a trace", path);
+    return -1;
+  }
+  gmi_manager_t *m = gmi_manager_get(trace_manager);
+  gmi_trace_t trace;
+  gmi_lock(m);
+  gemini_status_t status = gmi_cut(m);
+  if (status == GEMINI_OK) status = gmi_trace_read(m, &trace, path);
+  if (status == GEMINI_OK) {
+    status = gmi_plan_bundle_make(m, &trace, &trace_bundle);
+    gmi_trace_free(&trace);
+  }
+  gmi_unlock(m);
+  if (status != GEMINI_OK) {
+    snprintf(error, error_bytes, "%s", gmi_fail_message());
+    return -1;
+  }
+  t->input = trace_bundle.input;
+  t->ops = (gmi_plan_op_t *)(uintptr_t)t->input.ops;
+  t->pieces = (gmi_plan_piece_t *)(uintptr_t)t->input.pieces;
+  return 0;
+}
+
+static void free_trace(trace_t *t) {
+  if (trace_manager != 0) { /* its arrays are the bundle's */
+    gmi_plan_bundle_free(&trace_bundle);
+    (void)gemini_manager_close(trace_manager);
+    return;
+  }
+  free(t->ops);
+  free(t->accesses);
+  free(t->pieces);
+  free(t->piece_windows);
+  free(t->kind);
 }
 
 /* ---- main ---- */
@@ -163,7 +251,9 @@ static const char usage[] = "usage: bench_plan [options]\n"
                             "  --frames N     device budget in windows (a fifth of the tensors, 80 at least)\n"
                             "  --policy NAME  auto, cuda, cpu (auto)\n"
                             "  --runs N       times the plan is made; times are their median, 1..99 (3)\n"
-                            "  --trace FILE   plan a recorded trace instead\n"
+                            "  --trace FILE   plan a recorded trace instead (train_gpt --trace writes one)\n"
+                            "  --device-mem N its device budget in bytes (as recorded)\n"
+                            "  --window N     its chunk size in bytes, a power of two (as recorded)\n"
                             "  --explain      also print the plan in words, on standard error\n"
                             "  --help\n";
 
@@ -199,10 +289,12 @@ int main(int argc, char **argv) {
                                            { "policy", required_argument, NULL, 'p' },
                                            { "runs", required_argument, NULL, 'r' },
                                            { "trace", required_argument, NULL, 'T' },
+                                           { "device-mem", required_argument, NULL, 'd' },
+                                           { "window", required_argument, NULL, 'w' },
                                            { "explain", no_argument, NULL, 'e' },
                                            { "help", no_argument, NULL, 'h' },
                                            { NULL, 0, NULL, 0 } };
-  uint64_t ops = 10000, tensors = 100000, frames = 0, runs = 3;
+  uint64_t ops = 10000, tensors = 100000, frames = 0, runs = 3, device_bytes = 0, window_bytes = 0;
   uint32_t placement = GEMINI_PLACEMENT_AUTO;
   const char *trace_path = NULL, *policy = "auto";
   bool explain = false;
@@ -215,6 +307,8 @@ int main(int argc, char **argv) {
     case 'f': bad = parse_count("--frames", optarg, 1, 100000000, &frames); break;
     case 'r': bad = parse_count("--runs", optarg, 1, 99, &runs); break;
     case 'T': trace_path = optarg; break;
+    case 'd': bad = parse_count("--device-mem", optarg, 65536, UINT64_C(1) << 45, &device_bytes); break;
+    case 'w': bad = parse_count("--window", optarg, 65536, UINT64_C(1) << 30, &window_bytes); break;
     case 'e': explain = true; break;
     case 'p':
       policy = optarg;
@@ -241,8 +335,9 @@ int main(int argc, char **argv) {
   trace_t t = { 0 };
   char error[512] = "out of memory, for the trace", name[64];
   if (frames == 0) frames = tensors / 5 > 80 ? tensors / 5 : 80;
-  int failed = trace_path != NULL ? load_trace(&t, trace_path, error, sizeof error)
-                                  : generate_trace(&t, (uint32_t)ops, (uint32_t)tensors, (uint32_t)frames);
+  int failed = trace_path != NULL
+                   ? load_trace(&t, trace_path, device_bytes, window_bytes, placement, error, sizeof error)
+                   : generate_trace(&t, (uint32_t)ops, (uint32_t)tensors, (uint32_t)frames);
   if (failed) {
     fprintf(stderr, "bench_plan: no trace: %s\n", error);
     free_trace(&t);

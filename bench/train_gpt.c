@@ -65,9 +65,10 @@ static int parse_options(options_t *o, int argc, char **argv) {
     { "text", CLI_STRING, &o->text, "file, or directory of files, whose bytes are learned", 0, 0, NULL },
     { "policy", CLI_CHOICE, &o->policy, "where model data live", 0, 0, policy_names },
     { "device-mem", CLI_STRING, &o->device_mem, "device budget: bytes, or % of the model data", 0, 0, NULL },
-    { "host-mem", CLI_SIZE, &o->host_mem_bytes, "host budget; default: the model data and a quarter", 0, 0, NULL },
+    { "host-mem", CLI_SIZE, &o->host_mem_bytes, "host budget; default: the model data, a quarter, and 8 MiB", 0, 0,
+      NULL },
     { "file", CLI_STRING, &o->file_dir, "directory for what neither device nor host can hold", 0, 0, NULL },
-    { "file-mem", CLI_SIZE, &o->file_mem_bytes, "file budget; default: the model data and a quarter", 0, 0, NULL },
+    { "file-mem", CLI_SIZE, &o->file_mem_bytes, "file budget; default: as the host's", 0, 0, NULL },
     { "window", CLI_SIZE, &o->window_bytes, "chunk size; default: searched", 0, 0, NULL },
     { "margin", CLI_SIZE, &o->margin_bytes, "of the device budget, left unused", 0, 0, NULL },
     { "static-params", CLI_F64, &o->static_params, "policy static: share of parameters kept on the device", 0, 0,
@@ -421,10 +422,10 @@ static int open_memory(trainer_t *t, const model_shape_t *shape) {
               o->device_mem);
     return CLI_EXIT_USAGE;
   }
-  t->host_budget_bytes = o->host_mem_bytes > 0 ? o->host_mem_bytes : model_bytes + model_bytes / 4;
-  if (o->file_dir != NULL) {
-    t->file_budget_bytes = o->file_mem_bytes > 0 ? o->file_mem_bytes : model_bytes + model_bytes / 4;
-  }
+  /* Each arena's last chunk is part empty, which counts when the model is tiny. */
+  uint64_t roomy_bytes = model_bytes + model_bytes / 4 + (UINT64_C(8) << 20);
+  t->host_budget_bytes = o->host_mem_bytes > 0 ? o->host_mem_bytes : roomy_bytes;
+  if (o->file_dir != NULL) t->file_budget_bytes = o->file_mem_bytes > 0 ? o->file_mem_bytes : roomy_bytes;
   gemini_config_t config = GEMINI_CONFIG_INIT;
   config.flags = o->strict ? GEMINI_CONFIG_STRICT : 0;
   config.placement = placements[o->policy];

@@ -116,6 +116,7 @@ void memory_close(memory_t *memory) {
     if (memory->held_count > 0) { /* after a failure only */
       status = gemini_release(memory->manager, memory->held, memory->held_count, memory->stream);
     }
+    if (status == GEMINI_OK && memory->op_open) status = gemini_op_end(memory->manager); /* likewise */
     if (status == GEMINI_OK) status = gemini_stream_destroy(memory->stream);
     if (status == GEMINI_OK) status = gemini_manager_close(memory->manager); /* the rest goes with it */
     memory_check(memory, status);
@@ -157,11 +158,13 @@ static void note_working_set(memory_t *memory) {
 void memory_op_begin(memory_t *memory, const char *name) {
   if (memory->failed) return;
   snprintf(memory->op, sizeof memory->op, "%s", name);
-  if (memory->managed) memory_check(memory, gemini_op_begin(memory->manager, name, memory->stream));
+  if (memory->managed) memory->op_open = memory_check(memory, gemini_op_begin(memory->manager, name, memory->stream));
 }
 
 void memory_op_end(memory_t *memory) {
-  if (!memory->failed && memory->managed) memory_check(memory, gemini_op_end(memory->manager));
+  if (memory->failed || !memory->managed) return;
+  memory->op_open = false;
+  memory_check(memory, gemini_op_end(memory->manager));
 }
 
 /* ---- Acquire and release ---- */

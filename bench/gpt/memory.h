@@ -45,6 +45,7 @@ typedef struct memory {
   gemini_arena_t arenas[MEMORY_KINDS];
   gemini_access_t held[2 * MEMORY_BATCH_MAX]; /* acquired and not yet released */
   uint64_t held_count;
+  bool op_open;
 
   /* Plain. */
   void *plain[MEMORY_KINDS];

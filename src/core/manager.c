@@ -327,8 +327,9 @@ static gemini_status_t manager_open(const gemini_config_t *theirs, gemini_manage
   gemini_status_t status = gmi_struct_in(&config, sizeof config, theirs, sizeof config, "config");
   if (!status) status = config_check(&config);
   if (status) return status;
-  gmi_manager_t *m = calloc(1, sizeof *m);
+  gmi_manager_t *m = aligned_alloc(_Alignof(gmi_manager_t), sizeof *m);
   if (!m) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for a manager (%zu bytes)", sizeof *m);
+  memset(m, 0, sizeof *m);
   pthread_mutex_init(&m->lock, NULL);
   m->config = config;
   m->config.file_dir = NULL;

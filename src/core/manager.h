@@ -146,9 +146,9 @@ struct gmi_file_store;
 
 enum { GMI_TIMED_UPDATE = GEMINI_LINK_COUNT /* beside links: an update on the device */ };
 enum { GMI_HIT_STRIPES = 16, GMI_LOG_QUEUE = 8 };
+/* A cache line of its own, and its neighbour's, which processors fetch in pairs. */
 typedef struct gmi_stripe {
-  _Atomic uint64_t hits;
-  char pad[56];
+  _Alignas(128) _Atomic uint64_t hits;
 } gmi_stripe_t;
 
 typedef struct gmi_manager {

@@ -135,21 +135,28 @@ static bool build_pieces(builder_t *b, uint32_t *piece_first, bool fill) {
   return windows < UINT32_MAX && pieces < UINT32_MAX;
 }
 
-static uint64_t copy_ns(gmi_manager_t *m, uint32_t link, uint64_t configured) {
-  double window = (double)(UINT64_C(1) << m->window_shift);
-  if (m->link_ns[link].samples) return (uint64_t)m->link_ns[link].mean;
-  return (uint64_t)(window * 1e9 / (configured ? (double)configured : 5e9)) + 1000; /* until one was measured */
+void gmi_trace_measure(gmi_manager_t *m, gmi_trace_t *trace) {
+  double window = (double)(UINT64_C(1) << m->window_shift), host = gmi_lane_ns_per_element(m);
+  for (int link = 0; link < 2; link++)
+    if (m->link_ns[link].samples) trace->link_bytes_per_s[link] = (uint64_t)(window * 1e9 / m->link_ns[link].mean);
+  if (host > 0) trace->host_update_ps = (uint64_t)(host * 1e3) + 1;
+  if (m->device_update.samples) trace->device_update_ps = (uint64_t)(m->device_update.mean * 1e3) + 1;
+}
+
+static uint64_t copy_ns(gmi_manager_t *m, uint64_t measured, uint64_t configured) {
+  uint64_t rate = measured ? measured : configured ? configured : UINT64_C(5000000000); /* until one was measured */
+  return (uint64_t)((double)(UINT64_C(1) << m->window_shift) * 1e9 / (double)rate) + 1;
 }
 
 void gmi_plan_bundle_times(gmi_manager_t *m, const gmi_trace_t *trace, gmi_plan_bundle_t *bundle) {
   gmi_plan_input_t *in = &bundle->input;
   gmi_plan_op_t *ops = (gmi_plan_op_t *)(uintptr_t)in->ops;
   for (uint32_t i = 0; i < in->op_count; i++) ops[i].compute_ns = trace->ops[i].compute_ns;
-  in->fetch_ns = copy_ns(m, GEMINI_LINK_H2D, m->config.sim_h2d_bytes_per_s);
-  in->evict_ns = copy_ns(m, GEMINI_LINK_D2H, m->config.sim_d2h_bytes_per_s);
-  double host = gmi_lane_ns_per_element(m);
-  if (host <= 0) host = 2.8; /* 28 bytes at 10 GB/s, until one was measured */
-  double device = m->device_update.samples ? m->device_update.mean : host;
+  ops[in->op_count - 1].compute_ns += trace->outside_ns; /* nothing of the step's ops runs then */
+  in->fetch_ns = copy_ns(m, trace->link_bytes_per_s[0], m->config.sim_h2d_bytes_per_s);
+  in->evict_ns = copy_ns(m, trace->link_bytes_per_s[1], m->config.sim_d2h_bytes_per_s);
+  double host = trace->host_update_ps ? (double)trace->host_update_ps * 1e-3 : 2.8; /* 28 bytes at 10 GB/s */
+  double device = trace->device_update_ps ? (double)trace->device_update_ps * 1e-3 : host;
   for (uint32_t u = 0, p = 0; u < trace->update_count; u++) {
     uint64_t unit = gmi_piece_elements(m, trace->updates[u].arenas, trace->updates[u].arena_count);
     uint64_t at = trace->updates[u].first_element, end = at + trace->updates[u].element_count;

@@ -72,10 +72,16 @@ gemini_status_t gmi_trace_write(gmi_manager_t *m, const gmi_trace_t *t, const ch
   FILE *file = fopen(path, "we");
   if (!file) return gmi_fail(GEMINI_ERR_IO, errno, "trace %s: could not open it: %s", path, strerror(errno));
   fprintf(file, "gemini-trace 1\n");
+  fprintf(file, "budget %" PRIu64 " %" PRIu64 "\n", UINT64_C(1) << m->window_shift,
+          m->config.device_bytes - m->config.device_margin_bytes);
+  fprintf(file, "rates %" PRIu64 " %" PRIu64 " %" PRIu64 " %" PRIu64 "\n", t->link_bytes_per_s[0],
+          t->link_bytes_per_s[1], t->host_update_ps, t->device_update_ps);
+  fprintf(file, "outside %" PRIu64 "\n", t->outside_ns);
   for (uint32_t i = 0; i < GMI_ARENAS; i++) {
     gmi_arena_t *a = gmi_arena_at(m, i);
     if (!a) continue;
-    fprintf(file, "arena %u %u %" PRIu64 " ", i, a->element_bytes, atomic_load(&a->size));
+    fprintf(file, "arena %u %u %u %u %u %" PRIu64 " ", i, a->kind, a->element_bytes, a->like, a->store,
+            atomic_load(&a->size));
     write_name(file, a->name);
     fputc('\n', file);
   }
@@ -115,25 +121,44 @@ static const char *read_line(reader_t *r, char *line) {
   gmi_manager_t *m = r->m;
   char name[256], word[512];
   uint32_t number, element_bytes, mode;
-  uint64_t a, b, c;
+  uint64_t a, b, c, d;
   int used = 0;
   if (r->ended) return "text after the end";
   if (!strcmp(line, "end")) {
     r->ended = true;
     return NULL;
   }
-  if (sscanf(line, "arena %" SCNu32 " %" SCNu32 " %" SCNu64 " %500s%n", &number, &element_bytes, &a, word, &used) ==
-      4) {
-    if (line[used] || number >= GMI_ARENAS || !read_name(word, name, sizeof name)) return "malformed arena";
+  uint32_t kind, like, store;
+  if (sscanf(line, "budget %" SCNu64 " %" SCNu64 "%n", &a, &b, &used) == 2)
+    return line[used] ? "malformed budget" : NULL;
+  if (sscanf(line, "outside %" SCNu64 "%n", &a, &used) == 1) {
+    if (line[used] || a > (UINT64_C(1) << 56)) return "malformed outside";
+    r->trace->outside_ns = a;
+    return NULL;
+  }
+  if (sscanf(line, "rates %" SCNu64 " %" SCNu64 " %" SCNu64 " %" SCNu64 "%n", &a, &b, &c, &d, &used) == 4) {
+    const uint64_t most = UINT64_C(1) << 50;
+    if (line[used] || a > most || b > most || c > most || d > most) return "malformed rates";
+    r->trace->link_bytes_per_s[0] = a;
+    r->trace->link_bytes_per_s[1] = b;
+    r->trace->host_update_ps = c;
+    r->trace->device_update_ps = d;
+    return NULL;
+  }
+  if (sscanf(line, "arena %" SCNu32 " %" SCNu32 " %" SCNu32 " %" SCNu32 " %" SCNu32 " %" SCNu64 " %500s%n", &number,
+             &kind, &element_bytes, &like, &store, &a, word, &used) == 7) {
+    if (line[used] || number >= GMI_ARENAS || like >= GMI_ARENAS || store >= GMI_ARENAS ||
+        !read_name(word, name, sizeof name))
+      return "malformed arena";
     for (uint32_t i = 0; i < GMI_ARENAS; i++) {
       gmi_arena_t *arena = gmi_arena_at(m, i);
-      if (!arena || strcmp(arena->name, name) || arena->element_bytes != element_bytes ||
-          atomic_load(&arena->size) != a)
+      if (!arena || strcmp(arena->name, name) || arena->kind != kind || arena->element_bytes != element_bytes ||
+          atomic_load(&arena->size) != a || (arena->store == i) != (store == number))
         continue;
       r->arena_of[number] = i;
       return NULL;
     }
-    return "no arena here has this name, element size and size";
+    return "no arena here has this name, kind, element size and size";
   }
   if (sscanf(line, "op %" SCNu32 " %" SCNu64 " %" SCNu64 " %" SCNu64 " %500s%n", &number, &a, &b, &c, word, &used) ==
       5) {

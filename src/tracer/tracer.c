@@ -51,6 +51,7 @@ typedef struct gmi_tracer {
   timing_t *timings;   /* [record.op_capacity] */
   uint64_t *durations; /* [record.op_capacity] compute_ns, UINT64_MAX when not known */
   uint32_t timing_capacity, resolved;
+  uint64_t in_ops_ns;             /* of the resolved ops, stalls included; UINT64_MAX when one is not known */
   stall_t stalls[STALLS_LIMIT];
   uint32_t stall_count;
   uint32_t updates_checked; /* updates of this iteration */
@@ -148,6 +149,7 @@ static void publish_plan(gmi_manager_t *m, const variant_t *v) {
 static gemini_status_t variant_plan(gmi_manager_t *m, variant_t *v) {
   gmi_plan_bundle_t bundle;
   gemini_status_t status = gmi_cut(m);
+  gmi_trace_measure(m, &v->trace);
   if (!status) status = gmi_plan_bundle_make(m, &v->trace, &bundle);
   gmi_plan_bundle_free(&v->bundle);
   v->refused = status != GEMINI_OK;
@@ -358,6 +360,8 @@ void gmi_tracer_resolve(gmi_manager_t *m, bool block) {
     }
     t->durations[t->resolved] = known ? (end - begin > stall ? end - begin - stall : 1) : UINT64_MAX;
     if (known) m->stats.stall_ns += stall;
+    if (!known) t->in_ops_ns = UINT64_MAX;
+    else if (t->in_ops_ns != UINT64_MAX) t->in_ops_ns += end - begin;
   }
 }
 
@@ -385,18 +389,34 @@ gemini_status_t gmi_tracer_wait(gmi_manager_t *m, uint32_t stream, gmi_fence_t f
 }
 
 /* ---- brackets */
+/* The step that ended took this long from begin to begin; what was not in its ops was outside. */
+static void learn_outside(gmi_manager_t *m, uint64_t step_ns) {
+  gmi_tracer_t *t = m->tracer;
+  variant_t *v = t->previous == GMI_NONE ? NULL : &t->variants[t->previous];
+  gmi_tracer_resolve(m, false);
+  if (!v || v->last_used != t->iteration || !t->resolved || t->resolved != v->trace.op_count || t->in_ops_ns >= step_ns)
+    return;
+  int64_t weight = v->runs < 8 ? (int64_t)v->runs : 8;
+  int64_t error = (int64_t)(step_ns - t->in_ops_ns) - (int64_t)v->trace.outside_ns;
+  v->trace.outside_ns = (uint64_t)((int64_t)v->trace.outside_ns + error / weight);
+}
+
 static gemini_status_t iteration_begin(gmi_manager_t *m) {
   gmi_tracer_t *t = m->tracer;
   if (m->iteration_open) return gmi_fail(GEMINI_ERR_STATE, 0, "an iteration is open already");
   gemini_status_t status = gmi_cut(m);
   if (status) return status;
   uint64_t now = m->dev->now(m->dev_self);
-  if (t->begun_ns) m->stats.measured_step_ns = now - t->begun_ns;
+  if (t->begun_ns) {
+    m->stats.measured_step_ns = now - t->begun_ns;
+    learn_outside(m, now - t->begun_ns);
+  }
   t->begun_ns = now;
   m->iteration_open = true;
   t->iteration++;
   t->record.op_count = t->record.span_count = t->record.update_count = 0;
   t->resolved = t->stall_count = t->op_index = 0;
+  t->in_ops_ns = 0;
   t->departed = t->record_lost = false;
   for (uint32_t i = 0; i < GMI_VARIANTS; i++) t->agrees[i] = t->variants[i].used;
   t->active = GMI_NONE;
@@ -608,6 +628,7 @@ static gemini_status_t iteration_end(gmi_manager_t *m) {
   /* Times measured under a plan differ from those of warm-up: plan once more with them, then only predict anew. */
   if (v->bundle.made && whole && v->planned_runs == SETTLE_RUNS) return variant_plan(m, v);
   if (v->bundle.made && whole && v->planned_runs > SETTLE_RUNS && (v->planned_runs & (v->planned_runs - 1)) == 0) {
+    gmi_trace_measure(m, &v->trace);
     gmi_plan_bundle_times(m, &v->trace, &v->bundle);
     if (gmi_plan_simulate(&v->bundle.input, &v->bundle.plan) == GEMINI_OK) publish_plan(m, v);
   }

@@ -40,6 +40,10 @@ typedef struct gmi_trace {
   gmi_trace_span_t *spans;
   gmi_trace_update_t *updates;
   uint32_t op_count, op_capacity, span_count, span_capacity, update_count, update_capacity;
+  /* Rates that the plan is made with; 0 = not measured yet. */
+  uint64_t link_bytes_per_s[2];              /* GEMINI_LINK_H2D, D2H; whole windows, their overhead included */
+  uint64_t host_update_ps, device_update_ps; /* picoseconds an element; on the host of one worker */
+  uint64_t outside_ns; /* of a step, from begin to begin, outside its ops: the caller's own work, norms, read-backs */
 } gmi_trace_t;
 
 gemini_status_t gmi_tracer_open(gmi_manager_t *m);
@@ -83,7 +87,9 @@ typedef struct gmi_plan_bundle {
   bool made;
 } gmi_plan_bundle_t;
 gemini_status_t gmi_plan_bundle_make(gmi_manager_t *m, const gmi_trace_t *trace, gmi_plan_bundle_t *bundle_out);
-void gmi_plan_bundle_times(gmi_manager_t *m, const gmi_trace_t *trace, gmi_plan_bundle_t *bundle); /* newest figures */
+/* The trace's times and rates into the input of a plan made before. */
+void gmi_plan_bundle_times(gmi_manager_t *m, const gmi_trace_t *trace, gmi_plan_bundle_t *bundle);
+void gmi_trace_measure(gmi_manager_t *m, gmi_trace_t *trace); /* the newest rates into the trace */
 void gmi_plan_bundle_free(gmi_plan_bundle_t *bundle);
 /* Elements in one span of an update over these arenas: one window of the arena with the smallest elements. */
 uint64_t gmi_piece_elements(gmi_manager_t *m, const uint32_t *arenas, uint32_t arena_count);

@@ -1,0 +1,216 @@
+/* What the hot calls cost: acquire and release of a resident tensor, allocation and free of non-model memory.
+ * SPDX-License-Identifier: Apache-2.0
+ *
+ * Inside an open operator, as a training loop calls them. Threads take tensors of their own, on streams of their own;
+ * seconds a pair are a thread's, so that perfect scaling leaves them unchanged. The library's records are measured as
+ * the growth of resident memory while tensors are registered. */
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "cli.h"
+#include "gemini.h"
+#include "row.h"
+
+#define PROGRAM "bench_hot"
+enum { TENSOR_BYTES = 512, ROUNDS = 7, ALLOC_PAIRS = 200000 };
+
+static gemini_manager_t manager;
+static gemini_tensor_t *tensors;
+static uint64_t tensor_count = 100000, thread_count = 1, pairs = 2000000, seed = 1;
+static pthread_barrier_t barrier;
+
+static bool ok(gemini_status_t status, const char *what) {
+  if (status == GEMINI_OK) return true;
+  gemini_error_info_t error = GEMINI_ERROR_INFO_INIT;
+  (void)gemini_last_error(&error);
+  cli_error(PROGRAM, "%s: %s", what, error.message);
+  return false;
+}
+
+typedef struct worker {
+  pthread_t thread;
+  uint64_t first, count; /* tensors of its own */
+  uint64_t order_seed;
+  double acquire_s[ROUNDS], alloc_s[ROUNDS]; /* a pair */
+  double cpu_s[ROUNDS];                      /* of acquire_s, on a processor: what other programs took is not in it */
+  bool failed;
+} worker_t;
+
+static double thread_cpu_s(void) {
+  struct timespec now;
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
+  return (double)now.tv_sec + (double)now.tv_nsec * 1e-9;
+}
+
+/* Tensors in an order that no prefetcher of the processor knows, chosen before the clock runs. */
+static bool run_worker(worker_t *w) {
+  gemini_stream_t stream;
+  if (!ok(gemini_stream_create(manager, &stream), "stream")) return false;
+  uint32_t *order = malloc(w->count * sizeof *order);
+  if (!order) return false;
+  for (uint64_t i = 0; i < w->count; i++) order[i] = (uint32_t)(w->first + i);
+  uint64_t x = w->order_seed;
+  for (uint64_t i = w->count - 1; i > 0; i--) {
+    x ^= x >> 12, x ^= x << 25, x ^= x >> 27;
+    uint64_t j = x * UINT64_C(2685821657736338717) % (i + 1);
+    uint32_t swap = order[i];
+    order[i] = order[j];
+    order[j] = swap;
+  }
+  bool fine = true;
+  for (int round = -1; fine && round < ROUNDS; round++) { /* the first warms up */
+    pthread_barrier_wait(&barrier);
+    uint64_t begin = cli_now_ns();
+    double cpu_begin = thread_cpu_s();
+    for (uint64_t i = 0, k = 0; i < pairs; i++) {
+      gemini_access_t access = { .object = tensors[order[k]], .mode = GEMINI_READ, .tier = GEMINI_TIER_DEVICE };
+      fine &= gemini_acquire(manager, &access, 1, stream) == GEMINI_OK;
+      fine &= gemini_release(manager, &access, 1, stream) == GEMINI_OK;
+      if (++k == w->count) k = 0;
+    }
+    if (round >= 0) {
+      w->acquire_s[round] = (double)(cli_now_ns() - begin) * 1e-9 / (double)pairs;
+      w->cpu_s[round] = (thread_cpu_s() - cpu_begin) / (double)pairs;
+    }
+    pthread_barrier_wait(&barrier);
+    begin = cli_now_ns();
+    for (int i = 0; i < ALLOC_PAIRS; i++) {
+      void *ptr;
+      fine &= gemini_alloc(manager, 4096, stream, &ptr) == GEMINI_OK;
+      fine &= gemini_free(manager, ptr, stream) == GEMINI_OK;
+    }
+    if (round >= 0) w->alloc_s[round] = (double)(cli_now_ns() - begin) * 1e-9 / ALLOC_PAIRS;
+  }
+  free(order);
+  return ok(gemini_stream_destroy(stream), "stream") && fine;
+}
+static void *worker(void *user) {
+  worker_t *w = user;
+  w->failed = !run_worker(w);
+  return NULL;
+}
+
+static int by_value(const void *a, const void *b) {
+  double x = *(const double *)a, y = *(const double *)b;
+  return x < y ? -1 : x > y;
+}
+enum { ACQUIRE, ALLOC, CPU };
+static double median_of(worker_t *workers, uint64_t count, int which) {
+  double values[64 * ROUNDS];
+  for (uint64_t i = 0; i < count; i++)
+    memcpy(values + i * ROUNDS,
+           which == ALLOC ? workers[i].alloc_s
+           : which == CPU ? workers[i].cpu_s
+                          : workers[i].acquire_s,
+           ROUNDS * sizeof *values);
+  qsort(values, count * ROUNDS, sizeof *values, by_value);
+  return values[count * ROUNDS / 2];
+}
+
+static uint64_t resident_bytes(void) {
+  unsigned long long pages = 0;
+  FILE *file = fopen("/proc/self/statm", "r");
+  if (file && fscanf(file, "%*u %llu", &pages) != 1) pages = 0;
+  if (file) fclose(file);
+  return pages * (uint64_t)sysconf(_SC_PAGESIZE);
+}
+
+static bool run(uint64_t threads, double *acquire_s, double *alloc_s, double *cpu_s) {
+  worker_t *workers = calloc(threads, sizeof *workers);
+  if (!workers) return false;
+  pthread_barrier_init(&barrier, NULL, (unsigned)threads);
+  bool fine = true;
+  uint64_t share = tensor_count / threads;
+  for (uint64_t i = 0; i < threads; i++) {
+    workers[i].first = i * share;
+    workers[i].count = share;
+    workers[i].order_seed = seed * 1000003 + i + 1;
+    if (pthread_create(&workers[i].thread, NULL, worker, &workers[i])) exit(CLI_EXIT_FAILURE); /* others would wait */
+  }
+  for (uint64_t i = 0; i < threads; i++) {
+    pthread_join(workers[i].thread, NULL);
+    fine &= !workers[i].failed;
+  }
+  pthread_barrier_destroy(&barrier);
+  *acquire_s = median_of(workers, threads, ACQUIRE);
+  *alloc_s = median_of(workers, threads, ALLOC);
+  *cpu_s = median_of(workers, threads, CPU);
+  free(workers);
+  return fine;
+}
+
+int main(int argc, char **argv) {
+  const cli_option_t options[] = {
+    { "tensors", CLI_U64, &tensor_count, "tensors of 512 bytes, all resident", 64, 10000000, NULL },
+    { "threads", CLI_U64, &thread_count, "threads at once", 1, 64, NULL },
+    { "pairs", CLI_U64, &pairs, "acquires and releases a thread and round", 1, 0, NULL },
+    { "seed", CLI_U64, &seed, "of the order", 1, 0, NULL },
+    { NULL, 0, NULL, NULL, 0, 0, NULL },
+  };
+  int status = cli_parse(PROGRAM, "Costs of the hot calls.", options, argc, argv);
+  if (status >= 0) return status;
+  if (thread_count > tensor_count) {
+    cli_error(PROGRAM, "bad usage: %llu threads, more than the tensors", (unsigned long long)thread_count);
+    return CLI_EXIT_USAGE;
+  }
+  gemini_config_t config = GEMINI_CONFIG_INIT;
+  config.device_bytes = tensor_count * TENSOR_BYTES * 2 + (UINT64_C(64) << 20);
+  config.host_bytes = config.device_bytes;
+  if (!ok(gemini_manager_open(&config, &manager), "open")) return CLI_EXIT_FAILURE;
+  gemini_arena_config_t arena_config = GEMINI_ARENA_CONFIG_INIT;
+  gemini_arena_t arena;
+  if (!ok(gemini_arena_create(manager, &arena_config, &arena), "arena")) return CLI_EXIT_FAILURE;
+  tensors = calloc(tensor_count, sizeof *tensors);
+  if (!tensors) return CLI_EXIT_FAILURE;
+  memset(tensors, 0xff, tensor_count * sizeof *tensors); /* touched before memory is measured */
+  uint64_t before = resident_bytes();
+  for (uint64_t i = 0; i < tensor_count; i++) {
+    char name[32];
+    snprintf(name, sizeof name, "tensor.%llu", (unsigned long long)i);
+    if (!ok(gemini_tensor_register(manager, arena, name, TENSOR_BYTES, GEMINI_OFFSET_NEXT, &tensors[i]), name))
+      return CLI_EXIT_FAILURE;
+  }
+  uint64_t record_bytes = resident_bytes() - before;
+  gemini_access_t all = { .object = arena, .mode = GEMINI_READ_WRITE, .tier = GEMINI_TIER_DEVICE };
+  if (!ok(gemini_pin(manager, &all), "pin")) return CLI_EXIT_FAILURE;
+  if (!ok(gemini_acquire(manager, &all, 1, GEMINI_STREAM_CALLER), "acquire") ||
+      !ok(gemini_release(manager, &all, 1, GEMINI_STREAM_CALLER), "release"))
+    return CLI_EXIT_FAILURE;
+  if (!ok(gemini_iteration_begin(manager), "iteration") ||
+      !ok(gemini_op_begin(manager, "hot", GEMINI_STREAM_CALLER), "op"))
+    return CLI_EXIT_FAILURE;
+  double one_acquire, one_alloc, one_cpu, acquire_s, alloc_s, cpu_s;
+  bool fine = run(1, &one_acquire, &one_alloc, &one_cpu);
+  acquire_s = one_acquire;
+  alloc_s = one_alloc;
+  cpu_s = one_cpu;
+  if (fine && thread_count > 1) fine = run(thread_count, &acquire_s, &alloc_s, &cpu_s);
+  if (!fine) {
+    cli_error(PROGRAM, "a call failed");
+    return CLI_EXIT_FAILURE;
+  }
+  row_t row;
+  row_begin(&row, PROGRAM, "acquire+release");
+  row_value(&row, acquire_s, "s");
+  row_u64(&row, "tensors", tensor_count);
+  row_u64(&row, "threads", thread_count);
+  row_f64(&row, "one_thread", one_acquire);
+  row_f64(&row, "speedup", (double)thread_count * one_acquire / acquire_s);
+  row_f64(&row, "cpu_seconds", cpu_s);
+  row_f64(&row, "cpu_speedup", (double)thread_count * one_cpu / cpu_s);
+  row_f64(&row, "record_bytes_per_tensor", (double)record_bytes / (double)tensor_count);
+  bool printed = row_end(&row);
+  row_begin(&row, PROGRAM, "alloc+free");
+  row_value(&row, alloc_s, "s");
+  row_u64(&row, "threads", thread_count);
+  row_f64(&row, "one_thread", one_alloc);
+  printed &= row_end(&row);
+  fine = ok(gemini_op_end(manager), "op") && ok(gemini_iteration_end(manager), "iteration") &&
+         ok(gemini_unpin(manager, &all), "unpin") && ok(gemini_manager_close(manager), "close");
+  free(tensors);
+  return printed && fine ? CLI_EXIT_OK : CLI_EXIT_FAILURE;
+}
