@@ -475,9 +475,6 @@ gemini_status_t gemini_hint(gemini_manager_t mgr, const gemini_access_t *accesse
 
 static gemini_status_t move_window(gmi_manager_t *m, gmi_window_t *w, uint32_t tier) {
   if (tier == GEMINI_TIER_DEVICE) {
-    if (w->host_writer)
-      return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is acquired on the host for writing",
-                      gmi_window_arena(m, w)->name);
     return gmi_window_fetch(m, w, false, GEMINI_REASON_CALLER, GMI_TAKE_EVICT);
   }
   if (tier == GEMINI_TIER_FILE) return gmi_window_to_file(m, w, GEMINI_REASON_CALLER);

@@ -123,6 +123,96 @@ gemini_status_t gmi_cut(gmi_manager_t *m) {
   return GEMINI_OK;
 }
 
+/* ---- a new cut, once the access order is known */
+
+/* Every byte must be on the host, nothing in use, and only one thread at work: the fast path takes no lock. */
+static bool recut_possible(gmi_manager_t *m, uint64_t window) {
+  uint64_t need = 0, threads = 0;
+  if (m->files || (m->heap && gmi_heap_blocks_used(m->heap))) return false;
+  for (int i = 0; i < GMI_HIT_STRIPES; i++) threads += atomic_load(&m->stripes[i].hits) != 0;
+  for (uint32_t i = 0; i < GMI_ARENAS; i++) {
+    gmi_arena_t *a = gmi_arena_at(m, i);
+    for (uint32_t k = 0; a && a->windows && k < atomic_load(&a->window_count); k++) {
+      gmi_window_t *w = &a->windows[k];
+      if ((atomic_load(&w->word) & GMI_WINDOW_PINS) || w->host_users || w->user_pins) return false;
+    }
+    if (a && a->store == i) {
+      need += round_up(atomic_load(&a->size), window);
+      if (a->capacity % window) return false;
+    }
+  }
+  return threads <= 1 && need <= m->config.host_bytes &&
+         m->config.device_bytes - m->config.device_margin_bytes >= window;
+}
+
+/* The host mirror keeps every byte where it is; only the records change. What reads as zero becomes zeros where it
+ * shares a new window with other bytes. */
+static gemini_status_t recut_arena(gmi_manager_t *m, gmi_arena_t *a, gmi_window_t *old, uint32_t old_count,
+                                   uint32_t old_shift) {
+  gemini_status_t status = gmi_arena_grow(m, a);
+  uint64_t window = UINT64_C(1) << m->window_shift, old_window = UINT64_C(1) << old_shift;
+  for (uint32_t k = 0; !status && k < atomic_load(&a->window_count); k++) {
+    uint64_t begin = k * window, end = begin + window;
+    bool any = false;
+    for (uint64_t o = begin >> old_shift; o < old_count && o * old_window < end; o++)
+      any |= !(old[o].valid & GMI_VALID_ZERO);
+    if (!any) continue;
+    for (uint64_t o = begin >> old_shift; o < old_count && o * old_window < end; o++) {
+      uint64_t from = o * old_window > begin ? o * old_window : begin;
+      uint64_t to = (o + 1) * old_window < end ? (o + 1) * old_window : end;
+      if (old[o].valid & GMI_VALID_ZERO) memset(a->host + from, 0, to - from);
+    }
+    status = gmi_host_slot_take(m, &a->windows[k]);
+    a->windows[k].valid = GMI_VALID_HOST;
+  }
+  return status;
+}
+
+gemini_status_t gmi_recut(gmi_manager_t *m, uint64_t window) {
+  uint64_t old_window = atomic_load(&m->window_bytes);
+  uint32_t old_shift = m->window_shift;
+  if (window == old_window || m->config.window_bytes || !recut_possible(m, window)) return GEMINI_OK;
+  gmi_lane_drain(m);
+  for (uint32_t i = 0; i < GMI_ARENAS; i++) {
+    gmi_arena_t *a = gmi_arena_at(m, i);
+    for (uint32_t k = 0; a && a->windows && k < atomic_load(&a->window_count); k++) {
+      gmi_window_t *w = &a->windows[k];
+      gemini_status_t status = gmi_window_evict(m, w, GEMINI_REASON_PLAN);
+      if (!status) status = gmi_window_settle_host(m, w);
+      if (status) return status; /* as it was, only less of it resident */
+    }
+  }
+  for (uint32_t i = 0; i < m->unmap_count; i++) gmi_fence_sync(m, m->unmaps[i].fence);
+  gmi_reap(m);
+  atomic_store(&m->window_bytes, 0);
+  gmi_heap_close(m);
+  gmi_frames_free(m);
+  m->window_shift = (uint32_t)__builtin_ctzll(window);
+  m->window_total = 0;
+  m->host_used = 0;
+  for (int link = 0; link < 2; link++) m->link_ns[link].mean *= (double)window / (double)old_window;
+  atomic_store(&m->window_bytes, window);
+  gemini_status_t status = gmi_frames_init(m);
+  if (!status) status = gmi_heap_open(m);
+  for (uint32_t i = 0; i < GMI_ARENAS; i++) {
+    gmi_arena_t *a = gmi_arena_at(m, i);
+    if (!a || !a->windows) continue;
+    gmi_window_t *old = a->windows;
+    uint64_t old_bytes = a->window_map_bytes;
+    uint32_t old_count = atomic_load(&a->window_count);
+    for (uint32_t k = 0; k < old_count; k++)
+      if (old[k].host_slot) m->dev->host_unlock(m->dev_self, a->host + k * old_window, old_window);
+    a->windows = NULL;
+    atomic_store(&a->window_count, 0);
+    gemini_status_t made = recut_arena(m, a, old, old_count, old_shift);
+    if (!status) status = made;
+    gmi_space_free(old, old_bytes);
+  }
+  gmi_log(m, GEMINI_LOG_INFO, "windows of %llu bytes instead of %llu, by the access order", (unsigned long long)window,
+          (unsigned long long)old_window);
+  return status;
+}
+
 gemini_status_t gmi_range_resolve(gmi_manager_t *m, const gemini_access_t *access, gmi_range_t *range_out) {
   gmi_range_t r = { 0 };
   uint64_t start = 0, limit;
@@ -489,6 +579,7 @@ static gemini_status_t tensor_new(gmi_manager_t *m, gmi_arena_t *a, uint64_t off
   a->order_sorted =
       a->tensor_count == 0 || (a->order_sorted && m->tensors[a->order[a->tensor_count - 1]].offset <= offset);
   a->order[a->tensor_count++] = index;
+  if (size > a->longest) a->longest = size;
   m->tensor_alive++;
   *index_out = index;
   return GEMINI_OK;
@@ -671,9 +762,15 @@ void gmi_arena_sort(gmi_manager_t *m, gmi_arena_t *a) {
 void gmi_arena_each(gmi_manager_t *m, gmi_arena_t *a, uint64_t offset, uint64_t size,
                     void (*fn)(gmi_manager_t *m, gmi_tensor_t *t, void *user), void *user) {
   gmi_arena_sort(m, a);
-  /* Tensors may overlap, so an early long one can reach into the range: scan all that begin before its end. The usual
-   * arena has none that overlap; then a binary search for the first that ends behind offset would do. */
-  for (uint32_t i = 0; i < a->tensor_count; i++) {
+  /* The first that can reach into the range begins no further before it than the longest tensor is long. */
+  uint64_t from = offset > a->longest ? offset - a->longest : 0;
+  uint32_t low = 0, high = a->tensor_count;
+  while (low < high) {
+    uint32_t mid = low + (high - low) / 2;
+    if (m->tensors[a->order[mid]].offset < from) low = mid + 1;
+    else high = mid;
+  }
+  for (uint32_t i = low; i < a->tensor_count; i++) {
     gmi_tensor_t *t = &m->tensors[a->order[i]];
     if (t->offset >= offset + size) break;
     if (t->offset + t->size > offset) fn(m, t, user);

@@ -419,6 +419,9 @@ static gemini_status_t copy_window(gmi_manager_t *m, gmi_window_t *w, uint32_t l
 
 gemini_status_t gmi_window_fetch(gmi_manager_t *m, gmi_window_t *w, bool fresh, uint32_t reason, uint32_t flags) {
   if (atomic_load(&w->word) & GMI_WINDOW_RESIDENT) return GEMINI_OK;
+  if (w->host_writer)
+    return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is acquired on the host for writing",
+                    gmi_window_arena(m, w)->name);
   gemini_status_t status = GEMINI_OK;
   if (!fresh && !(w->valid & (GMI_VALID_HOST | GMI_VALID_ZERO))) { /* in a file only */
     w->host_users++;                                               /* its slot must outlive the search for a frame */

@@ -105,6 +105,7 @@ typedef struct gmi_arena {
   uint32_t tensor_count, tensor_capacity; /* of order */
   uint32_t *order;                        /* tensors of this arena, sorted by offset when sorted */
   bool order_sorted;
+  uint64_t longest; /* size of the longest tensor it ever had, bytes */
 } gmi_arena_t;
 
 /* ---- frames */
@@ -276,6 +277,9 @@ typedef struct gmi_range {
 } gmi_range_t;
 gemini_status_t gmi_range_resolve(gmi_manager_t *m, const gemini_access_t *access, gmi_range_t *range_out);
 gemini_status_t gmi_cut(gmi_manager_t *m); /* chooses the window size if that is still to be done; lock held */
+/* Cuts anew where that is possible: nothing in use, every byte fits on the host, no file tier, one thread, and the
+ * caller did not choose the size. Otherwise, and when it is that size already, nothing changes. */
+gemini_status_t gmi_recut(gmi_manager_t *m, uint64_t window_bytes);
 gemini_status_t gmi_arena_grow(gmi_manager_t *m, gmi_arena_t *store); /* windows for all of size; lock held */
 void gmi_arena_sort(gmi_manager_t *m, gmi_arena_t *a);
 /* Calls fn for every tensor of arena a that overlaps [offset, offset + size). */

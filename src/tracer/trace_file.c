@@ -129,8 +129,11 @@ static const char *read_line(reader_t *r, char *line) {
     return NULL;
   }
   uint32_t kind, like, store;
-  if (sscanf(line, "budget %" SCNu64 " %" SCNu64 "%n", &a, &b, &used) == 2)
-    return line[used] ? "malformed budget" : NULL;
+  if (sscanf(line, "budget %" SCNu64 " %" SCNu64 "%n", &a, &b, &used) == 2) {
+    if (line[used] || a < 65536 || a > (UINT64_C(1) << 30) || (a & (a - 1))) return "malformed budget";
+    r->trace->window_bytes = a;
+    return NULL;
+  }
   if (sscanf(line, "outside %" SCNu64 "%n", &a, &used) == 1) {
     if (line[used] || a > (UINT64_C(1) << 56)) return "malformed outside";
     r->trace->outside_ns = a;

@@ -51,7 +51,7 @@ typedef struct gmi_tracer {
   timing_t *timings;   /* [record.op_capacity] */
   uint64_t *durations; /* [record.op_capacity] compute_ns, UINT64_MAX when not known */
   uint32_t timing_capacity, resolved;
-  uint64_t in_ops_ns;             /* of the resolved ops, stalls included; UINT64_MAX when one is not known */
+  uint64_t in_ops_ns; /* of the resolved ops, stalls included; UINT64_MAX when one is not known */
   stall_t stalls[STALLS_LIMIT];
   uint32_t stall_count;
   uint32_t updates_checked; /* updates of this iteration */
@@ -146,10 +146,45 @@ static void publish_plan(gmi_manager_t *m, const variant_t *v) {
   m->stats.planned_evict_bytes = v->bundle.made ? p->evict_dirty_count * window : 0;
 }
 
+/* Pages are windows: about as many bytes as before. */
+static void rescale_pages(gmi_trace_t *trace, uint64_t from, uint64_t to) {
+  for (uint32_t i = 0; from != to && i < trace->op_count; i++)
+    trace->ops[i].heap_pages = (uint32_t)((trace->ops[i].heap_pages * from + to - 1) / to);
+}
+
+/* The window size again, now that the access order is known; only before the first plan. */
+static gemini_status_t search_window(gmi_manager_t *m, const gmi_trace_t *trace) {
+  gmi_tracer_t *t = m->tracer;
+  uint64_t usable = m->config.device_bytes - m->config.device_margin_bytes, nonmodel = 0;
+  if (m->config.window_bytes || m->stats.plans) return GEMINI_OK;
+  gmi_window_use_t *uses = calloc((size_t)trace->span_count + 1, sizeof *uses);
+  if (!uses) return GEMINI_OK; /* the size there is will do */
+  uint64_t count = 0;
+  for (uint32_t i = 0; i < trace->op_count; i++) {
+    const gmi_trace_op_t *op = &trace->ops[i];
+    if (op->nonmodel_peak > nonmodel) nonmodel = op->nonmodel_peak;
+    for (uint32_t s = op->span_first; s < op->span_first + op->span_count; s++)
+      uses[count++] = (gmi_window_use_t){ ((uint64_t)trace->spans[s].arena << 46) + trace->spans[s].offset,
+                                          trace->spans[s].size, i, 0 };
+  }
+  uint64_t min = m->granularity > 65536 ? m->granularity : 65536, max = min;
+  while (max < (UINT64_C(64) << 20) && max * 2 <= usable / 16) max *= 2;
+  uint64_t rate = trace->link_bytes_per_s[0] ? trace->link_bytes_per_s[0] : UINT64_C(5000000000);
+  if (trace->link_bytes_per_s[1] && trace->link_bytes_per_s[1] < rate) rate = trace->link_bytes_per_s[1];
+  gmi_window_search_t search = { uses, count, min, max, usable, nonmodel < usable ? nonmodel : 0, 20000, rate };
+  uint64_t old = atomic_load(&m->window_bytes), window = count ? gmi_window_size_search(&search) : old;
+  free(uses);
+  gemini_status_t status = gmi_recut(m, window);
+  window = atomic_load(&m->window_bytes);
+  for (uint32_t i = 0; i < GMI_VARIANTS; i++) rescale_pages(&t->variants[i].trace, old, window);
+  return status;
+}
+
 static gemini_status_t variant_plan(gmi_manager_t *m, variant_t *v) {
   gmi_plan_bundle_t bundle;
   gemini_status_t status = gmi_cut(m);
   gmi_trace_measure(m, &v->trace);
+  if (!status) status = search_window(m, &v->trace);
   if (!status) status = gmi_plan_bundle_make(m, &v->trace, &bundle);
   gmi_plan_bundle_free(&v->bundle);
   v->refused = status != GEMINI_OK;
@@ -200,12 +235,25 @@ static void enter_plan(gmi_manager_t *m, variant_t *v) {
     if (b->plan.resident_at_start[i] && gmi_window_fetch(m, b->window_of[i], false, GEMINI_REASON_PLAN, 0)) return;
 }
 
+/* The first of an op's moves that belong to the op itself (GMI_NO_PIECE: they come first) or to one of its pieces. */
+static uint32_t first_move(const gmi_plan_move_t *moves, uint32_t low, uint32_t high, uint32_t piece) {
+  uint64_t wanted = piece == GMI_NO_PIECE ? 0 : (uint64_t)piece + 1;
+  while (low < high) {
+    uint32_t mid = low + (high - low) / 2;
+    uint64_t key = moves[mid].piece == GMI_NO_PIECE ? 0 : (uint64_t)moves[mid].piece + 1;
+    if (key < wanted) low = mid + 1;
+    else high = mid;
+  }
+  return low;
+}
+
 /* piece: GMI_NO_PIECE for the op itself. */
 static void plan_fetch(gmi_manager_t *m, variant_t *v, uint32_t op, uint32_t piece) {
   gmi_plan_bundle_t *b = &v->bundle;
-  for (uint32_t i = b->plan.fetch_first[op]; i < b->plan.fetch_first[op + 1]; i++) {
+  uint32_t end = b->plan.fetch_first[op + 1];
+  for (uint32_t i = first_move(b->plan.fetches, b->plan.fetch_first[op], end, piece); i < end; i++) {
     const gmi_plan_move_t *move = &b->plan.fetches[i];
-    if (move->piece != piece) continue;
+    if (move->piece != piece) break;
     gemini_status_t status = gmi_window_fetch(m, b->window_of[move->window], false, GEMINI_REASON_PLAN, 0);
     if (status == GEMINI_ERR_OOM_DEVICE) break; /* no frame is free yet: the acquire will fetch it */
     if (status) gmi_log(m, GEMINI_LOG_WARNING, "planned fetch: %s", gmi_fail_message());
@@ -214,8 +262,9 @@ static void plan_fetch(gmi_manager_t *m, variant_t *v, uint32_t op, uint32_t pie
 
 static void plan_evict(gmi_manager_t *m, variant_t *v, uint32_t op, uint32_t piece) {
   gmi_plan_bundle_t *b = &v->bundle;
-  for (uint32_t i = b->plan.evict_first[op]; i < b->plan.evict_first[op + 1]; i++) {
-    if (b->plan.evicts[i].piece != piece) continue;
+  uint32_t end = b->plan.evict_first[op + 1];
+  for (uint32_t i = first_move(b->plan.evicts, b->plan.evict_first[op], end, piece); i < end; i++) {
+    if (b->plan.evicts[i].piece != piece) break;
     gmi_window_t *w = b->window_of[b->plan.evicts[i].window];
     if ((atomic_load(&w->word) & GMI_WINDOW_PINS) || w->user_pins) continue; /* released later: pressure will find it */
     if (gmi_window_evict(m, w, GEMINI_REASON_PLAN))
@@ -396,7 +445,8 @@ static void learn_outside(gmi_manager_t *m, uint64_t step_ns) {
   gmi_tracer_resolve(m, false);
   if (!v || v->last_used != t->iteration || !t->resolved || t->resolved != v->trace.op_count || t->in_ops_ns >= step_ns)
     return;
-  int64_t weight = v->runs < 8 ? (int64_t)v->runs : 8;
+  uint64_t seen = v->planned_runs ? v->planned_runs : v->runs;
+  int64_t weight = seen < 8 ? (int64_t)seen : 8;
   int64_t error = (int64_t)(step_ns - t->in_ops_ns) - (int64_t)v->trace.outside_ns;
   v->trace.outside_ns = (uint64_t)((int64_t)v->trace.outside_ns + error / weight);
 }
@@ -540,8 +590,11 @@ void gmi_tracer_update(gmi_manager_t *m, const gmi_trace_update_t *update, uint3
   *index_out = index;
 }
 
-/* Newest op times into the variant; the first iterations weigh as much as they are, later ones an eighth. */
+/* Newest op times into the variant; the first iterations weigh as much as they are, later ones an eighth. Times of
+ * warm-up, with its first touches and its waits in other places, are forgotten when the first planned iteration ends. */
 static void learn_times(gmi_tracer_t *t, variant_t *v) {
+  if (v->bundle.made && !v->planned_runs && t->resolved == v->trace.op_count)
+    for (uint32_t i = 0; i < v->trace.op_count; i++) v->trace.ops[i].samples = 0;
   for (uint32_t i = 0; i < t->resolved && i < v->trace.op_count; i++) {
     if (t->durations[i] == UINT64_MAX) continue;
     gmi_trace_op_t *op = &v->trace.ops[i];
@@ -676,6 +729,13 @@ static gemini_status_t trace_load(gmi_manager_t *m, const char *path) {
   gemini_status_t status = gmi_cut(m);
   if (!status) status = gmi_trace_read(m, &trace, path);
   if (status) return status;
+  uint64_t window = atomic_load(&m->window_bytes);
+  if (trace.window_bytes) status = gmi_recut(m, trace.window_bytes);
+  rescale_pages(&trace, window, atomic_load(&m->window_bytes));
+  if (status) {
+    gmi_trace_free(&trace);
+    return status;
+  }
   variant_t loaded = { .trace = trace, .used = true, .follower = GMI_NONE };
   status = gmi_plan_bundle_make(m, &trace, &loaded.bundle);
   if (status) {
