@@ -279,6 +279,19 @@ gemini_status_t gmi_window_settle_host(gmi_manager_t *m, gmi_window_t *w) {
   return status;
 }
 
+static gemini_status_t write_file(gmi_manager_t *m, gmi_window_t *w, uint32_t reason) {
+  gemini_status_t status = gmi_file_write(m, w);
+  if (!status) count_move(m, GEMINI_LINK_H2F, reason);
+  return status;
+}
+static gemini_status_t read_file(gmi_manager_t *m, gmi_window_t *w, uint32_t reason) {
+  w->host_users++; /* its slot must outlive the wait for what used it before */
+  gemini_status_t status = gmi_file_read(m, w);
+  w->host_users--;
+  if (!status) count_move(m, GEMINI_LINK_F2H, reason);
+  return status;
+}
+
 static void slot_drop(gmi_manager_t *m, gmi_window_t *w) {
   if (!w->host_slot) return;
   uint8_t *place = gmi_window_host(m, w);
@@ -313,7 +326,7 @@ static gemini_status_t slot_reclaim(gmi_manager_t *m, bool *done_out) {
         m->host_hand_arena = index;
         m->host_hand_window = i + 1;
         gemini_status_t status = gmi_window_settle_host(m, w);
-        if (!status && level == RECLAIM_WRITE) status = gmi_file_write(m, w);
+        if (!status && level == RECLAIM_WRITE) status = write_file(m, w, GEMINI_REASON_PRESSURE);
         if (status) return status;
         if (level == RECLAIM_CLEAN || level == RECLAIM_WRITE) w->valid &= (uint8_t)~GMI_VALID_HOST;
         if (w->valid == GMI_VALID_DEVICE) atomic_fetch_or(&w->word, GMI_WINDOW_DIRTY);
@@ -407,6 +420,7 @@ static gemini_status_t copy_window(gmi_manager_t *m, gmi_window_t *w, uint32_t l
                                      : m->dev->copy(m->dev_self, stream, host, device, window_bytes(m), GMI_COPY_D2H);
   }
   if (!status) status = gmi_fence_now(m, stream, &end);
+  if (status) w->host_fence = gmi_fence_later(m, stream); /* the copy may be queued all the same */
   if (status)
     return gmi_fail(status, 0, "the device could not queue a copy of %llu bytes", (unsigned long long)window_bytes(m));
   time_copy(m, link, begin, end);
@@ -424,16 +438,13 @@ gemini_status_t gmi_window_fetch(gmi_manager_t *m, gmi_window_t *w, bool fresh, 
                     gmi_window_arena(m, w)->name);
   gemini_status_t status = GEMINI_OK;
   if (!fresh && !(w->valid & (GMI_VALID_HOST | GMI_VALID_ZERO))) { /* in a file only */
-    w->host_users++;                                               /* its slot must outlive the search for a frame */
     status = gmi_host_slot_take(m, w);
-    if (!status) status = gmi_file_read(m, w);
-    w->host_users--;
+    if (!status) status = read_file(m, w, reason);
     if (status) return status;
-    count_move(m, GEMINI_LINK_F2H, reason);
     w->valid |= GMI_VALID_HOST;
   }
   uint32_t frame;
-  w->host_users++;
+  w->host_users++; /* its slot must outlive the search for a frame */
   status = gmi_frame_take(m, reason == GEMINI_REASON_DEMAND ? GEMINI_REASON_PRESSURE : reason, flags, &frame);
   w->host_users--;
   if (status) return status;
@@ -449,9 +460,9 @@ gemini_status_t gmi_window_fetch(gmi_manager_t *m, gmi_window_t *w, bool fresh, 
     }
   }
   if (status) {
-    gmi_fence_sync(m, ready);
-    m->dev->unmap(m->dev_self, gmi_window_device(m, w), window_bytes(m));
-    gmi_frame_give(m, frame, 0);
+    ready = gmi_fence_later(m, m->copy_in); /* a copy or a wait may be queued all the same */
+    gmi_frame_give(m, frame, ready);
+    gmi_unmap_later(m, gmi_window_device(m, w), ready, w, 0);
     return status;
   }
   w->frame = frame;
@@ -529,10 +540,7 @@ gemini_status_t gmi_window_to_host(gmi_manager_t *m, gmi_window_t *w, bool fresh
       status = gmi_window_settle_host(m, w);
       if (!status) memset(gmi_window_host(m, w), 0, window_bytes(m));
     } else {
-      w->host_users++;
-      status = gmi_file_read(m, w);
-      w->host_users--;
-      if (!status) count_move(m, GEMINI_LINK_F2H, reason);
+      status = read_file(m, w, reason);
     }
     if (status) return status;
     if (fresh) drop = true;
@@ -561,10 +569,7 @@ gemini_status_t gmi_window_to_file(gmi_manager_t *m, gmi_window_t *w, uint32_t r
   if (w->host_users)
     return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is acquired on the host", gmi_window_arena(m, w)->name);
   status = gmi_window_settle_host(m, w);
-  if (!status && !(w->valid & GMI_VALID_FILE)) {
-    status = gmi_file_write(m, w);
-    if (!status) count_move(m, GEMINI_LINK_H2F, reason);
-  }
+  if (!status && !(w->valid & GMI_VALID_FILE)) status = write_file(m, w, reason);
   if (status) return status;
   w->valid = GMI_VALID_FILE;
   slot_drop(m, w);

@@ -302,8 +302,17 @@ static gemini_status_t config_check(gemini_config_t *c) {
   return status;
 }
 
+/* Queued copies and calls use frames, host slots and addresses: nothing of these goes before they are done. */
+static void streams_drain(gmi_manager_t *m) {
+  for (uint32_t i = 0; i < GMI_DEVICE_MAX_STREAMS; i++) {
+    gmi_fence_t end;
+    if (m->streams[i].open && gmi_fence_now(m, i, &end) == GEMINI_OK) gmi_fence_sync(m, end);
+  }
+}
+
 static void manager_free(gmi_manager_t *m) {
   gmi_lane_close(m);
+  if (m->dev_self) streams_drain(m);
   gmi_timeline_close(m);
   if (m->dev_self) {
     gmi_tracer_close(m);

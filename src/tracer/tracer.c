@@ -9,7 +9,7 @@
 
 #include "tracer/timeline.h"
 
-enum { NAME_LIMIT = 127, STALLS_LIMIT = 4096, SETTLE_RUNS = 2 };
+enum { NAME_LIMIT = 127, STALLS_LIMIT = 4096, SETTLE_RUNS = 2, HISTORY = 128, NO_VARIANT = 255 };
 
 typedef struct {
   gmi_trace_t trace;
@@ -19,8 +19,6 @@ typedef struct {
   uint64_t runs; /* iterations that did this */
   uint64_t planned_runs;
   uint64_t last_used; /* iteration number */
-  uint32_t follower;  /* variant that came after it last time; GMI_NONE */
-  uint32_t reserved;
 } variant_t;
 
 typedef struct { /* an op whose times are still to be read */
@@ -39,9 +37,11 @@ typedef struct gmi_tracer {
   uint32_t name_count, name_capacity;
 
   variant_t variants[GMI_VARIANTS];
-  uint32_t active;           /* variant that this iteration follows so far, or GMI_NONE */
-  uint32_t entered;          /* variant whose resident set was put in place last */
-  uint32_t previous;         /* variant of the last complete iteration */
+  uint32_t active;          /* variant that this iteration follows so far, or GMI_NONE */
+  uint32_t entered;         /* variant whose resident set was put in place last */
+  uint32_t previous;        /* variant of the last complete iteration */
+  uint8_t history[HISTORY]; /* variants of the last iterations, the newest last; NO_VARIANT for one since forgotten */
+  uint32_t history_size;
   bool agrees[GMI_VARIANTS]; /* with this iteration so far */
   bool departed;
   uint64_t iteration; /* begun so far */
@@ -98,7 +98,6 @@ static void variant_clear(variant_t *v) {
   gmi_trace_free(&v->trace);
   gmi_plan_bundle_free(&v->bundle);
   memset(v, 0, sizeof *v);
-  v->follower = GMI_NONE;
 }
 
 void gmi_tracer_close(gmi_manager_t *m) {
@@ -120,6 +119,7 @@ void gmi_tracer_forget(gmi_manager_t *m) {
   if (!t) return;
   for (uint32_t i = 0; i < GMI_VARIANTS; i++) variant_clear(&t->variants[i]);
   t->active = t->previous = t->entered = GMI_NONE;
+  t->history_size = 0;
   t->record_lost = m->iteration_open;
   memset(t->agrees, 0, sizeof t->agrees);
 }
@@ -451,6 +451,32 @@ static void learn_outside(gmi_manager_t *m, uint64_t step_ns) {
   v->trace.outside_ns = (uint64_t)((int64_t)v->trace.outside_ns + error / weight);
 }
 
+static void remember(gmi_tracer_t *t, uint32_t index) {
+  if (t->history_size == HISTORY) memmove(t->history, t->history + 1, --t->history_size);
+  t->history[t->history_size++] = (uint8_t)index;
+}
+
+/* The variant to expect: what most often came after iterations like the newest ones, as many of them as possible, if it
+ * did so twice at least. Else the one before the newest: what a first interruption interrupted. */
+static uint32_t expected_variant(const gmi_tracer_t *t) {
+  uint32_t n = t->history_size, alike[HISTORY], longest = 0;
+  const uint8_t *history = t->history;
+  for (uint32_t p = 1; p < n; p++) { /* newest iterations that are those before p */
+    for (alike[p] = 0; alike[p] < p && history[p - 1 - alike[p]] == history[n - 1 - alike[p]]; alike[p]++) {
+    }
+    if (alike[p] > longest) longest = alike[p];
+  }
+  for (; longest > 0; longest--) {
+    uint32_t counts[GMI_VARIANTS] = { 0 }, best = GMI_NONE;
+    for (uint32_t p = 1; p < n; p++)
+      if (alike[p] >= longest && history[p] != NO_VARIANT) counts[history[p]]++;
+    for (uint32_t i = 0; i < GMI_VARIANTS; i++)
+      if (counts[i] > 1 && (best == GMI_NONE || counts[i] > counts[best])) best = i;
+    if (best != GMI_NONE) return best;
+  }
+  return n > 1 && history[n - 2] != NO_VARIANT ? history[n - 2] : t->previous;
+}
+
 static gemini_status_t iteration_begin(gmi_manager_t *m) {
   gmi_tracer_t *t = m->tracer;
   if (m->iteration_open) return gmi_fail(GEMINI_ERR_STATE, 0, "an iteration is open already");
@@ -469,11 +495,7 @@ static gemini_status_t iteration_begin(gmi_manager_t *m) {
   t->in_ops_ns = 0;
   t->departed = t->record_lost = false;
   for (uint32_t i = 0; i < GMI_VARIANTS; i++) t->agrees[i] = t->variants[i].used;
-  t->active = GMI_NONE;
-  if (t->previous != GMI_NONE) {
-    uint32_t next = t->variants[t->previous].follower;
-    t->active = next != GMI_NONE && t->variants[next].used ? next : t->previous;
-  }
+  t->active = expected_variant(t);
   variant_t *v = active_variant(t);
   if (v && v->bundle.made) {
     publish_plan(m, v);
@@ -612,8 +634,8 @@ static uint32_t free_variant(gmi_tracer_t *t) {
     if (!t->variants[i].used) return i;
     if (t->variants[i].last_used < t->variants[oldest].last_used) oldest = i;
   }
-  for (uint32_t i = 0; i < GMI_VARIANTS; i++)
-    if (t->variants[i].follower == oldest) t->variants[i].follower = GMI_NONE;
+  for (uint32_t i = 0; i < t->history_size; i++)
+    if (t->history[i] == oldest) t->history[i] = NO_VARIANT;
   if (t->entered == oldest) t->entered = GMI_NONE;
   if (t->previous == oldest) t->previous = GMI_NONE;
   variant_clear(&t->variants[oldest]);
@@ -674,7 +696,7 @@ static gemini_status_t iteration_end(gmi_manager_t *m) {
   }
   v->runs++;
   v->last_used = t->iteration;
-  if (t->previous != GMI_NONE && t->variants[t->previous].used) t->variants[t->previous].follower = index;
+  remember(t, index);
   t->previous = index;
   if (!warm) return GEMINI_OK;
   if (!v->bundle.made && !v->refused) return variant_plan(m, v);
@@ -736,7 +758,7 @@ static gemini_status_t trace_load(gmi_manager_t *m, const char *path) {
     gmi_trace_free(&trace);
     return status;
   }
-  variant_t loaded = { .trace = trace, .used = true, .follower = GMI_NONE };
+  variant_t loaded = { .trace = trace, .used = true };
   status = gmi_plan_bundle_make(m, &trace, &loaded.bundle);
   if (status) {
     gmi_trace_free(&trace);
@@ -745,6 +767,7 @@ static gemini_status_t trace_load(gmi_manager_t *m, const char *path) {
   uint32_t index = free_variant(t);
   variant_clear(&t->variants[index]);
   t->variants[index] = loaded;
+  remember(t, index);
   t->previous = index;
   m->stats.plans++;
   publish_plan(m, &t->variants[index]);

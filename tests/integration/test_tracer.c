@@ -1,0 +1,565 @@
+/* What the tracer learns and what its plans do, through the public interface: exact peaks, departures and the way back,
+ * one plan in every process, traces in files, budgets too small, timelines. SPDX-License-Identifier: Apache-2.0 */
+#include <errno.h>
+#include <math.h>
+#include <stdbool.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "../check.h"
+#include "gemini.h"
+
+#define OK(call) CHECK_EQ(call, GEMINI_OK)
+enum { LAYERS = 8, WINDOW = 65536, LAYER_BYTES = 2 * WINDOW };
+
+/* ---- a network in miniature: each layer's op reads its weights, allocates, and (backward) writes its gradient */
+typedef struct {
+  gemini_manager_t mgr;
+  gemini_arena_t params, grads;
+  gemini_tensor_t weight[LAYERS], gradient[LAYERS];
+  gemini_stream_t stream;
+} net_t;
+typedef struct {
+  bool forward_only;
+  uint64_t scale;  /* of what is allocated; 0 = 1 */
+  uint32_t skip;   /* layer + 1 */
+  uint32_t unused; /* layer + 1: its op touches only its first window */
+} step_t;
+static const step_t plain;
+
+static const char *last_message(void) {
+  static gemini_error_info_t info;
+  info = (gemini_error_info_t)GEMINI_ERROR_INFO_INIT;
+  OK(gemini_last_error(&info));
+  return info.message;
+}
+
+static gemini_config_t config_of(uint64_t device_windows) {
+  gemini_config_t c = GEMINI_CONFIG_INIT;
+  c.device_bytes = device_windows * WINDOW;
+  c.host_bytes = 64 << 20;
+  c.window_bytes = WINDOW;
+  c.update_threads = 1;
+  return c;
+}
+
+static net_t net_open(const gemini_config_t *config) {
+  net_t n;
+  gemini_arena_config_t a = GEMINI_ARENA_CONFIG_INIT;
+  OK(gemini_manager_open(config, &n.mgr));
+  OK(gemini_stream_create(n.mgr, &n.stream));
+  a.element_bytes = 4;
+  a.capacity_bytes = LAYERS * LAYER_BYTES;
+  OK(gemini_arena_create(n.mgr, &a, &n.params));
+  a.kind = GEMINI_KIND_GRAD;
+  a.like = n.params;
+  OK(gemini_arena_create(n.mgr, &a, &n.grads));
+  for (int i = 0; i < LAYERS; i++) {
+    char name[32];
+    snprintf(name, sizeof name, "layer.%d", i);
+    OK(gemini_tensor_register(n.mgr, n.params, name, LAYER_BYTES, GEMINI_OFFSET_NEXT, &n.weight[i]));
+    OK(gemini_tensor_counterpart(n.mgr, n.weight[i], n.grads, &n.gradient[i]));
+    gemini_access_t w = { .object = n.weight[i], .mode = GEMINI_WRITE, .tier = GEMINI_TIER_HOST };
+    OK(gemini_acquire(n.mgr, &w, 1, GEMINI_STREAM_CALLER));
+    for (uint32_t k = 0; k < LAYER_BYTES / 4; k++) ((uint32_t *)w.ptr)[k] = (uint32_t)i << 24 | k;
+    OK(gemini_release(n.mgr, &w, 1, GEMINI_STREAM_CALLER));
+  }
+  return n;
+}
+static void net_close(net_t *n) { OK(gemini_manager_close(n->mgr)); }
+
+static void layer_op(net_t *n, const step_t *s, int layer, bool backward) {
+  char name[32];
+  snprintf(name, sizeof name, "%s.%d", backward ? "bwd" : "fwd", layer);
+  OK(gemini_op_begin(n->mgr, name, n->stream));
+  uint64_t bytes = s->unused == (uint32_t)layer + 1 ? WINDOW : LAYER_BYTES;
+  gemini_access_t use[2] = { { .object = n->weight[layer], .size_bytes = bytes, .mode = GEMINI_READ },
+                             { .object = n->gradient[layer], .mode = GEMINI_WRITE } };
+  OK(gemini_acquire(n->mgr, use, backward ? 2 : 1, n->stream));
+  void *work = NULL, *more = NULL;
+  uint64_t scale = s->scale ? s->scale : 1;
+  OK(gemini_alloc(n->mgr, 3000 * scale + 512 * (uint64_t)layer, n->stream, &work));
+  OK(gemini_alloc(n->mgr, 700 * scale, n->stream, &more));
+  OK(gemini_free(n->mgr, more, n->stream));
+  OK(gemini_free(n->mgr, work, n->stream));
+  OK(gemini_release(n->mgr, use, backward ? 2 : 1, n->stream));
+  OK(gemini_op_end(n->mgr));
+}
+
+static gemini_status_t net_step(net_t *n, const step_t *s) {
+  OK(gemini_iteration_begin(n->mgr));
+  OK(gemini_phase_set(n->mgr, GEMINI_PHASE_FORWARD));
+  for (int i = 0; i < LAYERS; i++)
+    if (s->skip != (uint32_t)i + 1) layer_op(n, s, i, false);
+  OK(gemini_phase_set(n->mgr, GEMINI_PHASE_BACKWARD));
+  for (int i = LAYERS; !s->forward_only && i-- > 0;)
+    if (s->skip != (uint32_t)i + 1) layer_op(n, s, i, true);
+  return gemini_iteration_end(n->mgr);
+}
+static void net_steps(net_t *n, const step_t *s, int count) {
+  while (count-- > 0) OK(net_step(n, s));
+}
+
+static gemini_stats_t stats_of(const net_t *n) {
+  gemini_stats_t s = GEMINI_STATS_INIT;
+  OK(gemini_stats(n->mgr, &s));
+  return s;
+}
+
+/* ---- peaks and departures */
+static void test_peaks_fixed_graph_are_exact(void) {
+  gemini_config_t c = config_of(8);
+  net_t n = net_open(&c);
+  net_steps(&n, &plain, 1);
+  OK(gemini_stats_reset(n.mgr));
+  net_steps(&n, &plain, 6);
+  gemini_stats_t s = stats_of(&n);
+  /* The largest op: 3,000 + 7 x 512 bytes and 700, each rounded up to 512. */
+  CHECK_EQ(s.nonmodel_peak_bytes, 6656 + 1024);
+  CHECK_EQ(s.op_peak_error_bytes, 0);
+  CHECK_EQ(s.departures, 0);
+  CHECK_EQ(s.planned_iterations, 6);
+  CHECK(s.predicted_step_ns > 0 && s.planned_fetch_bytes > 0);
+  CHECK(s.moved_bytes[GEMINI_LINK_H2D][GEMINI_REASON_PLAN] > 0);
+  net_close(&n);
+}
+
+static void test_warmup_as_many_iterations_as_asked(void) {
+  gemini_config_t c = config_of(8);
+  c.warmup_iterations = 3;
+  net_t n = net_open(&c);
+  for (int i = 1; i <= 5; i++) {
+    net_steps(&n, &plain, 1);
+    CHECK_EQ(stats_of(&n).plans > 0, i >= 3);
+    CHECK_EQ(stats_of(&n).planned_iterations, i > 3 ? i - 3 : 0);
+  }
+  net_close(&n);
+}
+
+/* After interruption the step is predicted rightly again, at the latest by the second of its iterations; the
+ * interruption itself must be seen: sees says by which figure. */
+static void interrupted(const step_t *other, int times, bool peak_differs) {
+  gemini_config_t c = config_of(8);
+  net_t n = net_open(&c);
+  net_steps(&n, &plain, 4);
+  OK(gemini_stats_reset(n.mgr));
+  net_steps(&n, other, times);
+  gemini_stats_t s = stats_of(&n);
+  CHECK(s.departures >= 1 && s.departures <= (times > 1 ? 2 : 1)); /* the second one tells that it goes on */
+  CHECK_EQ(s.op_peak_error_bytes > 0, peak_differs);
+  OK(gemini_stats_reset(n.mgr));
+  net_steps(&n, &plain, 1);
+  if (times == 1) CHECK_EQ(stats_of(&n).departures, 0);
+  OK(gemini_stats_reset(n.mgr));
+  uint64_t planned = stats_of(&n).planned_iterations;
+  net_steps(&n, &plain, 1);
+  s = stats_of(&n);
+  CHECK_EQ(s.op_peak_error_bytes, 0);
+  CHECK_EQ(s.departures, 0);
+  CHECK_EQ(s.planned_iterations, planned + 1);
+  net_close(&n);
+}
+static void test_departure_evaluation_pass_is_right_again(void) {
+  interrupted(&(step_t){ .forward_only = true }, 1, false); /* the same ops, as far as it goes */
+  interrupted(&(step_t){ .forward_only = true, .scale = 3 }, 1, true);
+  interrupted(&(step_t){ .forward_only = true, .scale = 3 }, 3, true);
+}
+static void test_departure_longer_sequence_is_right_again(void) {
+  interrupted(&(step_t){ .scale = 2 }, 1, true);
+  interrupted(&(step_t){ .scale = 2 }, 2, true);
+}
+static void test_departure_skipped_layer_is_right_again(void) {
+  for (uint32_t layer = 1; layer <= LAYERS; layer++) interrupted(&(step_t){ .skip = layer }, 1, false);
+}
+static void test_departure_unused_tensor_is_right_again(void) {
+  for (uint32_t layer = 1; layer <= LAYERS; layer++) interrupted(&(step_t){ .unused = layer }, 1, false);
+}
+
+static void test_departures_that_recur_are_expected(void) {
+  gemini_config_t c = config_of(8);
+  net_t n = net_open(&c);
+  step_t other = { .forward_only = true, .scale = 2 };
+  for (int i = 1; i <= 16; i++) net_steps(&n, i % 4 ? &plain : &other, 1);
+  OK(gemini_stats_reset(n.mgr));
+  uint64_t planned = stats_of(&n).planned_iterations;
+  for (int i = 1; i <= 16; i++) net_steps(&n, i % 4 ? &plain : &other, 1);
+  gemini_stats_t s = stats_of(&n);
+  CHECK_EQ(s.departures, 0);
+  CHECK_EQ(s.op_peak_error_bytes, 0);
+  CHECK_EQ(s.planned_iterations, planned + 16);
+  net_close(&n);
+}
+
+/* Which layers run is anybody's guess: every iteration is served, and the bytes are right. */
+typedef struct {
+  const uint32_t *words;
+  uint32_t expected;
+  uint64_t wrong;
+} look_t;
+static void look(void *user) {
+  look_t *l = user;
+  for (int i = 0; i < LAYER_BYTES / 4; i += 97) l->wrong += l->words[i] != l->expected + (uint32_t)i;
+}
+static void test_departures_random_router_reads_right_bytes(void) {
+  gemini_config_t c = config_of(6);
+  net_t n = net_open(&c);
+  uint64_t random = 7;
+  for (int step = 0; step < 40; step++) {
+    look_t looks[LAYERS] = { 0 };
+    OK(gemini_iteration_begin(n.mgr));
+    for (int i = 0; i < LAYERS; i++) {
+      if (check_random(&random) % 2) continue;
+      char name[32];
+      snprintf(name, sizeof name, "expert.%d", i);
+      OK(gemini_op_begin(n.mgr, name, n.stream));
+      gemini_access_t a = { .object = n.weight[i], .mode = GEMINI_READ };
+      OK(gemini_acquire(n.mgr, &a, 1, n.stream));
+      looks[i] = (look_t){ a.ptr, (uint32_t)i << 24, 0 };
+      OK(gemini_stream_call(n.mgr, n.stream, look, &looks[i]));
+      OK(gemini_release(n.mgr, &a, 1, n.stream));
+      OK(gemini_op_end(n.mgr));
+    }
+    OK(gemini_iteration_end(n.mgr));
+    OK(gemini_stream_synchronize(n.mgr, n.stream));
+    for (int i = 0; i < LAYERS; i++) CHECK_EQ(looks[i].wrong, 0);
+  }
+  CHECK(stats_of(&n).departures > 0);
+  CHECK(stats_of(&n).acquire_misses > 0);
+  net_close(&n);
+}
+
+/* ---- budgets too small */
+static uint64_t bytes_lacking(const char *message, const char *op) {
+  CHECK(strstr(message, op));
+  const char *more = strstr(message, " more than");
+  CHECK(more);
+  while (more > message && more[-1] != ' ') more--;
+  return strtoull(more, NULL, 10);
+}
+
+static void test_plan_op_too_large_names_op_and_bytes(void) {
+  gemini_config_t c = config_of(4);
+  net_t n = net_open(&c);
+  /* On demand it works, one tensor at a time; as one op's working set it is 2 windows too many. */
+  OK(gemini_iteration_begin(n.mgr));
+  OK(gemini_op_begin(n.mgr, "wide op", n.stream));
+  for (int i = 0; i < 3; i++) {
+    gemini_access_t a = { .object = n.weight[i], .mode = GEMINI_READ };
+    OK(gemini_acquire(n.mgr, &a, 1, n.stream));
+    OK(gemini_release(n.mgr, &a, 1, n.stream));
+  }
+  OK(gemini_op_end(n.mgr));
+  CHECK_EQ(gemini_iteration_end(n.mgr), GEMINI_ERR_OOM_DEVICE);
+  CHECK_EQ(bytes_lacking(last_message(), "wide op"), 2 * WINDOW);
+  char text[200];
+  OK(gemini_plan_explain(n.mgr, text, sizeof text, NULL));
+  CHECK(strstr(text, "No plan"));
+  OK(net_step(&n, &(step_t){ .forward_only = true })); /* and what fits is planned as ever */
+  net_close(&n);
+}
+
+static void test_budget_too_small_for_plan_is_refused_and_stays(void) {
+  gemini_config_t c = config_of(8);
+  net_t n = net_open(&c);
+  net_steps(&n, &plain, 3);
+  gemini_stats_t before = stats_of(&n);
+  /* A backward op: weights, gradient, and a page of non-model memory make 5 windows. */
+  CHECK_EQ(gemini_budget_set(n.mgr, GEMINI_TIER_DEVICE, 3 * WINDOW), GEMINI_ERR_OOM_DEVICE);
+  CHECK_EQ(bytes_lacking(last_message(), "bwd."), 2 * WINDOW);
+  CHECK_EQ(stats_of(&n).budget_bytes[GEMINI_TIER_DEVICE], before.budget_bytes[GEMINI_TIER_DEVICE]);
+  net_steps(&n, &plain, 1);
+  CHECK_EQ(stats_of(&n).planned_iterations, before.planned_iterations + 1);
+  OK(gemini_budget_set(n.mgr, GEMINI_TIER_DEVICE, 5 * WINDOW));
+  OK(gemini_stats_reset(n.mgr));
+  net_steps(&n, &plain, 2);
+  gemini_stats_t s = stats_of(&n);
+  CHECK_EQ(s.planned_iterations, before.planned_iterations + 3);
+  CHECK(s.peak_bytes[GEMINI_TIER_DEVICE] <= 5 * WINDOW);
+  CHECK(s.planned_fetch_bytes > before.planned_fetch_bytes);
+  net_close(&n);
+}
+
+/* ---- traces in files */
+static void temporary(char *path, size_t size) {
+  const char *folder = getenv("TMPDIR");
+  snprintf(path, size, "%s/gemini-test.XXXXXX", folder ? folder : "/tmp");
+  int fd = mkstemp(path);
+  CHECK(fd >= 0);
+  close(fd);
+}
+static char *contents(const char *path, size_t *size_out) {
+  FILE *f = fopen(path, "rb");
+  CHECK(f);
+  CHECK(!fseek(f, 0, SEEK_END));
+  long size = ftell(f);
+  CHECK(size >= 0);
+  rewind(f);
+  char *text = malloc((size_t)size + 1);
+  CHECK(text && fread(text, 1, (size_t)size, f) == (size_t)size);
+  text[size] = 0;
+  fclose(f);
+  if (size_out) *size_out = (size_t)size;
+  return text;
+}
+
+/* The program itself, called with a trace: prints the plan that it makes of it. */
+static int child(const char *path) {
+  gemini_config_t c = config_of(7);
+  net_t n = net_open(&c);
+  OK(gemini_trace_load(n.mgr, path));
+  gemini_stats_t s = stats_of(&n);
+  char text[16384];
+  OK(gemini_plan_explain(n.mgr, text, sizeof text, NULL));
+  printf("%" PRIu64 " %" PRIu64 " %" PRIu64 " %" PRIu64 "\n%s", s.predicted_step_ns, s.planned_fetch_bytes,
+         s.planned_evict_bytes, s.window_bytes, text);
+  net_close(&n);
+  return 0;
+}
+static void run_child(const char *path, char *text_out, size_t size) {
+  int pipes[2], status;
+  CHECK(!pipe(pipes));
+  pid_t pid = fork();
+  CHECK(pid >= 0);
+  if (!pid) {
+    dup2(pipes[1], 1);
+    close(pipes[0]);
+    close(pipes[1]);
+    execl("/proc/self/exe", "test_tracer", "--plan", path, (char *)NULL);
+    _exit(127);
+  }
+  close(pipes[1]);
+  size_t got = 0;
+  for (ssize_t n; got < size - 1 && (n = read(pipes[0], text_out + got, size - 1 - got)) > 0;) got += (size_t)n;
+  text_out[got] = 0;
+  close(pipes[0]);
+  CHECK_EQ(waitpid(pid, &status, 0), pid);
+  CHECK_EQ(status, 0);
+}
+static void test_plan_same_trace_in_every_process_is_the_same(void) {
+  char path[4096], first[20000], second[20000];
+  temporary(path, sizeof path);
+  gemini_config_t c = config_of(7);
+  net_t n = net_open(&c);
+  net_steps(&n, &plain, 4);
+  OK(gemini_trace_save(n.mgr, path));
+  net_close(&n);
+  run_child(path, first, sizeof first);
+  CHECK(strlen(first) > 100);
+  for (int i = 0; i < 3; i++) {
+    run_child(path, second, sizeof second);
+    CHECK(!strcmp(first, second));
+  }
+  unlink(path);
+}
+
+static void test_trace_load_plans_the_first_iteration(void) {
+  char path[4096], again[4096];
+  temporary(path, sizeof path);
+  temporary(again, sizeof again);
+  gemini_config_t c = config_of(7);
+  net_t n = net_open(&c);
+  CHECK_EQ(gemini_trace_save(n.mgr, path), GEMINI_ERR_STATE);
+  net_steps(&n, &plain, 4);
+  OK(gemini_trace_save(n.mgr, path));
+  net_close(&n);
+  n = net_open(&c);
+  OK(gemini_trace_load(n.mgr, path));
+  OK(gemini_trace_save(n.mgr, again)); /* nothing was lost on the way */
+  char *one = contents(path, NULL), *two = contents(again, NULL);
+  CHECK(!strcmp(one, two));
+  CHECK(strstr(one, "bwd.7"));
+  free(one);
+  free(two);
+  net_steps(&n, &plain, 1);
+  gemini_stats_t s = stats_of(&n);
+  CHECK_EQ(s.planned_iterations, 1);
+  CHECK_EQ(s.departures, 0);
+  CHECK_EQ(s.op_peak_error_bytes, 0);
+  net_close(&n);
+  unlink(path);
+  unlink(again);
+}
+
+static void test_trace_load_bad_file_is_refused(void) {
+  char path[4096], bad[4096];
+  temporary(path, sizeof path);
+  temporary(bad, sizeof bad);
+  gemini_config_t c = config_of(7);
+  net_t n = net_open(&c);
+  net_steps(&n, &plain, 2);
+  OK(gemini_trace_save(n.mgr, path));
+  size_t size;
+  char *text = contents(path, &size);
+  uint64_t plans = stats_of(&n).plans;
+  /* Cut anywhere before its last line, it is refused; and so is any one line made nonsense. */
+  for (size_t cut = 0; cut < size - 4; cut += 1 + cut / 3) {
+    FILE *f = fopen(bad, "wb");
+    CHECK(f && fwrite(text, 1, cut, f) == cut && !fclose(f));
+    CHECK_EQ(gemini_trace_load(n.mgr, bad), GEMINI_ERR_FORMAT);
+  }
+  for (char *line = text; line < text + size;) {
+    char *end = strchr(line, '\n');
+    FILE *f = fopen(bad, "wb");
+    CHECK(f && fwrite(text, 1, (size_t)(line - text), f) == (size_t)(line - text) && fputs("nonsense 1\n", f) >= 0 &&
+          fputs(end + 1, f) >= 0 && !fclose(f));
+    CHECK_EQ(gemini_trace_load(n.mgr, bad), GEMINI_ERR_FORMAT);
+    CHECK(strstr(last_message(), "line"));
+    line = end + 1;
+  }
+  free(text);
+  CHECK_EQ(gemini_trace_load(n.mgr, "/nonexistent/trace"), GEMINI_ERR_IO);
+  CHECK_EQ(gemini_trace_save(n.mgr, "/nonexistent/trace"), GEMINI_ERR_IO);
+  CHECK_EQ(gemini_trace_load(n.mgr, NULL), GEMINI_ERR_INVALID);
+  OK(gemini_iteration_begin(n.mgr));
+  CHECK_EQ(gemini_trace_load(n.mgr, path), GEMINI_ERR_STATE);
+  OK(gemini_iteration_end(n.mgr));
+  CHECK_EQ(stats_of(&n).plans, plans);
+  net_steps(&n, &plain, 1);
+  CHECK_EQ(stats_of(&n).op_peak_error_bytes, 0);
+  net_close(&n);
+
+  n = net_open(&c); /* a manager with other tensors */
+  gemini_tensor_t one_more;
+  gemini_arena_config_t a = GEMINI_ARENA_CONFIG_INIT;
+  gemini_arena_t other;
+  a.kind = GEMINI_KIND_OTHER;
+  a.capacity_bytes = WINDOW;
+  OK(gemini_arena_create(n.mgr, &a, &other));
+  OK(gemini_tensor_register(n.mgr, other, "more", 64, GEMINI_OFFSET_NEXT, &one_more));
+  OK(gemini_trace_load(n.mgr, path)); /* more than the trace has: fine */
+  net_close(&n);
+  OK(gemini_manager_open(&c, &n.mgr));
+  CHECK_EQ(gemini_trace_load(n.mgr, path), GEMINI_ERR_FORMAT); /* none of its arenas */
+  net_close(&n);
+  c = config_of(4);
+  n = net_open(&c);
+  CHECK_EQ(gemini_trace_load(n.mgr, path), GEMINI_ERR_OOM_DEVICE);
+  CHECK_EQ(bytes_lacking(last_message(), "bwd."), WINDOW);
+  net_close(&n);
+  unlink(path);
+  unlink(bad);
+}
+
+/* ---- timelines: JSON, checked by a reader of one function */
+static const char *json_skip(const char *p) {
+  while (*p == ' ' || *p == '\n' || *p == '\t' || *p == '\r') p++;
+  return p;
+}
+static const char *json_value(const char *p) { /* NULL: not JSON */
+  p = json_skip(p);
+  if (*p == '"') {
+    for (p++; *p && *p != '"'; p++) {
+      if ((unsigned char)*p < 32 || (*p == '\\' && !strchr("\"\\/bfnrtu", *++p))) return NULL;
+    }
+    return *p ? p + 1 : NULL;
+  }
+  if (*p == '{' || *p == '[') {
+    char close = *p == '{' ? '}' : ']';
+    p = json_skip(p + 1);
+    if (*p == close) return p + 1;
+    for (;;) {
+      if (close == '}') {
+        p = json_skip(p);
+        if (*p != '"' || !(p = json_value(p)) || *(p = json_skip(p)) != ':') return NULL;
+        p++;
+      }
+      if (!(p = json_value(p))) return NULL;
+      p = json_skip(p);
+      if (*p == close) return p + 1;
+      if (*p++ != ',') return NULL;
+    }
+  }
+  if (!strncmp(p, "true", 4) || !strncmp(p, "null", 4)) return p + 4;
+  if (!strncmp(p, "false", 5)) return p + 5;
+  char *end;
+  double value = strtod(p, &end);
+  return end > p && isfinite(value) ? end : NULL;
+}
+static uint64_t count_of(const char *text, const char *what) {
+  uint64_t n = 0;
+  for (; (text = strstr(text, what)); text++) n++;
+  return n;
+}
+
+static void test_timeline_has_ops_moves_waits_and_counters(void) {
+  char path[4096];
+  temporary(path, sizeof path);
+  gemini_config_t c = config_of(6);
+  c.sim_h2d_bytes_per_s = 200 << 20; /* slow enough that ops wait for their chunks */
+  net_t n = net_open(&c);
+  CHECK_EQ(gemini_timeline_stop(n.mgr), GEMINI_ERR_STATE);
+  CHECK_EQ(gemini_timeline_start(n.mgr, NULL), GEMINI_ERR_INVALID);
+  CHECK_EQ(gemini_timeline_start(n.mgr, "/nonexistent/timeline"), GEMINI_ERR_IO);
+  net_steps(&n, &plain, 2);
+  OK(gemini_timeline_start(n.mgr, path));
+  CHECK_EQ(gemini_timeline_start(n.mgr, path), GEMINI_ERR_STATE);
+  OK(gemini_stats_reset(n.mgr));
+  net_steps(&n, &plain, 3);
+  OK(gemini_stream_synchronize(n.mgr, n.stream));
+  gemini_stats_t s = stats_of(&n);
+  OK(gemini_timeline_stop(n.mgr));
+  char *text = contents(path, NULL);
+  const char *end = json_value(text);
+  CHECK(end && !*json_skip(end));
+  CHECK_EQ(count_of(text, "\"cat\":\"op\""), 3 * 2 * LAYERS);
+  CHECK_EQ(count_of(text, "\"name\":\"bwd.3\""), 3);
+  uint64_t fetched = 0, evicted = 0;
+  for (int r = 0; r < GEMINI_REASON_COUNT; r++) {
+    fetched += s.moved_chunks[GEMINI_LINK_H2D][r];
+    evicted += s.moved_chunks[GEMINI_LINK_D2H][r];
+  }
+  CHECK(fetched > 0 && evicted > 0);
+  CHECK_EQ(count_of(text, "\"cat\":\"fetch\""), fetched);
+  CHECK_EQ(count_of(text, "\"cat\":\"evict\""), evicted);
+  CHECK(count_of(text, "\"cat\":\"wait\"") > 0);
+  CHECK(count_of(text, "\"ph\":\"C\"") > 0);
+  CHECK(strstr(text, "bytes by tier"));
+  free(text);
+  OK(gemini_timeline_start(n.mgr, path)); /* closing writes it, too */
+  net_steps(&n, &plain, 1);
+  net_close(&n);
+  text = contents(path, NULL);
+  end = json_value(text);
+  CHECK(end && !*json_skip(end));
+  CHECK_EQ(count_of(text, "\"cat\":\"op\""), 2 * LAYERS);
+  free(text);
+  unlink(path);
+}
+
+static void test_explain_length_and_cut(void) {
+  gemini_config_t c = config_of(8);
+  net_t n = net_open(&c);
+  net_steps(&n, &plain, 2);
+  uint64_t length = 0;
+  OK(gemini_plan_explain(n.mgr, NULL, 0, &length));
+  CHECK(length > 50);
+  char *whole = malloc(length + 1), part[20];
+  CHECK(whole);
+  OK(gemini_plan_explain(n.mgr, whole, length + 1, NULL));
+  CHECK_EQ(strlen(whole), length);
+  OK(gemini_plan_explain(n.mgr, part, sizeof part, NULL));
+  CHECK_EQ(strlen(part), sizeof part - 1);
+  CHECK(!strncmp(part, whole, sizeof part - 1));
+  free(whole);
+  net_close(&n);
+}
+
+int main(int argc, char **argv) {
+  if (argc == 3 && !strcmp(argv[1], "--plan")) return child(argv[2]);
+  RUN(test_peaks_fixed_graph_are_exact);
+  RUN(test_warmup_as_many_iterations_as_asked);
+  RUN(test_departure_evaluation_pass_is_right_again);
+  RUN(test_departure_longer_sequence_is_right_again);
+  RUN(test_departure_skipped_layer_is_right_again);
+  RUN(test_departure_unused_tensor_is_right_again);
+  RUN(test_departures_that_recur_are_expected);
+  RUN(test_departures_random_router_reads_right_bytes);
+  RUN(test_plan_op_too_large_names_op_and_bytes);
+  RUN(test_budget_too_small_for_plan_is_refused_and_stays);
+  RUN(test_plan_same_trace_in_every_process_is_the_same);
+  RUN(test_trace_load_plans_the_first_iteration);
+  RUN(test_trace_load_bad_file_is_refused);
+  RUN(test_timeline_has_ops_moves_waits_and_counters);
+  RUN(test_explain_length_and_cut);
+  return check_done();
+}
