@@ -187,7 +187,7 @@ static gemini_status_t bring_window(gmi_manager_t *m, const gemini_access_t *acc
       count_hits(m, 1);
       return GEMINI_OK;
     }
-    m->stats.acquire_misses++;
+    m->stats.acquire_misses += !fresh; /* for bytes that will all be overwritten nothing is fetched */
     return gmi_window_fetch(m, w, fresh, GEMINI_REASON_DEMAND, GMI_TAKE_EVICT);
   }
   if (fresh) return gmi_host_slot_take(m, w); /* dead bytes: dropped in commit */

@@ -10,7 +10,7 @@
 #include "gemini.h"
 
 #define OK(call) CHECK_EQ(call, GEMINI_OK)
-enum { LAYERS = 8, WINDOW = 65536, LAYER_BYTES = 2 * WINDOW };
+enum { LAYERS = 8, WINDOW = 65536, LAYER_BYTES = 2 * WINDOW, SAVED = 2048, IDLE = 5 };
 
 /* ---- a network in miniature: each layer's op reads its weights, allocates, and (backward) writes its gradient */
 typedef struct {
@@ -18,6 +18,7 @@ typedef struct {
   gemini_arena_t params, grads;
   gemini_tensor_t weight[LAYERS], gradient[LAYERS];
   gemini_stream_t stream;
+  void *saved[LAYERS]; /* what forward keeps for backward */
 } net_t;
 typedef struct {
   bool forward_only;
@@ -78,9 +79,13 @@ static void layer_op(net_t *n, const step_t *s, int layer, bool backward) {
   OK(gemini_acquire(n->mgr, use, backward ? 2 : 1, n->stream));
   void *work = NULL, *more = NULL;
   uint64_t scale = s->scale ? s->scale : 1;
-  OK(gemini_alloc(n->mgr, 3000 * scale + 512 * (uint64_t)layer, n->stream, &work));
-  OK(gemini_alloc(n->mgr, 700 * scale, n->stream, &more));
+  if (!(backward && layer == IDLE)) {
+    OK(gemini_alloc(n->mgr, 3000 * scale + 512 * (uint64_t)layer, n->stream, &work));
+    OK(gemini_alloc(n->mgr, 700 * scale, n->stream, &more));
+  }
   OK(gemini_free(n->mgr, more, n->stream));
+  if (!backward && !s->forward_only) OK(gemini_alloc(n->mgr, SAVED * scale, n->stream, &n->saved[layer]));
+  if (backward) OK(gemini_free(n->mgr, n->saved[layer], n->stream));
   OK(gemini_free(n->mgr, work, n->stream));
   OK(gemini_release(n->mgr, use, backward ? 2 : 1, n->stream));
   OK(gemini_op_end(n->mgr));
@@ -106,21 +111,65 @@ static gemini_stats_t stats_of(const net_t *n) {
   return s;
 }
 
+static void temporary(char *path, size_t size) {
+  const char *folder = getenv("TMPDIR");
+  snprintf(path, size, "%s/gemini-test.XXXXXX", folder ? folder : "/tmp");
+  int fd = mkstemp(path);
+  CHECK(fd >= 0);
+  close(fd);
+}
+static char *contents(const char *path, size_t *size_out) {
+  FILE *f = fopen(path, "rb");
+  CHECK(f);
+  CHECK(!fseek(f, 0, SEEK_END));
+  long size = ftell(f);
+  CHECK(size >= 0);
+  rewind(f);
+  char *text = malloc((size_t)size + 1);
+  CHECK(text && fread(text, 1, (size_t)size, f) == (size_t)size);
+  text[size] = 0;
+  fclose(f);
+  if (size_out) *size_out = (size_t)size;
+  return text;
+}
+
 /* ---- peaks and departures */
+/* What an op holds at most: what earlier layers saved, its own two blocks, and its own saved one with the first of them
+ * if that is more; each a multiple of 512 bytes. */
+static uint64_t peak_of(int layer, bool backward) {
+  uint64_t work = (3000 + 512 * (uint64_t)layer + 511) / 512 * 512, more = 1024;
+  uint64_t before = SAVED * (uint64_t)(backward ? layer + 1 : layer);
+  if (backward && layer == IDLE) return before; /* allocates nothing, but holds what others saved */
+  return before + work + (backward || more > SAVED ? more : SAVED);
+}
 static void test_peaks_fixed_graph_are_exact(void) {
   gemini_config_t c = config_of(8);
   net_t n = net_open(&c);
-  net_steps(&n, &plain, 1);
+  net_steps(&n, &plain, 4); /* the plan is made anew when its second iteration has shown the times */
   OK(gemini_stats_reset(n.mgr));
   net_steps(&n, &plain, 6);
   gemini_stats_t s = stats_of(&n);
-  /* The largest op: 3,000 + 7 x 512 bytes and 700, each rounded up to 512. */
-  CHECK_EQ(s.nonmodel_peak_bytes, 6656 + 1024);
+  CHECK_EQ(s.nonmodel_peak_bytes, peak_of(LAYERS - 1, true));
   CHECK_EQ(s.op_peak_error_bytes, 0);
   CHECK_EQ(s.departures, 0);
-  CHECK_EQ(s.planned_iterations, 6);
+  CHECK_EQ(s.planned_iterations, 3 + 6);
   CHECK(s.predicted_step_ns > 0 && s.planned_fetch_bytes > 0);
-  CHECK(s.moved_bytes[GEMINI_LINK_H2D][GEMINI_REASON_PLAN] > 0);
+  CHECK_EQ(s.moved_bytes[GEMINI_LINK_H2D][GEMINI_REASON_PLAN], 6 * s.planned_fetch_bytes);
+  CHECK_EQ(s.acquire_misses, 0);
+  char path[4096], what[64];
+  temporary(path, sizeof path);
+  OK(gemini_trace_save(n.mgr, path));
+  char *text = contents(path, NULL), *line = strstr(text, "\nop ");
+  for (int i = 0; i < 2 * LAYERS; i++, line = strstr(line + 1, "\nop ")) {
+    unsigned phase;
+    uint64_t ns, peak, heap;
+    CHECK(line &&
+          sscanf(line, " op %u %" SCNu64 " %" SCNu64 " %" SCNu64 " %63s", &phase, &ns, &peak, &heap, what) == 5);
+    CHECK_EQ(peak, peak_of(i < LAYERS ? i : 2 * LAYERS - 1 - i, i >= LAYERS));
+  }
+  CHECK(!line);
+  free(text);
+  unlink(path);
   net_close(&n);
 }
 
@@ -137,7 +186,7 @@ static void test_warmup_as_many_iterations_as_asked(void) {
 }
 
 /* After interruption the step is predicted rightly again, at the latest by the second of its iterations; the
- * interruption itself must be seen: sees says by which figure. */
+ * interruption itself must be seen, by its peaks, too, where they differ. */
 static void interrupted(const step_t *other, int times, bool peak_differs) {
   gemini_config_t c = config_of(8);
   net_t n = net_open(&c);
@@ -146,7 +195,7 @@ static void interrupted(const step_t *other, int times, bool peak_differs) {
   net_steps(&n, other, times);
   gemini_stats_t s = stats_of(&n);
   CHECK(s.departures >= 1 && s.departures <= (times > 1 ? 2 : 1)); /* the second one tells that it goes on */
-  CHECK_EQ(s.op_peak_error_bytes > 0, peak_differs);
+  CHECK(s.op_peak_error_bytes > 0 || !peak_differs);
   OK(gemini_stats_reset(n.mgr));
   net_steps(&n, &plain, 1);
   if (times == 1) CHECK_EQ(stats_of(&n).departures, 0);
@@ -157,10 +206,12 @@ static void interrupted(const step_t *other, int times, bool peak_differs) {
   CHECK_EQ(s.op_peak_error_bytes, 0);
   CHECK_EQ(s.departures, 0);
   CHECK_EQ(s.planned_iterations, planned + 1);
+  net_steps(&n, &plain, 8); /* what came once is not expected again */
+  CHECK_EQ(stats_of(&n).departures, 0);
   net_close(&n);
 }
 static void test_departure_evaluation_pass_is_right_again(void) {
-  interrupted(&(step_t){ .forward_only = true }, 1, false); /* the same ops, as far as it goes */
+  interrupted(&(step_t){ .forward_only = true }, 1, true);
   interrupted(&(step_t){ .forward_only = true, .scale = 3 }, 1, true);
   interrupted(&(step_t){ .forward_only = true, .scale = 3 }, 3, true);
 }
@@ -280,28 +331,6 @@ static void test_budget_too_small_for_plan_is_refused_and_stays(void) {
 }
 
 /* ---- traces in files */
-static void temporary(char *path, size_t size) {
-  const char *folder = getenv("TMPDIR");
-  snprintf(path, size, "%s/gemini-test.XXXXXX", folder ? folder : "/tmp");
-  int fd = mkstemp(path);
-  CHECK(fd >= 0);
-  close(fd);
-}
-static char *contents(const char *path, size_t *size_out) {
-  FILE *f = fopen(path, "rb");
-  CHECK(f);
-  CHECK(!fseek(f, 0, SEEK_END));
-  long size = ftell(f);
-  CHECK(size >= 0);
-  rewind(f);
-  char *text = malloc((size_t)size + 1);
-  CHECK(text && fread(text, 1, (size_t)size, f) == (size_t)size);
-  text[size] = 0;
-  fclose(f);
-  if (size_out) *size_out = (size_t)size;
-  return text;
-}
-
 /* The program itself, called with a trace: prints the plan that it makes of it. */
 static int child(const char *path) {
   gemini_config_t c = config_of(7);
