@@ -25,6 +25,7 @@ typedef struct {
   uint64_t scale;  /* of what is allocated; 0 = 1 */
   uint32_t skip;   /* layer + 1 */
   uint32_t unused; /* layer + 1: its op touches only its first window */
+  bool update;     /* at the end, of all parameters by their gradients */
 } step_t;
 static const step_t plain;
 
@@ -91,6 +92,11 @@ static void layer_op(net_t *n, const step_t *s, int layer, bool backward) {
   OK(gemini_op_end(n->mgr));
 }
 
+static void no_change(void *user, const gemini_update_span_t *span) {
+  (void)user;
+  (void)span;
+}
+
 static gemini_status_t net_step(net_t *n, const step_t *s) {
   OK(gemini_iteration_begin(n->mgr));
   OK(gemini_phase_set(n->mgr, GEMINI_PHASE_FORWARD));
@@ -99,6 +105,16 @@ static gemini_status_t net_step(net_t *n, const step_t *s) {
   OK(gemini_phase_set(n->mgr, GEMINI_PHASE_BACKWARD));
   for (int i = LAYERS; !s->forward_only && i-- > 0;)
     if (s->skip != (uint32_t)i + 1) layer_op(n, s, i, true);
+  gemini_arena_t arenas[] = { n->params, n->grads };
+  uint32_t modes[] = { GEMINI_READ_WRITE, GEMINI_READ };
+  gemini_update_t u = GEMINI_UPDATE_INIT;
+  u.flags = GEMINI_UPDATE_LATE;
+  u.arenas = arenas;
+  u.modes = modes;
+  u.arena_count = 2;
+  u.stream = n->stream;
+  u.fn = no_change;
+  if (s->update) OK(gemini_update(n->mgr, &u));
   return gemini_iteration_end(n->mgr);
 }
 static void net_steps(net_t *n, const step_t *s, int count) {
@@ -386,9 +402,10 @@ static void test_trace_load_plans_the_first_iteration(void) {
   temporary(path, sizeof path);
   temporary(again, sizeof again);
   gemini_config_t c = config_of(7);
+  step_t updating = { .update = true };
   net_t n = net_open(&c);
   CHECK_EQ(gemini_trace_save(n.mgr, path), GEMINI_ERR_STATE);
-  net_steps(&n, &plain, 4);
+  net_steps(&n, &updating, 4);
   OK(gemini_trace_save(n.mgr, path));
   net_close(&n);
   n = net_open(&c);
@@ -396,14 +413,16 @@ static void test_trace_load_plans_the_first_iteration(void) {
   OK(gemini_trace_save(n.mgr, again)); /* nothing was lost on the way */
   char *one = contents(path, NULL), *two = contents(again, NULL);
   CHECK(!strcmp(one, two));
-  CHECK(strstr(one, "bwd.7"));
+  CHECK(strstr(one, "bwd.7") && strstr(one, "\nupdate "));
   free(one);
   free(two);
-  net_steps(&n, &plain, 1);
+  net_steps(&n, &updating, 1);
   gemini_stats_t s = stats_of(&n);
   CHECK_EQ(s.planned_iterations, 1);
   CHECK_EQ(s.departures, 0);
   CHECK_EQ(s.op_peak_error_bytes, 0);
+  net_steps(&n, &plain, 1); /* without its update it is another iteration */
+  CHECK_EQ(stats_of(&n).departures, 1);
   net_close(&n);
   unlink(path);
   unlink(again);
