@@ -465,12 +465,7 @@ static gemini_status_t hint_window(gmi_manager_t *m, gmi_window_t *w, uint32_t t
   return status;
 }
 gemini_status_t gemini_hint(gemini_manager_t mgr, const gemini_access_t *accesses, uint64_t count) {
-  gmi_manager_t *m = gmi_manager_get(mgr);
-  if (!m) API_RETURN(GEMINI_ERR_HANDLE);
-  gmi_lock(m);
-  gemini_status_t status = each_window(m, accesses, count, hint_window);
-  gmi_unlock(m);
-  API_RETURN(status);
+  API_LOCKED(each_window(m, accesses, count, hint_window));
 }
 
 static gemini_status_t move_window(gmi_manager_t *m, gmi_window_t *w, uint32_t tier) {
@@ -484,12 +479,7 @@ static gemini_status_t move_window(gmi_manager_t *m, gmi_window_t *w, uint32_t t
   return status;
 }
 gemini_status_t gemini_move(gemini_manager_t mgr, const gemini_access_t *accesses, uint64_t count) {
-  gmi_manager_t *m = gmi_manager_get(mgr);
-  if (!m) API_RETURN(GEMINI_ERR_HANDLE);
-  gmi_lock(m);
-  gemini_status_t status = each_window(m, accesses, count, move_window);
-  gmi_unlock(m);
-  API_RETURN(status);
+  API_LOCKED(each_window(m, accesses, count, move_window));
 }
 
 static gemini_status_t pin(gmi_manager_t *m, const gemini_access_t *access) {
@@ -512,14 +502,7 @@ static gemini_status_t pin(gmi_manager_t *m, const gemini_access_t *access) {
     for (uint64_t i = 0; i < pinned; i++) r.store->windows[r.first + i].user_pins--;
   return status;
 }
-gemini_status_t gemini_pin(gemini_manager_t mgr, const gemini_access_t *access) {
-  gmi_manager_t *m = gmi_manager_get(mgr);
-  if (!m) API_RETURN(GEMINI_ERR_HANDLE);
-  gmi_lock(m);
-  gemini_status_t status = pin(m, access);
-  gmi_unlock(m);
-  API_RETURN(status);
-}
+gemini_status_t gemini_pin(gemini_manager_t mgr, const gemini_access_t *access) { API_LOCKED(pin(m, access)); }
 
 static gemini_status_t unpin(gmi_manager_t *m, const gemini_access_t *access) {
   gmi_range_t r;
@@ -532,11 +515,4 @@ static gemini_status_t unpin(gmi_manager_t *m, const gemini_access_t *access) {
   for (uint64_t i = r.first; i <= r.last; i++) r.store->windows[i].user_pins--;
   return GEMINI_OK;
 }
-gemini_status_t gemini_unpin(gemini_manager_t mgr, const gemini_access_t *access) {
-  gmi_manager_t *m = gmi_manager_get(mgr);
-  if (!m) API_RETURN(GEMINI_ERR_HANDLE);
-  gmi_lock(m);
-  gemini_status_t status = unpin(m, access);
-  gmi_unlock(m);
-  API_RETURN(status);
-}
+gemini_status_t gemini_unpin(gemini_manager_t mgr, const gemini_access_t *access) { API_LOCKED(unpin(m, access)); }

@@ -353,12 +353,7 @@ static gemini_status_t arena_create(gmi_manager_t *m, const gemini_arena_config_
 }
 gemini_status_t gemini_arena_create(gemini_manager_t mgr, const gemini_arena_config_t *config,
                                     gemini_arena_t *arena_out) {
-  gmi_manager_t *m = gmi_manager_get(mgr);
-  if (!m) API_RETURN(GEMINI_ERR_HANDLE);
-  gmi_lock(m);
-  gemini_status_t status = arena_create(m, config, arena_out);
-  gmi_unlock(m);
-  API_RETURN(status);
+  API_LOCKED(arena_create(m, config, arena_out));
 }
 
 static void name_remove(gmi_manager_t *m, uint32_t index);
@@ -625,12 +620,7 @@ static gemini_status_t tensor_register(gmi_manager_t *m, gemini_arena_t arena, c
 }
 gemini_status_t gemini_tensor_register(gemini_manager_t mgr, gemini_arena_t arena, const char *name,
                                        uint64_t size_bytes, uint64_t offset_bytes, gemini_tensor_t *tensor_out) {
-  gmi_manager_t *m = gmi_manager_get(mgr);
-  if (!m) API_RETURN(GEMINI_ERR_HANDLE);
-  gmi_lock(m);
-  gemini_status_t status = tensor_register(m, arena, name, size_bytes, offset_bytes, tensor_out);
-  gmi_unlock(m);
-  API_RETURN(status);
+  API_LOCKED(tensor_register(m, arena, name, size_bytes, offset_bytes, tensor_out));
 }
 
 static void order_remove(gmi_manager_t *m, uint32_t index) {
@@ -710,12 +700,7 @@ static gemini_status_t tensor_counterpart(gmi_manager_t *m, gemini_tensor_t hand
 }
 gemini_status_t gemini_tensor_counterpart(gemini_manager_t mgr, gemini_tensor_t tensor, gemini_arena_t arena,
                                           gemini_tensor_t *tensor_out) {
-  gmi_manager_t *m = gmi_manager_get(mgr);
-  if (!m) API_RETURN(GEMINI_ERR_HANDLE);
-  gmi_lock(m);
-  gemini_status_t status = tensor_counterpart(m, tensor, arena, tensor_out);
-  gmi_unlock(m);
-  API_RETURN(status);
+  API_LOCKED(tensor_counterpart(m, tensor, arena, tensor_out));
 }
 
 gemini_status_t gemini_tensor_info(gemini_manager_t mgr, gemini_tensor_t tensor, gemini_tensor_info_t *info_out) {

@@ -114,14 +114,7 @@ static gemini_status_t zero_range(gmi_manager_t *m, const gemini_access_t *acces
   if (!status) range_written(m, &r);
   return status;
 }
-gemini_status_t gemini_zero(gemini_manager_t mgr, const gemini_access_t *access) {
-  gmi_manager_t *m = gmi_manager_get(mgr);
-  if (!m) API_RETURN(GEMINI_ERR_HANDLE);
-  gmi_lock(m);
-  gemini_status_t status = zero_range(m, access);
-  gmi_unlock(m);
-  API_RETURN(status);
-}
+gemini_status_t gemini_zero(gemini_manager_t mgr, const gemini_access_t *access) { API_LOCKED(zero_range(m, access)); }
 
 static gemini_status_t state_set(gmi_manager_t *m, gemini_tensor_t tensor, uint32_t state) {
   static const char *const names[] = {
@@ -148,12 +141,7 @@ static gemini_status_t state_set(gmi_manager_t *m, gemini_tensor_t tensor, uint3
   return GEMINI_OK;
 }
 gemini_status_t gemini_tensor_state_set(gemini_manager_t mgr, gemini_tensor_t tensor, uint32_t state) {
-  gmi_manager_t *m = gmi_manager_get(mgr);
-  if (!m) API_RETURN(GEMINI_ERR_HANDLE);
-  gmi_lock(m);
-  gemini_status_t status = state_set(m, tensor, state);
-  gmi_unlock(m);
-  API_RETURN(status);
+  API_LOCKED(state_set(m, tensor, state));
 }
 
 /* ---- load and store */
@@ -230,20 +218,10 @@ static gemini_status_t file_range(gmi_manager_t *m, const gemini_access_t *acces
   return status;
 }
 gemini_status_t gemini_load(gemini_manager_t mgr, const gemini_access_t *access, int fd, uint64_t fd_offset) {
-  gmi_manager_t *m = gmi_manager_get(mgr);
-  if (!m) API_RETURN(GEMINI_ERR_HANDLE);
-  gmi_lock(m);
-  gemini_status_t status = file_range(m, access, fd, fd_offset, false);
-  gmi_unlock(m);
-  API_RETURN(status);
+  API_LOCKED(file_range(m, access, fd, fd_offset, false));
 }
 gemini_status_t gemini_store(gemini_manager_t mgr, const gemini_access_t *access, int fd, uint64_t fd_offset) {
-  gmi_manager_t *m = gmi_manager_get(mgr);
-  if (!m) API_RETURN(GEMINI_ERR_HANDLE);
-  gmi_lock(m);
-  gemini_status_t status = file_range(m, access, fd, fd_offset, true);
-  gmi_unlock(m);
-  API_RETURN(status);
+  API_LOCKED(file_range(m, access, fd, fd_offset, true));
 }
 
 /* ---- norm */
@@ -363,10 +341,5 @@ static gemini_status_t norm(gmi_manager_t *m, const gemini_access_t *access, uin
 }
 gemini_status_t gemini_norm(gemini_manager_t mgr, const gemini_access_t *access, uint32_t dtype, gemini_stream_t stream,
                             double *norm_out) {
-  gmi_manager_t *m = gmi_manager_get(mgr);
-  if (!m) API_RETURN(GEMINI_ERR_HANDLE);
-  gmi_lock(m);
-  gemini_status_t status = norm(m, access, dtype, stream, norm_out);
-  gmi_unlock(m);
-  API_RETURN(status);
+  API_LOCKED(norm(m, access, dtype, stream, norm_out));
 }

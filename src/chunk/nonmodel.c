@@ -118,12 +118,7 @@ static gemini_status_t nonmodel_alloc(gmi_manager_t *m, uint64_t size, gemini_st
 }
 
 gemini_status_t gemini_alloc(gemini_manager_t mgr, uint64_t size_bytes, gemini_stream_t stream, void **ptr_out) {
-  gmi_manager_t *m = gmi_manager_get(mgr);
-  if (!m) API_RETURN(GEMINI_ERR_HANDLE);
-  gmi_lock(m);
-  gemini_status_t status = nonmodel_alloc(m, size_bytes, stream, ptr_out);
-  gmi_unlock(m);
-  API_RETURN(status);
+  API_LOCKED(nonmodel_alloc(m, size_bytes, stream, ptr_out));
 }
 
 gemini_status_t gemini_free(gemini_manager_t mgr, void *ptr, gemini_stream_t stream) {

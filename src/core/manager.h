@@ -241,6 +241,14 @@ typedef struct gmi_manager {
 gmi_manager_t *gmi_manager_get(gemini_manager_t handle); /* NULL, with the error recorded */
 void gmi_lock(gmi_manager_t *m);
 void gmi_unlock(gmi_manager_t *m); /* then sends queued logs */
+/* All of a public function whose parameter mgr is the manager: call, with m, under its lock. */
+#define API_LOCKED(call)                   \
+  gmi_manager_t *m = gmi_manager_get(mgr); \
+  if (!m) API_RETURN(GEMINI_ERR_HANDLE);   \
+  gmi_lock(m);                             \
+  gemini_status_t status = (call);         \
+  gmi_unlock(m);                           \
+  API_RETURN(status)
 void gmi_log(gmi_manager_t *m, int32_t level, const char *format, ...) __attribute__((format(printf, 3, 4)));
 uint64_t gmi_handle(const gmi_manager_t *m, uint32_t type, uint32_t generation, uint32_t index);
 /* Is handle of this type and manager? Then its index and generation. Otherwise the error is recorded. */

@@ -229,14 +229,7 @@ static gemini_status_t timeline_start(gmi_manager_t *m, const char *path) {
   m->timeline = t;
   return GEMINI_OK;
 }
-gemini_status_t gemini_timeline_start(gemini_manager_t mgr, const char *path) {
-  gmi_manager_t *m = gmi_manager_get(mgr);
-  if (!m) API_RETURN(GEMINI_ERR_HANDLE);
-  gmi_lock(m);
-  gemini_status_t status = timeline_start(m, path);
-  gmi_unlock(m);
-  API_RETURN(status);
-}
+gemini_status_t gemini_timeline_start(gemini_manager_t mgr, const char *path) { API_LOCKED(timeline_start(m, path)); }
 gemini_status_t gemini_timeline_stop(gemini_manager_t mgr) {
   gmi_manager_t *m = gmi_manager_get(mgr);
   if (!m) API_RETURN(GEMINI_ERR_HANDLE);

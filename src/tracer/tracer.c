@@ -718,21 +718,13 @@ static gemini_status_t phase_set(gmi_manager_t *m, uint32_t phase) {
   return GEMINI_OK;
 }
 
-#define LOCKED(call)                       \
-  gmi_manager_t *m = gmi_manager_get(mgr); \
-  if (!m) API_RETURN(GEMINI_ERR_HANDLE);   \
-  gmi_lock(m);                             \
-  gemini_status_t status = call;           \
-  gmi_unlock(m);                           \
-  API_RETURN(status)
-
-gemini_status_t gemini_iteration_begin(gemini_manager_t mgr) { LOCKED(iteration_begin(m)); }
-gemini_status_t gemini_iteration_end(gemini_manager_t mgr) { LOCKED(iteration_end(m)); }
-gemini_status_t gemini_phase_set(gemini_manager_t mgr, uint32_t phase) { LOCKED(phase_set(m, phase)); }
+gemini_status_t gemini_iteration_begin(gemini_manager_t mgr) { API_LOCKED(iteration_begin(m)); }
+gemini_status_t gemini_iteration_end(gemini_manager_t mgr) { API_LOCKED(iteration_end(m)); }
+gemini_status_t gemini_phase_set(gemini_manager_t mgr, uint32_t phase) { API_LOCKED(phase_set(m, phase)); }
 gemini_status_t gemini_op_begin(gemini_manager_t mgr, const char *name, gemini_stream_t stream) {
-  LOCKED(op_begin(m, name, stream));
+  API_LOCKED(op_begin(m, name, stream));
 }
-gemini_status_t gemini_op_end(gemini_manager_t mgr) { LOCKED(op_end(m)); }
+gemini_status_t gemini_op_end(gemini_manager_t mgr) { API_LOCKED(op_end(m)); }
 
 /* ---- trace files and the plan in words */
 static gemini_status_t trace_save(gmi_manager_t *m, const char *path) {
@@ -741,7 +733,7 @@ static gemini_status_t trace_save(gmi_manager_t *m, const char *path) {
   if (t->previous == GMI_NONE) return gmi_fail(GEMINI_ERR_STATE, 0, "no complete iteration has been recorded");
   return gmi_trace_write(m, &t->variants[t->previous].trace, path);
 }
-gemini_status_t gemini_trace_save(gemini_manager_t mgr, const char *path) { LOCKED(trace_save(m, path)); }
+gemini_status_t gemini_trace_save(gemini_manager_t mgr, const char *path) { API_LOCKED(trace_save(m, path)); }
 
 static gemini_status_t trace_load(gmi_manager_t *m, const char *path) {
   gmi_tracer_t *t = m->tracer;
@@ -773,7 +765,7 @@ static gemini_status_t trace_load(gmi_manager_t *m, const char *path) {
   publish_plan(m, &t->variants[index]);
   return GEMINI_OK;
 }
-gemini_status_t gemini_trace_load(gemini_manager_t mgr, const char *path) { LOCKED(trace_load(m, path)); }
+gemini_status_t gemini_trace_load(gemini_manager_t mgr, const char *path) { API_LOCKED(trace_load(m, path)); }
 
 static gemini_status_t plan_explain(gmi_manager_t *m, char *text_out, uint64_t size_bytes, uint64_t *length_out) {
   gmi_tracer_t *t = m->tracer;
@@ -798,5 +790,5 @@ static gemini_status_t plan_explain(gmi_manager_t *m, char *text_out, uint64_t s
   return GEMINI_OK;
 }
 gemini_status_t gemini_plan_explain(gemini_manager_t mgr, char *text_out, uint64_t size_bytes, uint64_t *length_out) {
-  LOCKED(plan_explain(m, text_out, size_bytes, length_out));
+  API_LOCKED(plan_explain(m, text_out, size_bytes, length_out));
 }
