@@ -9,6 +9,14 @@
 
 #include "core/manager.h"
 
+enum { WORKERS_LIMIT = 256, SPANS_LIMIT = 4096 };
+
+typedef struct {
+  struct gmi_lane *lane;
+  pthread_t thread;
+  uint32_t index;
+} worker_t;
+
 typedef struct gmi_lane {
   pthread_mutex_t lock; /* after the manager's, never the other way round */
   pthread_cond_t more, done;
@@ -20,10 +28,13 @@ typedef struct gmi_lane {
   double ns_per_element; /* of one worker, running mean */
   uint64_t samples;
   gmi_manager_t *m;
-  pthread_t threads[256];
+  bool recording;
+  uint32_t span_count;
+  gmi_lane_span_t spans[SPANS_LIMIT];
+  worker_t workers[WORKERS_LIMIT];
 } gmi_lane_t;
 
-static void run_job(gmi_lane_t *l, gmi_job_t *job) {
+static void run_job(gmi_lane_t *l, gmi_job_t *job, uint32_t worker) {
   gmi_manager_t *m = l->m;
   for (uint32_t i = 0; i < job->fence_count; i++)
     m->dev->sync(m->dev_self, gmi_fence_stream(job->fences[i]), gmi_fence_mark(job->fences[i]));
@@ -35,8 +46,11 @@ static void run_job(gmi_lane_t *l, gmi_job_t *job) {
   uint64_t begin = m->dev->now(m->dev_self);
   for (uint32_t i = 0; i < job->zero_count; i++) memset(job->zeros[i].address, 0, job->zeros[i].bytes);
   job->fn(job->user, &job->span);
-  double ns = (double)(m->dev->now(m->dev_self) - begin) / (double)job->span.element_count;
+  uint64_t end = m->dev->now(m->dev_self);
+  double ns = (double)(end - begin) / (double)job->span.element_count;
   pthread_mutex_lock(&l->lock);
+  if (l->recording && l->span_count < SPANS_LIMIT)
+    l->spans[l->span_count++] = (gmi_lane_span_t){ begin, end, worker, 0 };
   for (uint32_t i = 0; i < job->window_count; i++)
     atomic_fetch_add_explicit(&job->windows[i]->updates_done, 1, memory_order_release);
   l->samples++;
@@ -49,8 +63,9 @@ static void run_job(gmi_lane_t *l, gmi_job_t *job) {
   free(job);
 }
 
-static void *worker(void *user) {
-  gmi_lane_t *l = user;
+static void *work(void *user) {
+  worker_t *me = user;
+  gmi_lane_t *l = me->lane;
   pthread_mutex_lock(&l->lock);
   for (;;) {
     while (!l->first && !l->stop) pthread_cond_wait(&l->more, &l->lock);
@@ -59,7 +74,7 @@ static void *worker(void *user) {
     l->first = job->next;
     if (!l->first) l->end = &l->first;
     pthread_mutex_unlock(&l->lock);
-    run_job(l, job);
+    run_job(l, job, me->index);
     pthread_mutex_lock(&l->lock);
   }
   pthread_mutex_unlock(&l->lock);
@@ -69,7 +84,7 @@ static void *worker(void *user) {
 gemini_status_t gmi_lane_open(gmi_manager_t *m, uint32_t threads) {
   if (!threads) {
     long cores = sysconf(_SC_NPROCESSORS_ONLN);
-    threads = cores > 256 ? 256 : cores > 1 ? (uint32_t)cores - 1 : 1;
+    threads = cores > WORKERS_LIMIT ? WORKERS_LIMIT : cores > 1 ? (uint32_t)cores - 1 : 1;
   }
   gmi_lane_t *l = calloc(1, sizeof *l);
   if (!l) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the update workers");
@@ -80,7 +95,9 @@ gemini_status_t gmi_lane_open(gmi_manager_t *m, uint32_t threads) {
   l->m = m;
   m->lane = l;
   for (; l->thread_count < threads; l->thread_count++) {
-    int error = pthread_create(&l->threads[l->thread_count], NULL, worker, l);
+    worker_t *w = &l->workers[l->thread_count];
+    *w = (worker_t){ .lane = l, .index = l->thread_count };
+    int error = pthread_create(&w->thread, NULL, work, w);
     if (error)
       return gmi_fail(GEMINI_ERR_OOM_SYSTEM, error, "could not start update worker %u of %u", l->thread_count, threads);
   }
@@ -95,7 +112,7 @@ void gmi_lane_close(gmi_manager_t *m) {
   l->stop = true;
   pthread_cond_broadcast(&l->more);
   pthread_mutex_unlock(&l->lock);
-  for (uint32_t i = 0; i < l->thread_count; i++) pthread_join(l->threads[i], NULL);
+  for (uint32_t i = 0; i < l->thread_count; i++) pthread_join(l->workers[i].thread, NULL);
   pthread_cond_destroy(&l->more);
   pthread_cond_destroy(&l->done);
   pthread_mutex_destroy(&l->lock);
@@ -149,4 +166,22 @@ double gmi_lane_ns_per_element(gmi_manager_t *m) {
   double ns = m->lane->ns_per_element;
   pthread_mutex_unlock(&m->lane->lock);
   return ns;
+}
+
+void gmi_lane_record(gmi_manager_t *m, bool on) {
+  pthread_mutex_lock(&m->lane->lock);
+  m->lane->recording = on;
+  m->lane->span_count = 0;
+  pthread_mutex_unlock(&m->lane->lock);
+}
+
+uint32_t gmi_lane_recorded(gmi_manager_t *m, gmi_lane_span_t *spans_out, uint32_t limit) {
+  gmi_lane_t *l = m->lane;
+  pthread_mutex_lock(&l->lock);
+  uint32_t count = l->span_count < limit ? l->span_count : limit;
+  l->span_count -= count;
+  memcpy(spans_out, l->spans, count * sizeof *spans_out);
+  memmove(l->spans, l->spans + count, l->span_count * sizeof *l->spans);
+  pthread_mutex_unlock(&l->lock);
+  return count;
 }

@@ -362,6 +362,13 @@ void gmi_lane_drain(gmi_manager_t *m); /* blocks until nothing is pending; no lo
 void gmi_lane_wait_window(gmi_manager_t *m, gmi_window_t *w, uint64_t count); /* blocks */
 void gmi_lane_wait_some(gmi_manager_t *m); /* blocks until one more job is done, if any is pending */
 double gmi_lane_ns_per_element(gmi_manager_t *m);
+/* For timelines: when workers ran. Hands out the oldest ones and forgets them; what nobody asks for is lost. */
+typedef struct gmi_lane_span {
+  uint64_t begin_ns, end_ns;
+  uint32_t worker, reserved;
+} gmi_lane_span_t;
+void gmi_lane_record(gmi_manager_t *m, bool on);
+uint32_t gmi_lane_recorded(gmi_manager_t *m, gmi_lane_span_t *spans_out, uint32_t limit);
 
 /* chunk/update.c */
 gemini_status_t gmi_updates_finish(gmi_manager_t *m); /* blocks; without lock */

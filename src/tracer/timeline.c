@@ -26,7 +26,7 @@ typedef struct gmi_timeline {
   uint64_t begun_ns, counters_ns;
 } gmi_timeline_t;
 
-enum { LANE_CALLER = 1, LANE_WAITS = 100, LANE_UPDATES = 101, LANE_STREAMS = 2, EVENTS_LIMIT = 4000000 };
+enum { LANE_CALLER = 1, LANE_STREAMS = 2, LANE_WAITS = 100, LANE_WORKERS = 101, EVENTS_LIMIT = 4000000 };
 
 static event_t *add_event(gmi_timeline_t *t) {
   if (t->count == t->capacity) {
@@ -128,8 +128,18 @@ static void poll_events(gmi_manager_t *m, bool block) {
     e->end = end;
   }
 }
+static void poll_workers(gmi_manager_t *m) {
+  gmi_lane_span_t spans[64];
+  for (uint32_t count; (count = gmi_lane_recorded(m, spans, 64)) > 0;)
+    for (uint32_t i = 0; i < count; i++)
+      add_span(m, "update", "update on the host", spans[i].begin_ns, spans[i].end_ns, true,
+               LANE_WORKERS + spans[i].worker);
+}
+
 void gmi_timeline_poll(gmi_manager_t *m) {
-  if (m->timeline) poll_events(m, false);
+  if (!m->timeline) return;
+  poll_workers(m);
+  poll_events(m, false);
 }
 
 static void write_text(FILE *f, const char *text) {
@@ -156,6 +166,11 @@ static gemini_status_t write_file(gmi_manager_t *m) {
   fprintf(f, "{\"ph\":\"M\",\"pid\":1,\"name\":\"process_name\",\"args\":{\"name\":\"libgemini\"}}");
   write_lane(f, LANE_CALLER, "ops on the caller's thread");
   write_lane(f, LANE_WAITS, "streams waiting for chunks");
+  for (uint32_t i = 0; i < m->config.update_threads; i++) {
+    char name[32];
+    snprintf(name, sizeof name, "update worker %u", i);
+    write_lane(f, LANE_WORKERS + i, name);
+  }
   for (uint32_t s = 0; s < GMI_DEVICE_MAX_STREAMS; s++) {
     if (!m->streams[s].open) continue;
     char name[32];
@@ -201,7 +216,10 @@ void gmi_timeline_close(gmi_manager_t *m) {
 }
 
 gemini_status_t gmi_timeline_finish(gmi_manager_t *m) {
+  gmi_lane_drain(m);
   gmi_lock(m);
+  poll_workers(m);
+  gmi_lane_record(m, false);
   poll_events(m, true);
   gemini_status_t status = write_file(m);
   gmi_timeline_close(m);
@@ -227,6 +245,7 @@ static gemini_status_t timeline_start(gmi_manager_t *m, const char *path) {
   fclose(f);
   t->begun_ns = m->dev->now(m->dev_self);
   m->timeline = t;
+  gmi_lane_record(m, true);
   return GEMINI_OK;
 }
 gemini_status_t gemini_timeline_start(gemini_manager_t mgr, const char *path) { API_LOCKED(timeline_start(m, path)); }

@@ -543,14 +543,17 @@ static void test_timeline_has_ops_moves_waits_and_counters(void) {
   CHECK_EQ(gemini_timeline_start(n.mgr, path), GEMINI_ERR_STATE);
   OK(gemini_stats_reset(n.mgr));
   net_steps(&n, &plain, 3);
+  net_steps(&n, &(step_t){ .update = true }, 1);
   OK(gemini_stream_synchronize(n.mgr, n.stream));
+  OK(gemini_update_wait(n.mgr));
   gemini_stats_t s = stats_of(&n);
   OK(gemini_timeline_stop(n.mgr));
   char *text = contents(path, NULL);
   const char *end = json_value(text);
   CHECK(end && !*json_skip(end));
-  CHECK_EQ(count_of(text, "\"cat\":\"op\""), 3 * 2 * LAYERS);
-  CHECK_EQ(count_of(text, "\"name\":\"bwd.3\""), 3);
+  CHECK_EQ(count_of(text, "\"cat\":\"op\""), 4 * 2 * LAYERS);
+  CHECK_EQ(count_of(text, "\"name\":\"bwd.3\""), 4);
+  CHECK_EQ(count_of(text, "\"cat\":\"update\""), LAYERS * LAYER_BYTES / WINDOW);
   uint64_t fetched = 0, evicted = 0;
   for (int r = 0; r < GEMINI_REASON_COUNT; r++) {
     fetched += s.moved_chunks[GEMINI_LINK_H2D][r];
