@@ -34,9 +34,13 @@ static int content_check(gmi_manager_t *m, gmi_arena_t *a, gmi_tensor_t *t, uint
   return mode == GEMINI_WRITE && whole ? CONTENT_FLIPS : CONTENT_WRONG;
 }
 
-static inline bool last_use_allows(gmi_manager_t *m, gmi_window_t *w, uint32_t stream) {
-  gmi_fence_t last = atomic_load_explicit(&w->last_use, memory_order_relaxed);
-  return !last || (stream != GMI_CALLER && gmi_fence_stream(last) == stream) || gmi_fence_reached(m, last);
+/* Is everything in uses before what stream will do next, without a wait? */
+static inline bool uses_allow(gmi_manager_t *m, gmi_uses_t *uses, uint32_t stream) {
+  for (int i = 0; i < GMI_USES; i++) {
+    gmi_fence_t f = atomic_load_explicit(&uses->fence[i], memory_order_relaxed);
+    if (f && (stream == GMI_CALLER || gmi_fence_stream(f) != stream) && !gmi_fence_reached(m, f)) return false;
+  }
+  return true;
 }
 
 static inline bool pin_fast(gmi_manager_t *m, gmi_window_t *w, uint32_t mode, uint32_t stream) {
@@ -45,7 +49,8 @@ static inline bool pin_fast(gmi_manager_t *m, gmi_window_t *w, uint32_t mode, ui
   uint32_t add = mode & GEMINI_WRITE ? 1 + GMI_WINDOW_WRITER : 1;
   do {
     if ((word & needs) != needs || (word & GMI_WINDOW_PINS) == GMI_WINDOW_PINS ||
-        (word & GMI_WINDOW_WRITERS) == GMI_WINDOW_WRITERS || !last_use_allows(m, w, stream))
+        (word & GMI_WINDOW_WRITERS) == GMI_WINDOW_WRITERS || !uses_allow(m, &w->writes, stream) ||
+        (mode & GEMINI_WRITE && !uses_allow(m, &w->reads, stream)))
       return false;
   } while (
       !atomic_compare_exchange_weak_explicit(&w->word, &word, word + add, memory_order_acq_rel, memory_order_acquire));
@@ -63,14 +68,17 @@ static inline void tensor_acquired(gmi_tensor_t *t) {
   }
 }
 
-static inline void tensor_released(gmi_tensor_t *t, uint32_t phase) {
+/* false: nobody has it. */
+static inline bool tensor_released(gmi_tensor_t *t, uint32_t phase) {
   static const uint32_t after[] = { GEMINI_STATE_HOLD, GEMINI_STATE_HOLD_AFTER_FWD, GEMINI_STATE_HOLD_AFTER_BWD,
                                     GEMINI_STATE_HOLD };
   uint32_t word = atomic_load_explicit(&t->word, memory_order_relaxed), next;
   do {
+    if (!(word & GMI_TENSOR_USERS)) return false;
     next = word - 1;
     if (!(next & GMI_TENSOR_USERS)) next = gmi_tensor_word(next, after[phase]);
   } while (!atomic_compare_exchange_weak_explicit(&t->word, &word, next, memory_order_acq_rel, memory_order_relaxed));
+  return true;
 }
 
 /* Recorded once an op for each tensor and mode. */
@@ -88,34 +96,49 @@ static inline void trace_tensor(gmi_manager_t *m, gmi_tensor_t *t, gmi_arena_t *
   gmi_tracer_touch(m, a->store, offset, size, mode);
 }
 
-/* false: not done, for whatever reason. */
-static bool acquire_fast(gmi_manager_t *m, gemini_access_t *access, uint32_t stream) {
+/* What the fast path found of one access. */
+typedef struct {
+  gmi_tensor_t *tensor;
+  gmi_arena_t *arena, *store;
+  uint64_t offset, size, first, last;
+} fast_t;
+
+static void fast_unpin(const fast_t *f, uint32_t mode, uint64_t end) {
+  for (uint64_t i = f->first; i < end; i++) unpin_fast(&f->store->windows[i], mode);
+}
+
+/* Pins the windows and nothing else. false: not done, for whatever reason. */
+static bool fast_pin(gmi_manager_t *m, const gemini_access_t *access, uint32_t stream, fast_t *f) {
   uint32_t index = (uint32_t)access->object;
   if (access->tier != GEMINI_TIER_DEVICE || access->mode - 1 > 2 || access->object >> 60 != GMI_HANDLE_TENSOR ||
       ((access->object ^ m->handle) & UINT64_C(0x0ffffc0000000000)) || index >= GMI_TENSORS ||
       !atomic_load_explicit(&m->window_bytes, memory_order_acquire))
     return false;
-  gmi_tensor_t *t = &m->tensors[index];
+  gmi_tensor_t *t = f->tensor = &m->tensors[index];
   if (!t->alive || (t->generation & 1023u) != ((uint32_t)(access->object >> 32) & 1023)) return false;
-  gmi_arena_t *a = gmi_arena_at(m, t->arena);
-  uint64_t size = access->size_bytes;
-  if (!size && !access->offset_bytes) size = t->size;
-  if (!size || access->offset_bytes > t->size || size > t->size - access->offset_bytes) return false;
+  gmi_arena_t *a = f->arena = gmi_arena_at(m, t->arena);
+  f->size = access->size_bytes;
+  if (!f->size && !access->offset_bytes) f->size = t->size;
+  if (!f->size || access->offset_bytes > t->size || f->size > t->size - access->offset_bytes) return false;
   if (content_check(m, a, t, access->mode, false) != CONTENT_FINE) return false;
-  gmi_arena_t *store = a->store == a->index ? a : gmi_arena_at(m, a->store);
-  uint64_t offset = t->offset + access->offset_bytes;
-  uint64_t first = offset >> m->window_shift, last = (offset + size - 1) >> m->window_shift;
-  if (last >= atomic_load_explicit(&store->window_count, memory_order_acquire)) return false;
-  for (uint64_t i = first; i <= last; i++) {
-    if (pin_fast(m, &store->windows[i], access->mode, stream)) continue;
-    while (i-- > first) unpin_fast(&store->windows[i], access->mode);
+  f->store = a->store == a->index ? a : gmi_arena_at(m, a->store);
+  f->offset = t->offset + access->offset_bytes;
+  f->first = f->offset >> m->window_shift;
+  f->last = (f->offset + f->size - 1) >> m->window_shift;
+  if (f->last >= atomic_load_explicit(&f->store->window_count, memory_order_acquire)) return false;
+  for (uint64_t i = f->first; i <= f->last; i++) {
+    if (pin_fast(m, &f->store->windows[i], access->mode, stream)) continue;
+    fast_unpin(f, access->mode, i);
     return false;
   }
-  tensor_acquired(t);
-  trace_tensor(m, t, a, offset, size, access->mode);
-  count_hits(m, last - first + 1);
-  access->ptr = a->base + offset;
   return true;
+}
+
+static void fast_commit(gmi_manager_t *m, gemini_access_t *access, const fast_t *f) {
+  tensor_acquired(f->tensor);
+  trace_tensor(m, f->tensor, f->arena, f->offset, f->size, access->mode);
+  count_hits(m, f->last - f->first + 1);
+  access->ptr = f->arena->base + f->offset;
 }
 
 static gemini_status_t access_check(const gemini_access_t *access) {
@@ -132,9 +155,7 @@ static const char *range_name(gmi_manager_t *m, const gmi_range_t *r) {
 
 static bool covers(gmi_manager_t *m, const gmi_range_t *r, uint32_t window) {
   uint64_t begin = (uint64_t)window << m->window_shift, end = begin + atomic_load(&m->window_bytes);
-  uint64_t arena_end = atomic_load(&r->store->size);
-  if (end > arena_end) end = arena_end; /* what lies behind the arena's end is nobody's */
-  return r->offset <= begin && r->offset + r->size >= end;
+  return r->offset <= begin && r->offset + r->size >= end; /* behind the arena's end, too: it may grow, into zeros */
 }
 
 /* ---- slow acquire, in steps: hold every window so that none leaves; bring them; wait; commit */
@@ -146,27 +167,25 @@ typedef struct {
 static gemini_status_t hold_window(gmi_manager_t *m, const gemini_access_t *access, const gmi_range_t *r,
                                    gmi_window_t *w) {
   bool write = access->mode & GEMINI_WRITE;
-  uint32_t word = atomic_load(&w->word);
   if (access->tier == GEMINI_TIER_DEVICE) {
-    if (w->host_writer || (write && w->host_users))
+    uint32_t word = atomic_load(&w->word);
+    if (w->host_writers || (write && w->host_users))
       return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of %s is acquired on the host%s", range_name(m, r),
-                      w->host_writer ? " for writing" : "");
+                      w->host_writers ? " for writing" : "");
     if ((word & GMI_WINDOW_PINS) == GMI_WINDOW_PINS || (word & GMI_WINDOW_WRITERS) == GMI_WINDOW_WRITERS)
       return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of %s is acquired %u times, the limit", range_name(m, r),
                       word & GMI_WINDOW_PINS);
     atomic_fetch_add(&w->word, write ? 1 + GMI_WINDOW_WRITER : 1);
     return GEMINI_OK;
   }
-  if ((word & GMI_WINDOW_WRITERS) || (write && (word & GMI_WINDOW_PINS)))
+  if (!gmi_window_unsettle(w, write ? GMI_WINDOW_PINS : GMI_WINDOW_WRITERS))
     return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of %s is acquired on the device", range_name(m, r));
   if (write && w->user_pins)
     return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of %s is pinned to the device", range_name(m, r));
-  if (w->host_writer || (write && w->host_users))
-    return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of %s is acquired on the host already", range_name(m, r));
   if (w->host_users == UINT16_MAX)
     return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of %s is acquired 65535 times, the limit", range_name(m, r));
   w->host_users++;
-  w->host_writer = write;
+  w->host_writers += write;
   return GEMINI_OK;
 }
 
@@ -175,7 +194,7 @@ static void unhold_window(const gemini_access_t *access, gmi_window_t *w) {
     unpin_fast(w, access->mode);
   } else {
     w->host_users--;
-    if (access->mode & GEMINI_WRITE) w->host_writer = false;
+    if (access->mode & GEMINI_WRITE) w->host_writers--;
   }
 }
 
@@ -191,7 +210,7 @@ static gemini_status_t bring_window(gmi_manager_t *m, const gemini_access_t *acc
     return gmi_window_fetch(m, w, fresh, GEMINI_REASON_DEMAND, GMI_TAKE_EVICT);
   }
   if (fresh) return gmi_host_slot_take(m, w); /* dead bytes: dropped in commit */
-  return gmi_window_to_host(m, w, false, false, GEMINI_REASON_DEMAND);
+  return gmi_window_to_host(m, w, false, GEMINI_REASON_DEMAND);
 }
 
 /* One wait for each stream that something is awaited from, for its latest mark. */
@@ -222,8 +241,10 @@ static gemini_status_t wait_windows(gmi_manager_t *m, const gemini_access_t *acc
       }
       if (gmi_fence_reached(m, w->arrive)) atomic_fetch_or(&w->word, GMI_WINDOW_SETTLED);
       else await(m, &waits, w->arrive);
-      if (!last_use_allows(m, w, stream)) await(m, &waits, atomic_load(&w->last_use));
-      if (accesses[k].mode & GEMINI_WRITE) await(m, &waits, w->host_fence); /* a copy of it may still be read */
+      bool write = accesses[k].mode & GEMINI_WRITE;
+      for (int u = 0; u < GMI_USES; u++) await(m, &waits, atomic_load(&w->writes.fence[u]));
+      for (int u = 0; write && u < GMI_USES; u++) await(m, &waits, atomic_load(&w->reads.fence[u]));
+      if (write) await(m, &waits, w->host_fence); /* a copy of it may still be read */
     }
   }
   for (uint32_t s = 0; waits.set; s++, waits.set >>= 1) {
@@ -233,30 +254,44 @@ static gemini_status_t wait_windows(gmi_manager_t *m, const gemini_access_t *acc
   return GEMINI_OK;
 }
 
-static gemini_status_t commit(gmi_manager_t *m, gemini_access_t *access, const prepared_t *p) {
+/* What a write on the host still needs, and what can still fail: the device copy goes. */
+static gemini_status_t leave_device(gmi_manager_t *m, const gemini_access_t *access, const gmi_range_t *r) {
+  if (access->tier == GEMINI_TIER_DEVICE || !(access->mode & GEMINI_WRITE)) return GEMINI_OK;
+  gemini_status_t status = GEMINI_OK;
+  for (uint64_t i = r->first; !status && i <= r->last; i++) {
+    gmi_window_t *w = &r->store->windows[i];
+    /* Dead bytes stay until the whole batch has succeeded; then they leave without a copy. */
+    if (!(access->mode == GEMINI_WRITE && covers(m, r, (uint32_t)i)))
+      status = gmi_window_to_host(m, w, true, GEMINI_REASON_DEMAND);
+  }
+  return status;
+}
+
+/* From here on nothing fails. */
+static void commit(gmi_manager_t *m, gemini_access_t *access, const prepared_t *p) {
   const gmi_range_t *r = &p->range;
   bool write = access->mode & GEMINI_WRITE, device = access->tier == GEMINI_TIER_DEVICE;
   for (uint64_t i = r->first; write && i <= r->last; i++) {
     gmi_window_t *w = &r->store->windows[i];
     if (device) {
       gmi_window_wrote(m, w);
-      continue;
+    } else {
+      gmi_window_drop_device(m, w);
+      gmi_window_host_wrote(m, w);
     }
-    bool fresh = access->mode == GEMINI_WRITE && covers(m, r, (uint32_t)i);
-    gemini_status_t status = gmi_window_to_host(m, w, fresh, true, GEMINI_REASON_DEMAND);
-    if (status) return status;
-    gmi_window_host_wrote(m, w);
   }
   if (r->tensor) {
     tensor_acquired(r->tensor);
-    if (p->content == CONTENT_FLIPS) atomic_fetch_xor(&gmi_tensor_base(m, r->tensor)->word, GMI_TENSOR_GRADIENT);
+    gmi_tensor_t *base = gmi_tensor_base(m, r->tensor);
+    if (p->content == CONTENT_FLIPS && r->arena->store != r->arena->index)
+      atomic_fetch_or(&base->word, GMI_TENSOR_GRADIENT);
+    else if (p->content == CONTENT_FLIPS) atomic_fetch_and(&base->word, ~GMI_TENSOR_GRADIENT);
     if (device) trace_tensor(m, r->tensor, r->arena, r->offset, r->size, access->mode);
   } else if (device && atomic_load(&m->op_serial)) {
     gmi_tracer_touch(m, r->store->index, r->offset, r->size, access->mode);
   }
   if (!device) m->acquired++;
   access->ptr = (device ? r->store->base : r->store->host) + r->offset;
-  return GEMINI_OK;
 }
 
 static gemini_status_t acquire_slow(gmi_manager_t *m, gemini_access_t *accesses, uint64_t count, uint32_t stream) {
@@ -297,7 +332,8 @@ static gemini_status_t acquire_slow(gmi_manager_t *m, gemini_access_t *accesses,
     for (uint64_t i = p[k].range.first; !status && i <= p[k].range.last; i++)
       status = bring_window(m, &accesses[k], &p[k].range, (uint32_t)i);
   if (!status) status = wait_windows(m, accesses, p, count, stream);
-  for (uint64_t k = 0; !status && k < count; k++) status = commit(m, &accesses[k], &p[k]);
+  for (uint64_t k = 0; !status && k < count; k++) status = leave_device(m, &accesses[k], &p[k].range);
+  for (uint64_t k = 0; !status && k < count; k++) commit(m, &accesses[k], &p[k]);
   if (status) {
     for (uint64_t k = 0; k < count && k <= held; k++) {
       gmi_range_t *r = &p[k].range;
@@ -319,8 +355,6 @@ static gemini_status_t acquire_slow(gmi_manager_t *m, gemini_access_t *accesses,
   return status;
 }
 
-static gemini_status_t release(gmi_manager_t *m, const gemini_access_t *accesses, uint64_t count, uint32_t stream);
-
 static gemini_status_t acquire(gmi_manager_t *m, gemini_access_t *accesses, uint64_t count, gemini_stream_t stream) {
   uint32_t s;
   if (!accesses && count)
@@ -329,16 +363,17 @@ static gemini_status_t acquire(gmi_manager_t *m, gemini_access_t *accesses, uint
     return gmi_fail(GEMINI_ERR_INVALID, 0, "count is %llu, at most %d", (unsigned long long)count, BATCH_LIMIT);
   gemini_status_t status = gmi_stream_resolve(m, stream, &s);
   if (status) return status;
-  uint64_t fast = 0;
-  while (fast < count && acquire_fast(m, &accesses[fast], s)) fast++;
-  if (fast == count) return GEMINI_OK;
-  gmi_lock(m);
-  status = acquire_slow(m, accesses + fast, count - fast, s);
-  gmi_unlock(m);
-  if (status && fast) {
-    gemini_error_info_t error = GEMINI_ERROR_INFO_INIT;
-    gemini_last_error(&error);
-    if (release(m, accesses, fast, s) == GEMINI_OK || true) gmi_fail(status, error.native_code, "%s", error.message);
+  fast_t fast[SMALL_BATCH];
+  uint64_t n = 0;
+  while (n < count && n < SMALL_BATCH && fast_pin(m, &accesses[n], s, &fast[n])) n++;
+  if (n < count) {
+    gmi_lock(m);
+    status = acquire_slow(m, accesses + n, count - n, s);
+    gmi_unlock(m);
+  }
+  for (uint64_t i = 0; i < n; i++) {
+    if (status) fast_unpin(&fast[i], accesses[i].mode, fast[i].last + 1);
+    else fast_commit(m, &accesses[i], &fast[i]);
   }
   return status;
 }
@@ -359,7 +394,7 @@ static gemini_status_t release_check(gmi_manager_t *m, const gemini_access_t *ac
     gmi_window_t *w = &r->store->windows[i];
     uint32_t word = atomic_load_explicit(&w->word, memory_order_relaxed);
     if (device) held = (word & GMI_WINDOW_PINS) && (!write || (word & GMI_WINDOW_WRITERS));
-    else held = w->host_users && w->host_writer == write;
+    else held = write ? w->host_writers > 0 : w->host_users > w->host_writers;
   }
   if (!held && r->size)
     return gmi_fail(GEMINI_ERR_STATE, 0, "%llu bytes at offset %llu of %s are not acquired so",
@@ -370,48 +405,81 @@ static gemini_status_t release_check(gmi_manager_t *m, const gemini_access_t *ac
   return GEMINI_OK;
 }
 
-static gemini_status_t used_by(gmi_manager_t *m, gmi_window_t *w, uint32_t stream) {
-  if (stream == GMI_CALLER) return GEMINI_OK;
-  gmi_fence_t last = atomic_load_explicit(&w->last_use, memory_order_relaxed), now;
-  gemini_status_t status = GEMINI_OK;
-  do {
-    now = gmi_fence_later(m, stream);
-    if (last && gmi_fence_stream(last) != stream && !gmi_fence_reached(m, last)) {
-      gmi_lock(m); /* two streams use it: this one waits for the other, so that its fence stands for both */
-      status = gmi_fence_wait(m, stream, last);
+/* In a slot that is the stream's own or no longer counts, else after waiting for one of the others. */
+gemini_status_t gmi_window_use(gmi_manager_t *m, gmi_window_t *w, uint32_t mode, uint32_t stream) {
+  atomic_store_explicit(&w->touched, atomic_load_explicit(&m->clock, memory_order_relaxed), memory_order_relaxed);
+  gmi_uses_t *uses = mode & GEMINI_WRITE ? &w->writes : &w->reads;
+  while (stream != GMI_CALLER) {
+    gmi_fence_t seen[GMI_USES];
+    int slot = GMI_USES;
+    for (int i = GMI_USES; i-- > 0;) {
+      seen[i] = atomic_load_explicit(&uses->fence[i], memory_order_relaxed);
+      if (!seen[i] || gmi_fence_stream(seen[i]) == stream || gmi_fence_reached(m, seen[i])) slot = i;
+    }
+    if (slot == GMI_USES) {
+      slot = 0;
+      gmi_lock(m);
+      gemini_status_t status = gmi_fence_wait(m, stream, seen[slot]);
       gmi_unlock(m);
       if (status) return status;
-      now = gmi_fence_later(m, stream);
     }
-  } while (!atomic_compare_exchange_weak(&w->last_use, &last, now));
+    gmi_fence_t now = gmi_fence_later(m, stream);
+    if (atomic_compare_exchange_strong(&uses->fence[slot], &seen[slot], now)) break;
+  }
   return GEMINI_OK;
 }
 
-static gemini_status_t release(gmi_manager_t *m, const gemini_access_t *accesses, uint64_t count, uint32_t stream) {
-  gmi_range_t r;
-  for (uint64_t k = 0; count > 1 && k < count; k++) {
-    gemini_status_t status = release_check(m, &accesses[k], &r);
-    if (status) return status;
-  }
+/* At most SMALL_BATCH: all or none. Locked: some are on the host, and the lock is held; it is given up. */
+static gemini_status_t release_some(gmi_manager_t *m, const gemini_access_t *accesses, uint64_t count, uint32_t stream,
+                                    bool locked) {
+  gmi_range_t ranges[SMALL_BATCH];
   uint32_t phase = atomic_load_explicit(&m->phase, memory_order_relaxed);
+  gemini_status_t status = GEMINI_OK;
+  uint64_t claimed = 0; /* tensors first: the same one twice in a batch is found here */
+  for (; claimed < count; claimed++) {
+    status = release_check(m, &accesses[claimed], &ranges[claimed]);
+    gmi_tensor_t *t = ranges[claimed].tensor;
+    if (!status && t && !tensor_released(t, phase))
+      status = gmi_fail(GEMINI_ERR_STATE, 0, "%s is not acquired so often", range_name(m, &ranges[claimed]));
+    if (status) break;
+  }
+  for (uint64_t k = 0; status && k < claimed; k++)
+    if (ranges[k].tensor) tensor_acquired(ranges[k].tensor);
+  for (uint64_t k = 0; locked && !status && k < count; k++) {
+    if (accesses[k].tier == GEMINI_TIER_DEVICE) continue;
+    m->acquired--;
+    for (uint64_t i = ranges[k].first; i <= ranges[k].last; i++)
+      unhold_window(&accesses[k], &ranges[k].store->windows[i]);
+  }
+  if (locked) gmi_unlock(m);
+  if (status) return status;
   for (uint64_t k = 0; k < count; k++) {
-    gemini_status_t status = release_check(m, &accesses[k], &r);
-    if (status) return status;
-    bool device = accesses[k].tier == GEMINI_TIER_DEVICE;
-    if (!device) {
-      gmi_lock(m);
-      m->acquired--;
-    }
-    for (uint64_t i = r.first; i <= r.last; i++) {
-      gmi_window_t *w = &r.store->windows[i];
-      if (device) status = used_by(m, w, stream);
+    if (accesses[k].tier != GEMINI_TIER_DEVICE) continue;
+    for (uint64_t i = ranges[k].first; i <= ranges[k].last; i++) {
+      gmi_window_t *w = &ranges[k].store->windows[i];
+      gemini_status_t used = gmi_window_use(m, w, accesses[k].mode, stream);
+      if (used) status = used; /* the range is released all the same */
       unhold_window(&accesses[k], w);
     }
-    if (!device) gmi_unlock(m);
-    if (r.tensor) tensor_released(r.tensor, phase);
-    if (status) return status;
   }
-  return GEMINI_OK;
+  return status;
+}
+
+static gemini_status_t release(gmi_manager_t *m, const gemini_access_t *accesses, uint64_t count, uint32_t stream) {
+  bool host = false;
+  for (uint64_t k = 0; k < count; k++) host |= accesses[k].tier != GEMINI_TIER_DEVICE;
+  gemini_status_t status = GEMINI_OK;
+  if (count > SMALL_BATCH) { /* then it goes in parts, which are checked together first */
+    gmi_range_t r;
+    if (host) gmi_lock(m);
+    for (uint64_t k = 0; !status && k < count; k++) status = release_check(m, &accesses[k], &r);
+    if (host) gmi_unlock(m);
+  }
+  for (uint64_t k = 0; !status && k < count; k += SMALL_BATCH) {
+    if (host) gmi_lock(m);
+    status = release_some(m, accesses + k, count - k < SMALL_BATCH ? count - k : SMALL_BATCH, stream, host);
+  }
+  return status;
 }
 
 gemini_status_t gemini_release(gemini_manager_t mgr, const gemini_access_t *accesses, uint64_t count,
@@ -431,21 +499,40 @@ gemini_status_t gemini_release(gemini_manager_t mgr, const gemini_access_t *acce
 /* ---- hint, move, pin */
 typedef gemini_status_t (*window_fn)(gmi_manager_t *m, gmi_window_t *w, uint32_t tier);
 
-static gemini_status_t each_window(gmi_manager_t *m, const gemini_access_t *accesses, uint64_t count, window_fn fn) {
+/* hold: windows that came to the device stay there until all have come. */
+static gemini_status_t each_window(gmi_manager_t *m, const gemini_access_t *accesses, uint64_t count, window_fn fn,
+                                   bool hold) {
   if (!accesses && count)
     return gmi_fail(GEMINI_ERR_INVALID, 0, "accesses is NULL but count is %llu", (unsigned long long)count);
   if (count > BATCH_LIMIT)
     return gmi_fail(GEMINI_ERR_INVALID, 0, "count is %llu, at most %d", (unsigned long long)count, BATCH_LIMIT);
   gemini_status_t status = gmi_cut(m);
-  for (int pass = 0; pass < 2; pass++) { /* all are checked before the first moves */
-    for (uint64_t k = 0; !status && k < count; k++) {
-      gmi_range_t r;
-      uint32_t tier = accesses[k].tier;
-      if (tier >= GEMINI_TIER_COUNT)
-        status = gmi_fail(GEMINI_ERR_INVALID, 0, "tier is %u, the last one is %d", tier, GEMINI_TIER_FILE);
-      if (!status) status = gmi_range_resolve(m, &accesses[k], &r);
-      for (uint64_t i = r.first; !status && pass && i <= r.last; i++) status = fn(m, &r.store->windows[i], tier);
+  gmi_range_t r;
+  for (uint64_t k = 0; !status && k < count; k++) { /* all are checked before the first moves */
+    if (accesses[k].tier >= GEMINI_TIER_COUNT)
+      status = gmi_fail(GEMINI_ERR_INVALID, 0, "tier is %u, the last one is %d", accesses[k].tier, GEMINI_TIER_FILE);
+    if (!status) status = gmi_range_resolve(m, &accesses[k], &r);
+  }
+  if (status) return status;
+  uint64_t held = 0;
+  for (uint64_t k = 0; !status && k < count; k++) {
+    gmi_range_resolve(m, &accesses[k], &r);
+    for (uint64_t i = r.first; !status && i <= r.last; i++) {
+      gmi_window_t *w = &r.store->windows[i];
+      status = fn(m, w, accesses[k].tier);
+      if (status || !hold || accesses[k].tier != GEMINI_TIER_DEVICE) continue;
+      if ((atomic_load(&w->word) & GMI_WINDOW_PINS) == GMI_WINDOW_PINS)
+        status = gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of %s is acquired %u times, the limit", range_name(m, &r),
+                          GMI_WINDOW_PINS);
+      if (status) break;
+      atomic_fetch_add(&w->word, 1);
+      held++;
     }
+  }
+  for (uint64_t k = 0; held && k < count; k++) {
+    if (accesses[k].tier != GEMINI_TIER_DEVICE) continue;
+    gmi_range_resolve(m, &accesses[k], &r);
+    for (uint64_t i = r.first; held && i <= r.last; i++, held--) atomic_fetch_sub(&r.store->windows[i].word, 1);
   }
   return status;
 }
@@ -453,19 +540,24 @@ static gemini_status_t each_window(gmi_manager_t *m, const gemini_access_t *acce
 static gemini_status_t hint_window(gmi_manager_t *m, gmi_window_t *w, uint32_t tier) {
   uint64_t room = m->config.host_bytes > m->host_used ? m->config.host_bytes - m->host_used : 0;
   gemini_status_t status = GEMINI_OK;
-  if (tier == GEMINI_TIER_DEVICE && !w->host_writer) {
+  bool acquired = (atomic_load(&w->word) & GMI_WINDOW_PINS) || w->host_users;
+  if (tier == GEMINI_TIER_DEVICE && !w->host_writers) {
     if (!(w->valid & (GMI_VALID_HOST | GMI_VALID_ZERO)) && !w->host_slot && room < atomic_load(&m->window_bytes))
       return GEMINI_OK;
     status = gmi_window_fetch(m, w, false, GEMINI_REASON_CALLER, 0);
     if (status == GEMINI_ERR_OOM_DEVICE) status = GEMINI_OK;
   } else if (tier == GEMINI_TIER_HOST && (w->host_slot || room >= atomic_load(&m->window_bytes)) &&
              !(atomic_load(&w->word) & GMI_WINDOW_WRITERS) && !(w->valid & GMI_VALID_ZERO)) {
-    status = gmi_window_to_host(m, w, false, false, GEMINI_REASON_CALLER);
+    status = gmi_window_to_host(m, w, false, GEMINI_REASON_CALLER);
+  } else if (tier == GEMINI_TIER_FILE && m->files && !acquired && !w->user_pins &&
+             (w->host_slot || room >= atomic_load(&m->window_bytes) || w->valid != GMI_VALID_DEVICE)) {
+    status = gmi_window_to_file(m, w, GEMINI_REASON_CALLER);
+    if (status == GEMINI_ERR_OOM_FILE) status = GEMINI_OK;
   }
   return status;
 }
 gemini_status_t gemini_hint(gemini_manager_t mgr, const gemini_access_t *accesses, uint64_t count) {
-  API_LOCKED(each_window(m, accesses, count, hint_window));
+  API_LOCKED(each_window(m, accesses, count, hint_window, false));
 }
 
 static gemini_status_t move_window(gmi_manager_t *m, gmi_window_t *w, uint32_t tier) {
@@ -475,11 +567,11 @@ static gemini_status_t move_window(gmi_manager_t *m, gmi_window_t *w, uint32_t t
   if (tier == GEMINI_TIER_FILE) return gmi_window_to_file(m, w, GEMINI_REASON_CALLER);
   gemini_status_t status = gmi_window_evict(m, w, GEMINI_REASON_CALLER);
   if (!status && !(w->valid & (GMI_VALID_HOST | GMI_VALID_ZERO)))
-    status = gmi_window_to_host(m, w, false, false, GEMINI_REASON_CALLER);
+    status = gmi_window_to_host(m, w, false, GEMINI_REASON_CALLER);
   return status;
 }
 gemini_status_t gemini_move(gemini_manager_t mgr, const gemini_access_t *accesses, uint64_t count) {
-  API_LOCKED(each_window(m, accesses, count, move_window));
+  API_LOCKED(each_window(m, accesses, count, move_window, true));
 }
 
 static gemini_status_t pin(gmi_manager_t *m, const gemini_access_t *access) {
@@ -507,7 +599,8 @@ gemini_status_t gemini_pin(gemini_manager_t mgr, const gemini_access_t *access) 
 static gemini_status_t unpin(gmi_manager_t *m, const gemini_access_t *access) {
   gmi_range_t r;
   if (!access) return gmi_fail(GEMINI_ERR_INVALID, 0, "access is NULL");
-  gemini_status_t status = gmi_range_resolve(m, access, &r);
+  gemini_status_t status = gmi_cut(m);
+  if (!status) status = gmi_range_resolve(m, access, &r);
   if (status) return status;
   for (uint64_t i = r.first; i <= r.last; i++)
     if (!r.store->windows[i].user_pins)

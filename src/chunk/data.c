@@ -20,7 +20,7 @@ static void window_part(gmi_manager_t *m, const gmi_range_t *r, uint64_t i, uint
 static gemini_status_t free_to_change(gmi_manager_t *m, const gmi_range_t *r) {
   for (uint64_t i = r->first; i <= r->last; i++) {
     gmi_window_t *w = &r->store->windows[i];
-    if ((atomic_load(&w->word) & GMI_WINDOW_PINS) || w->host_users)
+    if (w->host_users || !gmi_window_unsettle(w, GMI_WINDOW_PINS))
       return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is acquired", r->store->name);
   }
   (void)m;
@@ -42,8 +42,7 @@ static gemini_status_t zero_bytes(gmi_manager_t *m, const gmi_range_t *r) {
       /* nothing to do */
     } else if (atomic_load(&w->word) & GMI_WINDOW_RESIDENT) {
       gmi_fence_t fence = 0;
-      status = gmi_fence_wait(m, m->copy_in, w->arrive);
-      if (!status) status = gmi_fence_wait(m, m->copy_in, atomic_load(&w->last_use));
+      status = gmi_window_wait(m, m->copy_in, w, GEMINI_READ_WRITE);
       if (!status) status = gmi_fence_wait(m, m->copy_in, w->host_fence);
       if (!status) status = m->dev->zero(m->dev_self, m->copy_in, r->store->base + begin, end - begin);
       if (!status) status = gmi_fence_now(m, m->copy_in, &fence);
@@ -52,7 +51,7 @@ static gemini_status_t zero_bytes(gmi_manager_t *m, const gmi_range_t *r) {
       atomic_fetch_and(&w->word, ~GMI_WINDOW_SETTLED);
       gmi_window_wrote(m, w);
     } else {
-      status = gmi_window_to_host(m, w, false, false, GEMINI_REASON_CALLER);
+      status = gmi_window_to_host(m, w, false, GEMINI_REASON_CALLER);
       if (!status) status = gmi_window_settle_host(m, w);
       if (status) return status;
       memset(r->store->host + begin, 0, end - begin);
@@ -193,24 +192,24 @@ static gemini_status_t file_range(gmi_manager_t *m, const gemini_access_t *acces
     uint64_t at = fd_offset + (begin - r.offset);
     if (!write_file && w->user_pins)
       return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is pinned to the device", r.store->name);
-    if ((atomic_load(&w->word) & GMI_WINDOW_WRITERS) || w->host_writer)
+    if ((atomic_load(&w->word) & GMI_WINDOW_WRITERS) || w->host_writers)
       return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is acquired for writing", r.store->name);
     bool zero = w->valid & GMI_VALID_ZERO;
     if (write_file && zero) {
       status = zeros_to_file(fd, end - begin, at);
       continue;
     }
-    status = gmi_window_to_host(m, w, false, !write_file, GEMINI_REASON_UPDATE);
+    status = gmi_window_to_host(m, w, !write_file, GEMINI_REASON_UPDATE);
     if (!status) status = gmi_window_settle_host(m, w);
     if (status) return status;
     w->host_users++;
-    if (!write_file) w->host_writer = true;
+    if (!write_file) w->host_writers++;
     gmi_unlock(m);
     status = transfer(fd, r.store->host + begin, end - begin, at, write_file);
     gmi_lock(m);
     w->host_users--;
     if (!write_file) {
-      w->host_writer = false;
+      w->host_writers--;
       gmi_window_host_wrote(m, w);
     }
   }
@@ -278,14 +277,13 @@ static gemini_status_t sum_parts(gmi_manager_t *m, const gmi_range_t *r, const p
       sums[n] = 0;
       if (w->valid & GMI_VALID_ZERO) continue;
       if (w->valid & GMI_VALID_DEVICE) {
-        status = gmi_fence_wait(m, m->update_stream, w->arrive);
-        if (!status) status = gmi_fence_wait(m, m->update_stream, atomic_load(&w->last_use));
+        status = gmi_window_wait(m, m->update_stream, w, GEMINI_READ);
         if (!status)
           status = m->dev->sum_squares(m->dev_self, m->update_stream, r->store->base + at, dtype, (stop - at) / width,
                                        &sums[n]);
         continue;
       }
-      if (!(w->valid & GMI_VALID_HOST)) status = gmi_window_to_host(m, w, false, false, GEMINI_REASON_UPDATE);
+      if (!(w->valid & GMI_VALID_HOST)) status = gmi_window_to_host(m, w, false, GEMINI_REASON_UPDATE);
       if (!status) status = gmi_window_settle_host(m, w);
       if (!status) sums[n] = gmi_sum_squares(r->store->host + at, dtype, (stop - at) / width);
     }

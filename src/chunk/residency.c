@@ -21,7 +21,7 @@ bool gmi_window_check(gmi_manager_t *m, const gmi_window_t *w) {
   if (((word & GMI_WINDOW_DIRTY) != 0) != (w->valid == GMI_VALID_DEVICE)) return false;
   if ((w->valid & GMI_VALID_HOST) && !w->host_slot) return false;
   if ((w->valid & GMI_VALID_FILE) && w->file_block == GMI_NONE) return false;
-  return !w->host_writer || (w->host_users && !resident);
+  return w->host_writers <= w->host_users && !(w->host_writers && resident);
 }
 
 void gmi_rate_add(gmi_rate_t *rate, double ns) {
@@ -172,14 +172,16 @@ void gmi_frame_give(gmi_manager_t *m, uint32_t frame, gmi_fence_t ready) {
   m->frame_used--;
 }
 
-/* The resident window whose next use is furthest, as far as known; among the unknown, the one used longest ago. */
-static gmi_window_t *choose_victim(gmi_manager_t *m) {
+/* The resident window whose next use is furthest, as far as known; among the unknown, the one used longest ago.
+ * clean: only one that leaves without a copy. */
+static gmi_window_t *choose_victim(gmi_manager_t *m, bool clean) {
   gmi_window_t *best = NULL;
   uint64_t best_next = 0, best_last = 0;
   for (uint32_t i = 0; i < m->frame_capacity; i++) {
     gmi_window_t *w = m->frames[i].window;
     if (!w || w->user_pins || (atomic_load_explicit(&w->word, memory_order_relaxed) & GMI_WINDOW_PINS)) continue;
-    uint64_t next = gmi_tracer_next_use(m, w), last = gmi_fence_mark(atomic_load(&w->last_use));
+    if (clean && w->valid == GMI_VALID_DEVICE) continue;
+    uint64_t next = gmi_tracer_next_use(m, w), last = atomic_load_explicit(&w->touched, memory_order_relaxed);
     if (best && (next < best_next || (next == best_next && last >= best_last))) continue;
     best = w;
     best_next = next;
@@ -224,9 +226,13 @@ gemini_status_t gmi_frame_take(gmi_manager_t *m, uint32_t reason, uint32_t flags
     m->frame_used--; /* counted again below */
   } else {
     if (!(flags & GMI_TAKE_EVICT)) return GEMINI_ERR_OOM_DEVICE; /* the caller goes without: no message */
-    gmi_window_t *victim = choose_victim(m);
+    gmi_window_t *victim = choose_victim(m, false);
     if (!victim) return gmi_oom_device(m, window_bytes(m));
     gemini_status_t status = gmi_window_evict(m, victim, reason);
+    if (status == GEMINI_ERR_OOM_HOST || status == GEMINI_ERR_OOM_FILE) { /* no place for its bytes below */
+      victim = choose_victim(m, true);
+      if (victim) status = gmi_window_evict(m, victim, reason);
+    }
     if (status) return status;
     frame = free_pop(m);
   }
@@ -306,7 +312,7 @@ enum { RECLAIM_STALE, RECLAIM_CLEAN, RECLAIM_WRITE, RECLAIM_LEVELS };
 static bool reclaimable(const gmi_window_t *w, int level) {
   if (!w->host_slot || w->host_users || gmi_window_updates_pending(w)) return false;
   if (!(w->valid & GMI_VALID_HOST)) return level == RECLAIM_STALE;
-  if (w->valid & (GMI_VALID_DEVICE | GMI_VALID_FILE)) return level == RECLAIM_CLEAN;
+  if (w->valid & (GMI_VALID_DEVICE | GMI_VALID_FILE | GMI_VALID_ZERO)) return level == RECLAIM_CLEAN;
   return level == RECLAIM_WRITE;
 }
 
@@ -433,7 +439,7 @@ static gemini_status_t copy_window(gmi_manager_t *m, gmi_window_t *w, uint32_t l
 
 gemini_status_t gmi_window_fetch(gmi_manager_t *m, gmi_window_t *w, bool fresh, uint32_t reason, uint32_t flags) {
   if (atomic_load(&w->word) & GMI_WINDOW_RESIDENT) return GEMINI_OK;
-  if (w->host_writer)
+  if (w->host_writers)
     return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is acquired on the host for writing",
                     gmi_window_arena(m, w)->name);
   gemini_status_t status = GEMINI_OK;
@@ -469,7 +475,10 @@ gemini_status_t gmi_window_fetch(gmi_manager_t *m, gmi_window_t *w, bool fresh, 
   w->arrive = arrive;
   m->frames[frame].window = w;
   m->resident++;
-  atomic_store(&w->last_use, 0);
+  gmi_uses_clear(&w->reads);
+  gmi_uses_clear(&w->writes);
+  atomic_store_explicit(&w->touched, atomic_fetch_add_explicit(&m->clock, 1, memory_order_relaxed) + 1,
+                        memory_order_relaxed);
   /* A fresh window's frame holds nothing until gmi_window_wrote() says that the writer has it: should its batch fail,
    * the copies elsewhere still count. */
   if (!fresh) w->valid |= GMI_VALID_DEVICE;
@@ -480,9 +489,54 @@ gemini_status_t gmi_window_fetch(gmi_manager_t *m, gmi_window_t *w, bool fresh, 
   return GEMINI_OK;
 }
 
-/* Behind everything that reads or writes the device copy. */
-static gmi_fence_t device_fence(gmi_manager_t *m, gmi_window_t *w) {
-  return gmi_fence_join(m, w->arrive, atomic_load(&w->last_use));
+bool gmi_window_unsettle(gmi_window_t *w, uint32_t unless) {
+  uint32_t word = atomic_load(&w->word);
+  do {
+    if (word & unless) return false;
+  } while (!atomic_compare_exchange_weak(&w->word, &word, word & ~GMI_WINDOW_SETTLED));
+  return true;
+}
+void gmi_uses_clear(gmi_uses_t *uses) {
+  for (int i = 0; i < GMI_USES; i++) atomic_store(&uses->fence[i], 0);
+}
+static gmi_fence_t join_uses(gmi_manager_t *m, gmi_fence_t fence, gmi_uses_t *uses) {
+  for (int i = 0; i < GMI_USES; i++) fence = gmi_fence_join(m, fence, atomic_load(&uses->fence[i]));
+  return fence;
+}
+gmi_fence_t gmi_window_written(gmi_manager_t *m, gmi_window_t *w) { return join_uses(m, w->arrive, &w->writes); }
+gmi_fence_t gmi_window_used(gmi_manager_t *m, gmi_window_t *w) {
+  return join_uses(m, gmi_window_written(m, w), &w->reads);
+}
+gemini_status_t gmi_window_wait(gmi_manager_t *m, uint32_t stream, gmi_window_t *w, uint32_t mode) {
+  gemini_status_t status = gmi_fence_wait(m, stream, w->arrive);
+  for (int i = 0; !status && i < GMI_USES; i++) status = gmi_fence_wait(m, stream, atomic_load(&w->writes.fence[i]));
+  for (int i = 0; !status && mode & GEMINI_WRITE && i < GMI_USES; i++)
+    status = gmi_fence_wait(m, stream, atomic_load(&w->reads.fence[i]));
+  return status;
+}
+
+/* The frame goes on behind fence, and so does the address. */
+static void leave_frame(gmi_manager_t *m, gmi_window_t *w, gmi_fence_t fence) {
+  uint32_t frame = w->frame;
+  w->frame = GMI_NONE;
+  w->arrive = 0;
+  gmi_uses_clear(&w->reads);
+  gmi_uses_clear(&w->writes);
+  m->resident--;
+  gmi_frame_give(m, frame, fence);
+  gmi_unmap_later(m, gmi_window_device(m, w), fence, w, 0);
+  gmi_timeline_counters(m);
+}
+
+static void drop_copy(gmi_manager_t *m, gmi_window_t *w) {
+  w->valid &= (uint8_t)~GMI_VALID_DEVICE;
+  /* A copy out of the frame may be queued (a host copy made while it stayed). */
+  leave_frame(m, w, gmi_fence_join(m, gmi_window_used(m, w), w->host_fence));
+}
+void gmi_window_drop_device(gmi_manager_t *m, gmi_window_t *w) {
+  if (!(atomic_load(&w->word) & GMI_WINDOW_RESIDENT)) return;
+  atomic_store(&w->word, 0);
+  drop_copy(m, w);
 }
 
 gemini_status_t gmi_window_evict(gmi_manager_t *m, gmi_window_t *w, uint32_t reason) {
@@ -500,89 +554,61 @@ gemini_status_t gmi_window_evict(gmi_manager_t *m, gmi_window_t *w, uint32_t rea
     if (word & GMI_WINDOW_PINS)
       return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s was acquired meanwhile", gmi_window_arena(m, w)->name);
   }
-  gmi_fence_t fence = device_fence(m, w);
-  if (w->valid == GMI_VALID_DEVICE) {
-    gemini_status_t status = gmi_fence_wait(m, m->copy_out, fence);
-    if (!status) status = copy_window(m, w, GEMINI_LINK_D2H, reason, &fence);
-    if (status) {
-      atomic_fetch_or(&w->word, word);
-      return status;
-    }
-    w->valid = GMI_VALID_HOST;
-  } else {
-    /* A copy out of the frame may be queued (a host copy made while it stayed). */
-    fence = gmi_fence_join(m, fence, w->host_fence);
-    w->valid &= (uint8_t)~GMI_VALID_DEVICE;
+  if (w->valid != GMI_VALID_DEVICE) {
+    drop_copy(m, w);
+    return GEMINI_OK;
   }
-  uint32_t frame = w->frame;
-  w->frame = GMI_NONE;
-  w->arrive = 0;
-  atomic_store(&w->last_use, 0);
-  m->resident--;
-  gmi_frame_give(m, frame, fence);
-  gmi_unmap_later(m, gmi_window_device(m, w), fence, w, 0);
-  gmi_timeline_counters(m);
+  gmi_fence_t fence = 0; /* the copy is behind all uses, and so is what comes after it */
+  gemini_status_t status = gmi_window_wait(m, m->copy_out, w, GEMINI_READ_WRITE);
+  if (!status) status = copy_window(m, w, GEMINI_LINK_D2H, reason, &fence);
+  if (status) {
+    atomic_fetch_or(&w->word, word);
+    return status;
+  }
+  w->valid = GMI_VALID_HOST;
+  leave_frame(m, w, fence);
   return GEMINI_OK;
 }
 
-gemini_status_t gmi_window_to_host(gmi_manager_t *m, gmi_window_t *w, bool fresh, bool drop, uint32_t reason) {
-  gemini_status_t status = GEMINI_OK;
+gemini_status_t gmi_window_to_host(gmi_manager_t *m, gmi_window_t *w, bool drop, uint32_t reason) {
   if (!(w->valid & GMI_VALID_HOST)) {
-    status = gmi_host_slot_take(m, w);
+    gemini_status_t status = gmi_host_slot_take(m, w);
     if (status) return status;
-    if (fresh) {
-      /* nothing to bring */
-    } else if (w->valid & GMI_VALID_DEVICE && !(w->valid & GMI_VALID_ZERO)) {
-      gmi_fence_t fence;
-      status = gmi_fence_wait(m, m->copy_out, device_fence(m, w));
-      if (!status) status = copy_window(m, w, GEMINI_LINK_D2H, reason, &fence);
-    } else if (w->valid & GMI_VALID_ZERO) {
+    if (w->valid & GMI_VALID_ZERO) {
       status = gmi_window_settle_host(m, w);
       if (!status) memset(gmi_window_host(m, w), 0, window_bytes(m));
+    } else if (w->valid & GMI_VALID_DEVICE) {
+      gmi_fence_t fence;
+      if (!gmi_window_unsettle(w, GMI_WINDOW_WRITERS)) /* nobody may write it on its way, nor when it counts as clean */
+        return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is acquired for writing",
+                        gmi_window_arena(m, w)->name);
+      status = gmi_window_wait(m, m->copy_out, w, GEMINI_READ);
+      if (!status) status = copy_window(m, w, GEMINI_LINK_D2H, reason, &fence);
     } else {
       status = read_file(m, w, reason);
     }
     if (status) return status;
-    if (fresh) drop = true;
-    else {
-      w->valid |= GMI_VALID_HOST;
-      atomic_fetch_and(&w->word, ~GMI_WINDOW_DIRTY);
-    }
-  }
-  if (drop && (atomic_load(&w->word) & GMI_WINDOW_RESIDENT)) {
-    if (fresh && !(w->valid & GMI_VALID_HOST)) { /* its bytes are dead: leave without a copy */
-      w->valid |= GMI_VALID_HOST;
-      atomic_fetch_and(&w->word, ~GMI_WINDOW_DIRTY);
-    }
-    status = gmi_window_evict(m, w, reason);
-  }
-  if (!status && fresh) {
     w->valid |= GMI_VALID_HOST;
-    gmi_window_host_wrote(m, w);
+    atomic_fetch_and(&w->word, ~GMI_WINDOW_DIRTY);
   }
-  return status;
+  return drop ? gmi_window_evict(m, w, reason) : GEMINI_OK;
 }
 
 gemini_status_t gmi_window_to_file(gmi_manager_t *m, gmi_window_t *w, uint32_t reason) {
-  gemini_status_t status = gmi_window_evict(m, w, reason);
-  if (status || (w->valid & GMI_VALID_ZERO)) return status;
   if (w->host_users)
     return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is acquired on the host", gmi_window_arena(m, w)->name);
-  status = gmi_window_settle_host(m, w);
-  if (!status && !(w->valid & GMI_VALID_FILE)) status = write_file(m, w, reason);
+  gemini_status_t status = gmi_window_evict(m, w, reason);
+  if (!status) status = gmi_window_settle_host(m, w);
+  if (!status && !(w->valid & (GMI_VALID_FILE | GMI_VALID_ZERO))) status = write_file(m, w, reason);
   if (status) return status;
-  w->valid = GMI_VALID_FILE;
+  w->valid &= GMI_VALID_FILE | GMI_VALID_ZERO;
   slot_drop(m, w);
   return GEMINI_OK;
 }
 
 void gmi_window_forget(gmi_manager_t *m, gmi_window_t *w) {
   gmi_window_settle_host(m, w);
-  if (atomic_load(&w->word) & GMI_WINDOW_RESIDENT) {
-    w->valid = GMI_VALID_ZERO | GMI_VALID_DEVICE; /* so that leaving the device copies nothing */
-    atomic_fetch_and(&w->word, ~GMI_WINDOW_DIRTY);
-    gmi_window_evict(m, w, GEMINI_REASON_CALLER);
-  }
+  gmi_window_drop_device(m, w);
   slot_drop(m, w);
   gmi_file_drop(m, w);
   w->valid = GMI_VALID_ZERO;

@@ -24,6 +24,7 @@ typedef struct {
   uint64_t gap_count, gap_capacity;
   bool gaps_lost;
   uint32_t gap_arena; /* which of arenas has the gaps; GMI_NONE */
+  gmi_tensor_t *cut;  /* a tensor with a gradient that lies in the range in part */
 } walk_t;
 
 typedef struct {
@@ -92,7 +93,7 @@ static gemini_status_t host_piece(walk_t *k, piece_t *p) {
   uint32_t held = 0;
   for (; !status && held < p->count; held += !status) {
     gmi_window_t *w = p->windows[held];
-    status = gmi_window_to_host(m, w, false, p->modes[held] & GEMINI_WRITE, GEMINI_REASON_UPDATE);
+    status = gmi_window_to_host(m, w, p->modes[held] & GEMINI_WRITE, GEMINI_REASON_UPDATE);
     if (!status) w->host_users++; /* its slot stays while the next ones look for theirs */
   }
   for (uint32_t i = 0; i < held; i++) p->windows[i]->host_users--;
@@ -143,8 +144,7 @@ static gemini_status_t device_piece(walk_t *k, piece_t *p) {
   if (!status) status = gmi_fence_wait(m, stream, k->after);
   for (uint32_t i = 0; !status && i < p->count; i++) {
     gmi_window_t *w = p->windows[i];
-    status = gmi_fence_wait(m, stream, w->arrive);
-    if (!status) status = gmi_fence_wait(m, stream, atomic_load(&w->last_use));
+    status = gmi_window_wait(m, stream, w, p->modes[i]);
     if (!status && (p->modes[i] & GEMINI_WRITE)) status = gmi_fence_wait(m, stream, w->host_fence);
   }
   uint64_t gaps, first_gap = piece_gaps(k, p, &gaps);
@@ -162,14 +162,14 @@ static gemini_status_t device_piece(walk_t *k, piece_t *p) {
       if (p->modes[i] & GEMINI_WRITE) gmi_window_wrote(m, p->windows[i]);
     gmi_unlock(m); /* never call out with the lock; the windows are held */
     k->u.fn(k->u.user, &span);
+    for (uint32_t i = 0; i < p->count; i++) {
+      gemini_status_t used = gmi_window_use(m, p->windows[i], p->modes[i], stream);
+      if (!status) status = used;
+    }
     gmi_lock(m);
-    status = gmi_fence_now(m, stream, &end);
+    if (!status) status = gmi_fence_now(m, stream, &end);
   }
-  for (uint32_t i = 0; i < held; i++) {
-    gmi_window_t *w = p->windows[i];
-    if (end) atomic_store(&w->last_use, end); /* the stream waited for the earlier use */
-    atomic_fetch_sub(&w->word, 1);
-  }
+  for (uint32_t i = 0; i < held; i++) atomic_fetch_sub(&p->windows[i]->word, 1);
   if (end) {
     gmi_timeline_span(m, "update", "update on the device", begin, end);
     if (m->timed_count < sizeof m->timed / sizeof *m->timed) {
@@ -204,6 +204,15 @@ static void add_gap(gmi_manager_t *m, gmi_tensor_t *t, void *user) {
   } else {
     k->gaps[k->gap_count++] = gap;
   }
+}
+
+/* Half a gradient used up would leave a tensor that is neither. */
+static void find_cut(gmi_manager_t *m, gmi_tensor_t *t, void *user) {
+  walk_t *k = user;
+  (void)m;
+  uint32_t bytes = k->arenas[k->gap_arena]->element_bytes;
+  uint64_t begin = k->u.first_element * bytes, end = begin + k->u.element_count * bytes;
+  if ((atomic_load(&t->word) & GMI_TENSOR_GRADIENT) && (t->offset < begin || t->offset + t->size > end)) k->cut = t;
 }
 
 static void after_update(gmi_manager_t *m, gmi_tensor_t *t, void *user) {
@@ -256,11 +265,20 @@ static gemini_status_t walk_check(walk_t *k, const gemini_update_t *theirs, uint
   return GEMINI_OK;
 }
 
+static bool in_walk(const walk_t *k, const gmi_window_t *w) {
+  for (uint32_t i = 0; i < k->u.arena_count; i++) {
+    const gmi_arena_t *a = k->arenas[i];
+    uint64_t begin = k->u.first_element * a->element_bytes, end = begin + k->u.element_count * a->element_bytes;
+    if (a->store == w->arena && w->index >= begin >> k->m->window_shift && w->index <= (end - 1) >> k->m->window_shift)
+      return true;
+  }
+  return false;
+}
+
 /* Nothing in the range may be in use, and without a file tier the host must have room for what will be there. */
 static gemini_status_t walk_room(walk_t *k, uint32_t index, uint64_t unit) {
   gmi_manager_t *m = k->m;
-  uint64_t need = 0, have = m->config.host_bytes > m->host_used ? m->config.host_bytes - m->host_used : 0;
-  uint64_t window = atomic_load(&m->window_bytes), number = 0;
+  uint64_t need = 0, taken = 0, window = atomic_load(&m->window_bytes), number = 0;
   piece_t p;
   for (uint64_t at = k->u.first_element, end = at + k->u.element_count; at < end; at = p.end, number++) {
     p.begin = at;
@@ -269,24 +287,23 @@ static gemini_status_t walk_room(walk_t *k, uint32_t index, uint64_t unit) {
     bool on_device = index != GMI_NONE && gmi_tracer_piece_on_device(m, index, (uint32_t)number);
     for (uint32_t i = 0; i < p.count; i++) {
       gmi_window_t *w = p.windows[i];
-      if ((atomic_load(&w->word) & GMI_WINDOW_PINS) || w->host_users)
+      if (w->host_users || !gmi_window_unsettle(w, GMI_WINDOW_PINS))
         return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is acquired", gmi_window_arena(m, w)->name);
-      need += !on_device && !w->user_pins && !w->host_slot ? window : 0;
+      need += w->host_slot || !(on_device || w->user_pins) ? window : 0;
     }
   }
-  if (m->files || need <= have) return GEMINI_OK;
-  for (uint32_t i = 0; i < GMI_ARENAS; i++) { /* what could be given up for them */
+  for (uint32_t i = 0; !m->files && i < GMI_ARENAS; i++) { /* what of the others must stay there */
     gmi_arena_t *a = gmi_arena_at(m, i);
     for (uint32_t w = 0; a && a->windows && w < atomic_load(&a->window_count); w++) {
       gmi_window_t *x = &a->windows[w];
-      bool clean = !(x->valid & GMI_VALID_HOST) || (x->valid & GMI_VALID_DEVICE);
-      if (x->host_slot && clean && !x->host_users) have += window;
+      bool clean = !(x->valid & GMI_VALID_HOST) || (x->valid & (GMI_VALID_DEVICE | GMI_VALID_ZERO));
+      if (x->host_slot && (!clean || x->host_users) && !in_walk(k, x)) taken += window;
     }
   }
-  if (need <= have) return GEMINI_OK;
+  if (m->files || taken + need <= m->config.host_bytes) return GEMINI_OK;
   return gmi_fail(GEMINI_ERR_OOM_HOST, 0,
-                  "the update needs %llu more bytes of host memory, %llu of the budget %llu can be had",
-                  (unsigned long long)need, (unsigned long long)have, (unsigned long long)m->config.host_bytes);
+                  "the update needs %llu bytes of host memory, of the budget %llu other chunks must keep %llu",
+                  (unsigned long long)need, (unsigned long long)m->config.host_bytes, (unsigned long long)taken);
 }
 
 static gemini_status_t walk(walk_t *k, uint32_t stream) {
@@ -308,6 +325,20 @@ static gemini_status_t walk(walk_t *k, uint32_t stream) {
     gmi_arena_each(m, store, k->u.first_element * store->element_bytes, k->u.element_count * store->element_bytes,
                    add_gap, k);
     if (k->gaps_lost) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for an update's record");
+    bool written = false; /* a zero gradient takes the parameter's bytes, so that the parameter must come anew */
+    for (uint32_t i = 0; i < k->u.arena_count; i++) written |= k->arenas[i] == store && k->modes[i] & GEMINI_WRITE;
+    if (written) {
+      gmi_arena_each(m, store, k->u.first_element * store->element_bytes, k->u.element_count * store->element_bytes,
+                     find_cut, k);
+      if (k->cut)
+        return gmi_fail(GEMINI_ERR_INVALID, 0, "elements %llu + %llu cut tensor %s, which holds a gradient",
+                        (unsigned long long)k->u.first_element, (unsigned long long)k->u.element_count, k->cut->name);
+    }
+    if (k->gap_count && !written)
+      return gmi_fail(GEMINI_ERR_STATE, 0,
+                      "elements %llu to %llu of arena %s hold no gradient, and the update does not write arena %s",
+                      (unsigned long long)k->gaps[0].begin, (unsigned long long)k->gaps[0].end,
+                      k->arenas[k->gap_arena]->name, store->name);
   }
   status = walk_room(k, GMI_NONE, unit);
   if (status && status != GEMINI_ERR_OOM_HOST) return status;

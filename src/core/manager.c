@@ -496,7 +496,7 @@ static gemini_status_t budget_set(gmi_manager_t *m, uint32_t tier, uint64_t byte
     if (!status) m->config.host_bytes = bytes;
   } else if (bytes && !m->files) {
     status = gmi_fail(GEMINI_ERR_STATE, 0, "the manager was opened without a file tier");
-  } else if (bytes < m->file_used) {
+  } else if (gmi_files_shrink(m, bytes), bytes < m->file_used) {
     status = gmi_fail(GEMINI_ERR_OOM_FILE, 0, "%llu bytes are in files, more than the new budget, %llu",
                       (unsigned long long)m->file_used, (unsigned long long)bytes);
   } else {

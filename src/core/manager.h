@@ -35,6 +35,13 @@ static inline uint64_t gmi_fence_mark(gmi_fence_t f) { return f & ((UINT64_C(1) 
 /* Index of GEMINI_STREAM_CALLER where a stream index is wanted. */
 #define GMI_CALLER GMI_NONE
 
+/* Uses of a window by streams: fences behind the latest of two streams; a third one waits for one of them first, so
+ * that its fence stands for both. Atomic. */
+enum { GMI_USES = 2 };
+typedef struct gmi_uses {
+  _Atomic gmi_fence_t fence[GMI_USES];
+} gmi_uses_t;
+
 /* ---- windows */
 #define GMI_WINDOW_RESIDENT (1u << 31) /* has a frame that holds, or will hold once arrive is reached, its bytes */
 #define GMI_WINDOW_SETTLED (1u << 30)  /* arrive has been reached */
@@ -45,26 +52,27 @@ static inline uint64_t gmi_fence_mark(gmi_fence_t f) { return f & ((UINT64_C(1) 
 enum { GMI_VALID_DEVICE = 1, GMI_VALID_HOST = 2, GMI_VALID_FILE = 4, GMI_VALID_ZERO = 8 };
 
 /* Invariants: valid != 0; RESIDENT <=> frame != GMI_NONE; DIRTY <=> valid == GMI_VALID_DEVICE;
- * VALID_HOST => host_slot; VALID_FILE => file_block != GMI_NONE; host_writer => host_users > 0 and not RESIDENT. */
+ * VALID_HOST => host_slot; VALID_FILE => file_block != GMI_NONE; host_writers => not RESIDENT; host_writers <= host_users. */
 typedef struct gmi_window {
   _Atomic uint32_t word;         /* Atomic: GMI_WINDOW_* flags (changed under lock) and counts */
   uint32_t frame;                /* or GMI_NONE */
-  _Atomic uint64_t last_use;     /* Atomic: fence behind the last use of the device copy */
   gmi_fence_t arrive;            /* what fills the device copy */
+  gmi_uses_t reads, writes;      /* Atomic: of the device copy, since it was filled */
+  _Atomic uint64_t touched;      /* Atomic: the manager's clock at its last release */
   gmi_fence_t host_fence;        /* queued copies that read or write the host slot */
   _Atomic uint64_t updates_done; /* Atomic: host updates finished; >= updates_queued when none is pending */
   uint64_t updates_queued;
-  uint64_t next_use;   /* position of the next use as far as known: iteration * 2^32 + op; 0 = unknown */
-  uint32_t file_block; /* or GMI_NONE */
-  uint32_t arena;      /* index of the arena that stores it */
-  uint32_t index;      /* in that arena */
-  uint16_t user_pins;  /* gemini_pin() */
-  uint16_t host_users; /* acquires on the host */
-  uint8_t valid;       /* GMI_VALID_* */
-  bool host_slot;      /* its place in the host mirror is counted and may hold bytes */
-  bool host_writer;    /* acquired on the host for writing */
-  bool unmap_pending;  /* still mapped to a frame it has lost */
-  uint32_t reserved;
+  uint64_t next_use;     /* position of the next use as far as known: iteration * 2^32 + op; 0 = unknown */
+  uint32_t file_block;   /* or GMI_NONE */
+  uint32_t arena;        /* index of the arena that stores it */
+  uint32_t index;        /* in that arena */
+  uint16_t user_pins;    /* gemini_pin() */
+  uint16_t host_users;   /* acquires on the host */
+  uint16_t host_writers; /* of these, those for writing */
+  uint8_t valid;         /* GMI_VALID_* */
+  bool host_slot;        /* its place in the host mirror is counted and may hold bytes */
+  bool unmap_pending;    /* still mapped to a frame it has lost */
+  uint8_t reserved[7];
 } gmi_window_t;
 
 /* ---- tensors */
@@ -185,6 +193,7 @@ typedef struct gmi_manager {
   uint32_t *free_ring, free_head, free_size; /* frames that exist and are unused, oldest first */
   uint32_t *unmade, unmade_size;             /* places in frames[] without a device frame */
   uint32_t resident;                         /* windows with frames */
+  _Atomic uint64_t clock;                    /* Atomic: fetches so far; tells which window was used longest ago */
   uint32_t clock_hand;                       /* for victims */
 
   gmi_heap_t *heap;
@@ -310,14 +319,28 @@ void gmi_frame_give(gmi_manager_t *m, uint32_t frame, gmi_fence_t ready);
 gemini_status_t gmi_window_fetch(gmi_manager_t *m, gmi_window_t *w, bool fresh, uint32_t reason, uint32_t flags);
 /* Takes the frame away, writing back first when the device copy is the only one. BUSY when pinned or acquired. */
 gemini_status_t gmi_window_evict(gmi_manager_t *m, gmi_window_t *w, uint32_t reason);
-/* Makes the host copy valid (once host_fence and updates are done); keeps the device copy unless drop. */
-gemini_status_t gmi_window_to_host(gmi_manager_t *m, gmi_window_t *w, bool fresh, bool drop, uint32_t reason);
+/* Makes the host copy valid (once host_fence and updates are done); keeps the device copy unless drop. BUSY when the
+ * device copy is acquired for writing, or where it must go, at all. */
+gemini_status_t gmi_window_to_host(gmi_manager_t *m, gmi_window_t *w, bool drop, uint32_t reason);
+/* The device copy goes without a copy of its bytes; nobody may hold it. */
+void gmi_window_drop_device(gmi_manager_t *m, gmi_window_t *w);
 gemini_status_t gmi_window_to_file(gmi_manager_t *m, gmi_window_t *w, uint32_t reason);
 gemini_status_t gmi_host_slot_take(gmi_manager_t *m, gmi_window_t *w);
 void gmi_window_forget(gmi_manager_t *m, gmi_window_t *w); /* its bytes become zero; not pinned, nothing pending */
 void gmi_window_wrote(gmi_manager_t *m, gmi_window_t *w);  /* the device copy becomes the only valid one */
 void gmi_window_host_wrote(gmi_manager_t *m, gmi_window_t *w);
 gemini_status_t gmi_window_settle_host(gmi_manager_t *m, gmi_window_t *w); /* blocks until the host slot is quiet */
+/* Behind what wrote the device copy last; behind everything that used it. May make streams wait for each other. */
+gmi_fence_t gmi_window_written(gmi_manager_t *m, gmi_window_t *w);
+gmi_fence_t gmi_window_used(gmi_manager_t *m, gmi_window_t *w);
+/* Makes stream wait for what gmi_window_used() is behind, or for reading, gmi_window_written(). */
+gemini_status_t gmi_window_wait(gmi_manager_t *m, uint32_t stream, gmi_window_t *w, uint32_t mode);
+void gmi_uses_clear(gmi_uses_t *uses);
+/* Sends whoever wants the window from now on to the slow path, which needs the lock. false, and nothing changed: the
+ * word has one of the bits of unless. */
+bool gmi_window_unsettle(gmi_window_t *w, uint32_t unless);
+/* access.c; without lock: notes a use of the device copy by what stream has queued so far. */
+gemini_status_t gmi_window_use(gmi_manager_t *m, gmi_window_t *w, uint32_t mode, uint32_t stream);
 uint8_t *gmi_window_host(gmi_manager_t *m, const gmi_window_t *w);
 uint8_t *gmi_window_device(gmi_manager_t *m, const gmi_window_t *w);
 bool gmi_window_updates_pending(const gmi_window_t *w);
@@ -379,6 +402,7 @@ void gmi_files_close(gmi_manager_t *m);
 gemini_status_t gmi_file_write(gmi_manager_t *m, gmi_window_t *w);
 gemini_status_t gmi_file_read(gmi_manager_t *m, gmi_window_t *w);
 void gmi_file_drop(gmi_manager_t *m, gmi_window_t *w);
-void gmi_files_reset(gmi_manager_t *m); /* after a new cut: no block is in use */
+void gmi_files_shrink(gmi_manager_t *m, uint64_t bytes); /* to so many, as far as no bytes are lost */
+void gmi_files_reset(gmi_manager_t *m);                  /* after a new cut: no block is in use */
 
 #endif

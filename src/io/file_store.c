@@ -52,10 +52,25 @@ void gmi_files_reset(gmi_manager_t *m) {
   if (f) f->high = f->free_count = 0;
 }
 
+/* Blocks whose bytes are in another tier as well give way. */
+void gmi_files_shrink(gmi_manager_t *m, uint64_t bytes) {
+  for (uint32_t i = 0; i < GMI_ARENAS && m->file_used > bytes; i++) {
+    gmi_arena_t *a = gmi_arena_at(m, i);
+    for (uint32_t k = 0; a && a->windows && k < atomic_load(&a->window_count) && m->file_used > bytes; k++) {
+      gmi_window_t *w = &a->windows[k];
+      if (w->file_block == GMI_NONE || !(w->valid & ~GMI_VALID_FILE)) continue;
+      gmi_file_drop(m, w);
+      if (w->valid == GMI_VALID_DEVICE) atomic_fetch_or(&w->word, GMI_WINDOW_DIRTY);
+    }
+  }
+}
+
 static gemini_status_t block_take(gmi_manager_t *m, uint32_t *block_out) {
   gmi_file_store_t *f = m->files;
   uint64_t window = UINT64_C(1) << m->window_shift;
   if (!f) return gmi_fail(GEMINI_ERR_OOM_FILE, 0, "a chunk must go to a file, but file_bytes is 0");
+  if (m->config.file_bytes < m->file_used + window && m->config.file_bytes >= window)
+    gmi_files_shrink(m, m->config.file_bytes - window);
   if (m->config.file_bytes < m->file_used + window)
     return gmi_fail(
         GEMINI_ERR_OOM_FILE, 0, "a chunk of %llu bytes does not fit in files: %llu of the budget %llu are in use",
