@@ -61,11 +61,23 @@ static inline void unpin_fast(gmi_window_t *w, uint32_t mode) {
   atomic_fetch_sub_explicit(&w->word, mode & GEMINI_WRITE ? 1 + GMI_WINDOW_WRITER : 1, memory_order_acq_rel);
 }
 
-static inline void tensor_acquired(gmi_tensor_t *t) {
+/* false: it is about to be unregistered, or acquired too many times. before_out: its word until then. */
+static inline bool tensor_acquired(gmi_tensor_t *t, uint32_t *before_out) {
   uint32_t word = atomic_load_explicit(&t->word, memory_order_relaxed);
-  while (!atomic_compare_exchange_weak_explicit(&t->word, &word, gmi_tensor_word(word, GEMINI_STATE_COMPUTE) + 1,
-                                                memory_order_acq_rel, memory_order_relaxed)) {
-  }
+  do {
+    if ((word & GMI_TENSOR_DEAD) || (word & GMI_TENSOR_USERS) == GMI_TENSOR_USERS) return false;
+  } while (!atomic_compare_exchange_weak_explicit(&t->word, &word, gmi_tensor_word(word, GEMINI_STATE_COMPUTE) + 1,
+                                                  memory_order_acq_rel, memory_order_relaxed));
+  *before_out = word;
+  return true;
+}
+/* As if it had not been acquired. */
+static inline void tensor_unacquired(gmi_tensor_t *t, uint32_t before) {
+  uint32_t word = atomic_load_explicit(&t->word, memory_order_relaxed), next;
+  do {
+    next = word - 1;
+    if (!(next & GMI_TENSOR_USERS)) next = gmi_tensor_word(next, gmi_tensor_state(before));
+  } while (!atomic_compare_exchange_weak_explicit(&t->word, &word, next, memory_order_acq_rel, memory_order_relaxed));
 }
 
 /* false: nobody has it. */
@@ -96,46 +108,59 @@ static inline void trace_tensor(gmi_manager_t *m, gmi_tensor_t *t, gmi_arena_t *
   gmi_tracer_touch(m, a->store, offset, size, mode);
 }
 
-/* What the fast path found of one access. */
+/* What the fast path has of one access. */
 typedef struct {
   gmi_tensor_t *tensor;
   gmi_arena_t *arena, *store;
   uint64_t offset, size, first, last;
+  uint32_t before, reserved; /* the tensor's word */
 } fast_t;
 
-static void fast_unpin(const fast_t *f, uint32_t mode, uint64_t end) {
+static void fast_undo(const fast_t *f, uint32_t mode, uint64_t end) {
   for (uint64_t i = f->first; i < end; i++) unpin_fast(&f->store->windows[i], mode);
+  tensor_unacquired(f->tensor, f->before);
 }
 
-/* Pins the windows and nothing else. false: not done, for whatever reason. */
-static bool fast_pin(gmi_manager_t *m, const gemini_access_t *access, uint32_t stream, fast_t *f) {
-  uint32_t index = (uint32_t)access->object;
-  if (access->tier != GEMINI_TIER_DEVICE || access->mode - 1 > 2 || access->object >> 60 != GMI_HANDLE_TENSOR ||
-      ((access->object ^ m->handle) & UINT64_C(0x0ffffc0000000000)) || index >= GMI_TENSORS ||
-      !atomic_load_explicit(&m->window_bytes, memory_order_acquire))
-    return false;
-  gmi_tensor_t *t = f->tensor = &m->tensors[index];
-  if (!t->alive || (t->generation & 1023u) != ((uint32_t)(access->object >> 32) & 1023)) return false;
+/* With the tensor acquired, so that neither it nor its arena can go. */
+static bool fast_windows(gmi_manager_t *m, const gemini_access_t *access, uint32_t stream, fast_t *f) {
+  gmi_tensor_t *t = f->tensor;
   gmi_arena_t *a = f->arena = gmi_arena_at(m, t->arena);
+  f->first = 0;
   f->size = access->size_bytes;
   if (!f->size && !access->offset_bytes) f->size = t->size;
-  if (!f->size || access->offset_bytes > t->size || f->size > t->size - access->offset_bytes) return false;
-  if (content_check(m, a, t, access->mode, false) != CONTENT_FINE) return false;
+  if (!f->size || access->offset_bytes > t->size || f->size > t->size - access->offset_bytes ||
+      content_check(m, a, t, access->mode, false) != CONTENT_FINE) {
+    fast_undo(f, access->mode, 0);
+    return false;
+  }
   f->store = a->store == a->index ? a : gmi_arena_at(m, a->store);
   f->offset = t->offset + access->offset_bytes;
   f->first = f->offset >> m->window_shift;
   f->last = (f->offset + f->size - 1) >> m->window_shift;
-  if (f->last >= atomic_load_explicit(&f->store->window_count, memory_order_acquire)) return false;
-  for (uint64_t i = f->first; i <= f->last; i++) {
-    if (pin_fast(m, &f->store->windows[i], access->mode, stream)) continue;
-    fast_unpin(f, access->mode, i);
+  uint64_t i = f->first;
+  if (f->last < atomic_load_explicit(&f->store->window_count, memory_order_acquire))
+    while (i <= f->last && pin_fast(m, &f->store->windows[i], access->mode, stream)) i++;
+  if (i > f->last) return true;
+  fast_undo(f, access->mode, i);
+  return false;
+}
+
+/* Holds tensor and windows. false: not done, for whatever reason. */
+static bool fast_hold(gmi_manager_t *m, const gemini_access_t *access, uint32_t stream, fast_t *f) {
+  uint32_t index = (uint32_t)access->object, generation = (uint32_t)(access->object >> 32) & 1023;
+  if (access->tier != GEMINI_TIER_DEVICE || access->mode - 1 > 2 || access->object >> 60 != GMI_HANDLE_TENSOR ||
+      ((access->object ^ m->handle) & UINT64_C(0x0ffffc0000000000)) || index >= GMI_TENSORS || !generation ||
+      !atomic_load_explicit(&m->window_bytes, memory_order_acquire))
     return false;
-  }
-  return true;
+  gmi_tensor_t *t = f->tensor = &m->tensors[index];
+  if (atomic_load_explicit(&t->life, memory_order_acquire) != generation || !tensor_acquired(t, &f->before))
+    return false;
+  if (atomic_load_explicit(&t->life, memory_order_acquire) == generation) return fast_windows(m, access, stream, f);
+  tensor_unacquired(t, f->before); /* it went, and its record serves another one by now */
+  return false;
 }
 
 static void fast_commit(gmi_manager_t *m, gemini_access_t *access, const fast_t *f) {
-  tensor_acquired(f->tensor);
   trace_tensor(m, f->tensor, f->arena, f->offset, f->size, access->mode);
   count_hits(m, f->last - f->first + 1);
   access->ptr = f->arena->base + f->offset;
@@ -281,7 +306,8 @@ static void commit(gmi_manager_t *m, gemini_access_t *access, const prepared_t *
     }
   }
   if (r->tensor) {
-    tensor_acquired(r->tensor);
+    uint32_t before;
+    tensor_acquired(r->tensor, &before); /* checked before; who unregisters needs the lock */
     gmi_tensor_t *base = gmi_tensor_base(m, r->tensor);
     if (p->content == CONTENT_FLIPS && r->arena->store != r->arena->index)
       atomic_fetch_or(&base->word, GMI_TENSOR_GRADIENT);
@@ -365,14 +391,14 @@ static gemini_status_t acquire(gmi_manager_t *m, gemini_access_t *accesses, uint
   if (status) return status;
   fast_t fast[SMALL_BATCH];
   uint64_t n = 0;
-  while (n < count && n < SMALL_BATCH && fast_pin(m, &accesses[n], s, &fast[n])) n++;
+  while (n < count && n < SMALL_BATCH && fast_hold(m, &accesses[n], s, &fast[n])) n++;
   if (n < count) {
     gmi_lock(m);
     status = acquire_slow(m, accesses + n, count - n, s);
     gmi_unlock(m);
   }
   for (uint64_t i = 0; i < n; i++) {
-    if (status) fast_unpin(&fast[i], accesses[i].mode, fast[i].last + 1);
+    if (status) fast_undo(&fast[i], accesses[i].mode, fast[i].last + 1);
     else fast_commit(m, &accesses[i], &fast[i]);
   }
   return status;
@@ -443,8 +469,9 @@ static gemini_status_t release_some(gmi_manager_t *m, const gemini_access_t *acc
       status = gmi_fail(GEMINI_ERR_STATE, 0, "%s is not acquired so often", range_name(m, &ranges[claimed]));
     if (status) break;
   }
+  uint32_t before;
   for (uint64_t k = 0; status && k < claimed; k++)
-    if (ranges[k].tensor) tensor_acquired(ranges[k].tensor);
+    if (ranges[k].tensor) tensor_acquired(ranges[k].tensor, &before);
   for (uint64_t k = 0; locked && !status && k < count; k++) {
     if (accesses[k].tier == GEMINI_TIER_DEVICE) continue;
     m->acquired--;

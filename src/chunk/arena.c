@@ -27,7 +27,8 @@ gmi_arena_t *gmi_arena_get(gmi_manager_t *m, gemini_arena_t handle) {
 gmi_tensor_t *gmi_tensor_get(gmi_manager_t *m, gemini_tensor_t handle) {
   uint32_t index, generation;
   if (!gmi_handle_open(m, handle, GMI_HANDLE_TENSOR, &index, &generation)) return NULL;
-  if (index < GMI_TENSORS && m->tensors[index].alive && (m->tensors[index].generation & 1023) == generation)
+  if (index < GMI_TENSORS && generation &&
+      atomic_load_explicit(&m->tensors[index].life, memory_order_acquire) == generation)
     return &m->tensors[index];
   gmi_fail(GEMINI_ERR_HANDLE, 0, "%#llx is an unregistered tensor", (unsigned long long)handle);
   return NULL;
@@ -80,7 +81,7 @@ static gemini_status_t search_window(gmi_manager_t *m, uint64_t *window_out) {
   uint64_t count = 0;
   for (uint32_t i = 0; i < m->tensor_high; i++) {
     gmi_tensor_t *t = &m->tensors[i];
-    if (!t->alive || t->base != i) continue;
+    if (!gmi_tensor_alive(t) || t->base != i) continue;
     uses[count] = (gmi_window_use_t){ ((uint64_t)t->arena << 46) + t->offset, t->size, (uint32_t)count, 0 };
     count++;
   }
@@ -361,9 +362,8 @@ static void tensor_drop(gmi_manager_t *m, uint32_t index) {
   gmi_tensor_t *t = &m->tensors[index];
   if (t->base == index) name_remove(m, index);
   free(t->name);
-  uint16_t generation = t->generation;
-  memset(t, 0, sizeof *t);
-  t->generation = generation;
+  atomic_store_explicit(&t->life, 0, memory_order_release);
+  t->name = NULL;
   t->hash_next = m->tensor_free;
   m->tensor_free = index;
   m->tensor_alive--;
@@ -379,21 +379,42 @@ static void counterpart_unlink(gmi_manager_t *m, uint32_t index) {
   }
 }
 
+/* From here on nobody can acquire it; false: somebody has it. */
+static bool tensor_kill(gmi_tensor_t *t) {
+  uint32_t word = atomic_load(&t->word);
+  do {
+    if (word & GMI_TENSOR_USERS) return false;
+  } while (!atomic_compare_exchange_weak(&t->word, &word, word | GMI_TENSOR_DEAD));
+  return true;
+}
+static void tensor_revive(gmi_tensor_t *t) { atomic_fetch_and(&t->word, ~GMI_TENSOR_DEAD); }
+
+static gemini_status_t tensors_kill(gmi_manager_t *m, gmi_arena_t *a) {
+  for (uint32_t i = 0; i < a->tensor_count; i++) {
+    gmi_tensor_t *t = &m->tensors[a->order[i]];
+    if (tensor_kill(t)) continue;
+    while (i-- > 0) tensor_revive(&m->tensors[a->order[i]]);
+    return gmi_fail(GEMINI_ERR_BUSY, 0, "tensor %s is acquired", gmi_tensor_base(m, t)->name);
+  }
+  return GEMINI_OK;
+}
+
 static gemini_status_t arena_destroy(gmi_manager_t *m, gemini_arena_t handle) {
   gmi_arena_t *a = gmi_arena_get(m, handle);
   if (!a) return GEMINI_ERR_HANDLE;
   if (a->followers) return gmi_fail(GEMINI_ERR_BUSY, 0, "%u arenas follow or reuse arena %s", a->followers, a->name);
-  for (uint32_t i = 0; i < a->tensor_count; i++) {
-    gmi_tensor_t *t = &m->tensors[a->order[i]];
-    if (atomic_load(&t->word) & GMI_TENSOR_USERS)
-      return gmi_fail(GEMINI_ERR_BUSY, 0, "tensor %s is acquired", gmi_tensor_base(m, t)->name);
-  }
   uint32_t count = a->store == a->index ? atomic_load(&a->window_count) : 0;
   for (uint32_t i = 0; i < count; i++) {
     gmi_window_t *w = &a->windows[i];
     if ((atomic_load(&w->word) & GMI_WINDOW_PINS) || w->host_users || w->user_pins)
       return gmi_fail(GEMINI_ERR_BUSY, 0, "a range of arena %s is acquired or pinned", a->name);
   }
+  gemini_status_t status = tensors_kill(m, a);
+  if (!status && a->store != a->index) { /* the parameters whose bytes it has taken cannot come back: they are zero */
+    status = gmi_gradients_drop(m, a);
+    for (uint32_t i = 0; status && i < a->tensor_count; i++) tensor_revive(&m->tensors[a->order[i]]);
+  }
+  if (status) return status;
   for (uint32_t i = 0; i < count; i++) gmi_window_forget(m, &a->windows[i]);
   for (uint32_t i = 0; i < m->unmap_count; i++)
     if (m->unmaps[i].window && m->unmaps[i].window->arena == a->index) gmi_fence_sync(m, m->unmaps[i].fence);
@@ -545,7 +566,7 @@ static void names_grow(gmi_manager_t *m) { /* a failure only leaves chains longe
   m->name_buckets = buckets;
   m->name_bucket_count = count;
   for (uint32_t i = 0; i < m->tensor_high; i++)
-    if (m->tensors[i].alive && m->tensors[i].base == i) name_insert(m, i);
+    if (gmi_tensor_alive(&m->tensors[i]) && m->tensors[i].base == i) name_insert(m, i);
 }
 
 /* A record in arena a; its name and chains are the caller's to set. */
@@ -563,14 +584,15 @@ static gemini_status_t tensor_new(gmi_manager_t *m, gmi_arena_t *a, uint64_t off
   else if (m->tensor_high < GMI_TENSORS) index = m->tensor_high++;
   else return gmi_fail(GEMINI_ERR_INVALID, 0, "%u tensors exist, the limit is %u", GMI_TENSORS, GMI_TENSORS);
   gmi_tensor_t *t = &m->tensors[index];
-  t->generation = (uint16_t)((t->generation % 1023) + 1);
+  t->generation = t->generation % 1023 + 1;
   t->arena = a->index;
   t->offset = offset;
   t->size = size;
   t->base = index;
   t->next = GMI_NONE;
   atomic_store(&t->word, (uint32_t)GEMINI_STATE_FREE << GMI_TENSOR_STATE_SHIFT);
-  t->alive = true;
+  atomic_store(&t->seen, 0);
+  atomic_store_explicit(&t->life, t->generation, memory_order_release);
   a->order_sorted =
       a->tensor_count == 0 || (a->order_sorted && m->tensors[a->order[a->tensor_count - 1]].offset <= offset);
   a->order[a->tensor_count++] = index;
@@ -638,11 +660,11 @@ static gemini_status_t tensor_unregister(gmi_manager_t *m, gemini_tensor_t handl
   if (!t) return GEMINI_ERR_HANDLE;
   uint32_t index = (uint32_t)(t - m->tensors);
   bool base = t->base == index;
-  for (uint32_t i = index; i != GMI_NONE; i = m->tensors[i].next) {
-    if (atomic_load(&m->tensors[i].word) & GMI_TENSOR_USERS)
-      return gmi_fail(GEMINI_ERR_BUSY, 0, "tensor %s%s is acquired", gmi_tensor_base(m, t)->name,
-                      i == index ? "" : ", in another arena,");
-    if (!base) break;
+  for (uint32_t i = index; i != GMI_NONE; i = base ? m->tensors[i].next : GMI_NONE) {
+    if (tensor_kill(&m->tensors[i])) continue;
+    for (uint32_t k = index; k != i; k = m->tensors[k].next) tensor_revive(&m->tensors[k]);
+    return gmi_fail(GEMINI_ERR_BUSY, 0, "tensor %s%s is acquired", gmi_tensor_base(m, t)->name,
+                    i == index ? "" : ", in another arena,");
   }
   if (!base) counterpart_unlink(m, index);
   uint32_t next;

@@ -115,6 +115,20 @@ static gemini_status_t zero_range(gmi_manager_t *m, const gemini_access_t *acces
 }
 gemini_status_t gemini_zero(gemini_manager_t mgr, const gemini_access_t *access) { API_LOCKED(zero_range(m, access)); }
 
+gemini_status_t gmi_gradients_drop(gmi_manager_t *m, gmi_arena_t *a) {
+  gmi_range_t r = { .arena = a, .store = gmi_arena_at(m, a->store), .size = atomic_load(&a->size) };
+  if (!r.size || !atomic_load(&m->window_bytes)) return GEMINI_OK;
+  r.last = (uint32_t)((r.size - 1) >> m->window_shift);
+  gemini_status_t status = free_to_change(m, &r);
+  content_walk_t zeroing = { .range = &r }, flags = { .range = &r, .set = false };
+  if (!status) {
+    gmi_arena_each(m, r.store, 0, r.size, zero_gradient, &zeroing);
+    status = zeroing.status;
+  }
+  if (!status) gmi_arena_each(m, r.store, 0, r.size, set_content, &flags);
+  return status;
+}
+
 static gemini_status_t state_set(gmi_manager_t *m, gemini_tensor_t tensor, uint32_t state) {
   static const char *const names[] = {
     "FREE", "HOLD", "HOLD_AFTER_FWD", "HOLD_AFTER_BWD", "COMPUTE", "READY_FOR_REDUCE"

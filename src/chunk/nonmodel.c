@@ -55,7 +55,7 @@ bool gmi_heap_reclaim(gmi_manager_t *m, uint32_t *frame_out) {
     uint32_t frame = m->pages[page].frame_1 - 1;
     m->pages[page].frame_1 = 0;
     m->heap_frames--;
-    m->frames[frame].ready = fence_of(gmi_heap_page_tag(m->heap, page));
+    m->frames[frame].ready = gmi_fence_join(m, m->frames[frame].ready, fence_of(gmi_heap_page_tag(m->heap, page)));
     gmi_unmap_later(m, m->heap_base + (page << m->window_shift), m->frames[frame].ready, NULL, page);
     *frame_out = frame;
     return true;
@@ -67,7 +67,10 @@ static gemini_status_t back_block(gmi_manager_t *m, const gmi_heap_block_t *bloc
   uint64_t last = (block->offset + block->size_bytes - 1) >> m->window_shift;
   gemini_status_t status = gmi_fence_wait(m, stream, fence_of(block->tag));
   for (uint64_t page = block->offset >> m->window_shift; !status && page <= last; page++) {
-    if (m->pages[page].frame_1) continue;
+    if (m->pages[page].frame_1) { /* whoever mapped it may be another stream, or have failed since */
+      status = gmi_fence_wait(m, stream, m->frames[m->pages[page].frame_1 - 1].ready);
+      continue;
+    }
     uint32_t frame;
     status = gmi_frame_take(m, GEMINI_REASON_PRESSURE, GMI_TAKE_EVICT, &frame);
     if (status) break;

@@ -226,13 +226,17 @@ gemini_status_t gmi_frame_take(gmi_manager_t *m, uint32_t reason, uint32_t flags
     m->frame_used--; /* counted again below */
   } else {
     if (!(flags & GMI_TAKE_EVICT)) return GEMINI_ERR_OOM_DEVICE; /* the caller goes without: no message */
-    gmi_window_t *victim = choose_victim(m, false);
-    if (!victim) return gmi_oom_device(m, window_bytes(m));
-    gemini_status_t status = gmi_window_evict(m, victim, reason);
-    if (status == GEMINI_ERR_OOM_HOST || status == GEMINI_ERR_OOM_FILE) { /* no place for its bytes below */
-      victim = choose_victim(m, true);
-      if (victim) status = gmi_window_evict(m, victim, reason);
-    }
+    gemini_status_t status = GEMINI_OK;
+    bool clean = false;
+    do {
+      gmi_window_t *victim = choose_victim(m, clean);
+      if (!victim && clean) break;
+      if (!victim) return gmi_oom_device(m, window_bytes(m));
+      status = gmi_window_evict(m, victim, reason);
+      /* No place for its bytes below: then one that needs none. BUSY: somebody acquired it since it was chosen. */
+      if (!clean && (status == GEMINI_ERR_OOM_HOST || status == GEMINI_ERR_OOM_FILE)) clean = true;
+      else if (status != GEMINI_ERR_BUSY) break;
+    } while (true);
     if (status) return status;
     frame = free_pop(m);
   }

@@ -352,6 +352,7 @@ static gemini_status_t walk(walk_t *k, uint32_t stream) {
   }
   piece_t p;
   uint32_t number = 0;
+  uint64_t done = 0; /* elements */
   for (uint64_t at = k->u.first_element, end = at + k->u.element_count; !status && at < end; at = p.end, number++) {
     p.begin = at;
     p.end = (at / unit + 1) * unit < end ? (at / unit + 1) * unit : end;
@@ -364,13 +365,14 @@ static gemini_status_t walk(walk_t *k, uint32_t stream) {
       status = device_piece(k, &p);
       gmi_tracer_piece_end(m, index, number);
     }
-    if (status == GEMINI_ERR_OOM_DEVICE && !pinned) status = host_piece(k, &p);
+    bool no_room = status == GEMINI_ERR_OOM_DEVICE || status == GEMINI_ERR_OOM_HOST || status == GEMINI_ERR_OOM_FILE;
+    if (no_room && !pinned) status = host_piece(k, &p);
+    if (!status) done = p.end - k->u.first_element;
   }
   for (uint32_t i = 0; i < k->u.arena_count; i++) {
     gmi_arena_t *a = k->arenas[i];
-    if (k->modes[i] & GEMINI_WRITE)
-      gmi_arena_each(m, a, k->u.first_element * a->element_bytes, k->u.element_count * a->element_bytes, after_update,
-                     NULL);
+    if (done && k->modes[i] & GEMINI_WRITE)
+      gmi_arena_each(m, a, k->u.first_element * a->element_bytes, done * a->element_bytes, after_update, NULL);
   }
   return status;
 }

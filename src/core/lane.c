@@ -14,6 +14,7 @@ enum { WORKERS_LIMIT = 256, SPANS_LIMIT = 4096 };
 typedef struct {
   struct gmi_lane *lane;
   pthread_t thread;
+  uint64_t running; /* number of the job; 0 = none */
   uint32_t index;
 } worker_t;
 
@@ -21,8 +22,9 @@ typedef struct gmi_lane {
   pthread_mutex_t lock; /* after the manager's, never the other way round */
   pthread_cond_t more, done;
   gmi_job_t *first, **end;
-  uint64_t pending;  /* queued or running */
-  uint64_t finished; /* in all */
+  uint64_t pending;   /* queued or running */
+  uint64_t submitted; /* in all */
+  uint64_t finished;
   bool stop;
   uint32_t thread_count;
   double ns_per_element; /* of one worker, running mean */
@@ -34,7 +36,7 @@ typedef struct gmi_lane {
   worker_t workers[WORKERS_LIMIT];
 } gmi_lane_t;
 
-static void run_job(gmi_lane_t *l, gmi_job_t *job, uint32_t worker) {
+static void run_job(gmi_lane_t *l, gmi_job_t *job, worker_t *worker) {
   gmi_manager_t *m = l->m;
   for (uint32_t i = 0; i < job->fence_count; i++)
     m->dev->sync(m->dev_self, gmi_fence_stream(job->fences[i]), gmi_fence_mark(job->fences[i]));
@@ -50,11 +52,12 @@ static void run_job(gmi_lane_t *l, gmi_job_t *job, uint32_t worker) {
   double ns = (double)(end - begin) / (double)job->span.element_count;
   pthread_mutex_lock(&l->lock);
   if (l->recording && l->span_count < SPANS_LIMIT)
-    l->spans[l->span_count++] = (gmi_lane_span_t){ begin, end, worker, 0 };
+    l->spans[l->span_count++] = (gmi_lane_span_t){ begin, end, worker->index, 0 };
   for (uint32_t i = 0; i < job->window_count; i++)
     atomic_fetch_add_explicit(&job->windows[i]->updates_done, 1, memory_order_release);
   l->samples++;
   l->ns_per_element += (ns - l->ns_per_element) / (double)(l->samples < 64 ? l->samples : 64);
+  worker->running = 0;
   l->pending--;
   l->finished++;
   pthread_cond_broadcast(&l->done);
@@ -73,8 +76,9 @@ static void *work(void *user) {
     if (!job) break;
     l->first = job->next;
     if (!l->first) l->end = &l->first;
+    me->running = job->number;
     pthread_mutex_unlock(&l->lock);
-    run_job(l, job, me->index);
+    run_job(l, job, me);
     pthread_mutex_lock(&l->lock);
   }
   pthread_mutex_unlock(&l->lock);
@@ -124,6 +128,7 @@ void gmi_lane_push(gmi_manager_t *m, gmi_job_t *job) {
   gmi_lane_t *l = m->lane;
   pthread_mutex_lock(&l->lock);
   job->next = NULL;
+  job->number = ++l->submitted;
   *l->end = job;
   l->end = &job->next;
   l->pending++;
@@ -138,11 +143,19 @@ uint64_t gmi_lane_pending(gmi_manager_t *m) {
   return pending;
 }
 
+/* Jobs start in their order, but need not end in it. */
+static bool done_until(const gmi_lane_t *l, uint64_t number) {
+  if (l->first && l->first->number <= number) return false;
+  for (uint32_t i = 0; i < l->thread_count; i++)
+    if (l->workers[i].running && l->workers[i].running <= number) return false;
+  return true;
+}
+
 void gmi_lane_drain(gmi_manager_t *m) {
   gmi_lane_t *l = m->lane;
   pthread_mutex_lock(&l->lock);
-  uint64_t target = l->finished + l->pending; /* those submitted so far: not for ever when others go on submitting */
-  while (l->finished < target) pthread_cond_wait(&l->done, &l->lock);
+  uint64_t last = l->submitted; /* not for ever when others go on submitting */
+  while (!done_until(l, last)) pthread_cond_wait(&l->done, &l->lock);
   pthread_mutex_unlock(&l->lock);
 }
 

@@ -416,7 +416,7 @@ static gemini_status_t close_check(gmi_manager_t *m) {
     return gmi_fail(GEMINI_ERR_BUSY, 0, "%llu ranges are acquired on the host", (unsigned long long)m->acquired);
   for (uint32_t i = 0; i < m->tensor_high; i++) {
     uint32_t users = atomic_load(&m->tensors[i].word) & GMI_TENSOR_USERS;
-    if (m->tensors[i].alive && users)
+    if (gmi_tensor_alive(&m->tensors[i]) && users)
       return gmi_fail(GEMINI_ERR_BUSY, 0, "tensor %s is acquired %u times", gmi_tensor_base(m, &m->tensors[i])->name,
                       users);
   }

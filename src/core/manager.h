@@ -78,19 +78,20 @@ typedef struct gmi_window {
 /* ---- tensors */
 #define GMI_TENSOR_STATE_SHIFT 28      /* GEMINI_STATE_* in the top bits */
 #define GMI_TENSOR_GRADIENT (1u << 27) /* a gradient has taken the bytes (kept in the registered tensor) */
+#define GMI_TENSOR_DEAD (1u << 26)     /* nobody may acquire it any more: its record is about to go */
 #define GMI_TENSOR_USERS 0x00ffffffu
 typedef struct gmi_tensor {
-  _Atomic uint32_t word; /* Atomic: state, GRADIENT, users */
-  uint32_t arena;
+  _Atomic uint32_t word; /* Atomic: state, GRADIENT, DEAD, users */
+  _Atomic uint32_t life; /* Atomic: its generation, 1 to 1023, while it lives; set last and cleared first */
   uint64_t offset, size; /* bytes in the arena; Constant while it lives */
   _Atomic uint64_t seen; /* Atomic: op serial << 2 | modes: recorded in this op already */
   uint32_t base;         /* the registered tensor this is a counterpart of; itself when registered */
   uint32_t next;         /* next counterpart of the same base; GMI_NONE ends */
   char *name;            /* of registered tensors; owned */
+  uint32_t arena;        /* Constant while it lives */
   uint32_t hash_next;
-  uint16_t generation;
-  bool alive;
-  bool reserved;
+  uint32_t generation; /* the last one given */
+  uint32_t reserved;
 } gmi_tensor_t;
 
 /* ---- arenas */
@@ -281,6 +282,7 @@ gmi_fence_t gmi_fence_later(gmi_manager_t *m, uint32_t stream);
 /* chunk/arena.c */
 gmi_arena_t *gmi_arena_get(gmi_manager_t *m, gemini_arena_t handle);
 gmi_tensor_t *gmi_tensor_get(gmi_manager_t *m, gemini_tensor_t handle);
+static inline bool gmi_tensor_alive(const gmi_tensor_t *t) { return atomic_load(&t->life) != 0; }
 static inline gmi_arena_t *gmi_arena_at(gmi_manager_t *m, uint32_t index) {
   return atomic_load_explicit(&m->arenas[index], memory_order_acquire);
 }
@@ -365,6 +367,7 @@ bool gmi_heap_reclaim(gmi_manager_t *m, uint32_t *frame_out); /* an idle page's 
 typedef struct gmi_job gmi_job_t;
 struct gmi_job {
   gmi_job_t *next;
+  uint64_t number; /* in the order of submission, from 1 */
   gemini_update_fn fn;
   void *user;
   gemini_update_span_t span;
@@ -392,6 +395,9 @@ typedef struct gmi_lane_span {
 } gmi_lane_span_t;
 void gmi_lane_record(gmi_manager_t *m, bool on);
 uint32_t gmi_lane_recorded(gmi_manager_t *m, gmi_lane_span_t *spans_out, uint32_t limit);
+
+/* chunk/data.c; lock held: gradients in reusing arena a become zeros that are their parameters'. BUSY: some are acquired */
+gemini_status_t gmi_gradients_drop(gmi_manager_t *m, gmi_arena_t *a);
 
 /* chunk/update.c */
 gemini_status_t gmi_updates_finish(gmi_manager_t *m); /* blocks; without lock */

@@ -59,8 +59,8 @@ typedef struct gmi_tracer {
   bool op_open;
   uint32_t op_stream;
   uint32_t op_index;
-  uint64_t predicted_peak; /* of the open op; UINT64_MAX when none was predicted */
-  bool record_lost;        /* memory ran out: this iteration cannot become a variant */
+  uint64_t predicted_peak;  /* of the open op; UINT64_MAX when none was predicted */
+  _Atomic bool record_lost; /* Atomic: memory ran out: this iteration cannot become a variant */
 } gmi_tracer_t;
 
 static variant_t *active_variant(gmi_tracer_t *t) { return t->active == GMI_NONE ? NULL : &t->variants[t->active]; }

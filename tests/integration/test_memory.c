@@ -9,6 +9,7 @@
 #include <stdbool.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
@@ -839,6 +840,31 @@ static void test_budget_file_down_is_refused_while_needed(void) {
   world_close(&w);
 }
 
+/* Bytes of the simulated device's memory that exist: pages of its memory file. */
+static uint64_t device_pages_bytes(void) {
+  uint64_t bytes = 0;
+  for (int fd = 0; fd < 256; fd++) {
+    char path[32], target[64] = "";
+    struct stat st;
+    snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
+    if (readlink(path, target, sizeof target - 1) > 0 && strstr(target, "memfd:gemini") && fstat(fd, &st) == 0)
+      bytes += (uint64_t)st.st_blocks * 512;
+  }
+  return bytes;
+}
+
+static void test_memory_in_existence_stays_in_the_budget(void) {
+  world_t w = world_of(config_of(5, 64, 0), 12, WINDOW);
+  for (int round = 0; round < 12; round++) {
+    uint64_t windows = (uint64_t)(round % 3 ? 2 + round % 4 : 7);
+    OK(gemini_budget_set(w.mgr, DEVICE, windows * WINDOW));
+    CHECK(device_pages_bytes() <= windows * WINDOW);
+    for (int i = 0; i < 12; i++) put(&w, w.t[i], DEVICE, (uint64_t)(round + i));
+    CHECK_EQ(device_pages_bytes(), windows * WINDOW); /* all of it is used, and no more */
+  }
+  world_close(&w);
+}
+
 /* ---- pin, hint, move */
 static void test_pinned_stays_until_the_last_unpin(void) {
   world_t w = world_of(config_of(3, 16, 4), 8, WINDOW);
@@ -954,6 +980,7 @@ static void test_zero_whole_chunks_cost_nothing(void) {
   }
   OK(gemini_norm(w.mgr, &all, GEMINI_DTYPE_F32, GEMINI_STREAM_CALLER, &norm));
   CHECK(norm == 0);
+  CHECK_EQ(used(&w, DEVICE) + used(&w, HOST), 0);
   for (uint64_t i = 0; i < 300; i += 17) {
     gemini_access_t a = part_of(w.t[0], i * WINDOW, WINDOW, GEMINI_READ, i % 2 ? HOST : DEVICE);
     OK(gemini_acquire(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
@@ -1251,6 +1278,54 @@ static void test_freed_memory_is_reused_after_its_last_use(void) {
   world_close(&w);
 }
 
+/* Two blocks share a frame that an evicted chunk has left behind, with work still to run on it. */
+static void test_second_block_in_a_frame_waits_for_it(void) {
+  world_t w = world_of(config_of(1, 8, 0), 1, WINDOW);
+  gemini_stream_t second, third;
+  OK(gemini_stream_create(w.mgr, &second));
+  OK(gemini_stream_create(w.mgr, &third));
+  gemini_access_t a = whole(w.t[0], GEMINI_WRITE, DEVICE);
+  OK(gemini_acquire(w.mgr, &a, 1, w.stream));
+  work_t write = { .at = a.ptr, .size = WINDOW, .seed = 1, .delay_ms = 50 };
+  OK(gemini_stream_call(w.mgr, w.stream, work_fill, &write));
+  OK(gemini_release(w.mgr, &a, 1, w.stream));
+  void *block[2];
+  OK(gemini_alloc(w.mgr, 4096, second, &block[0]));
+  OK(gemini_alloc(w.mgr, 4096, third, &block[1]));
+  work_t fills[2] = { { .at = block[0], .size = 4096, .seed = 2 }, { .at = block[1], .size = 4096, .seed = 3 } };
+  OK(gemini_stream_call(w.mgr, second, work_fill, &fills[0]));
+  OK(gemini_stream_call(w.mgr, third, work_fill, &fills[1]));
+  expect(&w, w.t[0], HOST, 1);
+  OK(gemini_stream_synchronize(w.mgr, second));
+  OK(gemini_stream_synchronize(w.mgr, third));
+  CHECK(filled(block[0], 0, 4096, 2) && filled(block[1], 0, 4096, 3));
+  for (int i = 0; i < 2; i++) OK(gemini_free(w.mgr, block[i], third));
+  OK(gemini_stream_destroy(second));
+  OK(gemini_stream_destroy(third));
+  world_close(&w);
+}
+
+/* An allocation that fails half way has taken a frame from a chunk whose work still runs. */
+static void test_frame_of_a_failed_allocation_is_waited_for(void) {
+  world_t w = world_of(config_of(2, 8, 0), 3, WINDOW);
+  gemini_stream_t second;
+  OK(gemini_stream_create(w.mgr, &second));
+  gemini_access_t held = whole(w.t[1], GEMINI_WRITE, DEVICE), a = whole(w.t[0], GEMINI_WRITE, DEVICE);
+  OK(gemini_acquire(w.mgr, &held, 1, GEMINI_STREAM_CALLER));
+  OK(gemini_acquire(w.mgr, &a, 1, w.stream));
+  work_t write = { .at = a.ptr, .size = WINDOW, .seed = 1, .delay_ms = 50 };
+  OK(gemini_stream_call(w.mgr, w.stream, work_fill, &write));
+  OK(gemini_release(w.mgr, &a, 1, w.stream));
+  void *block;
+  CHECK_EQ(gemini_alloc(w.mgr, 2 * WINDOW, second, &block), GEMINI_ERR_OOM_DEVICE);
+  put(&w, w.t[2], DEVICE, 3);
+  expect(&w, w.t[0], HOST, 1);
+  expect(&w, w.t[2], DEVICE, 3);
+  OK(gemini_release(w.mgr, &held, 1, GEMINI_STREAM_CALLER));
+  OK(gemini_stream_destroy(second));
+  world_close(&w);
+}
+
 /* ---- nothing is left behind */
 static uint64_t count_entries(const char *path) {
   DIR *dir = opendir(path);
@@ -1370,6 +1445,7 @@ int main(void) {
   RUN(test_budget_device_down_and_up_moves_what_must);
   RUN(test_budget_host_down_goes_to_files_or_is_refused);
   RUN(test_budget_file_down_is_refused_while_needed);
+  RUN(test_memory_in_existence_stays_in_the_budget);
   RUN(test_pinned_stays_until_the_last_unpin);
   RUN(test_hint_takes_free_memory_only);
   RUN(test_zero_parts_in_every_tier_spares_neighbours);
@@ -1387,5 +1463,7 @@ int main(void) {
   RUN(test_hint_to_files_brings_there);
   RUN(test_move_of_many_does_not_evict_its_own);
   RUN(test_zero_whole_chunks_cost_nothing);
+  RUN(test_second_block_in_a_frame_waits_for_it);
+  RUN(test_frame_of_a_failed_allocation_is_waited_for);
   return check_done();
 }

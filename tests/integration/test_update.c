@@ -477,6 +477,30 @@ static void test_update_comes_after_its_streams_work(void) {
   }
 }
 
+/* Also work that touches none of its chunks. */
+static void salt_late(void *user) {
+  rule_t *r = user;
+  sleep_ms(25);
+  r->salt = 9;
+}
+static void test_update_comes_after_unrelated_work_of_its_stream(void) {
+  static const uint32_t sizes[] = { 4 };
+  for (int how = 0; how < 4; how++) { /* late or not, on the device or the host */
+    world_t w = world_of(config_of(4, 32, 0), sizes, 1, 2 * 16384);
+    rule_t r = rule_of(&w, 1);
+    gemini_access_t pin = whole(w.arena[0], 0, DEVICE);
+    if (how & 2) OK(gemini_pin(w.mgr, &pin));
+    OK(gemini_stream_call(w.mgr, w.stream, salt_late, &r));
+    OK(rule_submit(&r, 0, 0, how & 1 ? GEMINI_UPDATE_LATE : 0, w.stream));
+    if (how & 1) OK(gemini_update_wait(w.mgr));
+    CHECK_EQ(r.salt, 9);
+    rule_plain(&r, 0, 0);
+    CHECK_EQ(atomic_load(&r.device_spans), how & 2 ? 2 : 0);
+    expect_all(&w, DEVICE);
+    world_close(&w);
+  }
+}
+
 static void test_late_updates_in_flight_keep_their_order(void) {
   static const uint32_t sizes[] = { 2, 4, 8 };
   uint64_t random = 21;
@@ -892,6 +916,7 @@ int main(void) {
   RUN(test_update_through_files_equals_a_plain_loop);
   RUN(test_late_update_is_done_before_the_next_use);
   RUN(test_update_comes_after_its_streams_work);
+  RUN(test_update_comes_after_unrelated_work_of_its_stream);
   RUN(test_late_updates_in_flight_keep_their_order);
   RUN(test_update_wait_and_close_finish_what_is_pending);
   RUN(test_update_puts_written_tensors_to_hold);
