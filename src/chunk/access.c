@@ -61,35 +61,27 @@ static inline void unpin_fast(gmi_window_t *w, uint32_t mode) {
   atomic_fetch_sub_explicit(&w->word, mode & GEMINI_WRITE ? 1 + GMI_WINDOW_WRITER : 1, memory_order_acq_rel);
 }
 
-/* false: it is about to be unregistered, or acquired too many times. before_out: its word until then. */
-static inline bool tensor_acquired(gmi_tensor_t *t, uint32_t *before_out) {
+/* false: it is about to be unregistered, or acquired too many times. */
+static inline bool tensor_acquired(gmi_tensor_t *t) {
   uint32_t word = atomic_load_explicit(&t->word, memory_order_relaxed);
   do {
     if ((word & GMI_TENSOR_DEAD) || (word & GMI_TENSOR_USERS) == GMI_TENSOR_USERS) return false;
-  } while (!atomic_compare_exchange_weak_explicit(&t->word, &word, gmi_tensor_word(word, GEMINI_STATE_COMPUTE) + 1,
-                                                  memory_order_acq_rel, memory_order_relaxed));
-  *before_out = word;
+  } while (
+      !atomic_compare_exchange_weak_explicit(&t->word, &word, word + 1, memory_order_acq_rel, memory_order_relaxed));
   return true;
 }
 /* As if it had not been acquired. */
-static inline void tensor_unacquired(gmi_tensor_t *t, uint32_t before) {
-  uint32_t word = atomic_load_explicit(&t->word, memory_order_relaxed), next;
-  do {
-    next = word - 1;
-    if (!(next & GMI_TENSOR_USERS)) next = gmi_tensor_word(next, gmi_tensor_state(before));
-  } while (!atomic_compare_exchange_weak_explicit(&t->word, &word, next, memory_order_acq_rel, memory_order_relaxed));
-}
+static inline void tensor_unacquired(gmi_tensor_t *t) { atomic_fetch_sub_explicit(&t->word, 1, memory_order_acq_rel); }
 
-/* false: nobody has it. */
+/* false: nobody has it. The last release decides on the state: each one sets it. */
 static inline bool tensor_released(gmi_tensor_t *t, uint32_t phase) {
   static const uint32_t after[] = { GEMINI_STATE_HOLD, GEMINI_STATE_HOLD_AFTER_FWD, GEMINI_STATE_HOLD_AFTER_BWD,
                                     GEMINI_STATE_HOLD };
-  uint32_t word = atomic_load_explicit(&t->word, memory_order_relaxed), next;
+  uint32_t word = atomic_load_explicit(&t->word, memory_order_relaxed);
   do {
     if (!(word & GMI_TENSOR_USERS)) return false;
-    next = word - 1;
-    if (!(next & GMI_TENSOR_USERS)) next = gmi_tensor_word(next, after[phase]);
-  } while (!atomic_compare_exchange_weak_explicit(&t->word, &word, next, memory_order_acq_rel, memory_order_relaxed));
+  } while (!atomic_compare_exchange_weak_explicit(&t->word, &word, gmi_tensor_word(word - 1, after[phase]),
+                                                  memory_order_acq_rel, memory_order_relaxed));
   return true;
 }
 
@@ -113,12 +105,11 @@ typedef struct {
   gmi_tensor_t *tensor;
   gmi_arena_t *arena, *store;
   uint64_t offset, size, first, last;
-  uint32_t before, reserved; /* the tensor's word */
 } fast_t;
 
 static void fast_undo(const fast_t *f, uint32_t mode, uint64_t end) {
   for (uint64_t i = f->first; i < end; i++) unpin_fast(&f->store->windows[i], mode);
-  tensor_unacquired(f->tensor, f->before);
+  tensor_unacquired(f->tensor);
 }
 
 /* With the tensor acquired, so that neither it nor its arena can go. */
@@ -153,10 +144,9 @@ static bool fast_hold(gmi_manager_t *m, const gemini_access_t *access, uint32_t 
       !atomic_load_explicit(&m->window_bytes, memory_order_acquire))
     return false;
   gmi_tensor_t *t = f->tensor = &m->tensors[index];
-  if (atomic_load_explicit(&t->life, memory_order_acquire) != generation || !tensor_acquired(t, &f->before))
-    return false;
+  if (atomic_load_explicit(&t->life, memory_order_acquire) != generation || !tensor_acquired(t)) return false;
   if (atomic_load_explicit(&t->life, memory_order_acquire) == generation) return fast_windows(m, access, stream, f);
-  tensor_unacquired(t, f->before); /* it went, and its record serves another one by now */
+  tensor_unacquired(t); /* it went, and its record serves another one by now */
   return false;
 }
 
@@ -306,8 +296,7 @@ static void commit(gmi_manager_t *m, gemini_access_t *access, const prepared_t *
     }
   }
   if (r->tensor) {
-    uint32_t before;
-    tensor_acquired(r->tensor, &before); /* checked before; who unregisters needs the lock */
+    tensor_acquired(r->tensor); /* checked before; who unregisters needs the lock */
     gmi_tensor_t *base = gmi_tensor_base(m, r->tensor);
     if (p->content == CONTENT_FLIPS && r->arena->store != r->arena->index)
       atomic_fetch_or(&base->word, GMI_TENSOR_GRADIENT);
@@ -469,9 +458,8 @@ static gemini_status_t release_some(gmi_manager_t *m, const gemini_access_t *acc
       status = gmi_fail(GEMINI_ERR_STATE, 0, "%s is not acquired so often", range_name(m, &ranges[claimed]));
     if (status) break;
   }
-  uint32_t before;
   for (uint64_t k = 0; status && k < claimed; k++)
-    if (ranges[k].tensor) tensor_acquired(ranges[k].tensor, &before);
+    if (ranges[k].tensor) atomic_fetch_add(&ranges[k].tensor->word, 1); /* its state comes with its last release */
   for (uint64_t k = 0; locked && !status && k < count; k++) {
     if (accesses[k].tier == GEMINI_TIER_DEVICE) continue;
     m->acquired--;

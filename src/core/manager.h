@@ -76,7 +76,7 @@ typedef struct gmi_window {
 } gmi_window_t;
 
 /* ---- tensors */
-#define GMI_TENSOR_STATE_SHIFT 28      /* GEMINI_STATE_* in the top bits */
+#define GMI_TENSOR_STATE_SHIFT 28 /* GEMINI_STATE_* when nobody has it, in the top bits; COMPUTE is not among them */
 #define GMI_TENSOR_GRADIENT (1u << 27) /* a gradient has taken the bytes (kept in the registered tensor) */
 #define GMI_TENSOR_DEAD (1u << 26)     /* nobody may acquire it any more: its record is about to go */
 #define GMI_TENSOR_USERS 0x00ffffffu
@@ -306,7 +306,9 @@ void gmi_arena_each(gmi_manager_t *m, gmi_arena_t *a, uint64_t offset, uint64_t 
                     void (*fn)(gmi_manager_t *m, gmi_tensor_t *t, void *user), void *user);
 void gmi_arena_free_all(gmi_manager_t *m);
 bool gmi_state_legal(uint32_t from, uint32_t to);
-static inline uint32_t gmi_tensor_state(uint32_t word) { return word >> GMI_TENSOR_STATE_SHIFT; }
+static inline uint32_t gmi_tensor_state(uint32_t word) {
+  return word & GMI_TENSOR_USERS ? GEMINI_STATE_COMPUTE : word >> GMI_TENSOR_STATE_SHIFT;
+}
 static inline uint32_t gmi_tensor_word(uint32_t word, uint32_t state) {
   return (word & ((1u << GMI_TENSOR_STATE_SHIFT) - 1)) | state << GMI_TENSOR_STATE_SHIFT;
 }

@@ -597,6 +597,38 @@ static void test_redundant_file_copies_give_way(void) {
   world_close(&w);
 }
 
+/* A file that cannot be written fails the call that needed it, and nothing else. */
+static void test_failing_file_changes_nothing(void) {
+  world_t w = world_of(config_of(2, 2, 8), 6, WINDOW);
+  for (int i = 0; i < 4; i++) put(&w, w.t[i], DEVICE, 40 + (uint64_t)i); /* device and host are full */
+  struct rlimit before, none;
+  CHECK_EQ(getrlimit(RLIMIT_FSIZE, &before), 0);
+  none = before;
+  none.rlim_cur = 0;
+  signal(SIGXFSZ, SIG_IGN);
+  for (int round = 0; round < 3; round++) {
+    CHECK_EQ(setrlimit(RLIMIT_FSIZE, &none), 0);
+    gemini_access_t a = whole(w.t[4], GEMINI_WRITE, round == 1 ? HOST : DEVICE);
+    gemini_status_t acquired = gemini_acquire(w.mgr, &a, 1, GEMINI_STREAM_CALLER);
+    gemini_error_info_t error = last_error();
+    gemini_status_t budget = gemini_budget_set(w.mgr, HOST, WINDOW);
+    CHECK_EQ(setrlimit(RLIMIT_FSIZE, &before), 0);
+    CHECK_EQ(acquired, GEMINI_ERR_IO);
+    CHECK_EQ(error.native_code, EFBIG);
+    CHECK(strstr(error.message, w.dir));
+    CHECK_EQ(budget, GEMINI_ERR_IO);
+    CHECK_EQ(info_of(&w, w.t[4]).users, 0);
+    CHECK_EQ(info_of(&w, w.t[4]).state, GEMINI_STATE_FREE);
+    CHECK_EQ(used(&w, FILES), 0);
+    CHECK_EQ(stats_of(&w).budget_bytes[HOST], 2 * WINDOW);
+    for (int i = 0; i < 4; i++) expect(&w, w.t[i], bytes_in(&w, w.t[i], DEVICE) ? DEVICE : HOST, 40 + (uint64_t)i);
+  }
+  signal(SIGXFSZ, SIG_DFL);
+  put(&w, w.t[4], DEVICE, 44);
+  for (int i = 0; i < 5; i++) expect(&w, w.t[i], i % 2 ? HOST : DEVICE, 40 + (uint64_t)i);
+  world_close(&w);
+}
+
 /* ---- sizes and overlaps */
 static void test_tiny_tensors_in_one_cache_line_are_apart(void) {
   world_t w = world_open(config_of(2, 4, 4));
@@ -997,6 +1029,19 @@ static void test_zero_whole_chunks_cost_nothing(void) {
   CHECK_EQ(gemini_tensor_state_set(w.mgr, w.t[0], GEMINI_STATE_FREE), GEMINI_ERR_STATE);
   OK(gemini_release(w.mgr, &end, 1, GEMINI_STREAM_CALLER));
   world_close(&w);
+}
+
+/* Looking at zeros on the host takes room only as long as there is some. */
+static void test_zeros_read_on_the_host_give_way(void) {
+  for (int files = 0; files < 2; files++) {
+    world_t w = world_of(config_of(2, 3, files ? 4 : 0), 20, WINDOW);
+    put(&w, w.t[0], HOST, 1);
+    for (int i = 1; i < 20; i++) expect_zero(&w, w.t[i], HOST);
+    CHECK(used(&w, HOST) <= 3 * WINDOW);
+    CHECK_EQ(used(&w, FILES), 0); /* nobody writes zeros to files */
+    expect(&w, w.t[0], HOST, 1);
+    world_close(&w);
+  }
 }
 
 /* Parts of chunks are zeroed where they are, and nothing beside them. */
@@ -1438,6 +1483,7 @@ int main(void) {
   RUN(test_margin_in_warmup_is_left_alone);
   RUN(test_host_full_without_files_is_oom_host);
   RUN(test_all_tiers_full_is_oom_file);
+  RUN(test_failing_file_changes_nothing);
   RUN(test_tiny_tensors_in_one_cache_line_are_apart);
   RUN(test_tensor_larger_than_the_device_is_used_by_ranges);
   RUN(test_tied_tensors_share_their_bytes);
@@ -1448,6 +1494,7 @@ int main(void) {
   RUN(test_memory_in_existence_stays_in_the_budget);
   RUN(test_pinned_stays_until_the_last_unpin);
   RUN(test_hint_takes_free_memory_only);
+  RUN(test_zeros_read_on_the_host_give_way);
   RUN(test_zero_parts_in_every_tier_spares_neighbours);
   RUN(test_load_and_store_pass_through_every_tier);
   RUN(test_load_and_store_failures_say_why);

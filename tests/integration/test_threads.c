@@ -240,7 +240,7 @@ static void test_threads_mixed_calls_lose_nothing(void) {
 }
 
 /* ---- neighbours in one cache line, counted up by a thread each, while others push the chunk out */
-enum { COUNTERS = 4, COUNTS = 300 };
+enum { COUNTERS = 4, COUNTS = 2000 };
 static void *body_count(void *user) {
   member_t *m = user;
   world_t *w = m->w;

@@ -598,6 +598,8 @@ static void test_update_puts_written_tensors_to_hold(void) {
   CHECK_EQ(state_of(&w, t[1]), GEMINI_STATE_HOLD);
   CHECK_EQ(state_of(&w, t[2]), GEMINI_STATE_HOLD_AFTER_BWD);
   CHECK_EQ(state_of(&w, other[0]), GEMINI_STATE_READY_FOR_REDUCE); /* only read */
+  OK(rule_submit(&r, 2 * 16384 + 100, 10, 0, w.stream));           /* a part, from its middle on */
+  CHECK_EQ(state_of(&w, t[2]), GEMINI_STATE_HOLD);
   world_close(&w);
 }
 
