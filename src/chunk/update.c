@@ -24,7 +24,6 @@ typedef struct {
   uint64_t gap_count, gap_capacity;
   bool gaps_lost;
   uint32_t gap_arena; /* which of arenas has the gaps; GMI_NONE */
-  gmi_tensor_t *cut;  /* a tensor with a gradient that lies in the range in part */
 } walk_t;
 
 typedef struct {
@@ -206,13 +205,35 @@ static void add_gap(gmi_manager_t *m, gmi_tensor_t *t, void *user) {
   }
 }
 
-/* Half a gradient used up would leave a tensor that is neither. */
-static void find_cut(gmi_manager_t *m, gmi_tensor_t *t, void *user) {
-  walk_t *k = user;
+/* A tensor of a reused arena that cannot be written, or read, now. */
+typedef struct {
+  uint64_t begin, end; /* bytes */
+  gmi_tensor_t *cut;   /* holds a gradient and lies in the range in part: half of it used up leaves neither */
+  gmi_tensor_t *taken; /* holds a gradient */
+} taken_t;
+static void find_taken(gmi_manager_t *m, gmi_tensor_t *t, void *user) {
+  taken_t *f = user;
   (void)m;
-  uint32_t bytes = k->arenas[k->gap_arena]->element_bytes;
-  uint64_t begin = k->u.first_element * bytes, end = begin + k->u.element_count * bytes;
-  if ((atomic_load(&t->word) & GMI_TENSOR_GRADIENT) && (t->offset < begin || t->offset + t->size > end)) k->cut = t;
+  if (!(atomic_load(&t->word) & GMI_TENSOR_GRADIENT)) return;
+  f->taken = t;
+  if (t->offset < f->begin || t->offset + t->size > f->end) f->cut = t;
+}
+
+static gemini_status_t check_taken(walk_t *k) {
+  for (uint32_t i = 0; i < k->u.arena_count; i++) {
+    gmi_arena_t *a = k->arenas[i];
+    if (!a->reused) continue;
+    taken_t f = { .begin = k->u.first_element * a->element_bytes };
+    f.end = f.begin + k->u.element_count * a->element_bytes;
+    gmi_arena_each(k->m, a, f.begin, f.end - f.begin, find_taken, &f);
+    if (f.taken && k->modes[i] & GEMINI_READ)
+      return gmi_fail(GEMINI_ERR_STATE, 0, "parameter %s cannot be read: its gradient has taken its bytes",
+                      f.taken->name);
+    if (f.cut && k->modes[i] & GEMINI_WRITE)
+      return gmi_fail(GEMINI_ERR_INVALID, 0, "elements %llu + %llu cut tensor %s, which holds a gradient",
+                      (unsigned long long)k->u.first_element, (unsigned long long)k->u.element_count, f.cut->name);
+  }
+  return GEMINI_OK;
 }
 
 static void after_update(gmi_manager_t *m, gmi_tensor_t *t, void *user) {
@@ -320,6 +341,8 @@ static gemini_status_t walk(walk_t *k, uint32_t stream) {
     record.modes[i] = k->modes[i];
   }
   uint64_t unit = gmi_piece_elements(m, indexes, k->u.arena_count);
+  status = check_taken(k);
+  if (status) return status;
   if (k->gap_arena != GMI_NONE) {
     gmi_arena_t *store = gmi_arena_at(m, k->arenas[k->gap_arena]->store);
     gmi_arena_each(m, store, k->u.first_element * store->element_bytes, k->u.element_count * store->element_bytes,
@@ -327,13 +350,6 @@ static gemini_status_t walk(walk_t *k, uint32_t stream) {
     if (k->gaps_lost) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for an update's record");
     bool written = false; /* a zero gradient takes the parameter's bytes, so that the parameter must come anew */
     for (uint32_t i = 0; i < k->u.arena_count; i++) written |= k->arenas[i] == store && k->modes[i] & GEMINI_WRITE;
-    if (written) {
-      gmi_arena_each(m, store, k->u.first_element * store->element_bytes, k->u.element_count * store->element_bytes,
-                     find_cut, k);
-      if (k->cut)
-        return gmi_fail(GEMINI_ERR_INVALID, 0, "elements %llu + %llu cut tensor %s, which holds a gradient",
-                        (unsigned long long)k->u.first_element, (unsigned long long)k->u.element_count, k->cut->name);
-    }
     if (k->gap_count && !written)
       return gmi_fail(GEMINI_ERR_STATE, 0,
                       "elements %llu to %llu of arena %s hold no gradient, and the update does not write arena %s",

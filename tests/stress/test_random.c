@@ -477,6 +477,20 @@ static bool pick_range(thread_t *t, uint64_t *r, bool whole, open_t *o) {
     first = below(r, elements);
     count = 1 + below(r, elements - first);
   }
+  /* Now and then to the edge of a window, or an element beyond it or before it. */
+  if (!whole && t->window && elements > 2 && chance(r, 4)) {
+    uint64_t edges = (start + limit) / t->window, edge = edges ? (1 + below(r, edges)) * t->window : 0;
+    uint64_t at = edge > start ? (edge - start) / a->element_bytes + below(r, 3) : 0;
+    at = at ? at - 1 : 0;
+    if (at && at < elements && chance(r, 2)) {
+      first = at;
+      count = 1 + below(r, elements - first);
+    } else if (at && at <= elements) {
+      first = chance(r, 2) && start + limit > t->window ? below(r, at) : 0;
+      if (chance(r, 3) && edge - t->window >= start) first = (edge - t->window - start) / a->element_bytes;
+      count = at > first ? at - first : 1;
+    }
+  }
   o->arena = arena;
   o->slot = store_of(t, arena)->slot;
   o->offset = start + first * a->element_bytes;
@@ -1006,13 +1020,25 @@ static void step_store(thread_t *t) {
   note(t, " %s%d+%" PRIu64, o.tensor < 0 ? "arena " : "t", o.tensor < 0 ? o.arena : o.tensor, o.size);
   check_by_store(t, &o);
 }
-static double model_norm(thread_t *t, const open_t *o, uint32_t dtype) {
-  const uint8_t *at = model(t->p, o->slot, o->offset);
+static double sum_squares(const uint8_t *at, uint64_t size, uint32_t dtype) {
   double sum = 0;
-  if (t->arenas[o->arena].reuse >= 0 && !base_of(t, &t->tensors[o->tensor])->gradient) return 0;
-  for (uint64_t i = 0; i < o->size; i += dtype_bytes[dtype]) {
+  for (uint64_t i = 0; i < size; i += dtype_bytes[dtype]) {
     double value = decode(at + i, dtype);
     sum += value * value;
+  }
+  return sum;
+}
+/* Of gradients in their parameters' bytes, those that were written; between tensors there are zeros. */
+static double model_norm(thread_t *t, const open_t *o, uint32_t dtype) {
+  const arena_t *a = &t->arenas[o->arena];
+  const uint8_t *at = model(t->p, o->slot, o->offset);
+  double sum = 0;
+  if (a->reuse < 0) return sqrt(sum_squares(at, o->size, dtype));
+  if (o->tensor >= 0) return base_of(t, &t->tensors[o->tensor])->gradient ? sqrt(sum_squares(at, o->size, dtype)) : 0;
+  for (int k = 0; k < TENSORS; k++) {
+    const tensor_t *x = &t->tensors[k];
+    if (x->alive && x->base == k && x->arena == a->reuse && x->gradient)
+      sum += sum_squares(at + x->offset, x->size, dtype);
   }
   return sqrt(sum);
 }
@@ -1020,6 +1046,18 @@ static void step_norm(thread_t *t) {
   open_t o;
   if (!pick_range(t, &t->rng, false, &o) || t->arenas[o.arena].dtype == NO_DTYPE || opens_overlap(t, &o, false)) return;
   uint32_t dtype = t->arenas[o.arena].dtype;
+  int all = (int)below(&t->rng, ARENAS);
+  if (chance(&t->rng, 2) && t->arenas[all].alive && t->arenas[all].reuse >= 0 && t->arenas[all].size) {
+    /* All gradients at once. */
+    memset(&o, 0, sizeof o);
+    o.access.object = t->arenas[all].handle;
+    o.arena = all;
+    o.tensor = -1;
+    o.slot = store_of(t, all)->slot;
+    o.size = t->arenas[all].size;
+    dtype = t->arenas[all].dtype;
+    if (opens_overlap(t, &o, false)) return;
+  }
   note(t, " %s%d+%" PRIu64, o.tensor < 0 ? "arena " : "t", o.tensor < 0 ? o.arena : o.tensor, o.size);
   double want = model_norm(t, &o, dtype), got = -1, again = -1;
   uint32_t room = below_mask(t, 1);
@@ -1114,7 +1152,7 @@ static void model_update(thread_t *t, update_t *u, const int *arenas, int root, 
       tensor_t *x = &t->tensors[k];
       uint64_t bytes = t->arenas[arenas[i]].element_bytes;
       if (!x->alive || x->arena != arenas[i] || !overlap(x->offset, x->size, first * bytes, count * bytes)) continue;
-      x->state = GEMINI_STATE_HOLD;
+      x->state = x->users ? GEMINI_STATE_COMPUTE : GEMINI_STATE_HOLD; /* acquired elsewhere, in other windows */
       if (t->arenas[x->arena].reused) base_of(t, x)->gradient = false;
     }
   }
@@ -1215,7 +1253,7 @@ static void step_update(thread_t *t) {
   int root = pick_root(t, &t->rng);
   if (root < 0) return;
   if (chance(&t->rng, 2)) release_all(t);
-  update_set(t, &t->rng, root, chance(&t->rng, 2));
+  for (int more = chance(&t->rng, 2) ? 4 : 1; more; more--) update_set(t, &t->rng, root, chance(&t->rng, 2));
 }
 static void step_update_wait(thread_t *t) {
   MUST(t, gemini_update_wait(t->p->mgr));
