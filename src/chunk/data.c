@@ -44,7 +44,7 @@ static gemini_status_t zero_bytes(gmi_manager_t *m, const gmi_range_t *r) {
       gmi_fence_t fence = 0;
       status = gmi_window_wait(m, m->copy_in, w, GEMINI_READ_WRITE);
       if (!status) status = gmi_fence_wait(m, m->copy_in, w->host_fence);
-      if (!status) status = m->dev->zero(m->dev_self, m->copy_in, r->store->base + begin, end - begin);
+      if (!status) status = gmi_device_zero(m, m->copy_in, r->store->base + begin, end - begin);
       if (!status) status = gmi_fence_now(m, m->copy_in, &fence);
       if (status) return status;
       w->arrive = fence;

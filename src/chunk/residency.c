@@ -106,6 +106,7 @@ gemini_status_t gmi_map(gmi_manager_t *m, void *address, uint32_t frame, gmi_win
     else m->pages[page].unmap_pending = false;
   }
   gemini_status_t status = m->dev->map(m->dev_self, address, m->frames[frame].handle, window_bytes(m));
+  if (status) m->dev->unmap(m->dev_self, address, window_bytes(m)); /* from the frame that it has lost, if any */
   return status ? gmi_fail(status, 0, "the device could not map %llu bytes", (unsigned long long)window_bytes(m))
                 : status;
 }
@@ -460,19 +461,21 @@ gemini_status_t gmi_window_fetch(gmi_manager_t *m, gmi_window_t *w, bool fresh, 
   if (status) return status;
   gmi_fence_t ready = m->frames[frame].ready, arrive = ready;
   status = gmi_map(m, gmi_window_device(m, w), frame, w, 0);
+  bool mapped = !status;
   if (!status && !fresh) {
     status = gmi_fence_wait(m, m->copy_in, ready);
     if (!status && (w->valid & GMI_VALID_HOST)) {
       status = copy_window(m, w, GEMINI_LINK_H2D, reason, &arrive);
     } else if (!status) {
-      status = m->dev->zero(m->dev_self, m->copy_in, gmi_window_device(m, w), window_bytes(m));
+      status = gmi_device_zero(m, m->copy_in, gmi_window_device(m, w), window_bytes(m));
       if (!status) status = gmi_fence_now(m, m->copy_in, &arrive);
     }
   }
   if (status) {
-    ready = gmi_fence_later(m, m->copy_in); /* a copy or a wait may be queued all the same */
+    /* A copy may be queued all the same, without having waited for who used the frame before. */
+    ready = gmi_fence_join(m, ready, gmi_fence_later(m, m->copy_in));
     gmi_frame_give(m, frame, ready);
-    gmi_unmap_later(m, gmi_window_device(m, w), ready, w, 0);
+    if (mapped) gmi_unmap_later(m, gmi_window_device(m, w), ready, w, 0);
     return status;
   }
   w->frame = frame;

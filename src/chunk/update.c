@@ -151,7 +151,7 @@ static gemini_status_t device_piece(walk_t *k, piece_t *p) {
     uint64_t begin, count;
     gap_in_piece(k, p, first_gap + i, &begin, &count);
     gmi_arena_t *a = k->arenas[k->gap_arena];
-    status = m->dev->zero(m->dev_self, stream, a->base + begin * a->element_bytes, count * a->element_bytes);
+    status = gmi_device_zero(m, stream, a->base + begin * a->element_bytes, count * a->element_bytes);
   }
   gmi_fence_t begin = 0, end = 0;
   if (!status) status = gmi_fence_now(m, stream, &begin);
@@ -399,7 +399,9 @@ gemini_status_t gmi_updates_finish(gmi_manager_t *m) {
   gmi_fence_t end;
   gemini_status_t status = gmi_fence_now(m, m->update_stream, &end);
   gmi_unlock(m);
-  return status ? status : m->dev->sync(m->dev_self, m->update_stream, gmi_fence_mark(end));
+  if (!status && (status = m->dev->sync(m->dev_self, m->update_stream, gmi_fence_mark(end))))
+    gmi_fail(status, 0, "an update on the device failed");
+  return status ? status : gmi_lane_failure(m);
 }
 
 gemini_status_t gemini_update(gemini_manager_t mgr, const gemini_update_t *update) {

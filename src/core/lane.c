@@ -25,6 +25,7 @@ typedef struct gmi_lane {
   uint64_t pending;   /* queued or running */
   uint64_t submitted; /* in all */
   uint64_t finished;
+  gemini_status_t failure; /* of the first job that did not run */
   bool stop;
   uint32_t thread_count;
   double ns_per_element; /* of one worker, running mean */
@@ -38,16 +39,19 @@ typedef struct gmi_lane {
 
 static void run_job(gmi_lane_t *l, gmi_job_t *job, worker_t *worker) {
   gmi_manager_t *m = l->m;
-  for (uint32_t i = 0; i < job->fence_count; i++)
-    m->dev->sync(m->dev_self, gmi_fence_stream(job->fences[i]), gmi_fence_mark(job->fences[i]));
+  gemini_status_t status = GEMINI_OK; /* of the work before it: on bytes that did not come, nothing is computed */
+  for (uint32_t i = 0; i < job->fence_count; i++) {
+    gemini_status_t one = m->dev->sync(m->dev_self, gmi_fence_stream(job->fences[i]), gmi_fence_mark(job->fences[i]));
+    if (one) status = one;
+  }
   pthread_mutex_lock(&l->lock);
   for (uint32_t i = 0; i < job->window_count; i++)
     while (atomic_load_explicit(&job->windows[i]->updates_done, memory_order_acquire) < job->after[i])
       pthread_cond_wait(&l->done, &l->lock);
   pthread_mutex_unlock(&l->lock);
   uint64_t begin = m->dev->now(m->dev_self);
-  for (uint32_t i = 0; i < job->zero_count; i++) memset(job->zeros[i].address, 0, job->zeros[i].bytes);
-  job->fn(job->user, &job->span);
+  for (uint32_t i = 0; !status && i < job->zero_count; i++) memset(job->zeros[i].address, 0, job->zeros[i].bytes);
+  if (!status) job->fn(job->user, &job->span);
   uint64_t end = m->dev->now(m->dev_self);
   double ns = (double)(end - begin) / (double)job->span.element_count;
   pthread_mutex_lock(&l->lock);
@@ -57,6 +61,7 @@ static void run_job(gmi_lane_t *l, gmi_job_t *job, worker_t *worker) {
     atomic_fetch_add_explicit(&job->windows[i]->updates_done, 1, memory_order_release);
   l->samples++;
   l->ns_per_element += (ns - l->ns_per_element) / (double)(l->samples < 64 ? l->samples : 64);
+  if (status && !l->failure) l->failure = status;
   worker->running = 0;
   l->pending--;
   l->finished++;
@@ -197,4 +202,11 @@ uint32_t gmi_lane_recorded(gmi_manager_t *m, gmi_lane_span_t *spans_out, uint32_
   memmove(l->spans, l->spans + count, l->span_count * sizeof *l->spans);
   pthread_mutex_unlock(&l->lock);
   return count;
+}
+
+gemini_status_t gmi_lane_failure(gmi_manager_t *m) {
+  pthread_mutex_lock(&m->lane->lock);
+  gemini_status_t failure = m->lane->failure;
+  pthread_mutex_unlock(&m->lane->lock);
+  return failure ? gmi_fail(failure, 0, "an update did not run: the device work before it failed") : GEMINI_OK;
 }

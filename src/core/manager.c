@@ -94,7 +94,10 @@ gemini_status_t gmi_fence_now(gmi_manager_t *m, uint32_t stream, gmi_fence_t *fe
   atomic_store_explicit(&m->streams[stream].placed, mark, memory_order_seq_cst);
   uint64_t got = 0;
   gemini_status_t status = m->dev->mark(m->dev_self, stream, &got);
-  if (status) return gmi_fail(status, 0, "device %s could not mark stream %u", m->dev->name, stream);
+  if (status) { /* whoever named a later one meanwhile gets it placed when it is needed */
+    atomic_store_explicit(&m->streams[stream].placed, mark - 1, memory_order_seq_cst);
+    return gmi_fail(status, 0, "device %s could not mark stream %u", m->dev->name, stream);
+  }
   atomic_store_explicit(&m->streams[stream].placed, got, memory_order_seq_cst);
   *fence_out = gmi_fence(stream, got);
   return GEMINI_OK;
@@ -107,9 +110,11 @@ gmi_fence_t gmi_fence_later(gmi_manager_t *m, uint32_t stream) {
 
 static gemini_status_t fence_place(gmi_manager_t *m, gmi_fence_t fence) {
   uint32_t stream = gmi_fence_stream(fence);
-  if (gmi_fence_mark(fence) <= atomic_load_explicit(&m->streams[stream].placed, memory_order_relaxed)) return GEMINI_OK;
+  gemini_status_t status = GEMINI_OK;
   gmi_fence_t placed;
-  return gmi_fence_now(m, stream, &placed);
+  while (!status && atomic_load_explicit(&m->streams[stream].placed, memory_order_relaxed) < gmi_fence_mark(fence))
+    status = gmi_fence_now(m, stream, &placed);
+  return status;
 }
 
 bool gmi_fence_reached(gmi_manager_t *m, gmi_fence_t fence) {
@@ -119,8 +124,10 @@ bool gmi_fence_reached(gmi_manager_t *m, gmi_fence_t fence) {
 gemini_status_t gmi_fence_sync(gmi_manager_t *m, gmi_fence_t fence) {
   if (gmi_fence_reached(m, fence)) return GEMINI_OK;
   gemini_status_t status = fence_place(m, fence);
-  if (!status) status = m->dev->sync(m->dev_self, gmi_fence_stream(fence), gmi_fence_mark(fence));
-  return status;
+  if (status) return status;
+  status = m->dev->sync(m->dev_self, gmi_fence_stream(fence), gmi_fence_mark(fence));
+  return status ? gmi_fail(status, 0, "work on stream %u of device %s failed", gmi_fence_stream(fence), m->dev->name)
+                : GEMINI_OK;
 }
 
 gemini_status_t gmi_fence_wait(gmi_manager_t *m, uint32_t stream, gmi_fence_t fence) {
@@ -128,8 +135,11 @@ gemini_status_t gmi_fence_wait(gmi_manager_t *m, uint32_t stream, gmi_fence_t fe
   if (stream == GMI_CALLER) return gmi_fence_sync(m, fence);
   if (gmi_fence_stream(fence) == stream) return GEMINI_OK;
   gemini_status_t status = fence_place(m, fence);
-  if (!status) status = m->dev->wait(m->dev_self, stream, gmi_fence_stream(fence), gmi_fence_mark(fence));
-  return status;
+  if (status) return status;
+  status = m->dev->wait(m->dev_self, stream, gmi_fence_stream(fence), gmi_fence_mark(fence));
+  return status ? gmi_fail(status, 0, "device %s could not make stream %u wait for stream %u", m->dev->name, stream,
+                           gmi_fence_stream(fence))
+                : GEMINI_OK;
 }
 
 gmi_fence_t gmi_fence_join(gmi_manager_t *m, gmi_fence_t a, gmi_fence_t b) {
@@ -139,11 +149,18 @@ gmi_fence_t gmi_fence_join(gmi_manager_t *m, gmi_fence_t a, gmi_fence_t b) {
   gmi_fence_t joined = b;
   if (gmi_fence_wait(m, gmi_fence_stream(b), a) || gmi_fence_now(m, gmi_fence_stream(b), &joined)) {
     m->async_status = GEMINI_ERR_DEVICE; /* then both are waited for, by the caller */
+    snprintf(m->async_message, sizeof m->async_message, "%s", gmi_fail_message());
     gmi_fence_sync(m, a);
     gmi_fence_sync(m, b);
     return 0;
   }
   return joined;
+}
+
+gemini_status_t gmi_device_zero(gmi_manager_t *m, uint32_t stream, void *address, uint64_t bytes) {
+  gemini_status_t status = m->dev->zero(m->dev_self, stream, address, bytes);
+  return status ? gmi_fail(status, 0, "device %s could not zero %llu bytes", m->dev->name, (unsigned long long)bytes)
+                : GEMINI_OK;
 }
 
 /* ---- streams */
@@ -445,6 +462,7 @@ static gemini_status_t manager_close(gemini_manager_t mgr) {
   pthread_mutex_unlock(&live_lock);
   status = m->async_status;
   if (status) gmi_fail(status, 0, "an earlier asynchronous failure: %s", m->async_message);
+  else status = gmi_updates_finish(m); /* its failure, if any, is the one to report */
   manager_free(m);
   return status ? status : timeline;
 }

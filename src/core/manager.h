@@ -269,6 +269,9 @@ gemini_status_t gmi_stream_resolve(gmi_manager_t *m, gemini_stream_t stream, uin
 void *gmi_space(uint64_t bytes); /* address space that costs memory only where touched; NULL when there is none */
 void gmi_space_free(void *space, uint64_t bytes);
 
+/* Zeroes device memory in the stream's order; lock held. */
+gemini_status_t gmi_device_zero(gmi_manager_t *m, uint32_t stream, void *address, uint64_t bytes);
+
 /* fences; lock held */
 gemini_status_t gmi_fence_now(gmi_manager_t *m, uint32_t stream, gmi_fence_t *fence_out); /* places a mark */
 gemini_status_t gmi_fence_wait(gmi_manager_t *m, uint32_t stream, gmi_fence_t fence);     /* GMI_CALLER: blocks */
@@ -390,6 +393,7 @@ void gmi_lane_drain(gmi_manager_t *m); /* blocks until nothing is pending; no lo
 void gmi_lane_wait_window(gmi_manager_t *m, gmi_window_t *w, uint64_t count); /* blocks */
 void gmi_lane_wait_some(gmi_manager_t *m); /* blocks until one more job is done, if any is pending */
 double gmi_lane_ns_per_element(gmi_manager_t *m);
+gemini_status_t gmi_lane_failure(gmi_manager_t *m); /* stays: bytes are wrong from then on */
 /* For timelines: when workers ran. Hands out the oldest ones and forgets them; what nobody asks for is lost. */
 typedef struct gmi_lane_span {
   uint64_t begin_ns, end_ns;

@@ -347,7 +347,8 @@ static bool same_op(const gmi_trace_t *a, const gmi_trace_t *b, uint32_t i) {
   const gmi_trace_op_t *x = &a->ops[i], *y = &b->ops[i];
   return x->name == y->name && x->phase == y->phase && x->nonmodel_peak == y->nonmodel_peak &&
          x->span_count == y->span_count &&
-         !memcmp(a->spans + x->span_first, b->spans + y->span_first, x->span_count * sizeof *a->spans);
+         (!x->span_count ||
+          !memcmp(a->spans + x->span_first, b->spans + y->span_first, x->span_count * sizeof *a->spans));
 }
 
 static bool same_update(const gmi_trace_update_t *a, const gmi_trace_update_t *b) { return !memcmp(a, b, sizeof *a); }

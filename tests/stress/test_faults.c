@@ -1,0 +1,282 @@
+/* Random programs in which one call of the device, or the file tier, fails. SPDX-License-Identifier: Apache-2.0
+ *
+ * The device's table is replaced by one whose nth call of a kind fails, once. Whatever public call meets the failure may
+ * return it, or do without; no byte may be lost by it, nothing may hang, and afterwards everything works again. The
+ * model is one array, as in test_random.c. Needs the library's internals, so it is linked with its objects.
+ *
+ * GEMINI_STRESS_STEPS  steps in all, 2000 by default; programs have 40
+ * GEMINI_STRESS_SEED   seed of the first program, otherwise the time; the following ones count up from it */
+#define _GNU_SOURCE
+#include <fcntl.h>
+#include <signal.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "../check.h"
+#include "core/manager.h"
+#include "gemini.h"
+
+enum { WINDOW = 65536, WINDOWS = 10, SIZE = WINDOWS * WINDOW - 1000, STEPS = 40 };
+enum {
+  FAULT_COPY,
+  FAULT_MAP,
+  FAULT_HOST_LOCK,
+  FAULT_MARK,
+  FAULT_ZERO,
+  FAULT_WAIT,
+  FAULT_FRAME,
+  FAULT_WRITE,
+  FAULT_READ,
+  FAULTS
+};
+static const char *const fault_names[] = { "copy", "map",   "host_lock",  "mark",     "zero",
+                                           "wait", "frame", "file write", "file read" };
+
+static const gmi_device_ops_t *real;
+static uint32_t fault;
+static int64_t countdown; /* calls until the failing one; negative: none */
+static bool failed;
+static uint64_t seed;
+static int step;
+
+static bool fails(uint32_t kind) {
+  if (kind != fault || countdown < 0 || countdown-- > 0) return false;
+  failed = true;
+  return true;
+}
+static gemini_status_t copy(void *self, uint32_t stream, void *dst, const void *src, uint64_t size, uint32_t kind) {
+  return fails(FAULT_COPY) ? GEMINI_ERR_DEVICE : real->copy(self, stream, dst, src, size, kind);
+}
+static gemini_status_t map(void *self, void *va, uint64_t frame, uint64_t size) {
+  return fails(FAULT_MAP) ? GEMINI_ERR_DEVICE : real->map(self, va, frame, size);
+}
+static gemini_status_t host_lock(void *self, void *base, uint64_t size) {
+  return fails(FAULT_HOST_LOCK) ? GEMINI_ERR_OOM_SYSTEM : real->host_lock(self, base, size);
+}
+static gemini_status_t mark(void *self, uint32_t stream, uint64_t *mark_out) {
+  return fails(FAULT_MARK) ? GEMINI_ERR_DEVICE : real->mark(self, stream, mark_out);
+}
+static gemini_status_t zero(void *self, uint32_t stream, void *dst, uint64_t size) {
+  return fails(FAULT_ZERO) ? GEMINI_ERR_DEVICE : real->zero(self, stream, dst, size);
+}
+static gemini_status_t wait(void *self, uint32_t stream, uint32_t other, uint64_t at) {
+  return fails(FAULT_WAIT) ? GEMINI_ERR_DEVICE : real->wait(self, stream, other, at);
+}
+static gemini_status_t frame_create(void *self, uint64_t size, uint64_t *frame_out) {
+  return fails(FAULT_FRAME) ? GEMINI_ERR_OOM_SYSTEM : real->frame_create(self, size, frame_out);
+}
+
+static void fail(int line, const char *what, int64_t value) {
+  gemini_error_info_t info = GEMINI_ERROR_INFO_INIT;
+  if (gemini_last_error(&info) == GEMINI_OK)
+    fprintf(stderr, "  last error: %s: %s: %s\n", info.operation, gemini_status_string(info.status), info.message);
+  fprintf(stderr, "%s:%d: GEMINI_STRESS_SEED=%" PRIu64 ", step %d, fault %s, %s: %s: %" PRId64 "\n", __FILE__, line,
+          seed, step, fault_names[fault], failed ? "has failed" : "to come", what, value);
+  _exit(1);
+}
+#define NEED(condition)                              \
+  do {                                               \
+    if (!(condition)) fail(__LINE__, #condition, 0); \
+  } while (0)
+#define MUST(call)                         \
+  do {                                     \
+    gemini_status_t must = (call);         \
+    if (must) fail(__LINE__, #call, must); \
+  } while (0)
+
+/* The file tier's descriptor, the first thing in its record, replaced by one that cannot be written or read. */
+static int kept_fd = -1;
+static void file_break(gmi_manager_t *m, bool write) {
+  char path[64];
+  int *fd = (int *)(void *)m->files;
+  snprintf(path, sizeof path, "/proc/self/fd/%d", *fd);
+  int broken = open(write ? "/dev/full" : path, O_WRONLY | O_CLOEXEC);
+  kept_fd = dup(*fd);
+  NEED(broken >= 0 && kept_fd >= 0 && dup2(broken, *fd) == *fd);
+  close(broken);
+}
+static void file_mend(gmi_manager_t *m) {
+  if (kept_fd < 0) return;
+  NEED(dup2(kept_fd, *(int *)(void *)m->files) >= 0);
+  close(kept_fd);
+  kept_fd = -1;
+}
+
+static uint8_t model[SIZE];
+static uint64_t below(uint64_t *r, uint64_t limit) { return (check_random(r) >> 11) % limit; }
+
+/* A status of a call while something may fail: the fault's own, or what a fault leaves no room for. */
+static bool named(gemini_status_t status) {
+  gemini_error_info_t info = GEMINI_ERROR_INFO_INIT;
+  MUST(gemini_last_error(&info));
+  return info.status == status && info.message[0] && info.operation[0];
+}
+static bool before; /* failed when the call began */
+static bool passes(gemini_status_t status) {
+  if (!status) return true;
+  if (!named(status)) fail(__LINE__, "an error without a message", status);
+  bool of_fault = status == GEMINI_ERR_DEVICE || status == GEMINI_ERR_OOM_SYSTEM || status == GEMINI_ERR_IO ||
+                  status == GEMINI_ERR_OOM_FILE;
+  if (!of_fault || before == failed) fail(__LINE__, "a failure without a fault", status);
+  return false;
+}
+#define CALL(call) (before = failed && kept_fd < 0, passes(call))
+
+typedef struct {
+  uint8_t *ptr;
+  uint64_t size, seed;
+  uint8_t expected[];
+} job_t;
+static void pattern(uint8_t *to, uint64_t size, uint64_t from) {
+  uint64_t r = from | 1;
+  for (uint64_t i = 0; i < size; i += 8) {
+    uint64_t value = check_random(&r);
+    memcpy(to + i, &value, size - i < 8 ? size - i : 8);
+  }
+}
+static void job(void *user) {
+  job_t *j = user;
+  if (memcmp(j->ptr, j->expected, j->size)) fail(__LINE__, "wrong bytes on a stream", 0);
+  if (j->seed) pattern(j->ptr, j->size, j->seed);
+  free(j);
+}
+
+static void use(gemini_manager_t mgr, gemini_arena_t arena, gemini_stream_t stream, uint64_t *r) {
+  gemini_access_t a = { .object = arena, .offset_bytes = below(r, SIZE) };
+  a.size_bytes = 1 + below(r, SIZE - a.offset_bytes);
+  if (a.size_bytes > 2 * WINDOW) a.size_bytes = 2 * WINDOW;
+  a.mode = below(r, 2) ? GEMINI_READ : GEMINI_READ_WRITE;
+  a.tier = (uint32_t)below(r, 2);
+  if (!CALL(gemini_acquire(mgr, &a, 1, stream))) return;
+  uint64_t write = a.mode == GEMINI_READ ? 0 : check_random(r);
+  job_t *j = malloc(sizeof *j + a.size_bytes);
+  NEED(j);
+  *j = (job_t){ a.ptr, a.size_bytes, write };
+  memcpy(j->expected, model + a.offset_bytes, a.size_bytes);
+  if (write) pattern(model + a.offset_bytes, a.size_bytes, write);
+  if (a.tier == GEMINI_TIER_HOST) job(j);
+  else MUST(gemini_stream_call(mgr, stream, job, j));
+  if (!CALL(gemini_release(mgr, &a, 1, stream))) return; /* is released all the same */
+}
+
+static void program(const char *dir) {
+  uint64_t state = seed * 2 + 1, *r = &state;
+  for (int i = 0; i < 3; i++) check_random(r);
+  fault = (uint32_t)below(r, FAULTS);
+  failed = false;
+  countdown = -1;
+  step = 0;
+  memset(model, 0, sizeof model);
+  gemini_config_t c = GEMINI_CONFIG_INIT;
+  c.window_bytes = WINDOW;
+  c.device_bytes = (6 + below(r, 4)) * WINDOW;
+  c.host_bytes = (5 + below(r, 8)) * WINDOW;
+  c.file_bytes = 40 * WINDOW;
+  c.file_dir = dir;
+  c.flags = below(r, 3) ? 0 : GEMINI_CONFIG_STRICT;
+  gemini_manager_t mgr;
+  gemini_arena_t arena;
+  gemini_arena_config_t ac = GEMINI_ARENA_CONFIG_INIT;
+  ac.kind = GEMINI_KIND_OTHER;
+  uint64_t offset;
+  gemini_stream_t streams[3] = { 0 };
+  MUST(gemini_manager_open(&c, &mgr));
+  MUST(gemini_arena_create(mgr, &ac, &arena));
+  MUST(gemini_arena_take(mgr, arena, SIZE, &offset));
+  for (int i = 0; i < 2; i++) MUST(gemini_stream_create(mgr, &streams[i]));
+  gmi_manager_t *m = gmi_manager_get(mgr);
+  real = m->dev;
+  gmi_device_ops_t faulty = *real;
+  faulty.copy = copy;
+  faulty.map = map;
+  faulty.host_lock = host_lock;
+  faulty.mark = mark;
+  faulty.zero = zero;
+  faulty.wait = wait;
+  faulty.frame_create = frame_create;
+  m->dev = &faulty;
+  bool file = fault == FAULT_WRITE || fault == FAULT_READ;
+  int break_at = (int)below(r, STEPS);
+  if (!file) countdown = (int64_t)below(r, 60);
+  void *block = NULL;
+  for (step = 1; step <= STEPS; step++) {
+    gemini_stream_t stream = streams[below(r, 3)];
+    if (file && step == break_at) file_break(m, fault == FAULT_WRITE), failed = true;
+    if (file && step == break_at + 4) file_mend(m);
+    gemini_access_t a = { .object = arena, .offset_bytes = below(r, SIZE), .mode = GEMINI_READ };
+    a.size_bytes = 1 + below(r, SIZE - a.offset_bytes);
+    switch (below(r, 8)) {
+    case 0:
+      a.tier = (uint32_t)below(r, 3);
+      if (a.size_bytes > 2 * WINDOW) a.size_bytes = 2 * WINDOW;
+      (void)CALL(gemini_move(mgr, &a, 1));
+      break;
+    case 1:
+      a.tier = (uint32_t)below(r, 3);
+      (void)CALL(gemini_hint(mgr, &a, 1));
+      break;
+    case 2:
+      if (block) {
+        MUST(gemini_free(mgr, block, GEMINI_STREAM_CALLER));
+        block = NULL;
+      } else if (CALL(gemini_alloc(mgr, 1 + below(r, WINDOW), GEMINI_STREAM_CALLER, &block))) {
+        memset(block, 0x5a, 1);
+      }
+      break;
+    case 3:
+      if (a.size_bytes > WINDOW) a.size_bytes = WINDOW;
+      if (CALL(gemini_pin(mgr, &a))) MUST(gemini_unpin(mgr, &a));
+      break;
+    default: use(mgr, arena, stream, r);
+    }
+  }
+  file_mend(m);
+  countdown = -1;
+  /* Everything works again, and nothing was lost. */
+  if (block) MUST(gemini_free(mgr, block, GEMINI_STREAM_CALLER));
+  for (uint64_t at = 0; at < SIZE; at += WINDOW) {
+    gemini_access_t a = { .object = arena, .offset_bytes = at, .mode = GEMINI_READ };
+    a.size_bytes = SIZE - at < WINDOW ? SIZE - at : WINDOW;
+    a.tier = (uint32_t)below(r, 2);
+    MUST(gemini_acquire(mgr, &a, 1, GEMINI_STREAM_CALLER));
+    if (memcmp(a.ptr, model + at, a.size_bytes)) fail(__LINE__, "wrong bytes in the end, at", (int64_t)at);
+    MUST(gemini_release(mgr, &a, 1, GEMINI_STREAM_CALLER));
+  }
+  MUST(gemini_arena_destroy(mgr, arena));
+  gemini_stats_t s = GEMINI_STATS_INIT;
+  MUST(gemini_stats(mgr, &s));
+  NEED(s.used_bytes[1] == 0 && s.used_bytes[2] == 0 && s.nonmodel_bytes == 0);
+  gemini_status_t closed = gemini_manager_close(mgr);
+  if (closed && !failed) fail(__LINE__, "gemini_manager_close", closed);
+}
+
+static uint64_t environment(const char *name, uint64_t otherwise) {
+  const char *text = getenv(name);
+  return text && *text ? strtoull(text, NULL, 0) : otherwise;
+}
+static void hangs(int number) {
+  (void)number;
+  fail(__LINE__, "no end", 0);
+}
+static void test_one_failing_call_loses_no_byte(void) {
+  char dir[] = "/tmp/test_faults.XXXXXX";
+  CHECK(mkdtemp(dir));
+  seed = environment("GEMINI_STRESS_SEED", (uint64_t)time(NULL));
+  fprintf(stderr, "  GEMINI_STRESS_SEED=%" PRIu64 "\n", seed);
+  signal(SIGALRM, hangs);
+  uint64_t count = environment("GEMINI_STRESS_STEPS", 2000) / STEPS + 1, met = 0;
+  for (uint64_t i = 0; i < count; i++, seed++) {
+    alarm(60);
+    program(dir);
+    met += failed;
+  }
+  alarm(0);
+  fprintf(stderr, "  %" PRIu64 " programs, the fault was met in %" PRIu64 "\n", count, met);
+  CHECK(count < 20 || met > count / 4);
+  rmdir(dir);
+}
+
+int main(void) {
+  RUN(test_one_failing_call_loses_no_byte);
+  return check_done();
+}
