@@ -1,0 +1,177 @@
+/* Host workers, with the library's internals: what they wait for, and what they do when it failed.
+ * SPDX-License-Identifier: Apache-2.0 */
+#include <time.h>
+
+#include "../check.h"
+#include "core/manager.h"
+#include "gemini.h"
+
+#define OK(call) CHECK_EQ(call, GEMINI_OK)
+enum { WINDOW = 65536, JOBS = 40 };
+
+static gemini_manager_t open_manager(uint32_t workers, gemini_arena_t *arena_out) {
+  gemini_config_t c = GEMINI_CONFIG_INIT;
+  gemini_manager_t mgr;
+  c.device_bytes = 8 * WINDOW;
+  c.host_bytes = 16 * WINDOW;
+  c.window_bytes = WINDOW;
+  c.update_threads = workers;
+  OK(gemini_manager_open(&c, &mgr));
+  gemini_arena_config_t a = GEMINI_ARENA_CONFIG_INIT;
+  OK(gemini_arena_create(mgr, &a, arena_out));
+  return mgr;
+}
+
+static void pause_ms(long ms) { nanosleep(&(struct timespec){ .tv_nsec = ms * 1000000 }, NULL); }
+
+/* ---- draining */
+typedef struct {
+  long ms;
+  _Atomic int *done;
+} nap_t;
+static void nap(void *user, const gemini_update_span_t *span) {
+  nap_t *n = user;
+  (void)span;
+  pause_ms(n->ms);
+  atomic_fetch_add(n->done, 1);
+}
+
+static gmi_job_t *nap_job(nap_t *n) {
+  gmi_job_t *job = calloc(1, sizeof *job);
+  CHECK(job);
+  job->fn = nap;
+  job->user = n;
+  job->span.element_count = 1;
+  return job;
+}
+
+static gmi_manager_t *flooded;
+static _Atomic bool flooding;
+static void *flood(void *user) { /* short jobs, so that many end while the long one runs */
+  while (atomic_load(&flooding)) {
+    if (gmi_lane_pending(flooded) < 8) gmi_lane_push(flooded, nap_job(user));
+    else pause_ms(1);
+  }
+  return NULL;
+}
+
+static void test_drain_waits_for_the_jobs_before_it_and_no_others(void) {
+  gemini_arena_t arena;
+  gemini_manager_t mgr = open_manager(2, &arena);
+  flooded = gmi_manager_get(mgr);
+  _Atomic int long_done = 0, short_done = 0;
+  nap_t slow = { 60, &long_done }, quick = { 0, &short_done };
+  pthread_t thread;
+  gmi_lane_push(flooded, nap_job(&slow));
+  atomic_store(&flooding, true);
+  CHECK(!pthread_create(&thread, NULL, flood, &quick));
+  gmi_lane_drain(flooded);
+  CHECK_EQ(atomic_load(&long_done), 1);
+  CHECK(atomic_load(&flooding)); /* it returned although jobs were still being submitted */
+  atomic_store(&flooding, false);
+  CHECK(!pthread_join(thread, NULL));
+  CHECK(atomic_load(&short_done) > 0);
+  OK(gemini_manager_close(mgr));
+}
+
+/* ---- order */
+typedef struct {
+  _Atomic int next;
+  _Atomic int wrong;
+} order_t;
+static void in_order(void *user, const gemini_update_span_t *span) {
+  order_t *o = user;
+  if (atomic_fetch_add(&o->next, 1) != (int)span->first_element) atomic_fetch_add(&o->wrong, 1);
+  pause_ms(span->first_element % 3);
+}
+static void test_jobs_on_one_window_run_in_their_order(void) {
+  gemini_arena_t arena;
+  gemini_manager_t mgr = open_manager(4, &arena);
+  gmi_manager_t *m = gmi_manager_get(mgr);
+  order_t order = { 0 };
+  gmi_window_t window = { 0 };
+  struct {
+    gmi_job_t job;
+    gmi_window_t *windows[1];
+    uint64_t after[1];
+  } *jobs[JOBS];
+  for (uint64_t i = 0; i < JOBS; i++) {
+    CHECK((jobs[i] = calloc(1, sizeof *jobs[i])));
+    jobs[i]->windows[0] = &window;
+    jobs[i]->after[0] = i;
+    jobs[i]->job = (gmi_job_t){ .fn = in_order, .user = &order, .window_count = 1 };
+    jobs[i]->job.windows = jobs[i]->windows;
+    jobs[i]->job.after = jobs[i]->after;
+    jobs[i]->job.span.first_element = i;
+    jobs[i]->job.span.element_count = 1;
+    gmi_lane_push(m, &jobs[i]->job);
+  }
+  gmi_lane_wait_window(m, &window, JOBS);
+  CHECK_EQ(atomic_load(&order.next), JOBS);
+  CHECK_EQ(atomic_load(&order.wrong), 0);
+  OK(gemini_manager_close(mgr));
+}
+
+/* ---- failed work before an update */
+static void count_span(void *user, const gemini_update_span_t *span) {
+  (void)span;
+  atomic_fetch_add((_Atomic int *)user, 1);
+}
+static void test_update_after_failed_copy_does_not_run_and_says_so(void) {
+  gemini_arena_t arena;
+  gemini_manager_t mgr = open_manager(1, &arena);
+  gmi_manager_t *m = gmi_manager_get(mgr);
+  gemini_tensor_t tensor;
+  OK(gemini_tensor_register(mgr, arena, "t", WINDOW, GEMINI_OFFSET_NEXT, &tensor));
+  gemini_access_t a = { .object = tensor, .mode = GEMINI_WRITE };
+  OK(gemini_acquire(mgr, &a, 1, GEMINI_STREAM_CALLER));
+  memset(a.ptr, 1, WINDOW);
+  OK(gemini_release(mgr, &a, 1, GEMINI_STREAM_CALLER));
+  _Atomic int spans = 0;
+  uint32_t mode = GEMINI_READ_WRITE;
+  gemini_update_t u = GEMINI_UPDATE_INIT;
+  u.flags = GEMINI_UPDATE_LATE;
+  u.arenas = &arena;
+  u.modes = &mode;
+  u.arena_count = 1;
+  u.fn = count_span;
+  u.user = (void *)&spans;
+  OK(gmi_device_sim_fail(m->dev_self, m->copy_out, GEMINI_ERR_DEVICE));
+  OK(gemini_update(mgr, &u)); /* its bytes leave the device by the stream that fails */
+  CHECK_EQ(gemini_update_wait(mgr), GEMINI_ERR_DEVICE);
+  gemini_error_info_t error = GEMINI_ERROR_INFO_INIT;
+  OK(gemini_last_error(&error));
+  CHECK(!strcmp(error.operation, "gemini_update_wait") && strstr(error.message, "did not run"));
+  CHECK_EQ(atomic_load(&spans), 0);
+  CHECK_EQ(gemini_update_wait(mgr), GEMINI_ERR_DEVICE);
+  CHECK_EQ(gemini_manager_close(mgr), GEMINI_ERR_DEVICE);
+}
+
+/* ---- statistics */
+static void test_stats_reset_starts_peaks_at_what_is_used(void) {
+  gemini_arena_t arena;
+  gemini_manager_t mgr = open_manager(1, &arena);
+  gemini_stats_t s = GEMINI_STATS_INIT;
+  void *small, *large;
+  OK(gemini_alloc(mgr, WINDOW, GEMINI_STREAM_CALLER, &small));
+  OK(gemini_alloc(mgr, 5 * WINDOW, GEMINI_STREAM_CALLER, &large));
+  OK(gemini_free(mgr, large, GEMINI_STREAM_CALLER));
+  OK(gemini_budget_set(mgr, GEMINI_TIER_DEVICE, 2 * WINDOW)); /* idle pages are given up */
+  OK(gemini_stats(mgr, &s));
+  CHECK(s.peak_bytes[GEMINI_TIER_DEVICE] >= 6 * WINDOW && s.nonmodel_peak_bytes == 6 * WINDOW);
+  OK(gemini_stats_reset(mgr));
+  OK(gemini_stats(mgr, &s));
+  CHECK_EQ(s.peak_bytes[GEMINI_TIER_DEVICE], s.used_bytes[GEMINI_TIER_DEVICE]);
+  CHECK(s.used_bytes[GEMINI_TIER_DEVICE] >= WINDOW && s.used_bytes[GEMINI_TIER_DEVICE] <= 2 * WINDOW);
+  CHECK_EQ(s.nonmodel_peak_bytes, WINDOW);
+  OK(gemini_free(mgr, small, GEMINI_STREAM_CALLER));
+  OK(gemini_manager_close(mgr));
+}
+
+int main(void) {
+  RUN(test_drain_waits_for_the_jobs_before_it_and_no_others);
+  RUN(test_jobs_on_one_window_run_in_their_order);
+  RUN(test_update_after_failed_copy_does_not_run_and_says_so);
+  RUN(test_stats_reset_starts_peaks_at_what_is_used);
+  return check_done();
+}
