@@ -278,7 +278,10 @@ static gemini_status_t walk_check(walk_t *k, const gemini_update_t *theirs, uint
     uint64_t has = atomic_load(&a->size) / a->element_bytes;
     if (has < elements) elements = has;
   }
-  if (!u->element_count && !u->first_element) u->element_count = elements;
+  if (!u->element_count && u->first_element)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "element_count is 0, first_element %llu",
+                    (unsigned long long)u->first_element);
+  if (!u->element_count) u->element_count = elements;
   if (u->first_element > elements || u->element_count > elements - u->first_element)
     return gmi_fail(GEMINI_ERR_INVALID, 0, "elements %llu + %llu are not among the %llu there are",
                     (unsigned long long)u->first_element, (unsigned long long)u->element_count,
