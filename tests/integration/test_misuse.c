@@ -173,14 +173,23 @@ static void refused(const char *file, int line, const char *call, gemini_status_
       REFUSED(call, HANDLE, "no open manager");                                                           \
     }                                                                                                     \
   } while (0)
+#define NEVER_GIVEN(handle) (((handle) & ~((UINT64_C(1) << 42) - 1)) | 60)
 /* What is no object of one kind: wrong kinds, strangers, the dead. */
-#define NO_OBJECTS(call, own_dead, own_foreign, other_kind)                                    \
-  do {                                                                                         \
-    const uint64_t no_objects[] = { 1, UINT64_MAX, w.mgr, own_dead, own_foreign, other_kind }; \
-    for (size_t no = 0; no < sizeof no_objects / sizeof *no_objects; no++) {                   \
-      uint64_t object = no_objects[no];                                                        \
-      REFUSED(call, HANDLE, "");                                                               \
-    }                                                                                          \
+#define NO_OBJECTS(call, own_dead, own_foreign, other_kind)                  \
+  do {                                                                       \
+    const uint64_t no_objects[] = { 1,                                       \
+                                    UINT64_MAX,                              \
+                                    w.mgr,                                   \
+                                    own_dead,                                \
+                                    own_foreign,                             \
+                                    other_kind,                              \
+                                    NEVER_GIVEN(w.tensor[0]),                \
+                                    NEVER_GIVEN(w.params),                   \
+                                    NEVER_GIVEN(w.stream) };                 \
+    for (size_t no = 0; no < sizeof no_objects / sizeof *no_objects; no++) { \
+      uint64_t object = no_objects[no];                                      \
+      REFUSED(call, HANDLE, "");                                             \
+    }                                                                        \
   } while (0)
 
 /* A struct that a caller passes: sizes that cannot be, and bytes past what this library knows. */
@@ -335,8 +344,9 @@ static void test_manager_close_in_use_is_refused(void) {
   gemini_access_t device = { .object = w.tensor[0], .mode = GEMINI_READ };
   gemini_access_t host = { .object = w.tensor[1], .mode = GEMINI_READ, .tier = GEMINI_TIER_HOST };
   gemini_access_t range = { .object = w.plain, .size_bytes = 100, .mode = GEMINI_WRITE };
-  gemini_access_t *each[] = { &device, &host, &range };
-  for (int i = 0; i < 3; i++) {
+  gemini_access_t host_range = { .object = w.plain, .size_bytes = 9, .mode = GEMINI_WRITE, .tier = GEMINI_TIER_HOST };
+  gemini_access_t *each[] = { &device, &host, &range, &host_range };
+  for (int i = 0; i < 4; i++) {
     OK(gemini_acquire(w.mgr, each[i], 1, w.stream));
     REFUSED(gemini_manager_close(w.mgr), BUSY, "acquired");
     OK(gemini_release(w.mgr, each[i], 1, w.stream));
@@ -371,7 +381,7 @@ static void test_streams_bad_calls_are_refused(void) {
   OK(gemini_stream_destroy(0));
   gemini_stream_t many[48], out = PATTERN;
   int count = 0;
-  while (count < 47) OK(gemini_stream_create(w.mgr, &many[count++]));
+  while (count < 46) OK(gemini_stream_create(w.mgr, &many[count++]));
   REFUSED(gemini_stream_create(w.mgr, &out), INVALID, "limit is 48");
   CHECK_EQ(out, PATTERN);
   while (count > 0) OK(gemini_stream_destroy(many[--count]));
@@ -803,6 +813,15 @@ int main(void) {
   OK(gemini_arena_destroy(w.mgr, destroyed_arena));
   OK(gemini_tensor_unregister(w.mgr, destroyed_tensor));
   OK(gemini_stream_destroy(destroyed_stream));
+  /* Their places serve others by now: what is dead must be known by more than its place. */
+  gemini_arena_t arena = arena_of(w.mgr, GEMINI_KIND_OTHER, 1, 0, 0);
+  gemini_tensor_t tensor;
+  gemini_stream_t stream;
+  OK(gemini_tensor_register(w.mgr, w.plain, "alive", 8, 0, &tensor));
+  OK(gemini_stream_create(w.mgr, &stream));
+  CHECK_EQ((uint32_t)arena, (uint32_t)destroyed_arena);
+  CHECK_EQ((uint32_t)tensor, (uint32_t)destroyed_tensor);
+  CHECK_EQ((uint32_t)stream, (uint32_t)destroyed_stream);
   make_bad_ranges();
   RUN(test_manager_open_bad_config_is_refused);
   RUN(test_manager_open_65_is_refused);

@@ -1,0 +1,139 @@
+/* What integration tests share: a manager on the simulated device, accesses, byte patterns, checks of statuses that say
+ * why a call failed. SPDX-License-Identifier: Apache-2.0 */
+#ifndef WORLD_H
+#define WORLD_H
+
+#include <stdbool.h>
+#include <unistd.h>
+
+#include "../check.h"
+#include "gemini.h"
+
+static inline gemini_error_info_t world_error(void) { /* this thread's last failure */
+  gemini_error_info_t info = GEMINI_ERROR_INFO_INIT;
+  CHECK_EQ(gemini_last_error(&info), GEMINI_OK);
+  return info;
+}
+
+#define CHECK_STATUS(call, expected)                                                                                  \
+  do {                                                                                                                \
+    gemini_status_t check_s = (call);                                                                                 \
+    if (check_s != (expected)) {                                                                                      \
+      fprintf(stderr, "%s:%d: %s: %s is %d, expected %s\n", __FILE__, __LINE__, __func__, #call, check_s, #expected); \
+      fprintf(stderr, "  last error: %s: %s\n", world_error().operation, world_error().message);                      \
+      exit(1);                                                                                                        \
+    }                                                                                                                 \
+  } while (0)
+#define CHECK_OK(call) CHECK_STATUS(call, GEMINI_OK)
+
+#define WORLD_WINDOW UINT64_C(65536)
+
+typedef struct {
+  gemini_manager_t mgr;
+  gemini_stream_t stream;
+  char dir[64]; /* of the file tier, made here; "" = none */
+} world_t;
+
+/* Budgets in windows of 64 KiB; 0 file windows: no file tier. */
+static inline gemini_config_t world_config(uint64_t device_windows, uint64_t host_windows, uint64_t file_windows) {
+  gemini_config_t c = GEMINI_CONFIG_INIT;
+  c.device_bytes = device_windows * WORLD_WINDOW;
+  c.host_bytes = host_windows * WORLD_WINDOW;
+  c.file_bytes = file_windows * WORLD_WINDOW;
+  c.window_bytes = WORLD_WINDOW;
+  c.update_threads = 1;
+  return c;
+}
+
+static inline world_t world_open(gemini_config_t c) {
+  world_t w = { 0 };
+  if (c.file_bytes && !c.file_dir) {
+    const char *tmp = getenv("TMPDIR");
+    snprintf(w.dir, sizeof w.dir, "%.40s/gemini.XXXXXX", tmp && *tmp ? tmp : "/tmp");
+    CHECK(mkdtemp(w.dir));
+    c.file_dir = w.dir;
+  }
+  CHECK_OK(gemini_manager_open(&c, &w.mgr));
+  CHECK_OK(gemini_stream_create(w.mgr, &w.stream));
+  return w;
+}
+
+static inline void world_close(world_t *w) {
+  CHECK_OK(gemini_manager_close(w->mgr));
+  if (*w->dir) CHECK_EQ(rmdir(w->dir), 0); /* fails when a file was left in it */
+}
+
+/* like, reuse: an arena or 0. */
+static inline gemini_arena_t world_arena(const world_t *w, uint32_t kind, uint32_t element_bytes, const char *name,
+                                         gemini_arena_t like, gemini_arena_t reuse) {
+  gemini_arena_config_t c = GEMINI_ARENA_CONFIG_INIT;
+  c.kind = kind;
+  c.element_bytes = element_bytes;
+  c.name = name;
+  c.like = like;
+  c.reuse = reuse;
+  c.capacity_bytes = (UINT64_C(16) << 20) * element_bytes;
+  gemini_arena_t arena;
+  CHECK_OK(gemini_arena_create(w->mgr, &c, &arena));
+  return arena;
+}
+
+static inline gemini_tensor_t world_tensor(const world_t *w, gemini_arena_t arena, const char *name, uint64_t size) {
+  gemini_tensor_t t;
+  CHECK_OK(gemini_tensor_register(w->mgr, arena, name, size, GEMINI_OFFSET_NEXT, &t));
+  return t;
+}
+
+static inline gemini_stats_t world_stats(const world_t *w) {
+  gemini_stats_t s = GEMINI_STATS_INIT;
+  CHECK_OK(gemini_stats(w->mgr, &s));
+  return s;
+}
+static inline gemini_tensor_info_t world_tensor_info(const world_t *w, gemini_tensor_t t) {
+  gemini_tensor_info_t info = GEMINI_TENSOR_INFO_INIT;
+  CHECK_OK(gemini_tensor_info(w->mgr, t, &info));
+  return info;
+}
+static inline gemini_arena_info_t world_arena_info(const world_t *w, gemini_arena_t a) {
+  gemini_arena_info_t info = GEMINI_ARENA_INFO_INIT;
+  CHECK_OK(gemini_arena_info(w->mgr, a, &info));
+  return info;
+}
+
+/* ---- accesses and contents; offset 0 and size 0: the whole object */
+static inline gemini_access_t world_part(uint64_t object, uint64_t offset, uint64_t size, uint32_t mode,
+                                         uint32_t tier) {
+  return (gemini_access_t){ .object = object, .offset_bytes = offset, .size_bytes = size, .mode = mode, .tier = tier };
+}
+static inline gemini_access_t world_whole(uint64_t object, uint32_t mode, uint32_t tier) {
+  return world_part(object, 0, 0, mode, tier);
+}
+
+/* Byte i of an object is a function of a seed and i; seed 0: zero. */
+static inline uint8_t world_byte(uint64_t seed, uint64_t i) {
+  uint64_t x = (i + 1) * UINT64_C(0x9e3779b97f4a7c15) + seed * UINT64_C(0xd1342543de82ef95);
+  return seed ? (uint8_t)((x ^ x >> 29) >> 17) : 0;
+}
+
+/* Writes size bytes of an object (a tensor or an arena), acquired on tier, by this thread. */
+static inline void world_fill(const world_t *w, uint64_t object, uint64_t offset, uint64_t size, uint32_t tier,
+                              uint64_t seed) {
+  gemini_access_t a = world_part(object, offset, size, GEMINI_WRITE, tier);
+  CHECK_OK(gemini_acquire(w->mgr, &a, 1, GEMINI_STREAM_CALLER));
+  for (uint64_t i = 0; i < size; i++) ((uint8_t *)a.ptr)[i] = world_byte(seed, offset + i);
+  CHECK_OK(gemini_release(w->mgr, &a, 1, GEMINI_STREAM_CALLER));
+}
+
+/* Are they what world_fill() wrote? Read on the host, where they move to. */
+static inline bool world_holds(const world_t *w, uint64_t object, uint64_t offset, uint64_t size, uint64_t seed) {
+  gemini_access_t a = world_part(object, offset, size, GEMINI_READ, GEMINI_TIER_HOST);
+  CHECK_OK(gemini_acquire(w->mgr, &a, 1, GEMINI_STREAM_CALLER));
+  uint64_t i = 0;
+  while (i < size && ((const uint8_t *)a.ptr)[i] == world_byte(seed, offset + i)) i++;
+  if (i < size)
+    fprintf(stderr, "byte %" PRIu64 " is %#x, expected %#x of seed %" PRIu64 "\n", offset + i,
+            ((const uint8_t *)a.ptr)[i], world_byte(seed, offset + i), seed);
+  CHECK_OK(gemini_release(w->mgr, &a, 1, GEMINI_STREAM_CALLER));
+  return i == size;
+}
+#endif
