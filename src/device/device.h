@@ -65,13 +65,15 @@ typedef struct gmi_device_ops {
   gemini_status_t (*stream_destroy)(void *self, uint32_t stream);
   /* Places a mark at the stream's end. */
   gemini_status_t (*mark)(void *self, uint32_t stream, uint64_t *mark_out);
-  /* Makes stream wait until other has reached mark, which has been placed. other may be destroyed since. */
+  /* Makes stream wait until other has reached mark, which has been placed. other may be destroyed since. When other has
+   * failed, so does stream. */
   gemini_status_t (*wait)(void *self, uint32_t stream, uint32_t other, uint64_t mark);
   /* Makes stream wait until *flag >= value. Whoever stores the flag (release order) calls flag_wake after it.
    * flag must stay valid until a later mark of stream is reached. */
   gemini_status_t (*wait_flag)(void *self, uint32_t stream, const _Atomic uint64_t *flag, uint64_t value);
   void (*flag_wake)(void *self);
-  /* Has stream reached mark? A few nanoseconds. */
+  /* Has stream reached mark, and has nothing on it failed so far? A few nanoseconds. Who is told no waits by sync, which
+   * says what failed: so what is behind a failure is never taken for done. */
   bool (*reached)(void *self, uint32_t stream, uint64_t mark);
   /* Blocks until stream has reached mark, which has been placed; returns the stream's stored failure, which stays
    * until the stream is destroyed. */

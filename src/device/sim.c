@@ -444,6 +444,11 @@ static void run_copy(stream_t *stream, const task_t *task) {
   stream->at_ns = end_ns;
 }
 
+static void fail(stream_t *stream, int32_t status) { /* the first one stays */
+  int32_t none = GEMINI_OK;
+  if (status) atomic_compare_exchange_strong(&stream->failure, &none, status);
+}
+
 static void run_task(stream_t *stream, const task_t *task) {
   sim_t *sim = stream->sim;
   if (stream->at_ns < task->queued_ns) stream->at_ns = task->queued_ns;
@@ -452,6 +457,7 @@ static void run_task(stream_t *stream, const task_t *task) {
   case TASK_WAIT: {
     uint64_t ns;
     mark_wait(task->u.wait.other, task->u.wait.mark);
+    fail(stream, atomic_load(&task->u.wait.other->failure));
     if (!sim->paced) break;
     if (mark_time(task->u.wait.other, task->u.wait.mark, &ns) == GEMINI_OK && stream->at_ns < ns) stream->at_ns = ns;
     break;
@@ -473,11 +479,7 @@ static void run_task(stream_t *stream, const task_t *task) {
     *task->u.sum.sum = gmi_sum_squares(task->u.sum.src, task->variant, task->u.sum.count);
     work_done(stream);
     break;
-  case TASK_FAIL: {
-    int32_t none = GEMINI_OK;
-    atomic_compare_exchange_strong(&stream->failure, &none, (int32_t)task->variant);
-    break;
-  }
+  case TASK_FAIL: fail(stream, (int32_t)task->variant); break;
   default: break;
   }
 }
@@ -668,7 +670,8 @@ static gemini_status_t sim_wait_flag(void *self, uint32_t stream, const _Atomic 
 
 static bool sim_reached(void *self, uint32_t index, uint64_t mark) {
   stream_t *stream = stream_of(self, index);
-  return stream && atomic_load_explicit(&stream->reached, memory_order_acquire) >= mark;
+  return stream && atomic_load_explicit(&stream->reached, memory_order_acquire) >= mark &&
+         (!mark || !atomic_load_explicit(&stream->failure, memory_order_relaxed));
 }
 
 static gemini_status_t sim_sync(void *self, uint32_t index, uint64_t mark) {

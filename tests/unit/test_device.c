@@ -961,9 +961,15 @@ static void test_device_sim_failure_is_stored_until_destroyed(void) {
   uint32_t stream = stream_new(device), other = stream_new(device);
   CHECK_EQ(gmi_device_sim_fail(device, stream, GEMINI_ERR_DEVICE), GEMINI_OK);
   CHECK_EQ(gmi_device_sim_fail(device, stream, GEMINI_ERR_IO), GEMINI_OK);
+  uint64_t early = mark_new(device, other), mark = mark_new(device, stream);
+  CHECK_EQ(ops->sync(device, stream, mark), GEMINI_ERR_DEVICE);
   CHECK_EQ(ops->sync(device, stream, mark_new(device, stream)), GEMINI_ERR_DEVICE);
-  CHECK_EQ(ops->sync(device, stream, mark_new(device, stream)), GEMINI_ERR_DEVICE);
-  stream_drain(device, other);
+  CHECK(!ops->reached(device, stream, mark)); /* not as it should */
+  CHECK(ops->reached(device, stream, 0));
+  CHECK_EQ(ops->sync(device, other, early), GEMINI_OK);
+  CHECK(ops->reached(device, other, early));
+  CHECK_EQ(ops->wait(device, other, stream, mark), GEMINI_OK); /* a failure goes on to who builds on it */
+  CHECK_EQ(ops->sync(device, other, mark_new(device, other)), GEMINI_ERR_DEVICE);
   CHECK_EQ(ops->stream_destroy(device, stream), GEMINI_OK);
   CHECK_EQ(stream_new(device), stream);
   stream_drain(device, stream);
