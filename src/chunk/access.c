@@ -305,13 +305,18 @@ static void commit(gmi_manager_t *m, gemini_access_t *access, const prepared_t *
   } else if (device && atomic_load(&m->op_serial)) {
     gmi_tracer_touch(m, r->store->index, r->offset, r->size, access->mode);
   }
-  if (!device) m->acquired++;
+  if (!device && r->size) m->acquired++;
   access->ptr = (device ? r->store->base : r->store->host) + r->offset;
 }
 
 static gemini_status_t acquire_slow(gmi_manager_t *m, gemini_access_t *accesses, uint64_t count, uint32_t stream) {
   prepared_t small[SMALL_BATCH], *p = small;
-  gemini_status_t status = gmi_cut(m);
+  gemini_status_t status = GEMINI_OK;
+  for (uint64_t k = 0; !status && k < count && !atomic_load(&m->window_bytes); k++) { /* nothing is cut for these */
+    status = access_check(&accesses[k]);
+    if (!status) status = gmi_range_resolve(m, &accesses[k], &small[0].range);
+  }
+  if (!status) status = gmi_cut(m);
   if (status) return status;
   if (count > SMALL_BATCH && !(p = malloc(count * sizeof *p)))
     return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for a batch of %llu accesses", (unsigned long long)count);
@@ -399,25 +404,79 @@ gemini_status_t gemini_acquire(gemini_manager_t mgr, gemini_access_t *accesses, 
 }
 
 /* ---- release */
-static gemini_status_t release_check(gmi_manager_t *m, const gemini_access_t *access, gmi_range_t *r) {
+static gemini_status_t not_acquired(gmi_manager_t *m, const gemini_access_t *access, const gmi_range_t *r) {
+  return gmi_fail(GEMINI_ERR_STATE, 0, "%llu bytes at offset %llu of %s are not acquired so",
+                  (unsigned long long)r->size, (unsigned long long)access->offset_bytes, range_name(m, r));
+}
+
+/* Has the window more uses of this kind than a batch has given back so far? */
+static bool window_acquired(const gmi_window_t *w, const gemini_access_t *access, uint32_t given,
+                            uint32_t given_writing) {
+  uint32_t word = atomic_load_explicit(&w->word, memory_order_relaxed);
+  uint32_t pins = word & GMI_WINDOW_PINS, writers = (word & GMI_WINDOW_WRITERS) / GMI_WINDOW_WRITER;
+  if (access->tier != GEMINI_TIER_DEVICE) pins = w->host_users, writers = w->host_writers;
+  return access->mode & GEMINI_WRITE ? writers > given_writing : pins - writers > given - given_writing;
+}
+
+static gemini_status_t check_ptr(gmi_manager_t *m, const gemini_access_t *access, const gmi_range_t *r) {
+  if (access->tier == GEMINI_TIER_DEVICE || access->ptr == r->store->host + r->offset) return GEMINI_OK;
+  return gmi_fail(GEMINI_ERR_STATE, 0, "ptr of %s is %p, but it was acquired at %p", range_name(m, r), access->ptr,
+                  (void *)(r->store->host + r->offset));
+}
+
+static gemini_status_t release_resolve(gmi_manager_t *m, const gemini_access_t *access, gmi_range_t *r) {
   gemini_status_t status = access_check(access);
   if (!status) status = gmi_range_resolve(m, access, r);
-  if (status) return status;
-  bool write = access->mode & GEMINI_WRITE, device = access->tier == GEMINI_TIER_DEVICE;
-  bool held = r->first <= r->last && (!r->tensor || (atomic_load(&r->tensor->word) & GMI_TENSOR_USERS));
-  for (uint64_t i = r->first; held && i <= r->last; i++) {
-    gmi_window_t *w = &r->store->windows[i];
-    uint32_t word = atomic_load_explicit(&w->word, memory_order_relaxed);
-    if (device) held = (word & GMI_WINDOW_PINS) && (!write || (word & GMI_WINDOW_WRITERS));
-    else held = write ? w->host_writers > 0 : w->host_users > w->host_writers;
+  if (!status && r->size && r->first > r->last) status = not_acquired(m, access, r); /* nothing is cut yet */
+  return status;
+}
+
+/* Access k of a small batch, after those before it. */
+static gemini_status_t release_check(gmi_manager_t *m, const gemini_access_t *accesses, gmi_range_t *ranges,
+                                     uint64_t k) {
+  const gemini_access_t *access = &accesses[k];
+  const gmi_range_t *r = &ranges[k];
+  gemini_status_t status = release_resolve(m, access, &ranges[k]);
+  for (uint64_t i = r->first; !status && i <= r->last; i++) {
+    uint32_t given = 0, writing = 0;
+    for (uint64_t j = 0; j < k; j++) {
+      if (ranges[j].store != r->store || accesses[j].tier != access->tier || i < ranges[j].first || i > ranges[j].last)
+        continue;
+      given++;
+      writing += (accesses[j].mode & GEMINI_WRITE) != 0;
+    }
+    if (!window_acquired(&r->store->windows[i], access, given, writing)) status = not_acquired(m, access, r);
   }
-  if (!held && r->size)
-    return gmi_fail(GEMINI_ERR_STATE, 0, "%llu bytes at offset %llu of %s are not acquired so",
-                    (unsigned long long)r->size, (unsigned long long)access->offset_bytes, range_name(m, r));
-  if (!device && access->ptr != r->store->host + r->offset)
-    return gmi_fail(GEMINI_ERR_STATE, 0, "ptr of %s is %p, but it was acquired at %p", range_name(m, r), access->ptr,
-                    (void *)(r->store->host + r->offset));
-  return GEMINI_OK;
+  return status ? status : check_ptr(m, access, r);
+}
+
+/* A large batch, counted in the records themselves; lock held. Pass 0 counts, pass 1 clears the counts. */
+static gemini_status_t release_count(gmi_manager_t *m, const gemini_access_t *accesses, uint64_t count) {
+  gemini_status_t status = GEMINI_OK;
+  uint64_t counted = 0;
+  gmi_range_t r;
+  for (; !status && counted < count; counted++) {
+    const gemini_access_t *access = &accesses[counted];
+    bool device = access->tier == GEMINI_TIER_DEVICE, write = access->mode & GEMINI_WRITE;
+    status = release_resolve(m, access, &r);
+    if (status) break;
+    if (r.tensor && r.tensor->given++ >= (atomic_load(&r.tensor->word) & GMI_TENSOR_USERS))
+      status = not_acquired(m, access, &r);
+    for (uint64_t i = r.first; i <= r.last; i++) {
+      uint16_t *given = r.store->windows[i].given[device];
+      if (!status && !window_acquired(&r.store->windows[i], access, given[0], given[1]))
+        status = not_acquired(m, access, &r);
+      given[0]++;
+      given[1] += write;
+    }
+    if (!status) status = check_ptr(m, access, &r);
+  }
+  for (uint64_t k = 0; k < counted; k++) {
+    if (gmi_range_resolve(m, &accesses[k], &r)) continue;
+    if (r.tensor) r.tensor->given = 0;
+    for (uint64_t i = r.first; i <= r.last; i++) memset(r.store->windows[i].given, 0, sizeof r.store->windows[i].given);
+  }
+  return status;
 }
 
 /* In a slot that is the stream's own or no longer counts, else after waiting for one of the others. */
@@ -452,7 +511,7 @@ static gemini_status_t release_some(gmi_manager_t *m, const gemini_access_t *acc
   gemini_status_t status = GEMINI_OK;
   uint64_t claimed = 0; /* tensors first: the same one twice in a batch is found here */
   for (; claimed < count; claimed++) {
-    status = release_check(m, &accesses[claimed], &ranges[claimed]);
+    status = release_check(m, accesses, ranges, claimed);
     gmi_tensor_t *t = ranges[claimed].tensor;
     if (!status && t && !tensor_released(t, phase))
       status = gmi_fail(GEMINI_ERR_STATE, 0, "%s is not acquired so often", range_name(m, &ranges[claimed]));
@@ -462,7 +521,7 @@ static gemini_status_t release_some(gmi_manager_t *m, const gemini_access_t *acc
     if (ranges[k].tensor) atomic_fetch_add(&ranges[k].tensor->word, 1); /* its state comes with its last release */
   for (uint64_t k = 0; locked && !status && k < count; k++) {
     if (accesses[k].tier == GEMINI_TIER_DEVICE) continue;
-    m->acquired--;
+    if (ranges[k].size) m->acquired--;
     for (uint64_t i = ranges[k].first; i <= ranges[k].last; i++)
       unhold_window(&accesses[k], &ranges[k].store->windows[i]);
   }
@@ -485,10 +544,9 @@ static gemini_status_t release(gmi_manager_t *m, const gemini_access_t *accesses
   for (uint64_t k = 0; k < count; k++) host |= accesses[k].tier != GEMINI_TIER_DEVICE;
   gemini_status_t status = GEMINI_OK;
   if (count > SMALL_BATCH) { /* then it goes in parts, which are checked together first */
-    gmi_range_t r;
-    if (host) gmi_lock(m);
-    for (uint64_t k = 0; !status && k < count; k++) status = release_check(m, &accesses[k], &r);
-    if (host) gmi_unlock(m);
+    gmi_lock(m);
+    status = release_count(m, accesses, count);
+    gmi_unlock(m);
   }
   for (uint64_t k = 0; !status && k < count; k += SMALL_BATCH) {
     if (host) gmi_lock(m);
@@ -514,6 +572,27 @@ gemini_status_t gemini_release(gemini_manager_t mgr, const gemini_access_t *acce
 /* ---- hint, move, pin */
 typedef gemini_status_t (*window_fn)(gmi_manager_t *m, gmi_window_t *w, uint32_t tier);
 
+/* All are checked before the first moves. moves: as asked, or not at all. */
+static gemini_status_t each_check(gmi_manager_t *m, const gemini_access_t *accesses, uint64_t count, bool moves) {
+  gemini_status_t status = GEMINI_OK;
+  for (uint64_t k = 0; !status && k < count; k++) {
+    gmi_range_t r;
+    uint32_t tier = accesses[k].tier;
+    if (tier >= GEMINI_TIER_COUNT)
+      return gmi_fail(GEMINI_ERR_INVALID, 0, "tier is %u, the last one is %d", tier, GEMINI_TIER_FILE);
+    status = gmi_range_resolve(m, &accesses[k], &r);
+    for (uint64_t i = r.first; !status && moves && tier != GEMINI_TIER_DEVICE && i <= r.last; i++) {
+      gmi_window_t *w = &r.store->windows[i];
+      uint32_t word = atomic_load(&w->word);
+      bool held = (word & GMI_WINDOW_RESIDENT) && ((word & GMI_WINDOW_PINS) || w->user_pins);
+      if (held || (tier == GEMINI_TIER_FILE && w->host_users))
+        status = gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of %s is %s", range_name(m, &r),
+                          w->user_pins ? "pinned" : "acquired");
+    }
+  }
+  return status;
+}
+
 /* hold: windows that came to the device stay there until all have come. */
 static gemini_status_t each_window(gmi_manager_t *m, const gemini_access_t *accesses, uint64_t count, window_fn fn,
                                    bool hold) {
@@ -521,13 +600,9 @@ static gemini_status_t each_window(gmi_manager_t *m, const gemini_access_t *acce
     return gmi_fail(GEMINI_ERR_INVALID, 0, "accesses is NULL but count is %llu", (unsigned long long)count);
   if (count > BATCH_LIMIT)
     return gmi_fail(GEMINI_ERR_INVALID, 0, "count is %llu, at most %d", (unsigned long long)count, BATCH_LIMIT);
-  gemini_status_t status = gmi_cut(m);
+  gemini_status_t status = each_check(m, accesses, count, hold);
+  if (!status) status = gmi_cut(m);
   gmi_range_t r;
-  for (uint64_t k = 0; !status && k < count; k++) { /* all are checked before the first moves */
-    if (accesses[k].tier >= GEMINI_TIER_COUNT)
-      status = gmi_fail(GEMINI_ERR_INVALID, 0, "tier is %u, the last one is %d", accesses[k].tier, GEMINI_TIER_FILE);
-    if (!status) status = gmi_range_resolve(m, &accesses[k], &r);
-  }
   if (status) return status;
   uint64_t held = 0;
   for (uint64_t k = 0; !status && k < count; k++) {
@@ -592,8 +667,7 @@ gemini_status_t gemini_move(gemini_manager_t mgr, const gemini_access_t *accesse
 static gemini_status_t pin(gmi_manager_t *m, const gemini_access_t *access) {
   gmi_range_t r;
   if (!access) return gmi_fail(GEMINI_ERR_INVALID, 0, "access is NULL");
-  gemini_status_t status = gmi_cut(m);
-  if (!status) status = gmi_range_resolve(m, access, &r);
+  gemini_status_t status = gmi_range_ready(m, access, &r);
   if (status) return status;
   uint64_t pinned = 0;
   for (uint64_t i = r.first; !status && i <= r.last; i++) {
@@ -614,8 +688,7 @@ gemini_status_t gemini_pin(gemini_manager_t mgr, const gemini_access_t *access) 
 static gemini_status_t unpin(gmi_manager_t *m, const gemini_access_t *access) {
   gmi_range_t r;
   if (!access) return gmi_fail(GEMINI_ERR_INVALID, 0, "access is NULL");
-  gemini_status_t status = gmi_cut(m);
-  if (!status) status = gmi_range_resolve(m, access, &r);
+  gemini_status_t status = gmi_range_ready(m, access, &r);
   if (status) return status;
   for (uint64_t i = r.first; i <= r.last; i++)
     if (!r.store->windows[i].user_pins)

@@ -247,6 +247,13 @@ gemini_status_t gmi_range_resolve(gmi_manager_t *m, const gemini_access_t *acces
   return GEMINI_OK;
 }
 
+gemini_status_t gmi_range_ready(gmi_manager_t *m, const gemini_access_t *access, gmi_range_t *range_out) {
+  bool cut = atomic_load(&m->window_bytes);
+  gemini_status_t status = gmi_range_resolve(m, access, range_out);
+  if (!status && !cut) status = gmi_cut(m);
+  return status || cut ? status : gmi_range_resolve(m, access, range_out);
+}
+
 /* ---- arenas */
 static gemini_status_t arena_check(gmi_manager_t *m, gemini_arena_config_t *c, gmi_arena_t **like,
                                    gmi_arena_t **reuse) {

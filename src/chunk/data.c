@@ -100,8 +100,7 @@ static void range_written(gmi_manager_t *m, const gmi_range_t *r) {
 static gemini_status_t zero_range(gmi_manager_t *m, const gemini_access_t *access) {
   gmi_range_t r;
   if (!access) return gmi_fail(GEMINI_ERR_INVALID, 0, "access is NULL");
-  gemini_status_t status = gmi_cut(m);
-  if (!status) status = gmi_range_resolve(m, access, &r);
+  gemini_status_t status = gmi_range_ready(m, access, &r);
   if (!status) status = free_to_change(m, &r);
   if (status || !r.size) return status;
   if (r.arena->store != r.arena->index) {
@@ -186,28 +185,34 @@ static gemini_status_t zeros_to_file(int fd, uint64_t size, uint64_t offset) {
   return status;
 }
 
+static gemini_status_t file_check(const gmi_range_t *r, const gmi_window_t *w, bool write_file) {
+  if (!write_file && w->user_pins)
+    return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is pinned to the device", r->store->name);
+  if ((atomic_load(&w->word) & GMI_WINDOW_WRITERS) || w->host_writers)
+    return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is acquired for writing", r->store->name);
+  return GEMINI_OK;
+}
+
 /* Window by window, so that a range larger than the host budget passes; the lock is not held during I/O. */
 static gemini_status_t file_range(gmi_manager_t *m, const gemini_access_t *access, int fd, uint64_t fd_offset,
                                   bool write_file) {
   gmi_range_t r;
   if (!access) return gmi_fail(GEMINI_ERR_INVALID, 0, "access is NULL");
   if (fd < 0) return gmi_fail(GEMINI_ERR_INVALID, EBADF, "fd is %d", fd);
-  gemini_status_t status = gmi_cut(m);
-  if (!status) status = gmi_range_resolve(m, access, &r);
+  gemini_status_t status = gmi_range_ready(m, access, &r);
   if (status || !r.size) return status;
   if (fd_offset > (uint64_t)INT64_MAX - r.size)
     return gmi_fail(GEMINI_ERR_INVALID, 0, "fd_offset is %llu, past what a file can have",
                     (unsigned long long)fd_offset);
   if (!write_file) status = free_to_change(m, &r);
+  for (uint64_t i = r.first; !status && i <= r.last; i++) status = file_check(&r, &r.store->windows[i], write_file);
   for (uint64_t i = r.first; !status && i <= r.last; i++) {
     gmi_window_t *w = &r.store->windows[i];
     uint64_t begin, end;
     window_part(m, &r, i, &begin, &end);
     uint64_t at = fd_offset + (begin - r.offset);
-    if (!write_file && w->user_pins)
-      return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is pinned to the device", r.store->name);
-    if ((atomic_load(&w->word) & GMI_WINDOW_WRITERS) || w->host_writers)
-      return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is acquired for writing", r.store->name);
+    status = file_check(&r, w, write_file); /* again: the lock was given up meanwhile */
+    if (status) return status;
     bool zero = w->valid & GMI_VALID_ZERO;
     if (write_file && zero) {
       status = zeros_to_file(fd, end - begin, at);
@@ -318,8 +323,7 @@ static gemini_status_t norm(gmi_manager_t *m, const gemini_access_t *access, uin
   if (dtype > GEMINI_DTYPE_F64)
     return gmi_fail(GEMINI_ERR_INVALID, 0, "dtype is %u, the last one is %d", dtype, GEMINI_DTYPE_F64);
   gemini_status_t status = gmi_stream_resolve(m, stream, &s);
-  if (!status) status = gmi_cut(m);
-  if (!status) status = gmi_range_resolve(m, access, &r);
+  if (!status) status = gmi_range_ready(m, access, &r);
   if (status) return status;
   uint32_t width = widths[dtype];
   if (r.offset % width || r.size % width)

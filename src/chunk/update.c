@@ -251,7 +251,8 @@ static gemini_status_t walk_check(walk_t *k, const gemini_update_t *theirs, uint
   if (status) return status;
   gemini_update_t *u = &k->u;
   if (u->flags & ~(uint32_t)GEMINI_UPDATE_LATE)
-    return gmi_fail(GEMINI_ERR_INVALID, 0, "flags has unknown bits %#x", u->flags);
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "flags has unknown bits %#x", u->flags & ~(uint32_t)GEMINI_UPDATE_LATE);
+  if (u->reserved) return gmi_fail(GEMINI_ERR_INVALID, 0, "reserved is %u, must be 0", u->reserved);
   if (!u->arenas || !u->modes || !u->fn) return gmi_fail(GEMINI_ERR_INVALID, 0, "arenas, modes or fn is NULL");
   if (!u->arena_count || u->arena_count > GMI_UPDATE_ARENAS)
     return gmi_fail(GEMINI_ERR_INVALID, 0, "arena_count is %u, must be 1 to %d", u->arena_count, GMI_UPDATE_ARENAS);

@@ -484,7 +484,9 @@ static gemini_status_t budget_device(gmi_manager_t *m, uint64_t bytes) {
   } else {
     uint64_t memory = bytes - bytes % 4096;
     status = m->dev->resize(m->dev_self, memory);
+    if (status) gmi_fail(status, 0, "device %s refused to change its memory", m->dev->name);
   }
+  if (status == GEMINI_ERR_OOM_DEVICE) gmi_fail_prefix("a device budget of %llu: ", (unsigned long long)bytes);
   if (status) return status;
   m->config.device_bytes = bytes;
   status = gmi_tracer_replan(m);

@@ -72,7 +72,9 @@ typedef struct gmi_window {
   uint8_t valid;         /* GMI_VALID_* */
   bool host_slot;        /* its place in the host mirror is counted and may hold bytes */
   bool unmap_pending;    /* still mapped to a frame it has lost */
-  uint8_t reserved[7];
+  uint8_t reserved;
+  uint16_t given[2][2]; /* of a batch of releases while it is checked: [device][writing] */
+  uint16_t reserved2;
 } gmi_window_t;
 
 /* ---- tensors */
@@ -91,7 +93,7 @@ typedef struct gmi_tensor {
   uint32_t arena;        /* Constant while it lives */
   uint32_t hash_next;
   uint32_t generation; /* the last one given */
-  uint32_t reserved;
+  uint32_t given;      /* of a batch of releases while it is checked */
 } gmi_tensor_t;
 
 /* ---- arenas */
@@ -297,6 +299,8 @@ typedef struct gmi_range {
   uint64_t offset, size;
   uint32_t first, last; /* windows; first > last when not cut yet or empty */
 } gmi_range_t;
+/* Resolves the range, and cuts the arenas into windows if they are not yet; nothing is cut for a range that is wrong. */
+gemini_status_t gmi_range_ready(gmi_manager_t *m, const gemini_access_t *access, gmi_range_t *range_out);
 gemini_status_t gmi_range_resolve(gmi_manager_t *m, const gemini_access_t *access, gmi_range_t *range_out);
 gemini_status_t gmi_cut(gmi_manager_t *m); /* chooses the window size if that is still to be done; lock held */
 /* Cuts anew where that is possible: nothing in use, every byte fits on the host, no file tier, one thread, and the
