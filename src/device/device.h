@@ -1,4 +1,4 @@
-/* The table of operations that a device implements; one file per device (sim.c, later cuda.c).
+/* The table of operations that a device implements; one file per device (sim.c, cuda.c).
  * SPDX-License-Identifier: Apache-2.0
  *
  * Terms. A *stream* is an in-order queue, named by a small index. A *mark* is a point in a stream, named by a
@@ -94,10 +94,21 @@ typedef struct gmi_device_ops {
 
   /* Page-locks host memory so that copies are asynchronous; a no-op on the simulated device. */
   gemini_status_t (*host_lock)(void *self, void *base, uint64_t size_bytes);
+  /* May block until all work queued on the device is done. */
   gemini_status_t (*host_unlock)(void *self, void *base, uint64_t size_bytes);
 
   /* Nanoseconds, monotonic. */
   uint64_t (*now)(void *self);
+
+  /* Makes a stream of the caller's own (a cudaStream_t or CUstream of the device's primary context; NULL is its default
+   * stream) usable by an index. It stays the caller's: destroying the index waits for what is queued so far and leaves
+   * the stream as it is. It must outlive the index. UNSUPPORTED where there are no such streams, INVALID when it belongs
+   * to another device, OOM_SYSTEM as stream_create. */
+  gemini_status_t (*stream_adopt)(void *self, void *native, uint32_t *stream_out);
+  /* The stream as the device's own API names it. */
+  gemini_status_t (*stream_native)(void *self, uint32_t stream, void **native_out);
+  /* As mark(), for one whose time is not asked for: mark_time() of it may be INVALID. Much cheaper on a GPU. */
+  gemini_status_t (*mark_untimed)(void *self, uint32_t stream, uint64_t *mark_out);
 } gmi_device_ops_t;
 
 /* The host-simulated device: frames are extents of one memory file, never more than memory_bytes of them, addresses
@@ -108,6 +119,21 @@ typedef struct gmi_device_ops {
  * Work on it cannot fail by itself: gmi_device_sim_fail() queues a failure, for tests. */
 extern const gmi_device_ops_t gmi_device_sim;
 gemini_status_t gmi_device_sim_fail(void *self, uint32_t stream, gemini_status_t status);
+
+/* A GPU under the CUDA driver, which is looked for when it is opened: UNSUPPORTED without driver or GPU. What differs
+ * from the simulated device:
+ * - a mapping can be replaced or removed as a whole only: a map() or unmap() that cuts one is INVALID, and so is
+ *   destroying a frame that is still mapped;
+ * - the driver's queues are finite: with about a thousand copies, kernels and timed marks waiting on a stream, whoever
+ *   queues more blocks until the GPU has caught up, and meanwhile others may block who place marks or lock host memory
+ *   (never those who sync or wake flags); a copy from or to host memory that is not locked blocks, too;
+ * - one copy's host memory must lie within one host_lock();
+ * - a failure on one stream is one on all, and stays until the process ends;
+ * - a wait_flag() may hold other streams, too (they share hardware queues): what stores the flag must not wait for
+ *   device work queued after it;
+ * - marks' times are good to a microsecond between marks, and to some 20 us against now().
+ * What failed is in the thread's last error (gmi_fail), with the driver's name for it. */
+extern const gmi_device_ops_t gmi_device_cuda;
 
 /* Sum of squares in double, left to right. Never fails on a valid dtype. */
 double gmi_sum_squares(const void *src, uint32_t dtype, uint64_t count);

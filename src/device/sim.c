@@ -717,6 +717,15 @@ gemini_status_t gmi_device_sim_fail(void *self, uint32_t stream, gemini_status_t
   return enqueue(self, stream, &task, NULL);
 }
 
+static gemini_status_t sim_stream_adopt(void *self, void *native, uint32_t *stream_out) {
+  (void)self, (void)native, (void)stream_out;
+  return GEMINI_ERR_UNSUPPORTED;
+}
+static gemini_status_t sim_stream_native(void *self, uint32_t stream, void **native_out) {
+  (void)self, (void)stream, (void)native_out;
+  return GEMINI_ERR_UNSUPPORTED;
+}
+
 /* --- the device --- */
 
 static void sim_close(void *self) {
@@ -796,4 +805,7 @@ const gmi_device_ops_t gmi_device_sim = {
   .host_lock = sim_host_lock,
   .host_unlock = sim_host_lock,
   .now = sim_now,
+  .stream_adopt = sim_stream_adopt,
+  .stream_native = sim_stream_native,
+  .mark_untimed = sim_mark,
 };

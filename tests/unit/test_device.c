@@ -1,4 +1,8 @@
-/* The contract of a device (device.h), for any of them. SPDX-License-Identifier: Apache-2.0
+/* The contract of a device (device.h), for all of them. SPDX-License-Identifier: Apache-2.0
+ *
+ * Without more, it runs on the simulated device and then on the CUDA device over the fake driver of
+ * tests/reference/fake_cuda.c. GEMINI_TEST_DEVICE names one device only: sim, fake or cuda, the GPU of this machine
+ * (skipped without one).
  *
  * Device memory is touched through queued work only, except where a test says that it is for the simulated device. */
 #include <math.h>
@@ -13,7 +17,9 @@
 #include <unistd.h>
 
 #include "../check.h"
+#include "device/cuda_driver.h"
 #include "device/device.h"
+#include "fake_cuda.h"
 
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 #define SANITIZED 1
@@ -26,6 +32,8 @@
 #define NOTHING UINT64_C(0x5EED) /* what a result holds that must stay untouched */
 
 static const gmi_device_ops_t *ops = &gmi_device_sim;
+/* A real driver's queues are finite: this much waits on a held stream without trouble. */
+#define HELD_LIMIT (ops == &gmi_device_sim ? UINT64_MAX : UINT64_C(400))
 
 /* --- helpers --- */
 
@@ -291,9 +299,10 @@ static void test_device_map_replaces_what_was_mapped(void) {
 
 /* While copies to and from one window are queued and running, another window is remapped over and over. */
 static void test_device_remap_beside_running_copies_disturbs_nothing(void) {
-  enum { ROUNDS = 300, COPIES = 4 };
+  enum { COPIES = 4 };
   void *device = device_open(64 * MIB, 0, 0), *base = NULL;
   uint64_t size = round_up(device, 256 * KIB);
+  const int rounds = size > MIB ? 40 : 300;
   uint64_t steady = frame_new(device, size), turning[2] = { frame_new(device, size), frame_new(device, size) };
   uint32_t copier = stream_new(device), other = stream_new(device);
   CHECK_EQ(ops->reserve(device, 2 * size, &base), GEMINI_OK);
@@ -306,7 +315,7 @@ static void test_device_remap_beside_running_copies_disturbs_nothing(void) {
     copy_in(device, other, b, in, size);
     stream_drain(device, other);
   }
-  for (int round = 0; round < ROUNDS; round++) {
+  for (int round = 0; round < rounds; round++) {
     memset(in, round, size);
     for (int i = 0; i < COPIES; i++) {
       copy_in(device, copier, a, in, size);
@@ -412,14 +421,15 @@ static void test_device_marks_count_up_and_are_reached_in_order(void) {
   CHECK_EQ(ops->sync(device, stream, first), GEMINI_OK);
   CHECK(ops->reached(device, stream, first));
   gate_close(device, stream, &gate);
-  for (uint64_t i = 2; i < 1000; i++) CHECK_EQ(mark_new(device, stream), i);
+  uint64_t last = HELD_LIMIT < 999 ? HELD_LIMIT : 999;
+  for (uint64_t i = 2; i <= last; i++) CHECK_EQ(mark_new(device, stream), i);
   sleep_ns(5 * MS);
   CHECK(!ops->reached(device, stream, 2));
   gate_open(device, &gate);
-  CHECK_EQ(ops->sync(device, stream, 500), GEMINI_OK);
-  CHECK(ops->reached(device, stream, 500) && ops->reached(device, stream, 2));
-  CHECK_EQ(ops->sync(device, stream, 999), GEMINI_OK);
-  CHECK(!ops->reached(device, stream, 1000));
+  CHECK_EQ(ops->sync(device, stream, last / 2), GEMINI_OK);
+  CHECK(ops->reached(device, stream, last / 2) && ops->reached(device, stream, 2));
+  CHECK_EQ(ops->sync(device, stream, last), GEMINI_OK);
+  CHECK(!ops->reached(device, stream, last + 1));
   ops->close(device);
 }
 
@@ -449,6 +459,37 @@ static void test_device_mark_times_are_ordered_and_kept_for_4096(void) {
   CHECK_EQ(ops->sync(device, stream, last), GEMINI_OK);
   CHECK_EQ(ops->mark_time(device, stream, last, &ns), GEMINI_OK);
   CHECK(ns >= before && ns <= ops->now(device));
+  ops->close(device);
+}
+
+/* Marks with and without time are one sequence. */
+static void test_device_untimed_marks_are_marks(void) {
+  enum { MARKS = 20000 };
+  void *device = device_open(0, 0, 0);
+  uint32_t stream = stream_new(device), other = stream_new(device);
+  uint64_t random = 21, mark = NOTHING, last = 0, timed = 0, ns, previous = 0;
+  CHECK_EQ(ops->mark_untimed(device, GMI_DEVICE_MAX_STREAMS, &mark), GEMINI_ERR_INVALID);
+  CHECK_EQ(ops->mark_untimed(device, stream, NULL), GEMINI_ERR_INVALID);
+  for (uint64_t i = 1; i <= MARKS; i++) {
+    bool with_time = check_random(&random) % 4 == 0;
+    CHECK_EQ(with_time ? ops->mark(device, stream, &mark) : ops->mark_untimed(device, stream, &mark), GEMINI_OK);
+    CHECK_EQ(mark, i);
+    if (i % 100 == 0) {
+      CHECK_EQ(ops->wait(device, other, stream, mark - 7), GEMINI_OK);
+      CHECK_EQ(ops->mark_untimed(device, other, &last), GEMINI_OK);
+      CHECK_EQ(ops->sync(device, other, last), GEMINI_OK);
+      CHECK(ops->reached(device, stream, mark - 7));
+      gemini_status_t status = ops->mark_time(device, stream, mark - 7, &ns);
+      CHECK(status == GEMINI_OK || status == GEMINI_ERR_INVALID);
+    }
+    if (with_time) timed = mark;
+    if (!with_time || i % 3) continue;
+    CHECK_EQ(ops->sync(device, stream, timed), GEMINI_OK);
+    CHECK_EQ(ops->mark_time(device, stream, timed, &ns), GEMINI_OK);
+    CHECK(ns >= previous && ns <= ops->now(device));
+    previous = ns;
+  }
+  CHECK_EQ(ops->sync(device, stream, MARKS), GEMINI_OK);
   ops->close(device);
 }
 
@@ -534,12 +575,12 @@ static void test_device_wait_flag_waits_for_its_value(void) {
 
 /* A wake-up between a stream's look at the flag and its sleep must not be lost. */
 static void test_device_wait_flag_loses_no_wake_up(void) {
-  enum { ROUNDS = 20000 };
+  const uint64_t rounds = ops == &gmi_device_sim ? 20000 : 4000;
   void *device = device_open(0, 0, 0);
   uint32_t stream = stream_new(device);
   uint64_t random = 17;
   _Atomic uint64_t flag = 0;
-  for (uint64_t i = 1; i <= ROUNDS; i++) {
+  for (uint64_t i = 1; i <= rounds; i++) {
     CHECK_EQ(ops->wait_flag(device, stream, &flag, i), GEMINI_OK);
     uint64_t mark = mark_new(device, stream);
     /* Somewhere between the stream's waking up for the task and its sleeping for the flag. */
@@ -553,19 +594,137 @@ static void test_device_wait_flag_loses_no_wake_up(void) {
 
 static void test_device_queue_has_no_limit(void) {
   enum { CALLS = 200000 };
+  const uint64_t calls = HELD_LIMIT < CALLS ? HELD_LIMIT : CALLS;
   void *device = device_open(0, 0, 0);
   uint32_t stream = stream_new(device);
   static uint64_t order[CALLS + 1];
   _Atomic uint64_t gate;
   order[0] = 0;
   gate_close(device, stream, &gate);
-  for (int i = 0; i < CALLS; i++) CHECK_EQ(ops->call(device, stream, append, order), GEMINI_OK);
+  for (uint64_t i = 0; i < calls; i++) CHECK_EQ(ops->call(device, stream, append, order), GEMINI_OK);
   uint64_t mark = mark_new(device, stream);
   CHECK(!ops->reached(device, stream, mark));
   gate_open(device, &gate);
   CHECK_EQ(ops->sync(device, stream, mark), GEMINI_OK);
-  CHECK_EQ(order[0], CALLS);
-  for (uint64_t i = 0; i < CALLS; i++) CHECK_EQ(order[1 + i], i);
+  CHECK_EQ(order[0], calls);
+  for (uint64_t i = 0; i < calls; i++) CHECK_EQ(order[1 + i], i);
+  ops->close(device);
+}
+
+/* Each operation that must not wait for queued work, run while a stream is held: by another thread, so that one which
+ * does wait is noticed, named, and freed. */
+typedef struct held {
+  void *device, *range, *host;
+  uint32_t held, other, made;
+  uint64_t size, frame, mark, ns;
+  unsigned char *memory;
+  double sum;
+  gemini_status_t (*step)(struct held *h);
+  gemini_status_t status;
+  _Atomic int ended;
+} held_t;
+static gemini_status_t held_frame_create(held_t *h) { return ops->frame_create(h->device, h->size, &h->frame); }
+static gemini_status_t held_reserve(held_t *h) { return ops->reserve(h->device, 4 * h->size, &h->range); }
+static gemini_status_t held_map(held_t *h) { return ops->map(h->device, h->range, h->frame, h->size); }
+static gemini_status_t held_unmap(held_t *h) { return ops->unmap(h->device, h->range, h->size); }
+static gemini_status_t held_frame_destroy(held_t *h) { return ops->frame_destroy(h->device, h->frame, h->size); }
+static gemini_status_t held_unreserve(held_t *h) { return ops->unreserve(h->device, h->range, 4 * h->size); }
+static gemini_status_t held_host_lock(held_t *h) { return ops->host_lock(h->device, h->host, h->size); }
+static gemini_status_t held_resize(held_t *h) { return ops->resize(h->device, 64 * MIB); }
+static gemini_status_t held_stream_create(held_t *h) { return ops->stream_create(h->device, &h->made); }
+static gemini_status_t held_stream_destroy(held_t *h) { return ops->stream_destroy(h->device, h->made); }
+static gemini_status_t held_mark(held_t *h) { return ops->mark(h->device, h->held, &h->mark); }
+static gemini_status_t held_mark_untimed(held_t *h) { return ops->mark_untimed(h->device, h->held, &h->mark); }
+static gemini_status_t held_reached(held_t *h) { return ops->reached(h->device, h->held, h->mark) ? -1 : GEMINI_OK; }
+static gemini_status_t held_wait(held_t *h) { return ops->wait(h->device, h->other, h->held, h->mark); }
+static gemini_status_t held_zero(held_t *h) { return ops->zero(h->device, h->held, h->memory, h->size); }
+static gemini_status_t held_copy(held_t *h) {
+  return ops->copy(h->device, h->held, h->memory, h->host, h->size, GMI_COPY_H2D);
+}
+static gemini_status_t held_copy_back(held_t *h) {
+  return ops->copy(h->device, h->held, h->host, h->memory, h->size, GMI_COPY_D2H);
+}
+static gemini_status_t held_sum(held_t *h) {
+  return ops->sum_squares(h->device, h->held, h->memory, GEMINI_DTYPE_BF16, h->size / 2, &h->sum);
+}
+static gemini_status_t held_time(held_t *h) {
+  return ops->mark_time(h->device, h->held, h->mark, &h->ns) == GEMINI_ERR_INVALID ? GEMINI_OK : -1;
+}
+static gemini_status_t held_sync(held_t *h) { /* of what is reached */ return ops->sync(h->device, h->held, 1); }
+static void *held_main(void *user) {
+  held_t *h = user;
+  h->status = h->step(h);
+  atomic_store(&h->ended, 1);
+  return NULL;
+}
+
+static void test_device_operations_do_not_wait_for_a_held_stream(void) {
+  static const struct {
+    const char *name;
+    gemini_status_t (*step)(held_t *h);
+  } steps[] = {
+    { "frame_create", held_frame_create },
+    { "reserve", held_reserve },
+    { "map", held_map },
+    { "unmap", held_unmap },
+    { "map", held_map },
+    { "map again", held_map },
+    { "unmap", held_unmap },
+    { "frame_destroy", held_frame_destroy },
+    { "unreserve", held_unreserve },
+    { "host_lock", held_host_lock },
+    { "copy", held_copy },
+    { "copy back", held_copy_back },
+    { "zero", held_zero },
+    { "sum_squares", held_sum },
+    { "mark", held_mark },
+    { "mark_untimed", held_mark_untimed },
+    { "reached", held_reached },
+    { "sync of what is reached", held_sync },
+    { "mark_time", held_time },
+    { "wait", held_wait },
+    { "resize", held_resize },
+    { "stream_create", held_stream_create },
+    { "stream_destroy", held_stream_destroy },
+  };
+  void *device = device_open(64 * MIB, 0, 0);
+  held_t h = { .device = device, .held = stream_new(device), .other = stream_new(device) };
+  _Atomic uint64_t gate;
+  uint64_t blocked = 0;
+  h.size = round_up(device, MIB);
+  h.memory = memory_new(device, h.size);
+  stream_drain(device, h.held); /* mark 1 */
+  void *base = NULL;
+  CHECK_EQ(posix_memalign(&base, 4096, h.size), 0);
+  memset(base, 1, h.size);
+  h.host = base;
+  gate_close(device, h.held, &gate);
+  for (size_t i = 0; i < sizeof steps / sizeof *steps; i++) {
+    pthread_t thread;
+    h.step = steps[i].step;
+    atomic_store(&h.ended, 0);
+    uint64_t begin = ops->now(device);
+    CHECK_EQ(pthread_create(&thread, NULL, held_main, &h), 0);
+    while (!atomic_load(&h.ended) && ops->now(device) - begin < 2000 * MS) sleep_ns(MS / 100);
+    uint64_t took = ops->now(device) - begin;
+    bool waits = !atomic_load(&h.ended);
+    if (waits) {
+      fprintf(stderr, "    %s waits for queued work\n", steps[i].name);
+      blocked++;
+      gate_open(device, &gate);
+    }
+    CHECK_EQ(pthread_join(thread, NULL), 0);
+    CHECK_EQ(h.status, GEMINI_OK);
+    if (took > 20 * MS) fprintf(stderr, "    %s: %.1f ms\n", steps[i].name, (double)took / 1e6);
+    if (waits) {
+      stream_drain(device, h.held);
+      gate_close(device, h.held, &gate);
+    }
+  }
+  gate_open(device, &gate);
+  stream_drain(device, h.held);
+  CHECK_EQ(blocked, 0);
+  host_delete(device, h.host, h.size);
   ops->close(device);
 }
 
@@ -745,6 +904,57 @@ static void test_device_sum_squares_is_exact_and_ordered(void) {
   ops->close(device);
 }
 
+/* Pieces of random bytes, of every dtype, length and alignment, many at once, on two streams: bit for bit what the
+ * host sums up, and there for a function that is queued behind them. */
+typedef struct summed {
+  const double *sums;
+  double first, last;
+  uint64_t count;
+} summed_t;
+static void look_at_sums(void *user) {
+  summed_t *summed = user;
+  summed->first = summed->sums[0];
+  summed->last = summed->sums[summed->count - 1];
+}
+static bool same_number(double a, double b) { return isnan(a) ? isnan(b) : !memcmp(&a, &b, sizeof a); }
+
+static void test_device_sum_squares_of_many_pieces_is_the_hosts(void) {
+  enum { PIECES = 9001 }; /* more than a batch of any device */
+  static const uint32_t widths[] = { 4, 2, 2, 8 };
+  void *device = device_open(16 * MIB, 0, 0);
+  uint64_t size = 2 * MIB, random = 77;
+  uint32_t stream = stream_new(device), other = stream_new(device);
+  unsigned char *memory = memory_new(device, size), *host = host_new(device, size);
+  for (uint64_t i = 0; i < size; i += 8) {
+    uint64_t value = check_random(&random);
+    memcpy(host + i, &value, 8);
+  }
+  static double sums[PIECES], expected[PIECES]; /* not locked */
+  copy_in(device, stream, memory, host, size);
+  CHECK_EQ(ops->wait(device, other, stream, mark_new(device, stream)), GEMINI_OK);
+  for (int i = 0; i < PIECES; i++) {
+    uint64_t r = check_random(&random);
+    uint32_t dtype = (uint32_t)(r % 4), width = widths[dtype];
+    uint64_t offset = (r >> 8) % (size - 65536), count = i % 100 ? (r >> 40) % 700 : 65536 / width;
+    if (i % 3 == 0) offset -= offset % width;
+    if (i % 7 == 0) { /* finite values */
+      dtype = GEMINI_DTYPE_F16;
+      offset -= offset % 2;
+    }
+    sums[i] = -1.0;
+    expected[i] = gmi_sum_squares(host + offset, dtype, count);
+    CHECK_EQ(ops->sum_squares(device, i % 2 ? other : stream, memory + offset, dtype, count, &sums[i]), GEMINI_OK);
+  }
+  summed_t summed = { .sums = sums, .count = PIECES };
+  CHECK_EQ(ops->call(device, stream, look_at_sums, &summed), GEMINI_OK);
+  stream_drain(device, stream);
+  CHECK(same_number(summed.first, expected[0]) && same_number(summed.last, expected[PIECES - 1]));
+  stream_drain(device, other);
+  for (int i = 0; i < PIECES; i++) CHECK(same_number(sums[i], expected[i]));
+  host_delete(device, host, size);
+  ops->close(device);
+}
+
 /* Every F16 pattern against arithmetic; infinities and NaNs as such. */
 static void test_sum_squares_converts_every_half(void) {
   for (uint32_t bits = 0; bits < 65536; bits++) {
@@ -866,7 +1076,7 @@ static void *worker_main(void *user) {
   void *device = worker->device;
   uint64_t size = round_up(device, 32 * KIB), random = worker->seed;
   unsigned char *in = host_new(device, size), *out = host_new(device, size);
-  for (int round = 0; round < 150; round++) {
+  for (int round = 0; round < (size > MIB ? 20 : 150); round++) {
     void *base = NULL;
     uint32_t a = stream_new(device), b = stream_new(device);
     CHECK_EQ(ops->reserve(device, 2 * size, &base), GEMINI_OK);
@@ -1067,6 +1277,7 @@ static void nothing(void *user) { (void)user; }
 
 static int bench(void) {
   enum { ROUNDS = 20000, QUEUED = 200000 };
+  const int held = HELD_LIMIT < QUEUED ? (int)HELD_LIMIT : QUEUED;
   const uint64_t size = 64 * MIB;
   void *device = device_open(2 * size, 0, 0);
   uint32_t stream = stream_new(device);
@@ -1078,6 +1289,7 @@ static int bench(void) {
     CHECK_EQ(ops->call(device, stream, nothing, NULL), GEMINI_OK);
     stream_drain(device, stream);
   }
+  setvbuf(stdout, NULL, _IOLBF, 0);
   printf("call + mark + sync, idle stream:  %7.0f ns\n", (double)(ops->now(device) - begin) / ROUNDS);
   begin = ops->now(device);
   for (int i = 0; i < QUEUED; i++) CHECK_EQ(ops->call(device, stream, nothing, NULL), GEMINI_OK);
@@ -1086,12 +1298,29 @@ static int bench(void) {
   _Atomic uint64_t gate;
   gate_close(device, stream, &gate);
   begin = ops->now(device);
-  for (int i = 0; i < QUEUED; i++) mark = mark_new(device, stream);
-  printf("mark, held stream:                %7.0f ns\n", (double)(ops->now(device) - begin) / QUEUED);
+  for (int i = 0; i < held; i++) mark = mark_new(device, stream);
+  printf("mark, held stream:                %7.0f ns\n", (double)(ops->now(device) - begin) / held);
+  begin = ops->now(device);
+  for (int i = 0; i < QUEUED; i++) CHECK(!ops->reached(device, stream, mark));
+  printf("reached, not yet:                 %7.1f ns\n", (double)(ops->now(device) - begin) / QUEUED);
   gate_open(device, &gate);
   begin = ops->now(device);
   CHECK_EQ(ops->sync(device, stream, mark), GEMINI_OK);
-  printf("drain of marks:                   %7.0f ns each\n", (double)(ops->now(device) - begin) / QUEUED);
+  printf("drain of marks:                   %7.0f ns each\n", (double)(ops->now(device) - begin) / held);
+  begin = ops->now(device);
+  for (int i = 0; i < ROUNDS; i++) mark = mark_new(device, stream);
+  CHECK_EQ(ops->sync(device, stream, mark), GEMINI_OK);
+  printf("mark, free stream:                %7.0f ns\n", (double)(ops->now(device) - begin) / ROUNDS);
+  uint64_t ns, last = mark;
+  begin = ops->now(device);
+  for (int i = 0; i < ROUNDS; i++) CHECK_EQ(ops->mark_untimed(device, stream, &last), GEMINI_OK);
+  CHECK_EQ(ops->sync(device, stream, last), GEMINI_OK);
+  printf("mark_untimed, free stream:        %7.0f ns\n", (double)(ops->now(device) - begin) / ROUNDS);
+  for (int i = 0; i < 4096; i++) mark = mark_new(device, stream);
+  CHECK_EQ(ops->sync(device, stream, mark), GEMINI_OK);
+  begin = ops->now(device);
+  for (int i = 0; i < 4000; i++) CHECK_EQ(ops->mark_time(device, stream, mark - 3999 + (uint64_t)i, &ns), GEMINI_OK);
+  printf("mark_time:                        %7.0f ns\n", (double)(ops->now(device) - begin) / 4000);
   begin = ops->now(device);
   for (int i = 0; i < QUEUED; i++) CHECK(ops->reached(device, stream, mark));
   printf("reached:                          %7.1f ns\n", (double)(ops->now(device) - begin) / QUEUED);
@@ -1121,12 +1350,17 @@ static int bench(void) {
     if (took < best) best = took;
   }
   printf("copy of 64 MiB:                   %7.2f GB/s\n", (double)size / (double)best);
-  begin = ops->now(device);
-  double *sum = (double *)(void *)other;
-  CHECK_EQ(ops->sum_squares(device, stream, memory, GEMINI_DTYPE_BF16, size / 2, sum), GEMINI_OK);
-  stream_drain(device, stream);
-  printf("sum of squares, BF16:             %7.2f Gvalues/s\n",
-         (double)(size / 2) / (double)(ops->now(device) - begin));
+  static double sums[1024];
+  for (int round = 0; round < 2; round++) {
+    begin = ops->now(device);
+    for (uint64_t i = 0; i < size / 65536; i++)
+      CHECK_EQ(ops->sum_squares(device, stream, memory + i * 65536, GEMINI_DTYPE_BF16, 32768, &sums[i]), GEMINI_OK);
+    uint64_t queued = ops->now(device) - begin;
+    stream_drain(device, stream);
+    uint64_t took = ops->now(device) - begin;
+    printf("sums of squares, BF16, 64 KiB:    %7.2f Gvalues/s, 64 MiB in %.3f ms (queueing: %.0f ns each)\n",
+           (double)(size / 2) / (double)took, (double)took / 1e6, (double)queued / (double)(size / 65536));
+  }
   void *base = NULL;
   CHECK_EQ(ops->reserve(device, size, &base), GEMINI_OK);
   uint64_t frame = frame_new(device, size);
@@ -1141,6 +1375,7 @@ static int bench(void) {
   host_delete(device, host, size);
   host_delete(device, other, size);
   ops->close(device);
+  if (ops != &gmi_device_sim) return 0;
 
   device = device_open(2 * size, UINT64_C(2000000000), 0);
   stream = stream_new(device);
@@ -1155,39 +1390,89 @@ static int bench(void) {
   return 0;
 }
 
-int main(int argc, char **argv) {
-  if (argc > 1 && !strcmp(argv[1], "bench")) return bench();
-  RUN(test_device_open_with_bad_config_is_refused);
-  RUN(test_device_budget_is_exact_to_the_byte);
-  RUN(test_device_resize_keeps_what_exists);
-  RUN(test_device_bad_addresses_and_frames_are_refused);
-  RUN(test_device_ranges_do_not_overlap);
-  RUN(test_device_frame_at_two_addresses_is_one_memory);
-  RUN(test_device_map_replaces_what_was_mapped);
-  RUN(test_device_remap_beside_running_copies_disturbs_nothing);
-  RUN(test_device_streams_are_limited_and_reused);
-  RUN(test_device_bad_stream_arguments_are_refused);
-  RUN(test_device_marks_count_up_and_are_reached_in_order);
-  RUN(test_device_mark_times_are_ordered_and_kept_for_4096);
-  RUN(test_device_waits_order_work_across_streams);
-  RUN(test_device_wait_holds_one_stream_only);
-  RUN(test_device_wait_flag_waits_for_its_value);
-  RUN(test_device_wait_flag_loses_no_wake_up);
-  RUN(test_device_queue_has_no_limit);
-  RUN(test_device_destroy_and_close_finish_queued_work);
-  RUN(test_device_zero_clears_exactly_its_range);
-  RUN(test_device_random_copies_between_streams_agree_with_model);
-  RUN(test_device_sum_squares_is_exact_and_ordered);
-  RUN(test_sum_squares_converts_every_half);
-  RUN(test_device_four_threads_share_it);
-  RUN(test_device_four_threads_share_one_stream);
+/* argv[1]: a part of the names of the tests to run. */
+static const char *wanted;
+#define RUN_WANTED(test) \
+  if (!wanted || strstr(#test, wanted)) RUN(test)
+
+static void run_all(void) {
+  RUN_WANTED(test_device_open_with_bad_config_is_refused);
+  RUN_WANTED(test_device_budget_is_exact_to_the_byte);
+  RUN_WANTED(test_device_resize_keeps_what_exists);
+  RUN_WANTED(test_device_bad_addresses_and_frames_are_refused);
+  RUN_WANTED(test_device_ranges_do_not_overlap);
+  RUN_WANTED(test_device_frame_at_two_addresses_is_one_memory);
+  RUN_WANTED(test_device_map_replaces_what_was_mapped);
+  RUN_WANTED(test_device_remap_beside_running_copies_disturbs_nothing);
+  RUN_WANTED(test_device_streams_are_limited_and_reused);
+  RUN_WANTED(test_device_bad_stream_arguments_are_refused);
+  RUN_WANTED(test_device_marks_count_up_and_are_reached_in_order);
+  RUN_WANTED(test_device_mark_times_are_ordered_and_kept_for_4096);
+  RUN_WANTED(test_device_untimed_marks_are_marks);
+  RUN_WANTED(test_device_waits_order_work_across_streams);
+  RUN_WANTED(test_device_wait_holds_one_stream_only);
+  RUN_WANTED(test_device_wait_flag_waits_for_its_value);
+  RUN_WANTED(test_device_wait_flag_loses_no_wake_up);
+  RUN_WANTED(test_device_queue_has_no_limit);
+  RUN_WANTED(test_device_operations_do_not_wait_for_a_held_stream);
+  RUN_WANTED(test_device_destroy_and_close_finish_queued_work);
+  RUN_WANTED(test_device_zero_clears_exactly_its_range);
+  RUN_WANTED(test_device_random_copies_between_streams_agree_with_model);
+  RUN_WANTED(test_device_sum_squares_is_exact_and_ordered);
+  RUN_WANTED(test_device_sum_squares_of_many_pieces_is_the_hosts);
+  RUN_WANTED(test_sum_squares_converts_every_half);
+  RUN_WANTED(test_device_four_threads_share_it);
+  RUN_WANTED(test_device_four_threads_share_one_stream);
   if (ops == &gmi_device_sim) {
-    RUN(test_device_sim_copies_are_never_faster_than_the_rate);
-    RUN(test_device_sim_marks_time_a_copy_by_its_link);
-    RUN(test_device_sim_failure_is_stored_until_destroyed);
-    RUN(test_device_sim_touch_faults_unless_mapped);
-    RUN(test_device_sim_destroyed_frames_give_memory_back);
-    RUN(test_device_sim_file_size_limit_is_an_error);
+    RUN_WANTED(test_device_sim_copies_are_never_faster_than_the_rate);
+    RUN_WANTED(test_device_sim_marks_time_a_copy_by_its_link);
+    RUN_WANTED(test_device_sim_failure_is_stored_until_destroyed);
+    RUN_WANTED(test_device_sim_touch_faults_unless_mapped);
+    RUN_WANTED(test_device_sim_destroyed_frames_give_memory_back);
+    RUN_WANTED(test_device_sim_file_size_limit_is_an_error);
+  }
+}
+
+/* Is there a GPU? Says why not. */
+static bool gpu_found(void) {
+  gmi_device_config_t config = { 0 };
+  gemini_error_info_t info = GEMINI_ERROR_INFO_INIT;
+  void *device = NULL;
+  gemini_status_t status = gmi_device_cuda.open(&config, &device);
+  if (status == GEMINI_OK) {
+    gmi_device_cuda.close(device);
+    return true;
+  }
+  CHECK_EQ(gemini_last_error(&info), GEMINI_OK);
+  fprintf(stderr, "no GPU: %s: %s\n", gemini_status_string(status), info.message);
+  CHECK_EQ(status, GEMINI_ERR_UNSUPPORTED);
+  return false;
+}
+
+int main(int argc, char **argv) {
+  const char *only = getenv("GEMINI_TEST_DEVICE");
+  bool measure = argc > 1 && !strcmp(argv[1], "bench");
+  if (argc > 1) wanted = argv[1];
+  if (only && !strcmp(only, "cuda")) {
+    if (!gpu_found()) return 77;
+    ops = &gmi_device_cuda;
+    if (measure) return bench();
+    run_all();
+    return check_done();
+  }
+  if (!only || !strcmp(only, "sim")) {
+    if (measure) return bench();
+    run_all();
+  }
+  if (!only || !strcmp(only, "fake")) {
+    fprintf(stderr, "  over the fake CUDA driver:\n");
+    ops = &gmi_device_cuda;
+    gmi_cuda_driver_replace(fake_cuda_symbol);
+    if (measure) return bench();
+    run_all();
+    CHECK_EQ(fake_cuda_live(true), 0);
+    CHECK_EQ(fake_cuda_violations(), 0);
+    CHECK_EQ(fake_cuda_pageable_copies(), 0);
   }
   return check_done();
 }

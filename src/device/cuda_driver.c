@@ -1,0 +1,70 @@
+/* Finds the CUDA driver at run time. SPDX-License-Identifier: Apache-2.0 */
+#include <dlfcn.h>
+#include <pthread.h>
+#include <stdbool.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "core/status.h"
+#include "device/cuda_driver.h"
+
+#define LIBRARY "libcuda.so.1"
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static bool loaded; /* Guarded by lock, as the next three */
+static gmi_cuda_driver_t driver;
+static void *library; /* never closed: the driver's threads run its code to the end of the process */
+static void *(*replacement)(const char *name);
+
+static void *symbol_of(const char *name) { return replacement ? replacement(name) : dlsym(library, name); }
+
+/* Called with lock held. */
+static bool load(void) {
+  if (!replacement && !library) {
+    library = dlopen(LIBRARY, RTLD_NOW | RTLD_LOCAL);
+    if (!library) {
+      const char *why = dlerror();
+      gmi_fail(GEMINI_ERR_UNSUPPORTED, 0, "no CUDA driver on this machine: %s", why ? why : LIBRARY);
+      return false;
+    }
+  }
+  gmi_cuda_driver_t found;
+  const char *missing = NULL;
+  void *address;
+  /* A function pointer out of an object pointer: ISO C has no cast for it, POSIX lets it be copied. */
+#define FIND(field, symbol, parameters)       \
+  address = symbol_of(symbol);                \
+  if (!address && !missing) missing = symbol; \
+  memcpy(&found.field, &address, sizeof address);
+  GMI_CUDA_FUNCTIONS(FIND)
+#undef FIND
+  if (missing) {
+    gmi_fail(GEMINI_ERR_UNSUPPORTED, 0, "the CUDA driver is too old: %s has no %s", LIBRARY, missing);
+    return false;
+  }
+  driver = found;
+  return true;
+}
+
+const gmi_cuda_driver_t *gmi_cuda_driver(void) {
+  pthread_mutex_lock(&lock);
+  if (!loaded) loaded = load();
+  const gmi_cuda_driver_t *result = loaded ? &driver : NULL;
+  pthread_mutex_unlock(&lock);
+  return result;
+}
+
+void gmi_cuda_driver_replace(void *(*symbol)(const char *name)) {
+  pthread_mutex_lock(&lock);
+  replacement = symbol;
+  loaded = false;
+  pthread_mutex_unlock(&lock);
+}
+
+const char *gmi_cuda_error_name(const gmi_cuda_driver_t *from, cu_result_t result) {
+  static _Thread_local char number[32];
+  const char *name = NULL;
+  if (from->error_name(result, &name) == CU_SUCCESS && name) return name;
+  snprintf(number, sizeof number, "CUDA error %d", result);
+  return number;
+}

@@ -1,0 +1,43 @@
+/* Control of the fake CUDA driver (fake_cuda.c). SPDX-License-Identifier: Apache-2.0 */
+#ifndef FAKE_CUDA_H
+#define FAKE_CUDA_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+/* Set while no context is retained; fake_cuda_reset() puts the defaults back. */
+typedef struct fake_cuda_options {
+  int device_count;            /* 2 */
+  int lacking_attribute;       /* a CUdevice_attribute that no device has; 0 = none */
+  const char *lacking_symbol;  /* a function that the driver does not have; NULL = none */
+  uint32_t channels;           /* hardware queues that streams share, at most 64; 32 */
+  uint32_t queue_limit;        /* work waiting in one of them, after which queueing blocks; 1024 */
+  uint64_t memory_bytes;       /* of each device; 1 GiB */
+  double clock_rate;           /* the devices' seconds in a second; 1 */
+  void (*on_wait_value)(void); /* called when one is queued; NULL */
+} fake_cuda_options_t;
+extern fake_cuda_options_t fake_cuda;
+
+/* Functions by name, as dlsym() gives them; NULL: no such function. */
+void *fake_cuda_symbol(const char *name);
+/* Options and counts back to the start, no failure to come. */
+void fake_cuda_reset(void);
+
+/* Calls so far, of any function that can fail. */
+uint64_t fake_cuda_calls(void);
+/* The calls numbered first to last by fake_cuda_calls() do nothing and return result; last 0: none. */
+void fake_cuda_fail(uint64_t first, uint64_t last, int result);
+/* From now on that function does nothing and returns result; NULL ends it. */
+void fake_cuda_fail_function(const char *name, int result);
+/* What a kernel's fault does: nothing queued runs any more, every call returns result. Until the next reset. */
+void fake_cuda_lose(int result);
+
+/* What has been made and not ended, all kinds together; printed by kind to standard error when print. */
+uint64_t fake_cuda_live(bool print);
+/* Copies whose host memory was not page-locked, so that they blocked. */
+uint64_t fake_cuda_pageable_copies(void);
+/* Calls that no program may make, whatever they return: of the driver inside a host function, with no or another
+ * device's context, of what has been destroyed. */
+uint64_t fake_cuda_violations(void);
+
+#endif
