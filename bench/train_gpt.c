@@ -34,7 +34,7 @@ enum { SCHEDULE_CONSTANT, SCHEDULE_COSINE };
 static const char *const schedule_names[] = { "constant", "cosine", NULL };
 
 typedef struct options {
-  const char *text, *device_mem, *file_dir, *trace, *load_trace, *timeline;
+  const char *text, *device_mem, *host_mem, *file_dir, *trace, *load_trace, *timeline;
   uint32_t policy, schedule;
   uint64_t host_mem_bytes, file_mem_bytes, window_bytes, margin_bytes, sim_h2d_bytes_per_s, sim_d2h_bytes_per_s;
   uint64_t layers, width, heads, context, batch, steps, seed, warmup, update_threads;
@@ -65,9 +65,10 @@ static int parse_options(options_t *o, int argc, char **argv) {
     { "text", CLI_STRING, &o->text, "file, or directory of files, whose bytes are learned", 0, 0, NULL },
     { "policy", CLI_CHOICE, &o->policy, "where model data live", 0, 0, policy_names },
     { "device-mem", CLI_STRING, &o->device_mem, "device budget: bytes, or % of the model data", 0, 0, NULL },
-    { "host-mem", CLI_SIZE, &o->host_mem_bytes, "host budget; default: the model data, a quarter, and 8 MiB", 0, 0,
-      NULL },
-    { "file", CLI_STRING, &o->file_dir, "directory for what neither device nor host can hold", 0, 0, NULL },
+    { "host-mem", CLI_STRING, &o->host_mem, "host budget, likewise; default: the model data, a quarter, and 8 MiB", 0,
+      0, NULL },
+    { "file", CLI_STRING, &o->file_dir,
+      "directory, or several separated by ':', for what neither device nor host can hold", 0, 0, NULL },
     { "file-mem", CLI_SIZE, &o->file_mem_bytes, "file budget; default: as the host's", 0, 0, NULL },
     { "window", CLI_SIZE, &o->window_bytes, "chunk size; default: searched", 0, 0, NULL },
     { "margin", CLI_SIZE, &o->margin_bytes, "of the device budget, left unused", 0, 0, NULL },
@@ -424,7 +425,13 @@ static int open_memory(trainer_t *t, const model_shape_t *shape) {
   }
   /* Each arena's last chunk is part empty, which counts when the model is tiny. */
   uint64_t roomy_bytes = model_bytes + model_bytes / 4 + (UINT64_C(8) << 20);
-  t->host_budget_bytes = o->host_mem_bytes > 0 ? o->host_mem_bytes : roomy_bytes;
+  t->host_budget_bytes = roomy_bytes;
+  if (o->host_mem != NULL &&
+      (!cli_parse_share(o->host_mem, model_bytes, &t->host_budget_bytes) || t->host_budget_bytes == 0)) {
+    cli_error(program, "bad value of --host-mem: %s, expected a size such as 512MiB or a share such as 30%%",
+              o->host_mem);
+    return CLI_EXIT_USAGE;
+  }
   if (o->file_dir != NULL) t->file_budget_bytes = o->file_mem_bytes > 0 ? o->file_mem_bytes : roomy_bytes;
   gemini_config_t config = GEMINI_CONFIG_INIT;
   config.flags = o->strict ? GEMINI_CONFIG_STRICT : 0;

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Sets up, builds and tests, lane by lane; every lane runs, then any failure fails. SPDX-License-Identifier: Apache-2.0
-#   tests/run.sh [--lane release|asan|tsan]...
+#   tests/run.sh [--lane release|asan|tsan|valgrind]...
 # release: build/test, all tests with the library's own checks. asan: build/asan, address and undefined-behaviour
-# sanitizers. tsan: build/tsan, thread sanitizer. GEMINI_STRESS_STEPS sets the length of stress tests in every lane.
+# sanitizers. tsan: build/tsan, thread sanitizer. valgrind: build/valgrind, what makes sense in Memcheck, which sees the
+# code as it is delivered. GEMINI_STRESS_STEPS sets the length of stress tests in every lane.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 
@@ -11,14 +12,14 @@ while (($#)); do
   case $1 in
     --lane)
       case ${2:-} in
-        release | asan | tsan) lanes+=("$2"); shift 2 ;;
-        *) echo "run.sh: --lane ${2:-}: want release, asan or tsan" >&2; exit 2 ;;
+        release | asan | tsan | valgrind) lanes+=("$2"); shift 2 ;;
+        *) echo "run.sh: --lane ${2:-}: want release, asan, tsan or valgrind" >&2; exit 2 ;;
       esac ;;
-    --help) sed -n '2,5s/^# \{0,1\}//p' "$0"; exit 0 ;;
+    --help) sed -n '2,6s/^# \{0,1\}//p' "$0"; exit 0 ;;
     *) echo "run.sh: $1: unknown option, want --lane" >&2; exit 2 ;;
   esac
 done
-((${#lanes[@]})) || lanes=(release asan tsan)
+((${#lanes[@]})) || lanes=(release asan tsan valgrind)
 
 tests/setup.sh --test || exit 1
 
@@ -30,6 +31,7 @@ lane() {
     # A BLAS that the thread sanitizer has not seen compiled looks full of races to it.
     asan) build=build/asan; options+=(-DGEMINI_SANITIZE=address,undefined -DGEMINI_BENCH=ON) ;;
     tsan) build=build/tsan; options+=(-DGEMINI_SANITIZE=thread -DGEMINI_BENCH=OFF) ;;
+    valgrind) build=build/valgrind; options+=(-DGEMINI_VALGRIND=ON -DGEMINI_CHECK=OFF -DGEMINI_BENCH=OFF) ;;
   esac
   echo "run.sh: lane $name in $build"
   cmake -S . -B "$build" "${options[@]}" && cmake --build "$build" &&
@@ -38,7 +40,7 @@ lane() {
 
 # Lengths that take about a quarter of a minute each on two cores.
 steps_of() {
-  case $1 in release) echo 100000 ;; asan) echo 20000 ;; tsan) echo 6000 ;; esac
+  case $1 in release) echo 100000 ;; asan) echo 20000 ;; tsan) echo 6000 ;; valgrind) echo 1000 ;; esac
 }
 
 failed=()

@@ -1,14 +1,16 @@
 #!/usr/bin/env bash
 # Installs what building needs on Debian and Ubuntu; only what is missing. SPDX-License-Identifier: Apache-2.0
-#   tests/setup.sh --bench   compiler, CMake, BLAS
-#   tests/setup.sh --test    the same, Doxygen, and the tools of tests/requirements.txt in build/venv (default)
+#   tests/setup.sh --bench   compiler, CMake, BLAS, hwloc, liburing; builds the private jemalloc in build/deps/jemalloc
+#   tests/setup.sh --test    the same, Doxygen, Valgrind, and tests/requirements.txt in build/venv (default)
+# GEMINI_JEMALLOC_SOURCE: a jemalloc archive or folder, instead of the distribution's source package.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-packages=(gcc g++ make cmake ninja-build pkg-config python3 python3-venv libopenblas-dev)
+packages=(gcc g++ make cmake ninja-build pkg-config python3 python3-venv libopenblas-dev libhwloc-dev liburing-dev
+  dpkg-dev)
 case ${1:---test} in
   --bench) tools=0 ;;
-  --test) tools=1; packages+=(doxygen) ;;
+  --test) tools=1; packages+=(doxygen valgrind) ;;
   *) echo "setup.sh: $1: unknown option, want --bench or --test" >&2; exit 2 ;;
 esac
 
@@ -36,6 +38,8 @@ if ((${#missing[@]})); then
   "${apt[@]}" update
   "${apt[@]}" install -y --no-install-recommends "${missing[@]}"
 fi
+
+tests/jemalloc.sh
 
 if ((tools)); then
   stamp=build/venv/requirements.txt

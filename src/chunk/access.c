@@ -168,6 +168,11 @@ static const char *range_name(gmi_manager_t *m, const gmi_range_t *r) {
   return r->tensor ? gmi_tensor_base(m, r->tensor)->name : r->arena->name;
 }
 
+static void *range_pointer(gmi_manager_t *m, const gemini_access_t *access, const gmi_range_t *r) {
+  if (access->tier == GEMINI_TIER_DEVICE) return r->store->base + r->offset;
+  return r->size ? gmi_range_host(m, r->store, r->offset) : NULL;
+}
+
 static bool covers(gmi_manager_t *m, const gmi_range_t *r, uint32_t window) {
   uint64_t begin = (uint64_t)window << m->window_shift, end = begin + atomic_load(&m->window_bytes);
   return r->offset <= begin && r->offset + r->size >= end; /* behind the arena's end, too: it may grow, into zeros */
@@ -182,6 +187,8 @@ typedef struct {
 static gemini_status_t hold_window(gmi_manager_t *m, const gemini_access_t *access, const gmi_range_t *r,
                                    gmi_window_t *w) {
   bool write = access->mode & GEMINI_WRITE;
+  gemini_status_t status = gmi_updates_queue(m, w);
+  if (status) return status;
   if (access->tier == GEMINI_TIER_DEVICE) {
     uint32_t word = atomic_load(&w->word);
     if (w->host_writers || (write && w->host_users))
@@ -200,6 +207,7 @@ static gemini_status_t hold_window(gmi_manager_t *m, const gemini_access_t *acce
   if (w->host_users == UINT16_MAX)
     return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of %s is acquired 65535 times, the limit", range_name(m, r));
   w->host_users++;
+  w->given[0][0]++; /* of its users, those of this batch: it may still be placed */
   w->host_writers += write;
   return GEMINI_OK;
 }
@@ -224,7 +232,14 @@ static gemini_status_t bring_window(gmi_manager_t *m, const gemini_access_t *acc
     m->stats.acquire_misses += !fresh; /* for bytes that will all be overwritten nothing is fetched */
     return gmi_window_fetch(m, w, fresh, GEMINI_REASON_DEMAND, GMI_TAKE_EVICT);
   }
-  if (fresh) return gmi_host_slot_take(m, w); /* dead bytes: dropped in commit */
+  if (fresh) {
+    if (w->io) { /* what is being read is dead already */
+      gmi_lane_wait_slot(m, &m->host.slots[w->slot], m->host.slots[w->slot].work_queued);
+      gmi_files_poll(m);
+    }
+    gmi_file_forgive(w);
+    return gmi_host_slot_take(m, w); /* dead bytes: dropped in commit */
+  }
   return gmi_window_to_host(m, w, false, GEMINI_REASON_DEMAND);
 }
 
@@ -259,7 +274,7 @@ static gemini_status_t wait_windows(gmi_manager_t *m, const gemini_access_t *acc
       bool write = accesses[k].mode & GEMINI_WRITE;
       for (int u = 0; u < GMI_USES; u++) await(m, &waits, atomic_load(&w->writes.fence[u]));
       for (int u = 0; write && u < GMI_USES; u++) await(m, &waits, atomic_load(&w->reads.fence[u]));
-      if (write) await(m, &waits, w->host_fence); /* a copy of it may still be read */
+      if (write) await(m, &waits, w->copied_out);
     }
   }
   for (uint32_t s = 0; waits.set; s++, waits.set >>= 1) {
@@ -292,6 +307,7 @@ static void commit(gmi_manager_t *m, gemini_access_t *access, const prepared_t *
       gmi_window_wrote(m, w);
     } else {
       gmi_window_drop_device(m, w);
+      gmi_window_refilled(m, w);
       gmi_window_host_wrote(m, w);
     }
   }
@@ -306,7 +322,41 @@ static void commit(gmi_manager_t *m, gemini_access_t *access, const prepared_t *
     gmi_tracer_touch(m, r->store->index, r->offset, r->size, access->mode);
   }
   if (!device && r->size) m->acquired++;
-  access->ptr = (device ? r->store->base : r->store->host) + r->offset;
+  access->ptr = range_pointer(m, access, r);
+}
+
+/* Ranges of several windows on the host lie side by side there, with those that they overlap. */
+static gemini_status_t place_hosts(gmi_manager_t *m, const gemini_access_t *accesses, const prepared_t *p,
+                                   uint64_t count) {
+  gemini_status_t status = GEMINI_OK;
+  for (uint64_t k = 0; !status && k < count; k++) {
+    const gmi_range_t *r = &p[k].range;
+    if (accesses[k].tier != GEMINI_TIER_HOST || r->first >= r->last) continue;
+    uint32_t first = r->first, last = r->last;
+    for (bool grown = true; grown;) {
+      grown = false;
+      for (uint64_t j = 0; j < count; j++) {
+        const gmi_range_t *o = &p[j].range;
+        if (accesses[j].tier != GEMINI_TIER_HOST || o->store != r->store || o->first > last || o->last < first ||
+            o->first > o->last)
+          continue;
+        grown |= o->first < first || o->last > last;
+        if (o->first < first) first = o->first;
+        if (o->last > last) last = o->last;
+      }
+    }
+    status = gmi_host_run(m, r->store, first, last - first + 1);
+    for (uint32_t i = first; i <= last; i++) r->store->windows[i].given[0][1] = 1; /* it stays so */
+  }
+  return status;
+}
+
+static void forget_given(const gemini_access_t *accesses, const prepared_t *p, uint64_t count) {
+  for (uint64_t k = 0; k < count; k++) {
+    const gmi_range_t *r = &p[k].range;
+    for (uint64_t i = r->first; accesses[k].tier == GEMINI_TIER_HOST && i <= r->last; i++)
+      memset(r->store->windows[i].given, 0, sizeof r->store->windows[i].given);
+  }
 }
 
 static gemini_status_t acquire_slow(gmi_manager_t *m, gemini_access_t *accesses, uint64_t count, uint32_t stream) {
@@ -339,15 +389,18 @@ static gemini_status_t acquire_slow(gmi_manager_t *m, gemini_access_t *accesses,
                               "gradient of %s cannot be used: it has not been written whole since its parameter was",
                               range_name(m, r));
   }
-  uint64_t held = 0, held_windows = 0; /* accesses held whole; windows held of the next one */
+  uint64_t held = 0, held_windows = 0, touched = 0; /* accesses held whole; windows held of the next one */
   for (; !status && held < count; held += !status) {
     gmi_range_t *r = &p[held].range;
+    touched = held + 1;
     held_windows = 0;
     for (uint64_t i = r->first; !status && i <= r->last; i++) {
       status = hold_window(m, &accesses[held], r, &r->store->windows[i]);
       held_windows += !status;
     }
   }
+  if (!status) status = place_hosts(m, accesses, p, count);
+  forget_given(accesses, p, touched);
   for (uint64_t k = 0; !status && k < count; k++)
     for (uint64_t i = p[k].range.first; !status && i <= p[k].range.last; i++)
       status = bring_window(m, &accesses[k], &p[k].range, (uint32_t)i);
@@ -419,9 +472,10 @@ static bool window_acquired(const gmi_window_t *w, const gemini_access_t *access
 }
 
 static gemini_status_t check_ptr(gmi_manager_t *m, const gemini_access_t *access, const gmi_range_t *r) {
-  if (access->tier == GEMINI_TIER_DEVICE || access->ptr == r->store->host + r->offset) return GEMINI_OK;
+  void *ptr = range_pointer(m, access, r);
+  if (access->tier == GEMINI_TIER_DEVICE || access->ptr == ptr) return GEMINI_OK;
   return gmi_fail(GEMINI_ERR_STATE, 0, "ptr of %s is %p, but it was acquired at %p", range_name(m, r), access->ptr,
-                  (void *)(r->store->host + r->offset));
+                  ptr);
 }
 
 static gemini_status_t release_resolve(gmi_manager_t *m, const gemini_access_t *access, gmi_range_t *r) {
@@ -522,10 +576,15 @@ static gemini_status_t release_some(gmi_manager_t *m, const gemini_access_t *acc
   for (uint64_t k = 0; locked && !status && k < count; k++) {
     if (accesses[k].tier == GEMINI_TIER_DEVICE) continue;
     if (ranges[k].size) m->acquired--;
-    for (uint64_t i = ranges[k].first; i <= ranges[k].last; i++)
+    for (uint64_t i = ranges[k].first; i <= ranges[k].last; i++) {
       unhold_window(&accesses[k], &ranges[k].store->windows[i]);
+      gmi_host_released(m, &ranges[k].store->windows[i]);
+    }
   }
-  if (locked) gmi_unlock(m);
+  if (locked) {
+    if (m->deferred) gmi_lane_nudge(m); /* there may be room now */
+    gmi_unlock(m);
+  }
   if (status) return status;
   for (uint64_t k = 0; k < count; k++) {
     if (accesses[k].tier != GEMINI_TIER_DEVICE) continue;
@@ -609,7 +668,9 @@ static gemini_status_t each_window(gmi_manager_t *m, const gemini_access_t *acce
     gmi_range_resolve(m, &accesses[k], &r);
     for (uint64_t i = r.first; !status && i <= r.last; i++) {
       gmi_window_t *w = &r.store->windows[i];
-      status = fn(m, w, accesses[k].tier);
+      if (hold) status = gmi_updates_queue(m, w);
+      else if (w->deferred) continue;
+      if (!status) status = fn(m, w, accesses[k].tier);
       if (status || !hold || accesses[k].tier != GEMINI_TIER_DEVICE) continue;
       if ((atomic_load(&w->word) & GMI_WINDOW_PINS) == GMI_WINDOW_PINS)
         status = gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of %s is acquired %u times, the limit", range_name(m, &r),
@@ -618,6 +679,12 @@ static gemini_status_t each_window(gmi_manager_t *m, const gemini_access_t *acce
       atomic_fetch_add(&w->word, 1);
       held++;
     }
+  }
+  for (uint64_t k = 0; !status && hold && k < count; k++) { /* what comes from files has come */
+    gmi_range_resolve(m, &accesses[k], &r);
+    for (uint64_t i = r.first; !status && accesses[k].tier == GEMINI_TIER_HOST && i <= r.last; i++)
+      if (r.store->windows[i].io || r.store->windows[i].failed_read)
+        status = gmi_window_settle_host(m, &r.store->windows[i]);
   }
   for (uint64_t k = 0; held && k < count; k++) {
     if (accesses[k].tier != GEMINI_TIER_DEVICE) continue;
@@ -632,15 +699,15 @@ static gemini_status_t hint_window(gmi_manager_t *m, gmi_window_t *w, uint32_t t
   gemini_status_t status = GEMINI_OK;
   bool acquired = (atomic_load(&w->word) & GMI_WINDOW_PINS) || w->host_users;
   if (tier == GEMINI_TIER_DEVICE && !w->host_writers) {
-    if (!(w->valid & (GMI_VALID_HOST | GMI_VALID_ZERO)) && !w->host_slot && room < atomic_load(&m->window_bytes))
+    if (!(w->valid & (GMI_VALID_HOST | GMI_VALID_ZERO)) && w->slot == GMI_NONE && room < atomic_load(&m->window_bytes))
       return GEMINI_OK;
     status = gmi_window_fetch(m, w, false, GEMINI_REASON_CALLER, 0);
     if (status == GEMINI_ERR_OOM_DEVICE) status = GEMINI_OK;
-  } else if (tier == GEMINI_TIER_HOST && (w->host_slot || room >= atomic_load(&m->window_bytes)) &&
+  } else if (tier == GEMINI_TIER_HOST && (w->slot != GMI_NONE || room >= atomic_load(&m->window_bytes)) &&
              !(atomic_load(&w->word) & GMI_WINDOW_WRITERS) && !(w->valid & GMI_VALID_ZERO)) {
     status = gmi_window_to_host(m, w, false, GEMINI_REASON_CALLER);
   } else if (tier == GEMINI_TIER_FILE && m->files && !acquired && !w->user_pins &&
-             (w->host_slot || room >= atomic_load(&m->window_bytes) || w->valid != GMI_VALID_DEVICE)) {
+             (w->slot != GMI_NONE || room >= atomic_load(&m->window_bytes) || w->valid != GMI_VALID_DEVICE)) {
     status = gmi_window_to_file(m, w, GEMINI_REASON_CALLER);
     if (status == GEMINI_ERR_OOM_FILE) status = GEMINI_OK;
   }
@@ -674,6 +741,7 @@ static gemini_status_t pin(gmi_manager_t *m, const gemini_access_t *access) {
     gmi_window_t *w = &r.store->windows[i];
     if (w->user_pins == UINT16_MAX)
       status = gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of %s is pinned 65535 times, the limit", range_name(m, &r));
+    if (!status) status = gmi_updates_queue(m, w);
     if (!status) status = move_window(m, w, GEMINI_TIER_DEVICE);
     if (status) break;
     w->user_pins++;

@@ -35,9 +35,6 @@ gmi_tensor_t *gmi_tensor_get(gmi_manager_t *m, gemini_tensor_t handle) {
 }
 
 gmi_arena_t *gmi_window_arena(gmi_manager_t *m, const gmi_window_t *w) { return gmi_arena_at(m, w->arena); }
-uint8_t *gmi_window_host(gmi_manager_t *m, const gmi_window_t *w) {
-  return gmi_arena_at(m, w->arena)->host + ((uint64_t)w->index << m->window_shift);
-}
 uint8_t *gmi_window_device(gmi_manager_t *m, const gmi_window_t *w) {
   return gmi_arena_at(m, w->arena)->base + ((uint64_t)w->index << m->window_shift);
 }
@@ -59,7 +56,7 @@ gemini_status_t gmi_arena_grow(gmi_manager_t *m, gmi_arena_t *store) {
   for (uint32_t i = count; i < want; i++) {
     gmi_window_t *w = &store->windows[i];
     memset(w, 0, sizeof *w);
-    w->frame = w->file_block = GMI_NONE;
+    w->frame = w->slot = w->file_block = GMI_NONE;
     w->arena = store->index;
     w->index = i;
     w->valid = GMI_VALID_ZERO;
@@ -102,6 +99,8 @@ gemini_status_t gmi_cut(gmi_manager_t *m) {
   atomic_store_explicit(&m->window_bytes, window, memory_order_release);
   status = gmi_frames_init(m);
   if (!status) status = gmi_heap_open(m);
+  if (!status) status = gmi_host_cut(m);
+  if (!status) status = gmi_files_cut(m);
   for (uint32_t i = 0; !status && i < GMI_ARENAS; i++) {
     gmi_arena_t *a = gmi_arena_at(m, i);
     if (a) status = gmi_arena_grow(m, a);
@@ -136,43 +135,87 @@ static bool recut_possible(gmi_manager_t *m, uint64_t window) {
     for (uint32_t k = 0; a && a->windows && k < atomic_load(&a->window_count); k++) {
       gmi_window_t *w = &a->windows[k];
       if ((atomic_load(&w->word) & GMI_WINDOW_PINS) || w->host_users || w->user_pins) return false;
+      if (w->slot != GMI_NONE && w->slot >= m->host.slot_count) return false;
     }
     if (a && a->store == i) {
       need += round_up(atomic_load(&a->size), window);
       if (a->capacity % window) return false;
     }
   }
-  return threads <= 1 && need <= m->config.host_bytes &&
+  return threads <= 1 && need <= m->config.host_bytes && !gmi_host_blocks(m) &&
          m->config.device_bytes - m->config.device_margin_bytes >= window;
 }
 
-/* The host mirror keeps every byte where it is; only the records change. What reads as zero becomes zeros where it
- * shares a new window with other bytes. */
-static gemini_status_t recut_arena(gmi_manager_t *m, gmi_arena_t *a, gmi_window_t *old, uint32_t old_count,
-                                   uint32_t old_shift) {
+/* Parts of the host tier, as long as the smaller of the two windows, and where what lies there belongs. */
+typedef struct {
+  uint64_t bytes, count;
+  uint32_t *goes;   /* [count] GMI_NONE: nothing lies here */
+  uint8_t *scratch; /* bytes */
+} parts_t;
+
+static void parts_move(gmi_manager_t *m, parts_t *p) {
+  for (uint64_t at = 0; at < p->count; at++) {
+    while (p->goes[at] != GMI_NONE && p->goes[at] != at) { /* until the one that belongs here has come */
+      uint32_t to = p->goes[at];
+      uint8_t *a = m->host.base + at * p->bytes, *b = m->host.base + to * p->bytes;
+      if (p->goes[to] != GMI_NONE) memcpy(p->scratch, b, p->bytes);
+      memcpy(b, a, p->bytes);
+      if (p->goes[to] != GMI_NONE) memcpy(a, p->scratch, p->bytes);
+      p->goes[at] = p->goes[to];
+      p->goes[to] = to;
+    }
+  }
+}
+
+typedef struct {
+  gmi_window_t *windows;
+  uint64_t map_bytes;
+  uint32_t count;
+} old_cut_t;
+
+/* Every byte goes home under the new cut. */
+static void go_home(gmi_manager_t *m, const old_cut_t *old, uint32_t old_shift, parts_t *p) {
+  uint64_t window = UINT64_C(1) << m->window_shift, old_window = UINT64_C(1) << old_shift;
+  memset(p->goes, 0xff, p->count * sizeof *p->goes);
+  for (uint32_t i = 0; i < GMI_ARENAS; i++) {
+    gmi_arena_t *a = gmi_arena_at(m, i);
+    for (uint32_t k = 0; k < old[i].count; k++) {
+      if (!(old[i].windows[k].valid & GMI_VALID_HOST)) continue;
+      uint64_t from = (uint64_t)old[i].windows[k].slot << old_shift, offset = (uint64_t)k << old_shift;
+      uint64_t to = (uint64_t)a->home * window + offset, end = round_up(atomic_load(&a->size), window);
+      for (uint64_t at = 0; at < old_window && offset + at < end; at += p->bytes)
+        p->goes[(from + at) / p->bytes] = (uint32_t)((to + at) / p->bytes);
+    }
+  }
+  parts_move(m, p);
+}
+
+/* New records for one arena, whose bytes are home. What reads as zero becomes zeros where it shares a new window with
+ * other bytes. */
+static gemini_status_t recut_arena(gmi_manager_t *m, gmi_arena_t *a, const old_cut_t *old, uint32_t old_shift) {
   gemini_status_t status = gmi_arena_grow(m, a);
   uint64_t window = UINT64_C(1) << m->window_shift, old_window = UINT64_C(1) << old_shift;
   for (uint32_t k = 0; !status && k < atomic_load(&a->window_count); k++) {
     uint64_t begin = k * window, end = begin + window;
     bool any = false;
-    for (uint64_t o = begin >> old_shift; o < old_count && o * old_window < end; o++)
-      any |= !(old[o].valid & GMI_VALID_ZERO);
+    for (uint64_t o = begin >> old_shift; o < old->count && o * old_window < end; o++)
+      any |= !(old->windows[o].valid & GMI_VALID_ZERO);
     if (!any) continue;
-    for (uint64_t o = begin >> old_shift; o < old_count && o * old_window < end; o++) {
+    status = gmi_host_slot_take(m, &a->windows[k]);
+    if (status) break;
+    for (uint64_t o = begin >> old_shift; o < old->count && o * old_window < end; o++) {
       uint64_t from = o * old_window > begin ? o * old_window : begin;
       uint64_t to = (o + 1) * old_window < end ? (o + 1) * old_window : end;
-      if (old[o].valid & GMI_VALID_ZERO) memset(a->host + from, 0, to - from);
+      if (old->windows[o].valid & GMI_VALID_ZERO) memset(gmi_range_host(m, a, from), 0, to - from);
     }
-    status = gmi_host_slot_take(m, &a->windows[k]);
     a->windows[k].valid = GMI_VALID_HOST;
   }
   return status;
 }
 
-gemini_status_t gmi_recut(gmi_manager_t *m, uint64_t window) {
+static gemini_status_t recut(gmi_manager_t *m, uint64_t window, parts_t *p, old_cut_t *old) {
   uint64_t old_window = atomic_load(&m->window_bytes);
   uint32_t old_shift = m->window_shift;
-  if (window == old_window || m->config.window_bytes || !recut_possible(m, window)) return GEMINI_OK;
   gmi_lane_drain(m);
   for (uint32_t i = 0; i < GMI_ARENAS; i++) {
     gmi_arena_t *a = gmi_arena_at(m, i);
@@ -183,6 +226,13 @@ gemini_status_t gmi_recut(gmi_manager_t *m, uint64_t window) {
       if (status) return status; /* as it was, only less of it resident */
     }
   }
+  gmi_host_homes(m, (uint32_t)__builtin_ctzll(window));
+  gemini_status_t status = GEMINI_OK;
+  for (uint32_t i = 0; i < GMI_ARENAS && !status; i++) {
+    gmi_arena_t *a = gmi_arena_at(m, i);
+    if (a && a->store == i) status = gmi_host_commit(m, a->home * window, round_up(atomic_load(&a->size), window));
+  }
+  if (status) return status;
   for (uint32_t i = 0; i < m->unmap_count; i++) gmi_fence_sync(m, m->unmaps[i].fence);
   gmi_reap(m);
   atomic_store(&m->window_bytes, 0);
@@ -192,25 +242,43 @@ gemini_status_t gmi_recut(gmi_manager_t *m, uint64_t window) {
   m->window_total = 0;
   m->host_used = 0;
   for (int link = 0; link < 2; link++) m->link_ns[link].mean *= (double)window / (double)old_window;
-  atomic_store(&m->window_bytes, window);
-  gemini_status_t status = gmi_frames_init(m);
-  if (!status) status = gmi_heap_open(m);
   for (uint32_t i = 0; i < GMI_ARENAS; i++) {
     gmi_arena_t *a = gmi_arena_at(m, i);
     if (!a || !a->windows) continue;
-    gmi_window_t *old = a->windows;
-    uint64_t old_bytes = a->window_map_bytes;
-    uint32_t old_count = atomic_load(&a->window_count);
-    for (uint32_t k = 0; k < old_count; k++)
-      if (old[k].host_slot) m->dev->host_unlock(m->dev_self, a->host + k * old_window, old_window);
+    old[i] = (old_cut_t){ a->windows, a->window_map_bytes, atomic_load(&a->window_count) };
     a->windows = NULL;
     atomic_store(&a->window_count, 0);
-    gemini_status_t made = recut_arena(m, a, old, old_count, old_shift);
+  }
+  atomic_store(&m->window_bytes, window);
+  status = gmi_frames_init(m);
+  if (!status) status = gmi_heap_open(m);
+  gemini_status_t made = gmi_host_cut(m);
+  if (!status) status = made;
+  go_home(m, old, old_shift, p);
+  for (uint32_t i = 0; i < GMI_ARENAS; i++) {
+    if (!old[i].windows) continue;
+    made = recut_arena(m, gmi_arena_at(m, i), &old[i], old_shift);
     if (!status) status = made;
-    gmi_space_free(old, old_bytes);
+    gmi_space_free(old[i].windows, old[i].map_bytes);
   }
   gmi_log(m, GEMINI_LOG_INFO, "windows of %llu bytes instead of %llu, by the access order", (unsigned long long)window,
           (unsigned long long)old_window);
+  return status;
+}
+
+gemini_status_t gmi_recut(gmi_manager_t *m, uint64_t window) {
+  uint64_t old_window = atomic_load(&m->window_bytes);
+  if (window == old_window || m->config.window_bytes || !recut_possible(m, window)) return GEMINI_OK;
+  parts_t p = { .bytes = window < old_window ? window : old_window };
+  p.count = m->config.host_bytes / p.bytes;
+  p.goes = malloc(p.count * sizeof *p.goes);
+  p.scratch = malloc(p.bytes);
+  old_cut_t *old = calloc(GMI_ARENAS, sizeof *old);
+  gemini_status_t status = !p.goes || !p.scratch || !old ? GEMINI_ERR_OOM_SYSTEM : GEMINI_OK;
+  status = status ? gmi_fail(status, ENOMEM, "no memory to cut anew") : recut(m, window, &p, old);
+  free(p.goes);
+  free(p.scratch);
+  free(old);
   return status;
 }
 
@@ -289,7 +357,6 @@ static gemini_status_t arena_check(gmi_manager_t *m, gemini_arena_config_t *c, g
 static void arena_free(gmi_manager_t *m, gmi_arena_t *a) {
   if (a->store == a->index) {
     if (a->base) m->dev->unreserve(m->dev_self, a->base, a->capacity);
-    gmi_space_free(a->host, a->capacity);
     gmi_space_free(a->windows, a->window_map_bytes);
   }
   free(a->order);
@@ -334,13 +401,11 @@ static gemini_status_t arena_create(gmi_manager_t *m, const gemini_arena_config_
   if (reuse) {
     a->store = reuse->index;
     a->base = reuse->base;
-    a->host = reuse->host;
   } else {
     void *address = NULL;
     status = m->dev->reserve(m->dev_self, a->capacity, &address);
     a->base = status ? NULL : address;
-    a->host = status ? NULL : gmi_space(a->capacity);
-    if (!a->host) {
+    if (status) {
       arena_free(m, a);
       return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no address range of %llu bytes for arena %s",
                       (unsigned long long)capacity, c.name ? c.name : kinds[c.kind]);
@@ -410,19 +475,23 @@ static gemini_status_t arena_destroy(gmi_manager_t *m, gemini_arena_t handle) {
   gmi_arena_t *a = gmi_arena_get(m, handle);
   if (!a) return GEMINI_ERR_HANDLE;
   if (a->followers) return gmi_fail(GEMINI_ERR_BUSY, 0, "%u arenas follow or reuse arena %s", a->followers, a->name);
+  gemini_status_t status = gmi_updates_queue(m, NULL); /* nothing of it may be left that names it */
+  if (status) return status;
+  gmi_lane_drain(m);
   uint32_t count = a->store == a->index ? atomic_load(&a->window_count) : 0;
   for (uint32_t i = 0; i < count; i++) {
     gmi_window_t *w = &a->windows[i];
     if ((atomic_load(&w->word) & GMI_WINDOW_PINS) || w->host_users || w->user_pins)
       return gmi_fail(GEMINI_ERR_BUSY, 0, "a range of arena %s is acquired or pinned", a->name);
   }
-  gemini_status_t status = tensors_kill(m, a);
+  status = tensors_kill(m, a);
   if (!status && a->store != a->index) { /* the parameters whose bytes it has taken cannot come back: they are zero */
     status = gmi_gradients_drop(m, a);
     for (uint32_t i = 0; status && i < a->tensor_count; i++) tensor_revive(&m->tensors[a->order[i]]);
   }
   if (status) return status;
   for (uint32_t i = 0; i < count; i++) gmi_window_forget(m, &a->windows[i]);
+  gmi_host_forget(m);
   for (uint32_t i = 0; i < m->unmap_count; i++)
     if (m->unmaps[i].window && m->unmaps[i].window->arena == a->index) gmi_fence_sync(m, m->unmaps[i].fence);
   gmi_reap(m);
@@ -444,7 +513,6 @@ gemini_status_t gemini_arena_destroy(gemini_manager_t mgr, gemini_arena_t arena)
   gmi_manager_t *m = gmi_manager_get(mgr);
   if (!m) API_RETURN(GEMINI_ERR_HANDLE);
   if (!arena) return GEMINI_OK;
-  gmi_lane_drain(m);
   gmi_lock(m);
   gemini_status_t status = arena_destroy(m, arena);
   gmi_unlock(m);
@@ -549,7 +617,7 @@ static uint64_t name_hash(const char *name) {
   for (; *name; name++) h = (h ^ (unsigned char)*name) * UINT64_C(1099511628211);
   return h;
 }
-static uint32_t name_find(gmi_manager_t *m, const char *name) {
+uint32_t gmi_tensor_named(gmi_manager_t *m, const char *name) {
   uint32_t i = m->name_buckets[name_hash(name) % m->name_bucket_count];
   while (i != GMI_NONE && strcmp(m->tensors[i].name, name)) i = m->tensors[i].hash_next;
   return i;
@@ -618,7 +686,7 @@ static gemini_status_t tensor_register(gmi_manager_t *m, gemini_arena_t arena, c
   if (!length || length > NAME_LIMIT)
     return gmi_fail(GEMINI_ERR_INVALID, 0, "a tensor's name has %zu bytes or more, must have 1 to %d", length,
                     NAME_LIMIT);
-  if (name_find(m, name) != GMI_NONE) return gmi_fail(GEMINI_ERR_EXISTS, 0, "a tensor named %s exists", name);
+  if (gmi_tensor_named(m, name) != GMI_NONE) return gmi_fail(GEMINI_ERR_EXISTS, 0, "a tensor named %s exists", name);
   bool next = offset == GEMINI_OFFSET_NEXT;
   uint64_t used = atomic_load(&a->size);
   if (!next) {
@@ -643,7 +711,7 @@ static gemini_status_t tensor_register(gmi_manager_t *m, gemini_arena_t arena, c
   }
   m->tensors[index].name = copy;
   if (m->tensor_alive > (uint64_t)m->name_bucket_count * 2) names_grow(m);
-  if (name_find(m, copy) == GMI_NONE) name_insert(m, index); /* names_grow() may have put it in */
+  if (gmi_tensor_named(m, copy) == GMI_NONE) name_insert(m, index); /* names_grow() may have put it in */
   *tensor_out = gmi_handle(m, GMI_HANDLE_TENSOR, m->tensors[index].generation, index);
   return GEMINI_OK;
 }
@@ -697,7 +765,7 @@ gemini_status_t gemini_tensor_find(gemini_manager_t mgr, const char *name, gemin
   if (!m) API_RETURN(GEMINI_ERR_HANDLE);
   if (!name || !tensor_out) API_RETURN(gmi_fail(GEMINI_ERR_INVALID, 0, "%s is NULL", name ? "tensor_out" : "name"));
   gmi_lock(m);
-  uint32_t index = name_find(m, name);
+  uint32_t index = gmi_tensor_named(m, name);
   if (index != GMI_NONE) *tensor_out = gmi_handle(m, GMI_HANDLE_TENSOR, m->tensors[index].generation, index);
   gmi_unlock(m);
   API_RETURN(index != GMI_NONE ? GEMINI_OK : gmi_fail(GEMINI_ERR_NOT_FOUND, 0, "no tensor is named %.127s", name));

@@ -34,6 +34,8 @@ static gemini_status_t zero_bytes(gmi_manager_t *m, const gmi_range_t *r) {
     gmi_window_t *w = &r->store->windows[i];
     uint64_t begin, end, base = i << m->window_shift;
     window_part(m, r, i, &begin, &end);
+    status = gmi_updates_queue(m, w);
+    if (status) return status;
     uint64_t window_end = base + (UINT64_C(1) << m->window_shift), used = atomic_load(&r->store->size);
     bool whole = begin == base && end >= (window_end < used ? window_end : used);
     if (whole && !w->user_pins) {
@@ -43,7 +45,7 @@ static gemini_status_t zero_bytes(gmi_manager_t *m, const gmi_range_t *r) {
     } else if (atomic_load(&w->word) & GMI_WINDOW_RESIDENT) {
       gmi_fence_t fence = 0;
       status = gmi_window_wait(m, m->copy_in, w, GEMINI_READ_WRITE);
-      if (!status) status = gmi_fence_wait(m, m->copy_in, w->host_fence);
+      if (!status) status = gmi_fence_wait(m, m->copy_in, w->copied_out);
       if (!status) status = gmi_device_zero(m, m->copy_in, r->store->base + begin, end - begin);
       if (!status) status = gmi_fence_now(m, m->copy_in, &fence);
       if (status) return status;
@@ -54,7 +56,7 @@ static gemini_status_t zero_bytes(gmi_manager_t *m, const gmi_range_t *r) {
       status = gmi_window_to_host(m, w, false, GEMINI_REASON_CALLER);
       if (!status) status = gmi_window_settle_host(m, w);
       if (status) return status;
-      memset(r->store->host + begin, 0, end - begin);
+      memset(gmi_range_host(m, r->store, begin), 0, end - begin);
       gmi_window_host_wrote(m, w);
     }
   }
@@ -157,8 +159,10 @@ gemini_status_t gemini_tensor_state_set(gemini_manager_t mgr, gemini_tensor_t te
 }
 
 /* ---- load and store */
-static gemini_status_t transfer(int fd, uint8_t *bytes, uint64_t size, uint64_t offset, bool write) {
+static gemini_status_t transfer(int fd, uint8_t *bytes, uint64_t size, uint64_t offset, bool write,
+                                uint64_t *done_out) {
   static const uint64_t most = UINT64_C(1) << 30; /* one system call moves at most 2 GiB - 4 KiB */
+  *done_out = 0;
   while (size) {
     size_t part = size < most ? size : most;
     ssize_t n = write ? pwrite(fd, bytes, part, (off_t)offset) : pread(fd, bytes, part, (off_t)offset);
@@ -171,6 +175,7 @@ static gemini_status_t transfer(int fd, uint8_t *bytes, uint64_t size, uint64_t 
                       "file descriptor %d ends at offset %llu, %llu bytes are missing", fd, (unsigned long long)offset,
                       (unsigned long long)size);
     bytes += n;
+    *done_out += (uint64_t)n;
     offset += (uint64_t)n;
     size -= (uint64_t)n;
   }
@@ -180,8 +185,8 @@ static gemini_status_t transfer(int fd, uint8_t *bytes, uint64_t size, uint64_t 
 static gemini_status_t zeros_to_file(int fd, uint64_t size, uint64_t offset) {
   static uint8_t zeros[65536]; /* never written */
   gemini_status_t status = GEMINI_OK;
-  for (uint64_t at = 0; !status && at < size; at += sizeof zeros)
-    status = transfer(fd, zeros, size - at < sizeof zeros ? size - at : sizeof zeros, offset + at, true);
+  for (uint64_t at = 0, done; !status && at < size; at += sizeof zeros)
+    status = transfer(fd, zeros, size - at < sizeof zeros ? size - at : sizeof zeros, offset + at, true, &done);
   return status;
 }
 
@@ -191,6 +196,16 @@ static gemini_status_t file_check(const gmi_range_t *r, const gmi_window_t *w, b
   if ((atomic_load(&w->word) & GMI_WINDOW_WRITERS) || w->host_writers)
     return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is acquired for writing", r->store->name);
   return GEMINI_OK;
+}
+
+/* Bytes were read into it, be it in part: it is not FREE any more, as after an update. */
+static void not_free(gmi_manager_t *m, gmi_tensor_t *t, void *user) {
+  uint32_t word = atomic_load(&t->word);
+  (void)m;
+  (void)user;
+  while (word >> GMI_TENSOR_STATE_SHIFT == GEMINI_STATE_FREE &&
+         !atomic_compare_exchange_weak(&t->word, &word, gmi_tensor_word(word, GEMINI_STATE_HOLD))) {
+  }
 }
 
 /* Window by window, so that a range larger than the host budget passes; the lock is not held during I/O. */
@@ -208,10 +223,11 @@ static gemini_status_t file_range(gmi_manager_t *m, const gemini_access_t *acces
   for (uint64_t i = r.first; !status && i <= r.last; i++) status = file_check(&r, &r.store->windows[i], write_file);
   for (uint64_t i = r.first; !status && i <= r.last; i++) {
     gmi_window_t *w = &r.store->windows[i];
-    uint64_t begin, end;
+    uint64_t begin, end, done;
     window_part(m, &r, i, &begin, &end);
     uint64_t at = fd_offset + (begin - r.offset);
     status = file_check(&r, w, write_file); /* again: the lock was given up meanwhile */
+    if (!status) status = gmi_updates_queue(m, w);
     if (status) return status;
     bool zero = w->valid & GMI_VALID_ZERO;
     if (write_file && zero) {
@@ -224,12 +240,13 @@ static gemini_status_t file_range(gmi_manager_t *m, const gemini_access_t *acces
     w->host_users++;
     if (!write_file) w->host_writers++;
     gmi_unlock(m);
-    status = transfer(fd, r.store->host + begin, end - begin, at, write_file);
+    status = transfer(fd, gmi_range_host(m, r.store, begin), end - begin, at, write_file, &done);
     gmi_lock(m);
     w->host_users--;
     if (!write_file) {
       w->host_writers--;
       gmi_window_host_wrote(m, w);
+      if (done) gmi_arena_each(m, r.arena, begin, done, not_free, NULL);
     }
   }
   if (!status && !write_file) range_written(m, &r);
@@ -294,7 +311,8 @@ static gemini_status_t sum_parts(gmi_manager_t *m, const gmi_range_t *r, const p
       if (stop > p->parts[k].end) stop = p->parts[k].end;
       gmi_window_t *w = &r->store->windows[at >> m->window_shift];
       sums[n] = 0;
-      if (w->valid & GMI_VALID_ZERO) continue;
+      status = gmi_updates_queue(m, w);
+      if (status || w->valid & GMI_VALID_ZERO) continue;
       if (w->valid & GMI_VALID_DEVICE) {
         status = gmi_window_wait(m, m->update_stream, w, GEMINI_READ);
         if (!status)
@@ -304,7 +322,7 @@ static gemini_status_t sum_parts(gmi_manager_t *m, const gmi_range_t *r, const p
       }
       if (!(w->valid & GMI_VALID_HOST)) status = gmi_window_to_host(m, w, false, GEMINI_REASON_UPDATE);
       if (!status) status = gmi_window_settle_host(m, w);
-      if (!status) sums[n] = gmi_sum_squares(r->store->host + at, dtype, (stop - at) / width);
+      if (!status) sums[n] = gmi_sum_squares(gmi_range_host(m, r->store, at), dtype, (stop - at) / width);
     }
   }
   gmi_fence_t end;

@@ -1,10 +1,9 @@
-/* Where windows are: frames, fetches, evictions, host slots. Everything here runs under the manager's lock and only
- * queues device work; it decides nothing but which victim makes room when no plan says so.
+/* Where windows are: frames, fetches, evictions. Everything here runs under the manager's lock and only queues device
+ * work; it decides nothing but which victim makes room when no plan says so.
  * SPDX-License-Identifier: Apache-2.0 */
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
 
 #include "core/manager.h"
 #include "tracer/timeline.h"
@@ -19,8 +18,9 @@ bool gmi_window_check(gmi_manager_t *m, const gmi_window_t *w) {
   if (resident && m->frames[w->frame].window != w) return false;
   if (!resident && ((w->valid & GMI_VALID_DEVICE) || (word & (GMI_WINDOW_SETTLED | GMI_WINDOW_PINS)))) return false;
   if (((word & GMI_WINDOW_DIRTY) != 0) != (w->valid == GMI_VALID_DEVICE)) return false;
-  if ((w->valid & GMI_VALID_HOST) && !w->host_slot) return false;
-  if ((w->valid & GMI_VALID_FILE) && w->file_block == GMI_NONE) return false;
+  if (((w->valid & GMI_VALID_HOST) || w->io) && w->slot == GMI_NONE) return false;
+  if (w->slot != GMI_NONE && m->host.slots[w->slot].window != w) return false;
+  if (((w->valid & GMI_VALID_FILE) != 0) != (w->file_block != GMI_NONE)) return false;
   return w->host_writers <= w->host_users && !(w->host_writers && resident);
 }
 
@@ -278,118 +278,6 @@ gemini_status_t gmi_frames_resize(gmi_manager_t *m, uint32_t frame_count) {
   return status;
 }
 
-/* ---- host slots */
-bool gmi_window_updates_pending(const gmi_window_t *w) {
-  return atomic_load_explicit(&w->updates_done, memory_order_acquire) < w->updates_queued;
-}
-
-gemini_status_t gmi_window_settle_host(gmi_manager_t *m, gmi_window_t *w) {
-  if (gmi_window_updates_pending(w)) gmi_lane_wait_window(m, w, w->updates_queued);
-  gemini_status_t status = gmi_fence_sync(m, w->host_fence);
-  if (!status) w->host_fence = 0;
-  return status;
-}
-
-static gemini_status_t write_file(gmi_manager_t *m, gmi_window_t *w, uint32_t reason) {
-  gemini_status_t status = gmi_file_write(m, w);
-  if (!status) count_move(m, GEMINI_LINK_H2F, reason);
-  return status;
-}
-static gemini_status_t read_file(gmi_manager_t *m, gmi_window_t *w, uint32_t reason) {
-  w->host_users++; /* its slot must outlive the wait for what used it before */
-  gemini_status_t status = gmi_file_read(m, w);
-  w->host_users--;
-  if (!status) count_move(m, GEMINI_LINK_F2H, reason);
-  return status;
-}
-
-static void slot_drop(gmi_manager_t *m, gmi_window_t *w) {
-  if (!w->host_slot) return;
-  uint8_t *place = gmi_window_host(m, w);
-  m->dev->host_unlock(m->dev_self, place, window_bytes(m));
-  madvise(place, window_bytes(m), MADV_DONTNEED);
-  w->host_slot = false;
-  m->host_used -= window_bytes(m);
-}
-
-/* Windows whose host slot can go, from those that cost nothing to those that must be written to a file. */
-enum { RECLAIM_STALE, RECLAIM_CLEAN, RECLAIM_WRITE, RECLAIM_LEVELS };
-static bool reclaimable(const gmi_window_t *w, int level) {
-  if (!w->host_slot || w->host_users || gmi_window_updates_pending(w)) return false;
-  if (!(w->valid & GMI_VALID_HOST)) return level == RECLAIM_STALE;
-  if (w->valid & (GMI_VALID_DEVICE | GMI_VALID_FILE | GMI_VALID_ZERO)) return level == RECLAIM_CLEAN;
-  return level == RECLAIM_WRITE;
-}
-
-/* Frees one slot. A hand goes round all windows, so that victims change. */
-static gemini_status_t slot_reclaim(gmi_manager_t *m, bool *done_out) {
-  *done_out = false;
-  for (int level = 0; level < RECLAIM_LEVELS; level++) {
-    if (level == RECLAIM_WRITE && !m->files) break;
-    for (uint32_t step = 0; step <= GMI_ARENAS; step++) {
-      uint32_t index = (uint32_t)((m->host_hand_arena + step) % GMI_ARENAS);
-      gmi_arena_t *a = gmi_arena_at(m, index);
-      uint32_t count = a && a->windows ? atomic_load(&a->window_count) : 0;
-      uint64_t i = step == 0 ? m->host_hand_window : 0;
-      for (; i < count; i++) {
-        gmi_window_t *w = &a->windows[i];
-        if (!reclaimable(w, level)) continue;
-        m->host_hand_arena = index;
-        m->host_hand_window = i + 1;
-        gemini_status_t status = gmi_window_settle_host(m, w);
-        if (!status && level == RECLAIM_WRITE) status = write_file(m, w, GEMINI_REASON_PRESSURE);
-        if (status) return status;
-        if (level == RECLAIM_CLEAN || level == RECLAIM_WRITE) w->valid &= (uint8_t)~GMI_VALID_HOST;
-        if (w->valid == GMI_VALID_DEVICE) atomic_fetch_or(&w->word, GMI_WINDOW_DIRTY);
-        slot_drop(m, w);
-        *done_out = true;
-        return GEMINI_OK;
-      }
-    }
-  }
-  return GEMINI_OK;
-}
-
-gemini_status_t gmi_host_slot_take(gmi_manager_t *m, gmi_window_t *w) {
-  if (w->host_slot) return GEMINI_OK;
-  while (m->config.host_bytes < m->host_used + window_bytes(m)) {
-    bool done = false;
-    gemini_status_t status = slot_reclaim(m, &done);
-    if (status) return status;
-    if (done) continue;
-    if (gmi_lane_pending(m)) { /* updates hold slots; one of them ends */
-      gmi_lane_wait_some(m);
-      continue;
-    }
-    return gmi_fail(GEMINI_ERR_OOM_HOST, 0,
-                    "a chunk of %llu bytes does not fit in host memory: %llu of the budget %llu are in use%s",
-                    (unsigned long long)window_bytes(m), (unsigned long long)m->host_used,
-                    (unsigned long long)m->config.host_bytes,
-                    m->files ? " by chunks that are acquired" : " and there is no file tier");
-  }
-  gemini_status_t status = m->dev->host_lock(m->dev_self, gmi_window_host(m, w), window_bytes(m));
-  if (status)
-    return gmi_fail(status, 0, "the device could not page-lock %llu bytes", (unsigned long long)window_bytes(m));
-  w->host_slot = true;
-  m->host_used += window_bytes(m);
-  peak(m, GEMINI_TIER_HOST, m->host_used);
-  return GEMINI_OK;
-}
-
-gemini_status_t gmi_host_shrink(gmi_manager_t *m, uint64_t budget) {
-  while (m->host_used > budget) {
-    bool done = false;
-    gemini_status_t status = slot_reclaim(m, &done);
-    if (status) return status;
-    if (done) continue;
-    if (!gmi_lane_pending(m))
-      return gmi_fail(GEMINI_ERR_OOM_HOST, 0, "%llu bytes must stay in host memory, more than the new budget, %llu",
-                      (unsigned long long)m->host_used, (unsigned long long)budget);
-    gmi_lane_wait_some(m);
-  }
-  return GEMINI_OK;
-}
-
 /* ---- moves */
 static void drop_host_and_file(gmi_manager_t *m, gmi_window_t *w) {
   w->valid &= (uint8_t) ~(GMI_VALID_HOST | GMI_VALID_ZERO | GMI_VALID_FILE);
@@ -397,6 +285,7 @@ static void drop_host_and_file(gmi_manager_t *m, gmi_window_t *w) {
 }
 
 void gmi_window_wrote(gmi_manager_t *m, gmi_window_t *w) {
+  gmi_file_supersede(w);
   if (w->valid == GMI_VALID_DEVICE) return;
   drop_host_and_file(m, w);
   w->valid = GMI_VALID_DEVICE;
@@ -421,9 +310,10 @@ static gemini_status_t copy_window(gmi_manager_t *m, gmi_window_t *w, uint32_t l
                                    gmi_fence_t *fence_out) {
   uint32_t stream = link == GEMINI_LINK_H2D ? m->copy_in : m->copy_out;
   gmi_fence_t begin, end;
-  gemini_status_t status = gmi_fence_wait(m, stream, w->host_fence);
-  if (!status && gmi_window_updates_pending(w))
-    status = m->dev->wait_flag(m->dev_self, stream, &w->updates_done, w->updates_queued);
+  gmi_slot_t *slot = &m->host.slots[w->slot];
+  gemini_status_t status = gmi_fence_wait(m, stream, slot->fence);
+  if (!status && gmi_window_work_pending(m, w))
+    status = m->dev->wait_flag(m->dev_self, stream, &slot->work_done, slot->work_queued);
   if (!status) status = gmi_fence_now(m, stream, &begin);
   if (!status) {
     void *device = gmi_window_device(m, w), *host = gmi_window_host(m, w);
@@ -431,13 +321,15 @@ static gemini_status_t copy_window(gmi_manager_t *m, gmi_window_t *w, uint32_t l
                                      : m->dev->copy(m->dev_self, stream, host, device, window_bytes(m), GMI_COPY_D2H);
   }
   if (!status) status = gmi_fence_now(m, stream, &end);
-  if (status) w->host_fence = gmi_fence_later(m, stream); /* the copy may be queued all the same */
+  if (status) slot->fence = gmi_fence_later(m, stream); /* the copy may be queued all the same */
+  if (status && link == GEMINI_LINK_D2H) w->copied_out = slot->fence;
   if (status)
     return gmi_fail(status, 0, "the device could not queue a copy of %llu bytes", (unsigned long long)window_bytes(m));
   time_copy(m, link, begin, end);
   count_move(m, link, reason);
   gmi_timeline_copy(m, w, link, reason, begin, end);
-  w->host_fence = end; /* the older ones are before it on the same stream, or it waited for them */
+  slot->fence = end; /* the older ones are before it on the same stream, or it waited for them */
+  if (link == GEMINI_LINK_D2H) w->copied_out = end;
   *fence_out = end;
   return GEMINI_OK;
 }
@@ -447,13 +339,15 @@ gemini_status_t gmi_window_fetch(gmi_manager_t *m, gmi_window_t *w, bool fresh, 
   if (w->host_writers)
     return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is acquired on the host for writing",
                     gmi_window_arena(m, w)->name);
+  if (w->io) gmi_files_poll(m);
   gemini_status_t status = GEMINI_OK;
   if (!fresh && !(w->valid & (GMI_VALID_HOST | GMI_VALID_ZERO))) { /* in a file only */
     status = gmi_host_slot_take(m, w);
-    if (!status) status = read_file(m, w, reason);
+    if (!status) status = gmi_file_read(m, w, reason);
     if (status) return status;
-    w->valid |= GMI_VALID_HOST;
   }
+  /* What comes from a file is waited for here: a copy of bytes that did not come could not be taken back. */
+  if (!fresh && w->io && !(w->valid & GMI_VALID_ZERO) && (status = gmi_window_settle_host(m, w))) return status;
   uint32_t frame;
   w->host_users++; /* its slot must outlive the search for a frame */
   status = gmi_frame_take(m, reason == GEMINI_REASON_DEMAND ? GEMINI_REASON_PRESSURE : reason, flags, &frame);
@@ -480,6 +374,7 @@ gemini_status_t gmi_window_fetch(gmi_manager_t *m, gmi_window_t *w, bool fresh, 
   }
   w->frame = frame;
   w->arrive = arrive;
+  w->copied_out = 0;
   m->frames[frame].window = w;
   m->resident++;
   gmi_uses_clear(&w->reads);
@@ -538,7 +433,7 @@ static void leave_frame(gmi_manager_t *m, gmi_window_t *w, gmi_fence_t fence) {
 static void drop_copy(gmi_manager_t *m, gmi_window_t *w) {
   w->valid &= (uint8_t)~GMI_VALID_DEVICE;
   /* A copy out of the frame may be queued (a host copy made while it stayed). */
-  leave_frame(m, w, gmi_fence_join(m, gmi_window_used(m, w), w->host_fence));
+  leave_frame(m, w, gmi_fence_join(m, gmi_window_used(m, w), w->copied_out));
 }
 void gmi_window_drop_device(gmi_manager_t *m, gmi_window_t *w) {
   if (!(atomic_load(&w->word) & GMI_WINDOW_RESIDENT)) return;
@@ -565,6 +460,7 @@ gemini_status_t gmi_window_evict(gmi_manager_t *m, gmi_window_t *w, uint32_t rea
     drop_copy(m, w);
     return GEMINI_OK;
   }
+  gmi_window_refilled(m, w);
   gmi_fence_t fence = 0; /* the copy is behind all uses, and so is what comes after it */
   gemini_status_t status = gmi_window_wait(m, m->copy_out, w, GEMINI_READ_WRITE);
   if (!status) status = copy_window(m, w, GEMINI_LINK_D2H, reason, &fence);
@@ -578,9 +474,11 @@ gemini_status_t gmi_window_evict(gmi_manager_t *m, gmi_window_t *w, uint32_t rea
 }
 
 gemini_status_t gmi_window_to_host(gmi_manager_t *m, gmi_window_t *w, bool drop, uint32_t reason) {
+  if (w->io) gmi_files_poll(m);
   if (!(w->valid & GMI_VALID_HOST)) {
     gemini_status_t status = gmi_host_slot_take(m, w);
     if (status) return status;
+    if (w->valid & (GMI_VALID_ZERO | GMI_VALID_DEVICE)) gmi_window_refilled(m, w);
     if (w->valid & GMI_VALID_ZERO) {
       status = gmi_window_settle_host(m, w);
       if (!status) memset(gmi_window_host(m, w), 0, window_bytes(m));
@@ -592,7 +490,7 @@ gemini_status_t gmi_window_to_host(gmi_manager_t *m, gmi_window_t *w, bool drop,
       status = gmi_window_wait(m, m->copy_out, w, GEMINI_READ);
       if (!status) status = copy_window(m, w, GEMINI_LINK_D2H, reason, &fence);
     } else {
-      status = read_file(m, w, reason);
+      status = gmi_file_read(m, w, reason);
     }
     if (status) return status;
     w->valid |= GMI_VALID_HOST;
@@ -604,19 +502,25 @@ gemini_status_t gmi_window_to_host(gmi_manager_t *m, gmi_window_t *w, bool drop,
 gemini_status_t gmi_window_to_file(gmi_manager_t *m, gmi_window_t *w, uint32_t reason) {
   if (w->host_users)
     return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is acquired on the host", gmi_window_arena(m, w)->name);
+  gmi_files_poll(m);
+  gmi_file_forgive(w); /* what could not be read is where it shall be */
   gemini_status_t status = gmi_window_evict(m, w, reason);
   if (!status) status = gmi_window_settle_host(m, w);
-  if (!status && !(w->valid & (GMI_VALID_FILE | GMI_VALID_ZERO))) status = write_file(m, w, reason);
+  if (!status && !(w->valid & (GMI_VALID_FILE | GMI_VALID_ZERO))) {
+    status = gmi_file_write(m, w, reason);
+    if (!status) status = gmi_window_settle_host(m, w);
+    if (!status && !(w->valid & GMI_VALID_FILE)) status = gmi_files_reap(m, NULL); /* which tells why */
+  }
   if (status) return status;
   w->valid &= GMI_VALID_FILE | GMI_VALID_ZERO;
-  slot_drop(m, w);
+  gmi_host_slot_drop(m, w);
   return GEMINI_OK;
 }
 
 void gmi_window_forget(gmi_manager_t *m, gmi_window_t *w) {
   gmi_window_settle_host(m, w);
   gmi_window_drop_device(m, w);
-  slot_drop(m, w);
+  gmi_host_slot_drop(m, w);
   gmi_file_drop(m, w);
   w->valid = GMI_VALID_ZERO;
 }

@@ -3,6 +3,7 @@
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "core/manager.h"
 #include "tracer/timeline.h"
@@ -14,7 +15,9 @@ typedef struct {
   uint64_t begin, end; /* elements whose gradient was not written */
 } gap_t;
 
-typedef struct {
+/* One gemini_update(), and what of it is deferred. */
+typedef struct walk {
+  uint32_t refs; /* the call itself, and deferred pieces */
   gmi_manager_t *m;
   gemini_update_t u;
   gmi_arena_t *arenas[GMI_UPDATE_ARENAS];
@@ -60,9 +63,11 @@ static gemini_update_span_t piece_span(walk_t *k, const piece_t *p, uint32_t tie
   if (tier == GEMINI_TIER_DEVICE)
     span.stream =
         gmi_handle(k->m, GMI_HANDLE_STREAM, k->m->streams[k->m->update_stream].generation, k->m->update_stream);
-  for (uint32_t i = 0; i < k->u.arena_count; i++)
-    span.ptr[i] =
-        (tier == GEMINI_TIER_DEVICE ? k->arenas[i]->base : k->arenas[i]->host) + p->begin * k->arenas[i]->element_bytes;
+  for (uint32_t i = 0; i < k->u.arena_count; i++) {
+    uint64_t offset = p->begin * k->arenas[i]->element_bytes;
+    span.ptr[i] = tier == GEMINI_TIER_DEVICE ? k->arenas[i]->base + offset
+                                             : gmi_range_host(k->m, gmi_arena_at(k->m, k->arenas[i]->store), offset);
+  }
   return span;
 }
 
@@ -86,19 +91,54 @@ static void gap_in_piece(const walk_t *k, const piece_t *p, uint64_t gap, uint64
   *count_out = end - *begin_out;
 }
 
-static gemini_status_t host_piece(walk_t *k, piece_t *p) {
+/* Windows of an arena in a piece. */
+static void piece_range(const walk_t *k, const piece_t *p, uint32_t i, uint32_t *first_out, uint32_t *count_out) {
+  uint32_t bytes = k->arenas[i]->element_bytes;
+  *first_out = (uint32_t)(p->begin * bytes >> k->m->window_shift);
+  *count_out = (uint32_t)((p->end * bytes - 1) >> k->m->window_shift) - *first_out + 1;
+}
+
+/* Its windows' bytes come to the host, where each arena's lie side by side. */
+static gemini_status_t piece_to_host(walk_t *k, piece_t *p) {
   gmi_manager_t *m = k->m;
   gemini_status_t status = GEMINI_OK;
-  uint32_t held = 0;
-  for (; !status && held < p->count; held += !status) {
-    gmi_window_t *w = p->windows[held];
-    status = gmi_window_to_host(m, w, p->modes[held] & GEMINI_WRITE, GEMINI_REASON_UPDATE);
-    if (!status) w->host_users++; /* its slot stays while the next ones look for theirs */
+  for (uint32_t i = 0; i < p->count; i++) { /* no slot goes while the next ones look for theirs */
+    p->windows[i]->host_users++;
+    p->windows[i]->given[0][0]++;
   }
-  for (uint32_t i = 0; i < held; i++) p->windows[i]->host_users--;
+  uint32_t first, count, longest = 0, next;
+  for (uint32_t i = 0; i < k->u.arena_count; i++) {
+    piece_range(k, p, i, &first, &count);
+    if (count > longest) longest = count;
+  }
+  for (; !status && longest; longest = next) { /* the longest first: what lies alone can lie anywhere */
+    next = 0;
+    for (uint32_t i = 0; !status && i < k->u.arena_count; i++) {
+      piece_range(k, p, i, &first, &count);
+      if (count < longest && count > next) next = count;
+      if (count != longest) continue;
+      gmi_arena_t *store = gmi_arena_at(m, k->arenas[i]->store);
+      status = gmi_host_run(m, store, first, count);
+      for (uint32_t w = first; count > 1 && w < first + count; w++) store->windows[w].given[0][1] = 1;
+    }
+  }
+  for (uint32_t i = 0; !status && i < p->count; i++)
+    status = gmi_window_to_host(m, p->windows[i], p->modes[i] & GEMINI_WRITE, GEMINI_REASON_UPDATE);
+  for (uint32_t i = 0; !status && i < p->count; i++) /* a read may have failed by now: then nothing is changed */
+    if (!(p->windows[i]->valid & GMI_VALID_HOST)) status = gmi_files_reap(m, p->windows[i]);
+  for (uint32_t i = 0; i < p->count; i++) {
+    p->windows[i]->host_users--;
+    memset(p->windows[i]->given, 0, sizeof p->windows[i]->given);
+  }
+  return status;
+}
+
+static gemini_status_t host_piece(walk_t *k, piece_t *p, bool deferred) {
+  gmi_manager_t *m = k->m;
+  gemini_status_t status = piece_to_host(k, p);
   if (status) return status;
   uint64_t gaps, first_gap = piece_gaps(k, p, &gaps);
-  size_t bytes = sizeof(gmi_job_t) + p->count * (sizeof(gmi_fence_t) + sizeof(gmi_window_t *) + sizeof(uint64_t)) +
+  size_t bytes = sizeof(gmi_job_t) + p->count * (sizeof(gmi_fence_t) + sizeof(gmi_slot_t *) + sizeof(uint64_t)) +
                  gaps * sizeof *((gmi_job_t *)0)->zeros + sizeof(gmi_fence_t);
   gmi_job_t *job = calloc(1, bytes);
   if (!job) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for an update's record");
@@ -107,29 +147,193 @@ static gemini_status_t host_piece(walk_t *k, piece_t *p) {
   at += gaps * sizeof *job->zeros;
   job->fences = (void *)at;
   at += (p->count + 1) * sizeof *job->fences;
-  job->windows = (void *)at;
-  at += p->count * sizeof *job->windows;
+  job->slots = (void *)at;
+  at += p->count * sizeof *job->slots;
   job->after = (void *)at;
   job->fn = k->u.fn;
   job->user = k->u.user;
+  job->deferred = deferred;
   job->span = piece_span(k, p, GEMINI_TIER_HOST);
   for (uint64_t i = 0; i < gaps; i++) {
     uint64_t begin, count;
     gap_in_piece(k, p, first_gap + i, &begin, &count);
     gmi_arena_t *a = k->arenas[k->gap_arena];
-    job->zeros[job->zero_count].address = a->host + begin * a->element_bytes;
+    job->zeros[job->zero_count].address = gmi_range_host(m, gmi_arena_at(m, a->store), begin * a->element_bytes);
     job->zeros[job->zero_count++].bytes = count * a->element_bytes;
   }
   if (!gmi_fence_reached(m, k->after)) job->fences[job->fence_count++] = k->after;
   for (uint32_t i = 0; i < p->count; i++) {
     gmi_window_t *w = p->windows[i];
-    if (!gmi_fence_reached(m, w->host_fence)) job->fences[job->fence_count++] = w->host_fence;
-    job->after[job->window_count] = w->updates_queued++;
-    job->windows[job->window_count++] = w;
-    if (p->modes[i] & GEMINI_WRITE) gmi_window_host_wrote(m, w);
+    gmi_slot_t *slot = &m->host.slots[w->slot];
+    if (!gmi_fence_reached(m, slot->fence)) job->fences[job->fence_count++] = slot->fence;
+    job->after[job->slot_count] = slot->work_queued++;
+    job->slots[job->slot_count++] = slot;
+    if (!(p->modes[i] & GEMINI_WRITE)) continue;
+    gmi_window_host_wrote(m, w);
+    uint32_t kind = gmi_window_arena(m, w)->kind;
+    if (m->files && kind != GEMINI_KIND_PARAM && kind != GEMINI_KIND_GRAD) gmi_host_updated(m, w);
   }
   gmi_lane_push(m, job);
   return GEMINI_OK;
+}
+
+/* ---- deferred pieces: their states are in files, or there is no room for them yet. In order, and a window's in the
+ * order of its updates. A thread queues them as room comes, or whoever wants one of their windows. */
+typedef struct deferred_piece {
+  struct deferred_piece *next;
+  walk_t *walk;
+  uint64_t begin, end;
+} deferred_piece_t;
+
+typedef struct gmi_deferred {
+  deferred_piece_t *first, **end; /* under the manager's lock, as all but stop */
+  pthread_cond_t more;            /* with the manager's lock */
+  pthread_t thread;
+  uint64_t count;
+  bool started, stop;
+  bool told; /* that the first one cannot be queued; it is tried again all the same */
+} gmi_deferred_t;
+
+uint32_t gmi_updates_ahead(const gmi_manager_t *m, uint32_t windows) {
+  uint64_t most = UINT64_C(64) << 20 >> m->window_shift;
+  if (most > m->host.slot_count / 8) most = m->host.slot_count / 8;
+  return most / windows > 2 ? (uint32_t)(most / windows) : 2;
+}
+
+static void walk_unref(walk_t *k) {
+  if (--k->refs) return;
+  free(k->gaps);
+  free(k);
+}
+
+/* Can the piece be queued at once, without waiting for room or a file? */
+static bool piece_is_ready(const walk_t *k, const piece_t *p) {
+  uint32_t missing = 0;
+  if (!k->m->files) return true;
+  for (uint32_t i = 0; i < p->count; i++) {
+    const gmi_window_t *w = p->windows[i];
+    if (w->deferred || w->valid == GMI_VALID_FILE) return false;
+    missing += w->slot == GMI_NONE;
+  }
+  return missing <= gmi_host_free(k->m);
+}
+
+static gemini_status_t piece_defer(walk_t *k, piece_t *p) {
+  gmi_deferred_t *d = k->m->deferred;
+  for (uint32_t i = 0; i < p->count; i++) {
+    gemini_status_t status = p->windows[i]->deferred == UINT16_MAX ? gmi_updates_queue(k->m, p->windows[i]) : GEMINI_OK;
+    if (status) return status;
+  }
+  deferred_piece_t *piece = malloc(sizeof *piece);
+  if (!piece) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for an update's record");
+  *piece = (deferred_piece_t){ .walk = k, .begin = p->begin, .end = p->end };
+  k->refs++;
+  for (uint32_t i = 0; i < p->count; i++) p->windows[i]->deferred++;
+  *d->end = piece;
+  d->end = &piece->next;
+  d->count++;
+  pthread_cond_signal(&d->more);
+  return GEMINI_OK;
+}
+
+/* Queues the first deferred piece. now: blocks until there is room; else *waits_out says that there is none yet. */
+static gemini_status_t deferred_first(gmi_manager_t *m, bool now, bool *waits_out) {
+  gmi_deferred_t *d = m->deferred;
+  deferred_piece_t *piece = d->first;
+  walk_t *k = piece->walk;
+  piece_t p = { .begin = piece->begin, .end = piece->end };
+  piece_windows(k, &p);
+  uint32_t missing = 0;
+  for (uint32_t i = 0; i < p.count; i++) missing += p.windows[i]->slot == GMI_NONE;
+  gemini_status_t status = GEMINI_OK;
+  *waits_out = false;
+  if (!now) {
+    *waits_out = gmi_lane_deferred(m) >= gmi_updates_ahead(m, p.count);
+    /* Those behind it will want room too: what they take it from is written while this one is read. */
+    uint64_t ahead = gmi_updates_ahead(m, p.count);
+    if (!*waits_out) status = gmi_host_room_soon(m, missing, missing * (uint32_t)(d->count < ahead ? d->count : ahead));
+    if (!status && gmi_host_free(m) < missing) *waits_out = true;
+    if (status || *waits_out) return status;
+  }
+  for (uint32_t i = 0; i < p.count; i++) p.windows[i]->deferred--;
+  status = host_piece(k, &p, true);
+  if (status) {
+    for (uint32_t i = 0; i < p.count; i++) p.windows[i]->deferred++;
+    return status;
+  }
+  d->first = piece->next;
+  if (!d->first) d->end = &d->first;
+  d->count--;
+  free(piece);
+  walk_unref(k);
+  return GEMINI_OK;
+}
+
+gemini_status_t gmi_updates_queue(gmi_manager_t *m, const gmi_window_t *w) {
+  gemini_status_t status = GEMINI_OK;
+  bool waits;
+  while (!status && m->deferred && m->deferred->first && (!w || w->deferred)) status = deferred_first(m, true, &waits);
+  return status;
+}
+
+static void *defer_work(void *user) {
+  gmi_manager_t *m = user;
+  gmi_deferred_t *d = m->deferred;
+  pthread_mutex_lock(&m->lock);
+  while (!d->stop) {
+    uint64_t events = gmi_lane_events(m);
+    bool waits = !d->first;
+    gemini_status_t status = GEMINI_OK;
+    while (!waits && !status) {
+      status = deferred_first(m, false, &waits);
+      waits |= !d->first;
+    }
+    if (status && !d->told) gmi_log(m, GEMINI_LOG_WARNING, "an update waits: %s", gmi_fail_message());
+    d->told = status != GEMINI_OK;
+    bool idle = !d->first;
+    if (idle) {
+      if (!d->stop) pthread_cond_wait(&d->more, &m->lock);
+      continue;
+    }
+    gmi_unlock(m);             /* sends logs */
+    if (status) usleep(10000); /* until somebody gives up what is in the way, or wants the update and is told */
+    else gmi_lane_wait_event(m, events);
+    pthread_mutex_lock(&m->lock);
+  }
+  pthread_mutex_unlock(&m->lock);
+  return NULL;
+}
+
+uint64_t gmi_updates_deferred(const gmi_manager_t *m) { return m->deferred ? m->deferred->count : 0; }
+
+gemini_status_t gmi_updates_open(gmi_manager_t *m) {
+  if (!m->files) return GEMINI_OK;
+  gmi_deferred_t *d = m->deferred = calloc(1, sizeof *d);
+  if (!d) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for deferred updates");
+  d->end = &d->first;
+  pthread_cond_init(&d->more, NULL);
+  int error = pthread_create(&d->thread, NULL, defer_work, m);
+  d->started = !error;
+  return error ? gmi_fail(GEMINI_ERR_OOM_SYSTEM, error, "could not start the thread of deferred updates") : GEMINI_OK;
+}
+
+void gmi_updates_close(gmi_manager_t *m) {
+  gmi_deferred_t *d = m->deferred;
+  if (!d) return;
+  gmi_lock(m);
+  d->stop = true;
+  pthread_cond_signal(&d->more);
+  gmi_unlock(m);
+  gmi_lane_nudge(m);
+  if (d->started) pthread_join(d->thread, NULL);
+  for (deferred_piece_t *piece = d->first, *next; piece; piece = next) {
+    next = piece->next;
+    walk_unref(piece->walk);
+    free(piece);
+  }
+  pthread_cond_destroy(&d->more);
+  free(d);
+  m->deferred = NULL;
 }
 
 /* OOM_DEVICE: nothing was done; it can still run on the host. */
@@ -137,6 +341,8 @@ static gemini_status_t device_piece(walk_t *k, piece_t *p) {
   gmi_manager_t *m = k->m;
   uint32_t stream = m->update_stream, held = 0;
   gemini_status_t status = GEMINI_OK;
+  for (uint32_t i = 0; !status && i < p->count; i++) status = gmi_updates_queue(m, p->windows[i]);
+  if (status) return status;
   for (; held < p->count; held++) atomic_fetch_add(&p->windows[held]->word, 1);
   for (uint32_t i = 0; !status && i < p->count; i++)
     status = gmi_window_fetch(m, p->windows[i], false, GEMINI_REASON_UPDATE, GMI_TAKE_EVICT);
@@ -144,7 +350,7 @@ static gemini_status_t device_piece(walk_t *k, piece_t *p) {
   for (uint32_t i = 0; !status && i < p->count; i++) {
     gmi_window_t *w = p->windows[i];
     status = gmi_window_wait(m, stream, w, p->modes[i]);
-    if (!status && (p->modes[i] & GEMINI_WRITE)) status = gmi_fence_wait(m, stream, w->host_fence);
+    if (!status && (p->modes[i] & GEMINI_WRITE)) status = gmi_fence_wait(m, stream, w->copied_out);
   }
   uint64_t gaps, first_gap = piece_gaps(k, p, &gaps);
   for (uint64_t i = 0; !status && i < gaps; i++) {
@@ -309,12 +515,15 @@ static gemini_status_t walk_room(walk_t *k, uint32_t index, uint64_t unit) {
     p.begin = at;
     p.end = (at / unit + 1) * unit < end ? (at / unit + 1) * unit : end;
     piece_windows(k, &p);
+    if (m->files && p.count > m->host.slot_count)
+      return gmi_fail(GEMINI_ERR_OOM_HOST, 0, "the update needs %llu bytes of host memory at once, the budget is %llu",
+                      (unsigned long long)p.count * window, (unsigned long long)m->config.host_bytes);
     bool on_device = index != GMI_NONE && gmi_tracer_piece_on_device(m, index, (uint32_t)number);
     for (uint32_t i = 0; i < p.count; i++) {
       gmi_window_t *w = p.windows[i];
       if (w->host_users || !gmi_window_unsettle(w, GMI_WINDOW_PINS))
         return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is acquired", gmi_window_arena(m, w)->name);
-      need += w->host_slot || !(on_device || w->user_pins) ? window : 0;
+      need += w->slot != GMI_NONE || !(on_device || w->user_pins) ? window : 0;
     }
   }
   for (uint32_t i = 0; !m->files && i < GMI_ARENAS; i++) { /* what of the others must stay there */
@@ -322,7 +531,7 @@ static gemini_status_t walk_room(walk_t *k, uint32_t index, uint64_t unit) {
     for (uint32_t w = 0; a && a->windows && w < atomic_load(&a->window_count); w++) {
       gmi_window_t *x = &a->windows[w];
       bool clean = !(x->valid & GMI_VALID_HOST) || (x->valid & (GMI_VALID_DEVICE | GMI_VALID_ZERO));
-      if (x->host_slot && (!clean || x->host_users) && !in_walk(k, x)) taken += window;
+      if (x->slot != GMI_NONE && (!clean || x->host_users) && !in_walk(k, x)) taken += window;
     }
   }
   if (m->files || taken + need <= m->config.host_bytes) return GEMINI_OK;
@@ -386,7 +595,7 @@ static gemini_status_t walk(walk_t *k, uint32_t stream) {
       gmi_tracer_piece_end(m, index, number);
     }
     bool no_room = status == GEMINI_ERR_OOM_DEVICE || status == GEMINI_ERR_OOM_HOST || status == GEMINI_ERR_OOM_FILE;
-    if (no_room && !pinned) status = host_piece(k, &p);
+    if (no_room && !pinned) status = piece_is_ready(k, &p) ? host_piece(k, &p, false) : piece_defer(k, &p);
     if (!status) done = p.end - k->u.first_element;
   }
   for (uint32_t i = 0; i < k->u.arena_count; i++) {
@@ -398,6 +607,10 @@ static gemini_status_t walk(walk_t *k, uint32_t stream) {
 }
 
 gemini_status_t gmi_updates_finish(gmi_manager_t *m) {
+  gmi_lock(m);
+  gemini_status_t queued = gmi_updates_queue(m, NULL);
+  gmi_unlock(m);
+  if (queued) return queued;
   gmi_lane_drain(m);
   gmi_lock(m);
   gmi_fence_t end;
@@ -411,14 +624,18 @@ gemini_status_t gmi_updates_finish(gmi_manager_t *m) {
 gemini_status_t gemini_update(gemini_manager_t mgr, const gemini_update_t *update) {
   gmi_manager_t *m = gmi_manager_get(mgr);
   if (!m) API_RETURN(GEMINI_ERR_HANDLE);
-  walk_t k = { .m = m };
+  walk_t *k = calloc(1, sizeof *k);
+  if (!k) API_RETURN(gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for an update's record"));
+  k->m = m;
+  k->refs = 1;
   uint32_t stream;
   gmi_lock(m);
-  gemini_status_t status = walk_check(&k, update, &stream);
-  if (!status) status = walk(&k, stream);
+  gemini_status_t status = walk_check(k, update, &stream);
+  if (!status) status = walk(k, stream);
+  bool late = k->u.flags & GEMINI_UPDATE_LATE;
+  walk_unref(k);
   gmi_unlock(m);
-  free(k.gaps);
-  if (!status && !(k.u.flags & GEMINI_UPDATE_LATE)) status = gmi_updates_finish(m);
+  if (!status && !late) status = gmi_updates_finish(m);
   API_RETURN(status);
 }
 

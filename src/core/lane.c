@@ -3,6 +3,7 @@
  *
  * A job waits only for device work and for jobs queued before it, so one worker is enough for progress. */
 #include <errno.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
@@ -22,10 +23,13 @@ typedef struct gmi_lane {
   pthread_mutex_t lock; /* after the manager's, never the other way round */
   pthread_cond_t more, done;
   gmi_job_t *first, **end;
-  uint64_t pending;   /* queued or running */
-  uint64_t submitted; /* in all */
-  uint64_t finished;
+  uint64_t pending;        /* queued or running */
+  uint64_t deferred;       /* of these, those that were deferred */
+  uint64_t submitted;      /* in all */
+  uint64_t events;         /* jobs and other work finished */
   gemini_status_t failure; /* of the first job that did not run */
+  char failure_text[384];  /* why */
+  char last_text[384];     /* of the last read that failed */
   bool stop;
   uint32_t thread_count;
   double ns_per_element; /* of one worker, running mean */
@@ -45,9 +49,14 @@ static void run_job(gmi_lane_t *l, gmi_job_t *job, worker_t *worker) {
     if (one) status = one;
   }
   pthread_mutex_lock(&l->lock);
-  for (uint32_t i = 0; i < job->window_count; i++)
-    while (atomic_load_explicit(&job->windows[i]->updates_done, memory_order_acquire) < job->after[i])
+  for (uint32_t i = 0; i < job->slot_count; i++) {
+    gmi_slot_t *slot = job->slots[i];
+    while (atomic_load_explicit(&slot->work_done, memory_order_acquire) < job->after[i])
       pthread_cond_wait(&l->done, &l->lock);
+    if (!slot->failure) continue;
+    status = slot->failure;
+    if (!l->failure) memcpy(l->failure_text, l->last_text, sizeof l->failure_text);
+  }
   pthread_mutex_unlock(&l->lock);
   uint64_t begin = m->dev->now(m->dev_self);
   for (uint32_t i = 0; !status && i < job->zero_count; i++) memset(job->zeros[i].address, 0, job->zeros[i].bytes);
@@ -57,14 +66,15 @@ static void run_job(gmi_lane_t *l, gmi_job_t *job, worker_t *worker) {
   pthread_mutex_lock(&l->lock);
   if (l->recording && l->span_count < SPANS_LIMIT)
     l->spans[l->span_count++] = (gmi_lane_span_t){ begin, end, worker->index, 0 };
-  for (uint32_t i = 0; i < job->window_count; i++)
-    atomic_fetch_add_explicit(&job->windows[i]->updates_done, 1, memory_order_release);
+  for (uint32_t i = 0; i < job->slot_count; i++)
+    atomic_fetch_add_explicit(&job->slots[i]->work_done, 1, memory_order_release);
   l->samples++;
   l->ns_per_element += (ns - l->ns_per_element) / (double)(l->samples < 64 ? l->samples : 64);
   if (status && !l->failure) l->failure = status;
   worker->running = 0;
   l->pending--;
-  l->finished++;
+  l->deferred -= job->deferred;
+  l->events++;
   pthread_cond_broadcast(&l->done);
   pthread_mutex_unlock(&l->lock);
   m->dev->flag_wake(m->dev_self);
@@ -137,6 +147,7 @@ void gmi_lane_push(gmi_manager_t *m, gmi_job_t *job) {
   *l->end = job;
   l->end = &job->next;
   l->pending++;
+  l->deferred += job->deferred;
   pthread_cond_signal(&l->more);
   pthread_mutex_unlock(&l->lock);
 }
@@ -146,6 +157,20 @@ uint64_t gmi_lane_pending(gmi_manager_t *m) {
   uint64_t pending = m->lane->pending;
   pthread_mutex_unlock(&m->lane->lock);
   return pending;
+}
+
+uint64_t gmi_lane_deferred(gmi_manager_t *m) {
+  pthread_mutex_lock(&m->lane->lock);
+  uint64_t deferred = m->lane->deferred;
+  pthread_mutex_unlock(&m->lane->lock);
+  return deferred;
+}
+
+void gmi_lane_nudge(gmi_manager_t *m) {
+  pthread_mutex_lock(&m->lane->lock);
+  m->lane->events++;
+  pthread_cond_broadcast(&m->lane->done);
+  pthread_mutex_unlock(&m->lane->lock);
 }
 
 /* Jobs start in their order, but need not end in it. */
@@ -164,18 +189,36 @@ void gmi_lane_drain(gmi_manager_t *m) {
   pthread_mutex_unlock(&l->lock);
 }
 
-void gmi_lane_wait_window(gmi_manager_t *m, gmi_window_t *w, uint64_t count) {
+void gmi_lane_wait_slot(gmi_manager_t *m, gmi_slot_t *slot, uint64_t count) {
   gmi_lane_t *l = m->lane;
   pthread_mutex_lock(&l->lock);
-  while (atomic_load_explicit(&w->updates_done, memory_order_acquire) < count) pthread_cond_wait(&l->done, &l->lock);
+  while (atomic_load_explicit(&slot->work_done, memory_order_acquire) < count) pthread_cond_wait(&l->done, &l->lock);
   pthread_mutex_unlock(&l->lock);
 }
 
-void gmi_lane_wait_some(gmi_manager_t *m) {
+void gmi_lane_work_done(gmi_manager_t *m, gmi_slot_t *slot, gemini_status_t status, const char *message) {
   gmi_lane_t *l = m->lane;
   pthread_mutex_lock(&l->lock);
-  uint64_t finished = l->finished;
-  while (l->pending && l->finished == finished) pthread_cond_wait(&l->done, &l->lock);
+  slot->failure = status;
+  if (status) snprintf(l->last_text, sizeof l->last_text, "%s", message);
+  atomic_fetch_add_explicit(&slot->work_done, 1, memory_order_release);
+  l->events++;
+  pthread_cond_broadcast(&l->done);
+  pthread_mutex_unlock(&l->lock);
+  m->dev->flag_wake(m->dev_self);
+}
+
+uint64_t gmi_lane_events(gmi_manager_t *m) {
+  pthread_mutex_lock(&m->lane->lock);
+  uint64_t events = m->lane->events;
+  pthread_mutex_unlock(&m->lane->lock);
+  return events;
+}
+
+void gmi_lane_wait_event(gmi_manager_t *m, uint64_t events) {
+  gmi_lane_t *l = m->lane;
+  pthread_mutex_lock(&l->lock);
+  while (l->events == events) pthread_cond_wait(&l->done, &l->lock);
   pthread_mutex_unlock(&l->lock);
 }
 
@@ -208,5 +251,7 @@ gemini_status_t gmi_lane_failure(gmi_manager_t *m) {
   pthread_mutex_lock(&m->lane->lock);
   gemini_status_t failure = m->lane->failure;
   pthread_mutex_unlock(&m->lane->lock);
-  return failure ? gmi_fail(failure, 0, "an update did not run: the device work before it failed") : GEMINI_OK;
+  if (!failure) return GEMINI_OK;
+  return gmi_fail(failure, 0, "an update did not run: %s",
+                  failure != GEMINI_ERR_DEVICE ? m->lane->failure_text : "the device work before it failed");
 }

@@ -171,7 +171,7 @@ gemini_status_t gmi_stream_resolve(gmi_manager_t *m, gemini_stream_t stream, uin
   }
   uint32_t index, generation;
   if (!gmi_handle_open(m, stream, GMI_HANDLE_STREAM, &index, &generation)) return GEMINI_ERR_HANDLE;
-  if (index >= GMI_DEVICE_MAX_STREAMS || !m->streams[index].open || (m->streams[index].generation & 1023) != generation)
+  if (index >= GMI_DEVICE_MAX_STREAMS || atomic_load(&m->streams[index].life) != (GMI_STREAM_OPEN | generation))
     return gmi_fail(GEMINI_ERR_HANDLE, 0, "%#llx is a destroyed stream", (unsigned long long)stream);
   *index_out = index;
   return GEMINI_OK;
@@ -179,19 +179,19 @@ gemini_status_t gmi_stream_resolve(gmi_manager_t *m, gemini_stream_t stream, uin
 
 static gemini_status_t stream_open(gmi_manager_t *m, bool internal, uint32_t *index_out) {
   uint32_t open = 0;
-  for (uint32_t i = 0; i < GMI_DEVICE_MAX_STREAMS; i++) open += m->streams[i].open && !m->streams[i].internal;
+  for (uint32_t i = 0; i < GMI_DEVICE_MAX_STREAMS; i++) open += m->streams[i].life && !m->streams[i].internal;
   if (!internal && open >= 48) return gmi_fail(GEMINI_ERR_INVALID, 0, "48 streams exist, the limit is 48");
   uint32_t index;
   gemini_status_t status = m->dev->stream_create(m->dev_self, &index);
   if (status) return gmi_fail(status, 0, "device %s could not create a stream", m->dev->name);
   gmi_stream_t *s = &m->streams[index];
-  s->open = true;
   s->internal = internal;
   s->generation++;
+  atomic_store(&s->life, GMI_STREAM_OPEN | (s->generation & 1023));
   gmi_fence_t first;
   status = gmi_fence_now(m, index, &first); /* learns where the stream's numbers stand */
   if (status) {
-    s->open = false;
+    atomic_store(&s->life, 0);
     m->dev->stream_destroy(m->dev_self, index);
     return status;
   }
@@ -230,7 +230,7 @@ static gemini_status_t stream_destroy(gemini_stream_t stream) {
     status = gmi_fence_now(m, index, &end);
     if (!status) status = gmi_fence_sync(m, end);
     gmi_tracer_resolve(m, true);
-    m->streams[index].open = false;
+    atomic_store(&m->streams[index].life, 0);
     m->dev->stream_destroy(m->dev_self, index);
   }
   gmi_unlock(m);
@@ -305,10 +305,16 @@ static gemini_status_t config_check(gemini_config_t *c) {
       return gmi_fail(GEMINI_ERR_INVALID, 0, "%s is %llu, at most %llu", sizes[i].name,
                       (unsigned long long)sizes[i].value, (unsigned long long)limit);
   if (!c->device_bytes) return gmi_fail(GEMINI_ERR_INVALID, 0, "device_bytes is 0, a device budget is required");
-  if (!c->host_bytes) return gmi_fail(GEMINI_ERR_INVALID, 0, "host_bytes is 0, a host budget is required");
   if (c->device_margin_bytes >= c->device_bytes)
     return gmi_fail(GEMINI_ERR_INVALID, 0, "device_margin_bytes is %llu, must be less than device_bytes, %llu",
                     (unsigned long long)c->device_margin_bytes, (unsigned long long)c->device_bytes);
+  if (c->keep_name && (!*c->keep_name || !c->file_bytes || !c->window_bytes))
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "keep_name is \"%.60s\": it must not be empty, and needs %s", c->keep_name,
+                    c->file_bytes ? "window_bytes" : "a file tier");
+  if (c->reserved) return gmi_fail(GEMINI_ERR_INVALID, 0, "reserved is %u, must be 0", c->reserved);
+  if (c->file_engine > GEMINI_FILE_ENGINE_THREADS)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "file_engine is %u, the last one is %d", c->file_engine,
+                    GEMINI_FILE_ENGINE_THREADS);
   if (c->file_bytes && (!c->file_dir || !*c->file_dir))
     return gmi_fail(GEMINI_ERR_INVALID, 0, "file_bytes is %llu but file_dir is not set",
                     (unsigned long long)c->file_bytes);
@@ -323,11 +329,14 @@ static gemini_status_t config_check(gemini_config_t *c) {
 static void streams_drain(gmi_manager_t *m) {
   for (uint32_t i = 0; i < GMI_DEVICE_MAX_STREAMS; i++) {
     gmi_fence_t end;
-    if (m->streams[i].open && gmi_fence_now(m, i, &end) == GEMINI_OK) gmi_fence_sync(m, end);
+    if (m->streams[i].life && gmi_fence_now(m, i, &end) == GEMINI_OK) gmi_fence_sync(m, end);
   }
 }
 
 static void manager_free(gmi_manager_t *m) {
+  gmi_updates_close(m);
+  if (m->lane) gmi_lane_drain(m);
+  gmi_files_close(m); /* its transfers tell the lane */
   gmi_lane_close(m);
   if (m->dev_self) streams_drain(m);
   gmi_timeline_close(m);
@@ -336,13 +345,14 @@ static void manager_free(gmi_manager_t *m) {
     gmi_heap_close(m);
     gmi_arena_free_all(m);
     gmi_frames_free(m);
+    gmi_host_close(m);
     m->dev->close(m->dev_self);
   }
-  gmi_files_close(m);
   gmi_space_free(m->tensors, (uint64_t)GMI_TENSORS * sizeof *m->tensors);
   free(m->name_buckets);
   free(m->unmaps);
   free(m->file_dir);
+  free(m->keep_name);
   pthread_mutex_destroy(&m->lock);
   free(m);
 }
@@ -358,14 +368,16 @@ static gemini_status_t manager_open(const gemini_config_t *theirs, gemini_manage
   memset(m, 0, sizeof *m);
   pthread_mutex_init(&m->lock, NULL);
   m->config = config;
-  m->config.file_dir = NULL;
+  m->config.file_dir = m->config.keep_name = NULL;
+  m->file_sys = gmi_files_sys;
   m->dev = &gmi_device_sim;
   m->tensor_free = GMI_NONE;
   m->tensors = gmi_space((uint64_t)GMI_TENSORS * sizeof *m->tensors);
   m->name_bucket_count = 1024;
   m->name_buckets = malloc(m->name_bucket_count * sizeof *m->name_buckets);
   if (config.file_bytes) m->file_dir = strdup(config.file_dir);
-  if (!m->tensors || !m->name_buckets || (config.file_bytes && !m->file_dir)) {
+  if (config.keep_name) m->keep_name = strdup(config.keep_name);
+  if (!m->tensors || !m->name_buckets || (config.file_bytes && !m->file_dir) || (config.keep_name && !m->keep_name)) {
     manager_free(m);
     return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for a manager's tables");
   }
@@ -399,9 +411,11 @@ static gemini_status_t manager_open(const gemini_config_t *theirs, gemini_manage
   if (!status) status = stream_open(m, true, &m->copy_in);
   if (!status) status = stream_open(m, true, &m->copy_out);
   if (!status) status = stream_open(m, true, &m->update_stream);
+  if (!status) status = gmi_host_open(m);
   if (!status) status = gmi_files_open(m);
   if (!status) status = gmi_tracer_open(m);
   if (!status) status = gmi_lane_open(m, config.update_threads);
+  if (!status) status = gmi_updates_open(m);
   if (status) {
     manager_free(m);
     return status;
@@ -512,15 +526,12 @@ static gemini_status_t budget_set(gmi_manager_t *m, uint32_t tier, uint64_t byte
     status = budget_device(m, bytes);
   } else if (tier == GEMINI_TIER_HOST) {
     if (!bytes) status = gmi_fail(GEMINI_ERR_INVALID, 0, "the host budget cannot be 0");
-    else if (bytes < m->host_used) status = gmi_host_shrink(m, bytes);
+    else status = gmi_host_resize(m, bytes);
     if (!status) m->config.host_bytes = bytes;
-  } else if (bytes && !m->files) {
-    status = gmi_fail(GEMINI_ERR_STATE, 0, "the manager was opened without a file tier");
-  } else if (gmi_files_shrink(m, bytes), bytes < m->file_used) {
-    status = gmi_fail(GEMINI_ERR_OOM_FILE, 0, "%llu bytes are in files, more than the new budget, %llu",
-                      (unsigned long long)m->file_used, (unsigned long long)bytes);
+    if (m->deferred) gmi_lane_nudge(m);
   } else {
-    m->config.file_bytes = bytes;
+    status = gmi_files_resize(m, bytes);
+    if (!status) m->config.file_bytes = bytes;
   }
   gmi_unlock(m);
   return status;
@@ -553,7 +564,9 @@ static gemini_status_t stats_get(gmi_manager_t *m, gemini_stats_t *stats_out) {
   s.window_bytes = window;
   for (int i = 0; i < GMI_HIT_STRIPES; i++)
     s.acquire_hits += atomic_load_explicit(&m->stripes[i].hits, memory_order_relaxed);
-  s.pending_updates = gmi_lane_pending(m);
+  s.pending_updates = gmi_lane_pending(m) + gmi_updates_deferred(m);
+  s.file_engine = gmi_files_engine(m);
+  s.host_block_bytes = gmi_host_blocks(m);
   gmi_unlock(m);
   return gmi_struct_out(stats_out, &s, sizeof s, sizeof s, "stats_out");
 }

@@ -51,31 +51,61 @@ typedef struct gmi_uses {
 #define GMI_WINDOW_PINS 0x0000ffffu /* device acquires not yet released */
 enum { GMI_VALID_DEVICE = 1, GMI_VALID_HOST = 2, GMI_VALID_FILE = 4, GMI_VALID_ZERO = 8 };
 
-/* Invariants: valid != 0; RESIDENT <=> frame != GMI_NONE; DIRTY <=> valid == GMI_VALID_DEVICE;
- * VALID_HOST => host_slot; VALID_FILE => file_block != GMI_NONE; host_writers => not RESIDENT; host_writers <= host_users. */
+typedef struct gmi_io gmi_io_t;
+/* Invariants: valid != 0; RESIDENT <=> frame != GMI_NONE; DIRTY <=> valid == GMI_VALID_DEVICE; VALID_HOST => a slot;
+ * VALID_FILE <=> file_block != GMI_NONE; io => a slot; host_writers => not RESIDENT; host_writers <= host_users. */
 typedef struct gmi_window {
-  _Atomic uint32_t word;         /* Atomic: GMI_WINDOW_* flags (changed under lock) and counts */
-  uint32_t frame;                /* or GMI_NONE */
-  gmi_fence_t arrive;            /* what fills the device copy */
-  gmi_uses_t reads, writes;      /* Atomic: of the device copy, since it was filled */
-  _Atomic uint64_t touched;      /* Atomic: the manager's clock at its last release */
-  gmi_fence_t host_fence;        /* queued copies that read or write the host slot */
-  _Atomic uint64_t updates_done; /* Atomic: host updates finished; >= updates_queued when none is pending */
-  uint64_t updates_queued;
-  uint64_t next_use;     /* position of the next use as far as known: iteration * 2^32 + op; 0 = unknown */
-  uint32_t file_block;   /* or GMI_NONE */
-  uint32_t arena;        /* index of the arena that stores it */
-  uint32_t index;        /* in that arena */
-  uint16_t user_pins;    /* gemini_pin() */
-  uint16_t host_users;   /* acquires on the host */
-  uint16_t host_writers; /* of these, those for writing */
-  uint8_t valid;         /* GMI_VALID_* */
-  bool host_slot;        /* its place in the host mirror is counted and may hold bytes */
-  bool unmap_pending;    /* still mapped to a frame it has lost */
-  uint8_t reserved;
-  uint16_t given[2][2]; /* of a batch of releases while it is checked: [device][writing] */
-  uint16_t reserved2;
+  _Atomic uint32_t word;    /* Atomic: GMI_WINDOW_* flags (changed under lock) and counts */
+  uint32_t frame;           /* or GMI_NONE */
+  gmi_fence_t arrive;       /* what fills the device copy */
+  gmi_uses_t reads, writes; /* Atomic: of the device copy, since it was filled */
+  _Atomic uint64_t touched; /* Atomic: the manager's clock at its last release */
+  gmi_fence_t copied_out;   /* queued copies out of the frame */
+  uint64_t next_use;        /* position of the next use as far as known: iteration * 2^32 + op; 0 = unknown */
+  gmi_io_t *io;             /* its transfer from or to a file that has not been noted, or NULL */
+  gmi_io_t *failed_read;    /* its last transfer, a read that failed and that nobody has been told of */
+  uint32_t slot;            /* on the host, or GMI_NONE */
+  uint32_t file_block;      /* or GMI_NONE */
+  uint32_t arena;           /* index of the arena that stores it */
+  uint32_t index;           /* in that arena */
+  uint16_t user_pins;       /* gemini_pin() */
+  uint16_t host_users;      /* acquires on the host */
+  uint16_t host_writers;    /* of these, those for writing */
+  uint8_t valid;            /* GMI_VALID_* */
+  bool unmap_pending;       /* still mapped to a frame it has lost */
+  uint16_t deferred;        /* updates of it that have not been queued yet */
+  uint16_t given[2][2];     /* of a batch of releases while it is checked: [device][writing] */
 } gmi_window_t;
+
+/* ---- host slots: places for windows in host memory. What uses a slot's bytes is noted here, whosever they are. */
+typedef struct gmi_slot {
+  gmi_window_t *window;       /* or NULL */
+  gmi_fence_t fence;          /* queued copies that read or write it */
+  _Atomic uint64_t work_done; /* Atomic: updates and transfers finished; work_queued when none is pending */
+  uint64_t work_queued;
+  gemini_status_t failure; /* of the last read into it; under the lane's lock while work is pending */
+  bool block;              /* holds blocks, no window */
+} gmi_slot_t;
+
+enum { GMI_UPDATED = 1024 };
+typedef struct gmi_host {
+  struct gmi_reserve *reserve;
+  uint8_t *base;
+  uint64_t grain_bytes, part_bytes, part_count;
+  uint64_t *committed; /* [part_count] bytes at the part's start that exist and are locked */
+  gmi_slot_t *slots;   /* address space for all there can be */
+  uint64_t *free_map;  /* bit per slot */
+  uint64_t slot_map_bytes, free_map_bytes;
+  uint64_t home_end;                     /* slot behind the last home */
+  uint32_t slot_count, free_count, hand; /* within the budget */
+  uint32_t slot_most;                    /* windows may still lie in as many, behind a smaller budget */
+  struct gmi_blocks *blocks;             /* NULL until the first one */
+  uint64_t *live;                        /* addresses of blocks, hashed */
+  uint64_t live_count, live_capacity;
+  uint32_t block_slots, reserved2;     /* slots that blocks may lie in */
+  uint64_t updated_first, updated_end; /* the windows of states updated last, in a ring */
+  gmi_window_t *updated[GMI_UPDATED];
+} gmi_host_t;
 
 /* ---- tensors */
 #define GMI_TENSOR_STATE_SHIFT 28 /* GEMINI_STATE_* when nobody has it, in the top bits; COMPUTE is not among them */
@@ -105,9 +135,9 @@ typedef struct gmi_arena {
   uint32_t followers; /* arenas whose like or store this is */
   bool reused;        /* some arena reuses this one */
   bool reserved[3];
-  uint8_t *base;     /* device addresses */
-  uint8_t *host;     /* host mirror: window i lives at host + i * window_bytes */
-  uint64_t capacity; /* bytes, a multiple of the largest window */
+  uint8_t *base;             /* device addresses */
+  uint32_t home, home_count; /* slot of its first window when all fit; how many have a place there */
+  uint64_t capacity;         /* bytes, a multiple of the largest window */
   uint64_t capacity_asked;
   _Atomic uint64_t size; /* Atomic: used so far, bytes */
   gmi_window_t *windows; /* address space for all windows of capacity; of the store only */
@@ -137,11 +167,12 @@ typedef struct gmi_page { /* of the non-model heap */
   bool reserved[3];
 } gmi_page_t;
 
+#define GMI_STREAM_OPEN 1024u
 typedef struct gmi_stream {
-  bool open;
-  bool internal;
+  _Atomic uint32_t life; /* Atomic: GMI_STREAM_OPEN | generation while it is open, else 0 */
   uint16_t generation;
-  uint32_t reserved;
+  bool internal;
+  uint8_t reserved;
   _Atomic uint64_t placed; /* Atomic: last mark claimed; a claim comes before the mark is placed */
 } gmi_stream_t;
 
@@ -154,7 +185,10 @@ typedef struct gmi_rate {
 struct gmi_tracer;
 struct gmi_timeline;
 struct gmi_lane;
-struct gmi_file_store;
+struct gmi_store;
+struct gmi_sys;
+struct gmi_reserve;
+struct gmi_deferred;
 
 enum { GMI_TIMED_UPDATE = GEMINI_LINK_COUNT /* beside links: an update on the device */ };
 enum { GMI_HIT_STRIPES = 16, GMI_LOG_QUEUE = 8 };
@@ -167,8 +201,8 @@ typedef struct gmi_manager {
   uint64_t handle;
   uint32_t slot;
   pthread_mutex_t lock;
-  gemini_config_t config; /* Constant, but the budgets */
-  char *file_dir;
+  gemini_config_t config;     /* Constant, but the budgets */
+  char *file_dir, *keep_name; /* NULL: no files; not kept */
   const gmi_device_ops_t *dev;
   void *dev_self;
   uint64_t granularity;
@@ -214,13 +248,24 @@ typedef struct gmi_manager {
 
   uint64_t host_used; /* bytes of host slots */
   uint64_t file_used;
-  uint64_t host_hand_arena, host_hand_window;
-  struct gmi_file_store *files;
+  gmi_host_t host;
+  struct gmi_store *files;
+  const struct gmi_sys *file_sys; /* NULL: the system's own calls */
+  uint64_t file_block_bytes;      /* of files */
+  bool kept_used;                 /* the last checkpoint in the files is this process's, or was taken up by it */
+  uint32_t io_count, io_writes;   /* transfers not yet noted */
+  gmi_io_t *_Atomic io_finished;  /* Atomic: list */
+  gemini_status_t io_failure;     /* of a write, to be told once */
+  int io_native_code;
+  char io_message[384];
+  uint64_t io_last_ns; /* when the last one ended */
   struct gmi_lane *lane;
+  struct gmi_deferred *deferred; /* updates that wait for room; NULL without files */
   struct gmi_tracer *tracer;
   struct gmi_timeline *timeline;
 
   gmi_rate_t link_ns[2];    /* by GEMINI_LINK_H2D, D2H */
+  gmi_rate_t file_ns[2];    /* of a window: read, written */
   gmi_rate_t device_update; /* nanoseconds an element of an update on the device */
   struct {
     gmi_fence_t begin, end;
@@ -287,6 +332,7 @@ gmi_fence_t gmi_fence_later(gmi_manager_t *m, uint32_t stream);
 /* chunk/arena.c */
 gmi_arena_t *gmi_arena_get(gmi_manager_t *m, gemini_arena_t handle);
 gmi_tensor_t *gmi_tensor_get(gmi_manager_t *m, gemini_tensor_t handle);
+uint32_t gmi_tensor_named(gmi_manager_t *m, const char *name); /* index of the registered one, or GMI_NONE */
 static inline bool gmi_tensor_alive(const gmi_tensor_t *t) { return atomic_load(&t->life) != 0; }
 static inline gmi_arena_t *gmi_arena_at(gmi_manager_t *m, uint32_t index) {
   return atomic_load_explicit(&m->arenas[index], memory_order_acquire);
@@ -330,17 +376,15 @@ void gmi_frame_give(gmi_manager_t *m, uint32_t frame, gmi_fence_t ready);
 gemini_status_t gmi_window_fetch(gmi_manager_t *m, gmi_window_t *w, bool fresh, uint32_t reason, uint32_t flags);
 /* Takes the frame away, writing back first when the device copy is the only one. BUSY when pinned or acquired. */
 gemini_status_t gmi_window_evict(gmi_manager_t *m, gmi_window_t *w, uint32_t reason);
-/* Makes the host copy valid (once host_fence and updates are done); keeps the device copy unless drop. BUSY when the
+/* Makes the host copy valid (once its slot is quiet: gmi_window_settle_host()); keeps the device copy unless drop. BUSY when the
  * device copy is acquired for writing, or where it must go, at all. */
 gemini_status_t gmi_window_to_host(gmi_manager_t *m, gmi_window_t *w, bool drop, uint32_t reason);
 /* The device copy goes without a copy of its bytes; nobody may hold it. */
 void gmi_window_drop_device(gmi_manager_t *m, gmi_window_t *w);
 gemini_status_t gmi_window_to_file(gmi_manager_t *m, gmi_window_t *w, uint32_t reason);
-gemini_status_t gmi_host_slot_take(gmi_manager_t *m, gmi_window_t *w);
 void gmi_window_forget(gmi_manager_t *m, gmi_window_t *w); /* its bytes become zero; not pinned, nothing pending */
 void gmi_window_wrote(gmi_manager_t *m, gmi_window_t *w);  /* the device copy becomes the only valid one */
 void gmi_window_host_wrote(gmi_manager_t *m, gmi_window_t *w);
-gemini_status_t gmi_window_settle_host(gmi_manager_t *m, gmi_window_t *w); /* blocks until the host slot is quiet */
 /* Behind what wrote the device copy last; behind everything that used it. May make streams wait for each other. */
 gmi_fence_t gmi_window_written(gmi_manager_t *m, gmi_window_t *w);
 gmi_fence_t gmi_window_used(gmi_manager_t *m, gmi_window_t *w);
@@ -352,20 +396,51 @@ void gmi_uses_clear(gmi_uses_t *uses);
 bool gmi_window_unsettle(gmi_window_t *w, uint32_t unless);
 /* access.c; without lock: notes a use of the device copy by what stream has queued so far. */
 gemini_status_t gmi_window_use(gmi_manager_t *m, gmi_window_t *w, uint32_t mode, uint32_t stream);
-uint8_t *gmi_window_host(gmi_manager_t *m, const gmi_window_t *w);
 uint8_t *gmi_window_device(gmi_manager_t *m, const gmi_window_t *w);
-bool gmi_window_updates_pending(const gmi_window_t *w);
 gemini_status_t gmi_map(gmi_manager_t *m, void *address, uint32_t frame, gmi_window_t *w, uint64_t page);
 void gmi_unmap_later(gmi_manager_t *m, void *address, gmi_fence_t fence, gmi_window_t *w, uint64_t page);
 void gmi_reap(gmi_manager_t *m); /* unmaps what is no longer used; measures finished copies */
 gemini_status_t gmi_frames_init(gmi_manager_t *m);
 gemini_status_t gmi_frames_resize(gmi_manager_t *m, uint32_t frame_count);
 void gmi_frames_free(gmi_manager_t *m);
-gemini_status_t gmi_host_shrink(gmi_manager_t *m, uint64_t budget);
 gemini_status_t gmi_oom_device(gmi_manager_t *m, uint64_t need_bytes);
 bool gmi_window_check(gmi_manager_t *m, const gmi_window_t *w);
 void gmi_rate_add(gmi_rate_t *rate, double ns);
 gmi_arena_t *gmi_window_arena(gmi_manager_t *m, const gmi_window_t *w);
+
+/* chunk/host.c; lock held */
+gemini_status_t gmi_host_open(gmi_manager_t *m);
+void gmi_host_close(gmi_manager_t *m);                             /* nothing uses the memory any more */
+gemini_status_t gmi_host_cut(gmi_manager_t *m);                    /* no window has a slot */
+gemini_status_t gmi_host_resize(gmi_manager_t *m, uint64_t bytes); /* what lies behind a smaller budget moves */
+gemini_status_t gmi_host_slot_take(gmi_manager_t *m, gmi_window_t *w);
+void gmi_host_slot_drop(gmi_manager_t *m, gmi_window_t *w);
+/* Makes so many slots free, writing to files if need be. Blocks for that. */
+gemini_status_t gmi_host_room(gmi_manager_t *m, uint32_t count);
+/* The same without blocking: what there is free may be less. Writes go on until ahead slots, not fewer, will be free. */
+gemini_status_t gmi_host_room_soon(gmi_manager_t *m, uint32_t count, uint32_t ahead);
+void gmi_host_updated(gmi_manager_t *m, gmi_window_t *w);  /* its states will not be wanted for an iteration */
+uint64_t gmi_host_blocks(gmi_manager_t *m);                /* bytes in live blocks */
+void gmi_host_released(gmi_manager_t *m, gmi_window_t *w); /* nobody has its address any more */
+void gmi_host_forget(gmi_manager_t *m);                    /* windows are about to go */
+uint32_t gmi_host_free(const gmi_manager_t *m);            /* slots that windows may get with none leaving */
+void gmi_host_homes(gmi_manager_t *m,
+                    uint32_t shift); /* says where arenas lie when all fits, by windows of 1 << shift */
+gemini_status_t gmi_host_commit(gmi_manager_t *m, uint64_t begin, uint64_t size); /* makes bytes of it exist */
+/* Gives windows slots side by side; their bytes, and others' in the way, move. Blocks until these are quiet.
+ * OOM_HOST: no room, or windows that are acquired lie in the way. */
+gemini_status_t gmi_host_run(gmi_manager_t *m, gmi_arena_t *store, uint32_t first, uint32_t count);
+uint8_t *gmi_slot_address(const gmi_manager_t *m, uint32_t slot);
+uint8_t *gmi_window_host(gmi_manager_t *m, const gmi_window_t *w); /* NULL: it has no slot */
+/* Where a range lies on the host, whose windows are side by side there. */
+static inline uint8_t *gmi_range_host(gmi_manager_t *m, const gmi_arena_t *store, uint64_t offset) {
+  uint8_t *window = gmi_window_host(m, &store->windows[offset >> m->window_shift]);
+  return window ? window + (offset & ((UINT64_C(1) << m->window_shift) - 1)) : NULL;
+}
+void gmi_window_refilled(gmi_manager_t *m, gmi_window_t *w); /* its slot gets other bytes than the last read's */
+bool gmi_window_work_pending(const gmi_manager_t *m, const gmi_window_t *w);
+/* Blocks until its slot is quiet. Fails when what filled it failed: device work, or a read from its file. */
+gemini_status_t gmi_window_settle_host(gmi_manager_t *m, gmi_window_t *w);
 
 /* chunk/nonmodel.c; lock held */
 gemini_status_t gmi_heap_open(gmi_manager_t *m);
@@ -380,10 +455,11 @@ struct gmi_job {
   gemini_update_fn fn;
   void *user;
   gemini_update_span_t span;
-  uint32_t fence_count, window_count, zero_count, reserved;
-  gmi_fence_t *fences;    /* device work to wait for */
-  gmi_window_t **windows; /* whose updates_done grows when this is done */
-  uint64_t *after;        /* [window_count] updates_done to wait for first */
+  uint32_t fence_count, slot_count, zero_count;
+  bool deferred;       /* it was; gmi_lane_deferred() counts it */
+  gmi_fence_t *fences; /* device work to wait for */
+  gmi_slot_t **slots;  /* whose work_done grows when this is done */
+  uint64_t *after;     /* [slot_count] work_done to wait for first */
   struct {
     void *address;
     uint64_t bytes;
@@ -393,9 +469,14 @@ gemini_status_t gmi_lane_open(gmi_manager_t *m, uint32_t threads);
 void gmi_lane_close(gmi_manager_t *m);                /* finishes what is queued */
 void gmi_lane_push(gmi_manager_t *m, gmi_job_t *job); /* takes the job: one allocation, freed when done */
 uint64_t gmi_lane_pending(gmi_manager_t *m);
-void gmi_lane_drain(gmi_manager_t *m); /* blocks until nothing is pending; no lock needed */
-void gmi_lane_wait_window(gmi_manager_t *m, gmi_window_t *w, uint64_t count); /* blocks */
-void gmi_lane_wait_some(gmi_manager_t *m); /* blocks until one more job is done, if any is pending */
+uint64_t gmi_lane_deferred(gmi_manager_t *m); /* of these, those that were deferred */
+void gmi_lane_nudge(gmi_manager_t *m);        /* as if something had ended */
+void gmi_lane_drain(gmi_manager_t *m);        /* blocks until nothing is pending; no lock needed */
+void gmi_lane_wait_slot(gmi_manager_t *m, gmi_slot_t *slot, uint64_t count); /* blocks */
+/* Other work on a slot is over: its user, its failure. Any thread, no lock. */
+void gmi_lane_work_done(gmi_manager_t *m, gmi_slot_t *slot, gemini_status_t status, const char *message);
+uint64_t gmi_lane_events(gmi_manager_t *m);                  /* jobs and other work that are over */
+void gmi_lane_wait_event(gmi_manager_t *m, uint64_t events); /* blocks until there are more */
 double gmi_lane_ns_per_element(gmi_manager_t *m);
 gemini_status_t gmi_lane_failure(gmi_manager_t *m); /* stays: bytes are wrong from then on */
 /* For timelines: when workers ran. Hands out the oldest ones and forgets them; what nobody asks for is lost. */
@@ -410,15 +491,34 @@ uint32_t gmi_lane_recorded(gmi_manager_t *m, gmi_lane_span_t *spans_out, uint32_
 gemini_status_t gmi_gradients_drop(gmi_manager_t *m, gmi_arena_t *a);
 
 /* chunk/update.c */
+/* Deferred pieces, of so many windows each, that may be read, updated and written at once. */
+uint32_t gmi_updates_ahead(const gmi_manager_t *m, uint32_t windows);
 gemini_status_t gmi_updates_finish(gmi_manager_t *m); /* blocks; without lock */
+/* Updates whose states are in files wait until there is room for these, and are then queued by a thread. Lock held:
+ * queues those of a window, and those before them, now; NULL: all. Blocks until there is room. */
+gemini_status_t gmi_updates_queue(gmi_manager_t *m, const gmi_window_t *w);
+uint64_t gmi_updates_deferred(const gmi_manager_t *m); /* pieces that wait */
+gemini_status_t gmi_updates_open(gmi_manager_t *m);
+void gmi_updates_close(gmi_manager_t *m);
 
-/* io/file_store.c; lock held */
+/* chunk/files.c; lock held */
+extern const struct gmi_sys *gmi_files_sys; /* of managers opened from now on; for tests. NULL: the system's own */
 gemini_status_t gmi_files_open(gmi_manager_t *m);
+uint32_t gmi_files_engine(gmi_manager_t *m); /* GEMINI_FILE_ENGINE_*; AUTO: there is no file tier */
 void gmi_files_close(gmi_manager_t *m);
-gemini_status_t gmi_file_write(gmi_manager_t *m, gmi_window_t *w);
-gemini_status_t gmi_file_read(gmi_manager_t *m, gmi_window_t *w);
+gemini_status_t gmi_files_cut(gmi_manager_t *m); /* no window has a block */
+/* Start a transfer between the window's slot and its block, or a new one. It counts as work on the slot. */
+gemini_status_t gmi_file_write(gmi_manager_t *m, gmi_window_t *w, uint32_t reason);
+gemini_status_t gmi_file_read(gmi_manager_t *m, gmi_window_t *w, uint32_t reason);
+void gmi_files_poll(gmi_manager_t *m); /* notes what finished transfers did */
+/* The same. Fails when of's bytes did not come; of NULL: when a write failed. */
+gemini_status_t gmi_files_reap(gmi_manager_t *m, gmi_window_t *of);
+void gmi_file_supersede(gmi_window_t *w); /* its bytes are about to be overwritten elsewhere */
+void gmi_file_forgive(gmi_window_t *w);   /* nobody wants any more what could not be read */
 void gmi_file_drop(gmi_manager_t *m, gmi_window_t *w);
 void gmi_files_shrink(gmi_manager_t *m, uint64_t bytes); /* to so many, as far as no bytes are lost */
-void gmi_files_reset(gmi_manager_t *m);                  /* after a new cut: no block is in use */
+gemini_status_t gmi_files_resize(gmi_manager_t *m, uint64_t bytes);
+/* Host memory that transfers will use from now on, or not any more (then none uses it). */
+void gmi_files_buffer(gmi_manager_t *m, void *base, uint64_t size, bool add);
 
 #endif

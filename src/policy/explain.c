@@ -58,11 +58,12 @@ static void say_stays(writer_t *w, const gmi_plan_input_t *input, const gmi_plan
 }
 
 static void say_binding(writer_t *w, const gmi_plan_t *plan) {
-  const char *const names[] = { "compute", "the link to the device", "the link from the device",
-                                "updates on the host" };
-  const uint64_t busy_ns[] = { plan->compute_ns, plan->fetch_busy_ns, plan->evict_busy_ns, plan->update_busy_ns };
+  const char *const names[] = { "compute", "the link to the device", "the link from the device", "updates on the host",
+                                "files" };
+  const uint64_t busy_ns[] = { plan->compute_ns, plan->fetch_busy_ns, plan->evict_busy_ns, plan->update_busy_ns,
+                               plan->file_busy_ns };
   uint32_t most = 0;
-  for (uint32_t i = 1; i < 4; i++)
+  for (uint32_t i = 1; i < 5; i++)
     if (busy_ns[i] > busy_ns[most]) most = i;
   say(w, "binds: %s, busy for %.0f %% of the step", names[most],
       plan->predicted_ns > 0 ? 100.0 * (double)busy_ns[most] / (double)plan->predicted_ns : 100.0);
@@ -103,6 +104,9 @@ uint64_t gmi_plan_explain(const gmi_plan_input_t *input, const gmi_plan_t *plan,
       evicts, plan->evict_dirty_count, mib(input, plan->evict_dirty_count), for_update);
   say(&w, "updates: %" PRIu64 " pieces on the device, %" PRIu64 " on the host\n", plan->device_piece_count,
       plan->piece_count - plan->device_piece_count);
+  if (plan->file_windows > 0)
+    say(&w, "files: %" PRIu64 " windows of states, %.1f MiB, read and written a step, busy for %.3f ms\n",
+        plan->file_windows, mib(input, plan->file_windows), ms(plan->file_busy_ns));
   say(&w, "predicted step: %.3f ms, of it %.3f ms waiting\n", ms(plan->predicted_ns), ms(plan->stall_ns));
   say(&w, "busy: compute %.3f ms, fetches %.3f ms, write-backs %.3f ms, updates on the host %.3f ms\n",
       ms(plan->compute_ns), ms(plan->fetch_busy_ns), ms(plan->evict_busy_ns), ms(plan->update_busy_ns));

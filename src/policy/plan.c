@@ -23,9 +23,10 @@ typedef struct planner {
   gmi_facts_t facts;
   uint32_t *order;                   /* [order_count] pieces that may run on the device, in order of preference */
   uint32_t order_count, model_count; /* model_count: pieces on the device in model; NONE: there is no model */
-  uint8_t *held;                     /* [window_count] */
-  uint8_t *on_device;                /* [piece_count] */
-  uint32_t *stamp;                   /* [window_count] scratch: counts windows once */
+  uint8_t *held;                     /* [window_count] 1: pinned; 2: state of a piece on the device, which stays */
+  bool files;         /* the host has no room for all states: those of device pieces stay on the device */
+  uint8_t *on_device; /* [piece_count] */
+  uint32_t *stamp;    /* [window_count] scratch: counts windows once */
   uint32_t stamp_now, candidates;
   gmi_model_t model;
   gmi_hits_t optimum;   /* of model, with all frames */
@@ -91,7 +92,9 @@ static bool input_is_valid(const gmi_plan_input_t *input, uint32_t *seen) {
   }
   /* Indices of accesses, pieces' included, need a bit for a mark. */
   return accesses + piece_windows < GMI_MODEL_INDEX && add_time(&total_ns, accesses + piece_windows, input->fetch_ns) &&
-         add_time(&total_ns, accesses + piece_windows, input->evict_ns);
+         add_time(&total_ns, accesses + piece_windows, input->evict_ns) &&
+         add_time(&total_ns, piece_windows, input->file_read_ns) &&
+         add_time(&total_ns, piece_windows, input->file_write_ns);
 }
 
 static gemini_status_t check_input(const gmi_plan_input_t *input) {
@@ -159,12 +162,33 @@ static uint64_t model_visits(const gmi_model_t *model) { return (uint64_t)model-
 
 static void spend(planner_t *p, uint64_t visits) { p->work -= visits < p->work ? visits : p->work; }
 
+static void hold_states(planner_t *p, uint32_t piece) {
+  const gmi_plan_piece_t *at = &p->input->pieces[piece];
+  for (uint32_t i = at->window_first + at->shared_count; i < gmi_plan_piece_end(p->input, piece); i++)
+    if (!p->held[p->input->piece_windows[i]]) p->held[p->input->piece_windows[i]] = 2;
+}
+
+/* Would all states and what is shared with ops find room on the host? */
+static bool host_is_short(const gmi_plan_input_t *input, uint8_t *seen) {
+  uint64_t windows = 0;
+  for (uint32_t i = 0; i < input->pieces[input->piece_count].window_first; i++) {
+    windows += !seen[input->piece_windows[i]];
+    seen[input->piece_windows[i]] = 1;
+  }
+  memset(seen, 0, input->window_count);
+  return input->host_slots > 0 && windows > input->host_slots;
+}
+
 /* The model, and MIN with all frames, with the first device_count pieces of the order on the device. */
 static gemini_status_t use_model(planner_t *p, uint32_t device_count) {
   if (p->model_count == device_count) return GEMINI_OK;
   drop_model(p);
   memset(p->on_device, 0, p->input->piece_count);
   for (uint32_t i = 0; i < device_count; i++) p->on_device[p->order[i]] = 1;
+  if (p->files) {
+    for (uint32_t w = 0; w < p->input->window_count; w++) p->held[w] = p->held[w] == 1;
+    for (uint32_t i = 0; i < device_count; i++) hold_states(p, p->order[i]);
+  }
   gemini_status_t status = gmi_model_make(&p->facts, p->on_device, p->held, &p->model);
   if (status != GEMINI_OK) return status;
   spend(p, 3 * model_visits(&p->model));
@@ -254,10 +278,8 @@ static uint32_t count_that_fits(planner_t *p) {
     uint32_t middle = low + (high - low + 1) / 2;
     memset(p->on_device, 0, input->piece_count);
     for (uint32_t i = 0; i < middle; i++) {
-      const gmi_plan_piece_t *piece = &input->pieces[p->order[i]];
       p->on_device[p->order[i]] = 1;
-      for (uint32_t j = piece->window_first + piece->shared_count; j < gmi_plan_piece_end(input, p->order[i]); j++)
-        if (!held[input->piece_windows[j]]) held[input->piece_windows[j]] = 2;
+      hold_states(p, p->order[i]);
     }
     if (steps_fit(input, held, p->on_device, NULL)) low = middle;
     else high = middle - 1;
@@ -288,7 +310,7 @@ static int compare_count(const void *a, const void *b) {
 /* AUTO. Counts tried: none, quarters of those whose states fit for good, halfway to all and all (whose states then come
  * and go); then halfway between the best and its neighbours; then the best one's reductions. */
 static gemini_status_t plan_auto(planner_t *p) {
-  uint32_t fits = count_that_fits(p), all = p->order_count, count = 0, tried[MAX_CANDIDATES + 8];
+  uint32_t fits = count_that_fits(p), all = p->files ? fits : p->order_count, count = 0, tried[MAX_CANDIDATES + 8];
   const uint32_t grid[] = {
     fits, fits / 2, all, fits / 4, (uint32_t)(((uint64_t)fits * 3) / 4), fits + (all - fits) / 2
   };
@@ -450,6 +472,7 @@ gemini_status_t gmi_plan_make(const gmi_plan_input_t *input, gmi_plan_t *plan_ou
   p.order = malloc((size_t)input->piece_count * sizeof *p.order + 1);
   status = GEMINI_ERR_OOM_SYSTEM;
   if (p.stamp == NULL || p.held == NULL || p.on_device == NULL || p.order == NULL) goto end;
+  p.files = input->piece_count > 0 && host_is_short(input, p.held);
   for (uint32_t w = 0; w < input->window_count; w++)
     p.held[w] = input->window_pinned != NULL && input->window_pinned[w] != 0;
   status = GEMINI_ERR_OOM_DEVICE;

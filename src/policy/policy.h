@@ -7,7 +7,8 @@
  *  - on the host: it needs its *shared* windows (gradient and low-precision parameter) on the host, so their device
  *    copies are written back after their last use and dropped; the next use fetches them;
  *  - on the device: it needs its shared windows and its *state* windows (master, momentum, variance) there.
- * State windows that no op touches and whose pieces all run on the host never visit the device.
+ * State windows that no op touches and whose pieces all run on the host never visit the device. Where the host has no
+ * room for all of them, those of as many pieces as must are read from files for each update and written back.
  *
  * Steps. An op and each device piece after it, in order of piece index, follow one another on the compute stream; each
  * is a step, and the frames that non-model memory holds in the op stay taken in the pieces after it. The device pieces
@@ -57,7 +58,10 @@ typedef struct gmi_plan_input {
   const uint8_t *window_kind; /* [window_count] GEMINI_KIND_* */
   uint64_t window_bytes;
   uint64_t fetch_ns, evict_ns; /* one window over each link */
-  uint32_t placement;          /* GEMINI_PLACEMENT_* */
+  uint32_t host_slots;         /* windows that the host tier has room for when there are files below it; 0: for all */
+  uint32_t host_pieces_ahead;  /* pieces that are read, updated and written at once when their states are in files */
+  uint64_t file_read_ns, file_write_ns; /* one window; both share what the files can do */
+  uint32_t placement;                   /* GEMINI_PLACEMENT_* */
   uint32_t reserved;
   double static_param_fraction, static_optim_fraction;
   const uint8_t *window_pinned; /* [window_count] or NULL: 1 = held on the device by the user */
@@ -91,9 +95,10 @@ typedef struct gmi_plan {
                                 for it was cut short (docs/policy.md) a proven lower bound of it */
   uint64_t evict_dirty_count;
   uint64_t device_piece_count;
-  uint64_t predicted_ns; /* of one iteration in the steady state; at least each of the four busy times */
-  uint64_t compute_ns, fetch_busy_ns, evict_busy_ns, update_busy_ns; /* of that iteration */
-  uint64_t stall_ns;                                                 /* predicted_ns - compute_ns */
+  uint64_t predicted_ns; /* of one iteration in the steady state; at least each of the five busy times */
+  uint64_t compute_ns, fetch_busy_ns, evict_busy_ns, update_busy_ns, file_busy_ns; /* of that iteration */
+  uint64_t file_windows; /* read, and written, in an iteration */
+  uint64_t stall_ns;     /* predicted_ns - compute_ns */
 } gmi_plan_t;
 
 typedef struct gmi_plan_failure { /* why GEMINI_ERR_OOM_DEVICE */

@@ -8,6 +8,9 @@
  *   when it is written back, non-model memory's when the op before ended.
  * - A host piece starts when the pieces before it are done and its windows are written back. The pieces of one op are
  *   in order of their next use.
+ * - Where the host has no room for all states, the last pieces of an iteration are streamed: their states are read
+ *   from files ahead of the update and written after it, a few pieces at once, by one resource. They wait for nothing
+ *   else, and run behind the other host pieces.
  * - The host issues ahead of the device at no cost, but at an iteration's begin it waits for the compute stream, since
  *   users read the loss there; so nothing that this iteration issues starts earlier. What is in flight goes on.
  * One pass in program order suffices: everything waits for earlier things only. */
@@ -33,8 +36,14 @@ typedef struct machine {
   uint64_t *op_arrival_ns;    /* [op_count] last arrival for the op's own use; zeroed at use */
   uint64_t *piece_arrival_ns; /* [piece_count] */
   uint32_t *fresh;            /* [op_count] windows that arrive by being overwritten */
-  uint64_t begin_ns, stream_ns, fetch_ns, evict_ns, update_ns; /* iteration's begin; when each resource is free */
-  uint64_t worst_stall_ns, stall_ns;                           /* of this iteration; of this op */
+  uint32_t *streamed;         /* [piece_count] state windows that are read and written for this piece; 0: none */
+  uint32_t *queue;            /* [piece_count] the iteration's streamed pieces */
+  uint64_t *queue_ns;         /* [piece_count] when they were submitted; then when they were done */
+  uint32_t queue_count;
+  uint64_t file_windows; /* read, and written, in an iteration */
+  uint64_t begin_ns, stream_ns, fetch_ns, evict_ns, update_ns,
+      file_ns;                       /* iteration's begin; when each resource is free */
+  uint64_t worst_stall_ns, stall_ns; /* of this iteration; of this op */
   uint32_t worst_op;
   bool starved; /* a frame was wanted and none is free: the plan is not of this input */
 } machine_t;
@@ -117,13 +126,62 @@ static void run_step(machine_t *m, uint64_t ready_ns, uint64_t duration_ns) {
   m->stream_ns += duration_ns;
 }
 
-static void update_on_host(machine_t *m, uint32_t piece) {
+static void update_on_host(machine_t *m, uint32_t piece, uint64_t ready_ns) {
   const gmi_plan_input_t *input = m->facts->input;
   uint32_t first = input->pieces[piece].window_first, end = gmi_plan_piece_end(input, piece);
-  uint64_t start_ns = later(m->update_ns, m->stream_ns);
+  uint64_t start_ns = later(m->update_ns, ready_ns);
   for (uint32_t i = first; i < end; i++) start_ns = later(start_ns, m->host_ready_ns[input->piece_windows[i]]);
   m->update_ns = start_ns + input->pieces[piece].host_ns;
   for (uint32_t i = first; i < end; i++) m->host_ready_ns[input->piece_windows[i]] = m->update_ns;
+}
+
+/* Reads go on as far ahead as pieces may be under way; a piece's write comes when that many later ones were read. */
+static void update_streamed(machine_t *m) {
+  const gmi_plan_input_t *input = m->facts->input;
+  uint32_t ahead = input->host_pieces_ahead > 0 ? input->host_pieces_ahead : 1;
+  for (uint32_t i = 0; i < m->queue_count + ahead; i++) {
+    if (i < m->queue_count) {
+      m->file_ns = later(m->file_ns, m->queue_ns[i]) + m->streamed[m->queue[i]] * input->file_read_ns;
+      update_on_host(m, m->queue[i], m->file_ns);
+      m->queue_ns[i] = m->update_ns;
+    }
+    if (i >= ahead && i - ahead < m->queue_count)
+      m->file_ns = later(m->file_ns, m->queue_ns[i - ahead]) + m->streamed[m->queue[i - ahead]] * input->file_write_ns;
+  }
+  m->queue_count = 0;
+}
+
+/* States that have no place on the device for good and for which the host has no room. Those of host pieces are
+ * streamed; those that come and go for device pieces only count as work of the files. */
+static void find_streamed(machine_t *m, uint8_t *seen) {
+  const gmi_plan_input_t *input = m->facts->input;
+  uint64_t states = 0, shared = 0, largest = 0;
+  memset(seen, 0, input->window_count);
+  for (uint32_t p = 0; p < input->piece_count; p++) {
+    uint64_t own = 0;
+    for (uint32_t i = input->pieces[p].window_first; i < gmi_plan_piece_end(input, p); i++) {
+      bool state = i >= input->pieces[p].window_first + input->pieces[p].shared_count;
+      uint32_t window = input->piece_windows[i];
+      own += state;
+      if (seen[window] || (state && m->plan->stays[window])) continue;
+      seen[window] = 1;
+      states += state;
+      shared += !state;
+    }
+    if (own > largest) largest = own;
+  }
+  uint64_t room = input->host_slots > shared ? input->host_slots - shared : 0;
+  if (input->host_slots == 0 || states <= room) return;
+  uint64_t ring = largest * input->host_pieces_ahead; /* slots of pieces under way */
+  room = room > ring ? room - ring : 0;
+  uint64_t left = states - room;
+  m->file_windows = left;
+  for (uint32_t p = input->piece_count; p-- > 0 && left > 0;) {
+    if (m->plan->piece_on_device[p]) continue;
+    uint64_t own = gmi_plan_piece_end(input, p) - input->pieces[p].window_first - input->pieces[p].shared_count;
+    m->streamed[p] = (uint32_t)(own < left ? own : left);
+    left -= m->streamed[p];
+  }
 }
 
 static void run_iteration(machine_t *m) {
@@ -152,11 +210,18 @@ static void run_iteration(machine_t *m) {
     }
     for (uint32_t i = m->facts->op_piece_first[op]; i < m->facts->op_piece_first[op + 1]; i++) {
       uint32_t piece = m->facts->op_pieces_by_use[i];
-      if (!plan->piece_on_device[piece]) update_on_host(m, piece);
+      if (plan->piece_on_device[piece]) continue;
+      if (m->streamed[piece] == 0) {
+        update_on_host(m, piece, m->stream_ns);
+      } else {
+        m->queue[m->queue_count] = piece;
+        m->queue_ns[m->queue_count++] = m->stream_ns;
+      }
     }
     if (m->stall_ns > m->worst_stall_ns) m->worst_op = op, m->worst_stall_ns = m->stall_ns;
     if (fetch != fetch_end || evict != evict_end) m->starved = true; /* a move names a piece that does not run here */
   }
+  update_streamed(m);
 }
 
 /* Counts for each op the windows that get a frame without a fetch, by following the plan's moves. */
@@ -214,27 +279,32 @@ gemini_status_t gmi_simulate(const gmi_facts_t *facts, gmi_plan_t *plan, gmi_sim
   m.op_arrival_ns = calloc(input->op_count, sizeof *m.op_arrival_ns);
   m.piece_arrival_ns = calloc((size_t)input->piece_count + 1, sizeof *m.piece_arrival_ns);
   m.fresh = calloc(input->op_count, sizeof *m.fresh);
+  m.streamed = calloc((size_t)input->piece_count + 1, sizeof *m.streamed);
+  m.queue = calloc((size_t)input->piece_count + 1, sizeof *m.queue);
+  m.queue_ns = calloc((size_t)input->piece_count + 1, sizeof *m.queue_ns);
   uint8_t *resident = malloc((size_t)input->window_count + 1);
   gemini_status_t status = GEMINI_ERR_OOM_SYSTEM;
   if (m.runs == NULL || m.host_ready_ns == NULL || m.op_arrival_ns == NULL || m.piece_arrival_ns == NULL ||
-      m.fresh == NULL || resident == NULL)
+      m.fresh == NULL || m.streamed == NULL || m.queue == NULL || m.queue_ns == NULL || resident == NULL)
     goto end;
 
   status = GEMINI_ERR_INVALID;
   uint64_t held = input->ops[input->op_count - 1].heap_frames;
   for (uint32_t w = 0; w < input->window_count; w++) held += plan->resident_at_start[w] != 0;
   if (held > input->frame_count) goto end;
+  find_streamed(&m, resident);
   find_fresh(&m, resident);
   give_frames(&m, 0, input->frame_count - held);
   /* Steady when an iteration lasts as long as the one before and leaves the same work behind. */
-  uint64_t length_ns = 0, behind_ns[3] = { 0, 0, 0 };
+  uint64_t length_ns = 0, behind_ns[4] = { 0, 0, 0, 0 };
   uint32_t iteration = 0;
   for (bool steady = false; iteration < MAX_ITERATIONS && !steady; iteration++) {
     run_iteration(&m);
     if (m.starved) goto end;
-    uint64_t behind_now_ns[3] = { later(m.fetch_ns, m.stream_ns) - m.stream_ns,
+    uint64_t behind_now_ns[4] = { later(m.fetch_ns, m.stream_ns) - m.stream_ns,
                                   later(m.evict_ns, m.stream_ns) - m.stream_ns,
-                                  later(m.update_ns, m.stream_ns) - m.stream_ns };
+                                  later(m.update_ns, m.stream_ns) - m.stream_ns,
+                                  later(m.file_ns, m.stream_ns) - m.stream_ns };
     steady = iteration > 0 && length_ns == m.stream_ns - m.begin_ns &&
              memcmp(behind_ns, behind_now_ns, sizeof behind_ns) == 0;
     length_ns = m.stream_ns - m.begin_ns;
@@ -248,10 +318,13 @@ gemini_status_t gmi_simulate(const gmi_facts_t *facts, gmi_plan_t *plan, gmi_sim
     if (plan->piece_on_device[p]) plan->compute_ns += input->pieces[p].device_ns;
     else plan->update_busy_ns += input->pieces[p].host_ns;
   }
+  plan->file_windows = m.file_windows;
+  plan->file_busy_ns = plan->file_windows * (input->file_read_ns + input->file_write_ns);
   plan->fetch_busy_ns = fetches * input->fetch_ns;
   plan->evict_busy_ns = dirty * input->evict_ns;
   /* A resource that nothing waits for yet can still be the one that falls behind a little in each iteration. */
   plan->predicted_ns = later(later(length_ns, plan->update_busy_ns), later(plan->fetch_busy_ns, plan->evict_busy_ns));
+  plan->predicted_ns = later(plan->predicted_ns, plan->file_busy_ns);
   plan->stall_ns = plan->predicted_ns - plan->compute_ns;
   if (simulation_out != NULL) {
     simulation_out->worst_op = m.worst_op;
@@ -265,6 +338,9 @@ end:
   free(m.op_arrival_ns);
   free(m.piece_arrival_ns);
   free(m.fresh);
+  free(m.streamed);
+  free(m.queue);
+  free(m.queue_ns);
   free(resident);
   return status;
 }

@@ -135,16 +135,23 @@ static bool build_pieces(builder_t *b, uint32_t *piece_first, bool fill) {
   return windows < UINT32_MAX && pieces < UINT32_MAX;
 }
 
+static uint32_t piece_length(const builder_t *b) {
+  uint64_t most = b->piece_count ? b->piece_window_count / b->piece_count : 0; /* they are alike but for the edges */
+  return most ? (uint32_t)most : 1;
+}
+
 void gmi_trace_measure(gmi_manager_t *m, gmi_trace_t *trace) {
   double window = (double)(UINT64_C(1) << m->window_shift), host = gmi_lane_ns_per_element(m);
   for (int link = 0; link < 2; link++)
     if (m->link_ns[link].samples) trace->link_bytes_per_s[link] = (uint64_t)(window * 1e9 / m->link_ns[link].mean);
+  for (int write = 0; write < 2; write++)
+    if (m->file_ns[write].samples) trace->file_bytes_per_s[write] = (uint64_t)(window * 1e9 / m->file_ns[write].mean);
   if (host > 0) trace->host_update_ps = (uint64_t)(host * 1e3) + 1;
   if (m->device_update.samples) trace->device_update_ps = (uint64_t)(m->device_update.mean * 1e3) + 1;
 }
 
-static uint64_t copy_ns(gmi_manager_t *m, uint64_t measured, uint64_t configured) {
-  uint64_t rate = measured ? measured : configured ? configured : UINT64_C(5000000000); /* until one was measured */
+static uint64_t copy_ns(gmi_manager_t *m, uint64_t measured, uint64_t expected) {
+  uint64_t rate = measured ? measured : expected; /* until one was measured */
   return (uint64_t)((double)(UINT64_C(1) << m->window_shift) * 1e9 / (double)rate) + 1;
 }
 
@@ -153,8 +160,12 @@ void gmi_plan_bundle_times(gmi_manager_t *m, const gmi_trace_t *trace, gmi_plan_
   gmi_plan_op_t *ops = (gmi_plan_op_t *)(uintptr_t)in->ops;
   for (uint32_t i = 0; i < in->op_count; i++) ops[i].compute_ns = trace->ops[i].compute_ns;
   ops[in->op_count - 1].compute_ns += trace->outside_ns; /* nothing of the step's ops runs then */
-  in->fetch_ns = copy_ns(m, trace->link_bytes_per_s[0], m->config.sim_h2d_bytes_per_s);
-  in->evict_ns = copy_ns(m, trace->link_bytes_per_s[1], m->config.sim_d2h_bytes_per_s);
+  const uint64_t link = UINT64_C(5000000000), file = UINT64_C(1000000000);
+  const uint64_t h2d = m->config.sim_h2d_bytes_per_s, d2h = m->config.sim_d2h_bytes_per_s;
+  in->fetch_ns = copy_ns(m, trace->link_bytes_per_s[0], h2d ? h2d : link);
+  in->evict_ns = copy_ns(m, trace->link_bytes_per_s[1], d2h ? d2h : link);
+  in->file_read_ns = copy_ns(m, trace->file_bytes_per_s[0], file);
+  in->file_write_ns = copy_ns(m, trace->file_bytes_per_s[1], file);
   double host = trace->host_update_ps ? (double)trace->host_update_ps * 1e-3 : 2.8; /* 28 bytes at 10 GB/s */
   double device = trace->device_update_ps ? (double)trace->device_update_ps * 1e-3 : host;
   for (uint32_t u = 0, p = 0; u < trace->update_count; u++) {
@@ -193,6 +204,8 @@ gemini_status_t gmi_plan_bundle_make(gmi_manager_t *m, const gmi_trace_t *trace,
   bundle.input = (gmi_plan_input_t){ .op_count = trace->op_count,
                                      .window_count = (uint32_t)windows,
                                      .frame_count = m->frame_count,
+                                     .host_slots = m->files ? m->host.slot_count : 0,
+                                     .host_pieces_ahead = gmi_updates_ahead(m, piece_length(&b)),
                                      .ops = b.ops,
                                      .accesses = b.accesses,
                                      .pieces = b.pieces,

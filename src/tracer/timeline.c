@@ -26,7 +26,14 @@ typedef struct gmi_timeline {
   uint64_t begun_ns, counters_ns;
 } gmi_timeline_t;
 
-enum { LANE_CALLER = 1, LANE_STREAMS = 2, LANE_WAITS = 100, LANE_WORKERS = 101, EVENTS_LIMIT = 4000000 };
+enum {
+  LANE_CALLER = 1,
+  LANE_STREAMS = 2,
+  LANE_FILES = 98,
+  LANE_WAITS = 100,
+  LANE_WORKERS = 101,
+  EVENTS_LIMIT = 4000000
+};
 
 static event_t *add_event(gmi_timeline_t *t) {
   if (t->count == t->capacity) {
@@ -88,6 +95,13 @@ void gmi_timeline_copy(gmi_manager_t *m, const gmi_window_t *w, uint32_t link, u
   char name[128];
   snprintf(name, sizeof name, "%s %u (%s)", gmi_window_arena(m, w)->name, w->index, reasons[reason]);
   gmi_timeline_span(m, link == GEMINI_LINK_H2D ? "fetch" : "evict", name, begin, end);
+}
+
+void gmi_timeline_transfer(gmi_manager_t *m, const gmi_window_t *w, bool write, uint64_t begin_ns, uint64_t end_ns) {
+  if (!m->timeline) return;
+  char name[128];
+  snprintf(name, sizeof name, "%s %u", gmi_window_arena(m, w)->name, w->index);
+  add_span(m, write ? "write" : "read", name, begin_ns, end_ns, true, LANE_FILES);
 }
 
 void gmi_timeline_counters(gmi_manager_t *m) {
@@ -165,6 +179,7 @@ static gemini_status_t write_file(gmi_manager_t *m) {
           GEMINI_VERSION_STRING, t->lost);
   fprintf(f, "{\"ph\":\"M\",\"pid\":1,\"name\":\"process_name\",\"args\":{\"name\":\"libgemini\"}}");
   write_lane(f, LANE_CALLER, "ops on the caller's thread");
+  if (m->files) write_lane(f, LANE_FILES, "files");
   write_lane(f, LANE_WAITS, "streams waiting for chunks");
   for (uint32_t i = 0; i < m->config.update_threads; i++) {
     char name[32];
@@ -172,7 +187,7 @@ static gemini_status_t write_file(gmi_manager_t *m) {
     write_lane(f, LANE_WORKERS + i, name);
   }
   for (uint32_t s = 0; s < GMI_DEVICE_MAX_STREAMS; s++) {
-    if (!m->streams[s].open) continue;
+    if (!m->streams[s].life) continue;
     char name[32];
     snprintf(name, sizeof name, "stream %u", s);
     write_lane(f, LANE_STREAMS + s,

@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "core/names.h"
 #include "tracer/tracer.h"
 
 static void *grow(void *array, uint32_t count, uint32_t *capacity, size_t size) {
@@ -44,30 +45,6 @@ void gmi_trace_free(gmi_trace_t *t) {
   memset(t, 0, sizeof *t);
 }
 
-/* Names are written with every byte outside ! to ~, and %, as %XX. */
-static void write_name(FILE *file, const char *name) {
-  for (const unsigned char *c = (const unsigned char *)name; *c; c++) {
-    if (*c > ' ' && *c <= '~' && *c != '%') fputc(*c, file);
-    else fprintf(file, "%%%02X", *c);
-  }
-}
-static bool read_name(const char *text, char *name, size_t size) {
-  size_t n = 0;
-  for (; *text; text++) {
-    unsigned value = (unsigned char)*text;
-    if (*text == '%') {
-      char hex[3] = { text[1], text[1] ? text[2] : 0, 0 }, *end;
-      value = (unsigned)strtoul(hex, &end, 16);
-      if (end != hex + 2 || !value) return false;
-      text += 2;
-    }
-    if (n + 1 >= size) return false;
-    name[n++] = (char)value;
-  }
-  name[n] = 0;
-  return n > 0;
-}
-
 gemini_status_t gmi_trace_write(gmi_manager_t *m, const gmi_trace_t *t, const char *path) {
   FILE *file = fopen(path, "we");
   if (!file) return gmi_fail(GEMINI_ERR_IO, errno, "trace %s: could not open it: %s", path, strerror(errno));
@@ -76,13 +53,14 @@ gemini_status_t gmi_trace_write(gmi_manager_t *m, const gmi_trace_t *t, const ch
           m->config.device_bytes - m->config.device_margin_bytes);
   fprintf(file, "rates %" PRIu64 " %" PRIu64 " %" PRIu64 " %" PRIu64 "\n", t->link_bytes_per_s[0],
           t->link_bytes_per_s[1], t->host_update_ps, t->device_update_ps);
+  fprintf(file, "files %" PRIu64 " %" PRIu64 "\n", t->file_bytes_per_s[0], t->file_bytes_per_s[1]);
   fprintf(file, "outside %" PRIu64 "\n", t->outside_ns);
   for (uint32_t i = 0; i < GMI_ARENAS; i++) {
     gmi_arena_t *a = gmi_arena_at(m, i);
     if (!a) continue;
     fprintf(file, "arena %u %u %u %u %u %" PRIu64 " ", i, a->kind, a->element_bytes, a->like, a->store,
             atomic_load(&a->size));
-    write_name(file, a->name);
+    gmi_name_write(file, a->name);
     fputc('\n', file);
   }
   for (uint32_t i = 0, u = 0; i <= t->op_count; i++) {
@@ -96,7 +74,7 @@ gemini_status_t gmi_trace_write(gmi_manager_t *m, const gmi_trace_t *t, const ch
     const gmi_trace_op_t *op = &t->ops[i];
     fprintf(file, "op %u %" PRIu64 " %" PRIu64 " %" PRIu64 " ", op->phase, op->compute_ns, op->nonmodel_peak,
             (uint64_t)op->heap_pages << m->window_shift);
-    write_name(file, gmi_tracer_name(m, op->name));
+    gmi_name_write(file, gmi_tracer_name(m, op->name));
     fputc('\n', file);
     for (uint32_t s = op->span_first; s < op->span_first + op->span_count; s++)
       fprintf(file, "use %u %" PRIu64 " %" PRIu64 " %u\n", t->spans[s].arena, t->spans[s].offset, t->spans[s].size,
@@ -117,93 +95,95 @@ typedef struct {
 } reader_t;
 
 /* One line into the trace; NULL when it is right, else what is wrong. */
-static const char *read_line(reader_t *r, char *line) {
+static const char *read_line(reader_t *r, const char *line) {
+  const uint64_t most = UINT64_C(1) << 50;
   gmi_manager_t *m = r->m;
-  char name[256], word[512];
-  uint32_t number, element_bytes, mode;
-  uint64_t a, b, c, d;
-  int used = 0;
+  char name[256];
+  uint64_t v[6], size;
+  const char *at = line;
   if (r->ended) return "text after the end";
   if (!strcmp(line, "end")) {
     r->ended = true;
     return NULL;
   }
-  uint32_t kind, like, store;
-  if (sscanf(line, "budget %" SCNu64 " %" SCNu64 "%n", &a, &b, &used) == 2) {
-    if (line[used] || a < 65536 || a > (UINT64_C(1) << 30) || (a & (a - 1))) return "malformed budget";
-    r->trace->window_bytes = a;
+  if (gmi_word_at(&at, "budget")) {
+    if (!gmi_numbers_at(&at, 0, UINT64_MAX, 2, v) || v[0] < 65536 || v[0] > (UINT64_C(1) << 30) || (v[0] & (v[0] - 1)))
+      return "malformed budget";
+    r->trace->window_bytes = v[0];
     return NULL;
   }
-  if (sscanf(line, "outside %" SCNu64 "%n", &a, &used) == 1) {
-    if (line[used] || a > (UINT64_C(1) << 56)) return "malformed outside";
-    r->trace->outside_ns = a;
+  if (gmi_word_at(&at, "outside")) {
+    if (!gmi_number_at(&at, 0, UINT64_C(1) << 56, &r->trace->outside_ns)) return "malformed outside";
     return NULL;
   }
-  if (sscanf(line, "rates %" SCNu64 " %" SCNu64 " %" SCNu64 " %" SCNu64 "%n", &a, &b, &c, &d, &used) == 4) {
-    const uint64_t most = UINT64_C(1) << 50;
-    if (line[used] || a > most || b > most || c > most || d > most) return "malformed rates";
-    r->trace->link_bytes_per_s[0] = a;
-    r->trace->link_bytes_per_s[1] = b;
-    r->trace->host_update_ps = c;
-    r->trace->device_update_ps = d;
+  if (gmi_word_at(&at, "rates")) {
+    if (!gmi_numbers_at(&at, 0, most, 4, v)) return "malformed rates";
+    r->trace->link_bytes_per_s[0] = v[0];
+    r->trace->link_bytes_per_s[1] = v[1];
+    r->trace->host_update_ps = v[2];
+    r->trace->device_update_ps = v[3];
     return NULL;
   }
-  if (sscanf(line, "arena %" SCNu32 " %" SCNu32 " %" SCNu32 " %" SCNu32 " %" SCNu32 " %" SCNu64 " %500s%n", &number,
-             &kind, &element_bytes, &like, &store, &a, word, &used) == 7) {
-    if (line[used] || number >= GMI_ARENAS || like >= GMI_ARENAS || store >= GMI_ARENAS ||
-        !read_name(word, name, sizeof name))
+  if (gmi_word_at(&at, "files")) {
+    if (!gmi_numbers_at(&at, 0, most, 2, r->trace->file_bytes_per_s)) return "malformed files";
+    return NULL;
+  }
+  if (gmi_word_at(&at, "arena")) { /* number, kind, element_bytes, like, store, size */
+    if (!gmi_numbers_at(&at, ' ', UINT32_MAX, 5, v) || !gmi_number_at(&at, ' ', UINT64_MAX, &size) ||
+        v[0] >= GMI_ARENAS || v[3] >= GMI_ARENAS || v[4] >= GMI_ARENAS || !gmi_name_read(at, name, sizeof name))
       return "malformed arena";
     for (uint32_t i = 0; i < GMI_ARENAS; i++) {
       gmi_arena_t *arena = gmi_arena_at(m, i);
-      if (!arena || strcmp(arena->name, name) || arena->kind != kind || arena->element_bytes != element_bytes ||
-          atomic_load(&arena->size) != a || (arena->store == i) != (store == number))
+      if (!arena || strcmp(arena->name, name) || arena->kind != v[1] || arena->element_bytes != v[2] ||
+          atomic_load(&arena->size) != size || (arena->store == i) != (v[4] == v[0]))
         continue;
-      r->arena_of[number] = i;
+      r->arena_of[v[0]] = i;
       return NULL;
     }
     return "no arena here has this name, kind, element size and size";
   }
-  if (sscanf(line, "op %" SCNu32 " %" SCNu64 " %" SCNu64 " %" SCNu64 " %500s%n", &number, &a, &b, &c, word, &used) ==
-      5) {
-    if (line[used] || number > GEMINI_PHASE_UPDATE || a > (UINT64_C(1) << 62) || b > (UINT64_C(1) << 46) ||
-        c > (UINT64_C(1) << 46) || !read_name(word, name, 128))
+  if (gmi_word_at(&at, "op")) { /* phase, compute_ns, nonmodel_peak, heap bytes */
+    if (!gmi_number_at(&at, ' ', GEMINI_PHASE_UPDATE, &v[0]) || !gmi_number_at(&at, ' ', UINT64_C(1) << 62, &v[1]) ||
+        !gmi_numbers_at(&at, ' ', UINT64_C(1) << 46, 2, &v[2]) || !gmi_name_read(at, name, 128))
       return "malformed op";
     uint32_t id = gmi_tracer_intern(m, name);
     gmi_trace_op_t *op = gmi_trace_add_op(r->trace);
     if (!op || id == GMI_NONE) return "no memory for it";
     op->name = id;
-    op->phase = number;
-    op->compute_ns = a;
+    op->phase = (uint32_t)v[0];
+    op->compute_ns = v[1];
     op->samples = 1;
-    op->nonmodel_peak = b;
-    op->heap_pages = (uint32_t)((c + (UINT64_C(1) << m->window_shift) - 1) >> m->window_shift);
+    op->nonmodel_peak = v[2];
+    op->heap_pages = (uint32_t)((v[3] + (UINT64_C(1) << m->window_shift) - 1) >> m->window_shift);
     return NULL;
   }
-  if (sscanf(line, "use %" SCNu32 " %" SCNu64 " %" SCNu64 " %" SCNu32 "%n", &number, &a, &b, &mode, &used) == 4) {
-    if (line[used] || number >= GMI_ARENAS || mode < 1 || mode > 3 || !r->trace->op_count) return "malformed use";
-    gmi_arena_t *arena = r->arena_of[number] == GMI_NONE ? NULL : gmi_arena_at(m, r->arena_of[number]);
-    uint64_t size = arena ? atomic_load(&arena->size) : 0;
-    if (!arena || arena->store != arena->index || !b || a > size || b > size - a) return "use outside its arena";
+  if (gmi_word_at(&at, "use")) { /* arena, offset, size, mode */
+    if (!gmi_number_at(&at, ' ', GMI_ARENAS - 1, &v[0]) || !gmi_numbers_at(&at, ' ', UINT64_MAX, 2, &v[1]) ||
+        !gmi_number_at(&at, 0, 3, &v[3]) || !v[3] || !r->trace->op_count)
+      return "malformed use";
+    gmi_arena_t *arena = r->arena_of[v[0]] == GMI_NONE ? NULL : gmi_arena_at(m, r->arena_of[v[0]]);
+    size = arena ? atomic_load(&arena->size) : 0;
+    if (!arena || arena->store != arena->index || !v[2] || v[1] > size || v[2] > size - v[1])
+      return "use outside its arena";
     gmi_trace_span_t *span = gmi_trace_add_span(r->trace);
     if (!span) return "no memory for it";
-    *span = (gmi_trace_span_t){ arena->index, mode, a, b };
+    *span = (gmi_trace_span_t){ arena->index, (uint32_t)v[3], v[1], v[2] };
     return NULL;
   }
-  if (sscanf(line, "update %" SCNu64 " %" SCNu64 "%n", &a, &b, &used) == 2) {
-    gmi_trace_update_t update = { .after_op = r->trace->op_count, .first_element = a, .element_count = b };
-    const char *rest = line + used;
-    int more = 0;
-    while (update.arena_count < GMI_UPDATE_ARENAS &&
-           sscanf(rest, " %" SCNu32 ":%" SCNu32 "%n", &number, &mode, &more) == 2) {
-      rest += more;
-      gmi_arena_t *arena =
-          number < GMI_ARENAS && r->arena_of[number] != GMI_NONE ? gmi_arena_at(m, r->arena_of[number]) : NULL;
+  if (gmi_word_at(&at, "update")) { /* first, count, then arenas and modes */
+    if (!gmi_numbers_at(&at, ' ', UINT64_MAX, 2, v) || !r->trace->op_count) return "malformed update";
+    gmi_trace_update_t update = { .after_op = r->trace->op_count, .first_element = v[0], .element_count = v[1] };
+    for (bool last = false; !last; update.arena_count++) {
+      last = !strchr(at, ' ');
+      if (update.arena_count == GMI_UPDATE_ARENAS || !gmi_number_at(&at, ':', GMI_ARENAS - 1, &v[2]) ||
+          !gmi_number_at(&at, last ? 0 : ' ', 3, &v[3]) || !v[3])
+        return "malformed update";
+      gmi_arena_t *arena = r->arena_of[v[2]] == GMI_NONE ? NULL : gmi_arena_at(m, r->arena_of[v[2]]);
       uint64_t elements = arena ? atomic_load(&arena->size) / arena->element_bytes : 0;
-      if (!arena || mode < 1 || mode > 3 || !b || a > elements || b > elements - a) return "update outside its arenas";
+      if (!arena || !v[1] || v[0] > elements || v[1] > elements - v[0]) return "update outside its arenas";
       update.arenas[update.arena_count] = arena->index;
-      update.modes[update.arena_count++] = mode;
+      update.modes[update.arena_count] = (uint32_t)v[3];
     }
-    if (*rest || !update.arena_count || !r->trace->op_count) return "malformed update";
     gmi_trace_update_t *record = gmi_trace_add_update(r->trace);
     if (!record) return "no memory for it";
     *record = update;

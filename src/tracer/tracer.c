@@ -214,6 +214,11 @@ gemini_status_t gmi_tracer_replan(gmi_manager_t *m) {
   return status;
 }
 
+/* An update that has not been queued yet comes before: then it is fetched on demand. */
+static gemini_status_t fetch_ahead(gmi_manager_t *m, gmi_window_t *w) {
+  return w->deferred ? GEMINI_OK : gmi_window_fetch(m, w, false, GEMINI_REASON_PLAN, 0);
+}
+
 /* Brings the device to where the plan's iteration begins: what the plan does not expect leaves, what it expects comes
  * into the free frames, in the order of use. */
 static void enter_plan(gmi_manager_t *m, variant_t *v) {
@@ -229,10 +234,10 @@ static void enter_plan(gmi_manager_t *m, variant_t *v) {
   for (uint32_t k = 0; k < accesses; k++) {
     uint32_t i = b->input.accesses[k].window;
     if (!b->plan.resident_at_start[i]) continue;
-    if (gmi_window_fetch(m, b->window_of[i], false, GEMINI_REASON_PLAN, 0)) return;
+    if (fetch_ahead(m, b->window_of[i])) return;
   }
   for (uint32_t i = 0; i < b->input.window_count; i++)
-    if (b->plan.resident_at_start[i] && gmi_window_fetch(m, b->window_of[i], false, GEMINI_REASON_PLAN, 0)) return;
+    if (b->plan.resident_at_start[i] && fetch_ahead(m, b->window_of[i])) return;
 }
 
 /* The first of an op's moves that belong to the op itself (GMI_NO_PIECE: they come first) or to one of its pieces. */
@@ -254,7 +259,7 @@ static void plan_fetch(gmi_manager_t *m, variant_t *v, uint32_t op, uint32_t pie
   for (uint32_t i = first_move(b->plan.fetches, b->plan.fetch_first[op], end, piece); i < end; i++) {
     const gmi_plan_move_t *move = &b->plan.fetches[i];
     if (move->piece != piece) break;
-    gemini_status_t status = gmi_window_fetch(m, b->window_of[move->window], false, GEMINI_REASON_PLAN, 0);
+    gemini_status_t status = fetch_ahead(m, b->window_of[move->window]);
     if (status == GEMINI_ERR_OOM_DEVICE) break; /* no frame is free yet: the acquire will fetch it */
     if (status) gmi_log(m, GEMINI_LOG_WARNING, "planned fetch: %s", gmi_fail_message());
   }
@@ -753,6 +758,9 @@ static gemini_status_t trace_load(gmi_manager_t *m, const char *path) {
   }
   variant_t loaded = { .trace = trace, .used = true };
   status = gmi_plan_bundle_make(m, &trace, &loaded.bundle);
+  if (status == GEMINI_ERR_INVALID)
+    status =
+        gmi_fail(GEMINI_ERR_FORMAT, 0, "trace %s: no plan can be made of it: its times or counts are too large", path);
   if (status) {
     gmi_trace_free(&trace);
     return status;

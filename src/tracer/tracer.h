@@ -42,6 +42,7 @@ typedef struct gmi_trace {
   uint32_t op_count, op_capacity, span_count, span_capacity, update_count, update_capacity;
   /* Rates that the plan is made with; 0 = not measured yet. */
   uint64_t link_bytes_per_s[2];              /* GEMINI_LINK_H2D, D2H; whole windows, their overhead included */
+  uint64_t file_bytes_per_s[2];              /* read, written; both directions share what the files can do */
   uint64_t host_update_ps, device_update_ps; /* picoseconds an element; on the host of one worker */
   uint64_t window_bytes;                     /* of a trace read from a file: those that it was recorded with */
   uint64_t outside_ns; /* of a step, from begin to begin, outside its ops: the caller's own work, norms, read-backs */

@@ -1,6 +1,6 @@
 /* Sizes, offsets and values that callers have compiled in, on LP64. A failing line means that a released program
- * would break: append to structs, never change them. abi.py checks that nothing is left out, and "abi.py update" writes
- * the entries anew while a version has not been released. SPDX-License-Identifier: Apache-2.0 */
+ * would break: append to structs, never change them. abi.c checks that nothing is left out, and the target abi_update
+ * writes the entries anew while a version has not been released. SPDX-License-Identifier: Apache-2.0 */
 #include <stddef.h>
 
 #include "gemini.h"
@@ -27,7 +27,7 @@ OFFSET(gemini_error_info_t, native_code, 8);
 OFFSET(gemini_error_info_t, operation, 16);
 OFFSET(gemini_error_info_t, message, 80);
 
-SIZE(gemini_config_t, 128);
+SIZE(gemini_config_t, 144);
 OFFSET(gemini_config_t, struct_size, 0);
 OFFSET(gemini_config_t, flags, 4);
 OFFSET(gemini_config_t, placement, 8);
@@ -48,6 +48,9 @@ OFFSET(gemini_config_t, sim_d2h_bytes_per_s, 96);
 OFFSET(gemini_config_t, file_dir, 104);
 OFFSET(gemini_config_t, log_fn, 112);
 OFFSET(gemini_config_t, log_user, 120);
+OFFSET(gemini_config_t, file_engine, 128);
+OFFSET(gemini_config_t, reserved, 132);
+OFFSET(gemini_config_t, keep_name, 136);
 
 SIZE(gemini_arena_config_t, 48);
 OFFSET(gemini_arena_config_t, struct_size, 0);
@@ -111,7 +114,18 @@ OFFSET(gemini_update_t, stream, 48);
 OFFSET(gemini_update_t, fn, 56);
 OFFSET(gemini_update_t, user, 64);
 
-SIZE(gemini_stats_t, 536);
+SIZE(gemini_topology_object_t, 176);
+OFFSET(gemini_topology_object_t, struct_size, 0);
+OFFSET(gemini_topology_object_t, kind, 4);
+OFFSET(gemini_topology_object_t, system_index, 8);
+OFFSET(gemini_topology_object_t, node, 12);
+OFFSET(gemini_topology_object_t, cpus, 16);
+OFFSET(gemini_topology_object_t, reserved, 20);
+OFFSET(gemini_topology_object_t, size_bytes, 24);
+OFFSET(gemini_topology_object_t, pci, 32);
+OFFSET(gemini_topology_object_t, name, 48);
+
+SIZE(gemini_stats_t, 552);
 OFFSET(gemini_stats_t, struct_size, 0);
 OFFSET(gemini_stats_t, reserved, 4);
 OFFSET(gemini_stats_t, budget_bytes, 8);
@@ -136,6 +150,9 @@ OFFSET(gemini_stats_t, planned_fetch_bytes, 504);
 OFFSET(gemini_stats_t, planned_evict_bytes, 512);
 OFFSET(gemini_stats_t, op_peak_error_bytes, 520);
 OFFSET(gemini_stats_t, pending_updates, 528);
+OFFSET(gemini_stats_t, file_engine, 536);
+OFFSET(gemini_stats_t, reserved2, 540);
+OFFSET(gemini_stats_t, host_block_bytes, 544);
 
 VALUE(GEMINI_OK, 0);
 VALUE(GEMINI_ERR_INVALID, -1);
@@ -162,6 +179,9 @@ VALUE(GEMINI_PLACEMENT_CPU, 2);
 VALUE(GEMINI_PLACEMENT_STATIC, 3);
 VALUE(GEMINI_DEVICE_SIMULATED, 0);
 VALUE(GEMINI_DEVICE_CUDA, 1);
+VALUE(GEMINI_FILE_ENGINE_AUTO, 0);
+VALUE(GEMINI_FILE_ENGINE_URING, 1);
+VALUE(GEMINI_FILE_ENGINE_THREADS, 2);
 VALUE(GEMINI_LOG_ERROR, 1);
 VALUE(GEMINI_LOG_WARNING, 2);
 VALUE(GEMINI_LOG_INFO, 3);
@@ -192,6 +212,17 @@ VALUE(GEMINI_DTYPE_BF16, 1);
 VALUE(GEMINI_DTYPE_F16, 2);
 VALUE(GEMINI_DTYPE_F64, 3);
 VALUE(GEMINI_UPDATE_LATE, 1);
+VALUE(GEMINI_OBJECT_NODE, 0);
+VALUE(GEMINI_OBJECT_GPU, 1);
+VALUE(GEMINI_OBJECT_DISK, 2);
+VALUE(GEMINI_OBJECT_COUNT, 3);
+VALUE(GEMINI_DISTANCE_SAME, 0);
+VALUE(GEMINI_DISTANCE_SWITCH, 1);
+VALUE(GEMINI_DISTANCE_BRIDGE, 2);
+VALUE(GEMINI_DISTANCE_NODE, 3);
+VALUE(GEMINI_DISTANCE_PACKAGE, 4);
+VALUE(GEMINI_DISTANCE_MACHINE, 5);
+VALUE(GEMINI_DISTANCE_UNKNOWN, 6);
 VALUE(GEMINI_LINK_H2D, 0);
 VALUE(GEMINI_LINK_D2H, 1);
 VALUE(GEMINI_LINK_H2F, 2);

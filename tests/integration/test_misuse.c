@@ -61,7 +61,7 @@ static void bed_open(void) {
   bed.dead_tensor = world_tensor(w, bed.other, "dead", 64);
   CHECK_OK(gemini_tensor_unregister(w->mgr, bed.dead_tensor));
   for (int i = 0; i < TRIPLE; i++) {
-    char name[8];
+    char name[16];
     snprintf(name, sizeof name, "p%d", i);
     bed.p[i] = world_tensor(w, bed.params, name, param_bytes[i]); /* the first one likewise */
     CHECK_OK(gemini_tensor_counterpart(w->mgr, bed.p[i], bed.grads, &bed.g[i]));
@@ -252,6 +252,11 @@ static void refuse_manager(gemini_manager_t mgr) {
   REFUSED(HANDLE, says, gemini_alloc, mgr, 512, GEMINI_STREAM_CALLER, &ptr);
   REFUSED(HANDLE, says, gemini_free, mgr, bed.block, GEMINI_STREAM_CALLER);
   REFUSED(HANDLE, says, gemini_free, mgr, NULL, GEMINI_STREAM_CALLER);
+  REFUSED(HANDLE, says, gemini_host_alloc, mgr, 512, 0, &ptr);
+  REFUSED(HANDLE, says, gemini_host_free, mgr, bed.block);
+  REFUSED(HANDLE, says, gemini_host_free, mgr, NULL);
+  REFUSED(HANDLE, says, gemini_checkpoint, mgr);
+  REFUSED(HANDLE, says, gemini_resume, mgr);
   REFUSED(HANDLE, says, gemini_zero, mgr, &a);
   REFUSED(HANDLE, says, gemini_load, mgr, &a, 0, 0);
   REFUSED(HANDLE, says, gemini_store, mgr, &a, 1, 0);
@@ -709,7 +714,11 @@ static void test_manager_config_out_of_range_is_refused(void) {
   REFUSED_CONFIG(INVALID, "update_threads is 257|256", c.update_threads = 257);
   REFUSED_CONFIG(INVALID, "log_level is 5|4", c.log_level = 5);
   REFUSED_CONFIG(INVALID, "device_bytes is 0", c.device_bytes = 0);
-  REFUSED_CONFIG(INVALID, "host_bytes is 0", c.host_bytes = 0);
+  REFUSED_CONFIG(OOM_HOST, text("host_bytes|%llu", 0ull + most), c.host_bytes = most); /* more than there is */
+  REFUSED_CONFIG(INVALID, "file_engine is 3|2", c.file_engine = 3);
+  REFUSED_CONFIG(INVALID, "reserved is 1", c.reserved = 1);
+  REFUSED_CONFIG(INVALID, "keep_name is \"kept\"|file tier", c.keep_name = "kept");
+  REFUSED_CONFIG(INVALID, "keep_name is \"\"", c.keep_name = "");
   REFUSED_CONFIG(INVALID, text("device_bytes is %llu|%llu", 1ull + most, 0ull + most), c.device_bytes = most + 1);
   REFUSED_CONFIG(INVALID, text("host_bytes is %llu|%llu", UINT64_MAX + 0ull, 0ull + most), c.host_bytes = UINT64_MAX);
   REFUSED_CONFIG(INVALID, text("file_bytes is %llu|%llu", UINT64_MAX + 0ull, 0ull + most), c.file_bytes = UINT64_MAX);
@@ -754,7 +763,7 @@ static void test_manager_config_at_its_limits_is_accepted(void) {
   world_close(&w);
   c = world_config(1, 1, 0);
   c.window_bytes = UINT64_C(1) << 30;
-  c.device_bytes = c.host_bytes = UINT64_C(1) << 46;
+  c.device_bytes = UINT64_C(1) << 46;
   w = world_open(c);
   world_close(&w);
 }
@@ -1169,7 +1178,6 @@ static void test_release_of_more_than_was_acquired_is_refused(void) {
     CHECK_OK(gemini_acquire(mgr, &a[0], 1, GEMINI_STREAM_CALLER));
     CHECK_OK(gemini_acquire(mgr, &a[1], 1, GEMINI_STREAM_CALLER));
     gemini_access_t twice[2] = { a[cases[i].which], a[cases[i].which] };
-    fprintf(stderr, "    case %zu\n", i);
     REFUSED(STATE, "acquired", gemini_release, mgr, twice, 2, GEMINI_STREAM_CALLER);
     CHECK_OK(gemini_release(mgr, a, 2, GEMINI_STREAM_CALLER));
     REFUSED(STATE, "acquired", gemini_release, mgr, &a[0], 1, GEMINI_STREAM_CALLER);
@@ -1242,7 +1250,7 @@ static void test_objects_in_use_are_busy(void) {
       if (tier == DEVICE) {
         to_file.tier = HOST;
         REFUSED(BUSY, "acquired", gemini_move, mgr, &to_file, 1);
-        REFUSED(BUSY, "acquired", gemini_move, mgr, &neighbour, 0 + 1); /* in the same chunk as the end of o1? */
+        REFUSED(BUSY, "acquired", gemini_move, mgr, &neighbour, 1); /* it lies in the chunk where o1 ends */
       }
       CHECK_OK(gemini_release(mgr, &a, 1, GEMINI_STREAM_CALLER));
     }
@@ -1347,18 +1355,137 @@ static void test_alloc_and_free_out_of_range_are_refused(void) {
   bed_close();
 }
 
+static void test_host_blocks_out_of_range_are_refused(void) {
+  bed_open();
+  const gemini_manager_t mgr = bed.w.mgr;
+  void *ptr = &ptr, *small, *large, *gone, *theirs;
+  REFUSED(INVALID, "size_bytes is 0", gemini_host_alloc, mgr, 0, 0, &ptr);
+  REFUSED(INVALID, "ptr_out is NULL", gemini_host_alloc, mgr, 512, 0, NULL);
+  const uint64_t alignments[] = { 3, 48, (UINT64_C(1) << 21) + 1, UINT64_C(1) << 22, UINT64_C(1) << 63, UINT64_MAX };
+  for (int i = 0; i < 6; i++)
+    REFUSED(INVALID, text("alignment is %" PRIu64 "|2 MiB", alignments[i]), gemini_host_alloc, mgr, 512, alignments[i],
+            &ptr);
+  const uint64_t sizes[] = { 32 * W + 1, UINT64_C(1) << 46, UINT64_MAX - 511, UINT64_MAX };
+  for (int i = 0; i < 4; i++)
+    REFUSED(OOM_HOST, text("size_bytes is %" PRIu64 "|%" PRIu64, sizes[i], 32 * W), gemini_host_alloc, mgr, sizes[i], 0,
+            &ptr);
+  CHECK(ptr == &ptr);
+  CHECK_OK(gemini_host_alloc(mgr, 700, 0, &small));
+  CHECK_OK(gemini_host_alloc(mgr, 3 * W, 0, &large));
+  CHECK_OK(gemini_host_alloc(mgr, 700, 0, &gone));
+  CHECK_OK(gemini_host_alloc(bed.x.mgr, 700, 0, &theirs));
+  CHECK_OK(gemini_host_free(mgr, gone));
+  void *const wrong[] = { (uint8_t *)small + 1,
+                          (uint8_t *)small + 256,
+                          (uint8_t *)small - 256,
+                          (uint8_t *)large + W,
+                          (uint8_t *)large - W,
+                          gone,
+                          theirs,
+                          &ptr,
+                          (void *)(uintptr_t)256,
+                          (void *)UINTPTR_MAX,
+                          bed.block };
+  for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++)
+    REFUSED(INVALID, text("%p|live", wrong[i]), gemini_host_free, mgr, wrong[i]);
+  CHECK_OK(gemini_host_free(mgr, NULL));
+  CHECK_OK(gemini_host_free(mgr, large));
+  REFUSED(INVALID, "live", gemini_host_free, mgr, large);
+  CHECK_OK(gemini_host_free(mgr, small));
+  REFUSED(INVALID, "live", gemini_host_free, mgr, small);
+  REFUSED(INVALID, "live", gemini_host_free, bed.x.mgr, small);
+  CHECK_OK(gemini_host_free(bed.x.mgr, theirs));
+  bed_close();
+}
+
+static void test_checkpoints_of_a_manager_that_keeps_nothing_are_refused(void) {
+  bed_open();
+  REFUSED(STATE, "keep_name", gemini_checkpoint, bed.w.mgr);
+  REFUSED(STATE, "keep_name", gemini_resume, bed.w.mgr);
+  bed_close();
+}
+
+/* ---- topologies: of this machine, if it is described */
+static void test_topology_of_nothing_is_refused(void) {
+  bed_open();
+  gemini_topology_t t = UNTOUCHED, closed = 0;
+  uint32_t out = 77, disks[64] = { 77 }, node = 77;
+  REFUSED(INVALID, "topology_out is NULL", gemini_topology_open, NULL, NULL);
+  REFUSED(IO, "/nowhere/at/all", gemini_topology_open, "/nowhere/at/all", &t);
+  REFUSED(FORMAT, "topology", gemini_topology_open, __FILE__, &t);
+  CHECK(t == UNTOUCHED);
+  gemini_status_t status = gemini_topology_open(NULL, &t);
+  if (!status) {
+    CHECK_OK(gemini_topology_open(NULL, &closed));
+    CHECK_OK(gemini_topology_close(closed));
+  }
+  CHECK_OK(gemini_topology_close(0));
+  const uint64_t none[] = { 1, UINT64_MAX, closed, bed.w.mgr, bed.other, bed.w.stream };
+  gemini_topology_object_t object = GEMINI_TOPOLOGY_OBJECT_INIT;
+  object.size_bytes = UNTOUCHED;
+  for (size_t i = 0; i < sizeof none / sizeof *none; i++) {
+    const char *says = text("%s|topology", hex(none[i]));
+    if (none[i]) REFUSED(HANDLE, says, gemini_topology_close, none[i]);
+    REFUSED(HANDLE, "topology", gemini_topology_count, none[i], GEMINI_OBJECT_NODE, &out);
+    REFUSED(HANDLE, "topology", gemini_topology_object, none[i], GEMINI_OBJECT_NODE, 0, &object);
+    REFUSED(HANDLE, "topology", gemini_topology_distance, none[i], GEMINI_OBJECT_NODE, 0, GEMINI_OBJECT_NODE, 0, &out);
+    REFUSED(HANDLE, "topology", gemini_topology_nearest, none[i], GEMINI_OBJECT_NODE, 0, GEMINI_OBJECT_NODE, &out);
+    REFUSED(HANDLE, "topology", gemini_topology_directory, none[i], ".", disks, 64, &out, &node);
+  }
+  const uint32_t kinds[] = { GEMINI_OBJECT_COUNT, GEMINI_OBJECT_COUNT + 1, UINT32_MAX };
+  for (int i = 0; !status && i < 3; i++) {
+    const char *says = text("kind is %u|%d", kinds[i], GEMINI_OBJECT_COUNT - 1);
+    REFUSED(INVALID, says, gemini_topology_count, t, kinds[i], &out);
+    REFUSED(INVALID, says, gemini_topology_object, t, kinds[i], 0, &object);
+    REFUSED(INVALID, says, gemini_topology_distance, t, kinds[i], 0, GEMINI_OBJECT_NODE, 0, &out);
+    REFUSED(INVALID, says, gemini_topology_distance, t, GEMINI_OBJECT_NODE, 0, kinds[i], 0, &out);
+    REFUSED(INVALID, says, gemini_topology_nearest, t, kinds[i], 0, GEMINI_OBJECT_NODE, &out);
+    REFUSED(INVALID, says, gemini_topology_nearest, t, GEMINI_OBJECT_NODE, 0, kinds[i], &out);
+  }
+  for (uint32_t kind = 0; !status && kind < GEMINI_OBJECT_COUNT; kind++) {
+    uint32_t count;
+    CHECK_OK(gemini_topology_count(t, kind, &count));
+    const uint32_t indexes[] = { count, count + 1, UINT32_MAX };
+    for (int i = 0; i < 3; i++) {
+      const char *says = text("%u|there are %u", indexes[i], count);
+      REFUSED(INVALID, says, gemini_topology_object, t, kind, indexes[i], &object);
+      REFUSED(INVALID, says, gemini_topology_distance, t, kind, indexes[i], GEMINI_OBJECT_NODE, 0, &out);
+      REFUSED(INVALID, says, gemini_topology_nearest, t, kind, indexes[i], GEMINI_OBJECT_NODE, &out);
+    }
+  }
+  if (!status) {
+    REFUSED(INVALID, "count_out is NULL", gemini_topology_count, t, GEMINI_OBJECT_NODE, NULL);
+    REFUSED(INVALID, "object_out is NULL", gemini_topology_object, t, GEMINI_OBJECT_NODE, 0, NULL);
+    REFUSED(INVALID, "distance_out is NULL", gemini_topology_distance, t, GEMINI_OBJECT_NODE, 0, GEMINI_OBJECT_NODE, 0,
+            NULL);
+    REFUSED(INVALID, "index_out is NULL", gemini_topology_nearest, t, GEMINI_OBJECT_NODE, 0, GEMINI_OBJECT_NODE, NULL);
+    REFUSED(INVALID, "path is NULL", gemini_topology_directory, t, NULL, disks, 64, &out, &node);
+    REFUSED(INVALID, "disks_out is NULL", gemini_topology_directory, t, ".", NULL, 64, &out, &node);
+    REFUSED(INVALID, "count_out is NULL", gemini_topology_directory, t, ".", disks, 64, NULL, &node);
+    REFUSED(IO, "/nowhere/at/all", gemini_topology_directory, t, "/nowhere/at/all", disks, 64, &out, &node);
+    REFUSED(NOT_FOUND, "/proc", gemini_topology_directory, t, "/proc", disks, 64, &out, &node);
+    for (size_t i = 0; i <= sizeof wrong_sizes / sizeof *wrong_sizes; i++) {
+      uint32_t wrong = i < sizeof wrong_sizes / sizeof *wrong_sizes ? wrong_sizes[i] : (uint32_t)sizeof object - 1;
+      page_t p = page_of(&wrong, 4, wrong, 0xa5);
+      REFUSED(INVALID, text("struct_size is %u|%zu to 4096", wrong, sizeof object), gemini_topology_object, t,
+              GEMINI_OBJECT_NODE, 0, (gemini_topology_object_t *)p.bytes);
+      CHECK(p.struct_size == wrong && all_are(p.bytes, 4, sizeof p.bytes, 0xa5));
+    }
+    CHECK_OK(gemini_topology_close(t));
+    REFUSED(HANDLE, hex(t), gemini_topology_close, t);
+  }
+  CHECK(out == 77 && disks[0] == 77 && node == 77 && object.size_bytes == UNTOUCHED);
+  bed_close();
+}
+
 static void test_load_and_store_with_wrong_files_are_refused(void) {
   bed_open();
   const gemini_manager_t mgr = bed.w.mgr;
   gemini_access_t a = world_whole(bed.o[1], READ, HOST);
   const int fd = file_of("short");
-  const struct {
-    int fd;
-    gemini_status_t load, store;
-  } fds[] = { { -1, GEMINI_ERR_INVALID, GEMINI_ERR_INVALID }, { INT32_MIN, GEMINI_ERR_INVALID, GEMINI_ERR_INVALID } };
   for (int i = 0; i < 2; i++) {
-    REFUSED(INVALID, text("fd is %d", fds[i].fd), gemini_load, mgr, &a, fds[i].fd, 0);
-    REFUSED(INVALID, text("fd is %d", fds[i].fd), gemini_store, mgr, &a, fds[i].fd, 0);
+    REFUSED(INVALID, "fd is -", gemini_load, mgr, &a, i ? INT32_MIN : -1, 0);
+    REFUSED(INVALID, "fd is -", gemini_store, mgr, &a, i ? INT32_MIN : -1, 0);
   }
   const uint64_t offsets[] = { UINT64_MAX, UINT64_MAX - W, UINT64_C(1) << 63, (UINT64_C(1) << 63) - W };
   for (int i = 0; i < 4; i++) {
@@ -1697,6 +1824,9 @@ int main(void) {
   RUN(test_refused_in_the_middle_is_refused_whole);
   RUN(test_unpin_of_what_is_not_pinned_is_refused);
   RUN(test_alloc_and_free_out_of_range_are_refused);
+  RUN(test_host_blocks_out_of_range_are_refused);
+  RUN(test_checkpoints_of_a_manager_that_keeps_nothing_are_refused);
+  RUN(test_topology_of_nothing_is_refused);
   RUN(test_load_and_store_with_wrong_files_are_refused);
   RUN(test_norm_of_wrong_types_is_refused);
   RUN(test_updates_out_of_range_are_refused);

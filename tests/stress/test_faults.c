@@ -7,6 +7,7 @@
  * GEMINI_STRESS_STEPS  steps in all, 2000 by default; programs have 40
  * GEMINI_STRESS_SEED   seed of the first program, otherwise the time; the following ones count up from it */
 #define _GNU_SOURCE
+#include <errno.h>
 #include <fcntl.h>
 #include <signal.h>
 #include <time.h>
@@ -15,6 +16,7 @@
 #include "../check.h"
 #include "core/manager.h"
 #include "gemini.h"
+#include "io/sys.h"
 
 enum { WINDOW = 65536, WINDOWS = 10, SIZE = WINDOWS * WINDOW - 1000, STEPS = 40 };
 enum {
@@ -84,23 +86,18 @@ static void fail(int line, const char *what, int64_t value) {
     if (must) fail(__LINE__, #call, must); \
   } while (0)
 
-/* The file tier's descriptor, the first thing in its record, replaced by one that cannot be written or read. */
-static int kept_fd = -1;
-static void file_break(gmi_manager_t *m, bool write) {
-  char path[64];
-  int *fd = (int *)(void *)m->files;
-  snprintf(path, sizeof path, "/proc/self/fd/%d", *fd);
-  int broken = open(write ? "/dev/full" : path, O_WRONLY | O_CLOEXEC);
-  kept_fd = dup(*fd);
-  NEED(broken >= 0 && kept_fd >= 0 && dup2(broken, *fd) == *fd);
-  close(broken);
+/* The file tier's system calls, of the engine of threads. */
+static _Atomic bool no_writes, no_reads;
+static ssize_t sys_pwrite(int fd, const void *bytes, size_t size, off_t offset) {
+  if (no_writes) return errno = ENOSPC, -1;
+  return gmi_sys_real.pwrite(fd, bytes, size, offset);
 }
-static void file_mend(gmi_manager_t *m) {
-  if (kept_fd < 0) return;
-  NEED(dup2(kept_fd, *(int *)(void *)m->files) >= 0);
-  close(kept_fd);
-  kept_fd = -1;
+static ssize_t sys_pread(int fd, void *bytes, size_t size, off_t offset) {
+  if (no_reads) return errno = EIO, -1;
+  return gmi_sys_real.pread(fd, bytes, size, offset);
 }
+static void file_break(bool write) { *(write ? &no_writes : &no_reads) = true; }
+static void file_mend(void) { no_writes = no_reads = false; }
 
 static uint8_t model[SIZE];
 static uint64_t below(uint64_t *r, uint64_t limit) { return (check_random(r) >> 11) % limit; }
@@ -120,7 +117,7 @@ static bool passes(gemini_status_t status) {
   if (!of_fault || before == failed) fail(__LINE__, "a failure without a fault", status);
   return false;
 }
-#define CALL(call) (before = failed && kept_fd < 0, passes(call))
+#define CALL(call) (before = failed && !no_writes && !no_reads, passes(call))
 
 typedef struct {
   uint8_t *ptr;
@@ -174,6 +171,11 @@ static void program(const char *dir) {
   c.file_bytes = 40 * WINDOW;
   c.file_dir = dir;
   c.flags = below(r, 3) ? 0 : GEMINI_CONFIG_STRICT;
+  c.file_engine = GEMINI_FILE_ENGINE_THREADS;
+  gmi_sys_t sys = gmi_sys_real;
+  sys.pwrite = sys_pwrite;
+  sys.pread = sys_pread;
+  gmi_files_sys = &sys;
   gemini_manager_t mgr;
   gemini_arena_t arena;
   gemini_arena_config_t ac = GEMINI_ARENA_CONFIG_INIT;
@@ -201,8 +203,8 @@ static void program(const char *dir) {
   void *block = NULL;
   for (step = 1; step <= STEPS; step++) {
     gemini_stream_t stream = streams[below(r, 3)];
-    if (file && step == break_at) file_break(m, fault == FAULT_WRITE), failed = true;
-    if (file && step == break_at + 4) file_mend(m);
+    if (file && step == break_at) file_break(fault == FAULT_WRITE), failed = true;
+    if (file && step == break_at + 4) file_mend();
     gemini_access_t a = { .object = arena, .offset_bytes = below(r, SIZE), .mode = GEMINI_READ };
     a.size_bytes = 1 + below(r, SIZE - a.offset_bytes);
     switch (below(r, 8)) {
@@ -230,7 +232,7 @@ static void program(const char *dir) {
     default: use(mgr, arena, stream, r);
     }
   }
-  file_mend(m);
+  file_mend();
   countdown = -1;
   /* Everything works again, and nothing was lost. */
   if (block) MUST(gemini_free(mgr, block, GEMINI_STREAM_CALLER));

@@ -1021,7 +1021,15 @@ static void step_load(thread_t *t) {
   gemini_status_t status = gemini_load(t->p->mgr, &o.access, t->fd, at);
   note(t, " -> %d", status);
   EXPECT(t, status, allowed, "gemini_load");
-  if (status == GEMINI_OK || status == GEMINI_ERR_FORMAT) memcpy(model(t->p, o.slot, o.offset), content, has);
+  if (status == GEMINI_OK || status == GEMINI_ERR_FORMAT) {
+    memcpy(model(t->p, o.slot, o.offset), content, has);
+    for (int k = 0; k < TENSORS; k++) {
+      tensor_t *x = &t->tensors[k];
+      if (x->alive && x->arena == o.arena && x->state == GEMINI_STATE_FREE &&
+          overlap(x->offset, x->size, o.offset, has))
+        x->state = GEMINI_STATE_HOLD;
+    }
+  }
   if (status == GEMINI_OK && o.tensor >= 0 && in_reusing_set(t, o.arena)) {
     const arena_t *a = &t->arenas[o.arena];
     if (a->reuse >= 0 || a->reused) base_of(t, &t->tensors[o.tensor])->gradient = a->reuse >= 0;

@@ -84,29 +84,29 @@ static void in_order(void *user, const gemini_update_span_t *span) {
   if (atomic_fetch_add(&o->next, 1) != (int)span->first_element) atomic_fetch_add(&o->wrong, 1);
   pause_ms(span->first_element % 3);
 }
-static void test_jobs_on_one_window_run_in_their_order(void) {
+static void test_jobs_on_one_slot_run_in_their_order(void) {
   gemini_arena_t arena;
   gemini_manager_t mgr = open_manager(4, &arena);
   gmi_manager_t *m = gmi_manager_get(mgr);
   order_t order = { 0 };
-  gmi_window_t window = { 0 };
+  gmi_slot_t slot = { 0 };
   struct {
     gmi_job_t job;
-    gmi_window_t *windows[1];
+    gmi_slot_t *slots[1];
     uint64_t after[1];
   } *jobs[JOBS];
   for (uint64_t i = 0; i < JOBS; i++) {
     CHECK((jobs[i] = calloc(1, sizeof *jobs[i])));
-    jobs[i]->windows[0] = &window;
+    jobs[i]->slots[0] = &slot;
     jobs[i]->after[0] = i;
-    jobs[i]->job = (gmi_job_t){ .fn = in_order, .user = &order, .window_count = 1 };
-    jobs[i]->job.windows = jobs[i]->windows;
+    jobs[i]->job = (gmi_job_t){ .fn = in_order, .user = &order, .slot_count = 1 };
+    jobs[i]->job.slots = jobs[i]->slots;
     jobs[i]->job.after = jobs[i]->after;
     jobs[i]->job.span.first_element = i;
     jobs[i]->job.span.element_count = 1;
     gmi_lane_push(m, &jobs[i]->job);
   }
-  gmi_lane_wait_window(m, &window, JOBS);
+  gmi_lane_wait_slot(m, &slot, JOBS);
   CHECK_EQ(atomic_load(&order.next), JOBS);
   CHECK_EQ(atomic_load(&order.wrong), 0);
   OK(gemini_manager_close(mgr));
@@ -170,7 +170,7 @@ static void test_stats_reset_starts_peaks_at_what_is_used(void) {
 
 int main(void) {
   RUN(test_drain_waits_for_the_jobs_before_it_and_no_others);
-  RUN(test_jobs_on_one_window_run_in_their_order);
+  RUN(test_jobs_on_one_slot_run_in_their_order);
   RUN(test_update_after_failed_copy_does_not_run_and_says_so);
   RUN(test_stats_reset_starts_peaks_at_what_is_used);
   return check_done();

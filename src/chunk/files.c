@@ -1,0 +1,316 @@
+/* Windows in files: transfers between host slots and the blocks of the store, which go on by themselves.
+ * SPDX-License-Identifier: Apache-2.0
+ *
+ * A transfer counts as work on its slot, like an update: whoever wants the slot's bytes waits for it there. What it
+ * did to the window is noted under the manager's lock, by whoever comes next (gmi_files_reap). Until then the window
+ * has io set, is not given up, and a block that it was read from is not given back: should the read fail, the bytes
+ * are still there. */
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <sys/statvfs.h>
+
+#include "core/manager.h"
+#include "io/store.h"
+#include "tracer/timeline.h"
+
+struct gmi_io {
+  gmi_block_request_t request;
+  gmi_manager_t *m;
+  gmi_window_t *window;
+  gmi_slot_t *slot;
+  gmi_io_t *next; /* in the list of the finished */
+  uint64_t begin_ns, end_ns;
+  uint64_t work; /* the slot's work_done when it is over */
+  uint32_t block;
+  bool superseded; /* the window has other bytes now, whatever became of these */
+  bool rewritten;  /* the window's bytes have changed since: read: queued to change; write: what was written is old */
+  char owner[112];
+};
+
+const struct gmi_sys *gmi_files_sys;
+
+static uint64_t window_bytes(const gmi_manager_t *m) { return UINT64_C(1) << m->window_shift; }
+static uint32_t budget_blocks(const gmi_manager_t *m, uint64_t bytes) {
+  uint64_t count = bytes >> m->window_shift;
+  return count < GMI_BLOCK_NONE ? (uint32_t)count : GMI_BLOCK_NONE - 1;
+}
+
+/* ---- open and close */
+static gemini_status_t store_open(gmi_manager_t *m, uint64_t block_bytes) {
+  gmi_store_config_t config = { .directories = m->file_dir,
+                                .block_bytes = block_bytes,
+                                .block_count = (uint32_t)(m->config.file_bytes / block_bytes),
+                                .engine_kind = m->config.file_engine,
+                                .checksum = true,
+                                .keep = m->keep_name != NULL,
+                                .keep_name = m->keep_name,
+                                .sys = m->file_sys };
+#ifdef __SANITIZE_THREAD__ /* it does not see what the kernel does, nor what liburing closes, and takes it for races */
+  if (config.engine_kind == GMI_ENGINE_AUTO) config.engine_kind = GMI_ENGINE_THREADS;
+#endif
+  gemini_status_t status = gmi_store_open(&config, &m->files);
+  if (status) m->files = NULL;
+  m->file_block_bytes = block_bytes;
+  return status;
+}
+
+gemini_status_t gmi_files_open(gmi_manager_t *m) {
+  if (!m->config.file_bytes) return GEMINI_OK;
+  /* With blocks as small as windows can be, so that a directory that is missing or full is met here; cut anew when the
+   * size of windows is known. */
+  uint64_t block = m->config.window_bytes ? m->config.window_bytes : 65536;
+  while (m->config.file_bytes / block >= GMI_BLOCK_NONE) block *= 2;
+  return store_open(m, block);
+}
+
+gemini_status_t gmi_files_cut(gmi_manager_t *m) {
+  if (!m->file_dir) return GEMINI_OK;
+  gemini_status_t status = GEMINI_OK;
+  if (!m->files || m->file_block_bytes != window_bytes(m)) {
+    gmi_store_close(m->files);
+    m->files = NULL;
+    status = store_open(m, window_bytes(m));
+  }
+  for (uint64_t part = 0; !status && part < m->host.part_count; part++)
+    if (m->host.committed[part])
+      gmi_files_buffer(m, m->host.base + part * m->host.part_bytes, m->host.committed[part], true);
+  if (!status) {
+    gmi_store_figures_t figures;
+    gmi_store_figures(m->files, &figures);
+    gmi_log(m, GEMINI_LOG_INFO, "files in %s: %s%s%s", m->file_dir, figures.engine.features, *figures.note ? "; " : "",
+            figures.note);
+  }
+  return status;
+}
+
+uint32_t gmi_files_engine(gmi_manager_t *m) {
+  gmi_store_figures_t figures;
+  if (!m->files) return GEMINI_FILE_ENGINE_AUTO;
+  gmi_store_figures(m->files, &figures);
+  return figures.engine.kind;
+}
+
+void gmi_files_buffer(gmi_manager_t *m, void *base, uint64_t size, bool add) {
+  if (m->files && add) (void)gmi_store_buffer_add(m->files, base, size); /* refused: it goes without */
+  if (m->files && !add) gmi_store_buffer_remove(m->files, base, size);
+}
+
+void gmi_files_close(gmi_manager_t *m) {
+  gmi_store_close(m->files);
+  m->files = NULL;
+  for (gmi_io_t *io = atomic_exchange(&m->io_finished, NULL), *next; io; io = next) {
+    next = io->next;
+    free(io);
+  }
+}
+
+/* ---- transfers */
+/* On a thread of the engine. */
+static void finished(gmi_block_request_t *request) {
+  gmi_io_t *io = request->user;
+  gmi_manager_t *m = io->m;
+  gmi_slot_t *slot = io->slot;
+  gemini_status_t status = request->write ? GEMINI_OK : request->io.status; /* the slot's bytes are as good as before */
+  char message[sizeof request->message];
+  memcpy(message, request->message, sizeof message);
+  io->end_ns = m->dev->now(m->dev_self);
+  gmi_io_t *head = atomic_load(&m->io_finished);
+  do io->next = head;
+  while (!atomic_compare_exchange_weak(&m->io_finished, &head, io));
+  /* From here on io may be gone. */
+  gmi_lane_work_done(m, slot, status, message);
+}
+
+/* The device's copy into or out of the slot is waited for here: it takes a fraction of what the transfer will. */
+static gemini_status_t transfer(gmi_manager_t *m, gmi_window_t *w, uint32_t block, bool write, uint32_t reason) {
+  gmi_slot_t *slot = &m->host.slots[w->slot];
+  gmi_file_forgive(w); /* an earlier read: this is the next attempt */
+  gemini_status_t status = gmi_window_settle_host(m, w);
+  if (status) return status;
+  gmi_io_t *io = calloc(1, sizeof *io);
+  if (!io) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for a transfer's record");
+  snprintf(io->owner, sizeof io->owner, "chunk %u of arena %s", w->index, gmi_window_arena(m, w)->name);
+  io->m = m;
+  io->window = w;
+  io->slot = slot;
+  io->block = block;
+  io->begin_ns = m->dev->now(m->dev_self);
+  io->request.block = block;
+  io->request.write = write;
+  io->request.urgent = !write;
+  io->request.buffer = gmi_window_host(m, w);
+  io->request.owner = io->owner;
+  io->request.done = finished;
+  io->request.user = io;
+  w->io = io;
+  m->io_count++;
+  m->io_writes += write;
+  io->work = ++slot->work_queued;
+  slot->failure = GEMINI_OK;
+  uint32_t link = write ? GEMINI_LINK_H2F : GEMINI_LINK_F2H;
+  m->stats.moved_bytes[link][reason] += window_bytes(m);
+  m->stats.moved_chunks[link][reason]++;
+  gmi_store_submit(m->files, &io->request);
+  return GEMINI_OK;
+}
+
+/* Time a window takes in the pipe: since the one before it was through, or since it was asked for. They come in
+ * bunches, so that many are averaged. */
+static void measure(gmi_manager_t *m, const gmi_io_t *io) {
+  gmi_rate_t *rate = &m->file_ns[io->request.write];
+  uint64_t from = io->begin_ns > m->io_last_ns ? io->begin_ns : m->io_last_ns;
+  if (io->end_ns > from) gmi_timeline_transfer(m, io->window, io->request.write, from, io->end_ns);
+  double ns = io->end_ns > from ? (double)(io->end_ns - from) : 0;
+  rate->samples++;
+  rate->mean += (ns - rate->mean) / (double)(rate->samples < 4096 ? rate->samples : 4096);
+  if (io->end_ns > m->io_last_ns) m->io_last_ns = io->end_ns;
+}
+
+static void give_block(gmi_manager_t *m, uint32_t block) {
+  gmi_store_give(m->files, block);
+  m->file_used -= window_bytes(m);
+}
+
+void gmi_file_forgive(gmi_window_t *w) {
+  free(w->failed_read);
+  w->failed_read = NULL;
+}
+
+/* What a finished transfer did. Returns its failure. */
+static gemini_status_t reap_one(gmi_manager_t *m, gmi_io_t *io) {
+  gmi_window_t *w = io->window;
+  gemini_status_t status = io->request.io.status;
+  gmi_lane_wait_slot(m, io->slot, io->work); /* finished() is about to say so */
+  w->io = NULL;
+  m->io_count--;
+  m->io_writes -= io->request.write;
+  if (!status) measure(m, io);
+  if (io->request.write) {
+    if (status || io->rewritten) {
+      give_block(m, io->block);
+    } else {
+      w->file_block = io->block;
+      w->valid |= GMI_VALID_FILE;
+    }
+  } else if (io->superseded) {
+    if (io->rewritten) give_block(m, io->block);
+  } else if (status) { /* the host copy is none; an update that was to change it does not run */
+    w->valid &= (uint8_t)~GMI_VALID_HOST;
+    if (io->rewritten) w->file_block = io->block;
+    if (io->rewritten || !w->valid) w->valid |= GMI_VALID_FILE;
+  } else if (io->rewritten) {
+    give_block(m, io->block);
+  }
+  if (status) gmi_fail(status, io->request.io.native_code, "%s", io->request.message);
+  if (status && !io->request.write && !io->superseded) w->failed_read = io; /* for who wants the window */
+  else free(io);
+  return status;
+}
+
+void gmi_files_poll(gmi_manager_t *m) {
+  if (!atomic_load_explicit(&m->io_finished, memory_order_relaxed)) return;
+  gmi_io_t *list = atomic_exchange(&m->io_finished, NULL), *next;
+  for (gmi_io_t *io = list; io; io = next) {
+    next = io->next;
+    bool write = io->request.write;
+    int native_code = io->request.io.native_code;
+    gemini_status_t status = reap_one(m, io);
+    if (!status || !write) continue;
+    m->io_failure = status; /* for who wants room */
+    m->io_native_code = native_code;
+    snprintf(m->io_message, sizeof m->io_message, "%s", gmi_fail_message());
+  }
+}
+
+gemini_status_t gmi_files_reap(gmi_manager_t *m, gmi_window_t *of) {
+  gmi_files_poll(m);
+  gemini_status_t status = GEMINI_OK; /* each is told once */
+  if (of && of->failed_read) {
+    const gmi_block_request_t *request = &of->failed_read->request;
+    status = gmi_fail(request->io.status, request->io.native_code, "%s", request->message);
+    gmi_file_forgive(of);
+  } else if (!of && m->io_failure) {
+    status = gmi_fail(m->io_failure, m->io_native_code, "%s", m->io_message);
+    m->io_failure = GEMINI_OK;
+  }
+  return status;
+}
+
+void gmi_file_supersede(gmi_window_t *w) {
+  if (w->io) w->io->superseded = true;
+  gmi_file_forgive(w);
+}
+
+/* ---- blocks */
+void gmi_file_drop(gmi_manager_t *m, gmi_window_t *w) {
+  if (w->io) {
+    w->io->rewritten = true;
+    if (!w->io->request.write) w->file_block = GMI_NONE; /* given back when it has been read */
+  }
+  w->valid &= (uint8_t)~GMI_VALID_FILE;
+  if (w->file_block == GMI_NONE) return;
+  give_block(m, w->file_block);
+  w->file_block = GMI_NONE;
+}
+
+/* Blocks whose bytes are in another tier as well give way. */
+void gmi_files_shrink(gmi_manager_t *m, uint64_t bytes) {
+  gmi_files_poll(m);
+  for (uint32_t i = 0; i < GMI_ARENAS && m->file_used > bytes; i++) {
+    gmi_arena_t *a = gmi_arena_at(m, i);
+    for (uint32_t k = 0; a && a->windows && k < atomic_load(&a->window_count) && m->file_used > bytes; k++) {
+      gmi_window_t *w = &a->windows[k];
+      if (w->file_block == GMI_NONE || !(w->valid & ~GMI_VALID_FILE)) continue;
+      if (w->io) { /* it is being read: the block goes when the bytes have come */
+        gmi_lane_wait_slot(m, w->io->slot, w->io->slot->work_queued);
+        gmi_files_poll(m);
+        if (w->file_block == GMI_NONE || !(w->valid & ~GMI_VALID_FILE)) continue;
+      }
+      gmi_file_drop(m, w);
+      if (w->valid == GMI_VALID_DEVICE) atomic_fetch_or(&w->word, GMI_WINDOW_DIRTY);
+    }
+  }
+}
+
+gemini_status_t gmi_files_resize(gmi_manager_t *m, uint64_t bytes) {
+  if (!m->files) return bytes ? gmi_fail(GEMINI_ERR_STATE, 0, "the manager was opened without a file tier") : GEMINI_OK;
+  gmi_files_shrink(m, bytes);
+  if (bytes < m->file_used)
+    return gmi_fail(GEMINI_ERR_OOM_FILE, 0, "%llu bytes are in files, more than the new budget, %llu",
+                    (unsigned long long)m->file_used, (unsigned long long)bytes);
+  return atomic_load(&m->window_bytes) ? gmi_store_resize(m->files, budget_blocks(m, bytes)) : GEMINI_OK;
+}
+
+static gemini_status_t block_take(gmi_manager_t *m, uint32_t *block_out) {
+  uint64_t window = window_bytes(m);
+  if (!m->files) return gmi_fail(GEMINI_ERR_OOM_FILE, 0, "a chunk must go to a file, but file_bytes is 0");
+  if (m->config.file_bytes < m->file_used + window && m->config.file_bytes >= window)
+    gmi_files_shrink(m, m->config.file_bytes - window);
+  if (m->config.file_bytes < m->file_used + window)
+    return gmi_fail(
+        GEMINI_ERR_OOM_FILE, 0, "a chunk of %llu bytes does not fit in files: %llu of the budget %llu are in use",
+        (unsigned long long)window, (unsigned long long)m->file_used, (unsigned long long)m->config.file_bytes);
+  gemini_status_t status = gmi_store_take(m->files, block_out);
+  if (status) return status;
+  m->file_used += window;
+  if (m->file_used > m->stats.peak_bytes[GEMINI_TIER_FILE]) m->stats.peak_bytes[GEMINI_TIER_FILE] = m->file_used;
+  return GEMINI_OK;
+}
+
+gemini_status_t gmi_file_write(gmi_manager_t *m, gmi_window_t *w, uint32_t reason) {
+  uint32_t block;
+  gemini_status_t status = block_take(m, &block);
+  if (status) return status;
+  status = transfer(m, w, block, true, reason);
+  if (status) give_block(m, block);
+  return status;
+}
+
+gemini_status_t gmi_file_read(gmi_manager_t *m, gmi_window_t *w, uint32_t reason) {
+  gemini_status_t status = transfer(m, w, w->file_block, false, reason);
+  if (!status) w->valid |= GMI_VALID_HOST;
+  return status;
+}

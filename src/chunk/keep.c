@@ -1,0 +1,271 @@
+/* Checkpoints in kept files: every chunk in a block, and what the blocks mean. SPDX-License-Identifier: Apache-2.0
+ *
+ * The store makes a commit whole or not at all, and leaves what the last one names as it is; here is only what it names:
+ * windows by arena and index, and a text that says what arenas and tensors there were (docs/keep.md). */
+#include <errno.h>
+#include <inttypes.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "core/manager.h"
+#include "core/names.h"
+#include "io/store.h"
+
+enum { WRITES_AT_ONCE = 64 };
+
+static uint64_t window_key(const gmi_window_t *w) { return (uint64_t)w->arena << 32 | w->index; }
+
+/* The next window, in order of arenas, or NULL. */
+static gmi_window_t *next_window(gmi_manager_t *m, uint32_t *arena, uint32_t *index) {
+  for (; *arena < GMI_ARENAS; ++*arena, *index = 0) {
+    gmi_arena_t *a = gmi_arena_at(m, *arena);
+    if (a && a->windows && *index < atomic_load(&a->window_count)) return &a->windows[(*index)++];
+  }
+  return NULL;
+}
+
+static gemini_status_t check_kept(gmi_manager_t *m) {
+  return m->keep_name ? GEMINI_OK : gmi_fail(GEMINI_ERR_STATE, 0, "the manager was opened without keep_name");
+}
+
+/* ---- checkpoint */
+static void write_layout(gmi_manager_t *m, FILE *file) {
+  fprintf(file, "gemini-keep 1\n");
+  for (uint32_t i = 0; i < GMI_ARENAS; i++) {
+    gmi_arena_t *a = gmi_arena_at(m, i);
+    if (!a) continue;
+    fprintf(file, "arena %u %u %u %u %u %" PRIu64 " ", i, a->kind, a->element_bytes, a->like, a->store,
+            atomic_load(&a->size));
+    gmi_name_write(file, a->name);
+    fputc('\n', file);
+  }
+  for (uint32_t i = 0; i < m->tensor_high; i++) {
+    gmi_tensor_t *t = &m->tensors[i];
+    if (!gmi_tensor_alive(t)) continue;
+    uint32_t word = atomic_load(&t->word);
+    fprintf(file, "tensor %u %" PRIu64 " %" PRIu64 " %u %d ", t->arena, t->offset, t->size,
+            word >> GMI_TENSOR_STATE_SHIFT, (word & GMI_TENSOR_GRADIENT) != 0);
+    gmi_name_write(file, gmi_tensor_base(m, t)->name);
+    fputc('\n', file);
+  }
+  fprintf(file, "end\n");
+}
+
+static gemini_status_t wait_transfers(gmi_manager_t *m, uint32_t most) {
+  gemini_status_t status = GEMINI_OK;
+  while (!status && m->io_count > most) {
+    uint64_t events = gmi_lane_events(m);
+    status = gmi_files_reap(m, NULL);
+    if (!status && m->io_count > most) gmi_lane_wait_event(m, events);
+  }
+  return status;
+}
+
+static gemini_status_t write_windows(gmi_manager_t *m) {
+  gemini_status_t status = GEMINI_OK;
+  uint32_t arena = 0, index = 0;
+  for (gmi_window_t *w; !status && (w = next_window(m, &arena, &index));)
+    if (w->host_writers || (atomic_load(&w->word) & GMI_WINDOW_WRITERS))
+      status =
+          gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is acquired for writing", gmi_window_arena(m, w)->name);
+  arena = index = 0;
+  for (gmi_window_t *w; !status && (w = next_window(m, &arena, &index));) {
+    if (w->valid & (GMI_VALID_ZERO | GMI_VALID_FILE)) continue;
+    status = gmi_window_to_host(m, w, false, GEMINI_REASON_CALLER);
+    if (status) break;
+    w->host_users++; /* its slot stays until the write is under way */
+    if (w->io) status = gmi_window_settle_host(m, w);
+    if (!status && !(w->valid & GMI_VALID_FILE)) status = gmi_file_write(m, w, GEMINI_REASON_CALLER);
+    w->host_users--;
+    if (!status) status = wait_transfers(m, WRITES_AT_ONCE);
+  }
+  gemini_status_t waited = wait_transfers(m, 0);
+  return status ? status : waited;
+}
+
+static gemini_status_t commit_windows(gmi_manager_t *m, const void *blob, uint64_t blob_bytes) {
+  uint32_t arena = 0, index = 0, count = 0, old_count = 0;
+  const gmi_kept_t *old = NULL;
+  const void *old_blob;
+  uint64_t old_blob_bytes;
+  gmi_kept_t *kept = calloc(m->window_total + 1, sizeof *kept), *before = NULL;
+  gemini_status_t status = kept ? GEMINI_OK : gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for a checkpoint");
+  for (gmi_window_t *w; !status && (w = next_window(m, &arena, &index));) {
+    if (w->valid & GMI_VALID_ZERO) continue;
+    if (!(w->valid & GMI_VALID_FILE))
+      status = gmi_fail(GEMINI_ERR_BUSY, 0, "chunk %u of arena %s changed during the checkpoint", w->index,
+                        gmi_window_arena(m, w)->name);
+    kept[count++] = (gmi_kept_t){ .block = w->file_block, .key = window_key(w) };
+  }
+  /* Blocks of a checkpoint that this process has not taken up go with it. */
+  if (!status && !m->kept_used &&
+      gmi_store_committed(m->files, &old, &old_count, &old_blob, &old_blob_bytes) == GEMINI_OK) {
+    before = malloc(((size_t)old_count + 1) * sizeof *before);
+    if (before) memcpy(before, old, old_count * sizeof *before);
+    else status = gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for a checkpoint");
+  }
+  if (!status) status = gmi_store_commit(m->files, kept, count, blob, blob_bytes);
+  for (uint32_t i = 0; !status && before && i < old_count; i++) gmi_store_give(m->files, before[i].block);
+  if (!status) m->kept_used = true;
+  free(before);
+  free(kept);
+  return status;
+}
+
+static gemini_status_t checkpoint(gmi_manager_t *m) {
+  gemini_status_t status = check_kept(m);
+  if (!status) status = gmi_cut(m);
+  if (!status) status = gmi_updates_queue(m, NULL);
+  if (status) return status;
+  gmi_lane_drain(m);
+  status = gmi_lane_failure(m);
+  if (!status) status = write_windows(m);
+  if (status) return status;
+  char *text = NULL;
+  size_t size = 0;
+  FILE *file = open_memstream(&text, &size);
+  if (file) write_layout(m, file);
+  if (!file || fclose(file)) {
+    free(text);
+    return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for a checkpoint's description");
+  }
+  status = commit_windows(m, text, size);
+  free(text);
+  return status;
+}
+gemini_status_t gemini_checkpoint(gemini_manager_t mgr) { API_LOCKED(checkpoint(m)); }
+
+/* ---- resume */
+typedef struct {
+  gmi_manager_t *m;
+  uint32_t arena_of[GMI_ARENAS]; /* the checkpoint's arena number to this manager's */
+  uint64_t tensors;
+  bool apply, ended;
+} reader_t;
+
+static gemini_status_t differs(const char *what, const char *name) {
+  return gmi_fail(GEMINI_ERR_FORMAT, 0, "the checkpoint has %s %s, which is not there, or not so, in this manager",
+                  what, name);
+}
+
+static gemini_status_t read_arena(reader_t *r, const char *at) {
+  uint64_t n[5], size;
+  char name[256];
+  if (!gmi_numbers_at(&at, ' ', UINT32_MAX, 5, n) || !gmi_number_at(&at, ' ', UINT64_MAX, &size) ||
+      n[0] >= GMI_ARENAS || !gmi_name_read(at, name, sizeof name))
+    return gmi_fail(GEMINI_ERR_FORMAT, 0, "the checkpoint's description has a malformed arena");
+  uint32_t number = (uint32_t)n[0], kind = (uint32_t)n[1], element_bytes = (uint32_t)n[2], store = (uint32_t)n[4];
+  for (uint32_t i = 0; i < GMI_ARENAS; i++) {
+    gmi_arena_t *a = gmi_arena_at(r->m, i);
+    if (!a || strcmp(a->name, name) || a->kind != kind || a->element_bytes != element_bytes ||
+        atomic_load(&a->size) != size || (a->store == i) != (store == number))
+      continue;
+    r->arena_of[number] = i;
+    return GEMINI_OK;
+  }
+  return differs("arena", name);
+}
+
+static gemini_status_t read_tensor(reader_t *r, const char *at) {
+  uint64_t arena, range[2], state, gradient;
+  char name[256];
+  if (!gmi_number_at(&at, ' ', GMI_ARENAS - 1, &arena) || !gmi_numbers_at(&at, ' ', UINT64_MAX, 2, range) ||
+      !gmi_number_at(&at, ' ', GEMINI_STATE_COUNT - 1, &state) || !gmi_number_at(&at, ' ', 1, &gradient) ||
+      !gmi_name_read(at, name, sizeof name))
+    return gmi_fail(GEMINI_ERR_FORMAT, 0, "the checkpoint's description has a malformed tensor");
+  gmi_manager_t *m = r->m;
+  uint32_t index = gmi_tensor_named(m, name);
+  bool registered = index != GMI_NONE && m->tensors[index].arena == r->arena_of[arena];
+  while (index != GMI_NONE && m->tensors[index].arena != r->arena_of[arena]) index = m->tensors[index].next;
+  if (index == GMI_NONE && gmi_tensor_named(m, name) != GMI_NONE)
+    return GEMINI_OK; /* a counterpart nobody asked for yet */
+  if (index == GMI_NONE || m->tensors[index].offset != range[0] || m->tensors[index].size != range[1])
+    return differs("tensor", name);
+  r->tensors += registered;
+  if (!r->apply) return GEMINI_OK;
+  gmi_tensor_t *t = &m->tensors[index];
+  uint32_t word_now = atomic_load(&t->word) & ~GMI_TENSOR_GRADIENT;
+  atomic_store(&t->word, gmi_tensor_word(word_now, (uint32_t)state) | (gradient ? GMI_TENSOR_GRADIENT : 0));
+  return GEMINI_OK;
+}
+
+static gemini_status_t read_layout(reader_t *r, const char *blob, uint64_t bytes) {
+  gemini_status_t status = GEMINI_OK;
+  char line[1024];
+  const char *rest;
+  memset(r->arena_of, 0xff, sizeof r->arena_of);
+  r->tensors = 0;
+  r->ended = false;
+  for (uint64_t at = 0, number = 0; !status && at < bytes; number++) {
+    const char *end = memchr(blob + at, '\n', bytes - at);
+    uint64_t length = end ? (uint64_t)(end - blob) - at : bytes - at;
+    if (length >= sizeof line || r->ended)
+      return gmi_fail(GEMINI_ERR_FORMAT, 0, "the checkpoint's description, line %" PRIu64 ", cannot be read",
+                      number + 1);
+    memcpy(line, blob + at, length);
+    line[length] = 0;
+    at += length + 1;
+    r->ended = !strcmp(line, "end");
+    rest = line;
+    if (!number && strcmp(line, "gemini-keep 1"))
+      status = gmi_fail(GEMINI_ERR_FORMAT, 0, "the kept files are of another version: %.60s", line);
+    else if (gmi_word_at(&rest, "arena")) status = read_arena(r, rest);
+    else if (gmi_word_at(&rest, "tensor")) status = read_tensor(r, rest);
+    else if (number && !r->ended)
+      status = gmi_fail(GEMINI_ERR_FORMAT, 0, "the checkpoint's description has a line \"%.60s\"", line);
+  }
+  if (!status && !r->ended) status = gmi_fail(GEMINI_ERR_FORMAT, 0, "the checkpoint's description ends early");
+  uint64_t registered = 0;
+  for (uint32_t i = 0; i < r->m->tensor_high; i++)
+    registered += gmi_tensor_alive(&r->m->tensors[i]) && r->m->tensors[i].base == i;
+  if (!status && r->tensors != registered)
+    status = gmi_fail(GEMINI_ERR_FORMAT, 0, "the checkpoint has %" PRIu64 " tensors, this manager %" PRIu64, r->tensors,
+                      registered);
+  return status;
+}
+
+static gmi_window_t *kept_window(const reader_t *r, uint64_t key) {
+  uint32_t number = (uint32_t)(key >> 32), index = (uint32_t)key;
+  uint32_t mine = number < GMI_ARENAS ? r->arena_of[number] : GMI_NONE;
+  gmi_arena_t *a = mine != GMI_NONE ? gmi_arena_at(r->m, mine) : NULL;
+  return a && a->store == mine && index < atomic_load(&a->window_count) ? &a->windows[index] : NULL;
+}
+
+static gemini_status_t resume(gmi_manager_t *m) {
+  const gmi_kept_t *kept;
+  const void *blob;
+  uint32_t count, arena = 0, index = 0;
+  uint64_t blob_bytes;
+  reader_t r = { .m = m };
+  gemini_status_t status = check_kept(m);
+  if (!status && m->kept_used) status = gmi_fail(GEMINI_ERR_STATE, 0, "a checkpoint was taken up or made already");
+  if (!status) status = gmi_cut(m);
+  if (!status) status = gmi_store_committed(m->files, &kept, &count, &blob, &blob_bytes);
+  for (gmi_window_t *w; !status && (w = next_window(m, &arena, &index));)
+    if (!(w->valid & GMI_VALID_ZERO) || w->host_users || (atomic_load(&w->word) & GMI_WINDOW_PINS))
+      status = gmi_fail(GEMINI_ERR_STATE, 0, "arena %s holds bytes already", gmi_window_arena(m, w)->name);
+  if (!status) status = read_layout(&r, blob, blob_bytes);
+  for (uint32_t i = 0; !status && i < count; i++)
+    if (!kept_window(&r, kept[i].key))
+      status = gmi_fail(GEMINI_ERR_FORMAT, 0, "the checkpoint has a chunk %#" PRIx64 " of no arena", kept[i].key);
+  if (status) return status;
+  r.apply = true;
+  read_layout(&r, blob, blob_bytes);
+  for (uint32_t i = 0; i < count; i++) {
+    gmi_window_t *w = kept_window(&r, kept[i].key);
+    if (w->file_block != GMI_NONE) { /* named twice: the index is checked, so this is ours to refuse */
+      gmi_store_give(m->files, kept[i].block);
+      continue;
+    }
+    gmi_window_drop_device(m, w); /* zeros */
+    gmi_host_slot_drop(m, w);
+    w->valid = GMI_VALID_FILE;
+    w->file_block = kept[i].block;
+    m->file_used += UINT64_C(1) << m->window_shift;
+  }
+  if (m->file_used > m->stats.peak_bytes[GEMINI_TIER_FILE]) m->stats.peak_bytes[GEMINI_TIER_FILE] = m->file_used;
+  m->kept_used = true;
+  return GEMINI_OK;
+}
+gemini_status_t gemini_resume(gemini_manager_t mgr) { API_LOCKED(resume(m)); }

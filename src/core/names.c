@@ -1,0 +1,59 @@
+/* Names and numbers in text files. SPDX-License-Identifier: Apache-2.0 */
+#include "core/names.h"
+
+#include <string.h>
+
+void gmi_name_write(FILE *file, const char *name) {
+  for (const unsigned char *c = (const unsigned char *)name; *c; c++) {
+    if (*c > ' ' && *c <= '~' && *c != '%') fputc(*c, file);
+    else fprintf(file, "%%%02X", *c);
+  }
+}
+
+bool gmi_name_read(const char *text, char *name_out, size_t size) {
+  size_t n = 0;
+  for (; *text; text++) {
+    unsigned value = (unsigned char)*text;
+    if (*text == '%') {
+      static const char digits[] = "0123456789abcdef0123456789ABCDEF";
+      const char *high = text[1] ? strchr(digits, text[1]) : NULL;
+      const char *low = high && text[2] ? strchr(digits, text[2]) : NULL;
+      value = low ? (unsigned)((high - digits) % 16 * 16 + (low - digits) % 16) : 0;
+      if (!value) return false;
+      text += 2;
+    } else if (value <= ' ' || value > '~') {
+      return false;
+    }
+    if (n + 1 >= size) return false;
+    name_out[n++] = (char)value;
+  }
+  name_out[n] = 0;
+  return n > 0;
+}
+
+bool gmi_word_at(const char **at, const char *word) {
+  size_t length = strlen(word);
+  if (strncmp(*at, word, length) || (*at)[length] != ' ') return false;
+  *at += length + 1;
+  return true;
+}
+
+bool gmi_number_at(const char **at, char end, uint64_t most, uint64_t *value_out) {
+  uint64_t value = 0;
+  const char *c = *at;
+  for (; *c >= '0' && *c <= '9'; c++) {
+    uint64_t digit = (uint64_t)(*c - '0');
+    if (value > (most - digit) / 10 || digit > most) return false;
+    value = value * 10 + digit;
+  }
+  if (c == *at || *c != end) return false;
+  *at = end ? c + 1 : c;
+  *value_out = value;
+  return true;
+}
+
+bool gmi_numbers_at(const char **at, char end, uint64_t most, uint32_t count, uint64_t *values_out) {
+  for (uint32_t i = 0; i < count; i++)
+    if (!gmi_number_at(at, i + 1 < count ? ' ' : end, most, &values_out[i])) return false;
+  return true;
+}

@@ -1,0 +1,365 @@
+/* Reserving, committing and measuring the host tier's memory. SPDX-License-Identifier: Apache-2.0 */
+#include "host/reserve.h"
+
+#include <errno.h>
+#include <inttypes.h>
+#include <limits.h>
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/prctl.h>
+#include <unistd.h>
+
+#include "core/status.h"
+
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23 /* Linux 5.14 */
+#endif
+#ifndef PR_SET_VMA
+#define PR_SET_VMA 0x53564d41 /* Linux 5.17 */
+#define PR_SET_VMA_ANON_NAME 0
+#endif
+
+enum { THREADS_LIMIT = 64 };
+#define ALIGN_BYTES (UINT64_C(64) << 10) /* the smallest window, and a whole number of the blocks' units */
+#define SLICE_BYTES (UINT64_C(16) << 20) /* a thread takes so many at a time */
+#define OPEN_BYTES (UINT64_C(64) << 20)  /* access is opened for so many at a time, or mappings would be many */
+#define ALONE_BYTES (UINT64_C(64) << 20) /* up to so many, threads are not worth their start */
+
+enum { GRAIN_EMPTY = 0, GRAIN_COMMITTED = 1, GRAIN_COMING = 2 };
+
+struct gmi_reserve {
+  uint8_t *base;
+  uint64_t size_bytes; /* whole pages */
+  uint64_t page_bytes;
+  uint64_t grain_bytes;
+  uint64_t grain_count;
+  uint32_t threads;
+  bool bound;
+  bool cpus_known;
+  cpu_set_t cpus; /* where to touch from */
+  char note[240];
+  pthread_mutex_t lock;
+  uint64_t committed_bytes; /* Guarded by lock */
+  bool *opened;             /* of each OPEN_BYTES: may be read and written; Guarded by lock */
+  uint8_t grains[];         /* GRAIN_*; Guarded by lock */
+};
+
+/* ---- opening */
+
+static void note_add(gmi_reserve_t *r, const char *format, ...) __attribute__((format(printf, 2, 3)));
+static void note_add(gmi_reserve_t *r, const char *format, ...) {
+  size_t length = strlen(r->note);
+  if (length && length + 2 < sizeof r->note) length += (size_t)snprintf(r->note + length, 3, "; ");
+  va_list args;
+  va_start(args, format);
+  vsnprintf(r->note + length, sizeof r->note - length, format, args);
+  va_end(args);
+}
+
+static bool line_read(const char *root, const char *path, char *line, size_t size) {
+  char full[PATH_MAX];
+  int length = snprintf(full, sizeof full, "%s%s", root, path);
+  FILE *file = length > 0 && (size_t)length < sizeof full ? fopen(full, "re") : NULL;
+  bool ok = file && fgets(line, (int)size, file);
+  if (file) fclose(file);
+  return ok;
+}
+
+/* Bytes of a huge page, 0 where the system has none for us; the reason goes to note. */
+static uint64_t huge_page_bytes(const char *root, char *note, size_t note_size) {
+  char line[128];
+  if (!line_read(root, "/sys/kernel/mm/transparent_hugepage/enabled", line, sizeof line)) {
+    snprintf(note, note_size, "no huge pages: this system has no transparent ones");
+    return 0;
+  }
+  if (strstr(line, "[never]")) {
+    snprintf(note, note_size, "no huge pages: /sys/kernel/mm/transparent_hugepage/enabled says never");
+    return 0;
+  }
+  uint64_t bytes = UINT64_C(2) << 20; /* on x86; older kernels do not tell */
+  if (line_read(root, "/sys/kernel/mm/transparent_hugepage/hpage_pmd_size", line, sizeof line))
+    bytes = strtoull(line, NULL, 10);
+  if (bytes < 4096 || bytes > UINT64_C(1) << 30 || bytes & (bytes - 1)) {
+    snprintf(note, note_size, "no huge pages: hpage_pmd_size says %.20s", line);
+    return 0;
+  }
+  return bytes;
+}
+
+/* The range, without access, between guard pages that it keeps; they also keep the kernel from merging the range with
+ * a neighbour, so that smaps tells of it alone. */
+static uint8_t *range_map(uint64_t size_bytes, uint64_t page_bytes, uint64_t align_bytes) {
+  uint64_t total = size_bytes + align_bytes + 2 * page_bytes;
+  uint8_t *raw = mmap(NULL, total, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (raw == MAP_FAILED) return NULL;
+  uintptr_t first = (uintptr_t)raw + page_bytes;
+  uint8_t *base = (uint8_t *)((first + align_bytes - 1) & ~(uintptr_t)(align_bytes - 1));
+  uint8_t *begin = base - page_bytes, *end = base + size_bytes + page_bytes;
+  if (begin > raw) munmap(raw, (size_t)(begin - raw));
+  if (end < raw + total) munmap(end, (size_t)(raw + total - end));
+  return base;
+}
+
+static void range_unmap(uint8_t *base, uint64_t size_bytes, uint64_t page_bytes) {
+  munmap(base - page_bytes, size_bytes + 2 * page_bytes);
+}
+
+static void range_bind(gmi_reserve_t *r, const gmi_reserve_config_t *config) {
+  if (!config->topology || !config->node_count) return;
+  char reason[160] = "";
+  r->bound = gmi_topology_bind(config->topology, r->base, r->size_bytes, config->nodes, config->node_count, reason,
+                               sizeof reason);
+  if (!r->bound) note_add(r, "not bound to a NUMA node: %s", reason);
+  cpu_set_t near;
+  if (r->bound && r->cpus_known && gmi_topology_cpus(config->topology, config->nodes, config->node_count, &near)) {
+    CPU_AND(&near, &near, &r->cpus); /* never leave the cores that the process was given */
+    if (CPU_COUNT(&near)) r->cpus = near;
+  }
+}
+
+gemini_status_t gmi_reserve_open(const gmi_reserve_config_t *config, gmi_reserve_t **reserve_out) {
+  const char *root = config->root ? config->root : "";
+  uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE);
+  if (!config->size_bytes || config->size_bytes > UINT64_C(1) << 46)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "%" PRIu64 " bytes to reserve, must be 1 to 2^46", config->size_bytes);
+  uint64_t size = (config->size_bytes + page - 1) / page * page;
+  char note[sizeof((gmi_reserve_t *)NULL)->note] = "";
+  uint64_t huge = 0;
+  if (!(config->flags & GMI_RESERVE_SMALL_PAGES)) huge = huge_page_bytes(root, note, sizeof note);
+  if (huge > size) {
+    snprintf(note, sizeof note, "no huge pages: the range is shorter than one");
+    huge = 0;
+  }
+  uint8_t *base = range_map(size, page, huge > ALIGN_BYTES ? huge : page > ALIGN_BYTES ? page : ALIGN_BYTES);
+  if (!base)
+    return gmi_fail(GEMINI_ERR_OOM_HOST, errno, "no address range for %" PRIu64 " bytes of host memory: %s", size,
+                    strerror(errno));
+  if (huge && madvise(base, size, MADV_HUGEPAGE)) {
+    snprintf(note, sizeof note, "no huge pages: madvise: %s", strerror(errno));
+    huge = 0;
+  }
+#ifdef MADV_NOHUGEPAGE
+  if (!huge) madvise(base, size, MADV_NOHUGEPAGE); /* or grains would come in sizes of a huge page nevertheless */
+#endif
+  uint64_t grain = huge ? huge : page, count = (size + grain - 1) / grain;
+  gmi_reserve_t *r = calloc(1, sizeof *r + count);
+  bool *opened = calloc((size + OPEN_BYTES - 1) / OPEN_BYTES, sizeof *opened);
+  if (!r || !opened) {
+    free(r);
+    free(opened);
+    range_unmap(base, size, page);
+    return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the records of %" PRIu64 " grains", count);
+  }
+  r->base = base;
+  r->opened = opened;
+  r->size_bytes = size;
+  r->page_bytes = page;
+  r->grain_bytes = grain;
+  r->grain_count = count;
+  memcpy(r->note, note, sizeof note);
+  /* A child could do nothing with the range, and copies at its writes would pass the budget. */
+  madvise(base, size, MADV_DONTFORK);
+  prctl(PR_SET_VMA, PR_SET_VMA_ANON_NAME, base, size, "gemini host"); /* seen in /proc/PID/maps */
+  r->cpus_known = sched_getaffinity(0, sizeof r->cpus, &r->cpus) == 0;
+  range_bind(r, config);
+  r->threads = config->threads;
+  if (!r->threads) {
+    long cores = r->cpus_known ? CPU_COUNT(&r->cpus) : sysconf(_SC_NPROCESSORS_ONLN);
+    r->threads = cores > 1 ? (uint32_t)cores : 1;
+  }
+  if (r->threads > THREADS_LIMIT) r->threads = THREADS_LIMIT;
+  pthread_mutex_init(&r->lock, NULL);
+  *reserve_out = r;
+  return GEMINI_OK;
+}
+
+void gmi_reserve_close(gmi_reserve_t *r) {
+  if (!r) return;
+  range_unmap(r->base, r->size_bytes, r->page_bytes);
+  pthread_mutex_destroy(&r->lock);
+  free(r->opened);
+  free(r);
+}
+
+uint8_t *gmi_reserve_base(const gmi_reserve_t *r) { return r->base; }
+uint64_t gmi_reserve_size(const gmi_reserve_t *r) { return r->size_bytes; }
+uint64_t gmi_reserve_grain(const gmi_reserve_t *r) { return r->grain_bytes; }
+
+/* ---- first touch */
+
+typedef struct {
+  uint8_t *begin, *end;
+  uint64_t page_bytes;
+  _Atomic uint64_t next; /* Atomic: offset of the first slice that nobody has taken */
+  _Atomic int error;     /* Atomic: errno of a failure; others stop then */
+} touch_t;
+
+static int slice_touch(uint8_t *begin, uint64_t bytes, uint64_t page_bytes) {
+  while (madvise(begin, bytes, MADV_POPULATE_WRITE)) {
+    if (errno == EINTR || errno == EAGAIN) continue;
+    if (errno != EINVAL) return errno;
+    /* An older kernel. Adding nothing changes no byte, whatever else is done to the page meanwhile. */
+    for (uint64_t at = 0; at < bytes; at += page_bytes) __atomic_fetch_or(begin + at, 0, __ATOMIC_RELAXED);
+    break;
+  }
+  return 0;
+}
+
+static void *touch_main(void *user) {
+  touch_t *t = user;
+  uint64_t total = (uint64_t)(t->end - t->begin);
+  while (!atomic_load_explicit(&t->error, memory_order_relaxed)) {
+    uint64_t at = atomic_fetch_add_explicit(&t->next, SLICE_BYTES, memory_order_relaxed);
+    if (at >= total) break;
+    int error = slice_touch(t->begin + at, total - at < SLICE_BYTES ? total - at : SLICE_BYTES, t->page_bytes);
+    if (error) atomic_store_explicit(&t->error, error, memory_order_relaxed);
+  }
+  return NULL;
+}
+
+/* Returns an errno. The calling thread works, too: a thread that cannot be had is not missed. */
+static int range_touch(gmi_reserve_t *r, uint8_t *begin, uint64_t bytes) {
+  touch_t t = { begin, begin + bytes, r->page_bytes, 0, 0 };
+  pthread_t threads[THREADS_LIMIT];
+  uint32_t started = 0, wanted = 0;
+  if (bytes > ALONE_BYTES) {
+    uint64_t slices = (bytes + SLICE_BYTES - 1) / SLICE_BYTES;
+    wanted = (slices < r->threads ? (uint32_t)slices : r->threads) - 1;
+  }
+  if (wanted) {
+    sigset_t all, before;
+    pthread_attr_t attr;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before); /* the program's signals are not for these threads */
+    bool placed = !pthread_attr_init(&attr);
+    if (placed && r->cpus_known) pthread_attr_setaffinity_np(&attr, sizeof r->cpus, &r->cpus);
+    while (started < wanted && !pthread_create(&threads[started], placed ? &attr : NULL, touch_main, &t)) started++;
+    if (placed) pthread_attr_destroy(&attr);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+  }
+  touch_main(&t);
+  for (uint32_t i = 0; i < started; i++) pthread_join(threads[i], NULL);
+  return atomic_load_explicit(&t.error, memory_order_relaxed);
+}
+
+/* ---- parts */
+
+/* Only here are bytes promised, where the system counts promises (vm.overcommit_memory, RLIMIT_DATA). Returns an errno;
+ * the lock is held. */
+static int range_open(gmi_reserve_t *r, uint64_t offset, uint64_t bytes) {
+  for (uint64_t i = offset / OPEN_BYTES; i <= (offset + bytes - 1) / OPEN_BYTES; i++) {
+    uint64_t begin = i * OPEN_BYTES, left = r->size_bytes - begin;
+    if (r->opened[i]) continue;
+    if (mprotect(r->base + begin, left < OPEN_BYTES ? left : OPEN_BYTES, PROT_READ | PROT_WRITE)) return errno;
+    r->opened[i] = true;
+  }
+  return 0;
+}
+
+static gemini_status_t part_check(const gmi_reserve_t *r, uint64_t offset, uint64_t size) {
+  if (offset > r->size_bytes || size > r->size_bytes - offset || offset % r->grain_bytes ||
+      ((offset + size) % r->grain_bytes && offset + size != r->size_bytes))
+    return gmi_fail(GEMINI_ERR_INVALID, 0,
+                    "%" PRIu64 " bytes at %" PRIu64 " are no part of a reservation of %" PRIu64
+                    " bytes in grains of %" PRIu64,
+                    size, offset, r->size_bytes, r->grain_bytes);
+  return GEMINI_OK;
+}
+
+/* The first run of grains from *first up to last that are in state. */
+static bool run_find(const gmi_reserve_t *r, uint64_t *first, uint64_t last, uint8_t state, uint64_t *count_out) {
+  uint64_t at = *first;
+  while (at < last && r->grains[at] != state) at++;
+  uint64_t end = at;
+  while (end < last && r->grains[end] == state) end++;
+  *first = at;
+  *count_out = end - at;
+  return end > at;
+}
+
+static uint64_t run_bytes(const gmi_reserve_t *r, uint64_t first, uint64_t count) {
+  uint64_t begin = first * r->grain_bytes, end = (first + count) * r->grain_bytes;
+  return (end < r->size_bytes ? end : r->size_bytes) - begin; /* the last grain may be short */
+}
+
+gemini_status_t gmi_reserve_commit(gmi_reserve_t *r, uint64_t offset, uint64_t size) {
+  gemini_status_t status = part_check(r, offset, size);
+  if (status) return status;
+  uint64_t last = (offset + size + r->grain_bytes - 1) / r->grain_bytes, count;
+  pthread_mutex_lock(&r->lock);
+  int error = 0;
+  for (uint64_t at = offset / r->grain_bytes; !error && run_find(r, &at, last, GRAIN_EMPTY, &count); at += count) {
+    memset(r->grains + at, GRAIN_COMING, count);
+    error = range_open(r, at * r->grain_bytes, run_bytes(r, at, count));
+    if (!error) error = range_touch(r, r->base + at * r->grain_bytes, run_bytes(r, at, count));
+  }
+  for (uint64_t at = offset / r->grain_bytes; run_find(r, &at, last, GRAIN_COMING, &count); at += count) {
+    uint64_t bytes = run_bytes(r, at, count);
+    if (error) madvise(r->base + at * r->grain_bytes, bytes, MADV_DONTNEED);
+    else r->committed_bytes += bytes;
+    memset(r->grains + at, error ? GRAIN_EMPTY : GRAIN_COMMITTED, count);
+  }
+  uint64_t committed = r->committed_bytes;
+  pthread_mutex_unlock(&r->lock);
+  if (error)
+    return gmi_fail(GEMINI_ERR_OOM_HOST, error,
+                    "the system gave no memory for %" PRIu64 " bytes of the host tier, which holds %" PRIu64
+                    " of %" PRIu64 ": %s",
+                    size, committed, r->size_bytes, strerror(error));
+  return GEMINI_OK;
+}
+
+gemini_status_t gmi_reserve_decommit(gmi_reserve_t *r, uint64_t offset, uint64_t size) {
+  gemini_status_t status = part_check(r, offset, size);
+  if (status) return status;
+  uint64_t last = (offset + size + r->grain_bytes - 1) / r->grain_bytes, count;
+  pthread_mutex_lock(&r->lock);
+  for (uint64_t at = offset / r->grain_bytes; !status && run_find(r, &at, last, GRAIN_COMMITTED, &count); at += count) {
+    uint64_t bytes = run_bytes(r, at, count);
+    if (madvise(r->base + at * r->grain_bytes, bytes, MADV_DONTNEED)) {
+      status = gmi_fail(GEMINI_ERR_IO, errno, "%" PRIu64 " bytes of host memory could not be given back: %s", bytes,
+                        strerror(errno));
+      break;
+    }
+    memset(r->grains + at, GRAIN_EMPTY, count);
+    r->committed_bytes -= bytes;
+  }
+  pthread_mutex_unlock(&r->lock);
+  return status;
+}
+
+/* ---- figures */
+
+gemini_status_t gmi_reserve_figures(gmi_reserve_t *r, gmi_reserve_figures_t *figures_out) {
+  gmi_reserve_figures_t f = { .size_bytes = r->size_bytes, .grain_bytes = r->grain_bytes, .bound = r->bound };
+  memcpy(f.note, r->note, sizeof f.note);
+  pthread_mutex_lock(&r->lock);
+  f.committed_bytes = r->committed_bytes;
+  pthread_mutex_unlock(&r->lock);
+  FILE *file = fopen("/proc/self/smaps", "re");
+  if (!file) return gmi_fail(GEMINI_ERR_IO, errno, "/proc/self/smaps: %s", strerror(errno));
+  char *line = NULL;
+  size_t capacity = 0;
+  bool ours = false;
+  errno = 0;
+  while (getline(&line, &capacity, file) >= 0) {
+    uint64_t begin, end, kib;
+    if (sscanf(line, "%" SCNx64 "-%" SCNx64 " ", &begin, &end) == 2)
+      ours = begin >= (uintptr_t)r->base && end <= (uintptr_t)r->base + r->size_bytes;
+    else if (ours && sscanf(line, "Rss: %" SCNu64 " kB", &kib) == 1) f.resident_bytes += kib * 1024;
+    else if (ours && sscanf(line, "AnonHugePages: %" SCNu64 " kB", &kib) == 1) f.huge_bytes += kib * 1024;
+  }
+  int error = ferror(file) ? errno : 0;
+  free(line);
+  fclose(file);
+  if (error) return gmi_fail(GEMINI_ERR_IO, error, "/proc/self/smaps: %s", strerror(error));
+  *figures_out = f;
+  return GEMINI_OK;
+}

@@ -1,0 +1,282 @@
+/* A file that blocks lie in: made without a name or with one, its space reserved. SPDX-License-Identifier: Apache-2.0 */
+#include "io/blockfile.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <linux/magic.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/file.h>
+#include <sys/vfs.h>
+#include <time.h>
+
+#include "core/status.h"
+#include "io/engine.h"
+
+enum { BUFFER_ALIGNMENT = 4096 };                   /* of a store's buffers */
+enum { LOCK_TRIES = 400, LOCK_PAUSE_NS = 5000000 }; /* two seconds */
+
+void gmi_note_add(gmi_note_t *note, const char *format, ...) {
+  char part[sizeof note->text];
+  va_list args;
+  va_start(args, format);
+  vsnprintf(part, sizeof part, format, args);
+  va_end(args);
+  if (strstr(note->text, part)) return; /* each directory says it */
+  size_t length = strlen(note->text);
+  snprintf(note->text + length, sizeof note->text - length, "%s%s", length ? "; " : "", part);
+}
+
+static gemini_status_t status_of(int error) {
+  return error == ENOSPC || error == EDQUOT || error == EFBIG ? GEMINI_ERR_OOM_FILE : GEMINI_ERR_IO;
+}
+
+void gmi_blockfile_name(const gmi_blockfile_t *file, char text_out[GMI_BLOCKFILE_NAME_BYTES]) {
+  enum { MOST = 100 };
+  const char *name = file->path ? file->path : file->directory;
+  size_t length = strlen(name);
+  bool cut = length > MOST;
+  snprintf(text_out, GMI_BLOCKFILE_NAME_BYTES, "%s%s%s", file->path ? "" : "an unnamed file in ", cut ? "..." : "",
+           cut ? name + length - MOST : name);
+}
+
+static int open_again(const gmi_sys_t *sys, const char *path, int flags) {
+  int fd;
+  do fd = sys->open(path, flags | O_RDWR | O_CLOEXEC, 0600);
+  while (fd < 0 && errno == EINTR);
+  return fd;
+}
+
+static void close_fd(gmi_blockfile_t *file) {
+  if (file->fd >= 0) file->sys->close(file->fd);
+  file->fd = -1;
+}
+
+/* Where the file system has no files without a name: one with a name that goes at once, while it is still empty. */
+static gemini_status_t open_and_unlink(gmi_blockfile_t *file, bool direct) {
+  const gmi_sys_t *sys = file->sys;
+  static const char template[] = "/.gemini.XXXXXX";
+  size_t length = strlen(file->directory);
+  char *path = malloc(length + sizeof template);
+  if (!path) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the name of a file");
+  memcpy(path, file->directory, length);
+  memcpy(path + length, template, sizeof template);
+  gemini_status_t status = GEMINI_OK;
+  file->fd = sys->mkostemp(path, O_CLOEXEC);
+  if (file->fd < 0) {
+    status = gmi_fail(status_of(errno), errno, "file tier: could not make a file in %s: %s", file->directory,
+                      strerror(errno));
+  } else {
+    int again = direct ? open_again(sys, path, O_DIRECT | O_NOFOLLOW) : -1;
+    if (sys->unlink(path))
+      status = gmi_fail(GEMINI_ERR_IO, errno, "file tier: could not unlink %s: %s", path, strerror(errno));
+    if (again >= 0) {
+      close_fd(file);
+      file->fd = again;
+      file->direct = true;
+    }
+  }
+  free(path);
+  return status;
+}
+
+static gemini_status_t open_unnamed(gmi_blockfile_t *file, bool direct) {
+  if (direct) file->fd = open_again(file->sys, file->directory, O_TMPFILE | O_EXCL | O_DIRECT);
+  file->direct = file->fd >= 0;
+  if (file->fd < 0) file->fd = open_again(file->sys, file->directory, O_TMPFILE | O_EXCL);
+  if (file->fd >= 0) return GEMINI_OK;
+  /* What kernels and file systems answer that know no O_TMPFILE. */
+  if (errno == EOPNOTSUPP || errno == EISDIR || errno == EINVAL || errno == ENOSYS)
+    return open_and_unlink(file, direct);
+  return gmi_fail(status_of(errno), errno, "file tier: could not make a file in %s: %s", file->directory,
+                  strerror(errno));
+}
+
+static gemini_status_t open_named(gmi_blockfile_t *file, bool direct, uint32_t flags) {
+  const gmi_sys_t *sys = file->sys;
+  int fd = -1;
+  if (flags & GMI_BLOCKFILE_MAKE && !file->made) {
+    fd = open_again(sys, file->path, O_CREAT | O_EXCL | O_NOFOLLOW);
+    file->made = fd >= 0;
+  }
+  if (fd < 0) fd = open_again(sys, file->path, O_NOFOLLOW | O_NONBLOCK);
+  if (fd < 0 && errno == ENOENT && !(flags & GMI_BLOCKFILE_MAKE))
+    return gmi_fail(GEMINI_ERR_FORMAT, ENOENT, "file tier: %s is missing, of which the index speaks", file->path);
+  if (fd < 0) return gmi_fail(status_of(errno), errno, "file tier: could not open %s: %s", file->path, strerror(errno));
+  file->fd = fd;
+  int again = direct ? open_again(sys, file->path, O_DIRECT | O_NOFOLLOW | O_NONBLOCK) : -1;
+  if (again >= 0) {
+    close_fd(file);
+    file->fd = again;
+    file->direct = true;
+  }
+  return GEMINI_OK;
+}
+
+/* Locks the descriptor that transfers go through: the ring of a process that was killed holds it, and the lock with it,
+ * until the last of that process's writes is over. That is waited for. */
+static gemini_status_t lock_named(gmi_blockfile_t *file, gmi_note_t *note) {
+  const gmi_sys_t *sys = file->sys;
+  int result;
+  for (int tries = 0; tries < LOCK_TRIES; tries++) {
+    result = sys->flock(file->fd, LOCK_EX | LOCK_NB);
+    if (!result || (errno != EWOULDBLOCK && errno != EINTR)) break;
+    nanosleep(&(struct timespec){ 0, LOCK_PAUSE_NS }, NULL);
+  }
+  bool others = result && (errno == EWOULDBLOCK || errno == EINTR);
+  if (result && !others) gmi_note_add(note, "%.80s cannot be locked (%s)", file->directory, strerror(errno));
+  struct stat info;
+  if (sys->fstat(file->fd, &info))
+    return gmi_fail(GEMINI_ERR_IO, errno, "file tier: could not look up %s: %s", file->path, strerror(errno));
+  if (others || !info.st_nlink) { /* or its owner removed it just now */
+    file->made = false;
+    return gmi_fail(GEMINI_ERR_BUSY, EWOULDBLOCK, "file tier: %s is in use by another process or manager", file->path);
+  }
+  if (!S_ISREG(info.st_mode)) return gmi_fail(GEMINI_ERR_FORMAT, 0, "file tier: %s is no file", file->path);
+  file->opened_bytes = file->size_bytes = (uint64_t)info.st_size;
+  return GEMINI_OK;
+}
+
+static char *joined(const char *directory, size_t length, const char *name) {
+  size_t more = name ? strlen(name) + 1 : 0;
+  char *path = malloc(length + more + 1);
+  if (!path) return NULL;
+  memcpy(path, directory, length);
+  path[length] = 0;
+  if (name) {
+    path[length] = '/';
+    memcpy(path + length + 1, name, more);
+  }
+  return path;
+}
+
+gemini_status_t gmi_blockfile_open(gmi_blockfile_t *file, const gmi_sys_t *sys, const char *directory, size_t length,
+                                   const char *name, uint32_t flags, uint64_t block_bytes, gmi_note_t *note) {
+  *file = (gmi_blockfile_t){ .sys = sys, .fd = -1, .reserves = true };
+  file->directory = joined(directory, length, NULL);
+  if (name) file->path = joined(directory, length, name);
+  gemini_status_t status = GEMINI_OK;
+  if (!file->directory || (name && !file->path))
+    status = gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the name of a file");
+
+  bool direct = true;
+  while (!status) {
+    status = name ? open_named(file, direct, flags) : open_unnamed(file, direct);
+    if (status || !direct) break;
+    if (!file->direct) {
+      gmi_note_add(note, "%.80s has no O_DIRECT: buffered", file->directory);
+      break;
+    }
+    uint32_t alignment_bytes = gmi_direct_alignment_bytes(sys, file->fd);
+    if (block_bytes % alignment_bytes == 0 && alignment_bytes <= BUFFER_ALIGNMENT) {
+      file->alignment_bytes = alignment_bytes;
+      break;
+    }
+    gmi_note_add(note, "%.80s wants multiples of %u for O_DIRECT: buffered", file->directory, alignment_bytes);
+    close_fd(file);
+    file->direct = direct = false;
+  }
+  if (!status && name) status = lock_named(file, note);
+  struct statfs info;
+  if (!status && !sys->fstatfs(file->fd, &info) && info.f_type == TMPFS_MAGIC)
+    gmi_note_add(note, "%.80s is memory (tmpfs)", file->directory);
+  if (status) {
+    if (file->made) gmi_blockfile_remove(file);
+    gmi_blockfile_close(file);
+  }
+  return status;
+}
+
+/* Asked before anything is touched: a reservation that fails in the end may take all there is until it does. */
+static gemini_status_t check_space(const gmi_blockfile_t *file, uint64_t size_bytes, uint64_t *free_out) {
+  struct statfs info;
+  struct stat now;
+  *free_out = UINT64_MAX;
+  if (file->sys->fstatfs(file->fd, &info) || !info.f_blocks || file->sys->fstat(file->fd, &now)) return GEMINI_OK;
+  uint64_t unit = info.f_frsize > 0 ? (uint64_t)info.f_frsize : (uint64_t)info.f_bsize;
+  uint64_t has = (uint64_t)now.st_blocks * 512, more = size_bytes > has ? size_bytes - has : 0;
+  *free_out = info.f_bavail > UINT64_MAX / (unit ? unit : 1) ? UINT64_MAX : (uint64_t)info.f_bavail * unit;
+  return more > *free_out ? GEMINI_ERR_OOM_FILE : GEMINI_OK;
+}
+
+static int truncate_to(const gmi_blockfile_t *file, uint64_t size_bytes) {
+  int result;
+  do result = file->sys->ftruncate(file->fd, (off_t)size_bytes);
+  while (result && errno == EINTR);
+  return result;
+}
+
+/* Makes the file longer, with space for it where that can be had. Returns an errno. */
+static int lengthen(gmi_blockfile_t *file, uint64_t size_bytes, gmi_note_t *note) {
+  int result = -1;
+  uint64_t from = file->reserved_bytes;
+  errno = EOPNOTSUPP;
+  if (file->reserves) {
+    do result = file->sys->fallocate(file->fd, 0, (off_t)from, (off_t)(size_bytes - from));
+    while (result && errno == EINTR);
+    if (result && errno != EOPNOTSUPP && errno != ENOSYS) return errno;
+  }
+  if (!result) return 0;
+  file->reserves = false;
+  gmi_note_add(note, "%.80s cannot reserve space (%s): it may run out later", file->directory, strerror(errno));
+  if (size_bytes <= file->size_bytes) return 0;
+  return truncate_to(file, size_bytes) ? errno : 0;
+}
+
+gemini_status_t gmi_blockfile_resize(gmi_blockfile_t *file, uint64_t size_bytes, gmi_note_t *note) {
+  char name[GMI_BLOCKFILE_NAME_BYTES];
+  gmi_blockfile_name(file, name);
+  if (size_bytes > INT64_MAX)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "file tier: %s cannot have %llu bytes", name,
+                    (unsigned long long)size_bytes);
+  if (size_bytes < file->size_bytes) {
+    if (truncate_to(file, size_bytes))
+      return gmi_fail(GEMINI_ERR_IO, errno, "file tier: could not shorten %s: %s", name, strerror(errno));
+    file->size_bytes = size_bytes;
+    if (file->reserved_bytes > size_bytes) file->reserved_bytes = size_bytes;
+  }
+  if (size_bytes <= file->reserved_bytes) return GEMINI_OK;
+  uint64_t free_bytes;
+  int error = check_space(file, size_bytes, &free_bytes) ? ENOSPC : lengthen(file, size_bytes, note);
+  if (error) {
+    /* Part of it may have been reserved. */
+    if (truncate_to(file, file->size_bytes)) gmi_note_add(note, "%s could not be shortened again", name);
+    char room[80] = "";
+    if (free_bytes != UINT64_MAX)
+      snprintf(room, sizeof room, "; its file system has %llu bytes free", (unsigned long long)free_bytes);
+    return gmi_fail(status_of(error), error, "file tier: could not reserve %llu bytes in %s: %s%s",
+                    (unsigned long long)(size_bytes - file->reserved_bytes), file->directory, strerror(error), room);
+  }
+  file->size_bytes = file->reserved_bytes = size_bytes;
+  return GEMINI_OK;
+}
+
+gemini_status_t gmi_directory_sync(const gmi_sys_t *sys, const char *directory) {
+  int fd, result;
+  do fd = sys->open(directory, O_RDONLY | O_DIRECTORY | O_CLOEXEC, 0);
+  while (fd < 0 && errno == EINTR);
+  result = fd < 0 ? -1 : sys->fsync(fd);
+  int error = result ? errno : 0;
+  if (fd >= 0) sys->close(fd);
+  /* Some file systems do not sync directories; nothing can be done there. */
+  if (error && error != EINVAL)
+    return gmi_fail(status_of(error), error, "file tier: could not sync the directory %s: %s", directory,
+                    strerror(error));
+  return GEMINI_OK;
+}
+
+void gmi_blockfile_remove(const gmi_blockfile_t *file) {
+  if (file->path) file->sys->unlink(file->path);
+}
+
+void gmi_blockfile_close(gmi_blockfile_t *file) {
+  /* A ring may hold the file, and its lock, for a while after the engine was closed. */
+  if (file->path && file->fd >= 0) (void)file->sys->flock(file->fd, LOCK_UN);
+  close_fd(file);
+  free(file->directory);
+  free(file->path);
+  file->directory = file->path = NULL;
+  file->made = false;
+}

@@ -1,0 +1,209 @@
+/* What is kept: commits, and what a later process finds. SPDX-License-Identifier: Apache-2.0
+ *
+ * While a commit is being made, its blocks and those of the commit before are both held. They are when it failed after
+ * the index had been replaced, too: whether a later process will find the one or the other is not known then. */
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "core/status.h"
+#include "io/store_internal.h"
+
+static gmi_kept_t *kept_of(const gmi_index_t *index) {
+  gmi_kept_t *kept = calloc((size_t)index->entry_count + 1, sizeof *kept);
+  for (uint32_t i = 0; kept && i < index->entry_count; i++)
+    kept[i] = (gmi_kept_t){ .block = index->entries[i].block, .key = index->entries[i].key };
+  return kept;
+}
+
+/* ---- at open */
+gemini_status_t gmi_commit_read(gmi_store_t *store, uint32_t *block_count_io) {
+  gmi_store_t *s = store;
+  gmi_index_t *x = &s->committed;
+  s->sys->unlink(s->index_beside); /* of a process that was killed */
+  gemini_status_t status = gmi_index_read(s->sys, s->index_path, x);
+  if (status == GEMINI_ERR_NOT_FOUND) return GEMINI_OK;
+  s->index_there = true; /* also when it cannot be read: then somebody may want to know why */
+  if (status) return status;
+  if (x->block_bytes != s->block_bytes || x->file_count != s->file_count)
+    return gmi_fail(GEMINI_ERR_FORMAT, 0,
+                    "index %s, byte 12: blocks of %llu bytes in %u directories, not of %llu bytes in %u", s->index_path,
+                    (unsigned long long)x->block_bytes, x->file_count, (unsigned long long)s->block_bytes,
+                    s->file_count);
+  for (uint32_t i = 0; i < x->entry_count; i++) {
+    uint32_t block = x->entries[i].block;
+    const gmi_blockfile_t *file = &s->stripes[block % s->file_count].file;
+    uint64_t end = ((uint64_t)block / s->file_count + 1) * s->block_bytes;
+    if (end > file->size_bytes)
+      return gmi_fail(GEMINI_ERR_FORMAT, 0,
+                      "file tier: %s ends at %llu, before block %u of the index, which ends at %llu", file->path,
+                      (unsigned long long)file->size_bytes, block, (unsigned long long)end);
+    if (block >= *block_count_io) *block_count_io = block + 1;
+  }
+  s->kept = kept_of(x);
+  if (!s->kept) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "index %s: no memory for it", s->index_path);
+  s->number = x->number;
+  s->names_synced = true;
+  return GEMINI_OK;
+}
+
+void gmi_commit_adopt(gmi_store_t *store) {
+  gmi_store_t *s = store;
+  const gmi_index_t *x = &s->committed;
+  pthread_mutex_lock(&s->lock);
+  /* Blocks that were written after the commit have generations that nobody knows; theirs go on from the highest. */
+  for (uint32_t b = 0; b < s->block_count; b++) s->blocks[b].generation = x->generations;
+  for (uint32_t i = 0; i < x->entry_count; i++) {
+    const gmi_index_entry_t *e = &x->entries[i];
+    s->blocks[e->block] = (gmi_block_t){ .generation = e->generation, .checksum = e->checksum };
+    s->blocks[e->block].flags = BLOCK_TAKEN | BLOCK_COMMITTED | BLOCK_READABLE | (x->checksums ? BLOCK_SUMMED : 0);
+    gmi_block_settle(s, e->block);
+  }
+  pthread_mutex_unlock(&s->lock);
+}
+
+/* ---- commit */
+/* With the lock held: takes a block into the commit that is being made. */
+static gemini_status_t include(gmi_store_t *s, const gmi_kept_t *kept, gmi_index_entry_t *entry_out) {
+  uint32_t block = kept->block;
+  if (block >= s->block_count || !(s->blocks[block].flags & BLOCK_TAKEN))
+    return gmi_fail(GEMINI_ERR_STATE, 0, "commit: block %u was not taken", block);
+  gmi_block_t *b = &s->blocks[block];
+  if (b->flags & BLOCK_PENDING) return gmi_fail(GEMINI_ERR_STATE, 0, "commit: block %u is named twice", block);
+  if (b->flags & BLOCK_WRITING) return gmi_fail(GEMINI_ERR_BUSY, 0, "commit: block %u is being written", block);
+  if (!(b->flags & BLOCK_READABLE))
+    return gmi_fail(GEMINI_ERR_STATE, 0, "commit: block %u %s", block,
+                    b->flags & BLOCK_FAILED ? "could not be written" : "was never written");
+  if (b->flags & BLOCK_SUSPECT)
+    return gmi_fail(GEMINI_ERR_IO, EIO, "commit: block %u could not be synced, and has to be written again", block);
+  b->flags |= BLOCK_PENDING;
+  *entry_out = (gmi_index_entry_t){ .key = kept->key, .generation = b->generation, .block = block };
+  if (b->flags & BLOCK_SUMMED) entry_out->checksum = b->checksum;
+  return GEMINI_OK;
+}
+
+/* Ends a commit. in_force: it is what a later process finds; lasts: and nothing can bring back the one before. */
+static void conclude(gmi_store_t *s, bool in_force, bool lasts) {
+  pthread_mutex_lock(&s->lock);
+  for (uint32_t b = 0; b < s->block_count; b++) {
+    uint16_t *flags = &s->blocks[b].flags;
+    if (lasts) *flags &= (uint16_t)~BLOCK_COMMITTED;
+    if (in_force && *flags & BLOCK_PENDING) *flags |= BLOCK_COMMITTED;
+    *flags &= (uint16_t)~BLOCK_PENDING;
+    gmi_block_settle(s, b);
+  }
+  pthread_mutex_unlock(&s->lock);
+}
+
+/* What has been written so far reaches the disk. What could not is suspect: after a failed sync the system may take the
+ * bytes for clean, so that the next sync says nothing of them. */
+static gemini_status_t sync_blocks(gmi_store_t *s) {
+  gemini_status_t status = GEMINI_OK;
+  for (uint32_t f = 0; f < s->file_count; f++) {
+    const gmi_blockfile_t *file = &s->stripes[f].file;
+    int result;
+    do result = s->sys->fdatasync(file->fd);
+    while (result && errno == EINTR);
+    if (result)
+      status = gmi_fail(errno == ENOSPC || errno == EDQUOT ? GEMINI_ERR_OOM_FILE : GEMINI_ERR_IO, errno,
+                        "commit: could not sync %s: %s", file->path, strerror(errno));
+    pthread_mutex_lock(&s->lock);
+    for (uint32_t b = f; b < s->block_count; b += s->file_count) {
+      uint16_t *flags = &s->blocks[b].flags;
+      if (result && *flags & BLOCK_SYNCING) *flags |= BLOCK_SUSPECT;
+      *flags &= (uint16_t)~BLOCK_SYNCING;
+    }
+    pthread_mutex_unlock(&s->lock);
+  }
+  for (uint32_t f = 0; f < s->file_count && !status && !s->names_synced; f++)
+    status = gmi_directory_sync(s->sys, s->stripes[f].file.directory);
+  if (!status) s->names_synced = true;
+  return status;
+}
+
+static gemini_status_t make(gmi_store_t *s, gmi_index_t *x, const gmi_kept_t *blocks) {
+  gemini_status_t status = GEMINI_OK;
+  pthread_mutex_lock(&s->lock);
+  x->block_count = s->block_count;
+  x->checksums = true;
+  for (uint32_t i = 0; i < x->entry_count && !status; i++) {
+    status = include(s, &blocks[i], &x->entries[i]);
+    if (!status) x->checksums &= !!(s->blocks[blocks[i].block].flags & BLOCK_SUMMED);
+  }
+  /* Some were written by a store that takes no sums: then they all have none. */
+  for (uint32_t i = 0; i < x->entry_count && !x->checksums; i++) x->entries[i].checksum = 0;
+  for (uint32_t b = 0; b < s->block_count && !status; b++) {
+    gmi_block_t *block = &s->blocks[b];
+    if (block->generation > x->generations) x->generations = block->generation;
+    if (block->flags & BLOCK_DIRTY) block->flags ^= BLOCK_DIRTY | BLOCK_SYNCING;
+  }
+  pthread_mutex_unlock(&s->lock);
+  if (!status) status = sync_blocks(s);
+  if (!status) status = gmi_index_write(s->sys, s->index_path, s->index_beside, x);
+  if (status) {
+    conclude(s, false, false);
+    return status;
+  }
+  s->index_there = true;
+  status = gmi_directory_sync(s->sys, s->stripes[0].file.directory);
+  conclude(s, true, !status);
+  return status;
+}
+
+gemini_status_t gmi_store_commit(gmi_store_t *store, const gmi_kept_t *blocks, uint32_t count, const void *blob,
+                                 uint64_t blob_bytes) {
+  gmi_store_t *s = store;
+  if (!s->keep) return gmi_fail(GEMINI_ERR_STATE, 0, "commit: the files are not kept");
+  if (blob_bytes > GMI_BLOB_LIMIT_BYTES || (blob_bytes && !blob) || (count && !blocks))
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "commit: %u blocks at %p, a blob of %llu bytes at %p, must be at most %d",
+                    count, (const void *)blocks, (unsigned long long)blob_bytes, blob, GMI_BLOB_LIMIT_BYTES);
+  gmi_index_t x = {
+    .block_bytes = s->block_bytes, .file_count = s->file_count, .entry_count = count, .blob_bytes = blob_bytes
+  };
+  gmi_kept_t *kept = calloc((size_t)count + 1, sizeof *kept);
+  x.entries = calloc((size_t)count + 1, sizeof *x.entries);
+  x.blob = malloc(blob_bytes + 1);
+  gemini_status_t status = GEMINI_OK;
+  pthread_mutex_lock(&s->admin);
+  if (!kept || !x.entries || !x.blob) {
+    status = gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "commit: no memory for the index of %u blocks", count);
+  } else {
+    if (blob_bytes) memcpy(x.blob, blob, blob_bytes);
+    for (uint32_t i = 0; i < count; i++) kept[i] = (gmi_kept_t){ .block = blocks[i].block, .key = blocks[i].key };
+    x.number = ++s->number;
+    status = make(s, &x, blocks);
+  }
+  if (!status) {
+    gmi_index_free(&s->committed);
+    free(s->kept);
+    s->committed = x;
+    s->kept = kept;
+  } else {
+    gmi_index_free(&x);
+    free(kept);
+  }
+  pthread_mutex_lock(&s->lock);
+  bool behind = s->block_count > s->wanted;
+  pthread_mutex_unlock(&s->lock);
+  if (behind && !status) (void)gmi_store_trim(s);
+  pthread_mutex_unlock(&s->admin);
+  return status;
+}
+
+gemini_status_t gmi_store_committed(gmi_store_t *store, const gmi_kept_t **blocks_out, uint32_t *count_out,
+                                    const void **blob_out, uint64_t *blob_bytes_out) {
+  gmi_store_t *s = store;
+  if (!s->keep) return gmi_fail(GEMINI_ERR_STATE, 0, "the files are not kept");
+  pthread_mutex_lock(&s->admin);
+  gemini_status_t status = GEMINI_OK;
+  if (!s->committed.number) {
+    status = gmi_fail(GEMINI_ERR_NOT_FOUND, 0, "index %s: there is no commit yet", s->index_path);
+  } else {
+    *blocks_out = s->kept;
+    *count_out = s->committed.entry_count;
+    *blob_out = s->committed.blob;
+    *blob_bytes_out = s->committed.blob_bytes;
+  }
+  pthread_mutex_unlock(&s->admin);
+  return status;
+}

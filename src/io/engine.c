@@ -1,0 +1,368 @@
+/* The engine's intake: requests that wait, the parts they are cut into, and what becomes of each part's result.
+ * SPDX-License-Identifier: Apache-2.0 */
+#include "io/engine.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <limits.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "core/status.h"
+#include "io/backend.h"
+
+enum {
+  DEPTH_LIMIT = 4096,
+  URING_DEPTH = 64,
+  THREADS_DEPTH = 16,
+  PART_BYTES = 1 << 20,
+  PAGE_BYTES = 4096,
+  /* Tries in a row that move nothing: the first at once, then with pauses that double up to a limit, then no more;
+   * that is not quite a second in all. */
+  TRIES_AT_ONCE = 8,
+  TRIES_LIMIT = 64,
+  PAUSE_US = 1000,
+  PAUSE_LIMIT_US = 16000
+};
+/* Of one file's requests that are not urgent, so many bytes are in the kernel at once: they are what an urgent one
+ * has to wait for, and enough for a drive that moves 8 GB/s and takes 2 ms for each. */
+static const uint64_t OTHERS_BYTES = UINT64_C(16) << 20;
+
+uint32_t gmi_direct_alignment_bytes(const gmi_sys_t *sys, int fd) {
+  /* STATX_DIOALIGN came with Linux 6.1; older headers know neither it nor the two fields. */
+  enum { DIOALIGN = 0x2000, MEMORY_AT = 0x98, OFFSET_AT = 0x9c };
+  struct statx info;
+  memset(&info, 0, sizeof info);
+  if (!sys) sys = &gmi_sys_real;
+  if (sys->statx(fd, "", AT_EMPTY_PATH, DIOALIGN, &info) || !(info.stx_mask & DIOALIGN)) return PAGE_BYTES;
+  uint32_t memory, offset;
+  memcpy(&memory, (const char *)&info + MEMORY_AT, sizeof memory);
+  memcpy(&offset, (const char *)&info + OFFSET_AT, sizeof offset);
+  uint32_t larger = memory > offset ? memory : offset;
+  return larger && (larger & (larger - 1)) == 0 && larger <= GMI_PART_LIMIT_BYTES ? larger : PAGE_BYTES;
+}
+
+int gmi_engine_thread(pthread_t *thread, void *(*run)(void *), void *user) {
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  int error = pthread_create(thread, NULL, run, user);
+  pthread_sigmask(SIG_SETMASK, &before, NULL);
+  return error;
+}
+
+gemini_status_t gmi_engine_open(const gmi_engine_config_t *config, gmi_engine_t **engine_out) {
+  if (config->kind > GMI_ENGINE_THREADS)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "file engine: kind is %u, must be 0 to %d", config->kind,
+                    GMI_ENGINE_THREADS);
+  if (config->depth > DEPTH_LIMIT)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "file engine: depth is %u, must be at most %d", config->depth, DEPTH_LIMIT);
+  if (config->part_bytes && (config->part_bytes < PAGE_BYTES || config->part_bytes > GMI_PART_LIMIT_BYTES))
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "file engine: part_bytes is %llu, must be 0 or %d to %d",
+                    (unsigned long long)config->part_bytes, PAGE_BYTES, GMI_PART_LIMIT_BYTES);
+  gmi_engine_t *e = calloc(1, sizeof *e);
+  if (!e) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the file engine");
+  pthread_mutex_init(&e->lock, NULL);
+  e->sys = config->sys ? config->sys : &gmi_sys_real;
+  e->part_bytes = config->part_bytes ? (uint32_t)config->part_bytes / PAGE_BYTES * PAGE_BYTES : PART_BYTES;
+  e->others_bytes_limit = OTHERS_BYTES;
+  e->refused_end = &e->refused;
+
+  gemini_status_t status = GEMINI_ERR_UNSUPPORTED;
+  char why[sizeof e->features] = "";
+  if (config->kind != GMI_ENGINE_THREADS) {
+    e->kind = GMI_ENGINE_URING;
+    e->depth = config->depth ? config->depth : URING_DEPTH;
+    e->others_parts_limit = e->depth - e->depth / 4;
+    status = gmi_uring_open(e);
+    if (status) snprintf(why, sizeof why, "%.200s", gmi_fail_message());
+  }
+  if (status && config->kind != GMI_ENGINE_URING) {
+    e->kind = GMI_ENGINE_THREADS;
+    e->depth = config->depth ? config->depth : THREADS_DEPTH;
+    e->others_parts_limit = e->depth - e->depth / 4;
+    status = gmi_threads_open(e);
+    if (!status && why[0]) snprintf(e->features, sizeof e->features, "threads: %.200s", why);
+  }
+  if (status) {
+    pthread_mutex_destroy(&e->lock);
+    free(e);
+    return status;
+  }
+  *engine_out = e;
+  return GEMINI_OK;
+}
+
+void gmi_engine_close(gmi_engine_t *engine) {
+  if (!engine) return;
+  pthread_mutex_lock(&engine->lock);
+  engine->stop = true;
+  engine->backend->wake(engine);
+  pthread_mutex_unlock(&engine->lock);
+  engine->backend->close(engine);
+  pthread_mutex_destroy(&engine->lock);
+  free(engine);
+}
+
+gemini_status_t gmi_engine_file_add(gmi_engine_t *engine, int fd, bool direct, uint32_t *file_out) {
+  gmi_engine_t *e = engine;
+  uint32_t alignment_bytes = direct ? gmi_direct_alignment_bytes(e->sys, fd) : 1;
+  pthread_mutex_lock(&e->lock);
+  uint32_t file = e->file_count;
+  if (file < GMI_ENGINE_FILES_LIMIT) {
+    gmi_engine_file_t *f = &e->files[file];
+    f->fd = fd;
+    f->alignment_bytes = alignment_bytes;
+    for (int urgent = 0; urgent < 2; urgent++) f->end[urgent] = &f->first[urgent];
+    e->file_count++;
+  }
+  pthread_mutex_unlock(&e->lock);
+  if (file >= GMI_ENGINE_FILES_LIMIT)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "file engine: no more than %d files", GMI_ENGINE_FILES_LIMIT);
+  if (e->backend->file_add) e->backend->file_add(e, file);
+  *file_out = file;
+  return GEMINI_OK;
+}
+
+gemini_status_t gmi_engine_buffer_add(gmi_engine_t *engine, void *base, uint64_t size_bytes) {
+  if (!base || !size_bytes || size_bytes > UINTPTR_MAX - (uintptr_t)base)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "file engine: a buffer of %llu bytes at %p", (unsigned long long)size_bytes,
+                    base);
+  return engine->backend->buffer_add ? engine->backend->buffer_add(engine, base, size_bytes) : GEMINI_OK;
+}
+
+void gmi_engine_buffer_remove(gmi_engine_t *engine, void *base, uint64_t size_bytes) {
+  if (size_bytes && engine->backend->buffer_remove) engine->backend->buffer_remove(engine, base, size_bytes);
+}
+
+/* What is wrong with a request, or NULL. */
+static const char *fault_of(const gmi_engine_t *e, const gmi_request_t *r) {
+  if (r->file >= e->file_count) return "no such file";
+  uint64_t mask = e->files[r->file].alignment_bytes - 1;
+  if (!r->buffer) return "the buffer is NULL";
+  if (!r->size_bytes) return "the size is 0";
+  if (r->size_bytes > INT64_MAX || r->offset_bytes > INT64_MAX - r->size_bytes)
+    return "offset and size pass the largest file";
+  if (r->size_bytes > UINTPTR_MAX - (uintptr_t)r->buffer) return "buffer and size pass the address space";
+  if (r->offset_bytes & mask) return "the offset is no multiple of the file's alignment";
+  if (r->size_bytes & mask) return "the size is no multiple of the file's alignment";
+  if ((uintptr_t)r->buffer & mask) return "the buffer is not aligned as the file demands";
+  return NULL;
+}
+
+void gmi_engine_submit(gmi_engine_t *engine, gmi_request_t *const *requests, uint32_t count) {
+  gmi_engine_t *e = engine;
+  pthread_mutex_lock(&e->lock);
+  for (uint32_t i = 0; i < count; i++) {
+    gmi_request_t *r = requests[i];
+    r->status = GEMINI_OK;
+    r->native_code = 0;
+    r->done_bytes = r->issued_bytes = 0;
+    r->failed_bytes = UINT64_MAX;
+    r->detail = "";
+    r->parts = 0;
+    r->next = NULL;
+    e->in_flight++;
+    e->requests++;
+    const char *fault = fault_of(e, r);
+    if (fault) {
+      r->status = GEMINI_ERR_INVALID;
+      r->native_code = EINVAL;
+      r->detail = fault;
+      *e->refused_end = r;
+      e->refused_end = &r->next;
+    } else {
+      gmi_engine_file_t *f = &e->files[r->file];
+      *f->end[r->urgent] = r;
+      f->end[r->urgent] = &r->next;
+      e->waiting[r->urgent]++;
+    }
+  }
+  if (e->asleep && gmi_engine_ready(e)) e->backend->wake(e);
+  pthread_mutex_unlock(&e->lock);
+}
+
+void gmi_engine_figures(gmi_engine_t *engine, gmi_engine_figures_t *figures_out) {
+  gmi_engine_t *e = engine;
+  gmi_engine_figures_t figures = { .kind = e->kind, .depth = e->depth, .threads = e->threads };
+  pthread_mutex_lock(&e->lock);
+  memcpy(figures.features, e->features, sizeof figures.features);
+  figures.read_bytes = e->read_bytes;
+  figures.written_bytes = e->written_bytes;
+  figures.requests = e->requests;
+  figures.parts = e->parts;
+  figures.retries = e->retries;
+  figures.in_flight = e->in_flight;
+  pthread_mutex_unlock(&e->lock);
+  *figures_out = figures;
+}
+
+static uint32_t part_bytes_of(const gmi_engine_t *e, const gmi_engine_file_t *f, const gmi_request_t *r) {
+  uint32_t longest = e->part_bytes / f->alignment_bytes * f->alignment_bytes;
+  if (!longest) longest = f->alignment_bytes;
+  uint64_t left = r->size_bytes - r->issued_bytes;
+  return left < longest ? (uint32_t)left : longest;
+}
+
+/* The file whose turn it is among those that have a request of this urgency which may go to the kernel now. */
+static uint32_t file_next(const gmi_engine_t *e, uint32_t urgent) {
+  if (!e->waiting[urgent] || (!urgent && e->others_parts >= e->others_parts_limit)) return GMI_ENGINE_FILES_LIMIT;
+  for (uint32_t i = 0; i < e->file_count; i++) {
+    uint32_t file = (e->turn[urgent] + i) % e->file_count;
+    const gmi_engine_file_t *f = &e->files[file];
+    const gmi_request_t *r = f->first[urgent];
+    if (!r) continue;
+    if (!urgent && f->others_bytes && f->others_bytes + part_bytes_of(e, f, r) > e->others_bytes_limit) continue;
+    return file;
+  }
+  return GMI_ENGINE_FILES_LIMIT;
+}
+
+bool gmi_engine_ready(const gmi_engine_t *engine) {
+  return engine->refused || file_next(engine, 1) < GMI_ENGINE_FILES_LIMIT ||
+         file_next(engine, 0) < GMI_ENGINE_FILES_LIMIT;
+}
+
+bool gmi_engine_idle(const gmi_engine_t *engine) {
+  return !engine->refused && !engine->waiting[0] && !engine->waiting[1];
+}
+
+/* Takes a request from its file's list, where it mostly is the first. */
+static void unlist(gmi_engine_t *e, gmi_request_t *r) {
+  gmi_engine_file_t *f = &e->files[r->file];
+  gmi_request_t **at = &f->first[r->urgent];
+  while (*at != r) at = &(*at)->next;
+  *at = r->next;
+  if (!r->next) f->end[r->urgent] = at;
+  e->waiting[r->urgent]--;
+}
+
+bool gmi_engine_next(gmi_engine_t *engine, gmi_part_t *part_out) {
+  gmi_engine_t *e = engine;
+  uint32_t urgent = 1, file = file_next(e, 1);
+  if (file == GMI_ENGINE_FILES_LIMIT) urgent = 0, file = file_next(e, 0);
+  if (file == GMI_ENGINE_FILES_LIMIT) return false;
+  gmi_engine_file_t *f = &e->files[file];
+  gmi_request_t *r = f->first[urgent];
+  uint32_t bytes = part_bytes_of(e, f, r);
+  *part_out = (gmi_part_t){ .request = r,
+                            .buffer = (uint8_t *)r->buffer + r->issued_bytes,
+                            .offset_bytes = r->offset_bytes + r->issued_bytes,
+                            .size_bytes = bytes,
+                            .whole_bytes = bytes,
+                            .fd = f->fd,
+                            .file = file,
+                            .write = r->write,
+                            .urgent = urgent };
+  r->issued_bytes += bytes;
+  r->parts++;
+  e->parts++;
+  if (!urgent) {
+    f->others_bytes += bytes;
+    e->others_parts++;
+  }
+  e->turn[urgent] = file + 1;
+  if (r->issued_bytes == r->size_bytes) unlist(e, r);
+  return true;
+}
+
+gmi_request_t *gmi_engine_refused(gmi_engine_t *engine) {
+  gmi_request_t *list = engine->refused;
+  engine->refused = NULL;
+  engine->refused_end = &engine->refused;
+  return list;
+}
+
+void gmi_engine_finish(gmi_engine_t *engine, gmi_request_t *list) {
+  uint64_t count = 0;
+  for (gmi_request_t *r = list; r; r = r->next) count++;
+  if (!count) return;
+  pthread_mutex_lock(&engine->lock);
+  engine->in_flight -= count;
+  pthread_mutex_unlock(&engine->lock);
+  while (list) {
+    gmi_request_t *r = list;
+    list = r->next; /* done may free it */
+    r->done(r);
+  }
+}
+
+/* The part is over; error and detail say why when bytes of it are left. */
+static void over(gmi_engine_t *e, const gmi_part_t *part, int error, const char *detail) {
+  gmi_request_t *r = part->request;
+  gmi_engine_file_t *f = &e->files[part->file];
+  pthread_mutex_lock(&e->lock);
+  if (!part->urgent) {
+    f->others_bytes -= part->whole_bytes;
+    e->others_parts--;
+  }
+  uint64_t moved = part->whole_bytes - part->size_bytes;
+  if (part->write) e->written_bytes += moved;
+  else e->read_bytes += moved;
+  if (part->size_bytes) {
+    uint64_t at = part->offset_bytes - r->offset_bytes;
+    if (at < r->failed_bytes) { /* the lowest failure is the one that counts, whichever came first */
+      r->failed_bytes = at;
+      r->status = part->write && (error == ENOSPC || error == EDQUOT) ? GEMINI_ERR_OOM_FILE : GEMINI_ERR_IO;
+      r->native_code = error;
+      r->detail = detail;
+    }
+    if (r->issued_bytes < r->size_bytes) { /* the rest is not tried */
+      unlist(e, r);
+      r->issued_bytes = r->size_bytes;
+    }
+  }
+  bool last = --r->parts == 0 && r->issued_bytes == r->size_bytes;
+  if (last) {
+    r->done_bytes = r->failed_bytes < r->size_bytes ? r->failed_bytes : r->size_bytes;
+    e->in_flight--;
+  }
+  pthread_mutex_unlock(&e->lock);
+  if (last) r->done(r);
+}
+
+void gmi_engine_give_up(gmi_engine_t *engine, gmi_part_t *part, int error, const char *detail) {
+  over(engine, part, error, detail);
+}
+
+bool gmi_engine_result(gmi_engine_t *engine, gmi_part_t *part, int64_t result, uint32_t *delay_us_out) {
+  gmi_engine_t *e = engine;
+  int error = result < 0 ? (int)-result : 0;
+  *delay_us_out = 0;
+  if (result > 0) {
+    /* More than was asked for cannot be; a direct transfer goes on at a whole block. */
+    uint64_t moved = (uint64_t)result < part->size_bytes ? (uint64_t)result : part->size_bytes;
+    if (moved < part->size_bytes) moved -= moved % e->files[part->file].alignment_bytes;
+    part->buffer += moved;
+    part->offset_bytes += moved;
+    part->size_bytes -= (uint32_t)moved;
+    if (!part->size_bytes) {
+      over(e, part, 0, "");
+      return false;
+    }
+    if (moved) part->tries = 0;
+    else if (!part->write) result = 0; /* less than a block, then nothing: that is where the file ends */
+  }
+  if (result == 0) {
+    over(e, part, 0, part->write ? "nothing was written" : "the file ends early");
+    return false;
+  }
+  if (error && error != EINTR && error != EAGAIN) {
+    over(e, part, error, "");
+    return false;
+  }
+  if (++part->tries > TRIES_LIMIT) {
+    over(e, part, error, error ? "tried again and again" : "less than a block was written, again and again");
+    return false;
+  }
+  if (part->tries > TRIES_AT_ONCE) {
+    uint32_t doublings = part->tries - TRIES_AT_ONCE - 1;
+    *delay_us_out = doublings < 4 ? (uint32_t)PAUSE_US << doublings : PAUSE_LIMIT_US;
+  }
+  pthread_mutex_lock(&e->lock);
+  e->retries++;
+  pthread_mutex_unlock(&e->lock);
+  return true;
+}

@@ -1,0 +1,199 @@
+/* The index of kept blocks: what a later process finds. SPDX-License-Identifier: Apache-2.0 */
+#include "io/index.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "core/status.h"
+#include "io/checksum.h"
+#include "io/store.h"
+
+enum { HEADER_BYTES = 80, ENTRY_BYTES = 24, SUM_BYTES = 4, VERSION = 1 };
+static const char magic[8] = "gmiblock";
+
+static uint64_t get(const uint8_t *bytes, int count) {
+  uint64_t value = 0;
+  while (count--) value = value << 8 | bytes[count];
+  return value;
+}
+static void put(uint8_t *bytes, uint64_t value, int count) {
+  for (int i = 0; i < count; i++) bytes[i] = (uint8_t)(value >> 8 * i);
+}
+
+static gemini_status_t failed(const char *what, const char *path, int error) {
+  gemini_status_t status = error == ENOSPC || error == EDQUOT || error == EFBIG ? GEMINI_ERR_OOM_FILE : GEMINI_ERR_IO;
+  return gmi_fail(status, error, "index %s: could not %s it: %s", path, what,
+                  error ? strerror(error) : "it ends early");
+}
+static gemini_status_t malformed(const char *path, uint64_t offset, const char *what) {
+  return gmi_fail(GEMINI_ERR_FORMAT, 0, "index %s, byte %llu: %s", path, (unsigned long long)offset, what);
+}
+
+/* Return an errno, or -1 where a file ends early. */
+static int read_all(const gmi_sys_t *sys, int fd, uint8_t *bytes, uint64_t size, uint64_t offset) {
+  while (size) {
+    ssize_t n = sys->pread(fd, bytes, size < 1 << 30 ? size : 1 << 30, (off_t)offset);
+    if (n < 0 && errno == EINTR) continue;
+    if (n <= 0) return n ? errno : -1;
+    bytes += n, offset += (uint64_t)n, size -= (uint64_t)n;
+  }
+  return 0;
+}
+static int write_all(const gmi_sys_t *sys, int fd, const uint8_t *bytes, uint64_t size) {
+  for (uint64_t offset = 0; size;) {
+    ssize_t n = sys->pwrite(fd, bytes, size < 1 << 30 ? size : 1 << 30, (off_t)offset);
+    if (n < 0 && errno == EINTR) continue;
+    if (n <= 0) return n ? errno : EIO;
+    bytes += n, offset += (uint64_t)n, size -= (uint64_t)n;
+  }
+  return 0;
+}
+
+/* The numbers of the header against each other and the file's size; afterwards entries and blob lie in it. */
+static gemini_status_t check_header(const char *path, const uint8_t *h, uint64_t file_bytes, gmi_index_t *x) {
+  if (memcmp(h, magic, sizeof magic)) return malformed(path, 0, "this is no index of blocks");
+  if (get(h + 8, 4) != VERSION) return malformed(path, 8, "another version of the index");
+  x->file_count = (uint32_t)get(h + 12, 4);
+  x->block_bytes = get(h + 24, 8);
+  x->block_count = (uint32_t)get(h + 32, 4);
+  x->entry_count = (uint32_t)get(h + 40, 4);
+  x->checksums = get(h + 44, 4) & 1;
+  x->blob_bytes = get(h + 48, 8);
+  x->number = get(h + 56, 8);
+  x->generations = get(h + 64, 8);
+  if (!x->file_count || x->file_count > GMI_ENGINE_FILES_LIMIT) return malformed(path, 12, "no such number of files");
+  if (!x->block_bytes || x->block_bytes % 512 || x->block_bytes > INT64_MAX)
+    return malformed(path, 24, "no size of a block");
+  if (x->block_count == GMI_BLOCK_NONE || x->block_count > (uint64_t)INT64_MAX / x->block_bytes)
+    return malformed(path, 32, "no number of blocks");
+  if (get(h + 36, 4)) return malformed(path, 36, "not 0");
+  if (x->entry_count > x->block_count) return malformed(path, 40, "more blocks are kept than there are");
+  if (get(h + 44, 4) > 1) return malformed(path, 44, "neither 0 nor 1");
+  if (x->blob_bytes > GMI_BLOB_LIMIT_BYTES) return malformed(path, 48, "the blob is too long");
+  if (!x->number) return malformed(path, 56, "no number of a commit");
+  if (get(h + 72, 8)) return malformed(path, 72, "not 0");
+  uint64_t whole = HEADER_BYTES + (uint64_t)x->entry_count * ENTRY_BYTES + x->blob_bytes + SUM_BYTES;
+  if (get(h + 16, 8) != whole) return malformed(path, 16, "its size does not agree with what is in it");
+  if (file_bytes != whole) return malformed(path, file_bytes, "the file is shorter or longer than it says");
+  return GEMINI_OK;
+}
+
+static gemini_status_t read_entries(const char *path, const uint8_t *bytes, gmi_index_t *x) {
+  uint64_t *seen = calloc(x->block_count / 64 + 1, sizeof *seen);
+  x->entries = calloc((size_t)x->entry_count + 1, sizeof *x->entries);
+  if (!seen || !x->entries) {
+    free(seen);
+    return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "index %s: no memory for it", path);
+  }
+  gemini_status_t status = GEMINI_OK;
+  for (uint32_t i = 0; i < x->entry_count && !status; i++) {
+    uint64_t at = HEADER_BYTES + (uint64_t)i * ENTRY_BYTES;
+    gmi_index_entry_t *e = &x->entries[i];
+    e->key = get(bytes + at, 8);
+    e->generation = get(bytes + at + 8, 8);
+    e->block = (uint32_t)get(bytes + at + 16, 4);
+    e->checksum = (uint32_t)get(bytes + at + 20, 4);
+    if (!e->generation || e->generation > x->generations) status = malformed(path, at + 8, "no generation");
+    else if (e->block >= x->block_count) status = malformed(path, at + 16, "there is no such block");
+    else if (seen[e->block / 64] >> e->block % 64 & 1) status = malformed(path, at + 16, "a block is kept twice");
+    else if (!x->checksums && e->checksum) status = malformed(path, at + 20, "a sum where none was taken");
+    else seen[e->block / 64] |= UINT64_C(1) << e->block % 64;
+  }
+  free(seen);
+  return status;
+}
+
+static gemini_status_t read_file(const gmi_sys_t *sys, const char *path, int fd, gmi_index_t *x) {
+  struct stat info;
+  if (sys->fstat(fd, &info)) return failed("look up", path, errno);
+  if (!S_ISREG(info.st_mode)) return malformed(path, 0, "this is no file");
+  uint64_t size = (uint64_t)info.st_size;
+  uint8_t header[HEADER_BYTES];
+  if (size < HEADER_BYTES + SUM_BYTES) return malformed(path, size, "the file is too short");
+  int error = read_all(sys, fd, header, sizeof header, 0);
+  if (error) return failed("read", path, error < 0 ? 0 : error);
+  gemini_status_t status = check_header(path, header, size, x);
+  if (status) return status;
+
+  uint8_t *bytes = malloc(size);
+  if (!bytes) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "index %s: no memory for it", path);
+  error = read_all(sys, fd, bytes, size, 0);
+  if (error) {
+    status = failed("read", path, error < 0 ? 0 : error);
+  } else if (memcmp(bytes, header, sizeof header) ||
+             get(bytes + size - SUM_BYTES, SUM_BYTES) != gmi_crc32c(0, bytes, size - SUM_BYTES)) {
+    status = malformed(path, size - SUM_BYTES, "its checksum is not that of its bytes");
+  } else {
+    status = read_entries(path, bytes, x);
+  }
+  if (!status) {
+    x->blob = malloc(x->blob_bytes + 1);
+    if (x->blob) memcpy(x->blob, bytes + size - SUM_BYTES - x->blob_bytes, x->blob_bytes);
+    else status = gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "index %s: no memory for it", path);
+  }
+  free(bytes);
+  return status;
+}
+
+gemini_status_t gmi_index_read(const gmi_sys_t *sys, const char *path, gmi_index_t *index_out) {
+  int fd;
+  do fd = sys->open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK, 0);
+  while (fd < 0 && errno == EINTR);
+  if (fd < 0 && errno == ENOENT) return gmi_fail(GEMINI_ERR_NOT_FOUND, ENOENT, "index %s: there is none", path);
+  if (fd < 0) return failed("open", path, errno);
+  gmi_index_t index = { 0 };
+  gemini_status_t status = read_file(sys, path, fd, &index);
+  sys->close(fd);
+  if (status) gmi_index_free(&index);
+  else *index_out = index;
+  return status;
+}
+
+gemini_status_t gmi_index_write(const gmi_sys_t *sys, const char *path, const char *beside, const gmi_index_t *index) {
+  uint64_t size = HEADER_BYTES + (uint64_t)index->entry_count * ENTRY_BYTES + index->blob_bytes + SUM_BYTES;
+  uint8_t *bytes = calloc(1, size);
+  if (!bytes) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "index %s: no memory for it", path);
+  memcpy(bytes, magic, sizeof magic);
+  put(bytes + 8, VERSION, 4);
+  put(bytes + 12, index->file_count, 4);
+  put(bytes + 16, size, 8);
+  put(bytes + 24, index->block_bytes, 8);
+  put(bytes + 32, index->block_count, 4);
+  put(bytes + 40, index->entry_count, 4);
+  put(bytes + 44, index->checksums, 4);
+  put(bytes + 48, index->blob_bytes, 8);
+  put(bytes + 56, index->number, 8);
+  put(bytes + 64, index->generations, 8);
+  uint8_t *at = bytes + HEADER_BYTES;
+  for (uint32_t i = 0; i < index->entry_count; i++, at += ENTRY_BYTES) {
+    put(at, index->entries[i].key, 8);
+    put(at + 8, index->entries[i].generation, 8);
+    put(at + 16, index->entries[i].block, 4);
+    put(at + 20, index->entries[i].checksum, 4);
+  }
+  if (index->blob_bytes) memcpy(at, index->blob, index->blob_bytes);
+  put(bytes + size - SUM_BYTES, gmi_crc32c(0, bytes, size - SUM_BYTES), SUM_BYTES);
+
+  int fd;
+  do fd = sys->open(beside, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW, 0600);
+  while (fd < 0 && errno == EINTR);
+  int error = fd < 0 ? errno : 0;
+  const char *what = "make";
+  if (!error) what = "write", error = write_all(sys, fd, bytes, size);
+  if (!error && sys->fsync(fd)) what = "sync", error = errno;
+  if (fd >= 0 && sys->close(fd) && !error) what = "close", error = errno;
+  if (!error && sys->rename(beside, path)) what = "rename", error = errno;
+  free(bytes);
+  if (!error) return GEMINI_OK;
+  if (fd >= 0) sys->unlink(beside);
+  return failed(what, beside, error);
+}
+
+void gmi_index_free(gmi_index_t *index) {
+  free(index->entries);
+  free(index->blob);
+  memset(index, 0, sizeof *index);
+}

@@ -1,0 +1,46 @@
+/* The index of kept blocks: what a later process finds. SPDX-License-Identifier: Apache-2.0
+ *
+ * All numbers have their lowest byte first:
+ *
+ *   0  "gmiblock"               40  uint32 kept blocks            80             their entries, 24 bytes each:
+ *   8  uint32 version, 1        44  uint32 1: entries have sums                    uint64 key, the caller's
+ *  12  uint32 files             48  uint64 bytes of the blob                       uint64 generation
+ *  16  uint64 bytes in all      56  uint64 number of the commit                    uint32 block
+ *  24  uint64 bytes of a block  64  uint64 highest generation                      uint32 CRC-32C
+ *  32  uint32 blocks            72  uint64 0                      then           the caller's blob
+ *  36  uint32 0                                                   last 4 bytes   CRC-32C of all before */
+#ifndef GMI_INDEX_H
+#define GMI_INDEX_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "gemini.h"
+#include "io/sys.h"
+
+typedef struct gmi_index_entry {
+  uint64_t key, generation;
+  uint32_t block, checksum;
+} gmi_index_entry_t;
+
+typedef struct gmi_index {
+  uint64_t block_bytes;
+  uint32_t file_count, block_count;
+  bool checksums;       /* the entries' are blocks' checksums, else 0 */
+  uint64_t number;      /* of the commit, from 1 on */
+  uint64_t generations; /* no block has a higher one */
+  uint32_t entry_count;
+  gmi_index_entry_t *entries;
+  void *blob;
+  uint64_t blob_bytes;
+} gmi_index_t;
+
+/* Reads and checks the whole file, where entries name each block once, and only blocks that there are. NOT_FOUND: there is
+ * none. FORMAT: the message names file and offset. IO, OOM_SYSTEM. index_out owns what it points to. */
+gemini_status_t gmi_index_read(const gmi_sys_t *sys, const char *path, gmi_index_t *index_out);
+/* Replaces the file: a new one at beside is written, synced and renamed. On failure the old one stays. IO, OOM_FILE,
+ * OOM_SYSTEM. The directory is not synced. */
+gemini_status_t gmi_index_write(const gmi_sys_t *sys, const char *path, const char *beside, const gmi_index_t *index);
+void gmi_index_free(gmi_index_t *index);
+
+#endif

@@ -1,0 +1,371 @@
+/* Blocks in files: which are free, and the space behind them. SPDX-License-Identifier: Apache-2.0 */
+#include "io/store.h"
+
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "core/status.h"
+#include "io/store_internal.h"
+
+/* ---- free blocks; with the lock held */
+static bool in_use(const gmi_block_t *b) {
+  return b->flags & (BLOCK_TAKEN | BLOCK_COMMITTED | BLOCK_PENDING | BLOCK_WRITING) || b->readers;
+}
+
+/* Says whether a block of no use can be taken. */
+static void free_bit(gmi_store_t *s, uint32_t block, bool set) {
+  gmi_stripe_t *stripe = &s->stripes[block % s->file_count];
+  uint32_t at = block / s->file_count, word = at / 64;
+  uint64_t bit = UINT64_C(1) << at % 64;
+  if (!set) {
+    stripe->free[word] &= ~bit;
+  } else {
+    stripe->free[word] |= bit;
+    if (word < stripe->first) stripe->first = word;
+  }
+}
+
+void gmi_block_settle(gmi_store_t *store, uint32_t block) {
+  gmi_block_t *b = &store->blocks[block];
+  bool used = in_use(b);
+  if (used == !!(b->flags & BLOCK_USED)) return;
+  b->flags ^= BLOCK_USED;
+  uint32_t *count = &store->stripes[block % store->file_count].used;
+  if (used) store->used++, ++*count;
+  else store->used--, --*count;
+  free_bit(store, block, !used && block < store->wanted);
+}
+
+static uint32_t blocks_of(const gmi_store_t *s, uint32_t file, uint32_t block_count) {
+  return block_count / s->file_count + (file < block_count % s->file_count);
+}
+
+/* Room for the records of so many blocks. Nothing changes otherwise. */
+static gemini_status_t make_room(gmi_store_t *s, uint32_t block_count) {
+  gmi_block_t *blocks = realloc(s->blocks, ((size_t)block_count + 1) * sizeof *blocks);
+  if (!blocks) goto none;
+  s->blocks = blocks;
+  if (block_count > s->block_count)
+    memset(blocks + s->block_count, 0, (size_t)(block_count - s->block_count) * sizeof *blocks);
+  for (uint32_t f = 0; f < s->file_count; f++) {
+    gmi_stripe_t *stripe = &s->stripes[f];
+    uint32_t words = blocks_of(s, f, block_count) / 64 + 1;
+    if (words <= stripe->words) continue;
+    uint64_t *more = realloc(stripe->free, words * sizeof *more);
+    if (!more) goto none;
+    memset(more + stripe->words, 0, (words - stripe->words) * sizeof *more);
+    stripe->free = more;
+    stripe->words = words;
+  }
+  return GEMINI_OK;
+none:
+  return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the records of %u blocks", block_count);
+}
+
+static void want(gmi_store_t *s, uint32_t block_count) {
+  uint32_t from = block_count < s->wanted ? block_count : s->wanted;
+  s->wanted = block_count;
+  for (uint32_t b = from; b < s->block_count; b++)
+    free_bit(s, b, b < block_count && !(s->blocks[b].flags & BLOCK_USED));
+}
+
+gemini_status_t gmi_store_take(gmi_store_t *store, uint32_t *block_out) {
+  gmi_store_t *s = store;
+  pthread_mutex_lock(&s->lock);
+  uint32_t best = s->file_count;
+  for (uint32_t f = 0; f < s->file_count; f++) {
+    gmi_stripe_t *stripe = &s->stripes[f];
+    while (stripe->first < stripe->words && !stripe->free[stripe->first]) stripe->first++;
+    if (stripe->first < stripe->words && (best == s->file_count || stripe->used < s->stripes[best].used)) best = f;
+  }
+  uint32_t used = s->used, wanted = s->wanted;
+  if (best < s->file_count) {
+    gmi_stripe_t *stripe = &s->stripes[best];
+    uint32_t at = stripe->first * 64 + (uint32_t)__builtin_ctzll(stripe->free[stripe->first]);
+    uint32_t block = at * s->file_count + best;
+    s->blocks[block].flags &= BLOCK_SUMMED | BLOCK_PREVIOUS; /* what is known of the bytes that are there */
+    s->blocks[block].flags |= BLOCK_TAKEN;
+    gmi_block_settle(s, block);
+    *block_out = block;
+  }
+  pthread_mutex_unlock(&s->lock);
+  if (best < s->file_count) return GEMINI_OK;
+  return gmi_fail(GEMINI_ERR_OOM_FILE, 0, "file tier: %u blocks of %llu bytes are in use, and there are %u", used,
+                  (unsigned long long)s->block_bytes, wanted);
+}
+
+void gmi_store_give(gmi_store_t *store, uint32_t block) {
+  gmi_store_t *s = store;
+  pthread_mutex_lock(&s->lock);
+  bool behind = false;
+  if (block < s->block_count) {
+    s->blocks[block].flags &= (uint16_t)~BLOCK_TAKEN;
+    gmi_block_settle(s, block);
+    behind = block >= s->wanted;
+  }
+  pthread_mutex_unlock(&s->lock);
+  /* While a commit is being made, it is left to that. */
+  if (behind && !pthread_mutex_trylock(&s->admin)) {
+    if (gmi_store_trim(s)) gmi_note_add(&s->note, "%.120s", gmi_fail_message());
+    pthread_mutex_unlock(&s->admin);
+  }
+}
+
+/* ---- space; with admin held */
+typedef gemini_error_info_t failure_t;
+/* The recorded failure, to be recorded again when what is done meanwhile may fail as well. */
+static failure_t failure(void) {
+  failure_t why = GEMINI_ERROR_INFO_INIT;
+  if (gemini_last_error(&why)) why.message[0] = 0;
+  return why;
+}
+static gemini_status_t fail_again(const failure_t *why) {
+  return gmi_fail(why->status, why->native_code, "%s", why->message);
+}
+
+static gemini_status_t resize_files(gmi_store_t *s, uint32_t block_count) {
+  uint32_t f = 0;
+  gemini_status_t status = GEMINI_OK;
+  for (; f < s->file_count && !status; f++)
+    status = gmi_blockfile_resize(&s->stripes[f].file, blocks_of(s, f, block_count) * s->block_bytes, &s->note);
+  return status;
+}
+
+/* Lets figures see what has become of the files. */
+static void show(gmi_store_t *s) {
+  gmi_store_figures_t f = { .files = s->file_count, .direct = true, .reserved_up_front = true };
+  for (uint32_t i = 0; i < s->file_count; i++) {
+    const gmi_blockfile_t *file = &s->stripes[i].file;
+    f.direct &= file->direct;
+    f.reserved_up_front &= file->reserves;
+    f.reserved_bytes += file->reserves ? file->reserved_bytes : 0;
+  }
+  f.summing_threads = s->sums.thread_count;
+  memcpy(f.note, s->note.text, sizeof f.note);
+  pthread_mutex_lock(&s->lock);
+  s->shown = f;
+  pthread_mutex_unlock(&s->lock);
+}
+
+gemini_status_t gmi_store_trim(gmi_store_t *store) {
+  gmi_store_t *s = store;
+  pthread_mutex_lock(&s->lock);
+  uint32_t before = s->block_count, count = before;
+  while (count > s->wanted && !(s->blocks[count - 1].flags & BLOCK_USED)) count--;
+  /* Cannot be taken again, as they are not wanted; and only admin makes them wanted. */
+  s->block_count = count;
+  pthread_mutex_unlock(&s->lock);
+  if (count == before) return GEMINI_OK;
+  gemini_status_t status = resize_files(s, count);
+  show(s);
+  if (!status) return GEMINI_OK;
+  pthread_mutex_lock(&s->lock);
+  s->block_count = before;
+  pthread_mutex_unlock(&s->lock);
+  return status;
+}
+
+gemini_status_t gmi_store_resize(gmi_store_t *store, uint32_t block_count) {
+  gmi_store_t *s = store;
+  if (block_count == GMI_BLOCK_NONE || block_count > (uint64_t)INT64_MAX / s->block_bytes)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "file tier: %u blocks of %llu bytes", block_count,
+                    (unsigned long long)s->block_bytes);
+  pthread_mutex_lock(&s->admin);
+  pthread_mutex_lock(&s->lock);
+  uint32_t before = s->block_count, wanted = s->wanted;
+  gemini_status_t status = GEMINI_OK;
+  if (block_count > before) status = make_room(s, block_count);
+  else want(s, block_count);
+  pthread_mutex_unlock(&s->lock);
+  if (!status && block_count > before) {
+    status = resize_files(s, block_count);
+    if (status) {
+      failure_t why = failure();
+      resize_files(s, before);
+      fail_again(&why);
+    } else {
+      pthread_mutex_lock(&s->lock);
+      s->block_count = block_count;
+      want(s, block_count);
+      pthread_mutex_unlock(&s->lock);
+    }
+    show(s);
+  } else if (!status) {
+    status = gmi_store_trim(s);
+    if (status) {
+      pthread_mutex_lock(&s->lock);
+      want(s, wanted);
+      pthread_mutex_unlock(&s->lock);
+    }
+  }
+  pthread_mutex_unlock(&s->admin);
+  return status;
+}
+
+/* ---- open and close */
+static gemini_status_t check_config(const gmi_store_config_t *c, uint32_t *files_out) {
+  if (!c->directories || !*c->directories) return gmi_fail(GEMINI_ERR_INVALID, 0, "file tier: no directory");
+  if (!c->block_bytes || c->block_bytes % 512 || c->block_bytes > INT64_MAX)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "file tier: blocks of %llu bytes, must be a multiple of 512",
+                    (unsigned long long)c->block_bytes);
+  if (c->block_count == GMI_BLOCK_NONE || c->block_count > (uint64_t)INT64_MAX / c->block_bytes)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "file tier: %u blocks of %llu bytes", c->block_count,
+                    (unsigned long long)c->block_bytes);
+  if (c->keep && (!c->keep_name || !*c->keep_name || strchr(c->keep_name, '/') || strlen(c->keep_name) > 200))
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "file tier: '%.60s' cannot be the name of kept files",
+                    c->keep_name ? c->keep_name : "");
+  uint32_t count = 0;
+  for (const char *at = c->directories;; at++) {
+    size_t length = strcspn(at, ":");
+    if (!length)
+      return gmi_fail(GEMINI_ERR_INVALID, 0, "file tier: a directory without a name in '%.200s'", c->directories);
+    if (++count > GMI_ENGINE_FILES_LIMIT)
+      return gmi_fail(GEMINI_ERR_INVALID, 0, "file tier: more than %d directories", GMI_ENGINE_FILES_LIMIT);
+    at += length;
+    if (!*at) break;
+  }
+  *files_out = count;
+  return GEMINI_OK;
+}
+
+static char *name_in(const char *directory, const char *name, const char *end) {
+  size_t size = strlen(directory) + strlen(name) + strlen(end) + 2;
+  char *path = malloc(size);
+  if (path) snprintf(path, size, "%s/%s%s", directory, name, end);
+  return path;
+}
+
+static gemini_status_t open_files(gmi_store_t *s, const gmi_store_config_t *c) {
+  uint32_t flags = GMI_BLOCKFILE_MAKE;
+  if (c->keep) {
+    /* Files of an index must be there. What the index says is read again when they are locked. */
+    char first[4096];
+    size_t length = strcspn(c->directories, ":");
+    if (length >= sizeof first)
+      return gmi_fail(GEMINI_ERR_INVALID, 0, "file tier: the name of a directory is too long");
+    memcpy(first, c->directories, length);
+    first[length] = 0;
+    s->index_path = name_in(first, c->keep_name, ".index");
+    s->index_beside = name_in(first, c->keep_name, ".index.new");
+    if (!s->index_path || !s->index_beside)
+      return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the name of a file");
+    gmi_index_t index = { 0 };
+    gemini_status_t status = gmi_index_read(s->sys, s->index_path, &index);
+    gmi_index_free(&index);
+    if (status && status != GEMINI_ERR_NOT_FOUND) return status;
+    if (!status) flags = 0;
+  }
+  const char *directory = c->directories;
+  for (uint32_t f = 0; f < s->file_count; f++) {
+    gmi_stripe_t *stripe = &s->stripes[f];
+    size_t length = strcspn(directory, ":");
+    char name[240];
+    if (c->keep) snprintf(name, sizeof name, "%s.%u.chunks", c->keep_name, f);
+    gemini_status_t status = gmi_blockfile_open(&stripe->file, s->sys, directory, length, c->keep ? name : NULL, flags,
+                                                s->block_bytes, &s->note);
+    if (!status) status = gmi_engine_file_add(s->engine, stripe->file.fd, stripe->file.direct, &stripe->engine_file);
+    if (status) return status;
+    directory += length + 1;
+  }
+  return GEMINI_OK;
+}
+
+static void free_store(gmi_store_t *s) {
+  for (uint32_t f = 0; f < s->file_count; f++) {
+    gmi_blockfile_close(&s->stripes[f].file);
+    free(s->stripes[f].free);
+  }
+  gmi_index_free(&s->committed);
+  free(s->kept);
+  free(s->blocks);
+  free(s->index_path);
+  free(s->index_beside);
+  pthread_cond_destroy(&s->idle);
+  pthread_mutex_destroy(&s->lock);
+  pthread_mutex_destroy(&s->admin);
+  free(s);
+}
+
+/* Of kept files, a process that was killed may have left some without an index, which are of no use to anybody; those of
+ * an index become what they were. */
+static void undo_files(gmi_store_t *s, bool all_locked) {
+  for (uint32_t f = 0; f < s->file_count; f++) {
+    gmi_blockfile_t *file = &s->stripes[f].file;
+    if (file->made || (all_locked && !s->index_there)) gmi_blockfile_remove(file);
+    else if (file->fd >= 0 && file->size_bytes > file->opened_bytes)
+      (void)gmi_blockfile_resize(file, file->opened_bytes, &s->note);
+  }
+}
+
+gemini_status_t gmi_store_open(const gmi_store_config_t *config, gmi_store_t **store_out) {
+  uint32_t file_count = 0;
+  gemini_status_t status = check_config(config, &file_count);
+  if (status) return status;
+  gmi_store_t *s = calloc(1, sizeof *s + file_count * sizeof *s->stripes);
+  if (!s) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the file tier");
+  s->sys = config->sys ? config->sys : &gmi_sys_real;
+  s->block_bytes = config->block_bytes;
+  s->checksum = config->checksum;
+  s->keep = config->keep;
+  s->file_count = file_count;
+  for (uint32_t f = 0; f < file_count; f++) s->stripes[f].file.fd = -1;
+  pthread_mutex_init(&s->admin, NULL);
+  pthread_mutex_init(&s->lock, NULL);
+  pthread_cond_init(&s->idle, NULL);
+
+  gmi_engine_config_t engine = { .kind = config->engine_kind, .depth = config->depth, .sys = config->sys };
+  status = gmi_engine_open(&engine, &s->engine);
+  if (!status) status = open_files(s, config);
+  bool all_locked = !status;
+  uint32_t block_count = config->block_count;
+  if (!status && s->keep) status = gmi_commit_read(s, &block_count);
+  if (!status) status = make_room(s, block_count);
+  if (!status) status = resize_files(s, block_count);
+  if (!status) {
+    s->block_count = block_count;
+    want(s, config->block_count);
+    gmi_commit_adopt(s);
+  }
+  if (!status) status = gmi_sums_open(s);
+  if (status) {
+    failure_t why = failure();
+    undo_files(s, all_locked);
+    gmi_engine_close(s->engine);
+    free_store(s);
+    return fail_again(&why);
+  }
+  show(s);
+  *store_out = s;
+  return GEMINI_OK;
+}
+
+void gmi_store_close(gmi_store_t *store) {
+  if (!store) return;
+  pthread_mutex_lock(&store->lock);
+  while (store->outstanding) pthread_cond_wait(&store->idle, &store->lock);
+  pthread_mutex_unlock(&store->lock);
+  gmi_engine_close(store->engine);
+  gmi_sums_close(store);
+  for (uint32_t f = 0; f < store->file_count && !store->index_there; f++) gmi_blockfile_remove(&store->stripes[f].file);
+  free_store(store);
+}
+
+gemini_status_t gmi_store_buffer_add(gmi_store_t *store, void *base, uint64_t size_bytes) {
+  return gmi_engine_buffer_add(store->engine, base, size_bytes);
+}
+void gmi_store_buffer_remove(gmi_store_t *store, void *base, uint64_t size_bytes) {
+  gmi_engine_buffer_remove(store->engine, base, size_bytes);
+}
+
+void gmi_store_figures(gmi_store_t *store, gmi_store_figures_t *figures_out) {
+  gmi_store_figures_t figures;
+  pthread_mutex_lock(&store->lock); /* not admin, which may be held for long */
+  figures = store->shown;
+  figures.blocks_used = store->used;
+  figures.block_count = store->wanted;
+  pthread_mutex_unlock(&store->lock);
+  gmi_engine_figures(store->engine, &figures.engine);
+  *figures_out = figures;
+}

@@ -1,0 +1,608 @@
+/* The engine over io_uring: one thread that owns a ring, hands it parts and takes results.
+ * SPDX-License-Identifier: Apache-2.0
+ *
+ * The thread sleeps in the kernel until a part is over or a submit wakes it, which it does through an eventfd that the
+ * ring always reads from. Only this thread touches the ring, so that the kernel may run completions in it and nowhere
+ * else; what others want registered they ask it for. No more than depth parts and that one read are in the kernel, and
+ * the completion queue has room for twice as many. Of liburing only what version 2.1 has is used. */
+#include <errno.h>
+#include <liburing.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/eventfd.h>
+#include <sys/uio.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "core/status.h"
+#include "io/backend.h"
+
+/* Of the kernel's interface, where the system's headers are older. */
+#ifndef IORING_SETUP_SUBMIT_ALL
+#define IORING_SETUP_SUBMIT_ALL (1U << 7)
+#endif
+#ifndef IORING_SETUP_COOP_TASKRUN
+#define IORING_SETUP_COOP_TASKRUN (1U << 8)
+#endif
+#ifndef IORING_SETUP_SINGLE_ISSUER
+#define IORING_SETUP_SINGLE_ISSUER (1U << 12)
+#endif
+#ifndef IORING_SETUP_DEFER_TASKRUN
+#define IORING_SETUP_DEFER_TASKRUN (1U << 13)
+#endif
+
+enum {
+  SLOTS_MOST = 1 << 14, /* registered buffers: as many as the kernel has */
+  SLOTS_LEAST = 16,
+  RESULTS_AT_ONCE = 64,
+  /* Calls of the kernel in a row that bring nothing, a millisecond apart but for the first, before parts that it does
+   * not take are given up. */
+  STALLS_AT_ONCE = 8,
+  STALLS_LIMIT = 1000
+};
+static const uint64_t BUFFER_LIMIT_BYTES = UINT64_C(1) << 30; /* the kernel's, of one registered buffer */
+static const uint64_t OF_WAKE = UINT64_MAX;                   /* user_data; of parts it is their slot */
+
+typedef struct slot {
+  gmi_part_t part;
+  struct __kernel_timespec pause;
+  bool pausing; /* what the kernel has, or shall get, is a timer before the next try */
+} slot_t;
+
+typedef struct buffer {
+  uintptr_t base;
+  uint64_t size_bytes;
+  uint32_t index; /* the kernel's */
+} buffer_t;
+
+enum { COMMAND_FILE_ADD, COMMAND_BUFFER_ADD, COMMAND_BUFFER_REMOVE };
+typedef struct command {
+  struct command *next;
+  uint32_t kind;
+  uint32_t file;
+  uintptr_t base;
+  uint64_t size_bytes;
+  gemini_status_t status;
+  bool done; /* guarded by the engine's lock */
+} command_t;
+
+typedef struct uring {
+  gmi_engine_t *e;
+  pthread_t thread;
+  int wake_fd;
+  pthread_cond_t news; /* with the engine's lock: the thread has started, or a command is done */
+
+  /* Guarded by the engine's lock. */
+  enum { STARTING, RUNNING, FAILED } state;
+  command_t *commands, **commands_end;
+  char failure[160];
+  int failure_code;
+
+  /* The thread's own. */
+  struct io_uring ring;
+  uint32_t setup_flags;
+  uint64_t wake_word;
+  bool wake_armed;
+  uint32_t stalls;
+  slot_t *slots;       /* depth of them */
+  uint32_t *free_list; /* slots in no use */
+  uint32_t free_count;
+  uint32_t *ready; /* slots that wait for room in the submission queue; first in, first out */
+  uint32_t ready_first, ready_count;
+  bool files_registered;
+  int files_error;
+  buffer_t *buffers; /* registered; by address */
+  uint32_t buffer_count, buffer_capacity, buffer_hint;
+  uint32_t *index_free;
+  uint32_t index_free_count;
+  bool indices_tried;
+  int buffers_error;
+  uint64_t buffers_refused_bytes;
+} uring_t;
+
+/* --- registered buffers and files --- */
+
+/* The index of the first buffer that ends after an address. */
+static uint32_t buffer_after(const uring_t *u, uintptr_t address) {
+  uint32_t low = 0, high = u->buffer_count;
+  while (low < high) {
+    uint32_t middle = low + (high - low) / 2;
+    if (u->buffers[middle].base + u->buffers[middle].size_bytes > address) high = middle;
+    else low = middle + 1;
+  }
+  return low;
+}
+
+/* The kernel's index of the buffer in which all of this lies, or -1. */
+static int32_t buffer_of(uring_t *u, uintptr_t address, uint32_t size_bytes) {
+  if (!u->buffer_count) return -1;
+  const buffer_t *b = &u->buffers[u->buffer_hint < u->buffer_count ? u->buffer_hint : 0];
+  if (address < b->base || address >= b->base + b->size_bytes) {
+    uint32_t i = buffer_after(u, address);
+    if (i == u->buffer_count) return -1;
+    u->buffer_hint = i;
+    b = &u->buffers[i];
+  }
+  bool within = address >= b->base && size_bytes <= b->base + b->size_bytes - address;
+  return within ? (int32_t)b->index : -1;
+}
+
+/* The kernel's table of buffers, at first use. */
+static void make_indices(uring_t *u) {
+  if (u->indices_tried) return;
+  u->indices_tried = true;
+  int error = -EINVAL;
+  uint32_t count = SLOTS_MOST;
+  for (; count >= SLOTS_LEAST; count /= 2) {
+    error = u->e->sys->ring_register_buffers_sparse(&u->ring, count);
+    if (error >= 0) break;
+  }
+  if (error >= 0) {
+    u->index_free = malloc(count * sizeof *u->index_free);
+    if (!u->index_free) error = -ENOMEM;
+  }
+  if (error < 0) {
+    u->buffers_error = -error;
+    return;
+  }
+  for (uint32_t i = 0; i < count; i++) u->index_free[i] = count - 1 - i;
+  u->index_free_count = count;
+}
+
+/* 0 or an errno. */
+static int add_one_buffer(uring_t *u, uintptr_t base, uint64_t size_bytes) {
+  if (!u->index_free_count) return u->buffers_error ? u->buffers_error : ENOSPC;
+  if (u->buffer_count == u->buffer_capacity) {
+    uint32_t capacity = u->buffer_capacity ? u->buffer_capacity * 2 : 16;
+    buffer_t *more = realloc(u->buffers, capacity * sizeof *more);
+    if (!more) return ENOMEM;
+    u->buffers = more;
+    u->buffer_capacity = capacity;
+  }
+  uint32_t index = u->index_free[u->index_free_count - 1];
+  struct iovec memory = { (void *)base, size_bytes };
+  int result = u->e->sys->ring_register_buffers_update(&u->ring, index, &memory, 1);
+  if (result < 0) return -result;
+  u->index_free_count--;
+  uint32_t at = buffer_after(u, base);
+  memmove(u->buffers + at + 1, u->buffers + at, (u->buffer_count - at) * sizeof *u->buffers);
+  u->buffers[at] = (buffer_t){ base, size_bytes, index };
+  u->buffer_count++;
+  return 0;
+}
+
+static gemini_status_t add_buffers(uring_t *u, uintptr_t base, uint64_t size_bytes) {
+  uint32_t at = buffer_after(u, base);
+  if (at < u->buffer_count && u->buffers[at].base < base + size_bytes) return GEMINI_ERR_INVALID;
+  make_indices(u);
+  while (size_bytes) {
+    uint64_t piece = size_bytes < BUFFER_LIMIT_BYTES ? size_bytes : BUFFER_LIMIT_BYTES;
+    int error = add_one_buffer(u, base, piece);
+    if (error) {
+      u->buffers_error = error;
+      u->buffers_refused_bytes += size_bytes;
+      break;
+    }
+    base += piece;
+    size_bytes -= piece;
+  }
+  return GEMINI_OK;
+}
+
+static void remove_buffers(uring_t *u, uintptr_t base, uint64_t size_bytes) {
+  uint32_t at = buffer_after(u, base);
+  while (at < u->buffer_count && u->buffers[at].base < base + size_bytes) {
+    struct iovec none = { NULL, 0 };
+    uint32_t index = u->buffers[at].index;
+    /* An index that cannot be emptied is not used again. */
+    if (u->e->sys->ring_register_buffers_update(&u->ring, index, &none, 1) >= 0)
+      u->index_free[u->index_free_count++] = index;
+    u->buffer_count--;
+    memmove(u->buffers + at, u->buffers + at + 1, (u->buffer_count - at) * sizeof *u->buffers);
+  }
+}
+
+static void register_file(uring_t *u, uint32_t file, int fd) {
+  if (!u->files_registered) return;
+  int result = u->e->sys->ring_register_files_update(&u->ring, file, &fd, 1);
+  if (result >= 0) return;
+  u->files_registered = false; /* for all, so that one word says how it is */
+  u->files_error = -result;
+}
+
+/* Says in features how the ring is set up. Without the lock. */
+static void describe(uring_t *u) {
+  gmi_engine_t *e = u->e;
+  char text[sizeof e->features];
+  size_t used = 0;
+#define ADD(...)                                                        \
+  do {                                                                  \
+    int added = snprintf(text + used, sizeof text - used, __VA_ARGS__); \
+    if (added > 0) used += (size_t)added;                               \
+    if (used >= sizeof text) used = sizeof text - 1;                    \
+  } while (0)
+  if (u->setup_flags & IORING_SETUP_DEFER_TASKRUN) ADD("io_uring: single issuer, deferred task running");
+  else if (u->setup_flags & IORING_SETUP_COOP_TASKRUN) ADD("io_uring: cooperative task running");
+  else ADD("io_uring: plain");
+  if (u->files_registered) ADD(", registered files");
+  else ADD(", no registered files (%s)", strerror(u->files_error));
+  ADD(", %u registered buffers", u->buffer_count);
+  if (u->buffers_refused_bytes)
+    ADD(" (%s: %llu MiB without)", strerror(u->buffers_error), (unsigned long long)(u->buffers_refused_bytes >> 20));
+#undef ADD
+  pthread_mutex_lock(&e->lock);
+  memcpy(e->features, text, used + 1);
+  pthread_mutex_unlock(&e->lock);
+}
+
+static void execute(uring_t *u, command_t *c) {
+  switch (c->kind) {
+  case COMMAND_FILE_ADD: register_file(u, c->file, u->e->files[c->file].fd); break;
+  case COMMAND_BUFFER_ADD: c->status = add_buffers(u, c->base, c->size_bytes); break;
+  case COMMAND_BUFFER_REMOVE: remove_buffers(u, c->base, c->size_bytes); break;
+  }
+  describe(u);
+}
+
+/* --- parts --- */
+
+static void push_ready(uring_t *u, uint32_t slot) {
+  u->ready[(u->ready_first + u->ready_count++) % u->e->depth] = slot;
+}
+
+static void prepare(uring_t *u, uint32_t slot, struct io_uring_sqe *sqe) {
+  slot_t *s = &u->slots[slot];
+  const gmi_part_t *p = &s->part;
+  if (s->pausing) {
+    io_uring_prep_timeout(sqe, &s->pause, 0, 0);
+  } else {
+    int fd = u->files_registered ? (int)p->file : p->fd;
+    int32_t index = buffer_of(u, (uintptr_t)p->buffer, p->size_bytes);
+    if (index >= 0 && p->write) io_uring_prep_write_fixed(sqe, fd, p->buffer, p->size_bytes, p->offset_bytes, index);
+    else if (index >= 0) io_uring_prep_read_fixed(sqe, fd, p->buffer, p->size_bytes, p->offset_bytes, index);
+    else if (p->write) io_uring_prep_write(sqe, fd, p->buffer, p->size_bytes, p->offset_bytes);
+    else io_uring_prep_read(sqe, fd, p->buffer, p->size_bytes, p->offset_bytes);
+    if (u->files_registered) io_uring_sqe_set_flags(sqe, IOSQE_FIXED_FILE);
+  }
+  sqe->user_data = slot;
+}
+
+/* Fills the submission queue. False: something is left that did not fit. */
+static bool fill(uring_t *u) {
+  struct io_uring_sqe *sqe;
+  if (!u->wake_armed) {
+    if (!(sqe = io_uring_get_sqe(&u->ring))) return false;
+    io_uring_prep_read(sqe, u->wake_fd, &u->wake_word, sizeof u->wake_word, 0);
+    sqe->user_data = OF_WAKE;
+    u->wake_armed = true;
+  }
+  while (u->ready_count) {
+    if (!(sqe = io_uring_get_sqe(&u->ring))) return false;
+    uint32_t slot = u->ready[u->ready_first];
+    u->ready_first = (u->ready_first + 1) % u->e->depth;
+    u->ready_count--;
+    prepare(u, slot, sqe);
+  }
+  return true;
+}
+
+static void result(uring_t *u, uint64_t user_data, int32_t moved) {
+  if (user_data == OF_WAKE) {
+    u->wake_armed = false;
+    return;
+  }
+  uint32_t slot = (uint32_t)user_data;
+  slot_t *s = &u->slots[slot];
+  if (s->pausing) {
+    s->pausing = false;
+    push_ready(u, slot);
+    return;
+  }
+  uint32_t delay_us;
+  if (gmi_engine_result(u->e, &s->part, moved, &delay_us)) {
+    s->pausing = delay_us > 0;
+    s->pause = (struct __kernel_timespec){ 0, (long long)delay_us * 1000 };
+    push_ready(u, slot);
+  } else {
+    u->free_list[u->free_count++] = slot;
+  }
+}
+
+/* Takes what is in the completion queue; each batch leaves the queue before done functions run. */
+static uint32_t reap(uring_t *u) {
+  uint32_t total = 0, count;
+  do {
+    struct {
+      uint64_t user_data;
+      int32_t moved;
+    } batch[RESULTS_AT_ONCE];
+    struct io_uring_cqe *cqe;
+    unsigned head;
+    count = 0;
+    io_uring_for_each_cqe(&u->ring, head, cqe) {
+      batch[count].user_data = cqe->user_data;
+      batch[count].moved = cqe->res;
+      if (++count == RESULTS_AT_ONCE) break;
+    }
+    io_uring_cq_advance(&u->ring, count);
+    for (uint32_t i = 0; i < count; i++) result(u, batch[i].user_data, batch[i].moved);
+    total += count;
+  } while (count == RESULTS_AT_ONCE);
+  return total;
+}
+
+/* Takes back what the kernel will not have, and fails it. */
+static void give_up(uring_t *u, int error) {
+  struct io_uring_sq *sq = &u->ring.sq;
+  unsigned head = *sq->khead, count = sq->sqe_tail - head;
+  uint32_t from =
+      u->ready_first + u->ready_count; /* the queue of those that are ready has room, as they are not in it */
+  uint32_t parts = 0;
+  for (unsigned i = 0; i < count; i++) {
+    uint64_t user_data = sq->sqes[(head + i) & *sq->kring_mask].user_data;
+    if (user_data == OF_WAKE) u->wake_armed = false;
+    else u->ready[(from + parts++) % u->e->depth] = (uint32_t)user_data;
+  }
+  *sq->ktail = head; /* which the kernel reads in a call from this thread only */
+  sq->sqe_head = sq->sqe_tail = head;
+  for (uint32_t i = 0; i < parts; i++) {
+    /* Nothing is pushed to ready before all are read: what is given up is over. */
+    uint32_t slot = u->ready[(from + i) % u->e->depth];
+    u->slots[slot].pausing = false;
+    gmi_engine_give_up(u->e, &u->slots[slot].part, error, "io_uring_enter");
+    u->free_list[u->free_count++] = slot;
+  }
+}
+
+/* Hands over what is filled in, takes results, and waits for one where told to. */
+static void turn(uring_t *u, bool wait) {
+  const gmi_sys_t *sys = u->e->sys;
+  int n = sys->ring_submit_and_wait(&u->ring, wait ? 1 : 0);
+  uint32_t left = io_uring_sq_ready(&u->ring), taken = reap(u);
+  if (!taken && (n == -EAGAIN || n == -EBUSY)) { /* results may be where the queue is too short for them */
+    (void)sys->ring_get_events(&u->ring);
+    taken = reap(u);
+  }
+  if (taken || (n >= 0 && !left && !wait)) {
+    u->stalls = 0;
+    return;
+  }
+  bool hard = n < 0 && n != -EINTR && n != -EAGAIN && n != -EBUSY && n != -ENOMEM;
+  u->stalls++;
+  if (left && (hard || u->stalls > STALLS_LIMIT)) {
+    give_up(u, n < 0 ? -n : EIO);
+    u->stalls = 0;
+  }
+  if (hard || u->stalls > STALLS_AT_ONCE) nanosleep(&(struct timespec){ 0, 1000000 }, NULL);
+}
+
+/* --- the thread --- */
+
+/* Makes the ring and tries it. False: failure says why not. */
+static bool make_ring(uring_t *u) {
+  static const uint32_t choices[] = { IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN | IORING_SETUP_SUBMIT_ALL,
+                                      IORING_SETUP_COOP_TASKRUN | IORING_SETUP_SUBMIT_ALL, 0 };
+  const gmi_sys_t *sys = u->e->sys;
+  struct io_uring_params params;
+  int result = -EINVAL;
+  for (size_t i = 0; result == -EINVAL && i < sizeof choices / sizeof *choices; i++) {
+    memset(&params, 0, sizeof params);
+    params.flags = choices[i] | IORING_SETUP_CLAMP;
+    u->setup_flags = choices[i];
+    result = sys->ring_init(u->e->depth + 1, &u->ring, &params);
+  }
+  if (result < 0) {
+    u->failure_code = -result;
+    snprintf(u->failure, sizeof u->failure, "io_uring is not to be had (io_uring_setup: %s)", strerror(-result));
+    return false;
+  }
+  /* That it can be entered, knows reads and wakes this thread is tried once, here. */
+  uint64_t one = 1;
+  const char *what = "io_uring_enter";
+  int got = params.features & IORING_FEAT_NODROP ? 0 : -EOPNOTSUPP;
+  if (!got && fill(u) && write(u->wake_fd, &one, sizeof one) == sizeof one) {
+    for (int tries = 0; tries < STALLS_AT_ONCE; tries++) {
+      got = sys->ring_submit_and_wait(&u->ring, 1);
+      if (got >= 0 || (got != -EINTR && got != -EAGAIN && got != -EBUSY)) break;
+    }
+    if (got >= 0) {
+      struct io_uring_cqe *cqe = NULL;
+      unsigned head;
+      io_uring_for_each_cqe(&u->ring, head, cqe) break;
+      got = cqe ? cqe->res : -EIO;
+      what = "a read";
+      if (cqe) {
+        io_uring_cq_advance(&u->ring, 1);
+        u->wake_armed = false;
+      }
+    }
+  }
+  if (got != sizeof u->wake_word) {
+    u->failure_code = got < 0 ? -got : EIO;
+    snprintf(u->failure, sizeof u->failure, "io_uring is not to be had (%s: %s)", what, strerror(u->failure_code));
+    sys->ring_exit(&u->ring);
+    return false;
+  }
+  int none[GMI_ENGINE_FILES_LIMIT];
+  for (int i = 0; i < GMI_ENGINE_FILES_LIMIT; i++) none[i] = -1;
+  result = sys->ring_register_files(&u->ring, none, GMI_ENGINE_FILES_LIMIT);
+  u->files_registered = result >= 0;
+  u->files_error = result < 0 ? -result : 0;
+  return true;
+}
+
+static void end_ring(uring_t *u) {
+  /* The kernel is not to write to wake_word once this is over. */
+  uint64_t one = 1;
+  if (u->wake_armed && write(u->wake_fd, &one, sizeof one) == sizeof one)
+    for (int tries = 0; u->wake_armed && tries < STALLS_AT_ONCE; tries++) turn(u, true);
+  u->e->sys->ring_exit(&u->ring);
+}
+
+static void *run(void *user) {
+  uring_t *u = user;
+  gmi_engine_t *e = u->e;
+  pthread_setname_np(pthread_self(), "gemini-io");
+  bool made = make_ring(u);
+  if (made) describe(u);
+  pthread_mutex_lock(&e->lock);
+  u->state = made ? RUNNING : FAILED;
+  pthread_cond_broadcast(&u->news);
+  if (!made) {
+    pthread_mutex_unlock(&e->lock);
+    return NULL;
+  }
+  for (;;) {
+    e->asleep = 0;
+    while (u->commands) {
+      command_t *c = u->commands;
+      u->commands = c->next;
+      if (!u->commands) u->commands_end = &u->commands;
+      pthread_mutex_unlock(&e->lock);
+      execute(u, c);
+      pthread_mutex_lock(&e->lock);
+      c->done = true;
+      pthread_cond_broadcast(&u->news);
+    }
+    gmi_request_t *refused = gmi_engine_refused(e);
+    while (u->free_count) {
+      uint32_t slot = u->free_list[u->free_count - 1];
+      if (!gmi_engine_next(e, &u->slots[slot].part)) break;
+      u->slots[slot].pausing = false;
+      u->free_count--;
+      push_ready(u, slot);
+    }
+    if (e->stop && !refused && u->free_count == e->depth && gmi_engine_idle(e)) break;
+    bool wait = !refused && fill(u);
+    e->asleep = wait;
+    pthread_mutex_unlock(&e->lock);
+    gmi_engine_finish(e, refused);
+    turn(u, wait);
+    pthread_mutex_lock(&e->lock);
+  }
+  pthread_mutex_unlock(&e->lock);
+  end_ring(u);
+  return NULL;
+}
+
+/* --- what others call --- */
+
+static void ring_wake(gmi_engine_t *e) {
+  uring_t *u = e->self;
+  uint64_t one = 1;
+  e->asleep = 0;
+  while (write(u->wake_fd, &one, sizeof one) < 0 && errno == EINTR) {
+  }
+}
+
+static gemini_status_t order(gmi_engine_t *e, command_t *c) {
+  uring_t *u = e->self;
+  if (pthread_equal(pthread_self(), u->thread)) { /* from done */
+    execute(u, c);
+    return c->status;
+  }
+  pthread_mutex_lock(&e->lock);
+  *u->commands_end = c;
+  u->commands_end = &c->next;
+  ring_wake(e);
+  while (!c->done) pthread_cond_wait(&u->news, &e->lock);
+  pthread_mutex_unlock(&e->lock);
+  return c->status;
+}
+
+static void ring_file_add(gmi_engine_t *e, uint32_t file) {
+  command_t c = { .kind = COMMAND_FILE_ADD, .file = file };
+  (void)order(e, &c);
+}
+
+static gemini_status_t ring_buffer_add(gmi_engine_t *e, void *base, uint64_t size_bytes) {
+  command_t c = { .kind = COMMAND_BUFFER_ADD, .base = (uintptr_t)base, .size_bytes = size_bytes };
+  if (!order(e, &c)) return GEMINI_OK;
+  return gmi_fail(c.status, 0, "file engine: %llu bytes at %p overlap memory it was told of before",
+                  (unsigned long long)size_bytes, base);
+}
+
+static void ring_buffer_remove(gmi_engine_t *e, void *base, uint64_t size_bytes) {
+  command_t c = { .kind = COMMAND_BUFFER_REMOVE, .base = (uintptr_t)base, .size_bytes = size_bytes };
+  (void)order(e, &c);
+}
+
+static void dispose(uring_t *u) {
+  if (u->wake_fd >= 0) u->e->sys->close(u->wake_fd);
+  pthread_cond_destroy(&u->news);
+  free(u->buffers);
+  free(u->index_free);
+  free(u->ready);
+  free(u->free_list);
+  free(u->slots);
+  free(u);
+}
+
+static void ring_close(gmi_engine_t *e) {
+  uring_t *u = e->self;
+  pthread_join(u->thread, NULL);
+  dispose(u);
+}
+
+static const gmi_backend_t backend = { .wake = ring_wake,
+                                       .file_add = ring_file_add,
+                                       .buffer_add = ring_buffer_add,
+                                       .buffer_remove = ring_buffer_remove,
+                                       .close = ring_close };
+
+/* Valgrind runs one thread at a time, and lets no other run while one waits in io_uring_enter, which it takes for a
+ * call that does not block: a ring's thread would stop the program for ever. */
+static bool under_valgrind(void) {
+  const char *preload = getenv("LD_PRELOAD");
+  return preload && strstr(preload, "/vgpreload_core");
+}
+
+gemini_status_t gmi_uring_open(gmi_engine_t *engine) {
+  gmi_engine_t *e = engine;
+  gemini_status_t status;
+  if (under_valgrind())
+    return gmi_fail(GEMINI_ERR_UNSUPPORTED, 0,
+                    "io_uring is not to be had (valgrind stops all threads while one waits for it)");
+  uring_t *u = calloc(1, sizeof *u);
+  if (!u) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the file engine");
+  u->e = e;
+  u->commands_end = &u->commands;
+  pthread_cond_init(&u->news, NULL);
+  u->wake_fd = e->sys->eventfd(0, EFD_CLOEXEC); /* not O_NONBLOCK: older kernels' rings would not wait for it */
+  if (u->wake_fd < 0) {
+    status = gmi_fail(GEMINI_ERR_UNSUPPORTED, errno, "io_uring is not to be had (eventfd: %s)", strerror(errno));
+    goto fail;
+  }
+  u->slots = calloc(e->depth, sizeof *u->slots);
+  u->free_list = calloc(e->depth, sizeof *u->free_list);
+  u->ready = calloc(e->depth, sizeof *u->ready);
+  if (!u->slots || !u->free_list || !u->ready) {
+    status = gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the file engine");
+    goto fail;
+  }
+  for (uint32_t i = 0; i < e->depth; i++) u->free_list[i] = e->depth - 1 - i;
+  u->free_count = e->depth;
+  e->backend = &backend;
+  e->self = u;
+  int error = gmi_engine_thread(&u->thread, run, u);
+  if (error) {
+    status =
+        gmi_fail(GEMINI_ERR_OOM_SYSTEM, error, "could not start the thread of the file engine: %s", strerror(error));
+    goto fail;
+  }
+  pthread_mutex_lock(&e->lock);
+  while (u->state == STARTING) pthread_cond_wait(&u->news, &e->lock);
+  bool failed = u->state == FAILED;
+  pthread_mutex_unlock(&e->lock);
+  if (failed) {
+    pthread_join(u->thread, NULL);
+    status = gmi_fail(GEMINI_ERR_UNSUPPORTED, u->failure_code, "%s", u->failure);
+    goto fail;
+  }
+  e->threads = 1;
+  return GEMINI_OK;
+fail:
+  dispose(u);
+  return status;
+}

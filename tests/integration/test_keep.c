@@ -1,0 +1,265 @@
+/* Checkpoints in kept files, and taking them up. Only gemini.h. SPDX-License-Identifier: Apache-2.0 */
+#include <dirent.h>
+#include <signal.h>
+#include <sys/wait.h>
+#include <time.h>
+
+#include "world.h"
+
+enum { W = 65536, TENSORS = 6, SIZE = 2 * W + 512 };
+static const uint32_t HOST = GEMINI_TIER_HOST, DEVICE = GEMINI_TIER_DEVICE;
+static char dir[64];
+
+typedef struct {
+  world_t w;
+  gemini_arena_t params, grads, master;
+  gemini_tensor_t p[TENSORS], g[TENSORS], m[TENSORS];
+} model_t;
+
+static void make_dir(void) {
+  const char *tmp = getenv("TMPDIR");
+  snprintf(dir, sizeof dir, "%.40s/gemini.XXXXXX", tmp && *tmp ? tmp : "/tmp");
+  CHECK(mkdtemp(dir));
+}
+static int clear_dir(void) { /* files that were in it */
+  DIR *d = opendir(dir);
+  int files = 0;
+  CHECK(d);
+  for (struct dirent *e; (e = readdir(d));) {
+    char path[400];
+    if (*e->d_name == '.') continue;
+    snprintf(path, sizeof path, "%s/%s", dir, e->d_name);
+    CHECK_EQ(unlink(path), 0);
+    files++;
+  }
+  closedir(d);
+  CHECK_EQ(rmdir(dir), 0);
+  return files;
+}
+
+static gemini_config_t keep_config(void) {
+  gemini_config_t c = world_config(6, 12, 120);
+  c.file_dir = dir;
+  c.keep_name = "run";
+  return c;
+}
+static model_t model_open_sized(gemini_config_t c, uint64_t size) {
+  model_t k = { .w = world_open(c) };
+  k.params = world_arena(&k.w, GEMINI_KIND_PARAM, 2, "params", 0, 0);
+  k.grads = world_arena(&k.w, GEMINI_KIND_GRAD, 2, "grads", 0, k.params);
+  k.master = world_arena(&k.w, GEMINI_KIND_MASTER, 4, "master", k.params, 0);
+  for (int i = 0; i < TENSORS; i++) {
+    char name[16];
+    snprintf(name, sizeof name, "p %d", i);
+    k.p[i] = world_tensor(&k.w, k.params, name, size);
+    CHECK_OK(gemini_tensor_counterpart(k.w.mgr, k.p[i], k.grads, &k.g[i]));
+    CHECK_OK(gemini_tensor_counterpart(k.w.mgr, k.p[i], k.master, &k.m[i]));
+  }
+  return k;
+}
+static model_t model_open(void) { return model_open_sized(keep_config(), SIZE); }
+
+/* Tensor 0 stays zero, tensor 1 is a gradient. */
+static void model_fill(model_t *k, uint64_t seed) {
+  for (int i = 1; i < TENSORS; i++) {
+    world_fill(&k->w, i == 1 ? k->g[i] : k->p[i], 0, SIZE, i % 2 ? DEVICE : HOST, seed + (uint64_t)i);
+    world_fill(&k->w, k->m[i], 0, 2 * SIZE, i % 3 ? HOST : DEVICE, seed + 100 + (uint64_t)i);
+  }
+}
+static bool model_holds(model_t *k, uint64_t seed) {
+  bool right = world_holds(&k->w, k->p[0], 0, SIZE, 0) && world_holds(&k->w, k->m[0], 0, 2 * SIZE, 0);
+  for (int i = 1; i < TENSORS && right; i++)
+    right = world_holds(&k->w, i == 1 ? k->g[i] : k->p[i], 0, SIZE, seed + (uint64_t)i) &&
+            world_holds(&k->w, k->m[i], 0, 2 * SIZE, seed + 100 + (uint64_t)i);
+  return right;
+}
+
+static void test_what_was_checkpointed_comes_back(void) {
+  make_dir();
+  model_t k = model_open();
+  CHECK_STATUS(gemini_resume(k.w.mgr), GEMINI_ERR_NOT_FOUND);
+  model_fill(&k, 10);
+  CHECK_OK(gemini_tensor_state_set(k.w.mgr, k.p[2], GEMINI_STATE_READY_FOR_REDUCE));
+  CHECK_OK(gemini_checkpoint(k.w.mgr));
+  CHECK(model_holds(&k, 10)); /* it goes on as it was */
+  model_fill(&k, 50);
+  CHECK(model_holds(&k, 50));
+  CHECK_OK(gemini_stream_synchronize(k.w.mgr, k.w.stream));
+  world_close(&k.w); /* what came after the checkpoint is gone */
+  for (int round = 0; round < 2; round++) {
+    k = model_open();
+    CHECK_OK(gemini_resume(k.w.mgr));
+    CHECK_EQ(world_stats(&k.w).used_bytes[HOST], 0); /* nothing is read before it is used */
+    CHECK_EQ(world_tensor_info(&k.w, k.p[2]).state, GEMINI_STATE_READY_FOR_REDUCE);
+    CHECK_EQ(world_tensor_info(&k.w, k.p[3]).state, GEMINI_STATE_HOLD);
+    CHECK_EQ(world_tensor_info(&k.w, k.p[0]).state, GEMINI_STATE_FREE);
+    gemini_access_t wrong = world_whole(k.p[1], GEMINI_READ, HOST);
+    CHECK_STATUS(gemini_acquire(k.w.mgr, &wrong, 1, GEMINI_STREAM_CALLER),
+                 GEMINI_ERR_STATE); /* its gradient is there */
+    CHECK(model_holds(&k, 10));
+    CHECK_STATUS(gemini_resume(k.w.mgr), GEMINI_ERR_STATE);
+    world_close(&k.w);
+  }
+  CHECK_EQ(clear_dir(), 2); /* one file of chunks, one index */
+}
+
+static void test_unchanged_chunks_are_not_written_again(void) {
+  make_dir();
+  model_t k = model_open();
+  model_fill(&k, 10);
+  CHECK_OK(gemini_checkpoint(k.w.mgr));
+  uint64_t used = world_stats(&k.w).used_bytes[GEMINI_TIER_FILE];
+  CHECK_OK(gemini_stats_reset(k.w.mgr));
+  CHECK_OK(gemini_checkpoint(k.w.mgr));
+  gemini_stats_t s = world_stats(&k.w);
+  for (int r = 0; r < GEMINI_REASON_COUNT; r++) CHECK_EQ(s.moved_bytes[GEMINI_LINK_H2F][r], 0);
+  world_fill(&k.w, k.m[5], 0, 64, HOST, 9); /* one chunk, or two when it lies on a boundary */
+  CHECK_OK(gemini_checkpoint(k.w.mgr));
+  s = world_stats(&k.w);
+  uint64_t written = 0;
+  for (int r = 0; r < GEMINI_REASON_COUNT; r++) written += s.moved_bytes[GEMINI_LINK_H2F][r];
+  CHECK(written >= W && written <= 2 * W);
+  CHECK_EQ(s.used_bytes[GEMINI_TIER_FILE], used);
+  world_close(&k.w);
+  clear_dir();
+}
+
+static void test_checkpoints_one_after_another_need_room_for_two(void) {
+  make_dir();
+  model_t k = model_open();
+  for (uint64_t round = 0; round < 6; round++) {
+    model_fill(&k, 10 * round);
+    CHECK_OK(gemini_checkpoint(k.w.mgr));
+  }
+  world_close(&k.w);
+  k = model_open(); /* which does not take it up: it goes with the next checkpoint */
+  for (uint64_t round = 0; round < 3; round++) {
+    model_fill(&k, 700 + 10 * round);
+    CHECK_OK(gemini_checkpoint(k.w.mgr));
+  }
+  world_close(&k.w);
+  k = model_open();
+  CHECK_OK(gemini_resume(k.w.mgr));
+  CHECK(model_holds(&k, 720));
+  world_close(&k.w);
+  clear_dir();
+}
+
+static void test_other_arenas_and_tensors_are_refused(void) {
+  make_dir();
+  model_t k = model_open();
+  model_fill(&k, 10);
+  CHECK_OK(gemini_checkpoint(k.w.mgr));
+  world_close(&k.w);
+  k = model_open_sized(keep_config(), SIZE - 512);
+  CHECK_STATUS(gemini_resume(k.w.mgr), GEMINI_ERR_FORMAT);
+  CHECK(strstr(world_error().message, "arena params"));
+  world_close(&k.w);
+  k = model_open();
+  world_tensor(&k.w, world_arena(&k.w, GEMINI_KIND_OTHER, 1, "more", 0, 0), "one more", 100);
+  CHECK_STATUS(gemini_resume(k.w.mgr), GEMINI_ERR_FORMAT);
+  CHECK(strstr(world_error().message, "6 tensors") && strstr(world_error().message, "7"));
+  world_close(&k.w);
+  k = model_open();
+  world_fill(&k.w, k.p[3], 0, 64, HOST, 1);
+  CHECK_STATUS(gemini_resume(k.w.mgr), GEMINI_ERR_STATE);
+  CHECK(strstr(world_error().message, "params"));
+  world_close(&k.w);
+  gemini_config_t c = keep_config();
+  c.window_bytes = 2 * W;
+  gemini_manager_t mgr;
+  CHECK_STATUS(gemini_manager_open(&c, &mgr), GEMINI_ERR_FORMAT); /* blocks of another size */
+  k = model_open();
+  CHECK_OK(gemini_resume(k.w.mgr)); /* none of this harmed it */
+  CHECK(model_holds(&k, 10));
+  world_close(&k.w);
+  clear_dir();
+}
+
+static void test_calls_out_of_order_are_refused(void) {
+  make_dir();
+  gemini_config_t c = keep_config();
+  c.keep_name = NULL;
+  model_t k = model_open_sized(c, SIZE);
+  CHECK_STATUS(gemini_checkpoint(k.w.mgr), GEMINI_ERR_STATE);
+  CHECK_STATUS(gemini_resume(k.w.mgr), GEMINI_ERR_STATE);
+  world_close(&k.w);
+  gemini_manager_t mgr;
+  c = keep_config();
+  c.window_bytes = 0;
+  CHECK_STATUS(gemini_manager_open(&c, &mgr), GEMINI_ERR_INVALID);
+  c = keep_config();
+  c.keep_name = "";
+  CHECK_STATUS(gemini_manager_open(&c, &mgr), GEMINI_ERR_INVALID);
+  c.keep_name = "a/b";
+  CHECK_STATUS(gemini_manager_open(&c, &mgr), GEMINI_ERR_INVALID);
+  k = model_open();
+  gemini_access_t held = world_whole(k.m[2], GEMINI_READ_WRITE, HOST);
+  CHECK_OK(gemini_acquire(k.w.mgr, &held, 1, GEMINI_STREAM_CALLER));
+  CHECK_STATUS(gemini_checkpoint(k.w.mgr), GEMINI_ERR_BUSY);
+  CHECK_OK(gemini_release(k.w.mgr, &held, 1, GEMINI_STREAM_CALLER));
+  held.mode = GEMINI_READ, held.tier = DEVICE;
+  CHECK_OK(gemini_acquire(k.w.mgr, &held, 1, GEMINI_STREAM_CALLER));
+  CHECK_OK(gemini_checkpoint(k.w.mgr)); /* readers do no harm */
+  CHECK_OK(gemini_release(k.w.mgr, &held, 1, GEMINI_STREAM_CALLER));
+  CHECK_OK(gemini_checkpoint(k.w.mgr));
+  world_close(&k.w);
+  clear_dir();
+}
+
+/* Killed at any moment, in the middle of write-backs and checkpoints: the last checkpoint that was reported, or the one
+ * that was being made, is there, whole. */
+static void test_a_kill_leaves_a_whole_checkpoint(void) {
+  make_dir();
+  uint64_t random = (uint64_t)time(NULL) * 2 + 1, reported = 0;
+  fprintf(stderr, "  seed %" PRIu64 "\n", random);
+  for (int round = 0; round < 8; round++) {
+    int told[2];
+    CHECK_EQ(pipe(told), 0);
+    pid_t child = fork();
+    CHECK(child >= 0);
+    if (!child) {
+      close(told[0]);
+      model_t k = model_open();
+      uint64_t seed = reported;
+      if (reported) CHECK_OK(gemini_resume(k.w.mgr));
+      for (;;) {
+        seed += 1000;
+        model_fill(&k, seed);
+        CHECK_OK(gemini_checkpoint(k.w.mgr));
+        CHECK_EQ(write(told[1], &seed, sizeof seed), sizeof seed);
+      }
+    }
+    close(told[1]);
+    uint64_t seed;
+    if (!round) { /* there is one */
+      CHECK_EQ(read(told[0], &seed, sizeof seed), sizeof seed);
+      reported = seed;
+    }
+    usleep((useconds_t)(check_random(&random) % 60000));
+    CHECK_EQ(kill(child, SIGKILL), 0);
+    CHECK_EQ(waitpid(child, NULL, 0), child);
+    while (read(told[0], &seed, sizeof seed) == sizeof seed) reported = seed;
+    close(told[0]);
+    model_t k = model_open();
+    CHECK_OK(gemini_resume(k.w.mgr));
+    gemini_access_t a = world_part(k.m[5], 0, 1, GEMINI_READ, HOST);
+    CHECK_OK(gemini_acquire(k.w.mgr, &a, 1, GEMINI_STREAM_CALLER));
+    uint8_t first = *(const uint8_t *)a.ptr;
+    CHECK_OK(gemini_release(k.w.mgr, &a, 1, GEMINI_STREAM_CALLER));
+    if (first != world_byte(reported + 105, 0)) reported += 1000;
+    CHECK(model_holds(&k, reported));
+    world_close(&k.w);
+  }
+  clear_dir();
+}
+
+int main(void) {
+  RUN(test_what_was_checkpointed_comes_back);
+  RUN(test_unchanged_chunks_are_not_written_again);
+  RUN(test_checkpoints_one_after_another_need_room_for_two);
+  RUN(test_other_arenas_and_tensors_are_refused);
+  RUN(test_calls_out_of_order_are_refused);
+  RUN(test_a_kill_leaves_a_whole_checkpoint);
+  return check_done();
+}

@@ -1,0 +1,677 @@
+/* Windows in files, at the manager's level: updates with states in files, with every fault that the system calls below
+ * can have, by both engines. SPDX-License-Identifier: Apache-2.0 */
+#define _GNU_SOURCE
+#include "tiers_world.h"
+
+/* ---- without faults: three tiers against plain arrays */
+static void test_updates_in_three_tiers_are_those_of_plain_arrays(void) {
+  for (uint32_t late = 0; late < 2; late++) {
+    opt_t *o = opt_open(tiers_config(6, 14, 120), 12);
+    uint64_t r = 11 + late;
+    for (int step = 0; step < 5; step++) {
+      if (step == 3) faults.delay_us[0] = faults.delay_us[1] = 100;
+      CHECK_OK(opt_update(o, late ? GEMINI_UPDATE_LATE : 0));
+      opt_model(o, 0, o->n);
+      if (step % 2) continue; /* a second one on top of what still waits */
+      for (int k = 0; k < 12; k++) {
+        int a = (int)below(&r, OPT_ARENAS);
+        uint64_t size = o->n * opt_bytes[a], at = below(&r, size), part = 1 + below(&r, 2 * WORLD_WINDOW);
+        if (part > size - at) part = size - at;
+        opt_check_range(o, a, at, part, a == PARAMS && k % 2 ? GEMINI_TIER_DEVICE : GEMINI_TIER_HOST);
+      }
+    }
+    CHECK_OK(gemini_update_wait(o->w.mgr));
+    CHECK_EQ(opt_waits(o), 0);
+    opt_check(o);
+    gemini_stats_t s = world_stats(&o->w);
+    CHECK(s.moved_chunks[GEMINI_LINK_H2F][GEMINI_REASON_PRESSURE] > 20);
+    CHECK(s.moved_chunks[GEMINI_LINK_F2H][GEMINI_REASON_UPDATE] > 20);
+    CHECK(s.peak_bytes[GEMINI_TIER_HOST] <= 14 * WORLD_WINDOW);
+    CHECK_EQ(s.file_engine, engine);
+    opt_close(o);
+  }
+}
+
+/* Transfers that fall short, or are interrupted, go on as if nothing had been. */
+static void test_short_and_interrupted_transfers_go_on(void) {
+  opt_t *o = opt_open(tiers_config(6, 14, 120), 12);
+  for (int step = 0; step < 3; step++) {
+    faults.shortened = 150;
+    faults.interrupted = 60;
+    CHECK_OK(opt_update(o, GEMINI_UPDATE_LATE));
+    opt_model(o, 0, o->n);
+    CHECK_OK(gemini_update_wait(o->w.mgr));
+  }
+  CHECK(faults.shortened < 150 && faults.interrupted < 60);
+  faults.shortened = faults.interrupted = 0;
+  opt_check(o);
+  opt_close(o);
+}
+
+/* ---- reads that fail */
+static void check_names_a_chunk(gemini_status_t status, const char *what) {
+  gemini_error_info_t e = world_error();
+  CHECK_EQ(e.status, status);
+  CHECK_SAYS(e.message, what);
+  CHECK_SAYS(e.message, "chunk ");
+  CHECK_SAYS(e.message, " of arena ");
+  CHECK_SAYS(e.message, " at offset ");
+  CHECK_SAYS(e.message, "gemini."); /* the directory */
+}
+
+static void test_an_acquire_whose_read_fails_says_so_and_loses_nothing(void) {
+  opt_t *o = opt_open(tiers_config(6, 14, 120), 8);
+  opt_to_files(o, MASTER);
+  for (uint32_t tier = GEMINI_TIER_DEVICE; tier <= GEMINI_TIER_HOST; tier++) {
+    break_files(false, EIO, 0, -1);
+    gemini_access_t x = world_part(o->arenas[MASTER], 3 * WORLD_WINDOW, WORLD_WINDOW + 5, GEMINI_READ, tier);
+    CHECK_STATUS(gemini_acquire(o->w.mgr, &x, 1, GEMINI_STREAM_CALLER), GEMINI_ERR_IO);
+    CHECK_EQ(world_error().native_code, EIO);
+    check_names_a_chunk(GEMINI_ERR_IO, "could not read");
+    CHECK_SAYS(world_error().message, "of arena master");
+    CHECK(windows_right(&o->w));
+    int out = open("/dev/null", O_WRONLY);
+    gemini_access_t whole = world_part(o->arenas[MASTER], 6 * WORLD_WINDOW, 100, GEMINI_READ, 0);
+    CHECK_STATUS(gemini_store(o->w.mgr, &whole, out, 0), GEMINI_ERR_IO);
+    close(out);
+    double norm;
+    CHECK_STATUS(gemini_norm(o->w.mgr, &whole, GEMINI_DTYPE_F32, GEMINI_STREAM_CALLER, &norm), GEMINI_ERR_IO);
+    gemini_access_t move = world_part(o->arenas[MASTER], 9 * WORLD_WINDOW, 1, 0, tier);
+    CHECK_STATUS(gemini_move(o->w.mgr, &move, 1), GEMINI_ERR_IO);
+    mend_files();
+    CHECK_OK(gemini_move(o->w.mgr, &move, 1));
+    opt_check_range(o, MASTER, 3 * WORLD_WINDOW, WORLD_WINDOW + 5, tier);
+    opt_to_files(o, MASTER);
+  }
+  opt_check(o);
+  opt_close(o);
+}
+
+/* One of a range's windows cannot be read, while the call is at the next ones. */
+static void test_a_move_tells_of_each_window_that_did_not_come(void) {
+  for (int failing = 0; failing < 4; failing++) {
+    opt_t *o = opt_open(tiers_config(6, 20, 120), 4);
+    opt_to_files(o, MASTER);
+    faults.delay_us[0] = engine == GEMINI_FILE_ENGINE_THREADS ? 2000 : 0;
+    break_files(false, EIO, failing, 1);
+    gemini_access_t x = world_part(o->arenas[MASTER], 0, 6 * WORLD_WINDOW, 0, GEMINI_TIER_HOST);
+    CHECK_STATUS(gemini_move(o->w.mgr, &x, 1), GEMINI_ERR_IO);
+    CHECK(windows_right(&o->w));
+    CHECK_OK(gemini_move(o->w.mgr, &x, 1));
+    for (uint64_t at = 0; at < x.size_bytes; at += WORLD_WINDOW)
+      CHECK(window_of(&o->w, o->arenas[MASTER], at)->valid & GMI_VALID_HOST);
+    opt_check(o);
+    opt_close(o);
+  }
+}
+
+/* A read ahead that fails is told to who wants the bytes, once; it does not matter to who overwrites them. */
+static void test_a_read_ahead_that_fails_harms_nobody_who_overwrites(void) {
+  for (int on_host = 0; on_host < 2; on_host++) {
+    opt_t *o = opt_open(tiers_config(6, 20, 120), 4);
+    opt_to_files(o, MASTER);
+    faults.delay_us[0] = 20000;
+    break_files(false, EIO, 0, -1);
+    gemini_access_t hint = world_part(o->arenas[MASTER], 0, 2 * WORLD_WINDOW, 0, GEMINI_TIER_HOST);
+    CHECK_OK(gemini_hint(o->w.mgr, &hint, 1));
+    for (uint64_t at = 0; at < 2 * WORLD_WINDOW; at += WORLD_WINDOW) { /* while it is read */
+      for (uint64_t i = 0; i < WORLD_WINDOW; i++) o->model[MASTER][at + i] = world_byte(77, at + i);
+      gemini_access_t x = world_part(o->arenas[MASTER], at, WORLD_WINDOW, GEMINI_WRITE,
+                                     on_host ? GEMINI_TIER_HOST : GEMINI_TIER_DEVICE);
+      gemini_status_t status = gemini_acquire(o->w.mgr, &x, 1, GEMINI_STREAM_CALLER);
+      CHECK_EQ(status, GEMINI_OK);
+      memcpy(x.ptr, o->model[MASTER] + at, WORLD_WINDOW);
+      CHECK_OK(gemini_release(o->w.mgr, &x, 1, GEMINI_STREAM_CALLER));
+    }
+    sleep_us(60000); /* now it has failed */
+    CHECK(windows_right(&o->w));
+    gemini_access_t down = world_part(o->arenas[MASTER], 0, 2 * WORLD_WINDOW, 0, GEMINI_TIER_HOST);
+    CHECK_OK(gemini_move(o->w.mgr, &down, 1));
+    CHECK(windows_right(&o->w));
+    mend_files();
+    faults.delay_us[0] = 0;
+    opt_check(o);
+    opt_close(o);
+  }
+}
+
+/* What an update that did not run left: each piece is old or new, as a whole. Returns how many are old. */
+static uint64_t settle_model(opt_t *o) {
+  uint64_t unit = WORLD_WINDOW / 2, old = 0;
+  for (uint64_t at = 0; at < o->n; at += unit) {
+    uint64_t count = o->n - at < unit ? o->n - at : unit;
+    gemini_access_t x = world_part(o->arenas[MASTER], at * 4, 4, GEMINI_READ, GEMINI_TIER_HOST);
+    CHECK_OK(gemini_acquire(o->w.mgr, &x, 1, GEMINI_STREAM_CALLER));
+    bool is_old = !memcmp(x.ptr, o->model[MASTER] + at * 4, 4);
+    CHECK_OK(gemini_release(o->w.mgr, &x, 1, GEMINI_STREAM_CALLER));
+    old += is_old;
+    if (!is_old) opt_model(o, at, count);
+  }
+  return old;
+}
+
+static void test_an_update_whose_reads_fail_is_reported_and_loses_nothing(void) {
+  for (int late = 0; late < 2; late++) {
+    for (int after = 0; after < 8; after += 3) {
+      for (int delay = 0; delay <= 500; delay += 500) { /* they fail at once, or when all has been queued */
+        opt_t *o = opt_open(tiers_config(6, 15, 120), 6);
+        for (int a = 0; a < OPT_ARENAS; a++) opt_to_files(o, a);
+        faults.delay_us[0] = delay;
+        bool for_long = after % 2 == 0; /* else it works when it is tried again */
+        break_files(false, EIO, after, for_long ? -1 : 2);
+        gemini_status_t status = opt_update(o, late ? GEMINI_UPDATE_LATE : 0);
+        CHECK(status == GEMINI_ERR_IO || (!status && (late || !for_long)));
+        if (status) check_names_a_chunk(GEMINI_ERR_IO, "could not read");
+        gemini_status_t waited = gemini_update_wait(o->w.mgr);
+        CHECK(waited == GEMINI_ERR_IO || (!waited && !for_long));
+        if (waited) check_names_a_chunk(GEMINI_ERR_IO, "could not read");
+        mend_files();
+        faults.delay_us[0] = 0;
+        gemini_status_t stays = gemini_update_wait(o->w.mgr); /* says so for ever, or has caught up */
+        CHECK(stays == GEMINI_ERR_IO || !stays);
+        CHECK_EQ(opt_waits(o), 0);
+        CHECK(windows_right(&o->w));
+        uint64_t old = settle_model(o);
+        CHECK(!old || status || waited);
+        CHECK(!stays || old);
+        opt_check(o);
+        /* It goes on, and says at the end that an update is missing, if one is. */
+        CHECK_STATUS(opt_update(o, 0), stays);
+        opt_model(o, 0, o->n);
+        opt_check(o);
+        CHECK_STATUS(gemini_manager_close(o->w.mgr), stays);
+        CHECK_EQ(rmdir(o->w.dir), 0);
+        opt_free(o);
+      }
+    }
+  }
+}
+
+/* ---- writes that fail */
+static void test_writes_that_fail_lose_nothing_and_updates_catch_up(void) {
+  static const int errors[] = { EIO, ENOSPC };
+  for (int e = 0; e < 2; e++) {
+    for (int late = 0; late < 2; late++) {
+      gemini_status_t expected = errors[e] == EIO ? GEMINI_ERR_IO : GEMINI_ERR_OOM_FILE;
+      opt_t *o = opt_open(tiers_config(6, 15, 120), 6);
+      break_files(true, errors[e], 0, -1);
+      gemini_status_t status = opt_update(o, late ? GEMINI_UPDATE_LATE : 0);
+      CHECK_EQ(status, late ? GEMINI_OK : expected);
+      CHECK_STATUS(gemini_update_wait(o->w.mgr), expected);
+      check_names_a_chunk(expected, "could not write");
+      CHECK_EQ(world_error().native_code, errors[e]);
+      CHECK(windows_right(&o->w));
+      mend_files();
+      CHECK_OK(gemini_update_wait(o->w.mgr));
+      CHECK_EQ(opt_waits(o), 0);
+      opt_model(o, 0, o->n);
+      opt_check(o);
+      CHECK_OK(opt_update(o, 0));
+      opt_model(o, 0, o->n);
+      opt_check(o);
+      opt_close(o);
+    }
+  }
+}
+
+/* The host copy of a window whose write failed is as good as before: its updates run. */
+static void test_a_window_that_could_not_be_written_can_be_updated(void) {
+  opt_t *o = opt_open(tiers_config(6, 40, 120), 4);
+  break_files(true, ENOSPC, 0, -1);
+  gemini_access_t x = world_part(o->arenas[MASTER], 0, 3 * WORLD_WINDOW, 0, GEMINI_TIER_FILE);
+  CHECK_STATUS(gemini_move(o->w.mgr, &x, 1), GEMINI_ERR_OOM_FILE);
+  check_names_a_chunk(GEMINI_ERR_OOM_FILE, "could not write");
+  mend_files();
+  CHECK_OK(opt_update(o, 0));
+  opt_model(o, 0, o->n);
+  opt_check(o);
+  opt_close(o);
+}
+
+/* A failed read's slot goes to another window, whose updates have nothing to do with it. */
+static void test_a_failed_read_does_not_follow_its_slot(void) {
+  opt_t *o = opt_open(tiers_config(6, 20, 120), 4);
+  opt_to_files(o, MASTER);
+  break_files(false, EIO, 0, 1);
+  gemini_access_t x = world_part(o->arenas[MASTER], 0, WORLD_WINDOW, GEMINI_READ, GEMINI_TIER_HOST);
+  CHECK_STATUS(gemini_acquire(o->w.mgr, &x, 1, GEMINI_STREAM_CALLER), GEMINI_ERR_IO);
+  mend_files();
+  /* Written whole on the device: nothing is read, and it comes down into the same slot. */
+  gemini_access_t w = world_part(o->arenas[MASTER], 0, WORLD_WINDOW, GEMINI_WRITE, GEMINI_TIER_DEVICE);
+  CHECK_OK(gemini_acquire(o->w.mgr, &w, 1, GEMINI_STREAM_CALLER));
+  memcpy(w.ptr, o->model[MASTER], WORLD_WINDOW);
+  CHECK_OK(gemini_release(o->w.mgr, &w, 1, GEMINI_STREAM_CALLER));
+  CHECK_OK(opt_update(o, 0));
+  opt_model(o, 0, o->n);
+  opt_check(o);
+  opt_close(o);
+}
+
+/* ---- damage on disk */
+typedef struct {
+  int fd; /* a second descriptor of the chunks' file */
+  off_t offset;
+} place_t;
+/* Where a window's block lies: the file is found among the process's own. */
+static place_t place_of(opt_t *o, int a, uint64_t offset) {
+  place_t p = { -1, 0 };
+  uint32_t block = window_of(&o->w, o->arenas[a], offset)->file_block;
+  CHECK(block != GMI_NONE);
+  p.offset = (off_t)(block * WORLD_WINDOW);
+  for (int fd = 0; fd < 1024 && p.fd < 0; fd++) {
+    char link[64], target[256] = "";
+    snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
+    if (readlink(link, target, sizeof target - 1) > 0 && strstr(target, o->w.dir) && !strstr(target, "test_"))
+      p.fd = open(link, O_RDWR | O_CLOEXEC);
+  }
+  CHECK(p.fd >= 0);
+  return p;
+}
+static void put_back(place_t p, uint8_t *bytes, bool write) {
+  CHECK_EQ(write ? pwrite(p.fd, bytes, WORLD_WINDOW, p.offset) : pread(p.fd, bytes, WORLD_WINDOW, p.offset),
+           WORLD_WINDOW);
+}
+
+static void test_damaged_and_stale_blocks_are_named_and_never_used(void) {
+  opt_t *o = opt_open(tiers_config(6, 16, 120), 4);
+  uint8_t *good = malloc(WORLD_WINDOW), *bad = malloc(WORLD_WINDOW);
+  CHECK(good && bad);
+  uint64_t at = 5 * WORLD_WINDOW;
+  opt_to_files(o, MASTER);
+  place_t p = place_of(o, MASTER, at);
+  put_back(p, good, false);
+  CHECK(!memcmp(good, o->model[MASTER] + at, WORLD_WINDOW)); /* it is the place */
+  memcpy(bad, good, WORLD_WINDOW);
+  bad[54321] ^= 0x10;
+  put_back(p, bad, true);
+  for (uint32_t tier = 0; tier < 2; tier++) {
+    gemini_access_t x = world_part(o->arenas[MASTER], at + 100, 10, GEMINI_READ, tier);
+    CHECK_STATUS(gemini_acquire(o->w.mgr, &x, 1, GEMINI_STREAM_CALLER), GEMINI_ERR_FORMAT);
+    check_names_a_chunk(GEMINI_ERR_FORMAT, "damaged");
+    CHECK_SAYS(world_error().message, "chunk 5 of arena master");
+  }
+  CHECK_STATUS(opt_update(o, 0), GEMINI_ERR_FORMAT);
+  CHECK_SAYS(world_error().message, "chunk 5 of arena master");
+  put_back(p, good, true); /* the disk has come to its senses: nothing was lost */
+  gemini_status_t stays = gemini_update_wait(o->w.mgr);
+  CHECK(!stays || stays == GEMINI_ERR_FORMAT);
+  uint64_t old = settle_model(o); /* the piece of that chunk was not computed on wrong bytes */
+  CHECK(!stays || old == 1);
+  opt_check(o);
+  close(p.fd);
+  CHECK_STATUS(gemini_manager_close(o->w.mgr), stays);
+  CHECK_EQ(rmdir(o->w.dir), 0);
+  opt_free(o);
+
+  o = opt_open(tiers_config(6, 16, 120), 4);
+  opt_to_files(o, MASTER);
+  p = place_of(o, MASTER, at);
+  uint32_t block = window_of(&o->w, o->arenas[MASTER], at)->file_block;
+  put_back(p, bad, false);
+  for (int i = 0; i < 50; i++) { /* until the same block has a newer generation of it */
+    for (uint64_t k = 0; k < WORLD_WINDOW; k++) o->model[MASTER][at + k]++;
+    gemini_access_t x = world_part(o->arenas[MASTER], at, WORLD_WINDOW, GEMINI_WRITE, GEMINI_TIER_HOST);
+    CHECK_OK(gemini_acquire(o->w.mgr, &x, 1, GEMINI_STREAM_CALLER));
+    memcpy(x.ptr, o->model[MASTER] + at, WORLD_WINDOW);
+    CHECK_OK(gemini_release(o->w.mgr, &x, 1, GEMINI_STREAM_CALLER));
+    opt_to_files(o, MASTER);
+    if (window_of(&o->w, o->arenas[MASTER], at)->file_block == block && i > 0) break;
+  }
+  CHECK_EQ(window_of(&o->w, o->arenas[MASTER], at)->file_block, block);
+  put_back(p, good, false);
+  memcpy(bad, good, WORLD_WINDOW);
+  for (uint64_t k = 0; k < WORLD_WINDOW; k++) bad[k]--; /* what it held one generation before */
+  put_back(p, bad, true);
+  gemini_access_t x = world_part(o->arenas[MASTER], at, WORLD_WINDOW, GEMINI_READ, GEMINI_TIER_HOST);
+  CHECK_STATUS(gemini_acquire(o->w.mgr, &x, 1, GEMINI_STREAM_CALLER), GEMINI_ERR_FORMAT);
+  check_names_a_chunk(GEMINI_ERR_FORMAT, "stale");
+  put_back(p, good, true);
+  opt_check(o);
+  close(p.fd);
+  opt_close(o);
+  free(good);
+  free(bad);
+}
+
+/* ---- opening */
+static void test_io_uring_refused_falls_back_or_says_so(void) {
+  faults.ring_error = EPERM;
+  gemini_config_t c = tiers_config(6, 16, 40);
+  c.file_engine = GEMINI_FILE_ENGINE_AUTO;
+  opt_t *o = opt_open(c, 4);
+  CHECK_EQ(world_stats(&o->w).file_engine, GEMINI_FILE_ENGINE_THREADS);
+  opt_to_files(o, MASTER);
+  CHECK_OK(opt_update(o, GEMINI_UPDATE_LATE));
+  opt_model(o, 0, o->n);
+  opt_check(o);
+  opt_close(o);
+  c.file_engine = GEMINI_FILE_ENGINE_URING;
+  c.file_dir = "/tmp";
+  gemini_manager_t mgr = 0;
+  left_t before = left_now();
+  CHECK_STATUS(gemini_manager_open(&c, &mgr), GEMINI_ERR_UNSUPPORTED);
+  CHECK_SAYS(world_error().message, "Operation not permitted");
+  CHECK_EQ(mgr, 0);
+  check_left(before);
+}
+
+static void test_directories_that_are_not_there_are_refused(void) {
+  left_t before = left_now();
+  gemini_config_t c = tiers_config(6, 16, 40);
+  gemini_manager_t mgr = 0;
+  char first[64], both[160];
+  dir_make(first);
+  snprintf(both, sizeof both, "%s:%s/none", first, first);
+  c.file_dir = both;
+  CHECK_STATUS(gemini_manager_open(&c, &mgr), GEMINI_ERR_IO);
+  CHECK_EQ(world_error().native_code, ENOENT);
+  CHECK_SAYS(world_error().message, "/none");
+  check_left(before);
+  c.file_dir = "/proc";
+  gemini_status_t status = gemini_manager_open(&c, &mgr);
+  CHECK(status == GEMINI_ERR_IO || status == GEMINI_ERR_UNSUPPORTED);
+  check_left(before);
+  CHECK_EQ(rmdir(first), 0);
+}
+
+static void test_a_directory_that_disappears_takes_nothing_along(void) {
+  for (uint64_t window = 0; window <= WORLD_WINDOW; window += WORLD_WINDOW) {
+    gemini_config_t c = tiers_config(16, 16, 100);
+    c.window_bytes = WORLD_WINDOW;
+    opt_t *o = opt_open(c, 4);
+    opt_to_files(o, MASTER);
+    CHECK_EQ(rmdir(o->w.dir), 0); /* the files have no names */
+    CHECK_OK(opt_update(o, GEMINI_UPDATE_LATE));
+    opt_model(o, 0, o->n);
+    CHECK_OK(gemini_budget_set(o->w.mgr, GEMINI_TIER_FILE, 130 * WORLD_WINDOW));
+    CHECK_OK(gemini_budget_set(o->w.mgr, GEMINI_TIER_FILE, 60 * WORLD_WINDOW));
+    opt_to_files(o, MOMENTUM);
+    opt_check(o);
+    CHECK_OK(gemini_manager_close(o->w.mgr));
+    opt_free(o);
+  }
+  /* Before the size of chunks was known: it cannot be opened anew, and that is said each time. */
+  char dir[64];
+  dir_make(dir);
+  gemini_config_t c = tiers_config(16, 16, 100);
+  c.window_bytes = 0;
+  c.device_bytes = 16 << 20; /* where larger chunks than the smallest are chosen */
+  c.host_bytes = 16 << 20;
+  c.file_dir = dir;
+  world_t w = world_open(c);
+  gemini_arena_t arena = world_arena(&w, GEMINI_KIND_PARAM, 2, "params", 0, 0);
+  gemini_tensor_t t = world_tensor(&w, arena, "t", 3 << 20);
+  CHECK_EQ(rmdir(dir), 0);
+  gemini_access_t x = world_whole(t, GEMINI_WRITE, GEMINI_TIER_DEVICE);
+  gemini_status_t first = gemini_acquire(w.mgr, &x, 1, GEMINI_STREAM_CALLER);
+  gemini_status_t second = first ? gemini_acquire(w.mgr, &x, 1, GEMINI_STREAM_CALLER) : GEMINI_ERR_IO;
+  if (first) {
+    CHECK_EQ(first, GEMINI_ERR_IO);
+    CHECK_EQ(second, first);
+    CHECK_EQ(mkdir(dir, 0700), 0); /* back again */
+    CHECK_OK(gemini_acquire(w.mgr, &x, 1, GEMINI_STREAM_CALLER));
+  }
+  CHECK_OK(gemini_release(w.mgr, &x, 1, GEMINI_STREAM_CALLER));
+  CHECK(world_stats(&w).file_engine != GEMINI_FILE_ENGINE_AUTO);
+  CHECK(world_stats(&w).window_bytes > WORLD_WINDOW);
+  CHECK_OK(gemini_manager_close(w.mgr));
+  rmdir(dir);
+}
+
+static void test_space_that_cannot_be_reserved_is_refused(void) {
+  left_t before = left_now();
+  gemini_config_t c = tiers_config(6, 16, 40);
+  char dir[64];
+  dir_make(dir);
+  c.file_dir = dir;
+  gemini_manager_t mgr = 0;
+  faults.fallocate_error = ENOSPC;
+  CHECK_STATUS(gemini_manager_open(&c, &mgr), GEMINI_ERR_OOM_FILE);
+  CHECK_EQ(world_error().native_code, ENOSPC);
+  CHECK_SAYS(world_error().message, dir);
+  check_left(before);
+  CHECK_EQ(rmdir(dir), 0);
+  faults.fallocate_error = 0;
+  opt_t *o = opt_open(c = tiers_config(6, 16, 40), 4);
+  opt_to_files(o, MASTER);
+  faults.fallocate_error = ENOSPC;
+  CHECK_STATUS(gemini_budget_set(o->w.mgr, GEMINI_TIER_FILE, 400 * WORLD_WINDOW), GEMINI_ERR_OOM_FILE);
+  CHECK_EQ(world_stats(&o->w).budget_bytes[GEMINI_TIER_FILE], 40 * WORLD_WINDOW);
+  opt_to_files(o, MOMENTUM);
+  faults.fallocate_error = 0;
+  CHECK_OK(gemini_budget_set(o->w.mgr, GEMINI_TIER_FILE, 400 * WORLD_WINDOW));
+  opt_check(o);
+  opt_close(o);
+}
+
+static void test_chunks_are_spread_over_several_directories(void) {
+  char dirs[3][64], list[200] = "";
+  for (int d = 0; d < 3; d++) {
+    dir_make(dirs[d]);
+    snprintf(list + strlen(list), sizeof list - strlen(list), "%s%s", d ? ":" : "", dirs[d]);
+  }
+  gemini_config_t c = tiers_config(6, 14, 120);
+  c.file_dir = list;
+  opt_t *o = opt_open(c, 10);
+  for (int a = 0; a < OPT_ARENAS; a++) opt_to_files(o, a);
+  uint32_t spread[3] = { 0, 0, 0 };
+  for (int a = 0; a < OPT_ARENAS; a++)
+    for (uint64_t at = 0; at < o->n * opt_bytes[a]; at += WORLD_WINDOW)
+      spread[window_of(&o->w, o->arenas[a], at)->file_block % 3]++;
+  for (int d = 0; d < 3; d++) CHECK(spread[d] >= 16 && spread[d] <= 17);
+  for (int step = 0; step < 3; step++) {
+    CHECK_OK(opt_update(o, GEMINI_UPDATE_LATE));
+    opt_model(o, 0, o->n);
+  }
+  opt_check(o);
+  CHECK_OK(gemini_manager_close(o->w.mgr));
+  for (int d = 0; d < 3; d++) CHECK_EQ(rmdir(dirs[d]), 0);
+  opt_free(o);
+}
+
+/* ---- what waits: all that may happen to it */
+static opt_t *opt_waiting(void) { /* the last of two updates, or most of it, waits */
+  opt_t *o = opt_open(tiers_config(8, 16, 120), 8);
+  faults.delay_us[0] = faults.delay_us[1] = 500;
+  for (int i = 0; i < 2; i++) {
+    CHECK_OK(opt_update(o, GEMINI_UPDATE_LATE));
+    opt_model(o, 0, o->n);
+  }
+  CHECK(opt_waits(o) > 4);
+  return o;
+}
+
+static void test_whoever_wants_a_chunk_gets_it_updated(void) {
+  for (int what = 0; what < 9; what++) {
+    opt_t *o = opt_waiting();
+    uint64_t size = 3 * WORLD_WINDOW / 2, at = (what % 2 ? o->n * 4 - size - 64 : WORLD_WINDOW / 2 + 64) / 4096 * 4096;
+    gemini_access_t x = world_part(o->arenas[MASTER], at, size, GEMINI_READ, GEMINI_TIER_HOST);
+    double norm;
+    uint8_t *bytes = malloc(size);
+    CHECK(bytes);
+    switch (what) {
+    case 0:
+    case 1: opt_check_range(o, MASTER, at, size, GEMINI_TIER_HOST); break;
+    case 2:
+    case 3: /* parameters that the next forward pass wants on the device */
+      opt_check_range(o, PARAMS, at / 2, size / 2, GEMINI_TIER_DEVICE);
+      break;
+    case 4: { /* a sum over bytes as if they were doubles would not compare: f32 of small integers does */
+      CHECK_OK(gemini_norm(o->w.mgr, &x, GEMINI_DTYPE_BF16, GEMINI_STREAM_CALLER, &norm));
+      double sum = 0;
+      bool finite = true;
+      for (uint64_t i = 0; i < size; i += 2) {
+        uint32_t bits = (uint32_t)(o->model[MASTER][at + i] | o->model[MASTER][at + i + 1] << 8) << 16;
+        float value;
+        memcpy(&value, &bits, 4);
+        finite &= isfinite(value);
+        sum += (double)value * value;
+      }
+      CHECK(!finite || fabs(norm - sqrt(sum)) <= 1e-9 * sqrt(sum));
+      break;
+    }
+    case 5: {
+      FILE *file = tmpfile();
+      CHECK(file);
+      CHECK_OK(gemini_store(o->w.mgr, &x, fileno(file), 10));
+      CHECK_EQ(pread(fileno(file), bytes, size, 10), size);
+      CHECK(!memcmp(bytes, o->model[MASTER] + at, size));
+      fclose(file);
+      break;
+    }
+    case 6: {
+      FILE *file = tmpfile();
+      CHECK(file);
+      memset(bytes, 0x3c, size);
+      CHECK_EQ(pwrite(fileno(file), bytes, size, 0), size);
+      CHECK_OK(gemini_load(o->w.mgr, &x, fileno(file), 0));
+      memset(o->model[MASTER] + at, 0x3c, size);
+      fclose(file);
+      break;
+    }
+    case 7:
+      CHECK_OK(gemini_zero(o->w.mgr, &x));
+      memset(o->model[MASTER] + at, 0, size);
+      break;
+    default:
+      CHECK_OK(gemini_pin(o->w.mgr, &x));
+      opt_check_range(o, MASTER, at, size, GEMINI_TIER_DEVICE);
+      CHECK_OK(gemini_unpin(o->w.mgr, &x));
+    }
+    free(bytes);
+    faults.delay_us[0] = faults.delay_us[1] = 0;
+    opt_check(o);
+    CHECK_OK(opt_update(o, what % 2 ? GEMINI_UPDATE_LATE : 0));
+    opt_model(o, 0, o->n);
+    opt_check(o);
+    opt_close(o);
+  }
+}
+
+static void test_budgets_change_while_updates_wait(void) {
+  opt_t *o = opt_waiting();
+  CHECK_OK(gemini_budget_set(o->w.mgr, GEMINI_TIER_HOST, 8 * WORLD_WINDOW));
+  CHECK(world_stats(&o->w).used_bytes[GEMINI_TIER_HOST] <= 8 * WORLD_WINDOW);
+  CHECK_OK(gemini_budget_set(o->w.mgr, GEMINI_TIER_DEVICE, 6 * WORLD_WINDOW));
+  CHECK_OK(opt_update(o, GEMINI_UPDATE_LATE));
+  opt_model(o, 0, o->n);
+  CHECK_OK(gemini_budget_set(o->w.mgr, GEMINI_TIER_HOST, 20 * WORLD_WINDOW));
+  CHECK_OK(gemini_budget_set(o->w.mgr, GEMINI_TIER_FILE, 60 * WORLD_WINDOW));
+  CHECK_OK(gemini_budget_set(o->w.mgr, GEMINI_TIER_FILE, 200 * WORLD_WINDOW));
+  faults.delay_us[0] = faults.delay_us[1] = 0;
+  /* Less than one piece needs: it is refused, or waits until there is more. */
+  CHECK_OK(gemini_update_wait(o->w.mgr));
+  CHECK_OK(gemini_budget_set(o->w.mgr, GEMINI_TIER_HOST, 4 * WORLD_WINDOW));
+  CHECK_STATUS(opt_update(o, GEMINI_UPDATE_LATE), GEMINI_ERR_OOM_HOST);
+  o->step_count--;
+  CHECK_OK(gemini_budget_set(o->w.mgr, GEMINI_TIER_HOST, 16 * WORLD_WINDOW));
+  opt_check(o);
+  faults.delay_us[0] = faults.delay_us[1] = 2000;
+  CHECK_OK(opt_update(o, GEMINI_UPDATE_LATE));
+  opt_model(o, 0, o->n);
+  gemini_status_t shrunk = gemini_budget_set(o->w.mgr, GEMINI_TIER_HOST, 4 * WORLD_WINDOW);
+  faults.delay_us[0] = faults.delay_us[1] = 0;
+  if (!shrunk) {
+    gemini_status_t status = gemini_update_wait(o->w.mgr);
+    CHECK(!status || status == GEMINI_ERR_OOM_HOST);
+    CHECK_OK(gemini_budget_set(o->w.mgr, GEMINI_TIER_HOST, 16 * WORLD_WINDOW));
+  }
+  CHECK_OK(gemini_update_wait(o->w.mgr));
+  opt_check(o);
+  opt_close(o);
+}
+
+static void test_arenas_and_managers_end_while_updates_wait(void) {
+  opt_t *o = opt_waiting();
+  for (int a = OPT_ARENAS; a-- > 1;) CHECK_OK(gemini_arena_destroy(o->w.mgr, o->arenas[a]));
+  uint64_t size = o->n * 2;
+  for (uint64_t at = 0; at < size; at += WORLD_WINDOW)
+    opt_check_range(o, PARAMS, at, size - at < WORLD_WINDOW ? size - at : WORLD_WINDOW, GEMINI_TIER_HOST);
+  CHECK_OK(gemini_arena_destroy(o->w.mgr, o->arenas[0]));
+  gemini_stats_t s = world_stats(&o->w);
+  CHECK_EQ(s.used_bytes[GEMINI_TIER_HOST] + s.used_bytes[GEMINI_TIER_FILE], 0);
+  opt_close(o);
+  o = opt_waiting();
+  opt_close(o); /* runs them */
+  o = opt_waiting();
+  break_files(true, ENOSPC, 0, -1); /* they cannot run: that is said, and nothing stays behind */
+  break_files(false, EIO, 0, -1);
+  gemini_status_t status = gemini_manager_close(o->w.mgr);
+  CHECK(status == GEMINI_ERR_OOM_FILE || status == GEMINI_ERR_IO);
+  CHECK_EQ(rmdir(o->w.dir), 0);
+  opt_free(o);
+}
+
+/* Room for one piece is made by as many writes as it needs, not by writing all that is there. */
+static void test_room_for_a_piece_costs_no_more_writes_than_windows(void) {
+  opt_t *o = opt_open(tiers_config(6, 46, 200), 16); /* 16 + 32 + 32 windows */
+  CHECK_OK(opt_update(o, 0));
+  opt_model(o, 0, o->n);
+  CHECK_OK(gemini_stats_reset(o->w.mgr));
+  faults.delay_us[1] = 3000;
+  for (int i = 0; i < 3; i++) {
+    CHECK_OK(opt_update(o, GEMINI_UPDATE_LATE));
+    opt_model(o, 0, o->n);
+    CHECK_OK(gemini_update_wait(o->w.mgr));
+  }
+  gemini_stats_t s = world_stats(&o->w);
+  uint64_t writes = s.moved_chunks[GEMINI_LINK_H2F][GEMINI_REASON_PRESSURE], least = 80 - 46;
+  fprintf(stderr, "    %" PRIu64 " writes a step, at least %" PRIu64 " of 80\n", writes / 3, least);
+  CHECK(writes <= 3 * (least + 12));
+  faults.delay_us[1] = 0;
+  opt_check(o);
+  opt_close(o);
+
+  /* One piece only, whose states are in files, beside many that are not touched. */
+  o = opt_open(tiers_config(6, 46, 200), 16);
+  uint64_t unit = WORLD_WINDOW / 2;
+  for (int a = MASTER; a <= MOMENTUM; a++) {
+    gemini_access_t x = world_part(o->arenas[a], 0, 2 * WORLD_WINDOW, 0, GEMINI_TIER_FILE);
+    CHECK_OK(gemini_move(o->w.mgr, &x, 1));
+  }
+  for (uint64_t at = 2 * WORLD_WINDOW; world_stats(&o->w).used_bytes[GEMINI_TIER_HOST] < 46 * WORLD_WINDOW; at += 100)
+    opt_check_range(o, MASTER, at, 100, GEMINI_TIER_HOST); /* until the host is full */
+  CHECK_OK(gemini_stats_reset(o->w.mgr));
+  faults.delay_us[1] = 3000;
+  gemini_update_t u = opt_describe(o, GEMINI_UPDATE_LATE);
+  u.element_count = unit;
+  CHECK_OK(gemini_update(o->w.mgr, &u));
+  sleep_us(50000);
+  CHECK_OK(gemini_update_wait(o->w.mgr));
+  opt_model(o, 0, unit);
+  s = world_stats(&o->w);
+  writes = s.moved_chunks[GEMINI_LINK_H2F][GEMINI_REASON_PRESSURE];
+  fprintf(stderr, "    %" PRIu64 " writes for a piece of 5 windows\n", writes);
+  CHECK(writes <= 10);
+  faults.delay_us[1] = 0;
+  opt_check(o);
+  opt_close(o);
+}
+
+int main(int argc, char **argv) {
+  tiers_begin(argc, argv, &only_test);
+  bool uring = has_uring();
+  for (engine = GEMINI_FILE_ENGINE_THREADS; engine; engine = engine == GEMINI_FILE_ENGINE_THREADS && uring ? 1 : 0) {
+    fprintf(stderr, "  engine: %s\n", engine == GEMINI_FILE_ENGINE_THREADS ? "threads" : "io_uring");
+    RUN_TIMED(test_updates_in_three_tiers_are_those_of_plain_arrays);
+    RUN_TIMED(test_short_and_interrupted_transfers_go_on);
+    RUN_TIMED(test_an_acquire_whose_read_fails_says_so_and_loses_nothing);
+    RUN_TIMED(test_a_move_tells_of_each_window_that_did_not_come);
+    RUN_TIMED(test_a_read_ahead_that_fails_harms_nobody_who_overwrites);
+    RUN_TIMED(test_an_update_whose_reads_fail_is_reported_and_loses_nothing);
+    RUN_TIMED(test_writes_that_fail_lose_nothing_and_updates_catch_up);
+    RUN_TIMED(test_a_window_that_could_not_be_written_can_be_updated);
+    RUN_TIMED(test_a_failed_read_does_not_follow_its_slot);
+    RUN_TIMED(test_damaged_and_stale_blocks_are_named_and_never_used);
+    RUN_TIMED(test_io_uring_refused_falls_back_or_says_so);
+    RUN_TIMED(test_directories_that_are_not_there_are_refused);
+    RUN_TIMED(test_a_directory_that_disappears_takes_nothing_along);
+    RUN_TIMED(test_space_that_cannot_be_reserved_is_refused);
+    RUN_TIMED(test_chunks_are_spread_over_several_directories);
+    RUN_TIMED(test_whoever_wants_a_chunk_gets_it_updated);
+    RUN_TIMED(test_budgets_change_while_updates_wait);
+    RUN_TIMED(test_arenas_and_managers_end_while_updates_wait);
+    RUN_TIMED(test_room_for_a_piece_costs_no_more_writes_than_windows);
+  }
+  return check_done();
+}
