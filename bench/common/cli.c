@@ -58,7 +58,12 @@ bool cli_parse_size(const char *text, uint64_t *bytes_out) {
     { "M", 0x1p20 }, { "MiB", 0x1p20 }, { "MB", 1e6 },     { "G", 0x1p30 }, { "GiB", 0x1p30 },
     { "GB", 1e9 },   { "T", 0x1p40 },   { "TiB", 0x1p40 }, { "TB", 1e12 },
   };
-  if (parse_u64(text, bytes_out)) return true; /* exact above 2^53 too */
+  uint64_t bytes;
+  if (parse_u64(text, &bytes)) { /* exact above 2^53 too */
+    if (bytes > INT64_MAX) return false;
+    *bytes_out = bytes;
+    return true;
+  }
   size_t digits = strspn(text, "0123456789.");
   char number[64];
   if (digits == 0 || digits >= sizeof number) return false;

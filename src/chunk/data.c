@@ -27,6 +27,21 @@ static gemini_status_t free_to_change(gmi_manager_t *m, const gmi_range_t *r) {
   return GEMINI_OK;
 }
 
+/* Of a tensor in a reused or reusing arena: are the bytes its own, or about to be, as all of it is written? */
+static gemini_status_t content_check(gmi_manager_t *m, const gmi_range_t *r, bool write) {
+  bool is_gradient = r->arena->store != r->arena->index;
+  if (!r->tensor || (!is_gradient && !r->arena->reused)) return GEMINI_OK;
+  const gmi_tensor_t *base = gmi_tensor_base(m, r->tensor);
+  bool holds_gradient = atomic_load(&base->word) & GMI_TENSOR_GRADIENT;
+  if (is_gradient == holds_gradient || (write && r->size == r->tensor->size)) return GEMINI_OK;
+  if (is_gradient)
+    return gmi_fail(GEMINI_ERR_STATE, 0,
+                    "gradient of %s cannot be used: it has not been written whole since its parameter was", base->name);
+  return gmi_fail(GEMINI_ERR_STATE, 0,
+                  "parameter %s cannot be used: its gradient has taken its bytes until the parameter is written again",
+                  base->name);
+}
+
 /* ---- zero */
 static gemini_status_t zero_bytes(gmi_manager_t *m, const gmi_range_t *r) {
   gemini_status_t status = GEMINI_OK;
@@ -110,7 +125,8 @@ static gemini_status_t zero_range(gmi_manager_t *m, const gemini_access_t *acces
     gmi_arena_each(m, r.store, r.offset, r.size, zero_gradient, &c);
     if (c.tensors || c.status) return c.status;
   }
-  status = zero_bytes(m, &r);
+  status = content_check(m, &r, true);
+  if (!status) status = zero_bytes(m, &r);
   if (!status) range_written(m, &r);
   return status;
 }
@@ -219,7 +235,8 @@ static gemini_status_t file_range(gmi_manager_t *m, const gemini_access_t *acces
   if (fd_offset > (uint64_t)INT64_MAX - r.size)
     return gmi_fail(GEMINI_ERR_INVALID, 0, "fd_offset is %llu, past what a file can have",
                     (unsigned long long)fd_offset);
-  if (!write_file) status = free_to_change(m, &r);
+  status = content_check(m, &r, !write_file);
+  if (!status && !write_file) status = free_to_change(m, &r);
   for (uint64_t i = r.first; !status && i <= r.last; i++) status = file_check(&r, &r.store->windows[i], write_file);
   for (uint64_t i = r.first; !status && i <= r.last; i++) {
     gmi_window_t *w = &r.store->windows[i];
@@ -342,6 +359,8 @@ static gemini_status_t norm(gmi_manager_t *m, const gemini_access_t *access, uin
     return gmi_fail(GEMINI_ERR_INVALID, 0, "dtype is %u, the last one is %d", dtype, GEMINI_DTYPE_F64);
   gemini_status_t status = gmi_stream_resolve(m, stream, &s);
   if (!status) status = gmi_range_ready(m, access, &r);
+  if (!status && r.arena->reused)
+    status = content_check(m, &r, false); /* a gradient that is not there counts as zero */
   if (status) return status;
   uint32_t width = widths[dtype];
   if (r.offset % width || r.size % width)

@@ -84,6 +84,8 @@ gemini_status_t gmi_host_open(gmi_manager_t *m) {
   /* Addresses for a budget that grows; they cost nothing. */
   uint64_t most = limits.memory.limit_bytes == GMI_LIMIT_NONE ? 0 : limits.memory.limit_bytes;
   status = reserve_open(m, most > m->config.host_bytes ? most : m->config.host_bytes);
+  if (status == GEMINI_ERR_OOM_HOST && most > m->config.host_bytes) /* too few addresses: then it cannot grow */
+    status = reserve_open(m, m->config.host_bytes);
   if (status) return status;
   m->host.base = gmi_reserve_base(m->host.reserve);
   m->host.grain_bytes = m->host.part_bytes = gmi_reserve_grain(m->host.reserve);
@@ -97,10 +99,10 @@ gemini_status_t gmi_host_open(gmi_manager_t *m) {
 }
 
 void gmi_host_close(gmi_manager_t *m) {
+  gmi_blocks_close(m->host.blocks); /* gives its slots back */
   for (uint64_t part = 0; m->host.committed && part < m->host.part_count; part++)
     if (m->host.committed[part])
       m->dev->host_unlock(m->dev_self, m->host.base + part * m->host.part_bytes, m->host.committed[part]);
-  gmi_blocks_close(m->host.blocks); /* gives its slots back */
   gmi_space_free(m->host.committed, m->host.part_count * sizeof *m->host.committed);
   gmi_space_free(m->host.slots, m->host.slot_map_bytes);
   gmi_space_free(m->host.free_map, m->host.free_map_bytes);
@@ -315,7 +317,18 @@ void gmi_host_slot_drop(gmi_manager_t *m, gmi_window_t *w) {
   if (slot >= m->host.slot_count) decommit_from(m, m->config.host_bytes);
 }
 
+/* Blocks until nothing uses a slot. What failed is for who wants its window. */
+static gemini_status_t slot_quiet(gmi_manager_t *m, gmi_slot_t *s) {
+  if (atomic_load_explicit(&s->work_done, memory_order_acquire) < s->work_queued)
+    gmi_lane_wait_slot(m, s, s->work_queued);
+  gemini_status_t status = gmi_fence_sync(m, s->fence);
+  if (!status) s->fence = 0;
+  gmi_files_poll(m);
+  return status;
+}
+
 void gmi_window_refilled(gmi_manager_t *m, gmi_window_t *w) {
+  if (w->io) (void)slot_quiet(m, &m->host.slots[w->slot]); /* a read of bytes that are dead must not fail others */
   m->host.slots[w->slot].failure = GEMINI_OK;
   gmi_file_forgive(w);
 }
@@ -334,16 +347,6 @@ gemini_status_t gmi_window_settle_host(gmi_manager_t *m, gmi_window_t *w) {
   if (!status) s->fence = 0;
   gmi_files_poll(m); /* whatever the fence said: its transfer is over */
   return status ? status : gmi_files_reap(m, w);
-}
-
-/* The same for a slot that is in the way: what failed is for who wants its window. */
-static gemini_status_t slot_quiet(gmi_manager_t *m, gmi_slot_t *s) {
-  if (atomic_load_explicit(&s->work_done, memory_order_acquire) < s->work_queued)
-    gmi_lane_wait_slot(m, s, s->work_queued);
-  gemini_status_t status = gmi_fence_sync(m, s->fence);
-  if (!status) s->fence = 0;
-  gmi_files_poll(m);
-  return status;
 }
 
 /* ---- reclaim: slots whose window can do without, from those that cost nothing to those that must go to a file

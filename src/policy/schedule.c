@@ -195,8 +195,7 @@ gemini_status_t gmi_schedule_make(const gmi_model_t *model, const gmi_hits_t *hi
     goto end;
   memcpy(plan->piece_on_device, model->on_device, input->piece_count);
   for (uint32_t p = 0; p < input->piece_count; p++) plan->device_piece_count += model->on_device[p] != 0;
-  memcpy(plan->resident_at_start, model->held, input->window_count);
-  memcpy(plan->stays, model->held, input->window_count);
+  for (uint32_t w = 0; w < input->window_count; w++) plan->resident_at_start[w] = plan->stays[w] = model->held[w] != 0;
   for (uint32_t x = 0; x < model->access_count; x++) {
     uint32_t window = model->access[x] & GMI_MODEL_WINDOW;
     plan->stays[window] = 1; /* until write_evicts() finds otherwise */

@@ -624,6 +624,30 @@ static void test_reusing_gradient_comes_and_goes_by_load_and_zero(void) {
   world_close(&k.w);
 }
 
+/* Whoever asks for a parameter does not get a gradient, nor the other way round, by other calls than acquire either. */
+static void test_taken_bytes_are_neither_stored_nor_counted_nor_written_in_part(void) {
+  pair_t k = pair_open();
+  world_fill(&k.w, k.g[0], 0, PAIR_BYTES, HOST, 20);
+  FILE *file = tmpfile();
+  CHECK(file);
+  const int fd = fileno(file);
+  double norm = -1;
+  for (int i = 0; i < 2; i++) { /* p0 is taken; g1 is not there */
+    gemini_access_t a = world_whole(i ? k.g[1] : k.p[0], READ, HOST), part = world_part(a.object, 0, 64, READ, HOST);
+    CHECK_STATUS(gemini_store(k.w.mgr, &a, fd, 0), GEMINI_ERR_STATE);
+    CHECK_STATUS(gemini_store(k.w.mgr, &part, fd, 0), GEMINI_ERR_STATE);
+    CHECK_STATUS(gemini_load(k.w.mgr, &part, fd, 0), GEMINI_ERR_STATE);
+    if (i) continue;
+    CHECK_STATUS(gemini_norm(k.w.mgr, &a, GEMINI_DTYPE_BF16, GEMINI_STREAM_CALLER, &norm), GEMINI_ERR_STATE);
+    CHECK_STATUS(gemini_zero(k.w.mgr, &part), GEMINI_ERR_STATE);
+  }
+  CHECK(!fclose(file));
+  CHECK(norm == -1);
+  CHECK(world_holds(&k.w, k.g[0], 0, PAIR_BYTES, 20));
+  CHECK(world_holds(&k.w, k.p[1], 0, PAIR_BYTES, 11));
+  world_close(&k.w);
+}
+
 int main(void) {
   RUN(test_transitions_of_a_tensor_on_the_device_follow_the_table);
   RUN(test_transitions_of_a_tensor_on_the_host_follow_the_table);
@@ -638,6 +662,7 @@ int main(void) {
   RUN(test_reusing_gradient_is_given_back_by_an_update);
   RUN(test_reusing_gradient_comes_and_goes_by_load_and_zero);
   RUN(test_load_makes_free_what_it_reaches_hold);
+  RUN(test_taken_bytes_are_neither_stored_nor_counted_nor_written_in_part);
   RUN(test_table_in_the_documentation_is_this_one);
   return check_done();
 }

@@ -593,12 +593,23 @@ static void check_stats(thread_t *t) {
   if (s.iterations != t->iterations) FAIL(t, "%" PRIu64 " iterations, not %" PRIu64, s.iterations, t->iterations);
 }
 
+/* Whose bytes are these? Those of another one can be written whole, but not read. */
+static bool content_other(thread_t *t, const open_t *o) {
+  if (o->tensor < 0) return false;
+  tensor_t *x = &t->tensors[o->tensor];
+  const arena_t *a = &t->arenas[x->arena];
+  if (a->reuse < 0 && !a->reused) return false;
+  return (a->reuse >= 0) != base_of(t, x)->gradient;
+}
+static bool content_wrong(thread_t *t, const open_t *o) {
+  return content_other(t, o) && !(o->access.mode == GEMINI_WRITE && o->size == t->tensors[o->tensor].size);
+}
 /* Compares a range by writing it to the scratch file; false when that was not possible. */
 static bool check_by_store(thread_t *t, const open_t *o) {
   uint64_t at = below(&t->rng, 10000);
   int busy = range_check(t, o->arena, o->offset, o->size, is_written);
   if (busy == IS_BUSY && below_mask(t, 1)) busy = MAY_BE_BUSY; /* no memory before it came to that window */
-  uint32_t allowed = busy_mask(busy, OK | below_mask(t, 1));
+  uint32_t allowed = content_other(t, o) ? BIT(GEMINI_ERR_STATE) : busy_mask(busy, OK | below_mask(t, 1));
   gemini_status_t status = gemini_store(t->p->mgr, &o->access, t->fd, at);
   EXPECT(t, status, allowed, "gemini_store");
   if (status) return false;
@@ -612,14 +623,6 @@ static bool check_by_store(thread_t *t, const open_t *o) {
 }
 
 /* ---- acquire and release */
-static bool content_wrong(thread_t *t, const open_t *o) {
-  if (o->tensor < 0) return false;
-  tensor_t *x = &t->tensors[o->tensor];
-  const arena_t *a = &t->arenas[x->arena];
-  if (a->reuse < 0 && !a->reused) return false;
-  if ((a->reuse >= 0) == base_of(t, x)->gradient) return false;
-  return !(o->access.mode == GEMINI_WRITE && o->size == x->size);
-}
 
 /* The bytes of an open: now, where they are. */
 static void use_open(thread_t *t, open_t *o, uint32_t mode) {
@@ -1084,8 +1087,9 @@ static void step_norm(thread_t *t) {
   note(t, " %s%d+%" PRIu64, o.tensor < 0 ? "arena " : "t", o.tensor < 0 ? o.arena : o.tensor, o.size);
   double want = model_norm(t, &o, dtype), got = -1, again = -1;
   uint32_t room = below_mask(t, 1);
+  bool taken = t->arenas[o.arena].reused && content_other(t, &o);
   gemini_status_t status = gemini_norm(t->p->mgr, &o.access, dtype, pick_stream(t, &t->rng), &got);
-  EXPECT(t, status, OK | room, "gemini_norm");
+  EXPECT(t, status, taken ? BIT(GEMINI_ERR_STATE) : OK | room, "gemini_norm");
   if (status) return;
   if (!(fabs(got - want) <= 1e-12 * want)) FAIL(t, "norm is %.17g, the model's %.17g", got, want);
   if (!chance(&t->rng, 2)) return;

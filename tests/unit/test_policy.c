@@ -780,7 +780,7 @@ static uint64_t hash_plan(const gmi_plan_input_t *in, const gmi_plan_t *p) {
   uint64_t hash = UINT64_C(14695981039346656037);
   const uint64_t numbers[] = { p->fetch_count,    p->optimum_count, p->evict_dirty_count, p->device_piece_count,
                                p->predicted_ns,   p->compute_ns,    p->fetch_busy_ns,     p->evict_busy_ns,
-                               p->update_busy_ns, p->stall_ns };
+                               p->update_busy_ns, p->stall_ns,      p->file_windows,      p->file_busy_ns };
   hash_bytes(&hash, numbers, sizeof numbers);
   hash_bytes(&hash, p->fetches, p->fetch_count * sizeof *p->fetches);
   hash_bytes(&hash, p->fetch_first, (p->op_count + 1) * sizeof *p->fetch_first);
@@ -800,6 +800,12 @@ static uint64_t hash_many(void) {
     gmi_plan_t plan;
     instance_random(&i, &seed, &shape, 12);
     i.input.placement = n % 3;
+    if (n % 2) {
+      i.input.host_slots = 1 + n % 20;
+      i.input.host_pieces_ahead = n % 4;
+      i.input.file_read_ns = n;
+      i.input.file_write_ns = 100 - n;
+    }
     make(&i.input, &plan);
     hash = hash * 31 + hash_plan(&i.input, &plan);
     gmi_plan_free(&plan);
@@ -833,6 +839,235 @@ static void test_plan_same_input_same_plan(void) {
     CHECK_EQ(pclose(pipe), 0);
     CHECK_EQ(other, expected);
   }
+}
+
+/* ---- states in files */
+
+/* Ops of one shared window each, and after the last one a piece for each of them: its window, and two of states. */
+static void instance_streamed(instance_t *i, uint32_t pieces, uint64_t compute_ns, uint32_t host_slots) {
+  instance_begin(i, 3 * pieces, 3, 100, 50);
+  i->input.placement = GEMINI_PLACEMENT_CPU;
+  for (uint32_t p = 0; p < pieces; p++) add_op(i, compute_ns, 0), add_access(i, p, GMI_ACCESS_READ | GMI_ACCESS_WRITE);
+  for (uint32_t p = 0; p < pieces; p++) {
+    add_piece(i, pieces - 1, 5, 1), add_piece_window(i, p, true);
+    for (uint32_t k = 0; k < 2; k++) {
+      i->kind[pieces + 2 * p + k] = (uint8_t)(GEMINI_KIND_MASTER + k);
+      add_piece_window(i, pieces + 2 * p + k, false);
+    }
+  }
+  i->input.host_slots = host_slots;
+  i->input.host_pieces_ahead = 1;
+  i->input.file_read_ns = 1000;
+  i->input.file_write_ns = 700;
+}
+
+static void check_streamed(const instance_t *i, uint64_t windows) {
+  gmi_plan_t plan;
+  make(&i->input, &plan);
+  check_plan(&i->input, &plan);
+  CHECK_EQ(plan.file_windows, windows);
+  CHECK_EQ(plan.file_busy_ns, windows * (i->input.file_read_ns + i->input.file_write_ns));
+  CHECK(plan.predicted_ns >= plan.file_busy_ns);
+  CHECK_EQ(plan.stall_ns, plan.predicted_ns - plan.compute_ns);
+  uint64_t predicted = plan.predicted_ns;
+  plan.file_windows = plan.file_busy_ns = plan.predicted_ns = 77;
+  CHECK_EQ(gmi_plan_simulate(&i->input, &plan), GEMINI_OK);
+  CHECK_EQ(plan.file_windows, windows);
+  CHECK_EQ(plan.predicted_ns, predicted);
+  gmi_plan_free(&plan);
+}
+
+static void test_simulate_files_bound_is_the_sum_of_reads_and_writes(void) {
+  static instance_t i;
+  gmi_plan_t plan;
+  /* Read P0 ..2000, P1 ..4000, write P0 ..5400, read P2 ..7400, write P1 ..8800, P2 ..10200: and so on, without a gap. */
+  instance_streamed(&i, 3, 10, 5);
+  make(&i.input, &plan);
+  CHECK_EQ(plan.file_windows, 6);
+  CHECK_EQ(plan.file_busy_ns, 6 * 1700);
+  CHECK_EQ(plan.predicted_ns, 6 * 1700);
+  CHECK_EQ(plan.compute_ns, 30);
+  CHECK_EQ(plan.update_busy_ns, 15);
+  gmi_plan_free(&plan);
+  i.input.file_write_ns = 0;
+  make(&i.input, &plan);
+  CHECK_EQ(plan.file_busy_ns, 6000);
+  CHECK(plan.predicted_ns >= 6000 && plan.predicted_ns < 6000 + 1000);
+  gmi_plan_free(&plan);
+  /* An update that takes longer than its reads binds in their place. */
+  i.input.file_write_ns = 700;
+  for (uint32_t p = 0; p < 3; p++) i.pieces[p].host_ns = 9000;
+  make(&i.input, &plan);
+  CHECK_EQ(plan.update_busy_ns, 27000);
+  CHECK(plan.predicted_ns >= 27000);
+  gmi_plan_free(&plan);
+}
+
+static void test_simulate_only_what_the_host_has_no_room_for_is_streamed(void) {
+  static instance_t i;
+  static const struct {
+    uint32_t host_slots, ahead, windows;
+  } cases[] = {
+    { 0, 1, 0 },               /* no files */
+    { 9, 1, 0 },               /* 3 shared and 6 of states: all */
+    { 10, 4, 0 }, { 8, 1, 3 }, /* two slots for what is under way, three for what stays */
+    { 7, 1, 4 },  { 6, 1, 5 }, { 5, 1, 6 }, { 1, 1, 6 }, { 8, 2, 5 }, /* four slots are under way */
+    { 8, 9, 6 },
+  };
+  for (uint32_t k = 0; k < sizeof cases / sizeof *cases; k++) {
+    instance_streamed(&i, 3, 10, cases[k].host_slots);
+    i.input.host_pieces_ahead = cases[k].ahead;
+    check_streamed(&i, cases[k].windows);
+  }
+  /* A window of states that two pieces share is there once. */
+  instance_streamed(&i, 3, 10, 5);
+  i.piece_windows[i.pieces[1].window_first + 1] = i.piece_windows[i.pieces[0].window_first + 2];
+  check_streamed(&i, 5);
+  /* One that stays on the device, pinned, needs neither. */
+  instance_streamed(&i, 3, 10, 5);
+  i.pinned[4] = i.pinned[5] = 1;
+  i.input.frame_count = 6;
+  check_streamed(&i, 4);
+}
+
+static void test_simulate_pieces_that_fit_wait_for_no_file(void) {
+  static instance_t i;
+  gmi_plan_t plan;
+  /* The last two pieces are streamed while the first ops run: 6800 of 15000 are hidden. Were it the first ones, op 0
+   * would wait for 2000 more. */
+  instance_streamed(&i, 3, 5000, 7);
+  make(&i.input, &plan);
+  CHECK_EQ(plan.file_windows, 4);
+  uint64_t some = plan.predicted_ns;
+  gmi_plan_free(&plan);
+  i.input.host_slots = 0;
+  make(&i.input, &plan);
+  CHECK_EQ(plan.predicted_ns, some); /* as if there were no files */
+  CHECK(some < 15000 + 1000);
+  gmi_plan_free(&plan);
+  /* All are streamed: op 0 waits for the reads of its own. */
+  i.input.host_slots = 5;
+  make(&i.input, &plan);
+  CHECK(plan.predicted_ns >= 15000 + 2000);
+  CHECK(plan.predicted_ns <= some + 2000);
+  gmi_plan_free(&plan);
+}
+
+static void test_plan_states_of_device_pieces_stay_where_the_host_is_short(void) {
+  static instance_t i;
+  uint64_t some = 0, none = 0;
+  for (uint32_t frames = 6; frames <= 34; frames += 2) {
+    for (uint32_t slots = 4; slots <= 32; slots += 7) {
+      gmi_plan_t plan, free_plan;
+      instance_training(&i, 8, frames, frames % 4 == 2);
+      i.input.placement = GEMINI_PLACEMENT_AUTO;
+      for (uint32_t p = 0; p < 8; p++) i.pieces[p].host_ns = 400; /* so that the device is worth it */
+      make(&i.input, &free_plan);
+      i.input.host_slots = slots;
+      i.input.host_pieces_ahead = 1;
+      i.input.file_read_ns = 300;
+      i.input.file_write_ns = 300;
+      make(&i.input, &plan);
+      check_plan(&i.input, &plan);
+      CHECK(plan.predicted_ns >= plan.file_busy_ns);
+      CHECK(plan.predicted_ns >= free_plan.predicted_ns || slots >= 32 || plan.device_piece_count);
+      for (uint32_t p = 0; p < 8 && slots < 32; p++) {
+        none += !plan.piece_on_device[p];
+        if (!plan.piece_on_device[p]) continue;
+        some++;
+        for (uint32_t w = i.pieces[p].window_first + i.pieces[p].shared_count; w < i.pieces[p + 1].window_first; w++)
+          CHECK(plan.stays[i.piece_windows[w]]);
+      }
+      if (slots >= 32) {
+        CHECK_EQ(plan.file_windows, 0);
+        CHECK_EQ(plan.predicted_ns, free_plan.predicted_ns);
+      }
+      gmi_plan_free(&plan);
+      gmi_plan_free(&free_plan);
+    }
+  }
+  CHECK(some > 20 && none > 20);
+}
+
+/* States of a device piece that a host piece takes as well come and go by demand. */
+static bool pieces_share_states(const gmi_plan_input_t *in, const gmi_plan_t *plan) {
+  uint8_t device[MAX_WINDOWS] = { 0 };
+  for (uint32_t p = 0; p < in->piece_count; p++)
+    for (uint32_t k = in->pieces[p].window_first; plan->piece_on_device[p] && k < in->pieces[p + 1].window_first; k++)
+      device[in->piece_windows[k]] |= k >= in->pieces[p].window_first + in->pieces[p].shared_count;
+  bool share = false;
+  for (uint32_t p = 0; p < in->piece_count; p++)
+    for (uint32_t k = in->pieces[p].window_first; !plan->piece_on_device[p] && k < in->pieces[p + 1].window_first; k++)
+      share |= device[in->piece_windows[k]];
+  return share;
+}
+
+static void test_plan_random_inputs_with_files_are_consistent(void) {
+  static instance_t i;
+  const shape_t shape = { 20, 24, 12, 5, 3, 20, 8 };
+  uint64_t seed = 21, streaming = 0, checked = 0;
+  for (uint32_t n = 0; n < 400; n++) {
+    gmi_plan_t plan, other;
+    instance_random(&i, &seed, &shape, 10);
+    i.input.placement = n % 3;
+    i.input.file_read_ns = below(&seed, 500);
+    i.input.file_write_ns = below(&seed, 500);
+    i.input.host_pieces_ahead = below(&seed, 4);
+    i.input.host_slots = 1 + below(&seed, 24);
+    make(&i.input, &plan);
+    bool share = pieces_share_states(&i.input, &plan);
+    if (!share) check_plan(&i.input, &plan);
+    checked += !share;
+    CHECK_EQ(plan.file_busy_ns, plan.file_windows * (i.input.file_read_ns + i.input.file_write_ns));
+    CHECK(plan.predicted_ns >= plan.file_busy_ns && plan.predicted_ns >= plan.update_busy_ns);
+    make(&i.input, &other); /* the same input, the same plan */
+    CHECK(hash_plan(&i.input, &plan) == hash_plan(&i.input, &other));
+    CHECK(plan.file_windows == other.file_windows && plan.predicted_ns == other.predicted_ns);
+    gmi_plan_free(&other);
+    streaming += plan.file_windows > 0;
+    /* The same moves with more room on the host: never more windows from files. */
+    uint64_t windows = plan.file_windows;
+    for (uint32_t slots = i.input.host_slots; slots <= 26; slots += 5) {
+      i.input.host_slots = slots;
+      CHECK_EQ(gmi_plan_simulate(&i.input, &plan), GEMINI_OK);
+      CHECK(plan.file_windows <= windows);
+      windows = plan.file_windows;
+    }
+    i.input.host_slots = 0;
+    CHECK_EQ(gmi_plan_simulate(&i.input, &plan), GEMINI_OK);
+    CHECK_EQ(plan.file_windows, 0);
+    gmi_plan_free(&plan);
+  }
+  CHECK(streaming > 50 && checked > 200);
+}
+
+static void test_plan_times_of_files_that_are_too_long_are_refused(void) {
+  static instance_t i;
+  gmi_plan_t plan = { 0 };
+  for (uint32_t k = 0; k < 2; k++) {
+    instance_streamed(&i, 3, 10, 5);
+    *(k ? &i.input.file_read_ns : &i.input.file_write_ns) = UINT64_C(1) << 57;
+    CHECK_EQ(gmi_plan_make(&i.input, &plan, NULL), GEMINI_ERR_INVALID);
+    *(k ? &i.input.file_read_ns : &i.input.file_write_ns) = UINT64_MAX;
+    CHECK_EQ(gmi_plan_make(&i.input, &plan, NULL), GEMINI_ERR_INVALID);
+  }
+}
+
+static void test_explain_tells_of_files(void) {
+  static instance_t i;
+  gmi_plan_t plan;
+  char text[4096];
+  instance_streamed(&i, 3, 10, 5);
+  make(&i.input, &plan);
+  CHECK(gmi_plan_explain(&i.input, &plan, NULL, text, sizeof text) < sizeof text);
+  CHECK(strstr(text, "\nfiles: 6 windows of states, 12.0 MiB, read and written a step, busy for 0.010 ms\n") != NULL);
+  CHECK(strstr(text, "\nbinds: files, busy for 100 % of the step\n") != NULL);
+  gmi_plan_free(&plan);
+  i.input.host_slots = 9;
+  make(&i.input, &plan);
+  CHECK(gmi_plan_explain(&i.input, &plan, NULL, text, sizeof text) < sizeof text);
+  CHECK(strstr(text, "files") == NULL);
+  gmi_plan_free(&plan);
 }
 
 /* ---- words ---- */
@@ -953,7 +1188,14 @@ int main(int argc, char **argv) {
   RUN(test_simulate_nothing_is_issued_before_the_iteration_begins);
   RUN(test_simulate_foreign_plan_is_refused);
   RUN(test_plan_same_input_same_plan);
+  RUN(test_simulate_files_bound_is_the_sum_of_reads_and_writes);
+  RUN(test_simulate_only_what_the_host_has_no_room_for_is_streamed);
+  RUN(test_simulate_pieces_that_fit_wait_for_no_file);
+  RUN(test_plan_states_of_device_pieces_stay_where_the_host_is_short);
+  RUN(test_plan_random_inputs_with_files_are_consistent);
+  RUN(test_plan_times_of_files_that_are_too_long_are_refused);
   RUN(test_explain_names_what_matters);
+  RUN(test_explain_tells_of_files);
   RUN(test_window_search_random_uses_equals_marking);
   RUN(test_window_search_limits);
   return check_done();
