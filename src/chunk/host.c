@@ -20,6 +20,7 @@
 /* Memory is committed and page-locked in parts of at most so many bytes, as slots come into use. */
 #define PART_MAX (UINT64_C(256) << 20)
 #define PART_MIN (UINT64_C(1) << 20)
+#define PART_GPU (UINT64_C(64) << 20)   /* the largest window that is searched */
 #define HUGE_FROM (UINT64_C(256) << 20) /* budgets from here on: a huge page is less than 1 % */
 
 static uint64_t window_bytes(const gmi_manager_t *m) { return UINT64_C(1) << m->window_shift; }
@@ -89,7 +90,10 @@ gemini_status_t gmi_host_open(gmi_manager_t *m) {
   if (status) return status;
   m->host.base = gmi_reserve_base(m->host.reserve);
   m->host.grain_bytes = m->host.part_bytes = gmi_reserve_grain(m->host.reserve);
-  while (m->host.part_bytes < PART_MIN ||
+  /* A GPU copies from and to memory locked in one go: no window may lie in two parts. */
+  uint64_t least = m->config.window_bytes > PART_MIN ? m->config.window_bytes : PART_MIN;
+  if (!m->config.window_bytes && m->config.device == GEMINI_DEVICE_CUDA) least = PART_GPU;
+  while (m->host.part_bytes < least ||
          (m->host.part_bytes < PART_MAX && m->host.part_bytes * 2 <= m->config.host_bytes / 256))
     m->host.part_bytes *= 2;
   m->host.part_count = (gmi_reserve_size(m->host.reserve) + m->host.part_bytes - 1) / m->host.part_bytes;

@@ -88,12 +88,12 @@ void gmi_space_free(void *space, uint64_t bytes) {
 }
 
 /* ---- fences */
-gemini_status_t gmi_fence_now(gmi_manager_t *m, uint32_t stream, gmi_fence_t *fence_out) {
+static gemini_status_t fence_now(gmi_manager_t *m, uint32_t stream, bool timed, gmi_fence_t *fence_out) {
   /* Claim first: a release that reads the old number names a mark that is placed after its own work. */
   uint64_t mark = atomic_load_explicit(&m->streams[stream].placed, memory_order_relaxed) + 1;
   atomic_store_explicit(&m->streams[stream].placed, mark, memory_order_seq_cst);
   uint64_t got = 0;
-  gemini_status_t status = m->dev->mark(m->dev_self, stream, &got);
+  gemini_status_t status = (timed ? m->dev->mark : m->dev->mark_untimed)(m->dev_self, stream, &got);
   if (status) { /* whoever named a later one meanwhile gets it placed when it is needed */
     atomic_store_explicit(&m->streams[stream].placed, mark - 1, memory_order_seq_cst);
     return gmi_fail(status, 0, "device %s could not mark stream %u", m->dev->name, stream);
@@ -101,6 +101,10 @@ gemini_status_t gmi_fence_now(gmi_manager_t *m, uint32_t stream, gmi_fence_t *fe
   atomic_store_explicit(&m->streams[stream].placed, got, memory_order_seq_cst);
   *fence_out = gmi_fence(stream, got);
   return GEMINI_OK;
+}
+
+gemini_status_t gmi_fence_now(gmi_manager_t *m, uint32_t stream, gmi_fence_t *fence_out) {
+  return fence_now(m, stream, true, fence_out);
 }
 
 gmi_fence_t gmi_fence_later(gmi_manager_t *m, uint32_t stream) {
@@ -113,7 +117,7 @@ static gemini_status_t fence_place(gmi_manager_t *m, gmi_fence_t fence) {
   gemini_status_t status = GEMINI_OK;
   gmi_fence_t placed;
   while (!status && atomic_load_explicit(&m->streams[stream].placed, memory_order_relaxed) < gmi_fence_mark(fence))
-    status = gmi_fence_now(m, stream, &placed);
+    status = fence_now(m, stream, false, &placed);
   return status;
 }
 
@@ -177,12 +181,15 @@ gemini_status_t gmi_stream_resolve(gmi_manager_t *m, gemini_stream_t stream, uin
   return GEMINI_OK;
 }
 
-static gemini_status_t stream_open(gmi_manager_t *m, bool internal, uint32_t *index_out) {
+/* native: NULL, or where a stream of the caller's own is, to be adopted. */
+static gemini_status_t stream_open(gmi_manager_t *m, bool internal, void *const *native, uint32_t *index_out) {
   uint32_t open = 0;
   for (uint32_t i = 0; i < GMI_DEVICE_MAX_STREAMS; i++) open += m->streams[i].life && !m->streams[i].internal;
   if (!internal && open >= 48) return gmi_fail(GEMINI_ERR_INVALID, 0, "48 streams exist, the limit is 48");
   uint32_t index;
-  gemini_status_t status = m->dev->stream_create(m->dev_self, &index);
+  gemini_status_t status =
+      native ? m->dev->stream_adopt(m->dev_self, *native, &index) : m->dev->stream_create(m->dev_self, &index);
+  if (status && native) return gmi_fail(status, 0, "device %s could not adopt the stream %p", m->dev->name, *native);
   if (status) return gmi_fail(status, 0, "device %s could not create a stream", m->dev->name);
   gmi_stream_t *s = &m->streams[index];
   s->internal = internal;
@@ -199,18 +206,36 @@ static gemini_status_t stream_open(gmi_manager_t *m, bool internal, uint32_t *in
   return GEMINI_OK;
 }
 
-static gemini_status_t stream_create(gmi_manager_t *m, gemini_stream_t *stream_out) {
+static gemini_status_t stream_create(gmi_manager_t *m, void *const *native, gemini_stream_t *stream_out) {
   if (!stream_out) return gmi_fail(GEMINI_ERR_INVALID, 0, "stream_out is NULL");
   gmi_lock(m);
   uint32_t index;
-  gemini_status_t status = stream_open(m, false, &index);
+  gemini_status_t status = stream_open(m, false, native, &index);
   if (!status) *stream_out = gmi_handle(m, GMI_HANDLE_STREAM, m->streams[index].generation, index);
   gmi_unlock(m);
   return status;
 }
 gemini_status_t gemini_stream_create(gemini_manager_t mgr, gemini_stream_t *stream_out) {
   gmi_manager_t *m = gmi_manager_get(mgr);
-  API_RETURN(m ? stream_create(m, stream_out) : GEMINI_ERR_HANDLE);
+  API_RETURN(m ? stream_create(m, NULL, stream_out) : GEMINI_ERR_HANDLE);
+}
+gemini_status_t gemini_stream_adopt(gemini_manager_t mgr, void *native, gemini_stream_t *stream_out) {
+  gmi_manager_t *m = gmi_manager_get(mgr);
+  API_RETURN(m ? stream_create(m, &native, stream_out) : GEMINI_ERR_HANDLE);
+}
+
+static gemini_status_t stream_native(gmi_manager_t *m, gemini_stream_t stream, void **native_out) {
+  uint32_t index;
+  if (!native_out) return gmi_fail(GEMINI_ERR_INVALID, 0, "native_out is NULL");
+  gemini_status_t status = gmi_stream_resolve(m, stream, &index);
+  if (status) return status;
+  if (index == GMI_CALLER) return gmi_fail(GEMINI_ERR_INVALID, 0, "GEMINI_STREAM_CALLER is no stream of the device's");
+  status = m->dev->stream_native(m->dev_self, index, native_out);
+  return status ? gmi_fail(status, 0, "device %s has no streams of an API", m->dev->name) : status;
+}
+gemini_status_t gemini_stream_native(gemini_manager_t mgr, gemini_stream_t stream, void **native_out) {
+  gmi_manager_t *m = gmi_manager_get(mgr);
+  API_RETURN(m ? stream_native(m, stream, native_out) : GEMINI_ERR_HANDLE);
 }
 
 static gemini_status_t stream_destroy(gemini_stream_t stream) {
@@ -283,11 +308,9 @@ static gemini_status_t config_check(gemini_config_t *c) {
   if (c->placement > GEMINI_PLACEMENT_STATIC)
     return gmi_fail(GEMINI_ERR_INVALID, 0, "placement is %u, the last one is %d", c->placement,
                     GEMINI_PLACEMENT_STATIC);
-  if (c->device == GEMINI_DEVICE_CUDA)
-    return gmi_fail(GEMINI_ERR_UNSUPPORTED, 0, "this version has no CUDA device yet; use GEMINI_DEVICE_SIMULATED");
-  if (c->device != GEMINI_DEVICE_SIMULATED)
+  if (c->device > GEMINI_DEVICE_CUDA)
     return gmi_fail(GEMINI_ERR_INVALID, 0, "device is %u, the last one is %d", c->device, GEMINI_DEVICE_CUDA);
-  if (c->device_ordinal)
+  if (c->device_ordinal && c->device == GEMINI_DEVICE_SIMULATED)
     return gmi_fail(GEMINI_ERR_INVALID, 0, "device_ordinal is %u, the simulated device has only 0", c->device_ordinal);
   if (c->warmup_iterations > 1000)
     return gmi_fail(GEMINI_ERR_INVALID, 0, "warmup_iterations is %u, at most 1000", c->warmup_iterations);
@@ -370,7 +393,7 @@ static gemini_status_t manager_open(const gemini_config_t *theirs, gemini_manage
   m->config = config;
   m->config.file_dir = m->config.keep_name = NULL;
   m->file_sys = gmi_files_sys;
-  m->dev = &gmi_device_sim;
+  m->dev = config.device == GEMINI_DEVICE_CUDA ? &gmi_device_cuda : &gmi_device_sim;
   m->tensor_free = GMI_NONE;
   m->tensors = gmi_space((uint64_t)GMI_TENSORS * sizeof *m->tensors);
   m->name_bucket_count = 1024;
@@ -386,14 +409,16 @@ static gemini_status_t manager_open(const gemini_config_t *theirs, gemini_manage
                                  .memory_bytes = config.device_bytes,
                                  .h2d_bytes_per_s = config.sim_h2d_bytes_per_s,
                                  .d2h_bytes_per_s = config.sim_d2h_bytes_per_s };
-  device.memory_bytes -= device.memory_bytes % 4096;
-  if (!device.memory_bytes) device.memory_bytes = 4096;
+  const uint64_t unit = config.device == GEMINI_DEVICE_CUDA ? GMI_DEVICE_CUDA_UNIT : 4096;
+  device.memory_bytes -= device.memory_bytes % unit;
+  if (!device.memory_bytes) device.memory_bytes = unit;
   status = m->dev->open(&device, &m->dev_self);
   if (status) {
     m->dev_self = NULL;
-    manager_free(m);
-    return gmi_fail(status, 0, "device %s could not be opened with %llu bytes", gmi_device_sim.name,
+    gmi_fail_prefix("device %s could not be opened with %llu bytes: ", m->dev->name,
                     (unsigned long long)device.memory_bytes);
+    manager_free(m);
+    return status;
   }
   m->granularity = m->dev->granularity(m->dev_self);
   uint64_t w = config.window_bytes;
@@ -408,9 +433,9 @@ static gemini_status_t manager_open(const gemini_config_t *theirs, gemini_manage
     status = gmi_fail(GEMINI_ERR_INVALID, 0, "device_bytes without its margin is %llu, at least 65536",
                       (unsigned long long)(config.device_bytes - config.device_margin_bytes));
   }
-  if (!status) status = stream_open(m, true, &m->copy_in);
-  if (!status) status = stream_open(m, true, &m->copy_out);
-  if (!status) status = stream_open(m, true, &m->update_stream);
+  if (!status) status = stream_open(m, true, NULL, &m->copy_in);
+  if (!status) status = stream_open(m, true, NULL, &m->copy_out);
+  if (!status) status = stream_open(m, true, NULL, &m->update_stream);
   if (!status) status = gmi_host_open(m);
   if (!status) status = gmi_files_open(m);
   if (!status) status = gmi_tracer_open(m);
@@ -496,7 +521,7 @@ static gemini_status_t budget_device(gmi_manager_t *m, uint64_t bytes) {
     if (frames > UINT32_MAX - 1) frames = UINT32_MAX - 1;
     status = gmi_frames_resize(m, (uint32_t)frames);
   } else {
-    uint64_t memory = bytes - bytes % 4096;
+    uint64_t memory = bytes - bytes % m->granularity;
     status = m->dev->resize(m->dev_self, memory);
     if (status) gmi_fail(status, 0, "device %s refused to change its memory", m->dev->name);
   }

@@ -83,8 +83,8 @@ typedef struct gmi_slot {
   gmi_fence_t fence;          /* queued copies that read or write it */
   _Atomic uint64_t work_done; /* Atomic: updates and transfers finished; work_queued when none is pending */
   uint64_t work_queued;
-  gemini_status_t failure; /* of the last read into it; under the lane's lock while work is pending */
-  bool block;              /* holds blocks, no window */
+  _Atomic gemini_status_t failure; /* Atomic: of the last read into it */
+  bool block;                      /* holds blocks, no window */
 } gmi_slot_t;
 
 enum { GMI_UPDATED = 1024 };

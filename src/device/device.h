@@ -133,6 +133,7 @@ gemini_status_t gmi_device_sim_fail(void *self, uint32_t stream, gemini_status_t
  *   device work queued after it;
  * - marks' times are good to a microsecond between marks, and to some 20 us against now().
  * What failed is in the thread's last error (gmi_fail), with the driver's name for it. */
+enum { GMI_DEVICE_CUDA_UNIT = 2 << 20 }; /* its memory_bytes are a multiple of this many */
 extern const gmi_device_ops_t gmi_device_cuda;
 
 /* Sum of squares in double, left to right. Never fails on a valid dtype. */

@@ -1770,6 +1770,21 @@ static void test_refused_before_the_first_access_chooses_nothing(void) {
   world_close(&w);
 }
 
+/* ---- streams of the device's own API */
+static void test_streams_of_an_api_that_is_not_there_are_refused(void) {
+  bed_open();
+  gemini_stream_t stream;
+  void *native;
+  REFUSED(UNSUPPORTED, "stream", gemini_stream_adopt, bed.w.mgr, NULL, &stream);
+  REFUSED(INVALID, "stream_out", gemini_stream_adopt, bed.w.mgr, NULL, NULL);
+  REFUSED(HANDLE, "", gemini_stream_adopt, bed.dead_mgr, NULL, &stream);
+  REFUSED(UNSUPPORTED, "stream", gemini_stream_native, bed.w.mgr, bed.w.stream, &native);
+  REFUSED(INVALID, "native_out", gemini_stream_native, bed.w.mgr, bed.w.stream, NULL);
+  REFUSED(INVALID, "CALLER", gemini_stream_native, bed.w.mgr, GEMINI_STREAM_CALLER, &native);
+  REFUSED(HANDLE, "", gemini_stream_native, bed.w.mgr, bed.dead_stream, &native);
+  bed_close();
+}
+
 /* ---- every function has been seen to refuse something */
 static void test_all_public_functions_are_covered(void) {
   char path[512];
@@ -1835,6 +1850,7 @@ int main(void) {
   RUN(test_budgets_out_of_range_are_refused);
   RUN(test_budget_of_a_tier_that_is_not_there_is_refused);
   RUN(test_refused_before_the_first_access_chooses_nothing);
+  RUN(test_streams_of_an_api_that_is_not_there_are_refused);
   RUN(test_all_public_functions_are_covered);
   return check_done();
 }

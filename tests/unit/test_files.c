@@ -188,6 +188,28 @@ static void test_an_update_whose_reads_fail_is_reported_and_loses_nothing(void) 
 }
 
 /* ---- writes that fail */
+/* Whose update waits for room that cannot be made is not given out without it, however often it is asked for. */
+static void check_waiting_are_refused(opt_t *o, gemini_status_t expected) {
+  gmi_manager_t *m = gmi_manager_get(o->w.mgr);
+  int waiting = 0;
+  for (int round = 0; round < 3; round++) {
+    for (int a = 0; a < OPT_ARENAS; a++) {
+      for (uint64_t at = 0; at < o->n * opt_bytes[a]; at += WORLD_WINDOW) {
+        gmi_lock(m);
+        bool waits = window_of(&o->w, o->arenas[a], at)->deferred;
+        gmi_unlock(m);
+        if (!waits) continue;
+        waiting++;
+        gemini_access_t x = world_part(o->arenas[a], at, 100, GEMINI_READ, (uint32_t)round % 2);
+        CHECK_STATUS(gemini_acquire(o->w.mgr, &x, 1, GEMINI_STREAM_CALLER), expected);
+        CHECK_STATUS(gemini_update_wait(o->w.mgr), expected);
+      }
+    }
+  }
+  CHECK(waiting > 6);
+  CHECK(windows_right(&o->w));
+}
+
 static void test_writes_that_fail_lose_nothing_and_updates_catch_up(void) {
   static const int errors[] = { EIO, ENOSPC };
   for (int e = 0; e < 2; e++) {
@@ -201,6 +223,7 @@ static void test_writes_that_fail_lose_nothing_and_updates_catch_up(void) {
       check_names_a_chunk(expected, "could not write");
       CHECK_EQ(world_error().native_code, errors[e]);
       CHECK(windows_right(&o->w));
+      check_waiting_are_refused(o, expected);
       mend_files();
       CHECK_OK(gemini_update_wait(o->w.mgr));
       CHECK_EQ(opt_waits(o), 0);
@@ -581,6 +604,107 @@ static void test_budgets_change_while_updates_wait(void) {
   opt_close(o);
 }
 
+/* A second update, of fewer arenas, comes after the first one that waits, though all it needs is there. */
+static void seven(void *user, const gemini_update_span_t *span) {
+  uint32_t *master = span->ptr[0];
+  (void)user;
+  CHECK_EQ(span->tier, GEMINI_TIER_HOST);
+  for (uint64_t i = 0; i < span->element_count; i++) master[i] = master[i] * 7 + 1;
+}
+static void test_updates_of_a_chunk_run_in_their_order(void) {
+  opt_t *o = opt_open(tiers_config(6, 40, 120), 4);
+  opt_to_files(o, MOMENTUM);
+  faults.delay_us[0] = 20000;
+  for (int i = 0; i < 3; i++) {
+    CHECK_OK(opt_update(o, GEMINI_UPDATE_LATE));
+    opt_model(o, 0, o->n);
+    uint32_t mode = GEMINI_READ_WRITE;
+    gemini_update_t u = GEMINI_UPDATE_INIT;
+    u.flags = GEMINI_UPDATE_LATE;
+    u.arenas = &o->arenas[MASTER];
+    u.modes = &mode;
+    u.arena_count = 1;
+    u.fn = seven;
+    CHECK_OK(gemini_update(o->w.mgr, &u));
+    uint32_t *master = (uint32_t *)o->model[MASTER];
+    for (uint64_t k = 0; k < o->n; k++) master[k] = master[k] * 7 + 1;
+    if (i == 0) faults.delay_us[0] = 0;
+    if (i) CHECK_OK(gemini_update_wait(o->w.mgr));
+    if (i) opt_to_files(o, MOMENTUM);
+  }
+  opt_check(o);
+  opt_close(o);
+}
+
+/* The update before a use cannot run: then the use is refused, or the update is given up for good and said to be. What has
+ * been given out without it does not change any more. */
+static void test_chunks_of_an_update_that_cannot_run_do_not_change_later(void) {
+  for (int round = 0; round < 6; round++) {
+    opt_t *o = opt_open(tiers_config(6, 40, 120), 4);
+    uint64_t unit = WORLD_WINDOW / 2;
+    bool given[4] = { false };
+    opt_to_files(o, MASTER);
+    break_files(false, EIO, round, -1);
+    CHECK(opt_update(o, GEMINI_UPDATE_LATE) != GEMINI_ERR_INVALID);
+    for (uint64_t i = 0; i < 8; i++) {
+      gemini_access_t x = world_part(o->arenas[PARAMS], i % 4 * unit * 2 + 64, 100, GEMINI_READ, (uint32_t)i / 4);
+      gemini_status_t status = gemini_acquire(o->w.mgr, &x, 1, GEMINI_STREAM_CALLER);
+      CHECK(status == GEMINI_OK || status == GEMINI_ERR_IO);
+      if (status) CHECK_SAYS(world_error().message, "of arena master");
+      if (status) continue;
+      given[i % 4] |= !memcmp(x.ptr, o->model[PARAMS] + x.offset_bytes, 100); /* as it was before */
+      CHECK_OK(gemini_release(o->w.mgr, &x, 1, GEMINI_STREAM_CALLER));
+    }
+    sleep_us(30000); /* it is tried again, and again */
+    mend_files();
+    gemini_status_t status = gemini_update_wait(o->w.mgr);
+    CHECK(status == GEMINI_OK || status == GEMINI_ERR_IO);
+    CHECK_EQ(opt_waits(o), 0);
+    for (uint64_t i = 0; i < 4; i++) {
+      gemini_access_t x = world_part(o->arenas[PARAMS], i * unit * 2 + 64, 100, GEMINI_READ, GEMINI_TIER_HOST);
+      CHECK_OK(gemini_acquire(o->w.mgr, &x, 1, GEMINI_STREAM_CALLER));
+      bool old = !memcmp(x.ptr, o->model[PARAMS] + x.offset_bytes, 100);
+      CHECK_OK(gemini_release(o->w.mgr, &x, 1, GEMINI_STREAM_CALLER));
+      CHECK(!given[i] || (old && status));
+    }
+    settle_model(o);
+    opt_check(o);
+    CHECK_STATUS(gemini_manager_close(o->w.mgr), status);
+    CHECK_EQ(rmdir(o->w.dir), 0);
+    opt_free(o);
+  }
+}
+
+/* Blocks whose bytes are above as well give way to others; those that are the only ones do not. */
+static void test_a_smaller_file_budget_drops_only_what_is_there_twice(void) {
+  opt_t *o = opt_open(tiers_config(6, 40, 60), 4);
+  opt_to_files(o, MASTER);
+  opt_to_files(o, MOMENTUM);
+  CHECK_EQ(world_stats(&o->w).used_bytes[GEMINI_TIER_FILE], 16 * WORLD_WINDOW);
+  for (uint64_t budget = 15; budget < 16; budget--) {
+    CHECK_STATUS(gemini_budget_set(o->w.mgr, GEMINI_TIER_FILE, budget * WORLD_WINDOW), GEMINI_ERR_OOM_FILE);
+    CHECK_EQ(world_stats(&o->w).budget_bytes[GEMINI_TIER_FILE], 60 * WORLD_WINDOW);
+  }
+  CHECK(windows_right(&o->w));
+  opt_check_range(o, MASTER, 0, 5 * WORLD_WINDOW, GEMINI_TIER_HOST);     /* five on the host as well */
+  opt_check_range(o, MASTER, 5 * WORLD_WINDOW, 100, GEMINI_TIER_DEVICE); /* one on the device, and on the host */
+  CHECK_STATUS(gemini_budget_set(o->w.mgr, GEMINI_TIER_FILE, 9 * WORLD_WINDOW), GEMINI_ERR_OOM_FILE);
+  CHECK_OK(gemini_budget_set(o->w.mgr, GEMINI_TIER_FILE, 10 * WORLD_WINDOW));
+  CHECK_EQ(world_stats(&o->w).used_bytes[GEMINI_TIER_FILE], 10 * WORLD_WINDOW);
+  CHECK(windows_right(&o->w));
+  opt_check(o);
+  CHECK_OK(opt_update(o, 0)); /* what is written anew frees its block */
+  opt_model(o, 0, o->n);
+  opt_check(o);
+  /* A full one: moving there is refused, and loses nothing. */
+  gemini_access_t x = world_part(o->arenas[MASTER], 0, 0, 0, GEMINI_TIER_FILE);
+  CHECK_OK(gemini_move(o->w.mgr, &x, 1));
+  x.object = o->arenas[MOMENTUM];
+  CHECK_STATUS(gemini_move(o->w.mgr, &x, 1), GEMINI_ERR_OOM_FILE);
+  opt_check(o);
+  opt_close(o);
+}
+
 static void test_arenas_and_managers_end_while_updates_wait(void) {
   opt_t *o = opt_waiting();
   for (int a = OPT_ARENAS; a-- > 1;) CHECK_OK(gemini_arena_destroy(o->w.mgr, o->arenas[a]));
@@ -670,6 +794,9 @@ int main(int argc, char **argv) {
     RUN_TIMED(test_chunks_are_spread_over_several_directories);
     RUN_TIMED(test_whoever_wants_a_chunk_gets_it_updated);
     RUN_TIMED(test_budgets_change_while_updates_wait);
+    RUN_TIMED(test_updates_of_a_chunk_run_in_their_order);
+    RUN_TIMED(test_chunks_of_an_update_that_cannot_run_do_not_change_later);
+    RUN_TIMED(test_a_smaller_file_budget_drops_only_what_is_there_twice);
     RUN_TIMED(test_arenas_and_managers_end_while_updates_wait);
     RUN_TIMED(test_room_for_a_piece_costs_no_more_writes_than_windows);
   }
