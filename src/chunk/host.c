@@ -608,6 +608,9 @@ gemini_status_t gmi_host_resize(gmi_manager_t *m, uint64_t bytes) {
   }
   if (!atomic_load(&m->window_bytes)) return GEMINI_OK;
   uint32_t count = budget_slots(m, bytes);
+  /* Updates that wait for room may need more than there will be. */
+  gemini_status_t queued = count < m->host.slot_count ? gmi_updates_queue(m, NULL) : GEMINI_OK;
+  if (queued) return queued;
   while (m->host_used > (uint64_t)count << m->window_shift) {
     gemini_status_t status = gmi_host_room(m, gmi_host_free(m) + 1);
     if (status == GEMINI_ERR_OOM_HOST)

@@ -183,6 +183,32 @@ static void test_four_nodes_know_package_and_machine_apart(void) {
   done(t);
 }
 
+/* The machine of four_nodes, in which the first node has processors and no memory. */
+static void test_node_without_memory_is_not_the_nearest(void) {
+  static char text[1 << 20];
+  char path[1024], changed[] = "/tmp/gemini_test_XXXXXX";
+  data_path("four_nodes", path, sizeof path);
+  FILE *file = fopen(path, "r");
+  CHECK(file);
+  size_t size = fread(text, 1, sizeof text - 1, file);
+  fclose(file);
+  char *memory = strstr(text, "local_memory=\"");
+  CHECK(memory && size < sizeof text - 1);
+  for (char *digit = memory + strlen("local_memory=\""); *digit != '"'; digit++) *digit = '0';
+  int fd = mkstemp(changed);
+  CHECK(fd >= 0 && write(fd, text, size) == (ssize_t)size);
+  close(fd);
+  gemini_topology_t t = 0;
+  CHECK_EQ(gemini_topology_open(changed, &t), GEMINI_OK);
+  unlink(changed);
+  CHECK_EQ(object(t, NODE, 0).size_bytes, 0);
+  uint32_t at_package = find(t, DISK, "nvme0n1");
+  CHECK_EQ(object(t, DISK, at_package).node, 1);
+  CHECK_EQ(nearest(t, DISK, at_package, NODE), 1);
+  CHECK_EQ(distance(t, DISK, at_package, NODE, 0), GEMINI_DISTANCE_NODE);
+  done(t);
+}
+
 static void test_one_node_is_near_everything(void) {
   gemini_topology_t t = saved("one_node");
   CHECK_EQ(count(t, NODE), 1);
@@ -440,6 +466,7 @@ int main(void) {
   RUN(test_two_sockets_distances_follow_the_tree);
   RUN(test_two_sockets_nearest_is_the_first_of_the_nearest);
   RUN(test_four_nodes_know_package_and_machine_apart);
+  RUN(test_node_without_memory_is_not_the_nearest);
   RUN(test_one_node_is_near_everything);
   RUN(test_no_io_has_nodes_only);
   RUN(test_open_of_what_is_no_topology_is_refused);

@@ -1028,7 +1028,7 @@ static void step_load(thread_t *t) {
     memcpy(model(t->p, o.slot, o.offset), content, has);
     for (int k = 0; k < TENSORS; k++) {
       tensor_t *x = &t->tensors[k];
-      if (x->alive && x->arena == o.arena && x->state == GEMINI_STATE_FREE &&
+      if (has && x->alive && x->arena == o.arena && x->state == GEMINI_STATE_FREE &&
           overlap(x->offset, x->size, o.offset, has))
         x->state = GEMINI_STATE_HOLD;
     }
@@ -1500,9 +1500,9 @@ static void destroy_arena(thread_t *t, int index) {
   note(t, " a%d", index);
   gemini_status_t status = gemini_arena_destroy(t->p->mgr, a->handle);
   note(t, " -> %d", status);
-  /* Updates that wait for room come first; without room, the arena stays. */
   uint32_t allowed = busy || followed ? BIT(GEMINI_ERR_BUSY) : OK;
-  EXPECT(t, status, followed ? allowed : allowed | below_mask(t, 16), "gemini_arena_destroy");
+  if (a->reuse >= 0 && !followed) allowed |= below_mask(t, 1); /* gradients become zeros, which may need room */
+  EXPECT(t, status, allowed, "gemini_arena_destroy");
   if (status) return;
   for (int i = 0; i < TENSORS; i++)
     if (t->tensors[i].alive && t->tensors[i].arena == index) t->tensors[i].alive = false;
@@ -1964,6 +1964,8 @@ static void program_run(uint64_t seed) {
   thread_run(&p->thread[0]);
   for (int i = 1; i < p->threads; i++) CHECK(pthread_join(threads[i], NULL) == 0);
   /* Nothing may be left behind when all arenas are gone. */
+  atomic_store(&p->budget[GEMINI_TIER_HOST], BIG_BYTES);
+  MUST(&p->thread[0], gemini_budget_set(p->mgr, GEMINI_TIER_HOST, BIG_BYTES));
   for (int i = 0; i < p->threads; i++) {
     thread_t *t = &p->thread[i];
     total_steps += t->step;

