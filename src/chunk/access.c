@@ -711,6 +711,7 @@ static gemini_status_t hint_window(gmi_manager_t *m, gmi_window_t *w, uint32_t t
     status = gmi_window_to_file(m, w, GEMINI_REASON_CALLER);
     if (status == GEMINI_ERR_OOM_FILE) status = GEMINI_OK;
   }
+  if (status == GEMINI_ERR_BUSY) status = GEMINI_OK; /* somebody acquired it meanwhile */
   return status;
 }
 gemini_status_t gemini_hint(gemini_manager_t mgr, const gemini_access_t *accesses, uint64_t count) {

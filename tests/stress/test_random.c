@@ -713,6 +713,8 @@ static gemini_status_t acquire_batch(thread_t *t, uint64_t *r, int most, gemini_
   EXPECT(t, status, allowed, "gemini_acquire");
   /* Acquired by the caller, used by a stream: the bytes are there already. */
   bool by_stream = !stream && chance(&t->rng, 6);
+  for (int i = 0; i < count; i++) /* not what the caller has as well: the stream is not waited for */
+    by_stream &= !opens_overlap(t, &batch[i], batch[i].access.mode & GEMINI_WRITE);
   if (by_stream) stream = t->streams[below(&t->rng, STREAMS)];
   for (int i = 0; i < count; i++) {
     open_t *o = &batch[i];
