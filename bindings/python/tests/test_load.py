@@ -111,7 +111,9 @@ def check_calls(library, version):
 
 def inner(library_path, probe_path, version):
   before = {name: where(process, name) for name in NAMES}
-  assert "libc.so" in before["malloc"][1], before
+  # A program that is not position-independent may show its own table's entry instead.
+  where_malloc = before["malloc"][1]
+  assert "libc.so" in where_malloc or "python" in where_malloc, before
   check_malloc()
   expect_threads(1)
   library = ctypes.CDLL(library_path, mode=ctypes.RTLD_GLOBAL)
