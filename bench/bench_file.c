@@ -23,60 +23,60 @@ typedef struct options {
   uint64_t size_bytes, chunk_bytes, depth, rounds, seed;
 } options_t;
 
-typedef struct slot {
-  gmi_block_request_t request;
-  struct slot *next;
-} slot_t;
 typedef struct bench {
   options_t o;
   gmi_store_t *store;
   uint32_t *order; /* blocks */
   uint32_t count;
-  slot_t slots[MAX_DEPTH];
+  gmi_block_request_t slots[MAX_DEPTH];
   uint8_t *buffers;
-  pthread_mutex_t lock;
-  pthread_cond_t more;
-  slot_t *finished;
+  bool write;
+  pthread_mutex_t lock; /* guards the rest */
+  pthread_cond_t over;
+  uint32_t next, under_way; /* place in order of the block to submit next */
   bool failed;
 } bench_t;
 
-static void done(gmi_block_request_t *request) {
-  bench_t *b = request->user;
-  slot_t *slot = (slot_t *)(void *)request;
-  pthread_mutex_lock(&b->lock);
-  slot->next = b->finished;
-  b->finished = slot;
-  pthread_cond_signal(&b->more);
-  pthread_mutex_unlock(&b->lock);
+/* Puts the slot to the next block; false when none is left. With the lock. */
+static bool refill(bench_t *b, gmi_block_request_t *slot) {
+  if (b->next == b->count || b->failed) return false;
+  uint8_t *buffer = b->buffers + (uint64_t)(slot - b->slots) * b->o.chunk_bytes;
+  *slot = (gmi_block_request_t){ .block = b->order[b->next++],
+                                 .write = b->write,
+                                 .urgent = !b->write,
+                                 .buffer = buffer,
+                                 .done = slot->done,
+                                 .user = b };
+  b->under_way++;
+  return true;
 }
 
-static void submit(bench_t *b, slot_t *slot, uint32_t block, bool write) {
-  uint64_t index = (uint64_t)(slot - b->slots);
-  memset(&slot->request, 0, sizeof slot->request);
-  slot->request.block = block;
-  slot->request.write = write;
-  slot->request.urgent = !write;
-  slot->request.buffer = b->buffers + index * b->o.chunk_bytes;
-  slot->request.done = done;
-  slot->request.user = b;
-  gmi_store_submit(b->store, &slot->request);
+static void done(gmi_block_request_t *request) {
+  bench_t *b = request->user;
+  pthread_mutex_lock(&b->lock);
+  if (request->io.status && !b->failed) cli_error(PROGRAM, "%s", request->message);
+  b->failed |= request->io.status != GEMINI_OK;
+  b->under_way--;
+  bool more = refill(b, request);
+  if (!b->under_way) pthread_cond_signal(&b->over);
+  pthread_mutex_unlock(&b->lock);
+  if (more) gmi_store_submit(b->store, request);
 }
 
 /* One pass over all blocks. */
 static bool pass(bench_t *b, bool write) {
-  uint32_t next = 0, under_way = 0;
-  for (; next < b->count && next < b->o.depth; next++, under_way++) submit(b, &b->slots[next], b->order[next], write);
-  while (under_way > 0) {
+  pthread_mutex_lock(&b->lock);
+  b->write = write;
+  b->next = 0;
+  for (uint32_t i = 0; i < b->o.depth; i++) {
+    b->slots[i].done = done;
+    if (!refill(b, &b->slots[i])) break;
+    pthread_mutex_unlock(&b->lock); /* done takes it, and may be called here */
+    gmi_store_submit(b->store, &b->slots[i]);
     pthread_mutex_lock(&b->lock);
-    while (!b->finished) pthread_cond_wait(&b->more, &b->lock);
-    slot_t *slot = b->finished;
-    b->finished = slot->next;
-    pthread_mutex_unlock(&b->lock);
-    under_way--;
-    if (slot->request.io.status && !b->failed) cli_error(PROGRAM, "%s", slot->request.message);
-    b->failed |= slot->request.io.status != GEMINI_OK;
-    if (next < b->count && !b->failed) submit(b, slot, b->order[next++], write), under_way++;
   }
+  while (b->under_way) pthread_cond_wait(&b->over, &b->lock);
+  pthread_mutex_unlock(&b->lock);
   return !b->failed;
 }
 
@@ -217,7 +217,7 @@ int main(int argc, char **argv) {
   }
   memset(b.buffers, 0xa5, b.o.depth * b.o.chunk_bytes);
   pthread_mutex_init(&b.lock, NULL);
-  pthread_cond_init(&b.more, NULL);
+  pthread_cond_init(&b.over, NULL);
   status = each(&b);
   free(b.order);
   free(b.buffers);

@@ -17,7 +17,7 @@ enum {
   DEPTH_LIMIT = 4096,
   URING_DEPTH = 64,
   THREADS_DEPTH = 16,
-  PART_BYTES = 1 << 20,
+  PART_BYTES = 2 << 20,
   PAGE_BYTES = 4096,
   /* Tries in a row that move nothing: the first at once, then with pauses that double up to a limit, then no more;
    * that is not quite a second in all. */
