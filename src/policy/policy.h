@@ -46,7 +46,7 @@ typedef struct gmi_plan_piece {
   uint32_t shared_count;
   uint32_t reserved;
   uint64_t host_ns;   /* on all host workers together */
-  uint64_t device_ns; /* on the compute stream */
+  uint64_t device_ns; /* alone on the device */
 } gmi_plan_piece_t;
 
 typedef struct gmi_plan_input {
@@ -62,7 +62,7 @@ typedef struct gmi_plan_input {
   uint32_t host_pieces_ahead;  /* pieces that are read, updated and written at once when their states are in files */
   uint64_t file_read_ns, file_write_ns; /* one window; both share what the files can do */
   uint32_t placement;                   /* GEMINI_PLACEMENT_* */
-  uint32_t reserved;
+  uint32_t pieces_apart;                /* 1: device pieces run beside ops; 0: in turn with them, as on one stream */
   double static_param_fraction, static_optim_fraction;
   const uint8_t *window_pinned; /* [window_count] or NULL: 1 = held on the device by the user */
 } gmi_plan_input_t;

@@ -11,6 +11,8 @@
  * - Where the host has no room for all states, the last pieces of an iteration are streamed: their states are read
  *   from files ahead of the update and written after it, a few pieces at once, by one resource. They wait for nothing
  *   else, and run behind the other host pieces.
+ * - A device piece is a step of the compute stream, behind its op; or, where pieces run apart, it starts when its op
+ *   and the device piece before have ended, and whoever uses its windows next waits for it.
  * - The host issues ahead of the device at no cost, but at an iteration's begin it waits for the compute stream, since
  *   users read the loss there; so nothing that this iteration issues starts earlier. What is in flight goes on.
  * One pass in program order suffices: everything waits for earlier things only. */
@@ -35,15 +37,16 @@ typedef struct machine {
   uint64_t *host_ready_ns;    /* [window_count] when the copy on the host is current */
   uint64_t *op_arrival_ns;    /* [op_count] last arrival for the op's own use; zeroed at use */
   uint64_t *piece_arrival_ns; /* [piece_count] */
+  uint64_t *updated_ns;       /* [window_count] when its last device piece is done; only where pieces run apart */
   uint32_t *fresh;            /* [op_count] windows that arrive by being overwritten */
   uint32_t *streamed;         /* [piece_count] state windows that are read and written for this piece; 0: none */
   uint32_t *queue;            /* [piece_count] the iteration's streamed pieces */
   uint64_t *queue_ns;         /* [piece_count] when they were submitted; then when they were done */
   uint32_t queue_count;
-  uint64_t file_windows; /* read, and written, in an iteration */
-  uint64_t begin_ns, stream_ns, fetch_ns, evict_ns, update_ns,
-      file_ns;                       /* iteration's begin; when each resource is free */
-  uint64_t worst_stall_ns, stall_ns; /* of this iteration; of this op */
+  uint64_t file_windows;                                                        /* read, and written, in an iteration */
+  uint64_t begin_ns;                                                            /* of the iteration */
+  uint64_t stream_ns, device_update_ns, fetch_ns, evict_ns, update_ns, file_ns; /* when each resource is free */
+  uint64_t worst_stall_ns, stall_ns;                                            /* of this iteration; of this op */
   uint32_t worst_op;
   bool starved; /* a frame was wanted and none is free: the plan is not of this input */
 } machine_t;
@@ -108,12 +111,13 @@ static void issue_evicts(machine_t *m, uint32_t *next, uint32_t end, uint32_t pi
   const gmi_plan_input_t *input = m->facts->input;
   for (; *next < end && m->plan->evicts[*next].piece == piece; ++*next) {
     const gmi_plan_move_t *move = &m->plan->evicts[*next];
+    uint64_t free_ns = later(m->stream_ns, m->updated_ns ? m->updated_ns[move->window] : 0);
     if ((move->flags & GMI_EVICT_DIRTY) != 0) {
-      m->evict_ns = later(m->evict_ns, m->stream_ns) + input->evict_ns;
+      m->evict_ns = later(m->evict_ns, free_ns) + input->evict_ns;
       m->host_ready_ns[move->window] = m->evict_ns;
       give_frames(m, m->evict_ns, 1);
     } else {
-      give_frames(m, m->stream_ns, 1);
+      give_frames(m, free_ns, 1);
     }
   }
 }
@@ -124,6 +128,29 @@ static void run_step(machine_t *m, uint64_t ready_ns, uint64_t duration_ns) {
     m->stream_ns = ready_ns;
   }
   m->stream_ns += duration_ns;
+}
+
+/* On a stream of its own, where there is one, behind the op; else as a step of the compute stream. */
+static void update_on_device(machine_t *m, uint32_t piece) {
+  const gmi_plan_input_t *input = m->facts->input;
+  uint64_t ready_ns = m->piece_arrival_ns[piece];
+  m->piece_arrival_ns[piece] = 0;
+  if (!m->updated_ns) {
+    run_step(m, ready_ns, input->pieces[piece].device_ns);
+    return;
+  }
+  m->device_update_ns = later(later(m->device_update_ns, m->stream_ns), ready_ns) + input->pieces[piece].device_ns;
+  for (uint32_t i = input->pieces[piece].window_first; i < gmi_plan_piece_end(input, piece); i++)
+    m->updated_ns[input->piece_windows[i]] = m->device_update_ns;
+}
+
+/* When the pieces are done whose windows the op uses. */
+static uint64_t updated_for(const machine_t *m, uint32_t op) {
+  const gmi_plan_input_t *input = m->facts->input;
+  uint64_t ready_ns = 0;
+  for (uint32_t x = input->ops[op].access_first; m->updated_ns && x < input->ops[op + 1].access_first; x++)
+    ready_ns = later(ready_ns, m->updated_ns[input->accesses[x].window]);
+  return ready_ns;
 }
 
 static void update_on_host(machine_t *m, uint32_t piece, uint64_t ready_ns) {
@@ -197,15 +224,15 @@ static void run_iteration(machine_t *m) {
     issue_fetches(m, &fetch, fetch_end, GMI_NO_PIECE);
     uint64_t ready_ns = take_frames(m, (uint64_t)m->fresh[op] + (heap > before ? heap - before : 0));
     m->stall_ns = 0;
-    run_step(m, later(ready_ns, m->op_arrival_ns[op]), input->ops[op].compute_ns);
+    ready_ns = later(ready_ns, later(m->op_arrival_ns[op], updated_for(m, op)));
+    run_step(m, ready_ns, input->ops[op].compute_ns);
     m->op_arrival_ns[op] = 0;
     issue_evicts(m, &evict, evict_end, GMI_NO_PIECE);
     for (uint32_t i = m->facts->op_piece_first[op]; i < m->facts->op_piece_first[op + 1]; i++) {
       uint32_t piece = m->facts->op_pieces[i];
       if (!plan->piece_on_device[piece]) continue;
       issue_fetches(m, &fetch, fetch_end, piece);
-      run_step(m, m->piece_arrival_ns[piece], input->pieces[piece].device_ns);
-      m->piece_arrival_ns[piece] = 0;
+      update_on_device(m, piece);
       issue_evicts(m, &evict, evict_end, piece);
     }
     for (uint32_t i = m->facts->op_piece_first[op]; i < m->facts->op_piece_first[op + 1]; i++) {
@@ -278,6 +305,7 @@ gemini_status_t gmi_simulate(const gmi_facts_t *facts, gmi_plan_t *plan, gmi_sim
   m.host_ready_ns = calloc((size_t)input->window_count + 1, sizeof *m.host_ready_ns);
   m.op_arrival_ns = calloc(input->op_count, sizeof *m.op_arrival_ns);
   m.piece_arrival_ns = calloc((size_t)input->piece_count + 1, sizeof *m.piece_arrival_ns);
+  if (input->pieces_apart) m.updated_ns = calloc((size_t)input->window_count + 1, sizeof *m.updated_ns);
   m.fresh = calloc(input->op_count, sizeof *m.fresh);
   m.streamed = calloc((size_t)input->piece_count + 1, sizeof *m.streamed);
   m.queue = calloc((size_t)input->piece_count + 1, sizeof *m.queue);
@@ -285,7 +313,8 @@ gemini_status_t gmi_simulate(const gmi_facts_t *facts, gmi_plan_t *plan, gmi_sim
   uint8_t *resident = malloc((size_t)input->window_count + 1);
   gemini_status_t status = GEMINI_ERR_OOM_SYSTEM;
   if (m.runs == NULL || m.host_ready_ns == NULL || m.op_arrival_ns == NULL || m.piece_arrival_ns == NULL ||
-      m.fresh == NULL || m.streamed == NULL || m.queue == NULL || m.queue_ns == NULL || resident == NULL)
+      (input->pieces_apart && m.updated_ns == NULL) || m.fresh == NULL || m.streamed == NULL || m.queue == NULL ||
+      m.queue_ns == NULL || resident == NULL)
     goto end;
 
   status = GEMINI_ERR_INVALID;
@@ -296,15 +325,16 @@ gemini_status_t gmi_simulate(const gmi_facts_t *facts, gmi_plan_t *plan, gmi_sim
   find_fresh(&m, resident);
   give_frames(&m, 0, input->frame_count - held);
   /* Steady when an iteration lasts as long as the one before and leaves the same work behind. */
-  uint64_t length_ns = 0, behind_ns[4] = { 0, 0, 0, 0 };
+  uint64_t length_ns = 0, behind_ns[5] = { 0 };
   uint32_t iteration = 0;
   for (bool steady = false; iteration < MAX_ITERATIONS && !steady; iteration++) {
     run_iteration(&m);
     if (m.starved) goto end;
-    uint64_t behind_now_ns[4] = { later(m.fetch_ns, m.stream_ns) - m.stream_ns,
+    uint64_t behind_now_ns[5] = { later(m.fetch_ns, m.stream_ns) - m.stream_ns,
                                   later(m.evict_ns, m.stream_ns) - m.stream_ns,
                                   later(m.update_ns, m.stream_ns) - m.stream_ns,
-                                  later(m.file_ns, m.stream_ns) - m.stream_ns };
+                                  later(m.file_ns, m.stream_ns) - m.stream_ns,
+                                  later(m.device_update_ns, m.stream_ns) - m.stream_ns };
     steady = iteration > 0 && length_ns == m.stream_ns - m.begin_ns &&
              memcmp(behind_ns, behind_now_ns, sizeof behind_ns) == 0;
     length_ns = m.stream_ns - m.begin_ns;
@@ -313,9 +343,10 @@ gemini_status_t gmi_simulate(const gmi_facts_t *facts, gmi_plan_t *plan, gmi_sim
   uint64_t dirty = 0;
   for (uint64_t e = 0; e < evicts; e++) dirty += (plan->evicts[e].flags & GMI_EVICT_DIRTY) != 0;
   plan->compute_ns = plan->update_busy_ns = 0;
+  uint64_t apart_ns = 0;
   for (uint32_t op = 0; op < input->op_count; op++) plan->compute_ns += input->ops[op].compute_ns;
   for (uint32_t p = 0; p < input->piece_count; p++) {
-    if (plan->piece_on_device[p]) plan->compute_ns += input->pieces[p].device_ns;
+    if (plan->piece_on_device[p]) *(input->pieces_apart ? &apart_ns : &plan->compute_ns) += input->pieces[p].device_ns;
     else plan->update_busy_ns += input->pieces[p].host_ns;
   }
   plan->file_windows = m.file_windows;
@@ -324,7 +355,7 @@ gemini_status_t gmi_simulate(const gmi_facts_t *facts, gmi_plan_t *plan, gmi_sim
   plan->evict_busy_ns = dirty * input->evict_ns;
   /* A resource that nothing waits for yet can still be the one that falls behind a little in each iteration. */
   plan->predicted_ns = later(later(length_ns, plan->update_busy_ns), later(plan->fetch_busy_ns, plan->evict_busy_ns));
-  plan->predicted_ns = later(plan->predicted_ns, plan->file_busy_ns);
+  plan->predicted_ns = later(plan->predicted_ns, later(plan->file_busy_ns, apart_ns));
   plan->stall_ns = plan->predicted_ns - plan->compute_ns;
   if (simulation_out != NULL) {
     simulation_out->worst_op = m.worst_op;
@@ -337,6 +368,7 @@ end:
   free(m.host_ready_ns);
   free(m.op_arrival_ns);
   free(m.piece_arrival_ns);
+  free(m.updated_ns);
   free(m.fresh);
   free(m.streamed);
   free(m.queue);

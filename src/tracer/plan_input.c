@@ -214,6 +214,7 @@ gemini_status_t gmi_plan_bundle_make(gmi_manager_t *m, const gmi_trace_t *trace,
                                      .window_pinned = b.pinned,
                                      .window_bytes = atomic_load(&m->window_bytes),
                                      .placement = m->config.placement,
+                                     .pieces_apart = m->config.device == GEMINI_DEVICE_SIMULATED,
                                      .static_param_fraction = m->config.static_param_fraction,
                                      .static_optim_fraction = m->config.static_optim_fraction };
   if (!b.ops || !b.accesses || !b.pieces || !b.piece_windows || !b.kind || !b.pinned || !bundle.window_of ||

@@ -104,6 +104,7 @@ static void instance_random(instance_t *i, uint64_t *seed, const shape_t *shape,
     for (uint32_t w = 0; w < count; w++) add_piece_window(i, (window + w) % windows, w < shared);
   }
   i->input.frame_count = need + (slack > 0 ? below(seed, slack + 1) : 0);
+  i->input.pieces_apart = below(seed, 2);
   i->input.static_param_fraction = 0.25 * below(seed, 5);
   i->input.static_optim_fraction = 0.25 * below(seed, 5);
 }
@@ -556,7 +557,7 @@ static void test_plan_contradictory_input_is_refused(void) {
   REFUSED(i.input.op_count = 0);
   REFUSED(i.input.placement = 4);
   REFUSED(i.input.static_param_fraction = 1.01);
-  REFUSED(i.input.static_optim_fraction = 0.0 / (double)(i.input.reserved));
+  REFUSED(i.input.static_optim_fraction = 0.0 / (double)(i.input.pieces_apart));
   REFUSED(i.accesses[3].window = 16);
   REFUSED(i.accesses[3].mode = 0);
   REFUSED(i.accesses[3].mode = 8);
@@ -705,6 +706,32 @@ static void test_simulate_device_piece_runs_on_the_stream(void) {
   add_op(&i, 10, 0), add_access(&i, 0, GMI_ACCESS_READ | GMI_ACCESS_WRITE);
   add_piece(&i, 0, 1000, 200), add_piece_window(&i, 0, true), add_piece_window(&i, 1, false);
   check_times(&i.input, 210, 210, 0, 0, 0);
+}
+
+static void test_simulate_device_pieces_apart_run_beside_ops(void) {
+  static instance_t i;
+  for (int used = 0; used < 2; used++) { /* 500..800, beside op 1 or before it */
+    instance_begin(&i, 2, 2, 100, 50);
+    i.input.pieces_apart = 1;
+    add_op(&i, 500, 0), add_access(&i, 0, GMI_ACCESS_READ | GMI_ACCESS_WRITE);
+    add_op(&i, 500, 0), add_access(&i, used ? 0 : 1, GMI_ACCESS_READ);
+    add_piece(&i, 0, 5000, 300), add_piece_window(&i, 0, true);
+    check_times(&i.input, used ? 1300 : 1000, 1000, 0, 0, 0);
+  }
+  /* One behind the other, behind the only op: the next iteration's op waits for the first, and falls behind the second. */
+  instance_begin(&i, 2, 2, 100, 50);
+  i.input.pieces_apart = 1;
+  add_op(&i, 10, 0), add_access(&i, 0, GMI_ACCESS_READ | GMI_ACCESS_WRITE);
+  add_piece(&i, 0, 5000, 200), add_piece_window(&i, 0, true);
+  add_piece(&i, 0, 5000, 300), add_piece_window(&i, 1, false);
+  check_times(&i.input, 500, 10, 0, 0, 0);
+  /* The window leaves its frame to op 1's memory behind the piece and the copy: 10..210..260. */
+  instance_begin(&i, 1, 1, 100, 50);
+  i.input.pieces_apart = 1;
+  add_op(&i, 10, 0), add_access(&i, 0, GMI_ACCESS_READ | GMI_ACCESS_WRITE);
+  add_op(&i, 20, 1);
+  add_piece(&i, 0, 5000, 200), add_piece_window(&i, 0, true);
+  check_times(&i.input, 100 + 10 + 200 + 50 + 20, 30, 100, 50, 0);
 }
 
 static void test_simulate_prefetch_hides_fetches(void) {
@@ -1182,6 +1209,7 @@ int main(int argc, char **argv) {
   RUN(test_simulate_evict_bound);
   RUN(test_simulate_update_bound);
   RUN(test_simulate_device_piece_runs_on_the_stream);
+  RUN(test_simulate_device_pieces_apart_run_beside_ops);
   RUN(test_simulate_prefetch_hides_fetches);
   RUN(test_simulate_heap_growth_waits_for_write_back);
   RUN(test_simulate_fresh_window_waits_for_its_frame);
