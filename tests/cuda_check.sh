@@ -13,13 +13,8 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 failed=0
 
-mkdir "$work/include"
-IFS=. read -r major minor patch <VERSION
-sed -e "s/@PROJECT_VERSION_MAJOR@/$major/" -e "s/@PROJECT_VERSION_MINOR@/$minor/" \
-  -e "s/@PROJECT_VERSION_PATCH@/$patch/" -e "s/@PROJECT_VERSION@/$major.$minor.$patch/" \
-  include/gemini.h.in >"$work/include/gemini.h"
 flags=(-std=c11 -D_GNU_SOURCE= -O2 -g -Wall -Wextra -ffp-contract=off -fno-math-errno
-  -Isrc -Itests -Itests/reference -Ibench/common "-I$work/include")
+  -Isrc -Itests -Itests/reference -Ibench/common -Iinclude)
 library=(src/device/*.c src/core/status.c)
 libraries=(-lpthread -lm -ldl)
 

@@ -21,30 +21,18 @@ fi
 
 files=("$@")
 if ((${#files[@]} == 0)); then
-  # gemini.h.in is named by itself: its ending says nothing to the tool.
-  mapfile -t files < <(find include src tests bench \( -name '*.[ch]' -o -name '*.cc' -o -name '*.h.in' \) -type f | sort)
+  mapfile -t files < <(find include src bindings tests bench \( -name '*.[ch]' -o -name '*.cc' \) -type f | sort)
 fi
 if ((${#files[@]} == 0)); then
   echo "format.sh: found no file to format" >&2
   exit 1
 fi
 
-# @NAME@ of a template is made a plain identifier while the tool looks at it.
-formatted() {
-  if [[ $1 == *.in ]]; then
-    local name=${1##*/}
-    sed 's/@\([A-Z_]*\)@/AT_\1_AT/g' "$1" | "$tool" --style=file --assume-filename="$(dirname "$1")/${name%.in}" |
-      sed 's/AT_\([A-Z_]*\)_AT/@\1@/g'
-  else
-    "$tool" --style=file "$1"
-  fi
-}
-
 result=$(mktemp)
 trap 'rm -f "$result"' EXIT
 failed=0
 for file in "${files[@]}"; do
-  formatted "$file" >"$result"
+  "$tool" --style=file "$file" >"$result"
   cmp -s "$file" "$result" && continue
   if ((check)); then
     echo "format.sh: $file is not formatted:" >&2

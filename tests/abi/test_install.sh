@@ -4,7 +4,7 @@
 set -euo pipefail
 cmake=$1 build=$2 cc=$3 cxx=$4
 here=$(cd "$(dirname "$0")" && pwd)
-version=$(<"$here/../../VERSION")
+version=$(sed -n 's/^#define GEMINI_VERSION_STRING "\(.*\)"/\1/p' "$here/../../include/gemini.h")
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
@@ -20,7 +20,7 @@ headers=$(find "$prefix/include" -type f -printf '%P\n')
 pc=$(find "$prefix" -name gemini.pc)
 export PKG_CONFIG_PATH=${pc%/*}
 have=$(pkg-config --modversion gemini)
-[[ $have == "$version" ]] || fail "gemini.pc says version $have, VERSION says $version"
+[[ $have == "$version" ]] || fail "gemini.pc says version $have, gemini.h says $version"
 libdir=$(pkg-config --variable=libdir gemini)
 soname=$(readelf -d "$libdir/libgemini.so" | sed -n 's/.*(SONAME).*\[\(.*\)\]/\1/p')
 [[ $soname == "libgemini.so.${version%%.*}" ]] || fail "soname is $soname"

@@ -684,7 +684,9 @@ static void test_statuses_have_words_of_their_own(void) {
     for (gemini_status_t other = 0; other > s; other--)
       CHECK(strcmp(gemini_status_string(s), gemini_status_string(other)));
   }
-  CHECK(!strcmp(gemini_version(), GEMINI_VERSION_STRING));
+  char version[32];
+  snprintf(version, sizeof version, "%d.%d.%d", GEMINI_VERSION_MAJOR, GEMINI_VERSION_MINOR, GEMINI_VERSION_PATCH);
+  CHECK(!strcmp(gemini_version(), version));
   cover("gemini_status_string"); /* these two cannot refuse */
   cover("gemini_version");
 }

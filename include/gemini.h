@@ -1,8 +1,6 @@
 /* libgemini: memory management for models larger than the GPU.
  * SPDX-License-Identifier: Apache-2.0
  *
- * Generated from include/gemini.h.in; the version comes from the file VERSION.
- *
  * Conventions, valid for every declaration below:
  * - A function that can fail returns gemini_status_t: GEMINI_OK or a negative GEMINI_ERR_*. On failure nothing
  *   has changed, results named *_out are untouched, and gemini_last_error() tells this thread what went wrong.
@@ -34,11 +32,12 @@ extern "C" {
 #endif
 
 /** @defgroup version Version
+ *  The only place where the version is written: the build reads it here.
  *  @{ */
-#define GEMINI_VERSION_MAJOR @PROJECT_VERSION_MAJOR @
-#define GEMINI_VERSION_MINOR @PROJECT_VERSION_MINOR @
-#define GEMINI_VERSION_PATCH @PROJECT_VERSION_PATCH @
-#define GEMINI_VERSION_STRING "@PROJECT_VERSION@"
+#define GEMINI_VERSION_MAJOR 0
+#define GEMINI_VERSION_MINOR 1
+#define GEMINI_VERSION_PATCH 0
+#define GEMINI_VERSION_STRING "0.1.0"
 
 /** The version of the library that is loaded, "MAJOR.MINOR.PATCH"; static storage. Since: 0.1 */
 GEMINI_API const char *gemini_version(void);
