@@ -29,6 +29,13 @@
       exit(1);                                                                                                   \
     }                                                                                                            \
   } while (0)
+#define CHECK_SAYS(text, part)                                                                          \
+  do {                                                                                                  \
+    if (!strstr(text, part)) {                                                                          \
+      fprintf(stderr, "%s:%d: %s: '%s' does not say '%s'\n", __FILE__, __LINE__, __func__, text, part); \
+      exit(1);                                                                                          \
+    }                                                                                                   \
+  } while (0)
 
 static int check_run_count;
 #define RUN(test)                     \

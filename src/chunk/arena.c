@@ -1,11 +1,13 @@
 /* Arenas and tensors: registration, layout, lookup, and the cut of arenas into windows.
  * SPDX-License-Identifier: Apache-2.0 */
 #include <errno.h>
+#include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "core/manager.h"
+#include "core/names.h"
 #include "policy/policy.h"
 #include "tracer/tracer.h"
 
@@ -22,6 +24,17 @@ gmi_arena_t *gmi_arena_get(gmi_manager_t *m, gemini_arena_t handle) {
   if (a && (a->generation & 1023) == generation) return a;
   gmi_fail(GEMINI_ERR_HANDLE, 0, "%#llx is a destroyed arena", (unsigned long long)handle);
   return NULL;
+}
+
+void gmi_arenas_write(gmi_manager_t *m, FILE *file) {
+  for (uint32_t i = 0; i < GMI_ARENAS; i++) {
+    gmi_arena_t *a = gmi_arena_at(m, i);
+    if (!a) continue;
+    fprintf(file, "arena %u %u %u %u %u %" PRIu64 " ", i, a->kind, a->element_bytes, a->like, a->store,
+            atomic_load(&a->size));
+    gmi_name_write(file, a->name);
+    fputc('\n', file);
+  }
 }
 
 gmi_tensor_t *gmi_tensor_get(gmi_manager_t *m, gemini_tensor_t handle) {

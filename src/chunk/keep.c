@@ -32,14 +32,7 @@ static gemini_status_t check_kept(gmi_manager_t *m) {
 /* ---- checkpoint */
 static void write_layout(gmi_manager_t *m, FILE *file) {
   fprintf(file, "gemini-keep 1\n");
-  for (uint32_t i = 0; i < GMI_ARENAS; i++) {
-    gmi_arena_t *a = gmi_arena_at(m, i);
-    if (!a) continue;
-    fprintf(file, "arena %u %u %u %u %u %" PRIu64 " ", i, a->kind, a->element_bytes, a->like, a->store,
-            atomic_load(&a->size));
-    gmi_name_write(file, a->name);
-    fputc('\n', file);
-  }
+  gmi_arenas_write(m, file);
   for (uint32_t i = 0; i < m->tensor_high; i++) {
     gmi_tensor_t *t = &m->tensors[i];
     if (!gmi_tensor_alive(t)) continue;

@@ -11,6 +11,7 @@
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stdint.h>
+#include <stdio.h>
 
 #include "chunk/heap.h"
 #include "core/status.h"
@@ -348,6 +349,7 @@ typedef struct gmi_range {
 /* Resolves the range, and cuts the arenas into windows if they are not yet; nothing is cut for a range that is wrong. */
 gemini_status_t gmi_range_ready(gmi_manager_t *m, const gemini_access_t *access, gmi_range_t *range_out);
 gemini_status_t gmi_range_resolve(gmi_manager_t *m, const gemini_access_t *access, gmi_range_t *range_out);
+void gmi_arenas_write(gmi_manager_t *m, FILE *file); /* a line each, for traces and checkpoints; lock held */
 gemini_status_t gmi_cut(gmi_manager_t *m); /* chooses the window size if that is still to be done; lock held */
 /* Cuts anew where that is possible: nothing in use, every byte fits on the host, no file tier, one thread, and the
  * caller did not choose the size. Otherwise, and when it is that size already, nothing changes. */

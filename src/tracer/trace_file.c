@@ -55,14 +55,7 @@ gemini_status_t gmi_trace_write(gmi_manager_t *m, const gmi_trace_t *t, const ch
           t->link_bytes_per_s[1], t->host_update_ps, t->device_update_ps);
   fprintf(file, "files %" PRIu64 " %" PRIu64 "\n", t->file_bytes_per_s[0], t->file_bytes_per_s[1]);
   fprintf(file, "outside %" PRIu64 "\n", t->outside_ns);
-  for (uint32_t i = 0; i < GMI_ARENAS; i++) {
-    gmi_arena_t *a = gmi_arena_at(m, i);
-    if (!a) continue;
-    fprintf(file, "arena %u %u %u %u %u %" PRIu64 " ", i, a->kind, a->element_bytes, a->like, a->store,
-            atomic_load(&a->size));
-    gmi_name_write(file, a->name);
-    fputc('\n', file);
-  }
+  gmi_arenas_write(m, file);
   for (uint32_t i = 0, u = 0; i <= t->op_count; i++) {
     for (; u < t->update_count && t->updates[u].after_op == i; u++) {
       const gmi_trace_update_t *update = &t->updates[u];

@@ -11,14 +11,6 @@
 #define W WORLD_WINDOW
 static const uint64_t mib = 1 << 20;
 
-#define CHECK_SAYS(text, part)                                                                          \
-  do {                                                                                                  \
-    if (!strstr(text, part)) {                                                                          \
-      fprintf(stderr, "%s:%d: %s: '%s' does not say '%s'\n", __FILE__, __LINE__, __func__, text, part); \
-      exit(1);                                                                                          \
-    }                                                                                                   \
-  } while (0)
-
 typedef struct {
   uint8_t *ptr;
   uint64_t size, seed;

@@ -30,13 +30,6 @@
     }                                                                                                         \
   } while (0)
 #define CHECK_OK(call) CHECK_STATUS(call, GEMINI_OK)
-#define CHECK_SAYS(text, part)                                                                          \
-  do {                                                                                                  \
-    if (!strstr(text, part)) {                                                                          \
-      fprintf(stderr, "%s:%d: %s: '%s' does not say '%s'\n", __FILE__, __LINE__, __func__, text, part); \
-      exit(1);                                                                                          \
-    }                                                                                                   \
-  } while (0)
 
 /* ---- the system calls, and what they are to do wrong */
 enum { FILES = 16, DIRECTORIES = 3 };

@@ -18,14 +18,6 @@
 #include "core/manager.h"
 #include "io/store.h"
 
-#define CHECK_SAYS(text, part)                                                                          \
-  do {                                                                                                  \
-    if (!strstr(text, part)) {                                                                          \
-      fprintf(stderr, "%s:%d: %s: '%s' does not say '%s'\n", __FILE__, __LINE__, __func__, text, part); \
-      exit(1);                                                                                          \
-    }                                                                                                   \
-  } while (0)
-
 static inline void dir_make(char dir[64]) {
   const char *tmp = getenv("TMPDIR");
   snprintf(dir, 64, "%.40s/gemini.XXXXXX", tmp && *tmp ? tmp : "/tmp");
