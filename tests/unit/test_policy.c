@@ -718,13 +718,15 @@ static void test_simulate_device_pieces_apart_run_beside_ops(void) {
     add_piece(&i, 0, 5000, 300), add_piece_window(&i, 0, true);
     check_times(&i.input, used ? 1300 : 1000, 1000, 0, 0, 0);
   }
-  /* One behind the other, behind the only op: the next iteration's op waits for the first, and falls behind the second. */
-  instance_begin(&i, 2, 2, 100, 50);
-  i.input.pieces_apart = 1;
-  add_op(&i, 10, 0), add_access(&i, 0, GMI_ACCESS_READ | GMI_ACCESS_WRITE);
-  add_piece(&i, 0, 5000, 200), add_piece_window(&i, 0, true);
-  add_piece(&i, 0, 5000, 300), add_piece_window(&i, 1, false);
-  check_times(&i.input, 500, 10, 0, 0, 0);
+  /* One behind the other: the next iteration's op waits for the first one, or for neither, but they fall behind. */
+  for (int used = 0; used < 2; used++) {
+    instance_begin(&i, 3, 3, 100, 50);
+    i.input.pieces_apart = 1;
+    add_op(&i, 10, 0), add_access(&i, used ? 0 : 2, GMI_ACCESS_READ | GMI_ACCESS_WRITE);
+    add_piece(&i, 0, 5000, 200), add_piece_window(&i, 0, true);
+    add_piece(&i, 0, 5000, 300), add_piece_window(&i, 1, false);
+    check_times(&i.input, 500, 10, 0, 0, 0);
+  }
   /* The window leaves its frame to op 1's memory behind the piece and the copy: 10..210..260. */
   instance_begin(&i, 1, 1, 100, 50);
   i.input.pieces_apart = 1;
