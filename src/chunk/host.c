@@ -40,11 +40,11 @@ static bool near_node(gmi_manager_t *m, const gmi_topology_t *topology, uint32_t
   uint32_t disks[64], count = 0;
   struct stat at;
   *node_out = GEMINI_INDEX_NONE;
-  if (m->config.device == GEMINI_DEVICE_CUDA) {
-    gemini_topology_object_t gpu = GEMINI_TOPOLOGY_OBJECT_INIT;
-    if (gmi_topology_object(topology, GEMINI_OBJECT_GPU, m->config.device_ordinal, &gpu) == GEMINI_OK)
-      *node_out = gpu.node;
-  }
+  char pci[GMI_DEVICE_PCI_BYTES]; /* the driver counts GPUs in an order of its own */
+  gemini_topology_object_t gpu = GEMINI_TOPOLOGY_OBJECT_INIT;
+  if (m->dev->pci(m->dev_self, pci) == GEMINI_OK &&
+      gmi_topology_object(topology, GEMINI_OBJECT_GPU, gmi_topology_gpu_at(topology, pci), &gpu) == GEMINI_OK)
+    *node_out = gpu.node;
   for (const char *dir = m->file_dir; *node_out == GEMINI_INDEX_NONE && dir && *dir;) {
     char path[4096];
     size_t length = strcspn(dir, ":");

@@ -848,6 +848,15 @@ static gemini_status_t cuda_stream_native(void *self, uint32_t index, void **nat
   return GEMINI_OK;
 }
 
+static gemini_status_t cuda_pci(void *self, char address_out[GMI_DEVICE_PCI_BYTES]) {
+  cuda_t *cuda = self;
+  char address[GMI_DEVICE_PCI_BYTES];
+  gemini_status_t status =
+      done(cuda, cuda->driver->device_pci(address, sizeof address, cuda->device), "cuDeviceGetPCIBusId");
+  if (!status) memcpy(address_out, address, sizeof address);
+  return status;
+}
+
 static gemini_status_t cuda_stream_destroy(void *self, uint32_t index) {
   cuda_t *cuda = self;
   queue_t queue;
@@ -1411,5 +1420,6 @@ const gmi_device_ops_t gmi_device_cuda = {
   .now = cuda_now,
   .stream_adopt = cuda_stream_adopt,
   .stream_native = cuda_stream_native,
+  .pci = cuda_pci,
   .mark_untimed = cuda_mark_untimed,
 };

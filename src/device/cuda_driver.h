@@ -96,6 +96,7 @@ typedef struct cu_access { /* CUmemAccessDesc */
   X(error_name, "cuGetErrorName", (cu_result_t result, const char **name_out))                                         \
   X(device_count, "cuDeviceGetCount", (int *count_out))                                                                \
   X(device_get, "cuDeviceGet", (cu_device_t * device_out, int ordinal))                                                \
+  X(device_pci, "cuDeviceGetPCIBusId", (char *address_out, int size, cu_device_t device))                              \
   X(device_attribute, "cuDeviceGetAttribute", (int *value_out, int attribute, cu_device_t device))                     \
   X(primary_retain, "cuDevicePrimaryCtxRetain", (cu_context_t * context_out, cu_device_t device))                      \
   X(primary_release, "cuDevicePrimaryCtxRelease_v2", (cu_device_t device))                                             \

@@ -23,6 +23,7 @@
 
 #define GMI_DEVICE_ABI 1u
 #define GMI_DEVICE_MAX_STREAMS 64u
+#define GMI_DEVICE_PCI_BYTES 32
 
 enum { GMI_COPY_H2D = 0, GMI_COPY_D2H = 1, GMI_COPY_D2D = 2 };
 
@@ -107,6 +108,8 @@ typedef struct gmi_device_ops {
   gemini_status_t (*stream_adopt)(void *self, void *native, uint32_t *stream_out);
   /* The stream as the device's own API names it. */
   gemini_status_t (*stream_native)(void *self, uint32_t stream, void **native_out);
+  /* Where the device is on the PCI bus, as "0000:1b:00.0" in either case. UNSUPPORTED on the simulated device. */
+  gemini_status_t (*pci)(void *self, char address_out[GMI_DEVICE_PCI_BYTES]);
   /* As mark(), for one whose time is not asked for: mark_time() of it may be INVALID. Much cheaper on a GPU. */
   gemini_status_t (*mark_untimed)(void *self, uint32_t stream, uint64_t *mark_out);
 } gmi_device_ops_t;

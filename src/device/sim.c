@@ -726,6 +726,11 @@ static gemini_status_t sim_stream_native(void *self, uint32_t stream, void **nat
   return GEMINI_ERR_UNSUPPORTED;
 }
 
+static gemini_status_t sim_pci(void *self, char address_out[GMI_DEVICE_PCI_BYTES]) {
+  (void)self, (void)address_out;
+  return GEMINI_ERR_UNSUPPORTED;
+}
+
 /* --- the device --- */
 
 static void sim_close(void *self) {
@@ -807,5 +812,6 @@ const gmi_device_ops_t gmi_device_sim = {
   .now = sim_now,
   .stream_adopt = sim_stream_adopt,
   .stream_native = sim_stream_native,
+  .pci = sim_pci,
   .mark_untimed = sim_mark,
 };

@@ -259,6 +259,12 @@ gemini_status_t gmi_topology_distance(const gmi_topology_t *t, uint32_t kind, ui
   return GEMINI_OK;
 }
 
+uint32_t gmi_topology_gpu_at(const gmi_topology_t *t, const char *pci) {
+  for (uint32_t i = 0; i < t->places[GEMINI_OBJECT_GPU].count; i++)
+    if (!strcasecmp(t->places[GEMINI_OBJECT_GPU].items[i].info.pci, pci)) return i;
+  return GEMINI_INDEX_NONE;
+}
+
 gemini_status_t gmi_topology_nearest(const gmi_topology_t *t, uint32_t kind, uint32_t index, uint32_t wanted_kind,
                                      uint32_t *index_out) {
   const place_t *p = place_get(t, kind, index);

@@ -28,6 +28,8 @@ gemini_status_t gmi_topology_distance(const gmi_topology_t *topology, uint32_t k
 gemini_status_t gmi_topology_nearest(const gmi_topology_t *topology, uint32_t kind, uint32_t index,
                                      uint32_t wanted_kind, uint32_t *index_out);
 
+/* The GPU at this address on the PCI bus, GEMINI_INDEX_NONE when there is none. */
+uint32_t gmi_topology_gpu_at(const gmi_topology_t *topology, const char *pci);
 /* The disks below the block device major:minor. root is put before /sys and /proc: "", or a test's directory. */
 gemini_status_t gmi_topology_disks_of(const gmi_topology_t *topology, const char *root, uint32_t major_number,
                                       uint32_t minor_number, uint32_t *disks_out, uint32_t capacity,

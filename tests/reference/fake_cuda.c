@@ -334,6 +334,12 @@ API cu_result_t cuDeviceGet(cu_device_t *device_out, int ordinal) {
   *device_out = ordinal;
   return end(CU_SUCCESS);
 }
+API cu_result_t cuDeviceGetPCIBusId(char *address_out, int size, cu_device_t device) {
+  BEGIN("cuDeviceGetPCIBusId", false);
+  if (device < 0 || device >= fake_cuda.device_count || size < 13) return end(CU_INVALID_VALUE);
+  snprintf(address_out, (size_t)size, "0000:%02X:00.0", 0x1a + device);
+  return end(CU_SUCCESS);
+}
 API cu_result_t cuDeviceGetAttribute(int *value_out, int attribute, cu_device_t device) {
   BEGIN("cuDeviceGetAttribute", false);
   if (device < 0 || device >= fake_cuda.device_count) return end(CU_INVALID_DEVICE);
@@ -803,6 +809,7 @@ void *fake_cuda_symbol(const char *name) {
 #define FAKE_error_name cuGetErrorName
 #define FAKE_device_count cuDeviceGetCount
 #define FAKE_device_get cuDeviceGet
+#define FAKE_device_pci cuDeviceGetPCIBusId
 #define FAKE_device_attribute cuDeviceGetAttribute
 #define FAKE_primary_retain cuDevicePrimaryCtxRetain
 #define FAKE_primary_release cuDevicePrimaryCtxRelease_v2

@@ -171,6 +171,7 @@ static void test_cuda_operations_leave_the_threads_context_alone(void) {
     uint32_t stream = 0, adopted = 0;
     uint64_t frame = 0, mark = 0, ns;
     void *base = NULL, *native, *host = NULL;
+    char pci[GMI_DEVICE_PCI_BYTES];
     double sum;
     _Atomic uint64_t flag = 0;
     CHECK_EQ(posix_memalign(&host, 4096, 4096), 0);
@@ -197,6 +198,8 @@ static void test_cuda_operations_leave_the_threads_context_alone(void) {
     KEEPS(ops->mark_untimed(device, stream, &mark));
     KEEPS(ops->stream_native(device, stream, &native));
     KEEPS(ops->stream_adopt(device, native, &adopted));
+    KEEPS(ops->pci(device, pci));
+    CHECK(!strcmp(pci, "0000:1A:00.0"));
     KEEPS(ops->wait(device, adopted, stream, mark));
     KEEPS(ops->stream_destroy(device, adopted));
     KEEPS(ops->stream_destroy(device, stream));
@@ -832,6 +835,8 @@ static void test_cuda_adopted_stream_is_ordered_and_left_alone(void) {
   CHECK_EQ(gmi_device_sim.open(&config, &device), GEMINI_OK);
   CHECK_EQ(gmi_device_sim.stream_adopt(device, NULL, &index), GEMINI_ERR_UNSUPPORTED);
   CHECK_EQ(gmi_device_sim.stream_native(device, 0, &native), GEMINI_ERR_UNSUPPORTED);
+  char pci[GMI_DEVICE_PCI_BYTES];
+  CHECK_EQ(gmi_device_sim.pci(device, pci), GEMINI_ERR_UNSUPPORTED);
   gmi_device_sim.close(device);
 }
 

@@ -1,4 +1,5 @@
 /* Limits on memory, the host tier's reservation, and blocks from it. SPDX-License-Identifier: Apache-2.0 */
+#include <ctype.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
@@ -472,6 +473,34 @@ static void policy_of(const void *address, char *policy, size_t size) {
   if (file) fclose(file);
 }
 
+static gmi_topology_t *topology_saved(const char *name) {
+  char path[1024];
+  const char *end = strrchr(__FILE__, '/');
+  snprintf(path, sizeof path, "%.*s/../data/topology/%s.xml", (int)(end - __FILE__), __FILE__, name);
+  gmi_topology_t *t;
+  CHECK_EQ(gmi_topology_load(path, &t), GEMINI_OK);
+  return t;
+}
+
+static void test_gpu_is_found_by_its_place_on_the_bus(void) {
+  gmi_topology_t *t = topology_saved("two_sockets");
+  uint32_t count = gmi_topology_count(t, GEMINI_OBJECT_GPU);
+  CHECK_EQ(count, 8);
+  for (uint32_t i = 0; i < count; i++) {
+    gemini_topology_object_t gpu = GEMINI_TOPOLOGY_OBJECT_INIT;
+    CHECK_EQ(gmi_topology_object(t, GEMINI_OBJECT_GPU, i, &gpu), GEMINI_OK);
+    CHECK_EQ(gmi_topology_gpu_at(t, gpu.pci), i);
+    for (char *c = gpu.pci; *c; c++) *c = (char)toupper((unsigned char)*c); /* as drivers write it */
+    CHECK_EQ(gmi_topology_gpu_at(t, gpu.pci), i);
+    gpu.pci[0] = '1';
+    CHECK_EQ(gmi_topology_gpu_at(t, gpu.pci), GEMINI_INDEX_NONE);
+  }
+  gmi_topology_free(t);
+  t = topology_saved("no_io");
+  CHECK_EQ(gmi_topology_gpu_at(t, "0000:12:00.0"), GEMINI_INDEX_NONE);
+  gmi_topology_free(t);
+}
+
 static void test_reserve_is_bound_or_says_why_not(void) {
   gmi_topology_t *here, *elsewhere;
   CHECK_EQ(gmi_topology_load(NULL, &here), GEMINI_OK);
@@ -495,10 +524,7 @@ static void test_reserve_is_bound_or_says_why_not(void) {
   gmi_reserve_close(r);
   gmi_topology_free(here);
 
-  char path[1024];
-  const char *end = strrchr(__FILE__, '/');
-  snprintf(path, sizeof path, "%.*s/../data/topology/no_io.xml", (int)(end - __FILE__), __FILE__);
-  CHECK_EQ(gmi_topology_load(path, &elsewhere), GEMINI_OK);
+  elsewhere = topology_saved("no_io");
   config.topology = elsewhere;
   node = 1;
   CHECK_EQ(gmi_reserve_open(&config, &r), GEMINI_OK);
@@ -1242,6 +1268,7 @@ int main(void) {
   RUN(test_reserve_keeps_committed_bytes_and_zeroes_new_ones);
   RUN(test_reserve_refuses_what_is_no_part_of_it);
   RUN(test_reserve_without_huge_pages_says_why);
+  RUN(test_gpu_is_found_by_its_place_on_the_bus);
   RUN(test_reserve_is_bound_or_says_why_not);
   RUN(test_reserve_is_not_passed_on_to_children);
   RUN(test_reserve_that_the_system_refuses_is_an_error);
