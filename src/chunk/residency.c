@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "core/manager.h"
+#include "core/nvtx.h"
 #include "tracer/timeline.h"
 #include "tracer/tracer.h"
 
@@ -305,9 +306,8 @@ static void time_copy(gmi_manager_t *m, uint32_t link, gmi_fence_t begin, gmi_fe
   m->timed[m->timed_count++].link = link;
 }
 
-/* Queues one window's copy between its frame and its host slot; fence_out is reached when it is done. */
-static gemini_status_t copy_window(gmi_manager_t *m, gmi_window_t *w, uint32_t link, uint32_t reason,
-                                   gmi_fence_t *fence_out) {
+static gemini_status_t queue_copy(gmi_manager_t *m, gmi_window_t *w, uint32_t link, uint32_t reason,
+                                  gmi_fence_t *fence_out) {
   uint32_t stream = link == GEMINI_LINK_H2D ? m->copy_in : m->copy_out;
   gmi_fence_t begin, end;
   gmi_slot_t *slot = &m->host.slots[w->slot];
@@ -332,6 +332,19 @@ static gemini_status_t copy_window(gmi_manager_t *m, gmi_window_t *w, uint32_t l
   if (link == GEMINI_LINK_D2H) w->copied_out = end;
   *fence_out = end;
   return GEMINI_OK;
+}
+
+/* Queues one window's copy between its frame and its host slot; fence_out is reached when it is done. */
+static gemini_status_t copy_window(gmi_manager_t *m, gmi_window_t *w, uint32_t link, uint32_t reason,
+                                   gmi_fence_t *fence_out) {
+  if (!gmi_nvtx_on()) return queue_copy(m, w, link, reason, fence_out);
+  char name[GMI_MOVE_NAME_BYTES], range[GMI_MOVE_NAME_BYTES + 8];
+  gmi_move_name(m, w, reason, name);
+  snprintf(range, sizeof range, "%s %s", link == GEMINI_LINK_H2D ? "fetch" : "evict", name);
+  gmi_nvtx_push(range);
+  gemini_status_t status = queue_copy(m, w, link, reason, fence_out);
+  gmi_nvtx_pop();
+  return status;
 }
 
 gemini_status_t gmi_window_fetch(gmi_manager_t *m, gmi_window_t *w, bool fresh, uint32_t reason, uint32_t flags) {

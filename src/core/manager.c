@@ -9,6 +9,7 @@
 #include <string.h>
 #include <sys/mman.h>
 
+#include "core/nvtx.h"
 #include "tracer/timeline.h"
 #include "tracer/tracer.h"
 
@@ -412,6 +413,7 @@ static gemini_status_t manager_open(const gemini_config_t *theirs, gemini_manage
   const uint64_t unit = config.device == GEMINI_DEVICE_CUDA ? GMI_DEVICE_CUDA_UNIT : 4096;
   device.memory_bytes -= device.memory_bytes % unit;
   if (!device.memory_bytes) device.memory_bytes = unit;
+  gmi_nvtx_open();
   status = m->dev->open(&device, &m->dev_self);
   if (status) {
     m->dev_self = NULL;

@@ -7,6 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "core/nvtx.h"
 #include "tracer/timeline.h"
 
 enum { NAME_LIMIT = 127, STALLS_LIMIT = 4096, SETTLE_RUNS = 2, HISTORY = 128, NO_VARIANT = 255 };
@@ -557,6 +558,7 @@ static gemini_status_t op_begin(gmi_manager_t *m, const char *name, gemini_strea
   pthread_mutex_unlock(&t->touch_lock);
   atomic_store(&m->op_serial, ++m->op_serial_next);
   gmi_reap(m);
+  gmi_nvtx_push(name);
   if (v && v->bundle.made) plan_fetch(m, v, t->op_index, GMI_NO_PIECE);
   return GEMINI_OK;
 }
@@ -592,6 +594,7 @@ static gemini_status_t op_end(gmi_manager_t *m) {
   const char *name = t->names[op->name];
   if (k->end) gmi_timeline_span(m, "op", name, k->begin, k->end);
   else gmi_timeline_span_ns(m, "op", name, k->begin_ns, k->end_ns);
+  gmi_nvtx_pop();
   t->op_index++;
   gmi_tracer_resolve(m, false);
   gmi_timeline_poll(m);

@@ -1,0 +1,41 @@
+/* NVTX, opened at run time. SPDX-License-Identifier: Apache-2.0 */
+#include "core/nvtx.h"
+
+#include <dlfcn.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <string.h>
+
+/* nvToolsExt was NVTX's library up to CUDA 12, nvtx3interop is since. */
+static const char *const names[] = { "libnvToolsExt.so.1", "libnvtx3interop.so.1", "libnvtx3interop.so" };
+static int (*push)(const char *name);
+static int (*pop)(void);
+static atomic_bool on;
+
+static void load(void) {
+  for (size_t i = 0; i < sizeof names / sizeof *names && !atomic_load(&on); i++) {
+    void *library = dlopen(names[i], RTLD_NOW | RTLD_LOCAL); /* never closed: a tool may run its code later */
+    if (!library) continue;
+    /* A function pointer out of an object pointer: ISO C has no cast for it, POSIX lets it be copied. */
+    void *found[] = { dlsym(library, "nvtxRangePushA"), dlsym(library, "nvtxRangePop") };
+    if (!found[0] || !found[1]) continue;
+    memcpy(&push, &found[0], sizeof push);
+    memcpy(&pop, &found[1], sizeof pop);
+    atomic_store(&on, true);
+  }
+}
+
+void gmi_nvtx_open(void) {
+  static pthread_once_t once = PTHREAD_ONCE_INIT;
+  pthread_once(&once, load);
+}
+
+bool gmi_nvtx_on(void) { return atomic_load_explicit(&on, memory_order_acquire); }
+
+void gmi_nvtx_push(const char *name) {
+  if (gmi_nvtx_on()) push(name);
+}
+
+void gmi_nvtx_pop(void) {
+  if (gmi_nvtx_on()) pop();
+}
