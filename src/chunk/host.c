@@ -110,7 +110,6 @@ void gmi_host_close(gmi_manager_t *m) {
   gmi_space_free(m->host.committed, m->host.part_count * sizeof *m->host.committed);
   gmi_space_free(m->host.slots, m->host.slot_map_bytes);
   gmi_space_free(m->host.free_map, m->host.free_map_bytes);
-  free(m->host.live);
   gmi_reserve_close(m->host.reserve);
   memset(&m->host, 0, sizeof m->host);
 }
@@ -683,37 +682,13 @@ static void slots_from_blocks(void *user, uint64_t offset, uint64_t size) {
   if ((offset + size) >> m->window_shift > m->host.slot_count) decommit_from(m, m->config.host_bytes);
 }
 
-/* Live blocks: a table of their addresses, open addressing, at most half full. */
-static uint64_t *live_find(const gmi_host_t *h, uint64_t address) {
-  uint64_t at = (address >> 4) * UINT64_C(0x9e3779b97f4a7c15) >> 20;
-  while (h->live[at % h->live_capacity] && h->live[at % h->live_capacity] != address) at++;
-  return &h->live[at % h->live_capacity];
+/* Live blocks, and their bytes. */
+static gmi_blocks_figures_t blocks_figures(const gmi_manager_t *m) {
+  gmi_blocks_figures_t figures = { 0 };
+  if (m->host.blocks) gmi_blocks_figures(m->host.blocks, &figures);
+  return figures;
 }
-static gemini_status_t live_grow(gmi_host_t *h) {
-  if (h->live_count * 2 < h->live_capacity) return GEMINI_OK;
-  gmi_host_t old = *h;
-  h->live_capacity = old.live_capacity ? old.live_capacity * 2 : 256;
-  h->live = calloc(h->live_capacity, sizeof *h->live);
-  if (!h->live) {
-    h->live = old.live;
-    h->live_capacity = old.live_capacity;
-    return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the records of %llu blocks",
-                    (unsigned long long)old.live_count);
-  }
-  for (uint64_t i = 0; i < old.live_capacity; i++)
-    if (old.live[i]) *live_find(h, old.live[i]) = old.live[i];
-  free(old.live);
-  return GEMINI_OK;
-}
-static void live_remove(gmi_host_t *h, uint64_t *entry) {
-  *entry = 0;
-  h->live_count--;
-  for (uint64_t at = (uint64_t)(entry - h->live) + 1; h->live[at % h->live_capacity]; at++) { /* close the gap */
-    uint64_t moved = h->live[at % h->live_capacity];
-    h->live[at % h->live_capacity] = 0;
-    *live_find(h, moved) = moved;
-  }
-}
+uint64_t gmi_host_blocks(gmi_manager_t *m) { return blocks_figures(m).block_bytes; }
 
 static gemini_status_t host_alloc(gmi_manager_t *m, uint64_t size, uint64_t alignment, void **ptr_out) {
   if (!ptr_out) return gmi_fail(GEMINI_ERR_INVALID, 0, "ptr_out is NULL");
@@ -725,11 +700,10 @@ static gemini_status_t host_alloc(gmi_manager_t *m, uint64_t size, uint64_t alig
     return gmi_fail(GEMINI_ERR_OOM_HOST, 0, "size_bytes is %llu, more than the host budget, %llu",
                     (unsigned long long)size, (unsigned long long)m->config.host_bytes);
   gemini_status_t status = gmi_cut(m);
-  if (!status) status = live_grow(&m->host);
   if (!status && !m->host.slot_count)
     status = gmi_fail(GEMINI_ERR_OOM_HOST, 0, "the host budget, %llu bytes, holds no chunk of %llu bytes",
                       (unsigned long long)m->config.host_bytes, (unsigned long long)window_bytes(m));
-  if (!status && m->host.blocks && !m->host.live_count && m->host.block_slots != m->host.slot_count) {
+  if (!status && m->host.blocks && !blocks_figures(m).block_count && m->host.block_slots != m->host.slot_count) {
     gmi_blocks_close(m->host.blocks); /* the budget has changed */
     m->host.blocks = NULL;
   }
@@ -747,8 +721,6 @@ static gemini_status_t host_alloc(gmi_manager_t *m, uint64_t size, uint64_t alig
   if (!status) status = gmi_blocks_alloc(m->host.blocks, size, alignment, &block);
   if (status == GEMINI_ERR_BUSY) status = gmi_fail(GEMINI_ERR_OOM_HOST, 0, "%s", gmi_fail_message());
   if (status) return status;
-  *live_find(&m->host, (uint64_t)(uintptr_t)block) = (uint64_t)(uintptr_t)block;
-  m->host.live_count++;
   *ptr_out = block;
   return GEMINI_OK;
 }
@@ -758,16 +730,9 @@ gemini_status_t gemini_host_alloc(gemini_manager_t mgr, uint64_t size_bytes, uin
 
 static gemini_status_t host_free(gmi_manager_t *m, void *ptr) {
   if (!ptr) return GEMINI_OK;
-  uint64_t *entry = m->host.live ? live_find(&m->host, (uint64_t)(uintptr_t)ptr) : NULL;
-  if (!entry || !*entry) return gmi_fail(GEMINI_ERR_INVALID, 0, "%p is no live block of this manager", ptr);
-  live_remove(&m->host, entry);
+  gemini_status_t status = m->host.blocks ? gmi_blocks_free(m->host.blocks, ptr) : GEMINI_ERR_INVALID;
+  if (status == GEMINI_ERR_INVALID) return gmi_fail(status, 0, "%p is no live block of this manager", ptr);
   if (m->deferred) gmi_lane_nudge(m);
-  return gmi_blocks_free(m->host.blocks, ptr);
+  return status;
 }
 gemini_status_t gemini_host_free(gemini_manager_t mgr, void *ptr) { API_LOCKED(host_free(m, ptr)); }
-
-uint64_t gmi_host_blocks(gmi_manager_t *m) {
-  gmi_blocks_figures_t figures = { 0 };
-  if (m->host.blocks) gmi_blocks_figures(m->host.blocks, &figures);
-  return figures.block_bytes;
-}

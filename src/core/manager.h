@@ -101,10 +101,8 @@ typedef struct gmi_host {
   uint32_t slot_count, free_count, hand; /* within the budget */
   uint32_t slot_most;                    /* windows may still lie in as many, behind a smaller budget */
   struct gmi_blocks *blocks;             /* NULL until the first one */
-  uint64_t *live;                        /* addresses of blocks, hashed */
-  uint64_t live_count, live_capacity;
-  uint32_t block_slots, reserved2;     /* slots that blocks may lie in */
-  uint64_t updated_first, updated_end; /* the windows of states updated last, in a ring */
+  uint32_t block_slots, reserved2;       /* slots that blocks may lie in */
+  uint64_t updated_first, updated_end;   /* the windows of states updated last, in a ring */
   gmi_window_t *updated[GMI_UPDATED];
 } gmi_host_t;
 
