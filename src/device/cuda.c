@@ -85,8 +85,9 @@ typedef struct stream {
   _Atomic bool made; /* marks of it can be asked for */
 
   pthread_mutex_t lock; /* held while something is queued */
-  uint32_t state;       /* STREAM_*. Guarded by lock, as the next four */
+  uint32_t state;       /* STREAM_*. Guarded by lock, as the next five */
   bool adopted;         /* somebody else's */
+  bool shared;          /* somebody else may queue on it, and capture it */
   cu_stream_t native;
   cu_event_t idle;         /* for the end of the stream */
   sum_batch_t *sums;       /* not yet queued */
@@ -235,16 +236,24 @@ static gemini_status_t stored_failure(cuda_t *cuda) {
   return gmi_fail(GEMINI_ERR_DEVICE, lost, "the GPU's context was lost by %s", gmi_cuda_error_name(cuda->driver, lost));
 }
 
-/* Makes our context the thread's; what it had goes to leave(). A context that cannot be set is noticed by the call
- * that needs it. */
-static cu_context_t enter(cuda_t *cuda) {
-  cu_context_t had = NULL;
-  cuda->driver->current_get(&had);
-  if (had != cuda->context) cuda->driver->current_set(cuda->context);
+/* What a thread had before enter(). */
+typedef struct entry {
+  cu_context_t context;
+  int capture_mode;
+} entry_t;
+
+/* Makes our context the thread's, and lets it do what would otherwise end another thread's capture of a graph; what it had
+ * goes to leave(). What cannot be set is noticed by the call that needs it. */
+static entry_t enter(cuda_t *cuda) {
+  entry_t had = { NULL, CU_CAPTURE_MODE_RELAXED };
+  cuda->driver->current_get(&had.context);
+  if (had.context != cuda->context) cuda->driver->current_set(cuda->context);
+  cuda->driver->capture_mode(&had.capture_mode);
   return had;
 }
-static void leave(cuda_t *cuda, cu_context_t had) {
-  if (had != cuda->context) cuda->driver->current_set(had);
+static void leave(cuda_t *cuda, entry_t had) {
+  cuda->driver->capture_mode(&had.capture_mode);
+  if (had.context != cuda->context) cuda->driver->current_set(had.context);
 }
 
 static gemini_status_t event_wait(cuda_t *cuda, cu_event_t event) {
@@ -374,7 +383,7 @@ static gemini_status_t cuda_reserve(void *self, uint64_t size_bytes, void **base
   if (!size_ok(cuda, size_bytes) || !base_out) return GEMINI_ERR_INVALID;
   uint64_t base = 0;
   gemini_status_t status = GEMINI_OK;
-  cu_context_t had = enter(cuda);
+  entry_t had = enter(cuda);
   cu_result_t result = cuda->driver->address_reserve(&base, size_bytes, BASE_ALIGN_BYTES, 0, 0);
   if (result != CU_SUCCESS) status = failed_or_full(cuda, result, "cuMemAddressReserve", GEMINI_ERR_OOM_SYSTEM);
   if (!status) {
@@ -403,7 +412,7 @@ static gemini_status_t cuda_reserve(void *self, uint64_t size_bytes, void **base
 
 static gemini_status_t cuda_unreserve(void *self, void *base, uint64_t size_bytes) {
   cuda_t *cuda = self;
-  cu_context_t had = enter(cuda);
+  entry_t had = enter(cuda);
   gemini_status_t status = GEMINI_ERR_INVALID;
   pthread_mutex_lock(&cuda->memory_lock);
   size_t at = range_at(cuda, (uintptr_t)base);
@@ -439,7 +448,7 @@ static gemini_status_t cuda_frame_create(void *self, uint64_t size_bytes, uint64
   cuda_t *cuda = self;
   if (!size_ok(cuda, size_bytes) || !frame_out) return GEMINI_ERR_INVALID;
   gemini_status_t status = GEMINI_OK;
-  cu_context_t had = enter(cuda);
+  entry_t had = enter(cuda);
   pthread_mutex_lock(&cuda->memory_lock);
   if (size_bytes > cuda->memory_bytes || cuda->used_bytes > cuda->memory_bytes - size_bytes) {
     status = GEMINI_ERR_OOM_DEVICE;
@@ -477,7 +486,7 @@ static void frame_forget(cuda_t *cuda, frame_t *frame) {
 static gemini_status_t cuda_frame_destroy(void *self, uint64_t name, uint64_t size_bytes) {
   cuda_t *cuda = self;
   gemini_status_t status = GEMINI_ERR_INVALID;
-  cu_context_t had = enter(cuda);
+  entry_t had = enter(cuda);
   pthread_mutex_lock(&cuda->memory_lock);
   frame_t *frame = frame_named(cuda, name);
   /* Mapped memory would live on, uncounted. */
@@ -496,7 +505,7 @@ static gemini_status_t cuda_frame_destroy(void *self, uint64_t name, uint64_t si
 static gemini_status_t cuda_map(void *self, void *va, uint64_t name, uint64_t size_bytes) {
   cuda_t *cuda = self;
   gemini_status_t status = GEMINI_ERR_INVALID;
-  cu_context_t had = enter(cuda);
+  entry_t had = enter(cuda);
   pthread_mutex_lock(&cuda->memory_lock);
   range_t *range = range_of(cuda, (uintptr_t)va, size_bytes);
   frame_t *frame = frame_named(cuda, name);
@@ -529,7 +538,7 @@ static gemini_status_t cuda_map(void *self, void *va, uint64_t name, uint64_t si
 static gemini_status_t cuda_unmap(void *self, void *va, uint64_t size_bytes) {
   cuda_t *cuda = self;
   gemini_status_t status = GEMINI_ERR_INVALID;
-  cu_context_t had = enter(cuda);
+  entry_t had = enter(cuda);
   pthread_mutex_lock(&cuda->memory_lock);
   range_t *range = range_of(cuda, (uintptr_t)va, size_bytes);
   if (range) {
@@ -606,7 +615,7 @@ static gemini_status_t cuda_host_lock(void *self, void *base, uint64_t size_byte
   if (!base || !size_bytes) return GEMINI_ERR_INVALID;
   if (!locked_add(cuda, (uintptr_t)base, size_bytes, &known)) return no_memory("locked memory");
   if (known) return GEMINI_ERR_INVALID;
-  cu_context_t had = enter(cuda);
+  entry_t had = enter(cuda);
   cu_result_t result = cuda->driver->host_register(base, size_bytes, CU_HOST_PORTABLE | CU_HOST_MAPPED);
   leave(cuda, had);
   if (result == CU_SUCCESS) return GEMINI_OK;
@@ -620,7 +629,7 @@ static gemini_status_t cuda_host_unlock(void *self, void *base, uint64_t size_by
   cuda_t *cuda = self;
   bool known;
   if (!locked_remove(cuda, (uintptr_t)base, size_bytes)) return GEMINI_ERR_INVALID;
-  cu_context_t had = enter(cuda);
+  entry_t had = enter(cuda);
   cu_result_t result = cuda->driver->host_unregister(base);
   leave(cuda, had);
   if (result == CU_SUCCESS) return GEMINI_OK;
@@ -759,7 +768,7 @@ static gemini_status_t sums_new(cuda_t *cuda, sum_batch_t **batch_out) {
 /* A stream about to be queued on: locked, in the context, with its sums queued. */
 typedef struct queue {
   stream_t *stream;
-  cu_context_t had;
+  entry_t had;
 } queue_t;
 
 static void queue_end(cuda_t *cuda, queue_t *queue) {
@@ -777,7 +786,12 @@ static gemini_status_t queue_begin_sum(cuda_t *cuda, uint32_t index, queue_t *qu
     return GEMINI_ERR_INVALID;
   }
   *queue = (queue_t){ stream, enter(cuda) };
-  return GEMINI_OK;
+  /* What is queued now would run with every replay, and its marks never by themselves. */
+  int capturing = CU_CAPTURE_NONE;
+  cu_result_t result = stream->shared ? cuda->driver->stream_capturing(stream->native, &capturing) : CU_SUCCESS;
+  if (capturing == CU_CAPTURE_NONE && result != CU_STREAM_CAPTURE_IMPLICIT) return GEMINI_OK;
+  queue_end(cuda, queue);
+  return gmi_fail(GEMINI_ERR_STATE, 0, "the stream is being captured: acquire before the capture, release after it");
 }
 
 static gemini_status_t queue_begin(cuda_t *cuda, uint32_t index, queue_t *queue) {
@@ -791,7 +805,7 @@ static gemini_status_t queue_begin(cuda_t *cuda, uint32_t index, queue_t *queue)
 /* Takes a free index for the native stream, or for a new one. */
 static gemini_status_t stream_add(cuda_t *cuda, bool adopted, cu_stream_t native, uint32_t *stream_out) {
   gemini_status_t status = GEMINI_ERR_OOM_SYSTEM;
-  cu_context_t had = enter(cuda);
+  entry_t had = enter(cuda);
   pthread_mutex_lock(&cuda->streams_lock);
   for (uint32_t index = 0; index < GMI_DEVICE_MAX_STREAMS; index++) {
     stream_t *stream = &cuda->streams[index];
@@ -806,6 +820,7 @@ static gemini_status_t stream_add(cuda_t *cuda, bool adopted, cu_stream_t native
       if (!status) {
         stream->native = native;
         stream->adopted = adopted;
+        stream->shared = adopted;
         stream->state = STREAM_LIVE;
         atomic_store_explicit(&stream->made, true, memory_order_release);
         *stream_out = index;
@@ -828,7 +843,8 @@ static gemini_status_t cuda_stream_adopt(void *self, void *native, uint32_t *str
   if (!stream_out) return GEMINI_ERR_INVALID;
   if ((uintptr_t)native == CU_STREAM_PER_THREAD_HANDLE)
     return gmi_fail(GEMINI_ERR_INVALID, 0, "the per-thread default stream is another stream in each thread");
-  cu_context_t context = NULL, had = enter(cuda);
+  cu_context_t context = NULL;
+  entry_t had = enter(cuda);
   cu_result_t result = cuda->driver->stream_context(native, &context);
   leave(cuda, had);
   if (result != CU_SUCCESS && result != CU_INVALID_HANDLE && result != CU_INVALID_CONTEXT)
@@ -843,6 +859,7 @@ static gemini_status_t cuda_stream_native(void *self, uint32_t index, void **nat
   if (!native_out) return GEMINI_ERR_INVALID;
   gemini_status_t status = queue_begin(self, index, &queue); /* what is queued by others comes after our sums */
   if (status) return status;
+  queue.stream->shared = true;
   *native_out = queue.stream->native;
   queue_end(self, &queue);
   return GEMINI_OK;
@@ -962,7 +979,7 @@ static bool cuda_reached(void *self, uint32_t index, uint64_t mark) {
   if (!stream) return false;
   if (atomic_load_explicit(&stream->reached, memory_order_acquire) >= mark) return !mark || !is_lost(cuda);
   if (!mark_placed(stream, mark)) return false;
-  cu_context_t had = enter(cuda);
+  entry_t had = enter(cuda);
   pthread_mutex_lock(&stream->points_lock);
   bool reached = look(cuda, stream, mark) == CU_SUCCESS;
   pthread_mutex_unlock(&stream->points_lock);
@@ -976,7 +993,7 @@ static gemini_status_t cuda_sync(void *self, uint32_t index, uint64_t mark) {
   if (!stream || !mark_placed(stream, mark)) return GEMINI_ERR_INVALID;
   cu_result_t result = CU_SUCCESS;
   if (atomic_load_explicit(&stream->reached, memory_order_acquire) < mark && !is_lost(cuda)) {
-    cu_context_t had = enter(cuda);
+    entry_t had = enter(cuda);
     for (uint64_t begin = now_ns();; wait_a_little(begin)) {
       pthread_mutex_lock(&stream->points_lock);
       result = look(cuda, stream, mark);
@@ -1052,7 +1069,7 @@ static gemini_status_t cuda_mark_time(void *self, uint32_t index, uint64_t mark,
   if (!stream || !ns_out || !mark || !mark_placed(stream, mark)) return GEMINI_ERR_INVALID;
   gemini_status_t status = GEMINI_ERR_INVALID;
   float ms = 0;
-  cu_context_t had = enter(cuda);
+  entry_t had = enter(cuda);
   base_renew(cuda);
   pthread_mutex_lock(&stream->points_lock);
   if (look(cuda, stream, mark) == CU_SUCCESS && point_of(stream, mark)->kind == TIMED &&
@@ -1251,7 +1268,7 @@ static void cuda_close(void *self) {
   if (!cuda) return;
   const gmi_cuda_driver_t *driver = cuda->driver;
   if (cuda->context) {
-    cu_context_t had = enter(cuda);
+    entry_t had = enter(cuda);
     /* Streams may wait for one another: each ends when its own work is done, whatever the order. */
     for (uint32_t i = 0; i < GMI_DEVICE_MAX_STREAMS; i++) (void)cuda_stream_destroy(cuda, i);
     for (uint32_t i = 0; i < GMI_DEVICE_MAX_STREAMS; i++) stream_free(cuda, &cuda->streams[i]);
@@ -1374,7 +1391,7 @@ static gemini_status_t cuda_open(const gmi_device_config_t *config, void **self_
   }
   gemini_status_t status = done(cuda, driver->primary_retain(&cuda->context, device), "cuDevicePrimaryCtxRetain");
   if (!status) {
-    cu_context_t had = enter(cuda);
+    entry_t had = enter(cuda);
     status = context_open(cuda);
     leave(cuda, had);
   } else {

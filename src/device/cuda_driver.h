@@ -20,6 +20,8 @@ typedef struct cu_event *cu_event_t;
 typedef struct cu_module *cu_module_t;
 typedef struct cu_function *cu_function_t;
 typedef void (*cu_host_fn_t)(void *user);
+enum { CU_CAPTURE_NONE = 0, CU_CAPTURE_ACTIVE = 1 }; /* CUstreamCaptureStatus */
+enum { CU_CAPTURE_MODE_GLOBAL = 0, CU_CAPTURE_MODE_RELAXED = 2 };
 
 enum { /* CUresult: those that are told apart */
        CU_SUCCESS = 0,
@@ -49,6 +51,7 @@ enum { /* CUresult: those that are told apart */
        CU_TENSOR_MEMORY_LEAK = 721,
        CU_NOT_SUPPORTED = 801,
        CU_MPS_CLIENT_TERMINATED = 810,
+       CU_STREAM_CAPTURE_IMPLICIT = 906, /* another stream's capture forbids it to the default stream */
        CU_EXTERNAL_DEVICE = 911,
        CU_UNKNOWN = 999
 };
@@ -121,6 +124,8 @@ typedef struct cu_access { /* CUmemAccessDesc */
   X(host_unregister, "cuMemHostUnregister", (void *host))                                                              \
   X(stream_create, "cuStreamCreate", (cu_stream_t * stream_out, unsigned flags))                                       \
   X(stream_destroy, "cuStreamDestroy_v2", (cu_stream_t stream))                                                        \
+  X(stream_capturing, "cuStreamIsCapturing", (cu_stream_t stream, int *status_out))                                    \
+  X(capture_mode, "cuThreadExchangeStreamCaptureMode", (int *mode))                                                    \
   X(stream_context, "cuStreamGetCtx", (cu_stream_t stream, cu_context_t * context_out))                                \
   X(stream_wait, "cuStreamWaitEvent", (cu_stream_t stream, cu_event_t event, unsigned flags))                          \
   X(stream_wait_value, "cuStreamWaitValue64_v2",                                                                       \

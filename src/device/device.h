@@ -83,7 +83,7 @@ typedef struct gmi_device_ops {
    * otherwise INVALID. */
   gemini_status_t (*mark_time)(void *self, uint32_t stream, uint64_t mark, uint64_t *ns_out);
 
-  /* Queued work. Buffers are the device's until a later mark is reached. kind is GMI_COPY_*. A size or count of 0 is
+  /* Queued work. STATE on a stream of which somebody else is capturing a graph (CUDA), as for marks and waits. Buffers are the device's until a later mark is reached. kind is GMI_COPY_*. A size or count of 0 is
    * accepted. */
   gemini_status_t (*copy)(void *self, uint32_t stream, void *dst, const void *src, uint64_t size_bytes, uint32_t kind);
   gemini_status_t (*zero)(void *self, uint32_t stream, void *dst, uint64_t size_bytes);

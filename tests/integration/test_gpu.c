@@ -1,6 +1,8 @@
 /* A manager on a GPU: bytes go down and up through every tier and come back right. Only gemini.h; no kernel is needed: who
  * acquires a range on the device for reading and writing, and changes nothing, makes the device copy the only one.
  * Skipped where there is no GPU. SPDX-License-Identifier: Apache-2.0 */
+#include <dlfcn.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "world.h"
@@ -19,7 +21,7 @@ static gemini_config_t gpu_config(uint64_t device_windows, uint64_t host_windows
   c.update_threads = 3;
   return c;
 }
-static void through_device(world_t *w, uint64_t object, uint64_t offset, uint64_t size) {
+static void through_device(const world_t *w, uint64_t object, uint64_t offset, uint64_t size) {
   gemini_access_t a = world_part(object, offset, size, GEMINI_READ_WRITE, DEVICE);
   CHECK_OK(gemini_acquire(w->mgr, &a, 1, w->stream));
   CHECK_OK(gemini_release(w->mgr, &a, 1, w->stream));
@@ -155,6 +157,95 @@ static void test_gpu_streams_of_the_caller_are_adopted(void) {
   world_close(&w);
 }
 
+/* ---- graphs: captured once, replayed while the chunks they use come and go */
+static void *cuda(const char *symbol) {
+  static void *library;
+  if (!library) library = dlopen("libcuda.so.1", RTLD_NOW);
+  CHECK(library);
+  void *found = dlsym(library, symbol);
+  if (!found) fprintf(stderr, "no %s\n", symbol);
+  CHECK(found);
+  return found;
+}
+#define CUDA(symbol, types, ...) CHECK_EQ(((int(*) types)(uintptr_t)cuda(symbol))(__VA_ARGS__), 0)
+
+static void move_all(const world_t *w, gemini_arena_t arena, uint32_t windows, uint32_t tier) {
+  for (uint64_t i = 0; i < windows; i++) {
+    gemini_access_t a = world_part(arena, i * W, W, 0, tier);
+    CHECK_OK(gemini_move(w->mgr, &a, 1));
+  }
+}
+static double remap_us(const world_t *w, gemini_arena_t arena) {
+  struct timespec begin, end;
+  clock_gettime(CLOCK_MONOTONIC, &begin);
+  for (int i = 0; i < 20; i++) {
+    through_device(w, arena, 0, 4 * W);
+    move_all(w, arena, 4, HOST);
+  }
+  CHECK_OK(gemini_stream_synchronize(w->mgr, w->stream));
+  clock_gettime(CLOCK_MONOTONIC, &end);
+  return ((double)(end.tv_sec - begin.tv_sec) * 1e6 + (double)(end.tv_nsec - begin.tv_nsec) * 1e-3) / 80;
+}
+
+static void test_gpu_graphs_outlive_the_moves_of_their_chunks(void) {
+  enum { GRAPHS = 100, COPIES = 200 };
+  world_t w = world_open(gpu_config(6, 20, 0));
+  gemini_arena_t arena = world_arena(&w, GEMINI_KIND_OTHER, 4, "a", 0, 0),
+                 others = world_arena(&w, GEMINI_KIND_OTHER, 4, "b", 0, 0);
+  uint64_t offset, random = 9;
+  CHECK_OK(gemini_arena_take(w.mgr, arena, 2 * W, &offset));
+  CHECK_OK(gemini_arena_take(w.mgr, others, 8 * W, &offset));
+  for (uint64_t i = 0; i < 8; i++) world_fill(&w, others, i * W, W, HOST, 50 + i);
+  void *stream, *context, *graph, *execs[GRAPHS];
+  CHECK_OK(gemini_stream_native(w.mgr, w.stream, &stream));
+  CUDA("cuDevicePrimaryCtxRetain", (void **, int), &context, 0);
+  CUDA("cuCtxSetCurrent", (void *), context);
+  double before = remap_us(&w, others);
+  before = remap_us(&w, others);
+  for (int i = 0; i < GRAPHS; i++) { /* the second window is made a copy of the first */
+    gemini_access_t a[] = { world_part(arena, 0, W, GEMINI_READ, DEVICE),
+                            world_part(arena, W, W, GEMINI_WRITE, DEVICE) };
+    CHECK_OK(gemini_acquire(w.mgr, a, 2, w.stream));
+    CUDA("cuStreamBeginCapture_v2", (void *, int), stream, 0);
+    for (uint64_t k = 0; k < COPIES; k++)
+      CUDA("cuMemcpyDtoDAsync_v2", (uintptr_t, uintptr_t, size_t, void *),
+           (uintptr_t)a[1].ptr + k * (W / COPIES / 4 * 4), (uintptr_t)a[0].ptr + k * (W / COPIES / 4 * 4),
+           k + 1 < COPIES ? W / COPIES / 4 * 4 : W - k * (W / COPIES / 4 * 4), stream);
+    if (i == 0) { /* what would get into the graph is refused; who uses other streams may go on */
+      CHECK_STATUS(gemini_iteration_begin(w.mgr), GEMINI_OK);
+      CHECK_STATUS(gemini_op_begin(w.mgr, "op", w.stream), GEMINI_ERR_STATE);
+      CHECK_SAYS(world_error().message, "captured");
+      gemini_access_t far = world_part(others, 7 * W, W, 0, HOST);
+      CHECK_OK(gemini_move(w.mgr, &far, 1));
+    }
+    CUDA("cuStreamEndCapture", (void *, void **), stream, &graph);
+    if (i == 0) CHECK_OK(gemini_iteration_end(w.mgr));
+    CUDA("cuGraphInstantiateWithFlags", (void **, void *, unsigned long long), &execs[i], graph, 0);
+    CUDA("cuGraphDestroy", (void *), graph);
+    CHECK_OK(gemini_release(w.mgr, a, 2, w.stream));
+  }
+  double with = remap_us(&w, others);
+  fprintf(stderr, "    a chunk out and in: %.1f us without graphs, %.1f us beside %d of %d nodes\n", before, with,
+          GRAPHS, COPIES);
+  for (uint64_t step = 0; step < 100; step++) {
+    move_all(&w, arena, 2, HOST); /* other frames next time */
+    world_fill(&w, arena, 0, W, HOST, step + 1);
+    for (int k = 0; k < 3; k++) through_device(&w, others, check_random(&random) % 8 * W, W);
+    gemini_access_t a[] = { world_part(arena, 0, W, GEMINI_READ, DEVICE),
+                            world_part(arena, W, W, GEMINI_WRITE, DEVICE) };
+    CHECK_OK(gemini_acquire(w.mgr, a, 2, w.stream));
+    CUDA("cuGraphLaunch", (void *, void *), execs[step], stream);
+    CHECK_OK(gemini_release(w.mgr, a, 2, w.stream));
+    gemini_access_t copy = world_part(arena, W, W, GEMINI_READ, HOST);
+    CHECK_OK(gemini_acquire(w.mgr, &copy, 1, GEMINI_STREAM_CALLER));
+    for (uint64_t k = 0; k < W; k++) CHECK_EQ(((uint8_t *)copy.ptr)[k], world_byte(step + 1, k));
+    CHECK_OK(gemini_release(w.mgr, &copy, 1, GEMINI_STREAM_CALLER));
+  }
+  for (int i = 0; i < GRAPHS; i++) CUDA("cuGraphExecDestroy", (void *), execs[i]);
+  CUDA("cuDevicePrimaryCtxRelease_v2", (int), 0);
+  world_close(&w);
+}
+
 int main(void) {
   gemini_config_t c = gpu_config(6, 10, 0);
   gemini_manager_t mgr;
@@ -169,5 +260,6 @@ int main(void) {
   RUN(test_gpu_late_updates_follow_the_device);
   RUN(test_gpu_memory_storm_evicts);
   RUN(test_gpu_streams_of_the_caller_are_adopted);
+  RUN(test_gpu_graphs_outlive_the_moves_of_their_chunks);
   return check_done();
 }

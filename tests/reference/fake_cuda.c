@@ -51,7 +51,7 @@ struct cu_stream {
   struct cu_stream *next;
   struct cu_context *context;
   struct channel *channel;
-  bool destroyed;
+  bool destroyed, capturing;
 };
 struct cu_event {
   struct cu_event *next;
@@ -117,6 +117,7 @@ static pthread_t call_thread;
 static bool call_started;
 static _Thread_local struct cu_context *current;
 static _Thread_local bool in_host_function;
+static _Thread_local int capture_mode;
 
 static uint64_t host_ns(void) {
   struct timespec ts;
@@ -653,9 +654,26 @@ API cu_result_t cuStreamGetCtx(cu_stream_t stream, cu_context_t *context_out) {
   *context_out = stream ? stream->context : current;
   return end(CU_SUCCESS);
 }
-/* May this thread's context use it? */
+API cu_result_t cuStreamIsCapturing(cu_stream_t stream, int *status_out) {
+  BEGIN("cuStreamIsCapturing", true);
+  *status_out = stream && stream->capturing ? CU_CAPTURE_ACTIVE : CU_CAPTURE_NONE;
+  return end(CU_SUCCESS);
+}
+API cu_result_t cuThreadExchangeStreamCaptureMode(int *mode) {
+  int had = capture_mode;
+  capture_mode = *mode;
+  *mode = had;
+  return CU_SUCCESS;
+}
+void fake_cuda_capture(void *stream, bool capturing) {
+  pthread_mutex_lock(&lock);
+  ((struct cu_stream *)stream)->capturing = capturing;
+  pthread_mutex_unlock(&lock);
+}
+int fake_cuda_capture_mode(void) { return capture_mode; }
+/* May this thread's context use it? What a capture would take is not expected here. */
 static bool foreign(cu_stream_t stream) {
-  if (!stream || (stream->context == current && !stream->destroyed)) return false;
+  if (!stream || (stream->context == current && !stream->destroyed && !stream->capturing)) return false;
   violations++;
   return true;
 }
@@ -830,6 +848,8 @@ void *fake_cuda_symbol(const char *name) {
 #define FAKE_host_unregister cuMemHostUnregister
 #define FAKE_stream_create cuStreamCreate
 #define FAKE_stream_destroy cuStreamDestroy_v2
+#define FAKE_stream_capturing cuStreamIsCapturing
+#define FAKE_capture_mode cuThreadExchangeStreamCaptureMode
 #define FAKE_stream_context cuStreamGetCtx
 #define FAKE_stream_wait cuStreamWaitEvent
 #define FAKE_stream_wait_value cuStreamWaitValue64_v2

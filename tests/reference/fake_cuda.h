@@ -32,6 +32,11 @@ void fake_cuda_fail_function(const char *name, int result);
 /* What a kernel's fault does: nothing queued runs any more, every call returns result. Until the next reset. */
 void fake_cuda_lose(int result);
 
+/* A graph is being captured of the stream, until this is called again with false. */
+void fake_cuda_capture(void *stream, bool capturing);
+/* How this thread's captures of graphs bear with others' calls (CUstreamCaptureMode); 0 = not at all. */
+int fake_cuda_capture_mode(void);
+
 /* What has been made and not ended, all kinds together; printed by kind to standard error when print. */
 uint64_t fake_cuda_live(bool print);
 /* Copies whose host memory was not page-locked, so that they blocked. */

@@ -840,6 +840,46 @@ static void test_cuda_adopted_stream_is_ordered_and_left_alone(void) {
   gmi_device_sim.close(device);
 }
 
+/* Nothing of ours gets into a graph that somebody captures of a stream. */
+static void test_cuda_captured_stream_takes_nothing(void) {
+  start();
+  void *device = device_open(16 * MIB), *native = NULL;
+  unsigned char *va = range_new(device, GRANULE), *host = host_new(device, 4096);
+  CHECK_EQ(ops->map(device, va, frame_new(device, GRANULE), GRANULE), GEMINI_OK);
+  uint32_t stream = stream_new(device), other = stream_new(device);
+  uint64_t before = mark_new(device, other), mark = 7;
+  double sum = 0;
+  _Atomic uint64_t flag = 0;
+  CHECK_EQ(ops->stream_native(device, stream, &native), GEMINI_OK);
+  mark_new(device, stream);
+  fake_cuda_capture(native, true);
+#define REFUSED(call)                      \
+  do {                                     \
+    CHECK_EQ(call, GEMINI_ERR_STATE);      \
+    CHECK(error_says("captured", 0));      \
+    CHECK_EQ(fake_cuda_capture_mode(), 0); \
+  } while (0)
+  REFUSED(ops->mark(device, stream, &mark));
+  REFUSED(ops->mark_untimed(device, stream, &mark));
+  REFUSED(ops->wait(device, stream, other, before));
+  REFUSED(ops->wait_flag(device, stream, &flag, 1));
+  REFUSED(ops->copy(device, stream, va, host, 4096, GMI_COPY_H2D));
+  REFUSED(ops->zero(device, stream, va, 4096));
+  REFUSED(ops->call(device, stream, store_sum, &sum));
+  REFUSED(ops->sum_squares(device, stream, va, GEMINI_DTYPE_F32, 8, &sum));
+  REFUSED(ops->stream_destroy(device, stream));
+#undef REFUSED
+  CHECK_EQ(mark, 7);
+  mark_new(device, other); /* the others go on */
+  fake_cuda_capture(native, false);
+  stream_drain(device, stream);
+  CHECK_EQ(ops->stream_destroy(device, stream), GEMINI_OK);
+  host_delete(device, host, 4096);
+  ops->close(device);
+  CHECK_EQ(fake_cuda_live(true), 0);
+  CHECK_EQ(fake_cuda_violations(), 0);
+}
+
 /* Sums that nothing was queued behind are run before their stream is handed out or goes. */
 static void test_cuda_sums_are_not_forgotten(void) {
   start();
@@ -884,6 +924,7 @@ int main(void) {
   RUN(test_cuda_flags_of_several_threads_do_not_mix);
   RUN(test_cuda_flags_on_one_hardware_queue_come_through);
   RUN(test_cuda_adopted_stream_is_ordered_and_left_alone);
+  RUN(test_cuda_captured_stream_takes_nothing);
   RUN(test_cuda_sums_are_not_forgotten);
   fake_cuda_reset();
   return check_done();
