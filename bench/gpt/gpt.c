@@ -63,33 +63,6 @@ static float maximum(const float *x, int count) {
   return result;
 }
 
-typedef union float_bits {
-  float f;
-  uint32_t u;
-} float_bits_t;
-
-/* e^x within 2 units in the last place, and the same on every machine, as expf() is not. No branch and no comparison
- * of floats, so that loops over it use vectors. Beyond +-87 it gives e^+-87; a NaN or an infinity gives a NaN. */
-static inline float exponential(float x) {
-  float_bits_t clamped = { x };
-  uint32_t sign = clamped.u & 0x80000000u, magnitude = clamped.u & 0x7fffffffu;
-  clamped.u = sign | (magnitude > 0x42ae0000u ? 0x42ae0000u : magnitude); /* 87 */
-  float_bits_t shifted = { clamped.f * 1.44269504f + 12582912.0f };       /* 1.5 * 2^23: n is left in the low bits */
-  float n = shifted.f - 12582912.0f;
-  float r = (clamped.f - n * 0.693359375f) - n * -2.12194440e-4f; /* ln 2 in two parts: |r| <= 0.35 */
-  float p = 1.9875691500e-4f;                                     /* polynomial of Cephes expf */
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * (r * r) + r + 1.0f;
-  float_bits_t power = { .u = (shifted.u << 23) + 0x3f800000u }; /* 2^n */
-  return p * power.f + 0.0f * x; /* the last term brings a NaN back, which the clamp has lost */
-}
-
-static inline float hyperbolic_tangent(float x) { return 1.0f - 2.0f / (exponential(2.0f * x) + 1.0f); }
-
 static void widen(const uint16_t *from, float *to, uint64_t count) {
   for (uint64_t i = 0; i < count; i++) to[i] = gpt_f32_from_bf16(from[i]);
 }
@@ -276,7 +249,7 @@ static void attention_weights(const float *q, const float *k, int context, int h
   for (int c = 0; c < context; c++) {
     float *row = p + (size_t)c * (size_t)context;
     float largest = maximum(row, c + 1);
-    for (int i = 0; i <= c; i++) row[i] = exponential(row[i] - largest);
+    for (int i = 0; i <= c; i++) row[i] = gpt_exponential(row[i] - largest);
     float scale = 1.0f / sum(row, c + 1);
     for (int i = 0; i <= c; i++) row[i] *= scale;
     memset(row + c + 1, 0, (size_t)(context - c - 1) * sizeof(float));
@@ -332,26 +305,14 @@ void gpt_attention_backward(const void *attention) {
 
 /* ---- GELU ---- */
 
-#define GELU_SLOPE 0.79788456f /* sqrt(2 / pi) */
-#define GELU_CUBIC 0.044715f
-
 void gpt_gelu_forward(const void *gelu) {
   const gpt_gelu_t *a = gelu; /* x (count) -> y (count) */
-  for (uint64_t i = 0; i < a->count; i++) {
-    float x = a->x[i];
-    float tangent = hyperbolic_tangent(GELU_SLOPE * (x + GELU_CUBIC * x * x * x));
-    a->y[i] = 0.5f * x * (1.0f + tangent);
-  }
+  for (uint64_t i = 0; i < a->count; i++) a->y[i] = gpt_gelu_of(a->x[i]);
 }
 
 void gpt_gelu_backward(const void *gelu) {
   const gpt_gelu_gradient_t *a = gelu; /* x (count), dy (count) -> dy */
-  for (uint64_t i = 0; i < a->count; i++) {
-    float x = a->x[i];
-    float tangent = hyperbolic_tangent(GELU_SLOPE * (x + GELU_CUBIC * x * x * x));
-    float inner = GELU_SLOPE * (1.0f + 3.0f * GELU_CUBIC * x * x);
-    a->dy[i] *= 0.5f * (1.0f + tangent) + 0.5f * x * (1.0f - tangent * tangent) * inner;
-  }
+  for (uint64_t i = 0; i < a->count; i++) a->dy[i] *= gpt_gelu_slope(a->x[i]);
 }
 
 /* ---- Loss ---- */
@@ -363,7 +324,7 @@ void gpt_loss(const void *loss) {
     float *logits = a->logits + (size_t)row * GPT_VOCABULARY;
     int32_t target = a->targets[row];
     float p[GPT_VOCABULARY], largest = maximum(logits, GPT_VOCABULARY);
-    for (int i = 0; i < GPT_VOCABULARY; i++) p[i] = exponential(logits[i] - largest);
+    for (int i = 0; i < GPT_VOCABULARY; i++) p[i] = gpt_exponential(logits[i] - largest);
     float denominator = sum(p, GPT_VOCABULARY);
     total += log((double)denominator) + (double)largest - (double)logits[target];
     if (!a->with_gradient) continue;
@@ -376,21 +337,26 @@ void gpt_loss(const void *loss) {
 
 /* ---- AdamW ---- */
 
-void gpt_adamw_range(const gpt_adamw_t *adamw, uint64_t count, const uint16_t *gradient, uint16_t *parameter,
+gpt_adamw_factors_t gpt_adamw_factors(const gpt_adamw_t *a) {
+  return (gpt_adamw_factors_t){ .beta1 = a->beta1,
+                                .beta2 = a->beta2,
+                                .epsilon = a->epsilon,
+                                .scale = a->gradient_scale,
+                                .step_size = a->learning_rate / (float)(1.0 - pow((double)a->beta1, a->step)),
+                                .variance = 1.0f / (float)(1.0 - pow((double)a->beta2, a->step)),
+                                .kept = 1.0f - a->learning_rate * a->weight_decay };
+}
+
+void gpt_adamw_range(const gpt_adamw_factors_t *adamw, uint64_t count, const uint16_t *gradient, uint16_t *parameter,
                      float *master, float *momentum, float *variance) {
-  float beta1 = adamw->beta1, beta2 = adamw->beta2, epsilon = adamw->epsilon, scale = adamw->gradient_scale;
-  float step_size = adamw->learning_rate / (float)(1.0 - pow((double)beta1, adamw->step));
-  float variance_factor = 1.0f / (float)(1.0 - pow((double)beta2, adamw->step)); /* bias corrections */
-  float kept = 1.0f - adamw->learning_rate * adamw->weight_decay;
+  gpt_adamw_factors_t factors = *adamw; /* a copy, which no array can overlap */
   for (uint64_t i = 0; i < count; i++) {
-    float g = gpt_f32_from_bf16(gradient[i]) * scale;
-    float m = beta1 * momentum[i] + (1.0f - beta1) * g;
-    float v = beta2 * variance[i] + (1.0f - beta2) * g * g;
-    float p = kept * master[i] - step_size * m / (sqrtf(v * variance_factor) + epsilon);
-    momentum[i] = m;
-    variance[i] = v;
-    master[i] = p;
-    parameter[i] = gpt_bf16_from_f32(p);
+    gpt_adamw_element_t e = { master[i], momentum[i], variance[i] };
+    e = gpt_adamw_of(factors, gradient[i], e);
+    momentum[i] = e.momentum;
+    variance[i] = e.variance;
+    master[i] = e.master;
+    parameter[i] = gpt_bf16_from_f32(e.master);
   }
 }
 

@@ -15,30 +15,12 @@
 
 #include <stdint.h>
 
+#include "scalar.h"
+
 enum { GPT_VOCABULARY = 256 };
 
 /* Makes cblas single-threaded and so deterministic, where it is OpenBLAS. Call once, first. */
 void gpt_setup(void);
-
-/* ---- bf16: the upper half of an fp32 ---- */
-
-/* Round to nearest, ties to even. A NaN stays a NaN of the same sign. */
-static inline uint16_t gpt_bf16_from_f32(float value) {
-  union {
-    float f;
-    uint32_t u;
-  } bits = { value };
-  uint32_t rounded = (bits.u + 0x7fffu + ((bits.u >> 16) & 1u)) >> 16;
-  uint32_t quiet_nan = (bits.u >> 16) | 0x40u; /* rounding could carry a NaN into an infinity or a zero */
-  return (uint16_t)((bits.u & 0x7fffffffu) > 0x7f800000u ? quiet_nan : rounded);
-}
-static inline float gpt_f32_from_bf16(uint16_t value) {
-  union {
-    uint32_t u;
-    float f;
-  } bits = { (uint32_t)value << 16 };
-  return bits.f;
-}
 
 /* ---- Data movement ---- */
 
@@ -109,6 +91,7 @@ typedef struct gpt_norm_gradient {
   float *dx;              /* (rows, W): added to */
   float *dweight;         /* (W): set */
   float *dbias;           /* (W): set */
+  float *workspace;       /* GPU: (rows, 2), each row's mean and scale; CPU: unused */
 } gpt_norm_gradient_t;
 void gpt_norm_backward(const void *norm);
 
@@ -163,7 +146,7 @@ typedef struct gpt_attention {
   int batch, context, width, heads;
   const float *qkv; /* (B, C, 3, H, D) */
   float *y;         /* (B, C, H, D) */
-  float *workspace; /* (C, C) */
+  float *workspace; /* (C, C); GPU: (H, C, C) */
 } gpt_attention_t;
 /* y = softmax(q k^T / sqrt(D), over this and earlier positions) v */
 void gpt_attention_forward(const void *attention);
@@ -173,7 +156,7 @@ typedef struct gpt_attention_gradient {
   const float *qkv; /* (B, C, 3, H, D) */
   const float *dy;  /* (B, C, H, D) */
   float *dqkv;      /* (B, C, 3, H, D): set */
-  float *workspace; /* (2, C, C) */
+  float *workspace; /* (2, C, C); GPU: (2, H, C, C) */
 } gpt_attention_gradient_t;
 void gpt_attention_backward(const void *attention);
 
@@ -200,7 +183,8 @@ typedef struct gpt_loss {
   const int32_t *targets; /* (rows), each below V */
   float *logits;          /* (rows, V): becomes the gradient of the mean loss, when with_gradient */
   int with_gradient;
-  double *loss; /* host: mean cross entropy, in nats */
+  double *loss;      /* host: mean cross entropy, in nats */
+  double *workspace; /* GPU: (rows + 1); CPU: unused */
 } gpt_loss_t;
 void gpt_loss(const void *loss);
 
@@ -212,9 +196,11 @@ typedef struct gpt_adamw {
   float gradient_scale; /* multiplies the gradient: clipping */
   uint32_t step;        /* from 1 */
 } gpt_adamw_t;
+/* What a step's elements have in common: made once, so that all of them, wherever they are, take the same. */
+gpt_adamw_factors_t gpt_adamw_factors(const gpt_adamw_t *adamw);
 /* gradient, parameter: (count) bf16; master, momentum, variance: (count) fp32. gradient and parameter may be one:
  * each element's gradient is read before its parameter is written. */
-void gpt_adamw_range(const gpt_adamw_t *adamw, uint64_t count, const uint16_t *gradient, uint16_t *parameter,
+void gpt_adamw_range(const gpt_adamw_factors_t *adamw, uint64_t count, const uint16_t *gradient, uint16_t *parameter,
                      float *master, float *momentum, float *variance);
 
 /* What the norm of gradients clips to: min(1, limit / norm); 1 when limit is 0. */
