@@ -6,8 +6,11 @@
  *   gpt/model.c   the operators: what each acquires, and where a gradient takes the place of its parameter
  *   here          the loop, and the optimizer as libgemini calls it on the host or queues it on the device
  *
+ *   gpt/device.h  what computes: the CPU, or a GPU by kernels and cuBLAS
+ *
  * The results, losses and parameters to the last bit, do not depend on the policy, the budgets or the timing; policy
- * none, which does without libgemini, is the reference for that. */
+ * none, which does without libgemini, is the reference for that. They do depend on what computes: a GPU adds the terms of
+ * matrix products in another order than the CPU. */
 #define _GNU_SOURCE
 #include <inttypes.h>
 #include <math.h>
@@ -19,6 +22,7 @@
 #include "common/cli.h"
 #include "common/row.h"
 #include "gemini.h"
+#include "gpt/device.h"
 #include "gpt/gpt.h"
 #include "gpt/memory.h"
 #include "gpt/model.h"
@@ -32,12 +36,14 @@ enum { POLICY_NONE, POLICY_CUDA, POLICY_CPU, POLICY_AUTO, POLICY_STATIC };
 static const char *const policy_names[] = { "none", "cuda", "cpu", "auto", "static", NULL };
 enum { SCHEDULE_CONSTANT, SCHEDULE_COSINE };
 static const char *const schedule_names[] = { "constant", "cosine", NULL };
+enum { DEVICE_SIM, DEVICE_CUDA };
+static const char *const device_names[] = { "sim", "cuda", NULL };
 
 typedef struct options {
-  const char *text, *device_mem, *host_mem, *file_dir, *trace, *load_trace, *timeline;
-  uint32_t policy, schedule;
+  const char *text, *device_mem, *host_mem, *file_dir, *trace, *load_trace, *timeline, *cublas;
+  uint32_t policy, schedule, device;
   uint64_t host_mem_bytes, file_mem_bytes, window_bytes, margin_bytes, sim_h2d_bytes_per_s, sim_d2h_bytes_per_s;
-  uint64_t layers, width, heads, context, batch, steps, seed, warmup, update_threads;
+  uint64_t layers, width, heads, context, batch, steps, seed, warmup, update_threads, device_ordinal;
   uint64_t lr_warmup, eval_every, context_every, skip_layer_every;
   double lr, weight_decay, clip, static_params, static_optim;
   bool strict, explain, quiet, verbose;
@@ -64,6 +70,10 @@ static int parse_options(options_t *o, int argc, char **argv) {
   const cli_option_t table[] = {
     { "text", CLI_STRING, &o->text, "file, or directory of files, whose bytes are learned", 0, 0, NULL },
     { "policy", CLI_CHOICE, &o->policy, "where model data live", 0, 0, policy_names },
+    { "device", CLI_CHOICE, &o->device, "what computes: the CPU, on a simulated device, or a GPU", 0, 0, device_names },
+    { "device-ordinal", CLI_U64, &o->device_ordinal, "which GPU", 0, 63, NULL },
+    { "cublas", CLI_STRING, &o->cublas, "file of cuBLAS; default: GEMINI_CUBLAS, or what the system finds", 0, 0,
+      NULL },
     { "device-mem", CLI_STRING, &o->device_mem, "device budget: bytes, or % of the model data", 0, 0, NULL },
     { "host-mem", CLI_STRING, &o->host_mem, "host budget, likewise; default: the model data, a quarter, and 8 MiB", 0,
       0, NULL },
@@ -122,17 +132,18 @@ static int parse_options(options_t *o, int argc, char **argv) {
 
 /* One step's update. Spans of it may still be under way when the next steps run, so each step has its own. */
 typedef struct step_update {
-  gpt_adamw_t adamw;
-  gemini_manager_t manager;
-  atomic_bool failed; /* a span could not be queued */
+  gpt_adamw_factors_t adamw;
+  const gpt_device_t *device;
+  gemini_manager_t manager; /* 0: plain memory */
+  atomic_bool failed;       /* a span could not be queued */
 } step_update_t;
 
 typedef struct span_job {
-  gpt_adamw_t adamw;
+  gpt_adamw_factors_t adamw;
   gemini_update_span_t span;
 } span_job_t;
 
-static void update_arrays(const gpt_adamw_t *adamw, const gemini_update_span_t *span) {
+static void update_arrays(const gpt_adamw_factors_t *adamw, const gemini_update_span_t *span) {
   gpt_adamw_range(adamw, span->element_count, span->ptr[0], span->ptr[1], span->ptr[2], span->ptr[3], span->ptr[4]);
 }
 
@@ -142,11 +153,26 @@ static void span_job_run(void *user) {
   free(job);
 }
 
+/* On a GPU: its kernel gives the same bits as gpt_adamw_range(), so that it does not matter where a chunk is. */
+static void update_on_gpu(step_update_t *update, const gemini_update_span_t *span) {
+  void *native = NULL; /* plain: the device's own */
+  if (update->manager != 0 && gemini_stream_native(update->manager, span->stream, &native) != GEMINI_OK) {
+    atomic_store(&update->failed, true);
+    return;
+  }
+  update->device->adamw(native, &update->adamw, span->element_count, span->ptr[0], span->ptr[1], span->ptr[2],
+                        span->ptr[3], span->ptr[4]);
+}
+
 /* Called by libgemini for each span: on a worker when its chunks are on the host, else to queue work. */
 static void update_span(void *user, const gemini_update_span_t *span) {
   step_update_t *update = user;
   if (span->tier == GEMINI_TIER_HOST) {
     update_arrays(&update->adamw, span);
+    return;
+  }
+  if (update->device->is_gpu) {
+    update_on_gpu(update, span);
     return;
   }
   span_job_t *job = malloc(sizeof *job); /* the span itself is gone when the stream gets to it */
@@ -169,11 +195,13 @@ static float learning_rate(const options_t *o, uint64_t step) {
 
 typedef struct trainer {
   options_t o;
+  gpu_t *gpu; /* NULL: the CPU computes */
+  const gpt_device_t *device;
   text_t text;
   memory_t memory;
   model_t model;
   uint64_t random;        /* data order */
-  int32_t *tokens;        /* of the step: (batch, context + 1) */
+  int32_t *tokens;        /* of the step: (batch, context + 1); of the device's host memory, as losses, eval_losses */
   step_update_t *updates; /* (steps) */
   double *losses, *norms; /* (steps) */
   double *seconds;        /* (steps) */
@@ -214,14 +242,16 @@ static void train_step(trainer_t *t, uint64_t step) {
   /* Clipping needs every gradient before the first parameter changes; without it nothing waits here. */
   t->norms[step] = o->clip > 0 ? memory_gradient_norm(memory) : 0;
   step_update_t *update = &t->updates[step];
+  update->device = memory->device;
   update->manager = memory->manager;
-  update->adamw = (gpt_adamw_t){ .learning_rate = learning_rate(o, step),
-                                 .beta1 = 0.9f,
-                                 .beta2 = 0.95f,
-                                 .epsilon = 1e-8f,
-                                 .weight_decay = (float)o->weight_decay,
-                                 .gradient_scale = gpt_clip_scale(t->norms[step], o->clip),
-                                 .step = (uint32_t)(step + 1) };
+  gpt_adamw_t adamw = { .learning_rate = learning_rate(o, step),
+                        .beta1 = 0.9f,
+                        .beta2 = 0.95f,
+                        .epsilon = 1e-8f,
+                        .weight_decay = (float)o->weight_decay,
+                        .gradient_scale = gpt_clip_scale(t->norms[step], o->clip),
+                        .step = (uint32_t)(step + 1) };
+  update->adamw = gpt_adamw_factors(&adamw);
   memory_phase(memory, GEMINI_PHASE_UPDATE);
   memory_update(memory, update_span, update);
   memory_iteration_end(memory);
@@ -369,6 +399,8 @@ static bool report(trainer_t *t) {
   row_begin(&row, program, policy_names[t->o.policy]);
   row_value(&row, sec_per_step, "s");
   row_text(&row, "policy", policy_names[t->o.policy]);
+  row_text(&row, "device", t->gpu != NULL ? gpu_name(t->gpu) : device_names[DEVICE_SIM]);
+  if (t->gpu != NULL) row_u64(&row, "cublas", (uint64_t)gpu_cublas_version(t->gpu));
   row_u64(&row, "params", memory->tensor_elements);
   row_u64(&row, "model_bytes", stats.model_bytes);
   row_u64(&row, "device_budget", t->device_budget_bytes);
@@ -412,7 +444,7 @@ static void print_log(void *user, int32_t level, const char *message) {
 static int open_memory(trainer_t *t, const model_shape_t *shape) {
   const options_t *o = &t->o;
   if (o->policy == POLICY_NONE) {
-    memory_open(&t->memory, NULL);
+    memory_open(&t->memory, t->device, NULL);
     return -1;
   }
   static const uint32_t placements[] = { 0, GEMINI_PLACEMENT_CUDA, GEMINI_PLACEMENT_CPU, GEMINI_PLACEMENT_AUTO,
@@ -436,7 +468,8 @@ static int open_memory(trainer_t *t, const model_shape_t *shape) {
   gemini_config_t config = GEMINI_CONFIG_INIT;
   config.flags = o->strict ? GEMINI_CONFIG_STRICT : 0;
   config.placement = placements[o->policy];
-  config.device = GEMINI_DEVICE_SIMULATED; /* the operators are CPU code */
+  config.device = o->device == DEVICE_CUDA ? GEMINI_DEVICE_CUDA : GEMINI_DEVICE_SIMULATED;
+  config.device_ordinal = o->device == DEVICE_CUDA ? (uint32_t)o->device_ordinal : 0;
   config.warmup_iterations = (uint32_t)o->warmup;
   config.update_threads = (uint32_t)o->update_threads;
   config.log_level = o->verbose ? GEMINI_LOG_INFO : GEMINI_LOG_WARNING;
@@ -451,7 +484,7 @@ static int open_memory(trainer_t *t, const model_shape_t *shape) {
   config.sim_d2h_bytes_per_s = o->sim_d2h_bytes_per_s;
   config.file_dir = o->file_dir;
   config.log_fn = print_log;
-  memory_open(&t->memory, &config);
+  memory_open(&t->memory, t->device, &config);
   return -1;
 }
 
@@ -469,13 +502,19 @@ static int set_up(trainer_t *t) {
               t->text.count, longest);
     return CLI_EXIT_FAILURE;
   }
+  t->device = &gpt_device_cpu;
+  if (o->device == DEVICE_CUDA) {
+    t->gpu = gpu_open(program, (uint32_t)o->device_ordinal, o->cublas);
+    if (t->gpu == NULL || !gpt_cuda_open(t->gpu)) return CLI_EXIT_FAILURE;
+    t->device = &gpt_device_cuda;
+  }
   t->random = o->seed + UINT64_C(0xda7a);
-  t->tokens = calloc(o->batch * (longest + 1), sizeof *t->tokens);
+  t->tokens = t->device->host_alloc(o->batch * (longest + 1) * sizeof *t->tokens);
   t->updates = calloc(o->steps, sizeof *t->updates);
-  t->losses = calloc(o->steps, sizeof *t->losses);
+  t->losses = t->device->host_alloc(o->steps * sizeof *t->losses);
   t->norms = calloc(o->steps, sizeof *t->norms);
   t->seconds = calloc(o->steps, sizeof *t->seconds);
-  t->eval_losses = calloc(o->steps, sizeof *t->eval_losses);
+  t->eval_losses = t->device->host_alloc(o->steps * sizeof *t->eval_losses);
   model_shape_t shape = { (int)o->layers, (int)o->width, (int)o->heads, (int)longest };
   if (t->tokens == NULL || t->updates == NULL || t->losses == NULL || t->norms == NULL || t->seconds == NULL ||
       t->eval_losses == NULL) {
@@ -506,18 +545,22 @@ int main(int argc, char **argv) {
   gpt_setup();
   status = set_up(&t);
   if (status < 0) status = train(&t) && report(&t) ? CLI_EXIT_OK : CLI_EXIT_FAILURE;
-  memory_close(&t.memory);
+  if (t.device != NULL) memory_close(&t.memory);
   if (memory_error(&t.memory) != NULL) {
     cli_error(program, "%s", memory_error(&t.memory));
     status = CLI_EXIT_FAILURE;
   }
   model_close(&t.model);
   text_free(&t.text);
-  free(t.tokens);
+  if (t.device != NULL) {
+    t.device->host_free(t.tokens);
+    t.device->host_free(t.losses);
+    t.device->host_free(t.eval_losses);
+  }
   free(t.updates);
-  free(t.losses);
   free(t.norms);
   free(t.seconds);
-  free(t.eval_losses);
+  if (t.gpu != NULL) gpt_cuda_close();
+  gpu_close(t.gpu);
   return status;
 }

@@ -17,17 +17,17 @@
 /* Of the driver, beside what libgemini uses; names carry their versions as there. */
 typedef struct cu_pool *cu_pool_t;
 enum { CU_POOL_RELEASE_THRESHOLD = 4 }; /* CU_MEMPOOL_ATTR_RELEASE_THRESHOLD */
-#define MORE_FUNCTIONS(X)                                                                                            \
-  X(alloc, "cuMemAlloc_v2", (cu_address_t * address_out, size_t size_bytes))                                         \
-  X(free, "cuMemFree_v2", (cu_address_t address))                                                                    \
-  X(alloc_async, "cuMemAllocAsync", (cu_address_t * address_out, size_t size_bytes, cu_stream_t stream))             \
-  X(free_async, "cuMemFreeAsync", (cu_address_t address, cu_stream_t stream))                                        \
-  X(default_pool, "cuDeviceGetDefaultMemPool", (cu_pool_t * pool_out, cu_device_t device))                           \
-  X(pool_set, "cuMemPoolSetAttribute", (cu_pool_t pool, int attribute, void *value))                                 \
-  X(memory_info, "cuMemGetInfo_v2", (size_t * free_bytes_out, size_t * total_bytes_out))                             \
-  X(copy, "cuMemcpyAsync", (cu_address_t dst, cu_address_t src, size_t size_bytes, cu_stream_t stream))              \
-  X(stream_synchronize, "cuStreamSynchronize", (cu_stream_t stream))                                                 \
-  X(event_synchronize, "cuEventSynchronize", (cu_event_t event))                                                     \
+#define MORE_FUNCTIONS(X)                                                                                \
+  X(alloc, "cuMemAlloc_v2", (cu_address_t * address_out, size_t size_bytes))                             \
+  X(free, "cuMemFree_v2", (cu_address_t address))                                                        \
+  X(alloc_async, "cuMemAllocAsync", (cu_address_t * address_out, size_t size_bytes, cu_stream_t stream)) \
+  X(free_async, "cuMemFreeAsync", (cu_address_t address, cu_stream_t stream))                            \
+  X(default_pool, "cuDeviceGetDefaultMemPool", (cu_pool_t * pool_out, cu_device_t device))               \
+  X(pool_set, "cuMemPoolSetAttribute", (cu_pool_t pool, int attribute, void *value))                     \
+  X(memory_info, "cuMemGetInfo_v2", (size_t * free_bytes_out, size_t * total_bytes_out))                 \
+  X(copy, "cuMemcpyAsync", (cu_address_t dst, cu_address_t src, size_t size_bytes, cu_stream_t stream))  \
+  X(stream_synchronize, "cuStreamSynchronize", (cu_stream_t stream))                                     \
+  X(event_synchronize, "cuEventSynchronize", (cu_event_t event))                                         \
   X(device_name, "cuDeviceGetName", (char *name_out, int name_bytes, cu_device_t device))
 
 /* Of cuBLAS, the same since its version 11. */
@@ -36,20 +36,20 @@ enum { BLAS_OP_N = 0, BLAS_OP_T = 1 };
 enum { BLAS_R_32F = 0, BLAS_R_16BF = 14 };              /* cudaDataType */
 enum { BLAS_COMPUTE_32F = 68, BLAS_GEMM_DEFAULT = -1 }; /* COMPUTE_32F_FAST_TF32 is another */
 enum { BLAS_ATOMICS_NOT_ALLOWED = 0, BLAS_DEFAULT_MATH = 0 };
-#define BLAS_FUNCTIONS(X)                                                                                             \
-  X(create, "cublasCreate_v2", (blas_t * blas_out))                                                                   \
-  X(destroy, "cublasDestroy_v2", (blas_t blas))                                                                       \
-  X(version, "cublasGetVersion_v2", (blas_t blas, int *version_out))                                                  \
-  X(stream, "cublasSetStream_v2", (blas_t blas, cu_stream_t stream))                                                  \
-  X(workspace, "cublasSetWorkspace_v2", (blas_t blas, void *workspace, size_t workspace_bytes))                       \
-  X(math, "cublasSetMathMode", (blas_t blas, int mode))                                                               \
-  X(atomics, "cublasSetAtomicsMode", (blas_t blas, int mode))                                                         \
-  X(gemm, "cublasGemmStridedBatchedEx",                                                                               \
-    (blas_t blas, int op_a, int op_b, int m, int n, int k, const void *alpha, const void *a, int a_type, int lda,     \
-     long long stride_a, const void *b, int b_type, int ldb, long long stride_b, const void *beta, void *c,           \
-     int c_type, int ldc, long long stride_c, int count, int compute, int algorithm))                                 \
-  X(gemm_one, "cublasGemmEx",                                                                                         \
-    (blas_t blas, int op_a, int op_b, int m, int n, int k, const void *alpha, const void *a, int a_type, int lda,     \
+#define BLAS_FUNCTIONS(X)                                                                                         \
+  X(create, "cublasCreate_v2", (blas_t * blas_out))                                                               \
+  X(destroy, "cublasDestroy_v2", (blas_t blas))                                                                   \
+  X(version, "cublasGetVersion_v2", (blas_t blas, int *version_out))                                              \
+  X(stream, "cublasSetStream_v2", (blas_t blas, cu_stream_t stream))                                              \
+  X(workspace, "cublasSetWorkspace_v2", (blas_t blas, void *workspace, size_t workspace_bytes))                   \
+  X(math, "cublasSetMathMode", (blas_t blas, int mode))                                                           \
+  X(atomics, "cublasSetAtomicsMode", (blas_t blas, int mode))                                                     \
+  X(gemm, "cublasGemmStridedBatchedEx",                                                                           \
+    (blas_t blas, int op_a, int op_b, int m, int n, int k, const void *alpha, const void *a, int a_type, int lda, \
+     long long stride_a, const void *b, int b_type, int ldb, long long stride_b, const void *beta, void *c,       \
+     int c_type, int ldc, long long stride_c, int count, int compute, int algorithm))                             \
+  X(gemm_one, "cublasGemmEx",                                                                                     \
+    (blas_t blas, int op_a, int op_b, int m, int n, int k, const void *alpha, const void *a, int a_type, int lda, \
      const void *b, int b_type, int ldb, const void *beta, void *c, int c_type, int ldc, int compute, int algorithm))
 
 enum { MODULES_MAX = 8, BLAS_STREAMS_MAX = 16 };
@@ -90,7 +90,7 @@ static bool check(gpu_t *gpu, cu_result_t result, const char *what, uint64_t val
   return false;
 }
 static bool blas_check(gpu_t *gpu, int result, const char *what, uint64_t value) {
-  static const char *const names[] = { [1] = "not initialised", [3] = "out of memory", [7] = "invalid value",
+  static const char *const names[] = { [1] = "not initialised", [3] = "out of memory",  [7] = "invalid value",
                                        [8] = "GPU too old",     [11] = "mapping error", [13] = "execution failed",
                                        [14] = "internal error", [15] = "not supported", [16] = "licence error" };
   if (result == 0) return true;
@@ -104,9 +104,9 @@ static cu_address_t address_of(const void *ptr) { return (cu_address_t)(uintptr_
 /* ---- Opening ---- */
 
 /* A function pointer out of an object pointer: ISO C has no cast for it, POSIX lets it be copied. */
-#define FIND(field, symbol, parameters)          \
-  address = dlsym(library, symbol);              \
-  if (!address && !missing) missing = symbol;    \
+#define FIND(field, symbol, parameters)       \
+  address = dlsym(library, symbol);           \
+  if (!address && !missing) missing = symbol; \
   memcpy(&into->field, &address, sizeof address);
 
 static bool open_driver(gpu_t *gpu, uint32_t ordinal) {
@@ -269,11 +269,11 @@ bool gpu_host_unlock(gpu_t *gpu, void *ptr) {
 }
 
 bool gpu_copy(gpu_t *gpu, void *to, const void *from, uint64_t bytes, void *stream) {
-  return bytes == 0 || check(gpu, gpu->more.copy(address_of(to), address_of(from), bytes, stream), "cuMemcpyAsync", bytes);
+  return bytes == 0 ||
+         check(gpu, gpu->more.copy(address_of(to), address_of(from), bytes, stream), "cuMemcpyAsync", bytes);
 }
 bool gpu_set(gpu_t *gpu, void *to, unsigned char byte, uint64_t bytes, void *stream) {
-  return bytes == 0 ||
-         check(gpu, gpu->driver.set_bytes(address_of(to), byte, bytes, stream), "cuMemsetD8Async", bytes);
+  return bytes == 0 || check(gpu, gpu->driver.set_bytes(address_of(to), byte, bytes, stream), "cuMemsetD8Async", bytes);
 }
 
 /* ---- Streams and events ---- */
@@ -368,10 +368,10 @@ static bool select_stream(gpu_t *gpu, void *stream) {
   }
   /* In this order: setting the stream takes the workspace back to cuBLAS's own. */
   if (!blas_check(gpu, gpu->blas_calls.stream(gpu->blas, stream), "cublasSetStream", address_of(stream)) ||
-      !blas_check(gpu,
-                  gpu->blas_calls.workspace(gpu->blas, gpu->blas_streams[i].workspace,
-                                            gpu->blas_streams[i].workspace_bytes),
-                  "cublasSetWorkspace", gpu->blas_streams[i].workspace_bytes)) {
+      !blas_check(
+          gpu,
+          gpu->blas_calls.workspace(gpu->blas, gpu->blas_streams[i].workspace, gpu->blas_streams[i].workspace_bytes),
+          "cublasSetWorkspace", gpu->blas_streams[i].workspace_bytes)) {
     return false;
   }
   gpu->blas_stream = i;

@@ -87,8 +87,8 @@ typedef struct gpu_gemm {
   float alpha, beta;
   const void *a, *b;
   void *c;
-  int lda, ldb, ldc;                   /* elements from row to row as they lie in memory */
-  int count;                           /* of products; 0 = 1 */
+  int lda, ldb, ldc;                    /* elements from row to row as they lie in memory */
+  int count;                            /* of products; 0 = 1 */
   int64_t stride_a, stride_b, stride_c; /* elements from product to product */
 } gpu_gemm_t;
 

@@ -51,8 +51,8 @@ typedef struct kernel_softmax_gradient {
 typedef struct kernel_adamw {
   uint64_t count;
   gpt_adamw_factors_t factors;
-  const uint16_t *gradient;          /* (count) */
-  uint16_t *parameter;               /* (count); may be gradient */
+  const uint16_t *gradient;            /* (count) */
+  uint16_t *parameter;                 /* (count); may be gradient */
   float *master, *momentum, *variance; /* (count) */
 } kernel_adamw_t;
 
@@ -63,24 +63,24 @@ typedef struct kernel_squares {
 } kernel_squares_t;
 
 /* X(name, argument's type, threads of a block). Each takes its argument by value. */
-#define GPT_KERNELS(X)                                                       \
-  X(store, gpt_store_t, KERNEL_ELEMENTS)                                     \
-  X(widen, kernel_widen_t, KERNEL_ELEMENTS)                                  \
-  X(embed_forward, gpt_embed_t, KERNEL_ELEMENTS)                             \
-  X(embed_tokens, gpt_embed_gradient_t, KERNEL_ELEMENTS)                     \
-  X(embed_positions, gpt_embed_gradient_t, KERNEL_ELEMENTS)                  \
-  X(norm_forward, gpt_norm_t, KERNEL_ROWS)                                   \
-  X(norm_rows, gpt_norm_gradient_t, KERNEL_ROWS)                             \
-  X(norm_columns, gpt_norm_gradient_t, KERNEL_COLUMNS)                       \
-  X(linear_start, kernel_linear_start_t, KERNEL_ELEMENTS)                    \
-  X(columns, kernel_columns_t, KERNEL_COLUMNS)                               \
-  X(softmax, kernel_softmax_t, KERNEL_ROWS)                                  \
-  X(softmax_gradient, kernel_softmax_gradient_t, KERNEL_ROWS)                \
-  X(gelu_forward, gpt_gelu_t, KERNEL_ELEMENTS)                               \
-  X(gelu_backward, gpt_gelu_gradient_t, KERNEL_ELEMENTS)                     \
-  X(loss_rows, gpt_loss_t, KERNEL_ROWS)                                      \
-  X(loss_total, gpt_loss_t, KERNEL_ONE)                                      \
-  X(adamw, kernel_adamw_t, KERNEL_ELEMENTS)                                  \
+#define GPT_KERNELS(X)                                        \
+  X(store, gpt_store_t, KERNEL_ELEMENTS)                      \
+  X(widen, kernel_widen_t, KERNEL_ELEMENTS)                   \
+  X(embed_forward, gpt_embed_t, KERNEL_ELEMENTS)              \
+  X(embed_tokens, gpt_embed_gradient_t, KERNEL_ELEMENTS)      \
+  X(embed_positions, gpt_embed_gradient_t, KERNEL_ELEMENTS)   \
+  X(norm_forward, gpt_norm_t, KERNEL_ROWS)                    \
+  X(norm_rows, gpt_norm_gradient_t, KERNEL_ROWS)              \
+  X(norm_columns, gpt_norm_gradient_t, KERNEL_COLUMNS)        \
+  X(linear_start, kernel_linear_start_t, KERNEL_ELEMENTS)     \
+  X(columns, kernel_columns_t, KERNEL_COLUMNS)                \
+  X(softmax, kernel_softmax_t, KERNEL_ROWS)                   \
+  X(softmax_gradient, kernel_softmax_gradient_t, KERNEL_ROWS) \
+  X(gelu_forward, gpt_gelu_t, KERNEL_ELEMENTS)                \
+  X(gelu_backward, gpt_gelu_gradient_t, KERNEL_ELEMENTS)      \
+  X(loss_rows, gpt_loss_t, KERNEL_ROWS)                       \
+  X(loss_total, gpt_loss_t, KERNEL_ONE)                       \
+  X(adamw, kernel_adamw_t, KERNEL_ELEMENTS)                   \
   X(squares, kernel_squares_t, KERNEL_COLUMNS)
 
 #endif

@@ -1,4 +1,4 @@
-/* Where a training loop's memory comes from: plain malloc, or libgemini.
+/* Where a training loop's memory comes from: a device's plain memory, or libgemini.
  * SPDX-License-Identifier: Apache-2.0 */
 #define _GNU_SOURCE
 #include "memory.h"
@@ -12,7 +12,7 @@
 
 #include "gpt.h"
 
-enum { ALIGN_ELEMENTS = 256, ALIGN_BYTES = 512, NORM_BLOCK_BYTES = 65536 };
+enum { ALIGN_ELEMENTS = 256, NORM_BLOCK_BYTES = 65536 };
 
 static const uint32_t element_bytes[MEMORY_KINDS] = { 2, 2, 4, 4, 4 };
 
@@ -45,12 +45,28 @@ uint64_t memory_model_bytes(uint64_t elements) {
                      element_bytes[GEMINI_KIND_MOMENTUM] + element_bytes[GEMINI_KIND_VARIANCE]);
 }
 
-void memory_open(memory_t *memory, const gemini_config_t *config) {
+/* A GPU's operators have printed what failed when it did. */
+static void check_device(memory_t *memory) {
+  if (memory->device->failed()) fail(memory, "the GPU failed, as said above");
+}
+
+void memory_open(memory_t *memory, const gpt_device_t *device, const gemini_config_t *config) {
   memset(memory, 0, sizeof *memory);
-  if (config == NULL) return;
+  memory->device = device;
+  if (config == NULL) {
+    device->stream_use(NULL);
+    check_device(memory);
+    return;
+  }
   memory->managed = true;
   if (!memory_check(memory, gemini_manager_open(config, &memory->manager))) return;
   if (!memory_check(memory, gemini_stream_create(memory->manager, &memory->stream))) return;
+  if (device->is_gpu) {
+    void *native;
+    if (!memory_check(memory, gemini_stream_native(memory->manager, memory->stream, &native))) return;
+    device->stream_use(native);
+    check_device(memory);
+  }
 
   static const char *const names[MEMORY_KINDS] = { "param", "grad", "master", "momentum", "variance" };
   for (uint32_t kind = 0; kind < MEMORY_KINDS; kind++) {
@@ -104,10 +120,22 @@ int memory_register(memory_t *memory, const char *name, uint64_t elements) {
 
 void memory_ready(memory_t *memory) {
   if (memory->failed || memory->managed) return;
+  uint64_t all_bytes = memory_model_bytes(memory->elements) + memory->elements * element_bytes[GEMINI_KIND_GRAD];
   for (int kind = 0; kind < MEMORY_KINDS; kind++) {
-    memory->plain[kind] = calloc(memory->elements, element_bytes[kind]);
-    if (memory->plain[kind] == NULL) fail(memory, "out of memory for model data");
+    uint64_t bytes = memory->elements * element_bytes[kind];
+    memory->plain[kind] = memory->device->alloc(bytes);
+    if (memory->plain[kind] == NULL) {
+      char message[160];
+      snprintf(message, sizeof message,
+               "out of plain memory of the device %s for model data: %" PRIu64 " bytes of %" PRIu64,
+               memory->device->name, bytes, all_bytes);
+      fail(memory, message);
+      return;
+    }
+    memory->device->zero(&(gpt_zero_t){ memory->plain[kind], bytes });
   }
+  memory->device->synchronize();
+  check_device(memory);
 }
 
 void memory_close(memory_t *memory) {
@@ -121,8 +149,11 @@ void memory_close(memory_t *memory) {
     if (status == GEMINI_OK) status = gemini_manager_close(memory->manager); /* the rest goes with it */
     memory_check(memory, status);
   }
-  for (uint64_t i = 0; !memory->managed && i < memory->block_count; i++) free(memory->blocks[i].ptr);
-  for (int kind = 0; kind < MEMORY_KINDS; kind++) free(memory->plain[kind]);
+  for (uint64_t i = 0; !memory->managed && i < memory->block_count; i++) memory->device->free(memory->blocks[i].ptr);
+  for (int kind = 0; kind < MEMORY_KINDS; kind++) {
+    if (memory->plain[kind] != NULL) memory->device->free(memory->plain[kind]);
+    for (int i = 0; i < memory->tensor_count; i++) free(memory->tensors[i].staged[kind]);
+  }
   free(memory->blocks);
   free(memory->tensors);
   memory->manager = 0;
@@ -173,6 +204,32 @@ static void *plain_address(const memory_t *memory, uint32_t kind, int tensor) {
   return (char *)memory->plain[kind] + memory->tensors[tensor].first_element * element_bytes[kind];
 }
 
+/* Plain memory of a GPU as the host uses it: a copy, there while it is acquired. */
+static void *stage(memory_t *memory, uint32_t kind, uint32_t mode, int tensor) {
+  uint64_t bytes = memory->tensors[tensor].elements * element_bytes[kind];
+  void *copy = malloc(bytes);
+  if (copy == NULL) {
+    fail(memory, "out of memory for the host's copy of a tensor");
+    return NULL;
+  }
+  if (mode & GEMINI_READ) memory->device->move(copy, plain_address(memory, kind, tensor), bytes);
+  memory->tensors[tensor].staged[kind] = copy;
+  memory->tensors[tensor].staged_written[kind] = (mode & GEMINI_WRITE) != 0;
+  check_device(memory);
+  return copy;
+}
+
+static void unstage(memory_t *memory, uint32_t kind, int tensor) {
+  memory_tensor_t *t = &memory->tensors[tensor];
+  if (t->staged[kind] == NULL) return;
+  if (t->staged_written[kind]) {
+    memory->device->move(plain_address(memory, kind, tensor), t->staged[kind], t->elements * element_bytes[kind]);
+  }
+  free(t->staged[kind]);
+  t->staged[kind] = NULL;
+  check_device(memory);
+}
+
 static void acquire(memory_t *memory, uint32_t tier, uint32_t kind, uint32_t mode, int first, int count,
                     void **ptrs_out) {
   for (int i = 0; i < count; i++) ptrs_out[i] = NULL;
@@ -192,7 +249,13 @@ static void acquire(memory_t *memory, uint32_t tier, uint32_t kind, uint32_t mod
   }
   for (int i = 0; i < count; i++) {
     memory_tensor_t *tensor = &memory->tensors[first + i];
-    ptrs_out[i] = memory->managed ? accesses[i].ptr : plain_address(memory, kind, first + i);
+    if (memory->managed) {
+      ptrs_out[i] = accesses[i].ptr;
+    } else if (tier == GEMINI_TIER_HOST && memory->device->is_gpu) {
+      ptrs_out[i] = stage(memory, kind, mode, first + i);
+    } else {
+      ptrs_out[i] = plain_address(memory, kind, first + i);
+    }
     if (tier == GEMINI_TIER_DEVICE) memory->acquired_bytes += tensor->elements * element_bytes[kind];
     if (kind == GEMINI_KIND_GRAD) tensor->gradient_written = true;
   }
@@ -209,7 +272,10 @@ static void release(memory_t *memory, uint32_t tier, uint32_t kind, int first, i
   for (int i = 0; i < count; i++) {
     const memory_tensor_t *tensor = &memory->tensors[first + i];
     if (tier == GEMINI_TIER_DEVICE) memory->acquired_bytes -= tensor->elements * element_bytes[kind];
-    if (!memory->managed) continue;
+    if (!memory->managed) {
+      unstage(memory, kind, first + i);
+      continue;
+    }
     uint64_t at = 0;
     while (at < memory->held_count &&
            (memory->held[at].object != tensor->handles[kind] || memory->held[at].tier != tier)) {
@@ -263,7 +329,7 @@ void *memory_alloc(memory_t *memory, uint64_t bytes) {
   if (memory->managed) {
     if (!memory_check(memory, gemini_alloc(memory->manager, bytes, memory->stream, &ptr))) return NULL;
   } else {
-    ptr = aligned_alloc(ALIGN_BYTES, (bytes + ALIGN_BYTES - 1) / ALIGN_BYTES * ALIGN_BYTES);
+    ptr = memory->device->alloc(bytes);
     if (ptr == NULL) {
       fail(memory, "out of memory for activations");
       return NULL;
@@ -288,14 +354,14 @@ void memory_free(memory_t *memory, void *ptr) {
   if (memory->managed) {
     memory_check(memory, gemini_free(memory->manager, ptr, memory->stream));
   } else {
-    free(ptr);
+    memory->device->free(ptr);
   }
 }
 
 /* ---- Calls ---- */
 
 typedef struct job {
-  void (*fn)(const void *args);
+  gpt_operator_t fn;
   max_align_t args[]; /* a copy, as the caller's struct is gone when the stream gets here */
 } job_t;
 
@@ -305,9 +371,9 @@ static void job_run(void *user) {
   free(job);
 }
 
-void memory_call(memory_t *memory, void (*fn)(const void *args), const void *args, uint64_t args_bytes) {
+void memory_call(memory_t *memory, gpt_operator_t fn, const void *args, uint64_t args_bytes) {
   if (memory->failed) return;
-  if (!memory->managed) {
+  if (!memory->managed || memory->device->is_gpu) { /* a GPU's queue their work themselves */
     fn(args);
     return;
   }
@@ -322,8 +388,13 @@ void memory_call(memory_t *memory, void (*fn)(const void *args), const void *arg
 }
 
 void memory_synchronize(memory_t *memory) {
-  if (memory->failed || !memory->managed) return;
-  memory_check(memory, gemini_stream_synchronize(memory->manager, memory->stream));
+  if (memory->failed) return;
+  if (memory->managed) {
+    memory_check(memory, gemini_stream_synchronize(memory->manager, memory->stream));
+  } else {
+    memory->device->synchronize();
+  }
+  check_device(memory);
 }
 
 /* ---- Norm and update ---- */
@@ -333,7 +404,8 @@ static void zero_unwritten_gradients(memory_t *memory) {
   for (int i = 0; i < memory->tensor_count; i++) {
     memory_tensor_t *tensor = &memory->tensors[i];
     if (tensor->gradient_written) continue;
-    memset(plain_address(memory, GEMINI_KIND_GRAD, i), 0, tensor->elements * element_bytes[GEMINI_KIND_GRAD]);
+    memory->device->zero(&(gpt_zero_t){ plain_address(memory, GEMINI_KIND_GRAD, i),
+                                        tensor->elements * element_bytes[GEMINI_KIND_GRAD] });
     tensor->gradient_written = true;
   }
 }
@@ -348,18 +420,10 @@ double memory_gradient_norm(memory_t *memory) {
   }
   /* libgemini's order of additions: left to right in a block, then the blocks left to right. */
   zero_unwritten_gradients(memory);
-  const uint16_t *gradient = memory->plain[GEMINI_KIND_GRAD];
-  uint64_t block = NORM_BLOCK_BYTES / sizeof *gradient;
-  for (uint64_t first = 0; first < memory->elements; first += block) {
-    uint64_t end = memory->elements - first < block ? memory->elements : first + block;
-    double squares = 0;
-    for (uint64_t i = first; i < end; i++) {
-      double g = (double)gpt_f32_from_bf16(gradient[i]);
-      squares += g * g;
-    }
-    norm += squares;
-  }
-  return sqrt(norm);
+  norm = sqrt(memory->device->squares(memory->plain[GEMINI_KIND_GRAD], memory->elements,
+                                      NORM_BLOCK_BYTES / element_bytes[GEMINI_KIND_GRAD]));
+  check_device(memory);
+  return norm;
 }
 
 void memory_update(memory_t *memory, gemini_update_fn fn, void *user) {
@@ -384,7 +448,10 @@ void memory_update(memory_t *memory, gemini_update_fn fn, void *user) {
   }
   zero_unwritten_gradients(memory);
   gemini_update_span_t span = {
-    .struct_size = sizeof span, .tier = GEMINI_TIER_HOST, .element_count = memory->elements, .arena_count = MEMORY_KINDS
+    .struct_size = sizeof span,
+    .tier = memory->device->is_gpu ? GEMINI_TIER_DEVICE : GEMINI_TIER_HOST,
+    .element_count = memory->elements,
+    .arena_count = MEMORY_KINDS,
   };
   for (int i = 0; i < MEMORY_KINDS; i++) span.ptr[i] = memory->plain[kinds[i]];
   fn(user, &span);

@@ -1,4 +1,4 @@
-/* Where a training loop's memory comes from: plain malloc, or libgemini. The same loop runs over both.
+/* Where a training loop's memory comes from: a device's plain memory, or libgemini. The same loop runs over both.
  * SPDX-License-Identifier: Apache-2.0
  *
  * Five arenas of one layout: parameter and gradient (bf16), master, momentum and variance (fp32). A tensor registered
@@ -15,6 +15,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 
+#include "device.h"
 #include "gemini.h"
 
 enum { MEMORY_KINDS = 5, MEMORY_BATCH_MAX = 32 }; /* GEMINI_KIND_PARAM .. GEMINI_KIND_VARIANCE */
@@ -23,6 +24,8 @@ typedef struct memory_tensor {
   uint64_t first_element, elements;
   bool gradient_written;                 /* in this iteration */
   gemini_tensor_t handles[MEMORY_KINDS]; /* under libgemini */
+  void *staged[MEMORY_KINDS];            /* plain, on a GPU: the host's copy of what the host has acquired */
+  bool staged_written[MEMORY_KINDS];     /* it goes back */
 } memory_tensor_t;
 
 typedef struct memory_block {
@@ -31,6 +34,7 @@ typedef struct memory_block {
 } memory_block_t;
 
 typedef struct memory {
+  const gpt_device_t *device;
   bool managed; /* libgemini */
   bool failed;
   char error[640];
@@ -62,8 +66,9 @@ typedef struct memory {
 /* Bytes of all arenas as libgemini keeps them, for tensors of these many elements with their gaps. */
 uint64_t memory_model_bytes(uint64_t elements);
 
-/* @param config NULL: plain memory */
-void memory_open(memory_t *memory, const gemini_config_t *config);
+/* @param device what calls compute on
+ * @param config NULL: the device's plain memory; else of the same device */
+void memory_open(memory_t *memory, const gpt_device_t *device, const gemini_config_t *config);
 /* Also after a failure. */
 void memory_close(memory_t *memory);
 /* NULL while nothing has failed. */
@@ -96,10 +101,11 @@ void *memory_alloc(memory_t *memory, uint64_t bytes);
 /* The calls queued so far were the last to use it. NULL is accepted. */
 void memory_free(memory_t *memory, void *ptr);
 
-/* Runs fn(args) behind the calls queued before it; args are copied. Plain: at once. */
-void memory_call(memory_t *memory, void (*fn)(const void *args), const void *args, uint64_t args_bytes);
-/* memory_call with the argument struct's fields written in place. */
-#define MEMORY_CALL(memory, fn, type, ...) memory_call((memory), (fn), &(type){ __VA_ARGS__ }, sizeof(type))
+/* Runs an operator of the device behind those queued before it; args are copied. Plain on the CPU: at once. */
+void memory_call(memory_t *memory, gpt_operator_t fn, const void *args, uint64_t args_bytes);
+/* memory_call of the device's operator of that name, with the argument struct's fields written in place. */
+#define MEMORY_CALL(memory, operator, type, ...) \
+  memory_call((memory), (memory)->device->operator, &(type){ __VA_ARGS__ }, sizeof(type))
 /* Blocks until the calls queued so far are done. */
 void memory_synchronize(memory_t *memory);
 

@@ -72,7 +72,7 @@ void model_initialise(model_t *model, uint64_t seed);
 uint64_t model_hash(model_t *model);
 
 /* @param host_tokens (B, C + 1): each row's inputs and, one further, its targets; borrowed until
- *                    memory_synchronize() */
+ *                    memory_synchronize(); of the device's host_alloc(), as loss of model_head() */
 void model_embed(model_t *model, int batch, int context, const int32_t *host_tokens);
 void model_block(model_t *model, int layer);
 /* Hands the input on as if the block were not there; its backward pass is skipped by not calling it. */

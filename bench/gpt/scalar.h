@@ -54,7 +54,7 @@ GPT_INLINE float gpt_exponential(float x) {
   p = p * r + 5.0000001201e-1f;
   p = p * (r * r) + r + 1.0f;
   power.u = (shifted.u << 23) + 0x3f800000u; /* 2^n */
-  return p * power.f + 0.0f * x; /* the last term brings a NaN back, which the clamp has lost */
+  return p * power.f + 0.0f * x;             /* the last term brings a NaN back, which the clamp has lost */
 }
 
 GPT_INLINE float gpt_hyperbolic_tangent(float x) { return 1.0f - 2.0f / (gpt_exponential(2.0f * x) + 1.0f); }

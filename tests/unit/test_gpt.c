@@ -218,7 +218,7 @@ static void check_norm(int rows, int width) {
   gpt_norm_forward(&(gpt_norm_t){ rows, width, c.x.f, c.w.b, c.b.b, y });
   norm_objective(&c);
   for (uint64_t i = 0; i < count; i++) near(y[i], c.y[i], FLOAT_TOLERANCE, "norm", i);
-  gpt_norm_backward(&(gpt_norm_gradient_t){ rows, width, c.x.f, c.w.b, c.dy.f, start.f, dw, db });
+  gpt_norm_backward(&(gpt_norm_gradient_t){ rows, width, c.x.f, c.w.b, c.dy.f, start.f, dw, db, NULL });
   for (uint64_t i = 0; i < count; i++) {
     near(start.f[i], start.d[i] + slope(norm_objective, &c, &c.x.d[i]), FLOAT_TOLERANCE, "norm dx", i);
   }
@@ -419,9 +419,9 @@ static void test_loss_backward_matches_differences(void) {
   values_t untouched = values_zero(c.logits.count);
   memcpy(untouched.f, c.logits.f, c.logits.count * sizeof(float));
   double loss = 0, loss_alone = 0;
-  gpt_loss(&(gpt_loss_t){ 3, c.targets, untouched.f, 0, &loss_alone });
+  gpt_loss(&(gpt_loss_t){ 3, c.targets, untouched.f, 0, &loss_alone, NULL });
   CHECK(memcmp(untouched.f, c.logits.f, c.logits.count * sizeof(float)) == 0);
-  gpt_loss(&(gpt_loss_t){ 3, c.targets, c.logits.f, 1, &loss });
+  gpt_loss(&(gpt_loss_t){ 3, c.targets, c.logits.f, 1, &loss, NULL });
   CHECK(loss == loss_alone);
   near(loss, loss_objective(&c), 0x1p-20 * fabs(loss), "loss", 0);
   for (uint64_t i = 0; i < c.logits.count; i++) {
@@ -429,7 +429,7 @@ static void test_loss_backward_matches_differences(void) {
     near(c.logits.f[i], slope(loss_objective, &c, &c.logits.d[i]), 2e-6, "loss dlogits", i);
   }
   untouched.f[5] = NAN; /* of no target, yet it must show */
-  gpt_loss(&(gpt_loss_t){ 3, c.targets, untouched.f, 0, &loss });
+  gpt_loss(&(gpt_loss_t){ 3, c.targets, untouched.f, 0, &loss, NULL });
   CHECK(isnan(loss));
   values_free(&c.logits), values_free(&untouched);
 }
@@ -480,7 +480,8 @@ static void test_adamw_matches_float64_reference(void) {
     values_t g = values_drawn(COUNT);
     values_set(&g, 0, 0); /* an element that never has a gradient: decay only */
     adamw.step = step;
-    gpt_adamw_range(&adamw, COUNT, g.b, p.b, p.f, m, v);
+    gpt_adamw_factors_t factors = gpt_adamw_factors(&adamw);
+    gpt_adamw_range(&factors, COUNT, g.b, p.b, p.f, m, v);
     double b1 = (double)adamw.beta1, b2 = (double)adamw.beta2, lr = (double)adamw.learning_rate;
     for (int i = 0; i < COUNT; i++) {
       double gradient = g.d[i] * (double)adamw.gradient_scale;
@@ -501,7 +502,8 @@ static void test_adamw_matches_float64_reference(void) {
 static void test_adamw_in_pieces_gives_the_same_bits(void) {
   enum { COUNT = 1000 };
   random_state = 9;
-  gpt_adamw_t adamw = { 3e-3f, 0.9f, 0.95f, 1e-8f, 0.1f, 0.7f, 3 };
+  gpt_adamw_t step = { 3e-3f, 0.9f, 0.95f, 1e-8f, 0.1f, 0.7f, 3 };
+  gpt_adamw_factors_t adamw = gpt_adamw_factors(&step);
   values_t g = values_drawn(COUNT), whole = values_drawn(COUNT), m = values_drawn(COUNT), v = values_drawn(COUNT);
   values_t pieces = values_zero(COUNT), m2 = values_zero(COUNT), v2 = values_zero(COUNT);
   for (int i = 0; i < COUNT; i++) v.f[i] = fabsf(v.f[i]);
@@ -545,7 +547,7 @@ static rig_t *rig_open(void) {
   rig_t *rig = calloc(1, sizeof *rig);
   CHECK(rig != NULL);
   rig->skipped = -1;
-  memory_open(&rig->memory, NULL);
+  memory_open(&rig->memory, &gpt_device_cpu, NULL);
   CHECK(model_open(&rig->model, &rig->memory, &shape));
   memory_ready(&rig->memory);
   CHECK(memory_error(&rig->memory) == NULL);
@@ -737,7 +739,7 @@ static void test_model_initial_values_are_seeded(void) {
 static void test_memory_norm_adds_in_blocks_of_65536_bytes(void) {
   enum { BLOCK = 32768 };
   memory_t memory;
-  memory_open(&memory, NULL);
+  memory_open(&memory, &gpt_device_cpu, NULL);
   memory_register(&memory, "a", 2 * BLOCK);
   memory_ready(&memory);
   memory_iteration_begin(&memory);

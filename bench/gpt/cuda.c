@@ -1,0 +1,455 @@
+/* A GPU as a GPT's device: kernels.cu for all but the matrix products, which are cuBLAS's.
+ * SPDX-License-Identifier: Apache-2.0
+ *
+ * Operators are those of gpt.c, step by step, in its notation; only attention takes all heads of a sequence at once. */
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "device.h"
+#include "kernels.h"
+#include "kernels_ptx.h"
+
+/* Weights are widened, and weight gradients made and rounded, in panels of this many floats at most. */
+#define PANEL_FLOATS ((uint64_t)16 << 20)
+
+enum {
+#define NUMBER(name, type, block) KERNEL_##name,
+  GPT_KERNELS(NUMBER)
+#undef NUMBER
+      KERNEL_COUNT
+};
+static const char *const kernel_names[] = {
+#define NAME(name, type, block) "gpt_kernel_" #name,
+  GPT_KERNELS(NAME)
+#undef NAME
+};
+static const uint32_t kernel_blocks[] = {
+#define BLOCK(name, type, block) block,
+  GPT_KERNELS(BLOCK)
+#undef BLOCK
+};
+
+static struct {
+  gpu_t *gpu;
+  void *kernels[KERNEL_COUNT];
+  void *own_stream, *stream; /* stream: where operators queue */
+  void *blas_stream;         /* the last one that products got a workspace for */
+  bool failed;
+} state;
+
+/* ---- Opening ---- */
+
+bool gpt_cuda_open(gpu_t *gpu) {
+  memset(&state, 0, sizeof state);
+  state.gpu = gpu;
+  if (!gpu_load(gpu, kernels_ptx, kernel_names, state.kernels, KERNEL_COUNT)) return false;
+  if (!gpu_stream_create(gpu, &state.own_stream)) return false;
+  state.stream = state.own_stream;
+  return true;
+}
+
+void gpt_cuda_close(void) {
+  if (state.gpu != NULL && state.own_stream != NULL) gpu_stream_destroy(state.gpu, state.own_stream);
+  memset(&state, 0, sizeof state);
+}
+
+static void done(bool ok) {
+  if (!ok) state.failed = true;
+}
+
+static bool stream_use(void *stream) {
+  state.stream = stream != NULL ? stream : state.own_stream;
+  if (state.blas_stream == state.stream) return true;
+  state.blas_stream = state.stream;
+  done(gpu_blas_stream(state.gpu, state.stream, 0));
+  return !state.failed;
+}
+
+static void synchronize(void) {
+  if (!state.failed) done(gpu_stream_synchronize(state.gpu, state.stream));
+}
+static bool failed(void) { return state.failed; }
+
+/* ---- What operators are made of ---- */
+
+/* threads: how many the kernel needs; its last block may have more. */
+static void launch_on(void *stream, int kernel, uint64_t threads, const void *args) {
+  if (state.failed) return;
+  uint32_t block = kernel_blocks[kernel];
+  void *arguments[] = { (void *)(uintptr_t)args };
+  uint64_t blocks = (threads + block - 1) / block;
+  done(blocks <= INT32_MAX &&
+       gpu_launch(state.gpu, state.kernels[kernel], (uint32_t)blocks, 1, block, stream, arguments));
+}
+static void launch(int kernel, uint64_t threads, const void *args) { launch_on(state.stream, kernel, threads, args); }
+static uint64_t row_threads(int rows) { return (uint64_t)rows * KERNEL_LANES; }
+
+static void product(gpu_gemm_t gemm) {
+  if (!state.failed) done(gpu_gemm(state.gpu, &gemm, state.stream));
+}
+
+static void widen(const uint16_t *from, float *to, uint64_t count) {
+  launch(KERNEL_widen, count, &(kernel_widen_t){ count, from, to });
+}
+
+/* ---- Data movement, embedding ---- */
+
+static void copy(const void *args) {
+  const gpt_copy_t *a = args;
+  if (!state.failed) done(gpu_copy(state.gpu, a->to, a->from, a->bytes, state.stream));
+}
+static void zero(const void *args) {
+  const gpt_zero_t *a = args;
+  if (!state.failed) done(gpu_set(state.gpu, a->to, 0, a->bytes, state.stream));
+}
+static void store(const void *args) {
+  const gpt_store_t *a = args;
+  launch(KERNEL_store, a->count, a);
+}
+
+static void embed_forward(const void *args) {
+  const gpt_embed_t *a = args;
+  launch(KERNEL_embed_forward, (uint64_t)a->batch * (uint64_t)a->context * (uint64_t)a->width, a);
+}
+static void embed_backward(const void *args) {
+  const gpt_embed_gradient_t *a = args;
+  launch(KERNEL_embed_tokens, GPT_VOCABULARY * (uint64_t)a->width, a);
+  launch(KERNEL_embed_positions, (uint64_t)a->positions * (uint64_t)a->width, a);
+}
+
+/* ---- Layer norm ---- */
+
+static void norm_forward(const void *args) {
+  const gpt_norm_t *a = args;
+  launch(KERNEL_norm_forward, row_threads(a->rows), a);
+}
+static void norm_backward(const void *args) {
+  const gpt_norm_gradient_t *a = args;
+  launch(KERNEL_norm_rows, row_threads(a->rows), a);
+  launch(KERNEL_norm_columns, (uint64_t)a->width, a);
+}
+
+/* ---- Linear ---- */
+
+static uint64_t panel_of(uint64_t in, uint64_t out) {
+  uint64_t floats = in * out;
+  if (floats > PANEL_FLOATS) floats = PANEL_FLOATS < in ? in : PANEL_FLOATS;
+  return floats;
+}
+static int panel_rows(int in, int out) { return (int)(panel_of((uint64_t)in, (uint64_t)out) / (uint64_t)in); }
+static uint64_t panel_floats(int width) {
+  uint64_t w = (uint64_t)width, most = 0;
+  const uint64_t shapes[][2] = { { w, 3 * w }, { w, 4 * w }, { 4 * w, w }, { w, GPT_VOCABULARY } };
+  for (int i = 0; i < 4; i++) {
+    uint64_t floats = panel_of(shapes[i][0], shapes[i][1]);
+    if (floats > most) most = floats;
+  }
+  return most;
+}
+
+static void linear_forward(const void *args) {
+  const gpt_linear_t *a = args;
+  uint64_t count = (uint64_t)a->rows * (uint64_t)a->out;
+  launch(KERNEL_linear_start, count, &(kernel_linear_start_t){ count, a->out, a->bias, a->residual, a->y });
+  int panel = panel_rows(a->in, a->out);
+  for (int first = 0; first < a->out; first += panel) {
+    int rows = panel < a->out - first ? panel : a->out - first;
+    widen(a->weight + (size_t)first * (size_t)a->in, a->workspace, (uint64_t)rows * (uint64_t)a->in);
+    product((gpu_gemm_t){ .m = a->rows,
+                          .n = rows,
+                          .k = a->in,
+                          .b_transposed = true,
+                          .alpha = 1,
+                          .beta = 1,
+                          .a = a->x,
+                          .lda = a->in,
+                          .b = a->workspace,
+                          .ldb = a->in,
+                          .c = a->y + first,
+                          .ldc = a->out });
+  }
+}
+
+static void linear_backward_x(const void *args) {
+  const gpt_linear_gradient_x_t *a = args;
+  int panel = panel_rows(a->in, a->out);
+  for (int first = 0; first < a->out; first += panel) {
+    int rows = panel < a->out - first ? panel : a->out - first;
+    widen(a->weight + (size_t)first * (size_t)a->in, a->workspace, (uint64_t)rows * (uint64_t)a->in);
+    product((gpu_gemm_t){ .m = a->rows,
+                          .n = a->in,
+                          .k = rows,
+                          .alpha = 1,
+                          .beta = first == 0 ? 0.0f : 1.0f,
+                          .a = a->dy + first,
+                          .lda = a->out,
+                          .b = a->workspace,
+                          .ldb = a->in,
+                          .c = a->dx,
+                          .ldc = a->in });
+  }
+}
+
+static void linear_backward_weight(const void *args) {
+  const gpt_linear_gradient_weight_t *a = args;
+  if (a->dweight_f32 != NULL) {
+    product((gpu_gemm_t){ .m = a->out,
+                          .n = a->in,
+                          .k = a->rows,
+                          .a_transposed = true,
+                          .alpha = 1,
+                          .a = a->dy,
+                          .lda = a->out,
+                          .b = a->x,
+                          .ldb = a->in,
+                          .c = a->dweight_f32,
+                          .ldc = a->in });
+  }
+  int panel = panel_rows(a->in, a->out);
+  for (int first = 0; a->dweight != NULL && first < a->out; first += panel) {
+    int rows = panel < a->out - first ? panel : a->out - first;
+    product((gpu_gemm_t){ .m = rows,
+                          .n = a->in,
+                          .k = a->rows,
+                          .a_transposed = true,
+                          .alpha = 1,
+                          .a = a->dy + first,
+                          .lda = a->out,
+                          .b = a->x,
+                          .ldb = a->in,
+                          .c = a->workspace,
+                          .ldc = a->in });
+    uint64_t count = (uint64_t)rows * (uint64_t)a->in;
+    launch(KERNEL_store, count, &(gpt_store_t){ count, a->workspace, a->dweight + (size_t)first * (size_t)a->in });
+  }
+  if (a->dbias != NULL) {
+    launch(KERNEL_columns, (uint64_t)a->out, &(kernel_columns_t){ a->rows, a->out, a->dy, a->dbias });
+  }
+}
+
+/* ---- Attention: all heads of a sequence at once ---- */
+
+static uint64_t attention_floats(int context, int heads) {
+  return (uint64_t)heads * (uint64_t)context * (uint64_t)context;
+}
+
+/* p (H,C,C) = softmax of q k^T / sqrt(D). q, k: heads D apart in rows of 3 W. */
+static void attention_weights(const float *q, const float *k, int context, int width, int heads, float *p) {
+  int head_width = width / heads;
+  product((gpu_gemm_t){ .m = context,
+                        .n = context,
+                        .k = head_width,
+                        .b_transposed = true,
+                        .alpha = 1.0f / sqrtf((float)head_width),
+                        .a = q,
+                        .lda = 3 * width,
+                        .b = k,
+                        .ldb = 3 * width,
+                        .c = p,
+                        .ldc = context,
+                        .count = heads,
+                        .stride_a = head_width,
+                        .stride_b = head_width,
+                        .stride_c = (int64_t)context * context });
+  launch(KERNEL_softmax, row_threads(heads * context), &(kernel_softmax_t){ heads * context, context, p });
+}
+
+static void attention_forward(const void *args) {
+  const gpt_attention_t *a = args;
+  int head_width = a->width / a->heads, context = a->context;
+  for (int b = 0; b < a->batch; b++) {
+    const float *q = a->qkv + (size_t)b * (size_t)context * 3 * (size_t)a->width, *k = q + a->width, *v = k + a->width;
+    attention_weights(q, k, context, a->width, a->heads, a->workspace);
+    product((gpu_gemm_t){ .m = context,
+                          .n = head_width,
+                          .k = context,
+                          .alpha = 1,
+                          .a = a->workspace,
+                          .lda = context,
+                          .b = v,
+                          .ldb = 3 * a->width,
+                          .c = a->y + (size_t)b * (size_t)context * (size_t)a->width,
+                          .ldc = a->width,
+                          .count = a->heads,
+                          .stride_a = (int64_t)context * context,
+                          .stride_b = head_width,
+                          .stride_c = head_width });
+  }
+}
+
+static void attention_backward(const void *args) {
+  const gpt_attention_gradient_t *a = args;
+  int head_width = a->width / a->heads, context = a->context, ld = 3 * a->width, heads = a->heads;
+  int64_t square = (int64_t)context * context;
+  float *p = a->workspace, *ds = p + attention_floats(context, heads);
+  for (int b = 0; b < a->batch; b++) {
+    size_t offset = (size_t)b * (size_t)context * (size_t)ld;
+    const float *q = a->qkv + offset, *k = q + a->width, *v = k + a->width;
+    float *dq = a->dqkv + offset, *dk = dq + a->width, *dv = dk + a->width;
+    const float *dy = a->dy + (size_t)b * (size_t)context * (size_t)a->width;
+    attention_weights(q, k, context, a->width, heads, p);
+    product((gpu_gemm_t){ .m = context,
+                          .n = head_width,
+                          .k = context,
+                          .a_transposed = true,
+                          .alpha = 1,
+                          .a = p,
+                          .lda = context,
+                          .b = dy,
+                          .ldb = a->width,
+                          .c = dv,
+                          .ldc = ld,
+                          .count = heads,
+                          .stride_a = square,
+                          .stride_b = head_width,
+                          .stride_c = head_width });
+    product((gpu_gemm_t){ .m = context,
+                          .n = context,
+                          .k = head_width,
+                          .b_transposed = true,
+                          .alpha = 1,
+                          .a = dy,
+                          .lda = a->width,
+                          .b = v,
+                          .ldb = ld,
+                          .c = ds,
+                          .ldc = context,
+                          .count = heads,
+                          .stride_a = head_width,
+                          .stride_b = head_width,
+                          .stride_c = square });
+    launch(KERNEL_softmax_gradient, row_threads(heads * context),
+           &(kernel_softmax_gradient_t){ heads * context, context, 1.0f / sqrtf((float)head_width), p, ds });
+    product((gpu_gemm_t){ .m = context,
+                          .n = head_width,
+                          .k = context,
+                          .alpha = 1,
+                          .a = ds,
+                          .lda = context,
+                          .b = k,
+                          .ldb = ld,
+                          .c = dq,
+                          .ldc = ld,
+                          .count = heads,
+                          .stride_a = square,
+                          .stride_b = head_width,
+                          .stride_c = head_width });
+    product((gpu_gemm_t){ .m = context,
+                          .n = head_width,
+                          .k = context,
+                          .a_transposed = true,
+                          .alpha = 1,
+                          .a = ds,
+                          .lda = context,
+                          .b = q,
+                          .ldb = ld,
+                          .c = dk,
+                          .ldc = ld,
+                          .count = heads,
+                          .stride_a = square,
+                          .stride_b = head_width,
+                          .stride_c = head_width });
+  }
+}
+
+/* ---- GELU, loss, AdamW ---- */
+
+static void gelu_forward(const void *args) {
+  const gpt_gelu_t *a = args;
+  launch(KERNEL_gelu_forward, a->count, a);
+}
+static void gelu_backward(const void *args) {
+  const gpt_gelu_gradient_t *a = args;
+  launch(KERNEL_gelu_backward, a->count, a);
+}
+
+static void loss(const void *args) {
+  const gpt_loss_t *a = args;
+  launch(KERNEL_loss_rows, row_threads(a->rows), a);
+  launch(KERNEL_loss_total, 1, a);
+  if (!state.failed) done(gpu_copy(state.gpu, a->loss, a->workspace + a->rows, sizeof *a->loss, state.stream));
+}
+
+static void adamw(void *stream, const gpt_adamw_factors_t *factors, uint64_t count, const uint16_t *gradient,
+                  uint16_t *parameter, float *master, float *momentum, float *variance) {
+  launch_on(stream != NULL ? stream : state.stream, KERNEL_adamw, count,
+            &(kernel_adamw_t){ count, *factors, gradient, parameter, master, momentum, variance });
+}
+
+static uint64_t norm_floats(int rows) { return 2 * (uint64_t)rows; }
+static uint64_t loss_floats(int rows) { return 2 * ((uint64_t)rows + 1); }
+
+/* ---- Plain memory ---- */
+
+static void *alloc(uint64_t bytes) {
+  void *ptr = NULL;
+  if (!state.failed) done(gpu_alloc_async(state.gpu, bytes, state.stream, &ptr));
+  return ptr;
+}
+static void free_plain(void *ptr) {
+  if (!state.failed) done(gpu_free_async(state.gpu, ptr, state.stream));
+}
+static void move(void *to, const void *from, uint64_t bytes) {
+  if (state.failed) return;
+  done(gpu_copy(state.gpu, to, from, bytes, state.stream));
+  synchronize();
+}
+
+static double squares(const uint16_t *from, uint64_t count, uint64_t block_elements) {
+  uint64_t blocks = (count + block_elements - 1) / block_elements;
+  double total = 0, *sums = alloc(blocks * sizeof *sums), *host = malloc(blocks * sizeof *host);
+  if (sums == NULL || host == NULL) {
+    total = (double)NAN;
+  } else {
+    launch(KERNEL_squares, blocks, &(kernel_squares_t){ count, block_elements, from, sums });
+    move(host, sums, blocks * sizeof *sums);
+    for (uint64_t i = 0; i < blocks; i++) total += host[i];
+  }
+  free_plain(sums);
+  free(host);
+  return total;
+}
+
+static void *host_alloc(uint64_t bytes) {
+  void *ptr = NULL;
+  if (!state.failed) done(gpu_host_alloc(state.gpu, bytes, &ptr));
+  return ptr;
+}
+static void host_free(void *ptr) {
+  if (state.gpu != NULL) gpu_host_free(state.gpu, ptr);
+}
+
+const gpt_device_t gpt_device_cuda = {
+  .name = "cuda",
+  .is_gpu = true,
+  .copy = copy,
+  .zero = zero,
+  .store = store,
+  .embed_forward = embed_forward,
+  .embed_backward = embed_backward,
+  .norm_forward = norm_forward,
+  .norm_backward = norm_backward,
+  .linear_forward = linear_forward,
+  .linear_backward_x = linear_backward_x,
+  .linear_backward_weight = linear_backward_weight,
+  .attention_forward = attention_forward,
+  .attention_backward = attention_backward,
+  .gelu_forward = gelu_forward,
+  .gelu_backward = gelu_backward,
+  .loss = loss,
+  .adamw = adamw,
+  .panel_floats = panel_floats,
+  .attention_floats = attention_floats,
+  .norm_floats = norm_floats,
+  .loss_floats = loss_floats,
+  .alloc = alloc,
+  .free = free_plain,
+  .move = move,
+  .squares = squares,
+  .host_alloc = host_alloc,
+  .host_free = host_free,
+  .stream_use = stream_use,
+  .synchronize = synchronize,
+  .failed = failed,
+};
