@@ -10,8 +10,11 @@
 #include "kernels.h"
 #include "kernels_ptx.h"
 
-/* Weights are widened, and weight gradients made and rounded, in panels of this many floats at most. */
+/* Weights are widened, and weight gradients made and rounded, in panels of this many floats at most. A test has its
+ * own. */
+#ifndef PANEL_FLOATS
 #define PANEL_FLOATS ((uint64_t)16 << 20)
+#endif
 
 enum {
 #define NUMBER(name, type, block) KERNEL_##name,
@@ -36,57 +39,57 @@ static struct {
   void *own_stream, *stream; /* stream: where operators queue */
   void *blas_stream;         /* the last one that products got a workspace for */
   bool failed;
-} state;
+} cuda;
 
 /* ---- Opening ---- */
 
 bool gpt_cuda_open(gpu_t *gpu) {
-  memset(&state, 0, sizeof state);
-  state.gpu = gpu;
-  if (!gpu_load(gpu, kernels_ptx, kernel_names, state.kernels, KERNEL_COUNT)) return false;
-  if (!gpu_stream_create(gpu, &state.own_stream)) return false;
-  state.stream = state.own_stream;
+  memset(&cuda, 0, sizeof cuda);
+  cuda.gpu = gpu;
+  if (!gpu_load(gpu, kernels_ptx, kernel_names, cuda.kernels, KERNEL_COUNT)) return false;
+  if (!gpu_stream_create(gpu, &cuda.own_stream)) return false;
+  cuda.stream = cuda.own_stream;
   return true;
 }
 
 void gpt_cuda_close(void) {
-  if (state.gpu != NULL && state.own_stream != NULL) gpu_stream_destroy(state.gpu, state.own_stream);
-  memset(&state, 0, sizeof state);
+  if (cuda.gpu != NULL && cuda.own_stream != NULL) gpu_stream_destroy(cuda.gpu, cuda.own_stream);
+  memset(&cuda, 0, sizeof cuda);
 }
 
 static void done(bool ok) {
-  if (!ok) state.failed = true;
+  if (!ok) cuda.failed = true;
 }
 
 static bool stream_use(void *stream) {
-  state.stream = stream != NULL ? stream : state.own_stream;
-  if (state.blas_stream == state.stream) return true;
-  state.blas_stream = state.stream;
-  done(gpu_blas_stream(state.gpu, state.stream, 0));
-  return !state.failed;
+  cuda.stream = stream != NULL ? stream : cuda.own_stream;
+  if (cuda.blas_stream == cuda.stream) return true;
+  cuda.blas_stream = cuda.stream;
+  done(gpu_blas_stream(cuda.gpu, cuda.stream, 0));
+  return !cuda.failed;
 }
 
 static void synchronize(void) {
-  if (!state.failed) done(gpu_stream_synchronize(state.gpu, state.stream));
+  if (!cuda.failed) done(gpu_stream_synchronize(cuda.gpu, cuda.stream));
 }
-static bool failed(void) { return state.failed; }
+static bool failed(void) { return cuda.failed; }
 
 /* ---- What operators are made of ---- */
 
 /* threads: how many the kernel needs; its last block may have more. */
 static void launch_on(void *stream, int kernel, uint64_t threads, const void *args) {
-  if (state.failed) return;
+  if (cuda.failed) return;
   uint32_t block = kernel_blocks[kernel];
   void *arguments[] = { (void *)(uintptr_t)args };
   uint64_t blocks = (threads + block - 1) / block;
   done(blocks <= INT32_MAX &&
-       gpu_launch(state.gpu, state.kernels[kernel], (uint32_t)blocks, 1, block, stream, arguments));
+       gpu_launch(cuda.gpu, cuda.kernels[kernel], (uint32_t)blocks, 1, block, stream, arguments));
 }
-static void launch(int kernel, uint64_t threads, const void *args) { launch_on(state.stream, kernel, threads, args); }
+static void launch(int kernel, uint64_t threads, const void *args) { launch_on(cuda.stream, kernel, threads, args); }
 static uint64_t row_threads(int rows) { return (uint64_t)rows * KERNEL_LANES; }
 
 static void product(gpu_gemm_t gemm) {
-  if (!state.failed) done(gpu_gemm(state.gpu, &gemm, state.stream));
+  if (!cuda.failed) done(gpu_gemm(cuda.gpu, &gemm, cuda.stream));
 }
 
 static void widen(const uint16_t *from, float *to, uint64_t count) {
@@ -97,11 +100,11 @@ static void widen(const uint16_t *from, float *to, uint64_t count) {
 
 static void copy(const void *args) {
   const gpt_copy_t *a = args;
-  if (!state.failed) done(gpu_copy(state.gpu, a->to, a->from, a->bytes, state.stream));
+  if (!cuda.failed) done(gpu_copy(cuda.gpu, a->to, a->from, a->bytes, cuda.stream));
 }
 static void zero(const void *args) {
   const gpt_zero_t *a = args;
-  if (!state.failed) done(gpu_set(state.gpu, a->to, 0, a->bytes, state.stream));
+  if (!cuda.failed) done(gpu_set(cuda.gpu, a->to, 0, a->bytes, cuda.stream));
 }
 static void store(const void *args) {
   const gpt_store_t *a = args;
@@ -368,12 +371,12 @@ static void loss(const void *args) {
   const gpt_loss_t *a = args;
   launch(KERNEL_loss_rows, row_threads(a->rows), a);
   launch(KERNEL_loss_total, 1, a);
-  if (!state.failed) done(gpu_copy(state.gpu, a->loss, a->workspace + a->rows, sizeof *a->loss, state.stream));
+  if (!cuda.failed) done(gpu_copy(cuda.gpu, a->loss, a->workspace + a->rows, sizeof *a->loss, cuda.stream));
 }
 
 static void adamw(void *stream, const gpt_adamw_factors_t *factors, uint64_t count, const uint16_t *gradient,
                   uint16_t *parameter, float *master, float *momentum, float *variance) {
-  launch_on(stream != NULL ? stream : state.stream, KERNEL_adamw, count,
+  launch_on(stream != NULL ? stream : cuda.stream, KERNEL_adamw, count,
             &(kernel_adamw_t){ count, *factors, gradient, parameter, master, momentum, variance });
 }
 
@@ -384,15 +387,15 @@ static uint64_t loss_floats(int rows) { return 2 * ((uint64_t)rows + 1); }
 
 static void *alloc(uint64_t bytes) {
   void *ptr = NULL;
-  if (!state.failed) done(gpu_alloc_async(state.gpu, bytes, state.stream, &ptr));
+  if (!cuda.failed) done(gpu_alloc_async(cuda.gpu, bytes, cuda.stream, &ptr));
   return ptr;
 }
 static void free_plain(void *ptr) {
-  if (!state.failed) done(gpu_free_async(state.gpu, ptr, state.stream));
+  if (!cuda.failed) done(gpu_free_async(cuda.gpu, ptr, cuda.stream));
 }
 static void move(void *to, const void *from, uint64_t bytes) {
-  if (state.failed) return;
-  done(gpu_copy(state.gpu, to, from, bytes, state.stream));
+  if (cuda.failed) return;
+  done(gpu_copy(cuda.gpu, to, from, bytes, cuda.stream));
   synchronize();
 }
 
@@ -413,11 +416,11 @@ static double squares(const uint16_t *from, uint64_t count, uint64_t block_eleme
 
 static void *host_alloc(uint64_t bytes) {
   void *ptr = NULL;
-  if (!state.failed) done(gpu_host_alloc(state.gpu, bytes, &ptr));
+  if (!cuda.failed) done(gpu_host_alloc(cuda.gpu, bytes, &ptr));
   return ptr;
 }
 static void host_free(void *ptr) {
-  if (state.gpu != NULL) gpu_host_free(state.gpu, ptr);
+  if (cuda.gpu != NULL) gpu_host_free(cuda.gpu, ptr);
 }
 
 const gpt_device_t gpt_device_cuda = {
