@@ -1,4 +1,5 @@
-/* The PTX of kernels.cu, made by kernels_ptx.sh. SPDX-License-Identifier: Apache-2.0 */
+/* The PTX of kernels.cu, made by kernels_ptx.sh. SPDX-License-Identifier: Apache-2.0
+ * Sources: 858decb0fc6eb6185c72839a34481d432704f56e5a24d8993fbe5b98d4af00eb */
 #ifndef BENCH_KERNELS_PTX_H
 #define BENCH_KERNELS_PTX_H
 

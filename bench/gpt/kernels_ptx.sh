@@ -1,10 +1,16 @@
 #!/usr/bin/env bash
-# Makes kernels_ptx.h of kernels.cu; needs nvcc and ptxas. SPDX-License-Identifier: Apache-2.0
+# Makes kernels_ptx.h of kernels.cu; needs nvcc and ptxas. --check: only says whether it is of these sources, comments and
+# blanks aside; needs a C compiler. SPDX-License-Identifier: Apache-2.0
 #
 # As of src/device/sum_squares_ptx.sh: the oldest PTX version and GPU that know all of its instructions are written instead
 # of the compiler's newest, and ptxas proves that they do.
 set -euo pipefail
 cd "$(dirname "$0")"
+sum=$(cat scalar.h gpt.h kernels.h kernels.cu | "${CC:-cc}" -w -fpreprocessed -dD -E -P -x c - | tr -d ' \t\n' | sha256sum | cut -d' ' -f1)
+if [[ ${1:-} == --check ]]; then
+  grep -q "$sum" kernels_ptx.h || { echo "kernels_ptx.sh: kernels_ptx.h is behind its sources: run this without --check" >&2; exit 1; }
+  exit 0
+fi
 ptx=$(mktemp --suffix=.ptx)
 trap 'rm -f "$ptx" "$ptx.cubin"' EXIT
 nvcc -ptx -O3 -fmad=false -arch=compute_75 -o "$ptx" kernels.cu
@@ -14,7 +20,8 @@ if grep -q 'fma\.rn\.f32' "$ptx"; then echo "kernels_ptx.sh: kernels.cu has prod
 ptxas -arch=sm_75 -o "$ptx.cubin" "$ptx"
 ptxas -arch=sm_90 -o "$ptx.cubin" "$ptx"
 {
-  echo '/* The PTX of kernels.cu, made by kernels_ptx.sh. SPDX-License-Identifier: Apache-2.0 */'
+  echo '/* The PTX of kernels.cu, made by kernels_ptx.sh. SPDX-License-Identifier: Apache-2.0'
+  echo " * Sources: $sum */"
   echo '#ifndef BENCH_KERNELS_PTX_H'
   echo '#define BENCH_KERNELS_PTX_H'
   echo
