@@ -477,7 +477,8 @@ typedef struct gemini_update_span {
   void *ptr[8]; /* in the order of gemini_update_t.arenas: the element first_element of each */
 } gemini_update_span_t;
 /** @param span borrowed until return. HOST: called on the library's workers, several spans at once, and must not
- *  call the library. DEVICE: called on the thread of gemini_update(), may call gemini_stream_call() only. */
+ *  call the library. DEVICE: called on the thread of gemini_update(), may call gemini_stream_call() and
+ *  gemini_stream_native() only. */
 typedef void (*gemini_update_fn)(void *user, const gemini_update_span_t *span);
 
 enum {
