@@ -81,9 +81,8 @@ static void launch_on(void *stream, int kernel, uint64_t threads, const void *ar
   if (cuda.failed) return;
   uint32_t block = kernel_blocks[kernel];
   void *arguments[] = { (void *)(uintptr_t)args };
-  uint64_t blocks = (threads + block - 1) / block;
-  done(blocks <= INT32_MAX &&
-       gpu_launch(cuda.gpu, cuda.kernels[kernel], (uint32_t)blocks, 1, block, stream, arguments));
+  uint32_t blocks = (uint32_t)((threads + block - 1) / block); /* no GPU's memory has elements for more */
+  done(gpu_launch(cuda.gpu, cuda.kernels[kernel], blocks, 1, block, stream, arguments));
 }
 static void launch(int kernel, uint64_t threads, const void *args) { launch_on(cuda.stream, kernel, threads, args); }
 static uint64_t row_threads(int rows) { return (uint64_t)rows * KERNEL_LANES; }

@@ -459,4 +459,5 @@ void memory_update(memory_t *memory, gemini_update_fn fn, void *user) {
 
 void memory_update_wait(memory_t *memory) {
   if (!memory->failed && memory->managed) memory_check(memory, gemini_update_wait(memory->manager));
+  check_device(memory);
 }
