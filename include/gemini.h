@@ -545,6 +545,60 @@ GEMINI_API gemini_status_t gemini_checkpoint(gemini_manager_t mgr) GEMINI_MUST_C
 GEMINI_API gemini_status_t gemini_resume(gemini_manager_t mgr) GEMINI_MUST_CHECK;
 /** @} */
 
+/** @defgroup hook Allocators for frameworks
+ *  Non-model memory in the shapes that PyTorch's pluggable allocator and CuPy's allocator of C functions call
+ *  (docs/hook.md). What is allocated counts, evicts and is freed as by gemini_alloc() and gemini_free(), and
+ *  gemini_free() takes it, too.
+ *
+ *  Streams are the framework's own, named as its API names them (cudaStream_t; NULL is the default stream); each is
+ *  adopted at its first call, as by gemini_stream_adopt(), and is one of the manager's 48; where all are taken, the
+ *  one unused for longest among those that hooks adopted makes room, for which an allocation waits. It must exist until
+ *  gemini_hook_forget() or the manager's end; one that was destroyed before, and whose handle names another stream now,
+ *  is noticed from CUDA 12 on, and the next allocation there waits for the GPU. On the simulated device, which has no such
+ *  streams, the argument is a gemini_stream_t, and NULL GEMINI_STREAM_CALLER.
+ *
+ *  Any thread may call them, with any stream and with locks of the framework's held: they never call back, not even the
+ *  log, and frees never wait, for the GPU or for other calls. What fails is in gemini_last_error(); a manager's first
+ *  failure is logged, too, when the next call of another function returns.
+ *  @{ */
+enum {
+  GEMINI_HOOK_ASK_TWICE = 1 /* an allocation that would evict is refused once; asked for again by the same thread, with
+                               nothing else asked for between, it evicts. For callers that empty caches of their own
+                               when they are refused, and ask again, as PyTorch's MemPool does */
+};
+/** The manager serves the allocations of its device (config.device_ordinal; 0 for the simulated one) from now on.
+ *  @param flags GEMINI_HOOK_*; calling again changes them
+ *  @retval GEMINI_ERR_EXISTS   another manager serves that device
+ *  @retval GEMINI_ERR_INVALID  unknown flags, or the ordinal is above 63. Since: 0.1 */
+GEMINI_API gemini_status_t gemini_hook_set(gemini_manager_t mgr, uint32_t flags) GEMINI_MUST_CHECK;
+/** Allocations of its device are refused from now on, until a manager serves it; frees go on. Closing the manager does
+ *  this, too; frees of its pointers that come after are ignored.
+ *  @retval GEMINI_ERR_STATE  it serves none. Since: 0.1 */
+GEMINI_API gemini_status_t gemini_hook_clear(gemini_manager_t mgr);
+/** Waits for the work of a stream that these functions were called with, and forgets it: from then on it may be destroyed.
+ *  @param stream as they were given it
+ *  @retval GEMINI_ERR_NOT_FOUND  no call named it, or gemini_stream_adopt() did; always so on the simulated device. Blocks.
+ *          Since: 0.1 */
+GEMINI_API gemini_status_t gemini_hook_forget(gemini_manager_t mgr, void *stream);
+
+/** For torch.cuda.memory.CUDAPluggableAllocator: gemini_alloc(), usable by work queued on stream.
+ *  @param size bytes; 0 returns NULL, which is no failure
+ *  @return NULL: refused as by gemini_alloc(); or a size below 0, a device that nobody serves, a stream that cannot be
+ *          adopted. Since: 0.1 */
+GEMINI_API void *gemini_torch_malloc(ptrdiff_t size, int device, void *stream);
+/** Likewise gemini_free(), after the work queued on stream so far, which may be another one than the allocation's.
+ *  @param ptr  NULL and pointers of managers closed since are ignored; one that is no live allocation is a failure, and
+ *              ignored, too; one that was freed twice under another thread's call is noticed later
+ *  @param size ignored, and so is device where another manager serves it since
+ *  A stream that cannot be adopted: a failure, and the memory stays allocated. Since: 0.1 */
+GEMINI_API void gemini_torch_free(void *ptr, ptrdiff_t size, int device, void *stream);
+/** For cupy.cuda.memory.CFunctionAllocator: as gemini_torch_malloc(). CuPy says no stream.
+ *  @param param the stream that all work on this allocator's memory is queued on. Since: 0.1 */
+GEMINI_API void *gemini_cupy_malloc(void *param, size_t size, int device);
+/** As gemini_torch_free(). @param param as of gemini_cupy_malloc(). Since: 0.1 */
+GEMINI_API void gemini_cupy_free(void *param, void *ptr, int device);
+/** @} */
+
 /** @defgroup topology Topology
  *  What a machine is made of, as far as it matters to where bytes live: NUMA nodes, GPUs and disks, and which is near
  *  which. Objects of a kind are numbered from 0. A topology is read once and does not change.

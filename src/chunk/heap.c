@@ -74,30 +74,41 @@ static void free_remove(gmi_heap_t *heap, uint32_t index) {
   if (first_whole_page(heap, node, &page)) heap->pages[page].cover = 0;
 }
 
-/* The smallest block that fits among the first `tries` of a list; the earliest of equals, so that the block freed
- * last is taken first. */
-static uint32_t fit_in_list(const gmi_heap_t *heap, uint32_t index, uint64_t units, uint64_t tries) {
+/* Would its user have to wait for other streams? */
+static bool is_foreign(const node_t *node, uint32_t stream) {
+  for (int i = 0; i < GMI_HEAP_POINTS; i++)
+    if (node->tag.point[i] && node->tag.point[i] >> GMI_HEAP_POINT_STREAM_SHIFT != stream) return true;
+  return false;
+}
+
+/* The smallest block that fits among the first `tries` of a list; of equals one that is not foreign, and of these the
+ * earliest, so that the block freed last is taken first. */
+static uint32_t fit_in_list(const gmi_heap_t *heap, uint32_t index, uint64_t units, uint32_t stream, uint64_t tries) {
   uint32_t best = 0;
   uint64_t best_units = UINT64_MAX;
+  bool best_foreign = false;
   for (; index && tries; index = heap->nodes[index].next, tries--) {
     uint64_t have = heap->nodes[index].units;
-    if (have == units) return index;
-    if (have > units && have < best_units) best = index, best_units = have;
+    if (have < units || have > best_units || (have == best_units && !best_foreign)) continue;
+    bool foreign = is_foreign(&heap->nodes[index], stream);
+    if (have == best_units && foreign) continue;
+    best = index, best_units = have, best_foreign = foreign;
+    if (have == units && !foreign) break;
   }
   return best;
 }
 
-static uint32_t fit_find(const gmi_heap_t *heap, uint64_t units) {
+static uint32_t fit_find(const gmi_heap_t *heap, uint64_t units, uint32_t stream) {
   uint32_t row, column;
   class_of(units, &row, &column);
-  uint32_t index = fit_in_list(heap, heap->heads[row][column], units, FIT_TRIES);
+  uint32_t index = fit_in_list(heap, heap->heads[row][column], units, stream, FIT_TRIES);
   if (index) return index;
   /* Every block of a larger class fits. The smallest such class, so that the long block at the end of what was
    * ever used is cut last. */
   uint32_t columns = column + 1 < GMI_HEAP_COLUMNS ? heap->column_map[row] & (UINT32_MAX << (column + 1)) : 0;
   if (!columns) {
     uint64_t rows = heap->row_map & (UINT64_MAX << (row + 1));
-    if (!rows) return fit_in_list(heap, heap->heads[row][column], units, UINT64_MAX);
+    if (!rows) return fit_in_list(heap, heap->heads[row][column], units, stream, UINT64_MAX);
     row = (uint32_t)__builtin_ctzll(rows);
     columns = heap->column_map[row];
   }
@@ -260,11 +271,11 @@ static void block_fill(const node_t *node, gmi_heap_block_t *block_out) {
   block_out->tag = node->tag;
 }
 
-gemini_status_t gmi_heap_alloc(gmi_heap_t *heap, uint64_t size_bytes, gmi_heap_block_t *block_out) {
+gemini_status_t gmi_heap_alloc(gmi_heap_t *heap, uint64_t size_bytes, uint32_t stream, gmi_heap_block_t *block_out) {
   if (!heap || !block_out || !size_bytes) return GEMINI_ERR_INVALID;
   if (size_bytes > heap->range_units * GMI_HEAP_ALIGN) return GEMINI_ERR_OOM_DEVICE;
   uint64_t units = (size_bytes + GMI_HEAP_ALIGN - 1) / GMI_HEAP_ALIGN;
-  uint32_t index = fit_find(heap, units);
+  uint32_t index = fit_find(heap, units, stream);
   if (!index) return GEMINI_ERR_OOM_DEVICE;
   /* One page more than is touched: the rest's first whole page may be the next one. */
   uint64_t last_page = page_of(heap, heap->nodes[index].first + units - 1);
@@ -303,7 +314,7 @@ bool gmi_heap_find(const gmi_heap_t *heap, uint64_t offset, gmi_heap_block_t *bl
 }
 
 static gmi_heap_tag_t tag_join(const gmi_heap_t *heap, gmi_heap_tag_t a, gmi_heap_tag_t b) {
-  return a.stream == b.stream && a.mark == b.mark ? a : heap->join(heap->user, a, b);
+  return memcmp(&a, &b, sizeof a) ? heap->join(heap->user, a, b) : a;
 }
 
 /* Makes one block of two neighbours, neither of which is in a list; the lower one's node stays. */
@@ -346,7 +357,7 @@ uint32_t gmi_heap_page_users(const gmi_heap_t *heap, uint64_t page) {
 }
 
 gmi_heap_tag_t gmi_heap_page_tag(const gmi_heap_t *heap, uint64_t page) {
-  gmi_heap_tag_t none = { 0, 0, 0 };
+  gmi_heap_tag_t none = { { 0 } };
   if (page >= heap->range_pages || gmi_heap_page_users(heap, page)) return none;
   /* The covering block's first whole page is the next one below with a cover: the pages between have no user. */
   if (page >= heap->page_count) page = heap->page_count - 1;

@@ -19,12 +19,12 @@
 
 typedef struct gmi_heap gmi_heap_t;
 
-/* A point in a stream after which freed bytes may be reused; compared by equality only (stream and mark). The range
+/* What must be over before freed bytes are reused: points in streams, each with its stream in the top byte, not 0, and
+ * a mark below; 0 = none. Several, so that joining the tags of a few streams costs no call of the device. The range
  * begins as one free block whose tag is all zero. */
+enum { GMI_HEAP_POINTS = 3, GMI_HEAP_POINT_STREAM_SHIFT = 56 };
 typedef struct gmi_heap_tag {
-  uint32_t stream;
-  uint32_t reserved;
-  uint64_t mark;
+  uint64_t point[GMI_HEAP_POINTS];
 } gmi_heap_tag_t;
 
 /* Called when a free block takes in a neighbour with another tag (the zero tag is not special): returns a tag that
@@ -43,10 +43,11 @@ gemini_status_t gmi_heap_create(uint64_t range_bytes, uint64_t page_bytes, gmi_h
                                 gmi_heap_t **heap_out);
 void gmi_heap_destroy(gmi_heap_t *heap); /* NULL is accepted */
 
-/* OOM_DEVICE: no free range is long enough. OOM_SYSTEM: no record. INVALID: size_bytes is 0. Each changes nothing. The
- * block's pages count as used from here on. Takes time in proportion to the pages touched (under 1 ns each); only
+/* stream: as in the top byte of a point, or 0; of blocks that fit equally well, one with no other stream's points is
+ * taken. OOM_DEVICE: no free range is long enough. OOM_SYSTEM: no record. INVALID: size_bytes is 0. Each changes nothing.
+ * The block's pages count as used from here on. Takes time in proportion to the pages touched (under 1 ns each); only
  * just before OOM_DEVICE is every free block of the size's class looked at. */
-gemini_status_t gmi_heap_alloc(gmi_heap_t *heap, uint64_t size_bytes, gmi_heap_block_t *block_out);
+gemini_status_t gmi_heap_alloc(gmi_heap_t *heap, uint64_t size_bytes, uint32_t stream, gmi_heap_block_t *block_out);
 /* The block that starts at offset; false when none does. */
 bool gmi_heap_find(const gmi_heap_t *heap, uint64_t offset, gmi_heap_block_t *block_out);
 /* False when no live block starts at offset; then nothing changed. tag: after which the bytes may be reused. */

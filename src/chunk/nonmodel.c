@@ -7,23 +7,45 @@
 #include "tracer/timeline.h"
 #include "tracer/tracer.h"
 
-static gmi_heap_tag_t tag_of(gmi_fence_t fence) {
-  gmi_heap_tag_t tag = { 0, 0, 0 };
-  if (fence) tag = (gmi_heap_tag_t){ gmi_fence_stream(fence) + 1, 0, gmi_fence_mark(fence) };
-  return tag;
-}
-static gmi_fence_t fence_of(gmi_heap_tag_t tag) { return tag.stream ? gmi_fence(tag.stream - 1, tag.mark) : 0; }
+/* The points of a tag are fences. */
+_Static_assert(GMI_FENCE_MARK_BITS == GMI_HEAP_POINT_STREAM_SHIFT, "a fence's stream lies in its top byte");
 
+/* Adds a fence to a tag. The device is called only when there are more streams than a tag has points. */
+static void tag_add(gmi_manager_t *m, gmi_heap_tag_t *tag, gmi_fence_t fence) {
+  gmi_fence_t *free_point = NULL;
+  if (!fence) return;
+  for (int i = 0; i < GMI_HEAP_POINTS; i++) {
+    gmi_fence_t *point = &tag->point[i];
+    if (!*point) {
+      if (!free_point) free_point = point;
+    } else if (gmi_fence_stream(*point) == gmi_fence_stream(fence)) {
+      if (gmi_fence_mark(fence) > gmi_fence_mark(*point)) *point = fence;
+      return;
+    }
+  }
+  for (int i = 0; !free_point && i < GMI_HEAP_POINTS; i++)
+    if (gmi_fence_reached(m, tag->point[i])) free_point = &tag->point[i];
+  if (!free_point && gmi_fence_reached(m, fence)) return;
+  if (free_point) *free_point = fence;
+  else tag->point[0] = gmi_fence_join(m, tag->point[0], fence);
+}
 static gmi_heap_tag_t join_tags(void *user, gmi_heap_tag_t a, gmi_heap_tag_t b) {
-  return tag_of(gmi_fence_join(user, fence_of(a), fence_of(b)));
+  for (int i = 0; i < GMI_HEAP_POINTS; i++) tag_add(user, &a, b.point[i]);
+  return a;
 }
 
 /* Address space is cheap, and a range much longer than the budget always has a hole for a large block. */
 gemini_status_t gmi_heap_open(gmi_manager_t *m) {
   uint64_t range = UINT64_C(1) << 30;
   while (range < m->config.device_bytes * 8 && range < (UINT64_C(1) << 44)) range *= 2;
-  void *base = NULL;
+  void *base = NULL, *avoided[16];
+  uint32_t avoided_count = 0;
   gemini_status_t status = m->dev->reserve(m->dev_self, range, &base);
+  while (!status && gmi_hook_left(base, range)) {
+    avoided[avoided_count++] = base;
+    status = avoided_count < 16 ? m->dev->reserve(m->dev_self, range, &base) : GEMINI_ERR_OOM_SYSTEM;
+  }
+  while (avoided_count) m->dev->unreserve(m->dev_self, avoided[--avoided_count], range);
   if (status)
     return gmi_fail(status, 0, "no address range of %llu bytes for non-model memory", (unsigned long long)range);
   m->heap_base = base;
@@ -38,6 +60,7 @@ gemini_status_t gmi_heap_open(gmi_manager_t *m) {
 }
 
 void gmi_heap_close(gmi_manager_t *m) {
+  gmi_hook_moved(m);
   gmi_heap_destroy(m->heap);
   m->heap = NULL;
   if (m->pages) gmi_space_free(m->pages, (m->heap_range >> m->window_shift) * sizeof *m->pages);
@@ -55,7 +78,10 @@ bool gmi_heap_reclaim(gmi_manager_t *m, uint32_t *frame_out) {
     uint32_t frame = m->pages[page].frame_1 - 1;
     m->pages[page].frame_1 = 0;
     m->heap_frames--;
-    m->frames[frame].ready = gmi_fence_join(m, m->frames[frame].ready, fence_of(gmi_heap_page_tag(m->heap, page)));
+    m->pages[page].settled = false;
+    gmi_heap_tag_t tag = gmi_heap_page_tag(m->heap, page);
+    for (int i = 0; i < GMI_HEAP_POINTS; i++)
+      m->frames[frame].ready = gmi_fence_join(m, m->frames[frame].ready, tag.point[i]);
     gmi_unmap_later(m, m->heap_base + (page << m->window_shift), m->frames[frame].ready, NULL, page);
     *frame_out = frame;
     return true;
@@ -63,16 +89,20 @@ bool gmi_heap_reclaim(gmi_manager_t *m, uint32_t *frame_out) {
   return false;
 }
 
-static gemini_status_t back_block(gmi_manager_t *m, const gmi_heap_block_t *block, uint32_t stream) {
+static gemini_status_t back_block(gmi_manager_t *m, const gmi_heap_block_t *block, uint32_t stream, uint32_t take) {
   uint64_t last = (block->offset + block->size_bytes - 1) >> m->window_shift;
-  gemini_status_t status = gmi_fence_wait(m, stream, fence_of(block->tag));
+  gemini_status_t status = GEMINI_OK;
+  for (int i = 0; !status && i < GMI_HEAP_POINTS; i++) status = gmi_fence_wait(m, stream, block->tag.point[i]);
   for (uint64_t page = block->offset >> m->window_shift; !status && page <= last; page++) {
+    if (m->pages[page].settled) continue;
     if (m->pages[page].frame_1) { /* whoever mapped it may be another stream, or have failed since */
-      status = gmi_fence_wait(m, stream, m->frames[m->pages[page].frame_1 - 1].ready);
+      gmi_fence_t before = m->frames[m->pages[page].frame_1 - 1].ready;
+      m->pages[page].settled = gmi_fence_reached(m, before);
+      if (!m->pages[page].settled) status = gmi_fence_wait(m, stream, before);
       continue;
     }
     uint32_t frame;
-    status = gmi_frame_take(m, GEMINI_REASON_PRESSURE, GMI_TAKE_EVICT, &frame);
+    status = gmi_frame_take(m, GEMINI_REASON_PRESSURE, take, &frame);
     if (status) break;
     gmi_fence_t ready = m->frames[frame].ready;
     status = gmi_map(m, m->heap_base + (page << m->window_shift), frame, NULL, page);
@@ -88,24 +118,20 @@ static gemini_status_t back_block(gmi_manager_t *m, const gmi_heap_block_t *bloc
   return status;
 }
 
-static gemini_status_t nonmodel_alloc(gmi_manager_t *m, uint64_t size, gemini_stream_t stream, void **ptr_out) {
-  uint32_t s;
-  gemini_status_t status = gmi_stream_resolve(m, stream, &s);
-  if (status) return status;
-  if (!ptr_out) return gmi_fail(GEMINI_ERR_INVALID, 0, "ptr_out is NULL");
+gemini_status_t gmi_nonmodel_alloc(gmi_manager_t *m, uint64_t size, uint32_t stream, uint32_t take, void **ptr_out) {
   if (!size) return gmi_fail(GEMINI_ERR_INVALID, 0, "size_bytes is 0");
   uint64_t usable = m->config.device_bytes - m->config.device_margin_bytes;
   if (size > usable)
     return gmi_fail(GEMINI_ERR_OOM_DEVICE, 0,
                     "size_bytes is %llu, more than the device budget without its margin, %llu",
                     (unsigned long long)size, (unsigned long long)usable);
-  status = gmi_cut(m);
+  gemini_status_t status = gmi_cut(m);
   if (status) return status;
   gmi_heap_block_t block;
-  status = gmi_heap_alloc(m->heap, size, &block);
+  status = gmi_heap_alloc(m->heap, size, stream == GMI_CALLER ? 0 : stream + 1, &block);
   if (status == GEMINI_ERR_OOM_DEVICE) return gmi_oom_device(m, size);
   if (status) return gmi_fail(status, ENOMEM, "no memory for an allocation's record");
-  status = back_block(m, &block, s);
+  status = back_block(m, &block, stream, take);
   if (status) {
     gmi_heap_free(m->heap, block.offset, block.tag);
     return status;
@@ -120,6 +146,24 @@ static gemini_status_t nonmodel_alloc(gmi_manager_t *m, uint64_t size, gemini_st
   return GEMINI_OK;
 }
 
+bool gmi_nonmodel_free(gmi_manager_t *m, void *ptr, uint32_t stream) {
+  uint64_t offset = (uint64_t)((uintptr_t)ptr - (uintptr_t)m->heap_base);
+  gmi_heap_tag_t tag = { { gmi_fence_later(m, stream) } };
+  if (!m->heap || (uint8_t *)ptr < m->heap_base || offset >= m->heap_range || !gmi_heap_free(m->heap, offset, tag)) {
+    gmi_fail(GEMINI_ERR_INVALID, 0, "%p is not the start of a live allocation", ptr);
+    return false;
+  }
+  gmi_timeline_counters(m);
+  return true;
+}
+
+static gemini_status_t nonmodel_alloc(gmi_manager_t *m, uint64_t size, gemini_stream_t stream, void **ptr_out) {
+  uint32_t s;
+  gemini_status_t status = gmi_stream_resolve(m, stream, &s);
+  if (status) return status;
+  if (!ptr_out) return gmi_fail(GEMINI_ERR_INVALID, 0, "ptr_out is NULL");
+  return gmi_nonmodel_alloc(m, size, s, GMI_TAKE_EVICT, ptr_out);
+}
 gemini_status_t gemini_alloc(gemini_manager_t mgr, uint64_t size_bytes, gemini_stream_t stream, void **ptr_out) {
   API_LOCKED(nonmodel_alloc(m, size_bytes, stream, ptr_out));
 }
@@ -131,13 +175,7 @@ gemini_status_t gemini_free(gemini_manager_t mgr, void *ptr, gemini_stream_t str
   gmi_lock(m);
   uint32_t s;
   gemini_status_t status = gmi_stream_resolve(m, stream, &s);
-  if (!status) {
-    uint64_t offset = (uint64_t)((uintptr_t)ptr - (uintptr_t)m->heap_base);
-    if (!m->heap || (uint8_t *)ptr < m->heap_base || offset >= m->heap_range ||
-        !gmi_heap_free(m->heap, offset, tag_of(gmi_fence_later(m, s))))
-      status = gmi_fail(GEMINI_ERR_INVALID, 0, "%p is not the start of a live allocation", ptr);
-    else gmi_timeline_counters(m);
-  }
+  if (!status && !gmi_nonmodel_free(m, ptr, s)) status = GEMINI_ERR_INVALID;
   gmi_unlock(m);
   API_RETURN(status);
 }

@@ -52,7 +52,10 @@ static gmi_manager_t *manager_of(uint64_t handle) { /* of any object's handle */
   return NULL;
 }
 
-void gmi_lock(gmi_manager_t *m) { pthread_mutex_lock(&m->lock); }
+void gmi_lock(gmi_manager_t *m) {
+  pthread_mutex_lock(&m->lock);
+  if (atomic_load_explicit(&m->hook_waiting, memory_order_relaxed)) gmi_hook_drain(m);
+}
 
 void gmi_unlock(gmi_manager_t *m) {
   uint32_t count = m->log_count;
@@ -136,9 +139,8 @@ gemini_status_t gmi_fence_sync(gmi_manager_t *m, gmi_fence_t fence) {
 }
 
 gemini_status_t gmi_fence_wait(gmi_manager_t *m, uint32_t stream, gmi_fence_t fence) {
-  if (!fence || gmi_fence_reached(m, fence)) return GEMINI_OK;
+  if (!fence || gmi_fence_stream(fence) == stream || gmi_fence_reached(m, fence)) return GEMINI_OK;
   if (stream == GMI_CALLER) return gmi_fence_sync(m, fence);
-  if (gmi_fence_stream(fence) == stream) return GEMINI_OK;
   gemini_status_t status = fence_place(m, fence);
   if (status) return status;
   status = m->dev->wait(m->dev_self, stream, gmi_fence_stream(fence), gmi_fence_mark(fence));
@@ -148,11 +150,11 @@ gemini_status_t gmi_fence_wait(gmi_manager_t *m, uint32_t stream, gmi_fence_t fe
 }
 
 gmi_fence_t gmi_fence_join(gmi_manager_t *m, gmi_fence_t a, gmi_fence_t b) {
+  if (a && b && gmi_fence_stream(a) == gmi_fence_stream(b)) return gmi_fence_mark(a) > gmi_fence_mark(b) ? a : b;
   if (gmi_fence_reached(m, a)) return b;
   if (gmi_fence_reached(m, b)) return a;
-  if (gmi_fence_stream(a) == gmi_fence_stream(b)) return gmi_fence_mark(a) > gmi_fence_mark(b) ? a : b;
   gmi_fence_t joined = b;
-  if (gmi_fence_wait(m, gmi_fence_stream(b), a) || gmi_fence_now(m, gmi_fence_stream(b), &joined)) {
+  if (gmi_fence_wait(m, gmi_fence_stream(b), a) || fence_now(m, gmi_fence_stream(b), false, &joined)) {
     m->async_status = GEMINI_ERR_DEVICE; /* then both are waited for, by the caller */
     snprintf(m->async_message, sizeof m->async_message, "%s", gmi_fail_message());
     gmi_fence_sync(m, a);
@@ -182,11 +184,14 @@ gemini_status_t gmi_stream_resolve(gmi_manager_t *m, gemini_stream_t stream, uin
   return GEMINI_OK;
 }
 
+enum { STREAMS_LIMIT = 48 }; /* without the library's own */
+
 /* native: NULL, or where a stream of the caller's own is, to be adopted. */
 static gemini_status_t stream_open(gmi_manager_t *m, bool internal, void *const *native, uint32_t *index_out) {
   uint32_t open = 0;
   for (uint32_t i = 0; i < GMI_DEVICE_MAX_STREAMS; i++) open += m->streams[i].life && !m->streams[i].internal;
-  if (!internal && open >= 48) return gmi_fail(GEMINI_ERR_INVALID, 0, "48 streams exist, the limit is 48");
+  if (!internal && open >= STREAMS_LIMIT)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "%u streams exist, the limit is %d", open, STREAMS_LIMIT);
   uint32_t index;
   gemini_status_t status =
       native ? m->dev->stream_adopt(m->dev_self, *native, &index) : m->dev->stream_create(m->dev_self, &index);
@@ -194,10 +199,13 @@ static gemini_status_t stream_open(gmi_manager_t *m, bool internal, void *const 
   if (status) return gmi_fail(status, 0, "device %s could not create a stream", m->dev->name);
   gmi_stream_t *s = &m->streams[index];
   s->internal = internal;
+  s->adopted = native != NULL;
+  s->hooked = false;
+  s->native = native ? *native : NULL;
   s->generation++;
   atomic_store(&s->life, GMI_STREAM_OPEN | (s->generation & 1023));
   gmi_fence_t first;
-  status = gmi_fence_now(m, index, &first); /* learns where the stream's numbers stand */
+  status = fence_now(m, index, false, &first); /* learns where the stream's numbers stand */
   if (status) {
     atomic_store(&s->life, 0);
     m->dev->stream_destroy(m->dev_self, index);
@@ -207,11 +215,21 @@ static gemini_status_t stream_open(gmi_manager_t *m, bool internal, void *const 
   return GEMINI_OK;
 }
 
+/* Two names of a stream would be two streams that wait for each other: one that the caller adopted serves, too. */
+static bool is_native(const gmi_stream_t *s, const void *native) {
+  return atomic_load_explicit(&s->life, memory_order_relaxed) && s->adopted && s->native == native;
+}
+
 static gemini_status_t stream_create(gmi_manager_t *m, void *const *native, gemini_stream_t *stream_out) {
   if (!stream_out) return gmi_fail(GEMINI_ERR_INVALID, 0, "stream_out is NULL");
   gmi_lock(m);
-  uint32_t index;
-  gemini_status_t status = stream_open(m, false, native, &index);
+  uint32_t index = GMI_DEVICE_MAX_STREAMS;
+  gemini_status_t status = GEMINI_OK;
+  if (native) /* what a hook has adopted becomes the caller's */
+    for (index = 0; index < GMI_DEVICE_MAX_STREAMS; index++)
+      if (m->streams[index].hooked && is_native(&m->streams[index], *native)) break;
+  if (index == GMI_DEVICE_MAX_STREAMS) status = stream_open(m, false, native, &index);
+  else m->streams[index].hooked = false;
   if (!status) *stream_out = gmi_handle(m, GMI_HANDLE_STREAM, m->streams[index].generation, index);
   gmi_unlock(m);
   return status;
@@ -239,6 +257,44 @@ gemini_status_t gemini_stream_native(gemini_manager_t mgr, gemini_stream_t strea
   API_RETURN(m ? stream_native(m, stream, native_out) : GEMINI_ERR_HANDLE);
 }
 
+gemini_status_t gmi_stream_end(gmi_manager_t *m, uint32_t index) {
+  /* Fences of this stream may still lie in windows: everything they could name gets placed and reached here. */
+  gmi_fence_t end;
+  gemini_status_t status = fence_now(m, index, false, &end);
+  if (!status) status = gmi_fence_sync(m, end);
+  gmi_tracer_resolve(m, true);
+  atomic_store(&m->streams[index].life, 0);
+  m->dev->stream_destroy(m->dev_self, index);
+  return status;
+}
+
+gemini_status_t gmi_stream_of_native(gmi_manager_t *m, void *native, bool may_block, uint32_t *index_out) {
+  if (m->config.device == GEMINI_DEVICE_SIMULATED) return gmi_stream_resolve(m, (uintptr_t)native, index_out);
+  uint32_t index = m->hook_stream, open = 0, oldest = GMI_NONE;
+  if (!is_native(&m->streams[index], native)) {
+    for (index = 0; index < GMI_DEVICE_MAX_STREAMS && !is_native(&m->streams[index], native); index++) {
+      const gmi_stream_t *s = &m->streams[index];
+      open += s->life && !s->internal;
+      if (s->life && s->hooked && (oldest == GMI_NONE || s->used < m->streams[oldest].used)) oldest = index;
+    }
+    if (index < GMI_DEVICE_MAX_STREAMS) m->streams[index].used = ++m->hook_clock;
+  }
+  gemini_status_t status = GEMINI_OK;
+  if (index < GMI_DEVICE_MAX_STREAMS) {
+    status = native ? m->dev->stream_renew(m->dev_self, index, may_block) : GEMINI_OK;
+  } else {
+    if (open >= STREAMS_LIMIT && oldest != GMI_NONE) {
+      if (!may_block) return GEMINI_ERR_BUSY;
+      status = gmi_stream_end(m, oldest);
+    }
+    if (!status) status = stream_open(m, false, &native, &index);
+    if (!status) m->streams[index].hooked = true, m->streams[index].used = ++m->hook_clock;
+  }
+  if (status) return status;
+  *index_out = m->hook_stream = index;
+  return GEMINI_OK;
+}
+
 static gemini_status_t stream_destroy(gemini_stream_t stream) {
   if (!stream) return GEMINI_OK;
   gmi_manager_t *m = manager_of(stream);
@@ -250,15 +306,7 @@ static gemini_status_t stream_destroy(gemini_stream_t stream) {
     status = gmi_fail(GEMINI_ERR_HANDLE, 0, "%#llx is a stream of the library's own", (unsigned long long)stream);
   if (!status && gmi_tracer_op_stream(m) == index)
     status = gmi_fail(GEMINI_ERR_BUSY, 0, "the open operator runs on this stream");
-  if (!status) {
-    /* Fences of this stream may still lie in windows: everything they could name gets placed and reached here. */
-    gmi_fence_t end;
-    status = gmi_fence_now(m, index, &end);
-    if (!status) status = gmi_fence_sync(m, end);
-    gmi_tracer_resolve(m, true);
-    atomic_store(&m->streams[index].life, 0);
-    m->dev->stream_destroy(m->dev_self, index);
-  }
+  if (!status) status = gmi_stream_end(m, index);
   gmi_unlock(m);
   return status;
 }
@@ -287,7 +335,7 @@ static gemini_status_t stream_synchronize(gmi_manager_t *m, gemini_stream_t stre
   if (status || index == GMI_CALLER) return status;
   gmi_lock(m);
   gmi_fence_t end;
-  status = gmi_fence_now(m, index, &end);
+  status = fence_now(m, index, false, &end);
   gmi_unlock(m);
   if (!status) status = m->dev->sync(m->dev_self, index, gmi_fence_mark(end)); /* others go on meanwhile */
   return status;
@@ -353,7 +401,7 @@ static gemini_status_t config_check(gemini_config_t *c) {
 static void streams_drain(gmi_manager_t *m) {
   for (uint32_t i = 0; i < GMI_DEVICE_MAX_STREAMS; i++) {
     gmi_fence_t end;
-    if (m->streams[i].life && gmi_fence_now(m, i, &end) == GEMINI_OK) gmi_fence_sync(m, end);
+    if (m->streams[i].life && fence_now(m, i, false, &end) == GEMINI_OK) gmi_fence_sync(m, end);
   }
 }
 
@@ -375,8 +423,10 @@ static void manager_free(gmi_manager_t *m) {
   gmi_space_free(m->tensors, (uint64_t)GMI_TENSORS * sizeof *m->tensors);
   free(m->name_buckets);
   free(m->unmaps);
+  free(m->hook_frees);
   free(m->file_dir);
   free(m->keep_name);
+  pthread_mutex_destroy(&m->hook_lock);
   pthread_mutex_destroy(&m->lock);
   free(m);
 }
@@ -391,6 +441,7 @@ static gemini_status_t manager_open(const gemini_config_t *theirs, gemini_manage
   if (!m) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for a manager (%zu bytes)", sizeof *m);
   memset(m, 0, sizeof *m);
   pthread_mutex_init(&m->lock, NULL);
+  pthread_mutex_init(&m->hook_lock, NULL);
   m->config = config;
   m->config.file_dir = m->config.keep_name = NULL;
   m->file_sys = gmi_files_sys;
@@ -497,6 +548,7 @@ static gemini_status_t manager_close(gemini_manager_t mgr) {
   if (status) return status;
   gmi_updates_finish(m);
   gemini_status_t timeline = m->timeline ? gmi_timeline_finish(m) : GEMINI_OK;
+  gmi_hook_close(m);
   pthread_mutex_lock(&live_lock);
   atomic_store_explicit(&live[m->slot].handle, 0, memory_order_release);
   live[m->slot].manager = NULL;

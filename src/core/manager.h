@@ -163,7 +163,8 @@ typedef struct gmi_unmap {
 typedef struct gmi_page { /* of the non-model heap */
   uint32_t frame_1;       /* index of its frame + 1; 0 = none */
   bool unmap_pending;
-  bool reserved[3];
+  bool settled; /* its frame's ready has been reached */
+  bool reserved[2];
 } gmi_page_t;
 
 #define GMI_STREAM_OPEN 1024u
@@ -171,8 +172,12 @@ typedef struct gmi_stream {
   _Atomic uint32_t life; /* Atomic: GMI_STREAM_OPEN | generation while it is open, else 0 */
   uint16_t generation;
   bool internal;
-  uint8_t reserved;
+  bool adopted;            /* native is a stream of the caller's own */
+  bool hooked;             /* adopted by a hook, and ended when others need its place */
+  bool reserved[7];
   _Atomic uint64_t placed; /* Atomic: last mark claimed; a claim comes before the mark is placed */
+  void *native;
+  uint64_t used; /* hooked: when last named, on hook_clock */
 } gmi_stream_t;
 
 /* Running mean of what a window's copy takes over one link, nanoseconds. */
@@ -241,6 +246,15 @@ typedef struct gmi_manager {
   uint64_t nonmodel_peak_op; /* peak of live bytes since the op began */
   uint64_t nonmodel_peak;
   uint32_t heap_pages_peak_op;
+
+  /* chunk/hook.c */
+  pthread_mutex_t hook_lock; /* guards the next three; after lock, and held for moments only */
+  struct gmi_hook_free *hook_frees; /* came while lock was taken, or could not be carried out without waiting */
+  uint32_t hook_capacity;
+  _Atomic uint32_t hook_waiting; /* Atomic: of hook_frees; written under hook_lock */
+  uint32_t hook_stream;          /* index named last */
+  uint64_t hook_clock, hook_live; /* calls that named another stream than the one before; allocations not yet freed */
+  bool hook_told;                /* a failure has been logged */
 
   gmi_unmap_t *unmaps;
   uint32_t unmap_count, unmap_capacity;
@@ -314,6 +328,12 @@ bool gmi_handle_open(const gmi_manager_t *m, uint64_t handle, uint32_t type, uin
 gemini_status_t gmi_stream_resolve(gmi_manager_t *m, gemini_stream_t stream, uint32_t *index_out);
 void *gmi_space(uint64_t bytes); /* address space that costs memory only where touched; NULL when there is none */
 void gmi_space_free(void *space, uint64_t bytes);
+
+/* The index under which the caller's own stream is known, which adopts it at first; lock held. BUSY: that would wait for
+ * the device, which may_block allows. On the simulated device native is a gemini_stream_t. */
+gemini_status_t gmi_stream_of_native(gmi_manager_t *m, void *native, bool may_block, uint32_t *index_out);
+/* Waits for a stream's work and lets go of it; lock held. */
+gemini_status_t gmi_stream_end(gmi_manager_t *m, uint32_t index);
 
 /* Zeroes device memory in the stream's order; lock held. */
 gemini_status_t gmi_device_zero(gmi_manager_t *m, uint32_t stream, void *address, uint64_t bytes);
@@ -446,6 +466,15 @@ gemini_status_t gmi_window_settle_host(gmi_manager_t *m, gmi_window_t *w);
 gemini_status_t gmi_heap_open(gmi_manager_t *m);
 void gmi_heap_close(gmi_manager_t *m);
 bool gmi_heap_reclaim(gmi_manager_t *m, uint32_t *frame_out); /* an idle page's frame */
+/* stream: an index, or GMI_CALLER. take: GMI_TAKE_EVICT, or 0: then OOM_DEVICE without a message where that is needed. */
+gemini_status_t gmi_nonmodel_alloc(gmi_manager_t *m, uint64_t size, uint32_t stream, uint32_t take, void **ptr_out);
+bool gmi_nonmodel_free(gmi_manager_t *m, void *ptr, uint32_t stream); /* false, with the error recorded */
+
+/* chunk/hook.c */
+void gmi_hook_drain(gmi_manager_t *m); /* frees what waits for the lock, which is held */
+void gmi_hook_moved(gmi_manager_t *m); /* its allocations, of which there are none, will lie elsewhere */
+void gmi_hook_close(gmi_manager_t *m); /* no hook call uses the manager any more, nor will; without lock */
+bool gmi_hook_left(const void *base, uint64_t range); /* may frees of a closed manager's pointers name addresses here? */
 
 /* core/lane.c: host workers */
 typedef struct gmi_job gmi_job_t;

@@ -89,6 +89,7 @@ typedef struct stream {
   bool adopted;         /* somebody else's */
   bool shared;          /* somebody else may queue on it, and capture it */
   cu_stream_t native;
+  unsigned long long id;   /* adopted: of native, that of no other stream ever; 0 = not known */
   cu_event_t idle;         /* for the end of the stream */
   sum_batch_t *sums;       /* not yet queued */
   _Atomic uint64_t placed; /* Written under lock */
@@ -802,6 +803,12 @@ static gemini_status_t queue_begin(cuda_t *cuda, uint32_t index, queue_t *queue)
   return status;
 }
 
+static unsigned long long id_of(const cuda_t *cuda, cu_stream_t native) {
+  unsigned long long id = 0;
+  if (!native || !cuda->driver->stream_id || cuda->driver->stream_id(native, &id) != CU_SUCCESS) id = 0;
+  return id;
+}
+
 /* Takes a free index for the native stream, or for a new one. */
 static gemini_status_t stream_add(cuda_t *cuda, bool adopted, cu_stream_t native, uint32_t *stream_out) {
   gemini_status_t status = GEMINI_ERR_OOM_SYSTEM;
@@ -821,6 +828,7 @@ static gemini_status_t stream_add(cuda_t *cuda, bool adopted, cu_stream_t native
         stream->native = native;
         stream->adopted = adopted;
         stream->shared = adopted;
+        stream->id = adopted ? id_of(cuda, native) : 0;
         stream->state = STREAM_LIVE;
         atomic_store_explicit(&stream->made, true, memory_order_release);
         *stream_out = index;
@@ -852,6 +860,23 @@ static gemini_status_t cuda_stream_adopt(void *self, void *native, uint32_t *str
   if (result != CU_SUCCESS || context != cuda->context)
     return gmi_fail(GEMINI_ERR_INVALID, 0, "the stream belongs to another GPU, or not to its primary context");
   return stream_add(cuda, true, native, stream_out);
+}
+
+static gemini_status_t cuda_stream_renew(void *self, uint32_t index, bool may_block) {
+  cuda_t *cuda = self;
+  queue_t queue;
+  gemini_status_t status = queue_begin_sum(cuda, index, &queue);
+  if (status) return status;
+  stream_t *stream = queue.stream;
+  unsigned long long id = stream->id ? id_of(cuda, stream->native) : 0;
+  if (id && id != stream->id) {
+    if (!may_block) status = GEMINI_ERR_BUSY;
+    /* Nothing else waits for a stream that is gone. */
+    if (!status) status = done(cuda, cuda->driver->context_wait(), "cuCtxSynchronize");
+    if (!status) stream->id = id;
+  }
+  queue_end(cuda, &queue);
+  return status;
 }
 
 static gemini_status_t cuda_stream_native(void *self, uint32_t index, void **native_out) {
@@ -1439,4 +1464,5 @@ const gmi_device_ops_t gmi_device_cuda = {
   .stream_native = cuda_stream_native,
   .pci = cuda_pci,
   .mark_untimed = cuda_mark_untimed,
+  .stream_renew = cuda_stream_renew,
 };

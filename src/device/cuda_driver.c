@@ -37,7 +37,10 @@ static bool load(void) {
   if (!address && !missing) missing = symbol; \
   memcpy(&found.field, &address, sizeof address);
   GMI_CUDA_FUNCTIONS(FIND)
+  const char *needed = missing;
+  GMI_CUDA_OPTIONAL(FIND)
 #undef FIND
+  missing = needed;
   if (missing) {
     gmi_fail(GEMINI_ERR_UNSUPPORTED, 0, "the CUDA driver is too old: %s has no %s", LIBRARY, missing);
     return false;

@@ -145,11 +145,15 @@ typedef struct cu_access { /* CUmemAccessDesc */
      unsigned block_z, unsigned shared_bytes, cu_stream_t stream, void **parameters, void **extra))                    \
   X(module_load, "cuModuleLoadData", (cu_module_t * module_out, const void *image))                                    \
   X(module_function, "cuModuleGetFunction", (cu_function_t * function_out, cu_module_t module, const char *name))      \
-  X(module_unload, "cuModuleUnload", (cu_module_t module))
+  X(module_unload, "cuModuleUnload", (cu_module_t module))                                                             \
+  X(context_wait, "cuCtxSynchronize", (void))
+/* NULL where the driver is older than they are. */
+#define GMI_CUDA_OPTIONAL(X) X(stream_id, "cuStreamGetId", (cu_stream_t stream, unsigned long long *id_out))
 
 typedef struct gmi_cuda_driver {
 #define FIELD(field, symbol, parameters) cu_result_t(*field) parameters;
   GMI_CUDA_FUNCTIONS(FIELD)
+  GMI_CUDA_OPTIONAL(FIELD)
 #undef FIELD
 } gmi_cuda_driver_t;
 

@@ -112,6 +112,10 @@ typedef struct gmi_device_ops {
   gemini_status_t (*pci)(void *self, char address_out[GMI_DEVICE_PCI_BYTES]);
   /* As mark(), for one whose time is not asked for: mark_time() of it may be INVALID. Much cheaper on a GPU. */
   gemini_status_t (*mark_untimed)(void *self, uint32_t stream, uint64_t *mark_out);
+  /* Looks whether an adopted stream's handle names another stream now, because its owner destroyed it and got the handle
+   * again. Then the index is that one's from here on, behind everything queued on the device so far: blocks for that, or
+   * BUSY when it may not, and nothing changed. Cheap when it does not. Which is not known with drivers before CUDA 12. */
+  gemini_status_t (*stream_renew)(void *self, uint32_t stream, bool may_block);
 } gmi_device_ops_t;
 
 /* The host-simulated device: frames are extents of one memory file, never more than memory_bytes of them, addresses

@@ -721,6 +721,10 @@ static gemini_status_t sim_stream_adopt(void *self, void *native, uint32_t *stre
   (void)self, (void)native, (void)stream_out;
   return GEMINI_ERR_UNSUPPORTED;
 }
+static gemini_status_t sim_stream_renew(void *self, uint32_t stream, bool may_block) {
+  (void)self, (void)stream, (void)may_block; /* nothing is ever adopted */
+  return GEMINI_ERR_UNSUPPORTED;
+}
 static gemini_status_t sim_stream_native(void *self, uint32_t stream, void **native_out) {
   (void)self, (void)stream, (void)native_out;
   return GEMINI_ERR_UNSUPPORTED;
@@ -814,4 +818,5 @@ const gmi_device_ops_t gmi_device_sim = {
   .stream_native = sim_stream_native,
   .pci = sim_pci,
   .mark_untimed = sim_mark,
+  .stream_renew = sim_stream_renew,
 };

@@ -51,6 +51,7 @@ struct cu_stream {
   struct cu_stream *next;
   struct cu_context *context;
   struct channel *channel;
+  unsigned long long id; /* unlike the address, never given again */
   bool destroyed, capturing;
 };
 struct cu_event {
@@ -94,7 +95,7 @@ typedef struct span { /* a range, a piece of device memory, a mapping or page-lo
   bool released, accessible, ours;
 } span_t;
 
-fake_cuda_options_t fake_cuda = { DEVICES, 0, NULL, 32, 1024, UINT64_C(1) << 30, 1.0, NULL };
+fake_cuda_options_t fake_cuda = { DEVICES, 0, NULL, 32, 1024, UINT64_C(1) << 30, 1.0, NULL, false };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* guards everything below */
 static pthread_cond_t progress = PTHREAD_COND_INITIALIZER;
@@ -104,6 +105,7 @@ static int lost;
 static struct cu_context contexts[DEVICES] = { { 0, 0, NULL }, { 1, 0, NULL } };
 static channel_t channels[CHANNELS];
 static uint32_t streams_made;
+static unsigned long long stream_ids;
 static struct cu_stream *streams;
 static struct cu_event *events;
 static span_t *ranges, *memories, *mappings, *hosts;
@@ -633,8 +635,18 @@ API cu_result_t cuMemHostUnregister(void *base) {
 API cu_result_t cuStreamCreate(cu_stream_t *stream_out, unsigned flags) {
   BEGIN("cuStreamCreate", true);
   if (flags & ~1u) return end(CU_INVALID_VALUE);
-  struct cu_stream *stream = stream_make(current, streams_made++);
+  struct cu_stream *stream = stream_make(current, streams_made++), *gone = NULL;
   if (!stream) return end(CU_OUT_OF_MEMORY);
+  for (struct cu_stream *s = streams; s && fake_cuda.reuse_streams && !gone; s = s->next)
+    if (s->destroyed && s->context == current) gone = s;
+  if (gone) { /* the new one's record goes, unused */
+    gone->channel = stream->channel;
+    gone->destroyed = false;
+    streams = stream->next;
+    free(stream);
+    stream = gone;
+  }
+  stream->id = ++stream_ids;
   live[LIVE_STREAM]++;
   *stream_out = stream;
   return end(CU_SUCCESS);
@@ -645,6 +657,23 @@ API cu_result_t cuStreamDestroy_v2(cu_stream_t stream) {
   stream->destroyed = true; /* its record stays: pointers to it are recognised */
   live[LIVE_STREAM]--;
   return end(CU_SUCCESS);
+}
+/* May this thread's context use it? What a capture would take is not expected here. */
+static bool foreign(cu_stream_t stream) {
+  if (!stream || (stream->context == current && !stream->destroyed && !stream->capturing)) return false;
+  violations++;
+  return true;
+}
+API cu_result_t cuStreamGetId(cu_stream_t stream, unsigned long long *id_out) {
+  BEGIN("cuStreamGetId", true);
+  if (stream && (stream->context != current || stream->destroyed)) return misuse();
+  *id_out = stream ? stream->id : UINT64_MAX;
+  return end(CU_SUCCESS);
+}
+API cu_result_t cuCtxSynchronize(void) {
+  BEGIN("cuCtxSynchronize", true);
+  wait_for_all();
+  return end(lost ? lost : CU_SUCCESS);
 }
 API cu_result_t cuStreamGetCtx(cu_stream_t stream, cu_context_t *context_out) {
   BEGIN("cuStreamGetCtx", true);
@@ -671,12 +700,6 @@ void fake_cuda_capture(void *stream, bool capturing) {
   pthread_mutex_unlock(&lock);
 }
 int fake_cuda_capture_mode(void) { return capture_mode; }
-/* May this thread's context use it? What a capture would take is not expected here. */
-static bool foreign(cu_stream_t stream) {
-  if (!stream || (stream->context == current && !stream->destroyed && !stream->capturing)) return false;
-  violations++;
-  return true;
-}
 API cu_result_t cuStreamWaitEvent(cu_stream_t stream, cu_event_t event, unsigned flags) {
   BEGIN("cuStreamWaitEvent", true);
   if (event->destroyed || foreign(stream) || flags) return misuse();
@@ -867,13 +890,16 @@ void *fake_cuda_symbol(const char *name) {
 #define FAKE_module_load cuModuleLoadData
 #define FAKE_module_function cuModuleGetFunction
 #define FAKE_module_unload cuModuleUnload
+#define FAKE_context_wait cuCtxSynchronize
+#define FAKE_stream_id cuStreamGetId
   GMI_CUDA_FUNCTIONS(FIND)
+  GMI_CUDA_OPTIONAL(FIND)
   return address;
 }
 
 void fake_cuda_reset(void) {
   pthread_mutex_lock(&lock);
-  fake_cuda = (fake_cuda_options_t){ DEVICES, 0, NULL, 32, 1024, UINT64_C(1) << 30, 1.0, NULL };
+  fake_cuda = (fake_cuda_options_t){ DEVICES, 0, NULL, 32, 1024, UINT64_C(1) << 30, 1.0, NULL, false };
   initialised = false;
   lost = 0;
   calls = fail_first = fail_last = pageable = violations = 0;

@@ -10,20 +10,23 @@
 #define KIB UINT64_C(1024)
 #define MIB (KIB * KIB)
 
+static gmi_heap_tag_t tag_of(uint32_t stream, uint64_t mark) {
+  return (gmi_heap_tag_t){ { (uint64_t)stream << GMI_HEAP_POINT_STREAM_SHIFT | mark } };
+}
+static uint32_t tag_stream(gmi_heap_tag_t tag) { return (uint32_t)(tag.point[0] >> GMI_HEAP_POINT_STREAM_SHIFT); }
+static uint64_t tag_mark(gmi_heap_tag_t tag) {
+  return tag.point[0] & ((UINT64_C(1) << GMI_HEAP_POINT_STREAM_SHIFT) - 1);
+}
+
 /* A join that does not depend on the order of joining: the later mark, and the union of the streams' bits. */
 static uint64_t join_calls;
 static gmi_heap_tag_t tag_join(void *user, gmi_heap_tag_t a, gmi_heap_tag_t b) {
   CHECK(user == &join_calls);
   CHECK(a.stream != b.stream || a.mark != b.mark);
   join_calls++;
-  gmi_heap_tag_t joined = { a.stream | b.stream, 0, a.mark > b.mark ? a.mark : b.mark };
-  return joined;
+  return tag_of(tag_stream(a) | tag_stream(b), tag_mark(a) > tag_mark(b) ? tag_mark(a) : tag_mark(b));
 }
 
-static gmi_heap_tag_t tag_of(uint32_t stream, uint64_t mark) {
-  gmi_heap_tag_t tag = { stream, 0, mark };
-  return tag;
-}
 
 static gmi_heap_t *heap_new(uint64_t range_bytes, uint64_t page_bytes) {
   gmi_heap_t *heap = NULL;
@@ -33,13 +36,14 @@ static gmi_heap_t *heap_new(uint64_t range_bytes, uint64_t page_bytes) {
 
 static uint64_t alloc_ok(gmi_heap_t *heap, uint64_t size_bytes) {
   gmi_heap_block_t block;
-  CHECK_EQ(gmi_heap_alloc(heap, size_bytes, &block), GEMINI_OK);
+  CHECK_EQ(gmi_heap_alloc(heap, size_bytes, 0, &block), GEMINI_OK);
   return block.offset;
 }
 
 static void check_tag(gmi_heap_tag_t tag, uint32_t stream, uint64_t mark) {
-  CHECK_EQ(tag.stream, stream);
-  CHECK_EQ(tag.mark, mark);
+  CHECK_EQ(tag_stream(tag), stream);
+  CHECK_EQ(tag_mark(tag), mark);
+  CHECK(!tag.point[1] && !tag.point[2]);
 }
 
 /* --- model: the blocks of the range in order --- */
@@ -98,7 +102,7 @@ static void model_alloc(model_t *model, gmi_heap_block_t block) {
   CHECK(!hole.live);
   CHECK(block.offset >= hole.offset && block.offset + block.size_bytes <= hole.offset + hole.size_bytes);
   CHECK_EQ(block.offset % GMI_HEAP_ALIGN, 0);
-  check_tag(block.tag, hole.tag.stream, hole.tag.mark);
+  check_tag(block.tag, tag_stream(hole.tag), tag_mark(hole.tag));
   interval_t live = { block.offset, block.size_bytes, block.tag, true };
   interval_t before = { hole.offset, block.offset - hole.offset, hole.tag, false };
   uint64_t end = block.offset + block.size_bytes;
@@ -113,8 +117,8 @@ static void model_alloc(model_t *model, gmi_heap_block_t block) {
 static void model_join(model_t *model, size_t at) {
   interval_t *a = &model->blocks[at], *b = &model->blocks[at + 1];
   a->size_bytes += b->size_bytes;
-  if (a->tag.stream != b->tag.stream || a->tag.mark != b->tag.mark)
-    a->tag = tag_of(a->tag.stream | b->tag.stream, a->tag.mark > b->tag.mark ? a->tag.mark : b->tag.mark);
+  if (tag_stream(a->tag) != tag_stream(b->tag) || tag_mark(a->tag) != tag_mark(b->tag))
+    a->tag = tag_of(tag_stream(a->tag) | tag_stream(b->tag), tag_mark(a->tag) > tag_mark(b->tag) ? tag_mark(a->tag) : tag_mark(b->tag));
   model_remove(model, at + 1);
 }
 
@@ -151,7 +155,7 @@ static void compare(const gmi_heap_t *heap, const model_t *model, uint64_t range
     used += users > 0;
     if (!users) {
       gmi_heap_tag_t tag = gmi_heap_page_tag(heap, page);
-      check_tag(tag, model->blocks[first].tag.stream, model->blocks[first].tag.mark);
+      check_tag(tag, tag_stream(model->blocks[first].tag), tag_mark(model->blocks[first].tag));
     }
   }
   CHECK_EQ(gmi_heap_pages_used(heap), used);
@@ -162,7 +166,7 @@ static void compare(const gmi_heap_t *heap, const model_t *model, uint64_t range
     if (found) {
       CHECK_EQ(block.offset, model->blocks[i].offset);
       CHECK_EQ(block.size_bytes, model->blocks[i].size_bytes);
-      check_tag(block.tag, model->blocks[i].tag.stream, model->blocks[i].tag.mark);
+      check_tag(block.tag, tag_stream(model->blocks[i].tag), tag_mark(model->blocks[i].tag));
     }
   }
 }
@@ -189,7 +193,7 @@ static void run_against_model(uint64_t range_bytes, uint64_t page_bytes, uint64_
     if (live_count < target && (live_count == 0 || check_random(&random) % 8)) {
       uint64_t size_bytes = random_size(&random), units = (size_bytes + 511) / 512;
       gmi_heap_block_t block = { 1, 2, { 3, 0, 4 } };
-      gemini_status_t status = gmi_heap_alloc(heap, size_bytes, &block);
+      gemini_status_t status = gmi_heap_alloc(heap, size_bytes, 0, &block);
       if (status == GEMINI_OK) {
         CHECK_EQ(block.size_bytes, units * 512);
         model_alloc(&model, block);
@@ -198,7 +202,7 @@ static void run_against_model(uint64_t range_bytes, uint64_t page_bytes, uint64_
         refused++;
         CHECK_EQ(status, GEMINI_ERR_OOM_DEVICE);
         CHECK(model_longest_free(&model) < units * 512);
-        CHECK(block.offset == 1 && block.size_bytes == 2 && block.tag.stream == 3 && block.tag.mark == 4);
+        CHECK(block.offset == 1 && block.size_bytes == 2 && tag_stream(block.tag) == 3 && tag_mark(block.tag) == 4);
         if (refused % 16 == 0) compare(heap, &model, range_bytes, page_bytes);
       }
     } else if (live_count) {
@@ -268,9 +272,9 @@ static void test_heap_arguments_out_of_range_are_refused(void) {
   gmi_heap_destroy(NULL);
   heap = heap_new(1024, 512);
   gmi_heap_block_t block = { 1, 2, { 3, 0, 4 } };
-  CHECK_EQ(gmi_heap_alloc(heap, 0, &block), GEMINI_ERR_INVALID);
-  CHECK_EQ(gmi_heap_alloc(heap, UINT64_MAX, &block), GEMINI_ERR_OOM_DEVICE);
-  CHECK_EQ(gmi_heap_alloc(heap, 1025, &block), GEMINI_ERR_OOM_DEVICE);
+  CHECK_EQ(gmi_heap_alloc(heap, 0, 0, &block), GEMINI_ERR_INVALID);
+  CHECK_EQ(gmi_heap_alloc(heap, UINT64_MAX, 0, &block), GEMINI_ERR_OOM_DEVICE);
+  CHECK_EQ(gmi_heap_alloc(heap, 1025, 0, &block), GEMINI_ERR_OOM_DEVICE);
   CHECK(!gmi_heap_free(heap, 0, tag_of(0, 0)));
   CHECK(!gmi_heap_free(heap, UINT64_MAX, tag_of(0, 0)));
   CHECK(!gmi_heap_free(heap, UINT64_MAX - 511, tag_of(0, 0)));
@@ -312,7 +316,7 @@ static void test_heap_alloc_without_memory_for_records_changes_nothing(void) {
   tight = before;
   tight.rlim_cur = UINT64_C(1) << 36;
   CHECK_EQ(setrlimit(RLIMIT_AS, &tight), 0);
-  CHECK_EQ(gmi_heap_alloc(heap, UINT64_C(1) << 46, &block), GEMINI_ERR_OOM_SYSTEM);
+  CHECK_EQ(gmi_heap_alloc(heap, UINT64_C(1) << 46, 0, &block), GEMINI_ERR_OOM_SYSTEM);
   CHECK_EQ(setrlimit(RLIMIT_AS, &before), 0);
   CHECK_EQ(block.offset, 1);
   CHECK_EQ(gmi_heap_blocks_used(heap), 0);
@@ -332,7 +336,7 @@ static void test_heap_same_size_is_reused_last_freed_first(void) {
     for (int i = 0; i < 8; i++) CHECK(gmi_heap_free(heap, offsets[i], tag_of(1, (uint64_t)i + 1)));
     for (int i = 7; i >= 0; i--) {
       gmi_heap_block_t block;
-      CHECK_EQ(gmi_heap_alloc(heap, sizes[s], &block), GEMINI_OK);
+      CHECK_EQ(gmi_heap_alloc(heap, sizes[s], 0, &block), GEMINI_OK);
       CHECK_EQ(block.offset, offsets[i]);
       check_tag(block.tag, 1, (uint64_t)i + 1);
     }
@@ -359,11 +363,11 @@ static void test_heap_last_fit_in_class_is_found_before_refusing(void) {
   uint64_t fit = alloc_ok(heap, 16 * MIB + 256 * KIB), small[12];
   for (int i = 0; i < 12; i++) alloc_ok(heap, 512), small[i] = alloc_ok(heap, 16 * MIB);
   gmi_heap_block_t block;
-  while (gmi_heap_alloc(heap, MIB, &block) == GEMINI_OK) continue;
+  while (gmi_heap_alloc(heap, MIB, 0, &block) == GEMINI_OK) continue;
   CHECK(gmi_heap_free(heap, fit, tag_of(1, 1)));
   for (int i = 0; i < 12; i++) CHECK(gmi_heap_free(heap, small[i], tag_of(1, 1)));
   CHECK_EQ(alloc_ok(heap, 16 * MIB + 128 * KIB), fit);
-  CHECK_EQ(gmi_heap_alloc(heap, 16 * MIB + 128 * KIB, &block), GEMINI_ERR_OOM_DEVICE);
+  CHECK_EQ(gmi_heap_alloc(heap, 16 * MIB + 128 * KIB, 0, &block), GEMINI_ERR_OOM_DEVICE);
   CHECK(gmi_heap_check(heap));
   gmi_heap_destroy(heap);
 }
@@ -382,7 +386,7 @@ static void test_heap_join_is_called_for_differing_tags_only(void) {
   check_tag(gmi_heap_page_tag(heap, 0), 3, 5);
   check_tag(gmi_heap_page_tag(heap, 2), 3, 5);
   gmi_heap_block_t block;
-  CHECK_EQ(gmi_heap_alloc(heap, 4 * KIB, &block), GEMINI_OK); /* the rest keeps the tag */
+  CHECK_EQ(gmi_heap_alloc(heap, 4 * KIB, 0, &block), GEMINI_OK); /* the rest keeps the tag */
   check_tag(block.tag, 3, 5);
   check_tag(gmi_heap_page_tag(heap, 1), 3, 5);
   CHECK(gmi_heap_check(heap));

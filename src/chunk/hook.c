@@ -1,0 +1,296 @@
+/* Allocators in the shapes that frameworks call: PyTorch's pluggable one, and CuPy's of C functions.
+ * SPDX-License-Identifier: Apache-2.0
+ *
+ * They are called with the framework's own locks held, so nothing here calls out, not even the log: what is logged goes
+ * out with the next call of another function. Frees never wait: neither for the device, nor for the manager's lock, whose
+ * holder may wait for the device; what would have to wait is put aside, for whoever has the lock next.
+ *
+ * Frees may come late, at the end of a program or from a collector of garbage, when the manager is closing or closed. A
+ * manager's entry counts who is inside; closing empties it and waits for them. Pointers that were live then are known by
+ * their addresses, which no later manager gets before all of them have been freed, too. */
+#include <errno.h>
+#include <sched.h>
+#include <stdlib.h>
+
+#include "core/manager.h"
+
+enum { DEVICES = 64 };
+
+typedef struct gmi_hook_free {
+  void *ptr, *native;
+} gmi_hook_free_t;
+
+/* By the manager's slot. */
+static struct {
+  gmi_manager_t *_Atomic manager; /* Atomic: NULL = none, or closing */
+  _Atomic uint32_t users;         /* Atomic: calls inside */
+  _Atomic uint32_t flags;         /* Atomic: GEMINI_HOOK_* */
+  _Atomic uintptr_t base;         /* Atomic: where its allocations lie */
+  _Atomic uint64_t range;
+} entries[GMI_MANAGERS];
+static _Atomic uint32_t serving[DEVICES]; /* Atomic: slot + 1 of the manager that allocates for a device; 0 = none */
+
+/* Address ranges of closed managers with allocations that the framework still has. */
+typedef struct left {
+  struct left *next;
+  uintptr_t base;
+  uint64_t range, live;
+} left_t;
+static left_t *left; /* Guarded by table_lock */
+static pthread_mutex_t table_lock = PTHREAD_MUTEX_INITIALIZER; /* and for changes of serving[] */
+
+/* Refused once, under GEMINI_HOOK_ASK_TWICE: the framework asks again on the same thread. */
+static _Thread_local struct {
+  uint64_t manager, size;
+} refused;
+
+/* ---- entries: who announces himself before he looks is waited for by who empties before he counts */
+static gmi_manager_t *enter(uint32_t slot) {
+  atomic_fetch_add(&entries[slot].users, 1);
+  gmi_manager_t *m = atomic_load(&entries[slot].manager);
+  if (!m) atomic_fetch_sub(&entries[slot].users, 1);
+  return m;
+}
+static void leave(uint32_t slot) { atomic_fetch_sub_explicit(&entries[slot].users, 1, memory_order_release); }
+
+static bool lies_in(uint32_t slot, const void *ptr) {
+  uintptr_t base = atomic_load_explicit(&entries[slot].base, memory_order_relaxed);
+  return base && (uintptr_t)ptr - base < atomic_load_explicit(&entries[slot].range, memory_order_relaxed);
+}
+
+static gemini_status_t hook_set(gmi_manager_t *m, uint32_t flags) {
+  if (flags & ~(uint32_t)GEMINI_HOOK_ASK_TWICE)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "flags has unknown bits %#x", flags & ~(uint32_t)GEMINI_HOOK_ASK_TWICE);
+  if (m->config.device_ordinal >= DEVICES)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "device %u cannot be hooked, the last one is %d", m->config.device_ordinal,
+                    DEVICES - 1);
+  pthread_mutex_lock(&table_lock);
+  uint32_t has = atomic_load(&serving[m->config.device_ordinal]);
+  bool taken = has && has != m->slot + 1;
+  if (!taken) {
+    atomic_store(&entries[m->slot].flags, flags);
+    atomic_store(&entries[m->slot].manager, m);
+    atomic_store(&serving[m->config.device_ordinal], m->slot + 1);
+  }
+  pthread_mutex_unlock(&table_lock);
+  return taken ? gmi_fail(GEMINI_ERR_EXISTS, 0, "another manager serves device %u", m->config.device_ordinal)
+               : GEMINI_OK;
+}
+gemini_status_t gemini_hook_set(gemini_manager_t mgr, uint32_t flags) {
+  gmi_manager_t *m = gmi_manager_get(mgr);
+  API_RETURN(m ? hook_set(m, flags) : GEMINI_ERR_HANDLE);
+}
+
+static bool serve_no_more(gmi_manager_t *m) { /* called with table_lock held */
+  uint32_t mine = m->slot + 1;
+  return m->config.device_ordinal < DEVICES &&
+         atomic_compare_exchange_strong(&serving[m->config.device_ordinal], &mine, 0);
+}
+
+gemini_status_t gemini_hook_clear(gemini_manager_t mgr) {
+  gmi_manager_t *m = gmi_manager_get(mgr);
+  if (!m) API_RETURN(GEMINI_ERR_HANDLE);
+  pthread_mutex_lock(&table_lock);
+  bool served = serve_no_more(m);
+  pthread_mutex_unlock(&table_lock);
+  API_RETURN(served ? GEMINI_OK
+                    : gmi_fail(GEMINI_ERR_STATE, 0, "the manager serves no device: gemini_hook_set() comes first"));
+}
+
+void gmi_hook_close(gmi_manager_t *m) {
+  if (atomic_load(&entries[m->slot].manager) != m) return;
+  pthread_mutex_lock(&table_lock);
+  serve_no_more(m);
+  pthread_mutex_unlock(&table_lock);
+  atomic_store(&entries[m->slot].manager, NULL);
+  while (atomic_load(&entries[m->slot].users)) sched_yield();
+  gmi_lock(m); /* frees what was put aside, as far as it can be without waiting */
+  uint64_t live = m->hook_live - atomic_load(&m->hook_waiting);
+  gmi_unlock(m);
+  left_t *l = live ? malloc(sizeof *l) : NULL;
+  pthread_mutex_lock(&table_lock);
+  if (l) {
+    *l = (left_t){ left, atomic_load(&entries[m->slot].base), atomic_load(&entries[m->slot].range), live };
+    left = l;
+  }
+  atomic_store(&entries[m->slot].base, 0);
+  pthread_mutex_unlock(&table_lock);
+}
+
+void gmi_hook_moved(gmi_manager_t *m) {
+  if (atomic_load(&entries[m->slot].manager) == m) atomic_store(&entries[m->slot].base, 0);
+}
+
+bool gmi_hook_left(const void *base, uint64_t range) {
+  pthread_mutex_lock(&table_lock);
+  left_t *l = left;
+  while (l && ((uintptr_t)base >= l->base + l->range || l->base >= (uintptr_t)base + range)) l = l->next;
+  pthread_mutex_unlock(&table_lock);
+  return l != NULL;
+}
+
+/* Counts a free of a closed manager's pointer; false: it is none. */
+static bool left_freed(const void *ptr) {
+  pthread_mutex_lock(&table_lock);
+  left_t **at = &left;
+  while (*at && (uintptr_t)ptr - (*at)->base >= (*at)->range) at = &(*at)->next;
+  left_t *l = *at;
+  bool found = l != NULL, last = found && --l->live == 0;
+  if (last) *at = l->next;
+  pthread_mutex_unlock(&table_lock);
+  if (last) free(l);
+  return found;
+}
+
+/* ---- allocation */
+static void tell(gmi_manager_t *m) { /* called with the manager's lock held; the failure is recorded */
+  if (!m->hook_told) gmi_log(m, GEMINI_LOG_WARNING, "hook: %s (later ones are not logged)", gmi_fail_message());
+  m->hook_told = true;
+}
+
+static gemini_status_t free_one(gmi_manager_t *m, void *ptr, void *native, bool may_block) {
+  uint32_t stream;
+  gemini_status_t status = gmi_stream_of_native(m, native, may_block, &stream);
+  if (!status) status = gmi_nonmodel_free(m, ptr, stream) ? GEMINI_OK : GEMINI_ERR_INVALID;
+  if (!status) m->hook_live--;
+  else if (status != GEMINI_ERR_BUSY) tell(m);
+  return status;
+}
+
+static bool put_aside(gmi_manager_t *m, void *ptr, void *native) {
+  pthread_mutex_lock(&m->hook_lock);
+  uint32_t count = atomic_load_explicit(&m->hook_waiting, memory_order_relaxed);
+  bool room = count < m->hook_capacity;
+  if (!room) {
+    uint32_t capacity = m->hook_capacity ? m->hook_capacity * 2 : 256;
+    gmi_hook_free_t *grown = realloc(m->hook_frees, capacity * sizeof *grown);
+    if (grown) m->hook_frees = grown, m->hook_capacity = capacity, room = true;
+  }
+  if (room) {
+    m->hook_frees[count] = (gmi_hook_free_t){ ptr, native };
+    atomic_store_explicit(&m->hook_waiting, count + 1, memory_order_relaxed);
+  }
+  pthread_mutex_unlock(&m->hook_lock);
+  return room;
+}
+
+static gemini_status_t free_or_put_aside(gmi_manager_t *m, void *ptr, void *native, bool may_block) {
+  gemini_status_t status = free_one(m, ptr, native, may_block);
+  if (status != GEMINI_ERR_BUSY || may_block) return status;
+  return put_aside(m, ptr, native) ? GEMINI_OK : free_one(m, ptr, native, true);
+}
+
+static void drain(gmi_manager_t *m, bool may_block) {
+  pthread_mutex_lock(&m->hook_lock);
+  gmi_hook_free_t *frees = m->hook_frees;
+  uint32_t count = atomic_load_explicit(&m->hook_waiting, memory_order_relaxed), capacity = m->hook_capacity;
+  m->hook_frees = NULL;
+  m->hook_capacity = 0;
+  atomic_store_explicit(&m->hook_waiting, 0, memory_order_relaxed);
+  pthread_mutex_unlock(&m->hook_lock);
+  for (uint32_t i = 0; i < count; i++) free_or_put_aside(m, frees[i].ptr, frees[i].native, may_block);
+  pthread_mutex_lock(&m->hook_lock);
+  if (!m->hook_frees) {
+    m->hook_frees = frees;
+    m->hook_capacity = capacity;
+    frees = NULL;
+  }
+  pthread_mutex_unlock(&m->hook_lock);
+  free(frees);
+}
+void gmi_hook_drain(gmi_manager_t *m) { drain(m, false); }
+
+static gemini_status_t hook_alloc(gmi_manager_t *m, uint64_t size, void *native, void **ptr_out) {
+  uint32_t stream;
+  if (atomic_load_explicit(&m->hook_waiting, memory_order_relaxed)) drain(m, true);
+  bool ask_twice = atomic_load_explicit(&entries[m->slot].flags, memory_order_relaxed) & GEMINI_HOOK_ASK_TWICE;
+  bool again = refused.manager == m->handle && refused.size == size;
+  refused.manager = 0;
+  gemini_status_t status = gmi_stream_of_native(m, native, true, &stream);
+  if (status) return status;
+  status = gmi_nonmodel_alloc(m, size, stream, ask_twice && !again ? 0 : GMI_TAKE_EVICT, ptr_out);
+  if (status == GEMINI_ERR_OOM_DEVICE && ask_twice && !again) {
+    refused.manager = m->handle;
+    refused.size = size;
+    return gmi_fail(status, 0, "%llu bytes would evict: refused once, asking for them again evicts",
+                    (unsigned long long)size);
+  }
+  if (status) return status;
+  m->hook_live++;
+  /* Stored before anybody can have the pointer, so that whoever frees it finds the entry. */
+  if (!lies_in(m->slot, *ptr_out)) {
+    atomic_store_explicit(&entries[m->slot].range, m->heap_range, memory_order_relaxed);
+    atomic_store_explicit(&entries[m->slot].base, (uintptr_t)m->heap_base, memory_order_relaxed);
+  }
+  return status;
+}
+
+static void *hook_malloc(const char *operation, uint64_t size, bool negative, int device, void *native) {
+  gemini_status_t status = GEMINI_OK;
+  void *ptr = NULL;
+  uint32_t slot = device >= 0 && device < DEVICES ? atomic_load_explicit(&serving[device], memory_order_acquire) : 0;
+  if (!size) return NULL;
+  gmi_manager_t *m = slot ? enter(slot - 1) : NULL;
+  if (!m) {
+    status = gmi_fail(GEMINI_ERR_STATE, 0, "no manager serves device %d: gemini_hook_set() comes first", device);
+  } else {
+    gmi_lock(m);
+    if (negative) status = gmi_fail(GEMINI_ERR_INVALID, 0, "size is negative");
+    else status = hook_alloc(m, size, native, &ptr);
+    if (status && refused.manager != m->handle) tell(m);
+    pthread_mutex_unlock(&m->lock); /* without sending logs */
+    leave(slot - 1);
+  }
+  if (status) gmi_fail_operation(operation);
+  return ptr;
+}
+
+/* ---- free */
+static gemini_status_t hook_free_in(gmi_manager_t *m, void *ptr, void *native) {
+  if (pthread_mutex_trylock(&m->lock)) {
+    if (put_aside(m, ptr, native)) return GEMINI_OK;
+    pthread_mutex_lock(&m->lock); /* no memory to remember it */
+  }
+  if (atomic_load_explicit(&m->hook_waiting, memory_order_relaxed)) drain(m, false);
+  gemini_status_t status = free_or_put_aside(m, ptr, native, false);
+  pthread_mutex_unlock(&m->lock);
+  return status;
+}
+
+static void hook_free(const char *operation, void *ptr, int device, void *native) {
+  if (!ptr) return;
+  uint32_t served = device >= 0 && device < DEVICES ? atomic_load_explicit(&serving[device], memory_order_acquire) : 0;
+  for (uint32_t i = served ? 0 : 1; i <= GMI_MANAGERS; i++) { /* the one that serves now, then any */
+    uint32_t slot = i ? i - 1 : served - 1;
+    gmi_manager_t *m = lies_in(slot, ptr) ? enter(slot) : NULL;
+    if (!m) continue;
+    bool mine = lies_in(slot, ptr); /* still */
+    gemini_status_t status = mine ? hook_free_in(m, ptr, native) : GEMINI_OK;
+    leave(slot);
+    if (status) gmi_fail_operation(operation);
+    if (mine) return;
+  }
+  if (left_freed(ptr)) return;
+  gmi_fail(GEMINI_ERR_INVALID, 0, "%p is no address of a hooked manager's allocations", ptr);
+  gmi_fail_operation(operation);
+}
+
+/* ---- as frameworks call them */
+void *gemini_torch_malloc(ptrdiff_t size, int device, void *stream) {
+  return hook_malloc(__func__, (uint64_t)size, size < 0, device, stream);
+}
+void gemini_torch_free(void *ptr, ptrdiff_t size, int device, void *stream) {
+  (void)size;
+  hook_free(__func__, ptr, device, stream);
+}
+void *gemini_cupy_malloc(void *param, size_t size, int device) {
+  return hook_malloc(__func__, size, false, device, param);
+}
+void gemini_cupy_free(void *param, void *ptr, int device) { hook_free(__func__, ptr, device, param); }
+
+static gemini_status_t hook_forget(gmi_manager_t *m, const void *native) {
+  for (uint32_t i = 0; i < GMI_DEVICE_MAX_STREAMS; i++)
+    if (m->streams[i].life && m->streams[i].hooked && m->streams[i].native == native) return gmi_stream_end(m, i);
+  return gmi_fail(GEMINI_ERR_NOT_FOUND, 0, "%p is no stream that a hook has adopted", native);
+}
+gemini_status_t gemini_hook_forget(gemini_manager_t mgr, void *stream) { API_LOCKED(hook_forget(m, stream)); }
