@@ -36,7 +36,7 @@ typedef struct left {
   uintptr_t base;
   uint64_t range, live;
 } left_t;
-static left_t *left; /* Guarded by table_lock */
+static left_t *left;                                           /* Guarded by table_lock */
 static pthread_mutex_t table_lock = PTHREAD_MUTEX_INITIALIZER; /* and for changes of serving[] */
 
 /* Refused once, under GEMINI_HOOK_ASK_TWICE: the framework asks again on the same thread. */

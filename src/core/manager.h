@@ -172,8 +172,8 @@ typedef struct gmi_stream {
   _Atomic uint32_t life; /* Atomic: GMI_STREAM_OPEN | generation while it is open, else 0 */
   uint16_t generation;
   bool internal;
-  bool adopted;            /* native is a stream of the caller's own */
-  bool hooked;             /* adopted by a hook, and ended when others need its place */
+  bool adopted; /* native is a stream of the caller's own */
+  bool hooked;  /* adopted by a hook, and ended when others need its place */
   bool reserved[7];
   _Atomic uint64_t placed; /* Atomic: last mark claimed; a claim comes before the mark is placed */
   void *native;
@@ -248,13 +248,13 @@ typedef struct gmi_manager {
   uint32_t heap_pages_peak_op;
 
   /* chunk/hook.c */
-  pthread_mutex_t hook_lock; /* guards the next three; after lock, and held for moments only */
+  pthread_mutex_t hook_lock;        /* guards the next three; after lock, and held for moments only */
   struct gmi_hook_free *hook_frees; /* came while lock was taken, or could not be carried out without waiting */
   uint32_t hook_capacity;
-  _Atomic uint32_t hook_waiting; /* Atomic: of hook_frees; written under hook_lock */
-  uint32_t hook_stream;          /* index named last */
+  _Atomic uint32_t hook_waiting;  /* Atomic: of hook_frees; written under hook_lock */
+  uint32_t hook_stream;           /* index named last */
   uint64_t hook_clock, hook_live; /* calls that named another stream than the one before; allocations not yet freed */
-  bool hook_told;                /* a failure has been logged */
+  bool hook_told;                 /* a failure has been logged */
 
   gmi_unmap_t *unmaps;
   uint32_t unmap_count, unmap_capacity;
@@ -474,7 +474,8 @@ bool gmi_nonmodel_free(gmi_manager_t *m, void *ptr, uint32_t stream); /* false, 
 void gmi_hook_drain(gmi_manager_t *m); /* frees what waits for the lock, which is held */
 void gmi_hook_moved(gmi_manager_t *m); /* its allocations, of which there are none, will lie elsewhere */
 void gmi_hook_close(gmi_manager_t *m); /* no hook call uses the manager any more, nor will; without lock */
-bool gmi_hook_left(const void *base, uint64_t range); /* may frees of a closed manager's pointers name addresses here? */
+bool gmi_hook_left(const void *base,
+                   uint64_t range); /* may frees of a closed manager's pointers name addresses here? */
 
 /* core/lane.c: host workers */
 typedef struct gmi_job gmi_job_t;

@@ -22,11 +22,10 @@ static uint64_t tag_mark(gmi_heap_tag_t tag) {
 static uint64_t join_calls;
 static gmi_heap_tag_t tag_join(void *user, gmi_heap_tag_t a, gmi_heap_tag_t b) {
   CHECK(user == &join_calls);
-  CHECK(a.stream != b.stream || a.mark != b.mark);
+  CHECK(memcmp(&a, &b, sizeof a));
   join_calls++;
   return tag_of(tag_stream(a) | tag_stream(b), tag_mark(a) > tag_mark(b) ? tag_mark(a) : tag_mark(b));
 }
-
 
 static gmi_heap_t *heap_new(uint64_t range_bytes, uint64_t page_bytes) {
   gmi_heap_t *heap = NULL;
@@ -118,7 +117,8 @@ static void model_join(model_t *model, size_t at) {
   interval_t *a = &model->blocks[at], *b = &model->blocks[at + 1];
   a->size_bytes += b->size_bytes;
   if (tag_stream(a->tag) != tag_stream(b->tag) || tag_mark(a->tag) != tag_mark(b->tag))
-    a->tag = tag_of(tag_stream(a->tag) | tag_stream(b->tag), tag_mark(a->tag) > tag_mark(b->tag) ? tag_mark(a->tag) : tag_mark(b->tag));
+    a->tag = tag_of(tag_stream(a->tag) | tag_stream(b->tag),
+                    tag_mark(a->tag) > tag_mark(b->tag) ? tag_mark(a->tag) : tag_mark(b->tag));
   model_remove(model, at + 1);
 }
 
@@ -192,7 +192,7 @@ static void run_against_model(uint64_t range_bytes, uint64_t page_bytes, uint64_
     int target = (int)((uint64_t)live_most * (1 + (uint64_t)(step / 1000) * 7 % 10) / 10);
     if (live_count < target && (live_count == 0 || check_random(&random) % 8)) {
       uint64_t size_bytes = random_size(&random), units = (size_bytes + 511) / 512;
-      gmi_heap_block_t block = { 1, 2, { 3, 0, 4 } };
+      gmi_heap_block_t block = { 1, 2, tag_of(3, 4) };
       gemini_status_t status = gmi_heap_alloc(heap, size_bytes, 0, &block);
       if (status == GEMINI_OK) {
         CHECK_EQ(block.size_bytes, units * 512);
@@ -271,7 +271,7 @@ static void test_heap_arguments_out_of_range_are_refused(void) {
   CHECK(heap == (gmi_heap_t *)&join_calls);
   gmi_heap_destroy(NULL);
   heap = heap_new(1024, 512);
-  gmi_heap_block_t block = { 1, 2, { 3, 0, 4 } };
+  gmi_heap_block_t block = { 1, 2, tag_of(3, 4) };
   CHECK_EQ(gmi_heap_alloc(heap, 0, 0, &block), GEMINI_ERR_INVALID);
   CHECK_EQ(gmi_heap_alloc(heap, UINT64_MAX, 0, &block), GEMINI_ERR_OOM_DEVICE);
   CHECK_EQ(gmi_heap_alloc(heap, 1025, 0, &block), GEMINI_ERR_OOM_DEVICE);
@@ -309,7 +309,7 @@ static void test_heap_alloc_without_memory_for_records_changes_nothing(void) {
   fprintf(stderr, "    (left out: the sanitizer ends a process that asks for so much)\n");
 #else
   gmi_heap_t *heap = heap_new(UINT64_C(1) << 46, 512);
-  gmi_heap_block_t block = { 1, 2, { 3, 0, 4 } };
+  gmi_heap_block_t block = { 1, 2, tag_of(3, 4) };
   /* Not left to the system: it may promise the memory and end the process later. */
   struct rlimit before, tight;
   CHECK_EQ(getrlimit(RLIMIT_AS, &before), 0);
