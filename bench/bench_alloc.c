@@ -16,7 +16,7 @@
 enum { ROUNDS = 7 };
 
 static const char *trace_path;
-static uint64_t pairs = 200000, window_bytes = UINT64_C(2) << 20, ordinal;
+static uint64_t pairs = 200000, scale = 1, window_bytes = UINT64_C(2) << 20, ordinal;
 static uint32_t device;
 static void *stream; /* as hooks take it */
 
@@ -112,10 +112,12 @@ static bool fragmentation(gemini_config_t config, const alloc_trace_t *trace) {
   row_t row;
   row_begin(&row, PROGRAM, "fragmentation");
   row_value(&row, (double)least / (double)trace->live_peak_bytes, "ratio");
+  if (trace->reserved_bytes) row_ratio(&row, (double)trace->reserved_bytes / (double)held, "PyTorch's rules");
   row_text(&row, "trace", trace_path);
   row_text(&row, "device", device == GEMINI_DEVICE_CUDA ? "cuda" : "sim");
   row_u64(&row, "events", trace->count);
   row_u64(&row, "window_bytes", window_bytes);
+  row_u64(&row, "scale", scale);
   row_u64(&row, "live_peak_bytes", trace->live_peak_bytes);
   row_u64(&row, "held_peak_bytes", held);
   row_f64(&row, "held_ratio", (double)held / (double)trace->live_peak_bytes);
@@ -131,13 +133,15 @@ int main(int argc, char **argv) {
     { "pairs", CLI_U64, &pairs, "allocations and frees a round", 1, 0, NULL },
     { "window", CLI_SIZE, &window_bytes, "size of a window, a power of two", 0, 0, NULL },
     { "trace", CLI_STRING, &trace_path, "recorded trace (bench/data/gpt_1.3b.trace); none: no such rows", 0, 0, NULL },
+    { "scale", CLI_U64, &scale, "the trace's sizes are divided by this: the simulated device has real memory", 1, 0,
+      NULL },
     { NULL, 0, NULL, NULL, 0, 0, NULL },
   };
   int status = cli_parse(PROGRAM, "Costs and waste of allocations of non-model memory.", options, argc, argv);
   if (status >= 0) return status;
   alloc_trace_t trace = { 0 };
   char why[512];
-  if (trace_path && !alloc_trace_load(trace_path, &trace, why, sizeof why)) {
+  if (trace_path && !alloc_trace_load(trace_path, scale, &trace, why, sizeof why)) {
     cli_error(PROGRAM, "bad usage: %s", why);
     return CLI_EXIT_USAGE;
   }

@@ -9,12 +9,13 @@
 
 enum { IDS_MAX = 1 << 20 };
 
-static bool read_events(FILE *file, alloc_trace_t *t, uint64_t *line_out) {
+static bool read_events(FILE *file, uint64_t scale, alloc_trace_t *t, uint64_t *line_out) {
   char line[256];
   uint64_t capacity = 0, live = 0, *sizes = calloc(IDS_MAX, sizeof *sizes);
   bool fine = sizes != NULL;
   for (*line_out = 1; fine && fgets(line, sizeof line, file); (*line_out)++) {
     if (line[0] == '#') {
+      if (sscanf(line, "# reserved %" SCNu64, &t->reserved_bytes) == 1) t->reserved_bytes /= scale;
       while (!strchr(line, '\n') && fgets(line, sizeof line, file)) continue; /* comments may be long */
       continue;
     }
@@ -24,6 +25,7 @@ static bool read_events(FILE *file, alloc_trace_t *t, uint64_t *line_out) {
     else fine = sscanf(line, "f %" SCNu32 " %c", &e.id, &end) == 1;
     fine = fine && e.id < IDS_MAX && (line[0] == 'a' ? e.size_bytes && !sizes[e.id] : sizes[e.id] != 0);
     if (!fine) break;
+    if (e.size_bytes) e.size_bytes = e.size_bytes > scale ? e.size_bytes / scale : 1;
     live += e.size_bytes - (line[0] == 'a' ? 0 : sizes[e.id]);
     sizes[e.id] = e.size_bytes;
     if (live > t->live_peak_bytes) t->live_peak_bytes = live;
@@ -41,7 +43,7 @@ static bool read_events(FILE *file, alloc_trace_t *t, uint64_t *line_out) {
   return fine && t->count;
 }
 
-bool alloc_trace_load(const char *path, alloc_trace_t *trace_out, char *why_out, size_t why_bytes) {
+bool alloc_trace_load(const char *path, uint64_t scale, alloc_trace_t *trace_out, char *why_out, size_t why_bytes) {
   *trace_out = (alloc_trace_t){ 0 };
   FILE *file = fopen(path, "r");
   if (!file) {
@@ -49,7 +51,7 @@ bool alloc_trace_load(const char *path, alloc_trace_t *trace_out, char *why_out,
     return false;
   }
   uint64_t line;
-  bool fine = read_events(file, trace_out, &line);
+  bool fine = read_events(file, scale, trace_out, &line);
   fclose(file);
   if (fine) return true;
   snprintf(why_out, why_bytes, "%s:%" PRIu64 ": no trace of allocations", path, line);

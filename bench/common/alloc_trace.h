@@ -1,8 +1,9 @@
 /* Recorded sequences of allocations: reading one, playing it, and what it takes to serve it.
  * SPDX-License-Identifier: Apache-2.0
  *
- * The file: lines `a ID BYTES` (allocates) and `f ID` (frees), decimal; IDs are given again once free. Lines that begin
- * with # are ignored. bench/peers/record_allocations.py writes them. */
+ * The file: lines `a ID BYTES` (allocates) and `f ID` (frees), decimal; IDs are given again once free. `# reserved
+ * BYTES` says what another allocator takes for it; other lines that begin with # are ignored.
+ * bench/peers/record_allocations.py writes them. */
 #ifndef BENCH_ALLOC_TRACE_H
 #define BENCH_ALLOC_TRACE_H
 
@@ -22,10 +23,12 @@ typedef struct alloc_trace {
   alloc_event_t *events; /* owned */
   uint64_t count, id_count;
   uint64_t live_peak_bytes; /* sizes as asked for */
+  uint64_t reserved_bytes;  /* by the other allocator; 0: not said */
 } alloc_trace_t;
 
-/* False, with why_out filled, when the file cannot be read or is no trace. */
-bool alloc_trace_load(const char *path, alloc_trace_t *trace_out, char *why_out, size_t why_bytes);
+/* Sizes are divided by scale, and are at least 1: the simulated device has real memory. False, with why_out filled, when
+ * the file cannot be read or is no trace. */
+bool alloc_trace_load(const char *path, uint64_t scale, alloc_trace_t *trace_out, char *why_out, size_t why_bytes);
 void alloc_trace_free(alloc_trace_t *trace);
 
 typedef void *(*alloc_get_fn)(void *user, uint64_t size_bytes);

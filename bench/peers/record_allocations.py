@@ -197,8 +197,8 @@ def main():
         out.write(f"# Allocations of a GPT's training beside its parameters: record_allocations.py, torch {torch.__version__}\n"
                   f"# {options.layers} layers of width {options.width}, {options.heads} heads, {options.words} words, batch "
                   f"{options.batch}, lengths {options.lengths}, half precision, each fourth step without gradients\n"
-                  f"# a ID BYTES allocates, f ID frees. Most bytes live: {peak}; what PyTorch's allocator reserves by its "
-                  f"rules: {rules.reserved}\n")
+                  f"# a ID BYTES allocates, f ID frees. What PyTorch's caching allocator would reserve for it by its rules:\n"
+                  f"# reserved {rules.reserved}\n")
         for event in events:
             out.write(" ".join(str(x) for x in event) + "\n")
     print(f"{len(events)} events, {peak} bytes live at most, {live} left; PyTorch's rules reserve {rules.reserved}, "

@@ -209,7 +209,8 @@ static gemini_status_t hook_alloc(gmi_manager_t *m, uint64_t size, void *native,
   gemini_status_t status = gmi_stream_of_native(m, native, true, &stream);
   if (status) return status;
   status = gmi_nonmodel_alloc(m, size, stream, ask_twice && !again ? 0 : GMI_TAKE_EVICT, ptr_out);
-  if (status == GEMINI_ERR_OOM_DEVICE && ask_twice && !again) {
+  bool possible = size <= m->config.device_bytes - m->config.device_margin_bytes;
+  if (status == GEMINI_ERR_OOM_DEVICE && ask_twice && !again && possible) {
     refused.manager = m->handle;
     refused.size = size;
     return gmi_fail(status, 0, "%llu bytes would evict: refused once, asking for them again evicts",

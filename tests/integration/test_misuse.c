@@ -20,12 +20,12 @@ enum { READ = GEMINI_READ, WRITE = GEMINI_WRITE, BOTH = GEMINI_READ_WRITE };
 enum { BATCH_LIMIT = 1 << 20 };
 
 /* ---- which public functions have been seen to refuse something; compared with the list of exports at the end */
-static const char *covered[64];
+static const char *covered[128];
 static int covered_count;
 static void cover(const char *function) {
   for (int i = 0; i < covered_count; i++)
     if (!strcmp(covered[i], function)) return;
-  CHECK(covered_count < 64);
+  CHECK(covered_count < 128);
   covered[covered_count++] = function;
 }
 
@@ -221,6 +221,9 @@ static void refuse_manager(gemini_manager_t mgr) {
   double norm = -1;
   if (mgr) REFUSED(HANDLE, says, gemini_manager_close, mgr);
   REFUSED(HANDLE, says, gemini_budget_set, mgr, HOST, 40 * W);
+  REFUSED(HANDLE, says, gemini_hook_set, mgr, 0);
+  REFUSED(HANDLE, says, gemini_hook_clear, mgr);
+  REFUSED(HANDLE, says, gemini_hook_forget, mgr, NULL);
   REFUSED(HANDLE, says, gemini_stream_create, mgr, &out);
   REFUSED(HANDLE, says, gemini_stream_call, mgr, GEMINI_STREAM_CALLER, nothing, NULL);
   REFUSED(HANDLE, says, gemini_stream_synchronize, mgr, GEMINI_STREAM_CALLER);
@@ -1357,6 +1360,43 @@ static void test_alloc_and_free_out_of_range_are_refused(void) {
   bed_close();
 }
 
+/* They return no status: what they refused is in the last error, and nothing else has changed. */
+#define HOOK_REFUSED(expected, says, fn, call)                                          \
+  do {                                                                                  \
+    picture_t hook_before = picture();                                                  \
+    call;                                                                               \
+    CHECK_EQ(world_error().status, GEMINI_ERR_##expected);                              \
+    CHECK(!strcmp(world_error().operation, fn) && strstr(world_error().message, says)); \
+    CHECK(same_picture(&hook_before));                                                  \
+    cover(fn);                                                                          \
+  } while (0)
+
+static void test_hooks_out_of_range_are_refused(void) {
+  bed_open();
+  void *none = (void *)(uintptr_t)bed.dead_stream, *own = (void *)(uintptr_t)bed.w.stream;
+  HOOK_REFUSED(STATE, "device 0", "gemini_torch_malloc", CHECK(!gemini_torch_malloc(512, 0, own)));
+  HOOK_REFUSED(STATE, "device 0", "gemini_cupy_malloc", CHECK(!gemini_cupy_malloc(own, 512, 0)));
+  REFUSED(STATE, "gemini_hook_set", gemini_hook_clear, bed.w.mgr);
+  REFUSED(INVALID, "0x80000000", gemini_hook_set, bed.w.mgr, 0x80000001u);
+  CHECK_OK(gemini_hook_set(bed.w.mgr, 0));
+  REFUSED(EXISTS, "device 0", gemini_hook_set, bed.x.mgr, 0);
+  REFUSED(NOT_FOUND, "no stream", gemini_hook_forget, bed.w.mgr, own);
+  HOOK_REFUSED(INVALID, "negative", "gemini_torch_malloc", CHECK(!gemini_torch_malloc(-512, 0, own)));
+  HOOK_REFUSED(STATE, "device 1", "gemini_torch_malloc", CHECK(!gemini_torch_malloc(512, 1, own)));
+  HOOK_REFUSED(HANDLE, "destroyed", "gemini_torch_malloc", CHECK(!gemini_torch_malloc(512, 0, none)));
+  HOOK_REFUSED(HANDLE, "destroyed", "gemini_cupy_malloc", CHECK(!gemini_cupy_malloc(none, 512, 0)));
+  HOOK_REFUSED(OOM_DEVICE, "budget", "gemini_cupy_malloc", CHECK(!gemini_cupy_malloc(own, SIZE_MAX, 0)));
+  uint8_t *block = gemini_torch_malloc(1000, 0, own);
+  CHECK(block);
+  HOOK_REFUSED(HANDLE, "destroyed", "gemini_torch_free", gemini_torch_free(block, 1000, 0, none));
+  HOOK_REFUSED(INVALID, "live allocation", "gemini_torch_free", gemini_torch_free(block + 1, 1000, 0, own));
+  HOOK_REFUSED(INVALID, "no address", "gemini_cupy_free", gemini_cupy_free(own, &bed, 0));
+  gemini_torch_free(block, 1000, 0, own);
+  HOOK_REFUSED(INVALID, "live allocation", "gemini_cupy_free", gemini_cupy_free(own, block, 0));
+  CHECK_OK(gemini_hook_clear(bed.w.mgr));
+  bed_close();
+}
+
 static void test_host_blocks_out_of_range_are_refused(void) {
   bed_open();
   const gemini_manager_t mgr = bed.w.mgr;
@@ -1841,6 +1881,7 @@ int main(void) {
   RUN(test_refused_in_the_middle_is_refused_whole);
   RUN(test_unpin_of_what_is_not_pinned_is_refused);
   RUN(test_alloc_and_free_out_of_range_are_refused);
+  RUN(test_hooks_out_of_range_are_refused);
   RUN(test_host_blocks_out_of_range_are_refused);
   RUN(test_checkpoints_of_a_manager_that_keeps_nothing_are_refused);
   RUN(test_topology_of_nothing_is_refused);

@@ -1,0 +1,578 @@
+/* The functions that PyTorch and CuPy call: what they count, evict and refuse, from any thread and stream, before and after
+ * a manager's life. Only gemini.h. GEMINI_TEST_DEVICE=cuda runs it on a GPU (skipped where there is none), where bytes of
+ * blocks are not looked at. SPDX-License-Identifier: Apache-2.0 */
+#include <pthread.h>
+#include <stdatomic.h>
+#include <unistd.h>
+
+#include "world.h"
+
+static bool on_gpu;
+static uint64_t W; /* bytes of a window */
+static const uint32_t HOST = GEMINI_TIER_HOST, DEVICE = GEMINI_TIER_DEVICE;
+
+static gemini_config_t hook_config(uint64_t device_windows, uint64_t host_windows) {
+  gemini_config_t c = world_config(1, 1, 0);
+  if (on_gpu) c.device = GEMINI_DEVICE_CUDA;
+  c.window_bytes = W;
+  c.device_bytes = device_windows * W;
+  c.host_bytes = host_windows * W;
+  return c;
+}
+/* A stream of the manager's as hooks take it. */
+static void *as_argument(const world_t *w, gemini_stream_t stream) {
+  void *native = (void *)(uintptr_t)stream;
+  if (on_gpu) CHECK_OK(gemini_stream_native(w->mgr, stream, &native));
+  return native;
+}
+static void through_device(const world_t *w, uint64_t object, uint64_t offset) {
+  gemini_access_t a = world_part(object, offset, W, GEMINI_READ_WRITE, DEVICE);
+  CHECK_OK(gemini_acquire(w->mgr, &a, 1, w->stream));
+  CHECK_OK(gemini_release(w->mgr, &a, 1, w->stream));
+}
+/* An arena of so many windows with bytes of their own, each on the device as far as they fit. */
+static gemini_arena_t filled(const world_t *w, uint64_t windows) {
+  gemini_arena_t arena = world_arena(w, GEMINI_KIND_OTHER, 16, "a", 0, 0);
+  uint64_t offset;
+  CHECK_OK(gemini_arena_take(w->mgr, arena, windows * W, &offset));
+  for (uint64_t i = 0; i < windows; i++) world_fill(w, arena, i * W, W, HOST, i + 1);
+  for (uint64_t i = 0; i < windows; i++) through_device(w, arena, i * W);
+  return arena;
+}
+static void holds_all(const world_t *w, gemini_arena_t arena, uint64_t windows) {
+  for (uint64_t i = 0; i < windows; i++) CHECK(world_holds(w, arena, i * W, W, i + 1));
+}
+static void check_error(const char *operation, gemini_status_t status, const char *says) {
+  gemini_error_info_t e = world_error();
+  CHECK_EQ(e.status, status);
+  if (strcmp(e.operation, operation) || !strstr(e.message, says)) fprintf(stderr, "%s: %s\n", e.operation, e.message);
+  CHECK(!strcmp(e.operation, operation) && strstr(e.message, says));
+}
+static uint64_t evicted(const world_t *w) {
+  gemini_stats_t s = world_stats(w);
+  return s.moved_bytes[GEMINI_LINK_D2H][GEMINI_REASON_PRESSURE];
+}
+
+/* ---- shapes */
+static void test_hook_functions_have_the_shapes_that_frameworks_call(void) {
+  void *(*torch_malloc)(ptrdiff_t, int, void *) = gemini_torch_malloc;
+  void (*torch_free)(void *, ptrdiff_t, int, void *) = gemini_torch_free;
+  void *(*cupy_malloc)(void *, size_t, int) = gemini_cupy_malloc;
+  void (*cupy_free)(void *, void *, int) = gemini_cupy_free;
+  world_t w = world_open(hook_config(8, 8));
+  void *stream = as_argument(&w, w.stream);
+  CHECK_OK(gemini_hook_set(w.mgr, 0));
+  uint8_t *a = torch_malloc(1000, 0, stream), *b = cupy_malloc(stream, 1000, 0), *c = torch_malloc(1, 0, NULL);
+  CHECK(a && b && c && (uintptr_t)a % 512 == 0 && (uintptr_t)b % 512 == 0 && (uintptr_t)c % 512 == 0);
+  CHECK(a + 1000 <= b || b + 1000 <= a);
+  CHECK_EQ(world_stats(&w).nonmodel_bytes, 1024 + 1024 + 512);
+  torch_free(a, 1000, 0, stream);
+  CHECK_EQ(world_stats(&w).nonmodel_bytes, 1024 + 512);
+  cupy_free(stream, b, 0);
+  torch_free(c, 1, 0, NULL);
+  CHECK_EQ(world_stats(&w).nonmodel_bytes, 0);
+  void *mixed; /* either may free what the other allocated */
+  CHECK_OK(gemini_alloc(w.mgr, 5000, w.stream, &mixed));
+  CHECK(a = torch_malloc(100, 0, stream));
+  CHECK_OK(gemini_free(w.mgr, a, w.stream));
+  torch_free(mixed, 5000, 0, stream);
+  CHECK_EQ(world_stats(&w).nonmodel_bytes, 0);
+  world_close(&w);
+}
+
+/* ---- counters */
+enum { OPS = 6 };
+/* Some pattern of allocations in each of some operators, by the hook or not; peaks_out: of live bytes, by operator. */
+static void run_ops(const world_t *w, void *stream, bool hook, uint64_t *peaks_out) {
+  void *kept[OPS] = { 0 };
+  uint64_t random = 9, live = 0, kept_bytes[OPS] = { 0 };
+  CHECK_OK(gemini_iteration_begin(w->mgr));
+  for (int op = 0; op < OPS; op++) {
+    char name[8];
+    snprintf(name, sizeof name, "op%d", op);
+    CHECK_OK(gemini_op_begin(w->mgr, name, w->stream));
+    peaks_out[op] = live;
+    void *blocks[20];
+    uint64_t sizes[20];
+    for (int i = 0; i < 20; i++) {
+      sizes[i] = 1 + check_random(&random) % (W / 8);
+      if (hook) CHECK(blocks[i] = gemini_torch_malloc((ptrdiff_t)sizes[i], 0, stream));
+      else CHECK_OK(gemini_alloc(w->mgr, sizes[i], w->stream, &blocks[i]));
+      sizes[i] = (sizes[i] + 511) / 512 * 512;
+      live += sizes[i];
+      if (live > peaks_out[op]) peaks_out[op] = live;
+      if (i % 3) continue;
+      if (hook) gemini_torch_free(blocks[i], 0, 0, stream);
+      else CHECK_OK(gemini_free(w->mgr, blocks[i], w->stream));
+      live -= sizes[i];
+    }
+    for (int i = 0; i < 20; i++) {
+      if (i % 3 == 0) continue;
+      if (i == 1) { /* to be freed by a later operator */
+        kept[op] = blocks[i];
+        kept_bytes[op] = sizes[i];
+        continue;
+      }
+      if (hook) gemini_torch_free(blocks[i], 0, 0, stream);
+      else CHECK_OK(gemini_free(w->mgr, blocks[i], w->stream));
+      live -= sizes[i];
+    }
+    CHECK_EQ(world_stats(w).nonmodel_bytes, live);
+    CHECK_OK(gemini_op_end(w->mgr));
+  }
+  for (int op = 0; op < OPS; op++) {
+    if (hook) gemini_torch_free(kept[op], 0, 0, stream);
+    else CHECK_OK(gemini_free(w->mgr, kept[op], w->stream));
+    live -= kept_bytes[op];
+  }
+  CHECK_EQ(live, 0);
+  CHECK_OK(gemini_iteration_end(w->mgr));
+}
+/* Peaks and heap bytes of the operators, as the trace has them. */
+static void trace_ops(const world_t *w, uint64_t values_out[OPS][2]) {
+  char path[64] = "/tmp/gemini.hook.XXXXXX", line[512];
+  int fd = mkstemp(path), count = 0;
+  CHECK(fd >= 0);
+  CHECK_OK(gemini_trace_save(w->mgr, path));
+  FILE *file = fdopen(fd, "r");
+  CHECK(file);
+  while (fgets(line, sizeof line, file)) {
+    unsigned long long peak, heap;
+    if (sscanf(line, "op %*u %*u %llu %llu", &peak, &heap) != 2) continue;
+    CHECK(count < OPS);
+    values_out[count][0] = peak;
+    values_out[count++][1] = heap;
+  }
+  CHECK_EQ(count, OPS);
+  fclose(file);
+  unlink(path);
+}
+static void test_hook_counts_each_operators_peak_to_the_byte(void) {
+  uint64_t peaks[2][OPS], traced[2][OPS][2];
+  for (int hook = 0; hook < 2; hook++) {
+    world_t w = world_open(hook_config(40, 8));
+    if (hook) CHECK_OK(gemini_hook_set(w.mgr, 0));
+    for (int i = 0; i < 4; i++) run_ops(&w, as_argument(&w, w.stream), hook, peaks[hook]);
+    trace_ops(&w, traced[hook]);
+    gemini_stats_t s = world_stats(&w);
+    CHECK_EQ(s.op_peak_error_bytes, 0);
+    CHECK(s.planned_iterations > 0);
+    world_close(&w);
+  }
+  for (int op = 0; op < OPS; op++) {
+    CHECK_EQ(traced[1][op][0], peaks[1][op]);
+    CHECK_EQ(traced[1][op][0], traced[0][op][0]);
+    CHECK_EQ(traced[1][op][1], traced[0][op][1]);
+  }
+}
+
+/* ---- eviction */
+static void test_hook_alloc_evicts_when_the_budget_is_full(void) {
+  world_t w = world_open(hook_config(8, 16));
+  gemini_arena_t arena = filled(&w, 8);
+  CHECK_OK(gemini_hook_set(w.mgr, 0));
+  void *stream = as_argument(&w, w.stream), *block = gemini_torch_malloc((ptrdiff_t)(3 * W), 0, stream);
+  CHECK(block);
+  CHECK_EQ(evicted(&w), 3 * W);
+  CHECK(world_stats(&w).peak_bytes[DEVICE] <= 8 * W);
+  CHECK(!gemini_torch_malloc((ptrdiff_t)(9 * W), 0, stream)); /* more than there is */
+  check_error("gemini_torch_malloc", GEMINI_ERR_OOM_DEVICE, "budget");
+  gemini_torch_free(block, 0, 0, stream);
+  holds_all(&w, arena, 8);
+  world_close(&w);
+}
+
+typedef struct {
+  ptrdiff_t size;
+  void *stream, *got;
+} ask_t;
+static void *ask(void *user) {
+  ask_t *a = user;
+  a->got = gemini_torch_malloc(a->size, 0, a->stream);
+  return NULL;
+}
+static _Atomic int log_count;
+static char log_text[240];
+static void log_line(void *user, int32_t level, const char *message) {
+  (void)user, (void)level;
+  snprintf(log_text, sizeof log_text, "%s", message);
+  log_count++;
+}
+static void test_hook_asked_twice_evicts_the_second_time_only(void) {
+  gemini_config_t c = hook_config(8, 16);
+  c.log_fn = log_line;
+  log_count = 0;
+  world_t w = world_open(c);
+  gemini_arena_t arena = filled(&w, 7);
+  CHECK_OK(gemini_hook_set(w.mgr, GEMINI_HOOK_ASK_TWICE));
+  void *stream = as_argument(&w, w.stream), *fits, *block;
+  const ptrdiff_t big = (ptrdiff_t)(2 * W), small = (ptrdiff_t)W;
+  CHECK(fits = gemini_torch_malloc(small, 0, stream)); /* needs no eviction */
+  CHECK_EQ(evicted(&w), 0);
+  CHECK(!gemini_torch_malloc(big, 0, stream));
+  check_error("gemini_torch_malloc", GEMINI_ERR_OOM_DEVICE, "refused once");
+  CHECK(!gemini_torch_malloc(big + 512, 0, stream)); /* another size is asked for the first time, too */
+  ask_t other = { big + 512, stream, &other };
+  pthread_t thread;
+  CHECK_EQ(pthread_create(&thread, NULL, ask, &other), 0);
+  CHECK_EQ(pthread_join(thread, NULL), 0);
+  CHECK(!other.got); /* and so is by another thread */
+  CHECK_EQ(evicted(&w), 0);
+  CHECK(block = gemini_torch_malloc(big + 512, 0, stream));
+  CHECK_EQ(evicted(&w), 3 * W);
+  gemini_torch_free(block, 0, 0, stream);
+  for (uint64_t i = 0; i < 7; i++) through_device(&w, arena, i * W); /* full again */
+  CHECK(!gemini_torch_malloc(big, 0, stream));
+  CHECK(!gemini_torch_malloc(0, 0, stream));
+  gemini_torch_free(fits, 0, 0, stream);              /* as a framework does that empties its cache */
+  CHECK(block = gemini_torch_malloc(big, 0, stream)); /* and asks again */
+  CHECK(!gemini_torch_malloc(big, 0, stream));        /* from the beginning */
+  gemini_torch_free(block, 0, 0, stream);
+  holds_all(&w, arena, 7);
+  CHECK_EQ(log_count, 0); /* to be refused once is no failure */
+  world_close(&w);
+}
+
+/* ---- a storm: allocations, frees by other threads and on other streams, and chunks that are in the way */
+enum { STORM_THREADS = 4, STORM_STEPS = 300, STORM_RING = 4 };
+typedef struct {
+  uint8_t *at;
+  uint64_t size, seed;
+} block_t;
+typedef struct {
+  const world_t *w;
+  gemini_stream_t stream;
+  void *argument;
+  pthread_mutex_t lock;
+  block_t ring[STORM_RING]; /* for this thread to free; Guarded by lock */
+  uint32_t count, index;
+  _Atomic uint64_t wrong;
+  _Atomic bool done;
+} storm_t;
+static storm_t storms[STORM_THREADS];
+typedef struct {
+  block_t block;
+  storm_t *storm;
+} work_t;
+static void fill_block(void *user) {
+  work_t *k = user;
+  for (uint64_t i = 0; i < k->block.size; i += 61) k->block.at[i] = world_byte(k->block.seed, i);
+  free(k);
+}
+static void check_block(void *user) {
+  work_t *k = user;
+  if (k->block.seed % 16 == 0) usleep(300); /* so that who frees is ahead */
+  for (uint64_t i = 0; i < k->block.size; i += 61) k->storm->wrong += k->block.at[i] != world_byte(k->block.seed, i);
+  free(k);
+}
+static void queue_work(storm_t *s, block_t block, gemini_call_fn fn) {
+  work_t *k = malloc(sizeof *k);
+  CHECK(k);
+  *k = (work_t){ block, s };
+  if (on_gpu) free(k);
+  else CHECK_OK(gemini_stream_call(s->w->mgr, s->stream, fn, k));
+}
+static bool free_given(storm_t *s) {
+  block_t block = { 0 };
+  pthread_mutex_lock(&s->lock);
+  if (s->count) block = s->ring[--s->count];
+  pthread_mutex_unlock(&s->lock);
+  if (!block.at) return false;
+  queue_work(s, block, check_block);
+  gemini_torch_free(block.at, (ptrdiff_t)block.size, 0, s->argument); /* behind that check */
+  return true;
+}
+static void *storm(void *user) {
+  storm_t *s = user;
+  uint64_t random = 100 + s->index;
+  for (uint64_t step = 0; step < STORM_STEPS; step++) {
+    block_t block = { NULL, 1 + check_random(&random) % (W / 2), (step + 1) * STORM_THREADS + s->index };
+    block.at = gemini_torch_malloc((ptrdiff_t)block.size, 0, s->argument);
+    if (!block.at) fprintf(stderr, "step %" PRIu64 ": %s\n", step, world_error().message);
+    CHECK(block.at);
+    queue_work(s, block, fill_block);
+    CHECK_OK(gemini_stream_synchronize(s->w->mgr, s->stream)); /* before another stream has it */
+    storm_t *to = &storms[check_random(&random) % STORM_THREADS];
+    for (bool given = false; !given;) {
+      pthread_mutex_lock(&to->lock);
+      given = to->count < STORM_RING;
+      if (given) to->ring[to->count++] = block;
+      pthread_mutex_unlock(&to->lock);
+      if (!given) free_given(s); /* its own, for the other one to get on */
+      if (!given && to->done) to = s;
+    }
+    if (step % 2) free_given(s);
+  }
+  while (free_given(s)) continue;
+  s->done = true;
+  return NULL;
+}
+static void test_hook_storm_beyond_the_budget_never_fails(void) {
+  /* Live at most: a ring and one block in hand for each thread, of half a window, on two windows each at the worst. */
+  enum { CHUNKS = 60, LIVE = STORM_THREADS * (STORM_RING + 1) };
+  world_t w = world_open(hook_config(LIVE * 2 + 2, CHUNKS + 4));
+  gemini_arena_t arena = filled(&w, CHUNKS);
+  CHECK_OK(gemini_hook_set(w.mgr, 0));
+  pthread_t threads[STORM_THREADS];
+  for (uint32_t i = 0; i < STORM_THREADS; i++) {
+    storm_t *s = &storms[i];
+    memset(s, 0, sizeof *s);
+    s->w = &w;
+    s->index = i;
+    pthread_mutex_init(&s->lock, NULL);
+    CHECK_OK(gemini_stream_create(w.mgr, &s->stream));
+    s->argument = as_argument(&w, s->stream);
+  }
+  for (uint32_t i = 0; i < STORM_THREADS; i++) CHECK_EQ(pthread_create(&threads[i], NULL, storm, &storms[i]), 0);
+  uint64_t random = 5;
+  for (bool busy = true; busy;) {
+    busy = false;
+    for (int i = 0; i < STORM_THREADS; i++) busy |= !storms[i].done;
+    through_device(&w, arena, check_random(&random) % CHUNKS * W);
+  }
+  for (int i = 0; i < STORM_THREADS; i++) CHECK_EQ(pthread_join(threads[i], NULL), 0);
+  for (int i = 0; i < STORM_THREADS; i++) {
+    while (free_given(&storms[i])) continue; /* given to a thread that was done */
+    CHECK_OK(gemini_stream_synchronize(w.mgr, storms[i].stream));
+    CHECK_EQ(storms[i].wrong, 0);
+    pthread_mutex_destroy(&storms[i].lock);
+  }
+  gemini_stats_t s = world_stats(&w);
+  CHECK_EQ(s.nonmodel_bytes, 0);
+  CHECK(s.peak_bytes[DEVICE] <= s.budget_bytes[DEVICE]);
+  CHECK(evicted(&w) > 0);
+  holds_all(&w, arena, CHUNKS);
+  world_close(&w);
+}
+
+/* ---- order: memory that a stream freed is another's when the first one's work is done */
+static _Atomic bool gate;
+static void wait_for_gate(void *user) {
+  (void)user;
+  while (!gate) usleep(100);
+}
+static void set_flag(void *user) { atomic_store((_Atomic bool *)user, true); }
+static void test_hook_free_on_another_stream_holds_back_who_gets_the_memory(void) {
+  if (on_gpu) return; /* gates are host functions, which one GPU's streams may share a thread for */
+  world_t w = world_open(hook_config(2, 4));
+  gemini_stream_t second;
+  CHECK_OK(gemini_stream_create(w.mgr, &second));
+  CHECK_OK(gemini_hook_set(w.mgr, 0));
+  void *one = as_argument(&w, w.stream), *two = as_argument(&w, second);
+  gate = false;
+  void *block = gemini_torch_malloc((ptrdiff_t)(2 * W), 0, one); /* all there is */
+  CHECK(block);
+  CHECK_OK(gemini_stream_call(w.mgr, second, wait_for_gate, NULL));
+  gemini_torch_free(block, 0, 0, two);
+  _Atomic bool own = false, other = false;
+  CHECK_EQ(gemini_torch_malloc((ptrdiff_t)W, 0, two) != NULL, true); /* its own: without waiting */
+  CHECK_OK(gemini_stream_call(w.mgr, second, set_flag, &own));
+  CHECK(gemini_torch_malloc((ptrdiff_t)W, 0, one));
+  CHECK_OK(gemini_stream_call(w.mgr, w.stream, set_flag, &other));
+  usleep(20000);
+  CHECK(!other && !own);
+  gate = true;
+  CHECK_OK(gemini_stream_synchronize(w.mgr, w.stream));
+  CHECK_OK(gemini_stream_synchronize(w.mgr, second));
+  CHECK(other && own);
+  world_close(&w);
+}
+
+/* A free must come back while somebody has the manager's lock and waits for the device. */
+typedef struct {
+  const world_t *w;
+  gemini_arena_t arena;
+  _Atomic bool done;
+} holder_t;
+static void *hold_lock(void *user) {
+  holder_t *h = user;
+  gemini_access_t a = world_part(h->arena, 0, W, GEMINI_READ, HOST); /* waits for the copy, with the lock */
+  CHECK_OK(gemini_acquire(h->w->mgr, &a, 1, GEMINI_STREAM_CALLER));
+  h->done = true;
+  CHECK_OK(gemini_release(h->w->mgr, &a, 1, GEMINI_STREAM_CALLER));
+  return NULL;
+}
+static void test_hook_free_does_not_wait_for_the_lock(void) {
+  world_t w = world_open(hook_config(8, 8));
+  gemini_arena_t arena = filled(&w, 2);
+  gemini_stream_t second;
+  CHECK_OK(gemini_stream_create(w.mgr, &second));
+  CHECK_OK(gemini_hook_set(w.mgr, 0));
+  void *stream = as_argument(&w, second), *blocks[300];
+  for (int i = 0; i < 300; i++) CHECK(blocks[i] = gemini_torch_malloc(700, 0, stream));
+  gate = false;
+  gemini_access_t a = world_part(arena, 0, W, GEMINI_READ_WRITE, DEVICE);
+  CHECK_OK(gemini_acquire(w.mgr, &a, 1, w.stream));
+  CHECK_OK(gemini_stream_call(w.mgr, w.stream, wait_for_gate, NULL));
+  CHECK_OK(gemini_release(w.mgr, &a, 1, w.stream));
+  holder_t holder = { &w, arena, false };
+  pthread_t thread;
+  CHECK_EQ(pthread_create(&thread, NULL, hold_lock, &holder), 0);
+  usleep(50000);
+  for (int i = 0; i < 300; i++) gemini_torch_free(blocks[i], 700, 0, stream);
+  CHECK(!holder.done); /* it had the lock all the time */
+  gate = true;
+  CHECK_EQ(pthread_join(thread, NULL), 0);
+  CHECK_EQ(world_stats(&w).nonmodel_bytes, 0);
+  for (int i = 0; i < 300; i++) CHECK(blocks[i] = gemini_torch_malloc(700, 0, stream));
+  CHECK_EQ(world_stats(&w).nonmodel_bytes, 300 * 1024);
+  world_close(&w);
+}
+
+/* ---- lives of managers */
+static void test_hook_frees_after_close_are_ignored(void) {
+  world_t w = world_open(hook_config(8, 8));
+  CHECK_OK(gemini_hook_set(w.mgr, 0));
+  void *stream = as_argument(&w, w.stream), *old[2];
+  for (int i = 0; i < 2; i++) CHECK(old[i] = gemini_torch_malloc(4096, 0, stream));
+  world_close(&w);
+  CHECK(!gemini_torch_malloc(4096, 0, stream));
+  check_error("gemini_torch_malloc", GEMINI_ERR_STATE, "no manager serves device 0");
+
+  w = world_open(hook_config(8, 8));
+  CHECK_OK(gemini_hook_set(w.mgr, 0));
+  stream = as_argument(&w, w.stream);
+  void *now[2];
+  for (int i = 0; i < 2; i++) CHECK(now[i] = gemini_torch_malloc(4096, 0, stream));
+  gemini_torch_free(old[0], 4096, 0, stream); /* nobody's: it must not be taken for one of now */
+  gemini_cupy_free(stream, old[1], 0);
+  CHECK_EQ(world_stats(&w).nonmodel_bytes, 8192);
+  gemini_torch_free(old[1], 4096, 0, stream); /* once more than it was allocated: a failure, and nothing else */
+  check_error("gemini_torch_free", GEMINI_ERR_INVALID, "no address");
+  CHECK_EQ(world_stats(&w).nonmodel_bytes, 8192);
+  for (int i = 0; i < 2; i++) gemini_torch_free(now[i], 4096, 0, stream);
+  CHECK_EQ(world_stats(&w).nonmodel_bytes, 0);
+  world_close(&w);
+}
+
+typedef struct {
+  void *blocks[64], *stream;
+} late_t;
+static void *free_late(void *user) {
+  late_t *l = user;
+  for (int i = 0; i < 64; i++) {
+    gemini_torch_free(l->blocks[i], 512, 0, l->stream);
+    if (i % 8 == 0) usleep(200);
+  }
+  return NULL;
+}
+static void test_hook_frees_while_the_manager_closes_are_no_harm(void) {
+  for (int round = 0; round < 20; round++) {
+    world_t w = world_open(hook_config(4, 4));
+    CHECK_OK(gemini_hook_set(w.mgr, 0));
+    late_t l = { { NULL }, NULL }; /* the stream must outlive the frees: the default one, or the caller */
+    for (int i = 0; i < 64; i++) CHECK(l.blocks[i] = gemini_torch_malloc(512, 0, l.stream));
+    pthread_t thread;
+    CHECK_EQ(pthread_create(&thread, NULL, free_late, &l), 0);
+    usleep(100 * (unsigned)round);
+    world_close(&w);
+    CHECK_EQ(pthread_join(thread, NULL), 0);
+  }
+}
+
+static void test_hook_frees_find_their_manager(void) {
+  world_t a = world_open(hook_config(8, 8)), b = world_open(hook_config(8, 8));
+  CHECK_OK(gemini_hook_set(a.mgr, 0));
+  CHECK_STATUS(gemini_hook_set(b.mgr, 0), GEMINI_ERR_EXISTS);
+  void *of_a = gemini_torch_malloc(512, 0, NULL);
+  CHECK(of_a);
+  CHECK_OK(gemini_hook_clear(a.mgr));
+  CHECK(!gemini_torch_malloc(512, 0, NULL));
+  CHECK_OK(gemini_hook_set(b.mgr, 0));
+  void *of_b = gemini_torch_malloc(1024, 0, NULL);
+  CHECK(of_b);
+  CHECK_EQ(world_stats(&a).nonmodel_bytes, 512);
+  CHECK_EQ(world_stats(&b).nonmodel_bytes, 1024);
+  gemini_torch_free(of_a, 512, 0, NULL);
+  gemini_torch_free(of_b, 1024, 7, NULL); /* whatever device is said */
+  CHECK_EQ(world_stats(&a).nonmodel_bytes, 0);
+  CHECK_EQ(world_stats(&b).nonmodel_bytes, 0);
+  world_close(&a);
+  world_close(&b);
+}
+
+/* ---- misuse */
+static void test_hook_misuse_is_refused_and_logged_once(void) {
+  gemini_config_t c = hook_config(8, 8);
+  c.log_fn = log_line;
+  log_count = 0;
+  world_t w = world_open(c);
+  CHECK_STATUS(gemini_hook_clear(w.mgr), GEMINI_ERR_STATE);
+  CHECK_STATUS(gemini_hook_set(w.mgr, 2), GEMINI_ERR_INVALID);
+  CHECK_OK(gemini_hook_set(w.mgr, 0));
+  CHECK_OK(gemini_hook_set(w.mgr, GEMINI_HOOK_ASK_TWICE));
+  void *stream = as_argument(&w, w.stream), *block = gemini_torch_malloc(512, 0, stream);
+  CHECK(block);
+  const int devices[] = { -1, 1, 63, 64, INT32_MAX, INT32_MIN };
+  for (int i = 0; i < 6; i++) {
+    CHECK(!gemini_torch_malloc(512, devices[i], stream));
+    check_error("gemini_torch_malloc", GEMINI_ERR_STATE, "serves device");
+    CHECK(!gemini_cupy_malloc(stream, 512, devices[i]));
+    check_error("gemini_cupy_malloc", GEMINI_ERR_STATE, "serves device");
+  }
+  CHECK(!gemini_torch_malloc(0, 0, stream) && !gemini_cupy_malloc(stream, 0, 0));
+  check_error("gemini_cupy_malloc", GEMINI_ERR_STATE, "serves device"); /* the one before: 0 bytes are no failure */
+  CHECK_EQ(log_count, 0);
+  CHECK(!gemini_torch_malloc(-1, 0, stream));
+  check_error("gemini_torch_malloc", GEMINI_ERR_INVALID, "negative");
+  CHECK(!gemini_torch_malloc(PTRDIFF_MIN, 0, stream));
+  CHECK(!gemini_torch_malloc(PTRDIFF_MAX, 0, stream));
+  check_error("gemini_torch_malloc", GEMINI_ERR_OOM_DEVICE, "budget");
+  CHECK(!gemini_cupy_malloc(stream, SIZE_MAX, 0));
+  check_error("gemini_cupy_malloc", GEMINI_ERR_OOM_DEVICE, "budget");
+  CHECK_EQ(log_count, 0); /* not while a framework may hold its locks */
+  CHECK_EQ(world_stats(&w).nonmodel_bytes, 512);
+  CHECK_EQ(log_count, 1);
+  CHECK(strstr(log_text, "negative"));
+
+  int on_stack;
+  gemini_torch_free(NULL, 512, 0, stream);
+  gemini_cupy_free(stream, NULL, 0);
+  gemini_torch_free(&on_stack, 512, 0, stream);
+  check_error("gemini_torch_free", GEMINI_ERR_INVALID, "no address");
+  gemini_torch_free((uint8_t *)block + 512, 512, 0, stream);
+  check_error("gemini_torch_free", GEMINI_ERR_INVALID, "live allocation");
+  if (!on_gpu) { /* a handle that is no stream */
+    CHECK(!gemini_torch_malloc(512, 0, (void *)(uintptr_t)w.mgr));
+    check_error("gemini_torch_malloc", GEMINI_ERR_HANDLE, "");
+    gemini_torch_free(block, 512, 0, (void *)(uintptr_t)w.mgr);
+    check_error("gemini_torch_free", GEMINI_ERR_HANDLE, "");
+  }
+  CHECK_EQ(world_stats(&w).nonmodel_bytes, 512);
+  gemini_cupy_free(stream, block, 0);
+  gemini_cupy_free(stream, block, 0);
+  check_error("gemini_cupy_free", GEMINI_ERR_INVALID, "live allocation");
+  CHECK_EQ(world_stats(&w).nonmodel_bytes, 0);
+  CHECK_EQ(log_count, 1);
+  CHECK_STATUS(gemini_hook_forget(w.mgr, &on_stack), GEMINI_ERR_NOT_FOUND);
+  CHECK_OK(gemini_hook_clear(w.mgr));
+  CHECK_STATUS(gemini_hook_clear(w.mgr), GEMINI_ERR_STATE);
+  world_close(&w);
+}
+
+int main(void) {
+  const char *device = getenv("GEMINI_TEST_DEVICE");
+  on_gpu = device && !strcmp(device, "cuda");
+  W = on_gpu ? UINT64_C(2) << 20 : WORLD_WINDOW;
+  gemini_config_t c = hook_config(4, 4);
+  gemini_manager_t mgr;
+  gemini_status_t status = gemini_manager_open(&c, &mgr);
+  if (on_gpu && status == GEMINI_ERR_UNSUPPORTED) {
+    fprintf(stderr, "skipped: %s\n", world_error().message);
+    return 77;
+  }
+  CHECK_OK(status);
+  CHECK_OK(gemini_manager_close(mgr));
+  RUN(test_hook_functions_have_the_shapes_that_frameworks_call);
+  RUN(test_hook_counts_each_operators_peak_to_the_byte);
+  RUN(test_hook_alloc_evicts_when_the_budget_is_full);
+  RUN(test_hook_asked_twice_evicts_the_second_time_only);
+  RUN(test_hook_storm_beyond_the_budget_never_fails);
+  RUN(test_hook_free_on_another_stream_holds_back_who_gets_the_memory);
+  RUN(test_hook_free_does_not_wait_for_the_lock);
+  RUN(test_hook_frees_after_close_are_ignored);
+  RUN(test_hook_frees_while_the_manager_closes_are_no_harm);
+  RUN(test_hook_frees_find_their_manager);
+  RUN(test_hook_misuse_is_refused_and_logged_once);
+  return check_done();
+}
