@@ -372,6 +372,34 @@ static void test_heap_last_fit_in_class_is_found_before_refusing(void) {
   gmi_heap_destroy(heap);
 }
 
+/* Of blocks that fit equally well, one that only the asking stream freed; never a worse fit for that. */
+static void test_heap_alloc_prefers_blocks_of_its_own_stream(void) {
+  gmi_heap_t *heap = heap_new(64 * MIB, MIB);
+  uint64_t offsets[3][4];                                            /* by size, by stream - 1 */
+  const uint64_t sizes[3] = { 4 * KIB, 100 * KIB, 100 * KIB + 512 }; /* the last two: of one class */
+  for (int s = 0; s < 3; s++)
+    for (int i = 0; i < 4; i++) {
+      offsets[s][i] = alloc_ok(heap, sizes[s]);
+      alloc_ok(heap, 512); /* keeps them apart */
+    }
+  for (int s = 0; s < 3; s++)
+    for (int i = 0; i < 4; i++) CHECK(gmi_heap_free(heap, offsets[s][i], tag_of((uint32_t)i + 1, 7)));
+  const uint32_t order[4] = { 3, 1, 4, 2 };
+  gmi_heap_block_t block;
+  for (int s = 0; s < 3; s++)
+    for (int i = 0; i < 3; i++) {
+      CHECK_EQ(gmi_heap_alloc(heap, sizes[s], order[i], &block), GEMINI_OK);
+      CHECK_EQ(block.offset, offsets[s][order[i] - 1]);
+    }
+  CHECK_EQ(gmi_heap_alloc(heap, sizes[1], 1, &block),
+           GEMINI_OK); /* another stream's, as it fits better than the rest */
+  CHECK_EQ(block.offset, offsets[1][1]);
+  CHECK_EQ(gmi_heap_alloc(heap, sizes[1] - 512, 1, &block), GEMINI_OK);
+  CHECK_EQ(block.offset, offsets[2][1]);
+  CHECK(gmi_heap_check(heap));
+  gmi_heap_destroy(heap);
+}
+
 static void test_heap_join_is_called_for_differing_tags_only(void) {
   gmi_heap_t *heap = heap_new(64 * KIB, 4 * KIB);
   uint64_t a = alloc_ok(heap, 4 * KIB), b = alloc_ok(heap, 4 * KIB), c = alloc_ok(heap, 4 * KIB);
@@ -544,6 +572,7 @@ int main(int argc, char **argv) {
   RUN(test_heap_same_size_is_reused_last_freed_first);
   RUN(test_heap_large_block_is_reused_for_a_slightly_smaller_one);
   RUN(test_heap_last_fit_in_class_is_found_before_refusing);
+  RUN(test_heap_alloc_prefers_blocks_of_its_own_stream);
   RUN(test_heap_join_is_called_for_differing_tags_only);
   RUN(test_heap_check_notices_every_damaged_field);
   RUN(test_heap_check_notices_free_neighbours);
