@@ -1,6 +1,7 @@
 /* Non-model memory: the heap's offsets backed by frames of the same pool that chunks use.
  * SPDX-License-Identifier: Apache-2.0 */
 #include <errno.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "core/manager.h"
@@ -34,18 +35,34 @@ static gmi_heap_tag_t join_tags(void *user, gmi_heap_tag_t a, gmi_heap_tag_t b) 
   return a;
 }
 
+/* Reserves addresses that no late free of a closed manager's pointer can name: until one is found, those that such frees
+ * may name are held, so that others come. */
+static gemini_status_t reserve_new(gmi_manager_t *m, uint64_t range, void **base_out) {
+  void **held = NULL, *base;
+  uint32_t held_count = 0;
+  gemini_status_t status;
+  while (!(status = m->dev->reserve(m->dev_self, range, &base)) && gmi_hook_left(base, range)) {
+    void **grown = realloc(held, (held_count + 1) * sizeof *held);
+    if (!grown) {
+      m->dev->unreserve(m->dev_self, base, range);
+      status = GEMINI_ERR_OOM_SYSTEM;
+      break;
+    }
+    held = grown;
+    held[held_count++] = base;
+  }
+  while (held_count) m->dev->unreserve(m->dev_self, held[--held_count], range);
+  free(held);
+  if (!status) *base_out = base;
+  return status;
+}
+
 /* Address space is cheap, and a range much longer than the budget always has a hole for a large block. */
 gemini_status_t gmi_heap_open(gmi_manager_t *m) {
   uint64_t range = UINT64_C(1) << 30;
   while (range < m->config.device_bytes * 8 && range < (UINT64_C(1) << 44)) range *= 2;
-  void *base = NULL, *avoided[16];
-  uint32_t avoided_count = 0;
-  gemini_status_t status = m->dev->reserve(m->dev_self, range, &base);
-  while (!status && gmi_hook_left(base, range)) {
-    avoided[avoided_count++] = base;
-    status = avoided_count < 16 ? m->dev->reserve(m->dev_self, range, &base) : GEMINI_ERR_OOM_SYSTEM;
-  }
-  while (avoided_count) m->dev->unreserve(m->dev_self, avoided[--avoided_count], range);
+  void *base = NULL;
+  gemini_status_t status = reserve_new(m, range, &base);
   if (status)
     return gmi_fail(status, 0, "no address range of %llu bytes for non-model memory", (unsigned long long)range);
   m->heap_base = base;

@@ -378,6 +378,24 @@ static void test_hook_free_on_another_stream_holds_back_who_gets_the_memory(void
   world_close(&w);
 }
 
+static void test_hook_alloc_takes_memory_that_its_own_stream_freed(void) {
+  world_t w = world_open(hook_config(4, 4));
+  gemini_stream_t second;
+  CHECK_OK(gemini_stream_create(w.mgr, &second));
+  CHECK_OK(gemini_hook_set(w.mgr, 0));
+  void *streams[2] = { as_argument(&w, w.stream), as_argument(&w, second) }, *blocks[2], *between[2];
+  for (int i = 0; i < 2; i++) {
+    CHECK(blocks[i] = gemini_torch_malloc(20000, 0, streams[i]));
+    CHECK(between[i] = gemini_torch_malloc(512, 0, streams[i]));
+  }
+  for (int round = 0; round < 4; round++) { /* whichever was freed last */
+    for (int i = 0; i < 2; i++) gemini_torch_free(blocks[i ^ (round & 1)], 20000, 0, streams[i ^ (round & 1)]);
+    for (int i = 0; i < 2; i++)
+      CHECK(blocks[i ^ (round >> 1)] == gemini_torch_malloc(20000, 0, streams[i ^ (round >> 1)]));
+  }
+  world_close(&w);
+}
+
 /* A free must come back while somebody has the manager's lock and waits for the device. */
 typedef struct {
   const world_t *w;
@@ -434,6 +452,14 @@ static void test_hook_frees_after_close_are_ignored(void) {
   stream = as_argument(&w, w.stream);
   void *now[2];
   for (int i = 0; i < 2; i++) CHECK(now[i] = gemini_torch_malloc(4096, 0, stream));
+  for (int i = 0; i < 20; i++) { /* more managers that leave something behind, all for the same addresses */
+    world_t x = world_open(hook_config(4, 4));
+    CHECK_OK(gemini_hook_clear(w.mgr));
+    CHECK_OK(gemini_hook_set(x.mgr, 0));
+    CHECK(gemini_torch_malloc(512, 0, as_argument(&x, x.stream)));
+    world_close(&x);
+    CHECK_OK(gemini_hook_set(w.mgr, 0));
+  }
   gemini_torch_free(old[0], 4096, 0, stream); /* nobody's: it must not be taken for one of now */
   gemini_cupy_free(stream, old[1], 0);
   CHECK_EQ(world_stats(&w).nonmodel_bytes, 8192);
@@ -569,6 +595,7 @@ int main(void) {
   RUN(test_hook_asked_twice_evicts_the_second_time_only);
   RUN(test_hook_storm_beyond_the_budget_never_fails);
   RUN(test_hook_free_on_another_stream_holds_back_who_gets_the_memory);
+  RUN(test_hook_alloc_takes_memory_that_its_own_stream_freed);
   RUN(test_hook_free_does_not_wait_for_the_lock);
   RUN(test_hook_frees_after_close_are_ignored);
   RUN(test_hook_frees_while_the_manager_closes_are_no_harm);
