@@ -35,8 +35,9 @@ struct peer {
   }
 };
 c10::DeviceType type_of(int cuda) { return cuda ? c10::DeviceType::CUDA : c10::DeviceType::CPU; }
+c10::Allocator *theirs;
 peer peer_of(int which, int cuda, void *stream) {
-  return { which == 0 ? c10::GetAllocator(type_of(cuda)) : nullptr,
+  return { which == 0 ? theirs : nullptr,
            which == 2 ? c10::impl::getDeviceGuardImpl(type_of(cuda)) : nullptr, stream };
 }
 double seconds_since(std::chrono::steady_clock::time_point begin) {
@@ -45,6 +46,15 @@ double seconds_since(std::chrono::steady_clock::time_point begin) {
 } // namespace
 
 extern "C" {
+// allocator: PyTorch's own, if it was found by its symbol; else the registered one. 0, or 1: there is none.
+int peer_torch(int cuda, void *allocator) {
+  try {
+    theirs = allocator ? static_cast<c10::Allocator *>(allocator) : c10::GetAllocator(type_of(cuda));
+  } catch (...) {
+    theirs = nullptr;
+  }
+  return !theirs;
+}
 // Opens a manager that serves device 0, in the middle of an operator. 0, or what failed.
 int peer_open(int cuda, uint64_t device_bytes, gemini_manager_t *mgr_out, void **stream_out) {
   gemini_config_t config = GEMINI_CONFIG_INIT;

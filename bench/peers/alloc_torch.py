@@ -37,6 +37,7 @@ def compile_loops(library, folder):
     else:
         sys.exit(f"alloc_torch: the loops do not compile:\n{done.stderr[-3000:]}")
     loops = ctypes.CDLL(out)
+    loops.peer_torch.argtypes = [ctypes.c_int, ctypes.c_void_p]
     loops.peer_open.argtypes = [ctypes.c_int, ctypes.c_uint64, ctypes.c_void_p, ctypes.c_void_p]
     loops.peer_close.argtypes = [ctypes.c_uint64, ctypes.c_void_p]
     loops.peer_pairs.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64]
@@ -44,6 +45,15 @@ def compile_loops(library, folder):
                                  ctypes.c_uint64]
     loops.peer_pairs.restype = loops.peer_trace.restype = ctypes.c_double
     return loops
+
+
+def own_allocator():
+    """c10::cuda::CUDACachingAllocator::allocator, which is a c10::Allocator first of all; None: go by the registered one."""
+    try:
+        library = ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", "libc10_cuda.so"))
+        return ctypes.c_void_p.in_dll(library, "_ZN3c104cuda20CUDACachingAllocator9allocatorE").value
+    except (OSError, ValueError):
+        return None
 
 
 def read_trace(path, scale):
@@ -98,6 +108,8 @@ def main():
     live = trace[3] if trace else 0
     with tempfile.TemporaryDirectory() as folder:
         loops = compile_loops(options.library, folder)
+        if loops.peer_torch(cuda, own_allocator() if cuda else None):
+            sys.exit("alloc_torch: torch has no allocator")
         mgr, stream, held = ctypes.c_uint64(), ctypes.c_void_p(), ctypes.c_uint64()
         status = loops.peer_open(cuda, live * 2 + (256 << 20), ctypes.byref(mgr), ctypes.byref(stream))
         if status:

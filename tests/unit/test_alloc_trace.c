@@ -35,8 +35,8 @@ static void test_trace_of_a_training_wastes_less_than_pytorchs_rules(void) {
           (double)least / (double)trace.live_peak_bytes, (double)trace.reserved_bytes / (double)trace.live_peak_bytes);
   CHECK(held >= trace.live_peak_bytes && least >= trace.live_peak_bytes && least <= held);
   CHECK(held < trace.reserved_bytes); /* with room for everything */
-  /* At its fullest moment all but the last window of each free range between live blocks is of use; half of what PyTorch
-   * wastes leaves room for that. */
+  /* PyTorch's segments cannot become others' while a block is live in them; windows can, all but those at the ends of
+   * live blocks. So the least budget is held to half of its waste. */
   CHECK(least - trace.live_peak_bytes < (trace.reserved_bytes - trace.live_peak_bytes) / 2);
   alloc_trace_free(&trace);
 }
