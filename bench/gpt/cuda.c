@@ -384,10 +384,10 @@ static uint64_t loss_floats(int rows) { return 2 * ((uint64_t)rows + 1); }
 
 /* ---- Plain memory ---- */
 
+/* What is too large leaves the GPU as it is: no failure of it. */
 static void *alloc(uint64_t bytes) {
   void *ptr = NULL;
-  if (!cuda.failed) done(gpu_alloc_async(cuda.gpu, bytes, cuda.stream, &ptr));
-  return ptr;
+  return !cuda.failed && gpu_alloc_async(cuda.gpu, bytes, cuda.stream, &ptr) ? ptr : NULL;
 }
 static void free_plain(void *ptr) {
   if (!cuda.failed) done(gpu_free_async(cuda.gpu, ptr, cuda.stream));
@@ -415,8 +415,7 @@ static double squares(const uint16_t *from, uint64_t count, uint64_t block_eleme
 
 static void *host_alloc(uint64_t bytes) {
   void *ptr = NULL;
-  if (!cuda.failed) done(gpu_host_alloc(cuda.gpu, bytes, &ptr));
-  return ptr;
+  return !cuda.failed && gpu_host_alloc(cuda.gpu, bytes, &ptr) ? ptr : NULL;
 }
 static void host_free(void *ptr) {
   if (cuda.gpu != NULL) gpu_host_free(cuda.gpu, ptr);

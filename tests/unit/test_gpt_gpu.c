@@ -66,6 +66,8 @@ cu_result_t cuCtxSetCurrent(cu_context_t context);
 
 static char at_once;
 static uint64_t launches;
+static uint64_t largest_alloc = UINT64_MAX; /* bytes; more are refused */
+static bool broken;                         /* every launch fails */
 
 typedef struct work {
   const kernel_t *kernel; /* NULL: a product or a copy */
@@ -138,7 +140,7 @@ bool gpu_launch(gpu_t *gpu, void *kernel, uint32_t grid_x, uint32_t grid_y, uint
   CHECK(w.kernel->args_bytes <= sizeof w.args);
   memcpy(w.args, arguments[0], w.kernel->args_bytes);
   launches++;
-  return queue(stream, w);
+  return !broken && queue(stream, w);
 }
 bool gpu_gemm(gpu_t *gpu, const gpu_gemm_t *gemm, void *stream) {
   (void)gpu;
@@ -156,6 +158,7 @@ bool gpu_set(gpu_t *gpu, void *to, unsigned char byte, uint64_t bytes, void *str
 bool gpu_alloc_async(gpu_t *gpu, uint64_t bytes, void *stream, void **ptr_out) {
   (void)gpu;
   CHECK(stream == &at_once); /* under libgemini all memory is its own */
+  if (bytes > largest_alloc) return false;
   *ptr_out = aligned_alloc(512, (bytes + 511) / 512 * 512);
   if (*ptr_out != NULL) memset(*ptr_out, 0xff, bytes); /* NaNs: nothing of them may stay */
   return *ptr_out != NULL;
@@ -548,6 +551,46 @@ static void test_gpu_training_under_libgemini_equals_plain_memory(void) {
   gmi_cuda_driver_replace(NULL);
 }
 
+/* ---- Failures ---- */
+
+static void test_gpu_too_small_for_plain_memory_is_named(void) {
+  memory_t memory;
+  largest_alloc = 4095;
+  memory_open(&memory, &gpt_device_cuda, NULL);
+  memory_register(&memory, "a", 1024); /* 2048 bytes of bf16, 4096 of fp32 */
+  memory_ready(&memory);
+  CHECK(memory_error(&memory) != NULL);
+  CHECK(!strcmp(memory_error(&memory), "out of plain memory of the device cuda for model data: 4096 bytes of 16384"));
+  CHECK(memory_alloc(&memory, 16) == NULL);
+  memory_close(&memory);
+  CHECK(!gpt_device_cuda.failed());
+  largest_alloc = UINT64_MAX;
+}
+
+static void test_gpu_that_breaks_is_seen_by_the_next_wait(void) {
+  memory_t memory;
+  memory_open(&memory, &gpt_device_cuda, NULL);
+  memory_register(&memory, "a", 1024);
+  memory_ready(&memory);
+  float *x = memory_alloc(&memory, 1024 * F);
+  MEMORY_CALL(&memory, zero, gpt_zero_t, .to = x, .bytes = 1024 * F);
+  memory_synchronize(&memory);
+  CHECK(memory_error(&memory) == NULL);
+  broken = true;
+  MEMORY_CALL(&memory, gelu_forward, gpt_gelu_t, .count = 1024, .x = x, .y = x);
+  uint64_t before = launches;
+  MEMORY_CALL(&memory, gelu_forward, gpt_gelu_t, .count = 1024, .x = x, .y = x);
+  CHECK_EQ(launches, before); /* nothing goes on */
+  memory_synchronize(&memory);
+  CHECK(memory_error(&memory) != NULL);
+  free(x);
+  for (int kind = 0; kind < MEMORY_KINDS; kind++) free(memory.plain[kind]); /* which a broken GPU keeps */
+  memory_close(&memory);
+  broken = false;
+  gpt_cuda_close();
+  CHECK(gpt_cuda_open((gpu_t *)(uintptr_t)&at_once));
+}
+
 int main(void) {
   gpt_setup();
   CHECK(gpt_cuda_open((gpu_t *)(uintptr_t)&at_once));
@@ -565,6 +608,8 @@ int main(void) {
   }
   RUN(test_gpu_training_in_plain_memory_equals_cpu);
   RUN(test_gpu_training_under_libgemini_equals_plain_memory);
+  RUN(test_gpu_too_small_for_plain_memory_is_named);
+  RUN(test_gpu_that_breaks_is_seen_by_the_next_wait);
   gpt_cuda_close();
   return check_done();
 }
