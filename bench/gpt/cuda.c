@@ -402,7 +402,7 @@ static double squares(const uint16_t *from, uint64_t count, uint64_t block_eleme
   uint64_t blocks = (count + block_elements - 1) / block_elements;
   double total = 0, *sums = alloc(blocks * sizeof *sums), *host = malloc(blocks * sizeof *host);
   if (sums == NULL || host == NULL) {
-    total = (double)NAN;
+    total = -1;
   } else {
     launch(KERNEL_squares, blocks, &(kernel_squares_t){ count, block_elements, from, sums });
     move(host, sums, blocks * sizeof *sums);

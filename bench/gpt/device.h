@@ -39,7 +39,7 @@ typedef struct gpt_device {
   /* Bytes between plain memory and the caller's own, either way. Blocks. */
   void (*move)(void *to, const void *from, uint64_t bytes);
   /* Sums of squares of count bf16 values, block by block: sums of block_elements each, in double, left to right, added
-   * up likewise. Blocks. NaN when memory for it ran out. */
+   * up likewise. Blocks. Negative when memory for it ran out. */
   double (*squares)(const uint16_t *from, uint64_t count, uint64_t block_elements);
   /* Host memory of zeros, for what operators copy from and to. NULL: none is left. */
   void *(*host_alloc)(uint64_t bytes);

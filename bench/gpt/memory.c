@@ -420,10 +420,11 @@ double memory_gradient_norm(memory_t *memory) {
   }
   /* libgemini's order of additions: left to right in a block, then the blocks left to right. */
   zero_unwritten_gradients(memory);
-  norm = sqrt(memory->device->squares(memory->plain[GEMINI_KIND_GRAD], memory->elements,
-                                      NORM_BLOCK_BYTES / element_bytes[GEMINI_KIND_GRAD]));
+  norm = memory->device->squares(memory->plain[GEMINI_KIND_GRAD], memory->elements,
+                                 NORM_BLOCK_BYTES / element_bytes[GEMINI_KIND_GRAD]);
+  if (norm < 0) fail(memory, "out of memory for the norm's sums");
   check_device(memory);
-  return norm;
+  return sqrt(norm);
 }
 
 void memory_update(memory_t *memory, gemini_update_fn fn, void *user) {
