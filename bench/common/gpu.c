@@ -149,6 +149,17 @@ static bool open_driver(gpu_t *gpu, uint32_t ordinal) {
          check(gpu, gpu->more.pool_set(pool, CU_POOL_RELEASE_THRESHOLD, &threshold), "cuMemPoolSetAttribute", ordinal);
 }
 
+/* cuBLAS needs its libcublasLt, which the loader does not look for beside it: one that is loaded already is taken. */
+static void open_blas_lt(const char *file) {
+  static const char name[] = "libcublas.so";
+  char path[4096];
+  const char *at = strstr(file, name);
+  if (at == NULL) return;
+  int length = snprintf(path, sizeof path, "%.*slibcublasLt.so%s", (int)(at - file), file, at + sizeof name - 1);
+  if (length > 0 && (size_t)length < sizeof path)
+    dlopen(path, RTLD_NOW | RTLD_LOCAL); /* without it, the next one says so */
+}
+
 static bool open_blas(gpu_t *gpu, const char *file) {
   static const char *const names[] = { "libcublas.so.13",
                                        "libcublas.so.12",
@@ -159,6 +170,7 @@ static bool open_blas(gpu_t *gpu, const char *file) {
   if (file == NULL) file = getenv("GEMINI_CUBLAS");
   void *library = NULL, *address;
   if (file != NULL) {
+    open_blas_lt(file);
     library = dlopen(file, RTLD_NOW | RTLD_LOCAL);
     if (library == NULL) {
       cli_error(gpu->program, "cannot open cuBLAS: %s", dlerror());
