@@ -1,0 +1,57 @@
+/* The update kernels of the host, written once. SPDX-License-Identifier: Apache-2.0
+ *
+ * A source that includes this has defined for its instruction set:
+ *   KERNEL                      the function's name
+ *   WIDTH, vec_t                elements in a vector, and a vector, which + - * / work on
+ *   vec_all(x), vec_root(v)     a vector of x; the square root
+ *   vec_load, vec_load_bf16, vec_load_f16 (src), vec_store and so on (dst, v): of WIDTH elements at any address
+ *   sums_t, sums_load(lanes), sums_store(lanes, &sums)
+ *   sums_add(&sums, i, v)       adds the squares of v to lanes i, i + 1, ...
+ *
+ * The order of operations is the result: each rounds once, and none may be fused (-ffp-contract=off). */
+#include "update/update.h"
+
+static inline __attribute__((always_inline)) vec_t load_any(const void *base, uint64_t i, uint32_t dtype) {
+  if (dtype == GEMINI_DTYPE_BF16) return vec_load_bf16((const uint16_t *)base + i);
+  if (dtype == GEMINI_DTYPE_F16) return vec_load_f16((const uint16_t *)base + i);
+  return vec_load((const float *)base + i);
+}
+static inline __attribute__((always_inline)) void store_any(void *base, uint64_t i, uint32_t dtype, vec_t v) {
+  if (dtype == GMI_DTYPE_NONE) return;
+  if (dtype == GEMINI_DTYPE_BF16) {
+    vec_store_bf16((uint16_t *)base + i, v);
+  } else if (dtype == GEMINI_DTYPE_F16) {
+    vec_store_f16((uint16_t *)base + i, v);
+  } else {
+    vec_store((float *)base + i, v);
+  }
+}
+
+void KERNEL(const gmi_adamw_t *k, const gmi_arrays_t *a, uint64_t first, uint64_t count, double lanes[GMI_LANES]) {
+  const vec_t grad_scale = vec_all(k->grad_scale), l2 = vec_all(k->l2), beta1 = vec_all(k->beta1);
+  const vec_t one_minus_beta1 = vec_all(k->one_minus_beta1), beta2 = vec_all(k->beta2);
+  const vec_t one_minus_beta2 = vec_all(k->one_minus_beta2), root_scale = vec_all(k->root_scale);
+  const vec_t eps = vec_all(k->eps), step_size = vec_all(k->step_size), decay = vec_all(k->decay);
+  const uint32_t param_dtype = k->param_dtype, grad_dtype = k->grad_dtype;
+  const gmi_arrays_t at = *a;
+  sums_t sums = sums_load(lanes);
+  for (uint64_t done = 0; done < count; done += GMI_LANES) {
+#pragma GCC unroll 16
+    for (uint32_t lane = 0; lane < GMI_LANES; lane += WIDTH) {
+      if (WIDTH == 1 && done + lane == count) break;
+      const uint64_t i = first + done + lane;
+      vec_t g = load_any(at.grad, i, grad_dtype), p = vec_load(at.master + i);
+      sums_add(&sums, lane, g);
+      g = g * grad_scale + l2 * p;
+      vec_t m = beta1 * vec_load(at.momentum + i) + one_minus_beta1 * g;
+      vec_t v = beta2 * vec_load(at.variance + i) + (one_minus_beta2 * g) * g;
+      vec_t ratio = m / (vec_root(v) * root_scale + eps);
+      p = p - (step_size * ratio + decay * p);
+      vec_store(at.momentum + i, m);
+      vec_store(at.variance + i, v);
+      vec_store(at.master + i, p);
+      store_any(at.param, i, param_dtype, p);
+    }
+  }
+  sums_store(lanes, &sums);
+}

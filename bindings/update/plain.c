@@ -1,0 +1,70 @@
+/* The update kernels in plain C: every machine has them, and the last elements of a span are theirs everywhere.
+ * SPDX-License-Identifier: Apache-2.0 */
+#include <float.h>
+#include <math.h>
+#include <string.h>
+
+#include "update/update.h"
+
+_Static_assert(FLT_EVAL_METHOD == 0, "fp32 operations must be rounded to fp32");
+
+#define KERNEL gmi_adamw_plain
+#define WIDTH 1u
+typedef float vec_t;
+typedef struct sums {
+  double lanes[GMI_LANES];
+} sums_t;
+
+static uint32_t bits_of(float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+static float float_of(uint32_t bits) {
+  float value;
+  memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+static float vec_all(float x) { return x; }
+static float vec_root(float x) { return sqrtf(x); }
+static float vec_load(const float *src) { return *src; }
+static void vec_store(float *dst, float v) { *dst = v; }
+
+static float vec_load_bf16(const uint16_t *src) { return float_of((uint32_t)*src << 16); }
+static void vec_store_bf16(uint16_t *dst, float v) {
+  uint32_t bits = bits_of(v);
+  *dst = v != v ? 0x7fc0 : (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+/* The exponent's field of a half, read as that of a float, is 112 too low: subnormal halves become subnormal floats,
+ * which the multiplication makes right, exactly. */
+static float vec_load_f16(const uint16_t *src) {
+  uint32_t half = *src, sign = (half & 0x8000) << 16;
+  uint32_t bits = bits_of(float_of((half & 0x7fff) << 13) * 0x1p112f);
+  if ((half & 0x7c00) == 0x7c00) bits |= 0x7f800000; /* infinity, NaN */
+  return float_of(bits | sign);
+}
+static void vec_store_f16(uint16_t *dst, float v) {
+  uint32_t bits = bits_of(v) & 0x7fffffff, sign = bits_of(v) >> 16 & 0x8000, half;
+  if (v != v) {
+    half = 0x7e00, sign = 0;
+  } else if (bits >= 0x47800000) { /* 2^16 */
+    half = 0x7c00;
+  } else if (bits < 0x38800000) { /* 2^-14: the addition rounds to a multiple of 2^-24, the least half */
+    half = bits_of(float_of(bits) + 0.5f) - bits_of(0.5f);
+  } else {
+    half = (bits - (112u << 23) + 0xfff + (bits >> 13 & 1)) >> 13;
+  }
+  *dst = (uint16_t)(half | sign);
+}
+
+static sums_t sums_load(const double *lanes) {
+  sums_t s;
+  memcpy(s.lanes, lanes, sizeof s.lanes);
+  return s;
+}
+static void sums_store(double *lanes, const sums_t *s) { memcpy(lanes, s->lanes, sizeof s->lanes); }
+static void sums_add(sums_t *s, uint32_t i, float v) { s->lanes[i] += (double)v * (double)v; }
+
+#include "update/kernel.h"

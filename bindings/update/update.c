@@ -1,0 +1,219 @@
+/* Fused updates: checks, coefficients, and the host's choice of instructions. SPDX-License-Identifier: Apache-2.0 */
+#include "update/update.h"
+
+#include <inttypes.h>
+#include <math.h>
+#include <stdarg.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stdio.h>
+#include <string.h>
+
+#define STRUCT_BYTES_MAX 4096u
+#define COUNT_MAX (UINT64_C(1) << 40)
+
+/* --- errors --- */
+
+static _Thread_local gemini_error_info_t last_error = GEMINI_ERROR_INFO_INIT;
+
+gemini_status_t gmi_update_fail(const char *operation, gemini_status_t status, int64_t native_code, const char *format,
+                                ...) {
+  va_list args;
+  last_error.status = status;
+  last_error.native_code = native_code;
+  snprintf(last_error.operation, sizeof last_error.operation, "%s", operation);
+  va_start(args, format);
+  vsnprintf(last_error.message, sizeof last_error.message, format, args);
+  va_end(args);
+  return status;
+}
+
+gemini_status_t gemini_update_last_error(gemini_error_info_t *info_out) {
+  if (!info_out || info_out->struct_size < sizeof last_error || info_out->struct_size > STRUCT_BYTES_MAX)
+    return GEMINI_ERR_INVALID;
+  memcpy(info_out, &last_error, sizeof last_error);
+  return GEMINI_OK;
+}
+
+/* --- checks and coefficients --- */
+
+static uint64_t width_of(uint32_t dtype) { return dtype == GEMINI_DTYPE_F32 ? 4 : 2; }
+
+typedef struct array {
+  const char *name;
+  uint64_t base, width;
+} array_t;
+
+static gemini_status_t check_arrays(const char *operation, const gemini_adamw_t *adamw, uint64_t count,
+                                    const gmi_arrays_t *a) {
+  const array_t arrays[] = {
+    { "param", (uintptr_t)a->param, width_of(adamw->param_dtype) },
+    { "grad", (uintptr_t)a->grad, width_of(adamw->grad_dtype) },
+    { "master", (uintptr_t)a->master, sizeof(float) },
+    { "momentum", (uintptr_t)a->momentum, sizeof(float) },
+    { "variance", (uintptr_t)a->variance, sizeof(float) },
+  };
+  const size_t n = sizeof arrays / sizeof *arrays;
+  for (size_t i = 0; i < n; i++) {
+    const array_t *x = &arrays[i];
+    if (i == 0 && !x->base) continue;
+    if (!x->base) return gmi_update_fail(operation, GEMINI_ERR_INVALID, 0, "%s is NULL", x->name);
+    if (x->base % x->width)
+      return gmi_update_fail(operation, GEMINI_ERR_INVALID, 0,
+                             "%s is %#" PRIx64 ", which is no multiple of its element's %" PRIu64 " bytes", x->name,
+                             x->base, x->width);
+    for (size_t k = i + 1; k < n; k++) {
+      const array_t *y = &arrays[k];
+      if (i == 0 && k == 1 && x->base == y->base && x->width == y->width) continue;
+      if (x->base < y->base + count * y->width && y->base < x->base + count * x->width)
+        return gmi_update_fail(operation, GEMINI_ERR_INVALID, 0,
+                               "%s at %#" PRIx64 " and %s at %#" PRIx64 " overlap over %" PRIu64 " elements", x->name,
+                               x->base, y->name, y->base, count);
+    }
+  }
+  return GEMINI_OK;
+}
+
+static bool is_low_or_f32(uint32_t dtype) {
+  return dtype == GEMINI_DTYPE_F32 || dtype == GEMINI_DTYPE_BF16 || dtype == GEMINI_DTYPE_F16;
+}
+
+/* A coefficient for the kernels; failed_out names the first that is none. */
+static float rounded(double value, const char *name, const char **failed_out) {
+  float result = (float)value;
+  if (!isfinite(result) && !*failed_out) *failed_out = name;
+  return result;
+}
+
+gemini_status_t gmi_adamw_prepare(const char *operation, const gemini_adamw_t *theirs, uint64_t count,
+                                  const gmi_arrays_t *a, gmi_adamw_t *k_out) {
+  gemini_adamw_t adamw;
+#define REFUSE(...) return gmi_update_fail(operation, GEMINI_ERR_INVALID, 0, __VA_ARGS__)
+  if (!theirs) REFUSE("adamw is NULL");
+  if (theirs->struct_size < sizeof adamw || theirs->struct_size > STRUCT_BYTES_MAX)
+    REFUSE("struct_size is %" PRIu32 ", want %zu to %u", theirs->struct_size, sizeof adamw, STRUCT_BYTES_MAX);
+  for (size_t i = sizeof adamw; i < theirs->struct_size; i++) {
+    if (((const unsigned char *)theirs)[i]) REFUSE("byte %zu of adamw is set, which this version does not know", i);
+  }
+  memcpy(&adamw, theirs, sizeof adamw);
+  if (adamw.flags & ~(uint32_t)GEMINI_ADAMW_L2) REFUSE("flags has unknown bits: %#" PRIx32, adamw.flags);
+  if (!is_low_or_f32(adamw.grad_dtype)) REFUSE("grad_dtype is %" PRIu32 ", want F32, BF16 or F16", adamw.grad_dtype);
+  if (a->param && !is_low_or_f32(adamw.param_dtype))
+    REFUSE("param_dtype is %" PRIu32 ", want F32, BF16 or F16", adamw.param_dtype);
+  if (!adamw.step) REFUSE("step is 0, the first is 1");
+  if (count > COUNT_MAX) REFUSE("count is %" PRIu64 ", at most %" PRIu64, count, COUNT_MAX);
+  /* Written so that NaN is refused, too. */
+  if (!(adamw.lr >= 0)) REFUSE("lr is %g, want at least 0", adamw.lr);
+  if (!(adamw.beta1 >= 0 && adamw.beta1 < 1)) REFUSE("beta1 is %.17g, want 0 <= beta1 < 1", adamw.beta1);
+  if (!(adamw.beta2 >= 0 && adamw.beta2 < 1)) REFUSE("beta2 is %.17g, want 0 <= beta2 < 1", adamw.beta2);
+  if (!(adamw.eps >= 0)) REFUSE("eps is %g, want at least 0", adamw.eps);
+  if (!(adamw.weight_decay >= 0)) REFUSE("weight_decay is %g, want at least 0", adamw.weight_decay);
+  if (count) {
+    gemini_status_t status = check_arrays(operation, &adamw, count, a);
+    if (status) return status;
+  }
+  /* 1 - beta^step without the loss of digits that the subtraction has for a beta near 1. */
+  const double correction1 = -expm1((double)adamw.step * log(adamw.beta1));
+  const double correction2 = -expm1((double)adamw.step * log(adamw.beta2));
+  const bool l2 = adamw.flags & GEMINI_ADAMW_L2;
+  const char *failed = NULL;
+  *k_out = (gmi_adamw_t){
+    .grad_scale = rounded(adamw.grad_scale, "grad_scale", &failed),
+    .l2 = rounded(l2 ? adamw.weight_decay : 0, "weight_decay", &failed),
+    .beta1 = (float)adamw.beta1,
+    .one_minus_beta1 = (float)(1 - adamw.beta1),
+    .beta2 = (float)adamw.beta2,
+    .one_minus_beta2 = (float)(1 - adamw.beta2),
+    .root_scale = (float)(1 / sqrt(correction2)),
+    .eps = rounded(adamw.eps, "eps", &failed),
+    .step_size = rounded(adamw.lr / correction1, "lr / (1 - beta1^step)", &failed),
+    .decay = rounded(l2 ? 0 : adamw.lr * adamw.weight_decay, "lr * weight_decay", &failed),
+    .param_dtype = a->param ? adamw.param_dtype : GMI_DTYPE_NONE,
+    .grad_dtype = adamw.grad_dtype,
+  };
+  if (failed) REFUSE("%s is not finite in fp32", failed);
+#undef REFUSE
+  return GEMINI_OK;
+}
+
+/* --- instructions --- */
+
+typedef struct isa {
+  const char *name;
+  gmi_adamw_fn adamw;
+} isa_t;
+/* The best one last. */
+static const isa_t isas[] = {
+  { "plain", gmi_adamw_plain },
+#ifdef __x86_64__
+  { "avx2", gmi_adamw_avx2 },
+  { "avx512", gmi_adamw_avx512 },
+#endif
+};
+#define ISAS (sizeof isas / sizeof *isas)
+
+static bool machine_has(size_t i) {
+  if (i == 0) return true;
+#ifdef __x86_64__
+  __builtin_cpu_init();
+  if (i == 1) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+#else
+  return false;
+#endif
+}
+
+static const isa_t *_Atomic chosen; /* NULL: not yet */
+
+static const isa_t *isa(void) {
+  const isa_t *result = atomic_load_explicit(&chosen, memory_order_relaxed);
+  if (result) return result;
+  size_t i = ISAS - 1;
+  while (!machine_has(i)) i--;
+  atomic_store_explicit(&chosen, &isas[i], memory_order_relaxed);
+  return &isas[i];
+}
+
+const char *gemini_update_isa(void) { return isa()->name; }
+
+gemini_status_t gemini_update_force_isa(const char *name) {
+  if (!name) {
+    atomic_store(&chosen, NULL);
+    return GEMINI_OK;
+  }
+  for (size_t i = 0; i < ISAS; i++) {
+    if (strcmp(name, isas[i].name) != 0) continue;
+    if (!machine_has(i)) return gmi_update_fail(__func__, GEMINI_ERR_UNSUPPORTED, 0, "this machine has no %s", name);
+    atomic_store(&chosen, &isas[i]);
+    return GEMINI_OK;
+  }
+  return gmi_update_fail(__func__, GEMINI_ERR_INVALID, 0, "name is '%s', want plain, avx2 or avx512", name);
+}
+
+/* --- the update on the host --- */
+
+static double sum_of(const double *lanes, uint64_t count) {
+  double sum = lanes[0];
+  for (uint64_t i = 1; i < count; i++) sum += lanes[i];
+  return sum;
+}
+
+gemini_status_t gemini_adamw_host(const gemini_adamw_t *adamw, uint64_t count, void *param, const void *grad,
+                                  float *master, float *momentum, float *variance, double *grad_sum_squares_out) {
+  const gmi_arrays_t a = { param, grad, master, momentum, variance };
+  gmi_adamw_t k;
+  gemini_status_t status = gmi_adamw_prepare(__func__, adamw, count, &a, &k);
+  if (status) return status;
+  const isa_t *with = isa();
+  double tiles[GMI_TILE_LANES] = { 0 };
+  for (uint64_t first = 0; first < count; first += GMI_TILE) {
+    double lanes[GMI_LANES] = { 0 };
+    uint64_t here = count - first < GMI_TILE ? count - first : GMI_TILE, whole = here - here % GMI_LANES;
+    with->adamw(&k, &a, first, whole, lanes);
+    if (whole < here) gmi_adamw_plain(&k, &a, first + whole, here - whole, lanes);
+    tiles[first / GMI_TILE % GMI_TILE_LANES] += sum_of(lanes, GMI_LANES);
+  }
+  if (grad_sum_squares_out) *grad_sum_squares_out = sum_of(tiles, GMI_TILE_LANES);
+  return GEMINI_OK;
+}

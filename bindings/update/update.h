@@ -1,0 +1,55 @@
+/* What the parts of libgemini_update share. SPDX-License-Identifier: Apache-2.0 */
+#ifndef GMI_UPDATE_H
+#define GMI_UPDATE_H
+
+#include "update/gemini_update.h"
+
+/* Sums of squares: an array is cut into tiles; in a tile, element i is added to sum i % LANES, from left to right, and
+ * these are added from the first to the last. Tile t is added to sum t % TILE_LANES in the same way. Squares of all
+ * dtypes are exact in double. */
+#define GMI_TILE 1024u
+#define GMI_LANES 16u
+#define GMI_TILE_LANES 256u
+
+#define GMI_DTYPE_NONE UINT32_MAX
+
+/* An update as the kernels take it, on the host and, by value, on the GPU: coefficients rounded to fp32. */
+typedef struct gmi_adamw {
+  float grad_scale, l2;
+  float beta1, one_minus_beta1;
+  float beta2, one_minus_beta2;
+  float root_scale; /* 1 / sqrt(1 - beta2^step) */
+  float eps;
+  float step_size; /* lr / (1 - beta1^step) */
+  float decay;     /* lr * weight_decay */
+  uint32_t param_dtype, grad_dtype;
+} gmi_adamw_t;
+typedef struct gmi_arrays {
+  void *param; /* NULL with GMI_DTYPE_NONE */
+  const void *grad;
+  float *master, *momentum, *variance;
+} gmi_arrays_t;
+
+/* Updates count elements from first on; vector kernels: a multiple of GMI_LANES. Element first goes to lanes[0]. */
+typedef void (*gmi_adamw_fn)(const gmi_adamw_t *k, const gmi_arrays_t *a, uint64_t first, uint64_t count,
+                             double lanes[GMI_LANES]);
+void gmi_adamw_plain(const gmi_adamw_t *k, const gmi_arrays_t *a, uint64_t first, uint64_t count,
+                     double lanes[GMI_LANES]);
+void gmi_adamw_avx2(const gmi_adamw_t *k, const gmi_arrays_t *a, uint64_t first, uint64_t count,
+                    double lanes[GMI_LANES]);
+void gmi_adamw_avx512(const gmi_adamw_t *k, const gmi_arrays_t *a, uint64_t first, uint64_t count,
+                      double lanes[GMI_LANES]);
+
+/* Checks a call's values and rounds them for the kernels. */
+gemini_status_t gmi_adamw_prepare(const char *operation, const gemini_adamw_t *adamw, uint64_t count,
+                                  const gmi_arrays_t *a, gmi_adamw_t *k_out);
+
+/* Records a failure of this thread in operation and returns status. */
+gemini_status_t gmi_update_fail(const char *operation, gemini_status_t status, int64_t native_code, const char *format,
+                                ...) __attribute__((format(printf, 4, 5)));
+
+/* For tests: where the CUDA driver's functions are found by name, instead of libcuda.so.1; NULL = there again. Forgets
+ * all contexts. */
+void gmi_update_cuda_replace(void *(*symbol)(const char *name));
+
+#endif
