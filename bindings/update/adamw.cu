@@ -1,0 +1,138 @@
+/* The update kernels of the GPU. SPDX-License-Identifier: Apache-2.0
+ *
+ * Not part of the build: adamw_ptx.h holds what this compiles to, made by adamw_ptx.sh.
+ *
+ * Operations and their order are those of kernel.h, each rounded to nearest by name, so that nothing is fused. A block
+ * does a tile of GMI_TILE elements; its squares go through shared memory to GMI_LANES threads, which add them up in
+ * the order that update.h tells. Each of these adds up 64 squares, less time than the tile's bytes take. */
+#include "update/update.h"
+
+#define THREADS 256u
+#define EACH 4u
+static_assert(THREADS * EACH == GMI_TILE, "a block does a tile");
+
+__device__ __forceinline__ float float_of_half(uint32_t half, uint32_t dtype) {
+  float value;
+  if (dtype == GEMINI_DTYPE_BF16) return __uint_as_float(half << 16);
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"((uint16_t)half));
+  return value;
+}
+__device__ __forceinline__ uint32_t half_of_float(float value, uint32_t dtype) {
+  uint16_t half;
+  uint32_t bits = __float_as_uint(value);
+  if (dtype == GEMINI_DTYPE_BF16) return value != value ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(half) : "f"(value));
+  return value != value ? 0x7e00 : half;
+}
+
+__device__ __forceinline__ void adamw(const gmi_adamw_t &k, float grad, float &p, float &m, float &v) {
+  float g = __fadd_rn(__fmul_rn(grad, k.grad_scale), __fmul_rn(k.l2, p));
+  m = __fadd_rn(__fmul_rn(k.beta1, m), __fmul_rn(k.one_minus_beta1, g));
+  v = __fadd_rn(__fmul_rn(k.beta2, v), __fmul_rn(__fmul_rn(k.one_minus_beta2, g), g));
+  float ratio = __fdiv_rn(m, __fadd_rn(__fmul_rn(__fsqrt_rn(v), k.root_scale), k.eps));
+  p = __fsub_rn(p, __fadd_rn(__fmul_rn(k.step_size, ratio), __fmul_rn(k.decay, p)));
+}
+
+/* Four elements from i on, which lie at a multiple of their size. */
+__device__ __forceinline__ void load4(float out[EACH], const void *base, uint64_t i, uint32_t dtype) {
+  if (dtype == GEMINI_DTYPE_F32) {
+    float4 four = *(const float4 *)((const float *)base + i);
+    out[0] = four.x, out[1] = four.y, out[2] = four.z, out[3] = four.w;
+  } else {
+    uint2 four = *(const uint2 *)((const uint16_t *)base + i);
+    out[0] = float_of_half(four.x & 0xffff, dtype), out[1] = float_of_half(four.x >> 16, dtype);
+    out[2] = float_of_half(four.y & 0xffff, dtype), out[3] = float_of_half(four.y >> 16, dtype);
+  }
+}
+__device__ __forceinline__ void store4(void *base, uint64_t i, uint32_t dtype, const float in[EACH]) {
+  if (dtype == GMI_DTYPE_NONE) return;
+  if (dtype == GEMINI_DTYPE_F32) {
+    *(float4 *)((float *)base + i) = make_float4(in[0], in[1], in[2], in[3]);
+  } else {
+    *(uint2 *)((uint16_t *)base + i) = make_uint2(half_of_float(in[0], dtype) | half_of_float(in[1], dtype) << 16,
+                                                  half_of_float(in[2], dtype) | half_of_float(in[3], dtype) << 16);
+  }
+}
+__device__ __forceinline__ float load1(const void *base, uint64_t i, uint32_t dtype) {
+  return dtype == GEMINI_DTYPE_F32 ? ((const float *)base)[i] : float_of_half(((const uint16_t *)base)[i], dtype);
+}
+__device__ __forceinline__ void store1(void *base, uint64_t i, uint32_t dtype, float in) {
+  if (dtype == GMI_DTYPE_NONE) return;
+  if (dtype == GEMINI_DTYPE_F32) {
+    ((float *)base)[i] = in;
+  } else {
+    ((uint16_t *)base)[i] = (uint16_t)half_of_float(in, dtype);
+  }
+}
+__device__ __forceinline__ bool is_aligned(const void *base, uint32_t dtype) {
+  return (uint64_t)base % (dtype == GEMINI_DTYPE_F32 ? 16 : 8) == 0;
+}
+__device__ __forceinline__ double square(float value) { return __dmul_rn((double)value, (double)value); }
+
+extern "C" __global__ void __launch_bounds__(THREADS) gmi_adamw(const gmi_adamw_t k, const gmi_arrays_t a,
+                                                               uint64_t count, double *sums) {
+  __shared__ double squares[GMI_TILE], lanes[GMI_LANES];
+  const uint64_t first = (uint64_t)blockIdx.x * GMI_TILE;
+  const uint32_t thread = threadIdx.x;
+  const bool aligned = is_aligned(a.param, k.param_dtype) && is_aligned(a.grad, k.grad_dtype) &&
+                       is_aligned(a.master, GEMINI_DTYPE_F32) && is_aligned(a.momentum, GEMINI_DTYPE_F32) &&
+                       is_aligned(a.variance, GEMINI_DTYPE_F32);
+  if (aligned && count - first >= GMI_TILE) {
+    const uint64_t i = first + thread * EACH;
+    float g[EACH], p[EACH], m[EACH], v[EACH];
+    load4(g, a.grad, i, k.grad_dtype);
+    load4(p, a.master, i, GEMINI_DTYPE_F32);
+    load4(m, a.momentum, i, GEMINI_DTYPE_F32);
+    load4(v, a.variance, i, GEMINI_DTYPE_F32);
+#pragma unroll
+    for (uint32_t j = 0; j < EACH; j++) {
+      if (sums) squares[thread * EACH + j] = square(g[j]);
+      adamw(k, g[j], p[j], m[j], v[j]);
+    }
+    store4(a.momentum, i, GEMINI_DTYPE_F32, m);
+    store4(a.variance, i, GEMINI_DTYPE_F32, v);
+    store4(a.master, i, GEMINI_DTYPE_F32, p);
+    store4(a.param, i, k.param_dtype, p);
+  } else {
+#pragma unroll 1
+    for (uint32_t j = thread; j < GMI_TILE; j += THREADS) {
+      const uint64_t i = first + j;
+      squares[j] = 0.0; /* adding it changes no sum of squares */
+      if (i >= count) continue;
+      float g = load1(a.grad, i, k.grad_dtype);
+      squares[j] = square(g);
+      adamw(k, g, a.master[i], a.momentum[i], a.variance[i]);
+      store1(a.param, i, k.param_dtype, a.master[i]);
+    }
+  }
+  if (!sums) return;
+  __syncthreads();
+  if (thread < GMI_LANES) {
+    double sum = 0.0;
+#pragma unroll 8
+    for (uint32_t j = thread; j < GMI_TILE; j += GMI_LANES) sum = __dadd_rn(sum, squares[j]);
+    lanes[thread] = sum;
+  }
+  __syncthreads();
+  if (thread == 0) {
+    double sum = lanes[0];
+#pragma unroll
+    for (uint32_t j = 1; j < GMI_LANES; j++) sum = __dadd_rn(sum, lanes[j]);
+    sums[1 + blockIdx.x] = sum;
+  }
+}
+
+/* One block of GMI_TILE_LANES threads: adds up what gmi_adamw() left behind sums[0]. */
+extern "C" __global__ void __launch_bounds__(GMI_TILE_LANES) gmi_adamw_sum(uint64_t tiles, double *sums) {
+  __shared__ double lanes[GMI_TILE_LANES];
+  const uint32_t thread = threadIdx.x;
+  double sum = 0.0;
+#pragma unroll 8
+  for (uint64_t t = thread; t < tiles; t += GMI_TILE_LANES) sum = __dadd_rn(sum, sums[1 + t]);
+  lanes[thread] = sum;
+  __syncthreads();
+  if (thread != 0) return;
+#pragma unroll 8
+  for (uint32_t j = 1; j < GMI_TILE_LANES; j++) sum = __dadd_rn(sum, lanes[j]);
+  sums[0] = sum;
+}

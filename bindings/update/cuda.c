@@ -1,0 +1,168 @@
+/* Fused updates on the GPU, over the CUDA driver opened at run time. SPDX-License-Identifier: Apache-2.0 */
+#include <dlfcn.h>
+#include <inttypes.h>
+#include <pthread.h>
+#include <stdbool.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "device/cuda_driver.h" /* its types; nothing is called */
+#include "update/adamw_ptx.h"
+#include "update/update.h"
+
+#define LIBRARY "libcuda.so.1"
+#define OPERATION "gemini_adamw_cuda"
+#define THREADS 256u /* the kernel's */
+
+/* X(field, symbol): what is used of gmi_cuda_driver_t. */
+#define FUNCTIONS(X)                            \
+  X(init, "cuInit")                             \
+  X(error_name, "cuGetErrorName")               \
+  X(device_get, "cuDeviceGet")                  \
+  X(primary_retain, "cuDevicePrimaryCtxRetain") \
+  X(current_get, "cuCtxGetCurrent")             \
+  X(current_set, "cuCtxSetCurrent")             \
+  X(stream_context, "cuStreamGetCtx")           \
+  X(module_load, "cuModuleLoadData")            \
+  X(module_function, "cuModuleGetFunction")     \
+  X(launch, "cuLaunchKernel")
+
+typedef struct context {
+  struct context *next;
+  cu_context_t handle;
+  cu_function_t adamw, sum;
+} context_t;
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static bool loaded; /* Guarded by lock, as all of these; driver does not change once loaded */
+static gmi_cuda_driver_t driver;
+static void *library; /* never closed: the driver's threads run its code to the end of the process */
+static void *(*replacement)(const char *name);
+static context_t *contexts;
+static cu_context_t primary; /* GPU 0's, once retained */
+
+static gemini_status_t failed(cu_result_t result, const char *function) {
+  const char *name = NULL;
+  if (driver.error_name(result, &name) != CU_SUCCESS || !name) name = "unknown error";
+  gemini_status_t status = result == CU_NO_DEVICE ? GEMINI_ERR_UNSUPPORTED : GEMINI_ERR_DEVICE;
+  return gmi_update_fail(OPERATION, status, result, "%s: %s", function, name);
+}
+#define TRY(call, function)                                       \
+  do {                                                            \
+    cu_result_t try_result = (call);                              \
+    if (try_result != CU_SUCCESS) return failed(try_result, function); \
+  } while (0)
+
+/* Called with lock held. */
+static gemini_status_t load_driver(void) {
+  if (loaded) return GEMINI_OK;
+  if (!replacement && !library) {
+    library = dlopen(LIBRARY, RTLD_NOW | RTLD_LOCAL);
+    if (!library) {
+      const char *why = dlerror();
+      return gmi_update_fail(OPERATION, GEMINI_ERR_UNSUPPORTED, 0, "no CUDA driver on this machine: %s",
+                             why ? why : LIBRARY);
+    }
+  }
+  const char *missing = NULL;
+  void *address;
+  /* A function pointer out of an object pointer: ISO C has no cast for it, POSIX lets it be copied. */
+#define FIND(field, symbol)                                            \
+  address = replacement ? replacement(symbol) : dlsym(library, symbol); \
+  if (!address && !missing) missing = symbol;                          \
+  memcpy(&driver.field, &address, sizeof address);
+  FUNCTIONS(FIND)
+#undef FIND
+  if (missing)
+    return gmi_update_fail(OPERATION, GEMINI_ERR_UNSUPPORTED, 0, "the CUDA driver is too old: %s has no %s", LIBRARY,
+                           missing);
+  TRY(driver.init(0), "cuInit");
+  loaded = true;
+  return GEMINI_OK;
+}
+
+/* The context that the work is for. A real stream knows its own. Called with lock held. */
+static gemini_status_t context_of(cu_stream_t stream, cu_context_t current, cu_context_t *context_out) {
+  if ((uintptr_t)stream > CU_STREAM_PER_THREAD_HANDLE) {
+    TRY(driver.stream_context(stream, context_out), "cuStreamGetCtx");
+    return GEMINI_OK;
+  }
+  *context_out = current;
+  if (current) return GEMINI_OK;
+  if (!primary) {
+    cu_device_t device;
+    TRY(driver.device_get(&device, 0), "cuDeviceGet");
+    TRY(driver.primary_retain(&primary, device), "cuDevicePrimaryCtxRetain");
+  }
+  *context_out = primary;
+  return GEMINI_OK;
+}
+
+/* The kernels of the current context. Called with lock held. */
+static gemini_status_t load_kernels(cu_context_t handle, const context_t **context_out) {
+  for (context_t *c = contexts; c; c = c->next) {
+    if (c->handle == handle) {
+      *context_out = c;
+      return GEMINI_OK;
+    }
+  }
+  cu_module_t module;
+  context_t found = { contexts, handle, NULL, NULL };
+  TRY(driver.module_load(&module, adamw_ptx), "cuModuleLoadData");
+  TRY(driver.module_function(&found.adamw, module, "gmi_adamw"), "cuModuleGetFunction");
+  TRY(driver.module_function(&found.sum, module, "gmi_adamw_sum"), "cuModuleGetFunction");
+  context_t *context = malloc(sizeof *context);
+  if (!context) return gmi_update_fail(OPERATION, GEMINI_ERR_OOM_SYSTEM, 0, "no memory for the record of a context");
+  *context = found;
+  *context_out = contexts = context;
+  return GEMINI_OK;
+}
+
+static gemini_status_t launch(const context_t *c, gmi_adamw_t *k, gmi_arrays_t *a, uint64_t count, double *sums,
+                              cu_stream_t stream) {
+  uint64_t tiles = (count + GMI_TILE - 1) / GMI_TILE;
+  void *update[] = { k, a, &count, &sums }, *sum[] = { &tiles, &sums };
+  if (tiles) TRY(driver.launch(c->adamw, (unsigned)tiles, 1, 1, THREADS, 1, 1, 0, stream, update, NULL), "cuLaunchKernel");
+  if (sums) TRY(driver.launch(c->sum, 1, 1, 1, GMI_TILE_LANES, 1, 1, 0, stream, sum, NULL), "cuLaunchKernel");
+  return GEMINI_OK;
+}
+
+uint64_t gemini_update_sums(uint64_t count) { return 1 + count / GMI_TILE + (count % GMI_TILE != 0); }
+
+gemini_status_t gemini_adamw_cuda(const gemini_adamw_t *adamw, uint64_t count, void *param, const void *grad,
+                                  float *master, float *momentum, float *variance, double *sums, void *stream) {
+  gmi_arrays_t a = { param, grad, master, momentum, variance };
+  gmi_adamw_t k;
+  gemini_status_t status = gmi_adamw_prepare(OPERATION, adamw, count, &a, &k);
+  if (status) return status;
+  if ((uintptr_t)sums % sizeof *sums)
+    return gmi_update_fail(OPERATION, GEMINI_ERR_INVALID, 0, "sums is %p, which is no multiple of %zu bytes",
+                           (void *)sums, sizeof *sums);
+  const context_t *context = NULL;
+  cu_context_t current = NULL, wanted = NULL;
+  pthread_mutex_lock(&lock);
+  status = load_driver();
+  if (!status) {
+    driver.current_get(&current);
+    status = context_of(stream, current, &wanted);
+  }
+  if (!status && wanted != current) driver.current_set(wanted);
+  if (!status) status = load_kernels(wanted, &context);
+  pthread_mutex_unlock(&lock);
+  if (!status) status = launch(context, &k, &a, count, sums, stream);
+  if (wanted && wanted != current) driver.current_set(current);
+  return status;
+}
+
+void gmi_update_cuda_replace(void *(*symbol)(const char *name)) {
+  pthread_mutex_lock(&lock);
+  replacement = symbol;
+  loaded = false;
+  primary = NULL;
+  for (context_t *c = contexts, *next; c; c = next) {
+    next = c->next;
+    free(c);
+  }
+  contexts = NULL;
+  pthread_mutex_unlock(&lock);
+}
