@@ -25,6 +25,7 @@
   X(stream_context, "cuStreamGetCtx")           \
   X(module_load, "cuModuleLoadData")            \
   X(module_function, "cuModuleGetFunction")     \
+  X(module_unload, "cuModuleUnload")            \
   X(launch, "cuLaunchKernel")
 
 typedef struct context {
@@ -47,9 +48,9 @@ static gemini_status_t failed(cu_result_t result, const char *function) {
   gemini_status_t status = result == CU_NO_DEVICE ? GEMINI_ERR_UNSUPPORTED : GEMINI_ERR_DEVICE;
   return gmi_update_fail(OPERATION, status, result, "%s: %s", function, name);
 }
-#define TRY(call, function)                                       \
-  do {                                                            \
-    cu_result_t try_result = (call);                              \
+#define TRY(call, function)                                            \
+  do {                                                                 \
+    cu_result_t try_result = (call);                                   \
     if (try_result != CU_SUCCESS) return failed(try_result, function); \
   } while (0)
 
@@ -67,9 +68,9 @@ static gemini_status_t load_driver(void) {
   const char *missing = NULL;
   void *address;
   /* A function pointer out of an object pointer: ISO C has no cast for it, POSIX lets it be copied. */
-#define FIND(field, symbol)                                            \
+#define FIND(field, symbol)                                             \
   address = replacement ? replacement(symbol) : dlsym(library, symbol); \
-  if (!address && !missing) missing = symbol;                          \
+  if (!address && !missing) missing = symbol;                           \
   memcpy(&driver.field, &address, sizeof address);
   FUNCTIONS(FIND)
 #undef FIND
@@ -98,7 +99,7 @@ static gemini_status_t context_of(cu_stream_t stream, cu_context_t current, cu_c
   return GEMINI_OK;
 }
 
-/* The kernels of the current context. Called with lock held. */
+/* The kernels of the current context, handle. Called with lock held. */
 static gemini_status_t load_kernels(cu_context_t handle, const context_t **context_out) {
   for (context_t *c = contexts; c; c = c->next) {
     if (c->handle == handle) {
@@ -106,23 +107,45 @@ static gemini_status_t load_kernels(cu_context_t handle, const context_t **conte
       return GEMINI_OK;
     }
   }
-  cu_module_t module;
-  context_t found = { contexts, handle, NULL, NULL };
-  TRY(driver.module_load(&module, adamw_ptx), "cuModuleLoadData");
-  TRY(driver.module_function(&found.adamw, module, "gmi_adamw"), "cuModuleGetFunction");
-  TRY(driver.module_function(&found.sum, module, "gmi_adamw_sum"), "cuModuleGetFunction");
-  context_t *context = malloc(sizeof *context);
-  if (!context) return gmi_update_fail(OPERATION, GEMINI_ERR_OOM_SYSTEM, 0, "no memory for the record of a context");
-  *context = found;
-  *context_out = contexts = context;
+  context_t *c = malloc(sizeof *c);
+  if (!c) return gmi_update_fail(OPERATION, GEMINI_ERR_OOM_SYSTEM, 0, "no memory for the record of a context");
+  *c = (context_t){ contexts, handle, NULL, NULL };
+  cu_module_t module = NULL;
+  const char *function = "cuModuleLoadData";
+  cu_result_t result = driver.module_load(&module, adamw_ptx);
+  if (result == CU_SUCCESS) {
+    function = "cuModuleGetFunction";
+    result = driver.module_function(&c->adamw, module, "gmi_adamw");
+    if (result == CU_SUCCESS) result = driver.module_function(&c->sum, module, "gmi_adamw_sum");
+    if (result != CU_SUCCESS) driver.module_unload(module);
+  }
+  if (result != CU_SUCCESS) {
+    free(c);
+    return failed(result, function);
+  }
+  *context_out = contexts = c;
   return GEMINI_OK;
+}
+
+/* Makes the stream's context the thread's, with its kernels loaded. Called with lock held. */
+static gemini_status_t enter(cu_stream_t stream, cu_context_t *had_out, const context_t **context_out) {
+  cu_context_t had = NULL, wanted;
+  TRY(driver.current_get(&had), "cuCtxGetCurrent");
+  gemini_status_t status = context_of(stream, had, &wanted);
+  if (status) return status;
+  if (wanted != had) TRY(driver.current_set(wanted), "cuCtxSetCurrent");
+  status = load_kernels(wanted, context_out);
+  if (status && wanted != had) driver.current_set(had);
+  *had_out = had;
+  return status;
 }
 
 static gemini_status_t launch(const context_t *c, gmi_adamw_t *k, gmi_arrays_t *a, uint64_t count, double *sums,
                               cu_stream_t stream) {
   uint64_t tiles = (count + GMI_TILE - 1) / GMI_TILE;
   void *update[] = { k, a, &count, &sums }, *sum[] = { &tiles, &sums };
-  if (tiles) TRY(driver.launch(c->adamw, (unsigned)tiles, 1, 1, THREADS, 1, 1, 0, stream, update, NULL), "cuLaunchKernel");
+  if (tiles)
+    TRY(driver.launch(c->adamw, (unsigned)tiles, 1, 1, THREADS, 1, 1, 0, stream, update, NULL), "cuLaunchKernel");
   if (sums) TRY(driver.launch(c->sum, 1, 1, 1, GMI_TILE_LANES, 1, 1, 0, stream, sum, NULL), "cuLaunchKernel");
   return GEMINI_OK;
 }
@@ -139,18 +162,14 @@ gemini_status_t gemini_adamw_cuda(const gemini_adamw_t *adamw, uint64_t count, v
     return gmi_update_fail(OPERATION, GEMINI_ERR_INVALID, 0, "sums is %p, which is no multiple of %zu bytes",
                            (void *)sums, sizeof *sums);
   const context_t *context = NULL;
-  cu_context_t current = NULL, wanted = NULL;
+  cu_context_t current = NULL;
   pthread_mutex_lock(&lock);
   status = load_driver();
-  if (!status) {
-    driver.current_get(&current);
-    status = context_of(stream, current, &wanted);
-  }
-  if (!status && wanted != current) driver.current_set(wanted);
-  if (!status) status = load_kernels(wanted, &context);
+  if (!status) status = enter(stream, &current, &context);
   pthread_mutex_unlock(&lock);
-  if (!status) status = launch(context, &k, &a, count, sums, stream);
-  if (wanted && wanted != current) driver.current_set(current);
+  if (status) return status;
+  status = launch(context, &k, &a, count, sums, stream);
+  if (context->handle != current) driver.current_set(current);
   return status;
 }
 

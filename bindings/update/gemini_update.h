@@ -69,7 +69,7 @@ GEMINI_API uint64_t gemini_update_sums(uint64_t count);
  *  @retval GEMINI_ERR_INVALID      a value is out of range: the message names it; nothing was queued
  *  @retval GEMINI_ERR_OOM_SYSTEM   no memory for the record of a context
  *  Threads: any. Never waits for the stream; but the first call in a context loads the kernels, some milliseconds in
- *  which the driver may wait for the GPU. A call with count 0 does that and nothing else. A context that was used must
+ *  which the driver may wait for the GPU. A call with count 0 and no sums does that and nothing else. A context that was used must
  *  live as long as the library. Since: 0.1 */
 GEMINI_API gemini_status_t gemini_adamw_cuda(const gemini_adamw_t *adamw, uint64_t count, void *param, const void *grad,
                                              float *master, float *momentum, float *variance, double *sums,

@@ -27,6 +27,14 @@ static inline __attribute__((always_inline)) void store_any(void *base, uint64_t
   }
 }
 
+/* A divider that is busy fills the processor's window with few loads, so that its own prefetching comes late: asking this
+ * far ahead makes the difference between 0.8 and 0.95 of a plain pass. */
+#define AHEAD 512u
+static inline __attribute__((always_inline)) void prefetch(const void *base, uint64_t i, uint32_t dtype) {
+  /* May lie beyond the end, where it does nothing: hence no pointer arithmetic. */
+  __builtin_prefetch((const void *)((uintptr_t)base + (i + AHEAD) * (dtype == GEMINI_DTYPE_F32 ? 4 : 2)), 1);
+}
+
 void KERNEL(const gmi_adamw_t *k, const gmi_arrays_t *a, uint64_t first, uint64_t count, double lanes[GMI_LANES]) {
   const vec_t grad_scale = vec_all(k->grad_scale), l2 = vec_all(k->l2), beta1 = vec_all(k->beta1);
   const vec_t one_minus_beta1 = vec_all(k->one_minus_beta1), beta2 = vec_all(k->beta2);
@@ -36,6 +44,10 @@ void KERNEL(const gmi_adamw_t *k, const gmi_arrays_t *a, uint64_t first, uint64_
   const gmi_arrays_t at = *a;
   sums_t sums = sums_load(lanes);
   for (uint64_t done = 0; done < count; done += GMI_LANES) {
+    prefetch(at.master, first + done, GEMINI_DTYPE_F32);
+    prefetch(at.momentum, first + done, GEMINI_DTYPE_F32);
+    prefetch(at.variance, first + done, GEMINI_DTYPE_F32);
+    prefetch(at.grad, first + done, grad_dtype);
 #pragma GCC unroll 16
     for (uint32_t lane = 0; lane < GMI_LANES; lane += WIDTH) {
       if (WIDTH == 1 && done + lane == count) break;
