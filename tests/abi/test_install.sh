@@ -14,8 +14,8 @@ fail() { echo "test_install.sh: $*" >&2; exit 1; }
 # Nothing in it may name the place where it was installed first.
 prefix=$work/elsewhere
 mv "$work/installed" "$prefix"
-headers=$(find "$prefix/include" -type f -printf '%P\n')
-[[ $headers == gemini.h ]] || fail "installed headers are '$headers', want gemini.h alone"
+headers=$(find "$prefix/include" -type f -printf '%P\n' | sort | xargs)
+[[ $headers == "gemini.h gemini_update.h" ]] || fail "installed headers are '$headers', want gemini.h, gemini_update.h"
 
 pc=$(find "$prefix" -name gemini.pc)
 export PKG_CONFIG_PATH=${pc%/*}
@@ -53,4 +53,16 @@ done
 for language in c cxx; do
   check "$work/consumer/${language}_shared" shared
   check "$work/consumer/${language}_static" static
+done
+
+# The fused updates are a library of their own.
+for kind in shared static; do
+  output=$(LD_LIBRARY_PATH=$libdir "$work/consumer/update_$kind") || fail "update_$kind failed"
+  [[ $output == 0.5000 ]] || fail "update_$kind says '$output', want 0.5000"
+  needed=$(readelf -d "$work/consumer/update_$kind" | grep -c "NEEDED.*\[libgemini" || true)
+  [[ $kind == shared && $needed == 1 || $kind == static && $needed == 0 ]] || fail "update_$kind is not $kind"
+done
+for standard in "$cc -std=c99" "$cxx -x c++ -std=c++11"; do
+  read -ra compiler <<<"$standard"
+  "${compiler[@]}" "${strict[@]}" -Wpadded "${cflags[@]}" -c "$here/consumer/update.c" -o "$work/update.o"
 done
