@@ -100,6 +100,7 @@ static gemini_status_t fence_now(gmi_manager_t *m, uint32_t stream, bool timed, 
   gemini_status_t status = (timed ? m->dev->mark : m->dev->mark_untimed)(m->dev_self, stream, &got);
   if (status) { /* whoever named a later one meanwhile gets it placed when it is needed */
     atomic_store_explicit(&m->streams[stream].placed, mark - 1, memory_order_seq_cst);
+    if (status == GEMINI_ERR_STATE) return status; /* it is being captured, as the message says */
     return gmi_fail(status, 0, "device %s could not mark stream %u", m->dev->name, stream);
   }
   atomic_store_explicit(&m->streams[stream].placed, got, memory_order_seq_cst);
@@ -199,7 +200,7 @@ static gemini_status_t stream_open(gmi_manager_t *m, bool internal, void *const 
   if (status) return gmi_fail(status, 0, "device %s could not create a stream", m->dev->name);
   gmi_stream_t *s = &m->streams[index];
   s->internal = internal;
-  s->adopted = native != NULL;
+  s->named = native != NULL;
   s->hooked = false;
   s->native = native ? *native : NULL;
   s->generation++;
@@ -215,9 +216,9 @@ static gemini_status_t stream_open(gmi_manager_t *m, bool internal, void *const 
   return GEMINI_OK;
 }
 
-/* Two names of a stream would be two streams that wait for each other: one that the caller adopted serves, too. */
+/* Two names of a stream would be two streams that wait for each other: one that the caller adopted or got serves, too. */
 static bool is_native(const gmi_stream_t *s, const void *native) {
-  return atomic_load_explicit(&s->life, memory_order_relaxed) && s->adopted && s->native == native;
+  return atomic_load_explicit(&s->life, memory_order_relaxed) && s->named && s->native == native;
 }
 
 static gemini_status_t stream_create(gmi_manager_t *m, void *const *native, gemini_stream_t *stream_out) {
@@ -249,8 +250,15 @@ static gemini_status_t stream_native(gmi_manager_t *m, gemini_stream_t stream, v
   gemini_status_t status = gmi_stream_resolve(m, stream, &index);
   if (status) return status;
   if (index == GMI_CALLER) return gmi_fail(GEMINI_ERR_INVALID, 0, "GEMINI_STREAM_CALLER is no stream of the device's");
-  status = m->dev->stream_native(m->dev_self, index, native_out);
-  return status ? gmi_fail(status, 0, "device %s has no streams of an API", m->dev->name) : status;
+  void *native;
+  status = m->dev->stream_native(m->dev_self, index, &native);
+  if (status == GEMINI_ERR_UNSUPPORTED) return gmi_fail(status, 0, "device %s has no streams of an API", m->dev->name);
+  if (status) return status;
+  gmi_lock(m);
+  m->streams[index].native = *native_out = native;
+  m->streams[index].named = true;
+  gmi_unlock(m);
+  return GEMINI_OK;
 }
 gemini_status_t gemini_stream_native(gemini_manager_t mgr, gemini_stream_t stream, void **native_out) {
   gmi_manager_t *m = gmi_manager_get(mgr);

@@ -172,8 +172,8 @@ typedef struct gmi_stream {
   _Atomic uint32_t life; /* Atomic: GMI_STREAM_OPEN | generation while it is open, else 0 */
   uint16_t generation;
   bool internal;
-  bool adopted; /* native is a stream of the caller's own */
-  bool hooked;  /* adopted by a hook, and ended when others need its place */
+  bool named;  /* native is known to others: adopted, or told to the caller */
+  bool hooked; /* adopted by a hook, and ended when others need its place */
   bool reserved[7];
   _Atomic uint64_t placed; /* Atomic: last mark claimed; a claim comes before the mark is placed */
   void *native;

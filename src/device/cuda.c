@@ -1294,8 +1294,11 @@ static void cuda_close(void *self) {
   const gmi_cuda_driver_t *driver = cuda->driver;
   if (cuda->context) {
     entry_t had = enter(cuda);
-    /* Streams may wait for one another: each ends when its own work is done, whatever the order. */
-    for (uint32_t i = 0; i < GMI_DEVICE_MAX_STREAMS; i++) (void)cuda_stream_destroy(cuda, i);
+    /* Streams may wait for one another: each ends when its own work is done, whatever the order. But adopted ones may be
+     * ours by another name. */
+    for (int ours = 0; ours < 2; ours++)
+      for (uint32_t i = 0; i < GMI_DEVICE_MAX_STREAMS; i++)
+        if (ours || cuda->streams[i].adopted) (void)cuda_stream_destroy(cuda, i);
     for (uint32_t i = 0; i < GMI_DEVICE_MAX_STREAMS; i++) stream_free(cuda, &cuda->streams[i]);
     while (cuda->range_count) {
       range_t *range = &cuda->ranges[--cuda->range_count];

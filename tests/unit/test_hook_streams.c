@@ -188,6 +188,20 @@ static void test_hook_streams_that_cannot_be_adopted_are_refused(void) {
   finish(mgr, NULL, 0);
 }
 
+static void test_hook_streams_of_the_managers_own_are_known(void) {
+  gemini_manager_t mgr = start(64);
+  gemini_stream_t own, alias;
+  void *native, *ptr;
+  CHECK_EQ(gemini_stream_create(mgr, &own), GEMINI_OK);
+  CHECK_EQ(gemini_stream_native(mgr, own, &native), GEMINI_OK);
+  CHECK(ptr = get(MIB, native));
+  put(ptr, native);
+  CHECK_EQ(gemini_hook_forget(mgr, native), GEMINI_ERR_NOT_FOUND); /* nothing was adopted */
+  CHECK_EQ(gemini_stream_adopt(mgr, native, &alias), GEMINI_OK);   /* but whoever asks for a second name gets one */
+  CHECK_EQ(gemini_stream_synchronize(mgr, alias), GEMINI_OK);
+  finish(mgr, NULL, 0); /* with both */
+}
+
 int main(void) {
   RUN(test_hook_pairs_on_one_stream_do_not_call_the_driver);
   RUN(test_hook_frees_on_known_streams_queue_nothing);
@@ -195,6 +209,7 @@ int main(void) {
   RUN(test_hook_stream_that_the_caller_adopts_too_is_one_stream);
   RUN(test_hook_stream_handle_that_is_given_again_is_noticed);
   RUN(test_hook_streams_that_cannot_be_adopted_are_refused);
+  RUN(test_hook_streams_of_the_managers_own_are_known);
   fake_cuda_reset();
   return check_done();
 }
