@@ -105,7 +105,7 @@ void gmi_hook_close(gmi_manager_t *m) {
   atomic_store(&entries[m->slot].manager, NULL);
   while (atomic_load(&entries[m->slot].users)) sched_yield();
   gmi_lock(m); /* frees what was put aside, as far as it can be without waiting */
-  uint64_t live = m->hook_live - atomic_load(&m->hook_waiting);
+  uint64_t waiting = atomic_load(&m->hook_waiting), live = m->hook_live > waiting ? m->hook_live - waiting : 0;
   gmi_unlock(m);
   left_t *l = live ? malloc(sizeof *l) : NULL;
   pthread_mutex_lock(&table_lock);
@@ -152,7 +152,7 @@ static gemini_status_t free_one(gmi_manager_t *m, void *ptr, void *native, bool 
   uint32_t stream;
   gemini_status_t status = gmi_stream_of_native(m, native, may_block, &stream);
   if (!status) status = gmi_nonmodel_free(m, ptr, stream) ? GEMINI_OK : GEMINI_ERR_INVALID;
-  if (!status) m->hook_live--;
+  if (!status) m->hook_live -= m->hook_live > 0; /* it may be gemini_alloc()'s */
   else if (status != GEMINI_ERR_BUSY) tell(m);
   return status;
 }
