@@ -26,10 +26,10 @@ ROUNDS = 7
 
 def compile_loops(library, folder):
     out, base = os.path.join(folder, "alloc_torch.so"), os.path.dirname(torch.__file__)
-    where, name = os.path.split(os.path.abspath(library))
+    ctypes.CDLL(os.path.abspath(library), ctypes.RTLD_GLOBAL)  # where the loops find its functions
     command = [os.environ.get("CXX", "g++"), "-shared", "-fPIC", "-O2", os.path.join(HERE, "alloc_torch.cpp"), "-o", out,
                f"-I{HERE}/../../include", f"-I{base}/include", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-               f"-L{base}/lib", "-lc10", f"-L{where}", f"-l:{name}", f"-Wl,-rpath,{base}/lib", f"-Wl,-rpath,{where}"]
+               f"-L{base}/lib", "-lc10", f"-Wl,-rpath,{base}/lib"]
     for standard in "c++17", "c++20":  # newer headers need the newer one
         done = subprocess.run(command + [f"-std={standard}"], capture_output=True, text=True, check=False)
         if done.returncode == 0:
