@@ -103,9 +103,9 @@ def case_pool(library):
     del tensors, tensor
     torch.cuda.synchronize()
     m.touch()  # what PyTorch keeps in its cache is live here: chunks go through what is left
-    again = [torch.full((20 * MIB,), i, dtype=torch.uint8, device="cuda") for i in range(10)]
+    again = [torch.full((10 * MIB,), 99 - i, dtype=torch.uint8, device="cuda") for i in range(20)]
     for i, tensor in enumerate(again):
-      assert bool((tensor == i).all()), i
+      assert bool((tensor == 99 - i).all()), i
     del again, tensor
   del pool
   torch.cuda.empty_cache()
