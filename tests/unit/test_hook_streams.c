@@ -14,8 +14,9 @@
 static const gmi_cuda_driver_t *driver;
 static cu_context_t context;
 
-static gemini_manager_t start(uint64_t windows) {
+static gemini_manager_t start_with(uint64_t windows, const char *lacking_symbol) {
   fake_cuda_reset();
+  fake_cuda.lacking_symbol = lacking_symbol;
   gmi_cuda_driver_replace(fake_cuda_symbol);
   CHECK(driver = gmi_cuda_driver());
   CHECK_EQ(driver->init(0), CU_SUCCESS);
@@ -32,6 +33,7 @@ static gemini_manager_t start(uint64_t windows) {
   CHECK_EQ(gemini_hook_set(mgr, 0), GEMINI_OK);
   return mgr;
 }
+static gemini_manager_t start(uint64_t windows) { return start_with(windows, NULL); }
 static void finish(gemini_manager_t mgr, const cu_stream_t *streams, int count) { /* streams: to be destroyed */
   CHECK_EQ(gemini_manager_close(mgr), GEMINI_OK);
   for (int i = 0; i < count; i++) CHECK_EQ(driver->stream_destroy(streams[i]), CU_SUCCESS);
@@ -176,6 +178,15 @@ static void test_hook_stream_handle_that_is_given_again_is_noticed(void) {
   finish(mgr, &renewed, 1);
 }
 
+/* Drivers before CUDA 12 do not number streams. */
+static void test_hook_works_with_a_driver_that_numbers_no_streams(void) {
+  gemini_manager_t mgr = start_with(8, "cuStreamGetId");
+  cu_stream_t stream = native_new();
+  for (int i = 0; i < 10; i++) put(get(MIB, stream), stream);
+  CHECK_EQ(live_bytes(mgr), 0);
+  finish(mgr, &stream, 1);
+}
+
 static void test_hook_streams_that_cannot_be_adopted_are_refused(void) {
   gemini_manager_t mgr = start(4);
   void *block = get(512, NULL);
@@ -208,6 +219,7 @@ int main(void) {
   RUN(test_hook_streams_beyond_the_limit_take_the_oldest_ones_place);
   RUN(test_hook_stream_that_the_caller_adopts_too_is_one_stream);
   RUN(test_hook_stream_handle_that_is_given_again_is_noticed);
+  RUN(test_hook_works_with_a_driver_that_numbers_no_streams);
   RUN(test_hook_streams_that_cannot_be_adopted_are_refused);
   RUN(test_hook_streams_of_the_managers_own_are_known);
   fake_cuda_reset();
