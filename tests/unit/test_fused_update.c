@@ -193,6 +193,37 @@ static void test_update_is_near_double_precision(void) {
   }
 }
 
+/* The operations of docs/update.md one by one, each rounded to fp32. */
+static void test_update_does_the_written_operations(void) {
+  const float beta1 = 0.9f, beta2 = 0.95f, lr = 0.01f;
+  for (uint32_t l2 = 0; l2 < 2; l2++) {
+    gemini_adamw_t c = config_of(F32, F32);
+    c.flags = l2 ? GEMINI_ADAMW_L2 : 0;
+    c.step = 2;
+    c.lr = lr, c.beta1 = beta1, c.beta2 = beta2, c.eps = 1e-3, c.weight_decay = 0.1, c.grad_scale = 3;
+    const float c1 = (float)(1 - c.beta1), c2 = (float)(1 - c.beta2), eps = 1e-3f, scale = 3;
+    const float root_scale = (float)(1 / sqrt(1 - c.beta2 * c.beta2)), added = l2 ? 0.1f : 0;
+    const float step_size = (float)(c.lr / (1 - c.beta1 * c.beta1)), decay = l2 ? 0 : (float)(c.lr * 0.1);
+    fill(&start, l2, F32, false);
+    actual = start;
+    update(&actual, &c, 0, CAPACITY, false);
+    for (uint64_t i = 0; i < CAPACITY; i++) {
+      volatile float g = float_of(start.grad[i]), p = start.master[i], m = start.momentum[i], v = start.variance[i];
+      volatile float a = g * scale, b = added * p;
+      g = a + b;
+      a = beta1 * m, b = c1 * g;
+      m = a + b;
+      a = beta2 * v, b = c2 * g, b = b * g;
+      v = a + b;
+      a = sqrtf(v), a = a * root_scale, a = a + eps;
+      a = m / a, a = step_size * a, b = decay * p;
+      a = a + b;
+      p = p - a;
+      CHECK(actual.momentum[i] == m && actual.variance[i] == v && actual.master[i] == p);
+    }
+  }
+}
+
 /* --- conversions: every half there is, and every place where rounding turns --- */
 
 static void test_update_reads_every_half(void) {
@@ -263,9 +294,11 @@ static void test_update_rounds_halves_to_nearest_even(void) {
 
 static void test_update_sums_squares_in_the_written_order(void) {
   static float grad[300 * 1024], zero[3][300 * 1024];
-  const uint64_t counts[] = { 0, 1, 15, 16, 17, 1023, 1024, 1025, 2050, 300 * 1024 - 5 };
+  const uint64_t tiles = 1024, counts[] = { 0,   1,    15,   16,   17,   255 * tiles, 256 * tiles, 257 * tiles,
+                                            100, 1023, 1024, 1025, 2050, 280 * tiles, 290 * tiles, 300 * tiles - 5 };
   uint64_t random = 9;
-  for (size_t i = 0; i < sizeof grad / sizeof *grad; i++) grad[i] = random_float(&random, 100, false);
+  for (size_t i = 0; i < sizeof grad / sizeof *grad; i++)
+    grad[i] = ldexpf(random_float(&random, 100, false), (int)(check_random(&random) % 24)); /* so that order tells */
   for (size_t c = 0; c < sizeof counts / sizeof *counts; c++) {
     gemini_adamw_t adamw = config_of(F32, F32);
     double sum, want = 0, outer[256] = { 0 }, exact = 0;
@@ -403,6 +436,9 @@ static void test_update_bad_values_are_refused_by_name(void) {
   refused_arrays(100, (char *)a->grad + 2, a->grad, a->master, a->momentum, "param at 0x");
   refused_arrays(100, a->param, a->grad, a->master, a->master + 99, "overlap over 100 elements");
   refused_arrays(100, a->master, a->grad, a->master, a->momentum, "overlap over 100 elements");
+  c = config_of(F32, BF16);
+  CHECK_EQ(gemini_adamw_host(&c, 2, a->grad, a->grad, a->master, a->momentum, a->variance, NULL), GEMINI_ERR_INVALID);
+  CHECK(strstr(message(), "param at 0x") && strstr(message(), "overlap over 2 elements"));
   refused_arrays(UINT64_C(1) << 41, a->param, a->grad, a->master, a->momentum, "count is 2199023255552");
   CHECK_EQ(gemini_adamw_host(&good, 99, a->param, a->grad, a->master, a->master + 99, a->variance, NULL), GEMINI_OK);
 
@@ -620,7 +656,7 @@ static void test_update_cuda_failures_are_told_and_leave_nothing(void) {
     CHECK(strstr(message(), functions[i]) && strstr(message(), "CUDA_ERROR_UNKNOWN"));
     CHECK_EQ(fake.unloads, i == 6);
     fake.failing = NULL;
-    fake.current = NULL;
+    CHECK(!fake.current);
     CHECK(!memcmp(&actual, &start, sizeof start));
     CHECK_EQ(update_cuda(&actual, &c, 0, NULL, NULL), GEMINI_OK); /* the next call finds it all in order */
     CHECK(!fake.current);
@@ -657,6 +693,7 @@ static void test_update_ptx_rounds_as_the_host(void) {
 int main(void) {
   RUN(test_update_every_isa_equals_plain);
   RUN(test_update_is_near_double_precision);
+  RUN(test_update_does_the_written_operations);
   RUN(test_update_reads_every_half);
   RUN(test_update_rounds_halves_to_nearest_even);
   RUN(test_update_sums_squares_in_the_written_order);
