@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Builds the CUDA device with the plain compiler and runs its tests, benches and the probe on this machine's GPU.
-# tests/cuda_check.sh [LOG_DIR [probe] [tests] [bench] [copy] [memcheck]]: these parts only. Exits 77 without a GPU.
+# tests/cuda_check.sh [LOG_DIR [probe] [tests] [bench] [copy] [update] [memcheck]]: these parts only. Exits 77 without a GPU.
 # SPDX-License-Identifier: Apache-2.0
 set -uo pipefail
 cd "$(dirname "$0")/.."
 logs=${1:-build/cuda}
 parts=" ${*:2} "
-[[ $parts == "  " ]] && parts=" probe tests bench copy memcheck "
+[[ $parts == "  " ]] && parts=" probe tests bench copy update memcheck "
 mkdir -p "$logs"
 logs=$(cd "$logs" && pwd)
 work=$(mktemp -d)
@@ -108,6 +108,16 @@ if [[ $parts == *" copy "* ]]; then
   step 30 bench_copy "$work/bench_copy"
   step 30 bench_copy_timed "$work/bench_copy" --timed --passes 3
   cat "$logs/bench_copy.log" "$logs/bench_copy_timed.log"
+fi
+if [[ $parts == *" update "* ]]; then
+  for isa in "avx2 -mavx2 -mf16c" "avx512 -mavx512f -mavx512bw -mavx512dq -mavx512vl"; do
+    read -ra words <<<"$isa"
+    ${CC:-gcc} "${flags[@]}" -Ibindings "${words[@]:1}" -c -o "$work/${words[0]}.o" "bindings/update/${words[0]}.c"
+  done
+  build test_update_gpu -Ibindings tests/integration/test_update_gpu.c bindings/update/{update,plain,cuda}.c \
+    "$work/avx2.o" "$work/avx512.o"
+  step 120 update "$work/test_update_gpu"
+  cat "$logs/update.log"
 fi
 if [[ $parts == *" memcheck "* ]] && command -v compute-sanitizer >"$logs/memcheck.log"; then
   step 40 memcheck compute-sanitizer --error-exitcode 1 "$work/test_device" sum_squares
