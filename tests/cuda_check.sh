@@ -116,8 +116,11 @@ if [[ $parts == *" update "* ]]; then
   done
   build test_update_gpu -Ibindings tests/integration/test_update_gpu.c bindings/update/{update,plain,cuda}.c \
     "$work/avx2.o" "$work/avx512.o"
+  build bench_update_gpu -Ibindings -Ibindings/update bench/bench_update_gpu.c bench/common/*.c \
+    bindings/update/{update,plain,cuda}.c "$work/avx2.o" "$work/avx512.o"
   step 120 update "$work/test_update_gpu"
-  cat "$logs/update.log"
+  step 60 bench_update_gpu "$work/bench_update_gpu"
+  cat "$logs/update.log" "$logs/bench_update_gpu.log"
 fi
 if [[ $parts == *" memcheck "* ]] && command -v compute-sanitizer >"$logs/memcheck.log"; then
   step 40 memcheck compute-sanitizer --error-exitcode 1 "$work/test_device" sum_squares
