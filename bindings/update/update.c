@@ -214,6 +214,9 @@ gemini_status_t gemini_adamw_host(const gemini_adamw_t *adamw, uint64_t count, v
     if (whole < here) gmi_adamw_plain(&k, &a, first + whole, here - whole, lanes);
     tiles[first / GMI_TILE % GMI_TILE_LANES] += sum_of(lanes, GMI_LANES);
   }
-  if (grad_sum_squares_out) *grad_sum_squares_out = sum_of(tiles, GMI_TILE_LANES);
+  /* What no tile was added to is 0, which changes no sum of squares. */
+  const uint64_t used = gemini_update_sums(count) - 1;
+  if (grad_sum_squares_out)
+    *grad_sum_squares_out = sum_of(tiles, used < 1 ? 1 : used < GMI_TILE_LANES ? used : GMI_TILE_LANES);
   return GEMINI_OK;
 }
