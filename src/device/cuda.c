@@ -899,6 +899,18 @@ static gemini_status_t cuda_pci(void *self, char address_out[GMI_DEVICE_PCI_BYTE
   return status;
 }
 
+static uint64_t cuda_memory_bytes_per_s(void *self) {
+  cuda_t *cuda = self;
+  int clock_khz = 0, bus_bits = 0;
+  entry_t had = enter(cuda);
+  cu_result_t result = cuda->driver->device_attribute(&clock_khz, CU_ATTRIBUTE_MEMORY_CLOCK_RATE, cuda->device);
+  if (result == CU_SUCCESS)
+    result = cuda->driver->device_attribute(&bus_bits, CU_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH, cuda->device);
+  leave(cuda, had);
+  if (result != CU_SUCCESS || clock_khz <= 0 || bus_bits <= 0) return 0;
+  return 2000 * (uint64_t)clock_khz * ((uint64_t)bus_bits / 8); /* twice a clock */
+}
+
 static gemini_status_t cuda_stream_destroy(void *self, uint32_t index) {
   cuda_t *cuda = self;
   queue_t queue;
@@ -1466,6 +1478,7 @@ const gmi_device_ops_t gmi_device_cuda = {
   .stream_adopt = cuda_stream_adopt,
   .stream_native = cuda_stream_native,
   .pci = cuda_pci,
+  .memory_bytes_per_s = cuda_memory_bytes_per_s,
   .mark_untimed = cuda_mark_untimed,
   .stream_renew = cuda_stream_renew,
 };

@@ -56,7 +56,9 @@ enum { /* CUresult: those that are told apart */
        CU_UNKNOWN = 999
 };
 
-enum { /* CUdevice_attribute */
+enum {                                            /* CUdevice_attribute */
+       CU_ATTRIBUTE_MEMORY_CLOCK_RATE = 36,       /* kHz */
+       CU_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH = 37, /* bits */
        CU_ATTRIBUTE_UNIFIED_ADDRESSING = 41,
        CU_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM = 91,
        CU_ATTRIBUTE_HOST_REGISTER_SUPPORTED = 99,

@@ -110,6 +110,8 @@ typedef struct gmi_device_ops {
   gemini_status_t (*stream_native)(void *self, uint32_t stream, void **native_out);
   /* Where the device is on the PCI bus, as "0000:1b:00.0" in either case. UNSUPPORTED on the simulated device. */
   gemini_status_t (*pci)(void *self, char address_out[GMI_DEVICE_PCI_BYTES]);
+  /* What the device's memory is made for, bytes/s; 0: no more than the host's, or not known. */
+  uint64_t (*memory_bytes_per_s)(void *self);
   /* As mark(), for one whose time is not asked for: mark_time() of it may be INVALID. Much cheaper on a GPU. */
   gemini_status_t (*mark_untimed)(void *self, uint32_t stream, uint64_t *mark_out);
   /* Looks whether an adopted stream's handle names another stream now, because its owner destroyed it and got the handle

@@ -735,6 +735,11 @@ static gemini_status_t sim_pci(void *self, char address_out[GMI_DEVICE_PCI_BYTES
   return GEMINI_ERR_UNSUPPORTED;
 }
 
+static uint64_t sim_memory_bytes_per_s(void *self) {
+  (void)self;
+  return 0;
+}
+
 /* --- the device --- */
 
 static void sim_close(void *self) {
@@ -817,6 +822,7 @@ const gmi_device_ops_t gmi_device_sim = {
   .stream_adopt = sim_stream_adopt,
   .stream_native = sim_stream_native,
   .pci = sim_pci,
+  .memory_bytes_per_s = sim_memory_bytes_per_s,
   .mark_untimed = sim_mark,
   .stream_renew = sim_stream_renew,
 };

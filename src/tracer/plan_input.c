@@ -155,6 +155,14 @@ static uint64_t copy_ns(gmi_manager_t *m, uint64_t measured, uint64_t expected) 
   return (uint64_t)((double)(UINT64_C(1) << m->window_shift) * 1e9 / (double)rate) + 1;
 }
 
+/* Nanoseconds an element of an update takes on the device by its memory's rate, until one was measured; 0: not known. */
+static double device_update_ns(gmi_manager_t *m, const gmi_trace_update_t *update) {
+  uint64_t rate = m->dev->memory_bytes_per_s(m->dev_self), bytes = 0;
+  for (uint32_t i = 0; i < update->arena_count; i++)
+    bytes += gmi_arena_at(m, update->arenas[i])->element_bytes * (update->modes[i] == GEMINI_READ_WRITE ? 2 : 1);
+  return rate ? (double)bytes * 1e9 / (double)rate : 0;
+}
+
 void gmi_plan_bundle_times(gmi_manager_t *m, const gmi_trace_t *trace, gmi_plan_bundle_t *bundle) {
   gmi_plan_input_t *in = &bundle->input;
   gmi_plan_op_t *ops = (gmi_plan_op_t *)(uintptr_t)in->ops;
@@ -167,10 +175,12 @@ void gmi_plan_bundle_times(gmi_manager_t *m, const gmi_trace_t *trace, gmi_plan_
   in->file_read_ns = copy_ns(m, trace->file_bytes_per_s[0], file);
   in->file_write_ns = copy_ns(m, trace->file_bytes_per_s[1], file);
   double host = trace->host_update_ps ? (double)trace->host_update_ps * 1e-3 : 2.8; /* 28 bytes at 10 GB/s */
-  double device = trace->device_update_ps ? (double)trace->device_update_ps * 1e-3 : host;
   for (uint32_t u = 0, p = 0; u < trace->update_count; u++) {
     uint64_t unit = gmi_piece_elements(m, trace->updates[u].arenas, trace->updates[u].arena_count);
     uint64_t at = trace->updates[u].first_element, end = at + trace->updates[u].element_count;
+    double device =
+        trace->device_update_ps ? (double)trace->device_update_ps * 1e-3 : device_update_ns(m, &trace->updates[u]);
+    if (!(device > 0)) device = host;
     for (; at < end; p++) {
       uint64_t stop = (at / unit + 1) * unit < end ? (at / unit + 1) * unit : end;
       gmi_plan_piece_t *piece = &((gmi_plan_piece_t *)(uintptr_t)in->pieces)[p];

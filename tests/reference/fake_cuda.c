@@ -346,7 +346,10 @@ API cu_result_t cuDeviceGetPCIBusId(char *address_out, int size, cu_device_t dev
 API cu_result_t cuDeviceGetAttribute(int *value_out, int attribute, cu_device_t device) {
   BEGIN("cuDeviceGetAttribute", false);
   if (device < 0 || device >= fake_cuda.device_count) return end(CU_INVALID_DEVICE);
-  *value_out = attribute != fake_cuda.lacking_attribute;
+  *value_out = attribute == CU_ATTRIBUTE_MEMORY_CLOCK_RATE         ? 1000000 /* 1 GHz */
+               : attribute == CU_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH ? 512
+                                                                   : 1;
+  if (attribute == fake_cuda.lacking_attribute) *value_out = 0;
   return end(CU_SUCCESS);
 }
 

@@ -200,6 +200,7 @@ static void test_cuda_operations_leave_the_threads_context_alone(void) {
     KEEPS(ops->stream_adopt(device, native, &adopted));
     KEEPS(ops->pci(device, pci));
     CHECK(!strcmp(pci, "0000:1A:00.0"));
+    KEEPS(ops->memory_bytes_per_s(device) == UINT64_C(128000000000) ? GEMINI_OK : GEMINI_ERR_INVALID);
     KEEPS(ops->stream_renew(device, adopted, true));
     KEEPS(ops->wait(device, adopted, stream, mark));
     KEEPS(ops->stream_destroy(device, adopted));
