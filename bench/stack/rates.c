@@ -95,6 +95,8 @@ static int run_parts(part_t *parts, uint32_t count) {
 
 /* ---- Host memory ---- */
 
+/* Makes the pages. Their words are numbers of ordinary size, be they taken for fp32 or bf16. */
+static void touch(part_t *part) { memset(part->memory, 0x3c, part->bytes); }
 static void pass(part_t *part) {
   uint64_t *words = part->memory;
   for (uint64_t i = 0; i < part->bytes / sizeof *words; i++) words[i] += 1;
@@ -119,20 +121,17 @@ bool rates_host(rates_t *rates, const char *program, uint32_t threads, uint64_t 
     return false;
   }
   madvise(memory, bytes, MADV_HUGEPAGE);
-  int error = 0;
-  for (int round = 0; round <= ROUNDS && error == 0; round++) {
-    for (uint32_t i = 0; i < threads; i++) {
-      parts[i] = (part_t){ .fn = pass, .memory = (char *)memory + i * share, .bytes = share };
-    }
-    uint64_t begin_ns = cli_now_ns();
-    error = run_parts(parts, threads);
-    if (round > 0) keep_largest(&rates->host, 2 * share * threads, begin_ns); /* the first one makes the pages */
+  for (uint32_t i = 0; i < threads; i++) {
+    parts[i] = (part_t){ .fn = touch, .memory = (char *)memory + i * share, .bytes = share };
   }
-  for (int round = 0; round < ROUNDS && error == 0; round++) {
-    for (uint32_t i = 0; i < threads; i++) parts[i].fn = update_pass;
+  int error = run_parts(parts, threads);
+  for (int round = 0; round < 2 * ROUNDS && error == 0; round++) {
+    bool plain = round < ROUNDS;
+    for (uint32_t i = 0; i < threads; i++) parts[i].fn = plain ? pass : update_pass;
     uint64_t begin_ns = cli_now_ns();
     error = run_parts(parts, threads);
-    keep_largest(&rates->update, share / 14 / 64 * 64 * 28 * threads, begin_ns);
+    if (plain) keep_largest(&rates->host, 2 * share * threads, begin_ns);
+    if (!plain) keep_largest(&rates->update, share / 14 / 64 * 64 * 28 * threads, begin_ns);
   }
   munmap(memory, bytes);
   if (error != 0) cli_error(program, "cannot start %" PRIu32 " threads: %s", threads, strerror(error));
