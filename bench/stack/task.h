@@ -14,7 +14,7 @@
 #include "gemini_update.h"
 
 enum {
-  TASK_GEMM,           /* gemm */
+  TASK_GEMM,           /* gemm, of one product of bf16 */
   TASK_COPY,           /* in[0] -> out[0], count bytes; also between host and device */
   TASK_EMBED,          /* in: table (any, width), tokens (rows) int32 -> out: (rows, width) */
   TASK_EMBED_GRADIENT, /* in: dy (any, width), first (rows + 1) int32, where (first[rows]) int32 -> out: dtable (rows,

@@ -22,28 +22,40 @@ static uint16_t narrow(float value) {
   return (uint16_t)((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
 }
 
-static float element(const void *matrix, int type, int64_t at) {
-  return type == GPU_F32 ? ((const float *)matrix)[at] : widen(((const uint16_t *)matrix)[at]);
-}
-static void gemm(const gpu_gemm_t *g) {
-  for (int i = 0; i < g->m; i++) {
-    for (int j = 0; j < g->n; j++) {
-      float sum = 0;
-      for (int k = 0; k < g->k; k++) {
-        int64_t a = g->a_transposed ? (int64_t)k * g->lda + i : (int64_t)i * g->lda + k;
-        int64_t b = g->b_transposed ? (int64_t)j * g->ldb + k : (int64_t)k * g->ldb + j;
-        sum += element(g->a, g->inputs, a) * element(g->b, g->inputs, b);
-      }
-      int64_t c = (int64_t)i * g->ldc + j;
-      sum *= g->alpha;
-      if (g->beta != 0) sum += g->beta * element(g->c, g->output, c);
-      if (g->output == GPU_F32) {
-        ((float *)g->c)[c] = sum;
-      } else {
-        ((uint16_t *)g->c)[c] = narrow(sum);
-      }
+/* A matrix in fp32, rows side by side, transposed when asked for. */
+static float *widened(const uint16_t *matrix, int rows, int columns, int ld, bool transpose) {
+  float *wide = malloc((size_t)rows * (size_t)columns * sizeof *wide);
+  if (wide == NULL) abort(); /* of the tiny models that this is for */
+  for (int i = 0; i < rows; i++) {
+    for (int j = 0; j < columns; j++) {
+      size_t at = transpose ? (size_t)j * (size_t)ld + (size_t)i : (size_t)i * (size_t)ld + (size_t)j;
+      wide[(size_t)i * (size_t)columns + (size_t)j] = widen(matrix[at]);
     }
   }
+  return wide;
+}
+static float dot(const float *a, const float *b, int count) {
+  float sums[8] = { 0 }, sum = 0;
+  int i = 0;
+  for (; i + 8 <= count; i += 8) {
+    for (int k = 0; k < 8; k++) sums[k] += a[i + k] * b[i + k];
+  }
+  for (; i < count; i++) sum += a[i] * b[i];
+  for (int k = 0; k < 8; k++) sum += sums[k];
+  return sum;
+}
+static void gemm(const gpu_gemm_t *g) {
+  float *a = widened(g->a, g->m, g->k, g->lda, g->a_transposed);
+  float *b = widened(g->b, g->n, g->k, g->ldb, !g->b_transposed);
+  for (int i = 0; i < g->m; i++) {
+    for (int j = 0; j < g->n; j++) {
+      uint16_t *c = (uint16_t *)g->c + (size_t)i * (size_t)g->ldc + (size_t)j;
+      float sum = g->alpha * dot(a + (size_t)i * (size_t)g->k, b + (size_t)j * (size_t)g->k, g->k);
+      *c = narrow(g->beta != 0 ? sum + g->beta * widen(*c) : sum);
+    }
+  }
+  free(a);
+  free(b);
 }
 
 static void embed(const task_t *t) {

@@ -7,7 +7,7 @@
 #include "stack/llama.h"
 
 static const llama_shape_t shape = { "test", 2, 64, 128, 64 };
-enum { ROWS = 128, BLOCK_TENSORS = 9, TENSORS = 1 + 2 * BLOCK_TENSORS + 2 };
+enum { ROWS = 256, BLOCK_TENSORS = 9, TENSORS = 1 + 2 * BLOCK_TENSORS + 2 };
 
 static float widen(uint16_t bf16) {
   uint32_t bits = (uint32_t)bf16 << 16;
