@@ -40,7 +40,7 @@ static const char *const size_names[] = { "tiny", "1.3b", "3b", "7b", NULL };
 enum { SIZE_7B = 3, ROWS_MAX = 1 << 20 };
 
 typedef struct options {
-  const char *device_mem, *host_mem, *file_dir, *timeline, *cublas;
+  const char *device_mem, *host_mem, *file_dir, *timeline, *trace, *cublas;
   uint32_t size, device, policy, against;
   uint64_t batch, sequence, layers, file_mem_bytes, window_bytes, steps, warm_up, update_threads, seed;
   double static_params, static_optim;
@@ -82,6 +82,7 @@ static int parse_options(options_t *o, int argc, char **argv) {
     { "seed", CLI_U64, &o->seed, "of parameters and tokens", 0, 0, NULL },
     { "timeline", CLI_STRING, &o->timeline,
       "write a timeline of one more step to this file; bench/stalls.py explains it", 0, 0, NULL },
+    { "trace", CLI_STRING, &o->trace, "write the last step's trace to this file, for bench_plan", 0, 0, NULL },
     { "cublas", CLI_STRING, &o->cublas, "file of cuBLAS; default: what the system finds", 0, 0, NULL },
     { "explain", CLI_FLAG, &o->explain, "print the plan in words", 0, 0, NULL },
     { "verbose", CLI_FLAG, &o->verbose, "print what the library logs", 0, 0, NULL },
@@ -253,6 +254,9 @@ static bool run(bench_t *b, const gemini_config_t *config, result_t *r) {
   run_steps(b, &place, &llama, r, queue_seconds);
   r->resident_bytes = resident_bytes();
   if (!place.failed && config != NULL && o->explain) explain(&place);
+  if (!place.failed && config != NULL && o->trace != NULL) {
+    place_check(&place, gemini_trace_save(place.manager, o->trace));
+  }
   r->hash = place_hash(&place);
   place_close(&place);
   llama_close(&llama);

@@ -3,9 +3,9 @@
 # them a tiny model, whose losses on the GPU must be those of plain C, and a small one under each placement.
 # SPDX-License-Identifier: Apache-2.0
 #   bench/stack_gpu.sh [BUILD [OUT [RUN...]]]
-# BUILD: build folder, build/release when left out. OUT: folder for timelines, their explanations and logs; build/stack when
-# left out. RUN: of check, 7b-24GiB, 7b-12GiB, 3b-24GiB, 1.3b-24GiB; all when left out. GEMINI_STACK_LIMIT: seconds for each
-# run, 200 when not set. cuBLAS: GEMINI_CUBLAS, the system's, or python's nvidia-cublas.
+# BUILD: build folder, build/release when left out. OUT: folder for timelines, their explanations, traces, logs; build/stack
+# when left out. RUN: of check, 7b-24GiB, 7b-12GiB, 3b-24GiB, 1.3b-24GiB; all when left out. GEMINI_STACK_LIMIT: seconds
+# for each run, 200 when not set. cuBLAS: GEMINI_CUBLAS, the system's, or python's nvidia-cublas.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 program=${1:-build/release}/bench/bench_stack
@@ -43,7 +43,7 @@ check() {
 run() { # NAME, bench_stack options
   local name=$1 log=$out/$1.log; shift
   echo "== $name: bench_stack $*"
-  timeout "$limit" "$program" "$@" --explain --timeline "$out/$name.json" 2>&1 | tee "$log"
+  timeout "$limit" "$program" "$@" --explain --timeline "$out/$name.json" --trace "$out/$name.trace" 2>&1 | tee "$log"
   ((PIPESTATUS[0] == 0)) || { echo "stack_gpu.sh: $name failed" >&2; bad=1; return; }
   python3 bench/stalls.py "$out/$name.json" --alone "$(field "$log" bound_gpu_seconds)" >"$out/$name.stalls"
   sed -n '/share  of/,$p' "$out/$name.stalls"
