@@ -16,7 +16,7 @@
 #include "stack/llama.h"
 
 static const llama_shape_t shape = { "test", 6, 256, 704, 512 };
-enum { ROWS = 16, STEPS = 5, CHUNK_BYTES = 2 << 20 };
+enum { ROWS = 8, STEPS = 4, CHUNK_BYTES = 2 << 20 };
 
 /* ---- bench/common/gpu.h on the host; streams are the fake driver's ---- */
 
