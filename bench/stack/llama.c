@@ -319,17 +319,9 @@ static void mlp(llama_t *l, int layer) {
 
 /* ---- Backward ---- */
 
-/* The gradients of tensors from first on are written: all of them whose chunks hold no parameter that is still to be
- * used are updated now. The others would be fetched again for it, so their update waits for the next operator's. */
+/* The gradients of tensors first, first + 1, ... are written, up to those that were handed to the optimizer before. */
 static void update(llama_t *l, uint64_t step, int first) {
-  const place_t *place = l->place;
-  uint64_t window_elements = l->window_bytes / 2, begin = place->tensors[first].first;
-  uint64_t boundary = window_elements > 0 ? (begin + window_elements - 1) / window_elements * window_elements : begin;
-  if (first > 0) {
-    while (first < place->tensor_count && place->tensors[first].first < boundary) first++;
-  }
-  if (first == place->tensor_count || place->tensors[first].first >= l->updated_below) return;
-  begin = place->tensors[first].first;
+  uint64_t begin = l->place->failed ? 0 : l->place->tensors[first].first;
   place_walk(l->place, &l->updates[step], begin, l->updated_below - begin);
   l->updated_below = begin;
 }
@@ -461,7 +453,6 @@ static void embed_backward(llama_t *l, uint64_t step) {
 }
 
 void llama_step(llama_t *l, uint64_t step) {
-  l->window_bytes = place_window_bytes(l->place);
   l->updated_below = l->place->elements;
   gemini_adamw_t adamw = GEMINI_ADAMW_INIT;
   adamw.step = step + 1;

@@ -25,7 +25,6 @@ typedef struct llama {
   place_walk_t *updates; /* (steps) */
   uint64_t steps;
   uint64_t updated_below; /* in this step: elements from here on were handed to the optimizer */
-  uint64_t window_bytes;
 
   /* Of the pass under way. */
   void *batch;         /* tokens on the device */

@@ -142,12 +142,6 @@ void place_close(place_t *place) {
   place->tensors = NULL;
 }
 
-uint64_t place_window_bytes(place_t *place) {
-  gemini_arena_info_t info = GEMINI_ARENA_INFO_INIT;
-  if (place->failed || !place->managed) return 0;
-  return place_check(place, gemini_arena_info(place->manager, place->arenas[0], &info)) ? info.window_bytes : 0;
-}
-
 /* ---- Iterations and operators ---- */
 
 void place_iteration_begin(place_t *place) {

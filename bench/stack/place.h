@@ -80,8 +80,6 @@ bool place_check(place_t *place, gemini_status_t status);
 int place_register(place_t *place, const char *name, uint64_t elements);
 /* After the last registration. All bytes read as zero. */
 void place_ready(place_t *place);
-/* Of a chunk; 0: not known, or there are none. */
-uint64_t place_window_bytes(place_t *place);
 
 void place_iteration_begin(place_t *place);
 void place_iteration_end(place_t *place);
