@@ -499,7 +499,7 @@ typedef struct gemini_update_s {
 } gemini_update_t;
 #define GEMINI_UPDATE_INIT { sizeof(gemini_update_t), 0, NULL, NULL, 0, 0, 0, 0, 0, NULL, NULL }
 
-/** Walks arenas of one layout, span by span, and runs fn on each span where its chunks live. A span is the part of the
+/** Walks arenas of one layout, span by span, and runs fn on each span where its chunks live. A span is a part of the
  *  range in one window of the arena with the smallest elements; spans do not overlap and cover the range. A tensor in a
  *  reusing arena whose gradient was not written since its parameter was is given a zero gradient. An arena written
  *  without READ must be written whole. Afterwards the tensors written to are in state HOLD and hold parameters again.

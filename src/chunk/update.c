@@ -154,6 +154,12 @@ static gemini_status_t host_piece(walk_t *k, piece_t *p, bool deferred) {
   job->user = k->u.user;
   job->deferred = deferred;
   job->span = piece_span(k, p, GEMINI_TIER_HOST);
+  job->next_use = UINT64_MAX;
+  for (uint32_t i = 0; i < k->u.arena_count; i++) job->element_bytes[i] = k->arenas[i]->element_bytes;
+  for (uint32_t i = 0; i < p->count; i++) {
+    uint64_t next_use = gmi_tracer_next_use(m, p->windows[i]);
+    if (next_use < job->next_use) job->next_use = next_use;
+  }
   for (uint64_t i = 0; i < gaps; i++) {
     uint64_t begin, count;
     gap_in_piece(k, p, first_gap + i, &begin, &count);

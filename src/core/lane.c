@@ -1,6 +1,8 @@
-/* Host workers: they run updates on chunks that live on the host, first in first out.
- * SPDX-License-Identifier: Apache-2.0
+/* Host workers: they run updates on chunks that live on the host. SPDX-License-Identifier: Apache-2.0
  *
+ * A job is cut into slices, so that all workers share in the one that is wanted soonest. Which that is: among jobs whose
+ * bytes are there and whose slots' earlier work is done, the one whose chunks are used next soonest. When none is ready,
+ * the oldest one that nobody waits for is waited for, by a few workers at once: those that wait cannot help.
  * A job waits only for device work and for jobs queued before it, so one worker is enough for progress. */
 #include <errno.h>
 #include <stdio.h>
@@ -10,19 +12,27 @@
 
 #include "core/manager.h"
 
-enum { WORKERS_LIMIT = 256, SPANS_LIMIT = 4096 };
+enum {
+  WORKERS_LIMIT = 256,
+  SPANS_LIMIT = 16384,
+  SLICE_LEAST = 1 << 17, /* elements: some hundred microseconds */
+  SLICE_ALIGN = 4096,
+  LOOK = 32, /* jobs at either end of the queue among which the soonest is looked for */
+  WAITERS = 2
+};
+enum { JOB_QUEUED, JOB_WAITED_FOR, JOB_READY };
 
 typedef struct {
   struct gmi_lane *lane;
   pthread_t thread;
-  uint64_t running; /* number of the job; 0 = none */
   uint32_t index;
 } worker_t;
 
 typedef struct gmi_lane {
   pthread_mutex_t lock; /* after the manager's, never the other way round */
   pthread_cond_t more, done;
-  gmi_job_t *first, **end;
+  gmi_job_t *first, *last; /* not done yet, in the order of submission */
+  uint32_t waiters;        /* workers that wait for a job's bytes */
   uint64_t pending;        /* queued or running */
   uint64_t deferred;       /* of these, those that were deferred */
   uint64_t submitted;      /* in all */
@@ -41,9 +51,47 @@ typedef struct gmi_lane {
   worker_t workers[WORKERS_LIMIT];
 } gmi_lane_t;
 
-static void run_job(gmi_lane_t *l, gmi_job_t *job, worker_t *worker) {
+/* Can it run without waiting? Called with the lock. */
+static bool is_ready(const gmi_lane_t *l, const gmi_job_t *job) {
+  const gmi_manager_t *m = l->m;
+  for (uint32_t i = 0; i < job->slot_count; i++)
+    if (atomic_load_explicit(&job->slots[i]->work_done, memory_order_acquire) < job->after[i]) return false;
+  for (uint32_t i = 0; i < job->fence_count; i++)
+    if (!m->dev->reached(m->dev_self, gmi_fence_stream(job->fences[i]), gmi_fence_mark(job->fences[i]))) return false;
+  return true;
+}
+
+static bool has_work(const gmi_job_t *job) {
+  return job->state == JOB_QUEUED || (job->state == JOB_READY && job->next_element < job->span.element_count);
+}
+
+/* The job to work on, or to wait for; NULL: neither. Called with the lock. */
+static gmi_job_t *pick(gmi_lane_t *l) {
+  gmi_job_t *best = NULL, *oldest = NULL;
+  uint32_t looked = 0;
+  for (gmi_job_t *job = l->first; job && looked < LOOK; job = job->next) {
+    if (!has_work(job)) continue;
+    looked++;
+    if (!oldest && job->state == JOB_QUEUED) oldest = job;
+    if ((!best || job->next_use < best->next_use) && (job->state == JOB_READY || is_ready(l, job))) best = job;
+  }
+  looked = 0;
+  for (gmi_job_t *job = l->last; job && looked < LOOK; job = job->previous) {
+    if (!has_work(job)) continue;
+    looked++;
+    if ((!best || job->next_use < best->next_use) && (job->state == JOB_READY || is_ready(l, job))) best = job;
+  }
+  return best ? best : l->waiters < WAITERS ? oldest : NULL;
+}
+
+/* Waits for what the job waits for, and makes it ready. A job whose bytes did not come has no slices: on these, nothing is
+ * computed. Called with the lock, which it gives up meanwhile. */
+static void prepare(gmi_lane_t *l, gmi_job_t *job) {
   gmi_manager_t *m = l->m;
-  gemini_status_t status = GEMINI_OK; /* of the work before it: on bytes that did not come, nothing is computed */
+  gemini_status_t status = GEMINI_OK;
+  job->state = JOB_WAITED_FOR;
+  l->waiters++;
+  pthread_mutex_unlock(&l->lock);
   for (uint32_t i = 0; i < job->fence_count; i++) {
     gemini_status_t one = m->dev->sync(m->dev_self, gmi_fence_stream(job->fences[i]), gmi_fence_mark(job->fences[i]));
     if (one) status = one;
@@ -58,43 +106,68 @@ static void run_job(gmi_lane_t *l, gmi_job_t *job, worker_t *worker) {
     if (!l->failure) memcpy(l->failure_text, l->last_text, sizeof l->failure_text);
   }
   pthread_mutex_unlock(&l->lock);
-  uint64_t begin = m->dev->now(m->dev_self);
   for (uint32_t i = 0; !status && i < job->zero_count; i++) memset(job->zeros[i].address, 0, job->zeros[i].bytes);
-  if (!status) job->fn(job->user, &job->span);
-  uint64_t end = m->dev->now(m->dev_self);
-  double ns = (double)(end - begin) / (double)job->span.element_count;
   pthread_mutex_lock(&l->lock);
+  l->waiters--;
+  job->state = JOB_READY;
+  if (status) job->next_element = job->done_elements = job->span.element_count;
+  if (status && !l->failure) l->failure = status;
+  pthread_cond_broadcast(&l->more);
+}
+
+/* Called with the lock, which it gives up meanwhile. */
+static void run_slice(gmi_lane_t *l, gmi_job_t *job, uint32_t worker) {
+  gmi_manager_t *m = l->m;
+  gemini_update_span_t span = job->span;
+  uint64_t at = job->next_element, count = job->span.element_count - at;
+  if (count > job->slice_elements) count = job->slice_elements;
+  job->next_element += count;
+  pthread_mutex_unlock(&l->lock);
+  span.first_element += at;
+  span.element_count = count;
+  for (uint32_t i = 0; i < span.arena_count; i++) span.ptr[i] = (uint8_t *)span.ptr[i] + at * job->element_bytes[i];
+  uint64_t begin = m->dev->now(m->dev_self);
+  job->fn(job->user, &span);
+  uint64_t end = m->dev->now(m->dev_self);
+  double ns = (double)(end - begin) / (double)count;
+  pthread_mutex_lock(&l->lock);
+  job->done_elements += count;
   if (l->recording && l->span_count < SPANS_LIMIT)
-    l->spans[l->span_count++] = (gmi_lane_span_t){ begin, end, worker->index, 0 };
-  for (uint32_t i = 0; i < job->slot_count; i++)
-    atomic_fetch_add_explicit(&job->slots[i]->work_done, 1, memory_order_release);
+    l->spans[l->span_count++] = (gmi_lane_span_t){ begin, end, worker, 0 };
   l->samples++;
   l->ns_per_element += (ns - l->ns_per_element) / (double)(l->samples < 64 ? l->samples : 64);
-  if (status && !l->failure) l->failure = status;
-  worker->running = 0;
+}
+
+/* Called with the lock, which it gives up meanwhile. */
+static void finish(gmi_lane_t *l, gmi_job_t *job) {
+  *(job->previous ? &job->previous->next : &l->first) = job->next;
+  *(job->next ? &job->next->previous : &l->last) = job->previous;
+  for (uint32_t i = 0; i < job->slot_count; i++)
+    atomic_fetch_add_explicit(&job->slots[i]->work_done, 1, memory_order_release);
   l->pending--;
   l->deferred -= job->deferred;
   l->events++;
   pthread_cond_broadcast(&l->done);
+  if (!l->first) pthread_cond_broadcast(&l->more); /* who ends waits for that */
   pthread_mutex_unlock(&l->lock);
-  m->dev->flag_wake(m->dev_self);
+  l->m->dev->flag_wake(l->m->dev_self);
   free(job);
+  pthread_mutex_lock(&l->lock);
 }
 
 static void *work(void *user) {
   worker_t *me = user;
   gmi_lane_t *l = me->lane;
   pthread_mutex_lock(&l->lock);
-  for (;;) {
-    while (!l->first && !l->stop) pthread_cond_wait(&l->more, &l->lock);
-    gmi_job_t *job = l->first;
-    if (!job) break;
-    l->first = job->next;
-    if (!l->first) l->end = &l->first;
-    me->running = job->number;
-    pthread_mutex_unlock(&l->lock);
-    run_job(l, job, me);
-    pthread_mutex_lock(&l->lock);
+  while (!l->stop || l->first) {
+    gmi_job_t *job = pick(l);
+    if (!job) {
+      pthread_cond_wait(&l->more, &l->lock);
+      continue;
+    }
+    if (job->state == JOB_QUEUED) prepare(l, job);
+    else run_slice(l, job, me->index);
+    if (job->done_elements == job->span.element_count) finish(l, job);
   }
   pthread_mutex_unlock(&l->lock);
   return NULL;
@@ -110,7 +183,6 @@ gemini_status_t gmi_lane_open(gmi_manager_t *m, uint32_t threads) {
   pthread_mutex_init(&l->lock, NULL);
   pthread_cond_init(&l->more, NULL);
   pthread_cond_init(&l->done, NULL);
-  l->end = &l->first;
   l->m = m;
   m->lane = l;
   for (; l->thread_count < threads; l->thread_count++) {
@@ -143,9 +215,14 @@ void gmi_lane_push(gmi_manager_t *m, gmi_job_t *job) {
   gmi_lane_t *l = m->lane;
   pthread_mutex_lock(&l->lock);
   job->next = NULL;
+  job->previous = l->last;
   job->number = ++l->submitted;
-  *l->end = job;
-  l->end = &job->next;
+  job->state = JOB_QUEUED;
+  job->next_element = job->done_elements = 0;
+  uint64_t share = (job->span.element_count + l->thread_count - 1) / l->thread_count;
+  job->slice_elements = share < SLICE_LEAST ? SLICE_LEAST : (share + SLICE_ALIGN - 1) / SLICE_ALIGN * SLICE_ALIGN;
+  *(l->last ? &l->last->next : &l->first) = job;
+  l->last = job;
   l->pending++;
   l->deferred += job->deferred;
   pthread_cond_signal(&l->more);
@@ -173,19 +250,11 @@ void gmi_lane_nudge(gmi_manager_t *m) {
   pthread_mutex_unlock(&m->lane->lock);
 }
 
-/* Jobs start in their order, but need not end in it. */
-static bool done_until(const gmi_lane_t *l, uint64_t number) {
-  if (l->first && l->first->number <= number) return false;
-  for (uint32_t i = 0; i < l->thread_count; i++)
-    if (l->workers[i].running && l->workers[i].running <= number) return false;
-  return true;
-}
-
 void gmi_lane_drain(gmi_manager_t *m) {
   gmi_lane_t *l = m->lane;
   pthread_mutex_lock(&l->lock);
   uint64_t last = l->submitted; /* not for ever when others go on submitting */
-  while (!done_until(l, last)) pthread_cond_wait(&l->done, &l->lock);
+  while (l->first && l->first->number <= last) pthread_cond_wait(&l->done, &l->lock);
   pthread_mutex_unlock(&l->lock);
 }
 

@@ -480,8 +480,9 @@ bool gmi_hook_left(const void *base,
 /* core/lane.c: host workers */
 typedef struct gmi_job gmi_job_t;
 struct gmi_job {
-  gmi_job_t *next;
-  uint64_t number; /* in the order of submission, from 1 */
+  gmi_job_t *next, *previous;
+  uint64_t number;   /* in the order of submission, from 1 */
+  uint64_t next_use; /* of the chunks, position as of gmi_window_t; set by the caller, as what follows */
   gemini_update_fn fn;
   void *user;
   gemini_update_span_t span;
@@ -493,7 +494,11 @@ struct gmi_job {
   struct {
     void *address;
     uint64_t bytes;
-  } *zeros; /* to clear before fn runs */
+  } *zeros;                  /* to clear before fn runs */
+  uint32_t element_bytes[8]; /* of the span's arenas */
+  /* the lane's own */
+  uint64_t next_element, done_elements, slice_elements; /* of the span: handed to workers, done, at once */
+  uint32_t state, reserved;
 };
 gemini_status_t gmi_lane_open(gmi_manager_t *m, uint32_t threads);
 void gmi_lane_close(gmi_manager_t *m);                /* finishes what is queued */

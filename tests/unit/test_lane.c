@@ -112,6 +112,84 @@ static void test_jobs_on_one_slot_run_in_their_order(void) {
   OK(gemini_manager_close(mgr));
 }
 
+typedef struct {
+  _Atomic int count;
+  uint64_t order[3];
+} sooner_t;
+static void note(void *user, const gemini_update_span_t *span) {
+  sooner_t *o = user;
+  o->order[atomic_fetch_add(&o->count, 1)] = span->first_element;
+}
+static void test_what_is_used_sooner_overtakes(void) {
+  gemini_arena_t arena;
+  gemini_manager_t mgr = open_manager(1, &arena);
+  gmi_manager_t *m = gmi_manager_get(mgr);
+  static const uint64_t uses[] = { 9, 3, 5 };
+  _Atomic int first_done = 0;
+  nap_t first = { 50, &first_done };
+  sooner_t o = { 0 };
+  gmi_lane_push(m, nap_job(&first)); /* meanwhile the others are queued */
+  for (uint64_t i = 0; i < 3; i++) {
+    gmi_job_t *job = calloc(1, sizeof *job);
+    CHECK(job);
+    *job = (gmi_job_t){ .fn = note, .user = &o, .next_use = uses[i] };
+    job->span.first_element = uses[i];
+    job->span.element_count = 1;
+    gmi_lane_push(m, job);
+  }
+  gmi_lane_drain(m);
+  CHECK_EQ(o.count, 3);
+  CHECK(o.order[0] == 3 && o.order[1] == 5 && o.order[2] == 9);
+  OK(gemini_manager_close(mgr));
+}
+
+/* ---- slices */
+enum { ELEMENTS = 1000003 };
+typedef struct {
+  _Atomic int slices, wrong;
+  pthread_mutex_t lock;
+  pthread_t threads[8];
+  int thread_count;
+} shared_t;
+static void add_one(void *user, const gemini_update_span_t *span) {
+  shared_t *o = user;
+  uint8_t *bytes = span->ptr[0];
+  uint32_t *words = span->ptr[1];
+  atomic_fetch_add(&o->slices, 1);
+  pthread_mutex_lock(&o->lock);
+  int i = 0;
+  while (i < o->thread_count && !pthread_equal(o->threads[i], pthread_self())) i++;
+  if (i == o->thread_count) o->threads[o->thread_count++] = pthread_self();
+  pthread_mutex_unlock(&o->lock);
+  for (uint64_t k = 0; k < span->element_count; k++) {
+    bytes[k]++;
+    words[k] += (uint32_t)(span->first_element + k);
+  }
+  pause_ms(2);
+}
+static void test_workers_share_a_job(void) {
+  gemini_arena_t arena;
+  gemini_manager_t mgr = open_manager(4, &arena);
+  gmi_manager_t *m = gmi_manager_get(mgr);
+  uint8_t *bytes = calloc(ELEMENTS, 1);
+  uint32_t *words = calloc(ELEMENTS, sizeof *words);
+  gmi_job_t *job = calloc(1, sizeof *job);
+  CHECK(bytes && words && job);
+  shared_t o = { .lock = PTHREAD_MUTEX_INITIALIZER };
+  *job = (gmi_job_t){ .fn = add_one, .user = &o, .element_bytes = { 1, 4 } };
+  job->span = (gemini_update_span_t){
+    .first_element = 77, .element_count = ELEMENTS, .arena_count = 2, .ptr = { bytes, words }
+  };
+  gmi_lane_push(m, job);
+  gmi_lane_drain(m);
+  for (uint32_t k = 0; k < ELEMENTS; k++) CHECK(bytes[k] == 1 && words[k] == 77 + k);
+  CHECK_EQ(o.slices, 4);
+  CHECK(o.thread_count > 1);
+  free(bytes);
+  free(words);
+  OK(gemini_manager_close(mgr));
+}
+
 /* ---- failed work before an update */
 static void count_span(void *user, const gemini_update_span_t *span) {
   (void)span;
@@ -171,6 +249,8 @@ static void test_stats_reset_starts_peaks_at_what_is_used(void) {
 int main(void) {
   RUN(test_drain_waits_for_the_jobs_before_it_and_no_others);
   RUN(test_jobs_on_one_slot_run_in_their_order);
+  RUN(test_what_is_used_sooner_overtakes);
+  RUN(test_workers_share_a_job);
   RUN(test_update_after_failed_copy_does_not_run_and_says_so);
   RUN(test_stats_reset_starts_peaks_at_what_is_used);
   return check_done();
