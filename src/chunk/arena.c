@@ -81,11 +81,22 @@ gemini_status_t gmi_arena_grow(gmi_manager_t *m, gmi_arena_t *store) {
   return GEMINI_OK;
 }
 
+uint64_t gmi_window_search(gmi_manager_t *m, const gmi_window_use_t *uses, uint64_t count, uint64_t nonmodel,
+                           uint64_t bytes_per_s) {
+  gmi_window_search_t search = { .uses = uses,
+                                 .use_count = count,
+                                 .min_bytes = WINDOW_MIN > m->granularity ? WINDOW_MIN : m->granularity,
+                                 .device_bytes = m->config.device_bytes - m->config.device_margin_bytes,
+                                 .overhead_ns = m->dev->window_overhead_ns,
+                                 .bytes_per_s = bytes_per_s ? bytes_per_s : m->dev->link_bytes_per_s };
+  search.max_bytes = search.min_bytes;
+  while (search.max_bytes < WINDOW_MAX && search.max_bytes * 2 <= search.device_bytes / 16) search.max_bytes *= 2;
+  search.nonmodel_bytes = nonmodel < search.device_bytes ? nonmodel : 0;
+  return count ? gmi_window_size_search(&search) : search.min_bytes;
+}
+
 /* Before anything is known of the access order, registration order stands for it, a tensor an operator. */
-static gemini_status_t search_window(gmi_manager_t *m, uint64_t *window_out) {
-  uint64_t usable = m->config.device_bytes - m->config.device_margin_bytes;
-  uint64_t max = WINDOW_MIN > m->granularity ? WINDOW_MIN : m->granularity, min = max;
-  while (max < WINDOW_MAX && max * 2 <= usable / 16) max *= 2;
+static gemini_status_t first_window(gmi_manager_t *m, uint64_t *window_out) {
   gmi_window_use_t *uses = calloc(m->tensor_alive ? m->tensor_alive : 1, sizeof *uses);
   if (!uses) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory to search the window size");
   uint64_t count = 0;
@@ -95,9 +106,8 @@ static gemini_status_t search_window(gmi_manager_t *m, uint64_t *window_out) {
     uses[count] = (gmi_window_use_t){ ((uint64_t)t->arena << 46) + t->offset, t->size, (uint32_t)count, 0 };
     count++;
   }
-  uint64_t rate = m->config.sim_d2h_bytes_per_s ? m->config.sim_d2h_bytes_per_s : UINT64_C(5000000000);
-  gmi_window_search_t search = { uses, count, min, max, usable, usable / 4, 20000, rate };
-  *window_out = count ? gmi_window_size_search(&search) : min;
+  uint64_t usable = m->config.device_bytes - m->config.device_margin_bytes;
+  *window_out = gmi_window_search(m, uses, count, usable / 4, m->config.sim_d2h_bytes_per_s);
   free(uses);
   return GEMINI_OK;
 }
@@ -106,7 +116,7 @@ gemini_status_t gmi_cut(gmi_manager_t *m) {
   if (atomic_load(&m->window_bytes)) return GEMINI_OK;
   uint64_t window = m->config.window_bytes;
   gemini_status_t status = GEMINI_OK;
-  if (!window) status = search_window(m, &window);
+  if (!window) status = first_window(m, &window);
   if (status) return status;
   m->window_shift = (uint32_t)__builtin_ctzll(window);
   atomic_store_explicit(&m->window_bytes, window, memory_order_release);

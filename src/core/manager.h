@@ -188,6 +188,7 @@ typedef struct gmi_rate {
 
 struct gmi_tracer;
 struct gmi_timeline;
+struct gmi_window_use;
 struct gmi_lane;
 struct gmi_store;
 struct gmi_sys;
@@ -367,6 +368,9 @@ typedef struct gmi_range {
 /* Resolves the range, and cuts the arenas into windows if they are not yet; nothing is cut for a range that is wrong. */
 gemini_status_t gmi_range_ready(gmi_manager_t *m, const gemini_access_t *access, gmi_range_t *range_out);
 gemini_status_t gmi_range_resolve(gmi_manager_t *m, const gemini_access_t *access, gmi_range_t *range_out);
+/* The window size that fits the uses best, the smallest when there are none; bytes_per_s: of the links, 0 = as to be expected of the device. */
+uint64_t gmi_window_search(gmi_manager_t *m, const struct gmi_window_use *uses, uint64_t count, uint64_t nonmodel,
+                           uint64_t bytes_per_s);
 void gmi_arenas_write(gmi_manager_t *m, FILE *file); /* a line each, for traces and checkpoints; lock held */
 gemini_status_t gmi_cut(gmi_manager_t *m); /* chooses the window size if that is still to be done; lock held */
 /* Cuts anew where that is possible: nothing in use, every byte fits on the host, no file tier, one thread, and the

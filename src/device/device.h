@@ -37,7 +37,9 @@ typedef struct gmi_device_config {
 
 typedef struct gmi_device_ops {
   uint32_t struct_size, abi;
-  const char *name; /* static storage */
+  const char *name;            /* static storage */
+  uint64_t window_overhead_ns; /* of a window's way to the device or back, besides its bytes: mapping, marks */
+  uint64_t link_bytes_per_s;   /* to be expected of a copy, until one was measured */
 
   gemini_status_t (*open)(const gmi_device_config_t *config, void **self_out);
   /* Blocks until every stream is idle. Everything made from it is gone. NULL is accepted. */

@@ -168,7 +168,7 @@ void gmi_plan_bundle_times(gmi_manager_t *m, const gmi_trace_t *trace, gmi_plan_
   gmi_plan_op_t *ops = (gmi_plan_op_t *)(uintptr_t)in->ops;
   for (uint32_t i = 0; i < in->op_count; i++) ops[i].compute_ns = trace->ops[i].compute_ns;
   ops[in->op_count - 1].compute_ns += trace->outside_ns; /* nothing of the step's ops runs then */
-  const uint64_t link = UINT64_C(5000000000), file = UINT64_C(1000000000);
+  const uint64_t link = m->dev->link_bytes_per_s, file = UINT64_C(1000000000);
   const uint64_t h2d = m->config.sim_h2d_bytes_per_s, d2h = m->config.sim_d2h_bytes_per_s;
   in->fetch_ns = copy_ns(m, trace->link_bytes_per_s[0], h2d ? h2d : link);
   in->evict_ns = copy_ns(m, trace->link_bytes_per_s[1], d2h ? d2h : link);

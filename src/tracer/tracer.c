@@ -156,7 +156,7 @@ static void rescale_pages(gmi_trace_t *trace, uint64_t from, uint64_t to) {
 /* The window size again, now that the access order is known; only before the first plan. */
 static gemini_status_t search_window(gmi_manager_t *m, const gmi_trace_t *trace) {
   gmi_tracer_t *t = m->tracer;
-  uint64_t usable = m->config.device_bytes - m->config.device_margin_bytes, nonmodel = 0;
+  uint64_t nonmodel = 0;
   if (m->config.window_bytes || m->stats.plans) return GEMINI_OK;
   gmi_window_use_t *uses = calloc((size_t)trace->span_count + 1, sizeof *uses);
   if (!uses) return GEMINI_OK; /* the size there is will do */
@@ -168,12 +168,10 @@ static gemini_status_t search_window(gmi_manager_t *m, const gmi_trace_t *trace)
       uses[count++] = (gmi_window_use_t){ ((uint64_t)trace->spans[s].arena << 46) + trace->spans[s].offset,
                                           trace->spans[s].size, i, 0 };
   }
-  uint64_t min = m->granularity > 65536 ? m->granularity : 65536, max = min;
-  while (max < (UINT64_C(64) << 20) && max * 2 <= usable / 16) max *= 2;
-  uint64_t rate = trace->link_bytes_per_s[0] ? trace->link_bytes_per_s[0] : UINT64_C(5000000000);
+  uint64_t rate = trace->link_bytes_per_s[0];
   if (trace->link_bytes_per_s[1] && trace->link_bytes_per_s[1] < rate) rate = trace->link_bytes_per_s[1];
-  gmi_window_search_t search = { uses, count, min, max, usable, nonmodel < usable ? nonmodel : 0, 20000, rate };
-  uint64_t old = atomic_load(&m->window_bytes), window = count ? gmi_window_size_search(&search) : old;
+  uint64_t old = atomic_load(&m->window_bytes),
+           window = count ? gmi_window_search(m, uses, count, nonmodel, rate) : old;
   free(uses);
   gemini_status_t status = gmi_recut(m, window);
   window = atomic_load(&m->window_bytes);
