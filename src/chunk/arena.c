@@ -256,8 +256,7 @@ static gemini_status_t recut(gmi_manager_t *m, uint64_t window, parts_t *p, old_
     if (a && a->store == i) status = gmi_host_commit(m, a->home * window, round_up(atomic_load(&a->size), window));
   }
   if (status) return status;
-  for (uint32_t i = 0; i < m->unmap_count; i++) gmi_fence_sync(m, m->unmaps[i].fence);
-  gmi_reap(m);
+  gmi_unmap_all(m);
   atomic_store(&m->window_bytes, 0);
   gmi_heap_close(m);
   gmi_frames_free(m);
@@ -515,9 +514,7 @@ static gemini_status_t arena_destroy(gmi_manager_t *m, gemini_arena_t handle) {
   if (status) return status;
   for (uint32_t i = 0; i < count; i++) gmi_window_forget(m, &a->windows[i]);
   gmi_host_forget(m);
-  for (uint32_t i = 0; i < m->unmap_count; i++)
-    if (m->unmaps[i].window && m->unmaps[i].window->arena == a->index) gmi_fence_sync(m, m->unmaps[i].fence);
-  gmi_reap(m);
+  if (a->store == a->index) gmi_arena_unmap(m, a);
   while (a->tensor_count) {
     uint32_t index = a->order[--a->tensor_count];
     if (m->tensors[index].base != index) counterpart_unlink(m, index);

@@ -99,7 +99,7 @@ bool gmi_heap_reclaim(gmi_manager_t *m, uint32_t *frame_out) {
     gmi_heap_tag_t tag = gmi_heap_page_tag(m->heap, page);
     for (int i = 0; i < GMI_HEAP_POINTS; i++)
       m->frames[frame].ready = gmi_fence_join(m, m->frames[frame].ready, tag.point[i]);
-    gmi_unmap_later(m, m->heap_base + (page << m->window_shift), m->frames[frame].ready, NULL, page);
+    gmi_map_leave(m, m->heap_base + (page << m->window_shift), &m->pages[page].mapping, m->frames[frame].ready);
     *frame_out = frame;
     return true;
   }
@@ -119,10 +119,10 @@ static gemini_status_t back_block(gmi_manager_t *m, const gmi_heap_block_t *bloc
       continue;
     }
     uint32_t frame;
-    status = gmi_frame_take(m, GEMINI_REASON_PRESSURE, take, &frame);
+    status = gmi_frame_take(m, &m->pages[page].mapping, GEMINI_REASON_PRESSURE, take, &frame);
     if (status) break;
     gmi_fence_t ready = m->frames[frame].ready;
-    status = gmi_map(m, m->heap_base + (page << m->window_shift), frame, NULL, page);
+    status = gmi_map(m, m->heap_base + (page << m->window_shift), frame, &m->pages[page].mapping);
     if (status) {
       gmi_frame_give(m, frame, ready);
       break;

@@ -41,21 +41,9 @@ static void peak(gmi_manager_t *m, uint32_t tier, uint64_t used) {
   if (used > m->stats.peak_bytes[tier]) m->stats.peak_bytes[tier] = used;
 }
 
-/* ---- mapping */
+/* ---- measured times */
 void gmi_reap(gmi_manager_t *m) {
   uint32_t kept = 0;
-  for (uint32_t i = 0; i < m->unmap_count; i++) {
-    gmi_unmap_t *u = &m->unmaps[i];
-    if (!gmi_fence_reached(m, u->fence)) {
-      m->unmaps[kept++] = *u;
-      continue;
-    }
-    m->dev->unmap(m->dev_self, u->address, window_bytes(m));
-    if (u->window) u->window->unmap_pending = false;
-    else m->pages[u->page].unmap_pending = false;
-  }
-  m->unmap_count = kept;
-  kept = 0;
   for (uint32_t i = 0; i < m->timed_count; i++) {
     if (!gmi_fence_reached(m, m->timed[i].end)) {
       m->timed[kept++] = m->timed[i];
@@ -71,47 +59,51 @@ void gmi_reap(gmi_manager_t *m) {
   m->timed_count = kept;
 }
 
-void gmi_unmap_later(gmi_manager_t *m, void *address, gmi_fence_t fence, gmi_window_t *w, uint64_t page) {
-  if (m->unmap_count == m->unmap_capacity) {
-    uint32_t capacity = m->unmap_capacity ? m->unmap_capacity * 2 : 64;
-    gmi_unmap_t *unmaps = realloc(m->unmaps, capacity * sizeof *unmaps);
-    if (!unmaps) { /* no room to remember it: wait now */
-      gmi_fence_sync(m, fence);
-      m->dev->unmap(m->dev_self, address, window_bytes(m));
-      return;
-    }
-    m->unmaps = unmaps;
-    m->unmap_capacity = capacity;
-  }
-  m->unmaps[m->unmap_count++] = (gmi_unmap_t){ address, fence, w, page };
-  if (w) w->unmap_pending = true;
-  else m->pages[page].unmap_pending = true;
-  if ((m->config.flags & GEMINI_CONFIG_STRICT) || m->unmap_count > 4096) {
-    gmi_fence_sync(m, fence);
-    gmi_reap(m);
-  } else if (gmi_fence_reached(m, fence)) {
-    gmi_reap(m);
-  }
-}
-
-gemini_status_t gmi_map(gmi_manager_t *m, void *address, uint32_t frame, gmi_window_t *w, uint64_t page) {
-  if (w ? w->unmap_pending : m->pages[page].unmap_pending) {
-    /* It lost another frame and work that uses that one may still run: let it finish, then map anew. */
-    for (uint32_t i = 0; i < m->unmap_count; i++) {
-      if (m->unmaps[i].address != address) continue;
-      gemini_status_t status = gmi_fence_sync(m, m->unmaps[i].fence);
-      if (status) return status;
-      m->unmaps[i] = m->unmaps[--m->unmap_count];
-      break;
-    }
-    if (w) w->unmap_pending = false;
-    else m->pages[page].unmap_pending = false;
-  }
-  gemini_status_t status = m->dev->map(m->dev_self, address, m->frames[frame].handle, window_bytes(m));
-  if (status) m->dev->unmap(m->dev_self, address, window_bytes(m)); /* from the frame that it has lost, if any */
+/* ---- mapping */
+gemini_status_t gmi_map(gmi_manager_t *m, void *address, uint32_t frame, gmi_mapping_t *mapping) {
+  if (mapping->frame_1 == frame + 1) return GEMINI_OK;
+  /* Work that uses the frame it has lost may still run: let it finish. */
+  gemini_status_t status = mapping->frame_1 ? gmi_fence_sync(m, mapping->left) : GEMINI_OK;
+  if (status) return status;
+  status = m->dev->map(m->dev_self, address, m->frames[frame].handle, window_bytes(m));
+  if (status) m->dev->unmap(m->dev_self, address, window_bytes(m));
+  mapping->frame_1 = status ? 0 : frame + 1;
   return status ? gmi_fail(status, 0, "the device could not map %llu bytes", (unsigned long long)window_bytes(m))
                 : status;
 }
+
+static void unmap(gmi_manager_t *m, void *address, gmi_mapping_t *mapping) {
+  if (!mapping->frame_1) return;
+  gmi_fence_sync(m, mapping->left);
+  m->dev->unmap(m->dev_self, address, window_bytes(m));
+  mapping->frame_1 = 0;
+}
+
+void gmi_map_leave(gmi_manager_t *m, void *address, gmi_mapping_t *mapping, gmi_fence_t fence) {
+  mapping->left = fence;
+  if (m->config.flags & GEMINI_CONFIG_STRICT) unmap(m, address, mapping);
+}
+
+/* frame GMI_NONE: whatever it is mapped to. */
+static void unmap_windows(gmi_manager_t *m, const gmi_arena_t *store, uint32_t frame) {
+  uint32_t count = store->windows ? atomic_load(&store->window_count) : 0;
+  for (uint32_t i = 0; i < count; i++) {
+    gmi_window_t *w = &store->windows[i];
+    if (frame == GMI_NONE || w->mapping.frame_1 == frame + 1) unmap(m, gmi_window_device(m, w), &w->mapping);
+  }
+}
+static void unmap_from(gmi_manager_t *m, uint32_t frame) {
+  for (uint32_t i = 0; i < GMI_ARENAS; i++) {
+    gmi_arena_t *a = gmi_arena_at(m, i);
+    if (a && a->store == i) unmap_windows(m, a, frame);
+  }
+  for (uint64_t page = 0; page < m->page_high; page++) {
+    gmi_mapping_t *mapping = &m->pages[page].mapping;
+    if (frame == GMI_NONE || mapping->frame_1 == frame + 1) unmap(m, m->heap_base + (page << m->window_shift), mapping);
+  }
+}
+void gmi_arena_unmap(gmi_manager_t *m, const gmi_arena_t *store) { unmap_windows(m, store, GMI_NONE); }
+void gmi_unmap_all(gmi_manager_t *m) { unmap_from(m, GMI_NONE); }
 
 /* ---- frames */
 static gemini_status_t frames_reserve(gmi_manager_t *m, uint32_t count) {
@@ -120,15 +112,8 @@ static gemini_status_t frames_reserve(gmi_manager_t *m, uint32_t count) {
   if (frames) m->frames = frames;
   uint32_t *unmade = realloc(m->unmade, count * sizeof *unmade);
   if (unmade) m->unmade = unmade;
-  uint32_t *ring = malloc(count * sizeof *ring);
-  if (!frames || !unmade || !ring) {
-    free(ring);
+  if (!frames || !unmade)
     return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the records of %u frames", count);
-  }
-  for (uint32_t i = 0; i < m->free_size; i++) ring[i] = m->free_ring[(m->free_head + i) % m->frame_capacity];
-  free(m->free_ring);
-  m->free_ring = ring;
-  m->free_head = 0;
   for (uint32_t i = count; i-- > m->frame_capacity;) {
     m->frames[i] = (gmi_frame_t){ 0 };
     m->unmade[m->unmade_size++] = i;
@@ -153,24 +138,34 @@ void gmi_frames_free(gmi_manager_t *m) {
     if (m->frames[i].handle) m->dev->frame_destroy(m->dev_self, m->frames[i].handle, window_bytes(m));
   free(m->frames);
   free(m->unmade);
-  free(m->free_ring);
   m->frames = NULL;
-  m->unmade = m->free_ring = NULL;
+  m->unmade = NULL;
   m->frame_capacity = m->frame_count = m->frame_made = m->frame_used = m->free_size = m->unmade_size = 0;
-  m->free_head = 0;
 }
 
-static uint32_t free_pop(gmi_manager_t *m) {
-  uint32_t frame = m->free_ring[m->free_head];
-  m->free_head = (m->free_head + 1) % m->frame_capacity;
+/* The frame that is wished for, when it is free; else the one given up longest ago. */
+static uint32_t free_take(gmi_manager_t *m, uint32_t wish) {
+  uint32_t frame = wish < m->frame_capacity && m->frames[wish].free ? wish : m->free_first;
+  gmi_frame_t *f = &m->frames[frame];
+  if (frame == m->free_first) m->free_first = f->next;
+  else m->frames[f->previous].next = f->next;
+  if (frame == m->free_last) m->free_last = f->previous;
+  else m->frames[f->next].previous = f->previous;
+  f->free = false;
   m->free_size--;
   return frame;
 }
 
 void gmi_frame_give(gmi_manager_t *m, uint32_t frame, gmi_fence_t ready) {
-  m->frames[frame].ready = ready;
-  m->frames[frame].window = NULL;
-  m->free_ring[(m->free_head + m->free_size) % m->frame_capacity] = frame;
+  gmi_frame_t *f = &m->frames[frame];
+  f->ready = ready;
+  f->window = NULL;
+  f->free = true;
+  f->next = GMI_NONE;
+  f->previous = m->free_size ? m->free_last : GMI_NONE;
+  if (m->free_size) m->frames[m->free_last].next = frame;
+  else m->free_first = frame;
+  m->free_last = frame;
   m->free_size++;
   m->frame_used--;
 }
@@ -211,10 +206,13 @@ gemini_status_t gmi_oom_device(gmi_manager_t *m, uint64_t need_bytes) {
                   (unsigned long long)(m->heap ? gmi_heap_bytes_used(m->heap) : 0));
 }
 
-gemini_status_t gmi_frame_take(gmi_manager_t *m, uint32_t reason, uint32_t flags, uint32_t *frame_out) {
-  uint32_t frame;
-  if (m->frame_made < m->frame_count && m->unmade_size &&
-      (!m->free_size || !gmi_fence_reached(m, m->frames[m->free_ring[m->free_head]].ready))) {
+gemini_status_t gmi_frame_take(gmi_manager_t *m, const gmi_mapping_t *mapping, uint32_t reason, uint32_t flags,
+                               uint32_t *frame_out) {
+  uint32_t frame, wish = mapping && mapping->frame_1 ? mapping->frame_1 - 1 : GMI_NONE;
+  if (wish != GMI_NONE && m->frames[wish].free) {
+    frame = free_take(m, wish);
+  } else if (m->frame_made < m->frame_count && m->unmade_size &&
+             (!m->free_size || !gmi_fence_reached(m, m->frames[m->free_first].ready))) {
     frame = m->unmade[m->unmade_size - 1];
     gemini_status_t status = m->dev->frame_create(m->dev_self, window_bytes(m), &m->frames[frame].handle);
     if (status)
@@ -224,7 +222,7 @@ gemini_status_t gmi_frame_take(gmi_manager_t *m, uint32_t reason, uint32_t flags
     m->frame_made++;
     m->frames[frame].ready = 0;
   } else if (m->free_size) {
-    frame = free_pop(m);
+    frame = free_take(m, GMI_NONE);
   } else if (gmi_heap_reclaim(m, &frame)) {
     m->frame_used--; /* counted again below */
   } else {
@@ -241,7 +239,7 @@ gemini_status_t gmi_frame_take(gmi_manager_t *m, uint32_t reason, uint32_t flags
       else if (status != GEMINI_ERR_BUSY) break;
     } while (true);
     if (status) return status;
-    frame = free_pop(m);
+    frame = free_take(m, GMI_NONE);
   }
   m->frame_used++;
   peak(m, GEMINI_TIER_DEVICE, m->frame_used * window_bytes(m));
@@ -256,19 +254,17 @@ gemini_status_t gmi_frames_resize(gmi_manager_t *m, uint32_t frame_count) {
   while (m->frame_made > frame_count) {
     uint32_t frame;
     if (m->free_size) {
-      frame = free_pop(m);
+      frame = free_take(m, GMI_NONE);
     } else {
       uint32_t before = m->frame_count;
       m->frame_count = m->frame_made; /* no new ones meanwhile */
-      status = gmi_frame_take(m, GEMINI_REASON_CALLER, GMI_TAKE_EVICT, &frame);
+      status = gmi_frame_take(m, NULL, GEMINI_REASON_CALLER, GMI_TAKE_EVICT, &frame);
       m->frame_count = before;
       if (status) return status; /* those evicted so far stay out; nothing is lost */
       m->frame_used--;
     }
     status = gmi_fence_sync(m, m->frames[frame].ready);
-    gmi_reap(m);
-    for (uint32_t i = 0; i < m->unmap_count; i++) gmi_fence_sync(m, m->unmaps[i].fence);
-    gmi_reap(m); /* an old address may still map it */
+    unmap_from(m, frame); /* old addresses still map it */
     if (!status) status = m->dev->frame_destroy(m->dev_self, m->frames[frame].handle, window_bytes(m));
     if (status) return status;
     m->frames[frame] = (gmi_frame_t){ 0 };
@@ -364,11 +360,12 @@ gemini_status_t gmi_window_fetch(gmi_manager_t *m, gmi_window_t *w, bool fresh, 
   if (!fresh && w->io && !(w->valid & GMI_VALID_ZERO) && (status = gmi_window_settle_host(m, w))) return status;
   uint32_t frame;
   w->host_users++; /* its slot must outlive the search for a frame */
-  status = gmi_frame_take(m, reason == GEMINI_REASON_DEMAND ? GEMINI_REASON_PRESSURE : reason, flags, &frame);
+  status =
+      gmi_frame_take(m, &w->mapping, reason == GEMINI_REASON_DEMAND ? GEMINI_REASON_PRESSURE : reason, flags, &frame);
   w->host_users--;
   if (status) return status;
   gmi_fence_t ready = m->frames[frame].ready, arrive = ready;
-  status = gmi_map(m, gmi_window_device(m, w), frame, w, 0);
+  status = gmi_map(m, gmi_window_device(m, w), frame, &w->mapping);
   bool mapped = !status;
   if (!status && !fresh) {
     status = gmi_fence_wait(m, m->copy_in, ready);
@@ -383,7 +380,7 @@ gemini_status_t gmi_window_fetch(gmi_manager_t *m, gmi_window_t *w, bool fresh, 
     /* A copy may be queued all the same, without having waited for who used the frame before. */
     ready = gmi_fence_join(m, ready, gmi_fence_later(m, m->copy_in));
     gmi_frame_give(m, frame, ready);
-    if (mapped) gmi_unmap_later(m, gmi_window_device(m, w), ready, w, 0);
+    if (mapped) gmi_map_leave(m, gmi_window_device(m, w), &w->mapping, ready);
     return status;
   }
   w->frame = frame;
@@ -440,7 +437,7 @@ static void leave_frame(gmi_manager_t *m, gmi_window_t *w, gmi_fence_t fence) {
   gmi_uses_clear(&w->writes);
   m->resident--;
   gmi_frame_give(m, frame, fence);
-  gmi_unmap_later(m, gmi_window_device(m, w), fence, w, 0);
+  gmi_map_leave(m, gmi_window_device(m, w), &w->mapping, fence);
   gmi_timeline_counters(m);
 }
 

@@ -430,7 +430,6 @@ static void manager_free(gmi_manager_t *m) {
   }
   gmi_space_free(m->tensors, (uint64_t)GMI_TENSORS * sizeof *m->tensors);
   free(m->name_buckets);
-  free(m->unmaps);
   free(m->hook_frees);
   free(m->file_dir);
   free(m->keep_name);

@@ -43,6 +43,14 @@ typedef struct gmi_uses {
   _Atomic gmi_fence_t fence[GMI_USES];
 } gmi_uses_t;
 
+/* What an address of a frame's size is mapped to. It stays mapped when it loses its frame, so that nothing is to be mapped
+ * when it gets the same one again, as it does in each iteration of a plan. */
+typedef struct gmi_mapping {
+  uint32_t frame_1; /* index of the frame + 1; 0 = none */
+  uint32_t reserved;
+  gmi_fence_t left; /* after which queued work does not use the address any more; set when it loses the frame */
+} gmi_mapping_t;
+
 /* ---- windows */
 #define GMI_WINDOW_RESIDENT (1u << 31) /* has a frame that holds, or will hold once arrive is reached, its bytes */
 #define GMI_WINDOW_SETTLED (1u << 30)  /* arrive has been reached */
@@ -58,6 +66,7 @@ typedef struct gmi_io gmi_io_t;
 typedef struct gmi_window {
   _Atomic uint32_t word;    /* Atomic: GMI_WINDOW_* flags (changed under lock) and counts */
   uint32_t frame;           /* or GMI_NONE */
+  gmi_mapping_t mapping;    /* of its address */
   gmi_fence_t arrive;       /* what fills the device copy */
   gmi_uses_t reads, writes; /* Atomic: of the device copy, since it was filled */
   _Atomic uint64_t touched; /* Atomic: the manager's clock at its last release */
@@ -73,7 +82,6 @@ typedef struct gmi_window {
   uint16_t host_users;      /* acquires on the host */
   uint16_t host_writers;    /* of these, those for writing */
   uint8_t valid;            /* GMI_VALID_* */
-  bool unmap_pending;       /* still mapped to a frame it has lost */
   uint16_t deferred;        /* updates of it that have not been queued yet */
   uint16_t given[2][2];     /* of a batch of releases while it is checked: [device][writing] */
 } gmi_window_t;
@@ -151,18 +159,14 @@ typedef struct gmi_arena {
 /* ---- frames */
 typedef struct gmi_frame {
   uint64_t handle;
+  uint32_t next, previous; /* in the list of free ones; GMI_NONE ends it */
+  bool free;
   gmi_fence_t ready;    /* after which its bytes may be overwritten */
   gmi_window_t *window; /* owner, or NULL: free or the heap's */
 } gmi_frame_t;
-typedef struct gmi_unmap {
-  void *address;
-  gmi_fence_t fence;
-  gmi_window_t *window; /* or NULL: a heap page */
-  uint64_t page;
-} gmi_unmap_t;
 typedef struct gmi_page { /* of the non-model heap */
   uint32_t frame_1;       /* index of its frame + 1; 0 = none */
-  bool unmap_pending;
+  gmi_mapping_t mapping;
   bool settled; /* its frame's ready has been reached */
   bool reserved[2];
 } gmi_page_t;
@@ -232,7 +236,7 @@ typedef struct gmi_manager {
   uint32_t frame_capacity;                   /* of the array */
   uint32_t frame_made;                       /* that exist on the device */
   uint32_t frame_used;                       /* owned by windows or heap pages */
-  uint32_t *free_ring, free_head, free_size; /* frames that exist and are unused, oldest first */
+  uint32_t free_first, free_last, free_size; /* frames that exist and are unused, given up longest ago first */
   uint32_t *unmade, unmade_size;             /* places in frames[] without a device frame */
   uint32_t resident;                         /* windows with frames */
   _Atomic uint64_t clock;                    /* Atomic: fetches so far; tells which window was used longest ago */
@@ -256,9 +260,6 @@ typedef struct gmi_manager {
   uint32_t hook_stream;           /* index named last */
   uint64_t hook_clock, hook_live; /* calls that named another stream than the one before; allocations not yet freed */
   bool hook_told;                 /* a failure has been logged */
-
-  gmi_unmap_t *unmaps;
-  uint32_t unmap_count, unmap_capacity;
 
   uint64_t host_used; /* bytes of host slots */
   uint64_t file_used;
@@ -393,7 +394,9 @@ static inline gmi_tensor_t *gmi_tensor_base(gmi_manager_t *m, gmi_tensor_t *t) {
 
 /* chunk/residency.c; lock held */
 enum { GMI_TAKE_EVICT = 1 /* evict when nothing is free */ };
-gemini_status_t gmi_frame_take(gmi_manager_t *m, uint32_t reason, uint32_t flags, uint32_t *frame_out);
+/* mapping: of the address that the frame is for, which gets the one it had if that is free; or NULL. */
+gemini_status_t gmi_frame_take(gmi_manager_t *m, const gmi_mapping_t *mapping, uint32_t reason, uint32_t flags,
+                               uint32_t *frame_out);
 void gmi_frame_give(gmi_manager_t *m, uint32_t frame, gmi_fence_t ready);
 /* Gives the window a frame and starts bringing its bytes; fresh: they will all be overwritten, nothing comes, and the
  * caller goes on to gmi_window_wrote(), or to gmi_window_evict() when its batch fails. */
@@ -421,9 +424,14 @@ bool gmi_window_unsettle(gmi_window_t *w, uint32_t unless);
 /* access.c; without lock: notes a use of the device copy by what stream has queued so far. */
 gemini_status_t gmi_window_use(gmi_manager_t *m, gmi_window_t *w, uint32_t mode, uint32_t stream);
 uint8_t *gmi_window_device(gmi_manager_t *m, const gmi_window_t *w);
-gemini_status_t gmi_map(gmi_manager_t *m, void *address, uint32_t frame, gmi_window_t *w, uint64_t page);
-void gmi_unmap_later(gmi_manager_t *m, void *address, gmi_fence_t fence, gmi_window_t *w, uint64_t page);
-void gmi_reap(gmi_manager_t *m); /* unmaps what is no longer used; measures finished copies */
+/* Maps an address of a window, or of the heap's page, to a frame. */
+gemini_status_t gmi_map(gmi_manager_t *m, void *address, uint32_t frame, gmi_mapping_t *mapping);
+/* It has lost its frame; queued work may use it until the fence is reached. */
+void gmi_map_leave(gmi_manager_t *m, void *address, gmi_mapping_t *mapping, gmi_fence_t fence);
+/* Waits for queued work, and takes away access: from all windows of an arena, or from everything that is mapped. */
+void gmi_arena_unmap(gmi_manager_t *m, const gmi_arena_t *store);
+void gmi_unmap_all(gmi_manager_t *m);
+void gmi_reap(gmi_manager_t *m); /* reads the times of finished copies */
 gemini_status_t gmi_frames_init(gmi_manager_t *m);
 gemini_status_t gmi_frames_resize(gmi_manager_t *m, uint32_t frame_count);
 void gmi_frames_free(gmi_manager_t *m);
