@@ -17,13 +17,13 @@ void gmi_facts_free(gmi_facts_t *facts) {
   free(facts->op_piece_first);
   free(facts->op_pieces);
   free(facts->op_pieces_by_use);
+  free(facts->piece_use);
   free(facts->pieces_by_gap);
   memset(facts, 0, sizeof *facts);
 }
 
-/* For each piece the distance in ops from its after_op to the next op that uses one of its shared windows; NONE when
- * there is none. The first round, backwards, only learns what the next iteration begins with. */
-static void find_distances(const gmi_facts_t *facts, uint32_t *next_op, uint32_t *distance) {
+/* Fills piece_use. The first round, backwards, only learns what the next iteration begins with. */
+static void find_uses(const gmi_facts_t *facts, uint32_t *next_op) {
   const gmi_plan_input_t *input = facts->input;
   memset(next_op, 0xff, input->window_count * sizeof *next_op);
   for (uint32_t round = 0; round < 2; round++) {
@@ -35,7 +35,7 @@ static void find_distances(const gmi_facts_t *facts, uint32_t *next_op, uint32_t
           uint32_t next = next_op[input->piece_windows[input->pieces[piece].window_first + w]];
           if (next < soonest) soonest = next;
         }
-        distance[piece] = soonest == NONE ? NONE : soonest - op;
+        facts->piece_use[piece] = soonest;
       }
       for (uint32_t x = input->ops[op].access_first; x < input->ops[op + 1].access_first; x++)
         next_op[input->accesses[x].window] = op + base;
@@ -47,15 +47,16 @@ gemini_status_t gmi_facts_make(const gmi_plan_input_t *input, gmi_facts_t *facts
   gmi_facts_t facts = { .input = input };
   uint32_t ops = input->op_count, pieces = input->piece_count;
   uint32_t *next_op = malloc((size_t)input->window_count * sizeof *next_op + 1);
-  uint32_t *distance = malloc((size_t)pieces * sizeof *distance + 1);
   uint64_t *begin_ns = malloc(((size_t)ops + 1) * sizeof *begin_ns);
   uint64_t(*keys)[2] = malloc((size_t)pieces * sizeof *keys + 1);
   facts.op_piece_first = calloc((size_t)ops + 2, sizeof(uint32_t));
   facts.op_pieces = malloc((size_t)pieces * sizeof(uint32_t) + 1);
   facts.op_pieces_by_use = malloc((size_t)pieces * sizeof(uint32_t) + 1);
+  facts.piece_use = malloc((size_t)pieces * sizeof(uint32_t) + 1);
   facts.pieces_by_gap = malloc((size_t)pieces * sizeof(uint32_t) + 1);
-  bool done = next_op != NULL && distance != NULL && begin_ns != NULL && keys != NULL && facts.op_piece_first != NULL &&
-              facts.op_pieces != NULL && facts.op_pieces_by_use != NULL && facts.pieces_by_gap != NULL;
+  bool done = next_op != NULL && begin_ns != NULL && keys != NULL && facts.op_piece_first != NULL &&
+              facts.op_pieces != NULL && facts.op_pieces_by_use != NULL && facts.piece_use != NULL &&
+              facts.pieces_by_gap != NULL;
   if (!done) goto end;
 
   /* Counting sort by after_op: first[op + 1] is the next free place of op, and ends as the begin of op + 1. */
@@ -63,12 +64,12 @@ gemini_status_t gmi_facts_make(const gmi_plan_input_t *input, gmi_facts_t *facts
   for (uint32_t op = 1; op <= ops; op++) facts.op_piece_first[op + 1] += facts.op_piece_first[op];
   for (uint32_t p = 0; p < pieces; p++) facts.op_pieces[facts.op_piece_first[input->pieces[p].after_op + 1]++] = p;
 
-  find_distances(&facts, next_op, distance);
+  find_uses(&facts, next_op);
   for (uint32_t op = 0; op < ops; op++) {
     uint32_t first = facts.op_piece_first[op], count = facts.op_piece_first[op + 1] - first;
     for (uint32_t i = 0; i < count; i++) {
       uint32_t piece = facts.op_pieces[first + i];
-      keys[i][0] = distance[piece], keys[i][1] = piece;
+      keys[i][0] = facts.piece_use[piece], keys[i][1] = piece;
     }
     if (count > 1) qsort(keys, count, sizeof *keys, compare_key);
     for (uint32_t i = 0; i < count; i++) facts.op_pieces_by_use[first + i] = (uint32_t)keys[i][1];
@@ -77,9 +78,9 @@ gemini_status_t gmi_facts_make(const gmi_plan_input_t *input, gmi_facts_t *facts
   begin_ns[0] = 0;
   for (uint32_t op = 0; op < ops; op++) begin_ns[op + 1] = begin_ns[op] + input->ops[op].compute_ns;
   for (uint32_t p = 0; p < pieces; p++) {
-    uint32_t after = input->pieces[p].after_op, use = after + distance[p];
+    uint32_t after = input->pieces[p].after_op, use = facts.piece_use[p];
     keys[p][1] = p;
-    if (distance[p] == NONE) keys[p][0] = UINT64_MAX;
+    if (use == NONE) keys[p][0] = UINT64_MAX;
     else if (use < ops) keys[p][0] = begin_ns[use] - begin_ns[after + 1];
     else keys[p][0] = begin_ns[ops] - begin_ns[after + 1] + begin_ns[use - ops];
   }
@@ -88,7 +89,6 @@ gemini_status_t gmi_facts_make(const gmi_plan_input_t *input, gmi_facts_t *facts
 
 end:
   free(next_op);
-  free(distance);
   free(begin_ns);
   free(keys);
   if (!done) {

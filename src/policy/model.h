@@ -11,6 +11,8 @@ typedef struct gmi_facts {
   uint32_t *op_piece_first;   /* [op_count + 1] into the next two */
   uint32_t *op_pieces;        /* [piece_count] by after_op, then index */
   uint32_t *op_pieces_by_use; /* [piece_count] by after_op, then soonest next use by an op, then index */
+  uint32_t *piece_use; /* [piece_count] next op that uses a shared window of it, + op_count when in the next iteration;
+                              UINT32_MAX: none */
   uint32_t *pieces_by_gap; /* [piece_count] shortest compute time between the piece and its windows' next use first */
 } gmi_facts_t;
 

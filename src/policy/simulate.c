@@ -6,8 +6,10 @@
  * - A fetch starts when the link has done those before it, a frame is free and the bytes on the host are current.
  *   Frames are taken in the order in which they were given back: a clean window's when the step ended, a dirty one's
  *   when it is written back, non-model memory's when the op before ended.
- * - A host piece starts when the pieces before it are done and its windows are written back. The pieces of one op are
- *   in order of their next use.
+ * - A host piece is ready when its op has ended, its windows are written back and the pieces before it that take one
+ *   of them are done. The workers, when free, take of the ready pieces the one whose shared windows an op uses next
+ *   soonest, of equals the lowest index; when none is ready they wait for the first that becomes so. A piece ends
+ *   before it is submitted again.
  * - Where the host has no room for all states, the last pieces of an iteration are streamed: their states are read
  *   from files ahead of the update and written after it, a few pieces at once, by one resource. They wait for nothing
  *   else, and run behind the other host pieces.
@@ -15,13 +17,17 @@
  *   and the device piece before have ended, and whoever uses its windows next waits for it.
  * - The host issues ahead of the device at no cost, but at an iteration's begin it waits for the compute stream, since
  *   users read the loss there; so nothing that this iteration issues starts earlier. What is in flight goes on.
- * One pass in program order suffices: everything waits for earlier things only. */
+ * One pass in program order suffices: everything waits for earlier things only. What depends on which piece the workers
+ * took is put off until a step waits for it: fetches, and with them the pieces that update what they bring. All pieces
+ * submitted later are ready only behind that step, so they change nothing. (Nearly so where device pieces run apart.) */
 #include <stdlib.h>
 #include <string.h>
 
 #include "model.h"
 
 #define MAX_ITERATIONS 6
+#define NONE UINT32_MAX
+#define NOT_SUBMITTED UINT64_MAX
 
 /* Free frames, oldest first, in runs with one time. Invariant: total is the sum of counts. */
 typedef struct frame_run {
@@ -29,19 +35,38 @@ typedef struct frame_run {
   uint64_t count;
 } frame_run_t;
 
+/* Binary heap of pieces: least key first, of equals the lowest index. */
+typedef struct waiting {
+  uint64_t key;
+  uint32_t piece;
+} waiting_t;
+typedef struct heap {
+  waiting_t *items; /* [piece_count + 1] */
+  uint32_t count;
+} heap_t;
+
 typedef struct machine {
   const gmi_facts_t *facts;
   const gmi_plan_t *plan;
   frame_run_t *runs; /* ring */
   uint64_t run_capacity, run_first, run_count, free_frames;
-  uint64_t *host_ready_ns;    /* [window_count] when the copy on the host is current */
-  uint64_t *op_arrival_ns;    /* [op_count] last arrival for the op's own use; zeroed at use */
-  uint64_t *piece_arrival_ns; /* [piece_count] */
-  uint64_t *updated_ns;       /* [window_count] when its last device piece is done; only where pieces run apart */
-  uint32_t *fresh;            /* [op_count] windows that arrive by being overwritten */
-  uint32_t *streamed;         /* [piece_count] state windows that are read and written for this piece; 0: none */
-  uint32_t *queue;            /* [piece_count] the iteration's streamed pieces */
-  uint64_t *queue_ns;         /* [piece_count] when they were submitted; then when they were done */
+  uint64_t *host_ready_ns;  /* [window_count] when the copy on the host is current, but for pieces not done yet */
+  uint64_t *fetch_start_ns; /* [fetches] of one that is issued: when it has its frame */
+  uint32_t arriving;        /* the first fetch issued and put off; they come in order of need, so in this order */
+  uint32_t arriving_count;
+  heap_t coming, ready; /* pieces not blocked, by when they are ready; of these, those seen to be ready, by next use */
+  uint64_t *ready_ns;   /* [piece_count] NOT_SUBMITTED unless submitted and not done */
+  uint64_t *next_use;   /* [piece_count] then: op, counted over all iterations */
+  uint32_t *blocked;    /* [piece_count] then: pieces before it to be done, counted for each window */
+  uint32_t *last_taker; /* [window_count] the last piece not done that takes it, as an index of piece_windows; NONE */
+  uint32_t *next_taker; /* [piece_windows] then: the piece that takes the window next; NONE */
+  uint64_t owed_ns;     /* work of pieces not done */
+  uint64_t ops_before;  /* this iteration */
+  uint64_t *updated_ns; /* [window_count] when its last device piece is done; only where pieces run apart */
+  uint32_t *fresh;      /* [op_count] windows that arrive by being overwritten */
+  uint32_t *streamed;   /* [piece_count] state windows that are read and written for this piece; 0: none */
+  uint32_t *queue;      /* [piece_count] the iteration's streamed pieces */
+  uint64_t *queue_ns;   /* [piece_count] when they were submitted; then when they were done */
   uint32_t queue_count;
   uint64_t file_windows;                                                        /* read, and written, in an iteration */
   uint64_t begin_ns;                                                            /* of the iteration */
@@ -95,16 +120,98 @@ static uint64_t take_frames(machine_t *m, uint64_t count) {
 
 static uint64_t later(uint64_t a, uint64_t b) { return a > b ? a : b; }
 
-static void issue_fetches(machine_t *m, uint32_t *next, uint32_t end, uint32_t piece) {
-  const gmi_plan_input_t *input = m->facts->input;
-  for (; *next < end && m->plan->fetches[*next].piece == piece; ++*next) {
-    const gmi_plan_move_t *move = &m->plan->fetches[*next];
-    uint64_t start_ns = later(later(m->fetch_ns, m->begin_ns), take_frames(m, 1));
-    m->fetch_ns = later(start_ns, m->host_ready_ns[move->window]) + input->fetch_ns;
-    uint64_t *arrival =
-        move->use_piece == GMI_NO_PIECE ? &m->op_arrival_ns[move->use_op] : &m->piece_arrival_ns[move->use_piece];
-    *arrival = later(*arrival, m->fetch_ns);
+static bool goes_before(waiting_t a, waiting_t b) { return a.key != b.key ? a.key < b.key : a.piece < b.piece; }
+
+static void push(heap_t *heap, uint64_t key, uint32_t piece) {
+  waiting_t item = { key, piece };
+  uint32_t at = heap->count++;
+  for (; at > 0 && goes_before(item, heap->items[(at - 1) / 2]); at = (at - 1) / 2)
+    heap->items[at] = heap->items[(at - 1) / 2];
+  heap->items[at] = item;
+}
+
+static uint32_t pop(heap_t *heap) {
+  uint32_t piece = heap->items[0].piece, at = 0;
+  waiting_t item = heap->items[--heap->count];
+  for (uint32_t child = 1; child < heap->count; child = 2 * at + 1) {
+    if (child + 1 < heap->count && goes_before(heap->items[child + 1], heap->items[child])) child++;
+    if (!goes_before(heap->items[child], item)) break;
+    heap->items[at] = heap->items[child];
+    at = child;
   }
+  heap->items[at] = item;
+  return piece;
+}
+
+/* Runs the piece that the workers take next, if it starts before that time; false if there is none. */
+static bool run_piece(machine_t *m, uint64_t before_ns) {
+  const gmi_plan_input_t *input = m->facts->input;
+  if (m->ready.count == 0 && m->coming.count == 0) return false;
+  uint64_t start_ns = m->ready.count > 0 ? m->update_ns : later(m->update_ns, m->coming.items[0].key);
+  if (start_ns >= before_ns) return false;
+  while (m->coming.count > 0 && m->coming.items[0].key <= start_ns) {
+    uint32_t piece = pop(&m->coming);
+    push(&m->ready, m->next_use[piece], piece);
+  }
+  uint32_t piece = pop(&m->ready);
+  m->update_ns = start_ns + input->pieces[piece].host_ns;
+  m->owed_ns -= input->pieces[piece].host_ns;
+  m->ready_ns[piece] = NOT_SUBMITTED;
+  for (uint32_t i = input->pieces[piece].window_first; i < gmi_plan_piece_end(input, piece); i++) {
+    uint32_t window = input->piece_windows[i], next = m->next_taker[i];
+    m->host_ready_ns[window] = later(m->host_ready_ns[window], m->update_ns);
+    if (next == NONE) {
+      m->last_taker[window] = NONE;
+    } else {
+      m->ready_ns[next] = later(m->ready_ns[next], m->update_ns);
+      if (--m->blocked[next] == 0) push(&m->coming, m->ready_ns[next], next);
+    }
+  }
+  return true;
+}
+
+static void submit(machine_t *m, uint32_t piece) {
+  const gmi_plan_input_t *input = m->facts->input;
+  while (m->ready_ns[piece] != NOT_SUBMITTED) run_piece(m, UINT64_MAX);
+  uint64_t ready_ns = m->stream_ns;
+  for (uint32_t i = input->pieces[piece].window_first; i < gmi_plan_piece_end(input, piece); i++) {
+    uint32_t window = input->piece_windows[i], last = m->last_taker[window];
+    ready_ns = later(ready_ns, m->host_ready_ns[window]);
+    m->blocked[piece] += last != NONE;
+    if (last != NONE) m->next_taker[last] = piece;
+    m->next_taker[i] = NONE;
+    m->last_taker[window] = i;
+  }
+  m->ready_ns[piece] = ready_ns;
+  m->next_use[piece] = m->facts->piece_use[piece] == NONE ? UINT64_MAX : m->ops_before + m->facts->piece_use[piece];
+  m->owed_ns += input->pieces[piece].host_ns;
+  if (m->blocked[piece] == 0) push(&m->coming, ready_ns, piece);
+}
+
+static void issue_fetches(machine_t *m, uint32_t *next, uint32_t end, uint32_t piece) {
+  for (; *next < end && m->plan->fetches[*next].piece == piece; ++*next) {
+    m->fetch_start_ns[*next] = later(m->begin_ns, take_frames(m, 1));
+    if (m->arriving_count++ == m->plan->fetch_first[m->plan->op_count]) m->starved = true; /* one is for no step */
+  }
+}
+
+/* When this fetch is done, if the one before it is done at fetch_ns. */
+static uint64_t fetched(const machine_t *m, uint32_t f, uint64_t fetch_ns) {
+  uint64_t host_ready_ns = m->host_ready_ns[m->plan->fetches[f].window];
+  return later(later(fetch_ns, m->fetch_start_ns[f]), host_ready_ns) + m->facts->input->fetch_ns;
+}
+
+/* When the last fetch for this step is done. */
+static uint64_t arrived_for(machine_t *m, uint32_t op, uint32_t piece) {
+  uint64_t ready_ns = 0;
+  for (; m->arriving_count > 0; m->arriving_count--) {
+    const gmi_plan_move_t *move = &m->plan->fetches[m->arriving];
+    if (move->use_op != op || move->use_piece != piece) break;
+    while (m->last_taker[move->window] != NONE) run_piece(m, UINT64_MAX);
+    ready_ns = m->fetch_ns = fetched(m, m->arriving, m->fetch_ns);
+    if (++m->arriving == m->plan->fetch_first[m->plan->op_count]) m->arriving = 0;
+  }
+  return ready_ns;
 }
 
 static void issue_evicts(machine_t *m, uint32_t *next, uint32_t end, uint32_t piece) {
@@ -133,8 +240,7 @@ static void run_step(machine_t *m, uint64_t ready_ns, uint64_t duration_ns) {
 /* On a stream of its own, where there is one, behind the op; else as a step of the compute stream. */
 static void update_on_device(machine_t *m, uint32_t piece) {
   const gmi_plan_input_t *input = m->facts->input;
-  uint64_t ready_ns = m->piece_arrival_ns[piece];
-  m->piece_arrival_ns[piece] = 0;
+  uint64_t ready_ns = arrived_for(m, input->pieces[piece].after_op, piece);
   if (!m->updated_ns) {
     run_step(m, ready_ns, input->pieces[piece].device_ns);
     return;
@@ -153,10 +259,10 @@ static uint64_t updated_for(const machine_t *m, uint32_t op) {
   return ready_ns;
 }
 
-static void update_on_host(machine_t *m, uint32_t piece, uint64_t ready_ns) {
+static void update_read(machine_t *m, uint32_t piece) {
   const gmi_plan_input_t *input = m->facts->input;
   uint32_t first = input->pieces[piece].window_first, end = gmi_plan_piece_end(input, piece);
-  uint64_t start_ns = later(m->update_ns, ready_ns);
+  uint64_t start_ns = later(m->update_ns, m->file_ns);
   for (uint32_t i = first; i < end; i++) start_ns = later(start_ns, m->host_ready_ns[input->piece_windows[i]]);
   m->update_ns = start_ns + input->pieces[piece].host_ns;
   for (uint32_t i = first; i < end; i++) m->host_ready_ns[input->piece_windows[i]] = m->update_ns;
@@ -166,10 +272,11 @@ static void update_on_host(machine_t *m, uint32_t piece, uint64_t ready_ns) {
 static void update_streamed(machine_t *m) {
   const gmi_plan_input_t *input = m->facts->input;
   uint32_t ahead = input->host_pieces_ahead > 0 ? input->host_pieces_ahead : 1;
+  while (m->queue_count > 0 && run_piece(m, UINT64_MAX)) continue;
   for (uint32_t i = 0; i < m->queue_count + ahead; i++) {
     if (i < m->queue_count) {
       m->file_ns = later(m->file_ns, m->queue_ns[i]) + m->streamed[m->queue[i]] * input->file_read_ns;
-      update_on_host(m, m->queue[i], m->file_ns);
+      update_read(m, m->queue[i]);
       m->queue_ns[i] = m->update_ns;
     }
     if (i >= ahead && i - ahead < m->queue_count)
@@ -224,9 +331,8 @@ static void run_iteration(machine_t *m) {
     issue_fetches(m, &fetch, fetch_end, GMI_NO_PIECE);
     uint64_t ready_ns = take_frames(m, (uint64_t)m->fresh[op] + (heap > before ? heap - before : 0));
     m->stall_ns = 0;
-    ready_ns = later(ready_ns, later(m->op_arrival_ns[op], updated_for(m, op)));
+    ready_ns = later(ready_ns, later(arrived_for(m, op, GMI_NO_PIECE), updated_for(m, op)));
     run_step(m, ready_ns, input->ops[op].compute_ns);
-    m->op_arrival_ns[op] = 0;
     issue_evicts(m, &evict, evict_end, GMI_NO_PIECE);
     for (uint32_t i = m->facts->op_piece_first[op]; i < m->facts->op_piece_first[op + 1]; i++) {
       uint32_t piece = m->facts->op_pieces[i];
@@ -239,16 +345,18 @@ static void run_iteration(machine_t *m) {
       uint32_t piece = m->facts->op_pieces_by_use[i];
       if (plan->piece_on_device[piece]) continue;
       if (m->streamed[piece] == 0) {
-        update_on_host(m, piece, m->stream_ns);
+        submit(m, piece);
       } else {
         m->queue[m->queue_count] = piece;
         m->queue_ns[m->queue_count++] = m->stream_ns;
       }
     }
+    while (run_piece(m, m->stream_ns)) continue; /* so that what is left is work behind, and little */
     if (m->stall_ns > m->worst_stall_ns) m->worst_op = op, m->worst_stall_ns = m->stall_ns;
     if (fetch != fetch_end || evict != evict_end) m->starved = true; /* a move names a piece that does not run here */
   }
   update_streamed(m);
+  m->ops_before += input->op_count;
 }
 
 /* Counts for each op the windows that get a frame without a fetch, by following the plan's moves. */
@@ -298,13 +406,20 @@ gemini_status_t gmi_simulate(const gmi_facts_t *facts, gmi_plan_t *plan, gmi_sim
   const gmi_plan_input_t *input = facts->input;
   if (!moves_fit(input, plan)) return GEMINI_ERR_INVALID;
   uint64_t evicts = plan->evict_first[plan->op_count], fetches = plan->fetch_first[plan->op_count];
+  size_t piece_windows = input->piece_count > 0 ? gmi_plan_piece_end(input, input->piece_count - 1) : 0;
   machine_t m = { .facts = facts, .plan = plan };
   m.run_capacity = evicts + input->op_count + 2;
   if (m.run_capacity > (uint64_t)input->frame_count + 2) m.run_capacity = (uint64_t)input->frame_count + 2;
   m.runs = malloc(m.run_capacity * sizeof *m.runs);
   m.host_ready_ns = calloc((size_t)input->window_count + 1, sizeof *m.host_ready_ns);
-  m.op_arrival_ns = calloc(input->op_count, sizeof *m.op_arrival_ns);
-  m.piece_arrival_ns = calloc((size_t)input->piece_count + 1, sizeof *m.piece_arrival_ns);
+  m.fetch_start_ns = malloc((fetches + 1) * sizeof *m.fetch_start_ns);
+  m.coming.items = malloc(((size_t)input->piece_count + 1) * sizeof *m.coming.items);
+  m.ready.items = malloc(((size_t)input->piece_count + 1) * sizeof *m.ready.items);
+  m.ready_ns = malloc(((size_t)input->piece_count + 1) * sizeof *m.ready_ns);
+  m.next_use = malloc(((size_t)input->piece_count + 1) * sizeof *m.next_use);
+  m.blocked = calloc((size_t)input->piece_count + 1, sizeof *m.blocked);
+  m.last_taker = malloc(((size_t)input->window_count + 1) * sizeof *m.last_taker);
+  m.next_taker = malloc((piece_windows + 1) * sizeof *m.next_taker);
   if (input->pieces_apart) m.updated_ns = calloc((size_t)input->window_count + 1, sizeof *m.updated_ns);
   m.fresh = calloc(input->op_count, sizeof *m.fresh);
   m.streamed = calloc((size_t)input->piece_count + 1, sizeof *m.streamed);
@@ -312,9 +427,10 @@ gemini_status_t gmi_simulate(const gmi_facts_t *facts, gmi_plan_t *plan, gmi_sim
   m.queue_ns = calloc((size_t)input->piece_count + 1, sizeof *m.queue_ns);
   uint8_t *resident = malloc((size_t)input->window_count + 1);
   gemini_status_t status = GEMINI_ERR_OOM_SYSTEM;
-  if (m.runs == NULL || m.host_ready_ns == NULL || m.op_arrival_ns == NULL || m.piece_arrival_ns == NULL ||
-      (input->pieces_apart && m.updated_ns == NULL) || m.fresh == NULL || m.streamed == NULL || m.queue == NULL ||
-      m.queue_ns == NULL || resident == NULL)
+  if (m.runs == NULL || m.host_ready_ns == NULL || m.fetch_start_ns == NULL || m.coming.items == NULL ||
+      m.ready.items == NULL || m.ready_ns == NULL || m.next_use == NULL || m.blocked == NULL || m.last_taker == NULL ||
+      m.next_taker == NULL || (input->pieces_apart && m.updated_ns == NULL) || m.fresh == NULL || m.streamed == NULL ||
+      m.queue == NULL || m.queue_ns == NULL || resident == NULL)
     goto end;
 
   status = GEMINI_ERR_INVALID;
@@ -323,6 +439,8 @@ gemini_status_t gmi_simulate(const gmi_facts_t *facts, gmi_plan_t *plan, gmi_sim
   if (held > input->frame_count) goto end;
   find_streamed(&m, resident);
   find_fresh(&m, resident);
+  memset(m.ready_ns, 0xff, input->piece_count * sizeof *m.ready_ns);
+  memset(m.last_taker, 0xff, input->window_count * sizeof *m.last_taker);
   give_frames(&m, 0, input->frame_count - held);
   /* Steady when an iteration lasts as long as the one before and leaves the same work behind. */
   uint64_t length_ns = 0, behind_ns[5] = { 0 };
@@ -330,9 +448,12 @@ gemini_status_t gmi_simulate(const gmi_facts_t *facts, gmi_plan_t *plan, gmi_sim
   for (bool steady = false; iteration < MAX_ITERATIONS && !steady; iteration++) {
     run_iteration(&m);
     if (m.starved) goto end;
-    uint64_t behind_now_ns[5] = { later(m.fetch_ns, m.stream_ns) - m.stream_ns,
+    uint64_t fetch_ns = m.fetch_ns;
+    for (uint32_t k = 0; k < m.arriving_count; k++)
+      fetch_ns = fetched(&m, (uint32_t)((m.arriving + k) % fetches), fetch_ns);
+    uint64_t behind_now_ns[5] = { later(fetch_ns, m.stream_ns) - m.stream_ns,
                                   later(m.evict_ns, m.stream_ns) - m.stream_ns,
-                                  later(m.update_ns, m.stream_ns) - m.stream_ns,
+                                  later(m.update_ns, m.stream_ns) - m.stream_ns + m.owed_ns,
                                   later(m.file_ns, m.stream_ns) - m.stream_ns,
                                   later(m.device_update_ns, m.stream_ns) - m.stream_ns };
     steady = iteration > 0 && length_ns == m.stream_ns - m.begin_ns &&
@@ -366,8 +487,14 @@ gemini_status_t gmi_simulate(const gmi_facts_t *facts, gmi_plan_t *plan, gmi_sim
 end:
   free(m.runs);
   free(m.host_ready_ns);
-  free(m.op_arrival_ns);
-  free(m.piece_arrival_ns);
+  free(m.fetch_start_ns);
+  free(m.coming.items);
+  free(m.ready.items);
+  free(m.ready_ns);
+  free(m.next_use);
+  free(m.blocked);
+  free(m.last_taker);
+  free(m.next_taker);
   free(m.updated_ns);
   free(m.fresh);
   free(m.streamed);

@@ -5,7 +5,8 @@
 
 #include "check.h"
 #include "min_fetch.h"
-#include "policy/policy.h"
+#include "policy/model.h"
+#include "step_time.h"
 
 /* ---- instances ---- */
 
@@ -685,19 +686,114 @@ static void test_simulate_update_bound(void) {
   add_op(&i, 10, 0), add_access(&i, 0, GMI_ACCESS_READ | GMI_ACCESS_WRITE);
   add_piece(&i, 0, 1000, 200), add_piece_window(&i, 0, true);
   check_times(&i.input, 1160, 10, 100, 50, 1000);
-  /* A goes 0..50, B ..100. B is used first, so its piece goes first: 100..1100, then A's ..2100. B comes 1100..1200 for
-   * op 0 and is dropped; A comes 2100..2200 for op 1 and stays for op 2; B comes again 2200..2300, beside op 1. */
-  instance_begin(&i, 2, 2, 100, 50);
+  /* Evictions of no time: both pieces are ready. B is used first, so its piece goes first: 0..1000, then A's ..2000. B
+   * comes 1000..1100 for op 0 and is dropped; A comes 2000..2100 for op 1 and stays for op 2; B comes again 2100..2200,
+   * beside op 1. Evictions of 50: A goes 0..50, so it is updated 50..1050 while B goes, then B ..2050, which comes
+   * 2050..2150; A ..2250, B again ..2350. */
+  for (uint32_t evict_ns = 0; evict_ns <= 50; evict_ns += 50) {
+    instance_begin(&i, 2, 2, 100, evict_ns);
+    i.input.placement = GEMINI_PLACEMENT_CPU;
+    add_op(&i, 10, 0), add_access(&i, 1, GMI_ACCESS_READ);
+    add_op(&i, 10, 0), add_access(&i, 0, GMI_ACCESS_READ);
+    add_op(&i, 0, 0), add_access(&i, 0, GMI_ACCESS_WRITE), add_access(&i, 1, GMI_ACCESS_WRITE);
+    add_piece(&i, 2, 1000, 200), add_piece_window(&i, 0, true);
+    add_piece(&i, 2, 1000, 200), add_piece_window(&i, 1, true);
+    check_times(&i.input, evict_ns == 0 ? 2200 : 2350, 20, 300, 2 * evict_ns, 2000);
+  }
+}
+
+static void test_simulate_first_layer_is_updated_before_those_submitted_earlier(void) {
+  static instance_t i;
+  /* From the end of op 3: C goes ..50 and is updated ..1050. B and A, behind ops 4 and 5, go ..100 and ..150. At 1050 the
+   * worker takes A, which op 0 uses, ..2050: A comes ..2150, op 0 runs ..3150, while B is updated ..3050 and comes ..3150;
+   * op 1 runs ..4150, op 2 ..5150, op 3 ..5160. B before A would be 1000 more. */
+  instance_begin(&i, 3, 3, 100, 50);
   i.input.placement = GEMINI_PLACEMENT_CPU;
-  add_op(&i, 10, 0), add_access(&i, 1, GMI_ACCESS_READ);
-  add_op(&i, 10, 0), add_access(&i, 0, GMI_ACCESS_READ);
-  add_op(&i, 0, 0), add_access(&i, 0, GMI_ACCESS_WRITE), add_access(&i, 1, GMI_ACCESS_WRITE);
-  add_piece(&i, 2, 1000, 200), add_piece_window(&i, 0, true);
-  add_piece(&i, 2, 1000, 200), add_piece_window(&i, 1, true);
+  for (uint32_t w = 0; w < 3; w++) add_op(&i, 1000, 0), add_access(&i, w, GMI_ACCESS_READ);
+  for (uint32_t w = 3; w-- > 0;) add_op(&i, 10, 0), add_access(&i, w, GMI_ACCESS_READ | GMI_ACCESS_WRITE);
+  for (uint32_t w = 0; w < 3; w++) add_piece(&i, 5 - w, 1000, 200), add_piece_window(&i, w, true);
+  check_times(&i.input, 5160, 3030, 500, 150, 3000);
+}
+
+static uint32_t iterations_of(const instance_t *i) {
+  gmi_facts_t facts;
   gmi_plan_t plan;
-  make(&i.input, &plan);
-  CHECK_EQ(plan.predicted_ns, 2300);
+  gmi_simulation_t simulation;
+  make(&i->input, &plan);
+  CHECK_EQ(gmi_facts_make(&i->input, &facts), GEMINI_OK);
+  CHECK_EQ(gmi_simulate(&facts, &plan, &simulation), GEMINI_OK);
+  gmi_facts_free(&facts);
   gmi_plan_free(&plan);
+  return simulation.iterations;
+}
+
+static void test_simulate_goes_on_while_more_work_is_left_behind(void) {
+  static instance_t i;
+  /* Pieces on pinned windows, which no op waits for. Two in each 100: at the end both are owed, and it is steady; of 60,
+   * the workers are 20 later each time. Three of 100 in 200: two are owed at the end, then three, as the workers end
+   * one exactly then. */
+  static const struct {
+    uint64_t host_ns, more_compute_ns;
+    uint32_t pieces, iterations;
+  } cases[] = { { 50, 0, 2, 2 }, { 60, 0, 2, 6 }, { 100, 100, 2, 2 }, { 100, 100, 3, 6 } };
+  for (uint32_t k = 0; k < sizeof cases / sizeof *cases; k++) {
+    instance_begin(&i, 3, 3, 100, 50);
+    i.input.placement = GEMINI_PLACEMENT_CPU;
+    add_op(&i, 100, 0);
+    for (uint32_t w = 0; w < 3; w++) i.pinned[w] = 1, add_access(&i, w, GMI_ACCESS_READ);
+    if (cases[k].more_compute_ns > 0) add_op(&i, cases[k].more_compute_ns, 0);
+    for (uint32_t p = 0; p < cases[k].pieces; p++) {
+      add_piece(&i, 0, cases[k].host_ns, 1);
+      add_piece_window(&i, p, true);
+    }
+    CHECK_EQ(iterations_of(&i), cases[k].iterations);
+  }
+  /* Eight fetches of 100 beside eight ops: of 102, the link keeps up; of 95, it is 40 later each time, which no op feels
+   * before the two fetches to spare are used up. */
+  for (uint32_t late = 0; late < 2; late++) {
+    instance_begin(&i, 8, 6, 100, 50);
+    i.input.placement = GEMINI_PLACEMENT_CPU;
+    for (uint32_t w = 0; w < 8; w++) add_op(&i, late ? 95 : 102, 0), add_access(&i, w, GMI_ACCESS_READ);
+    CHECK_EQ(iterations_of(&i), late ? 6 : 2);
+  }
+}
+
+#define EVENT_ITERATIONS 8 /* steady by then */
+
+static void test_simulate_random_instances_equal_events(void) {
+  static instance_t i;
+  uint64_t seed = 31, equal = 0, bound = 0, ordered = 0;
+  for (uint32_t n = 0; n < 400; n++) {
+    const shape_t shape = { 14, 12, 10, 3, 2, 20, 8 };
+    gmi_plan_t plan;
+    uint64_t length_ns, other_ns;
+    if (n % 4 == 0) {
+      instance_random(&i, &seed, &shape, 8);
+    } else { /* steps whose updates lag; some take a window of their neighbour's as well */
+      uint32_t layers = 2 + below(&seed, 6);
+      instance_training(&i, layers, 2 + below(&seed, 2 * layers), false);
+      for (uint32_t op = 0; op < i.input.op_count; op++) i.ops[op].compute_ns = below(&seed, 500);
+      for (uint32_t p = 0; p < layers; p++) {
+        i.pieces[p].host_ns = below(&seed, 600);
+        if (below(&seed, 3) == 0) i.piece_windows[4 * p + 1] = layers + (p + 1) % layers;
+      }
+    }
+    i.input.placement = n % 3;
+    i.input.pieces_apart = 0;
+    make(&i.input, &plan);
+    if (step_time(&i.input, &plan, EVENT_ITERATIONS, 0, &length_ns)) {
+      uint64_t busy_ns = plan.update_busy_ns;
+      if (busy_ns < plan.fetch_busy_ns) busy_ns = plan.fetch_busy_ns;
+      if (busy_ns < plan.evict_busy_ns) busy_ns = plan.evict_busy_ns;
+      CHECK_EQ(plan.predicted_ns, length_ns > busy_ns ? length_ns : busy_ns);
+      equal++;
+      bound += length_ns >= busy_ns && length_ns > plan.compute_ns;
+      step_time(&i.input, &plan, EVENT_ITERATIONS, STEP_TIME_FIRST_IN_FIRST_OUT, &other_ns);
+      ordered += length_ns >= busy_ns && other_ns != length_ns;
+    }
+    gmi_plan_free(&plan);
+  }
+  CHECK(equal > 350 && bound > 200 && ordered > 50);
 }
 
 static void test_simulate_device_piece_runs_on_the_stream(void) {
@@ -1210,6 +1306,9 @@ int main(int argc, char **argv) {
   RUN(test_simulate_fetch_bound);
   RUN(test_simulate_evict_bound);
   RUN(test_simulate_update_bound);
+  RUN(test_simulate_first_layer_is_updated_before_those_submitted_earlier);
+  RUN(test_simulate_goes_on_while_more_work_is_left_behind);
+  RUN(test_simulate_random_instances_equal_events);
   RUN(test_simulate_device_piece_runs_on_the_stream);
   RUN(test_simulate_device_pieces_apart_run_beside_ops);
   RUN(test_simulate_prefetch_hides_fetches);

@@ -1,0 +1,258 @@
+/* Events of a plan's iterations: a graph of all that is done, run by a clock.
+ * SPDX-License-Identifier: Apache-2.0 */
+#include "step_time.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "check.h"
+
+#define NONE UINT32_MAX
+
+enum { WAITS, RUNS, DONE };
+typedef struct node {
+  uint64_t ns, end_ns, use;
+  uint32_t piece;  /* of a host piece; else NONE */
+  uint32_t first;  /* of what it waits for, up to the next node's */
+  uint32_t before; /* the same piece's node of the iteration before, and the step behind which this one is submitted */
+  uint32_t behind;
+  uint8_t state;
+} node_t;
+
+typedef struct graph {
+  node_t *nodes;
+  uint32_t *waits;
+  uint32_t node_count, node_room, wait_count, wait_room;
+  uint32_t *frames; /* what gives them, in the order in which they are given; NONE: free from the start */
+  uint32_t frame_first, frame_end;
+} graph_t;
+
+static uint32_t add_node(graph_t *g, uint64_t ns, uint32_t piece) {
+  CHECK(g->node_count < g->node_room);
+  g->nodes[g->node_count] = (node_t){ .ns = ns, .piece = piece, .first = g->wait_count, .before = NONE };
+  g->nodes[g->node_count + 1].first = g->wait_count;
+  return g->node_count++;
+}
+/* The node added last waits for that one. */
+static void add_wait(graph_t *g, uint32_t node) {
+  if (node == NONE) return;
+  CHECK(g->wait_count < g->wait_room);
+  g->waits[g->wait_count++] = node;
+  g->nodes[g->node_count].first = g->wait_count;
+}
+static void give(graph_t *g, uint32_t node, uint32_t count) {
+  while (count-- > 0) g->frames[g->frame_end++] = node;
+}
+static void wait_for_frames(graph_t *g, uint32_t count) {
+  while (count-- > 0) {
+    CHECK(g->frame_first < g->frame_end);
+    add_wait(g, g->frames[g->frame_first++]);
+  }
+}
+
+static bool can_start(const graph_t *g, uint32_t node) {
+  if (g->nodes[node].state != WAITS) return false;
+  for (uint32_t i = g->nodes[node].first; i < g->nodes[node + 1].first; i++)
+    if (g->nodes[g->waits[i]].state != DONE) return false;
+  return true;
+}
+
+static void run_graph(graph_t *g) {
+  uint64_t now_ns = 0;
+  uint32_t working = NONE; /* the host piece that runs */
+  for (;;) {
+    bool changed = true;
+    while (changed) {
+      changed = false;
+      for (uint32_t n = 0; n < g->node_count; n++) {
+        node_t *node = &g->nodes[n];
+        if (node->piece == NONE && can_start(g, n)) {
+          node->state = RUNS;
+          node->end_ns = now_ns + node->ns;
+        }
+        if (node->state != RUNS || node->end_ns > now_ns) continue;
+        node->state = DONE;
+        if (working == n) working = NONE;
+        changed = true;
+      }
+      if (changed || working != NONE) continue;
+      for (uint32_t n = 0; n < g->node_count; n++) { /* of equals the lowest index */
+        if (g->nodes[n].piece == NONE || !can_start(g, n)) continue;
+        if (working != NONE && g->nodes[working].use < g->nodes[n].use) continue;
+        if (working != NONE && g->nodes[working].use == g->nodes[n].use && g->nodes[working].piece < g->nodes[n].piece)
+          continue;
+        working = n;
+      }
+      if (working == NONE) continue;
+      g->nodes[working].state = RUNS;
+      g->nodes[working].end_ns = now_ns + g->nodes[working].ns;
+      changed = true;
+    }
+    uint64_t next_ns = UINT64_MAX;
+    for (uint32_t n = 0; n < g->node_count; n++)
+      if (g->nodes[n].state == RUNS && g->nodes[n].end_ns < next_ns) next_ns = g->nodes[n].end_ns;
+    if (next_ns == UINT64_MAX) break;
+    now_ns = next_ns;
+  }
+  for (uint32_t n = 0; n < g->node_count; n++) CHECK_EQ(g->nodes[n].state, DONE);
+}
+
+/* Ops from the piece to the next op that uses a shared window of it; NONE if there is none. */
+static uint32_t ops_until_use(const gmi_plan_input_t *in, uint32_t piece) {
+  for (uint32_t ahead = 1; ahead <= in->op_count; ahead++) {
+    uint32_t op = (in->pieces[piece].after_op + ahead) % in->op_count;
+    for (uint32_t x = in->ops[op].access_first; x < in->ops[op + 1].access_first; x++)
+      for (uint32_t i = 0; i < in->pieces[piece].shared_count; i++)
+        if (in->piece_windows[in->pieces[piece].window_first + i] == in->accesses[x].window) return ahead;
+  }
+  return NONE;
+}
+
+/* What is known of the machine at a place of the program: the node that was last in each respect, or NONE. */
+typedef struct program {
+  const gmi_plan_input_t *in;
+  const gmi_plan_t *plan;
+  graph_t g;
+  uint32_t step, fetch, evict, begin;
+  uint32_t *arrival;           /* [op_count + piece_count] */
+  uint32_t *written, *updated; /* [window_count] back to the host, there by a piece */
+  uint32_t *before;            /* [piece_count] */
+  uint32_t fetch_at, evict_at; /* in the plan */
+  uint8_t *resident;
+} program_t;
+
+static void add_fetches(program_t *s, uint32_t op, uint32_t piece) {
+  for (; s->fetch_at < s->plan->fetch_first[op + 1] && s->plan->fetches[s->fetch_at].piece == piece; s->fetch_at++) {
+    const gmi_plan_move_t *move = &s->plan->fetches[s->fetch_at];
+    uint32_t node = add_node(&s->g, s->in->fetch_ns, NONE);
+    add_wait(&s->g, s->fetch);
+    add_wait(&s->g, s->begin);
+    add_wait(&s->g, s->written[move->window]);
+    add_wait(&s->g, s->updated[move->window]);
+    wait_for_frames(&s->g, 1);
+    s->arrival[move->use_piece == GMI_NO_PIECE ? move->use_op : s->in->op_count + move->use_piece] = s->fetch = node;
+    s->resident[move->window] = 1;
+  }
+}
+
+static void add_evicts(program_t *s, uint32_t op, uint32_t piece) {
+  for (; s->evict_at < s->plan->evict_first[op + 1] && s->plan->evicts[s->evict_at].piece == piece; s->evict_at++) {
+    const gmi_plan_move_t *move = &s->plan->evicts[s->evict_at];
+    s->resident[move->window] = 0;
+    if ((move->flags & GMI_EVICT_DIRTY) != 0) {
+      uint32_t node = add_node(&s->g, s->in->evict_ns, NONE);
+      add_wait(&s->g, s->evict);
+      add_wait(&s->g, s->step);
+      s->written[move->window] = s->evict = node;
+      give(&s->g, node, 1);
+    } else {
+      give(&s->g, s->step, 1);
+    }
+  }
+}
+
+static void add_step(program_t *s, uint64_t ns, uint32_t arrival, uint32_t frames) {
+  uint32_t node = add_node(&s->g, ns, NONE);
+  add_wait(&s->g, s->step);
+  add_wait(&s->g, s->arrival[arrival]);
+  wait_for_frames(&s->g, frames);
+  s->step = node;
+}
+
+static void add_host_piece(program_t *s, uint32_t piece, uint64_t use) {
+  uint32_t node = add_node(&s->g, s->in->pieces[piece].host_ns, piece);
+  s->g.nodes[node].use = use;
+  s->g.nodes[node].before = s->before[piece];
+  s->g.nodes[node].behind = s->step;
+  add_wait(&s->g, s->before[piece]);
+  add_wait(&s->g, s->step);
+  s->before[piece] = node;
+  for (uint32_t i = s->in->pieces[piece].window_first; i < s->in->pieces[piece + 1].window_first; i++) {
+    uint32_t window = s->in->piece_windows[i];
+    add_wait(&s->g, s->written[window]);
+    add_wait(&s->g, s->updated[window]);
+    s->updated[window] = node;
+  }
+}
+
+static void add_op(program_t *s, uint32_t iteration, uint32_t op, uint32_t flags) {
+  const gmi_plan_input_t *in = s->in;
+  uint32_t heap = in->ops[op].heap_frames, before = in->ops[op > 0 ? op - 1 : in->op_count - 1].heap_frames;
+  uint32_t frames = heap > before ? heap - before : 0;
+  if (heap < before) give(&s->g, s->step, before - heap);
+  add_fetches(s, op, GMI_NO_PIECE);
+  for (uint32_t x = in->ops[op].access_first; x < in->ops[op + 1].access_first; x++) {
+    frames += !s->resident[in->accesses[x].window];
+    s->resident[in->accesses[x].window] = 1;
+  }
+  add_step(s, in->ops[op].compute_ns, op, frames);
+  add_evicts(s, op, GMI_NO_PIECE);
+  for (uint32_t p = 0; p < in->piece_count; p++) {
+    if (in->pieces[p].after_op != op || !s->plan->piece_on_device[p]) continue;
+    add_fetches(s, op, p);
+    add_step(s, in->pieces[p].device_ns, in->op_count + p, 0);
+    add_evicts(s, op, p);
+  }
+  for (uint32_t ahead = 1; ahead <= in->op_count + 1; ahead++) { /* in order of next use */
+    for (uint32_t p = 0; p < in->piece_count; p++) {
+      if (in->pieces[p].after_op != op || s->plan->piece_on_device[p]) continue;
+      uint32_t until = ops_until_use(in, p);
+      if (until != (ahead <= in->op_count ? ahead : NONE)) continue;
+      uint64_t use = until == NONE ? UINT64_MAX : (uint64_t)iteration * in->op_count + op + until;
+      add_host_piece(s, p, (flags & STEP_TIME_FIRST_IN_FIRST_OUT) != 0 ? s->g.node_count : use);
+    }
+  }
+}
+
+static void *filled(uint64_t count, size_t size) {
+  void *items = malloc((count + 1) * size);
+  CHECK(items != NULL);
+  memset(items, 0xff, (count + 1) * size);
+  return items;
+}
+
+bool step_time(const gmi_plan_input_t *input, const gmi_plan_t *plan, uint32_t iterations, uint32_t flags,
+               uint64_t *length_ns_out) {
+  program_t s = { .in = input, .plan = plan, .step = NONE, .fetch = NONE, .evict = NONE, .begin = NONE };
+  uint32_t fetches = plan->fetch_first[input->op_count], evicts = plan->evict_first[input->op_count];
+  uint32_t piece_windows = input->piece_count > 0 ? input->pieces[input->piece_count].window_first : 0;
+  s.g.node_room = iterations * (input->op_count + input->piece_count + fetches + evicts);
+  s.g.wait_room = iterations * (5 * fetches + 2 * evicts + 2 * piece_windows + 2 * input->piece_count +
+                                input->op_count * (2 + input->frame_count));
+  s.g.nodes = filled(s.g.node_room, sizeof *s.g.nodes);
+  s.g.waits = filled(s.g.wait_room, sizeof *s.g.waits);
+  s.g.frames = filled(input->frame_count + (uint64_t)iterations * (evicts + input->op_count * input->frame_count),
+                      sizeof *s.g.frames);
+  s.arrival = filled((uint64_t)input->op_count + input->piece_count, sizeof *s.arrival);
+  s.written = filled(input->window_count, sizeof *s.written);
+  s.updated = filled(input->window_count, sizeof *s.updated);
+  s.before = filled(input->piece_count, sizeof *s.before);
+  s.resident = filled(input->window_count, sizeof *s.resident);
+  memcpy(s.resident, plan->resident_at_start, input->window_count);
+  uint32_t held = input->ops[input->op_count - 1].heap_frames;
+  for (uint32_t w = 0; w < input->window_count; w++) held += s.resident[w];
+  give(&s.g, NONE, input->frame_count - held);
+  uint32_t begin = NONE;
+  for (uint32_t k = 0; k < iterations; k++) {
+    begin = s.begin = s.step;
+    s.fetch_at = s.evict_at = 0;
+    for (uint32_t op = 0; op < input->op_count; op++) add_op(&s, k, op, flags);
+  }
+  run_graph(&s.g);
+  *length_ns_out = s.g.nodes[s.step].end_ns - (begin == NONE ? 0 : s.g.nodes[begin].end_ns);
+  bool apart = true;
+  for (uint32_t n = 0; n < s.g.node_count; n++) {
+    const node_t *node = &s.g.nodes[n];
+    if (node->piece != NONE && node->before != NONE)
+      apart &= s.g.nodes[node->before].end_ns <= s.g.nodes[node->behind].end_ns;
+  }
+  free(s.g.nodes);
+  free(s.g.waits);
+  free(s.g.frames);
+  free(s.arrival);
+  free(s.written);
+  free(s.updated);
+  free(s.before);
+  free(s.resident);
+  return apart;
+}
