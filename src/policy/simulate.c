@@ -449,8 +449,8 @@ gemini_status_t gmi_simulate(const gmi_facts_t *facts, gmi_plan_t *plan, gmi_sim
     run_iteration(&m);
     if (m.starved) goto end;
     uint64_t fetch_ns = m.fetch_ns;
-    for (uint32_t k = 0; k < m.arriving_count; k++)
-      fetch_ns = fetched(&m, (uint32_t)((m.arriving + k) % fetches), fetch_ns);
+    for (uint32_t k = 0, f = m.arriving; k < m.arriving_count; k++, f = f + 1 < fetches ? f + 1 : 0)
+      fetch_ns = fetched(&m, f, fetch_ns);
     uint64_t behind_now_ns[5] = { later(fetch_ns, m.stream_ns) - m.stream_ns,
                                   later(m.evict_ns, m.stream_ns) - m.stream_ns,
                                   later(m.update_ns, m.stream_ns) - m.stream_ns + m.owed_ns,
