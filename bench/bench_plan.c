@@ -194,7 +194,7 @@ static int load_trace(trace_t *t, const char *path, uint64_t device_bytes, uint6
       config.placement = placement;
       config.device_bytes = device_bytes != 0 ? device_bytes : device;
       config.window_bytes = window_bytes != 0 ? window_bytes : window;
-      config.host_bytes = UINT64_C(1) << 45; /* nothing is ever put there */
+      config.host_bytes = UINT64_C(64) << 20; /* nothing is ever put there */
       failed = gemini_manager_open(&config, &trace_manager) != GEMINI_OK;
       if (failed) {
         (void)gemini_last_error(&info);

@@ -15,9 +15,8 @@
 enum {
   WORKERS_LIMIT = 256,
   SPANS_LIMIT = 16384,
-  SLICE_LEAST = 1 << 17, /* elements: some hundred microseconds */
-  SLICE_ALIGN = 4096,
-  LOOK = 32, /* jobs at either end of the queue among which the soonest is looked for */
+  LOOK = 32,        /* jobs at either end of the queue that are looked at */
+  LOOK_NS = 200000, /* how often, while there is other work */
   WAITERS = 2
 };
 enum { JOB_QUEUED, JOB_WAITED_FOR, JOB_READY };
@@ -32,6 +31,8 @@ typedef struct gmi_lane {
   pthread_mutex_t lock; /* after the manager's, never the other way round */
   pthread_cond_t more, done;
   gmi_job_t *first, *last; /* not done yet, in the order of submission */
+  gmi_job_t *ready;        /* those of which slices are left */
+  uint64_t looked_ns;      /* when the queue was looked at */
   uint32_t waiters;        /* workers that wait for a job's bytes */
   uint64_t pending;        /* queued or running */
   uint64_t deferred;       /* of these, those that were deferred */
@@ -61,26 +62,30 @@ static bool is_ready(const gmi_lane_t *l, const gmi_job_t *job) {
   return true;
 }
 
-static bool has_work(const gmi_job_t *job) {
-  return job->state == JOB_QUEUED || (job->state == JOB_READY && job->next_element < job->span.element_count);
+/* Looks among queued jobs, as many as LOOK, for one that can run and is wanted sooner than best; also for the first that
+ * nobody waits for. Called with the lock. */
+static gmi_job_t *look(const gmi_lane_t *l, bool from_end, gmi_job_t *best, gmi_job_t **oldest) {
+  uint32_t looked = 0;
+  for (gmi_job_t *job = from_end ? l->last : l->first; job && looked < LOOK;
+       job = from_end ? job->previous : job->next) {
+    if (job->state != JOB_QUEUED) continue;
+    looked++;
+    if (!*oldest) *oldest = job;
+    if ((!best || job->next_use < best->next_use) && is_ready(l, job)) best = job;
+  }
+  return best;
 }
 
 /* The job to work on, or to wait for; NULL: neither. Called with the lock. */
 static gmi_job_t *pick(gmi_lane_t *l) {
-  gmi_job_t *best = NULL, *oldest = NULL;
-  uint32_t looked = 0;
-  for (gmi_job_t *job = l->first; job && looked < LOOK; job = job->next) {
-    if (!has_work(job)) continue;
-    looked++;
-    if (!oldest && job->state == JOB_QUEUED) oldest = job;
-    if ((!best || job->next_use < best->next_use) && (job->state == JOB_READY || is_ready(l, job))) best = job;
-  }
-  looked = 0;
-  for (gmi_job_t *job = l->last; job && looked < LOOK; job = job->previous) {
-    if (!has_work(job)) continue;
-    looked++;
-    if ((!best || job->next_use < best->next_use) && (job->state == JOB_READY || is_ready(l, job))) best = job;
-  }
+  gmi_job_t *best = l->ready, *oldest = NULL;
+  for (gmi_job_t *job = l->ready; job; job = job->next_ready)
+    if (job->next_use < best->next_use) best = job;
+  uint64_t now_ns = l->m->dev->now(l->m->dev_self);
+  if (best && now_ns - l->looked_ns < LOOK_NS) return best;
+  l->looked_ns = now_ns;
+  best = look(l, false, best, &oldest);
+  best = look(l, true, best, &oldest);
   return best ? best : l->waiters < WAITERS ? oldest : NULL;
 }
 
@@ -110,8 +115,13 @@ static void prepare(gmi_lane_t *l, gmi_job_t *job) {
   pthread_mutex_lock(&l->lock);
   l->waiters--;
   job->state = JOB_READY;
-  if (status) job->next_element = job->done_elements = job->span.element_count;
-  if (status && !l->failure) l->failure = status;
+  if (!status) {
+    job->next_ready = l->ready;
+    l->ready = job;
+  } else {
+    job->done_elements = job->span.element_count;
+    if (!l->failure) l->failure = status;
+  }
   pthread_cond_broadcast(&l->more);
 }
 
@@ -120,8 +130,13 @@ static void run_slice(gmi_lane_t *l, gmi_job_t *job, uint32_t worker) {
   gmi_manager_t *m = l->m;
   gemini_update_span_t span = job->span;
   uint64_t at = job->next_element, count = job->span.element_count - at;
-  if (count > job->slice_elements) count = job->slice_elements;
+  if (count > GMI_LANE_SLICE) count = GMI_LANE_SLICE;
   job->next_element += count;
+  if (job->next_element == job->span.element_count) { /* none is left for others */
+    gmi_job_t **link = &l->ready;
+    while (*link != job) link = &(*link)->next_ready;
+    *link = job->next_ready;
+  }
   pthread_mutex_unlock(&l->lock);
   span.first_element += at;
   span.element_count = count;
@@ -219,8 +234,6 @@ void gmi_lane_push(gmi_manager_t *m, gmi_job_t *job) {
   job->number = ++l->submitted;
   job->state = JOB_QUEUED;
   job->next_element = job->done_elements = 0;
-  uint64_t share = (job->span.element_count + l->thread_count - 1) / l->thread_count;
-  job->slice_elements = share < SLICE_LEAST ? SLICE_LEAST : (share + SLICE_ALIGN - 1) / SLICE_ALIGN * SLICE_ALIGN;
   *(l->last ? &l->last->next : &l->first) = job;
   l->last = job;
   l->pending++;

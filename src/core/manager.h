@@ -509,9 +509,13 @@ struct gmi_job {
   } *zeros;                  /* to clear before fn runs */
   uint32_t element_bytes[8]; /* of the span's arenas */
   /* the lane's own */
-  uint64_t next_element, done_elements, slice_elements; /* of the span: handed to workers, done, at once */
+  uint64_t next_element, done_elements; /* of the span: handed to workers, done */
+  gmi_job_t *next_ready;
   uint32_t state, reserved;
 };
+enum {
+  GMI_LANE_SLICE = 1 << 18
+}; /* elements that a worker takes at once: some 7 MB of memory, less than a millisecond */
 gemini_status_t gmi_lane_open(gmi_manager_t *m, uint32_t threads);
 void gmi_lane_close(gmi_manager_t *m);                /* finishes what is queued */
 void gmi_lane_push(gmi_manager_t *m, gmi_job_t *job); /* takes the job: one allocation, freed when done */

@@ -58,6 +58,7 @@ typedef struct gmi_plan_input {
   const uint8_t *window_kind; /* [window_count] GEMINI_KIND_* */
   uint64_t window_bytes;
   uint64_t fetch_ns, evict_ns; /* one window over each link */
+  uint64_t host_delay_ns;      /* from a piece's work to its being current: the workers share in it as they come free */
   uint32_t host_slots;         /* windows that the host tier has room for when there are files below it; 0: for all */
   uint32_t host_pieces_ahead;  /* pieces that are read, updated and written at once when their states are in files */
   uint64_t file_read_ns, file_write_ns; /* one window; both share what the files can do */

@@ -8,8 +8,9 @@
  *   when it is written back, non-model memory's when the op before ended.
  * - A host piece is ready when its op has ended, its windows are written back and the pieces before it that take one
  *   of them are done. The workers, when free, take of the ready pieces the one whose shared windows an op uses next
- *   soonest, of equals the lowest index; when none is ready they wait for the first that becomes so. A piece ends
- *   before it is submitted again.
+ *   soonest, of equals the lowest index; when none is ready they wait for the first that becomes so. Its windows are
+ *   current a delay after its work, as each worker has other work to end first. A piece ends before it is submitted
+ *   again.
  * - Where the host has no room for all states, the last pieces of an iteration are streamed: their states are read
  *   from files ahead of the update and written after it, a few pieces at once, by one resource. They wait for nothing
  *   else, and run behind the other host pieces.
@@ -55,9 +56,9 @@ typedef struct machine {
   uint32_t arriving;        /* the first fetch issued and put off; they come in order of need, so in this order */
   uint32_t arriving_count;
   heap_t coming, ready; /* pieces not blocked, by when they are ready; of these, those seen to be ready, by next use */
-  uint64_t *ready_ns;   /* [piece_count] NOT_SUBMITTED unless submitted and not done */
-  uint64_t *next_use;   /* [piece_count] then: op, counted over all iterations */
-  uint32_t *blocked;    /* [piece_count] then: pieces before it to be done, counted for each window */
+  uint64_t *ready_ns; /* [piece_count] NOT_SUBMITTED unless submitted and not done; blocked: of what is known so far */
+  uint64_t *next_use; /* [piece_count] then: op, counted over all iterations */
+  uint32_t *blocked;  /* [piece_count] then: pieces before it to be done, counted for each window */
   uint32_t *last_taker; /* [window_count] the last piece not done that takes it, as an index of piece_windows; NONE */
   uint32_t *next_taker; /* [piece_windows] then: the piece that takes the window next; NONE */
   uint64_t owed_ns;     /* work of pieces not done */
@@ -157,13 +158,14 @@ static bool run_piece(machine_t *m, uint64_t before_ns) {
   m->update_ns = start_ns + input->pieces[piece].host_ns;
   m->owed_ns -= input->pieces[piece].host_ns;
   m->ready_ns[piece] = NOT_SUBMITTED;
+  uint64_t done_ns = m->update_ns + input->host_delay_ns;
   for (uint32_t i = input->pieces[piece].window_first; i < gmi_plan_piece_end(input, piece); i++) {
     uint32_t window = input->piece_windows[i], next = m->next_taker[i];
-    m->host_ready_ns[window] = later(m->host_ready_ns[window], m->update_ns);
+    m->host_ready_ns[window] = later(m->host_ready_ns[window], done_ns);
     if (next == NONE) {
       m->last_taker[window] = NONE;
     } else {
-      m->ready_ns[next] = later(m->ready_ns[next], m->update_ns);
+      m->ready_ns[next] = later(m->ready_ns[next], done_ns);
       if (--m->blocked[next] == 0) push(&m->coming, m->ready_ns[next], next);
     }
   }

@@ -175,6 +175,7 @@ void gmi_plan_bundle_times(gmi_manager_t *m, const gmi_trace_t *trace, gmi_plan_
   in->file_read_ns = copy_ns(m, trace->file_bytes_per_s[0], file);
   in->file_write_ns = copy_ns(m, trace->file_bytes_per_s[1], file);
   double host = trace->host_update_ps ? (double)trace->host_update_ps * 1e-3 : 2.8; /* 28 bytes at 10 GB/s */
+  in->host_delay_ns = 0;
   for (uint32_t u = 0, p = 0; u < trace->update_count; u++) {
     uint64_t unit = gmi_piece_elements(m, trace->updates[u].arenas, trace->updates[u].arena_count);
     uint64_t at = trace->updates[u].first_element, end = at + trace->updates[u].element_count;
@@ -184,6 +185,9 @@ void gmi_plan_bundle_times(gmi_manager_t *m, const gmi_trace_t *trace, gmi_plan_
     for (; at < end; p++) {
       uint64_t stop = (at / unit + 1) * unit < end ? (at / unit + 1) * unit : end;
       gmi_plan_piece_t *piece = &((gmi_plan_piece_t *)(uintptr_t)in->pieces)[p];
+      /* Workers look around between slices, are there after one more, and do not end their last ones at once. */
+      uint64_t slice_ns = (uint64_t)((double)(stop - at < GMI_LANE_SLICE ? stop - at : GMI_LANE_SLICE) * host);
+      if (m->config.update_threads > 1 && in->host_delay_ns < 3 * slice_ns) in->host_delay_ns = 3 * slice_ns;
       piece->host_ns = (uint64_t)((double)(stop - at) * host / m->config.update_threads);
       piece->device_ns = (uint64_t)((double)(stop - at) * device);
       at = stop;
