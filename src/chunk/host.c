@@ -344,11 +344,11 @@ bool gmi_window_work_pending(const gmi_manager_t *m, const gmi_window_t *w) {
 
 gemini_status_t gmi_window_settle_host(gmi_manager_t *m, gmi_window_t *w) {
   if (w->slot == GMI_NONE) return GEMINI_OK;
-  gmi_slot_t *s = slot_of(m, w);
-  if (gmi_window_work_pending(m, w)) gmi_lane_wait_slot(m, s, s->work_queued);
-  gemini_status_t status = gmi_fence_sync(m, s->fence);
-  if (!status) s->fence = 0;
-  gmi_files_poll(m); /* whatever the fence said: its transfer is over */
+  gemini_status_t status = slot_quiet(m, slot_of(m, w));
+  if (status || !w->failed_read || !(w->valid & GMI_VALID_FILE)) return status ? status : gmi_files_reap(m, w);
+  /* Who wants the window hears of an attempt of his own: the one that failed may have been begun long ago. */
+  status = gmi_file_read(m, w, GEMINI_REASON_DEMAND);
+  if (!status) status = slot_quiet(m, slot_of(m, w));
   return status ? status : gmi_files_reap(m, w);
 }
 

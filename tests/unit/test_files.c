@@ -93,10 +93,14 @@ static void test_a_move_tells_of_each_window_that_did_not_come(void) {
     opt_t *o = opt_open(tiers_config(6, 20, 120), 4);
     opt_to_files(o, MASTER);
     faults.delay_us[0] = engine == GEMINI_FILE_ENGINE_THREADS ? 2000 : 0;
-    break_files(false, EIO, failing, 1);
+    uint32_t block = window_of(&o->w, o->arenas[MASTER], (uint64_t)failing * WORLD_WINDOW)->file_block;
+    faults.only_at[0] = (long long)(block * WORLD_WINDOW) + 1;
+    break_files(false, EIO, 0, -1);
     gemini_access_t x = world_part(o->arenas[MASTER], 0, 6 * WORLD_WINDOW, 0, GEMINI_TIER_HOST);
     CHECK_STATUS(gemini_move(o->w.mgr, &x, 1), GEMINI_ERR_IO);
     CHECK(windows_right(&o->w));
+    faults.only_at[0] = 0;
+    mend_files();
     CHECK_OK(gemini_move(o->w.mgr, &x, 1));
     for (uint64_t at = 0; at < x.size_bytes; at += WORLD_WINDOW)
       CHECK(window_of(&o->w, o->arenas[MASTER], at)->valid & GMI_VALID_HOST);
@@ -105,7 +109,28 @@ static void test_a_move_tells_of_each_window_that_did_not_come(void) {
   }
 }
 
-/* A read ahead that fails is told to who wants the bytes, once; it does not matter to who overwrites them. */
+/* A read ahead that fails is no matter to who wants the bytes, as long as it can be done then. */
+static void test_a_read_ahead_that_fails_is_tried_again_by_who_wants_it(void) {
+  for (uint32_t tier = GEMINI_TIER_DEVICE; tier <= GEMINI_TIER_HOST; tier++) {
+    for (int over = 0; over < 2; over++) { /* when it is wanted: still to fail, or failed */
+      opt_t *o = opt_open(tiers_config(6, 20, 120), 4);
+      opt_to_files(o, MASTER);
+      faults.delay_us[0] = 20000;
+      break_files(false, EIO, 0, 1);
+      gemini_access_t x = world_part(o->arenas[MASTER], 0, WORLD_WINDOW, GEMINI_READ, GEMINI_TIER_HOST);
+      CHECK_OK(gemini_hint(o->w.mgr, &x, 1));
+      if (over) sleep_us(60000);
+      opt_check_range(o, MASTER, 0, WORLD_WINDOW, tier);
+      CHECK_EQ(faults.left[0], 0);
+      mend_files();
+      faults.delay_us[0] = 0;
+      opt_check(o);
+      opt_close(o);
+    }
+  }
+}
+
+/* Nor does it matter to who overwrites them. */
 static void test_a_read_ahead_that_fails_harms_nobody_who_overwrites(void) {
   for (int on_host = 0; on_host < 2; on_host++) {
     opt_t *o = opt_open(tiers_config(6, 20, 120), 4);
@@ -260,7 +285,7 @@ static void test_a_failed_read_does_not_follow_its_slot(void) {
   for (int how = 0; how < 4; how++) {
     opt_t *o = opt_open(tiers_config(6, 20, 120), 4);
     opt_to_files(o, MASTER);
-    break_files(false, EIO, 0, 1);
+    break_files(false, EIO, 0, -1);
     gemini_access_t x = world_part(o->arenas[MASTER], 0, WORLD_WINDOW, GEMINI_READ, GEMINI_TIER_HOST);
     CHECK_STATUS(gemini_acquire(o->w.mgr, &x, 1, GEMINI_STREAM_CALLER), GEMINI_ERR_IO);
     mend_files();
@@ -868,6 +893,7 @@ int main(int argc, char **argv) {
     RUN_TIMED(test_short_and_interrupted_transfers_go_on);
     RUN_TIMED(test_an_acquire_whose_read_fails_says_so_and_loses_nothing);
     RUN_TIMED(test_a_move_tells_of_each_window_that_did_not_come);
+    RUN_TIMED(test_a_read_ahead_that_fails_is_tried_again_by_who_wants_it);
     RUN_TIMED(test_a_read_ahead_that_fails_harms_nobody_who_overwrites);
     RUN_TIMED(test_an_update_whose_reads_fail_is_reported_and_loses_nothing);
     RUN_TIMED(test_writes_that_fail_lose_nothing_and_updates_catch_up);

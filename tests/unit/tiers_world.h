@@ -33,6 +33,7 @@ static struct {
   atomic_int error[2];        /* of reads, of writes: errno, or 0 */
   atomic_int after[2];        /* so many more go well before the first fails */
   atomic_int left[2];         /* so many fail; negative: all */
+  atomic_llong only_at[2];    /* if not 0: of transfers at this offset, plus 1, in their file */
   atomic_int interrupted;     /* so many end with EINTR, and EAGAIN, in turns */
   atomic_int shortened;       /* so many are halved */
   atomic_int delay_us[2];     /* before each */
@@ -48,10 +49,11 @@ static inline bool counted_down(atomic_int *left) {
   return false;
 }
 /* What becomes of a transfer: 0, or an errno; *size_io may get less. */
-static inline int fault_of(bool write, uint64_t *size_io) {
+static inline int fault_of(bool write, long long offset, uint64_t *size_io) {
   atomic_fetch_add(&faults.count[write], 1);
   if (faults.delay_us[write]) sleep_us((uint64_t)faults.delay_us[write]);
   int error = atomic_load(&faults.error[write]);
+  if (faults.only_at[write] && faults.only_at[write] != offset + 1) error = 0;
   if (error && !counted_down(&faults.after[write]) &&
       (atomic_load(&faults.left[write]) < 0 || counted_down(&faults.left[write])))
     return error;
@@ -61,13 +63,13 @@ static inline int fault_of(bool write, uint64_t *size_io) {
 }
 static inline ssize_t fault_pread(int fd, void *buffer, size_t size, off_t offset) {
   uint64_t part = size;
-  int error = fault_of(false, &part);
+  int error = fault_of(false, offset, &part);
   if (error) return errno = error, -1;
   return gmi_sys_real.pread(fd, buffer, part, offset);
 }
 static inline ssize_t fault_pwrite(int fd, const void *buffer, size_t size, off_t offset) {
   uint64_t part = size;
-  int error = fault_of(true, &part);
+  int error = fault_of(true, offset, &part);
   if (error) return errno = error, -1;
   return gmi_sys_real.pwrite(fd, buffer, part, offset);
 }
@@ -99,7 +101,7 @@ static inline int fault_ring_submit(struct io_uring *ring, unsigned completions)
     bool read = sqe->opcode == IORING_OP_READ || sqe->opcode == IORING_OP_READ_FIXED;
     uint64_t slot = sqe->user_data, size = sqe->len;
     if ((!read && !write) || slot >= RING_SLOTS || size < 4096) continue;
-    rings[r].error[slot] = fault_of(write, &size);
+    rings[r].error[slot] = fault_of(write, (long long)sqe->off, &size);
     sqe->len = (unsigned)size;
     if (!rings[r].error[slot]) continue;
     memset(sqe, 0, sizeof *sqe);
