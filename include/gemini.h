@@ -561,15 +561,12 @@ GEMINI_API gemini_status_t gemini_resume(gemini_manager_t mgr) GEMINI_MUST_CHECK
  *  log, and frees never wait, for the GPU or for other calls. What fails is in gemini_last_error(); a manager's first
  *  failure is logged, too, when the next call of another function returns.
  *  @{ */
-enum {
-  GEMINI_HOOK_ASK_TWICE = 1 /* an allocation that would evict is refused once; asked for again by the same thread, with
-                               nothing else asked for between, it evicts. For callers that empty caches of their own
-                               when they are refused, and ask again, as PyTorch's MemPool does */
-};
 /** The manager serves the allocations of its device (config.device_ordinal; 0 for the simulated one) from now on.
- *  @param flags GEMINI_HOOK_*; calling again changes them
+ *  An allocation that finds no room evicts, and is refused only when that makes none: callers that empty caches of their
+ *  own when they are refused keep what they have until chunks have made room.
+ *  @param flags 0
  *  @retval GEMINI_ERR_EXISTS   another manager serves that device
- *  @retval GEMINI_ERR_INVALID  unknown flags, or the ordinal is above 63. Since: 0.1 */
+ *  @retval GEMINI_ERR_INVALID  flags is not 0, or the ordinal is above 63. Since: 0.1 */
 GEMINI_API gemini_status_t gemini_hook_set(gemini_manager_t mgr, uint32_t flags) GEMINI_MUST_CHECK;
 /** Allocations of its device are refused from now on, until a manager serves it; frees go on. Closing the manager does
  *  this, too; frees of its pointers that come after are ignored.

@@ -24,7 +24,6 @@ typedef struct gmi_hook_free {
 static struct {
   gmi_manager_t *_Atomic manager; /* Atomic: NULL = none, or closing */
   _Atomic uint32_t users;         /* Atomic: calls inside */
-  _Atomic uint32_t flags;         /* Atomic: GEMINI_HOOK_* */
   _Atomic uintptr_t base;         /* Atomic: where its allocations lie */
   _Atomic uint64_t range;
 } entries[GMI_MANAGERS];
@@ -38,11 +37,6 @@ typedef struct left {
 } left_t;
 static left_t *left;                                           /* Guarded by table_lock */
 static pthread_mutex_t table_lock = PTHREAD_MUTEX_INITIALIZER; /* and for changes of serving[] */
-
-/* Refused once, under GEMINI_HOOK_ASK_TWICE: the framework asks again on the same thread. */
-static _Thread_local struct {
-  uint64_t manager, size;
-} refused;
 
 /* ---- entries: who announces himself before he looks is waited for by who empties before he counts */
 static gmi_manager_t *enter(uint32_t slot) {
@@ -59,8 +53,7 @@ static bool lies_in(uint32_t slot, const void *ptr) {
 }
 
 static gemini_status_t hook_set(gmi_manager_t *m, uint32_t flags) {
-  if (flags & ~(uint32_t)GEMINI_HOOK_ASK_TWICE)
-    return gmi_fail(GEMINI_ERR_INVALID, 0, "flags has unknown bits %#x", flags & ~(uint32_t)GEMINI_HOOK_ASK_TWICE);
+  if (flags) return gmi_fail(GEMINI_ERR_INVALID, 0, "flags has unknown bits %#x", flags);
   if (m->config.device_ordinal >= DEVICES)
     return gmi_fail(GEMINI_ERR_INVALID, 0, "device %u cannot be hooked, the last one is %d", m->config.device_ordinal,
                     DEVICES - 1);
@@ -68,7 +61,6 @@ static gemini_status_t hook_set(gmi_manager_t *m, uint32_t flags) {
   uint32_t has = atomic_load(&serving[m->config.device_ordinal]);
   bool taken = has && has != m->slot + 1;
   if (!taken) {
-    atomic_store(&entries[m->slot].flags, flags);
     atomic_store(&entries[m->slot].manager, m);
     atomic_store(&serving[m->config.device_ordinal], m->slot + 1);
   }
@@ -203,19 +195,8 @@ void gmi_hook_drain(gmi_manager_t *m) { drain(m, false); }
 static gemini_status_t hook_alloc(gmi_manager_t *m, uint64_t size, void *native, void **ptr_out) {
   uint32_t stream;
   if (atomic_load_explicit(&m->hook_waiting, memory_order_relaxed)) drain(m, true);
-  bool ask_twice = atomic_load_explicit(&entries[m->slot].flags, memory_order_relaxed) & GEMINI_HOOK_ASK_TWICE;
-  bool again = refused.manager == m->handle && refused.size == size;
-  refused.manager = 0;
   gemini_status_t status = gmi_stream_of_native(m, native, true, &stream);
-  if (status) return status;
-  status = gmi_nonmodel_alloc(m, size, stream, ask_twice && !again ? 0 : GMI_TAKE_EVICT, ptr_out);
-  bool possible = size <= m->config.device_bytes - m->config.device_margin_bytes;
-  if (status == GEMINI_ERR_OOM_DEVICE && ask_twice && !again && possible) {
-    refused.manager = m->handle;
-    refused.size = size;
-    return gmi_fail(status, 0, "%llu bytes would evict: refused once, asking for them again evicts",
-                    (unsigned long long)size);
-  }
+  if (!status) status = gmi_nonmodel_alloc(m, size, stream, ptr_out);
   if (status) return status;
   m->hook_live++;
   /* Stored before anybody can have the pointer, so that whoever frees it finds the entry. */
@@ -238,7 +219,7 @@ static void *hook_malloc(const char *operation, uint64_t size, bool negative, in
     gmi_lock(m);
     if (negative) status = gmi_fail(GEMINI_ERR_INVALID, 0, "size is negative");
     else status = hook_alloc(m, size, native, &ptr);
-    if (status && refused.manager != m->handle) tell(m);
+    if (status) tell(m);
     pthread_mutex_unlock(&m->lock); /* without sending logs */
     leave(slot - 1);
   }

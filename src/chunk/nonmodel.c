@@ -106,7 +106,7 @@ bool gmi_heap_reclaim(gmi_manager_t *m, uint32_t *frame_out) {
   return false;
 }
 
-static gemini_status_t back_block(gmi_manager_t *m, const gmi_heap_block_t *block, uint32_t stream, uint32_t take) {
+static gemini_status_t back_block(gmi_manager_t *m, const gmi_heap_block_t *block, uint32_t stream) {
   uint64_t last = (block->offset + block->size_bytes - 1) >> m->window_shift;
   gemini_status_t status = GEMINI_OK;
   for (int i = 0; !status && i < GMI_HEAP_POINTS; i++) status = gmi_fence_wait(m, stream, block->tag.point[i]);
@@ -119,7 +119,7 @@ static gemini_status_t back_block(gmi_manager_t *m, const gmi_heap_block_t *bloc
       continue;
     }
     uint32_t frame;
-    status = gmi_frame_take(m, &m->pages[page].mapping, GEMINI_REASON_PRESSURE, take, &frame);
+    status = gmi_frame_take(m, &m->pages[page].mapping, GEMINI_REASON_PRESSURE, GMI_TAKE_EVICT, &frame);
     if (status) break;
     gmi_fence_t ready = m->frames[frame].ready;
     status = gmi_map(m, m->heap_base + (page << m->window_shift), frame, &m->pages[page].mapping);
@@ -135,7 +135,7 @@ static gemini_status_t back_block(gmi_manager_t *m, const gmi_heap_block_t *bloc
   return status;
 }
 
-gemini_status_t gmi_nonmodel_alloc(gmi_manager_t *m, uint64_t size, uint32_t stream, uint32_t take, void **ptr_out) {
+gemini_status_t gmi_nonmodel_alloc(gmi_manager_t *m, uint64_t size, uint32_t stream, void **ptr_out) {
   if (!size) return gmi_fail(GEMINI_ERR_INVALID, 0, "size_bytes is 0");
   uint64_t usable = m->config.device_bytes - m->config.device_margin_bytes;
   if (size > usable)
@@ -148,7 +148,7 @@ gemini_status_t gmi_nonmodel_alloc(gmi_manager_t *m, uint64_t size, uint32_t str
   status = gmi_heap_alloc(m->heap, size, stream == GMI_CALLER ? 0 : stream + 1, &block);
   if (status == GEMINI_ERR_OOM_DEVICE) return gmi_oom_device(m, size);
   if (status) return gmi_fail(status, ENOMEM, "no memory for an allocation's record");
-  status = back_block(m, &block, stream, take);
+  status = back_block(m, &block, stream);
   if (status) {
     gmi_heap_free(m->heap, block.offset, block.tag);
     return status;
@@ -179,7 +179,7 @@ static gemini_status_t nonmodel_alloc(gmi_manager_t *m, uint64_t size, gemini_st
   gemini_status_t status = gmi_stream_resolve(m, stream, &s);
   if (status) return status;
   if (!ptr_out) return gmi_fail(GEMINI_ERR_INVALID, 0, "ptr_out is NULL");
-  return gmi_nonmodel_alloc(m, size, s, GMI_TAKE_EVICT, ptr_out);
+  return gmi_nonmodel_alloc(m, size, s, ptr_out);
 }
 gemini_status_t gemini_alloc(gemini_manager_t mgr, uint64_t size_bytes, gemini_stream_t stream, void **ptr_out) {
   API_LOCKED(nonmodel_alloc(m, size_bytes, stream, ptr_out));

@@ -478,8 +478,8 @@ gemini_status_t gmi_window_settle_host(gmi_manager_t *m, gmi_window_t *w);
 gemini_status_t gmi_heap_open(gmi_manager_t *m);
 void gmi_heap_close(gmi_manager_t *m);
 bool gmi_heap_reclaim(gmi_manager_t *m, uint32_t *frame_out); /* an idle page's frame */
-/* stream: an index, or GMI_CALLER. take: GMI_TAKE_EVICT, or 0: then OOM_DEVICE without a message where that is needed. */
-gemini_status_t gmi_nonmodel_alloc(gmi_manager_t *m, uint64_t size, uint32_t stream, uint32_t take, void **ptr_out);
+/* stream: an index, or GMI_CALLER */
+gemini_status_t gmi_nonmodel_alloc(gmi_manager_t *m, uint64_t size, uint32_t stream, void **ptr_out);
 bool gmi_nonmodel_free(gmi_manager_t *m, void *ptr, uint32_t stream); /* false, with the error recorded */
 
 /* chunk/hook.c */

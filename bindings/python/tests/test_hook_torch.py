@@ -14,7 +14,6 @@ import sys
 MIB = 1 << 20
 WINDOW = 2 * MIB
 READ, READ_WRITE, HOST, DEVICE = 1, 3, 1, 0
-ASK_TWICE = 1
 
 
 class Access(ctypes.Structure):
@@ -92,7 +91,7 @@ def allocator(torch, library):
 def case_pool(library):
   import torch
   m = Manager(library, 256, 126)  # 252 of 256 MiB hold chunks
-  m.check(m.lib.gemini_hook_set(m.mgr, ASK_TWICE))
+  m.check(m.lib.gemini_hook_set(m.mgr, 0))
   pool = torch.cuda.MemPool(allocator(torch, library).allocator())
   with torch.cuda.use_mem_pool(pool):
     tensors = [torch.full((10 * MIB,), i, dtype=torch.uint8, device="cuda") for i in range(20)]
