@@ -78,6 +78,7 @@ static gmi_job_t *look(const gmi_lane_t *l, bool from_end, gmi_job_t *best, gmi_
 
 /* The job to work on, or to wait for; NULL: neither. Called with the lock. */
 static gmi_job_t *pick(gmi_lane_t *l) {
+  if (!l->first) return NULL;
   gmi_job_t *best = l->ready, *oldest = NULL;
   for (gmi_job_t *job = l->ready; job; job = job->next_ready)
     if (job->next_use < best->next_use) best = job;

@@ -1377,7 +1377,7 @@ static void test_hooks_out_of_range_are_refused(void) {
   HOOK_REFUSED(STATE, "device 0", "gemini_torch_malloc", CHECK(!gemini_torch_malloc(512, 0, own)));
   HOOK_REFUSED(STATE, "device 0", "gemini_cupy_malloc", CHECK(!gemini_cupy_malloc(own, 512, 0)));
   REFUSED(STATE, "gemini_hook_set", gemini_hook_clear, bed.w.mgr);
-  REFUSED(INVALID, "0x80000000", gemini_hook_set, bed.w.mgr, 0x80000001u);
+  REFUSED(INVALID, "0x80000001", gemini_hook_set, bed.w.mgr, 0x80000001u);
   CHECK_OK(gemini_hook_set(bed.w.mgr, 0));
   REFUSED(EXISTS, "device 0", gemini_hook_set, bed.x.mgr, 0);
   REFUSED(NOT_FOUND, "no stream", gemini_hook_forget, bed.w.mgr, own);

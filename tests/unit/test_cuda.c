@@ -788,7 +788,7 @@ static void test_cuda_adopted_stream_is_ordered_and_left_alone(void) {
   CHECK_EQ(driver->current_set(context), CU_SUCCESS);
   CHECK_EQ(driver->stream_create(&theirs, 0), CU_SUCCESS);
   CHECK_EQ(driver->current_set(NULL), CU_SUCCESS);
-  unsigned char *va = range_new(device, GRANULE), *host = host_new(device, 4096);
+  unsigned char *va = range_new(device, GRANULE), *host = host_new(device, 8192);
   CHECK_EQ(ops->map(device, va, frame_new(device, GRANULE), GRANULE), GEMINI_OK);
   uint32_t index = 77, ours = stream_new(device), again;
   CHECK_EQ(ops->stream_adopt(device, far, &index), GEMINI_ERR_INVALID);
@@ -810,7 +810,7 @@ static void test_cuda_adopted_stream_is_ordered_and_left_alone(void) {
     CHECK(!ops->reached(device, index, mark));
     atomic_store(&gate, 1);
     ops->flag_wake(device);
-    CHECK_EQ(byte_at(device, index, va + 4095, host), 30 + i);
+    CHECK_EQ(byte_at(device, index, va + 4095, host + 4096), 30 + i);
     CHECK(ops->reached(device, index, mark));
     CHECK_EQ(ops->stream_destroy(device, index), GEMINI_OK);
     CHECK_EQ(ops->stream_native(device, index, &native), GEMINI_ERR_INVALID);
@@ -821,7 +821,7 @@ static void test_cuda_adopted_stream_is_ordered_and_left_alone(void) {
   }
   CHECK_EQ(ops->stream_adopt(device, theirs, &index), GEMINI_OK);
   mark_new(device, index);
-  host_delete(device, host, 4096);
+  host_delete(device, host, 8192);
   ops->close(device); /* with it adopted */
   CHECK_EQ(driver->current_set(context), CU_SUCCESS);
   CHECK_EQ(driver->stream_destroy(theirs), CU_SUCCESS);
