@@ -1,0 +1,14 @@
+"""libgemini: memory of models that are larger than the GPU. PyTorch users want libgemini.torch.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+from .abi import GeminiError
+from .manager import Manager, parse_bytes
+
+__all__ = ["GeminiError", "Manager", "parse_bytes", "version"]
+
+
+def version():
+  """The version of the C library that is loaded."""
+  from . import abi
+  return abi.library().version().decode()

@@ -1,0 +1,97 @@
+"""PyTorch on libgemini: models that do not fit on the GPU, trained with a few lines more.
+
+    import libgemini.torch as gm
+
+    with gm.init(placement="auto", device_memory="24GiB", host_memory="100GiB"):
+      model = LlamaForCausalLM(config)      # each parameter goes to the host as it is made
+    model, optimizer = gm.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-4))
+    loss = model(ids, labels=ids).loss
+    loss.backward(); optimizer.step(); optimizer.zero_grad()
+
+SPDX-License-Identifier: Apache-2.0
+"""
+import torch as _torch
+
+from ..abi import GeminiError
+from . import model as _model
+from .optim import Optimizer
+from .session import Session
+
+__all__ = ["GeminiError", "close", "init", "prepare", "session", "stats", "explain"]
+
+_current = None
+
+
+def session():
+  """The session that init() made."""
+  if _current is None:
+    raise GeminiError("there is no session: call libgemini.torch.init() first")
+  return _current
+
+
+class _Init:
+  """Of init(): as a context manager, modules built within put each parameter into the session at once."""
+
+  def __init__(self, owner):
+    self.session = owner
+    self.building = None
+
+  def __enter__(self):
+    self.building = _model.building(self.session)
+    self.building.__enter__()
+    return self.session
+
+  def __exit__(self, *error):
+    return self.building.__exit__(*error)
+
+
+def init(placement="auto", *, device_memory, host_memory=0, file=None, file_memory=0, device=None, margin=0, window=0,
+         warmup_iterations=1, update_threads=0, strict=False, **more):
+  """Opens the session: one device, one set of budgets. Sizes are bytes, or texts such as "24GiB".
+
+  placement: "auto" (what predicted step time says), "cuda" (as much as fits stays on the device), "cpu" (everything
+  visits it), "static" (with static_param_fraction and static_optim_fraction).
+  host_memory: 0: four fifths of what the process may still take. file, file_memory: a directory, or several with ":"
+  between, for what does not fit in memory either.
+  device: a torch device; by default the GPU if there is one, else the host-simulated device, with tensors on the CPU.
+  margin: of device_memory, left unused. window: bytes of a chunk; 0: searched.
+  strict: chunks that left the device are unmapped at once, so that a stray access faults: for tests.
+  """
+  global _current
+  if _current is not None:
+    raise GeminiError("there is a session already: close() it first")
+  if device is None:
+    device = _torch.device("cuda", _torch.cuda.current_device()) if _torch.cuda.is_available() else "cpu"
+  _current = Session(device=_torch.device(device), placement=placement, device_memory=device_memory,
+                     host_memory=host_memory, file=file, file_memory=file_memory, device_margin=margin, window=window,
+                     warmup_iterations=warmup_iterations, update_threads=update_threads, strict=strict, **more)
+  return _Init(_current)
+
+
+def prepare(model, optimizer=None):
+  """Moves a model's parameters into the session and returns (model, optimizer): the same model, and an optimizer that
+  updates each parameter where it lives. Only the model, if there is no optimizer."""
+  owner = session()
+  if owner.model is None or owner.model.module is not model:
+    owner.model = _model.Model(owner, model)
+  if optimizer is None:
+    return model
+  return model, Optimizer(owner, optimizer)
+
+
+def stats():
+  """gemini_stats() of the session, as a dict."""
+  return session().manager.stats()
+
+
+def explain():
+  """The plan in words."""
+  return session().manager.explain()
+
+
+def close():
+  """Ends the session. Its tensors must not be used any more."""
+  global _current
+  if _current is not None:
+    _current.close()
+    _current = None

@@ -1,0 +1,66 @@
+"""Torch tensors over memory that is not torch's.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+import ctypes
+
+import torch
+
+
+class _DLDevice(ctypes.Structure):
+  _fields_ = [("type", ctypes.c_int), ("id", ctypes.c_int)]
+
+
+class _DLType(ctypes.Structure):
+  _fields_ = [("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16)]
+
+
+class _DLTensor(ctypes.Structure):
+  _fields_ = [("data", ctypes.c_void_p), ("device", _DLDevice), ("ndim", ctypes.c_int), ("dtype", _DLType),
+              ("shape", ctypes.POINTER(ctypes.c_int64)), ("strides", ctypes.POINTER(ctypes.c_int64)),
+              ("byte_offset", ctypes.c_uint64)]
+
+
+class _DLManagedTensor(ctypes.Structure):
+  pass
+
+
+_Deleter = ctypes.CFUNCTYPE(None, ctypes.POINTER(_DLManagedTensor))
+_DLManagedTensor._fields_ = [("tensor", _DLTensor), ("context", ctypes.c_void_p), ("deleter", _Deleter)]
+_CPU, _CUDA = 1, 2
+_TYPES = {  # DLPack: int 0, uint 1, float 2, bfloat 4, bool 6
+  torch.float64: (2, 64), torch.float32: (2, 32), torch.float16: (2, 16), torch.bfloat16: (4, 16),
+  torch.int64: (0, 64), torch.int32: (0, 32), torch.int16: (0, 16), torch.int8: (0, 8), torch.uint8: (1, 8),
+  torch.bool: (6, 8),
+}
+_new_capsule = ctypes.pythonapi.PyCapsule_New
+_new_capsule.restype = ctypes.py_object
+_new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+_alive = {}  # what DLPack's consumer reads, until it is done
+
+
+@_Deleter
+def _delete(managed):
+  _alive.pop(ctypes.addressof(managed.contents), None)
+
+
+def wrap(address, shape, dtype, device):
+  """A contiguous tensor over device memory at address, which must outlive it; nothing is read or written."""
+  if dtype not in _TYPES:
+    raise TypeError(f"{dtype} is none of {', '.join(map(str, _TYPES))}")
+  code, bits = _TYPES[dtype]
+  dims = (ctypes.c_int64 * max(1, len(shape)))(*shape)
+  managed = _DLManagedTensor(deleter=_delete)
+  tensor = managed.tensor
+  tensor.data = address
+  tensor.device = _DLDevice(_CUDA, device.index or 0) if device.type == "cuda" else _DLDevice(_CPU, 0)
+  tensor.ndim = len(shape)
+  tensor.dtype = _DLType(code, bits, 1)
+  tensor.shape = dims
+  _alive[ctypes.addressof(managed)] = managed, dims
+  return torch.from_dlpack(_new_capsule(ctypes.addressof(managed), b"dltensor", None))
+
+
+def host_tensor(address, elements, dtype):
+  """A one-dimensional CPU tensor over host memory, valid while it is acquired."""
+  return torch.frombuffer((ctypes.c_char * (elements * dtype.itemsize)).from_address(address), dtype=dtype)

@@ -1,0 +1,249 @@
+"""Modules whose parameters live in a session: how they get there, and where a training step begins.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+import contextlib
+
+import torch
+from torch import nn
+
+from .. import abi
+from ..abi import GeminiError
+from .session import DTYPES
+from .tensors import ManagedParameter, ManagedTensor, _get_grad, _plain, _set_grad, managed_view
+
+
+class Record:
+  """What is known of a parameter: where it and its gradient are, and what becomes of its gradient."""
+
+  def __init__(self, session, param, name):
+    self.session = session
+    self.param = param
+    self.name = name
+    self.place = None
+    self.grad_place = None
+    self.states = {}  # kind: place, once an optimizer needs them
+    self.has_grad = False
+    self.scale = 1.0  # what the stored gradient has still to be multiplied with
+    self.norm = None  # of the stored gradient, on the device
+    self.hook = None
+    self.step = 0  # updates so far
+
+  @property
+  def trainable(self):
+    return self.grad_place is not None
+
+  def rename(self, name):
+    self.name = name
+    self.place.name = name
+    for place in (self.grad_place, *self.states.values()):
+      if place:
+        place.name = f"{name}.{place.name.rpartition('.')[2]}"
+
+  # ---- the bytes
+  def move_in(self, values):
+    """Takes values, of any device but meta, into the session; the parameter is a managed one from now on."""
+    session = self.session
+    self.place = session.place("param" if self.param.requires_grad else "frozen", values.shape, values.dtype, self.name)
+    if values.numel():
+      if isinstance(values, ManagedTensor):
+        values = values.detach().clone()
+      self.place.write(values)
+    self.become_managed()
+
+  def become_managed(self):
+    with _plain():
+      self.param.data = self.place.tensor
+    self.param.__class__ = ManagedParameter
+    self.param._gm_place = self.place
+    self.param._gm_record = self
+
+  def replace(self, values):
+    """`parameter.data = values`: allowed until the model is prepared, then the addresses stay."""
+    if self.trainable or self.session.prepared(self.param):
+      raise GeminiError(f"parameter {self.name} would be moved or replaced (by .data, .to(), .half() or the like) after "
+                        "libgemini.torch.prepare(): do that before")
+    old = self.place
+    self.move_in(values)
+    old.zero()  # costs nothing from now on
+
+  # ---- its gradient
+  def attach(self):
+    """Gradients go to an arena from now on."""
+    if not self.grad_place:
+      place = self.place
+      self.grad_place = self.session.counterpart(place, "grad", place.dtype)
+      self.grad_place.name = f"{self.name}.grad"
+    if self.hook is None:
+      with _plain():
+        self.hook = self.param.register_post_accumulate_grad_hook(self.take_gradient)
+
+  def take_gradient(self, _):
+    """Autograd has put a gradient of its own into param.grad: its bytes go to the arena, and it goes."""
+    session = self.session
+    with _plain(), torch.no_grad():
+      fresh = _get_grad(self.param)
+      _set_grad(self.param, None)
+      if fresh is None:
+        return
+      if fresh.is_sparse:
+        fresh = fresh.to_dense()
+      self.store(fresh, add=self.has_grad)
+
+  def store(self, values, add=False):
+    session, place = self.session, self.grad_place
+    self.settle(abi.READ_WRITE if add else abi.WRITE)
+    use = session.use(((place, 0, place.size_bytes, abi.READ_WRITE if add else abi.WRITE),), "grad")
+    stream = session.stream()
+    if not session.op_open:
+      session.op_begin(use.forward_name)
+    session.lib.acquire(session.handle, use.pointer, use.count, stream)
+    try:
+      if add:
+        place.tensor.add_(values)
+      else:
+        place.tensor.copy_(values)
+      self.norm = torch.linalg.vector_norm(place.tensor, dtype=torch.float32)
+    finally:
+      session.lib.release(session.handle, use.pointer, use.count, stream)
+    self.has_grad = True
+
+  def settle(self, mode):
+    """The stored gradient is about to be used as plain bytes."""
+    scale, self.scale = self.scale, 1.0
+    if scale != 1.0 and mode & abi.READ:
+      place, session = self.grad_place, self.session
+      access = place.access(abi.READ_WRITE)
+      with session.acquired(access, 1, session.stream()):
+        place.tensor.mul_(scale)
+    if mode & abi.WRITE or scale != 1.0:
+      self.norm = None
+
+  def gradient(self):
+    """param.grad"""
+    if not self.has_grad:
+      return None
+    out = managed_view(self.grad_place)
+    out._gm_grad = self
+    return out
+
+  def set_gradient(self, values):
+    """param.grad = values"""
+    self.has_grad = False
+    self.scale, self.norm = 1.0, None
+    if values is not None:
+      with torch.no_grad():
+        self.store(values.detach().clone() if isinstance(values, ManagedTensor) else values)
+
+
+def adopt(session, param, name):
+  """Makes a parameter a managed one, if it is not and has bytes."""
+  record = getattr(param, "_gm_record", None)
+  if record is not None:
+    if record.session is not session:
+      raise GeminiError(f"parameter {name} belongs to another session")
+    return record
+  if param.is_meta:
+    return None
+  if param.dtype not in DTYPES:
+    if param.requires_grad:
+      raise GeminiError(f"parameter {name} is of {param.dtype}: want {', '.join(map(str, DTYPES))}")
+    return None  # quantized weights and the like stay with torch
+  with _plain():
+    values = param.data
+  record = Record(session, param, name)
+  record.move_in(values)
+  session.records.append(record)
+  return record
+
+
+@contextlib.contextmanager
+def building(session):
+  """Modules that are built within put each parameter into the session at once."""
+  register = nn.Module.register_parameter
+
+  def register_parameter(module, name, param):
+    register(module, name, param)
+    if param is not None and type(param) is nn.Parameter and not param.is_meta:
+      adopt(session, param, name)
+
+  nn.Module.register_parameter = register_parameter
+  try:
+    with session.device if session.cuda else contextlib.nullcontext():
+      yield
+  finally:
+    nn.Module.register_parameter = register
+
+
+class Model:
+  """A prepared module: its parameters, by name, and the hooks that say where a step begins."""
+
+  def __init__(self, session, module):
+    self.session = session
+    self.module = module
+    self.depth = 0
+    self.backward_seen = False
+    self.records = {}
+    self.addresses = {}
+    for name, param in module.named_parameters():
+      if param.is_meta:
+        raise GeminiError(f"parameter {name} is on the meta device: load it first, by libgemini.torch.load_weights()")
+    self.refuse_aliases()
+    for name, param in module.named_parameters():
+      record = adopt(session, param, name)
+      if record is not None:
+        record.rename(name)
+        self.records[name] = record
+    for name, buffer in module.named_buffers():
+      if buffer is not None and buffer.device != session.device and not buffer.is_meta:
+        buffer.data = buffer.data.to(session.device)
+    module.register_forward_pre_hook(self.before, with_kwargs=True)
+    module.register_forward_hook(self.after, always_call=True)
+
+  def refuse_aliases(self):
+    """Two parameters over the same bytes would become two; tied weights are one parameter in two modules."""
+    seen = {}
+    for name, param in self.module.named_parameters():
+      if isinstance(param, ManagedTensor) or not param.numel():
+        continue
+      other = seen.setdefault((param.untyped_storage().data_ptr(), param.storage_offset()), name)
+      if other != name:
+        raise GeminiError(f"parameters {other} and {name} are two that share their bytes: let both modules have one")
+
+  def check(self):
+    """Parameters are what they were, and those that need gradients have a place for them."""
+    for name, param in self.module.named_parameters():
+      record = getattr(param, "_gm_record", None)
+      if record is None:
+        if name in self.records:
+          raise GeminiError(f"parameter {name} was replaced by another tensor (by load_state_dict(assign=True), or by "
+                            "setting it): copy into it instead, parameters keep their addresses")
+        if param.is_meta or param.dtype in DTYPES:
+          raise GeminiError(f"parameter {name} came after libgemini.torch.prepare(): call that again")
+        continue
+      with _plain():
+        if param.data_ptr() != record.place.address and param.numel():
+          raise GeminiError(f"parameter {name} was moved behind libgemini's back: its address is no longer its own")
+        if param.requires_grad and record.hook is None:
+          record.attach()
+
+  def before(self, module, args, kwargs):
+    self.depth += 1
+    if self.depth > 1:
+      return
+    session = self.session
+    self.check()
+    kind = "train" if torch.is_grad_enabled() else "infer"
+    if session.iteration == "train" and not any(record.has_grad for record in session.records):
+      session.iteration_end()  # a pass of which nothing came
+    elif session.iteration == "infer":
+      session.iteration_end()
+    if not session.iteration:
+      session.iteration_begin(kind)
+    session.settle()
+    session.set_phase(abi.PHASE_FORWARD)
+
+  def after(self, module, args, out):
+    self.depth -= 1
+    if self.depth == 0 and self.session.iteration == "infer":
+      self.session.iteration_end()

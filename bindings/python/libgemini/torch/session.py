@@ -1,0 +1,236 @@
+"""The state behind libgemini.torch: one manager, its arenas by dtype, and where in the training step we are.
+
+Every use of a parameter is an operator: it is opened, what it reads is acquired, it is queued, what it read is released.
+In the backward pass the same operators come in reverse order; each begins when autograd reaches the first node of the
+function that used the parameters in the forward pass, and ends when the next one begins.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+import contextlib
+import ctypes
+
+import torch
+
+from .. import abi
+from ..manager import Manager
+from .memory import host_tensor, wrap
+from .tensors import Use
+
+KINDS = {"param": abi.KIND_PARAM, "frozen": abi.KIND_PARAM, "grad": abi.KIND_GRAD, "master": abi.KIND_MASTER, "momentum": abi.KIND_MOMENTUM,
+         "variance": abi.KIND_VARIANCE}
+DTYPES = {torch.float32: abi.DTYPE_F32, torch.bfloat16: abi.DTYPE_BF16, torch.float16: abi.DTYPE_F16}
+HOST_PIECE_BYTES = 32 << 20  # what is held on the host at once while a tensor is read or written there
+ALIGNMENT = 256  # elements, of gemini_arena_take()
+
+
+class Place:
+  """Where a tensor's bytes live: a range of an arena, with one address on the device for life.
+
+  tensor is the plain torch tensor over that address: to be read and written only between acquire and release.
+  """
+  __slots__ = ("session", "arena", "offset", "size_bytes", "dtype", "shape", "address", "tensor", "name", "accesses")
+
+  def __init__(self, session, arena, offset, shape, dtype, name):
+    self.session = session
+    self.arena = arena
+    self.offset = offset
+    self.shape = torch.Size(shape)
+    self.dtype = dtype
+    self.size_bytes = self.shape.numel() * dtype.itemsize
+    self.name = name
+    self.address = session.arena_base(arena) + offset
+    self.tensor = wrap(self.address, self.shape, dtype, session.device)
+    self.accesses = {}
+
+  @property
+  def elements(self):
+    return self.shape.numel()
+
+  def access(self, mode, tier=abi.TIER_DEVICE, offset=0, size_bytes=None):
+    return abi.Access(self.arena, self.offset + offset, self.size_bytes if size_bytes is None else size_bytes, mode,
+                      tier, None)
+
+  def host_pieces(self, mode):
+    """Yields (first element, CPU tensor of one dimension) over all elements, acquired on the host one after another."""
+    step = HOST_PIECE_BYTES // self.dtype.itemsize
+    for first in range(0, self.elements, step):
+      count = min(step, self.elements - first)
+      access = self.access(mode, abi.TIER_HOST, first * self.dtype.itemsize, count * self.dtype.itemsize)
+      with self.session.acquired(access, 1, abi.STREAM_CALLER):
+        yield first, host_tensor(access.ptr, count, self.dtype)
+
+  def read(self):
+    """A copy on the CPU, of memory of its own."""
+    out = torch.empty(self.shape, dtype=self.dtype, device="cpu")
+    flat = out.view(-1)
+    for first, piece in self.host_pieces(abi.READ):
+      flat[first:first + piece.numel()].copy_(piece)
+    return out
+
+  def write(self, values):
+    """Copies values, of the same number of elements, from the CPU or another device; converts their dtype."""
+    flat = values.detach().reshape(-1)
+    for first, piece in self.host_pieces(abi.WRITE):
+      piece.copy_(flat[first:first + piece.numel()])
+
+  def zero(self):
+    self.session.lib.zero(self.session.handle, ctypes.byref(self.access(0)))
+
+
+class Session:
+  """See libgemini.torch.init(), which makes one."""
+
+  def __init__(self, *, device, **config):
+    self.device = device
+    self.cuda = device.type == "cuda"
+    self.manager = Manager(cuda=self.cuda, device_ordinal=device.index or 0, **config)
+    self.lib = self.manager.lib
+    self.handle = self.manager.handle
+    self.arenas = {}  # (kind, dtype, arena it follows or 0): handle
+    self.bases = {}  # of an arena: its first address, its number
+    self.streams = {}
+    self.in_optimizer = None  # while an optimizer's own step runs: where its states shall live
+    self.iteration = None  # "train" or "infer" while one is open
+    self.phase = abi.PHASE_NONE
+    self.op_open = False
+    self.held = None  # what the function that the backward pass has reached has acquired: (use, stream)
+    self.in_backward = False
+    self.uses = {}
+    self.records = []  # of all parameters that live here
+    self.model = None
+    self.users = []  # kept for updates that may still run
+
+  # ---- arenas
+  def arena(self, kind, dtype, like=0):
+    """The arena of a kind for tensors of dtype; like: the arena of the parameters that these belong to."""
+    key = kind, dtype, like
+    if key not in self.arenas:
+      name = f"{kind}.{str(dtype).removeprefix('torch.')}" + (f".{self.bases[like][1]}" if like else "")
+      handle = self.manager.arena(KINDS.get(kind, abi.KIND_OTHER), name=name, element_bytes=dtype.itemsize, like=like)
+      self.arenas[key] = handle
+      self.bases[handle] = self.manager.arena_info(handle).base, len(self.bases)
+    return self.arenas[key]
+
+  def arena_base(self, arena):
+    return self.bases[arena][0]
+
+  def place(self, kind, shape, dtype, name):
+    """A new tensor, which reads as zero, in an arena that follows no other."""
+    arena = self.arena(kind, dtype)
+    size = max(1, torch.Size(shape).numel()) * dtype.itemsize
+    return Place(self, arena, self.manager.take(arena, size), shape, dtype, name)
+
+  def counterpart(self, place, kind, dtype):
+    """Of a parameter's place: the same elements in the arena of another kind, which follows the parameter's."""
+    arena = self.arena(kind, dtype, place.arena)
+    return Place(self, arena, place.offset // place.dtype.itemsize * dtype.itemsize, place.shape, dtype,
+                 f"{place.name}.{kind}")
+
+  def gradients_zero(self):
+    """Nothing of the gradients' arenas is needed any more: their chunks cost nothing until they are written."""
+    for (kind, *_), arena in self.arenas.items():
+      if kind == "grad":
+        self.lib.zero(self.handle, ctypes.byref(abi.Access(arena, 0, 0, 0, 0, None)))
+
+  def prepared(self, param):
+    return self.model is not None and param._gm_record in self.model.records.values()
+
+  # ---- streams
+  def stream(self):
+    """The library's handle of torch's current stream."""
+    if not self.cuda:
+      return abi.STREAM_CALLER
+    native = torch.cuda.current_stream(self.device).cuda_stream
+    stream = self.streams.get(native)
+    if stream is None:
+      out = ctypes.c_uint64()
+      self.lib.stream_adopt(self.handle, native, out)
+      stream = self.streams[native] = out.value
+    return stream
+
+  # ---- acquire and release
+  @contextlib.contextmanager
+  def acquired(self, accesses, count, stream):
+    at = ctypes.byref(accesses)
+    self.lib.acquire(self.handle, at, count, stream)
+    try:
+      yield
+    finally:
+      self.lib.release(self.handle, at, count, stream)
+
+  def use(self, ranges, name):
+    """What a function of this name reads and writes; ranges: a tuple of (place, offset, size in bytes, mode)."""
+    key = ranges, name
+    use = self.uses.get(key)
+    if use is None:
+      use = self.uses[key] = Use(ranges, name)
+    return use
+
+  # ---- brackets
+  def op_begin(self, name):
+    """Ends the operator before, and begins one if we are in an iteration."""
+    self.op_end()
+    if self.iteration:
+      self.lib.op_begin(self.handle, name, self.stream())
+      self.op_open = True
+
+  def op_end(self):
+    if self.op_open:
+      self.op_open = False
+      self.lib.op_end(self.handle)
+
+  def set_phase(self, phase):
+    if self.iteration and self.phase != phase:
+      self.op_end()
+      self.lib.phase_set(self.handle, phase)
+      self.phase = phase
+
+  def iteration_begin(self, kind):
+    self.lib.iteration_begin(self.handle)
+    self.iteration = kind
+    self.phase = abi.PHASE_NONE
+
+  def iteration_end(self):
+    self.settle()
+    if self.iteration:
+      self.iteration = None
+      self.phase = abi.PHASE_NONE
+      self.lib.iteration_end(self.handle)
+
+  # ---- the backward pass
+  def backward_op(self, use):
+    """Autograd has reached the function of a use: what it read is there until it reaches the next one.
+
+    In between, checkpointing may run functions forward again: operators of their own, beside what is held here.
+    """
+    if not self.in_backward:
+      self.in_backward = True
+      torch.autograd.Variable._execution_engine.queue_callback(self.settle)
+      self.set_phase(abi.PHASE_BACKWARD)
+      if not any(record.has_grad for record in self.records):
+        self.gradients_zero()
+    self.release_held()
+    self.op_begin(use.backward_name)
+    stream = self.stream()
+    self.lib.acquire(self.handle, use.pointer, use.count, stream)
+    self.held = use, stream
+
+  def release_held(self):
+    held, self.held = self.held, None
+    if held:
+      self.lib.release(self.handle, held[0].pointer, held[0].count, held[1])
+
+  def settle(self):
+    """The backward pass is over, or an exception ended it; no operator is open any more."""
+    self.in_backward = False
+    self.release_held()
+    self.op_end()
+
+  def close(self):
+    self.iteration_end()
+    self.lib.update_wait(self.handle)
+    if self.cuda:
+      torch.cuda.synchronize(self.device)
+    for stream in self.streams.values():
+      self.lib.stream_destroy(stream)
+    self.manager.close()

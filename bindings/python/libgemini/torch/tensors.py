@@ -1,0 +1,345 @@
+"""Tensors whose bytes live in libgemini's arenas: parameters, and views of them.
+
+Every torch function that is given one comes through __torch_function__, which acquires the bytes it reads or writes,
+queues it, and releases them. So a parameter can be used anywhere (in modules that are not its own, several times, under
+any control flow), and nothing reads bytes that are elsewhere. When the result needs a gradient, the first node of the
+function's backward acquires the same bytes again (Session.backward_op).
+
+SPDX-License-Identifier: Apache-2.0
+"""
+import ctypes
+
+import torch
+from torch import nn
+
+from .. import abi
+from ..abi import GeminiError
+
+_plain = torch._C.DisableTorchFunctionSubclass
+_Tensor = torch.Tensor
+_get_grad, _set_grad = torch._C.TensorBase.grad.__get__, torch._C.TensorBase.grad.__set__
+
+
+class Use:
+  """What a function reads and writes of arenas, in the shape the library wants it; made once for each such function."""
+  __slots__ = ("accesses", "pointer", "count", "forward_name", "backward_name")
+
+  def __init__(self, ranges, name):
+    """ranges: (place, offset, size in bytes, mode)."""
+    first = ranges[0][0].name
+    self.count = len(ranges)
+    self.accesses = (abi.Access * self.count)()
+    for at, (place, offset, size, mode) in zip(self.accesses, ranges):
+      at.object, at.offset_bytes, at.size_bytes, at.mode = place.arena, place.offset + offset, size, mode
+    self.pointer = ctypes.cast(self.accesses, ctypes.c_void_p)
+    name = f"{first}:{name}"[-118:]
+    self.forward_name = name.encode()[:127]
+    self.backward_name = (name + ".backward").encode()[:127]
+
+
+def _extent(tensor, place):
+  """Offset in its place, and length, of the bytes between a view's first and last element."""
+  size = tensor.dtype.itemsize
+  if tensor.numel() == 0:
+    return 0, 0
+  last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride()))
+  return tensor.data_ptr() - place.address, (last + 1) * size
+
+
+def _collect(values, found):
+  for value in values:
+    if isinstance(value, ManagedTensor):
+      if not any(value is other for other in found):
+        found.append(value)
+    elif isinstance(value, (list, tuple)):
+      _collect(value, found)
+    elif isinstance(value, dict):
+      _collect(value.values(), found)
+
+
+def _changes_first(name):
+  """Whether a function of this name writes its first argument: torch's functions that do end with one underscore."""
+  return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or \
+      (name.startswith("__i") and name in _INPLACE)
+
+
+_INPLACE = {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__", "__iand__",
+            "__ior__", "__ixor__", "__ilshift__", "__irshift__", "__idiv__"}
+# Write all of their first argument without reading it.
+_OVERWRITES = {"copy_", "zero_", "fill_", "normal_", "uniform_", "random_", "exponential_", "bernoulli_", "cauchy_",
+               "geometric_", "log_normal_", "trunc_normal_"}
+
+
+def _mark_views(out, tensors):
+  """What shares memory with an argument is managed, too."""
+  if isinstance(out, _Tensor):
+    if not isinstance(out, ManagedTensor) and out.numel():
+      at = out.data_ptr()
+      for tensor in tensors:
+        place = tensor._gm_place
+        if place.address <= at < place.address + place.size_bytes:
+          out.__class__ = ManagedTensor
+          out._gm_place = place
+          out._gm_grad = tensor._gm_grad if out.numel() == place.elements else None
+          break
+  elif isinstance(out, (list, tuple)):
+    for one in out:
+      _mark_views(one, tensors)
+
+
+def _grad_nodes(out, nodes):
+  if isinstance(out, _Tensor):
+    if out.grad_fn is not None:
+      nodes.append(out.grad_fn)
+  elif isinstance(out, (list, tuple)):
+    for one in out:
+      _grad_nodes(one, nodes)
+
+
+def _one_by_one(func, args, kwargs):
+  """A function of lists, for each of their elements: all of them together need not fit on the device."""
+  count = len(args[0])
+  outs = []
+  for i in range(count):
+    part = [[value[i]] if isinstance(value, (list, tuple)) and len(value) == count else value for value in args]
+    out = _dispatch(func, part, kwargs)
+    outs += list(out) if isinstance(out, (list, tuple)) else []
+  return outs or None
+
+
+def _run(func, args, kwargs):
+  tensors = []
+  _collect(args, tensors)
+  _collect(kwargs.values(), tensors)
+  if not tensors:
+    return func(*args, **kwargs)
+  session = tensors[0]._gm_place.session
+  name = getattr(func, "__name__", "function")
+  first = args[0] if args else None
+  if len(tensors) > 4 and isinstance(first, (list, tuple)) and name.startswith("_foreach_"):
+    return _one_by_one(func, args, kwargs)
+  changed = []
+  if _changes_first(name):
+    changed = [first] if isinstance(first, _Tensor) else list(first) if isinstance(first, (list, tuple)) else []
+  if kwargs.get("out") is not None:
+    out = kwargs["out"]
+    changed += [out] if isinstance(out, _Tensor) else list(out)
+  ranges = []
+  for tensor in tensors:
+    place = tensor._gm_place
+    offset, size = _extent(tensor, place)
+    if not size:
+      continue
+    mode = abi.READ
+    if any(tensor is one for one in changed):
+      whole = name in _OVERWRITES and tensor is first and size == tensor.numel() * tensor.dtype.itemsize
+      mode = abi.WRITE if whole else abi.READ_WRITE
+    if tensor._gm_grad is not None:
+      tensor._gm_grad.settle(mode)
+    ranges.append((place, offset, size, mode))
+  if not ranges:
+    return func(*args, **kwargs)
+  use = session.use(tuple(ranges), name)
+  session.op_begin(use.forward_name)
+  stream = session.stream()
+  session.lib.acquire(session.handle, use.pointer, use.count, stream)
+  try:
+    out = func(*args, **kwargs)
+  finally:
+    session.lib.release(session.handle, use.pointer, use.count, stream)
+  _mark_views(out, tensors)
+  if torch.is_grad_enabled():
+    nodes = []
+    _grad_nodes(out, nodes)
+    if nodes:
+      if any(mode != abi.READ for *_, mode in ranges):
+        use = session.use(tuple((*where, abi.READ) for *where, _ in ranges), name)
+      for node in nodes:
+        node.register_prehook(lambda _, session=session, use=use: session.backward_op(use))
+  return out
+
+
+# ---- functions that need no bytes, or other ones than their arguments say
+def _names(*names):
+  return {getattr(_Tensor, name) for name in names if hasattr(_Tensor, name)}
+
+
+# Answered from what torch knows of the tensor; properties are, too, except those in _SPECIAL.
+_NO_BYTES = _names("size", "dim", "ndimension", "numel", "nelement", "stride", "element_size", "is_contiguous",
+                   "is_floating_point", "is_complex", "data_ptr", "untyped_storage", "storage_offset", "register_hook",
+                   "register_post_accumulate_grad_hook", "requires_grad_", "__len__", "__hash__", "get_device",
+                   "is_same_size", "is_inference", "is_pinned", "has_names", "retain_grad", "_is_view", "is_shared",
+                   "is_signed") | {
+                       torch.is_floating_point, torch.is_complex, torch.numel, torch.is_same_size, torch.is_inference,
+                       torch._has_compatible_shallow_copy_type, torch.empty_like, torch.zeros_like, torch.ones_like,
+                       torch.full_like, torch.rand_like, torch.randn_like, torch.result_type}
+# Give a view, without looking at the bytes.
+_VIEWS = _names("detach", "view", "view_as", "t", "transpose", "permute", "narrow", "select", "unsqueeze", "squeeze",
+                "expand", "expand_as", "chunk", "split", "unbind", "unflatten", "diagonal", "swapaxes", "as_strided",
+                "unfold", "movedim") | {
+                    torch.detach, torch.t, torch.transpose, torch.permute, torch.narrow, torch.select, torch.unsqueeze,
+                    torch.squeeze, torch.chunk, torch.split, torch.unbind, torch.diagonal, torch.as_strided,
+                    _Tensor.T.__get__, _Tensor.mT.__get__, _Tensor.data.__get__}
+
+
+def _view(func, args, kwargs):
+  out = func(*args, **kwargs)
+  tensors = []
+  _collect(args, tensors)
+  _mark_views(out, tensors)
+  return out
+
+
+def _getitem(func, args, kwargs):
+  index = args[1] if isinstance(args[1], tuple) else (args[1],)
+  plain = all(i is None or i is Ellipsis or isinstance(i, (int, slice)) and not isinstance(i, bool) for i in index)
+  return _view(func, args, kwargs) if plain else _run(func, args, kwargs)
+
+
+def _copied(func, args, kwargs):
+  """What leaves torch with a pointer gets a copy."""
+  return func(_run(_Tensor.clone, args[:1], {}), *args[1:], **kwargs)
+
+
+def _grad_get(func, args, kwargs):
+  record = args[0]._gm_record
+  return func(*args, **kwargs) if record is None or not record.trainable else record.gradient()
+
+
+def _grad_set(func, args, kwargs):
+  record = args[0]._gm_record
+  if record is None or not record.trainable:
+    return func(*args, **kwargs)
+  return record.set_gradient(args[1])
+
+
+def _data_set(func, args, kwargs):
+  old, new = args
+  record = old._gm_record
+  if record is None:
+    raise GeminiError(f"{old._gm_place.name}: the data of a view cannot be replaced")
+  if isinstance(new, ManagedTensor) and new.data_ptr() == old.data_ptr() and new.shape == old.shape and \
+      new.dtype == old.dtype:
+    return None
+  return record.replace(new)
+
+
+def _vector_norm(func, args, kwargs):
+  record = getattr(args[0], "_gm_grad", None)
+  order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
+  if record is not None and record.norm is not None and order == 2 and len(args) < 3 and not set(kwargs) - {"ord"}:
+    return record.norm * abs(record.scale)
+  return _run(func, args, kwargs)
+
+
+_scalar = None, 0, 0.0  # the last tensor that was read as a number, its version, the number
+
+
+def _number(value):
+  global _scalar
+  if isinstance(value, (int, float)) and not isinstance(value, bool):
+    return float(value)
+  if isinstance(value, _Tensor) and not isinstance(value, ManagedTensor) and value.numel() == 1:
+    if _scalar[0] is not value or _scalar[1] != value._version:
+      _scalar = value, value._version, float(value.item())
+    return _scalar[2]
+  return None
+
+
+def _mul(func, args, kwargs):
+  """Gradients that are scaled, as by clipping, are scaled when they are read: no byte moves for it."""
+  record = getattr(args[0], "_gm_grad", None)
+  factor = _number(args[1]) if record is not None and len(args) == 2 and not kwargs else None
+  if factor is None or args[0].numel() != record.place.elements:
+    return _run(func, args, kwargs)
+  record.scale *= factor
+  return args[0]
+
+
+def _foreach_mul(func, args, kwargs):
+  factors = args[1] if isinstance(args[1], (list, tuple)) else [args[1]] * len(args[0])
+  for tensor, factor in zip(args[0], factors):
+    _dispatch(_Tensor.mul_, (tensor, factor), kwargs)
+
+
+def _foreach_norm(func, args, kwargs):
+  order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
+  return [_dispatch(torch.linalg.vector_norm, (tensor, order), {}) for tensor in args[0]]
+
+
+def _unscale(func, args, kwargs):
+  """torch.amp.GradScaler's: divides gradients by the loss scale, and tells if one is infinite or no number."""
+  grads, found, inverse = args
+  managed = [grad for grad in grads if getattr(grad, "_gm_grad", None) is not None]
+  others = [grad for grad in grads if getattr(grad, "_gm_grad", None) is None]
+  if others:
+    func(others, found, inverse)
+  if managed:
+    norms = torch.stack([_dispatch(torch.linalg.vector_norm, (grad, 2), {}).float() for grad in managed])
+    found.copy_(torch.maximum(found, (~torch.isfinite(norms)).any().to(found)))
+    _foreach_mul(None, (managed, inverse), {})
+
+
+def _like(func, args, kwargs):
+  """What an optimizer's own step makes like a parameter is its state, and lives where states do."""
+  session = args[0]._gm_place.session if isinstance(args[0], ManagedTensor) else None
+  if session is None or session.in_optimizer is None:
+    return func(*args, **kwargs)
+  out = session.in_optimizer(args[0], kwargs.get("dtype") or args[0].dtype)
+  if func is not torch.zeros_like and func is not torch.empty_like:
+    _dispatch(_Tensor.copy_, (out, func(*args, **kwargs)), {})
+  return out
+
+
+_SPECIAL = {
+    _Tensor.grad.__get__: _grad_get, _Tensor.grad.__set__: _grad_set, _Tensor.data.__set__: _data_set,
+    _Tensor.__getitem__: _getitem, torch.linalg.vector_norm: _vector_norm, _Tensor.mul_: _mul,
+    torch._foreach_mul_: _foreach_mul, torch._foreach_norm: _foreach_norm,
+    torch._amp_foreach_non_finite_check_and_unscale_: _unscale, _Tensor.numpy: _copied, _Tensor.__array__: _copied,
+    _Tensor.__dlpack__: _copied, torch.zeros_like: _like, torch.empty_like: _like, torch.full_like: _like,
+    torch.ones_like: _like, **{view: _view for view in _VIEWS},
+}
+
+
+def _dispatch(func, args, kwargs):
+  special = _SPECIAL.get(func)
+  if special is not None:
+    return special(func, args, kwargs)
+  if func in _NO_BYTES or getattr(func, "__name__", "") in ("__get__", "__set__"):
+    return func(*args, **kwargs)
+  return _run(func, args, kwargs)
+
+
+class ManagedTensor(_Tensor):
+  """A tensor, or a view of one, in an arena."""
+  _gm_place = None  # where its bytes are: the place that holds all of it
+  _gm_record = None  # of a parameter: torch.model.Record
+  _gm_grad = None  # of a parameter's gradient: the same
+
+  @classmethod
+  def __torch_function__(cls, func, types, args=(), kwargs=None):
+    with _plain():
+      return _dispatch(func, args, kwargs or {})
+
+  def __deepcopy__(self, memo):
+    copy = self.detach().clone()
+    copy = nn.Parameter(copy, self.requires_grad) if isinstance(self, nn.Parameter) else copy
+    memo[id(self)] = copy
+    return copy
+
+  def __reduce_ex__(self, protocol):
+    copy = self.detach().clone().cpu()
+    copy = nn.Parameter(copy, self.requires_grad) if isinstance(self, nn.Parameter) else copy
+    return copy.__reduce_ex__(protocol)
+
+
+class ManagedParameter(ManagedTensor, nn.Parameter):
+  """A parameter in an arena."""
+
+
+def managed_view(place):
+  """A managed tensor over all of a place."""
+  out = place.tensor.detach()
+  out.__class__ = ManagedTensor
+  out._gm_place = place
+  return out
