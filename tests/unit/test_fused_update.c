@@ -13,15 +13,6 @@ enum { CAPACITY = 5000 };
 static const uint32_t dtypes[] = { F32, BF16, F16 };
 static const char *const names[] = { "plain", "avx2", "avx512" };
 
-/* The layout that callers are built against. */
-_Static_assert(sizeof(gemini_adamw_t) == 72 && offsetof(gemini_adamw_t, flags) == 4 &&
-                   offsetof(gemini_adamw_t, param_dtype) == 8 && offsetof(gemini_adamw_t, grad_dtype) == 12 &&
-                   offsetof(gemini_adamw_t, step) == 16 && offsetof(gemini_adamw_t, lr) == 24 &&
-                   offsetof(gemini_adamw_t, beta1) == 32 && offsetof(gemini_adamw_t, beta2) == 40 &&
-                   offsetof(gemini_adamw_t, eps) == 48 && offsetof(gemini_adamw_t, weight_decay) == 56 &&
-                   offsetof(gemini_adamw_t, grad_scale) == 64,
-               "gemini_adamw_t only grows at its end");
-
 typedef struct state {
   uint32_t param[CAPACITY], grad[CAPACITY]; /* of any dtype */
   float master[CAPACITY], momentum[CAPACITY], variance[CAPACITY];
