@@ -115,8 +115,8 @@ typedef gemini_status_t (*gemini_stream_call_fn)(gemini_manager_t mgr, gemini_st
 typedef struct gemini_update_walk_s {
   uint32_t struct_size; /* bytes; set by GEMINI_UPDATE_WALK_INIT */
   uint32_t flags;       /* 0 */
-  const gemini_adamw_t
-      *adamws; /* the table: rule_count, all with one struct_size; with dtypes of one size, the arenas' */
+  const gemini_adamw_t *
+      adamws; /* the table: rule_count, of the first's struct_size each; dtypes have the size of the arenas' elements */
   uint64_t rule_count;
   const gemini_update_range_t *ranges; /* range_count; they reach to the last element of the update at least */
   uint64_t range_count;

@@ -7,7 +7,7 @@
 #include "update/update.h"
 
 #define WALK "gemini_update_walk"
-#define CHECK "gemini_update_walk_check"
+#define WALK_CHECK "gemini_update_walk_check"
 
 enum { PARAM, GRAD, MASTER, MOMENTUM, VARIANCE, ROLES };
 static const char *const role_names[ROLES] = { "param", "grad", "master", "momentum", "variance" };
@@ -155,7 +155,7 @@ void gemini_update_walk(void *user, const gemini_update_span_t *span) {
 
 /* --- checks --- */
 
-#define REFUSE(...) return gmi_update_fail(CHECK, GEMINI_ERR_INVALID, 0, __VA_ARGS__)
+#define REFUSE(...) return gmi_update_fail(WALK_CHECK, GEMINI_ERR_INVALID, 0, __VA_ARGS__)
 
 static gemini_status_t check_rules(const gemini_update_walk_t *walk) {
   char some;
@@ -164,10 +164,7 @@ static gemini_status_t check_rules(const gemini_update_walk_t *walk) {
   if (!walk->adamws || !walk->rule_count) REFUSE("walk has no rules: adamws is NULL, or rule_count 0");
   for (uint64_t i = 0; i < walk->rule_count; i++) {
     const gemini_adamw_t *first = walk->adamws, *rule = rule_at(walk, i);
-    if (gmi_adamw_prepare(CHECK, rule, 0, &a, &k)) return gmi_update_fail_in(CHECK, "adamws[%" PRIu64 "]", i);
-    if (rule->struct_size != first->struct_size)
-      REFUSE("adamws[%" PRIu64 "]: struct_size is %" PRIu32 ", that of adamws[0] %" PRIu32, i, rule->struct_size,
-             first->struct_size);
+    if (gmi_adamw_prepare(WALK_CHECK, rule, 0, &a, &k)) return gmi_update_fail_in(WALK_CHECK, "adamws[%" PRIu64 "]", i);
     if (gmi_dtype_bytes(rule->grad_dtype) != gmi_dtype_bytes(first->grad_dtype))
       REFUSE("adamws[%" PRIu64 "]: grad_dtype is %" PRIu32 ", in adamws[0] %" PRIu32 ", which has another size", i,
              rule->grad_dtype, first->grad_dtype);
@@ -232,10 +229,10 @@ static gemini_status_t check_elements(const gemini_update_walk_t *walk, const ge
 }
 
 gemini_status_t gemini_update_walk_check(const gemini_update_t *update) {
-  gemini_status_t status = gmi_update_struct(CHECK, "update", update, sizeof *update);
+  gemini_status_t status = gmi_update_struct(WALK_CHECK, "update", update, sizeof *update);
   if (status) return status;
   const gemini_update_walk_t *walk = update->user;
-  status = gmi_update_struct(CHECK, "walk", walk, sizeof *walk);
+  status = gmi_update_struct(WALK_CHECK, "walk", walk, sizeof *walk);
   if (status) return status;
   if (walk->flags) REFUSE("walk: flags has unknown bits: %#" PRIx32, walk->flags);
   if (walk->reserved) REFUSE("walk: reserved is %" PRIu32 ", want 0", walk->reserved);
