@@ -86,6 +86,82 @@ GEMINI_API gemini_status_t gemini_update_force_isa(const char *name) GEMINI_MUST
 GEMINI_API gemini_status_t gemini_update_last_error(gemini_error_info_t *info_out);
 /** @} */
 
+/** @defgroup walk Updates of arenas
+ *  A gemini_update_fn, ready-made, so that no caller writes one: a table says which elements are updated with what, as
+ *  the groups of parameters in a framework do, and gemini_update() finds the spans.
+ *
+ *      gemini_update_walk_t walk = GEMINI_UPDATE_WALK_INIT;
+ *      walk.adamws = groups, walk.rule_count = 2, walk.ranges = ranges, walk.range_count = 3;
+ *      walk.mgr = mgr, walk.stream_native = gemini_stream_native, walk.stream_call = gemini_stream_call;
+ *      update.fn = gemini_update_walk, update.user = &walk;
+ *      gemini_update_walk_check(&update), gemini_update(mgr, &update), gemini_update_wait(mgr);
+ *      gemini_update_walk_status(&walk);
+ *  @{ */
+/** The rule of elements that nothing happens to. */
+#define GEMINI_UPDATE_SKIP UINT64_MAX
+typedef struct gemini_update_range {
+  uint64_t end_element; /* in the arenas; a range begins where the one before it ends, the first at 0. Ascending */
+  uint64_t rule;        /* index in the walk's table, or GEMINI_UPDATE_SKIP */
+} gemini_update_range_t;
+
+/** gemini_stream_native() */
+typedef gemini_status_t (*gemini_stream_native_fn)(gemini_manager_t mgr, gemini_stream_t stream, void **native_out);
+/** gemini_stream_call() */
+typedef gemini_status_t (*gemini_stream_call_fn)(gemini_manager_t mgr, gemini_stream_t stream, gemini_call_fn fn,
+                                                 void *user);
+
+/** What gemini_update_walk() updates arenas with; gemini_update_t.user. It and its tables are borrowed as that is: late
+ *  updates of several steps at once have a walk and a table each. */
+typedef struct gemini_update_walk_s {
+  uint32_t struct_size; /* bytes; set by GEMINI_UPDATE_WALK_INIT */
+  uint32_t flags;       /* 0 */
+  const gemini_adamw_t *
+      adamws; /* the table: rule_count, of the first's struct_size each; dtypes have the size of the arenas' elements */
+  uint64_t rule_count;
+  const gemini_update_range_t *ranges; /* range_count; they reach to the last element of the update at least */
+  uint64_t range_count;
+  uint32_t param_index; /* in gemini_update_t.arenas, as the others. GEMINI_INDEX_NONE: master is the parameter */
+  uint32_t grad_index;
+  uint32_t master_index;
+  uint32_t momentum_index;
+  uint32_t variance_index;
+  uint32_t failing;                      /* the library's own; 0 at the start */
+  gemini_manager_t mgr;                  /* of the arenas; for these two: */
+  gemini_stream_native_fn stream_native; /* gemini_stream_native, or NULL where no span is on a device */
+  gemini_stream_call_fn stream_call;     /* gemini_stream_call, or NULL where none is on the simulated device */
+  gemini_status_t status;                /* out: of the first span that failed; atomic. gemini_update_walk_status() */
+  uint32_t reserved;                     /* 0 */
+  int64_t native_code;                   /* out: the device's code, or 0 */
+  char message[440];                     /* out: which elements, and what happened */
+} gemini_update_walk_t;
+#define GEMINI_UPDATE_WALK_INIT \
+  { sizeof(gemini_update_walk_t), 0, NULL, 0, NULL, 0, 0, 1, 2, 3, 4, 0, 0, NULL, NULL, GEMINI_OK, 0, 0, "" }
+
+/** Updates a span: a gemini_update_fn. Of a range that the span holds in part, that part.
+ *  On the host as gemini_adamw_host(), on a GPU as gemini_adamw_cuda(), which it queues, and on the simulated device by a
+ *  call queued on the span's stream. Results do not depend on where spans are cut, nor on where they are.
+ *  @param walk a gemini_update_walk_t that gemini_update_walk_check() has no objection to
+ *  @param span borrowed until return
+ *  What fails is in the walk, for gemini_update_walk_status(): of that span, the elements from those named on are as they
+ *  were; other spans are updated. Threads: any. Since: 0.1 */
+GEMINI_API void gemini_update_walk(void *walk, const gemini_update_span_t *span);
+/** Checks an update before it is submitted, so that no span of it fails for what the caller has said: the walk in its user,
+ *  every rule and range, and against them its arena_count, modes and elements. Reads only.
+ *  Skipped elements keep their parameters only where the update reads these, too (GEMINI_READ_WRITE); gradients that have
+ *  taken their parameters' bytes cannot be skipped: leave them out of the update's elements.
+ *  @param update borrowed until return. With element_count 0, ranges must reach as far as the arenas; whether they do is
+ *                not known here
+ *  @retval GEMINI_ERR_INVALID  a value is out of range: the message names the rule or range, the value and the limit
+ *  Threads: any. Some nanoseconds for each range. Since: 0.1 */
+GEMINI_API gemini_status_t gemini_update_walk_check(const gemini_update_t *update) GEMINI_MUST_CHECK;
+/** The status of the first span that failed, which becomes this thread's gemini_update_last_error(); GEMINI_OK: none has,
+ *  so far. After gemini_update_wait() that is all of them. A walk that failed is not used again: it is initialised anew.
+ *  @retval GEMINI_ERR_INVALID  walk is NULL, or what gemini_update_walk_check() refuses
+ *  @retval GEMINI_ERR_OOM_SYSTEM, others of gemini_adamw_cuda() and of the walk's two functions
+ *  Threads: any. Since: 0.1 */
+GEMINI_API gemini_status_t gemini_update_walk_status(const gemini_update_walk_t *walk) GEMINI_MUST_CHECK;
+/** @} */
+
 #ifdef __cplusplus
 }
 #endif

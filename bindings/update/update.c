@@ -28,6 +28,16 @@ gemini_status_t gmi_update_fail(const char *operation, gemini_status_t status, i
   return status;
 }
 
+gemini_status_t gmi_update_fail_in(const char *operation, const char *format, ...) {
+  const gemini_error_info_t within = last_error;
+  char where[sizeof within.message];
+  va_list args;
+  va_start(args, format);
+  vsnprintf(where, sizeof where, format, args);
+  va_end(args);
+  return gmi_update_fail(operation, within.status, within.native_code, "%s: %s", where, within.message);
+}
+
 gemini_status_t gemini_update_last_error(gemini_error_info_t *info_out) {
   if (!info_out || info_out->struct_size < sizeof last_error || info_out->struct_size > STRUCT_BYTES_MAX)
     return GEMINI_ERR_INVALID;
@@ -37,7 +47,20 @@ gemini_status_t gemini_update_last_error(gemini_error_info_t *info_out) {
 
 /* --- checks and coefficients --- */
 
-static uint64_t width_of(uint32_t dtype) { return dtype == GEMINI_DTYPE_F32 ? 4 : 2; }
+gemini_status_t gmi_update_struct(const char *operation, const char *name, const void *theirs, size_t ours) {
+  uint32_t size;
+  if (!theirs) return gmi_update_fail(operation, GEMINI_ERR_INVALID, 0, "%s is NULL", name);
+  memcpy(&size, theirs, sizeof size);
+  if (size < ours || size > STRUCT_BYTES_MAX)
+    return gmi_update_fail(operation, GEMINI_ERR_INVALID, 0, "%s: struct_size is %" PRIu32 ", want %zu to %u", name,
+                           size, ours, STRUCT_BYTES_MAX);
+  for (size_t i = ours; i < size; i++) {
+    if (((const unsigned char *)theirs)[i])
+      return gmi_update_fail(operation, GEMINI_ERR_INVALID, 0,
+                             "byte %zu of %s is set, which this version does not know", i, name);
+  }
+  return GEMINI_OK;
+}
 
 typedef struct array {
   const char *name;
@@ -47,8 +70,8 @@ typedef struct array {
 static gemini_status_t check_arrays(const char *operation, const gemini_adamw_t *adamw, uint64_t count,
                                     const gmi_arrays_t *a) {
   const array_t arrays[] = {
-    { "param", (uintptr_t)a->param, width_of(adamw->param_dtype) },
-    { "grad", (uintptr_t)a->grad, width_of(adamw->grad_dtype) },
+    { "param", (uintptr_t)a->param, gmi_dtype_bytes(adamw->param_dtype) },
+    { "grad", (uintptr_t)a->grad, gmi_dtype_bytes(adamw->grad_dtype) },
     { "master", (uintptr_t)a->master, sizeof(float) },
     { "momentum", (uintptr_t)a->momentum, sizeof(float) },
     { "variance", (uintptr_t)a->variance, sizeof(float) },
@@ -88,13 +111,9 @@ static float rounded(double value, const char *name, const char **failed_out) {
 gemini_status_t gmi_adamw_prepare(const char *operation, const gemini_adamw_t *theirs, uint64_t count,
                                   const gmi_arrays_t *a, gmi_adamw_t *k_out) {
   gemini_adamw_t adamw;
+  gemini_status_t status = gmi_update_struct(operation, "adamw", theirs, sizeof adamw);
+  if (status) return status;
 #define REFUSE(...) return gmi_update_fail(operation, GEMINI_ERR_INVALID, 0, __VA_ARGS__)
-  if (!theirs) REFUSE("adamw is NULL");
-  if (theirs->struct_size < sizeof adamw || theirs->struct_size > STRUCT_BYTES_MAX)
-    REFUSE("struct_size is %" PRIu32 ", want %zu to %u", theirs->struct_size, sizeof adamw, STRUCT_BYTES_MAX);
-  for (size_t i = sizeof adamw; i < theirs->struct_size; i++) {
-    if (((const unsigned char *)theirs)[i]) REFUSE("byte %zu of adamw is set, which this version does not know", i);
-  }
   memcpy(&adamw, theirs, sizeof adamw);
   if (adamw.flags & ~(uint32_t)GEMINI_ADAMW_L2) REFUSE("flags has unknown bits: %#" PRIx32, adamw.flags);
   if (!is_low_or_f32(adamw.grad_dtype)) REFUSE("grad_dtype is %" PRIu32 ", want F32, BF16 or F16", adamw.grad_dtype);
@@ -108,10 +127,8 @@ gemini_status_t gmi_adamw_prepare(const char *operation, const gemini_adamw_t *t
   if (!(adamw.beta2 >= 0 && adamw.beta2 < 1)) REFUSE("beta2 is %.17g, want 0 <= beta2 < 1", adamw.beta2);
   if (!(adamw.eps >= 0)) REFUSE("eps is %g, want at least 0", adamw.eps);
   if (!(adamw.weight_decay >= 0)) REFUSE("weight_decay is %g, want at least 0", adamw.weight_decay);
-  if (count) {
-    gemini_status_t status = check_arrays(operation, &adamw, count, a);
-    if (status) return status;
-  }
+  status = count ? check_arrays(operation, &adamw, count, a) : GEMINI_OK;
+  if (status) return status;
   /* 1 - beta^step without the loss of digits that the subtraction has for a beta near 1. */
   const double correction1 = -expm1((double)adamw.step * log(adamw.beta1));
   const double correction2 = -expm1((double)adamw.step * log(adamw.beta2));

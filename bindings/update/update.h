@@ -48,6 +48,16 @@ gemini_status_t gmi_adamw_prepare(const char *operation, const gemini_adamw_t *a
 gemini_status_t gmi_update_fail(const char *operation, gemini_status_t status, int64_t native_code, const char *format,
                                 ...) __attribute__((format(printf, 4, 5)));
 
+/* Puts words before the message of this thread's last failure, which becomes operation's; returns its status. */
+gemini_status_t gmi_update_fail_in(const char *operation, const char *format, ...)
+    __attribute__((format(printf, 2, 3)));
+
+/* Is what a caller allocated of a size that can be, with nothing set that this version does not know? */
+gemini_status_t gmi_update_struct(const char *operation, const char *name, const void *theirs, size_t ours);
+
+/* Of a dtype that updates know. */
+static inline uint64_t gmi_dtype_bytes(uint32_t dtype) { return dtype == GEMINI_DTYPE_F32 ? 4 : 2; }
+
 /* For tests: where the CUDA driver's functions are found by name, instead of libcuda.so.1; NULL = there again. Forgets
  * all contexts. */
 void gmi_update_cuda_replace(void *(*symbol)(const char *name));

@@ -1,0 +1,251 @@
+/* Updates of arenas: each span's elements with what the walk's table says. SPDX-License-Identifier: Apache-2.0 */
+#include <inttypes.h>
+#include <stdbool.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "update/update.h"
+
+#define WALK "gemini_update_walk"
+#define WALK_CHECK "gemini_update_walk_check"
+
+enum { PARAM, GRAD, MASTER, MOMENTUM, VARIANCE, ROLES };
+static const char *const role_names[ROLES] = { "param", "grad", "master", "momentum", "variance" };
+
+typedef struct roles {
+  uint32_t index[ROLES]; /* in the update's arenas */
+} roles_t;
+static roles_t roles_of(const gemini_update_walk_t *walk) {
+  return (roles_t){ { walk->param_index, walk->grad_index, walk->master_index, walk->momentum_index,
+                      walk->variance_index } };
+}
+
+static const gemini_adamw_t *rule_at(const gemini_update_walk_t *walk, uint64_t rule) {
+  return (const gemini_adamw_t *)(const void *)((const char *)walk->adamws + rule * walk->adamws->struct_size);
+}
+
+/* The first range that ends after element; range_count: none. What it tells of a table that is not ascending is wrong, but
+ * lies in it, and update_span() sees it. */
+static uint64_t range_of(const gemini_update_walk_t *walk, uint64_t element) {
+  uint64_t low = 0, high = walk->range_count;
+  while (low < high) {
+    uint64_t mid = low + (high - low) / 2;
+    if (walk->ranges[mid].end_element <= element) low = mid + 1;
+    else high = mid;
+  }
+  return low;
+}
+
+/* --- spans --- */
+
+/* This thread's last failure becomes the walk's, unless it has one. */
+static void note_failure(gemini_update_walk_t *walk) {
+  gemini_error_info_t info = GEMINI_ERROR_INFO_INIT;
+  uint32_t none = 0;
+  if (!__atomic_compare_exchange_n(&walk->failing, &none, 1, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) return;
+  (void)gemini_update_last_error(&info);
+  walk->native_code = info.native_code;
+  memcpy(walk->message, info.message, sizeof walk->message);
+  __atomic_store_n(&walk->status, info.status, __ATOMIC_RELEASE); /* last: who sees it sees the rest */
+}
+
+/* Where a span is computed: on the calling thread, or on a GPU's stream. */
+typedef struct place {
+  bool gpu;
+  void *stream;
+} place_t;
+
+/* Elements begin to end, all of one rule. */
+static gemini_status_t update_part(const gemini_update_walk_t *walk, const gemini_update_span_t *span, place_t on,
+                                   uint64_t rule, uint64_t begin, uint64_t end) {
+  const roles_t roles = roles_of(walk);
+  void *ptr[ROLES] = { NULL };
+  for (int i = 0; i < ROLES; i++) {
+    if (i == PARAM && roles.index[i] == GEMINI_INDEX_NONE) continue;
+    if (roles.index[i] >= span->arena_count)
+      return gmi_update_fail(WALK, GEMINI_ERR_INVALID, 0, "%s_index is %" PRIu32 ", the update has %" PRIu32 " arenas",
+                             role_names[i], roles.index[i], span->arena_count);
+    ptr[i] = span->ptr[roles.index[i]];
+  }
+  if (rule == GEMINI_UPDATE_SKIP) {
+    if (ptr[PARAM] != ptr[GRAD]) return GEMINI_OK;
+    return gmi_update_fail(WALK, GEMINI_ERR_INVALID, 0,
+                           "the gradient has taken the parameter's bytes: it cannot be skipped");
+  }
+  if (rule >= walk->rule_count)
+    return gmi_update_fail(WALK, GEMINI_ERR_INVALID, 0, "rule %" PRIu64 " is not among the %" PRIu64 " there are", rule,
+                           walk->rule_count);
+  const gemini_adamw_t *adamw = rule_at(walk, rule);
+  const uint64_t bytes[ROLES] = { gmi_dtype_bytes(adamw->param_dtype), gmi_dtype_bytes(adamw->grad_dtype), 4, 4, 4 };
+  for (int i = 0; i < ROLES; i++) {
+    if (ptr[i]) ptr[i] = (char *)ptr[i] + (begin - span->first_element) * bytes[i];
+  }
+  return on.gpu ? gemini_adamw_cuda(adamw, end - begin, ptr[PARAM], ptr[GRAD], ptr[MASTER], ptr[MOMENTUM],
+                                    ptr[VARIANCE], NULL, on.stream)
+                : gemini_adamw_host(adamw, end - begin, ptr[PARAM], ptr[GRAD], ptr[MASTER], ptr[MOMENTUM],
+                                    ptr[VARIANCE], NULL);
+}
+
+static void update_span(gemini_update_walk_t *walk, const gemini_update_span_t *span, place_t on) {
+  const gemini_update_range_t *ranges = walk->ranges;
+  uint64_t begin = span->first_element, end = begin + span->element_count, stop;
+  gemini_status_t status = GEMINI_OK;
+  for (uint64_t r = range_of(walk, begin); !status && begin < end; begin = stop, r++) {
+    stop = end;
+    if (r == walk->range_count) {
+      status = gmi_update_fail(WALK, GEMINI_ERR_INVALID, 0, "there is no range for them");
+    } else {
+      /* Neighbours with one rule, as tensors of one group are, are one part. */
+      while (r + 1 < walk->range_count && ranges[r + 1].rule == ranges[r].rule && ranges[r].end_element < end) r++;
+      if (ranges[r].end_element < end) stop = ranges[r].end_element;
+      status = stop > begin ? update_part(walk, span, on, ranges[r].rule, begin, stop)
+                            : gmi_update_fail(WALK, GEMINI_ERR_INVALID, 0,
+                                              "range %" PRIu64 " ends at %" PRIu64 ", before it begins", r, stop);
+    }
+    if (status) {
+      (void)gmi_update_fail_in(WALK, "elements %" PRIu64 " to %" PRIu64, begin, end);
+      note_failure(walk);
+    }
+  }
+}
+
+/* On the simulated device a span waits for its turn. */
+typedef struct queued_span {
+  gemini_update_walk_t *walk;
+  gemini_update_span_t span;
+} queued_span_t;
+static void run_queued(void *user) {
+  queued_span_t *queued = user;
+  update_span(queued->walk, &queued->span, (place_t){ false, NULL });
+  free(queued);
+}
+static gemini_status_t queue_call(gemini_update_walk_t *walk, const gemini_update_span_t *span) {
+  if (!walk->stream_call)
+    return gmi_update_fail(WALK, GEMINI_ERR_INVALID, 0, "they are on the simulated device, and stream_call is NULL");
+  queued_span_t *queued = malloc(sizeof *queued);
+  if (!queued) return gmi_update_fail(WALK, GEMINI_ERR_OOM_SYSTEM, 0, "no memory for the record of a span");
+  *queued = (queued_span_t){ walk, *span };
+  gemini_status_t status = walk->stream_call(walk->mgr, span->stream, run_queued, queued);
+  if (!status) return GEMINI_OK;
+  free(queued);
+  return gmi_update_fail(WALK, status, 0, "stream_call failed with %" PRId32, status);
+}
+
+static gemini_status_t update_on_device(gemini_update_walk_t *walk, const gemini_update_span_t *span) {
+  place_t gpu = { true, NULL };
+  if (!walk->stream_native)
+    return gmi_update_fail(WALK, GEMINI_ERR_INVALID, 0, "they are on the device, and stream_native is NULL");
+  gemini_status_t status = walk->stream_native(walk->mgr, span->stream, &gpu.stream);
+  if (status == GEMINI_ERR_UNSUPPORTED) return queue_call(walk, span);
+  if (status) return gmi_update_fail(WALK, status, 0, "stream_native failed with %" PRId32, status);
+  update_span(walk, span, gpu);
+  return GEMINI_OK;
+}
+
+void gemini_update_walk(void *user, const gemini_update_span_t *span) {
+  gemini_update_walk_t *walk = user;
+  if (span->tier != GEMINI_TIER_DEVICE) {
+    update_span(walk, span, (place_t){ false, NULL });
+  } else if (update_on_device(walk, span)) {
+    (void)gmi_update_fail_in(WALK, "elements %" PRIu64 " to %" PRIu64, span->first_element,
+                             span->first_element + span->element_count);
+    note_failure(walk);
+  }
+}
+
+/* --- checks --- */
+
+#define REFUSE(...) return gmi_update_fail(WALK_CHECK, GEMINI_ERR_INVALID, 0, __VA_ARGS__)
+
+static gemini_status_t check_rules(const gemini_update_walk_t *walk) {
+  char some;
+  const gmi_arrays_t a = { .param = walk->param_index == GEMINI_INDEX_NONE ? NULL : &some };
+  gmi_adamw_t k;
+  if (!walk->adamws || !walk->rule_count) REFUSE("walk has no rules: adamws is NULL, or rule_count 0");
+  for (uint64_t i = 0; i < walk->rule_count; i++) {
+    const gemini_adamw_t *first = walk->adamws, *rule = rule_at(walk, i);
+    if (gmi_adamw_prepare(WALK_CHECK, rule, 0, &a, &k)) return gmi_update_fail_in(WALK_CHECK, "adamws[%" PRIu64 "]", i);
+    if (gmi_dtype_bytes(rule->grad_dtype) != gmi_dtype_bytes(first->grad_dtype))
+      REFUSE("adamws[%" PRIu64 "]: grad_dtype is %" PRIu32 ", in adamws[0] %" PRIu32 ", which has another size", i,
+             rule->grad_dtype, first->grad_dtype);
+    if (a.param && gmi_dtype_bytes(rule->param_dtype) != gmi_dtype_bytes(first->param_dtype))
+      REFUSE("adamws[%" PRIu64 "]: param_dtype is %" PRIu32 ", in adamws[0] %" PRIu32 ", which has another size", i,
+             rule->param_dtype, first->param_dtype);
+  }
+  return GEMINI_OK;
+}
+
+static gemini_status_t check_ranges(const gemini_update_walk_t *walk) {
+  if (!walk->ranges || !walk->range_count) REFUSE("walk has no ranges: ranges is NULL, or range_count 0");
+  for (uint64_t i = 0, begin = 0; i < walk->range_count; begin = walk->ranges[i++].end_element) {
+    const gemini_update_range_t *r = &walk->ranges[i];
+    if (r->end_element <= begin)
+      REFUSE("ranges[%" PRIu64 "] ends at %" PRIu64 ", want more than %" PRIu64 ", where it begins", i, r->end_element,
+             begin);
+    if (r->rule >= walk->rule_count && r->rule != GEMINI_UPDATE_SKIP)
+      REFUSE("ranges[%" PRIu64 "]: rule %" PRIu64 " is not among the %" PRIu64 " there are", i, r->rule,
+             walk->rule_count);
+  }
+  return GEMINI_OK;
+}
+
+static gemini_status_t check_arenas(const gemini_update_walk_t *walk, const gemini_update_t *update) {
+  static const uint32_t needed[ROLES] = { GEMINI_WRITE, GEMINI_READ, GEMINI_READ_WRITE, GEMINI_READ_WRITE,
+                                          GEMINI_READ_WRITE };
+  static const char *const mode_names[] = { "0", "READ", "WRITE", "READ_WRITE" };
+  const roles_t roles = roles_of(walk);
+  for (int i = 0; i < ROLES; i++) {
+    const uint32_t index = roles.index[i];
+    if (i == PARAM && index == GEMINI_INDEX_NONE) continue;
+    if (index >= update->arena_count)
+      REFUSE("%s_index is %" PRIu32 ", the update has %" PRIu32 " arenas", role_names[i], index, update->arena_count);
+    if (!update->modes) REFUSE("modes is NULL");
+    if (needed[i] & ~update->modes[index])
+      REFUSE("%s_index: modes[%" PRIu32 "] is %" PRIu32 ", want %s", role_names[i], index, update->modes[index],
+             mode_names[needed[i]]);
+    for (int k = i + 1; k < ROLES; k++) {
+      if (index == roles.index[k])
+        REFUSE("%s_index and %s_index both are %" PRIu32, role_names[i], role_names[k], index);
+    }
+  }
+  return GEMINI_OK;
+}
+
+/* The ranges in the update's elements. */
+static gemini_status_t check_elements(const gemini_update_walk_t *walk, const gemini_update_t *update) {
+  const uint64_t first = update->first_element, last = walk->ranges[walk->range_count - 1].end_element;
+  const uint64_t count = update->element_count ? update->element_count : last > first ? last - first : 0;
+  if (first > UINT64_MAX - count || first + count > last)
+    REFUSE("the update has elements %" PRIu64 " + %" PRIu64 ", the last range ends at %" PRIu64, first, count, last);
+  if (walk->param_index == GEMINI_INDEX_NONE || update->modes[walk->param_index] & GEMINI_READ) return GEMINI_OK;
+  for (uint64_t i = range_of(walk, first), begin = first; begin < first + count;
+       begin = walk->ranges[i++].end_element) {
+    if (walk->ranges[i].rule == GEMINI_UPDATE_SKIP)
+      REFUSE("ranges[%" PRIu64 "] is skipped, but its parameters would be lost: modes[%" PRIu32 "] is %" PRIu32
+             ", want READ_WRITE",
+             i, walk->param_index, update->modes[walk->param_index]);
+  }
+  return GEMINI_OK;
+}
+
+gemini_status_t gemini_update_walk_check(const gemini_update_t *update) {
+  gemini_status_t status = gmi_update_struct(WALK_CHECK, "update", update, sizeof *update);
+  if (status) return status;
+  const gemini_update_walk_t *walk = update->user;
+  status = gmi_update_struct(WALK_CHECK, "walk", walk, sizeof *walk);
+  if (status) return status;
+  if (walk->flags) REFUSE("walk: flags has unknown bits: %#" PRIx32, walk->flags);
+  if (walk->reserved) REFUSE("walk: reserved is %" PRIu32 ", want 0", walk->reserved);
+  if (walk->failing || walk->status) REFUSE("walk has failed before: initialise it anew");
+  status = check_rules(walk);
+  if (!status) status = check_ranges(walk);
+  if (!status) status = check_arenas(walk, update);
+  return status ? status : check_elements(walk, update);
+}
+
+gemini_status_t gemini_update_walk_status(const gemini_update_walk_t *walk) {
+  if (!walk) return gmi_update_fail(__func__, GEMINI_ERR_INVALID, 0, "walk is NULL");
+  gemini_status_t status = __atomic_load_n(&walk->status, __ATOMIC_ACQUIRE);
+  return status ? gmi_update_fail(WALK, status, walk->native_code, "%.*s", (int)sizeof walk->message - 1, walk->message)
+                : GEMINI_OK;
+}
