@@ -4,6 +4,7 @@ Not for users: libgemini.Manager and libgemini.torch are. A test compares the la
 SPDX-License-Identifier: Apache-2.0
 """
 import ctypes
+import functools
 import os
 import pathlib
 from ctypes import POINTER, c_char, c_char_p, c_double, c_int32, c_int64, c_ssize_t, c_uint32, c_uint64, c_void_p
@@ -108,6 +109,31 @@ class TopologyObject(_Sized):
              [("size_bytes", c_uint64), ("pci", c_char * 16), ("name", c_char * 128)]
 
 
+# ---- gemini_update.h
+ADAMW_L2 = 1
+INDEX_NONE = 2**32 - 1
+UPDATE_SKIP = 2**64 - 1
+
+
+class Adamw(_Sized):
+  _fields_ = [("struct_size", c_uint32), ("flags", c_uint32), ("param_dtype", c_uint32), ("grad_dtype", c_uint32),
+              ("step", c_uint64)] + \
+             [(name, c_double) for name in ("lr", "beta1", "beta2", "eps", "weight_decay", "grad_scale")]
+
+
+class UpdateRange(ctypes.Structure):
+  _fields_ = [("end_element", c_uint64), ("rule", c_uint64)]
+
+
+class UpdateWalk(_Sized):
+  _fields_ = [("struct_size", c_uint32), ("flags", c_uint32), ("adamws", POINTER(Adamw)), ("rule_count", c_uint64),
+              ("ranges", POINTER(UpdateRange)), ("range_count", c_uint64)] + \
+             [(name + "_index", c_uint32) for name in ("param", "grad", "master", "momentum", "variance")] + \
+             [("failing", c_uint32), ("mgr", c_uint64), ("stream_native", c_void_p), ("stream_call", c_void_p),
+              ("status", c_int32), ("reserved", c_uint32), ("native_code", c_int64), ("message", c_char * 440)]
+
+
+# ---- functions
 _M, _H, _U32, _U64 = c_uint64, c_uint64, c_uint32, c_uint64
 _FUNCTIONS = {  # name: arguments; all return a status but those below
   "last_error": [POINTER(ErrorInfo)],
@@ -138,6 +164,8 @@ _FUNCTIONS = {  # name: arguments; all return a status but those below
   "trace_save": [_M, c_char_p], "trace_load": [_M, c_char_p], "timeline_start": [_M, c_char_p],
   "timeline_stop": [_M],
 }
+_UPDATE_FUNCTIONS = {"last_error": [POINTER(ErrorInfo)], "walk_check": [POINTER(Update)],
+                     "walk_status": [POINTER(UpdateWalk)]}
 _OTHERS = {
   "version": (c_char_p, []), "status_string": (c_char_p, [c_int32]),
   "torch_malloc": (c_void_p, [c_ssize_t, ctypes.c_int, c_void_p]),
@@ -156,23 +184,18 @@ class GeminiError(RuntimeError):
     self.native_code = native_code
 
 
-class Library:
-  """libgemini.so with its functions under their names without gemini_; those that return a status raise instead."""
+class _Library:
+  """A shared library's functions under their names without the prefix; those that return a status raise instead."""
 
-  def __init__(self, path):
+  def __init__(self, path, prefix, functions):
     self.path = str(path)
     self.cdll = ctypes.CDLL(self.path)
-    for name, arguments in _FUNCTIONS.items():
-      function = getattr(self.cdll, "gemini_" + name)
+    for name, arguments in functions.items():
+      function = getattr(self.cdll, prefix + name)
       function.argtypes = arguments
       function.restype = c_int32
       if name != "last_error":
         function.errcheck = self._check
-      setattr(self, name, function)
-    for name, (result, arguments) in _OTHERS.items():
-      function = getattr(self.cdll, "gemini_" + name)
-      function.argtypes = arguments
-      function.restype = result
       setattr(self, name, function)
 
   def _check(self, status, function, arguments):
@@ -181,14 +204,36 @@ class Library:
     info = ErrorInfo()
     self.last_error(info)
     said = f"{info.operation.decode()}: {info.message.decode()}" if info.status == status else ""
-    raise GeminiError(said or self.status_string(status).decode(), STATUS.get(status, str(status)), info.native_code)
+    raise GeminiError(said or f"{function.__name__}: {STATUS.get(status, status)}", STATUS.get(status, str(status)),
+                      info.native_code)
+
+
+class Library(_Library):
+  """libgemini.so"""
+
+  def __init__(self, path):
+    super().__init__(path, "gemini_", _FUNCTIONS)
+    for name, (result, arguments) in _OTHERS.items():
+      function = getattr(self.cdll, "gemini_" + name)
+      function.argtypes = arguments
+      function.restype = result
+      setattr(self, name, function)
+
+
+class UpdateLibrary(_Library):
+  """libgemini_update.so; walk is the address of its gemini_update_fn."""
+
+  def __init__(self, path):
+    super().__init__(path, "gemini_update_", _UPDATE_FUNCTIONS)
+    self.walk = ctypes.cast(self.cdll.gemini_update_walk, UpdateFn)
 
 
 def find(name):
-  """The path of a library of ours: beside this package, or where the environment says (LIBGEMINI_DIR)."""
+  """The path of a library of ours: in this package, or in a build that the environment names (LIBGEMINI_DIR)."""
   folders = [pathlib.Path(__file__).parent / "lib"]
-  if os.environ.get("LIBGEMINI_DIR"):
-    folders.insert(0, pathlib.Path(os.environ["LIBGEMINI_DIR"]))
+  build = os.environ.get("LIBGEMINI_DIR")
+  if build:
+    folders = [pathlib.Path(build), pathlib.Path(build) / "bindings" / "update"]
   for folder in folders:
     found = sorted(folder.glob(name + ".so*"))
     if found:
@@ -197,12 +242,11 @@ def find(name):
                     "or set LIBGEMINI_DIR to the folder of a build")
 
 
-_library = None
-
-
+@functools.cache
 def library():
-  """The library, loaded at the first call."""
-  global _library
-  if _library is None:
-    _library = Library(find("libgemini"))
-  return _library
+  return Library(find("libgemini"))
+
+
+@functools.cache
+def update_library():
+  return UpdateLibrary(find("libgemini_update"))

@@ -5,11 +5,14 @@ torch optimizer runs its own step, one parameter after another, over states that
 
 SPDX-License-Identifier: Apache-2.0
 """
+import ctypes
+
 import torch
 from torch import nn
 
 from .. import abi
 from ..abi import GeminiError
+from .session import ALIGNMENT, DTYPES
 from .tensors import ManagedParameter, managed_view, _plain, _set_grad
 
 
@@ -41,7 +44,7 @@ class Optimizer(torch.optim.Optimizer):
         wanted = record.param.requires_grad
       if wanted:
         record.attach()
-    self.rule = fused_rule(inner) or TorchRule(session, inner)
+    self.rule = fused_rule(session, inner) or TorchRule(session, inner)
     self.rule.prepare(self.records)
 
   def zero_grad(self, set_to_none=True):
@@ -121,6 +124,109 @@ class TorchRule:
       record.param.copy_(work)
 
 
-def fused_rule(inner):
+class AdamwRule:
+  """AdamW and Adam, by libgemini_update: each chunk where it lives, late, so that it overlaps the next forward pass.
+
+  States are of fp32, and so is the master copy of a parameter that is not.
+  """
+  STATES = ("master", "momentum", "variance")
+
+  def __init__(self, session, decoupled):
+    self.session = session
+    self.decoupled = decoupled
+    self.kernels = abi.update_library()
+    self.arenas = {}  # arena of parameters: their records, in the order of their places
+    self.walks = []  # submitted, not known to be done: (walk, what it borrows)
+
+  def prepare(self, records):
+    for record in records:
+      if not record.trainable or record.states:
+        continue
+      for kind in self.STATES:
+        if kind != "master" or record.place.dtype != torch.float32:
+          record.states[kind] = self.session.counterpart(record.place, kind, torch.float32)
+      if "master" in record.states:
+        record.states["master"].write(record.place.read())
+      self.arenas.setdefault(record.place.arena, []).append(record)
+    for records in self.arenas.values():
+      records.sort(key=lambda record: record.place.offset)
+
+  def rule(self, record, group):
+    beta1, beta2 = map(float, group["betas"])
+    dtype = DTYPES[record.place.dtype]
+    return (0 if self.decoupled or group.get("decoupled_weight_decay") else abi.ADAMW_L2, dtype, dtype, record.step,
+            float(group["lr"]), beta1, beta2, float(group["eps"]), float(group["weight_decay"]), record.scale)
+
+  def step(self, groups):
+    self.forget_done()
+    group_of = {id(param._gm_record): group for group in groups for param in group["params"]}
+    for arena, records in self.arenas.items():
+      self.submit(arena, records, group_of)
+
+  def submit(self, arena, records, group_of):
+    """One update of an arena's parameters, from the first that has a gradient to the last."""
+    ready = [record for record in records if record.has_grad and id(record) in group_of]
+    if not ready:
+      return
+    itemsize = ready[0].place.dtype.itemsize
+    start = ready[0].place.offset // itemsize
+    rules, ranges, at = {}, [(start, abi.UPDATE_SKIP)] if start else [], start
+    for record in ready:
+      record.step += 1
+      rule = rules.setdefault(self.rule(record, group_of[id(record)]), len(rules))
+      first = record.place.offset // itemsize
+      if first - at > ALIGNMENT:
+        ranges.append((first, abi.UPDATE_SKIP))
+      elif first > at:  # the zeros that align it, which stay zeros
+        ranges[-1] = first, ranges[-1][1]
+      at = first + record.place.elements
+      if ranges and ranges[-1][1] == rule:
+        ranges[-1] = at, rule
+      else:
+        ranges.append((at, rule))
+    whole = all(rule != abi.UPDATE_SKIP for end, rule in ranges if end > start)
+    self.run(arena, ready[0], start, at - start, list(rules), ranges, whole)
+
+  def run(self, arena, record, start, count, rules, ranges, whole):
+    session = self.session
+    param = abi.WRITE if whole else abi.READ_WRITE
+    parts = [(arena, param), (record.grad_place.arena, abi.READ)]
+    parts += [(record.states[kind].arena, abi.READ_WRITE) for kind in self.STATES if kind in record.states]
+    walk = abi.UpdateWalk(rule_count=len(rules), range_count=len(ranges), mgr=session.handle)
+    walk.adamws = (abi.Adamw * len(rules))(*(abi.Adamw(**dict(zip(_RULE, rule))) for rule in rules))
+    walk.ranges = (abi.UpdateRange * len(ranges))(*ranges)
+    walk.stream_native = ctypes.cast(session.lib.stream_native, ctypes.c_void_p).value
+    walk.stream_call = ctypes.cast(session.lib.stream_call, ctypes.c_void_p).value
+    walk.param_index, walk.grad_index, walk.master_index = 0, 1, 2
+    walk.momentum_index, walk.variance_index = 3, 4
+    if "master" not in record.states:
+      parts[0] = arena, abi.READ_WRITE
+      walk.param_index, walk.master_index, walk.momentum_index, walk.variance_index = abi.INDEX_NONE, 0, 2, 3
+    update = abi.Update(flags=abi.UPDATE_LATE, arena_count=len(parts), first_element=start, element_count=count,
+                        stream=session.stream(), fn=self.kernels.walk,
+                        arenas=(ctypes.c_uint64 * len(parts))(*(part[0] for part in parts)),
+                        modes=(ctypes.c_uint32 * len(parts))(*(part[1] for part in parts)))
+    update.user = ctypes.addressof(walk)
+    self.walks.append((walk, update))
+    self.kernels.walk_check(update)
+    session.lib.update(session.handle, update)
+
+  def forget_done(self):
+    """What the updates before have borrowed goes when they are done; what failed in them is raised."""
+    for walk, _ in self.walks:
+      self.kernels.walk_status(walk)
+    if self.walks and not self.session.manager.stats()["pending_updates"]:
+      self.walks.clear()
+
+
+_RULE = ("flags", "param_dtype", "grad_dtype", "step", "lr", "beta1", "beta2", "eps", "weight_decay", "grad_scale")
+
+
+def fused_rule(session, inner):
   """The C library's rule for an optimizer, or None."""
-  return None
+  if type(inner) not in (torch.optim.AdamW, torch.optim.Adam):
+    return None
+  for group in inner.param_groups:
+    if any(group.get(option) for option in ("amsgrad", "maximize", "capturable", "differentiable")):
+      return None
+  return AdamwRule(session, type(inner) is torch.optim.AdamW)

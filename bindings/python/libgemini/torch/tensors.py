@@ -115,7 +115,7 @@ def _run(func, args, kwargs):
     return func(*args, **kwargs)
   session = tensors[0]._gm_place.session
   name = getattr(func, "__name__", "function")
-  first = args[0] if args else None
+  first = args[0] if args else next(iter(kwargs.values()))
   if len(tensors) > 4 and isinstance(first, (list, tuple)) and name.startswith("_foreach_"):
     return _one_by_one(func, args, kwargs)
   changed = []
