@@ -231,6 +231,8 @@ def main():
   elif cuda:
     row["device_peak"] = torch.cuda.max_memory_reserved()
   print("ROW " + json.dumps(row), flush=True)
+  if gm:
+    gm.close()
   if options.system == "fsdp2":
     dist.destroy_process_group()
 

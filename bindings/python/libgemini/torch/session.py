@@ -19,7 +19,7 @@ from .tensors import Use
 KINDS = {"param": abi.KIND_PARAM, "frozen": abi.KIND_PARAM, "grad": abi.KIND_GRAD, "master": abi.KIND_MASTER, "momentum": abi.KIND_MOMENTUM,
          "variance": abi.KIND_VARIANCE}
 DTYPES = {torch.float32: abi.DTYPE_F32, torch.bfloat16: abi.DTYPE_BF16, torch.float16: abi.DTYPE_F16}
-HOST_PIECE_BYTES = 32 << 20  # what is held on the host at once while a tensor is read or written there
+PIECE_BYTES = 32 << 20  # what is held at once while a tensor is read or written whole
 ALIGNMENT = 256  # elements, of gemini_arena_take()
 
 
@@ -52,7 +52,7 @@ class Place:
 
   def host_pieces(self, mode):
     """Yields (first element, CPU tensor of one dimension) over all elements, acquired on the host one after another."""
-    step = HOST_PIECE_BYTES // self.dtype.itemsize
+    step = PIECE_BYTES // self.dtype.itemsize
     for first in range(0, self.elements, step):
       count = min(step, self.elements - first)
       access = self.access(mode, abi.TIER_HOST, first * self.dtype.itemsize, count * self.dtype.itemsize)
@@ -68,8 +68,17 @@ class Place:
     return out
 
   def write(self, values):
-    """Copies values, of the same number of elements, from the CPU or another device; converts their dtype."""
+    """Copies values, of the same number of elements and any dtype, from the CPU or the session's device."""
     flat = values.detach().reshape(-1)
+    if self.session.cuda and flat.is_cuda:
+      # By way of the device: what is page-locked in several parts, as the host tier may be, CUDA does not copy at once.
+      mine, step = self.tensor.view(-1), PIECE_BYTES // self.dtype.itemsize
+      for first in range(0, self.elements, step):
+        count = min(step, self.elements - first)
+        access = self.access(abi.WRITE, abi.TIER_DEVICE, first * self.dtype.itemsize, count * self.dtype.itemsize)
+        with self.session.acquired(access, 1, self.session.stream()):
+          mine[first:first + count].copy_(flat[first:first + count])
+      return
     for first, piece in self.host_pieces(abi.WRITE):
       piece.copy_(flat[first:first + piece.numel()])
 
