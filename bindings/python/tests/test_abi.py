@@ -11,6 +11,7 @@ import subprocess
 
 import pytest
 
+import libgemini
 from libgemini import abi
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
@@ -172,7 +173,7 @@ def test_functions_of_the_update_library():
 
 def test_the_library_is_of_the_header():
   said = re.search(r'#define GEMINI_VERSION_STRING "(.*)"', header("gemini.h"))[1]
-  assert abi.library().version().decode() == said
+  assert libgemini.version() == said
 
 
 def test_a_library_that_is_not_there(monkeypatch, tmp_path):
