@@ -45,10 +45,15 @@ if ((tools)); then
   stamp=build/venv/requirements.txt
   # The stamp says for which list the environment was made; a venv that was moved or half made is made anew.
   if ! cmp -s tests/requirements.txt "$stamp" || ! build/venv/bin/clang-format --version >/dev/null 2>&1; then
-    echo "setup.sh: installing $(grep -v '^#' tests/requirements.txt | xargs) into build/venv"
+    echo "setup.sh: installing tests/requirements.txt into build/venv"
     rm -rf build/venv
     python3 -m venv build/venv
-    build/venv/bin/pip install --quiet --disable-pip-version-check -r tests/requirements.txt
+    pip=(build/venv/bin/pip install --quiet --disable-pip-version-check)
+    # PyPI's torch brings CUDA along; the one for processors alone is at PyTorch's own index, or where pip is set up for.
+    torch=$(grep '^torch==' tests/requirements.txt)
+    "${pip[@]}" "$torch" 2>/dev/null ||
+      "${pip[@]}" --extra-index-url https://download.pytorch.org/whl/cpu "$torch"
+    "${pip[@]}" -r tests/requirements.txt
     cp tests/requirements.txt "$stamp"
   fi
 fi

@@ -7,6 +7,7 @@ import ctypes
 import functools
 import os
 import pathlib
+import sys
 from ctypes import POINTER, c_char, c_char_p, c_double, c_int32, c_int64, c_ssize_t, c_uint32, c_uint64, c_void_p
 
 OK = 0
@@ -230,7 +231,7 @@ class UpdateLibrary(_Library):
 
 def find(name):
   """The path of a library of ours: in this package, or in a build that the environment names (LIBGEMINI_DIR)."""
-  folders = [pathlib.Path(__file__).parent / "lib"]
+  folders = [pathlib.Path(path) / "lib" for path in sys.modules[__package__].__path__]  # of an editable package: two
   build = os.environ.get("LIBGEMINI_DIR")
   if build:
     folders = [pathlib.Path(build), pathlib.Path(build) / "bindings" / "update"]

@@ -3,6 +3,7 @@
 SPDX-License-Identifier: Apache-2.0
 """
 import ctypes
+import fractions
 import logging
 import re
 
@@ -15,12 +16,18 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "
 
 def parse_bytes(value, what="size"):
   """24 << 30, "24GiB", "24 GB" or "1.5T" as a number of bytes."""
-  if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-    return value
-  match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?I?)B?\s*", str(value).upper())
-  if not isinstance(value, str) or not match:
+  match = None
+  if isinstance(value, str):
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*((?:[KMGT]I?)?)B?\s*", value.upper())
+  if match:
+    size = int(fractions.Fraction(match.group(1)) * _UNITS[match.group(2)])
+  elif isinstance(value, int) and not isinstance(value, bool):
+    size = value
+  else:
     raise ValueError(f"{what} is {value!r}: want bytes, or a text such as \"24GiB\"")
-  return int(float(match.group(1)) * _UNITS[match.group(2)])
+  if not 0 <= size < 2**64:
+    raise ValueError(f"{what} is {value!r}: want 0 to 2**64 - 1 bytes")
+  return size
 
 
 @abi.LogFn

@@ -80,7 +80,6 @@ class Record:
 
   def take_gradient(self, _):
     """Autograd has put a gradient of its own into param.grad: its bytes go to the arena, and it goes."""
-    session = self.session
     with _plain(), torch.no_grad():
       fresh = _get_grad(self.param)
       _set_grad(self.param, None)
