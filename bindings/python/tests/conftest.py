@@ -1,0 +1,135 @@
+"""Shared by the tests of libgemini.torch: sessions that are always closed, tiny models of random weights, a train loop.
+
+All of it runs on the host-simulated device, where bytes that are not resident are not mapped.
+SPDX-License-Identifier: Apache-2.0
+"""
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+import pytest
+import torch
+
+import libgemini.torch as gm
+
+collect_ignore = ["test_load.py", "test_hook_torch.py"]  # scripts of CTest
+torch.set_num_threads(1)
+
+VOCAB, LENGTH, BATCH = 160, 12, 2
+
+
+@pytest.fixture
+def session():
+  """Opens a session: session(device_memory, **more) is libgemini.torch.init() with what suits tests. Closed afterwards."""
+
+  def start(device_memory="64MiB", **more):
+    return gm.init(**{"device": "cpu", "strict": True, "window": "64KiB", "host_memory": "256MiB",
+                      "device_memory": device_memory, **more})
+
+  yield start
+  gm.close()
+
+
+def model_data_bytes(model, bytes_per_element=16):
+  """Parameters, gradients and states; 16 bytes an element are those of AdamW in fp32."""
+  return sum(param.numel() for param in model.parameters()) * bytes_per_element
+
+
+# ---- models
+def _text(seed):
+  ids = torch.randint(3, VOCAB, (BATCH, LENGTH), generator=torch.Generator().manual_seed(seed))
+  return {"input_ids": ids, "labels": ids}
+
+
+def _labelled_text(seed):
+  return {**_text(seed), "labels": torch.tensor([seed % 2, 1])}
+
+
+def _image(seed):
+  generator = torch.Generator().manual_seed(seed)
+  return {"pixel_values": torch.randn(BATCH, 3, 16, 16, generator=generator), "labels": torch.tensor([seed % 2, 1])}
+
+
+def _make(transformers, name):
+  t = transformers
+  sizes = {"vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+           "intermediate_size": 128}
+  if name == "gpt2":
+    return t.GPT2LMHeadModel(t.GPT2Config(vocab_size=VOCAB, n_embd=64, n_layer=2, n_head=4, n_positions=32,
+                                          bos_token_id=1, eos_token_id=2))
+  if name == "opt":
+    return t.OPTForCausalLM(t.OPTConfig(vocab_size=VOCAB, hidden_size=64, num_hidden_layers=2, num_attention_heads=4,
+                                        ffn_dim=128, max_position_embeddings=32, word_embed_proj_dim=64))
+  if name == "llama":
+    return t.LlamaForCausalLM(t.LlamaConfig(**sizes, num_key_value_heads=2, max_position_embeddings=32))
+  if name == "bloom":
+    return t.BloomForCausalLM(t.BloomConfig(vocab_size=VOCAB, hidden_size=64, n_layer=2, n_head=4))
+  if name == "bert":
+    return t.BertForSequenceClassification(t.BertConfig(**sizes, max_position_embeddings=32, num_labels=2))
+  if name == "t5":
+    return t.T5ForConditionalGeneration(t.T5Config(vocab_size=VOCAB, d_model=64, d_kv=16, d_ff=128, num_layers=2,
+                                                   num_heads=4, decoder_start_token_id=0))
+  if name == "vit":
+    return t.ViTForImageClassification(t.ViTConfig(**{k: v for k, v in sizes.items() if k != "vocab_size"},
+                                                   image_size=16, patch_size=4, num_labels=2))
+  if name == "mixtral":
+    return t.MixtralForCausalLM(t.MixtralConfig(**sizes, num_key_value_heads=2, max_position_embeddings=32,
+                                                num_local_experts=4, num_experts_per_tok=2))
+  raise ValueError(name)
+
+
+_BATCHES = {"bert": _labelled_text, "vit": _image}
+MODELS = ("gpt2", "opt", "llama", "bloom", "bert", "t5", "vit", "mixtral")
+
+
+def tiny(name, dtype=torch.float32, seed=0):
+  """A model of a family of transformers, random weights, without dropout."""
+  transformers = pytest.importorskip("transformers")
+  torch.manual_seed(seed)
+  model = _make(transformers, name).to(dtype)
+  for module in model.modules():
+    if isinstance(module, torch.nn.Dropout):
+      module.p = 0.0
+  model.config.use_cache = False
+  return model.train()
+
+
+def batch(name, step, dtype=torch.float32):
+  out = _BATCHES.get(name, _text)(step)
+  return {key: value.to(dtype) if value.is_floating_point() else value for key, value in out.items()}
+
+
+# ---- training
+def train(model, optimizer, steps, loss_of, before_step=None):
+  """Trains and returns the losses; loss_of(model, step) is a step's."""
+  losses = []
+  for step in range(steps):
+    loss = loss_of(model, step)
+    loss.backward()
+    if before_step:
+      before_step(model)
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(loss.detach().clone())
+  return losses
+
+
+def values(model):
+  """Copies of all parameters and buffers, by name."""
+  return {name: tensor.detach().clone() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+
+
+def same_bits(ours, theirs):
+  """Asserts that two lists or dicts of tensors are equal to the bit."""
+  keys = theirs.keys() if isinstance(theirs, dict) else range(len(theirs))
+  assert len(ours) == len(theirs) > 0
+  for key in keys:
+    assert ours[key].dtype == theirs[key].dtype
+    assert torch.equal(ours[key], theirs[key]), f"{key} differs by {(ours[key] - theirs[key]).abs().max()}"
+
+
+def far_apart(ours, theirs):
+  """The largest difference of any element of two dicts of tensors."""
+  assert len(ours) == len(theirs) > 0
+  return max((ours[key].double() - theirs[key].double()).abs().max().item() for key in theirs)
