@@ -6,7 +6,9 @@ import io
 import logging
 
 import pytest
+import torch
 
+import libgemini.torch as gm
 from libgemini.torch import progress
 from libgemini.torch.progress import Progress
 
@@ -86,3 +88,21 @@ def test_an_operation_that_fails_says_how_far_it_came(monkeypatch):
     p.add(2 * MIB)
     raise OSError("broken")
   assert stream.getvalue().splitlines()[-1] == "copying: stopped after 2.0 MiB in 4 s, 512.0 KiB/s"
+
+
+def test_building_and_preparing_a_model_count_its_bytes(monkeypatch):
+  seen = []
+
+  class Recorded(Progress):
+    def __init__(self, *args, **more):
+      super().__init__(*args, **more)
+      seen.append(self)
+
+  monkeypatch.setattr(gm.model, "Progress", Recorded)
+  build = lambda: torch.nn.Sequential(torch.nn.Linear(30, 50), torch.nn.Linear(50, 2, bias=False))
+  size = 4 * (30 * 50 + 50 + 50 * 2)
+  with gm.init(device="cpu", device_memory="16MiB", host_memory="16MiB", window="64KiB", progress=True):
+    inside = build()
+  gm.prepare(torch.nn.Sequential(inside, build()))
+  gm.close()
+  assert [(p.done, p.total, p.shown) for p in seen] == [(size, 0, True), (size, size, True)]

@@ -46,7 +46,7 @@ class _Init:
 
 
 def init(placement="auto", *, device_memory, host_memory=0, file=None, file_memory=0, device=None, margin=0, window=0,
-         warmup_iterations=1, update_threads=0, strict=False, **more):
+         warmup_iterations=1, update_threads=0, strict=False, progress=None, **more):
   """Opens the session: one device, one set of budgets. Sizes are bytes, or texts such as "24GiB".
 
   placement: "auto" (what predicted step time says), "cuda" (as much as fits stays on the device), "cpu" (everything
@@ -55,6 +55,7 @@ def init(placement="auto", *, device_memory, host_memory=0, file=None, file_memo
   between, for what does not fit in memory either.
   device: a torch device; by default the GPU if there is one, else the host-simulated device, with tensors on the CPU.
   margin: of device_memory, left unused. window: bytes of a chunk; 0: searched.
+  progress: whether operations that take long say on stderr how far they are: None: if it is a terminal; else in the log.
   strict: chunks that left the device are unmapped at once, so that a stray access faults: for tests.
   """
   global _current
@@ -64,7 +65,8 @@ def init(placement="auto", *, device_memory, host_memory=0, file=None, file_memo
     device = _torch.device("cuda", _torch.cuda.current_device()) if _torch.cuda.is_available() else "cpu"
   _current = Session(device=_torch.device(device), placement=placement, device_memory=device_memory,
                      host_memory=host_memory, file=file, file_memory=file_memory, device_margin=margin, window=window,
-                     warmup_iterations=warmup_iterations, update_threads=update_threads, strict=strict, **more)
+                     warmup_iterations=warmup_iterations, update_threads=update_threads, strict=strict, progress=progress,
+                     **more)
   return _Init(_current)
 
 

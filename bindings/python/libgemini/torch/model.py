@@ -9,6 +9,7 @@ from torch import nn
 
 from .. import abi
 from ..abi import GeminiError
+from .progress import Progress
 from .session import DTYPES
 from .tensors import ManagedParameter, ManagedTensor, _get_grad, _plain, _set_grad, managed_view
 
@@ -166,10 +167,12 @@ def building(session):
     register(module, name, param)
     if param is not None and type(param) is nn.Parameter and not param.is_meta:
       adopt(session, param, name)
+      progress.add(param.nbytes)
 
   nn.Module.register_parameter = register_parameter
   try:
-    with session.device if session.cuda else contextlib.nullcontext():
+    with session.device if session.cuda else contextlib.nullcontext(), \
+        Progress("building the model", show=session.progress) as progress:
       yield
   finally:
     nn.Module.register_parameter = register
@@ -189,11 +192,16 @@ class Model:
       if param.is_meta:
         raise GeminiError(f"parameter {name} is on the meta device: load it first, by libgemini.torch.load_weights()")
     self.refuse_aliases()
-    for name, param in module.named_parameters():
-      record = adopt(session, param, name)
-      if record is not None:
-        record.rename(name)
-        self.records[name] = record
+    params = dict(module.named_parameters())
+    strangers = sum(param.nbytes for param in params.values() if not isinstance(param, ManagedTensor))
+    with Progress("moving the model in", strangers, session.progress) as progress:
+      for name, param in params.items():
+        size = 0 if isinstance(param, ManagedTensor) else param.nbytes
+        record = adopt(session, param, name)
+        if record is not None:
+          record.rename(name)
+          self.records[name] = record
+        progress.add(size)
     for name, buffer in module.named_buffers():
       if buffer is not None and buffer.device != session.device and not buffer.is_meta:
         buffer.data = buffer.data.to(session.device)

@@ -80,8 +80,9 @@ class Place:
 class Session:
   """See libgemini.torch.init(), which makes one."""
 
-  def __init__(self, *, device, **config):
+  def __init__(self, *, device, progress=None, **config):
     self.device = device
+    self.progress = progress  # as in progress.Progress: show
     self.cuda = device.type == "cuda"
     self.manager = Manager(cuda=self.cuda, device_ordinal=device.index or 0, **config)
     self.lib = self.manager.lib
