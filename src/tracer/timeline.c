@@ -13,6 +13,7 @@ typedef struct {
   bool known;   /* begin and end are times, not fences */
   uint16_t lane;
   uint32_t name; /* of a span: offset in text */
+  uint32_t phase;
   uint64_t begin, end;
   uint64_t values[4]; /* of counters: bytes on device, non-model live, host, file */
 } event_t;
@@ -75,6 +76,7 @@ static void add_span(gmi_manager_t *m, const char *kind, const char *name, uint6
   e->begin = begin;
   e->end = end;
   e->lane = (uint16_t)lane;
+  e->phase = atomic_load(&m->phase);
   e->name = add_text(t, kind, name);
 }
 
@@ -174,6 +176,7 @@ static void write_lane(FILE *f, uint32_t lane, const char *name) {
 }
 
 static gemini_status_t write_file(gmi_manager_t *m) {
+  static const char *const phases[] = { "none", "forward", "backward", "update" };
   gmi_timeline_t *t = m->timeline;
   FILE *f = fopen(t->path, "we");
   if (!f) return gmi_fail(GEMINI_ERR_IO, errno, "timeline %s: could not open it: %s", t->path, strerror(errno));
@@ -209,7 +212,9 @@ static gemini_status_t write_file(gmi_manager_t *m) {
       fprintf(f, ",\n{\"ph\":\"X\",\"pid\":1,\"tid\":%u,\"ts\":%.3f,\"dur\":%.3f,\"cat\":\"%.*s\",\"name\":\"", e->lane,
               ts, (double)(e->end - e->begin) * 1e-3, (int)kind, text);
       write_text(f, text + kind);
-      fprintf(f, "\"}");
+      fputc('"', f);
+      if (kind == 2 && !memcmp(text, "op", 2)) fprintf(f, ",\"args\":{\"phase\":\"%s\"}", phases[e->phase]);
+      fputc('}', f);
     } else if (e->type == 'C') {
       fprintf(f,
               ",\n{\"ph\":\"C\",\"pid\":1,\"ts\":%.3f,\"name\":\"bytes by tier\",\"args\":{\"device\":%" PRIu64

@@ -553,6 +553,8 @@ static void test_timeline_has_ops_moves_waits_and_counters(void) {
   CHECK(end && !*json_skip(end));
   CHECK_EQ(count_of(text, "\"cat\":\"op\""), 4 * 2 * LAYERS);
   CHECK_EQ(count_of(text, "\"name\":\"bwd.3\""), 4);
+  CHECK_EQ(count_of(text, "\"args\":{\"phase\":\"forward\"}"), 4 * LAYERS);
+  CHECK_EQ(count_of(text, "\"name\":\"bwd.3\",\"args\":{\"phase\":\"backward\"}"), 4);
   CHECK_EQ(count_of(text, "\"cat\":\"update\""), LAYERS * LAYER_BYTES / WINDOW);
   uint64_t fetched = 0, evicted = 0;
   for (int r = 0; r < GEMINI_REASON_COUNT; r++) {
