@@ -182,8 +182,8 @@ static gemini_status_t write_file(gmi_manager_t *m) {
   if (!f) return gmi_fail(GEMINI_ERR_IO, errno, "timeline %s: could not open it: %s", t->path, strerror(errno));
   fprintf(f,
           "{\"displayTimeUnit\":\"ms\",\"otherData\":{\"library\":\"libgemini %s\",\"lost_events\":\"%" PRIu64
-          "\"},\"traceEvents\":[\n",
-          GEMINI_VERSION_STRING, t->lost);
+          "\",\"budget_bytes\":{\"device\":%" PRIu64 ",\"host\":%" PRIu64 ",\"file\":%" PRIu64 "}},\"traceEvents\":[\n",
+          GEMINI_VERSION_STRING, t->lost, m->config.device_bytes, m->config.host_bytes, m->config.file_bytes);
   fprintf(f, "{\"ph\":\"M\",\"pid\":1,\"name\":\"process_name\",\"args\":{\"name\":\"libgemini\"}}");
   write_lane(f, LANE_CALLER, "ops on the caller's thread");
   if (m->files) write_lane(f, LANE_FILES, "files");
@@ -245,6 +245,7 @@ gemini_status_t gmi_timeline_finish(gmi_manager_t *m) {
   poll_workers(m);
   gmi_lane_record(m, false);
   poll_events(m, true);
+  gmi_timeline_counters(m);
   gemini_status_t status = write_file(m);
   gmi_timeline_close(m);
   gmi_unlock(m);
@@ -269,6 +270,7 @@ static gemini_status_t timeline_start(gmi_manager_t *m, const char *path) {
   fclose(f);
   t->begun_ns = m->dev->now(m->dev_self);
   m->timeline = t;
+  gmi_timeline_counters(m);
   gmi_lane_record(m, true);
   return GEMINI_OK;
 }

@@ -565,7 +565,10 @@ static void test_timeline_has_ops_moves_waits_and_counters(void) {
   CHECK_EQ(count_of(text, "\"cat\":\"fetch\""), fetched);
   CHECK_EQ(count_of(text, "\"cat\":\"evict\""), evicted);
   CHECK(count_of(text, "\"cat\":\"wait\"") > 0);
-  CHECK(count_of(text, "\"ph\":\"C\"") > 0);
+  CHECK(count_of(text, "\"ph\":\"C\"") > 2);
+  char budget[64];
+  snprintf(budget, sizeof budget, "\"budget_bytes\":{\"device\":%llu,", (unsigned long long)s.budget_bytes[0]);
+  CHECK_EQ(count_of(text, budget), 1);
   CHECK(strstr(text, "bytes by tier"));
   free(text);
   OK(gemini_timeline_start(n.mgr, path)); /* closing writes it, too */
