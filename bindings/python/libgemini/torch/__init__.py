@@ -13,11 +13,13 @@ SPDX-License-Identifier: Apache-2.0
 import torch as _torch
 
 from ..abi import GeminiError
-from . import model as _model
+from . import model as _model, report as _report
 from .optim import Optimizer
+from .picture import picture
 from .session import Session
 
-__all__ = ["GeminiError", "close", "init", "prepare", "session", "stats", "explain"]
+__all__ = ["GeminiError", "close", "explain", "init", "picture", "prepare", "report", "session", "stats", "stats_reset",
+           "timeline"]
 
 _current = None
 
@@ -86,9 +88,30 @@ def stats():
   return session().manager.stats()
 
 
+def stats_reset():
+  """Starts peaks, moved bytes, hits, stalls and the count of steps in report() anew."""
+  _report.stats_reset(session())
+
+
 def explain():
   """The plan in words."""
   return session().manager.explain()
+
+
+def report(path=None):
+  """What memory holds by tier and kind, what moved and why, stalls, the biggest parameters and the plan, as a text for
+  people; path: a file to write it to, too. Numbers that add up are those since init() or stats_reset()."""
+  text = _report.report(session())
+  if path is not None:
+    with open(path, "w", encoding="utf-8") as file:
+      file.write(text)
+  return text
+
+
+def timeline(path):
+  """`with timeline(path): ...` records operators, copies, waits, updates and bytes by tier, and writes them to path as
+  Chrome trace events, which ui.perfetto.dev opens; picture() draws them."""
+  return _report.timeline(session(), path)
 
 
 def close():

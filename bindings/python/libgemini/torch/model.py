@@ -44,17 +44,24 @@ class Record:
   # ---- the bytes
   def move_in(self, values):
     """Takes values, of any device but meta, into the session; the parameter is a managed one from now on."""
-    session = self.session
-    self.place = session.place("param" if self.param.requires_grad else "frozen", values.shape, values.dtype, self.name)
+    self.allocate(values.shape, values.dtype)
     if values.numel():
       if isinstance(values, ManagedTensor):
         values = values.detach().clone()
       self.place.write(values)
     self.become_managed()
 
+  def allocate(self, shape, dtype):
+    """A place for it, which reads as zero; become_managed() makes the parameter have it."""
+    kind = "param" if self.param.requires_grad else "frozen"
+    self.place = self.session.place(kind, shape, dtype, self.name)
+
   def become_managed(self):
     with _plain():
-      self.param.data = self.place.tensor
+      if self.param.is_meta:  # which cannot be given data
+        torch.utils.swap_tensors(self.param, nn.Parameter(self.place.tensor, self.param.requires_grad))
+      else:
+        self.param.data = self.place.tensor
     self.param.__class__ = ManagedParameter
     self.param._gm_place = self.place
     self.param._gm_record = self

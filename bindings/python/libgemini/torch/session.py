@@ -99,6 +99,7 @@ class Session:
     self.uses = {}
     self.records = []  # of all parameters that live here
     self.model = None
+    self.reset_iterations = 0  # that had ended when statistics were last started anew
     self.users = []  # kept for updates that may still run
 
   # ---- arenas
