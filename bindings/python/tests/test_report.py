@@ -47,7 +47,8 @@ def rows(text, title):
   out = {}
   for line in table[1:]:
     name = re.match(r" *(\S+( \S+)*)", line)
-    out[name.group(1)] = {column: line[begin:end].strip() for column, begin, end in zip(names[1:], [name.end(), *ends], ends)}
+    begins = [name.end(), *ends]
+    out[name.group(1)] = {column: line[i:j].strip() for column, i, j in zip(names[1:], begins, ends)}
   return out
 
 
@@ -64,9 +65,9 @@ def test_report_memory_is_that_of_the_statistics(train):
   table, stats = rows(gm.report(), "memory"), gm.stats()
   for name, key in ("budget", "budget_bytes"), ("in use", "used_bytes"), ("in use at most", "peak_bytes"):
     assert {tier: table[name][tier] for tier in abi.TIERS} == {tier: said(n) for tier, n in stats[key].items()}
-  elements = 8 * (128 * 128 + 256)  # each tensor begins at a multiple of 256 elements, a bias has 128
-  assert {name: table[name]["size"] for name in ("parameters", "gradients", "optimizer states")} == {
-    "parameters": said(4 * elements - 512), "gradients": said(4 * elements - 512), "optimizer states": said(8 * elements - 512)}
+  size = 4 * 8 * (128 * 128 + 256)  # each tensor begins at a multiple of 256 elements, a bias has 128
+  sizes = {"parameters": size - 512, "gradients": size - 512, "optimizer states": 2 * size - 512}
+  assert {name: table[name]["size"] for name in sizes} == {name: said(n) for name, n in sizes.items()}
   manager = gm.session().manager
   held = {"param": [0, 0, 0], "state": [0, 0, 0]}
   for (kind, *_), arena in gm.session().arenas.items():
@@ -90,7 +91,8 @@ def test_report_moves_and_times_are_a_step_s_since_the_reset(train):
   hits, misses = stats["acquire_hits"], stats["acquire_misses"]
   assert f"wanted: {hits} of {hits + misses}, {100 * hits / (hits + misses):.1f} %" in text
   assert f"waiting for chunks: {stats['stall_ns'] / 2e6:.3f} ms a step" in text
-  assert f"last step: {stats['measured_step_ns'] / 1e6:.3f} ms, predicted {stats['predicted_step_ns'] / 1e6:.3f} ms" in text
+  measured, predicted = stats["measured_step_ns"], stats["predicted_step_ns"]
+  assert f"last step: {measured / 1e6:.3f} ms, predicted {predicted / 1e6:.3f} ms" in text
   assert f"steps: 2 since the last reset, 5 in all, {stats['planned_iterations']} of them under a plan, 0 left" in text
 
 
@@ -144,7 +146,8 @@ def test_timeline_has_a_step_s_operators_and_bytes(train, tmp_path):
   ops = [event for event in events if event.get("cat") == "op"]
   phases = [event["args"]["phase"] for event in sorted(ops, key=lambda event: event["ts"])]
   assert sorted(set(phases), key=phases.index) == ["forward", "backward", "update"]
-  assert [event["name"] for event in ops if event["name"].endswith(":linear")] == [f"{i}.weight:linear" for i in range(8)]
+  forward = [event["name"] for event in ops if event["name"].endswith(":linear")]
+  assert forward == [f"{i}.weight:linear" for i in range(8)]
   last = [event["args"] for event in events if event["ph"] == "C"][-1]
   assert {tier: last[tier] for tier in abi.TIERS} == gm.stats()["used_bytes"]
   with gm.timeline(path):  # another can be recorded
@@ -224,10 +227,12 @@ def test_picture_of_a_step_has_the_numbers_of_its_counters(train, tmp_path):
 def synthetic(path, counters, spans=(), budget=0):
   """counters: (us, device, non-model, host); spans: (us, us, category, name, phase)."""
   events = [{"ph": "C", "pid": 1, "ts": ts, "name": "bytes by tier",
-             "args": {"device": device, "non-model": other, "host": host, "file": 0}} for ts, device, other, host in counters]
-  events += [{"ph": "X", "pid": 1, "tid": 1, "ts": ts, "dur": dur, "cat": category, "name": name, "args": {"phase": phase}}
-             for ts, dur, category, name, phase in spans]
-  path.write_text(json.dumps({"otherData": {"lost_events": "7", "budget_bytes": {"device": budget}}, "traceEvents": events}))
+             "args": {"device": device, "non-model": other, "host": host, "file": 0}}
+            for ts, device, other, host in counters]
+  events += [{"ph": "X", "pid": 1, "tid": 1, "ts": ts, "dur": dur, "cat": category, "name": name,
+              "args": {"phase": phase}} for ts, dur, category, name, phase in spans]
+  others = {"lost_events": "7", "budget_bytes": {"device": budget}}
+  path.write_text(json.dumps({"otherData": others, "traceEvents": events}))
 
 
 def test_picture_draws_counters_to_scale(tmp_path):
@@ -253,7 +258,8 @@ def test_picture_draws_counters_to_scale(tmp_path):
 def test_picture_merges_what_is_too_small_to_see_and_nothing_else(tmp_path):
   tiny = [(100 + i * 0.1, 0.05, "op", f"op <{i}>", "forward") for i in range(1000)]
   wide = [(300 + i * 20, 20, "op", f"wide {i}", "backward") for i in range(3)]
-  synthetic(tmp_path / "t.json", [(0, 1, 0, 0), (1000, 1, 0, 0)], tiny + wide + [(500, 100, "wait", "wait for chunk", "none")])
+  wait = 500, 100, "wait", "wait for chunk", "none"
+  synthetic(tmp_path / "t.json", [(0, 1, 0, 0), (1000, 1, 0, 0)], [*tiny, *wide, wait])
   gm.picture(tmp_path / "t.html", tmp_path / "t.json")
   text = (tmp_path / "t.html").read_text()
   Page(text)

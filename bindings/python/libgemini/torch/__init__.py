@@ -57,7 +57,8 @@ def init(placement="auto", *, device_memory, host_memory=0, file=None, file_memo
   between, for what does not fit in memory either.
   device: a torch device; by default the GPU if there is one, else the host-simulated device, with tensors on the CPU.
   margin: of device_memory, left unused. window: bytes of a chunk; 0: searched.
-  progress: whether operations that take long say on stderr how far they are: None: if it is a terminal; else in the log.
+  progress: whether operations that take long say on stderr how far they are; None: if it is a terminal, otherwise in
+  the log.
   strict: chunks that left the device are unmapped at once, so that a stray access faults: for tests.
   """
   global _current

@@ -1,7 +1,7 @@
 """A timeline as a picture: bytes by tier over time, above the operators, copies and waits of the same time.
 
-One HTML file with its drawing inside, which needs nothing else. Each panel is reduced to a thousand columns: a line keeps
-the highest, the lowest and the last value of each, spans that are closer than a column become one.
+One HTML file with its drawing inside, which needs nothing else. Each panel is reduced to a thousand columns: a line
+keeps the highest, the lowest and the last value of each, spans that are closer than a column become one.
 SPDX-License-Identifier: Apache-2.0
 """
 import html
@@ -24,14 +24,16 @@ STYLE = """
 @media (prefers-color-scheme: dark) { :root { --back: #0d1117; --text: #e6edf3; --dim: #9198a1; --grid: #30363d;
   --device: #58a6ff; --nonmodel: #f0b040; --host: #3fb97f; --file: #b392f0; --budget: #ff7b72;
   --forward: #58a6ff; --backward: #f0883e; --update: #3fb97f; --none: #6e7681; --wait: #ff7b72; --copy: #9198a1; } }
-body { background: var(--back); color: var(--text); font: 14px system-ui, sans-serif; max-width: 1140px; margin: 24px auto;
-  padding: 0 16px; }
+body { background: var(--back); color: var(--text); font: 14px system-ui, sans-serif; max-width: 1140px;
+  margin: 24px auto; padding: 0 16px; }
 h1 { font-size: 18px; } p, .label, .tick { color: var(--dim); }
-svg { width: 100%; height: auto; } text { fill: var(--text); font-size: 12px; } .tick { fill: var(--dim); font-size: 11px; }
+svg { width: 100%; height: auto; } text { fill: var(--text); font-size: 12px; }
+.tick { fill: var(--dim); font-size: 11px; }
 .grid { stroke: var(--grid); } .budget { stroke: var(--budget); stroke-dasharray: 6 4; }
-table { border-collapse: collapse; margin: 12px 0; } td, th { padding: 3px 12px; text-align: right; border-bottom: 1px solid
-  var(--grid); } td:first-child, th:first-child { text-align: left; }
-.key { display: inline-block; width: 12px; height: 12px; margin: 0 6px 0 14px; vertical-align: -1px; border-radius: 2px; }
+table { border-collapse: collapse; margin: 12px 0; } td, th { padding: 3px 12px; text-align: right;
+  border-bottom: 1px solid var(--grid); } td:first-child, th:first-child { text-align: left; }
+.key { display: inline-block; width: 12px; height: 12px; margin: 0 6px 0 14px; vertical-align: -1px;
+  border-radius: 2px; }
 """
 
 

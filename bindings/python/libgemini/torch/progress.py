@@ -14,8 +14,8 @@ TERMINAL_S, LINES_S, LOG_S = 0.5, 2, 10  # at most so often
 class Progress:
   """Counts bytes of an operation: `with Progress("loading", total) as progress: ... progress.add(n)`.
 
-  total: 0 when nobody knows it. show: True: lines on stderr even when that is no terminal; False: the log only; None: on
-  stderr if it is a terminal. What is not shown is logged at INFO.
+  total: 0 when nobody knows it. show: True: lines on stderr even when that is no terminal; False: the log only; None:
+  on stderr if it is a terminal. What is not shown is logged at INFO.
   """
 
   def __init__(self, what, total=0, show=None, clock=time.monotonic):

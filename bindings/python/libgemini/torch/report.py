@@ -65,15 +65,16 @@ def _times(stats, steps):
            f"last step: {stats['measured_step_ns'] / 1e6:.3f} ms"]
   if stats["predicted_step_ns"]:
     lines[-1] += f", predicted {stats['predicted_step_ns'] / 1e6:.3f} ms"
-  lines.append(f"steps: {steps} since the last reset, {stats['iterations']} in all, {stats['planned_iterations']} of them "
-               f"under a plan, {stats['departures']} left theirs")
+  lines.append(f"steps: {steps} since the last reset, {stats['iterations']} in all, {stats['planned_iterations']} of "
+               f"them under a plan, {stats['departures']} left theirs")
   return lines
 
 
 def _tier_bytes(owner, place):
   """A place's bytes by tier. The library tells them of tensors, so one is registered for the question."""
   tensor, info = ctypes.c_uint64(), abi.TensorInfo()
-  owner.lib.tensor_register(owner.handle, place.arena, b"libgemini.torch.report", place.size_bytes, place.offset, tensor)
+  name = b"libgemini.torch.report"
+  owner.lib.tensor_register(owner.handle, place.arena, name, place.size_bytes, place.offset, tensor)
   try:
     owner.lib.tensor_info(owner.handle, tensor, info)
   finally:
