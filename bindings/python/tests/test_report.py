@@ -257,9 +257,10 @@ def test_picture_draws_counters_to_scale(tmp_path):
 
 def test_picture_merges_what_is_too_small_to_see_and_nothing_else(tmp_path):
   tiny = [(100 + i * 0.1, 0.05, "op", f"op <{i}>", "forward") for i in range(1000)]
+  far = [(ts, 0.05, "op", f"at {ts}", "update") for ts in (800, 810)]
   wide = [(300 + i * 20, 20, "op", f"wide {i}", "backward") for i in range(3)]
   wait = 500, 100, "wait", "wait for chunk", "none"
-  synthetic(tmp_path / "t.json", [(0, 1, 0, 0), (1000, 1, 0, 0)], [*tiny, *wide, wait])
+  synthetic(tmp_path / "t.json", [(0, 1, 0, 0), (1000, 1, 0, 0)], [*tiny, *wide, *far, wait])
   gm.picture(tmp_path / "t.html", tmp_path / "t.json")
   text = (tmp_path / "t.html").read_text()
   Page(text)
@@ -267,6 +268,7 @@ def test_picture_merges_what_is_too_small_to_see_and_nothing_else(tmp_path):
            for rect in drawing(text).iter("rect")]
   assert rects == [("var(--forward)", 100, 100, "op <0> and 999 more: 0.050 ms"),
                    *(("var(--backward)", 300 + i * 20, 20, f"wide {i}: 0.020 ms") for i in range(3)),
+                   *(("var(--update)", ts, 0.5, f"at {ts}: 0.000 ms") for ts in (800, 810)),
                    ("var(--wait)", 500, 100, "wait for chunk: 0.100 ms")]
 
 
