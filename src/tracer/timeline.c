@@ -13,6 +13,7 @@ typedef struct {
   bool known;   /* begin and end are times, not fences */
   uint16_t lane;
   uint32_t name; /* of a span: offset in text */
+  uint32_t phase;
   uint64_t begin, end;
   uint64_t values[4]; /* of counters: bytes on device, non-model live, host, file */
 } event_t;
@@ -75,6 +76,7 @@ static void add_span(gmi_manager_t *m, const char *kind, const char *name, uint6
   e->begin = begin;
   e->end = end;
   e->lane = (uint16_t)lane;
+  e->phase = atomic_load(&m->phase);
   e->name = add_text(t, kind, name);
 }
 
@@ -174,13 +176,14 @@ static void write_lane(FILE *f, uint32_t lane, const char *name) {
 }
 
 static gemini_status_t write_file(gmi_manager_t *m) {
+  static const char *const phases[] = { "none", "forward", "backward", "update" };
   gmi_timeline_t *t = m->timeline;
   FILE *f = fopen(t->path, "we");
   if (!f) return gmi_fail(GEMINI_ERR_IO, errno, "timeline %s: could not open it: %s", t->path, strerror(errno));
   fprintf(f,
           "{\"displayTimeUnit\":\"ms\",\"otherData\":{\"library\":\"libgemini %s\",\"lost_events\":\"%" PRIu64
-          "\"},\"traceEvents\":[\n",
-          GEMINI_VERSION_STRING, t->lost);
+          "\",\"budget_bytes\":{\"device\":%" PRIu64 ",\"host\":%" PRIu64 ",\"file\":%" PRIu64 "}},\"traceEvents\":[\n",
+          GEMINI_VERSION_STRING, t->lost, m->config.device_bytes, m->config.host_bytes, m->config.file_bytes);
   fprintf(f, "{\"ph\":\"M\",\"pid\":1,\"name\":\"process_name\",\"args\":{\"name\":\"libgemini\"}}");
   write_lane(f, LANE_CALLER, "ops on the caller's thread");
   if (m->files) write_lane(f, LANE_FILES, "files");
@@ -209,7 +212,9 @@ static gemini_status_t write_file(gmi_manager_t *m) {
       fprintf(f, ",\n{\"ph\":\"X\",\"pid\":1,\"tid\":%u,\"ts\":%.3f,\"dur\":%.3f,\"cat\":\"%.*s\",\"name\":\"", e->lane,
               ts, (double)(e->end - e->begin) * 1e-3, (int)kind, text);
       write_text(f, text + kind);
-      fprintf(f, "\"}");
+      fputc('"', f);
+      if (kind == 2 && !memcmp(text, "op", 2)) fprintf(f, ",\"args\":{\"phase\":\"%s\"}", phases[e->phase]);
+      fputc('}', f);
     } else if (e->type == 'C') {
       fprintf(f,
               ",\n{\"ph\":\"C\",\"pid\":1,\"ts\":%.3f,\"name\":\"bytes by tier\",\"args\":{\"device\":%" PRIu64
@@ -240,6 +245,7 @@ gemini_status_t gmi_timeline_finish(gmi_manager_t *m) {
   poll_workers(m);
   gmi_lane_record(m, false);
   poll_events(m, true);
+  gmi_timeline_counters(m);
   gemini_status_t status = write_file(m);
   gmi_timeline_close(m);
   gmi_unlock(m);
@@ -264,6 +270,7 @@ static gemini_status_t timeline_start(gmi_manager_t *m, const char *path) {
   fclose(f);
   t->begun_ns = m->dev->now(m->dev_self);
   m->timeline = t;
+  gmi_timeline_counters(m);
   gmi_lane_record(m, true);
   return GEMINI_OK;
 }

@@ -553,6 +553,8 @@ static void test_timeline_has_ops_moves_waits_and_counters(void) {
   CHECK(end && !*json_skip(end));
   CHECK_EQ(count_of(text, "\"cat\":\"op\""), 4 * 2 * LAYERS);
   CHECK_EQ(count_of(text, "\"name\":\"bwd.3\""), 4);
+  CHECK_EQ(count_of(text, "\"args\":{\"phase\":\"forward\"}"), 4 * LAYERS);
+  CHECK_EQ(count_of(text, "\"name\":\"bwd.3\",\"args\":{\"phase\":\"backward\"}"), 4);
   CHECK_EQ(count_of(text, "\"cat\":\"update\""), LAYERS * LAYER_BYTES / WINDOW);
   uint64_t fetched = 0, evicted = 0;
   for (int r = 0; r < GEMINI_REASON_COUNT; r++) {
@@ -563,7 +565,10 @@ static void test_timeline_has_ops_moves_waits_and_counters(void) {
   CHECK_EQ(count_of(text, "\"cat\":\"fetch\""), fetched);
   CHECK_EQ(count_of(text, "\"cat\":\"evict\""), evicted);
   CHECK(count_of(text, "\"cat\":\"wait\"") > 0);
-  CHECK(count_of(text, "\"ph\":\"C\"") > 0);
+  CHECK(count_of(text, "\"ph\":\"C\"") > 2);
+  char budget[64];
+  snprintf(budget, sizeof budget, "\"budget_bytes\":{\"device\":%llu,", (unsigned long long)s.budget_bytes[0]);
+  CHECK_EQ(count_of(text, budget), 1);
   CHECK(strstr(text, "bytes by tier"));
   free(text);
   OK(gemini_timeline_start(n.mgr, path)); /* closing writes it, too */

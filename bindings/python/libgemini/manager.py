@@ -30,6 +30,15 @@ def parse_bytes(value, what="size"):
   return size
 
 
+def bytes_text(count):
+  """A number of bytes for people: "1.5 GiB"."""
+  for unit in ("bytes", "KiB", "MiB", "GiB"):
+    if count < 1024:
+      return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
+    count /= 1024
+  return f"{count:.1f} TiB"
+
+
 @abi.LogFn
 def _log(_, level, message):
   logger.log(_LEVELS.get(level, logging.INFO), "%s", message.decode(errors="replace"))

@@ -13,11 +13,13 @@ SPDX-License-Identifier: Apache-2.0
 import torch as _torch
 
 from ..abi import GeminiError
-from . import model as _model
+from . import model as _model, report as _report
 from .optim import Optimizer
+from .picture import picture
 from .session import Session
 
-__all__ = ["GeminiError", "close", "init", "prepare", "session", "stats", "explain"]
+__all__ = ["GeminiError", "close", "explain", "init", "picture", "prepare", "report", "session", "stats", "stats_reset",
+           "timeline"]
 
 _current = None
 
@@ -46,7 +48,7 @@ class _Init:
 
 
 def init(placement="auto", *, device_memory, host_memory=0, file=None, file_memory=0, device=None, margin=0, window=0,
-         warmup_iterations=1, update_threads=0, strict=False, **more):
+         warmup_iterations=1, update_threads=0, strict=False, progress=None, **more):
   """Opens the session: one device, one set of budgets. Sizes are bytes, or texts such as "24GiB".
 
   placement: "auto" (what predicted step time says), "cuda" (as much as fits stays on the device), "cpu" (everything
@@ -55,6 +57,8 @@ def init(placement="auto", *, device_memory, host_memory=0, file=None, file_memo
   between, for what does not fit in memory either.
   device: a torch device; by default the GPU if there is one, else the host-simulated device, with tensors on the CPU.
   margin: of device_memory, left unused. window: bytes of a chunk; 0: searched.
+  progress: whether operations that take long say on stderr how far they are; None: if it is a terminal, otherwise in
+  the log.
   strict: chunks that left the device are unmapped at once, so that a stray access faults: for tests.
   """
   global _current
@@ -64,7 +68,8 @@ def init(placement="auto", *, device_memory, host_memory=0, file=None, file_memo
     device = _torch.device("cuda", _torch.cuda.current_device()) if _torch.cuda.is_available() else "cpu"
   _current = Session(device=_torch.device(device), placement=placement, device_memory=device_memory,
                      host_memory=host_memory, file=file, file_memory=file_memory, device_margin=margin, window=window,
-                     warmup_iterations=warmup_iterations, update_threads=update_threads, strict=strict, **more)
+                     warmup_iterations=warmup_iterations, update_threads=update_threads, strict=strict, progress=progress,
+                     **more)
   return _Init(_current)
 
 
@@ -84,9 +89,30 @@ def stats():
   return session().manager.stats()
 
 
+def stats_reset():
+  """Starts peaks, moved bytes, hits, stalls and the count of steps in report() anew."""
+  _report.stats_reset(session())
+
+
 def explain():
   """The plan in words."""
   return session().manager.explain()
+
+
+def report(path=None):
+  """What memory holds by tier and kind, what moved and why, stalls, the biggest parameters and the plan, as a text for
+  people; path: a file to write it to, too. Numbers that add up are those since init() or stats_reset()."""
+  text = _report.report(session())
+  if path is not None:
+    with open(path, "w", encoding="utf-8") as file:
+      file.write(text)
+  return text
+
+
+def timeline(path):
+  """`with timeline(path): ...` records operators, copies, waits, updates and bytes by tier, and writes them to path as
+  Chrome trace events, which ui.perfetto.dev opens; picture() draws them."""
+  return _report.timeline(session(), path)
 
 
 def close():

@@ -9,6 +9,7 @@ from torch import nn
 
 from .. import abi
 from ..abi import GeminiError
+from .progress import Progress
 from .session import DTYPES
 from .tensors import ManagedParameter, ManagedTensor, _get_grad, _plain, _set_grad, managed_view
 
@@ -43,17 +44,24 @@ class Record:
   # ---- the bytes
   def move_in(self, values):
     """Takes values, of any device but meta, into the session; the parameter is a managed one from now on."""
-    session = self.session
-    self.place = session.place("param" if self.param.requires_grad else "frozen", values.shape, values.dtype, self.name)
+    self.allocate(values.shape, values.dtype)
     if values.numel():
       if isinstance(values, ManagedTensor):
         values = values.detach().clone()
       self.place.write(values)
     self.become_managed()
 
+  def allocate(self, shape, dtype):
+    """A place for it, which reads as zero; become_managed() makes the parameter have it."""
+    kind = "param" if self.param.requires_grad else "frozen"
+    self.place = self.session.place(kind, shape, dtype, self.name)
+
   def become_managed(self):
     with _plain():
-      self.param.data = self.place.tensor
+      if self.param.is_meta:  # which cannot be given data
+        torch.utils.swap_tensors(self.param, nn.Parameter(self.place.tensor, self.param.requires_grad))
+      else:
+        self.param.data = self.place.tensor
     self.param.__class__ = ManagedParameter
     self.param._gm_place = self.place
     self.param._gm_record = self
@@ -165,10 +173,12 @@ def building(session):
     register(module, name, param)
     if param is not None and type(param) is nn.Parameter and not param.is_meta:
       adopt(session, param, name)
+      progress.add(param.nbytes)
 
   nn.Module.register_parameter = register_parameter
   try:
-    with session.device if session.cuda else contextlib.nullcontext():
+    with session.device if session.cuda else contextlib.nullcontext(), \
+        Progress("building the model", show=session.progress) as progress:
       yield
   finally:
     nn.Module.register_parameter = register
@@ -188,11 +198,16 @@ class Model:
       if param.is_meta:
         raise GeminiError(f"parameter {name} is on the meta device: load it first, by libgemini.torch.load_weights()")
     self.refuse_aliases()
-    for name, param in module.named_parameters():
-      record = adopt(session, param, name)
-      if record is not None:
-        record.rename(name)
-        self.records[name] = record
+    params = dict(module.named_parameters())
+    strangers = sum(param.nbytes for param in params.values() if not isinstance(param, ManagedTensor))
+    with Progress("moving the model in", strangers, session.progress) as progress:
+      for name, param in params.items():
+        size = 0 if isinstance(param, ManagedTensor) else param.nbytes
+        record = adopt(session, param, name)
+        if record is not None:
+          record.rename(name)
+          self.records[name] = record
+        progress.add(size)
     for name, buffer in module.named_buffers():
       if buffer is not None and buffer.device != session.device and not buffer.is_meta:
         buffer.data = buffer.data.to(session.device)

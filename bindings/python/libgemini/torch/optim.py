@@ -64,7 +64,52 @@ class Optimizer(torch.optim.Optimizer):
       session.iteration_end()
     return loss
 
+  def state_dict(self):
+    """In torch's layout, with copies of all states on the CPU: as much memory again as the states take. libgemini's
+    save() writes them without. Beside torch's names, "master" is the fp32 copy of a parameter of fewer bits."""
+    self.session.settle()
+    state, groups = {}, []
+    for group in self.param_groups:
+      first = sum(len(before["params"]) for before in groups)
+      groups.append({**group, "params": list(range(first, first + len(group["params"])))})
+    for number, record in enumerate(self.records):
+      values = {name: value.read() if isinstance(value, Place) else value.detach().cpu().clone()
+                if isinstance(value, torch.Tensor) else value for name, value in self.rule.states(record).items()}
+      if values:
+        state[number] = values
+    return {"state": state, "param_groups": groups}
 
+  def load_state_dict(self, state_dict):
+    """Takes what state_dict() gave, or that of the torch optimizer: without "master", the parameters are the masters."""
+    groups, state = state_dict["param_groups"], state_dict["state"]
+    self.check_groups([len(group["params"]) for group in groups])
+    layouts, numbers = [], [number for group in groups for number in group["params"]]
+    for number, record in zip(numbers, self.records):
+      layout = {name: torch.float32 if isinstance(value, torch.Tensor) and value.shape == record.place.shape and
+                name != "step" else value for name, value in state.get(number, {}).items()}
+      if "master" in record.states:
+        layout.setdefault("master", torch.float32)
+      self.rule.check(record, layout)
+      layouts.append(layout)
+    self.session.settle()
+    for number, record, layout in zip(numbers, self.records, layouts):
+      for name, place in self.rule.renew(record, layout).items():
+        place.write(state.get(number, {}).get(name, record.param))
+    for group, saved in zip(self.param_groups, groups):
+      group.update({key: value for key, value in saved.items() if key != "params"})
+
+  def check_groups(self, counts):
+    """counts: parameters in each group that is to be loaded."""
+    own = [len(group["params"]) for group in self.param_groups]
+    if counts != own:
+      raise GeminiError(f"the state to be loaded is of an optimizer with groups of {counts} parameters, this one's are of "
+                        f"{own}")
+
+
+# What a rule tells of its states, and takes back: names are torch's, and "master".
+#   states(record): name: the place, or for what does not live in arenas the value.
+#   check(record, layout): whether renew() would take the layout, name: the dtype in an arena, or the value.
+#   renew(record, layout): makes states of that layout, all zero, and returns the places: name: place.
 class TorchRule:
   """The step of any torch optimizer whose states are like their parameters: one parameter at a time, on the device."""
 

@@ -89,8 +89,9 @@ class Place:
 class Session:
   """See libgemini.torch.init(), which makes one."""
 
-  def __init__(self, *, device, **config):
+  def __init__(self, *, device, progress=None, **config):
     self.device = device
+    self.progress = progress  # as in progress.Progress: show
     self.cuda = device.type == "cuda"
     self.manager = Manager(cuda=self.cuda, device_ordinal=device.index or 0, **config)
     self.lib = self.manager.lib
@@ -107,6 +108,7 @@ class Session:
     self.uses = {}
     self.records = []  # of all parameters that live here
     self.model = None
+    self.reset_iterations = 0  # that had ended when statistics were last started anew
     self.users = []  # kept for updates that may still run
 
   # ---- arenas
