@@ -7,7 +7,7 @@ first node that the call made until the first one of another operator.
 SPDX-License-Identifier: Apache-2.0
 """
 import contextlib
-import functools
+import sys
 
 import torch
 from torch import nn
@@ -17,10 +17,27 @@ from ..abi import GeminiError
 from .tensors import ManagedParameter, Use, grad_nodes, hook_nodes, mark_views, run_with
 
 
+def optimized(module):
+  """Whether torch.compile() returned it; its hooks are not compiled, what it calls forward is."""
+  dynamo = sys.modules.get("torch._dynamo")  # loaded when it is first used, which takes seconds
+  return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
+
+
+def compiled_in_place(module):
+  """By module.compile(), with its hooks."""
+  return hasattr(module._compiled_call_impl, "_torchdynamo_orig_callable")
+
+
+def refuse_compiling():
+  """The caller must not be part of what torch.compile() compiles."""
+  if torch._C._dynamo.eval_frame.get_eval_frame_callback() not in (None, False):
+    raise GeminiError("torch.compile() came after libgemini.torch.prepare(), or compiles a function that calls the model: "
+                      "compile the model's blocks, before prepare()")
+
+
 def find(module):
   """The unit that a module is, or None."""
-  call = module.forward if isinstance(module, torch._dynamo.OptimizedModule) else module._compiled_call_impl
-  return getattr(call, "_gm_unit", None)
+  return getattr(module.forward if optimized(module) else module._compiled_call_impl, "_gm_unit", None)
 
 
 class Unit:
@@ -67,52 +84,54 @@ class Unit:
 
 def make_unit(session, module, name):
   """Wraps what a module's call comes to; for one that torch.compile() made, what its hooks are around."""
-  for part, inner in module.named_modules():
-    if find(inner):
-      raise GeminiError(f"{name} is a unit, or has one in it ({part or 'itself'}): units cannot be nested")
-  optimized = isinstance(module, torch._dynamo.OptimizedModule)
-  call = module.forward if optimized else module._compiled_call_impl or module._call_impl
+  call = module.forward if optimized(module) else module._compiled_call_impl or module._call_impl
   unit = Unit(session, module, name)
 
-  @functools.wraps(call)
   def run(*args, **kwargs):
     return unit.run(call, args, kwargs)
 
   run._gm_unit = unit
-  if optimized:
+  if optimized(module):
     module.forward = run
   else:
     module._compiled_call_impl = run
   return unit
 
 
-def compiled(module):
-  return isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None
-
-
 def make_units(session, module, name=""):
   """Makes each module in a tree that is compiled a unit, but those within one."""
   if find(module):
     return
-  if compiled(module):
+  if optimized(module) or compiled_in_place(module):
     make_unit(session, module, name or type(module).__name__)
     return
   for child, inner in module.named_children():
     make_units(session, inner, f"{name}.{child}" if name else child)
 
 
+def unit(session, module):
+  """See libgemini.torch.unit()."""
+  name = next((name for name, inner in session.model.module.named_modules() if inner is module), None)
+  if not name:
+    raise GeminiError(f"the {type(module).__name__} is no module in the model that was prepared")
+  for other, inner in session.model.module.named_modules():
+    if find(inner) and inner is not module and (module in inner.modules() or inner in module.modules()):
+      raise GeminiError(f"{name} and {other} cannot both be units: one is in the other")
+  return find(module) or make_unit(session, module, name)
+
+
 @contextlib.contextmanager
 def resident(session, module):
   """See libgemini.torch.resident()."""
-  unit = find(module) or make_unit(session, module, type(module).__name__)
-  if unit.use is None:
+  one = unit(session, module)
+  if one.use is None:
     yield
     return
   stream = session.stream()
-  session.acquire_use(unit.use, stream)
-  unit.graphed = True
+  session.acquire_use(one.use, stream)
+  one.graphed = True
   try:
     yield
   finally:
-    unit.graphed = False
-    session.release_use(unit.use, stream)
+    one.graphed = False
+    session.release_use(one.use, stream)
