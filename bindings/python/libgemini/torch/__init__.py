@@ -13,13 +13,13 @@ SPDX-License-Identifier: Apache-2.0
 import torch as _torch
 
 from ..abi import GeminiError
-from . import model as _model, report as _report
+from . import model as _model, report as _report, unit as _unit
 from .optim import Optimizer
 from .picture import picture
 from .session import Session
 
-__all__ = ["GeminiError", "close", "explain", "init", "picture", "prepare", "report", "session", "stats", "stats_reset",
-           "timeline"]
+__all__ = ["GeminiError", "close", "explain", "init", "picture", "prepare", "report", "resident", "session", "stats",
+           "stats_reset", "timeline", "unit"]
 
 _current = None
 
@@ -82,6 +82,34 @@ def prepare(model, optimizer=None):
   if optimizer is None:
     return model
   return model, Optimizer(owner, optimizer)
+
+
+def unit(module):
+  """Has all parameters of a module of the prepared model come and go as one; returns the module.
+
+  prepare() does so with what torch.compile() or module.compile() compiled; what CUDA graphs replay needs it, and many
+  small operators cost less as one. A unit has to fit on the device, and cannot be within another.
+  """
+  _unit.unit(_prepared(), module)
+  return module
+
+
+def resident(module):
+  """As a context: a unit's parameters are on the device and plain ones, for whoever captures it in a CUDA graph.
+
+      with gm.resident(block):
+        torch.cuda.make_graphed_callables(block, (sample,))
+
+  What is within may do nothing else of the model. Outside, each call brings the parameters before the graph is replayed.
+  """
+  return _unit.resident(_prepared(), module)
+
+
+def _prepared():
+  owner = session()
+  if owner.model is None:
+    raise GeminiError("there is no model: call libgemini.torch.prepare() first")
+  return owner
 
 
 def stats():

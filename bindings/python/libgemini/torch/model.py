@@ -12,6 +12,7 @@ from ..abi import GeminiError
 from .progress import Progress
 from .session import DTYPES
 from .tensors import ManagedParameter, ManagedTensor, _get_grad, _plain, _set_grad, managed_view
+from .unit import make_units, refuse_compiling
 
 
 class Record:
@@ -211,8 +212,22 @@ class Model:
     for name, buffer in module.named_buffers():
       if buffer is not None and buffer.device != session.device and not buffer.is_meta:
         buffer.data = buffer.data.to(session.device)
-    module.register_forward_pre_hook(self.before, with_kwargs=True)
-    module.register_forward_hook(self.after, always_call=True)
+    make_units(session, module)
+    self.wrap_call()
+
+  def wrap_call(self):
+    """The module's call begins a step. By a hook it would be part of what module.compile() traces."""
+    module = self.module
+    call = module._compiled_call_impl or module._call_impl
+
+    def run(*args, **kwargs):
+      refuse_compiling()
+      with self.forward():
+        return call(*args, **kwargs)
+
+    run._gm_unit = getattr(call, "_gm_unit", None)
+    run._torchdynamo_disable = True  # called, not traced
+    module._compiled_call_impl = run
 
   def refuse_aliases(self):
     """Two parameters over the same bytes would become two; tied weights are one parameter in two modules."""
@@ -241,10 +256,20 @@ class Model:
         if param.requires_grad and record.hook is None:
           record.attach()
 
-  def before(self, module, args, kwargs):
+  @contextlib.contextmanager
+  def forward(self):
+    """Around the model's forward pass, which begins an iteration, or goes on with one that has gradients."""
     self.depth += 1
-    if self.depth > 1:
-      return
+    try:
+      if self.depth == 1:
+        self.begin()
+      yield
+    finally:
+      self.depth -= 1
+      if self.depth == 0 and self.session.iteration == "infer":
+        self.session.iteration_end()
+
+  def begin(self):
     session = self.session
     self.check()
     kind = "train" if torch.is_grad_enabled() else "infer"
@@ -256,8 +281,3 @@ class Model:
       session.iteration_begin(kind)
     session.settle()
     session.set_phase(abi.PHASE_FORWARD)
-
-  def after(self, module, args, out):
-    self.depth -= 1
-    if self.depth == 0 and self.session.iteration == "infer":
-      self.session.iteration_end()

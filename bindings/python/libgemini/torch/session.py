@@ -177,6 +177,16 @@ class Session:
       use = self.uses[key] = Use(ranges, name)
     return use
 
+  def acquire_use(self, use, stream):
+    self.lib.acquire(self.handle, use.pointer, use.count, stream)
+    if use.unit:
+      use.unit.enter()
+
+  def release_use(self, use, stream):
+    if use.unit:
+      use.unit.leave()
+    self.lib.release(self.handle, use.pointer, use.count, stream)
+
   # ---- brackets
   def op_begin(self, name):
     """Ends the operator before, and begins one if we are in an iteration."""
@@ -223,13 +233,13 @@ class Session:
     self.release_held()
     self.op_begin(use.backward_name)
     stream = self.stream()
-    self.lib.acquire(self.handle, use.pointer, use.count, stream)
+    self.acquire_use(use, stream)
     self.held = use, stream
 
   def release_held(self):
     held, self.held = self.held, None
     if held:
-      self.lib.release(self.handle, held[0].pointer, held[0].count, held[1])
+      self.release_use(*held)
 
   def settle(self):
     """The backward pass is over, or an exception ended it; no operator is open any more."""

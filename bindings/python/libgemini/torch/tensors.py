@@ -8,6 +8,7 @@ function's backward acquires the same bytes again (Session.backward_op).
 SPDX-License-Identifier: Apache-2.0
 """
 import ctypes
+import dataclasses
 
 import torch
 from torch import nn
@@ -22,10 +23,11 @@ _get_grad, _set_grad = torch._C.TensorBase.grad.__get__, torch._C.TensorBase.gra
 
 class Use:
   """What a function reads and writes of arenas, in the shape the library wants it; made once for each such function."""
-  __slots__ = ("accesses", "pointer", "count", "forward_name", "backward_name")
+  __slots__ = ("accesses", "pointer", "count", "forward_name", "backward_name", "unit")
 
-  def __init__(self, ranges, name):
-    """ranges: (place, offset, size in bytes, mode)."""
+  def __init__(self, ranges, name, unit=None):
+    """ranges: (place, offset, size in bytes, mode); unit: whose parameters they are, see unit.py."""
+    self.unit = unit
     first = ranges[0][0].name
     self.count = len(ranges)
     self.accesses = (abi.Access * self.count)()
@@ -70,7 +72,7 @@ _OVERWRITES = {"copy_", "zero_", "fill_", "normal_", "uniform_", "random_", "exp
                "geometric_", "log_normal_", "trunc_normal_"}
 
 
-def _mark_views(out, tensors):
+def mark_views(out, tensors):
   """What shares memory with an argument is managed, too."""
   if isinstance(out, _Tensor):
     if not isinstance(out, ManagedTensor) and out.numel():
@@ -84,16 +86,38 @@ def _mark_views(out, tensors):
           break
   elif isinstance(out, (list, tuple)):
     for one in out:
-      _mark_views(one, tensors)
+      mark_views(one, tensors)
 
 
-def _grad_nodes(out, nodes):
-  if isinstance(out, _Tensor):
-    if out.grad_fn is not None:
-      nodes.append(out.grad_fn)
-  elif isinstance(out, (list, tuple)):
-    for one in out:
-      _grad_nodes(one, nodes)
+def grad_nodes(value, nodes):
+  """Adds the autograd nodes that made the tensors in a value to a set."""
+  if isinstance(value, _Tensor):
+    if value.grad_fn is not None:
+      nodes.add(value.grad_fn)
+  elif isinstance(value, (list, tuple)):
+    for one in value:
+      grad_nodes(one, nodes)
+  elif isinstance(value, dict):
+    grad_nodes(tuple(value.values()), nodes)
+  elif dataclasses.is_dataclass(value):
+    grad_nodes(tuple(vars(value).values()), nodes)
+
+
+def run_with(session, use, func, args, kwargs):
+  """Calls a function as one operator, with what it uses on the device."""
+  session.op_begin(use.forward_name)
+  stream = session.stream()
+  session.acquire_use(use, stream)
+  try:
+    return func(*args, **kwargs)
+  finally:
+    session.release_use(use, stream)
+
+
+def hook_nodes(session, use, nodes):
+  """When the backward pass reaches one of the nodes, what is used is there again."""
+  for node in nodes:
+    node.register_prehook(lambda _: session.backward_op(use))
 
 
 def _one_by_one(func, args, kwargs):
@@ -140,22 +164,15 @@ def _run(func, args, kwargs):
   if not ranges:
     return func(*args, **kwargs)
   use = session.use(tuple(ranges), name)
-  session.op_begin(use.forward_name)
-  stream = session.stream()
-  session.lib.acquire(session.handle, use.pointer, use.count, stream)
-  try:
-    out = func(*args, **kwargs)
-  finally:
-    session.lib.release(session.handle, use.pointer, use.count, stream)
-  _mark_views(out, tensors)
+  out = run_with(session, use, func, args, kwargs)
+  mark_views(out, tensors)
   if torch.is_grad_enabled():
-    nodes = []
-    _grad_nodes(out, nodes)
+    nodes = set()
+    grad_nodes(out, nodes)
     if nodes:
       if any(mode != abi.READ for *_, mode in ranges):
         use = session.use(tuple((*where, abi.READ) for *where, _ in ranges), name)
-      for node in nodes:
-        node.register_prehook(lambda _, session=session, use=use: session.backward_op(use))
+      hook_nodes(session, use, nodes)
   return out
 
 
@@ -186,7 +203,7 @@ def _view(func, args, kwargs):
   out = func(*args, **kwargs)
   tensors = []
   _collect(args, tensors)
-  _mark_views(out, tensors)
+  mark_views(out, tensors)
   return out
 
 

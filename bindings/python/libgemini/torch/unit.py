@@ -1,0 +1,137 @@
+"""Modules whose parameters come and go as one: for torch.compile, CUDA graphs, and small modules.
+
+To torch.compile a module is one function, and what it traces must be torch's own. So around each call of a unit all its
+parameters are acquired in one batch, as one operator, and are plain nn.Parameters; in the backward pass again, from the
+first node that the call made until the first one of another operator.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+import contextlib
+import sys
+
+import torch
+from torch import nn
+
+from .. import abi
+from ..abi import GeminiError
+from .tensors import ManagedParameter, Use, grad_nodes, hook_nodes, mark_views, run_with
+
+
+def optimized(module):
+  """Whether torch.compile() returned it; its hooks are not compiled, what it calls forward is."""
+  dynamo = sys.modules.get("torch._dynamo")  # loaded when it is first used, which takes seconds
+  return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
+
+
+def compiled_in_place(module):
+  """By module.compile(), with its hooks."""
+  return hasattr(module._compiled_call_impl, "_torchdynamo_orig_callable")
+
+
+def refuse_compiling():
+  """The caller must not be part of what torch.compile() compiles."""
+  if torch._C._dynamo.eval_frame.get_eval_frame_callback() not in (None, False):
+    raise GeminiError("torch.compile() came after libgemini.torch.prepare(), or compiles a function that calls the model: "
+                      "compile the model's blocks, before prepare()")
+
+
+def find(module):
+  """The unit that a module is, or None."""
+  return getattr(module.forward if optimized(module) else module._compiled_call_impl, "_gm_unit", None)
+
+
+class Unit:
+  """A module of which everything is on the device while it runs."""
+
+  def __init__(self, session, module, name):
+    self.session = session
+    self.params = [param for param in module.parameters() if isinstance(param, ManagedParameter) and param.numel()]
+    self.users = 0  # calls that run, a backward pass that has reached one
+    self.graphed = False  # within resident(): nothing may be queued beside what is captured
+    ranges = tuple((param._gm_place, 0, param._gm_place.size_bytes, abi.READ) for param in self.params)
+    size = sum(size for _, _, size, _ in ranges)
+    limit = session.manager.stats()["budget_bytes"]["device"]
+    if size > limit:
+      raise GeminiError(f"{name} is compiled, or a unit, so that its parameters come as one: {size} bytes, of which the "
+                        f"device may hold {limit} (device_memory); compile its blocks instead")
+    self.use = Use(ranges, "unit", self) if ranges else None
+
+  def enter(self):
+    self.users += 1
+    for param in self.params:
+      param.__class__ = nn.Parameter
+
+  def leave(self):
+    self.users -= 1
+    if not self.users:
+      for param in self.params:
+        param.__class__ = ManagedParameter
+
+  def run(self, call, args, kwargs):
+    if self.use is None or self.graphed:
+      return call(*args, **kwargs)
+    inputs = set()
+    if torch.is_grad_enabled():
+      grad_nodes((args, kwargs), inputs)
+    out = run_with(self.session, self.use, call, args, kwargs)
+    mark_views(out, self.params)
+    if torch.is_grad_enabled():
+      nodes = set()
+      grad_nodes((out, args, kwargs), nodes)  # arguments: what was changed in place
+      hook_nodes(self.session, self.use, nodes - inputs)
+    return out
+
+
+def make_unit(session, module, name):
+  """Wraps what a module's call comes to; for one that torch.compile() made, what its hooks are around."""
+  call = module.forward if optimized(module) else module._compiled_call_impl or module._call_impl
+  unit = Unit(session, module, name)
+
+  def run(*args, **kwargs):
+    return unit.run(call, args, kwargs)
+
+  run._gm_unit = unit
+  if optimized(module):
+    module.forward = run
+  else:
+    module._compiled_call_impl = run
+  return unit
+
+
+def make_units(session, module, name=""):
+  """Makes each module in a tree that is compiled a unit, but those within one."""
+  if find(module):
+    return
+  if optimized(module) or compiled_in_place(module):
+    make_unit(session, module, name or type(module).__name__)
+    return
+  for child, inner in module.named_children():
+    make_units(session, inner, f"{name}.{child}" if name else child)
+
+
+def unit(session, module):
+  """See libgemini.torch.unit()."""
+  name = next((name for name, inner in session.model.module.named_modules() if inner is module), None)
+  if not name:
+    raise GeminiError(f"the {type(module).__name__} is no module in the model that was prepared")
+  for other, inner in session.model.module.named_modules():
+    if find(inner) and inner is not module and (module in inner.modules() or inner in module.modules()):
+      raise GeminiError(f"{name} and {other} cannot both be units: one is in the other")
+  return find(module) or make_unit(session, module, name)
+
+
+@contextlib.contextmanager
+def resident(session, module):
+  """See libgemini.torch.resident()."""
+  one = unit(session, module)
+  if one.use is None:
+    yield
+    return
+  stream = session.stream()
+  session.acquire_use(one.use, stream)
+  one.graphed = True
+  try:
+    yield
+  finally:
+    one.graphed = False
+    session.release_use(one.use, stream)
