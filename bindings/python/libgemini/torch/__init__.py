@@ -56,7 +56,7 @@ def init(placement="auto", *, device_memory, host_memory=0, file=None, file_memo
   host_memory: 0: four fifths of what the process may still take. file, file_memory: a directory, or several with ":"
   between, for what does not fit in memory either.
   device: a torch device; by default the GPU if there is one, else the host-simulated device, with tensors on the CPU.
-  margin: of device_memory, left unused. window: bytes of a chunk; 0: searched.
+  margin: of device_memory, left unused. window: bytes of a chunk; 0: a thousandth of device_memory, about.
   progress: whether operations that take long say on stderr how far they are; None: if it is a terminal, otherwise in
   the log.
   strict: chunks that left the device are unmapped at once, so that a stray access faults: for tests.
@@ -73,15 +73,19 @@ def init(placement="auto", *, device_memory, host_memory=0, file=None, file_memo
   return _Init(_current)
 
 
-def prepare(model, optimizer=None):
+def prepare(model, optimizer=None, *, step_in_backward=False):
   """Moves a model's parameters into the session and returns (model, optimizer): the same model, and an optimizer that
-  updates each parameter where it lives. Only the model, if there is no optimizer."""
+  updates each parameter where it lives. Only the model, if there is no optimizer.
+
+  step_in_backward: every backward pass is a step, in which each parameter is updated as soon as its gradient is there;
+  optimizer.step() only ends it. It hides most of the update, and gradients of 16 bits take no memory of their own. For
+  AdamW and Adam, without accumulation, clipping or loss scaling: reading a gradient is an error."""
   owner = session()
   if owner.model is None or owner.model.module is not model:
     owner.model = _model.Model(owner, model)
   if optimizer is None:
     return model
-  return model, Optimizer(owner, optimizer)
+  return model, Optimizer(owner, optimizer, step_in_backward)
 
 
 def unit(module):

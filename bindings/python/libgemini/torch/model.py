@@ -29,6 +29,8 @@ class Record:
     self.scale = 1.0  # what the stored gradient has still to be multiplied with
     self.norm = None  # of the stored gradient, on the device
     self.hook = None
+    self.early = False  # updated in the backward pass, as soon as its gradient has landed
+    self.spent = False  # the gradient of this step has been used for that
     self.step = 0  # updates so far
 
   @property
@@ -38,6 +40,8 @@ class Record:
   def rename(self, name):
     self.name = name
     self.place.name = name
+    if self.place.object == self.place.arena and self.place.elements:
+      self.place.register(name)
     for place in (self.grad_place, *self.states.values()):
       if place:
         place.name = f"{name}.{place.name.rpartition('.')[2]}"
@@ -81,7 +85,9 @@ class Record:
     """Gradients go to an arena from now on."""
     if not self.grad_place:
       place = self.place
-      self.grad_place = self.session.counterpart(place, "grad", place.dtype)
+      # An early update leaves no gradient behind, so that it can have the bytes of the parameter that it makes anew.
+      kind = "reused grad" if self.early and place.dtype != torch.float32 else "grad"
+      self.grad_place = self.session.counterpart(place, kind, place.dtype)
       self.grad_place.name = f"{self.name}.grad"
     if self.hook is None:
       with _plain():
@@ -96,7 +102,7 @@ class Record:
         return
       if fresh.is_sparse:
         fresh = fresh.to_dense()
-      self.store(fresh, add=self.has_grad)
+      self.session.landed.append((self, fresh))
 
   def store(self, values, add=False):
     session, place = self.session, self.grad_place
@@ -129,6 +135,9 @@ class Record:
 
   def gradient(self):
     """param.grad"""
+    if self.spent:
+      raise GeminiError(f"the gradient of parameter {self.name} is gone: it was prepared with step_in_backward=True. To "
+                        "read, clip or unscale gradients, prepare without")
     if not self.has_grad:
       return None
     out = managed_view(self.grad_place)
@@ -192,9 +201,7 @@ class Model:
     self.session = session
     self.module = module
     self.depth = 0
-    self.backward_seen = False
     self.records = {}
-    self.addresses = {}
     for name, param in module.named_parameters():
       if param.is_meta:
         raise GeminiError(f"parameter {name} is on the meta device: load it first, by libgemini.torch.load_weights()")
@@ -212,6 +219,7 @@ class Model:
     for name, buffer in module.named_buffers():
       if buffer is not None and buffer.device != session.device and not buffer.is_meta:
         buffer.data = buffer.data.to(session.device)
+    session.uses.clear()  # by other names
     make_units(session, module)
     self.wrap_call()
 

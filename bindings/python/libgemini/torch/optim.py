@@ -19,7 +19,7 @@ from .tensors import ManagedParameter, managed_view, _plain, _set_grad
 class Optimizer(torch.optim.Optimizer):
   """In the place of the torch optimizer it was made from, whose groups it shares; see libgemini.torch.prepare()."""
 
-  def __init__(self, session, inner):
+  def __init__(self, session, inner, step_in_backward=False):
     if isinstance(inner, Optimizer):
       raise GeminiError("this optimizer was prepared before")
     if not isinstance(inner, torch.optim.Optimizer):
@@ -39,13 +39,23 @@ class Optimizer(torch.optim.Optimizer):
       raise GeminiError("the optimizer has made steps before: prepare it first, then load its state")
     super().__init__(inner.param_groups, inner.defaults)
     self.param_groups = inner.param_groups  # schedulers change these
+    self.rule = fused_rule(session, inner) or TorchRule(session, inner)
+    if step_in_backward and not isinstance(self.rule, AdamwRule):
+      raise GeminiError(f"step_in_backward is for torch.optim.AdamW and Adam, without amsgrad or maximize: the optimizer "
+                        f"is a {type(inner).__name__}")
     for record in self.records:
       with _plain():
         wanted = record.param.requires_grad
       if wanted:
+        if step_in_backward and record.trainable:
+          raise GeminiError("step_in_backward has to be known when the model is prepared: give it to the first prepare()")
+        record.early = step_in_backward
         record.attach()
-    self.rule = fused_rule(session, inner) or TorchRule(session, inner)
     self.rule.prepare(self.records)
+    session.rules.append(self.rule)
+    if step_in_backward:
+      self.rule.group_of = {id(param._gm_record): group for group in inner.param_groups for param in group["params"]}
+      session.rule_of.update((record, self.rule) for record in self.records if record.early)
 
   def zero_grad(self, set_to_none=True):
     for record in self.records:
@@ -60,6 +70,8 @@ class Optimizer(torch.optim.Optimizer):
     with torch.no_grad():
       session.settle()
       session.set_phase(abi.PHASE_UPDATE)
+      for record in self.records:
+        record.spent = False
       self.rule.step(self.param_groups)
       session.iteration_end()
     return loss
@@ -117,6 +129,9 @@ class TorchRule:
     self.session = session
     self.inner = inner
     self.work = {}  # id of a parameter: the one of fp32 that is updated in its place
+
+  def forget_done(self):
+    """Its steps end before they return."""
 
   def prepare(self, records):
     for record in records:
@@ -203,10 +218,14 @@ class AdamwRule:
             float(group["lr"]), beta1, beta2, float(group["eps"]), float(group["weight_decay"]), record.scale)
 
   def step(self, groups):
-    self.forget_done()
     group_of = {id(param._gm_record): group for group in groups for param in group["params"]}
     for arena, records in self.arenas.items():
       self.submit(arena, records, group_of)
+
+  def step_early(self, record):
+    """A gradient has landed: its parameter's update, in the middle of the backward pass."""
+    self.submit(record.place.arena, [record], self.group_of)
+    record.has_grad, record.spent = False, True
 
   def submit(self, arena, records, group_of):
     """One update of an arena's parameters, from the first that has a gradient to the last."""

@@ -8,15 +8,17 @@ SPDX-License-Identifier: Apache-2.0
 """
 import contextlib
 import ctypes
+import itertools
 
 import torch
 
 from .. import abi
-from ..manager import Manager
+from ..manager import Manager, parse_bytes
 from .memory import host_tensor, wrap
 from .tensors import Use
 
-KINDS = {"param": abi.KIND_PARAM, "frozen": abi.KIND_PARAM, "grad": abi.KIND_GRAD, "master": abi.KIND_MASTER, "momentum": abi.KIND_MOMENTUM,
+KINDS = {"param": abi.KIND_PARAM, "frozen": abi.KIND_PARAM, "grad": abi.KIND_GRAD,
+         "reused grad": abi.KIND_GRAD, "master": abi.KIND_MASTER, "momentum": abi.KIND_MOMENTUM,
          "variance": abi.KIND_VARIANCE}
 DTYPES = {torch.float32: abi.DTYPE_F32, torch.bfloat16: abi.DTYPE_BF16, torch.float16: abi.DTYPE_F16}
 PIECE_BYTES = 32 << 20  # what is held at once while a tensor is read or written whole
@@ -28,26 +30,40 @@ class Place:
 
   tensor is the plain torch tensor over that address: to be read and written only between acquire and release.
   """
-  __slots__ = ("session", "arena", "offset", "size_bytes", "dtype", "shape", "address", "tensor", "name", "accesses")
+  __slots__ = ("session", "arena", "offset", "object", "base", "size_bytes", "dtype", "shape", "address", "tensor",
+               "name")
 
   def __init__(self, session, arena, offset, shape, dtype, name):
     self.session = session
     self.arena = arena
     self.offset = offset
+    self.object, self.base = arena, offset  # what the library knows it by, and where it begins there
     self.shape = torch.Size(shape)
     self.dtype = dtype
     self.size_bytes = self.shape.numel() * dtype.itemsize
     self.name = name
     self.address = session.arena_base(arena) + offset
     self.tensor = wrap(self.address, self.shape, dtype, session.device)
-    self.accesses = {}
 
   @property
   def elements(self):
     return self.shape.numel()
 
+  def register(self, name):
+    """A parameter's place becomes a tensor of the library's, with a name that its messages have."""
+    lib, handle, out = self.session.lib, self.session.handle, ctypes.c_uint64()
+    for number in itertools.count(1):
+      unique = (name if number == 1 else f"{name}#{number}").encode()[-127:]
+      try:
+        lib.tensor_register(handle, self.arena, unique, self.size_bytes, self.offset, out)
+        break
+      except abi.GeminiError as error:
+        if error.status != "EXISTS":
+          raise
+    self.object, self.base = out.value, 0
+
   def access(self, mode, tier=abi.TIER_DEVICE, offset=0, size_bytes=None):
-    return abi.Access(self.arena, self.offset + offset, self.size_bytes if size_bytes is None else size_bytes, mode,
+    return abi.Access(self.object, self.base + offset, self.size_bytes if size_bytes is None else size_bytes, mode,
                       tier, None)
 
   def host_pieces(self, mode):
@@ -86,6 +102,12 @@ class Place:
     self.session.lib.zero(self.session.handle, ctypes.byref(self.access(0)))
 
 
+def window_bytes(device_memory):
+  """The size of chunks that the budget is about a thousand of: few enough that their number costs nothing, and small
+  enough that what an operator needs is not much less than what comes for it."""
+  return min(max(1 << max(device_memory // 1024, 1).bit_length() - 1, 64 << 10), 32 << 20)
+
+
 class Session:
   """See libgemini.torch.init(), which makes one."""
 
@@ -93,6 +115,8 @@ class Session:
     self.device = device
     self.progress = progress  # as in progress.Progress: show
     self.cuda = device.type == "cuda"
+    if not parse_bytes(config.get("window", 0), "window"):
+      config["window"] = window_bytes(parse_bytes(config["device_memory"], "device_memory"))
     self.manager = Manager(cuda=self.cuda, device_ordinal=device.index or 0, **config)
     self.lib = self.manager.lib
     self.handle = self.manager.handle
@@ -109,7 +133,9 @@ class Session:
     self.records = []  # of all parameters that live here
     self.model = None
     self.reset_iterations = 0  # that had ended when statistics were last started anew
-    self.users = []  # kept for updates that may still run
+    self.landed = []  # (record, gradient) of parameters of the function that the backward pass has reached
+    self.rules = []  # of the optimizers
+    self.rule_of = {}  # of a record whose parameter is updated in the backward pass
 
   # ---- arenas
   def arena(self, kind, dtype, like=0):
@@ -117,7 +143,8 @@ class Session:
     key = kind, dtype, like
     if key not in self.arenas:
       name = f"{kind}.{str(dtype).removeprefix('torch.')}" + (f".{self.bases[like][1]}" if like else "")
-      handle = self.manager.arena(KINDS.get(kind, abi.KIND_OTHER), name=name, element_bytes=dtype.itemsize, like=like)
+      handle = self.manager.arena(KINDS.get(kind, abi.KIND_OTHER), name=name, element_bytes=dtype.itemsize,
+                                  **{"reuse" if kind == "reused grad" else "like": like})
       self.arenas[key] = handle
       self.bases[handle] = self.manager.arena_info(handle).base, len(self.bases)
     return self.arenas[key]
@@ -134,8 +161,13 @@ class Session:
   def counterpart(self, place, kind, dtype):
     """Of a parameter's place: the same elements in the arena of another kind, which follows the parameter's."""
     arena = self.arena(kind, dtype, place.arena)
-    return Place(self, arena, place.offset // place.dtype.itemsize * dtype.itemsize, place.shape, dtype,
-                 f"{place.name}.{kind}")
+    other = Place(self, arena, place.offset // place.dtype.itemsize * dtype.itemsize, place.shape, dtype,
+                  f"{place.name}.{kind}")
+    if place.object != place.arena:
+      tensor = ctypes.c_uint64()
+      self.lib.tensor_counterpart(self.handle, place.object, arena, tensor)
+      other.object, other.base = tensor.value, 0
+    return other
 
   def gradients_zero(self):
     """Nothing of the gradients' arenas is needed any more: their chunks cost nothing until they are written."""
@@ -151,7 +183,7 @@ class Session:
     """The library's handle of torch's current stream."""
     if not self.cuda:
       return abi.STREAM_CALLER
-    native = torch.cuda.current_stream(self.device).cuda_stream
+    native = torch._C._cuda_getCurrentRawStream(self.device.index or 0)
     stream = self.streams.get(native)
     if stream is None:
       out = ctypes.c_uint64()
@@ -228,23 +260,33 @@ class Session:
       self.in_backward = True
       torch.autograd.Variable._execution_engine.queue_callback(self.settle)
       self.set_phase(abi.PHASE_BACKWARD)
+      for rule in self.rules:
+        rule.forget_done()
       if not any(record.has_grad for record in self.records):
         self.gradients_zero()
-    self.release_held()
+    self.leave_function()
     self.op_begin(use.backward_name)
     stream = self.stream()
     self.acquire_use(use, stream)
     self.held = use, stream
 
-  def release_held(self):
+  def leave_function(self):
+    """The backward pass has left a function: what it held may go, and its gradients may take the parameters' place."""
     held, self.held = self.held, None
     if held:
       self.release_use(*held)
+    landed, self.landed = self.landed, []
+    for record, gradient in landed:
+      record.store(gradient, add=record.has_grad)
+    for record, _ in landed:
+      if record in self.rule_of:
+        self.op_end()
+        self.rule_of[record].step_early(record)
 
   def settle(self):
     """The backward pass is over, or an exception ended it; no operator is open any more."""
     self.in_backward = False
-    self.release_held()
+    self.leave_function()
     self.op_end()
 
   def close(self):

@@ -32,7 +32,7 @@ class Use:
     self.count = len(ranges)
     self.accesses = (abi.Access * self.count)()
     for at, (place, offset, size, mode) in zip(self.accesses, ranges):
-      at.object, at.offset_bytes, at.size_bytes, at.mode = place.arena, place.offset + offset, size, mode
+      at.object, at.offset_bytes, at.size_bytes, at.mode = place.object, place.base + offset, size, mode
     self.pointer = ctypes.cast(self.accesses, ctypes.c_void_p)
     name = f"{first}:{name}"[-118:]
     self.forward_name = name.encode()[:127]
