@@ -54,7 +54,7 @@ class Optimizer(torch.optim.Optimizer):
     self.rule.prepare(self.records)
     session.rules.append(self.rule)
     if step_in_backward:
-      self.rule.group_of = {id(param._gm_record): group for group in inner.param_groups for param in group["params"]}
+      self.rule.step_in_backward(self.param_groups)
       session.rule_of.update((record, self.rule) for record in self.records if record.early)
 
   def zero_grad(self, set_to_none=True):
@@ -133,6 +133,9 @@ class TorchRule:
   def forget_done(self):
     """Its steps end before they return."""
 
+  def backward_ends(self):
+    """Nothing has waited for that."""
+
   def prepare(self, records):
     for record in records:
       if record.trainable and record.place.dtype != torch.float32:
@@ -197,6 +200,9 @@ class AdamwRule:
     self.kernels = abi.update_library()
     self.arenas = {}  # arena of parameters: their records, in the order of their places
     self.walks = []  # submitted, not known to be done: (walk, what it borrows)
+    self.group_of = {}
+    self.neighbours = {}  # of a record: those that share chunks with it, itself among them
+    self.waiting = {}  # records whose gradients are there, in their order
 
   def prepare(self, records):
     for record in records:
@@ -222,10 +228,52 @@ class AdamwRule:
     for arena, records in self.arenas.items():
       self.submit(arena, records, group_of)
 
-  def step_early(self, record):
-    """A gradient has landed: its parameter's update, in the middle of the backward pass."""
-    self.submit(record.place.arena, [record], self.group_of)
-    record.has_grad, record.spent = False, True
+  # ---- updates in the backward pass
+  def step_in_backward(self, groups):
+    """Before the first one: what each parameter's update waits for.
+
+    An update takes chunks away from the device. A chunk that a parameter shares with its neighbours would have to come
+    back for these at once, so that they are updated when all of them have their gradients.
+    """
+    self.group_of = {id(param._gm_record): group for group in groups for param in group["params"]}
+    window = self.session.manager.config.window_bytes
+    for records in self.arenas.values():
+      lasts = [(record.place.offset + record.place.size_bytes - 1) // window for record in records]
+      for i, record in enumerate(records):
+        begin = end = i
+        while begin and lasts[begin - 1] >= record.place.offset // window:
+          begin -= 1
+        while end + 1 < len(records) and records[end + 1].place.offset // window <= lasts[i]:
+          end += 1
+        self.neighbours[record] = records[begin:end + 1]
+
+  def landed(self, record):
+    """A gradient is there. What waited for nothing else is updated."""
+    self.waiting[record] = None
+    record.spent = True
+    ready = [other for other in self.neighbours[record]
+             if other in self.waiting and all(one.spent for one in self.neighbours[other])]
+    self.update_landed(ready)
+
+  def backward_ends(self):
+    """Also what shares chunks with parameters that got no gradient is updated."""
+    self.update_landed(list(self.waiting))
+
+  def update_landed(self, records):
+    """One update for each run of neighbours."""
+    records.sort(key=lambda record: (record.place.arena, record.place.offset))
+    run = []
+    for record in records:
+      del self.waiting[record]
+      if run and (record.place.arena != run[-1].place.arena or record.place.offset - run[-1].place.offset -
+                  run[-1].place.size_bytes >= ALIGNMENT * record.place.dtype.itemsize):
+        self.submit(run[0].place.arena, run, self.group_of)
+        run = []
+      run.append(record)
+    if run:
+      self.submit(run[0].place.arena, run, self.group_of)
+    for record in records:
+      record.has_grad = False
 
   def submit(self, arena, records, group_of):
     """One update of an arena's parameters, from the first that has a gradient to the last."""

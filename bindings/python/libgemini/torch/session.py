@@ -278,16 +278,19 @@ class Session:
     landed, self.landed = self.landed, []
     for record, gradient in landed:
       record.store(gradient, add=record.has_grad)
-    for record, _ in landed:
-      if record in self.rule_of:
-        self.op_end()
-        self.rule_of[record].step_early(record)
+    early = [record for record, _ in landed if record in self.rule_of]
+    if early:
+      self.op_end()
+    for record in early:
+      self.rule_of[record].landed(record)
 
   def settle(self):
     """The backward pass is over, or an exception ended it; no operator is open any more."""
     self.in_backward = False
     self.leave_function()
     self.op_end()
+    for rule in self.rules:
+      rule.backward_ends()
 
   def close(self):
     self.iteration_end()
