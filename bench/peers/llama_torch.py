@@ -36,6 +36,7 @@ arguments.add_argument("--allocator", default="process", choices=["process", "to
 arguments.add_argument("--window", default="0", help="bytes of a chunk; 0: searched")
 arguments.add_argument("--device", default=None, help="cpu: the simulated device")
 arguments.add_argument("--timeline", default=None, help="of gemini, the last step, to this file")
+arguments.add_argument("--trace", default=None, help="of gemini, saved to this file")
 arguments.add_argument("--step-in-backward", action="store_true", help="gemini: updates as soon as gradients are there")
 arguments.add_argument("--explain", action="store_true")
 arguments.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
@@ -219,6 +220,8 @@ def main():
   if gm:
     if options.timeline:
       gm.session().lib.timeline_stop(gm.session().handle)
+    if options.trace:
+      gm.session().lib.trace_save(gm.session().handle, options.trace.encode())
     stats = gm.stats()
     row.update(device_budget=stats["budget_bytes"]["device"], device_peak=stats["peak_bytes"]["device"],
                host_peak=stats["peak_bytes"]["host"], file_peak=stats["peak_bytes"]["file"],
