@@ -113,11 +113,10 @@ typedef gemini_status_t (*gemini_stream_call_fn)(gemini_manager_t mgr, gemini_st
 /** What gemini_update_walk() updates arenas with; gemini_update_t.user. It and its tables are borrowed as that is: late
  *  updates of several steps at once have a walk and a table each. */
 typedef struct gemini_update_walk_s {
-  uint32_t struct_size; /* bytes; set by GEMINI_UPDATE_WALK_INIT */
-  uint32_t flags;       /* 0 */
-  const gemini_adamw_t *
-      adamws; /* the table: rule_count, of the first's struct_size each; dtypes have the size of the arenas' elements */
-  uint64_t rule_count;
+  uint32_t struct_size;                /* bytes; set by GEMINI_UPDATE_WALK_INIT */
+  uint32_t flags;                      /* 0 */
+  const gemini_adamw_t *adamws;        /* the table: rule_count rules, of the first's struct_size each */
+  uint64_t rule_count;                 /* dtypes must have the size of their arena's elements */
   const gemini_update_range_t *ranges; /* range_count; they reach to the last element of the update at least */
   uint64_t range_count;
   uint32_t param_index; /* in gemini_update_t.arenas, as the others. GEMINI_INDEX_NONE: master is the parameter */
