@@ -78,9 +78,9 @@ GEMINI_API gemini_status_t gemini_adamw_cuda(const gemini_adamw_t *adamw, uint64
 enum {
   GEMINI_SGD_NESTEROV = 1 /* the gradient of where the momentum will lead; needs momentum, and no dampening */
 };
-/** Stochastic gradient descent with momentum (Sutskever, Martens, Dahl & Hinton, On the importance of initialization and
- *  momentum in deep learning, ICML 2013), as torch.optim.SGD does it: the decay is added to the gradient, the learning rate
- *  is no part of the momentum. */
+/** Stochastic gradient descent with momentum (Sutskever, Martens, Dahl & Hinton, On the importance of initialization
+ *  and momentum in deep learning, ICML 2013), as torch.optim.SGD does it: the decay is added to the gradient, the
+ *  learning rate is no part of the momentum. */
 typedef struct gemini_sgd {
   uint32_t struct_size; /* bytes; set by GEMINI_SGD_INIT */
   uint32_t flags;       /* GEMINI_SGD_*; unknown bits: GEMINI_ERR_INVALID */
@@ -169,25 +169,26 @@ typedef struct gemini_update_walk_s {
   { sizeof(gemini_update_walk_t), 0, NULL, NULL, 0, NULL, 0, 0, 1, 2, 3, 4, 0, 0, NULL, NULL, GEMINI_OK, 0, 0, "" }
 
 /** Updates a span: a gemini_update_fn. Of a range that the span holds in part, that part.
- *  On the host as gemini_adamw_host() or gemini_sgd_host(), on a GPU as gemini_adamw_cuda() or gemini_sgd_cuda(), which it
- *  queues, and on the simulated device by a call queued on the span's stream. Results depend neither on where spans are cut
- *  nor on where they are.
+ *  On the host as gemini_adamw_host() or gemini_sgd_host(), on a GPU as gemini_adamw_cuda() or gemini_sgd_cuda(),
+ *  which it queues, and on the simulated device by a call queued on the span's stream. Results depend neither on where
+ *  spans are cut nor on where they are.
  *  @param walk a gemini_update_walk_t that gemini_update_walk_check() has no objection to
  *  @param span borrowed until return
- *  What fails is in the walk, for gemini_update_walk_status(): of that span, the elements from those named on are as they
+ *  What fails is in the walk, for gemini_update_walk_status(): of that span, the elements that it names are as they
  *  were; other spans are updated. Threads: any. Since: 0.1 */
 GEMINI_API void gemini_update_walk(void *walk, const gemini_update_span_t *span);
-/** Checks an update before it is submitted, so that no span of it fails for what the caller has said: the walk in its user,
- *  every rule and range, and against them its arena_count, modes and elements. Reads only.
- *  Skipped elements keep their parameters only where the update reads these, too (GEMINI_READ_WRITE); gradients that have
- *  taken their parameters' bytes cannot be skipped: leave them out of the update's elements.
- *  @param update borrowed until return. With element_count 0, ranges must reach as far as the arenas; whether they do is
- *                not known here
+/** Checks an update before it is submitted, so that no span of it fails for what the caller has said: the walk in its
+ *  user, every rule and range, and against them its arena_count, modes and elements. Reads only.
+ *  Skipped elements keep their parameters only where the update reads these, too (GEMINI_READ_WRITE); gradients that
+ *  have taken their parameters' bytes cannot be skipped: leave them out of the update's elements.
+ *  @param update borrowed until return. With element_count 0, ranges must reach as far as the arenas; whether they do
+ *                is not known here
  *  @retval GEMINI_ERR_INVALID  a value is out of range: the message names the rule or range, the value and the limit
  *  Threads: any. Some nanoseconds for each range. Since: 0.1 */
 GEMINI_API gemini_status_t gemini_update_walk_check(const gemini_update_t *update) GEMINI_MUST_CHECK;
-/** The status of the first span that failed, which becomes this thread's gemini_update_last_error(); GEMINI_OK: none has,
- *  so far. After gemini_update_wait() that is all of them. A walk that failed is not used again: it is initialised anew.
+/** The status of the first span that failed, which becomes this thread's gemini_update_last_error(); GEMINI_OK: none
+ *  has, so far. After gemini_update_wait() that is all of them. A walk that failed is not used again: it is initialised
+ *  anew.
  *  @retval GEMINI_ERR_INVALID  walk is NULL, or what gemini_update_walk_check() refuses
  *  @retval GEMINI_ERR_OOM_SYSTEM, others of the updates on a GPU and of the walk's two functions
  *  Threads: any. Since: 0.1 */
