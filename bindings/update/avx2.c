@@ -4,7 +4,7 @@
 
 #include "update/update.h"
 
-#define KERNEL gmi_adamw_avx2
+#define KERNEL(update) gmi_##update##_avx2
 #define WIDTH 8u
 typedef __m256 vec_t;
 typedef struct sums {

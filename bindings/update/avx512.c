@@ -5,7 +5,7 @@
 
 #include "update/update.h"
 
-#define KERNEL gmi_adamw_avx512
+#define KERNEL(update) gmi_##update##_avx512
 #define WIDTH 16u
 typedef __m512 vec_t;
 typedef struct sums {

@@ -7,11 +7,10 @@
 #include <string.h>
 
 #include "device/cuda_driver.h" /* its types; nothing is called */
-#include "update/adamw_ptx.h"
+#include "update/kernels_ptx.h"
 #include "update/update.h"
 
 #define LIBRARY "libcuda.so.1"
-#define OPERATION "gemini_adamw_cuda"
 #define THREADS 256u /* the kernel's */
 
 /* X(field, symbol): what is used of gmi_cuda_driver_t. */
@@ -28,11 +27,16 @@
   X(module_unload, "cuModuleUnload")            \
   X(launch, "cuLaunchKernel")
 
+enum { ADAMW, SGD, SUM, KERNELS };
+static const char *const kernel_names[KERNELS] = { "gmi_adamw", "gmi_sgd", "gmi_update_sum" };
+
 typedef struct context {
   struct context *next;
   cu_context_t handle;
-  cu_function_t adamw, sum;
+  cu_function_t kernels[KERNELS];
 } context_t;
+
+static _Thread_local const char *operation; /* the public function that this thread is in */
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static bool loaded; /* Guarded by lock, as all of these; driver does not change once loaded */
@@ -46,7 +50,7 @@ static gemini_status_t failed(cu_result_t result, const char *function) {
   const char *name = NULL;
   if (driver.error_name(result, &name) != CU_SUCCESS || !name) name = "unknown error";
   gemini_status_t status = result == CU_NO_DEVICE ? GEMINI_ERR_UNSUPPORTED : GEMINI_ERR_DEVICE;
-  return gmi_update_fail(OPERATION, status, result, "%s: %s", function, name);
+  return gmi_update_fail(operation, status, result, "%s: %s", function, name);
 }
 #define TRY(call, function)                                            \
   do {                                                                 \
@@ -61,7 +65,7 @@ static gemini_status_t load_driver(void) {
     library = dlopen(LIBRARY, RTLD_NOW | RTLD_LOCAL);
     if (!library) {
       const char *why = dlerror();
-      return gmi_update_fail(OPERATION, GEMINI_ERR_UNSUPPORTED, 0, "no CUDA driver on this machine: %s",
+      return gmi_update_fail(operation, GEMINI_ERR_UNSUPPORTED, 0, "no CUDA driver on this machine: %s",
                              why ? why : LIBRARY);
     }
   }
@@ -75,7 +79,7 @@ static gemini_status_t load_driver(void) {
   FUNCTIONS(FIND)
 #undef FIND
   if (missing)
-    return gmi_update_fail(OPERATION, GEMINI_ERR_UNSUPPORTED, 0, "the CUDA driver is too old: %s has no %s", LIBRARY,
+    return gmi_update_fail(operation, GEMINI_ERR_UNSUPPORTED, 0, "the CUDA driver is too old: %s has no %s", LIBRARY,
                            missing);
   TRY(driver.init(0), "cuInit");
   loaded = true;
@@ -108,15 +112,15 @@ static gemini_status_t load_kernels(cu_context_t handle, const context_t **conte
     }
   }
   context_t *c = malloc(sizeof *c);
-  if (!c) return gmi_update_fail(OPERATION, GEMINI_ERR_OOM_SYSTEM, 0, "no memory for the record of a context");
-  *c = (context_t){ contexts, handle, NULL, NULL };
+  if (!c) return gmi_update_fail(operation, GEMINI_ERR_OOM_SYSTEM, 0, "no memory for the record of a context");
+  *c = (context_t){ .next = contexts, .handle = handle };
   cu_module_t module = NULL;
   const char *function = "cuModuleLoadData";
-  cu_result_t result = driver.module_load(&module, adamw_ptx);
+  cu_result_t result = driver.module_load(&module, kernels_ptx);
   if (result == CU_SUCCESS) {
     function = "cuModuleGetFunction";
-    result = driver.module_function(&c->adamw, module, "gmi_adamw");
-    if (result == CU_SUCCESS) result = driver.module_function(&c->sum, module, "gmi_adamw_sum");
+    for (int i = 0; result == CU_SUCCESS && i < KERNELS; i++)
+      result = driver.module_function(&c->kernels[i], module, kernel_names[i]);
     if (result != CU_SUCCESS) driver.module_unload(module);
   }
   if (result != CU_SUCCESS) {
@@ -140,37 +144,51 @@ static gemini_status_t enter(cu_stream_t stream, cu_context_t *had_out, const co
   return status;
 }
 
-static gemini_status_t launch(const context_t *c, gmi_adamw_t *k, gmi_arrays_t *a, uint64_t count, double *sums,
+static gemini_status_t launch(const context_t *c, int kernel, void *k, gmi_arrays_t *a, uint64_t count, double *sums,
                               cu_stream_t stream) {
   uint64_t tiles = (count + GMI_TILE - 1) / GMI_TILE;
   void *update[] = { k, a, &count, &sums }, *sum[] = { &tiles, &sums };
   if (tiles)
-    TRY(driver.launch(c->adamw, (unsigned)tiles, 1, 1, THREADS, 1, 1, 0, stream, update, NULL), "cuLaunchKernel");
-  if (sums) TRY(driver.launch(c->sum, 1, 1, 1, GMI_TILE_LANES, 1, 1, 0, stream, sum, NULL), "cuLaunchKernel");
+    TRY(driver.launch(c->kernels[kernel], (unsigned)tiles, 1, 1, THREADS, 1, 1, 0, stream, update, NULL),
+        "cuLaunchKernel");
+  if (sums) TRY(driver.launch(c->kernels[SUM], 1, 1, 1, GMI_TILE_LANES, 1, 1, 0, stream, sum, NULL), "cuLaunchKernel");
   return GEMINI_OK;
 }
 
 uint64_t gemini_update_sums(uint64_t count) { return 1 + count / GMI_TILE + (count % GMI_TILE != 0); }
 
-gemini_status_t gemini_adamw_cuda(const gemini_adamw_t *adamw, uint64_t count, void *param, const void *grad,
-                                  float *master, float *momentum, float *variance, double *sums, void *stream) {
-  gmi_arrays_t a = { param, grad, master, momentum, variance };
-  gmi_adamw_t k;
-  gemini_status_t status = gmi_adamw_prepare(OPERATION, adamw, count, &a, &k);
-  if (status) return status;
+static gemini_status_t queue(int kernel, void *k, gmi_arrays_t *a, uint64_t count, double *sums, cu_stream_t stream) {
   if ((uintptr_t)sums % sizeof *sums)
-    return gmi_update_fail(OPERATION, GEMINI_ERR_INVALID, 0, "sums is %p, which is no multiple of %zu bytes",
+    return gmi_update_fail(operation, GEMINI_ERR_INVALID, 0, "sums is %p, which is no multiple of %zu bytes",
                            (void *)sums, sizeof *sums);
   const context_t *context = NULL;
   cu_context_t current = NULL;
   pthread_mutex_lock(&lock);
-  status = load_driver();
+  gemini_status_t status = load_driver();
   if (!status) status = enter(stream, &current, &context);
   pthread_mutex_unlock(&lock);
   if (status) return status;
-  status = launch(context, &k, &a, count, sums, stream);
+  status = launch(context, kernel, k, a, count, sums, stream);
   if (context->handle != current) driver.current_set(current);
   return status;
+}
+
+gemini_status_t gemini_adamw_cuda(const gemini_adamw_t *adamw, uint64_t count, void *param, const void *grad,
+                                  float *master, float *momentum, float *variance, double *sums, void *stream) {
+  gmi_arrays_t a = { param, grad, master, momentum, variance };
+  gmi_adamw_t k;
+  operation = __func__;
+  gemini_status_t status = gmi_adamw_prepare(operation, adamw, count, &a, &k);
+  return status ? status : queue(ADAMW, &k, &a, count, sums, stream);
+}
+
+gemini_status_t gemini_sgd_cuda(const gemini_sgd_t *sgd, uint64_t count, void *param, const void *grad, float *master,
+                                float *momentum, double *sums, void *stream) {
+  gmi_arrays_t a = { param, grad, master, momentum, NULL };
+  gmi_sgd_t k;
+  operation = __func__;
+  gemini_status_t status = gmi_sgd_prepare(operation, sgd, count, &a, &k);
+  return status ? status : queue(SGD, &k, &a, count, sums, stream);
 }
 
 void gmi_update_cuda_replace(void *(*symbol)(const char *name)) {

@@ -56,7 +56,7 @@ GEMINI_API gemini_status_t gemini_adamw_host(const gemini_adamw_t *adamw, uint64
                                              float *master, float *momentum, float *variance,
                                              double *grad_sum_squares_out) GEMINI_MUST_CHECK;
 
-/** Doubles that gemini_adamw_cuda() needs for the sum of squares of count gradients. Since: 0.1 */
+/** Doubles that gemini_adamw_cuda() and gemini_sgd_cuda() need for the sum of squares of count gradients. Since: 0.1 */
 GEMINI_API uint64_t gemini_update_sums(uint64_t count);
 /** Queues gemini_adamw_host()'s work, with its results, on a CUDA stream. Arrays as there, in memory that the GPU
  *  reaches, borrowed until the work is done.
@@ -74,6 +74,37 @@ GEMINI_API uint64_t gemini_update_sums(uint64_t count);
 GEMINI_API gemini_status_t gemini_adamw_cuda(const gemini_adamw_t *adamw, uint64_t count, void *param, const void *grad,
                                              float *master, float *momentum, float *variance, double *sums,
                                              void *stream) GEMINI_MUST_CHECK;
+
+enum {
+  GEMINI_SGD_NESTEROV = 1 /* the gradient of where the momentum will lead; needs momentum, and no dampening */
+};
+/** Stochastic gradient descent with momentum (Sutskever, Martens, Dahl & Hinton, On the importance of initialization
+ *  and momentum in deep learning, ICML 2013), as torch.optim.SGD does it: the decay is added to the gradient, the
+ *  learning rate is no part of the momentum. */
+typedef struct gemini_sgd {
+  uint32_t struct_size; /* bytes; set by GEMINI_SGD_INIT */
+  uint32_t flags;       /* GEMINI_SGD_*; unknown bits: GEMINI_ERR_INVALID */
+  uint32_t param_dtype; /* GEMINI_DTYPE_F32, _BF16, _F16; ignored without param */
+  uint32_t grad_dtype;  /* GEMINI_DTYPE_F32, _BF16, _F16 */
+  uint64_t step; /* number of this update, from 1: the first makes the gradient the momentum, which it does not read */
+  double lr;     /* learning rate, at least 0 */
+  double momentum;     /* at least 0; 0: there is none, nor its array */
+  double dampening;    /* 1 - dampening is multiplied into what is added to the momentum */
+  double weight_decay; /* at least 0 */
+  double grad_scale;   /* multiplied into each gradient: 1 / loss scale, clipping */
+} gemini_sgd_t;
+/** torch.optim.SGD's defaults, bf16 parameters and gradients, step 1. */
+#define GEMINI_SGD_INIT { sizeof(gemini_sgd_t), 0, GEMINI_DTYPE_BF16, GEMINI_DTYPE_BF16, 1, 1e-3, 0.0, 0.0, 0.0, 1.0 }
+
+/** As gemini_adamw_host().
+ *  @param momentum read, but at step 1, and written; ignored where there is none. Since: 0.1 */
+GEMINI_API gemini_status_t gemini_sgd_host(const gemini_sgd_t *sgd, uint64_t count, void *param, const void *grad,
+                                           float *master, float *momentum, double *grad_sum_squares_out)
+    GEMINI_MUST_CHECK;
+/** As gemini_adamw_cuda(), gemini_sgd_host()'s work. Since: 0.1 */
+GEMINI_API gemini_status_t gemini_sgd_cuda(const gemini_sgd_t *sgd, uint64_t count, void *param, const void *grad,
+                                           float *master, float *momentum, double *sums, void *stream)
+    GEMINI_MUST_CHECK;
 
 /** What the host's updates are computed with: "avx512", "avx2" or "plain"; static storage. Since: 0.1 */
 GEMINI_API const char *gemini_update_isa(void);
@@ -113,18 +144,18 @@ typedef gemini_status_t (*gemini_stream_call_fn)(gemini_manager_t mgr, gemini_st
 /** What gemini_update_walk() updates arenas with; gemini_update_t.user. It and its tables are borrowed as that is: late
  *  updates of several steps at once have a walk and a table each. */
 typedef struct gemini_update_walk_s {
-  uint32_t struct_size; /* bytes; set by GEMINI_UPDATE_WALK_INIT */
-  uint32_t flags;       /* 0 */
-  const gemini_adamw_t *
-      adamws; /* the table: rule_count, of the first's struct_size each; dtypes have the size of the arenas' elements */
-  uint64_t rule_count;
+  uint32_t struct_size;         /* bytes; set by GEMINI_UPDATE_WALK_INIT */
+  uint32_t flags;               /* 0 */
+  const gemini_adamw_t *adamws; /* the table: rule_count rules, all with the struct_size of the first; or NULL: */
+  const gemini_sgd_t *sgds;     /* the table, likewise; or NULL */
+  uint64_t rule_count;          /* dtypes must have the size of their arena's elements */
   const gemini_update_range_t *ranges; /* range_count; they reach to the last element of the update at least */
   uint64_t range_count;
   uint32_t param_index; /* in gemini_update_t.arenas, as the others. GEMINI_INDEX_NONE: master is the parameter */
   uint32_t grad_index;
   uint32_t master_index;
-  uint32_t momentum_index;
-  uint32_t variance_index;
+  uint32_t momentum_index;               /* SGD without momentum: GEMINI_INDEX_NONE */
+  uint32_t variance_index;               /* SGD: ignored */
   uint32_t failing;                      /* the library's own; 0 at the start */
   gemini_manager_t mgr;                  /* of the arenas; for these two: */
   gemini_stream_native_fn stream_native; /* gemini_stream_native, or NULL where no span is on a device */
@@ -135,29 +166,31 @@ typedef struct gemini_update_walk_s {
   char message[440];                     /* out: which elements, and what happened */
 } gemini_update_walk_t;
 #define GEMINI_UPDATE_WALK_INIT \
-  { sizeof(gemini_update_walk_t), 0, NULL, 0, NULL, 0, 0, 1, 2, 3, 4, 0, 0, NULL, NULL, GEMINI_OK, 0, 0, "" }
+  { sizeof(gemini_update_walk_t), 0, NULL, NULL, 0, NULL, 0, 0, 1, 2, 3, 4, 0, 0, NULL, NULL, GEMINI_OK, 0, 0, "" }
 
 /** Updates a span: a gemini_update_fn. Of a range that the span holds in part, that part.
- *  On the host as gemini_adamw_host(), on a GPU as gemini_adamw_cuda(), which it queues, and on the simulated device by a
- *  call queued on the span's stream. Results do not depend on where spans are cut, nor on where they are.
+ *  On the host as gemini_adamw_host() or gemini_sgd_host(), on a GPU as gemini_adamw_cuda() or gemini_sgd_cuda(),
+ *  which it queues, and on the simulated device by a call queued on the span's stream. Results depend neither on where
+ *  spans are cut nor on where they are.
  *  @param walk a gemini_update_walk_t that gemini_update_walk_check() has no objection to
  *  @param span borrowed until return
- *  What fails is in the walk, for gemini_update_walk_status(): of that span, the elements from those named on are as they
+ *  What fails is in the walk, for gemini_update_walk_status(): of that span, the elements that it names are as they
  *  were; other spans are updated. Threads: any. Since: 0.1 */
 GEMINI_API void gemini_update_walk(void *walk, const gemini_update_span_t *span);
-/** Checks an update before it is submitted, so that no span of it fails for what the caller has said: the walk in its user,
- *  every rule and range, and against them its arena_count, modes and elements. Reads only.
- *  Skipped elements keep their parameters only where the update reads these, too (GEMINI_READ_WRITE); gradients that have
- *  taken their parameters' bytes cannot be skipped: leave them out of the update's elements.
- *  @param update borrowed until return. With element_count 0, ranges must reach as far as the arenas; whether they do is
- *                not known here
+/** Checks an update before it is submitted, so that no span of it fails for what the caller has said: the walk in its
+ *  user, every rule and range, and against them its arena_count, modes and elements. Reads only.
+ *  Skipped elements keep their parameters only where the update reads these, too (GEMINI_READ_WRITE); gradients that
+ *  have taken their parameters' bytes cannot be skipped: leave them out of the update's elements.
+ *  @param update borrowed until return. With element_count 0, ranges must reach as far as the arenas; whether they do
+ *                is not known here
  *  @retval GEMINI_ERR_INVALID  a value is out of range: the message names the rule or range, the value and the limit
  *  Threads: any. Some nanoseconds for each range. Since: 0.1 */
 GEMINI_API gemini_status_t gemini_update_walk_check(const gemini_update_t *update) GEMINI_MUST_CHECK;
-/** The status of the first span that failed, which becomes this thread's gemini_update_last_error(); GEMINI_OK: none has,
- *  so far. After gemini_update_wait() that is all of them. A walk that failed is not used again: it is initialised anew.
+/** The status of the first span that failed, which becomes this thread's gemini_update_last_error(); GEMINI_OK: none
+ *  has, so far. After gemini_update_wait() that is all of them. A walk that failed is not used again: it is initialised
+ *  anew.
  *  @retval GEMINI_ERR_INVALID  walk is NULL, or what gemini_update_walk_check() refuses
- *  @retval GEMINI_ERR_OOM_SYSTEM, others of gemini_adamw_cuda() and of the walk's two functions
+ *  @retval GEMINI_ERR_OOM_SYSTEM, others of the updates on a GPU and of the walk's two functions
  *  Threads: any. Since: 0.1 */
 GEMINI_API gemini_status_t gemini_update_walk_status(const gemini_update_walk_t *walk) GEMINI_MUST_CHECK;
 /** @} */

@@ -8,7 +8,7 @@
 
 _Static_assert(FLT_EVAL_METHOD == 0, "fp32 operations must be rounded to fp32");
 
-#define KERNEL gmi_adamw_plain
+#define KERNEL(update) gmi_##update##_plain
 #define WIDTH 1u
 typedef float vec_t;
 typedef struct sums {

@@ -67,17 +67,17 @@ typedef struct array {
   uint64_t base, width;
 } array_t;
 
-static gemini_status_t check_arrays(const char *operation, const gemini_adamw_t *adamw, uint64_t count,
-                                    const gmi_arrays_t *a) {
+/* used: how many of them the update has, in this order. */
+static gemini_status_t check_arrays(const char *operation, uint32_t param_dtype, uint32_t grad_dtype, uint64_t count,
+                                    const gmi_arrays_t *a, size_t used) {
   const array_t arrays[] = {
-    { "param", (uintptr_t)a->param, gmi_dtype_bytes(adamw->param_dtype) },
-    { "grad", (uintptr_t)a->grad, gmi_dtype_bytes(adamw->grad_dtype) },
+    { "param", (uintptr_t)a->param, gmi_dtype_bytes(param_dtype) },
+    { "grad", (uintptr_t)a->grad, gmi_dtype_bytes(grad_dtype) },
     { "master", (uintptr_t)a->master, sizeof(float) },
     { "momentum", (uintptr_t)a->momentum, sizeof(float) },
     { "variance", (uintptr_t)a->variance, sizeof(float) },
   };
-  const size_t n = sizeof arrays / sizeof *arrays;
-  for (size_t i = 0; i < n; i++) {
+  for (size_t i = 0; i < used; i++) {
     const array_t *x = &arrays[i];
     if (i == 0 && !x->base) continue;
     if (!x->base) return gmi_update_fail(operation, GEMINI_ERR_INVALID, 0, "%s is NULL", x->name);
@@ -85,7 +85,7 @@ static gemini_status_t check_arrays(const char *operation, const gemini_adamw_t 
       return gmi_update_fail(operation, GEMINI_ERR_INVALID, 0,
                              "%s is %#" PRIx64 ", which is no multiple of its element's %" PRIu64 " bytes", x->name,
                              x->base, x->width);
-    for (size_t k = i + 1; k < n; k++) {
+    for (size_t k = i + 1; k < used; k++) {
       const array_t *y = &arrays[k];
       if (i == 0 && k == 1 && x->base == y->base && x->width == y->width) continue;
       if (x->base < y->base + count * y->width && y->base < x->base + count * x->width)
@@ -108,26 +108,35 @@ static float rounded(double value, const char *name, const char **failed_out) {
   return result;
 }
 
+#define REFUSE(...) return gmi_update_fail(operation, GEMINI_ERR_INVALID, 0, __VA_ARGS__)
+
+/* What all updates have. */
+static gemini_status_t check_shared(const char *operation, uint32_t unknown_flags, uint32_t param_dtype,
+                                    uint32_t grad_dtype, uint64_t step, uint64_t count, const gmi_arrays_t *a) {
+  if (unknown_flags) REFUSE("flags has unknown bits: %#" PRIx32, unknown_flags);
+  if (!is_low_or_f32(grad_dtype)) REFUSE("grad_dtype is %" PRIu32 ", want F32, BF16 or F16", grad_dtype);
+  if (a->param && !is_low_or_f32(param_dtype)) REFUSE("param_dtype is %" PRIu32 ", want F32, BF16 or F16", param_dtype);
+  if (!step) REFUSE("step is 0, the first is 1");
+  if (count > COUNT_MAX) REFUSE("count is %" PRIu64 ", at most %" PRIu64, count, COUNT_MAX);
+  return GEMINI_OK;
+}
+
 gemini_status_t gmi_adamw_prepare(const char *operation, const gemini_adamw_t *theirs, uint64_t count,
                                   const gmi_arrays_t *a, gmi_adamw_t *k_out) {
   gemini_adamw_t adamw;
   gemini_status_t status = gmi_update_struct(operation, "adamw", theirs, sizeof adamw);
   if (status) return status;
-#define REFUSE(...) return gmi_update_fail(operation, GEMINI_ERR_INVALID, 0, __VA_ARGS__)
   memcpy(&adamw, theirs, sizeof adamw);
-  if (adamw.flags & ~(uint32_t)GEMINI_ADAMW_L2) REFUSE("flags has unknown bits: %#" PRIx32, adamw.flags);
-  if (!is_low_or_f32(adamw.grad_dtype)) REFUSE("grad_dtype is %" PRIu32 ", want F32, BF16 or F16", adamw.grad_dtype);
-  if (a->param && !is_low_or_f32(adamw.param_dtype))
-    REFUSE("param_dtype is %" PRIu32 ", want F32, BF16 or F16", adamw.param_dtype);
-  if (!adamw.step) REFUSE("step is 0, the first is 1");
-  if (count > COUNT_MAX) REFUSE("count is %" PRIu64 ", at most %" PRIu64, count, COUNT_MAX);
+  status = check_shared(operation, adamw.flags & ~(uint32_t)GEMINI_ADAMW_L2, adamw.param_dtype, adamw.grad_dtype,
+                        adamw.step, count, a);
+  if (status) return status;
   /* Written so that NaN is refused, too. */
   if (!(adamw.lr >= 0)) REFUSE("lr is %g, want at least 0", adamw.lr);
   if (!(adamw.beta1 >= 0 && adamw.beta1 < 1)) REFUSE("beta1 is %.17g, want 0 <= beta1 < 1", adamw.beta1);
   if (!(adamw.beta2 >= 0 && adamw.beta2 < 1)) REFUSE("beta2 is %.17g, want 0 <= beta2 < 1", adamw.beta2);
   if (!(adamw.eps >= 0)) REFUSE("eps is %g, want at least 0", adamw.eps);
   if (!(adamw.weight_decay >= 0)) REFUSE("weight_decay is %g, want at least 0", adamw.weight_decay);
-  status = count ? check_arrays(operation, &adamw, count, a) : GEMINI_OK;
+  status = count ? check_arrays(operation, adamw.param_dtype, adamw.grad_dtype, count, a, 5) : GEMINI_OK;
   if (status) return status;
   /* 1 - beta^step without the loss of digits that the subtraction has for a beta near 1. */
   const double correction1 = -expm1((double)adamw.step * log(adamw.beta1));
@@ -149,22 +158,54 @@ gemini_status_t gmi_adamw_prepare(const char *operation, const gemini_adamw_t *t
     .grad_dtype = adamw.grad_dtype,
   };
   if (failed) REFUSE("%s is not finite in fp32", failed);
-#undef REFUSE
   return GEMINI_OK;
+}
+
+gemini_status_t gmi_sgd_prepare(const char *operation, const gemini_sgd_t *theirs, uint64_t count,
+                                const gmi_arrays_t *a, gmi_sgd_t *k_out) {
+  gemini_sgd_t sgd;
+  gemini_status_t status = gmi_update_struct(operation, "sgd", theirs, sizeof sgd);
+  if (status) return status;
+  memcpy(&sgd, theirs, sizeof sgd);
+  status = check_shared(operation, sgd.flags & ~(uint32_t)GEMINI_SGD_NESTEROV, sgd.param_dtype, sgd.grad_dtype,
+                        sgd.step, count, a);
+  if (status) return status;
+  const bool nesterov = sgd.flags & GEMINI_SGD_NESTEROV;
+  if (!(sgd.lr >= 0)) REFUSE("lr is %g, want at least 0", sgd.lr);
+  if (!(sgd.momentum >= 0)) REFUSE("momentum is %g, want at least 0", sgd.momentum);
+  if (!(sgd.weight_decay >= 0)) REFUSE("weight_decay is %g, want at least 0", sgd.weight_decay);
+  if (nesterov && sgd.momentum == 0) REFUSE("momentum is 0, NESTEROV wants one");
+  if (nesterov && sgd.dampening != 0) REFUSE("dampening is %g, NESTEROV wants 0", sgd.dampening);
+  const char *failed = NULL;
+  *k_out = (gmi_sgd_t){
+    .grad_scale = rounded(sgd.grad_scale, "grad_scale", &failed),
+    .l2 = rounded(sgd.weight_decay, "weight_decay", &failed),
+    .momentum = rounded(sgd.momentum, "momentum", &failed),
+    .one_minus_dampening = rounded(1 - sgd.dampening, "1 - dampening", &failed),
+    .lr = rounded(sgd.lr, "lr", &failed),
+    .flags = (sgd.momentum != 0 ? GMI_SGD_MOMENTUM : 0) | (sgd.step == 1 ? GMI_SGD_BEGINS : 0) |
+             (nesterov ? GMI_SGD_NESTEROV : 0),
+    .param_dtype = a->param ? sgd.param_dtype : GMI_DTYPE_NONE,
+    .grad_dtype = sgd.grad_dtype,
+  };
+  if (failed) REFUSE("%s is not finite in fp32", failed);
+  return count ? check_arrays(operation, sgd.param_dtype, sgd.grad_dtype, count, a, sgd.momentum != 0 ? 4 : 3)
+               : GEMINI_OK;
 }
 
 /* --- instructions --- */
 
+enum { ADAMW, SGD, UPDATES };
 typedef struct isa {
   const char *name;
-  gmi_adamw_fn adamw;
+  gmi_kernel_fn *kernels[UPDATES];
 } isa_t;
 /* The best one last. */
 static const isa_t isas[] = {
-  { "plain", gmi_adamw_plain },
+  { "plain", { gmi_adamw_plain, gmi_sgd_plain } },
 #ifdef __x86_64__
-  { "avx2", gmi_adamw_avx2 },
-  { "avx512", gmi_adamw_avx512 },
+  { "avx2", { gmi_adamw_avx2, gmi_sgd_avx2 } },
+  { "avx512", { gmi_adamw_avx512, gmi_sgd_avx512 } },
 #endif
 };
 #define ISAS (sizeof isas / sizeof *isas)
@@ -216,24 +257,36 @@ static double sum_of(const double *lanes, uint64_t count) {
   return sum;
 }
 
+/* sum_out: of the gradient's squares, or NULL. */
+static void run(int update, const void *k, const gmi_arrays_t *a, uint64_t count, double *sum_out) {
+  gmi_kernel_fn *kernel = isa()->kernels[update], *rest = isas[0].kernels[update];
+  double tiles[GMI_TILE_LANES] = { 0 };
+  for (uint64_t first = 0; first < count; first += GMI_TILE) {
+    double lanes[GMI_LANES] = { 0 };
+    uint64_t here = count - first < GMI_TILE ? count - first : GMI_TILE, whole = here - here % GMI_LANES;
+    kernel(k, a, first, whole, lanes);
+    if (whole < here) rest(k, a, first + whole, here - whole, lanes);
+    tiles[first / GMI_TILE % GMI_TILE_LANES] += sum_of(lanes, GMI_LANES);
+  }
+  /* What no tile was added to is 0, which changes no sum of squares. */
+  const uint64_t used = gemini_update_sums(count) - 1;
+  if (sum_out) *sum_out = sum_of(tiles, used < 1 ? 1 : used < GMI_TILE_LANES ? used : GMI_TILE_LANES);
+}
+
 gemini_status_t gemini_adamw_host(const gemini_adamw_t *adamw, uint64_t count, void *param, const void *grad,
                                   float *master, float *momentum, float *variance, double *grad_sum_squares_out) {
   const gmi_arrays_t a = { param, grad, master, momentum, variance };
   gmi_adamw_t k;
   gemini_status_t status = gmi_adamw_prepare(__func__, adamw, count, &a, &k);
-  if (status) return status;
-  const isa_t *with = isa();
-  double tiles[GMI_TILE_LANES] = { 0 };
-  for (uint64_t first = 0; first < count; first += GMI_TILE) {
-    double lanes[GMI_LANES] = { 0 };
-    uint64_t here = count - first < GMI_TILE ? count - first : GMI_TILE, whole = here - here % GMI_LANES;
-    with->adamw(&k, &a, first, whole, lanes);
-    if (whole < here) gmi_adamw_plain(&k, &a, first + whole, here - whole, lanes);
-    tiles[first / GMI_TILE % GMI_TILE_LANES] += sum_of(lanes, GMI_LANES);
-  }
-  /* What no tile was added to is 0, which changes no sum of squares. */
-  const uint64_t used = gemini_update_sums(count) - 1;
-  if (grad_sum_squares_out)
-    *grad_sum_squares_out = sum_of(tiles, used < 1 ? 1 : used < GMI_TILE_LANES ? used : GMI_TILE_LANES);
-  return GEMINI_OK;
+  if (!status) run(ADAMW, &k, &a, count, grad_sum_squares_out);
+  return status;
+}
+
+gemini_status_t gemini_sgd_host(const gemini_sgd_t *sgd, uint64_t count, void *param, const void *grad, float *master,
+                                float *momentum, double *grad_sum_squares_out) {
+  const gmi_arrays_t a = { param, grad, master, momentum, NULL };
+  gmi_sgd_t k;
+  gemini_status_t status = gmi_sgd_prepare(__func__, sgd, count, &a, &k);
+  if (!status) run(SGD, &k, &a, count, grad_sum_squares_out);
+  return status;
 }

@@ -13,7 +13,7 @@
 
 #define GMI_DTYPE_NONE UINT32_MAX
 
-/* An update as the kernels take it, on the host and, by value, on the GPU: coefficients rounded to fp32. */
+/* Updates as the kernels take them, on the host and, by value, on the GPU: coefficients rounded to fp32. */
 typedef struct gmi_adamw {
   float grad_scale, l2;
   float beta1, one_minus_beta1;
@@ -24,25 +24,31 @@ typedef struct gmi_adamw {
   float decay;     /* lr * weight_decay */
   uint32_t param_dtype, grad_dtype;
 } gmi_adamw_t;
+enum { GMI_SGD_MOMENTUM = 1 /* there is one */, GMI_SGD_BEGINS = 2 /* but nothing in it yet */, GMI_SGD_NESTEROV = 4 };
+typedef struct gmi_sgd {
+  float grad_scale, l2;
+  float momentum, one_minus_dampening;
+  float lr;
+  uint32_t flags; /* GMI_SGD_* */
+  uint32_t param_dtype, grad_dtype;
+} gmi_sgd_t;
 typedef struct gmi_arrays {
   void *param; /* NULL with GMI_DTYPE_NONE */
   const void *grad;
-  float *master, *momentum, *variance;
+  float *master, *momentum, *variance; /* the last two NULL where the update has none */
 } gmi_arrays_t;
 
-/* Updates count elements from first on; vector kernels: a multiple of GMI_LANES. Element first goes to lanes[0]. */
-typedef void (*gmi_adamw_fn)(const gmi_adamw_t *k, const gmi_arrays_t *a, uint64_t first, uint64_t count,
-                             double lanes[GMI_LANES]);
-void gmi_adamw_plain(const gmi_adamw_t *k, const gmi_arrays_t *a, uint64_t first, uint64_t count,
-                     double lanes[GMI_LANES]);
-void gmi_adamw_avx2(const gmi_adamw_t *k, const gmi_arrays_t *a, uint64_t first, uint64_t count,
-                    double lanes[GMI_LANES]);
-void gmi_adamw_avx512(const gmi_adamw_t *k, const gmi_arrays_t *a, uint64_t first, uint64_t count,
-                      double lanes[GMI_LANES]);
+/* Updates count elements from first on; vector kernels: a multiple of GMI_LANES. Element first goes to lanes[0].
+ * k: a gmi_adamw_t, or a gmi_sgd_t. */
+typedef void gmi_kernel_fn(const void *k, const gmi_arrays_t *a, uint64_t first, uint64_t count,
+                           double lanes[GMI_LANES]);
+gmi_kernel_fn gmi_adamw_plain, gmi_adamw_avx2, gmi_adamw_avx512, gmi_sgd_plain, gmi_sgd_avx2, gmi_sgd_avx512;
 
-/* Checks a call's values and rounds them for the kernels. */
+/* Check a call's values and round them for the kernels. */
 gemini_status_t gmi_adamw_prepare(const char *operation, const gemini_adamw_t *adamw, uint64_t count,
                                   const gmi_arrays_t *a, gmi_adamw_t *k_out);
+gemini_status_t gmi_sgd_prepare(const char *operation, const gemini_sgd_t *sgd, uint64_t count, const gmi_arrays_t *a,
+                                gmi_sgd_t *k_out);
 
 /* Records a failure of this thread in operation and returns status. */
 gemini_status_t gmi_update_fail(const char *operation, gemini_status_t status, int64_t native_code, const char *format,

@@ -13,15 +13,31 @@ enum { PARAM, GRAD, MASTER, MOMENTUM, VARIANCE, ROLES };
 static const char *const role_names[ROLES] = { "param", "grad", "master", "momentum", "variance" };
 
 typedef struct roles {
-  uint32_t index[ROLES]; /* in the update's arenas */
+  uint32_t index[ROLES]; /* in the update's arenas; GEMINI_INDEX_NONE: the update has no such array */
 } roles_t;
 static roles_t roles_of(const gemini_update_walk_t *walk) {
   return (roles_t){ { walk->param_index, walk->grad_index, walk->master_index, walk->momentum_index,
-                      walk->variance_index } };
+                      walk->adamws ? walk->variance_index : GEMINI_INDEX_NONE } };
+}
+static bool may_lack(const gemini_update_walk_t *walk, int role) {
+  return role == PARAM || (!walk->adamws && role >= MOMENTUM);
 }
 
-static const gemini_adamw_t *rule_at(const gemini_update_walk_t *walk, uint64_t rule) {
-  return (const gemini_adamw_t *)(const void *)((const char *)walk->adamws + rule * walk->adamws->struct_size);
+/* A rule of either table, with the dtypes that its arenas must have. */
+typedef struct rule {
+  const gemini_adamw_t *adamw;
+  const gemini_sgd_t *sgd;
+  uint32_t param_dtype, grad_dtype;
+} rule_t;
+static rule_t rule_at(const gemini_update_walk_t *walk, uint64_t index) {
+  const void *table = walk->adamws ? (const void *)walk->adamws : walk->sgds;
+  uint32_t struct_size; /* of the first, which all have */
+  memcpy(&struct_size, table, sizeof struct_size);
+  const void *at = (const char *)table + index * struct_size;
+  const gemini_adamw_t *adamw = walk->adamws ? at : NULL;
+  const gemini_sgd_t *sgd = walk->adamws ? NULL : at;
+  return (rule_t){ adamw, sgd, adamw ? adamw->param_dtype : sgd->param_dtype,
+                   adamw ? adamw->grad_dtype : sgd->grad_dtype };
 }
 
 /* The first range that ends after element; range_count: none. What it tells of a table that is not ascending is wrong, but
@@ -55,35 +71,42 @@ typedef struct place {
   void *stream;
 } place_t;
 
+static gemini_status_t update_arrays(const rule_t *rule, place_t on, uint64_t count, void *const *ptr) {
+  if (rule->adamw)
+    return on.gpu ? gemini_adamw_cuda(rule->adamw, count, ptr[PARAM], ptr[GRAD], ptr[MASTER], ptr[MOMENTUM],
+                                      ptr[VARIANCE], NULL, on.stream)
+                  : gemini_adamw_host(rule->adamw, count, ptr[PARAM], ptr[GRAD], ptr[MASTER], ptr[MOMENTUM],
+                                      ptr[VARIANCE], NULL);
+  return on.gpu ? gemini_sgd_cuda(rule->sgd, count, ptr[PARAM], ptr[GRAD], ptr[MASTER], ptr[MOMENTUM], NULL, on.stream)
+                : gemini_sgd_host(rule->sgd, count, ptr[PARAM], ptr[GRAD], ptr[MASTER], ptr[MOMENTUM], NULL);
+}
+
 /* Elements begin to end, all of one rule. */
 static gemini_status_t update_part(const gemini_update_walk_t *walk, const gemini_update_span_t *span, place_t on,
-                                   uint64_t rule, uint64_t begin, uint64_t end) {
+                                   uint64_t index, uint64_t begin, uint64_t end) {
   const roles_t roles = roles_of(walk);
   void *ptr[ROLES] = { NULL };
   for (int i = 0; i < ROLES; i++) {
-    if (i == PARAM && roles.index[i] == GEMINI_INDEX_NONE) continue;
+    if (roles.index[i] == GEMINI_INDEX_NONE && may_lack(walk, i)) continue;
     if (roles.index[i] >= span->arena_count)
       return gmi_update_fail(WALK, GEMINI_ERR_INVALID, 0, "%s_index is %" PRIu32 ", the update has %" PRIu32 " arenas",
                              role_names[i], roles.index[i], span->arena_count);
     ptr[i] = span->ptr[roles.index[i]];
   }
-  if (rule == GEMINI_UPDATE_SKIP) {
+  if (index == GEMINI_UPDATE_SKIP) {
     if (ptr[PARAM] != ptr[GRAD]) return GEMINI_OK;
     return gmi_update_fail(WALK, GEMINI_ERR_INVALID, 0,
                            "the gradient has taken the parameter's bytes: it cannot be skipped");
   }
-  if (rule >= walk->rule_count)
-    return gmi_update_fail(WALK, GEMINI_ERR_INVALID, 0, "rule %" PRIu64 " is not among the %" PRIu64 " there are", rule,
-                           walk->rule_count);
-  const gemini_adamw_t *adamw = rule_at(walk, rule);
-  const uint64_t bytes[ROLES] = { gmi_dtype_bytes(adamw->param_dtype), gmi_dtype_bytes(adamw->grad_dtype), 4, 4, 4 };
+  if (index >= walk->rule_count)
+    return gmi_update_fail(WALK, GEMINI_ERR_INVALID, 0, "rule %" PRIu64 " is not among the %" PRIu64 " there are",
+                           index, walk->rule_count);
+  const rule_t rule = rule_at(walk, index);
+  const uint64_t bytes[ROLES] = { gmi_dtype_bytes(rule.param_dtype), gmi_dtype_bytes(rule.grad_dtype), 4, 4, 4 };
   for (int i = 0; i < ROLES; i++) {
     if (ptr[i]) ptr[i] = (char *)ptr[i] + (begin - span->first_element) * bytes[i];
   }
-  return on.gpu ? gemini_adamw_cuda(adamw, end - begin, ptr[PARAM], ptr[GRAD], ptr[MASTER], ptr[MOMENTUM],
-                                    ptr[VARIANCE], NULL, on.stream)
-                : gemini_adamw_host(adamw, end - begin, ptr[PARAM], ptr[GRAD], ptr[MASTER], ptr[MOMENTUM],
-                                    ptr[VARIANCE], NULL);
+  return update_arrays(&rule, on, end - begin, ptr);
 }
 
 static void update_span(gemini_update_walk_t *walk, const gemini_update_span_t *span, place_t on) {
@@ -158,19 +181,27 @@ void gemini_update_walk(void *user, const gemini_update_span_t *span) {
 #define REFUSE(...) return gmi_update_fail(WALK_CHECK, GEMINI_ERR_INVALID, 0, __VA_ARGS__)
 
 static gemini_status_t check_rules(const gemini_update_walk_t *walk) {
+  const char *table = walk->adamws ? "adamws" : "sgds";
   char some;
   const gmi_arrays_t a = { .param = walk->param_index == GEMINI_INDEX_NONE ? NULL : &some };
-  gmi_adamw_t k;
-  if (!walk->adamws || !walk->rule_count) REFUSE("walk has no rules: adamws is NULL, or rule_count 0");
+  gmi_adamw_t adamw;
+  gmi_sgd_t sgd = { .flags = 0 };
+  if (!walk->adamws == !walk->sgds) REFUSE("walk: want one of adamws and sgds, and the other NULL");
+  if (!walk->rule_count) REFUSE("walk: rule_count is 0");
+  const rule_t first = rule_at(walk, 0);
   for (uint64_t i = 0; i < walk->rule_count; i++) {
-    const gemini_adamw_t *first = walk->adamws, *rule = rule_at(walk, i);
-    if (gmi_adamw_prepare(WALK_CHECK, rule, 0, &a, &k)) return gmi_update_fail_in(WALK_CHECK, "adamws[%" PRIu64 "]", i);
-    if (gmi_dtype_bytes(rule->grad_dtype) != gmi_dtype_bytes(first->grad_dtype))
-      REFUSE("adamws[%" PRIu64 "]: grad_dtype is %" PRIu32 ", in adamws[0] %" PRIu32 ", which has another size", i,
-             rule->grad_dtype, first->grad_dtype);
-    if (a.param && gmi_dtype_bytes(rule->param_dtype) != gmi_dtype_bytes(first->param_dtype))
-      REFUSE("adamws[%" PRIu64 "]: param_dtype is %" PRIu32 ", in adamws[0] %" PRIu32 ", which has another size", i,
-             rule->param_dtype, first->param_dtype);
+    const rule_t rule = rule_at(walk, i);
+    if (rule.adamw ? gmi_adamw_prepare(WALK_CHECK, rule.adamw, 0, &a, &adamw)
+                   : gmi_sgd_prepare(WALK_CHECK, rule.sgd, 0, &a, &sgd))
+      return gmi_update_fail_in(WALK_CHECK, "%s[%" PRIu64 "]", table, i);
+    if (gmi_dtype_bytes(rule.grad_dtype) != gmi_dtype_bytes(first.grad_dtype))
+      REFUSE("%s[%" PRIu64 "]: grad_dtype is %" PRIu32 ", in %s[0] %" PRIu32 ", which has another size", table, i,
+             rule.grad_dtype, table, first.grad_dtype);
+    if (a.param && gmi_dtype_bytes(rule.param_dtype) != gmi_dtype_bytes(first.param_dtype))
+      REFUSE("%s[%" PRIu64 "]: param_dtype is %" PRIu32 ", in %s[0] %" PRIu32 ", which has another size", table, i,
+             rule.param_dtype, table, first.param_dtype);
+    if (sgd.flags & GMI_SGD_MOMENTUM && walk->momentum_index == GEMINI_INDEX_NONE)
+      REFUSE("%s[%" PRIu64 "]: momentum is %g, and momentum_index names no arena", table, i, rule.sgd->momentum);
   }
   return GEMINI_OK;
 }
@@ -196,7 +227,7 @@ static gemini_status_t check_arenas(const gemini_update_walk_t *walk, const gemi
   const roles_t roles = roles_of(walk);
   for (int i = 0; i < ROLES; i++) {
     const uint32_t index = roles.index[i];
-    if (i == PARAM && index == GEMINI_INDEX_NONE) continue;
+    if (index == GEMINI_INDEX_NONE && may_lack(walk, i)) continue;
     if (index >= update->arena_count)
       REFUSE("%s_index is %" PRIu32 ", the update has %" PRIu32 " arenas", role_names[i], index, update->arena_count);
     if (!update->modes) REFUSE("modes is NULL");

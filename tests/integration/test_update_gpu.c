@@ -1,10 +1,8 @@
 /* The fused updates on a GPU against those on the host, to the bit. Skipped where there is no GPU.
  * SPDX-License-Identifier: Apache-2.0 */
-#include <stdbool.h>
-
-#include "check.h"
 #include "device/cuda_driver.h"
 #include "update/gemini_update.h"
+#include "world.h"
 
 enum { CAPACITY = 300 * 1024 };
 static const uint32_t dtypes[] = { GEMINI_DTYPE_F32, GEMINI_DTYPE_BF16, GEMINI_DTYPE_F16 };
@@ -122,6 +120,124 @@ static void test_update_on_the_gpu_equals_the_host(void) {
   state_close(&gpu);
 }
 
+/* Without momentum, the first step, a later one, dampened, Nesterov's; momentum that is not read may be anything. */
+static void test_sgd_on_the_gpu_equals_the_host(void) {
+  const uint64_t counts[] = { 1, 3, 1024, 5000, 65536, CAPACITY - 4 }, firsts[] = { 0, 1, 2, 4 };
+  state_t start = state_open(CAPACITY), host = state_open(CAPACITY), gpu = state_open(CAPACITY);
+  for (uint32_t i = 0; i < 6 * 9 * 8; i++) {
+    const uint32_t mode = i / 9 % 6;
+    gemini_sgd_t c = GEMINI_SGD_INIT;
+    c.flags = mode >= 4 ? GEMINI_SGD_NESTEROV : 0;
+    c.param_dtype = dtypes[i % 3];
+    c.grad_dtype = dtypes[i / 3 % 3];
+    c.step = mode == 1 || mode == 4 ? 1 : 2;
+    c.momentum = mode ? 0.9 : 0;
+    c.dampening = mode == 3 ? 0.25 : 0;
+    c.weight_decay = 0.1;
+    c.grad_scale = 0.37;
+    const uint64_t count = counts[i % 6], first = firsts[i / 54 % 4];
+    const bool alone = i % 7 == 0, summed = i % 4 > 0;
+    fill(&start, CAPACITY, i);
+    copy(&host, &start, CAPACITY);
+    copy(&gpu, &start, CAPACITY);
+    for (int on_gpu = 0; on_gpu < 2; on_gpu++) {
+      state_t *s = on_gpu ? &gpu : &host;
+      void *grad = low(s, GRAD, c.grad_dtype, first), *param = alone ? NULL : low(s, PARAM, c.param_dtype, first);
+      float *p = at(s, MASTER, first), *m = mode ? at(s, MOMENTUM, first) : NULL;
+      s->sums[0] = -1;
+      CHECK_EQ(on_gpu ? gemini_sgd_cuda(&c, count, param, grad, p, m, summed ? s->sums : NULL, stream)
+                      : gemini_sgd_host(&c, count, param, grad, p, m, summed ? s->sums : NULL),
+               GEMINI_OK);
+    }
+    synchronize();
+    CHECK(count < 1000 || memcmp(host.arrays[MASTER], start.arrays[MASTER], CAPACITY * 4) != 0);
+    check_same(&gpu, &host, CAPACITY, c.param_dtype);
+  }
+  state_close(&start);
+  state_close(&host);
+  state_close(&gpu);
+}
+
+/* Arenas that stay on the GPU, updated by a table late, two steps one after the other. */
+enum { ELEMENTS = 5 * 32768 + 100, RANGES = 6 };
+static void walk_over_arenas(uint32_t device, bool sgd) {
+  static uint16_t param[ELEMENTS], grad[ELEMENTS];
+  static float states[3][ELEMENTS]; /* master, momentum, variance */
+  static const uint64_t ends[RANGES] = { 1, 777, 32768, 70001, 70002, UINT64_MAX };
+  const uint32_t count = sgd ? 4 : 5, modes[] = { GEMINI_READ_WRITE, GEMINI_READ, 3, 3, 3 };
+  gemini_config_t config = world_config(80, 80, 0);
+  config.device = device;
+  world_t w = world_open(config);
+  gemini_arena_t arenas[5];
+  for (uint32_t i = 0; i < count; i++)
+    arenas[i] = world_arena(&w, GEMINI_KIND_PARAM + i, i < 2 ? 2 : 4, NULL, i ? arenas[0] : 0, 0);
+  world_tensor(&w, arenas[0], "all", ELEMENTS * 2);
+  uint64_t random = 1;
+  for (uint64_t i = 0; i < ELEMENTS; i++) grad[i] = (uint16_t)(0x3c00 + (check_random(&random) & 0x80ff));
+  memset(param, 0, sizeof param), memset(states, 0, sizeof states);
+  for (uint32_t i = 0; i < count; i++) {
+    gemini_access_t a = world_part(arenas[i], 0, ELEMENTS * (i < 2 ? 2 : 4), GEMINI_WRITE, GEMINI_TIER_HOST);
+    CHECK_OK(gemini_acquire(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
+    if (i == 1) memcpy(a.ptr, grad, sizeof grad);
+    else memset(a.ptr, 0, a.size_bytes);
+    CHECK_OK(gemini_release(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
+    a = world_part(arenas[i], 0, a.size_bytes, 0, GEMINI_TIER_DEVICE);
+    CHECK_OK(gemini_pin(w.mgr, &a));
+  }
+  gemini_update_range_t ranges[RANGES];
+  for (uint64_t r = 0; r < RANGES; r++)
+    ranges[r] = (gemini_update_range_t){ ends[r], r % 3 == 1 ? GEMINI_UPDATE_SKIP : r % 2 };
+  gemini_update_walk_t walks[2];
+  gemini_adamw_t adamws[2][2];
+  gemini_sgd_t sgds[2][2];
+  for (uint32_t step = 0; step < 2; step++) {
+    for (uint32_t r = 0; r < 2; r++) {
+      adamws[step][r] = (gemini_adamw_t)GEMINI_ADAMW_INIT, sgds[step][r] = (gemini_sgd_t)GEMINI_SGD_INIT;
+      adamws[step][r].step = sgds[step][r].step = step + 1;
+      adamws[step][r].weight_decay = sgds[step][r].weight_decay = 0.1 * r;
+      sgds[step][r].momentum = 0.9;
+    }
+    gemini_update_walk_t *walk = &walks[step];
+    *walk = (gemini_update_walk_t)GEMINI_UPDATE_WALK_INIT;
+    if (sgd) walk->sgds = sgds[step];
+    else walk->adamws = adamws[step];
+    walk->rule_count = 2, walk->ranges = ranges, walk->range_count = RANGES;
+    walk->mgr = w.mgr, walk->stream_native = gemini_stream_native, walk->stream_call = gemini_stream_call;
+    gemini_update_t u = GEMINI_UPDATE_INIT;
+    u.flags = GEMINI_UPDATE_LATE;
+    u.arenas = arenas, u.modes = modes, u.arena_count = count, u.stream = w.stream;
+    u.fn = gemini_update_walk, u.user = walk;
+    CHECK_EQ(gemini_update_walk_check(&u), GEMINI_OK);
+    CHECK_OK(gemini_update(w.mgr, &u));
+    for (uint64_t r = 0, begin = 0; r < RANGES; begin = ends[r++]) {
+      const uint64_t n = (ends[r] < ELEMENTS ? ends[r] : ELEMENTS) - begin, rule = ranges[r].rule;
+      if (rule == GEMINI_UPDATE_SKIP) continue;
+      CHECK_EQ(sgd ? gemini_sgd_host(&sgds[step][rule], n, param + begin, grad + begin, states[0] + begin,
+                                     states[1] + begin, NULL)
+                   : gemini_adamw_host(&adamws[step][rule], n, param + begin, grad + begin, states[0] + begin,
+                                       states[1] + begin, states[2] + begin, NULL),
+               GEMINI_OK);
+    }
+  }
+  CHECK_OK(gemini_update_wait(w.mgr));
+  for (uint32_t i = 0; i < count; i++) {
+    if (i < 2) CHECK_EQ(gemini_update_walk_status(&walks[i]), GEMINI_OK);
+    CHECK_EQ(world_arena_info(&w, arenas[i]).tier_bytes[GEMINI_TIER_DEVICE], ELEMENTS * (i < 2 ? 2u : 4u));
+    gemini_access_t a = world_part(arenas[i], 0, ELEMENTS * (i < 2 ? 2 : 4), 0, GEMINI_TIER_DEVICE);
+    CHECK_OK(gemini_unpin(w.mgr, &a));
+    a.mode = GEMINI_READ, a.tier = GEMINI_TIER_HOST;
+    CHECK_OK(gemini_acquire(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
+    CHECK(!memcmp(a.ptr, i == 0 ? (void *)param : i == 1 ? (void *)grad : states[i - 2], a.size_bytes));
+    CHECK_OK(gemini_release(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
+  }
+  CHECK(param[ELEMENTS - 1] != 0 && param[1] == 0); /* the second range is skipped */
+  world_close(&w);
+}
+static void test_walk_over_arenas_on_the_gpu_equals_the_host(void) {
+  walk_over_arenas(GEMINI_DEVICE_CUDA, false);
+  walk_over_arenas(GEMINI_DEVICE_CUDA, true);
+}
+
 static void test_update_on_the_gpu_needs_no_context_and_no_sum(void) {
   cu_context_t had, now;
   state_t host = state_open(4096), gpu = state_open(4096);
@@ -166,7 +282,9 @@ int main(void) {
   CHECK_EQ(driver->current_set(context), CU_SUCCESS);
   CHECK_EQ(driver->stream_create(&stream, CU_STREAM_NON_BLOCKING_FLAG), CU_SUCCESS);
   RUN(test_update_on_the_gpu_equals_the_host);
+  RUN(test_sgd_on_the_gpu_equals_the_host);
   RUN(test_update_on_the_gpu_needs_no_context_and_no_sum);
+  RUN(test_walk_over_arenas_on_the_gpu_equals_the_host);
   CHECK_EQ(driver->stream_destroy(stream), CU_SUCCESS);
   CHECK_EQ(driver->primary_release(device), CU_SUCCESS);
   return check_done();

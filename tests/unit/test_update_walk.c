@@ -20,6 +20,8 @@ static model_t start, expected, actual;
 
 typedef struct table {
   gemini_adamw_t adamws[RULES];
+  gemini_sgd_t sgds[RULES];
+  bool sgd; /* these are used */
   gemini_update_range_t ranges[RANGES];
   uint64_t range_count;
   uint32_t index[ROLES];
@@ -42,9 +44,10 @@ static void fill(model_t *m, const table_t *t, uint64_t *random) {
   }
 }
 
-/* Roles in any arenas; in_place: the gradient in its parameter's bytes; alone: no parameter beside master. */
-static table_t random_table(uint64_t *random, uint64_t elements, bool in_place, bool alone) {
-  table_t t = { .range_count = 0 };
+/* Roles in any arenas; of SGD also without momentum; in_place: the gradient in its parameter's bytes; alone: no parameter beside master. */
+static table_t random_table(uint64_t *random, uint64_t elements, bool sgd, bool in_place, bool alone) {
+  table_t t = { .sgd = sgd };
+  const bool momentum = check_random(random) % 4;
   const uint32_t low[2] = { check_random(random) % 3 ? 2 : 4, check_random(random) % 3 ? 2 : 4 };
   uint32_t order[ARENAS];
   for (uint32_t i = 0; i < ARENAS; i++) {
@@ -65,6 +68,11 @@ static table_t random_table(uint64_t *random, uint64_t elements, bool in_place, 
     a.weight_decay = 0.1 * r;
     a.grad_scale = 0.5 + r;
     t.adamws[r] = a;
+    gemini_sgd_t s = GEMINI_SGD_INIT;
+    s.param_dtype = a.param_dtype, s.grad_dtype = a.grad_dtype;
+    s.step = 1 + r % 2;
+    s.lr = a.lr, s.momentum = momentum ? 0.25 * r : 0, s.weight_decay = 0.1 * r, s.grad_scale = a.grad_scale;
+    t.sgds[r] = s;
   }
   for (uint64_t at = 0; at < elements; t.range_count++) {
     uint64_t most = 2 * elements / RANGES, n = 1 + check_random(random) % (check_random(random) % 4 ? most : 3);
@@ -74,6 +82,7 @@ static table_t random_table(uint64_t *random, uint64_t elements, bool in_place, 
   }
   if (check_random(random) % 2) t.ranges[t.range_count - 1].end_element = UINT64_MAX;
   if (alone) t.index[PARAM] = GEMINI_INDEX_NONE;
+  if (t.sgd && !momentum) t.index[MOMENTUM] = GEMINI_INDEX_NONE;
   return t;
 }
 
@@ -87,10 +96,14 @@ static void plain_loop(model_t *m, const table_t *t, bool in_place, uint64_t fir
   for (uint64_t i = first; i < first + count; i++) {
     uint64_t r = 0;
     while (t->ranges[r].end_element <= i) r++;
-    if (t->ranges[r].rule == GEMINI_UPDATE_SKIP) continue;
-    CHECK_EQ(gemini_adamw_host(&t->adamws[t->ranges[r].rule], 1, low_param(m, t, in_place, i),
-                               element(m, t, t->index[GRAD], i), element(m, t, t->index[MASTER], i),
-                               element(m, t, t->index[MOMENTUM], i), element(m, t, t->index[VARIANCE], i), NULL),
+    const uint64_t rule = t->ranges[r].rule;
+    if (rule == GEMINI_UPDATE_SKIP) continue;
+    void *param = low_param(m, t, in_place, i), *grad = element(m, t, t->index[GRAD], i);
+    float *master = element(m, t, t->index[MASTER], i), *momentum = NULL;
+    if (t->index[MOMENTUM] != GEMINI_INDEX_NONE) momentum = element(m, t, t->index[MOMENTUM], i);
+    CHECK_EQ(t->sgd ? gemini_sgd_host(&t->sgds[rule], 1, param, grad, master, momentum, NULL)
+                    : gemini_adamw_host(&t->adamws[rule], 1, param, grad, master, momentum,
+                                        element(m, t, t->index[VARIANCE], i), NULL),
              GEMINI_OK);
   }
 }
@@ -131,7 +144,8 @@ static void manager_start(int place) {
 
 static gemini_update_walk_t walk_of(const table_t *t) {
   gemini_update_walk_t w = GEMINI_UPDATE_WALK_INIT;
-  w.adamws = t->adamws;
+  if (t->sgd) w.sgds = t->sgds;
+  else w.adamws = t->adamws;
   w.rule_count = RULES;
   w.ranges = t->ranges;
   w.range_count = t->range_count;
@@ -139,7 +153,7 @@ static gemini_update_walk_t walk_of(const table_t *t) {
   w.grad_index = t->index[GRAD];
   w.master_index = t->index[MASTER];
   w.momentum_index = t->index[MOMENTUM];
-  w.variance_index = t->index[VARIANCE];
+  w.variance_index = t->sgd ? 99 : t->index[VARIANCE]; /* ignored */
   w.mgr = MGR;
   w.stream_native = stream_native;
   w.stream_call = stream_call;
@@ -170,7 +184,7 @@ static void test_walk_over_random_tables_equals_a_plain_loop(void) {
   for (uint32_t round = 0; round < 240; round++) {
     const bool in_place = round % 4 == 1, alone = round % 4 == 2;
     const int place = (int)(round / 4 % PLACES);
-    const table_t t = random_table(&random, CAPACITY, in_place, alone);
+    const table_t t = random_table(&random, CAPACITY, round / 12 % 2, in_place, alone);
     const uint64_t first = check_random(&random) % 100, end = CAPACITY - check_random(&random) % 100;
     gemini_update_walk_t w = walk_of(&t);
     manager_start(place);
@@ -197,8 +211,9 @@ static void test_walk_over_random_tables_equals_a_plain_loop(void) {
 static void test_walk_cut_at_every_place_is_the_same(void) {
   const uint64_t elements = 90;
   uint64_t random = 5;
-  for (int place = 0; place < PLACES; place++) {
-    const table_t t = random_table(&random, elements, false, false);
+  for (int i = 0; i < 2 * PLACES; i++) {
+    const int place = i % PLACES;
+    const table_t t = random_table(&random, elements, i >= PLACES, false, false);
     CHECK(t.range_count > 10);
     fill(&start, &t, &random);
     expected = start;
@@ -217,11 +232,28 @@ static void test_walk_cut_at_every_place_is_the_same(void) {
   }
 }
 
+static table_t ordinary(void) {
+  const gemini_update_range_t two[] = { { 100, 0 }, { 200, 1 } };
+  uint64_t random = 3;
+  table_t t = random_table(&random, 200, false, false, false);
+  memcpy(t.ranges, two, sizeof two);
+  t.range_count = 2;
+  for (uint32_t i = 0; i < ROLES; i++) t.index[i] = i;
+  for (uint32_t a = 0; a < ARENAS; a++) t.bytes[a] = a < 2 ? 2 : 4;
+  for (uint32_t r = 0; r < RULES; r++) {
+    t.adamws[r].param_dtype = t.adamws[r].grad_dtype = BF16;
+    t.sgds[r].param_dtype = t.sgds[r].grad_dtype = BF16;
+    t.sgds[r].momentum = 0;
+  }
+  fill(&start, &t, &random);
+  return t;
+}
+
 static void test_walk_queues_neighbours_with_one_rule_as_one(void) {
   const gemini_update_range_t ranges[] = { { 10, 0 }, { 20, 0 },  { 30, 1 }, { 31, GEMINI_UPDATE_SKIP },
                                            { 40, 1 }, { 100, 0 }, { 110, 0 } };
+  const table_t t = ordinary();
   uint64_t random = 2;
-  table_t t = random_table(&random, 110, false, false);
   gemini_update_walk_t w = walk_of(&t);
   w.ranges = ranges, w.range_count = 7;
   manager_start(GPU);
@@ -244,7 +276,7 @@ static void test_walk_takes_longer_rules(void) {
     uint64_t later;
   } longer[RULES] = { 0 };
   uint64_t random = 4;
-  const table_t t = random_table(&random, CAPACITY, false, false);
+  const table_t t = random_table(&random, CAPACITY, false, false, false);
   gemini_update_walk_t w = walk_of(&t);
   w.adamws = &longer[0].known;
   for (uint32_t r = 0; r < RULES; r++) {
@@ -266,19 +298,6 @@ static const char *message(void) {
   info = (gemini_error_info_t)GEMINI_ERROR_INFO_INIT;
   CHECK_EQ(gemini_update_last_error(&info), GEMINI_OK);
   return info.message;
-}
-
-static const gemini_update_range_t two[] = { { 100, 0 }, { 200, 1 } };
-static table_t ordinary(void) {
-  uint64_t random = 3;
-  table_t t = random_table(&random, 200, false, false);
-  memcpy(t.ranges, two, sizeof two);
-  t.range_count = 2;
-  for (uint32_t i = 0; i < ROLES; i++) t.index[i] = i;
-  for (uint32_t a = 0; a < ARENAS; a++) t.bytes[a] = a < 2 ? 2 : 4;
-  for (uint32_t r = 0; r < RULES; r++) t.adamws[r].param_dtype = t.adamws[r].grad_dtype = BF16;
-  fill(&start, &t, &random);
-  return t;
 }
 
 static void check_told(const gemini_update_walk_t *w, gemini_status_t status, const char *words) {
@@ -415,8 +434,9 @@ static void test_walk_check_refuses_by_name_what_is_wrong(void) {
   CHECK_EQ(gemini_update_walk_check(&u), GEMINI_ERR_INVALID);
   CHECK_SAYS(message(), "walk has failed before");
 
-  REFUSED(w.adamws = NULL, "adamws is NULL");
-  REFUSED(w.rule_count = 0, "rule_count 0");
+  REFUSED(w.adamws = NULL, "want one of adamws and sgds");
+  REFUSED(w.sgds = bad.sgds, "want one of adamws and sgds");
+  REFUSED(w.rule_count = 0, "rule_count is 0");
   REFUSED(bad.adamws[1].lr = -1, "adamws[1]: lr is -1");
   REFUSED(bad.adamws[2].step = 0, "adamws[2]: step is 0");
   REFUSED(bad.adamws[0].struct_size = 0, "adamws[0]: adamw: struct_size is 0");
@@ -457,6 +477,22 @@ static void test_walk_check_refuses_by_name_what_is_wrong(void) {
           "ranges[0] is skipped");
   ACCEPTED((bad.ranges[1].rule = GEMINI_UPDATE_SKIP, modes[0] = GEMINI_READ_WRITE));
   ACCEPTED((bad.ranges[1].rule = GEMINI_UPDATE_SKIP, w.param_index = GEMINI_INDEX_NONE));
+
+#define OF_SGD(change) (w.adamws = NULL, w.sgds = bad.sgds, w.variance_index = 99, change)
+  ACCEPTED(OF_SGD(u.arena_count = 4));
+  ACCEPTED(OF_SGD(bad.sgds[1].momentum = 0.5));
+  ACCEPTED(OF_SGD((w.momentum_index = GEMINI_INDEX_NONE, u.arena_count = 3)));
+  ACCEPTED(OF_SGD((w.momentum_index = w.param_index = GEMINI_INDEX_NONE, w.grad_index = 0, w.master_index = 1,
+                   modes[0] = GEMINI_READ, modes[1] = GEMINI_READ_WRITE, u.arena_count = 2)));
+  REFUSED(OF_SGD((bad.sgds[1].momentum = 0.5, w.momentum_index = GEMINI_INDEX_NONE)),
+          "sgds[1]: momentum is 0.5, and momentum_index names no arena");
+  REFUSED(OF_SGD(u.arena_count = 3), "momentum_index is 3, the update has 3 arenas");
+  REFUSED(OF_SGD(modes[3] = GEMINI_WRITE), "momentum_index: modes[3] is 2, want READ_WRITE");
+  REFUSED(OF_SGD(bad.sgds[2].lr = -1), "sgds[2]: lr is -1");
+  REFUSED(OF_SGD(bad.sgds[2].grad_dtype = F32), "sgds[2]: grad_dtype is 0, in sgds[0] 1, which has another size");
+  REFUSED(OF_SGD(w.master_index = GEMINI_INDEX_NONE), "master_index is 4294967295");
+  REFUSED(w.momentum_index = GEMINI_INDEX_NONE, "momentum_index is 4294967295");
+#undef OF_SGD
 #undef REFUSED
 #undef ACCEPTED
 #undef CHECKED

@@ -3,9 +3,11 @@
 #ifndef UPDATE_DRIVER_H
 #define UPDATE_DRIVER_H
 
+#include <stdbool.h>
+
 #include "check.h"
 #include "device/cuda_driver.h"
-#include "update/adamw_ptx.h"
+#include "update/kernels_ptx.h"
 #include "update/update.h"
 
 enum { CALLS = 512 };
@@ -16,7 +18,7 @@ static struct {
   const char *failing, *lacking;
   cu_stream_t launched_on[CALLS];
 } fake;
-static char contexts[3][8], kernels[2][8], module[8]; /* what handles point to; context 0 is the primary one */
+static char contexts[3][8], kernels[3][8], module[8]; /* what handles point to; context 0 is the primary one */
 static cu_context_t context_at(int i) { return (cu_context_t)(void *)contexts[i]; }
 
 static cu_result_t note(const char *function) {
@@ -62,8 +64,8 @@ static cu_result_t fake_module_function(cu_function_t *function_out, cu_module_t
   char entry[64];
   CHECK(from == (cu_module_t)(void *)module);
   snprintf(entry, sizeof entry, ".entry %s(", name);
-  CHECK(strstr(adamw_ptx, entry));
-  *function_out = (cu_function_t)(void *)kernels[strcmp(name, "gmi_adamw") != 0];
+  CHECK(strstr(kernels_ptx, entry));
+  *function_out = (cu_function_t)(void *)kernels[!strcmp(name, "gmi_adamw") ? 0 : !strcmp(name, "gmi_sgd") ? 1 : 2];
   return note("cuModuleGetFunction");
 }
 static cu_result_t fake_module_unload(cu_module_t which) {
@@ -77,26 +79,27 @@ static cu_result_t fake_launch(cu_function_t function, unsigned grid_x, unsigned
                                cu_stream_t stream, void **parameters, void **extra) {
   CHECK(grid_y == 1 && grid_z == 1 && block_x == 256 && block_y == 1 && block_z == 1 && !shared_bytes && !extra);
   fake.launched_on[fake.call_count] = stream;
-  if (function == (cu_function_t)(void *)kernels[0]) {
-    const gmi_adamw_t *k = parameters[0];
+  if (function != (cu_function_t)(void *)kernels[2]) {
+    const bool sgd = function == (cu_function_t)(void *)kernels[1];
     const gmi_arrays_t *a = parameters[1];
     uint64_t count = *(uint64_t *)parameters[2];
     double *sums = *(double **)parameters[3];
     CHECK_EQ(grid_x, (count + 1023) / 1024);
     for (uint64_t tile = 0; tile < grid_x; tile++) {
       double lanes[16] = { 0 }, sum = 0;
-      gmi_adamw_plain(k, a, tile * 1024, count - tile * 1024 < 1024 ? count - tile * 1024 : 1024, lanes);
+      uint64_t here = count - tile * 1024 < 1024 ? count - tile * 1024 : 1024;
+      (sgd ? gmi_sgd_plain : gmi_adamw_plain)(parameters[0], a, tile * 1024, here, lanes);
       for (int i = 0; i < 16; i++) sum += lanes[i];
       if (sums) sums[1 + tile] = sum;
     }
-    return note("gmi_adamw");
+    return note(sgd ? "gmi_sgd" : "gmi_adamw");
   }
   uint64_t tiles = *(uint64_t *)parameters[0];
   double *sums = *(double **)parameters[1];
   CHECK(grid_x == 1 && tiles <= 256);
   sums[0] = 0;
   for (uint64_t tile = 0; tile < tiles; tile++) sums[0] += sums[1 + tile];
-  return note("gmi_adamw_sum");
+  return note("gmi_update_sum");
 }
 static void *fake_symbol(const char *name) {
   void *address = NULL;

@@ -112,6 +112,7 @@ class TopologyObject(_Sized):
 
 # ---- gemini_update.h
 ADAMW_L2 = 1
+SGD_NESTEROV = 1
 INDEX_NONE = 2**32 - 1
 UPDATE_SKIP = 2**64 - 1
 
@@ -122,13 +123,19 @@ class Adamw(_Sized):
              [(name, c_double) for name in ("lr", "beta1", "beta2", "eps", "weight_decay", "grad_scale")]
 
 
+class Sgd(_Sized):
+  _fields_ = [("struct_size", c_uint32), ("flags", c_uint32), ("param_dtype", c_uint32), ("grad_dtype", c_uint32),
+              ("step", c_uint64)] + \
+             [(name, c_double) for name in ("lr", "momentum", "dampening", "weight_decay", "grad_scale")]
+
+
 class UpdateRange(ctypes.Structure):
   _fields_ = [("end_element", c_uint64), ("rule", c_uint64)]
 
 
 class UpdateWalk(_Sized):
-  _fields_ = [("struct_size", c_uint32), ("flags", c_uint32), ("adamws", POINTER(Adamw)), ("rule_count", c_uint64),
-              ("ranges", POINTER(UpdateRange)), ("range_count", c_uint64)] + \
+  _fields_ = [("struct_size", c_uint32), ("flags", c_uint32), ("adamws", POINTER(Adamw)), ("sgds", POINTER(Sgd)),
+              ("rule_count", c_uint64), ("ranges", POINTER(UpdateRange)), ("range_count", c_uint64)] + \
              [(name + "_index", c_uint32) for name in ("param", "grad", "master", "momentum", "variance")] + \
              [("failing", c_uint32), ("mgr", c_uint64), ("stream_native", c_void_p), ("stream_call", c_void_p),
               ("status", c_int32), ("reserved", c_uint32), ("native_code", c_int64), ("message", c_char * 440)]

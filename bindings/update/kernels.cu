@@ -1,6 +1,6 @@
 /* The update kernels of the GPU. SPDX-License-Identifier: Apache-2.0
  *
- * Not part of the build: adamw_ptx.h holds what this compiles to, made by adamw_ptx.sh.
+ * Not part of the build: kernels_ptx.h holds what this compiles to, made by kernels_ptx.sh.
  *
  * Operations and their order are those of kernel.h, each rounded to nearest by name, so that nothing is fused. A block
  * does a tile of GMI_TILE elements; its squares go through shared memory to GMI_LANES threads, which add them up in
@@ -25,13 +25,27 @@ __device__ __forceinline__ uint32_t half_of_float(float value, uint32_t dtype) {
   return value != value ? 0x7e00 : half;
 }
 
-__device__ __forceinline__ void adamw(const gmi_adamw_t &k, float grad, float &p, float &m, float &v) {
-  float g = __fadd_rn(__fmul_rn(grad, k.grad_scale), __fmul_rn(k.l2, p));
-  m = __fadd_rn(__fmul_rn(k.beta1, m), __fmul_rn(k.one_minus_beta1, g));
-  v = __fadd_rn(__fmul_rn(k.beta2, v), __fmul_rn(__fmul_rn(k.one_minus_beta2, g), g));
-  float ratio = __fdiv_rn(m, __fadd_rn(__fmul_rn(__fsqrt_rn(v), k.root_scale), k.eps));
-  p = __fsub_rn(p, __fadd_rn(__fmul_rn(k.step_size, ratio), __fmul_rn(k.decay, p)));
+/* An update of one element, and which arrays beside master it has: what it does not have it does not touch. */
+__device__ __forceinline__ void step(const gmi_adamw_t &k, float grad, float *p, float *m, float *v) {
+  float g = __fadd_rn(__fmul_rn(grad, k.grad_scale), __fmul_rn(k.l2, *p));
+  *m = __fadd_rn(__fmul_rn(k.beta1, *m), __fmul_rn(k.one_minus_beta1, g));
+  *v = __fadd_rn(__fmul_rn(k.beta2, *v), __fmul_rn(__fmul_rn(k.one_minus_beta2, g), g));
+  float ratio = __fdiv_rn(*m, __fadd_rn(__fmul_rn(__fsqrt_rn(*v), k.root_scale), k.eps));
+  *p = __fsub_rn(*p, __fadd_rn(__fmul_rn(k.step_size, ratio), __fmul_rn(k.decay, *p)));
 }
+__device__ __forceinline__ bool has_momentum(const gmi_adamw_t &) { return true; }
+__device__ __forceinline__ bool has_variance(const gmi_adamw_t &) { return true; }
+
+__device__ __forceinline__ void step(const gmi_sgd_t &k, float grad, float *p, float *m, float *) {
+  float g = __fadd_rn(__fmul_rn(grad, k.grad_scale), __fmul_rn(k.l2, *p));
+  if (k.flags & GMI_SGD_MOMENTUM) {
+    *m = k.flags & GMI_SGD_BEGINS ? g : __fadd_rn(__fmul_rn(k.momentum, *m), __fmul_rn(k.one_minus_dampening, g));
+    g = k.flags & GMI_SGD_NESTEROV ? __fadd_rn(g, __fmul_rn(k.momentum, *m)) : *m;
+  }
+  *p = __fsub_rn(*p, __fmul_rn(k.lr, g));
+}
+__device__ __forceinline__ bool has_momentum(const gmi_sgd_t &k) { return k.flags & GMI_SGD_MOMENTUM; }
+__device__ __forceinline__ bool has_variance(const gmi_sgd_t &) { return false; }
 
 /* Four elements from i on, which lie at a multiple of their size. */
 __device__ __forceinline__ void load4(float out[EACH], const void *base, uint64_t i, uint32_t dtype) {
@@ -69,28 +83,30 @@ __device__ __forceinline__ bool is_aligned(const void *base, uint32_t dtype) {
 }
 __device__ __forceinline__ double square(float value) { return __dmul_rn((double)value, (double)value); }
 
-extern "C" __global__ void __launch_bounds__(THREADS) gmi_adamw(const gmi_adamw_t k, const gmi_arrays_t a,
-                                                               uint64_t count, double *sums) {
+template <typename update_t>
+__device__ __forceinline__ void update(const update_t &k, const gmi_arrays_t &a, uint64_t count, double *sums) {
   __shared__ double squares[GMI_TILE], lanes[GMI_LANES];
   const uint64_t first = (uint64_t)blockIdx.x * GMI_TILE;
   const uint32_t thread = threadIdx.x;
+  const bool momentum = has_momentum(k), variance = has_variance(k);
   const bool aligned = is_aligned(a.param, k.param_dtype) && is_aligned(a.grad, k.grad_dtype) &&
-                       is_aligned(a.master, GEMINI_DTYPE_F32) && is_aligned(a.momentum, GEMINI_DTYPE_F32) &&
-                       is_aligned(a.variance, GEMINI_DTYPE_F32);
+                       is_aligned(a.master, GEMINI_DTYPE_F32) &&
+                       (!momentum || is_aligned(a.momentum, GEMINI_DTYPE_F32)) &&
+                       (!variance || is_aligned(a.variance, GEMINI_DTYPE_F32));
   if (aligned && count - first >= GMI_TILE) {
     const uint64_t i = first + thread * EACH;
-    float g[EACH], p[EACH], m[EACH], v[EACH];
+    float g[EACH], p[EACH], m[EACH] = { 0 }, v[EACH] = { 0 };
     load4(g, a.grad, i, k.grad_dtype);
     load4(p, a.master, i, GEMINI_DTYPE_F32);
-    load4(m, a.momentum, i, GEMINI_DTYPE_F32);
-    load4(v, a.variance, i, GEMINI_DTYPE_F32);
+    if (momentum) load4(m, a.momentum, i, GEMINI_DTYPE_F32);
+    if (variance) load4(v, a.variance, i, GEMINI_DTYPE_F32);
 #pragma unroll
     for (uint32_t j = 0; j < EACH; j++) {
       if (sums) squares[thread * EACH + j] = square(g[j]);
-      adamw(k, g[j], p[j], m[j], v[j]);
+      step(k, g[j], &p[j], &m[j], &v[j]);
     }
-    store4(a.momentum, i, GEMINI_DTYPE_F32, m);
-    store4(a.variance, i, GEMINI_DTYPE_F32, v);
+    if (momentum) store4(a.momentum, i, GEMINI_DTYPE_F32, m);
+    if (variance) store4(a.variance, i, GEMINI_DTYPE_F32, v);
     store4(a.master, i, GEMINI_DTYPE_F32, p);
     store4(a.param, i, k.param_dtype, p);
   } else {
@@ -101,7 +117,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) gmi_adamw(const gmi_adamw_
       if (i >= count) continue;
       float g = load1(a.grad, i, k.grad_dtype);
       squares[j] = square(g);
-      adamw(k, g, a.master[i], a.momentum[i], a.variance[i]);
+      step(k, g, a.master + i, a.momentum + i, a.variance + i);
       store1(a.param, i, k.param_dtype, a.master[i]);
     }
   }
@@ -122,8 +138,17 @@ extern "C" __global__ void __launch_bounds__(THREADS) gmi_adamw(const gmi_adamw_
   }
 }
 
-/* One block of GMI_TILE_LANES threads: adds up what gmi_adamw() left behind sums[0]. */
-extern "C" __global__ void __launch_bounds__(GMI_TILE_LANES) gmi_adamw_sum(uint64_t tiles, double *sums) {
+extern "C" __global__ void __launch_bounds__(THREADS) gmi_adamw(const gmi_adamw_t k, const gmi_arrays_t a,
+                                                               uint64_t count, double *sums) {
+  update(k, a, count, sums);
+}
+extern "C" __global__ void __launch_bounds__(THREADS) gmi_sgd(const gmi_sgd_t k, const gmi_arrays_t a, uint64_t count,
+                                                             double *sums) {
+  update(k, a, count, sums);
+}
+
+/* One block of GMI_TILE_LANES threads: adds up what an update left behind sums[0]. */
+extern "C" __global__ void __launch_bounds__(GMI_TILE_LANES) gmi_update_sum(uint64_t tiles, double *sums) {
   __shared__ double lanes[GMI_TILE_LANES];
   const uint32_t thread = threadIdx.x;
   double sum = 0.0;
