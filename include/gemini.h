@@ -123,7 +123,7 @@ typedef struct gemini_config {
   uint32_t device;              /* GEMINI_DEVICE_* */
   uint32_t device_ordinal;      /* which GPU; 0 on the simulated device */
   uint32_t warmup_iterations;   /* recorded before the first plan; 0 = 1, at most 1000 */
-  uint32_t update_threads;      /* workers for updates on the host; 0 = cores - 1, at least 1, at most 256 */
+  uint32_t update_threads;      /* workers for updates and norms on the host; 0 = cores - 1, at least 1, at most 256 */
   uint32_t log_level;           /* most verbose level delivered; 0 = GEMINI_LOG_WARNING */
   uint64_t device_bytes;        /* device budget, model and non-model data; required */
   uint64_t device_margin_bytes; /* of device_bytes, left unused as a safety margin */
