@@ -288,6 +288,7 @@ typedef struct {
   const gmi_range_t *range;
   part_t *parts; /* what counts: the range, or of a reusing arena the gradients in it */
   uint64_t count, capacity, tensors;
+  uint64_t other_end; /* of the last tensor that holds no gradient */
   bool lost;
   uint32_t dtype, width;
   gmi_fence_t after; /* the caller's stream */
@@ -312,15 +313,18 @@ static void add_part(norm_t *n, uint64_t begin, uint64_t end) {
   else n->parts[n->count++] = (part_t){ .begin = begin, .end = end };
 }
 
-/* The gap before a tensor holds zeros; together with it most blocks stay whole, and the sums those of a plain walk. */
+/* The gap between two gradients holds zeros; together with it most blocks stay whole, and the sums those of a plain
+ * walk. */
 static void gradient_part(gmi_manager_t *m, gmi_tensor_t *t, void *user) {
   norm_t *n = user;
-  uint64_t begin = t->offset, end = t->offset + t->size;
+  uint64_t begin = t->offset, end = t->offset + t->size, last = n->count ? n->parts[n->count - 1].end : 0;
   (void)m;
   n->tensors++;
-  if (!(atomic_load(&t->word) & GMI_TENSOR_GRADIENT)) return;
-  if (n->count && n->parts[n->count - 1].end < begin && begin - n->parts[n->count - 1].end < 4096)
-    begin = n->parts[n->count - 1].end;
+  if (!(atomic_load(&t->word) & GMI_TENSOR_GRADIENT)) {
+    if (n->other_end < end) n->other_end = end;
+    return;
+  }
+  if (n->count && last < begin && begin - last < 4096 && n->other_end <= last) begin = last;
   if (begin < n->range->offset) begin = n->range->offset;
   if (end > n->range->offset + n->range->size) end = n->range->offset + n->range->size;
   add_part(n, begin, end);
