@@ -109,7 +109,7 @@ static void prepare(gmi_lane_t *l, gmi_job_t *job) {
       pthread_cond_wait(&l->done, &l->lock);
     if (!slot->failure) continue;
     status = slot->failure;
-    if (!l->failure && !job->norm) memcpy(l->failure_text, l->last_text, sizeof l->failure_text);
+    if (!l->failure) memcpy(l->failure_text, l->last_text, sizeof l->failure_text);
   }
   pthread_mutex_unlock(&l->lock);
   for (uint32_t i = 0; !status && i < job->zero_count; i++) memset(job->zeros[i].address, 0, job->zeros[i].bytes);
