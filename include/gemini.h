@@ -123,7 +123,7 @@ typedef struct gemini_config {
   uint32_t device;              /* GEMINI_DEVICE_* */
   uint32_t device_ordinal;      /* which GPU; 0 on the simulated device */
   uint32_t warmup_iterations;   /* recorded before the first plan; 0 = 1, at most 1000 */
-  uint32_t update_threads;      /* workers for updates on the host; 0 = cores - 1, at least 1, at most 256 */
+  uint32_t update_threads;      /* workers for updates and norms on the host; 0 = cores - 1, at least 1, at most 256 */
   uint32_t log_level;           /* most verbose level delivered; 0 = GEMINI_LOG_WARNING */
   uint64_t device_bytes;        /* device budget, model and non-model data; required */
   uint64_t device_margin_bytes; /* of device_bytes, left unused as a safety margin */
@@ -458,11 +458,14 @@ GEMINI_API gemini_status_t gemini_store(gemini_manager_t mgr, const gemini_acces
     GEMINI_MUST_CHECK;
 
 enum { GEMINI_DTYPE_F32 = 0, GEMINI_DTYPE_BF16 = 1, GEMINI_DTYPE_F16 = 2, GEMINI_DTYPE_F64 = 3 };
-/** The Euclidean norm of a range, summed in double where each chunk is, in an order that does not depend on where
- *  that is. In a reusing arena, a parameter whose gradient was not written counts as zero. Blocks.
+/** The Euclidean norm of a range, summed in double where each chunk is, on the host by the workers of updates. The order
+ *  of additions depends on the range and on what it holds only: left to right within each 64 KiB of the arena, then these
+ *  sums. So the result has the same bits wherever chunks are. Pending updates of the range come first. In a reusing
+ *  arena, a parameter whose gradient was not written counts as zero. Blocks.
  *  @param access object and range, a multiple of the dtype's size; mode and tier are ignored
  *  @param stream the work that produced the range
- *  @retval GEMINI_ERR_STATE  a parameter whose bytes its gradient has taken. Since: 0.1 */
+ *  @retval GEMINI_ERR_STATE  a parameter whose bytes its gradient has taken
+ *  @retval other             a chunk could not be brought to the host: norm_out is untouched. Since: 0.1 */
 GEMINI_API gemini_status_t gemini_norm(gemini_manager_t mgr, const gemini_access_t *access, uint32_t dtype,
                                        gemini_stream_t stream, double *norm_out) GEMINI_MUST_CHECK;
 

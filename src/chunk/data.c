@@ -276,77 +276,211 @@ gemini_status_t gemini_store(gemini_manager_t mgr, const gemini_access_t *access
   API_LOCKED(file_range(m, access, fd, fd_offset, true));
 }
 
-/* ---- norm */
+/* ---- norm
+ *
+ * The range is cut into blocks at multiples of NORM_BLOCK. Each is summed on its own, wherever it is, and the sums are
+ * added up in the order of the blocks: so neither placement nor the number of workers changes a bit. */
 typedef struct {
-  uint64_t begin, end;
+  uint64_t begin, end; /* bytes of the arena */
+  uint64_t sum;        /* index of its first block's sum */
 } part_t;
 typedef struct {
   const gmi_range_t *range;
   part_t *parts; /* what counts: the range, or of a reusing arena the gradients in it */
   uint64_t count, capacity, tensors;
+  uint64_t other_end; /* of the last tensor that holds no gradient */
   bool lost;
-} parts_t;
+  uint32_t dtype, width;
+  gmi_fence_t after; /* the caller's stream */
+  double *sums;      /* of blocks; NOT_SUMMED: a worker is to sum it */
+} norm_t;
+#define NOT_SUMMED (-1.0)
 
-static void add_part(parts_t *p, uint64_t begin, uint64_t end) {
-  if (p->count && begin < p->parts[p->count - 1].end) begin = p->parts[p->count - 1].end; /* tied tensors overlap */
+static void add_part(norm_t *n, uint64_t begin, uint64_t end) {
+  if (n->count && begin < n->parts[n->count - 1].end) begin = n->parts[n->count - 1].end; /* tied tensors overlap */
   if (begin >= end) return;
-  if (p->count == p->capacity) {
-    uint64_t capacity = p->capacity ? p->capacity * 2 : 64;
-    part_t *parts = realloc(p->parts, capacity * sizeof *parts);
+  if (n->count == n->capacity) {
+    uint64_t capacity = n->capacity ? n->capacity * 2 : 64;
+    part_t *parts = realloc(n->parts, capacity * sizeof *parts);
     if (!parts) {
-      p->lost = true;
+      n->lost = true;
       return;
     }
-    p->parts = parts;
-    p->capacity = capacity;
+    n->parts = parts;
+    n->capacity = capacity;
   }
-  if (p->count && p->parts[p->count - 1].end == begin) p->parts[p->count - 1].end = end;
-  else p->parts[p->count++] = (part_t){ begin, end };
+  if (n->count && n->parts[n->count - 1].end == begin) n->parts[n->count - 1].end = end;
+  else n->parts[n->count++] = (part_t){ .begin = begin, .end = end };
 }
 
-/* The gap before a tensor holds zeros; together with it most blocks stay whole, and the sums those of a plain walk. */
+/* The gap between two gradients holds zeros; together with it most blocks stay whole, and the sums those of a plain
+ * walk. */
 static void gradient_part(gmi_manager_t *m, gmi_tensor_t *t, void *user) {
-  parts_t *p = user;
-  uint64_t begin = t->offset, end = t->offset + t->size;
+  norm_t *n = user;
+  uint64_t begin = t->offset, end = t->offset + t->size, last = n->count ? n->parts[n->count - 1].end : 0;
   (void)m;
-  p->tensors++;
-  if (!(atomic_load(&t->word) & GMI_TENSOR_GRADIENT)) return;
-  if (p->count && p->parts[p->count - 1].end < begin && begin - p->parts[p->count - 1].end < 4096)
-    begin = p->parts[p->count - 1].end;
-  if (begin < p->range->offset) begin = p->range->offset;
-  if (end > p->range->offset + p->range->size) end = p->range->offset + p->range->size;
-  add_part(p, begin, end);
+  n->tensors++;
+  if (!(atomic_load(&t->word) & GMI_TENSOR_GRADIENT)) {
+    if (n->other_end < end) n->other_end = end;
+    return;
+  }
+  if (n->count && last < begin && begin - last < 4096 && n->other_end <= last) begin = last;
+  if (begin < n->range->offset) begin = n->range->offset;
+  if (end > n->range->offset + n->range->size) end = n->range->offset + n->range->size;
+  add_part(n, begin, end);
 }
 
-static gemini_status_t sum_parts(gmi_manager_t *m, const gmi_range_t *r, const parts_t *p, uint32_t dtype,
-                                 uint32_t width, double *sums, uint64_t *blocks_out) {
-  uint64_t n = 0;
-  gemini_status_t status = GEMINI_OK;
-  for (uint64_t k = 0; k < p->count; k++) {
-    for (uint64_t at = p->parts[k].begin, stop; !status && at < p->parts[k].end; at = stop, n++) {
-      stop = (at / NORM_BLOCK + 1) * NORM_BLOCK;
-      if (stop > p->parts[k].end) stop = p->parts[k].end;
-      gmi_window_t *w = &r->store->windows[at >> m->window_shift];
-      sums[n] = 0;
-      status = gmi_updates_queue(m, w);
-      if (status || w->valid & GMI_VALID_ZERO) continue;
-      if (w->valid & GMI_VALID_DEVICE) {
-        status = gmi_window_wait(m, m->update_stream, w, GEMINI_READ);
-        if (!status)
-          status = m->dev->sum_squares(m->dev_self, m->update_stream, r->store->base + at, dtype, (stop - at) / width,
-                                       &sums[n]);
-        continue;
-      }
-      if (!(w->valid & GMI_VALID_HOST)) status = gmi_window_to_host(m, w, false, GEMINI_REASON_UPDATE);
-      if (!status) status = gmi_window_settle_host(m, w);
-      if (!status) sums[n] = gmi_sum_squares(gmi_range_host(m, r->store, at), dtype, (stop - at) / width);
+/* Blocks of one size, one after another. */
+typedef struct {
+  uint64_t begin, bytes, count; /* bytes: of each */
+  double *sums;
+} blocks_t;
+static uint64_t blocks_end(const blocks_t *b) { return b->begin + b->bytes * b->count; }
+
+/* The first blocks of [at, limit), whose bounds are those of blocks or parts; false: there are none. */
+static bool next_blocks(const norm_t *n, uint64_t at, uint64_t limit, blocks_t *b) {
+  uint64_t low = 0, high = n->count;
+  while (low < high) {
+    uint64_t mid = (low + high) / 2;
+    if (n->parts[mid].end <= at) low = mid + 1;
+    else high = mid;
+  }
+  if (at >= limit || low == n->count || n->parts[low].begin >= limit) return false;
+  const part_t *part = &n->parts[low];
+  uint64_t begin = part->begin > at ? part->begin : at, end = part->end < limit ? part->end : limit;
+  uint64_t left = NORM_BLOCK - begin % NORM_BLOCK; /* of its block */
+  *b = (blocks_t){ .begin = begin,
+                   .bytes = left < end - begin ? left : end - begin,
+                   .count = left == NORM_BLOCK && end - begin > NORM_BLOCK ? (end - begin) / NORM_BLOCK : 1,
+                   .sums = &n->sums[part->sum + begin / NORM_BLOCK - part->begin / NORM_BLOCK] };
+  return true;
+}
+
+static void sum_span(void *user, const gemini_update_span_t *span) {
+  const norm_t *n = user;
+  uint64_t begin = span->first_element * n->width, limit = begin + span->element_count * n->width;
+  blocks_t b;
+  for (uint64_t at = begin; next_blocks(n, at, limit, &b); at = blocks_end(&b))
+    gmi_sum_squares_each((uint8_t *)span->ptr[0] + (b.begin - begin), n->dtype, b.bytes / n->width, b.count, b.sums);
+}
+
+/* What of a window is in the range, from a block's begin on. */
+static void norm_part(gmi_manager_t *m, const norm_t *n, uint64_t i, uint64_t *begin, uint64_t *end) {
+  window_part(m, n->range, i, begin, end);
+  *begin -= *begin % NORM_BLOCK;
+}
+static bool first_blocks(gmi_manager_t *m, const norm_t *n, uint64_t i, blocks_t *b) {
+  uint64_t begin, end;
+  norm_part(m, n, i, &begin, &end);
+  return next_blocks(n, begin, end, b);
+}
+static gemini_update_span_t norm_span(gmi_manager_t *m, const norm_t *n, uint64_t i) {
+  uint64_t begin, end;
+  norm_part(m, n, i, &begin, &end);
+  return (gemini_update_span_t){ .struct_size = sizeof(gemini_update_span_t),
+                                 .tier = GEMINI_TIER_HOST,
+                                 .first_element = begin / n->width,
+                                 .element_count = (end - begin) / n->width,
+                                 .arena_count = 1,
+                                 .ptr = { gmi_range_host(m, n->range->store, begin) } };
+}
+
+/* Workers sum it once its bytes are there, and what was queued on them before is done. */
+typedef struct {
+  gmi_job_t job;
+  gmi_fence_t fences[2];
+  gmi_slot_t *slot;
+  uint64_t after;
+} norm_job_t;
+static gemini_status_t sum_by_workers(gmi_manager_t *m, norm_t *n, uint64_t i) {
+  gmi_slot_t *slot = &m->host.slots[n->range->store->windows[i].slot];
+  norm_job_t *j = calloc(1, sizeof *j);
+  if (!j) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for a norm's record");
+  j->slot = slot;
+  j->after = slot->work_queued++;
+  j->job = (gmi_job_t){ .norm = true, /* with next_use 0: the caller waits for it */
+                        .fn = sum_span,
+                        .user = n,
+                        .span = norm_span(m, n, i),
+                        .element_bytes = { n->width },
+                        .fences = j->fences,
+                        .slots = &j->slot,
+                        .after = &j->after,
+                        .slot_count = 1 };
+  if (!gmi_fence_reached(m, n->after)) j->fences[j->job.fence_count++] = n->after;
+  if (!gmi_fence_reached(m, slot->fence)) j->fences[j->job.fence_count++] = slot->fence;
+  gmi_lane_push(m, &j->job);
+  return GEMINI_OK;
+}
+
+static gemini_status_t sum_window(gmi_manager_t *m, norm_t *n, uint64_t i) {
+  gmi_window_t *w = &n->range->store->windows[i];
+  gemini_status_t status = gmi_updates_queue(m, w);
+  uint64_t begin, end;
+  blocks_t b;
+  if (status || w->valid & GMI_VALID_ZERO) return status;
+  norm_part(m, n, i, &begin, &end);
+  bool device = w->valid & GMI_VALID_DEVICE;
+  if (device) status = gmi_window_wait(m, m->update_stream, w, GEMINI_READ);
+  else if (!(w->valid & GMI_VALID_HOST)) status = gmi_window_to_host(m, w, false, GEMINI_REASON_UPDATE);
+  for (uint64_t at = begin; !status && next_blocks(n, at, end, &b); at = blocks_end(&b)) {
+    for (uint64_t k = 0; !status && k < b.count; k++) {
+      if (device)
+        status = m->dev->sum_squares(m->dev_self, m->update_stream, n->range->store->base + b.begin + k * b.bytes,
+                                     n->dtype, b.bytes / n->width, &b.sums[k]);
+      else b.sums[k] = NOT_SUMMED;
     }
   }
-  gmi_fence_t end;
-  gemini_status_t synced = gmi_fence_now(m, m->update_stream, &end); /* sums[] must outlive what is queued */
-  if (!synced) synced = gmi_fence_sync(m, end);
-  *blocks_out = n;
-  return status ? status : synced;
+  return status || device ? status : sum_by_workers(m, n, i);
+}
+
+static void norm_wait(gmi_manager_t *m, const gmi_window_t *w) {
+  if (!gmi_window_work_pending(m, w)) return;
+  gmi_slot_t *slot = &m->host.slots[w->slot];
+  gmi_lane_wait_slot(m, slot, slot->work_queued);
+}
+
+/* What a worker waited for failed: tried again on this thread, which is told why. */
+static gemini_status_t sum_again(gmi_manager_t *m, norm_t *n, uint64_t i) {
+  gmi_window_t *w = &n->range->store->windows[i];
+  gemini_status_t status = GEMINI_OK;
+  if (!(w->valid & GMI_VALID_HOST)) status = gmi_window_to_host(m, w, false, GEMINI_REASON_UPDATE);
+  if (!status) status = gmi_window_settle_host(m, w);
+  if (status) return status;
+  gemini_update_span_t span = norm_span(m, n, i);
+  sum_span(n, &span);
+  return GEMINI_OK;
+}
+
+/* First what is above the files, on the device and on the host at once; then the rest, a few read ahead. */
+static gemini_status_t sum_windows(gmi_manager_t *m, norm_t *n) {
+  const gmi_range_t *r = n->range;
+  gmi_window_t *windows = r->store->windows;
+  uint64_t count = 0, ahead = gmi_updates_ahead(m, 1);
+  uint32_t *later = malloc(((uint64_t)r->last - r->first + 1) * sizeof *later);
+  if (!later) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for a norm's record");
+  gemini_status_t status = GEMINI_OK;
+  blocks_t b;
+  for (uint32_t i = r->first; !status && i <= r->last; i++) {
+    if (!first_blocks(m, n, i, &b)) continue;
+    if (windows[i].deferred || windows[i].valid == GMI_VALID_FILE) later[count++] = i;
+    else status = sum_window(m, n, i);
+  }
+  gmi_fence_t queued;
+  if (!status) status = gmi_fence_now(m, m->update_stream, &queued); /* a device may keep sums back until then */
+  for (uint64_t k = 0; !status && k < count; k++) {
+    if (k >= ahead) norm_wait(m, &windows[later[k - ahead]]);
+    status = sum_window(m, n, later[k]);
+  }
+  free(later);
+  for (uint32_t i = r->first; i <= r->last; i++) /* the sums must outlive what is queued */
+    if (first_blocks(m, n, i, &b)) norm_wait(m, &windows[i]);
+  gemini_status_t synced = gmi_fence_now(m, m->update_stream, &queued);
+  if (!synced) synced = gmi_fence_sync(m, queued);
+  if (!status) status = synced;
+  for (uint32_t i = r->first; !status && i <= r->last; i++)
+    if (first_blocks(m, n, i, &b) && *b.sums == NOT_SUMMED) status = sum_again(m, n, i);
+  return status;
 }
 
 static gemini_status_t norm(gmi_manager_t *m, const gemini_access_t *access, uint32_t dtype, gemini_stream_t stream,
@@ -366,30 +500,26 @@ static gemini_status_t norm(gmi_manager_t *m, const gemini_access_t *access, uin
   if (r.offset % width || r.size % width)
     return gmi_fail(GEMINI_ERR_INVALID, 0, "range %llu + %llu bytes is no multiple of the dtype's %u",
                     (unsigned long long)r.offset, (unsigned long long)r.size, width);
-  parts_t p = { .range = &r };
-  if (r.arena->store != r.arena->index) gmi_arena_each(m, r.store, r.offset, r.size, gradient_part, &p);
-  if (!p.tensors && r.size) add_part(&p, r.offset, r.offset + r.size);
+  norm_t n = { .range = &r, .dtype = dtype, .width = width };
+  if (r.arena->store != r.arena->index) gmi_arena_each(m, r.store, r.offset, r.size, gradient_part, &n);
+  if (!n.tensors && r.size) add_part(&n, r.offset, r.offset + r.size);
   uint64_t blocks = 0;
-  for (uint64_t k = 0; k < p.count; k++)
-    blocks += (p.parts[k].end - 1) / NORM_BLOCK - p.parts[k].begin / NORM_BLOCK + 1;
-  double *sums = calloc(blocks ? blocks : 1, sizeof *sums);
-  if (!sums || p.lost) {
-    free(sums);
-    free(p.parts);
-    return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the sums of a norm");
+  for (uint64_t k = 0; k < n.count; k++) {
+    n.parts[k].sum = blocks;
+    blocks += (n.parts[k].end - 1) / NORM_BLOCK - n.parts[k].begin / NORM_BLOCK + 1;
   }
-  if (s != GMI_CALLER) {
-    gmi_fence_t after;
-    status = gmi_fence_now(m, s, &after);
-    if (!status) status = gmi_fence_wait(m, m->update_stream, after);
-    if (!status) status = gmi_fence_sync(m, after); /* host copies are summed by this thread */
+  n.sums = calloc(blocks ? blocks : 1, sizeof *n.sums);
+  if (!n.sums || n.lost) status = gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the sums of a norm");
+  if (!status && s != GMI_CALLER) {
+    status = gmi_fence_now(m, s, &n.after);
+    if (!status) status = gmi_fence_wait(m, m->update_stream, n.after);
   }
+  if (!status && blocks) status = sum_windows(m, &n);
   double sum = 0;
-  if (!status) status = sum_parts(m, &r, &p, dtype, width, sums, &blocks);
-  for (uint64_t i = 0; !status && i < blocks; i++) sum += sums[i];
-  free(sums);
-  free(p.parts);
-  if (!status) *norm_out = sqrt(sum);
+  for (uint64_t i = 0; !status && i < blocks; i++) sum += n.sums[i];
+  free(n.sums);
+  free(n.parts);
+  if (!status) *norm_out = isnan(sum) ? (double)NAN : sqrt(sum); /* which NaN that is would depend on the device */
   return status;
 }
 gemini_status_t gemini_norm(gemini_manager_t mgr, const gemini_access_t *access, uint32_t dtype, gemini_stream_t stream,

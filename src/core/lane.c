@@ -1,4 +1,5 @@
-/* Host workers: they run updates on chunks that live on the host. SPDX-License-Identifier: Apache-2.0
+/* Host workers: they run updates on chunks that live on the host, and sum these for norms.
+ * SPDX-License-Identifier: Apache-2.0
  *
  * A job is cut into slices, so that all workers share in the one that is wanted soonest. Which that is: among jobs whose
  * bytes are there and whose slots' earlier work is done, the one whose chunks are used next soonest. When none is ready,
@@ -38,12 +39,12 @@ typedef struct gmi_lane {
   uint64_t deferred;       /* of these, those that were deferred */
   uint64_t submitted;      /* in all */
   uint64_t events;         /* jobs and other work finished */
-  gemini_status_t failure; /* of the first job that did not run */
+  gemini_status_t failure; /* of the first update that did not run */
   char failure_text[384];  /* why */
   char last_text[384];     /* of the last read that failed */
   bool stop;
   uint32_t thread_count;
-  double ns_per_element; /* of one worker, running mean */
+  double ns_per_element; /* of an update and one worker, running mean */
   uint64_t samples;
   gmi_manager_t *m;
   bool recording;
@@ -121,7 +122,7 @@ static void prepare(gmi_lane_t *l, gmi_job_t *job) {
     l->ready = job;
   } else {
     job->done_elements = job->span.element_count;
-    if (!l->failure) l->failure = status;
+    if (!l->failure && !job->norm) l->failure = status;
   }
   pthread_cond_broadcast(&l->more);
 }
@@ -149,7 +150,8 @@ static void run_slice(gmi_lane_t *l, gmi_job_t *job, uint32_t worker) {
   pthread_mutex_lock(&l->lock);
   job->done_elements += count;
   if (l->recording && l->span_count < SPANS_LIMIT)
-    l->spans[l->span_count++] = (gmi_lane_span_t){ begin, end, worker, 0 };
+    l->spans[l->span_count++] = (gmi_lane_span_t){ begin, end, worker, job->norm };
+  if (job->norm) return;
   l->samples++;
   l->ns_per_element += (ns - l->ns_per_element) / (double)(l->samples < 64 ? l->samples : 64);
 }

@@ -500,6 +500,7 @@ struct gmi_job {
   gemini_update_span_t span;
   uint32_t fence_count, slot_count, zero_count;
   bool deferred;       /* it was; gmi_lane_deferred() counts it */
+  bool norm;           /* it changes nothing: who waits for it looks whether fn ran, and a failure is no update's */
   gmi_fence_t *fences; /* device work to wait for */
   gmi_slot_t **slots;  /* whose work_done grows when this is done */
   uint64_t *after;     /* [slot_count] work_done to wait for first */
@@ -528,12 +529,12 @@ void gmi_lane_wait_slot(gmi_manager_t *m, gmi_slot_t *slot, uint64_t count); /* 
 void gmi_lane_work_done(gmi_manager_t *m, gmi_slot_t *slot, gemini_status_t status, const char *message);
 uint64_t gmi_lane_events(gmi_manager_t *m);                  /* jobs and other work that are over */
 void gmi_lane_wait_event(gmi_manager_t *m, uint64_t events); /* blocks until there are more */
-double gmi_lane_ns_per_element(gmi_manager_t *m);
-gemini_status_t gmi_lane_failure(gmi_manager_t *m); /* stays: bytes are wrong from then on */
+double gmi_lane_ns_per_element(gmi_manager_t *m);            /* of updates */
+gemini_status_t gmi_lane_failure(gmi_manager_t *m);          /* of an update; stays: bytes are wrong from then on */
 /* For timelines: when workers ran. Hands out the oldest ones and forgets them; what nobody asks for is lost. */
 typedef struct gmi_lane_span {
   uint64_t begin_ns, end_ns;
-  uint32_t worker, reserved;
+  uint32_t worker, norm; /* norm: of one, else of an update */
 } gmi_lane_span_t;
 void gmi_lane_record(gmi_manager_t *m, bool on);
 uint32_t gmi_lane_recorded(gmi_manager_t *m, gmi_lane_span_t *spans_out, uint32_t limit);

@@ -149,5 +149,7 @@ extern const gmi_device_ops_t gmi_device_cuda;
 
 /* Sum of squares in double, left to right. Never fails on a valid dtype. */
 double gmi_sum_squares(const void *src, uint32_t dtype, uint64_t count);
+/* The same of so many blocks of count values that lie one after another, each summed on its own. */
+void gmi_sum_squares_each(const void *src, uint32_t dtype, uint64_t count, uint64_t blocks, double *sums_out);
 
 #endif

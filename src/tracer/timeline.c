@@ -152,8 +152,8 @@ static void poll_workers(gmi_manager_t *m) {
   gmi_lane_span_t spans[64];
   for (uint32_t count; (count = gmi_lane_recorded(m, spans, 64)) > 0;)
     for (uint32_t i = 0; i < count; i++)
-      add_span(m, "update", "update on the host", spans[i].begin_ns, spans[i].end_ns, true,
-               LANE_WORKERS + spans[i].worker);
+      add_span(m, spans[i].norm ? "norm" : "update", spans[i].norm ? "norm on the host" : "update on the host",
+               spans[i].begin_ns, spans[i].end_ns, true, LANE_WORKERS + spans[i].worker);
 }
 
 void gmi_timeline_poll(gmi_manager_t *m) {
