@@ -16,7 +16,8 @@ from libgemini import abi
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 HEADERS = {"gemini.h": ROOT / "include", "gemini_update.h": ROOT / "bindings" / "update"}
-CONSTANTS = [name for name, value in vars(abi).items() if isinstance(value, int) and re.fullmatch("[A-Z][A-Z0-9_]*", name)]
+CONSTANTS = [name for name, value in vars(abi).items()
+             if isinstance(value, int) and re.fullmatch("[A-Z][A-Z0-9_]*", name)]
 STRUCTS = {value for value in vars(abi).values() if isinstance(value, type) and issubclass(value, ctypes.Structure) and
            not value.__name__.startswith("_")}
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from .. import abi
 from ..abi import GeminiError
-from .session import ALIGNMENT, DTYPES
+from .session import ALIGNMENT, DTYPES, Place
 from .tensors import ManagedParameter, managed_view, _plain, _set_grad
 
 
