@@ -21,7 +21,7 @@ VOCAB, LENGTH, BATCH = 160, 12, 2
 
 @pytest.fixture
 def session():
-  """Opens a session: session(device_memory, **more) is libgemini.torch.init() with what suits tests. Closed afterwards."""
+  """session(device_memory, **more) is libgemini.torch.init() with what suits tests; what it opens is closed afterwards."""
 
   def start(device_memory="64MiB", **more):
     return gm.init(**{"device": "cpu", "strict": True, "window": "64KiB", "host_memory": "256MiB",
@@ -69,7 +69,7 @@ def _make(transformers, name):
     return t.BertForSequenceClassification(t.BertConfig(**sizes, max_position_embeddings=32, num_labels=2))
   if name == "t5":
     return t.T5ForConditionalGeneration(t.T5Config(vocab_size=VOCAB, d_model=64, d_kv=16, d_ff=128, num_layers=2,
-                                                   num_heads=4, decoder_start_token_id=0))
+                                                   num_heads=4, decoder_start_token_id=0, initializer_factor=0.1))
   if name == "vit":
     return t.ViTForImageClassification(t.ViTConfig(**{k: v for k, v in sizes.items() if k != "vocab_size"},
                                                    image_size=16, patch_size=4, num_labels=2))

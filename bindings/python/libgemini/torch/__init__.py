@@ -17,6 +17,7 @@ from . import model as _model, report as _report, unit as _unit
 from .optim import Optimizer
 from .picture import picture
 from .session import Session
+from .tensors import watch_functions as _watch_functions
 
 __all__ = ["GeminiError", "close", "explain", "init", "picture", "prepare", "report", "resident", "session", "stats",
            "stats_reset", "timeline", "unit"]
@@ -70,6 +71,7 @@ def init(placement="auto", *, device_memory, host_memory=0, file=None, file_memo
                      host_memory=host_memory, file=file, file_memory=file_memory, device_margin=margin, window=window,
                      warmup_iterations=warmup_iterations, update_threads=update_threads, strict=strict, progress=progress,
                      **more)
+  _watch_functions(True)
   return _Init(_current)
 
 
@@ -153,3 +155,4 @@ def close():
   if _current is not None:
     _current.close()
     _current = None
+    _watch_functions(False)

@@ -22,11 +22,9 @@ class _DLTensor(ctypes.Structure):
 
 
 class _DLManagedTensor(ctypes.Structure):
-  pass
+  _fields_ = [("tensor", _DLTensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p)]
 
 
-_Deleter = ctypes.CFUNCTYPE(None, ctypes.POINTER(_DLManagedTensor))
-_DLManagedTensor._fields_ = [("tensor", _DLTensor), ("context", ctypes.c_void_p), ("deleter", _Deleter)]
 _CPU, _CUDA = 1, 2
 _TYPES = {  # DLPack: int 0, uint 1, float 2, bfloat 4, bool 6
   torch.float64: (2, 64), torch.float32: (2, 32), torch.float16: (2, 16), torch.bfloat16: (4, 16),
@@ -36,12 +34,10 @@ _TYPES = {  # DLPack: int 0, uint 1, float 2, bfloat 4, bool 6
 _new_capsule = ctypes.pythonapi.PyCapsule_New
 _new_capsule.restype = ctypes.py_object
 _new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
-_alive = {}  # what DLPack's consumer reads, until it is done
-
-
-@_Deleter
-def _delete(managed):
-  _alive.pop(ctypes.addressof(managed.contents), None)
+# What DLPack's consumer reads is freed by C: tensors can outlive the interpreter, which no Python function does.
+_libc = ctypes.CDLL(None)
+_libc.malloc.restype = ctypes.c_void_p
+_libc.malloc.argtypes = [ctypes.c_size_t]
 
 
 def wrap(address, shape, dtype, device):
@@ -49,16 +45,24 @@ def wrap(address, shape, dtype, device):
   if dtype not in _TYPES:
     raise TypeError(f"{dtype} is none of {', '.join(map(str, _TYPES))}")
   code, bits = _TYPES[dtype]
-  dims = (ctypes.c_int64 * max(1, len(shape)))(*shape)
-  managed = _DLManagedTensor(deleter=_delete)
+  head = ctypes.sizeof(_DLManagedTensor)
+  at = _libc.malloc(head + 8 * len(shape))
+  if not at:
+    raise MemoryError("no memory for the description of a tensor")
+  managed = _DLManagedTensor.from_address(at)
+  managed.context = None
+  managed.deleter = ctypes.cast(_libc.free, ctypes.c_void_p)
   tensor = managed.tensor
   tensor.data = address
   tensor.device = _DLDevice(_CUDA, device.index or 0) if device.type == "cuda" else _DLDevice(_CPU, 0)
   tensor.ndim = len(shape)
   tensor.dtype = _DLType(code, bits, 1)
-  tensor.shape = dims
-  _alive[ctypes.addressof(managed)] = managed, dims
-  return torch.from_dlpack(_new_capsule(ctypes.addressof(managed), b"dltensor", None))
+  tensor.shape = ctypes.cast(at + head, ctypes.POINTER(ctypes.c_int64))
+  for i, size in enumerate(shape):
+    tensor.shape[i] = size
+  tensor.strides = None
+  tensor.byte_offset = 0
+  return torch.from_dlpack(_new_capsule(at, b"dltensor", None))
 
 
 def host_tensor(address, elements, dtype):

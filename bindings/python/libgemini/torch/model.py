@@ -10,8 +10,9 @@ from torch import nn
 from .. import abi
 from ..abi import GeminiError
 from .progress import Progress
-from .session import DTYPES
-from .tensors import ManagedParameter, ManagedTensor, _get_grad, _plain, _set_grad, managed_view
+from .session import DTYPES, in_backward
+from .tensors import (ManagedParameter, ManagedTensor, _copy, _get_grad, _gradient_of, _plain, _set_grad,
+                      managed_view)
 from .unit import make_units, refuse_compiling
 
 
@@ -28,6 +29,7 @@ class Record:
     self.has_grad = False
     self.scale = 1.0  # what the stored gradient has still to be multiplied with
     self.norm = None  # of the stored gradient, on the device
+    self.generation = 0  # gradients before the one that is stored
     self.hook = None
     self.early = False  # updated in the backward pass, as soon as its gradient has landed
     self.spent = False  # the gradient of this step has been used for that
@@ -52,7 +54,7 @@ class Record:
     self.allocate(values.shape, values.dtype)
     if values.numel():
       if isinstance(values, ManagedTensor):
-        values = values.detach().clone()
+        values = _copy(values)
       self.place.write(values)
     self.become_managed()
 
@@ -100,8 +102,12 @@ class Record:
       _set_grad(self.param, None)
       if fresh is None:
         return
+      if fresh.requires_grad:
+        raise GeminiError(f"{self.name}: backward(create_graph=True) would make a gradient that has a graph itself, which "
+                          "an arena cannot hold")
       if fresh.is_sparse:
         fresh = fresh.to_dense()
+      self.session.backward_begin()
       self.session.landed.append((self, fresh))
 
   def store(self, values, add=False):
@@ -142,15 +148,27 @@ class Record:
       return None
     out = managed_view(self.grad_place)
     out._gm_grad = self
+    out._gm_generation = self.generation
     return out
 
   def set_gradient(self, values):
     """param.grad = values"""
+    place = self.place
+    if values is not None:
+      if values.shape != place.shape or values.dtype != place.dtype:
+        raise GeminiError(f"{self.name}.grad is set to a tensor of {tuple(values.shape)}, {values.dtype}: want "
+                          f"{tuple(place.shape)}, {place.dtype}")
+      if isinstance(values, ManagedTensor):
+        if _gradient_of(values) is self and values.data_ptr() == self.grad_place.address and \
+            values.stride() == self.grad_place.tensor.stride():
+          return
+        values = _copy(values)
     self.has_grad = False
     self.scale, self.norm = 1.0, None
+    self.generation += 1
     if values is not None:
       with torch.no_grad():
-        self.store(values.detach().clone() if isinstance(values, ManagedTensor) else values)
+        self.store(values)
 
 
 def adopt(session, param, name):
@@ -269,7 +287,7 @@ class Model:
     """Around the model's forward pass, which begins an iteration, or goes on with one that has gradients."""
     self.depth += 1
     try:
-      if self.depth == 1:
+      if self.depth == 1 and not in_backward():  # where a checkpoint is recomputed
         self.begin()
       yield
     finally:

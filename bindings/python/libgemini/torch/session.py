@@ -13,6 +13,7 @@ import itertools
 import torch
 
 from .. import abi
+from ..abi import GeminiError
 from ..manager import Manager, parse_bytes
 from .memory import host_tensor, wrap
 from .tensors import Use
@@ -23,6 +24,11 @@ KINDS = {"param": abi.KIND_PARAM, "frozen": abi.KIND_PARAM, "grad": abi.KIND_GRA
 DTYPES = {torch.float32: abi.DTYPE_F32, torch.bfloat16: abi.DTYPE_BF16, torch.float16: abi.DTYPE_F16}
 PIECE_BYTES = 32 << 20  # what is held at once while a tensor is read or written whole
 ALIGNMENT = 256  # elements, of gemini_arena_take()
+
+
+def in_backward():
+  """Whether autograd is calling us."""
+  return torch._C._current_graph_task_id() != -1
 
 
 class Place:
@@ -128,7 +134,7 @@ class Session:
     self.phase = abi.PHASE_NONE
     self.op_open = False
     self.held = None  # what the function that the backward pass has reached has acquired: (use, stream)
-    self.in_backward = False
+    self.backward_task = -1  # autograd's number of the backward pass in progress
     self.uses = {}
     self.records = []  # of all parameters that live here
     self.model = None
@@ -219,6 +225,16 @@ class Session:
       use.unit.leave()
     self.lib.release(self.handle, use.pointer, use.count, stream)
 
+  def note_writes(self, use, stream):
+    """A function has written what it was to read: while that is there it is acquired for writing, too, so that the bytes
+    below are no longer taken for the newest."""
+    count = use.count
+    accesses = (abi.Access * count)(*use.accesses)
+    for access in accesses:
+      access.mode = abi.READ_WRITE
+    with self.acquired(accesses, count, stream):
+      pass
+
   # ---- brackets
   def op_begin(self, name):
     """Ends the operator before, and begins one if we are in an iteration."""
@@ -251,19 +267,28 @@ class Session:
       self.lib.iteration_end(self.handle)
 
   # ---- the backward pass
+  def backward_begin(self):
+    """Autograd is calling us: if for the first time in this backward pass, that begins."""
+    task = torch._C._current_graph_task_id()
+    if self.backward_task == task:
+      return
+    self.backward_task = task  # the one before has ended, by an exception, or this one is inside it
+    torch.autograd.Variable._execution_engine.queue_callback(self.settle)
+    self.set_phase(abi.PHASE_BACKWARD)
+    for rule in self.rules:
+      rule.forget_done()
+    if not any(record.has_grad for record in self.records):
+      self.gradients_zero()
+
   def backward_op(self, use):
     """Autograd has reached the function of a use: what it read is there until it reaches the next one.
 
     In between, checkpointing may run functions forward again: operators of their own, beside what is held here.
     """
-    if not self.in_backward:
-      self.in_backward = True
-      torch.autograd.Variable._execution_engine.queue_callback(self.settle)
-      self.set_phase(abi.PHASE_BACKWARD)
-      for rule in self.rules:
-        rule.forget_done()
-      if not any(record.has_grad for record in self.records):
-        self.gradients_zero()
+    if torch.is_grad_enabled():
+      raise GeminiError(f"{use.forward_name.decode()}: its gradient is to be differentiated again (create_graph=True), and "
+                        "what that reads cannot be known: this is not supported for parameters in a session")
+    self.backward_begin()
     self.leave_function()
     self.op_begin(use.backward_name)
     stream = self.stream()
@@ -286,7 +311,7 @@ class Session:
 
   def settle(self):
     """The backward pass is over, or an exception ended it; no operator is open any more."""
-    self.in_backward = False
+    self.backward_task = -1
     self.leave_function()
     self.op_end()
     for rule in self.rules:

@@ -51,7 +51,7 @@ def _extent(tensor, place):
 def _collect(values, found):
   for value in values:
     if isinstance(value, ManagedTensor):
-      if not any(value is other for other in found):
+      if value._gm_place is not None and not any(value is other for other in found):
         found.append(value)
     elif isinstance(value, (list, tuple)):
       _collect(value, found)
@@ -76,13 +76,17 @@ def mark_views(out, tensors):
   """What shares memory with an argument is managed, too."""
   if isinstance(out, _Tensor):
     if not isinstance(out, ManagedTensor) and out.numel():
-      at = out.data_ptr()
+      try:
+        at = out.data_ptr()
+      except RuntimeError:  # it has none: torch.func's transforms
+        return
       for tensor in tensors:
         place = tensor._gm_place
         if place.address <= at < place.address + place.size_bytes:
           out.__class__ = ManagedTensor
           out._gm_place = place
-          out._gm_grad = tensor._gm_grad if out.numel() == place.elements else None
+          out._gm_grad = tensor._gm_grad
+          out._gm_generation = tensor._gm_generation
           break
   elif isinstance(out, (list, tuple)):
     for one in out:
@@ -94,6 +98,8 @@ def grad_nodes(value, nodes):
   if isinstance(value, _Tensor):
     if value.grad_fn is not None:
       nodes.add(value.grad_fn)
+      if value._is_view() and value._base.grad_fn is not None:  # that of a view that was written is its base's
+        nodes.add(value._base.grad_fn)
   elif isinstance(value, (list, tuple)):
     for one in value:
       grad_nodes(one, nodes)
@@ -103,14 +109,21 @@ def grad_nodes(value, nodes):
     grad_nodes(tuple(vars(value).values()), nodes)
 
 
-def run_with(session, use, func, args, kwargs):
-  """Calls a function as one operator, with what it uses on the device."""
+def run_with(session, use, func, args, kwargs, read=()):
+  """Calls a function as one operator, with what it uses on the device; read: managed tensors that it should not write."""
   session.op_begin(use.forward_name)
   stream = session.stream()
+  versions = [tensor._version for tensor in read]
   session.acquire_use(use, stream)
   try:
     return func(*args, **kwargs)
   finally:
+    written = [tensor for tensor, version in zip(read, versions) if tensor._version != version]
+    if written:  # as relu(inplace=True) and embedding(max_norm=1.0) do
+      session.note_writes(use, stream)
+      for tensor in written:
+        if tensor._gm_grad is not None:
+          tensor._gm_grad.norm = None
     session.release_use(use, stream)
 
 
@@ -131,6 +144,20 @@ def _one_by_one(func, args, kwargs):
   return outs or None
 
 
+def _gradient_of(tensor):
+  """The record whose gradient a tensor is, or is a part of; or None."""
+  record = getattr(tensor, "_gm_grad", None)
+  if record is not None and tensor._gm_generation != record.generation:
+    raise GeminiError(f"{record.name}.grad: this gradient was cleared or replaced (by zero_grad(), or by setting it) since "
+                      "it was read, and its memory holds another one: clone() a gradient that is to be kept")
+  return record
+
+
+def _copy(tensor):
+  """A copy in torch's own memory."""
+  return _run(_Tensor.clone, (tensor,), {})
+
+
 def _run(func, args, kwargs):
   tensors = []
   _collect(args, tensors)
@@ -148,7 +175,7 @@ def _run(func, args, kwargs):
   if kwargs.get("out") is not None:
     out = kwargs["out"]
     changed += [out] if isinstance(out, _Tensor) else list(out)
-  ranges = []
+  ranges, read = [], []
   for tensor in tensors:
     place = tensor._gm_place
     offset, size = _extent(tensor, place)
@@ -158,13 +185,16 @@ def _run(func, args, kwargs):
     if any(tensor is one for one in changed):
       whole = name in _OVERWRITES and tensor is first and size == tensor.numel() * tensor.dtype.itemsize
       mode = abi.WRITE if whole else abi.READ_WRITE
-    if tensor._gm_grad is not None:
-      tensor._gm_grad.settle(mode)
+    else:
+      read.append(tensor)
+    record = _gradient_of(tensor)
+    if record is not None:
+      record.settle(mode)
     ranges.append((place, offset, size, mode))
   if not ranges:
     return func(*args, **kwargs)
   use = session.use(tuple(ranges), name)
-  out = run_with(session, use, func, args, kwargs)
+  out = run_with(session, use, func, args, kwargs, read)
   mark_views(out, tensors)
   if torch.is_grad_enabled():
     nodes = set()
@@ -215,7 +245,45 @@ def _getitem(func, args, kwargs):
 
 def _copied(func, args, kwargs):
   """What leaves torch with a pointer gets a copy."""
-  return func(_run(_Tensor.clone, args[:1], {}), *args[1:], **kwargs)
+  return func(_copy(args[0]), *args[1:], **kwargs)
+
+
+def _iter(func, args, kwargs):
+  rows = list(func(*args, **kwargs))
+  mark_views(rows, args[:1])
+  return iter(rows)
+
+
+def _refuse(func, args, kwargs):
+  raise GeminiError(f"{args[0]._gm_place.name}: {func.__name__}() would give it other memory, but its address is "
+                    "libgemini's: do it with a clone()")
+
+
+def _autograd(func, args, kwargs):
+  """torch.autograd.grad() and backward(), which call hooks and recompute checkpoints: outside of all this, where these
+  are served, and with what stands for managed tensors there. No byte of those is read."""
+  grad = func is torch.autograd.grad
+  outputs, inputs = args[0], list(args[1] if grad else kwargs.get("inputs") or ())
+  kwargs = dict(kwargs)
+  materialize = kwargs.pop("materialize_grads", False)
+  with _plain(), torch.enable_grad():
+    plain = [out.view_as(out) if isinstance(out, ManagedTensor) else out
+             for out in ([outputs] if isinstance(outputs, _Tensor) else outputs)]
+    edges = [torch.autograd.graph.get_gradient_edge(one) if isinstance(one, ManagedTensor) else one for one in inputs]
+  for key in ("grad_outputs", "grad_tensors", "gradient"):
+    if kwargs.get(key) is not None:
+      given = kwargs[key]
+      kwargs[key] = given.clone() if isinstance(given, _Tensor) else [one if one is None else one.clone() for one in given]
+  if func is _Tensor.backward:
+    return func(plain[0], **kwargs)
+  if not grad:
+    return func(plain, **{**kwargs, "inputs": edges or None})
+  if materialize:
+    kwargs["allow_unused"] = True
+  found = func(plain, edges, **kwargs)
+  if materialize:
+    found = tuple(torch.zeros_like(one) if value is None else value for one, value in zip(inputs, found))
+  return found
 
 
 def _grad_get(func, args, kwargs):
@@ -233,18 +301,19 @@ def _grad_set(func, args, kwargs):
 def _data_set(func, args, kwargs):
   old, new = args
   record = old._gm_record
-  if record is None:
-    raise GeminiError(f"{old._gm_place.name}: the data of a view cannot be replaced")
   if isinstance(new, ManagedTensor) and new.data_ptr() == old.data_ptr() and new.shape == old.shape and \
       new.dtype == old.dtype:
     return None
+  if record is None:
+    raise GeminiError(f"{old._gm_place.name}: the data of a gradient or of a view cannot be replaced: copy_() into it")
   return record.replace(new)
 
 
 def _vector_norm(func, args, kwargs):
-  record = getattr(args[0], "_gm_grad", None)
+  record = _gradient_of(args[0])
   order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
-  if record is not None and record.norm is not None and order == 2 and len(args) < 3 and not set(kwargs) - {"ord"}:
+  if record is not None and record.norm is not None and args[0].numel() == record.place.elements and order == 2 and \
+      len(args) < 3 and not set(kwargs) - {"ord"}:
     return record.norm * abs(record.scale)
   return _run(func, args, kwargs)
 
@@ -265,7 +334,7 @@ def _number(value):
 
 def _mul(func, args, kwargs):
   """Gradients that are scaled, as by clipping, are scaled when they are read: no byte moves for it."""
-  record = getattr(args[0], "_gm_grad", None)
+  record = _gradient_of(args[0])
   factor = _number(args[1]) if record is not None and len(args) == 2 and not kwargs else None
   if factor is None or args[0].numel() != record.place.elements:
     return _run(func, args, kwargs)
@@ -313,17 +382,26 @@ _SPECIAL = {
     _Tensor.__getitem__: _getitem, torch.linalg.vector_norm: _vector_norm, _Tensor.mul_: _mul,
     torch._foreach_mul_: _foreach_mul, torch._foreach_norm: _foreach_norm,
     torch._amp_foreach_non_finite_check_and_unscale_: _unscale, _Tensor.numpy: _copied, _Tensor.__array__: _copied,
-    _Tensor.__dlpack__: _copied, torch.zeros_like: _like, torch.empty_like: _like, torch.full_like: _like,
+    _Tensor.__dlpack__: _copied, _Tensor.__format__: _copied, _Tensor.__iter__: _iter, _Tensor.set_: _refuse,
+    _Tensor.resize_: _refuse, _Tensor.resize_as_: _refuse, _Tensor.share_memory_: _refuse, torch.zeros_like: _like, torch.empty_like: _like, torch.full_like: _like,
     torch.ones_like: _like, **{view: _view for view in _VIEWS},
 }
+
+
+_AUTOGRAD = {torch.autograd.grad, torch.autograd.backward, _Tensor.backward}
 
 
 def _dispatch(func, args, kwargs):
   special = _SPECIAL.get(func)
   if special is not None:
     return special(func, args, kwargs)
-  if func in _NO_BYTES or getattr(func, "__name__", "") in ("__get__", "__set__"):
+  if func in _NO_BYTES:
     return func(*args, **kwargs)
+  if getattr(func, "__name__", "") in ("__get__", "__set__"):
+    out = func(*args, **kwargs)
+    if type(out) is _Tensor:
+      mark_views(out, args[:1])
+    return out
   return _run(func, args, kwargs)
 
 
@@ -332,9 +410,12 @@ class ManagedTensor(_Tensor):
   _gm_place = None  # where its bytes are: the place that holds all of it
   _gm_record = None  # of a parameter: torch.model.Record
   _gm_grad = None  # of a parameter's gradient: the same
+  _gm_generation = 0  # of a parameter's gradient: how many gradients the parameter had before
 
   @classmethod
   def __torch_function__(cls, func, types, args=(), kwargs=None):
+    if func in _AUTOGRAD:
+      return _autograd(func, args, kwargs or {})
     with _plain():
       return _dispatch(func, args, kwargs or {})
 
@@ -352,6 +433,31 @@ class ManagedTensor(_Tensor):
 
 class ManagedParameter(ManagedTensor, nn.Parameter):
   """A parameter in an arena."""
+
+
+_function_apply = torch.autograd.Function.__dict__["apply"].__func__
+
+
+def _apply(cls, *args, **kwargs):
+  """torch.autograd.Function.apply(): what it is given is there while forward and backward of a custom function run, as
+  these may hand pointers to kernels of their own."""
+  tensors = []
+  _collect(args, tensors)
+  if not tensors:
+    return _function_apply(cls, *args, **kwargs)
+
+  def apply(*args, **kwargs):
+    with torch._C._EnableTorchFunction():
+      return _function_apply(cls, *args, **kwargs)
+
+  apply.__name__ = cls.__name__
+  with _plain():
+    return _run(apply, args, kwargs)
+
+
+def watch_functions(on):
+  """Custom functions are not torch functions: their apply() is replaced while there is a session."""
+  torch.autograd.Function.apply = classmethod(_apply if on else _function_apply)
 
 
 def managed_view(place):
