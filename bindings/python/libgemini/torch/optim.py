@@ -176,9 +176,15 @@ class TorchRule:
       gradient = record.gradient().float()  # a tensor of torch's own
       with _plain():
         _set_grad(work, gradient)
-    options["params"] = [record.param if work is None else work]
+    param = record.param if work is None else work
+    options["params"] = [param]
     self.inner.param_groups = [options]
     self.inner.step()
+    for name, value in self.inner.state.get(param, {}).items():
+      if isinstance(value, torch.Tensor) and not isinstance(value, ManagedTensor) and value.dim() and \
+          value.shape == param.shape:  # not made like the parameter: SGD's momentum is a copy of the first gradient
+        self.inner.state[param][name] = self.new_state(param, value.dtype)
+        self.inner.state[param][name].copy_(value)
     if work is not None:
       with _plain():
         _set_grad(work, None)
