@@ -67,7 +67,7 @@ def train(model, optimizer, steps, scheduler=None):
   dtype = next(model.parameters()).dtype
   for step in steps:
     x = torch.randn(4, 96, generator=torch.Generator().manual_seed(step)).to(dtype)
-    loss = (model(x) - x).square().mean()
+    loss = (model(x).float() - x.float()).square().mean()
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -172,7 +172,9 @@ def test_state_dict_goes_to_torch_and_back(kind):
              for value in part.values())
   plain = Net()
   params = [param for param in plain.parameters() if param.requires_grad]
-  theirs = type(optimizer.inner)([{"params": params[:2]}, {"params": params[2:]}], **optimizer.inner.defaults)
+  theirs = {"adamw": torch.optim.AdamW, "amsgrad": lambda groups: torch.optim.AdamW(groups, amsgrad=True),
+            "momentum": lambda groups: torch.optim.SGD(groups, momentum=0.9)}[kind](
+                [{"params": params[:2]}, {"params": params[2:]}])
   theirs.load_state_dict(state)
   weights, rng = values(model), torch.get_rng_state()
   wanted = train(model, optimizer, range(2, 4))
@@ -190,17 +192,17 @@ def test_state_dict_goes_to_torch_and_back(kind):
 
 
 # ---- transformers
-def causal(name, **more):
+def causal(name, dtype=torch.float32):
   transformers = pytest.importorskip("transformers")
   sizes = dict(vocab_size=160, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=32)
   if name == "opt":
-    config = transformers.OPTConfig(**sizes, ffn_dim=128, word_embed_proj_dim=64, dropout=0.0, **more)
+    config = transformers.OPTConfig(**sizes, ffn_dim=128, word_embed_proj_dim=64, dropout=0.0)
   elif name == "llama":
-    config = transformers.LlamaConfig(**sizes, intermediate_size=128, num_key_value_heads=2, **more)
+    config = transformers.LlamaConfig(**sizes, intermediate_size=128, num_key_value_heads=2)
   else:
     config = transformers.MixtralConfig(**sizes, intermediate_size=128, num_key_value_heads=2, num_local_experts=4,
-                                        num_experts_per_tok=2, **more)
-  return transformers.AutoModelForCausalLM.from_config(config)
+                                        num_experts_per_tok=2)
+  return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
 IDS = torch.randint(3, 160, (2, 12), generator=torch.Generator().manual_seed(0))
@@ -215,7 +217,7 @@ def logits(model):
 def test_saved_model_is_plain_transformers_to_the_bit(tmp_path, name, dtype):
   open_session()
   torch.manual_seed(1)
-  model = causal(name).to(dtype)
+  model = causal(name, dtype)
   model, optimizer = gm.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
   model(input_ids=IDS, labels=IDS).loss.backward()
   optimizer.step()
@@ -227,7 +229,7 @@ def test_saved_model_is_plain_transformers_to_the_bit(tmp_path, name, dtype):
   assert plain.dtype == dtype and torch.equal(logits(plain), wanted)
   with open(tmp_path / "a" / "model.safetensors.index.json") as file:
     index = json.load(file)
-  assert len(set(index["weight_map"].values())) > 2
+  assert len(set(index["weight_map"].values())) > 1
   assert ("lm_head.weight" in index["weight_map"]) == (not plain.config.tie_word_embeddings)
   assert plain.config.architectures == [type(model).__name__]
 
@@ -255,26 +257,20 @@ def test_model_saved_by_transformers_loads(tmp_path, name):
 def test_model_on_meta_is_loaded_from_file(tmp_path, name, dtype, buffers):
   plain = causal(name)
   plain.save_pretrained(tmp_path / "a", max_shard_size="100KB")
-  wanted = logits(plain.to(dtype))
-  open_session(device_memory="192KiB", host_memory="192KiB", file_memory="16MiB", file=str(tmp_path))
+  plain = type(plain).from_pretrained(tmp_path / "a", dtype=dtype)
+  wanted = logits(plain)
+  open_session(device_memory="192KiB", host_memory="128KiB", file_memory="16MiB", file=str(tmp_path))
   with torch.device("meta") if buffers == "meta" else \
       pytest.importorskip("accelerate").init_empty_weights(include_buffers=False):
-    model = causal(name)
-  if dtype != torch.float32:
-    for module in model.modules():  # not .to(), which would convert the rotary frequencies
-      for key, param in module._parameters.items():
-        module._parameters[key] = nn.Parameter(param.to(dtype)) if param is not None else None
-    model.tie_weights()
-    for key, buffer in plain.named_buffers():
-      buffer.copy_(dict(causal(name).named_buffers())[key])
-    wanted = logits(plain)
+    model = causal(name, dtype)
   gm.load_weights(model, tmp_path / "a")
   gm.prepare(model)
   assert all(type(param) is ManagedParameter for param in model.parameters())
   assert torch.equal(logits(model), wanted)
-  same(dict(model.named_buffers()) or {"": torch.ones(1)}, dict(causal(name).named_buffers()) or {"": torch.ones(1)})
+  if name == "llama":
+    same(dict(model.named_buffers()), dict(plain.named_buffers()))
   stats = gm.stats()
-  assert stats["used_bytes"]["file"] > 0 and stats["peak_bytes"]["host"] <= 192 << 10
+  assert stats["peak_bytes"]["file"] > 0 and stats["peak_bytes"]["host"] <= 128 << 10
 
 
 def test_optimizer_made_from_meta_parameters_keeps_them(tmp_path):
@@ -423,8 +419,9 @@ def test_shard_that_is_missing_is_named(tmp_path):
   open_session()
   model = gm.prepare(Net())
   gm.save(tmp_path / "a", model, max_shard=20000)
-  os.unlink(tmp_path / "a" / "model-00002-of-00003.safetensors")
-  with pytest.raises(gm.GeminiError, match="model-00002-of-00003.safetensors, which .*index.json names, is not there"):
+  second, = (tmp_path / "a").glob("model-00002-of-*")
+  second.unlink()
+  with pytest.raises(gm.GeminiError, match="model-00002-of-0000..safetensors, which .*index.json names, is not there"):
     gm.load(tmp_path / "a", model)
 
 
@@ -455,7 +452,7 @@ def test_other_files_stay_and_shards_of_before_go(tmp_path):
   folder.mkdir()
   (folder / "tokenizer.json").write_text("mine")
   gm.save(folder, model, optimizer, max_shard=20000)
-  assert (folder / "optimizer.safetensors.index.json").exists()
+  assert (folder / "model.safetensors.index.json").exists() and (folder / "optimizer.safetensors").exists()
   gm.save(folder, model)
   assert sorted(os.listdir(folder)) == ["libgemini.json", "model.safetensors", "tokenizer.json", "training.pt"]
   assert (folder / "tokenizer.json").read_text() == "mine"
@@ -590,6 +587,7 @@ def saving_for_ever(start_number):
     save(model, optimizer, number)
 
 
+torch.optim.SGD([torch.zeros(1)])  # imports more of torch, here and not in each child
 assert os.waitpid(forked(first), 0)[1] == 0
 number = old = new = killed = 0
 if mode == "random":

@@ -2,6 +2,7 @@
 
 SPDX-License-Identifier: Apache-2.0
 """
+import atexit
 import ctypes
 
 import torch
@@ -42,6 +43,14 @@ _alive = {}  # what DLPack's consumer reads, until it is done
 @_Deleter
 def _delete(managed):
   _alive.pop(ctypes.addressof(managed.contents), None)
+
+
+@atexit.register
+def _leave():
+  """Tensors that outlive the interpreter must not call it: their records stay, without a deleter."""
+  for managed, _ in _alive.values():
+    managed.deleter = _Deleter()
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(managed))
 
 
 def wrap(address, shape, dtype, device):
