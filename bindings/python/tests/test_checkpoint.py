@@ -2,11 +2,8 @@
 
 SPDX-License-Identifier: Apache-2.0
 """
-import contextlib
 import json
 import os
-import random
-import shutil
 import subprocess
 import sys
 
@@ -15,7 +12,7 @@ import torch
 from torch import nn
 
 import libgemini.torch as gm
-from libgemini.torch import checkpoint, tensorfile
+from libgemini.torch import tensorfile
 from libgemini.torch.tensors import ManagedParameter
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -485,16 +482,20 @@ def test_save_that_fails_leaves_what_was(whole, monkeypatch):
   assert os.listdir(folder.parent) == ["a"]
 
 
-def test_progress_is_told(whole):
+def test_progress_is_told(whole, monkeypatch, capsys):
   folder, model, optimizer = whole
-  told = []
-  gm.save(folder, model, optimizer, progress=lambda *now: told.append(now))
-  gm.load(folder, model, optimizer, progress=lambda *now: told.append(now))
-  last = {what.split()[0]: (done, total) for what, done, total in told}
-  size = sum(os.path.getsize(folder / name) for name in ("model.safetensors", "optimizer.safetensors"))
-  assert last.keys() == {"saving", "checking", "loading"}
-  for done, total in last.values():
-    assert done == total and size - 4096 < total < size
+  monkeypatch.setattr("libgemini.torch.progress.QUIET_S", 0)
+  monkeypatch.setattr("libgemini.torch.progress.LINES_S", 0)
+  gm.save(folder, model, optimizer, progress=True)
+  gm.load(folder, model, optimizer, progress=True)
+  lines = capsys.readouterr().err.splitlines()
+  for what in ("saving", "checking", "loading"):
+    told = [line for line in lines if line.startswith(f"{what} {folder}: ")]
+    assert len(told) > 10 and " left" in told[0] and " of " in told[-2]
+    size = told[-2].split(" of ")[1].split(",")[0]
+    assert told[-1].startswith(f"{what} {folder}: {size} in ")
+  gm.save(folder, model, optimizer, progress=False)
+  assert not capsys.readouterr().err
 
 
 # ---- kills
@@ -511,7 +512,7 @@ if mode == "renames":
 
 def start():
   gm.init(device="cpu", strict=True, window="64KiB", device_memory="1MiB", host_memory="8MiB")
-  model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+  model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(2)))
   return gm.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
 
 
@@ -589,17 +590,17 @@ def saving_for_ever(start_number):
 
 torch.optim.SGD([torch.zeros(1)])  # imports more of torch, here and not in each child
 assert os.waitpid(forked(first), 0)[1] == 0
-number = old = new = killed = 0
+number = old = new = saved = 0
 if mode == "random":
-  for _ in range(12):
+  for _ in range(8):
     pid = forked(lambda: saving_for_ever(number + 1))
     time.sleep(random.uniform(0.03, 0.4))
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     before, number = number, loaded()
     assert number >= before, (before, number)
-    killed += number > before
-  print(killed)
+    saved += number > before
+  assert saved
 else:
   call = 0
   while saving_until_call(call):
@@ -607,9 +608,8 @@ else:
     assert number in (before, call + 1), (before, number, call)
     new += number == call + 1
     old += number == before
-    call += 1 if call > 60 else 4
-  print(call, old, new)
-  assert call > 60 and old > 4 and new > 1
+    call += 1 if call > 30 else 3
+  assert old > 4 and new > 4, (call, old, new)
   assert loaded() == call + 1
 left = sorted(os.listdir(os.path.dirname(folder)))
 assert mode == "random" or left == ["checkpoint"], left
@@ -629,7 +629,6 @@ import os, sys
 import torch
 from torch import nn
 import libgemini.torch as gm
-from libgemini.torch.progress import Progress
 
 folder, what = sys.argv[1], sys.argv[2]
 MIB = 1 << 20
@@ -656,6 +655,7 @@ if what == "same":
     model = model_of(50)
   gm.prepare(model)
   gm.save(folder, model)
+  assert peak(lambda: [param.clone() for param in model.parameters()]) > 190
   print(peak(lambda: gm.save(folder, model, max_shard="100MB")))
   print(peak(lambda: gm.load(folder, model)))
 else:
