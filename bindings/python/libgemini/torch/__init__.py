@@ -13,14 +13,14 @@ SPDX-License-Identifier: Apache-2.0
 import torch as _torch
 
 from ..abi import GeminiError
-from . import model as _model, report as _report, unit as _unit
+from . import checkpoint as _checkpoint, model as _model, report as _report, unit as _unit
 from .optim import Optimizer
 from .picture import picture
 from .session import Session
 from .tensors import watch_functions as _watch_functions
 
-__all__ = ["GeminiError", "close", "explain", "init", "picture", "prepare", "report", "resident", "session", "stats",
-           "stats_reset", "timeline", "unit"]
+__all__ = ["GeminiError", "close", "explain", "init", "load", "load_weights", "picture", "prepare", "report", "resident",
+           "save", "session", "stats", "stats_reset", "timeline", "unit"]
 
 _current = None
 
@@ -116,6 +116,41 @@ def _prepared():
   if owner.model is None:
     raise GeminiError("there is no model: call libgemini.torch.prepare() first")
   return owner
+
+
+def save(folder, model, optimizer=None, *, extra=None, max_shard="5GB", progress=None):
+  """Writes a checkpoint: model.safetensors or its shards, and config.json, which transformers loads; with an optimizer
+  what it needs to go on to the bit, and torch's random states.
+
+  Bytes go to the files from wherever they are, chunk by chunk. The old checkpoint stays until the new one is whole and
+  on the disk: a kill at any time leaves one of the two (room for both is needed). Files of other names in the folder
+  stay. Gradients are not saved: call it between a step and the next backward pass.
+  extra: what load() shall return: numbers, texts, tensors, lists, tuples and dicts, such as the position in the data or
+  scheduler.state_dict(). progress: as of init()."""
+  owner = session()
+  _checkpoint.save(owner, folder, model, optimizer, extra, max_shard, owner.progress if progress is None else progress)
+
+
+def load(folder, model, optimizer=None, *, verify=True, progress=None):
+  """Loads a checkpoint into a prepared model, and optimizer, and returns its extra; with an optimizer, torch's random
+  states are set, too. A folder that transformers wrote has weights only.
+
+  Whatever does not fit or is damaged is an error that names it, before anything has changed. verify: compare checksums
+  first, for which all bytes are read once more."""
+  owner = session()
+  return _checkpoint.load(owner, folder, model, optimizer, verify, owner.progress if progress is None else progress)
+
+
+def load_weights(model, folder, *, verify=True, progress=None):
+  """Reads the weights of a checkpoint, or of a folder of the Hugging Face hub, into a model that may be on the meta
+  device: each of its parameters there gets its place in the session and its bytes straight from the file, so that the
+  model may be larger than any memory. Floating-point values of another dtype than the parameter's are converted.
+
+  Tensors the model has not are passed over with a warning. Weights that transformers would have to split or merge first
+  need from_pretrained() within init(), which brings them in one after another, too."""
+  owner = session()
+  folder = _checkpoint.Folder(folder)
+  _checkpoint.load_weights(owner, model, folder, verify, owner.progress if progress is None else progress)
 
 
 def stats():

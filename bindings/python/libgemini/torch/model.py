@@ -3,6 +3,8 @@
 SPDX-License-Identifier: Apache-2.0
 """
 import contextlib
+import os
+import sys
 
 import torch
 from torch import nn
@@ -66,7 +68,9 @@ class Record:
   def become_managed(self):
     with _plain():
       if self.param.is_meta:  # which cannot be given data
-        torch.utils.swap_tensors(self.param, nn.Parameter(self.place.tensor, self.param.requires_grad))
+        param = nn.Parameter(self.place.tensor, self.param.requires_grad)
+        param.__dict__.update(self.param.__dict__)
+        torch.utils.swap_tensors(self.param, param)
       else:
         self.param.data = self.place.tensor
     self.param.__class__ = ManagedParameter
@@ -193,6 +197,32 @@ def adopt(session, param, name):
 
 
 @contextlib.contextmanager
+def from_pretrained_by_tensor():
+  """transformers' from_pretrained() reads one tensor after another, on the CPU: not all of them ahead, by threads of its
+  own, nor onto a GPU, for all of which it would take room there first. transformers must have been imported before."""
+  if "transformers" not in sys.modules:
+    yield
+    return
+  from transformers import PreTrainedModel
+  variable = "HF_DEACTIVATE_ASYNC_LOAD"
+  original, setting = PreTrainedModel.__dict__["from_pretrained"], os.environ.get(variable)
+
+  def from_pretrained(cls, *args, **kwargs):
+    with torch.device("cpu"):
+      return original.__func__(cls, *args, **kwargs)
+
+  PreTrainedModel.from_pretrained = classmethod(from_pretrained)
+  os.environ[variable] = "1"
+  try:
+    yield
+  finally:
+    PreTrainedModel.from_pretrained = original
+    del os.environ[variable]
+    if setting is not None:
+      os.environ[variable] = setting
+
+
+@contextlib.contextmanager
 def building(session):
   """Modules that are built within put each parameter into the session at once."""
   register = nn.Module.register_parameter
@@ -205,7 +235,7 @@ def building(session):
 
   nn.Module.register_parameter = register_parameter
   try:
-    with session.device if session.cuda else contextlib.nullcontext(), \
+    with session.device if session.cuda else contextlib.nullcontext(), from_pretrained_by_tensor(), \
         Progress("building the model", show=session.progress) as progress:
       yield
   finally:

@@ -13,7 +13,7 @@ from torch import nn
 from .. import abi
 from ..abi import GeminiError
 from .session import ALIGNMENT, DTYPES, Place
-from .tensors import ManagedParameter, managed_view, _plain, _set_grad
+from .tensors import ManagedParameter, ManagedTensor, managed_view, _plain, _set_grad
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -106,7 +106,8 @@ class Optimizer(torch.optim.Optimizer):
     self.session.settle()
     for number, record, layout in zip(numbers, self.records, layouts):
       for name, place in self.rule.renew(record, layout).items():
-        place.write(state.get(number, {}).get(name, record.param))
+        values = state.get(number, {}).get(name)
+        place.write(record.place.read() if values is None else values)
     for group, saved in zip(self.param_groups, groups):
       group.update({key: value for key, value in saved.items() if key != "params"})
 
@@ -178,13 +179,56 @@ class TorchRule:
       gradient = record.gradient().float()  # a tensor of torch's own
       with _plain():
         _set_grad(work, gradient)
-    options["params"] = [record.param if work is None else work]
+    param = record.param if work is None else work
+    options["params"] = [param]
     self.inner.param_groups = [options]
     self.inner.step()
+    for name, value in self.inner.state.get(param, {}).items():
+      if isinstance(value, torch.Tensor) and not isinstance(value, ManagedTensor) and value.dim() and \
+          value.shape == param.shape:  # not made like the parameter: SGD's momentum is a copy of the first gradient
+        self.inner.state[param][name] = self.new_state(param, value.dtype)
+        self.inner.state[param][name].copy_(value)
     if work is not None:
       with _plain():
         _set_grad(work, None)
       record.param.copy_(work)
+
+  def states_of(self, record):
+    return self.inner.state.get(self.work.get(id(record.param), record.param), {})
+
+  def states(self, record):
+    out = {"master": record.states["master"]} if "master" in record.states else {}
+    for name, value in self.states_of(record).items():
+      managed = isinstance(value, ManagedTensor) and value.shape == value._gm_place.shape and value.is_contiguous()
+      out[name] = value._gm_place if managed else value
+    return out
+
+  def check(self, record, layout):
+    if ("master" in layout) != ("master" in record.states):
+      raise GeminiError(f"parameter {record.name}: the state to be loaded has {'a' if 'master' in layout else 'no'} "
+                        f"master copy, a parameter of {record.place.dtype} has {'one' if record.states else 'none'}")
+
+  def renew(self, record, layout):
+    places = {name: place for name, place in self.states(record).items() if isinstance(place, Place)}
+    for place in places.values():
+      place.zero()
+    param = self.work.get(id(record.param), record.param)
+    state = self.inner.state[param] = {}
+    out = {}
+    for name, value in layout.items():
+      if name == "master":
+        out[name] = places[name]
+      elif isinstance(value, torch.dtype):
+        old = places.get(name)
+        view = managed_view(old) if old and old.dtype == value else self.new_state(param, value)
+        state[name], out[name] = view, view._gm_place
+      elif isinstance(value, torch.Tensor):
+        state[name] = value.detach().to(self.session.device if value.dim() else value.device, copy=True)
+      else:
+        state[name] = value
+    if not state:
+      del self.inner.state[param]
+    return out
 
 
 class AdamwRule:
@@ -193,6 +237,7 @@ class AdamwRule:
   States are of fp32, and so is the master copy of a parameter that is not.
   """
   STATES = ("master", "momentum", "variance")
+  NAMES = {"master": "master", "exp_avg": "momentum", "exp_avg_sq": "variance"}  # torch's of these
 
   def __init__(self, session, decoupled):
     self.session = session
@@ -329,6 +374,29 @@ class AdamwRule:
       self.kernels.walk_status(walk)
     if self.walks and not self.session.manager.stats()["pending_updates"]:
       self.walks.clear()
+
+  def states(self, record):
+    out = {name: record.states[kind] for name, kind in self.NAMES.items() if kind in record.states}
+    if not record.step:
+      return {name: place for name, place in out.items() if name == "master"}
+    return {"step": torch.tensor(float(record.step)), **out}
+
+  def check(self, record, layout):
+    want = {name for name, kind in self.NAMES.items() if kind in record.states} | {"step"}
+    if set(layout) - {"master"} and set(layout) != want or ("master" in layout) != ("master" in record.states):
+      raise GeminiError(f"parameter {record.name}: the state to be loaded has {', '.join(layout) or 'nothing'}, want "
+                        f"{', '.join(sorted(want))}")
+    for name, value in layout.items():
+      if name != "step" and value != torch.float32:
+        raise GeminiError(f"parameter {record.name}: {name} to be loaded is of "
+                          f"{tuple(value.shape) if isinstance(value, torch.Tensor) else value}, want "
+                          f"{tuple(record.place.shape)} of torch.float32")
+
+  def renew(self, record, layout):
+    record.step = int(layout.get("step", 0))
+    for place in record.states.values():
+      place.zero()
+    return {name: record.states[kind] for name, kind in self.NAMES.items() if name in layout}
 
 
 _RULE = ("flags", "param_dtype", "grad_dtype", "step", "lr", "beta1", "beta2", "eps", "weight_decay", "grad_scale")
