@@ -198,6 +198,22 @@ def test_units_that_are_not_compiled_train_alike(reentrant):
   assert ours == plain
 
 
+def test_units_are_updated_in_the_backward_pass():
+  ended = []
+  for units in (False, True):
+    torch.manual_seed(0)
+    model = Net().to(torch.bfloat16)
+    if units:
+      for block in model.blocks:
+        block.compile(backend="aot_eager")
+    start(model)
+    model, optimizer = gm.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3), step_in_backward=True)
+    ended.append((losses(model, optimizer), [param.detach().clone() for param in model.parameters()]))
+    gm.close()
+  assert ended[0][0] == ended[1][0]
+  assert all(torch.equal(one, other) for one, other in zip(ended[0][1], ended[1][1]))
+
+
 @dataclasses.dataclass
 class Result:
   hidden: torch.Tensor
@@ -217,15 +233,39 @@ class PassingNet(Net):
   def forward(self, ids):
     x = self.embed(ids)
     for block in self.blocks:
-      x = functional.linear(x, self.out.weight.t() @ self.out.weight / VOCAB)
       result = block(x)["a"][0]
       x = result.hidden + result.same
     return self.out(x)
 
 
-def test_outputs_in_containers_and_passed_arguments_have_their_bytes_in_the_backward_pass():
+def test_outputs_in_containers_have_their_bytes_in_the_backward_pass():
   plain, ours = both(PassingNet, lambda model: [gm.unit(block) for block in model.blocks])
   assert ours == plain
+
+
+def test_arguments_that_a_unit_passes_on_do_not_bring_its_bytes(monkeypatch):
+  model = PassingNet()
+  start(model)
+  gm.prepare(model)
+  gm.unit(model.blocks[0])
+  hidden = model.blocks[1].up(torch.randn(2, WIDTH))  # its backward needs its own weight, to which nothing comes after
+  result = model.blocks[0](functional.linear(hidden, model.blocks[1].down.weight))["a"][0]
+  reached = []
+  monkeypatch.setattr(gm.session(), "backward_op", lambda use: reached.append(use.backward_name.decode()))
+  (result.same + result.hidden.detach()).sum().backward()
+  assert reached == ["blocks.1.down.weight:linear.backward", "blocks.1.up.weight:linear.backward"]
+
+
+def test_a_unit_that_runs_again_while_the_backward_pass_holds_it_stays_plain():
+  model = Net()
+  start(model)
+  gm.prepare(model)
+  block = gm.unit(model.blocks[0])
+  x = torch.randn(2, WIDTH, requires_grad=True)
+  seen = []
+  x.register_hook(lambda grad: seen.append({type(param) for param in block.parameters()}))
+  checkpoint(block, x, use_reentrant=False).sum().backward()
+  assert seen == [{nn.Parameter}]
 
 
 def test_a_call_that_fails_leaves_nothing_behind():
