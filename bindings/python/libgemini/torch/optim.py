@@ -74,6 +74,7 @@ class Optimizer(torch.optim.Optimizer):
         record.spent = False
       self.rule.step(self.param_groups)
       session.iteration_end()
+    self.inner._opt_called = True  # for a scheduler that was made with it
     return loss
 
   def state_dict(self):
