@@ -13,13 +13,14 @@ SPDX-License-Identifier: Apache-2.0
 import torch as _torch
 
 from ..abi import GeminiError
-from . import model as _model, report as _report, unit as _unit
+from ..manager import parse_bytes as _parse_bytes
+from . import activations as _activations, model as _model, report as _report, unit as _unit
 from .optim import Optimizer
 from .picture import picture
 from .session import Session
 
-__all__ = ["GeminiError", "close", "explain", "init", "picture", "prepare", "report", "resident", "session", "stats",
-           "stats_reset", "timeline", "unit"]
+__all__ = ["GeminiError", "close", "explain", "init", "offload_activations", "picture", "prepare", "report", "resident",
+           "session", "stats", "stats_reset", "timeline", "unit"]
 
 _current = None
 
@@ -73,15 +74,33 @@ def init(placement="auto", *, device_memory, host_memory=0, file=None, file_memo
   return _Init(_current)
 
 
-def prepare(model, optimizer=None):
+def prepare(model, optimizer=None, *, offload_activations=False):
   """Moves a model's parameters into the session and returns (model, optimizer): the same model, and an optimizer that
-  updates each parameter where it lives. Only the model, if there is no optimizer."""
+  updates each parameter where it lives. Only the model, if there is no optimizer.
+
+  offload_activations: its forward passes are as within offload_activations().
+  """
   owner = session()
   if owner.model is None or owner.model.module is not model:
     owner.model = _model.Model(owner, model)
+  if offload_activations:
+    owner.model.saving = _offload
   if optimizer is None:
     return model
   return model, Optimizer(owner, optimizer)
+
+
+def offload_activations(min_bytes="1MiB"):
+  """`with offload_activations(): ...`: tensors of min_bytes or more that autograd saves for the backward pass are copied
+  into the session, where they leave the device for the host and files, and come back, as the plan says.
+
+  With activation checkpointing that is what its blocks begin with. Tensors that share their memory are saved once, and
+  not again if only something that torch does not count as a change (`.data`, a kernel of one's own) has changed them.
+  """
+  return _activations.activations(session()).saving(_parse_bytes(min_bytes, "min_bytes"))
+
+
+_offload = offload_activations  # which prepare() has an argument of the same name as
 
 
 def unit(module):

@@ -36,16 +36,21 @@ _TYPES = {  # DLPack: int 0, uint 1, float 2, bfloat 4, bool 6
 _new_capsule = ctypes.pythonapi.PyCapsule_New
 _new_capsule.restype = ctypes.py_object
 _new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
-_alive = {}  # what DLPack's consumer reads, until it is done
+_alive = {}  # what DLPack's consumer reads, until it is done, and what is called then
 
 
 @_Deleter
 def _delete(managed):
-  _alive.pop(ctypes.addressof(managed.contents), None)
+  _, _, done = _alive.pop(ctypes.addressof(managed.contents))
+  if done:
+    done()
 
 
-def wrap(address, shape, dtype, device):
-  """A contiguous tensor over device memory at address, which must outlive it; nothing is read or written."""
+def wrap(address, shape, dtype, device, done=None):
+  """A contiguous tensor over device memory at address, which must outlive it; nothing is read or written.
+
+  done: called, on any thread, when neither it nor any view of it is left.
+  """
   if dtype not in _TYPES:
     raise TypeError(f"{dtype} is none of {', '.join(map(str, _TYPES))}")
   code, bits = _TYPES[dtype]
@@ -57,7 +62,7 @@ def wrap(address, shape, dtype, device):
   tensor.ndim = len(shape)
   tensor.dtype = _DLType(code, bits, 1)
   tensor.shape = dims
-  _alive[ctypes.addressof(managed)] = managed, dims
+  _alive[ctypes.addressof(managed)] = managed, dims, done
   return torch.from_dlpack(_new_capsule(ctypes.addressof(managed), b"dltensor", None))
 
 

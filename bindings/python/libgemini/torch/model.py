@@ -195,6 +195,7 @@ class Model:
     self.backward_seen = False
     self.records = {}
     self.addresses = {}
+    self.saving = contextlib.nullcontext  # around a forward pass: what becomes of what autograd saves
     for name, param in module.named_parameters():
       if param.is_meta:
         raise GeminiError(f"parameter {name} is on the meta device: load it first, by libgemini.torch.load_weights()")
@@ -263,7 +264,8 @@ class Model:
     try:
       if self.depth == 1:
         self.begin()
-      yield
+      with self.saving() if self.depth == 1 else contextlib.nullcontext():
+        yield
     finally:
       self.depth -= 1
       if self.depth == 0 and self.session.iteration == "infer":
