@@ -4,7 +4,7 @@ What is saved is copied to a place of the arena, and torch may free its own; whe
 tensor over the place, which is held on the device until torch lets go of that tensor's memory. Places are given out lowest
 address first, so that each step of a loop that repeats itself has the same ones, and the plan is made with them.
 
-Torch frees tensors at any time and on any thread: that only puts a note in a queue, which the next call here works off.
+Torch frees tensors at any time and on any thread: what that means for places is worked off by the next call here.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -54,12 +54,36 @@ class Space:
     self.ranges.insert(i, (offset, end))
 
 
+class _Kept:
+  """A tensor that stays with torch, which checks the versions of tensors only where there are no hooks."""
+  __slots__ = ("tensor", "version")
+
+  def __init__(self, tensor):
+    self.tensor, self.version = tensor.detach(), None if tensor.is_inference() else tensor._version
+
+  def get(self):
+    now = None if self.version is None else self.tensor._version
+    if now != self.version:
+      raise RuntimeError(f"a tensor of shape {tuple(self.tensor.shape)} that the backward pass needs has been modified by "
+                         f"an inplace operation: it is at version {now}; expected version {self.version} instead")
+    return self.tensor
+
+
 class _Range:
-  """Bytes of an arena that were saved where they are: a parameter's."""
+  """Bytes of an arena."""
   __slots__ = ("arena", "offset", "size", "address")
 
   def __init__(self, arena, offset, size, address):
     self.arena, self.offset, self.size, self.address = arena, offset, size, address
+
+
+class _There(_Range):
+  """A tensor that was saved where it is: a parameter."""
+  __slots__ = ("kept",)
+
+  def __init__(self, tensor, *where):
+    super().__init__(*where)
+    self.kept = _Kept(tensor)
 
 
 class _Stored(_Range):
@@ -83,19 +107,28 @@ class Activations:
   def __init__(self, session):
     self.session = session
     self.arena = session.arena("activations", torch.uint8)
-    self.window = session.manager.arena_info(self.arena).window_bytes or ALIGNMENT
     self.operator_bytes = session.manager.stats()["budget_bytes"]["device"] // OPERATOR_SHARE
     self.operator = None  # number of the one that op_bytes were saved or wanted in
     self.op_bytes = 0
     self.space = Space()
+    self.window = self.first_window()
     self.users = collections.Counter()  # of a window: places that lie in it
     self.stored = weakref.WeakValueDictionary()  # a storage's number: the _Stored of its bytes
-    self.held = {}  # what is acquired for tensors that the backward pass got: access: stream
-    self.ended = collections.deque()  # of these: torch has let go of the tensor
+    self.held = []  # what is acquired for tensors that the backward pass got: (storage, access, stream, range)
     self.dead = collections.deque()  # places that are free
     self.arenas = []  # (base, end, handle) of all
 
   # ---- places
+  def first_window(self):
+    """Takes one, whose size the library may choose only now."""
+    manager, lib = self.session.manager, self.session.lib
+    manager.take(self.arena, ALIGNMENT)
+    lib.zero(self.session.handle, ctypes.byref(abi.Access(self.arena, 0, ALIGNMENT, 0, 0, None)))
+    window = manager.arena_info(self.arena).window_bytes
+    manager.take(self.arena, window - ALIGNMENT)
+    self.space.give(0, window)
+    return window
+
   def place(self, size):
     """Arena, offset, size, address of a new place, which may be larger than size."""
     large = size >= WHOLE_WINDOWS * self.window
@@ -114,10 +147,13 @@ class Activations:
 
   def drain(self):
     """Works off what torch has let go of: releases, frees places, drops the bytes of windows without any."""
-    while self.ended:
-      access = self.ended.popleft()
-      self.session.lib.release(self.session.handle, ctypes.byref(access), 1, self.held.pop(id(access))[1])
-      del access
+    held, self.held = self.held, []
+    for storage, access, stream, where in held:
+      if storage.expired():
+        self.session.lib.release(self.session.handle, ctypes.byref(access), 1, stream)
+      else:
+        self.held.append((storage, access, stream, where))
+    held = where = None  # the last reference to some ranges
     empty = []
     while self.dead:
       offset, size = self.dead.popleft()
@@ -134,6 +170,13 @@ class Activations:
       self.session.lib.zero(self.session.handle, ctypes.byref(whole))
       del empty[:count]
 
+  def close(self):
+    """What torch still has is of no use from now on."""
+    self.drain()
+    for _, access, stream, _ in self.held:
+      self.session.lib.release(self.session.handle, ctypes.byref(access), 1, stream)
+    self.held.clear()
+
   # ---- operators
   def begin(self, where):
     """A range is about to be acquired: in the open operator, or in a new one if that has many already."""
@@ -147,7 +190,7 @@ class Activations:
       self.op_bytes = 0
       stream = session.stream()
       beside = [(use.pointer, use.count) for use in session.using]
-      beside += [(ctypes.byref(access), 1) for access, _ in self.held.values()]
+      beside += [(ctypes.byref(access), 1) for _, access, *_ in self.held]
       for accesses, count in beside:  # it uses them, too
         session.lib.acquire(session.handle, accesses, count, stream)
         session.lib.release(session.handle, accesses, count, stream)
@@ -173,17 +216,17 @@ class Activations:
     """Autograd saves a tensor: what it shall keep instead."""
     with _plain(), torch.no_grad():
       if not self.here(tensor):
-        return tensor.detach()
+        return _Kept(tensor)
       shape, stride, dtype, pointer = tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr()
       extent = (sum((n - 1) * step for n, step in zip(shape, stride)) + 1) * dtype.itemsize
       arena = self.arena_at(pointer)
       if arena and arena[0] != self.arena:
-        where = _Range(arena[0], pointer - arena[1], extent, pointer)
+        where = _There(tensor, arena[0], pointer - arena[1], extent, pointer)
         return where, dtype, shape, stride, 0
       storage = tensor.untyped_storage()
       size = storage.nbytes()
       if arena or size < least_bytes or extent * VIEW_SHARE < size or storage.data_ptr() in kept:
-        return tensor.detach()
+        return _Kept(tensor)
       stored = self.stored.get(storage._cdata)
       if stored is None or stored.version != tensor._version or stored.pointer != storage.data_ptr():
         stored = self.store(storage, tensor._version)
@@ -204,20 +247,21 @@ class Activations:
 
   def unpack(self, packed):
     """Autograd wants it: on the device until it lets go of it."""
-    if isinstance(packed, torch.Tensor):
-      return packed
+    if isinstance(packed, _Kept):
+      return packed.get()
     session = self.session
     where, dtype, shape, stride, first = packed
+    if isinstance(where, _There):
+      where.kept.get()
     self.drain()
     self.begin(where)
     access = abi.Access(where.arena, where.offset, where.size, abi.READ, abi.TIER_DEVICE, None)
     stream = session.stream()
     session.lib.acquire(session.handle, ctypes.byref(access), 1, stream)
-    self.held[id(access)] = access, stream
-    done = functools.partial(_done, self.ended, access, where)
     with _plain(), torch.no_grad():
-      whole = wrap(where.address, (where.size,), torch.uint8, session.device, done)
-      return torch.empty(0, dtype=dtype, device=whole.device).set_(whole.untyped_storage(), first, shape, stride)
+      storage = wrap(where.address, (where.size,), torch.uint8, session.device).untyped_storage()
+      self.held.append((StorageWeakRef(storage), access, stream, where))
+      return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, first, shape, stride)
 
   @contextlib.contextmanager
   def saving(self, least_bytes):
@@ -228,10 +272,6 @@ class Activations:
       kept = {tensor.untyped_storage().data_ptr() for tensor in tensors if not isinstance(tensor, ManagedTensor)}
     with torch.autograd.graph.saved_tensors_hooks(functools.partial(self.pack, kept, least_bytes), self.unpack):
       yield
-
-
-def _done(ended, access, where):  # `where` was alive until now
-  ended.append(access)
 
 
 def activations(session):

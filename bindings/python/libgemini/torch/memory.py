@@ -3,8 +3,10 @@
 SPDX-License-Identifier: Apache-2.0
 """
 import ctypes
+import threading
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 
 class _DLDevice(ctypes.Structure):
@@ -36,34 +38,38 @@ _TYPES = {  # DLPack: int 0, uint 1, float 2, bfloat 4, bool 6
 _new_capsule = ctypes.pythonapi.PyCapsule_New
 _new_capsule.restype = ctypes.py_object
 _new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
-_alive = {}  # what DLPack's consumer reads, until it is done, and what is called then
+# What torch reads when it lets go of a storage, kept until it has. A deleter in Python would not do: torch calls it
+# while an exception is on its way, too, when no Python may run.
+_alive = []  # (weak reference to the storage, what is kept)
+_alive_limit = 1024
+_alive_lock = threading.Lock()
 
 
-@_Deleter
-def _delete(managed):
-  _, _, done = _alive.pop(ctypes.addressof(managed.contents))
-  if done:
-    done()
+def _keep(tensor, what):
+  global _alive, _alive_limit
+  with _alive_lock:
+    if len(_alive) >= _alive_limit:
+      _alive = [one for one in _alive if not one[0].expired()]
+      _alive_limit = 2 * len(_alive) + 1024
+    _alive.append((StorageWeakRef(tensor.untyped_storage()), what))
 
 
-def wrap(address, shape, dtype, device, done=None):
-  """A contiguous tensor over device memory at address, which must outlive it; nothing is read or written.
-
-  done: called, on any thread, when neither it nor any view of it is left.
-  """
+def wrap(address, shape, dtype, device):
+  """A contiguous tensor over device memory at address, which must outlive it; nothing is read or written."""
   if dtype not in _TYPES:
     raise TypeError(f"{dtype} is none of {', '.join(map(str, _TYPES))}")
   code, bits = _TYPES[dtype]
   dims = (ctypes.c_int64 * max(1, len(shape)))(*shape)
-  managed = _DLManagedTensor(deleter=_delete)
+  managed = _DLManagedTensor()
   tensor = managed.tensor
   tensor.data = address
   tensor.device = _DLDevice(_CUDA, device.index or 0) if device.type == "cuda" else _DLDevice(_CPU, 0)
   tensor.ndim = len(shape)
   tensor.dtype = _DLType(code, bits, 1)
   tensor.shape = dims
-  _alive[ctypes.addressof(managed)] = managed, dims, done
-  return torch.from_dlpack(_new_capsule(ctypes.addressof(managed), b"dltensor", None))
+  out = torch.from_dlpack(_new_capsule(ctypes.addressof(managed), b"dltensor", None))
+  _keep(out, managed)
+  return out
 
 
 def host_tensor(address, elements, dtype):

@@ -258,6 +258,8 @@ class Session:
   def close(self):
     self.iteration_end()
     self.lib.update_wait(self.handle)
+    if self.activations:
+      self.activations.close()
     if self.cuda:
       torch.cuda.synchronize(self.device)
     for stream in self.streams.values():
