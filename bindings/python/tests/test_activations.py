@@ -1,7 +1,7 @@
 """Activations that autograd saves go to an arena, leave the device and come back, with the bits they had.
 
-The simulated device does not count torch's own tensors: that activations leave is shown by the arena's bytes by tier, and
-that nothing is read where it was by strict sessions, which unmap what leaves.
+The simulated device does not count torch's own tensors: that activations leave is shown by the arena's bytes by tier,
+and that nothing is read where it was by strict sessions, which unmap what leaves.
 SPDX-License-Identifier: Apache-2.0
 """
 import gc
@@ -260,7 +260,7 @@ def test_what_stays_with_torch_must_not_change(session):
     a = tensor(8, 8) * 1
     b = a.sin()
     a.add_(1)
-  with pytest.raises(RuntimeError, match=r"\(8, 8\).*modified by an inplace operation: it is at version 1; expected version 0"):
+  with pytest.raises(RuntimeError, match=r"\(8, 8\).*modified by an inplace operation: it is at version 1; expected v.* 0"):
     b.sum().backward()
 
 

@@ -1,8 +1,8 @@
 """Tensors that autograd saves for the backward pass, in an arena of their own: they come and go as parameters do.
 
 What is saved is copied to a place of the arena, and torch may free its own; when the backward pass wants it, it gets a
-tensor over the place, which is held on the device until torch lets go of that tensor's memory. Places are given out lowest
-address first, so that each step of a loop that repeats itself has the same ones, and the plan is made with them.
+tensor over the place, which is held on the device until torch lets go of that tensor's memory. Places are given out
+lowest address first, so that each step of a loop that repeats itself has the same ones, and the plan is made with them.
 
 Torch frees tensors at any time and on any thread: what that means for places is worked off by the next call here.
 
@@ -64,8 +64,8 @@ class _Kept:
   def get(self):
     now = None if self.version is None else self.tensor._version
     if now != self.version:
-      raise RuntimeError(f"a tensor of shape {tuple(self.tensor.shape)} that the backward pass needs has been modified by "
-                         f"an inplace operation: it is at version {now}; expected version {self.version} instead")
+      raise RuntimeError(f"a tensor of shape {tuple(self.tensor.shape)} that the backward pass needs has been modified "
+                         f"by an inplace operation: it is at version {now}; expected version {self.version} instead")
     return self.tensor
 
 
