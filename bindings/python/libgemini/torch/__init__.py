@@ -13,14 +13,15 @@ SPDX-License-Identifier: Apache-2.0
 import torch as _torch
 
 from ..abi import GeminiError
-from . import checkpoint as _checkpoint, model as _model, report as _report, unit as _unit
+from ..manager import parse_bytes as _parse_bytes
+from . import activations as _activations, checkpoint as _checkpoint, model as _model, report as _report, unit as _unit
 from .optim import Optimizer
 from .picture import picture
 from .session import Session
 from .tensors import watch_functions as _watch_functions
 
-__all__ = ["GeminiError", "close", "explain", "init", "load", "load_weights", "picture", "prepare", "report", "resident",
-           "save", "session", "stats", "stats_reset", "timeline", "unit"]
+__all__ = ["GeminiError", "close", "explain", "init", "load", "load_weights", "offload_activations", "picture", "prepare",
+           "report", "resident", "save", "session", "stats", "stats_reset", "timeline", "unit"]
 
 _current = None
 
@@ -75,19 +76,36 @@ def init(placement="auto", *, device_memory, host_memory=0, file=None, file_memo
   return _Init(_current)
 
 
-def prepare(model, optimizer=None, *, step_in_backward=False):
+def prepare(model, optimizer=None, *, step_in_backward=False, offload_activations=False):
   """Moves a model's parameters into the session and returns (model, optimizer): the same model, and an optimizer that
   updates each parameter where it lives. Only the model, if there is no optimizer.
 
   step_in_backward: every backward pass is a step, in which each parameter is updated as soon as its gradient is there;
   optimizer.step() only ends it. It hides most of the update, and gradients of 16 bits take no memory of their own. For
-  AdamW and Adam, without accumulation, clipping or loss scaling: reading a gradient is an error."""
+  AdamW and Adam, without accumulation, clipping or loss scaling: reading a gradient is an error.
+  offload_activations: the model's forward passes are as within offload_activations().
+  """
   owner = session()
   if owner.model is None or owner.model.module is not model:
     owner.model = _model.Model(owner, model)
+  if offload_activations:
+    owner.model.saving = _offload
   if optimizer is None:
     return model
   return model, Optimizer(owner, optimizer, step_in_backward)
+
+
+def offload_activations(min_bytes="1MiB"):
+  """`with offload_activations(): ...`: tensors of min_bytes or more that autograd saves for the backward pass are copied
+  into the session, where they leave the device for the host and files, and come back, as the plan says.
+
+  With activation checkpointing that is what its blocks begin with. Tensors that share their memory are saved once, and
+  not again if only something that torch does not count as a change (`.data`, a kernel of one's own) has changed them.
+  """
+  return _activations.activations(session()).saving(_parse_bytes(min_bytes, "min_bytes"))
+
+
+_offload = offload_activations  # which prepare() has an argument of the same name as
 
 
 def unit(module):

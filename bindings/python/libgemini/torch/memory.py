@@ -2,7 +2,6 @@
 
 SPDX-License-Identifier: Apache-2.0
 """
-import atexit
 import ctypes
 
 import torch
@@ -39,14 +38,6 @@ _new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
 _libc = ctypes.CDLL(None)
 _libc.malloc.restype = ctypes.c_void_p
 _libc.malloc.argtypes = [ctypes.c_size_t]
-
-
-@atexit.register
-def _leave():
-  """Tensors that outlive the interpreter must not call it: their records stay, without a deleter."""
-  for managed, _ in _alive.values():
-    managed.deleter = _Deleter()
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(managed))
 
 
 def wrap(address, shape, dtype, device):

@@ -250,6 +250,7 @@ class Model:
     self.module = module
     self.depth = 0
     self.records = {}
+    self.saving = contextlib.nullcontext  # around a forward pass: what becomes of what autograd saves
     for name, param in module.named_parameters():
       if param.is_meta:
         raise GeminiError(f"parameter {name} is on the meta device: load it first, by libgemini.torch.load_weights()")
@@ -319,7 +320,8 @@ class Model:
     try:
       if self.depth == 1 and not in_backward():  # where a checkpoint is recomputed
         self.begin()
-      yield
+      with self.saving() if self.depth == 1 else contextlib.nullcontext():
+        yield
     finally:
       self.depth -= 1
       if self.depth == 0 and self.session.iteration == "infer":

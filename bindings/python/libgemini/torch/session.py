@@ -133,6 +133,9 @@ class Session:
     self.iteration = None  # "train" or "infer" while one is open
     self.phase = abi.PHASE_NONE
     self.op_open = False
+    self.op_number = 0  # operators that began so far
+    self.using = []  # what is acquired for functions that run, or that the backward pass has reached
+    self.activations = None  # of activations.py, once wanted
     self.held = None  # what the function that the backward pass has reached has acquired: (use, stream)
     self.backward_task = -1  # autograd's number of the backward pass in progress
     self.uses = {}
@@ -217,12 +220,14 @@ class Session:
 
   def acquire_use(self, use, stream):
     self.lib.acquire(self.handle, use.pointer, use.count, stream)
+    self.using.append(use)
     if use.unit:
       use.unit.enter()
 
   def release_use(self, use, stream):
     if use.unit:
       use.unit.leave()
+    self.using.remove(use)
     self.lib.release(self.handle, use.pointer, use.count, stream)
 
   def note_writes(self, use, stream):
@@ -242,6 +247,7 @@ class Session:
     if self.iteration:
       self.lib.op_begin(self.handle, name, self.stream())
       self.op_open = True
+      self.op_number += 1
 
   def op_end(self):
     if self.op_open:
@@ -308,6 +314,8 @@ class Session:
       self.op_end()
     for record in early:
       self.rule_of[record].landed(record)
+    if self.activations:
+      self.activations.drain()
 
   def settle(self):
     """The backward pass is over, or an exception ended it; no operator is open any more."""
@@ -320,6 +328,8 @@ class Session:
   def close(self):
     self.iteration_end()
     self.lib.update_wait(self.handle)
+    if self.activations:
+      self.activations.close()
     if self.cuda:
       torch.cuda.synchronize(self.device)
     for stream in self.streams.values():
