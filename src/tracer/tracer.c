@@ -515,7 +515,7 @@ static gemini_status_t op_begin(gmi_manager_t *m, const char *name, gemini_strea
   uint32_t s;
   bool captures = false;
   gemini_status_t status = GEMINI_OK;
-  if (atomic_load(&m->graph_streams) && !t->op_open) {
+  if (atomic_load(&m->graph_streams)) {
     status = gmi_stream_resolve(m, stream, &s);
     if (!status) status = gmi_graph_captures(m, s, &captures);
     if (status || captures) return status ? status : gmi_graph_op_begin(m, name);
@@ -570,7 +570,7 @@ static gemini_status_t op_begin(gmi_manager_t *m, const char *name, gemini_strea
 
 static gemini_status_t op_end(gmi_manager_t *m) {
   gmi_tracer_t *t = m->tracer;
-  if (!t->op_open && gmi_graph_op_end(m)) return GEMINI_OK;
+  if (gmi_graph_op_end(m)) return GEMINI_OK;
   if (!t->op_open) return gmi_fail(GEMINI_ERR_STATE, 0, "no operator is open");
   timing_t *k = &t->timings[t->op_index];
   gemini_status_t status = GEMINI_OK;
