@@ -193,7 +193,7 @@ gemini_status_t gemini_graph_begin(gemini_manager_t mgr, gemini_stream_t stream,
 static gemini_status_t not_capturing(gmi_manager_t *m, const gmi_graph_t *g, gemini_status_t refusal) {
   bool active = false;
   gemini_status_t status = m->dev->capture_active(m->dev_self, g->capture, &active);
-  return active ? gmi_fail(refusal, 0, "its stream is still being captured") : status;
+  return active || status == GEMINI_ERR_STATE ? gmi_fail(refusal, 0, "its stream is still being captured") : status;
 }
 
 static gemini_status_t graph_end(gmi_manager_t *m, gemini_graph_t handle) {

@@ -1326,8 +1326,9 @@ static gemini_status_t cuda_capture_open(void *self, uint32_t index, uint32_t pl
 }
 
 /* Called with the stream's lock, in the context. */
-static gemini_status_t capture_look(cuda_t *cuda, const stream_t *stream, bool *active_out, uint64_t *id_out) {
+static gemini_status_t capture_look(cuda_t *cuda, const capture_t *capture, bool *active_out, uint64_t *id_out) {
   const gmi_cuda_driver_t *driver = cuda->driver;
+  const stream_t *stream = capture->stream;
   int state = CU_CAPTURE_NONE;
   cu_result_t result = CU_SUCCESS;
   *id_out = 0;
@@ -1335,6 +1336,8 @@ static gemini_status_t capture_look(cuda_t *cuda, const stream_t *stream, bool *
     result = driver->capture_info ? driver->capture_info(stream->native, &state, id_out, NULL, NULL, NULL)
                                   : driver->stream_capturing(stream->native, &state);
   *active_out = state != CU_CAPTURE_NONE;
+  if (state != CU_CAPTURE_NONE && capture->begun && capture->id != *id_out)
+    return gmi_fail(GEMINI_ERR_STATE, 0, "the stream is being captured again, for another graph");
   return done(cuda, result == CU_STREAM_CAPTURE_IMPLICIT ? CU_SUCCESS : result, "cuStreamGetCaptureInfo");
 }
 
@@ -1344,7 +1347,7 @@ static gemini_status_t cuda_capture_active(void *self, void *opened, bool *activ
   bool active = false;
   pthread_mutex_lock(&capture->stream->lock);
   entry_t had = enter(self);
-  gemini_status_t status = capture_look(self, capture->stream, &active, &id);
+  gemini_status_t status = capture_look(self, capture, &active, &id);
   leave(self, had);
   pthread_mutex_unlock(&capture->stream->lock);
   if (!status) *active_out = active;
@@ -1359,10 +1362,8 @@ static gemini_status_t capture_begin(cuda_t *cuda, capture_t *capture, entry_t *
   bool active;
   pthread_mutex_lock(&stream->lock);
   *had_out = enter(cuda);
-  gemini_status_t status = capture_look(cuda, stream, &active, &id);
+  gemini_status_t status = capture_look(cuda, capture, &active, &id);
   if (!status && !active) status = gmi_fail(GEMINI_ERR_STATE, 0, "the stream is not being captured");
-  if (!status && capture->begun && capture->id != id)
-    status = gmi_fail(GEMINI_ERR_STATE, 0, "the stream is being captured again, for another graph");
   if (!status && !capture->begun) {
     status = done(cuda, driver->event_record(capture->begin, stream->native), "cuEventRecord");
     if (!status) status = done(cuda, driver->stream_wait(capture->side, capture->begin, 0), "cuStreamWaitEvent");

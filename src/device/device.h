@@ -125,11 +125,11 @@ typedef struct gmi_device_ops {
    * being captured yet. places: parts of device memory that what is copied takes in turns. */
   gemini_status_t (*capture_open)(void *self, uint32_t stream, uint32_t places, void **capture_out);
   void (*capture_close)(void *self, void *capture); /* the capture has ended; NULL is accepted */
-  /* Is the stream being captured? */
+  /* Is the stream being captured? STATE: for another graph than the one that has copies by now. */
   gemini_status_t (*capture_active)(void *self, void *capture, bool *active_out);
   /* Adds a copy from the host, beside what the stream does: behind what had been captured at the place's last
-   * capture_used(), or at the first fetch. The stream goes on behind the copy. STATE: it is not being captured, or again,
-   * for another graph. After any other failure the capture is of no use. */
+   * capture_used(), or at the first fetch. The stream goes on behind the copy. STATE: it is not being captured, or for
+   * another graph. After any other failure the capture is of no use. */
   gemini_status_t (*capture_fetch)(void *self, void *capture, uint32_t place, void *dst, const void *src,
                                    uint64_t size_bytes);
   /* What has been captured so far uses the place, and what comes does not, until its next fetch. As capture_fetch(). */
