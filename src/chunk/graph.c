@@ -511,15 +511,19 @@ static gemini_status_t enter_check(gmi_manager_t *m, const gmi_graph_t *g) {
   return status;
 }
 
-/* Its newest bytes come to its host slot, and its address to its place. */
-static gemini_status_t part_ready(gmi_manager_t *m, const gmi_graph_t *g, const part_t *p) {
+/* Its newest bytes come to its host slot, and its address to its place, before what the stream does next. */
+static gemini_status_t part_ready(gmi_manager_t *m, const gmi_graph_t *g, const part_t *p, uint32_t stream) {
   gmi_window_t *w = p->window;
   gemini_status_t status = w->deferred ? gmi_updates_queue(m, w) : GEMINI_OK;
   if (!status && (!(w->valid & GMI_VALID_HOST) || atomic_load(&w->word) & GMI_WINDOW_RESIDENT || w->io))
     status = gmi_window_to_host(m, w, true, GEMINI_REASON_DEMAND);
   /* What comes from a file is waited for here, as for a fetch: a copy of bytes that did not come could not be taken back. */
   if (!status && (w->io || w->failed_read)) status = gmi_window_settle_host(m, w);
-  return status ? status : gmi_map(m, gmi_window_device(m, w), g->places[p->place].frame, &w->mapping);
+  /* Where that changes, it waits for what used the address, and so for copies between its frame and its slot. */
+  if (!status) status = gmi_map(m, gmi_window_device(m, w), g->places[p->place].frame, &w->mapping);
+  if (status || !gmi_window_work_pending(m, w)) return status;
+  gmi_slot_t *slot = &m->host.slots[w->slot];
+  return m->dev->wait_flag(m->dev_self, stream, &slot->work_done, slot->work_queued);
 }
 
 static gemini_status_t graph_enter(gmi_manager_t *m, gemini_graph_t handle, gemini_stream_t stream) {
@@ -530,21 +534,11 @@ static gemini_status_t graph_enter(gmi_manager_t *m, gemini_graph_t handle, gemi
   if (!status && s == GMI_CALLER)
     status = gmi_fail(GEMINI_ERR_INVALID, 0, "a graph is launched on a stream, not on GEMINI_STREAM_CALLER");
   if (!status) status = enter_check(m, g);
-  gmi_fence_t latest[GMI_DEVICE_MAX_STREAMS] = { 0 }; /* of each stream: marks grow */
   for (uint32_t i = 0; !status && i < g->part_count; i++)
-    if (g->parts[i].place != GMI_NONE) status = part_ready(m, g, &g->parts[i]);
-  for (uint32_t i = 0; !status && i < g->part_count + g->place_count; i++) {
-    const part_t *p = i < g->part_count ? &g->parts[i] : NULL;
-    if (p && p->place == GMI_NONE) continue;
-    gmi_fence_t fence = p ? m->host.slots[p->window->slot].fence : m->frames[g->places[i - g->part_count].frame].ready;
-    if (fence && latest[gmi_fence_stream(fence)] < fence) latest[gmi_fence_stream(fence)] = fence;
-    if (p && gmi_window_work_pending(m, p->window)) {
-      gmi_slot_t *slot = &m->host.slots[p->window->slot];
-      status = m->dev->wait_flag(m->dev_self, s, &slot->work_done, slot->work_queued);
-    }
-  }
-  if (!status) status = gmi_fence_wait(m, s, g->left);
-  for (uint32_t i = 0; !status && i < GMI_DEVICE_MAX_STREAMS; i++) status = gmi_tracer_wait(m, s, latest[i]);
+    if (g->parts[i].place != GMI_NONE) status = part_ready(m, g, &g->parts[i], s);
+  for (uint32_t i = 0; !status && i < g->place_count; i++) /* who had the frames before */
+    status = gmi_tracer_wait(m, s, m->frames[g->places[i].frame].ready);
+  if (!status) status = gmi_tracer_wait(m, s, g->left);
   if (status) return status;
   for (uint32_t i = 0; i < g->part_count; i++)
     if (g->parts[i].place != GMI_NONE) hold(g->parts[i].window);

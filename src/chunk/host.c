@@ -660,7 +660,7 @@ static gemini_status_t slots_to_blocks(void *user, uint64_t offset, uint64_t siz
     if (!status && !is_free(m, slot)) {
       uint32_t other = free_run(m, 0, 1);
       if (!movable(m->host.slots[slot].window))
-        status = gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is acquired on the host where a block would lie",
+        status = gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s that cannot move lies where a block would",
                           gmi_window_arena(m, m->host.slots[slot].window)->name);
       else status = exchange(m, slot, other);
     }

@@ -410,6 +410,72 @@ static void test_graph_enter_waits_on_the_stream_for_updates(void) {
   finish(&w);
 }
 
+/* ---- other streams: what had the frames before, replays elsewhere, and who has the frames after */
+static void test_graph_replays_keep_their_order_with_other_streams(void) {
+  world_t w = start(3, 6);
+  const uint64_t values[6] = { 1, 2, 3, 4, 5, 6 };
+  gemini_stream_t second;
+  void *second_native;
+  CHECK_OK(gemini_stream_create(w.mgr, &second));
+  CHECK_OK(gemini_stream_native(w.mgr, second, &second_native));
+  for (uint64_t i = 0; i < 6; i++) set_on_host(&w, i, values[i]);
+  gate = false;
+  kernel_t before[3], after[2]; /* three windows fill the device, and are being read when they leave */
+  gemini_access_t a = window_of(arena, 3, 3, READ, DEVICE);
+  CHECK_OK(gemini_acquire(w.mgr, &a, 1, second));
+  CHECK_OK(gemini_stream_call(w.mgr, second, wait_for_gate, NULL));
+  for (uint64_t i = 0; i < 3; i++) {
+    before[i] = (kernel_t){ (uint8_t *)a.ptr + i * W, 3 + i, 0 };
+    CHECK_EQ(driver->host_call(second_native, look, &before[i]), CU_SUCCESS);
+  }
+  CHECK_OK(gemini_release(w.mgr, &a, 1, second));
+  graph_t g;
+  graph_begin(&w, &g, 2, 4);
+  for (uint64_t i = 0; i < 3; i++) capture_op(&w, &g, i, 1);
+  graph_end(&w, &g);
+  replay(&w, &g);
+  usleep(20000);
+  gate = true;
+  check_seen(&w, &g, values);
+  CHECK_OK(gemini_stream_synchronize(w.mgr, second));
+  for (int i = 0; i < 3; i++) CHECK_EQ(before[i].seen, values[before[i].index]);
+
+  for (uint32_t i = 0; i < g.count; i++) g.kernels[i].seen = 0;
+  gate = false;
+  CHECK_OK(gemini_stream_call(w.mgr, w.stream, wait_for_gate, NULL));
+  CHECK_OK(gemini_graph_enter(w.mgr, g.handle, w.stream));
+  CHECK_OK(gemini_graph_leave(w.mgr, g.handle)); /* as if it were launched there */
+  CHECK_OK(gemini_graph_enter(w.mgr, g.handle, second));
+  CHECK_EQ(cuGraphLaunch(g.exec, second_native), CU_SUCCESS);
+  CHECK_OK(gemini_graph_leave(w.mgr, g.handle));
+  usleep(20000);
+  for (uint32_t i = 0; i < g.count; i++) CHECK_EQ(g.kernels[i].seen, 0);
+  gate = true;
+  CHECK_OK(gemini_stream_synchronize(w.mgr, second));
+  check_seen(&w, &g, values);
+
+  gate = false;
+  CHECK_OK(gemini_stream_call(w.mgr, w.stream, wait_for_gate, NULL));
+  replay(&w, &g);
+  CHECK_EQ(cuGraphExecDestroy(g.exec), CU_SUCCESS);
+  CHECK_OK(gemini_graph_destroy(g.handle));
+  a = window_of(arena, 3, 2, READ, DEVICE);
+  CHECK_OK(gemini_acquire(w.mgr, &a, 1, second)); /* in the frames of a replay that has not run */
+  usleep(20000);
+  gate = true;
+  CHECK_OK(gemini_stream_synchronize(w.mgr, w.stream));
+  for (uint64_t i = 0; i < 2; i++) {
+    after[i] = (kernel_t){ (uint8_t *)a.ptr + i * W, 3 + i, 0 };
+    CHECK_EQ(driver->host_call(second_native, look, &after[i]), CU_SUCCESS);
+  }
+  CHECK_OK(gemini_stream_synchronize(w.mgr, second));
+  for (int i = 0; i < 2; i++) CHECK_EQ(after[i].seen, values[after[i].index]);
+  check_seen(&w, &g, values);
+  CHECK_OK(gemini_release(w.mgr, &a, 1, second));
+  free(g.kernels);
+  finish(&w);
+}
+
 /* ---- what is acquired before the capture stays, and may be written */
 static void copy_stamp(void *user) {
   void **windows = user;
@@ -505,6 +571,12 @@ static void test_graph_that_is_too_small_names_operator_and_bytes(void) {
   CHECK_STATUS(gemini_acquire(w.mgr, both, 2, w.stream), GEMINI_ERR_OOM_DEVICE);
   CHECK_SAYS(world_error().message, "a captured operator: chunks of arena a at ");
   capture_op(&w, &g, 1, 2); /* it is as it was */
+  for (uint64_t i = 5; i < 8; i++) capture_op(&w, &g, i, 1); /* 5 and 7 in one frame, 7 there last, but before 6 */
+  capture_op(&w, &g, 6, 1);
+  gemini_access_t late[] = { window_of(arena, 4, 1, READ, DEVICE), window_of(arena, 5, 1, READ, DEVICE) };
+  CHECK_OK(gemini_acquire(w.mgr, late, 2, w.stream)); /* 4 gets its frame after 5 has its own */
+  launch_kernel(&g, 5, late[1].ptr);
+  CHECK_OK(gemini_release(w.mgr, late, 2, w.stream));
   graph_end(&w, &g);
   const uint64_t zeros[8] = { 0 };
   replay(&w, &g);
@@ -590,9 +662,9 @@ static void test_graph_misuse_is_refused(void) {
   gemini_access_t host = window_of(arena, 0, 1, WRITE, HOST), reader = window_of(arena, 0, 1, READ, HOST);
   CHECK_STATUS(gemini_acquire(w.mgr, &host, 1, GEMINI_STREAM_CALLER), GEMINI_ERR_BUSY);
   CHECK_STATUS(gemini_release(w.mgr, &host, 1, GEMINI_STREAM_CALLER), GEMINI_ERR_STATE);
-  CHECK_STATUS(gemini_release(w.mgr, &reader, 1, GEMINI_STREAM_CALLER), GEMINI_ERR_STATE);
   CHECK_OK(gemini_acquire(w.mgr, &reader, 1, GEMINI_STREAM_CALLER));
   CHECK_OK(gemini_release(w.mgr, &reader, 1, GEMINI_STREAM_CALLER));
+  CHECK_STATUS(gemini_release(w.mgr, &reader, 1, GEMINI_STREAM_CALLER), GEMINI_ERR_STATE); /* the graph's, not ours */
   CHECK_STATUS(gemini_pin(w.mgr, &elsewhere), GEMINI_ERR_BUSY);
   CHECK_OK(gemini_hint(w.mgr, &elsewhere, 1));
   CHECK_STATUS(gemini_zero(w.mgr, &host), GEMINI_ERR_BUSY);
@@ -652,6 +724,16 @@ static void test_graph_frames_and_slots_stay_the_graphs(void) {
       CHECK_OK(gemini_release(w.mgr, &b, 1, GEMINI_STREAM_CALLER));
     }
   CHECK(world_stats(&w).moved_chunks[GEMINI_LINK_H2F][GEMINI_REASON_PRESSURE] > 0);
+  gemini_access_t zero = window_of(arena, 0, 1, WRITE, HOST);
+  CHECK_OK(gemini_zero(w.mgr, &zero));
+  values[0] = 0;
+  void *block;
+  CHECK_STATUS(gemini_host_alloc(w.mgr, 7 * W, 0, &block), GEMINI_ERR_OOM_HOST); /* not through the graph's */
+  for (uint64_t i = 0; i < 8; i++) {
+    gemini_access_t b = window_of(more, i, 1, READ_WRITE, HOST);
+    CHECK_OK(gemini_acquire(w.mgr, &b, 1, GEMINI_STREAM_CALLER));
+    CHECK_OK(gemini_release(w.mgr, &b, 1, GEMINI_STREAM_CALLER));
+  }
   CHECK_STATUS(gemini_budget_set(w.mgr, HOST, 3 * W), GEMINI_ERR_OOM_HOST);
   CHECK_OK(gemini_budget_set(w.mgr, HOST, 5 * W));
   CHECK_OK(gemini_budget_set(w.mgr, HOST, 9 * W));
@@ -826,6 +908,7 @@ int main(void) {
   RUN(test_graph_random_replays_are_right);
   RUN(test_graph_running_replay_keeps_writers_waiting);
   RUN(test_graph_enter_waits_on_the_stream_for_updates);
+  RUN(test_graph_replays_keep_their_order_with_other_streams);
   RUN(test_graph_writes_what_was_acquired_before);
   RUN(test_graph_reads_parameters_only_where_there_are_any);
   RUN(test_graph_that_is_too_small_names_operator_and_bytes);
