@@ -99,12 +99,12 @@ static void unhold(gmi_window_t *w) {
 }
 
 static gemini_status_t free_for_graph(gmi_manager_t *m, const gmi_window_t *w) {
-  const char *why = w->graph_held                              ? "in use by another graph"
-                    : w->user_pins                             ? "pinned to the device"
-                    : atomic_load(&w->word) & GMI_WINDOW_PINS  ? "acquired on the device"
-                    : w->host_writers                          ? "acquired on the host for writing"
-                    : w->host_users == UINT16_MAX              ? "acquired 65535 times, the limit"
-                                                               : NULL;
+  const char *why = w->graph_held                             ? "in use by another graph"
+                    : w->user_pins                            ? "pinned to the device"
+                    : atomic_load(&w->word) & GMI_WINDOW_PINS ? "acquired on the device"
+                    : w->host_writers                         ? "acquired on the host for writing"
+                    : w->host_users == UINT16_MAX             ? "acquired 65535 times, the limit"
+                                                              : NULL;
   return why ? gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is %s", name_of(m, w), why) : GEMINI_OK;
 }
 
@@ -132,8 +132,7 @@ static gemini_status_t graph_begin(gmi_manager_t *m, gemini_stream_t stream, uin
                                    gemini_graph_t *graph_out) {
   uint32_t s, index = 0;
   if (!graph_out) return gmi_fail(GEMINI_ERR_INVALID, 0, "graph_out is NULL");
-  if (!m->dev->capture_open)
-    return gmi_fail(GEMINI_ERR_UNSUPPORTED, 0, "device %s has no graphs", m->dev->name);
+  if (!m->dev->capture_open) return gmi_fail(GEMINI_ERR_UNSUPPORTED, 0, "device %s has no graphs", m->dev->name);
   gemini_status_t status = gmi_stream_resolve(m, stream, &s);
   if (status) return status;
   if (s == GMI_CALLER) return gmi_fail(GEMINI_ERR_INVALID, 0, "GEMINI_STREAM_CALLER cannot be captured");
@@ -241,8 +240,7 @@ static gemini_status_t graph_destroy(gmi_manager_t *m, gemini_graph_t handle) {
 gemini_status_t gemini_graph_destroy(gemini_graph_t graph) {
   if (!graph) return GEMINI_OK;
   gmi_manager_t *m = gmi_manager_of(graph);
-  if (!m)
-    API_RETURN(gmi_fail(GEMINI_ERR_HANDLE, 0, "%#llx is no graph of an open manager", (unsigned long long)graph));
+  if (!m) API_RETURN(gmi_fail(GEMINI_ERR_HANDLE, 0, "%#llx is no graph of an open manager", (unsigned long long)graph));
   gmi_lock(m);
   gemini_status_t status = graph_destroy(m, graph);
   gmi_unlock(m);
@@ -314,12 +312,14 @@ static gemini_status_t part_hold(gmi_manager_t *m, gmi_graph_t *g, const gemini_
   gemini_status_t status = part_take(m, g, w, &p);
   if (status) return status;
   if (write && !(p->kept && still_acquired(p, true)))
-    return gmi_fail(GEMINI_ERR_STATE, 0,
-                    "%s: a chunk of arena %s that is written in a graph must stay for all of it: acquire it for writing "
-                    "before the capture",
-                    op_name(m), name_of(m, w));
+    return gmi_fail(
+        GEMINI_ERR_STATE, 0,
+        "%s: a chunk of arena %s that is written in a graph must stay for all of it: acquire it for writing "
+        "before the capture",
+        op_name(m), name_of(m, w));
   if (p->kept && !still_acquired(p, false))
-    return gmi_fail(GEMINI_ERR_STATE, 0, "a chunk of arena %s was released in the middle of the capture", name_of(m, w));
+    return gmi_fail(GEMINI_ERR_STATE, 0, "a chunk of arena %s was released in the middle of the capture",
+                    name_of(m, w));
   if (!p->kept && !p->readers) {
     status = free_for_graph(m, w);
     if (!status) status = gmi_window_evict(m, w, GEMINI_REASON_DEMAND);
@@ -349,9 +349,9 @@ static bool place_is_used(const gmi_graph_t *g, const place_t *place) {
 static gemini_status_t too_small(gmi_manager_t *m, const gmi_graph_t *g) {
   uint64_t need = 0;
   for (uint32_t i = 0; i < g->part_count; i++) need += !g->parts[i].kept && g->parts[i].readers;
-  return gmi_fail(GEMINI_ERR_OOM_DEVICE, 0, "%s: the chunks acquired at once need %llu bytes, the graph was begun with %llu",
-                  op_name(m), (unsigned long long)(need << m->window_shift),
-                  (unsigned long long)g->place_count << m->window_shift);
+  return gmi_fail(GEMINI_ERR_OOM_DEVICE, 0,
+                  "%s: the chunks acquired at once need %llu bytes, the graph was begun with %llu", op_name(m),
+                  (unsigned long long)(need << m->window_shift), (unsigned long long)g->place_count << m->window_shift);
 }
 
 /* Gives the window a place for good, and queues its fetch in the capture. */
@@ -365,12 +365,12 @@ static gemini_status_t part_fetch(gmi_manager_t *m, gmi_graph_t *g, uint32_t par
   place_t *place = &g->places[at];
   if (place_is_used(g, place)) {
     const gmi_window_t *other = g->parts[place->part].window;
-    return gmi_fail(GEMINI_ERR_OOM_DEVICE, 0,
-                    "%s: chunks of arena %s at %llu and of %s at %llu have taken turns in one frame of the graph, and are "
-                    "wanted at once: begin it with more than %llu bytes",
-                    op_name(m), name_of(m, w), (unsigned long long)w->index << m->window_shift, name_of(m, other),
-                    (unsigned long long)other->index << m->window_shift,
-                    (unsigned long long)g->place_count << m->window_shift);
+    return gmi_fail(
+        GEMINI_ERR_OOM_DEVICE, 0,
+        "%s: chunks of arena %s at %llu and of %s at %llu have taken turns in one frame of the graph, and are "
+        "wanted at once: begin it with more than %llu bytes",
+        op_name(m), name_of(m, w), (unsigned long long)w->index << m->window_shift, name_of(m, other),
+        (unsigned long long)other->index << m->window_shift, (unsigned long long)g->place_count << m->window_shift);
   }
   gemini_status_t status = gmi_map(m, gmi_window_device(m, w), place->frame, &w->mapping);
   if (status) return status;
@@ -404,8 +404,9 @@ static bool has_content(gmi_manager_t *m, const content_t *c) {
 }
 static gemini_status_t wrong_content(gmi_manager_t *m, const content_t *c) {
   const char *name = gmi_tensor_base(m, &m->tensors[c->index])->name;
-  return gmi_fail(GEMINI_ERR_STATE, 0, c->gradient ? "gradient of %s cannot be used: its parameter has been written since"
-                                                   : "parameter %s cannot be used: its gradient has taken its bytes",
+  return gmi_fail(GEMINI_ERR_STATE, 0,
+                  c->gradient ? "gradient of %s cannot be used: its parameter has been written since"
+                              : "parameter %s cannot be used: its gradient has taken its bytes",
                   name);
 }
 static gemini_status_t content_add(gmi_manager_t *m, gmi_graph_t *g, const gmi_range_t *r) {
@@ -496,7 +497,8 @@ gemini_status_t gmi_graph_release(gmi_manager_t *m, const gemini_access_t *acces
 
 /* ---- replays */
 static gemini_status_t enter_check(gmi_manager_t *m, const gmi_graph_t *g) {
-  if (g->state == GRAPH_OPEN) return gmi_fail(GEMINI_ERR_STATE, 0, "the graph's capture has not ended: gemini_graph_end()");
+  if (g->state == GRAPH_OPEN)
+    return gmi_fail(GEMINI_ERR_STATE, 0, "the graph's capture has not ended: gemini_graph_end()");
   if (g->state == GRAPH_ENTERED) return gmi_fail(GEMINI_ERR_STATE, 0, "the graph is entered already");
   for (uint32_t i = 0; i < g->content_count; i++)
     if (!has_content(m, &g->contents[i])) return wrong_content(m, &g->contents[i]);
@@ -505,7 +507,8 @@ static gemini_status_t enter_check(gmi_manager_t *m, const gmi_graph_t *g) {
     const part_t *p = &g->parts[i];
     if (!p->kept) status = free_for_graph(m, p->window);
     else if (!still_acquired(p, p->written))
-      status = gmi_fail(GEMINI_ERR_STATE, 0, "a chunk of arena %s was acquired%s when the graph was captured, and is not now",
+      status = gmi_fail(GEMINI_ERR_STATE, 0,
+                        "a chunk of arena %s was acquired%s when the graph was captured, and is not now",
                         name_of(m, p->window), p->written ? " for writing" : "");
   }
   return status;

@@ -202,8 +202,8 @@ gemini_status_t gmi_oom_device(gmi_manager_t *m, uint64_t need_bytes) {
                   "acquired hold %llu, pinned %llu, graphs %llu, non-model memory %llu (%llu of it live)",
                   op ? op : "", op ? ": " : "", (unsigned long long)need_bytes,
                   (unsigned long long)m->config.device_bytes, (unsigned long long)m->config.device_margin_bytes,
-                  (unsigned long long)acquired, (unsigned long long)pinned, (unsigned long long)m->graph_frames * window,
-                  (unsigned long long)m->heap_frames * window,
+                  (unsigned long long)acquired, (unsigned long long)pinned,
+                  (unsigned long long)m->graph_frames * window, (unsigned long long)m->heap_frames * window,
                   (unsigned long long)(m->heap ? gmi_heap_bytes_used(m->heap) : 0));
 }
 

@@ -501,9 +501,9 @@ gemini_status_t gmi_graph_captures(gmi_manager_t *m, uint32_t stream, bool *capt
 gemini_status_t gmi_graph_acquire(gmi_manager_t *m, gemini_access_t *accesses, uint64_t count, uint32_t stream);
 gemini_status_t gmi_graph_release(gmi_manager_t *m, const gemini_access_t *accesses, uint64_t count, uint32_t stream);
 gemini_status_t gmi_graph_op_begin(gmi_manager_t *m, const char *name);
-bool gmi_graph_op_end(gmi_manager_t *m);                                /* false: none is open in a capture */
-bool gmi_graph_uses_stream(const gmi_manager_t *m, uint32_t stream);    /* begun, or entered, on it */
-bool gmi_graphs_busy(const gmi_manager_t *m);                           /* one is begun and not ended, or entered */
+bool gmi_graph_op_end(gmi_manager_t *m);                             /* false: none is open in a capture */
+bool gmi_graph_uses_stream(const gmi_manager_t *m, uint32_t stream); /* begun, or entered, on it */
+bool gmi_graphs_busy(const gmi_manager_t *m);                        /* one is begun and not ended, or entered */
 void gmi_graphs_free(gmi_manager_t *m);
 
 /* chunk/nonmodel.c; lock held */

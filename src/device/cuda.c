@@ -1275,7 +1275,7 @@ static gemini_status_t cuda_sum_squares(void *self, uint32_t index, const void *
 typedef struct capture {
   stream_t *stream;
   cu_stream_t side;
-  bool begun; /* something is in it */
+  bool begun;  /* something is in it */
   uint64_t id; /* of the driver's capture, then */
   uint32_t places;
   uint32_t reserved;
@@ -1312,7 +1312,8 @@ static gemini_status_t cuda_capture_open(void *self, uint32_t index, uint32_t pl
   capture->places = places;
   entry_t had = enter(cuda);
   const gmi_cuda_driver_t *driver = cuda->driver;
-  gemini_status_t status = done(cuda, driver->stream_create(&capture->side, CU_STREAM_NON_BLOCKING_FLAG), "cuStreamCreate");
+  gemini_status_t status =
+      done(cuda, driver->stream_create(&capture->side, CU_STREAM_NON_BLOCKING_FLAG), "cuStreamCreate");
   if (status) capture->side = NULL;
   cu_result_t result = driver->event_create(&capture->begin, CU_EVENT_NO_TIME);
   if (result == CU_SUCCESS) result = driver->event_create(&capture->copied, CU_EVENT_NO_TIME);
@@ -1403,7 +1404,8 @@ static gemini_status_t cuda_capture_used(void *self, void *opened, uint32_t plac
   if (place >= capture->places) return GEMINI_ERR_INVALID;
   gemini_status_t status = capture_begin(cuda, capture, &had);
   if (!status)
-    status = done(cuda, cuda->driver->event_record(capture->used[place].event, capture->stream->native), "cuEventRecord");
+    status =
+        done(cuda, cuda->driver->event_record(capture->used[place].event, capture->stream->native), "cuEventRecord");
   capture->used[place].recorded |= !status;
   capture_end(cuda, capture, had);
   return status;

@@ -284,7 +284,8 @@ static void large_fill(large_t *l, uint64_t window, uint64_t seed) {
 static void large_kernel(large_t *l, uint64_t window, const void *words, uint32_t rounds) {
   uint64_t count = LARGE / 4, sum = (uintptr_t)&l->sums[window];
   void *parameters[] = { &words, &count, &rounds, &sum };
-  CUDA("cuLaunchKernel", (void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **, void **),
+  CUDA("cuLaunchKernel",
+       (void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **, void **),
        l->kernel, 132, 1, 1, 256, 1, 1, 0, l->stream, parameters, NULL);
 }
 static void large_ops(large_t *l, uint32_t rounds, bool brackets) {

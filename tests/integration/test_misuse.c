@@ -252,6 +252,10 @@ static void refuse_manager(gemini_manager_t mgr) {
   REFUSED(HANDLE, says, gemini_move, mgr, &a, 1);
   REFUSED(HANDLE, says, gemini_pin, mgr, &a);
   REFUSED(HANDLE, says, gemini_unpin, mgr, &a);
+  REFUSED(HANDLE, says, gemini_graph_begin, mgr, GEMINI_STREAM_CALLER, W, &out);
+  REFUSED(HANDLE, says, gemini_graph_end, mgr, 0);
+  REFUSED(HANDLE, says, gemini_graph_enter, mgr, 0, GEMINI_STREAM_CALLER);
+  REFUSED(HANDLE, says, gemini_graph_leave, mgr, 0);
   REFUSED(HANDLE, says, gemini_alloc, mgr, 512, GEMINI_STREAM_CALLER, &ptr);
   REFUSED(HANDLE, says, gemini_free, mgr, bed.block, GEMINI_STREAM_CALLER);
   REFUSED(HANDLE, says, gemini_free, mgr, NULL, GEMINI_STREAM_CALLER);

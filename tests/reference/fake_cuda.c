@@ -44,9 +44,9 @@ enum {
   LIVE_GRAPH,
   LIVE_KINDS
 };
-static const char *const live_names[LIVE_KINDS] = { "contexts",      "address ranges", "memories", "mappings",
-                                                    "host memories", "streams",        "events",   "modules",
-                                                    "graphs" };
+static const char *const live_names[LIVE_KINDS] = { "contexts", "address ranges", "memories",
+                                                    "mappings", "host memories",  "streams",
+                                                    "events",   "modules",        "graphs" };
 
 /* Nodes that something follows. */
 typedef struct ends {
@@ -305,7 +305,8 @@ static void run_graph(const struct cu_graph *graph) {
     uint32_t i = next_node(graph, ran, launch, &random);
     task_t task = graph->nodes[i].task;
     ran[i] = true;
-    if (task.kind == TASK_COPY && (!reachable((uintptr_t)task.dst, task.number) || !reachable((uintptr_t)task.src, task.number)))
+    if (task.kind == TASK_COPY &&
+        (!reachable((uintptr_t)task.dst, task.number) || !reachable((uintptr_t)task.src, task.number)))
       violations++;
     else run(&task);
   }
@@ -352,7 +353,8 @@ static cu_result_t capture(struct cu_stream *stream, const task_t *what) {
       graph->invalid |= !ends_add(&stream->ends, what->event->ends.node[i]);
     return graph->invalid ? 905 : CU_SUCCESS; /* CUDA_ERROR_STREAM_CAPTURE_ISOLATION */
   }
-  if (what->kind == TASK_WAIT_VALUE || what->kind == TASK_SUM) violations++; /* nothing that is ours gets into a graph */
+  if (what->kind == TASK_WAIT_VALUE || what->kind == TASK_SUM)
+    violations++; /* nothing that is ours gets into a graph */
   if (graph->count == graph->capacity) {
     uint32_t capacity = graph->capacity ? graph->capacity * 2 : 64;
     node_t *nodes = realloc(graph->nodes, capacity * sizeof *nodes);
@@ -844,7 +846,8 @@ cu_result_t cuStreamEndCapture(cu_stream_t stream, struct cu_graph **graph_out) 
   for (uint32_t i = 0; before && i < stream->ends.count; i++) before[stream->ends.node[i]] = true;
   for (uint32_t i = graph->count; before && i-- > 0;) {
     joined &= before[i];
-    for (uint32_t k = 0; before[i] && k < graph->nodes[i].after.count; k++) before[graph->nodes[i].after.node[k]] = true;
+    for (uint32_t k = 0; before[i] && k < graph->nodes[i].after.count; k++)
+      before[graph->nodes[i].after.node[k]] = true;
   }
   free(before);
   graph->origin = NULL;
@@ -901,7 +904,8 @@ void fake_cuda_graph_nodes(const struct cu_graph *graph, uint32_t *copies_out, u
     if (!before) continue;
     before[i] = true;
     for (uint32_t n = i + 1; n-- > 0;)
-      for (uint32_t k = 0; before[n] && k < graph->nodes[n].after.count; k++) before[graph->nodes[n].after.node[k]] = true;
+      for (uint32_t k = 0; before[n] && k < graph->nodes[n].after.count; k++)
+        before[graph->nodes[n].after.node[k]] = true;
     *beside_out += !before[call];
     free(before);
   }
