@@ -173,13 +173,14 @@ static gemini_status_t graph_begin(gmi_manager_t *m, gemini_stream_t stream, uin
     status = gmi_frame_take(m, NULL, GEMINI_REASON_CALLER, GMI_TAKE_EVICT, &p->frame);
     m->graph_frames += !status;
   }
-  if (!status) status = gmi_tracer_replan(m);
+  bool taken = !status;
+  if (taken) status = gmi_tracer_replan(m);
   if (status) {
     char message[440];
     memcpy(message, gmi_fail_message(), sizeof message);
     graph_free(m, g);
-    if (gmi_tracer_replan(m) == GEMINI_OK) gmi_fail(status, 0, "%s", message);
-    return status;
+    if (taken) (void)gmi_tracer_replan(m);
+    return gmi_fail(status, 0, "%s", message);
   }
   *graph_out = gmi_handle(m, GMI_HANDLE_GRAPH, g->generation, g->index);
   return GEMINI_OK;
@@ -288,13 +289,11 @@ static gemini_status_t no_memory(void) {
 }
 
 /* The part of a window, which is added to the graph when it is none yet. */
-static gemini_status_t part_take(gmi_manager_t *m, gmi_graph_t *g, gmi_window_t *w, part_t **part_out) {
+static gemini_status_t part_take(gmi_graph_t *g, gmi_window_t *w, part_t **part_out) {
   *part_out = part_find(g, w);
   if (*part_out) return GEMINI_OK;
   if (!grow((void **)&g->parts, &g->part_capacity, g->part_count, sizeof *g->parts)) return no_memory();
-  if (w->graphs == UINT16_MAX)
-    return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is in 65535 graphs, the limit", name_of(m, w));
-  w->graphs++;
+  w->graphs++; /* at most GMI_GRAPHS */
   *part_out = &g->parts[g->part_count++];
   **part_out = (part_t){ .window = w, .place = GMI_NONE, .kept = atomic_load(&w->word) & GMI_WINDOW_PINS };
   return GEMINI_OK;
@@ -309,7 +308,7 @@ static bool still_acquired(const part_t *p, bool write) {
 static gemini_status_t part_hold(gmi_manager_t *m, gmi_graph_t *g, const gemini_access_t *access, gmi_window_t *w) {
   part_t *p;
   bool write = access->mode & GEMINI_WRITE;
-  gemini_status_t status = part_take(m, g, w, &p);
+  gemini_status_t status = part_take(g, w, &p);
   if (status) return status;
   if (write && !(p->kept && still_acquired(p, true)))
     return gmi_fail(

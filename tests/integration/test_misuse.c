@@ -1831,6 +1831,25 @@ static void test_streams_of_an_api_that_is_not_there_are_refused(void) {
   bed_close();
 }
 
+/* The simulated device has no graphs: more in unit/test_graph.c. */
+static void test_graphs_that_are_not_there_are_refused(void) {
+  bed_open();
+  gemini_graph_t graph = UNTOUCHED;
+  REFUSED(UNSUPPORTED, "graphs", gemini_graph_begin, bed.w.mgr, bed.w.stream, W, &graph);
+  REFUSED(INVALID, "graph_out", gemini_graph_begin, bed.w.mgr, bed.w.stream, W, NULL);
+  CHECK(graph == UNTOUCHED);
+  const uint64_t none[] = { bed.w.stream, bed.x.stream, bed.other, UNTOUCHED };
+  for (size_t i = 0; i < sizeof none / sizeof *none; i++) {
+    REFUSED(HANDLE, hex(none[i]), gemini_graph_end, bed.w.mgr, none[i]);
+    REFUSED(HANDLE, hex(none[i]), gemini_graph_enter, bed.w.mgr, none[i], bed.w.stream);
+    REFUSED(HANDLE, hex(none[i]), gemini_graph_leave, bed.w.mgr, none[i]);
+    REFUSED(HANDLE, hex(none[i]), gemini_graph_destroy, none[i]);
+  }
+  REFUSED(HANDLE, "", gemini_graph_destroy, bed.dead_mgr);
+  CHECK_OK(gemini_graph_destroy(0));
+  bed_close();
+}
+
 /* ---- every function has been seen to refuse something */
 static void test_all_public_functions_are_covered(void) {
   char path[512];
@@ -1898,6 +1917,7 @@ int main(void) {
   RUN(test_budget_of_a_tier_that_is_not_there_is_refused);
   RUN(test_refused_before_the_first_access_chooses_nothing);
   RUN(test_streams_of_an_api_that_is_not_there_are_refused);
+  RUN(test_graphs_that_are_not_there_are_refused);
   RUN(test_all_public_functions_are_covered);
   return check_done();
 }

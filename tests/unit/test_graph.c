@@ -678,7 +678,8 @@ static void test_graph_misuse_is_refused(void) {
   CHECK_STATUS(gemini_release(w.mgr, &host, 1, GEMINI_STREAM_CALLER), GEMINI_ERR_STATE);
   CHECK_OK(gemini_acquire(w.mgr, &reader, 1, GEMINI_STREAM_CALLER));
   CHECK_OK(gemini_release(w.mgr, &reader, 1, GEMINI_STREAM_CALLER));
-  CHECK_STATUS(gemini_release(w.mgr, &reader, 1, GEMINI_STREAM_CALLER), GEMINI_ERR_STATE); /* the graph's, not ours */
+  host.ptr = reader.ptr;
+  CHECK_STATUS(gemini_release(w.mgr, &host, 1, GEMINI_STREAM_CALLER), GEMINI_ERR_STATE); /* the graph's, not ours */
   CHECK_STATUS(gemini_pin(w.mgr, &elsewhere), GEMINI_ERR_BUSY);
   CHECK_OK(gemini_hint(w.mgr, &elsewhere, 1));
   CHECK_STATUS(gemini_zero(w.mgr, &host), GEMINI_ERR_BUSY);
