@@ -755,7 +755,7 @@ enum {
 };
 enum {
   GEMINI_REASON_DEMAND = 0,   /* an acquire found the chunk elsewhere */
-  GEMINI_REASON_PLAN = 1,     /* the plan fetched or evicted it ahead of time */
+  GEMINI_REASON_PLAN = 1,     /* the plan fetched or evicted it ahead of time, or a graph fetched it in a replay */
   GEMINI_REASON_PRESSURE = 2, /* evicted to make room for an acquire or an allocation outside the plan */
   GEMINI_REASON_CALLER = 3,   /* hint, move, pin, budget change */
   GEMINI_REASON_UPDATE = 4,   /* an update, a norm, a load or a store needed it on the host */
