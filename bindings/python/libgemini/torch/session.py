@@ -106,6 +106,7 @@ class Session:
     self.op_number = 0  # operators that began so far
     self.using = []  # what is acquired for functions that run, or that the backward pass has reached
     self.activations = None  # of activations.py, once wanted
+    self.allocator = None  # of allocator.py: whom torch's own allocator asks
     self.held = None  # what the function that the backward pass has reached has acquired: (use, stream)
     self.in_backward = False
     self.uses = {}
@@ -255,11 +256,13 @@ class Session:
     self.release_held()
     self.op_end()
 
-  def close(self):
+  def close(self, force=False):
     self.iteration_end()
     self.lib.update_wait(self.handle)
     if self.activations:
       self.activations.close()
+    if self.allocator:
+      self.allocator.close(force)
     if self.cuda:
       torch.cuda.synchronize(self.device)
     for stream in self.streams.values():
