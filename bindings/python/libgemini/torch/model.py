@@ -145,6 +145,7 @@ class Record:
 
   def gradient(self):
     """param.grad"""
+    self.session.store_landed()  # of a backward pass that failed
     if self.spent:
       raise GeminiError(f"the gradient of parameter {self.name} is gone: it was prepared with step_in_backward=True. To "
                         "read, clip or unscale gradients, prepare without")
@@ -157,6 +158,7 @@ class Record:
 
   def set_gradient(self, values):
     """param.grad = values"""
+    self.session.store_landed()
     place = self.place
     if values is not None:
       if values.shape != place.shape or values.dtype != place.dtype:

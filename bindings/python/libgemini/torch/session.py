@@ -136,6 +136,7 @@ class Session:
     self.op_number = 0  # operators that began so far
     self.using = []  # what is acquired for functions that run, or that the backward pass has reached
     self.activations = None  # of activations.py, once wanted
+    self.allocator = None  # of allocator.py: whom torch's own allocator asks
     self.held = None  # what the function that the backward pass has reached has acquired: (use, stream)
     self.backward_task = -1  # autograd's number of the backward pass in progress
     self.uses = {}
@@ -306,6 +307,12 @@ class Session:
     held, self.held = self.held, None
     if held:
       self.release_use(*held)
+    self.store_landed()
+    if self.activations:
+      self.activations.drain()
+
+  def store_landed(self):
+    """What autograd has put into .grad goes to where gradients live."""
     landed, self.landed = self.landed, []
     for record, gradient in landed:
       record.store(gradient, add=record.has_grad)
@@ -314,8 +321,6 @@ class Session:
       self.op_end()
     for record in early:
       self.rule_of[record].landed(record)
-    if self.activations:
-      self.activations.drain()
 
   def settle(self):
     """The backward pass is over, or an exception ended it; no operator is open any more."""
@@ -325,11 +330,13 @@ class Session:
     for rule in self.rules:
       rule.backward_ends()
 
-  def close(self):
+  def close(self, force=False):
     self.iteration_end()
     self.lib.update_wait(self.handle)
     if self.activations:
       self.activations.close()
+    if self.allocator:
+      self.allocator.close(force)
     if self.cuda:
       torch.cuda.synchronize(self.device)
     for stream in self.streams.values():

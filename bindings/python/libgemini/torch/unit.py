@@ -131,7 +131,8 @@ def resident(session, module):
   session.acquire_use(one.use, stream)
   one.graphed = True
   try:
-    yield
+    with session.allocator.suspended() if session.allocator else contextlib.nullcontext():
+      yield
   finally:
     one.graphed = False
     session.release_use(one.use, stream)
