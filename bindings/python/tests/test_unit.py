@@ -3,6 +3,7 @@
 SPDX-License-Identifier: Apache-2.0
 """
 import contextlib
+import ctypes
 import dataclasses
 
 import pytest
@@ -212,6 +213,49 @@ def test_units_are_updated_in_the_backward_pass():
     gm.close()
   assert ended[0][0] == ended[1][0]
   assert all(torch.equal(one, other) for one, other in zip(ended[0][1], ended[1][1]))
+
+
+class ByPointer(torch.autograd.Function):
+  """As a kernel of an extension does it: reads its weight where its pointer says, and torch does not know."""
+
+  @staticmethod
+  def forward(ctx, x, weight):
+    ctx.save_for_backward(weight)
+    return x * ByPointer.read(weight)
+
+  @staticmethod
+  def backward(ctx, grad):
+    return grad * ByPointer.read(*ctx.saved_tensors), None
+
+  @staticmethod
+  def read(weight):
+    return torch.frombuffer((ctypes.c_float * weight.numel()).from_address(weight.data_ptr()), dtype=torch.float32)
+
+
+class PointerNet(Net):
+  def __init__(self):
+    super().__init__()
+    self.scales = nn.ModuleList(Scale() for _ in range(BLOCKS))
+
+  def forward(self, ids):
+    x = self.embed(ids)
+    for scale, block in zip(self.scales, self.blocks):
+      x = block(scale(x))
+    return self.out(x)
+
+
+class Scale(nn.Module):
+  def __init__(self):
+    super().__init__()
+    self.weight = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
+
+  def forward(self, x):
+    return ByPointer.apply(x, self.weight)
+
+
+def test_units_are_there_for_kernels_that_read_by_pointer():
+  plain, ours = both(PointerNet, lambda model: [gm.unit(scale) for scale in model.scales])
+  assert ours == plain
 
 
 @dataclasses.dataclass
