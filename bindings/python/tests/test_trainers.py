@@ -1,4 +1,4 @@
-"""The examples of trainers, on a device that holds 40 % of the model's data, beside themselves without libgemini's lines.
+"""The examples of trainers, on a device that holds 40 % of the model's data, beside themselves without libgemini.
 
 SPDX-License-Identifier: Apache-2.0
 """

@@ -5,6 +5,7 @@ SPDX-License-Identifier: Apache-2.0
 import contextlib
 import ctypes
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -197,6 +198,27 @@ def test_unit_is_one_operator():
 def test_units_that_are_not_compiled_train_alike(reentrant):
   plain, ours = both(lambda: Net(reentrant), lambda model: [gm.unit(block) for block in model.blocks])
   assert ours == plain
+
+
+def test_activations_of_compiled_blocks_are_offloaded():
+  torch.manual_seed(0)
+  model = compiled("in place", "aot_eager")
+  plain = losses(model, sgd(model))
+  torch.manual_seed(0)
+  model = compiled("in place", "aot_eager")
+  start(model, 0.6)
+  model, optimizer = gm.prepare(model, sgd(model))
+  ours = []
+  for step in range(STEPS):
+    with gm.offload_activations(1024):
+      loss = loss_of(model, step)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    ours.append(loss.item())
+  assert ours == plain[::2]  # every other one is of an evaluation
+  line, = re.findall(r"^ *activations +(.*)$", gm.report(), re.MULTILINE)
+  assert float(line.split()[0]) > 0
 
 
 def test_units_are_updated_in_the_backward_pass():
