@@ -31,8 +31,8 @@ def compiled_in_place(module):
 def refuse_compiling():
   """The caller must not be part of what torch.compile() compiles."""
   if torch._C._dynamo.eval_frame.get_eval_frame_callback() not in (None, False):
-    raise GeminiError("torch.compile() came after libgemini.torch.prepare(), or compiles a function that calls the model: "
-                      "compile the model's blocks, before prepare()")
+    raise GeminiError("torch.compile() came after libgemini.torch.prepare(), or compiles a function that calls the "
+                      "model: compile the model's blocks, before prepare()")
 
 
 def find(module):
@@ -52,8 +52,8 @@ class Unit:
     size = sum(size for _, _, size, _ in ranges)
     limit = session.manager.stats()["budget_bytes"]["device"]
     if size > limit:
-      raise GeminiError(f"{name} is compiled, or a unit, so that its parameters come as one: {size} bytes, of which the "
-                        f"device may hold {limit} (device_memory); compile its blocks instead")
+      raise GeminiError(f"{name} is compiled, or a unit, so that its parameters come as one: {size} bytes, of which "
+                        f"the device may hold {limit} (device_memory); compile its blocks instead")
     self.use = Use(ranges, "unit", self) if ranges else None
 
   def enter(self):
