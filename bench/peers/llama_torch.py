@@ -32,7 +32,7 @@ arguments.add_argument("--host-mem", default="0", help="of gemini; 0: chosen")
 arguments.add_argument("--file", default=None, help="of gemini: directory of the file tier")
 arguments.add_argument("--file-mem", default="0")
 arguments.add_argument("--placement", default="auto")
-arguments.add_argument("--allocator", default="process", choices=["process", "torch"])
+arguments.add_argument("--allocator", default="pool", choices=["pool", "process", "torch"], help="of gemini")
 arguments.add_argument("--window", default="0", help="bytes of a chunk; 0: searched")
 arguments.add_argument("--device", default=None, help="cpu: the simulated device")
 arguments.add_argument("--timeline", default=None, help="of gemini, the last step, to this file")
@@ -174,14 +174,9 @@ def main():
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
   else:
     import libgemini.torch as gm
-    if cuda and options.allocator == "process":
-      from libgemini import abi
-      torch.cuda.memory.change_current_allocator(
-          torch.cuda.memory.CUDAPluggableAllocator(str(abi.find("libgemini")), "gemini_torch_malloc", "gemini_torch_free"))
     init = gm.init(options.placement, device_memory=options.device_mem, host_memory=options.host_mem, file=options.file,
-                   file_memory=options.file_mem, window=options.window, device=device)
-    if cuda and options.allocator == "process":
-      init.session.lib.hook_set(init.session.handle, 0)
+                   file_memory=options.file_mem, window=options.window, device=device,
+                   allocator=options.allocator if cuda else None)
     with init:
       model = build(torch, torch.bfloat16)
     made = time.perf_counter()
@@ -235,7 +230,8 @@ def main():
     row["device_peak"] = torch.cuda.max_memory_reserved()
   print("ROW " + json.dumps(row), flush=True)
   if gm:
-    gm.close()
+    del model, optimizer, loss
+    gm.close(force=True)
   if options.system == "fsdp2":
     dist.destroy_process_group()
 
