@@ -53,7 +53,10 @@ def loss_of(model, step):
 
 
 def adamw(model):
-  return torch.optim.AdamW(model.parameters(), 1e-4)
+  """As in test_models.py, where it says why: what rounding alone decides is not compared."""
+  matrices = [param for param in model.parameters() if param.dim() > 1]
+  others = [param for param in model.parameters() if param.dim() <= 1]
+  return torch.optim.AdamW([{"params": matrices}, {"params": others, "weight_decay": 0.0}], 1e-4, eps=1e-6)
 
 
 def run(name="llama", budget=0.4, dtype=torch.float32, steps=STEPS, before_step=None, change=None, early=False, **more):
@@ -94,8 +97,9 @@ def test_close_to_torch():
   losses, params, _ = run()
   model = make("llama").cuda()
   plain = train(model, adamw(model), STEPS, loss_of)
-  assert max(abs(a.item() - b.item()) for a, b in zip(losses, plain)) <= 1e-5
-  assert max((params[key] - value.cpu()).abs().max().item() for key, value in values(model).items()) <= 1e-5
+  far = max(abs(a.item() - b.item()) for a, b in zip(losses, plain))
+  far_params = max((params[key] - value.cpu()).abs().max().item() for key, value in values(model).items())
+  assert far_params <= 1e-6 and far <= 1e-5, (far_params, far)  # losses are near 8, where fp32 has steps of 1e-6
 
 
 @pytest.mark.parametrize("early", (False, True))

@@ -112,7 +112,7 @@ class Record:
       if fresh.is_sparse:
         fresh = fresh.to_dense()
       self.session.backward_begin()
-      self.session.landed.append((self, fresh))
+      self.session.landed.append((self, fresh, self.session.native_stream()))
 
   def store(self, values, add=False):
     session, place = self.session, self.grad_place

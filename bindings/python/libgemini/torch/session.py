@@ -143,7 +143,7 @@ class Session:
     self.records = []  # of all parameters that live here
     self.model = None
     self.reset_iterations = 0  # that had ended when statistics were last started anew
-    self.landed = []  # (record, gradient) of parameters of the function that the backward pass has reached
+    self.landed = []  # (record, gradient, stream) of parameters of the function that the backward pass has reached
     self.rules = []  # of the optimizers
     self.rule_of = {}  # of a record whose parameter is updated in the backward pass
 
@@ -189,11 +189,15 @@ class Session:
     return self.model is not None and param._gm_record in self.model.records.values()
 
   # ---- streams
+  def native_stream(self):
+    """torch's current stream, as CUDA names it."""
+    return torch._C._cuda_getCurrentRawStream(self.device.index or 0) if self.cuda else None
+
   def stream(self):
     """The library's handle of torch's current stream."""
     if not self.cuda:
       return abi.STREAM_CALLER
-    native = torch._C._cuda_getCurrentRawStream(self.device.index or 0)
+    native = self.native_stream()
     stream = self.streams.get(native)
     if stream is None:
       out = ctypes.c_uint64()
@@ -314,9 +318,12 @@ class Session:
   def store_landed(self):
     """What autograd has put into .grad goes to where gradients live."""
     landed, self.landed = self.landed, []
-    for record, gradient in landed:
+    for record, gradient, stream in landed:
+      if stream != self.native_stream():  # where autograd made it
+        torch.cuda.current_stream(self.device).wait_stream(torch.cuda.ExternalStream(stream, self.device))
+        gradient.record_stream(torch.cuda.current_stream(self.device))
       record.store(gradient, add=record.has_grad)
-    early = [record for record, _ in landed if record in self.rule_of]
+    early = [record for record, *_ in landed if record in self.rule_of]
     if early:
       self.op_end()
     for record in early:
