@@ -99,7 +99,8 @@ def test_close_to_torch():
   plain = train(model, adamw(model), STEPS, loss_of)
   far = max(abs(a.item() - b.item()) for a, b in zip(losses, plain))
   far_params = max((params[key] - value.cpu()).abs().max().item() for key, value in values(model).items())
-  assert far_params <= 1e-6 and far <= 1e-5, (far_params, far)  # losses are near 8, where fp32 has steps of 1e-6
+  # Within a hundredth of what the steps can have moved a parameter; losses are near 8, where fp32 has steps of 1e-6.
+  assert far_params <= 1e-4 * STEPS / 100 and far <= 1e-5, (far_params, far)
 
 
 @pytest.mark.parametrize("early", (False, True))
@@ -196,10 +197,10 @@ def test_graphs_of_blocks():
     gm.init(device_memory=memory, host_memory="4GiB", window="2MiB", allocator="torch")
     try:
       model, optimizer = gm.prepare(model, adamw(model))
-      sample = torch.randn(64, 512, device="cuda", requires_grad=True)
       for block in model:
         if graphs:
           gm.unit(block)
+          sample = torch.randn(64, 512, device="cuda", requires_grad=True)  # becomes the graph's input: one for each
           with gm.resident(block):
             torch.cuda.make_graphed_callables(block, (sample,))
       losses = []
