@@ -170,10 +170,12 @@ def test_a_device_that_another_session_serves_is_refused(cuda, session, monkeypa
   owner = begun(cuda, session, "process")
   gm._current, other = None, gm._current
   monkeypatch.setattr(allocator, "choose", lambda *_: "process")
+  close, closed = gm.Session.close, []
+  monkeypatch.setattr(gm.Session, "close", lambda session, force: closed.append(session) or close(session, force))
   try:
     with pytest.raises(gm.GeminiError, match="gemini_hook_set"):
       session("1MiB")
-    assert gm._current is None
+    assert gm._current is None and [session.manager.handle for session in closed] == [0]
   finally:
     gm._current = other
   assert gm.session() is owner
