@@ -154,6 +154,26 @@ def test_suspended_pool_is_not_routed(cuda, session):
   assert cuda.told == [*END, BEGIN] * 3
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune"])
+def test_modules_compiled_to_graphs_need_torch_s_own(cuda, session, mode, in_place):
+  def build():
+    block = nn.Linear(8, 8)
+    if in_place:
+      block.compile(mode=mode)
+    return nn.Sequential(block if in_place else torch.compile(block, mode=mode))
+
+  owner = begun(cuda, session, "pool")
+  if mode == "default":
+    gm.prepare(build())
+  else:
+    with pytest.raises(gm.GeminiError, match='CUDA graphs.*allocator="torch"'):
+      gm.prepare(build())
+  owner.allocator, serving = None, owner.allocator
+  gm.prepare(build())
+  owner.allocator = serving
+
+
 def test_process_allocator_is_served_and_checked(cuda, session):
   owner = begun(cuda, session, "process")
   assert cuda.told == []
