@@ -489,6 +489,7 @@ def test_divided_operators_use_what_is_held_beside_them(offloading, tmp_path):
   owner.lib.trace_save(owner.handle, str(tmp_path / "trace").encode())
   operators = (tmp_path / "trace").read_text().split("\nop ")[1:]
   names = [text.splitlines()[0].split()[-1].partition("%20")[0] for text in operators]
+  names = names[:next(i for i, name in enumerate(names) if "_" in name)]  # without the optimizer's
   assert names == ["0.weight:unit", *["saved"] * 6, "1.weight:linear", "1.weight:linear.backward",
                    "0.weight:unit.backward", *["saved"] * 6]
   weight, each = "\nuse 0 0 16384 1\n", 2 * WINDOW

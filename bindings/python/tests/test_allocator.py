@@ -154,6 +154,26 @@ def test_suspended_pool_is_not_routed(cuda, session):
   assert cuda.told == [*END, BEGIN] * 3
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune"])
+def test_modules_compiled_to_graphs_need_torch_s_own(cuda, session, mode, in_place):
+  def build():
+    block = nn.Linear(8, 8)
+    if in_place:
+      block.compile(mode=mode)
+    return nn.Sequential(block if in_place else torch.compile(block, mode=mode))
+
+  owner = begun(cuda, session, "pool")
+  if mode == "default":
+    gm.prepare(build())
+  else:
+    with pytest.raises(gm.GeminiError, match='CUDA graphs.*allocator="torch"'):
+      gm.prepare(build())
+  owner.allocator, serving = None, owner.allocator
+  gm.prepare(build())
+  owner.allocator = serving
+
+
 def test_process_allocator_is_served_and_checked(cuda, session):
   owner = begun(cuda, session, "process")
   assert cuda.told == []
@@ -170,10 +190,12 @@ def test_a_device_that_another_session_serves_is_refused(cuda, session, monkeypa
   owner = begun(cuda, session, "process")
   gm._current, other = None, gm._current
   monkeypatch.setattr(allocator, "choose", lambda *_: "process")
+  close, closed = gm.Session.close, []
+  monkeypatch.setattr(gm.Session, "close", lambda session, force: closed.append(session) or close(session, force))
   try:
     with pytest.raises(gm.GeminiError, match="gemini_hook_set"):
       session("1MiB")
-    assert gm._current is None
+    assert gm._current is None and [session.manager.handle for session in closed] == [0]
   finally:
     gm._current = other
   assert gm.session() is owner

@@ -28,6 +28,13 @@ def compiled_in_place(module):
   return hasattr(module._compiled_call_impl, "_torchdynamo_orig_callable")
 
 
+def graphed(module):
+  """Whether torch.compile() was told to make CUDA graphs of it."""
+  of = module if optimized(module) else module._compiled_call_impl
+  config = getattr(of, "get_compiler_config", lambda: None)() or {}
+  return bool(config.get("triton.cudagraphs"))
+
+
 def refuse_compiling():
   """The caller must not be part of what torch.compile() compiles."""
   if torch._C._dynamo.eval_frame.get_eval_frame_callback() not in (None, False):
@@ -84,6 +91,9 @@ class Unit:
 
 def make_unit(session, module, name):
   """Wraps what a module's call comes to; for one that torch.compile() made, what its hooks are around."""
+  if session.allocator and graphed(module):
+    raise GeminiError(f"{name} is compiled to CUDA graphs (mode=\"reduce-overhead\" or \"max-autotune\"), whose memory must "
+                      "be torch's own: call libgemini.torch.init(allocator=\"torch\")")
   call = module.forward if optimized(module) else module._compiled_call_impl or module._call_impl
   unit = Unit(session, module, name)
 
