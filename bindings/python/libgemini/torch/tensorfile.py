@@ -169,7 +169,6 @@ def read(entry, fd, target):
       session = target.session
       session.lib.load(session.handle, ctypes.byref(target.access(abi.WRITE)), fd, entry.offset)
       return
-    itemsize = entry.dtype.itemsize
     if isinstance(target, Place):
       for first, piece in target.host_pieces(abi.WRITE):
         _convert(entry, fd, first, piece)
