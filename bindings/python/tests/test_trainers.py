@@ -62,7 +62,8 @@ def ours(code, monkeypatch, size):
   init = gm.init
   options = {"device": "cpu", "strict": True, "window": "64KiB", "device_memory": size * 2 // 5, "host_memory": "64MiB"}
   if torch.cuda.is_available():
-    options = {"window": "2MiB", "device_memory": max(size * 2 // 5, 32 << 20), "host_memory": "256MiB"}
+    options = {"window": "2MiB", "device_memory": max(size * 2 // 5, 32 << 20), "host_memory": "256MiB",
+               "allocator": "torch"}
   with monkeypatch.context() as patch:
     patch.setattr(gm, "init", lambda **_: init(**options))
     return execute(code)
