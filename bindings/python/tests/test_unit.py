@@ -389,8 +389,8 @@ def test_resident_units_are_plain_and_nothing_is_asked_of_the_library():
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
-@pytest.mark.parametrize("how", ["graphed", "reduce-overhead"])
-def test_cuda_graphs_of_blocks_train_alike(how):
+@pytest.mark.parametrize("how, allocator", [("graphed", "torch"), ("graphed", "pool"), ("reduce-overhead", "torch")])
+def test_cuda_graphs_of_blocks_train_alike(how, allocator):
   device, width = torch.device("cuda", torch.cuda.current_device()), 512
 
   def run(use):
@@ -403,7 +403,9 @@ def test_cuda_graphs_of_blocks_train_alike(how):
         block.compile(mode=how)
     optimizer = sgd(model)
     if use:
-      gm.init(device=device, strict=True, window="2MiB", host_memory="256MiB", device_memory=size // 2)
+      room = 0 if allocator == "torch" else 128 << 20  # for what torch allocates, cuBLAS' workspace for one
+      gm.init(device=device, strict=True, window="2MiB", host_memory="256MiB", device_memory=size // 2 + room,
+              allocator=allocator)
       model, optimizer = gm.prepare(model, optimizer)
     if how == "graphed":
       for block in model.blocks:
@@ -423,4 +425,5 @@ def test_cuda_graphs_of_blocks_train_alike(how):
   plain = run(False)
   assert run(True) == plain
   stats = gm.stats()
-  assert stats["acquire_misses"] > 0 and stats["budget_bytes"]["device"] < stats["model_bytes"]
+  assert stats["acquire_misses"] > 0
+  assert allocator == "pool" or stats["budget_bytes"]["device"] < stats["model_bytes"]
