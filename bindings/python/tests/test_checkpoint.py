@@ -13,6 +13,7 @@ from torch import nn
 
 import libgemini.torch as gm
 from libgemini.torch import tensorfile
+from libgemini.torch.session import Place
 from libgemini.torch.tensors import ManagedParameter
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -135,6 +136,28 @@ def test_load_into_optimizer_that_has_stepped_takes_it_back(tmp_path):
     assert train(model, optimizer, range(2, 4)) == second
 
 
+def test_states_that_an_optimizer_makes_by_itself_live_in_arenas():
+  """SGD's momentum begins as a copy of a gradient."""
+  open_session()
+  torch.manual_seed(1)
+  model = nn.Linear(64, 64)
+  plain = nn.Linear(64, 64)
+  plain.load_state_dict(model.state_dict())
+  theirs = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+  model, optimizer = gm.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+  x = torch.randn(4, 64)
+  for _ in range(3):
+    for one, other in ((model, optimizer), (plain, theirs)):
+      one(x).square().mean().backward()
+      other.step()
+      other.zero_grad()
+    same(values(model), values(plain))
+  places = [optimizer.rule.states(record)["momentum_buffer"] for record in optimizer.records]
+  assert all(isinstance(place, Place) for place in places) and places[0].read().any()
+  optimizer.load_state_dict({**optimizer.state_dict(), "state": {}})
+  assert not places[0].read().any() and not any(map(optimizer.rule.states, optimizer.records))
+
+
 def test_weights_alone_renew_masters(tmp_path):
   open_session()
   model, optimizer = make(1, "adamw", torch.bfloat16)
@@ -231,6 +254,29 @@ def test_saved_model_is_plain_transformers_to_the_bit(tmp_path, name, dtype):
   assert plain.config.architectures == [type(model).__name__]
 
 
+def test_files_are_what_safetensors_reads(tmp_path):
+  library = pytest.importorskip("safetensors.torch")
+  open_session()
+  model = nn.Module()
+  for number, dtype in enumerate(tensorfile.NAMES):
+    model.register_buffer(f"of{number}", torch.arange(7).view(1, 7).to(dtype))
+  model.register_buffer("empty", torch.empty(0, 3))
+  model.register_buffer("scalar", torch.tensor(True))
+  model.register_buffer("transposed", torch.arange(6.0).view(2, 3).t())
+  model.managed = nn.Parameter(torch.arange(3, dtype=torch.bfloat16))
+  model = gm.prepare(model)
+  wanted = values(model)
+  gm.save(tmp_path / "a", model)
+  same(library.load_file(tmp_path / "a" / "model.safetensors"), wanted)
+  for entry in tensorfile.read_header(tmp_path / "a" / "model.safetensors").values():
+    assert entry.offset % entry.dtype.itemsize == 0
+  library.save_file({name: value.contiguous() for name, value in wanted.items()}, tmp_path / "a" / "model.safetensors")
+  for value in model.state_dict().values():
+    value.zero_()
+  gm.load(tmp_path / "a", model, verify=False)
+  same(values(model), wanted)
+
+
 @pytest.mark.parametrize("name", ["opt", "llama"])
 def test_model_saved_by_transformers_loads(tmp_path, name):
   plain = causal(name)
@@ -284,7 +330,9 @@ def test_optimizer_made_from_meta_parameters_keeps_them(tmp_path):
   with pytest.raises(gm.GeminiError, match="buffer passing is on the meta device"):
     gm.load_weights(model, tmp_path / "a")
   model.passing = torch.ones(3)
+  model.first.weight.note = "mine"
   gm.load_weights(model, tmp_path / "a")
+  assert model.first.weight.note == "mine" and model.tied.weight is model.first.weight
   same(values(model), weights)
   model, optimizer = gm.prepare(model, optimizer)
   torch.manual_seed(1)
