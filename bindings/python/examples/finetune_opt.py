@@ -1,11 +1,11 @@
 """Fine-tunes a model of OPT's architecture, from a safetensors checkpoint, on real text, with checkpoints of its own.
 
-  python3 finetune_opt.py --make /data/opt-1.3b                       # once: a checkpoint with random weights to start from
+  python3 finetune_opt.py --make /data/opt-1.3b    # once: a checkpoint with random weights to start from
   python3 finetune_opt.py --start /data/opt-1.3b --run /data/run --device-memory 8GiB --resume
 
-With --resume the same command goes on after whatever stopped it, kill -9 included, with the losses it would have had. To
-start from trained weights give --start a snapshot of facebook/opt-1.3b in safetensors. The text is that of all files of
-a folder (--text), byte by byte.
+With --resume the same command goes on after whatever stopped it, kill -9 included, with the losses it would have had.
+To start from trained weights give --start a snapshot of facebook/opt-1.3b in safetensors. The text is that of all files
+of a folder (--text), byte by byte.
 
 SPDX-License-Identifier: Apache-2.0
 """

@@ -2,6 +2,7 @@
 
 SPDX-License-Identifier: Apache-2.0
 """
+import ctypes
 import json
 import os
 import subprocess
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 import libgemini.torch as gm
+from libgemini import abi
 from libgemini.torch import tensorfile
 from libgemini.torch.session import Place
 from libgemini.torch.tensors import ManagedParameter
@@ -120,6 +122,49 @@ def test_resume_gives_same_losses_and_parameters(tmp_path, budget, kind, dtype):
   assert train(model, optimizer, range(extra["step"], 6), scheduler) == wanted
   same(values(model), after)
   assert wanted[0] != wanted[1] != wanted[2]
+
+
+def test_resume_where_device_and_host_hold_the_model_only_together(tmp_path, monkeypatch):
+  """36 chunks of parameters, gradients and momentum on 34 of the device and 14 of the host, part of which is taken."""
+  modes = []
+  by_device = tensorfile._device_pieces
+  monkeypatch.setattr(tensorfile, "_device_pieces", lambda place, mode: modes.append(mode) or by_device(place, mode))
+  monkeypatch.setattr(tensorfile, "PIECE_BYTES", 1 << 14)
+
+  def start(seed):
+    open_session(device_memory=34 << 16, host_memory=14 << 16, placement="cuda")
+    torch.manual_seed(seed)
+    model = nn.Sequential(*(nn.Linear(127, 128) if number % 2 else nn.Linear(128, 127) for number in range(12)))
+    return gm.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+
+  def run(model, optimizer, steps):
+    losses = []
+    for step in steps:
+      loss = model(torch.randn(2, 128, generator=torch.Generator().manual_seed(step))).square().mean()
+      loss.backward()
+      optimizer.step()
+      optimizer.zero_grad()
+      losses.append(loss.item())
+    return losses
+
+  model, optimizer = start(1)
+  run(model, optimizer, range(4))
+  lib, handle, blocks = gm.session().lib, gm.session().handle, []
+  with pytest.raises(gm.GeminiError, match="host memory"):
+    while True:  # until there is nothing on the host that is not there alone
+      block = ctypes.c_void_p()
+      lib.host_alloc(handle, 1 << 16, 0, block)
+      blocks.append(block)
+  gm.save(tmp_path / "a", model, optimizer)
+  assert set(modes) == {abi.READ}
+  for block in blocks:
+    lib.host_free(handle, block)
+  wanted = run(model, optimizer, range(4, 8))
+  model, optimizer = start(2)
+  run(model, optimizer, range(2))
+  gm.load(tmp_path / "a", model, optimizer)
+  assert set(modes) == {abi.READ, abi.WRITE}
+  assert run(model, optimizer, range(4, 8)) == wanted
 
 
 def test_load_into_optimizer_that_has_stepped_takes_it_back(tmp_path):
@@ -401,7 +446,8 @@ def _shape(header, name):
 DAMAGES = {
   "a bit of a weight": (lambda f: _flip(f / "model.safetensors", -1), r"model.safetensors: \S+ is damaged"),
   "a bit of a state": (lambda f: _flip(f / "optimizer.safetensors", -5), r"optimizer.safetensors: \S+ is damaged"),
-  "the last byte is gone": (lambda f: os.truncate(f / "model.safetensors", os.path.getsize(f / "model.safetensors") - 1),
+  "the last byte is gone": (lambda f: os.truncate(f / "model.safetensors",
+                                                  os.path.getsize(f / "model.safetensors") - 1),
                             r"model.safetensors is no whole safetensors file: it has \d+ bytes"),
   "more bytes than tensors": (lambda f: open(f / "model.safetensors", "ab").write(b"more"), "its tensors end at"),
   "only a header": (lambda f: os.truncate(f / "optimizer.safetensors", 200), "its header shall have"),
@@ -666,8 +712,8 @@ assert mode == "random" or left == ["checkpoint"], left
 
 @pytest.mark.parametrize("mode", ["exchange", "renames", "random"])
 def test_kill_leaves_a_whole_checkpoint(tmp_path, mode):
-  done = subprocess.run([sys.executable, "-c", KILLS, str(tmp_path / "checkpoint"), mode], capture_output=True, text=True,
-                        timeout=120)
+  done = subprocess.run([sys.executable, "-c", KILLS, str(tmp_path / "checkpoint"), mode], capture_output=True,
+                        text=True, timeout=200)
   assert done.returncode == 0, done.stdout + done.stderr
 
 

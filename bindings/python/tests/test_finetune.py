@@ -26,9 +26,9 @@ def test_killed_run_goes_on_with_the_same_losses(tmp_path):
   text.mkdir()
   (text / "example.txt").write_text(EXAMPLE.read_text())
   assert start("--make", tmp_path / "start", "--size", "tiny").wait(120) == 0
-  run = ["--start", tmp_path / "start", "--run", tmp_path / "run", "--text", text, "--resume", "--steps", 24, "--every", 12,
-         "--batch", 2, "--length", 64, "--lr", 1e-2, "--device", "cpu", "--device-memory", "900KiB", "--host-memory",
-         "900KiB", "--file", tmp_path, "--file-memory", "64MiB", "--recompute"]
+  run = ["--start", tmp_path / "start", "--run", tmp_path / "run", "--text", text, "--resume", "--steps", 24,
+         "--every", 12, "--batch", 2, "--length", 64, "--lr", 1e-2, "--recompute", "--device", "cpu",
+         "--device-memory", "900KiB", "--host-memory", "900KiB", "--file", tmp_path, "--file-memory", "64MiB"]
   with start(*run) as process:
     before = []
     for line in process.stdout:

@@ -200,8 +200,8 @@ def adopt(session, param, name):
 
 @contextlib.contextmanager
 def from_pretrained_by_tensor():
-  """transformers' from_pretrained() reads one tensor after another, on the CPU: not all of them ahead, by threads of its
-  own, nor onto a GPU, for all of which it would take room there first. transformers must have been imported before."""
+  """transformers' from_pretrained() reads one tensor after another, on the CPU: not all of them ahead, by threads of
+  its own, nor onto a GPU, where it would take room for all of them first. transformers must be imported before."""
   if "transformers" not in sys.modules:
     yield
     return
