@@ -55,11 +55,14 @@ def make(seed, kind="adamw", dtype=torch.float32):
   model = Net().to(dtype)
   params = [param for param in model.parameters() if param.requires_grad]
   groups = [{"params": params[:2], "weight_decay": 0.1}, {"params": params[2:], "weight_decay": 0.0}]
-  optimizer = {"adamw": lambda: torch.optim.AdamW(groups, lr=1e-2), "sgd": lambda: torch.optim.SGD(groups, lr=1e-1),
+  def adamw():
+    return torch.optim.AdamW(groups, lr=1e-2)
+
+  optimizer = {"adamw": adamw, "early": adamw, "sgd": lambda: torch.optim.SGD(groups, lr=1e-1),
                "momentum": lambda: torch.optim.SGD(groups, lr=1e-1, momentum=0.9),
                "amsgrad": lambda: torch.optim.AdamW(groups, lr=1e-2, amsgrad=True),
                "adafactor": lambda: torch.optim.Adafactor(groups, lr=1e-2)}[kind]()
-  return gm.prepare(model, optimizer)
+  return gm.prepare(model, optimizer, step_in_backward=kind == "early")
 
 
 def train(model, optimizer, steps, scheduler=None):
@@ -93,7 +96,7 @@ BUDGETS = {
   "host": {"device_memory": WHOLE * 2 // 5 + (1 << 18), "host_memory": WHOLE + (1 << 20)},
   "file": {"device_memory": WHOLE // 5 + (1 << 18), "host_memory": WHOLE // 5 + (1 << 18), "file_memory": "64MiB"},
 }
-KINDS = [("adamw", torch.float32), ("adamw", torch.bfloat16), ("sgd", torch.float32), ("momentum", torch.bfloat16),
+KINDS = [("adamw", torch.float32), ("adamw", torch.bfloat16), ("early", torch.float32), ("early", torch.bfloat16), ("sgd", torch.float32), ("momentum", torch.bfloat16),
          ("amsgrad", torch.float32), ("adafactor", torch.float32)]
 
 
