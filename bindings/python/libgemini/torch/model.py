@@ -230,7 +230,12 @@ def building(session):
   register = nn.Module.register_parameter
 
   def register_parameter(module, name, param):
+    old = module.__dict__.get("_parameters", {}).get(name)
     register(module, name, param)
+    record = getattr(old, "_gm_record", None)
+    if record is not None and sys.getrefcount(old) <= 3:  # here, there and in the record: tying has left it behind
+      session.records.remove(record)
+      record.place.zero()
     if param is not None and type(param) is nn.Parameter and not param.is_meta:
       adopt(session, param, name)
       progress.add(param.nbytes)
