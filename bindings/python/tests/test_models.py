@@ -109,3 +109,16 @@ def test_bf16(session, name):
   params, their_params = managed(name, torch.bfloat16, 1)[1], with_masters(name, 1)[1]
   for key, their in their_params.items():
     assert ((params[key].float() - their.float()).abs() <= 2**-7 * their.float().abs()).all(), key
+
+
+def test_weight_that_tying_leaves_behind_costs_nothing(session):
+  with session(window="64KiB") as owner:
+    model = torch.nn.ModuleDict({"in": torch.nn.Embedding(512, 512), "out": torch.nn.Linear(512, 512, bias=False)})
+    kept = model["out"].weight
+    model["out"].weight = model["in"].weight
+    assert gm.stats()["used_bytes"]["host"] == 2 << 20 and kept.sum() == kept.sum()
+    model["out"] = torch.nn.Linear(512, 512, bias=False)
+    del kept
+    model["out"].weight = model["in"].weight
+    assert gm.stats()["used_bytes"]["host"] == 2 << 20
+  assert len(owner.records) == 2

@@ -28,7 +28,7 @@ def closed(monkeypatch, tmp_path):
 
 def source_of(name, optimizer):
   pytest.importorskip({"trainer": "transformers"}.get(name, name))
-  title, code = (EXAMPLES / f"{name}.py").read_text().split('"""\n', 1)
+  title, code = (EXAMPLES / f"with_{name}.py").read_text().split('"""\n', 1)
   return code.replace("torch.optim.AdamW(", f"torch.optim.{optimizer}(")
 
 

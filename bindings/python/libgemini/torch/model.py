@@ -200,8 +200,8 @@ def adopt(session, param, name):
 
 @contextlib.contextmanager
 def from_pretrained_by_tensor():
-  """transformers' from_pretrained() reads one tensor after another, on the CPU: not all of them ahead, by threads of its
-  own, nor onto a GPU, for all of which it would take room there first. transformers must have been imported before."""
+  """transformers' from_pretrained() reads one tensor after another, on the CPU: not all of them ahead, by threads of
+  its own, nor onto a GPU, where it would take room for all of them first. transformers must be imported before."""
   if "transformers" not in sys.modules:
     yield
     return
@@ -230,7 +230,12 @@ def building(session):
   register = nn.Module.register_parameter
 
   def register_parameter(module, name, param):
+    old = module.__dict__.get("_parameters", {}).get(name)
     register(module, name, param)
+    record = getattr(old, "_gm_record", None)
+    if record is not None and sys.getrefcount(old) <= 3:  # here, there and in the record: tying has left it behind
+      session.records.remove(record)
+      record.place.zero()
     if param is not None and type(param) is nn.Parameter and not param.is_meta:
       adopt(session, param, name)
       progress.add(param.nbytes)

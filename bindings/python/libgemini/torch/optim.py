@@ -93,7 +93,7 @@ class Optimizer(torch.optim.Optimizer):
     return {"state": state, "param_groups": groups}
 
   def load_state_dict(self, state_dict):
-    """Takes what state_dict() gave, or that of the torch optimizer: without "master", the parameters are the masters."""
+    """Takes what state_dict() gave, or the torch optimizer's: without "master", the parameters are the masters."""
     groups, state = state_dict["param_groups"], state_dict["state"]
     self.check_groups([len(group["params"]) for group in groups])
     layouts, numbers = [], [number for group in groups for number in group["params"]]
@@ -116,8 +116,8 @@ class Optimizer(torch.optim.Optimizer):
     """counts: parameters in each group that is to be loaded."""
     own = [len(group["params"]) for group in self.param_groups]
     if counts != own:
-      raise GeminiError(f"the state to be loaded is of an optimizer with groups of {counts} parameters, this one's are of "
-                        f"{own}")
+      raise GeminiError(f"the state to be loaded is of an optimizer with groups of {counts} parameters, this one's are "
+                        f"of {own}")
 
 
 # What a rule tells of its states, and takes back: names are torch's, and "master".
