@@ -107,8 +107,8 @@ class Record:
       if fresh is None:
         return
       if fresh.requires_grad:
-        raise GeminiError(f"{self.name}: backward(create_graph=True) would make a gradient that has a graph itself, which "
-                          "an arena cannot hold")
+        raise GeminiError(f"{self.name}: backward(create_graph=True) would make a gradient that has a graph itself, "
+                          "which an arena cannot hold")
       if fresh.is_sparse:
         fresh = fresh.to_dense()
       self.session.backward_begin()
@@ -145,7 +145,7 @@ class Record:
 
   def gradient(self):
     """param.grad"""
-    self.session.store_landed()  # of a backward pass that failed
+    self.session.land(self)
     if self.spent:
       raise GeminiError(f"the gradient of parameter {self.name} is gone: it was prepared with step_in_backward=True. To "
                         "read, clip or unscale gradients, prepare without")
@@ -169,6 +169,7 @@ class Record:
             values.stride() == self.grad_place.tensor.stride():
           return
         values = _copy(values)
+    self.session.land(self)
     self.has_grad = False
     self.scale, self.norm = 1.0, None
     self.generation += 1

@@ -236,8 +236,8 @@ class Session:
     self.lib.release(self.handle, use.pointer, use.count, stream)
 
   def note_writes(self, use, stream):
-    """A function has written what it was to read: while that is there it is acquired for writing, too, so that the bytes
-    below are no longer taken for the newest."""
+    """A function has written what it was to read: while that is there it is acquired for writing, too, so that the
+    bytes below are no longer taken for the newest."""
     count = use.count
     accesses = (abi.Access * count)(*use.accesses)
     for access in accesses:
@@ -297,8 +297,8 @@ class Session:
     In between, checkpointing may run functions forward again: operators of their own, beside what is held here.
     """
     if torch.is_grad_enabled():
-      raise GeminiError(f"{use.forward_name.decode()}: its gradient is to be differentiated again (create_graph=True), and "
-                        "what that reads cannot be known: this is not supported for parameters in a session")
+      raise GeminiError(f"{use.forward_name.decode()}: its gradient is to be differentiated again (create_graph=True), "
+                        "and what that reads cannot be known: this is not supported for parameters in a session")
     self.backward_begin()
     self.leave_function()
     self.op_begin(use.backward_name)
@@ -328,6 +328,18 @@ class Session:
       self.op_end()
     for record in early:
       self.rule_of[record].landed(record)
+
+  def land(self, record):
+    """A gradient is wanted before the backward pass has left its function, or after an exception has ended that."""
+    if not self.landed:
+      return
+    if not in_backward():
+      self.settle()
+    elif not record.early:
+      for one, gradient in self.landed:
+        if one is record:
+          record.store(gradient, add=record.has_grad)
+      self.landed = [(one, gradient) for one, gradient in self.landed if one is not record]
 
   def settle(self):
     """The backward pass is over, or an exception ended it; no operator is open any more."""
