@@ -23,7 +23,7 @@ VOCAB, LENGTH, BATCH = 160, 12, 2
 
 @pytest.fixture
 def session():
-  """session(device_memory, **more) is libgemini.torch.init() with what suits tests; what it opens is closed afterwards."""
+  """session(device_memory, **more) is libgemini.torch.init() with what suits tests; closed afterwards."""
 
   def start(device_memory="64MiB", **more):
     return gm.init(**{"device": "cpu", "strict": True, "window": "64KiB", "host_memory": "256MiB",
@@ -142,8 +142,8 @@ def sgd(params):
 
 
 def alike(session, make, run, optimizer=sgd, budget="768KiB", **more):
-  """Asserts that run(model, optimizer), which returns tensors, gives the same bits, and leaves the same parameters, with
-  torch alone and in a session. Optimizers other than AdamW and Adam run torch's own arithmetic."""
+  """Asserts that run(model, optimizer), which returns tensors, gives the same bits and leaves the same parameters with
+  torch alone and in a session. Optimizers other than AdamW and Adam run torch's own arithmetic. Returns the model."""
   outcomes = []
   for managed in (False, True):
     if managed:
