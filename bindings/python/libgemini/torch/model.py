@@ -96,8 +96,12 @@ class Record:
       self.grad_place = self.session.counterpart(place, kind, place.dtype)
       self.grad_place.name = f"{self.name}.grad"
     if self.hook is None:
-      with _plain():
+      with _plain(), torch.no_grad():
         self.hook = self.param.register_post_accumulate_grad_hook(self.take_gradient)
+        before = _get_grad(self.param)
+        if before is not None:  # it was there before the parameter needed libgemini's
+          _set_grad(self.param, None)
+          self.store(before)
 
   def take_gradient(self, _):
     """Autograd has put a gradient of its own into param.grad: its bytes go to the arena, and it goes."""
@@ -183,7 +187,7 @@ def adopt(session, param, name):
   record = getattr(param, "_gm_record", None)
   if record is not None:
     if record.session is not session:
-      raise GeminiError(f"parameter {name} belongs to another session")
+      raise GeminiError(f"parameter {name} belongs to a session that was closed: its bytes are gone, make the model anew")
     return record
   if param.is_meta:
     return None
@@ -254,6 +258,12 @@ class Model:
     self.depth = 0
     self.records = {}
     self.saving = contextlib.nullcontext  # around a forward pass: what becomes of what autograd saves
+    self.take()
+    self.wrap_call()
+
+  def take(self):
+    """Moves parameters in that are not, and buffers to the device."""
+    session, module = self.session, self.module
     for name, param in module.named_parameters():
       if param.is_meta:
         raise GeminiError(f"parameter {name} is on the meta device: load it first, by libgemini.torch.load_weights()")
@@ -273,7 +283,6 @@ class Model:
         buffer.data = buffer.data.to(session.device)
     session.uses.clear()  # by other names
     make_units(session, module)
-    self.wrap_call()
 
   def wrap_call(self):
     """The module's call begins a step. By a hook it would be part of what module.compile() traces."""
@@ -332,6 +341,7 @@ class Model:
 
   def begin(self):
     session = self.session
+    session.refuse_closed(type(self.module).__name__)
     self.check()
     kind = "train" if torch.is_grad_enabled() else "infer"
     if session.iteration == "train" and not any(record.has_grad for record in session.records):

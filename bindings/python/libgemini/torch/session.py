@@ -224,7 +224,13 @@ class Session:
     return use
 
   def acquire_use(self, use, stream):
-    self.lib.acquire(self.handle, use.pointer, use.count, stream)
+    try:
+      self.lib.acquire(self.handle, use.pointer, use.count, stream)
+    except GeminiError as error:
+      name = use.forward_name.decode()
+      if name in str(error):
+        raise
+      raise GeminiError(f"{name}: {error}", error.status, error.native_code) from None
     self.using.append(use)
     if use.unit:
       use.unit.enter()
@@ -299,6 +305,7 @@ class Session:
     if torch.is_grad_enabled():
       raise GeminiError(f"{use.forward_name.decode()}: its gradient is to be differentiated again (create_graph=True), "
                         "and what that reads cannot be known: this is not supported for parameters in a session")
+    self.refuse_closed(use.forward_name.decode())
     self.backward_begin()
     self.leave_function()
     self.op_begin(use.backward_name)
@@ -349,9 +356,16 @@ class Session:
     for rule in self.rules:
       rule.backward_ends()
 
+  def refuse_closed(self, name):
+    if not self.manager.handle:
+      raise GeminiError(f"{name}: the session was closed, and its parameters with it")
+
   def close(self, force=False):
-    self.iteration_end()
-    self.lib.update_wait(self.handle)
+    self.landed.clear()  # of a backward pass that an exception has ended
+    self.leave_function()
+    self.op_end()
+    with contextlib.suppress(GeminiError):  # of an update that failed, which the manager's end tells, too
+      self.lib.update_wait(self.handle)
     if self.activations:
       self.activations.close()
     if self.allocator:

@@ -12,6 +12,7 @@ import dataclasses
 
 import torch
 from torch import nn
+from torch._functorch import eager_transforms, vmap
 
 from .. import abi
 from ..abi import GeminiError
@@ -165,6 +166,7 @@ def _run(func, args, kwargs):
   if not tensors:
     return func(*args, **kwargs)
   session = tensors[0]._gm_place.session
+  session.refuse_closed(tensors[0]._gm_place.name)
   name = getattr(func, "__name__", "function")
   first = args[0] if args else next(iter(kwargs.values()))
   if len(tensors) > 4 and isinstance(first, (list, tuple)) and name.startswith("_foreach_"):
@@ -181,6 +183,8 @@ def _run(func, args, kwargs):
     offset, size = _extent(tensor, place)
     if not size:
       continue
+    if offset < 0 or offset + size > place.size_bytes:
+      raise GeminiError(f"{place.name} was moved behind libgemini's back: its address is no longer its own")
     mode = abi.READ
     if any(tensor is one for one in changed):
       whole = name in _OVERWRITES and tensor is first and size == tensor.numel() * tensor.dtype.itemsize
@@ -464,9 +468,26 @@ def _apply(cls, *args, **kwargs):
     return _run(apply, args, kwargs)
 
 
+def _refuse_managed(wrap):
+  """Of what torch.func's transforms wrap their arguments with: what runs on these is no torch function any more."""
+
+  def refuse(value, *args):
+    if isinstance(value, ManagedTensor):
+      raise GeminiError(f"{value._gm_place.name}: a transform of torch.func cannot take it: give it a clone()")
+    return wrap(value, *args)
+
+  return refuse
+
+
+_transforms = [(module, name, getattr(module, name)) for module, name in
+               ((eager_transforms, "_wrap_for_grad"), (vmap, "_add_batch_dim"))]
+
+
 def watch_functions(on):
-  """Custom functions are not torch functions: their apply() is replaced while there is a session."""
+  """Custom functions and transforms are not torch functions: they are replaced while there is a session."""
   torch.autograd.Function.apply = classmethod(_apply if on else _function_apply)
+  for module, name, wrap in _transforms:
+    setattr(module, name, _refuse_managed(wrap) if on else wrap)
 
 
 def managed_view(place):
