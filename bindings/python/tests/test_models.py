@@ -12,14 +12,14 @@ from conftest import MODELS, batch, far_apart, model_data_bytes, same_bits, tiny
 
 STEPS = 20
 BUDGET = 0.4  # of model data
-# Some gradients are zero but for rounding (a bias of attention's keys moves no softmax). AdamW divides them by their own
-# size: with an eps below theirs, noise would be compared with noise.
+# Some gradients are zero but for rounding: a bias of attention's keys moves no softmax. AdamW divides them by their own
+# size: with an eps below that, noise would be compared with noise.
 LR, EPS = 1e-4, 1e-6
 
 
 def adamw(model):
-  """As transformers are trained: matrices decay, norms and biases do not. Torch rounds 1 - lr * weight_decay and what it
-  multiplies with it, which libgemini does not (docs/update.md): for weights near 1 alone that is 1e-6 in 20 steps."""
+  """As transformers are trained: matrices decay, norms and biases do not. Torch rounds 1 - lr * weight_decay, and what
+  it multiplies with that, which libgemini does not (docs/update.md): for weights near 1 alone 1e-6 in 20 steps."""
   matrices = [param for param in model.parameters() if param.dim() > 1]
   others = [param for param in model.parameters() if param.dim() <= 1]
   return torch.optim.AdamW([{"params": matrices}, {"params": others, "weight_decay": 0.0}], LR, eps=EPS)

@@ -101,6 +101,8 @@ def prepare(model, optimizer=None, *, step_in_backward=False, offload_activation
   owner = session()
   if owner.model is None or owner.model.module is not model:
     owner.model = _model.Model(owner, model)
+  else:
+    owner.model.take()
   if offload_activations:
     owner.model.saving = _offload
   if optimizer is None:
@@ -223,6 +225,9 @@ def close(force=False):
   """
   global _current
   if _current is not None:
-    _current.close(force)
-    _current = None
-    _watch_functions(False)
+    try:
+      _current.close(force)
+    finally:
+      if not _current.manager.handle:  # else it was refused, and nothing has changed
+        _current = None
+        _watch_functions(False)

@@ -96,8 +96,12 @@ class Record:
       self.grad_place = self.session.counterpart(place, kind, place.dtype)
       self.grad_place.name = f"{self.name}.grad"
     if self.hook is None:
-      with _plain():
+      with _plain(), torch.no_grad():
         self.hook = self.param.register_post_accumulate_grad_hook(self.take_gradient)
+        before = _get_grad(self.param)
+        if before is not None:  # it was there before the parameter needed libgemini's
+          _set_grad(self.param, None)
+          self.store(before)
 
   def take_gradient(self, _):
     """Autograd has put a gradient of its own into param.grad: its bytes go to the arena, and it goes."""
@@ -107,8 +111,8 @@ class Record:
       if fresh is None:
         return
       if fresh.requires_grad:
-        raise GeminiError(f"{self.name}: backward(create_graph=True) would make a gradient that has a graph itself, which "
-                          "an arena cannot hold")
+        raise GeminiError(f"{self.name}: backward(create_graph=True) would make a gradient that has a graph itself, "
+                          "which an arena cannot hold")
       if fresh.is_sparse:
         fresh = fresh.to_dense()
       self.session.backward_begin()
@@ -145,7 +149,7 @@ class Record:
 
   def gradient(self):
     """param.grad"""
-    self.session.store_landed()  # of a backward pass that failed
+    self.session.land(self)
     if self.spent:
       raise GeminiError(f"the gradient of parameter {self.name} is gone: it was prepared with step_in_backward=True. To "
                         "read, clip or unscale gradients, prepare without")
@@ -169,6 +173,7 @@ class Record:
             values.stride() == self.grad_place.tensor.stride():
           return
         values = _copy(values)
+    self.session.land(self)
     self.has_grad = False
     self.scale, self.norm = 1.0, None
     self.generation += 1
@@ -182,7 +187,7 @@ def adopt(session, param, name):
   record = getattr(param, "_gm_record", None)
   if record is not None:
     if record.session is not session:
-      raise GeminiError(f"parameter {name} belongs to another session")
+      raise GeminiError(f"parameter {name} belongs to a session that was closed: its bytes are gone, make the model anew")
     return record
   if param.is_meta:
     return None
@@ -258,6 +263,12 @@ class Model:
     self.depth = 0
     self.records = {}
     self.saving = contextlib.nullcontext  # around a forward pass: what becomes of what autograd saves
+    self.take()
+    self.wrap_call()
+
+  def take(self):
+    """Moves parameters in that are not, and buffers to the device."""
+    session, module = self.session, self.module
     for name, param in module.named_parameters():
       if param.is_meta:
         raise GeminiError(f"parameter {name} is on the meta device: load it first, by libgemini.torch.load_weights()")
@@ -277,7 +288,6 @@ class Model:
         buffer.data = buffer.data.to(session.device)
     session.uses.clear()  # by other names
     make_units(session, module)
-    self.wrap_call()
 
   def wrap_call(self):
     """The module's call begins a step. By a hook it would be part of what module.compile() traces."""
@@ -336,6 +346,7 @@ class Model:
 
   def begin(self):
     session = self.session
+    session.refuse_closed(type(self.module).__name__)
     self.check()
     kind = "train" if torch.is_grad_enabled() else "infer"
     if session.iteration == "train" and not any(record.has_grad for record in session.records):

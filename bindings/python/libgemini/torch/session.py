@@ -224,7 +224,13 @@ class Session:
     return use
 
   def acquire_use(self, use, stream):
-    self.lib.acquire(self.handle, use.pointer, use.count, stream)
+    try:
+      self.lib.acquire(self.handle, use.pointer, use.count, stream)
+    except GeminiError as error:
+      name = use.forward_name.decode()
+      if name in str(error):
+        raise
+      raise GeminiError(f"{name}: {error}", error.status, error.native_code) from None
     self.using.append(use)
     if use.unit:
       use.unit.enter()
@@ -236,8 +242,8 @@ class Session:
     self.lib.release(self.handle, use.pointer, use.count, stream)
 
   def note_writes(self, use, stream):
-    """A function has written what it was to read: while that is there it is acquired for writing, too, so that the bytes
-    below are no longer taken for the newest."""
+    """A function has written what it was to read: while that is there it is acquired for writing, too, so that the
+    bytes below are no longer taken for the newest."""
     count = use.count
     accesses = (abi.Access * count)(*use.accesses)
     for access in accesses:
@@ -297,8 +303,9 @@ class Session:
     In between, checkpointing may run functions forward again: operators of their own, beside what is held here.
     """
     if torch.is_grad_enabled():
-      raise GeminiError(f"{use.forward_name.decode()}: its gradient is to be differentiated again (create_graph=True), and "
-                        "what that reads cannot be known: this is not supported for parameters in a session")
+      raise GeminiError(f"{use.forward_name.decode()}: its gradient is to be differentiated again (create_graph=True), "
+                        "and what that reads cannot be known: this is not supported for parameters in a session")
+    self.refuse_closed(use.forward_name.decode())
     self.backward_begin()
     self.leave_function()
     self.op_begin(use.backward_name)
@@ -329,6 +336,18 @@ class Session:
     for record in early:
       self.rule_of[record].landed(record)
 
+  def land(self, record):
+    """A gradient is wanted before the backward pass has left its function, or after an exception has ended that."""
+    if not self.landed:
+      return
+    if not in_backward():
+      self.settle()
+    elif not record.early:
+      for one, gradient in self.landed:
+        if one is record:
+          record.store(gradient, add=record.has_grad)
+      self.landed = [(one, gradient) for one, gradient in self.landed if one is not record]
+
   def settle(self):
     """The backward pass is over, or an exception ended it; no operator is open any more."""
     self.backward_task = -1
@@ -337,9 +356,16 @@ class Session:
     for rule in self.rules:
       rule.backward_ends()
 
+  def refuse_closed(self, name):
+    if not self.manager.handle:
+      raise GeminiError(f"{name}: the session was closed, and its parameters with it")
+
   def close(self, force=False):
-    self.iteration_end()
-    self.lib.update_wait(self.handle)
+    self.landed.clear()  # of a backward pass that an exception has ended
+    self.leave_function()
+    self.op_end()
+    with contextlib.suppress(GeminiError):  # of an update that failed, which the manager's end tells, too
+      self.lib.update_wait(self.handle)
     if self.activations:
       self.activations.close()
     if self.allocator:
