@@ -162,7 +162,6 @@ class Record:
 
   def set_gradient(self, values):
     """param.grad = values"""
-    self.session.store_landed()
     place = self.place
     if values is not None:
       if values.shape != place.shape or values.dtype != place.dtype:
