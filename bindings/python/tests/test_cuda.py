@@ -244,3 +244,35 @@ def test_a_checkpoint_goes_on(tmp_path):
       gm.close(force=True)
   same_bits(halves, losses)
   same_bits(after, params)
+
+
+@pytest.mark.parametrize("way", ("meta", "from_pretrained"))
+def test_weights_come_from_files(tmp_path, way):
+  """Into a quarter of their size on the GPU, and without a stay there."""
+  plain = make("llama").eval()
+  size = sum(param.nbytes for param in plain.parameters())
+  plain.save_pretrained(tmp_path / "files")
+  ids = torch.randint(3, VOCAB, (2, 64), generator=torch.Generator().manual_seed(0)).cuda()
+  with torch.no_grad():
+    wanted = plain.cuda()(input_ids=ids).logits.cpu()
+  family = type(plain)
+  del plain
+  torch.cuda.empty_cache()
+  torch.cuda.reset_peak_memory_stats()
+  before = torch.cuda.memory_allocated()
+  building = gm.init(device_memory=size // 4 + (400 << 20), host_memory="4GiB", window="2MiB", strict=True)
+  try:
+    if way == "meta":
+      with torch.device("meta"):
+        model = make("llama")
+      gm.load_weights(model, tmp_path / "files")
+    else:
+      with building:
+        model = family.from_pretrained(tmp_path / "files")
+    assert torch.cuda.max_memory_allocated() - before < size // 4
+    gm.prepare(model.eval())
+    with torch.no_grad():
+      assert torch.equal(model(input_ids=ids).logits.cpu(), wanted)
+    del model
+  finally:
+    gm.close(force=True)
