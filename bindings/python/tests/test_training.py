@@ -733,3 +733,30 @@ def test_hooks_of_gradients(session):
     return trained(model, optimizer, 2) + out
 
   alike(session, mlp, run)
+
+
+@pytest.mark.parametrize("early", (False, True))
+@pytest.mark.parametrize("kind", (torch.optim.AdamW, torch.optim.SGD))
+def test_writes_to_parameters_of_16_bits_are_not_taken_back(session, kind, early):
+  """By the next step, which makes them anew from their master copies."""
+  if early and kind is torch.optim.SGD:
+    pytest.skip("for AdamW only")
+  session("1MiB")
+  model = mlp().to(torch.bfloat16)
+  model, optimizer = gm.prepare(model, kind(model.parameters(), 1e-2), step_in_backward=early)
+
+  def loss_of(model, step):
+    return model(data(step).to(torch.bfloat16)).square().mean()
+
+  train(model, optimizer, 2, loss_of)
+  for group in optimizer.param_groups:
+    group["lr"] = 0.0
+  wanted = {name: torch.full_like(value, 0.5) for name, value in values(model).items()}
+  model.load_state_dict(wanted)
+  train(model, optimizer, 1, loss_of)
+  same_bits(values(model), wanted)
+  with torch.no_grad():
+    model[0][0].weight.data[1:3].mul_(3)  # a view of a view
+    wanted["0.0.weight"][1:3].mul_(3)
+  train(model, optimizer, 1, loss_of)
+  same_bits(values(model), wanted)

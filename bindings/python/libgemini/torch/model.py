@@ -355,4 +355,5 @@ class Model:
     if not session.iteration:
       session.iteration_begin(kind)
     session.settle()
+    session.renew_masters()
     session.set_phase(abi.PHASE_FORWARD)

@@ -98,6 +98,7 @@ class Optimizer(torch.optim.Optimizer):
       self.rule.prepare(self.records)  # those that are new, or need gradients only since the last step
       for record in self.records:
         record.spent = False
+      session.renew_masters()
       if self.unscale():
         self.rule.step(self.param_groups)
       session.iteration_end()
@@ -183,6 +184,7 @@ class TorchRule:
   def master(self, record):
     place = record.states["master"] = self.session.counterpart(record.place, "master", torch.float32)
     place.write(record.place.read())
+    record.place.written = False
     with _plain():
       param = nn.Parameter(place.tensor.detach())
     param.__class__ = ManagedParameter
@@ -232,6 +234,7 @@ class TorchRule:
       with _plain():
         _set_grad(work, None)
       record.param.copy_(work)
+      record.place.written = False
 
   def states_of(self, record):
     return self.inner.state.get(self.work.get(id(record.param), record.param), {})
@@ -298,6 +301,7 @@ class AdamwRule:
           record.states[kind] = self.session.counterpart(record.place, kind, torch.float32)
       if "master" in record.states:
         record.states["master"].write(record.place.read())
+        record.place.written = False
       self.arenas.setdefault(record.place.arena, []).append(record)
     for records in self.arenas.values():
       records.sort(key=lambda record: record.place.offset)

@@ -37,12 +37,13 @@ class Place:
   tensor is the plain torch tensor over that address: to be read and written only between acquire and release.
   """
   __slots__ = ("session", "arena", "offset", "object", "base", "size_bytes", "dtype", "shape", "address", "tensor",
-               "name")
+               "name", "written")
 
   def __init__(self, session, arena, offset, shape, dtype, name):
     self.session = session
     self.arena = arena
     self.offset = offset
+    self.written = False  # by the user's functions, since it was last known to be as its master copy
     self.object, self.base = arena, offset  # what the library knows it by, and where it begins there
     self.shape = torch.Size(shape)
     self.dtype = dtype
@@ -178,6 +179,14 @@ class Session:
       self.lib.tensor_counterpart(self.handle, place.object, arena, tensor)
       other.object, other.base = tensor.value, 0
     return other
+
+  def renew_masters(self):
+    """A parameter of 16 bits that the user has written to, as load_state_dict() does, is what its master copy shall be."""
+    for record in self.records:
+      if record.place.written:
+        record.place.written = False
+        if "master" in record.states:
+          record.states["master"].write(record.place.read())
 
   def gradients_zero(self):
     """Nothing of the gradients' arenas is needed any more: their chunks cost nothing until they are written."""

@@ -123,6 +123,7 @@ def run_with(session, use, func, args, kwargs, read=()):
     if written:  # as relu(inplace=True) and embedding(max_norm=1.0) do
       session.note_writes(use, stream)
       for tensor in written:
+        tensor._gm_place.written = True
         if tensor._gm_grad is not None:
           tensor._gm_grad.norm = None
     session.release_use(use, stream)
@@ -189,6 +190,7 @@ def _run(func, args, kwargs):
     if any(tensor is one for one in changed):
       whole = name in _OVERWRITES and tensor is first and size == tensor.numel() * tensor.dtype.itemsize
       mode = abi.WRITE if whole else abi.READ_WRITE
+      place.written = True
     else:
       read.append(tensor)
     record = _gradient_of(tensor)
