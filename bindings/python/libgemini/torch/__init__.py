@@ -16,6 +16,7 @@ from ..abi import GeminiError
 from ..manager import parse_bytes as _parse_bytes
 from . import activations as _activations, allocator as _allocator, checkpoint as _checkpoint, model as _model
 from . import report as _report, unit as _unit
+from .ddp import watch_ddp as _watch_ddp
 from .optim import Optimizer
 from .picture import picture
 from .session import Session
@@ -86,6 +87,7 @@ def init(placement="auto", *, device_memory, host_memory=0, file=None, file_memo
     raise
   _current = owner
   _watch_functions(True)
+  _watch_ddp(True)
   return _Init(owner)
 
 
@@ -231,3 +233,4 @@ def close(force=False):
       if not _current.manager.handle:  # else it was refused, and nothing has changed
         _current = None
         _watch_functions(False)
+        _watch_ddp(False)

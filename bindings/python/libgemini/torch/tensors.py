@@ -301,6 +301,18 @@ def _autograd(func, args, kwargs):
   return found
 
 
+def _to(func, args, kwargs):
+  """Who moves a model to where it is already, as trainers do, gets each tensor itself, whose bytes stay where they are."""
+  if len(args) > 4 or "copy" in kwargs or kwargs.get("memory_format"):
+    return _run(func, args, kwargs)
+  tensor = args[0]
+  device, dtype, _, _ = torch._C._nn._parse_to(*args[1:], **kwargs)
+  if device is not None and device.type == "cuda" and device.index is None:
+    device = torch.device("cuda", torch.cuda.current_device())
+  there = device is None or device == tensor.device or device.type == tensor.device.type == "cpu"  # "cpu:0" is "cpu"
+  return tensor if there and dtype in (None, tensor.dtype) else _run(func, args, kwargs)
+
+
 def _grad_get(func, args, kwargs):
   record = args[0]._gm_record
   return func(*args, **kwargs) if record is None or not record.trainable else record.gradient()
@@ -396,7 +408,8 @@ _SPECIAL = {
     _Tensor.grad.__get__: _grad_get, _Tensor.grad.__set__: _grad_set, _Tensor.data.__set__: _data_set,
     _Tensor.__getitem__: _getitem, torch.linalg.vector_norm: _vector_norm, _Tensor.mul_: _mul,
     torch._foreach_mul_: _foreach_mul, torch._foreach_norm: _foreach_norm,
-    torch._amp_foreach_non_finite_check_and_unscale_: _unscale, _Tensor.numpy: _copied, _Tensor.__array__: _copied,
+    torch._amp_foreach_non_finite_check_and_unscale_: _unscale, _Tensor.to: _to, _Tensor.numpy: _copied,
+    _Tensor.__array__: _copied,
     _Tensor.__dlpack__: _copied, _Tensor.__format__: _copied, _Tensor.__iter__: _iter, _Tensor.set_: _refuse,
     _Tensor.resize_: _refuse, _Tensor.resize_as_: _refuse, _Tensor.share_memory_: _refuse, torch.zeros_like: _like,
     torch.empty_like: _like, torch.full_like: _like, torch.ones_like: _like, **{view: _view for view in _VIEWS},
