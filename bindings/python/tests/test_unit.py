@@ -161,6 +161,16 @@ def test_compiling_after_prepare_is_refused():
     loss_of(torch.compile(model, backend="eager"), 0)
 
 
+def test_compiling_in_place_after_prepare_is_refused():
+  model = Net()
+  start(model)
+  model, optimizer = gm.prepare(model, sgd(model))
+  model.compile(backend="eager")
+  loss_of(model, 0).backward()
+  with pytest.raises(gm.GeminiError, match="before prepare"):
+    optimizer.step()
+
+
 def calls_of(name):
   """Records each call of a function of the library, for as long as the context lasts."""
   session, seen = gm.session(), []

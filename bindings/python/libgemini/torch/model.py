@@ -300,7 +300,12 @@ class Model:
 
     run._gm_unit = getattr(call, "_gm_unit", None)
     run._torchdynamo_disable = True  # called, not traced
-    module._compiled_call_impl = run
+    self.call = module._compiled_call_impl = run
+
+  def check_call(self):
+    if self.module._compiled_call_impl is not self.call:
+      raise GeminiError("the model was compiled by its compile() after libgemini.torch.prepare(), which takes its steps away "
+                        "from the session: compile it, or rather its blocks, before prepare()")
 
   def refuse_aliases(self):
     """Two parameters over the same bytes would become two; tied weights are one parameter in two modules."""
