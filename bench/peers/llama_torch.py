@@ -14,8 +14,8 @@ import sys
 import time
 
 SIZES = {  # width, width of the MLP, blocks, heads
-  "tiny": (64, 160, 3, 4), "125m": (768, 2048, 12, 12), "1.3b": (2048, 5504, 24, 16), "3b": (3200, 8640, 26, 32),
-  "7b": (4096, 11008, 32, 32), "13b": (5120, 13824, 40, 40),
+  "tiny": (64, 160, 3, 4), "125m": (768, 2048, 12, 12), "1.3b": (2048, 5504, 24, 16),
+  "1.5b": (2048, 5504, 27, 16), "3b": (3200, 8640, 26, 32), "7b": (4096, 11008, 32, 32), "13b": (5120, 13824, 40, 40),
 }
 
 arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -26,6 +26,7 @@ arguments.add_argument("--seq", type=int, default=1024)
 arguments.add_argument("--vocabulary", type=int, default=32000)
 arguments.add_argument("--steps", type=int, default=6)
 arguments.add_argument("--warmup", type=int, default=2, help="steps before those that are timed")
+arguments.add_argument("--text", default=None, help="a file whose bytes are the tokens, in the place of random ones")
 arguments.add_argument("--clip", type=float, default=0.0, help="global norm of gradients; 0: no clipping")
 arguments.add_argument("--device-mem", default="24GiB", help="of gemini and fsdp2")
 arguments.add_argument("--host-mem", default="0", help="of gemini; 0: chosen")
@@ -164,13 +165,16 @@ def main():
       fully_shard(block, **policy)
     fully_shard(model, **policy)
     model.to_empty(device="cpu")
+    tile = torch.empty(1 << 24).uniform_(-0.035, 0.035)
     with torch.no_grad():
       for param in model.parameters():
         local = param.to_local()
         if local.dim() == 1:
           local.fill_(1)
-        else:  # a normal distribution takes minutes on the CPU; the times do not depend on it
-          local.uniform_(-0.035, 0.035)
+        else:  # random numbers for all of them take minutes on the CPU; the times do not depend on it
+          flat = local.view(-1)
+          for first in range(0, flat.numel(), tile.numel()):
+            flat[first:first + tile.numel()].copy_(tile[:flat.numel() - first])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
   else:
     import libgemini.torch as gm
@@ -186,10 +190,15 @@ def main():
   params = sum(param.numel() for param in model.parameters())
   ready = time.perf_counter() - begin
   generator = torch.Generator().manual_seed(2)
+  text = torch.frombuffer(bytearray(open(options.text, "rb").read()), dtype=torch.uint8) if options.text else None
   seconds, losses = [], []
   begin = time.perf_counter()
   for step in range(options.steps + options.warmup):
-    ids = torch.randint(0, options.vocabulary, (options.batch, options.seq), generator=generator).to(device)
+    if text is None:
+      ids = torch.randint(0, options.vocabulary, (options.batch, options.seq), generator=generator).to(device)
+    else:
+      starts = torch.randint(0, len(text) - options.seq, (options.batch,), generator=generator)
+      ids = torch.stack([text[start:start + options.seq] for start in starts]).long().to(device)
     if gm and options.timeline and step == options.steps + options.warmup - 1:
       gm.session().lib.timeline_start(gm.session().handle, options.timeline.encode())
     called = time.perf_counter()
