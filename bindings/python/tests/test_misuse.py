@@ -58,7 +58,7 @@ def test_bad_settings(wrong, match):
 
 def test_closed_session():
   gm.init(device="cpu", device_memory="1MiB", host_memory="64MiB", window="64KiB")
-  model, optimizer = gm.prepare(mlp(), None), None
+  model = gm.prepare(mlp())
   weight = model[0].weight
   gm.close()
   for use in (lambda: model(torch.ones(1, SIZE)), lambda: weight.sum(), lambda: weight[0] + 1,

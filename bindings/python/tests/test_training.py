@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import libgemini.torch as gm
 from libgemini.torch.optim import Optimizer
-from conftest import alike, batch, far_apart, model_data_bytes, off_the_device, same_bits, sgd, tiny, train, values
+from conftest import alike, batch, far_apart, off_the_device, same_bits, sgd, tiny, train, values
 
 SIZE = 96
 
