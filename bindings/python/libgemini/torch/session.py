@@ -322,9 +322,10 @@ class Session:
     if self.activations:
       self.activations.drain()
 
-  def store_landed(self):
-    """What autograd has put into .grad goes to where gradients live."""
-    landed, self.landed = self.landed, []
+  def store_landed(self, only=None):
+    """What autograd has put into .grad goes to where gradients live; only: one parameter's."""
+    landed = [one for one in self.landed if only is None or one[0] is only]
+    self.landed = [one for one in self.landed if only is not None and one[0] is not only]
     for record, gradient, stream in landed:
       if stream != self.native_stream():  # where autograd made it
         torch.cuda.current_stream(self.device).wait_stream(torch.cuda.ExternalStream(stream, self.device))
@@ -343,10 +344,7 @@ class Session:
     if not in_backward():
       self.settle()
     elif not record.early:
-      for one, gradient in self.landed:
-        if one is record:
-          record.store(gradient, add=record.has_grad)
-      self.landed = [(one, gradient) for one, gradient in self.landed if one is not record]
+      self.store_landed(record)
 
   def settle(self):
     """The backward pass is over, or an exception ended it; no operator is open any more."""
