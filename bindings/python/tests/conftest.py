@@ -163,6 +163,7 @@ def alike(session, make, run, optimizer=sgd, budget="768KiB", **more):
 def off_the_device():
   """Everything leaves the device: whoever reads it without asking for it dies of it."""
   session = gm.session()
+  session.settle()  # what a backward pass held that an exception has ended
   for arena in session.arenas.values():
     access = abi.Access(arena, 0, 0, abi.READ, abi.TIER_HOST, None)
     session.lib.move(session.handle, ctypes.byref(access), 1)

@@ -331,22 +331,20 @@ class Session:
     if self.activations:
       self.activations.drain()
 
-  def store_landed(self):
-    """What autograd has put into .grad goes to where gradients live."""
-    landed, self.landed = self.landed, []
-    for one in landed:
-      self.store_gradient(*one)
+  def store_landed(self, only=None):
+    """What autograd has put into .grad goes to where gradients live; only: one parameter's."""
+    landed = [one for one in self.landed if only is None or one[0] is only]
+    self.landed = [one for one in self.landed if only is not None and one[0] is not only]
+    for record, gradient, stream in landed:
+      if stream != self.native_stream():  # where autograd made it
+        torch.cuda.current_stream(self.device).wait_stream(torch.cuda.ExternalStream(stream, self.device))
+        gradient.record_stream(torch.cuda.current_stream(self.device))
+      record.store(gradient, add=record.has_grad)
     early = [record for record, *_ in landed if record in self.rule_of]
     if early:
       self.op_end()
     for record in early:
       self.rule_of[record].landed(record)
-
-  def store_gradient(self, record, gradient, stream):
-    if stream != self.native_stream():  # where autograd made it
-      torch.cuda.current_stream(self.device).wait_stream(torch.cuda.ExternalStream(stream, self.device))
-      gradient.record_stream(torch.cuda.current_stream(self.device))
-    record.store(gradient, add=record.has_grad)
 
   def land(self, record):
     """A gradient is wanted before the backward pass has left its function, or after an exception has ended that."""
@@ -355,10 +353,7 @@ class Session:
     if not in_backward():
       self.settle()
     elif not record.early:
-      for one in self.landed:
-        if one[0] is record:
-          self.store_gradient(*one)
-      self.landed = [one for one in self.landed if one[0] is not record]
+      self.store_landed(record)
 
   def settle(self):
     """The backward pass is over, or an exception ended it; no operator is open any more."""
