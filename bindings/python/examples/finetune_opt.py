@@ -32,7 +32,6 @@ def make(size, folder):
   with gm.init(device_memory="1GiB"):
     model = AutoModelForCausalLM.from_config(SIZES[size], dtype=torch.bfloat16)
   gm.save(folder, gm.prepare(model))
-  gm.close()
 
 
 def read_text(folder):
@@ -83,7 +82,6 @@ def finetune(args):
     if (step + 1) % args.every == 0 or step + 1 == args.steps:
       gm.save(args.run, model, optimizer, extra={"step": step + 1, "scheduler": scheduler.state_dict()})
       print(f"saved after step {step}", flush=True)
-  gm.close()
 
 
 def main():

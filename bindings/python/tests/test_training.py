@@ -3,6 +3,8 @@
 SPDX-License-Identifier: Apache-2.0
 """
 import copy
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -760,3 +762,14 @@ def test_writes_to_parameters_of_16_bits_are_not_taken_back(session, kind, early
     wanted["0.0.weight"][1:3].mul_(3)
   train(model, optimizer, 1, loss_of)
   same_bits(values(model), wanted)
+
+
+def test_a_process_may_end_with_its_session_open():
+  script = ("import atexit\natexit.register(lambda: print('open' if gm._current else 'closed'))\n"
+            "import torch\nimport libgemini.torch as gm\n"
+            "gm.init(device='cpu', device_memory='4MiB', host_memory='64MiB')\n"
+            "model = torch.nn.Linear(64, 64)\n"
+            "model, optimizer = gm.prepare(model, torch.optim.AdamW(model.parameters()))\n"
+            "model(torch.ones(2, 64)).sum().backward()\noptimizer.step()\n")
+  done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+  assert (done.returncode, done.stdout, done.stderr) == (0, "closed\n", "")

@@ -10,6 +10,9 @@
 
 SPDX-License-Identifier: Apache-2.0
 """
+import atexit as _atexit
+import contextlib as _contextlib
+
 import torch as _torch
 
 from ..abi import GeminiError
@@ -234,3 +237,10 @@ def close(force=False):
         _current = None
         _watch_functions(False)
         _watch_ddp(False)
+
+
+@_atexit.register
+def _leave():
+  """Before Python and CUDA go: updates that are under way use memory, and torch frees what it has allocated here."""
+  with _contextlib.suppress(Exception):
+    close(force=True)
