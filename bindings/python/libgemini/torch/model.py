@@ -172,7 +172,6 @@ class Record:
             values.stride() == self.grad_place.tensor.stride():
           return
         values = _copy(values)
-    self.session.land(self)
     self.has_grad = False
     self.scale, self.norm = 1.0, None
     self.generation += 1
