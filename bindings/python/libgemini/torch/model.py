@@ -162,6 +162,7 @@ class Record:
 
   def set_gradient(self, values):
     """param.grad = values"""
+    self.session.land(self)
     place = self.place
     if values is not None:
       if values.shape != place.shape or values.dtype != place.dtype:
