@@ -95,7 +95,8 @@ def test_close_in_the_middle(session):
 
 def test_exit_without_close():
   """A process that ends with a session open, and tensors in it alive, ends as any other."""
-  code = ("import torch, libgemini.torch as gm; gm.init(device='cpu', device_memory='1MiB', host_memory='64MiB', strict=True)\n"
+  code = ("import torch, libgemini.torch as gm\n"
+          "gm.init(device='cpu', device_memory='1MiB', host_memory='64MiB', strict=True)\n"
           "model = torch.nn.Linear(9, 9); model, optimizer = gm.prepare(model, torch.optim.AdamW(model.parameters()))\n"
           "loss = model(torch.ones(9)).sum(); loss.backward(); optimizer.step(); loss = model(torch.ones(9)).sum()\n"
           "grad = model.weight.grad; print('done')")
@@ -157,7 +158,7 @@ def test_came_later(session):
   session()
   model = gm.prepare(mlp())
   model.append(nn.Linear(SIZE, SIZE))
-  with pytest.raises(gm.GeminiError, match=r"parameter 3.weight came after libgemini.torch.prepare\(\): call that again"):
+  with pytest.raises(gm.GeminiError, match=r"parameter 3.weight came after .*prepare\(\): call that again"):
     model(torch.ones(1, SIZE))
   gm.prepare(model)
   works(model)
@@ -165,7 +166,7 @@ def test_came_later(session):
 
 def test_what_cannot_be_a_parameter(session):
   session()
-  for model, match in ((nn.Linear(4, 4, dtype=torch.float64), "parameter weight is of torch.float64: want torch.float32"),
+  for model, match in ((nn.Linear(4, 4, dtype=torch.float64), "parameter weight is of torch.float64: want"),
                        (nn.Linear(4, 4, dtype=torch.complex64), "parameter weight is of torch.complex64"),
                        (nn.Linear(4, 4, device="meta"), "parameter weight is on the meta device: load it")):
     with pytest.raises(gm.GeminiError, match=match):
@@ -217,7 +218,7 @@ def test_gradient_of_another_shape(session):
   model = gm.prepare(mlp())
   works(model)
   for wrong in (torch.ones(SIZE), torch.ones(SIZE, SIZE, dtype=torch.float64)):
-    with pytest.raises(gm.GeminiError, match=r"0.weight.grad is set to a tensor of \(96.*want \(96, 96\), torch.float32"):
+    with pytest.raises(gm.GeminiError, match=r"0.weight.grad is set to a tensor of \(96.*want \(96, 96\), torch"):
       model[0].weight.grad = wrong
   assert model[0].weight.grad is None
   works(model)
@@ -249,7 +250,7 @@ def test_functional_transforms(session):
 
 # ---- optimizers
 @pytest.mark.parametrize("make, match", (
-    (lambda model: sgd(mlp().parameters()), r"parameter 0 of the optimizer's group 0, of shape \(96, 96\), is not one of"),
+    (lambda model: sgd(mlp().parameters()), r"parameter 0 of the optimizer's group 0, of shape \(96, 96\), is not"),
     (lambda model: sgd([{"params": model[0].parameters()}, {"params": [model[1].weight, nn.Parameter(torch.ones(3))]}]),
      r"parameter 1 of the optimizer's group 1, of shape \(3,\)"),
     (lambda model: torch.optim.LBFGS(model.parameters()), "the optimizer is a LBFGS: want one that updates each"),

@@ -327,9 +327,10 @@ def test_checkpoint_of_the_whole_model(session, reentrant):
 
   def run(model, optimizer):
     return trained(model, optimizer, loss_of=lambda model, step: (
-        model[0][0].bias * checkpoint(model, data(step).requires_grad_(), use_reentrant=reentrant)).square().mean())
+        model[0].bias * checkpoint(model, data(step).requires_grad_(), use_reentrant=reentrant)).square().mean())
 
-  alike(session, mlp, run)
+  alike(session, lambda: nn.Sequential(*(nn.Linear(SIZE, SIZE) for _ in range(8))), run)
+  assert reentrant or gm.stats()["iterations"] == 4  # it is no step of its own
 
 
 @pytest.mark.parametrize("context", (torch.autograd.graph.save_on_cpu, lambda: torch.autograd.set_detect_anomaly(True),
@@ -363,6 +364,8 @@ def test_gradients_by_autograd_grad(session):
     x = data().requires_grad_()
     params = list(model.parameters())
     loss = checkpoint(model, x, use_reentrant=False).square().mean()
+    if isinstance(optimizer, Optimizer):
+      off_the_device()
     got = torch.autograd.grad(loss, [x, *params[:3]], retain_graph=True)
     assert all(param.grad is None for param in params)
     loss.backward(inputs=params[:2])
@@ -507,13 +510,22 @@ class Lamb(torch.optim.Optimizer):
         param.add_(update * trust, alpha=-group["lr"])
 
 
+def adagrad(params):
+  """Has states before its first step."""
+  optimizer = torch.optim.Adagrad(params, 1e-2)
+  for state in optimizer.state.values():
+    state["sum"].fill_(0.1)
+  assert optimizer.state
+  return optimizer
+
+
 OPTIMIZERS = {
     "sgd": lambda params: torch.optim.SGD(params, 0.05),
     "nesterov": lambda params: torch.optim.SGD(params, 0.05, momentum=0.9, nesterov=True, weight_decay=0.1),
     "foreach": lambda params: torch.optim.SGD(params, 0.05, momentum=0.9, foreach=True),
     "maximize": lambda params: torch.optim.AdamW(params, 1e-3, maximize=True),
     "amsgrad": lambda params: torch.optim.Adam(params, 1e-3, amsgrad=True),
-    "adagrad": lambda params: torch.optim.Adagrad(params, 1e-2, initial_accumulator_value=0.1),
+    "adagrad": adagrad,
     "adadelta": lambda params: torch.optim.Adadelta(params, 1e-2),
     "adamax": lambda params: torch.optim.Adamax(params, 1e-3),
     "nadam": lambda params: torch.optim.NAdam(params, 1e-3),
@@ -538,6 +550,13 @@ def test_optimizers_in_c(session, name):
     kind = torch.optim.Adam if name == "adam" else torch.optim.AdamW
     return kind([{"params": params, "weight_decay": 0.125}], 2.0**-10, eps=1e-6)
 
+  def refuses(model, chosen):
+    loss = square(model, 0)
+    loss.backward(retain_graph=True)
+    chosen.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+      loss.backward()
+
   def outcome(budget):
     torch.manual_seed(0)
     model = mlp(3)
@@ -547,6 +566,7 @@ def test_optimizers_in_c(session, name):
       model, chosen = gm.prepare(model, chosen)
     losses = train(model, chosen, 6, square)
     found = dict(enumerate(losses)), values(model)
+    refuses(model, chosen)
     gm.close()
     return found
 
@@ -603,7 +623,10 @@ def test_writes_that_functions_do_not_say(session):
     with torch.no_grad():
       F.relu(model.weight[:50], inplace=True)
       torch.mul(model.weight, 2, out=model.weight)
-      for row in model.weight[60:70]:
+      rows = list(model.weight[60:70])
+      if isinstance(optimizer, Optimizer):
+        off_the_device()
+      for row in rows:
         row += 1
     return [model.weight.grad.clone()]
 
@@ -627,6 +650,22 @@ def test_views_that_are_written_in_place(session):
     return [x.grad, *(param.grad.clone() for param in model.parameters() if param.grad is not None)]
 
   alike(session, mlp, run)
+
+
+def test_view_that_is_written_in_place_alone(session):
+  """Nothing else brings what its backward pass reads."""
+
+  def run(model, optimizer):
+    x = data().requires_grad_()
+    y = x * 2
+    view = y[1:3]
+    view.mul_(model.bias)
+    if isinstance(optimizer, Optimizer):
+      off_the_device()
+    y.square().sum().backward()
+    return [x.grad, model.bias.grad.clone()]
+
+  alike(session, lambda: nn.Linear(SIZE, SIZE), run)
 
 
 class Raw(torch.autograd.Function):
@@ -708,6 +747,7 @@ def test_exceptions_in_the_middle(session):
           square(model, 0).backward()
       hook.remove()
       if register == model[2].register_full_backward_hook:
+        model[2][0].bias.grad = model[2][0].weight.grad = None
         model[3][0].bias.grad = None
       out += [param.grad.clone() for param in model.parameters() if param.grad is not None]
       model.zero_grad()
@@ -773,3 +813,20 @@ def test_a_process_may_end_with_its_session_open():
             "model(torch.ones(2, 64)).sum().backward()\noptimizer.step()\n")
   done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
   assert (done.returncode, done.stdout, done.stderr) == (0, "closed\n", "")
+
+
+def test_gradients_from_before(session):
+  """They come along when a model is prepared."""
+  outcomes = []
+  for managed in (False, True):
+    torch.manual_seed(0)
+    model = mlp()
+    optimizer = sgd(model.parameters())
+    square(model, 0).backward()
+    if managed:
+      session("768KiB")
+      model, optimizer = gm.prepare(model, optimizer)
+    outcomes.append([param.grad.clone() for param in model.parameters()])
+    optimizer.step()
+    outcomes[-1] += values(model).values()
+  same_bits(outcomes[1], outcomes[0])

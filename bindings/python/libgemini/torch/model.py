@@ -162,6 +162,7 @@ class Record:
 
   def set_gradient(self, values):
     """param.grad = values"""
+    self.session.land(self)
     place = self.place
     if values is not None:
       if values.shape != place.shape or values.dtype != place.dtype:
@@ -172,7 +173,6 @@ class Record:
             values.stride() == self.grad_place.tensor.stride():
           return
         values = _copy(values)
-    self.session.land(self)
     self.has_grad = False
     self.scale, self.norm = 1.0, None
     self.generation += 1

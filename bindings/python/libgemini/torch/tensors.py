@@ -261,12 +261,6 @@ def _copied(func, args, kwargs):
   return func(_copy(args[0]), *args[1:], **kwargs)
 
 
-def _iter(func, args, kwargs):
-  rows = list(func(*args, **kwargs))
-  mark_views(rows, args[:1])
-  return iter(rows)
-
-
 def _refuse(func, args, kwargs):
   raise GeminiError(f"{args[0]._gm_place.name}: {func.__name__}() would give it other memory, but its address is "
                     "libgemini's: do it with a clone()")
@@ -409,8 +403,7 @@ _SPECIAL = {
     _Tensor.__getitem__: _getitem, torch.linalg.vector_norm: _vector_norm, _Tensor.mul_: _mul,
     torch._foreach_mul_: _foreach_mul, torch._foreach_norm: _foreach_norm,
     torch._amp_foreach_non_finite_check_and_unscale_: _unscale, _Tensor.to: _to, _Tensor.numpy: _copied,
-    _Tensor.__array__: _copied,
-    _Tensor.__dlpack__: _copied, _Tensor.__format__: _copied, _Tensor.__iter__: _iter, _Tensor.set_: _refuse,
+    _Tensor.__array__: _copied, _Tensor.__dlpack__: _copied, _Tensor.__format__: _copied, _Tensor.set_: _refuse,
     _Tensor.resize_: _refuse, _Tensor.resize_as_: _refuse, _Tensor.share_memory_: _refuse, torch.zeros_like: _like,
     torch.empty_like: _like, torch.full_like: _like, torch.ones_like: _like, **{view: _view for view in _VIEWS},
 }
