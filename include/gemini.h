@@ -408,6 +408,62 @@ GEMINI_API gemini_status_t gemini_pin(gemini_manager_t mgr, const gemini_access_
 GEMINI_API gemini_status_t gemini_unpin(gemini_manager_t mgr, const gemini_access_t *access) GEMINI_MUST_CHECK;
 /** @} */
 
+/** @defgroup graphs CUDA graphs
+ *  A range of operators, captured once into a CUDA graph of the caller's and replayed with one launch, though its chunks do
+ *  not fit beside each other on the device: the graph itself copies them from host memory into frames set aside for it,
+ *  which they take in turns, each as soon as what had its frame before is done, beside the kernels.
+ *
+ *      gemini_graph_begin(mgr, stream, bytes, &graph);
+ *      cuStreamBeginCapture(native, ...);
+ *      for each operator: gemini_acquire(mgr, what it reads, ..., stream); its kernels; gemini_release(...);
+ *      cuStreamEndCapture(native, ...);
+ *      gemini_graph_end(mgr, graph);
+ *      for each replay: gemini_graph_enter(mgr, graph, stream); cuGraphLaunch(...); gemini_graph_leave(mgr, graph);
+ *
+ *  Chunks that a capture writes, and others that shall stay for all of it, are acquired before it begins and released after
+ *  it ends, on the device, and likewise around each replay. The others are read only. Between replays they live as all
+ *  chunks do, except that their places in host memory stay theirs while the graph lives.
+ *  @{ */
+typedef uint64_t gemini_graph_t;
+/** Sets device memory aside for a graph that is about to be captured of a stream; evicts chunks for it. What a capture
+ *  acquires and releases on this stream until gemini_graph_end() is read by the graph: the copies that it needs get into the
+ *  capture, and nothing is computed or brought now. gemini_op_begin() and gemini_op_end() on a stream that is captured so
+ *  give names to messages, and nothing else.
+ *  @param device_bytes for chunks that take turns; whole windows of it count. A replay overlaps copies with kernels where it
+ *                      holds more than one operator's chunks
+ *  @param graph_out    transferred to the caller; end with gemini_graph_destroy() or gemini_manager_close(). At most 256
+ *                      exist at once
+ *  @retval GEMINI_ERR_UNSUPPORTED  the simulated device has no graphs
+ *  @retval GEMINI_ERR_STATE        the stream is being captured already, or another graph was begun on it and not ended
+ *  @retval GEMINI_ERR_INVALID      device_bytes is less than a window, stream is GEMINI_STREAM_CALLER, or 256 exist
+ *  @retval GEMINI_ERR_OOM_DEVICE   they are not to be had beside what is acquired, pinned and allocated, or the plan cannot
+ *                                  be made with what they leave. Since: 0.1 */
+GEMINI_API gemini_status_t gemini_graph_begin(gemini_manager_t mgr, gemini_stream_t stream, uint64_t device_bytes,
+                                              gemini_graph_t *graph_out) GEMINI_MUST_CHECK;
+/** Says that the capture has ended. Ranges still acquired in it are released.
+ *  @retval GEMINI_ERR_STATE  the stream is still being captured, the graph has ended already, or the device refused a part
+ *                            of the capture, of which an acquire or release has told: then it can only be destroyed. Since: 0.1 */
+GEMINI_API gemini_status_t gemini_graph_end(gemini_manager_t mgr, gemini_graph_t graph) GEMINI_MUST_CHECK;
+/** Before each launch, on the stream where it will be: makes the stream wait until host memory has the newest bytes of all
+ *  that the graph reads (updates done, device copies written back), and keeps others from these chunks: until
+ *  gemini_graph_leave() they cannot be acquired on the device, nor on the host for writing. Of a range of operators that
+ *  changes nothing this costs a look at each chunk.
+ *  @retval GEMINI_ERR_BUSY   one of them is acquired on the device, or for writing, pinned, or in use by another graph
+ *  @retval GEMINI_ERR_STATE  the capture has not ended, it is entered already, a chunk that was acquired while it was captured
+ *                            is not acquired now, or a parameter's bytes are its gradient's, or the other way round
+ *  @retval GEMINI_ERR_IO     a chunk could not be read from its file
+ *  Blocks where a chunk that was on the device since its last replay has to leave it, or to come from a file. Since: 0.1 */
+GEMINI_API gemini_status_t gemini_graph_enter(gemini_manager_t mgr, gemini_graph_t graph, gemini_stream_t stream)
+    GEMINI_MUST_CHECK;
+/** After the launch: the chunks are free again for who comes after what is queued on the stream of gemini_graph_enter().
+ *  @retval GEMINI_ERR_STATE  it is not entered, or that stream is being captured. Since: 0.1 */
+GEMINI_API gemini_status_t gemini_graph_leave(gemini_manager_t mgr, gemini_graph_t graph) GEMINI_MUST_CHECK;
+/** Gives the device memory back, behind the last replay. The CUDA graph, which is the caller's, must not be launched any
+ *  more. 0 is accepted.
+ *  @retval GEMINI_ERR_BUSY  it is entered, or being captured; nothing changed. Since: 0.1 */
+GEMINI_API gemini_status_t gemini_graph_destroy(gemini_graph_t graph);
+/** @} */
+
 /** @defgroup alloc Non-model memory
  *  @{ */
 /** Allocates device memory, 512-byte aligned, evicting chunks when the budget is full.

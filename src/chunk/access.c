@@ -192,8 +192,10 @@ static gemini_status_t hold_window(gmi_manager_t *m, const gemini_access_t *acce
   if (access->tier == GEMINI_TIER_DEVICE) {
     uint32_t word = atomic_load(&w->word);
     if (w->host_writers || (write && w->host_users))
-      return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of %s is acquired on the host%s", range_name(m, r),
-                      w->host_writers ? " for writing" : "");
+      return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of %s is %s", range_name(m, r),
+                      w->graph_held     ? "in use by a graph"
+                      : w->host_writers ? "acquired on the host for writing"
+                                        : "acquired on the host");
     if ((word & GMI_WINDOW_PINS) == GMI_WINDOW_PINS || (word & GMI_WINDOW_WRITERS) == GMI_WINDOW_WRITERS)
       return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of %s is acquired %u times, the limit", range_name(m, r),
                       word & GMI_WINDOW_PINS);
@@ -204,6 +206,8 @@ static gemini_status_t hold_window(gmi_manager_t *m, const gemini_access_t *acce
     return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of %s is acquired on the device", range_name(m, r));
   if (write && w->user_pins)
     return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of %s is pinned to the device", range_name(m, r));
+  if (write && w->graph_held)
+    return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of %s is in use by a graph", range_name(m, r));
   if (w->host_users == UINT16_MAX)
     return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of %s is acquired 65535 times, the limit", range_name(m, r));
   w->host_users++;
@@ -436,6 +440,14 @@ static gemini_status_t acquire(gmi_manager_t *m, gemini_access_t *accesses, uint
     return gmi_fail(GEMINI_ERR_INVALID, 0, "count is %llu, at most %d", (unsigned long long)count, BATCH_LIMIT);
   gemini_status_t status = gmi_stream_resolve(m, stream, &s);
   if (status) return status;
+  if (gmi_graph_begun(m, s)) {
+    bool captures;
+    gmi_lock(m);
+    status = gmi_graph_captures(m, s, &captures);
+    if (!status && captures) status = gmi_graph_acquire(m, accesses, count, s);
+    gmi_unlock(m);
+    if (status || captures) return status;
+  }
   fast_t fast[SMALL_BATCH];
   uint64_t n = 0;
   while (n < count && n < SMALL_BATCH && fast_hold(m, &accesses[n], s, &fast[n])) n++;
@@ -467,7 +479,8 @@ static bool window_acquired(const gmi_window_t *w, const gemini_access_t *access
                             uint32_t given_writing) {
   uint32_t word = atomic_load_explicit(&w->word, memory_order_relaxed);
   uint32_t pins = word & GMI_WINDOW_PINS, writers = (word & GMI_WINDOW_WRITERS) / GMI_WINDOW_WRITER;
-  if (access->tier != GEMINI_TIER_DEVICE) pins = w->host_users, writers = w->host_writers;
+  if (access->tier != GEMINI_TIER_DEVICE)
+    pins = w->host_users - w->graph_held, writers = w->host_writers - w->graph_held;
   return access->mode & GEMINI_WRITE ? writers > given_writing : pins - writers > given - given_writing;
 }
 
@@ -602,6 +615,14 @@ static gemini_status_t release(gmi_manager_t *m, const gemini_access_t *accesses
   bool host = false;
   for (uint64_t k = 0; k < count; k++) host |= accesses[k].tier != GEMINI_TIER_DEVICE;
   gemini_status_t status = GEMINI_OK;
+  if (gmi_graph_begun(m, stream)) {
+    bool captures;
+    gmi_lock(m);
+    status = gmi_graph_captures(m, stream, &captures);
+    if (!status && captures) status = gmi_graph_release(m, accesses, count, stream);
+    gmi_unlock(m);
+    if (status || captures) return status;
+  }
   if (count > SMALL_BATCH) { /* then it goes in parts, which are checked together first */
     gmi_lock(m);
     status = release_count(m, accesses, count);

@@ -151,7 +151,7 @@ gemini_status_t gmi_cut(gmi_manager_t *m) {
 /* Every byte must be on the host, nothing in use, and only one thread at work: the fast path takes no lock. */
 static bool recut_possible(gmi_manager_t *m, uint64_t window) {
   uint64_t need = 0, threads = 0;
-  if (m->files || (m->heap && gmi_heap_blocks_used(m->heap))) return false;
+  if (m->files || m->graph_count || (m->heap && gmi_heap_blocks_used(m->heap))) return false;
   for (int i = 0; i < GMI_HIT_STRIPES; i++) threads += atomic_load(&m->stripes[i].hits) != 0;
   for (uint32_t i = 0; i < GMI_ARENAS; i++) {
     gmi_arena_t *a = gmi_arena_at(m, i);
@@ -505,6 +505,7 @@ static gemini_status_t arena_destroy(gmi_manager_t *m, gemini_arena_t handle) {
     gmi_window_t *w = &a->windows[i];
     if ((atomic_load(&w->word) & GMI_WINDOW_PINS) || w->host_users || w->user_pins)
       return gmi_fail(GEMINI_ERR_BUSY, 0, "a range of arena %s is acquired or pinned", a->name);
+    if (w->graphs) return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is in a graph that lives", a->name);
   }
   status = tensors_kill(m, a);
   if (!status && a->store != a->index) { /* the parameters whose bytes it has taken cannot come back: they are zero */

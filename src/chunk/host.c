@@ -137,6 +137,10 @@ static gemini_status_t part_set(gmi_manager_t *m, uint64_t part, uint64_t want) 
   uint8_t *base = m->host.base + part * m->host.part_bytes;
   uint64_t begin = part * m->host.part_bytes, has = m->host.committed[part];
   gemini_status_t status = GEMINI_OK, changed;
+  for (uint64_t s = begin >> m->window_shift; s << m->window_shift < begin + has; s++)
+    if (m->host.slots && m->host.slots[s].window && m->host.slots[s].window->graphs)
+      return gmi_fail(GEMINI_ERR_OOM_HOST, 0, "%llu bytes of host memory stay as they are while graphs copy from them",
+                      (unsigned long long)has);
   if (has) {
     status = copies_finish(m);
     if (status) return status;
@@ -310,7 +314,7 @@ static void slot_bind(gmi_manager_t *m, gmi_window_t *w, uint32_t slot) {
 }
 
 void gmi_host_slot_drop(gmi_manager_t *m, gmi_window_t *w) {
-  if (w->slot == GMI_NONE) return;
+  if (w->slot == GMI_NONE || w->graphs) return;
   uint32_t slot = w->slot;
   gmi_file_forgive(w);
   m->host.slots[slot].window = NULL;
@@ -366,7 +370,7 @@ void gmi_host_updated(gmi_manager_t *m, gmi_window_t *w) {
 void gmi_host_forget(gmi_manager_t *m) { m->host.updated_first = m->host.updated_end; }
 
 static bool reclaimable(gmi_manager_t *m, const gmi_window_t *w, int level) {
-  if (!w || w->host_users || w->io || gmi_window_work_pending(m, w)) return false;
+  if (!w || w->host_users || w->graphs || w->io || gmi_window_work_pending(m, w)) return false;
   if (!(w->valid & GMI_VALID_HOST)) return level == RECLAIM_STALE;
   if (w->valid & (GMI_VALID_DEVICE | GMI_VALID_FILE | GMI_VALID_ZERO)) return level == RECLAIM_CLEAN;
   uint32_t kind = gmi_window_arena(m, w)->kind;
@@ -479,7 +483,9 @@ static bool together(const gmi_arena_t *store, uint32_t first, uint32_t count) {
 }
 
 /* May the window be moved to another slot? Not when somebody has its address. */
-static bool movable(const gmi_window_t *w) { return !w || (w->host_users == w->given[0][0] && !w->given[0][1]); }
+static bool movable(const gmi_window_t *w) {
+  return !w || (w->host_users == w->given[0][0] && !w->given[0][1] && !w->graphs);
+}
 
 /* Slots to be changed if the run began at slot; UINT32_MAX: it cannot. */
 static uint32_t run_cost(const gmi_manager_t *m, const gmi_arena_t *store, uint32_t first, uint32_t count,
@@ -654,7 +660,7 @@ static gemini_status_t slots_to_blocks(void *user, uint64_t offset, uint64_t siz
     if (!status && !is_free(m, slot)) {
       uint32_t other = free_run(m, 0, 1);
       if (!movable(m->host.slots[slot].window))
-        status = gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is acquired on the host where a block would lie",
+        status = gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s that cannot move lies where a block would",
                           gmi_window_arena(m, m->host.slots[slot].window)->name);
       else status = exchange(m, slot, other);
     }

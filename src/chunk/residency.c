@@ -22,7 +22,7 @@ bool gmi_window_check(gmi_manager_t *m, const gmi_window_t *w) {
   if (((w->valid & GMI_VALID_HOST) || w->io) && w->slot == GMI_NONE) return false;
   if (w->slot != GMI_NONE && m->host.slots[w->slot].window != w) return false;
   if (((w->valid & GMI_VALID_FILE) != 0) != (w->file_block != GMI_NONE)) return false;
-  return w->host_writers <= w->host_users && !(w->host_writers && resident);
+  return w->host_writers <= w->host_users && w->graph_held <= w->host_writers && !(w->host_writers && resident);
 }
 
 void gmi_rate_add(gmi_rate_t *rate, double ns) {
@@ -199,10 +199,11 @@ gemini_status_t gmi_oom_device(gmi_manager_t *m, uint64_t need_bytes) {
   const char *op = gmi_tracer_op_name(m);
   return gmi_fail(GEMINI_ERR_OOM_DEVICE, 0,
                   "%s%s%llu more bytes of device memory are needed: of the budget %llu less margin %llu, chunks "
-                  "acquired hold %llu, pinned %llu, non-model memory %llu (%llu of it live)",
+                  "acquired hold %llu, pinned %llu, graphs %llu, non-model memory %llu (%llu of it live)",
                   op ? op : "", op ? ": " : "", (unsigned long long)need_bytes,
                   (unsigned long long)m->config.device_bytes, (unsigned long long)m->config.device_margin_bytes,
-                  (unsigned long long)acquired, (unsigned long long)pinned, (unsigned long long)m->heap_frames * window,
+                  (unsigned long long)acquired, (unsigned long long)pinned,
+                  (unsigned long long)m->graph_frames * window, (unsigned long long)m->heap_frames * window,
                   (unsigned long long)(m->heap ? gmi_heap_bytes_used(m->heap) : 0));
 }
 
@@ -347,8 +348,8 @@ static gemini_status_t copy_window(gmi_manager_t *m, gmi_window_t *w, uint32_t l
 gemini_status_t gmi_window_fetch(gmi_manager_t *m, gmi_window_t *w, bool fresh, uint32_t reason, uint32_t flags) {
   if (atomic_load(&w->word) & GMI_WINDOW_RESIDENT) return GEMINI_OK;
   if (w->host_writers)
-    return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is acquired on the host for writing",
-                    gmi_window_arena(m, w)->name);
+    return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is %s", gmi_window_arena(m, w)->name,
+                    w->graph_held ? "in use by a graph" : "acquired on the host for writing");
   if (w->io) gmi_files_poll(m);
   gemini_status_t status = GEMINI_OK;
   if (!fresh && !(w->valid & (GMI_VALID_HOST | GMI_VALID_ZERO))) { /* in a file only */
@@ -512,7 +513,11 @@ gemini_status_t gmi_window_to_host(gmi_manager_t *m, gmi_window_t *w, bool drop,
 
 gemini_status_t gmi_window_to_file(gmi_manager_t *m, gmi_window_t *w, uint32_t reason) {
   if (w->host_users)
-    return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is acquired on the host", gmi_window_arena(m, w)->name);
+    return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is %s", gmi_window_arena(m, w)->name,
+                    w->graph_held ? "in use by a graph" : "acquired on the host");
+  if (w->graphs)
+    return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s stays on the host while a graph that reads it lives",
+                    gmi_window_arena(m, w)->name);
   gmi_files_poll(m);
   gmi_file_forgive(w); /* what could not be read is where it shall be */
   gemini_status_t status = gmi_window_evict(m, w, reason);

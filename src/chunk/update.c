@@ -538,7 +538,7 @@ static gemini_status_t walk_room(walk_t *k, uint32_t index, uint64_t unit) {
     for (uint32_t w = 0; a && a->windows && w < atomic_load(&a->window_count); w++) {
       gmi_window_t *x = &a->windows[w];
       bool clean = !(x->valid & GMI_VALID_HOST) || (x->valid & (GMI_VALID_DEVICE | GMI_VALID_ZERO));
-      if (x->slot != GMI_NONE && (!clean || x->host_users) && !in_walk(k, x)) taken += window;
+      if (x->slot != GMI_NONE && (!clean || x->host_users || x->graphs) && !in_walk(k, x)) taken += window;
     }
   }
   if (m->files || taken + need <= m->config.host_bytes) return GEMINI_OK;

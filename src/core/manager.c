@@ -28,7 +28,7 @@ uint64_t gmi_handle(const gmi_manager_t *m, uint32_t type, uint32_t generation, 
 
 bool gmi_handle_open(const gmi_manager_t *m, uint64_t handle, uint32_t type, uint32_t *index_out,
                      uint32_t *generation_out) {
-  static const char *const names[] = { "", "manager", "arena", "tensor", "stream" };
+  static const char *const names[] = { "", "manager", "arena", "tensor", "stream", "graph" };
   if (handle >> 60 != type || ((handle ^ m->handle) & UINT64_C(0x0ffffc0000000000))) {
     gmi_fail(GEMINI_ERR_HANDLE, 0, "%#llx is no %s of this manager", (unsigned long long)handle, names[type]);
     return false;
@@ -45,7 +45,7 @@ gmi_manager_t *gmi_manager_get(gemini_manager_t handle) {
   return NULL;
 }
 
-static gmi_manager_t *manager_of(uint64_t handle) { /* of any object's handle */
+gmi_manager_t *gmi_manager_of(uint64_t handle) {
   uint32_t slot = (uint32_t)(handle >> 54) & 63;
   uint64_t of = atomic_load_explicit(&live[slot].handle, memory_order_acquire);
   if (of && !((of ^ handle) & UINT64_C(0x0ffffc0000000000))) return live[slot].manager;
@@ -305,7 +305,7 @@ gemini_status_t gmi_stream_of_native(gmi_manager_t *m, void *native, bool may_bl
 
 static gemini_status_t stream_destroy(gemini_stream_t stream) {
   if (!stream) return GEMINI_OK;
-  gmi_manager_t *m = manager_of(stream);
+  gmi_manager_t *m = gmi_manager_of(stream);
   if (!m) return gmi_fail(GEMINI_ERR_HANDLE, 0, "%#llx is no stream of an open manager", (unsigned long long)stream);
   gmi_lock(m);
   uint32_t index;
@@ -314,6 +314,8 @@ static gemini_status_t stream_destroy(gemini_stream_t stream) {
     status = gmi_fail(GEMINI_ERR_HANDLE, 0, "%#llx is a stream of the library's own", (unsigned long long)stream);
   if (!status && gmi_tracer_op_stream(m) == index)
     status = gmi_fail(GEMINI_ERR_BUSY, 0, "the open operator runs on this stream");
+  if (!status && gmi_graph_uses_stream(m, index))
+    status = gmi_fail(GEMINI_ERR_BUSY, 0, "a graph was begun on this stream and has not ended, or is entered on it");
   if (!status) status = gmi_stream_end(m, index);
   gmi_unlock(m);
   return status;
@@ -422,6 +424,7 @@ static void manager_free(gmi_manager_t *m) {
   gmi_timeline_close(m);
   if (m->dev_self) {
     gmi_tracer_close(m);
+    gmi_graphs_free(m);
     gmi_heap_close(m);
     gmi_arena_free_all(m);
     gmi_frames_free(m);
@@ -530,6 +533,7 @@ gemini_status_t gemini_manager_open(const gemini_config_t *config, gemini_manage
 static gemini_status_t close_check(gmi_manager_t *m) {
   if (m->acquired)
     return gmi_fail(GEMINI_ERR_BUSY, 0, "%llu ranges are acquired on the host", (unsigned long long)m->acquired);
+  if (gmi_graphs_busy(m)) return gmi_fail(GEMINI_ERR_BUSY, 0, "a graph was begun and has not ended, or is entered");
   for (uint32_t i = 0; i < m->tensor_high; i++) {
     uint32_t users = atomic_load(&m->tensors[i].word) & GMI_TENSOR_USERS;
     if (gmi_tensor_alive(&m->tensors[i]) && users)

@@ -19,10 +19,17 @@
 #include "gemini.h"
 
 /* ---- handles: [63:60] type, [59:54] manager slot, [53:42] manager generation, [41:32] own generation, [31:0] index */
-enum { GMI_HANDLE_MANAGER = 1, GMI_HANDLE_ARENA = 2, GMI_HANDLE_TENSOR = 3, GMI_HANDLE_STREAM = 4 };
+enum {
+  GMI_HANDLE_MANAGER = 1,
+  GMI_HANDLE_ARENA = 2,
+  GMI_HANDLE_TENSOR = 3,
+  GMI_HANDLE_STREAM = 4,
+  GMI_HANDLE_GRAPH = 5
+};
 #define GMI_MANAGERS 64u
 #define GMI_ARENAS 1024u
 #define GMI_TENSORS (1u << 24)
+#define GMI_GRAPHS 256u
 #define GMI_NONE UINT32_MAX
 
 /* ---- fences: a mark of a stream in one word; 0 = nothing to wait for */
@@ -62,7 +69,8 @@ enum { GMI_VALID_DEVICE = 1, GMI_VALID_HOST = 2, GMI_VALID_FILE = 4, GMI_VALID_Z
 
 typedef struct gmi_io gmi_io_t;
 /* Invariants: valid != 0; RESIDENT <=> frame != GMI_NONE; DIRTY <=> valid == GMI_VALID_DEVICE; VALID_HOST => a slot;
- * VALID_FILE <=> file_block != GMI_NONE; io => a slot; host_writers => not RESIDENT; host_writers <= host_users. */
+ * VALID_FILE <=> file_block != GMI_NONE; io => a slot; host_writers => not RESIDENT; host_writers <= host_users;
+ * graph_held => one of the host_writers. */
 typedef struct gmi_window {
   _Atomic uint32_t word;    /* Atomic: GMI_WINDOW_* flags (changed under lock) and counts */
   uint32_t frame;           /* or GMI_NONE */
@@ -82,6 +90,8 @@ typedef struct gmi_window {
   uint16_t host_users;      /* acquires on the host */
   uint16_t host_writers;    /* of these, those for writing */
   uint8_t valid;            /* GMI_VALID_* */
+  bool graph_held;          /* a graph uses it now: it is none of the callers' host_users and host_writers */
+  uint16_t graphs;          /* that know the address of its slot, which stays its own */
   uint16_t deferred;        /* updates of it that have not been queued yet */
   uint16_t given[2][2];     /* of a batch of releases while it is checked: [device][writing] */
 } gmi_window_t;
@@ -262,6 +272,13 @@ typedef struct gmi_manager {
   uint64_t hook_clock, hook_live; /* calls that named another stream than the one before; allocations not yet freed */
   bool hook_told;                 /* a failure has been logged */
 
+  /* chunk/graph.c */
+  struct gmi_graph *graphs[GMI_GRAPHS];
+  uint16_t graph_generations[GMI_GRAPHS];
+  uint32_t graph_count, graph_frames; /* graph_frames: of frame_used, those of graphs */
+  _Atomic uint64_t graph_streams;     /* Atomic: bit per stream on which one is begun; written under lock */
+  char graph_op[128];                 /* operator that is open in a capture; "": none */
+
   uint64_t host_used; /* bytes of host slots */
   uint64_t file_used;
   gmi_host_t host;
@@ -312,6 +329,7 @@ typedef struct gmi_manager {
 
 /* core/manager.c */
 gmi_manager_t *gmi_manager_get(gemini_manager_t handle); /* NULL, with the error recorded */
+gmi_manager_t *gmi_manager_of(uint64_t handle);          /* of any object's handle; NULL: no manager is open */
 void gmi_lock(gmi_manager_t *m);
 void gmi_unlock(gmi_manager_t *m); /* then sends queued logs */
 /* All of a public function whose parameter mgr is the manager: call, with m, under its lock. */
@@ -474,6 +492,20 @@ void gmi_window_refilled(gmi_manager_t *m, gmi_window_t *w); /* its slot gets ot
 bool gmi_window_work_pending(const gmi_manager_t *m, const gmi_window_t *w);
 /* Blocks until its slot is quiet. Fails when what filled it failed: device work, or a read from its file. */
 gemini_status_t gmi_window_settle_host(gmi_manager_t *m, gmi_window_t *w);
+
+/* chunk/graph.c; lock held */
+static inline bool gmi_graph_begun(gmi_manager_t *m, uint32_t stream) { /* any thread, no lock */
+  return stream != GMI_CALLER && atomic_load_explicit(&m->graph_streams, memory_order_relaxed) >> stream & 1;
+}
+/* Is the stream being captured for a graph that was begun on it? Then acquires and releases on it are these: */
+gemini_status_t gmi_graph_captures(gmi_manager_t *m, uint32_t stream, bool *captures_out);
+gemini_status_t gmi_graph_acquire(gmi_manager_t *m, gemini_access_t *accesses, uint64_t count, uint32_t stream);
+gemini_status_t gmi_graph_release(gmi_manager_t *m, const gemini_access_t *accesses, uint64_t count, uint32_t stream);
+gemini_status_t gmi_graph_op_begin(gmi_manager_t *m, const char *name);
+bool gmi_graph_op_end(gmi_manager_t *m);                             /* false: none is open in a capture */
+bool gmi_graph_uses_stream(const gmi_manager_t *m, uint32_t stream); /* begun, or entered, on it */
+bool gmi_graphs_busy(const gmi_manager_t *m);                        /* one is begun and not ended, or entered */
+void gmi_graphs_free(gmi_manager_t *m);
 
 /* chunk/nonmodel.c; lock held */
 gemini_status_t gmi_heap_open(gmi_manager_t *m);

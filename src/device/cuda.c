@@ -1269,6 +1269,148 @@ static gemini_status_t cuda_sum_squares(void *self, uint32_t index, const void *
   return status;
 }
 
+/* --- graphs --- */
+
+/* Copies get into a capture on a stream of their own, which an event forks off and another joins after each copy. */
+typedef struct capture {
+  stream_t *stream;
+  cu_stream_t side;
+  bool begun;  /* something is in it */
+  uint64_t id; /* of the driver's capture, then */
+  uint32_t places;
+  uint32_t reserved;
+  cu_event_t begin, copied;
+  struct {
+    cu_event_t event;
+    bool recorded;
+  } used[]; /* [places] */
+} capture_t;
+
+static void capture_free(cuda_t *cuda, capture_t *capture) {
+  if (capture->side) cuda->driver->stream_destroy(capture->side);
+  if (capture->begin) cuda->driver->event_destroy(capture->begin);
+  if (capture->copied) cuda->driver->event_destroy(capture->copied);
+  for (uint32_t i = 0; i < capture->places; i++)
+    if (capture->used[i].event) cuda->driver->event_destroy(capture->used[i].event);
+  free(capture);
+}
+
+static void cuda_capture_close(void *self, void *opened) {
+  if (!opened) return;
+  entry_t had = enter(self);
+  capture_free(self, opened);
+  leave(self, had);
+}
+
+static gemini_status_t cuda_capture_open(void *self, uint32_t index, uint32_t places, void **capture_out) {
+  cuda_t *cuda = self;
+  stream_t *stream = stream_of(cuda, index);
+  if (!stream || !places || !capture_out) return GEMINI_ERR_INVALID;
+  capture_t *capture = calloc(1, sizeof *capture + (size_t)places * sizeof *capture->used);
+  if (!capture) return no_memory("a capture");
+  capture->stream = stream;
+  capture->places = places;
+  entry_t had = enter(cuda);
+  const gmi_cuda_driver_t *driver = cuda->driver;
+  gemini_status_t status =
+      done(cuda, driver->stream_create(&capture->side, CU_STREAM_NON_BLOCKING_FLAG), "cuStreamCreate");
+  if (status) capture->side = NULL;
+  cu_result_t result = driver->event_create(&capture->begin, CU_EVENT_NO_TIME);
+  if (result == CU_SUCCESS) result = driver->event_create(&capture->copied, CU_EVENT_NO_TIME);
+  for (uint32_t i = 0; result == CU_SUCCESS && i < places; i++)
+    result = driver->event_create(&capture->used[i].event, CU_EVENT_NO_TIME);
+  if (!status) status = done(cuda, result, "cuEventCreate");
+  if (status) capture_free(cuda, capture);
+  else *capture_out = capture;
+  leave(cuda, had);
+  return status;
+}
+
+/* Called with the stream's lock, in the context. */
+static gemini_status_t capture_look(cuda_t *cuda, const capture_t *capture, bool *active_out, uint64_t *id_out) {
+  const gmi_cuda_driver_t *driver = cuda->driver;
+  const stream_t *stream = capture->stream;
+  int state = CU_CAPTURE_NONE;
+  cu_result_t result = CU_SUCCESS;
+  *id_out = 0;
+  if (stream->state == STREAM_LIVE && stream->shared) /* of others nobody knows */
+    result = driver->capture_info ? driver->capture_info(stream->native, &state, id_out, NULL, NULL, NULL)
+                                  : driver->stream_capturing(stream->native, &state);
+  *active_out = state != CU_CAPTURE_NONE;
+  if (state != CU_CAPTURE_NONE && capture->begun && capture->id != *id_out)
+    return gmi_fail(GEMINI_ERR_STATE, 0, "the stream is being captured again, for another graph");
+  return done(cuda, result == CU_STREAM_CAPTURE_IMPLICIT ? CU_SUCCESS : result, "cuStreamGetCaptureInfo");
+}
+
+static gemini_status_t cuda_capture_active(void *self, void *opened, bool *active_out) {
+  capture_t *capture = opened;
+  uint64_t id;
+  bool active = false;
+  pthread_mutex_lock(&capture->stream->lock);
+  entry_t had = enter(self);
+  gemini_status_t status = capture_look(self, capture, &active, &id);
+  leave(self, had);
+  pthread_mutex_unlock(&capture->stream->lock);
+  if (!status) *active_out = active;
+  return status;
+}
+
+/* The stream, locked and in the context, with the side stream in the capture: until capture_end(). */
+static gemini_status_t capture_begin(cuda_t *cuda, capture_t *capture, entry_t *had_out) {
+  const gmi_cuda_driver_t *driver = cuda->driver;
+  stream_t *stream = capture->stream;
+  uint64_t id;
+  bool active;
+  pthread_mutex_lock(&stream->lock);
+  *had_out = enter(cuda);
+  gemini_status_t status = capture_look(cuda, capture, &active, &id);
+  if (!status && !active) status = gmi_fail(GEMINI_ERR_STATE, 0, "the stream is not being captured");
+  if (!status && !capture->begun) {
+    status = done(cuda, driver->event_record(capture->begin, stream->native), "cuEventRecord");
+    if (!status) status = done(cuda, driver->stream_wait(capture->side, capture->begin, 0), "cuStreamWaitEvent");
+    capture->begun = !status;
+    capture->id = id;
+  }
+  return status;
+}
+static void capture_end(cuda_t *cuda, capture_t *capture, entry_t had) {
+  leave(cuda, had);
+  pthread_mutex_unlock(&capture->stream->lock);
+}
+
+static gemini_status_t cuda_capture_fetch(void *self, void *opened, uint32_t place, void *dst, const void *src,
+                                          uint64_t size_bytes) {
+  cuda_t *cuda = self;
+  capture_t *capture = opened;
+  const gmi_cuda_driver_t *driver = cuda->driver;
+  entry_t had;
+  if (place >= capture->places) return GEMINI_ERR_INVALID;
+  gemini_status_t status = capture_begin(cuda, capture, &had);
+  if (!status && capture->used[place].recorded)
+    status = done(cuda, driver->stream_wait(capture->side, capture->used[place].event, 0), "cuStreamWaitEvent");
+  if (!status)
+    status = done(cuda, driver->copy_h2d((uintptr_t)dst, src, size_bytes, capture->side), "cuMemcpyHtoDAsync");
+  if (!status) status = done(cuda, driver->event_record(capture->copied, capture->side), "cuEventRecord");
+  if (!status)
+    status = done(cuda, driver->stream_wait(capture->stream->native, capture->copied, 0), "cuStreamWaitEvent");
+  capture_end(cuda, capture, had);
+  return status;
+}
+
+static gemini_status_t cuda_capture_used(void *self, void *opened, uint32_t place) {
+  cuda_t *cuda = self;
+  capture_t *capture = opened;
+  entry_t had;
+  if (place >= capture->places) return GEMINI_ERR_INVALID;
+  gemini_status_t status = capture_begin(cuda, capture, &had);
+  if (!status)
+    status =
+        done(cuda, cuda->driver->event_record(capture->used[place].event, capture->stream->native), "cuEventRecord");
+  capture->used[place].recorded |= !status;
+  capture_end(cuda, capture, had);
+  return status;
+}
+
 /* --- the device --- */
 
 /* What the device has been found to lack, or NULL. */
@@ -1483,4 +1625,9 @@ const gmi_device_ops_t gmi_device_cuda = {
   .memory_bytes_per_s = cuda_memory_bytes_per_s,
   .mark_untimed = cuda_mark_untimed,
   .stream_renew = cuda_stream_renew,
+  .capture_open = cuda_capture_open,
+  .capture_close = cuda_capture_close,
+  .capture_active = cuda_capture_active,
+  .capture_fetch = cuda_capture_fetch,
+  .capture_used = cuda_capture_used,
 };

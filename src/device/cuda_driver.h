@@ -150,7 +150,11 @@ typedef struct cu_access { /* CUmemAccessDesc */
   X(module_unload, "cuModuleUnload", (cu_module_t module))                                                             \
   X(context_wait, "cuCtxSynchronize", (void))
 /* NULL where the driver is older than they are. */
-#define GMI_CUDA_OPTIONAL(X) X(stream_id, "cuStreamGetId", (cu_stream_t stream, unsigned long long *id_out))
+#define GMI_CUDA_OPTIONAL(X)                                                                                 \
+  X(stream_id, "cuStreamGetId", (cu_stream_t stream, unsigned long long *id_out))                            \
+  X(capture_info, "cuStreamGetCaptureInfo_v2",                                                               \
+    (cu_stream_t stream, int *status_out, uint64_t *id_out, void **graph_out, const void **dependencies_out, \
+     size_t *count_out))
 
 typedef struct gmi_cuda_driver {
 #define FIELD(field, symbol, parameters) cu_result_t(*field) parameters;

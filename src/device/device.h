@@ -120,6 +120,20 @@ typedef struct gmi_device_ops {
    * again. Then the index is that one's from here on, behind everything queued on the device so far: blocks for that, or
    * BUSY when it may not, and nothing changed. Cheap when it does not. Which is not known with drivers before CUDA 12. */
   gemini_status_t (*stream_renew)(void *self, uint32_t stream, bool may_block);
+
+  /* Copies in a graph that somebody else captures of a stream; all NULL where a device has no graphs. The stream is not
+   * being captured yet. places: parts of device memory that what is copied takes in turns. */
+  gemini_status_t (*capture_open)(void *self, uint32_t stream, uint32_t places, void **capture_out);
+  void (*capture_close)(void *self, void *capture); /* the capture has ended; NULL is accepted */
+  /* Is the stream being captured? STATE: for another graph than the one that has copies by now. */
+  gemini_status_t (*capture_active)(void *self, void *capture, bool *active_out);
+  /* Adds a copy from the host, beside what the stream does: behind what had been captured at the place's last
+   * capture_used(), or at the first fetch. The stream goes on behind the copy. STATE: it is not being captured, or for
+   * another graph. After any other failure the capture is of no use. */
+  gemini_status_t (*capture_fetch)(void *self, void *capture, uint32_t place, void *dst, const void *src,
+                                   uint64_t size_bytes);
+  /* What has been captured so far uses the place, and what comes does not, until its next fetch. As capture_fetch(). */
+  gemini_status_t (*capture_used)(void *self, void *capture, uint32_t place);
 } gmi_device_ops_t;
 
 /* The host-simulated device: frames are extents of one memory file, never more than memory_bytes of them, addresses

@@ -217,7 +217,7 @@ gemini_status_t gmi_plan_bundle_make(gmi_manager_t *m, const gmi_trace_t *trace,
   bundle.piece_first = calloc((size_t)trace->update_count + 1, sizeof *bundle.piece_first);
   bundle.input = (gmi_plan_input_t){ .op_count = trace->op_count,
                                      .window_count = (uint32_t)windows,
-                                     .frame_count = m->frame_count,
+                                     .frame_count = m->frame_count - m->graph_frames,
                                      .host_slots = m->files ? m->host.slot_count : 0,
                                      .host_pieces_ahead = gmi_updates_ahead(m, piece_length(&b)),
                                      .ops = b.ops,

@@ -213,9 +213,9 @@ gemini_status_t gmi_tracer_replan(gmi_manager_t *m) {
   return status;
 }
 
-/* An update that has not been queued yet comes before: then it is fetched on demand. */
+/* An update that has not been queued yet comes before, or a graph's replay: then it is fetched on demand. */
 static gemini_status_t fetch_ahead(gmi_manager_t *m, gmi_window_t *w) {
-  return w->deferred ? GEMINI_OK : gmi_window_fetch(m, w, false, GEMINI_REASON_PLAN, 0);
+  return w->deferred || w->graph_held ? GEMINI_OK : gmi_window_fetch(m, w, false, GEMINI_REASON_PLAN, 0);
 }
 
 /* Brings the device to where the plan's iteration begins: what the plan does not expect leaves, what it expects comes
@@ -512,14 +512,21 @@ static gemini_status_t iteration_begin(gmi_manager_t *m) {
 
 static gemini_status_t op_begin(gmi_manager_t *m, const char *name, gemini_stream_t stream) {
   gmi_tracer_t *t = m->tracer;
+  uint32_t s;
+  bool captures = false;
+  gemini_status_t status = GEMINI_OK;
+  if (atomic_load(&m->graph_streams)) {
+    status = gmi_stream_resolve(m, stream, &s);
+    if (!status) status = gmi_graph_captures(m, s, &captures);
+    if (status || captures) return status ? status : gmi_graph_op_begin(m, name);
+  }
   if (!m->iteration_open) return gmi_fail(GEMINI_ERR_STATE, 0, "no iteration is open");
   if (t->op_open) return gmi_fail(GEMINI_ERR_STATE, 0, "operator %s is open already", gmi_tracer_op_name(m));
   if (!name) return gmi_fail(GEMINI_ERR_INVALID, 0, "name is NULL");
   size_t length = strnlen(name, NAME_LIMIT + 1);
   if (!length || length > NAME_LIMIT)
     return gmi_fail(GEMINI_ERR_INVALID, 0, "an operator's name must have 1 to %d bytes", NAME_LIMIT);
-  uint32_t s;
-  gemini_status_t status = gmi_stream_resolve(m, stream, &s);
+  status = gmi_stream_resolve(m, stream, &s);
   if (status) return status;
   variant_t *v = active_variant(t);
   uint32_t id = GMI_NONE;
@@ -563,6 +570,7 @@ static gemini_status_t op_begin(gmi_manager_t *m, const char *name, gemini_strea
 
 static gemini_status_t op_end(gmi_manager_t *m) {
   gmi_tracer_t *t = m->tracer;
+  if (gmi_graph_op_end(m)) return GEMINI_OK;
   if (!t->op_open) return gmi_fail(GEMINI_ERR_STATE, 0, "no operator is open");
   timing_t *k = &t->timings[t->op_index];
   gemini_status_t status = GEMINI_OK;

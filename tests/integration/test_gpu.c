@@ -1,5 +1,6 @@
-/* A manager on a GPU: bytes go down and up through every tier and come back right. Only gemini.h; no kernel is needed: who
- * acquires a range on the device for reading and writing, and changes nothing, makes the device copy the only one.
+/* A manager on a GPU: bytes go down and up through every tier and come back right. Only gemini.h; but for graphs no kernel
+ * is needed: who acquires a range on the device for reading and writing, and changes nothing, makes the device copy the
+ * only one.
  * Skipped where there is no GPU. SPDX-License-Identifier: Apache-2.0 */
 #include <dlfcn.h>
 #include <time.h>
@@ -246,6 +247,177 @@ static void test_gpu_graphs_outlive_the_moves_of_their_chunks(void) {
   world_close(&w);
 }
 
+/* ---- graphs with fetches in them */
+/* add_words(words, count, rounds, sum): all of them, so many times over; one block's share is every grid-th of 256. */
+static const char add_words_ptx[] =
+    ".version 6.3\n.target sm_70\n.address_size 64\n"
+    ".visible .entry add_words(.param .u64 words, .param .u64 count, .param .u32 rounds, .param .u64 sum)\n{\n"
+    ".reg .pred %p;\n.reg .b32 %r<8>;\n.reg .b64 %d<10>;\n"
+    "ld.param.u64 %d1, [words];\nld.param.u64 %d2, [count];\nld.param.u32 %r1, [rounds];\nld.param.u64 %d3, [sum];\n"
+    "mov.u32 %r2, %ctaid.x;\nmov.u32 %r3, %ntid.x;\nmov.u32 %r4, %tid.x;\nmov.u32 %r5, %nctaid.x;\n"
+    "mul.wide.u32 %d4, %r2, %r3;\ncvt.u64.u32 %d5, %r4;\nadd.u64 %d4, %d4, %d5;\n" /* first word */
+    "mul.wide.u32 %d5, %r5, %r3;\nmov.u64 %d6, 0;\n"                               /* step, sum */
+    "round:\nsetp.eq.u32 %p, %r1, 0;\n@%p bra done;\nsub.u32 %r1, %r1, 1;\nmov.u64 %d7, %d4;\n"
+    "word:\nsetp.ge.u64 %p, %d7, %d2;\n@%p bra round;\n"
+    "shl.b64 %d8, %d7, 2;\nadd.u64 %d8, %d1, %d8;\nld.volatile.global.u32 %r6, [%d8];\n"
+    "cvt.u64.u32 %d9, %r6;\nadd.u64 %d6, %d6, %d9;\nadd.u64 %d7, %d7, %d5;\nbra word;\n"
+    "done:\nred.global.add.u64 [%d3], %d6;\nret;\n}\n";
+
+#define LARGE (UINT64_C(16) << 20)
+enum { LARGE_WINDOWS = 64, LARGE_FRAMES = 16, ROUNDS = 40, REPLAYS = 20 };
+typedef struct {
+  world_t w;
+  gemini_arena_t arena;
+  void *stream, *kernel;
+  uint64_t *sums; /* on the device, one a window */
+  uint64_t seeds[LARGE_WINDOWS];
+} large_t;
+
+static uint32_t large_word(uint64_t seed, uint64_t i) { return (uint32_t)((i ^ seed) * 2654435761u >> 7); }
+static void large_fill(large_t *l, uint64_t window, uint64_t seed) {
+  gemini_access_t a = world_part(l->arena, window * LARGE, LARGE, GEMINI_WRITE, HOST);
+  CHECK_OK(gemini_acquire(l->w.mgr, &a, 1, GEMINI_STREAM_CALLER));
+  for (uint64_t i = 0; i < LARGE / 4; i++) ((uint32_t *)a.ptr)[i] = large_word(seed, i);
+  CHECK_OK(gemini_release(l->w.mgr, &a, 1, GEMINI_STREAM_CALLER));
+  l->seeds[window] = seed;
+}
+static void large_kernel(large_t *l, uint64_t window, const void *words, uint32_t rounds) {
+  uint64_t count = LARGE / 4, sum = (uintptr_t)&l->sums[window];
+  void *parameters[] = { &words, &count, &rounds, &sum };
+  CUDA("cuLaunchKernel",
+       (void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **, void **),
+       l->kernel, 132, 1, 1, 256, 1, 1, 0, l->stream, parameters, NULL);
+}
+static void large_ops(large_t *l, uint32_t rounds, bool brackets) {
+  if (brackets) CHECK_OK(gemini_iteration_begin(l->w.mgr));
+  for (uint64_t i = 0; i < LARGE_WINDOWS; i++) {
+    gemini_access_t a = world_part(l->arena, i * LARGE, LARGE, GEMINI_READ, DEVICE);
+    if (brackets) CHECK_OK(gemini_op_begin(l->w.mgr, "op", l->w.stream));
+    CHECK_OK(gemini_acquire(l->w.mgr, &a, 1, l->w.stream));
+    large_kernel(l, i, a.ptr, rounds);
+    CHECK_OK(gemini_release(l->w.mgr, &a, 1, l->w.stream));
+    if (brackets) CHECK_OK(gemini_op_end(l->w.mgr));
+  }
+  if (brackets) CHECK_OK(gemini_iteration_end(l->w.mgr));
+}
+static void *large_capture(large_t *l, uint32_t rounds, gemini_graph_t *graph_out) {
+  void *graph, *exec;
+  CHECK_OK(gemini_graph_begin(l->w.mgr, l->w.stream, LARGE_FRAMES * LARGE, graph_out));
+  CUDA("cuStreamBeginCapture_v2", (void *, int), l->stream, 0);
+  large_ops(l, rounds, false);
+  CUDA("cuStreamEndCapture", (void *, void **), l->stream, &graph);
+  CHECK_OK(gemini_graph_end(l->w.mgr, *graph_out));
+  CUDA("cuGraphInstantiateWithFlags", (void **, void *, unsigned long long), &exec, graph, 0);
+  CUDA("cuGraphDestroy", (void *), graph);
+  return exec;
+}
+static double now_ms(void) {
+  struct timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return (double)now.tv_sec * 1e3 + (double)now.tv_nsec * 1e-6;
+}
+static void large_clear(large_t *l) {
+  CUDA("cuMemsetD8Async", (uintptr_t, unsigned char, size_t, void *), (uintptr_t)l->sums, 0,
+       LARGE_WINDOWS * sizeof *l->sums, l->stream);
+}
+static void large_replay(large_t *l, gemini_graph_t graph, void *exec) {
+  CHECK_OK(gemini_graph_enter(l->w.mgr, graph, l->w.stream));
+  CUDA("cuGraphLaunch", (void *, void *), exec, l->stream);
+  CHECK_OK(gemini_graph_leave(l->w.mgr, graph));
+}
+static void large_check(large_t *l, uint32_t rounds) {
+  uint64_t sums[LARGE_WINDOWS];
+  CHECK_OK(gemini_stream_synchronize(l->w.mgr, l->w.stream));
+  CUDA("cuMemcpyDtoH_v2", (void *, uintptr_t, size_t), sums, (uintptr_t)l->sums, sizeof sums);
+  for (uint64_t i = 0; i < LARGE_WINDOWS; i++) {
+    uint64_t expected = 0;
+    for (uint64_t k = 0; k < LARGE / 4; k++) expected += large_word(l->seeds[i], k);
+    CHECK_EQ(sums[i], expected * rounds);
+  }
+}
+/* Milliseconds a time, of so many at once. */
+static double replays_ms(large_t *l, gemini_graph_t graph, void *exec, double *thread_ms_out) {
+  double begin = now_ms();
+  for (int i = 0; i < REPLAYS; i++) large_replay(l, graph, exec);
+  *thread_ms_out = (now_ms() - begin) / REPLAYS;
+  CHECK_OK(gemini_stream_synchronize(l->w.mgr, l->w.stream));
+  return (now_ms() - begin) / REPLAYS;
+}
+
+static void test_gpu_graphs_fetch_what_does_not_fit(void) {
+  gemini_config_t c = gpu_config(1, 1, 0);
+  c.window_bytes = LARGE;
+  c.device_bytes = (LARGE_FRAMES + 2) * LARGE;
+  c.host_bytes = (LARGE_WINDOWS + 4) * LARGE;
+  large_t l = { .w = world_open(c) };
+  gemini_arena_config_t arena = GEMINI_ARENA_CONFIG_INIT;
+  arena.capacity_bytes = LARGE_WINDOWS * LARGE;
+  uint64_t offset;
+  CHECK_OK(gemini_arena_create(l.w.mgr, &arena, &l.arena));
+  CHECK_OK(gemini_arena_take(l.w.mgr, l.arena, LARGE_WINDOWS * LARGE, &offset));
+  for (uint64_t i = 0; i < LARGE_WINDOWS; i++) large_fill(&l, i, i + 1);
+  void *context, *module, *sums;
+  CHECK_OK(gemini_stream_native(l.w.mgr, l.w.stream, &l.stream));
+  CUDA("cuDevicePrimaryCtxRetain", (void **, int), &context, 0);
+  CUDA("cuCtxSetCurrent", (void *), context);
+  CUDA("cuModuleLoadData", (void **, const void *), &module, add_words_ptx);
+  CUDA("cuModuleGetFunction", (void **, void *, const char *), &l.kernel, module, "add_words");
+  CHECK_OK(gemini_alloc(l.w.mgr, LARGE_WINDOWS * sizeof *l.sums, l.w.stream, &sums));
+  l.sums = sums;
+
+  for (int i = 0; i < 5; i++) { /* without a graph, under a plan at last */
+    large_clear(&l);
+    large_ops(&l, ROUNDS, true);
+    large_check(&l, ROUNDS);
+  }
+  double begin = now_ms();
+  for (int i = 0; i < REPLAYS; i++) large_ops(&l, ROUNDS, true);
+  double ops_thread_ms = (now_ms() - begin) / REPLAYS;
+  CHECK_OK(gemini_stream_synchronize(l.w.mgr, l.w.stream));
+  double ops_ms = (now_ms() - begin) / REPLAYS;
+  gemini_access_t one = world_part(l.arena, 0, LARGE, GEMINI_READ, DEVICE);
+  CHECK_OK(gemini_acquire(l.w.mgr, &one, 1, l.w.stream));
+  CHECK_OK(gemini_stream_synchronize(l.w.mgr, l.w.stream));
+  begin = now_ms();
+  for (int i = 0; i < LARGE_WINDOWS; i++) large_kernel(&l, 0, one.ptr, ROUNDS);
+  CHECK_OK(gemini_stream_synchronize(l.w.mgr, l.w.stream));
+  double kernels_ms = now_ms() - begin;
+  CHECK_OK(gemini_release(l.w.mgr, &one, 1, l.w.stream));
+
+  gemini_graph_t graph;
+  double thread_ms, copies_thread_ms;
+  void *exec = large_capture(&l, 0, &graph); /* of which only the copies take time */
+  large_replay(&l, graph, exec);
+  double copies_ms = replays_ms(&l, graph, exec, &copies_thread_ms);
+  CUDA("cuGraphExecDestroy", (void *), exec);
+  CHECK_OK(gemini_graph_destroy(graph));
+
+  exec = large_capture(&l, ROUNDS, &graph);
+  uint64_t random = 11;
+  for (uint64_t step = 0; step < REPLAYS; step++) {
+    large_clear(&l);
+    large_replay(&l, graph, exec);
+    large_check(&l, ROUNDS);
+    for (int k = 0; k < 3; k++) large_fill(&l, check_random(&random) % LARGE_WINDOWS, 1000 + step * 10 + (uint64_t)k);
+    if (step % 3 == 0) /* to another frame and back: the copies in the graph follow the address */
+      through_device(&l.w, l.arena, check_random(&random) % LARGE_WINDOWS * LARGE, LARGE);
+  }
+  large_replay(&l, graph, exec);
+  double graph_ms = replays_ms(&l, graph, exec, &thread_ms);
+  fprintf(stderr,
+          "    %d ops over %" PRIu64 " MiB in %" PRIu64 " MiB: %.2f ms without a graph (thread %.2f), %.2f ms replayed "
+          "(thread %.3f); its copies alone %.2f ms, its kernels alone %.2f ms\n",
+          LARGE_WINDOWS, LARGE_WINDOWS * LARGE >> 20, LARGE_FRAMES * LARGE >> 20, ops_ms, ops_thread_ms, graph_ms,
+          thread_ms, copies_ms, kernels_ms);
+  CHECK(graph_ms < copies_ms + kernels_ms); /* they overlap */
+  CUDA("cuGraphExecDestroy", (void *), exec);
+  CHECK_OK(gemini_graph_destroy(graph));
+  CHECK_OK(gemini_free(l.w.mgr, sums, l.w.stream));
+  CUDA("cuModuleUnload", (void *), module);
+  CUDA("cuDevicePrimaryCtxRelease_v2", (int), 0);
+  world_close(&l.w);
+}
+
 int main(void) {
   gemini_config_t c = gpu_config(6, 10, 0);
   gemini_manager_t mgr;
@@ -261,5 +433,6 @@ int main(void) {
   RUN(test_gpu_memory_storm_evicts);
   RUN(test_gpu_streams_of_the_caller_are_adopted);
   RUN(test_gpu_graphs_outlive_the_moves_of_their_chunks);
+  RUN(test_gpu_graphs_fetch_what_does_not_fit);
   return check_done();
 }

@@ -252,6 +252,10 @@ static void refuse_manager(gemini_manager_t mgr) {
   REFUSED(HANDLE, says, gemini_move, mgr, &a, 1);
   REFUSED(HANDLE, says, gemini_pin, mgr, &a);
   REFUSED(HANDLE, says, gemini_unpin, mgr, &a);
+  REFUSED(HANDLE, says, gemini_graph_begin, mgr, GEMINI_STREAM_CALLER, W, &out);
+  REFUSED(HANDLE, says, gemini_graph_end, mgr, 0);
+  REFUSED(HANDLE, says, gemini_graph_enter, mgr, 0, GEMINI_STREAM_CALLER);
+  REFUSED(HANDLE, says, gemini_graph_leave, mgr, 0);
   REFUSED(HANDLE, says, gemini_alloc, mgr, 512, GEMINI_STREAM_CALLER, &ptr);
   REFUSED(HANDLE, says, gemini_free, mgr, bed.block, GEMINI_STREAM_CALLER);
   REFUSED(HANDLE, says, gemini_free, mgr, NULL, GEMINI_STREAM_CALLER);
@@ -1827,6 +1831,25 @@ static void test_streams_of_an_api_that_is_not_there_are_refused(void) {
   bed_close();
 }
 
+/* The simulated device has no graphs: more in unit/test_graph.c. */
+static void test_graphs_that_are_not_there_are_refused(void) {
+  bed_open();
+  gemini_graph_t graph = UNTOUCHED;
+  REFUSED(UNSUPPORTED, "graphs", gemini_graph_begin, bed.w.mgr, bed.w.stream, W, &graph);
+  REFUSED(INVALID, "graph_out", gemini_graph_begin, bed.w.mgr, bed.w.stream, W, NULL);
+  CHECK(graph == UNTOUCHED);
+  const uint64_t none[] = { bed.w.stream, bed.x.stream, bed.other, UNTOUCHED };
+  for (size_t i = 0; i < sizeof none / sizeof *none; i++) {
+    REFUSED(HANDLE, hex(none[i]), gemini_graph_end, bed.w.mgr, none[i]);
+    REFUSED(HANDLE, hex(none[i]), gemini_graph_enter, bed.w.mgr, none[i], bed.w.stream);
+    REFUSED(HANDLE, hex(none[i]), gemini_graph_leave, bed.w.mgr, none[i]);
+    REFUSED(HANDLE, hex(none[i]), gemini_graph_destroy, none[i]);
+  }
+  REFUSED(HANDLE, "", gemini_graph_destroy, bed.dead_mgr);
+  CHECK_OK(gemini_graph_destroy(0));
+  bed_close();
+}
+
 /* ---- every function has been seen to refuse something */
 static void test_all_public_functions_are_covered(void) {
   char path[512];
@@ -1894,6 +1917,7 @@ int main(void) {
   RUN(test_budget_of_a_tier_that_is_not_there_is_refused);
   RUN(test_refused_before_the_first_access_chooses_nothing);
   RUN(test_streams_of_an_api_that_is_not_there_are_refused);
+  RUN(test_graphs_that_are_not_there_are_refused);
   RUN(test_all_public_functions_are_covered);
   return check_done();
 }

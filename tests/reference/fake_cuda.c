@@ -6,6 +6,9 @@
  * a mapping must be free before it is mapped again and is unmapped whole, memory that is copied must be mapped, every
  * call wants a context.
  *
+ * A captured graph is a list of nodes with what each must follow, and nothing else: a launch runs them one at a time in
+ * an order that obeys that, now with every copy as early as it may be, now as late, now at random.
+ *
  * Functions have the driver's names: compiled as a shared library, this file is a libcuda.so.1, too. */
 #define _GNU_SOURCE
 #include "fake_cuda.h"
@@ -28,7 +31,7 @@
 #define DEVICES 2
 #define API __attribute__((visibility("default")))
 
-enum { TASK_RECORD, TASK_WAIT, TASK_WAIT_VALUE, TASK_COPY, TASK_SET, TASK_CALL, TASK_SUM };
+enum { TASK_RECORD, TASK_WAIT, TASK_WAIT_VALUE, TASK_COPY, TASK_SET, TASK_CALL, TASK_SUM, TASK_GRAPH };
 enum {
   LIVE_CONTEXT,
   LIVE_RANGE,
@@ -38,10 +41,18 @@ enum {
   LIVE_STREAM,
   LIVE_EVENT,
   LIVE_MODULE,
+  LIVE_GRAPH,
   LIVE_KINDS
 };
-static const char *const live_names[LIVE_KINDS] = { "contexts",      "address ranges", "memories", "mappings",
-                                                    "host memories", "streams",        "events",   "modules" };
+static const char *const live_names[LIVE_KINDS] = { "contexts", "address ranges", "memories",
+                                                    "mappings", "host memories",  "streams",
+                                                    "events",   "modules",        "graphs" };
+
+/* Nodes that something follows. */
+typedef struct ends {
+  uint32_t count;
+  uint32_t node[64];
+} ends_t;
 
 struct cu_context {
   int device, retained;
@@ -53,9 +64,13 @@ struct cu_stream {
   struct channel *channel;
   unsigned long long id; /* unlike the address, never given again */
   bool destroyed, capturing;
+  struct cu_graph *capture; /* into which the stream's work goes, or NULL */
+  ends_t ends;              /* what its next node follows */
 };
 struct cu_event {
   struct cu_event *next;
+  struct cu_graph *capture; /* it was recorded in, or NULL */
+  ends_t ends;
   uint64_t recorded, done, ns; /* numbers of records; the device's clock at the last one done */
   unsigned flags;
   bool destroyed;
@@ -77,6 +92,19 @@ typedef struct task {
   cu_host_fn_t fn;
   bool counts; /* towards the queue's limit: copies, kernels, timed events, waits for values */
 } task_t;
+typedef struct node {
+  task_t task;
+  ends_t after;
+} node_t;
+struct cu_graph { /* also an instantiated one, which is a copy */
+  struct cu_graph *next;
+  struct cu_stream *origin; /* while it is captured */
+  uint64_t id;
+  node_t *nodes;
+  uint32_t count, capacity;
+  bool destroyed, invalid;
+};
+
 typedef struct channel {
   pthread_t thread;
   bool started;
@@ -108,6 +136,8 @@ static uint32_t streams_made;
 static unsigned long long stream_ids;
 static struct cu_stream *streams;
 static struct cu_event *events;
+static struct cu_graph *graphs;
+static uint64_t captures, launches;
 static span_t *ranges, *memories, *mappings, *hosts;
 static int memory_fd = -1;
 static uint64_t memory_end, memory_used[DEVICES], memories_made;
@@ -214,6 +244,7 @@ static void *call_main(void *user) {
   return NULL;
 }
 
+static void run_graph(const struct cu_graph *graph);
 static void run(task_t *task) { /* with the lock, which it gives up while it works */
   switch (task->kind) {
   case TASK_RECORD:
@@ -224,6 +255,7 @@ static void run(task_t *task) { /* with the lock, which it gives up while it wor
     while (task->event->done < task->number && !lost) pthread_cond_wait(&progress, &lock);
     break;
   case TASK_CALL: host_call(task); break;
+  case TASK_GRAPH: run_graph(task->dst); break;
   case TASK_WAIT_VALUE:
     while (!lost && (int64_t)(atomic_load_explicit((const _Atomic uint64_t *)task->src, memory_order_acquire) -
                               task->number) < 0) {
@@ -245,6 +277,42 @@ static void run(task_t *task) { /* with the lock, which it gives up while it wor
   }
 }
 
+static bool reachable(uint64_t address, uint64_t size);
+
+/* With the lock. Of the nodes that nothing holds back, the one that is to run next. */
+static uint32_t next_node(const struct cu_graph *graph, const bool *ran, uint64_t launch, uint64_t *random) {
+  uint32_t best = UINT32_MAX;
+  uint64_t best_rank = 0;
+  for (uint32_t i = 0; i < graph->count; i++) {
+    bool ready = !ran[i];
+    for (uint32_t k = 0; ready && k < graph->nodes[i].after.count; k++) ready = ran[graph->nodes[i].after.node[k]];
+    if (!ready) continue;
+    *random = *random * UINT64_C(6364136223846793005) + 1442695040888963407u;
+    bool copy = graph->nodes[i].task.kind == TASK_COPY;
+    uint64_t rank = *random >> 33;
+    if (launch % 3 == 1) rank = copy ? UINT64_MAX - i : UINT32_MAX - i; /* copies come early */
+    if (launch % 3 == 2) rank = copy ? UINT32_MAX - i : UINT64_MAX - i; /* late */
+    if (best != UINT32_MAX && rank <= best_rank) continue;
+    best = i;
+    best_rank = rank;
+  }
+  return best;
+}
+static void run_graph(const struct cu_graph *graph) {
+  uint64_t launch = launches++, random = launch;
+  bool *ran = calloc(graph->count + 1, sizeof *ran);
+  for (uint32_t done = 0; ran && done < graph->count && !lost; done++) {
+    uint32_t i = next_node(graph, ran, launch, &random);
+    task_t task = graph->nodes[i].task;
+    ran[i] = true;
+    if (task.kind == TASK_COPY &&
+        (!reachable((uintptr_t)task.dst, task.number) || !reachable((uintptr_t)task.src, task.number)))
+      violations++;
+    else run(&task);
+  }
+  free(ran);
+}
+
 static void *channel_main(void *user) {
   channel_t *channel = user;
   pthread_mutex_lock(&lock);
@@ -263,6 +331,42 @@ static void *channel_main(void *user) {
   return NULL;
 }
 
+static bool ends_add(ends_t *ends, uint32_t node) {
+  for (uint32_t i = 0; i < ends->count; i++)
+    if (ends->node[i] == node) return true;
+  if (ends->count == sizeof ends->node / sizeof *ends->node) return false;
+  ends->node[ends->count++] = node;
+  return true;
+}
+
+/* With the lock. The stream's work goes into a graph. */
+static cu_result_t capture(struct cu_stream *stream, const task_t *what) {
+  struct cu_graph *graph = stream->capture;
+  if (what->kind == TASK_RECORD) {
+    what->event->capture = graph;
+    what->event->ends = stream->ends;
+    return CU_SUCCESS;
+  }
+  if (what->kind == TASK_WAIT) {
+    if (what->event->capture != graph) graph->invalid = true; /* an event of another time */
+    for (uint32_t i = 0; !graph->invalid && i < what->event->ends.count; i++)
+      graph->invalid |= !ends_add(&stream->ends, what->event->ends.node[i]);
+    return graph->invalid ? 905 : CU_SUCCESS; /* CUDA_ERROR_STREAM_CAPTURE_ISOLATION */
+  }
+  if (what->kind == TASK_WAIT_VALUE || what->kind == TASK_SUM)
+    violations++; /* nothing that is ours gets into a graph */
+  if (graph->count == graph->capacity) {
+    uint32_t capacity = graph->capacity ? graph->capacity * 2 : 64;
+    node_t *nodes = realloc(graph->nodes, capacity * sizeof *nodes);
+    if (!nodes) return CU_OUT_OF_MEMORY;
+    graph->nodes = nodes;
+    graph->capacity = capacity;
+  }
+  graph->nodes[graph->count] = (node_t){ .task = *what, .after = stream->ends };
+  stream->ends = (ends_t){ .count = 1, .node = { graph->count++ } };
+  return CU_SUCCESS;
+}
+
 /* With the lock. */
 static cu_result_t push(struct cu_stream *stream, task_t what) {
   if (!stream) stream = current->null_stream;
@@ -270,6 +374,13 @@ static cu_result_t push(struct cu_stream *stream, task_t what) {
     violations++;
     return CU_INVALID_HANDLE;
   }
+  if (what.kind == TASK_WAIT && what.event->capture && !stream->capture && what.event->capture->origin) {
+    stream->capture = what.event->capture; /* forked off */
+    stream->ends = (ends_t){ 0 };
+  }
+  if (stream->capture) return capture(stream, &what);
+  if (what.kind == TASK_WAIT && what.event->capture) return CU_INVALID_VALUE;
+  if (what.kind == TASK_RECORD) what.event->capture = NULL;
   channel_t *channel = stream->channel;
   if (what.kind == TASK_RECORD && !channel->first && !lost) { /* nothing to wait for: done at once, as on a GPU */
     run(&what);
@@ -414,6 +525,11 @@ static void all_stop(void) {
   for (struct cu_event *next; events; events = next) {
     next = events->next;
     free(events);
+  }
+  for (struct cu_graph *next; graphs; graphs = next) {
+    next = graphs->next;
+    free(graphs->nodes);
+    free(graphs);
   }
   for (int i = 0; i < DEVICES; i++) contexts[i].null_stream = NULL;
   streams_made = 0;
@@ -656,7 +772,7 @@ API cu_result_t cuStreamCreate(cu_stream_t *stream_out, unsigned flags) {
 }
 API cu_result_t cuStreamDestroy_v2(cu_stream_t stream) {
   BEGIN("cuStreamDestroy", true);
-  if (!stream || stream->destroyed) return misuse();
+  if (!stream || stream->destroyed || stream->capture) return misuse();
   stream->destroyed = true; /* its record stays: pointers to it are recognised */
   live[LIVE_STREAM]--;
   return end(CU_SUCCESS);
@@ -688,9 +804,114 @@ API cu_result_t cuStreamGetCtx(cu_stream_t stream, cu_context_t *context_out) {
 }
 API cu_result_t cuStreamIsCapturing(cu_stream_t stream, int *status_out) {
   BEGIN("cuStreamIsCapturing", true);
-  *status_out = stream && stream->capturing ? CU_CAPTURE_ACTIVE : CU_CAPTURE_NONE;
+  *status_out = stream && (stream->capturing || stream->capture) ? CU_CAPTURE_ACTIVE : CU_CAPTURE_NONE;
   return end(CU_SUCCESS);
 }
+API cu_result_t cuStreamGetCaptureInfo_v2(cu_stream_t stream, int *status_out, uint64_t *id_out, void **graph_out,
+                                          const void **dependencies_out, size_t *count_out) {
+  BEGIN("cuStreamGetCaptureInfo", true);
+  if (graph_out || dependencies_out || count_out) return end(CU_INVALID_VALUE);
+  struct cu_graph *graph = stream ? stream->capture : NULL;
+  *status_out = !graph ? CU_CAPTURE_NONE : graph->invalid ? 2 : CU_CAPTURE_ACTIVE;
+  if (graph) *id_out = graph->id;
+  return end(CU_SUCCESS);
+}
+
+/* --- graphs --- */
+
+static struct cu_graph *graph_make(void) {
+  struct cu_graph *graph = calloc(1, sizeof *graph);
+  if (!graph) return NULL;
+  graph->next = graphs;
+  graphs = graph;
+  return graph;
+}
+cu_result_t cuStreamBeginCapture_v2(cu_stream_t stream, int mode) {
+  BEGIN("cuStreamBeginCapture", true);
+  struct cu_graph *graph = stream && !stream->capture && mode >= 0 && mode <= 2 ? graph_make() : NULL;
+  if (!graph) return end(CU_INVALID_VALUE);
+  graph->origin = stream;
+  graph->id = ++captures;
+  stream->capture = graph;
+  stream->ends = (ends_t){ 0 };
+  return end(CU_SUCCESS);
+}
+cu_result_t cuStreamEndCapture(cu_stream_t stream, struct cu_graph **graph_out) {
+  BEGIN("cuStreamEndCapture", true);
+  struct cu_graph *graph = stream ? stream->capture : NULL;
+  *graph_out = NULL;
+  if (!graph || graph->origin != stream) return end(CU_INVALID_VALUE);
+  /* Everything must come before the origin's end: nodes follow lower ones only. */
+  bool *before = calloc(graph->count + 1, sizeof *before), joined = true;
+  for (uint32_t i = 0; before && i < stream->ends.count; i++) before[stream->ends.node[i]] = true;
+  for (uint32_t i = graph->count; before && i-- > 0;) {
+    joined &= before[i];
+    for (uint32_t k = 0; before[i] && k < graph->nodes[i].after.count; k++)
+      before[graph->nodes[i].after.node[k]] = true;
+  }
+  free(before);
+  graph->origin = NULL;
+  for (struct cu_stream *s = streams; s; s = s->next)
+    if (s->capture == graph) s->capture = NULL;
+  if (graph->invalid || !joined) return end(graph->invalid ? 901 : 904); /* INVALIDATED, UNJOINED */
+  live[LIVE_GRAPH]++;
+  *graph_out = graph;
+  return end(CU_SUCCESS);
+}
+cu_result_t cuGraphInstantiateWithFlags(struct cu_graph **exec_out, struct cu_graph *graph, unsigned long long flags) {
+  BEGIN("cuGraphInstantiate", true);
+  struct cu_graph *exec = graph->destroyed || flags ? NULL : graph_make();
+  if (!exec) return misuse();
+  exec->nodes = malloc((graph->count + 1) * sizeof *exec->nodes);
+  if (!exec->nodes) return end(CU_OUT_OF_MEMORY);
+  if (graph->count) memcpy(exec->nodes, graph->nodes, graph->count * sizeof *exec->nodes);
+  exec->count = graph->count;
+  live[LIVE_GRAPH]++;
+  *exec_out = exec;
+  return end(CU_SUCCESS);
+}
+cu_result_t cuGraphLaunch(struct cu_graph *exec, cu_stream_t stream) {
+  BEGIN("cuGraphLaunch", true);
+  if (exec->destroyed) return misuse();
+  return end(push(stream, (task_t){ .kind = TASK_GRAPH, .dst = exec }));
+}
+static cu_result_t graph_destroy(struct cu_graph *graph) { /* its record stays: a launch may still run it */
+  if (graph->destroyed) return misuse();
+  graph->destroyed = true;
+  live[LIVE_GRAPH]--;
+  return end(CU_SUCCESS);
+}
+cu_result_t cuGraphDestroy(struct cu_graph *graph) {
+  BEGIN("cuGraphDestroy", true);
+  return graph_destroy(graph);
+}
+cu_result_t cuGraphExecDestroy(struct cu_graph *exec) {
+  BEGIN("cuGraphExecDestroy", true);
+  return graph_destroy(exec);
+}
+void fake_cuda_graph_nodes(const struct cu_graph *graph, uint32_t *copies_out, uint32_t *beside_out) {
+  pthread_mutex_lock(&lock);
+  *copies_out = *beside_out = 0;
+  for (uint32_t i = 0; i < graph->count; i++) {
+    if (graph->nodes[i].task.kind != TASK_COPY) continue;
+    ++*copies_out;
+    /* Does the call captured last before this copy have to be done first? */
+    uint32_t call = i;
+    while (call-- > 0 && graph->nodes[call].task.kind != TASK_CALL) {
+    }
+    if (call == UINT32_MAX) continue;
+    bool *before = calloc(graph->count, sizeof *before);
+    if (!before) continue;
+    before[i] = true;
+    for (uint32_t n = i + 1; n-- > 0;)
+      for (uint32_t k = 0; before[n] && k < graph->nodes[n].after.count; k++)
+        before[graph->nodes[n].after.node[k]] = true;
+    *beside_out += !before[call];
+    free(before);
+  }
+  pthread_mutex_unlock(&lock);
+}
+
 API cu_result_t cuThreadExchangeStreamCaptureMode(int *mode) {
   int had = capture_mode;
   capture_mode = *mode;
@@ -895,6 +1116,7 @@ void *fake_cuda_symbol(const char *name) {
 #define FAKE_module_unload cuModuleUnload
 #define FAKE_context_wait cuCtxSynchronize
 #define FAKE_stream_id cuStreamGetId
+#define FAKE_capture_info cuStreamGetCaptureInfo_v2
   GMI_CUDA_FUNCTIONS(FIND)
   GMI_CUDA_OPTIONAL(FIND)
   return address;

@@ -35,6 +35,17 @@ void fake_cuda_lose(int result);
 
 /* A graph is being captured of the stream, until this is called again with false. */
 void fake_cuda_capture(void *stream, bool capturing);
+/* The driver's functions for graphs, which the library does not call. */
+struct cu_graph;
+struct cu_stream;
+int cuStreamBeginCapture_v2(struct cu_stream *stream, int mode);
+int cuStreamEndCapture(struct cu_stream *stream, struct cu_graph **graph_out);
+int cuGraphInstantiateWithFlags(struct cu_graph **exec_out, struct cu_graph *graph, unsigned long long flags);
+int cuGraphLaunch(struct cu_graph *exec, struct cu_stream *stream);
+int cuGraphDestroy(struct cu_graph *graph);
+int cuGraphExecDestroy(struct cu_graph *exec);
+/* Of its copies, how many there are, and how many need not wait for the host function captured last before them. */
+void fake_cuda_graph_nodes(const struct cu_graph *graph, uint32_t *copies_out, uint32_t *beside_out);
 /* How this thread's captures of graphs bear with others' calls (CUstreamCaptureMode); 0 = not at all. */
 int fake_cuda_capture_mode(void);
 

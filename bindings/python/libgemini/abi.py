@@ -158,6 +158,8 @@ _FUNCTIONS = {  # name: arguments; all return a status but those below
   "op_end": [_M],
   "acquire": [_M, c_void_p, _U64, _H], "release": [_M, c_void_p, _U64, _H], "hint": [_M, c_void_p, _U64],
   "move": [_M, c_void_p, _U64], "pin": [_M, c_void_p], "unpin": [_M, c_void_p],
+  "graph_begin": [_M, _H, _U64, POINTER(_H)], "graph_end": [_M, _H], "graph_enter": [_M, _H, _H],
+  "graph_leave": [_M, _H], "graph_destroy": [_H],
   "alloc": [_M, _U64, _H, POINTER(c_void_p)], "free": [_M, c_void_p, _H],
   "host_alloc": [_M, _U64, _U64, POINTER(c_void_p)], "host_free": [_M, c_void_p],
   "zero": [_M, c_void_p], "load": [_M, c_void_p, ctypes.c_int, _U64], "store": [_M, c_void_p, ctypes.c_int, _U64],

@@ -113,7 +113,8 @@ def test_named_values(ask):
 # ---- functions
 SCALARS = {"uint32_t": ctypes.c_uint32, "uint64_t": ctypes.c_uint64, "int": ctypes.c_int, "size_t": ctypes.c_size_t,
            "ptrdiff_t": ctypes.c_ssize_t, "gemini_status_t": ctypes.c_int32, "void": None,
-           **{f"gemini_{name}_t": ctypes.c_uint64 for name in ("manager", "arena", "tensor", "stream", "topology")}}
+           **{f"gemini_{name}_t": ctypes.c_uint64
+              for name in ("manager", "arena", "tensor", "stream", "graph", "topology")}}
 
 
 def prototypes(name):

@@ -1,0 +1,576 @@
+/* CUDA graphs with fetches in them: windows that take turns in frames set aside for a graph.
+ * SPDX-License-Identifier: Apache-2.0
+ *
+ * While a graph is captured, an acquire gives each window it reads a place, one of the graph's frames, for good: of those
+ * that nothing acquired lies in, the one used longest ago. A fetch into it gets into the capture, behind the last use of
+ * what lay there before. Every replay begins with nothing in the places, so that it reads what host memory holds then.
+ *
+ * The graph knows addresses only, on the device and on the host. So its windows keep their host slots as long as it lives
+ * (gmi_window_t.graphs), and gemini_graph_enter() maps their addresses to the places, where they are mapped to anything
+ * else by then. Meanwhile they are held as if written on the host: nobody else can have them on the device. */
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "core/manager.h"
+#include "tracer/tracer.h"
+
+enum { NAME_LIMIT = 127 };
+enum { GRAPH_OPEN, GRAPH_READY, GRAPH_ENTERED };
+
+/* A window of a graph. */
+typedef struct {
+  gmi_window_t *window;
+  uint32_t place;            /* GMI_NONE: none yet */
+  uint32_t readers, writers; /* acquires inside the capture, not yet released */
+  bool kept;                 /* it was acquired before the capture, and stays where it is: no place */
+  bool written;
+  bool reserved[2];
+} part_t;
+typedef struct {
+  uint32_t frame, part; /* part: what lies in it; GMI_NONE: nothing yet */
+  uint64_t used;        /* on the graph's clock, when it was released last */
+} place_t;
+/* A tensor whose bytes may be its counterpart's. */
+typedef struct {
+  uint32_t index, life;
+  bool gradient;
+  bool reserved[3];
+} content_t;
+
+typedef struct gmi_graph {
+  uint32_t index, generation, state, stream; /* stream: of the capture, then of the last replay */
+  void *capture;                             /* the device's, until the graph has ended */
+  gemini_status_t failure;                   /* of the capture: the graph is of no use */
+  uint32_t place_count, part_count, part_capacity, content_count, content_capacity;
+  place_t *places;
+  part_t *parts;
+  content_t *contents;
+  uint64_t clock, copies; /* copies: in the capture */
+  gmi_fence_t left;       /* behind the last replay */
+} gmi_graph_t;
+
+static uint64_t window_bytes(const gmi_manager_t *m) { return UINT64_C(1) << m->window_shift; }
+static const char *name_of(gmi_manager_t *m, const gmi_window_t *w) { return gmi_window_arena(m, w)->name; }
+
+static gmi_graph_t *graph_get(gmi_manager_t *m, gemini_graph_t handle) {
+  uint32_t index, generation;
+  if (!gmi_handle_open(m, handle, GMI_HANDLE_GRAPH, &index, &generation)) return NULL;
+  gmi_graph_t *g = index < GMI_GRAPHS ? m->graphs[index] : NULL;
+  if (g && g->generation == generation) return g;
+  gmi_fail(GEMINI_ERR_HANDLE, 0, "%#llx is a destroyed graph", (unsigned long long)handle);
+  return NULL;
+}
+
+/* The one that is begun on the stream and not ended, or NULL. */
+static gmi_graph_t *graph_on(gmi_manager_t *m, uint32_t stream) {
+  for (uint32_t i = 0; i < GMI_GRAPHS; i++)
+    if (m->graphs[i] && m->graphs[i]->state == GRAPH_OPEN && m->graphs[i]->stream == stream) return m->graphs[i];
+  return NULL;
+}
+
+gemini_status_t gmi_graph_captures(gmi_manager_t *m, uint32_t stream, bool *captures_out) {
+  gmi_graph_t *g = gmi_graph_begun(m, stream) ? graph_on(m, stream) : NULL;
+  *captures_out = false;
+  return g ? m->dev->capture_active(m->dev_self, g->capture, captures_out) : GEMINI_OK;
+}
+
+bool gmi_graph_uses_stream(const gmi_manager_t *m, uint32_t stream) {
+  for (uint32_t i = 0; i < GMI_GRAPHS; i++)
+    if (m->graphs[i] && m->graphs[i]->state != GRAPH_READY && m->graphs[i]->stream == stream) return true;
+  return false;
+}
+bool gmi_graphs_busy(const gmi_manager_t *m) {
+  for (uint32_t i = 0; i < GMI_GRAPHS; i++)
+    if (m->graphs[i] && m->graphs[i]->state != GRAPH_READY) return true;
+  return false;
+}
+
+/* Keeps others from a window that is on the device nowhere but in a place. */
+static void hold(gmi_window_t *w) {
+  w->graph_held = true;
+  w->host_users++;
+  w->host_writers++;
+}
+static void unhold(gmi_window_t *w) {
+  w->graph_held = false;
+  w->host_users--;
+  w->host_writers--;
+}
+
+static gemini_status_t free_for_graph(gmi_manager_t *m, const gmi_window_t *w) {
+  const char *why = w->graph_held                             ? "in use by another graph"
+                    : w->user_pins                            ? "pinned to the device"
+                    : atomic_load(&w->word) & GMI_WINDOW_PINS ? "acquired on the device"
+                    : w->host_writers                         ? "acquired on the host for writing"
+                    : w->host_users == UINT16_MAX             ? "acquired 65535 times, the limit"
+                                                              : NULL;
+  return why ? gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is %s", name_of(m, w), why) : GEMINI_OK;
+}
+
+/* ---- begin, end, destroy */
+static void graph_free(gmi_manager_t *m, gmi_graph_t *g) {
+  if (g->capture) m->dev->capture_close(m->dev_self, g->capture);
+  for (uint32_t i = 0; i < g->place_count; i++) gmi_frame_give(m, g->places[i].frame, g->left);
+  m->graph_frames -= g->place_count;
+  for (uint32_t i = 0; i < g->part_count; i++) g->parts[i].window->graphs--;
+  if (g->state == GRAPH_OPEN) atomic_fetch_and(&m->graph_streams, ~(UINT64_C(1) << g->stream));
+  m->graphs[g->index] = NULL;
+  m->graph_count--;
+  free(g->places);
+  free(g->parts);
+  free(g->contents);
+  free(g);
+}
+
+void gmi_graphs_free(gmi_manager_t *m) {
+  for (uint32_t i = 0; i < GMI_GRAPHS; i++)
+    if (m->graphs[i]) graph_free(m, m->graphs[i]);
+}
+
+static gemini_status_t graph_begin(gmi_manager_t *m, gemini_stream_t stream, uint64_t device_bytes,
+                                   gemini_graph_t *graph_out) {
+  uint32_t s, index = 0;
+  if (!graph_out) return gmi_fail(GEMINI_ERR_INVALID, 0, "graph_out is NULL");
+  if (!m->dev->capture_open) return gmi_fail(GEMINI_ERR_UNSUPPORTED, 0, "device %s has no graphs", m->dev->name);
+  gemini_status_t status = gmi_stream_resolve(m, stream, &s);
+  if (status) return status;
+  if (s == GMI_CALLER) return gmi_fail(GEMINI_ERR_INVALID, 0, "GEMINI_STREAM_CALLER cannot be captured");
+  if (graph_on(m, s)) return gmi_fail(GEMINI_ERR_STATE, 0, "another graph was begun on this stream and has not ended");
+  while (index < GMI_GRAPHS && m->graphs[index]) index++;
+  if (index == GMI_GRAPHS)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "%u graphs exist, the limit is %u", GMI_GRAPHS, GMI_GRAPHS);
+  status = gmi_cut(m);
+  if (status) return status;
+  uint64_t count = device_bytes >> m->window_shift;
+  if (!count)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "device_bytes is %llu, less than a window, %llu",
+                    (unsigned long long)device_bytes, (unsigned long long)window_bytes(m));
+  if (count > m->frame_count) return gmi_oom_device(m, device_bytes);
+  gmi_fence_t end; /* what waits for this stream's work finds a mark: none can be placed while it is captured */
+  status = gmi_fence_now(m, s, &end);
+  if (status == GEMINI_ERR_STATE)
+    return gmi_fail(status, 0, "the stream is being captured: a graph begins before its capture");
+  if (status) return status;
+  gmi_graph_t *g = calloc(1, sizeof *g);
+  place_t *places = calloc(count, sizeof *places);
+  if (!g || !places) {
+    free(g);
+    free(places);
+    return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for a graph's record");
+  }
+  g->index = index;
+  g->generation = m->graph_generations[index] = m->graph_generations[index] % 1023 + 1;
+  g->places = places;
+  g->stream = s;
+  m->graphs[index] = g;
+  m->graph_count++;
+  atomic_fetch_or(&m->graph_streams, UINT64_C(1) << s);
+  status = m->dev->capture_open(m->dev_self, s, (uint32_t)count, &g->capture);
+  for (; !status && g->place_count < count; g->place_count += !status) {
+    place_t *p = &places[g->place_count];
+    p->part = GMI_NONE;
+    status = gmi_frame_take(m, NULL, GEMINI_REASON_CALLER, GMI_TAKE_EVICT, &p->frame);
+    m->graph_frames += !status;
+  }
+  bool taken = !status;
+  if (taken) status = gmi_tracer_replan(m);
+  if (status) {
+    char message[440];
+    memcpy(message, gmi_fail_message(), sizeof message);
+    graph_free(m, g);
+    if (taken) (void)gmi_tracer_replan(m);
+    return gmi_fail(status, 0, "%s", message);
+  }
+  *graph_out = gmi_handle(m, GMI_HANDLE_GRAPH, g->generation, g->index);
+  return GEMINI_OK;
+}
+gemini_status_t gemini_graph_begin(gemini_manager_t mgr, gemini_stream_t stream, uint64_t device_bytes,
+                                   gemini_graph_t *graph_out) {
+  API_LOCKED(graph_begin(m, stream, device_bytes, graph_out));
+}
+
+static gemini_status_t not_capturing(gmi_manager_t *m, const gmi_graph_t *g, gemini_status_t refusal) {
+  bool active = false;
+  gemini_status_t status = m->dev->capture_active(m->dev_self, g->capture, &active);
+  return active || status == GEMINI_ERR_STATE ? gmi_fail(refusal, 0, "its stream is still being captured") : status;
+}
+
+static gemini_status_t graph_end(gmi_manager_t *m, gemini_graph_t handle) {
+  gmi_graph_t *g = graph_get(m, handle);
+  if (!g) return GEMINI_ERR_HANDLE;
+  if (g->state != GRAPH_OPEN) return gmi_fail(GEMINI_ERR_STATE, 0, "the graph has ended already");
+  if (g->failure)
+    return gmi_fail(GEMINI_ERR_STATE, 0, "the device refused a part of the capture: it can only be destroyed");
+  gemini_status_t status = not_capturing(m, g, GEMINI_ERR_STATE);
+  if (status) return status;
+  m->dev->capture_close(m->dev_self, g->capture);
+  g->capture = NULL;
+  g->state = GRAPH_READY;
+  atomic_fetch_and(&m->graph_streams, ~(UINT64_C(1) << g->stream));
+  m->graph_op[0] = '\0';
+  for (uint32_t i = 0; i < g->part_count; i++) {
+    part_t *p = &g->parts[i];
+    if (p->readers && !p->kept) unhold(p->window);
+    p->readers = p->writers = 0;
+    if (p->place != GMI_NONE && p->window->mapping.frame_1 == g->places[p->place].frame + 1) /* as after a replay */
+      gmi_map_leave(m, gmi_window_device(m, p->window), &p->window->mapping, 0);
+  }
+  return GEMINI_OK;
+}
+gemini_status_t gemini_graph_end(gemini_manager_t mgr, gemini_graph_t graph) { API_LOCKED(graph_end(m, graph)); }
+
+static gemini_status_t graph_destroy(gmi_manager_t *m, gemini_graph_t handle) {
+  gmi_graph_t *g = graph_get(m, handle);
+  if (!g) return GEMINI_ERR_HANDLE;
+  if (g->state == GRAPH_ENTERED) return gmi_fail(GEMINI_ERR_BUSY, 0, "the graph is entered");
+  gemini_status_t status = g->state == GRAPH_OPEN ? not_capturing(m, g, GEMINI_ERR_BUSY) : GEMINI_OK;
+  if (status) return status;
+  for (uint32_t i = 0; i < g->part_count; i++) {
+    gmi_window_t *w = g->parts[i].window;
+    if (g->parts[i].readers && !g->parts[i].kept) unhold(w);
+    w->graphs--;
+    gmi_host_released(m, w);
+  }
+  g->part_count = 0;
+  graph_free(m, g);
+  if (m->deferred) gmi_lane_nudge(m); /* there may be room now */
+  if (gmi_tracer_replan(m)) gmi_log(m, GEMINI_LOG_WARNING, "without a graph: %s", gmi_fail_message());
+  return GEMINI_OK;
+}
+gemini_status_t gemini_graph_destroy(gemini_graph_t graph) {
+  if (!graph) return GEMINI_OK;
+  gmi_manager_t *m = gmi_manager_of(graph);
+  if (!m) API_RETURN(gmi_fail(GEMINI_ERR_HANDLE, 0, "%#llx is no graph of an open manager", (unsigned long long)graph));
+  gmi_lock(m);
+  gemini_status_t status = graph_destroy(m, graph);
+  gmi_unlock(m);
+  API_RETURN(status);
+}
+
+/* ---- inside a capture */
+static const char *op_name(gmi_manager_t *m) {
+  const char *op = *m->graph_op ? m->graph_op : gmi_tracer_op_name(m);
+  return op ? op : "a captured operator";
+}
+
+gemini_status_t gmi_graph_op_begin(gmi_manager_t *m, const char *name) {
+  size_t length = name ? strnlen(name, NAME_LIMIT + 1) : 0;
+  if (!length || length > NAME_LIMIT)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "an operator's name must have 1 to %d bytes", NAME_LIMIT);
+  if (*m->graph_op) return gmi_fail(GEMINI_ERR_STATE, 0, "operator %s is open already", m->graph_op);
+  memcpy(m->graph_op, name, length + 1);
+  return GEMINI_OK;
+}
+bool gmi_graph_op_end(gmi_manager_t *m) {
+  bool open = *m->graph_op;
+  m->graph_op[0] = '\0';
+  return open;
+}
+
+static part_t *part_find(const gmi_graph_t *g, const gmi_window_t *w) {
+  for (uint32_t i = 0; i < g->part_count; i++)
+    if (g->parts[i].window == w) return &g->parts[i];
+  return NULL;
+}
+
+/* Room for one more. */
+static bool grow(void **array, uint32_t *capacity, uint32_t count, size_t element_bytes) {
+  if (count < *capacity) return true;
+  uint32_t larger = *capacity ? *capacity * 2 : 64;
+  void *grown = realloc(*array, larger * element_bytes);
+  if (!grown) return false;
+  *array = grown;
+  *capacity = larger;
+  return true;
+}
+static gemini_status_t no_memory(void) {
+  return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for a graph's record");
+}
+
+/* The part of a window, which is added to the graph when it is none yet. */
+static gemini_status_t part_take(gmi_graph_t *g, gmi_window_t *w, part_t **part_out) {
+  *part_out = part_find(g, w);
+  if (*part_out) return GEMINI_OK;
+  if (!grow((void **)&g->parts, &g->part_capacity, g->part_count, sizeof *g->parts)) return no_memory();
+  w->graphs++; /* at most GMI_GRAPHS */
+  *part_out = &g->parts[g->part_count++];
+  **part_out = (part_t){ .window = w, .place = GMI_NONE, .kept = atomic_load(&w->word) & GMI_WINDOW_PINS };
+  return GEMINI_OK;
+}
+
+static bool still_acquired(const part_t *p, bool write) {
+  return atomic_load(&p->window->word) & (write ? GMI_WINDOW_WRITERS : GMI_WINDOW_PINS);
+}
+
+/* A use inside the capture begins. A window that takes turns leaves the device: its bytes are not wanted now, only its
+ * places on both sides. */
+static gemini_status_t part_hold(gmi_manager_t *m, gmi_graph_t *g, const gemini_access_t *access, gmi_window_t *w) {
+  part_t *p;
+  bool write = access->mode & GEMINI_WRITE;
+  gemini_status_t status = part_take(g, w, &p);
+  if (status) return status;
+  if (write && !(p->kept && still_acquired(p, true)))
+    return gmi_fail(
+        GEMINI_ERR_STATE, 0,
+        "%s: a chunk of arena %s that is written in a graph must stay for all of it: acquire it for writing "
+        "before the capture",
+        op_name(m), name_of(m, w));
+  if (p->kept && !still_acquired(p, false))
+    return gmi_fail(GEMINI_ERR_STATE, 0, "a chunk of arena %s was released in the middle of the capture",
+                    name_of(m, w));
+  if (!p->kept && !p->readers) {
+    status = free_for_graph(m, w);
+    if (!status) status = gmi_window_evict(m, w, GEMINI_REASON_DEMAND);
+    if (!status) status = gmi_host_slot_take(m, w);
+    if (status) return status;
+    hold(w);
+  }
+  p->readers += !write;
+  p->writers += write;
+  p->written |= write;
+  return GEMINI_OK;
+}
+
+/* It ends: true when it was the last one of a window that takes turns. */
+static bool part_drop(part_t *p, uint32_t mode) {
+  if (mode & GEMINI_WRITE) p->writers--;
+  else p->readers--;
+  if (p->kept || p->readers) return false;
+  unhold(p->window);
+  return true;
+}
+
+static bool place_is_used(const gmi_graph_t *g, const place_t *place) {
+  return place->part != GMI_NONE && g->parts[place->part].readers;
+}
+
+static gemini_status_t too_small(gmi_manager_t *m, const gmi_graph_t *g) {
+  uint64_t need = 0;
+  for (uint32_t i = 0; i < g->part_count; i++) need += !g->parts[i].kept && g->parts[i].readers;
+  return gmi_fail(GEMINI_ERR_OOM_DEVICE, 0,
+                  "%s: the chunks acquired at once need %llu bytes, the graph was begun with %llu", op_name(m),
+                  (unsigned long long)(need << m->window_shift), (unsigned long long)g->place_count << m->window_shift);
+}
+
+/* Gives the window a place for good, and queues its fetch in the capture. */
+static gemini_status_t part_fetch(gmi_manager_t *m, gmi_graph_t *g, uint32_t part) {
+  part_t *p = &g->parts[part];
+  gmi_window_t *w = p->window;
+  uint32_t at = p->place;
+  for (uint32_t i = 0; p->place == GMI_NONE && i < g->place_count; i++)
+    if (!place_is_used(g, &g->places[i]) && (at == GMI_NONE || g->places[i].used < g->places[at].used)) at = i;
+  if (at == GMI_NONE) return too_small(m, g);
+  place_t *place = &g->places[at];
+  if (place_is_used(g, place)) {
+    const gmi_window_t *other = g->parts[place->part].window;
+    return gmi_fail(
+        GEMINI_ERR_OOM_DEVICE, 0,
+        "%s: chunks of arena %s at %llu and of %s at %llu have taken turns in one frame of the graph, and are "
+        "wanted at once: begin it with more than %llu bytes",
+        op_name(m), name_of(m, w), (unsigned long long)w->index << m->window_shift, name_of(m, other),
+        (unsigned long long)other->index << m->window_shift, (unsigned long long)g->place_count << m->window_shift);
+  }
+  gemini_status_t status = gmi_map(m, gmi_window_device(m, w), place->frame, &w->mapping);
+  if (status) return status;
+  status = m->dev->capture_fetch(m->dev_self, g->capture, at, gmi_window_device(m, w), gmi_window_host(m, w),
+                                 window_bytes(m));
+  if (status && status != GEMINI_ERR_STATE) g->failure = status; /* a part of it may have got in */
+  if (status) return status;
+  p->place = at;
+  place->part = part;
+  g->copies++;
+  return GEMINI_OK;
+}
+
+static gemini_status_t usable(const gmi_graph_t *g) {
+  return g->failure ? gmi_fail(GEMINI_ERR_STATE, 0, "the device refused a part of this capture") : GEMINI_OK;
+}
+
+/* A range inside a capture; to be read: are its bytes those that are asked for? */
+static gemini_status_t resolve(gmi_manager_t *m, const gemini_access_t *access, gmi_range_t *r) {
+  if (access->mode < GEMINI_READ || access->mode > GEMINI_READ_WRITE)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "mode is %u, must be 1 to 3", access->mode);
+  if (access->tier != GEMINI_TIER_DEVICE)
+    return gmi_fail(GEMINI_ERR_STATE, 0, "tier is %u: what a graph uses is on the device", access->tier);
+  return gmi_range_resolve(m, access, r);
+}
+
+static bool has_content(gmi_manager_t *m, const content_t *c) {
+  gmi_tensor_t *t = &m->tensors[c->index];
+  if (atomic_load(&t->life) != c->life) return true; /* unregistered: its bytes are the caller's to know */
+  return !(atomic_load(&gmi_tensor_base(m, t)->word) & GMI_TENSOR_GRADIENT) == !c->gradient;
+}
+static gemini_status_t wrong_content(gmi_manager_t *m, const content_t *c) {
+  const char *name = gmi_tensor_base(m, &m->tensors[c->index])->name;
+  return gmi_fail(GEMINI_ERR_STATE, 0,
+                  c->gradient ? "gradient of %s cannot be used: its parameter has been written since"
+                              : "parameter %s cannot be used: its gradient has taken its bytes",
+                  name);
+}
+static gemini_status_t content_add(gmi_manager_t *m, gmi_graph_t *g, const gmi_range_t *r) {
+  if (!r->tensor || (r->arena->store == r->arena->index && !r->arena->reused)) return GEMINI_OK;
+  content_t c = { .index = (uint32_t)(r->tensor - m->tensors),
+                  .life = atomic_load(&r->tensor->life),
+                  .gradient = r->arena->store != r->arena->index };
+  if (!has_content(m, &c)) return wrong_content(m, &c);
+  for (uint32_t i = 0; i < g->content_count; i++)
+    if (g->contents[i].index == c.index && g->contents[i].life == c.life) return GEMINI_OK;
+  if (!grow((void **)&g->contents, &g->content_capacity, g->content_count, sizeof *g->contents)) return no_memory();
+  g->contents[g->content_count++] = c;
+  return GEMINI_OK;
+}
+
+gemini_status_t gmi_graph_acquire(gmi_manager_t *m, gemini_access_t *accesses, uint64_t count, uint32_t stream) {
+  gmi_graph_t *g = graph_on(m, stream);
+  gemini_status_t status = usable(g);
+  gmi_range_t r = { 0 };
+  uint64_t held = 0; /* windows, in the order of the ranges */
+  for (uint64_t k = 0; !status && k < count; k++) {
+    status = resolve(m, &accesses[k], &r);
+    if (!status && !(accesses[k].mode & GEMINI_WRITE)) status = content_add(m, g, &r);
+    for (uint64_t i = r.first; !status && i <= r.last; i++) {
+      status = part_hold(m, g, &accesses[k], &r.store->windows[i]);
+      held += !status;
+    }
+  }
+  for (int pass = 0; pass < 2; pass++) { /* those that have a place come before those that look for one */
+    for (uint32_t i = 0; !status && i < g->part_count; i++) {
+      const part_t *p = &g->parts[i];
+      bool there = p->place != GMI_NONE && g->places[p->place].part == i;
+      if (p->readers && !p->kept && !there && (pass || p->place != GMI_NONE)) status = part_fetch(m, g, i);
+    }
+  }
+  for (uint64_t k = 0; k < count && (!status || held); k++) {
+    if (gmi_range_resolve(m, &accesses[k], &r)) break;
+    if (!status) accesses[k].ptr = r.store->base + r.offset;
+    for (uint64_t i = r.first; status && held && i <= r.last; i++, held--)
+      part_drop(part_find(g, &r.store->windows[i]), accesses[k].mode);
+  }
+  return status;
+}
+
+gemini_status_t gmi_graph_release(gmi_manager_t *m, const gemini_access_t *accesses, uint64_t count, uint32_t stream) {
+  gmi_graph_t *g = graph_on(m, stream);
+  gemini_status_t status = GEMINI_OK;
+  gmi_range_t r = { 0 };
+  uint64_t counted = 0;
+  for (uint64_t k = 0; !status && k < count; k++) { /* all or none: counted down, and up again */
+    status = resolve(m, &accesses[k], &r);
+    bool write = accesses[k].mode & GEMINI_WRITE;
+    for (uint64_t i = r.first; !status && i <= r.last; i++) {
+      part_t *p = part_find(g, &r.store->windows[i]);
+      if (!p || !(write ? p->writers : p->readers))
+        status = gmi_fail(GEMINI_ERR_STATE, 0,
+                          "a chunk of arena %s is not acquired so inside this capture; what was acquired before it is "
+                          "released after it",
+                          r.store->name);
+      if (status) break;
+      if (write) p->writers--;
+      else p->readers--;
+      counted++;
+    }
+  }
+  for (uint64_t k = 0; counted && k < count; k++) {
+    gmi_range_resolve(m, &accesses[k], &r);
+    for (uint64_t i = r.first; counted && i <= r.last; i++, counted--) {
+      part_t *p = part_find(g, &r.store->windows[i]);
+      if (accesses[k].mode & GEMINI_WRITE) p->writers++;
+      else p->readers++;
+    }
+  }
+  if (status) return status;
+  for (uint64_t k = 0; k < count; k++) {
+    gmi_range_resolve(m, &accesses[k], &r);
+    for (uint64_t i = r.first; i <= r.last; i++) {
+      part_t *p = part_find(g, &r.store->windows[i]);
+      if (!part_drop(p, accesses[k].mode)) continue;
+      g->places[p->place].used = ++g->clock;
+      if (status) continue; /* the others are released all the same */
+      status = m->dev->capture_used(m->dev_self, g->capture, p->place);
+      if (status && status != GEMINI_ERR_STATE) g->failure = status;
+    }
+  }
+  return status;
+}
+
+/* ---- replays */
+static gemini_status_t enter_check(gmi_manager_t *m, const gmi_graph_t *g) {
+  if (g->state == GRAPH_OPEN)
+    return gmi_fail(GEMINI_ERR_STATE, 0, "the graph's capture has not ended: gemini_graph_end()");
+  if (g->state == GRAPH_ENTERED) return gmi_fail(GEMINI_ERR_STATE, 0, "the graph is entered already");
+  for (uint32_t i = 0; i < g->content_count; i++)
+    if (!has_content(m, &g->contents[i])) return wrong_content(m, &g->contents[i]);
+  gemini_status_t status = GEMINI_OK;
+  for (uint32_t i = 0; !status && i < g->part_count; i++) {
+    const part_t *p = &g->parts[i];
+    if (!p->kept) status = free_for_graph(m, p->window);
+    else if (!still_acquired(p, p->written))
+      status = gmi_fail(GEMINI_ERR_STATE, 0,
+                        "a chunk of arena %s was acquired%s when the graph was captured, and is not now",
+                        name_of(m, p->window), p->written ? " for writing" : "");
+  }
+  return status;
+}
+
+/* Its newest bytes come to its host slot, and its address to its place, before what the stream does next. */
+static gemini_status_t part_ready(gmi_manager_t *m, const gmi_graph_t *g, const part_t *p, uint32_t stream) {
+  gmi_window_t *w = p->window;
+  gemini_status_t status = w->deferred ? gmi_updates_queue(m, w) : GEMINI_OK;
+  if (!status && (!(w->valid & GMI_VALID_HOST) || atomic_load(&w->word) & GMI_WINDOW_RESIDENT || w->io))
+    status = gmi_window_to_host(m, w, true, GEMINI_REASON_DEMAND);
+  /* What comes from a file is waited for here, as for a fetch: a copy of bytes that did not come could not be taken back. */
+  if (!status && (w->io || w->failed_read)) status = gmi_window_settle_host(m, w);
+  /* Where that changes, it waits for what used the address, and so for copies between its frame and its slot. */
+  if (!status) status = gmi_map(m, gmi_window_device(m, w), g->places[p->place].frame, &w->mapping);
+  if (status || !gmi_window_work_pending(m, w)) return status;
+  gmi_slot_t *slot = &m->host.slots[w->slot];
+  return m->dev->wait_flag(m->dev_self, stream, &slot->work_done, slot->work_queued);
+}
+
+static gemini_status_t graph_enter(gmi_manager_t *m, gemini_graph_t handle, gemini_stream_t stream) {
+  uint32_t s;
+  gmi_graph_t *g = graph_get(m, handle);
+  if (!g) return GEMINI_ERR_HANDLE;
+  gemini_status_t status = gmi_stream_resolve(m, stream, &s);
+  if (!status && s == GMI_CALLER)
+    status = gmi_fail(GEMINI_ERR_INVALID, 0, "a graph is launched on a stream, not on GEMINI_STREAM_CALLER");
+  if (!status) status = enter_check(m, g);
+  for (uint32_t i = 0; !status && i < g->part_count; i++)
+    if (g->parts[i].place != GMI_NONE) status = part_ready(m, g, &g->parts[i], s);
+  for (uint32_t i = 0; !status && i < g->place_count; i++) /* who had the frames before */
+    status = gmi_tracer_wait(m, s, m->frames[g->places[i].frame].ready);
+  if (!status) status = gmi_tracer_wait(m, s, g->left);
+  if (status) return status;
+  for (uint32_t i = 0; i < g->part_count; i++)
+    if (g->parts[i].place != GMI_NONE) hold(g->parts[i].window);
+  g->stream = s;
+  g->state = GRAPH_ENTERED;
+  return GEMINI_OK;
+}
+gemini_status_t gemini_graph_enter(gemini_manager_t mgr, gemini_graph_t graph, gemini_stream_t stream) {
+  API_LOCKED(graph_enter(m, graph, stream));
+}
+
+static gemini_status_t graph_leave(gmi_manager_t *m, gemini_graph_t handle) {
+  gmi_graph_t *g = graph_get(m, handle);
+  if (!g) return GEMINI_ERR_HANDLE;
+  if (g->state != GRAPH_ENTERED) return gmi_fail(GEMINI_ERR_STATE, 0, "the graph is not entered");
+  gmi_fence_t left; /* placed now: workers that wait for a slot cannot place it */
+  gemini_status_t status = gmi_fence_now(m, g->stream, &left);
+  if (status) return status;
+  g->left = left;
+  g->state = GRAPH_READY;
+  for (uint32_t i = 0; i < g->part_count; i++) {
+    gmi_window_t *w = g->parts[i].window;
+    if (g->parts[i].place == GMI_NONE) continue;
+    unhold(w);
+    m->host.slots[w->slot].fence = left; /* the replay is behind the older ones */
+    gmi_map_leave(m, gmi_window_device(m, w), &w->mapping, left);
+  }
+  m->stats.moved_chunks[GEMINI_LINK_H2D][GEMINI_REASON_PLAN] += g->copies;
+  m->stats.moved_bytes[GEMINI_LINK_H2D][GEMINI_REASON_PLAN] += g->copies << m->window_shift;
+  if (m->deferred) gmi_lane_nudge(m); /* what waits for room may have it now */
+  return GEMINI_OK;
+}
+gemini_status_t gemini_graph_leave(gemini_manager_t mgr, gemini_graph_t graph) { API_LOCKED(graph_leave(m, graph)); }
