@@ -830,3 +830,16 @@ def test_gradients_from_before(session):
     optimizer.step()
     outcomes[-1] += values(model).values()
   same_bits(outcomes[1], outcomes[0])
+
+
+@pytest.mark.parametrize("early", (False, True))
+def test_a_small_parameter_without_a_gradient_is_left_alone(session, early):
+  """Between two that have one, within what aligns these."""
+  session("768KiB")
+  model = nn.ParameterList(torch.ones(size) for size in (256, 256, 512, 7, 1))
+  model, optimizer = gm.prepare(model, torch.optim.AdamW(model.parameters(), 0.1, weight_decay=0.5),
+                                step_in_backward=early)
+  before = values(model)
+  sum(model[i].square().sum() for i in (0, 2, 4)).backward()
+  optimizer.step()
+  assert [torch.equal(param, before[name]) for name, param in model.named_parameters()] == [False, True] * 2 + [False]

@@ -379,7 +379,7 @@ class AdamwRule:
       record.step += 1
       rule = rules.setdefault(self.rule(record, group_of[id(record)]), len(rules))
       first = record.place.offset // itemsize
-      if first - at > ALIGNMENT:
+      if first - at >= ALIGNMENT:
         ranges.append((first, abi.UPDATE_SKIP))
       elif first > at:  # the zeros that align it, which stay zeros
         ranges[-1] = first, ranges[-1][1]
