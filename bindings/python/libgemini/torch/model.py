@@ -115,6 +115,10 @@ class Record:
                           "which an arena cannot hold")
       if fresh.is_sparse:
         fresh = fresh.to_dense()
+      if self.spent:
+        raise GeminiError(f"parameter {self.name} has a second gradient, but was updated with its first (step_in_backward="
+                          "True): call optimizer.step() after each backward pass. Accumulation, and modules that reentrant "
+                          "checkpoints use several times, need prepare() without")
       self.session.backward_begin()
       self.session.landed.append((self, fresh, self.session.native_stream()))
 
