@@ -4,8 +4,6 @@ SPDX-License-Identifier: Apache-2.0
 """
 import copy
 import subprocess
-
-
 import sys
 
 import pytest
