@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import libgemini.torch as gm
 from conftest import off_the_device, sgd, values
@@ -326,3 +327,25 @@ def test_host_too_small(session):
   with pytest.raises(gm.GeminiError, match="bytes") as raised:
     gm.prepare(nn.Sequential(*(nn.Linear(256, 256) for _ in range(6))))
   assert raised.value.status == "OOM_HOST"
+
+
+@pytest.mark.parametrize("shared", (False, True))
+def test_second_gradient_of_a_step_in_backward(session, shared):
+  session()
+  model = mlp()
+  model, optimizer = gm.prepare(model, torch.optim.AdamW(model.parameters(), 0.1), step_in_backward=True)
+  if shared:  # one backward pass, within which reentrant checkpoints have their own
+    x = torch.ones(2, SIZE, requires_grad=True)
+    for _ in range(2):
+      x = checkpoint(model[2], x, use_reentrant=True)
+    wrong = x.sum()
+  else:
+    model(torch.ones(2, SIZE)).sum().backward()
+    wrong = model(torch.ones(2, SIZE)).sum()
+  with pytest.raises(gm.GeminiError, match=r"parameter 2.\w+ has a second gradient.*optimizer.step\(\) after each"):
+    wrong.backward()
+  optimizer.step()
+  before = values(model)
+  model(torch.ones(2, SIZE)).sum().backward()
+  optimizer.step()
+  assert not any(torch.equal(param, before[name]) for name, param in model.named_parameters())

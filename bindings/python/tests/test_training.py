@@ -830,3 +830,62 @@ def test_gradients_from_before(session):
     optimizer.step()
     outcomes[-1] += values(model).values()
   same_bits(outcomes[1], outcomes[0])
+
+
+@pytest.mark.parametrize("early", (False, True))
+def test_a_small_parameter_without_a_gradient_is_left_alone(session, early):
+  """Between two that have one, within what aligns these."""
+  session("768KiB")
+  model = nn.ParameterList(torch.ones(size) for size in (256, 256, 512, 7, 1))
+  model, optimizer = gm.prepare(model, torch.optim.AdamW(model.parameters(), 0.1, weight_decay=0.5),
+                                step_in_backward=early)
+  before = values(model)
+  sum(model[i].square().sum() for i in (0, 2, 4)).backward()
+  optimizer.step()
+  assert [torch.equal(param, before[name]) for name, param in model.named_parameters()] == [False, True] * 2 + [False]
+
+
+def test_slices_that_are_always_others_are_forgotten(session, monkeypatch):
+  monkeypatch.setattr(sys.modules["libgemini.torch.session"], "MOST_USES", 20)
+
+  def run(model, optimizer):
+    return trained(model, optimizer, 4, lambda model, step: sum(
+        model[1][0].weight[8 * step + i:8 * step + 8].square().sum() for i in range(8)))
+
+  alike(session, mlp, run)
+  assert len(gm.session().uses) <= 20
+
+
+@pytest.mark.parametrize("early", (False, True))
+@pytest.mark.parametrize("optimizer", (sgd, lambda params: torch.optim.AdamW(params, 1e-3)))
+def test_parameters_without_elements(session, optimizer, early):
+  if early and optimizer is sgd:
+    pytest.skip("for AdamW only")
+
+  class WithEmpty(nn.Module):
+    def __init__(self):
+      super().__init__()
+      self.first = nn.Linear(SIZE, SIZE)
+      self.rows = nn.Parameter(torch.ones(0, SIZE))
+      self.second = nn.Linear(SIZE, SIZE)
+
+    def forward(self, x):
+      return self.second(torch.cat((self.first.weight, self.rows)) @ x.t())
+
+  def run(managed):
+    torch.manual_seed(0)
+    model = WithEmpty()
+    chosen = optimizer(model.parameters())
+    if managed:
+      model, chosen = gm.prepare(model, chosen, step_in_backward=early)
+    clip = None if early else lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    for _ in range(2):
+      train(model, chosen, 2, lambda model, step: model(data(step, SIZE)).square().mean(), clip)
+      chosen.load_state_dict(chosen.state_dict())
+    return values(model)
+
+  wanted = run(False)
+  session("1MiB")
+  ours = run(True)
+  assert ours.pop("rows").shape == wanted.pop("rows").shape == (0, SIZE)
+  assert far_apart(ours, wanted) <= 1e-6

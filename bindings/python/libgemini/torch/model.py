@@ -115,11 +115,18 @@ class Record:
                           "which an arena cannot hold")
       if fresh.is_sparse:
         fresh = fresh.to_dense()
+      if self.spent:
+        raise GeminiError(f"parameter {self.name} has a second gradient, but was updated with its first (step_in_backward="
+                          "True): call optimizer.step() after each backward pass. Accumulation, and modules that reentrant "
+                          "checkpoints use several times, need prepare() without")
       self.session.backward_begin()
       self.session.landed.append((self, fresh, self.session.native_stream()))
 
   def store(self, values, add=False):
     session, place = self.session, self.grad_place
+    if not place.elements:  # which to the library would be all of the arena
+      self.has_grad, self.norm = True, torch.linalg.vector_norm(place.tensor, dtype=torch.float32)
+      return
     self.settle(abi.READ_WRITE if add else abi.WRITE)
     use = session.use(((place, 0, place.size_bytes, abi.READ_WRITE if add else abi.WRITE),), "grad")
     stream = session.stream()

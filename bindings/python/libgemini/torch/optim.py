@@ -368,7 +368,7 @@ class AdamwRule:
 
   def submit(self, arena, records, group_of):
     """One update of an arena's parameters, from the first that has a gradient to the last."""
-    ready = [record for record in records if record.has_grad and id(record) in group_of]
+    ready = [record for record in records if record.has_grad and record.place.elements and id(record) in group_of]
     if not ready:
       return
     itemsize = ready[0].place.dtype.itemsize
@@ -379,7 +379,7 @@ class AdamwRule:
       record.step += 1
       rule = rules.setdefault(self.rule(record, group_of[id(record)]), len(rules))
       first = record.place.offset // itemsize
-      if first - at > ALIGNMENT:
+      if first - at >= ALIGNMENT:
         ranges.append((first, abi.UPDATE_SKIP))
       elif first > at:  # the zeros that align it, which stay zeros
         ranges[-1] = first, ranges[-1][1]

@@ -24,6 +24,7 @@ KINDS = {"param": abi.KIND_PARAM, "frozen": abi.KIND_PARAM, "grad": abi.KIND_GRA
 DTYPES = {torch.float32: abi.DTYPE_F32, torch.bfloat16: abi.DTYPE_BF16, torch.float16: abi.DTYPE_F16}
 PIECE_BYTES = 32 << 20  # what is held at once while a tensor is read or written whole
 ALIGNMENT = 256  # elements, of gemini_arena_take()
+MOST_USES = 1 << 16  # that are remembered
 
 
 def in_backward():
@@ -106,7 +107,8 @@ class Place:
       piece.copy_(flat[first:first + piece.numel()])
 
   def zero(self):
-    self.session.lib.zero(self.session.handle, ctypes.byref(self.access(0)))
+    if self.elements:  # else it would be all of the arena
+      self.session.lib.zero(self.session.handle, ctypes.byref(self.access(0)))
 
 
 def window_bytes(device_memory):
@@ -229,6 +231,8 @@ class Session:
     key = ranges, name
     use = self.uses.get(key)
     if use is None:
+      if len(self.uses) >= MOST_USES:  # of slices that are always others
+        self.uses.clear()
       use = self.uses[key] = Use(ranges, name)
     return use
 
