@@ -786,7 +786,7 @@ typedef struct gemini_stats_s {
   uint64_t planned_evict_bytes; /* a step's write-backs under the plan in force */
   uint64_t op_peak_error_bytes; /* largest difference of predicted and actual non-model peak of an op, over all ops
                                     that began under a plan since the last gemini_stats_reset() */
-  uint64_t pending_updates;     /* spans submitted and not done */
+  uint64_t pending_updates;     /* spans submitted and not done; those on the device count as one */
   uint32_t file_engine;         /* GEMINI_FILE_ENGINE_URING, _THREADS; _AUTO: there is no file tier */
   uint32_t reserved2;
   uint64_t host_block_bytes; /* live, of gemini_host_alloc() */

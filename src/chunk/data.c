@@ -356,6 +356,7 @@ static bool next_blocks(const norm_t *n, uint64_t at, uint64_t limit, blocks_t *
   return true;
 }
 
+_Static_assert(GMI_LANE_SLICE * 2 % NORM_BLOCK == 0, "a worker's slice of the narrowest values is whole blocks");
 static void sum_span(void *user, const gemini_update_span_t *span) {
   const norm_t *n = user;
   uint64_t begin = span->first_element * n->width, limit = begin + span->element_count * n->width;

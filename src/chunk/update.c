@@ -382,6 +382,7 @@ static gemini_status_t device_piece(walk_t *k, piece_t *p) {
   }
   for (uint32_t i = 0; i < held; i++) atomic_fetch_sub(&p->windows[i]->word, 1);
   if (end) {
+    m->update_end = end;
     gmi_timeline_span(m, "update", "update on the device", begin, end);
     if (m->timed_count < sizeof m->timed / sizeof *m->timed) {
       m->timed[m->timed_count].begin = begin;

@@ -654,7 +654,7 @@ static gemini_status_t stats_get(gmi_manager_t *m, gemini_stats_t *stats_out) {
   s.window_bytes = window;
   for (int i = 0; i < GMI_HIT_STRIPES; i++)
     s.acquire_hits += atomic_load_explicit(&m->stripes[i].hits, memory_order_relaxed);
-  s.pending_updates = gmi_lane_pending(m) + gmi_updates_deferred(m);
+  s.pending_updates = gmi_lane_pending(m) + gmi_updates_deferred(m) + !gmi_fence_reached(m, m->update_end);
   s.file_engine = gmi_files_engine(m);
   s.host_block_bytes = gmi_host_blocks(m);
   gmi_unlock(m);

@@ -235,6 +235,7 @@ typedef struct gmi_manager {
 
   gmi_stream_t streams[GMI_DEVICE_MAX_STREAMS];
   uint32_t copy_in, copy_out, update_stream; /* internal streams */
+  gmi_fence_t update_end;                    /* of the last span queued there */
 
   /* the cut: chosen by gmi_cut() at first need */
   _Atomic uint64_t window_bytes; /* Atomic; 0 = not cut yet */

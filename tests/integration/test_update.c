@@ -536,6 +536,21 @@ static void test_late_updates_in_flight_keep_their_order(void) {
   }
 }
 
+static void test_spans_on_the_device_are_pending_until_they_are_done(void) {
+  static const uint32_t sizes[] = { 4 };
+  world_t w = world_of(config_of(6, 16, 0), sizes, 1, 4 * 16384);
+  rule_t r = rule_of(&w, 1);
+  r.delay_ms = 20;
+  gemini_access_t pin = whole(w.arena[0], 0, DEVICE);
+  OK(gemini_pin(w.mgr, &pin));
+  OK(rule_submit(&r, 0, 0, GEMINI_UPDATE_LATE, w.stream));
+  CHECK_EQ(stats_of(&w).pending_updates, 1);
+  OK(gemini_update_wait(w.mgr));
+  CHECK_EQ(atomic_load(&r.device_spans), 4);
+  CHECK_EQ(stats_of(&w).pending_updates, 0);
+  world_close(&w);
+}
+
 static void test_update_wait_and_close_finish_what_is_pending(void) {
   static const uint32_t sizes[] = { 4 };
   for (int how = 0; how < 3; how++) {
@@ -920,6 +935,7 @@ int main(void) {
   RUN(test_update_comes_after_its_streams_work);
   RUN(test_update_comes_after_unrelated_work_of_its_stream);
   RUN(test_late_updates_in_flight_keep_their_order);
+  RUN(test_spans_on_the_device_are_pending_until_they_are_done);
   RUN(test_update_wait_and_close_finish_what_is_pending);
   RUN(test_update_puts_written_tensors_to_hold);
   RUN(test_update_of_a_range_in_use_is_busy);

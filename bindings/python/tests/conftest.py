@@ -3,6 +3,7 @@
 All of it runs on the host-simulated device, where bytes that are not resident are not mapped.
 SPDX-License-Identifier: Apache-2.0
 """
+import ctypes
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 import libgemini.torch as gm
+from libgemini import abi
 
 collect_ignore = ["test_load.py", "test_hook_torch.py"]  # scripts of CTest
 torch.set_num_threads(1)
@@ -21,7 +23,7 @@ VOCAB, LENGTH, BATCH = 160, 12, 2
 
 @pytest.fixture
 def session():
-  """session(device_memory, **more) is libgemini.torch.init() with what suits tests; what it opens is closed afterwards."""
+  """session(device_memory, **more) is libgemini.torch.init() with what suits tests; closed afterwards."""
 
   def start(device_memory="64MiB", **more):
     return gm.init(**{"device": "cpu", "strict": True, "window": "64KiB", "host_memory": "256MiB",
@@ -133,3 +135,35 @@ def far_apart(ours, theirs):
   """The largest difference of any element of two dicts of tensors."""
   assert len(ours) == len(theirs) > 0
   return max((ours[key].double() - theirs[key].double()).abs().max().item() for key in theirs)
+
+
+def sgd(params):
+  return torch.optim.SGD(params, 0.05, momentum=0.9)
+
+
+def alike(session, make, run, optimizer=sgd, budget="768KiB", **more):
+  """Asserts that run(model, optimizer), which returns tensors, gives the same bits and leaves the same parameters with
+  torch alone and in a session. Optimizers other than AdamW and Adam run torch's own arithmetic. Returns the model."""
+  outcomes = []
+  for managed in (False, True):
+    if managed:
+      session(budget, **more)
+    torch.manual_seed(0)
+    model = make()
+    chosen = optimizer(model.parameters())
+    if managed:
+      model, chosen = gm.prepare(model, chosen)
+    torch.manual_seed(1)
+    outcomes.append((run(model, chosen), values(model)))
+  same_bits(outcomes[1][0], outcomes[0][0])
+  same_bits(outcomes[1][1], outcomes[0][1])
+  return model
+
+
+def off_the_device():
+  """Everything leaves the device: whoever reads it without asking for it dies of it."""
+  session = gm.session()
+  session.settle()  # what a backward pass held that an exception has ended
+  for arena in session.arenas.values():
+    access = abi.Access(arena, 0, 0, abi.READ, abi.TIER_HOST, None)
+    session.lib.move(session.handle, ctypes.byref(access), 1)

@@ -178,9 +178,11 @@ def test_operators_of_many_activations_are_divided(offloading):
   model = Chain(WIDTH, WIDTH)
   model, optimizer, _ = offloading(model, torch.optim.SGD(model.parameters()), "1MiB")
   train(model, optimizer, 3)
-  before = gm.stats()
-  train(model, optimizer, 2)
+  before, counts = gm.stats(), [gm.session().op_number]
+  train(model, optimizer, 2, lambda: counts.append(gm.session().op_number))
   after = gm.stats()
+  # tanh saves its output, the factor none: 40 of 128 KiB, each as much as an operator may have
+  assert counts[1] - counts[0] == 1 + 40
   assert after["planned_iterations"] == before["planned_iterations"] + 2 and after["departures"] == 0
 
 
@@ -448,13 +450,52 @@ def test_a_device_that_is_too_small_for_one_is_named(session):
   assert nothing_left()
 
 
-def test_a_session_closes_with_a_graph_that_is_left(session):
+def test_a_session_closes_with_what_is_left(session):
   session()
   with gm.offload_activations(WINDOW):
-    out = (tensor(128, 128) * 1).sin()
+    graph = (tensor(128, 128) * 1).sin()
+  saved = graph.grad_fn._saved_self
+  assert len(gm.session().activations.held) == 1
   gm.close()
-  del out
+  del graph, saved
   gc.collect()
+
+
+def test_what_backward_got_is_released_with_the_next_operator_and_the_last_at_its_end(offloading):
+  model, _, _ = offloading(make(4)[0], device_memory="1.5MiB")
+  seen = []
+  for block in model.blocks:
+    block.norm.weight.register_hook(lambda _: seen.append(len(gm.session().activations.held)))
+  model(batch(0)).square().mean().backward()
+  assert len(seen) == 4 and max(seen) <= 3
+  assert gm.session().activations.held == []
+
+
+def test_divided_operators_use_what_is_held_beside_them(offloading, tmp_path):
+  """A unit's parameters are acquired while its activations are saved: the plan must count both."""
+  class Deep(nn.Linear):
+    def forward(self, x):
+      x = super().forward(x)
+      for _ in range(6):
+        x = torch.tanh(x)
+      return x
+
+  torch.manual_seed(0)
+  model = nn.Sequential(Deep(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+  model, optimizer, _ = offloading(model, torch.optim.SGD(model.parameters()), "1MiB")
+  gm.unit(model[0])
+  train(model, optimizer, 2)
+  owner = gm.session()
+  owner.lib.trace_save(owner.handle, str(tmp_path / "trace").encode())
+  operators = (tmp_path / "trace").read_text().split("\nop ")[1:]
+  names = [text.splitlines()[0].split()[-1].partition("%20")[0] for text in operators]
+  names = names[:next(i for i, name in enumerate(names) if "_" in name)]  # without the optimizer's
+  assert names == ["0.weight:unit", *["saved"] * 6, "1.weight:linear", "1.weight:linear.backward",
+                   "0.weight:unit.backward", *["saved"] * 6]
+  weight, each = "\nuse 0 0 16384 1\n", 2 * WINDOW
+  for name, text in zip(names, operators):
+    if name == "saved":
+      assert weight in text and text.count("\nuse 2 ") == 1 and f" {each} " in text
 
 
 def test_prepare_has_the_option(session):
@@ -463,6 +504,7 @@ def test_prepare_has_the_option(session):
   x = torch.randn(512, 1024)
   out = model(x)
   state = gm.session().activations
+  assert gm.session().op_number == 1
   assert [stored.size for stored in state.stored.values()] == [2 * MIB]
   with torch.no_grad():
     model(x)

@@ -2,6 +2,7 @@
 
 SPDX-License-Identifier: Apache-2.0
 """
+import ctypes
 import json
 import os
 import subprocess
@@ -12,7 +13,9 @@ import torch
 from torch import nn
 
 import libgemini.torch as gm
+from libgemini import abi
 from libgemini.torch import tensorfile
+from libgemini.torch.session import Place
 from libgemini.torch.tensors import ManagedParameter
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -52,11 +55,14 @@ def make(seed, kind="adamw", dtype=torch.float32):
   model = Net().to(dtype)
   params = [param for param in model.parameters() if param.requires_grad]
   groups = [{"params": params[:2], "weight_decay": 0.1}, {"params": params[2:], "weight_decay": 0.0}]
-  optimizer = {"adamw": lambda: torch.optim.AdamW(groups, lr=1e-2), "sgd": lambda: torch.optim.SGD(groups, lr=1e-1),
+  def adamw():
+    return torch.optim.AdamW(groups, lr=1e-2)
+
+  optimizer = {"adamw": adamw, "early": adamw, "sgd": lambda: torch.optim.SGD(groups, lr=1e-1),
                "momentum": lambda: torch.optim.SGD(groups, lr=1e-1, momentum=0.9),
                "amsgrad": lambda: torch.optim.AdamW(groups, lr=1e-2, amsgrad=True),
                "adafactor": lambda: torch.optim.Adafactor(groups, lr=1e-2)}[kind]()
-  return gm.prepare(model, optimizer)
+  return gm.prepare(model, optimizer, step_in_backward=kind == "early")
 
 
 def train(model, optimizer, steps, scheduler=None):
@@ -90,7 +96,7 @@ BUDGETS = {
   "host": {"device_memory": WHOLE * 2 // 5 + (1 << 18), "host_memory": WHOLE + (1 << 20)},
   "file": {"device_memory": WHOLE // 5 + (1 << 18), "host_memory": WHOLE // 5 + (1 << 18), "file_memory": "64MiB"},
 }
-KINDS = [("adamw", torch.float32), ("adamw", torch.bfloat16), ("sgd", torch.float32), ("momentum", torch.bfloat16),
+KINDS = [("adamw", torch.float32), ("adamw", torch.bfloat16), ("early", torch.float32), ("early", torch.bfloat16), ("sgd", torch.float32), ("momentum", torch.bfloat16),
          ("amsgrad", torch.float32), ("adafactor", torch.float32)]
 
 
@@ -121,6 +127,49 @@ def test_resume_gives_same_losses_and_parameters(tmp_path, budget, kind, dtype):
   assert wanted[0] != wanted[1] != wanted[2]
 
 
+def test_resume_where_device_and_host_hold_the_model_only_together(tmp_path, monkeypatch):
+  """36 chunks of parameters, gradients and momentum on 34 of the device and 14 of the host, part of which is taken."""
+  modes = []
+  by_device = tensorfile._device_pieces
+  monkeypatch.setattr(tensorfile, "_device_pieces", lambda place, mode: modes.append(mode) or by_device(place, mode))
+  monkeypatch.setattr(tensorfile, "PIECE_BYTES", 1 << 14)
+
+  def start(seed):
+    open_session(device_memory=34 << 16, host_memory=14 << 16, placement="cuda")
+    torch.manual_seed(seed)
+    model = nn.Sequential(*(nn.Linear(127, 128) if number % 2 else nn.Linear(128, 127) for number in range(12)))
+    return gm.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+
+  def run(model, optimizer, steps):
+    losses = []
+    for step in steps:
+      loss = model(torch.randn(2, 128, generator=torch.Generator().manual_seed(step))).square().mean()
+      loss.backward()
+      optimizer.step()
+      optimizer.zero_grad()
+      losses.append(loss.item())
+    return losses
+
+  model, optimizer = start(1)
+  run(model, optimizer, range(4))
+  lib, handle, blocks = gm.session().lib, gm.session().handle, []
+  with pytest.raises(gm.GeminiError, match="host memory"):
+    while True:  # until there is nothing on the host that is not there alone
+      block = ctypes.c_void_p()
+      lib.host_alloc(handle, 1 << 16, 0, block)
+      blocks.append(block)
+  gm.save(tmp_path / "a", model, optimizer)
+  assert set(modes) == {abi.READ}
+  for block in blocks:
+    lib.host_free(handle, block)
+  wanted = run(model, optimizer, range(4, 8))
+  model, optimizer = start(2)
+  run(model, optimizer, range(2))
+  gm.load(tmp_path / "a", model, optimizer)
+  assert set(modes) == {abi.READ, abi.WRITE}
+  assert run(model, optimizer, range(4, 8)) == wanted
+
+
 def test_load_into_optimizer_that_has_stepped_takes_it_back(tmp_path):
   open_session()
   for kind in ("adamw", "momentum"):
@@ -133,6 +182,28 @@ def test_load_into_optimizer_that_has_stepped_takes_it_back(tmp_path):
     assert train(model, optimizer, range(2)) == first
     gm.load(tmp_path / "later", model, optimizer)
     assert train(model, optimizer, range(2, 4)) == second
+
+
+def test_states_that_an_optimizer_makes_by_itself_live_in_arenas():
+  """SGD's momentum begins as a copy of a gradient."""
+  open_session()
+  torch.manual_seed(1)
+  model = nn.Linear(64, 64)
+  plain = nn.Linear(64, 64)
+  plain.load_state_dict(model.state_dict())
+  theirs = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+  model, optimizer = gm.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+  x = torch.randn(4, 64)
+  for _ in range(3):
+    for one, other in ((model, optimizer), (plain, theirs)):
+      one(x).square().mean().backward()
+      other.step()
+      other.zero_grad()
+    same(values(model), values(plain))
+  places = [optimizer.rule.states(record)["momentum_buffer"] for record in optimizer.records]
+  assert all(isinstance(place, Place) for place in places) and places[0].read().any()
+  optimizer.load_state_dict({**optimizer.state_dict(), "state": {}})
+  assert not places[0].read().any() and not any(map(optimizer.rule.states, optimizer.records))
 
 
 def test_weights_alone_renew_masters(tmp_path):
@@ -231,6 +302,29 @@ def test_saved_model_is_plain_transformers_to_the_bit(tmp_path, name, dtype):
   assert plain.config.architectures == [type(model).__name__]
 
 
+def test_files_are_what_safetensors_reads(tmp_path):
+  library = pytest.importorskip("safetensors.torch")
+  open_session()
+  model = nn.Module()
+  for number, dtype in enumerate(tensorfile.NAMES):
+    model.register_buffer(f"of{number}", torch.arange(7).view(1, 7).to(dtype))
+  model.register_buffer("empty", torch.empty(0, 3))
+  model.register_buffer("scalar", torch.tensor(True))
+  model.register_buffer("transposed", torch.arange(6.0).view(2, 3).t())
+  model.managed = nn.Parameter(torch.arange(3, dtype=torch.bfloat16))
+  model = gm.prepare(model)
+  wanted = values(model)
+  gm.save(tmp_path / "a", model)
+  same(library.load_file(tmp_path / "a" / "model.safetensors"), wanted)
+  for entry in tensorfile.read_header(tmp_path / "a" / "model.safetensors").values():
+    assert entry.offset % entry.dtype.itemsize == 0
+  library.save_file({name: value.contiguous() for name, value in wanted.items()}, tmp_path / "a" / "model.safetensors")
+  for value in model.state_dict().values():
+    value.zero_()
+  gm.load(tmp_path / "a", model, verify=False)
+  same(values(model), wanted)
+
+
 @pytest.mark.parametrize("name", ["opt", "llama"])
 def test_model_saved_by_transformers_loads(tmp_path, name):
   plain = causal(name)
@@ -284,7 +378,9 @@ def test_optimizer_made_from_meta_parameters_keeps_them(tmp_path):
   with pytest.raises(gm.GeminiError, match="buffer passing is on the meta device"):
     gm.load_weights(model, tmp_path / "a")
   model.passing = torch.ones(3)
+  model.first.weight.note = "mine"
   gm.load_weights(model, tmp_path / "a")
+  assert model.first.weight.note == "mine" and model.tied.weight is model.first.weight
   same(values(model), weights)
   model, optimizer = gm.prepare(model, optimizer)
   torch.manual_seed(1)
@@ -353,7 +449,8 @@ def _shape(header, name):
 DAMAGES = {
   "a bit of a weight": (lambda f: _flip(f / "model.safetensors", -1), r"model.safetensors: \S+ is damaged"),
   "a bit of a state": (lambda f: _flip(f / "optimizer.safetensors", -5), r"optimizer.safetensors: \S+ is damaged"),
-  "the last byte is gone": (lambda f: os.truncate(f / "model.safetensors", os.path.getsize(f / "model.safetensors") - 1),
+  "the last byte is gone": (lambda f: os.truncate(f / "model.safetensors",
+                                                  os.path.getsize(f / "model.safetensors") - 1),
                             r"model.safetensors is no whole safetensors file: it has \d+ bytes"),
   "more bytes than tensors": (lambda f: open(f / "model.safetensors", "ab").write(b"more"), "its tensors end at"),
   "only a header": (lambda f: os.truncate(f / "optimizer.safetensors", 200), "its header shall have"),
@@ -618,8 +715,8 @@ assert mode == "random" or left == ["checkpoint"], left
 
 @pytest.mark.parametrize("mode", ["exchange", "renames", "random"])
 def test_kill_leaves_a_whole_checkpoint(tmp_path, mode):
-  done = subprocess.run([sys.executable, "-c", KILLS, str(tmp_path / "checkpoint"), mode], capture_output=True, text=True,
-                        timeout=120)
+  done = subprocess.run([sys.executable, "-c", KILLS, str(tmp_path / "checkpoint"), mode], capture_output=True,
+                        text=True, timeout=200)
   assert done.returncode == 0, done.stdout + done.stderr
 
 

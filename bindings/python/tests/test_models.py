@@ -12,14 +12,14 @@ from conftest import MODELS, batch, far_apart, model_data_bytes, same_bits, tiny
 
 STEPS = 20
 BUDGET = 0.4  # of model data
-# Some gradients are zero but for rounding (a bias of attention's keys moves no softmax). AdamW divides them by their own
-# size: with an eps below theirs, noise would be compared with noise.
+# Some gradients are zero but for rounding: a bias of attention's keys moves no softmax. AdamW divides them by their own
+# size: with an eps below that, noise would be compared with noise.
 LR, EPS = 1e-4, 1e-6
 
 
 def adamw(model):
-  """As transformers are trained: matrices decay, norms and biases do not. Torch rounds 1 - lr * weight_decay and what it
-  multiplies with it, which libgemini does not (docs/update.md): for weights near 1 alone that is 1e-6 in 20 steps."""
+  """As transformers are trained: matrices decay, norms and biases do not. Torch rounds 1 - lr * weight_decay, and what
+  it multiplies with that, which libgemini does not (docs/update.md): for weights near 1 alone 1e-6 in 20 steps."""
   matrices = [param for param in model.parameters() if param.dim() > 1]
   others = [param for param in model.parameters() if param.dim() <= 1]
   return torch.optim.AdamW([{"params": matrices}, {"params": others, "weight_decay": 0.0}], LR, eps=EPS)
@@ -109,3 +109,16 @@ def test_bf16(session, name):
   params, their_params = managed(name, torch.bfloat16, 1)[1], with_masters(name, 1)[1]
   for key, their in their_params.items():
     assert ((params[key].float() - their.float()).abs() <= 2**-7 * their.float().abs()).all(), key
+
+
+def test_weight_that_tying_leaves_behind_costs_nothing(session):
+  with session(window="64KiB") as owner:
+    model = torch.nn.ModuleDict({"in": torch.nn.Embedding(512, 512), "out": torch.nn.Linear(512, 512, bias=False)})
+    kept = model["out"].weight
+    model["out"].weight = model["in"].weight
+    assert gm.stats()["used_bytes"]["host"] == 2 << 20 and kept.sum() == kept.sum()
+    model["out"] = torch.nn.Linear(512, 512, bias=False)
+    del kept
+    model["out"].weight = model["in"].weight
+    assert gm.stats()["used_bytes"]["host"] == 2 << 20
+  assert len(owner.records) == 2

@@ -10,11 +10,16 @@
 
 SPDX-License-Identifier: Apache-2.0
 """
+import atexit as _atexit
+import contextlib as _contextlib
+
 import torch as _torch
 
 from ..abi import GeminiError
 from ..manager import parse_bytes as _parse_bytes
-from . import activations as _activations, checkpoint as _checkpoint, model as _model, report as _report, unit as _unit
+from . import activations as _activations, allocator as _allocator, checkpoint as _checkpoint, model as _model
+from . import report as _report, unit as _unit
+from .ddp import watch_ddp as _watch_ddp
 from .optim import Optimizer
 from .picture import picture
 from .session import Session
@@ -50,7 +55,7 @@ class _Init:
 
 
 def init(placement="auto", *, device_memory, host_memory=0, file=None, file_memory=0, device=None, margin=0, window=0,
-         warmup_iterations=1, update_threads=0, strict=False, progress=None, **more):
+         warmup_iterations=1, update_threads=0, strict=False, progress=None, allocator=None, **more):
   """Opens the session: one device, one set of budgets. Sizes are bytes, or texts such as "24GiB".
 
   placement: "auto" (what predicted step time says), "cuda" (as much as fits stays on the device), "cpu" (everything
@@ -61,19 +66,32 @@ def init(placement="auto", *, device_memory, host_memory=0, file=None, file_memo
   margin: of device_memory, left unused. window: bytes of a chunk; 0: a thousandth of device_memory, about.
   progress: whether operations that take long say on stderr how far they are; None: if it is a terminal, otherwise in
   the log.
+  allocator: whose memory torch's other tensors on the GPU are: "pool" (the usual one): torch asks the session for
+  segments, so that these and the model share device_memory; "process": every allocation is the session's, which must come
+  before CUDA is used; "torch": torch's own, for which device_memory should leave room. CUDA graphs want "torch", or
+  resident().
   strict: chunks that left the device are unmapped at once, so that a stray access faults: for tests.
   """
   global _current
   if _current is not None:
     raise GeminiError("there is a session already: close() it first")
+  cuda = _torch.cuda.is_available() if device is None else _torch.device(device).type == "cuda"
+  allocator = _allocator.choose(allocator, cuda)  # before the GPU is asked anything
   if device is None:
-    device = _torch.device("cuda", _torch.cuda.current_device()) if _torch.cuda.is_available() else "cpu"
-  _current = Session(device=_torch.device(device), placement=placement, device_memory=device_memory,
-                     host_memory=host_memory, file=file, file_memory=file_memory, device_margin=margin, window=window,
-                     warmup_iterations=warmup_iterations, update_threads=update_threads, strict=strict, progress=progress,
-                     **more)
+    device = _torch.device("cuda", _torch.cuda.current_device()) if cuda else "cpu"
+  owner = Session(device=_torch.device(device), placement=placement, device_memory=device_memory,
+                  host_memory=host_memory, file=file, file_memory=file_memory, device_margin=margin, window=window,
+                  warmup_iterations=warmup_iterations, update_threads=update_threads, strict=strict, progress=progress,
+                  **more)
+  try:
+    owner.allocator = _allocator.start(allocator, owner)
+  except BaseException:
+    owner.close(force=True)
+    raise
+  _current = owner
   _watch_functions(True)
-  return _Init(_current)
+  _watch_ddp(True)
+  return _Init(owner)
 
 
 def prepare(model, optimizer=None, *, step_in_backward=False, offload_activations=False):
@@ -88,6 +106,8 @@ def prepare(model, optimizer=None, *, step_in_backward=False, offload_activation
   owner = session()
   if owner.model is None or owner.model.module is not model:
     owner.model = _model.Model(owner, model)
+  else:
+    owner.model.take()
   if offload_activations:
     owner.model.saving = _offload
   if optimizer is None:
@@ -202,10 +222,25 @@ def timeline(path):
   return _report.timeline(session(), path)
 
 
-def close():
-  """Ends the session. Its tensors must not be used any more."""
+def close(force=False):
+  """Ends the session. Its tensors must not be used any more.
+
+  force: even while tensors on the GPU are left that torch allocated in the session (see init(): allocator), which must not
+  be used either. Buffers of the model go to the CPU.
+  """
   global _current
   if _current is not None:
-    _current.close()
-    _current = None
-    _watch_functions(False)
+    try:
+      _current.close(force)
+    finally:
+      if not _current.manager.handle:  # else it was refused, and nothing has changed
+        _current = None
+        _watch_functions(False)
+        _watch_ddp(False)
+
+
+@_atexit.register
+def _leave():
+  """Before Python and CUDA go: updates that are under way use memory, and torch frees what it has allocated here."""
+  with _contextlib.suppress(Exception):
+    close(force=True)

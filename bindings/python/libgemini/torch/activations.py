@@ -183,9 +183,10 @@ class Activations:
     session = self.session
     if not session.iteration:
       return
+    size = where.size if where.arena == self.arena else 0  # parameters are mostly acquired already
     if session.op_number != self.operator:
       self.op_bytes = 0
-    if not session.op_open or self.op_bytes and self.op_bytes + where.size > self.operator_bytes:
+    if not session.op_open or self.op_bytes and self.op_bytes + size > self.operator_bytes:
       session.op_begin(f"saved at {where.offset}".encode())
       self.op_bytes = 0
       stream = session.stream()
@@ -195,7 +196,7 @@ class Activations:
         session.lib.acquire(session.handle, accesses, count, stream)
         session.lib.release(session.handle, accesses, count, stream)
     self.operator = session.op_number
-    self.op_bytes += where.size
+    self.op_bytes += size
 
   # ---- hooks
   def arena_at(self, address):

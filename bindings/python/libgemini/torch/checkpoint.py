@@ -338,7 +338,8 @@ def _plan_weights(folder, model, entries):
     entry = entries[found]
     used.update(candidates)
     if entry.shape != tuple(value.shape):
-      raise GeminiError(f"{entry.file}: {found} has shape {entry.shape}, the model's has {tuple(value.shape)}", "FORMAT")
+      raise GeminiError(f"{entry.file}: {found} has shape {entry.shape}, the model's has {tuple(value.shape)}",
+                        "FORMAT")
     if entry.dtype != value.dtype and not (entry.dtype.is_floating_point and value.dtype.is_floating_point):
       raise GeminiError(f"{entry.file}: {found} is of {entry.dtype}, the model's is of {value.dtype}", "FORMAT")
     plan.append((entry, names[0], value))
@@ -348,13 +349,15 @@ def _plan_weights(folder, model, entries):
   return plan, [name for name in entries if name not in used]
 
 
+REAL_BUFFERS = "build the model with real buffers, as within accelerate.init_empty_weights(include_buffers=False)"
+
+
 def _meta_buffers(model):
   """Buffers on the meta device that no file holds, which must be computed."""
   saved = model.state_dict(keep_vars=True)
   out = [(name, buffer) for name, buffer in model.named_buffers() if buffer.is_meta and name not in saved]
   if out and not (hasattr(model, "initialize_weights") and hasattr(model, "all_tied_weights_keys")):
-    raise GeminiError(f"buffer {out[0][0]} is on the meta device and in no file: build the model with real buffers, for "
-                      "example within accelerate.init_empty_weights(include_buffers=False)")
+    raise GeminiError(f"buffer {out[0][0]} is on the meta device and in no file: {REAL_BUFFERS}")
   return out
 
 
@@ -373,8 +376,7 @@ def _compute_buffers(session, model, buffers):
   model.initialize_weights()
   for name, buffer in buffers:
     if buffer.is_floating_point() and buffer.isnan().any():
-      raise GeminiError(f"transformers did not compute the buffer {name}: build the model with real buffers, for example "
-                        "within accelerate.init_empty_weights(include_buffers=False)")
+      raise GeminiError(f"transformers did not compute the buffer {name}: {REAL_BUFFERS}")
 
 
 def _read_all(jobs, progress):

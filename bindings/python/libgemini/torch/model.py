@@ -96,8 +96,12 @@ class Record:
       self.grad_place = self.session.counterpart(place, kind, place.dtype)
       self.grad_place.name = f"{self.name}.grad"
     if self.hook is None:
-      with _plain():
+      with _plain(), torch.no_grad():
         self.hook = self.param.register_post_accumulate_grad_hook(self.take_gradient)
+        before = _get_grad(self.param)
+        if before is not None:  # it was there before the parameter needed libgemini's
+          _set_grad(self.param, None)
+          self.store(before)
 
   def take_gradient(self, _):
     """Autograd has put a gradient of its own into param.grad: its bytes go to the arena, and it goes."""
@@ -107,15 +111,22 @@ class Record:
       if fresh is None:
         return
       if fresh.requires_grad:
-        raise GeminiError(f"{self.name}: backward(create_graph=True) would make a gradient that has a graph itself, which "
-                          "an arena cannot hold")
+        raise GeminiError(f"{self.name}: backward(create_graph=True) would make a gradient that has a graph itself, "
+                          "which an arena cannot hold")
       if fresh.is_sparse:
         fresh = fresh.to_dense()
+      if self.spent:
+        raise GeminiError(f"parameter {self.name} has a second gradient, but was updated with its first (step_in_backward="
+                          "True): call optimizer.step() after each backward pass. Accumulation, and modules that reentrant "
+                          "checkpoints use several times, need prepare() without")
       self.session.backward_begin()
-      self.session.landed.append((self, fresh))
+      self.session.landed.append((self, fresh, self.session.native_stream()))
 
   def store(self, values, add=False):
     session, place = self.session, self.grad_place
+    if not place.elements:  # which to the library would be all of the arena
+      self.has_grad, self.norm = True, torch.linalg.vector_norm(place.tensor, dtype=torch.float32)
+      return
     self.settle(abi.READ_WRITE if add else abi.WRITE)
     use = session.use(((place, 0, place.size_bytes, abi.READ_WRITE if add else abi.WRITE),), "grad")
     stream = session.stream()
@@ -145,6 +156,7 @@ class Record:
 
   def gradient(self):
     """param.grad"""
+    self.session.land(self)
     if self.spent:
       raise GeminiError(f"the gradient of parameter {self.name} is gone: it was prepared with step_in_backward=True. To "
                         "read, clip or unscale gradients, prepare without")
@@ -157,6 +169,7 @@ class Record:
 
   def set_gradient(self, values):
     """param.grad = values"""
+    self.session.land(self)
     place = self.place
     if values is not None:
       if values.shape != place.shape or values.dtype != place.dtype:
@@ -180,7 +193,7 @@ def adopt(session, param, name):
   record = getattr(param, "_gm_record", None)
   if record is not None:
     if record.session is not session:
-      raise GeminiError(f"parameter {name} belongs to another session")
+      raise GeminiError(f"parameter {name} belongs to a session that was closed: its bytes are gone, make the model anew")
     return record
   if param.is_meta:
     return None
@@ -198,8 +211,8 @@ def adopt(session, param, name):
 
 @contextlib.contextmanager
 def from_pretrained_by_tensor():
-  """transformers' from_pretrained() reads one tensor after another, on the CPU: not all of them ahead, by threads of its
-  own, nor onto a GPU, for all of which it would take room there first. transformers must have been imported before."""
+  """transformers' from_pretrained() reads one tensor after another, on the CPU: not all of them ahead, by threads of
+  its own, nor onto a GPU, where it would take room for all of them first. transformers must be imported before."""
   if "transformers" not in sys.modules:
     yield
     return
@@ -228,7 +241,12 @@ def building(session):
   register = nn.Module.register_parameter
 
   def register_parameter(module, name, param):
+    old = module.__dict__.get("_parameters", {}).get(name)
     register(module, name, param)
+    record = getattr(old, "_gm_record", None)
+    if record is not None and sys.getrefcount(old) <= 3:  # here, there and in the record: tying has left it behind
+      session.records.remove(record)
+      record.place.zero()
     if param is not None and type(param) is nn.Parameter and not param.is_meta:
       adopt(session, param, name)
       progress.add(param.nbytes)
@@ -251,6 +269,12 @@ class Model:
     self.depth = 0
     self.records = {}
     self.saving = contextlib.nullcontext  # around a forward pass: what becomes of what autograd saves
+    self.take()
+    self.wrap_call()
+
+  def take(self):
+    """Moves parameters in that are not, and buffers to the device."""
+    session, module = self.session, self.module
     for name, param in module.named_parameters():
       if param.is_meta:
         raise GeminiError(f"parameter {name} is on the meta device: load it first, by libgemini.torch.load_weights()")
@@ -270,7 +294,6 @@ class Model:
         buffer.data = buffer.data.to(session.device)
     session.uses.clear()  # by other names
     make_units(session, module)
-    self.wrap_call()
 
   def wrap_call(self):
     """The module's call begins a step. By a hook it would be part of what module.compile() traces."""
@@ -284,7 +307,12 @@ class Model:
 
     run._gm_unit = getattr(call, "_gm_unit", None)
     run._torchdynamo_disable = True  # called, not traced
-    module._compiled_call_impl = run
+    self.call = module._compiled_call_impl = run
+
+  def check_call(self):
+    if self.module._compiled_call_impl is not self.call:
+      raise GeminiError("the model was compiled by its compile() after libgemini.torch.prepare(), which takes its steps away "
+                        "from the session: compile it, or rather its blocks, before prepare()")
 
   def refuse_aliases(self):
     """Two parameters over the same bytes would become two; tied weights are one parameter in two modules."""
@@ -329,6 +357,7 @@ class Model:
 
   def begin(self):
     session = self.session
+    session.refuse_closed(type(self.module).__name__)
     self.check()
     kind = "train" if torch.is_grad_enabled() else "infer"
     if session.iteration == "train" and not any(record.has_grad for record in session.records):
@@ -338,4 +367,5 @@ class Model:
     if not session.iteration:
       session.iteration_begin(kind)
     session.settle()
+    session.renew_masters()
     session.set_phase(abi.PHASE_FORWARD)

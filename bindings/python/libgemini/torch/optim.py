@@ -18,25 +18,23 @@ from .tensors import ManagedParameter, ManagedTensor, managed_view, _plain, _set
 
 class Optimizer(torch.optim.Optimizer):
   """In the place of the torch optimizer it was made from, whose groups it shares; see libgemini.torch.prepare()."""
+  _step_supports_amp_scaling = True  # torch.amp.GradScaler leaves gradients as they are: step() divides them, in fp32
 
   def __init__(self, session, inner, step_in_backward=False):
     if isinstance(inner, Optimizer):
       raise GeminiError("this optimizer was prepared before")
     if not isinstance(inner, torch.optim.Optimizer):
       raise TypeError(f"the optimizer is a {type(inner).__name__}: want a torch.optim.Optimizer")
-    known = {id(record.param): record for record in session.records}
+    if isinstance(inner, (torch.optim.LBFGS, torch.optim.SparseAdam)):
+      raise GeminiError(f"the optimizer is a {type(inner).__name__}: want one that updates each parameter by itself, "
+                        "from a dense gradient")
     self.session = session
     self.inner = inner
-    self.records = []
-    for number, group in enumerate(inner.param_groups):
-      for index, param in enumerate(group["params"]):
-        record = known.get(id(param))
-        if record is None:
-          raise GeminiError(f"parameter {index} of the optimizer's group {number}, of shape {tuple(param.shape)}, is not "
-                            "one of the model's: make the optimizer from the model that is prepared")
-        self.records.append(record)
-    if inner.state:
+    self.records = self.find(inner.param_groups)
+    if any(float(state.get("step", 1)) for state in inner.state.values()):
       raise GeminiError("the optimizer has made steps before: prepare it first, then load its state")
+    initial = {id(param): state for param, state in inner.state.items()}  # Adagrad has one from the beginning
+    inner.state.clear()
     super().__init__(inner.param_groups, inner.defaults)
     self.param_groups = inner.param_groups  # schedulers change these
     self.rule = fused_rule(session, inner) or TorchRule(session, inner)
@@ -52,14 +50,39 @@ class Optimizer(torch.optim.Optimizer):
         record.early = step_in_backward
         record.attach()
     self.rule.prepare(self.records)
+    for record in self.records:
+      self.start_from(record, initial.get(id(record.param), {}))
     session.rules.append(self.rule)
     if step_in_backward:
       self.rule.step_in_backward(self.param_groups)
       session.rule_of.update((record, self.rule) for record in self.records if record.early)
 
+  def find(self, groups):
+    """The records of the groups' parameters."""
+    known, found = {id(record.param): record for record in self.session.records}, []
+    for number, group in enumerate(groups):
+      for index, param in enumerate(group["params"]):
+        if id(param) not in known:
+          raise GeminiError(f"parameter {index} of the optimizer's group {number}, of shape {tuple(param.shape)}, is "
+                            "not one of the model's: make the optimizer from the model that is prepared")
+        found.append(known[id(param)])
+    return found
+
+  def start_from(self, record, state):
+    """Takes the state that torch's optimizer had made for a parameter."""
+    layout = {name: torch.float32 if isinstance(value, torch.Tensor) and value.shape == record.place.shape and
+              name != "step" else value for name, value in state.items()}
+    if layout and "master" in record.states:
+      layout["master"] = torch.float32
+    for name, place in self.rule.renew(record, layout).items() if layout else ():
+      place.write(record.param if name == "master" else state[name])
+
   def zero_grad(self, set_to_none=True):
     for record in self.records:
-      record.set_gradient(None)
+      if set_to_none:
+        record.set_gradient(None)
+      elif record.has_grad:
+        record.gradient().zero_()
 
   def step(self, closure=None):
     loss = None
@@ -67,15 +90,32 @@ class Optimizer(torch.optim.Optimizer):
       with torch.enable_grad():
         loss = closure()
     session = self.session
+    if session.model is not None:
+      session.model.check_call()
     with torch.no_grad():
       session.settle()
       session.set_phase(abi.PHASE_UPDATE)
+      if sum(len(group["params"]) for group in self.param_groups) != len(self.records):  # add_param_group()
+        self.records = self.find(self.param_groups)
+      self.rule.prepare(self.records)  # those that are new, or need gradients only since the last step
       for record in self.records:
         record.spent = False
-      self.rule.step(self.param_groups)
+      session.renew_masters()
+      if self.unscale():
+        self.rule.step(self.param_groups)
       session.iteration_end()
     self.inner._opt_called = True  # for a scheduler that was made with it
     return loss
+
+  def unscale(self):
+    """With a torch.amp.GradScaler: divides by its scale what it has not. Returns whether there is to be a step."""
+    found, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+    if found is not None and found.item():
+      return False
+    if scale is not None:
+      for record in self.records:
+        record.scale /= float(scale)
+    return True
 
   def state_dict(self):
     """In torch's layout, with copies of all states on the CPU: as much memory again as the states take. libgemini's
@@ -93,7 +133,7 @@ class Optimizer(torch.optim.Optimizer):
     return {"state": state, "param_groups": groups}
 
   def load_state_dict(self, state_dict):
-    """Takes what state_dict() gave, or that of the torch optimizer: without "master", the parameters are the masters."""
+    """Takes what state_dict() gave, or the torch optimizer's: without "master", the parameters are the masters."""
     groups, state = state_dict["param_groups"], state_dict["state"]
     self.check_groups([len(group["params"]) for group in groups])
     layouts, numbers = [], [number for group in groups for number in group["params"]]
@@ -116,8 +156,8 @@ class Optimizer(torch.optim.Optimizer):
     """counts: parameters in each group that is to be loaded."""
     own = [len(group["params"]) for group in self.param_groups]
     if counts != own:
-      raise GeminiError(f"the state to be loaded is of an optimizer with groups of {counts} parameters, this one's are of "
-                        f"{own}")
+      raise GeminiError(f"the state to be loaded is of an optimizer with groups of {counts} parameters, this one's are "
+                        f"of {own}")
 
 
 # What a rule tells of its states, and takes back: names are torch's, and "master".
@@ -140,12 +180,13 @@ class TorchRule:
 
   def prepare(self, records):
     for record in records:
-      if record.trainable and record.place.dtype != torch.float32:
+      if record.trainable and record.place.dtype != torch.float32 and id(record.param) not in self.work:
         self.work[id(record.param)] = self.master(record)
 
   def master(self, record):
     place = record.states["master"] = self.session.counterpart(record.place, "master", torch.float32)
     place.write(record.place.read())
+    record.place.written = False
     with _plain():
       param = nn.Parameter(place.tensor.detach())
     param.__class__ = ManagedParameter
@@ -177,7 +218,9 @@ class TorchRule:
   def step_one(self, record, options):
     work = self.work.get(id(record.param))
     if work is not None:
-      gradient = record.gradient().float()  # a tensor of torch's own
+      scale, record.scale = record.scale, 1.0
+      gradient = record.gradient().float().mul_(scale)  # a tensor of torch's own
+      record.scale = scale
       with _plain():
         _set_grad(work, gradient)
     param = record.param if work is None else work
@@ -193,6 +236,7 @@ class TorchRule:
       with _plain():
         _set_grad(work, None)
       record.param.copy_(work)
+      record.place.written = False
 
   def states_of(self, record):
     return self.inner.state.get(self.work.get(id(record.param), record.param), {})
@@ -259,6 +303,7 @@ class AdamwRule:
           record.states[kind] = self.session.counterpart(record.place, kind, torch.float32)
       if "master" in record.states:
         record.states["master"].write(record.place.read())
+        record.place.written = False
       self.arenas.setdefault(record.place.arena, []).append(record)
     for records in self.arenas.values():
       records.sort(key=lambda record: record.place.offset)
@@ -323,17 +368,18 @@ class AdamwRule:
 
   def submit(self, arena, records, group_of):
     """One update of an arena's parameters, from the first that has a gradient to the last."""
-    ready = [record for record in records if record.has_grad and id(record) in group_of]
+    ready = [record for record in records if record.has_grad and record.place.elements and id(record) in group_of]
     if not ready:
       return
     itemsize = ready[0].place.dtype.itemsize
     start = ready[0].place.offset // itemsize
     rules, ranges, at = {}, [(start, abi.UPDATE_SKIP)] if start else [], start
     for record in ready:
+      torch.autograd.graph.increment_version(record.param)  # a backward pass that comes too late notices
       record.step += 1
       rule = rules.setdefault(self.rule(record, group_of[id(record)]), len(rules))
       first = record.place.offset // itemsize
-      if first - at > ALIGNMENT:
+      if first - at >= ALIGNMENT:
         ranges.append((first, abi.UPDATE_SKIP))
       elif first > at:  # the zeros that align it, which stay zeros
         ranges[-1] = first, ranges[-1][1]

@@ -24,6 +24,7 @@ KINDS = {"param": abi.KIND_PARAM, "frozen": abi.KIND_PARAM, "grad": abi.KIND_GRA
 DTYPES = {torch.float32: abi.DTYPE_F32, torch.bfloat16: abi.DTYPE_BF16, torch.float16: abi.DTYPE_F16}
 PIECE_BYTES = 32 << 20  # what is held at once while a tensor is read or written whole
 ALIGNMENT = 256  # elements, of gemini_arena_take()
+MOST_USES = 1 << 16  # that are remembered
 
 
 def in_backward():
@@ -37,12 +38,13 @@ class Place:
   tensor is the plain torch tensor over that address: to be read and written only between acquire and release.
   """
   __slots__ = ("session", "arena", "offset", "object", "base", "size_bytes", "dtype", "shape", "address", "tensor",
-               "name")
+               "name", "written")
 
   def __init__(self, session, arena, offset, shape, dtype, name):
     self.session = session
     self.arena = arena
     self.offset = offset
+    self.written = False  # by the user's functions, since it was last known to be as its master copy
     self.object, self.base = arena, offset  # what the library knows it by, and where it begins there
     self.shape = torch.Size(shape)
     self.dtype = dtype
@@ -105,7 +107,8 @@ class Place:
       piece.copy_(flat[first:first + piece.numel()])
 
   def zero(self):
-    self.session.lib.zero(self.session.handle, ctypes.byref(self.access(0)))
+    if self.elements:  # else it would be all of the arena
+      self.session.lib.zero(self.session.handle, ctypes.byref(self.access(0)))
 
 
 def window_bytes(device_memory):
@@ -136,13 +139,14 @@ class Session:
     self.op_number = 0  # operators that began so far
     self.using = []  # what is acquired for functions that run, or that the backward pass has reached
     self.activations = None  # of activations.py, once wanted
+    self.allocator = None  # of allocator.py: whom torch's own allocator asks
     self.held = None  # what the function that the backward pass has reached has acquired: (use, stream)
     self.backward_task = -1  # autograd's number of the backward pass in progress
     self.uses = {}
     self.records = []  # of all parameters that live here
     self.model = None
     self.reset_iterations = 0  # that had ended when statistics were last started anew
-    self.landed = []  # (record, gradient) of parameters of the function that the backward pass has reached
+    self.landed = []  # (record, gradient, stream) of parameters of the function that the backward pass has reached
     self.rules = []  # of the optimizers
     self.rule_of = {}  # of a record whose parameter is updated in the backward pass
 
@@ -178,6 +182,14 @@ class Session:
       other.object, other.base = tensor.value, 0
     return other
 
+  def renew_masters(self):
+    """A parameter of 16 bits that the user has written to, as load_state_dict() does, is what its master copy shall be."""
+    for record in self.records:
+      if record.place.written:
+        record.place.written = False
+        if "master" in record.states:
+          record.states["master"].write(record.place.read())
+
   def gradients_zero(self):
     """Nothing of the gradients' arenas is needed any more: their chunks cost nothing until they are written."""
     for (kind, *_), arena in self.arenas.items():
@@ -188,11 +200,15 @@ class Session:
     return self.model is not None and param._gm_record in self.model.records.values()
 
   # ---- streams
+  def native_stream(self):
+    """torch's current stream, as CUDA names it."""
+    return torch._C._cuda_getCurrentRawStream(self.device.index or 0) if self.cuda else None
+
   def stream(self):
     """The library's handle of torch's current stream."""
     if not self.cuda:
       return abi.STREAM_CALLER
-    native = torch._C._cuda_getCurrentRawStream(self.device.index or 0)
+    native = self.native_stream()
     stream = self.streams.get(native)
     if stream is None:
       out = ctypes.c_uint64()
@@ -215,11 +231,19 @@ class Session:
     key = ranges, name
     use = self.uses.get(key)
     if use is None:
+      if len(self.uses) >= MOST_USES:  # of slices that are always others
+        self.uses.clear()
       use = self.uses[key] = Use(ranges, name)
     return use
 
   def acquire_use(self, use, stream):
-    self.lib.acquire(self.handle, use.pointer, use.count, stream)
+    try:
+      self.lib.acquire(self.handle, use.pointer, use.count, stream)
+    except GeminiError as error:
+      name = use.forward_name.decode()
+      if name in str(error):
+        raise
+      raise GeminiError(f"{name}: {error}", error.status, error.native_code) from None
     self.using.append(use)
     if use.unit:
       use.unit.enter()
@@ -231,8 +255,8 @@ class Session:
     self.lib.release(self.handle, use.pointer, use.count, stream)
 
   def note_writes(self, use, stream):
-    """A function has written what it was to read: while that is there it is acquired for writing, too, so that the bytes
-    below are no longer taken for the newest."""
+    """A function has written what it was to read: while that is there it is acquired for writing, too, so that the
+    bytes below are no longer taken for the newest."""
     count = use.count
     accesses = (abi.Access * count)(*use.accesses)
     for access in accesses:
@@ -292,8 +316,9 @@ class Session:
     In between, checkpointing may run functions forward again: operators of their own, beside what is held here.
     """
     if torch.is_grad_enabled():
-      raise GeminiError(f"{use.forward_name.decode()}: its gradient is to be differentiated again (create_graph=True), and "
-                        "what that reads cannot be known: this is not supported for parameters in a session")
+      raise GeminiError(f"{use.forward_name.decode()}: its gradient is to be differentiated again (create_graph=True), "
+                        "and what that reads cannot be known: this is not supported for parameters in a session")
+    self.refuse_closed(use.forward_name.decode())
     self.backward_begin()
     self.leave_function()
     self.op_begin(use.backward_name)
@@ -306,16 +331,33 @@ class Session:
     held, self.held = self.held, None
     if held:
       self.release_use(*held)
-    landed, self.landed = self.landed, []
-    for record, gradient in landed:
+    self.store_landed()
+    if self.activations:
+      self.activations.drain()
+
+  def store_landed(self, only=None):
+    """What autograd has put into .grad goes to where gradients live; only: one parameter's."""
+    landed = [one for one in self.landed if only is None or one[0] is only]
+    self.landed = [one for one in self.landed if only is not None and one[0] is not only]
+    for record, gradient, stream in landed:
+      if stream != self.native_stream():  # where autograd made it
+        torch.cuda.current_stream(self.device).wait_stream(torch.cuda.ExternalStream(stream, self.device))
+        gradient.record_stream(torch.cuda.current_stream(self.device))
       record.store(gradient, add=record.has_grad)
-    early = [record for record, _ in landed if record in self.rule_of]
+    early = [record for record, *_ in landed if record in self.rule_of]
     if early:
       self.op_end()
     for record in early:
       self.rule_of[record].landed(record)
-    if self.activations:
-      self.activations.drain()
+
+  def land(self, record):
+    """A gradient is wanted before the backward pass has left its function, or after an exception has ended that."""
+    if not self.landed:
+      return
+    if not in_backward():
+      self.settle()
+    elif not record.early:
+      self.store_landed(record)
 
   def settle(self):
     """The backward pass is over, or an exception ended it; no operator is open any more."""
@@ -325,11 +367,20 @@ class Session:
     for rule in self.rules:
       rule.backward_ends()
 
-  def close(self):
-    self.iteration_end()
-    self.lib.update_wait(self.handle)
+  def refuse_closed(self, name):
+    if not self.manager.handle:
+      raise GeminiError(f"{name}: the session was closed, and its parameters with it")
+
+  def close(self, force=False):
+    self.landed.clear()  # of a backward pass that an exception has ended
+    self.leave_function()
+    self.op_end()
+    with contextlib.suppress(GeminiError):  # of an update that failed, which the manager's end tells, too
+      self.lib.update_wait(self.handle)
     if self.activations:
       self.activations.close()
+    if self.allocator:
+      self.allocator.close(force)
     if self.cuda:
       torch.cuda.synchronize(self.device)
     for stream in self.streams.values():

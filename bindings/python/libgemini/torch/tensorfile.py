@@ -119,16 +119,33 @@ def _store(fd, value, offset, size):
     return
   if isinstance(value, Place):
     session = value.session
-    session.lib.store(session.handle, ctypes.byref(value.access(abi.READ)), fd, offset)
+    try:
+      session.lib.store(session.handle, ctypes.byref(value.access(abi.READ)), fd, offset)
+    except GeminiError as error:
+      if error.status != "OOM_HOST":
+        raise
+      for first, piece in _device_pieces(value, abi.READ):
+        _write(fd, _bytes_of(piece.cpu()), offset + first * value.dtype.itemsize)
   else:
     values = value.detach()
     values = (values.clone() if isinstance(value, ManagedTensor) else values).to("cpu").contiguous()
     _write(fd, _bytes_of(values), offset)
 
 
+def _device_pieces(place, mode):
+  """Yields (first element, plain tensor of one dimension) over a place, acquired on the device one after another: for
+  when the host has no room, through which the library itself would go."""
+  session, flat, step = place.session, place.tensor.view(-1), PIECE_BYTES // place.dtype.itemsize
+  for first in range(0, place.elements, step):
+    piece = flat[first:first + step]
+    access = place.access(mode, abi.TIER_DEVICE, first * place.dtype.itemsize, piece.nbytes)
+    with session.acquired(access, 1, session.stream()):
+      yield first, piece
+
+
 # ---- reading
 def read_header(path):
-  """What a file holds: name: Entry. A file that is not as long as its header says, or no such file at all, is refused."""
+  """What a file holds: name: Entry. A file that is not as long as its header says, or none of this kind, is refused."""
   def refuse(why):
     return GeminiError(f"{path} is no whole safetensors file: {why}", "FORMAT")
 
@@ -165,20 +182,28 @@ def read(entry, fd, target):
   if not entry.size_bytes:
     return
   try:
-    if isinstance(target, Place) and entry.dtype == target.dtype:
-      session = target.session
-      session.lib.load(session.handle, ctypes.byref(target.access(abi.WRITE)), fd, entry.offset)
-      return
-    itemsize = entry.dtype.itemsize
     if isinstance(target, Place):
-      for first, piece in target.host_pieces(abi.WRITE):
-        _convert(entry, fd, first, piece)
+      try:
+        _read_place(entry, fd, target)
+      except GeminiError as error:
+        if error.status != "OOM_HOST":
+          raise
+        for first, piece in _device_pieces(target, abi.WRITE):
+          _convert(entry, fd, first, piece)
     else:
       values = torch.empty(entry.shape, dtype=entry.dtype)
       _read(fd, _bytes_of(values), entry.offset)
       target.copy_(values.view(target.shape))
   except (GeminiError, OSError) as error:
     raise GeminiError(f"{entry.file}: {entry.name} was not read: {error}", getattr(error, "status", "IO")) from error
+
+
+def _read_place(entry, fd, place):
+  if entry.dtype == place.dtype:
+    place.session.lib.load(place.session.handle, ctypes.byref(place.access(abi.WRITE)), fd, entry.offset)
+  else:
+    for first, piece in place.host_pieces(abi.WRITE):
+      _convert(entry, fd, first, piece)
 
 
 def _convert(entry, fd, first, piece):

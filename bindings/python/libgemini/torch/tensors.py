@@ -12,6 +12,7 @@ import dataclasses
 
 import torch
 from torch import nn
+from torch._functorch import eager_transforms, vmap
 
 from .. import abi
 from ..abi import GeminiError
@@ -110,7 +111,7 @@ def grad_nodes(value, nodes):
 
 
 def run_with(session, use, func, args, kwargs, read=()):
-  """Calls a function as one operator, with what it uses on the device; read: managed tensors that it should not write."""
+  """Calls a function as one operator, with what it uses on the device; read: tensors that it should not write."""
   session.op_begin(use.forward_name)
   stream = session.stream()
   versions = [tensor._version for tensor in read]
@@ -122,6 +123,7 @@ def run_with(session, use, func, args, kwargs, read=()):
     if written:  # as relu(inplace=True) and embedding(max_norm=1.0) do
       session.note_writes(use, stream)
       for tensor in written:
+        tensor._gm_place.written = True
         if tensor._gm_grad is not None:
           tensor._gm_grad.norm = None
     session.release_use(use, stream)
@@ -148,8 +150,8 @@ def _gradient_of(tensor):
   """The record whose gradient a tensor is, or is a part of; or None."""
   record = getattr(tensor, "_gm_grad", None)
   if record is not None and tensor._gm_generation != record.generation:
-    raise GeminiError(f"{record.name}.grad: this gradient was cleared or replaced (by zero_grad(), or by setting it) since "
-                      "it was read, and its memory holds another one: clone() a gradient that is to be kept")
+    raise GeminiError(f"{record.name}.grad: this gradient was cleared or replaced (by zero_grad(), or by setting it) "
+                      "since it was read, and its memory holds another one: clone() a gradient that is to be kept")
   return record
 
 
@@ -165,6 +167,7 @@ def _run(func, args, kwargs):
   if not tensors:
     return func(*args, **kwargs)
   session = tensors[0]._gm_place.session
+  session.refuse_closed(tensors[0]._gm_place.name)
   name = getattr(func, "__name__", "function")
   first = args[0] if args else next(iter(kwargs.values()))
   if len(tensors) > 4 and isinstance(first, (list, tuple)) and name.startswith("_foreach_"):
@@ -181,10 +184,13 @@ def _run(func, args, kwargs):
     offset, size = _extent(tensor, place)
     if not size:
       continue
+    if offset < 0 or offset + size > place.size_bytes:
+      raise GeminiError(f"{place.name} was moved behind libgemini's back: its address is no longer its own")
     mode = abi.READ
     if any(tensor is one for one in changed):
       whole = name in _OVERWRITES and tensor is first and size == tensor.numel() * tensor.dtype.itemsize
       mode = abi.WRITE if whole else abi.READ_WRITE
+      place.written = True
     else:
       read.append(tensor)
     record = _gradient_of(tensor)
@@ -237,21 +243,22 @@ def _view(func, args, kwargs):
   return out
 
 
+def _is_number(index):
+  """Whether torch takes a tensor in an index as it takes an int."""
+  return isinstance(index, _Tensor) and index.dim() == 0 and index.dtype in (torch.int64, torch.int32, torch.int16,
+                                                                              torch.int8)
+
+
 def _getitem(func, args, kwargs):
   index = args[1] if isinstance(args[1], tuple) else (args[1],)
-  plain = all(i is None or i is Ellipsis or isinstance(i, (int, slice)) and not isinstance(i, bool) for i in index)
+  plain = all(i is None or i is Ellipsis or isinstance(i, (int, slice)) and not isinstance(i, bool) or _is_number(i)
+              for i in index)
   return _view(func, args, kwargs) if plain else _run(func, args, kwargs)
 
 
 def _copied(func, args, kwargs):
   """What leaves torch with a pointer gets a copy."""
   return func(_copy(args[0]), *args[1:], **kwargs)
-
-
-def _iter(func, args, kwargs):
-  rows = list(func(*args, **kwargs))
-  mark_views(rows, args[:1])
-  return iter(rows)
 
 
 def _refuse(func, args, kwargs):
@@ -273,7 +280,9 @@ def _autograd(func, args, kwargs):
   for key in ("grad_outputs", "grad_tensors", "gradient"):
     if kwargs.get(key) is not None:
       given = kwargs[key]
-      kwargs[key] = given.clone() if isinstance(given, _Tensor) else [one if one is None else one.clone() for one in given]
+      alone = isinstance(given, _Tensor)
+      copies = [one if one is None else one.clone() for one in ([given] if alone else given)]
+      kwargs[key] = copies[0] if alone else copies
   if func is _Tensor.backward:
     return func(plain[0], **kwargs)
   if not grad:
@@ -284,6 +293,18 @@ def _autograd(func, args, kwargs):
   if materialize:
     found = tuple(torch.zeros_like(one) if value is None else value for one, value in zip(inputs, found))
   return found
+
+
+def _to(func, args, kwargs):
+  """Who moves a model to where it is already, as trainers do, gets each tensor itself, whose bytes stay where they are."""
+  if len(args) > 4 or "copy" in kwargs or kwargs.get("memory_format"):
+    return _run(func, args, kwargs)
+  tensor = args[0]
+  device, dtype, _, _ = torch._C._nn._parse_to(*args[1:], **kwargs)
+  if device is not None and device.type == "cuda" and device.index is None:
+    device = torch.device("cuda", torch.cuda.current_device())
+  there = device is None or device == tensor.device or device.type == tensor.device.type == "cpu"  # "cpu:0" is "cpu"
+  return tensor if there and dtype in (None, tensor.dtype) else _run(func, args, kwargs)
 
 
 def _grad_get(func, args, kwargs):
@@ -381,10 +402,10 @@ _SPECIAL = {
     _Tensor.grad.__get__: _grad_get, _Tensor.grad.__set__: _grad_set, _Tensor.data.__set__: _data_set,
     _Tensor.__getitem__: _getitem, torch.linalg.vector_norm: _vector_norm, _Tensor.mul_: _mul,
     torch._foreach_mul_: _foreach_mul, torch._foreach_norm: _foreach_norm,
-    torch._amp_foreach_non_finite_check_and_unscale_: _unscale, _Tensor.numpy: _copied, _Tensor.__array__: _copied,
-    _Tensor.__dlpack__: _copied, _Tensor.__format__: _copied, _Tensor.__iter__: _iter, _Tensor.set_: _refuse,
-    _Tensor.resize_: _refuse, _Tensor.resize_as_: _refuse, _Tensor.share_memory_: _refuse, torch.zeros_like: _like, torch.empty_like: _like, torch.full_like: _like,
-    torch.ones_like: _like, **{view: _view for view in _VIEWS},
+    torch._amp_foreach_non_finite_check_and_unscale_: _unscale, _Tensor.to: _to, _Tensor.numpy: _copied,
+    _Tensor.__array__: _copied, _Tensor.__dlpack__: _copied, _Tensor.__format__: _copied, _Tensor.set_: _refuse,
+    _Tensor.resize_: _refuse, _Tensor.resize_as_: _refuse, _Tensor.share_memory_: _refuse, torch.zeros_like: _like,
+    torch.empty_like: _like, torch.full_like: _like, torch.ones_like: _like, **{view: _view for view in _VIEWS},
 }
 
 
@@ -455,9 +476,26 @@ def _apply(cls, *args, **kwargs):
     return _run(apply, args, kwargs)
 
 
+def _refuse_managed(wrap):
+  """Of what torch.func's transforms wrap their arguments with: what runs on these is no torch function any more."""
+
+  def refuse(value, *args):
+    if isinstance(value, ManagedTensor):
+      raise GeminiError(f"{value._gm_place.name}: a transform of torch.func cannot take it: give it a clone()")
+    return wrap(value, *args)
+
+  return refuse
+
+
+_transforms = [(module, name, getattr(module, name)) for module, name in
+               ((eager_transforms, "_wrap_for_grad"), (vmap, "_add_batch_dim"))]
+
+
 def watch_functions(on):
-  """Custom functions are not torch functions: their apply() is replaced while there is a session."""
+  """Custom functions and transforms are not torch functions: they are replaced while there is a session."""
   torch.autograd.Function.apply = classmethod(_apply if on else _function_apply)
+  for module, name, wrap in _transforms:
+    setattr(module, name, _refuse_managed(wrap) if on else wrap)
 
 
 def managed_view(place):

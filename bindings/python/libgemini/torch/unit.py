@@ -28,11 +28,18 @@ def compiled_in_place(module):
   return hasattr(module._compiled_call_impl, "_torchdynamo_orig_callable")
 
 
+def graphed(module):
+  """Whether torch.compile() was told to make CUDA graphs of it."""
+  of = module if optimized(module) else module._compiled_call_impl
+  config = getattr(of, "get_compiler_config", lambda: None)() or {}
+  return bool(config.get("triton.cudagraphs"))
+
+
 def refuse_compiling():
   """The caller must not be part of what torch.compile() compiles."""
   if torch._C._dynamo.eval_frame.get_eval_frame_callback() not in (None, False):
-    raise GeminiError("torch.compile() came after libgemini.torch.prepare(), or compiles a function that calls the model: "
-                      "compile the model's blocks, before prepare()")
+    raise GeminiError("torch.compile() came after libgemini.torch.prepare(), or compiles a function that calls the "
+                      "model: compile the model's blocks, before prepare()")
 
 
 def find(module):
@@ -52,8 +59,8 @@ class Unit:
     size = sum(size for _, _, size, _ in ranges)
     limit = session.manager.stats()["budget_bytes"]["device"]
     if size > limit:
-      raise GeminiError(f"{name} is compiled, or a unit, so that its parameters come as one: {size} bytes, of which the "
-                        f"device may hold {limit} (device_memory); compile its blocks instead")
+      raise GeminiError(f"{name} is compiled, or a unit, so that its parameters come as one: {size} bytes, of which "
+                        f"the device may hold {limit} (device_memory); compile its blocks instead")
     self.use = Use(ranges, "unit", self) if ranges else None
 
   def enter(self):
@@ -84,6 +91,9 @@ class Unit:
 
 def make_unit(session, module, name):
   """Wraps what a module's call comes to; for one that torch.compile() made, what its hooks are around."""
+  if session.allocator and graphed(module):
+    raise GeminiError(f"{name} is compiled to CUDA graphs (mode=\"reduce-overhead\" or \"max-autotune\"), whose memory must "
+                      "be torch's own: call libgemini.torch.init(allocator=\"torch\")")
   call = module.forward if optimized(module) else module._compiled_call_impl or module._call_impl
   unit = Unit(session, module, name)
 
@@ -131,7 +141,8 @@ def resident(session, module):
   session.acquire_use(one.use, stream)
   one.graphed = True
   try:
-    yield
+    with session.allocator.suspended() if session.allocator else contextlib.nullcontext():
+      yield
   finally:
     one.graphed = False
     session.release_use(one.use, stream)

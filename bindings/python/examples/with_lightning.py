@@ -1,4 +1,4 @@
-"""Lightning: a strategy prepares the module and the optimizer; the lines with Gemini or gm are libgemini's.
+"""Lightning: a strategy prepares the module and the optimizer; lines with gm or Gemini are libgemini's.
 
 SPDX-License-Identifier: Apache-2.0
 """

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer: its losses, clipping, accumulation and evaluation are its own; the lines with gm are libgemini's.
+"""Hugging Face's Trainer: clipping, accumulation, evaluation are its own; lines with gm or Gemini are libgemini's.
 
 SPDX-License-Identifier: Apache-2.0
 """

@@ -1,4 +1,4 @@
-"""Hugging Face's Accelerate: prepare() here comes before the accelerator's; the lines with gm are libgemini's.
+"""Hugging Face's Accelerate: prepare() here comes before the accelerator's; lines with gm are libgemini's.
 
 SPDX-License-Identifier: Apache-2.0
 """
