@@ -104,10 +104,11 @@ def prepare(model, optimizer=None, *, step_in_backward=False, offload_activation
   offload_activations: the model's forward passes are as within offload_activations().
   """
   owner = session()
-  if owner.model is None or owner.model.module is not model:
-    owner.model = _model.Model(owner, model)
-  else:
-    owner.model.take()
+  known = next((one for one in owner.models if one.module is model), None)
+  if known:
+    owner.models.remove(known)
+    known.take()
+  owner.models.append(known or _model.Model(owner, model))
   if offload_activations:
     owner.model.saving = _offload
   if optimizer is None:

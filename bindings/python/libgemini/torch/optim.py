@@ -90,8 +90,8 @@ class Optimizer(torch.optim.Optimizer):
       with torch.enable_grad():
         loss = closure()
     session = self.session
-    if session.model is not None:
-      session.model.check_call()
+    for model in session.models:
+      model.check_call()
     with torch.no_grad():
       session.settle()
       session.set_phase(abi.PHASE_UPDATE)

@@ -132,7 +132,7 @@ def run_with(session, use, func, args, kwargs, read=()):
 def hook_nodes(session, use, nodes):
   """When the backward pass reaches one of the nodes, what is used is there again."""
   for node in nodes:
-    node.register_prehook(lambda _: session.backward_op(use))
+    node.register_prehook(lambda _, graph=session.graph: session.backward_op(use))  # which keeps the graph's mark alive
 
 
 def _one_by_one(func, args, kwargs):

@@ -1,0 +1,139 @@
+"""Several models and optimizers in a session, several forward passes in a step, other processes.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import libgemini.torch as gm
+from conftest import alike, off_the_device, same_bits, sgd, values
+
+SIZE = 96
+
+
+def mlp(depth=3):
+  return nn.Sequential(*(nn.Sequential(nn.Linear(SIZE, SIZE), nn.Tanh()) for _ in range(depth)))
+
+
+def data(step=0, rows=5):
+  return torch.randn(rows, SIZE, generator=torch.Generator().manual_seed(step))
+
+
+def adversaries(managed, steps=4):
+  """Two models and their optimizers, as of a GAN; returns losses and all parameters."""
+  torch.manual_seed(0)
+  maker, judge = mlp(), mlp()
+  pairs = [(model, sgd(model.parameters())) for model in (maker, judge)]
+  if managed:
+    pairs = [gm.prepare(*pair) for pair in pairs]
+  (maker, make), (judge, judging) = pairs
+  out = []
+  for step in range(steps):
+    judging.zero_grad()
+    made = maker(data(step))
+    loss = judge(made.detach()).mean() - judge(data(step + 100)).mean()
+    if managed:
+      off_the_device()
+    loss.backward()
+    judging.step()
+    make.zero_grad()
+    loss = judge(made).square().mean()
+    loss.backward()
+    make.step()
+    out.append(loss.detach())
+  return out + [value for model in (maker, judge) for value in values(model).values()]
+
+
+def test_two_models_and_optimizers(session):
+  wanted = adversaries(False)
+  session("512KiB")
+  same_bits(adversaries(True), wanted)
+  assert gm.stats()["iterations"] == 2 * 4  # each optimizer's step ends one
+
+
+def test_each_prepared_model_is_guarded(session):
+  session()
+  first, second = mlp(), mlp()
+  gm.prepare(first)
+  gm.prepare(second)
+  for model in (first, second):
+    with pytest.raises(gm.GeminiError, match="0.0.weight would be moved or replaced"):
+      model.half()
+  gm.prepare(first, sgd(first.parameters()))  # again, now with an optimizer
+  first(data())
+  gm.unit(first[0])
+  gm.unit(second[0])
+  with torch.no_grad():
+    first(data())
+    second(data())
+  assert gm.stats()["iterations"] == 3
+
+
+def test_a_model_that_calls_another_one_is_one_step(session):
+  class Outer(nn.Module):
+    def __init__(self):
+      super().__init__()
+      self.inner, self.teacher = mlp(), mlp().requires_grad_(False)
+
+    def forward(self, x):
+      with torch.no_grad():
+        wanted = self.teacher(x)
+      return (self.inner(x) - wanted).square().mean()
+
+  session("512KiB")
+  torch.manual_seed(0)
+  model = Outer()
+  gm.prepare(model.inner)
+  gm.prepare(model.teacher)
+  model, optimizer = gm.prepare(model, sgd(model.parameters()))
+  for step in range(4):
+    model(data(step)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+  stats = gm.stats()
+  assert (stats["iterations"], stats["departures"]) == (4, 0)
+
+
+def passes(model, step, teacher=None):
+  """Of which there are several before the backward pass."""
+  out = model(data(step)) - model(data(step + 100))
+  if teacher:
+    with torch.no_grad():
+      wanted = teacher(data(step))
+    out = out - wanted
+  return out.square().mean()
+
+
+@pytest.mark.parametrize("teaching", (False, True))
+def test_forward_passes_before_a_backward_pass_are_of_its_step(session, teaching):
+  def run(model, optimizer):
+    torch.manual_seed(5)
+    teacher = mlp() if teaching else None
+    losses = []
+    for step in range(5):
+      loss = passes(model, step, teacher)
+      loss.backward()
+      optimizer.step()
+      optimizer.zero_grad()
+      losses.append(loss.detach())
+    return losses
+
+  alike(session, mlp, run)
+  stats = gm.stats()
+  assert (stats["iterations"], stats["departures"]) == (5, 0) and stats["planned_iterations"]
+
+
+def test_forward_passes_of_which_nothing_comes_are_steps_of_their_own(session, monkeypatch):
+  session()
+  model = gm.prepare(mlp())
+  for _ in range(4):
+    model(data())  # whose graph goes at once
+  assert gm.stats()["iterations"] == 3  # and one is open
+  monkeypatch.setattr(sys.modules["libgemini.torch.session"], "MOST_PASSES", 2)
+  kept = []
+  for _ in range(5):
+    kept.append(model(data()))
+  assert gm.stats()["iterations"] == 4 + 2
