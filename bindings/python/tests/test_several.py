@@ -2,6 +2,10 @@
 
 SPDX-License-Identifier: Apache-2.0
 """
+import copy
+import os
+import pickle
+import signal
 import sys
 
 import pytest
@@ -9,6 +13,7 @@ import torch
 from torch import nn
 
 import libgemini.torch as gm
+import child_of
 from conftest import alike, off_the_device, same_bits, sgd, values
 
 SIZE = 96
@@ -137,3 +142,78 @@ def test_forward_passes_of_which_nothing_comes_are_steps_of_their_own(session, m
   for _ in range(5):
     kept.append(model(data()))
   assert gm.stats()["iterations"] == 4 + 2
+
+
+# ---- copies, other processes
+def test_optimizers_are_not_copied(session):
+  session()
+  model = mlp()
+  model, optimizer = gm.prepare(model, sgd(model.parameters()))
+  for take in (copy.deepcopy, copy.copy, pickle.dumps):
+    with pytest.raises(gm.GeminiError, match=r"can be neither copied nor pickled.* state_dict\(\)"):
+      take(optimizer)
+
+
+def step_of(model, optimizer):
+  model(data()).square().mean().backward()
+  optimizer.step()
+  optimizer.zero_grad()
+
+
+def test_workers_that_are_forked_load_data(session):
+  session("512KiB")
+  model = mlp()
+  model, optimizer = gm.prepare(model, sgd(model.parameters()))
+  loader = torch.utils.data.DataLoader([torch.ones(SIZE)] * 6, batch_size=2, num_workers=2, multiprocessing_context="fork")
+  for _ in range(2):
+    for rows in loader:
+      model(rows).square().mean().backward()
+      optimizer.step()
+      optimizer.zero_grad()
+  assert gm.stats()["iterations"] == 6
+
+
+def test_a_forked_process_is_refused_the_parameters(session):
+  session("512KiB")
+  model = mlp()
+  model, optimizer = gm.prepare(model, sgd(model.parameters()))
+  plain = copy.deepcopy(model)
+  step_of(model, optimizer)
+  hanging = model(data()).sum()  # an operator, an iteration and a graph are open
+  reading, writing = os.pipe()
+  child = os.fork()
+  if not child:
+    said = []
+    signal.alarm(20)  # rather than waiting for a lock
+    for use in (lambda: model(data()), lambda: model[0][0].weight + 1, hanging.backward, optimizer.step, gm.stats,
+                lambda: model[0][0].weight.copy_(0), lambda: copy.deepcopy(model)):
+      try:
+        use()
+        said.append("nothing")
+      except gm.GeminiError as error:
+        said.append(str(error))
+    said.append(f"{plain(data()).shape[1]} plain")
+    gm.close()
+    os.write(writing, "\n".join(said).encode())
+    os._exit(0)
+  os.close(writing)
+  with os.fdopen(reading) as file:
+    said = file.read().split("\n")
+  assert os.waitpid(child, 0)[1] == 0
+  assert said.pop() == f"{SIZE} plain" and said.pop(4).startswith("there is no session")
+  assert len(said) == 6 and all("the session is in the process that forked this one" in line for line in said), said
+  hanging.backward()
+  step_of(model, optimizer)
+
+
+def test_a_process_that_is_spawned_gets_copies(session):
+  session("512KiB")
+  model = gm.prepare(mlp())
+  context = torch.multiprocessing.get_context("spawn")
+  queue = context.Queue()
+  process = context.Process(target=child_of.sums, args=(queue, model, dict(model.state_dict())))
+  process.start()
+  got = queue.get(timeout=60)
+  process.join()
+  assert process.exitcode == 0
+  assert got == [param.sum().item() for param in model.parameters()] * 2

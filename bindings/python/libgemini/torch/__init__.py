@@ -12,6 +12,7 @@ SPDX-License-Identifier: Apache-2.0
 """
 import atexit as _atexit
 import contextlib as _contextlib
+import os as _os
 
 import torch as _torch
 
@@ -238,6 +239,19 @@ def close(force=False):
         _current = None
         _watch_functions(False)
         _watch_ddp(False)
+
+
+def _forked():
+  """The child has neither the threads nor the locks, and on a GPU nothing that would work."""
+  global _current
+  if _current is not None:
+    _current.forked()
+    _current = None
+    _watch_functions(False)
+    _watch_ddp(False)
+
+
+_os.register_at_fork(after_in_child=_forked)
 
 
 @_atexit.register

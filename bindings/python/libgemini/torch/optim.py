@@ -90,6 +90,7 @@ class Optimizer(torch.optim.Optimizer):
       with torch.enable_grad():
         loss = closure()
     session = self.session
+    session.refuse_closed("optimizer.step()")
     for model in session.models:
       model.check_call()
     with torch.no_grad():
@@ -116,6 +117,10 @@ class Optimizer(torch.optim.Optimizer):
       for record in self.records:
         record.scale /= float(scale)
     return True
+
+  def __getstate__(self):
+    raise GeminiError("an optimizer in a session can be neither copied nor pickled: its states stay where they are; take "
+                      "state_dict(), or libgemini.torch.save()")
 
   def state_dict(self):
     """In torch's layout, with copies of all states on the CPU: as much memory again as the states take. libgemini's

@@ -152,6 +152,7 @@ class Session:
     self.backward_task = -1  # autograd's number of the backward pass in progress
     self.uses = {}
     self.records = []  # of all parameters that live here
+    self.gone = "the session was closed, and its parameters with it"  # what is said of a use when there is no manager
     self.models = []  # that were prepared
     self.depth = 0  # forward passes of these that run, one within the other
     self.reset_iterations = 0  # that had ended when statistics were last started anew
@@ -395,7 +396,14 @@ class Session:
 
   def refuse_closed(self, name):
     if not self.manager.handle:
-      raise GeminiError(f"{name}: the session was closed, and its parameters with it")
+      raise GeminiError(f"{name}: {self.gone}")
+
+  def forked(self):
+    """We are in a process that os.fork() made, as workers of a DataLoader are."""
+    self.handle = self.manager.handle = 0
+    self.iteration, self.op_open, self.held = None, False, None
+    self.gone = ("the session is in the process that forked this one, and so are its parameters: give this process copies, "
+                 "made before, or begin it by \"spawn\"")
 
   def close(self, force=False):
     self.landed.clear()  # of a backward pass that an exception has ended
