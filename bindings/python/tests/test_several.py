@@ -217,3 +217,30 @@ def test_a_process_that_is_spawned_gets_copies(session):
   process.join()
   assert process.exitcode == 0
   assert got == [param.sum().item() for param in model.parameters()] * 2
+
+
+def test_updates_that_never_seem_done_are_forgotten(session, monkeypatch):
+  """A loop that never waits for the GPU is always ahead of it."""
+  owner = session().session
+  model = mlp()
+  model, optimizer = gm.prepare(model, torch.optim.AdamW(model.parameters()))
+  stats, waits = owner.manager.stats, []
+  monkeypatch.setattr(owner.manager, "stats", lambda: {**stats(), "pending_updates": 1})
+  monkeypatch.setattr(owner, "lib", Watched(owner.lib, waits))
+  kept = []
+  for _ in range(100):
+    step_of(model, optimizer)
+    kept.append(len(optimizer.rule.walks))
+  assert 10 <= max(kept) <= 20 and 1 <= len(waits) <= 10
+
+
+class Watched:
+  """The library, and when it was told to wait for updates."""
+
+  def __init__(self, lib, waits):
+    self.lib, self.waits = lib, waits
+
+  def __getattr__(self, name):
+    if name == "update_wait":
+      self.waits.append(name)
+    return getattr(self.lib, name)

@@ -15,6 +15,8 @@ from ..abi import GeminiError
 from .session import ALIGNMENT, DTYPES, Place
 from .tensors import ManagedParameter, ManagedTensor, managed_view, _plain, _set_grad
 
+MOST_UNSURE = 16  # backward passes begun while updates did not seem to be done: a GPU may always be one behind
+
 
 class Optimizer(torch.optim.Optimizer):
   """In the place of the torch optimizer it was made from, whose groups it shares; see libgemini.torch.prepare()."""
@@ -295,6 +297,7 @@ class AdamwRule:
     self.kernels = abi.update_library()
     self.arenas = {}  # arena of parameters: their records, in the order of their places
     self.walks = []  # submitted, not known to be done: (walk, what it borrows)
+    self.unsure = 0  # backward passes that began since all were known to be done
     self.group_of = {}
     self.neighbours = {}  # of a record: those that share chunks with it, itself among them
     self.waiting = {}  # records whose gradients are there, in their order
@@ -422,10 +425,17 @@ class AdamwRule:
 
   def forget_done(self):
     """What the updates before have borrowed goes when they are done; what failed in them is raised."""
+    if not self.walks:
+      return
     for walk, _ in self.walks:
       self.kernels.walk_status(walk)
-    if self.walks and not self.session.manager.stats()["pending_updates"]:
-      self.walks.clear()
+    self.unsure += 1
+    if self.unsure > MOST_UNSURE:
+      self.session.lib.update_wait(self.session.handle)
+    elif self.session.manager.stats()["pending_updates"]:
+      return
+    self.walks.clear()
+    self.unsure = 0
 
   def states(self, record):
     out = {name: record.states[kind] for name, kind in self.NAMES.items() if kind in record.states}
