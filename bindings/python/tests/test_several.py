@@ -244,3 +244,63 @@ class Watched:
     if name == "update_wait":
       self.waits.append(name)
     return getattr(self.lib, name)
+
+
+KINDS = {"sgd": sgd, "adamw": lambda params: torch.optim.AdamW(params, 1e-2)}
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("first, second", (("adamw", "adamw"), ("sgd", "adamw"), ("adamw", "sgd"), ("sgd", "sgd")))
+def test_an_optimizer_that_takes_the_place_of_another_one(session, first, second, dtype):
+  """As in a second phase of training: it begins with states of its own."""
+
+  def step(model, optimizer, at):
+    model(data(at).to(dtype)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+  session("1MiB")
+  torch.manual_seed(0)
+  other = mlp().to(dtype)
+  model = copy.deepcopy(other)
+  model, before = gm.prepare(model, KINDS[first](model.parameters()))
+  step(model, before, 0)
+  other.load_state_dict(model.state_dict())
+  masters = [record.states["master"].read() for record in before.records if "master" in record.states]
+  other, wanted = gm.prepare(other, KINDS[second](other.parameters()))
+  for record, master in zip(wanted.records, masters):  # of the first one, which have more digits than the parameters
+    record.states["master"].write(master)
+  model, optimizer = gm.prepare(model, KINDS[second](model.parameters()))
+  for at in range(1, 4):
+    step(model, optimizer, at)
+    step(other, wanted, at)
+  same_bits(values(model), values(other))
+  assert len(optimizer.state_dict()["state"]) == len(list(model.parameters()))
+  model(data().to(dtype)).square().mean().backward()
+  with pytest.raises(gm.GeminiError, match="0.0.weight is another optimizer's, which was prepared later"):
+    before.step()
+  optimizer.step()
+
+
+def test_an_optimizer_cannot_take_the_place_of_one_in_the_backward_pass(session):
+  session()
+  model = mlp()
+  model, optimizer = gm.prepare(model, KINDS["adamw"](model.parameters()), step_in_backward=True)
+  with pytest.raises(gm.GeminiError, match="0.0.weight is updated in the backward pass, by the optimizer"):
+    gm.prepare(model, KINDS["adamw"](model.parameters()))
+  before = values(model)
+  step_of(model, optimizer)
+  assert not any(torch.equal(param, before[name]) for name, param in model.named_parameters())
+
+
+def test_an_optimizer_that_is_refused_leaves_the_one_before(session):
+  session()
+  model = mlp()
+  model, optimizer = gm.prepare(model, KINDS["adamw"](model.parameters()))
+  step_of(model, optimizer)
+  state = optimizer.state_dict()["state"]
+  with pytest.raises(gm.GeminiError, match="step_in_backward has to be known when the model is prepared"):
+    gm.prepare(model, KINDS["adamw"](model.parameters()), step_in_backward=True)
+  for number, values_of in optimizer.state_dict()["state"].items():
+    same_bits(values_of, state[number])
+  step_of(model, optimizer)

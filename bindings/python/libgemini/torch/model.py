@@ -28,6 +28,7 @@ class Record:
     self.place = None
     self.grad_place = None
     self.states = {}  # kind: place, once an optimizer needs them
+    self.rule = None  # of the optimizer that updates it
     self.has_grad = False
     self.scale = 1.0  # what the stored gradient has still to be multiplied with
     self.norm = None  # of the stored gradient, on the device
