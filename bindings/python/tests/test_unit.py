@@ -366,7 +366,7 @@ def test_units_are_not_nested_and_are_of_the_model():
   for module in (model.blocks, model.blocks[0].up):
     with pytest.raises(gm.GeminiError, match="cannot both be units"):
       gm.unit(module)
-  with pytest.raises(gm.GeminiError, match="no module in the model"):
+  with pytest.raises(gm.GeminiError, match="no module in the models that were prepared"):
     gm.unit(nn.Linear(2, 2))
 
 

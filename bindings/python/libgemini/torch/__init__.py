@@ -12,6 +12,7 @@ SPDX-License-Identifier: Apache-2.0
 """
 import atexit as _atexit
 import contextlib as _contextlib
+import os as _os
 
 import torch as _torch
 
@@ -104,10 +105,11 @@ def prepare(model, optimizer=None, *, step_in_backward=False, offload_activation
   offload_activations: the model's forward passes are as within offload_activations().
   """
   owner = session()
-  if owner.model is None or owner.model.module is not model:
-    owner.model = _model.Model(owner, model)
-  else:
-    owner.model.take()
+  known = next((one for one in owner.models if one.module is model), None)
+  if known:
+    owner.models.remove(known)
+    known.take()
+  owner.models.append(known or _model.Model(owner, model))
   if offload_activations:
     owner.model.saving = _offload
   if optimizer is None:
@@ -237,6 +239,19 @@ def close(force=False):
         _current = None
         _watch_functions(False)
         _watch_ddp(False)
+
+
+def _forked():
+  """The child has neither the threads nor the locks, and on a GPU nothing that would work."""
+  global _current
+  if _current is not None:
+    _current.forked()
+    _current = None
+    _watch_functions(False)
+    _watch_ddp(False)
+
+
+_os.register_at_fork(after_in_child=_forked)
 
 
 @_atexit.register

@@ -267,8 +267,7 @@ class Activations:
   @contextlib.contextmanager
   def saving(self, least_bytes):
     """What autograd saves within, of least_bytes or more, is saved here."""
-    model = self.session.model
-    tensors = [*model.module.buffers(), *model.module.parameters()] if model else []
+    tensors = [one for model in self.session.models for one in (*model.module.buffers(), *model.module.parameters())]
     with _plain():  # what stays anyway gains nothing from a copy
       kept = {tensor.untyped_storage().data_ptr() for tensor in tensors if not isinstance(tensor, ManagedTensor)}
     with torch.autograd.graph.saved_tensors_hooks(functools.partial(self.pack, kept, least_bytes), self.unpack):

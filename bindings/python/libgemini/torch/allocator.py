@@ -76,10 +76,10 @@ class Process:
                         "use them any more", "BUSY")
 
   def give_back(self):
-    model = self.session.model
-    for buffer in model.module.buffers() if model else ():
-      if buffer.is_cuda:
-        buffer.data = buffer.data.cpu()
+    for model in self.session.models:
+      for buffer in model.module.buffers():
+        if buffer.is_cuda:
+          buffer.data = buffer.data.cpu()
     torch._C._cuda_clearCublasWorkspaces()
     torch.backends.cuda.cufft_plan_cache.clear()
     gc.collect()

@@ -28,6 +28,7 @@ class Record:
     self.place = None
     self.grad_place = None
     self.states = {}  # kind: place, once an optimizer needs them
+    self.rule = None  # of the optimizer that updates it
     self.has_grad = False
     self.scale = 1.0  # what the stored gradient has still to be multiplied with
     self.norm = None  # of the stored gradient, on the device
@@ -266,7 +267,6 @@ class Model:
   def __init__(self, session, module):
     self.session = session
     self.module = module
-    self.depth = 0
     self.records = {}
     self.saving = contextlib.nullcontext  # around a forward pass: what becomes of what autograd saves
     self.take()
@@ -344,28 +344,31 @@ class Model:
   @contextlib.contextmanager
   def forward(self):
     """Around the model's forward pass, which begins an iteration, or goes on with one that has gradients."""
-    self.depth += 1
+    session = self.session
+    session.depth += 1
     try:
-      if self.depth == 1 and not in_backward():  # where a checkpoint is recomputed
+      if not in_backward():  # where a checkpoint is recomputed
         self.begin()
-      with self.saving() if self.depth == 1 else contextlib.nullcontext():
+      with self.saving():
         yield
     finally:
-      self.depth -= 1
-      if self.depth == 0 and self.session.iteration == "infer":
-        self.session.iteration_end()
+      session.depth -= 1
+      if not session.depth:
+        session.graph = None
+        if session.iteration == "infer":
+          session.iteration_end()
 
   def begin(self):
     session = self.session
     session.refuse_closed(type(self.module).__name__)
     self.check()
-    kind = "train" if torch.is_grad_enabled() else "infer"
-    if session.iteration == "train" and not any(record.has_grad for record in session.records):
-      session.iteration_end()  # a pass of which nothing came
-    elif session.iteration == "infer":
+    if session.depth > 1:  # called by another model
+      return
+    if session.iteration and not session.awaits_backward():
       session.iteration_end()
     if not session.iteration:
-      session.iteration_begin(kind)
+      session.iteration_begin("train" if torch.is_grad_enabled() else "infer")
+    session.pass_begin()
     session.settle()
     session.renew_masters()
     session.set_phase(abi.PHASE_FORWARD)

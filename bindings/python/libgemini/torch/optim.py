@@ -15,6 +15,8 @@ from ..abi import GeminiError
 from .session import ALIGNMENT, DTYPES, Place
 from .tensors import ManagedParameter, ManagedTensor, managed_view, _plain, _set_grad
 
+MOST_UNSURE = 16  # backward passes begun while updates did not seem to be done: a GPU may always be one behind
+
 
 class Optimizer(torch.optim.Optimizer):
   """In the place of the torch optimizer it was made from, whose groups it shares; see libgemini.torch.prepare()."""
@@ -42,11 +44,19 @@ class Optimizer(torch.optim.Optimizer):
       raise GeminiError(f"step_in_backward is for torch.optim.AdamW and Adam, without amsgrad or maximize: the optimizer "
                         f"is a {type(inner).__name__}")
     for record in self.records:
+      if record.early:
+        raise GeminiError(f"parameter {record.name} is updated in the backward pass, by the optimizer that was prepared "
+                          "first, and cannot have another one")
+      if step_in_backward and record.trainable:
+        raise GeminiError("step_in_backward has to be known when the model is prepared: give it to the first prepare()")
+    session.settle()
+    for record in self.records:  # those of an optimizer before, whose states end
+      if record.rule:
+        record.rule.let_go(record)
+    for record in self.records:
       with _plain():
         wanted = record.param.requires_grad
       if wanted:
-        if step_in_backward and record.trainable:
-          raise GeminiError("step_in_backward has to be known when the model is prepared: give it to the first prepare()")
         record.early = step_in_backward
         record.attach()
     self.rule.prepare(self.records)
@@ -90,8 +100,9 @@ class Optimizer(torch.optim.Optimizer):
       with torch.enable_grad():
         loss = closure()
     session = self.session
-    if session.model is not None:
-      session.model.check_call()
+    session.refuse_closed("optimizer.step()")
+    for model in session.models:
+      model.check_call()
     with torch.no_grad():
       session.settle()
       session.set_phase(abi.PHASE_UPDATE)
@@ -99,6 +110,9 @@ class Optimizer(torch.optim.Optimizer):
         self.records = self.find(self.param_groups)
       self.rule.prepare(self.records)  # those that are new, or need gradients only since the last step
       for record in self.records:
+        if record.rule not in (None, self.rule):
+          raise GeminiError(f"parameter {record.name} is another optimizer's, which was prepared later: this one cannot "
+                            "make a step any more")
         record.spent = False
       session.renew_masters()
       if self.unscale():
@@ -116,6 +130,10 @@ class Optimizer(torch.optim.Optimizer):
       for record in self.records:
         record.scale /= float(scale)
     return True
+
+  def __getstate__(self):
+    raise GeminiError("an optimizer in a session can be neither copied nor pickled: its states stay where they are; take "
+                      "state_dict(), or libgemini.torch.save()")
 
   def state_dict(self):
     """In torch's layout, with copies of all states on the CPU: as much memory again as the states take. libgemini's
@@ -160,7 +178,17 @@ class Optimizer(torch.optim.Optimizer):
                         f"of {own}")
 
 
+def master_place(session, record):
+  """Where a parameter's fp32 copy lives; it may have been an optimizer's before."""
+  if "master" not in record.states:
+    place = record.states["master"] = session.counterpart(record.place, "master", torch.float32)
+    place.write(record.place.read())
+    record.place.written = False
+  return record.states["master"]
+
+
 # What a rule tells of its states, and takes back: names are torch's, and "master".
+#   let_go(record): the states end, but for the master copy, and cost nothing any more: another rule is to have it.
 #   states(record): name: the place, or for what does not live in arenas the value.
 #   check(record, layout): whether renew() would take the layout, name: the dtype in an arena, or the value.
 #   renew(record, layout): makes states of that layout, all zero, and returns the places: name: place.
@@ -180,13 +208,20 @@ class TorchRule:
 
   def prepare(self, records):
     for record in records:
-      if record.trainable and record.place.dtype != torch.float32 and id(record.param) not in self.work:
-        self.work[id(record.param)] = self.master(record)
+      if record.trainable and record.rule is None:
+        record.rule = self
+        if record.place.dtype != torch.float32:
+          self.work[id(record.param)] = self.master(record)
+
+  def let_go(self, record):
+    for name, value in self.states(record).items():
+      if isinstance(value, Place) and name != "master":
+        value.zero()
+    self.inner.state.pop(self.work.pop(id(record.param), record.param), None)
+    record.rule = None
 
   def master(self, record):
-    place = record.states["master"] = self.session.counterpart(record.place, "master", torch.float32)
-    place.write(record.place.read())
-    record.place.written = False
+    place = master_place(self.session, record)
     with _plain():
       param = nn.Parameter(place.tensor.detach())
     param.__class__ = ManagedParameter
@@ -290,23 +325,30 @@ class AdamwRule:
     self.kernels = abi.update_library()
     self.arenas = {}  # arena of parameters: their records, in the order of their places
     self.walks = []  # submitted, not known to be done: (walk, what it borrows)
+    self.unsure = 0  # backward passes that began since all were known to be done
     self.group_of = {}
     self.neighbours = {}  # of a record: those that share chunks with it, itself among them
     self.waiting = {}  # records whose gradients are there, in their order
 
   def prepare(self, records):
     for record in records:
-      if not record.trainable or record.states:
+      if not record.trainable or record.rule:
         continue
-      for kind in self.STATES:
-        if kind != "master" or record.place.dtype != torch.float32:
-          record.states[kind] = self.session.counterpart(record.place, kind, torch.float32)
-      if "master" in record.states:
-        record.states["master"].write(record.place.read())
-        record.place.written = False
+      record.rule = self
+      for kind in ("momentum", "variance"):
+        record.states[kind] = self.session.counterpart(record.place, kind, torch.float32)
+      if record.place.dtype != torch.float32:
+        master_place(self.session, record)
       self.arenas.setdefault(record.place.arena, []).append(record)
     for records in self.arenas.values():
       records.sort(key=lambda record: record.place.offset)
+
+  def let_go(self, record):
+    self.arenas[record.place.arena].remove(record)
+    record.step = 0
+    for kind in ("momentum", "variance"):
+      record.states.pop(kind).zero()
+    record.rule = None
 
   def rule(self, record, group):
     beta1, beta2 = map(float, group["betas"])
@@ -417,10 +459,17 @@ class AdamwRule:
 
   def forget_done(self):
     """What the updates before have borrowed goes when they are done; what failed in them is raised."""
+    if not self.walks:
+      return
     for walk, _ in self.walks:
       self.kernels.walk_status(walk)
-    if self.walks and not self.session.manager.stats()["pending_updates"]:
-      self.walks.clear()
+    self.unsure += 1
+    if self.unsure > MOST_UNSURE:
+      self.session.lib.update_wait(self.session.handle)
+    elif self.session.manager.stats()["pending_updates"]:
+      return
+    self.walks.clear()
+    self.unsure = 0
 
   def states(self, record):
     out = {name: record.states[kind] for name, kind in self.NAMES.items() if kind in record.states}

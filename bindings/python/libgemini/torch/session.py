@@ -9,6 +9,7 @@ SPDX-License-Identifier: Apache-2.0
 import contextlib
 import ctypes
 import itertools
+import weakref
 
 import torch
 
@@ -25,11 +26,16 @@ DTYPES = {torch.float32: abi.DTYPE_F32, torch.bfloat16: abi.DTYPE_BF16, torch.fl
 PIECE_BYTES = 32 << 20  # what is held at once while a tensor is read or written whole
 ALIGNMENT = 256  # elements, of gemini_arena_take()
 MOST_USES = 1 << 16  # that are remembered
+MOST_PASSES = 64  # forward passes in an iteration without a gradient: who never calls backward() may keep losses, too
 
 
 def in_backward():
   """Whether autograd is calling us."""
   return torch._C._current_graph_task_id() != -1
+
+
+class Graph:
+  """Lives as long as the autograd graph of a forward pass."""
 
 
 class Place:
@@ -134,6 +140,8 @@ class Session:
     self.streams = {}
     self.in_optimizer = None  # while an optimizer's own step runs: where its states shall live
     self.iteration = None  # "train" or "infer" while one is open
+    self.graph = None  # while a forward pass runs: a mark that the autograd graph it makes refers to
+    self.graphs = []  # of the iteration's forward passes, as weak references
     self.phase = abi.PHASE_NONE
     self.op_open = False
     self.op_number = 0  # operators that began so far
@@ -144,7 +152,9 @@ class Session:
     self.backward_task = -1  # autograd's number of the backward pass in progress
     self.uses = {}
     self.records = []  # of all parameters that live here
-    self.model = None
+    self.gone = "the session was closed, and its parameters with it"  # what is said of a use when there is no manager
+    self.models = []  # that were prepared
+    self.depth = 0  # forward passes of these that run, one within the other
     self.reset_iterations = 0  # that had ended when statistics were last started anew
     self.landed = []  # (record, gradient, stream) of parameters of the function that the backward pass has reached
     self.rules = []  # of the optimizers
@@ -197,7 +207,12 @@ class Session:
         self.lib.zero(self.handle, ctypes.byref(abi.Access(arena, 0, 0, 0, 0, None)))
 
   def prepared(self, param):
-    return self.model is not None and param._gm_record in self.model.records.values()
+    return any(param._gm_record in model.records.values() for model in self.models)
+
+  @property
+  def model(self):
+    """The one that was prepared last, or None."""
+    return self.models[-1] if self.models else None
 
   # ---- streams
   def native_stream(self):
@@ -288,6 +303,18 @@ class Session:
     self.lib.iteration_begin(self.handle)
     self.iteration = kind
     self.phase = abi.PHASE_NONE
+    self.graphs.clear()
+
+  def pass_begin(self):
+    """A forward pass of the iteration begins."""
+    if torch.is_grad_enabled():
+      self.graph = Graph()
+      self.graphs.append(weakref.ref(self.graph))
+
+  def awaits_backward(self):
+    """Whether a backward pass may come for what was done in this iteration, or has come and a step may."""
+    return any(record.has_grad for record in self.records) or \
+        len(self.graphs) < MOST_PASSES and any(graph() for graph in self.graphs)
 
   def iteration_end(self):
     self.settle()
@@ -369,7 +396,14 @@ class Session:
 
   def refuse_closed(self, name):
     if not self.manager.handle:
-      raise GeminiError(f"{name}: the session was closed, and its parameters with it")
+      raise GeminiError(f"{name}: {self.gone}")
+
+  def forked(self):
+    """We are in a process that os.fork() made, as workers of a DataLoader are."""
+    self.handle = self.manager.handle = 0
+    self.iteration, self.op_open, self.held = None, False, None
+    self.gone = ("the session is in the process that forked this one, and so are its parameters: give this process copies, "
+                 "made before, or begin it by \"spawn\"")
 
   def close(self, force=False):
     self.landed.clear()  # of a backward pass that an exception has ended

@@ -9,6 +9,8 @@ SPDX-License-Identifier: Apache-2.0
 """
 import ctypes
 import dataclasses
+import io
+from multiprocessing.reduction import ForkingPickler
 
 import torch
 from torch import nn
@@ -132,7 +134,7 @@ def run_with(session, use, func, args, kwargs, read=()):
 def hook_nodes(session, use, nodes):
   """When the backward pass reaches one of the nodes, what is used is there again."""
   for node in nodes:
-    node.register_prehook(lambda _: session.backward_op(use))
+    node.register_prehook(lambda _, graph=session.graph: session.backward_op(use))  # which keeps the graph's mark alive
 
 
 def _one_by_one(func, args, kwargs):
@@ -454,6 +456,21 @@ class ManagedTensor(_Tensor):
 
 class ManagedParameter(ManagedTensor, nn.Parameter):
   """A parameter in an arena."""
+
+
+def _loaded(data):
+  return torch.load(io.BytesIO(data), weights_only=True)
+
+
+def _saved(tensor):
+  """For another process: by value. What torch would share is the memory of a copy that is gone when the other one looks."""
+  file = io.BytesIO()
+  torch.save(tensor, file)
+  return _loaded, (file.getvalue(),)
+
+
+for _kind in (ManagedTensor, ManagedParameter):
+  ForkingPickler.register(_kind, _saved)
 
 
 _function_apply = torch.autograd.Function.__dict__["apply"].__func__

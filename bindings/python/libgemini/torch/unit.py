@@ -121,10 +121,11 @@ def make_units(session, module, name=""):
 
 def unit(session, module):
   """See libgemini.torch.unit()."""
-  name = next((name for name, inner in session.model.module.named_modules() if inner is module), None)
+  tree, name = next(((model.module, name) for model in session.models for name, inner in model.module.named_modules()
+                     if inner is module and name), (None, None))
   if not name:
-    raise GeminiError(f"the {type(module).__name__} is no module in the model that was prepared")
-  for other, inner in session.model.module.named_modules():
+    raise GeminiError(f"the {type(module).__name__} is no module in the models that were prepared")
+  for other, inner in tree.named_modules():
     if find(inner) and inner is not module and (module in inner.modules() or inner in module.modules()):
       raise GeminiError(f"{name} and {other} cannot both be units: one is in the other")
   return find(module) or make_unit(session, module, name)
