@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import libgemini.torch as gm
+from libgemini.torch.tensors import ManagedParameter
 import child_of
 from conftest import alike, off_the_device, same_bits, sgd, values
 
@@ -304,3 +305,62 @@ def test_an_optimizer_that_is_refused_leaves_the_one_before(session):
   for number, values_of in optimizer.state_dict()["state"].items():
     same_bits(values_of, state[number])
   step_of(model, optimizer)
+
+
+# ---- interrupts
+class Interrupting:
+  """The library: KeyboardInterrupt comes before or after one of the calls that begin or end something."""
+
+  CALLS = {"acquire", "release", "op_begin", "op_end", "iteration_begin", "iteration_end", "phase_set", "update", "zero"}
+
+  def __init__(self, lib):
+    self.lib, self.left, self.after = lib, -1, False
+
+  def __getattr__(self, name):
+    function = getattr(self.lib, name)
+    if name not in self.CALLS:
+      return function
+
+    def call(*args):
+      self.left -= 1
+      if self.left == 0 and not self.after:
+        raise KeyboardInterrupt
+      out = function(*args)
+      if self.left == 0:
+        raise KeyboardInterrupt
+      return out
+
+    return call
+
+
+@pytest.mark.parametrize("kind, early, units", (("sgd", False, False), ("adamw", False, False), ("adamw", True, False),
+                                                ("adamw", False, True)))
+def test_a_loop_that_is_interrupted_anywhere_goes_on(session, monkeypatch, kind, early, units):
+  owner = session("512KiB").session
+  model = mlp()
+  model, optimizer = gm.prepare(model, KINDS[kind](model.parameters()), step_in_backward=early)
+  if units:
+    for block in model:
+      gm.unit(block)
+  step_of(model, optimizer)
+  lib = Interrupting(owner.lib)
+  monkeypatch.setattr(owner, "lib", lib)
+  number, calls = 0, 0
+  while not calls:
+    number += 1
+    for lib.after in (False, True):
+      lib.left = number
+      try:
+        step_of(model, optimizer)
+        calls = number - lib.left  # fewer than that
+      except KeyboardInterrupt:
+        pass
+      lib.left = -1
+      optimizer.step()
+      optimizer.zero_grad()
+      before = values(model)
+      step_of(model, optimizer)
+      assert not any(torch.equal(param, before[name]) for name, param in model.named_parameters())
+      assert not owner.holds and all(type(param) is ManagedParameter for param in model.parameters())
+      off_the_device()
+  assert number > 20

@@ -190,7 +190,7 @@ class Activations:
       session.op_begin(f"saved at {where.offset}".encode())
       self.op_bytes = 0
       stream = session.stream()
-      beside = [(use.pointer, use.count) for use in session.using]
+      beside = [(accesses, count) for accesses, count, *_ in session.holds]
       beside += [(ctypes.byref(access), 1) for _, access, *_ in self.held]
       for accesses, count in beside:  # it uses them, too
         session.lib.acquire(session.handle, accesses, count, stream)

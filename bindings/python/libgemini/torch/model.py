@@ -133,7 +133,7 @@ class Record:
     stream = session.stream()
     if not session.op_open:
       session.op_begin(use.forward_name)
-    session.lib.acquire(session.handle, use.pointer, use.count, stream)
+    session.acquire_use(use, stream)
     try:
       if add:
         place.tensor.add_(values)
@@ -141,7 +141,7 @@ class Record:
         place.tensor.copy_(values)
       self.norm = torch.linalg.vector_norm(place.tensor, dtype=torch.float32)
     finally:
-      session.lib.release(session.handle, use.pointer, use.count, stream)
+      session.release_use(use, stream)
     self.has_grad = True
 
   def settle(self, mode):
@@ -345,15 +345,16 @@ class Model:
   def forward(self):
     """Around the model's forward pass, which begins an iteration, or goes on with one that has gradients."""
     session = self.session
-    session.depth += 1
+    outer = session.depth
     try:
+      session.depth = outer + 1
       if not in_backward():  # where a checkpoint is recomputed
         self.begin()
       with self.saving():
         yield
     finally:
-      session.depth -= 1
-      if not session.depth:
+      session.depth = outer
+      if not outer:
         session.graph = None
         if session.iteration == "infer":
           session.iteration_end()
@@ -364,11 +365,12 @@ class Model:
     self.check()
     if session.depth > 1:  # called by another model
       return
+    session.recover()
+    session.settle()
     if session.iteration and not session.awaits_backward():
       session.iteration_end()
     if not session.iteration:
       session.iteration_begin("train" if torch.is_grad_enabled() else "infer")
     session.pass_begin()
-    session.settle()
     session.renew_masters()
     session.set_phase(abi.PHASE_FORWARD)

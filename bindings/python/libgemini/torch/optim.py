@@ -104,6 +104,7 @@ class Optimizer(torch.optim.Optimizer):
     for model in session.models:
       model.check_call()
     with torch.no_grad():
+      session.recover()
       session.settle()
       session.set_phase(abi.PHASE_UPDATE)
       if sum(len(group["params"]) for group in self.param_groups) != len(self.records):  # add_param_group()

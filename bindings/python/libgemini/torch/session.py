@@ -9,6 +9,7 @@ SPDX-License-Identifier: Apache-2.0
 import contextlib
 import ctypes
 import itertools
+import sys
 import weakref
 
 import torch
@@ -17,7 +18,7 @@ from .. import abi
 from ..abi import GeminiError
 from ..manager import Manager, parse_bytes
 from .memory import host_tensor, wrap
-from .tensors import Use
+from .tensors import Use, run_with
 
 KINDS = {"param": abi.KIND_PARAM, "frozen": abi.KIND_PARAM, "grad": abi.KIND_GRAD,
          "reused grad": abi.KIND_GRAD, "master": abi.KIND_MASTER, "momentum": abi.KIND_MOMENTUM,
@@ -32,6 +33,14 @@ MOST_PASSES = 64  # forward passes in an iteration without a gradient: who never
 def in_backward():
   """Whether autograd is calling us."""
   return torch._C._current_graph_task_id() != -1
+
+
+def _runs(function):
+  """Whether we are called by it."""
+  frame = sys._getframe()
+  while frame and frame.f_code is not function.__code__:
+    frame = frame.f_back
+  return frame is not None
 
 
 class Graph:
@@ -145,7 +154,7 @@ class Session:
     self.phase = abi.PHASE_NONE
     self.op_open = False
     self.op_number = 0  # operators that began so far
-    self.using = []  # what is acquired for functions that run, or that the backward pass has reached
+    self.holds = []  # what is acquired, but for activations: (accesses, count, stream, unit or None)
     self.activations = None  # of activations.py, once wanted
     self.allocator = None  # of allocator.py: whom torch's own allocator asks
     self.held = None  # what the function that the backward pass has reached has acquired: (use, stream)
@@ -234,12 +243,38 @@ class Session:
   # ---- acquire and release
   @contextlib.contextmanager
   def acquired(self, accesses, count, stream):
-    at = ctypes.byref(accesses)
-    self.lib.acquire(self.handle, at, count, stream)
+    hold = ctypes.byref(accesses), count, stream, None
+    self.hold(hold)
     try:
       yield
     finally:
-      self.lib.release(self.handle, at, count, stream)
+      self.let_go(hold)
+
+  def hold(self, hold):
+    """Acquires. It is noted before, and until it is released: KeyboardInterrupt comes between any two steps."""
+    self.holds.append(hold)
+    try:
+      self.lib.acquire(self.handle, *hold[:3])
+    except GeminiError:
+      self.holds.remove(hold)
+      raise
+
+  def let_go(self, hold):
+    self.lib.release(self.handle, *hold[:3])
+    self.holds.remove(hold)
+
+  def recover(self):
+    """Where nothing is in use: releases what an interrupt has left."""
+    left = [hold for hold in self.holds if not (hold[3] and hold[3].graphed)]
+    if not left or in_backward() or _runs(run_with):
+      return
+    self.held = None
+    for hold in left:
+      with contextlib.suppress(GeminiError):  # it had been released, or was not acquired yet
+        self.lib.release(self.handle, *hold[:3])
+      if hold[3]:
+        hold[3].reset()
+      self.holds.remove(hold)
 
   def use(self, ranges, name):
     """What a function of this name reads and writes; ranges: a tuple of (place, offset, size in bytes, mode)."""
@@ -253,21 +288,19 @@ class Session:
 
   def acquire_use(self, use, stream):
     try:
-      self.lib.acquire(self.handle, use.pointer, use.count, stream)
+      self.hold((use.pointer, use.count, stream, use.unit))
     except GeminiError as error:
       name = use.forward_name.decode()
       if name in str(error):
         raise
       raise GeminiError(f"{name}: {error}", error.status, error.native_code) from None
-    self.using.append(use)
     if use.unit:
       use.unit.enter()
 
   def release_use(self, use, stream):
     if use.unit:
       use.unit.leave()
-    self.using.remove(use)
-    self.lib.release(self.handle, use.pointer, use.count, stream)
+    self.let_go((use.pointer, use.count, stream, use.unit))
 
   def note_writes(self, use, stream):
     """A function has written what it was to read: while that is there it is acquired for writing, too, so that the
@@ -284,14 +317,19 @@ class Session:
     """Ends the operator before, and begins one if we are in an iteration."""
     self.op_end()
     if self.iteration:
-      self.lib.op_begin(self.handle, name, self.stream())
       self.op_open = True
       self.op_number += 1
+      self.lib.op_begin(self.handle, name, self.stream())
 
   def op_end(self):
     if self.op_open:
+      try:
+        self.lib.op_end(self.handle)
+      except GeminiError as error:
+        self.op_open = False
+        if error.status != "STATE":  # else an interrupt came before it had begun, or after it had ended
+          raise
       self.op_open = False
-      self.lib.op_end(self.handle)
 
   def set_phase(self, phase):
     if self.iteration and self.phase != phase:
@@ -300,7 +338,13 @@ class Session:
       self.phase = phase
 
   def iteration_begin(self, kind):
-    self.lib.iteration_begin(self.handle)
+    try:
+      self.lib.iteration_begin(self.handle)
+    except GeminiError as error:
+      if error.status != "STATE":
+        raise
+      self.lib.iteration_end(self.handle)  # which an interrupt came before
+      self.lib.iteration_begin(self.handle)
     self.iteration = kind
     self.phase = abi.PHASE_NONE
     self.graphs.clear()
@@ -407,6 +451,7 @@ class Session:
 
   def close(self, force=False):
     self.landed.clear()  # of a backward pass that an exception has ended
+    self.recover()
     self.leave_function()
     self.op_end()
     with contextlib.suppress(GeminiError):  # of an update that failed, which the manager's end tells, too
