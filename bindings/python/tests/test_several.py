@@ -364,3 +364,13 @@ def test_a_loop_that_is_interrupted_anywhere_goes_on(session, monkeypatch, kind,
       assert not owner.holds and all(type(param) is ManagedParameter for param in model.parameters())
       off_the_device()
   assert number > 20
+
+
+def test_a_model_that_is_made_in_inference_mode_infers(session):
+  session("512KiB")
+  with torch.inference_mode():
+    model = mlp()
+    wanted = model(data())
+    model = gm.prepare(model)
+    off_the_device()
+    assert torch.equal(model(data()), wanted)

@@ -112,16 +112,21 @@ def grad_nodes(value, nodes):
     grad_nodes(tuple(vars(value).values()), nodes)
 
 
+def _version(tensor):
+  """Parameters that were made in inference mode have none."""
+  return None if tensor.is_inference() else tensor._version
+
+
 def run_with(session, use, func, args, kwargs, read=()):
   """Calls a function as one operator, with what it uses on the device; read: tensors that it should not write."""
   session.op_begin(use.forward_name)
   stream = session.stream()
-  versions = [tensor._version for tensor in read]
+  versions = [_version(tensor) for tensor in read]
   session.acquire_use(use, stream)
   try:
     return func(*args, **kwargs)
   finally:
-    written = [tensor for tensor, version in zip(read, versions) if tensor._version != version]
+    written = [tensor for tensor, version in zip(read, versions) if _version(tensor) != version]
     if written:  # as relu(inplace=True) and embedding(max_norm=1.0) do
       session.note_writes(use, stream)
       for tensor in written:
