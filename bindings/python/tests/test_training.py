@@ -889,3 +889,23 @@ def test_parameters_without_elements(session, optimizer, early):
   ours = run(True)
   assert ours.pop("rows").shape == wanted.pop("rows").shape == (0, SIZE)
   assert far_apart(ours, wanted) <= 1e-6
+
+
+def test_an_update_that_is_refused_counts_as_no_step(session, monkeypatch):
+  session("1MiB")
+  outcomes = []
+  for refused in (False, True):
+    torch.manual_seed(0)
+    model = mlp()
+    model, optimizer = gm.prepare(model, torch.optim.AdamW(model.parameters(), 1e-2))
+    for step in range(2):
+      square(model, step).backward()
+      if refused:
+        with monkeypatch.context() as patch:
+          patch.setattr(gm.session().lib, "update", lambda *_: (_ for _ in ()).throw(gm.GeminiError("no room", "OOM_HOST")))
+          with pytest.raises(gm.GeminiError, match="no room"):
+            optimizer.step()
+      optimizer.step()
+      optimizer.zero_grad()
+    outcomes.append(values(model))
+  same_bits(outcomes[1], outcomes[0])

@@ -354,7 +354,7 @@ class AdamwRule:
   def rule(self, record, group):
     beta1, beta2 = map(float, group["betas"])
     dtype = DTYPES[record.place.dtype]
-    return (0 if self.decoupled or group.get("decoupled_weight_decay") else abi.ADAMW_L2, dtype, dtype, record.step,
+    return (0 if self.decoupled or group.get("decoupled_weight_decay") else abi.ADAMW_L2, dtype, dtype, record.step + 1,
             float(group["lr"]), beta1, beta2, float(group["eps"]), float(group["weight_decay"]), record.scale)
 
   def step(self, groups):
@@ -419,7 +419,6 @@ class AdamwRule:
     rules, ranges, at = {}, [(start, abi.UPDATE_SKIP)] if start else [], start
     for record in ready:
       torch.autograd.graph.increment_version(record.param)  # a backward pass that comes too late notices
-      record.step += 1
       rule = rules.setdefault(self.rule(record, group_of[id(record)]), len(rules))
       first = record.place.offset // itemsize
       if first - at >= ALIGNMENT:
@@ -433,6 +432,8 @@ class AdamwRule:
         ranges.append((at, rule))
     whole = all(rule != abi.UPDATE_SKIP for end, rule in ranges if end > start)
     self.run(arena, ready[0], start, at - start, list(rules), ranges, whole)
+    for record in ready:  # now that it has not been refused
+      record.step += 1
 
   def run(self, arena, record, start, count, rules, ranges, whole):
     session = self.session
