@@ -330,8 +330,8 @@ class Model:
       record = getattr(param, "_gm_record", None)
       if record is None:
         if name in self.records:
-          raise GeminiError(f"parameter {name} was replaced by another tensor (by load_state_dict(assign=True), functional_call(), or by "
-                            "setting it): copy into it instead, parameters keep their addresses")
+          raise GeminiError(f"parameter {name} was replaced by another tensor (by load_state_dict(assign=True), by "
+                            "functional_call(), or by setting it): copy into it instead, parameters keep their addresses")
         if param.is_meta or param.dtype in DTYPES:
           raise GeminiError(f"parameter {name} came after libgemini.torch.prepare(): call that again")
         continue
