@@ -51,9 +51,14 @@ if ((tools)); then
     pip=(build/venv/bin/pip install --quiet --disable-pip-version-check)
     # PyPI's torch brings CUDA along; the one for processors alone is at PyTorch's own index, or where pip is set up for.
     torch=$(grep '^torch==' tests/requirements.txt)
-    "${pip[@]}" "$torch" 2>/dev/null ||
-      "${pip[@]}" --extra-index-url https://download.pytorch.org/whl/cpu "$torch"
-    "${pip[@]}" -r tests/requirements.txt
+    if "${pip[@]}" "$torch" 2>/dev/null ||
+      "${pip[@]}" --extra-index-url https://download.pytorch.org/whl/cpu "$torch"; then
+      "${pip[@]}" -r tests/requirements.txt
+    else # what does not bring a torch along; Python's tests will be skipped
+      echo "setup.sh: no $torch to be had, by pip or from download.pytorch.org: tests of the PyTorch package are skipped" >&2
+      grep -vE '^(torch|accelerate|lightning)==' tests/requirements.txt >build/venv/without_torch.txt
+      "${pip[@]}" -r build/venv/without_torch.txt
+    fi
     cp tests/requirements.txt "$stamp"
   fi
 fi
