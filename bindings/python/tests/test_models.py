@@ -92,7 +92,7 @@ def with_masters(name, steps):
   return train(model, Step(), steps, loss_of(name, torch.bfloat16)), values(model)
 
 
-@pytest.mark.parametrize("name", ("llama", "t5"))
+@pytest.mark.parametrize("name", MODELS)
 def test_bf16(session, name):
   """A step is torch's but for the last bit of bf16; many are as near to a training in fp32 as torch's are."""
   exact = plain(name)[0]
