@@ -474,8 +474,7 @@ def load_weights(session, model, folder, verify, progress, strict=False, states=
     _compute_buffers(session, model, buffers)
     if optimizer is None:
       for record in (value._gm_record for _, _, value in plan if isinstance(value, ManagedTensor)):
-        if "master" in record.states:
-          record.states["master"].write(record.place.read())
+        record.renew_master()
 
 
 def load(session, folder, model, optimizer, verify, progress):

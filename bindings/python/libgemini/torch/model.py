@@ -78,6 +78,12 @@ class Record:
     self.param._gm_place = self.place
     self.param._gm_record = self
 
+  def renew_master(self):
+    """The fp32 copy, where there is one, is what the parameter is."""
+    self.place.written = False
+    if "master" in self.states:
+      self.states["master"].write(self.place.read())
+
   def replace(self, values):
     """`parameter.data = values`: allowed until the model is prepared, then the addresses stay."""
     if self.trainable or self.session.prepared(self.param):

@@ -80,8 +80,7 @@ class Optimizer(torch.optim.Optimizer):
 
   def start_from(self, record, state):
     """Takes the state that torch's optimizer had made for a parameter."""
-    layout = {name: torch.float32 if isinstance(value, torch.Tensor) and value.shape == record.place.shape and
-              name != "step" else value for name, value in state.items()}
+    layout = layout_of(record, state)
     if layout and "master" in record.states:
       layout["master"] = torch.float32
     for name, place in self.rule.renew(record, layout).items() if layout else ():
@@ -157,8 +156,7 @@ class Optimizer(torch.optim.Optimizer):
     self.check_groups([len(group["params"]) for group in groups])
     layouts, numbers = [], [number for group in groups for number in group["params"]]
     for number, record in zip(numbers, self.records):
-      layout = {name: torch.float32 if isinstance(value, torch.Tensor) and value.shape == record.place.shape and
-                name != "step" else value for name, value in state.get(number, {}).items()}
+      layout = layout_of(record, state.get(number, {}))
       if "master" in record.states:
         layout.setdefault("master", torch.float32)
       self.rule.check(record, layout)
@@ -179,12 +177,22 @@ class Optimizer(torch.optim.Optimizer):
                         f"of {own}")
 
 
+def layout_of(record, state):
+  """Of a parameter's state in torch's optimizer, what a rule's renew() takes; the step counts updates, whatever its shape."""
+  return {name: torch.float32 if isinstance(value, torch.Tensor) and value.shape == record.place.shape and
+          name != "step" else value for name, value in state.items()}
+
+
+def groups_of(groups):
+  """The group of each record, by its id."""
+  return {id(param._gm_record): group for group in groups for param in group["params"]}
+
+
 def master_place(session, record):
   """Where a parameter's fp32 copy lives; it may have been an optimizer's before."""
   if "master" not in record.states:
-    place = record.states["master"] = session.counterpart(record.place, "master", torch.float32)
-    place.write(record.place.read())
-    record.place.written = False
+    record.states["master"] = session.counterpart(record.place, "master", torch.float32)
+    record.renew_master()
   return record.states["master"]
 
 
@@ -358,7 +366,7 @@ class AdamwRule:
             float(group["lr"]), beta1, beta2, float(group["eps"]), float(group["weight_decay"]), record.scale)
 
   def step(self, groups):
-    group_of = {id(param._gm_record): group for group in groups for param in group["params"]}
+    group_of = groups_of(groups)
     for arena, records in self.arenas.items():
       self.submit(arena, records, group_of)
 
@@ -369,7 +377,7 @@ class AdamwRule:
     An update takes chunks away from the device. A chunk that a parameter shares with its neighbours would have to come
     back for these at once, so that they are updated when all of them have their gradients.
     """
-    self.group_of = {id(param._gm_record): group for group in groups for param in group["params"]}
+    self.group_of = groups_of(groups)
     window = self.session.manager.config.window_bytes
     for records in self.arenas.values():
       lasts = [(record.place.offset + record.place.size_bytes - 1) // window for record in records]

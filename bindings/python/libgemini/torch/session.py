@@ -98,6 +98,16 @@ class Place:
       with self.session.acquired(access, 1, abi.STREAM_CALLER):
         yield first, host_tensor(access.ptr, count, self.dtype)
 
+  def device_pieces(self, mode, piece_bytes=PIECE_BYTES):
+    """Yields (first element, plain tensor of one dimension) over all elements, acquired on the device one after another:
+    for when the host has no room, through which the library itself would go."""
+    flat, step = self.tensor.view(-1), piece_bytes // self.dtype.itemsize
+    for first in range(0, self.elements, step):
+      piece = flat[first:first + step]
+      access = self.access(mode, abi.TIER_DEVICE, first * self.dtype.itemsize, piece.nbytes)
+      with self.session.acquired(access, 1, self.session.stream()):
+        yield first, piece
+
   def read(self):
     """A copy on the CPU, of memory of its own."""
     out = torch.empty(self.shape, dtype=self.dtype, device="cpu")
@@ -109,16 +119,9 @@ class Place:
   def write(self, values):
     """Copies values, of the same number of elements and any dtype, from the CPU or the session's device."""
     flat = values.detach().reshape(-1)
-    if self.session.cuda and flat.is_cuda:
-      # By way of the device: what is page-locked in several parts, as the host tier may be, CUDA does not copy at once.
-      mine, step = self.tensor.view(-1), PIECE_BYTES // self.dtype.itemsize
-      for first in range(0, self.elements, step):
-        count = min(step, self.elements - first)
-        access = self.access(abi.WRITE, abi.TIER_DEVICE, first * self.dtype.itemsize, count * self.dtype.itemsize)
-        with self.session.acquired(access, 1, self.session.stream()):
-          mine[first:first + count].copy_(flat[first:first + count])
-      return
-    for first, piece in self.host_pieces(abi.WRITE):
+    # What is page-locked in several parts, as the host tier may be, CUDA does not copy at once.
+    pieces = self.device_pieces if self.session.cuda and flat.is_cuda else self.host_pieces
+    for first, piece in pieces(abi.WRITE):
       piece.copy_(flat[first:first + piece.numel()])
 
   def zero(self):
@@ -205,9 +208,7 @@ class Session:
     """A parameter of 16 bits that the user has written to, as load_state_dict() does, is what its master copy shall be."""
     for record in self.records:
       if record.place.written:
-        record.place.written = False
-        if "master" in record.states:
-          record.states["master"].write(record.place.read())
+        record.renew_master()
 
   def gradients_zero(self):
     """Nothing of the gradients' arenas is needed any more: their chunks cost nothing until they are written."""

@@ -124,23 +124,12 @@ def _store(fd, value, offset, size):
     except GeminiError as error:
       if error.status != "OOM_HOST":
         raise
-      for first, piece in _device_pieces(value, abi.READ):
+      for first, piece in value.device_pieces(abi.READ, PIECE_BYTES):
         _write(fd, _bytes_of(piece.cpu()), offset + first * value.dtype.itemsize)
   else:
     values = value.detach()
     values = (values.clone() if isinstance(value, ManagedTensor) else values).to("cpu").contiguous()
     _write(fd, _bytes_of(values), offset)
-
-
-def _device_pieces(place, mode):
-  """Yields (first element, plain tensor of one dimension) over a place, acquired on the device one after another: for
-  when the host has no room, through which the library itself would go."""
-  session, flat, step = place.session, place.tensor.view(-1), PIECE_BYTES // place.dtype.itemsize
-  for first in range(0, place.elements, step):
-    piece = flat[first:first + step]
-    access = place.access(mode, abi.TIER_DEVICE, first * place.dtype.itemsize, piece.nbytes)
-    with session.acquired(access, 1, session.stream()):
-      yield first, piece
 
 
 # ---- reading
@@ -188,7 +177,7 @@ def read(entry, fd, target):
       except GeminiError as error:
         if error.status != "OOM_HOST":
           raise
-        for first, piece in _device_pieces(target, abi.WRITE):
+        for first, piece in target.device_pieces(abi.WRITE, PIECE_BYTES):
           _convert(entry, fd, first, piece)
     else:
       values = torch.empty(entry.shape, dtype=entry.dtype)
