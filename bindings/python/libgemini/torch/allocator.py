@@ -76,10 +76,6 @@ class Process:
                         "use them any more", "BUSY")
 
   def give_back(self):
-    for model in self.session.models:
-      for buffer in model.module.buffers():
-        if buffer.is_cuda:
-          buffer.data = buffer.data.cpu()
     torch._C._cuda_clearCublasWorkspaces()
     torch.backends.cuda.cufft_plan_cache.clear()
     gc.collect()

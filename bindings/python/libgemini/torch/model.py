@@ -145,7 +145,8 @@ class Record:
         place.tensor.add_(values)
       else:
         place.tensor.copy_(values)
-      self.norm = torch.linalg.vector_norm(place.tensor, dtype=torch.float32)
+      if not self.early:  # which nobody can clip
+        self.norm = torch.linalg.vector_norm(place.tensor, dtype=torch.float32)
     finally:
       session.release_use(use, stream)
     self.has_grad = True
@@ -295,11 +296,14 @@ class Model:
           record.rename(name)
           self.records[name] = record
         progress.add(size)
-    for name, buffer in module.named_buffers():
-      if buffer is not None and buffer.device != session.device and not buffer.is_meta:
-        buffer.data = buffer.data.to(session.device)
+    self.move_buffers(session.device)
     session.uses.clear()  # by other names
     make_units(session, module)
+
+  def move_buffers(self, device):
+    for buffer in self.module.buffers():
+      if buffer.device != device and not buffer.is_meta:
+        buffer.data = buffer.data.to(device)
 
   def wrap_call(self):
     """The module's call begins a step. By a hook it would be part of what module.compile() traces."""

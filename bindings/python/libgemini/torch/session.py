@@ -460,9 +460,23 @@ class Session:
     if self.activations:
       self.activations.close()
     if self.allocator:
-      self.allocator.close(force)
+      self.close_allocator(force)
     if self.cuda:
       torch.cuda.synchronize(self.device)
     for stream in self.streams.values():
       self.lib.stream_destroy(stream)
     self.manager.close()
+
+  def close_allocator(self, force):
+    """What torch allocated goes. Models that nobody has any more but the session go before, with what they hold, such as
+    the inputs of their graphs."""
+    models = []
+    while self.models:
+      model = self.models.pop()
+      model.move_buffers(torch.device("cpu"))
+      models.insert(0, weakref.ref(model))
+      del model
+    try:
+      self.allocator.close(force)
+    finally:
+      self.models = [model() for model in models if model()]

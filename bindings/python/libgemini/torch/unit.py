@@ -35,11 +35,18 @@ def graphed(module):
   return bool(config.get("triton.cudagraphs"))
 
 
+def _refuse_compiling():
+  raise GeminiError("torch.compile() came after libgemini.torch.prepare(), or compiles a function that calls the model: "
+                    "compile the model's blocks, before prepare()")
+
+
+_refuse_compiling._torchdynamo_disable = True  # called, not traced: not every torch can trace what raises this
+
+
 def refuse_compiling():
   """The caller must not be part of what torch.compile() compiles."""
   if torch._C._dynamo.eval_frame.get_eval_frame_callback() not in (None, False):
-    raise GeminiError("torch.compile() came after libgemini.torch.prepare(), or compiles a function that calls the "
-                      "model: compile the model's blocks, before prepare()")
+    _refuse_compiling()
 
 
 def find(module):
