@@ -559,7 +559,8 @@ typedef struct gemini_update_s {
 #define GEMINI_UPDATE_INIT { sizeof(gemini_update_t), 0, NULL, NULL, 0, 0, 0, 0, 0, NULL, NULL }
 
 /** Walks arenas of one layout, span by span, and runs fn on each span where its chunks live. A span is a part of the
- *  range in one window of the arena with the smallest elements; spans do not overlap and cover the range. A tensor in a
+ *  range in one window of the arena with the smallest elements, and on the host in one window of every arena; spans do
+ *  not overlap and cover the range. A tensor in a
  *  reusing arena whose gradient was not written since its parameter was is given a zero gradient. An arena written
  *  without READ must be written whole. Afterwards the tensors written to are in state HOLD and hold parameters again.
  *  @retval GEMINI_ERR_BUSY      a part of the range is acquired; nothing changed
@@ -570,8 +571,7 @@ typedef struct gemini_update_s {
  *                               changed
  *  With a file tier, spans whose chunks have no place on the host yet wait for it and run when there is one, or before
  *  their chunks are used.
- *  @retval GEMINI_ERR_OOM_HOST  without a file tier, the host has no room for the chunks: nothing changed; or they could
- *                               not lie side by side for others that are acquired
+ *  @retval GEMINI_ERR_OOM_HOST  without a file tier, the host has no room for the chunks: nothing changed
  *  @retval other                moving a chunk failed. Spans that wait stay pending, and user with them:
  *                               gemini_update_wait() tries again. Of the others those before it are updated, those
  *                               after it are not. Since: 0.1 */
@@ -786,7 +786,7 @@ typedef struct gemini_stats_s {
   uint64_t planned_evict_bytes; /* a step's write-backs under the plan in force */
   uint64_t op_peak_error_bytes; /* largest difference of predicted and actual non-model peak of an op, over all ops
                                     that began under a plan since the last gemini_stats_reset() */
-  uint64_t pending_updates;     /* spans submitted and not done; those on the device count as one */
+  uint64_t pending_updates;     /* parts of updates submitted and not done; those on the device count as one */
   uint32_t file_engine;         /* GEMINI_FILE_ENGINE_URING, _THREADS; _AUTO: there is no file tier */
   uint32_t reserved2;
   uint64_t host_block_bytes; /* live, of gemini_host_alloc() */

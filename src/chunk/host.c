@@ -255,9 +255,15 @@ void gmi_host_homes(gmi_manager_t *m, uint32_t shift) {
   m->host.home_end = home;
 }
 
-/* An arena that is new or has outgrown its home has one behind all others. */
+/* An arena that is new or has outgrown its home has one behind all others. Where no room is left there because others
+ * have more than they need, all of them have new ones; what lies elsewhere moves when it has to (gmi_host_run). */
 static void home_extend(gmi_manager_t *m, gmi_arena_t *a) {
   uint64_t count = atomic_load(&a->window_count), end = m->host.home_end;
+  if (end + count > m->host.slot_count) {
+    gmi_host_homes(m, m->window_shift);
+    if (count <= a->home_count) return;
+    end = m->host.home_end;
+  }
   uint64_t gap = m->host.slot_count > end + count ? (m->host.slot_count - end - count) / 4 : 0;
   a->home = (uint32_t)end;
   a->home_count = (uint32_t)(count + gap);
@@ -433,6 +439,7 @@ gemini_status_t gmi_host_room_soon(gmi_manager_t *m, uint32_t count, uint32_t ah
   while (gmi_host_free(m) + m->io_writes < ahead) {
     bool freed, started;
     gemini_status_t status = slot_reclaim(m, &freed, &started);
+    if (status == GEMINI_ERR_OOM_FILE) break; /* who needs the room now hears of it */
     if (status) return status;
     if (!freed && !started) break;
   }
@@ -446,10 +453,11 @@ gemini_status_t gmi_host_room(gmi_manager_t *m, uint32_t count) {
     bool freed, started;
     uint64_t events = gmi_lane_events(m);
     gemini_status_t status = slot_reclaim(m, &freed, &started);
-    if (status) return status;
-    if (freed || (started && m->io_writes < count - gmi_host_free(m))) continue;
+    if (status && status != GEMINI_ERR_OOM_FILE) return status;
+    if (!status && (freed || (started && m->io_writes < count - gmi_host_free(m)))) continue;
     bool busy = gmi_lane_pending(m) || m->io_count; /* before the events, of which the end of the last one is one */
     if (gmi_lane_events(m) != events) continue;
+    if (!busy && status) return status;
     if (!busy) {
       return gmi_fail(GEMINI_ERR_OOM_HOST, 0,
                       "%s of %llu bytes does not fit in host memory: %llu of the budget %llu are in use%s",
@@ -487,7 +495,8 @@ static bool movable(const gmi_window_t *w) {
   return !w || (w->host_users == w->given[0][0] && !w->given[0][1] && !w->graphs);
 }
 
-/* Slots to be changed if the run began at slot; UINT32_MAX: it cannot. */
+/* What it costs to let the run begin at slot, in moves of a window's bytes; UINT32_MAX: it cannot. Who lies there moves,
+ * too, away from its neighbours, and may come back for that. */
 static uint32_t run_cost(const gmi_manager_t *m, const gmi_arena_t *store, uint32_t first, uint32_t count,
                          uint32_t slot) {
   if (slot > m->host.slot_count || count > m->host.slot_count - slot) return UINT32_MAX;
@@ -496,7 +505,7 @@ static uint32_t run_cost(const gmi_manager_t *m, const gmi_arena_t *store, uint3
     const gmi_window_t *want = &store->windows[first + i], *is = m->host.slots[slot + i].window;
     if (is == want) continue;
     if (m->host.slots[slot + i].block || !movable(is) || !movable(want)) return UINT32_MAX;
-    cost += (is != NULL) + (want->slot != GMI_NONE);
+    cost += (want->slot != GMI_NONE) + (is ? 3 : 0);
   }
   return cost;
 }
@@ -548,11 +557,11 @@ gemini_status_t gmi_host_run(gmi_manager_t *m, gmi_arena_t *store, uint32_t firs
   gemini_status_t status = gmi_host_room(m, missing);
   for (uint32_t i = 0; i < count; i++) store->windows[first + i].host_users--;
   if (status) return status;
-  uint32_t best = GMI_NONE, least = UINT32_MAX;
-  for (uint32_t i = 0; i < count + 2; i++) {
-    uint32_t slot = i == count       ? home_of(m, &store->windows[first])
-                    : i == count + 1 ? free_run(m, home_of(m, &store->windows[first]), count)
-                                     : store->windows[first + i].slot;
+  uint32_t best = GMI_NONE, least = UINT32_MAX, home = home_of(m, &store->windows[first]);
+  /* Where every window has a home of its own, one that goes there stays there, and soon none moves any more. */
+  if (m->host.home_end <= m->host.slot_count && run_cost(m, store, first, count, home) != UINT32_MAX) best = home;
+  for (uint32_t i = 0; best == GMI_NONE && i < count + 2; i++) {
+    uint32_t slot = i == count ? home : i == count + 1 ? free_run(m, home, count) : store->windows[first + i].slot;
     if (i < count && (slot == GMI_NONE || slot < i)) continue;
     if (i < count) slot -= i;
     uint32_t cost = slot == GMI_NONE ? UINT32_MAX : run_cost(m, store, first, count, slot);

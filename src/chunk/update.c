@@ -54,21 +54,13 @@ static void piece_windows(walk_t *k, piece_t *p) {
   }
 }
 
-static gemini_update_span_t piece_span(walk_t *k, const piece_t *p, uint32_t tier) {
-  gemini_update_span_t span = { .struct_size = sizeof span,
-                                .tier = tier,
-                                .first_element = p->begin,
-                                .element_count = p->end - p->begin,
-                                .arena_count = k->u.arena_count };
-  if (tier == GEMINI_TIER_DEVICE)
-    span.stream =
-        gmi_handle(k->m, GMI_HANDLE_STREAM, k->m->streams[k->m->update_stream].generation, k->m->update_stream);
-  for (uint32_t i = 0; i < k->u.arena_count; i++) {
-    uint64_t offset = p->begin * k->arenas[i]->element_bytes;
-    span.ptr[i] = tier == GEMINI_TIER_DEVICE ? k->arenas[i]->base + offset
-                                             : gmi_range_host(k->m, gmi_arena_at(k->m, k->arenas[i]->store), offset);
-  }
-  return span;
+/* Without addresses. */
+static gemini_update_span_t piece_span(const walk_t *k, const piece_t *p, uint32_t tier) {
+  return (gemini_update_span_t){ .struct_size = sizeof(gemini_update_span_t),
+                                 .tier = tier,
+                                 .first_element = p->begin,
+                                 .element_count = p->end - p->begin,
+                                 .arena_count = k->u.arena_count };
 }
 
 /* Parts of the gaps inside a piece: the first index, and how many. Gaps are sorted and do not overlap. */
@@ -98,39 +90,34 @@ static void piece_range(const walk_t *k, const piece_t *p, uint32_t i, uint32_t 
   *count_out = (uint32_t)((p->end * bytes - 1) >> k->m->window_shift) - *first_out + 1;
 }
 
-/* Its windows' bytes come to the host, where each arena's lie side by side. */
+/* Its windows' bytes come to the host, each window's anywhere. */
 static gemini_status_t piece_to_host(walk_t *k, piece_t *p) {
   gmi_manager_t *m = k->m;
   gemini_status_t status = GEMINI_OK;
-  for (uint32_t i = 0; i < p->count; i++) { /* no slot goes while the next ones look for theirs */
-    p->windows[i]->host_users++;
-    p->windows[i]->given[0][0]++;
-  }
-  uint32_t first, count, longest = 0, next;
-  for (uint32_t i = 0; i < k->u.arena_count; i++) {
-    piece_range(k, p, i, &first, &count);
-    if (count > longest) longest = count;
-  }
-  for (; !status && longest; longest = next) { /* the longest first: what lies alone can lie anywhere */
-    next = 0;
-    for (uint32_t i = 0; !status && i < k->u.arena_count; i++) {
-      piece_range(k, p, i, &first, &count);
-      if (count < longest && count > next) next = count;
-      if (count != longest) continue;
-      gmi_arena_t *store = gmi_arena_at(m, k->arenas[i]->store);
-      status = gmi_host_run(m, store, first, count);
-      for (uint32_t w = first; count > 1 && w < first + count; w++) store->windows[w].given[0][1] = 1;
-    }
-  }
+  for (uint32_t i = 0; i < p->count; i++) p->windows[i]->host_users++; /* no slot goes while others look for theirs */
   for (uint32_t i = 0; !status && i < p->count; i++)
     status = gmi_window_to_host(m, p->windows[i], p->modes[i] & GEMINI_WRITE, GEMINI_REASON_UPDATE);
   for (uint32_t i = 0; !status && i < p->count; i++) /* a read may have failed by now: then nothing is changed */
     if (!(p->windows[i]->valid & GMI_VALID_HOST)) status = gmi_files_reap(m, p->windows[i]);
-  for (uint32_t i = 0; i < p->count; i++) {
-    p->windows[i]->host_users--;
-    memset(p->windows[i]->given, 0, sizeof p->windows[i]->given);
-  }
+  for (uint32_t i = 0; i < p->count; i++) p->windows[i]->host_users--;
   return status;
+}
+
+/* Where the bytes of gaps in a piece are, which become zeros, window by window. */
+static void gap_zeros(const walk_t *k, const piece_t *p, uint64_t first_gap, uint64_t gaps, gmi_job_t *job) {
+  gmi_manager_t *m = k->m;
+  gmi_arena_t *a = k->gap_arena == GMI_NONE ? NULL : k->arenas[k->gap_arena];
+  uint64_t window = UINT64_C(1) << m->window_shift;
+  for (uint64_t i = 0; i < gaps; i++) {
+    uint64_t begin, count;
+    gap_in_piece(k, p, first_gap + i, &begin, &count);
+    uint64_t at = begin * a->element_bytes, end = at + count * a->element_bytes, stop;
+    for (; at < end; at = stop) {
+      stop = (at / window + 1) * window < end ? (at / window + 1) * window : end;
+      job->zeros[job->zero_count].address = gmi_range_host(m, gmi_arena_at(m, a->store), at);
+      job->zeros[job->zero_count++].bytes = stop - at;
+    }
+  }
 }
 
 static gemini_status_t host_piece(walk_t *k, piece_t *p, bool deferred) {
@@ -138,35 +125,43 @@ static gemini_status_t host_piece(walk_t *k, piece_t *p, bool deferred) {
   gemini_status_t status = piece_to_host(k, p);
   if (status) return status;
   uint64_t gaps, first_gap = piece_gaps(k, p, &gaps);
+  uint32_t first, count, windows = 0;
+  for (uint32_t i = 0; i < k->u.arena_count; i++) {
+    piece_range(k, p, i, &first, &count);
+    windows += count;
+  }
+  uint64_t zeros = gaps ? gaps + windows : 0; /* a gap may go on in the next window */
   size_t bytes = sizeof(gmi_job_t) + p->count * (sizeof(gmi_fence_t) + sizeof(gmi_slot_t *) + sizeof(uint64_t)) +
-                 gaps * sizeof *((gmi_job_t *)0)->zeros + sizeof(gmi_fence_t);
+                 windows * sizeof(uint8_t *) + zeros * sizeof *((gmi_job_t *)0)->zeros + sizeof(gmi_fence_t);
   gmi_job_t *job = calloc(1, bytes);
   if (!job) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for an update's record");
   uint8_t *at = (uint8_t *)(job + 1);
   job->zeros = (void *)at;
-  at += gaps * sizeof *job->zeros;
+  at += zeros * sizeof *job->zeros;
   job->fences = (void *)at;
   at += (p->count + 1) * sizeof *job->fences;
   job->slots = (void *)at;
   at += p->count * sizeof *job->slots;
   job->after = (void *)at;
+  at += p->count * sizeof *job->after;
+  uint8_t **addresses = (void *)at;
   job->fn = k->u.fn;
   job->user = k->u.user;
   job->deferred = deferred;
   job->span = piece_span(k, p, GEMINI_TIER_HOST);
   job->next_use = UINT64_MAX;
-  for (uint32_t i = 0; i < k->u.arena_count; i++) job->element_bytes[i] = k->arenas[i]->element_bytes;
+  for (uint32_t i = 0; i < k->u.arena_count; i++) {
+    const gmi_arena_t *store = gmi_arena_at(m, k->arenas[i]->store);
+    job->element_bytes[i] = k->arenas[i]->element_bytes;
+    job->windows[i] = addresses;
+    piece_range(k, p, i, &first, &count);
+    for (uint32_t w = first; w < first + count; w++) *addresses++ = gmi_window_host(m, &store->windows[w]);
+  }
   for (uint32_t i = 0; i < p->count; i++) {
     uint64_t next_use = gmi_tracer_next_use(m, p->windows[i]);
     if (next_use < job->next_use) job->next_use = next_use;
   }
-  for (uint64_t i = 0; i < gaps; i++) {
-    uint64_t begin, count;
-    gap_in_piece(k, p, first_gap + i, &begin, &count);
-    gmi_arena_t *a = k->arenas[k->gap_arena];
-    job->zeros[job->zero_count].address = gmi_range_host(m, gmi_arena_at(m, a->store), begin * a->element_bytes);
-    job->zeros[job->zero_count++].bytes = count * a->element_bytes;
-  }
+  gap_zeros(k, p, first_gap, gaps, job);
   if (!gmi_fence_reached(m, k->after)) job->fences[job->fence_count++] = k->after;
   for (uint32_t i = 0; i < p->count; i++) {
     gmi_window_t *w = p->windows[i];
@@ -369,6 +364,9 @@ static gemini_status_t device_piece(walk_t *k, piece_t *p) {
   if (!status) status = gmi_fence_now(m, stream, &begin);
   if (!status) {
     gemini_update_span_t span = piece_span(k, p, GEMINI_TIER_DEVICE);
+    span.stream = gmi_handle(m, GMI_HANDLE_STREAM, m->streams[m->update_stream].generation, m->update_stream);
+    for (uint32_t i = 0; i < k->u.arena_count; i++)
+      span.ptr[i] = k->arenas[i]->base + p->begin * k->arenas[i]->element_bytes;
     for (uint32_t i = 0; i < p->count; i++)
       if (p->modes[i] & GEMINI_WRITE) gmi_window_wrote(m, p->windows[i]);
     gmi_unlock(m); /* never call out with the lock; the windows are held */

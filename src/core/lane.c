@@ -1,7 +1,7 @@
 /* Host workers: they run updates on chunks that live on the host, and sum these for norms.
  * SPDX-License-Identifier: Apache-2.0
  *
- * A job is cut into slices, so that all workers share in the one that is wanted soonest. Which that is: among jobs whose
+ * A job is cut into slices, each within one window of every arena, so that all workers share in the one that is wanted soonest. Which that is: among jobs whose
  * bytes are there and whose slots' earlier work is done, the one whose chunks are used next soonest. When none is ready,
  * the oldest one that nobody waits for is waited for, by a few workers at once: those that wait cannot help.
  * A job waits only for device work and for jobs queued before it, so one worker is enough for progress. */
@@ -127,11 +127,26 @@ static void prepare(gmi_lane_t *l, gmi_job_t *job) {
   pthread_cond_broadcast(&l->more);
 }
 
+/* The bytes of the span's arenas from an element on, and how many elements from there on lie in one piece. */
+static uint64_t locate(const gmi_job_t *job, uint32_t window_shift, uint64_t at, gemini_update_span_t *span) {
+  uint64_t count = job->span.element_count - at, window = UINT64_C(1) << window_shift;
+  for (uint32_t i = 0; i < span->arena_count; i++) {
+    uint64_t bytes = job->element_bytes[i], offset = at * bytes;
+    span->ptr[i] = (uint8_t *)job->span.ptr[i] + offset;
+    if (!job->windows[i]) continue;
+    offset += job->span.first_element * bytes & (window - 1);
+    span->ptr[i] = job->windows[i][offset >> window_shift] + (offset & (window - 1));
+    uint64_t left = (window - (offset & (window - 1))) / bytes;
+    if (left < count) count = left;
+  }
+  return count;
+}
+
 /* Called with the lock, which it gives up meanwhile. */
 static void run_slice(gmi_lane_t *l, gmi_job_t *job, uint32_t worker) {
   gmi_manager_t *m = l->m;
   gemini_update_span_t span = job->span;
-  uint64_t at = job->next_element, count = job->span.element_count - at;
+  uint64_t at = job->next_element, count = locate(job, m->window_shift, at, &span);
   if (count > GMI_LANE_SLICE) count = GMI_LANE_SLICE;
   job->next_element += count;
   if (job->next_element == job->span.element_count) { /* none is left for others */
@@ -142,7 +157,6 @@ static void run_slice(gmi_lane_t *l, gmi_job_t *job, uint32_t worker) {
   pthread_mutex_unlock(&l->lock);
   span.first_element += at;
   span.element_count = count;
-  for (uint32_t i = 0; i < span.arena_count; i++) span.ptr[i] = (uint8_t *)span.ptr[i] + at * job->element_bytes[i];
   uint64_t begin = m->dev->now(m->dev_self);
   job->fn(job->user, &span);
   uint64_t end = m->dev->now(m->dev_self);

@@ -531,6 +531,7 @@ struct gmi_job {
   gemini_update_fn fn;
   void *user;
   gemini_update_span_t span;
+  uint8_t *const *windows[8]; /* of the span's arenas: where each lies, in the place of ptr; NULL: ptr has all */
   uint32_t fence_count, slot_count, zero_count;
   bool deferred;       /* it was; gmi_lane_deferred() counts it */
   bool norm;           /* it changes nothing: who waits for it looks whether fn ran, and a failure is no update's */
@@ -549,7 +550,7 @@ struct gmi_job {
 };
 enum {
   GMI_LANE_SLICE = 1 << 18
-}; /* elements that a worker takes at once: some 7 MB of memory, less than a millisecond */
+}; /* elements that a worker takes at once, at most: some 7 MB of memory, less than a millisecond */
 gemini_status_t gmi_lane_open(gmi_manager_t *m, uint32_t threads);
 void gmi_lane_close(gmi_manager_t *m);                /* finishes what is queued */
 void gmi_lane_push(gmi_manager_t *m, gmi_job_t *job); /* takes the job: one allocation, freed when done */

@@ -409,7 +409,9 @@ static void test_gpu_graphs_fetch_what_does_not_fit(void) {
           "(thread %.3f); its copies alone %.2f ms, its kernels alone %.2f ms\n",
           LARGE_WINDOWS, LARGE_WINDOWS * LARGE >> 20, LARGE_FRAMES * LARGE >> 20, ops_ms, ops_thread_ms, graph_ms,
           thread_ms, copies_ms, kernels_ms);
-  CHECK(graph_ms < copies_ms + kernels_ms); /* they overlap */
+  const char *times =
+      getenv("GEMINI_TEST_TIMES"); /* 0: under a tool that makes kernels and copies wait for each other */
+  if (!times || *times != '0') CHECK(graph_ms < copies_ms + kernels_ms); /* they overlap */
   CUDA("cuGraphExecDestroy", (void *), exec);
   CHECK_OK(gemini_graph_destroy(graph));
   CHECK_OK(gemini_free(l.w.mgr, sums, l.w.stream));
