@@ -49,7 +49,15 @@ def batch_of(text, step, batch, length):
   return text[at].view(batch, length)
 
 
+def repeatable():
+  """The same losses in each run: on a GPU some of torch's kernels, such as attention's, add in any order otherwise."""
+  os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+  torch.use_deterministic_algorithms(True, warn_only=True)
+  torch.utils.deterministic.fill_uninitialized_memory = False
+
+
 def finetune(args):
+  repeatable()
   torch.manual_seed(1)
   gm.init(device=args.device, device_memory=args.device_memory, host_memory=args.host_memory, file=args.file,
           file_memory=args.file_memory)

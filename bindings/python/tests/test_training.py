@@ -27,6 +27,14 @@ def data(step=0, rows=5):
   return torch.randn(rows, SIZE, generator=torch.Generator().manual_seed(step))
 
 
+@pytest.mark.parametrize("memory, cuda, window", [
+    (1 << 30, False, 1 << 20), (1 << 30, True, 2 << 20), (100, False, 64 << 10), (100, True, 2 << 20),
+    (24 << 30, True, 16 << 20), (24 * 10**9, True, 16 << 20), (1 << 40, True, 32 << 20)])
+def test_chunks_are_a_thousandth_of_the_budget_within_bounds(memory, cuda, window):
+  """A GPU maps 2 MiB at least."""
+  assert sys.modules["libgemini.torch.session"].window_bytes(memory, cuda) == window
+
+
 def square(model, step):
   return model(data(step)).square().mean()
 

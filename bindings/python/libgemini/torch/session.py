@@ -129,10 +129,10 @@ class Place:
       self.session.lib.zero(self.session.handle, ctypes.byref(self.access(0)))
 
 
-def window_bytes(device_memory):
+def window_bytes(device_memory, cuda):
   """The size of chunks that the budget is about a thousand of: few enough that their number costs nothing, and small
-  enough that what an operator needs is not much less than what comes for it."""
-  return min(max(1 << max(device_memory // 1024, 1).bit_length() - 1, 64 << 10), 32 << 20)
+  enough that what an operator needs is not much less than what comes for it. A GPU maps 2 MiB at least."""
+  return min(max(1 << max(device_memory // 1024, 1).bit_length() - 1, 2 << 20 if cuda else 64 << 10), 32 << 20)
 
 
 class Session:
@@ -143,7 +143,7 @@ class Session:
     self.progress = progress  # as in progress.Progress: show
     self.cuda = device.type == "cuda"
     if not parse_bytes(config.get("window", 0), "window"):
-      config["window"] = window_bytes(parse_bytes(config["device_memory"], "device_memory"))
+      config["window"] = window_bytes(parse_bytes(config["device_memory"], "device_memory"), self.cuda)
     self.manager = Manager(cuda=self.cuda, device_ordinal=device.index or 0, **config)
     self.lib = self.manager.lib
     self.handle = self.manager.handle
