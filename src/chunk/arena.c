@@ -379,6 +379,8 @@ static gemini_status_t arena_check(gmi_manager_t *m, gemini_arena_config_t *c, g
 static void arena_free(gmi_manager_t *m, gmi_arena_t *a) {
   if (a->store == a->index) {
     if (a->base) m->dev->unreserve(m->dev_self, a->base, a->capacity);
+    for (uint32_t i = 0; m->file_dir && a->windows && i < atomic_load(&a->window_count); i++)
+      gmi_file_forgive(&a->windows[i]);
     gmi_space_free(a->windows, a->window_map_bytes);
   }
   free(a->order);

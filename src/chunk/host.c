@@ -409,13 +409,14 @@ static gemini_status_t slot_reclaim(gmi_manager_t *m, bool *freed_out, bool *sta
   gemini_status_t status = gmi_files_reap(m, NULL);
   if (status) return status;
   for (int level = 0; level < (m->files ? RECLAIM_LEVELS : RECLAIM_STATES); level++) {
-    /* Before what is wanted soon goes, one waits for what is under way. */
-    if (level > RECLAIM_STATES && (m->io_count || gmi_lane_pending(m))) break;
     gmi_window_t *last = level == RECLAIM_STATES ? updated_last(m) : NULL;
     if (last) {
       *started_out = true;
       return gmi_file_write(m, last, GEMINI_REASON_PRESSURE);
     }
+    /* Before what is wanted soon goes, one waits for what is under way: updates, after which their chunks are last. */
+    bool wanted = level > RECLAIM_STATES || (level == RECLAIM_STATES && m->host.updated_end > m->host.updated_first);
+    if (wanted && (m->io_count || gmi_lane_pending(m))) break;
     for (uint32_t step = 0; step < m->host.slot_most; step++) {
       uint32_t slot = (uint32_t)(((uint64_t)m->host.hand + step) % m->host.slot_most);
       gmi_window_t *w = m->host.slots[slot].window;

@@ -93,8 +93,13 @@ static void piece_range(const walk_t *k, const piece_t *p, uint32_t i, uint32_t 
 /* Its windows' bytes come to the host, each window's anywhere. */
 static gemini_status_t piece_to_host(walk_t *k, piece_t *p) {
   gmi_manager_t *m = k->m;
-  gemini_status_t status = GEMINI_OK;
-  for (uint32_t i = 0; i < p->count; i++) p->windows[i]->host_users++; /* no slot goes while others look for theirs */
+  uint32_t missing = 0;
+  for (uint32_t i = 0; i < p->count; i++) {
+    p->windows[i]->host_users++; /* no slot goes while others look for theirs */
+    missing += p->windows[i]->slot == GMI_NONE;
+  }
+  gemini_status_t status = gmi_host_room(m, missing);    /* for all at once, before any transfer is under way */
+  if (status == GEMINI_ERR_OOM_FILE) status = GEMINI_OK; /* one by one: what has come from a file leaves room there */
   for (uint32_t i = 0; !status && i < p->count; i++)
     status = gmi_window_to_host(m, p->windows[i], p->modes[i] & GEMINI_WRITE, GEMINI_REASON_UPDATE);
   for (uint32_t i = 0; !status && i < p->count; i++) /* a read may have failed by now: then nothing is changed */

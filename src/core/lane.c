@@ -132,8 +132,10 @@ static uint64_t locate(const gmi_job_t *job, uint32_t window_shift, uint64_t at,
   uint64_t count = job->span.element_count - at, window = UINT64_C(1) << window_shift;
   for (uint32_t i = 0; i < span->arena_count; i++) {
     uint64_t bytes = job->element_bytes[i], offset = at * bytes;
-    span->ptr[i] = (uint8_t *)job->span.ptr[i] + offset;
-    if (!job->windows[i]) continue;
+    if (!job->windows[i]) {
+      span->ptr[i] = (uint8_t *)job->span.ptr[i] + offset;
+      continue;
+    }
     offset += job->span.first_element * bytes & (window - 1);
     span->ptr[i] = job->windows[i][offset >> window_shift] + (offset & (window - 1));
     uint64_t left = (window - (offset & (window - 1))) / bytes;
