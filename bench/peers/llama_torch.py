@@ -3,8 +3,10 @@
 bench/peers/llama_torch.py [--size 1.3b,3b,7b] [--system gpu,fsdp2,gemini] [--batch 16] [--seq 1024] [--device-mem 24GiB] ...
 Each system runs in a process of its own, one after another. bf16 compute, fp32 master copies and moments, activation
 checkpointing on every block, AdamW, random tokens. Without arguments it is the reference: three sizes, three systems, on a
-GPU about five minutes and 112 GiB of host memory. 1.5 billion parameters within 6 GiB, on text:
+GPU about five minutes and 112 GiB of host memory. 1.5 billion parameters within 6 GiB, on text; and 13 billion with files,
+where host and files together take the 14 bytes a parameter:
   llama_torch.py --system gemini --size 1.5b --batch 4 --device-mem 6GiB --steps 15 --text /usr/share/common-licenses/GPL-3
+  llama_torch.py --system gemini --size 13b --host-mem 110GiB --file DIR --file-mem 62GiB --warmup 2 --steps 4 --text FILE
 SPDX-License-Identifier: Apache-2.0
 """
 import argparse
