@@ -191,7 +191,8 @@ def main():
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
   else:
     import libgemini.torch as gm
-    init = gm.init(options.placement, device_memory=options.device_mem, host_memory=options.host_mem or 16 * count(options.size) + (2 << 30), file=options.file,
+    host = options.host_mem or 16 * count(options.size) + (2 << 30)
+    init = gm.init(options.placement, device_memory=options.device_mem, host_memory=host, file=options.file,
                    file_memory=options.file_mem, window=options.window, device=device,
                    allocator=options.allocator if cuda else None)
     with init:
