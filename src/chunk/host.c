@@ -391,14 +391,18 @@ static void leave_slot(gmi_manager_t *m, gmi_window_t *w) {
   gmi_host_slot_drop(m, w);
 }
 
-/* The window updated last of those that can go. */
-static gmi_window_t *updated_last(gmi_manager_t *m) {
+/* The window updated last of those that can go. *busy_out: that will be one that is being updated. */
+static gmi_window_t *updated_last(gmi_manager_t *m, bool *busy_out) {
   gmi_host_t *h = &m->host;
+  *busy_out = false;
   for (uint64_t i = h->updated_end; i-- > h->updated_first;) {
     gmi_window_t *w = h->updated[i % GMI_UPDATED];
     bool state = reclaimable(m, w, RECLAIM_STATES);
     if (!state && i + 1 == h->updated_end && w->slot == GMI_NONE) h->updated_end--; /* gone since */
     if (state) return w;
+    if (w->io || w->deferred || !gmi_window_work_pending(m, w)) continue;
+    *busy_out = true;
+    return NULL;
   }
   return NULL;
 }
@@ -409,14 +413,15 @@ static gemini_status_t slot_reclaim(gmi_manager_t *m, bool *freed_out, bool *sta
   gemini_status_t status = gmi_files_reap(m, NULL);
   if (status) return status;
   for (int level = 0; level < (m->files ? RECLAIM_LEVELS : RECLAIM_STATES); level++) {
-    gmi_window_t *last = level == RECLAIM_STATES ? updated_last(m) : NULL;
+    /* Before what is wanted soon goes, one waits for what is under way. */
+    if (level > RECLAIM_STATES && (m->io_count || gmi_lane_pending(m))) break;
+    bool busy = false;
+    gmi_window_t *last = level == RECLAIM_STATES ? updated_last(m, &busy) : NULL;
     if (last) {
       *started_out = true;
       return gmi_file_write(m, last, GEMINI_REASON_PRESSURE);
     }
-    /* Before what is wanted soon goes, one waits for what is under way: updates, after which their chunks are last. */
-    bool wanted = level > RECLAIM_STATES || (level == RECLAIM_STATES && m->host.updated_end > m->host.updated_first);
-    if (wanted && (m->io_count || gmi_lane_pending(m))) break;
+    if (busy) break;
     for (uint32_t step = 0; step < m->host.slot_most; step++) {
       uint32_t slot = (uint32_t)(((uint64_t)m->host.hand + step) % m->host.slot_most);
       gmi_window_t *w = m->host.slots[slot].window;
