@@ -560,9 +560,9 @@ typedef struct gemini_update_s {
 
 /** Walks arenas of one layout, span by span, and runs fn on each span where its chunks live. A span is a part of the
  *  range in one window of the arena with the smallest elements, and on the host in one window of every arena; spans do
- *  not overlap and cover the range. A tensor in a
- *  reusing arena whose gradient was not written since its parameter was is given a zero gradient. An arena written
- *  without READ must be written whole. Afterwards the tensors written to are in state HOLD and hold parameters again.
+ *  not overlap and cover the range. A tensor in a reusing arena whose gradient was not written since its parameter was is
+ *  given a zero gradient. An arena written without READ must be written whole. Afterwards the tensors written to are in
+ *  state HOLD and hold parameters again.
  *  @retval GEMINI_ERR_BUSY      a part of the range is acquired; nothing changed
  *  @retval GEMINI_ERR_INVALID   a value is out of range, or a bound of the range cuts a tensor whose bytes hold a
  *                               gradient while its parameter is to be written; nothing changed

@@ -463,8 +463,8 @@ gemini_status_t gmi_host_room(gmi_manager_t *m, uint32_t count) {
     if (!status && (freed || (started && m->io_writes < count - gmi_host_free(m)))) continue;
     bool busy = gmi_lane_pending(m) || m->io_count; /* before the events, of which the end of the last one is one */
     if (gmi_lane_events(m) != events) continue;
-    if (!busy && status) return status;
     if (!busy) {
+      if (status) return status;
       return gmi_fail(GEMINI_ERR_OOM_HOST, 0,
                       "%s of %llu bytes does not fit in host memory: %llu of the budget %llu are in use%s",
                       count > 1 ? "a range of chunks" : "a chunk", (unsigned long long)count << m->window_shift,

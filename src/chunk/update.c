@@ -111,11 +111,11 @@ static gemini_status_t piece_to_host(walk_t *k, piece_t *p) {
 /* Where the bytes of gaps in a piece are, which become zeros, window by window. */
 static void gap_zeros(const walk_t *k, const piece_t *p, uint64_t first_gap, uint64_t gaps, gmi_job_t *job) {
   gmi_manager_t *m = k->m;
-  gmi_arena_t *a = k->gap_arena == GMI_NONE ? NULL : k->arenas[k->gap_arena];
   uint64_t window = UINT64_C(1) << m->window_shift;
   for (uint64_t i = 0; i < gaps; i++) {
     uint64_t begin, count;
     gap_in_piece(k, p, first_gap + i, &begin, &count);
+    gmi_arena_t *a = k->arenas[k->gap_arena];
     uint64_t at = begin * a->element_bytes, end = at + count * a->element_bytes, stop;
     for (; at < end; at = stop) {
       stop = (at / window + 1) * window < end ? (at / window + 1) * window : end;

@@ -1,9 +1,10 @@
 /* Host workers: they run updates on chunks that live on the host, and sum these for norms.
  * SPDX-License-Identifier: Apache-2.0
  *
- * A job is cut into slices, each within one window of every arena, so that all workers share in the one that is wanted soonest. Which that is: among jobs whose
- * bytes are there and whose slots' earlier work is done, the one whose chunks are used next soonest. When none is ready,
- * the oldest one that nobody waits for is waited for, by a few workers at once: those that wait cannot help.
+ * A job is cut into slices, each within one window of every arena, so that all workers share in the one that is wanted
+ * soonest. Which that is: among jobs whose bytes are there and whose slots' earlier work is done, the one whose chunks are
+ * used next soonest. When none is ready, the oldest one that nobody waits for is waited for, by a few workers at once:
+ * those that wait cannot help.
  * A job waits only for device work and for jobs queued before it, so one worker is enough for progress. */
 #include <errno.h>
 #include <stdio.h>

@@ -57,12 +57,12 @@ static void test_ranges_of_any_length_lie_side_by_side(void) {
 /* An arena that has grown chunk by chunk has room for more; those that come later have what they need all the same, and
  * ranges that are acquired again and again soon stay where they are. */
 static void test_ranges_find_their_place_and_stay(void) {
-  enum { SLOTS = 35, OF = 4 }; /* of which none is to spare */
-  static const uint64_t counts[OF] = { 5, 10, 10, 10 };
+  enum { SLOTS = 35, COUNT = 4 }; /* of which none is to spare */
+  static const uint64_t counts[COUNT] = { 5, 10, 10, 10 };
   world_t w = world_open(tiers_config(3, SLOTS, 0));
-  gemini_arena_t a[OF];
+  gemini_arena_t a[COUNT];
   uint64_t offset;
-  for (uint64_t i = 0; i < OF; i++) {
+  for (uint64_t i = 0; i < COUNT; i++) {
     a[i] = arena_of(&w, "a", i ? counts[i] : 0);
     for (uint64_t k = 0; !i && k < counts[0]; k++) {
       CHECK_OK(gemini_arena_take(w.mgr, a[0], W, &offset));
@@ -70,11 +70,11 @@ static void test_ranges_find_their_place_and_stay(void) {
     }
   }
   for (uint64_t k = 0; k < 10; k++) /* in turns */
-    for (uint64_t i = 1; i < OF; i++) world_fill(&w, a[i], (k * 7 + i) % 10 * W, W, GEMINI_TIER_HOST, i);
-  void *before[OF][16] = { 0 }, *now[OF][16] = { 0 };
+    for (uint64_t i = 1; i < COUNT; i++) world_fill(&w, a[i], (k * 7 + i) % 10 * W, W, GEMINI_TIER_HOST, i);
+  void *before[COUNT][16] = { 0 }, *now[COUNT][16] = { 0 };
   for (int round = 0; round < 3; round++) {
     if (round) memcpy(before, now, sizeof now);
-    for (uint64_t i = 0; i < OF; i++)
+    for (uint64_t i = 0; i < COUNT; i++)
       for (uint64_t first = 0; first + 2 <= counts[i]; first++) {
         gemini_access_t x = hold(&w, a[i], first, 2, GEMINI_READ);
         CHECK(right(x.ptr, first * W, 2 * W, i ? i : 7));
