@@ -81,7 +81,7 @@ static int parse_options(options_t *o, int argc, char **argv) {
     { "update-threads", CLI_U64, &o->update_threads, "workers for updates on the host; 0: cores - 1", 0, 256, NULL },
     { "seed", CLI_U64, &o->seed, "of parameters and tokens", 0, 0, NULL },
     { "timeline", CLI_STRING, &o->timeline,
-      "write a timeline of one more step to this file; bench/stalls.py explains it", 0, 0, NULL },
+      "write a timeline of two more steps to this file; bench/stalls.py explains the second", 0, 0, NULL },
     { "trace", CLI_STRING, &o->trace, "write the last step's trace to this file, for bench_plan", 0, 0, NULL },
     { "cublas", CLI_STRING, &o->cublas, "file of cuBLAS; default: what the system finds", 0, 0, NULL },
     { "explain", CLI_FLAG, &o->explain, "print the plan in words", 0, 0, NULL },
@@ -181,8 +181,9 @@ static void explain(place_t *place) {
   free(text);
 }
 
-/* Steps of a run: warm-up, timed, and one for the timeline, which both runs make so that they can be compared. */
-static uint64_t total_steps(const options_t *o) { return o->warm_up + o->steps + (o->timeline != NULL); }
+/* Steps of a run: warm-up, timed, and two for the timeline (what the second waits for was queued in the first), which both
+ * runs make so that they can be compared. */
+static uint64_t total_steps(const options_t *o) { return o->warm_up + o->steps + (o->timeline != NULL ? 2 : 0); }
 
 static void run_steps(const bench_t *b, place_t *place, llama_t *llama, result_t *r, double *queue_seconds) {
   const options_t *o = &b->o;

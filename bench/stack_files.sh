@@ -16,12 +16,12 @@ if ! command -v python3 >/dev/null; then
 fi
 python3 "$here/stalls.py" "$out/timeline.json" --least 1 >"$out/stalls"
 tail -n 12 "$out/stalls"
-# Waits and work are the whole step, and every operator of the step is in the timeline.
+# Waits and work are the whole step, and every operator of its two steps is in the timeline.
 python3 - "$out/stalls" "$out/timeline.json" <<'PYTHON'
 import json, sys
 row = json.loads([l for l in open(sys.argv[1]) if l.startswith("ROW ")][0][4:])
 ops = sum(e.get("cat") == "op" for e in json.load(open(sys.argv[2]))["traceEvents"])
-assert ops == 2 + 2 * 8 + 3 * 8 + 1, f"operators in the timeline: {ops}, 43 were queued"
+assert ops == 2 * (2 + 2 * 8 + 3 * 8 + 1), f"operators in the timeline: {ops}, 86 were queued"
 assert row["lost_events"] == 0, row
 assert 0 <= row["value"] < row["step_seconds"] and row["items"] > 0, row
 PYTHON

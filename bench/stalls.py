@@ -3,9 +3,11 @@
 
   bench/stalls.py FILE [--least MICROSECONDS] [--alone SECONDS]
 
-An item is a time in which the stream of the operators stood still: inside an operator for chunks, or between two
-operators. Each is split by what was under way meanwhile: the copy or update that ended it, other work of the same
-queue before it, and, where that queue was idle, the evictions and host updates that were under way elsewhere.
+The last step in it is explained, which begins where its first operator comes for the last time; what that step waits
+for may have been queued in the one before. An item is a time in which the stream of the operators stood still: inside
+an operator for chunks, or between two operators. Each is split by what was under way meanwhile: the copy or update that
+ended it, other work of the same queue before it, and, where that queue was idle, the evictions and host updates that
+were under way elsewhere.
 SPDX-License-Identifier: Apache-2.0
 """
 import argparse
@@ -77,13 +79,15 @@ def main():
     if not ops:
         print(f"stalls.py: no operator in the timeline: {arguments.file}", file=sys.stderr)
         return 1
-    step_begin, step_end = ops[0]["ts"], max(e["ts"] + e["dur"] for e in ops)
+    step_begin = max(o["ts"] for o in ops if o["name"] == ops[0]["name"])
+    ops = [o for o in ops if o["ts"] >= step_begin]
+    step_end = max(e["ts"] + e["dur"] for e in ops)
 
     items = []  # operator, begin, end
     for before, after in zip(ops, ops[1:]):
         if after["ts"] > before["ts"] + before["dur"]:
             items.append((f"before {after['name']}", before["ts"] + before["dur"], after["ts"]))
-    for wait in kinds["wait"]:
+    for wait in [w for w in kinds["wait"] if w["ts"] >= step_begin]:
         op = [o for o in ops if o["ts"] <= wait["ts"] + wait["dur"] / 2 <= o["ts"] + o["dur"]]
         items.append((op[0]["name"] if op else "no operator", wait["ts"], wait["ts"] + wait["dur"]))
     items.sort(key=lambda item: item[1])

@@ -31,6 +31,7 @@ typedef struct walk {
 
 typedef struct {
   uint64_t begin, end; /* elements */
+  uint64_t next_use;   /* as gmi_tracer_piece_use() */
   uint32_t count;
   gmi_window_t *windows[PIECE_WINDOWS];
   uint32_t modes[PIECE_WINDOWS];
@@ -154,17 +155,13 @@ static gemini_status_t host_piece(walk_t *k, piece_t *p, bool deferred) {
   job->user = k->u.user;
   job->deferred = deferred;
   job->span = piece_span(k, p, GEMINI_TIER_HOST);
-  job->next_use = UINT64_MAX;
+  job->next_use = p->next_use;
   for (uint32_t i = 0; i < k->u.arena_count; i++) {
     const gmi_arena_t *store = gmi_arena_at(m, k->arenas[i]->store);
     job->element_bytes[i] = k->arenas[i]->element_bytes;
     job->windows[i] = addresses;
     piece_range(k, p, i, &first, &count);
     for (uint32_t w = first; w < first + count; w++) *addresses++ = gmi_window_host(m, &store->windows[w]);
-  }
-  for (uint32_t i = 0; i < p->count; i++) {
-    uint64_t next_use = gmi_tracer_next_use(m, p->windows[i]);
-    if (next_use < job->next_use) job->next_use = next_use;
   }
   gap_zeros(k, p, first_gap, gaps, job);
   if (!gmi_fence_reached(m, k->after)) job->fences[job->fence_count++] = k->after;
@@ -188,7 +185,7 @@ static gemini_status_t host_piece(walk_t *k, piece_t *p, bool deferred) {
 typedef struct deferred_piece {
   struct deferred_piece *next;
   walk_t *walk;
-  uint64_t begin, end;
+  uint64_t begin, end, next_use;
 } deferred_piece_t;
 
 typedef struct gmi_deferred {
@@ -232,7 +229,7 @@ static gemini_status_t piece_defer(walk_t *k, piece_t *p) {
   }
   deferred_piece_t *piece = malloc(sizeof *piece);
   if (!piece) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for an update's record");
-  *piece = (deferred_piece_t){ .walk = k, .begin = p->begin, .end = p->end };
+  *piece = (deferred_piece_t){ .walk = k, .begin = p->begin, .end = p->end, .next_use = p->next_use };
   k->refs++;
   for (uint32_t i = 0; i < p->count; i++) p->windows[i]->deferred++;
   *d->end = piece;
@@ -247,7 +244,7 @@ static gemini_status_t deferred_first(gmi_manager_t *m, bool now, bool *waits_ou
   gmi_deferred_t *d = m->deferred;
   deferred_piece_t *piece = d->first;
   walk_t *k = piece->walk;
-  piece_t p = { .begin = piece->begin, .end = piece->end };
+  piece_t p = { .begin = piece->begin, .end = piece->end, .next_use = piece->next_use };
   piece_windows(k, &p);
   uint32_t missing = 0;
   for (uint32_t i = 0; i < p.count; i++) missing += p.windows[i]->slot == GMI_NONE;
@@ -595,6 +592,7 @@ static gemini_status_t walk(walk_t *k, uint32_t stream) {
   for (uint64_t at = k->u.first_element, end = at + k->u.element_count; !status && at < end; at = p.end, number++) {
     p.begin = at;
     p.end = (at / unit + 1) * unit < end ? (at / unit + 1) * unit : end;
+    p.next_use = gmi_tracer_piece_use(m, index, number);
     piece_windows(k, &p);
     bool pinned = false, device = index != GMI_NONE && gmi_tracer_piece_on_device(m, index, number);
     for (uint32_t i = 0; i < p.count; i++) pinned |= p.windows[i]->user_pins && (p.modes[i] & GEMINI_WRITE);

@@ -3,8 +3,8 @@
  *
  * A job is cut into slices, each within one window of every arena, so that all workers share in the one that is wanted
  * soonest. Which that is: among jobs whose bytes are there and whose slots' earlier work is done, the one whose chunks are
- * used next soonest. When none is ready, the oldest one that nobody waits for is waited for, by a few workers at once:
- * those that wait cannot help.
+ * used next soonest, of equals the oldest. When none is ready, the oldest one that nobody waits for is waited for, by a
+ * few workers at once: those that wait cannot help.
  * A job waits only for device work and for jobs queued before it, so one worker is enough for progress. */
 #include <errno.h>
 #include <stdio.h>
@@ -17,11 +17,16 @@
 enum {
   WORKERS_LIMIT = 256,
   SPANS_LIMIT = 16384,
-  LOOK = 32,        /* jobs at either end of the queue that are looked at */
+  LOOK = 32,        /* jobs that are not ready yet, at either end of the queue, that are looked at */
   LOOK_NS = 200000, /* how often, while there is other work */
   WAITERS = 2
 };
-enum { JOB_QUEUED, JOB_WAITED_FOR, JOB_READY };
+enum {
+  JOB_QUEUED,     /* its bytes may be on their way */
+  JOB_WAITED_FOR, /* by one worker */
+  JOB_CAME,       /* ready, but for what happens before its first slice */
+  JOB_READY
+};
 
 typedef struct {
   struct gmi_lane *lane;
@@ -32,17 +37,18 @@ typedef struct {
 typedef struct gmi_lane {
   pthread_mutex_t lock; /* after the manager's, never the other way round */
   pthread_cond_t more, done;
-  gmi_job_t *first, *last; /* not done yet, in the order of submission */
-  gmi_job_t *ready;        /* those of which slices are left */
-  uint64_t looked_ns;      /* when the queue was looked at */
-  uint32_t waiters;        /* workers that wait for a job's bytes */
-  uint64_t pending;        /* queued or running */
-  uint64_t deferred;       /* of these, those that were deferred */
-  uint64_t submitted;      /* in all */
-  uint64_t events;         /* jobs and other work finished */
-  gemini_status_t failure; /* of the first update that did not run */
-  char failure_text[384];  /* why */
-  char last_text[384];     /* of the last read that failed */
+  gmi_job_t *first, *last;       /* not done yet, in the order of submission */
+  gmi_job_t *queued;             /* of these: none before it is JOB_QUEUED; NULL: none is */
+  gmi_job_t *ready, *ready_last; /* JOB_CAME, or JOB_READY with slices left; by next use, of equals by age */
+  uint64_t looked_ns;            /* when the queue was looked at */
+  uint32_t waiters;              /* workers that wait for a job's bytes */
+  uint64_t pending;              /* queued or running */
+  uint64_t deferred;             /* of these, those that were deferred */
+  uint64_t submitted;            /* in all */
+  uint64_t events;               /* jobs and other work finished */
+  gemini_status_t failure;       /* of the first update that did not run */
+  char failure_text[384];        /* why */
+  char last_text[384];           /* of the last read that failed */
   bool stop;
   uint32_t thread_count;
   double ns_per_element; /* of an update and one worker, running mean */
@@ -64,32 +70,50 @@ static bool is_ready(const gmi_lane_t *l, const gmi_job_t *job) {
   return true;
 }
 
-/* Looks among queued jobs, as many as LOOK, for one that can run and is wanted sooner than best; also for the first that
- * nobody waits for. Called with the lock. */
-static gmi_job_t *look(const gmi_lane_t *l, bool from_end, gmi_job_t *best, gmi_job_t **oldest) {
-  uint32_t looked = 0;
-  for (gmi_job_t *job = from_end ? l->last : l->first; job && looked < LOOK;
-       job = from_end ? job->previous : job->next) {
-    if (job->state != JOB_QUEUED) continue;
-    looked++;
-    if (!*oldest) *oldest = job;
-    if ((!best || job->next_use < best->next_use) && is_ready(l, job)) best = job;
-  }
-  return best;
+/* Called with the lock, as those below. */
+static bool goes_before(const gmi_job_t *a, const gmi_job_t *b) {
+  return a->next_use != b->next_use ? a->next_use < b->next_use : a->number < b->number;
+}
+static void add_ready(gmi_lane_t *l, gmi_job_t *job) {
+  gmi_job_t **link = &l->ready; /* a backward pass adds at the begin, an update of all at the end */
+  if (l->ready && goes_before(l->ready_last, job)) link = &l->ready_last->next_ready;
+  while (*link && goes_before(*link, job)) link = &(*link)->next_ready;
+  job->next_ready = *link;
+  *link = job;
+  if (!job->next_ready) l->ready_last = job;
+}
+static void take_first_ready(gmi_lane_t *l) {
+  l->ready = l->ready->next_ready;
+  if (!l->ready) l->ready_last = NULL;
+}
+static void leave_queue(gmi_lane_t *l, gmi_job_t *job, uint32_t state) {
+  job->state = state;
+  while (l->queued && l->queued->state != JOB_QUEUED) l->queued = l->queued->next;
 }
 
-/* The job to work on, or to wait for; NULL: neither. Called with the lock. */
+/* Finds jobs that have become ready. */
+static void look(gmi_lane_t *l, bool from_end) {
+  uint32_t waiting = 0;
+  for (gmi_job_t *job = from_end ? l->last : l->queued; l->queued && job && waiting < LOOK;
+       job = from_end ? job->previous : job->next) {
+    if (job->state == JOB_QUEUED && is_ready(l, job)) {
+      leave_queue(l, job, JOB_CAME);
+      add_ready(l, job);
+    }
+    waiting += job->state == JOB_QUEUED;
+  }
+}
+
+/* The job to work on, or to wait for; NULL: neither. */
 static gmi_job_t *pick(gmi_lane_t *l) {
   if (!l->first) return NULL;
-  gmi_job_t *best = l->ready, *oldest = NULL;
-  for (gmi_job_t *job = l->ready; job; job = job->next_ready)
-    if (job->next_use < best->next_use) best = job;
   uint64_t now_ns = l->m->dev->now(l->m->dev_self);
-  if (best && now_ns - l->looked_ns < LOOK_NS) return best;
-  l->looked_ns = now_ns;
-  best = look(l, false, best, &oldest);
-  best = look(l, true, best, &oldest);
-  return best ? best : l->waiters < WAITERS ? oldest : NULL;
+  if (!l->ready || now_ns - l->looked_ns >= LOOK_NS) {
+    l->looked_ns = now_ns;
+    look(l, false);
+    look(l, true);
+  }
+  return l->ready ? l->ready : l->waiters < WAITERS ? l->queued : NULL;
 }
 
 /* Waits for what the job waits for, and makes it ready. A job whose bytes did not come has no slices: on these, nothing is
@@ -97,7 +121,8 @@ static gmi_job_t *pick(gmi_lane_t *l) {
 static void prepare(gmi_lane_t *l, gmi_job_t *job) {
   gmi_manager_t *m = l->m;
   gemini_status_t status = GEMINI_OK;
-  job->state = JOB_WAITED_FOR;
+  if (job->state == JOB_CAME) take_first_ready(l);
+  leave_queue(l, job, JOB_WAITED_FOR);
   l->waiters++;
   pthread_mutex_unlock(&l->lock);
   for (uint32_t i = 0; i < job->fence_count; i++) {
@@ -119,8 +144,7 @@ static void prepare(gmi_lane_t *l, gmi_job_t *job) {
   l->waiters--;
   job->state = JOB_READY;
   if (!status) {
-    job->next_ready = l->ready;
-    l->ready = job;
+    add_ready(l, job);
   } else {
     job->done_elements = job->span.element_count;
     if (!l->failure && !job->norm) l->failure = status;
@@ -152,11 +176,7 @@ static void run_slice(gmi_lane_t *l, gmi_job_t *job, uint32_t worker) {
   uint64_t at = job->next_element, count = locate(job, m->window_shift, at, &span);
   if (count > GMI_LANE_SLICE) count = GMI_LANE_SLICE;
   job->next_element += count;
-  if (job->next_element == job->span.element_count) { /* none is left for others */
-    gmi_job_t **link = &l->ready;
-    while (*link != job) link = &(*link)->next_ready;
-    *link = job->next_ready;
-  }
+  if (job->next_element == job->span.element_count) take_first_ready(l); /* none is left for others */
   pthread_mutex_unlock(&l->lock);
   span.first_element += at;
   span.element_count = count;
@@ -200,8 +220,8 @@ static void *work(void *user) {
       pthread_cond_wait(&l->more, &l->lock);
       continue;
     }
-    if (job->state == JOB_QUEUED) prepare(l, job);
-    else run_slice(l, job, me->index);
+    if (job->state == JOB_READY) run_slice(l, job, me->index);
+    else prepare(l, job);
     if (job->done_elements == job->span.element_count) finish(l, job);
   }
   pthread_mutex_unlock(&l->lock);
@@ -256,6 +276,7 @@ void gmi_lane_push(gmi_manager_t *m, gmi_job_t *job) {
   job->next_element = job->done_elements = 0;
   *(l->last ? &l->last->next : &l->first) = job;
   l->last = job;
+  if (!l->queued) l->queued = job;
   l->pending++;
   l->deferred += job->deferred;
   pthread_cond_signal(&l->more);

@@ -46,6 +46,7 @@ void gmi_plan_free(gmi_plan_t *plan) {
   free(plan->resident_at_start);
   free(plan->stays);
   free(plan->next_use);
+  free(plan->piece_use);
   memset(plan, 0, sizeof *plan);
 }
 
@@ -495,6 +496,8 @@ gemini_status_t gmi_plan_make(const gmi_plan_input_t *input, gmi_plan_t *plan_ou
     status = try_candidate(&p, p.best.device_count, p.best.reduce, &kept);
   }
   if (status == GEMINI_OK) status = find_next_use(&p);
+  p.plan.piece_use = p.facts.piece_use;
+  p.facts.piece_use = NULL;
 end:
   drop_model(&p);
   gmi_facts_free(&p.facts);

@@ -276,6 +276,12 @@ static void plan_evict(gmi_manager_t *m, variant_t *v, uint32_t op, uint32_t pie
   }
 }
 
+/* Iteration and op, of an op of the plan that runs now; + op_count: of the iteration after it. */
+static uint64_t position(const gmi_manager_t *m, const variant_t *v, uint32_t op) {
+  uint32_t ops = v->bundle.input.op_count;
+  return op < ops ? m->tracer->iteration << 32 | op : (m->tracer->iteration + 1) << 32 | (op - ops);
+}
+
 static variant_t *planned_piece(gmi_manager_t *m, uint32_t index, uint32_t *piece) {
   variant_t *v = active_variant(m->tracer);
   if (!v || !v->bundle.made || index >= v->trace.update_count) return NULL;
@@ -294,18 +300,17 @@ bool gmi_tracer_piece_on_device(gmi_manager_t *m, uint32_t index, uint32_t piece
   variant_t *v = planned_piece(m, index, &piece);
   return v && v->bundle.plan.piece_on_device[piece];
 }
+uint64_t gmi_tracer_piece_use(gmi_manager_t *m, uint32_t index, uint32_t piece) {
+  variant_t *v = planned_piece(m, index, &piece);
+  return v && v->bundle.plan.piece_use[piece] != UINT32_MAX ? position(m, v, v->bundle.plan.piece_use[piece])
+                                                            : UINT64_MAX;
+}
 
 static void plan_after_op(gmi_manager_t *m, variant_t *v, uint32_t op) {
   gmi_plan_bundle_t *b = &v->bundle;
-  gmi_tracer_t *t = m->tracer;
   for (uint32_t k = b->input.ops[op].access_first; k < b->input.ops[op + 1].access_first; k++) {
     uint32_t next = b->plan.next_use[k];
-    uint64_t iteration = t->iteration;
-    if (next != UINT32_MAX && next >= b->input.op_count) {
-      next -= b->input.op_count;
-      iteration++;
-    }
-    b->window_of[b->input.accesses[k].window]->next_use = next == UINT32_MAX ? 0 : iteration << 32 | next;
+    b->window_of[b->input.accesses[k].window]->next_use = next == UINT32_MAX ? 0 : position(m, v, next);
   }
   plan_evict(m, v, op, GMI_NO_PIECE);
 }

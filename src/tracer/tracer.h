@@ -60,6 +60,8 @@ uint64_t gmi_tracer_next_use(gmi_manager_t *m, const gmi_window_t *w); /* larger
 void gmi_tracer_update(gmi_manager_t *m, const gmi_trace_update_t *update, uint32_t *index_out);
 /* Shall span number piece of the update number index run on the device? */
 bool gmi_tracer_piece_on_device(gmi_manager_t *m, uint32_t index, uint32_t piece);
+/* When one of the windows that ops share with the span is used next: as gmi_window_t's next_use; UINT64_MAX = not known */
+uint64_t gmi_tracer_piece_use(gmi_manager_t *m, uint32_t index, uint32_t piece);
 /* Before and after such a span is queued: the plan's moves that belong to it. */
 void gmi_tracer_piece_begin(gmi_manager_t *m, uint32_t index, uint32_t piece);
 void gmi_tracer_piece_end(gmi_manager_t *m, uint32_t index, uint32_t piece);

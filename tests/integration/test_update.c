@@ -555,6 +555,85 @@ static void test_late_updates_in_flight_keep_their_order(void) {
   }
 }
 
+/* ---- the order of what piles up */
+enum { BLOCKS = 80 };
+typedef struct {
+  _Atomic int held; /* whoever comes waits until it is 0 */
+  int count, other;
+  uint64_t blocks[BLOCKS];
+} pile_t;
+static void pile_span(void *user, const gemini_update_span_t *span) { /* one worker: one at a time */
+  pile_t *p = user;
+  if (span->tier != HOST || p->count == BLOCKS) p->other++;
+  else p->blocks[p->count++] = span->first_element / (WINDOW / 4);
+  while (atomic_load(&p->held)) sleep_ms(1);
+}
+/* Operators 0, 1, ... forward and ... 1, 0 backward, each of whose updates is submitted behind it. */
+static void test_updates_that_pile_up_are_done_as_operators_want_them(void) {
+  static const uint32_t kinds[] = { GEMINI_KIND_PARAM, GEMINI_KIND_MASTER },
+                        modes[] = { GEMINI_READ_WRITE, GEMINI_READ_WRITE };
+  gemini_config_t c = config_of(12, 2 * BLOCKS + 8, 0);
+  c.placement = GEMINI_PLACEMENT_CPU;
+  c.update_threads = 1;
+  world_t w = world_open(c);
+  for (uint32_t i = 0; i < 2; i++) {
+    gemini_arena_config_t a = GEMINI_ARENA_CONFIG_INIT;
+    a.kind = kinds[i];
+    a.element_bytes = 4;
+    a.like = i ? w.arena[0] : 0;
+    a.capacity_bytes = (BLOCKS + 1) * WINDOW;
+    OK(gemini_arena_create(w.mgr, &a, &w.arena[i]));
+  }
+  uint64_t at;
+  OK(gemini_arena_take(w.mgr, w.arena[0], (BLOCKS + 1) * WINDOW, &at));
+  for (int step = 0; step < 6; step++) {
+    pile_t pile = { 0 };
+    bool planned = stats_of(&w).planned_iterations > 0;
+    atomic_store(&pile.held, planned);
+    OK(gemini_iteration_begin(w.mgr));
+    for (int i = 0; i < 2 * BLOCKS; i++) {
+      bool backward = i >= BLOCKS;
+      uint64_t block = (uint64_t)(backward ? 2 * BLOCKS - 1 - i : i);
+      char name[32];
+      snprintf(name, sizeof name, "block %d%s", (int)block, backward ? " backward" : "");
+      gemini_access_t a =
+          part_of(w.arena[0], block * WINDOW, WINDOW, backward ? GEMINI_READ_WRITE : GEMINI_READ, DEVICE);
+      OK(gemini_op_begin(w.mgr, name, w.stream));
+      OK(gemini_acquire(w.mgr, &a, 1, w.stream));
+      OK(gemini_release(w.mgr, &a, 1, w.stream));
+      OK(gemini_op_end(w.mgr));
+      if (!backward) continue;
+      gemini_update_t u = GEMINI_UPDATE_INIT;
+      u.flags = GEMINI_UPDATE_LATE;
+      u.arenas = w.arena;
+      u.modes = modes;
+      u.arena_count = 2;
+      u.first_element = block * (WINDOW / 4);
+      u.element_count = WINDOW / 4;
+      u.stream = w.stream;
+      u.fn = pile_span;
+      u.user = &pile;
+      OK(gemini_update(w.mgr, &u));
+    }
+    OK(gemini_iteration_end(w.mgr));
+    gemini_access_t last = part_of(w.arena[0], BLOCKS * WINDOW, WINDOW, GEMINI_WRITE, DEVICE);
+    OK(gemini_acquire(w.mgr, &last, 1, w.stream)); /* its copy to the host comes behind those that updates wait for */
+    OK(gemini_release(w.mgr, &last, 1, w.stream));
+    last = part_of(w.arena[0], BLOCKS * WINDOW, WINDOW, GEMINI_READ, HOST);
+    OK(gemini_acquire(w.mgr, &last, 1, GEMINI_STREAM_CALLER));
+    OK(gemini_release(w.mgr, &last, 1, GEMINI_STREAM_CALLER));
+    atomic_store(&pile.held, 0);
+    OK(gemini_update_wait(w.mgr));
+    CHECK_EQ(pile.count, BLOCKS);
+    CHECK_EQ(pile.other, 0);
+    if (!planned) continue;
+    for (uint64_t i = 1; i < BLOCKS; i++) /* after the one that was held up */
+      CHECK_EQ(pile.blocks[i], i - (i <= pile.blocks[0]));
+  }
+  CHECK(stats_of(&w).planned_iterations > 1);
+  world_close(&w);
+}
+
 static void test_spans_on_the_device_are_pending_until_they_are_done(void) {
   static const uint32_t sizes[] = { 4 };
   world_t w = world_of(config_of(6, 16, 0), sizes, 1, 4 * 16384);
@@ -955,6 +1034,7 @@ int main(void) {
   RUN(test_update_comes_after_its_streams_work);
   RUN(test_update_comes_after_unrelated_work_of_its_stream);
   RUN(test_late_updates_in_flight_keep_their_order);
+  RUN(test_updates_that_pile_up_are_done_as_operators_want_them);
   RUN(test_spans_on_the_device_are_pending_until_they_are_done);
   RUN(test_update_wait_and_close_finish_what_is_pending);
   RUN(test_update_puts_written_tensors_to_hold);

@@ -112,34 +112,44 @@ static void test_jobs_on_one_slot_run_in_their_order(void) {
   OK(gemini_manager_close(mgr));
 }
 
+enum { MANY = 300 };
 typedef struct {
-  _Atomic int count;
-  uint64_t order[3];
-} sooner_t;
-static void note(void *user, const gemini_update_span_t *span) {
-  sooner_t *o = user;
-  o->order[atomic_fetch_add(&o->count, 1)] = span->first_element;
+  int count;
+  uint64_t uses[MANY];
+} uses_t;
+static void note(void *user, const gemini_update_span_t *span) { /* one worker: one at a time */
+  uses_t *o = user;
+  o->uses[o->count++] = span->first_element;
 }
-static void test_what_is_used_sooner_overtakes(void) {
+static void wait_for(void *user, const gemini_update_span_t *span) {
+  (void)span;
+  while (!atomic_load((_Atomic int *)user)) pause_ms(1);
+}
+/* Of all that are ready, wherever in the queue. */
+static void test_what_is_used_soonest_overtakes(void) {
   gemini_arena_t arena;
   gemini_manager_t mgr = open_manager(1, &arena);
   gmi_manager_t *m = gmi_manager_get(mgr);
-  static const uint64_t uses[] = { 9, 3, 5 };
-  _Atomic int first_done = 0;
-  nap_t first = { 50, &first_done };
-  sooner_t o = { 0 };
-  gmi_lane_push(m, nap_job(&first)); /* meanwhile the others are queued */
-  for (uint64_t i = 0; i < 3; i++) {
-    gmi_job_t *job = calloc(1, sizeof *job);
-    CHECK(job);
-    *job = (gmi_job_t){ .fn = note, .user = &o, .next_use = uses[i] };
-    job->span.first_element = uses[i];
-    job->span.element_count = 1;
-    gmi_lane_push(m, job);
+  for (uint64_t stride = 1; stride < MANY; stride += 7) { /* the order of submission: up, down, and others */
+    _Atomic int all_queued = 0;
+    uses_t o = { 0 };
+    gmi_job_t *first = calloc(1, sizeof *first);
+    CHECK(first);
+    *first = (gmi_job_t){ .fn = wait_for, .user = &all_queued, .span.element_count = 1 };
+    gmi_lane_push(m, first);
+    for (uint64_t i = 0; i < MANY; i++) {
+      gmi_job_t *job = calloc(1, sizeof *job);
+      CHECK(job);
+      *job = (gmi_job_t){ .fn = note, .user = &o, .next_use = i * (MANY - stride) % MANY / 2 };
+      job->span.first_element = job->next_use * MANY + i; /* of equals, the oldest first */
+      job->span.element_count = 1;
+      gmi_lane_push(m, job);
+    }
+    atomic_store(&all_queued, 1);
+    gmi_lane_drain(m);
+    CHECK_EQ(o.count, MANY);
+    for (int i = 1; i < MANY; i++) CHECK(o.uses[i - 1] < o.uses[i]);
   }
-  gmi_lane_drain(m);
-  CHECK_EQ(o.count, 3);
-  CHECK(o.order[0] == 3 && o.order[1] == 5 && o.order[2] == 9);
   OK(gemini_manager_close(mgr));
 }
 
@@ -249,7 +259,7 @@ static void test_stats_reset_starts_peaks_at_what_is_used(void) {
 int main(void) {
   RUN(test_drain_waits_for_the_jobs_before_it_and_no_others);
   RUN(test_jobs_on_one_slot_run_in_their_order);
-  RUN(test_what_is_used_sooner_overtakes);
+  RUN(test_what_is_used_soonest_overtakes);
   RUN(test_workers_share_a_job);
   RUN(test_update_after_failed_copy_does_not_run_and_says_so);
   RUN(test_stats_reset_starts_peaks_at_what_is_used);

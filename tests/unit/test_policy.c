@@ -305,12 +305,27 @@ static void check_next_use(const gmi_plan_input_t *in, const gmi_plan_t *plan, c
   }
 }
 
+static void check_piece_use(const gmi_plan_input_t *in, const gmi_plan_t *plan) {
+  for (uint32_t p = 0; p < in->piece_count; p++) {
+    const gmi_plan_piece_t *piece = &in->pieces[p];
+    uint32_t expected = UINT32_MAX;
+    for (uint32_t i = 1; expected == UINT32_MAX && i <= in->op_count; i++) {
+      uint32_t op = (piece->after_op + i) % in->op_count;
+      for (uint32_t x = in->ops[op].access_first; x < in->ops[op + 1].access_first; x++)
+        for (uint32_t w = piece->window_first; w < piece->window_first + piece->shared_count; w++)
+          if (in->accesses[x].window == in->piece_windows[w]) expected = piece->after_op + i;
+    }
+    CHECK_EQ(plan->piece_use[p], expected);
+  }
+}
+
 static void check_plan(const gmi_plan_input_t *in, const gmi_plan_t *plan) {
   step_t steps[MAX_OPS + MAX_PIECES];
   uint32_t count = list_steps(in, plan, steps);
   check_shape(in, plan, steps, count);
   check_replay(in, plan, steps, count);
   check_next_use(in, plan, steps, count);
+  check_piece_use(in, plan);
 }
 
 static void make(const gmi_plan_input_t *in, gmi_plan_t *plan) {
@@ -939,6 +954,7 @@ static uint64_t hash_plan(const gmi_plan_input_t *in, const gmi_plan_t *p) {
   hash_bytes(&hash, p->resident_at_start, p->window_count);
   hash_bytes(&hash, p->stays, p->window_count);
   hash_bytes(&hash, p->next_use, in->ops[in->op_count].access_first * sizeof *p->next_use);
+  hash_bytes(&hash, p->piece_use, in->piece_count * sizeof *p->piece_use);
   return hash;
 }
 static uint64_t hash_many(void) {
