@@ -6,7 +6,7 @@ checkpointing on every block, AdamW, random tokens. Without arguments it is the 
 GPU about five minutes and 112 GiB of host memory. 1.5 billion parameters within 6 GiB, on text; and 13 billion with files,
 where host and files together take the 14 bytes a parameter:
   llama_torch.py --system gemini --size 1.5b --batch 4 --device-mem 6GiB --steps 15 --text /usr/share/common-licenses/GPL-3
-  llama_torch.py --system gemini --size 13b --host-mem 110GiB --file DIR --file-mem 62GiB --warmup 2 --steps 4 --text FILE
+  llama_torch.py --system gemini --size 13b --host-mem 110GiB --file DIR --file-mem 62GiB --lr 2e-5 --warmup 2 --steps 4 --text FILE
 SPDX-License-Identifier: Apache-2.0
 """
 import argparse
@@ -34,6 +34,7 @@ arguments.add_argument("--vocabulary", type=int, default=32000)
 arguments.add_argument("--steps", type=int, default=None, help="that are timed")
 arguments.add_argument("--warmup", type=int, default=None, help="steps before those")
 arguments.add_argument("--text", default=None, help="a file whose bytes are the tokens, in the place of random ones")
+arguments.add_argument("--lr", type=float, default=1e-4)
 arguments.add_argument("--clip", type=float, default=0.0, help="global norm of gradients; 0: no clipping")
 arguments.add_argument("--device-mem", default="24GiB", help="of gemini and fsdp2")
 arguments.add_argument("--host-mem", default=None, help="of gemini; left out: 16 bytes a parameter and 2 GiB")
@@ -141,7 +142,7 @@ class MasterAdamw:
         for step in self.steps[part]:
           step += 1
         torch._fused_adamw_(self.masters[part], gradients, self.momenta[part], self.variances[part], [], self.steps[part],
-                            lr=1e-4, beta1=0.9, beta2=0.999, weight_decay=0.01, eps=1e-8, amsgrad=False, maximize=False)
+                            lr=options.lr, beta1=0.9, beta2=0.999, weight_decay=0.01, eps=1e-8, amsgrad=False, maximize=False)
         torch._foreach_copy_(self.params[part], self.masters[part])
 
   def zero_grad(self):
@@ -188,7 +189,7 @@ def main():
           flat = local.view(-1)
           for first in range(0, flat.numel(), tile.numel()):
             flat[first:first + tile.numel()].copy_(tile[:flat.numel() - first])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, fused=True)
   else:
     import libgemini.torch as gm
     host = options.host_mem or 16 * count(options.size) + (2 << 30)
@@ -198,7 +199,7 @@ def main():
     with init:
       model = build(torch, torch.bfloat16)
     made = time.perf_counter()
-    model, optimizer = gm.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-4),
+    model, optimizer = gm.prepare(model, torch.optim.AdamW(model.parameters(), lr=options.lr),
                                   step_in_backward=not (options.step_at_end or options.clip))
     print(f"made in {made - begin:.1f} s, prepared in {time.perf_counter() - made:.1f} s", file=sys.stderr)
   params = sum(param.numel() for param in model.parameters())
