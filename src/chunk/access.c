@@ -363,6 +363,18 @@ static void forget_given(const gemini_access_t *accesses, const prepared_t *p, u
   }
 }
 
+/* Bytes must come, or updates of them are not even queued: who acquires may have to wait for either. */
+static bool may_wait(const gemini_access_t *accesses, const prepared_t *p, uint64_t count) {
+  for (uint64_t k = 0; k < count; k++) {
+    const gmi_range_t *r = &p[k].range;
+    for (uint64_t i = r->first; accesses[k].tier == GEMINI_TIER_DEVICE && i <= r->last; i++) {
+      const gmi_window_t *w = &r->store->windows[i];
+      if (w->deferred || !(atomic_load_explicit(&w->word, memory_order_relaxed) & GMI_WINDOW_RESIDENT)) return true;
+    }
+  }
+  return false;
+}
+
 static gemini_status_t acquire_slow(gmi_manager_t *m, gemini_access_t *accesses, uint64_t count, uint32_t stream) {
   prepared_t small[SMALL_BATCH], *p = small;
   gemini_status_t status = GEMINI_OK;
@@ -393,6 +405,8 @@ static gemini_status_t acquire_slow(gmi_manager_t *m, gemini_access_t *accesses,
                               "gradient of %s cannot be used: it has not been written whole since its parameter was",
                               range_name(m, r));
   }
+  gmi_pause_t pause = { 0 };
+  if (!status && may_wait(accesses, p, count)) gmi_tracer_pause(m, stream, &pause);
   uint64_t held = 0, held_windows = 0, touched = 0; /* accesses held whole; windows held of the next one */
   for (; !status && held < count; held += !status) {
     gmi_range_t *r = &p[held].range;
@@ -408,6 +422,7 @@ static gemini_status_t acquire_slow(gmi_manager_t *m, gemini_access_t *accesses,
   for (uint64_t k = 0; !status && k < count; k++)
     for (uint64_t i = p[k].range.first; !status && i <= p[k].range.last; i++)
       status = bring_window(m, &accesses[k], &p[k].range, (uint32_t)i);
+  gmi_tracer_resume(m, stream, &pause);
   if (!status) status = wait_windows(m, accesses, p, count, stream);
   for (uint64_t k = 0; !status && k < count; k++) status = leave_device(m, &accesses[k], &p[k].range);
   for (uint64_t k = 0; !status && k < count; k++) commit(m, &accesses[k], &p[k]);

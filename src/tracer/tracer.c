@@ -11,6 +11,7 @@
 #include "tracer/timeline.h"
 
 enum { NAME_LIMIT = 127, STALLS_LIMIT = 4096, SETTLE_RUNS = 2, HISTORY = 128, NO_VARIANT = 255 };
+enum { PAUSE_NS = 50000 }; /* a pause that is shorter is not worth two marks */
 
 typedef struct {
   gmi_trace_t trace;
@@ -25,11 +26,12 @@ typedef struct {
 typedef struct { /* an op whose times are still to be read */
   gmi_fence_t begin, end;
   uint64_t begin_ns, end_ns; /* on the caller's thread instead of fences */
-  uint64_t stall_ns;
+  uint64_t stall_ns, pause_ns;
   uint32_t stall_first, stall_count; /* in stalls */
 } timing_t;
 typedef struct {
   gmi_fence_t before, after;
+  bool pause; /* gmi_tracer_pause() */
 } stall_t;
 
 typedef struct gmi_tracer {
@@ -410,18 +412,26 @@ void gmi_tracer_resolve(gmi_manager_t *m, bool block) {
       if (!block) return;
       gmi_fence_sync(m, k->end);
     }
-    uint64_t begin = k->begin_ns, end = k->end_ns, stall = k->stall_ns;
+    uint64_t begin = k->begin_ns, end = k->end_ns, stall = k->stall_ns, pause = k->pause_ns;
     bool known = !k->end || (time_of(m, k->begin, &begin) && time_of(m, k->end, &end));
     for (uint32_t s = k->stall_first; known && s < k->stall_first + k->stall_count; s++) {
       uint64_t before, after;
       known = time_of(m, t->stalls[s].before, &before) && time_of(m, t->stalls[s].after, &after);
-      if (known) stall += after - before;
+      if (known) *(t->stalls[s].pause ? &pause : &stall) += after - before;
     }
     t->durations[t->resolved] = known ? (end - begin > stall ? end - begin - stall : 1) : UINT64_MAX;
-    if (known) m->stats.stall_ns += stall;
+    if (known) m->stats.stall_ns += stall + pause;
     if (!known) t->in_ops_ns = UINT64_MAX;
     else if (t->in_ops_ns != UINT64_MAX) t->in_ops_ns += end - begin;
   }
+}
+
+static void count_stall(gmi_manager_t *m, stall_t stall) {
+  gmi_tracer_t *t = m->tracer;
+  timing_t *k = &t->timings[t->op_index];
+  if (!k->stall_count++) k->stall_first = t->stall_count;
+  t->stalls[t->stall_count++] = stall;
+  gmi_timeline_span(m, "wait", "wait for chunk", stall.before, stall.after);
 }
 
 gemini_status_t gmi_tracer_wait(gmi_manager_t *m, uint32_t stream, gmi_fence_t fence) {
@@ -435,16 +445,30 @@ gemini_status_t gmi_tracer_wait(gmi_manager_t *m, uint32_t stream, gmi_fence_t f
     k->stall_ns += m->dev->now(m->dev_self) - begin;
     return status;
   }
-  stall_t stall;
+  stall_t stall = { 0 };
   count = count && t->stall_count < STALLS_LIMIT;
   gemini_status_t status = count ? gmi_fence_now(m, stream, &stall.before) : GEMINI_OK;
   if (!status) status = gmi_fence_wait(m, stream, fence);
   if (!status && count) status = gmi_fence_now(m, stream, &stall.after);
-  if (status || !count) return status;
-  if (!k->stall_count++) k->stall_first = t->stall_count;
-  t->stalls[t->stall_count++] = stall;
-  gmi_timeline_span(m, "wait", "wait for chunk", stall.before, stall.after);
-  return GEMINI_OK;
+  if (!status && count) count_stall(m, stall);
+  return status;
+}
+
+void gmi_tracer_pause(gmi_manager_t *m, uint32_t stream, gmi_pause_t *pause_out) {
+  gmi_tracer_t *t = m->tracer;
+  *pause_out = (gmi_pause_t){ 0 };
+  if (!t->op_open || t->op_stream != stream || t->record_lost || t->stall_count == STALLS_LIMIT) return;
+  if (stream != GMI_CALLER && gmi_fence_now(m, stream, &pause_out->before)) return; /* then it is not counted */
+  pause_out->begin_ns = m->dev->now(m->dev_self);
+}
+
+void gmi_tracer_resume(gmi_manager_t *m, uint32_t stream, const gmi_pause_t *pause) {
+  gmi_tracer_t *t = m->tracer;
+  uint64_t now = pause->begin_ns ? m->dev->now(m->dev_self) : 0;
+  if (!now || now - pause->begin_ns < PAUSE_NS) return;
+  stall_t stall = { .before = pause->before, .pause = true };
+  if (stream == GMI_CALLER) t->timings[t->op_index].pause_ns += now - pause->begin_ns;
+  else if (!gmi_fence_now(m, stream, &stall.after)) count_stall(m, stall);
 }
 
 /* ---- brackets */

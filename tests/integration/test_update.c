@@ -22,6 +22,12 @@ static void sleep_ms(long ms) {
   while (nanosleep(&t, &t) && errno == EINTR) continue;
 }
 
+static uint64_t now_ns(void) {
+  struct timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
+}
+
 /* ---- arenas of one layout, each with a plain copy of what it should hold */
 typedef struct {
   gemini_manager_t mgr;
@@ -555,6 +561,36 @@ static void test_late_updates_in_flight_keep_their_order(void) {
   }
 }
 
+/* The last of many updates that wait for room on the host is wanted: nothing else can be queued meanwhile. */
+static void test_waiting_for_updates_that_are_not_queued_is_a_stall(void) {
+  static const uint32_t sizes[] = { 4, 4 };
+  for (int on_caller = 0; on_caller < 2; on_caller++) {
+    gemini_config_t c = config_of(6, 12, 80);
+    c.update_threads = 1;
+    world_t w = world_of(c, sizes, 2, 32 * 16384);
+    rule_t r = rule_of(&w, 3);
+    r.delay_ms = 5;
+    gemini_stream_t stream = on_caller ? GEMINI_STREAM_CALLER : w.stream;
+    OK(gemini_iteration_begin(w.mgr));
+    OK(rule_submit(&r, 0, 0, GEMINI_UPDATE_LATE, stream));
+    rule_plain(&r, 0, 0);
+    gemini_access_t last = part_of(w.arena[0], 31 * WINDOW, WINDOW, GEMINI_READ, DEVICE);
+    OK(gemini_op_begin(w.mgr, "op", stream));
+    uint64_t begin_ns = now_ns();
+    OK(gemini_acquire(w.mgr, &last, 1, stream));
+    uint64_t waited_ns = now_ns() - begin_ns, before_ns = stats_of(&w).stall_ns;
+    OK(gemini_release(w.mgr, &last, 1, stream));
+    OK(gemini_op_end(w.mgr));
+    OK(gemini_stream_synchronize(w.mgr, w.stream));
+    OK(gemini_iteration_end(w.mgr));
+    CHECK(waited_ns > 50 * 1000000u); /* 20 pieces and more ended meanwhile */
+    CHECK(stats_of(&w).stall_ns - before_ns > waited_ns / 10 * 9);
+    OK(gemini_update_wait(w.mgr));
+    expect_all(&w, HOST);
+    world_close(&w);
+  }
+}
+
 /* ---- the order of what piles up */
 enum { BLOCKS = 80 };
 typedef struct {
@@ -1034,6 +1070,7 @@ int main(void) {
   RUN(test_update_comes_after_its_streams_work);
   RUN(test_update_comes_after_unrelated_work_of_its_stream);
   RUN(test_late_updates_in_flight_keep_their_order);
+  RUN(test_waiting_for_updates_that_are_not_queued_is_a_stall);
   RUN(test_updates_that_pile_up_are_done_as_operators_want_them);
   RUN(test_spans_on_the_device_are_pending_until_they_are_done);
   RUN(test_update_wait_and_close_finish_what_is_pending);
