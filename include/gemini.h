@@ -775,7 +775,7 @@ typedef struct gemini_stats_s {
   uint64_t moved_chunks[GEMINI_LINK_COUNT][GEMINI_REASON_COUNT];
   uint64_t acquire_hits;        /* windows found resident by an acquire on the device */
   uint64_t acquire_misses;      /* windows fetched by the acquire itself */
-  uint64_t stall_ns;            /* streams waited for chunks inside ops, in all */
+  uint64_t stall_ns;            /* streams stood still inside ops, waiting for chunks, in all */
   uint64_t iterations;          /* ended */
   uint64_t planned_iterations;  /* of these, run to their end under a plan */
   uint64_t departures;          /* iterations that left their plan */
