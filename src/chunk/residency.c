@@ -313,14 +313,17 @@ static gemini_status_t queue_copy(gmi_manager_t *m, gmi_window_t *w, uint32_t li
   if (!status && gmi_window_work_pending(m, w))
     status = m->dev->wait_flag(m->dev_self, stream, &slot->work_done, slot->work_queued);
   if (!status) status = gmi_fence_now(m, stream, &begin);
-  if (!status) {
+  bool queued = !status; /* else who uses the slot's bytes is still whom its fence says */
+  if (queued) {
     void *device = gmi_window_device(m, w), *host = gmi_window_host(m, w);
     status = link == GEMINI_LINK_H2D ? m->dev->copy(m->dev_self, stream, device, host, window_bytes(m), GMI_COPY_H2D)
                                      : m->dev->copy(m->dev_self, stream, host, device, window_bytes(m), GMI_COPY_D2H);
   }
   if (!status) status = gmi_fence_now(m, stream, &end);
-  if (status) slot->fence = gmi_fence_later(m, stream); /* the copy may be queued all the same */
-  if (status && link == GEMINI_LINK_D2H) w->copied_out = slot->fence;
+  if (status && queued) { /* it may be all the same */
+    slot->fence = gmi_fence_later(m, stream);
+    if (link == GEMINI_LINK_D2H) w->copied_out = slot->fence;
+  }
   if (status)
     return gmi_fail(status, 0, "the device could not queue a copy of %llu bytes", (unsigned long long)window_bytes(m));
   time_copy(m, link, begin, end);
