@@ -61,10 +61,10 @@ static gemini_status_t zero_bytes(gmi_manager_t *m, const gmi_range_t *r) {
       gmi_fence_t fence = 0;
       status = gmi_window_wait(m, m->copy_in, w, GEMINI_READ_WRITE);
       if (!status) status = gmi_fence_wait(m, m->copy_in, w->copied_out);
-      if (!status) status = gmi_device_zero(m, m->copy_in, r->store->base + begin, end - begin);
-      if (!status) status = gmi_fence_now(m, m->copy_in, &fence);
       if (status) return status;
-      w->arrive = fence;
+      status = gmi_device_zero(m, m->copy_in, r->store->base + begin, end - begin);
+      if (!status) status = gmi_fence_now(m, m->copy_in, &fence);
+      w->arrive = status ? gmi_fence_later(m, m->copy_in) : fence; /* it may be queued all the same */
       atomic_fetch_and(&w->word, ~GMI_WINDOW_SETTLED);
       gmi_window_wrote(m, w);
     } else {

@@ -352,8 +352,54 @@ static void test_a_copy_that_is_not_queued_leaves_those_before_it_in_force(void)
   CHECK(met > 1);
 }
 
+/* Half of a chunk is to become zero, behind what waits for a slow job, and the mark behind that fails. */
+static void write_job(void *user) { pattern(user, WINDOW, 88); }
+static void test_what_is_written_after_a_zero_that_failed_stays(void) {
+  gemini_config_t c = GEMINI_CONFIG_INIT;
+  c.window_bytes = WINDOW;
+  c.device_bytes = 2 * WINDOW;
+  c.host_bytes = 4 * WINDOW;
+  gemini_manager_t mgr;
+  gemini_arena_t arena;
+  gemini_arena_config_t ac = GEMINI_ARENA_CONFIG_INIT;
+  gemini_stream_t streams[2];
+  uint64_t offset;
+  MUST(gemini_manager_open(&c, &mgr));
+  MUST(gemini_arena_create(mgr, &ac, &arena));
+  MUST(gemini_arena_take(mgr, arena, 3 * WINDOW, &offset));
+  for (int i = 0; i < 2; i++) MUST(gemini_stream_create(mgr, &streams[i]));
+  gemini_access_t a = { .object = arena };
+  MUST(hold(mgr, &a, 0, GEMINI_READ, GEMINI_TIER_DEVICE, streams[0]));
+  queue(mgr, a, 0, 0, true, streams[0]);
+  MUST(hold(mgr, &a, 1, GEMINI_READ_WRITE, GEMINI_TIER_DEVICE, streams[1]));
+  queue(mgr, a, 0, 77, false, streams[1]);
+  MUST(gemini_stream_synchronize(mgr, streams[1]));
+  MUST(hold(mgr, &a, 2, GEMINI_READ, GEMINI_TIER_DEVICE, streams[0])); /* comes into the frame of 0 */
+  MUST(gemini_release(mgr, &a, 1, streams[0]));
+  gmi_manager_t *m = gmi_manager_get(mgr);
+  real = m->dev;
+  gmi_device_ops_t faulty = *real;
+  faulty.mark = mark;
+  m->dev = &faulty;
+  fault = FAULT_MARK;
+  failed = false;
+  countdown = 0;
+  gemini_access_t half = { .object = arena, .offset_bytes = WINDOW, .size_bytes = WINDOW / 2 };
+  gemini_status_t status = gemini_zero(mgr, &half);
+  NEED(status == GEMINI_ERR_DEVICE && failed && named(status));
+  MUST(hold(mgr, &a, 1, GEMINI_READ_WRITE, GEMINI_TIER_DEVICE, streams[1]));
+  MUST(gemini_stream_call(mgr, streams[1], write_job, a.ptr));
+  MUST(gemini_release(mgr, &a, 1, streams[1]));
+  MUST(gemini_stream_synchronize(mgr, streams[0])); /* by now all that was queued has run */
+  MUST(hold(mgr, &a, 1, GEMINI_READ, GEMINI_TIER_DEVICE, streams[1]));
+  queue(mgr, a, 88, 0, true, streams[1]);
+  MUST(gemini_stream_synchronize(mgr, streams[1]));
+  MUST(gemini_manager_close(mgr));
+}
+
 int main(void) {
   RUN(test_a_copy_that_is_not_queued_leaves_those_before_it_in_force);
+  RUN(test_what_is_written_after_a_zero_that_failed_stays);
   RUN(test_one_failing_call_loses_no_byte);
   return check_done();
 }
