@@ -658,6 +658,7 @@ static void test_updates_that_pile_up_are_done_as_operators_want_them(void) {
     last = part_of(w.arena[0], BLOCKS * WINDOW, WINDOW, GEMINI_READ, HOST);
     OK(gemini_acquire(w.mgr, &last, 1, GEMINI_STREAM_CALLER));
     OK(gemini_release(w.mgr, &last, 1, GEMINI_STREAM_CALLER));
+    sleep_ms(1); /* what came since the worker looked is seen a while later only */
     atomic_store(&pile.held, 0);
     OK(gemini_update_wait(w.mgr));
     CHECK_EQ(pile.count, BLOCKS);

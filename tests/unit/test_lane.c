@@ -145,6 +145,7 @@ static void test_what_is_used_soonest_overtakes(void) {
       job->span.element_count = 1;
       gmi_lane_push(m, job);
     }
+    pause_ms(1); /* what came since the worker looked is seen a while later only */
     atomic_store(&all_queued, 1);
     gmi_lane_drain(m);
     CHECK_EQ(o.count, MANY);
