@@ -91,10 +91,9 @@ typedef struct gmi_plan {
   uint8_t *stays;             /* [window_count] 1 = never leaves the device under the plan */
   uint32_t *next_use;         /* [accesses] op of the same window's next access, + op_count when in the next iteration,
                                 UINT32_MAX when there is none before it must leave for the host */
-  uint32_t *piece_use;    /* [piece_count] op that next uses a shared window of the piece, + op_count when in the next
-                                iteration, UINT32_MAX when there is none: workers take the least first */
-  uint64_t fetch_count;   /* windows fetched an iteration */
-  uint64_t optimum_count; /* the fewest possible with these pieces on these places: Belady's MIN. Where the search
+  uint32_t *piece_use;        /* [piece_count] alike, of its shared windows: workers take the least first */
+  uint64_t fetch_count;       /* windows fetched an iteration */
+  uint64_t optimum_count;     /* the fewest possible with these pieces on these places: Belady's MIN. Where the search
                                 for it was cut short (docs/policy.md) a proven lower bound of it */
   uint64_t evict_dirty_count;
   uint64_t device_piece_count;

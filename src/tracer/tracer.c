@@ -426,6 +426,11 @@ void gmi_tracer_resolve(gmi_manager_t *m, bool block) {
   }
 }
 
+/* Is what stream waits for a stall of the open op? */
+static bool is_stall(const gmi_tracer_t *t, uint32_t stream) {
+  return t->op_open && t->op_stream == stream && !t->record_lost;
+}
+
 static void count_stall(gmi_manager_t *m, stall_t stall) {
   gmi_tracer_t *t = m->tracer;
   timing_t *k = &t->timings[t->op_index];
@@ -437,7 +442,7 @@ static void count_stall(gmi_manager_t *m, stall_t stall) {
 gemini_status_t gmi_tracer_wait(gmi_manager_t *m, uint32_t stream, gmi_fence_t fence) {
   gmi_tracer_t *t = m->tracer;
   if (gmi_fence_reached(m, fence) || (stream != GMI_CALLER && gmi_fence_stream(fence) == stream)) return GEMINI_OK;
-  bool count = t->op_open && t->op_stream == stream && !t->record_lost;
+  bool count = is_stall(t, stream);
   timing_t *k = count ? &t->timings[t->op_index] : NULL;
   if (count && stream == GMI_CALLER) {
     uint64_t begin = m->dev->now(m->dev_self);
@@ -457,7 +462,7 @@ gemini_status_t gmi_tracer_wait(gmi_manager_t *m, uint32_t stream, gmi_fence_t f
 void gmi_tracer_pause(gmi_manager_t *m, uint32_t stream, gmi_pause_t *pause_out) {
   gmi_tracer_t *t = m->tracer;
   *pause_out = (gmi_pause_t){ 0 };
-  if (!t->op_open || t->op_stream != stream || t->record_lost || t->stall_count == STALLS_LIMIT) return;
+  if (!is_stall(t, stream) || t->stall_count == STALLS_LIMIT) return;
   if (stream != GMI_CALLER && gmi_fence_now(m, stream, &pause_out->before)) return; /* then it is not counted */
   pause_out->begin_ns = m->dev->now(m->dev_self);
 }

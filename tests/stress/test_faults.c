@@ -68,6 +68,24 @@ static gemini_status_t frame_create(void *self, uint64_t size, uint64_t *frame_o
   return fails(FAULT_FRAME) ? GEMINI_ERR_OOM_SYSTEM : real->frame_create(self, size, frame_out);
 }
 
+/* The manager's device gets them; faulty lives as long as it. The countdown begins when the caller sets it. */
+static void inject(gemini_manager_t mgr, gmi_device_ops_t *faulty, uint32_t kind) {
+  gmi_manager_t *m = gmi_manager_get(mgr);
+  real = m->dev;
+  *faulty = *real;
+  faulty->copy = copy;
+  faulty->map = map;
+  faulty->host_lock = host_lock;
+  faulty->mark = mark;
+  faulty->zero = zero;
+  faulty->wait = wait;
+  faulty->frame_create = frame_create;
+  m->dev = faulty;
+  fault = kind;
+  failed = false;
+  countdown = -1;
+}
+
 static void fail(int line, const char *what, int64_t value) {
   gemini_error_info_t info = GEMINI_ERROR_INFO_INIT;
   if (gemini_last_error(&info) == GEMINI_OK)
@@ -186,17 +204,8 @@ static void program(const char *dir) {
   MUST(gemini_arena_create(mgr, &ac, &arena));
   MUST(gemini_arena_take(mgr, arena, SIZE, &offset));
   for (int i = 0; i < 2; i++) MUST(gemini_stream_create(mgr, &streams[i]));
-  gmi_manager_t *m = gmi_manager_get(mgr);
-  real = m->dev;
-  gmi_device_ops_t faulty = *real;
-  faulty.copy = copy;
-  faulty.map = map;
-  faulty.host_lock = host_lock;
-  faulty.mark = mark;
-  faulty.zero = zero;
-  faulty.wait = wait;
-  faulty.frame_create = frame_create;
-  m->dev = &faulty;
+  gmi_device_ops_t faulty;
+  inject(mgr, &faulty, fault);
   bool file = fault == FAULT_WRITE || fault == FAULT_READ;
   int break_at = (int)below(r, STEPS);
   if (!file) countdown = (int64_t)below(r, 60);
@@ -278,8 +287,7 @@ static void test_one_failing_call_loses_no_byte(void) {
   rmdir(dir);
 }
 
-/* A chunk's bytes are still being read from its host slot when another chunk gets that, whose copy into it is not
- * queued at first. */
+/* ---- single failures, with the work before them still under way */
 static void slow_job(void *user) {
   nanosleep(&(struct timespec){ .tv_nsec = 20000000 }, NULL);
   job(user);
@@ -294,6 +302,22 @@ static void queue(gemini_manager_t mgr, gemini_access_t a, uint64_t expected, ui
   else job(j);
   MUST(gemini_release(mgr, &a, 1, stream));
 }
+static gemini_arena_t small_world(uint64_t device, uint64_t host, uint64_t windows, gemini_manager_t *mgr_out,
+                                  gemini_stream_t streams_out[3]) {
+  gemini_config_t c = GEMINI_CONFIG_INIT;
+  c.window_bytes = WINDOW;
+  c.device_bytes = device * WINDOW;
+  c.host_bytes = host * WINDOW;
+  gemini_arena_t arena;
+  gemini_arena_config_t ac = GEMINI_ARENA_CONFIG_INIT;
+  ac.capacity_bytes = windows * WINDOW;
+  uint64_t offset;
+  MUST(gemini_manager_open(&c, mgr_out));
+  MUST(gemini_arena_create(*mgr_out, &ac, &arena));
+  MUST(gemini_arena_take(*mgr_out, arena, windows * WINDOW, &offset));
+  for (int i = 0; i < 3; i++) MUST(gemini_stream_create(*mgr_out, &streams_out[i]));
+  return arena;
+}
 static gemini_status_t hold(gemini_manager_t mgr, gemini_access_t *a, uint64_t window, uint32_t mode, uint32_t tier,
                             gemini_stream_t stream) {
   a->offset_bytes = window * WINDOW;
@@ -302,23 +326,14 @@ static gemini_status_t hold(gemini_manager_t mgr, gemini_access_t *a, uint64_t w
   a->tier = tier;
   return gemini_acquire(mgr, a, 1, stream);
 }
+/* A chunk's bytes are still being read from its host slot when another chunk gets that, whose copy into it is not
+ * queued at first. */
 static void test_a_copy_that_is_not_queued_leaves_those_before_it_in_force(void) {
   uint32_t met = 0;
   for (int64_t n = 0; n < 6; n++) {
-    gemini_config_t c = GEMINI_CONFIG_INIT;
-    c.window_bytes = WINDOW;
-    c.device_bytes = 2 * WINDOW;
-    c.host_bytes = WINDOW;
     gemini_manager_t mgr;
-    gemini_arena_t arena;
-    gemini_arena_config_t ac = GEMINI_ARENA_CONFIG_INIT;
     gemini_stream_t streams[3];
-    uint64_t offset;
-    ac.capacity_bytes = 4 * WINDOW;
-    MUST(gemini_manager_open(&c, &mgr));
-    MUST(gemini_arena_create(mgr, &ac, &arena));
-    MUST(gemini_arena_take(mgr, arena, 4 * WINDOW, &offset));
-    for (int i = 0; i < 3; i++) MUST(gemini_stream_create(mgr, &streams[i]));
+    gemini_arena_t arena = small_world(2, 1, 4, &mgr, streams);
     gemini_access_t a = { .object = arena };
     MUST(hold(mgr, &a, 0, GEMINI_READ_WRITE, GEMINI_TIER_HOST, GEMINI_STREAM_CALLER));
     queue(mgr, a, 0, 77, false, GEMINI_STREAM_CALLER);
@@ -328,14 +343,8 @@ static void test_a_copy_that_is_not_queued_leaves_those_before_it_in_force(void)
     queue(mgr, a, 0, 88, false, streams[1]);
     MUST(hold(mgr, &a, 0, GEMINI_READ, GEMINI_TIER_DEVICE, streams[2]));
     queue(mgr, a, 77, 0, false, streams[2]);
-    gmi_manager_t *m = gmi_manager_get(mgr);
-    real = m->dev;
-    gmi_device_ops_t faulty = *real;
-    faulty.wait = wait;
-    faulty.mark = mark;
-    m->dev = &faulty;
-    fault = n % 2 ? FAULT_MARK : FAULT_WAIT;
-    failed = false;
+    gmi_device_ops_t faulty;
+    inject(mgr, &faulty, n % 2 ? FAULT_MARK : FAULT_WAIT);
     countdown = n / 2;
     gemini_status_t status = hold(mgr, &a, 3, GEMINI_READ, GEMINI_TIER_DEVICE, streams[1]); /* 2 goes to 0's slot */
     if (status) NEED(failed && named(status));
@@ -355,19 +364,9 @@ static void test_a_copy_that_is_not_queued_leaves_those_before_it_in_force(void)
 /* Half of a chunk is to become zero, behind what waits for a slow job, and the mark behind that fails. */
 static void write_job(void *user) { pattern(user, WINDOW, 88); }
 static void test_what_is_written_after_a_zero_that_failed_stays(void) {
-  gemini_config_t c = GEMINI_CONFIG_INIT;
-  c.window_bytes = WINDOW;
-  c.device_bytes = 2 * WINDOW;
-  c.host_bytes = 4 * WINDOW;
   gemini_manager_t mgr;
-  gemini_arena_t arena;
-  gemini_arena_config_t ac = GEMINI_ARENA_CONFIG_INIT;
-  gemini_stream_t streams[2];
-  uint64_t offset;
-  MUST(gemini_manager_open(&c, &mgr));
-  MUST(gemini_arena_create(mgr, &ac, &arena));
-  MUST(gemini_arena_take(mgr, arena, 3 * WINDOW, &offset));
-  for (int i = 0; i < 2; i++) MUST(gemini_stream_create(mgr, &streams[i]));
+  gemini_stream_t streams[3];
+  gemini_arena_t arena = small_world(2, 4, 3, &mgr, streams);
   gemini_access_t a = { .object = arena };
   MUST(hold(mgr, &a, 0, GEMINI_READ, GEMINI_TIER_DEVICE, streams[0]));
   queue(mgr, a, 0, 0, true, streams[0]);
@@ -376,13 +375,8 @@ static void test_what_is_written_after_a_zero_that_failed_stays(void) {
   MUST(gemini_stream_synchronize(mgr, streams[1]));
   MUST(hold(mgr, &a, 2, GEMINI_READ, GEMINI_TIER_DEVICE, streams[0])); /* comes into the frame of 0 */
   MUST(gemini_release(mgr, &a, 1, streams[0]));
-  gmi_manager_t *m = gmi_manager_get(mgr);
-  real = m->dev;
-  gmi_device_ops_t faulty = *real;
-  faulty.mark = mark;
-  m->dev = &faulty;
-  fault = FAULT_MARK;
-  failed = false;
+  gmi_device_ops_t faulty;
+  inject(mgr, &faulty, FAULT_MARK);
   countdown = 0;
   gemini_access_t half = { .object = arena, .offset_bytes = WINDOW, .size_bytes = WINDOW / 2 };
   gemini_status_t status = gemini_zero(mgr, &half);
