@@ -6,7 +6,7 @@ checkpointing on every block, AdamW, random tokens. Without arguments it is the 
 GPU about five minutes and 112 GiB of host memory. 1.5 billion parameters within 6 GiB, on text; and 13 billion with files,
 where host and files together take the 14 bytes a parameter:
   llama_torch.py --system gemini --size 1.5b --batch 4 --device-mem 6GiB --steps 15 --text /usr/share/common-licenses/GPL-3
-  llama_torch.py --system gemini --size 13b --host-mem 110GiB --file DIR --file-mem 62GiB --lr 2e-5 --warmup 2 --steps 4 --text FILE
+  llama_torch.py --system gemini --size 13b --host-mem 110GiB --file DIR --file-mem 62GiB --lr 5e-6 --warmup 1 --steps 4 --text FILE
 SPDX-License-Identifier: Apache-2.0
 """
 import argparse
@@ -47,6 +47,7 @@ arguments.add_argument("--device", default=None, help="cpu: the simulated device
 arguments.add_argument("--timeline", default=None, help="of gemini, the last step, to this file")
 arguments.add_argument("--trace", default=None, help="of gemini, saved to this file")
 arguments.add_argument("--step-at-end", action="store_true", help="gemini: no updates within the backward pass")
+arguments.add_argument("--repeatable", action="store_true", help="kernels that add in one order: the same losses in each run")
 arguments.add_argument("--explain", action="store_true")
 arguments.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
 options = arguments.parse_args()
@@ -155,6 +156,11 @@ def main():
   cuda = torch.cuda.is_available() and options.device != "cpu"
   device = torch.device("cuda", 0) if cuda else torch.device("cpu")
   torch.manual_seed(1)
+  if options.repeatable:  # cuDNN's attention is not, whatever torch is told
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
   begin = time.perf_counter()
   gm = None
   if options.system == "gpu":

@@ -93,6 +93,12 @@ def test_same_bits_in_less_memory(name, placement):
   assert sum(stats["moved_bytes"]["host to device"].values()) > 0
 
 
+@pytest.mark.parametrize("early", (False, True))
+def test_same_bits_with_files(tmp_path, early):
+  _, _, stats = same_as_resident(early=early, host_memory="64MiB", file=str(tmp_path), file_memory="400MiB")
+  assert sum(stats["moved_bytes"]["file to host"].values()) > 0
+
+
 def test_close_to_torch():
   losses, params, _ = run()
   model = make("llama").cuda()
