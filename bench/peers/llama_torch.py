@@ -156,9 +156,8 @@ def main():
   cuda = torch.cuda.is_available() and options.device != "cpu"
   device = torch.device("cuda", 0) if cuda else torch.device("cpu")
   torch.manual_seed(1)
-  if options.repeatable:  # cuDNN's attention is not, whatever torch is told
+  if options.repeatable:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.backends.cuda.enable_cudnn_sdp(False)
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False
   begin = time.perf_counter()
