@@ -364,15 +364,17 @@ static void forget_given(const gemini_access_t *accesses, const prepared_t *p, u
 }
 
 /* Bytes must come, or updates of them are not even queued: who acquires may have to wait for either. */
-static bool may_wait(const gemini_access_t *accesses, const prepared_t *p, uint64_t count) {
+static bool may_wait(const gemini_access_t *accesses, const prepared_t *p, uint64_t count, bool *for_updates_out) {
+  bool may = *for_updates_out = false;
   for (uint64_t k = 0; k < count; k++) {
     const gmi_range_t *r = &p[k].range;
     for (uint64_t i = r->first; accesses[k].tier == GEMINI_TIER_DEVICE && i <= r->last; i++) {
       const gmi_window_t *w = &r->store->windows[i];
-      if (w->deferred || !(atomic_load_explicit(&w->word, memory_order_relaxed) & GMI_WINDOW_RESIDENT)) return true;
+      if (w->deferred) return *for_updates_out = true;
+      may |= !(atomic_load_explicit(&w->word, memory_order_relaxed) & GMI_WINDOW_RESIDENT);
     }
   }
-  return false;
+  return may;
 }
 
 static gemini_status_t acquire_slow(gmi_manager_t *m, gemini_access_t *accesses, uint64_t count, uint32_t stream) {
@@ -406,7 +408,8 @@ static gemini_status_t acquire_slow(gmi_manager_t *m, gemini_access_t *accesses,
                               range_name(m, r));
   }
   gmi_pause_t pause = { 0 };
-  if (!status && may_wait(accesses, p, count)) gmi_tracer_pause(m, stream, &pause);
+  bool for_updates;
+  if (!status && may_wait(accesses, p, count, &for_updates)) gmi_tracer_pause(m, stream, for_updates, &pause);
   uint64_t held = 0, held_windows = 0, touched = 0; /* accesses held whole; windows held of the next one */
   for (; !status && held < count; held += !status) {
     gmi_range_t *r = &p[held].range;

@@ -26,12 +26,12 @@ typedef struct {
 typedef struct { /* an op whose times are still to be read */
   gmi_fence_t begin, end;
   uint64_t begin_ns, end_ns; /* on the caller's thread instead of fences */
-  uint64_t stall_ns, pause_ns;
+  uint64_t stall_ns, unforeseen_ns;
   uint32_t stall_first, stall_count; /* in stalls */
 } timing_t;
 typedef struct {
   gmi_fence_t before, after;
-  bool pause; /* gmi_tracer_pause() */
+  bool unforeseen; /* gmi_tracer_pause() */
 } stall_t;
 
 typedef struct gmi_tracer {
@@ -412,15 +412,15 @@ void gmi_tracer_resolve(gmi_manager_t *m, bool block) {
       if (!block) return;
       gmi_fence_sync(m, k->end);
     }
-    uint64_t begin = k->begin_ns, end = k->end_ns, stall = k->stall_ns, pause = k->pause_ns;
+    uint64_t begin = k->begin_ns, end = k->end_ns, stall = k->stall_ns, unforeseen = k->unforeseen_ns;
     bool known = !k->end || (time_of(m, k->begin, &begin) && time_of(m, k->end, &end));
     for (uint32_t s = k->stall_first; known && s < k->stall_first + k->stall_count; s++) {
       uint64_t before, after;
       known = time_of(m, t->stalls[s].before, &before) && time_of(m, t->stalls[s].after, &after);
-      if (known) *(t->stalls[s].pause ? &pause : &stall) += after - before;
+      if (known) *(t->stalls[s].unforeseen ? &unforeseen : &stall) += after - before;
     }
     t->durations[t->resolved] = known ? (end - begin > stall ? end - begin - stall : 1) : UINT64_MAX;
-    if (known) m->stats.stall_ns += stall + pause;
+    if (known) m->stats.stall_ns += stall + unforeseen;
     if (!known) t->in_ops_ns = UINT64_MAX;
     else if (t->in_ops_ns != UINT64_MAX) t->in_ops_ns += end - begin;
   }
@@ -459,9 +459,9 @@ gemini_status_t gmi_tracer_wait(gmi_manager_t *m, uint32_t stream, gmi_fence_t f
   return status;
 }
 
-void gmi_tracer_pause(gmi_manager_t *m, uint32_t stream, gmi_pause_t *pause_out) {
+void gmi_tracer_pause(gmi_manager_t *m, uint32_t stream, bool foreseen, gmi_pause_t *pause_out) {
   gmi_tracer_t *t = m->tracer;
-  *pause_out = (gmi_pause_t){ 0 };
+  *pause_out = (gmi_pause_t){ .foreseen = foreseen };
   if (!is_stall(t, stream) || t->stall_count == STALLS_LIMIT) return;
   if (stream != GMI_CALLER && gmi_fence_now(m, stream, &pause_out->before)) return; /* then it is not counted */
   pause_out->begin_ns = m->dev->now(m->dev_self);
@@ -471,8 +471,9 @@ void gmi_tracer_resume(gmi_manager_t *m, uint32_t stream, const gmi_pause_t *pau
   gmi_tracer_t *t = m->tracer;
   uint64_t now = pause->begin_ns ? m->dev->now(m->dev_self) : 0;
   if (!now || now - pause->begin_ns < PAUSE_NS) return;
-  stall_t stall = { .before = pause->before, .pause = true };
-  if (stream == GMI_CALLER) t->timings[t->op_index].pause_ns += now - pause->begin_ns;
+  timing_t *k = &t->timings[t->op_index];
+  stall_t stall = { .before = pause->before, .unforeseen = !pause->foreseen };
+  if (stream == GMI_CALLER) *(pause->foreseen ? &k->stall_ns : &k->unforeseen_ns) += now - pause->begin_ns;
   else if (!gmi_fence_now(m, stream, &stall.after)) count_stall(m, stall);
 }
 

@@ -70,13 +70,14 @@ void gmi_tracer_resolve(gmi_manager_t *m, bool block); /* reads the times of ops
 gemini_status_t gmi_tracer_wait(gmi_manager_t *m, uint32_t stream, gmi_fence_t fence);
 
 /* Around what may make the calling thread wait before it can queue an op's work. Where the op is on stream, the time in
- * which that has nothing else to do is counted as a stall and is in the timeline; to the planner, whose model has no such
- * waits, it stays a part of what the op takes. */
+ * which that has nothing else to do is counted as a stall and is in the timeline. foreseen: the planner's model has
+ * such a wait, as for updates; else it stays a part of what the op takes, to the planner. */
 typedef struct {
   gmi_fence_t before;
   uint64_t begin_ns; /* 0: nothing is counted */
+  bool foreseen;
 } gmi_pause_t;
-void gmi_tracer_pause(gmi_manager_t *m, uint32_t stream, gmi_pause_t *pause_out);
+void gmi_tracer_pause(gmi_manager_t *m, uint32_t stream, bool foreseen, gmi_pause_t *pause_out);
 void gmi_tracer_resume(gmi_manager_t *m, uint32_t stream, const gmi_pause_t *pause);
 
 /* Any thread, lock held or not: an op touches a range. */
