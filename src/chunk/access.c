@@ -61,28 +61,64 @@ static inline void unpin_fast(gmi_window_t *w, uint32_t mode) {
   atomic_fetch_sub_explicit(&w->word, mode & GEMINI_WRITE ? 1 + GMI_WINDOW_WRITER : 1, memory_order_acq_rel);
 }
 
-/* false: it is about to be unregistered, or acquired too many times. */
-static inline bool tensor_acquired(gmi_tensor_t *t) {
-  uint32_t word = atomic_load_explicit(&t->word, memory_order_relaxed);
+/* ---- a tensor's users
+ *
+ * Each acquire counts itself in one field of the tensor's word: unit is 1 in that field, mask the field. */
+typedef struct {
+  uint64_t unit, mask;
+} field_t;
+static inline field_t field_whole(uint32_t mode) {
+  return (field_t){ UINT64_C(1) << gmi_tensor_mode_shift(mode), gmi_tensor_mode_mask(mode) };
+}
+static inline field_t field_others(void) {
+  return (field_t){ UINT64_C(1) << GMI_TENSOR_OTHERS_SHIFT, GMI_TENSOR_OTHERS_MASK };
+}
+
+/* False: it is about to be unregistered, frozen, or acquired so as often as can be counted. */
+static inline bool tensor_hold(gmi_tensor_t *t, field_t field) {
+  uint64_t word = atomic_load_explicit(&t->word, memory_order_relaxed);
   do {
-    if ((word & GMI_TENSOR_DEAD) || (word & GMI_TENSOR_USERS) == GMI_TENSOR_USERS) return false;
-  } while (
-      !atomic_compare_exchange_weak_explicit(&t->word, &word, word + 1, memory_order_acq_rel, memory_order_relaxed));
+    if ((word & (GMI_TENSOR_DEAD | GMI_TENSOR_FROZEN)) || (word & field.mask) == field.mask) return false;
+  } while (!atomic_compare_exchange_weak_explicit(&t->word, &word, word + field.unit, memory_order_acq_rel,
+                                                  memory_order_relaxed));
   return true;
 }
-/* As if it had not been acquired. */
-static inline void tensor_unacquired(gmi_tensor_t *t) { atomic_fetch_sub_explicit(&t->word, 1, memory_order_acq_rel); }
-
-/* false: nobody has it. The last release decides on the state: each one sets it. */
-static inline bool tensor_released(gmi_tensor_t *t, uint32_t phase) {
+/* As if it had not been held. */
+static inline void tensor_unhold(gmi_tensor_t *t, field_t field) {
+  atomic_fetch_sub_explicit(&t->word, field.unit, memory_order_acq_rel);
+}
+/* Moves one user from a field to another. False: there is none in from, or to is full. */
+static inline bool tensor_rehold(gmi_tensor_t *t, field_t from, field_t to) {
+  uint64_t word = atomic_load_explicit(&t->word, memory_order_relaxed);
+  do {
+    if (!(word & from.mask) || (word & to.mask) == to.mask) return false;
+  } while (!atomic_compare_exchange_weak_explicit(&t->word, &word, word - from.unit + to.unit, memory_order_acq_rel,
+                                                  memory_order_relaxed));
+  return true;
+}
+/* False: the field counts nobody. The last release decides on the state: each one sets it. */
+static inline bool tensor_release(gmi_tensor_t *t, field_t field, uint32_t phase) {
   static const uint32_t after[] = { GEMINI_STATE_HOLD, GEMINI_STATE_HOLD_AFTER_FWD, GEMINI_STATE_HOLD_AFTER_BWD,
                                     GEMINI_STATE_HOLD };
-  uint32_t word = atomic_load_explicit(&t->word, memory_order_relaxed);
+  uint64_t word = atomic_load_explicit(&t->word, memory_order_relaxed);
   do {
-    if (!(word & GMI_TENSOR_USERS)) return false;
-  } while (!atomic_compare_exchange_weak_explicit(&t->word, &word, gmi_tensor_word(word - 1, after[phase]),
+    if (!(word & field.mask)) return false;
+  } while (!atomic_compare_exchange_weak_explicit(&t->word, &word, gmi_tensor_word(word - field.unit, after[phase]),
                                                   memory_order_acq_rel, memory_order_relaxed));
   return true;
+}
+
+/* The lease of a range whose size in the object is known. */
+static gmi_lease_key_t lease_key(const gemini_access_t *access, uint64_t size) {
+  return (gmi_lease_key_t){ .object = access->object,
+                            .offset = access->offset_bytes,
+                            .size = size,
+                            .mode = (uint16_t)access->mode,
+                            .tier = (uint16_t)access->tier };
+}
+/* Is the use counted in the tensor's word alone? */
+static inline bool is_whole(const gemini_access_t *access, const gmi_tensor_t *t, uint64_t size) {
+  return t && access->tier == GEMINI_TIER_DEVICE && size == t->size;
 }
 
 /* Recorded once an op for each tensor and mode. */
@@ -105,48 +141,62 @@ typedef struct {
   gmi_tensor_t *tensor;
   gmi_arena_t *arena, *store;
   uint64_t offset, size, first, last;
+  field_t field; /* where the tensor counts it */
+  bool leased;
 } fast_t;
 
-static void fast_undo(const fast_t *f, uint32_t mode, uint64_t end) {
-  for (uint64_t i = f->first; i < end; i++) unpin_fast(&f->store->windows[i], mode);
-  tensor_unacquired(f->tensor);
+static void fast_undo(gmi_manager_t *m, const fast_t *f, const gemini_access_t *access, uint64_t end) {
+  if (f->leased) {
+    gmi_lease_key_t key = lease_key(access, f->size);
+    if (gmi_lease_claim(&m->leases, &key)) gmi_lease_end(&m->leases, &key);
+  }
+  for (uint64_t i = f->first; i < end; i++) unpin_fast(&f->store->windows[i], access->mode);
+  tensor_unhold(f->tensor, f->field);
 }
 
-/* With the tensor acquired, so that neither it nor its arena can go. */
+/* With the tensor held, so that neither it nor its arena can go. */
 static bool fast_windows(gmi_manager_t *m, const gemini_access_t *access, uint32_t stream, fast_t *f) {
   gmi_tensor_t *t = f->tensor;
   gmi_arena_t *a = f->arena = gmi_arena_at(m, t->arena);
   f->first = 0;
+  f->leased = false;
   f->size = access->size_bytes;
   if (!f->size && !access->offset_bytes) f->size = t->size;
-  if (!f->size || access->offset_bytes > t->size || f->size > t->size - access->offset_bytes ||
-      content_check(m, a, t, access->mode, false) != CONTENT_FINE) {
-    fast_undo(f, access->mode, 0);
-    return false;
+  bool fine = f->size && access->offset_bytes <= t->size && f->size <= t->size - access->offset_bytes &&
+              content_check(m, a, t, access->mode, false) == CONTENT_FINE;
+  if (fine && f->size != t->size) { /* a part: counted by its lease */
+    gmi_lease_key_t key = lease_key(access, f->size);
+    fine = tensor_rehold(t, f->field, field_others());
+    if (fine) f->field = field_others();
+    f->leased = fine = fine && gmi_lease_add(&m->leases, &key) == GEMINI_OK;
   }
-  f->store = a->store == a->index ? a : gmi_arena_at(m, a->store);
-  f->offset = t->offset + access->offset_bytes;
-  f->first = f->offset >> m->window_shift;
-  f->last = (f->offset + f->size - 1) >> m->window_shift;
-  uint64_t i = f->first;
-  if (f->last < atomic_load_explicit(&f->store->window_count, memory_order_acquire))
-    while (i <= f->last && pin_fast(m, &f->store->windows[i], access->mode, stream)) i++;
-  if (i > f->last) return true;
-  fast_undo(f, access->mode, i);
+  uint64_t i = 0;
+  if (fine) {
+    f->store = a->store == a->index ? a : gmi_arena_at(m, a->store);
+    f->offset = t->offset + access->offset_bytes;
+    i = f->first = f->offset >> m->window_shift;
+    f->last = (f->offset + f->size - 1) >> m->window_shift;
+    if (f->last < atomic_load_explicit(&f->store->window_count, memory_order_acquire))
+      while (i <= f->last && pin_fast(m, &f->store->windows[i], access->mode, stream)) i++;
+    if (i > f->last) return true;
+  }
+  fast_undo(m, f, access, i);
   return false;
 }
 
 /* Holds tensor and windows. false: not done, for whatever reason. */
 static bool fast_hold(gmi_manager_t *m, const gemini_access_t *access, uint32_t stream, fast_t *f) {
-  uint32_t index = (uint32_t)access->object, generation = (uint32_t)(access->object >> 32) & 1023;
+  uint32_t index = (uint32_t)access->object & (GMI_TENSORS - 1);
+  uint32_t generation = (uint32_t)(access->object >> GMI_TENSOR_INDEX_BITS) & GMI_TENSOR_GENERATIONS;
   if (access->tier != GEMINI_TIER_DEVICE || access->mode - 1 > 2 || access->object >> 60 != GMI_HANDLE_TENSOR ||
-      ((access->object ^ m->handle) & UINT64_C(0x0ffffc0000000000)) || index >= GMI_TENSORS || !generation ||
+      ((access->object ^ m->handle) & GMI_HANDLE_MANAGER_MASK) || !generation ||
       !atomic_load_explicit(&m->window_bytes, memory_order_acquire))
     return false;
   gmi_tensor_t *t = f->tensor = &m->tensors[index];
-  if (atomic_load_explicit(&t->life, memory_order_acquire) != generation || !tensor_acquired(t)) return false;
+  f->field = field_whole(access->mode);
+  if (atomic_load_explicit(&t->life, memory_order_acquire) != generation || !tensor_hold(t, f->field)) return false;
   if (atomic_load_explicit(&t->life, memory_order_acquire) == generation) return fast_windows(m, access, stream, f);
-  tensor_unacquired(t); /* it went, and its record serves another one by now */
+  tensor_unhold(t, f->field); /* it went, and its record serves another one by now */
   return false;
 }
 
@@ -182,7 +232,30 @@ static bool covers(gmi_manager_t *m, const gmi_range_t *r, uint32_t window) {
 typedef struct {
   gmi_range_t range;
   int content;
+  field_t field; /* where the tensor counts it, if there is a tensor and it is counted */
+  bool counted, leased;
 } prepared_t;
+
+/* Counts the acquire, at its tensor and unless that is enough by a lease. */
+static gemini_status_t count_acquire(gmi_manager_t *m, const gemini_access_t *access, prepared_t *p) {
+  const gmi_range_t *r = &p->range;
+  gmi_lease_key_t key = lease_key(access, r->size);
+  bool whole = is_whole(access, r->tensor, r->size);
+  p->field = whole ? field_whole(access->mode) : field_others();
+  if (r->tensor && !tensor_hold(r->tensor, p->field)) /* under the lock, it is neither dead nor frozen */
+    return gmi_fail(GEMINI_ERR_BUSY, 0, "tensor %s is acquired %llu times in this way, the limit", range_name(m, r),
+                    (unsigned long long)(p->field.mask / p->field.unit));
+  p->counted = r->tensor != NULL;
+  gemini_status_t status = whole ? GEMINI_OK : gmi_lease_add(&m->leases, &key);
+  p->leased = !whole && !status;
+  return status;
+}
+
+static void uncount_acquire(gmi_manager_t *m, const gemini_access_t *access, const prepared_t *p) {
+  gmi_lease_key_t key = lease_key(access, p->range.size);
+  if (p->leased && gmi_lease_claim(&m->leases, &key)) gmi_lease_end(&m->leases, &key);
+  if (p->counted) tensor_unhold(p->range.tensor, p->field);
+}
 
 static gemini_status_t hold_window(gmi_manager_t *m, const gemini_access_t *access, const gmi_range_t *r,
                                    gmi_window_t *w) {
@@ -211,7 +284,7 @@ static gemini_status_t hold_window(gmi_manager_t *m, const gemini_access_t *acce
   if (w->host_users == UINT16_MAX)
     return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of %s is acquired 65535 times, the limit", range_name(m, r));
   w->host_users++;
-  w->given[0][0]++; /* of its users, those of this batch: it may still be placed */
+  w->batch_users++;
   w->host_writers += write;
   return GEMINI_OK;
 }
@@ -316,7 +389,6 @@ static void commit(gmi_manager_t *m, gemini_access_t *access, const prepared_t *
     }
   }
   if (r->tensor) {
-    tensor_acquired(r->tensor); /* checked before; who unregisters needs the lock */
     gmi_tensor_t *base = gmi_tensor_base(m, r->tensor);
     if (p->content == CONTENT_FLIPS && r->arena->store != r->arena->index)
       atomic_fetch_or(&base->word, GMI_TENSOR_GRADIENT);
@@ -325,7 +397,6 @@ static void commit(gmi_manager_t *m, gemini_access_t *access, const prepared_t *
   } else if (device && atomic_load(&m->op_serial)) {
     gmi_tracer_touch(m, r->store->index, r->offset, r->size, access->mode);
   }
-  if (!device && r->size) m->acquired++;
   access->ptr = range_pointer(m, access, r);
 }
 
@@ -350,16 +421,16 @@ static gemini_status_t place_hosts(gmi_manager_t *m, const gemini_access_t *acce
       }
     }
     status = gmi_host_run(m, r->store, first, last - first + 1);
-    for (uint32_t i = first; i <= last; i++) r->store->windows[i].given[0][1] = 1; /* it stays so */
+    for (uint32_t i = first; i <= last; i++) r->store->windows[i].batch_placed = true;
   }
   return status;
 }
 
-static void forget_given(const gemini_access_t *accesses, const prepared_t *p, uint64_t count) {
+static void batch_forget(const gemini_access_t *accesses, const prepared_t *p, uint64_t count) {
   for (uint64_t k = 0; k < count; k++) {
     const gmi_range_t *r = &p[k].range;
     for (uint64_t i = r->first; accesses[k].tier == GEMINI_TIER_HOST && i <= r->last; i++)
-      memset(r->store->windows[i].given, 0, sizeof r->store->windows[i].given);
+      r->store->windows[i].batch_users = 0, r->store->windows[i].batch_placed = false;
   }
 }
 
@@ -394,9 +465,8 @@ static gemini_status_t acquire_slow(gmi_manager_t *m, gemini_access_t *accesses,
     if (status) break;
     gmi_range_t *r = &p[k].range;
     p[k].content = CONTENT_FINE;
+    p[k].counted = p[k].leased = false;
     if (r->tensor) p[k].content = content_check(m, r->arena, r->tensor, accesses[k].mode, r->size == r->tensor->size);
-    if (r->tensor && (atomic_load(&r->tensor->word) & GMI_TENSOR_USERS) == GMI_TENSOR_USERS)
-      status = gmi_fail(GEMINI_ERR_BUSY, 0, "tensor %s is acquired too many times", range_name(m, r));
     if (p[k].content == CONTENT_WRONG)
       status = r->arena->store == r->arena->index
                    ? gmi_fail(GEMINI_ERR_STATE, 0,
@@ -415,13 +485,14 @@ static gemini_status_t acquire_slow(gmi_manager_t *m, gemini_access_t *accesses,
     gmi_range_t *r = &p[held].range;
     touched = held + 1;
     held_windows = 0;
+    status = count_acquire(m, &accesses[held], &p[held]);
     for (uint64_t i = r->first; !status && i <= r->last; i++) {
       status = hold_window(m, &accesses[held], r, &r->store->windows[i]);
       held_windows += !status;
     }
   }
   if (!status) status = place_hosts(m, accesses, p, count);
-  forget_given(accesses, p, touched);
+  batch_forget(accesses, p, touched);
   for (uint64_t k = 0; !status && k < count; k++)
     for (uint64_t i = p[k].range.first; !status && i <= p[k].range.last; i++)
       status = bring_window(m, &accesses[k], &p[k].range, (uint32_t)i);
@@ -430,8 +501,9 @@ static gemini_status_t acquire_slow(gmi_manager_t *m, gemini_access_t *accesses,
   for (uint64_t k = 0; !status && k < count; k++) status = leave_device(m, &accesses[k], &p[k].range);
   for (uint64_t k = 0; !status && k < count; k++) commit(m, &accesses[k], &p[k]);
   if (status) {
-    for (uint64_t k = 0; k < count && k <= held; k++) {
+    for (uint64_t k = 0; k < touched; k++) {
       gmi_range_t *r = &p[k].range;
+      uncount_acquire(m, &accesses[k], &p[k]);
       uint64_t n = k < held ? (r->first <= r->last ? (uint64_t)r->last - r->first + 1 : 0) : held_windows;
       for (uint64_t i = 0; i < n; i++) {
         gmi_window_t *w = &r->store->windows[r->first + i];
@@ -475,7 +547,7 @@ static gemini_status_t acquire(gmi_manager_t *m, gemini_access_t *accesses, uint
     gmi_unlock(m);
   }
   for (uint64_t i = 0; i < n; i++) {
-    if (status) fast_undo(&fast[i], accesses[i].mode, fast[i].last + 1);
+    if (status) fast_undo(m, &fast[i], &accesses[i], fast[i].last + 1);
     else fast_commit(m, &accesses[i], &fast[i]);
   }
   return status;
@@ -486,86 +558,8 @@ gemini_status_t gemini_acquire(gemini_manager_t mgr, gemini_access_t *accesses, 
   API_RETURN(m ? acquire(m, accesses, count, stream) : GEMINI_ERR_HANDLE);
 }
 
-/* ---- release */
-static gemini_status_t not_acquired(gmi_manager_t *m, const gemini_access_t *access, const gmi_range_t *r) {
-  return gmi_fail(GEMINI_ERR_STATE, 0, "%llu bytes at offset %llu of %s are not acquired so",
-                  (unsigned long long)r->size, (unsigned long long)access->offset_bytes, range_name(m, r));
-}
-
-/* Has the window more uses of this kind than a batch has given back so far? */
-static bool window_acquired(const gmi_window_t *w, const gemini_access_t *access, uint32_t given,
-                            uint32_t given_writing) {
-  uint32_t word = atomic_load_explicit(&w->word, memory_order_relaxed);
-  uint32_t pins = word & GMI_WINDOW_PINS, writers = (word & GMI_WINDOW_WRITERS) / GMI_WINDOW_WRITER;
-  if (access->tier != GEMINI_TIER_DEVICE)
-    pins = w->host_users - w->graph_held, writers = w->host_writers - w->graph_held;
-  return access->mode & GEMINI_WRITE ? writers > given_writing : pins - writers > given - given_writing;
-}
-
-static gemini_status_t check_ptr(gmi_manager_t *m, const gemini_access_t *access, const gmi_range_t *r) {
-  void *ptr = range_pointer(m, access, r);
-  if (access->tier == GEMINI_TIER_DEVICE || access->ptr == ptr) return GEMINI_OK;
-  return gmi_fail(GEMINI_ERR_STATE, 0, "ptr of %s is %p, but it was acquired at %p", range_name(m, r), access->ptr,
-                  ptr);
-}
-
-static gemini_status_t release_resolve(gmi_manager_t *m, const gemini_access_t *access, gmi_range_t *r) {
-  gemini_status_t status = access_check(access);
-  if (!status) status = gmi_range_resolve(m, access, r);
-  if (!status && r->size && r->first > r->last) status = not_acquired(m, access, r); /* nothing is cut yet */
-  return status;
-}
-
-/* Access k of a small batch, after those before it. */
-static gemini_status_t release_check(gmi_manager_t *m, const gemini_access_t *accesses, gmi_range_t *ranges,
-                                     uint64_t k) {
-  const gemini_access_t *access = &accesses[k];
-  const gmi_range_t *r = &ranges[k];
-  gemini_status_t status = release_resolve(m, access, &ranges[k]);
-  for (uint64_t i = r->first; !status && i <= r->last; i++) {
-    uint32_t given = 0, writing = 0;
-    for (uint64_t j = 0; j < k; j++) {
-      if (ranges[j].store != r->store || accesses[j].tier != access->tier || i < ranges[j].first || i > ranges[j].last)
-        continue;
-      given++;
-      writing += (accesses[j].mode & GEMINI_WRITE) != 0;
-    }
-    if (!window_acquired(&r->store->windows[i], access, given, writing)) status = not_acquired(m, access, r);
-  }
-  return status ? status : check_ptr(m, access, r);
-}
-
-/* A large batch, counted in the records themselves; lock held. Pass 0 counts, pass 1 clears the counts. */
-static gemini_status_t release_count(gmi_manager_t *m, const gemini_access_t *accesses, uint64_t count) {
-  gemini_status_t status = GEMINI_OK;
-  uint64_t counted = 0;
-  gmi_range_t r;
-  for (; !status && counted < count; counted++) {
-    const gemini_access_t *access = &accesses[counted];
-    bool device = access->tier == GEMINI_TIER_DEVICE, write = access->mode & GEMINI_WRITE;
-    status = release_resolve(m, access, &r);
-    if (status) break;
-    if (r.tensor && r.tensor->given++ >= (atomic_load(&r.tensor->word) & GMI_TENSOR_USERS))
-      status = not_acquired(m, access, &r);
-    for (uint64_t i = r.first; i <= r.last; i++) {
-      uint16_t *given = r.store->windows[i].given[device];
-      if (!status && !window_acquired(&r.store->windows[i], access, given[0], given[1]))
-        status = not_acquired(m, access, &r);
-      given[0]++;
-      given[1] += write;
-    }
-    if (!status) status = check_ptr(m, access, &r);
-  }
-  for (uint64_t k = 0; k < counted; k++) {
-    if (gmi_range_resolve(m, &accesses[k], &r)) continue;
-    if (r.tensor) r.tensor->given = 0;
-    for (uint64_t i = r.first; i <= r.last; i++) memset(r.store->windows[i].given, 0, sizeof r.store->windows[i].given);
-  }
-  return status;
-}
-
 /* In a slot that is the stream's own or no longer counts, else after waiting for one of the others. */
-gemini_status_t gmi_window_use(gmi_manager_t *m, gmi_window_t *w, uint32_t mode, uint32_t stream) {
+gemini_status_t gmi_window_use(gmi_manager_t *m, gmi_window_t *w, uint32_t mode, uint32_t stream, bool locked) {
   atomic_store_explicit(&w->touched, atomic_load_explicit(&m->clock, memory_order_relaxed), memory_order_relaxed);
   gmi_uses_t *uses = mode & GEMINI_WRITE ? &w->writes : &w->reads;
   while (stream != GMI_CALLER) {
@@ -577,9 +571,9 @@ gemini_status_t gmi_window_use(gmi_manager_t *m, gmi_window_t *w, uint32_t mode,
     }
     if (slot == GMI_USES) {
       slot = 0;
-      gmi_lock(m);
+      if (!locked) gmi_lock(m);
       gemini_status_t status = gmi_fence_wait(m, stream, seen[slot]);
-      gmi_unlock(m);
+      if (!locked) gmi_unlock(m);
       if (status) return status;
     }
     gmi_fence_t now = gmi_fence_later(m, stream);
@@ -588,50 +582,104 @@ gemini_status_t gmi_window_use(gmi_manager_t *m, gmi_window_t *w, uint32_t mode,
   return GEMINI_OK;
 }
 
-/* At most SMALL_BATCH: all or none. Locked: some are on the host, and the lock is held; it is given up. */
-static gemini_status_t release_some(gmi_manager_t *m, const gemini_access_t *accesses, uint64_t count, uint32_t stream,
-                                    bool locked) {
-  gmi_range_t ranges[SMALL_BATCH];
-  uint32_t phase = atomic_load_explicit(&m->phase, memory_order_relaxed);
-  gemini_status_t status = GEMINI_OK;
-  uint64_t claimed = 0; /* tensors first: the same one twice in a batch is found here */
-  for (; claimed < count; claimed++) {
-    status = release_check(m, accesses, ranges, claimed);
-    gmi_tensor_t *t = ranges[claimed].tensor;
-    if (!status && t && !tensor_released(t, phase))
-      status = gmi_fail(GEMINI_ERR_STATE, 0, "%s is not acquired so often", range_name(m, &ranges[claimed]));
-    if (status) break;
-  }
-  for (uint64_t k = 0; status && k < claimed; k++)
-    if (ranges[k].tensor) atomic_fetch_add(&ranges[k].tensor->word, 1); /* its state comes with its last release */
-  for (uint64_t k = 0; locked && !status && k < count; k++) {
-    if (accesses[k].tier == GEMINI_TIER_DEVICE) continue;
-    if (ranges[k].size) m->acquired--;
-    for (uint64_t i = ranges[k].first; i <= ranges[k].last; i++) {
-      unhold_window(&accesses[k], &ranges[k].store->windows[i]);
-      gmi_host_released(m, &ranges[k].store->windows[i]);
-    }
-  }
-  if (locked) {
-    if (m->deferred) gmi_lane_nudge(m); /* there may be room now */
-    gmi_unlock(m);
-  }
+/* ---- release, in two passes: each access claims an acquire, or the claims are given up and nothing has changed; then the
+ * claimed acquires end */
+static gemini_status_t not_acquired(gmi_manager_t *m, const gemini_access_t *access, const gmi_range_t *r) {
+  return gmi_fail(GEMINI_ERR_STATE, 0,
+                  "%llu bytes at offset %llu of %s were not acquired with this mode and tier, or are released already: "
+                  "a release names ranges as their acquires did",
+                  (unsigned long long)r->size, (unsigned long long)access->offset_bytes, range_name(m, r));
+}
+
+/* A claim keeps the tensor in use, so that it cannot go before the second pass. */
+static gemini_status_t claim(gmi_manager_t *m, const gemini_access_t *access) {
+  gmi_range_t r;
+  gemini_status_t status = access_check(access);
+  if (!status) status = gmi_range_bytes(m, access, &r);
   if (status) return status;
-  for (uint64_t k = 0; k < count; k++) {
-    if (accesses[k].tier != GEMINI_TIER_DEVICE) continue;
-    for (uint64_t i = ranges[k].first; i <= ranges[k].last; i++) {
-      gmi_window_t *w = &ranges[k].store->windows[i];
-      gemini_status_t used = gmi_window_use(m, w, accesses[k].mode, stream);
-      if (used) status = used; /* the range is released all the same */
-      unhold_window(&accesses[k], w);
-    }
+  if (is_whole(access, r.tensor, r.size))
+    return tensor_rehold(r.tensor, field_whole(access->mode), field_others()) ? GEMINI_OK : not_acquired(m, access, &r);
+  gmi_lease_key_t key = lease_key(access, r.size);
+  if (!gmi_lease_claim(&m->leases, &key)) return not_acquired(m, access, &r);
+  gmi_range_windows(m, &r);
+  void *ptr = range_pointer(m, access, &r);
+  if (access->tier == GEMINI_TIER_DEVICE || access->ptr == ptr) return GEMINI_OK;
+  gmi_lease_unclaim(&m->leases, &key);
+  return gmi_fail(GEMINI_ERR_STATE, 0, "ptr of %s is %p, but it was acquired at %p", range_name(m, &r), access->ptr,
+                  ptr);
+}
+
+static void unclaim(gmi_manager_t *m, const gemini_access_t *access) {
+  gmi_range_t r;
+  if (gmi_range_bytes(m, access, &r)) return; /* never: the claim keeps the object */
+  gmi_lease_key_t key = lease_key(access, r.size);
+  if (!is_whole(access, r.tensor, r.size)) gmi_lease_unclaim(&m->leases, &key);
+  else (void)tensor_rehold(r.tensor, field_others(), field_whole(access->mode));
+}
+
+/* Lets the windows go. Fails when the stream could not be made to wait for another use of a window; they are let go all the
+ * same. */
+static gemini_status_t release_windows(gmi_manager_t *m, const gemini_access_t *access, const gmi_range_t *r,
+                                       uint32_t stream, bool locked) {
+  gemini_status_t status = GEMINI_OK;
+  for (uint64_t i = r->first; i <= r->last; i++) {
+    gmi_window_t *w = &r->store->windows[i];
+    gemini_status_t used = GEMINI_OK;
+    if (access->tier == GEMINI_TIER_DEVICE) used = gmi_window_use(m, w, access->mode, stream, locked);
+    if (used) status = used;
+    unhold_window(access, w);
+    if (access->tier == GEMINI_TIER_HOST) gmi_host_released(m, w);
   }
   return status;
 }
 
+/* Ends an acquire that was claimed. */
+static gemini_status_t end(gmi_manager_t *m, const gemini_access_t *access, uint32_t stream, bool locked,
+                           uint32_t phase) {
+  gmi_range_t r;
+  gemini_status_t status = gmi_range_resolve(m, access, &r);
+  if (status) return status; /* never: the claim keeps the object */
+  status = release_windows(m, access, &r, stream, locked);
+  gmi_lease_key_t key = lease_key(access, r.size);
+  if (!is_whole(access, r.tensor, r.size)) gmi_lease_end(&m->leases, &key);
+  if (r.tensor) (void)tensor_release(r.tensor, field_others(), phase);
+  return status;
+}
+
+/* Locked: an arena or the host is named, and the lock is held. */
+static gemini_status_t release_batch(gmi_manager_t *m, const gemini_access_t *accesses, uint64_t count, uint32_t stream,
+                                     bool locked) {
+  uint32_t phase = atomic_load_explicit(&m->phase, memory_order_relaxed);
+  gemini_status_t status = GEMINI_OK;
+  uint64_t claimed = 0;
+  for (; !status && claimed < count; claimed += !status) status = claim(m, &accesses[claimed]);
+  if (status) {
+    while (claimed-- > 0) unclaim(m, &accesses[claimed]);
+    return status;
+  }
+  for (uint64_t k = 0; k < count; k++) {
+    gemini_status_t ended = end(m, &accesses[k], stream, locked, phase);
+    if (ended) status = ended;
+  }
+  return status;
+}
+
+/* One whole tensor on the device, the frequent case, in one step: what it still needs once the tensor does not count it any
+ * more, its windows keep. False: it is something else, or was not acquired; nothing changed. */
+static bool release_whole(gmi_manager_t *m, const gemini_access_t *access, uint32_t stream,
+                          gemini_status_t *status_out) {
+  if (access->tier != GEMINI_TIER_DEVICE || access->mode - 1 > 2 || access->object >> 60 != GMI_HANDLE_TENSOR)
+    return false;
+  gmi_range_t r;
+  if (gmi_range_bytes(m, access, &r) || r.size != r.tensor->size) return false;
+  uint32_t phase = atomic_load_explicit(&m->phase, memory_order_relaxed);
+  if (!tensor_release(r.tensor, field_whole(access->mode), phase)) return false;
+  gmi_range_windows(m, &r);
+  *status_out = release_windows(m, access, &r, stream, false);
+  return true;
+}
+
 static gemini_status_t release(gmi_manager_t *m, const gemini_access_t *accesses, uint64_t count, uint32_t stream) {
-  bool host = false;
-  for (uint64_t k = 0; k < count; k++) host |= accesses[k].tier != GEMINI_TIER_DEVICE;
   gemini_status_t status = GEMINI_OK;
   if (gmi_graph_begun(m, stream)) {
     bool captures;
@@ -641,15 +689,16 @@ static gemini_status_t release(gmi_manager_t *m, const gemini_access_t *accesses
     gmi_unlock(m);
     if (status || captures) return status;
   }
-  if (count > SMALL_BATCH) { /* then it goes in parts, which are checked together first */
-    gmi_lock(m);
-    status = release_count(m, accesses, count);
-    gmi_unlock(m);
+  if (count == 1 && release_whole(m, accesses, stream, &status)) return status;
+  bool locked = false, host = false;
+  for (uint64_t k = 0; k < count; k++) {
+    host |= accesses[k].tier != GEMINI_TIER_DEVICE;
+    locked |= host || accesses[k].object >> 60 != GMI_HANDLE_TENSOR;
   }
-  for (uint64_t k = 0; !status && k < count; k += SMALL_BATCH) {
-    if (host) gmi_lock(m);
-    status = release_some(m, accesses + k, count - k < SMALL_BATCH ? count - k : SMALL_BATCH, stream, host);
-  }
+  if (locked) gmi_lock(m);
+  status = release_batch(m, accesses, count, stream, locked);
+  if (host && m->deferred) gmi_lane_nudge(m); /* there may be room now */
+  if (locked) gmi_unlock(m);
   return status;
 }
 

@@ -1,4 +1,4 @@
-/* Arenas and tensors: registration, layout, lookup, and the cut of arenas into windows.
+/* Arenas and tensors: registration, layout, lookup.
  * SPDX-License-Identifier: Apache-2.0 */
 #include <errno.h>
 #include <inttypes.h>
@@ -8,21 +8,26 @@
 
 #include "core/manager.h"
 #include "core/names.h"
-#include "policy/policy.h"
 #include "tracer/tracer.h"
 
 enum { ELEMENT_ALIGN = 256, NAME_LIMIT = 127 };
-#define WINDOW_MIN UINT64_C(65536)
-#define WINDOW_MAX (UINT64_C(64) << 20)
-
 static uint64_t round_up(uint64_t value, uint64_t to) { return (value + to - 1) / to * to; }
 
 gmi_arena_t *gmi_arena_get(gmi_manager_t *m, gemini_arena_t handle) {
-  uint32_t index, generation;
+  uint32_t index;
+  uint64_t generation;
   if (!gmi_handle_open(m, handle, GMI_HANDLE_ARENA, &index, &generation)) return NULL;
-  gmi_arena_t *a = index < GMI_ARENAS ? gmi_arena_at(m, index) : NULL;
-  if (a && (a->generation & 1023) == generation) return a;
+  gmi_arena_t *a = gmi_arena_at(m, index);
+  if (a && a->generation == generation) return a;
   gmi_fail(GEMINI_ERR_HANDLE, 0, "%#llx is a destroyed arena", (unsigned long long)handle);
+  return NULL;
+}
+
+static gmi_arena_t *arena_named(gmi_manager_t *m, const char *name) {
+  for (uint32_t i = 0; i < GMI_ARENAS; i++) {
+    gmi_arena_t *a = gmi_arena_at(m, i);
+    if (a && !strcmp(a->name, name)) return a;
+  }
   return NULL;
 }
 
@@ -37,11 +42,27 @@ void gmi_arenas_write(gmi_manager_t *m, FILE *file) {
   }
 }
 
+const char *gmi_arena_read(gmi_manager_t *m, const char *at, uint32_t arena_of[GMI_ARENAS], char name[GMI_ARENA_NAME]) {
+  uint64_t n[5], size; /* number, kind, element_bytes, like, store */
+  *name = 0;
+  if (!gmi_numbers_at(&at, ' ', UINT32_MAX, 5, n) || !gmi_number_at(&at, ' ', UINT64_MAX, &size) ||
+      n[0] >= GMI_ARENAS || n[3] >= GMI_ARENAS || n[4] >= GMI_ARENAS || !gmi_name_read(at, name, GMI_ARENA_NAME))
+    return "malformed arena";
+  const gmi_arena_t *a = arena_named(m, name);
+  if (!a || a->kind != n[1] || a->element_bytes != n[2] || atomic_load(&a->size) != size ||
+      (a->store == a->index) != (n[4] == n[0]))
+    return "no arena here has this name, kind, element size and size";
+  for (uint32_t i = 0; i < GMI_ARENAS; i++)
+    if (i == n[0] ? arena_of[i] != GMI_NONE : arena_of[i] == a->index) return "an arena is named twice";
+  arena_of[n[0]] = a->index;
+  return NULL;
+}
+
 gmi_tensor_t *gmi_tensor_get(gmi_manager_t *m, gemini_tensor_t handle) {
-  uint32_t index, generation;
+  uint32_t index;
+  uint64_t generation;
   if (!gmi_handle_open(m, handle, GMI_HANDLE_TENSOR, &index, &generation)) return NULL;
-  if (index < GMI_TENSORS && generation &&
-      atomic_load_explicit(&m->tensors[index].life, memory_order_acquire) == generation)
+  if (generation && atomic_load_explicit(&m->tensors[index].life, memory_order_acquire) == generation)
     return &m->tensors[index];
   gmi_fail(GEMINI_ERR_HANDLE, 0, "%#llx is an unregistered tensor", (unsigned long long)handle);
   return NULL;
@@ -52,7 +73,9 @@ uint8_t *gmi_window_device(gmi_manager_t *m, const gmi_window_t *w) {
   return gmi_arena_at(m, w->arena)->base + ((uint64_t)w->index << m->window_shift);
 }
 
-/* ---- the cut */
+/* ---- windows
+ *
+ * Their records exist once arenas are cut into windows (cut.c). */
 gemini_status_t gmi_arena_grow(gmi_manager_t *m, gmi_arena_t *store) {
   uint64_t window = atomic_load(&m->window_bytes);
   if (!window || store->store != store->index) return GEMINI_OK;
@@ -81,230 +104,7 @@ gemini_status_t gmi_arena_grow(gmi_manager_t *m, gmi_arena_t *store) {
   return GEMINI_OK;
 }
 
-uint64_t gmi_window_search(gmi_manager_t *m, const gmi_window_use_t *uses, uint64_t count, uint64_t nonmodel,
-                           uint64_t bytes_per_s) {
-  gmi_window_search_t search = { .uses = uses,
-                                 .use_count = count,
-                                 .min_bytes = WINDOW_MIN > m->granularity ? WINDOW_MIN : m->granularity,
-                                 .device_bytes = m->config.device_bytes - m->config.device_margin_bytes,
-                                 .overhead_ns = m->dev->window_overhead_ns,
-                                 .bytes_per_s = bytes_per_s ? bytes_per_s : m->dev->link_bytes_per_s };
-  search.max_bytes = search.min_bytes;
-  while (search.max_bytes < WINDOW_MAX && search.max_bytes * 2 <= search.device_bytes / 16) search.max_bytes *= 2;
-  search.nonmodel_bytes = nonmodel < search.device_bytes ? nonmodel : 0;
-  return count ? gmi_window_size_search(&search) : search.min_bytes;
-}
-
-/* Before anything is known of the access order, registration order stands for it, a tensor an operator. */
-static gemini_status_t first_window(gmi_manager_t *m, uint64_t *window_out) {
-  gmi_window_use_t *uses = calloc(m->tensor_alive ? m->tensor_alive : 1, sizeof *uses);
-  if (!uses) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory to search the window size");
-  uint64_t count = 0;
-  for (uint32_t i = 0; i < m->tensor_high; i++) {
-    gmi_tensor_t *t = &m->tensors[i];
-    if (!gmi_tensor_alive(t) || t->base != i) continue;
-    uses[count] = (gmi_window_use_t){ ((uint64_t)t->arena << 46) + t->offset, t->size, (uint32_t)count, 0 };
-    count++;
-  }
-  uint64_t usable = m->config.device_bytes - m->config.device_margin_bytes;
-  *window_out = gmi_window_search(m, uses, count, usable / 4, m->config.sim_d2h_bytes_per_s);
-  free(uses);
-  return GEMINI_OK;
-}
-
-gemini_status_t gmi_cut(gmi_manager_t *m) {
-  if (atomic_load(&m->window_bytes)) return GEMINI_OK;
-  uint64_t window = m->config.window_bytes;
-  gemini_status_t status = GEMINI_OK;
-  if (!window) status = first_window(m, &window);
-  if (status) return status;
-  m->window_shift = (uint32_t)__builtin_ctzll(window);
-  atomic_store_explicit(&m->window_bytes, window, memory_order_release);
-  status = gmi_frames_init(m);
-  if (!status) status = gmi_heap_open(m);
-  if (!status) status = gmi_host_cut(m);
-  if (!status) status = gmi_files_cut(m);
-  for (uint32_t i = 0; !status && i < GMI_ARENAS; i++) {
-    gmi_arena_t *a = gmi_arena_at(m, i);
-    if (a) status = gmi_arena_grow(m, a);
-  }
-  if (status) {
-    gmi_heap_close(m);
-    gmi_frames_free(m);
-    for (uint32_t i = 0; i < GMI_ARENAS; i++) {
-      gmi_arena_t *a = gmi_arena_at(m, i);
-      if (!a || !a->windows) continue;
-      gmi_space_free(a->windows, a->window_map_bytes);
-      a->windows = NULL;
-      atomic_store(&a->window_count, 0);
-    }
-    m->window_total = 0;
-    atomic_store(&m->window_bytes, 0);
-    return status;
-  }
-  gmi_log(m, GEMINI_LOG_INFO, "windows of %llu bytes, %u device frames", (unsigned long long)window, m->frame_count);
-  return GEMINI_OK;
-}
-
-/* ---- a new cut, once the access order is known */
-
-/* Every byte must be on the host, nothing in use, and only one thread at work: the fast path takes no lock. */
-static bool recut_possible(gmi_manager_t *m, uint64_t window) {
-  uint64_t need = 0, threads = 0;
-  if (m->files || m->graph_count || (m->heap && gmi_heap_blocks_used(m->heap))) return false;
-  for (int i = 0; i < GMI_HIT_STRIPES; i++) threads += atomic_load(&m->stripes[i].hits) != 0;
-  for (uint32_t i = 0; i < GMI_ARENAS; i++) {
-    gmi_arena_t *a = gmi_arena_at(m, i);
-    for (uint32_t k = 0; a && a->windows && k < atomic_load(&a->window_count); k++) {
-      gmi_window_t *w = &a->windows[k];
-      if ((atomic_load(&w->word) & GMI_WINDOW_PINS) || w->host_users || w->user_pins) return false;
-      if (w->slot != GMI_NONE && w->slot >= m->host.slot_count) return false;
-    }
-    if (a && a->store == i) {
-      need += round_up(atomic_load(&a->size), window);
-      if (a->capacity % window) return false;
-    }
-  }
-  return threads <= 1 && need <= m->config.host_bytes && !gmi_host_blocks(m) &&
-         m->config.device_bytes - m->config.device_margin_bytes >= window;
-}
-
-/* Parts of the host tier, as long as the smaller of the two windows, and where what lies there belongs. */
-typedef struct {
-  uint64_t bytes, count;
-  uint32_t *goes;   /* [count] GMI_NONE: nothing lies here */
-  uint8_t *scratch; /* bytes */
-} parts_t;
-
-static void parts_move(gmi_manager_t *m, parts_t *p) {
-  for (uint64_t at = 0; at < p->count; at++) {
-    while (p->goes[at] != GMI_NONE && p->goes[at] != at) { /* until the one that belongs here has come */
-      uint32_t to = p->goes[at];
-      uint8_t *a = m->host.base + at * p->bytes, *b = m->host.base + to * p->bytes;
-      if (p->goes[to] != GMI_NONE) memcpy(p->scratch, b, p->bytes);
-      memcpy(b, a, p->bytes);
-      if (p->goes[to] != GMI_NONE) memcpy(a, p->scratch, p->bytes);
-      p->goes[at] = p->goes[to];
-      p->goes[to] = to;
-    }
-  }
-}
-
-typedef struct {
-  gmi_window_t *windows;
-  uint64_t map_bytes;
-  uint32_t count;
-} old_cut_t;
-
-/* Every byte goes home under the new cut. */
-static void go_home(gmi_manager_t *m, const old_cut_t *old, uint32_t old_shift, parts_t *p) {
-  uint64_t window = UINT64_C(1) << m->window_shift, old_window = UINT64_C(1) << old_shift;
-  memset(p->goes, 0xff, p->count * sizeof *p->goes);
-  for (uint32_t i = 0; i < GMI_ARENAS; i++) {
-    gmi_arena_t *a = gmi_arena_at(m, i);
-    for (uint32_t k = 0; k < old[i].count; k++) {
-      if (!(old[i].windows[k].valid & GMI_VALID_HOST)) continue;
-      uint64_t from = (uint64_t)old[i].windows[k].slot << old_shift, offset = (uint64_t)k << old_shift;
-      uint64_t to = (uint64_t)a->home * window + offset, end = round_up(atomic_load(&a->size), window);
-      for (uint64_t at = 0; at < old_window && offset + at < end; at += p->bytes)
-        p->goes[(from + at) / p->bytes] = (uint32_t)((to + at) / p->bytes);
-    }
-  }
-  parts_move(m, p);
-}
-
-/* New records for one arena, whose bytes are home. What reads as zero becomes zeros where it shares a new window with
- * other bytes. */
-static gemini_status_t recut_arena(gmi_manager_t *m, gmi_arena_t *a, const old_cut_t *old, uint32_t old_shift) {
-  gemini_status_t status = gmi_arena_grow(m, a);
-  uint64_t window = UINT64_C(1) << m->window_shift, old_window = UINT64_C(1) << old_shift;
-  for (uint32_t k = 0; !status && k < atomic_load(&a->window_count); k++) {
-    uint64_t begin = k * window, end = begin + window;
-    bool any = false;
-    for (uint64_t o = begin >> old_shift; o < old->count && o * old_window < end; o++)
-      any |= !(old->windows[o].valid & GMI_VALID_ZERO);
-    if (!any) continue;
-    status = gmi_host_slot_take(m, &a->windows[k]);
-    if (status) break;
-    for (uint64_t o = begin >> old_shift; o < old->count && o * old_window < end; o++) {
-      uint64_t from = o * old_window > begin ? o * old_window : begin;
-      uint64_t to = (o + 1) * old_window < end ? (o + 1) * old_window : end;
-      if (old->windows[o].valid & GMI_VALID_ZERO) memset(gmi_range_host(m, a, from), 0, to - from);
-    }
-    a->windows[k].valid = GMI_VALID_HOST;
-  }
-  return status;
-}
-
-static gemini_status_t recut(gmi_manager_t *m, uint64_t window, parts_t *p, old_cut_t *old) {
-  uint64_t old_window = atomic_load(&m->window_bytes);
-  uint32_t old_shift = m->window_shift;
-  gmi_lane_drain(m);
-  for (uint32_t i = 0; i < GMI_ARENAS; i++) {
-    gmi_arena_t *a = gmi_arena_at(m, i);
-    for (uint32_t k = 0; a && a->windows && k < atomic_load(&a->window_count); k++) {
-      gmi_window_t *w = &a->windows[k];
-      gemini_status_t status = gmi_window_evict(m, w, GEMINI_REASON_PLAN);
-      if (!status) status = gmi_window_settle_host(m, w);
-      if (status) return status; /* as it was, only less of it resident */
-    }
-  }
-  gmi_host_homes(m, (uint32_t)__builtin_ctzll(window));
-  gemini_status_t status = GEMINI_OK;
-  for (uint32_t i = 0; i < GMI_ARENAS && !status; i++) {
-    gmi_arena_t *a = gmi_arena_at(m, i);
-    if (a && a->store == i) status = gmi_host_commit(m, a->home * window, round_up(atomic_load(&a->size), window));
-  }
-  if (status) return status;
-  gmi_unmap_all(m);
-  atomic_store(&m->window_bytes, 0);
-  gmi_heap_close(m);
-  gmi_frames_free(m);
-  m->window_shift = (uint32_t)__builtin_ctzll(window);
-  m->window_total = 0;
-  m->host_used = 0;
-  for (int link = 0; link < 2; link++) m->link_ns[link].mean *= (double)window / (double)old_window;
-  for (uint32_t i = 0; i < GMI_ARENAS; i++) {
-    gmi_arena_t *a = gmi_arena_at(m, i);
-    if (!a || !a->windows) continue;
-    old[i] = (old_cut_t){ a->windows, a->window_map_bytes, atomic_load(&a->window_count) };
-    a->windows = NULL;
-    atomic_store(&a->window_count, 0);
-  }
-  atomic_store(&m->window_bytes, window);
-  status = gmi_frames_init(m);
-  if (!status) status = gmi_heap_open(m);
-  gemini_status_t made = gmi_host_cut(m);
-  if (!status) status = made;
-  go_home(m, old, old_shift, p);
-  for (uint32_t i = 0; i < GMI_ARENAS; i++) {
-    if (!old[i].windows) continue;
-    made = recut_arena(m, gmi_arena_at(m, i), &old[i], old_shift);
-    if (!status) status = made;
-    gmi_space_free(old[i].windows, old[i].map_bytes);
-  }
-  gmi_log(m, GEMINI_LOG_INFO, "windows of %llu bytes instead of %llu, by the access order", (unsigned long long)window,
-          (unsigned long long)old_window);
-  return status;
-}
-
-gemini_status_t gmi_recut(gmi_manager_t *m, uint64_t window) {
-  uint64_t old_window = atomic_load(&m->window_bytes);
-  if (window == old_window || m->config.window_bytes || !recut_possible(m, window)) return GEMINI_OK;
-  parts_t p = { .bytes = window < old_window ? window : old_window };
-  p.count = m->config.host_bytes / p.bytes;
-  p.goes = malloc(p.count * sizeof *p.goes);
-  p.scratch = malloc(p.bytes);
-  old_cut_t *old = calloc(GMI_ARENAS, sizeof *old);
-  gemini_status_t status = !p.goes || !p.scratch || !old ? GEMINI_ERR_OOM_SYSTEM : GEMINI_OK;
-  status = status ? gmi_fail(status, ENOMEM, "no memory to cut anew") : recut(m, window, &p, old);
-  free(p.goes);
-  free(p.scratch);
-  free(old);
-  return status;
-}
-
-gemini_status_t gmi_range_resolve(gmi_manager_t *m, const gemini_access_t *access, gmi_range_t *range_out) {
+gemini_status_t gmi_range_bytes(gmi_manager_t *m, const gemini_access_t *access, gmi_range_t *range_out) {
   gmi_range_t r = { 0 };
   uint64_t start = 0, limit;
   if (access->object >> 60 == GMI_HANDLE_ARENA) {
@@ -320,21 +120,33 @@ gemini_status_t gmi_range_resolve(gmi_manager_t *m, const gemini_access_t *acces
   }
   r.store = gmi_arena_at(m, r.arena->store);
   uint64_t size = access->size_bytes;
-  if (!size && !access->offset_bytes) size = limit;
+  const char *name = r.tensor ? gmi_tensor_base(m, r.tensor)->name : r.arena->name;
+  if (!size && access->offset_bytes)
+    return gmi_fail(GEMINI_ERR_INVALID, 0,
+                    "range %llu + 0 bytes of %s of %llu bytes: a size of 0 names the whole object, from offset 0 on",
+                    (unsigned long long)access->offset_bytes, name, (unsigned long long)limit);
+  if (!size) size = limit;
   if (access->offset_bytes > limit || size > limit - access->offset_bytes || (!size && r.tensor))
     return gmi_fail(GEMINI_ERR_INVALID, 0, "range %llu + %llu bytes is not inside %s of %llu bytes",
-                    (unsigned long long)access->offset_bytes, (unsigned long long)size,
-                    r.tensor ? gmi_tensor_base(m, r.tensor)->name : r.arena->name, (unsigned long long)limit);
+                    (unsigned long long)access->offset_bytes, (unsigned long long)size, name,
+                    (unsigned long long)limit);
   r.offset = start + access->offset_bytes;
   r.size = size;
-  if (size && atomic_load(&m->window_bytes)) {
-    r.first = (uint32_t)(r.offset >> m->window_shift);
-    r.last = (uint32_t)((r.offset + size - 1) >> m->window_shift);
-  } else {
-    r.first = 1;
-  }
+  r.first = 1;
   *range_out = r;
   return GEMINI_OK;
+}
+
+void gmi_range_windows(gmi_manager_t *m, gmi_range_t *range) {
+  if (!range->size || !atomic_load(&m->window_bytes)) return;
+  range->first = (uint32_t)(range->offset >> m->window_shift);
+  range->last = (uint32_t)((range->offset + range->size - 1) >> m->window_shift);
+}
+
+gemini_status_t gmi_range_resolve(gmi_manager_t *m, const gemini_access_t *access, gmi_range_t *range_out) {
+  gemini_status_t status = gmi_range_bytes(m, access, range_out);
+  if (!status) gmi_range_windows(m, range_out);
+  return status;
 }
 
 gemini_status_t gmi_range_ready(gmi_manager_t *m, const gemini_access_t *access, gmi_range_t *range_out) {
@@ -396,13 +208,17 @@ static gemini_status_t arena_create(gmi_manager_t *m, const gemini_arena_config_
   gmi_arena_t *like = NULL, *reuse = NULL;
   status = arena_check(m, &c, &like, &reuse);
   if (status) return status;
+  char name[sizeof like->name];
+  snprintf(name, sizeof name, "%s", c.name ? c.name : kinds[c.kind]);
+  if (c.name && arena_named(m, name)) return gmi_fail(GEMINI_ERR_EXISTS, 0, "an arena named %s exists", name);
+  for (uint32_t number = 2; arena_named(m, name); number++) snprintf(name, sizeof name, "%s.%u", kinds[c.kind], number);
   uint32_t index = 0;
   while (index < GMI_ARENAS && gmi_arena_at(m, index)) index++;
   if (index == GMI_ARENAS)
     return gmi_fail(GEMINI_ERR_INVALID, 0, "%u arenas exist, the limit is %u", GMI_ARENAS, GMI_ARENAS);
   gmi_arena_t *a = calloc(1, sizeof *a);
   if (!a) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for an arena's record");
-  snprintf(a->name, sizeof a->name, "%s", c.name ? c.name : kinds[c.kind]);
+  memcpy(a->name, name, sizeof a->name);
   a->index = a->like = a->store = index;
   a->kind = c.kind;
   a->element_bytes = c.element_bytes;
@@ -411,7 +227,7 @@ static gemini_status_t arena_create(gmi_manager_t *m, const gemini_arena_config_
   uint64_t capacity = c.capacity_bytes;
   if (!capacity) capacity = base ? base->capacity_asked / base->element_bytes * a->element_bytes : total;
   a->capacity_asked = capacity - capacity % a->element_bytes;
-  a->capacity = round_up(capacity, m->config.window_bytes > WINDOW_MAX ? m->config.window_bytes : WINDOW_MAX);
+  a->capacity = round_up(capacity, m->config.window_bytes > GMI_WINDOW_MAX ? m->config.window_bytes : GMI_WINDOW_MAX);
   if (base) {
     a->like = base->index;
     atomic_store(&a->size, atomic_load(&base->size) / base->element_bytes * a->element_bytes);
@@ -432,7 +248,7 @@ static gemini_status_t arena_create(gmi_manager_t *m, const gemini_arena_config_
     if (status) {
       arena_free(m, a);
       return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no address range of %llu bytes for arena %s",
-                      (unsigned long long)capacity, c.name ? c.name : kinds[c.kind]);
+                      (unsigned long long)capacity, name);
     }
     status = gmi_arena_grow(m, a);
     if (status) {
@@ -460,9 +276,10 @@ static void tensor_drop(gmi_manager_t *m, uint32_t index) {
   free(t->name);
   atomic_store_explicit(&t->life, 0, memory_order_release);
   t->name = NULL;
+  m->tensor_alive--;
+  if (t->generation == GMI_TENSOR_GENERATIONS) return; /* its handles are used up */
   t->hash_next = m->tensor_free;
   m->tensor_free = index;
-  m->tensor_alive--;
 }
 
 static void counterpart_unlink(gmi_manager_t *m, uint32_t index) {
@@ -477,7 +294,7 @@ static void counterpart_unlink(gmi_manager_t *m, uint32_t index) {
 
 /* From here on nobody can acquire it; false: somebody has it. */
 static bool tensor_kill(gmi_tensor_t *t) {
-  uint32_t word = atomic_load(&t->word);
+  uint64_t word = atomic_load(&t->word);
   do {
     if (word & GMI_TENSOR_USERS) return false;
   } while (!atomic_compare_exchange_weak(&t->word, &word, word | GMI_TENSOR_DEAD));
@@ -499,6 +316,10 @@ static gemini_status_t arena_destroy(gmi_manager_t *m, gemini_arena_t handle) {
   gmi_arena_t *a = gmi_arena_get(m, handle);
   if (!a) return GEMINI_ERR_HANDLE;
   if (a->followers) return gmi_fail(GEMINI_ERR_BUSY, 0, "%u arenas follow or reuse arena %s", a->followers, a->name);
+  gmi_lease_t lease;
+  if (gmi_lease_find(&m->leases, handle, &lease))
+    return gmi_fail(GEMINI_ERR_BUSY, 0, "%llu bytes at offset %llu of arena %s are acquired",
+                    (unsigned long long)lease.key.size, (unsigned long long)lease.key.offset, a->name);
   gemini_status_t status = gmi_updates_queue(m, NULL); /* nothing of it may be left that names it */
   if (status) return status;
   gmi_lane_drain(m);
@@ -682,13 +503,13 @@ static gemini_status_t tensor_new(gmi_manager_t *m, gmi_arena_t *a, uint64_t off
   else if (m->tensor_high < GMI_TENSORS) index = m->tensor_high++;
   else return gmi_fail(GEMINI_ERR_INVALID, 0, "%u tensors exist, the limit is %u", GMI_TENSORS, GMI_TENSORS);
   gmi_tensor_t *t = &m->tensors[index];
-  t->generation = t->generation % 1023 + 1;
+  t->generation++;
   t->arena = a->index;
   t->offset = offset;
   t->size = size;
   t->base = index;
   t->next = GMI_NONE;
-  atomic_store(&t->word, (uint32_t)GEMINI_STATE_FREE << GMI_TENSOR_STATE_SHIFT);
+  atomic_store(&t->word, gmi_tensor_word(0, GEMINI_STATE_FREE));
   atomic_store(&t->seen, 0);
   atomic_store_explicit(&t->life, t->generation, memory_order_release);
   a->order_sorted =
@@ -831,9 +652,9 @@ gemini_status_t gemini_tensor_info(gemini_manager_t mgr, gemini_tensor_t tensor,
   gmi_tensor_t *t = gmi_tensor_get(m, tensor);
   if (t) {
     gmi_arena_t *a = gmi_arena_at(m, t->arena);
-    uint32_t word = atomic_load(&t->word);
+    uint64_t word = atomic_load(&t->word);
     info.state = gmi_tensor_state(word);
-    info.users = word & GMI_TENSOR_USERS;
+    info.users = gmi_tensor_users(word);
     info.address = (uint64_t)(uintptr_t)a->base + t->offset;
     info.size_bytes = t->size;
     info.offset_bytes = t->offset;

@@ -154,7 +154,7 @@ static gemini_status_t state_set(gmi_manager_t *m, gemini_tensor_t tensor, uint3
   if (!t) return GEMINI_ERR_HANDLE;
   if (state >= GEMINI_STATE_COUNT)
     return gmi_fail(GEMINI_ERR_INVALID, 0, "state is %u, the last one is %d", state, GEMINI_STATE_COUNT - 1);
-  uint32_t word = atomic_load(&t->word), from = gmi_tensor_state(word);
+  uint64_t word = atomic_load(&t->word), from = gmi_tensor_state(word);
   bool settable = state == GEMINI_STATE_HOLD || state == GEMINI_STATE_READY_FOR_REDUCE || state == GEMINI_STATE_FREE;
   if (!settable || (word & GMI_TENSOR_USERS) || !gmi_state_legal(from, state))
     return gmi_fail(GEMINI_ERR_STATE, 0, "tensor %s cannot go from %s to %s", gmi_tensor_base(m, t)->name, names[from],
@@ -216,7 +216,7 @@ static gemini_status_t file_check(const gmi_range_t *r, const gmi_window_t *w, b
 
 /* Bytes were read into it, be it in part: it is not FREE any more, as after an update. */
 static void not_free(gmi_manager_t *m, gmi_tensor_t *t, void *user) {
-  uint32_t word = atomic_load(&t->word);
+  uint64_t word = atomic_load(&t->word);
   (void)m;
   (void)user;
   while (word >> GMI_TENSOR_STATE_SHIFT == GEMINI_STATE_FREE &&

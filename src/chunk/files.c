@@ -66,13 +66,13 @@ gemini_status_t gmi_files_open(gmi_manager_t *m) {
   return store_open(m, block);
 }
 
-gemini_status_t gmi_files_cut(gmi_manager_t *m) {
+gemini_status_t gmi_files_cut(gmi_manager_t *m, uint64_t window) {
   if (!m->file_dir) return GEMINI_OK;
   gemini_status_t status = GEMINI_OK;
-  if (!m->files || m->file_block_bytes != window_bytes(m)) {
+  if (!m->files || m->file_block_bytes != window) {
     gmi_store_close(m->files);
     m->files = NULL;
-    status = store_open(m, window_bytes(m));
+    status = store_open(m, window);
   }
   for (uint64_t part = 0; !status && part < m->host.part_count; part++)
     if (m->host.committed[part])

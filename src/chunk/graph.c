@@ -39,9 +39,10 @@ typedef struct {
 } content_t;
 
 typedef struct gmi_graph {
-  uint32_t index, generation, state, stream; /* stream: of the capture, then of the last replay */
-  void *capture;                             /* the device's, until the graph has ended */
-  gemini_status_t failure;                   /* of the capture: the graph is of no use */
+  uint64_t generation;
+  uint32_t index, state, stream, reserved; /* stream: of the capture, then of the last replay */
+  void *capture;                           /* the device's, until the graph has ended */
+  gemini_status_t failure;                 /* of the capture: the graph is of no use */
   uint32_t place_count, part_count, part_capacity, content_count, content_capacity;
   place_t *places;
   part_t *parts;
@@ -54,9 +55,10 @@ static uint64_t window_bytes(const gmi_manager_t *m) { return UINT64_C(1) << m->
 static const char *name_of(gmi_manager_t *m, const gmi_window_t *w) { return gmi_window_arena(m, w)->name; }
 
 static gmi_graph_t *graph_get(gmi_manager_t *m, gemini_graph_t handle) {
-  uint32_t index, generation;
+  uint32_t index;
+  uint64_t generation;
   if (!gmi_handle_open(m, handle, GMI_HANDLE_GRAPH, &index, &generation)) return NULL;
-  gmi_graph_t *g = index < GMI_GRAPHS ? m->graphs[index] : NULL;
+  gmi_graph_t *g = m->graphs[index];
   if (g && g->generation == generation) return g;
   gmi_fail(GEMINI_ERR_HANDLE, 0, "%#llx is a destroyed graph", (unsigned long long)handle);
   return NULL;
@@ -115,6 +117,7 @@ static void graph_free(gmi_manager_t *m, gmi_graph_t *g) {
   m->graph_frames -= g->place_count;
   for (uint32_t i = 0; i < g->part_count; i++) g->parts[i].window->graphs--;
   if (g->state == GRAPH_OPEN) atomic_fetch_and(&m->graph_streams, ~(UINT64_C(1) << g->stream));
+  gmi_lease_drop_graph(&m->leases, g->index + 1);
   m->graphs[g->index] = NULL;
   m->graph_count--;
   free(g->places);
@@ -160,7 +163,7 @@ static gemini_status_t graph_begin(gmi_manager_t *m, gemini_stream_t stream, uin
     return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for a graph's record");
   }
   g->index = index;
-  g->generation = m->graph_generations[index] = m->graph_generations[index] % 1023 + 1;
+  g->generation = ++m->graph_generations[index];
   g->places = places;
   g->stream = s;
   m->graphs[index] = g;
@@ -209,6 +212,7 @@ static gemini_status_t graph_end(gmi_manager_t *m, gemini_graph_t handle) {
   g->state = GRAPH_READY;
   atomic_fetch_and(&m->graph_streams, ~(UINT64_C(1) << g->stream));
   m->graph_op[0] = '\0';
+  gmi_lease_drop_graph(&m->leases, g->index + 1);
   for (uint32_t i = 0; i < g->part_count; i++) {
     part_t *p = &g->parts[i];
     if (p->readers && !p->kept) unhold(p->window);
@@ -421,14 +425,26 @@ static gemini_status_t content_add(gmi_manager_t *m, gmi_graph_t *g, const gmi_r
   return GEMINI_OK;
 }
 
+static gmi_lease_key_t lease_of(const gmi_graph_t *g, const gemini_access_t *access, const gmi_range_t *r) {
+  return (gmi_lease_key_t){ .object = access->object,
+                            .offset = access->offset_bytes,
+                            .size = r->size,
+                            .mode = (uint16_t)access->mode,
+                            .tier = (uint16_t)access->tier,
+                            .graph_1 = g->index + 1 };
+}
+
 gemini_status_t gmi_graph_acquire(gmi_manager_t *m, gemini_access_t *accesses, uint64_t count, uint32_t stream) {
   gmi_graph_t *g = graph_on(m, stream);
   gemini_status_t status = usable(g);
   gmi_range_t r = { 0 };
-  uint64_t held = 0; /* windows, in the order of the ranges */
+  uint64_t held = 0, leased = 0; /* windows, in the order of the ranges; accesses */
   for (uint64_t k = 0; !status && k < count; k++) {
     status = resolve(m, &accesses[k], &r);
     if (!status && !(accesses[k].mode & GEMINI_WRITE)) status = content_add(m, g, &r);
+    gmi_lease_key_t key = lease_of(g, &accesses[k], &r);
+    if (!status) status = gmi_lease_add(&m->leases, &key);
+    leased += !status;
     for (uint64_t i = r.first; !status && i <= r.last; i++) {
       status = part_hold(m, g, &accesses[k], &r.store->windows[i]);
       held += !status;
@@ -441,11 +457,13 @@ gemini_status_t gmi_graph_acquire(gmi_manager_t *m, gemini_access_t *accesses, u
       if (p->readers && !p->kept && !there && (pass || p->place != GMI_NONE)) status = part_fetch(m, g, i);
     }
   }
-  for (uint64_t k = 0; k < count && (!status || held); k++) {
-    if (gmi_range_resolve(m, &accesses[k], &r)) break;
+  for (uint64_t k = 0; k < (status ? leased : count); k++) {
+    if (gmi_range_resolve(m, &accesses[k], &r)) break; /* never: the lock is held since the first time */
     if (!status) accesses[k].ptr = r.store->base + r.offset;
     for (uint64_t i = r.first; status && held && i <= r.last; i++, held--)
       part_drop(part_find(g, &r.store->windows[i]), accesses[k].mode);
+    gmi_lease_key_t key = lease_of(g, &accesses[k], &r);
+    if (status && gmi_lease_claim(&m->leases, &key)) gmi_lease_end(&m->leases, &key);
   }
   return status;
 }
@@ -454,34 +472,27 @@ gemini_status_t gmi_graph_release(gmi_manager_t *m, const gemini_access_t *acces
   gmi_graph_t *g = graph_on(m, stream);
   gemini_status_t status = GEMINI_OK;
   gmi_range_t r = { 0 };
-  uint64_t counted = 0;
-  for (uint64_t k = 0; !status && k < count; k++) { /* all or none: counted down, and up again */
-    status = resolve(m, &accesses[k], &r);
-    bool write = accesses[k].mode & GEMINI_WRITE;
-    for (uint64_t i = r.first; !status && i <= r.last; i++) {
-      part_t *p = part_find(g, &r.store->windows[i]);
-      if (!p || !(write ? p->writers : p->readers))
-        status = gmi_fail(GEMINI_ERR_STATE, 0,
-                          "a chunk of arena %s is not acquired so inside this capture; what was acquired before it is "
-                          "released after it",
-                          r.store->name);
-      if (status) break;
-      if (write) p->writers--;
-      else p->readers--;
-      counted++;
-    }
+  uint64_t claimed = 0;
+  for (; !status && claimed < count; claimed += !status) { /* all or none */
+    status = resolve(m, &accesses[claimed], &r);
+    if (status) break;
+    gmi_lease_key_t key = lease_of(g, &accesses[claimed], &r);
+    if (!gmi_lease_claim(&m->leases, &key))
+      status = gmi_fail(GEMINI_ERR_STATE, 0,
+                        "%llu bytes at offset %llu of arena %s were not acquired with this mode inside this capture; "
+                        "what was acquired before it is released after it",
+                        (unsigned long long)r.size, (unsigned long long)r.offset, r.arena->name);
   }
-  for (uint64_t k = 0; counted && k < count; k++) {
-    gmi_range_resolve(m, &accesses[k], &r);
-    for (uint64_t i = r.first; counted && i <= r.last; i++, counted--) {
-      part_t *p = part_find(g, &r.store->windows[i]);
-      if (accesses[k].mode & GEMINI_WRITE) p->writers++;
-      else p->readers++;
-    }
+  while (status && claimed-- > 0) {
+    if (gmi_range_resolve(m, &accesses[claimed], &r)) break; /* never, as above */
+    gmi_lease_key_t key = lease_of(g, &accesses[claimed], &r);
+    gmi_lease_unclaim(&m->leases, &key);
   }
   if (status) return status;
   for (uint64_t k = 0; k < count; k++) {
-    gmi_range_resolve(m, &accesses[k], &r);
+    if (gmi_range_resolve(m, &accesses[k], &r)) break; /* never, as above */
+    gmi_lease_key_t key = lease_of(g, &accesses[k], &r);
+    gmi_lease_end(&m->leases, &key);
     for (uint64_t i = r.first; i <= r.last; i++) {
       part_t *p = part_find(g, &r.store->windows[i]);
       if (!part_drop(p, accesses[k].mode)) continue;

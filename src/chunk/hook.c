@@ -109,10 +109,6 @@ void gmi_hook_close(gmi_manager_t *m) {
   pthread_mutex_unlock(&table_lock);
 }
 
-void gmi_hook_moved(gmi_manager_t *m) {
-  if (atomic_load(&entries[m->slot].manager) == m) atomic_store(&entries[m->slot].base, 0);
-}
-
 bool gmi_hook_left(const void *base, uint64_t range) {
   pthread_mutex_lock(&table_lock);
   left_t *l = left;

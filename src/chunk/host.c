@@ -11,6 +11,7 @@
 #include <sys/stat.h>
 #include <sys/sysmacros.h>
 
+#include "chunk/cut.h"
 #include "core/manager.h"
 #include "host/blocks.h"
 #include "host/limits.h"
@@ -217,23 +218,32 @@ uint32_t gmi_host_free(const gmi_manager_t *m) {
   return left < m->host.free_count ? (uint32_t)left : m->host.free_count;
 }
 
-gemini_status_t gmi_host_cut(gmi_manager_t *m) {
+gemini_status_t gmi_host_prepare(gmi_manager_t *m, gmi_cut_t *cut) {
+  uint64_t most = gmi_reserve_size(m->host.reserve) >> cut->shift;
+  cut->slot_map_bytes = (most + 1) * sizeof(gmi_slot_t);
+  cut->free_map_bytes = (most / 64 + 1) * sizeof(uint64_t);
+  cut->slots = gmi_space(cut->slot_map_bytes);
+  cut->free_map = gmi_space(cut->free_map_bytes);
+  if (cut->slots && cut->free_map) return GEMINI_OK;
+  return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no address space for the records of %llu host slots",
+                  (unsigned long long)most);
+}
+
+void gmi_host_install(gmi_manager_t *m, gmi_cut_t *cut) {
   gmi_blocks_close(m->host.blocks); /* none is live */
   m->host.blocks = NULL;
-  uint64_t most = gmi_reserve_size(m->host.reserve) >> m->window_shift;
   gmi_space_free(m->host.slots, m->host.slot_map_bytes);
   gmi_space_free(m->host.free_map, m->host.free_map_bytes);
-  m->host.slot_map_bytes = (most + 1) * sizeof(gmi_slot_t);
-  m->host.free_map_bytes = (most / 64 + 1) * sizeof(uint64_t);
-  m->host.slots = gmi_space(m->host.slot_map_bytes);
-  m->host.free_map = gmi_space(m->host.free_map_bytes);
+  m->host.slots = cut->slots;
+  m->host.slot_map_bytes = cut->slot_map_bytes;
+  m->host.free_map = cut->free_map;
+  m->host.free_map_bytes = cut->free_map_bytes;
+  cut->slots = NULL;
+  cut->free_map = NULL;
   m->host.slot_count = m->host.slot_most = m->host.free_count = m->host.hand = 0;
-  if (!m->host.slots || !m->host.free_map)
-    return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no address space for the records of %llu host slots",
-                    (unsigned long long)most);
+  m->host_used = 0;
   use_slots(m, m->config.host_bytes);
   gmi_host_homes(m, m->window_shift);
-  return GEMINI_OK;
 }
 
 /* At home, arenas lie one after another, with room between them where there is some, so that they can grow. */
@@ -311,7 +321,7 @@ static void count_used(gmi_manager_t *m, uint32_t slots) {
   if (m->host_used > m->stats.peak_bytes[GEMINI_TIER_HOST]) m->stats.peak_bytes[GEMINI_TIER_HOST] = m->host_used;
 }
 
-static void slot_bind(gmi_manager_t *m, gmi_window_t *w, uint32_t slot) {
+void gmi_host_slot_bind(gmi_manager_t *m, gmi_window_t *w, uint32_t slot) {
   mark_free(m, slot, false);
   m->host.slots[slot].window = w;
   m->host.slots[slot].failure = GEMINI_OK;
@@ -478,7 +488,7 @@ gemini_status_t gmi_host_room(gmi_manager_t *m, uint32_t count) {
 
 static gemini_status_t slot_assign(gmi_manager_t *m, gmi_window_t *w, uint32_t slot) {
   gemini_status_t status = gmi_host_commit(m, (uint64_t)slot << m->window_shift, window_bytes(m));
-  if (!status) slot_bind(m, w, slot);
+  if (!status) gmi_host_slot_bind(m, w, slot);
   return status;
 }
 
@@ -498,7 +508,7 @@ static bool together(const gmi_arena_t *store, uint32_t first, uint32_t count) {
 
 /* May the window be moved to another slot? Not when somebody has its address. */
 static bool movable(const gmi_window_t *w) {
-  return !w || (w->host_users == w->given[0][0] && !w->given[0][1] && !w->graphs);
+  return !w || (w->host_users == w->batch_users && !w->batch_placed && !w->graphs);
 }
 
 /* What it costs to let the run begin at slot, in moves of a window's bytes; UINT32_MAX: it cannot. Who lies there moves,

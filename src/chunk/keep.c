@@ -36,9 +36,9 @@ static void write_layout(gmi_manager_t *m, FILE *file) {
   for (uint32_t i = 0; i < m->tensor_high; i++) {
     gmi_tensor_t *t = &m->tensors[i];
     if (!gmi_tensor_alive(t)) continue;
-    uint32_t word = atomic_load(&t->word);
+    uint64_t word = atomic_load(&t->word);
     fprintf(file, "tensor %u %" PRIu64 " %" PRIu64 " %u %d ", t->arena, t->offset, t->size,
-            word >> GMI_TENSOR_STATE_SHIFT, (word & GMI_TENSOR_GRADIENT) != 0);
+            (uint32_t)(word >> GMI_TENSOR_STATE_SHIFT), (word & GMI_TENSOR_GRADIENT) != 0);
     gmi_name_write(file, gmi_tensor_base(m, t)->name);
     fputc('\n', file);
   }
@@ -142,24 +142,6 @@ static gemini_status_t differs(const char *what, const char *name) {
                   what, name);
 }
 
-static gemini_status_t read_arena(reader_t *r, const char *at) {
-  uint64_t n[5], size;
-  char name[256];
-  if (!gmi_numbers_at(&at, ' ', UINT32_MAX, 5, n) || !gmi_number_at(&at, ' ', UINT64_MAX, &size) ||
-      n[0] >= GMI_ARENAS || !gmi_name_read(at, name, sizeof name))
-    return gmi_fail(GEMINI_ERR_FORMAT, 0, "the checkpoint's description has a malformed arena");
-  uint32_t number = (uint32_t)n[0], kind = (uint32_t)n[1], element_bytes = (uint32_t)n[2], store = (uint32_t)n[4];
-  for (uint32_t i = 0; i < GMI_ARENAS; i++) {
-    gmi_arena_t *a = gmi_arena_at(r->m, i);
-    if (!a || strcmp(a->name, name) || a->kind != kind || a->element_bytes != element_bytes ||
-        atomic_load(&a->size) != size || (a->store == i) != (store == number))
-      continue;
-    r->arena_of[number] = i;
-    return GEMINI_OK;
-  }
-  return differs("arena", name);
-}
-
 static gemini_status_t read_tensor(reader_t *r, const char *at) {
   uint64_t arena, range[2], state, gradient;
   char name[256];
@@ -167,6 +149,9 @@ static gemini_status_t read_tensor(reader_t *r, const char *at) {
       !gmi_number_at(&at, ' ', GEMINI_STATE_COUNT - 1, &state) || !gmi_number_at(&at, ' ', 1, &gradient) ||
       !gmi_name_read(at, name, sizeof name))
     return gmi_fail(GEMINI_ERR_FORMAT, 0, "the checkpoint's description has a malformed tensor");
+  if (r->arena_of[arena] == GMI_NONE)
+    return gmi_fail(GEMINI_ERR_FORMAT, 0,
+                    "the checkpoint's description has tensor %s in an arena that it does not have", name);
   gmi_manager_t *m = r->m;
   uint32_t index = gmi_tensor_named(m, name);
   bool registered = index != GMI_NONE && m->tensors[index].arena == r->arena_of[arena];
@@ -178,7 +163,7 @@ static gemini_status_t read_tensor(reader_t *r, const char *at) {
   r->tensors += registered;
   if (!r->apply) return GEMINI_OK;
   gmi_tensor_t *t = &m->tensors[index];
-  uint32_t word_now = atomic_load(&t->word) & ~GMI_TENSOR_GRADIENT;
+  uint64_t word_now = atomic_load(&t->word) & ~GMI_TENSOR_GRADIENT;
   atomic_store(&t->word, gmi_tensor_word(word_now, (uint32_t)state) | (gradient ? GMI_TENSOR_GRADIENT : 0));
   return GEMINI_OK;
 }
@@ -186,7 +171,8 @@ static gemini_status_t read_tensor(reader_t *r, const char *at) {
 static gemini_status_t read_layout(reader_t *r, const char *blob, uint64_t bytes) {
   gemini_status_t status = GEMINI_OK;
   char line[1024];
-  const char *rest;
+  char arena[GMI_ARENA_NAME];
+  const char *rest, *wrong = NULL;
   memset(r->arena_of, 0xff, sizeof r->arena_of);
   r->tensors = 0;
   r->ended = false;
@@ -203,12 +189,22 @@ static gemini_status_t read_layout(reader_t *r, const char *blob, uint64_t bytes
     rest = line;
     if (!number && strcmp(line, "gemini-keep 1"))
       status = gmi_fail(GEMINI_ERR_FORMAT, 0, "the kept files are of another version: %.60s", line);
-    else if (gmi_word_at(&rest, "arena")) status = read_arena(r, rest);
+    else if (gmi_word_at(&rest, "arena")) wrong = gmi_arena_read(r->m, rest, r->arena_of, arena);
     else if (gmi_word_at(&rest, "tensor")) status = read_tensor(r, rest);
     else if (number && !r->ended)
       status = gmi_fail(GEMINI_ERR_FORMAT, 0, "the checkpoint's description has a line \"%.60s\"", line);
+    if (wrong)
+      status = gmi_fail(GEMINI_ERR_FORMAT, 0, "the checkpoint's description, line %" PRIu64 ", arena %s: %s",
+                        number + 1, arena, wrong);
   }
   if (!status && !r->ended) status = gmi_fail(GEMINI_ERR_FORMAT, 0, "the checkpoint's description ends early");
+  for (uint32_t i = 0; !status && i < GMI_ARENAS; i++) {
+    const gmi_arena_t *a = gmi_arena_at(r->m, i);
+    uint32_t number = 0;
+    while (a && number < GMI_ARENAS && r->arena_of[number] != i) number++;
+    if (a && number == GMI_ARENAS)
+      status = gmi_fail(GEMINI_ERR_FORMAT, 0, "arena %s of this manager is not in the checkpoint", a->name);
+  }
   uint64_t registered = 0;
   for (uint32_t i = 0; i < r->m->tensor_high; i++)
     registered += gmi_tensor_alive(&r->m->tensors[i]) && r->m->tensors[i].base == i;
@@ -236,25 +232,26 @@ static gemini_status_t resume(gmi_manager_t *m) {
   if (!status) status = gmi_cut(m);
   if (!status) status = gmi_store_committed(m->files, &kept, &count, &blob, &blob_bytes);
   for (gmi_window_t *w; !status && (w = next_window(m, &arena, &index));)
-    if (!(w->valid & GMI_VALID_ZERO) || w->host_users || (atomic_load(&w->word) & GMI_WINDOW_PINS))
+    if (!(w->valid & GMI_VALID_ZERO) || w->host_users || !gmi_window_unsettle(w, GMI_WINDOW_PINS))
       status = gmi_fail(GEMINI_ERR_STATE, 0, "arena %s holds bytes already", gmi_window_arena(m, w)->name);
   if (!status) status = read_layout(&r, blob, blob_bytes);
-  for (uint32_t i = 0; !status && i < count; i++)
-    if (!kept_window(&r, kept[i].key))
-      status = gmi_fail(GEMINI_ERR_FORMAT, 0, "the checkpoint has a chunk %#" PRIx64 " of no arena", kept[i].key);
+  uint32_t named = 0; /* chunks that have got their block */
+  for (; !status && named < count; named += !status) {
+    gmi_window_t *w = kept_window(&r, kept[named].key);
+    if (!w || w->file_block != GMI_NONE)
+      status = gmi_fail(GEMINI_ERR_FORMAT, 0, "the checkpoint has a chunk %#" PRIx64 " %s", kept[named].key,
+                        w ? "twice" : "of no arena");
+    else w->file_block = kept[named].block;
+  }
+  while (status && named-- > 0) kept_window(&r, kept[named].key)->file_block = GMI_NONE;
   if (status) return status;
   r.apply = true;
   read_layout(&r, blob, blob_bytes);
   for (uint32_t i = 0; i < count; i++) {
     gmi_window_t *w = kept_window(&r, kept[i].key);
-    if (w->file_block != GMI_NONE) { /* named twice: the index is checked, so this is ours to refuse */
-      gmi_store_give(m->files, kept[i].block);
-      continue;
-    }
     gmi_window_drop_device(m, w); /* zeros */
     gmi_host_slot_drop(m, w);
     w->valid = GMI_VALID_FILE;
-    w->file_block = kept[i].block;
     m->file_used += UINT64_C(1) << m->window_shift;
   }
   if (m->file_used > m->stats.peak_bytes[GEMINI_TIER_FILE]) m->stats.peak_bytes[GEMINI_TIER_FILE] = m->file_used;

@@ -4,6 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "chunk/cut.h"
 #include "core/manager.h"
 #include "tracer/timeline.h"
 #include "tracer/tracer.h"
@@ -58,7 +59,8 @@ static gemini_status_t reserve_new(gmi_manager_t *m, uint64_t range, void **base
 }
 
 /* Address space is cheap, and a range much longer than the budget always has a hole for a large block. */
-gemini_status_t gmi_heap_open(gmi_manager_t *m) {
+static gemini_status_t reserve_once(gmi_manager_t *m) {
+  if (m->heap_base) return GEMINI_OK;
   uint64_t range = UINT64_C(1) << 30;
   while (range < m->config.device_bytes * 8 && range < (UINT64_C(1) << 44)) range *= 2;
   void *base = NULL;
@@ -67,25 +69,42 @@ gemini_status_t gmi_heap_open(gmi_manager_t *m) {
     return gmi_fail(status, 0, "no address range of %llu bytes for non-model memory", (unsigned long long)range);
   m->heap_base = base;
   m->heap_range = range;
-  m->pages = gmi_space((range >> m->window_shift) * sizeof *m->pages);
-  if (m->pages) status = gmi_heap_create(range, UINT64_C(1) << m->window_shift, join_tags, m, &m->heap);
-  if (!m->pages || status) {
-    gmi_heap_close(m);
-    return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the records of non-model memory");
-  }
   return GEMINI_OK;
 }
 
-void gmi_heap_close(gmi_manager_t *m) {
-  gmi_hook_moved(m);
+gemini_status_t gmi_heap_prepare(gmi_manager_t *m, gmi_cut_t *cut) {
+  gemini_status_t status = reserve_once(m);
+  if (status) return status;
+  cut->page_map_bytes = (m->heap_range >> cut->shift) * sizeof *cut->pages;
+  cut->pages = gmi_space(cut->page_map_bytes);
+  if (cut->pages) status = gmi_heap_create(m->heap_range, UINT64_C(1) << cut->shift, join_tags, m, &cut->heap);
+  if (!cut->pages || status)
+    return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the records of non-model memory");
+  return GEMINI_OK;
+}
+
+static void tables_free(gmi_manager_t *m) {
   gmi_heap_destroy(m->heap);
+  gmi_space_free(m->pages, m->page_map_bytes);
   m->heap = NULL;
-  if (m->pages) gmi_space_free(m->pages, (m->heap_range >> m->window_shift) * sizeof *m->pages);
   m->pages = NULL;
-  if (m->heap_base) m->dev->unreserve(m->dev_self, m->heap_base, m->heap_range);
-  m->heap_base = NULL;
   m->heap_frames = 0;
   m->page_high = 0;
+}
+
+void gmi_heap_install(gmi_manager_t *m, gmi_cut_t *cut) {
+  tables_free(m);
+  m->heap = cut->heap;
+  m->pages = cut->pages;
+  m->page_map_bytes = cut->page_map_bytes;
+  cut->heap = NULL;
+  cut->pages = NULL;
+}
+
+void gmi_heap_close(gmi_manager_t *m) {
+  tables_free(m);
+  if (m->heap_base) m->dev->unreserve(m->dev_self, m->heap_base, m->heap_range);
+  m->heap_base = NULL;
 }
 
 bool gmi_heap_reclaim(gmi_manager_t *m, uint32_t *frame_out) {

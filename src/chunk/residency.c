@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "chunk/cut.h"
 #include "core/manager.h"
 #include "core/nvtx.h"
 #include "tracer/timeline.h"
@@ -122,15 +123,31 @@ static gemini_status_t frames_reserve(gmi_manager_t *m, uint32_t count) {
   return GEMINI_OK;
 }
 
-gemini_status_t gmi_frames_init(gmi_manager_t *m) {
-  uint64_t count = (m->config.device_bytes - m->config.device_margin_bytes) >> m->window_shift;
+uint32_t gmi_frames_of(const gmi_manager_t *m, uint32_t shift) {
+  uint64_t count = (m->config.device_bytes - m->config.device_margin_bytes) >> shift;
+  return count < UINT32_MAX - 1 ? (uint32_t)count : UINT32_MAX - 1;
+}
+
+gemini_status_t gmi_frames_prepare(gmi_manager_t *m, gmi_cut_t *cut) {
+  uint32_t count = gmi_frames_of(m, cut->shift);
   if (!count)
     return gmi_fail(GEMINI_ERR_OOM_DEVICE, 0, "the device budget without its margin holds no window of %llu bytes",
-                    (unsigned long long)window_bytes(m));
-  if (count > UINT32_MAX - 1) count = UINT32_MAX - 1;
-  gemini_status_t status = frames_reserve(m, (uint32_t)count);
-  if (!status) m->frame_count = (uint32_t)count;
-  return status;
+                    1ull << cut->shift);
+  cut->frame_count = count;
+  cut->frames = calloc(count, sizeof *cut->frames);
+  cut->unmade = malloc(count * sizeof *cut->unmade);
+  if (!cut->frames || !cut->unmade)
+    return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the records of %u frames", cut->frame_count);
+  return GEMINI_OK;
+}
+
+void gmi_frames_install(gmi_manager_t *m, gmi_cut_t *cut) {
+  m->frames = cut->frames;
+  m->unmade = cut->unmade;
+  m->frame_capacity = m->frame_count = cut->frame_count;
+  cut->frames = NULL;
+  cut->unmade = NULL;
+  for (uint32_t i = m->frame_count; i-- > 0;) m->unmade[m->unmade_size++] = i;
 }
 
 void gmi_frames_free(gmi_manager_t *m) {

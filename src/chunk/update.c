@@ -374,7 +374,7 @@ static gemini_status_t device_piece(walk_t *k, piece_t *p) {
     gmi_unlock(m); /* never call out with the lock; the windows are held */
     k->u.fn(k->u.user, &span);
     for (uint32_t i = 0; i < p->count; i++) {
-      gemini_status_t used = gmi_window_use(m, p->windows[i], p->modes[i], stream);
+      gemini_status_t used = gmi_window_use(m, p->windows[i], p->modes[i], stream, false);
       if (!status) status = used;
     }
     gmi_lock(m);
@@ -452,7 +452,7 @@ static gemini_status_t check_taken(walk_t *k) {
 static void after_update(gmi_manager_t *m, gmi_tensor_t *t, void *user) {
   (void)m;
   (void)user;
-  uint32_t word = atomic_load(&t->word);
+  uint64_t word = atomic_load(&t->word);
   while (
       !atomic_compare_exchange_weak(&t->word, &word, gmi_tensor_word(word & ~GMI_TENSOR_GRADIENT, GEMINI_STATE_HOLD))) {
   }

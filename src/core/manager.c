@@ -19,22 +19,30 @@ static struct {
   gmi_manager_t *manager;
 } live[GMI_MANAGERS];
 static pthread_mutex_t live_lock = PTHREAD_MUTEX_INITIALIZER;
-static uint32_t live_generation;
+static uint64_t live_serial; /* managers opened so far */
 
-uint64_t gmi_handle(const gmi_manager_t *m, uint32_t type, uint32_t generation, uint32_t index) {
-  return (uint64_t)type << 60 | (m->handle & UINT64_C(0x0ffffc0000000000)) | (uint64_t)(generation & 1023) << 32 |
-         index;
+static const uint8_t index_bits[] = { [GMI_HANDLE_ARENA] = GMI_ARENA_INDEX_BITS,
+                                      [GMI_HANDLE_TENSOR] = GMI_TENSOR_INDEX_BITS,
+                                      [GMI_HANDLE_STREAM] = GMI_STREAM_INDEX_BITS,
+                                      [GMI_HANDLE_GRAPH] = GMI_GRAPH_INDEX_BITS };
+_Static_assert(GMI_DEVICE_MAX_STREAMS <= 1u << GMI_STREAM_INDEX_BITS && GMI_ARENAS <= 1u << GMI_ARENA_INDEX_BITS &&
+                   GMI_TENSORS <= 1u << GMI_TENSOR_INDEX_BITS && GMI_GRAPHS <= 1u << GMI_GRAPH_INDEX_BITS,
+               "a handle has room for each index");
+
+uint64_t gmi_handle(const gmi_manager_t *m, uint32_t type, uint64_t generation, uint32_t index) {
+  return (uint64_t)type << 60 | (m->handle & GMI_HANDLE_MANAGER_MASK) | generation << index_bits[type] | index;
 }
 
 bool gmi_handle_open(const gmi_manager_t *m, uint64_t handle, uint32_t type, uint32_t *index_out,
-                     uint32_t *generation_out) {
+                     uint64_t *generation_out) {
   static const char *const names[] = { "", "manager", "arena", "tensor", "stream", "graph" };
-  if (handle >> 60 != type || ((handle ^ m->handle) & UINT64_C(0x0ffffc0000000000))) {
+  if (handle >> 60 != type || ((handle ^ m->handle) & GMI_HANDLE_MANAGER_MASK)) {
     gmi_fail(GEMINI_ERR_HANDLE, 0, "%#llx is no %s of this manager", (unsigned long long)handle, names[type]);
     return false;
   }
-  *index_out = (uint32_t)handle;
-  *generation_out = (uint32_t)(handle >> 32) & 1023;
+  uint64_t object = handle & ((UINT64_C(1) << GMI_HANDLE_OBJECT_BITS) - 1);
+  *index_out = (uint32_t)(object & ((1u << index_bits[type]) - 1));
+  *generation_out = object >> index_bits[type];
   return true;
 }
 
@@ -48,7 +56,7 @@ gmi_manager_t *gmi_manager_get(gemini_manager_t handle) {
 gmi_manager_t *gmi_manager_of(uint64_t handle) {
   uint32_t slot = (uint32_t)(handle >> 54) & 63;
   uint64_t of = atomic_load_explicit(&live[slot].handle, memory_order_acquire);
-  if (of && !((of ^ handle) & UINT64_C(0x0ffffc0000000000))) return live[slot].manager;
+  if (of && !((of ^ handle) & GMI_HANDLE_MANAGER_MASK)) return live[slot].manager;
   return NULL;
 }
 
@@ -177,9 +185,10 @@ gemini_status_t gmi_stream_resolve(gmi_manager_t *m, gemini_stream_t stream, uin
     *index_out = GMI_CALLER;
     return GEMINI_OK;
   }
-  uint32_t index, generation;
+  uint32_t index;
+  uint64_t generation;
   if (!gmi_handle_open(m, stream, GMI_HANDLE_STREAM, &index, &generation)) return GEMINI_ERR_HANDLE;
-  if (index >= GMI_DEVICE_MAX_STREAMS || atomic_load(&m->streams[index].life) != (GMI_STREAM_OPEN | generation))
+  if (!generation || index >= GMI_DEVICE_MAX_STREAMS || atomic_load(&m->streams[index].life) != generation)
     return gmi_fail(GEMINI_ERR_HANDLE, 0, "%#llx is a destroyed stream", (unsigned long long)stream);
   *index_out = index;
   return GEMINI_OK;
@@ -203,8 +212,7 @@ static gemini_status_t stream_open(gmi_manager_t *m, bool internal, void *const 
   s->named = native != NULL;
   s->hooked = false;
   s->native = native ? *native : NULL;
-  s->generation++;
-  atomic_store(&s->life, GMI_STREAM_OPEN | (s->generation & 1023));
+  atomic_store(&s->life, ++s->generation);
   gmi_fence_t first;
   status = fence_now(m, index, false, &first); /* learns where the stream's numbers stand */
   if (status) {
@@ -436,6 +444,7 @@ static void manager_free(gmi_manager_t *m) {
   free(m->hook_frees);
   free(m->file_dir);
   free(m->keep_name);
+  gmi_leases_free(&m->leases);
   pthread_mutex_destroy(&m->hook_lock);
   pthread_mutex_destroy(&m->lock);
   free(m);
@@ -452,6 +461,7 @@ static gemini_status_t manager_open(const gemini_config_t *theirs, gemini_manage
   memset(m, 0, sizeof *m);
   pthread_mutex_init(&m->lock, NULL);
   pthread_mutex_init(&m->hook_lock, NULL);
+  gmi_leases_init(&m->leases);
   m->config = config;
   m->config.file_dir = m->config.keep_name = NULL;
   m->file_sys = gmi_files_sys;
@@ -512,9 +522,9 @@ static gemini_status_t manager_open(const gemini_config_t *theirs, gemini_manage
   uint32_t slot = 0;
   while (slot < GMI_MANAGERS && atomic_load(&live[slot].handle)) slot++;
   if (slot < GMI_MANAGERS) {
-    live_generation = live_generation % 4095 + 1;
     m->slot = slot;
-    m->handle = (uint64_t)GMI_HANDLE_MANAGER << 60 | (uint64_t)slot << 54 | (uint64_t)live_generation << 42;
+    live_serial++;
+    m->handle = (uint64_t)GMI_HANDLE_MANAGER << 60 | (uint64_t)slot << 54 | (live_serial & 0xfff) << 42 | live_serial;
     live[slot].manager = m;
     *mgr_out = m->handle;
     atomic_store_explicit(&live[slot].handle, m->handle, memory_order_release);
@@ -531,15 +541,18 @@ gemini_status_t gemini_manager_open(const gemini_config_t *config, gemini_manage
 }
 
 static gemini_status_t close_check(gmi_manager_t *m) {
-  if (m->acquired)
-    return gmi_fail(GEMINI_ERR_BUSY, 0, "%llu ranges are acquired on the host", (unsigned long long)m->acquired);
   if (gmi_graphs_busy(m)) return gmi_fail(GEMINI_ERR_BUSY, 0, "a graph was begun and has not ended, or is entered");
   for (uint32_t i = 0; i < m->tensor_high; i++) {
-    uint32_t users = atomic_load(&m->tensors[i].word) & GMI_TENSOR_USERS;
+    uint64_t users = gmi_tensor_users(atomic_load(&m->tensors[i].word));
     if (gmi_tensor_alive(&m->tensors[i]) && users)
-      return gmi_fail(GEMINI_ERR_BUSY, 0, "tensor %s is acquired %u times", gmi_tensor_base(m, &m->tensors[i])->name,
-                      users);
+      return gmi_fail(GEMINI_ERR_BUSY, 0, "tensor %s is acquired %llu times", gmi_tensor_base(m, &m->tensors[i])->name,
+                      (unsigned long long)users);
   }
+  gmi_lease_t lease;
+  if (gmi_lease_find(&m->leases, 0, &lease)) /* of an arena: tensors' are among their users */
+    return gmi_fail(GEMINI_ERR_BUSY, 0, "%llu bytes at offset %llu of arena %s are acquired",
+                    (unsigned long long)lease.key.size, (unsigned long long)lease.key.offset,
+                    gmi_arena_get(m, lease.key.object)->name);
   for (uint32_t a = 0; a < GMI_ARENAS; a++) {
     gmi_arena_t *arena = gmi_arena_at(m, a);
     for (uint32_t i = 0; arena && arena->windows && i < atomic_load(&arena->window_count); i++)

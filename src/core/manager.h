@@ -14,11 +14,14 @@
 #include <stdio.h>
 
 #include "chunk/heap.h"
+#include "chunk/lease.h"
 #include "core/status.h"
 #include "device/device.h"
 #include "gemini.h"
 
-/* ---- handles: [63:60] type, [59:54] manager slot, [53:42] manager generation, [41:32] own generation, [31:0] index */
+/* ---- handles: [63:60] type, [59:42] which manager (its slot and the end of its serial number), [41:0] which object. An
+ * object is told by its index, in as many bits as its type needs, and above it by a generation, which counts the objects
+ * that have had this index. Generations never start anew: an index whose generations are used up is not given again. */
 enum {
   GMI_HANDLE_MANAGER = 1,
   GMI_HANDLE_ARENA = 2,
@@ -31,6 +34,10 @@ enum {
 #define GMI_TENSORS (1u << 24)
 #define GMI_GRAPHS 256u
 #define GMI_NONE UINT32_MAX
+#define GMI_HANDLE_OBJECT_BITS 42
+#define GMI_HANDLE_MANAGER_MASK UINT64_C(0x0ffffc0000000000)
+enum { GMI_ARENA_INDEX_BITS = 10, GMI_TENSOR_INDEX_BITS = 24, GMI_STREAM_INDEX_BITS = 6, GMI_GRAPH_INDEX_BITS = 8 };
+#define GMI_TENSOR_GENERATIONS ((1u << (GMI_HANDLE_OBJECT_BITS - GMI_TENSOR_INDEX_BITS)) - 1) /* 1 to this */
 
 /* ---- fences: a mark of a stream in one word; 0 = nothing to wait for */
 typedef uint64_t gmi_fence_t;
@@ -93,7 +100,9 @@ typedef struct gmi_window {
   bool graph_held;          /* a graph uses it now: it is none of the callers' host_users and host_writers */
   uint16_t graphs;          /* that know the address of its slot, which stays its own */
   uint16_t deferred;        /* updates of it that have not been queued yet */
-  uint16_t given[2][2];     /* of a batch of releases while it is checked: [device][writing] */
+  uint16_t batch_users;     /* of host_users, those of the acquire under way: until it is done the window may move */
+  bool batch_placed;        /* but for one that has got its place beside its neighbours */
+  bool reserved[5];
 } gmi_window_t;
 
 /* ---- host slots: places for windows in host memory. What uses a slot's bytes is noted here, whosever they are. */
@@ -125,33 +134,48 @@ typedef struct gmi_host {
 } gmi_host_t;
 
 /* ---- tensors */
-#define GMI_TENSOR_STATE_SHIFT 28 /* GEMINI_STATE_* when nobody has it, in the top bits; COMPUTE is not among them */
-#define GMI_TENSOR_GRADIENT (1u << 27) /* a gradient has taken the bytes (kept in the registered tensor) */
-#define GMI_TENSOR_DEAD (1u << 26)     /* nobody may acquire it any more: its record is about to go */
-#define GMI_TENSOR_USERS 0x00ffffffu
+/* A tensor's word: who uses it, what its bytes are, and its state when nobody uses it. The users' fields count acquires not
+ * yet released: of the whole tensor on the device, by mode; of all others, which have a lease (chunk/lease.h). */
+#define GMI_TENSOR_STATE_SHIFT 60                  /* GEMINI_STATE_*; COMPUTE is not among them */
+#define GMI_TENSOR_GRADIENT (UINT64_C(1) << 58)    /* a gradient has taken the bytes (kept in the registered tensor) */
+#define GMI_TENSOR_FROZEN (UINT64_C(1) << 57)      /* the holder of the lock cuts arenas anew: only it may acquire */
+#define GMI_TENSOR_DEAD (UINT64_C(1) << 56)        /* its record is about to go: nobody may acquire it any more */
+#define GMI_TENSOR_USERS ((UINT64_C(1) << 56) - 1) /* all users' fields */
+#define GMI_TENSOR_OTHERS_SHIFT 40                 /* 16 bits: acquires that have a lease */
+#define GMI_TENSOR_OTHERS_MASK (UINT64_C(0xffff) << 40)
+static inline unsigned gmi_tensor_mode_shift(uint32_t mode) { /* of the whole tensor's acquires with a GEMINI_READ... */
+  return mode == GEMINI_READ ? 0 : mode == GEMINI_WRITE ? 16 : 28;
+}
+static inline uint64_t gmi_tensor_mode_mask(uint32_t mode) { /* 16, 12 and 12 bits */
+  return mode == GEMINI_READ ? UINT64_C(0xffff) : UINT64_C(0xfff) << gmi_tensor_mode_shift(mode);
+}
+static inline uint64_t gmi_tensor_users(uint64_t word) {
+  return (word & 0xffff) + (word >> 16 & 0xfff) + (word >> 28 & 0xfff) + (word >> 40 & 0xffff);
+}
 typedef struct gmi_tensor {
-  _Atomic uint32_t word; /* Atomic: state, GRADIENT, DEAD, users */
-  _Atomic uint32_t life; /* Atomic: its generation, 1 to 1023, while it lives; set last and cleared first */
+  _Atomic uint64_t word; /* Atomic: GMI_TENSOR_* flags, state, users */
+  _Atomic uint32_t life; /* Atomic: its generation, from 1, while it lives; set last and cleared first */
+  uint32_t arena;        /* Constant while it lives */
   uint64_t offset, size; /* bytes in the arena; Constant while it lives */
   _Atomic uint64_t seen; /* Atomic: op serial << 2 | modes: recorded in this op already */
   uint32_t base;         /* the registered tensor this is a counterpart of; itself when registered */
   uint32_t next;         /* next counterpart of the same base; GMI_NONE ends */
   char *name;            /* of registered tensors; owned */
-  uint32_t arena;        /* Constant while it lives */
   uint32_t hash_next;
   uint32_t generation; /* the last one given */
-  uint32_t given;      /* of a batch of releases while it is checked */
 } gmi_tensor_t;
 
 /* ---- arenas */
+enum { GMI_ARENA_NAME = 64 }; /* bytes, with the NUL */
 typedef struct gmi_arena {
-  char name[64];
-  uint32_t index, kind, element_bytes, generation;
+  char name[GMI_ARENA_NAME];
+  uint32_t index, kind, element_bytes;
   uint32_t like;      /* arena whose layout it follows; itself when none */
   uint32_t store;     /* arena that owns the windows: itself, or the one it reuses */
   uint32_t followers; /* arenas whose like or store this is */
   bool reused;        /* some arena reuses this one */
-  bool reserved[3];
+  bool reserved[7];
+  uint64_t generation;
   uint8_t *base;             /* device addresses */
   uint32_t home, home_count; /* slot of its first window when all fit; how many have a place there */
   uint64_t capacity;         /* bytes, a multiple of the largest window */
@@ -181,14 +205,13 @@ typedef struct gmi_page { /* of the non-model heap */
   bool reserved[2];
 } gmi_page_t;
 
-#define GMI_STREAM_OPEN 1024u
 typedef struct gmi_stream {
-  _Atomic uint32_t life; /* Atomic: GMI_STREAM_OPEN | generation while it is open, else 0 */
-  uint16_t generation;
+  _Atomic uint64_t life; /* Atomic: its generation, from 1, while it is open, else 0 */
+  uint64_t generation;   /* the last one given */
   bool internal;
   bool named;  /* native is known to others: adopted, or told to the caller */
   bool hooked; /* adopted by a hook, and ended when others need its place */
-  bool reserved[7];
+  bool reserved[5];
   _Atomic uint64_t placed; /* Atomic: last mark claimed; a claim comes before the mark is placed */
   void *native;
   uint64_t used; /* hooked: when last named, on hook_clock */
@@ -227,8 +250,8 @@ typedef struct gmi_manager {
   uint64_t granularity;
 
   gmi_arena_t *_Atomic arenas[GMI_ARENAS]; /* Atomic */
-  uint16_t arena_generations[GMI_ARENAS];
-  gmi_tensor_t *tensors; /* address space for GMI_TENSORS; Constant */
+  uint64_t arena_generations[GMI_ARENAS];  /* the last ones given */
+  gmi_tensor_t *tensors;                   /* address space for GMI_TENSORS; Constant */
   uint32_t tensor_high, tensor_free;
   uint32_t *name_buckets, name_bucket_count;
   uint64_t tensor_alive;
@@ -255,7 +278,7 @@ typedef struct gmi_manager {
 
   gmi_heap_t *heap;
   uint8_t *heap_base;
-  uint64_t heap_range;
+  uint64_t heap_range, page_map_bytes;
   gmi_page_t *pages;
   uint64_t page_high;        /* pages ever touched */
   uint32_t heap_frames;      /* frames under the heap, idle ones included */
@@ -274,10 +297,10 @@ typedef struct gmi_manager {
 
   /* chunk/graph.c */
   struct gmi_graph *graphs[GMI_GRAPHS];
-  uint16_t graph_generations[GMI_GRAPHS];
-  uint32_t graph_count, graph_frames; /* graph_frames: of frame_used, those of graphs */
-  _Atomic uint64_t graph_streams;     /* Atomic: bit per stream on which one is begun; written under lock */
-  char graph_op[128];                 /* operator that is open in a capture; "": none */
+  uint64_t graph_generations[GMI_GRAPHS]; /* the last ones given */
+  uint32_t graph_count, graph_frames;     /* graph_frames: of frame_used, those of graphs */
+  _Atomic uint64_t graph_streams;         /* Atomic: bit per stream on which one is begun; written under lock */
+  char graph_op[128];                     /* operator that is open in a capture; "": none */
 
   uint64_t host_used; /* bytes of host slots */
   uint64_t file_used;
@@ -318,7 +341,7 @@ typedef struct gmi_manager {
   gemini_stats_t stats;
   gemini_status_t async_status;
   char async_message[256];
-  uint64_t acquired; /* acquires on the host not yet released */
+  gmi_leases_t leases;
 
   struct {
     int32_t level;
@@ -341,10 +364,10 @@ void gmi_unlock(gmi_manager_t *m); /* then sends queued logs */
   gmi_unlock(m);                           \
   API_RETURN(status)
 void gmi_log(gmi_manager_t *m, int32_t level, const char *format, ...) __attribute__((format(printf, 3, 4)));
-uint64_t gmi_handle(const gmi_manager_t *m, uint32_t type, uint32_t generation, uint32_t index);
+uint64_t gmi_handle(const gmi_manager_t *m, uint32_t type, uint64_t generation, uint32_t index);
 /* Is handle of this type and manager? Then its index and generation. Otherwise the error is recorded. */
 bool gmi_handle_open(const gmi_manager_t *m, uint64_t handle, uint32_t type, uint32_t *index_out,
-                     uint32_t *generation_out);
+                     uint64_t *generation_out);
 /* Index of a user's stream, or GMI_CALLER. */
 gemini_status_t gmi_stream_resolve(gmi_manager_t *m, gemini_stream_t stream, uint32_t *index_out);
 void *gmi_space(uint64_t bytes); /* address space that costs memory only where touched; NULL when there is none */
@@ -388,14 +411,17 @@ typedef struct gmi_range {
 /* Resolves the range, and cuts the arenas into windows if they are not yet; nothing is cut for a range that is wrong. */
 gemini_status_t gmi_range_ready(gmi_manager_t *m, const gemini_access_t *access, gmi_range_t *range_out);
 gemini_status_t gmi_range_resolve(gmi_manager_t *m, const gemini_access_t *access, gmi_range_t *range_out);
-/* The window size that fits the uses best, the smallest when there are none; bytes_per_s: of the links, 0 = as to be expected of the device. */
-uint64_t gmi_window_search(gmi_manager_t *m, const struct gmi_window_use *uses, uint64_t count, uint64_t nonmodel,
-                           uint64_t bytes_per_s);
-void gmi_arenas_write(gmi_manager_t *m, FILE *file); /* a line each, for traces and checkpoints; lock held */
-gemini_status_t gmi_cut(gmi_manager_t *m); /* chooses the window size if that is still to be done; lock held */
-/* Cuts anew where that is possible: nothing in use, every byte fits on the host, no file tier, one thread, and the
- * caller did not choose the size. Otherwise, and when it is that size already, nothing changes. */
-gemini_status_t gmi_recut(gmi_manager_t *m, uint64_t window_bytes);
+/* The same in two steps: the bytes, for which no lock is needed while a tensor's handle is valid; then their windows, for which
+ * the range must be held, or the lock. */
+gemini_status_t gmi_range_bytes(gmi_manager_t *m, const gemini_access_t *access, gmi_range_t *range_out);
+void gmi_range_windows(gmi_manager_t *m, gmi_range_t *range);
+/* Arenas in text files (traces, checkpoints), a line "arena ..." for each; lock held. gmi_arena_read() takes the line from
+ * behind its first word, finds the arena of this manager that it describes, and enters it into arena_of, which maps arena
+ * numbers of the file to this manager's (GMI_NONE: not read yet). Returns NULL, or what is wrong in static words, with the
+ * arena's name if that could be read, else "". */
+void gmi_arenas_write(gmi_manager_t *m, FILE *file);
+const char *gmi_arena_read(gmi_manager_t *m, const char *at, uint32_t arena_of[GMI_ARENAS],
+                           char name_out[GMI_ARENA_NAME]);
 gemini_status_t gmi_arena_grow(gmi_manager_t *m, gmi_arena_t *store); /* windows for all of size; lock held */
 void gmi_arena_sort(gmi_manager_t *m, gmi_arena_t *a);
 /* Calls fn for every tensor of arena a that overlaps [offset, offset + size). */
@@ -403,13 +429,26 @@ void gmi_arena_each(gmi_manager_t *m, gmi_arena_t *a, uint64_t offset, uint64_t 
                     void (*fn)(gmi_manager_t *m, gmi_tensor_t *t, void *user), void *user);
 void gmi_arena_free_all(gmi_manager_t *m);
 bool gmi_state_legal(uint32_t from, uint32_t to);
-static inline uint32_t gmi_tensor_state(uint32_t word) {
-  return word & GMI_TENSOR_USERS ? GEMINI_STATE_COMPUTE : word >> GMI_TENSOR_STATE_SHIFT;
+static inline uint32_t gmi_tensor_state(uint64_t word) {
+  return word & GMI_TENSOR_USERS ? GEMINI_STATE_COMPUTE : (uint32_t)(word >> GMI_TENSOR_STATE_SHIFT);
 }
-static inline uint32_t gmi_tensor_word(uint32_t word, uint32_t state) {
-  return (word & ((1u << GMI_TENSOR_STATE_SHIFT) - 1)) | state << GMI_TENSOR_STATE_SHIFT;
+static inline uint64_t gmi_tensor_word(uint64_t word, uint32_t state) {
+  return (word & ((UINT64_C(1) << GMI_TENSOR_STATE_SHIFT) - 1)) | (uint64_t)state << GMI_TENSOR_STATE_SHIFT;
 }
 static inline gmi_tensor_t *gmi_tensor_base(gmi_manager_t *m, gmi_tensor_t *t) { return &m->tensors[t->base]; }
+
+/* chunk/cut.c; lock held */
+#define GMI_WINDOW_MAX (UINT64_C(64) << 20) /* bytes, of those that are searched */
+/* The window size that fits the uses best, the smallest when there are none; bytes_per_s: of the links, 0 = as to be expected
+ * of the device. */
+uint64_t gmi_window_search(gmi_manager_t *m, const struct gmi_window_use *uses, uint64_t count, uint64_t nonmodel,
+                           uint64_t bytes_per_s);
+gemini_status_t gmi_cut(gmi_manager_t *m); /* chooses the window size if that is still to be done */
+/* Cuts anew where that is possible: nothing in use, every byte fits on the host, no file tier, and the caller did not choose
+ * the size. Otherwise, and when it is that size already, nothing changes. After it no record of a window is where it was:
+ * nobody may keep one, and plans do. OOM_SYSTEM, or what moving bytes to the host fails with: nothing changed. */
+bool gmi_recut_possible(gmi_manager_t *m, uint64_t window_bytes);
+gemini_status_t gmi_recut(gmi_manager_t *m, uint64_t window_bytes);
 
 /* chunk/residency.c; lock held */
 enum { GMI_TAKE_EVICT = 1 /* evict when nothing is free */ };
@@ -440,8 +479,8 @@ void gmi_uses_clear(gmi_uses_t *uses);
 /* Sends whoever wants the window from now on to the slow path, which needs the lock. false, and nothing changed: the
  * word has one of the bits of unless. */
 bool gmi_window_unsettle(gmi_window_t *w, uint32_t unless);
-/* access.c; without lock: notes a use of the device copy by what stream has queued so far. */
-gemini_status_t gmi_window_use(gmi_manager_t *m, gmi_window_t *w, uint32_t mode, uint32_t stream);
+/* access.c: notes a use of the device copy by what stream has queued so far. locked: the lock is held. */
+gemini_status_t gmi_window_use(gmi_manager_t *m, gmi_window_t *w, uint32_t mode, uint32_t stream, bool locked);
 uint8_t *gmi_window_device(gmi_manager_t *m, const gmi_window_t *w);
 /* Maps an address of a window, or of the heap's page, to a frame. */
 gemini_status_t gmi_map(gmi_manager_t *m, void *address, uint32_t frame, gmi_mapping_t *mapping);
@@ -450,8 +489,8 @@ void gmi_map_leave(gmi_manager_t *m, void *address, gmi_mapping_t *mapping, gmi_
 /* Waits for queued work, and takes away access: from all windows of an arena, or from everything that is mapped. */
 void gmi_arena_unmap(gmi_manager_t *m, const gmi_arena_t *store);
 void gmi_unmap_all(gmi_manager_t *m);
-void gmi_reap(gmi_manager_t *m); /* reads the times of finished copies */
-gemini_status_t gmi_frames_init(gmi_manager_t *m);
+void gmi_reap(gmi_manager_t *m);                                /* reads the times of finished copies */
+uint32_t gmi_frames_of(const gmi_manager_t *m, uint32_t shift); /* that the budget allows, of windows of 1 << shift */
 gemini_status_t gmi_frames_resize(gmi_manager_t *m, uint32_t frame_count);
 void gmi_frames_free(gmi_manager_t *m);
 gemini_status_t gmi_oom_device(gmi_manager_t *m, uint64_t need_bytes);
@@ -462,9 +501,9 @@ gmi_arena_t *gmi_window_arena(gmi_manager_t *m, const gmi_window_t *w);
 /* chunk/host.c; lock held */
 gemini_status_t gmi_host_open(gmi_manager_t *m);
 void gmi_host_close(gmi_manager_t *m);                             /* nothing uses the memory any more */
-gemini_status_t gmi_host_cut(gmi_manager_t *m);                    /* no window has a slot */
 gemini_status_t gmi_host_resize(gmi_manager_t *m, uint64_t bytes); /* what lies behind a smaller budget moves */
 gemini_status_t gmi_host_slot_take(gmi_manager_t *m, gmi_window_t *w);
+void gmi_host_slot_bind(gmi_manager_t *m, gmi_window_t *w, uint32_t slot); /* a free one, whose memory exists */
 void gmi_host_slot_drop(gmi_manager_t *m, gmi_window_t *w);
 /* Makes so many slots free, writing to files if need be. Blocks for that. */
 gemini_status_t gmi_host_room(gmi_manager_t *m, uint32_t count);
@@ -508,7 +547,6 @@ bool gmi_graphs_busy(const gmi_manager_t *m);                        /* one is b
 void gmi_graphs_free(gmi_manager_t *m);
 
 /* chunk/nonmodel.c; lock held */
-gemini_status_t gmi_heap_open(gmi_manager_t *m);
 void gmi_heap_close(gmi_manager_t *m);
 bool gmi_heap_reclaim(gmi_manager_t *m, uint32_t *frame_out); /* an idle page's frame */
 /* stream: an index, or GMI_CALLER */
@@ -517,7 +555,6 @@ bool gmi_nonmodel_free(gmi_manager_t *m, void *ptr, uint32_t stream); /* false, 
 
 /* chunk/hook.c */
 void gmi_hook_drain(gmi_manager_t *m); /* frees what waits for the lock, which is held */
-void gmi_hook_moved(gmi_manager_t *m); /* its allocations, of which there are none, will lie elsewhere */
 void gmi_hook_close(gmi_manager_t *m); /* no hook call uses the manager any more, nor will; without lock */
 bool gmi_hook_left(const void *base,
                    uint64_t range); /* may frees of a closed manager's pointers name addresses here? */
@@ -592,7 +629,7 @@ extern const struct gmi_sys *gmi_files_sys; /* of managers opened from now on; f
 gemini_status_t gmi_files_open(gmi_manager_t *m);
 uint32_t gmi_files_engine(gmi_manager_t *m); /* GEMINI_FILE_ENGINE_*; AUTO: there is no file tier */
 void gmi_files_close(gmi_manager_t *m);
-gemini_status_t gmi_files_cut(gmi_manager_t *m); /* no window has a block */
+gemini_status_t gmi_files_cut(gmi_manager_t *m, uint64_t window_bytes); /* no window has a block */
 /* Start a transfer between the window's slot and its block, or a new one. It counts as work on the slot. */
 gemini_status_t gmi_file_write(gmi_manager_t *m, gmi_window_t *w, uint32_t reason);
 gemini_status_t gmi_file_read(gmi_manager_t *m, gmi_window_t *w, uint32_t reason);

@@ -6,13 +6,17 @@
 
 #include "tracer/tracer.h"
 
-uint64_t gmi_piece_elements(gmi_manager_t *m, const uint32_t *arenas, uint32_t arena_count) {
+/* Elements in one span of an update over these arenas: one window of the arena with the smallest elements. */
+static uint64_t piece_elements(gmi_manager_t *m, const uint32_t *arenas, uint32_t arena_count, uint64_t window) {
   uint32_t smallest = 16;
   for (uint32_t i = 0; i < arena_count; i++) {
     uint32_t bytes = gmi_arena_at(m, arenas[i])->element_bytes;
     if (bytes < smallest) smallest = bytes;
   }
-  return atomic_load(&m->window_bytes) / smallest;
+  return window / smallest;
+}
+uint64_t gmi_piece_elements(gmi_manager_t *m, const uint32_t *arenas, uint32_t arena_count) {
+  return piece_elements(m, arenas, arena_count, atomic_load(&m->window_bytes));
 }
 
 static int by_window(const void *a, const void *b) {
@@ -23,7 +27,9 @@ static int by_window(const void *a, const void *b) {
 typedef struct {
   gmi_manager_t *m;
   const gmi_trace_t *trace;
-  uint32_t base[GMI_ARENAS]; /* first window of each storing arena */
+  uint32_t shift;             /* of the windows that the plan is for: may be another than the manager's */
+  uint32_t base[GMI_ARENAS];  /* first window of each storing arena */
+  uint32_t count[GMI_ARENAS]; /* windows of each */
   gmi_plan_op_t *ops;
   gmi_plan_access_t *accesses;
   uint64_t access_count;
@@ -36,21 +42,20 @@ typedef struct {
 
 static bool window_range(builder_t *b, uint32_t store, uint64_t offset, uint64_t size, uint32_t *first,
                          uint32_t *last) {
-  gmi_arena_t *a = gmi_arena_at(b->m, store);
-  uint32_t count = a && a->store == store ? atomic_load(&a->window_count) : 0;
-  if (!size || !count || (offset + size - 1) >> b->m->window_shift >= count) return false;
-  *first = (uint32_t)(offset >> b->m->window_shift);
-  *last = (uint32_t)((offset + size - 1) >> b->m->window_shift);
+  if (!size || (offset + size - 1) >> b->shift >= b->count[store]) return false;
+  *first = (uint32_t)(offset >> b->shift);
+  *last = (uint32_t)((offset + size - 1) >> b->shift);
   return true;
 }
 
 /* Pass 0 counts, pass 1 fills. */
 static bool build_accesses(builder_t *b, bool fill) {
-  uint64_t window = UINT64_C(1) << b->m->window_shift, n = 0;
+  uint64_t window = UINT64_C(1) << b->shift, n = 0;
   for (uint32_t i = 0; i < b->trace->op_count; i++) {
     const gmi_trace_op_t *op = &b->trace->ops[i];
     uint64_t begin = n;
-    if (fill) b->ops[i] = (gmi_plan_op_t){ op->compute_ns, op->heap_pages, (uint32_t)n };
+    uint32_t pages = gmi_trace_pages(op->heap_pages, b->m->window_shift, b->shift);
+    if (fill) b->ops[i] = (gmi_plan_op_t){ op->compute_ns, pages, (uint32_t)n };
     for (uint32_t s = op->span_first; s < op->span_first + op->span_count; s++) {
       const gmi_trace_span_t *span = &b->trace->spans[s];
       uint32_t first, last;
@@ -98,7 +103,7 @@ static bool build_pieces(builder_t *b, uint32_t *piece_first, bool fill) {
     const gmi_trace_update_t *update = &b->trace->updates[u];
     for (uint32_t k = 0; k < update->arena_count; k++)
       if (!gmi_arena_at(m, update->arenas[k])) return false;
-    uint64_t unit = gmi_piece_elements(m, update->arenas, update->arena_count);
+    uint64_t unit = piece_elements(m, update->arenas, update->arena_count, UINT64_C(1) << b->shift);
     uint64_t end = update->first_element + update->element_count;
     if (piece_first) piece_first[u] = (uint32_t)pieces;
     for (uint64_t at = update->first_element; at < end; pieces++) {
@@ -150,9 +155,9 @@ void gmi_trace_measure(gmi_manager_t *m, gmi_trace_t *trace) {
   if (m->device_update.samples) trace->device_update_ps = (uint64_t)(m->device_update.mean * 1e3) + 1;
 }
 
-static uint64_t copy_ns(gmi_manager_t *m, uint64_t measured, uint64_t expected) {
+static uint64_t copy_ns(uint64_t window, uint64_t measured, uint64_t expected) {
   uint64_t rate = measured ? measured : expected; /* until one was measured */
-  return (uint64_t)((double)(UINT64_C(1) << m->window_shift) * 1e9 / (double)rate) + 1;
+  return (uint64_t)((double)window * 1e9 / (double)rate) + 1;
 }
 
 /* Nanoseconds an element of an update takes on the device by its memory's rate, until one was measured; 0: not known. */
@@ -170,14 +175,14 @@ void gmi_plan_bundle_times(gmi_manager_t *m, const gmi_trace_t *trace, gmi_plan_
   ops[in->op_count - 1].compute_ns += trace->outside_ns; /* nothing of the step's ops runs then */
   const uint64_t link = m->dev->link_bytes_per_s, file = UINT64_C(1000000000);
   const uint64_t h2d = m->config.sim_h2d_bytes_per_s, d2h = m->config.sim_d2h_bytes_per_s;
-  in->fetch_ns = copy_ns(m, trace->link_bytes_per_s[0], h2d ? h2d : link);
-  in->evict_ns = copy_ns(m, trace->link_bytes_per_s[1], d2h ? d2h : link);
-  in->file_read_ns = copy_ns(m, trace->file_bytes_per_s[0], file);
-  in->file_write_ns = copy_ns(m, trace->file_bytes_per_s[1], file);
+  in->fetch_ns = copy_ns(in->window_bytes, trace->link_bytes_per_s[0], h2d ? h2d : link);
+  in->evict_ns = copy_ns(in->window_bytes, trace->link_bytes_per_s[1], d2h ? d2h : link);
+  in->file_read_ns = copy_ns(in->window_bytes, trace->file_bytes_per_s[0], file);
+  in->file_write_ns = copy_ns(in->window_bytes, trace->file_bytes_per_s[1], file);
   double host = trace->host_update_ps ? (double)trace->host_update_ps * 1e-3 : 2.8; /* 28 bytes at 10 GB/s */
   in->host_delay_ns = 0;
   for (uint32_t u = 0, p = 0; u < trace->update_count; u++) {
-    uint64_t unit = gmi_piece_elements(m, trace->updates[u].arenas, trace->updates[u].arena_count);
+    uint64_t unit = piece_elements(m, trace->updates[u].arenas, trace->updates[u].arena_count, in->window_bytes);
     uint64_t at = trace->updates[u].first_element, end = at + trace->updates[u].element_count;
     double device =
         trace->device_update_ps ? (double)trace->device_update_ps * 1e-3 : device_update_ns(m, &trace->updates[u]);
@@ -195,15 +200,28 @@ void gmi_plan_bundle_times(gmi_manager_t *m, const gmi_trace_t *trace, gmi_plan_
   }
 }
 
-gemini_status_t gmi_plan_bundle_make(gmi_manager_t *m, const gmi_trace_t *trace, gmi_plan_bundle_t *out) {
-  builder_t b = { .m = m, .trace = trace };
+void gmi_plan_bundle_bind(gmi_manager_t *m, gmi_plan_bundle_t *bundle) {
+  uint32_t n = 0;
+  for (uint32_t i = 0; i < GMI_ARENAS; i++) {
+    gmi_arena_t *a = gmi_arena_at(m, i);
+    for (uint32_t k = 0; a && a->store == i && k < atomic_load(&a->window_count); k++)
+      bundle->window_of[n++] = &a->windows[k];
+  }
+}
+
+gemini_status_t gmi_plan_bundle_make(gmi_manager_t *m, const gmi_trace_t *trace, uint32_t shift,
+                                     gmi_plan_bundle_t *out) {
+  builder_t b = { .m = m, .trace = trace, .shift = shift };
+  const bool cut_so = shift == m->window_shift;
   gmi_plan_bundle_t bundle = { 0 };
   gemini_status_t status = GEMINI_OK;
   uint64_t windows = 0;
   for (uint32_t i = 0; i < GMI_ARENAS; i++) {
     gmi_arena_t *a = gmi_arena_at(m, i);
     b.base[i] = (uint32_t)windows;
-    if (a && a->store == i) windows += atomic_load(&a->window_count);
+    if (!a || a->store != i) continue;
+    b.count[i] = (uint32_t)((atomic_load(&a->size) + (UINT64_C(1) << shift) - 1) >> shift);
+    windows += b.count[i];
   }
   if (windows >= UINT32_MAX || !build_accesses(&b, false) || !build_pieces(&b, NULL, false))
     return gmi_fail(GEMINI_ERR_FORMAT, 0, "the trace does not fit the arenas");
@@ -217,7 +235,7 @@ gemini_status_t gmi_plan_bundle_make(gmi_manager_t *m, const gmi_trace_t *trace,
   bundle.piece_first = calloc((size_t)trace->update_count + 1, sizeof *bundle.piece_first);
   bundle.input = (gmi_plan_input_t){ .op_count = trace->op_count,
                                      .window_count = (uint32_t)windows,
-                                     .frame_count = m->frame_count - m->graph_frames,
+                                     .frame_count = gmi_frames_of(m, shift) - m->graph_frames,
                                      .host_slots = m->files ? m->host.slot_count : 0,
                                      .host_pieces_ahead = gmi_updates_ahead(m, piece_length(&b)),
                                      .ops = b.ops,
@@ -226,7 +244,7 @@ gemini_status_t gmi_plan_bundle_make(gmi_manager_t *m, const gmi_trace_t *trace,
                                      .piece_windows = b.piece_windows,
                                      .window_kind = b.kind,
                                      .window_pinned = b.pinned,
-                                     .window_bytes = atomic_load(&m->window_bytes),
+                                     .window_bytes = UINT64_C(1) << shift,
                                      .placement = m->config.placement,
                                      .pieces_apart = m->config.device == GEMINI_DEVICE_SIMULATED,
                                      .static_param_fraction = m->config.static_param_fraction,
@@ -240,12 +258,12 @@ gemini_status_t gmi_plan_bundle_make(gmi_manager_t *m, const gmi_trace_t *trace,
     bundle.input.piece_count = b.piece_count;
     for (uint32_t i = 0; i < GMI_ARENAS; i++) {
       gmi_arena_t *a = gmi_arena_at(m, i);
-      for (uint32_t k = 0; a && a->store == i && k < atomic_load(&a->window_count); k++) {
-        bundle.window_of[b.base[i] + k] = &a->windows[k];
+      for (uint32_t k = 0; a && k < b.count[i]; k++) {
         b.kind[b.base[i] + k] = (uint8_t)a->kind;
-        b.pinned[b.base[i] + k] = a->windows[k].user_pins > 0;
+        b.pinned[b.base[i] + k] = cut_so && a->windows[k].user_pins > 0;
       }
     }
+    if (cut_so) gmi_plan_bundle_bind(m, &bundle);
     gmi_plan_bundle_times(m, trace, &bundle);
     gmi_plan_failure_t failure = { 0 };
     status = gmi_plan_make(&bundle.input, &bundle.plan, &failure);

@@ -121,20 +121,7 @@ static const char *read_line(reader_t *r, const char *line) {
     if (!gmi_numbers_at(&at, 0, most, 2, r->trace->file_bytes_per_s)) return "malformed files";
     return NULL;
   }
-  if (gmi_word_at(&at, "arena")) { /* number, kind, element_bytes, like, store, size */
-    if (!gmi_numbers_at(&at, ' ', UINT32_MAX, 5, v) || !gmi_number_at(&at, ' ', UINT64_MAX, &size) ||
-        v[0] >= GMI_ARENAS || v[3] >= GMI_ARENAS || v[4] >= GMI_ARENAS || !gmi_name_read(at, name, sizeof name))
-      return "malformed arena";
-    for (uint32_t i = 0; i < GMI_ARENAS; i++) {
-      gmi_arena_t *arena = gmi_arena_at(m, i);
-      if (!arena || strcmp(arena->name, name) || arena->kind != v[1] || arena->element_bytes != v[2] ||
-          atomic_load(&arena->size) != size || (arena->store == i) != (v[4] == v[0]))
-        continue;
-      r->arena_of[v[0]] = i;
-      return NULL;
-    }
-    return "no arena here has this name, kind, element size and size";
-  }
+  if (gmi_word_at(&at, "arena")) return gmi_arena_read(m, at, r->arena_of, name);
   if (gmi_word_at(&at, "op")) { /* phase, compute_ns, nonmodel_peak, heap bytes */
     if (!gmi_number_at(&at, ' ', GEMINI_PHASE_UPDATE, &v[0]) || !gmi_number_at(&at, ' ', UINT64_C(1) << 62, &v[1]) ||
         !gmi_numbers_at(&at, ' ', UINT64_C(1) << 46, 2, &v[2]) || !gmi_name_read(at, name, 128))

@@ -45,6 +45,7 @@ typedef struct gmi_tracer {
   uint32_t previous;        /* variant of the last complete iteration */
   uint8_t history[HISTORY]; /* variants of the last iterations, the newest last; NO_VARIANT for one since forgotten */
   uint32_t history_size;
+  bool planned;              /* a plan was made: the size of windows stays from then on */
   bool agrees[GMI_VARIANTS]; /* with this iteration so far */
   bool departed;
   uint64_t iteration; /* begun so far */
@@ -149,20 +150,11 @@ static void publish_plan(gmi_manager_t *m, const variant_t *v) {
   m->stats.planned_evict_bytes = v->bundle.made ? p->evict_dirty_count * window : 0;
 }
 
-/* Pages are windows: about as many bytes as before. */
-static void rescale_pages(gmi_trace_t *trace, uint64_t from, uint64_t to) {
-  for (uint32_t i = 0; from != to && i < trace->op_count; i++)
-    trace->ops[i].heap_pages = (uint32_t)((trace->ops[i].heap_pages * from + to - 1) / to);
-}
-
-/* The window size again, now that the access order is known; only before the first plan. */
-static gemini_status_t search_window(gmi_manager_t *m, const gmi_trace_t *trace) {
-  gmi_tracer_t *t = m->tracer;
-  uint64_t nonmodel = 0;
-  if (m->config.window_bytes || m->stats.plans) return GEMINI_OK;
+/* The window size again, now that the access order is known. */
+static uint64_t search_window(gmi_manager_t *m, const gmi_trace_t *trace) {
+  uint64_t nonmodel = 0, count = 0, old = atomic_load(&m->window_bytes);
   gmi_window_use_t *uses = calloc((size_t)trace->span_count + 1, sizeof *uses);
-  if (!uses) return GEMINI_OK; /* the size there is will do */
-  uint64_t count = 0;
+  if (!uses) return old; /* the size there is will do */
   for (uint32_t i = 0; i < trace->op_count; i++) {
     const gmi_trace_op_t *op = &trace->ops[i];
     if (op->nonmodel_peak > nonmodel) nonmodel = op->nonmodel_peak;
@@ -172,28 +164,55 @@ static gemini_status_t search_window(gmi_manager_t *m, const gmi_trace_t *trace)
   }
   uint64_t rate = trace->link_bytes_per_s[0];
   if (trace->link_bytes_per_s[1] && trace->link_bytes_per_s[1] < rate) rate = trace->link_bytes_per_s[1];
-  uint64_t old = atomic_load(&m->window_bytes),
-           window = count ? gmi_window_search(m, uses, count, nonmodel, rate) : old;
+  uint64_t window = count ? gmi_window_search(m, uses, count, nonmodel, rate) : old;
   free(uses);
+  return window;
+}
+
+/* Cuts arenas into windows of another size together with the first plan, which is made before anything is changed. Plans name
+ * records of windows, which a new cut replaces: so only while there has been none. False: that is not possible, or there is no such
+ * plan; nothing has changed. */
+static bool plan_with_window(gmi_manager_t *m, gmi_trace_t *trace, uint64_t window, gmi_plan_bundle_t *bundle_out) {
+  gmi_tracer_t *t = m->tracer;
+  uint32_t old_shift = m->window_shift, shift = (uint32_t)__builtin_ctzll(window);
+  if (shift == old_shift || t->planned || !gmi_recut_possible(m, window) ||
+      gmi_plan_bundle_make(m, trace, shift, bundle_out))
+    return false;
   gemini_status_t status = gmi_recut(m, window);
-  window = atomic_load(&m->window_bytes);
-  for (uint32_t i = 0; i < GMI_VARIANTS; i++) rescale_pages(&t->variants[i].trace, old, window);
-  return status;
+  if (status || m->window_shift != shift) {
+    if (status) gmi_log(m, GEMINI_LOG_WARNING, "windows stay as they are: %s", gmi_fail_message());
+    gmi_plan_bundle_free(bundle_out);
+    return false;
+  }
+  gmi_plan_bundle_bind(m, bundle_out);
+  for (uint32_t k = 0; k <= GMI_VARIANTS; k++) {
+    gmi_trace_t *other = k < GMI_VARIANTS ? &t->variants[k].trace : trace;
+    if (k < GMI_VARIANTS && other == trace) continue;
+    for (uint32_t i = 0; i < other->op_count; i++)
+      other->ops[i].heap_pages = gmi_trace_pages(other->ops[i].heap_pages, old_shift, shift);
+  }
+  return true;
+}
+
+static void take_plan(gmi_manager_t *m, variant_t *v, const gmi_plan_bundle_t *bundle) {
+  v->bundle = *bundle;
+  m->tracer->planned = true;
+  m->stats.plans++;
+  publish_plan(m, v);
 }
 
 static gemini_status_t variant_plan(gmi_manager_t *m, variant_t *v) {
   gmi_plan_bundle_t bundle;
   gemini_status_t status = gmi_cut(m);
   gmi_trace_measure(m, &v->trace);
-  if (!status) status = search_window(m, &v->trace);
-  if (!status) status = gmi_plan_bundle_make(m, &v->trace, &bundle);
+  bool made = !status && !m->config.window_bytes && !m->tracer->planned &&
+              plan_with_window(m, &v->trace, search_window(m, &v->trace), &bundle);
+  if (!status && !made) status = gmi_plan_bundle_make(m, &v->trace, m->window_shift, &bundle);
   gmi_plan_bundle_free(&v->bundle);
   v->refused = status != GEMINI_OK;
   if (m->tracer->entered == (uint32_t)(v - m->tracer->variants)) m->tracer->entered = GMI_NONE;
   if (status) return status;
-  v->bundle = bundle;
-  m->stats.plans++;
-  publish_plan(m, v);
+  take_plan(m, v, &bundle);
   gmi_log(m, GEMINI_LOG_INFO, "plan %llu: %u ops, %llu chunks fetched a step, predicted step %.6f s",
           (unsigned long long)m->stats.plans, v->trace.op_count, (unsigned long long)bundle.plan.fetch_count,
           (double)bundle.plan.predicted_ns * 1e-9);
@@ -789,24 +808,18 @@ static gemini_status_t trace_load(gmi_manager_t *m, const char *path) {
   gmi_tracer_t *t = m->tracer;
   if (!path) return gmi_fail(GEMINI_ERR_INVALID, 0, "path is NULL");
   if (m->iteration_open) return gmi_fail(GEMINI_ERR_STATE, 0, "an iteration is open");
-  gmi_trace_t trace;
+  variant_t loaded = { .used = true };
   gemini_status_t status = gmi_cut(m);
-  if (!status) status = gmi_trace_read(m, &trace, path);
+  if (!status) status = gmi_trace_read(m, &loaded.trace, path);
   if (status) return status;
-  uint64_t window = atomic_load(&m->window_bytes);
-  if (trace.window_bytes) status = gmi_recut(m, trace.window_bytes);
-  rescale_pages(&trace, window, atomic_load(&m->window_bytes));
-  if (status) {
-    gmi_trace_free(&trace);
-    return status;
-  }
-  variant_t loaded = { .trace = trace, .used = true };
-  status = gmi_plan_bundle_make(m, &trace, &loaded.bundle);
+  uint64_t window = loaded.trace.window_bytes;
+  if (!window || !plan_with_window(m, &loaded.trace, window, &loaded.bundle))
+    status = gmi_plan_bundle_make(m, &loaded.trace, m->window_shift, &loaded.bundle);
   if (status == GEMINI_ERR_INVALID)
     status =
         gmi_fail(GEMINI_ERR_FORMAT, 0, "trace %s: no plan can be made of it: its times or counts are too large", path);
   if (status) {
-    gmi_trace_free(&trace);
+    gmi_trace_free(&loaded.trace);
     return status;
   }
   uint32_t index = free_variant(t);
@@ -814,8 +827,7 @@ static gemini_status_t trace_load(gmi_manager_t *m, const char *path) {
   t->variants[index] = loaded;
   remember(t, index);
   t->previous = index;
-  m->stats.plans++;
-  publish_plan(m, &t->variants[index]);
+  take_plan(m, &t->variants[index], &loaded.bundle);
   return GEMINI_OK;
 }
 gemini_status_t gemini_trace_load(gemini_manager_t mgr, const char *path) { API_LOCKED(trace_load(m, path)); }

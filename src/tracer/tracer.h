@@ -101,7 +101,15 @@ typedef struct gmi_plan_bundle {
   uint32_t *piece_first;    /* [update_count + 1] into pieces */
   bool made;
 } gmi_plan_bundle_t;
-gemini_status_t gmi_plan_bundle_make(gmi_manager_t *m, const gmi_trace_t *trace, gmi_plan_bundle_t *bundle_out);
+/* shift: of the windows that the plan is for. Where that is not the manager's, the plan is of no use before arenas have been
+ * cut so, for which nothing may be pinned, and gmi_plan_bundle_bind() after it. */
+gemini_status_t gmi_plan_bundle_make(gmi_manager_t *m, const gmi_trace_t *trace, uint32_t shift,
+                                     gmi_plan_bundle_t *bundle_out);
+void gmi_plan_bundle_bind(gmi_manager_t *m, gmi_plan_bundle_t *bundle);
+/* Pages of non-model memory, which are as long as windows, in pages of another length: as many bytes or a little more. */
+static inline uint32_t gmi_trace_pages(uint32_t pages, uint32_t from_shift, uint32_t to_shift) {
+  return (uint32_t)((((uint64_t)pages << from_shift) + (UINT64_C(1) << to_shift) - 1) >> to_shift);
+}
 /* The trace's times and rates into the input of a plan made before. */
 void gmi_plan_bundle_times(gmi_manager_t *m, const gmi_trace_t *trace, gmi_plan_bundle_t *bundle);
 void gmi_trace_measure(gmi_manager_t *m, gmi_trace_t *trace); /* the newest rates into the trace */

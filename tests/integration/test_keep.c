@@ -145,6 +145,26 @@ static void test_checkpoints_one_after_another_need_room_for_two(void) {
   clear_dir();
 }
 
+/* Arenas that their caller gave no name have names of their own all the same. */
+static void test_arenas_without_a_name_keep_their_bytes_apart(void) {
+  make_dir();
+  for (int round = 0; round < 2; round++) {
+    world_t w = world_open(keep_config());
+    gemini_arena_t arenas[3];
+    for (int i = 0; i < 3; i++) {
+      uint64_t offset;
+      arenas[i] = world_arena(&w, GEMINI_KIND_PARAM, 2, NULL, 0, 0);
+      CHECK_OK(gemini_arena_take(w.mgr, arenas[i], 2 * W, &offset));
+    }
+    if (round) CHECK_OK(gemini_resume(w.mgr));
+    for (int i = 0; i < 3 && !round; i++) world_fill(&w, arenas[i], 0, 2 * W, HOST, 60 + (uint64_t)i);
+    for (int i = 0; i < 3; i++) CHECK(world_holds(&w, arenas[i], 0, 2 * W, 60 + (uint64_t)i));
+    if (!round) CHECK_OK(gemini_checkpoint(w.mgr));
+    world_close(&w);
+  }
+  clear_dir();
+}
+
 static void test_other_arenas_and_tensors_are_refused(void) {
   make_dir();
   model_t k = model_open();
@@ -156,7 +176,13 @@ static void test_other_arenas_and_tensors_are_refused(void) {
   CHECK(strstr(world_error().message, "arena params"));
   world_close(&k.w);
   k = model_open();
-  world_tensor(&k.w, world_arena(&k.w, GEMINI_KIND_OTHER, 1, "more", 0, 0), "one more", 100);
+  world_arena(&k.w, GEMINI_KIND_OTHER, 1, "more", 0, 0);
+  CHECK_STATUS(gemini_resume(k.w.mgr), GEMINI_ERR_FORMAT);
+  CHECK_SAYS(world_error().message, "arena more of this manager");
+  world_close(&k.w);
+  k = model_open();
+  gemini_tensor_t tied;
+  CHECK_OK(gemini_tensor_register(k.w.mgr, k.params, "one more", 512, 0, &tied));
   CHECK_STATUS(gemini_resume(k.w.mgr), GEMINI_ERR_FORMAT);
   CHECK(strstr(world_error().message, "6 tensors") && strstr(world_error().message, "7"));
   world_close(&k.w);
@@ -258,6 +284,7 @@ int main(void) {
   RUN(test_what_was_checkpointed_comes_back);
   RUN(test_unchanged_chunks_are_not_written_again);
   RUN(test_checkpoints_one_after_another_need_room_for_two);
+  RUN(test_arenas_without_a_name_keep_their_bytes_apart);
   RUN(test_other_arenas_and_tensors_are_refused);
   RUN(test_calls_out_of_order_are_refused);
 #ifndef __SANITIZE_THREAD__ /* a forked child of a process with threads is more than it can follow */

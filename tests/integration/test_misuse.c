@@ -869,6 +869,75 @@ static void test_arena_beyond_the_limit_is_refused(void) {
   world_close(&w);
 }
 
+static void test_arena_of_a_name_that_is_taken_is_refused(void) {
+  bed_open();
+  gemini_arena_config_t c = GEMINI_ARENA_CONFIG_INIT;
+  gemini_arena_t first = 0, second = 0, third = 0;
+  c.kind = GEMINI_KIND_VARIANCE;
+  c.capacity_bytes = W;
+  c.name = "other";
+  REFUSED(EXISTS, "other", gemini_arena_create, bed.w.mgr, &c, &first);
+  c.name = NULL;
+  CHECK_OK(gemini_arena_create(bed.w.mgr, &c, &first)); /* named after its kind, the others with a number */
+  CHECK_OK(gemini_arena_create(bed.w.mgr, &c, &second));
+  c.name = "variance";
+  REFUSED(EXISTS, "variance", gemini_arena_create, bed.w.mgr, &c, &third);
+  c.name = "variance.2";
+  REFUSED(EXISTS, "variance.2", gemini_arena_create, bed.w.mgr, &c, &third);
+  CHECK_OK(gemini_arena_destroy(bed.w.mgr, second));
+  CHECK_OK(gemini_arena_create(bed.w.mgr, &c, &third));
+  c.name = "other";
+  CHECK_OK(gemini_arena_create(bed.x.mgr, &c, &second)); /* another manager's names are its own */
+  CHECK_OK(gemini_arena_destroy(bed.x.mgr, second));
+  CHECK_OK(gemini_arena_destroy(bed.w.mgr, third));
+  CHECK_OK(gemini_arena_destroy(bed.w.mgr, first));
+  bed_close();
+}
+
+/* However often its place is used again, a handle stays dead. */
+static void test_handle_of_what_was_destroyed_stays_dead(void) {
+  enum { TIMES = 5000, STREAMS = 1100, MANAGERS = 1100 };
+  bed_open();
+  const gemini_manager_t mgr = bed.w.mgr;
+  gemini_arena_config_t c = GEMINI_ARENA_CONFIG_INIT;
+  c.capacity_bytes = W;
+  gemini_tensor_info_t info = GEMINI_TENSOR_INFO_INIT;
+  gemini_arena_info_t arena_info = GEMINI_ARENA_INFO_INIT;
+  const gemini_tensor_t tensor = world_tensor(&bed.w, bed.other, "again", 64);
+  gemini_arena_t arena, again;
+  gemini_stream_t stream, next;
+  CHECK_OK(gemini_arena_create(mgr, &c, &arena));
+  CHECK_OK(gemini_stream_create(mgr, &stream));
+  CHECK_OK(gemini_tensor_unregister(mgr, tensor));
+  CHECK_OK(gemini_arena_destroy(mgr, arena));
+  CHECK_OK(gemini_stream_destroy(stream));
+  for (int i = 0; i < TIMES; i++) {
+    gemini_tensor_t t = 0;
+    CHECK_OK(gemini_tensor_register(mgr, bed.other, "again", 64, 0, &t));
+    CHECK(t != tensor);
+    REFUSED(HANDLE, "", gemini_tensor_info, mgr, tensor, &info);
+    CHECK_OK(gemini_tensor_unregister(mgr, t));
+    CHECK_OK(gemini_arena_create(mgr, &c, &again));
+    CHECK(again != arena);
+    REFUSED(HANDLE, "", gemini_arena_info, mgr, arena, &arena_info);
+    CHECK_OK(gemini_arena_destroy(mgr, again));
+  }
+  for (int i = 0; i < STREAMS; i++) {
+    CHECK_OK(gemini_stream_create(mgr, &next));
+    CHECK(next != stream);
+    REFUSED(HANDLE, "", gemini_stream_synchronize, mgr, stream);
+    CHECK_OK(gemini_stream_destroy(next));
+  }
+  world_t gone = world_open(world_config(2, 2, 0));
+  CHECK_OK(gemini_manager_close(gone.mgr));
+  for (int i = 0; i < MANAGERS; i++) {
+    world_t w = world_open(world_config(2, 2, 0));
+    CHECK(w.mgr != gone.mgr && w.stream != gone.stream);
+    world_close(&w);
+  }
+  bed_close();
+}
+
 static void test_take_and_register_out_of_range_are_refused(void) {
   bed_open();
   const gemini_manager_t mgr = bed.w.mgr;
@@ -1004,6 +1073,8 @@ static void test_access_ranges_outside_their_object_are_refused(void) {
                  { bed.other, 0, used + 1, used },
                  { bed.other, used, 1, used },
                  { bed.other, 64, UINT64_MAX - 63, used },
+                 { bed.other, 64, 0, used }, /* no empty range, and not the rest either */
+                 { bed.other, used, 0, used },
                  { bed.empty, 0, 1, 0 },
                  { bed.empty, 1, 0, 0 } };
   for (size_t i = 0; i < sizeof ranges / sizeof *ranges; i++) {
@@ -1210,14 +1281,47 @@ static void test_release_of_a_long_batch_is_all_or_none(void) {
   bed_close();
 }
 
+/* A release names one range of one acquire: no part of it, no sum of several, no other mode. */
+static void test_release_of_a_part_or_of_several_at_once_is_refused(void) {
+  bed_open();
+  const gemini_manager_t mgr = bed.w.mgr;
+  const uint64_t objects[] = { bed.o[1], bed.other };
+  const uint64_t end = 2 * W;
+  for (uint32_t tier = DEVICE; tier <= HOST; tier++) {
+    for (uint32_t mode = READ; mode <= BOTH; mode += 2) {
+      for (int i = 0; i < 2; i++) {
+        const uint64_t o = objects[i];
+        gemini_access_t all = world_part(o, 0, end, mode, tier), half = world_part(o, 0, W, mode, tier),
+                        rest = world_part(o, W, W, mode, tier), other = all;
+        CHECK_OK(gemini_acquire(mgr, &all, 1, GEMINI_STREAM_CALLER));
+        half.ptr = all.ptr;
+        rest.ptr = (uint8_t *)all.ptr + W;
+        other.mode = mode == READ ? BOTH : WRITE;
+        other.ptr = all.ptr;
+        gemini_access_t parts[] = { half, rest };
+        REFUSED(STATE, "not acquired", gemini_release, mgr, &half, 1, GEMINI_STREAM_CALLER);
+        REFUSED(STATE, "not acquired", gemini_release, mgr, &rest, 1, bed.w.stream);
+        REFUSED(STATE, "not acquired", gemini_release, mgr, parts, 2, bed.w.stream);
+        REFUSED(STATE, "not acquired", gemini_release, mgr, &other, 1, bed.w.stream);
+        CHECK_OK(gemini_release(mgr, &all, 1, GEMINI_STREAM_CALLER));
+        CHECK_OK(gemini_acquire(mgr, parts, 2, GEMINI_STREAM_CALLER));
+        all.ptr = parts[0].ptr;
+        REFUSED(STATE, "not acquired", gemini_release, mgr, &all, 1, GEMINI_STREAM_CALLER);
+        CHECK_OK(gemini_release(mgr, &parts[1], 1, GEMINI_STREAM_CALLER));
+        CHECK_OK(gemini_release(mgr, &parts[0], 1, GEMINI_STREAM_CALLER));
+      }
+    }
+  }
+  bed_close();
+}
+
 static void test_release_of_an_empty_arena_is_counted(void) {
   bed_open();
   for (uint32_t tier = DEVICE; tier <= HOST; tier++) { /* no byte of it can be acquired, but it can */
     gemini_access_t a = world_whole(bed.empty, READ, tier);
     CHECK_OK(gemini_acquire(bed.w.mgr, &a, 1, GEMINI_STREAM_CALLER));
     CHECK_OK(gemini_release(bed.w.mgr, &a, 1, GEMINI_STREAM_CALLER));
-    gemini_status_t again = gemini_release(bed.w.mgr, &a, 1, GEMINI_STREAM_CALLER);
-    CHECK(again == GEMINI_OK || again == GEMINI_ERR_STATE); /* there is nothing that could be out of order */
+    REFUSED(STATE, "not acquired", gemini_release, bed.w.mgr, &a, 1, GEMINI_STREAM_CALLER);
   }
   bed_close(); /* refused if it were counted as -1 */
 }
@@ -1890,6 +1994,8 @@ int main(void) {
   RUN(test_manager_sixty_fifth_is_refused);
   RUN(test_arena_config_out_of_range_is_refused);
   RUN(test_arena_beyond_the_limit_is_refused);
+  RUN(test_arena_of_a_name_that_is_taken_is_refused);
+  RUN(test_handle_of_what_was_destroyed_stays_dead);
   RUN(test_take_and_register_out_of_range_are_refused);
   RUN(test_take_beyond_a_followers_room_is_refused);
   RUN(test_streams_beyond_the_limit_and_in_use_are_refused);
@@ -1899,6 +2005,7 @@ int main(void) {
   RUN(test_release_of_what_is_not_acquired_is_refused);
   RUN(test_release_of_more_than_was_acquired_is_refused);
   RUN(test_release_of_a_long_batch_is_all_or_none);
+  RUN(test_release_of_a_part_or_of_several_at_once_is_refused);
   RUN(test_release_of_an_empty_arena_is_counted);
   RUN(test_objects_in_use_are_busy);
   RUN(test_refused_in_the_middle_is_refused_whole);

@@ -2,6 +2,7 @@
  * for the thread sanitizer as much as for its own checks. SPDX-License-Identifier: Apache-2.0 */
 #include <errno.h>
 #include <pthread.h>
+#include <sched.h>
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <sys/mman.h>
@@ -554,6 +555,70 @@ static void *body_manager(void *user) {
   }
   return NULL;
 }
+
+/* ---- arenas that are cut anew beside threads that acquire without the lock */
+enum { RECUT_ROUNDS = 40, RECUT_THREADS = 20 };
+static _Atomic int recut_ready; /* threads that have acquired once */
+static void *body_recut(void *user) {
+  member_t *m = user;
+  gemini_tensor_t t = m->w->own[m->number % THREADS][m->number % OWN];
+  for (bool first = true; first || !atomic_load(&m->w->stop); first = false) {
+    gemini_access_t a = whole(t, GEMINI_READ, DEVICE);
+    OK(gemini_acquire(m->w->mgr, &a, 1, m->stream));
+    OK(gemini_release(m->w->mgr, &a, 1, m->stream));
+    if (first) atomic_fetch_add(&recut_ready, 1);
+    nanosleep(&(struct timespec){ 0, 1000 * (m->number + 1) }, NULL); /* mostly, nothing is in use */
+  }
+  return NULL;
+}
+/* Loading a trace of larger windows cuts arenas anew, where nothing is in use: with two threads, and with so many that
+ * whatever is counted for each of them is shared, after a reset of the statistics, too. */
+static void test_threads_acquire_while_arenas_are_cut_anew(void) {
+  char path[] = "/tmp/gemini-test.XXXXXX";
+  int fd = mkstemp(path), cut = 0;
+  CHECK(fd >= 0);
+  CHECK(dprintf(
+            fd,
+            "gemini-trace 1\nbudget 131072 6291456\narena 0 5 1 0 0 %d main\nop 0 1000 0 0 op\nuse 0 0 65536 1\nend\n",
+            THREADS * OWN * 65536) > 0);
+  CHECK(!close(fd));
+  for (int round = 0; round < RECUT_ROUNDS; round++) {
+    world_t w;
+    gemini_config_t c = config_of(96, 512, 0);
+    c.window_bytes = 0;
+    world_open(&w, c);
+    for (int i = 0; i < THREADS; i++)
+      for (int k = 0; k < OWN; k++) put(&w, w.own[i][k] = tensor_of(w.mgr, w.arena, WINDOW, "own", i, k), DEVICE, 7);
+    int count = round % 2 ? RECUT_THREADS : 1;
+    member_t m[RECUT_THREADS];
+    atomic_store(&recut_ready, 0);
+    for (int i = 0; i < count; i++) {
+      m[i] = (member_t){ .w = &w, .number = round % 2 ? i : i + THREADS };
+      OK(gemini_stream_create(w.mgr, &m[i].stream));
+      CHECK_EQ(pthread_create(&m[i].thread, NULL, body_recut, &m[i]), 0);
+    }
+    while (atomic_load(&recut_ready) < count) sched_yield();
+    OK(gemini_stats_reset(w.mgr));
+    uint64_t before, after;
+    gemini_stats_t s = GEMINI_STATS_INIT;
+    OK(gemini_stats(w.mgr, &s));
+    before = s.window_bytes;
+    OK(gemini_trace_load(w.mgr, path));
+    OK(gemini_stats(w.mgr, &s));
+    after = s.window_bytes;
+    CHECK(after == before || after == 131072);
+    cut += after != before;
+    atomic_store(&w.stop, true);
+    for (int i = 0; i < count; i++) CHECK_EQ(pthread_join(m[i].thread, NULL), 0);
+    for (int i = 0; i < THREADS; i++)
+      for (int k = 0; k < OWN; k++) expect(&w, w.own[i][k], k % 2 ? HOST : DEVICE, 7);
+    for (int i = 0; i < count; i++) OK(gemini_stream_destroy(m[i].stream));
+    world_close(&w);
+  }
+  fprintf(stderr, "    cut anew %d times of %d\n", cut, RECUT_ROUNDS);
+  CHECK(!unlink(path));
+}
+
 static void test_threads_each_with_a_manager(void) {
   world_t w;
   world_open(&w, config_of(2, 4, 0));
@@ -669,6 +734,7 @@ int main(void) {
   RUN(test_threads_neighbours_in_a_cache_line_are_apart);
   RUN(test_threads_streams_take_turns_on_one_tensor);
   RUN(test_threads_objects_come_and_go);
+  RUN(test_threads_acquire_while_arenas_are_cut_anew);
   RUN(test_threads_each_with_a_manager);
   RUN(test_threads_ask_while_one_trains);
   RUN(test_threads_update_load_and_resize);

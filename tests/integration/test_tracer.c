@@ -428,6 +428,68 @@ static void test_trace_load_plans_the_first_iteration(void) {
   unlink(again);
 }
 
+/* Writes the trace at path again, as if it had been recorded with windows of another size. */
+static void with_windows_of(const char *path, uint64_t window) {
+  size_t size;
+  char *text = contents(path, &size), *budget = strstr(text, "\nbudget ");
+  CHECK(budget);
+  char *rest = strchr(budget + 8, ' ');
+  FILE *f = fopen(path, "wb");
+  CHECK(f && fwrite(text, 1, (size_t)(budget - text), f) == (size_t)(budget - text));
+  CHECK(fprintf(f, "\nbudget %" PRIu64 "%s", window, rest) > 0 && !fclose(f));
+  free(text);
+}
+
+static void check_weights(net_t *n) {
+  for (int i = 0; i < LAYERS; i++) {
+    gemini_access_t w = { .object = n->weight[i], .mode = GEMINI_READ, .tier = GEMINI_TIER_HOST };
+    OK(gemini_acquire(n->mgr, &w, 1, GEMINI_STREAM_CALLER));
+    for (uint32_t k = 0; k < LAYER_BYTES / 4; k++) CHECK_EQ(((uint32_t *)w.ptr)[k], (uint32_t)i << 24 | k);
+    OK(gemini_release(n->mgr, &w, 1, GEMINI_STREAM_CALLER));
+  }
+}
+
+/* A trace of other windows is planned with those that there are, once there are plans; before, with its own. */
+static void test_trace_load_of_another_chunk_size(void) {
+  char path[4096];
+  temporary(path, sizeof path);
+  gemini_config_t c = config_of(16);
+  c.window_bytes = 0; /* the library may choose, and choose again */
+  net_t n = net_open(&c);
+  net_steps(&n, &plain, 4);
+  uint64_t window = stats_of(&n).window_bytes;
+  OK(gemini_trace_save(n.mgr, path));
+  with_windows_of(path, 2 * window);
+  OK(gemini_trace_load(n.mgr, path));
+  CHECK_EQ(stats_of(&n).window_bytes, window);
+  net_steps(&n, &plain, 3);
+  step_t shorter = { .forward_only = true };
+  net_steps(&n, &shorter, 2);
+  net_steps(&n, &plain, 2);
+  check_weights(&n);
+  net_close(&n);
+
+  n = net_open(&c);
+  OK(gemini_trace_load(n.mgr, path));
+  CHECK_EQ(stats_of(&n).window_bytes, 2 * window);
+  net_steps(&n, &plain, 3);
+  CHECK_EQ(stats_of(&n).departures, 0);
+  check_weights(&n);
+  net_close(&n);
+
+  /* Where no plan can be made with the trace's windows, nor with those that there are, nothing changes. */
+  c.device_bytes = 4 * WINDOW;
+  with_windows_of(path, 4 * window);
+  n = net_open(&c);
+  gemini_stats_t before = stats_of(&n);
+  CHECK_EQ(gemini_trace_load(n.mgr, path), GEMINI_ERR_OOM_DEVICE);
+  CHECK_EQ(stats_of(&n).window_bytes, before.window_bytes);
+  CHECK_EQ(stats_of(&n).plans, 0);
+  check_weights(&n);
+  net_close(&n);
+  unlink(path);
+}
+
 static void test_trace_load_bad_file_is_refused(void) {
   char path[4096], bad[4096];
   temporary(path, sizeof path);
@@ -614,6 +676,7 @@ int main(int argc, char **argv) {
   RUN(test_budget_too_small_for_plan_is_refused_and_stays);
   RUN(test_plan_same_trace_in_every_process_is_the_same);
   RUN(test_trace_load_plans_the_first_iteration);
+  RUN(test_trace_load_of_another_chunk_size);
   RUN(test_trace_load_bad_file_is_refused);
   RUN(test_timeline_has_ops_moves_waits_and_counters);
   RUN(test_explain_length_and_cut);

@@ -63,7 +63,9 @@ static void test_ranges_find_their_place_and_stay(void) {
   gemini_arena_t a[COUNT];
   uint64_t offset;
   for (uint64_t i = 0; i < COUNT; i++) {
-    a[i] = arena_of(&w, "a", i ? counts[i] : 0);
+    char name[8];
+    snprintf(name, sizeof name, "a%u", (unsigned)i);
+    a[i] = arena_of(&w, name, i ? counts[i] : 0);
     for (uint64_t k = 0; !i && k < counts[0]; k++) {
       CHECK_OK(gemini_arena_take(w.mgr, a[0], W, &offset));
       world_fill(&w, a[0], k * W, W, GEMINI_TIER_HOST, 7);

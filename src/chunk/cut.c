@@ -1,0 +1,309 @@
+/* The cut of arenas into windows: its size, its tables, and a new cut once the access order is known.
+ * SPDX-License-Identifier: Apache-2.0
+ *
+ * Everything that depends on the size of windows is a table of gmi_cut_t. A cut is prepared whole, which may fail and changes
+ * nothing, and then installed, which cannot fail. */
+#include "chunk/cut.h"
+
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "policy/policy.h"
+
+#define WINDOW_MIN UINT64_C(65536)
+
+static uint64_t round_up(uint64_t value, uint64_t to) { return (value + to - 1) / to * to; }
+
+/* ---- the size */
+uint64_t gmi_window_search(gmi_manager_t *m, const gmi_window_use_t *uses, uint64_t count, uint64_t nonmodel,
+                           uint64_t bytes_per_s) {
+  gmi_window_search_t search = { .uses = uses,
+                                 .use_count = count,
+                                 .min_bytes = WINDOW_MIN > m->granularity ? WINDOW_MIN : m->granularity,
+                                 .device_bytes = m->config.device_bytes - m->config.device_margin_bytes,
+                                 .overhead_ns = m->dev->window_overhead_ns,
+                                 .bytes_per_s = bytes_per_s ? bytes_per_s : m->dev->link_bytes_per_s };
+  search.max_bytes = search.min_bytes;
+  while (search.max_bytes < GMI_WINDOW_MAX && search.max_bytes * 2 <= search.device_bytes / 16) search.max_bytes *= 2;
+  search.nonmodel_bytes = nonmodel < search.device_bytes ? nonmodel : 0;
+  return count ? gmi_window_size_search(&search) : search.min_bytes;
+}
+
+/* Before anything is known of the access order, registration order stands for it, a tensor an operator. */
+static gemini_status_t first_window(gmi_manager_t *m, uint64_t *window_out) {
+  gmi_window_use_t *uses = calloc(m->tensor_alive ? m->tensor_alive : 1, sizeof *uses);
+  if (!uses) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory to search the window size");
+  uint64_t count = 0;
+  for (uint32_t i = 0; i < m->tensor_high; i++) {
+    gmi_tensor_t *t = &m->tensors[i];
+    if (!gmi_tensor_alive(t) || t->base != i) continue;
+    uses[count] = (gmi_window_use_t){ ((uint64_t)t->arena << 46) + t->offset, t->size, (uint32_t)count, 0 };
+    count++;
+  }
+  uint64_t usable = m->config.device_bytes - m->config.device_margin_bytes;
+  *window_out = gmi_window_search(m, uses, count, usable / 4, m->config.sim_d2h_bytes_per_s);
+  free(uses);
+  return GEMINI_OK;
+}
+
+/* ---- tables */
+static void cut_discard(gmi_cut_t *cut) {
+  if (!cut) return;
+  free(cut->frames);
+  free(cut->unmade);
+  gmi_heap_destroy(cut->heap);
+  gmi_space_free(cut->pages, cut->page_map_bytes);
+  gmi_space_free(cut->slots, cut->slot_map_bytes);
+  gmi_space_free(cut->free_map, cut->free_map_bytes);
+  for (uint32_t i = 0; i < GMI_ARENAS; i++) gmi_space_free(cut->windows[i], cut->window_map_bytes[i]);
+  free(cut);
+}
+
+static gemini_status_t windows_prepare(gmi_manager_t *m, gmi_cut_t *cut) {
+  for (uint32_t i = 0; i < GMI_ARENAS; i++) {
+    const gmi_arena_t *a = gmi_arena_at(m, i);
+    if (!a || a->store != i) continue;
+    cut->window_map_bytes[i] = (a->capacity >> cut->shift) * sizeof(gmi_window_t);
+    cut->windows[i] = gmi_space(cut->window_map_bytes[i]);
+    if (!cut->windows[i])
+      return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no address space for the %llu windows of arena %s",
+                      (unsigned long long)(a->capacity >> cut->shift), a->name);
+  }
+  return GEMINI_OK;
+}
+
+static gemini_status_t cut_prepare(gmi_manager_t *m, uint64_t window, gmi_cut_t **cut_out) {
+  gmi_cut_t *cut = calloc(1, sizeof *cut);
+  if (!cut) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the tables of chunks");
+  cut->shift = (uint32_t)__builtin_ctzll(window);
+  gemini_status_t status = gmi_frames_prepare(m, cut);
+  if (!status) status = gmi_heap_prepare(m, cut);
+  if (!status) status = gmi_host_prepare(m, cut);
+  if (!status) status = windows_prepare(m, cut);
+  if (status) cut_discard(cut);
+  else *cut_out = cut;
+  return status;
+}
+
+/* Takes the tables out of cut, which is discarded. The windows all read as zero. */
+static void cut_install(gmi_manager_t *m, gmi_cut_t *cut) {
+  m->window_shift = cut->shift;
+  m->window_total = 0;
+  gmi_frames_install(m, cut);
+  gmi_heap_install(m, cut);
+  gmi_host_install(m, cut);
+  for (uint32_t i = 0; i < GMI_ARENAS; i++) {
+    gmi_arena_t *a = gmi_arena_at(m, i);
+    if (!a || a->store != i) continue;
+    a->windows = cut->windows[i];
+    a->window_map_bytes = cut->window_map_bytes[i];
+    atomic_store(&a->window_count, 0);
+    cut->windows[i] = NULL;
+  }
+  atomic_store_explicit(&m->window_bytes, UINT64_C(1) << cut->shift, memory_order_release);
+  for (uint32_t i = 0; i < GMI_ARENAS; i++) {
+    gmi_arena_t *a = gmi_arena_at(m, i);
+    if (a) (void)gmi_arena_grow(m, a); /* cannot fail: the records have their space */
+  }
+  cut_discard(cut);
+}
+
+gemini_status_t gmi_cut(gmi_manager_t *m) {
+  if (atomic_load(&m->window_bytes)) return GEMINI_OK;
+  uint64_t window = m->config.window_bytes;
+  gmi_cut_t *cut;
+  gemini_status_t status = window ? GEMINI_OK : first_window(m, &window);
+  if (!status) status = cut_prepare(m, window, &cut);
+  if (status) return status;
+  status = gmi_files_cut(m, window);
+  if (status) {
+    cut_discard(cut);
+    return status;
+  }
+  cut_install(m, cut);
+  gmi_log(m, GEMINI_LOG_INFO, "windows of %llu bytes, %u device frames", (unsigned long long)window, m->frame_count);
+  return GEMINI_OK;
+}
+
+/* ---- a new cut */
+
+/* Acquires that take no lock reach windows only by a tensor that they have counted themselves at. So with all tensors frozen
+ * and none in use, only the holder of the lock reaches windows; who comes meanwhile waits for the lock. False: a tensor is
+ * in use, and none is frozen. */
+static void tensors_thaw(gmi_manager_t *m, uint32_t count) {
+  for (uint32_t i = 0; i < count; i++) atomic_fetch_and(&m->tensors[i].word, ~GMI_TENSOR_FROZEN);
+}
+static bool tensors_freeze(gmi_manager_t *m) {
+  for (uint32_t i = 0; i < m->tensor_high; i++) {
+    if (!(atomic_fetch_or(&m->tensors[i].word, GMI_TENSOR_FROZEN) & GMI_TENSOR_USERS)) continue;
+    tensors_thaw(m, i + 1);
+    return false;
+  }
+  return true;
+}
+
+/* Every byte must fit on the host, and nothing may be in use. */
+static bool recut_possible(gmi_manager_t *m, uint64_t window) {
+  uint64_t need = 0;
+  if (m->config.window_bytes || m->files || m->graph_count || gmi_host_blocks(m) ||
+      (m->heap && gmi_heap_blocks_used(m->heap)))
+    return false;
+  for (uint32_t i = 0; i < GMI_ARENAS; i++) {
+    gmi_arena_t *a = gmi_arena_at(m, i);
+    for (uint32_t k = 0; a && a->windows && k < atomic_load(&a->window_count); k++) {
+      gmi_window_t *w = &a->windows[k];
+      if ((atomic_load(&w->word) & GMI_WINDOW_PINS) || w->host_users || w->user_pins || w->deferred) return false;
+      if (w->slot != GMI_NONE && w->slot >= m->host.slot_count) return false;
+    }
+    if (a && a->store == i) {
+      need += round_up(atomic_load(&a->size), window);
+      if (a->capacity % window) return false;
+    }
+  }
+  return need <= m->config.host_bytes && m->config.device_bytes - m->config.device_margin_bytes >= window;
+}
+
+bool gmi_recut_possible(gmi_manager_t *m, uint64_t window) {
+  if (!atomic_load(&m->window_bytes) || !tensors_freeze(m)) return false;
+  bool possible = recut_possible(m, window);
+  tensors_thaw(m, m->tensor_high);
+  return possible;
+}
+
+/* Parts of the host tier, as long as the smaller of the two windows, and where what lies there belongs. */
+typedef struct {
+  uint64_t bytes, count;
+  uint32_t *goes;   /* [count] GMI_NONE: nothing lies here */
+  uint8_t *scratch; /* bytes */
+} parts_t;
+
+static void parts_move(gmi_manager_t *m, parts_t *p) {
+  for (uint64_t at = 0; at < p->count; at++) {
+    while (p->goes[at] != GMI_NONE && p->goes[at] != at) { /* until the one that belongs here has come */
+      uint32_t to = p->goes[at];
+      uint8_t *a = m->host.base + at * p->bytes, *b = m->host.base + to * p->bytes;
+      if (p->goes[to] != GMI_NONE) memcpy(p->scratch, b, p->bytes);
+      memcpy(b, a, p->bytes);
+      if (p->goes[to] != GMI_NONE) memcpy(a, p->scratch, p->bytes);
+      p->goes[at] = p->goes[to];
+      p->goes[to] = to;
+    }
+  }
+}
+
+typedef struct {
+  gmi_window_t *windows;
+  uint64_t map_bytes;
+  uint32_t count;
+} old_cut_t;
+
+/* Every byte goes home under the new cut. */
+static void go_home(gmi_manager_t *m, const old_cut_t *old, uint32_t old_shift, parts_t *p) {
+  uint64_t window = UINT64_C(1) << m->window_shift, old_window = UINT64_C(1) << old_shift;
+  memset(p->goes, 0xff, p->count * sizeof *p->goes);
+  for (uint32_t i = 0; i < GMI_ARENAS; i++) {
+    gmi_arena_t *a = gmi_arena_at(m, i);
+    for (uint32_t k = 0; k < old[i].count; k++) {
+      if (!(old[i].windows[k].valid & GMI_VALID_HOST)) continue;
+      uint64_t from = (uint64_t)old[i].windows[k].slot << old_shift, offset = (uint64_t)k << old_shift;
+      uint64_t to = (uint64_t)a->home * window + offset, end = round_up(atomic_load(&a->size), window);
+      for (uint64_t at = 0; at < old_window && offset + at < end; at += p->bytes)
+        p->goes[(from + at) / p->bytes] = (uint32_t)((to + at) / p->bytes);
+    }
+  }
+  parts_move(m, p);
+}
+
+/* The new records of one arena, whose bytes are home. What reads as zero becomes zeros where it shares a new window with
+ * other bytes. */
+static void recut_arena(gmi_manager_t *m, gmi_arena_t *a, const old_cut_t *old, uint32_t old_shift) {
+  uint64_t window = UINT64_C(1) << m->window_shift, old_window = UINT64_C(1) << old_shift;
+  for (uint32_t k = 0; k < atomic_load(&a->window_count); k++) {
+    uint64_t begin = k * window, end = begin + window;
+    bool any = false;
+    for (uint64_t o = begin >> old_shift; o < old->count && o * old_window < end; o++)
+      any |= !(old->windows[o].valid & GMI_VALID_ZERO);
+    if (!any) continue;
+    gmi_host_slot_bind(m, &a->windows[k], a->home + k);
+    for (uint64_t o = begin >> old_shift; o < old->count && o * old_window < end; o++) {
+      uint64_t from = o * old_window > begin ? o * old_window : begin;
+      uint64_t to = (o + 1) * old_window < end ? (o + 1) * old_window : end;
+      if (old->windows[o].valid & GMI_VALID_ZERO) memset(gmi_range_host(m, a, from), 0, to - from);
+    }
+    a->windows[k].valid = GMI_VALID_HOST;
+  }
+}
+
+/* All bytes come to the host, where homes for them exist. Where that fails, less may be resident, and nothing else is
+ * different. */
+static gemini_status_t recut_gather(gmi_manager_t *m, uint64_t window) {
+  gemini_status_t status = GEMINI_OK;
+  gmi_lane_drain(m);
+  for (uint32_t i = 0; i < GMI_ARENAS && !status; i++) {
+    gmi_arena_t *a = gmi_arena_at(m, i);
+    for (uint32_t k = 0; !status && a && a->windows && k < atomic_load(&a->window_count); k++) {
+      status = gmi_window_evict(m, &a->windows[k], GEMINI_REASON_PLAN);
+      if (!status) status = gmi_window_settle_host(m, &a->windows[k]);
+    }
+  }
+  gmi_reap(m); /* of copies of a window of this size */
+  gmi_host_homes(m, (uint32_t)__builtin_ctzll(window));
+  for (uint32_t i = 0; i < GMI_ARENAS && !status; i++) {
+    gmi_arena_t *a = gmi_arena_at(m, i);
+    if (a && a->store == i) status = gmi_host_commit(m, a->home * window, round_up(atomic_load(&a->size), window));
+  }
+  return status;
+}
+
+/* From here on nothing fails. */
+static void recut_install(gmi_manager_t *m, gmi_cut_t *cut, parts_t *p, old_cut_t *old) {
+  uint64_t old_window = atomic_load(&m->window_bytes), window = UINT64_C(1) << cut->shift;
+  uint32_t old_shift = m->window_shift;
+  gmi_unmap_all(m);
+  gmi_frames_free(m);
+  for (int link = 0; link < 2; link++) m->link_ns[link].mean *= (double)window / (double)old_window;
+  for (uint32_t i = 0; i < GMI_ARENAS; i++) {
+    gmi_arena_t *a = gmi_arena_at(m, i);
+    if (a && a->windows) old[i] = (old_cut_t){ a->windows, a->window_map_bytes, atomic_load(&a->window_count) };
+  }
+  cut_install(m, cut);
+  go_home(m, old, old_shift, p);
+  for (uint32_t i = 0; i < GMI_ARENAS; i++) {
+    if (!old[i].windows) continue;
+    recut_arena(m, gmi_arena_at(m, i), &old[i], old_shift);
+    gmi_space_free(old[i].windows, old[i].map_bytes);
+  }
+  gmi_log(m, GEMINI_LOG_INFO, "windows of %llu bytes instead of %llu, by the access order", (unsigned long long)window,
+          (unsigned long long)old_window);
+}
+
+gemini_status_t gmi_recut(gmi_manager_t *m, uint64_t window) {
+  uint64_t old_window = atomic_load(&m->window_bytes);
+  if (window == old_window || !tensors_freeze(m)) return GEMINI_OK;
+  if (!recut_possible(m, window)) {
+    tensors_thaw(m, m->tensor_high);
+    return GEMINI_OK;
+  }
+  gmi_cut_t *cut = NULL;
+  parts_t p = { .bytes = window < old_window ? window : old_window };
+  p.count = m->config.host_bytes / p.bytes;
+  p.goes = malloc(p.count * sizeof *p.goes);
+  p.scratch = malloc(p.bytes);
+  old_cut_t *old = calloc(GMI_ARENAS, sizeof *old);
+  gemini_status_t status = GEMINI_OK;
+  if (!p.goes || !p.scratch || !old) status = gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory to cut anew");
+  if (!status) status = cut_prepare(m, window, &cut);
+  if (!status) status = recut_gather(m, window);
+  if (!status) {
+    recut_install(m, cut, &p, old);
+  } else {
+    cut_discard(cut);
+    gmi_host_homes(m, m->window_shift);
+  }
+  tensors_thaw(m, m->tensor_high);
+  free(p.goes);
+  free(p.scratch);
+  free(old);
+  return status;
+}

@@ -1,0 +1,31 @@
+/* The cut of arenas into windows. SPDX-License-Identifier: Apache-2.0 */
+#ifndef GMI_CUT_H
+#define GMI_CUT_H
+
+#include "core/manager.h"
+
+/* The tables that depend on the size of windows, not in use yet. */
+typedef struct gmi_cut {
+  uint32_t shift; /* log2 of the size of a window */
+  uint32_t frame_count;
+  gmi_frame_t *frames;
+  uint32_t *unmade;
+  gmi_heap_t *heap;
+  gmi_page_t *pages;
+  gmi_slot_t *slots;
+  uint64_t *free_map;
+  uint64_t page_map_bytes, slot_map_bytes, free_map_bytes;
+  gmi_window_t *windows[GMI_ARENAS]; /* of arenas that store their bytes */
+  uint64_t window_map_bytes[GMI_ARENAS];
+} gmi_cut_t;
+
+/* Each makes its tables of cut (OOM_SYSTEM; frames: OOM_DEVICE, where not even one window fits), then takes them into use,
+ * which cannot fail. The manager's own such tables are empty by then, or freed by the install. Lock held. */
+gemini_status_t gmi_frames_prepare(gmi_manager_t *m, gmi_cut_t *cut);
+void gmi_frames_install(gmi_manager_t *m, gmi_cut_t *cut);
+gemini_status_t gmi_heap_prepare(gmi_manager_t *m, gmi_cut_t *cut);
+void gmi_heap_install(gmi_manager_t *m, gmi_cut_t *cut);
+gemini_status_t gmi_host_prepare(gmi_manager_t *m, gmi_cut_t *cut);
+void gmi_host_install(gmi_manager_t *m, gmi_cut_t *cut); /* no window has a slot, no block is live */
+
+#endif
