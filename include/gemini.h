@@ -61,7 +61,8 @@ enum {
   GEMINI_ERR_NOT_FOUND = -11,   /* no object has this name */
   GEMINI_ERR_EXISTS = -12,      /* the name is taken */
   GEMINI_ERR_UNSUPPORTED = -13, /* this build or device cannot do that */
-  GEMINI_ERR_DEVICE = -14       /* the device reported an error; native_code is its code */
+  GEMINI_ERR_DEVICE = -14,      /* the device reported an error; native_code is its code */
+  GEMINI_ERR_PENDING = -15      /* the call was accepted and its work is not done yet; the message says why */
 };
 
 /** A status in words; static storage, never NULL. Since: 0.1 */
@@ -492,8 +493,10 @@ GEMINI_API gemini_status_t gemini_host_free(gemini_manager_t mgr, void *ptr);
  *  @{ */
 /** Makes a range read as zero; whole windows cost nothing until they are used.
  *  @param access object and range; mode and tier are ignored
- *  @retval GEMINI_ERR_BUSY  a part of it is acquired
- *  @retval GEMINI_ERR_STATE  a part of a parameter whose bytes its gradient has taken. Since: 0.1 */
+ *  @retval GEMINI_ERR_BUSY      a part of it is acquired
+ *  @retval GEMINI_ERR_STATE     a part of a parameter whose bytes its gradient has taken
+ *  @retval GEMINI_ERR_OOM_HOST  a chunk of which only a part is zeroed has no room on the host; nothing changed
+ *  @retval GEMINI_ERR_DEVICE    the device refused; parts of the range on it may be zero. Since: 0.1 */
 GEMINI_API gemini_status_t gemini_zero(gemini_manager_t mgr, const gemini_access_t *access) GEMINI_MUST_CHECK;
 /** Reads a range from a file descriptor into the tier below the device. Tensors it reads into, be it in part, leave the
  *  state FREE for HOLD. Blocks.
@@ -569,14 +572,17 @@ typedef struct gemini_update_s {
  *  @retval GEMINI_ERR_STATE     a parameter is to be read whose bytes its gradient has taken; or a gradient in a
  *                               reusing arena was not written, and the update does not write its parameter; nothing
  *                               changed
- *  With a file tier, spans whose chunks have no place on the host yet wait for it and run when there is one, or before
- *  their chunks are used.
- *  @retval GEMINI_ERR_OOM_HOST  without a file tier, the host has no room for the chunks: nothing changed
- *  @retval other                moving a chunk failed. Spans that wait stay pending, and user with them:
- *                               gemini_update_wait() tries again. Of the others those before it are updated, those
- *                               after it are not. Since: 0.1 */
+ *  @retval GEMINI_ERR_OOM_HOST  without a file tier, the host has no room for the chunks; nothing changed
+ *  @retval GEMINI_ERR_PENDING   (never with GEMINI_UPDATE_LATE) the update was accepted and is not done: the message says where
+ *                               it stands and why. gemini_update_wait() goes on with it; to call gemini_update() again
+ *                               would update twice
+ *  @retval GEMINI_ERR_DEVICE    as of gemini_update_wait()
+ *  An update that is accepted is done as a whole: spans that cannot run yet, as there is no room for their chunks or a chunk
+ *  could not be moved, stay pending, and user with them, and run when they can, before anybody uses one of their chunks.
+ *  Until then such a use fails with what keeps them from running. Since: 0.1 */
 GEMINI_API gemini_status_t gemini_update(gemini_manager_t mgr, const gemini_update_t *update) GEMINI_MUST_CHECK;
-/** Blocks until every update submitted so far is done.
+/** Blocks until every update submitted so far is done. Where one cannot go on, what is left of it stays pending; the message
+ *  says how much that is, and gemini_stats_t.pending_updates counts it.
  *  @retval GEMINI_ERR_DEVICE  the device work before an update failed, so that the update did not run. This stays, and
  *          gemini_manager_close() returns it, too: the bytes of the model are not what they should be
  *  @retval GEMINI_ERR_IO, GEMINI_ERR_FORMAT  chunks of an update could not be read from their file, or were damaged there;

@@ -697,7 +697,7 @@ static gemini_status_t release(gmi_manager_t *m, const gemini_access_t *accesses
   }
   if (locked) gmi_lock(m);
   status = release_batch(m, accesses, count, stream, locked);
-  if (host && m->deferred) gmi_lane_nudge(m); /* there may be room now */
+  if (host) gmi_updates_room(m);
   if (locked) gmi_unlock(m);
   return status;
 }

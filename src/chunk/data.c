@@ -42,64 +42,161 @@ static gemini_status_t content_check(gmi_manager_t *m, const gmi_range_t *r, boo
                   base->name);
 }
 
-/* ---- zero */
-static gemini_status_t zero_bytes(gmi_manager_t *m, const gmi_range_t *r) {
+/* ---- ranges of bytes, in order and without overlap */
+typedef struct {
+  uint64_t begin, end; /* bytes of the arena */
+  uint64_t sum;        /* of a norm: index of its first block's sum */
+} part_t;
+typedef struct {
+  part_t *parts;
+  uint64_t count, capacity;
+  bool lost; /* there was no memory for one */
+} parts_t;
+
+static void parts_add(parts_t *p, uint64_t begin, uint64_t end) {
+  if (p->count && begin < p->parts[p->count - 1].end) begin = p->parts[p->count - 1].end; /* tied tensors overlap */
+  if (begin >= end) return;
+  if (p->count == p->capacity) {
+    uint64_t capacity = p->capacity ? p->capacity * 2 : 64;
+    part_t *parts = realloc(p->parts, capacity * sizeof *parts);
+    if (!parts) {
+      p->lost = true;
+      return;
+    }
+    p->parts = parts;
+    p->capacity = capacity;
+  }
+  if (p->count && p->parts[p->count - 1].end == begin) p->parts[p->count - 1].end = end;
+  else p->parts[p->count++] = (part_t){ .begin = begin, .end = end };
+}
+
+/* Of a range in a reusing arena, the parts that hold gradients. */
+typedef struct {
+  const gmi_range_t *range;
+  parts_t parts;
+  uint64_t tensors;   /* in the range */
+  uint64_t other_end; /* of the last tensor that holds no gradient */
+} gradients_t;
+static void gradient_part(gmi_manager_t *m, gmi_tensor_t *t, void *user) {
+  gradients_t *g = user;
+  parts_t *p = &g->parts;
+  uint64_t begin = t->offset, end = t->offset + t->size, last = p->count ? p->parts[p->count - 1].end : 0;
+  (void)m;
+  g->tensors++;
+  if (!(atomic_load(&t->word) & GMI_TENSOR_GRADIENT)) {
+    if (g->other_end < end) g->other_end = end;
+    return;
+  }
+  /* The gap between two gradients holds zeros; with it, chunks and blocks stay whole. */
+  if (p->count && last < begin && begin - last < 4096 && g->other_end <= last) begin = last;
+  if (begin < g->range->offset) begin = g->range->offset;
+  if (end > g->range->offset + g->range->size) end = g->range->offset + g->range->size;
+  parts_add(p, begin, end);
+}
+/* The parts of a range that count: all of it, but of a reusing arena with tensors only where they hold gradients. */
+static gemini_status_t parts_of(gmi_manager_t *m, const gmi_range_t *r, parts_t *parts_out) {
+  gradients_t g = { .range = r };
+  if (r->arena->store != r->arena->index) gmi_arena_each(m, r->store, r->offset, r->size, gradient_part, &g);
+  if (!g.tensors && r->size) parts_add(&g.parts, r->offset, r->offset + r->size);
+  *parts_out = g.parts;
+  if (!g.parts.lost) return GEMINI_OK;
+  free(g.parts.parts);
+  return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the ranges of gradients");
+}
+
+/* ---- zero, in two passes: what can fail comes first and changes no byte */
+
+/* What is to be zero of one window. */
+typedef struct {
+  gmi_window_t *window;
+  uint64_t begin, end; /* bytes of the arena */
+  enum { ZERO_ALREADY, ZERO_WHOLE, ZERO_ON_DEVICE, ZERO_ON_HOST } how;
+} zero_t;
+
+static uint64_t zeros_count(const gmi_manager_t *m, const parts_t *parts) {
+  uint64_t count = 0;
+  for (uint64_t k = 0; k < parts->count; k++)
+    count += ((parts->parts[k].end - 1) >> m->window_shift) - (parts->parts[k].begin >> m->window_shift) + 1;
+  return count;
+}
+
+/* Whole windows are forgotten; of others the bytes come to where they will be zeroed, and stay there until they are. */
+static gemini_status_t zero_prepare(gmi_manager_t *m, const gmi_arena_t *store, zero_t *z) {
+  gmi_window_t *w = z->window;
+  uint64_t base = (uint64_t)w->index << m->window_shift, end = base + (UINT64_C(1) << m->window_shift);
+  uint64_t used = atomic_load(&store->size);
   gemini_status_t status = GEMINI_OK;
-  for (uint64_t i = r->first; !status && i <= r->last; i++) {
-    gmi_window_t *w = &r->store->windows[i];
-    uint64_t begin, end, base = i << m->window_shift;
-    window_part(m, r, i, &begin, &end);
-    status = gmi_updates_queue(m, w);
-    if (status) return status;
-    uint64_t window_end = base + (UINT64_C(1) << m->window_shift), used = atomic_load(&r->store->size);
-    bool whole = begin == base && end >= (window_end < used ? window_end : used);
-    if (whole && !w->user_pins) {
+  bool whole = z->begin == base && z->end >= (end < used ? end : used);
+  z->how = whole && !w->user_pins                        ? ZERO_WHOLE
+           : w->valid & GMI_VALID_ZERO                   ? ZERO_ALREADY
+           : atomic_load(&w->word) & GMI_WINDOW_RESIDENT ? ZERO_ON_DEVICE
+                                                         : ZERO_ON_HOST;
+  if (z->how == ZERO_ON_DEVICE) {
+    status = gmi_window_wait(m, m->copy_in, w, GEMINI_READ_WRITE);
+    return status ? status : gmi_fence_wait(m, m->copy_in, w->copied_out);
+  }
+  if (z->how != ZERO_ON_HOST) return GEMINI_OK;
+  status = gmi_window_to_host(m, w, false, GEMINI_REASON_CALLER);
+  return status ? status : gmi_window_settle_host(m, w);
+}
+
+static gemini_status_t zero_on_device(gmi_manager_t *m, const gmi_arena_t *store, const zero_t *z) {
+  gmi_window_t *w = z->window;
+  gmi_fence_t fence = 0;
+  gemini_status_t status = gmi_device_zero(m, m->copy_in, store->base + z->begin, z->end - z->begin);
+  if (!status) status = gmi_fence_now(m, m->copy_in, &fence);
+  w->arrive = status ? gmi_fence_later(m, m->copy_in) : fence; /* it may be queued all the same */
+  atomic_fetch_and(&w->word, ~GMI_WINDOW_SETTLED);
+  gmi_window_wrote(m, w);
+  return status;
+}
+
+/* Nothing fails any more but the device, which comes first. */
+static gemini_status_t zero_commit(gmi_manager_t *m, const gmi_arena_t *store, const zero_t *zeros, uint64_t count) {
+  gemini_status_t status = GEMINI_OK;
+  for (uint64_t i = 0; !status && i < count; i++)
+    if (zeros[i].how == ZERO_ON_DEVICE) status = zero_on_device(m, store, &zeros[i]);
+  for (uint64_t i = 0; !status && i < count; i++) {
+    gmi_window_t *w = zeros[i].window;
+    if (zeros[i].how == ZERO_WHOLE) {
       gmi_window_forget(m, w);
-    } else if (w->valid & GMI_VALID_ZERO) {
-      /* nothing to do */
-    } else if (atomic_load(&w->word) & GMI_WINDOW_RESIDENT) {
-      gmi_fence_t fence = 0;
-      status = gmi_window_wait(m, m->copy_in, w, GEMINI_READ_WRITE);
-      if (!status) status = gmi_fence_wait(m, m->copy_in, w->copied_out);
-      if (status) return status;
-      status = gmi_device_zero(m, m->copy_in, r->store->base + begin, end - begin);
-      if (!status) status = gmi_fence_now(m, m->copy_in, &fence);
-      w->arrive = status ? gmi_fence_later(m, m->copy_in) : fence; /* it may be queued all the same */
-      atomic_fetch_and(&w->word, ~GMI_WINDOW_SETTLED);
-      gmi_window_wrote(m, w);
-    } else {
-      status = gmi_window_to_host(m, w, false, GEMINI_REASON_CALLER);
-      if (!status) status = gmi_window_settle_host(m, w);
-      if (status) return status;
-      memset(gmi_range_host(m, r->store, begin), 0, end - begin);
+    } else if (zeros[i].how == ZERO_ON_HOST) {
+      memset(gmi_range_host(m, store, zeros[i].begin), 0, zeros[i].end - zeros[i].begin);
       gmi_window_host_wrote(m, w);
     }
   }
   return status;
 }
 
-typedef struct {
-  const gmi_range_t *range;
-  uint64_t tensors;
-  gemini_status_t status;
-  bool set;
-} content_walk_t;
-
-/* A gradient arena that reuses its parameters: only where a gradient is, there is something to zero. */
-static void zero_gradient(gmi_manager_t *m, gmi_tensor_t *t, void *user) {
-  content_walk_t *c = user;
-  c->tensors++;
-  if (c->status || !(atomic_load(&t->word) & GMI_TENSOR_GRADIENT)) return;
-  gmi_range_t part = *c->range;
-  uint64_t end = part.offset + part.size;
-  part.offset = t->offset > part.offset ? t->offset : part.offset;
-  part.size = (t->offset + t->size < end ? t->offset + t->size : end) - part.offset;
-  part.first = (uint32_t)(part.offset >> m->window_shift);
-  part.last = (uint32_t)((part.offset + part.size - 1) >> m->window_shift);
-  c->status = zero_bytes(m, &part);
+static gemini_status_t zero_parts(gmi_manager_t *m, const gmi_arena_t *store, const parts_t *parts) {
+  uint64_t count = zeros_count(m, parts), n = 0, held = 0;
+  zero_t *zeros = malloc((count + 1) * sizeof *zeros);
+  if (!zeros) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the chunks to be zeroed");
+  for (uint64_t k = 0; k < parts->count; k++) {
+    uint64_t stop;
+    for (uint64_t at = parts->parts[k].begin; at < parts->parts[k].end; at = stop) {
+      stop = ((at >> m->window_shift) + 1) << m->window_shift;
+      if (stop > parts->parts[k].end) stop = parts->parts[k].end;
+      zeros[n++] = (zero_t){ .window = &store->windows[at >> m->window_shift], .begin = at, .end = stop };
+    }
+  }
+  gemini_status_t status = GEMINI_OK;
+  for (uint64_t i = 0; !status && i < n; i++) status = gmi_updates_queue(m, zeros[i].window); /* may move any window */
+  for (; !status && held < n; held += !status) {
+    status = zero_prepare(m, store, &zeros[held]);
+    if (!status) zeros[held].window->host_users++; /* it keeps its slot */
+  }
+  while (held-- > 0) zeros[held].window->host_users--;
+  if (!status) status = zero_commit(m, store, zeros, n);
+  free(zeros);
+  return status;
 }
 
 /* Tensors that lie in the range whole now hold a gradient, or do not. */
+typedef struct {
+  const gmi_range_t *range;
+  bool set;
+} content_walk_t;
 static void set_content(gmi_manager_t *m, gmi_tensor_t *t, void *user) {
   content_walk_t *c = user;
   (void)m;
@@ -114,34 +211,44 @@ static void range_written(gmi_manager_t *m, const gmi_range_t *r) {
   gmi_arena_each(m, r->store, r->offset, r->size, set_content, &c);
 }
 
+static void count_tensor(gmi_manager_t *m, gmi_tensor_t *t, void *user) {
+  (void)m, (void)t;
+  ++*(uint64_t *)user;
+}
+
 static gemini_status_t zero_range(gmi_manager_t *m, const gemini_access_t *access) {
   gmi_range_t r;
+  parts_t parts;
   if (!access) return gmi_fail(GEMINI_ERR_INVALID, 0, "access is NULL");
   gemini_status_t status = gmi_range_ready(m, access, &r);
   if (!status) status = free_to_change(m, &r);
   if (status || !r.size) return status;
-  if (r.arena->store != r.arena->index) {
-    content_walk_t c = { .range = &r };
-    gmi_arena_each(m, r.store, r.offset, r.size, zero_gradient, &c);
-    if (c.tensors || c.status) return c.status;
-  }
-  status = content_check(m, &r, true);
-  if (!status) status = zero_bytes(m, &r);
-  if (!status) range_written(m, &r);
+  /* In a reusing arena with tensors, only where a gradient is there is something to zero. */
+  uint64_t tensors = 0;
+  bool gradients = r.arena->store != r.arena->index;
+  if (gradients) gmi_arena_each(m, r.store, r.offset, r.size, count_tensor, &tensors);
+  if (!tensors) status = content_check(m, &r, true);
+  if (!status) status = parts_of(m, &r, &parts);
+  if (status) return status;
+  status = zero_parts(m, r.store, &parts);
+  free(parts.parts);
+  if (!status && !tensors) range_written(m, &r);
   return status;
 }
 gemini_status_t gemini_zero(gemini_manager_t mgr, const gemini_access_t *access) { API_LOCKED(zero_range(m, access)); }
 
 gemini_status_t gmi_gradients_drop(gmi_manager_t *m, gmi_arena_t *a) {
   gmi_range_t r = { .arena = a, .store = gmi_arena_at(m, a->store), .size = atomic_load(&a->size) };
+  gradients_t g = { .range = &r };
+  content_walk_t flags = { .range = &r, .set = false };
   if (!r.size || !atomic_load(&m->window_bytes)) return GEMINI_OK;
-  r.last = (uint32_t)((r.size - 1) >> m->window_shift);
+  gmi_range_windows(m, &r);
   gemini_status_t status = free_to_change(m, &r);
-  content_walk_t zeroing = { .range = &r }, flags = { .range = &r, .set = false };
-  if (!status) {
-    gmi_arena_each(m, r.store, 0, r.size, zero_gradient, &zeroing);
-    status = zeroing.status;
-  }
+  if (status) return status;
+  gmi_arena_each(m, r.store, 0, r.size, gradient_part, &g);
+  if (g.parts.lost) status = gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the ranges of gradients");
+  if (!status) status = zero_parts(m, r.store, &g.parts);
+  free(g.parts.parts);
   if (!status) gmi_arena_each(m, r.store, 0, r.size, set_content, &flags);
   return status;
 }
@@ -281,54 +388,13 @@ gemini_status_t gemini_store(gemini_manager_t mgr, const gemini_access_t *access
  * The range is cut into blocks at multiples of NORM_BLOCK. Each is summed on its own, wherever it is, and the sums are
  * added up in the order of the blocks: so neither placement nor the number of workers changes a bit. */
 typedef struct {
-  uint64_t begin, end; /* bytes of the arena */
-  uint64_t sum;        /* index of its first block's sum */
-} part_t;
-typedef struct {
   const gmi_range_t *range;
-  part_t *parts; /* what counts: the range, or of a reusing arena the gradients in it */
-  uint64_t count, capacity, tensors;
-  uint64_t other_end; /* of the last tensor that holds no gradient */
-  bool lost;
+  parts_t parts; /* what counts */
   uint32_t dtype, width;
   gmi_fence_t after; /* the caller's stream */
   double *sums;      /* of blocks; NOT_SUMMED: a worker is to sum it */
 } norm_t;
 #define NOT_SUMMED (-1.0)
-
-static void add_part(norm_t *n, uint64_t begin, uint64_t end) {
-  if (n->count && begin < n->parts[n->count - 1].end) begin = n->parts[n->count - 1].end; /* tied tensors overlap */
-  if (begin >= end) return;
-  if (n->count == n->capacity) {
-    uint64_t capacity = n->capacity ? n->capacity * 2 : 64;
-    part_t *parts = realloc(n->parts, capacity * sizeof *parts);
-    if (!parts) {
-      n->lost = true;
-      return;
-    }
-    n->parts = parts;
-    n->capacity = capacity;
-  }
-  if (n->count && n->parts[n->count - 1].end == begin) n->parts[n->count - 1].end = end;
-  else n->parts[n->count++] = (part_t){ .begin = begin, .end = end };
-}
-
-/* The gap between two gradients holds zeros; together with it most blocks stay whole, and the sums those of a plain
- * walk. */
-static void gradient_part(gmi_manager_t *m, gmi_tensor_t *t, void *user) {
-  norm_t *n = user;
-  uint64_t begin = t->offset, end = t->offset + t->size, last = n->count ? n->parts[n->count - 1].end : 0;
-  (void)m;
-  n->tensors++;
-  if (!(atomic_load(&t->word) & GMI_TENSOR_GRADIENT)) {
-    if (n->other_end < end) n->other_end = end;
-    return;
-  }
-  if (n->count && last < begin && begin - last < 4096 && n->other_end <= last) begin = last;
-  if (begin < n->range->offset) begin = n->range->offset;
-  if (end > n->range->offset + n->range->size) end = n->range->offset + n->range->size;
-  add_part(n, begin, end);
-}
 
 /* Blocks of one size, one after another. */
 typedef struct {
@@ -339,14 +405,15 @@ static uint64_t blocks_end(const blocks_t *b) { return b->begin + b->bytes * b->
 
 /* The first blocks of [at, limit), whose bounds are those of blocks or parts; false: there are none. */
 static bool next_blocks(const norm_t *n, uint64_t at, uint64_t limit, blocks_t *b) {
-  uint64_t low = 0, high = n->count;
+  const part_t *parts = n->parts.parts;
+  uint64_t low = 0, high = n->parts.count;
   while (low < high) {
     uint64_t mid = (low + high) / 2;
-    if (n->parts[mid].end <= at) low = mid + 1;
+    if (parts[mid].end <= at) low = mid + 1;
     else high = mid;
   }
-  if (at >= limit || low == n->count || n->parts[low].begin >= limit) return false;
-  const part_t *part = &n->parts[low];
+  if (at >= limit || low == n->parts.count || parts[low].begin >= limit) return false;
+  const part_t *part = &parts[low];
   uint64_t begin = part->begin > at ? part->begin : at, end = part->end < limit ? part->end : limit;
   uint64_t left = NORM_BLOCK - begin % NORM_BLOCK; /* of its block */
   *b = (blocks_t){ .begin = begin,
@@ -502,15 +569,16 @@ static gemini_status_t norm(gmi_manager_t *m, const gemini_access_t *access, uin
     return gmi_fail(GEMINI_ERR_INVALID, 0, "range %llu + %llu bytes is no multiple of the dtype's %u",
                     (unsigned long long)r.offset, (unsigned long long)r.size, width);
   norm_t n = { .range = &r, .dtype = dtype, .width = width };
-  if (r.arena->store != r.arena->index) gmi_arena_each(m, r.store, r.offset, r.size, gradient_part, &n);
-  if (!n.tensors && r.size) add_part(&n, r.offset, r.offset + r.size);
+  status = parts_of(m, &r, &n.parts);
+  if (status) return status;
   uint64_t blocks = 0;
-  for (uint64_t k = 0; k < n.count; k++) {
-    n.parts[k].sum = blocks;
-    blocks += (n.parts[k].end - 1) / NORM_BLOCK - n.parts[k].begin / NORM_BLOCK + 1;
+  for (uint64_t k = 0; k < n.parts.count; k++) {
+    part_t *part = &n.parts.parts[k];
+    part->sum = blocks;
+    blocks += (part->end - 1) / NORM_BLOCK - part->begin / NORM_BLOCK + 1;
   }
   n.sums = calloc(blocks ? blocks : 1, sizeof *n.sums);
-  if (!n.sums || n.lost) status = gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the sums of a norm");
+  if (!n.sums) status = gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the sums of a norm");
   if (!status && s != GMI_CALLER) {
     status = gmi_fence_now(m, s, &n.after);
     if (!status) status = gmi_fence_wait(m, m->update_stream, n.after);
@@ -519,7 +587,7 @@ static gemini_status_t norm(gmi_manager_t *m, const gemini_access_t *access, uin
   double sum = 0;
   for (uint64_t i = 0; !status && i < blocks; i++) sum += n.sums[i];
   free(n.sums);
-  free(n.parts);
+  free(n.parts.parts);
   if (!status) *norm_out = isnan(sum) ? (double)NAN : sqrt(sum); /* which NaN that is would depend on the device */
   return status;
 }

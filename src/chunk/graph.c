@@ -238,7 +238,7 @@ static gemini_status_t graph_destroy(gmi_manager_t *m, gemini_graph_t handle) {
   }
   g->part_count = 0;
   graph_free(m, g);
-  if (m->deferred) gmi_lane_nudge(m); /* there may be room now */
+  gmi_updates_room(m);
   if (gmi_tracer_replan(m)) gmi_log(m, GEMINI_LOG_WARNING, "without a graph: %s", gmi_fail_message());
   return GEMINI_OK;
 }
@@ -581,7 +581,7 @@ static gemini_status_t graph_leave(gmi_manager_t *m, gemini_graph_t handle) {
   }
   m->stats.moved_chunks[GEMINI_LINK_H2D][GEMINI_REASON_PLAN] += g->copies;
   m->stats.moved_bytes[GEMINI_LINK_H2D][GEMINI_REASON_PLAN] += g->copies << m->window_shift;
-  if (m->deferred) gmi_lane_nudge(m); /* what waits for room may have it now */
+  gmi_updates_room(m);
   return GEMINI_OK;
 }
 gemini_status_t gemini_graph_leave(gemini_manager_t mgr, gemini_graph_t graph) { API_LOCKED(graph_leave(m, graph)); }

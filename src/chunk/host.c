@@ -764,7 +764,7 @@ static gemini_status_t host_free(gmi_manager_t *m, void *ptr) {
   if (!ptr) return GEMINI_OK;
   gemini_status_t status = m->host.blocks ? gmi_blocks_free(m->host.blocks, ptr) : GEMINI_ERR_INVALID;
   if (status == GEMINI_ERR_INVALID) return gmi_fail(status, 0, "%p is no live block of this manager", ptr);
-  if (m->deferred) gmi_lane_nudge(m);
+  gmi_updates_room(m);
   return status;
 }
 gemini_status_t gemini_host_free(gemini_manager_t mgr, void *ptr) { API_LOCKED(host_free(m, ptr)); }

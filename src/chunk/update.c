@@ -10,23 +10,36 @@
 #include "tracer/tracer.h"
 
 enum { PIECE_WINDOWS = GMI_UPDATE_ARENAS * 32 }; /* arenas x largest ratio of element sizes, and a boundary more */
+enum { WINDOW_PIECES = 2 };                      /* of one update, that a window may be in */
 
 typedef struct {
   uint64_t begin, end; /* elements whose gradient was not written */
 } gap_t;
 
-/* One gemini_update(), and what of it is deferred. */
+/* Consecutive pieces of an update that have not been queued yet. Each is counted in the deferred of its windows. */
+typedef struct rest {
+  struct rest *next;
+  struct walk *walk;
+  uint64_t begin, end; /* elements; begin is where a piece begins; the same: nothing is left, and it is in no list */
+  uint64_t next_use;   /* as gmi_tracer_piece_use() */
+  bool left;           /* by its call, and counted in the left of its windows; else its call is about to queue it */
+  bool reserved[7];
+} rest_t;
+
+/* One gemini_update(). */
 typedef struct walk {
-  uint32_t refs; /* the call itself, and deferred pieces */
+  uint32_t refs; /* the call itself, and the lists of rests */
   gmi_manager_t *m;
   gemini_update_t u;
   gmi_arena_t *arenas[GMI_UPDATE_ARENAS];
   uint32_t modes[GMI_UPDATE_ARENAS];
+  uint64_t unit;     /* elements of a piece, which begins at a multiple of them, or where the update does */
   gmi_fence_t after; /* the caller's stream */
   gap_t *gaps;
   uint64_t gap_count, gap_capacity;
   bool gaps_lost;
   uint32_t gap_arena; /* which of arenas has the gaps; GMI_NONE */
+  rest_t *tail;       /* what the call has not come to yet; NULL when that is nothing */
 } walk_t;
 
 typedef struct {
@@ -37,7 +50,10 @@ typedef struct {
   uint32_t modes[PIECE_WINDOWS];
 } piece_t;
 
-static void piece_windows(walk_t *k, piece_t *p) {
+/* The first piece of what is left from an element on. */
+static void piece_at(const walk_t *k, uint64_t begin, uint64_t end, piece_t *p) {
+  p->begin = begin;
+  p->end = (begin / k->unit + 1) * k->unit < end ? (begin / k->unit + 1) * k->unit : end;
   p->count = 0;
   for (uint32_t i = 0; i < k->u.arena_count; i++) {
     gmi_arena_t *a = k->arenas[i], *store = gmi_arena_at(k->m, a->store);
@@ -180,19 +196,17 @@ static gemini_status_t host_piece(walk_t *k, piece_t *p, bool deferred) {
   return GEMINI_OK;
 }
 
-/* ---- deferred pieces: their states are in files, or there is no room for them yet. In order, and a window's in the
- * order of its updates. A thread queues them as room comes, or whoever wants one of their windows. */
-typedef struct deferred_piece {
-  struct deferred_piece *next;
-  walk_t *walk;
-  uint64_t begin, end, next_use;
-} deferred_piece_t;
-
+/* ---- what is left to queue
+ *
+ * An update that is accepted is done as a whole, sooner or later: its tensors hold parameters from then on, and whoever wants a
+ * window of it queues what is left of the updates before that. What cannot be queued at once, as there is no room for it yet
+ * or a chunk could not be moved, is left: a thread queues it as room comes (with a file tier), or whoever wants one of its
+ * windows does, or gemini_update_wait(). Rests are in the order of their updates, and a window's in the order of its own. */
 typedef struct gmi_deferred {
-  deferred_piece_t *first, **end; /* under the manager's lock, as all but stop */
-  pthread_cond_t more;            /* with the manager's lock */
+  rest_t *first, **end; /* under the manager's lock, as all but stop */
+  pthread_cond_t more;  /* with the manager's lock */
   pthread_t thread;
-  uint64_t count;
+  uint64_t count; /* pieces */
   bool started, stop;
   bool told; /* that the first one cannot be queued; it is tried again all the same */
 } gmi_deferred_t;
@@ -209,43 +223,154 @@ static void walk_unref(walk_t *k) {
   free(k);
 }
 
+static void rest_append(gmi_deferred_t *d, rest_t *rest) {
+  rest->walk->refs++;
+  rest->next = NULL;
+  *d->end = rest;
+  d->end = &rest->next;
+}
+static void rest_remove(gmi_deferred_t *d, rest_t *rest) {
+  rest_t **link = &d->first;
+  while (*link != rest) link = &(*link)->next;
+  *link = rest->next;
+  if (!rest->next) d->end = link;
+  walk_t *k = rest->walk;
+  if (rest == k->tail) k->tail = NULL;
+  free(rest);
+  walk_unref(k);
+}
+
+/* The piece that a rest begins with has been queued. */
+static void rest_queued(gmi_deferred_t *d, rest_t *rest, const piece_t *p) {
+  for (uint32_t i = 0; i < p->count; i++) {
+    p->windows[i]->deferred--;
+    p->windows[i]->left -= rest->left;
+  }
+  d->count--;
+  rest->begin = p->end;
+  if (rest->begin == rest->end) rest_remove(d, rest);
+}
+
+/* The call leaves the piece that its tail begins with, for later: false: there is no memory to remember it by itself. */
+static bool tail_leave_one(gmi_deferred_t *d, walk_t *k, const piece_t *p) {
+  rest_t *rest = malloc(sizeof *rest), **link = &d->first;
+  if (!rest) return false;
+  *rest = (rest_t){ .walk = k, .begin = p->begin, .end = p->end, .next_use = p->next_use, .left = true };
+  while (*link != k->tail) link = &(*link)->next;
+  rest->next = k->tail;
+  *link = rest;
+  k->refs++;
+  for (uint32_t i = 0; i < p->count; i++) p->windows[i]->left++;
+  k->tail->begin = p->end;
+  if (k->tail->begin == k->tail->end) rest_remove(d, k->tail);
+  return true;
+}
+
+/* All that the call has not come to is left. */
+static void tail_leave(walk_t *k) {
+  piece_t p;
+  k->tail->left = true;
+  k->tail->next_use = UINT64_MAX;
+  for (uint64_t at = k->tail->begin; at < k->tail->end; at = p.end) {
+    piece_at(k, at, k->tail->end, &p);
+    for (uint32_t i = 0; i < p.count; i++) p.windows[i]->left++;
+  }
+}
+
 /* Can the piece be queued at once, without waiting for room or a file? */
 static bool piece_is_ready(const walk_t *k, const piece_t *p) {
   uint32_t missing = 0;
   if (!k->m->files) return true;
   for (uint32_t i = 0; i < p->count; i++) {
     const gmi_window_t *w = p->windows[i];
-    if (w->deferred || w->valid == GMI_VALID_FILE) return false;
+    if (w->left || w->valid == GMI_VALID_FILE) return false;
     missing += w->slot == GMI_NONE;
   }
   return missing <= gmi_host_free(k->m);
 }
 
-static gemini_status_t piece_defer(walk_t *k, piece_t *p) {
-  gmi_deferred_t *d = k->m->deferred;
-  for (uint32_t i = 0; i < p->count; i++) {
-    gemini_status_t status = p->windows[i]->deferred == UINT16_MAX ? gmi_updates_queue(k->m, p->windows[i]) : GEMINI_OK;
-    if (status) return status;
+/* Work that a callback has queued cannot be taken back: what fails from then on is told later, as of other work that was
+ * queued, and what could not be put in order is waited for. */
+static void after_callback(gmi_manager_t *m, gemini_status_t status, gmi_fence_t fence) {
+  if (!status) return;
+  if (!m->async_status) {
+    m->async_status = status;
+    snprintf(m->async_message, sizeof m->async_message, "%s", gmi_fail_message());
   }
-  deferred_piece_t *piece = malloc(sizeof *piece);
-  if (!piece) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for an update's record");
-  *piece = (deferred_piece_t){ .walk = k, .begin = p->begin, .end = p->end, .next_use = p->next_use };
-  k->refs++;
-  for (uint32_t i = 0; i < p->count; i++) p->windows[i]->deferred++;
-  *d->end = piece;
-  d->end = &piece->next;
-  d->count++;
-  pthread_cond_signal(&d->more);
-  return GEMINI_OK;
+  (void)gmi_fence_sync(m, fence);
 }
 
-/* Queues the first deferred piece. now: blocks until there is room; else *waits_out says that there is none yet. */
-static gemini_status_t deferred_first(gmi_manager_t *m, bool now, bool *waits_out) {
+/* Queues a piece on the device. Fails before it has called back, and then has done nothing; gives up the lock to call back. */
+static gemini_status_t device_piece(walk_t *k, piece_t *p, rest_t *rest) {
+  gmi_manager_t *m = k->m;
+  uint32_t stream = m->update_stream, held = 0;
+  gemini_status_t status = GEMINI_OK;
+  for (; held < p->count; held++) atomic_fetch_add(&p->windows[held]->word, 1);
+  for (uint32_t i = 0; !status && i < p->count; i++)
+    status = gmi_window_fetch(m, p->windows[i], false, GEMINI_REASON_UPDATE, GMI_TAKE_EVICT);
+  if (!status) status = gmi_fence_wait(m, stream, k->after);
+  for (uint32_t i = 0; !status && i < p->count; i++) {
+    gmi_window_t *w = p->windows[i];
+    status = gmi_window_wait(m, stream, w, p->modes[i]);
+    if (!status && (p->modes[i] & GEMINI_WRITE)) status = gmi_fence_wait(m, stream, w->copied_out);
+  }
+  gmi_fence_t begin = 0;
+  if (!status) status = gmi_fence_now(m, stream, &begin);
+  uint64_t gaps, first_gap = piece_gaps(k, p, &gaps);
+  for (uint64_t i = 0; !status && i < gaps; i++) { /* zeros twice are zeros */
+    uint64_t from, count;
+    gap_in_piece(k, p, first_gap + i, &from, &count);
+    gmi_arena_t *a = k->arenas[k->gap_arena];
+    status = gmi_device_zero(m, stream, a->base + from * a->element_bytes, count * a->element_bytes);
+  }
+  if (!status) {
+    gemini_update_span_t span = piece_span(k, p, GEMINI_TIER_DEVICE);
+    span.stream = gmi_handle(m, GMI_HANDLE_STREAM, m->streams[m->update_stream].generation, m->update_stream);
+    for (uint32_t i = 0; i < k->u.arena_count; i++)
+      span.ptr[i] = k->arenas[i]->base + p->begin * k->arenas[i]->element_bytes;
+    for (uint32_t i = 0; i < p->count; i++)
+      if (p->modes[i] & GEMINI_WRITE) gmi_window_wrote(m, p->windows[i]);
+    k->refs++;
+    rest_queued(m->deferred, rest, p);
+    gmi_unlock(m); /* never call out with the lock; the windows are held */
+    k->u.fn(k->u.user, &span);
+    gmi_lock(m);
+    walk_unref(k);
+    gmi_fence_t end = gmi_fence_later(m, stream);
+    for (uint32_t i = 0; i < p->count; i++)
+      after_callback(m, gmi_window_use(m, p->windows[i], p->modes[i], stream, true), end);
+    after_callback(m, gmi_fence_now(m, stream, &end), end);
+    m->update_end = end;
+    gmi_timeline_span(m, "update", "update on the device", begin, end);
+    if (m->timed_count < sizeof m->timed / sizeof *m->timed) {
+      m->timed[m->timed_count].begin = begin;
+      m->timed[m->timed_count].end = end;
+      m->timed[m->timed_count].link = GMI_TIMED_UPDATE;
+      m->timed[m->timed_count++].elements = p->end - p->begin;
+    }
+  }
+  for (uint32_t i = 0; i < held; i++) atomic_fetch_sub(&p->windows[i]->word, 1);
+  return status;
+}
+
+static bool is_out_of_memory(gemini_status_t status) {
+  return status == GEMINI_ERR_OOM_DEVICE || status == GEMINI_ERR_OOM_HOST || status == GEMINI_ERR_OOM_FILE;
+}
+
+static bool is_pinned(const piece_t *p) {
+  bool pinned = false;
+  for (uint32_t i = 0; i < p->count; i++) pinned |= p->windows[i]->user_pins && (p->modes[i] & GEMINI_WRITE);
+  return pinned;
+}
+
+/* Queues the first piece of all that are left. now: blocks until there is room; else *waits_out says that there is none
+ * yet. */
+static gemini_status_t queue_first(gmi_manager_t *m, bool now, bool *waits_out) {
   gmi_deferred_t *d = m->deferred;
-  deferred_piece_t *piece = d->first;
-  walk_t *k = piece->walk;
-  piece_t p = { .begin = piece->begin, .end = piece->end, .next_use = piece->next_use };
-  piece_windows(k, &p);
+  rest_t *rest = d->first;
+  walk_t *k = rest->walk;
+  piece_t p = { .next_use = rest->next_use };
+  piece_at(k, rest->begin, rest->end, &p);
   uint32_t missing = 0;
   for (uint32_t i = 0; i < p.count; i++) missing += p.windows[i]->slot == GMI_NONE;
   gemini_status_t status = GEMINI_OK;
@@ -258,24 +383,31 @@ static gemini_status_t deferred_first(gmi_manager_t *m, bool now, bool *waits_ou
     if (!status && gmi_host_free(m) < missing) *waits_out = true;
     if (status || *waits_out) return status;
   }
-  for (uint32_t i = 0; i < p.count; i++) p.windows[i]->deferred--;
-  status = host_piece(k, &p, true);
-  if (status) {
-    for (uint32_t i = 0; i < p.count; i++) p.windows[i]->deferred++;
-    return status;
+  if (is_pinned(&p)) {
+    status = device_piece(k, &p, rest);
+  } else {
+    status = host_piece(k, &p, true);
+    if (!status) rest_queued(d, rest, &p);
   }
-  d->first = piece->next;
-  if (!d->first) d->end = &d->first;
-  d->count--;
-  free(piece);
-  walk_unref(k);
-  return GEMINI_OK;
+  if (status)
+    gmi_fail_prefix("%llu parts of updates wait, the first of arena %s from element %llu on: ",
+                    (unsigned long long)d->count, k->arenas[0]->name, (unsigned long long)p.begin);
+  return status;
 }
 
 gemini_status_t gmi_updates_queue(gmi_manager_t *m, const gmi_window_t *w) {
   gemini_status_t status = GEMINI_OK;
   bool waits;
-  while (!status && m->deferred && m->deferred->first && (!w || w->deferred)) status = deferred_first(m, true, &waits);
+  while (!status && m->deferred->first && (!w || w->deferred)) status = queue_first(m, true, &waits);
+  return status;
+}
+
+/* The same for what others have left of a piece's windows. */
+static gemini_status_t queue_left(gmi_manager_t *m, const piece_t *p) {
+  gemini_status_t status = GEMINI_OK;
+  bool waits;
+  for (uint32_t i = 0; i < p->count; i++)
+    while (!status && p->windows[i]->left) status = queue_first(m, true, &waits);
   return status;
 }
 
@@ -285,15 +417,15 @@ static void *defer_work(void *user) {
   pthread_mutex_lock(&m->lock);
   while (!d->stop) {
     uint64_t events = gmi_lane_events(m);
-    bool waits = !d->first;
+    bool waits = !d->first || !d->first->left;
     gemini_status_t status = GEMINI_OK;
     while (!waits && !status) {
-      status = deferred_first(m, false, &waits);
-      waits |= !d->first;
+      status = queue_first(m, false, &waits);
+      waits |= !d->first || !d->first->left;
     }
     if (status && !d->told) gmi_log(m, GEMINI_LOG_WARNING, "an update waits: %s", gmi_fail_message());
     d->told = status != GEMINI_OK;
-    bool idle = !d->first;
+    bool idle = !d->first || !d->first->left;
     if (idle) {
       if (!d->stop) pthread_cond_wait(&d->more, &m->lock);
       continue;
@@ -307,14 +439,18 @@ static void *defer_work(void *user) {
   return NULL;
 }
 
-uint64_t gmi_updates_deferred(const gmi_manager_t *m) { return m->deferred ? m->deferred->count : 0; }
+uint64_t gmi_updates_deferred(const gmi_manager_t *m) { return m->deferred->count; }
+
+void gmi_updates_room(gmi_manager_t *m) {
+  if (m->deferred->first) gmi_lane_nudge(m);
+}
 
 gemini_status_t gmi_updates_open(gmi_manager_t *m) {
-  if (!m->files) return GEMINI_OK;
   gmi_deferred_t *d = m->deferred = calloc(1, sizeof *d);
   if (!d) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for deferred updates");
   d->end = &d->first;
   pthread_cond_init(&d->more, NULL);
+  if (!m->files) return GEMINI_OK;
   int error = pthread_create(&d->thread, NULL, defer_work, m);
   d->started = !error;
   return error ? gmi_fail(GEMINI_ERR_OOM_SYSTEM, error, "could not start the thread of deferred updates") : GEMINI_OK;
@@ -327,71 +463,14 @@ void gmi_updates_close(gmi_manager_t *m) {
   d->stop = true;
   pthread_cond_signal(&d->more);
   gmi_unlock(m);
-  gmi_lane_nudge(m);
-  if (d->started) pthread_join(d->thread, NULL);
-  for (deferred_piece_t *piece = d->first, *next; piece; piece = next) {
-    next = piece->next;
-    walk_unref(piece->walk);
-    free(piece);
+  if (d->started) {
+    gmi_lane_nudge(m);
+    pthread_join(d->thread, NULL);
   }
+  while (d->first) rest_remove(d, d->first);
   pthread_cond_destroy(&d->more);
   free(d);
   m->deferred = NULL;
-}
-
-/* OOM_DEVICE: nothing was done; it can still run on the host. */
-static gemini_status_t device_piece(walk_t *k, piece_t *p) {
-  gmi_manager_t *m = k->m;
-  uint32_t stream = m->update_stream, held = 0;
-  gemini_status_t status = GEMINI_OK;
-  for (uint32_t i = 0; !status && i < p->count; i++) status = gmi_updates_queue(m, p->windows[i]);
-  if (status) return status;
-  for (; held < p->count; held++) atomic_fetch_add(&p->windows[held]->word, 1);
-  for (uint32_t i = 0; !status && i < p->count; i++)
-    status = gmi_window_fetch(m, p->windows[i], false, GEMINI_REASON_UPDATE, GMI_TAKE_EVICT);
-  if (!status) status = gmi_fence_wait(m, stream, k->after);
-  for (uint32_t i = 0; !status && i < p->count; i++) {
-    gmi_window_t *w = p->windows[i];
-    status = gmi_window_wait(m, stream, w, p->modes[i]);
-    if (!status && (p->modes[i] & GEMINI_WRITE)) status = gmi_fence_wait(m, stream, w->copied_out);
-  }
-  uint64_t gaps, first_gap = piece_gaps(k, p, &gaps);
-  for (uint64_t i = 0; !status && i < gaps; i++) {
-    uint64_t begin, count;
-    gap_in_piece(k, p, first_gap + i, &begin, &count);
-    gmi_arena_t *a = k->arenas[k->gap_arena];
-    status = gmi_device_zero(m, stream, a->base + begin * a->element_bytes, count * a->element_bytes);
-  }
-  gmi_fence_t begin = 0, end = 0;
-  if (!status) status = gmi_fence_now(m, stream, &begin);
-  if (!status) {
-    gemini_update_span_t span = piece_span(k, p, GEMINI_TIER_DEVICE);
-    span.stream = gmi_handle(m, GMI_HANDLE_STREAM, m->streams[m->update_stream].generation, m->update_stream);
-    for (uint32_t i = 0; i < k->u.arena_count; i++)
-      span.ptr[i] = k->arenas[i]->base + p->begin * k->arenas[i]->element_bytes;
-    for (uint32_t i = 0; i < p->count; i++)
-      if (p->modes[i] & GEMINI_WRITE) gmi_window_wrote(m, p->windows[i]);
-    gmi_unlock(m); /* never call out with the lock; the windows are held */
-    k->u.fn(k->u.user, &span);
-    for (uint32_t i = 0; i < p->count; i++) {
-      gemini_status_t used = gmi_window_use(m, p->windows[i], p->modes[i], stream, false);
-      if (!status) status = used;
-    }
-    gmi_lock(m);
-    if (!status) status = gmi_fence_now(m, stream, &end);
-  }
-  for (uint32_t i = 0; i < held; i++) atomic_fetch_sub(&p->windows[i]->word, 1);
-  if (end) {
-    m->update_end = end;
-    gmi_timeline_span(m, "update", "update on the device", begin, end);
-    if (m->timed_count < sizeof m->timed / sizeof *m->timed) {
-      m->timed[m->timed_count].begin = begin;
-      m->timed[m->timed_count].end = end;
-      m->timed[m->timed_count].link = GMI_TIMED_UPDATE;
-      m->timed[m->timed_count++].elements = p->end - p->begin;
-    }
-  }
-  return status;
 }
 
 static void add_gap(gmi_manager_t *m, gmi_tensor_t *t, void *user) {
@@ -514,14 +593,12 @@ static bool in_walk(const walk_t *k, const gmi_window_t *w) {
 }
 
 /* Nothing in the range may be in use, and without a file tier the host must have room for what will be there. */
-static gemini_status_t walk_room(walk_t *k, uint32_t index, uint64_t unit) {
+static gemini_status_t walk_room(walk_t *k, uint32_t index) {
   gmi_manager_t *m = k->m;
   uint64_t need = 0, taken = 0, window = atomic_load(&m->window_bytes), number = 0;
   piece_t p;
   for (uint64_t at = k->u.first_element, end = at + k->u.element_count; at < end; at = p.end, number++) {
-    p.begin = at;
-    p.end = (at / unit + 1) * unit < end ? (at / unit + 1) * unit : end;
-    piece_windows(k, &p);
+    piece_at(k, at, end, &p);
     if (m->files && p.count > m->host.slot_count)
       return gmi_fail(GEMINI_ERR_OOM_HOST, 0, "the update needs %llu bytes of host memory at once, the budget is %llu",
                       (unsigned long long)p.count * window, (unsigned long long)m->config.host_bytes);
@@ -530,6 +607,10 @@ static gemini_status_t walk_room(walk_t *k, uint32_t index, uint64_t unit) {
       gmi_window_t *w = p.windows[i];
       if (w->host_users || !gmi_window_unsettle(w, GMI_WINDOW_PINS))
         return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is acquired", gmi_window_arena(m, w)->name);
+      if (w->deferred >= UINT16_MAX - WINDOW_PIECES) {
+        gemini_status_t status = gmi_updates_queue(m, w);
+        if (status) return status;
+      }
       need += w->slot != GMI_NONE || !(on_device || w->user_pins) ? window : 0;
     }
   }
@@ -547,10 +628,70 @@ static gemini_status_t walk_room(walk_t *k, uint32_t index, uint64_t unit) {
                   (unsigned long long)need, (unsigned long long)m->config.host_bytes, (unsigned long long)taken);
 }
 
+/* From here on the update will be done: its tensors hold parameters, and its windows are deferred until each piece is
+ * queued. */
+static void walk_accept(walk_t *k) {
+  gmi_manager_t *m = k->m;
+  piece_t p;
+  k->tail->walk = k;
+  k->tail->begin = k->u.first_element;
+  k->tail->end = k->u.first_element + k->u.element_count;
+  rest_append(m->deferred, k->tail);
+  for (uint64_t at = k->tail->begin; at < k->tail->end; at = p.end, m->deferred->count++) {
+    piece_at(k, at, k->tail->end, &p);
+    for (uint32_t i = 0; i < p.count; i++) p.windows[i]->deferred++;
+  }
+  for (uint32_t i = 0; i < k->u.arena_count; i++) {
+    gmi_arena_t *a = k->arenas[i];
+    if (k->modes[i] & GEMINI_WRITE)
+      gmi_arena_each(m, a, k->u.first_element * a->element_bytes, k->u.element_count * a->element_bytes, after_update,
+                     NULL);
+  }
+}
+
+/* Queues the piece that the tail begins with, or leaves it where it must wait for room or a file. */
+static gemini_status_t tail_queue_one(walk_t *k, piece_t *p, bool device) {
+  gmi_manager_t *m = k->m;
+  bool pinned = is_pinned(p);
+  gemini_status_t status = GEMINI_OK;
+  if (device || pinned || !m->files) status = queue_left(m, p);
+  if (status) return status;
+  status = device || pinned ? device_piece(k, p, k->tail) : GEMINI_ERR_OOM_DEVICE;
+  if (pinned || !is_out_of_memory(status)) return status;
+  if (!piece_is_ready(k, p))
+    return tail_leave_one(m->deferred, k, p)
+               ? GEMINI_OK
+               : gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for an update's record");
+  status = host_piece(k, p, false);
+  if (!status) rest_queued(m->deferred, k->tail, p);
+  return status;
+}
+
+/* Queues what can be queued now. The lock is given up in callbacks, so that others may come first with the next piece. */
+static void walk_run(walk_t *k, uint32_t index) {
+  gmi_manager_t *m = k->m;
+  gemini_status_t status = GEMINI_OK;
+  piece_t p;
+  while (!status && k->tail) {
+    piece_at(k, k->tail->begin, k->tail->end, &p);
+    uint32_t number = (uint32_t)(p.begin / k->unit - k->u.first_element / k->unit);
+    bool device = gmi_tracer_piece_on_device(m, index, number);
+    p.next_use = gmi_tracer_piece_use(m, index, number);
+    if (device) gmi_tracer_piece_begin(m, index, number);
+    status = tail_queue_one(k, &p, device);
+    if (device) gmi_tracer_piece_end(m, index, number);
+  }
+  if (status) gmi_log(m, GEMINI_LOG_WARNING, "an update waits: %s", gmi_fail_message());
+  if (k->tail) tail_leave(k);
+  pthread_cond_signal(&m->deferred->more);
+}
+
 static gemini_status_t walk(walk_t *k, uint32_t stream) {
   gmi_manager_t *m = k->m;
   gemini_status_t status = gmi_cut(m);
   if (status || !k->u.element_count) return status;
+  k->tail = calloc(1, sizeof *k->tail);
+  if (!k->tail) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for an update's record");
   gmi_reap(m);
   uint32_t indexes[GMI_UPDATE_ARENAS];
   gmi_trace_update_t record = { .arena_count = k->u.arena_count,
@@ -560,7 +701,7 @@ static gemini_status_t walk(walk_t *k, uint32_t stream) {
     indexes[i] = record.arenas[i] = k->arenas[i]->index;
     record.modes[i] = k->modes[i];
   }
-  uint64_t unit = gmi_piece_elements(m, indexes, k->u.arena_count);
+  k->unit = gmi_piece_elements(m, indexes, k->u.arena_count);
   status = check_taken(k);
   if (status) return status;
   if (k->gap_arena != GMI_NONE) {
@@ -576,42 +717,19 @@ static gemini_status_t walk(walk_t *k, uint32_t stream) {
                       (unsigned long long)k->gaps[0].begin, (unsigned long long)k->gaps[0].end,
                       k->arenas[k->gap_arena]->name, store->name);
   }
-  status = walk_room(k, GMI_NONE, unit);
+  status = walk_room(k, GMI_NONE);
   if (status && status != GEMINI_ERR_OOM_HOST) return status;
   gemini_status_t room = status;
   uint32_t index;
   gmi_tracer_update(m, &record, &index);
-  if (room && (status = walk_room(k, index, unit))) return status;
+  if (room && (status = walk_room(k, index))) return status;
   if (stream != GMI_CALLER) {
     status = gmi_fence_now(m, stream, &k->after);
     if (status) return status;
   }
-  piece_t p;
-  uint32_t number = 0;
-  uint64_t done = 0; /* elements */
-  for (uint64_t at = k->u.first_element, end = at + k->u.element_count; !status && at < end; at = p.end, number++) {
-    p.begin = at;
-    p.end = (at / unit + 1) * unit < end ? (at / unit + 1) * unit : end;
-    p.next_use = gmi_tracer_piece_use(m, index, number);
-    piece_windows(k, &p);
-    bool pinned = false, device = index != GMI_NONE && gmi_tracer_piece_on_device(m, index, number);
-    for (uint32_t i = 0; i < p.count; i++) pinned |= p.windows[i]->user_pins && (p.modes[i] & GEMINI_WRITE);
-    status = GEMINI_ERR_OOM_DEVICE;
-    if (device || pinned) {
-      gmi_tracer_piece_begin(m, index, number);
-      status = device_piece(k, &p);
-      gmi_tracer_piece_end(m, index, number);
-    }
-    bool no_room = status == GEMINI_ERR_OOM_DEVICE || status == GEMINI_ERR_OOM_HOST || status == GEMINI_ERR_OOM_FILE;
-    if (no_room && !pinned) status = piece_is_ready(k, &p) ? host_piece(k, &p, false) : piece_defer(k, &p);
-    if (!status) done = p.end - k->u.first_element;
-  }
-  for (uint32_t i = 0; i < k->u.arena_count; i++) {
-    gmi_arena_t *a = k->arenas[i];
-    if (done && k->modes[i] & GEMINI_WRITE)
-      gmi_arena_each(m, a, k->u.first_element * a->element_bytes, done * a->element_bytes, after_update, NULL);
-  }
-  return status;
+  walk_accept(k);
+  walk_run(k, index);
+  return GEMINI_OK;
 }
 
 gemini_status_t gmi_updates_finish(gmi_manager_t *m) {
@@ -629,22 +747,30 @@ gemini_status_t gmi_updates_finish(gmi_manager_t *m) {
   return status ? status : gmi_lane_failure(m);
 }
 
-gemini_status_t gemini_update(gemini_manager_t mgr, const gemini_update_t *update) {
-  gmi_manager_t *m = gmi_manager_get(mgr);
-  if (!m) API_RETURN(GEMINI_ERR_HANDLE);
+static gemini_status_t update(gmi_manager_t *m, const gemini_update_t *theirs) {
   walk_t *k = calloc(1, sizeof *k);
-  if (!k) API_RETURN(gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for an update's record"));
+  if (!k) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for an update's record");
   k->m = m;
   k->refs = 1;
   uint32_t stream;
   gmi_lock(m);
-  gemini_status_t status = walk_check(k, update, &stream);
+  gemini_status_t status = walk_check(k, theirs, &stream);
   if (!status) status = walk(k, stream);
+  if (status) free(k->tail);
   bool late = k->u.flags & GEMINI_UPDATE_LATE;
   walk_unref(k);
   gmi_unlock(m);
-  if (!status && !late) status = gmi_updates_finish(m);
-  API_RETURN(status);
+  if (status || late) return status;
+  status = gmi_updates_finish(m);
+  if (!status) return GEMINI_OK;
+  gmi_lock(m);
+  bool waits = gmi_updates_deferred(m) > 0;
+  gmi_unlock(m);
+  return waits ? gmi_fail(GEMINI_ERR_PENDING, gmi_fail_code(), "%s", gmi_fail_message()) : status;
+}
+gemini_status_t gemini_update(gemini_manager_t mgr, const gemini_update_t *update_in) {
+  gmi_manager_t *m = gmi_manager_get(mgr);
+  API_RETURN(m ? update(m, update_in) : GEMINI_ERR_HANDLE);
 }
 
 gemini_status_t gemini_update_wait(gemini_manager_t mgr) {

@@ -631,7 +631,7 @@ static gemini_status_t budget_set(gmi_manager_t *m, uint32_t tier, uint64_t byte
     if (!bytes) status = gmi_fail(GEMINI_ERR_INVALID, 0, "the host budget cannot be 0");
     else status = gmi_host_resize(m, bytes);
     if (!status) m->config.host_bytes = bytes;
-    if (m->deferred) gmi_lane_nudge(m);
+    gmi_updates_room(m);
   } else {
     status = gmi_files_resize(m, bytes);
     if (!status) m->config.file_bytes = bytes;

@@ -99,10 +99,11 @@ typedef struct gmi_window {
   uint8_t valid;            /* GMI_VALID_* */
   bool graph_held;          /* a graph uses it now: it is none of the callers' host_users and host_writers */
   uint16_t graphs;          /* that know the address of its slot, which stays its own */
-  uint16_t deferred;        /* updates of it that have not been queued yet */
+  uint16_t deferred;        /* pieces of accepted updates of it that have not been queued yet */
+  uint16_t left;            /* of these, those that no call under way is about to queue */
   uint16_t batch_users;     /* of host_users, those of the acquire under way: until it is done the window may move */
   bool batch_placed;        /* but for one that has got its place beside its neighbours */
-  bool reserved[5];
+  bool reserved[3];
 } gmi_window_t;
 
 /* ---- host slots: places for windows in host memory. What uses a slot's bytes is noted here, whosever they are. */
@@ -316,7 +317,7 @@ typedef struct gmi_manager {
   char io_message[384];
   uint64_t io_last_ns; /* when the last one ended */
   struct gmi_lane *lane;
-  struct gmi_deferred *deferred; /* updates that wait for room; NULL without files */
+  struct gmi_deferred *deferred; /* what is left of updates */
   struct gmi_tracer *tracer;
   struct gmi_timeline *timeline;
 
@@ -617,10 +618,11 @@ gemini_status_t gmi_gradients_drop(gmi_manager_t *m, gmi_arena_t *a);
 /* Deferred pieces, of so many windows each, that may be read, updated and written at once. */
 uint32_t gmi_updates_ahead(const gmi_manager_t *m, uint32_t windows);
 gemini_status_t gmi_updates_finish(gmi_manager_t *m); /* blocks; without lock */
-/* Updates whose states are in files wait until there is room for these, and are then queued by a thread. Lock held:
- * queues those of a window, and those before them, now; NULL: all. Blocks until there is room. */
+/* Lock held. Queues what is left of updates of a window, and what is left before it, now; NULL: of all. Blocks until there is
+ * room; fails when it cannot be queued, and it is left as it is. */
 gemini_status_t gmi_updates_queue(gmi_manager_t *m, const gmi_window_t *w);
-uint64_t gmi_updates_deferred(const gmi_manager_t *m); /* pieces that wait */
+uint64_t gmi_updates_deferred(const gmi_manager_t *m); /* pieces that are left */
+void gmi_updates_room(gmi_manager_t *m);               /* there may be room now for what is left */
 gemini_status_t gmi_updates_open(gmi_manager_t *m);
 void gmi_updates_close(gmi_manager_t *m);
 

@@ -16,8 +16,10 @@ static _Thread_local struct {
 gemini_status_t gmi_fail(gemini_status_t status, int64_t native_code, const char *format, ...) {
   va_list args;
   va_start(args, format);
-  vsnprintf(last.message, sizeof last.message, format, args);
+  char message[sizeof last.message]; /* the recorded message may be one of the arguments */
+  vsnprintf(message, sizeof message, format, args);
   va_end(args);
+  memcpy(last.message, message, sizeof message);
   last.status = status;
   last.native_code = native_code;
   last.operation[0] = 0;
@@ -38,6 +40,7 @@ void gmi_fail_prefix(const char *format, ...) {
 void gmi_fail_operation(const char *operation) { snprintf(last.operation, sizeof last.operation, "%s", operation); }
 
 const char *gmi_fail_message(void) { return last.message; }
+int64_t gmi_fail_code(void) { return last.native_code; }
 
 const char *gemini_status_string(gemini_status_t status) {
   switch (status) {
@@ -56,6 +59,7 @@ const char *gemini_status_string(gemini_status_t status) {
   case GEMINI_ERR_EXISTS: return "name taken";
   case GEMINI_ERR_UNSUPPORTED: return "not supported here";
   case GEMINI_ERR_DEVICE: return "device error";
+  case GEMINI_ERR_PENDING: return "accepted, and not done yet";
   default: return "unknown status";
   }
 }

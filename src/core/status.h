@@ -14,6 +14,7 @@ void gmi_fail_prefix(const char *format, ...) __attribute__((format(printf, 1, 2
 void gmi_fail_operation(const char *operation);
 /* The recorded message, for logs and for failures that are stored to be returned later. */
 const char *gmi_fail_message(void);
+int64_t gmi_fail_code(void); /* its native code */
 
 #define API_RETURN(expression)                                 \
   do {                                                         \

@@ -12,7 +12,8 @@ from ctypes import POINTER, c_char, c_char_p, c_double, c_int32, c_int64, c_ssiz
 
 OK = 0
 STATUS = {-1: "INVALID", -2: "HANDLE", -3: "STATE", -4: "BUSY", -5: "OOM_DEVICE", -6: "OOM_HOST", -7: "OOM_FILE",
-          -8: "OOM_SYSTEM", -9: "IO", -10: "FORMAT", -11: "NOT_FOUND", -12: "EXISTS", -13: "UNSUPPORTED", -14: "DEVICE"}
+          -8: "OOM_SYSTEM", -9: "IO", -10: "FORMAT", -11: "NOT_FOUND", -12: "EXISTS", -13: "UNSUPPORTED", -14: "DEVICE",
+          -15: "PENDING"}
 STREAM_CALLER = 0
 TIER_DEVICE, TIER_HOST, TIER_FILE = 0, 1, 2
 TIERS = ("device", "host", "file")

@@ -1,0 +1,237 @@
+/* Calls that fail in the middle of what they do: either nothing has changed, or the call was accepted and is done as a whole
+ * later. SPDX-License-Identifier: Apache-2.0 */
+#include <pthread.h>
+#include <semaphore.h>
+
+#include "../check.h"
+#include "gemini.h"
+#include "world.h"
+
+#define W WORLD_WINDOW
+enum { DEVICE = GEMINI_TIER_DEVICE, HOST = GEMINI_TIER_HOST, FILES = GEMINI_TIER_FILE };
+enum { READ = GEMINI_READ, WRITE = GEMINI_WRITE, BOTH = GEMINI_READ_WRITE };
+
+/* ---- zero, and FREE */
+
+/* A tensor of two chunks and a half in files, and a host on which every slot is acquired. */
+typedef struct {
+  world_t w;
+  gemini_tensor_t t, next; /* next: what shares the third chunk */
+  gemini_access_t held[4];
+} crowded_t;
+static crowded_t crowded_open(void) {
+  crowded_t c = { .w = world_open(world_config(4, 4, 16)) };
+  gemini_arena_t arena = world_arena(&c.w, GEMINI_KIND_OTHER, 1, "main", 0, 0);
+  gemini_arena_t other = world_arena(&c.w, GEMINI_KIND_OTHER, 1, "crowd", 0, 0);
+  c.t = world_tensor(&c.w, arena, "t", 2 * W + W / 2);
+  c.next = world_tensor(&c.w, arena, "next", W / 2);
+  gemini_tensor_t crowd = world_tensor(&c.w, other, "crowd", 4 * W);
+  for (uint64_t at = 0; at < 2 * W + W / 2; at += W / 2) world_fill(&c.w, c.t, at, W / 2, HOST, 5);
+  world_fill(&c.w, c.next, 0, W / 2, HOST, 6);
+  gemini_access_t down[2] = { world_whole(c.t, 0, FILES), world_whole(c.next, 0, FILES) };
+  CHECK_OK(gemini_move(c.w.mgr, down, 2));
+  for (int i = 0; i < 4; i++) c.held[i] = world_part(crowd, (uint64_t)i * W, W, BOTH, HOST);
+  CHECK_OK(gemini_acquire(c.w.mgr, c.held, 4, GEMINI_STREAM_CALLER));
+  return c;
+}
+static void crowded_close(crowded_t *c, uint64_t seed) {
+  CHECK_OK(gemini_release(c->w.mgr, c->held, 4, GEMINI_STREAM_CALLER));
+  CHECK(world_holds(&c->w, c->t, 0, 2 * W, seed));
+  CHECK(world_holds(&c->w, c->t, 2 * W, W / 2, seed));
+  CHECK(world_holds(&c->w, c->next, 0, W / 2, 6));
+  world_close(&c->w);
+}
+
+static void test_zero_without_room_for_a_part_of_a_chunk_zeroes_nothing(void) {
+  crowded_t c = crowded_open();
+  gemini_access_t all = world_whole(c.t, 0, 0);
+  CHECK_STATUS(gemini_zero(c.w.mgr, &all), GEMINI_ERR_OOM_HOST);
+  crowded_close(&c, 5);
+  c = crowded_open();
+  CHECK_OK(gemini_release(c.w.mgr, &c.held[1], 1, GEMINI_STREAM_CALLER));
+  all = world_whole(c.t, 0, 0);
+  CHECK_OK(gemini_zero(c.w.mgr, &all)); /* one slot is enough */
+  CHECK_OK(gemini_acquire(c.w.mgr, &c.held[1], 1, GEMINI_STREAM_CALLER));
+  crowded_close(&c, 0);
+}
+
+static void test_free_without_room_for_a_part_of_a_chunk_frees_nothing(void) {
+  crowded_t c = crowded_open();
+  CHECK_STATUS(gemini_tensor_state_set(c.w.mgr, c.t, GEMINI_STATE_FREE), GEMINI_ERR_OOM_HOST);
+  CHECK_EQ(world_tensor_info(&c.w, c.t).state, GEMINI_STATE_HOLD);
+  crowded_close(&c, 5);
+}
+
+/* Gradients are zeroed tensor by tensor, and the arena that reuses goes only when all of them could be. */
+static void test_gradients_that_cannot_all_be_zeroed_stay(void) {
+  world_t w = world_open(world_config(4, 4, 16));
+  gemini_arena_t params = world_arena(&w, GEMINI_KIND_PARAM, 2, "params", 0, 0);
+  gemini_arena_t grads = world_arena(&w, GEMINI_KIND_GRAD, 2, "grads", 0, params);
+  gemini_arena_t other = world_arena(&w, GEMINI_KIND_OTHER, 1, "crowd", 0, 0);
+  gemini_tensor_t crowd = world_tensor(&w, other, "crowd", 4 * W), p[3], g[3];
+  const uint64_t sizes[] = { 2 * W, W / 2, W + W / 2 };
+  for (int i = 0; i < 3; i++) {
+    char name[16];
+    snprintf(name, sizeof name, "p%d", i);
+    p[i] = world_tensor(&w, params, name, sizes[i]);
+    CHECK_OK(gemini_tensor_counterpart(w.mgr, p[i], grads, &g[i]));
+    world_fill(&w, i == 1 ? p[i] : g[i], 0, sizes[i], HOST, 10 + (uint64_t)i); /* p1 stays a parameter */
+    gemini_access_t down = world_whole(i == 1 ? p[i] : g[i], 0, FILES);
+    CHECK_OK(gemini_move(w.mgr, &down, 1));
+  }
+  gemini_access_t held[4], all = world_whole(grads, 0, 0);
+  for (int i = 0; i < 4; i++) held[i] = world_part(crowd, (uint64_t)i * W, W, BOTH, HOST);
+  CHECK_OK(gemini_acquire(w.mgr, held, 4, GEMINI_STREAM_CALLER));
+  CHECK_STATUS(gemini_zero(w.mgr, &all), GEMINI_ERR_OOM_HOST);
+  CHECK_STATUS(gemini_arena_destroy(w.mgr, grads), GEMINI_ERR_OOM_HOST);
+  CHECK_OK(gemini_release(w.mgr, held, 4, GEMINI_STREAM_CALLER));
+  for (int i = 0; i < 3; i++)
+    for (uint64_t at = 0; at < sizes[i]; at += W / 2)
+      CHECK(world_holds(&w, i == 1 ? p[i] : g[i], at, W / 2, 10 + (uint64_t)i));
+  CHECK_OK(gemini_zero(w.mgr, &all));
+  CHECK(world_holds(&w, p[1], 0, sizes[1], 11));
+  CHECK(world_holds(&w, g[0], 0, W, 0) && world_holds(&w, g[2], W, W / 2, 0));
+  CHECK_OK(gemini_arena_destroy(w.mgr, grads));
+  CHECK(world_holds(&w, p[1], 0, sizes[1], 11));
+  world_close(&w);
+}
+
+/* ---- updates */
+
+/* Parameters of three chunks that are pinned to the device, their gradients in the same bytes, and fp32 states. The device
+ * has room for the parameters and for the states of one piece, two chunks, which make room for the next piece's by going to
+ * the host. */
+enum { PARAM_BYTES = 3 * 65536, COUNT = PARAM_BYTES / 2 };
+typedef struct {
+  world_t w;
+  gemini_arena_t params, grads, master;
+  gemini_tensor_t p, g;
+  sem_t wanted, taken; /* a second thread takes what the host has free, while the first piece is computed */
+  gemini_access_t crowd[4];
+  int calls;
+} pinned_t;
+
+static void step(void *user) { /* master += gradient, param = master */
+  gemini_update_span_t *s = user;
+  const uint16_t *g = s->ptr[0];
+  uint16_t *p = s->ptr[1];
+  uint32_t *m = s->ptr[2];
+  for (uint64_t i = 0; i < s->element_count; i++) {
+    m[i] += g[i];
+    p[i] = (uint16_t)m[i];
+  }
+  free(s);
+}
+static void span(void *user, const gemini_update_span_t *span) {
+  pinned_t *x = user;
+  gemini_update_span_t *copy = malloc(sizeof *copy);
+  CHECK(copy);
+  *copy = *span;
+  if (span->tier == HOST) step(copy);
+  else CHECK_OK(gemini_stream_call(x->w.mgr, span->stream, step, copy));
+  if (x->calls++ == 0) {
+    CHECK_EQ(sem_post(&x->wanted), 0);
+    CHECK_EQ(sem_wait(&x->taken), 0);
+  }
+}
+static void *take_host(void *user) {
+  pinned_t *x = user;
+  CHECK_EQ(sem_wait(&x->wanted), 0);
+  CHECK_OK(gemini_acquire(x->w.mgr, x->crowd, 4, GEMINI_STREAM_CALLER));
+  CHECK_EQ(sem_post(&x->taken), 0);
+  return NULL;
+}
+
+static uint32_t master_at(uint64_t i) { return (uint32_t)(i * 7 + 3); }
+static uint16_t grad_at(uint64_t i) { return (uint16_t)(i % 251); }
+
+static gemini_status_t update(pinned_t *x, uint32_t flags) {
+  gemini_arena_t arenas[] = { x->grads, x->params, x->master };
+  const uint32_t modes[] = { READ, WRITE, BOTH };
+  gemini_update_t u = GEMINI_UPDATE_INIT;
+  u.flags = flags;
+  u.arenas = arenas;
+  u.modes = modes;
+  u.arena_count = 3;
+  u.fn = span;
+  u.user = x;
+  return gemini_update(x->w.mgr, &u);
+}
+
+/* Every element was updated once, and once only. */
+static void check_updated(pinned_t *x) {
+  gemini_access_t p = world_whole(x->p, READ, DEVICE);
+  CHECK_OK(gemini_acquire(x->w.mgr, &p, 1, GEMINI_STREAM_CALLER));
+  for (uint64_t i = 0; i < COUNT; i++) CHECK_EQ(((const uint16_t *)p.ptr)[i], (uint16_t)(master_at(i) + grad_at(i)));
+  CHECK_OK(gemini_release(x->w.mgr, &p, 1, GEMINI_STREAM_CALLER));
+  for (uint64_t at = 0; at < 2 * PARAM_BYTES; at += W) {
+    gemini_access_t m = world_part(x->master, at, W, READ, HOST);
+    CHECK_OK(gemini_acquire(x->w.mgr, &m, 1, GEMINI_STREAM_CALLER));
+    for (uint64_t i = 0; i < W / 4; i++)
+      CHECK_EQ(((const uint32_t *)m.ptr)[i], master_at(at / 4 + i) + grad_at(at / 4 + i));
+    CHECK_OK(gemini_release(x->w.mgr, &m, 1, GEMINI_STREAM_CALLER));
+  }
+}
+
+/* There is no room for the second piece of a tensor of three. The update was accepted: nobody sees half of it, and it
+ * goes on where it was. */
+static void test_update_that_cannot_go_on_is_done_as_a_whole_later(void) {
+  for (int late = 0; late < 2; late++) {
+    pinned_t *x = calloc(1, sizeof *x);
+    CHECK(x && !sem_init(&x->wanted, 0, 0) && !sem_init(&x->taken, 0, 0));
+    x->w = world_open(world_config(5, 8, 0));
+    x->params = world_arena(&x->w, GEMINI_KIND_PARAM, 2, "params", 0, 0);
+    x->grads = world_arena(&x->w, GEMINI_KIND_GRAD, 2, "grads", 0, x->params);
+    x->master = world_arena(&x->w, GEMINI_KIND_MASTER, 4, "master", x->params, 0);
+    x->p = world_tensor(&x->w, x->params, "p", PARAM_BYTES);
+    CHECK_OK(gemini_tensor_counterpart(x->w.mgr, x->p, x->grads, &x->g));
+    for (uint64_t at = 0; at < 2 * PARAM_BYTES; at += W) {
+      gemini_access_t m = world_part(x->master, at, W, WRITE, HOST);
+      CHECK_OK(gemini_acquire(x->w.mgr, &m, 1, GEMINI_STREAM_CALLER));
+      for (uint64_t i = 0; i < W / 4; i++) ((uint32_t *)m.ptr)[i] = master_at(at / 4 + i);
+      CHECK_OK(gemini_release(x->w.mgr, &m, 1, GEMINI_STREAM_CALLER));
+    }
+    gemini_access_t g = world_whole(x->g, WRITE, DEVICE), pin = world_whole(x->params, 0, DEVICE), p;
+    CHECK_OK(gemini_acquire(x->w.mgr, &g, 1, GEMINI_STREAM_CALLER));
+    for (uint64_t i = 0; i < COUNT; i++) ((uint16_t *)g.ptr)[i] = grad_at(i);
+    CHECK_OK(gemini_release(x->w.mgr, &g, 1, GEMINI_STREAM_CALLER));
+    CHECK_OK(gemini_pin(x->w.mgr, &pin));
+    gemini_tensor_t crowd =
+        world_tensor(&x->w, world_arena(&x->w, GEMINI_KIND_OTHER, 1, "crowd", 0, 0), "crowd", 4 * W);
+    for (int i = 0; i < 4; i++) x->crowd[i] = world_part(crowd, (uint64_t)i * W, W, READ, HOST);
+
+    pthread_t thread;
+    CHECK_EQ(pthread_create(&thread, NULL, take_host, x), 0);
+    CHECK_STATUS(update(x, late ? GEMINI_UPDATE_LATE : 0), late ? GEMINI_OK : GEMINI_ERR_PENDING);
+    CHECK_EQ(pthread_join(thread, NULL), 0);
+    CHECK(world_stats(&x->w).pending_updates >= 2); /* the other two pieces */
+    CHECK_EQ(x->calls, 1);
+    CHECK_STATUS(gemini_update_wait(x->w.mgr), GEMINI_ERR_OOM_HOST);
+    CHECK_SAYS(world_error().message, "2 parts of updates wait");
+    for (uint32_t tier = DEVICE; tier <= HOST; tier++) { /* neither half a gradient nor half a parameter */
+      p = world_whole(x->p, READ, tier);
+      CHECK_STATUS(gemini_acquire(x->w.mgr, &p, 1, GEMINI_STREAM_CALLER), GEMINI_ERR_OOM_HOST);
+      p = world_whole(x->g, READ, tier);
+      CHECK_STATUS(gemini_acquire(x->w.mgr, &p, 1, GEMINI_STREAM_CALLER), GEMINI_ERR_STATE);
+    }
+    CHECK_EQ(x->calls, 1);
+    CHECK_OK(gemini_release(x->w.mgr, x->crowd, 4, GEMINI_STREAM_CALLER));
+    if (late) check_updated(x); /* whoever wants it has it updated */
+    CHECK_OK(gemini_update_wait(x->w.mgr));
+    CHECK_EQ(world_stats(&x->w).pending_updates, 0);
+    CHECK_EQ(x->calls, 3);
+    check_updated(x);
+    CHECK_OK(gemini_unpin(x->w.mgr, &pin));
+    world_close(&x->w);
+    CHECK(!sem_destroy(&x->wanted) && !sem_destroy(&x->taken));
+    free(x);
+  }
+}
+
+int main(void) {
+  RUN(test_zero_without_room_for_a_part_of_a_chunk_zeroes_nothing);
+  RUN(test_free_without_room_for_a_part_of_a_chunk_frees_nothing);
+  RUN(test_gradients_that_cannot_all_be_zeroed_stay);
+  RUN(test_update_that_cannot_go_on_is_done_as_a_whole_later);
+  return check_done();
+}
