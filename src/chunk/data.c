@@ -6,6 +6,7 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "core/file_limit.h"
 #include "core/manager.h"
 
 #define NORM_BLOCK UINT64_C(65536) /* bytes summed on their own, at multiples of it in the arena */
@@ -288,7 +289,9 @@ static gemini_status_t transfer(int fd, uint8_t *bytes, uint64_t size, uint64_t 
   *done_out = 0;
   while (size) {
     size_t part = size < most ? size : most;
+    gmi_file_limit_t limit = gmi_file_limit_begin();
     ssize_t n = write ? pwrite(fd, bytes, part, (off_t)offset) : pread(fd, bytes, part, (off_t)offset);
+    gmi_file_limit_end(&limit);
     if (n < 0 && errno == EINTR) continue;
     if (n < 0)
       return gmi_fail(GEMINI_ERR_IO, errno, "file descriptor %d, offset %llu: %s of %llu bytes failed: %s", fd,
@@ -393,6 +396,7 @@ typedef struct {
   uint32_t dtype, width;
   gmi_fence_t after; /* the caller's stream */
   double *sums;      /* of blocks; NOT_SUMMED: a worker is to sum it */
+  bool queued;       /* the device may still write sums: it could not be waited for */
 } norm_t;
 #define NOT_SUMMED (-1.0)
 
@@ -545,6 +549,7 @@ static gemini_status_t sum_windows(gmi_manager_t *m, norm_t *n) {
     if (first_blocks(m, n, i, &b)) norm_wait(m, &windows[i]);
   gemini_status_t synced = gmi_fence_now(m, m->update_stream, &queued);
   if (!synced) synced = gmi_fence_sync(m, queued);
+  n->queued = synced != GEMINI_OK;
   if (!status) status = synced;
   for (uint32_t i = r->first; !status && i <= r->last; i++)
     if (first_blocks(m, n, i, &b) && *b.sums == NOT_SUMMED) status = sum_again(m, n, i);
@@ -577,7 +582,8 @@ static gemini_status_t norm(gmi_manager_t *m, const gemini_access_t *access, uin
     part->sum = blocks;
     blocks += (part->end - 1) / NORM_BLOCK - part->begin / NORM_BLOCK + 1;
   }
-  n.sums = calloc(blocks ? blocks : 1, sizeof *n.sums);
+  gmi_leftover_t *memory = calloc(1, sizeof *memory + blocks * sizeof *n.sums);
+  n.sums = memory ? (double *)(memory + 1) : NULL;
   if (!n.sums) status = gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the sums of a norm");
   if (!status && s != GMI_CALLER) {
     status = gmi_fence_now(m, s, &n.after);
@@ -586,7 +592,8 @@ static gemini_status_t norm(gmi_manager_t *m, const gemini_access_t *access, uin
   if (!status && blocks) status = sum_windows(m, &n);
   double sum = 0;
   for (uint64_t i = 0; !status && i < blocks; i++) sum += n.sums[i];
-  free(n.sums);
+  if (n.queued) gmi_leave_over(m, memory);
+  else free(memory);
   free(n.parts.parts);
   if (!status) *norm_out = isnan(sum) ? (double)NAN : sqrt(sum); /* which NaN that is would depend on the device */
   return status;

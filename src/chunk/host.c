@@ -103,8 +103,12 @@ gemini_status_t gmi_host_open(gmi_manager_t *m) {
   return GEMINI_OK;
 }
 
-void gmi_host_close(gmi_manager_t *m) {
+void gmi_host_blocks_close(gmi_manager_t *m) {
   gmi_blocks_close(m->host.blocks); /* gives its slots back */
+  m->host.blocks = NULL;
+}
+
+void gmi_host_close(gmi_manager_t *m) {
   for (uint64_t part = 0; m->host.committed && part < m->host.part_count; part++)
     if (m->host.committed[part])
       m->dev->host_unlock(m->dev_self, m->host.base + part * m->host.part_bytes, m->host.committed[part]);
@@ -230,8 +234,7 @@ gemini_status_t gmi_host_prepare(gmi_manager_t *m, gmi_cut_t *cut) {
 }
 
 void gmi_host_install(gmi_manager_t *m, gmi_cut_t *cut) {
-  gmi_blocks_close(m->host.blocks); /* none is live */
-  m->host.blocks = NULL;
+  gmi_host_blocks_close(m); /* none is live */
   gmi_space_free(m->host.slots, m->host.slot_map_bytes);
   gmi_space_free(m->host.free_map, m->host.free_map_bytes);
   m->host.slots = cut->slots;
@@ -736,8 +739,7 @@ static gemini_status_t host_alloc(gmi_manager_t *m, uint64_t size, uint64_t alig
     status = gmi_fail(GEMINI_ERR_OOM_HOST, 0, "the host budget, %llu bytes, holds no chunk of %llu bytes",
                       (unsigned long long)m->config.host_bytes, (unsigned long long)window_bytes(m));
   if (!status && m->host.blocks && !blocks_figures(m).block_count && m->host.block_slots != m->host.slot_count) {
-    gmi_blocks_close(m->host.blocks); /* the budget has changed */
-    m->host.blocks = NULL;
+    gmi_host_blocks_close(m); /* the budget has changed */
   }
   if (!status && !m->host.blocks) {
     m->host.block_slots = m->host.slot_count;

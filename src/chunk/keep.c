@@ -64,11 +64,13 @@ static gemini_status_t write_windows(gmi_manager_t *m) {
           gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is acquired for writing", gmi_window_arena(m, w)->name);
   arena = index = 0;
   for (gmi_window_t *w; !status && (w = next_window(m, &arena, &index));) {
-    if (w->valid & (GMI_VALID_ZERO | GMI_VALID_FILE)) continue;
+    bool suspect = w->valid & GMI_VALID_FILE && gmi_store_is_suspect(m->files, w->file_block);
+    if (w->valid & (GMI_VALID_ZERO | GMI_VALID_FILE) && !suspect) continue;
     status = gmi_window_to_host(m, w, false, GEMINI_REASON_CALLER);
     if (status) break;
     w->host_users++; /* its slot stays until the write is under way */
-    if (w->io) status = gmi_window_settle_host(m, w);
+    if (w->io || suspect) status = gmi_window_settle_host(m, w);
+    if (!status && suspect) gmi_file_drop(m, w); /* and written to another block */
     if (!status && !(w->valid & GMI_VALID_FILE)) status = gmi_file_write(m, w, GEMINI_REASON_CALLER);
     w->host_users--;
     if (!status) status = wait_transfers(m, WRITES_AT_ONCE);

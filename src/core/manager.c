@@ -173,6 +173,11 @@ gmi_fence_t gmi_fence_join(gmi_manager_t *m, gmi_fence_t a, gmi_fence_t b) {
   return joined;
 }
 
+void gmi_leave_over(gmi_manager_t *m, gmi_leftover_t *memory) {
+  memory->next = m->leftovers;
+  m->leftovers = memory;
+}
+
 gemini_status_t gmi_device_zero(gmi_manager_t *m, uint32_t stream, void *address, uint64_t bytes) {
   gemini_status_t status = m->dev->zero(m->dev_self, stream, address, bytes);
   return status ? gmi_fail(status, 0, "device %s could not zero %llu bytes", m->dev->name, (unsigned long long)bytes)
@@ -434,10 +439,15 @@ static void manager_free(gmi_manager_t *m) {
     gmi_tracer_close(m);
     gmi_graphs_free(m);
     gmi_heap_close(m);
+    gmi_host_blocks_close(m);
     gmi_arena_free_all(m);
     gmi_frames_free(m);
     gmi_host_close(m);
     m->dev->close(m->dev_self);
+  }
+  for (gmi_leftover_t *l = m->leftovers, *next; l; l = next) {
+    next = l->next;
+    free(l);
   }
   gmi_space_free(m->tensors, (uint64_t)GMI_TENSORS * sizeof *m->tensors);
   free(m->name_buckets);

@@ -343,6 +343,7 @@ typedef struct gmi_manager {
   gemini_status_t async_status;
   char async_message[256];
   gmi_leases_t leases;
+  struct gmi_leftover *leftovers;
 
   struct {
     int32_t level;
@@ -379,6 +380,14 @@ void gmi_space_free(void *space, uint64_t bytes);
 gemini_status_t gmi_stream_of_native(gmi_manager_t *m, void *native, bool may_block, uint32_t *index_out);
 /* Waits for a stream's work and lets go of it; lock held. */
 gemini_status_t gmi_stream_end(gmi_manager_t *m, uint32_t index);
+
+/* Memory that queued work may still write to, as the device could not be waited for: it goes when the device has been closed.
+ * What is kept lies behind this header, in the same allocation. Lock held. */
+typedef struct gmi_leftover {
+  struct gmi_leftover *next;
+  uint64_t reserved;
+} gmi_leftover_t;
+void gmi_leave_over(gmi_manager_t *m, gmi_leftover_t *memory);
 
 /* Zeroes device memory in the stream's order; lock held. */
 gemini_status_t gmi_device_zero(gmi_manager_t *m, uint32_t stream, void *address, uint64_t bytes);
@@ -501,7 +510,9 @@ gmi_arena_t *gmi_window_arena(gmi_manager_t *m, const gmi_window_t *w);
 
 /* chunk/host.c; lock held */
 gemini_status_t gmi_host_open(gmi_manager_t *m);
-void gmi_host_close(gmi_manager_t *m);                             /* nothing uses the memory any more */
+void gmi_host_blocks_close(
+    gmi_manager_t *m);                 /* ends all blocks; arenas still exist, as slots that come back look at them */
+void gmi_host_close(gmi_manager_t *m); /* nothing uses the memory any more */
 gemini_status_t gmi_host_resize(gmi_manager_t *m, uint64_t bytes); /* what lies behind a smaller budget moves */
 gemini_status_t gmi_host_slot_take(gmi_manager_t *m, gmi_window_t *w);
 void gmi_host_slot_bind(gmi_manager_t *m, gmi_window_t *w, uint32_t slot); /* a free one, whose memory exists */

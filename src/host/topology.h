@@ -11,7 +11,7 @@
 
 #include "gemini.h"
 
-enum { GMI_HANDLE_TOPOLOGY = 5 }; /* beside those of core/manager.h */
+enum { GMI_HANDLE_TOPOLOGY = 6 }; /* beside those of core/manager.h */
 
 typedef struct gmi_topology gmi_topology_t;
 

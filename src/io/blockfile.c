@@ -11,7 +11,9 @@
 #include <sys/file.h>
 #include <sys/vfs.h>
 #include <time.h>
+#include <unistd.h>
 
+#include "core/file_limit.h"
 #include "core/status.h"
 #include "io/engine.h"
 
@@ -27,10 +29,6 @@ void gmi_note_add(gmi_note_t *note, const char *format, ...) {
   if (strstr(note->text, part)) return; /* each directory says it */
   size_t length = strlen(note->text);
   snprintf(note->text + length, sizeof note->text - length, "%s%s", length ? "; " : "", part);
-}
-
-static gemini_status_t status_of(int error) {
-  return error == ENOSPC || error == EDQUOT || error == EFBIG ? GEMINI_ERR_OOM_FILE : GEMINI_ERR_IO;
 }
 
 void gmi_blockfile_name(const gmi_blockfile_t *file, char text_out[GMI_BLOCKFILE_NAME_BYTES]) {
@@ -66,7 +64,7 @@ static gemini_status_t open_and_unlink(gmi_blockfile_t *file, bool direct) {
   gemini_status_t status = GEMINI_OK;
   file->fd = sys->mkostemp(path, O_CLOEXEC);
   if (file->fd < 0) {
-    status = gmi_fail(status_of(errno), errno, "file tier: could not make a file in %s: %s", file->directory,
+    status = gmi_fail(gmi_file_status(errno), errno, "file tier: could not make a file in %s: %s", file->directory,
                       strerror(errno));
   } else {
     int again = direct ? open_again(sys, path, O_DIRECT | O_NOFOLLOW) : -1;
@@ -90,12 +88,26 @@ static gemini_status_t open_unnamed(gmi_blockfile_t *file, bool direct) {
   /* What kernels and file systems answer that know no O_TMPFILE. */
   if (errno == EOPNOTSUPP || errno == EISDIR || errno == EINVAL || errno == ENOSYS)
     return open_and_unlink(file, direct);
-  return gmi_fail(status_of(errno), errno, "file tier: could not make a file in %s: %s", file->directory,
+  return gmi_fail(gmi_file_status(errno), errno, "file tier: could not make a file in %s: %s", file->directory,
                   strerror(errno));
+}
+
+gemini_status_t gmi_file_check_own(const gmi_sys_t *sys, int fd, const char *path, struct stat *info_out) {
+  if (sys->fstat(fd, info_out))
+    return gmi_fail(GEMINI_ERR_IO, errno, "file tier: could not look up %s: %s", path, strerror(errno));
+  if (!S_ISREG(info_out->st_mode)) return gmi_fail(GEMINI_ERR_FORMAT, 0, "file tier: %s is no regular file", path);
+  if (info_out->st_uid != geteuid())
+    return gmi_fail(GEMINI_ERR_FORMAT, EPERM, "file tier: %s belongs to user %u, but this process is user %u", path,
+                    (unsigned)info_out->st_uid, (unsigned)geteuid());
+  if (info_out->st_nlink > 1)
+    return gmi_fail(GEMINI_ERR_FORMAT, EMLINK, "file tier: %s has %lu names: it may be another file, too", path,
+                    (unsigned long)info_out->st_nlink);
+  return GEMINI_OK;
 }
 
 static gemini_status_t open_named(gmi_blockfile_t *file, bool direct, uint32_t flags) {
   const gmi_sys_t *sys = file->sys;
+  struct stat info, again_info;
   int fd = -1;
   if (flags & GMI_BLOCKFILE_MAKE && !file->made) {
     fd = open_again(sys, file->path, O_CREAT | O_EXCL | O_NOFOLLOW);
@@ -104,14 +116,20 @@ static gemini_status_t open_named(gmi_blockfile_t *file, bool direct, uint32_t f
   if (fd < 0) fd = open_again(sys, file->path, O_NOFOLLOW | O_NONBLOCK);
   if (fd < 0 && errno == ENOENT && !(flags & GMI_BLOCKFILE_MAKE))
     return gmi_fail(GEMINI_ERR_FORMAT, ENOENT, "file tier: %s is missing, of which the index speaks", file->path);
-  if (fd < 0) return gmi_fail(status_of(errno), errno, "file tier: could not open %s: %s", file->path, strerror(errno));
+  if (fd < 0)
+    return gmi_fail(gmi_file_status(errno), errno, "file tier: could not open %s: %s", file->path, strerror(errno));
   file->fd = fd;
+  gemini_status_t status = gmi_file_check_own(sys, fd, file->path, &info);
+  if (status) return status;
   int again = direct ? open_again(sys, file->path, O_DIRECT | O_NOFOLLOW | O_NONBLOCK) : -1;
-  if (again >= 0) {
-    close_fd(file);
-    file->fd = again;
-    file->direct = true;
+  if (again < 0) return GEMINI_OK;
+  if (sys->fstat(again, &again_info) || again_info.st_dev != info.st_dev || again_info.st_ino != info.st_ino) {
+    sys->close(again);
+    return gmi_fail(GEMINI_ERR_BUSY, 0, "file tier: %s was exchanged while it was opened", file->path);
   }
+  close_fd(file);
+  file->fd = again;
+  file->direct = true;
   return GEMINI_OK;
 }
 
@@ -134,7 +152,6 @@ static gemini_status_t lock_named(gmi_blockfile_t *file, gmi_note_t *note) {
     file->made = false;
     return gmi_fail(GEMINI_ERR_BUSY, EWOULDBLOCK, "file tier: %s is in use by another process or manager", file->path);
   }
-  if (!S_ISREG(info.st_mode)) return gmi_fail(GEMINI_ERR_FORMAT, 0, "file tier: %s is no file", file->path);
   file->opened_bytes = file->size_bytes = (uint64_t)info.st_size;
   return GEMINI_OK;
 }
@@ -239,14 +256,16 @@ gemini_status_t gmi_blockfile_resize(gmi_blockfile_t *file, uint64_t size_bytes,
   }
   if (size_bytes <= file->reserved_bytes) return GEMINI_OK;
   uint64_t free_bytes;
+  gmi_file_limit_t limit = gmi_file_limit_begin();
   int error = check_space(file, size_bytes, &free_bytes) ? ENOSPC : lengthen(file, size_bytes, note);
+  gmi_file_limit_end(&limit);
   if (error) {
     /* Part of it may have been reserved. */
     if (truncate_to(file, file->size_bytes)) gmi_note_add(note, "%s could not be shortened again", name);
     char room[80] = "";
     if (free_bytes != UINT64_MAX)
       snprintf(room, sizeof room, "; its file system has %llu bytes free", (unsigned long long)free_bytes);
-    return gmi_fail(status_of(error), error, "file tier: could not reserve %llu bytes in %s: %s%s",
+    return gmi_fail(gmi_file_status(error), error, "file tier: could not reserve %llu bytes in %s: %s%s",
                     (unsigned long long)(size_bytes - file->reserved_bytes), file->directory, strerror(error), room);
   }
   file->size_bytes = file->reserved_bytes = size_bytes;
@@ -262,7 +281,7 @@ gemini_status_t gmi_directory_sync(const gmi_sys_t *sys, const char *directory) 
   if (fd >= 0) sys->close(fd);
   /* Some file systems do not sync directories; nothing can be done there. */
   if (error && error != EINVAL)
-    return gmi_fail(status_of(error), error, "file tier: could not sync the directory %s: %s", directory,
+    return gmi_fail(gmi_file_status(error), error, "file tier: could not sync the directory %s: %s", directory,
                     strerror(error));
   return GEMINI_OK;
 }

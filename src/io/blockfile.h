@@ -35,6 +35,9 @@ enum { GMI_BLOCKFILE_MAKE = 1 /* a file with a name that is not there yet is mad
  * file is as if closed. */
 gemini_status_t gmi_blockfile_open(gmi_blockfile_t *file, const gmi_sys_t *sys, const char *directory, size_t length,
                                    const char *name, uint32_t flags, uint64_t block_bytes, gmi_note_t *note);
+/* Is an open file one of the process's own: a regular file, of its user, with no other name? FORMAT: it is not, and the
+ * message says why; IO. */
+gemini_status_t gmi_file_check_own(const gmi_sys_t *sys, int fd, const char *path, struct stat *info_out);
 /* Reserves more, or gives back what is behind size_bytes. OOM_FILE: the message names what was asked for and what there
  * is; IO. Nothing changed then. */
 gemini_status_t gmi_blockfile_resize(gmi_blockfile_t *file, uint64_t size_bytes, gmi_note_t *note);

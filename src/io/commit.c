@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "core/file_limit.h"
 #include "core/status.h"
 #include "io/store_internal.h"
 
@@ -105,8 +106,7 @@ static gemini_status_t sync_blocks(gmi_store_t *s) {
     do result = s->sys->fdatasync(file->fd);
     while (result && errno == EINTR);
     if (result)
-      status = gmi_fail(errno == ENOSPC || errno == EDQUOT ? GEMINI_ERR_OOM_FILE : GEMINI_ERR_IO, errno,
-                        "commit: could not sync %s: %s", file->path, strerror(errno));
+      status = gmi_fail(gmi_file_status(errno), errno, "commit: could not sync %s: %s", file->path, strerror(errno));
     pthread_mutex_lock(&s->lock);
     for (uint32_t b = f; b < s->block_count; b += s->file_count) {
       uint16_t *flags = &s->blocks[b].flags;
@@ -188,6 +188,13 @@ gemini_status_t gmi_store_commit(gmi_store_t *store, const gmi_kept_t *blocks, u
   if (behind && !status) (void)gmi_store_trim(s);
   pthread_mutex_unlock(&s->admin);
   return status;
+}
+
+bool gmi_store_is_suspect(gmi_store_t *store, uint32_t block) {
+  pthread_mutex_lock(&store->lock);
+  bool suspect = block < store->block_count && store->blocks[block].flags & BLOCK_SUSPECT;
+  pthread_mutex_unlock(&store->lock);
+  return suspect;
 }
 
 gemini_status_t gmi_store_committed(gmi_store_t *store, const gmi_kept_t **blocks_out, uint32_t *count_out,

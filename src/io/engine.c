@@ -10,6 +10,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "core/file_limit.h"
 #include "core/status.h"
 #include "io/backend.h"
 
@@ -305,7 +306,7 @@ static void over(gmi_engine_t *e, const gmi_part_t *part, int error, const char 
     uint64_t at = part->offset_bytes - r->offset_bytes;
     if (at < r->failed_bytes) { /* the lowest failure is the one that counts, whichever came first */
       r->failed_bytes = at;
-      r->status = part->write && (error == ENOSPC || error == EDQUOT) ? GEMINI_ERR_OOM_FILE : GEMINI_ERR_IO;
+      r->status = part->write ? gmi_file_status(error) : GEMINI_ERR_IO;
       r->native_code = error;
       r->detail = detail;
     }

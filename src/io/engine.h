@@ -31,7 +31,7 @@ struct gmi_request {
   void (*done)(gmi_request_t *request); /* may submit others; must not wait for or close the engine */
   void *user;
   /* Results, set before done: */
-  gemini_status_t status; /* OK; INVALID (nothing was transferred); OOM_FILE (ENOSPC, EDQUOT); IO (all else: EIO, the
+  gemini_status_t status; /* OK; INVALID (nothing was transferred); OOM_FILE (gmi_file_status()); IO (all else: EIO, the
                              file ends early, ...) */
   int native_code;        /* errno, or 0 when the system call did not fail (an early end) */
   uint64_t done_bytes;    /* transferred from the start on, without a hole */

@@ -7,7 +7,9 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "core/file_limit.h"
 #include "core/status.h"
+#include "io/blockfile.h"
 #include "io/checksum.h"
 #include "io/store.h"
 
@@ -24,8 +26,7 @@ static void put(uint8_t *bytes, uint64_t value, int count) {
 }
 
 static gemini_status_t failed(const char *what, const char *path, int error) {
-  gemini_status_t status = error == ENOSPC || error == EDQUOT || error == EFBIG ? GEMINI_ERR_OOM_FILE : GEMINI_ERR_IO;
-  return gmi_fail(status, error, "index %s: could not %s it: %s", path, what,
+  return gmi_fail(gmi_file_status(error), error, "index %s: could not %s it: %s", path, what,
                   error ? strerror(error) : "it ends early");
 }
 static gemini_status_t malformed(const char *path, uint64_t offset, const char *what) {
@@ -108,14 +109,14 @@ static gemini_status_t read_entries(const char *path, const uint8_t *bytes, gmi_
 
 static gemini_status_t read_file(const gmi_sys_t *sys, const char *path, int fd, gmi_index_t *x) {
   struct stat info;
-  if (sys->fstat(fd, &info)) return failed("look up", path, errno);
-  if (!S_ISREG(info.st_mode)) return malformed(path, 0, "this is no file");
+  gemini_status_t status = gmi_file_check_own(sys, fd, path, &info);
+  if (status) return status;
   uint64_t size = (uint64_t)info.st_size;
   uint8_t header[HEADER_BYTES];
   if (size < HEADER_BYTES + SUM_BYTES) return malformed(path, size, "the file is too short");
   int error = read_all(sys, fd, header, sizeof header, 0);
   if (error) return failed("read", path, error < 0 ? 0 : error);
-  gemini_status_t status = check_header(path, header, size, x);
+  status = check_header(path, header, size, x);
   if (status) return status;
 
   uint8_t *bytes = malloc(size);
@@ -140,7 +141,7 @@ static gemini_status_t read_file(const gmi_sys_t *sys, const char *path, int fd,
 
 gemini_status_t gmi_index_read(const gmi_sys_t *sys, const char *path, gmi_index_t *index_out) {
   int fd;
-  do fd = sys->open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK, 0);
+  do fd = sys->open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOFOLLOW, 0);
   while (fd < 0 && errno == EINTR);
   if (fd < 0 && errno == ENOENT) return gmi_fail(GEMINI_ERR_NOT_FOUND, ENOENT, "index %s: there is none", path);
   if (fd < 0) return failed("open", path, errno);
@@ -178,6 +179,7 @@ gemini_status_t gmi_index_write(const gmi_sys_t *sys, const char *path, const ch
   put(bytes + size - SUM_BYTES, gmi_crc32c(0, bytes, size - SUM_BYTES), SUM_BYTES);
 
   int fd;
+  gmi_file_limit_t limit = gmi_file_limit_begin();
   do fd = sys->open(beside, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW, 0600);
   while (fd < 0 && errno == EINTR);
   int error = fd < 0 ? errno : 0;
@@ -186,6 +188,7 @@ gemini_status_t gmi_index_write(const gmi_sys_t *sys, const char *path, const ch
   if (!error && sys->fsync(fd)) what = "sync", error = errno;
   if (fd >= 0 && sys->close(fd) && !error) what = "close", error = errno;
   if (!error && sys->rename(beside, path)) what = "rename", error = errno;
+  gmi_file_limit_end(&limit);
   free(bytes);
   if (!error) return GEMINI_OK;
   if (fd >= 0) sys->unlink(beside);

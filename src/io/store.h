@@ -102,6 +102,9 @@ enum { GMI_BLOB_LIMIT_BYTES = 1 << 30 };
  * the previous commit stays. Blocks whose sync failed have to be written again before they can be committed. Blocks. */
 gemini_status_t gmi_store_commit(gmi_store_t *store, const gmi_kept_t *blocks, uint32_t count, const void *blob,
                                  uint64_t blob_bytes);
+/* Is what the disk has of this block not known, as a sync failed? Then it must be written again, to another block, before it
+ * can be committed; it can be read, and its checksum says whether it is right. */
+bool gmi_store_is_suspect(gmi_store_t *store, uint32_t block);
 /* What the last commit says; arrays are the store's until the next commit or close. NOT_FOUND: there is none. STATE: not
  * a kept store. */
 gemini_status_t gmi_store_committed(gmi_store_t *store, const gmi_kept_t **blocks_out, uint32_t *count_out,

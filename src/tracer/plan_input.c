@@ -272,7 +272,7 @@ gemini_status_t gmi_plan_bundle_make(gmi_manager_t *m, const gmi_trace_t *trace,
       gmi_fail(
           status, 0,
           "op %s: its chunks and non-model memory need %llu bytes of device memory, %llu more than the %llu there are",
-          failure.op < trace->op_count ? gmi_tracer_name(m, trace->ops[failure.op].name) : "?",
+          failure.op < trace->op_count ? trace->ops[failure.op].name : "?",
           (unsigned long long)(failure.need_frames * window),
           (unsigned long long)((failure.need_frames - failure.have_frames) * window),
           (unsigned long long)(failure.have_frames * window));

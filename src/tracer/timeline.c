@@ -8,6 +8,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "core/file_limit.h"
+
 typedef struct {
   uint8_t type; /* 'X' a span, 'C' counters */
   bool known;   /* begin and end are times, not fences */
@@ -180,6 +182,7 @@ static gemini_status_t write_file(gmi_manager_t *m) {
   gmi_timeline_t *t = m->timeline;
   FILE *f = fopen(t->path, "we");
   if (!f) return gmi_fail(GEMINI_ERR_IO, errno, "timeline %s: could not open it: %s", t->path, strerror(errno));
+  gmi_file_limit_t limit = gmi_file_limit_begin();
   fprintf(f,
           "{\"displayTimeUnit\":\"ms\",\"otherData\":{\"library\":\"libgemini %s\",\"lost_events\":\"%" PRIu64
           "\",\"budget_bytes\":{\"device\":%" PRIu64 ",\"host\":%" PRIu64 ",\"file\":%" PRIu64 "}},\"traceEvents\":[\n",
@@ -224,8 +227,10 @@ static gemini_status_t write_file(gmi_manager_t *m) {
   }
   fprintf(f, "\n]}\n");
   bool bad = ferror(f);
-  if (fclose(f) || bad)
-    return gmi_fail(GEMINI_ERR_IO, errno, "timeline %s: could not write it: %s", t->path, strerror(errno));
+  bad |= fclose(f) != 0;
+  gmi_file_limit_end(&limit);
+  if (bad)
+    return gmi_fail(gmi_file_status(errno), errno, "timeline %s: could not write it: %s", t->path, strerror(errno));
   return GEMINI_OK;
 }
 

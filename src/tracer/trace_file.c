@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "core/file_limit.h"
 #include "core/names.h"
 #include "tracer/tracer.h"
 
@@ -38,7 +39,13 @@ gmi_trace_update_t *gmi_trace_add_update(gmi_trace_t *t) {
   memset(&updates[t->update_count], 0, sizeof *updates);
   return &updates[t->update_count++];
 }
+void gmi_trace_clear(gmi_trace_t *t) {
+  for (uint32_t i = 0; i < t->op_count; i++)
+    if (t->ops[i].name) gmi_op_name_drop(t->names, t->ops[i].name);
+  t->op_count = t->span_count = t->update_count = 0;
+}
 void gmi_trace_free(gmi_trace_t *t) {
+  gmi_trace_clear(t);
   free(t->ops);
   free(t->spans);
   free(t->updates);
@@ -48,6 +55,7 @@ void gmi_trace_free(gmi_trace_t *t) {
 gemini_status_t gmi_trace_write(gmi_manager_t *m, const gmi_trace_t *t, const char *path) {
   FILE *file = fopen(path, "we");
   if (!file) return gmi_fail(GEMINI_ERR_IO, errno, "trace %s: could not open it: %s", path, strerror(errno));
+  gmi_file_limit_t limit = gmi_file_limit_begin();
   fprintf(file, "gemini-trace 1\n");
   fprintf(file, "budget %" PRIu64 " %" PRIu64 "\n", UINT64_C(1) << m->window_shift,
           m->config.device_bytes - m->config.device_margin_bytes);
@@ -67,7 +75,7 @@ gemini_status_t gmi_trace_write(gmi_manager_t *m, const gmi_trace_t *t, const ch
     const gmi_trace_op_t *op = &t->ops[i];
     fprintf(file, "op %u %" PRIu64 " %" PRIu64 " %" PRIu64 " ", op->phase, op->compute_ns, op->nonmodel_peak,
             (uint64_t)op->heap_pages << m->window_shift);
-    gmi_name_write(file, gmi_tracer_name(m, op->name));
+    gmi_name_write(file, op->name);
     fputc('\n', file);
     for (uint32_t s = op->span_first; s < op->span_first + op->span_count; s++)
       fprintf(file, "use %u %" PRIu64 " %" PRIu64 " %u\n", t->spans[s].arena, t->spans[s].offset, t->spans[s].size,
@@ -75,8 +83,9 @@ gemini_status_t gmi_trace_write(gmi_manager_t *m, const gmi_trace_t *t, const ch
   }
   fprintf(file, "end\n");
   bool bad = ferror(file);
-  if (fclose(file) || bad)
-    return gmi_fail(GEMINI_ERR_IO, errno, "trace %s: could not write it: %s", path, strerror(errno));
+  bad |= fclose(file) != 0;
+  gmi_file_limit_end(&limit);
+  if (bad) return gmi_fail(gmi_file_status(errno), errno, "trace %s: could not write it: %s", path, strerror(errno));
   return GEMINI_OK;
 }
 
@@ -126,10 +135,9 @@ static const char *read_line(reader_t *r, const char *line) {
     if (!gmi_number_at(&at, ' ', GEMINI_PHASE_UPDATE, &v[0]) || !gmi_number_at(&at, ' ', UINT64_C(1) << 62, &v[1]) ||
         !gmi_numbers_at(&at, ' ', UINT64_C(1) << 46, 2, &v[2]) || !gmi_name_read(at, name, 128))
       return "malformed op";
-    uint32_t id = gmi_tracer_intern(m, name);
     gmi_trace_op_t *op = gmi_trace_add_op(r->trace);
-    if (!op || id == GMI_NONE) return "no memory for it";
-    op->name = id;
+    if (op) op->name = gmi_op_name_take(r->trace->names, name);
+    if (!op || !op->name) return "no memory for it";
     op->phase = (uint32_t)v[0];
     op->compute_ns = v[1];
     op->samples = 1;
@@ -175,7 +183,7 @@ static const char *read_line(reader_t *r, const char *line) {
 gemini_status_t gmi_trace_read(gmi_manager_t *m, gmi_trace_t *trace_out, const char *path) {
   FILE *file = fopen(path, "re");
   if (!file) return gmi_fail(GEMINI_ERR_IO, errno, "trace %s: could not open it: %s", path, strerror(errno));
-  gmi_trace_t trace = { 0 };
+  gmi_trace_t trace = { .names = gmi_tracer_names(m) };
   reader_t r = { .m = m, .trace = &trace };
   memset(r.arena_of, 0xff, sizeof r.arena_of);
   char line[1024];

@@ -36,8 +36,7 @@ typedef struct {
 
 typedef struct gmi_tracer {
   pthread_mutex_t touch_lock; /* guards the open op's spans; after the manager's lock */
-  char **names;
-  uint32_t name_count, name_capacity;
+  gmi_op_names_t *names;
 
   variant_t variants[GMI_VARIANTS];
   uint32_t active;          /* variant that this iteration follows so far, or GMI_NONE */
@@ -69,29 +68,17 @@ typedef struct gmi_tracer {
 
 static variant_t *active_variant(gmi_tracer_t *t) { return t->active == GMI_NONE ? NULL : &t->variants[t->active]; }
 
-/* ---- names */
-uint32_t gmi_tracer_intern(gmi_manager_t *m, const char *name) {
-  gmi_tracer_t *t = m->tracer;
-  for (uint32_t i = 0; i < t->name_count; i++)
-    if (!strcmp(t->names[i], name)) return i;
-  if (t->name_count == t->name_capacity) {
-    uint32_t capacity = t->name_capacity ? t->name_capacity * 2 : 64;
-    char **names = realloc(t->names, capacity * sizeof *names);
-    if (!names) return GMI_NONE;
-    t->names = names;
-    t->name_capacity = capacity;
-  }
-  char *copy = strdup(name);
-  if (!copy) return GMI_NONE;
-  t->names[t->name_count] = copy;
-  return t->name_count++;
-}
-const char *gmi_tracer_name(gmi_manager_t *m, uint32_t name) { return m->tracer->names[name]; }
+gmi_op_names_t *gmi_tracer_names(gmi_manager_t *m) { return m->tracer->names; }
 
 /* ---- open, close */
 gemini_status_t gmi_tracer_open(gmi_manager_t *m) {
   gmi_tracer_t *t = calloc(1, sizeof *t);
-  if (!t) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the tracer");
+  if (t) t->names = gmi_op_names_new();
+  if (!t || !t->names) {
+    free(t);
+    return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the tracer");
+  }
+  t->record.names = t->names;
   pthread_mutex_init(&t->touch_lock, NULL);
   t->active = t->previous = t->entered = GMI_NONE;
   m->tracer = t;
@@ -111,8 +98,7 @@ void gmi_tracer_close(gmi_manager_t *m) {
   gmi_trace_free(&t->record);
   free(t->timings);
   free(t->durations);
-  for (uint32_t i = 0; i < t->name_count; i++) free(t->names[i]);
-  free(t->names);
+  gmi_op_names_free(t->names);
   pthread_mutex_destroy(&t->touch_lock);
   free(t);
   m->tracer = NULL;
@@ -134,7 +120,7 @@ uint32_t gmi_tracer_op_stream(gmi_manager_t *m) {
 }
 const char *gmi_tracer_op_name(gmi_manager_t *m) {
   gmi_tracer_t *t = m->tracer;
-  return t && t->op_open ? t->names[t->record.ops[t->op_index].name] : NULL;
+  return t && t->op_open ? t->record.ops[t->op_index].name : NULL;
 }
 uint64_t gmi_tracer_next_use(gmi_manager_t *m, const gmi_window_t *w) {
   uint64_t now = m->tracer->iteration << 32 | m->tracer->op_index;
@@ -549,7 +535,7 @@ static gemini_status_t iteration_begin(gmi_manager_t *m) {
   t->begun_ns = now;
   m->iteration_open = true;
   t->iteration++;
-  t->record.op_count = t->record.span_count = t->record.update_count = 0;
+  gmi_trace_clear(&t->record);
   t->resolved = t->stall_count = t->op_index = 0;
   t->in_ops_ns = 0;
   t->departed = t->record_lost = false;
@@ -583,16 +569,19 @@ static gemini_status_t op_begin(gmi_manager_t *m, const char *name, gemini_strea
   status = gmi_stream_resolve(m, stream, &s);
   if (status) return status;
   variant_t *v = active_variant(t);
-  uint32_t id = GMI_NONE;
-  if (v && t->op_index < v->trace.op_count && !strcmp(name, t->names[v->trace.ops[t->op_index].name]))
-    id = v->trace.ops[t->op_index].name;
-  else id = gmi_tracer_intern(m, name);
+  const char *expected = v && t->op_index < v->trace.op_count ? v->trace.ops[t->op_index].name : NULL;
+  const char *kept =
+      expected && !strcmp(name, expected) ? gmi_op_name_again(expected) : gmi_op_name_take(t->names, name);
   pthread_mutex_lock(&t->touch_lock);
   gmi_trace_op_t *op = timings_reserve(t, t->record.op_count + 1) ? gmi_trace_add_op(&t->record) : NULL;
   pthread_mutex_unlock(&t->touch_lock);
-  if (!op || id == GMI_NONE) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory to record operator %s", name);
+  if (!op || !kept) {
+    if (op) t->record.op_count--;
+    if (kept) gmi_op_name_drop(t->names, kept);
+    return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory to record operator %s", name);
+  }
   t->op_index = t->record.op_count - 1;
-  op->name = id;
+  op->name = kept;
   op->phase = atomic_load(&m->phase);
   timing_t *k = &t->timings[t->op_index];
   memset(k, 0, sizeof *k);
@@ -600,9 +589,10 @@ static gemini_status_t op_begin(gmi_manager_t *m, const char *name, gemini_strea
   else status = gmi_fence_now(m, s, &k->begin);
   if (status) {
     t->record.op_count--;
+    gmi_op_name_drop(t->names, kept);
     return status;
   }
-  if (v && (t->op_index >= v->trace.op_count || v->trace.ops[t->op_index].name != id ||
+  if (v && (t->op_index >= v->trace.op_count || v->trace.ops[t->op_index].name != kept ||
             v->trace.ops[t->op_index].phase != op->phase)) {
     t->agrees[t->active] = false;
     choose_active(m, op);
@@ -651,7 +641,7 @@ static gemini_status_t op_end(gmi_manager_t *m) {
   if (t->active != GMI_NONE && !t->agrees[t->active]) choose_active(m, NULL);
   variant_t *v = active_variant(t);
   if (v && v->bundle.made) plan_after_op(m, v, t->op_index);
-  const char *name = t->names[op->name];
+  const char *name = op->name;
   if (k->end) gmi_timeline_span(m, "op", name, k->begin, k->end);
   else gmi_timeline_span_ns(m, "op", name, k->begin_ns, k->end_ns);
   gmi_nvtx_pop();
@@ -718,7 +708,7 @@ static void add_variant(gmi_manager_t *m, uint32_t *index_out) {
   variant_clear(v);
   v->used = true;
   v->trace = t->record;
-  memset(&t->record, 0, sizeof t->record);
+  t->record = (gmi_trace_t){ .names = t->names };
   for (uint32_t i = 0; i < v->trace.op_count; i++) { /* same number of ops as resolved() saw */
     v->trace.ops[i].samples = i < t->resolved && t->durations[i] != UINT64_MAX;
     v->trace.ops[i].compute_ns = v->trace.ops[i].samples ? t->durations[i] : 1;
@@ -847,7 +837,7 @@ static gemini_status_t plan_explain(gmi_manager_t *m, char *text_out, uint64_t s
   } else {
     const char **names = calloc(v->trace.op_count + 1, sizeof *names);
     if (!names) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory to explain the plan");
-    for (uint32_t i = 0; i < v->trace.op_count; i++) names[i] = t->names[v->trace.ops[i].name];
+    for (uint32_t i = 0; i < v->trace.op_count; i++) names[i] = v->trace.ops[i].name;
     length = gmi_plan_explain(&v->bundle.input, &v->bundle.plan, names, text_out, size_bytes);
     free(names);
   }

@@ -10,6 +10,7 @@
 
 #include "core/manager.h"
 #include "policy/policy.h"
+#include "tracer/op_names.h"
 
 enum { GMI_VARIANTS = 8, GMI_UPDATE_ARENAS = 8 };
 
@@ -19,13 +20,14 @@ typedef struct gmi_trace_span { /* what an op touches: bytes of the arena that s
 } gmi_trace_span_t;
 
 typedef struct gmi_trace_op {
-  uint32_t name; /* in the tracer's table */
-  uint32_t phase;
+  const char *name;       /* one of the trace's names, taken; NULL: it has none yet */
   uint64_t nonmodel_peak; /* bytes live at most while it was open */
   uint64_t compute_ns;    /* mean over the iterations seen; 0 = not measured yet */
-  uint32_t heap_pages;    /* most pages under live blocks */
+  uint32_t phase;
+  uint32_t heap_pages; /* most pages under live blocks */
   uint32_t samples;
   uint32_t span_first, span_count;
+  uint32_t reserved;
 } gmi_trace_op_t;
 
 typedef struct gmi_trace_update {
@@ -36,6 +38,7 @@ typedef struct gmi_trace_update {
 } gmi_trace_update_t;
 
 typedef struct gmi_trace {
+  gmi_op_names_t *names; /* the tracer's */
   gmi_trace_op_t *ops;
   gmi_trace_span_t *spans;
   gmi_trace_update_t *updates;
@@ -84,11 +87,11 @@ void gmi_tracer_resume(gmi_manager_t *m, uint32_t stream, const gmi_pause_t *pau
 void gmi_tracer_touch(gmi_manager_t *m, uint32_t store, uint64_t offset, uint64_t size, uint32_t mode);
 
 /* trace_file.c */
-uint32_t gmi_tracer_intern(gmi_manager_t *m, const char *name); /* GMI_NONE: no memory */
-const char *gmi_tracer_name(gmi_manager_t *m, uint32_t name);
 gemini_status_t gmi_trace_write(gmi_manager_t *m, const gmi_trace_t *trace, const char *path);
 gemini_status_t gmi_trace_read(gmi_manager_t *m, gmi_trace_t *trace_out, const char *path);
+void gmi_trace_clear(gmi_trace_t *trace); /* nothing is recorded any more; what it has allocated stays for what comes */
 void gmi_trace_free(gmi_trace_t *trace);
+gmi_op_names_t *gmi_tracer_names(gmi_manager_t *m);
 gmi_trace_op_t *gmi_trace_add_op(gmi_trace_t *trace);     /* NULL: no memory */
 gmi_trace_span_t *gmi_trace_add_span(gmi_trace_t *trace); /* to the last op */
 gmi_trace_update_t *gmi_trace_add_update(gmi_trace_t *trace);

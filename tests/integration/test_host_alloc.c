@@ -201,6 +201,19 @@ static void test_budgets_change_with_blocks_alive(void) {
   world_close(&w);
 }
 
+/* Blocks that a smaller budget has left behind end with the manager, beside chunks that lie where they do. */
+static void test_close_with_blocks_behind_a_smaller_budget(void) {
+  for (uint64_t budget = 54; budget <= 60; budget++) {
+    world_t w = world_open(world_config(4, 64, 0));
+    gemini_arena_t a = arena_of(&w, "a", 50);
+    for (uint64_t i = 0; i < 50; i++) world_fill(&w, a, i * W, W, GEMINI_TIER_HOST, 7);
+    (void)block_new(&w, 300, 0, 1);
+    (void)block_new(&w, 2 * W, 0, 2);
+    CHECK_OK(gemini_budget_set(w.mgr, GEMINI_TIER_HOST, budget * W));
+    world_close(&w);
+  }
+}
+
 static uint64_t process_bytes(void) {
   unsigned long pages = 0;
   FILE *file = fopen("/proc/self/statm", "r");
@@ -381,6 +394,7 @@ int main(void) {
   RUN(test_chunks_make_room_and_keep_their_bytes);
   RUN(test_acquired_chunks_stay_where_they_are);
   RUN(test_budgets_change_with_blocks_alive);
+  RUN(test_close_with_blocks_behind_a_smaller_budget);
   RUN(test_memory_of_blocks_comes_back);
   RUN(test_blocks_end_with_their_manager);
   RUN(test_what_is_no_live_block_is_refused);

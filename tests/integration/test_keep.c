@@ -1,6 +1,7 @@
 /* Checkpoints in kept files, and taking them up. Only gemini.h. SPDX-License-Identifier: Apache-2.0 */
 #include <dirent.h>
 #include <signal.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <time.h>
 
@@ -165,6 +166,46 @@ static void test_arenas_without_a_name_keep_their_bytes_apart(void) {
   clear_dir();
 }
 
+/* Files of the kept name that are somebody else's, or not only this run's, are not touched. */
+static void test_kept_files_of_others_are_refused(void) {
+  for (int which = 0; which < 2; which++) {
+    make_dir();
+    model_t k = model_open();
+    model_fill(&k, 10);
+    CHECK_OK(gemini_checkpoint(k.w.mgr));
+    world_close(&k.w);
+    char path[300], other[300];
+    snprintf(path, sizeof path, "%s/%s", dir, which ? "run.index" : "run.0.chunks");
+    snprintf(other, sizeof other, "%s/other", dir);
+    gemini_config_t c = keep_config();
+    gemini_manager_t mgr;
+    CHECK_EQ(link(path, other), 0); /* the same file by another name */
+    CHECK_STATUS(gemini_manager_open(&c, &mgr), GEMINI_ERR_FORMAT);
+    CHECK_SAYS(world_error().message, "2 names");
+    CHECK_EQ(unlink(other), 0);
+    CHECK_EQ(rename(path, other), 0);
+    CHECK_EQ(symlink(other, path), 0);
+    gemini_status_t status = gemini_manager_open(&c, &mgr);
+    CHECK(status == GEMINI_ERR_IO || status == GEMINI_ERR_FORMAT);
+    CHECK_EQ(unlink(path), 0);
+    CHECK_EQ(mkfifo(path, 0600), 0);
+    CHECK_STATUS(gemini_manager_open(&c, &mgr), GEMINI_ERR_FORMAT);
+    CHECK_EQ(unlink(path), 0);
+    CHECK_EQ(rename(other, path), 0);
+    if (!geteuid()) { /* only root can give a file away */
+      CHECK_EQ(chown(path, 12345, (gid_t)-1), 0);
+      CHECK_STATUS(gemini_manager_open(&c, &mgr), GEMINI_ERR_FORMAT);
+      CHECK_SAYS(world_error().message, "user 12345");
+      CHECK_EQ(chown(path, 0, (gid_t)-1), 0);
+    }
+    k = model_open();
+    CHECK_OK(gemini_resume(k.w.mgr)); /* none of this harmed it */
+    CHECK(model_holds(&k, 10));
+    world_close(&k.w);
+    clear_dir();
+  }
+}
+
 static void test_other_arenas_and_tensors_are_refused(void) {
   make_dir();
   model_t k = model_open();
@@ -285,6 +326,7 @@ int main(void) {
   RUN(test_unchanged_chunks_are_not_written_again);
   RUN(test_checkpoints_one_after_another_need_room_for_two);
   RUN(test_arenas_without_a_name_keep_their_bytes_apart);
+  RUN(test_kept_files_of_others_are_refused);
   RUN(test_other_arenas_and_tensors_are_refused);
   RUN(test_calls_out_of_order_are_refused);
 #ifndef __SANITIZE_THREAD__ /* a forked child of a process with threads is more than it can follow */

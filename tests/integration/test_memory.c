@@ -605,7 +605,6 @@ static void test_failing_file_changes_nothing(void) {
   CHECK_EQ(getrlimit(RLIMIT_FSIZE, &before), 0);
   none = before;
   none.rlim_cur = 0;
-  signal(SIGXFSZ, SIG_IGN);
   for (int round = 0; round < 3; round++) {
     CHECK_EQ(setrlimit(RLIMIT_FSIZE, &none), 0);
     gemini_access_t a = whole(w.t[4], GEMINI_WRITE, round == 1 ? HOST : DEVICE);
@@ -613,20 +612,63 @@ static void test_failing_file_changes_nothing(void) {
     gemini_error_info_t error = last_error();
     gemini_status_t budget = gemini_budget_set(w.mgr, HOST, WINDOW);
     CHECK_EQ(setrlimit(RLIMIT_FSIZE, &before), 0);
-    CHECK_EQ(acquired, GEMINI_ERR_IO);
+    CHECK_EQ(acquired, GEMINI_ERR_OOM_FILE);
     CHECK_EQ(error.native_code, EFBIG);
     CHECK(strstr(error.message, w.dir));
-    CHECK_EQ(budget, GEMINI_ERR_IO);
+    CHECK_EQ(budget, GEMINI_ERR_OOM_FILE);
     CHECK_EQ(info_of(&w, w.t[4]).users, 0);
     CHECK_EQ(info_of(&w, w.t[4]).state, GEMINI_STATE_FREE);
     CHECK_EQ(used(&w, FILES), 0);
     CHECK_EQ(stats_of(&w).budget_bytes[HOST], 2 * WINDOW);
     for (int i = 0; i < 4; i++) expect(&w, w.t[i], bytes_in(&w, w.t[i], DEVICE) ? DEVICE : HOST, 40 + (uint64_t)i);
   }
-  signal(SIGXFSZ, SIG_DFL);
   put(&w, w.t[4], DEVICE, 44);
   for (int i = 0; i < 5; i++) expect(&w, w.t[i], i % 2 ? HOST : DEVICE, 40 + (uint64_t)i);
   world_close(&w);
+}
+
+/* A limit on the size of files fails calls that would pass it, and does not end the process. */
+static void test_limit_on_files_fails_calls_only(void) {
+  struct rlimit before, small;
+  char path[] = "/tmp/gemini-test.XXXXXX";
+  int fd = mkstemp(path);
+  CHECK(fd >= 0);
+  CHECK_EQ(getrlimit(RLIMIT_FSIZE, &before), 0);
+  small = before;
+  small.rlim_cur = 4 * WINDOW;
+  CHECK_EQ(setrlimit(RLIMIT_FSIZE, &small), 0);
+  gemini_config_t c = config_of(2, 8, 64);
+  c.file_dir = "/tmp";
+  gemini_manager_t mgr;
+  CHECK_EQ(gemini_manager_open(&c, &mgr), GEMINI_ERR_OOM_FILE);
+  CHECK_EQ(setrlimit(RLIMIT_FSIZE, &before), 0);
+
+  world_t w = world_of(config_of(2, 8, 0), 2, 2 * WINDOW);
+  put(&w, w.t[0], DEVICE, 40);
+  OK(gemini_iteration_begin(w.mgr));
+  OK(gemini_op_begin(w.mgr, "op", GEMINI_STREAM_CALLER));
+  OK(gemini_op_end(w.mgr));
+  OK(gemini_iteration_end(w.mgr));
+  char timeline[] = "/tmp/gemini-test.XXXXXX";
+  CHECK(mkdtemp(timeline));
+  CHECK_EQ(rmdir(timeline), 0);
+  OK(gemini_timeline_start(w.mgr, timeline));
+  small.rlim_cur = 16;
+  CHECK_EQ(setrlimit(RLIMIT_FSIZE, &small), 0);
+  gemini_access_t a = whole(w.t[0], 0, 0);
+  gemini_status_t stored = gemini_store(w.mgr, &a, fd, 0), beyond = gemini_store(w.mgr, &a, fd, 100);
+  gemini_status_t traced = gemini_trace_save(w.mgr, path), ended = gemini_timeline_stop(w.mgr);
+  sigset_t pending;
+  CHECK(!sigpending(&pending) && !sigismember(&pending, SIGXFSZ));
+  CHECK_EQ(setrlimit(RLIMIT_FSIZE, &before), 0);
+  CHECK_EQ(stored, GEMINI_ERR_IO);
+  CHECK_EQ(beyond, GEMINI_ERR_IO);
+  CHECK_EQ(traced, GEMINI_ERR_OOM_FILE);
+  CHECK_EQ(ended, GEMINI_ERR_OOM_FILE);
+  OK(gemini_store(w.mgr, &a, fd, 100));
+  expect(&w, w.t[0], HOST, 40);
+  world_close(&w);
+  CHECK(!close(fd) && !unlink(path) && !unlink(timeline));
 }
 
 /* ---- sizes and overlaps */
@@ -1484,6 +1526,7 @@ int main(void) {
   RUN(test_host_full_without_files_is_oom_host);
   RUN(test_all_tiers_full_is_oom_file);
   RUN(test_failing_file_changes_nothing);
+  RUN(test_limit_on_files_fails_calls_only);
   RUN(test_tiny_tensors_in_one_cache_line_are_apart);
   RUN(test_tensor_larger_than_the_device_is_used_by_ranges);
   RUN(test_tied_tensors_share_their_bytes);

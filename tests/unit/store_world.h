@@ -17,6 +17,7 @@
 #include <unistd.h>
 
 #include "../check.h"
+#include "../process.h"
 #include "core/status.h"
 #include "io/store.h"
 
@@ -161,23 +162,10 @@ typedef struct world {
   int dir_count;
   gmi_store_config_t config;
   gmi_store_t *store;
-  int fds, threads;
+  process_t before;
 } world_t;
 
-static inline int entries_of(const char *path) {
-  DIR *dir = opendir(path);
-  CHECK(dir);
-  int count = 0;
-  for (struct dirent *e; (e = readdir(dir));) count += e->d_name[0] != '.' || (e->d_name[1] && e->d_name[1] != '.');
-  closedir(dir);
-  return count;
-}
-/* Threads and rings end a little after they have been waited for. */
-static inline void check_entries(const char *path, int expected) {
-  for (int tries = 0; tries < 500 && entries_of(path) != expected; tries++)
-    nanosleep(&(struct timespec){ 0, 10000000 }, NULL);
-  CHECK_EQ(entries_of(path), expected);
-}
+static inline int names_in(const char *path) { /* of files in a directory */ return process_entries(path) - 2; }
 
 static inline world_t world(int dir_count) {
   world_t w = { .dir_count = dir_count };
@@ -194,8 +182,7 @@ static inline world_t world(int dir_count) {
                                    .engine_kind = GMI_ENGINE_THREADS,
                                    .checksum = true,
                                    .sys = &sys };
-  w.fds = entries_of("/proc/self/fd");
-  w.threads = entries_of("/proc/self/task");
+  w.before = process_now();
   return w;
 }
 static inline gemini_status_t try_open(world_t *w) {
@@ -209,13 +196,11 @@ static inline void open_store(world_t *w) { CHECK_OK(try_open(w)); }
 static inline void close_store(world_t *w) {
   gmi_store_close(w->store);
   w->store = NULL;
-  check_entries("/proc/self/fd", w->fds);
-  check_entries("/proc/self/task", w->threads);
+  process_check(w->before);
 }
 static inline void end(world_t *w) {
   if (w->store) close_store(w);
-  check_entries("/proc/self/fd", w->fds);
-  check_entries("/proc/self/task", w->threads);
+  process_check(w->before);
   for (int d = 0; d < w->dir_count; d++) CHECK_EQ(rmdir(w->dirs[d]), 0); /* fails when a file was left in it */
 }
 

@@ -20,6 +20,7 @@
 #include "check.h"
 #include "core/status.h"
 #include "io/engine.h"
+#include "process.h"
 
 enum { PAGE = 4096, PART = 64 << 10, LOG_LIMIT = 1 << 14, SLOT_LIMIT = 4096 };
 
@@ -288,14 +289,6 @@ static gmi_engine_figures_t figures(void) {
   return f;
 }
 
-static uint32_t entries_of(const char *path) {
-  DIR *directory = opendir(path);
-  CHECK(directory);
-  uint32_t count = 0;
-  while (readdir(directory)) count++;
-  closedir(directory);
-  return count;
-}
 static double now_s(void) {
   struct timespec t;
   clock_gettime(CLOCK_MONOTONIC, &t);
@@ -770,18 +763,17 @@ static void test_engine_slow_file_does_not_stop_another(void) {
 static void test_engine_leaves_nothing_behind(void) {
   faults_reset();
   uint8_t *bytes = pages(8 * PART);
-  uint32_t fds = 0, tasks = 0;
+  process_t before = { 0, 0 };
   for (int i = 0; i < 12; i++) {
     /* The first round fills caches of the system's libraries. */
-    if (i == 1) fds = entries_of("/proc/self/fd"), tasks = entries_of("/proc/self/task");
+    if (i == 1) before = process_now();
     engine_make(4, PART);
     CHECK_EQ(gmi_engine_buffer_add(engine, bytes, 8 * PART), GEMINI_OK);
     gmi_request_t r = run_one(i % 2, bytes, PART, 0);
     CHECK(i % 2 ? r.status == GEMINI_OK : r.status == GEMINI_ERR_IO);
     world_end();
   }
-  CHECK_EQ(entries_of("/proc/self/fd"), fds);
-  CHECK_EQ(entries_of("/proc/self/task"), tasks);
+  process_check(before);
   munmap(bytes, 8 * PART);
 }
 
@@ -892,14 +884,13 @@ static int eventfd_refused(unsigned value, int flags) {
   return -1;
 }
 static void refused_case(const char *word) {
-  uint32_t fds = entries_of("/proc/self/fd"), tasks = entries_of("/proc/self/task");
+  process_t before = process_now();
   gmi_engine_config_t config = { .kind = GMI_ENGINE_URING, .sys = &sys };
   engine = NULL;
   CHECK_EQ(gmi_engine_open(&config, &engine), GEMINI_ERR_UNSUPPORTED);
   CHECK(!engine);
   CHECK(strstr(gmi_fail_message(), "io_uring") && strstr(gmi_fail_message(), word));
-  CHECK_EQ(entries_of("/proc/self/fd"), fds);
-  CHECK_EQ(entries_of("/proc/self/task"), tasks);
+  process_check(before);
   uint32_t asked = kind;
   kind = GMI_ENGINE_AUTO;
   engine_make(0, PART);
@@ -908,7 +899,7 @@ static void refused_case(const char *word) {
   CHECK(strstr(figures().features, "threads: io_uring is not to be had") && strstr(figures().features, word));
   round_trip();
   world_end();
-  CHECK_EQ(entries_of("/proc/self/fd"), fds);
+  process_check(before);
 }
 static void test_engine_io_uring_refused_leaves_threads(void) {
   static const int errors[] = { EPERM, ENOSYS, EACCES, ENOMEM, EINVAL };
@@ -1178,6 +1169,7 @@ static void suite(void) {
 }
 
 int main(void) {
+  process_begin();
   static const uint32_t kinds[] = { GMI_ENGINE_THREADS, GMI_ENGINE_URING };
   for (int k = 0; k < 2; k++) {
     gmi_engine_config_t config = { .kind = kinds[k] };

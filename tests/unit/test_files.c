@@ -412,15 +412,15 @@ static void test_io_uring_refused_falls_back_or_says_so(void) {
   c.file_engine = GEMINI_FILE_ENGINE_URING;
   c.file_dir = "/tmp";
   gemini_manager_t mgr = 0;
-  left_t before = left_now();
+  process_t before = process_now();
   CHECK_STATUS(gemini_manager_open(&c, &mgr), GEMINI_ERR_UNSUPPORTED);
   CHECK_SAYS(world_error().message, "Operation not permitted");
   CHECK_EQ(mgr, 0);
-  check_left(before);
+  process_check(before);
 }
 
 static void test_directories_that_are_not_there_are_refused(void) {
-  left_t before = left_now();
+  process_t before = process_now();
   gemini_config_t c = tiers_config(6, 16, 40);
   gemini_manager_t mgr = 0;
   char first[64], both[160];
@@ -430,11 +430,11 @@ static void test_directories_that_are_not_there_are_refused(void) {
   CHECK_STATUS(gemini_manager_open(&c, &mgr), GEMINI_ERR_IO);
   CHECK_EQ(world_error().native_code, ENOENT);
   CHECK_SAYS(world_error().message, "/none");
-  check_left(before);
+  process_check(before);
   c.file_dir = "/proc";
   gemini_status_t status = gemini_manager_open(&c, &mgr);
   CHECK(status == GEMINI_ERR_IO || status == GEMINI_ERR_UNSUPPORTED);
-  check_left(before);
+  process_check(before);
   CHECK_EQ(rmdir(first), 0);
 }
 
@@ -483,7 +483,7 @@ static void test_a_directory_that_disappears_takes_nothing_along(void) {
 }
 
 static void test_space_that_cannot_be_reserved_is_refused(void) {
-  left_t before = left_now();
+  process_t before = process_now();
   gemini_config_t c = tiers_config(6, 16, 40);
   char dir[64];
   dir_make(dir);
@@ -493,7 +493,7 @@ static void test_space_that_cannot_be_reserved_is_refused(void) {
   CHECK_STATUS(gemini_manager_open(&c, &mgr), GEMINI_ERR_OOM_FILE);
   CHECK_EQ(world_error().native_code, ENOSPC);
   CHECK_SAYS(world_error().message, dir);
-  check_left(before);
+  process_check(before);
   CHECK_EQ(rmdir(dir), 0);
   faults.fallocate_error = 0;
   opt_t *o = opt_open(c = tiers_config(6, 16, 40), 4);

@@ -121,7 +121,7 @@ static void test_kept_block_that_is_damaged_is_found(void) {
 static void test_store_without_a_commit_leaves_no_files(void) {
   world_t w = kept_world(3);
   open_store(&w);
-  for (int d = 0; d < 3; d++) CHECK_EQ(entries_of(w.dirs[d]), 1);
+  for (int d = 0; d < 3; d++) CHECK_EQ(names_in(w.dirs[d]), 1);
   CHECK_OK(put(&w, take(&w), 1));
   close_store(&w);
   end(&w);
@@ -217,7 +217,7 @@ static void test_commit_that_fails_leaves_the_one_before(void) {
     CHECK_SAYS(gmi_fail_message(), step ? "/model.index.new" : ".chunks");
     sim.fdatasync_error = sim.index_error = sim.write_error = sim.fsync_error = sim.rename_error = 0;
     check_committed(&w, 0, 3, "old");
-    CHECK_EQ(entries_of(w.dirs[0]), 2);            /* no new index left */
+    CHECK_EQ(names_in(w.dirs[0]), 2);              /* no new index left */
     CHECK_STATUS(put(&w, 1, 7), GEMINI_ERR_STATE); /* still protected */
     for (uint32_t i = 6; i < 12; i++) CHECK_EQ(take(&w), i);
     uint32_t none;
@@ -597,11 +597,11 @@ static void test_leftovers_of_a_killed_process_are_taken_up(void) {
       close(fd);
     }
     open_store(&w);
-    CHECK_EQ(entries_of(w.dirs[0]), 1 + indexed);
+    CHECK_EQ(names_in(w.dirs[0]), 1 + indexed);
     CHECK_EQ(figures(&w).reserved_bytes, 12 * 8192);
     if (!indexed) {
       close_store(&w);
-      for (int d = 0; d < 2; d++) CHECK_EQ(entries_of(w.dirs[d]), 0);
+      for (int d = 0; d < 2; d++) CHECK_EQ(names_in(w.dirs[d]), 0);
       open_store(&w);
       CHECK_OK(put(&w, take(&w), 0));
       CHECK_OK(commit(&w, 0, 1, "a"));

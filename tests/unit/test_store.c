@@ -498,7 +498,7 @@ static void test_open_without_direct_or_tmpfile_still_works(void) {
       open_store(&w);
       CHECK_EQ(figures(&w).direct, direct && has_direct);
       if (!direct) CHECK_SAYS(figures(&w).note, "has no O_DIRECT: buffered");
-      for (int d = 0; d < 3; d++) CHECK_EQ(entries_of(w.dirs[d]), 0); /* no names while it is open */
+      for (int d = 0; d < 3; d++) CHECK_EQ(names_in(w.dirs[d]), 0); /* no names while it is open */
       for (uint32_t i = 0; i < 12; i++) CHECK_OK(put(&w, take(&w), i));
       for (uint32_t i = 0; i < 12; i++) CHECK_OK(get(&w, i, i));
       end(&w);

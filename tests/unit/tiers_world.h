@@ -15,6 +15,7 @@
 #include <time.h>
 
 #include "../integration/world.h"
+#include "../process.h"
 #include "core/manager.h"
 #include "io/store.h"
 
@@ -164,53 +165,27 @@ static inline gemini_config_t tiers_config(uint64_t device_windows, uint64_t hos
   return c;
 }
 
-/* ---- what is left behind */
-typedef struct {
-  int fds, threads;
-} left_t;
-static inline int entries_of(const char *path) {
-  DIR *dir = opendir(path);
-  CHECK(dir);
-  int count = 0;
-  while (readdir(dir)) count++;
-  closedir(dir);
-  return count;
-}
-static inline left_t left_now(void) { return (left_t){ entries_of("/proc/self/fd"), entries_of("/proc/self/task") }; }
-static inline void check_left(left_t before) {
-  left_t now = left_now();
-  for (int tries = 0; tries < 300 && (now.fds != before.fds || now.threads != before.threads); tries++) {
-    sleep_us(10000); /* threads and rings end a little after they have been waited for */
-    now = left_now();
-  }
-  CHECK_EQ(now.fds, before.fds);
-  CHECK_EQ(now.threads, before.threads);
-}
 static inline void tiers_hang(int number) {
   (void)number;
   static const char text[] = "no end\n";
   (void)!write(2, text, sizeof text - 1);
   _exit(1);
 }
-static inline void *nothing(void *user) { return user; }
-/* Before the first test: a sanitizer starts a thread of its own beside the first one that is started. */
 static inline void tiers_begin(int argc, char **argv, const char **only_out) {
-  pthread_t thread;
   *only_out = argc > 1 ? argv[1] : NULL;
   signal(SIGALRM, tiers_hang);
-  CHECK_EQ(pthread_create(&thread, NULL, nothing, NULL), 0);
-  CHECK_EQ(pthread_join(thread, NULL), 0);
+  process_begin();
 }
 /* Each test ends, or the program does. The program's argument: part of the name of the only ones to run. */
 static const char *only_test;
 #define RUN_TIMED(test)                                \
   do {                                                 \
     if (only_test && !strstr(#test, only_test)) break; \
-    alarm(120);                                        \
+    alarm(600);                                        \
     faults_reset();                                    \
-    left_t before = left_now();                        \
+    process_t before = process_now();                  \
     RUN(test);                                         \
-    check_left(before);                                \
+    process_check(before);                             \
     alarm(0);                                          \
   } while (0)
 
