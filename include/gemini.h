@@ -382,7 +382,8 @@ typedef struct gemini_access {
  *  @param count    0..2^20
  *  @retval GEMINI_ERR_BUSY        one range is acquired on the host for writing and wanted on the device, or the
  *                                 other way round
- *  @retval GEMINI_ERR_STATE       reading a parameter whose bytes its gradient has taken, or the other way round
+ *  @retval GEMINI_ERR_STATE       reading a parameter whose bytes its gradient has taken, or the other way round; writing both
+ *                                 in one batch
  *  @retval GEMINI_ERR_OOM_DEVICE, GEMINI_ERR_OOM_HOST  the batch does not fit beside what is acquired, pinned and
  *                                 allocated; the message says what holds the memory
  *  @retval GEMINI_ERR_IO          a chunk could not be read from its file
@@ -503,6 +504,8 @@ GEMINI_API gemini_status_t gemini_zero(gemini_manager_t mgr, const gemini_access
  *  @param fd_offset byte offset in the file
  *  @retval GEMINI_ERR_IO, GEMINI_ERR_FORMAT  reading failed, or the file ends early: the bytes of the range that
  *          were read are changed, the rest are not; native_code is errno or 0
+ *  @retval GEMINI_ERR_OOM_HOST  the range does not fit on the host; nothing changed. With a file tier, or with other threads
+ *          that take room meanwhile, as GEMINI_ERR_IO, and so is GEMINI_ERR_OOM_FILE
  *  @retval GEMINI_ERR_BUSY  a part of it is acquired, or pinned to the device
  *  @retval GEMINI_ERR_STATE  a part of a parameter whose bytes its gradient has taken, or the other way round. Since: 0.1 */
 GEMINI_API gemini_status_t gemini_load(gemini_manager_t mgr, const gemini_access_t *access, int fd, uint64_t fd_offset)
@@ -569,9 +572,9 @@ typedef struct gemini_update_s {
  *  @retval GEMINI_ERR_BUSY      a part of the range is acquired; nothing changed
  *  @retval GEMINI_ERR_INVALID   a value is out of range, or a bound of the range cuts a tensor whose bytes hold a
  *                               gradient while its parameter is to be written; nothing changed
- *  @retval GEMINI_ERR_STATE     a parameter is to be read whose bytes its gradient has taken; or a gradient in a
- *                               reusing arena was not written, and the update does not write its parameter; nothing
- *                               changed
+ *  @retval GEMINI_ERR_STATE     a parameter is to be read whose bytes its gradient has taken, or would take as zero; or a
+ *                               gradient in a reusing arena was not written, and the update does not write its parameter;
+ *                               nothing changed
  *  @retval GEMINI_ERR_OOM_HOST  without a file tier, the host has no room for the chunks; nothing changed
  *  @retval GEMINI_ERR_PENDING   (never with GEMINI_UPDATE_LATE) the update was accepted and is not done: the message says where
  *                               it stands and why. gemini_update_wait() goes on with it; to call gemini_update() again

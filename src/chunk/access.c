@@ -154,8 +154,9 @@ static void fast_undo(gmi_manager_t *m, const fast_t *f, const gemini_access_t *
   tensor_unhold(f->tensor, f->field);
 }
 
-/* With the tensor held, so that neither it nor its arena can go. */
-static bool fast_windows(gmi_manager_t *m, const gemini_access_t *access, uint32_t stream, fast_t *f) {
+/* With the tensor held, so that neither it nor its arena can go. alone: there is no other access in the batch, which could
+ * be for the same bytes by another name. */
+static bool fast_windows(gmi_manager_t *m, const gemini_access_t *access, uint32_t stream, bool alone, fast_t *f) {
   gmi_tensor_t *t = f->tensor;
   gmi_arena_t *a = f->arena = gmi_arena_at(m, t->arena);
   f->first = 0;
@@ -163,7 +164,8 @@ static bool fast_windows(gmi_manager_t *m, const gemini_access_t *access, uint32
   f->size = access->size_bytes;
   if (!f->size && !access->offset_bytes) f->size = t->size;
   bool fine = f->size && access->offset_bytes <= t->size && f->size <= t->size - access->offset_bytes &&
-              content_check(m, a, t, access->mode, false) == CONTENT_FINE;
+              content_check(m, a, t, access->mode, false) == CONTENT_FINE &&
+              (alone || !(access->mode & GEMINI_WRITE) || (a->store == a->index && !a->reused));
   if (fine && f->size != t->size) { /* a part: counted by its lease */
     gmi_lease_key_t key = lease_key(access, f->size);
     fine = tensor_rehold(t, f->field, field_others());
@@ -185,7 +187,7 @@ static bool fast_windows(gmi_manager_t *m, const gemini_access_t *access, uint32
 }
 
 /* Holds tensor and windows. false: not done, for whatever reason. */
-static bool fast_hold(gmi_manager_t *m, const gemini_access_t *access, uint32_t stream, fast_t *f) {
+static bool fast_hold(gmi_manager_t *m, const gemini_access_t *access, uint32_t stream, bool alone, fast_t *f) {
   uint32_t index = (uint32_t)access->object & (GMI_TENSORS - 1);
   uint32_t generation = (uint32_t)(access->object >> GMI_TENSOR_INDEX_BITS) & GMI_TENSOR_GENERATIONS;
   if (access->tier != GEMINI_TIER_DEVICE || access->mode - 1 > 2 || access->object >> 60 != GMI_HANDLE_TENSOR ||
@@ -195,7 +197,8 @@ static bool fast_hold(gmi_manager_t *m, const gemini_access_t *access, uint32_t 
   gmi_tensor_t *t = f->tensor = &m->tensors[index];
   f->field = field_whole(access->mode);
   if (atomic_load_explicit(&t->life, memory_order_acquire) != generation || !tensor_hold(t, f->field)) return false;
-  if (atomic_load_explicit(&t->life, memory_order_acquire) == generation) return fast_windows(m, access, stream, f);
+  if (atomic_load_explicit(&t->life, memory_order_acquire) == generation)
+    return fast_windows(m, access, stream, alone, f);
   tensor_unhold(t, f->field); /* it went, and its record serves another one by now */
   return false;
 }
@@ -448,6 +451,19 @@ static bool may_wait(const gemini_access_t *accesses, const prepared_t *p, uint6
   return may;
 }
 
+/* A batch may write a parameter or its gradient, whose bytes are the same. Marks which it does; false: both. */
+static bool batch_mark(gmi_manager_t *m, const gemini_access_t *access, const gmi_range_t *r) {
+  if (!r->tensor || !(access->mode & GEMINI_WRITE) || (r->arena->store == r->arena->index && !r->arena->reused))
+    return true;
+  uint64_t mine = r->arena->store != r->arena->index ? GMI_TENSOR_BATCH_GRADIENT : GMI_TENSOR_BATCH_PARAMETER;
+  uint64_t both = GMI_TENSOR_BATCH_GRADIENT | GMI_TENSOR_BATCH_PARAMETER;
+  return ((atomic_fetch_or(&gmi_tensor_base(m, r->tensor)->word, mine) | mine) & both) != both;
+}
+static void batch_unmark(gmi_manager_t *m, const gmi_range_t *r) {
+  if (r->tensor && (r->arena->store != r->arena->index || r->arena->reused))
+    atomic_fetch_and(&gmi_tensor_base(m, r->tensor)->word, ~(GMI_TENSOR_BATCH_GRADIENT | GMI_TENSOR_BATCH_PARAMETER));
+}
+
 static gemini_status_t acquire_slow(gmi_manager_t *m, gemini_access_t *accesses, uint64_t count, uint32_t stream) {
   prepared_t small[SMALL_BATCH], *p = small;
   gemini_status_t status = GEMINI_OK;
@@ -459,11 +475,17 @@ static gemini_status_t acquire_slow(gmi_manager_t *m, gemini_access_t *accesses,
   if (status) return status;
   if (count > SMALL_BATCH && !(p = malloc(count * sizeof *p)))
     return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for a batch of %llu accesses", (unsigned long long)count);
+  uint64_t marked = 0;
   for (uint64_t k = 0; !status && k < count; k++) {
     status = access_check(&accesses[k]);
     if (!status) status = gmi_range_resolve(m, &accesses[k], &p[k].range);
     if (status) break;
     gmi_range_t *r = &p[k].range;
+    marked = k + 1;
+    if (!batch_mark(m, &accesses[k], r))
+      status = gmi_fail(GEMINI_ERR_STATE, 0, "one batch writes parameter %s and its gradient, which share their bytes",
+                        range_name(m, r));
+    if (status) break;
     p[k].content = CONTENT_FINE;
     p[k].counted = p[k].leased = false;
     if (r->tensor) p[k].content = content_check(m, r->arena, r->tensor, accesses[k].mode, r->size == r->tensor->size);
@@ -477,6 +499,7 @@ static gemini_status_t acquire_slow(gmi_manager_t *m, gemini_access_t *accesses,
                               "gradient of %s cannot be used: it has not been written whole since its parameter was",
                               range_name(m, r));
   }
+  for (uint64_t k = 0; k < marked; k++) batch_unmark(m, &p[k].range);
   gmi_pause_t pause = { 0 };
   bool for_updates;
   if (!status && may_wait(accesses, p, count, &for_updates)) gmi_tracer_pause(m, stream, for_updates, &pause);
@@ -540,7 +563,7 @@ static gemini_status_t acquire(gmi_manager_t *m, gemini_access_t *accesses, uint
   }
   fast_t fast[SMALL_BATCH];
   uint64_t n = 0;
-  while (n < count && n < SMALL_BATCH && fast_hold(m, &accesses[n], s, &fast[n])) n++;
+  while (n < count && n < SMALL_BATCH && fast_hold(m, &accesses[n], s, count == 1, &fast[n])) n++;
   if (n < count) {
     gmi_lock(m);
     status = acquire_slow(m, accesses + n, count - n, s);

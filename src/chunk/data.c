@@ -334,6 +334,11 @@ static void not_free(gmi_manager_t *m, gmi_tensor_t *t, void *user) {
   }
 }
 
+static bool in_range(const void *user, const gmi_window_t *w) {
+  const gmi_range_t *r = user;
+  return w->arena == r->store->index && w->index >= r->first && w->index <= r->last;
+}
+
 /* Window by window, so that a range larger than the host budget passes; the lock is not held during I/O. */
 static gemini_status_t file_range(gmi_manager_t *m, const gemini_access_t *access, int fd, uint64_t fd_offset,
                                   bool write_file) {
@@ -348,6 +353,8 @@ static gemini_status_t file_range(gmi_manager_t *m, const gemini_access_t *acces
   status = content_check(m, &r, !write_file);
   if (!status && !write_file) status = free_to_change(m, &r);
   for (uint64_t i = r.first; !status && i <= r.last; i++) status = file_check(&r, &r.store->windows[i], write_file);
+  if (!status && !write_file)
+    status = gmi_host_fits(m, "the range", ((uint64_t)r.last - r.first + 1) << m->window_shift, in_range, &r);
   for (uint64_t i = r.first; !status && i <= r.last; i++) {
     gmi_window_t *w = &r.store->windows[i];
     uint64_t begin, end, done;

@@ -287,7 +287,7 @@ gemini_status_t gmi_files_resize(gmi_manager_t *m, uint64_t bytes) {
 static gemini_status_t block_take(gmi_manager_t *m, uint32_t *block_out) {
   uint64_t window = window_bytes(m);
   if (!m->files) return gmi_fail(GEMINI_ERR_OOM_FILE, 0, "a chunk must go to a file, but file_bytes is 0");
-  if (m->config.file_bytes < m->file_used + window && m->config.file_bytes >= window)
+  if (m->config.file_bytes < m->file_used + window && m->config.file_bytes >= window && !m->checkpointing)
     gmi_files_shrink(m, m->config.file_bytes - window);
   if (m->config.file_bytes < m->file_used + window)
     return gmi_fail(

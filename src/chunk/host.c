@@ -489,6 +489,23 @@ gemini_status_t gmi_host_room(gmi_manager_t *m, uint32_t count) {
   return GEMINI_OK;
 }
 
+gemini_status_t gmi_host_fits(gmi_manager_t *m, const char *what, uint64_t need_bytes,
+                              bool (*inside)(const void *user, const gmi_window_t *w), const void *user) {
+  uint64_t taken = 0;
+  if (m->files) return GEMINI_OK;
+  for (uint32_t s = 0; s < m->host.slot_most; s++) {
+    const gmi_window_t *w = m->host.slots[s].window;
+    if (m->host.slots[s].block) taken += window_bytes(m);
+    if (!w || inside(user, w)) continue;
+    bool clean = !(w->valid & GMI_VALID_HOST) || (w->valid & (GMI_VALID_DEVICE | GMI_VALID_ZERO));
+    if (!clean || w->host_users || w->graphs) taken += window_bytes(m);
+  }
+  if (taken + need_bytes <= m->config.host_bytes) return GEMINI_OK;
+  return gmi_fail(GEMINI_ERR_OOM_HOST, 0,
+                  "%s needs %llu bytes of host memory, of the budget %llu other chunks and blocks must keep %llu", what,
+                  (unsigned long long)need_bytes, (unsigned long long)m->config.host_bytes, (unsigned long long)taken);
+}
+
 static gemini_status_t slot_assign(gmi_manager_t *m, gmi_window_t *w, uint32_t slot) {
   gemini_status_t status = gmi_host_commit(m, (uint64_t)slot << m->window_shift, window_bytes(m));
   if (!status) gmi_host_slot_bind(m, w, slot);

@@ -115,7 +115,9 @@ static gemini_status_t checkpoint(gmi_manager_t *m) {
   if (status) return status;
   gmi_lane_drain(m);
   status = gmi_lane_failure(m);
+  m->checkpointing = true;
   if (!status) status = write_windows(m);
+  m->checkpointing = false;
   if (status) return status;
   char *text = NULL;
   size_t size = 0;

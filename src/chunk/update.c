@@ -582,7 +582,8 @@ static gemini_status_t walk_check(walk_t *k, const gemini_update_t *theirs, uint
   return GEMINI_OK;
 }
 
-static bool in_walk(const walk_t *k, const gmi_window_t *w) {
+static bool in_walk(const void *user, const gmi_window_t *w) {
+  const walk_t *k = user;
   for (uint32_t i = 0; i < k->u.arena_count; i++) {
     const gmi_arena_t *a = k->arenas[i];
     uint64_t begin = k->u.first_element * a->element_bytes, end = begin + k->u.element_count * a->element_bytes;
@@ -595,7 +596,7 @@ static bool in_walk(const walk_t *k, const gmi_window_t *w) {
 /* Nothing in the range may be in use, and without a file tier the host must have room for what will be there. */
 static gemini_status_t walk_room(walk_t *k, uint32_t index) {
   gmi_manager_t *m = k->m;
-  uint64_t need = 0, taken = 0, window = atomic_load(&m->window_bytes), number = 0;
+  uint64_t need = 0, window = atomic_load(&m->window_bytes), number = 0;
   piece_t p;
   for (uint64_t at = k->u.first_element, end = at + k->u.element_count; at < end; at = p.end, number++) {
     piece_at(k, at, end, &p);
@@ -614,18 +615,7 @@ static gemini_status_t walk_room(walk_t *k, uint32_t index) {
       need += w->slot != GMI_NONE || !(on_device || w->user_pins) ? window : 0;
     }
   }
-  for (uint32_t i = 0; !m->files && i < GMI_ARENAS; i++) { /* what of the others must stay there */
-    gmi_arena_t *a = gmi_arena_at(m, i);
-    for (uint32_t w = 0; a && a->windows && w < atomic_load(&a->window_count); w++) {
-      gmi_window_t *x = &a->windows[w];
-      bool clean = !(x->valid & GMI_VALID_HOST) || (x->valid & (GMI_VALID_DEVICE | GMI_VALID_ZERO));
-      if (x->slot != GMI_NONE && (!clean || x->host_users || x->graphs) && !in_walk(k, x)) taken += window;
-    }
-  }
-  if (m->files || taken + need <= m->config.host_bytes) return GEMINI_OK;
-  return gmi_fail(GEMINI_ERR_OOM_HOST, 0,
-                  "the update needs %llu bytes of host memory, of the budget %llu other chunks must keep %llu",
-                  (unsigned long long)need, (unsigned long long)m->config.host_bytes, (unsigned long long)taken);
+  return gmi_host_fits(m, "the update", need, in_walk, k);
 }
 
 /* From here on the update will be done: its tensors hold parameters, and its windows are deferred until each piece is
@@ -710,7 +700,15 @@ static gemini_status_t walk(walk_t *k, uint32_t stream) {
                    add_gap, k);
     if (k->gaps_lost) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for an update's record");
     bool written = false; /* a zero gradient takes the parameter's bytes, so that the parameter must come anew */
-    for (uint32_t i = 0; i < k->u.arena_count; i++) written |= k->arenas[i] == store && k->modes[i] & GEMINI_WRITE;
+    for (uint32_t i = 0; k->gap_count && i < k->u.arena_count; i++) {
+      if (k->arenas[i] != store) continue;
+      written = k->modes[i] & GEMINI_WRITE;
+      if (k->modes[i] & GEMINI_READ)
+        return gmi_fail(GEMINI_ERR_STATE, 0,
+                        "elements %llu to %llu of arena %s cannot be read: their gradient was not written, and a zero "
+                        "gradient would take their bytes",
+                        (unsigned long long)k->gaps[0].begin, (unsigned long long)k->gaps[0].end, store->name);
+    }
     if (k->gap_count && !written)
       return gmi_fail(GEMINI_ERR_STATE, 0,
                       "elements %llu to %llu of arena %s hold no gradient, and the update does not write arena %s",

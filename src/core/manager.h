@@ -137,7 +137,9 @@ typedef struct gmi_host {
 /* ---- tensors */
 /* A tensor's word: who uses it, what its bytes are, and its state when nobody uses it. The users' fields count acquires not
  * yet released: of the whole tensor on the device, by mode; of all others, which have a lease (chunk/lease.h). */
-#define GMI_TENSOR_STATE_SHIFT 60                  /* GEMINI_STATE_*; COMPUTE is not among them */
+#define GMI_TENSOR_STATE_SHIFT 61                      /* GEMINI_STATE_*; COMPUTE is not among them */
+#define GMI_TENSOR_BATCH_GRADIENT (UINT64_C(1) << 60)  /* the acquire under way, under the lock, writes its gradient */
+#define GMI_TENSOR_BATCH_PARAMETER (UINT64_C(1) << 59) /* likewise itself (both kept in the registered tensor) */
 #define GMI_TENSOR_GRADIENT (UINT64_C(1) << 58)    /* a gradient has taken the bytes (kept in the registered tensor) */
 #define GMI_TENSOR_FROZEN (UINT64_C(1) << 57)      /* the holder of the lock cuts arenas anew: only it may acquire */
 #define GMI_TENSOR_DEAD (UINT64_C(1) << 56)        /* its record is about to go: nobody may acquire it any more */
@@ -309,6 +311,7 @@ typedef struct gmi_manager {
   struct gmi_store *files;
   const struct gmi_sys *file_sys; /* NULL: the system's own calls */
   uint64_t file_block_bytes;      /* of files */
+  bool checkpointing;             /* blocks in files stay, whatever else their chunks' bytes are in */
   bool kept_used;                 /* the last checkpoint in the files is this process's, or was taken up by it */
   uint32_t io_count, io_writes;   /* transfers not yet noted */
   gmi_io_t *_Atomic io_finished;  /* Atomic: list */
@@ -514,6 +517,10 @@ void gmi_host_blocks_close(
     gmi_manager_t *m);                 /* ends all blocks; arenas still exist, as slots that come back look at them */
 void gmi_host_close(gmi_manager_t *m); /* nothing uses the memory any more */
 gemini_status_t gmi_host_resize(gmi_manager_t *m, uint64_t bytes); /* what lies behind a smaller budget moves */
+/* Without a file tier: is there room on the host for need_bytes of chunks, beside blocks and beside those other chunks that must
+ * stay there? inside: is the chunk one of those? OOM_HOST: what names them in the message ("the update"). */
+gemini_status_t gmi_host_fits(gmi_manager_t *m, const char *what, uint64_t need_bytes,
+                              bool (*inside)(const void *user, const gmi_window_t *w), const void *user);
 gemini_status_t gmi_host_slot_take(gmi_manager_t *m, gmi_window_t *w);
 void gmi_host_slot_bind(gmi_manager_t *m, gmi_window_t *w, uint32_t slot); /* a free one, whose memory exists */
 void gmi_host_slot_drop(gmi_manager_t *m, gmi_window_t *w);

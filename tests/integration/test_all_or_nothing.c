@@ -228,10 +228,100 @@ static void test_update_that_cannot_go_on_is_done_as_a_whole_later(void) {
   }
 }
 
+/* ---- contents */
+
+/* A parameter and its gradient have the same bytes: one batch writes the one or the other, and an update that reads the
+ * parameter cannot have a zero gradient in its place. */
+static void test_parameter_and_gradient_are_not_used_at_once(void) {
+  world_t w = world_open(world_config(6, 8, 0));
+  gemini_arena_t params = world_arena(&w, GEMINI_KIND_PARAM, 2, "params", 0, 0);
+  gemini_arena_t grads = world_arena(&w, GEMINI_KIND_GRAD, 2, "grads", 0, params);
+  gemini_tensor_t p = world_tensor(&w, params, "p", 2 * W), g, q = world_tensor(&w, params, "q", W);
+  CHECK_OK(gemini_tensor_counterpart(w.mgr, p, grads, &g));
+  for (uint32_t tier = DEVICE; tier <= HOST; tier++) {
+    world_fill(&w, p, 0, 2 * W, tier, 3);
+    for (int order = 0; order < 2; order++) {
+      gemini_access_t both[3] = { world_whole(order ? p : g, WRITE, tier), world_whole(q, WRITE, tier),
+                                  world_whole(order ? g : p, WRITE, tier) };
+      CHECK_STATUS(gemini_acquire(w.mgr, both, 3, GEMINI_STREAM_CALLER), GEMINI_ERR_STATE);
+      CHECK_SAYS(world_error().message, "share their bytes");
+      CHECK(world_holds(&w, p, 0, 2 * W, 3));
+      CHECK_OK(gemini_acquire(w.mgr, both, 1, GEMINI_STREAM_CALLER)); /* alone either can be written */
+      memset(both[0].ptr, 0, 2 * W);
+      CHECK_OK(gemini_release(w.mgr, both, 1, GEMINI_STREAM_CALLER));
+      world_fill(&w, p, 0, 2 * W, tier, 3);
+    }
+  }
+  gemini_arena_t arenas[] = { params, grads };
+  for (uint32_t mode = READ; mode <= BOTH; mode += 2) {
+    const uint32_t modes[] = { mode, READ };
+    gemini_update_t u = GEMINI_UPDATE_INIT;
+    u.arenas = arenas;
+    u.modes = modes;
+    u.arena_count = 2;
+    u.fn = span;
+    CHECK_STATUS(gemini_update(w.mgr, &u), GEMINI_ERR_STATE);
+    CHECK(world_holds(&w, p, 0, 2 * W, 3));
+  }
+  world_close(&w);
+}
+
+/* ---- load */
+static void test_load_that_does_not_fit_loads_nothing(void) {
+  char path[] = "/tmp/gemini-test.XXXXXX";
+  int fd = mkstemp(path);
+  CHECK(fd >= 0 && !unlink(path));
+  world_t w = world_open(world_config(4, 4, 0));
+  gemini_arena_t arena = world_arena(&w, GEMINI_KIND_OTHER, 1, "main", 0, 0);
+  gemini_tensor_t t = world_tensor(&w, arena, "t", 5 * W);
+  for (uint64_t i = 0; i < 5 * W; i += 4) CHECK_EQ(pwrite(fd, &(uint32_t){ 7 }, 4, (off_t)i), 4);
+  world_fill(&w, t, 0, W, DEVICE, 4);
+  gemini_access_t all = world_whole(t, 0, 0), most = world_part(t, W, 4 * W, 0, 0);
+  CHECK_STATUS(gemini_load(w.mgr, &all, fd, 0), GEMINI_ERR_OOM_HOST);
+  CHECK(world_holds(&w, t, 0, W, 4) && world_holds(&w, t, W, W, 0));
+  gemini_access_t up = world_part(t, 0, W, 0, DEVICE);
+  CHECK_OK(gemini_move(w.mgr, &up, 1));
+  CHECK_OK(gemini_load(w.mgr, &most, fd, 0));
+  CHECK(!close(fd));
+  world_close(&w);
+}
+
+/* ---- checkpoints */
+static void test_checkpoint_without_room_is_oom_file(void) {
+  char dir[64], path[128];
+  const char *tmp = getenv("TMPDIR");
+  snprintf(dir, sizeof dir, "%.40s/gemini.XXXXXX", tmp && *tmp ? tmp : "/tmp");
+  CHECK(mkdtemp(dir));
+  gemini_config_t c = world_config(4, 8, 16);
+  c.file_dir = dir;
+  c.keep_name = "run";
+  world_t w = world_open(c);
+  gemini_tensor_t t = world_tensor(&w, world_arena(&w, GEMINI_KIND_OTHER, 1, "main", 0, 0), "t", 6 * W);
+  world_fill(&w, t, 0, 6 * W, HOST, 4);
+  CHECK_OK(gemini_budget_set(w.mgr, GEMINI_TIER_FILE, 4 * W));
+  gemini_access_t some = world_part(t, 0, 4 * W, 0, FILES);
+  CHECK_OK(gemini_move(w.mgr, &some, 1));
+  some.tier = HOST;
+  CHECK_OK(gemini_move(w.mgr, &some, 1)); /* in both now: such blocks give way, but for a checkpoint */
+  CHECK_STATUS(gemini_checkpoint(w.mgr), GEMINI_ERR_OOM_FILE);
+  CHECK(world_holds(&w, t, 0, 6 * W, 4));
+  CHECK_OK(gemini_budget_set(w.mgr, GEMINI_TIER_FILE, 6 * W));
+  CHECK_OK(gemini_checkpoint(w.mgr));
+  world_close(&w);
+  for (int i = 0; i < 2; i++) {
+    snprintf(path, sizeof path, "%s/%s", dir, i ? "run.index" : "run.0.chunks");
+    CHECK_EQ(unlink(path), 0);
+  }
+  CHECK_EQ(rmdir(dir), 0);
+}
+
 int main(void) {
   RUN(test_zero_without_room_for_a_part_of_a_chunk_zeroes_nothing);
   RUN(test_free_without_room_for_a_part_of_a_chunk_frees_nothing);
   RUN(test_gradients_that_cannot_all_be_zeroed_stay);
   RUN(test_update_that_cannot_go_on_is_done_as_a_whole_later);
+  RUN(test_parameter_and_gradient_are_not_used_at_once);
+  RUN(test_load_that_does_not_fit_loads_nothing);
+  RUN(test_checkpoint_without_room_is_oom_file);
   return check_done();
 }
