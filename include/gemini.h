@@ -11,6 +11,9 @@
  *   one that is full may lie below the one where the room is needed, as what leaves must go somewhere.
  * - Functions may be called from any thread unless their comment says otherwise. Functions that take a stream
  *   never wait for the work queued on it, unless the stream is GEMINI_STREAM_CALLER or the comment says "blocks".
+ * - After fork(), the child has none of its parent's managers: calls with their handles, closing included, are refused with
+ *   GEMINI_ERR_HANDLE and name the parent; their memory is not there, and touching it faults; their files are the
+ *   parent's alone. The child can open managers of its own. Topologies go on in both.
  * - Caller-allocated structs start with struct_size; use the GEMINI_*_INIT macros. A zero field means the default.
  */
 #ifndef GEMINI_H
@@ -652,7 +655,7 @@ GEMINI_API gemini_status_t gemini_hook_forget(gemini_manager_t mgr, void *stream
  *          adopted. Since: 0.1 */
 GEMINI_API void *gemini_torch_malloc(ptrdiff_t size, int device, void *stream);
 /** Likewise gemini_free(), after the work queued on stream so far, which may be another one than the allocation's.
- *  @param ptr  NULL and pointers of managers closed since are ignored; one that is no live allocation is a failure, and
+ *  @param ptr  NULL, pointers of managers closed since and, after fork(), those of the parent's are ignored; one that is no live allocation is a failure, and
  *              ignored, too; one that was freed twice under another thread's call is noticed later
  *  @param size ignored, and so is device where another manager serves it since
  *  A stream that cannot be adopted: a failure, and the memory stays allocated. Since: 0.1 */

@@ -245,7 +245,7 @@ static gemini_status_t graph_destroy(gmi_manager_t *m, gemini_graph_t handle) {
 gemini_status_t gemini_graph_destroy(gemini_graph_t graph) {
   if (!graph) return GEMINI_OK;
   gmi_manager_t *m = gmi_manager_of(graph);
-  if (!m) API_RETURN(gmi_fail(GEMINI_ERR_HANDLE, 0, "%#llx is no graph of an open manager", (unsigned long long)graph));
+  if (!m) API_RETURN(GEMINI_ERR_HANDLE);
   gmi_lock(m);
   gemini_status_t status = graph_destroy(m, graph);
   gmi_unlock(m);

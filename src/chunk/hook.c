@@ -12,6 +12,7 @@
 #include <sched.h>
 #include <stdlib.h>
 
+#include "core/fork.h"
 #include "core/manager.h"
 
 enum { DEVICES = 64 };
@@ -52,11 +53,25 @@ static bool lies_in(uint32_t slot, const void *ptr) {
   return base && (uintptr_t)ptr - base < atomic_load_explicit(&entries[slot].range, memory_order_relaxed);
 }
 
+/* ---- fork: in a child nothing is served, and what it frees of the parent's stays the parent's */
+static void fork_prepare(void) { pthread_mutex_lock(&table_lock); }
+static void fork_parent(void) { pthread_mutex_unlock(&table_lock); }
+static void fork_child(void) {
+  pthread_mutex_init(&table_lock, NULL);
+  for (uint32_t i = 0; i < DEVICES; i++) atomic_store(&serving[i], 0);
+  for (uint32_t i = 0; i < GMI_MANAGERS; i++) {
+    atomic_store(&entries[i].manager, NULL);
+    atomic_store(&entries[i].users, 0);
+  }
+}
+static const gmi_fork_ops_t fork_ops = { fork_prepare, fork_parent, fork_child };
+
 static gemini_status_t hook_set(gmi_manager_t *m, uint32_t flags) {
   if (flags) return gmi_fail(GEMINI_ERR_INVALID, 0, "flags has unknown bits %#x", flags);
   if (m->config.device_ordinal >= DEVICES)
     return gmi_fail(GEMINI_ERR_INVALID, 0, "device %u cannot be hooked, the last one is %d", m->config.device_ordinal,
                     DEVICES - 1);
+  gmi_fork_watch(&fork_ops);
   pthread_mutex_lock(&table_lock);
   uint32_t has = atomic_load(&serving[m->config.device_ordinal]);
   bool taken = has && has != m->slot + 1;
@@ -249,6 +264,8 @@ static void hook_free(const char *operation, void *ptr, int device, void *native
     if (mine) return;
   }
   if (left_freed(ptr)) return;
+  for (uint32_t slot = 0; slot < GMI_MANAGERS; slot++)
+    if (lies_in(slot, ptr)) return; /* of the process that forked this one */
   gmi_fail(GEMINI_ERR_INVALID, 0, "%p is no address of a hooked manager's allocations", ptr);
   gmi_fail_operation(operation);
 }

@@ -8,7 +8,9 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
+#include "core/fork.h"
 #include "core/nvtx.h"
 #include "tracer/timeline.h"
 #include "tracer/tracer.h"
@@ -20,6 +22,32 @@ static struct {
 } live[GMI_MANAGERS];
 static pthread_mutex_t live_lock = PTHREAD_MUTEX_INITIALIZER;
 static uint64_t live_serial; /* managers opened so far */
+
+/* ---- fork: a child has no manager of its parent's, and says so */
+static uint64_t forked[GMI_MANAGERS]; /* by slot: the handle of the parent's manager, in a child */
+static pid_t opener;                  /* the process that opened managers; 0: nobody did */
+
+static void fork_prepare(void) { pthread_mutex_lock(&live_lock); }
+static void fork_parent(void) { pthread_mutex_unlock(&live_lock); }
+static void fork_child(void) {
+  pthread_mutex_init(&live_lock, NULL);
+  for (uint32_t slot = 0; slot < GMI_MANAGERS; slot++) {
+    uint64_t handle = atomic_exchange(&live[slot].handle, 0);
+    if (handle) forked[slot] = handle;
+    live[slot].manager = NULL;
+  }
+}
+static const gmi_fork_ops_t fork_ops = { fork_prepare, fork_parent, fork_child };
+
+/* Is it a handle of a manager, or of its objects, that this process has by a fork? Then the error is recorded. */
+static bool is_forked(uint64_t handle) {
+  uint64_t of = forked[handle >> 54 & 63];
+  if (!of || ((of ^ handle) & GMI_HANDLE_MANAGER_MASK)) return false;
+  gmi_fail(GEMINI_ERR_HANDLE, 0,
+           "%#llx belongs to a manager of process %ld, from which this process was forked: only that one can use it",
+           (unsigned long long)handle, (long)opener);
+  return true;
+}
 
 static const uint8_t index_bits[] = { [GMI_HANDLE_ARENA] = GMI_ARENA_INDEX_BITS,
                                       [GMI_HANDLE_TENSOR] = GMI_TENSOR_INDEX_BITS,
@@ -49,7 +77,7 @@ bool gmi_handle_open(const gmi_manager_t *m, uint64_t handle, uint32_t type, uin
 gmi_manager_t *gmi_manager_get(gemini_manager_t handle) {
   uint32_t slot = (uint32_t)(handle >> 54) & 63;
   if (handle && atomic_load_explicit(&live[slot].handle, memory_order_acquire) == handle) return live[slot].manager;
-  gmi_fail(GEMINI_ERR_HANDLE, 0, "%#llx is no open manager", (unsigned long long)handle);
+  if (!is_forked(handle)) gmi_fail(GEMINI_ERR_HANDLE, 0, "%#llx is no open manager", (unsigned long long)handle);
   return NULL;
 }
 
@@ -57,6 +85,8 @@ gmi_manager_t *gmi_manager_of(uint64_t handle) {
   uint32_t slot = (uint32_t)(handle >> 54) & 63;
   uint64_t of = atomic_load_explicit(&live[slot].handle, memory_order_acquire);
   if (of && !((of ^ handle) & GMI_HANDLE_MANAGER_MASK)) return live[slot].manager;
+  if (!is_forked(handle))
+    gmi_fail(GEMINI_ERR_HANDLE, 0, "%#llx is no object of an open manager", (unsigned long long)handle);
   return NULL;
 }
 
@@ -319,7 +349,7 @@ gemini_status_t gmi_stream_of_native(gmi_manager_t *m, void *native, bool may_bl
 static gemini_status_t stream_destroy(gemini_stream_t stream) {
   if (!stream) return GEMINI_OK;
   gmi_manager_t *m = gmi_manager_of(stream);
-  if (!m) return gmi_fail(GEMINI_ERR_HANDLE, 0, "%#llx is no stream of an open manager", (unsigned long long)stream);
+  if (!m) return GEMINI_ERR_HANDLE;
   gmi_lock(m);
   uint32_t index;
   gemini_status_t status = gmi_stream_resolve(m, stream, &index);
@@ -336,7 +366,7 @@ static gemini_status_t stream_destroy(gemini_stream_t stream) {
 gemini_status_t gemini_stream_destroy(gemini_stream_t stream) { API_RETURN(stream_destroy(stream)); }
 
 static gemini_status_t stream_call(gmi_manager_t *m, gemini_stream_t stream, gemini_call_fn fn, void *user) {
-  uint32_t index;
+  uint32_t index = 0;
   if (!fn) return gmi_fail(GEMINI_ERR_INVALID, 0, "fn is NULL");
   gemini_status_t status = gmi_stream_resolve(m, stream, &index);
   if (status) return status;
@@ -353,7 +383,7 @@ gemini_status_t gemini_stream_call(gemini_manager_t mgr, gemini_stream_t stream,
 }
 
 static gemini_status_t stream_synchronize(gmi_manager_t *m, gemini_stream_t stream) {
-  uint32_t index;
+  uint32_t index = 0;
   gemini_status_t status = gmi_stream_resolve(m, stream, &index);
   if (status || index == GMI_CALLER) return status;
   gmi_lock(m);
@@ -466,6 +496,7 @@ static gemini_status_t manager_open(const gemini_config_t *theirs, gemini_manage
   gemini_status_t status = gmi_struct_in(&config, sizeof config, theirs, sizeof config, "config");
   if (!status) status = config_check(&config);
   if (status) return status;
+  gmi_fork_watch(&fork_ops);
   gmi_manager_t *m = aligned_alloc(_Alignof(gmi_manager_t), sizeof *m);
   if (!m) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for a manager (%zu bytes)", sizeof *m);
   memset(m, 0, sizeof *m);
@@ -532,6 +563,7 @@ static gemini_status_t manager_open(const gemini_config_t *theirs, gemini_manage
   uint32_t slot = 0;
   while (slot < GMI_MANAGERS && atomic_load(&live[slot].handle)) slot++;
   if (slot < GMI_MANAGERS) {
+    opener = getpid();
     m->slot = slot;
     live_serial++;
     m->handle = (uint64_t)GMI_HANDLE_MANAGER << 60 | (uint64_t)slot << 54 | (live_serial & 0xfff) << 42 | live_serial;

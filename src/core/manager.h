@@ -357,7 +357,7 @@ typedef struct gmi_manager {
 
 /* core/manager.c */
 gmi_manager_t *gmi_manager_get(gemini_manager_t handle); /* NULL, with the error recorded */
-gmi_manager_t *gmi_manager_of(uint64_t handle);          /* of any object's handle; NULL: no manager is open */
+gmi_manager_t *gmi_manager_of(uint64_t handle);          /* of any object's handle; likewise */
 void gmi_lock(gmi_manager_t *m);
 void gmi_unlock(gmi_manager_t *m); /* then sends queued logs */
 /* All of a public function whose parameter mgr is the manager: call, with m, under its lock. */

@@ -21,6 +21,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "core/fork.h"
 #include "device/device.h"
 
 #define GRANULE_BYTES UINT64_C(4096)
@@ -310,7 +311,9 @@ static gemini_status_t sim_map(void *self, void *va, uint64_t frame, uint64_t si
   if (!ok) return GEMINI_ERR_INVALID;
   void *mapped =
       mmap(va, size_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED | MAP_POPULATE, sim->memory_fd, (off_t)frame);
-  return mapped == MAP_FAILED ? GEMINI_ERR_OOM_SYSTEM : GEMINI_OK;
+  if (mapped == MAP_FAILED) return GEMINI_ERR_OOM_SYSTEM;
+  (void)madvise(mapped, size_bytes, MADV_DONTFORK); /* a child that wrote here would write to the parent's chunks */
+  return GEMINI_OK;
 }
 
 static gemini_status_t sim_unmap(void *self, void *va, uint64_t size_bytes) {
@@ -754,6 +757,7 @@ static void sim_close(void *self) {
   pthread_mutex_destroy(&sim->flag_lock);
   pthread_mutex_destroy(&sim->streams_lock);
   pthread_cond_destroy(&sim->flag_changed);
+  gmi_fork_keep(sim->memory_fd);
   close(sim->memory_fd);
   free(sim->ranges);
   free(sim->frames);
@@ -770,6 +774,7 @@ static gemini_status_t sim_open(const gmi_device_config_t *config, void **self_o
     free(sim);
     return errno == ENOSYS ? GEMINI_ERR_UNSUPPORTED : GEMINI_ERR_OOM_SYSTEM;
   }
+  gmi_fork_close(sim->memory_fd); /* or its memory would live as long as a child does */
   /* A file that passes the process's limit would end the process by a signal. */
   struct rlimit limit = { RLIM_INFINITY, RLIM_INFINITY };
   getrlimit(RLIMIT_FSIZE, &limit);

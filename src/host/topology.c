@@ -22,6 +22,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "core/fork.h"
 #include "core/status.h"
 
 enum { DISKS_LIMIT = 64, STACK_LIMIT = 16 };
@@ -551,8 +552,15 @@ static gmi_topology_t *topology_get(gemini_topology_t handle) {
   return NULL;
 }
 
+/* A forked child has topologies as they were: they are nothing but memory. */
+static void fork_prepare(void) { pthread_mutex_lock(&live_lock); }
+static void fork_parent(void) { pthread_mutex_unlock(&live_lock); }
+static void fork_child(void) { pthread_mutex_init(&live_lock, NULL); }
+static const gmi_fork_ops_t fork_ops = { fork_prepare, fork_parent, fork_child };
+
 static gemini_status_t topology_open(const char *path, gemini_topology_t *topology_out) {
   if (!topology_out) return gmi_fail(GEMINI_ERR_INVALID, 0, "topology_out is NULL");
+  gmi_fork_watch(&fork_ops);
   gmi_topology_t *t;
   gemini_status_t status = gmi_topology_load(path, &t);
   if (status) return status;

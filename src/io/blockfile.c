@@ -14,6 +14,7 @@
 #include <unistd.h>
 
 #include "core/file_limit.h"
+#include "core/fork.h"
 #include "core/status.h"
 #include "io/engine.h"
 
@@ -48,6 +49,7 @@ static int open_again(const gmi_sys_t *sys, const char *path, int flags) {
 }
 
 static void close_fd(gmi_blockfile_t *file) {
+  gmi_fork_keep(file->fd);
   if (file->fd >= 0) file->sys->close(file->fd);
   file->fd = -1;
 }
@@ -195,6 +197,7 @@ gemini_status_t gmi_blockfile_open(gmi_blockfile_t *file, const gmi_sys_t *sys, 
     close_fd(file);
     file->direct = direct = false;
   }
+  gmi_fork_close(file->fd); /* a child would hold the lock, and the space */
   if (!status && name) status = lock_named(file, note);
   struct statfs info;
   if (!status && !sys->fstatfs(file->fd, &info) && info.f_type == TMPFS_MAGIC)

@@ -17,6 +17,12 @@
 
 static int real_open(const char *path, int flags, mode_t mode) { return open(path, flags, mode); }
 static int real_openat(int dir, const char *path, int flags, mode_t mode) { return openat(dir, path, flags, mode); }
+/* Without its memory in a forked child, which would keep the ring and all of its files. */
+static int real_ring_init(unsigned entries, struct io_uring *ring, struct io_uring_params *params) {
+  int result = io_uring_queue_init_params(entries, ring, params);
+  if (!result) (void)io_uring_ring_dontfork(ring);
+  return result;
+}
 static int real_eventfd(unsigned value, int flags) { return eventfd(value, flags); }
 
 /* What io_uring_register_buffers_sparse does, on kernels before 5.19 as well: slots without an address are empty. */
@@ -65,7 +71,7 @@ const gmi_sys_t gmi_sys_real = {
   .mkostemp = mkostemp,
   .flock = flock,
   .eventfd = real_eventfd,
-  .ring_init = io_uring_queue_init_params,
+  .ring_init = real_ring_init,
   .ring_exit = io_uring_queue_exit,
   .ring_register_files = io_uring_register_files,
   .ring_register_files_update = real_register_files_update,

@@ -15,6 +15,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "core/fork.h"
 #include "core/status.h"
 #include "io/backend.h"
 
@@ -397,6 +398,7 @@ static bool make_ring(uring_t *u) {
     snprintf(u->failure, sizeof u->failure, "io_uring is not to be had (io_uring_setup: %s)", strerror(-result));
     return false;
   }
+  gmi_fork_close(u->ring.ring_fd);
   /* That it can be entered, knows reads and wakes this thread is tried once, here. */
   uint64_t one = 1;
   const char *what = "io_uring_enter";
@@ -421,6 +423,7 @@ static bool make_ring(uring_t *u) {
   if (got != sizeof u->wake_word) {
     u->failure_code = got < 0 ? -got : EIO;
     snprintf(u->failure, sizeof u->failure, "io_uring is not to be had (%s: %s)", what, strerror(u->failure_code));
+    gmi_fork_keep(u->ring.ring_fd);
     sys->ring_exit(&u->ring);
     return false;
   }
@@ -437,6 +440,7 @@ static void end_ring(uring_t *u) {
   uint64_t one = 1;
   if (u->wake_armed && write(u->wake_fd, &one, sizeof one) == sizeof one)
     for (int tries = 0; u->wake_armed && tries < STALLS_AT_ONCE; tries++) turn(u, true);
+  gmi_fork_keep(u->ring.ring_fd);
   u->e->sys->ring_exit(&u->ring);
 }
 
@@ -529,6 +533,7 @@ static void ring_buffer_remove(gmi_engine_t *e, void *base, uint64_t size_bytes)
 }
 
 static void dispose(uring_t *u) {
+  gmi_fork_keep(u->wake_fd);
   if (u->wake_fd >= 0) u->e->sys->close(u->wake_fd);
   pthread_cond_destroy(&u->news);
   free(u->buffers);
@@ -574,6 +579,7 @@ gemini_status_t gmi_uring_open(gmi_engine_t *engine) {
     status = gmi_fail(GEMINI_ERR_UNSUPPORTED, errno, "io_uring is not to be had (eventfd: %s)", strerror(errno));
     goto fail;
   }
+  gmi_fork_close(u->wake_fd);
   u->slots = calloc(e->depth, sizeof *u->slots);
   u->free_list = calloc(e->depth, sizeof *u->free_list);
   u->ready = calloc(e->depth, sizeof *u->ready);

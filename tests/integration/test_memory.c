@@ -15,6 +15,7 @@
 #include <unistd.h>
 
 #include "../check.h"
+#include "../touch.h"
 #include "gemini.h"
 
 #define OK(call) CHECK_EQ(call, GEMINI_OK)
@@ -768,63 +769,40 @@ static void test_tied_tensors_share_their_bytes(void) {
 }
 
 /* ---- stale accesses fault */
-/* The status of a child that reads one byte there. */
-static int read_in_child(const volatile uint8_t *at) {
-  fflush(NULL);
-  pid_t child = fork();
-  CHECK(child >= 0);
-  if (!child) {
-    struct rlimit none = { 0, 0 };
-    setrlimit(RLIMIT_CORE, &none);
-    signal(SIGSEGV, SIG_DFL); /* a sanitizer's would report it and exit */
-    signal(SIGBUS, SIG_DFL);
-    uint8_t byte = *at;
-    _exit(byte == 0 ? 0 : 1);
-  }
-  int status;
-  while (waitpid(child, &status, 0) < 0) CHECK_EQ(errno, EINTR);
-  return status;
-}
-static bool faults(const void *at) {
-  int status = read_in_child(at);
-  return WIFSIGNALED(status) && WTERMSIG(status) == SIGSEGV;
-}
-static bool readable(const void *at) { return WIFEXITED(read_in_child(at)); }
-
 static void test_strict_stale_accesses_fault(void) {
   gemini_config_t c = config_of(2, 8, 8);
   c.flags = GEMINI_CONFIG_STRICT;
   world_t w = world_of(c, 4, WINDOW);
   uint8_t *address = (uint8_t *)(uintptr_t)info_of(&w, w.t[0]).address;
-  CHECK(faults(address)); /* never resident */
+  CHECK(touch_faults(address)); /* never resident */
   put(&w, w.t[0], HOST, 1);
-  CHECK(faults(address)); /* has bytes, but below the device */
+  CHECK(touch_faults(address)); /* has bytes, but below the device */
   gemini_access_t a = whole(w.t[0], GEMINI_READ_WRITE, DEVICE);
   OK(gemini_acquire(w.mgr, &a, 1, w.stream));
   CHECK(a.ptr == address);
   OK(gemini_stream_synchronize(w.mgr, w.stream));
-  CHECK(readable(address) && readable(address + WINDOW - 1));
-  CHECK(faults(address + WINDOW)); /* its neighbour is not there */
+  CHECK(touch_reads(address) && touch_reads(address + WINDOW - 1));
+  CHECK(touch_faults(address + WINDOW)); /* its neighbour is not there */
   work_t work = { .at = a.ptr, .size = WINDOW, .seed = 2, .delay_ms = 30 };
   OK(gemini_stream_call(w.mgr, w.stream, work_fill, &work));
   OK(gemini_release(w.mgr, &a, 1, w.stream));
   gemini_access_t both[2] = { whole(w.t[1], GEMINI_WRITE, DEVICE), whole(w.t[2], GEMINI_WRITE, DEVICE) };
   OK(gemini_acquire(w.mgr, both, 2, w.stream)); /* all of the device: t.0 leaves, behind its queued user */
   OK(gemini_release(w.mgr, both, 2, w.stream));
-  CHECK(faults(address) && faults(address + WINDOW - 1));
-  CHECK(readable(address + WINDOW));
+  CHECK(touch_faults(address) && touch_faults(address + WINDOW - 1));
+  CHECK(touch_reads(address + WINDOW));
   expect(&w, w.t[0], DEVICE, 2);
-  CHECK(readable(address));
+  CHECK(touch_reads(address));
   OK(move(&w, w.t[0], HOST));
-  CHECK(faults(address));
+  CHECK(touch_faults(address));
   OK(move(&w, w.t[0], DEVICE));
   gemini_access_t range = whole(w.t[0], GEMINI_READ, 0);
   OK(gemini_zero(w.mgr, &range)); /* holds nothing any more */
-  CHECK(faults(address));
+  CHECK(touch_faults(address));
   OK(move(&w, w.t[1], DEVICE));
   OK(move(&w, w.t[2], DEVICE));
   OK(gemini_budget_set(w.mgr, DEVICE, WINDOW));
-  CHECK(faults(address + WINDOW) != faults(address + 2 * WINDOW));
+  CHECK(touch_faults(address + WINDOW) != touch_faults(address + 2 * WINDOW));
   world_close(&w);
 }
 

@@ -10,6 +10,7 @@
 #include <unistd.h>
 
 #include "../check.h"
+#include "../fork.h"
 #include "gemini.h"
 #include "world.h"
 
@@ -203,8 +204,8 @@ static const char *hex(uint64_t handle) { return text("%#llx", (unsigned long lo
 static void nothing(void *user) { (void)user; }
 static void no_span(void *user, const gemini_update_span_t *span) { (void)user, (void)span; }
 
-static void refuse_manager(gemini_manager_t mgr) {
-  const char *says = text("%s|is no open manager", hex(mgr));
+static void refuse_manager(gemini_manager_t mgr, const char *why) {
+  const char *says = text("%s|%s", hex(mgr), why);
   gemini_arena_config_t arena_config = GEMINI_ARENA_CONFIG_INIT;
   gemini_arena_info_t arena_info = GEMINI_ARENA_INFO_INIT;
   gemini_tensor_info_t tensor_info = GEMINI_TENSOR_INFO_INIT;
@@ -225,6 +226,8 @@ static void refuse_manager(gemini_manager_t mgr) {
   REFUSED(HANDLE, says, gemini_hook_clear, mgr);
   REFUSED(HANDLE, says, gemini_hook_forget, mgr, NULL);
   REFUSED(HANDLE, says, gemini_stream_create, mgr, &out);
+  REFUSED(HANDLE, says, gemini_stream_adopt, mgr, &out, &out);
+  REFUSED(HANDLE, says, gemini_stream_native, mgr, GEMINI_STREAM_CALLER, &ptr);
   REFUSED(HANDLE, says, gemini_stream_call, mgr, GEMINI_STREAM_CALLER, nothing, NULL);
   REFUSED(HANDLE, says, gemini_stream_synchronize, mgr, GEMINI_STREAM_CALLER);
   REFUSED(HANDLE, says, gemini_arena_create, mgr, &arena_config, &out);
@@ -286,8 +289,27 @@ static void test_manager_that_is_none_is_refused_everywhere(void) {
   const uint64_t none[] = {
     0, 1, UINT64_MAX, bed.dead_mgr, bed.w.mgr ^ UINT64_C(1) << 42, bed.w.mgr | 1, bed.w.stream, bed.other, bed.o[0]
   };
-  for (size_t i = 0; i < sizeof none / sizeof *none; i++) refuse_manager(none[i]);
+  for (size_t i = 0; i < sizeof none / sizeof *none; i++) refuse_manager(none[i], "is no open manager");
   CHECK_OK(gemini_manager_close(0));
+  bed_close();
+}
+
+/* In a child, what the parent opened is refused with the process that has it; nothing there can reach the parent's bytes. */
+static void test_manager_of_a_parent_is_refused_everywhere(void) {
+  bed_open();
+  const pid_t parent = getpid();
+  const pid_t child = fork_child();
+  if (!child) {
+    const char *why = text("of process %ld|forked", (long)parent);
+    gemini_manager_t managers[2] = { bed.w.mgr, bed.x.mgr };
+    bed.w.mgr = 0; /* there is nothing to be seen of them */
+    for (int i = 0; i < 2; i++) refuse_manager(managers[i], why);
+    refuse_manager(bed.dead_mgr, "is no open manager");
+    REFUSED(HANDLE, text("%s|%s", hex(bed.w.stream), why), gemini_stream_destroy, bed.w.stream);
+    REFUSED(HANDLE, text("%s|%s", hex(bed.w.stream), why), gemini_graph_destroy, bed.w.stream);
+    _exit(0);
+  }
+  fork_expect_end(child);
   bed_close();
 }
 
@@ -1979,6 +2001,7 @@ static void test_all_public_functions_are_covered(void) {
 
 int main(void) {
   RUN(test_manager_that_is_none_is_refused_everywhere);
+  RUN(test_manager_of_a_parent_is_refused_everywhere);
   RUN(test_arena_that_is_none_is_refused_everywhere);
   RUN(test_tensor_that_is_none_is_refused_everywhere);
   RUN(test_stream_that_is_none_is_refused_everywhere);

@@ -1,0 +1,71 @@
+/* What a forked child must not keep of its parent. SPDX-License-Identifier: Apache-2.0 */
+#include "core/fork.h"
+
+#include <pthread.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+enum { WATCHERS = 8 };
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* Guards what follows; taken last by fork(). */
+static const gmi_fork_ops_t *watchers[WATCHERS];
+static uint32_t watcher_count, prepared; /* prepared: of the fork() under way */
+static int *fds;                         /* [fd_capacity]; -1: an empty place */
+static uint32_t fd_capacity;
+
+static void prepare(void) {
+  uint32_t count;
+  pthread_mutex_lock(&lock); /* only to read the number: a watcher's lock may be held by who registers a descriptor */
+  count = watcher_count;
+  pthread_mutex_unlock(&lock);
+  for (uint32_t i = 0; i < count; i++) watchers[i]->prepare();
+  pthread_mutex_lock(&lock);
+  prepared = count;
+}
+
+static void parent(void) {
+  uint32_t count = prepared;
+  pthread_mutex_unlock(&lock);
+  for (uint32_t i = count; i-- > 0;) watchers[i]->parent();
+}
+
+static void child(void) {
+  pthread_mutex_init(&lock, NULL);
+  for (uint32_t i = 0; i < fd_capacity; i++) {
+    if (fds[i] >= 0) close(fds[i]);
+    fds[i] = -1;
+  }
+  for (uint32_t i = watcher_count; i-- > 0;) watchers[i]->child();
+}
+
+void gmi_fork_watch(const gmi_fork_ops_t *ops) {
+  pthread_mutex_lock(&lock);
+  uint32_t i = 0;
+  while (i < watcher_count && watchers[i] != ops) i++;
+  if (i == watcher_count && i < WATCHERS) {
+    if (!i) pthread_atfork(prepare, parent, child);
+    watchers[i] = ops;
+    watcher_count++;
+  }
+  pthread_mutex_unlock(&lock);
+}
+
+static void replace(int from, int to) {
+  uint32_t i = 0;
+  pthread_mutex_lock(&lock);
+  while (i < fd_capacity && fds[i] != from) i++;
+  if (i == fd_capacity && from < 0) { /* no place is empty */
+    int *grown = realloc(fds, (fd_capacity + 64) * sizeof *fds);
+    for (uint32_t k = 0; grown && k < 64; k++) grown[fd_capacity + k] = -1;
+    if (grown) fds = grown, fd_capacity += 64;
+  }
+  if (i < fd_capacity) fds[i] = to;
+  pthread_mutex_unlock(&lock);
+}
+void gmi_fork_close(int fd) {
+  if (fd >= 0) replace(-1, fd);
+}
+void gmi_fork_keep(int fd) {
+  if (fd >= 0) replace(fd, -1);
+}
