@@ -212,7 +212,7 @@ static int load_trace(trace_t *t, const char *path, uint64_t device_bytes, uint6
   }
   gmi_manager_t *m = gmi_manager_get(trace_manager);
   gmi_trace_t trace;
-  gmi_lock(m);
+  gmi_lock(m, "bench_plan");
   gemini_status_t status = gmi_cut(m);
   if (status == GEMINI_OK) status = gmi_trace_read(m, &trace, path);
   if (status == GEMINI_OK) {

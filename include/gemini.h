@@ -146,9 +146,12 @@ typedef struct gemini_config {
   uint32_t reserved;            /* 0 */
   const char *keep_name;        /* the file tier's files are kept under this name, for gemini_checkpoint(); needs
                                    window_bytes; borrowed. NULL: they vanish with the process */
+  uint64_t watchdog_ns; /* a call that waits for longer, for queued work, transfers, workers, the system or another
+                                   call, is logged as a warning that says for what; again at twice that time, and so on.
+                                   Needs log_fn; 0: no watchdog */
 } gemini_config_t;
 #define GEMINI_CONFIG_INIT \
-  { sizeof(gemini_config_t), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, 0.0, 0, 0, NULL, NULL, NULL, 0, 0, NULL }
+  { sizeof(gemini_config_t), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, 0.0, 0, 0, NULL, NULL, NULL, 0, 0, NULL, 0 }
 
 /** Opens a manager: one device, one set of budgets, one sequence of iterations.
  *  @param config  borrowed until return
@@ -831,11 +834,20 @@ typedef struct gemini_stats_s {
     0,                      \
     0,                      \
     0 }
-/** Copies the statistics.
+/** Copies the statistics. Never waits, whatever other threads' calls wait for; while one is under way, the figures may not
+ *  all be of one moment.
  *  @param stats_out caller-allocated; struct_size set; borrowed until return. Since: 0.1 */
 GEMINI_API gemini_status_t gemini_stats(gemini_manager_t mgr, gemini_stats_t *stats_out) GEMINI_MUST_CHECK;
 /** Starts peaks, moved bytes, hits, stalls and errors anew; what is in use stays counted. Since: 0.1 */
 GEMINI_API gemini_status_t gemini_stats_reset(gemini_manager_t mgr) GEMINI_MUST_CHECK;
+
+/** The manager's state in words, for people: what is used in each tier, which chunks are where, which operator is open,
+ *  what is acquired and how often, and which threads wait inside the library, for what and since when. Never waits for
+ *  another call: what one is changing at this moment is left out, and the text says so. Always NUL-terminated.
+ *  @param text_out   size_bytes bytes; NULL with size_bytes 0 to ask for the length
+ *  @param length_out bytes that the text had without the NUL, which is different the next time; may be NULL. Since: 0.1 */
+GEMINI_API gemini_status_t gemini_manager_dump(gemini_manager_t mgr, char *text_out, uint64_t size_bytes,
+                                               uint64_t *length_out) GEMINI_MUST_CHECK;
 
 /** The plan in force in words: what stays, what comes and goes, what binds the step. Always NUL-terminated.
  *  @param text_out   size_bytes bytes; NULL with size_bytes 0 to ask for the length

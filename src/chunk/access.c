@@ -555,7 +555,7 @@ static gemini_status_t acquire(gmi_manager_t *m, gemini_access_t *accesses, uint
   if (status) return status;
   if (gmi_graph_begun(m, s)) {
     bool captures;
-    gmi_lock(m);
+    gmi_lock(m, "gemini_acquire");
     status = gmi_graph_captures(m, s, &captures);
     if (!status && captures) status = gmi_graph_acquire(m, accesses, count, s);
     gmi_unlock(m);
@@ -565,7 +565,7 @@ static gemini_status_t acquire(gmi_manager_t *m, gemini_access_t *accesses, uint
   uint64_t n = 0;
   while (n < count && n < SMALL_BATCH && fast_hold(m, &accesses[n], s, count == 1, &fast[n])) n++;
   if (n < count) {
-    gmi_lock(m);
+    gmi_lock(m, "gemini_acquire");
     status = acquire_slow(m, accesses + n, count - n, s);
     gmi_unlock(m);
   }
@@ -594,7 +594,7 @@ gemini_status_t gmi_window_use(gmi_manager_t *m, gmi_window_t *w, uint32_t mode,
     }
     if (slot == GMI_USES) {
       slot = 0;
-      if (!locked) gmi_lock(m);
+      if (!locked) gmi_lock(m, "gemini_release");
       gemini_status_t status = gmi_fence_wait(m, stream, seen[slot]);
       if (!locked) gmi_unlock(m);
       if (status) return status;
@@ -706,7 +706,7 @@ static gemini_status_t release(gmi_manager_t *m, const gemini_access_t *accesses
   gemini_status_t status = GEMINI_OK;
   if (gmi_graph_begun(m, stream)) {
     bool captures;
-    gmi_lock(m);
+    gmi_lock(m, "gemini_release");
     status = gmi_graph_captures(m, stream, &captures);
     if (!status && captures) status = gmi_graph_release(m, accesses, count, stream);
     gmi_unlock(m);
@@ -718,7 +718,7 @@ static gemini_status_t release(gmi_manager_t *m, const gemini_access_t *accesses
     host |= accesses[k].tier != GEMINI_TIER_DEVICE;
     locked |= host || accesses[k].object >> 60 != GMI_HANDLE_TENSOR;
   }
-  if (locked) gmi_lock(m);
+  if (locked) gmi_lock(m, "gemini_release");
   status = release_batch(m, accesses, count, stream, locked);
   if (host) gmi_updates_room(m);
   if (locked) gmi_unlock(m);

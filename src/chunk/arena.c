@@ -258,6 +258,7 @@ static gemini_status_t arena_create(gmi_manager_t *m, const gemini_arena_config_
   }
   if (base) base->followers++;
   if (reuse) reuse->reused = true;
+  else m->stats.model_bytes += atomic_load(&a->size);
   a->generation = ++m->arena_generations[index];
   atomic_store_explicit(&m->arenas[index], a, memory_order_release);
   gmi_tracer_forget(m);
@@ -322,7 +323,7 @@ static gemini_status_t arena_destroy(gmi_manager_t *m, gemini_arena_t handle) {
                     (unsigned long long)lease.key.size, (unsigned long long)lease.key.offset, a->name);
   gemini_status_t status = gmi_updates_queue(m, NULL); /* nothing of it may be left that names it */
   if (status) return status;
-  gmi_lane_drain(m);
+  gmi_lane_drain(m, NULL);
   uint32_t count = a->store == a->index ? atomic_load(&a->window_count) : 0;
   for (uint32_t i = 0; i < count; i++) {
     gmi_window_t *w = &a->windows[i];
@@ -348,6 +349,7 @@ static gemini_status_t arena_destroy(gmi_manager_t *m, gemini_arena_t handle) {
   gmi_arena_t *base = gmi_arena_at(m, a->like);
   if (base != a) base->followers--;
   if (a->store != a->index) gmi_arena_at(m, a->store)->reused = false;
+  else m->stats.model_bytes -= atomic_load(&a->size);
   atomic_store_explicit(&m->arenas[a->index], NULL, memory_order_release);
   arena_free(m, a);
   gmi_tracer_forget(m);
@@ -357,7 +359,7 @@ gemini_status_t gemini_arena_destroy(gemini_manager_t mgr, gemini_arena_t arena)
   gmi_manager_t *m = gmi_manager_get(mgr);
   if (!m) API_RETURN(GEMINI_ERR_HANDLE);
   if (!arena) return GEMINI_OK;
-  gmi_lock(m);
+  gmi_lock(m, __func__);
   gemini_status_t status = arena_destroy(m, arena);
   gmi_unlock(m);
   API_RETURN(status);
@@ -393,7 +395,7 @@ gemini_status_t gemini_arena_info(gemini_manager_t mgr, gemini_arena_t arena, ge
   gmi_manager_t *m = gmi_manager_get(mgr);
   if (!m) API_RETURN(GEMINI_ERR_HANDLE);
   gemini_arena_info_t info = GEMINI_ARENA_INFO_INIT;
-  gmi_lock(m);
+  gmi_lock(m, __func__);
   gmi_arena_t *a = gmi_arena_get(m, arena);
   if (a) {
     info.kind = a->kind;
@@ -436,6 +438,7 @@ static gemini_status_t arena_extend(gmi_manager_t *m, gmi_arena_t *a, uint64_t s
   for (uint32_t i = 0; !status && i < GMI_ARENAS; i++) {
     gmi_arena_t *f = gmi_arena_at(m, i);
     if (!f || f->like != a->index) continue;
+    if (f->store == f->index) m->stats.model_bytes += elements * f->element_bytes - atomic_load(&f->size);
     atomic_store_explicit(&f->size, elements * f->element_bytes, memory_order_release);
     status = gmi_arena_grow(m, f);
   }
@@ -448,7 +451,7 @@ gemini_status_t gemini_arena_take(gemini_manager_t mgr, gemini_arena_t arena, ui
   gmi_manager_t *m = gmi_manager_get(mgr);
   if (!m) API_RETURN(GEMINI_ERR_HANDLE);
   if (!offset_out) API_RETURN(gmi_fail(GEMINI_ERR_INVALID, 0, "offset_out is NULL"));
-  gmi_lock(m);
+  gmi_lock(m, __func__);
   gmi_arena_t *a = gmi_arena_get(m, arena);
   gemini_status_t status = a ? arena_extend(m, a, size_bytes, offset_out) : GEMINI_ERR_HANDLE;
   gmi_unlock(m);
@@ -598,7 +601,7 @@ gemini_status_t gemini_tensor_unregister(gemini_manager_t mgr, gemini_tensor_t t
   gmi_manager_t *m = gmi_manager_get(mgr);
   if (!m) API_RETURN(GEMINI_ERR_HANDLE);
   if (!tensor) return GEMINI_OK;
-  gmi_lock(m);
+  gmi_lock(m, __func__);
   gemini_status_t status = tensor_unregister(m, tensor);
   gmi_unlock(m);
   API_RETURN(status);
@@ -608,7 +611,7 @@ gemini_status_t gemini_tensor_find(gemini_manager_t mgr, const char *name, gemin
   gmi_manager_t *m = gmi_manager_get(mgr);
   if (!m) API_RETURN(GEMINI_ERR_HANDLE);
   if (!name || !tensor_out) API_RETURN(gmi_fail(GEMINI_ERR_INVALID, 0, "%s is NULL", name ? "tensor_out" : "name"));
-  gmi_lock(m);
+  gmi_lock(m, __func__);
   uint32_t index = gmi_tensor_named(m, name);
   if (index != GMI_NONE) *tensor_out = gmi_handle(m, GMI_HANDLE_TENSOR, m->tensors[index].generation, index);
   gmi_unlock(m);
@@ -648,7 +651,7 @@ gemini_status_t gemini_tensor_info(gemini_manager_t mgr, gemini_tensor_t tensor,
   gmi_manager_t *m = gmi_manager_get(mgr);
   if (!m) API_RETURN(GEMINI_ERR_HANDLE);
   gemini_tensor_info_t info = GEMINI_TENSOR_INFO_INIT;
-  gmi_lock(m);
+  gmi_lock(m, __func__);
   gmi_tensor_t *t = gmi_tensor_get(m, tensor);
   if (t) {
     gmi_arena_t *a = gmi_arena_at(m, t->arena);

@@ -239,7 +239,7 @@ static void recut_arena(gmi_manager_t *m, gmi_arena_t *a, const old_cut_t *old, 
  * different. */
 static gemini_status_t recut_gather(gmi_manager_t *m, uint64_t window) {
   gemini_status_t status = GEMINI_OK;
-  gmi_lane_drain(m);
+  gmi_lane_drain(m, NULL);
   for (uint32_t i = 0; i < GMI_ARENAS && !status; i++) {
     gmi_arena_t *a = gmi_arena_at(m, i);
     for (uint32_t k = 0; !status && a && a->windows && k < atomic_load(&a->window_count); k++) {

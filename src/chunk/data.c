@@ -374,8 +374,12 @@ static gemini_status_t file_range(gmi_manager_t *m, const gemini_access_t *acces
     w->host_users++;
     if (!write_file) w->host_writers++;
     gmi_unlock(m);
+    const char *function = write_file ? "gemini_store" : "gemini_load";
+    gmi_wait_t wait;
+    gmi_wait_begin(m, &wait, function, GMI_WAIT_FD, (uint64_t)fd);
     status = transfer(fd, gmi_range_host(m, r.store, begin), end - begin, at, write_file, &done);
-    gmi_lock(m);
+    gmi_wait_end(m, &wait);
+    gmi_lock(m, function);
     w->host_users--;
     if (!write_file) {
       w->host_writers--;

@@ -246,7 +246,7 @@ gemini_status_t gemini_graph_destroy(gemini_graph_t graph) {
   if (!graph) return GEMINI_OK;
   gmi_manager_t *m = gmi_manager_of(graph);
   if (!m) API_RETURN(GEMINI_ERR_HANDLE);
-  gmi_lock(m);
+  gmi_lock(m, __func__);
   gemini_status_t status = graph_destroy(m, graph);
   gmi_unlock(m);
   API_RETURN(status);

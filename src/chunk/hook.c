@@ -111,7 +111,7 @@ void gmi_hook_close(gmi_manager_t *m) {
   pthread_mutex_unlock(&table_lock);
   atomic_store(&entries[m->slot].manager, NULL);
   while (atomic_load(&entries[m->slot].users)) sched_yield();
-  gmi_lock(m); /* frees what was put aside, as far as it can be without waiting */
+  gmi_lock(m, "gemini_manager_close"); /* frees what was put aside, as far as it can be without waiting */
   uint64_t waiting = atomic_load(&m->hook_waiting), live = m->hook_live > waiting ? m->hook_live - waiting : 0;
   gmi_unlock(m);
   left_t *l = live ? malloc(sizeof *l) : NULL;
@@ -227,7 +227,7 @@ static void *hook_malloc(const char *operation, uint64_t size, bool negative, in
   if (!m) {
     status = gmi_fail(GEMINI_ERR_STATE, 0, "no manager serves device %d: gemini_hook_set() comes first", device);
   } else {
-    gmi_lock(m);
+    gmi_lock(m, operation);
     if (negative) status = gmi_fail(GEMINI_ERR_INVALID, 0, "size is negative");
     else status = hook_alloc(m, size, native, &ptr);
     if (status) tell(m);
@@ -239,10 +239,12 @@ static void *hook_malloc(const char *operation, uint64_t size, bool negative, in
 }
 
 /* ---- free */
-static gemini_status_t hook_free_in(gmi_manager_t *m, void *ptr, void *native) {
+static gemini_status_t hook_free_in(gmi_manager_t *m, const char *operation, void *ptr, void *native) {
   if (pthread_mutex_trylock(&m->lock)) {
     if (put_aside(m, ptr, native)) return GEMINI_OK;
-    pthread_mutex_lock(&m->lock); /* no memory to remember it */
+    gmi_lock(m, operation); /* no memory to remember it */
+  } else {
+    gmi_watch_locked(m, operation);
   }
   if (atomic_load_explicit(&m->hook_waiting, memory_order_relaxed)) drain(m, false);
   gemini_status_t status = free_or_put_aside(m, ptr, native, false);
@@ -258,7 +260,7 @@ static void hook_free(const char *operation, void *ptr, int device, void *native
     gmi_manager_t *m = lies_in(slot, ptr) ? enter(slot) : NULL;
     if (!m) continue;
     bool mine = lies_in(slot, ptr); /* still */
-    gemini_status_t status = mine ? hook_free_in(m, ptr, native) : GEMINI_OK;
+    gemini_status_t status = mine ? hook_free_in(m, operation, ptr, native) : GEMINI_OK;
     leave(slot);
     if (status) gmi_fail_operation(operation);
     if (mine) return;

@@ -81,6 +81,7 @@ gemini_status_t gmi_host_open(gmi_manager_t *m) {
     if (!m->config.host_bytes)
       return gmi_fail(GEMINI_ERR_INVALID, 0, "host_bytes is 0, and what the system has free is not known: name it");
   }
+  gmi_stat_set(&m->stats.budget_bytes[GEMINI_TIER_HOST], m->config.host_bytes);
   status = gmi_limits_check(&limits, "host_bytes", m->config.host_bytes, false);
   if (status) return status;
   /* Addresses for a budget that grows; they cost nothing. */
@@ -152,6 +153,8 @@ static gemini_status_t part_set(gmi_manager_t *m, uint64_t part, uint64_t want) 
     gmi_files_buffer(m, base, has, false);
     m->dev->host_unlock(m->dev_self, base, has);
   }
+  gmi_wait_t wait;
+  gmi_wait_begin(m, &wait, NULL, GMI_WAIT_MEMORY, 0);
   changed = want > has   ? gmi_reserve_commit(m->host.reserve, begin + has, want - has)
             : want < has ? gmi_reserve_decommit(m->host.reserve, begin + want, has - want)
                          : GEMINI_OK;
@@ -163,6 +166,7 @@ static gemini_status_t part_set(gmi_manager_t *m, uint64_t part, uint64_t want) 
     if (now && m->dev->host_lock(m->dev_self, base, now)) /* as it was; without, copies from it are slow, or fail */
       gmi_log(m, GEMINI_LOG_WARNING, "%llu bytes of host memory are not page-locked", (unsigned long long)now);
   }
+  gmi_wait_end(m, &wait);
   m->host.committed[part] = now;
   if (now) gmi_files_buffer(m, base, now, true);
   return changed;
@@ -484,7 +488,7 @@ gemini_status_t gmi_host_room(gmi_manager_t *m, uint32_t count) {
                       (unsigned long long)m->host_used, (unsigned long long)m->config.host_bytes,
                       m->files ? " by chunks that are acquired" : " and there is no file tier");
     }
-    gmi_lane_wait_event(m, events); /* updates and transfers hold slots; one of them ends */
+    gmi_lane_wait_event(m, events, GMI_WAIT_ROOM, 0); /* updates and transfers hold slots; one of them ends */
   }
   return GEMINI_OK;
 }
@@ -772,6 +776,7 @@ static gemini_status_t host_alloc(gmi_manager_t *m, uint64_t size, uint64_t alig
   if (!status) status = gmi_blocks_alloc(m->host.blocks, size, alignment, &block);
   if (status == GEMINI_ERR_BUSY) status = gmi_fail(GEMINI_ERR_OOM_HOST, 0, "%s", gmi_fail_message());
   if (status) return status;
+  gmi_stat_set(&m->stats.host_block_bytes, gmi_host_blocks(m));
   *ptr_out = block;
   return GEMINI_OK;
 }
@@ -783,6 +788,7 @@ static gemini_status_t host_free(gmi_manager_t *m, void *ptr) {
   if (!ptr) return GEMINI_OK;
   gemini_status_t status = m->host.blocks ? gmi_blocks_free(m->host.blocks, ptr) : GEMINI_ERR_INVALID;
   if (status == GEMINI_ERR_INVALID) return gmi_fail(status, 0, "%p is no live block of this manager", ptr);
+  gmi_stat_set(&m->stats.host_block_bytes, gmi_host_blocks(m));
   gmi_updates_room(m);
   return status;
 }

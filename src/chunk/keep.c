@@ -50,7 +50,7 @@ static gemini_status_t wait_transfers(gmi_manager_t *m, uint32_t most) {
   while (!status && m->io_count > most) {
     uint64_t events = gmi_lane_events(m);
     status = gmi_files_reap(m, NULL);
-    if (!status && m->io_count > most) gmi_lane_wait_event(m, events);
+    if (!status && m->io_count > most) gmi_lane_wait_event(m, events, GMI_WAIT_FILES, m->io_count);
   }
   return status;
 }
@@ -100,7 +100,12 @@ static gemini_status_t commit_windows(gmi_manager_t *m, const void *blob, uint64
     if (before) memcpy(before, old, old_count * sizeof *before);
     else status = gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for a checkpoint");
   }
-  if (!status) status = gmi_store_commit(m->files, kept, count, blob, blob_bytes);
+  if (!status) {
+    gmi_wait_t wait;
+    gmi_wait_begin(m, &wait, NULL, GMI_WAIT_COMMIT, 0);
+    status = gmi_store_commit(m->files, kept, count, blob, blob_bytes);
+    gmi_wait_end(m, &wait);
+  }
   for (uint32_t i = 0; !status && before && i < old_count; i++) gmi_store_give(m->files, before[i].block);
   if (!status) m->kept_used = true;
   free(before);
@@ -113,7 +118,7 @@ static gemini_status_t checkpoint(gmi_manager_t *m) {
   if (!status) status = gmi_cut(m);
   if (!status) status = gmi_updates_queue(m, NULL);
   if (status) return status;
-  gmi_lane_drain(m);
+  gmi_lane_drain(m, NULL);
   status = gmi_lane_failure(m);
   m->checkpointing = true;
   if (!status) status = write_windows(m);

@@ -173,7 +173,8 @@ gemini_status_t gmi_nonmodel_alloc(gmi_manager_t *m, uint64_t size, uint32_t str
     return status;
   }
   uint64_t bytes = gmi_heap_bytes_used(m->heap);
-  if (bytes > m->nonmodel_peak) m->nonmodel_peak = bytes;
+  gmi_stat_set(&m->stats.nonmodel_bytes, bytes);
+  if (bytes > m->nonmodel_peak) gmi_stat_set(&m->nonmodel_peak, bytes);
   if (bytes > m->nonmodel_peak_op) m->nonmodel_peak_op = bytes;
   uint64_t pages = gmi_heap_pages_used(m->heap);
   if (pages > m->heap_pages_peak_op) m->heap_pages_peak_op = (uint32_t)pages;
@@ -189,6 +190,7 @@ bool gmi_nonmodel_free(gmi_manager_t *m, void *ptr, uint32_t stream) {
     gmi_fail(GEMINI_ERR_INVALID, 0, "%p is not the start of a live allocation", ptr);
     return false;
   }
+  gmi_stat_set(&m->stats.nonmodel_bytes, gmi_heap_bytes_used(m->heap));
   gmi_timeline_counters(m);
   return true;
 }
@@ -208,7 +210,7 @@ gemini_status_t gemini_free(gemini_manager_t mgr, void *ptr, gemini_stream_t str
   gmi_manager_t *m = gmi_manager_get(mgr);
   if (!m) API_RETURN(GEMINI_ERR_HANDLE);
   if (!ptr) return GEMINI_OK;
-  gmi_lock(m);
+  gmi_lock(m, __func__);
   uint32_t s;
   gemini_status_t status = gmi_stream_resolve(m, stream, &s);
   if (!status && !gmi_nonmodel_free(m, ptr, s)) status = GEMINI_ERR_INVALID;

@@ -203,10 +203,10 @@ static gemini_status_t host_piece(walk_t *k, piece_t *p, bool deferred) {
  * or a chunk could not be moved, is left: a thread queues it as room comes (with a file tier), or whoever wants one of its
  * windows does, or gemini_update_wait(). Rests are in the order of their updates, and a window's in the order of its own. */
 typedef struct gmi_deferred {
-  rest_t *first, **end; /* under the manager's lock, as all but stop */
+  rest_t *first, **end; /* under the manager's lock, as all that is not Atomic */
   pthread_cond_t more;  /* with the manager's lock */
   pthread_t thread;
-  uint64_t count; /* pieces */
+  _Atomic uint64_t count; /* Atomic: pieces */
   bool started, stop;
   bool told; /* that the first one cannot be queued; it is tried again all the same */
 } gmi_deferred_t;
@@ -332,9 +332,13 @@ static gemini_status_t device_piece(walk_t *k, piece_t *p, rest_t *rest) {
       if (p->modes[i] & GEMINI_WRITE) gmi_window_wrote(m, p->windows[i]);
     k->refs++;
     rest_queued(m->deferred, rest, p);
+    const char *function = atomic_load_explicit(&m->watch.holder, memory_order_relaxed);
     gmi_unlock(m); /* never call out with the lock; the windows are held */
+    gmi_wait_t wait;
+    gmi_wait_begin(m, &wait, function, GMI_WAIT_CALLBACK, 0);
     k->u.fn(k->u.user, &span);
-    gmi_lock(m);
+    gmi_wait_end(m, &wait);
+    gmi_lock(m, function);
     walk_unref(k);
     gmi_fence_t end = gmi_fence_later(m, stream);
     for (uint32_t i = 0; i < p->count; i++)
@@ -391,7 +395,7 @@ static gemini_status_t queue_first(gmi_manager_t *m, bool now, bool *waits_out) 
   }
   if (status)
     gmi_fail_prefix("%llu parts of updates wait, the first of arena %s from element %llu on: ",
-                    (unsigned long long)d->count, k->arenas[0]->name, (unsigned long long)p.begin);
+                    (unsigned long long)atomic_load(&d->count), k->arenas[0]->name, (unsigned long long)p.begin);
   return status;
 }
 
@@ -411,10 +415,11 @@ static gemini_status_t queue_left(gmi_manager_t *m, const piece_t *p) {
   return status;
 }
 
+static const char THREAD_NAME[] = "deferred updates"; /* where who waits for it sees a function */
 static void *defer_work(void *user) {
   gmi_manager_t *m = user;
   gmi_deferred_t *d = m->deferred;
-  pthread_mutex_lock(&m->lock);
+  gmi_lock(m, THREAD_NAME);
   while (!d->stop) {
     uint64_t events = gmi_lane_events(m);
     bool waits = !d->first || !d->first->left;
@@ -432,8 +437,8 @@ static void *defer_work(void *user) {
     }
     gmi_unlock(m);             /* sends logs */
     if (status) usleep(10000); /* until somebody gives up what is in the way, or wants the update and is told */
-    else gmi_lane_wait_event(m, events);
-    pthread_mutex_lock(&m->lock);
+    else gmi_lane_idle(m, events);
+    gmi_lock(m, THREAD_NAME);
   }
   pthread_mutex_unlock(&m->lock);
   return NULL;
@@ -459,7 +464,7 @@ gemini_status_t gmi_updates_open(gmi_manager_t *m) {
 void gmi_updates_close(gmi_manager_t *m) {
   gmi_deferred_t *d = m->deferred;
   if (!d) return;
-  gmi_lock(m);
+  gmi_lock(m, "gemini_manager_close");
   d->stop = true;
   pthread_cond_signal(&d->more);
   gmi_unlock(m);
@@ -730,18 +735,23 @@ static gemini_status_t walk(walk_t *k, uint32_t stream) {
   return GEMINI_OK;
 }
 
-gemini_status_t gmi_updates_finish(gmi_manager_t *m) {
-  gmi_lock(m);
+gemini_status_t gmi_updates_finish(gmi_manager_t *m, const char *function) {
+  gmi_lock(m, function);
   gemini_status_t queued = gmi_updates_queue(m, NULL);
   gmi_unlock(m);
   if (queued) return queued;
-  gmi_lane_drain(m);
-  gmi_lock(m);
+  gmi_lane_drain(m, function);
+  gmi_lock(m, function);
   gmi_fence_t end;
   gemini_status_t status = gmi_fence_now(m, m->update_stream, &end);
   gmi_unlock(m);
-  if (!status && (status = m->dev->sync(m->dev_self, m->update_stream, gmi_fence_mark(end))))
-    gmi_fail(status, 0, "an update on the device failed");
+  if (!status && !gmi_fence_reached(m, end)) {
+    gmi_wait_t wait;
+    gmi_wait_begin(m, &wait, function, GMI_WAIT_STREAM, m->update_stream);
+    status = m->dev->sync(m->dev_self, m->update_stream, gmi_fence_mark(end));
+    gmi_wait_end(m, &wait);
+    if (status) gmi_fail(status, 0, "an update on the device failed");
+  }
   return status ? status : gmi_lane_failure(m);
 }
 
@@ -751,7 +761,7 @@ static gemini_status_t update(gmi_manager_t *m, const gemini_update_t *theirs) {
   k->m = m;
   k->refs = 1;
   uint32_t stream;
-  gmi_lock(m);
+  gmi_lock(m, "gemini_update");
   gemini_status_t status = walk_check(k, theirs, &stream);
   if (!status) status = walk(k, stream);
   if (status) free(k->tail);
@@ -759,12 +769,9 @@ static gemini_status_t update(gmi_manager_t *m, const gemini_update_t *theirs) {
   walk_unref(k);
   gmi_unlock(m);
   if (status || late) return status;
-  status = gmi_updates_finish(m);
+  status = gmi_updates_finish(m, "gemini_update");
   if (!status) return GEMINI_OK;
-  gmi_lock(m);
-  bool waits = gmi_updates_deferred(m) > 0;
-  gmi_unlock(m);
-  return waits ? gmi_fail(GEMINI_ERR_PENDING, gmi_fail_code(), "%s", gmi_fail_message()) : status;
+  return gmi_updates_deferred(m) ? gmi_fail(GEMINI_ERR_PENDING, gmi_fail_code(), "%s", gmi_fail_message()) : status;
 }
 gemini_status_t gemini_update(gemini_manager_t mgr, const gemini_update_t *update_in) {
   gmi_manager_t *m = gmi_manager_get(mgr);
@@ -773,5 +780,5 @@ gemini_status_t gemini_update(gemini_manager_t mgr, const gemini_update_t *updat
 
 gemini_status_t gemini_update_wait(gemini_manager_t mgr) {
   gmi_manager_t *m = gmi_manager_get(mgr);
-  API_RETURN(m ? gmi_updates_finish(m) : GEMINI_ERR_HANDLE);
+  API_RETURN(m ? gmi_updates_finish(m, __func__) : GEMINI_ERR_HANDLE);
 }

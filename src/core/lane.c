@@ -304,19 +304,28 @@ void gmi_lane_nudge(gmi_manager_t *m) {
   pthread_mutex_unlock(&m->lane->lock);
 }
 
-void gmi_lane_drain(gmi_manager_t *m) {
+void gmi_lane_drain(gmi_manager_t *m, const char *function) {
   gmi_lane_t *l = m->lane;
+  uint64_t pending = gmi_lane_pending(m);
+  if (!pending) return;
+  gmi_wait_t wait;
+  gmi_wait_begin(m, &wait, function, GMI_WAIT_WORKERS, pending);
   pthread_mutex_lock(&l->lock);
   uint64_t last = l->submitted; /* not for ever when others go on submitting */
   while (l->first && l->first->number <= last) pthread_cond_wait(&l->done, &l->lock);
   pthread_mutex_unlock(&l->lock);
+  gmi_wait_end(m, &wait);
 }
 
 void gmi_lane_wait_slot(gmi_manager_t *m, gmi_slot_t *slot, uint64_t count) {
   gmi_lane_t *l = m->lane;
+  gmi_wait_t wait;
+  if (atomic_load_explicit(&slot->work_done, memory_order_acquire) >= count) return;
+  gmi_wait_begin(m, &wait, NULL, GMI_WAIT_CHUNK, (uint64_t)(slot - m->host.slots));
   pthread_mutex_lock(&l->lock);
   while (atomic_load_explicit(&slot->work_done, memory_order_acquire) < count) pthread_cond_wait(&l->done, &l->lock);
   pthread_mutex_unlock(&l->lock);
+  gmi_wait_end(m, &wait);
 }
 
 void gmi_lane_work_done(gmi_manager_t *m, gmi_slot_t *slot, gemini_status_t status, const char *message) {
@@ -338,7 +347,14 @@ uint64_t gmi_lane_events(gmi_manager_t *m) {
   return events;
 }
 
-void gmi_lane_wait_event(gmi_manager_t *m, uint64_t events) {
+void gmi_lane_wait_event(gmi_manager_t *m, uint64_t events, gmi_wait_kind_t kind, uint64_t number) {
+  gmi_wait_t wait;
+  gmi_wait_begin(m, &wait, NULL, kind, number);
+  gmi_lane_idle(m, events);
+  gmi_wait_end(m, &wait);
+}
+
+void gmi_lane_idle(gmi_manager_t *m, uint64_t events) {
   gmi_lane_t *l = m->lane;
   pthread_mutex_lock(&l->lock);
   while (l->events == events) pthread_cond_wait(&l->done, &l->lock);

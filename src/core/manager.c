@@ -31,6 +31,7 @@ static void fork_prepare(void) { pthread_mutex_lock(&live_lock); }
 static void fork_parent(void) { pthread_mutex_unlock(&live_lock); }
 static void fork_child(void) {
   pthread_mutex_init(&live_lock, NULL);
+  gmi_watch_forked();
   for (uint32_t slot = 0; slot < GMI_MANAGERS; slot++) {
     uint64_t handle = atomic_exchange(&live[slot].handle, 0);
     if (handle) forked[slot] = handle;
@@ -90,8 +91,14 @@ gmi_manager_t *gmi_manager_of(uint64_t handle) {
   return NULL;
 }
 
-void gmi_lock(gmi_manager_t *m) {
-  pthread_mutex_lock(&m->lock);
+void gmi_lock(gmi_manager_t *m, const char *function) {
+  if (pthread_mutex_trylock(&m->lock)) {
+    gmi_wait_t wait;
+    gmi_wait_begin(m, &wait, function, GMI_WAIT_LOCK, 0);
+    pthread_mutex_lock(&m->lock);
+    gmi_wait_end(m, &wait);
+  }
+  gmi_watch_locked(m, function);
   if (atomic_load_explicit(&m->hook_waiting, memory_order_relaxed)) gmi_hook_drain(m);
 }
 
@@ -172,7 +179,10 @@ gemini_status_t gmi_fence_sync(gmi_manager_t *m, gmi_fence_t fence) {
   if (gmi_fence_reached(m, fence)) return GEMINI_OK;
   gemini_status_t status = fence_place(m, fence);
   if (status) return status;
+  gmi_wait_t wait;
+  gmi_wait_begin(m, &wait, NULL, GMI_WAIT_STREAM, gmi_fence_stream(fence));
   status = m->dev->sync(m->dev_self, gmi_fence_stream(fence), gmi_fence_mark(fence));
+  gmi_wait_end(m, &wait);
   return status ? gmi_fail(status, 0, "work on stream %u of device %s failed", gmi_fence_stream(fence), m->dev->name)
                 : GEMINI_OK;
 }
@@ -266,7 +276,7 @@ static bool is_native(const gmi_stream_t *s, const void *native) {
 
 static gemini_status_t stream_create(gmi_manager_t *m, void *const *native, gemini_stream_t *stream_out) {
   if (!stream_out) return gmi_fail(GEMINI_ERR_INVALID, 0, "stream_out is NULL");
-  gmi_lock(m);
+  gmi_lock(m, "gemini_stream_create");
   uint32_t index = GMI_DEVICE_MAX_STREAMS;
   gemini_status_t status = GEMINI_OK;
   if (native) /* what a hook has adopted becomes the caller's */
@@ -297,7 +307,7 @@ static gemini_status_t stream_native(gmi_manager_t *m, gemini_stream_t stream, v
   status = m->dev->stream_native(m->dev_self, index, &native);
   if (status == GEMINI_ERR_UNSUPPORTED) return gmi_fail(status, 0, "device %s has no streams of an API", m->dev->name);
   if (status) return status;
-  gmi_lock(m);
+  gmi_lock(m, "gemini_stream_native");
   m->streams[index].native = *native_out = native;
   m->streams[index].named = true;
   gmi_unlock(m);
@@ -350,7 +360,7 @@ static gemini_status_t stream_destroy(gemini_stream_t stream) {
   if (!stream) return GEMINI_OK;
   gmi_manager_t *m = gmi_manager_of(stream);
   if (!m) return GEMINI_ERR_HANDLE;
-  gmi_lock(m);
+  gmi_lock(m, "gemini_stream_destroy");
   uint32_t index;
   gemini_status_t status = gmi_stream_resolve(m, stream, &index);
   if (!status && m->streams[index].internal)
@@ -386,11 +396,15 @@ static gemini_status_t stream_synchronize(gmi_manager_t *m, gemini_stream_t stre
   uint32_t index = 0;
   gemini_status_t status = gmi_stream_resolve(m, stream, &index);
   if (status || index == GMI_CALLER) return status;
-  gmi_lock(m);
+  gmi_lock(m, "gemini_stream_synchronize");
   gmi_fence_t end;
   status = fence_now(m, index, false, &end);
   gmi_unlock(m);
-  if (!status) status = m->dev->sync(m->dev_self, index, gmi_fence_mark(end)); /* others go on meanwhile */
+  if (status) return status;
+  gmi_wait_t wait;
+  gmi_wait_begin(m, &wait, "gemini_stream_synchronize", GMI_WAIT_STREAM, index);
+  status = m->dev->sync(m->dev_self, index, gmi_fence_mark(end)); /* others go on meanwhile */
+  gmi_wait_end(m, &wait);
   return status;
 }
 gemini_status_t gemini_stream_synchronize(gemini_manager_t mgr, gemini_stream_t stream) {
@@ -436,6 +450,10 @@ static gemini_status_t config_check(gemini_config_t *c) {
   if (c->keep_name && (!*c->keep_name || !c->file_bytes || !c->window_bytes))
     return gmi_fail(GEMINI_ERR_INVALID, 0, "keep_name is \"%.60s\": it must not be empty, and needs %s", c->keep_name,
                     c->file_bytes ? "window_bytes" : "a file tier");
+  if (c->watchdog_ns && (!c->log_fn || c->log_level == GEMINI_LOG_ERROR))
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "watchdog_ns is %llu, but %s", (unsigned long long)c->watchdog_ns,
+                    c->log_fn ? "log_level leaves out warnings, with which it reports"
+                              : "log_fn, to which it reports, is NULL");
   if (c->reserved) return gmi_fail(GEMINI_ERR_INVALID, 0, "reserved is %u, must be 0", c->reserved);
   if (c->file_engine > GEMINI_FILE_ENGINE_THREADS)
     return gmi_fail(GEMINI_ERR_INVALID, 0, "file_engine is %u, the last one is %d", c->file_engine,
@@ -460,7 +478,7 @@ static void streams_drain(gmi_manager_t *m) {
 
 static void manager_free(gmi_manager_t *m) {
   gmi_updates_close(m);
-  if (m->lane) gmi_lane_drain(m);
+  if (m->lane) gmi_lane_drain(m, "gemini_manager_close");
   gmi_files_close(m); /* its transfers tell the lane */
   gmi_lane_close(m);
   if (m->dev_self) streams_drain(m);
@@ -486,6 +504,8 @@ static void manager_free(gmi_manager_t *m) {
   free(m->keep_name);
   gmi_leases_free(&m->leases);
   pthread_mutex_destroy(&m->hook_lock);
+  gmi_watchdog_stop(m);
+  gmi_watch_destroy(m);
   pthread_mutex_destroy(&m->lock);
   free(m);
 }
@@ -503,7 +523,10 @@ static gemini_status_t manager_open(const gemini_config_t *theirs, gemini_manage
   pthread_mutex_init(&m->lock, NULL);
   pthread_mutex_init(&m->hook_lock, NULL);
   gmi_leases_init(&m->leases);
+  gmi_watch_init(m);
   m->config = config;
+  m->stats.budget_bytes[GEMINI_TIER_DEVICE] = config.device_bytes;
+  m->stats.budget_bytes[GEMINI_TIER_FILE] = config.file_bytes;
   m->config.file_dir = m->config.keep_name = NULL;
   m->file_sys = gmi_files_sys;
   m->dev = config.device == GEMINI_DEVICE_CUDA ? &gmi_device_cuda : &gmi_device_sim;
@@ -555,6 +578,7 @@ static gemini_status_t manager_open(const gemini_config_t *theirs, gemini_manage
   if (!status) status = gmi_tracer_open(m);
   if (!status) status = gmi_lane_open(m, config.update_threads);
   if (!status) status = gmi_updates_open(m);
+  if (!status) status = gmi_watchdog_start(m);
   if (status) {
     manager_free(m);
     return status;
@@ -608,11 +632,11 @@ static gemini_status_t manager_close(gemini_manager_t mgr) {
   if (!mgr) return GEMINI_OK;
   gmi_manager_t *m = gmi_manager_get(mgr);
   if (!m) return GEMINI_ERR_HANDLE;
-  gmi_lock(m);
+  gmi_lock(m, "gemini_manager_close");
   gemini_status_t status = close_check(m);
   gmi_unlock(m);
   if (status) return status;
-  gmi_updates_finish(m);
+  gmi_updates_finish(m, "gemini_manager_close");
   gemini_status_t timeline = m->timeline ? gmi_timeline_finish(m) : GEMINI_OK;
   gmi_hook_close(m);
   pthread_mutex_lock(&live_lock);
@@ -621,13 +645,13 @@ static gemini_status_t manager_close(gemini_manager_t mgr) {
   pthread_mutex_unlock(&live_lock);
   status = m->async_status;
   if (status) gmi_fail(status, 0, "an earlier asynchronous failure: %s", m->async_message);
-  else status = gmi_updates_finish(m); /* its failure, if any, is the one to report */
+  else status = gmi_updates_finish(m, "gemini_manager_close"); /* its failure, if any, is the one to report */
   manager_free(m);
   return status ? status : timeline;
 }
 gemini_status_t gemini_manager_close(gemini_manager_t mgr) { API_RETURN(manager_close(mgr)); }
 
-/* ---- budgets and statistics */
+/* ---- budgets */
 static gemini_status_t budget_device(gmi_manager_t *m, uint64_t bytes) {
   uint64_t margin = m->config.device_margin_bytes;
   uint64_t window = atomic_load(&m->window_bytes) ? atomic_load(&m->window_bytes) : 65536;
@@ -665,7 +689,7 @@ static gemini_status_t budget_set(gmi_manager_t *m, uint32_t tier, uint64_t byte
     return gmi_fail(GEMINI_ERR_INVALID, 0, "tier is %u, the last one is %d", tier, GEMINI_TIER_FILE);
   if (bytes > (UINT64_C(1) << 46))
     return gmi_fail(GEMINI_ERR_INVALID, 0, "budget is %llu, at most %llu", (unsigned long long)bytes, 1ull << 46);
-  gmi_lock(m);
+  gmi_lock(m, "gemini_budget_set");
   gemini_status_t status = GEMINI_OK;
   if (tier == GEMINI_TIER_DEVICE) {
     status = budget_device(m, bytes);
@@ -678,61 +702,11 @@ static gemini_status_t budget_set(gmi_manager_t *m, uint32_t tier, uint64_t byte
     status = gmi_files_resize(m, bytes);
     if (!status) m->config.file_bytes = bytes;
   }
+  if (!status) gmi_stat_set(&m->stats.budget_bytes[tier], bytes);
   gmi_unlock(m);
   return status;
 }
 gemini_status_t gemini_budget_set(gemini_manager_t mgr, uint32_t tier, uint64_t bytes) {
   gmi_manager_t *m = gmi_manager_get(mgr);
   API_RETURN(m ? budget_set(m, tier, bytes) : GEMINI_ERR_HANDLE);
-}
-
-static gemini_status_t stats_get(gmi_manager_t *m, gemini_stats_t *stats_out) {
-  gmi_lock(m);
-  gmi_reap(m);
-  gmi_tracer_resolve(m, false);
-  gemini_stats_t s = m->stats;
-  uint64_t window = atomic_load(&m->window_bytes);
-  s.struct_size = sizeof s;
-  s.budget_bytes[GEMINI_TIER_DEVICE] = m->config.device_bytes;
-  s.budget_bytes[GEMINI_TIER_HOST] = m->config.host_bytes;
-  s.budget_bytes[GEMINI_TIER_FILE] = m->config.file_bytes;
-  s.used_bytes[GEMINI_TIER_DEVICE] = m->frame_used * window;
-  s.used_bytes[GEMINI_TIER_HOST] = m->host_used;
-  s.used_bytes[GEMINI_TIER_FILE] = m->file_used;
-  s.model_bytes = 0;
-  for (uint32_t i = 0; i < GMI_ARENAS; i++) {
-    gmi_arena_t *a = gmi_arena_at(m, i);
-    if (a && a->store == i) s.model_bytes += atomic_load(&a->size);
-  }
-  s.nonmodel_bytes = m->heap ? gmi_heap_bytes_used(m->heap) : 0;
-  s.nonmodel_peak_bytes = m->nonmodel_peak;
-  s.window_bytes = window;
-  for (int i = 0; i < GMI_HIT_STRIPES; i++)
-    s.acquire_hits += atomic_load_explicit(&m->stripes[i].hits, memory_order_relaxed);
-  s.pending_updates = gmi_lane_pending(m) + gmi_updates_deferred(m) + !gmi_fence_reached(m, m->update_end);
-  s.file_engine = gmi_files_engine(m);
-  s.host_block_bytes = gmi_host_blocks(m);
-  gmi_unlock(m);
-  return gmi_struct_out(stats_out, &s, sizeof s, sizeof s, "stats_out");
-}
-gemini_status_t gemini_stats(gemini_manager_t mgr, gemini_stats_t *stats_out) {
-  gmi_manager_t *m = gmi_manager_get(mgr);
-  API_RETURN(m ? stats_get(m, stats_out) : GEMINI_ERR_HANDLE);
-}
-
-gemini_status_t gemini_stats_reset(gemini_manager_t mgr) {
-  gmi_manager_t *m = gmi_manager_get(mgr);
-  if (!m) API_RETURN(GEMINI_ERR_HANDLE);
-  gmi_lock(m);
-  gemini_stats_t *s = &m->stats;
-  memset(s->moved_bytes, 0, sizeof s->moved_bytes);
-  memset(s->moved_chunks, 0, sizeof s->moved_chunks);
-  s->acquire_hits = s->acquire_misses = s->stall_ns = s->departures = s->op_peak_error_bytes = 0;
-  for (int i = 0; i < GMI_HIT_STRIPES; i++) atomic_store_explicit(&m->stripes[i].hits, 0, memory_order_relaxed);
-  s->peak_bytes[GEMINI_TIER_DEVICE] = m->frame_used * atomic_load(&m->window_bytes);
-  s->peak_bytes[GEMINI_TIER_HOST] = m->host_used;
-  s->peak_bytes[GEMINI_TIER_FILE] = m->file_used;
-  m->nonmodel_peak = m->heap ? gmi_heap_bytes_used(m->heap) : 0;
-  gmi_unlock(m);
-  return GEMINI_OK;
 }

@@ -15,7 +15,9 @@
 
 #include "chunk/heap.h"
 #include "chunk/lease.h"
+#include "core/stats.h"
 #include "core/status.h"
+#include "core/watch.h"
 #include "device/device.h"
 #include "gemini.h"
 
@@ -261,7 +263,7 @@ typedef struct gmi_manager {
 
   gmi_stream_t streams[GMI_DEVICE_MAX_STREAMS];
   uint32_t copy_in, copy_out, update_stream; /* internal streams */
-  gmi_fence_t update_end;                    /* of the last span queued there */
+  _Atomic gmi_fence_t update_end;            /* Atomic: of the last span queued there */
 
   /* the cut: chosen by gmi_cut() at first need */
   _Atomic uint64_t window_bytes; /* Atomic; 0 = not cut yet */
@@ -272,7 +274,7 @@ typedef struct gmi_manager {
   uint32_t frame_count;                      /* that the budget allows */
   uint32_t frame_capacity;                   /* of the array */
   uint32_t frame_made;                       /* that exist on the device */
-  uint32_t frame_used;                       /* owned by windows or heap pages */
+  _Atomic uint32_t frame_used;               /* Atomic: owned by windows or heap pages */
   uint32_t free_first, free_last, free_size; /* frames that exist and are unused, given up longest ago first */
   uint32_t *unmade, unmade_size;             /* places in frames[] without a device frame */
   uint32_t resident;                         /* windows with frames */
@@ -283,10 +285,10 @@ typedef struct gmi_manager {
   uint8_t *heap_base;
   uint64_t heap_range, page_map_bytes;
   gmi_page_t *pages;
-  uint64_t page_high;        /* pages ever touched */
-  uint32_t heap_frames;      /* frames under the heap, idle ones included */
-  uint64_t nonmodel_peak_op; /* peak of live bytes since the op began */
-  uint64_t nonmodel_peak;
+  uint64_t page_high;             /* pages ever touched */
+  uint32_t heap_frames;           /* frames under the heap, idle ones included */
+  uint64_t nonmodel_peak_op;      /* peak of live bytes since the op began */
+  _Atomic uint64_t nonmodel_peak; /* Atomic */
   uint32_t heap_pages_peak_op;
 
   /* chunk/hook.c */
@@ -305,8 +307,8 @@ typedef struct gmi_manager {
   _Atomic uint64_t graph_streams;         /* Atomic: bit per stream on which one is begun; written under lock */
   char graph_op[128];                     /* operator that is open in a capture; "": none */
 
-  uint64_t host_used; /* bytes of host slots */
-  uint64_t file_used;
+  _Atomic uint64_t host_used; /* Atomic: bytes of host slots */
+  _Atomic uint64_t file_used; /* Atomic */
   gmi_host_t host;
   struct gmi_store *files;
   const struct gmi_sys *file_sys; /* NULL: the system's own calls */
@@ -342,7 +344,8 @@ typedef struct gmi_manager {
   bool closing;
 
   gmi_stripe_t stripes[GMI_HIT_STRIPES]; /* Atomic */
-  gemini_stats_t stats;
+  gmi_stats_t stats;                     /* Atomic */
+  gmi_watch_t watch;
   gemini_status_t async_status;
   char async_message[256];
   gmi_leases_t leases;
@@ -358,13 +361,13 @@ typedef struct gmi_manager {
 /* core/manager.c */
 gmi_manager_t *gmi_manager_get(gemini_manager_t handle); /* NULL, with the error recorded */
 gmi_manager_t *gmi_manager_of(uint64_t handle);          /* of any object's handle; likewise */
-void gmi_lock(gmi_manager_t *m);
-void gmi_unlock(gmi_manager_t *m); /* then sends queued logs */
+void gmi_lock(gmi_manager_t *m, const char *function);   /* function: the public one, for who waits; static storage */
+void gmi_unlock(gmi_manager_t *m);                       /* then sends queued logs */
 /* All of a public function whose parameter mgr is the manager: call, with m, under its lock. */
 #define API_LOCKED(call)                   \
   gmi_manager_t *m = gmi_manager_get(mgr); \
   if (!m) API_RETURN(GEMINI_ERR_HANDLE);   \
-  gmi_lock(m);                             \
+  gmi_lock(m, __func__);                   \
   gemini_status_t status = (call);         \
   gmi_unlock(m);                           \
   API_RETURN(status)
@@ -613,14 +616,17 @@ void gmi_lane_push(gmi_manager_t *m, gmi_job_t *job); /* takes the job: one allo
 uint64_t gmi_lane_pending(gmi_manager_t *m);
 uint64_t gmi_lane_deferred(gmi_manager_t *m); /* of these, those that were deferred */
 void gmi_lane_nudge(gmi_manager_t *m);        /* as if something had ended */
-void gmi_lane_drain(gmi_manager_t *m);        /* blocks until nothing is pending; no lock needed */
-void gmi_lane_wait_slot(gmi_manager_t *m, gmi_slot_t *slot, uint64_t count); /* blocks */
+/* Blocks until nothing is pending. function: that waits; NULL: the lock is held. */
+void gmi_lane_drain(gmi_manager_t *m, const char *function);
+void gmi_lane_wait_slot(gmi_manager_t *m, gmi_slot_t *slot, uint64_t count); /* blocks; lock held */
 /* Other work on a slot is over: its user, its failure. Any thread, no lock. */
 void gmi_lane_work_done(gmi_manager_t *m, gmi_slot_t *slot, gemini_status_t status, const char *message);
-uint64_t gmi_lane_events(gmi_manager_t *m);                  /* jobs and other work that are over */
-void gmi_lane_wait_event(gmi_manager_t *m, uint64_t events); /* blocks until there are more */
-double gmi_lane_ns_per_element(gmi_manager_t *m);            /* of updates */
-gemini_status_t gmi_lane_failure(gmi_manager_t *m);          /* of an update; stays: bytes are wrong from then on */
+uint64_t gmi_lane_events(gmi_manager_t *m); /* jobs and other work that are over */
+/* Blocks until there are more; lock held, and kind says what for. The other is for threads of the library's own, without. */
+void gmi_lane_wait_event(gmi_manager_t *m, uint64_t events, gmi_wait_kind_t kind, uint64_t number);
+void gmi_lane_idle(gmi_manager_t *m, uint64_t events);
+double gmi_lane_ns_per_element(gmi_manager_t *m);   /* of updates */
+gemini_status_t gmi_lane_failure(gmi_manager_t *m); /* of an update; stays: bytes are wrong from then on */
 /* For timelines: when workers ran. Hands out the oldest ones and forgets them; what nobody asks for is lost. */
 typedef struct gmi_lane_span {
   uint64_t begin_ns, end_ns;
@@ -635,7 +641,7 @@ gemini_status_t gmi_gradients_drop(gmi_manager_t *m, gmi_arena_t *a);
 /* chunk/update.c */
 /* Deferred pieces, of so many windows each, that may be read, updated and written at once. */
 uint32_t gmi_updates_ahead(const gmi_manager_t *m, uint32_t windows);
-gemini_status_t gmi_updates_finish(gmi_manager_t *m); /* blocks; without lock */
+gemini_status_t gmi_updates_finish(gmi_manager_t *m, const char *function); /* blocks; without lock */
 /* Lock held. Queues what is left of updates of a window, and what is left before it, now; NULL: of all. Blocks until there is
  * room; fails when it cannot be queued, and it is left as it is. */
 gemini_status_t gmi_updates_queue(gmi_manager_t *m, const gmi_window_t *w);

@@ -266,7 +266,10 @@ gemini_status_t gmi_plan_bundle_make(gmi_manager_t *m, const gmi_trace_t *trace,
     if (cut_so) gmi_plan_bundle_bind(m, &bundle);
     gmi_plan_bundle_times(m, trace, &bundle);
     gmi_plan_failure_t failure = { 0 };
+    gmi_wait_t wait;
+    gmi_wait_begin(m, &wait, NULL, GMI_WAIT_PLAN, 0);
     status = gmi_plan_make(&bundle.input, &bundle.plan, &failure);
+    gmi_wait_end(m, &wait);
     uint64_t window = bundle.input.window_bytes;
     if (status == GEMINI_ERR_OOM_DEVICE)
       gmi_fail(

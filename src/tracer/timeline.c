@@ -245,8 +245,8 @@ void gmi_timeline_close(gmi_manager_t *m) {
 }
 
 gemini_status_t gmi_timeline_finish(gmi_manager_t *m) {
-  gmi_lane_drain(m);
-  gmi_lock(m);
+  gmi_lane_drain(m, "gemini_timeline_stop");
+  gmi_lock(m, "gemini_timeline_stop");
   poll_workers(m);
   gmi_lane_record(m, false);
   poll_events(m, true);
@@ -283,7 +283,7 @@ gemini_status_t gemini_timeline_start(gemini_manager_t mgr, const char *path) { 
 gemini_status_t gemini_timeline_stop(gemini_manager_t mgr) {
   gmi_manager_t *m = gmi_manager_get(mgr);
   if (!m) API_RETURN(GEMINI_ERR_HANDLE);
-  gmi_lock(m);
+  gmi_lock(m, __func__);
   bool recording = m->timeline != NULL;
   gmi_unlock(m);
   API_RETURN(recording ? gmi_timeline_finish(m) : gmi_fail(GEMINI_ERR_STATE, 0, "no timeline is being recorded"));

@@ -150,7 +150,10 @@ static uint64_t search_window(gmi_manager_t *m, const gmi_trace_t *trace) {
   }
   uint64_t rate = trace->link_bytes_per_s[0];
   if (trace->link_bytes_per_s[1] && trace->link_bytes_per_s[1] < rate) rate = trace->link_bytes_per_s[1];
+  gmi_wait_t wait;
+  gmi_wait_begin(m, &wait, NULL, GMI_WAIT_PLAN, 0);
   uint64_t window = count ? gmi_window_search(m, uses, count, nonmodel, rate) : old;
+  gmi_wait_end(m, &wait);
   free(uses);
   return window;
 }

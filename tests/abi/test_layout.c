@@ -27,7 +27,7 @@ OFFSET(gemini_error_info_t, native_code, 8);
 OFFSET(gemini_error_info_t, operation, 16);
 OFFSET(gemini_error_info_t, message, 80);
 
-SIZE(gemini_config_t, 144);
+SIZE(gemini_config_t, 152);
 OFFSET(gemini_config_t, struct_size, 0);
 OFFSET(gemini_config_t, flags, 4);
 OFFSET(gemini_config_t, placement, 8);
@@ -51,6 +51,7 @@ OFFSET(gemini_config_t, log_user, 120);
 OFFSET(gemini_config_t, file_engine, 128);
 OFFSET(gemini_config_t, reserved, 132);
 OFFSET(gemini_config_t, keep_name, 136);
+OFFSET(gemini_config_t, watchdog_ns, 144);
 
 SIZE(gemini_arena_config_t, 48);
 OFFSET(gemini_arena_config_t, struct_size, 0);

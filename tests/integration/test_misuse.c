@@ -275,6 +275,7 @@ static void refuse_manager(gemini_manager_t mgr, const char *why) {
   REFUSED(HANDLE, says, gemini_update_wait, mgr);
   REFUSED(HANDLE, says, gemini_stats, mgr, &stats);
   REFUSED(HANDLE, says, gemini_stats_reset, mgr);
+  REFUSED(HANDLE, says, gemini_manager_dump, mgr, NULL, 0, &out);
   REFUSED(HANDLE, says, gemini_plan_explain, mgr, NULL, 0, &out);
   REFUSED(HANDLE, says, gemini_trace_save, mgr, "/nowhere/trace");
   REFUSED(HANDLE, says, gemini_trace_load, mgr, "/nowhere/trace");
@@ -532,6 +533,7 @@ static void test_null_arguments_are_refused(void) {
   REFUSED(INVALID, "update is NULL", gemini_update, mgr, NULL);
   REFUSED(INVALID, "stats_out is NULL", gemini_stats, mgr, NULL);
   REFUSED(INVALID, "text_out is NULL|16", gemini_plan_explain, mgr, NULL, 16, &out);
+  REFUSED(INVALID, "text_out is NULL|16", gemini_manager_dump, mgr, NULL, 16, &out);
   REFUSED(INVALID, "path is NULL", gemini_trace_save, mgr, NULL);
   REFUSED(INVALID, "path is NULL", gemini_trace_load, mgr, NULL);
   REFUSED(INVALID, "path is NULL", gemini_timeline_start, mgr, NULL);

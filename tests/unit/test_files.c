@@ -223,7 +223,7 @@ static void check_waiting_are_refused(opt_t *o, gemini_status_t expected) {
   for (int round = 0; round < 3; round++) {
     for (int a = 0; a < OPT_ARENAS; a++) {
       for (uint64_t at = 0; at < o->n * opt_bytes[a]; at += WORLD_WINDOW) {
-        gmi_lock(m);
+        gmi_lock(m, __func__);
         bool waits = window_of(&o->w, o->arenas[a], at)->deferred;
         gmi_unlock(m);
         if (!waits) continue;

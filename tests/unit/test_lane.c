@@ -65,7 +65,7 @@ static void test_drain_waits_for_the_jobs_before_it_and_no_others(void) {
   gmi_lane_push(flooded, nap_job(&slow));
   atomic_store(&flooding, true);
   CHECK(!pthread_create(&thread, NULL, flood, &quick));
-  gmi_lane_drain(flooded);
+  gmi_lane_drain(flooded, __func__);
   CHECK_EQ(atomic_load(&long_done), 1);
   CHECK(atomic_load(&flooding)); /* it returned although jobs were still being submitted */
   atomic_store(&flooding, false);
@@ -147,7 +147,7 @@ static void test_what_is_used_soonest_overtakes(void) {
     }
     pause_ms(1); /* what came since the worker looked is seen a while later only */
     atomic_store(&all_queued, 1);
-    gmi_lane_drain(m);
+    gmi_lane_drain(m, __func__);
     CHECK_EQ(o.count, MANY);
     for (int i = 1; i < MANY; i++) CHECK(o.uses[i - 1] < o.uses[i]);
   }
@@ -192,7 +192,7 @@ static void test_workers_share_a_job(void) {
     .first_element = 77, .element_count = ELEMENTS, .arena_count = 2, .ptr = { bytes, words }
   };
   gmi_lane_push(m, job);
-  gmi_lane_drain(m);
+  gmi_lane_drain(m, __func__);
   for (uint32_t k = 0; k < ELEMENTS; k++) CHECK(bytes[k] == 1 && words[k] == 77 + k);
   CHECK_EQ(o.slices, 4);
   CHECK(o.thread_count > 1);

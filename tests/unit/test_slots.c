@@ -213,7 +213,7 @@ static void test_ranges_after_arenas_grew(void) {
 /* ---- a new cut */
 static void recut_to(world_t *w, uint64_t window) {
   gmi_manager_t *m = gmi_manager_get(w->mgr);
-  gmi_lock(m);
+  gmi_lock(m, __func__);
   m->config.window_bytes = 0; /* as if the library had chosen the size */
   gemini_status_t status = gmi_recut(m, window);
   gmi_unlock(m);

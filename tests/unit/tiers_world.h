@@ -197,7 +197,7 @@ static inline gmi_window_t *window_of(const world_t *w, gemini_arena_t arena, ui
 static inline bool windows_right(const world_t *w) {
   gmi_manager_t *m = gmi_manager_get(w->mgr);
   uint64_t slots = 0, blocks = 0;
-  gmi_lock(m);
+  gmi_lock(m, __func__);
   gmi_files_poll(m);
   for (uint32_t i = 0; i < GMI_ARENAS; i++) {
     gmi_arena_t *a = gmi_arena_at(m, i);

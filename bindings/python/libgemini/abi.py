@@ -54,7 +54,7 @@ class Config(_Sized):
              [("static_param_fraction", c_double), ("static_optim_fraction", c_double),
               ("sim_h2d_bytes_per_s", c_uint64), ("sim_d2h_bytes_per_s", c_uint64), ("file_dir", c_char_p),
               ("log_fn", LogFn), ("log_user", c_void_p), ("file_engine", c_uint32), ("reserved", c_uint32),
-              ("keep_name", c_char_p)]
+              ("keep_name", c_char_p), ("watchdog_ns", c_uint64)]
 
 
 class ArenaConfig(_Sized):
@@ -172,6 +172,7 @@ _FUNCTIONS = {  # name: arguments; all return a status but those below
   "topology_nearest": [_H, _U32, _U32, _U32, POINTER(_U32)],
   "topology_directory": [_H, c_char_p, POINTER(_U32), _U32, POINTER(_U32), POINTER(_U32)],
   "stats": [_M, POINTER(Stats)], "stats_reset": [_M], "plan_explain": [_M, c_char_p, _U64, POINTER(_U64)],
+  "manager_dump": [_M, c_char_p, _U64, POINTER(_U64)],
   "trace_save": [_M, c_char_p], "trace_load": [_M, c_char_p], "timeline_start": [_M, c_char_p],
   "timeline_stop": [_M],
 }

@@ -49,9 +49,11 @@ class Manager:
 
   def __init__(self, *, placement="auto", device_memory, host_memory=0, file_memory=0, file=None, cuda=False,
                device_ordinal=0, device_margin=0, window=0, warmup_iterations=1, update_threads=0, strict=False,
-               static_param_fraction=0.0, static_optim_fraction=0.0, keep_name=None):
+               static_param_fraction=0.0, static_optim_fraction=0.0, keep_name=None, watchdog=0.0):
     if placement not in abi.PLACEMENTS:
       raise ValueError(f"placement is {placement!r}: want one of {', '.join(abi.PLACEMENTS)}")
+    if not 0 <= watchdog < 2**33:
+      raise ValueError(f"watchdog is {watchdog!r}: want seconds, or 0 for none")
     self.lib = abi.library()
     self.config = abi.Config(
         placement=abi.PLACEMENTS[placement], device=abi.DEVICE_CUDA if cuda else abi.DEVICE_SIMULATED,
@@ -61,7 +63,7 @@ class Manager:
         host_bytes=parse_bytes(host_memory, "host_memory"), file_bytes=parse_bytes(file_memory, "file_memory"),
         window_bytes=parse_bytes(window, "window"), static_param_fraction=static_param_fraction,
         static_optim_fraction=static_optim_fraction, file_dir=str(file).encode() if file else None, log_fn=_log,
-        keep_name=keep_name.encode() if keep_name else None)
+        keep_name=keep_name.encode() if keep_name else None, watchdog_ns=round(watchdog * 1e9))
     handle = ctypes.c_uint64()
     self.handle = 0
     self.lib.manager_open(self.config, handle)
@@ -125,3 +127,13 @@ class Manager:
     text = ctypes.create_string_buffer(length.value + 1)
     self.lib.plan_explain(self.handle, text, length.value + 1, None)
     return text.value.decode()
+
+  def dump(self):
+    """The manager's state in words, waits of all threads among it; see gemini_manager_dump(). Never waits itself."""
+    size, length = 1 << 16, ctypes.c_uint64()
+    while True:
+      text = ctypes.create_string_buffer(size)
+      self.lib.manager_dump(self.handle, text, size, length)
+      if length.value < size:
+        return text.value.decode(errors="replace")
+      size = 2 * length.value  # it may have grown meanwhile

@@ -4,6 +4,8 @@ SPDX-License-Identifier: Apache-2.0
 """
 import ctypes
 import logging
+import threading
+import time
 
 import pytest
 
@@ -173,6 +175,37 @@ def test_stats_and_explain(manager):
   assert manager.stats()["planned_iterations"] == 1
   manager.lib.stats_reset(manager.handle)
   assert not any(map(any, (row.values() for row in manager.stats()["moved_bytes"].values())))
+
+
+def test_a_call_that_waits_is_in_the_dump_and_in_the_log(caplog):
+  go_on, entered = threading.Event(), threading.Event()
+
+  @ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+  def wait(_):
+    entered.set()
+    go_on.wait()
+
+  with pytest.raises(ValueError, match="watchdog is -1"):
+    Manager(device_memory="1MiB", host_memory="4MiB", watchdog=-1)
+  with Manager(device_memory="1MiB", host_memory="4MiB", window=WINDOW, watchdog=0.05) as manager:
+    stream = ctypes.c_uint64()
+    manager.lib.stream_create(manager.handle, stream)
+    manager.lib.stream_call(manager.handle, stream.value, wait, None)
+    assert entered.wait(60) and "waits: none" in manager.dump()
+    waiter = threading.Thread(target=lambda: manager.lib.stream_synchronize(manager.handle, stream.value))
+    waiter.start()
+    try:
+      with caplog.at_level(logging.WARNING, logger="libgemini"):
+        until = time.monotonic() + 60
+        while not caplog.records and time.monotonic() < until:
+          time.sleep(0.01)
+      text = manager.dump()
+    finally:
+      go_on.set()
+      waiter.join()
+  what = f"thread {waiter.native_id} "
+  assert f"waits: {what}" in text and "in gemini_stream_synchronize() for the work queued on stream" in text
+  assert caplog.records[0].getMessage().startswith(f"watchdog: {what}")
 
 
 def test_the_librarys_log_is_pythons(manager, caplog):

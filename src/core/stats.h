@@ -1,0 +1,32 @@
+/* Statistics: figures that any thread may read at any time. SPDX-License-Identifier: Apache-2.0
+ *
+ * Each is a word that is written under the manager's lock and read without it: true, but read while a call is under way, they
+ * may not all be of one moment. */
+#ifndef GMI_STATS_H
+#define GMI_STATS_H
+
+#include <stdatomic.h>
+#include <stdint.h>
+
+#include "gemini.h"
+
+/* As those of gemini_stats_t. What else that has is counted where it is used. */
+typedef struct gmi_stats {
+  _Atomic uint64_t budget_bytes[GEMINI_TIER_COUNT], peak_bytes[GEMINI_TIER_COUNT];
+  _Atomic uint64_t moved_bytes[GEMINI_LINK_COUNT][GEMINI_REASON_COUNT];
+  _Atomic uint64_t moved_chunks[GEMINI_LINK_COUNT][GEMINI_REASON_COUNT];
+  _Atomic uint64_t model_bytes, nonmodel_bytes, host_block_bytes;
+  _Atomic uint64_t acquire_misses, stall_ns, op_peak_error_bytes;
+  _Atomic uint64_t iterations, planned_iterations, departures, plans;
+  _Atomic uint64_t predicted_step_ns, measured_step_ns, planned_fetch_bytes, planned_evict_bytes;
+} gmi_stats_t;
+
+/* Sets a figure that one thread at a time writes: cheaper than an assignment, which orders other memory. */
+static inline void gmi_stat_set(_Atomic uint64_t *figure, uint64_t value) {
+  atomic_store_explicit(figure, value, memory_order_relaxed);
+}
+
+struct gmi_manager;
+void gmi_stats_read(struct gmi_manager *m, gemini_stats_t *stats_out); /* any thread, lock held or not; never waits */
+
+#endif

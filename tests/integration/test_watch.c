@@ -1,0 +1,375 @@
+/* What can be seen while calls wait: statistics and the dump, which never do, and the watchdog. Whatever they were waiting
+ * for here would never end: a call that did would hang the test. SPDX-License-Identifier: Apache-2.0 */
+#include <pthread.h>
+#include <semaphore.h>
+#include <stdatomic.h>
+#include <sys/syscall.h>
+#include <time.h>
+
+#include "world.h"
+
+#define W WORLD_WINDOW
+enum { DEVICE = GEMINI_TIER_DEVICE, HOST = GEMINI_TIER_HOST };
+enum { READ = GEMINI_READ, WRITE = GEMINI_WRITE, BOTH = GEMINI_READ_WRITE };
+
+/* ---- a log that is remembered */
+static pthread_mutex_t log_lock = PTHREAD_MUTEX_INITIALIZER;
+static char log_text[65536];
+static void remember(void *user, int32_t level, const char *message) {
+  (void)user;
+  pthread_mutex_lock(&log_lock);
+  size_t length = strlen(log_text);
+  snprintf(log_text + length, sizeof log_text - length, "%d %s\n", level, message);
+  pthread_mutex_unlock(&log_lock);
+}
+static void forget_log(void) {
+  pthread_mutex_lock(&log_lock);
+  *log_text = 0;
+  pthread_mutex_unlock(&log_lock);
+}
+
+static void pause_ms(long ms) { nanosleep(&(struct timespec){ ms / 1000, ms % 1000 * 1000000 }, NULL); }
+
+/* Lines of text that have all parts, which are separated by '|'. */
+static int lines_with(const char *text, const char *parts) {
+  int lines = 0;
+  for (const char *at = text; *at;) {
+    char line[1024], copy[256], *rest = copy;
+    size_t length = strcspn(at, "\n");
+    snprintf(line, sizeof line, "%.*s", (int)length, at);
+    snprintf(copy, sizeof copy, "%s", parts);
+    bool all = true;
+    for (char *part; all && (part = strsep(&rest, "|"));) all = strstr(line, part) != NULL;
+    lines += all;
+    at += length + (at[length] == '\n');
+  }
+  return lines;
+}
+static int logged(const char *parts) {
+  pthread_mutex_lock(&log_lock);
+  int lines = lines_with(log_text, parts);
+  pthread_mutex_unlock(&log_lock);
+  return lines;
+}
+
+static char dump_text[65536];
+static const char *dump(const world_t *w) {
+  uint64_t length;
+  CHECK_OK(gemini_manager_dump(w->mgr, dump_text, sizeof dump_text, &length));
+  CHECK_EQ(length, strlen(dump_text));
+  return dump_text;
+}
+
+/* Waits until the dump has such a line, as the thread that it is about may not have come so far. */
+static void expect_line(const world_t *w, const char *parts) {
+  for (int tries = 0; tries < 3000; tries++) {
+    if (lines_with(dump(w), parts) == 1) return;
+    pause_ms(10);
+  }
+  fprintf(stderr, "no line, or several, with \"%s\" in:\n%s", parts, dump_text);
+  exit(1);
+}
+static void expect_log(const char *parts, int lines) {
+  for (int tries = 0; tries < 3000; tries++) {
+    if (logged(parts) >= lines) return;
+    pause_ms(10);
+  }
+  fprintf(stderr, "the log has not %d lines with \"%s\":\n%s", lines, parts, log_text);
+  exit(1);
+}
+
+/* ---- calls that wait until the gate opens */
+typedef struct {
+  sem_t opened, reached;
+} gate_t;
+static void gate_init(gate_t *g) { CHECK(!sem_init(&g->opened, 0, 0) && !sem_init(&g->reached, 0, 0)); }
+static void gate_pass(void *user) {
+  gate_t *g = user;
+  CHECK(!sem_post(&g->reached));
+  while (sem_wait(&g->opened)) continue;
+}
+static void gate_span(void *user, const gemini_update_span_t *span) {
+  (void)span;
+  gate_pass(user);
+}
+
+typedef struct {
+  world_t w;
+  gemini_tensor_t t[2];
+  gemini_arena_t arena;
+  gate_t gate;
+} scene_t;
+static void scene_open(scene_t *s, uint64_t watchdog_ns) {
+  gemini_config_t c = world_config(4, 8, 0);
+  c.log_fn = remember;
+  c.watchdog_ns = watchdog_ns;
+  forget_log();
+  s->w = world_open(c);
+  s->arena = world_arena(&s->w, GEMINI_KIND_OTHER, 1, "main", 0, 0);
+  s->t[0] = world_tensor(&s->w, s->arena, "first", W);
+  s->t[1] = world_tensor(&s->w, s->arena, "second", W);
+  for (int i = 0; i < 2; i++) world_fill(&s->w, s->t[i], 0, W, DEVICE, 1 + (uint64_t)i);
+  gate_init(&s->gate);
+}
+static void scene_close(scene_t *s) {
+  for (int i = 0; i < 2; i++) CHECK(world_holds(&s->w, s->t[i], 0, W, 1 + (uint64_t)i));
+  world_close(&s->w);
+}
+
+/* The first tensor's bytes wait for the gate, on the stream; this thread may go on. */
+static void hold_first(scene_t *s) {
+  gemini_access_t a = world_whole(s->t[0], BOTH, DEVICE);
+  CHECK_OK(gemini_acquire(s->w.mgr, &a, 1, s->w.stream));
+  CHECK_OK(gemini_stream_call(s->w.mgr, s->w.stream, gate_pass, &s->gate));
+  CHECK_OK(gemini_release(s->w.mgr, &a, 1, s->w.stream));
+}
+
+static _Atomic long waiter_number;
+static void *acquire_first(void *user) {
+  scene_t *s = user;
+  atomic_store(&waiter_number, syscall(SYS_gettid));
+  CHECK(world_holds(&s->w, s->t[0], 0, W, 1));
+  return NULL;
+}
+static void *allocate(void *user) {
+  scene_t *s = user;
+  void *p;
+  CHECK_OK(gemini_alloc(s->w.mgr, 1000, GEMINI_STREAM_CALLER, &p));
+  CHECK_OK(gemini_free(s->w.mgr, p, GEMINI_STREAM_CALLER));
+  return NULL;
+}
+static void *synchronize(void *user) {
+  scene_t *s = user;
+  CHECK_OK(gemini_stream_synchronize(s->w.mgr, s->w.stream));
+  return NULL;
+}
+static void *wait_for_updates(void *user) {
+  scene_t *s = user;
+  CHECK_OK(gemini_update_wait(s->w.mgr));
+  return NULL;
+}
+static pthread_t start(void *(*fn)(void *), scene_t *s) {
+  pthread_t thread;
+  CHECK_EQ(pthread_create(&thread, NULL, fn, s), 0);
+  return thread;
+}
+static void join(pthread_t thread) { CHECK_EQ(pthread_join(thread, NULL), 0); }
+
+/* ---- tests */
+static void test_nothing_waits_and_the_dump_says_what_is_where(void) {
+  scene_t s;
+  scene_open(&s, 0);
+  expect_line(&s.w, "waits: none");
+  expect_line(&s.w, "manager 0x1|simulated");
+  expect_line(&s.w, "device: 131072 of 262144 bytes used");
+  expect_line(&s.w, "chunks: 2 on the device, of 2 of these the only copy; 0 on the host; 0 in files");
+  CHECK_EQ(lines_with(dump(&s.w), "acquired: tensor"), 0);
+  gemini_access_t a[3] = { world_whole(s.t[1], READ, DEVICE), world_whole(s.t[1], READ, DEVICE),
+                           world_part(s.t[1], 0, 64, READ, DEVICE) };
+  CHECK_OK(gemini_iteration_begin(s.w.mgr));
+  CHECK_OK(gemini_op_begin(s.w.mgr, "h.3.mlp", s.w.stream));
+  CHECK_OK(gemini_acquire(s.w.mgr, a, 3, s.w.stream));
+  expect_line(&s.w, "acquired: tensor second of arena main, 3 times, 2 of them all of it on the device, read");
+  expect_line(&s.w, "operator: h.3.mlp; an iteration is open");
+  CHECK_OK(gemini_release(s.w.mgr, a, 3, s.w.stream));
+  CHECK_OK(gemini_op_end(s.w.mgr));
+  CHECK_OK(gemini_iteration_end(s.w.mgr));
+  expect_line(&s.w, "operator: none; no iteration is open");
+  expect_line(&s.w, "iterations: 1 ended");
+  char few[8];
+  uint64_t length = 0;
+  CHECK_OK(gemini_manager_dump(s.w.mgr, few, sizeof few, &length));
+  CHECK(length > sizeof few && strlen(few) == sizeof few - 1);
+  CHECK_OK(gemini_manager_dump(s.w.mgr, NULL, 0, &length));
+  CHECK_OK(gemini_manager_dump(s.w.mgr, NULL, 0, NULL));
+  scene_close(&s);
+}
+
+static void test_a_call_that_waits_with_the_lock_hides_nothing(void) {
+  scene_t s;
+  scene_open(&s, 0);
+  hold_first(&s);
+  gemini_stats_t before = world_stats(&s.w);
+  pthread_t waiter = start(acquire_first, &s);
+  expect_line(&s.w, "waits: thread|in gemini_acquire(), with the manager's lock, for the work queued on stream");
+  char number[32];
+  snprintf(number, sizeof number, "waits: thread %ld (", atomic_load(&waiter_number));
+  expect_line(&s.w, number);
+  snprintf(number, sizeof number, "stream %u: has work", 3u); /* behind the library's three */
+  expect_line(&s.w, number);
+  expect_line(&s.w, "stream 1: has work that has not ended; it copies from the device");
+  gemini_stats_t stats = world_stats(&s.w);
+  CHECK(stats.used_bytes[DEVICE] == 2 * W && stats.model_bytes == 2 * W && stats.window_bytes == W);
+  CHECK_EQ(stats.budget_bytes[HOST], before.budget_bytes[HOST]);
+  expect_line(&s.w, "chunks: 2 on the device");
+  expect_line(&s.w, "acquired: tensor first of arena main, 1 times");
+  pthread_t other = start(allocate, &s);
+  snprintf(number, sizeof number, "of thread %ld (", atomic_load(&waiter_number));
+  expect_line(&s.w, "waits: thread|in gemini_alloc() for the manager's lock, which gemini_acquire() of thread");
+  expect_line(&s.w, number);
+  CHECK(!sem_post(&s.gate.opened));
+  join(waiter);
+  join(other);
+  expect_line(&s.w, "waits: none");
+  scene_close(&s);
+}
+
+static void test_each_kind_of_wait_says_what_for(void) {
+  scene_t s;
+  scene_open(&s, 0);
+  hold_first(&s);
+  pthread_t thread = start(synchronize, &s);
+  expect_line(&s.w, "waits: thread|in gemini_stream_synchronize() for the work queued on stream");
+  CHECK(!sem_post(&s.gate.opened));
+  join(thread);
+
+  uint32_t mode = READ;
+  gemini_update_t u = GEMINI_UPDATE_INIT;
+  u.arenas = &s.arena;
+  u.modes = &mode;
+  u.arena_count = 1;
+  u.fn = gate_span;
+  u.user = &s.gate;
+  u.flags = GEMINI_UPDATE_LATE;
+  u.element_count = W;
+  CHECK_OK(gemini_update(s.w.mgr, &u));
+  thread = start(wait_for_updates, &s);
+  expect_line(&s.w, "waits: thread|in gemini_update_wait() for the workers to end what was submitted, 1 parts");
+  CHECK_EQ(world_stats(&s.w).pending_updates, 1);
+  pthread_t other = start(acquire_first, &s);
+  expect_line(&s.w, "waits: thread|in gemini_acquire(), with the manager's lock, for an update of");
+  CHECK(!sem_post(&s.gate.opened));
+  join(thread);
+  join(other);
+  CHECK_EQ(world_stats(&s.w).pending_updates, 0);
+  scene_close(&s);
+}
+
+/* A callback on the device runs on the caller's thread: what hangs in it is the caller's. */
+static void *update_on_device(void *user) {
+  scene_t *s = user;
+  uint32_t mode = BOTH;
+  gemini_update_t u = GEMINI_UPDATE_INIT;
+  u.arenas = &s->arena;
+  u.modes = &mode;
+  u.arena_count = 1;
+  u.fn = gate_span;
+  u.user = &s->gate;
+  u.element_count = W;
+  CHECK_OK(gemini_update(s->w.mgr, &u));
+  return NULL;
+}
+static void test_a_callback_that_hangs_is_named(void) {
+  scene_t s;
+  scene_open(&s, 0);
+  gemini_access_t a = world_whole(s.t[0], READ, DEVICE);
+  CHECK_OK(gemini_pin(s.w.mgr, &a));
+  pthread_t thread = start(update_on_device, &s);
+  expect_line(&s.w, "waits: thread|in gemini_update() for the caller's update callback");
+  allocate(&s); /* others go on */
+  CHECK(!sem_post(&s.gate.opened));
+  join(thread);
+  CHECK_OK(gemini_unpin(s.w.mgr, &a));
+  scene_close(&s);
+}
+
+static void test_the_watchdog_reports_who_waits_for_what(void) {
+  const uint64_t ms = 1000000;
+  scene_t s;
+  scene_open(&s, 50 * ms);
+  hold_first(&s);
+  pthread_t waiter = start(acquire_first, &s);
+  expect_log("2 watchdog: thread|in gemini_acquire(), with the manager's lock, for the work queued on stream", 1);
+  pthread_t other = start(allocate, &s);
+  expect_log("2 watchdog: thread|in gemini_alloc() for the manager's lock, which gemini_acquire() of thread", 1);
+  expect_log("2 watchdog: thread|in gemini_acquire()", 4);
+  double last_s = 0.025; /* each report comes after twice the time of the one before */
+  pthread_mutex_lock(&log_lock);
+  for (const char *at = log_text; (at = strstr(at, "has waited ")); at++) {
+    double s_waited;
+    char function[32];
+    CHECK_EQ(sscanf(at, "has waited %lf s in %31[a-z_]", &s_waited, function), 2);
+    if (strcmp(function, "gemini_acquire")) continue;
+    CHECK(s_waited >= 1.99 * last_s);
+    last_s = s_waited;
+  }
+  pthread_mutex_unlock(&log_lock);
+  CHECK(!sem_post(&s.gate.opened));
+  join(waiter);
+  join(other);
+  forget_log();
+  for (int i = 0; i < 40; i++) { /* short waits are no news, however many there are */
+    hold_first(&s);
+    CHECK(!sem_post(&s.gate.opened));
+    CHECK_OK(gemini_stream_synchronize(s.w.mgr, s.w.stream));
+    pause_ms(5);
+  }
+  CHECK_EQ(logged("watchdog"), 0);
+  scene_close(&s);
+}
+
+static void test_a_watchdog_needs_a_log(void) {
+  gemini_config_t c = world_config(2, 2, 0);
+  gemini_manager_t mgr;
+  c.watchdog_ns = 5;
+  CHECK_STATUS(gemini_manager_open(&c, &mgr), GEMINI_ERR_INVALID);
+  CHECK_SAYS(world_error().message, "watchdog_ns is 5, but log_fn");
+  c.log_fn = remember;
+  c.log_level = GEMINI_LOG_ERROR;
+  CHECK_STATUS(gemini_manager_open(&c, &mgr), GEMINI_ERR_INVALID);
+  CHECK_SAYS(world_error().message, "log_level");
+  for (c.log_level = GEMINI_LOG_WARNING, c.watchdog_ns = 1; c.watchdog_ns; c.watchdog_ns *= 2) { /* any time is one */
+    CHECK_OK(gemini_manager_open(&c, &mgr));
+    CHECK_OK(gemini_manager_close(mgr));
+  }
+}
+
+/* Beside threads that work, and wait for each other all the time. */
+static atomic_bool stop;
+static void *work(void *user) {
+  scene_t *s = user;
+  gemini_stream_t stream;
+  CHECK_OK(gemini_stream_create(s->w.mgr, &stream));
+  for (uint64_t i = 0; !atomic_load(&stop); i++) {
+    gemini_access_t a = world_whole(s->t[i % 2], READ, i % 3 ? DEVICE : HOST);
+    CHECK_OK(gemini_acquire(s->w.mgr, &a, 1, i % 5 ? stream : GEMINI_STREAM_CALLER));
+    CHECK_OK(gemini_release(s->w.mgr, &a, 1, i % 5 ? stream : GEMINI_STREAM_CALLER));
+    if (i % 4 == 0) {
+      a = world_whole(s->t[i % 2], READ, HOST);
+      gemini_status_t status = gemini_move(s->w.mgr, &a, 1);
+      CHECK(status == GEMINI_OK || status == GEMINI_ERR_BUSY);
+    }
+    if (i % 64 == 0) {
+      gemini_arena_t arena = world_arena(&s->w, GEMINI_KIND_OTHER, 1, NULL, 0, 0);
+      CHECK_OK(gemini_arena_destroy(s->w.mgr, arena));
+    }
+  }
+  CHECK_OK(gemini_stream_destroy(stream));
+  return NULL;
+}
+static void test_looks_at_any_moment_of_other_threads(void) {
+  scene_t s;
+  scene_open(&s, 1);
+  atomic_store(&stop, false);
+  pthread_t threads[4];
+  for (int i = 0; i < 4; i++) threads[i] = start(work, &s);
+  for (int i = 0; i < 400; i++) {
+    CHECK(strstr(dump(&s.w), "waits: "));
+    gemini_stats_t stats = world_stats(&s.w);
+    CHECK(stats.model_bytes == 2 * W && stats.used_bytes[DEVICE] <= 4 * W && stats.used_bytes[HOST] <= 8 * W);
+  }
+  atomic_store(&stop, true);
+  for (int i = 0; i < 4; i++) join(threads[i]);
+  scene_close(&s);
+}
+
+int main(void) {
+  RUN(test_nothing_waits_and_the_dump_says_what_is_where);
+  RUN(test_a_call_that_waits_with_the_lock_hides_nothing);
+  RUN(test_each_kind_of_wait_says_what_for);
+  RUN(test_a_callback_that_hangs_is_named);
+  RUN(test_the_watchdog_reports_who_waits_for_what);
+  RUN(test_a_watchdog_needs_a_log);
+  RUN(test_looks_at_any_moment_of_other_threads);
+  return check_done();
+}
