@@ -86,7 +86,7 @@ int main(int argc, char **argv) {
                                    (float *)at[MOMENTUM], (float *)at[VARIANCE],
                                    kind == UPDATE ? NULL : (double *)at[SUMS], stream)) {
         gemini_error_info_t info = GEMINI_ERROR_INFO_INIT;
-        (void)gemini_update_last_error(&info);
+        (void)gemini_last_error(&info);
         cli_error(PROGRAM, "%s: %s", info.operation, info.message);
         return CLI_EXIT_FAILURE;
       }

@@ -85,6 +85,13 @@ typedef struct gemini_error_info {
  *  @retval GEMINI_OK, or GEMINI_ERR_INVALID when info_out is NULL or its size is out of range
  *  Threads: any; the record is per thread. Since: 0.1 */
 GEMINI_API gemini_status_t gemini_last_error(gemini_error_info_t *info_out);
+/** Makes info the record of this thread's last failed call, for libraries that are built on this one (libgemini_update is
+ *  one): their callers then find every error text in one place. Ends operation and message with a null byte if they have none.
+ *  @param info status negative; struct_size set; copied
+ *  @retval GEMINI_OK, or GEMINI_ERR_INVALID when info is NULL, its size is out of range, or its status is no error; the
+ *          record then is of this call
+ *  Threads: any; the record is per thread. Since: 0.1 */
+GEMINI_API gemini_status_t gemini_error_set(const gemini_error_info_t *info);
 /** @} */
 
 /** @defgroup manager Managers
@@ -835,7 +842,7 @@ typedef struct gemini_stats_s {
     0,                      \
     0 }
 /** Copies the statistics. Never waits, whatever other threads' calls wait for; while one is under way, the figures may not
- *  all be of one moment.
+ *  all be of one moment; a peak is never below what is in use.
  *  @param stats_out caller-allocated; struct_size set; borrowed until return. Since: 0.1 */
 GEMINI_API gemini_status_t gemini_stats(gemini_manager_t mgr, gemini_stats_t *stats_out) GEMINI_MUST_CHECK;
 /** Starts peaks, moved bytes, hits, stalls and errors anew; what is in use stays counted. Since: 0.1 */

@@ -44,7 +44,7 @@ static bool adamw(const task_t *t, void *stream) {
                         stream) == GEMINI_OK) {
     return true;
   }
-  if (gemini_update_last_error(&info) == GEMINI_OK) cli_error("bench_stack", "%s: %s", info.operation, info.message);
+  if (gemini_last_error(&info) == GEMINI_OK) cli_error("bench_stack", "%s: %s", info.operation, info.message);
   return false;
 }
 

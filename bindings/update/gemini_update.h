@@ -1,8 +1,8 @@
 /* libgemini_update: the fused optimizer updates that libgemini's bindings share.
  * SPDX-License-Identifier: Apache-2.0
  *
- * A library of its own: it uses the types of gemini.h and calls nothing of libgemini. Conventions are those of gemini.h,
- * but what went wrong is told by gemini_update_last_error().
+ * A library of its own, built on libgemini's public functions. Conventions are those of gemini.h: gemini_last_error() tells
+ * what went wrong here, too.
  *
  * Results are the same to the bit on every processor and on the GPU (docs/update.md has the order of operations), as
  * long as the calling thread rounds to nearest and does not flush subnormal numbers to zero; a NaN is a NaN everywhere,
@@ -113,8 +113,6 @@ GEMINI_API const char *gemini_update_isa(void);
  *  @retval GEMINI_ERR_UNSUPPORTED  this machine cannot. Since: 0.1 */
 GEMINI_API gemini_status_t gemini_update_force_isa(const char *name) GEMINI_MUST_CHECK;
 
-/** As gemini_last_error(), for the functions of this header. Since: 0.1 */
-GEMINI_API gemini_status_t gemini_update_last_error(gemini_error_info_t *info_out);
 /** @} */
 
 /** @defgroup walk Updates of arenas

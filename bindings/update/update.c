@@ -14,35 +14,29 @@
 
 /* --- errors --- */
 
-static _Thread_local gemini_error_info_t last_error = GEMINI_ERROR_INFO_INIT;
-
 gemini_status_t gmi_update_fail(const char *operation, gemini_status_t status, int64_t native_code, const char *format,
                                 ...) {
+  gemini_error_info_t info = GEMINI_ERROR_INFO_INIT;
   va_list args;
-  last_error.status = status;
-  last_error.native_code = native_code;
-  snprintf(last_error.operation, sizeof last_error.operation, "%s", operation);
+  info.status = status;
+  info.native_code = native_code;
+  snprintf(info.operation, sizeof info.operation, "%s", operation);
   va_start(args, format);
-  vsnprintf(last_error.message, sizeof last_error.message, format, args);
+  vsnprintf(info.message, sizeof info.message, format, args);
   va_end(args);
+  (void)gemini_error_set(&info);
   return status;
 }
 
 gemini_status_t gmi_update_fail_in(const char *operation, const char *format, ...) {
-  const gemini_error_info_t within = last_error;
+  gemini_error_info_t within = GEMINI_ERROR_INFO_INIT;
   char where[sizeof within.message];
   va_list args;
+  (void)gemini_last_error(&within);
   va_start(args, format);
   vsnprintf(where, sizeof where, format, args);
   va_end(args);
   return gmi_update_fail(operation, within.status, within.native_code, "%s: %s", where, within.message);
-}
-
-gemini_status_t gemini_update_last_error(gemini_error_info_t *info_out) {
-  if (!info_out || info_out->struct_size < sizeof last_error || info_out->struct_size > STRUCT_BYTES_MAX)
-    return GEMINI_ERR_INVALID;
-  memcpy(info_out, &last_error, sizeof last_error);
-  return GEMINI_OK;
 }
 
 /* --- checks and coefficients --- */

@@ -59,7 +59,7 @@ static void note_failure(gemini_update_walk_t *walk) {
   gemini_error_info_t info = GEMINI_ERROR_INFO_INIT;
   uint32_t none = 0;
   if (!__atomic_compare_exchange_n(&walk->failing, &none, 1, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) return;
-  (void)gemini_update_last_error(&info);
+  (void)gemini_last_error(&info);
   walk->native_code = info.native_code;
   memcpy(walk->message, info.message, sizeof walk->message);
   __atomic_store_n(&walk->status, info.status, __ATOMIC_RELEASE); /* last: who sees it sees the rest */

@@ -464,6 +464,36 @@ static void batch_unmark(gmi_manager_t *m, const gmi_range_t *r) {
     atomic_fetch_and(&gmi_tensor_base(m, r->tensor)->word, ~(GMI_TENSOR_BATCH_GRADIENT | GMI_TENSOR_BATCH_PARAMETER));
 }
 
+/* Bytes of the batch's chunks that have no place in a tier. */
+static uint64_t batch_lacks(const gmi_manager_t *m, const gemini_access_t *accesses, const prepared_t *p,
+                            uint64_t count, uint32_t tier) {
+  uint64_t lacking = 0;
+  for (int pass = 0; pass < 2; pass++) { /* batch_placed: counted already; cleared in the second pass */
+    for (uint64_t k = 0; k < count; k++) {
+      const gmi_range_t *r = &p[k].range;
+      for (uint64_t i = r->first; accesses[k].tier == tier && i <= r->last; i++) {
+        gmi_window_t *w = &r->store->windows[i];
+        bool placed = tier == GEMINI_TIER_DEVICE ? w->frame != GMI_NONE : w->slot != GMI_NONE;
+        lacking += !pass && !placed && !w->batch_placed;
+        w->batch_placed = !pass;
+      }
+    }
+  }
+  return lacking << m->window_shift;
+}
+
+/* What the tiers refused was one chunk: says what is lacking for the batch. Called before it is given up. */
+static void batch_tell_lack(gmi_manager_t *m, const gemini_access_t *accesses, const prepared_t *p, uint64_t count,
+                            gemini_status_t status) {
+  uint64_t device = batch_lacks(m, accesses, p, count, GEMINI_TIER_DEVICE);
+  uint64_t host = batch_lacks(m, accesses, p, count, GEMINI_TIER_HOST);
+  if (status == GEMINI_ERR_OOM_DEVICE) gmi_oom_device(m, device);
+  else if (host) gmi_fail_prefix("the batch needs %llu more bytes of host memory: ", (unsigned long long)host);
+  else
+    gmi_fail_prefix("the batch needs %llu more bytes of device memory, for which other chunks must leave: ",
+                    (unsigned long long)device);
+}
+
 static gemini_status_t acquire_slow(gmi_manager_t *m, gemini_access_t *accesses, uint64_t count, uint32_t stream) {
   prepared_t small[SMALL_BATCH], *p = small;
   gemini_status_t status = GEMINI_OK;
@@ -519,6 +549,7 @@ static gemini_status_t acquire_slow(gmi_manager_t *m, gemini_access_t *accesses,
   for (uint64_t k = 0; !status && k < count; k++)
     for (uint64_t i = p[k].range.first; !status && i <= p[k].range.last; i++)
       status = bring_window(m, &accesses[k], &p[k].range, (uint32_t)i);
+  if (held == count && gmi_is_oom(status)) batch_tell_lack(m, accesses, p, count, status);
   gmi_tracer_resume(m, stream, &pause);
   if (!status) status = wait_windows(m, accesses, p, count, stream);
   for (uint64_t k = 0; !status && k < count; k++) status = leave_device(m, &accesses[k], &p[k].range);

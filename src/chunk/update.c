@@ -357,10 +357,6 @@ static gemini_status_t device_piece(walk_t *k, piece_t *p, rest_t *rest) {
   return status;
 }
 
-static bool is_out_of_memory(gemini_status_t status) {
-  return status == GEMINI_ERR_OOM_DEVICE || status == GEMINI_ERR_OOM_HOST || status == GEMINI_ERR_OOM_FILE;
-}
-
 static bool is_pinned(const piece_t *p) {
   bool pinned = false;
   for (uint32_t i = 0; i < p->count; i++) pinned |= p->windows[i]->user_pins && (p->modes[i] & GEMINI_WRITE);
@@ -652,7 +648,7 @@ static gemini_status_t tail_queue_one(walk_t *k, piece_t *p, bool device) {
   if (device || pinned || !m->files) status = queue_left(m, p);
   if (status) return status;
   status = device || pinned ? device_piece(k, p, k->tail) : GEMINI_ERR_OOM_DEVICE;
-  if (pinned || !is_out_of_memory(status)) return status;
+  if (pinned || !gmi_is_oom(status)) return status;
   if (!piece_is_ready(k, p))
     return tail_leave_one(m->deferred, k, p)
                ? GEMINI_OK

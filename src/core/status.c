@@ -105,6 +105,18 @@ gemini_status_t gmi_struct_out(void *theirs, void *ours, size_t our_size, size_t
   return GEMINI_OK;
 }
 
+gemini_status_t gemini_error_set(const gemini_error_info_t *info) {
+  gemini_error_info_t ours;
+  gemini_status_t status = gmi_struct_in(&ours, sizeof ours, info, sizeof ours, "info");
+  if (status) API_RETURN(status);
+  if (ours.status >= 0)
+    API_RETURN(gmi_fail(GEMINI_ERR_INVALID, 0, "info: status is %d, which is no error", ours.status));
+  ours.operation[sizeof ours.operation - 1] = ours.message[sizeof ours.message - 1] = 0;
+  gmi_fail(ours.status, ours.native_code, "%s", ours.message);
+  gmi_fail_operation(ours.operation);
+  return GEMINI_OK;
+}
+
 gemini_status_t gemini_last_error(gemini_error_info_t *info_out) {
   gemini_error_info_t info = GEMINI_ERROR_INFO_INIT;
   info.status = last.status;

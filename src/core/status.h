@@ -3,6 +3,8 @@
 #ifndef GMI_STATUS_H
 #define GMI_STATUS_H
 
+#include <stdbool.h>
+
 #include "gemini.h"
 
 /* Records status, native code and message for this thread and returns status. Internal functions call it where they
@@ -15,6 +17,10 @@ void gmi_fail_operation(const char *operation);
 /* The recorded message, for logs and for failures that are stored to be returned later. */
 const char *gmi_fail_message(void);
 int64_t gmi_fail_code(void); /* its native code */
+
+static inline bool gmi_is_oom(gemini_status_t status) { /* a tier is full */
+  return status == GEMINI_ERR_OOM_DEVICE || status == GEMINI_ERR_OOM_HOST || status == GEMINI_ERR_OOM_FILE;
+}
 
 #define API_RETURN(expression)                                 \
   do {                                                         \

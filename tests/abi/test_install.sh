@@ -59,7 +59,7 @@ done
 for kind in shared static; do
   output=$(LD_LIBRARY_PATH=$libdir "$work/consumer/update_$kind") || fail "update_$kind failed"
   [[ $output == 0.5000 ]] || fail "update_$kind says '$output', want 0.5000"
-  needed=$(readelf -d "$work/consumer/update_$kind" | grep -c "NEEDED.*\[libgemini" || true)
+  needed=$(readelf -d "$work/consumer/update_$kind" | grep -c "NEEDED.*\[libgemini_update" || true)
   [[ $kind == shared && $needed == 1 || $kind == static && $needed == 0 ]] || fail "update_$kind is not $kind"
 done
 for standard in "$cc -std=c99" "$cxx -x c++ -std=c++11"; do

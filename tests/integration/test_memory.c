@@ -369,7 +369,13 @@ static void test_acquire_with_nothing_evictable_says_what_holds_the_memory(void)
   OK(gemini_acquire(w.mgr, held, 3, GEMINI_STREAM_CALLER));
   gemini_access_t batch[2] = { whole(w.t[4], GEMINI_READ, DEVICE), whole(w.t[5], GEMINI_READ_WRITE, DEVICE) };
   batch[0].ptr = batch[1].ptr = &w;
+  gemini_access_t four[5];
+  for (int i = 0; i < 4; i++) four[i] = whole(w.t[4 + i], GEMINI_READ, DEVICE);
+  four[4] = four[3];
+  CHECK_EQ(gemini_acquire(w.mgr, four, 5, GEMINI_STREAM_CALLER), GEMINI_ERR_OOM_DEVICE);
+  CHECK_SAYS(last_error().message, "196608 more bytes of device memory are needed"); /* three windows: one has come */
   CHECK_EQ(gemini_acquire(w.mgr, batch, 2, GEMINI_STREAM_CALLER), GEMINI_ERR_OOM_DEVICE);
+  CHECK_SAYS(last_error().message, "65536 more bytes of device memory are needed");
   CHECK(says_bytes("acquired hold ", 4 * WINDOW)); /* the batch's own first window counts */
   CHECK(says_bytes("pinned ", WINDOW) && says_bytes("non-model memory ", WINDOW) && says_bytes("budget ", 6 * WINDOW));
   CHECK(!strcmp(last_error().operation, "gemini_acquire"));
@@ -537,6 +543,9 @@ static void test_host_full_without_files_is_oom_host(void) {
     gemini_access_t a = whole(w.t[5], GEMINI_WRITE, tier);
     CHECK_EQ(gemini_acquire(w.mgr, &a, 1, GEMINI_STREAM_CALLER), GEMINI_ERR_OOM_HOST);
     CHECK(says_bytes("", 3 * WINDOW) && says_bytes("chunk of ", WINDOW) && says("no file tier"));
+    CHECK_SAYS(last_error().message,
+               tier == HOST ? "the batch needs 65536 more bytes of host memory: "
+                            : "the batch needs 65536 more bytes of device memory, for which other chunks must leave: ");
     CHECK_EQ(info_of(&w, w.t[5]).state, GEMINI_STATE_FREE);
     CHECK_EQ(info_of(&w, w.t[5]).users, 0);
   }
@@ -720,6 +729,7 @@ static void test_tensor_larger_than_the_device_is_used_by_ranges(void) {
   CHECK(says_bytes("budget ", 3 * WINDOW) && says_bytes("acquired hold ", 3 * WINDOW));
   all.tier = HOST;
   CHECK_EQ(gemini_acquire(w.mgr, &all, 1, GEMINI_STREAM_CALLER), GEMINI_ERR_OOM_HOST);
+  CHECK_SAYS(last_error().message, "the batch needs 786432 more bytes of host memory: ");
   for (uint64_t at = 0; at < size; at += step)
     put_part(&w, w.t[0], at, at + step < size ? step : size - at, at / step % 3 ? DEVICE : HOST, 8);
   CHECK(bytes_in(&w, w.t[0], FILES) > 4 * WINDOW);

@@ -678,6 +678,30 @@ static void *fresh_thread(void *user) {
   *(gemini_error_info_t *)user = world_error();
   return NULL;
 }
+static void test_error_set_takes_errors_only(void) {
+  gemini_error_info_t info = GEMINI_ERROR_INFO_INIT, again;
+  info.status = GEMINI_ERR_DEVICE;
+  info.native_code = -7;
+  memset(info.operation, 'o', sizeof info.operation); /* nothing ends them */
+  memset(info.message, 'm', sizeof info.message);
+  CHECK_OK(gemini_error_set(&info));
+  cover("gemini_error_set");
+  again = world_error();
+  CHECK(again.status == GEMINI_ERR_DEVICE && again.native_code == -7);
+  CHECK_EQ(strspn(again.operation, "o"), sizeof info.operation - 1);
+  CHECK_EQ(strspn(again.message, "m"), sizeof info.message - 1);
+  CHECK_EQ(gemini_error_set(NULL), GEMINI_ERR_INVALID);
+  CHECK_SAYS(world_error().message, "info is NULL");
+  info.status = GEMINI_OK;
+  CHECK_EQ(gemini_error_set(&info), GEMINI_ERR_INVALID);
+  CHECK_SAYS(world_error().message, "info: status is 0");
+  for (size_t i = 0; i < sizeof wrong_sizes / sizeof *wrong_sizes; i++) {
+    info.status = GEMINI_ERR_IO;
+    info.struct_size = wrong_sizes[i];
+    CHECK_EQ(gemini_error_set(&info), GEMINI_ERR_INVALID);
+    CHECK_SAYS(world_error().message, "info: struct_size");
+  }
+}
 static void test_last_error_keeps_its_record(void) {
   CHECK_EQ(gemini_phase_set(UINT64_C(0xdeadbeef), 0), GEMINI_ERR_HANDLE);
   const gemini_error_info_t first = world_error();
@@ -2012,6 +2036,7 @@ int main(void) {
   RUN(test_input_structs_of_wrong_size_are_refused);
   RUN(test_longer_input_structs_are_fine_while_the_rest_is_zero);
   RUN(test_output_structs_of_wrong_size_are_refused_and_longer_ones_are_filled_in_part);
+  RUN(test_error_set_takes_errors_only);
   RUN(test_last_error_keeps_its_record);
   RUN(test_statuses_have_words_of_their_own);
   RUN(test_manager_config_out_of_range_is_refused);

@@ -174,14 +174,30 @@ static void test_adamw_in_spans_fails_on_both_tiers_and_is_told(void) {
     CHECK((step.spans[DEVICE] > 0) == on_device);
     gemini_error_info_t info = GEMINI_ERROR_INFO_INIT;
     CHECK_EQ(gemini_update_walk_status(&step.walk), GEMINI_ERR_INVALID);
-    CHECK_EQ(gemini_update_last_error(&info), GEMINI_OK);
+    CHECK_EQ(gemini_last_error(&info), GEMINI_OK);
     CHECK_SAYS(info.message, "there is no range for them");
     if (on_device) CHECK_OK(gemini_unpin(w.mgr, &pin));
   }
   world_close(&w);
 }
 
+/* The header promises that gemini_last_error() tells of every call that fails, whichever of the two libraries it is in. */
+static void test_errors_of_both_libraries_are_one_record(void) {
+  gemini_update_t u = GEMINI_UPDATE_INIT;
+  gemini_error_info_t info = GEMINI_ERROR_INFO_INIT;
+  CHECK_EQ(gemini_phase_set(UINT64_C(0xdeadbeef), 0), GEMINI_ERR_HANDLE);
+  CHECK_EQ(gemini_update_walk_check(&u), GEMINI_ERR_INVALID);
+  CHECK_OK(gemini_last_error(&info));
+  CHECK_SAYS(info.operation, "gemini_update_walk_check");
+  CHECK_EQ(info.status, GEMINI_ERR_INVALID);
+  CHECK(info.message[0]);
+  CHECK_EQ(gemini_phase_set(UINT64_C(0xdeadbeef), 0), GEMINI_ERR_HANDLE);
+  CHECK_OK(gemini_last_error(&info));
+  CHECK_SAYS(info.operation, "gemini_phase_set");
+}
+
 int main(void) {
+  RUN(test_errors_of_both_libraries_are_one_record);
   RUN(test_adamw_in_spans_equals_one_call_for_each_range);
   RUN(test_adamw_in_spans_fails_on_both_tiers_and_is_told);
   return check_done();

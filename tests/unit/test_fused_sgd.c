@@ -234,7 +234,7 @@ static void test_sgd_in_its_gradients_bytes_without_parameter_or_sum_is_the_same
 static const char *message(void) {
   static gemini_error_info_t info;
   info = (gemini_error_info_t)GEMINI_ERROR_INFO_INIT;
-  CHECK_EQ(gemini_update_last_error(&info), GEMINI_OK);
+  CHECK_EQ(gemini_last_error(&info), GEMINI_OK);
   return info.message;
 }
 static void test_sgd_bad_values_are_refused_by_name(void) {
@@ -299,7 +299,7 @@ static void test_sgd_cuda_gives_the_kernels_what_the_host_computes_with(void) {
   fake.failing = "gmi_sgd";
   CHECK_EQ(gemini_sgd_cuda(&c, 9, actual.param, actual.grad, actual.master, actual.momentum, NULL, NULL),
            GEMINI_ERR_DEVICE);
-  CHECK_EQ(gemini_update_last_error(&info), GEMINI_OK);
+  CHECK_EQ(gemini_last_error(&info), GEMINI_OK);
   CHECK_SAYS(info.operation, "gemini_sgd_cuda");
   CHECK_SAYS(info.message, "cuLaunchKernel");
   gmi_update_cuda_replace(NULL);

@@ -366,7 +366,7 @@ static void test_update_in_spans_is_the_same(void) {
 static const char *message(void) {
   static gemini_error_info_t info;
   info = (gemini_error_info_t)GEMINI_ERROR_INFO_INIT;
-  CHECK_EQ(gemini_update_last_error(&info), GEMINI_OK);
+  CHECK_EQ(gemini_last_error(&info), GEMINI_OK);
   return info.message;
 }
 static void refused(const gemini_adamw_t *c, const char *words) {
@@ -444,11 +444,11 @@ static void test_update_bad_values_are_refused_by_name(void) {
   CHECK_EQ(gemini_update_force_isa("sse"), GEMINI_ERR_INVALID);
   CHECK(strstr(message(), "name is 'sse'"));
   gemini_error_info_t info = GEMINI_ERROR_INFO_INIT;
-  CHECK_EQ(gemini_update_last_error(&info), GEMINI_OK);
+  CHECK_EQ(gemini_last_error(&info), GEMINI_OK);
   CHECK(strcmp(info.operation, "gemini_update_force_isa") == 0 && info.status == GEMINI_ERR_INVALID);
   info.struct_size = 4;
-  CHECK_EQ(gemini_update_last_error(&info), GEMINI_ERR_INVALID);
-  CHECK_EQ(gemini_update_last_error(NULL), GEMINI_ERR_INVALID);
+  CHECK_EQ(gemini_last_error(&info), GEMINI_ERR_INVALID);
+  CHECK_EQ(gemini_last_error(NULL), GEMINI_ERR_INVALID);
 }
 
 /* --- on the GPU, as far as a machine without one can tell: which functions are called with what --- */

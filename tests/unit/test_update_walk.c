@@ -296,7 +296,7 @@ static void test_walk_takes_longer_rules(void) {
 static const char *message(void) {
   static gemini_error_info_t info;
   info = (gemini_error_info_t)GEMINI_ERROR_INFO_INIT;
-  CHECK_EQ(gemini_update_last_error(&info), GEMINI_OK);
+  CHECK_EQ(gemini_last_error(&info), GEMINI_OK);
   return info.message;
 }
 

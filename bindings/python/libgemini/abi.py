@@ -145,7 +145,7 @@ class UpdateWalk(_Sized):
 # ---- functions
 _M, _H, _U32, _U64 = c_uint64, c_uint64, c_uint32, c_uint64
 _FUNCTIONS = {  # name: arguments; all return a status but those below
-  "last_error": [POINTER(ErrorInfo)],
+  "last_error": [POINTER(ErrorInfo)], "error_set": [POINTER(ErrorInfo)],
   "manager_open": [POINTER(Config), POINTER(_M)], "manager_close": [_M], "budget_set": [_M, _U32, _U64],
   "stream_create": [_M, POINTER(_H)], "stream_adopt": [_M, c_void_p, POINTER(_H)],
   "stream_native": [_M, _H, POINTER(c_void_p)], "stream_destroy": [_H], "stream_call": [_M, _H, c_void_p, c_void_p],
@@ -176,8 +176,7 @@ _FUNCTIONS = {  # name: arguments; all return a status but those below
   "trace_save": [_M, c_char_p], "trace_load": [_M, c_char_p], "timeline_start": [_M, c_char_p],
   "timeline_stop": [_M],
 }
-_UPDATE_FUNCTIONS = {"last_error": [POINTER(ErrorInfo)], "walk_check": [POINTER(Update)],
-                     "walk_status": [POINTER(UpdateWalk)]}
+_UPDATE_FUNCTIONS = {"walk_check": [POINTER(Update)], "walk_status": [POINTER(UpdateWalk)]}
 _OTHERS = {
   "version": (c_char_p, []), "status_string": (c_char_p, [c_int32]),
   "torch_malloc": (c_void_p, [c_ssize_t, ctypes.c_int, c_void_p]),
@@ -236,6 +235,7 @@ class UpdateLibrary(_Library):
   """libgemini_update.so; walk is the address of its gemini_update_fn."""
 
   def __init__(self, path):
+    self.last_error = library().last_error  # which it is built on, and which must be loaded first
     super().__init__(path, "gemini_update_", _UPDATE_FUNCTIONS)
     self.walk = ctypes.cast(self.cdll.gemini_update_walk, UpdateFn)
 

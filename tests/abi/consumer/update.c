@@ -11,7 +11,7 @@ int main(void) {
   adamw.weight_decay = 0;
   if (gemini_adamw_host(&adamw, 1, NULL, &grad, &master, &momentum, &variance, NULL) != GEMINI_OK) {
     gemini_error_info_t info = GEMINI_ERROR_INFO_INIT;
-    if (gemini_update_last_error(&info) == GEMINI_OK) fprintf(stderr, "%s: %s\n", info.operation, info.message);
+    if (gemini_last_error(&info) == GEMINI_OK) fprintf(stderr, "%s: %s\n", info.operation, info.message);
     return 1;
   }
   printf("%.4f\n", (double)master); /* the first step is lr against the gradient's sign */
