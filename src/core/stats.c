@@ -21,6 +21,9 @@ void gmi_stats_read(gmi_manager_t *m, gemini_stats_t *stats_out) {
   s.used_bytes[GEMINI_TIER_DEVICE] = atomic_load(&m->frame_used) * window;
   s.used_bytes[GEMINI_TIER_HOST] = atomic_load(&m->host_used);
   s.used_bytes[GEMINI_TIER_FILE] = atomic_load(&m->file_used);
+  for (int i = 0; i < GEMINI_TIER_COUNT;
+       i++) /* a chunk may have come since the peak was read, or its peak not be noted */
+    if (s.peak_bytes[i] < s.used_bytes[i]) s.peak_bytes[i] = s.used_bytes[i];
   s.model_bytes = atomic_load(&from->model_bytes);
   s.nonmodel_bytes = atomic_load(&from->nonmodel_bytes);
   s.nonmodel_peak_bytes = atomic_load(&m->nonmodel_peak);
