@@ -274,20 +274,20 @@ static void test_calls_out_of_order_are_refused(void) {
   clear_dir();
 }
 
-/* Killed at any moment, in the middle of write-backs and checkpoints: the last checkpoint that was reported, or the one
- * that was being made, is there, whole. */
-static void test_a_kill_leaves_a_whole_checkpoint(void) {
-  make_dir();
-  uint64_t random = (uint64_t)time(NULL) * 2 + 1, reported = 0;
-  fprintf(stderr, "  seed %" PRIu64 "\n", random);
-  for (int round = 0; round < 8; round++) {
+/* Rounds of a process that writes and checkpoints until it is killed, with both engines of the file tier. */
+static void kill_in_rounds(const char *dirs, int rounds, uint64_t random) {
+  uint64_t reported = 0;
+  for (int round = 0; round < rounds; round++) {
+    gemini_config_t config = keep_config();
+    config.file_dir = dirs;
+    config.file_engine = round % 2 ? GEMINI_FILE_ENGINE_THREADS : GEMINI_FILE_ENGINE_AUTO;
     int told[2];
     CHECK_EQ(pipe(told), 0);
     pid_t child = fork();
     CHECK(child >= 0);
     if (!child) {
       close(told[0]);
-      model_t k = model_open();
+      model_t k = model_open_sized(config, SIZE);
       uint64_t seed = reported;
       if (reported) CHECK_OK(gemini_resume(k.w.mgr));
       for (;;) {
@@ -308,7 +308,7 @@ static void test_a_kill_leaves_a_whole_checkpoint(void) {
     CHECK_EQ(waitpid(child, NULL, 0), child);
     while (read(told[0], &seed, sizeof seed) == sizeof seed) reported = seed;
     close(told[0]);
-    model_t k = model_open();
+    model_t k = model_open_sized(config, SIZE);
     CHECK_OK(gemini_resume(k.w.mgr));
     gemini_access_t a = world_part(k.m[5], 0, 1, GEMINI_READ, HOST);
     CHECK_OK(gemini_acquire(k.w.mgr, &a, 1, GEMINI_STREAM_CALLER));
@@ -318,7 +318,26 @@ static void test_a_kill_leaves_a_whole_checkpoint(void) {
     CHECK(model_holds(&k, reported));
     world_close(&k.w);
   }
-  clear_dir();
+}
+/* Killed at any moment, in the middle of write-backs and checkpoints: the last checkpoint that was reported, or the one
+ * that was being made, is there, whole. In one directory and in two. GEMINI_KILLS: how often, 12 times by default. */
+static void test_a_kill_leaves_a_whole_checkpoint(void) {
+  const char *kills = getenv("GEMINI_KILLS"), *seed = getenv("GEMINI_STRESS_SEED");
+  int rounds = kills ? atoi(kills) / 2 : 6;
+  uint64_t random = seed ? strtoull(seed, NULL, 0) : (uint64_t)time(NULL) * 2 + 1;
+  fprintf(stderr, "  GEMINI_STRESS_SEED=%" PRIu64 ", %d kills\n", random, 2 * rounds);
+  make_dir();
+  kill_in_rounds(dir, rounds, random);
+  char first[sizeof dir], both[2 * sizeof dir];
+  CHECK(clear_dir() > 1);
+  make_dir();
+  memcpy(first, dir, sizeof dir);
+  make_dir();
+  snprintf(both, sizeof both, "%s:%s", first, dir);
+  kill_in_rounds(both, rounds, random + 1);
+  CHECK(clear_dir() > 0); /* both were used */
+  memcpy(dir, first, sizeof dir);
+  CHECK(clear_dir() > 0);
 }
 
 int main(void) {

@@ -17,6 +17,7 @@ STATUS = {-1: "INVALID", -2: "HANDLE", -3: "STATE", -4: "BUSY", -5: "OOM_DEVICE"
 STREAM_CALLER = 0
 TIER_DEVICE, TIER_HOST, TIER_FILE = 0, 1, 2
 TIERS = ("device", "host", "file")
+FILE_ENGINES = {"auto": 0, "uring": 1, "threads": 2}
 PLACEMENTS = {"auto": 0, "cuda": 1, "cpu": 2, "static": 3}
 DEVICE_SIMULATED, DEVICE_CUDA = 0, 1
 CONFIG_STRICT = 1

@@ -49,9 +49,12 @@ class Manager:
 
   def __init__(self, *, placement="auto", device_memory, host_memory=0, file_memory=0, file=None, cuda=False,
                device_ordinal=0, device_margin=0, window=0, warmup_iterations=1, update_threads=0, strict=False,
-               static_param_fraction=0.0, static_optim_fraction=0.0, keep_name=None, watchdog=0.0):
+               static_param_fraction=0.0, static_optim_fraction=0.0, keep_name=None, watchdog=0.0,
+               file_engine="auto"):
     if placement not in abi.PLACEMENTS:
       raise ValueError(f"placement is {placement!r}: want one of {', '.join(abi.PLACEMENTS)}")
+    if file_engine not in abi.FILE_ENGINES:
+      raise ValueError(f"file_engine is {file_engine!r}: want one of {', '.join(abi.FILE_ENGINES)}")
     if not 0 <= watchdog < 2**33:
       raise ValueError(f"watchdog is {watchdog!r}: want seconds, or 0 for none")
     self.lib = abi.library()
@@ -63,6 +66,7 @@ class Manager:
         host_bytes=parse_bytes(host_memory, "host_memory"), file_bytes=parse_bytes(file_memory, "file_memory"),
         window_bytes=parse_bytes(window, "window"), static_param_fraction=static_param_fraction,
         static_optim_fraction=static_optim_fraction, file_dir=str(file).encode() if file else None, log_fn=_log,
+        file_engine=abi.FILE_ENGINES[file_engine],
         keep_name=keep_name.encode() if keep_name else None, watchdog_ns=round(watchdog * 1e9))
     handle = ctypes.c_uint64()
     self.handle = 0

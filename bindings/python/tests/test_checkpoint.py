@@ -608,9 +608,21 @@ if mode == "renames":
   checkpoint._exchange = lambda *_: False
 
 
-def start():
-  gm.init(device="cpu", strict=True, window="64KiB", device_memory="1MiB", host_memory="8MiB")
-  model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(2)))
+files = {}
+if mode == "files":  # what does not fit on the host, in two directories, with each engine in turn
+  places = [f"{folder}.files.{number}" for number in range(2)]
+  for place in places:
+    os.mkdir(place)
+  files = {"file": ":".join(places), "file_memory": "16MiB"}
+random.seed(int(os.environ.get("GEMINI_STRESS_SEED") or time.time()))
+
+
+def start(number=0):
+  if files:
+    files["file_engine"] = "threads" if number % 2 else "auto"
+  gm.init(device="cpu", strict=True, window="64KiB", device_memory="192KiB" if files else "1MiB",
+          host_memory="128KiB" if files else "8MiB", **files)
+  model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(24 if files else 2)))
   return gm.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
 
 
@@ -618,6 +630,7 @@ def save(model, optimizer, number):
   with torch.no_grad():
     for param in model.parameters():
       param.fill_(float(number))
+  assert not files or gm.stats()["used_bytes"]["file"], gm.stats()
   gm.save(folder, model, optimizer, extra=number, max_shard="20KB")
 
 
@@ -681,7 +694,7 @@ def saving_until_call(call):
 
 
 def saving_for_ever(start_number):
-  model, optimizer = start()
+  model, optimizer = start(kill)
   for number in itertools.count(start_number):
     save(model, optimizer, number)
 
@@ -689,8 +702,9 @@ def saving_for_ever(start_number):
 torch.optim.SGD([torch.zeros(1)])  # imports more of torch, here and not in each child
 assert os.waitpid(forked(first), 0)[1] == 0
 number = old = new = saved = 0
-if mode == "random":
-  for _ in range(8):
+kills = int(os.environ.get("GEMINI_KILLS") or 8)
+if mode in ("random", "files"):
+  for kill in range(kills):
     pid = forked(lambda: saving_for_ever(number + 1))
     time.sleep(random.uniform(0.03, 0.4))
     os.kill(pid, signal.SIGKILL)
@@ -710,14 +724,16 @@ else:
   assert old > 4 and new > 4, (call, old, new)
   assert loaded() == call + 1
 left = sorted(os.listdir(os.path.dirname(folder)))
-assert mode == "random" or left == ["checkpoint"], left
+assert mode in ("random", "files") or left == ["checkpoint"], left
+assert not files or not any(os.listdir(place) for place in places)  # files of the file tier have no names
 '''
 
 
-@pytest.mark.parametrize("mode", ["exchange", "renames", "random"])
+@pytest.mark.parametrize("mode", ["exchange", "renames", "random", "files"])
 def test_kill_leaves_a_whole_checkpoint(tmp_path, mode):
+  """GEMINI_KILLS: how often processes are killed at random, 8 times by default; GEMINI_STRESS_SEED: when."""
   done = subprocess.run([sys.executable, "-c", KILLS, str(tmp_path / "checkpoint"), mode], capture_output=True,
-                        text=True, timeout=200)
+                        text=True, timeout=200 + 2 * int(os.environ.get("GEMINI_KILLS") or 8))
   assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -185,6 +185,8 @@ def test_a_call_that_waits_is_in_the_dump_and_in_the_log(caplog):
     entered.set()
     go_on.wait()
 
+  with pytest.raises(ValueError, match="file_engine is 'aio': want one of auto, uring, threads"):
+    Manager(device_memory="1MiB", host_memory="4MiB", file_engine="aio")
   with pytest.raises(ValueError, match="watchdog is -1"):
     Manager(device_memory="1MiB", host_memory="4MiB", watchdog=-1)
   with Manager(device_memory="1MiB", host_memory="4MiB", window=WINDOW, watchdog=0.05) as manager:
