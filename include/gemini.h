@@ -202,7 +202,9 @@ GEMINI_API gemini_status_t gemini_stream_adopt(gemini_manager_t mgr, void *nativ
 GEMINI_API gemini_status_t gemini_stream_native(gemini_manager_t mgr, gemini_stream_t stream, void **native_out)
     GEMINI_MUST_CHECK;
 /** Waits for the stream's work, then destroys it. 0 is accepted. Blocks.
- *  @retval GEMINI_ERR_BUSY  the open operator runs on it; nothing changed. Since: 0.1 */
+ *  @retval GEMINI_ERR_BUSY    the open operator runs on it; nothing changed
+ *  @retval GEMINI_ERR_STATE   it is being captured; nothing changed
+ *  @retval GEMINI_ERR_DEVICE  its work cannot be waited for; it stays, until the manager is closed. Since: 0.1 */
 GEMINI_API gemini_status_t gemini_stream_destroy(gemini_stream_t stream);
 
 typedef void (*gemini_call_fn)(void *user);
@@ -324,7 +326,8 @@ enum {
 };
 /** Moves a tensor to HOLD, READY_FOR_REDUCE or FREE (which drops its bytes lazily). COMPUTE is entered by acquire
  *  and left by release only.
- *  @retval GEMINI_ERR_STATE  the transition is not in the table; nothing changed. Since: 0.1 */
+ *  @retval GEMINI_ERR_STATE  the transition is not in the table; nothing changed
+ *  @retval GEMINI_ERR_OOM_HOST, GEMINI_ERR_DEVICE  of FREE: as of gemini_zero(). Since: 0.1 */
 GEMINI_API gemini_status_t gemini_tensor_state_set(gemini_manager_t mgr, gemini_tensor_t tensor, uint32_t state)
     GEMINI_MUST_CHECK;
 
@@ -589,10 +592,13 @@ typedef struct gemini_update_s {
  *                               gradient in a reusing arena was not written, and the update does not write its parameter;
  *                               nothing changed
  *  @retval GEMINI_ERR_OOM_HOST  without a file tier, the host has no room for the chunks; nothing changed
- *  @retval GEMINI_ERR_PENDING   (never with GEMINI_UPDATE_LATE) the update was accepted and is not done: the message says where
- *                               it stands and why. gemini_update_wait() goes on with it; to call gemini_update() again
- *                               would update twice
- *  @retval GEMINI_ERR_DEVICE    as of gemini_update_wait()
+ *  @retval GEMINI_ERR_PENDING   (never with GEMINI_UPDATE_LATE) the update was accepted and is not done, or cannot be: the
+ *                               message says where it stands and why. gemini_update_wait() goes on with it, and returns
+ *                               what it fails with; to call gemini_update() again would update twice
+ *  @retval GEMINI_ERR_DEVICE    the device could not say what stream has queued so far; nothing changed
+ *  @retval GEMINI_ERR_DEVICE, GEMINI_ERR_IO, GEMINI_ERR_FORMAT  an earlier update failed for good, as gemini_update_wait() says:
+ *                               no other is accepted
+ *  Every other error, too, means that the update was not accepted, and nothing changed.
  *  An update that is accepted is done as a whole: spans that cannot run yet, as there is no room for their chunks or a chunk
  *  could not be moved, stay pending, and user with them, and run when they can, before anybody uses one of their chunks.
  *  Until then such a use fails with what keeps them from running. Since: 0.1 */
@@ -622,6 +628,7 @@ GEMINI_API gemini_status_t gemini_checkpoint(gemini_manager_t mgr) GEMINI_MUST_C
  *  @retval GEMINI_ERR_NOT_FOUND  there is no checkpoint
  *  @retval GEMINI_ERR_FORMAT     it is of other arenas or tensors: the message names one; nothing changed
  *  @retval GEMINI_ERR_STATE      no keep_name, an arena holds bytes, or a checkpoint was made or taken up before
+ *  @retval GEMINI_ERR_OOM_FILE   its chunks are more than the file budget; nothing changed
  *  Since: 0.1 */
 GEMINI_API gemini_status_t gemini_resume(gemini_manager_t mgr) GEMINI_MUST_CHECK;
 /** @} */

@@ -161,6 +161,7 @@ static gemini_status_t part_set(gmi_manager_t *m, uint64_t part, uint64_t want) 
   uint64_t now = changed ? has : want;
   status = now ? m->dev->host_lock(m->dev_self, base, now) : GEMINI_OK;
   if (status) {
+    if (status == GEMINI_ERR_INVALID) status = GEMINI_ERR_DEVICE; /* to the device; the caller's values were right */
     changed = gmi_fail(status, 0, "the device could not page-lock %llu bytes", (unsigned long long)now);
     if (now > has && gmi_reserve_decommit(m->host.reserve, begin + has, now - has) == GEMINI_OK) now = has;
     if (now && m->dev->host_lock(m->dev_self, base, now)) /* as it was; without, copies from it are slow, or fail */

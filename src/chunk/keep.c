@@ -240,6 +240,9 @@ static gemini_status_t resume(gmi_manager_t *m) {
   if (!status && m->kept_used) status = gmi_fail(GEMINI_ERR_STATE, 0, "a checkpoint was taken up or made already");
   if (!status) status = gmi_cut(m);
   if (!status) status = gmi_store_committed(m->files, &kept, &count, &blob, &blob_bytes);
+  if (!status && (uint64_t)count << m->window_shift > m->config.file_bytes)
+    status = gmi_fail(GEMINI_ERR_OOM_FILE, 0, "the checkpoint has %llu bytes of chunks, the file budget is %llu",
+                      (unsigned long long)count << m->window_shift, (unsigned long long)m->config.file_bytes);
   for (gmi_window_t *w; !status && (w = next_window(m, &arena, &index));)
     if (!(w->valid & GMI_VALID_ZERO) || w->host_users || !gmi_window_unsettle(w, GMI_WINDOW_PINS))
       status = gmi_fail(GEMINI_ERR_STATE, 0, "arena %s holds bytes already", gmi_window_arena(m, w)->name);

@@ -541,6 +541,7 @@ static void after_update(gmi_manager_t *m, gmi_tensor_t *t, void *user) {
 static gemini_status_t walk_check(walk_t *k, const gemini_update_t *theirs, uint32_t *stream_out) {
   gmi_manager_t *m = k->m;
   gemini_status_t status = gmi_struct_in(&k->u, sizeof k->u, theirs, sizeof k->u, "update");
+  if (!status) status = gmi_lane_failure(m); /* the model is not what it should be, and no update makes it so */
   if (status) return status;
   gemini_update_t *u = &k->u;
   if (u->flags & ~(uint32_t)GEMINI_UPDATE_LATE)
@@ -766,8 +767,7 @@ static gemini_status_t update(gmi_manager_t *m, const gemini_update_t *theirs) {
   gmi_unlock(m);
   if (status || late) return status;
   status = gmi_updates_finish(m, "gemini_update");
-  if (!status) return GEMINI_OK;
-  return gmi_updates_deferred(m) ? gmi_fail(GEMINI_ERR_PENDING, gmi_fail_code(), "%s", gmi_fail_message()) : status;
+  return status ? gmi_fail(GEMINI_ERR_PENDING, gmi_fail_code(), "%s", gmi_fail_message()) : GEMINI_OK;
 }
 gemini_status_t gemini_update(gemini_manager_t mgr, const gemini_update_t *update_in) {
   gmi_manager_t *m = gmi_manager_get(mgr);

@@ -8,7 +8,7 @@
 #include "world.h"
 
 enum { W = 65536, TENSORS = 6, SIZE = 2 * W + 512 };
-static const uint32_t HOST = GEMINI_TIER_HOST, DEVICE = GEMINI_TIER_DEVICE;
+static const uint32_t HOST = GEMINI_TIER_HOST, DEVICE = GEMINI_TIER_DEVICE, FILES = GEMINI_TIER_FILE;
 static char dir[64];
 
 typedef struct {
@@ -243,6 +243,25 @@ static void test_other_arenas_and_tensors_are_refused(void) {
   clear_dir();
 }
 
+static void test_a_checkpoint_larger_than_the_file_budget_is_refused(void) {
+  make_dir();
+  model_t k = model_open();
+  model_fill(&k, 10);
+  CHECK_OK(gemini_checkpoint(k.w.mgr));
+  world_close(&k.w);
+  gemini_config_t small = keep_config();
+  small.file_bytes = 10 * W;
+  k = model_open_sized(small, SIZE);
+  CHECK_STATUS(gemini_resume(k.w.mgr), GEMINI_ERR_OOM_FILE);
+  CHECK_SAYS(world_error().message, "the file budget is 655360");
+  CHECK_EQ(world_stats(&k.w).used_bytes[FILES], 0);
+  CHECK_OK(gemini_budget_set(k.w.mgr, FILES, 120 * W)); /* nothing has changed, and with more room it goes */
+  CHECK_OK(gemini_resume(k.w.mgr));
+  CHECK(model_holds(&k, 10));
+  world_close(&k.w);
+  clear_dir();
+}
+
 static void test_calls_out_of_order_are_refused(void) {
   make_dir();
   gemini_config_t c = keep_config();
@@ -347,6 +366,7 @@ int main(void) {
   RUN(test_arenas_without_a_name_keep_their_bytes_apart);
   RUN(test_kept_files_of_others_are_refused);
   RUN(test_other_arenas_and_tensors_are_refused);
+  RUN(test_a_checkpoint_larger_than_the_file_budget_is_refused);
   RUN(test_calls_out_of_order_are_refused);
 #ifndef __SANITIZE_THREAD__ /* a forked child of a process with threads is more than it can follow */
   RUN(test_a_kill_leaves_a_whole_checkpoint);
