@@ -167,6 +167,22 @@ def _copy(tensor):
   return _run(_Tensor.clone, (tensor,), {})
 
 
+def host_copy(tensor):
+  """A copy in plain memory of the CPU. The bytes are read where they are, so that nothing comes to the device for it."""
+  place = tensor._gm_place
+  session, itemsize = place.session, tensor.dtype.itemsize
+  session.refuse_closed(place.name)
+  with _plain(), torch.no_grad():
+    offset, size = _extent(tensor, place)
+    record = _gradient_of(tensor)
+    pending = record is not None and record.scale != 1.0
+    whole = tensor.is_contiguous() and tensor.dtype == place.dtype and size and 0 <= offset <= place.size_bytes - size
+    if not whole or pending or session.holds:  # inside an operator what is read is the operator's
+      return _copy(tensor).detach().cpu()
+    session.op_end()
+    return place.read(offset // itemsize, (offset + size) // itemsize).view(tensor.shape)
+
+
 def _run(func, args, kwargs):
   tensors = []
   _collect(args, tensors)
@@ -454,7 +470,7 @@ class ManagedTensor(_Tensor):
     return copy
 
   def __reduce_ex__(self, protocol):
-    copy = self.detach().clone().cpu()
+    copy = host_copy(self)
     copy = nn.Parameter(copy, self.requires_grad) if isinstance(self, nn.Parameter) else copy
     return copy.__reduce_ex__(protocol)
 
