@@ -108,6 +108,7 @@ class Record:
         before = _get_grad(self.param)
         if before is not None:  # it was there before the parameter needed libgemini's
           _set_grad(self.param, None)
+          self.session.op_end()
           self.store(before)
 
   def take_gradient(self, _):
@@ -130,6 +131,7 @@ class Record:
       self.session.landed.append((self, fresh, self.session.native_stream()))
 
   def store(self, values, add=False):
+    """Copies or adds values to the stored gradient: in the operator that is open, or in one of its own."""
     session, place = self.session, self.grad_place
     if not place.elements:  # which to the library would be all of the arena
       self.has_grad, self.norm = True, torch.linalg.vector_norm(place.tensor, dtype=torch.float32)
@@ -192,6 +194,7 @@ class Record:
     self.scale, self.norm = 1.0, None
     self.generation += 1
     if values is not None:
+      self.session.op_end()  # else all gradients that are set in a row would be of one operator, and had to fit at once
       with torch.no_grad():
         self.store(values)
 
