@@ -21,7 +21,7 @@ from ..manager import parse_bytes as _parse_bytes
 from . import activations as _activations, allocator as _allocator, checkpoint as _checkpoint, model as _model
 from . import report as _report, unit as _unit
 from .ddp import watch_ddp as _watch_ddp
-from .optim import Optimizer
+from .optim import Optimizer, watch_steps as _watch_steps
 from .picture import picture
 from .savers import watch_savers as _watch_savers
 from .session import Session
@@ -42,7 +42,7 @@ def session():
 
 def _watch(on):
   """What torch does not ask us about is replaced while there is a session."""
-  for watch in _watch_functions, _watch_ddp, _watch_savers:
+  for watch in _watch_functions, _watch_ddp, _watch_savers, _watch_steps:
     watch(on)
 
 

@@ -29,6 +29,7 @@ from .model import Record
 from .optim import Optimizer
 from .progress import Progress
 from .session import DTYPES, Place
+from .states import copies
 from .tensors import ManagedTensor
 
 logger = logging.getLogger("libgemini")
@@ -147,6 +148,8 @@ def _stored(value):
 def _parameter_names(optimizer, model):
   if not isinstance(optimizer, Optimizer):
     raise TypeError(f"the optimizer is a {type(optimizer).__name__}: want the one that libgemini.torch.prepare() gave")
+  optimizer.rule.refuse_saving()
+  optimizer.find_new()
   names = {id(param): name for name, param in model.named_parameters()}
   for record in optimizer.records:
     if id(record.param) not in names:
@@ -164,14 +167,14 @@ def _training_state(session, optimizer, model):
         arena.setdefault(name, []).append(state)
         tensors.append((f"{name}.{state}", value))
       else:
-        value = value.detach().clone().cpu() if isinstance(value, torch.Tensor) else value
-        small.setdefault(name, {})[state] = value
+        small.setdefault(name, {})[state] = copies(value)
   rng = {"cpu": torch.get_rng_state()}
   if session.cuda:
     rng["cuda"] = torch.cuda.get_rng_state(session.device)
   left = iter(names)
   groups = [{**group, "params": [next(left) for _ in group["params"]]} for group in optimizer.param_groups]
-  return tensors, {"groups": groups, "small": small, "arena": arena, "rng": rng}
+  training = {"groups": groups, "small": small, "arena": arena, "rng": rng, "others": copies(optimizer.rule.others())}
+  return tensors, training
 
 
 def _pickled(training):
@@ -427,6 +430,7 @@ def _plan_states(folder, training, optimizer, model):
   names = _parameter_names(optimizer, model)
   entries = folder.entries("optimizer")
   groups = training["groups"]
+  optimizer.rule.check_others(training.get("others", {}))
   optimizer.check_groups([len(group["params"]) for group in groups])
   saved = [name for group in groups for name in group["params"]]
   for own, other in zip(names, saved):
@@ -489,6 +493,7 @@ def load(session, folder, model, optimizer, verify, progress):
   load_weights(session, model, folder, verify, progress, folder.mark is not None, states, optimizer)
   if optimizer is not None:
     optimizer.zero_grad()
+    optimizer.rule.set_others(training.get("others", {}))
     for group, saved in zip(optimizer.param_groups, training["groups"]):
       group.update({key: value for key, value in saved.items() if key != "params"})
     torch.set_rng_state(training["rng"]["cpu"])

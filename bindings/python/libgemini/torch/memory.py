@@ -40,6 +40,11 @@ _libc.malloc.restype = ctypes.c_void_p
 _libc.malloc.argtypes = [ctypes.c_size_t]
 
 
+def can_wrap(dtype):
+  """Whether there are tensors of that type over memory that is not torch's."""
+  return dtype in _TYPES
+
+
 def wrap(address, shape, dtype, device):
   """A contiguous tensor over device memory at address, which must outlive it; nothing is read or written."""
   if dtype not in _TYPES:

@@ -36,7 +36,7 @@ class Record:
     self.hook = None
     self.early = False  # updated in the backward pass, as soon as its gradient has landed
     self.spent = False  # the gradient of this step has been used for that
-    self.step = 0  # updates so far
+    self.step = None  # updates so far, as a tensor, once there are states in the C library's AdamW
 
   @property
   def trainable(self):
@@ -380,7 +380,7 @@ class Model:
       return
     session.recover()
     session.settle()
-    if session.iteration and not session.awaits_backward():
+    if session.iteration and not session.in_closure and not session.awaits_backward():
       session.iteration_end()
     if not session.iteration:
       session.iteration_begin("train" if torch.is_grad_enabled() else "infer")

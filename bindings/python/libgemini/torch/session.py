@@ -160,6 +160,7 @@ class Session:
     self.bases = {}  # of an arena: its first address, its number
     self.streams = {}
     self.in_optimizer = None  # while an optimizer's own step runs: where its states shall live
+    self.in_closure = 0  # closures that such a step has called and that have not returned
     self.iteration = None  # "train" or "infer" while one is open
     self.graph = None  # while a forward pass runs: a mark that the autograd graph it makes refers to
     self.graphs = []  # of the iteration's forward passes, as weak references

@@ -413,7 +413,7 @@ def _unscale(func, args, kwargs):
 def _like(func, args, kwargs):
   """What an optimizer's own step makes like a parameter is its state, and lives where states do."""
   session = args[0]._gm_place.session if isinstance(args[0], ManagedTensor) else None
-  if session is None or session.in_optimizer is None:
+  if session is None or session.in_optimizer is None or kwargs.get("device", args[0].device) not in (None, args[0].device):
     return func(*args, **kwargs)
   out = session.in_optimizer(args[0], kwargs.get("dtype") or args[0].dtype)
   if func is not torch.zeros_like and func is not torch.empty_like:
