@@ -42,7 +42,7 @@ def session():
 
 def _watch(on):
   """What torch does not ask us about is replaced while there is a session."""
-  for watch in _watch_functions, _watch_ddp, _watch_savers, _watch_steps:
+  for watch in (_watch_functions, _watch_ddp, _watch_savers, _watch_steps, _unit.watch_scripting):
     watch(on)
 
 

@@ -9,6 +9,7 @@ SPDX-License-Identifier: Apache-2.0
 """
 import ctypes
 import dataclasses
+import functools
 import io
 from multiprocessing.reduction import ForkingPickler
 
@@ -167,6 +168,13 @@ def _copy(tensor):
   return _run(_Tensor.clone, (tensor,), {})
 
 
+def refuse_tracing(name):
+  """Of a parameter, before it is used."""
+  if torch._C._is_tracing():
+    raise GeminiError(f"{name}: torch.jit.trace() would keep the parameter's address, and read what may not be there: "
+                      "trace before libgemini.torch.prepare()")
+
+
 def host_copy(tensor):
   """A copy in plain memory of the CPU. The bytes are read where they are, so that nothing comes to the device for it."""
   place = tensor._gm_place
@@ -191,6 +199,7 @@ def _run(func, args, kwargs):
     return func(*args, **kwargs)
   session = tensors[0]._gm_place.session
   session.refuse_closed(tensors[0]._gm_place.name)
+  refuse_tracing(tensors[0]._gm_place.name)
   name = getattr(func, "__name__", "function")
   first = args[0] if args else next(iter(kwargs.values()))
   if len(tensors) > 4 and isinstance(first, (list, tuple)) and name.startswith("_foreach_"):
@@ -497,21 +506,27 @@ for _kind in (ManagedTensor, ManagedParameter):
 _function_apply = torch.autograd.Function.__dict__["apply"].__func__
 
 
-def _apply(cls, *args, **kwargs):
-  """torch.autograd.Function.apply(): what it is given is there while forward and backward of a custom function run, as
-  these may hand pointers to kernels of their own."""
+def with_managed(function, name, args, kwargs):
+  """Calls what is no torch function, but is given parameters, as one of that name."""
   tensors = []
   _collect(args, tensors)
+  _collect(kwargs.values(), tensors)
   if not tensors:
-    return _function_apply(cls, *args, **kwargs)
+    return function(*args, **kwargs)
 
   def apply(*args, **kwargs):
     with torch._C._EnableTorchFunction():
-      return _function_apply(cls, *args, **kwargs)
+      return function(*args, **kwargs)
 
-  apply.__name__ = cls.__name__
+  apply.__name__ = name
   with _plain():
     return _run(apply, args, kwargs)
+
+
+def _apply(cls, *args, **kwargs):
+  """torch.autograd.Function.apply(): what it is given is there while forward and backward of a custom function run, as
+  these may hand pointers to kernels of their own."""
+  return with_managed(functools.partial(_function_apply, cls), cls.__name__, args, kwargs)
 
 
 def _refuse_managed(wrap):
