@@ -563,7 +563,7 @@ def write(path, text):
 @pytest.mark.parametrize("exchange", (True, False))
 @pytest.mark.parametrize("links", (True, False))
 def test_files_that_others_put_into_the_folder_meanwhile_stay(tmp_path, monkeypatch, exchange, links):
-  """New ones, changed ones, folders, while it is written; what is put there after the folders have changed places, too."""
+  """New ones, changed ones, folders, while it is written; what is put there after the folders have changed places."""
   open_session()
   model, optimizer = make(1)
   folder, count = tmp_path / "a", []

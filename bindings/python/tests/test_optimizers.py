@@ -12,6 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import libgemini.torch as gm
 from conftest import alike, off_the_device, same_bits, sgd, values
+from libgemini.torch import memory
 
 SIZE = 96
 
@@ -306,6 +307,13 @@ def test_states_of_other_classes_live_in_arenas(session):
     gm.close()
 
 
+@pytest.mark.parametrize("name", ("lion", "aliases", "lookahead"))
+def test_states_where_torch_does_not_tell_who_shares_memory(session, monkeypatch, name):
+  """Nothing is used again, and all is right."""
+  monkeypatch.setattr(memory, "_ALONE", None)
+  alike(session, mlp, run, OPTIMIZERS[name], "448KiB")
+
+
 def test_what_a_step_says_goes_through(session):
   """Its arguments, what it returns, what it raises; what only the class has."""
 
@@ -376,7 +384,7 @@ def test_groups_that_come_later_to_a_class_of_ones_own(session):
 @pytest.mark.parametrize("make", (sgd, lambda params: torch.optim.AdamW(params, 1e-3), GlobalNorm))
 @pytest.mark.parametrize("when", ("before", "after", "both"))
 def test_hooks_of_steps_are_called_once_a_step(session, make, when):
-  """Those of the optimizer before it was prepared, of the prepared one, of all optimizers; they may change gradients."""
+  """Those of the optimizer before it was prepared, of the prepared one, of all optimizers."""
   session("512KiB")
   model = mlp()
   optimizer, calls = make(model.parameters()), collections.Counter()
@@ -612,8 +620,8 @@ def move(optimizer, model):
 @pytest.mark.parametrize("change", (zero, clear, renew, clear_some, swap, assign, count, move))
 @pytest.mark.parametrize("kind", KINDS)
 def test_states_are_the_ones_that_steps_use(session, kind, change, dtype):
-  """What is written to them, set and cleared is what the next step begins with. torch's classes in a session update fp32
-  copies of 16-bit parameters, so that these are compared with a model of fp32."""
+  """What is written to them, set and cleared is what the next step begins with. torch's classes in a session update
+  fp32 copies of 16-bit parameters, so that these are compared with a model of fp32."""
   outcomes = []
   make = KINDS[kind]
   own = dtype == torch.float32 or kind == "lars"
@@ -664,16 +672,17 @@ def test_states_that_cannot_be_are_refused(session):
   model = mlp(2)
   model, optimizer = gm.prepare(model, adam(model.parameters()))
   weight = model[0][0].weight
-  with pytest.raises(gm.GeminiError, match="'step' is set in a state that has nothing: set step, exp_avg and exp_avg_sq"):
+  with pytest.raises(gm.GeminiError, match="'step' is set in a state that has nothing: set step, exp_avg and"):
     optimizer.state[weight]["step"] = torch.tensor(3.0)
   run(model, optimizer, range(2))
   before = states(optimizer, model)
   state = optimizer.state[weight]
-  for wrong, match in ((lambda: state.__setitem__("momentum", torch.zeros(3)), "0.0.weight: 'momentum' is set in a state"),
-                       (lambda: state.__setitem__("exp_avg", torch.zeros(3)), r"a tensor of \(3,\): want \(96, 96\)"),
-                       (lambda: state.pop("step"), "a step needs step: clear all of the state"),
-                       (lambda: optimizer.state.update({weight: {"exp_avg": torch.zeros(96, 96)}}), "want exp_avg, exp_av"),
-                       (lambda: optimizer.state.update(all=3), "AdamW has states of its parameters only, and no 'all'")):
+  for wrong, match in (
+      (lambda: state.__setitem__("momentum", torch.zeros(3)), "0.0.weight: 'momentum' is set in a state that has step"),
+      (lambda: state.__setitem__("exp_avg", torch.zeros(3)), r"a tensor of \(3,\): want \(96, 96\)"),
+      (lambda: state.pop("step"), "a step needs step: clear all of the state"),
+      (lambda: optimizer.state.update({weight: {"exp_avg": torch.zeros(96, 96)}}), "want exp_avg, exp_avg_sq, step"),
+      (lambda: optimizer.state.update(all=3), "AdamW has states of its parameters only, and no 'all'")):
     with pytest.raises(gm.GeminiError, match=match):
       wrong()
   close(states(optimizer, model), before, True)
@@ -708,8 +717,8 @@ def test_a_step_of_an_optimizer_that_was_not_prepared_is_refused(session):
     other = make(list(model.parameters()))
     loss_of(model, 0).backward()
     for wrong in (other, given):
-      with pytest.raises(gm.GeminiError, match=r"this \w+ was not prepared, but parameter 0 of its group \d, 0.0.weight, is in "
-                         r"a session: make steps with the optimizer that libgemini.torch.prepare\(model, optimizer\) ret"):
+      with pytest.raises(gm.GeminiError, match=r"this \w+ was not prepared, but parameter 0 of its group \d, 0.0.weight, "
+                         r"is in a session: make steps with the optimizer that libgemini.torch.prepare\(model, opt"):
         wrong.step()
     optimizer.zero_grad()
   same_bits(values(model), before)
@@ -742,7 +751,8 @@ def test_an_optimizer_around_a_prepared_one_makes_steps(session):
 
 
 class Sam(torch.optim.Optimizer):
-  """Foret et al., Sharpness-Aware Minimization, ICLR 2021: around another optimizer, with a closure that it calls itself."""
+  """Foret et al., Sharpness-Aware Minimization, ICLR 2021: around another optimizer, with a closure that it calls
+  itself."""
 
   def __init__(self, params, inside):
     super().__init__(params, {"rho": 0.05})
@@ -834,8 +844,8 @@ def test_a_closure_of_torchs_own_classes_is_called_once(session):
 @pytest.mark.parametrize("make", (sgd, adam, GlobalNorm))
 @pytest.mark.parametrize("how", ("step", "around", "before", "given"))
 def test_a_compiled_step_is_the_step(session, how, make, backend):
-  """torch.compile() of the prepared optimizer's step, of a function that calls it, of the step of the one that prepare()
-  is given: nothing of it is traced, and it is right."""
+  """torch.compile() of the prepared optimizer's step, of a function that calls it, of the step of the one that
+  prepare() is given: nothing of it is traced, and it is right."""
   torch._dynamo.reset()
   outcomes = []
   for compiled in (False, True):

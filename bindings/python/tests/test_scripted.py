@@ -161,8 +161,8 @@ def test_scripting_after_prepare_is_refused(session):
   for wrong in (lambda: torch.jit.script(model[0]), lambda: torch.jit.trace(model[1], sample()),
                 lambda: torch.jit.script(built), lambda: torch.jit.freeze(model[5])):
     off_the_device()
-    with pytest.raises(gm.GeminiError, match=r"parameter first.weight of a \w+ that torch.jit is to script, trace or freeze is "
-                       r"in a session: do that before libgemini.torch.prepare\(\)"):
+    with pytest.raises(gm.GeminiError, match=r"parameter first.weight of a \w+ that torch.jit is to script, trace or "
+                       r"freeze is in a session: do that before libgemini.torch.prepare\(\)"):
       wrong()
   frozen = model[2].requires_grad_(False)
   for wrong in (lambda: torch.jit.trace(lambda x: frozen(x), sample()),
@@ -179,6 +179,6 @@ def test_scripting_after_prepare_is_refused(session):
 def test_a_scripted_module_larger_than_the_device_is_refused_by_name(session):
   session("256KiB")
   model = nn.Sequential(nn.Linear(4, SIZE), torch.jit.script(nn.Sequential(*(Block() for _ in range(5)))))
-  with pytest.raises(gm.GeminiError, match=r"1 is compiled, scripted, or a unit.* \d+ bytes, of which the device may hold "
-                     "262144 .*script its blocks instead"):
+  with pytest.raises(gm.GeminiError, match=r"1 is compiled, scripted, or a unit.* \d+ bytes, of which the device may "
+                     "hold 262144 .*script its blocks instead"):
     gm.prepare(model)

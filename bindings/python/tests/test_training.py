@@ -442,8 +442,8 @@ def test_gradients_are_tensors(session):
 
 
 def test_gradients_that_are_set_are_operators_of_their_own(session):
-  """All of them are set in a row: by hand, and as PCGrad does (Yu et al., Gradient Surgery for Multi-Task Learning, 2020).
-  The device holds a part of them."""
+  """All of them are set in a row: by hand, and as PCGrad does (Yu et al., Gradient Surgery for Multi-Task Learning,
+  2020). The device holds a part of them."""
 
   def surgery(model, step):
     """Gradients of two losses; each loses what points against the other."""

@@ -72,7 +72,8 @@ def _identity(path):
 
 @contextlib.contextmanager
 def _alone(folder):
-  """Nobody else saves into the folder meanwhile. The lock is a file of its own, as the folders take each other's names."""
+  """Nobody else saves into the folder meanwhile. The lock is a file of its own, as the folders take each other's
+  names."""
   path = folder + ".saving.lock"
   os.makedirs(os.path.dirname(folder), exist_ok=True)
   while True:
@@ -131,8 +132,8 @@ def _clear(left, folder):
 @contextlib.contextmanager
 def _replacing(folder):
   """Gives an empty folder; after the block it is on the disk and has the name of `folder`, at which at any time either
-  the old one or the new one is. Files of the caller's in the old one (a tokenizer's) are in the new one, too, also those
-  that come meanwhile.
+  the old one or the new one is. Files of the caller's in the old one (a tokenizer's) are in the new one, too, also
+  those that come meanwhile.
 
   Where the file system cannot exchange two names, the old one is FOLDER.previous for a moment: after a kill just then,
   load() and the next save() take it from there."""

@@ -320,7 +320,7 @@ class Model:
 
     run._gm_unit = getattr(call, "_gm_unit", None)
     run._torchdynamo_disable = True  # called, not traced
-    self.call = module.__dict__["_compiled_call_impl"] = run  # by setting it, a traced module would have it set elsewhere
+    self.call = module.__dict__["_compiled_call_impl"] = run  # a traced module would set the attribute elsewhere
 
   def check_call(self):
     if self.module._compiled_call_impl is not self.call:

@@ -1,8 +1,8 @@
 """Optimizers that update each parameter where it lives.
 
 AdamW and Adam run in the C library's workers and kernels, chunk by chunk, overlapping the next forward pass. The other
-classes of torch.optim run their own step, one parameter after another. Any other class may look at all parameters in its
-step (a global norm, a counter): it runs that once over all of them. States live in arenas.
+classes of torch.optim run their own step, one parameter after another. Any other class may look at all parameters in
+its step (a global norm, a counter): it runs that once over all of them. States live in arenas.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .. import abi
 from ..abi import GeminiError
-from .memory import can_wrap
+from .memory import can_wrap, shared
 from .session import ALIGNMENT, DTYPES, Place
 from .states import AdamwState, States, copies, count_of
 from .tensors import ManagedParameter, ManagedTensor, managed_view, _plain, _set_grad
@@ -29,7 +29,6 @@ BY_PARAMETER = {getattr(torch.optim, name) for name in (
     "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam", "RAdam", "RMSprop", "Rprop",
     "SGD") if hasattr(torch.optim, name)}
 RECENT = 4  # states that were made last, among which are those that a step has made for the moment
-_use_count = getattr(torch._C, "_storage_Use_Count", None)  # older torch for CPUs has none
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -149,8 +148,8 @@ class Optimizer(torch.optim.Optimizer):
     """A step of the optimizer that was prepared.
 
     Args:
-      closure: computes the loss and its gradients, and returns the loss. An optimizer of another class than torch.optim's
-        gets it, and calls it when and as often as it likes; the others make their step after it.
+      closure: computes the loss and its gradients, and returns the loss. An optimizer of another class than
+        torch.optim's gets it, and calls it when and as often as it likes; the others make their step after it.
       args, kwargs: what else the step of such a class takes.
 
     Returns:
@@ -297,8 +296,8 @@ def master_place(session, record):
 # What a rule tells of its states, and takes back: names are torch's, and "master".
 #   let_go(record): the states end, but for the master copy, and cost nothing any more: another rule is to have it.
 #   states(record): name: the place, or for what does not live in arenas the value.
-#   layout_of(record, state): of a state that torch's optimizer has for a parameter, what check() and renew() take: name:
-#     the dtype in an arena, or the value.
+#   layout_of(record, state): of a state that torch's optimizer has for a parameter, what check() and renew() take:
+#     name: the dtype in an arena, or the value.
 #   check(record, layout): whether renew() would take the layout.
 #   renew(record, layout): makes states of that layout, all zero, and returns the places: name: place.
 #   has_state(record), state_of(record), set_state(record, values): the state as the user sees it.
@@ -336,12 +335,12 @@ class TorchRule:
     """Of checkpoints, which have the states of torch's layout, and nothing that the class has beside them."""
     name = type(self.inner).__name__
     if self.overrides("state_dict") or self.overrides("load_state_dict"):
-      raise GeminiError(f"{name} has a state_dict() of its own, of which a checkpoint would lack what that adds: save and "
-                        "load the model without the optimizer, and extra=optimizer.state_dict()")
+      raise GeminiError(f"{name} has a state_dict() of its own, of which a checkpoint would lack what that adds: save "
+                        "and load the model without the optimizer, and extra=optimizer.state_dict()")
     inside = next((key for key, value in vars(self.inner).items() if isinstance(value, torch.optim.Optimizer)), None)
     if inside:
-      raise GeminiError(f"{name} holds another optimizer, {inside}, whose states a checkpoint would lack: save and load the "
-                        "model without the optimizer, and what both need as extra")
+      raise GeminiError(f"{name} holds another optimizer, {inside}, whose states a checkpoint would lack: save and load "
+                        "the model without the optimizer, and what both need as extra")
 
   def prepare(self, records):
     for record in records:
@@ -393,8 +392,8 @@ class TorchRule:
         heapq.heappush(self.spare.setdefault((place.shape, place.dtype), []), (place.offset, place))
 
   def adopt(self, param):
-    """States that were not made like their parameter (SGD's momentum is a copy of the first gradient) move into arenas; one
-    that takes the place of another also does so there."""
+    """States that were not made like their parameter (SGD's momentum is a copy of the first gradient) move into arenas;
+    one that takes the place of another does so there, too."""
     state = self.inner.state.get(param)
     for name, value in list(state.items()) if isinstance(state, dict) else ():
       if self.adoptable(value, param):
@@ -418,8 +417,7 @@ class TorchRule:
     """Whether a state can live in an arena: one of the parameter's shape, whose memory is nobody else's."""
     return type(value) is torch.Tensor and value.dim() and value.shape == param.shape and value.numel() and \
         value.device == param.device and can_wrap(value.dtype) and not value.requires_grad and \
-        not value.is_inference() and value.layout is torch.strided and value._base is None and \
-        (_use_count is None or _use_count(value.untyped_storage()._cdata) <= 2)
+        not value.is_inference() and value.layout is torch.strided and value._base is None and not shared(value)
 
   # ---- a step for each parameter
   def step(self, groups):
@@ -582,13 +580,13 @@ class TorchRule:
 
 
 def in_use(place):
-  """Whether a tensor refers to a state's place, beside the place's own; True where torch cannot tell."""
-  return _use_count is None or _use_count(place.tensor.untyped_storage()._cdata) > 2  # that one, and the storage here
+  """Whether a tensor refers to a state's place, beside the place's own; also where torch cannot tell."""
+  return shared(place.tensor) is not False
 
 
 def own_step(inner):
-  """An optimizer's step without torch's hooks around it, which the prepared optimizer calls once a step; and whether it is
-  the one of its class, not one that was set for this optimizer alone."""
+  """An optimizer's step without torch's hooks around it, which the prepared optimizer calls once a step; and whether it
+  is the one of its class, not one that was set for this optimizer alone."""
   own, step = vars(inner).get("step"), type(inner).step
   own = getattr(own, "_torchdynamo_orig_callable", own)  # compiled: as it was before
   if getattr(own, "_wrapped_by_lr_sched", False):  # by a scheduler, which counts steps
@@ -643,7 +641,8 @@ class AdamwRule:
   def rule(self, record, group):
     beta1, beta2 = map(float, group["betas"])
     dtype = DTYPES[record.place.dtype]
-    return (0 if self.decoupled or group.get("decoupled_weight_decay") else abi.ADAMW_L2, dtype, dtype, 1 + int(record.step or 0),
+    step = 1 if record.step is None else 1 + int(record.step)
+    return (0 if self.decoupled or group.get("decoupled_weight_decay") else abi.ADAMW_L2, dtype, dtype, step,
             float(group["lr"]), beta1, beta2, float(group["eps"]), float(group["weight_decay"]), record.scale)
 
   def step(self, groups):
@@ -851,8 +850,8 @@ def _refuse_unprepared(optimizer, args, kwargs):
       if isinstance(param, ManagedTensor):
         if param._gm_place.session.in_optimizer is not None:  # a part of a prepared one
           return
-        raise GeminiError(f"this {type(optimizer).__name__} was not prepared, but parameter {index} of its group {number}, "
-                          f"{param._gm_place.name}, is in a session: make steps with the optimizer that "
+        raise GeminiError(f"this {type(optimizer).__name__} was not prepared, but parameter {index} of its group "
+                          f"{number}, {param._gm_place.name}, is in a session: make steps with the optimizer that "
                           "libgemini.torch.prepare(model, optimizer) returns")
 
 

@@ -90,8 +90,8 @@ class Place:
                       tier, None)
 
   def host_pieces(self, mode, begin=0, end=None):
-    """Yields (first element, CPU tensor of one dimension) over the elements from begin to end, or all, acquired on the host
-    one after another."""
+    """Yields (first element, CPU tensor of one dimension) over the elements from begin to end, or all, acquired on the
+    host one after another."""
     end = self.elements if end is None else end
     step = PIECE_BYTES // self.dtype.itemsize
     for first in range(begin, end, step):
@@ -101,8 +101,8 @@ class Place:
         yield first, host_tensor(access.ptr, count, self.dtype)
 
   def device_pieces(self, mode, piece_bytes=PIECE_BYTES, begin=0, end=None):
-    """Yields (first element, plain tensor of one dimension) over the elements from begin to end, or all, acquired on the
-    device one after another: for when the host has no room, through which the library itself would go."""
+    """Yields (first element, plain tensor of one dimension) over the elements from begin to end, or all, acquired on
+    the device one after another: for when the host has no room, through which the library itself would go."""
     end = self.elements if end is None else end
     flat, step = self.tensor.view(-1), piece_bytes // self.dtype.itemsize
     for first in range(begin, end, step):

@@ -176,7 +176,7 @@ def refuse_tracing(name):
 
 
 def host_copy(tensor):
-  """A copy in plain memory of the CPU. The bytes are read where they are, so that nothing comes to the device for it."""
+  """A copy in plain memory of the CPU. The bytes are read where they are: nothing comes to the device for it."""
   place = tensor._gm_place
   session, itemsize = place.session, tensor.dtype.itemsize
   session.refuse_closed(place.name)
@@ -422,7 +422,9 @@ def _unscale(func, args, kwargs):
 def _like(func, args, kwargs):
   """What an optimizer's own step makes like a parameter is its state, and lives where states do."""
   session = args[0]._gm_place.session if isinstance(args[0], ManagedTensor) else None
-  if session is None or session.in_optimizer is None or kwargs.get("device", args[0].device) not in (None, args[0].device):
+  if session is None or session.in_optimizer is None:
+    return func(*args, **kwargs)
+  if kwargs.get("device", args[0].device) not in (None, args[0].device):
     return func(*args, **kwargs)
   out = session.in_optimizer(args[0], kwargs.get("dtype") or args[0].dtype)
   if func is not torch.zeros_like and func is not torch.empty_like:

@@ -1,9 +1,9 @@
 """Modules whose parameters come and go as one: for torch.compile, TorchScript, CUDA graphs, and small modules.
 
-To torch.compile a module is one function, and what it traces must be torch's own; what torch.jit made of one runs without
-Python. So around each call of a unit all its
-parameters are acquired in one batch, as one operator, and are plain nn.Parameters; in the backward pass again, from the
-first node that the call made until the first one of another operator.
+To torch.compile a module is one function, and what it traces must be torch's own; what torch.jit made of one runs
+without Python. So around each call of a unit all its parameters are acquired in one batch, as one operator, and are
+plain nn.Parameters; in the backward pass again, from the first node that the call made until the first one of another
+operator.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -58,7 +58,8 @@ def refuse_compiling():
 
 def find(module):
   """The unit that a module is, or None."""
-  return getattr(module.forward if optimized(module) or scripted(module) else module._compiled_call_impl, "_gm_unit", None)
+  call = module.forward if optimized(module) or scripted(module) else module._compiled_call_impl
+  return getattr(call, "_gm_unit", None)
 
 
 class Unit:
@@ -73,8 +74,8 @@ class Unit:
     size = sum(size for _, _, size, _ in ranges)
     limit = session.manager.stats()["budget_bytes"]["device"]
     if size > limit:
-      raise GeminiError(f"{name} is compiled, scripted, or a unit, so that its parameters come as one: {size} bytes, of "
-                        f"which the device may hold {limit} (device_memory); compile or script its blocks instead")
+      raise GeminiError(f"{name} is compiled, scripted, or a unit, so that its parameters come as one: {size} bytes, "
+                        f"of which the device may hold {limit} (device_memory); compile or script its blocks instead")
     self.use = Use(ranges, "unit", self) if ranges else None
 
   def enter(self):
@@ -180,8 +181,8 @@ def _refuse_scripting(function):
   def call(module, *args, **kwargs):
     name = next((name for name, param in module.named_parameters() if getattr(param, "_gm_record", None)), None)
     if name is not None:
-      raise GeminiError(f"parameter {name} of a {type(module).__name__} that torch.jit is to script, trace or freeze is in a "
-                        "session: do that before libgemini.torch.prepare(), and outside of init()")
+      raise GeminiError(f"parameter {name} of a {type(module).__name__} that torch.jit is to script, trace or freeze is "
+                        "in a session: do that before libgemini.torch.prepare(), and outside of init()")
     return function(module, *args, **kwargs)
 
   return call
