@@ -738,6 +738,24 @@ def test_custom_functions(session):
   alike(session, mlp, run)
 
 
+def test_what_is_copied_onto_itself_stays(session):
+  """By a view of all of it, as load_state_dict() does with the model's own state dict. Weights of more than a chunk."""
+
+  def run(model, optimizer):
+    weight, out = model[1].weight, []
+    with torch.no_grad():
+      for copy_onto_itself in (lambda: model.load_state_dict(model.state_dict()), lambda: weight.copy_(weight.detach()),
+                               lambda: weight[:].copy_(weight.view(-1).view_as(weight)),
+                               lambda: weight.data.copy_(weight.data), lambda: weight[2:].copy_(weight[2:])):
+        if isinstance(optimizer, Optimizer):
+          off_the_device()
+        copy_onto_itself()
+        out.append(weight.clone())
+      return out
+
+  alike(session, lambda: nn.Sequential(*(nn.Linear(256, 256) for _ in range(4))), run)
+
+
 # ---- several models, copies, exceptions
 def test_teacher_and_student(session):
   def run(model, optimizer):

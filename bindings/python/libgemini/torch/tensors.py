@@ -221,7 +221,8 @@ def _run(func, args, kwargs):
     mode = abi.READ
     if any(tensor is one for one in changed):
       whole = name in _OVERWRITES and tensor is first and size == tensor.numel() * tensor.dtype.itemsize
-      mode = abi.WRITE if whole else abi.READ_WRITE
+      own = any(other is not tensor and other._gm_place is place for other in tensors)  # which it may be a view of
+      mode = abi.WRITE if whole and not own else abi.READ_WRITE
       place.written = True
     else:
       read.append(tensor)
