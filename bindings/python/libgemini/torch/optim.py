@@ -845,7 +845,7 @@ def _refuse_unprepared(optimizer, args, kwargs):
   gradients that have still to be scaled, or of copies in fp32."""
   if isinstance(optimizer, Optimizer) or any(isinstance(value, Optimizer) for value in vars(optimizer).values()):
     return  # or it makes its steps by a prepared one
-  for number, group in enumerate(optimizer.param_groups):
+  for number, group in enumerate(getattr(optimizer, "param_groups", ())):
     for index, param in enumerate(group["params"]):
       if isinstance(param, ManagedTensor):
         if param._gm_place.session.in_optimizer is not None:  # a part of a prepared one

@@ -74,6 +74,10 @@ class States(collections.abc.MutableMapping):
     del self[param]
     return values
 
+  def clear(self):
+    for param in list(self):
+      del self[param]
+
   def __contains__(self, param):
     record = self.record(param)
     return self.rule.has_state(record) if record is not None else param in self.rule.others()
