@@ -21,8 +21,9 @@ from ..manager import parse_bytes as _parse_bytes
 from . import activations as _activations, allocator as _allocator, checkpoint as _checkpoint, model as _model
 from . import report as _report, unit as _unit
 from .ddp import watch_ddp as _watch_ddp
-from .optim import Optimizer
+from .optim import Optimizer, watch_steps as _watch_steps
 from .picture import picture
+from .savers import watch_savers as _watch_savers
 from .session import Session
 from .tensors import watch_functions as _watch_functions
 
@@ -37,6 +38,12 @@ def session():
   if _current is None:
     raise GeminiError("there is no session: call libgemini.torch.init() first")
   return _current
+
+
+def _watch(on):
+  """What torch does not ask us about is replaced while there is a session."""
+  for watch in (_watch_functions, _watch_ddp, _watch_savers, _watch_steps, _unit.watch_scripting):
+    watch(on)
 
 
 class _Init:
@@ -90,8 +97,7 @@ def init(placement="auto", *, device_memory, host_memory=0, file=None, file_memo
     owner.close(force=True)
     raise
   _current = owner
-  _watch_functions(True)
-  _watch_ddp(True)
+  _watch(True)
   return _Init(owner)
 
 
@@ -237,8 +243,7 @@ def close(force=False):
     finally:
       if not _current.manager.handle:  # else it was refused, and nothing has changed
         _current = None
-        _watch_functions(False)
-        _watch_ddp(False)
+        _watch(False)
 
 
 def _forked():
@@ -247,8 +252,7 @@ def _forked():
   if _current is not None:
     _current.forked()
     _current = None
-    _watch_functions(False)
-    _watch_ddp(False)
+    _watch(False)
 
 
 _os.register_at_fork(after_in_child=_forked)

@@ -40,6 +40,11 @@ _libc.malloc.restype = ctypes.c_void_p
 _libc.malloc.argtypes = [ctypes.c_size_t]
 
 
+def can_wrap(dtype):
+  """Whether there are tensors of that type over memory that is not torch's."""
+  return dtype in _TYPES
+
+
 def wrap(address, shape, dtype, device):
   """A contiguous tensor over device memory at address, which must outlive it; nothing is read or written."""
   if dtype not in _TYPES:
@@ -68,3 +73,28 @@ def wrap(address, shape, dtype, device):
 def host_tensor(address, elements, dtype):
   """A one-dimensional CPU tensor over host memory, valid while it is acquired."""
   return torch.frombuffer((ctypes.c_char * (elements * dtype.itemsize)).from_address(address), dtype=dtype)
+
+
+_use_count = getattr(torch._C, "_storage_Use_Count", None)  # of torch for CPUs: not in each version
+
+
+def _users(tensor):
+  storage = tensor.untyped_storage()  # counts as one while it is held
+  return _use_count(storage._cdata)
+
+
+def _alone():
+  """What _users() is of a tensor whose memory no other one has; None if that cannot be told from two that share it."""
+  if _use_count is None:
+    return None
+  tensor = torch.empty(1, device="cpu")
+  alone, other = _users(tensor), tensor.detach()
+  return alone if _users(other) == alone + 1 else None
+
+
+_ALONE = _alone()
+
+
+def shared(tensor):
+  """Whether another tensor has the same memory, or a part of it; None where torch does not tell."""
+  return None if _ALONE is None else _users(tensor) > _ALONE

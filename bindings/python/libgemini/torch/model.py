@@ -36,7 +36,7 @@ class Record:
     self.hook = None
     self.early = False  # updated in the backward pass, as soon as its gradient has landed
     self.spent = False  # the gradient of this step has been used for that
-    self.step = 0  # updates so far
+    self.step = None  # updates so far, as a tensor, once there are states in the C library's AdamW
 
   @property
   def trainable(self):
@@ -108,6 +108,7 @@ class Record:
         before = _get_grad(self.param)
         if before is not None:  # it was there before the parameter needed libgemini's
           _set_grad(self.param, None)
+          self.session.op_end()
           self.store(before)
 
   def take_gradient(self, _):
@@ -130,6 +131,7 @@ class Record:
       self.session.landed.append((self, fresh, self.session.native_stream()))
 
   def store(self, values, add=False):
+    """Copies or adds values to the stored gradient: in the operator that is open, or in one of its own."""
     session, place = self.session, self.grad_place
     if not place.elements:  # which to the library would be all of the arena
       self.has_grad, self.norm = True, torch.linalg.vector_norm(place.tensor, dtype=torch.float32)
@@ -192,6 +194,7 @@ class Record:
     self.scale, self.norm = 1.0, None
     self.generation += 1
     if values is not None:
+      self.session.op_end()  # else all gradients that are set in a row would be of one operator, and had to fit at once
       with torch.no_grad():
         self.store(values)
 
@@ -317,7 +320,7 @@ class Model:
 
     run._gm_unit = getattr(call, "_gm_unit", None)
     run._torchdynamo_disable = True  # called, not traced
-    self.call = module._compiled_call_impl = run
+    self.call = module.__dict__["_compiled_call_impl"] = run  # a traced module would set the attribute elsewhere
 
   def check_call(self):
     if self.module._compiled_call_impl is not self.call:
@@ -377,7 +380,7 @@ class Model:
       return
     session.recover()
     session.settle()
-    if session.iteration and not session.awaits_backward():
+    if session.iteration and not session.in_closure and not session.awaits_backward():
       session.iteration_end()
     if not session.iteration:
       session.iteration_begin("train" if torch.is_grad_enabled() else "infer")

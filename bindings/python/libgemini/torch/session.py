@@ -89,32 +89,41 @@ class Place:
     return abi.Access(self.object, self.base + offset, self.size_bytes if size_bytes is None else size_bytes, mode,
                       tier, None)
 
-  def host_pieces(self, mode):
-    """Yields (first element, CPU tensor of one dimension) over all elements, acquired on the host one after another."""
+  def host_pieces(self, mode, begin=0, end=None):
+    """Yields (first element, CPU tensor of one dimension) over the elements from begin to end, or all, acquired on the
+    host one after another."""
+    end = self.elements if end is None else end
     step = PIECE_BYTES // self.dtype.itemsize
-    for first in range(0, self.elements, step):
-      count = min(step, self.elements - first)
+    for first in range(begin, end, step):
+      count = min(step, end - first)
       access = self.access(mode, abi.TIER_HOST, first * self.dtype.itemsize, count * self.dtype.itemsize)
       with self.session.acquired(access, 1, abi.STREAM_CALLER):
         yield first, host_tensor(access.ptr, count, self.dtype)
 
-  def device_pieces(self, mode, piece_bytes=PIECE_BYTES):
-    """Yields (first element, plain tensor of one dimension) over all elements, acquired on the device one after another:
-    for when the host has no room, through which the library itself would go."""
+  def device_pieces(self, mode, piece_bytes=PIECE_BYTES, begin=0, end=None):
+    """Yields (first element, plain tensor of one dimension) over the elements from begin to end, or all, acquired on
+    the device one after another: for when the host has no room, through which the library itself would go."""
+    end = self.elements if end is None else end
     flat, step = self.tensor.view(-1), piece_bytes // self.dtype.itemsize
-    for first in range(0, self.elements, step):
-      piece = flat[first:first + step]
+    for first in range(begin, end, step):
+      piece = flat[first:min(first + step, end)]
       access = self.access(mode, abi.TIER_DEVICE, first * self.dtype.itemsize, piece.nbytes)
       with self.session.acquired(access, 1, self.session.stream()):
         yield first, piece
 
-  def read(self):
-    """A copy on the CPU, of memory of its own."""
-    out = torch.empty(self.shape, dtype=self.dtype, device="cpu")
-    flat = out.view(-1)
-    for first, piece in self.host_pieces(abi.READ):
-      flat[first:first + piece.numel()].copy_(piece)
-    return out
+  def read(self, begin=0, end=None):
+    """A copy on the CPU, in memory of its own: of all, or in one dimension of the elements from begin to end."""
+    whole, end = end is None, self.elements if end is None else end
+    out = torch.empty(end - begin, dtype=self.dtype, device="cpu")
+    for pieces in self.host_pieces, self.device_pieces:
+      try:
+        for first, piece in pieces(abi.READ, begin=begin, end=end):
+          out[first - begin:first - begin + piece.numel()].copy_(piece)
+        break
+      except GeminiError as error:
+        if error.status != "OOM_HOST" or pieces == self.device_pieces:
+          raise
+    return out.view(self.shape) if whole else out
 
   def write(self, values):
     """Copies values, of the same number of elements and any dtype, from the CPU or the session's device."""
@@ -151,6 +160,7 @@ class Session:
     self.bases = {}  # of an arena: its first address, its number
     self.streams = {}
     self.in_optimizer = None  # while an optimizer's own step runs: where its states shall live
+    self.in_closure = 0  # closures that such a step has called and that have not returned
     self.iteration = None  # "train" or "infer" while one is open
     self.graph = None  # while a forward pass runs: a mark that the autograd graph it makes refers to
     self.graphs = []  # of the iteration's forward passes, as weak references

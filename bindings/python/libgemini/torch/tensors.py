@@ -9,6 +9,7 @@ SPDX-License-Identifier: Apache-2.0
 """
 import ctypes
 import dataclasses
+import functools
 import io
 from multiprocessing.reduction import ForkingPickler
 
@@ -167,6 +168,29 @@ def _copy(tensor):
   return _run(_Tensor.clone, (tensor,), {})
 
 
+def refuse_tracing(name):
+  """Of a parameter, before it is used."""
+  if torch._C._is_tracing():
+    raise GeminiError(f"{name}: torch.jit.trace() would keep the parameter's address, and read what may not be there: "
+                      "trace before libgemini.torch.prepare()")
+
+
+def host_copy(tensor):
+  """A copy in plain memory of the CPU. The bytes are read where they are: nothing comes to the device for it."""
+  place = tensor._gm_place
+  session, itemsize = place.session, tensor.dtype.itemsize
+  session.refuse_closed(place.name)
+  with _plain(), torch.no_grad():
+    offset, size = _extent(tensor, place)
+    record = _gradient_of(tensor)
+    pending = record is not None and record.scale != 1.0
+    whole = tensor.is_contiguous() and tensor.dtype == place.dtype and size and 0 <= offset <= place.size_bytes - size
+    if not whole or pending or session.holds:  # inside an operator what is read is the operator's
+      return _copy(tensor).detach().cpu()
+    session.op_end()
+    return place.read(offset // itemsize, (offset + size) // itemsize).view(tensor.shape)
+
+
 def _run(func, args, kwargs):
   tensors = []
   _collect(args, tensors)
@@ -175,6 +199,7 @@ def _run(func, args, kwargs):
     return func(*args, **kwargs)
   session = tensors[0]._gm_place.session
   session.refuse_closed(tensors[0]._gm_place.name)
+  refuse_tracing(tensors[0]._gm_place.name)
   name = getattr(func, "__name__", "function")
   first = args[0] if args else next(iter(kwargs.values()))
   if len(tensors) > 4 and isinstance(first, (list, tuple)) and name.startswith("_foreach_"):
@@ -196,7 +221,8 @@ def _run(func, args, kwargs):
     mode = abi.READ
     if any(tensor is one for one in changed):
       whole = name in _OVERWRITES and tensor is first and size == tensor.numel() * tensor.dtype.itemsize
-      mode = abi.WRITE if whole else abi.READ_WRITE
+      own = any(other is not tensor and other._gm_place is place for other in tensors)  # which it may be a view of
+      mode = abi.WRITE if whole and not own else abi.READ_WRITE
       place.written = True
     else:
       read.append(tensor)
@@ -399,6 +425,8 @@ def _like(func, args, kwargs):
   session = args[0]._gm_place.session if isinstance(args[0], ManagedTensor) else None
   if session is None or session.in_optimizer is None:
     return func(*args, **kwargs)
+  if kwargs.get("device", args[0].device) not in (None, args[0].device):
+    return func(*args, **kwargs)
   out = session.in_optimizer(args[0], kwargs.get("dtype") or args[0].dtype)
   if func is not torch.zeros_like and func is not torch.empty_like:
     _dispatch(_Tensor.copy_, (out, func(*args, **kwargs)), {})
@@ -454,7 +482,7 @@ class ManagedTensor(_Tensor):
     return copy
 
   def __reduce_ex__(self, protocol):
-    copy = self.detach().clone().cpu()
+    copy = host_copy(self)
     copy = nn.Parameter(copy, self.requires_grad) if isinstance(self, nn.Parameter) else copy
     return copy.__reduce_ex__(protocol)
 
@@ -481,21 +509,27 @@ for _kind in (ManagedTensor, ManagedParameter):
 _function_apply = torch.autograd.Function.__dict__["apply"].__func__
 
 
-def _apply(cls, *args, **kwargs):
-  """torch.autograd.Function.apply(): what it is given is there while forward and backward of a custom function run, as
-  these may hand pointers to kernels of their own."""
+def with_managed(function, name, args, kwargs):
+  """Calls what is no torch function, but is given parameters, as one of that name."""
   tensors = []
   _collect(args, tensors)
+  _collect(kwargs.values(), tensors)
   if not tensors:
-    return _function_apply(cls, *args, **kwargs)
+    return function(*args, **kwargs)
 
   def apply(*args, **kwargs):
     with torch._C._EnableTorchFunction():
-      return _function_apply(cls, *args, **kwargs)
+      return function(*args, **kwargs)
 
-  apply.__name__ = cls.__name__
+  apply.__name__ = name
   with _plain():
     return _run(apply, args, kwargs)
+
+
+def _apply(cls, *args, **kwargs):
+  """torch.autograd.Function.apply(): what it is given is there while forward and backward of a custom function run, as
+  these may hand pointers to kernels of their own."""
+  return with_managed(functools.partial(_function_apply, cls), cls.__name__, args, kwargs)
 
 
 def _refuse_managed(wrap):

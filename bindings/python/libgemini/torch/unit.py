@@ -1,12 +1,14 @@
-"""Modules whose parameters come and go as one: for torch.compile, CUDA graphs, and small modules.
+"""Modules whose parameters come and go as one: for torch.compile, TorchScript, CUDA graphs, and small modules.
 
-To torch.compile a module is one function, and what it traces must be torch's own. So around each call of a unit all its
-parameters are acquired in one batch, as one operator, and are plain nn.Parameters; in the backward pass again, from the
-first node that the call made until the first one of another operator.
+To torch.compile a module is one function, and what it traces must be torch's own; what torch.jit made of one runs
+without Python. So around each call of a unit all its parameters are acquired in one batch, as one operator, and are
+plain nn.Parameters; in the backward pass again, from the first node that the call made until the first one of another
+operator.
 
 SPDX-License-Identifier: Apache-2.0
 """
 import contextlib
+import functools
 import sys
 
 import torch
@@ -14,7 +16,7 @@ from torch import nn
 
 from .. import abi
 from ..abi import GeminiError
-from .tensors import ManagedParameter, Use, grad_nodes, hook_nodes, mark_views, run_with
+from .tensors import ManagedParameter, Use, grad_nodes, hook_nodes, mark_views, refuse_tracing, run_with, with_managed
 
 
 def optimized(module):
@@ -26,6 +28,11 @@ def optimized(module):
 def compiled_in_place(module):
   """By module.compile(), with its hooks."""
   return hasattr(module._compiled_call_impl, "_torchdynamo_orig_callable")
+
+
+def scripted(module):
+  """Whether torch.jit.script() or trace() made it: all of its methods run in C++, and those of the modules within."""
+  return isinstance(module, torch.jit.ScriptModule)
 
 
 def graphed(module):
@@ -51,7 +58,8 @@ def refuse_compiling():
 
 def find(module):
   """The unit that a module is, or None."""
-  return getattr(module.forward if optimized(module) else module._compiled_call_impl, "_gm_unit", None)
+  call = module.forward if optimized(module) or scripted(module) else module._compiled_call_impl
+  return getattr(call, "_gm_unit", None)
 
 
 class Unit:
@@ -66,8 +74,8 @@ class Unit:
     size = sum(size for _, _, size, _ in ranges)
     limit = session.manager.stats()["budget_bytes"]["device"]
     if size > limit:
-      raise GeminiError(f"{name} is compiled, or a unit, so that its parameters come as one: {size} bytes, of which "
-                        f"the device may hold {limit} (device_memory); compile its blocks instead")
+      raise GeminiError(f"{name} is compiled, scripted, or a unit, so that its parameters come as one: {size} bytes, "
+                        f"of which the device may hold {limit} (device_memory); compile or script its blocks instead")
     self.use = Use(ranges, "unit", self) if ranges else None
 
   def enter(self):
@@ -89,6 +97,7 @@ class Unit:
   def run(self, call, args, kwargs):
     if self.use is None or self.graphed:
       return call(*args, **kwargs)
+    refuse_tracing(self.params[0]._gm_place.name)
     inputs = set()
     if torch.is_grad_enabled():
       grad_nodes((args, kwargs), inputs)
@@ -120,9 +129,31 @@ def make_unit(session, module, name):
   return unit
 
 
+_SCRIPT_METHODS = ("save", "save_to_buffer", "_save_for_lite_interpreter", "_save_to_buffer_for_lite_interpreter",
+                   "__deepcopy__")  # which read its parameters, as those do that were scripted
+
+
+def make_scripted(session, module, name):
+  """Each method of a scripted module, and of those within, is called with the parameters there. The modules within are
+  units of their own, as methods may be called of them, too; the methods of the outer one do not call theirs."""
+  for path, inner in module.named_modules():
+    unit = Unit(session, inner, f"{name}.{path}" if path else name)
+    for method in (*inner._c._method_names(), *_SCRIPT_METHODS):
+      call = getattr(inner, method)
+
+      def run(*args, _gm_unit=unit, _gm_call=call, **kwargs):
+        return _gm_unit.run(_gm_call, args, kwargs)
+
+      run._gm_unit = unit
+      inner.__dict__[method] = run
+
+
 def make_units(session, module, name=""):
-  """Makes each module in a tree that is compiled a unit, but those within one."""
+  """Makes each module in a tree that is compiled or scripted a unit, but those within one."""
   if find(module):
+    return
+  if scripted(module):
+    make_scripted(session, module, name or type(module).__name__)
     return
   if optimized(module) or compiled_in_place(module):
     make_unit(session, module, name or type(module).__name__)
@@ -141,6 +172,39 @@ def unit(session, module):
     if find(inner) and inner is not module and (module in inner.modules() or inner in module.modules()):
       raise GeminiError(f"{name} and {other} cannot both be units: one is in the other")
   return find(module) or make_unit(session, module, name)
+
+
+def _refuse_scripting(function):
+  """Of torch.jit: what makes a scripted module of a module. It would read parameters by itself."""
+
+  @functools.wraps(function)
+  def call(module, *args, **kwargs):
+    name = next((name for name, param in module.named_parameters() if getattr(param, "_gm_record", None)), None)
+    if name is not None:
+      raise GeminiError(f"parameter {name} of a {type(module).__name__} that torch.jit is to script, trace or freeze is "
+                        "in a session: do that before libgemini.torch.prepare(), and outside of init()")
+    return function(module, *args, **kwargs)
+
+  return call
+
+
+_script_call = torch.jit.ScriptFunction.__call__
+
+
+def _call_script(function, *args, **kwargs):
+  """A function that torch.jit made is no torch function either."""
+  return with_managed(functools.partial(_script_call, function), f"torch.jit.{function.name}", args, kwargs)
+
+
+_scripting = [(module, name, getattr(module, name)) for module, name in
+              ((torch.jit._recursive, "create_script_module"), (torch.jit, "freeze")) if hasattr(module, name)]
+
+
+def watch_scripting(on):
+  """Replaces these functions while there is a session."""
+  for module, name, function in _scripting:
+    setattr(module, name, _refuse_scripting(function) if on else function)
+  torch.jit.ScriptFunction.__call__ = _call_script if on else _script_call
 
 
 @contextlib.contextmanager
