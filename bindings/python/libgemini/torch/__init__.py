@@ -18,6 +18,7 @@ import torch as _torch
 
 from ..abi import GeminiError
 from ..manager import parse_bytes as _parse_bytes
+from .internals import check as _check_torch  # first: it looks at torch's version
 from . import activations as _activations, allocator as _allocator, checkpoint as _checkpoint, model as _model
 from . import report as _report, unit as _unit
 from .ddp import watch_ddp as _watch_ddp
@@ -77,6 +78,7 @@ def init(placement="auto", *, device_memory, host_memory=0, file=None, file_memo
   if _current is not None:
     raise GeminiError("there is a session already: close() it first")
   cuda = _torch.cuda.is_available() if device is None else _torch.device(device).type == "cuda"
+  _check_torch(cuda)
   allocator = _allocator.choose(allocator, cuda)  # before the GPU is asked anything
   if device is None:
     device = _torch.device("cuda", _torch.cuda.current_device()) if cuda else "cpu"

@@ -16,11 +16,11 @@ import functools
 import weakref
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from .. import abi
+from .internals import StorageWeakRef, plain as _plain
 from .memory import wrap
-from .tensors import ManagedParameter, ManagedTensor, _plain
+from .tensors import ManagedParameter, ManagedTensor
 
 ALIGNMENT = 512  # bytes, of places
 WHOLE_WINDOWS = 4  # a place of so many windows, or more, shares none of them

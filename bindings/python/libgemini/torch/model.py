@@ -11,10 +11,11 @@ from torch import nn
 
 from .. import abi
 from ..abi import GeminiError
+from . import internals
+from .internals import get_grad as _get_grad, plain as _plain, set_grad as _set_grad
 from .progress import Progress
 from .session import DTYPES, in_backward
-from .tensors import (ManagedParameter, ManagedTensor, _copy, _get_grad, _gradient_of, _plain, _set_grad,
-                      managed_view)
+from .tensors import ManagedParameter, ManagedTensor, _copy, _gradient_of, managed_view
 from .unit import make_units, refuse_compiling
 
 
@@ -308,19 +309,20 @@ class Model:
   def wrap_call(self):
     """The module's call begins a step. By a hook it would be part of what module.compile() traces."""
     module = self.module
-    call = module._compiled_call_impl or module._call_impl
+    call = internals.call_of(module)
 
+    @internals.not_traced
     def run(*args, **kwargs):
       refuse_compiling()
       with self.forward():
         return call(*args, **kwargs)
 
     run._gm_unit = getattr(call, "_gm_unit", None)
-    run._torchdynamo_disable = True  # called, not traced
-    self.call = module._compiled_call_impl = run
+    self.call = run
+    internals.set_call(module, run)
 
   def check_call(self):
-    if self.module._compiled_call_impl is not self.call:
+    if internals.compiled_call_of(self.module) is not self.call:
       raise GeminiError("the model was compiled by its compile() after libgemini.torch.prepare(), which takes its steps away "
                         "from the session: compile it, or rather its blocks, before prepare()")
 

@@ -12,8 +12,9 @@ from torch import nn
 
 from .. import abi
 from ..abi import GeminiError
+from .internals import plain as _plain, set_grad as _set_grad
 from .session import ALIGNMENT, DTYPES, Place
-from .tensors import ManagedParameter, ManagedTensor, managed_view, _plain, _set_grad
+from .tensors import ManagedParameter, ManagedTensor, managed_view
 
 MOST_UNSURE = 16  # backward passes begun while updates did not seem to be done: a GPU may always be one behind
 

@@ -17,6 +17,7 @@ import torch
 from .. import abi
 from ..abi import GeminiError
 from ..manager import Manager, parse_bytes
+from . import internals
 from .memory import host_tensor, wrap
 from .tensors import Use, run_with
 
@@ -32,7 +33,7 @@ MOST_PASSES = 64  # forward passes in an iteration without a gradient: who never
 
 def in_backward():
   """Whether autograd is calling us."""
-  return torch._C._current_graph_task_id() != -1
+  return internals.graph_task() != -1
 
 
 def _runs(function):
@@ -227,7 +228,7 @@ class Session:
   # ---- streams
   def native_stream(self):
     """torch's current stream, as CUDA names it."""
-    return torch._C._cuda_getCurrentRawStream(self.device.index or 0) if self.cuda else None
+    return internals.raw_stream(self.device.index or 0) if self.cuda else None
 
   def stream(self):
     """The library's handle of torch's current stream."""
@@ -371,11 +372,11 @@ class Session:
   # ---- the backward pass
   def backward_begin(self):
     """Autograd is calling us: if for the first time in this backward pass, that begins."""
-    task = torch._C._current_graph_task_id()
+    task = internals.graph_task()
     if self.backward_task == task:
       return
     self.backward_task = task  # the one before has ended, by an exception, or this one is inside it
-    torch.autograd.Variable._execution_engine.queue_callback(self.settle)
+    internals.after_backward(self.settle)
     self.set_phase(abi.PHASE_BACKWARD)
     for rule in self.rules:
       rule.forget_done()

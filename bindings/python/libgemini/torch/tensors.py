@@ -14,14 +14,13 @@ from multiprocessing.reduction import ForkingPickler
 
 import torch
 from torch import nn
-from torch._functorch import eager_transforms, vmap
 
 from .. import abi
 from ..abi import GeminiError
+from . import internals
+from .internals import plain as _plain
 
-_plain = torch._C.DisableTorchFunctionSubclass
 _Tensor = torch.Tensor
-_get_grad, _set_grad = torch._C.TensorBase.grad.__get__, torch._C.TensorBase.grad.__set__
 
 
 class Use:
@@ -231,7 +230,7 @@ _NO_BYTES = _names("size", "dim", "ndimension", "numel", "nelement", "stride", "
                    "is_same_size", "is_inference", "is_pinned", "has_names", "retain_grad", "_is_view", "is_shared",
                    "is_signed") | {
                        torch.is_floating_point, torch.is_complex, torch.numel, torch.is_same_size, torch.is_inference,
-                       torch._has_compatible_shallow_copy_type, torch.empty_like, torch.zeros_like, torch.ones_like,
+                       internals.same_kind, torch.empty_like, torch.zeros_like, torch.ones_like,
                        torch.full_like, torch.rand_like, torch.randn_like, torch.result_type}
 # Give a view, without looking at the bytes.
 _VIEWS = _names("detach", "view", "view_as", "t", "transpose", "permute", "narrow", "select", "unsqueeze", "squeeze",
@@ -307,7 +306,7 @@ def _to(func, args, kwargs):
   if len(args) > 4 or "copy" in kwargs or kwargs.get("memory_format"):
     return _run(func, args, kwargs)
   tensor = args[0]
-  device, dtype, _, _ = torch._C._nn._parse_to(*args[1:], **kwargs)
+  device, dtype, _, _ = internals.parse_to(*args[1:], **kwargs)
   if device is not None and device.type == "cuda" and device.index is None:
     device = torch.device("cuda", torch.cuda.current_device())
   there = device is None or device == tensor.device or device.type == tensor.device.type == "cpu"  # "cpu:0" is "cpu"
@@ -408,8 +407,8 @@ def _like(func, args, kwargs):
 _SPECIAL = {
     _Tensor.grad.__get__: _grad_get, _Tensor.grad.__set__: _grad_set, _Tensor.data.__set__: _data_set,
     _Tensor.__getitem__: _getitem, torch.linalg.vector_norm: _vector_norm, _Tensor.mul_: _mul,
-    torch._foreach_mul_: _foreach_mul, torch._foreach_norm: _foreach_norm,
-    torch._amp_foreach_non_finite_check_and_unscale_: _unscale, _Tensor.to: _to, _Tensor.numpy: _copied,
+    internals.foreach_mul: _foreach_mul, internals.foreach_norm: _foreach_norm,
+    internals.unscale: _unscale, _Tensor.to: _to, _Tensor.numpy: _copied,
     _Tensor.__array__: _copied, _Tensor.__dlpack__: _copied, _Tensor.__format__: _copied, _Tensor.set_: _refuse,
     _Tensor.resize_: _refuse, _Tensor.resize_as_: _refuse, _Tensor.share_memory_: _refuse, torch.zeros_like: _like,
     torch.empty_like: _like, torch.full_like: _like, torch.ones_like: _like, **{view: _view for view in _VIEWS},
@@ -478,7 +477,9 @@ for _kind in (ManagedTensor, ManagedParameter):
   ForkingPickler.register(_kind, _saved)
 
 
-_function_apply = torch.autograd.Function.__dict__["apply"].__func__
+def _function_apply(cls, *args, **kwargs):
+  """torch's own."""
+  return internals.function_apply.original.__get__(None, cls)(*args, **kwargs)
 
 
 def _apply(cls, *args, **kwargs):
@@ -490,7 +491,7 @@ def _apply(cls, *args, **kwargs):
     return _function_apply(cls, *args, **kwargs)
 
   def apply(*args, **kwargs):
-    with torch._C._EnableTorchFunction():
+    with internals.as_usual():
       return _function_apply(cls, *args, **kwargs)
 
   apply.__name__ = cls.__name__
@@ -509,15 +510,18 @@ def _refuse_managed(wrap):
   return refuse
 
 
-_transforms = [(module, name, getattr(module, name)) for module, name in
-               ((eager_transforms, "_wrap_for_grad"), (vmap, "_add_batch_dim"))]
+_REPLACED = {internals.function_apply: classmethod(_apply),
+             internals.wrap_for_grad: _refuse_managed(internals.wrap_for_grad.original),
+             internals.add_batch_dim: _refuse_managed(internals.add_batch_dim.original)}
 
 
 def watch_functions(on):
   """Custom functions and transforms are not torch functions: they are replaced while there is a session."""
-  torch.autograd.Function.apply = classmethod(_apply if on else _function_apply)
-  for module, name, wrap in _transforms:
-    setattr(module, name, _refuse_managed(wrap) if on else wrap)
+  for replaced, ours in _REPLACED.items():
+    if on:
+      replaced.replace(ours)
+    else:
+      replaced.restore()
 
 
 def managed_view(place):

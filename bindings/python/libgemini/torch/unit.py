@@ -7,51 +7,48 @@ first node that the call made until the first one of another operator.
 SPDX-License-Identifier: Apache-2.0
 """
 import contextlib
-import sys
 
 import torch
 from torch import nn
 
 from .. import abi
 from ..abi import GeminiError
+from . import internals
 from .tensors import ManagedParameter, Use, grad_nodes, hook_nodes, mark_views, run_with
 
 
 def optimized(module):
   """Whether torch.compile() returned it; its hooks are not compiled, what it calls forward is."""
-  dynamo = sys.modules.get("torch._dynamo")  # loaded when it is first used, which takes seconds
-  return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
+  return isinstance(module, internals.optimized_module())
 
 
 def compiled_in_place(module):
   """By module.compile(), with its hooks."""
-  return hasattr(module._compiled_call_impl, "_torchdynamo_orig_callable")
+  return hasattr(internals.compiled_call_of(module), "_torchdynamo_orig_callable")
 
 
 def graphed(module):
   """Whether torch.compile() was told to make CUDA graphs of it."""
-  of = module if optimized(module) else module._compiled_call_impl
+  of = module if optimized(module) else internals.compiled_call_of(module)
   config = getattr(of, "get_compiler_config", lambda: None)() or {}
   return bool(config.get("triton.cudagraphs"))
 
 
+@internals.not_traced  # not every torch can trace what raises this
 def _refuse_compiling():
   raise GeminiError("torch.compile() came after libgemini.torch.prepare(), or compiles a function that calls the model: "
                     "compile the model's blocks, before prepare()")
 
 
-_refuse_compiling._torchdynamo_disable = True  # called, not traced: not every torch can trace what raises this
-
-
 def refuse_compiling():
   """The caller must not be part of what torch.compile() compiles."""
-  if torch._C._dynamo.eval_frame.get_eval_frame_callback() not in (None, False):
+  if internals.within_compiled():
     _refuse_compiling()
 
 
 def find(module):
   """The unit that a module is, or None."""
-  return getattr(module.forward if optimized(module) else module._compiled_call_impl, "_gm_unit", None)
+  return getattr(module.forward if optimized(module) else internals.compiled_call_of(module), "_gm_unit", None)
 
 
 class Unit:
@@ -106,7 +103,7 @@ def make_unit(session, module, name):
   if session.allocator and graphed(module):
     raise GeminiError(f"{name} is compiled to CUDA graphs (mode=\"reduce-overhead\" or \"max-autotune\"), whose memory must "
                       "be torch's own: call libgemini.torch.init(allocator=\"torch\")")
-  call = module.forward if optimized(module) else module._compiled_call_impl or module._call_impl
+  call = module.forward if optimized(module) else internals.call_of(module)
   unit = Unit(session, module, name)
 
   def run(*args, **kwargs):
@@ -116,7 +113,7 @@ def make_unit(session, module, name):
   if optimized(module):
     module.forward = run
   else:
-    module._compiled_call_impl = run
+    internals.set_call(module, run)
   return unit
 
 
