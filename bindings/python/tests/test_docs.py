@@ -9,9 +9,9 @@ import re
 import pytest
 
 import libgemini.torch as gm
+import page
 
 PAGE = pathlib.Path(__file__).parents[3] / "docs" / "pytorch.md"
-BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 @pytest.fixture(autouse=True)
@@ -23,11 +23,7 @@ def closed(monkeypatch, tmp_path):
 
 def test_page_trains_a_model_as_it_stands(capsys):
   pytest.importorskip("transformers")
-  text = PAGE.read_text()
-  names = {}
-  for block in BLOCK.finditer(text):
-    line = text[:block.start(1)].count("\n")
-    exec(compile("\n" * line + block.group(1), str(PAGE), "exec"), names)  # errors name the page's line
+  names = page.run(PAGE)
   assert len(names["losses"]) == 4 and names["losses"][3] < names["losses"][0]
   assert names["stats"]["planned_iterations"] > 0
   assert names["position"] == 4

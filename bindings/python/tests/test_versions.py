@@ -45,11 +45,14 @@ def test_this_torch_is_one_of_those():
 
 
 def test_the_range_is_the_same_everywhere():
-  """What pip installs, and what the pages say, are what the code says."""
+  """What pip installs, what the pages say, and what tests/run.sh tests are what the code says."""
   after = f"{internals.TESTED[1][0]}.{internals.TESTED[1][1] + 1}"
   assert f'torch = ["torch>={OLDEST},<{after}"]' in (ROOT / "pyproject.toml").read_text()
   assert f"Tested with PyTorch {OLDEST} to {NEWEST}" in (ROOT / "docs/pytorch.md").read_text()
   assert f"({OLDEST} to {NEWEST})" in (ROOT / "README.md").read_text()
+  for lane, version in ("oldest", OLDEST), ("newest", NEWEST):
+    pinned = (ROOT / f"tests/torch/{lane}.txt").read_text()
+    assert re.search(rf"^torch=={re.escape(version)}\.\d+$", pinned, re.MULTILINE), lane
 
 
 def test_p1_a_newer_torch_is_a_warning():
