@@ -345,17 +345,12 @@ def _vector_norm(func, args, kwargs):
   return _run(func, args, kwargs)
 
 
-_scalar = None, 0, 0.0  # the last tensor that was read as a number, its version, the number
-
-
 def _number(value):
-  global _scalar
+  """The number that a tensor is now: what it is later, and through which alias, torch does not tell."""
   if isinstance(value, (int, float)) and not isinstance(value, bool):
     return float(value)
   if isinstance(value, _Tensor) and not isinstance(value, ManagedTensor) and value.numel() == 1:
-    if _scalar[0] is not value or _scalar[1] != value._version:
-      _scalar = value, value._version, float(value.item())
-    return _scalar[2]
+    return float(value.item())
   return None
 
 
@@ -370,7 +365,10 @@ def _mul(func, args, kwargs):
 
 
 def _foreach_mul(func, args, kwargs):
-  factors = args[1] if isinstance(args[1], (list, tuple)) else [args[1]] * len(args[0])
+  factors = args[1]
+  if not isinstance(factors, (list, tuple)):
+    number = _number(factors)  # once for all of them: on a GPU it waits
+    factors = [factors if number is None else number] * len(args[0])
   for tensor, factor in zip(args[0], factors):
     _dispatch(_Tensor.mul_, (tensor, factor), kwargs)
 
