@@ -94,6 +94,12 @@ foreach_mul, foreach_norm = _find(torch, "_foreach_mul_"), _find(torch, "_foreac
 unscale = _find(torch, "_amp_foreach_non_finite_check_and_unscale_")  # torch.amp.GradScaler's
 StorageWeakRef = _find(_module("torch.multiprocessing.reductions"), "StorageWeakRef")
 
+
+def untyped(storage):
+  """The storage that a TypedStorage is about; anything else as it is."""
+  return storage._untyped_storage if isinstance(storage, torch.TypedStorage) else storage
+
+
 # ---- autograd
 graph_task = _find(torch, "_C._current_graph_task_id")  # the number of the backward pass that calls us, or -1
 after_backward = _find(torch, "autograd.Variable._execution_engine.queue_callback")  # (function): called when it is over
@@ -154,7 +160,9 @@ class Replaced:
 
   def __init__(self, owner, name):
     self.owner, self.name = owner, name
-    self.original = vars(owner).get(name)  # as it is there: a descriptor, not what that gives
+    self.inherited = name not in vars(owner)
+    # As it is in the class itself: a descriptor, not what that gives.
+    self.original = getattr(owner, name, None) if self.inherited else vars(owner)[name]
     if self.original is None:
       _missing.append(f"{owner.__name__}.{name}")
 
@@ -162,10 +170,14 @@ class Replaced:
     setattr(self.owner, self.name, value)
 
   def restore(self):
-    setattr(self.owner, self.name, self.original)
+    if not self.inherited:
+      setattr(self.owner, self.name, self.original)
+    elif self.name in vars(self.owner):
+      delattr(self.owner, self.name)
 
 
 function_apply = Replaced(torch.autograd.Function, "apply")
+set_ = Replaced(torch.Tensor, "set_")
 # Of torch.func's transforms: what they wrap their arguments with.
 wrap_for_grad = Replaced(_module("torch._functorch.eager_transforms"), "_wrap_for_grad")
 add_batch_dim = Replaced(_module("torch._functorch.vmap"), "_add_batch_dim")

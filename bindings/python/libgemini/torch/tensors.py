@@ -225,7 +225,7 @@ def _names(*names):
 
 # Answered from what torch knows of the tensor; properties are, too, except those in _SPECIAL.
 _NO_BYTES = _names("size", "dim", "ndimension", "numel", "nelement", "stride", "element_size", "is_contiguous",
-                   "is_floating_point", "is_complex", "data_ptr", "untyped_storage", "storage_offset", "register_hook",
+                   "is_floating_point", "is_complex", "data_ptr", "storage_offset", "register_hook",
                    "register_post_accumulate_grad_hook", "requires_grad_", "__len__", "__hash__", "get_device",
                    "is_same_size", "is_inference", "is_pinned", "has_names", "retain_grad", "_is_view", "is_shared",
                    "is_signed") | {
@@ -264,7 +264,58 @@ def _getitem(func, args, kwargs):
 
 def _copied(func, args, kwargs):
   """What leaves torch with a pointer gets a copy."""
+  if kwargs.get("copy") is False:
+    raise GeminiError(f"{args[0]._gm_place.name}: {func.__name__}(copy=False): only a copy of it can leave torch")
   return func(_copy(args[0]), *args[1:], **kwargs)
+
+
+def _read_only(func, args, kwargs):
+  """To NumPy, too, but nobody may take what is written there for written here."""
+  out = _copied(func, args, kwargs)
+  out.flags.writeable = False
+  return out
+
+
+class Storage(torch.UntypedStorage):
+  """Of a managed tensor that was asked for its storage. It tells where that is and how long; its bytes may be elsewhere."""
+  _TOLD = {"data_ptr", "device", "element_size", "filename", "get_device", "is_cuda", "is_hpu", "is_pinned", "is_shared",
+           "is_sparse", "is_sparse_csr", "nbytes", "resizable", "size", "type", "untyped"} | {
+               name for name in dir(torch.UntypedStorage) if "weak" in name}
+
+
+def _refuse_bytes(storage, *_, **__):
+  raise GeminiError(f"{storage._gm_name}: the bytes of its storage may be elsewhere, and cannot be used as a storage: take the "
+                    "storage of a clone()")
+
+
+for _name in {"__copy__", "__deepcopy__", "__delitem__", "__getitem__", "__iter__", "__reduce_ex__", "__setitem__"} | {
+    name for name in dir(torch.UntypedStorage) if not name.startswith("__") and name not in Storage._TOLD and
+    callable(getattr(torch.UntypedStorage, name))}:
+  setattr(Storage, _name, _refuse_bytes)
+
+
+def _storage(func, args, kwargs):
+  """untyped_storage(), storage()"""
+  out = func(*args, **kwargs)
+  storage = internals.untyped(out)
+  storage.__class__ = Storage
+  storage._gm_name = args[0]._gm_place.name
+  return out
+
+
+_set = internals.set_.original
+
+
+def _set_source(tensor, source=None, *args, **kwargs):
+  """Tensor.set_(), which is no torch function."""
+  if isinstance(internals.untyped(source), Storage):
+    _refuse_bytes(internals.untyped(source))
+  if not isinstance(tensor, ManagedTensor):
+    return _set(tensor, *(() if source is None else (source,)), *args, **kwargs)
+  if args or kwargs or not isinstance(source, _Tensor):
+    _refuse(_set, (tensor,), {})
+  tensor.data = source
+  return tensor
 
 
 def _refuse(func, args, kwargs):
@@ -406,9 +457,9 @@ _SPECIAL = {
     _Tensor.grad.__get__: _grad_get, _Tensor.grad.__set__: _grad_set, _Tensor.data.__set__: _data_set,
     _Tensor.__getitem__: _getitem, torch.linalg.vector_norm: _vector_norm, _Tensor.mul_: _mul,
     internals.foreach_mul: _foreach_mul, internals.foreach_norm: _foreach_norm,
-    internals.unscale: _unscale, _Tensor.to: _to, _Tensor.numpy: _copied,
-    _Tensor.__array__: _copied, _Tensor.__dlpack__: _copied, _Tensor.__format__: _copied, _Tensor.set_: _refuse,
-    _Tensor.resize_: _refuse, _Tensor.resize_as_: _refuse, _Tensor.share_memory_: _refuse, torch.zeros_like: _like,
+    internals.unscale: _unscale, _Tensor.to: _to, _Tensor.numpy: _read_only, _Tensor.__array__: _read_only,
+    _Tensor.__dlpack__: _copied, _Tensor.__format__: _copied, _Tensor.untyped_storage: _storage,
+    _Tensor.storage: _storage, _Tensor.resize_: _refuse, _Tensor.resize_as_: _refuse, _Tensor.share_memory_: _refuse, torch.zeros_like: _like,
     torch.empty_like: _like, torch.full_like: _like, torch.ones_like: _like, **{view: _view for view in _VIEWS},
 }
 
@@ -508,13 +559,13 @@ def _refuse_managed(wrap):
   return refuse
 
 
-_REPLACED = {internals.function_apply: classmethod(_apply),
+_REPLACED = {internals.function_apply: classmethod(_apply), internals.set_: _set_source,
              internals.wrap_for_grad: _refuse_managed(internals.wrap_for_grad.original),
              internals.add_batch_dim: _refuse_managed(internals.add_batch_dim.original)}
 
 
 def watch_functions(on):
-  """Custom functions and transforms are not torch functions: they are replaced while there is a session."""
+  """Custom functions, transforms and set_() are not torch functions: they are replaced while there is a session."""
   for replaced, ours in _REPLACED.items():
     if on:
       replaced.replace(ours)
