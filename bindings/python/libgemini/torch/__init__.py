@@ -197,6 +197,7 @@ def load_weights(model, folder, *, verify=True, progress=None):
 
 def stats():
   """gemini_stats() of the session, as a dict."""
+  session().free_places()
   return session().manager.stats()
 
 

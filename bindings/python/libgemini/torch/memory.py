@@ -40,13 +40,14 @@ _libc.malloc.restype = ctypes.c_void_p
 _libc.malloc.argtypes = [ctypes.c_size_t]
 
 
-def wrap(address, shape, dtype, device):
-  """A contiguous tensor over device memory at address, which must outlive it; nothing is read or written."""
+def wrap(address, shape, dtype, device, stride=None):
+  """A tensor over device memory at address, which must outlive it; nothing is read or written. stride: in elements;
+  None: contiguous."""
   if dtype not in _TYPES:
     raise TypeError(f"{dtype} is none of {', '.join(map(str, _TYPES))}")
   code, bits = _TYPES[dtype]
   head = ctypes.sizeof(_DLManagedTensor)
-  at = _libc.malloc(head + 8 * len(shape))
+  at = _libc.malloc(head + 16 * len(shape))
   if not at:
     raise MemoryError("no memory for the description of a tensor")
   managed = _DLManagedTensor.from_address(at)
@@ -60,7 +61,12 @@ def wrap(address, shape, dtype, device):
   tensor.shape = ctypes.cast(at + head, ctypes.POINTER(ctypes.c_int64))
   for i, size in enumerate(shape):
     tensor.shape[i] = size
-  tensor.strides = None
+  if stride is not None:
+    tensor.strides = ctypes.cast(at + head + 8 * len(shape), ctypes.POINTER(ctypes.c_int64))
+    for i, step in enumerate(stride):
+      tensor.strides[i] = step
+  else:
+    tensor.strides = None
   tensor.byte_offset = 0
   return torch.from_dlpack(_new_capsule(at, b"dltensor", None))
 

@@ -13,6 +13,7 @@ from torch import nn
 from .. import abi
 from ..abi import GeminiError
 from .internals import plain as _plain, set_grad as _set_grad
+from .layout import dense_stride
 from .session import ALIGNMENT, DTYPES, Place
 from .tensors import ManagedParameter, ManagedTensor, managed_view
 
@@ -239,7 +240,8 @@ class TorchRule:
     return param
 
   def new_state(self, like, dtype):
-    return managed_view(self.session.place("state", like.shape, dtype, f"{like._gm_place.name}.state"))
+    name = f"{like._gm_place.name}.state"
+    return managed_view(self.session.place("state", like.shape, dtype, name, dense_stride(like)))
 
   def step(self, groups):
     inner, session = self.inner, self.session
@@ -289,7 +291,7 @@ class TorchRule:
   def states(self, record):
     out = {"master": record.states["master"]} if "master" in record.states else {}
     for name, value in self.states_of(record).items():
-      managed = isinstance(value, ManagedTensor) and value.shape == value._gm_place.shape and value.is_contiguous()
+      managed = isinstance(value, ManagedTensor) and value._gm_place.has(value)
       out[name] = value._gm_place if managed else value
     return out
 

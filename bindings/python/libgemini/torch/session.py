@@ -6,6 +6,7 @@ function that used the parameters in the forward pass, and ends when the next on
 
 SPDX-License-Identifier: Apache-2.0
 """
+import collections
 import contextlib
 import ctypes
 import itertools
@@ -18,6 +19,8 @@ from .. import abi
 from ..abi import GeminiError
 from ..manager import Manager, parse_bytes
 from . import internals
+from .internals import StorageWeakRef
+from .layout import Space, dense_stride
 from .memory import host_tensor, wrap
 from .tensors import Use, run_with
 
@@ -51,13 +54,21 @@ class Graph:
 class Place:
   """Where a tensor's bytes live: a range of an arena, with one address on the device for life.
 
-  tensor is the plain torch tensor over that address: to be read and written only between acquire and release.
+  tensor is the plain torch tensor over that address: to be read and written only between acquire and release. The bytes
+  live as long as any tensor over its storage does, whoever has it: see Session.free_places().
   """
-  __slots__ = ("session", "arena", "offset", "object", "base", "size_bytes", "dtype", "shape", "address", "tensor",
-               "name", "written")
+  __slots__ = ("session", "arena", "offset", "object", "base", "size_bytes", "dtype", "shape", "stride", "address",
+               "tensor", "name", "written", "number", "origin", "owner", "follows", "storages")
+  numbers = itertools.count()
 
-  def __init__(self, session, arena, offset, shape, dtype, name):
+  def __init__(self, session, arena, offset, shape, dtype, name, stride=None):
+    self.tensor = None
     self.session = session
+    self.number = next(self.numbers)
+    self.origin = None  # of a parameter's: where its values were before, as a layout.Span
+    self.owner = None  # of a parameter's: its record, as a weak reference
+    self.follows = None  # of a gradient's or a state's: the parameter's place, whose bytes go with these
+    self.storages = []  # whose tensors need the bytes, when nobody knows the place any more
     self.arena = arena
     self.offset = offset
     self.written = False  # by the user's functions, since it was last known to be as its master copy
@@ -67,11 +78,34 @@ class Place:
     self.size_bytes = self.shape.numel() * dtype.itemsize
     self.name = name
     self.address = session.arena_base(arena) + offset
-    self.tensor = wrap(self.address, self.shape, dtype, session.device)
+    self.tensor = wrap(self.address, self.shape, dtype, session.device, stride)
+    self.stride = tuple(self.tensor.stride())  # in elements, without gaps
+
+  def __del__(self):
+    """Nobody knows it any more; torch may still have its storage. Any thread can be here at any time."""
+    if self.tensor is None or not self.elements:
+      return
+    (self.follows or self).storages.append(StorageWeakRef(self.tensor.untyped_storage()))
+    if not self.follows:
+      self.session.left.append((self.arena, self.offset, self.size_bytes, self.object, self.storages))
 
   @property
   def elements(self):
     return self.shape.numel()
+
+  @property
+  def contiguous(self):
+    return self.tensor.is_contiguous()
+
+  def has(self, tensor):
+    """Whether a managed tensor is all of it, in its order."""
+    return (tensor.data_ptr(), tensor.shape, tensor.dtype) == (self.address, self.shape, self.dtype) and \
+        tuple(tensor.stride()) == self.stride
+
+  def in_order(self, values):
+    """Values, of the same number of elements, as one dimension, in the order in which they lie here."""
+    order = sorted(range(len(self.shape)), key=lambda i: (-self.stride[i], i))
+    return values.reshape(self.shape).permute(order).reshape(-1)
 
   def register(self, name):
     """A parameter's place becomes a tensor of the library's, with a name that its messages have."""
@@ -102,7 +136,7 @@ class Place:
   def device_pieces(self, mode, piece_bytes=PIECE_BYTES):
     """Yields (first element, plain tensor of one dimension) over all elements, acquired on the device one after another:
     for when the host has no room, through which the library itself would go."""
-    flat, step = self.tensor.view(-1), piece_bytes // self.dtype.itemsize
+    flat, step = self.tensor.as_strided((self.elements,), (1,)), piece_bytes // self.dtype.itemsize
     for first in range(0, self.elements, step):
       piece = flat[first:first + step]
       access = self.access(mode, abi.TIER_DEVICE, first * self.dtype.itemsize, piece.nbytes)
@@ -111,15 +145,15 @@ class Place:
 
   def read(self):
     """A copy on the CPU, of memory of its own."""
-    out = torch.empty(self.shape, dtype=self.dtype, device="cpu")
-    flat = out.view(-1)
+    out = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="cpu")
+    flat = out.as_strided((self.elements,), (1,))
     for first, piece in self.host_pieces(abi.READ):
       flat[first:first + piece.numel()].copy_(piece)
     return out
 
   def write(self, values):
     """Copies values, of the same number of elements and any dtype, from the CPU or the session's device."""
-    flat = values.detach().reshape(-1)
+    flat = self.in_order(values.detach())
     # What is page-locked in several parts, as the host tier may be, CUDA does not copy at once.
     pieces = self.device_pieces if self.session.cuda and flat.is_cuda else self.host_pieces
     for first, piece in pieces(abi.WRITE):
@@ -164,7 +198,10 @@ class Session:
     self.held = None  # what the function that the backward pass has reached has acquired: (use, stream)
     self.backward_task = -1  # autograd's number of the backward pass in progress
     self.uses = {}
-    self.records = []  # of all parameters that live here
+    self.known = weakref.WeakValueDictionary()  # records of all parameters that live here, each as long as its parameter
+    self.spaces = {}  # of an arena: what is free of what was taken
+    self.building = False  # whether models are being built in the session
+    self.left = collections.deque()  # places that nobody knows any more: (arena, offset, size, object, storages)
     self.gone = "the session was closed, and its parameters with it"  # what is said of a use when there is no manager
     self.models = []  # that were prepared
     self.depth = 0  # forward passes of these that run, one within the other
@@ -188,17 +225,58 @@ class Session:
   def arena_base(self, arena):
     return self.bases[arena][0]
 
-  def place(self, kind, shape, dtype, name):
+  def place(self, kind, shape, dtype, name, stride=None):
     """A new tensor, which reads as zero, in an arena that follows no other."""
-    arena = self.arena(kind, dtype)
-    size = max(1, torch.Size(shape).numel()) * dtype.itemsize
-    return Place(self, arena, self.manager.take(arena, size), shape, dtype, name)
+    self.free_places()
+    arena, alignment = self.arena(kind, dtype), ALIGNMENT * dtype.itemsize
+    size = -(-max(1, torch.Size(shape).numel()) // ALIGNMENT) * alignment
+    offset = self.spaces[arena].take(size, alignment) if arena in self.spaces else None
+    if offset is None:
+      offset = self.manager.take(arena, size)
+    return Place(self, arena, offset, shape, dtype, name, stride)
+
+  def place_of(self, tensor, kind):
+    """A new place with the values and strides of a managed tensor."""
+    place = self.place(kind, tensor.shape, tensor.dtype, tensor._gm_place.name, dense_stride(tensor))
+    place.write(tensor.detach().clone())
+    return place
+
+  def free_places(self):
+    """The bytes of places that were left cost nothing from now on, if no tensor is over them any more."""
+    for _ in range(len(self.left)):
+      left = self.left.popleft()
+      if not all(storage.expired() for storage in left[4]) or not self.free_place(*left[:4]):
+        self.left.append(left)
+
+  def free_place(self, arena, offset, size, tensor):
+    """Also of its gradient and states, which lie likewise in the arenas that follow its own. False: not yet."""
+    (itemsize,) = (dtype.itemsize for (_, dtype, _), handle in self.arenas.items() if handle == arena)
+    followers = [(handle, dtype.itemsize) for (kind, dtype, like), handle in self.arenas.items()
+                 if like == arena and kind != "reused grad"]
+
+    def zero(begin, end):
+      for handle, other in ((arena, itemsize), *followers):
+        where = begin // itemsize * other, (end - begin) // itemsize * other
+        self.lib.zero(self.handle, ctypes.byref(abi.Access(handle, *where, 0, 0, None)))
+
+    try:
+      zero(offset, offset + size)
+      if tensor != arena:
+        self.lib.tensor_unregister(self.handle, tensor)
+    except GeminiError:  # an update is using it, or there is no room for what a chunk has beside it
+      return False
+    alignment = ALIGNMENT * itemsize
+    space = self.spaces.setdefault(arena, Space())
+    with contextlib.suppress(GeminiError):  # what reads as zero may go on to cost something
+      zero(*space.give(offset, -(-size // alignment) * alignment))  # chunks that are free as a whole now
+    return True
 
   def counterpart(self, place, kind, dtype):
     """Of a parameter's place: the same elements in the arena of another kind, which follows the parameter's."""
     arena = self.arena(kind, dtype, place.arena)
     other = Place(self, arena, place.offset // place.dtype.itemsize * dtype.itemsize, place.shape, dtype,
-                  f"{place.name}.{kind}")
+                  f"{place.name}.{kind}", place.stride)
+    other.follows = place
     if place.object != place.arena:
       tensor = ctypes.c_uint64()
       self.lib.tensor_counterpart(self.handle, place.object, arena, tensor)
@@ -278,9 +356,13 @@ class Session:
         hold[3].reset()
       self.holds.remove(hold)
 
+  @property
+  def records(self):
+    return list(self.known.values())
+
   def use(self, ranges, name):
-    """What a function of this name reads and writes; ranges: a tuple of (place, offset, size in bytes, mode)."""
-    key = ranges, name
+    """What a function of this name reads and writes; ranges: (place, offset, size in bytes, mode) of each."""
+    key = name, *((place.number, *where) for place, *where in ranges)  # which keeps no place alive
     use = self.uses.get(key)
     if use is None:
       if len(self.uses) >= MOST_USES:  # of slices that are always others

@@ -41,13 +41,14 @@ class Use:
     self.backward_name = (name + ".backward").encode()[:127]
 
 
-def _extent(tensor, place):
-  """Offset in its place, and length, of the bytes between a view's first and last element."""
-  size = tensor.dtype.itemsize
-  if tensor.numel() == 0:
-    return 0, 0
+def _where(tensor):
+  """The place of a tensor that has elements; offset there, and length, of the bytes between its first and last one."""
+  place = tensor._gm_place
   last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride()))
-  return tensor.data_ptr() - place.address, (last + 1) * size
+  offset, size = tensor.data_ptr() - place.address, (last + 1) * tensor.dtype.itemsize
+  if offset < 0 or offset + size > place.size_bytes:
+    raise GeminiError(f"{place.name} was moved behind libgemini's back: its address is no longer its own")
+  return place, offset, size
 
 
 def _collect(values, found):
@@ -186,12 +187,9 @@ def _run(func, args, kwargs):
     changed += [out] if isinstance(out, _Tensor) else list(out)
   ranges, read = [], []
   for tensor in tensors:
-    place = tensor._gm_place
-    offset, size = _extent(tensor, place)
-    if not size:
+    if not tensor.numel():
       continue
-    if offset < 0 or offset + size > place.size_bytes:
-      raise GeminiError(f"{place.name} was moved behind libgemini's back: its address is no longer its own")
+    place, offset, size = _where(tensor)
     mode = abi.READ
     if any(tensor is one for one in changed):
       whole = name in _OVERWRITES and tensor is first and size == tensor.numel() * tensor.dtype.itemsize
@@ -380,8 +378,11 @@ def _data_set(func, args, kwargs):
   old, new = args
   record = old._gm_record
   if isinstance(new, ManagedTensor) and new.data_ptr() == old.data_ptr() and new.shape == old.shape and \
-      new.dtype == old.dtype:
+      new.dtype == old.dtype and new.stride() == old.stride():
     return None
+  if record is None and isinstance(old, nn.Parameter):  # over another one's bytes, as it was not prepared yet
+    from .model import Record
+    record = Record(old._gm_place.session, old, old._gm_place.name)
   if record is None:
     raise GeminiError(f"{old._gm_place.name}: the data of a gradient or of a view cannot be replaced: copy_() into it")
   return record.replace(new)
@@ -496,8 +497,22 @@ class ManagedTensor(_Tensor):
       return _dispatch(func, args, kwargs or {})
 
   def __deepcopy__(self, memo):
-    copy = self.detach().clone()
-    copy = nn.Parameter(copy, self.requires_grad) if isinstance(self, nn.Parameter) else copy
+    """As torch copies: of parameters each has its own bytes, which within init(), where models are built, are in the session;
+    other tensors that share bytes have copies that do so. All else is in torch's memory."""
+    place = self._gm_place
+    with torch.no_grad():
+      if isinstance(self, nn.Parameter):
+        kind = "param" if self.requires_grad else "frozen"
+        copy = managed_view(place.session.place_of(self, kind)) if place.session.building else self.detach().clone()
+        copy = nn.Parameter(copy, self.requires_grad)
+      elif self._gm_grad is not None or self.dtype != place.dtype:
+        copy = self.detach().clone()
+      else:
+        key = "libgemini", place.number
+        if key not in memo:
+          memo[key] = _copy(managed_view(place))
+        first = (self.data_ptr() - place.address) // self.dtype.itemsize
+        copy = memo[key].as_strided(self.shape, self.stride(), first).detach()
     memo[id(self)] = copy
     return copy
 

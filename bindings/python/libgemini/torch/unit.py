@@ -14,7 +14,7 @@ from torch import nn
 from .. import abi
 from ..abi import GeminiError
 from . import internals
-from .tensors import ManagedParameter, Use, grad_nodes, hook_nodes, mark_views, run_with
+from .tensors import ManagedParameter, ManagedTensor, Use, grad_nodes, hook_nodes, mark_views, run_with
 
 
 def optimized(module):
@@ -56,10 +56,13 @@ class Unit:
 
   def __init__(self, session, module, name):
     self.session = session
-    self.params = [param for param in module.parameters() if isinstance(param, ManagedParameter) and param.numel()]
+    tensors = [tensor for tensor in (*module.parameters(), *module.buffers()) if isinstance(tensor, ManagedTensor)]
+    self.kinds = [(tensor, type(tensor)) for tensor in tensors]  # parameters, and buffers over some
+    self.params = [param for param in tensors if isinstance(param, ManagedParameter) and param.numel()]
     self.users = 0  # calls that run, a backward pass that has reached one
     self.graphed = False  # within resident(): nothing may be queued beside what is captured
-    ranges = tuple((param._gm_place, 0, param._gm_place.size_bytes, abi.READ) for param in self.params)
+    places = dict.fromkeys(tensor._gm_place for tensor in tensors if tensor.numel())
+    ranges = tuple((place, 0, place.size_bytes, abi.READ) for place in places)
     size = sum(size for _, _, size, _ in ranges)
     limit = session.manager.stats()["budget_bytes"]["device"]
     if size > limit:
@@ -69,14 +72,14 @@ class Unit:
 
   def enter(self):
     self.users += 1
-    for param in self.params:
-      param.__class__ = nn.Parameter
+    for tensor, kind in self.kinds:
+      tensor.__class__ = nn.Parameter if kind is ManagedParameter else torch.Tensor
 
   def leave(self):
     self.users -= 1
     if not self.users:
-      for param in self.params:
-        param.__class__ = ManagedParameter
+      for tensor, kind in self.kinds:
+        tensor.__class__ = kind
 
   def reset(self):
     """Nobody uses it."""
