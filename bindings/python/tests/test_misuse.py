@@ -180,16 +180,6 @@ def test_what_cannot_be_a_parameter(session):
   works(gm.prepare(mlp()))
 
 
-def test_new_parameter_over_a_managed_one(session):
-  session()
-  model = gm.prepare(mlp())
-  with pytest.raises(RuntimeError, match="Creating a Parameter"):
-    nn.Parameter(model[0].weight)
-  copied = nn.Parameter(model[0].weight.clone())
-  assert type(copied) is nn.Parameter
-  works(model)
-
-
 def test_parameters_leave_as_copies(session):
   """What hands out a pointer, or pickles, gives bytes that stay."""
   session()

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import prune
 
 import libgemini.torch as gm
 from libgemini.torch import internals
@@ -402,6 +403,45 @@ def test_p7_storages_tell_where_they_are_but_no_bytes(session):
     with pytest.raises(gm.GeminiError, match="the bytes of its storage"):
       use()
   assert model.weight.detach().clone().untyped_storage().tolist()
+
+
+# ---- P9: what makes parameters of parameters
+def normed(make):
+  def of():
+    return nn.Sequential(*(make(nn.Linear(SIZE, SIZE)) for _ in range(2)))
+
+  return of
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
+@pytest.mark.parametrize("make", (
+    nn.utils.weight_norm, nn.utils.parametrizations.weight_norm, nn.utils.spectral_norm,
+    nn.utils.parametrizations.spectral_norm,
+    lambda layer: nn.utils.parametrizations.orthogonal(layer, orthogonal_map="householder", use_trivialization=False),
+    lambda layer: prune.l1_unstructured(layer, "weight", 0.5)))
+def test_p9_parametrizations_within_init(session, make):
+  built(session, normed(make))
+
+
+def test_p9_a_parameter_of_a_parameter(session):
+  """Is another one over the same bytes, as ever; one of them may train."""
+
+  def make():
+    model = nn.Sequential(nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE))
+    model[0].weight = nn.Parameter(model[0].weight)
+    model[1].bias = nn.Parameter(model[1].bias, requires_grad=False)
+    assert type(model[1].bias).__mro__[-1] is object and isinstance(model[1].bias, nn.Parameter)
+    return model
+
+  model = built(session, make)
+  assert [param.requires_grad for param in model.parameters()] == [True, True, True, False]
+  other = nn.Parameter(model[0].weight)
+  assert other.requires_grad and other.is_leaf and torch.equal(other, model[0].weight) and other is not model[0].weight
+  model[0].other = other
+  with pytest.raises(gm.GeminiError, match="0.other and 0.weight are two that share|0.weight and 0.other are two that share"):
+    gm.prepare(model)
+  gm.close()
+  assert type(nn.Parameter(torch.ones(3))) is nn.Parameter
 
 
 # ---- P12: strides, copies, forward()

@@ -177,6 +177,7 @@ class Replaced:
 
 
 function_apply = Replaced(torch.autograd.Function, "apply")
+new_parameter = Replaced(nn.Parameter, "__new__")
 set_ = Replaced(torch.Tensor, "set_")
 # Of torch.func's transforms: what they wrap their arguments with.
 wrap_for_grad = Replaced(_module("torch._functorch.eager_transforms"), "_wrap_for_grad")

@@ -574,13 +574,29 @@ def _refuse_managed(wrap):
   return refuse
 
 
-_REPLACED = {internals.function_apply: classmethod(_apply), internals.set_: _set_source,
+_new_parameter = internals.new_parameter.original
+
+
+def _parameter(cls, data=None, requires_grad=True):
+  """nn.Parameter(data): over the bytes of data, as always, which stay managed."""
+  if not isinstance(data, ManagedTensor):
+    return _new_parameter.__get__(None, cls)(cls, data, requires_grad)
+  out = data.detach()
+  with _plain():
+    out.requires_grad_(requires_grad)
+  out.__class__ = ManagedParameter
+  return out
+
+
+_REPLACED = {internals.function_apply: classmethod(_apply), internals.new_parameter: staticmethod(_parameter),
+             internals.set_: _set_source,
              internals.wrap_for_grad: _refuse_managed(internals.wrap_for_grad.original),
              internals.add_batch_dim: _refuse_managed(internals.add_batch_dim.original)}
 
 
 def watch_functions(on):
-  """Custom functions, transforms and set_() are not torch functions: they are replaced while there is a session."""
+  """Custom functions, transforms, nn.Parameter() and set_() are not torch functions: they are replaced while there is a
+  session."""
   for replaced, ours in _REPLACED.items():
     if on:
       replaced.replace(ours)
