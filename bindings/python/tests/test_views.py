@@ -549,3 +549,36 @@ def test_p12_deep_copies_of_a_prepared_model_are_plain(session):
   square(model, 0).backward()
   grad = copy.deepcopy(model.weight.grad.mul_(0.5))
   assert type(grad) is torch.Tensor and torch.equal(grad, model.weight.grad)
+
+
+@pytest.mark.parametrize("call", ("forward", "both"))
+def test_p12_forward_makes_iterations_and_a_plan(session, call):
+  def run(model, optimizer):
+    call_of = {"forward": lambda step: model.forward, "both": lambda step: model.forward if step % 2 else model}[call]
+    losses = train(model, optimizer, 6, lambda model, step: call_of(step)(data(step)).square().mean())
+    model.eval()
+    with torch.no_grad():
+      losses.append(model.forward(data()))
+    return losses
+
+  model = alike(session, lambda: nn.Sequential(*(nn.Linear(SIZE, SIZE) for _ in range(4))), run, budget="256KiB")
+  stats = gm.stats()
+  assert stats["iterations"] == 7 and stats["planned_iterations"] >= 4
+  plain = nn.Sequential(nn.Linear(SIZE, SIZE))
+  assert inspect.signature(model.forward) == inspect.signature(plain.forward)
+  other = copy.deepcopy(model)
+  with torch.no_grad():
+    other[0].weight.zero_()
+    assert torch.equal(other.forward(data()), other(data())) and not torch.equal(other(data()), model(data()))
+  assert gm.stats()["iterations"] == 8
+  again = pickle.loads(pickle.dumps(other))
+  assert torch.equal(again.forward(data()), other(data()))
+
+
+def test_p12_gradients_without_any_call_of_the_model_are_said(session):
+  session()
+  model = nn.Sequential(nn.Linear(SIZE, SIZE))
+  model, optimizer = gm.prepare(model, sgd(model.parameters()))
+  model[0](data()).sum().backward()
+  with pytest.warns(UserWarning, match=r"no call of a prepared model.* no iteration.* plans? nothing"):
+    optimizer.step()

@@ -3,8 +3,11 @@
 SPDX-License-Identifier: Apache-2.0
 """
 import contextlib
+import functools
+import inspect
 import os
 import sys
+import types
 import weakref
 
 import torch
@@ -18,7 +21,7 @@ from .layout import dense_stride, span
 from .progress import Progress
 from .session import DTYPES, in_backward
 from .tensors import ManagedParameter, ManagedTensor, _copy, _gradient_of, managed_view
-from .unit import make_units, refuse_compiling
+from .unit import find, make_units, refuse_compiling
 
 
 class Record:
@@ -350,6 +353,7 @@ class Model:
     self.saving = contextlib.nullcontext  # around a forward pass: what becomes of what autograd saves
     self.take()
     self.wrap_call()
+    self.wrap_forward()
 
   def take(self):
     """Moves parameters in that are not, and buffers to the device."""
@@ -394,6 +398,32 @@ class Model:
     run._gm_unit = getattr(call, "_gm_unit", None)
     self.call = run
     internals.set_call(module, run)
+
+  def wrap_forward(self):
+    """Also forward() begins a step, when it is not the module's call that calls it. What torch.compile() compiled is left
+    alone: it may trace forward()."""
+    module = self.module
+    if find(module):
+      return
+    inner = module.forward
+
+    @internals.not_traced
+    @functools.wraps(inner)
+    def forward(caller, *args, **kwargs):
+      if caller is not module:  # a copy, which has copied this, too
+        method = isinstance(inner, types.MethodType) and inner.__self__ is module
+        return (types.MethodType(inner.__func__, caller) if method else inner)(*args, **kwargs)
+      if self.session.depth:
+        return inner(*args, **kwargs)
+      refuse_compiling()
+      with self.forward():
+        return inner(*args, **kwargs)
+
+    forward.__name__ = "forward"  # by which pickle finds it
+    with contextlib.suppress(ValueError, TypeError):  # it has none that can be told
+      forward.__signature__ = inspect.Signature([inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY),
+                                                 *inspect.signature(inner).parameters.values()])
+    module.forward = types.MethodType(forward, module)
 
   def check_call(self):
     if internals.compiled_call_of(self.module) is not self.call:

@@ -6,6 +6,7 @@ torch optimizer runs its own step, one parameter after another, over states that
 SPDX-License-Identifier: Apache-2.0
 """
 import ctypes
+import warnings
 
 import torch
 from torch import nn
@@ -107,6 +108,10 @@ class Optimizer(torch.optim.Optimizer):
     with torch.no_grad():
       session.recover()
       session.settle()
+      if not session.called and any(record.has_grad for record in self.records):
+        warnings.warn("no call of a prepared model, by model(...) or model.forward(...), has made these gradients: such a step "
+                      "is no iteration to libgemini, which plans nothing for it. Prepare the module that is called",
+                      stacklevel=3)  # torch wraps this
       session.set_phase(abi.PHASE_UPDATE)
       if sum(len(group["params"]) for group in self.param_groups) != len(self.records):  # add_param_group()
         self.records = self.find(self.param_groups)

@@ -187,6 +187,7 @@ class Session:
     self.streams = {}
     self.in_optimizer = None  # while an optimizer's own step runs: where its states shall live
     self.iteration = None  # "train" or "infer" while one is open
+    self.called = False  # whether there has been one
     self.graph = None  # while a forward pass runs: a mark that the autograd graph it makes refers to
     self.graphs = []  # of the iteration's forward passes, as weak references
     self.phase = abi.PHASE_NONE
@@ -429,7 +430,7 @@ class Session:
         raise
       self.lib.iteration_end(self.handle)  # which an interrupt came before
       self.lib.iteration_begin(self.handle)
-    self.iteration = kind
+    self.iteration, self.called = kind, True
     self.phase = abi.PHASE_NONE
     self.graphs.clear()
 
