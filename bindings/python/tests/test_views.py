@@ -582,3 +582,40 @@ def test_p12_gradients_without_any_call_of_the_model_are_said(session):
   model[0](data()).sum().backward()
   with pytest.warns(UserWarning, match=r"no call of a prepared model.* no iteration.* plans? nothing"):
     optimizer.step()
+
+
+# ---- P12: budgets
+@pytest.mark.parametrize("settings, match", (
+    ({"device_memory": "4KiB"}, "device_memory is 4096 bytes, of which margin leaves 4096: want at least a chunk, which has 65536"),
+    ({"device_memory": "256KiB", "margin": "200KiB"}, "device_memory is 262144 bytes, of which margin leaves 57344: want"),
+    ({"device_memory": "1MiB", "window": "2MiB"}, "device_memory is 1048576 bytes, .* chunk, which has 2097152")))
+def test_p12_a_device_without_room_for_a_chunk_is_refused(settings, match):
+  with pytest.raises(gm.GeminiError, match=match):
+    gm.init(device="cpu", host_memory="1MiB", **settings)
+
+
+def test_p12_a_budget_that_is_too_small_for_a_step_is_said_before_it(session, recwarn):
+  """At the smallest one that is not warned of a step works, with a chunk less it is warned of and fails."""
+  size = 192  # 147456 bytes, in 3 chunks; the bias is in the last of them
+
+  def start(chunks):
+    gm.close()
+    del recwarn.list[:]
+    session(chunks * CHUNK)
+    model = nn.Linear(size, size)
+    model, optimizer = gm.prepare(model, torch.optim.AdamW(model.parameters()))
+    return model, [str(one.message) for one in recwarn.list if "device_memory" in str(one.message)]
+
+  def step(model):
+    for _ in range(3):
+      model(torch.ones(2, size)).sum().backward()
+      model.zero_grad()
+
+  model, said = start(6)
+  assert not said
+  step(model)
+  model, said = start(5)
+  assert said == [f"device_memory leaves {5 * CHUNK} bytes: a step that uses all of parameter weight at once needs {6 * CHUNK}, "
+                  f"in chunks of {CHUNK}, and will fail"]
+  with pytest.raises(gm.GeminiError, match="bytes of device memory"):
+    step(model)

@@ -13,6 +13,7 @@ SPDX-License-Identifier: Apache-2.0
 import atexit as _atexit
 import contextlib as _contextlib
 import os as _os
+import warnings as _warnings
 
 import torch as _torch
 
@@ -114,9 +115,13 @@ def prepare(model, optimizer=None, *, step_in_backward=False, offload_activation
   owner.models.append(known or _model.Model(owner, model))
   if offload_activations:
     owner.model.saving = _offload
-  if optimizer is None:
-    return model
-  return model, Optimizer(owner, optimizer, step_in_backward)
+  prepared = Optimizer(owner, optimizer, step_in_backward) if optimizer is not None else None
+  least, record = owner.model.least_bytes()
+  room = owner.manager.stats()["budget_bytes"]["device"] - owner.manager.config.device_margin_bytes
+  if least > room:
+    _warnings.warn(f"device_memory leaves {room} bytes: a step that uses all of parameter {record.name} at once needs {least}, "
+                   f"in chunks of {owner.manager.config.window_bytes}, and will fail", stacklevel=2)
+  return model if optimizer is None else (model, prepared)
 
 
 def offload_activations(min_bytes="1MiB"):

@@ -177,8 +177,12 @@ class Session:
     self.device = device
     self.progress = progress  # as in progress.Progress: show
     self.cuda = device.type == "cuda"
-    if not parse_bytes(config.get("window", 0), "window"):
-      config["window"] = window_bytes(parse_bytes(config["device_memory"], "device_memory"), self.cuda)
+    memory, margin = (parse_bytes(config.get(name, 0), name) for name in ("device_memory", "device_margin"))
+    window = parse_bytes(config.get("window", 0), "window") or window_bytes(memory, self.cuda)
+    if memory - margin < window:
+      raise GeminiError(f"device_memory is {memory} bytes, of which margin leaves {max(memory - margin, 0)}: want at least a "
+                        f"chunk, which has {window} bytes (window), and for a step all of a parameter and its gradient", "INVALID")
+    config["window"] = window
     self.manager = Manager(cuda=self.cuda, device_ordinal=device.index or 0, **config)
     self.lib = self.manager.lib
     self.handle = self.manager.handle
