@@ -48,3 +48,13 @@ def test_page_names_what_there_is():
   keys = {name for row in re.findall(r"^\| (`.*?) \|", stats, re.MULTILINE) for name in re.findall(r"`(\w+)", row)}
   gm.init(device="cpu", device_memory="1MiB", host_memory="1MiB", window="64KiB")
   assert keys and keys <= set(gm.stats())
+
+
+def test_p12_there_is_one_beginning():
+  """The README and the page tell the same two commands, word for word, but for what the page's example needs beside."""
+  readme, page_text = (PAGE.parents[1] / "README.md").read_text(), PAGE.read_text()
+  begins = []
+  for text in readme, page_text:
+    (block,) = [block for block in re.findall(r"^```sh\n(.*?)^```$", text, re.MULTILINE | re.DOTALL) if "pip install '." in block]
+    begins.append([line.split("#")[0].strip().removesuffix(" transformers") for line in block.splitlines()])
+  assert begins[0] == begins[1] == ["tests/setup.sh --bench", "pip install '.[torch]'"]

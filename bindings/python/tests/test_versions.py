@@ -49,6 +49,7 @@ def test_the_range_is_the_same_everywhere():
   after = f"{internals.TESTED[1][0]}.{internals.TESTED[1][1] + 1}"
   assert f'torch = ["torch>={OLDEST},<{after}"]' in (ROOT / "pyproject.toml").read_text()
   assert f"Tested with PyTorch {OLDEST} to {NEWEST}" in (ROOT / "docs/pytorch.md").read_text()
+  assert f"pip install 'torch<{after}' --index-url" in (ROOT / "docs/pytorch.md").read_text()
   assert f"({OLDEST} to {NEWEST})" in (ROOT / "README.md").read_text()
   for lane, version in ("oldest", OLDEST), ("newest", NEWEST):
     pinned = (ROOT / f"tests/torch/{lane}.txt").read_text()
