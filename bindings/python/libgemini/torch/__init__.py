@@ -13,11 +13,13 @@ SPDX-License-Identifier: Apache-2.0
 import atexit as _atexit
 import contextlib as _contextlib
 import os as _os
+import warnings as _warnings
 
 import torch as _torch
 
 from ..abi import GeminiError
 from ..manager import parse_bytes as _parse_bytes
+from .internals import check as _check_torch  # first: it looks at torch's version
 from . import activations as _activations, allocator as _allocator, checkpoint as _checkpoint, model as _model
 from . import report as _report, unit as _unit
 from .ddp import watch_ddp as _watch_ddp
@@ -84,6 +86,7 @@ def init(placement="auto", *, device_memory, host_memory=0, file=None, file_memo
   if _current is not None:
     raise GeminiError("there is a session already: close() it first")
   cuda = _torch.cuda.is_available() if device is None else _torch.device(device).type == "cuda"
+  _check_torch(cuda)
   allocator = _allocator.choose(allocator, cuda)  # before the GPU is asked anything
   if device is None:
     device = _torch.device("cuda", _torch.cuda.current_device()) if cuda else "cpu"
@@ -118,9 +121,13 @@ def prepare(model, optimizer=None, *, step_in_backward=False, offload_activation
   owner.models.append(known or _model.Model(owner, model))
   if offload_activations:
     owner.model.saving = _offload
-  if optimizer is None:
-    return model
-  return model, Optimizer(owner, optimizer, step_in_backward)
+  prepared = Optimizer(owner, optimizer, step_in_backward) if optimizer is not None else None
+  least, record = owner.model.least_bytes()
+  room = owner.manager.stats()["budget_bytes"]["device"] - owner.manager.config.device_margin_bytes
+  if least > room:
+    _warnings.warn(f"device_memory leaves {room} bytes: a step that uses all of parameter {record.name} at once needs {least}, "
+                   f"in chunks of {owner.manager.config.window_bytes}, and will fail", stacklevel=2)
+  return model if optimizer is None else (model, prepared)
 
 
 def offload_activations(min_bytes="1MiB"):
@@ -201,6 +208,7 @@ def load_weights(model, folder, *, verify=True, progress=None):
 
 def stats():
   """gemini_stats() of the session, as a dict."""
+  session().free_places()
   return session().manager.stats()
 
 

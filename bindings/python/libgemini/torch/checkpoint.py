@@ -30,7 +30,6 @@ from .optim import Optimizer
 from .progress import Progress
 from .session import DTYPES, Place
 from .states import copies
-from .tensors import ManagedTensor
 
 logger = logging.getLogger("libgemini")
 VERSION = 1
@@ -473,11 +472,7 @@ def _weight_job(session, entry, name, value):
       record.allocate(value.shape, value.dtype)
       return record.place
 
-    def adopt():
-      record.become_managed()
-      session.records.append(record)
-
-    return entry, allocate, adopt
+    return entry, allocate, record.become_managed
 
   def make():
     new = torch.empty_like(value, device=session.device)
@@ -542,8 +537,9 @@ def load_weights(session, model, folder, verify, progress, strict=False, states=
       _read_all(jobs, bar)
     _compute_buffers(session, model, buffers)
     if optimizer is None:
-      for record in (value._gm_record for _, _, value in plan if isinstance(value, ManagedTensor)):
-        record.renew_master()
+      for _, _, value in plan:
+        if getattr(value, "_gm_record", None) is not None:
+          value._gm_record.renew_master()
 
 
 def load(session, folder, model, optimizer, verify, progress):

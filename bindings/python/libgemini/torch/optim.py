@@ -10,7 +10,7 @@ import ctypes
 import functools
 import heapq
 import itertools
-import sys
+import warnings
 
 import torch
 from torch import nn
@@ -18,10 +18,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .. import abi
 from ..abi import GeminiError
+from . import internals
+from .internals import plain as _plain, set_grad as _set_grad
+from .layout import dense_stride
 from .memory import can_wrap, shared
 from .session import ALIGNMENT, DTYPES, Place
 from .states import AdamwState, States, copies, count_of
-from .tensors import ManagedParameter, ManagedTensor, managed_view, _plain, _set_grad
+from .tensors import ManagedParameter, ManagedTensor, managed_view
 
 MOST_UNSURE = 16  # backward passes begun while updates did not seem to be done: a GPU may always be one behind
 # Classes of torch.optim whose step updates each parameter by itself, so that it may be called for one after another.
@@ -155,7 +158,7 @@ class Optimizer(torch.optim.Optimizer):
     Returns:
       The loss, or what the step of such a class returns.
     """
-    if "torch._dynamo" in sys.modules:  # torch.compile(), if it calls this, has no part in it
+    if internals.compiler_loaded():  # torch.compile(), if it calls this, has no part in it
       return self.make_step_untraced(closure, args, kwargs)
     return self.make_step(closure, args, kwargs)
 
@@ -175,6 +178,10 @@ class Optimizer(torch.optim.Optimizer):
     with torch.no_grad():
       session.recover()
       session.settle()
+      if not session.called and any(record.has_grad for record in self.records):
+        warnings.warn("no call of a prepared model, by model(...) or model.forward(...), has made these gradients: such a step "
+                      "is no iteration to libgemini, which plans nothing for it. Prepare the module that is called",
+                      stacklevel=3)  # torch wraps this
       session.set_phase(abi.PHASE_UPDATE)
       self.find_new()
       self.rule.prepare(self.records)  # those that are new, or need gradients only since the last step
@@ -194,7 +201,7 @@ class Optimizer(torch.optim.Optimizer):
     self.inner._opt_called = True  # for a scheduler that was made with it
     return loss
 
-  make_step_untraced = torch._disable_dynamo(make_step)  # imports what torch.compile() needs, which takes seconds
+  make_step_untraced = internals.never_compiled(make_step)
 
   def unscale(self):
     """With a torch.amp.GradScaler: divides by its scale what it has not. Returns whether there is to be a step."""
@@ -318,7 +325,7 @@ class TorchRule:
     self.work = {}  # id of a parameter: the one of fp32 that is updated in its place
     self.records = []
     self.made = {}  # places of states, by their id, in the order in which they were taken
-    self.spare = {}  # (shape, dtype): places that no state has any more, as a heap of (offset, place)
+    self.spare = {}  # (shape, stride, dtype): places that no state has any more, as a heap of (offset, place)
     self.homes = {}  # (id of a parameter, name of a state): the place of the one that was adopted last
 
   def forget_done(self):
@@ -373,13 +380,14 @@ class TorchRule:
 
   # ---- places of states
   def new_state(self, like, dtype):
-    """A managed tensor, which reads as zero."""
+    """A managed tensor, which reads as zero, with the strides of a parameter."""
     self.reclaim(list(itertools.islice(reversed(self.made.values()), RECENT)))  # what a step has made for the moment
-    spare = self.spare.get((like.shape, dtype))
+    stride = dense_stride(like)
+    spare = self.spare.get((like.shape, stride, dtype))
     if spare:
       place = heapq.heappop(spare)[1]  # the lowest, so that each step takes the same ones
     else:
-      place = self.session.place("state", like.shape, dtype, f"{like._gm_place.name}.state")
+      place = self.session.place("state", like.shape, dtype, f"{like._gm_place.name}.state", stride)
     self.made[id(place)] = place
     return managed_view(place)
 
@@ -389,7 +397,7 @@ class TorchRule:
       if not in_use(place):
         place.zero()
         del self.made[id(place)]
-        heapq.heappush(self.spare.setdefault((place.shape, place.dtype), []), (place.offset, place))
+        heapq.heappush(self.spare.setdefault((place.shape, place.stride, place.dtype), []), (place.offset, place))
 
   def adopt(self, param):
     """States that were not made like their parameter (SGD's momentum is a copy of the first gradient) move into arenas;
@@ -541,7 +549,7 @@ class TorchRule:
   def states(self, record):
     out = {"master": record.states["master"]} if "master" in record.states else {}
     for name, value in self.inner.state.get(self.key(record), {}).items():
-      managed = isinstance(value, ManagedTensor) and value.shape == value._gm_place.shape and value.is_contiguous()
+      managed = isinstance(value, ManagedTensor) and value._gm_place.has(value)
       out[name] = value._gm_place if managed else value
     return out
 
@@ -840,6 +848,7 @@ def fused_rule(session, inner):
   return AdamwRule(session, type(inner) is torch.optim.AdamW)
 
 
+@internals.not_traced
 def _refuse_unprepared(optimizer, args, kwargs):
   """Of all optimizers, before their steps: one that was not prepared has no states in the session, and does not know of
   gradients that have still to be scaled, or of copies in fp32."""
@@ -855,7 +864,6 @@ def _refuse_unprepared(optimizer, args, kwargs):
                           "libgemini.torch.prepare(model, optimizer) returns")
 
 
-_refuse_unprepared._torchdynamo_disable = True  # called, not traced
 _watch = []
 
 
