@@ -31,11 +31,12 @@ KNOWN: dict[str, str] = {name: point for point, names in (
     ("P7", "scale_gradient_by_changed_factor plain_write plain_alias aliasing_buffer storage storage_write"),
     ("P9", "same_parameter weight_norm_early weight_norm_late"),
     ("P9", "remove_parametrization_early remove_parametrization_late"),
-    ("P12", "gradient_of_another_layout"), ("N1", "assign_gradient_that_changes"), ("N2", "refused_by_torch"),
-    ("N3", "overwrite_by_itself"), ("N4", "transform_over_closure"), ("N5", "load_assign_early"),
-    ("N6", "write_in_unit"), ("N7", "keep_of_unit"), ("N8", "delete_gradient"),
-    ("N9", "scale_gradient_often"), ("N10", "other_class"),
-    ("N15", "shallow_copy load_assign_of_tied gradient_of_another"), ("N17", "gradient_of_frozen"),
+    ("P10", "assign_kept_gradients"), ("P11", "optimizer_with_closure"), ("P12", "gradient_of_another_layout"),
+    ("N1", "assign_gradient_that_changes"),
+    ("N2", "refused_by_torch"), ("N3", "overwrite_by_itself"), ("N4", "transform_over_closure"),
+    ("N5", "load_assign_early"), ("N6", "write_in_unit"), ("N7", "keep_of_unit"), ("N8", "delete_gradient"),
+    ("N9", "scale_gradient_often"), ("N10", "other_class"), ("N17", "gradient_of_frozen"),
+    ("N15", "shallow_copy load_assign_of_tied gradient_of_another"),
 ) for name in names.split()}
 
 
@@ -112,6 +113,27 @@ class Counting(torch.optim.Optimizer):
       for param in group["params"]:
         if param.grad is not None:
           param.sub_(param.grad, alpha=group["lr"] / self.steps)
+
+
+class Sam(torch.optim.Optimizer):
+  """Takes the gradient at a point uphill (sharpness-aware minimization), so that it calls its closure twice."""
+
+  def __init__(self, params, lr=0.05):
+    super().__init__(params, {"lr": lr})
+
+  @torch.no_grad()
+  def step(self, closure=None):
+    with torch.enable_grad():
+      closure()
+    params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
+    moves = [param.grad * 0.1 for param in params]
+    for param, move in zip(params, moves):
+      param.add_(move)
+    with torch.enable_grad():
+      loss = closure()
+    for param, move in zip(params, moves):
+      param.sub_(move).sub_(param.grad, alpha=self.defaults["lr"])
+    return loss
 
 
 class Sub(torch.Tensor):
@@ -481,7 +503,7 @@ def prepare(w, optimizers=OPTIMIZERS):
     for name in w.having("view"):
       w.add(f"{name} = None")
       del w.names[name]
-  w.prepared = True
+  w.prepared, w.saved = True, False
   w.add(f"opt = prepare(model, {w.pick(optimizers, all=w.pick(PARAMS))})", "stop")
 
 
@@ -1079,6 +1101,14 @@ def assign_all_gradients(w):
       ;; for p in model.parameters(): p.grad = p.detach() * 0.01 if p.requires_grad else None"""), "calm()")
 
 
+@op(0.3)
+def assign_kept_gradients(w):
+  """Of all parameters, one after another, as PCGrad does."""
+  w.gradient()
+  w.add("kept = [None if p.grad is None else p.grad.clone() for p in model.parameters()]")
+  w.add("for p, g in zip(model.parameters(), kept): p.grad = g", "calm()")
+
+
 # ---- freezing, hooks
 @op()
 def freeze(w):
@@ -1118,6 +1148,13 @@ def new_optimizer(w):
 @op(0.3)
 def optimizer_over_all(w):
   prepare(w, "GlobalNorm($all) ;; Counting($all)")
+
+
+@op(0.3)
+def optimizer_with_closure(w):
+  prepare(w, "Sam($all)")
+  w.call("step_with_closure")
+  prepare(w)
 
 
 @op(0.3)
@@ -1271,14 +1308,15 @@ def load_saved(w):
 # ---- torch.func, modes, units
 @op(0.5)
 def functional(w):
+  layer = w.dice.choice([name[:-len(".weight")] for name in w.square() if name.endswith(".weight")])
   w.add("obs(" + w.pick("""
       torch.func.functional_call(model, {n: v.detach().clone() for n, v in model.named_parameters()}, inp($k))
       ;; torch.func.grad(lambda x: F.linear(rand($k, 3, $size), x).sum())($x.detach().clone())
       ;; torch.func.vmap(lambda x: x @ $x.detach())(rand($k, 3, 2, $size))
       ;; torch.func.grad(lambda x: x.square().sum())($x)
       ;; torch.vmap(lambda x: x * 2)($x.detach())
-      ;; torch.func.functional_call(model.first, {'weight': $x.detach().clone()}, rand($k, 3, $size))
-      ;; torch.func.functional_call(model.first, {'weight': $x * 2}, rand($k, 3, $size))""",
+      ;; torch.func.functional_call($l, {'weight': $x.detach().clone()}, rand($k, 3, $size))
+      ;; torch.func.functional_call($l, {'weight': $x * 2}, rand($k, 3, $size))""", l=layer,
              x=w.dice.choice(w.square())) + ")", "calm()")
 
 

@@ -42,7 +42,7 @@ import libgemini.torch as gm
 from apart import apart
 from bits import described, differing
 from conftest import overwrite_the_device
-from operations import BATCH, LENGTH, TOKENS, Counting, GlobalNorm, Line, Net, Program, Sub, parse, write
+from operations import BATCH, LENGTH, TOKENS, Counting, GlobalNorm, Line, Net, Program, Sam, Sub, parse, write
 
 torch.set_num_threads(1)
 
@@ -86,7 +86,7 @@ class Runner:
     self.folder = None
     self.kept = None
     modules = {"torch": torch, "nn": nn, "F": F, "copy": copy, "pickle": pickle, "io": io, "numpy": numpy}
-    classes = {one.__name__: one for one in (AveragedModel, Counting, GlobalNorm, Net, Sub)}
+    classes = {one.__name__: one for one in (AveragedModel, Counting, GlobalNorm, Net, Sam, Sub)}
     called = (self.calm, self.closure, self.fetch, self.inp, self.leave, self.obs, self.offload, self.prepare,
               self.rand, self.store, self.through_file, self.through_safetensors, self.unit)
     self.names = {**modules, **classes, **{one.__name__: one for one in called}, "checkpoint": checkpoint,

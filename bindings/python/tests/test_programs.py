@@ -6,6 +6,7 @@ message says how to run it again. programs.py runs seeds by hand, any number of 
 SPDX-License-Identifier: Apache-2.0
 """
 import collections
+import dataclasses
 import functools
 import os
 import signal
@@ -64,13 +65,13 @@ def test_all_operations_are_used():
 
 
 # ---- a program for each operation that is known to fail, or was
-HEAD = "# seed=0 strict={} inside={} memory=832KiB placement=auto every={}\n"
+HEAD = "# seed=0 strict=True inside=False memory=832KiB placement=auto every=1\n"
 SGD = "opt = prepare(model, torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)) ;;"
 TRAINED = "loss = model(inp(1)).square().mean() ;; loss.backward() ;;"
 STEP = TRAINED + "opt.step() ;;"
-# Of an operation: where the model is built, and lines, with ;; between.
+# Of an operation: where the model is built, lines with ;; between, and settings that are not those of HEAD.
 EXAMPLES = {
-  "safetensors_state": ("before", "$SGD $STEP s1 = through_safetensors(model.state_dict())"),
+  "safetensors_state": ("before", "$SGD $STEP s1 = through_safetensors(model.state_dict())", {"strict": False}),
   "keep_detached": ("inside", "v1 = model.first.weight.detach() ;; model.first.weight = nn.Parameter(rand(1, 96, 96))"),
   "halve_weight": ("inside", "model.wide.weight = nn.Parameter(model.wide.weight.data[:120])"),
   "swap_data": ("inside", """model.first.weight.data, model.second.weight.data =
@@ -85,17 +86,20 @@ EXAMPLES = {
   "load_assign_of_tied": ("before", """model.head.weight = model.embed.weight
       ;; $SGD model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True) ;; $SGD $STEP"""),
   "optimizer_over_all": ("before", "opt = prepare(model, GlobalNorm(model.parameters())) ;; $STEP"),
+  "optimizer_with_closure": ("before", """opt = prepare(model, Sam(model.parameters()))
+      ;; obs(opt.step(lambda: closure(1)))"""),
   "optimizer_hook": ("before", """raw = torch.optim.SGD(model.parameters(), 0.05)
       ;; h0 = raw.register_step_pre_hook(lambda *_: obs('step')) ;; opt = prepare(model, raw) ;; $STEP"""),
   "optimizer_state_of_a_parameter": ("before", "$SGD $STEP obs(opt.state[model.first.weight]['momentum_buffer'])"),
   "scale_gradient_by_changed_factor": ("before", """$SGD $TRAINED f1 = torch.tensor(0.5) ;; model.scale.grad.mul_(f1)
       ;; f1.data.fill_(0.25) ;; model.scale.grad.mul_(f1)"""),
   "scale_gradient_often": ("before", """$SGD $TRAINED model.first.weight.grad.mul_(0.3)
-      ;; model.first.weight.grad.mul_(0.7)"""),
+      ;; model.first.weight.grad.mul_(0.7)""", {"every": 9}),
   "plain_write": ("before", "$SGD model.first.weight.detach().numpy()[...] = 1"),
   "plain_alias": ("before", "$SGD n1 = model.first.weight.detach().numpy() ;; $STEP"),
   "storage": ("before", "$SGD obs(bytes(model.first.weight.untyped_storage().tolist()[:64]))"),
-  "storage_write": ("before", "$SGD model.first.weight.untyped_storage().fill_(0) ;; leave()"),
+  "storage_write": ("before", "$SGD model.first.weight.untyped_storage().fill_(0) ;; leave()",
+                    {"strict": False}),
   "same_parameter": ("inside", "model.first.weight = nn.Parameter(model.first.weight)"),
   "weight_norm_early": ("inside", "nn.utils.parametrizations.weight_norm(model.first)"),
   "weight_norm_late": ("before", "$SGD nn.utils.parametrizations.weight_norm(model.first) ;; $SGD $STEP"),
@@ -108,6 +112,11 @@ EXAMPLES = {
       ;; model.second.weight.grad.mul_(2)"""),
   "gradient_of_another_layout": ("before", """$SGD model.first.weight.grad = rand(1, 96, 96).t()
       ;; obs(model.first.weight.grad.stride())"""),
+  "assign_kept_gradients": ("before", """opt = prepare(model, torch.optim.SGD(model.parameters(), 0.05))
+      ;; $STEP opt.zero_grad()
+      ;; $TRAINED kept = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+      ;; for p, g in zip(model.parameters(), kept): p.grad = g
+      ;; opt.step()""", {"every": 99, "memory": "448KiB"}),
   "gradient_of_frozen": ("before", """model.first.weight.requires_grad_(False) ;; $SGD
       model.first.weight.grad = rand(1, 96, 96) ;; opt.step()"""),
   "delete_gradient": ("before", "$SGD $TRAINED del model.first.weight.grad"),
@@ -126,12 +135,16 @@ EXAMPLES = {
 }
 
 
-def example(name):
-  built, lines = EXAMPLES[name]
-  every = 9 if name == "scale_gradient_often" else 1  # whoever looks at a gradient has it scaled
-  strict = not name.startswith(("safetensors", "storage_write"))  # which would not live to write anything
+def program_of(lines, **settings):
+  """Of lines with ;; between."""
   lines = string.Template(lines).substitute(SGD=SGD, TRAINED=TRAINED, STEP=STEP).split(";;")
-  return parse(HEAD.format(strict, built == "inside", every) + "\n".join(" ".join(line.split()) for line in lines))
+  program = parse(HEAD + "\n".join(" ".join(line.split()) for line in lines))
+  return dataclasses.replace(program, **settings)
+
+
+def example(name):
+  built, lines, *settings = EXAMPLES[name]
+  return program_of(lines, inside=built == "inside", **dict(*settings))
 
 
 def known(name):
@@ -273,8 +286,7 @@ def refused_too_late():
 
 def test_what_is_refused_does_nothing():
   warm()
-  lines = (SGD + STEP + "with torch.no_grad(): model.first.weight.neg_() ;;" + STEP).strip(" ;").replace(" ;;", "\n")
-  program = parse(HEAD.format(True, False, 1) + lines)
+  program = program_of("$SGD $STEP with torch.no_grad(): model.first.weight.neg_() ;; $STEP")
   verdict = judge(program)
   assert (verdict.kind, verdict.refused) == ("", 0)
   verdict = judge(program, refusing)
@@ -293,7 +305,7 @@ def undocumented():
 
 def test_refusal_that_is_not_documented_is_a_failure():
   warm()
-  program = parse(HEAD.format(True, False, 1) + SGD.strip(" ;") + "\nmodel.first.weight.detach().share_memory_()")
+  program = program_of("$SGD model.first.weight.detach().share_memory_()")
   verdict = judge(program)
   assert (verdict.kind, verdict.refused) == ("", 1)
   assert judge(program, undocumented).kind == "raises"
