@@ -346,7 +346,7 @@ def mamba2():
     "Mamba2Config",
     vocab_size=VOCAB,
     hidden_size=WIDTH,
-    num_hidden_layers=9,
+    num_hidden_layers=12,
     head_dim=16,
     num_heads=8,
     state_size=8,

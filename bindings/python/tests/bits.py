@@ -10,7 +10,7 @@ import numpy
 import torch
 
 HOW_TENSORS_ARE_PRINTED = r"\s|[()]|managed|parameter|containing:|tensor|,requires_grad=true|,grad_fn=<\w+>"
-NOT_COMPARED = ("foreach", "fused")  # of an optimizer's groups: how, not what
+NOT_COMPARED = ("foreach", "fused", "initial_lr")  # of an optimizer's groups: how, not what; and what a scheduler leaves there
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:

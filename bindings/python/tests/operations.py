@@ -35,7 +35,8 @@ KNOWN: dict[str, str] = {name: point for point, names in (
     ("N1", "assign_gradient_that_changes"),
     ("N2", "refused_by_torch"), ("N3", "overwrite_by_itself"), ("N4", "transform_over_closure"),
     ("N5", "load_assign_early"), ("N6", "write_in_unit"), ("N7", "keep_of_unit"), ("N8", "delete_gradient"),
-    ("N9", "scale_gradient_often"), ("N10", "other_class"), ("N17", "gradient_of_frozen"),
+    ("N9", "scale_gradient_often"), ("N10", "other_class"), ("N13", "view_without_gradient"),
+    ("N17", "gradient_of_frozen"),
     ("N15", "shallow_copy load_assign_of_tied gradient_of_another"),
 ) for name in names.split()}
 
@@ -701,7 +702,18 @@ def views(w):
   expression, shape = w.target()
   for _ in range(w.dice.choice((1, 1, 2))):
     expression, shape = w.part(expression, shape)
-  w.add(f"{w.pick('$v = $x ;; $v = $x ;; with torch.no_grad(): $v = $x', v=w.new('v', 'view', shape), x=expression)}")
+  w.add(f"{w.new('v', 'view', shape)} = {expression}")
+
+
+@op(0.3)
+def view_without_gradient(w):
+  """Of which torch asks for no gradient function, as long as nobody computes with it."""
+  name = w.param()
+  expression, shape = w.part(name, w.shapes[name])
+  kept = w.new("v", "without gradient", shape)
+  w.add(f"with torch.no_grad(): {kept} = {expression}")
+  w.call("train")
+  w.add(w.pick("obs($v.cpu()) ;; obs($v.detach()) ;; obs($v.contiguous()) ;; obs($v.float())", v=kept))
 
 
 @op(1.5)

@@ -131,6 +131,8 @@ EXAMPLES = {
       ;; h1 = model.first.register_forward_hook(lambda m, i, o: k1.append(m.weight.detach())) ;; obs(model(inp(1)))
       ;; leave()"""),
   "other_class": ("before", "$SGD obs(model.first.weight.as_subclass(torch.Tensor).sum())"),
+  "view_without_gradient": ("before", """$SGD $TRAINED with torch.no_grad(): v1 = model.wide.weight.unsqueeze(1)
+      ;; opt.step() ;; obs(v1.cpu())"""),
   "shallow_copy": ("before", "$SGD v1 = copy.copy(model.first.weight) ;; $STEP"),
 }
 
