@@ -10,7 +10,8 @@ import numpy
 import torch
 
 HOW_TENSORS_ARE_PRINTED = r"\s|[()]|managed|parameter|containing:|tensor|,requires_grad=true|,grad_fn=<\w+>"
-NOT_COMPARED = ("foreach", "fused", "initial_lr")  # of an optimizer's groups: how, not what; and what a scheduler leaves there
+# Of an optimizer's groups: how it computes, not what; and what a scheduler leaves there.
+NOT_COMPARED = ("foreach", "fused", "initial_lr")
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:

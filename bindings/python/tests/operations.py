@@ -35,7 +35,7 @@ KNOWN: dict[str, str] = {name: point for point, names in (
     ("N1", "assign_gradient_that_changes"),
     ("N2", "refused_by_torch"), ("N3", "overwrite_by_itself"), ("N4", "transform_over_closure"),
     ("N5", "load_assign_early"), ("N6", "write_in_unit"), ("N7", "keep_of_unit"), ("N8", "delete_gradient"),
-    ("N9", "scale_gradient_often"), ("N10", "other_class"), ("N13", "view_without_gradient"),
+    ("N9", "scale_gradient_often"), ("N10", "other_class"), ("N13", "view_without_gradient"), ("N18", "scaled_far"),
     ("N17", "gradient_of_frozen"),
     ("N15", "shallow_copy load_assign_of_tied gradient_of_another"),
 ) for name in names.split()}
@@ -283,10 +283,13 @@ class Writer:
     text, result = self.dice.choice(choices)
     return expression + text, result
 
-  def other(self, shape: tuple) -> str:
-    """An expression of numbers of a shape."""
-    same = [name for name, (kind, of) in self.names.items() if kind == "view" and of == tuple(shape)]
-    same += [f"{name}.detach()" for name, of in self.shapes.items() if of == tuple(shape)]
+  def other(self, than: str, shape: tuple) -> str:
+    """An expression of numbers of a shape, in other bytes than an expression's; views may be of any parameter."""
+    same = [f"{name}.clone()" for name, (kind, of) in self.names.items() if kind == "view" and of == tuple(shape)]
+    for name, of in self.shapes.items():
+      if of == tuple(shape):
+        others = than.startswith("model.") and not than.startswith(name)
+        same.append(f"{name}.detach()" if others else f"{name}.detach().clone()")
     if same and self.chance(0.5):
       return self.dice.choice(same)
     return f"rand({self.number()}, *{tuple(shape)})"
@@ -660,16 +663,21 @@ def saved_elsewhere(w):
 
 
 @op(0.3)
-def scaled_loss(w):
-  """torch.amp.GradScaler, by a power of two; some losses overflow."""
-  w.add("opt.zero_grad()")
+def scaled_loss(w, factors="1 ;; 1 ;; float('inf')"):
+  """torch.amp.GradScaler, by a power of two; some losses are infinite."""
+  w.add("model.zero_grad()")
   w.add("scaler = torch.amp.GradScaler('cpu', init_scale=2.0 ** 10)")
-  w.add(w.pick("""scaler.scale(model(inp($k)).square().mean()).backward()
-      ;; scaler.scale(model(inp($k)).square().mean() * 1e36).backward()"""), "calm()")
+  w.add(w.pick("scaler.scale(model(inp($k)).square().mean() * $f).backward()", f=w.pick(factors)), "calm()")
   w.add("scaler.step(opt)", "stop")
   w.add("scaler.update()")
   w.add("model.zero_grad()")
   w.loss, w.grads = "spent", False
+
+
+@op(0.3)
+def scaled_far(w):
+  """Gradients are finite, their squares are not."""
+  scaled_loss(w, "1e25 ;; 1e27")
 
 
 @op(0.5)
@@ -756,7 +764,7 @@ def change_in_place(w):
       ;; $x.erfinv_().nan_to_num_(0, 1, -1)
       ;; $x.scatter_(0, torch.zeros_like($x, dtype=torch.int64), 0.5) ;; torch.cat([$x.detach().clone()], out=$x)
       ;; $x.put_(torch.tensor([0]), torch.tensor([0.5]))
-      ;; torch.sum($y, 0, out=$x[0])""", x=expression, y=w.other(shape)))
+      ;; torch.sum($y, 0, out=$x[0])""", x=expression, y=w.other(expression, shape)))
 
 
 @op(0.4)

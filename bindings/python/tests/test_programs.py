@@ -133,6 +133,8 @@ EXAMPLES = {
   "other_class": ("before", "$SGD obs(model.first.weight.as_subclass(torch.Tensor).sum())"),
   "view_without_gradient": ("before", """$SGD $TRAINED with torch.no_grad(): v1 = model.wide.weight.unsqueeze(1)
       ;; opt.step() ;; obs(v1.cpu())"""),
+  "scaled_far": ("before", """$SGD scaler = torch.amp.GradScaler('cpu', init_scale=2.0 ** 10)
+      ;; scaler.scale(model(inp(1)).square().mean() * 1e25).backward() ;; scaler.step(opt)"""),
   "shallow_copy": ("before", "$SGD v1 = copy.copy(model.first.weight) ;; $STEP"),
 }
 
