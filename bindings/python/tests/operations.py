@@ -36,6 +36,7 @@ KNOWN: dict[str, str] = {name: point for point, names in (
     ("N2", "refused_by_torch"), ("N3", "overwrite_by_itself"), ("N4", "transform_over_closure"),
     ("N5", "load_assign_early"), ("N6", "write_in_unit"), ("N7", "keep_of_unit"), ("N8", "delete_gradient"),
     ("N9", "scale_gradient_often"), ("N10", "other_class"), ("N13", "view_without_gradient"), ("N18", "scaled_far"),
+    ("N19", "prepare_after_stop"),
     ("N17", "gradient_of_frozen"),
     ("N15", "shallow_copy load_assign_of_tied gradient_of_another"),
 ) for name in names.split()}
@@ -501,8 +502,10 @@ OPTIMIZERS = """torch.optim.SGD($all, 0.05) ;; torch.optim.SGD($all, 0.05, momen
     ;; torch.optim.SGD($all, 0.05, momentum=0.5, dampening=0.1, maximize=True)"""
 
 
-def prepare(w, optimizers=OPTIMIZERS):
+def prepare(w, optimizers=OPTIMIZERS, leaves=True):
   """As .to() of another device does, it moves parameters into the session, but not who else sees their bytes."""
+  if w.prepared and leaves:
+    w.add("leave()")  # which ends a backward pass that an exception has stopped
   if not w.prepared and not w.inside:
     for name in w.having("view"):
       w.add(f"{name} = None")
@@ -649,6 +652,18 @@ def backward_that_stops(w):
   w.add("loss.backward()", "calm()")
   w.add(f"{handle}.remove()")
   w.loss, w.grads, w.lasting = "spent", True, False
+
+
+@op(0.2)
+def prepare_after_stop(w):
+  """The chunk of the function that the backward pass has stopped at is that of the new parameters, too."""
+  w.add(w.pick("loss = model.head(model.second(rand($k, 2, $size))).square().sum()"), "calm()")
+  w.add("loss.backward(retain_graph=True)", "calm()")
+  w.add("opt.step()", "stop")
+  w.add("loss.backward()", "calm()")
+  w.add("model.norm = nn.LayerNorm(96)")
+  prepare(w, leaves=False)
+  w.grads = False
 
 
 @op(0.3)

@@ -135,6 +135,9 @@ EXAMPLES = {
       ;; opt.step() ;; obs(v1.cpu())"""),
   "scaled_far": ("before", """$SGD scaler = torch.amp.GradScaler('cpu', init_scale=2.0 ** 10)
       ;; scaler.scale(model(inp(1)).square().mean() * 1e25).backward() ;; scaler.step(opt)"""),
+  "prepare_after_stop": ("before", """$SGD loss = model.head(model.second(rand(1, 2, 96))).square().sum()
+      ;; loss.backward(retain_graph=True) ;; opt.step() ;; loss.backward() ;; model.norm = nn.LayerNorm(96)
+      ;; $SGD""", {"every": 99}),
   "shallow_copy": ("before", "$SGD v1 = copy.copy(model.first.weight) ;; $STEP"),
 }
 
