@@ -61,7 +61,7 @@ REFUSALS = (
   r"is another optimizer's, which was prepared later",
   r"are two that share their bytes",
   r"can be neither copied nor pickled",
-  r"the optimizer has a parameter, .*, that the model has not",
+  r"the optimizer has a parameter, .*, that the model has not|is of an optimizer with parameter .* where this one has",
   r"is not one of the model's: make the optimizer from the model",
   r"bytes of device memory are needed",
 )
