@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
 # Sets up, builds and tests, lane by lane; every lane runs, then any failure fails. SPDX-License-Identifier: Apache-2.0
-#   tests/run.sh [--lane release|asan|tsan|valgrind]...
+#   tests/run.sh [--lane release|asan|tsan|valgrind|torch-oldest|torch-gpu|torch-newest]...
 # release: build/test, all tests with the library's own checks. asan: build/asan, address and undefined-behaviour
 # sanitizers. tsan: build/tsan, thread sanitizer. valgrind: build/valgrind, what makes sense in Memcheck, which sees the
-# code as it is delivered. GEMINI_STRESS_STEPS sets the length of stress tests in every lane.
+# code as it is delivered. torch-oldest, torch-gpu, torch-newest: Python's tests with the oldest version of torch that is
+# promised, that of the machines with GPUs and the newest one (tests/torch.sh). GEMINI_STRESS_STEPS sets the length of
+# stress tests in every lane.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 
@@ -12,19 +14,26 @@ while (($#)); do
   case $1 in
     --lane)
       case ${2:-} in
-        release | asan | tsan | valgrind) lanes+=("$2"); shift 2 ;;
-        *) echo "run.sh: --lane ${2:-}: want release, asan, tsan or valgrind" >&2; exit 2 ;;
+        release | asan | tsan | valgrind | torch-oldest | torch-gpu | torch-newest) lanes+=("$2"); shift 2 ;;
+        *)
+          echo "run.sh: --lane ${2:-}: want release, asan, tsan, valgrind, torch-oldest, torch-gpu or torch-newest" >&2
+          exit 2 ;;
       esac ;;
-    --help) sed -n '2,6s/^# \{0,1\}//p' "$0"; exit 0 ;;
+    --help) sed -n '2,9s/^# \{0,1\}//p' "$0"; exit 0 ;;
     *) echo "run.sh: $1: unknown option, want --lane" >&2; exit 2 ;;
   esac
 done
-((${#lanes[@]})) || lanes=(release asan tsan valgrind)
+((${#lanes[@]})) || lanes=(release asan tsan valgrind torch-oldest torch-gpu torch-newest)
 
 tests/setup.sh --test || exit 1
 
 lane() {
   local name=$1 build
+  if [[ $name == torch-* ]]; then
+    echo "run.sh: lane $name"
+    tests/torch.sh "${name#torch-}"
+    return
+  fi
   local options=(-G Ninja -DCMAKE_BUILD_TYPE=Release -DGEMINI_TESTS=ON -DGEMINI_CHECK=ON)
   case $name in
     release) build=build/test; options+=(-DGEMINI_BENCH=ON) ;;
@@ -40,7 +49,7 @@ lane() {
 
 # Lengths that take about a quarter of a minute each on two cores.
 steps_of() {
-  case $1 in release) echo 100000 ;; asan) echo 20000 ;; tsan) echo 6000 ;; valgrind) echo 1000 ;; esac
+  case $1 in release) echo 100000 ;; asan) echo 20000 ;; tsan) echo 6000 ;; valgrind) echo 1000 ;; *) echo 0 ;; esac
 }
 
 failed=()

@@ -14,7 +14,7 @@ import os
 import pathlib
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, OPTConfig
+from transformers import OPTConfig, OPTForCausalLM
 
 import libgemini.torch as gm
 
@@ -27,10 +27,18 @@ SIZES = {
 FIRST_BYTE = 4  # tokens below are special
 
 
+def new_model(config):
+  torch.set_default_dtype(torch.bfloat16)
+  try:
+    return OPTForCausalLM(config)
+  finally:
+    torch.set_default_dtype(torch.float32)
+
+
 def make(size, folder):
   torch.manual_seed(0)
   with gm.init(device_memory="1GiB"):
-    model = AutoModelForCausalLM.from_config(SIZES[size], dtype=torch.bfloat16)
+    model = new_model(SIZES[size])
   gm.save(folder, gm.prepare(model))
 
 
@@ -67,9 +75,8 @@ def finetune(args):
   device = gm.session().device
   text = read_text(args.text)
   going_on = args.resume and os.path.exists(args.run)
-  config = AutoConfig.from_pretrained(args.start)
   with torch.device("meta"):
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model = new_model(OPTConfig.from_pretrained(args.start))
   gm.load_weights(model, args.run if going_on else args.start)
   if args.recompute:
     model.gradient_checkpointing_enable()

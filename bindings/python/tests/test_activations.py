@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from conftest import same_bits, values
 import libgemini.torch as gm
 from libgemini import abi
-from libgemini.torch.activations import Space
+from libgemini.torch.layout import Space
 
 KIB, MIB = 1 << 10, 1 << 20
 WINDOW = 64 * KIB

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import libgemini.torch as gm
-from libgemini.torch import allocator
+from libgemini.torch import allocator, internals
 
 MIB = 1 << 20
 
@@ -43,10 +43,10 @@ def cuda(monkeypatch):
   monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
   monkeypatch.setattr(torch.cuda, "MemPool", lambda ours: types.SimpleNamespace(id=(7, ours)))
   monkeypatch.setattr(torch.cuda.memory, "change_current_allocator", record("change"))
-  monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", clear_workspaces, raising=False)
+  monkeypatch.setattr(internals, "clear_workspaces", clear_workspaces)
   monkeypatch.setattr(torch.backends.cuda, "cufft_plan_cache", types.SimpleNamespace(clear=record("clear plans")))
-  for name in "_cuda_beginAllocateToPool", "_cuda_endAllocateToPool", "_cuda_releasePool":
-    monkeypatch.setattr(torch._C, name, record(name.removeprefix("_cuda_")), raising=False)
+  for name in "begin_allocating_to", "end_allocating_to", "release_pool":
+    monkeypatch.setattr(internals, name, record(name))
   return fake
 
 
@@ -63,8 +63,8 @@ def allocate(owner, size):
   return pointer
 
 
-BEGIN = ("beginAllocateToPool", 0, (7, "ours"))
-END = [("endAllocateToPool", 0, (7, "ours")), ("releasePool", 0, (7, "ours"))]
+BEGIN = ("begin_allocating_to", 0, (7, "ours"))
+END = [("end_allocating_to", 0, (7, "ours")), ("release_pool", 0, (7, "ours"))]
 
 
 # ---- which one
@@ -85,7 +85,7 @@ def test_without_a_gpu_it_is_torch_s(session, kind):
 
 def test_usual_is_the_pool_where_torch_can_have_one_for_all_threads(cuda, monkeypatch):
   assert allocator.choose(None, True) == "pool" and allocator.choose("torch", True) == "torch"
-  monkeypatch.delattr(torch._C, "_cuda_endAllocateToPool")
+  monkeypatch.setattr(internals, "end_allocating_to", None)  # as there
   assert allocator.choose(None, True) == "torch"
   with pytest.raises(gm.GeminiError, match="needs torch 2.8: this is " + torch.__version__.replace("+", "[+]")):
     allocator.choose("pool", True)

@@ -14,7 +14,7 @@ from torch import nn
 
 import libgemini.torch as gm
 from libgemini import abi
-from libgemini.torch import tensorfile
+from libgemini.torch import checkpoint, tensorfile
 from libgemini.torch.session import Place
 from libgemini.torch.tensors import ManagedParameter
 
@@ -552,6 +552,170 @@ def test_other_files_stay_and_shards_of_before_go(tmp_path):
   assert sorted(os.listdir(folder)) == ["libgemini.json", "model.safetensors", "tokenizer.json", "training.pt"]
   assert (folder / "tokenizer.json").read_text() == "mine"
   assert os.listdir(tmp_path) == ["a"]
+
+
+def write(path, text):
+  """As most programs do: a file of its own that takes the name."""
+  path.with_suffix(".new").write_text(text)
+  path.with_suffix(".new").rename(path)
+
+
+@pytest.mark.parametrize("exchange", (True, False))
+@pytest.mark.parametrize("links", (True, False))
+def test_files_that_others_put_into_the_folder_meanwhile_stay(tmp_path, monkeypatch, exchange, links):
+  """New ones, changed ones, folders, while it is written; what is put there after the folders have changed places."""
+  open_session()
+  model, optimizer = make(1)
+  folder, count = tmp_path / "a", []
+  gm.save(folder, model, optimizer)
+  for name in ("same.txt", "written.txt", "replaced.txt", "both.txt", "removed.txt", "config.json"):
+    (folder / name).write_text("before")
+  if not links:
+    monkeypatch.setattr(os, "link", lambda *_, **__: (_ for _ in ()).throw(OSError(95, "no links")))
+  exchanged = checkpoint._exchange
+  monkeypatch.setattr(checkpoint, "_exchange", lambda *names: exchange and exchanged(*names))
+  sync = checkpoint._sync
+
+  def others(path):
+    sync(path)
+    if not count:  # all is written, and files of others were taken over
+      count.append(path)
+      (folder / "late.txt").write_text("late")
+      (folder / "written.txt").write_text("late")
+      write(folder / "replaced.txt", "late")
+      write(folder / "both.txt", "late")
+      (folder / "removed.txt").unlink()
+      (folder / "logs").mkdir()
+      (folder / "logs" / "0").write_text("late")
+    elif path == str(tmp_path):  # the new folder has its name
+      write(folder / "both.txt", "later")
+      (folder / "later.txt").write_text("later")
+
+  monkeypatch.setattr(checkpoint, "_sync", others)
+  gm.save(folder, model, optimizer)
+  assert {path.name: path.read_text() for path in folder.glob("*.txt") if path.name != "removed.txt"} == {
+    "same.txt": "before", "written.txt": "late", "replaced.txt": "late", "both.txt": "later", "late.txt": "late",
+    "later.txt": "later"}
+  assert (folder / "logs" / "0").read_text() == "late" and (folder / "config.json").read_text() == "before"
+  assert os.listdir(tmp_path) == ["a"]
+  gm.load(folder, model, optimizer)
+
+
+def test_what_a_killed_save_has_left_goes_and_files_of_others_stay(tmp_path):
+  open_session()
+  model, optimizer = make(1)
+  folder = tmp_path / "a"
+  gm.save(folder, model, optimizer)
+  for left in (tmp_path / "a.saving", tmp_path / "a.previous"):
+    left.mkdir()
+    (left / "model.safetensors").write_text("half")
+    (left / "config.json").write_text("half")
+    (left / f"late{left.suffix}").write_text("mine")
+  (tmp_path / "a.saving.lock").touch()
+  gm.save(folder, model, optimizer)
+  assert sorted(os.listdir(folder)) == ["late.previous", "late.saving", "libgemini.json", "model.safetensors",
+                                        "optimizer.safetensors", "training.pt"]
+  assert os.listdir(tmp_path) == ["a"]
+  gm.load(folder, model, optimizer)
+
+
+TWO = '''
+import os, sys
+import torch
+import libgemini.torch as gm
+from libgemini.torch import checkpoint, tensorfile
+
+folder, where = sys.argv[1], sys.argv[2]
+if where == "renames":
+  checkpoint._exchange = lambda *_: False
+
+
+def save(number):
+  gm.init(device="cpu", window="64KiB", device_memory="1MiB", host_memory="8MiB")
+  model = gm.prepare(torch.nn.Linear(64, 64))
+  with torch.no_grad():
+    model.weight.fill_(float(number))
+  gm.save(folder, model, extra=number)
+
+
+def child(function):
+  pid = os.fork()
+  if pid == 0:
+    try:
+      function()
+      os._exit(0)
+    except gm.GeminiError as error:
+      print(error.status, error, flush=True)
+      os._exit(1)
+    except BaseException as error:
+      print(repr(error), flush=True)
+      os._exit(2)
+  return pid
+
+
+def ended(pid):
+  return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+there, go = os.pipe(), os.pipe()
+
+
+def first():
+  """Saves, and stops in the middle: before it writes, when all is written, when the folders have changed places."""
+  def stopping(function, before):
+    def run(*args):
+      out = None if before else function(*args)
+      if not stopped and (where != "renames" or args[0] == os.path.dirname(folder)):
+        stopped.append(args)
+        os.write(there[1], b"x")
+        os.read(go[0], 1)
+      return function(*args) if before else out
+    return run
+
+  stopped = []
+  if where == "written":
+    tensorfile._store = stopping(tensorfile._store, True)
+  elif where == "whole":
+    checkpoint._exchange = stopping(checkpoint._exchange, True)
+  elif where == "exchanged":
+    checkpoint._exchange = stopping(checkpoint._exchange, False)
+  else:
+    checkpoint._sync = stopping(checkpoint._sync, True)
+  save(1)
+
+
+assert ended(child(lambda: save(0))) == 0
+pid = child(first)
+os.read(there[0], 1)
+listing = {name: sorted(os.listdir(os.path.join(os.path.dirname(folder), name)))
+           for name in os.listdir(os.path.dirname(folder)) if not name.endswith(".lock")}
+second = ended(child(lambda: save(2)))
+assert listing == {name: sorted(os.listdir(os.path.join(os.path.dirname(folder), name)))
+                   for name in os.listdir(os.path.dirname(folder)) if not name.endswith(".lock")}
+os.write(go[1], b"x")
+assert ended(pid) == 0
+assert second == 1, second
+
+
+def look(number):
+  gm.init(device="cpu", window="64KiB", device_memory="1MiB", host_memory="8MiB")
+  model = gm.prepare(torch.nn.Linear(64, 64))
+  assert gm.load(folder, model) == number and (model.weight == number).all()
+
+
+assert ended(child(lambda: look(1))) == 0
+assert ended(child(lambda: save(3))) == 0 and ended(child(lambda: look(3))) == 0
+assert os.listdir(os.path.dirname(folder)) == [os.path.basename(folder)]
+'''
+
+
+@pytest.mark.parametrize("where", ("written", "whole", "exchanged", "renames"))
+def test_a_second_process_that_saves_into_the_folder_is_refused(tmp_path, where):
+  """Wherever the first one is; that one goes on as if nobody else had come."""
+  done = subprocess.run([sys.executable, "-c", TWO, str(tmp_path / "a"), where], capture_output=True, text=True,
+                        timeout=120)
+  assert done.returncode == 0, done.stdout + done.stderr
+  assert done.stdout == f"BUSY another process is saving to {tmp_path / 'a'}\n"
 
 
 def test_folder_that_is_no_checkpoint_is_left_alone(tmp_path):

@@ -9,9 +9,9 @@ import re
 import pytest
 
 import libgemini.torch as gm
+import page
 
 PAGE = pathlib.Path(__file__).parents[3] / "docs" / "pytorch.md"
-BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 @pytest.fixture(autouse=True)
@@ -23,11 +23,7 @@ def closed(monkeypatch, tmp_path):
 
 def test_page_trains_a_model_as_it_stands(capsys):
   pytest.importorskip("transformers")
-  text = PAGE.read_text()
-  names = {}
-  for block in BLOCK.finditer(text):
-    line = text[:block.start(1)].count("\n")
-    exec(compile("\n" * line + block.group(1), str(PAGE), "exec"), names)  # errors name the page's line
+  names = page.run(PAGE)
   assert len(names["losses"]) == 4 and names["losses"][3] < names["losses"][0]
   assert names["stats"]["planned_iterations"] > 0
   assert names["position"] == 4
@@ -52,3 +48,13 @@ def test_page_names_what_there_is():
   keys = {name for row in re.findall(r"^\| (`.*?) \|", stats, re.MULTILINE) for name in re.findall(r"`(\w+)", row)}
   gm.init(device="cpu", device_memory="1MiB", host_memory="1MiB", window="64KiB")
   assert keys and keys <= set(gm.stats())
+
+
+def test_p12_there_is_one_beginning():
+  """The README and the page tell the same two commands, word for word, but for what the page's example needs beside."""
+  readme, page_text = (PAGE.parents[1] / "README.md").read_text(), PAGE.read_text()
+  begins = []
+  for text in readme, page_text:
+    (block,) = [block for block in re.findall(r"^```sh\n(.*?)^```$", text, re.MULTILINE | re.DOTALL) if "pip install '." in block]
+    begins.append([line.split("#")[0].strip().removesuffix(" transformers") for line in block.splitlines()])
+  assert begins[0] == begins[1] == ["tests/setup.sh --bench", "pip install '.[torch]'"]

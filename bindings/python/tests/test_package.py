@@ -75,7 +75,7 @@ def test_metadata(wheel):
   said = email.message_from_string(text)
   assert said["Name"] == "libgemini" and said["Version"] == VERSION
   assert said["License-Expression"] == "Apache-2.0" and said["Requires-Python"] == ">=3.9"
-  assert said.get_all("Requires-Dist") == ['torch>=2.6; extra == "torch"']
+  assert said.get_all("Requires-Dist") == ['torch<2.16,>=2.6; extra == "torch"']
   assert said.get_payload() == (ROOT / "README.md").read_text()
 
 
@@ -116,3 +116,11 @@ def test_what_is_missing_is_said(tmp_path):
   status, said = build_wheel(ROOT, tmp_path / "out", tmp_path)
   want = f"the private jemalloc is missing ({tmp_path}/lib/gmi_jemalloc.o): run {ROOT}/tests/jemalloc.sh"
   assert status and want in " ".join(said.split())  # CMake breaks lines
+
+
+def test_p12_git_sees_nothing_of_what_pip_makes():
+  names = ["build/x", "bindings/python/build/x", "dist/x", "libgemini.egg-info/x", f"libgemini-{VERSION}-py3-none-any.whl"]
+  if subprocess.run(["git", "rev-parse"], cwd=ROOT, capture_output=True).returncode:
+    pytest.skip("this is no checkout")
+  done = subprocess.run(["git", "check-ignore", "--no-index", *names], cwd=ROOT, capture_output=True, text=True)
+  assert len(done.stdout.splitlines()) == len(names), done

@@ -441,6 +441,44 @@ def test_gradients_are_tensors(session):
   alike(session, mlp, run)
 
 
+def test_gradients_that_are_set_are_operators_of_their_own(session):
+  """All of them are set in a row: by hand, and as PCGrad does (Yu et al., Gradient Surgery for Multi-Task Learning,
+  2020). The device holds a part of them."""
+
+  def surgery(model, step):
+    """Gradients of two losses; each loses what points against the other."""
+    found = []
+    for task in range(2):
+      square(model, 2 * step + task).backward()
+      found.append([param.grad.clone() for param in model.parameters()])
+      model.zero_grad()
+    against = sum((one * other).sum() for one, other in zip(*found))
+    sizes = [sum(one.square().sum() for one in grads) for grads in found]
+    for param, one, other in zip(model.parameters(), *found):
+      param.grad = one + other if against >= 0 else one * (1 - against / sizes[0]) + other * (1 - against / sizes[1])
+
+  def run(model, optimizer):
+    for step in range(4):
+      surgery(model, step)
+      optimizer.step()
+      optimizer.zero_grad()
+    kept = [torch.zeros_like(param) for param in model.parameters()]
+    for step in range(4):  # accumulated by hand
+      square(model, step).backward()
+      for sum_, param in zip(kept, model.parameters()):
+        sum_.add_(param.grad)
+        param.grad = None
+    for sum_, param in zip(kept, model.parameters()):
+      param.grad = sum_
+    optimizer.step()
+    return kept
+
+  model = alike(session, lambda: mlp(12), run, budget="320KiB")
+  assert sum(param.nbytes for param in model.parameters()) > 320 << 10
+  stats = gm.stats()
+  assert stats["planned_iterations"] > 0 and stats["peak_bytes"]["device"] <= stats["budget_bytes"]["device"]
+
+
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
 def test_autocast(session, dtype):
   def run(model, optimizer):
@@ -698,6 +736,24 @@ def test_custom_functions(session):
         model(data(step)), model[1][0].weight).square().mean())
 
   alike(session, mlp, run)
+
+
+def test_what_is_copied_onto_itself_stays(session):
+  """By a view of all of it, as load_state_dict() does with the model's own state dict. Weights of more than a chunk."""
+
+  def run(model, optimizer):
+    weight, out = model[1].weight, []
+    with torch.no_grad():
+      for copy_onto_itself in (lambda: model.load_state_dict(model.state_dict()), lambda: weight.copy_(weight.detach()),
+                               lambda: weight[:].copy_(weight.view(-1).view_as(weight)),
+                               lambda: weight.data.copy_(weight.data), lambda: weight[2:].copy_(weight[2:])):
+        if isinstance(optimizer, Optimizer):
+          off_the_device()
+        copy_onto_itself()
+        out.append(weight.clone())
+      return out
+
+  alike(session, lambda: nn.Sequential(*(nn.Linear(256, 256) for _ in range(4))), run)
 
 
 # ---- several models, copies, exceptions

@@ -166,7 +166,8 @@ def test_compiling_in_place_after_prepare_is_refused():
   start(model)
   model, optimizer = gm.prepare(model, sgd(model))
   model.compile(backend="eager")
-  loss_of(model, 0).backward()
+  with pytest.raises(gm.GeminiError, match="before prepare"):
+    loss_of(model, 0).backward()
   with pytest.raises(gm.GeminiError, match="before prepare"):
     optimizer.step()
 

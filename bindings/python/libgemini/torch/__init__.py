@@ -13,16 +13,19 @@ SPDX-License-Identifier: Apache-2.0
 import atexit as _atexit
 import contextlib as _contextlib
 import os as _os
+import warnings as _warnings
 
 import torch as _torch
 
 from ..abi import GeminiError
 from ..manager import parse_bytes as _parse_bytes
+from .internals import check as _check_torch  # first: it looks at torch's version
 from . import activations as _activations, allocator as _allocator, checkpoint as _checkpoint, model as _model
 from . import report as _report, unit as _unit
 from .ddp import watch_ddp as _watch_ddp
-from .optim import Optimizer
+from .optim import Optimizer, watch_steps as _watch_steps
 from .picture import picture
+from .savers import watch_savers as _watch_savers
 from .session import Session
 from .tensors import watch_functions as _watch_functions
 
@@ -37,6 +40,12 @@ def session():
   if _current is None:
     raise GeminiError("there is no session: call libgemini.torch.init() first")
   return _current
+
+
+def _watch(on):
+  """What torch does not ask us about is replaced while there is a session."""
+  for watch in (_watch_functions, _watch_ddp, _watch_savers, _watch_steps, _unit.watch_scripting):
+    watch(on)
 
 
 class _Init:
@@ -77,6 +86,7 @@ def init(placement="auto", *, device_memory, host_memory=0, file=None, file_memo
   if _current is not None:
     raise GeminiError("there is a session already: close() it first")
   cuda = _torch.cuda.is_available() if device is None else _torch.device(device).type == "cuda"
+  _check_torch(cuda)
   allocator = _allocator.choose(allocator, cuda)  # before the GPU is asked anything
   if device is None:
     device = _torch.device("cuda", _torch.cuda.current_device()) if cuda else "cpu"
@@ -90,8 +100,7 @@ def init(placement="auto", *, device_memory, host_memory=0, file=None, file_memo
     owner.close(force=True)
     raise
   _current = owner
-  _watch_functions(True)
-  _watch_ddp(True)
+  _watch(True)
   return _Init(owner)
 
 
@@ -112,9 +121,13 @@ def prepare(model, optimizer=None, *, step_in_backward=False, offload_activation
   owner.models.append(known or _model.Model(owner, model))
   if offload_activations:
     owner.model.saving = _offload
-  if optimizer is None:
-    return model
-  return model, Optimizer(owner, optimizer, step_in_backward)
+  prepared = Optimizer(owner, optimizer, step_in_backward) if optimizer is not None else None
+  least, record = owner.model.least_bytes()
+  room = owner.manager.stats()["budget_bytes"]["device"] - owner.manager.config.device_margin_bytes
+  if least > room:
+    _warnings.warn(f"device_memory leaves {room} bytes: a step that uses all of parameter {record.name} at once needs {least}, "
+                   f"in chunks of {owner.manager.config.window_bytes}, and will fail", stacklevel=2)
+  return model if optimizer is None else (model, prepared)
 
 
 def offload_activations(min_bytes="1MiB"):
@@ -195,6 +208,7 @@ def load_weights(model, folder, *, verify=True, progress=None):
 
 def stats():
   """gemini_stats() of the session, as a dict."""
+  session().free_places()
   return session().manager.stats()
 
 
@@ -237,8 +251,7 @@ def close(force=False):
     finally:
       if not _current.manager.handle:  # else it was refused, and nothing has changed
         _current = None
-        _watch_functions(False)
-        _watch_ddp(False)
+        _watch(False)
 
 
 def _forked():
@@ -247,8 +260,7 @@ def _forked():
   if _current is not None:
     _current.forked()
     _current = None
-    _watch_functions(False)
-    _watch_ddp(False)
+    _watch(False)
 
 
 _os.register_at_fork(after_in_child=_forked)

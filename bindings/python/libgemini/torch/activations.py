@@ -8,7 +8,6 @@ Torch frees tensors at any time and on any thread: what that means for places is
 
 SPDX-License-Identifier: Apache-2.0
 """
-import bisect
 import collections
 import contextlib
 import ctypes
@@ -16,42 +15,17 @@ import functools
 import weakref
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from .. import abi
+from .internals import StorageWeakRef, plain as _plain
+from .layout import Space
 from .memory import wrap
-from .tensors import ManagedParameter, ManagedTensor, _plain
+from .tensors import ManagedParameter, ManagedTensor
 
 ALIGNMENT = 512  # bytes, of places
 WHOLE_WINDOWS = 4  # a place of so many windows, or more, shares none of them
 VIEW_SHARE = 4  # a view of less than such a part of its storage is not saved here: all of the storage would be
 OPERATOR_SHARE = 8  # what is saved or wanted within an operator, beyond such a part of the device, becomes another one
-
-
-class Space:
-  """Free ranges of an arena: the lowest that fits is taken, neighbours are joined."""
-
-  def __init__(self):
-    self.ranges = []  # [(offset, end)], in their order; none touches the next
-
-  def take(self, size, alignment):
-    """The offset of size bytes, or None."""
-    for i, (begin, end) in enumerate(self.ranges):
-      offset = -(-begin // alignment) * alignment
-      if offset + size <= end:
-        self.ranges[i:i + 1] = [one for one in ((begin, offset), (offset + size, end)) if one[0] < one[1]]
-        return offset
-    return None
-
-  def give(self, offset, size):
-    end = offset + size
-    i = bisect.bisect_left(self.ranges, (offset, end))
-    if i < len(self.ranges) and self.ranges[i][0] == end:
-      end = self.ranges.pop(i)[1]
-    if i and self.ranges[i - 1][1] == offset:
-      i -= 1
-      offset = self.ranges.pop(i)[0]
-    self.ranges.insert(i, (offset, end))
 
 
 class _Kept:

@@ -15,6 +15,7 @@ import torch
 from .. import abi
 from ..abi import GeminiError
 from ..manager import bytes_text
+from . import internals
 
 KINDS = ("pool", "process", "torch")
 _process = False  # whether this process' allocator is ours, which is for good
@@ -22,7 +23,7 @@ _process = False  # whether this process' allocator is ours, which is for good
 
 def _has_pools():
   """Whether one pool can serve all threads, those of autograd, too: since torch 2.8 it is the pool that knows whom to ask."""
-  return hasattr(torch._C, "_cuda_endAllocateToPool")
+  return internals.end_allocating_to is not None
 
 
 @functools.cache
@@ -76,7 +77,7 @@ class Process:
                         "use them any more", "BUSY")
 
   def give_back(self):
-    torch._C._cuda_clearCublasWorkspaces()
+    internals.clear_workspaces()
     torch.backends.cuda.cufft_plan_cache.clear()
     gc.collect()
     torch.cuda.synchronize(self.session.device)
@@ -97,13 +98,13 @@ class Pool(Process):
     self.begin()
 
   def begin(self):
-    torch._C._cuda_beginAllocateToPool(self.index, self.pool.id)
+    internals.begin_allocating_to(self.index, self.pool.id)
     self.routed = True
 
   def end(self):
     self.routed = False
-    torch._C._cuda_endAllocateToPool(self.index, self.pool.id)
-    torch._C._cuda_releasePool(self.index, self.pool.id)
+    internals.end_allocating_to(self.index, self.pool.id)
+    internals.release_pool(self.index, self.pool.id)
 
   @contextlib.contextmanager
   def suspended(self):

@@ -29,7 +29,7 @@ from .model import Record
 from .optim import Optimizer
 from .progress import Progress
 from .session import DTYPES, Place
-from .tensors import ManagedTensor
+from .states import copies
 
 logger = logging.getLogger("libgemini")
 VERSION = 1
@@ -60,57 +60,122 @@ def _sync(path):
     os.close(fd)
 
 
-def _clear(folder):
-  for name in os.listdir(folder):
-    os.unlink(os.path.join(folder, name))
+def _identity(path):
+  """What is another one when a file has been written or replaced; None if there is none."""
+  try:
+    now = os.lstat(path)
+  except FileNotFoundError:
+    return None
+  return now.st_ino, now.st_size, now.st_mtime_ns
+
+
+@contextlib.contextmanager
+def _alone(folder):
+  """Nobody else saves into the folder meanwhile. The lock is a file of its own, as the folders take each other's
+  names."""
+  path = folder + ".saving.lock"
+  os.makedirs(os.path.dirname(folder), exist_ok=True)
+  while True:
+    lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+      fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BaseException as error:
+      os.close(lock)
+      if isinstance(error, BlockingIOError):
+        raise GeminiError(f"another process is saving to {folder}", "BUSY") from None
+      raise
+    mine, there = os.fstat(lock).st_ino, _identity(path)
+    if there and there[0] == mine:
+      break
+    os.close(lock)  # whoever had it has removed it since it was opened
+  try:
+    yield
+  finally:
+    os.unlink(path)
+    os.close(lock)
+
+
+def _keep_others(old, folder, taken, ours):
+  """Removes an old folder. What others have put into it since their files were taken over into the new one moves there.
+
+  taken: name: identities of the file that was taken over, in the old folder and in the new one. ours: names of files
+  that the save itself has written."""
+  while True:
+    for name in os.listdir(old):
+      path, target = os.path.join(old, name), os.path.join(folder, name)
+      before, copied = taken.get(name, (None, None))
+      other = not OURS.fullmatch(name) and name not in ours and _identity(path) != before
+      if os.path.isdir(path) and not os.path.islink(path):
+        os.rename(path, target if not os.path.lexists(target) else f"{target}.previous")
+      elif other and _identity(target) == copied:  # else somebody has put a newer one there
+        os.rename(path, target)
+      else:
+        os.unlink(path)
+    try:
+      os.rmdir(old)
+      return
+    except OSError as error:
+      if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # more has come
+        raise
+
+
+def _clear(left, folder):
+  """Removes what a save has left that was killed."""
+  if os.path.isdir(left):
+    if os.path.isdir(folder):
+      _keep_others(left, folder, {}, ("config.json", "generation_config.json"))
+    else:
+      shutil.rmtree(left)
 
 
 @contextlib.contextmanager
 def _replacing(folder):
   """Gives an empty folder; after the block it is on the disk and has the name of `folder`, at which at any time either
-  the old one or the new one is. Files of the caller's in the old one (a tokenizer's) are in the new one, too.
+  the old one or the new one is. Files of the caller's in the old one (a tokenizer's) are in the new one, too, also
+  those that come meanwhile.
 
   Where the file system cannot exchange two names, the old one is FOLDER.previous for a moment: after a kill just then,
   load() and the next save() take it from there."""
   new, previous = folder + ".saving", folder + ".previous"
-  if not os.path.exists(folder) and os.path.isdir(previous):
-    os.rename(previous, folder)
-  if os.path.isdir(folder):
-    inner = [entry.name for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)]
-    if inner:
-      raise GeminiError(f"{folder} holds a folder, {inner[0]}: give checkpoints a folder of their own", "INVALID")
-  elif os.path.exists(folder):
-    raise GeminiError(f"{folder} is no folder", "INVALID")
-  os.makedirs(new, exist_ok=True)
-  lock = os.open(new, os.O_RDONLY)
-  try:
-    try:
-      fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-      raise GeminiError(f"another process is saving to {folder}", "BUSY") from None
-    _clear(new)  # of a save that was killed
+  with _alone(folder):
+    if not os.path.exists(folder) and os.path.isdir(previous):
+      os.rename(previous, folder)
+    if os.path.isdir(folder):
+      inner = [entry.name for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)]
+      if inner:
+        raise GeminiError(f"{folder} holds a folder, {inner[0]}: give checkpoints a folder of their own", "INVALID")
+    elif os.path.exists(folder):
+      raise GeminiError(f"{folder} is no folder", "INVALID")
+    _clear(previous, folder)
+    _clear(new, folder)
+    os.mkdir(new)
+    taken = {}
     try:
       yield new
-      for name in os.listdir(folder) if os.path.isdir(folder) else ():
-        if not OURS.fullmatch(name) and not os.path.exists(os.path.join(new, name)):
-          _link(os.path.join(folder, name), os.path.join(new, name))
+      ours = os.listdir(new)
+      for entry in os.scandir(folder) if os.path.isdir(folder) else ():
+        if not OURS.fullmatch(entry.name) and entry.name not in ours and not entry.is_dir(follow_symlinks=False):
+          before = _identity(entry.path)
+          copy = os.path.join(new, entry.name)
+          _link(entry.path, copy)
+          taken[entry.name] = before, _identity(copy)
       for name in os.listdir(new):
         _sync(os.path.join(new, name))
       _sync(new)
     except BaseException:
       shutil.rmtree(new, ignore_errors=True)
       raise
+    old = new
     if not os.path.exists(folder):
       os.rename(new, folder)
     elif not _exchange(new, folder):
-      shutil.rmtree(previous, ignore_errors=True)
       os.rename(folder, previous)
       os.rename(new, folder)
+      old = previous
     _sync(os.path.dirname(folder))
-    shutil.rmtree(new, ignore_errors=True)
-    shutil.rmtree(previous, ignore_errors=True)
-  finally:
-    os.close(lock)
+    if os.path.exists(old):
+      _keep_others(old, folder, taken, ours)
+      _sync(folder)
 
 
 def _link(old, new):
@@ -147,6 +212,8 @@ def _stored(value):
 def _parameter_names(optimizer, model):
   if not isinstance(optimizer, Optimizer):
     raise TypeError(f"the optimizer is a {type(optimizer).__name__}: want the one that libgemini.torch.prepare() gave")
+  optimizer.rule.refuse_saving()
+  optimizer.find_new()
   names = {id(param): name for name, param in model.named_parameters()}
   for record in optimizer.records:
     if id(record.param) not in names:
@@ -164,14 +231,14 @@ def _training_state(session, optimizer, model):
         arena.setdefault(name, []).append(state)
         tensors.append((f"{name}.{state}", value))
       else:
-        value = value.detach().clone().cpu() if isinstance(value, torch.Tensor) else value
-        small.setdefault(name, {})[state] = value
+        small.setdefault(name, {})[state] = copies(value)
   rng = {"cpu": torch.get_rng_state()}
   if session.cuda:
     rng["cuda"] = torch.cuda.get_rng_state(session.device)
   left = iter(names)
   groups = [{**group, "params": [next(left) for _ in group["params"]]} for group in optimizer.param_groups]
-  return tensors, {"groups": groups, "small": small, "arena": arena, "rng": rng}
+  training = {"groups": groups, "small": small, "arena": arena, "rng": rng, "others": copies(optimizer.rule.others())}
+  return tensors, training
 
 
 def _pickled(training):
@@ -405,11 +472,7 @@ def _weight_job(session, entry, name, value):
       record.allocate(value.shape, value.dtype)
       return record.place
 
-    def adopt():
-      record.become_managed()
-      session.records.append(record)
-
-    return entry, allocate, adopt
+    return entry, allocate, record.become_managed
 
   def make():
     new = torch.empty_like(value, device=session.device)
@@ -427,6 +490,7 @@ def _plan_states(folder, training, optimizer, model):
   names = _parameter_names(optimizer, model)
   entries = folder.entries("optimizer")
   groups = training["groups"]
+  optimizer.rule.check_others(training.get("others", {}))
   optimizer.check_groups([len(group["params"]) for group in groups])
   saved = [name for group in groups for name in group["params"]]
   for own, other in zip(names, saved):
@@ -473,8 +537,9 @@ def load_weights(session, model, folder, verify, progress, strict=False, states=
       _read_all(jobs, bar)
     _compute_buffers(session, model, buffers)
     if optimizer is None:
-      for record in (value._gm_record for _, _, value in plan if isinstance(value, ManagedTensor)):
-        record.renew_master()
+      for _, _, value in plan:
+        if getattr(value, "_gm_record", None) is not None:
+          value._gm_record.renew_master()
 
 
 def load(session, folder, model, optimizer, verify, progress):
@@ -489,6 +554,7 @@ def load(session, folder, model, optimizer, verify, progress):
   load_weights(session, model, folder, verify, progress, folder.mark is not None, states, optimizer)
   if optimizer is not None:
     optimizer.zero_grad()
+    optimizer.rule.set_others(training.get("others", {}))
     for group, saved in zip(optimizer.param_groups, training["groups"]):
       group.update({key: value for key, value in saved.items() if key != "params"})
     torch.set_rng_state(training["rng"]["cpu"])

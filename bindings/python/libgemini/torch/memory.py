@@ -6,6 +6,8 @@ import ctypes
 
 import torch
 
+from . import internals
+
 
 class _DLDevice(ctypes.Structure):
   _fields_ = [("type", ctypes.c_int), ("id", ctypes.c_int)]
@@ -40,13 +42,19 @@ _libc.malloc.restype = ctypes.c_void_p
 _libc.malloc.argtypes = [ctypes.c_size_t]
 
 
-def wrap(address, shape, dtype, device):
-  """A contiguous tensor over device memory at address, which must outlive it; nothing is read or written."""
+def can_wrap(dtype):
+  """Whether there are tensors of that type over memory that is not torch's."""
+  return dtype in _TYPES
+
+
+def wrap(address, shape, dtype, device, stride=None):
+  """A tensor over device memory at address, which must outlive it; nothing is read or written. stride: in elements;
+  None: contiguous."""
   if dtype not in _TYPES:
     raise TypeError(f"{dtype} is none of {', '.join(map(str, _TYPES))}")
   code, bits = _TYPES[dtype]
   head = ctypes.sizeof(_DLManagedTensor)
-  at = _libc.malloc(head + 8 * len(shape))
+  at = _libc.malloc(head + 16 * len(shape))
   if not at:
     raise MemoryError("no memory for the description of a tensor")
   managed = _DLManagedTensor.from_address(at)
@@ -60,7 +68,12 @@ def wrap(address, shape, dtype, device):
   tensor.shape = ctypes.cast(at + head, ctypes.POINTER(ctypes.c_int64))
   for i, size in enumerate(shape):
     tensor.shape[i] = size
-  tensor.strides = None
+  if stride is not None:
+    tensor.strides = ctypes.cast(at + head + 8 * len(shape), ctypes.POINTER(ctypes.c_int64))
+    for i, step in enumerate(stride):
+      tensor.strides[i] = step
+  else:
+    tensor.strides = None
   tensor.byte_offset = 0
   return torch.from_dlpack(_new_capsule(at, b"dltensor", None))
 
@@ -68,3 +81,22 @@ def wrap(address, shape, dtype, device):
 def host_tensor(address, elements, dtype):
   """A one-dimensional CPU tensor over host memory, valid while it is acquired."""
   return torch.frombuffer((ctypes.c_char * (elements * dtype.itemsize)).from_address(address), dtype=dtype)
+
+
+def _users(tensor):
+  return internals.storage_users(tensor.untyped_storage())  # which counts as one while it is held
+
+
+def _alone():
+  """What _users() is of a tensor whose memory no other one has; None if that cannot be told from two that share it."""
+  tensor = torch.empty(1, device="cpu")
+  alone, other = _users(tensor), tensor.detach()
+  return alone if alone is not None and _users(other) == alone + 1 else None
+
+
+_ALONE = _alone()
+
+
+def shared(tensor):
+  """Whether another tensor has the same memory, or a part of it; None where torch does not tell."""
+  return None if _ALONE is None else _users(tensor) > _ALONE

@@ -3,19 +3,25 @@
 SPDX-License-Identifier: Apache-2.0
 """
 import contextlib
+import functools
+import inspect
 import os
 import sys
+import types
+import weakref
 
 import torch
 from torch import nn
 
 from .. import abi
 from ..abi import GeminiError
+from . import internals
+from .internals import get_grad as _get_grad, plain as _plain, set_grad as _set_grad
+from .layout import dense_stride, span
 from .progress import Progress
 from .session import DTYPES, in_backward
-from .tensors import (ManagedParameter, ManagedTensor, _copy, _get_grad, _gradient_of, _plain, _set_grad,
-                      managed_view)
-from .unit import make_units, refuse_compiling
+from .tensors import ManagedParameter, ManagedTensor, _copy, _gradient_of, managed_view
+from .unit import find, make_units, refuse_compiling
 
 
 class Record:
@@ -23,7 +29,7 @@ class Record:
 
   def __init__(self, session, param, name):
     self.session = session
-    self.param = param
+    self.reference = weakref.ref(param)  # which has this record, and lives on its own terms
     self.name = name
     self.place = None
     self.grad_place = None
@@ -36,7 +42,12 @@ class Record:
     self.hook = None
     self.early = False  # updated in the backward pass, as soon as its gradient has landed
     self.spent = False  # the gradient of this step has been used for that
-    self.step = 0  # updates so far
+    self.step = None  # updates so far, as a tensor, once there are states in the C library's AdamW
+
+  @property
+  def param(self):
+    """None if it is gone."""
+    return self.reference and self.reference()
 
   @property
   def trainable(self):
@@ -54,29 +65,39 @@ class Record:
   # ---- the bytes
   def move_in(self, values):
     """Takes values, of any device but meta, into the session; the parameter is a managed one from now on."""
-    self.allocate(values.shape, values.dtype)
-    if values.numel():
-      if isinstance(values, ManagedTensor):
-        values = _copy(values)
-      self.place.write(values)
+    before = self.place
+    try:
+      self.allocate(values.shape, values.dtype, dense_stride(values))
+      if values.numel():
+        self.place.origin = span(values)
+        self.place.write(_copy(values) if isinstance(values, ManagedTensor) else values)
+    except BaseException:
+      self.place = before
+      raise
     self.become_managed()
 
-  def allocate(self, shape, dtype):
+  def allocate(self, shape, dtype, stride=None):
     """A place for it, which reads as zero; become_managed() makes the parameter have it."""
     kind = "param" if self.param.requires_grad else "frozen"
-    self.place = self.session.place(kind, shape, dtype, self.name)
+    self.place = self.session.place(kind, shape, dtype, self.name, stride)
 
   def become_managed(self):
+    param = self.param
     with _plain():
-      if self.param.is_meta:  # which cannot be given data
-        param = nn.Parameter(self.place.tensor, self.param.requires_grad)
-        param.__dict__.update(self.param.__dict__)
-        torch.utils.swap_tensors(self.param, param)
+      if param.is_meta:  # which cannot be given data
+        other = nn.Parameter(self.place.tensor, param.requires_grad)
+        other.__dict__.update(param.__dict__)
+        self.reference = None  # torch does not swap what is referred to weakly
+        torch.utils.swap_tensors(param, other)
+        self.reference = weakref.ref(param)
       else:
-        self.param.data = self.place.tensor
-    self.param.__class__ = ManagedParameter
-    self.param._gm_place = self.place
-    self.param._gm_record = self
+        param.data = self.place.tensor
+    param.__class__ = ManagedParameter
+    param._gm_place = self.place
+    param._gm_record = self
+    param._gm_grad = None  # of what it may have been a view of
+    self.place.owner = weakref.ref(self)
+    self.session.known[id(self)] = self
 
   def renew_master(self):
     """The fp32 copy, where there is one, is what the parameter is."""
@@ -86,12 +107,27 @@ class Record:
 
   def replace(self, values):
     """`parameter.data = values`: allowed until the model is prepared, then the addresses stay."""
-    if self.trainable or self.session.prepared(self.param):
+    if self.settled:
       raise GeminiError(f"parameter {self.name} would be moved or replaced (by .data, .to(), .half() or the like) after "
                         "libgemini.torch.prepare(): do that before")
-    old = self.place
-    self.move_in(values)
-    old.zero()  # costs nothing from now on
+    if isinstance(values, ManagedTensor):
+      self.share(values)
+    else:
+      self.move_in(values)
+
+  @property
+  def settled(self):
+    """Whether its address stays: it was prepared."""
+    return self.trainable or self.session.prepared(self.param)
+
+  def share(self, values):
+    """The parameter is over the same bytes as other managed values from now on, as torch has it, and its record ends:
+    which of those that share a place has it, prepare() finds out."""
+    param = self.param
+    with _plain():
+      param.data = values
+    param._gm_place = values._gm_place
+    param._gm_record = None
 
   # ---- its gradient
   def attach(self):
@@ -108,6 +144,7 @@ class Record:
         before = _get_grad(self.param)
         if before is not None:  # it was there before the parameter needed libgemini's
           _set_grad(self.param, None)
+          self.session.op_end()
           self.store(before)
 
   def take_gradient(self, _):
@@ -130,6 +167,7 @@ class Record:
       self.session.landed.append((self, fresh, self.session.native_stream()))
 
   def store(self, values, add=False):
+    """Copies or adds values to the stored gradient: in the operator that is open, or in one of its own."""
     session, place = self.session, self.grad_place
     if not place.elements:  # which to the library would be all of the arena
       self.has_grad, self.norm = True, torch.linalg.vector_norm(place.tensor, dtype=torch.float32)
@@ -192,8 +230,12 @@ class Record:
     self.scale, self.norm = 1.0, None
     self.generation += 1
     if values is not None:
+      self.session.op_end()  # else all gradients that are set in a row would be of one operator, and had to fit at once
       with torch.no_grad():
         self.store(values)
+
+
+CLOSED = "parameter {} belongs to a session that was closed: its bytes are gone, make the model anew"
 
 
 def adopt(session, param, name):
@@ -201,7 +243,7 @@ def adopt(session, param, name):
   record = getattr(param, "_gm_record", None)
   if record is not None:
     if record.session is not session:
-      raise GeminiError(f"parameter {name} belongs to a session that was closed: its bytes are gone, make the model anew")
+      raise GeminiError(CLOSED.format(name))
     return record
   if param.is_meta:
     return None
@@ -209,11 +251,18 @@ def adopt(session, param, name):
     if param.requires_grad:
       raise GeminiError(f"parameter {name} is of {param.dtype}: want {', '.join(map(str, DTYPES))}")
     return None  # quantized weights and the like stay with torch
-  with _plain():
-    values = param.data
   record = Record(session, param, name)
-  record.move_in(values)
-  session.records.append(record)
+  place = getattr(param, "_gm_place", None)
+  if place is None:
+    with _plain():
+      record.move_in(param.data)
+  elif place.session is not session:
+    raise GeminiError(CLOSED.format(name))
+  elif keeps_place(param, place):
+    record.place = place
+    record.become_managed()
+  else:
+    record.move_in(param.detach())
   return record
 
 
@@ -249,23 +298,52 @@ def building(session):
   register = nn.Module.register_parameter
 
   def register_parameter(module, name, param):
-    old = module.__dict__.get("_parameters", {}).get(name)
     register(module, name, param)
-    record = getattr(old, "_gm_record", None)
-    if record is not None and sys.getrefcount(old) <= 3:  # here, there and in the record: tying has left it behind
-      session.records.remove(record)
-      record.place.zero()
     if param is not None and type(param) is nn.Parameter and not param.is_meta:
       adopt(session, param, name)
       progress.add(param.nbytes)
 
   nn.Module.register_parameter = register_parameter
+  session.building = True
   try:
     with session.device if session.cuda else contextlib.nullcontext(), from_pretrained_by_tensor(), \
         Progress("building the model", show=session.progress) as progress:
       yield
   finally:
     nn.Module.register_parameter = register
+    session.building = False
+    session.free_places()
+
+
+def spans_of(param):
+  """Where a parameter's bytes are, and, of one that has come into the session, where they were before."""
+  if type(param) not in (nn.Parameter, ManagedTensor, ManagedParameter) or not has_storage(param):
+    return []
+  record = getattr(param, "_gm_record", None)
+  origin = record.place.origin if record is not None else None
+  return [span(param)] + ([origin] if origin else [])
+
+
+def has_storage(tensor):
+  return not tensor.is_meta and tensor.layout is torch.strided and tensor.numel() > 0
+
+
+def keeps_place(param, place):
+  """Whether a parameter has a place for itself, or can have it: all of it, and no other one has."""
+  owner = place.owner and place.owner()
+  return place.has(param) and (owner is None or owner.param is param)
+
+
+def already_over(param, buffer):
+  """Whether a buffer is a view of the place that a parameter has, or is about to have."""
+  place = getattr(buffer, "_gm_place", None)
+  return place is not None and place is getattr(param, "_gm_place", None) and keeps_place(param, place)
+
+
+def same_values(param, buffer, first):
+  """Whether a part of a parameter, from an element on, has the same bits as a buffer of its shape and strides."""
+  part = _copy(managed_view(param._gm_place).as_strided(buffer.shape, buffer.stride(), first))
+  return torch.equal(*(one.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for one in (part, buffer)))
 
 
 class Model:
@@ -278,6 +356,7 @@ class Model:
     self.saving = contextlib.nullcontext  # around a forward pass: what becomes of what autograd saves
     self.take()
     self.wrap_call()
+    self.wrap_forward()
 
   def take(self):
     """Moves parameters in that are not, and buffers to the device."""
@@ -285,8 +364,9 @@ class Model:
     for name, param in module.named_parameters():
       if param.is_meta:
         raise GeminiError(f"parameter {name} is on the meta device: load it first, by libgemini.torch.load_weights()")
-    self.refuse_aliases()
     params = dict(module.named_parameters())
+    self.refuse_aliases(params)
+    views = self.buffers_over(params)
     strangers = sum(param.nbytes for param in params.values() if not isinstance(param, ManagedTensor))
     with Progress("moving the model in", strangers, session.progress) as progress:
       for name, param in params.items():
@@ -296,43 +376,126 @@ class Model:
           record.rename(name)
           self.records[name] = record
         progress.add(size)
+    for buffer, name, first in views:
+      self.become_view(buffer, self.records[name].place, first)
     self.move_buffers(session.device)
     session.uses.clear()  # by other names
     make_units(session, module)
 
+  def least_bytes(self):
+    """(bytes, record): of the device, that an operator needs which uses all of the parameter whose chunks are most; in the
+    backward pass of one that is trained, those of its gradient are beside it."""
+    window = self.session.manager.config.window_bytes
+
+    def needs(record):
+      place = record.place
+      chunks = (place.offset + place.size_bytes - 1) // window - place.offset // window + 1
+      with _plain():
+        beside = record.param.requires_grad and not (record.early and place.dtype != torch.float32)
+      return chunks * window * (2 if beside else 1)
+
+    return max(((needs(record), record) for record in self.records.values() if record.place.elements),
+               key=lambda item: item[0], default=(0, None))
+
   def move_buffers(self, device):
     for buffer in self.module.buffers():
-      if buffer.device != device and not buffer.is_meta:
+      if buffer.device != device and not buffer.is_meta and not isinstance(buffer, ManagedTensor):
         buffer.data = buffer.data.to(device)
 
   def wrap_call(self):
     """The module's call begins a step. By a hook it would be part of what module.compile() traces."""
     module = self.module
-    call = module._compiled_call_impl or module._call_impl
+    call = internals.call_of(module)
 
+    @internals.not_traced
     def run(*args, **kwargs):
       refuse_compiling()
       with self.forward():
         return call(*args, **kwargs)
 
     run._gm_unit = getattr(call, "_gm_unit", None)
-    run._torchdynamo_disable = True  # called, not traced
-    self.call = module._compiled_call_impl = run
+    self.call = run
+    internals.set_call(module, run)
+
+  def wrap_forward(self):
+    """Also forward() begins a step, when it is not the module's call that calls it. What torch.compile() compiled is left
+    alone: it may trace forward()."""
+    module = self.module
+    if find(module):
+      return
+    inner = module.forward
+
+    @internals.not_traced
+    @functools.wraps(inner)
+    def forward(caller, *args, **kwargs):
+      if caller is not module:  # a copy, which has copied this, too
+        method = isinstance(inner, types.MethodType) and inner.__self__ is module
+        return (types.MethodType(inner.__func__, caller) if method else inner)(*args, **kwargs)
+      if self.session.depth:
+        return inner(*args, **kwargs)
+      refuse_compiling()
+      with self.forward():
+        return inner(*args, **kwargs)
+
+    forward.__name__ = "forward"  # by which pickle finds it
+    with contextlib.suppress(ValueError, TypeError):  # it has none that can be told
+      forward.__signature__ = inspect.Signature([inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY),
+                                                 *inspect.signature(inner).parameters.values()])
+    module.forward = types.MethodType(forward, module)
 
   def check_call(self):
-    if self.module._compiled_call_impl is not self.call:
+    if internals.compiled_call_of(self.module) is not self.call:
       raise GeminiError("the model was compiled by its compile() after libgemini.torch.prepare(), which takes its steps away "
                         "from the session: compile it, or rather its blocks, before prepare()")
 
-  def refuse_aliases(self):
+  def refuse_aliases(self, params):
     """Two parameters over the same bytes would become two; tied weights are one parameter in two modules."""
-    seen = {}
-    for name, param in self.module.named_parameters():
-      if isinstance(param, ManagedTensor) or not param.numel():
+    others = [pair for model in self.session.models for pair in model.module.named_parameters()]
+    spans = {}  # of a storage: those of parameters
+    for name, param in [*others, *params.items()]:
+      for where in spans_of(param):
+        spans.setdefault(where.storage, []).append((where, name, param))
+    for shared in spans.values():
+      shared.sort(key=lambda item: item[0][1:3])
+      before = []
+      for where, name, param in shared:
+        before = [item for item in before if item[0].end > where.first]
+        for other, other_name, other_param in before:
+          if other_param is not param and where.shares_with(other):
+            raise GeminiError(f"parameters {other_name} and {name} are two that share their bytes: let both modules have one, "
+                              "or clone() one")
+        before.append((where, name, param))
+
+  def buffers_over(self, params):
+    """[(buffer, name of a parameter, element)]: buffers that share the bytes of a parameter, which are to become views of its
+    place, and where they begin there."""
+    spans = {}
+    for name, param in params.items():
+      for where in spans_of(param):
+        spans.setdefault(where.storage, []).append((where, name, param))
+    found = []
+    for buffer_name, buffer in self.module.named_buffers():
+      if type(buffer) not in (torch.Tensor, ManagedTensor) or not has_storage(buffer):
         continue
-      other = seen.setdefault((param.untyped_storage().data_ptr(), param.storage_offset()), name)
-      if other != name:
-        raise GeminiError(f"parameters {other} and {name} are two that share their bytes: let both modules have one")
+      own = span(buffer)
+      for where, name, param in spans.get(own.storage, ()):
+        if not own.shares_with(where) or already_over(param, buffer):
+          continue
+        first = own.first - where.first
+        if first < 0 or own.end > where.end or first % where.itemsize or not where.dense or buffer.dtype != param.dtype:
+          raise GeminiError(f"buffer {buffer_name} shares bytes with parameter {name}, but not as a part of it that can move "
+                            "with it: clone() one of them")
+        if getattr(param, "_gm_record", None) is not None and not same_values(param, buffer, first // where.itemsize):
+          raise GeminiError(f"buffer {buffer_name} shared its bytes with parameter {name} until that came into the session; "
+                            "since then one of them has been changed: register the buffer after that, from the parameter")
+        found.append((buffer, name, first // where.itemsize))
+    return found
+
+  def become_view(self, buffer, place, first):
+    with _plain():
+      buffer.data = place.tensor.as_strided(buffer.shape, buffer.stride(), first)
+    buffer.__class__ = ManagedTensor
+    buffer._gm_place = place
 
   def check(self):
     """Parameters are what they were, and those that need gradients have a place for them."""
@@ -377,7 +540,7 @@ class Model:
       return
     session.recover()
     session.settle()
-    if session.iteration and not session.awaits_backward():
+    if session.iteration and not session.in_closure and not session.awaits_backward():
       session.iteration_end()
     if not session.iteration:
       session.iteration_begin("train" if torch.is_grad_enabled() else "infer")

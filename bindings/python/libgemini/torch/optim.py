@@ -1,21 +1,47 @@
 """Optimizers that update each parameter where it lives.
 
-AdamW and Adam run in the C library's workers and kernels, chunk by chunk, overlapping the next forward pass. Any other
-torch optimizer runs its own step, one parameter after another, over states that live in arenas.
+AdamW and Adam run in the C library's workers and kernels, chunk by chunk, overlapping the next forward pass. The other
+classes of torch.optim run their own step, one parameter after another. Any other class may look at all parameters in
+its step (a global norm, a counter): it runs that once over all of them. States live in arenas.
 
 SPDX-License-Identifier: Apache-2.0
 """
 import ctypes
+import functools
+import heapq
+import itertools
+import sys
+import warnings
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .. import abi
 from ..abi import GeminiError
+from . import internals
+from .internals import plain as _plain, set_grad as _set_grad
+from .layout import dense_stride
+from .memory import can_wrap, shared
 from .session import ALIGNMENT, DTYPES, Place
-from .tensors import ManagedParameter, ManagedTensor, managed_view, _plain, _set_grad
+from .states import AdamwState, States, copies, count_of
+from .tensors import ManagedParameter, ManagedTensor, managed_view
 
 MOST_UNSURE = 16  # backward passes begun while updates did not seem to be done: a GPU may always be one behind
+# Classes of torch.optim whose step updates each parameter by itself, so that it may be called for one after another.
+BY_PARAMETER = {getattr(torch.optim, name) for name in (
+    "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam", "RAdam", "RMSprop", "Rprop",
+    "SGD") if hasattr(torch.optim, name)}
+RECENT = 4  # states that were made last, among which are those that a step has made for the moment
+
+
+def _level_of_caller():
+  """The stacklevel for a warning of the function that asks: of who called it from outside of torch and libgemini. How
+  many frames of torch are around a step depends on its version, and on whether anything was compiled."""
+  frame, level = sys._getframe(1), 1
+  while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "libgemini"):
+    frame, level = frame.f_back, level + 1
+  return level
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -33,13 +59,18 @@ class Optimizer(torch.optim.Optimizer):
     self.session = session
     self.inner = inner
     self.records = self.find(inner.param_groups)
-    if any(float(state.get("step", 1)) for state in inner.state.values()):
-      raise GeminiError("the optimizer has made steps before: prepare it first, then load its state")
-    initial = {id(param): state for param, state in inner.state.items()}  # Adagrad has one from the beginning
-    inner.state.clear()
+    rule = fused_rule(session, inner) or TorchRule(session, inner)
+    initial = {}
+    if rule.by_parameter:
+      if any(float(state.get("step", 1)) for state in inner.state.values()):
+        raise GeminiError("the optimizer has made steps before: prepare it first, then load its state")
+      initial = {id(param): state for param, state in inner.state.items()}  # Adagrad has one from the beginning
+      inner.state.clear()
     super().__init__(inner.param_groups, inner.defaults)
     self.param_groups = inner.param_groups  # schedulers change these
-    self.rule = fused_rule(session, inner) or TorchRule(session, inner)
+    for hooks in _HOOKS:  # those that were registered before, and those that will be, with either optimizer
+      setattr(self, hooks, getattr(inner, hooks))
+    self.rule = rule
     if step_in_backward and not isinstance(self.rule, AdamwRule):
       raise GeminiError(f"step_in_backward is for torch.optim.AdamW and Adam, without amsgrad or maximize: the optimizer "
                         f"is a {type(inner).__name__}")
@@ -62,6 +93,7 @@ class Optimizer(torch.optim.Optimizer):
     self.rule.prepare(self.records)
     for record in self.records:
       self.start_from(record, initial.get(id(record.param), {}))
+    self.rule.adopt_states()
     session.rules.append(self.rule)
     if step_in_backward:
       self.rule.step_in_backward(self.param_groups)
@@ -78,36 +110,90 @@ class Optimizer(torch.optim.Optimizer):
         found.append(known[id(param)])
     return found
 
+  def find_new(self):
+    """Parameters may have come by add_param_group()."""
+    if sum(len(group["params"]) for group in self.param_groups) != len(self.records):
+      self.records = self.find(self.param_groups)
+
+  def __getattr__(self, name):
+    """What only the class that was prepared has: train() and eval() of schedule-free ones, first_step() of SAM."""
+    rule = self.__dict__.get("rule")
+    if rule is None or rule.by_parameter or name.startswith("__"):
+      raise AttributeError(f"a prepared optimizer has no {name}")
+    value = getattr(self.inner, name)
+    return rule.stepping(value) if getattr(value, "__self__", None) is self.inner else value
+
+  @property
+  def state(self):
+    """States by parameter, as torch has them. Their tensors are those that the next step uses; see States."""
+    return States(self)
+
+  @state.setter
+  def state(self, values):
+    if "rule" in self.__dict__:  # else torch's __init__ makes an empty one
+      values = dict(values)
+      self.state.clear()
+      self.state.update(values)
+
+  def add_param_group(self, param_group):
+    known = self.param_groups is self.inner.param_groups  # else torch's __init__ is at it
+    (self.inner if known else super()).add_param_group(param_group)
+
   def start_from(self, record, state):
     """Takes the state that torch's optimizer had made for a parameter."""
-    layout = layout_of(record, state)
+    layout = self.rule.layout_of(record, state)
     if layout and "master" in record.states:
       layout["master"] = torch.float32
     for name, place in self.rule.renew(record, layout).items() if layout else ():
       place.write(record.param if name == "master" else state[name])
 
   def zero_grad(self, set_to_none=True):
+    if type(self.inner).zero_grad is not torch.optim.Optimizer.zero_grad:  # which may clear more than gradients
+      return self.inner.zero_grad(set_to_none)
+    self.find_new()
     for record in self.records:
       if set_to_none:
         record.set_gradient(None)
       elif record.has_grad:
         record.gradient().zero_()
 
-  def step(self, closure=None):
-    loss = None
-    if closure is not None:
-      with torch.enable_grad():
-        loss = closure()
-    session = self.session
+  def step(self, closure=None, *args, **kwargs):
+    """A step of the optimizer that was prepared.
+
+    Args:
+      closure: computes the loss and its gradients, and returns the loss. An optimizer of another class than
+        torch.optim's gets it, and calls it when and as often as it likes; the others make their step after it.
+      args, kwargs: what else the step of such a class takes.
+
+    Returns:
+      The loss, or what the step of such a class returns.
+    """
+    if internals.compiler_loaded():  # torch.compile(), if it calls this, has no part in it
+      return self.make_step_untraced(closure, args, kwargs)
+    return self.make_step(closure, args, kwargs)
+
+  def make_step(self, closure, args, kwargs):
+    session, loss = self.session, None
     session.refuse_closed("optimizer.step()")
+    if self.rule.by_parameter:
+      if args or kwargs:
+        raise TypeError(f"step() of {type(self.inner).__name__} takes a closure and nothing else")
+      if closure is not None:
+        with torch.enable_grad():
+          loss = closure()
+    elif closure is not None or args:
+      args = closure and self.rule.within(closure), *args
     for model in session.models:
       model.check_call()
     with torch.no_grad():
       session.recover()
       session.settle()
+      if not session.called and any(record.has_grad for record in self.records):
+        warnings.warn("no call of a prepared model, by model(...) or model.forward(...), has made these gradients: such "
+                      "a step is no iteration to libgemini, which plans nothing for it. Prepare the module that is called",
+                      stacklevel=_level_of_caller())
       session.set_phase(abi.PHASE_UPDATE)
-      if sum(len(group["params"]) for group in self.param_groups) != len(self.records):  # add_param_group()
-        self.records = self.find(self.param_groups)
+      self.find_new()
       self.rule.prepare(self.records)  # those that are new, or need gradients only since the last step
       for record in self.records:
         if record.rule not in (None, self.rule):
@@ -115,11 +201,17 @@ class Optimizer(torch.optim.Optimizer):
                             "make a step any more")
         record.spent = False
       session.renew_masters()
-      if self.unscale():
+      going = self.unscale()
+      if going and self.rule.by_parameter:
         self.rule.step(self.param_groups)
+    if going and not self.rule.by_parameter:
+      loss = self.rule.step_whole(args, kwargs)
+    with torch.no_grad():
       session.iteration_end()
     self.inner._opt_called = True  # for a scheduler that was made with it
     return loss
+
+  make_step_untraced = internals.never_compiled(make_step)
 
   def unscale(self):
     """With a torch.amp.GradScaler: divides by its scale what it has not. Returns whether there is to be a step."""
@@ -139,35 +231,58 @@ class Optimizer(torch.optim.Optimizer):
     """In torch's layout, with copies of all states on the CPU: as much memory again as the states take. libgemini's
     save() writes them without. Beside torch's names, "master" is the fp32 copy of a parameter of fewer bits."""
     self.session.settle()
+    self.find_new()
+    if self.rule.overrides("state_dict"):
+      return copies(self.inner.state_dict())
+    for hook in self._optimizer_state_dict_pre_hooks.values():
+      hook(self)
     state, groups = {}, []
     for group in self.param_groups:
       first = sum(len(before["params"]) for before in groups)
       groups.append({**group, "params": list(range(first, first + len(group["params"])))})
     for number, record in enumerate(self.records):
-      values = {name: value.read() if isinstance(value, Place) else value.detach().cpu().clone()
-                if isinstance(value, torch.Tensor) else value for name, value in self.rule.states(record).items()}
+      values = {name: value.read() if isinstance(value, Place) else copies(value)
+                for name, value in self.rule.states(record).items()}
       if values:
         state[number] = values
-    return {"state": state, "param_groups": groups}
+    out = {"state": {**state, **copies(self.rule.others())}, "param_groups": groups}
+    for hook in self._optimizer_state_dict_post_hooks.values():
+      changed = hook(self, out)
+      out = out if changed is None else changed
+    return out
 
   def load_state_dict(self, state_dict):
     """Takes what state_dict() gave, or the torch optimizer's: without "master", the parameters are the masters."""
+    self.session.settle()
+    if self.rule.overrides("load_state_dict"):
+      self.inner.load_state_dict(copies(state_dict, None))  # which it may keep
+      self.param_groups = self.inner.param_groups
+      self.rule.adopt_states()
+      return
+    state_dict = dict(state_dict)
+    for hook in self._optimizer_load_state_dict_pre_hooks.values():
+      changed = hook(self, state_dict)
+      state_dict = state_dict if changed is None else changed
     groups, state = state_dict["param_groups"], state_dict["state"]
     self.check_groups([len(group["params"]) for group in groups])
     layouts, numbers = [], [number for group in groups for number in group["params"]]
+    others = {key: value for key, value in state.items() if key not in set(numbers)}
+    self.rule.check_others(others)
     for number, record in zip(numbers, self.records):
-      layout = layout_of(record, state.get(number, {}))
+      layout = self.rule.layout_of(record, state.get(number, {}))
       if "master" in record.states:
         layout.setdefault("master", torch.float32)
       self.rule.check(record, layout)
       layouts.append(layout)
-    self.session.settle()
     for number, record, layout in zip(numbers, self.records, layouts):
       for name, place in self.rule.renew(record, layout).items():
         values = state.get(number, {}).get(name)
         place.write(record.place.read() if values is None else values)
+    self.rule.set_others(copies(others, None))
     for group, saved in zip(self.param_groups, groups):
       group.update({key: value for key, value in saved.items() if key != "params"})
+    for hook in self._optimizer_load_state_dict_post_hooks.values():
+      hook(self)
 
   def check_groups(self, counts):
     """counts: parameters in each group that is to be loaded."""
@@ -177,10 +292,9 @@ class Optimizer(torch.optim.Optimizer):
                         f"of {own}")
 
 
-def layout_of(record, state):
-  """Of a parameter's state in torch's optimizer, what a rule's renew() takes; the step counts updates, whatever its shape."""
-  return {name: torch.float32 if isinstance(value, torch.Tensor) and value.shape == record.place.shape and
-          name != "step" else value for name, value in state.items()}
+_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks", "_optimizer_state_dict_pre_hooks",
+          "_optimizer_state_dict_post_hooks", "_optimizer_load_state_dict_pre_hooks",
+          "_optimizer_load_state_dict_post_hooks")
 
 
 def groups_of(groups):
@@ -199,15 +313,30 @@ def master_place(session, record):
 # What a rule tells of its states, and takes back: names are torch's, and "master".
 #   let_go(record): the states end, but for the master copy, and cost nothing any more: another rule is to have it.
 #   states(record): name: the place, or for what does not live in arenas the value.
-#   check(record, layout): whether renew() would take the layout, name: the dtype in an arena, or the value.
+#   layout_of(record, state): of a state that torch's optimizer has for a parameter, what check() and renew() take:
+#     name: the dtype in an arena, or the value.
+#   check(record, layout): whether renew() would take the layout.
 #   renew(record, layout): makes states of that layout, all zero, and returns the places: name: place.
+#   has_state(record), state_of(record), set_state(record, values): the state as the user sees it.
+#   others(), set_others(values): what the state has beside the parameters' own.
 class TorchRule:
-  """The step of any torch optimizer whose states are like their parameters: one parameter at a time, on the device."""
+  """The own step of an optimizer of torch, or of a class that is made like those.
+
+  by_parameter: the step is called for one parameter after another, on the device; it updates the fp32 copies of
+  parameters of 16 bits. Otherwise the step is called once, and each function in it is an operator over the parameters
+  themselves, as the user's own functions are.
+  """
 
   def __init__(self, session, inner):
     self.session = session
     self.inner = inner
+    self.own_step, plain = own_step(inner)
+    self.by_parameter = plain and type(inner) in BY_PARAMETER
     self.work = {}  # id of a parameter: the one of fp32 that is updated in its place
+    self.records = []
+    self.made = {}  # places of states, by their id, in the order in which they were taken
+    self.spare = {}  # (shape, stride, dtype): places that no state has any more, as a heap of (offset, place)
+    self.homes = {}  # (id of a parameter, name of a state): the place of the one that was adopted last
 
   def forget_done(self):
     """Its steps end before they return."""
@@ -215,18 +344,40 @@ class TorchRule:
   def backward_ends(self):
     """Nothing has waited for that."""
 
+  def overrides(self, name):
+    """Whether the class has a method of its own in the place of torch's."""
+    return getattr(type(self.inner), name) is not getattr(torch.optim.Optimizer, name) and not self.by_parameter
+
+  def refuse_saving(self):
+    """Of checkpoints, which have the states of torch's layout, and nothing that the class has beside them."""
+    name = type(self.inner).__name__
+    if self.overrides("state_dict") or self.overrides("load_state_dict"):
+      raise GeminiError(f"{name} has a state_dict() of its own, of which a checkpoint would lack what that adds: save "
+                        "and load the model without the optimizer, and extra=optimizer.state_dict()")
+    inside = next((key for key, value in vars(self.inner).items() if isinstance(value, torch.optim.Optimizer)), None)
+    if inside:
+      raise GeminiError(f"{name} holds another optimizer, {inside}, whose states a checkpoint would lack: save and load "
+                        "the model without the optimizer, and what both need as extra")
+
   def prepare(self, records):
     for record in records:
       if record.trainable and record.rule is None:
         record.rule = self
-        if record.place.dtype != torch.float32:
+        self.records.append(record)
+        if not self.by_parameter:
+          if "master" in record.states:  # of an optimizer before
+            record.states.pop("master").zero()
+        elif record.place.dtype != torch.float32:
           self.work[id(record.param)] = self.master(record)
 
   def let_go(self, record):
     for name, value in self.states(record).items():
       if isinstance(value, Place) and name != "master":
         value.zero()
-    self.inner.state.pop(self.work.pop(id(record.param), record.param), None)
+    param = self.work.pop(id(record.param), record.param)
+    self.inner.state.pop(param, None)
+    self.homes = {key: place for key, place in self.homes.items() if key[0] != id(param)}
+    self.records.remove(record)
     record.rule = None
 
   def master(self, record):
@@ -237,11 +388,59 @@ class TorchRule:
     param._gm_place = place
     return param
 
+  # ---- places of states
   def new_state(self, like, dtype):
-    return managed_view(self.session.place("state", like.shape, dtype, f"{like._gm_place.name}.state"))
+    """A managed tensor, which reads as zero, with the strides of a parameter."""
+    self.reclaim(list(itertools.islice(reversed(self.made.values()), RECENT)))  # what a step has made for the moment
+    stride = dense_stride(like)
+    spare = self.spare.get((like.shape, stride, dtype))
+    if spare:
+      place = heapq.heappop(spare)[1]  # the lowest, so that each step takes the same ones
+    else:
+      place = self.session.place("state", like.shape, dtype, f"{like._gm_place.name}.state", stride)
+    self.made[id(place)] = place
+    return managed_view(place)
 
+  def reclaim(self, places):
+    """Those of the places that no tensor refers to any more are spare, and cost nothing."""
+    for place in places:
+      if not in_use(place):
+        place.zero()
+        del self.made[id(place)]
+        heapq.heappush(self.spare.setdefault((place.shape, place.stride, place.dtype), []), (place.offset, place))
+
+  def adopt(self, param):
+    """States that were not made like their parameter (SGD's momentum is a copy of the first gradient) move into arenas;
+    one that takes the place of another does so there, too."""
+    state = self.inner.state.get(param)
+    for name, value in list(state.items()) if isinstance(state, dict) else ():
+      if self.adoptable(value, param):
+        place = self.homes.get((id(param), name))
+        if place is None or id(place) not in self.made or place.dtype != value.dtype or in_use(place):
+          place = self.new_state(param, value.dtype)._gm_place
+        self.homes[id(param), name] = place
+        new = managed_view(place)
+        new.copy_(value)
+        with _plain():  # the same object, which the optimizer may know from elsewhere, too
+          value.data = new.detach()
+        value.__class__ = ManagedTensor
+        value._gm_place = place
+
+  def adopt_states(self):
+    for record in self.records:
+      self.adopt(self.key(record))
+    self.reclaim(list(self.made.values()))
+
+  def adoptable(self, value, param):
+    """Whether a state can live in an arena: one of the parameter's shape, whose memory is nobody else's."""
+    return type(value) is torch.Tensor and value.dim() and value.shape == param.shape and value.numel() and \
+        value.device == param.device and can_wrap(value.dtype) and not value.requires_grad and \
+        not value.is_inference() and value.layout is torch.strided and value._base is None and not shared(value)
+
+  # ---- a step for each parameter
   def step(self, groups):
     inner, session = self.inner, self.session
+    self.reclaim(list(self.made.values()))  # what the user has cleared
     session.in_optimizer = self.new_state
     try:
       for group in groups:
@@ -270,27 +469,105 @@ class TorchRule:
     param = record.param if work is None else work
     options["params"] = [param]
     self.inner.param_groups = [options]
-    self.inner.step()
-    for name, value in self.inner.state.get(param, {}).items():
-      if isinstance(value, torch.Tensor) and not isinstance(value, ManagedTensor) and value.dim() and \
-          value.shape == param.shape:  # not made like the parameter: SGD's momentum is a copy of the first gradient
-        self.inner.state[param][name] = self.new_state(param, value.dtype)
-        self.inner.state[param][name].copy_(value)
+    self.own_step()
+    self.adopt(param)
     if work is not None:
       with _plain():
         _set_grad(work, None)
       record.param.copy_(work)
       record.place.written = False
 
-  def states_of(self, record):
-    return self.inner.state.get(self.work.get(id(record.param), record.param), {})
+  # ---- one step over all parameters
+  def step_whole(self, args, kwargs):
+    """Calls the step as torch would, with those functions for lists that torch makes of other ones."""
+    options = [(group, key, group[key]) for group in self.inner.param_groups for key in ("foreach", "fused")
+               if key in group]
+    for group, key, _ in options:
+      group[key] = False
+    self.reclaim(list(self.made.values()))
+    try:
+      return self.stepping(self.own_step)(*args, **kwargs)
+    finally:
+      for group, key, value in options:
+        group[key] = value
+
+  def stepping(self, function):
+    """A method of the optimizer, within which what is made like a parameter is a state."""
+
+    @functools.wraps(function)
+    def run(*args, **kwargs):
+      session = self.session
+      outer, session.in_optimizer = session.in_optimizer, self.new_state
+      try:
+        out = function(*args, **kwargs)
+      finally:
+        session.in_optimizer = outer
+      with torch.no_grad():
+        self.adopt_states()
+      return out
+
+    return run
+
+  def within(self, closure):
+    """A closure for the step: the forward and backward passes that it makes are of the same iteration."""
+
+    @functools.wraps(closure)
+    def run(*args, **kwargs):
+      session = self.session
+      outer, session.in_optimizer = session.in_optimizer, None
+      session.in_closure += 1
+      try:
+        return closure(*args, **kwargs)
+      finally:
+        session.in_closure -= 1
+        session.in_optimizer = outer
+        session.settle()
+        session.set_phase(abi.PHASE_UPDATE)
+
+    return run
+
+  # ---- states
+  def key(self, record):
+    """What the optimizer knows a parameter by."""
+    return self.work.get(id(record.param), record.param)
+
+  def has_state(self, record):
+    return self.key(record) in self.inner.state
+
+  def state_of(self, record):
+    return self.inner.state[self.key(record)]
+
+  def set_state(self, record, values):
+    if values:
+      self.inner.state[self.key(record)] = values
+    else:
+      self.inner.state.pop(self.key(record), None)
+
+  def others(self):
+    return {} if self.by_parameter else {key: value for key, value in self.inner.state.items()
+                                         if not isinstance(key, torch.Tensor)}
+
+  def check_others(self, values):
+    if values and self.by_parameter:
+      raise GeminiError(f"{type(self.inner).__name__} has states of its parameters only, and no {next(iter(values))!r}")
+
+  def set_others(self, values):
+    for key in self.others():
+      del self.inner.state[key]
+    self.inner.state.update(values)
 
   def states(self, record):
     out = {"master": record.states["master"]} if "master" in record.states else {}
-    for name, value in self.states_of(record).items():
-      managed = isinstance(value, ManagedTensor) and value.shape == value._gm_place.shape and value.is_contiguous()
+    for name, value in self.inner.state.get(self.key(record), {}).items():
+      managed = isinstance(value, ManagedTensor) and value._gm_place.has(value)
       out[name] = value._gm_place if managed else value
     return out
+
+  def layout_of(self, record, state):
+    """States of a parameter's fp32 copy are of fp32, whatever they were."""
+    return {name: (torch.float32 if self.by_parameter else value.dtype)
+            if isinstance(value, torch.Tensor) and value.shape == record.place.shape and name != "step" else value
+            for name, value in state.items()}
 
   def check(self, record, layout):
     if ("master" in layout) != ("master" in record.states):
@@ -301,7 +578,7 @@ class TorchRule:
     places = {name: place for name, place in self.states(record).items() if isinstance(place, Place)}
     for place in places.values():
       place.zero()
-    param = self.work.get(id(record.param), record.param)
+    param = self.key(record)
     state = self.inner.state[param] = {}
     out = {}
     for name, value in layout.items():
@@ -320,6 +597,25 @@ class TorchRule:
     return out
 
 
+def in_use(place):
+  """Whether a tensor refers to a state's place, beside the place's own; also where torch cannot tell."""
+  return shared(place.tensor) is not False
+
+
+def own_step(inner):
+  """An optimizer's step without torch's hooks around it, which the prepared optimizer calls once a step; and whether it
+  is the one of its class, not one that was set for this optimizer alone."""
+  own, step = vars(inner).get("step"), type(inner).step
+  own = getattr(own, "_torchdynamo_orig_callable", own)  # compiled: as it was before
+  if getattr(own, "_wrapped_by_lr_sched", False):  # by a scheduler, which counts steps
+    own = own.__wrapped__
+  if own not in (None, step) and getattr(own, "__func__", None) is not step:
+    return own, False
+  while getattr(step, "hooked", False):
+    step = step.__wrapped__
+  return functools.partial(step, inner), True
+
+
 class AdamwRule:
   """AdamW and Adam, by libgemini_update: each chunk where it lives, late, so that it overlaps the next forward pass.
 
@@ -327,6 +623,7 @@ class AdamwRule:
   """
   STATES = ("master", "momentum", "variance")
   NAMES = {"master": "master", "exp_avg": "momentum", "exp_avg_sq": "variance"}  # torch's of these
+  by_parameter = True
 
   def __init__(self, session, decoupled):
     self.session = session
@@ -354,7 +651,7 @@ class AdamwRule:
 
   def let_go(self, record):
     self.arenas[record.place.arena].remove(record)
-    record.step = 0
+    record.step = None
     for kind in ("momentum", "variance"):
       record.states.pop(kind).zero()
     record.rule = None
@@ -362,7 +659,8 @@ class AdamwRule:
   def rule(self, record, group):
     beta1, beta2 = map(float, group["betas"])
     dtype = DTYPES[record.place.dtype]
-    return (0 if self.decoupled or group.get("decoupled_weight_decay") else abi.ADAMW_L2, dtype, dtype, record.step + 1,
+    step = 1 if record.step is None else 1 + int(record.step)
+    return (0 if self.decoupled or group.get("decoupled_weight_decay") else abi.ADAMW_L2, dtype, dtype, step,
             float(group["lr"]), beta1, beta2, float(group["eps"]), float(group["weight_decay"]), record.scale)
 
   def step(self, groups):
@@ -441,6 +739,7 @@ class AdamwRule:
     whole = all(rule != abi.UPDATE_SKIP for end, rule in ranges if end > start)
     self.run(arena, ready[0], start, at - start, list(rules), ranges, whole)
     for record in ready:  # now that it has not been refused
+      record.step = count_of(0) if record.step is None else record.step
       record.step += 1
 
   def run(self, arena, record, start, count, rules, ranges, whole):
@@ -483,9 +782,13 @@ class AdamwRule:
 
   def states(self, record):
     out = {name: record.states[kind] for name, kind in self.NAMES.items() if kind in record.states}
-    if not record.step:
+    if record.step is None:
       return {name: place for name, place in out.items() if name == "master"}
-    return {"step": torch.tensor(float(record.step)), **out}
+    return {"step": record.step, **out}
+
+  def layout_of(self, record, state):
+    return {name: torch.float32 if isinstance(value, torch.Tensor) and value.shape == record.place.shape and
+            name != "step" else value for name, value in state.items()}
 
   def check(self, record, layout):
     want = {name for name, kind in self.NAMES.items() if kind in record.states} | {"step"}
@@ -499,10 +802,47 @@ class AdamwRule:
                           f"{tuple(record.place.shape)} of torch.float32")
 
   def renew(self, record, layout):
-    record.step = int(layout.get("step", 0))
+    record.step = count_of(layout["step"]) if "step" in layout else None
     for place in record.states.values():
       place.zero()
     return {name: record.states[kind] for name, kind in self.NAMES.items() if name in layout}
+
+  # ---- as the user sees it
+  def overrides(self, name):
+    return False
+
+  def refuse_saving(self):
+    """Checkpoints have all of it."""
+
+  def adopt_states(self):
+    """All of them are in arenas."""
+
+  def others(self):
+    return {}
+
+  def check_others(self, values):
+    if values:
+      raise GeminiError(f"AdamW has states of its parameters only, and no {next(iter(values))!r}")
+
+  def set_others(self, values):
+    """There are none."""
+
+  def has_state(self, record):
+    return record.step is not None
+
+  def state_of(self, record):
+    return AdamwState(self, record)
+
+  def set_state(self, record, values):
+    values = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in values.items()}
+    layout = self.layout_of(record, values)
+    self.check(record, {**layout, "master": torch.float32} if "master" in record.states else layout)
+    self.session.settle()
+    record.step = count_of(values["step"]) if values else None
+    for kind in ("momentum", "variance"):
+      record.states[kind].zero()
+    for name in set(values) - {"step"}:
+      record.states[self.NAMES[name]].write(values[name])
 
 
 _RULE = ("flags", "param_dtype", "grad_dtype", "step", "lr", "beta1", "beta2", "eps", "weight_decay", "grad_scale")
@@ -510,9 +850,36 @@ _RULE = ("flags", "param_dtype", "grad_dtype", "step", "lr", "beta1", "beta2", "
 
 def fused_rule(session, inner):
   """The C library's rule for an optimizer, or None."""
-  if type(inner) not in (torch.optim.AdamW, torch.optim.Adam):
+  if type(inner) not in (torch.optim.AdamW, torch.optim.Adam) or not own_step(inner)[1]:
     return None
   for group in inner.param_groups:
     if any(group.get(option) for option in ("amsgrad", "maximize", "capturable", "differentiable")):
       return None
   return AdamwRule(session, type(inner) is torch.optim.AdamW)
+
+
+@internals.not_traced
+def _refuse_unprepared(optimizer, args, kwargs):
+  """Of all optimizers, before their steps: one that was not prepared has no states in the session, and does not know of
+  gradients that have still to be scaled, or of copies in fp32."""
+  if isinstance(optimizer, Optimizer) or any(isinstance(value, Optimizer) for value in vars(optimizer).values()):
+    return  # or it makes its steps by a prepared one
+  for number, group in enumerate(getattr(optimizer, "param_groups", ())):
+    for index, param in enumerate(group["params"]):
+      if isinstance(param, ManagedTensor):
+        if param._gm_place.session.in_optimizer is not None:  # a part of a prepared one
+          return
+        raise GeminiError(f"this {type(optimizer).__name__} was not prepared, but parameter {index} of its group "
+                          f"{number}, {param._gm_place.name}, is in a session: make steps with the optimizer that "
+                          "libgemini.torch.prepare(model, optimizer) returns")
+
+
+_watch = []
+
+
+def watch_steps(on):
+  """Looks at the steps of all optimizers while there is a session."""
+  while _watch:
+    _watch.pop().remove()
+  if on:
+    _watch.append(register_optimizer_step_pre_hook(_refuse_unprepared))

@@ -96,6 +96,7 @@ def _biggest(owner):
 
 def report(owner):
   """See libgemini.torch.report()."""
+  owner.free_places()
   stats = owner.manager.stats()
   steps = stats["iterations"] - owner.reset_iterations
   where = str(owner.device) if owner.cuda else "the host-simulated device"

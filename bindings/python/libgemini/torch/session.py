@@ -6,6 +6,7 @@ function that used the parameters in the forward pass, and ends when the next on
 
 SPDX-License-Identifier: Apache-2.0
 """
+import collections
 import contextlib
 import ctypes
 import itertools
@@ -17,6 +18,9 @@ import torch
 from .. import abi
 from ..abi import GeminiError
 from ..manager import Manager, parse_bytes
+from . import internals
+from .internals import StorageWeakRef
+from .layout import Space, dense_stride
 from .memory import host_tensor, wrap
 from .tensors import Use, run_with
 
@@ -32,7 +36,7 @@ MOST_PASSES = 64  # forward passes in an iteration without a gradient: who never
 
 def in_backward():
   """Whether autograd is calling us."""
-  return torch._C._current_graph_task_id() != -1
+  return internals.graph_task() != -1
 
 
 def _runs(function):
@@ -50,13 +54,21 @@ class Graph:
 class Place:
   """Where a tensor's bytes live: a range of an arena, with one address on the device for life.
 
-  tensor is the plain torch tensor over that address: to be read and written only between acquire and release.
+  tensor is the plain torch tensor over that address: to be read and written only between acquire and release. The bytes
+  live as long as any tensor over its storage does, whoever has it: see Session.free_places().
   """
-  __slots__ = ("session", "arena", "offset", "object", "base", "size_bytes", "dtype", "shape", "address", "tensor",
-               "name", "written")
+  __slots__ = ("session", "arena", "offset", "object", "base", "size_bytes", "dtype", "shape", "stride", "address",
+               "tensor", "name", "written", "number", "origin", "owner", "follows", "storages")
+  numbers = itertools.count()
 
-  def __init__(self, session, arena, offset, shape, dtype, name):
+  def __init__(self, session, arena, offset, shape, dtype, name, stride=None):
+    self.tensor = None
     self.session = session
+    self.number = next(self.numbers)
+    self.origin = None  # of a parameter's: where its values were before, as a layout.Span
+    self.owner = None  # of a parameter's: its record, as a weak reference
+    self.follows = None  # of a gradient's or a state's: the parameter's place, whose bytes go with these
+    self.storages = []  # whose tensors need the bytes, when nobody knows the place any more
     self.arena = arena
     self.offset = offset
     self.written = False  # by the user's functions, since it was last known to be as its master copy
@@ -66,11 +78,34 @@ class Place:
     self.size_bytes = self.shape.numel() * dtype.itemsize
     self.name = name
     self.address = session.arena_base(arena) + offset
-    self.tensor = wrap(self.address, self.shape, dtype, session.device)
+    self.tensor = wrap(self.address, self.shape, dtype, session.device, stride)
+    self.stride = tuple(self.tensor.stride())  # in elements, without gaps
+
+  def __del__(self):
+    """Nobody knows it any more; torch may still have its storage. Any thread can be here at any time."""
+    if self.tensor is None or not self.elements:
+      return
+    (self.follows or self).storages.append(StorageWeakRef(self.tensor.untyped_storage()))
+    if not self.follows:
+      self.session.left.append((self.arena, self.offset, self.size_bytes, self.object, self.storages))
 
   @property
   def elements(self):
     return self.shape.numel()
+
+  @property
+  def contiguous(self):
+    return self.tensor.is_contiguous()
+
+  def has(self, tensor):
+    """Whether a managed tensor is all of it, in its order."""
+    return (tensor.data_ptr(), tensor.shape, tensor.dtype) == (self.address, self.shape, self.dtype) and \
+        tuple(tensor.stride()) == self.stride
+
+  def in_order(self, values):
+    """Values, of the same number of elements, as one dimension, in the order in which they lie here."""
+    order = sorted(range(len(self.shape)), key=lambda i: (-self.stride[i], i))
+    return values.reshape(self.shape).permute(order).reshape(-1)
 
   def register(self, name):
     """A parameter's place becomes a tensor of the library's, with a name that its messages have."""
@@ -89,36 +124,48 @@ class Place:
     return abi.Access(self.object, self.base + offset, self.size_bytes if size_bytes is None else size_bytes, mode,
                       tier, None)
 
-  def host_pieces(self, mode):
-    """Yields (first element, CPU tensor of one dimension) over all elements, acquired on the host one after another."""
+  def host_pieces(self, mode, begin=0, end=None):
+    """Yields (first element, CPU tensor of one dimension) over the elements from begin to end, or all, acquired on the
+    host one after another."""
+    end = self.elements if end is None else end
     step = PIECE_BYTES // self.dtype.itemsize
-    for first in range(0, self.elements, step):
-      count = min(step, self.elements - first)
+    for first in range(begin, end, step):
+      count = min(step, end - first)
       access = self.access(mode, abi.TIER_HOST, first * self.dtype.itemsize, count * self.dtype.itemsize)
       with self.session.acquired(access, 1, abi.STREAM_CALLER):
         yield first, host_tensor(access.ptr, count, self.dtype)
 
-  def device_pieces(self, mode, piece_bytes=PIECE_BYTES):
-    """Yields (first element, plain tensor of one dimension) over all elements, acquired on the device one after another:
-    for when the host has no room, through which the library itself would go."""
-    flat, step = self.tensor.view(-1), piece_bytes // self.dtype.itemsize
-    for first in range(0, self.elements, step):
-      piece = flat[first:first + step]
+  def device_pieces(self, mode, piece_bytes=PIECE_BYTES, begin=0, end=None):
+    """Yields (first element, plain tensor of one dimension) over the elements from begin to end, or all, acquired on
+    the device one after another: for when the host has no room, through which the library itself would go."""
+    end = self.elements if end is None else end
+    flat, step = self.tensor.as_strided((self.elements,), (1,)), piece_bytes // self.dtype.itemsize
+    for first in range(begin, end, step):
+      piece = flat[first:min(first + step, end)]
       access = self.access(mode, abi.TIER_DEVICE, first * self.dtype.itemsize, piece.nbytes)
       with self.session.acquired(access, 1, self.session.stream()):
         yield first, piece
 
   def read(self):
-    """A copy on the CPU, of memory of its own."""
-    out = torch.empty(self.shape, dtype=self.dtype, device="cpu")
-    flat = out.view(-1)
-    for first, piece in self.host_pieces(abi.READ):
-      flat[first:first + piece.numel()].copy_(piece)
+    """A copy on the CPU, in memory of its own, with the place's strides."""
+    out = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="cpu")
+    self.read_to(out.as_strided((self.elements,), (1,)))
     return out
+
+  def read_to(self, out, begin=0):
+    """Fills a CPU tensor of one dimension with the elements from begin on, in the order in which they lie."""
+    for pieces in self.host_pieces, self.device_pieces:
+      try:
+        for first, piece in pieces(abi.READ, begin=begin, end=begin + out.numel()):
+          out[first - begin:first - begin + piece.numel()].copy_(piece)
+        return
+      except GeminiError as error:
+        if error.status != "OOM_HOST" or pieces == self.device_pieces:
+          raise
 
   def write(self, values):
     """Copies values, of the same number of elements and any dtype, from the CPU or the session's device."""
-    flat = values.detach().reshape(-1)
+    flat = self.in_order(values.detach())
     # What is page-locked in several parts, as the host tier may be, CUDA does not copy at once.
     pieces = self.device_pieces if self.session.cuda and flat.is_cuda else self.host_pieces
     for first, piece in pieces(abi.WRITE):
@@ -142,8 +189,12 @@ class Session:
     self.device = device
     self.progress = progress  # as in progress.Progress: show
     self.cuda = device.type == "cuda"
-    if not parse_bytes(config.get("window", 0), "window"):
-      config["window"] = window_bytes(parse_bytes(config["device_memory"], "device_memory"), self.cuda)
+    memory, margin = (parse_bytes(config.get(name, 0), name) for name in ("device_memory", "device_margin"))
+    window = parse_bytes(config.get("window", 0), "window") or window_bytes(memory, self.cuda)
+    if memory - margin < window:
+      raise GeminiError(f"device_memory is {memory} bytes, of which margin leaves {max(memory - margin, 0)}: want at least a "
+                        f"chunk, which has {window} bytes (window), and for a step all of a parameter and its gradient", "INVALID")
+    config["window"] = window
     self.manager = Manager(cuda=self.cuda, device_ordinal=device.index or 0, **config)
     self.lib = self.manager.lib
     self.handle = self.manager.handle
@@ -151,7 +202,9 @@ class Session:
     self.bases = {}  # of an arena: its first address, its number
     self.streams = {}
     self.in_optimizer = None  # while an optimizer's own step runs: where its states shall live
+    self.in_closure = 0  # closures that such a step has called and that have not returned
     self.iteration = None  # "train" or "infer" while one is open
+    self.called = False  # whether there has been one
     self.graph = None  # while a forward pass runs: a mark that the autograd graph it makes refers to
     self.graphs = []  # of the iteration's forward passes, as weak references
     self.phase = abi.PHASE_NONE
@@ -163,7 +216,10 @@ class Session:
     self.held = None  # what the function that the backward pass has reached has acquired: (use, stream)
     self.backward_task = -1  # autograd's number of the backward pass in progress
     self.uses = {}
-    self.records = []  # of all parameters that live here
+    self.known = weakref.WeakValueDictionary()  # records of all parameters that live here, each as long as its parameter
+    self.spaces = {}  # of an arena: what is free of what was taken
+    self.building = False  # whether models are being built in the session
+    self.left = collections.deque()  # places that nobody knows any more: (arena, offset, size, object, storages)
     self.gone = "the session was closed, and its parameters with it"  # what is said of a use when there is no manager
     self.models = []  # that were prepared
     self.depth = 0  # forward passes of these that run, one within the other
@@ -187,17 +243,58 @@ class Session:
   def arena_base(self, arena):
     return self.bases[arena][0]
 
-  def place(self, kind, shape, dtype, name):
+  def place(self, kind, shape, dtype, name, stride=None):
     """A new tensor, which reads as zero, in an arena that follows no other."""
-    arena = self.arena(kind, dtype)
-    size = max(1, torch.Size(shape).numel()) * dtype.itemsize
-    return Place(self, arena, self.manager.take(arena, size), shape, dtype, name)
+    self.free_places()
+    arena, alignment = self.arena(kind, dtype), ALIGNMENT * dtype.itemsize
+    size = -(-max(1, torch.Size(shape).numel()) // ALIGNMENT) * alignment
+    offset = self.spaces[arena].take(size, alignment) if arena in self.spaces else None
+    if offset is None:
+      offset = self.manager.take(arena, size)
+    return Place(self, arena, offset, shape, dtype, name, stride)
+
+  def place_of(self, tensor, kind):
+    """A new place with the values and strides of a managed tensor."""
+    place = self.place(kind, tensor.shape, tensor.dtype, tensor._gm_place.name, dense_stride(tensor))
+    place.write(tensor.detach().clone())
+    return place
+
+  def free_places(self):
+    """The bytes of places that were left cost nothing from now on, if no tensor is over them any more."""
+    for _ in range(len(self.left)):
+      left = self.left.popleft()
+      if not all(storage.expired() for storage in left[4]) or not self.free_place(*left[:4]):
+        self.left.append(left)
+
+  def free_place(self, arena, offset, size, tensor):
+    """Also of its gradient and states, which lie likewise in the arenas that follow its own. False: not yet."""
+    (itemsize,) = (dtype.itemsize for (_, dtype, _), handle in self.arenas.items() if handle == arena)
+    followers = [(handle, dtype.itemsize) for (kind, dtype, like), handle in self.arenas.items()
+                 if like == arena and kind != "reused grad"]
+
+    def zero(begin, end):
+      for handle, other in ((arena, itemsize), *followers):
+        where = begin // itemsize * other, (end - begin) // itemsize * other
+        self.lib.zero(self.handle, ctypes.byref(abi.Access(handle, *where, 0, 0, None)))
+
+    try:
+      zero(offset, offset + size)
+      if tensor != arena:
+        self.lib.tensor_unregister(self.handle, tensor)
+    except GeminiError:  # an update is using it, or there is no room for what a chunk has beside it
+      return False
+    alignment = ALIGNMENT * itemsize
+    space = self.spaces.setdefault(arena, Space())
+    with contextlib.suppress(GeminiError):  # what reads as zero may go on to cost something
+      zero(*space.give(offset, -(-size // alignment) * alignment))  # chunks that are free as a whole now
+    return True
 
   def counterpart(self, place, kind, dtype):
     """Of a parameter's place: the same elements in the arena of another kind, which follows the parameter's."""
     arena = self.arena(kind, dtype, place.arena)
     other = Place(self, arena, place.offset // place.dtype.itemsize * dtype.itemsize, place.shape, dtype,
-                  f"{place.name}.{kind}")
+                  f"{place.name}.{kind}", place.stride)
+    other.follows = place
     if place.object != place.arena:
       tensor = ctypes.c_uint64()
       self.lib.tensor_counterpart(self.handle, place.object, arena, tensor)
@@ -227,7 +324,7 @@ class Session:
   # ---- streams
   def native_stream(self):
     """torch's current stream, as CUDA names it."""
-    return torch._C._cuda_getCurrentRawStream(self.device.index or 0) if self.cuda else None
+    return internals.raw_stream(self.device.index or 0) if self.cuda else None
 
   def stream(self):
     """The library's handle of torch's current stream."""
@@ -277,9 +374,13 @@ class Session:
         hold[3].reset()
       self.holds.remove(hold)
 
+  @property
+  def records(self):
+    return list(self.known.values())
+
   def use(self, ranges, name):
-    """What a function of this name reads and writes; ranges: a tuple of (place, offset, size in bytes, mode)."""
-    key = ranges, name
+    """What a function of this name reads and writes; ranges: (place, offset, size in bytes, mode) of each."""
+    key = name, *((place.number, *where) for place, *where in ranges)  # which keeps no place alive
     use = self.uses.get(key)
     if use is None:
       if len(self.uses) >= MOST_USES:  # of slices that are always others
@@ -346,7 +447,7 @@ class Session:
         raise
       self.lib.iteration_end(self.handle)  # which an interrupt came before
       self.lib.iteration_begin(self.handle)
-    self.iteration = kind
+    self.iteration, self.called = kind, True
     self.phase = abi.PHASE_NONE
     self.graphs.clear()
 
@@ -371,11 +472,11 @@ class Session:
   # ---- the backward pass
   def backward_begin(self):
     """Autograd is calling us: if for the first time in this backward pass, that begins."""
-    task = torch._C._current_graph_task_id()
+    task = internals.graph_task()
     if self.backward_task == task:
       return
     self.backward_task = task  # the one before has ended, by an exception, or this one is inside it
-    torch.autograd.Variable._execution_engine.queue_callback(self.settle)
+    internals.after_backward(self.settle)
     self.set_phase(abi.PHASE_BACKWARD)
     for rule in self.rules:
       rule.forget_done()

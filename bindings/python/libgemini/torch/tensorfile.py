@@ -15,7 +15,7 @@ import torch
 from .. import abi
 from ..abi import GeminiError
 from .session import Place
-from .tensors import ManagedTensor
+from .tensors import ManagedTensor, managed_view
 
 CODES = {
   "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -84,8 +84,8 @@ def split(tensors, most_bytes):
 
 
 def write(path, tensors, progress):
-  """Writes a file of (name, Place or tensor) and returns the checksums by name. The bytes of a place go from wherever
-  they are to the file, chunk by chunk."""
+  """Writes a file of (name, Place or tensor) and returns the checksums by name. The bytes of a contiguous place go from
+  wherever they are to the file, chunk by chunk."""
   tensors = sorted(tensors, key=lambda item: -item[1].dtype.itemsize)  # so that each is aligned
   header, entries, at = {"__metadata__": {"format": "pt"}}, [], 0
   for name, value in tensors:
@@ -117,7 +117,7 @@ def write(path, tensors, progress):
 def _store(fd, value, offset, size):
   if not size:
     return
-  if isinstance(value, Place):
+  if isinstance(value, Place) and value.contiguous:
     session = value.session
     try:
       session.lib.store(session.handle, ctypes.byref(value.access(abi.READ)), fd, offset)
@@ -127,8 +127,8 @@ def _store(fd, value, offset, size):
       for first, piece in value.device_pieces(abi.READ, PIECE_BYTES):
         _write(fd, _bytes_of(piece.cpu()), offset + first * value.dtype.itemsize)
   else:
-    values = value.detach()
-    values = (values.clone() if isinstance(value, ManagedTensor) else values).to("cpu").contiguous()
+    values = managed_view(value) if isinstance(value, Place) else value.detach()
+    values = (values.clone() if isinstance(values, ManagedTensor) else values).to("cpu").contiguous()
     _write(fd, _bytes_of(values), offset)
 
 
@@ -166,12 +166,12 @@ def read_header(path):
 
 
 def read(entry, fd, target):
-  """Fills a Place, or a tensor that is not managed, of as many elements, from an open file. Bytes of the place's own
-  dtype go where it is, chunk by chunk; others are converted in pieces."""
+  """Fills a Place, or a tensor, of as many elements, from an open file. Bytes of a contiguous place's own dtype go where it is,
+  chunk by chunk; others are converted in pieces. To a place of other strides and to a tensor they go by way of a copy."""
   if not entry.size_bytes:
     return
   try:
-    if isinstance(target, Place):
+    if isinstance(target, Place) and target.contiguous:
       try:
         _read_place(entry, fd, target)
       except GeminiError as error:
@@ -179,10 +179,20 @@ def read(entry, fd, target):
           raise
         for first, piece in target.device_pieces(abi.WRITE, PIECE_BYTES):
           _convert(entry, fd, first, piece)
-    else:
-      values = torch.empty(entry.shape, dtype=entry.dtype)
-      _read(fd, _bytes_of(values), entry.offset)
+      return
+    values = torch.empty(entry.shape, dtype=entry.dtype)
+    _read(fd, _bytes_of(values), entry.offset)
+    if not isinstance(target, Place):
       target.copy_(values.view(target.shape))
+      return
+    try:
+      target.write(values)
+    except GeminiError as error:
+      if error.status != "OOM_HOST":
+        raise
+      flat = target.in_order(values)
+      for first, piece in target.device_pieces(abi.WRITE, PIECE_BYTES):
+        piece.copy_(flat[first:first + piece.numel()])
   except (GeminiError, OSError) as error:
     raise GeminiError(f"{entry.file}: {entry.name} was not read: {error}", getattr(error, "status", "IO")) from error
 

@@ -9,19 +9,20 @@ SPDX-License-Identifier: Apache-2.0
 """
 import ctypes
 import dataclasses
+import functools
 import io
 from multiprocessing.reduction import ForkingPickler
 
 import torch
 from torch import nn
-from torch._functorch import eager_transforms, vmap
 
 from .. import abi
 from ..abi import GeminiError
+from . import internals
+from .internals import plain as _plain
+from .layout import is_dense
 
-_plain = torch._C.DisableTorchFunctionSubclass
 _Tensor = torch.Tensor
-_get_grad, _set_grad = torch._C.TensorBase.grad.__get__, torch._C.TensorBase.grad.__set__
 
 
 class Use:
@@ -42,13 +43,14 @@ class Use:
     self.backward_name = (name + ".backward").encode()[:127]
 
 
-def _extent(tensor, place):
-  """Offset in its place, and length, of the bytes between a view's first and last element."""
-  size = tensor.dtype.itemsize
-  if tensor.numel() == 0:
-    return 0, 0
+def _where(tensor):
+  """The place of a tensor that has elements; offset there, and length, of the bytes between its first and last one."""
+  place = tensor._gm_place
   last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride()))
-  return tensor.data_ptr() - place.address, (last + 1) * size
+  offset, size = tensor.data_ptr() - place.address, (last + 1) * tensor.dtype.itemsize
+  if offset < 0 or offset + size > place.size_bytes:
+    raise GeminiError(f"{place.name} was moved behind libgemini's back: its address is no longer its own")
+  return place, offset, size
 
 
 def _collect(values, found):
@@ -167,6 +169,31 @@ def _copy(tensor):
   return _run(_Tensor.clone, (tensor,), {})
 
 
+def refuse_tracing(name):
+  """Of a parameter, before it is used."""
+  if internals.is_tracing():
+    raise GeminiError(f"{name}: torch.jit.trace() would keep the parameter's address, and read what may not be there: "
+                      "trace before libgemini.torch.prepare()")
+
+
+def host_copy(tensor):
+  """A copy in plain memory of the CPU. The bytes are read where they are: nothing comes to the device for it."""
+  place = tensor._gm_place
+  session = place.session
+  session.refuse_closed(place.name)
+  with _plain(), torch.no_grad():
+    record = _gradient_of(tensor)
+    pending = record is not None and record.scale != 1.0
+    whole = tensor.numel() and tensor.dtype == place.dtype and is_dense(tensor.shape, tensor.stride())
+    if not whole or pending or session.holds:  # inside an operator what is read is the operator's
+      return _copy(tensor).detach().cpu()
+    _, offset, _ = _where(tensor)
+    session.op_end()
+    out = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+    place.read_to(out.as_strided((tensor.numel(),), (1,)), offset // tensor.dtype.itemsize)
+    return out
+
+
 def _run(func, args, kwargs):
   tensors = []
   _collect(args, tensors)
@@ -175,6 +202,7 @@ def _run(func, args, kwargs):
     return func(*args, **kwargs)
   session = tensors[0]._gm_place.session
   session.refuse_closed(tensors[0]._gm_place.name)
+  refuse_tracing(tensors[0]._gm_place.name)
   name = getattr(func, "__name__", "function")
   first = args[0] if args else next(iter(kwargs.values()))
   if len(tensors) > 4 and isinstance(first, (list, tuple)) and name.startswith("_foreach_"):
@@ -187,16 +215,14 @@ def _run(func, args, kwargs):
     changed += [out] if isinstance(out, _Tensor) else list(out)
   ranges, read = [], []
   for tensor in tensors:
-    place = tensor._gm_place
-    offset, size = _extent(tensor, place)
-    if not size:
+    if not tensor.numel():
       continue
-    if offset < 0 or offset + size > place.size_bytes:
-      raise GeminiError(f"{place.name} was moved behind libgemini's back: its address is no longer its own")
+    place, offset, size = _where(tensor)
     mode = abi.READ
     if any(tensor is one for one in changed):
       whole = name in _OVERWRITES and tensor is first and size == tensor.numel() * tensor.dtype.itemsize
-      mode = abi.WRITE if whole else abi.READ_WRITE
+      own = any(other is not tensor and other._gm_place is place for other in tensors)  # which it may be a view of
+      mode = abi.WRITE if whole and not own else abi.READ_WRITE
       place.written = True
     else:
       read.append(tensor)
@@ -226,12 +252,12 @@ def _names(*names):
 
 # Answered from what torch knows of the tensor; properties are, too, except those in _SPECIAL.
 _NO_BYTES = _names("size", "dim", "ndimension", "numel", "nelement", "stride", "element_size", "is_contiguous",
-                   "is_floating_point", "is_complex", "data_ptr", "untyped_storage", "storage_offset", "register_hook",
+                   "is_floating_point", "is_complex", "data_ptr", "storage_offset", "register_hook",
                    "register_post_accumulate_grad_hook", "requires_grad_", "__len__", "__hash__", "get_device",
                    "is_same_size", "is_inference", "is_pinned", "has_names", "retain_grad", "_is_view", "is_shared",
                    "is_signed") | {
                        torch.is_floating_point, torch.is_complex, torch.numel, torch.is_same_size, torch.is_inference,
-                       torch._has_compatible_shallow_copy_type, torch.empty_like, torch.zeros_like, torch.ones_like,
+                       internals.same_kind, torch.empty_like, torch.zeros_like, torch.ones_like,
                        torch.full_like, torch.rand_like, torch.randn_like, torch.result_type}
 # Give a view, without looking at the bytes.
 _VIEWS = _names("detach", "view", "view_as", "t", "transpose", "permute", "narrow", "select", "unsqueeze", "squeeze",
@@ -265,7 +291,58 @@ def _getitem(func, args, kwargs):
 
 def _copied(func, args, kwargs):
   """What leaves torch with a pointer gets a copy."""
+  if kwargs.get("copy") is False:
+    raise GeminiError(f"{args[0]._gm_place.name}: {func.__name__}(copy=False): only a copy of it can leave torch")
   return func(_copy(args[0]), *args[1:], **kwargs)
+
+
+def _read_only(func, args, kwargs):
+  """To NumPy, too, but nobody may take what is written there for written here."""
+  out = _copied(func, args, kwargs)
+  out.flags.writeable = False
+  return out
+
+
+class Storage(torch.UntypedStorage):
+  """Of a managed tensor that was asked for its storage. It tells where that is and how long; its bytes may be elsewhere."""
+  _TOLD = {"data_ptr", "device", "element_size", "filename", "get_device", "is_cuda", "is_hpu", "is_pinned", "is_shared",
+           "is_sparse", "is_sparse_csr", "nbytes", "resizable", "size", "type", "untyped"} | {
+               name for name in dir(torch.UntypedStorage) if "weak" in name}
+
+
+def _refuse_bytes(storage, *_, **__):
+  raise GeminiError(f"{storage._gm_name}: the bytes of its storage may be elsewhere, and cannot be used as a storage: take the "
+                    "storage of a clone()")
+
+
+for _name in {"__copy__", "__deepcopy__", "__delitem__", "__getitem__", "__iter__", "__reduce_ex__", "__setitem__"} | {
+    name for name in dir(torch.UntypedStorage) if not name.startswith("__") and name not in Storage._TOLD and
+    callable(getattr(torch.UntypedStorage, name))}:
+  setattr(Storage, _name, _refuse_bytes)
+
+
+def _storage(func, args, kwargs):
+  """untyped_storage(), storage()"""
+  out = func(*args, **kwargs)
+  storage = internals.untyped(out)
+  storage.__class__ = Storage
+  storage._gm_name = args[0]._gm_place.name
+  return out
+
+
+_set = internals.set_.original
+
+
+def _set_source(tensor, source=None, *args, **kwargs):
+  """Tensor.set_(), which is no torch function."""
+  if isinstance(internals.untyped(source), Storage):
+    _refuse_bytes(internals.untyped(source))
+  if not isinstance(tensor, ManagedTensor):
+    return _set(tensor, *(() if source is None else (source,)), *args, **kwargs)
+  if args or kwargs or not isinstance(source, _Tensor):
+    _refuse(_set, (tensor,), {})
+  tensor.data = source
+  return tensor
 
 
 def _refuse(func, args, kwargs):
@@ -307,7 +384,7 @@ def _to(func, args, kwargs):
   if len(args) > 4 or "copy" in kwargs or kwargs.get("memory_format"):
     return _run(func, args, kwargs)
   tensor = args[0]
-  device, dtype, _, _ = torch._C._nn._parse_to(*args[1:], **kwargs)
+  device, dtype, _, _ = internals.parse_to(*args[1:], **kwargs)
   if device is not None and device.type == "cuda" and device.index is None:
     device = torch.device("cuda", torch.cuda.current_device())
   there = device is None or device == tensor.device or device.type == tensor.device.type == "cpu"  # "cpu:0" is "cpu"
@@ -330,8 +407,11 @@ def _data_set(func, args, kwargs):
   old, new = args
   record = old._gm_record
   if isinstance(new, ManagedTensor) and new.data_ptr() == old.data_ptr() and new.shape == old.shape and \
-      new.dtype == old.dtype:
+      new.dtype == old.dtype and new.stride() == old.stride():
     return None
+  if record is None and isinstance(old, nn.Parameter):  # over another one's bytes, as it was not prepared yet
+    from .model import Record
+    record = Record(old._gm_place.session, old, old._gm_place.name)
   if record is None:
     raise GeminiError(f"{old._gm_place.name}: the data of a gradient or of a view cannot be replaced: copy_() into it")
   return record.replace(new)
@@ -346,17 +426,12 @@ def _vector_norm(func, args, kwargs):
   return _run(func, args, kwargs)
 
 
-_scalar = None, 0, 0.0  # the last tensor that was read as a number, its version, the number
-
-
 def _number(value):
-  global _scalar
+  """The number that a tensor is now: what it is later, and through which alias, torch does not tell."""
   if isinstance(value, (int, float)) and not isinstance(value, bool):
     return float(value)
   if isinstance(value, _Tensor) and not isinstance(value, ManagedTensor) and value.numel() == 1:
-    if _scalar[0] is not value or _scalar[1] != value._version:
-      _scalar = value, value._version, float(value.item())
-    return _scalar[2]
+    return float(value.item())
   return None
 
 
@@ -371,7 +446,10 @@ def _mul(func, args, kwargs):
 
 
 def _foreach_mul(func, args, kwargs):
-  factors = args[1] if isinstance(args[1], (list, tuple)) else [args[1]] * len(args[0])
+  factors = args[1]
+  if not isinstance(factors, (list, tuple)):
+    number = _number(factors)  # once for all of them: on a GPU it waits
+    factors = [factors if number is None else number] * len(args[0])
   for tensor, factor in zip(args[0], factors):
     _dispatch(_Tensor.mul_, (tensor, factor), kwargs)
 
@@ -399,6 +477,8 @@ def _like(func, args, kwargs):
   session = args[0]._gm_place.session if isinstance(args[0], ManagedTensor) else None
   if session is None or session.in_optimizer is None:
     return func(*args, **kwargs)
+  if kwargs.get("device", args[0].device) not in (None, args[0].device):
+    return func(*args, **kwargs)
   out = session.in_optimizer(args[0], kwargs.get("dtype") or args[0].dtype)
   if func is not torch.zeros_like and func is not torch.empty_like:
     _dispatch(_Tensor.copy_, (out, func(*args, **kwargs)), {})
@@ -408,10 +488,10 @@ def _like(func, args, kwargs):
 _SPECIAL = {
     _Tensor.grad.__get__: _grad_get, _Tensor.grad.__set__: _grad_set, _Tensor.data.__set__: _data_set,
     _Tensor.__getitem__: _getitem, torch.linalg.vector_norm: _vector_norm, _Tensor.mul_: _mul,
-    torch._foreach_mul_: _foreach_mul, torch._foreach_norm: _foreach_norm,
-    torch._amp_foreach_non_finite_check_and_unscale_: _unscale, _Tensor.to: _to, _Tensor.numpy: _copied,
-    _Tensor.__array__: _copied, _Tensor.__dlpack__: _copied, _Tensor.__format__: _copied, _Tensor.set_: _refuse,
-    _Tensor.resize_: _refuse, _Tensor.resize_as_: _refuse, _Tensor.share_memory_: _refuse, torch.zeros_like: _like,
+    internals.foreach_mul: _foreach_mul, internals.foreach_norm: _foreach_norm,
+    internals.unscale: _unscale, _Tensor.to: _to, _Tensor.numpy: _read_only, _Tensor.__array__: _read_only,
+    _Tensor.__dlpack__: _copied, _Tensor.__format__: _copied, _Tensor.untyped_storage: _storage,
+    _Tensor.storage: _storage, _Tensor.resize_: _refuse, _Tensor.resize_as_: _refuse, _Tensor.share_memory_: _refuse, torch.zeros_like: _like,
     torch.empty_like: _like, torch.full_like: _like, torch.ones_like: _like, **{view: _view for view in _VIEWS},
 }
 
@@ -448,13 +528,27 @@ class ManagedTensor(_Tensor):
       return _dispatch(func, args, kwargs or {})
 
   def __deepcopy__(self, memo):
-    copy = self.detach().clone()
-    copy = nn.Parameter(copy, self.requires_grad) if isinstance(self, nn.Parameter) else copy
+    """As torch copies: of parameters each has its own bytes, which within init(), where models are built, are in the session;
+    other tensors that share bytes have copies that do so. All else is in torch's memory."""
+    place = self._gm_place
+    with torch.no_grad():
+      if isinstance(self, nn.Parameter):
+        kind = "param" if self.requires_grad else "frozen"
+        copy = managed_view(place.session.place_of(self, kind)) if place.session.building else self.detach().clone()
+        copy = nn.Parameter(copy, self.requires_grad)
+      elif self._gm_grad is not None or self.dtype != place.dtype:
+        copy = self.detach().clone()
+      else:
+        key = "libgemini", place.number
+        if key not in memo:
+          memo[key] = _copy(managed_view(place))
+        first = (self.data_ptr() - place.address) // self.dtype.itemsize
+        copy = memo[key].as_strided(self.shape, self.stride(), first).detach()
     memo[id(self)] = copy
     return copy
 
   def __reduce_ex__(self, protocol):
-    copy = self.detach().clone().cpu()
+    copy = host_copy(self)
     copy = nn.Parameter(copy, self.requires_grad) if isinstance(self, nn.Parameter) else copy
     return copy.__reduce_ex__(protocol)
 
@@ -478,24 +572,32 @@ for _kind in (ManagedTensor, ManagedParameter):
   ForkingPickler.register(_kind, _saved)
 
 
-_function_apply = torch.autograd.Function.__dict__["apply"].__func__
+def _function_apply(cls, *args, **kwargs):
+  """torch's own."""
+  return internals.function_apply.original.__get__(None, cls)(*args, **kwargs)
+
+
+def with_managed(function, name, args, kwargs):
+  """Calls what is no torch function, but is given parameters, as one of that name."""
+  tensors = []
+  _collect(args, tensors)
+  _collect(kwargs.values(), tensors)
+  if not tensors:
+    return function(*args, **kwargs)
+
+  def apply(*args, **kwargs):
+    with internals.as_usual():
+      return function(*args, **kwargs)
+
+  apply.__name__ = name
+  with _plain():
+    return _run(apply, args, kwargs)
 
 
 def _apply(cls, *args, **kwargs):
   """torch.autograd.Function.apply(): what it is given is there while forward and backward of a custom function run, as
   these may hand pointers to kernels of their own."""
-  tensors = []
-  _collect(args, tensors)
-  if not tensors:
-    return _function_apply(cls, *args, **kwargs)
-
-  def apply(*args, **kwargs):
-    with torch._C._EnableTorchFunction():
-      return _function_apply(cls, *args, **kwargs)
-
-  apply.__name__ = cls.__name__
-  with _plain():
-    return _run(apply, args, kwargs)
+  return with_managed(functools.partial(_function_apply, cls), cls.__name__, args, kwargs)
 
 
 def _refuse_managed(wrap):
@@ -509,15 +611,30 @@ def _refuse_managed(wrap):
   return refuse
 
 
-_transforms = [(module, name, getattr(module, name)) for module, name in
-               ((eager_transforms, "_wrap_for_grad"), (vmap, "_add_batch_dim"))]
+_new_parameter = internals.new_parameter.original
+
+
+def _parameter(cls, data=None, requires_grad=True):
+  """nn.Parameter(data): over the bytes of data, as always, which stay managed."""
+  if not isinstance(data, ManagedTensor):
+    return _new_parameter.__get__(None, cls)(cls, data, requires_grad)
+  out = data.detach()
+  with _plain():
+    out.requires_grad_(requires_grad)
+  out.__class__ = ManagedParameter
+  return out
+
+
+_REPLACED = {internals.function_apply: classmethod(_apply), internals.new_parameter: staticmethod(_parameter),
+             internals.set_: _set_source,
+             internals.wrap_for_grad: _refuse_managed(internals.wrap_for_grad.original),
+             internals.add_batch_dim: _refuse_managed(internals.add_batch_dim.original)}
 
 
 def watch_functions(on):
-  """Custom functions and transforms are not torch functions: they are replaced while there is a session."""
-  torch.autograd.Function.apply = classmethod(_apply if on else _function_apply)
-  for module, name, wrap in _transforms:
-    setattr(module, name, _refuse_managed(wrap) if on else wrap)
+  """Custom functions, transforms, nn.Parameter() and set_() are not torch functions: they are replaced while there is a
+  session."""
+  internals.replace(_REPLACED, on)
 
 
 def managed_view(place):

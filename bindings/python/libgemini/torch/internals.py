@@ -1,0 +1,225 @@
+"""What libgemini uses of torch that torch's documentation does not promise, and what it replaces in torch.
+
+TESTED says with which versions of torch all of this is tested; tests/run.sh has a lane for the oldest one, the newest one
+and one between. A newer torch than these gives a warning when libgemini.torch is imported. If it lacks one of the names
+below, init() raises an error that says which; the import does not fail.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+import importlib
+import re
+import sys
+import types
+import warnings
+
+import torch
+from torch import nn
+
+from ..abi import GeminiError
+
+TESTED = (2, 6), (2, 15)  # (major, minor) of the oldest and of the newest; pyproject.toml and docs/pytorch.md follow
+
+
+def _text(version):
+  return ".".join(map(str, version))
+
+
+TESTED_TEXT = " to ".join(map(_text, TESTED))
+
+
+def check_version(version):
+  """Raises ImportError if a version of torch is older than TESTED, and warns if it is newer."""
+  found = re.match(r"(\d+)\.(\d+)", version)
+  number = tuple(map(int, found.groups())) if found else TESTED[1]
+  if number < TESTED[0]:
+    raise ImportError(f"libgemini.torch needs torch {_text(TESTED[0])} or later: this is torch {version}")
+  if number > TESTED[1]:
+    warnings.warn(f"this is torch {version}; libgemini is tested with torch {TESTED_TEXT}. It may not notice all that a "
+                  f"newer torch does with parameters: compare some losses with torch alone, or install torch "
+                  f"{_text(TESTED[1])}", stacklevel=4)  # where libgemini.torch is imported
+
+
+check_version(torch.__version__)
+
+
+# ---- names that torch may not have
+_missing, _missing_cuda = [], []
+
+
+class _Missing:
+  """In the place of a name that torch does not have: whatever is done with it is an error."""
+
+  def __init__(self, name):
+    self._name = name
+
+  def _refuse(self, *_, **__):
+    raise GeminiError(f"torch {torch.__version__} has no {self._name}, which libgemini needs: it is tested with torch "
+                      f"{TESTED_TEXT}")
+
+  __call__ = __enter__ = _refuse
+
+
+def _find(owner, path, missing=_missing):
+  """An attribute of an attribute ... of owner, or a _Missing."""
+  value = owner
+  for name in path.split("."):
+    if not hasattr(value, name):
+      missing.append(f"{owner.__name__}.{path}")
+      return _Missing(missing[-1])
+    value = getattr(value, name)
+  return value
+
+
+def _module(name):
+  try:
+    return importlib.import_module(name)
+  except ImportError:
+    return types.ModuleType(name)  # an empty one, in which _find() finds nothing
+
+
+def check(cuda):
+  """To be called before a session begins: raises GeminiError if torch lacks what libgemini needs."""
+  names = _missing + (_missing_cuda if cuda else [])
+  if names:
+    _Missing(", ".join(names))._refuse()
+
+
+# ---- tensors
+plain = _find(torch, "_C.DisableTorchFunctionSubclass")  # a context in which no __torch_function__ of tensors is called
+as_usual = _find(torch, "_C._EnableTorchFunction")  # a context within that one, in which they are
+get_grad, set_grad = _find(torch, "_C.TensorBase.grad.__get__"), _find(torch, "_C.TensorBase.grad.__set__")
+parse_to = _find(torch, "_C._nn._parse_to")  # of the arguments of Tensor.to(): device, dtype, non_blocking, format
+same_kind = _find(torch, "_has_compatible_shallow_copy_type")  # which Module.to() asks
+foreach_mul, foreach_norm = _find(torch, "_foreach_mul_"), _find(torch, "_foreach_norm")
+unscale = _find(torch, "_amp_foreach_non_finite_check_and_unscale_")  # torch.amp.GradScaler's
+StorageWeakRef = _find(_module("torch.multiprocessing.reductions"), "StorageWeakRef")
+
+
+def untyped(storage):
+  """The storage that a TypedStorage is about; anything else as it is."""
+  return storage._untyped_storage if isinstance(storage, torch.TypedStorage) else storage
+
+
+_use_count = getattr(torch._C, "_storage_Use_Count", None)  # not in each version
+
+
+def storage_users(storage):
+  """How many tensors and others have a storage, or None where torch does not tell."""
+  return _use_count and _use_count(storage._cdata)
+
+
+# ---- autograd
+graph_task = _find(torch, "_C._current_graph_task_id")  # the number of the backward pass that calls us, or -1
+after_backward = _find(torch, "autograd.Variable._execution_engine.queue_callback")  # (function): called when it is over
+
+# ---- modules and torch.compile
+_find(nn, "Module._call_impl")
+_find(nn, "Module._compiled_call_impl")
+
+
+def call_of(module):
+  """What module(...) comes to."""
+  return module._compiled_call_impl or module._call_impl
+
+
+def compiled_call_of(module):
+  """What module.compile() or set_call() put in the place of module(...), or None."""
+  return module._compiled_call_impl
+
+
+def set_call(module, call):
+  module.__dict__["_compiled_call_impl"] = call  # a module that torch.jit traced would set the attribute elsewhere
+
+
+def not_traced(function):
+  """torch.compile() calls the function instead of tracing it. torch.compiler.disable() would load the compiler, which
+  takes seconds."""
+  function._torchdynamo_disable = True
+  return function
+
+
+def compiler_loaded():
+  """Whether something may have been compiled: the compiler is loaded when it is first used, which takes seconds."""
+  return "torch._dynamo" in sys.modules
+
+
+_disable = _find(torch, "_disable_dynamo")
+
+
+def never_compiled(function):
+  """The function, of which torch.compile() compiles nothing, nor of what it calls. The first call loads the compiler."""
+  return function if isinstance(_disable, _Missing) else _disable(function)
+
+
+def optimized_module():
+  """The class of what torch.compile(module) returns, or () before anything was compiled."""
+  return getattr(sys.modules.get("torch._dynamo"), "OptimizedModule", ())
+
+
+_frame_callback = _find(torch, "_C._dynamo.eval_frame.get_eval_frame_callback")
+
+
+@not_traced
+def within_compiled():
+  """Whether we are called by code that torch.compile() compiles, or has compiled."""
+  return _frame_callback() not in (None, False)
+
+
+# ---- torch.jit
+is_tracing = _find(torch, "_C._is_tracing")
+
+
+def script_methods(module):
+  """The names of a scripted module's methods."""
+  return module._c._method_names()
+
+
+# ---- CUDA
+raw_stream = _find(torch, "_C._cuda_getCurrentRawStream", _missing_cuda)  # (device's number): CUDA's current stream
+clear_workspaces = _find(torch, "_C._cuda_clearCublasWorkspaces", _missing_cuda)
+begin_allocating_to = _find(torch, "_C._cuda_beginAllocateToPool", _missing_cuda)  # (device's number, pool's)
+end_allocating_to = getattr(torch._C, "_cuda_endAllocateToPool", None)  # likewise; since torch 2.8
+release_pool = _find(torch, "_C._cuda_releasePool", _missing_cuda)  # likewise
+
+
+# ---- what is replaced
+class Replaced:
+  """An attribute of one of torch's classes or modules that libgemini replaces for a time."""
+
+  def __init__(self, owner, name):
+    self.owner, self.name = owner, name
+    self.inherited = name not in vars(owner)
+    # As it is in the class itself: a descriptor, not what that gives.
+    self.original = getattr(owner, name, None) if self.inherited else vars(owner)[name]
+    if self.original is None:
+      _missing.append(f"{owner.__name__}.{name}")
+
+  def replace(self, value):
+    setattr(self.owner, self.name, value)
+
+  def restore(self):
+    if not self.inherited:
+      setattr(self.owner, self.name, self.original)
+    elif self.name in vars(self.owner):
+      delattr(self.owner, self.name)
+
+
+def replace(replacements, on):
+  """Replaces a dict's keys by its values, or restores them."""
+  for replaced, ours in replacements.items():
+    if on:
+      replaced.replace(ours)
+    else:
+      replaced.restore()
+
+
+function_apply = Replaced(torch.autograd.Function, "apply")
+new_parameter = Replaced(nn.Parameter, "__new__")
+set_ = Replaced(torch.Tensor, "set_")
+# Of torch.func's transforms: what they wrap their arguments with.
+wrap_for_grad = Replaced(_module("torch._functorch.eager_transforms"), "_wrap_for_grad")
+add_batch_dim = Replaced(_module("torch._functorch.vmap"), "_add_batch_dim")
+# Of torch.jit: what makes scripted modules of others, and what calls scripted functions.
+script_module = Replaced(_module("torch.jit._recursive"), "create_script_module")
+freeze = Replaced(torch.jit, "freeze")
+script_call = Replaced(torch.jit.ScriptFunction, "__call__")

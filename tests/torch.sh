@@ -1,0 +1,63 @@
+#!/usr/bin/env bash
+# Python's tests with another torch than build/venv has. SPDX-License-Identifier: Apache-2.0
+#   tests/torch.sh oldest|gpu|newest [ARGUMENT OF PYTEST]...
+# tests/torch/NAME.txt says which torch; everything else is as in tests/requirements.txt. The environment is
+# build/venv-torch-NAME: 5.5 GB, as PyPI's torch brings CUDA along, which it needs to be imported.
+# newest also runs the page of the PyTorch package, docs/pytorch.md, as a reader would: after pip install in a new
+# environment, where there is nothing but what that installs.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+name=${1:-}
+case $name in
+  oldest | gpu | newest) shift ;;
+  *) echo "torch.sh: ${name:-no name}: want oldest, gpu or newest" >&2; exit 2 ;;
+esac
+uv=build/venv/bin/uv # of tests/setup.sh; pip takes 220 seconds for what takes uv 20
+export UV_CACHE_DIR=$PWD/build/uv UV_NO_PROGRESS=1
+
+# The stamp says for which lists the environment was made; one that is half made has none.
+venv=$PWD/build/venv-torch-$name
+if ! cat tests/requirements.txt "tests/torch/$name.txt" | cmp -s - "$venv/requirements.txt" ||
+  ! "$venv/bin/python" -c '' 2>/dev/null; then
+  echo "torch.sh: installing $(grep '^torch==' "tests/torch/$name.txt") into build/venv-torch-$name"
+  rm -rf "$venv"
+  python3 -m venv "$venv"
+  "$uv" pip install --quiet --python "$venv/bin/python" -r tests/requirements.txt -r "tests/torch/$name.txt" \
+    --override "tests/torch/$name.txt"
+  cat tests/requirements.txt "tests/torch/$name.txt" >"$venv/requirements.txt"
+fi
+
+if [[ $name == newest ]]; then
+  echo "torch.sh: pip install '.[torch]' transformers, and the page of docs"
+  page=$PWD/build/venv-page
+  rm -rf "$page"
+  python3 -m venv "$page"
+  # First, and by uv, what pip would take from the network, of the versions that are known to work.
+  "$uv" pip install --quiet --python "$page/bin/python" torch "$(grep -o '^transformers==[^;]*' tests/requirements.txt |
+    head -n 1)" --override "tests/torch/$name.txt"
+  "$page/bin/pip" install --quiet --disable-pip-version-check '.[torch]' transformers
+  env -u LIBGEMINI_DIR -u PYTHONPATH "$page/bin/python" bindings/python/tests/page.py docs/pytorch.md
+fi
+
+cmake -S . -B build/torch -G Ninja -DCMAKE_BUILD_TYPE=Release -DGEMINI_TESTS=OFF -DGEMINI_CHECK=ON -DGEMINI_BENCH=OFF
+cmake --build build/torch --target gemini gemini_update
+
+# Two processes for two cores, as each takes ten seconds to import everything. What does not depend on torch, and what takes
+# long and depends on it in no way that something else does not, is for the lane release.
+half() {
+  local log=build/torch/$name.$1.log files
+  shift
+  mapfile -t files < <(printf 'bindings/python/tests/test_%s.py\n' "$@")
+  PYTHONPATH=bindings/python LIBGEMINI_DIR=$PWD/build/torch OMP_NUM_THREADS=1 timeout 1200 "$venv/bin/python" -m pytest \
+    -q -p no:cacheprovider --durations=5 -k 'not kill and not torchrun and not inductor and not processes and not second_copy' \
+    "${arguments[@]}" "${files[@]}" >"$log" 2>&1 || { cat "$log"; return 1; }
+  tail -n 1 "$log"
+}
+arguments=("$@")
+half 1 training unit misuse views optimizers &
+first=$!
+failed=0
+half 2 activations checkpoint docs models random report savers scripted several trainers versions || failed=1
+wait "$first" || failed=1
+exit "$failed"
