@@ -506,6 +506,7 @@ static gemini_status_t tensor_new(gmi_manager_t *m, gmi_arena_t *a, uint64_t off
   else if (m->tensor_high < GMI_TENSORS) index = m->tensor_high++;
   else return gmi_fail(GEMINI_ERR_INVALID, 0, "%u tensors exist, the limit is %u", GMI_TENSORS, GMI_TENSORS);
   gmi_tensor_t *t = &m->tensors[index];
+  if (!t->generation) t->generation = m->generation_before;
   t->generation++;
   t->arena = a->index;
   t->offset = offset;

@@ -23,7 +23,8 @@
 
 /* ---- handles: [63:60] type, [59:42] which manager (its slot and the end of its serial number), [41:0] which object. An
  * object is told by its index, in as many bits as its type needs, and above it by a generation, which counts the objects
- * that have had this index. Generations never start anew: an index whose generations are used up is not given again. */
+ * that have had this index. Generations never start anew, not even in a later manager whose handles begin alike: an index
+ * whose generations are used up is not given again. */
 enum {
   GMI_HANDLE_MANAGER = 1,
   GMI_HANDLE_ARENA = 2,
@@ -246,7 +247,7 @@ typedef struct gmi_stripe {
 
 typedef struct gmi_manager {
   uint64_t handle;
-  uint32_t slot;
+  uint32_t slot, generation_before; /* generation_before: of all objects, those of earlier managers */
   pthread_mutex_t lock;
   gemini_config_t config;     /* Constant, but the budgets */
   char *file_dir, *keep_name; /* NULL: no files; not kept */
@@ -359,6 +360,8 @@ typedef struct gmi_manager {
 } gmi_manager_t;
 
 /* core/manager.c */
+extern uint64_t
+    gmi_manager_serial; /* managers opened so far; for tests, which may add to it while no manager is being opened */
 gmi_manager_t *gmi_manager_get(gemini_manager_t handle); /* NULL, with the error recorded */
 gmi_manager_t *gmi_manager_of(uint64_t handle);          /* of any object's handle; likewise */
 void gmi_lock(gmi_manager_t *m, const char *function);   /* function: the public one, for who waits; static storage */

@@ -1,0 +1,73 @@
+/* Managers' handles, with the library's internals. SPDX-License-Identifier: Apache-2.0 */
+#include "../integration/world.h"
+#include "core/manager.h"
+
+enum { SERIALS = 4096 /* as many managers later, handles of objects name the manager alike */ };
+
+typedef struct {
+  world_t w;
+  gemini_arena_t arena;
+  gemini_tensor_t tensor, second;
+} objects_t;
+
+static objects_t objects_open(void) {
+  objects_t o = { .w = world_open(world_config(2, 2, 0)) };
+  o.arena = world_arena(&o.w, GEMINI_KIND_OTHER, 1, "main", 0, 0);
+  for (int i = 0; i < 3; i++) { /* the second lies in a place that has been used before */
+    if (i) CHECK_OK(gemini_tensor_unregister(o.w.mgr, o.second));
+    CHECK_OK(gemini_tensor_register(o.w.mgr, o.arena, "second", 64, GEMINI_OFFSET_NEXT, &o.second));
+  }
+  o.tensor = world_tensor(&o.w, o.arena, "first", 64);
+  return o;
+}
+
+static void check_dead(const objects_t *o, gemini_manager_t mgr) {
+  gemini_arena_info_t arena = GEMINI_ARENA_INFO_INIT;
+  gemini_tensor_info_t tensor = GEMINI_TENSOR_INFO_INIT;
+  CHECK_EQ(gemini_arena_info(mgr, o->arena, &arena), GEMINI_ERR_HANDLE);
+  CHECK_EQ(gemini_tensor_info(mgr, o->tensor, &tensor), GEMINI_ERR_HANDLE);
+  CHECK_EQ(gemini_tensor_info(mgr, o->second, &tensor), GEMINI_ERR_HANDLE);
+  CHECK_EQ(gemini_stream_synchronize(mgr, o->w.stream), GEMINI_ERR_HANDLE);
+}
+
+/* Handles have twelve bits for the number of their manager; a manager that has them in common with an earlier one knows
+ * none of its objects. */
+static void test_handles_of_closed_managers_stay_dead(void) {
+  enum { MANAGERS = 4 };
+  objects_t gone[MANAGERS];
+  for (int i = 0; i < MANAGERS; i++) {
+    gone[i] = objects_open();
+    CHECK_EQ(gone[i].w.mgr >> 42, gone[0].w.mgr >> 42); /* what is tested */
+    for (int k = 0; k < i; k++) {
+      CHECK(gone[i].w.mgr != gone[k].w.mgr);
+      check_dead(&gone[k], gone[i].w.mgr);
+    }
+    world_close(&gone[i].w);
+    gmi_manager_serial += SERIALS - 1;
+  }
+}
+
+/* Each tensor's place has so many generations; a manager that used them up leaves none for a later one of the same number. */
+static void test_numbers_whose_generations_are_used_up_are_not_given_again(void) {
+  world_t w = world_open(world_config(2, 2, 0));
+  gemini_arena_t arena = world_arena(&w, GEMINI_KIND_OTHER, 1, "main", 0, 0);
+  uint64_t offset;
+  CHECK_OK(gemini_arena_take(w.mgr, arena, 64, &offset));
+  gemini_tensor_t tensor;
+  for (uint32_t i = 0; i < GMI_TENSOR_GENERATIONS; i++) {
+    CHECK_OK(gemini_tensor_register(w.mgr, arena, "again", 64, 0, &tensor));
+    CHECK_OK(gemini_tensor_unregister(w.mgr, tensor));
+  }
+  const uint64_t used_up = w.mgr >> 42;
+  world_close(&w);
+  gmi_manager_serial += SERIALS - 1;
+  w = world_open(world_config(2, 2, 0));
+  CHECK(w.mgr >> 42 != used_up);
+  world_close(&w);
+}
+
+int main(void) {
+  RUN(test_handles_of_closed_managers_stay_dead);
+  RUN(test_numbers_whose_generations_are_used_up_are_not_given_again);
+  return check_done();
+}
