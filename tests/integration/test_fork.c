@@ -108,6 +108,75 @@ static void test_a_child_has_none_of_the_parents_descriptors(void) {
 }
 
 #ifndef __SANITIZE_THREAD__ /* which cannot follow the threads of a child's own */
+/* Both sorts of the C library, one of which sorts an arena's tensors: a thread that asks for it stays in it. */
+static _Thread_local bool stays;
+static atomic_bool sorting, may_go;
+typedef int compare_t(const void *a, const void *b, void *user);
+void qsort_r(void *base, size_t count, size_t size, compare_t *compare, void *user) {
+  while (stays && !atomic_load(&may_go)) {
+    atomic_store(&sorting, true);
+    nanosleep(&(struct timespec){ 0, 1000000 }, NULL);
+  }
+  char *bytes = base, one[64];
+  CHECK(size <= sizeof one);
+  for (size_t i = 1; i < count; i++) {
+    size_t to = i;
+    while (to && compare(bytes + (to - 1) * size, bytes + i * size, user) > 0) to--;
+    memcpy(one, bytes + i * size, size);
+    memmove(bytes + (to + 1) * size, bytes + to * size, (i - to) * size);
+    memcpy(bytes + to * size, one, size);
+  }
+}
+static int without_user(const void *a, const void *b, void *user) {
+  return (*(int (**)(const void *, const void *))user)(a, b);
+}
+void qsort(void *base, size_t count, size_t size, int (*compare)(const void *a, const void *b)) {
+  qsort_r(base, count, size, without_user, &compare);
+}
+
+/* Tensors that are not registered in the order in which they lie are sorted when a range of theirs is read into. */
+static void sort_tensors(const world_t *w, gemini_arena_t arena) {
+  gemini_tensor_t tensor;
+  uint64_t at;
+  CHECK_OK(gemini_arena_take(w->mgr, arena, 1024, &at));
+  for (uint64_t i = 0; i < 4; i++) {
+    char name[16];
+    snprintf(name, sizeof name, "%d", (int)i);
+    CHECK_OK(gemini_tensor_register(w->mgr, arena, name, 256, at + (3 - i) * 256, &tensor));
+  }
+  FILE *file = tmpfile();
+  CHECK(file && !ftruncate(fileno(file), 256));
+  gemini_access_t a = world_whole(tensor, 0, 0);
+  CHECK_OK(gemini_load(w->mgr, &a, fileno(file), 0));
+  fclose(file);
+}
+static void *sort_and_stay(void *user) {
+  const world_t *w = user;
+  stays = true;
+  sort_tensors(w, world_arena(w, GEMINI_KIND_OTHER, 1, "sorted", 0, 0));
+  return NULL;
+}
+static void test_a_child_sorts_while_a_thread_of_its_parents_does(void) {
+  world_t w = world_open(world_config(4, 6, 0));
+  pthread_t thread;
+  CHECK_EQ(pthread_create(&thread, NULL, sort_and_stay, &w), 0);
+  while (!atomic_load(&sorting)) nanosleep(&(struct timespec){ 0, 1000000 }, NULL);
+  pid_t child = fork_child();
+  if (!child) {
+    alarm(20);
+    world_t mine = world_open(world_config(4, 6, 0));
+    sort_tensors(&mine, world_arena(&mine, GEMINI_KIND_OTHER, 1, "sorted", 0, 0));
+    world_close(&mine);
+    _exit(0);
+  }
+  int end;
+  CHECK_EQ(waitpid(child, &end, 0), child);
+  atomic_store(&may_go, true);
+  CHECK_EQ(pthread_join(thread, NULL), 0);
+  CHECK_EQ(end, 0); /* not of the alarm */
+  world_close(&w);
+}
+
 static void test_a_child_and_its_child_have_managers_of_their_own(void) {
   model_t k = model_open(world_config(4, 6, 16), 10);
   pid_t child = fork_child();
@@ -244,6 +313,7 @@ int main(void) {
   RUN(test_a_childs_hooks_leave_the_parents_memory);
   RUN(test_a_child_has_none_of_the_parents_descriptors);
 #ifndef __SANITIZE_THREAD__
+  RUN(test_a_child_sorts_while_a_thread_of_its_parents_does);
   RUN(test_a_child_and_its_child_have_managers_of_their_own);
   RUN(test_kept_files_of_a_killed_trainer_are_free);
   RUN(test_forks_at_any_moment_of_other_threads);
