@@ -19,14 +19,15 @@
 static struct {
   _Atomic uint64_t handle;
   gmi_manager_t *manager;
+  pid_t opener; /* the process that opened it */
 } live[GMI_MANAGERS];
 static pthread_mutex_t live_lock = PTHREAD_MUTEX_INITIALIZER;
 uint64_t gmi_manager_serial; /* Guarded by live_lock. */
 
-/* Handles of objects name their manager by its slot and the last bits of its serial number. Two managers may have both in
- * common; then the objects of the later one have generations above all those of the earlier one, so that a handle of a closed
- * manager's object never matches. By slot and last bits: the highest generation that any object has had. Guarded by
- * live_lock. */
+/* Handles of objects name their manager by its slot and the last bits of its serial number. Two managers may have both
+ * in common; then the objects of the later one have generations above all those of the earlier one, so that a handle of
+ * a closed manager's object never matches. By slot and last bits: the highest generation that any object has had.
+ * Guarded by live_lock. */
 enum { SERIALS = 1 << 12 };
 static uint32_t generations_given[GMI_MANAGERS][SERIALS];
 static uint32_t *generations_of(const gmi_manager_t *m) {
@@ -59,8 +60,10 @@ static void generations_begin(gmi_manager_t *m, uint32_t before) {
 }
 
 /* ---- fork: a child has no manager of its parent's, and says so */
-static uint64_t forked[GMI_MANAGERS]; /* by slot: the handle of the parent's manager, in a child */
-static pid_t opener;                  /* the process that opened managers; 0: nobody did */
+static struct {
+  uint64_t handle; /* of the manager that another process had in this slot; 0: none */
+  pid_t opener;    /* that process */
+} forked[GMI_MANAGERS];
 
 static void fork_prepare(void) { pthread_mutex_lock(&live_lock); }
 static void fork_parent(void) { pthread_mutex_unlock(&live_lock); }
@@ -70,7 +73,8 @@ static void fork_child(void) {
   for (uint32_t slot = 0; slot < GMI_MANAGERS; slot++) {
     uint64_t handle = atomic_exchange(&live[slot].handle, 0);
     if (handle) {
-      forked[slot] = handle;
+      forked[slot].handle = handle;
+      forked[slot].opener = live[slot].opener;
       generations_given[slot][handle & (SERIALS - 1)] = GMI_TENSOR_GENERATIONS; /* the parent goes on giving them */
     }
     live[slot].manager = NULL;
@@ -80,11 +84,12 @@ static const gmi_fork_ops_t fork_ops = { fork_prepare, fork_parent, fork_child }
 
 /* Is it a handle of a manager, or of its objects, that this process has by a fork? Then the error is recorded. */
 static bool is_forked(uint64_t handle) {
-  uint64_t of = forked[handle >> 54 & 63];
+  uint32_t slot = (uint32_t)(handle >> 54) & 63;
+  uint64_t of = forked[slot].handle;
   if (!of || ((of ^ handle) & GMI_HANDLE_MANAGER_MASK)) return false;
   gmi_fail(GEMINI_ERR_HANDLE, 0,
            "%#llx belongs to a manager of process %ld, from which this process was forked: only that one can use it",
-           (unsigned long long)handle, (long)opener);
+           (unsigned long long)handle, (long)forked[slot].opener);
   return true;
 }
 
@@ -548,8 +553,8 @@ static void manager_free(gmi_manager_t *m) {
   free(m);
 }
 
-/* Finds a slot and a serial number whose generations are not used up, and gives both to the manager. False: there is none.
- * Called with live_lock held. */
+/* Finds a slot and a serial number whose generations are not used up, and gives both to the manager. False: there is
+ * none. Called with live_lock held. */
 static bool place_take(gmi_manager_t *m) {
   for (uint32_t slot = 0; slot < GMI_MANAGERS; slot++) {
     for (uint32_t i = 1; i <= SERIALS && !atomic_load(&live[slot].handle); i++) {
@@ -646,8 +651,8 @@ static gemini_status_t manager_open(const gemini_config_t *theirs, gemini_manage
   pthread_mutex_lock(&live_lock);
   bool placed = place_take(m);
   if (placed) {
-    opener = getpid();
     live[m->slot].manager = m;
+    live[m->slot].opener = getpid();
     *mgr_out = m->handle;
     atomic_store_explicit(&live[m->slot].handle, m->handle, memory_order_release);
   }

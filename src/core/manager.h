@@ -23,8 +23,8 @@
 
 /* ---- handles: [63:60] type, [59:42] which manager (its slot and the end of its serial number), [41:0] which object. An
  * object is told by its index, in as many bits as its type needs, and above it by a generation, which counts the objects
- * that have had this index. Generations never start anew, not even in a later manager whose handles begin alike: an index
- * whose generations are used up is not given again. */
+ * that have had this index. Generations never start anew, not even in a later manager whose handles begin alike: an
+ * index whose generations are used up is not given again. */
 enum {
   GMI_HANDLE_MANAGER = 1,
   GMI_HANDLE_ARENA = 2,
@@ -582,7 +582,7 @@ bool gmi_nonmodel_free(gmi_manager_t *m, void *ptr, uint32_t stream); /* false, 
 void gmi_hook_drain(gmi_manager_t *m); /* frees what waits for the lock, which is held */
 void gmi_hook_close(gmi_manager_t *m); /* no hook call uses the manager any more, nor will; without lock */
 bool gmi_hook_left(const void *base,
-                   uint64_t range); /* may frees of a closed manager's pointers name addresses here? */
+                   uint64_t range); /* may frees of a closed manager's, or the parent's, pointers name it? */
 
 /* core/lane.c: host workers */
 typedef struct gmi_job gmi_job_t;

@@ -47,7 +47,8 @@ static void test_handles_of_closed_managers_stay_dead(void) {
   }
 }
 
-/* Each tensor's place has so many generations; a manager that used them up leaves none for a later one of the same number. */
+/* Each tensor's place has so many generations; a manager that used them up leaves none for a later one of the same
+ * number. */
 static void test_numbers_whose_generations_are_used_up_are_not_given_again(void) {
   world_t w = world_open(world_config(2, 2, 0));
   gemini_arena_t arena = world_arena(&w, GEMINI_KIND_OTHER, 1, "main", 0, 0);
