@@ -357,19 +357,15 @@ static gemini_status_t file_range(gmi_manager_t *m, const gemini_access_t *acces
     status = gmi_host_fits(m, "the range", ((uint64_t)r.last - r.first + 1) << m->window_shift, in_range, &r);
   for (uint64_t i = r.first; !status && i <= r.last; i++) {
     gmi_window_t *w = &r.store->windows[i];
-    uint64_t begin, end, done;
+    uint64_t begin, end, done = 0;
     window_part(m, &r, i, &begin, &end);
     uint64_t at = fd_offset + (begin - r.offset);
     status = file_check(&r, w, write_file); /* again: the lock was given up meanwhile */
     if (!status) status = gmi_updates_queue(m, w);
     if (status) return status;
-    bool zero = w->valid & GMI_VALID_ZERO;
-    if (write_file && zero) {
-      status = zeros_to_file(fd, end - begin, at);
-      continue;
-    }
-    status = gmi_window_to_host(m, w, !write_file, GEMINI_REASON_UPDATE);
-    if (!status) status = gmi_window_settle_host(m, w);
+    bool zeros = write_file && w->valid & GMI_VALID_ZERO; /* which need no host memory */
+    if (!zeros) status = gmi_window_to_host(m, w, !write_file, GEMINI_REASON_UPDATE);
+    if (!status && !zeros) status = gmi_window_settle_host(m, w);
     if (status) return status;
     w->host_users++;
     if (!write_file) w->host_writers++;
@@ -377,7 +373,8 @@ static gemini_status_t file_range(gmi_manager_t *m, const gemini_access_t *acces
     const char *function = write_file ? "gemini_store" : "gemini_load";
     gmi_wait_t wait;
     gmi_wait_begin(m, &wait, function, GMI_WAIT_FD, (uint64_t)fd);
-    status = transfer(fd, gmi_range_host(m, r.store, begin), end - begin, at, write_file, &done);
+    status = zeros ? zeros_to_file(fd, end - begin, at)
+                   : transfer(fd, gmi_range_host(m, r.store, begin), end - begin, at, write_file, &done);
     gmi_wait_end(m, &wait);
     gmi_lock(m, function);
     w->host_users--;

@@ -289,7 +289,7 @@ gemini_status_t gmi_frames_resize(gmi_manager_t *m, uint32_t frame_count) {
     m->unmade[m->unmade_size++] = frame;
     m->frame_made--;
   }
-  status = m->dev->resize(m->dev_self, memory);
+  status = gmi_device_resize(m, memory);
   if (!status) m->frame_count = frame_count;
   return status;
 }

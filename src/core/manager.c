@@ -261,6 +261,14 @@ void gmi_leave_over(gmi_manager_t *m, gmi_leftover_t *memory) {
   m->leftovers = memory;
 }
 
+gemini_status_t gmi_device_resize(gmi_manager_t *m, uint64_t memory_bytes) {
+  gmi_wait_t wait;
+  gmi_wait_begin(m, &wait, NULL, GMI_WAIT_DRIVER, 0);
+  gemini_status_t status = m->dev->resize(m->dev_self, memory_bytes);
+  gmi_wait_end(m, &wait);
+  return status;
+}
+
 gemini_status_t gmi_device_zero(gmi_manager_t *m, uint32_t stream, void *address, uint64_t bytes) {
   gemini_status_t status = m->dev->zero(m->dev_self, stream, address, bytes);
   return status ? gmi_fail(status, 0, "device %s could not zero %llu bytes", m->dev->name, (unsigned long long)bytes)
@@ -361,6 +369,21 @@ gemini_status_t gemini_stream_native(gemini_manager_t mgr, gemini_stream_t strea
   API_RETURN(m ? stream_native(m, stream, native_out) : GEMINI_ERR_HANDLE);
 }
 
+static gemini_status_t native_destroy(gmi_manager_t *m, uint32_t index) {
+  gmi_wait_t wait;
+  gmi_wait_begin(m, &wait, NULL, GMI_WAIT_DRIVER, 0);
+  gemini_status_t status = m->dev->stream_destroy(m->dev_self, index);
+  gmi_wait_end(m, &wait);
+  return status;
+}
+static gemini_status_t native_renew(gmi_manager_t *m, uint32_t index, bool may_block) {
+  gmi_wait_t wait;
+  if (may_block) gmi_wait_begin(m, &wait, NULL, GMI_WAIT_DRIVER, 0);
+  gemini_status_t status = m->dev->stream_renew(m->dev_self, index, may_block);
+  if (may_block) gmi_wait_end(m, &wait);
+  return status;
+}
+
 gemini_status_t gmi_stream_end(gmi_manager_t *m, uint32_t index) {
   /* Fences of this stream may still lie in windows: everything they could name gets placed and reached here. */
   gmi_fence_t end;
@@ -368,7 +391,7 @@ gemini_status_t gmi_stream_end(gmi_manager_t *m, uint32_t index) {
   if (!status) status = gmi_fence_sync(m, end);
   gmi_tracer_resolve(m, true);
   atomic_store(&m->streams[index].life, 0);
-  m->dev->stream_destroy(m->dev_self, index);
+  (void)native_destroy(m, index);
   return status;
 }
 
@@ -385,7 +408,7 @@ gemini_status_t gmi_stream_of_native(gmi_manager_t *m, void *native, bool may_bl
   }
   gemini_status_t status = GEMINI_OK;
   if (index < GMI_DEVICE_MAX_STREAMS) {
-    status = native ? m->dev->stream_renew(m->dev_self, index, may_block) : GEMINI_OK;
+    status = native ? native_renew(m, index, may_block) : GEMINI_OK;
   } else {
     if (open >= STREAMS_LIMIT && oldest != GMI_NONE) {
       if (!may_block) return GEMINI_ERR_BUSY;
@@ -727,7 +750,7 @@ static gemini_status_t budget_device(gmi_manager_t *m, uint64_t bytes) {
     status = gmi_frames_resize(m, (uint32_t)frames);
   } else {
     uint64_t memory = bytes - bytes % m->granularity;
-    status = m->dev->resize(m->dev_self, memory);
+    status = gmi_device_resize(m, memory);
     if (status) gmi_fail(status, 0, "device %s refused to change its memory", m->dev->name);
   }
   if (status == GEMINI_ERR_OOM_DEVICE) gmi_fail_prefix("a device budget of %llu: ", (unsigned long long)bytes);

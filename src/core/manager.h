@@ -398,6 +398,7 @@ typedef struct gmi_leftover {
 } gmi_leftover_t;
 void gmi_leave_over(gmi_manager_t *m, gmi_leftover_t *memory);
 
+gemini_status_t gmi_device_resize(gmi_manager_t *m, uint64_t memory_bytes); /* the device's budget; lock held */
 /* Zeroes device memory in the stream's order; lock held. */
 gemini_status_t gmi_device_zero(gmi_manager_t *m, uint32_t stream, void *address, uint64_t bytes);
 

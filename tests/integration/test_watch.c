@@ -1,8 +1,11 @@
 /* What can be seen while calls wait: statistics and the dump, which never do, and the watchdog. Whatever they were waiting
  * for here would never end: a call that did would hang the test. SPDX-License-Identifier: Apache-2.0 */
+#include <errno.h>
+#include <fcntl.h>
 #include <pthread.h>
 #include <semaphore.h>
 #include <stdatomic.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <time.h>
 
@@ -245,6 +248,140 @@ static void test_each_kind_of_wait_says_what_for(void) {
   scene_close(&s);
 }
 
+/* ---- the system: calls of it that last */
+static gate_t *slow_pwrite, *slow_fallocate; /* where the next one stays */
+static void pass_once(gate_t **gate) {
+  gate_t *g = *gate;
+  *gate = NULL;
+  if (g) gate_pass(g);
+}
+ssize_t pwrite(int fd, const void *bytes, size_t size, off_t offset) {
+  pass_once(&slow_pwrite);
+  CHECK_EQ(lseek(fd, offset, SEEK_SET), offset);
+  return write(fd, bytes, size);
+}
+int fallocate(int fd, int mode, off_t offset, off_t size) {
+  (void)mode;
+  pass_once(&slow_fallocate);
+  int error = posix_fallocate(fd, offset, size);
+  if (error) errno = error;
+  return error ? -1 : 0;
+}
+
+static int target;
+static void *store_second(void *user) {
+  scene_t *s = user;
+  gemini_access_t a = world_whole(s->t[1], 0, 0);
+  CHECK_OK(gemini_store(s->w.mgr, &a, target, 0));
+  return NULL;
+}
+/* Chunks without bytes are written without the lock, as others are. */
+static void test_a_store_of_zeros_is_a_wait_without_the_lock(void) {
+  scene_t s;
+  scene_open(&s, 0);
+  FILE *file = tmpfile();
+  CHECK(file);
+  target = fileno(file);
+  gemini_access_t a = world_whole(s.t[1], 0, 0);
+  CHECK_OK(gemini_zero(s.w.mgr, &a));
+  slow_pwrite = &s.gate;
+  pthread_t thread = start(store_second, &s);
+  expect_line(&s.w, "waits: thread|in gemini_store() for the caller's file, descriptor");
+  allocate(&s); /* others go on */
+  CHECK(world_holds(&s.w, s.t[1], 0, W, 0));
+  a.mode = WRITE;
+  CHECK_STATUS(gemini_acquire(s.w.mgr, &a, 1, s.w.stream), GEMINI_ERR_BUSY); /* what is being written stays */
+  CHECK_STATUS(gemini_zero(s.w.mgr, &a), GEMINI_ERR_BUSY);
+  CHECK(!sem_post(&s.gate.opened));
+  join(thread);
+  static uint8_t bytes[W];
+  CHECK_EQ(pread(target, bytes, W, 0), W);
+  for (uint64_t i = 0; i < W; i++) CHECK(!bytes[i]);
+  fclose(file);
+  world_fill(&s.w, s.t[1], 0, W, DEVICE, 2);
+  scene_close(&s);
+}
+
+/* Files of traces and timelines may be anything that has a name: one that nobody reads, or writes, is waited for. */
+static char fifo[80];
+static void *save_trace(void *user) {
+  scene_t *s = user;
+  CHECK_OK(gemini_trace_save(s->w.mgr, fifo));
+  return NULL;
+}
+static void *load_trace(void *user) {
+  scene_t *s = user;
+  CHECK_STATUS(gemini_trace_load(s->w.mgr, fifo), GEMINI_ERR_FORMAT); /* it is empty */
+  return NULL;
+}
+static void *start_timeline(void *user) {
+  scene_t *s = user;
+  CHECK_OK(gemini_timeline_start(s->w.mgr, fifo));
+  return NULL;
+}
+static void *stop_timeline(void *user) {
+  scene_t *s = user;
+  CHECK_OK(gemini_timeline_stop(s->w.mgr));
+  return NULL;
+}
+static void test_files_of_traces_and_timelines_are_waits(void) {
+  const struct {
+    void *(*call)(void *);
+    const char *says;
+  } calls[] = { { save_trace, "in gemini_trace_save(), with the manager's lock, for the file of a trace" },
+                { load_trace, "in gemini_trace_load(), with the manager's lock, for the file of a trace" },
+                { start_timeline, "in gemini_timeline_start(), with the manager's lock, for the file of a trace or a" },
+                { stop_timeline, "in gemini_timeline_stop(), with the manager's lock, for the file of a trace or a" } };
+  scene_t s;
+  scene_open(&s, 0);
+  snprintf(fifo, sizeof fifo, "%s", "/tmp/gemini.XXXXXX");
+  CHECK(mkdtemp(fifo));
+  strcat(fifo, "/fifo");
+  CHECK_EQ(mkfifo(fifo, 0600), 0);
+  gemini_access_t a = world_whole(s.t[0], READ, DEVICE);
+  CHECK_OK(gemini_iteration_begin(s.w.mgr));
+  CHECK_OK(gemini_op_begin(s.w.mgr, "op", s.w.stream));
+  CHECK_OK(gemini_acquire(s.w.mgr, &a, 1, s.w.stream));
+  CHECK_OK(gemini_release(s.w.mgr, &a, 1, s.w.stream));
+  CHECK_OK(gemini_op_end(s.w.mgr));
+  CHECK_OK(gemini_iteration_end(s.w.mgr));
+  for (size_t i = 0; i < sizeof calls / sizeof *calls; i++) {
+    pthread_t thread = start(calls[i].call, &s);
+    expect_line(&s.w, calls[i].says);
+    expect_line(&s.w, "chunks: 2 on the device"); /* the records can be read */
+    int fd = open(fifo, (calls[i].call == load_trace ? O_WRONLY : O_RDONLY) | O_CLOEXEC);
+    CHECK(fd >= 0);
+    char bytes[4096];
+    while (calls[i].call != load_trace && read(fd, bytes, sizeof bytes) > 0) continue;
+    CHECK_EQ(close(fd), 0);
+    join(thread);
+  }
+  CHECK_EQ(unlink(fifo), 0);
+  *strrchr(fifo, '/') = 0;
+  CHECK_EQ(rmdir(fifo), 0);
+  scene_close(&s);
+}
+
+static void *grow_files(void *user) {
+  world_t *w = user;
+  CHECK_OK(gemini_budget_set(w->mgr, GEMINI_TIER_FILE, 8 * W));
+  return NULL;
+}
+static void test_space_in_files_is_a_wait(void) {
+  gate_t gate;
+  gate_init(&gate);
+  world_t w = world_open(world_config(4, 8, 4));
+  gemini_tensor_t t = world_tensor(&w, world_arena(&w, GEMINI_KIND_OTHER, 1, "main", 0, 0), "t", W);
+  world_fill(&w, t, 0, W, HOST, 1);
+  slow_fallocate = &gate;
+  pthread_t thread;
+  CHECK_EQ(pthread_create(&thread, NULL, grow_files, &w), 0);
+  expect_line(&w, "in gemini_budget_set(), with the manager's lock, for space in files");
+  CHECK(!sem_post(&gate.opened));
+  join(thread);
+  world_close(&w);
+}
+
 /* A callback on the device runs on the caller's thread: what hangs in it is the caller's. */
 static void *update_on_device(void *user) {
   scene_t *s = user;
@@ -367,6 +504,9 @@ int main(void) {
   RUN(test_nothing_waits_and_the_dump_says_what_is_where);
   RUN(test_a_call_that_waits_with_the_lock_hides_nothing);
   RUN(test_each_kind_of_wait_says_what_for);
+  RUN(test_a_store_of_zeros_is_a_wait_without_the_lock);
+  RUN(test_files_of_traces_and_timelines_are_waits);
+  RUN(test_space_in_files_is_a_wait);
   RUN(test_a_callback_that_hangs_is_named);
   RUN(test_the_watchdog_reports_who_waits_for_what);
   RUN(test_a_watchdog_needs_a_log);
