@@ -487,7 +487,9 @@ static void batch_tell_lack(gmi_manager_t *m, const gemini_access_t *accesses, c
                             gemini_status_t status) {
   uint64_t device = batch_lacks(m, accesses, p, count, GEMINI_TIER_DEVICE);
   uint64_t host = batch_lacks(m, accesses, p, count, GEMINI_TIER_HOST);
-  if (status == GEMINI_ERR_OOM_DEVICE) gmi_oom_device(m, device);
+  if (status == GEMINI_ERR_OOM_DEVICE && m->frame_made < m->frame_count) /* the device has less than the budget */
+    gmi_fail_prefix("the batch needs %llu more bytes of device memory: ", (unsigned long long)device);
+  else if (status == GEMINI_ERR_OOM_DEVICE) gmi_oom_device(m, device);
   else if (host) gmi_fail_prefix("the batch needs %llu more bytes of host memory: ", (unsigned long long)host);
   else
     gmi_fail_prefix("the batch needs %llu more bytes of device memory, for which other chunks must leave: ",

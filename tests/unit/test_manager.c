@@ -67,8 +67,32 @@ static void test_numbers_whose_generations_are_used_up_are_not_given_again(void)
   world_close(&w);
 }
 
+/* ---- a device that has less than the budget */
+static gemini_status_t no_frame(void *self, uint64_t size_bytes, uint64_t *frame_out) {
+  (void)self, (void)size_bytes, (void)frame_out;
+  return gmi_fail(GEMINI_ERR_OOM_DEVICE, 2, "it is full");
+}
+static void test_a_batch_that_the_device_refuses_does_not_blame_the_budget(void) {
+  world_t w = world_open(world_config(4, 8, 0));
+  gemini_arena_t arena = world_arena(&w, GEMINI_KIND_OTHER, 1, "main", 0, 0);
+  gemini_tensor_t t = world_tensor(&w, arena, "t", 2 * WORLD_WINDOW);
+  gemini_access_t a = world_whole(t, GEMINI_READ, GEMINI_TIER_DEVICE);
+  gmi_manager_t *m = gmi_manager_get(w.mgr);
+  const gmi_device_ops_t *real = m->dev;
+  gmi_device_ops_t full = *real;
+  full.frame_create = no_frame;
+  m->dev = &full;
+  CHECK_EQ(gemini_acquire(w.mgr, &a, 1, w.stream), GEMINI_ERR_OOM_DEVICE);
+  m->dev = real;
+  CHECK_SAYS(world_error().message,
+             "the batch needs 131072 more bytes of device memory: the device could not create a");
+  CHECK(!strstr(world_error().message, "budget"));
+  world_close(&w);
+}
+
 int main(void) {
   RUN(test_handles_of_closed_managers_stay_dead);
   RUN(test_numbers_whose_generations_are_used_up_are_not_given_again);
+  RUN(test_a_batch_that_the_device_refuses_does_not_blame_the_budget);
   return check_done();
 }
