@@ -289,12 +289,17 @@ static gemini_status_t transfer(int fd, uint8_t *bytes, uint64_t size, uint64_t 
   *done_out = 0;
   while (size) {
     size_t part = size < most ? size : most;
-    gmi_file_limit_t limit = gmi_file_limit_begin();
-    ssize_t n = write ? pwrite(fd, bytes, part, (off_t)offset) : pread(fd, bytes, part, (off_t)offset);
-    gmi_file_limit_end(&limit);
+    ssize_t n;
+    if (write) {
+      gmi_file_limit_t limit = gmi_file_limit_begin();
+      n = pwrite(fd, bytes, part, (off_t)offset);
+      gmi_file_limit_end(&limit);
+    } else {
+      n = pread(fd, bytes, part, (off_t)offset);
+    }
     if (n < 0 && errno == EINTR) continue;
     if (n < 0)
-      return gmi_fail(GEMINI_ERR_IO, errno, "file descriptor %d, offset %llu: %s of %llu bytes failed: %s", fd,
+      return gmi_fail(gmi_file_status(errno), errno, "file descriptor %d, offset %llu: %s of %llu bytes failed: %s", fd,
                       (unsigned long long)offset, write ? "write" : "read", (unsigned long long)size, strerror(errno));
     if (n == 0)
       return gmi_fail(write ? GEMINI_ERR_IO : GEMINI_ERR_FORMAT, 0,
