@@ -12,6 +12,7 @@
 
 #include "core/manager.h"
 #include "core/stats.h"
+#include "core/thread.h"
 #include "tracer/tracer.h"
 
 enum {
@@ -178,7 +179,7 @@ void gmi_watch_init(gmi_manager_t *m) {
 
 gemini_status_t gmi_watchdog_start(gmi_manager_t *m) {
   if (!m->config.watchdog_ns) return GEMINI_OK;
-  int error = pthread_create(&m->watch.thread, NULL, watchdog, m);
+  int error = gmi_thread_start(&m->watch.thread, watchdog, m);
   m->watch.runs = !error;
   return error ? gmi_fail(GEMINI_ERR_OOM_SYSTEM, error, "could not start the watchdog's thread") : GEMINI_OK;
 }
