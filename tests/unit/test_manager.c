@@ -67,6 +67,48 @@ static void test_numbers_whose_generations_are_used_up_are_not_given_again(void)
   world_close(&w);
 }
 
+/* ---- tensors while arenas are cut anew */
+typedef struct {
+  world_t w;
+  gemini_access_t access;
+  _Atomic bool acquired;
+} frozen_t;
+static void *acquire_frozen(void *user) {
+  frozen_t *f = user;
+  CHECK_OK(gemini_acquire(f->w.mgr, &f->access, 1, f->w.stream));
+  atomic_store(&f->acquired, true);
+  return NULL;
+}
+/* Who cuts arenas holds the lock and freezes tensors: an acquire that needs no lock otherwise waits for it. */
+static void test_an_acquire_waits_for_the_lock_while_its_tensor_is_frozen(void) {
+  static char text[8192];
+  frozen_t f = { .w = world_open(world_config(4, 8, 0)) };
+  gemini_arena_t arena = world_arena(&f.w, GEMINI_KIND_OTHER, 1, "main", 0, 0);
+  gemini_tensor_t t = world_tensor(&f.w, arena, "t", WORLD_WINDOW);
+  for (int part = 0; part < 2; part++) {
+    f.access = world_part(t, 0, part ? 64 : WORLD_WINDOW, GEMINI_READ, GEMINI_TIER_DEVICE);
+    CHECK_OK(gemini_acquire(f.w.mgr, &f.access, 1, f.w.stream)); /* its chunk comes, and stays */
+    CHECK_OK(gemini_release(f.w.mgr, &f.access, 1, f.w.stream));
+    gmi_manager_t *m = gmi_manager_get(f.w.mgr);
+    gmi_tensor_t *record = &m->tensors[t & (GMI_TENSORS - 1)];
+    atomic_store(&f.acquired, false);
+    gmi_lock(m, "the_cut");
+    CHECK(!(atomic_fetch_or(&record->word, GMI_TENSOR_FROZEN) & GMI_TENSOR_USERS));
+    pthread_t thread;
+    CHECK_EQ(pthread_create(&thread, NULL, acquire_frozen, &f), 0);
+    do { /* until it waits */
+      CHECK(!atomic_load(&f.acquired));
+      CHECK_OK(gemini_manager_dump(f.w.mgr, text, sizeof text, NULL));
+    } while (!strstr(text, "in gemini_acquire() for the manager's lock, which the_cut()"));
+    CHECK(!(atomic_load(&record->word) & GMI_TENSOR_USERS));
+    atomic_fetch_and(&record->word, ~GMI_TENSOR_FROZEN);
+    gmi_unlock(m);
+    CHECK_EQ(pthread_join(thread, NULL), 0);
+    CHECK_OK(gemini_release(f.w.mgr, &f.access, 1, f.w.stream));
+  }
+  world_close(&f.w);
+}
+
 /* ---- a device that has less than the budget */
 static gemini_status_t no_frame(void *self, uint64_t size_bytes, uint64_t *frame_out) {
   (void)self, (void)size_bytes, (void)frame_out;
@@ -93,6 +135,7 @@ static void test_a_batch_that_the_device_refuses_does_not_blame_the_budget(void)
 int main(void) {
   RUN(test_handles_of_closed_managers_stay_dead);
   RUN(test_numbers_whose_generations_are_used_up_are_not_given_again);
+  RUN(test_an_acquire_waits_for_the_lock_while_its_tensor_is_frozen);
   RUN(test_a_batch_that_the_device_refuses_does_not_blame_the_budget);
   return check_done();
 }
