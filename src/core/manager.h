@@ -2,8 +2,8 @@
  * SPDX-License-Identifier: Apache-2.0
  *
  * Lock: gmi_manager.lock guards everything that is not marked Atomic or Constant. Fast paths (acquire and release of
- * resident tensors) take no lock: they work on the atomic words of tensors and windows, which only the lock's holder
- * may change except for their counts. User callbacks run without the lock; logs are queued and sent after it. */
+ * resident tensors) do not take it: they work on the atomic words of tensors and windows, which only the lock's holder
+ * may change except for their counts; for parts of tensors they take the lock of a table of leases. User callbacks run without the lock; logs are queued and sent after it. */
 #ifndef GMI_MANAGER_H
 #define GMI_MANAGER_H
 
