@@ -12,8 +12,9 @@
  * - Functions may be called from any thread unless their comment says otherwise. Functions that take a stream
  *   never wait for the work queued on it, unless the stream is GEMINI_STREAM_CALLER or the comment says "blocks".
  * - After fork(), the child has none of its parent's managers: calls with their handles, closing included, are refused with
- *   GEMINI_ERR_HANDLE and name the parent; their memory is not there, and touching it faults; their files are the
- *   parent's alone. The child can open managers of its own. Topologies go on in both.
+ *   GEMINI_ERR_HANDLE and name the parent; their memory is not there: touching it faults, until the child maps
+ *   something else at the same addresses; their files are the parent's alone. The child can open managers of its own, but
+ *   none on CUDA where the parent has used CUDA, whose driver does not work in forked processes. Topologies go on in both.
  * - Caller-allocated structs start with struct_size; use the GEMINI_*_INIT macros. A zero field means the default.
  */
 #ifndef GEMINI_H
@@ -558,9 +559,10 @@ typedef struct gemini_update_span {
   uint32_t reserved;
   void *ptr[8]; /* in the order of gemini_update_t.arenas: the element first_element of each */
 } gemini_update_span_t;
-/** @param span borrowed until return. HOST: called on the library's workers, several spans at once, and must not
- *  call the library. DEVICE: called on the thread of gemini_update(), may call gemini_stream_call() and
- *  gemini_stream_native() only. */
+/** @param span borrowed until return. HOST: called on the library's workers, several spans at once, and may call
+ *  gemini_error_set() and gemini_last_error() only. DEVICE: called on the thread of gemini_update() or, for spans that had
+ *  to wait, on a thread that uses one of their chunks, in gemini_update_wait(), or on one of the library's; never twice at
+ *  once for one update; may call gemini_stream_call() and gemini_stream_native(), too. */
 typedef void (*gemini_update_fn)(void *user, const gemini_update_span_t *span);
 
 enum {
@@ -730,8 +732,9 @@ typedef struct gemini_topology_object_s {
  *  @retval GEMINI_ERR_FORMAT       the file is no topology
  *  @retval GEMINI_ERR_UNSUPPORTED  the system does not describe this machine
  *  @retval GEMINI_ERR_INVALID      topology_out is NULL, or 64 topologies are open
- *  @retval GEMINI_ERR_OOM_SYSTEM   no memory for its records
- *  Blocks for some milliseconds. Does not start a GPU's driver. Since: 0.1 */
+ *  @retval GEMINI_ERR_OOM_SYSTEM   no memory for its records, or no process could be started to look at the file
+ *  Blocks for some milliseconds. A file is first loaded by a forked child, as damaged ones can end the process that loads
+ *  them: that may take up to 10 s. Does not start a GPU's driver. Since: 0.1 */
 GEMINI_API gemini_status_t gemini_topology_open(const char *xml_path, gemini_topology_t *topology_out)
     GEMINI_MUST_CHECK;
 /** Frees a topology. 0 is accepted.
@@ -869,8 +872,10 @@ GEMINI_API gemini_status_t gemini_manager_dump(gemini_manager_t mgr, char *text_
  *  @param length_out bytes needed without the NUL; may be NULL. Since: 0.1 */
 GEMINI_API gemini_status_t gemini_plan_explain(gemini_manager_t mgr, char *text_out, uint64_t size_bytes,
                                                uint64_t *length_out) GEMINI_MUST_CHECK;
-/** Writes the last complete iteration's trace to a text file (docs/trace.md). @retval GEMINI_ERR_STATE  none yet.
- *  Since: 0.1 */
+/** Writes the last complete iteration's trace to a text file (docs/trace.md).
+ *  @retval GEMINI_ERR_STATE  none yet
+ *  @retval GEMINI_ERR_IO, GEMINI_ERR_OOM_FILE  writing failed, or the disk, a quota or the limit on the size of files is
+ *          exhausted; native_code is errno. Since: 0.1 */
 GEMINI_API gemini_status_t gemini_trace_save(gemini_manager_t mgr, const char *path) GEMINI_MUST_CHECK;
 /** Takes a saved trace instead of a warm-up and plans from it. Arenas must be those of the trace by name and size.
  *  @retval GEMINI_ERR_OOM_DEVICE  an op's working set does not fit: the message names the op and the bytes it lacks
@@ -880,7 +885,9 @@ GEMINI_API gemini_status_t gemini_trace_load(gemini_manager_t mgr, const char *p
 /** Starts recording a timeline; gemini_timeline_stop() or close writes it to path as Chrome trace JSON, which
  *  ui.perfetto.dev opens. Since: 0.1 */
 GEMINI_API gemini_status_t gemini_timeline_start(gemini_manager_t mgr, const char *path) GEMINI_MUST_CHECK;
-/** Blocks until recorded work is done. @retval GEMINI_ERR_STATE  none is being recorded. Since: 0.1 */
+/** Blocks until recorded work is done.
+ *  @retval GEMINI_ERR_STATE  none is being recorded
+ *  @retval GEMINI_ERR_IO, GEMINI_ERR_OOM_FILE  as of gemini_trace_save(); the recording has ended. Since: 0.1 */
 GEMINI_API gemini_status_t gemini_timeline_stop(gemini_manager_t mgr) GEMINI_MUST_CHECK;
 /** @} */
 

@@ -184,7 +184,7 @@ GEMINI_API void gemini_update_walk(void *walk, const gemini_update_span_t *span)
  *  @retval GEMINI_ERR_INVALID  a value is out of range: the message names the rule or range, the value and the limit
  *  Threads: any. Some nanoseconds for each range. Since: 0.1 */
 GEMINI_API gemini_status_t gemini_update_walk_check(const gemini_update_t *update) GEMINI_MUST_CHECK;
-/** The status of the first span that failed, which becomes this thread's gemini_update_last_error(); GEMINI_OK: none
+/** The status of the first span that failed, which becomes this thread's gemini_last_error(); GEMINI_OK: none
  *  has, so far. After gemini_update_wait() that is all of them. A walk that failed is not used again: it is initialised
  *  anew.
  *  @retval GEMINI_ERR_INVALID  walk is NULL, or what gemini_update_walk_check() refuses

@@ -60,8 +60,8 @@ typedef struct gmi_uses {
   _Atomic gmi_fence_t fence[GMI_USES];
 } gmi_uses_t;
 
-/* What an address of a frame's size is mapped to. It stays mapped when it loses its frame, so that nothing is to be mapped
- * when it gets the same one again, as it does in each iteration of a plan. */
+/* The frame mapped at a chunk's address. The mapping outlives residency, so a chunk that gets the same frame back, as it
+ * does in each iteration of a plan, needs no remap. */
 typedef struct gmi_mapping {
   uint32_t frame_1; /* index of the frame + 1; 0 = none */
   uint32_t reserved;

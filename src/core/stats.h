@@ -10,7 +10,7 @@
 
 #include "gemini.h"
 
-/* As those of gemini_stats_t. What else that has is counted where it is used. */
+/* As those of gemini_stats_t, whose other figures are kept by their modules (frames, host slots, files). */
 typedef struct gmi_stats {
   _Atomic uint64_t budget_bytes[GEMINI_TIER_COUNT], peak_bytes[GEMINI_TIER_COUNT];
   _Atomic uint64_t moved_bytes[GEMINI_LINK_COUNT][GEMINI_REASON_COUNT];

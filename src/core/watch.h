@@ -2,8 +2,8 @@
  * SPDX-License-Identifier: Apache-2.0
  *
  * Every wait that can last (for the manager's lock, for queued work, transfers, workers, the system) lies between
- * gmi_wait_begin() and gmi_wait_end(). A thread that waits with the manager's lock has left the records in order, and cannot
- * go on while another one holds watch.lock: so a dump can read them, though it cannot have the lock. */
+ * gmi_wait_begin() and gmi_wait_end(). A thread that waits with the manager's lock leaves the records consistent before it
+ * waits, and needs watch.lock to go on: a thread that holds watch.lock may read them without the manager's lock. */
 #ifndef GMI_WATCH_H
 #define GMI_WATCH_H
 
@@ -38,7 +38,7 @@ typedef struct gmi_wait {
   const char *function; /* of the public interface; static storage */
   gmi_wait_kind_t kind;
   uint32_t thread; /* as the system numbers it */
-  uint64_t number; /* what the kind says */
+  uint64_t number; /* says which one, as the list of kinds above has it; 0 where it has nothing */
   uint64_t since_ns, told_ns;
   bool has_lock; /* the manager's */
 } gmi_wait_t;
