@@ -11,10 +11,11 @@
  *   one that is full may lie below the one where the room is needed, as what leaves must go somewhere.
  * - Functions may be called from any thread unless their comment says otherwise. Functions that take a stream
  *   never wait for the work queued on it, unless the stream is GEMINI_STREAM_CALLER or the comment says "blocks".
- * - After fork(), the child has none of its parent's managers: calls with their handles, closing included, are refused with
- *   GEMINI_ERR_HANDLE and name the parent; their memory is not there: touching it faults, until the child maps
- *   something else at the same addresses; their files are the parent's alone. The child can open managers of its own, but
- *   none on CUDA where the parent has used CUDA, whose driver does not work in forked processes. Topologies go on in both.
+ * - After fork(), the child has none of its parent's managers: calls with their handles, closing included, are refused
+ *   with GEMINI_ERR_HANDLE and name the parent; their memory is not there: touching it faults, until the child maps
+ *   something else at the same addresses; their files are the parent's alone. The child can open managers of its own,
+ *   but none on CUDA where the parent has used CUDA, whose driver does not work in forked processes. Topologies go on
+ *   in both.
  * - Caller-allocated structs start with struct_size; use the GEMINI_*_INIT macros. A zero field means the default.
  */
 #ifndef GEMINI_H
@@ -86,8 +87,9 @@ typedef struct gemini_error_info {
  *  @retval GEMINI_OK, or GEMINI_ERR_INVALID when info_out is NULL or its size is out of range
  *  Threads: any; the record is per thread. Since: 0.1 */
 GEMINI_API gemini_status_t gemini_last_error(gemini_error_info_t *info_out);
-/** Makes info the record of this thread's last failed call, for libraries that are built on this one (libgemini_update is
- *  one): their callers then find every error text in one place. Ends operation and message with a null byte if they have none.
+/** Makes info the record of this thread's last failed call, for libraries that are built on this one (libgemini_update
+ *  is one): their callers then find every error text in one place. Ends operation and message with a null byte if they
+ *  have none.
  *  @param info status negative; struct_size set; copied
  *  @retval GEMINI_OK, or GEMINI_ERR_INVALID when info is NULL, its size is out of range, or its status is no error; the
  *          record then is of this call
@@ -192,8 +194,8 @@ GEMINI_API gemini_status_t gemini_budget_set(gemini_manager_t mgr, uint32_t tier
  *  @{ */
 /** @param stream_out transferred to the caller; end with gemini_stream_destroy(). At most 48 at once. Since: 0.1 */
 GEMINI_API gemini_status_t gemini_stream_create(gemini_manager_t mgr, gemini_stream_t *stream_out) GEMINI_MUST_CHECK;
-/** Makes a stream of the caller's own one of the manager's: a cudaStream_t or CUstream of the GPU's primary context; NULL
- *  is its default stream. It stays the caller's and must outlive the handle, whose destruction leaves it as it is.
+/** Makes a stream of the caller's own one of the manager's: a cudaStream_t or CUstream of the GPU's primary context;
+ *  NULL is its default stream. It stays the caller's and must outlive the handle, whose destruction leaves it as it is.
  *  @param stream_out as of gemini_stream_create()
  *  @retval GEMINI_ERR_UNSUPPORTED  the simulated device has no such streams. Since: 0.1 */
 GEMINI_API gemini_status_t gemini_stream_adopt(gemini_manager_t mgr, void *native, gemini_stream_t *stream_out)
@@ -399,8 +401,8 @@ typedef struct gemini_access {
  *  @param count    0..2^20
  *  @retval GEMINI_ERR_BUSY        one range is acquired on the host for writing and wanted on the device, or the
  *                                 other way round
- *  @retval GEMINI_ERR_STATE       reading a parameter whose bytes its gradient has taken, or the other way round; writing both
- *                                 in one batch
+ *  @retval GEMINI_ERR_STATE       reading a parameter whose bytes its gradient has taken, or the other way round;
+ *                                 writing both in one batch
  *  @retval GEMINI_ERR_OOM_DEVICE, GEMINI_ERR_OOM_HOST  the batch does not fit beside what is acquired, pinned and
  *                                 allocated; the message says what holds the memory
  *  @retval GEMINI_ERR_IO          a chunk could not be read from its file
@@ -428,9 +430,9 @@ GEMINI_API gemini_status_t gemini_unpin(gemini_manager_t mgr, const gemini_acces
 /** @} */
 
 /** @defgroup graphs CUDA graphs
- *  A range of operators, captured once into a CUDA graph of the caller's and replayed with one launch, though its chunks do
- *  not fit beside each other on the device: the graph itself copies them from host memory into frames set aside for it,
- *  which they take in turns, each as soon as what had its frame before is done, beside the kernels.
+ *  A range of operators, captured once into a CUDA graph of the caller's and replayed with one launch, though its
+ *  chunks do not fit beside each other on the device: the graph itself copies them from host memory into frames set
+ *  aside for it, which they take in turns, each as soon as what had its frame before is done, beside the kernels.
  *
  *      gemini_graph_begin(mgr, stream, bytes, &graph);
  *      cuStreamBeginCapture(native, ...);
@@ -439,46 +441,50 @@ GEMINI_API gemini_status_t gemini_unpin(gemini_manager_t mgr, const gemini_acces
  *      gemini_graph_end(mgr, graph);
  *      for each replay: gemini_graph_enter(mgr, graph, stream); cuGraphLaunch(...); gemini_graph_leave(mgr, graph);
  *
- *  Chunks that a capture writes, and others that shall stay for all of it, are acquired before it begins and released after
- *  it ends, on the device, and likewise around each replay. The others are read only. Between replays they live as all
- *  chunks do, except that their places in host memory stay theirs while the graph lives.
+ *  Chunks that a capture writes, and others that shall stay for all of it, are acquired before it begins and released
+ *  after it ends, on the device, and likewise around each replay. The others are read only. Between replays they live
+ *  as all chunks do, except that their places in host memory stay theirs while the graph lives.
  *  @{ */
 typedef uint64_t gemini_graph_t;
 /** Sets device memory aside for a graph that is about to be captured of a stream; evicts chunks for it. What a capture
- *  acquires and releases on this stream until gemini_graph_end() is read by the graph: the copies that it needs get into the
- *  capture, and nothing is computed or brought now. gemini_op_begin() and gemini_op_end() on a stream that is captured so
- *  give names to messages, and nothing else.
- *  @param device_bytes for chunks that take turns; whole windows of it count. A replay overlaps copies with kernels where it
- *                      holds more than one operator's chunks
- *  @param graph_out    transferred to the caller; end with gemini_graph_destroy() or gemini_manager_close(). At most 256
- *                      exist at once
+ *  acquires and releases on this stream until gemini_graph_end() is read by the graph: the copies that it needs get
+ *  into the capture, and nothing is computed or brought now. gemini_op_begin() and gemini_op_end() on a stream that is
+ *  captured so give names to messages, and nothing else.
+ *  @param device_bytes for chunks that take turns; whole windows of it count. A replay overlaps copies with kernels
+ *                      where it holds more than one operator's chunks
+ *  @param graph_out    transferred to the caller; end with gemini_graph_destroy() or gemini_manager_close(). At most
+ *                      256 exist at once
  *  @retval GEMINI_ERR_UNSUPPORTED  the simulated device has no graphs
  *  @retval GEMINI_ERR_STATE        the stream is being captured already, or another graph was begun on it and not ended
  *  @retval GEMINI_ERR_INVALID      device_bytes is less than a window, stream is GEMINI_STREAM_CALLER, or 256 exist
- *  @retval GEMINI_ERR_OOM_DEVICE   they are not to be had beside what is acquired, pinned and allocated, or the plan cannot
- *                                  be made with what they leave. Since: 0.1 */
+ *  @retval GEMINI_ERR_OOM_DEVICE   they are not to be had beside what is acquired, pinned and allocated, or the plan
+ *                                  cannot be made with what they leave. Since: 0.1 */
 GEMINI_API gemini_status_t gemini_graph_begin(gemini_manager_t mgr, gemini_stream_t stream, uint64_t device_bytes,
                                               gemini_graph_t *graph_out) GEMINI_MUST_CHECK;
 /** Says that the capture has ended. Ranges still acquired in it are released.
- *  @retval GEMINI_ERR_STATE  the stream is still being captured, the graph has ended already, or the device refused a part
- *                            of the capture, of which an acquire or release has told: then it can only be destroyed. Since: 0.1 */
+ *  @retval GEMINI_ERR_STATE  the stream is still being captured, the graph has ended already, or the device refused a
+ *                            part of the capture, of which an acquire or release has told: then it can only be
+ *                            destroyed. Since: 0.1 */
 GEMINI_API gemini_status_t gemini_graph_end(gemini_manager_t mgr, gemini_graph_t graph) GEMINI_MUST_CHECK;
-/** Before each launch, on the stream where it will be: makes the stream wait until host memory has the newest bytes of all
- *  that the graph reads (updates done, device copies written back), and keeps others from these chunks: until
- *  gemini_graph_leave() they cannot be acquired on the device, nor on the host for writing. Of a range of operators that
- *  changes nothing this costs a look at each chunk.
+/** Before each launch, on the stream where it will be: makes the stream wait until host memory has the newest bytes of
+ *  all that the graph reads (updates done, device copies written back), and keeps others from these chunks: until
+ *  gemini_graph_leave() they cannot be acquired on the device, nor on the host for writing. Of a range of operators
+ *  that changes nothing this costs a look at each chunk.
  *  @retval GEMINI_ERR_BUSY   one of them is acquired on the device, or for writing, pinned, or in use by another graph
- *  @retval GEMINI_ERR_STATE  the capture has not ended, it is entered already, a chunk that was acquired while it was captured
- *                            is not acquired now, or a parameter's bytes are its gradient's, or the other way round
+ *  @retval GEMINI_ERR_STATE  the capture has not ended, it is entered already, a chunk that was acquired while it was
+ *                            captured is not acquired now, or a parameter's bytes are its gradient's, or the other way
+ *                            round
  *  @retval GEMINI_ERR_IO     a chunk could not be read from its file
- *  Blocks where a chunk that was on the device since its last replay has to leave it, or to come from a file. Since: 0.1 */
+ *  Blocks where a chunk that was on the device since its last replay has to leave it, or to come from a file. Since:
+ *  0.1 */
 GEMINI_API gemini_status_t gemini_graph_enter(gemini_manager_t mgr, gemini_graph_t graph, gemini_stream_t stream)
     GEMINI_MUST_CHECK;
-/** After the launch: the chunks are free again for who comes after what is queued on the stream of gemini_graph_enter().
+/** After the launch: the chunks are free again for who comes after what is queued on the stream of
+ *  gemini_graph_enter().
  *  @retval GEMINI_ERR_STATE  it is not entered, or that stream is being captured. Since: 0.1 */
 GEMINI_API gemini_status_t gemini_graph_leave(gemini_manager_t mgr, gemini_graph_t graph) GEMINI_MUST_CHECK;
-/** Gives the device memory back, behind the last replay. The CUDA graph, which is the caller's, must not be launched any
- *  more. 0 is accepted.
+/** Gives the device memory back, behind the last replay. The CUDA graph, which is the caller's, must not be launched
+ *  any more. 0 is accepted.
  *  @retval GEMINI_ERR_BUSY  it is entered, or being captured; nothing changed. Since: 0.1 */
 GEMINI_API gemini_status_t gemini_graph_destroy(gemini_graph_t graph);
 /** @} */
@@ -521,27 +527,28 @@ GEMINI_API gemini_status_t gemini_zero(gemini_manager_t mgr, const gemini_access
  *  @param fd_offset byte offset in the file
  *  @retval GEMINI_ERR_IO, GEMINI_ERR_FORMAT  reading failed, or the file ends early: the bytes of the range that
  *          were read are changed, the rest are not; native_code is errno or 0
- *  @retval GEMINI_ERR_OOM_HOST  the range does not fit on the host; nothing changed. With a file tier, or with other threads
- *          that take room meanwhile, as GEMINI_ERR_IO, and so is GEMINI_ERR_OOM_FILE
+ *  @retval GEMINI_ERR_OOM_HOST  the range does not fit on the host; nothing changed. With a file tier, or with other
+ *          threads that take room meanwhile, as GEMINI_ERR_IO, and so is GEMINI_ERR_OOM_FILE
  *  @retval GEMINI_ERR_BUSY  a part of it is acquired, or pinned to the device
- *  @retval GEMINI_ERR_STATE  a part of a parameter whose bytes its gradient has taken, or the other way round. Since: 0.1 */
+ *  @retval GEMINI_ERR_STATE  a part of a parameter whose bytes its gradient has taken, or the other way round. Since:
+ *          0.1 */
 GEMINI_API gemini_status_t gemini_load(gemini_manager_t mgr, const gemini_access_t *access, int fd, uint64_t fd_offset)
     GEMINI_MUST_CHECK;
 /** Writes a range to a file descriptor at fd_offset, from wherever its newest bytes are. Blocks.
- *  @retval GEMINI_ERR_STATE  a parameter whose bytes its gradient has taken, or the other way round; an arena's range is
- *          written as it is
- *  @retval GEMINI_ERR_IO, GEMINI_ERR_OOM_FILE  writing failed, or the disk, a quota or the limit on the size of files is
- *          exhausted: a part of the range may have been written; native_code is errno
- *  @retval GEMINI_ERR_BUSY  a part of it is acquired for writing; nothing was written, unless it was acquired by another
- *          thread while this one wrote. Since: 0.1 */
+ *  @retval GEMINI_ERR_STATE  a parameter whose bytes its gradient has taken, or the other way round; an arena's range
+ *          is written as it is
+ *  @retval GEMINI_ERR_IO, GEMINI_ERR_OOM_FILE  writing failed, or the disk, a quota or the limit on the size of files
+ *          is exhausted: a part of the range may have been written; native_code is errno
+ *  @retval GEMINI_ERR_BUSY  a part of it is acquired for writing; nothing was written, unless it was acquired by
+ *          another thread while this one wrote. Since: 0.1 */
 GEMINI_API gemini_status_t gemini_store(gemini_manager_t mgr, const gemini_access_t *access, int fd, uint64_t fd_offset)
     GEMINI_MUST_CHECK;
 
 enum { GEMINI_DTYPE_F32 = 0, GEMINI_DTYPE_BF16 = 1, GEMINI_DTYPE_F16 = 2, GEMINI_DTYPE_F64 = 3 };
-/** The Euclidean norm of a range, summed in double where each chunk is, on the host by the workers of updates. The order
- *  of additions depends on the range and on what it holds only: left to right within each 64 KiB of the arena, then these
- *  sums. So the result has the same bits wherever chunks are. Pending updates of the range come first. In a reusing
- *  arena, a parameter whose gradient was not written counts as zero. Blocks.
+/** The Euclidean norm of a range, summed in double where each chunk is, on the host by the workers of updates. The
+ *  order of additions depends on the range and on what it holds only: left to right within each 64 KiB of the arena,
+ *  then these sums. So the result has the same bits wherever chunks are. Pending updates of the range come first. In a
+ *  reusing arena, a parameter whose gradient was not written counts as zero. Blocks.
  *  @param access object and range, a multiple of the dtype's size; mode and tier are ignored
  *  @param stream the work that produced the range
  *  @retval GEMINI_ERR_STATE  a parameter whose bytes its gradient has taken
@@ -560,9 +567,9 @@ typedef struct gemini_update_span {
   void *ptr[8]; /* in the order of gemini_update_t.arenas: the element first_element of each */
 } gemini_update_span_t;
 /** @param span borrowed until return. HOST: called on the library's workers, several spans at once, and may call
- *  gemini_error_set() and gemini_last_error() only. DEVICE: called on the thread of gemini_update() or, for spans that had
- *  to wait, on a thread that uses one of their chunks, in gemini_update_wait(), or on one of the library's; never twice at
- *  once for one update; may call gemini_stream_call() and gemini_stream_native(), too. */
+ *  gemini_error_set() and gemini_last_error() only. DEVICE: called on the thread of gemini_update() or, for spans that
+ *  had to wait, on a thread that uses one of their chunks, in gemini_update_wait(), or on one of the library's; never
+ *  twice at once for one update; may call gemini_stream_call() and gemini_stream_native(), too. */
 typedef void (*gemini_update_fn)(void *user, const gemini_update_span_t *span);
 
 enum {
@@ -585,34 +592,34 @@ typedef struct gemini_update_s {
 
 /** Walks arenas of one layout, span by span, and runs fn on each span where its chunks live. A span is a part of the
  *  range in one window of the arena with the smallest elements, and on the host in one window of every arena; spans do
- *  not overlap and cover the range. A tensor in a reusing arena whose gradient was not written since its parameter was is
- *  given a zero gradient. An arena written without READ must be written whole. Afterwards the tensors written to are in
- *  state HOLD and hold parameters again.
+ *  not overlap and cover the range. A tensor in a reusing arena whose gradient was not written since its parameter was
+ *  is given a zero gradient. An arena written without READ must be written whole. Afterwards the tensors written to are
+ *  in state HOLD and hold parameters again.
  *  @retval GEMINI_ERR_BUSY      a part of the range is acquired; nothing changed
  *  @retval GEMINI_ERR_INVALID   a value is out of range, or a bound of the range cuts a tensor whose bytes hold a
  *                               gradient while its parameter is to be written; nothing changed
- *  @retval GEMINI_ERR_STATE     a parameter is to be read whose bytes its gradient has taken, or would take as zero; or a
- *                               gradient in a reusing arena was not written, and the update does not write its parameter;
- *                               nothing changed
+ *  @retval GEMINI_ERR_STATE     a parameter is to be read whose bytes its gradient has taken, or would take as zero; or
+ *                               a gradient in a reusing arena was not written, and the update does not write its
+ *                               parameter; nothing changed
  *  @retval GEMINI_ERR_OOM_HOST  without a file tier, the host has no room for the chunks; nothing changed
- *  @retval GEMINI_ERR_PENDING   (never with GEMINI_UPDATE_LATE) the update was accepted and is not done, or cannot be: the
- *                               message says where it stands and why. gemini_update_wait() goes on with it, and returns
- *                               what it fails with; to call gemini_update() again would update twice
+ *  @retval GEMINI_ERR_PENDING   (never with GEMINI_UPDATE_LATE) the update was accepted and is not done, or cannot be:
+ *                               the message says where it stands and why. gemini_update_wait() goes on with it, and
+ *                               returns what it fails with; to call gemini_update() again would update twice
  *  @retval GEMINI_ERR_DEVICE    the device could not say what stream has queued so far; nothing changed
- *  @retval GEMINI_ERR_DEVICE, GEMINI_ERR_IO, GEMINI_ERR_FORMAT  an earlier update failed for good, as gemini_update_wait() says:
- *                               no other is accepted
+ *  @retval GEMINI_ERR_DEVICE, GEMINI_ERR_IO, GEMINI_ERR_FORMAT  an earlier update failed for good, as
+ *                               gemini_update_wait() says: no other is accepted
  *  Every other error, too, means that the update was not accepted, and nothing changed.
- *  An update that is accepted is done as a whole: spans that cannot run yet, as there is no room for their chunks or a chunk
- *  could not be moved, stay pending, and user with them, and run when they can, before anybody uses one of their chunks.
- *  Until then such a use fails with what keeps them from running. Since: 0.1 */
+ *  An update that is accepted is done as a whole: spans that cannot run yet, as there is no room for their chunks or a
+ *  chunk could not be moved, stay pending, and user with them, and run when they can, before anybody uses one of their
+ *  chunks. Until then such a use fails with what keeps them from running. Since: 0.1 */
 GEMINI_API gemini_status_t gemini_update(gemini_manager_t mgr, const gemini_update_t *update) GEMINI_MUST_CHECK;
-/** Blocks until every update submitted so far is done. Where one cannot go on, what is left of it stays pending; the message
- *  says how much that is, and gemini_stats_t.pending_updates counts it.
+/** Blocks until every update submitted so far is done. Where one cannot go on, what is left of it stays pending; the
+ *  message says how much that is, and gemini_stats_t.pending_updates counts it.
  *  @retval GEMINI_ERR_DEVICE  the device work before an update failed, so that the update did not run. This stays, and
  *          gemini_manager_close() returns it, too: the bytes of the model are not what they should be
- *  @retval GEMINI_ERR_IO, GEMINI_ERR_FORMAT  chunks of an update could not be read from their file, or were damaged there;
- *          GEMINI_ERR_OOM_HOST, GEMINI_ERR_OOM_FILE: there is no room for them. What can be tried again stays pending
- *          and is; what cannot stays so and is returned by gemini_manager_close(), too. Since: 0.1 */
+ *  @retval GEMINI_ERR_IO, GEMINI_ERR_FORMAT  chunks of an update could not be read from their file, or were damaged
+ *          there; GEMINI_ERR_OOM_HOST, GEMINI_ERR_OOM_FILE: there is no room for them. What can be tried again stays
+ *          pending and is; what cannot stays so and is returned by gemini_manager_close(), too. Since: 0.1 */
 GEMINI_API gemini_status_t gemini_update_wait(gemini_manager_t mgr) GEMINI_MUST_CHECK;
 /** @} */
 
@@ -645,16 +652,16 @@ GEMINI_API gemini_status_t gemini_resume(gemini_manager_t mgr) GEMINI_MUST_CHECK
  *  adopted at its first call, as by gemini_stream_adopt(), and is one of the manager's 48; where all are taken, the
  *  one unused for longest among those that hooks adopted makes room, for which an allocation waits. It must exist until
  *  gemini_hook_forget() or the manager's end; one that was destroyed before, and whose handle names another stream now,
- *  is noticed from CUDA 12 on, and the next allocation there waits for the GPU. On the simulated device, which has no such
- *  streams, the argument is a gemini_stream_t, and NULL GEMINI_STREAM_CALLER.
+ *  is noticed from CUDA 12 on, and the next allocation there waits for the GPU. On the simulated device, which has no
+ *  such streams, the argument is a gemini_stream_t, and NULL GEMINI_STREAM_CALLER.
  *
  *  Any thread may call them, with any stream and with locks of the framework's held: they never call back, not even the
  *  log, and frees never wait, for the GPU or for other calls. What fails is in gemini_last_error(); a manager's first
  *  failure is logged, too, when the next call of another function returns.
  *  @{ */
 /** The manager serves the allocations of its device (config.device_ordinal; 0 for the simulated one) from now on.
- *  An allocation that finds no room evicts, and is refused only when that makes none: callers that empty caches of their
- *  own when they are refused keep what they have until chunks have made room.
+ *  An allocation that finds no room evicts, and is refused only when that makes none: callers that empty caches of
+ *  their own when they are refused keep what they have until chunks have made room.
  *  @param flags 0
  *  @retval GEMINI_ERR_EXISTS   another manager serves that device
  *  @retval GEMINI_ERR_INVALID  flags is not 0, or the ordinal is above 63. Since: 0.1 */
@@ -663,10 +670,11 @@ GEMINI_API gemini_status_t gemini_hook_set(gemini_manager_t mgr, uint32_t flags)
  *  this, too; frees of its pointers that come after are ignored.
  *  @retval GEMINI_ERR_STATE  it serves none. Since: 0.1 */
 GEMINI_API gemini_status_t gemini_hook_clear(gemini_manager_t mgr);
-/** Waits for the work of a stream that these functions were called with, and forgets it: from then on it may be destroyed.
+/** Waits for the work of a stream that these functions were called with, and forgets it: from then on it may be
+ *  destroyed.
  *  @param stream as they were given it
- *  @retval GEMINI_ERR_NOT_FOUND  no call named it, or gemini_stream_adopt() did; always so on the simulated device. Blocks.
- *          Since: 0.1 */
+ *  @retval GEMINI_ERR_NOT_FOUND  no call named it, or gemini_stream_adopt() did; always so on the simulated device.
+ *          Blocks. Since: 0.1 */
 GEMINI_API gemini_status_t gemini_hook_forget(gemini_manager_t mgr, void *stream);
 
 /** For torch.cuda.memory.CUDAPluggableAllocator: gemini_alloc(), usable by work queued on stream.
@@ -675,8 +683,9 @@ GEMINI_API gemini_status_t gemini_hook_forget(gemini_manager_t mgr, void *stream
  *          adopted. Since: 0.1 */
 GEMINI_API void *gemini_torch_malloc(ptrdiff_t size, int device, void *stream);
 /** Likewise gemini_free(), after the work queued on stream so far, which may be another one than the allocation's.
- *  @param ptr  NULL, pointers of managers closed since and, after fork(), those of the parent's are ignored; one that is no live allocation is a failure, and
- *              ignored, too; one that was freed twice under another thread's call is noticed later
+ *  @param ptr  NULL, pointers of managers closed since and, after fork(), those of the parent's are ignored; one that
+ *              is no live allocation is a failure, and ignored, too; one that was freed twice under another thread's
+ *              call is noticed later
  *  @param size ignored, and so is device where another manager serves it since
  *  A stream that cannot be adopted: a failure, and the memory stays allocated. Since: 0.1 */
 GEMINI_API void gemini_torch_free(void *ptr, ptrdiff_t size, int device, void *stream);
@@ -726,15 +735,16 @@ typedef struct gemini_topology_object_s {
 #define GEMINI_TOPOLOGY_OBJECT_INIT { sizeof(gemini_topology_object_t), 0, 0, 0, 0, 0, 0, "", "" }
 
 /** Reads the topology of this machine, or a saved one.
- *  @param xml_path     NULL: this machine. Otherwise a file that hwloc wrote (lstopo machine.xml); borrowed until return
+ *  @param xml_path     NULL: this machine. Otherwise a file that hwloc wrote (lstopo machine.xml); borrowed until
+ *          return
  *  @param topology_out transferred to the caller; end with gemini_topology_close()
  *  @retval GEMINI_ERR_IO           the file cannot be read; native_code is errno
  *  @retval GEMINI_ERR_FORMAT       the file is no topology
  *  @retval GEMINI_ERR_UNSUPPORTED  the system does not describe this machine
  *  @retval GEMINI_ERR_INVALID      topology_out is NULL, or 64 topologies are open
  *  @retval GEMINI_ERR_OOM_SYSTEM   no memory for its records, or no process could be started to look at the file
- *  Blocks for some milliseconds. A file is first loaded by a forked child, as damaged ones can end the process that loads
- *  them: that may take up to 10 s. Does not start a GPU's driver. Since: 0.1 */
+ *  Blocks for some milliseconds. A file is first loaded by a forked child, as damaged ones can end the process that
+ *  loads them: that may take up to 10 s. Does not start a GPU's driver. Since: 0.1 */
 GEMINI_API gemini_status_t gemini_topology_open(const char *xml_path, gemini_topology_t *topology_out)
     GEMINI_MUST_CHECK;
 /** Frees a topology. 0 is accepted.
@@ -852,8 +862,8 @@ typedef struct gemini_stats_s {
     0,                      \
     0,                      \
     0 }
-/** Copies the statistics. Never waits, whatever other threads' calls wait for; while one is under way, the figures may not
- *  all be of one moment; a peak is never below what is in use.
+/** Copies the statistics. Never waits, whatever other threads' calls wait for; while one is under way, the figures may
+ *  not all be of one moment; a peak is never below what is in use.
  *  @param stats_out caller-allocated; struct_size set; borrowed until return. Since: 0.1 */
 GEMINI_API gemini_status_t gemini_stats(gemini_manager_t mgr, gemini_stats_t *stats_out) GEMINI_MUST_CHECK;
 /** Starts peaks, moved bytes, hits, stalls and errors anew; what is in use stays counted. Since: 0.1 */
@@ -863,7 +873,8 @@ GEMINI_API gemini_status_t gemini_stats_reset(gemini_manager_t mgr) GEMINI_MUST_
  *  what is acquired and how often, and which threads wait inside the library, for what and since when. Never waits for
  *  another call: what one is changing at this moment is left out, and the text says so. Always NUL-terminated.
  *  @param text_out   size_bytes bytes; NULL with size_bytes 0 to ask for the length
- *  @param length_out bytes that the text had without the NUL, which is different the next time; may be NULL. Since: 0.1 */
+ *  @param length_out bytes that the text had without the NUL, which is different the next time; may be NULL. Since:
+ *          0.1 */
 GEMINI_API gemini_status_t gemini_manager_dump(gemini_manager_t mgr, char *text_out, uint64_t size_bytes,
                                                uint64_t *length_out) GEMINI_MUST_CHECK;
 
@@ -874,8 +885,8 @@ GEMINI_API gemini_status_t gemini_plan_explain(gemini_manager_t mgr, char *text_
                                                uint64_t *length_out) GEMINI_MUST_CHECK;
 /** Writes the last complete iteration's trace to a text file (docs/trace.md).
  *  @retval GEMINI_ERR_STATE  none yet
- *  @retval GEMINI_ERR_IO, GEMINI_ERR_OOM_FILE  writing failed, or the disk, a quota or the limit on the size of files is
- *          exhausted; native_code is errno. Since: 0.1 */
+ *  @retval GEMINI_ERR_IO, GEMINI_ERR_OOM_FILE  writing failed, or the disk, a quota or the limit on the size of files
+ *          is exhausted; native_code is errno. Since: 0.1 */
 GEMINI_API gemini_status_t gemini_trace_save(gemini_manager_t mgr, const char *path) GEMINI_MUST_CHECK;
 /** Takes a saved trace instead of a warm-up and plans from it. Arenas must be those of the trace by name and size.
  *  @retval GEMINI_ERR_OOM_DEVICE  an op's working set does not fit: the message names the op and the bytes it lacks

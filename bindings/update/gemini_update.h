@@ -1,8 +1,8 @@
 /* libgemini_update: the fused optimizer updates that libgemini's bindings share.
  * SPDX-License-Identifier: Apache-2.0
  *
- * A library of its own, built on libgemini's public functions. Conventions are those of gemini.h: gemini_last_error() tells
- * what went wrong here, too.
+ * A library of its own, built on libgemini's public functions. Conventions are those of gemini.h: gemini_last_error()
+ * tells what went wrong here, too.
  *
  * Results are the same to the bit on every processor and on the GPU (docs/update.md has the order of operations), as
  * long as the calling thread rounds to nearest and does not flush subnormal numbers to zero; a NaN is a NaN everywhere,
@@ -44,11 +44,12 @@ typedef struct gemini_adamw {
 /** Updates a span on the host, in one pass: momentum, variance and master, and the low-precision parameter from master.
  *  All arrays have count elements and are aligned to their element. No two may overlap, except that param may be grad
  *  itself when their elements have one size (gradients that reuse their parameters' bytes).
- *  @param param    param_dtype, written, nearest even, NaN kept, beyond the range: infinity. NULL: master is the parameter
+ *  @param param    param_dtype, written, nearest even, NaN kept, beyond the range: infinity. NULL: master is the
+ *          parameter
  *  @param grad     grad_dtype, read
  *  @param master   read and written, as momentum and variance
- *  @param grad_sum_squares_out  sum of the squares of grad as it is, before grad_scale, in double, in an order that only
- *                  depends on count. NULL: not wanted
+ *  @param grad_sum_squares_out  sum of the squares of grad as it is, before grad_scale, in double, in an order that
+ *                  only depends on count. NULL: not wanted
  *  @retval GEMINI_ERR_INVALID  a value is out of range: the message names it; nothing changed
  *  Threads: any; runs on the calling thread alone, so that many spans can be updated at once (as by gemini_update()'s
  *  workers). All arrays are borrowed until return. Since: 0.1 */
@@ -60,17 +61,17 @@ GEMINI_API gemini_status_t gemini_adamw_host(const gemini_adamw_t *adamw, uint64
 GEMINI_API uint64_t gemini_update_sums(uint64_t count);
 /** Queues gemini_adamw_host()'s work, with its results, on a CUDA stream. Arrays as there, in memory that the GPU
  *  reaches, borrowed until the work is done.
- *  @param sums    gemini_update_sums(count) doubles in memory that the GPU reaches: the first receives the sum of squares,
- *                 the others are scratch. NULL: not wanted
- *  @param stream  a CUstream; NULL: the default stream of the current context, or, where there is none, of GPU 0's primary
- *                 context, which is then retained until the process ends
+ *  @param sums    gemini_update_sums(count) doubles in memory that the GPU reaches: the first receives the sum of
+ *                 squares, the others are scratch. NULL: not wanted
+ *  @param stream  a CUstream; NULL: the default stream of the current context, or, where there is none, of GPU 0's
+ *                 primary context, which is then retained until the process ends
  *  @retval GEMINI_ERR_UNSUPPORTED  there is no CUDA driver, or it is too old
  *  @retval GEMINI_ERR_DEVICE       the driver failed; native_code is its code
  *  @retval GEMINI_ERR_INVALID      a value is out of range: the message names it; nothing was queued
  *  @retval GEMINI_ERR_OOM_SYSTEM   no memory for the record of a context
  *  Threads: any. Never waits for the stream; but the first call in a context loads the kernels, some milliseconds in
- *  which the driver may wait for the GPU. A call with count 0 and no sums does that and nothing else. A context that was used must
- *  live as long as the library. Since: 0.1 */
+ *  which the driver may wait for the GPU. A call with count 0 and no sums does that and nothing else. A context that
+ *  was used must live as long as the library. Since: 0.1 */
 GEMINI_API gemini_status_t gemini_adamw_cuda(const gemini_adamw_t *adamw, uint64_t count, void *param, const void *grad,
                                              float *master, float *momentum, float *variance, double *sums,
                                              void *stream) GEMINI_MUST_CHECK;

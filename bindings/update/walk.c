@@ -40,8 +40,8 @@ static rule_t rule_at(const gemini_update_walk_t *walk, uint64_t index) {
                    adamw ? adamw->grad_dtype : sgd->grad_dtype };
 }
 
-/* The first range that ends after element; range_count: none. What it tells of a table that is not ascending is wrong, but
- * lies in it, and update_span() sees it. */
+/* The first range that ends after element; range_count: none. What it tells of a table that is not ascending is wrong,
+ * but lies in it, and update_span() sees it. */
 static uint64_t range_of(const gemini_update_walk_t *walk, uint64_t element) {
   uint64_t low = 0, high = walk->range_count;
   while (low < high) {

@@ -1,9 +1,9 @@
 /* Acquire and release, and what else moves ranges at the caller's word: hint, move, pin.
  * SPDX-License-Identifier: Apache-2.0
  *
- * The fast path takes no lock, but for parts of tensors that of a table of leases, for a moment. It adds itself to the words
- * of windows that are resident and settled and of the tensor; whatever else is the case, the slow path sorts out under the
- * manager's lock. */
+ * The fast path takes no lock, but for parts of tensors that of a table of leases, for a moment. It adds itself to the
+ * words of windows that are resident and settled and of the tensor; whatever else is the case, the slow path sorts out
+ * under the manager's lock. */
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
@@ -156,8 +156,8 @@ static void fast_undo(gmi_manager_t *m, const fast_t *f, const gemini_access_t *
   tensor_unhold(f->tensor, f->field);
 }
 
-/* With the tensor held, so that neither it nor its arena can go. alone: there is no other access in the batch, which could
- * be for the same bytes by another name. */
+/* With the tensor held, so that neither it nor its arena can go. alone: there is no other access in the batch, which
+ * could be for the same bytes by another name. */
 static bool fast_windows(gmi_manager_t *m, const gemini_access_t *access, uint32_t stream, bool alone, fast_t *f) {
   gmi_tensor_t *t = f->tensor;
   gmi_arena_t *a = f->arena = gmi_arena_at(m, t->arena);
@@ -645,8 +645,8 @@ gemini_status_t gmi_window_use(gmi_manager_t *m, gmi_window_t *w, uint32_t mode,
   return GEMINI_OK;
 }
 
-/* ---- release, in two passes: each access claims an acquire, or the claims are given up and nothing has changed; then the
- * claimed acquires end */
+/* ---- release, in two passes: each access claims an acquire, or the claims are given up and nothing has changed; then
+ * the claimed acquires end */
 static gemini_status_t not_acquired(gmi_manager_t *m, const gemini_access_t *access, const gmi_range_t *r) {
   return gmi_fail(GEMINI_ERR_STATE, 0,
                   "%llu bytes at offset %llu of %s were not acquired with this mode and tier, or are released already: "
@@ -682,8 +682,8 @@ static void unclaim(gmi_manager_t *m, const gemini_access_t *access) {
   else (void)tensor_rehold(r.tensor, field_others(), field_whole(access->mode));
 }
 
-/* Lets the windows go. Fails when the stream could not be made to wait for another use of a window; they are let go all the
- * same. */
+/* Lets the windows go. Fails when the stream could not be made to wait for another use of a window; they are let go all
+ * the same. */
 static gemini_status_t release_windows(gmi_manager_t *m, const gemini_access_t *access, const gmi_range_t *r,
                                        uint32_t stream, bool locked) {
   gemini_status_t status = GEMINI_OK;
@@ -730,8 +730,8 @@ static gemini_status_t release_batch(gmi_manager_t *m, const gemini_access_t *ac
   return status;
 }
 
-/* One whole tensor on the device, the frequent case, in one step. After the tensor's count is given back, the pins of the
- * windows keep arena and records alive. False: it is something else, or was not acquired; nothing changed. */
+/* One whole tensor on the device, the frequent case, in one step. After the tensor's count is given back, the pins of
+ * the windows keep arena and records alive. False: it is something else, or was not acquired; nothing changed. */
 static bool release_whole(gmi_manager_t *m, const gemini_access_t *access, uint32_t stream,
                           gemini_status_t *status_out) {
   if (access->tier != GEMINI_TIER_DEVICE || access->mode - 1 > 2 || access->object >> 60 != GMI_HANDLE_TENSOR)

@@ -1,8 +1,8 @@
 /* The cut of arenas into windows: its size, its tables, and a new cut once the access order is known.
  * SPDX-License-Identifier: Apache-2.0
  *
- * Everything that depends on the size of windows is a table of gmi_cut_t. A cut is prepared whole, which may fail and changes
- * nothing, and then installed, which cannot fail. */
+ * Everything that depends on the size of windows is a table of gmi_cut_t. A cut is prepared whole, which may fail and
+ * changes nothing, and then installed, which cannot fail. */
 #include "chunk/cut.h"
 
 #include <errno.h>
@@ -128,9 +128,9 @@ gemini_status_t gmi_cut(gmi_manager_t *m) {
 
 /* ---- a new cut */
 
-/* Acquires that take no lock reach windows only by a tensor that they have counted themselves at. So with all tensors frozen
- * and none in use, only the holder of the lock reaches windows; who comes meanwhile waits for the lock. False: a tensor is
- * in use, and none is frozen. */
+/* Acquires that take no lock reach windows only by a tensor that they have counted themselves at. So with all tensors
+ * frozen and none in use, only the holder of the lock reaches windows; who comes meanwhile waits for the lock. False: a
+ * tensor is in use, and none is frozen. */
 static void tensors_thaw(gmi_manager_t *m, uint32_t count) {
   for (uint32_t i = 0; i < count; i++) atomic_fetch_and(&m->tensors[i].word, ~GMI_TENSOR_FROZEN);
 }
@@ -215,8 +215,8 @@ static void go_home(gmi_manager_t *m, const old_cut_t *old, uint32_t old_shift, 
   parts_move(m, p);
 }
 
-/* The new records of one arena, whose bytes are home. What reads as zero becomes zeros where it shares a new window with
- * other bytes. */
+/* The new records of one arena, whose bytes are home. What reads as zero becomes zeros where it shares a new window
+ * with other bytes. */
 static void recut_arena(gmi_manager_t *m, gmi_arena_t *a, const old_cut_t *old, uint32_t old_shift) {
   uint64_t window = UINT64_C(1) << m->window_shift, old_window = UINT64_C(1) << old_shift;
   for (uint32_t k = 0; k < atomic_load(&a->window_count); k++) {

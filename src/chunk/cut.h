@@ -19,8 +19,8 @@ typedef struct gmi_cut {
   uint64_t window_map_bytes[GMI_ARENAS];
 } gmi_cut_t;
 
-/* Each makes its tables of cut (OOM_SYSTEM; frames: OOM_DEVICE, where not even one window fits), then takes them into use,
- * which cannot fail. The manager's own such tables are empty by then, or freed by the install. Lock held. */
+/* Each makes its tables of cut (OOM_SYSTEM; frames: OOM_DEVICE, where not even one window fits), then takes them into
+ * use, which cannot fail. The manager's own such tables are empty by then, or freed by the install. Lock held. */
 gemini_status_t gmi_frames_prepare(gmi_manager_t *m, gmi_cut_t *cut);
 void gmi_frames_install(gmi_manager_t *m, gmi_cut_t *cut);
 gemini_status_t gmi_heap_prepare(gmi_manager_t *m, gmi_cut_t *cut);

@@ -1,13 +1,14 @@
 /* CUDA graphs with fetches in them: windows that take turns in frames set aside for a graph.
  * SPDX-License-Identifier: Apache-2.0
  *
- * While a graph is captured, an acquire gives each window it reads a place, one of the graph's frames, for good: of those
- * that nothing acquired lies in, the one used longest ago. A fetch into it gets into the capture, behind the last use of
- * what lay there before. Every replay begins with nothing in the places, so that it reads what host memory holds then.
+ * While a graph is captured, an acquire gives each window it reads a place, one of the graph's frames, for good: of
+ * those that nothing acquired lies in, the one used longest ago. A fetch into it gets into the capture, behind the last
+ * use of what lay there before. Every replay begins with nothing in the places, so that it reads what host memory holds
+ * then.
  *
- * The graph knows addresses only, on the device and on the host. So its windows keep their host slots as long as it lives
- * (gmi_window_t.graphs), and gemini_graph_enter() maps their addresses to the places, where they are mapped to anything
- * else by then. Meanwhile they are held as if written on the host: nobody else can have them on the device. */
+ * The graph knows addresses only, on the device and on the host. So its windows keep their host slots as long as it
+ * lives (gmi_window_t.graphs), and gemini_graph_enter() maps their addresses to the places, where they are mapped to
+ * anything else by then. Meanwhile they are held as if written on the host: nobody else can have them on the device. */
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
@@ -530,7 +531,8 @@ static gemini_status_t part_ready(gmi_manager_t *m, const gmi_graph_t *g, const 
   gemini_status_t status = w->deferred ? gmi_updates_queue(m, w) : GEMINI_OK;
   if (!status && (!(w->valid & GMI_VALID_HOST) || atomic_load(&w->word) & GMI_WINDOW_RESIDENT || w->io))
     status = gmi_window_to_host(m, w, true, GEMINI_REASON_DEMAND);
-  /* What comes from a file is waited for here, as for a fetch: a copy of bytes that did not come could not be taken back. */
+  /* What comes from a file is waited for here, as for a fetch: a copy of bytes that did not come could not be taken
+   * back. */
   if (!status && (w->io || w->failed_read)) status = gmi_window_settle_host(m, w);
   /* Where that changes, it waits for what used the address, and so for copies between its frame and its slot. */
   if (!status) status = gmi_map(m, gmi_window_device(m, w), g->places[p->place].frame, &w->mapping);

@@ -44,9 +44,9 @@ gemini_status_t gmi_heap_create(uint64_t range_bytes, uint64_t page_bytes, gmi_h
 void gmi_heap_destroy(gmi_heap_t *heap); /* NULL is accepted */
 
 /* stream: as in the top byte of a point, or 0; of blocks that fit equally well, one with no other stream's points is
- * taken. OOM_DEVICE: no free range is long enough. OOM_SYSTEM: no record. INVALID: size_bytes is 0. Each changes nothing.
- * The block's pages count as used from here on. Takes time in proportion to the pages touched (under 1 ns each); only
- * just before OOM_DEVICE is every free block of the size's class looked at. */
+ * taken. OOM_DEVICE: no free range is long enough. OOM_SYSTEM: no record. INVALID: size_bytes is 0. Each changes
+ * nothing. The block's pages count as used from here on. Takes time in proportion to the pages touched (under 1 ns
+ * each); only just before OOM_DEVICE is every free block of the size's class looked at. */
 gemini_status_t gmi_heap_alloc(gmi_heap_t *heap, uint64_t size_bytes, uint32_t stream, gmi_heap_block_t *block_out);
 /* The block that starts at offset; false when none does. */
 bool gmi_heap_find(const gmi_heap_t *heap, uint64_t offset, gmi_heap_block_t *block_out);

@@ -2,12 +2,12 @@
  * SPDX-License-Identifier: Apache-2.0
  *
  * They are called with the framework's own locks held, so nothing here calls out, not even the log: what is logged goes
- * out with the next call of another function. Frees never wait: neither for the device, nor for the manager's lock, whose
- * holder may wait for the device; what would have to wait is put aside, for whoever has the lock next.
+ * out with the next call of another function. Frees never wait: neither for the device, nor for the manager's lock,
+ * whose holder may wait for the device; what would have to wait is put aside, for whoever has the lock next.
  *
  * Frees may come late, at the end of a program or from a collector of garbage, when the manager is closing or closed. A
- * manager's entry counts who is inside; closing empties it and waits for them. Pointers that were live then are known by
- * their addresses, which no later manager gets before all of them have been freed, too. */
+ * manager's entry counts who is inside; closing empties it and waits for them. Pointers that were live then are known
+ * by their addresses, which no later manager gets before all of them have been freed, too. */
 #include <errno.h>
 #include <sched.h>
 #include <stdlib.h>

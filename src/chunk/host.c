@@ -538,8 +538,8 @@ static bool movable(const gmi_window_t *w) {
   return !w || (w->host_users == w->batch_users && !w->batch_placed && !w->graphs);
 }
 
-/* What it costs to let the run begin at slot, in moves of a window's bytes; UINT32_MAX: it cannot. Who lies there moves,
- * too, away from its neighbours, and may come back for that. */
+/* What it costs to let the run begin at slot, in moves of a window's bytes; UINT32_MAX: it cannot. Who lies there
+ * moves, too, away from its neighbours, and may come back for that. */
 static uint32_t run_cost(const gmi_manager_t *m, const gmi_arena_t *store, uint32_t first, uint32_t count,
                          uint32_t slot) {
   if (slot > m->host.slot_count || count > m->host.slot_count - slot) return UINT32_MAX;

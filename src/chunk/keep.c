@@ -1,7 +1,7 @@
 /* Checkpoints in kept files: every chunk in a block, and what the blocks mean. SPDX-License-Identifier: Apache-2.0
  *
- * The store makes a commit whole or not at all, and leaves what the last one names as it is; here is only what it names:
- * windows by arena and index, and a text that says what arenas and tensors there were (docs/keep.md). */
+ * The store makes a commit whole or not at all, and leaves what the last one names as it is; here is only what it
+ * names: windows by arena and index, and a text that says what arenas and tensors there were (docs/keep.md). */
 #include <errno.h>
 #include <inttypes.h>
 #include <stdio.h>

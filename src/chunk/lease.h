@@ -1,8 +1,9 @@
 /* Leases: which ranges are acquired, exactly as their callers named them.
  * SPDX-License-Identifier: Apache-2.0
  *
- * A release must name a range exactly as one acquire did: object, offset, size, mode and tier. Acquires of a whole tensor
- * on the device, the frequent case, are counted in the tensor's own word (gmi_tensor.word). All others are counted here.
+ * A release must name a range exactly as one acquire did: object, offset, size, mode and tier. Acquires of a whole
+ * tensor on the device, the frequent case, are counted in the tensor's own word (gmi_tensor.word). All others are
+ * counted here.
  *
  * Threads: any. The leases of an object are in one of several tables, each with a lock of its own, so that threads with
  * objects of their own seldom meet. These locks are the innermost: no other lock is taken while one is held. */
@@ -44,8 +45,8 @@ void gmi_leases_init(gmi_leases_t *leases);
 void gmi_leases_free(gmi_leases_t *leases);
 /* Counts one acquire more. OOM_SYSTEM: no memory for the entry. BUSY: 2^32 - 1 are counted. Nothing changed then. */
 gemini_status_t gmi_lease_add(gmi_leases_t *leases, const gmi_lease_key_t *key);
-/* A release in two steps, so that a batch can be checked whole before the first of it ends: a claim finds an acquire that
- * nothing has claimed yet (false: there is none), then the claim either ends the acquire or is given up. */
+/* A release in two steps, so that a batch can be checked whole before the first of it ends: a claim finds an acquire
+ * that nothing has claimed yet (false: there is none), then the claim either ends the acquire or is given up. */
 bool gmi_lease_claim(gmi_leases_t *leases, const gmi_lease_key_t *key);
 void gmi_lease_unclaim(gmi_leases_t *leases, const gmi_lease_key_t *key);
 void gmi_lease_end(gmi_leases_t *leases, const gmi_lease_key_t *key);

@@ -36,8 +36,8 @@ static gmi_heap_tag_t join_tags(void *user, gmi_heap_tag_t a, gmi_heap_tag_t b) 
   return a;
 }
 
-/* Reserves addresses that no late free of a closed manager's pointer can name: until one is found, those that such frees
- * may name are held, so that others come. */
+/* Reserves addresses that no late free of a closed manager's pointer can name: until one is found, those that such
+ * frees may name are held, so that others come. */
 static gemini_status_t reserve_new(gmi_manager_t *m, uint64_t range, void **base_out) {
   void **held = NULL, *base;
   uint32_t held_count = 0;

@@ -28,7 +28,8 @@ bool gmi_window_check(gmi_manager_t *m, const gmi_window_t *w) {
 
 void gmi_rate_add(gmi_rate_t *rate, double ns) {
   rate->samples++;
-  /* The first one does not count once there is another: what is done for the first time loads code, or touches memory. */
+  /* The first one does not count once there is another: what is done for the first time loads code, or touches
+   * memory. */
   double weight = rate->samples <= 2 ? 1.0 : rate->samples < 33 ? 1.0 / (double)(rate->samples - 1) : 1.0 / 32;
   rate->mean += (ns - rate->mean) * weight;
 }

@@ -14,7 +14,8 @@ static uint32_t watcher_count, prepared; /* prepared: of the fork() under way */
 static int *fds;                         /* [fd_capacity]; -1: an empty place */
 static uint32_t fd_capacity;
 
-/* A thread that registers a descriptor may hold a watcher's lock, so the lock is not kept while watchers are prepared. */
+/* A thread that registers a descriptor may hold a watcher's lock, so the lock is not kept while watchers are
+ * prepared. */
 static void prepare(void) {
   uint32_t count;
   pthread_mutex_lock(&lock);

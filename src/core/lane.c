@@ -2,9 +2,9 @@
  * SPDX-License-Identifier: Apache-2.0
  *
  * A job is cut into slices, each within one window of every arena, so that all workers share in the one that is wanted
- * soonest. Which that is: among jobs whose bytes are there and whose slots' earlier work is done, the one whose chunks are
- * used next soonest, of equals the oldest. When none is ready, the oldest one that nobody waits for is waited for, by a
- * few workers at once: those that wait cannot help.
+ * soonest. Which that is: among jobs whose bytes are there and whose slots' earlier work is done, the one whose chunks
+ * are used next soonest, of equals the oldest. When none is ready, the oldest one that nobody waits for is waited for,
+ * by a few workers at once: those that wait cannot help.
  * A job waits only for device work and for jobs queued before it, so one worker is enough for progress. */
 #include <errno.h>
 #include <stdio.h>
@@ -117,8 +117,8 @@ static gmi_job_t *pick(gmi_lane_t *l) {
   return l->ready ? l->ready : l->waiters < WAITERS ? l->queued : NULL;
 }
 
-/* Waits for what the job waits for, and makes it ready. A job whose bytes did not come has no slices: on these, nothing is
- * computed. Called with the lock, which it gives up meanwhile. */
+/* Waits for what the job waits for, and makes it ready. A job whose bytes did not come has no slices: on these, nothing
+ * is computed. Called with the lock, which it gives up meanwhile. */
 static void prepare(gmi_lane_t *l, gmi_job_t *job) {
   gmi_manager_t *m = l->m;
   gemini_status_t status = GEMINI_OK;

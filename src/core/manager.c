@@ -320,7 +320,8 @@ static gemini_status_t stream_open(gmi_manager_t *m, bool internal, void *const 
   return GEMINI_OK;
 }
 
-/* Two names of a stream would be two streams that wait for each other: one that the caller adopted or got serves, too. */
+/* Two names of a stream would be two streams that wait for each other: one that the caller adopted or got serves,
+ * too. */
 static bool is_native(const gmi_stream_t *s, const void *native) {
   return atomic_load_explicit(&s->life, memory_order_relaxed) && s->named && s->native == native;
 }

@@ -3,7 +3,8 @@
  *
  * Lock: gmi_manager.lock guards everything that is not marked Atomic or Constant. Fast paths (acquire and release of
  * resident tensors) do not take it: they work on the atomic words of tensors and windows, which only the lock's holder
- * may change except for their counts; for parts of tensors they take the lock of a table of leases. User callbacks run without the lock; logs are queued and sent after it. */
+ * may change except for their counts; for parts of tensors they take the lock of a table of leases. User callbacks run
+ * without the lock; logs are queued and sent after it. */
 #ifndef GMI_MANAGER_H
 #define GMI_MANAGER_H
 
@@ -21,10 +22,10 @@
 #include "device/device.h"
 #include "gemini.h"
 
-/* ---- handles: [63:60] type, [59:42] which manager (its slot and the end of its serial number), [41:0] which object. An
- * object is told by its index, in as many bits as its type needs, and above it by a generation, which counts the objects
- * that have had this index. Generations never start anew, not even in a later manager whose handles begin alike: an
- * index whose generations are used up is not given again. */
+/* ---- handles: [63:60] type, [59:42] which manager (its slot and the end of its serial number), [41:0] which object.
+ * An object is told by its index, in as many bits as its type needs, and above it by a generation, which counts the
+ * objects that have had this index. Generations never start anew, not even in a later manager whose handles begin
+ * alike: an index whose generations are used up is not given again. */
 enum {
   GMI_HANDLE_MANAGER = 1,
   GMI_HANDLE_ARENA = 2,
@@ -60,8 +61,8 @@ typedef struct gmi_uses {
   _Atomic gmi_fence_t fence[GMI_USES];
 } gmi_uses_t;
 
-/* The frame mapped at a chunk's address. The mapping outlives residency, so a chunk that gets the same frame back, as it
- * does in each iteration of a plan, needs no remap. */
+/* The frame mapped at a chunk's address. The mapping outlives residency, so a chunk that gets the same frame back, as
+ * it does in each iteration of a plan, needs no remap. */
 typedef struct gmi_mapping {
   uint32_t frame_1; /* index of the frame + 1; 0 = none */
   uint32_t reserved;
@@ -138,8 +139,8 @@ typedef struct gmi_host {
 } gmi_host_t;
 
 /* ---- tensors */
-/* A tensor's word: who uses it, what its bytes are, and its state when nobody uses it. The users' fields count acquires not
- * yet released: of the whole tensor on the device, by mode; of all others, which have a lease (chunk/lease.h). */
+/* A tensor's word: who uses it, what its bytes are, and its state when nobody uses it. The users' fields count acquires
+ * not yet released: of the whole tensor on the device, by mode; of all others, which have a lease (chunk/lease.h). */
 #define GMI_TENSOR_STATE_SHIFT 61                      /* GEMINI_STATE_*; COMPUTE is not among them */
 #define GMI_TENSOR_BATCH_GRADIENT (UINT64_C(1) << 60)  /* the acquire under way, under the lock, writes its gradient */
 #define GMI_TENSOR_BATCH_PARAMETER (UINT64_C(1) << 59) /* likewise itself (both kept in the registered tensor) */
@@ -384,14 +385,14 @@ gemini_status_t gmi_stream_resolve(gmi_manager_t *m, gemini_stream_t stream, uin
 void *gmi_space(uint64_t bytes); /* address space that costs memory only where touched; NULL when there is none */
 void gmi_space_free(void *space, uint64_t bytes);
 
-/* The index under which the caller's own stream is known, which adopts it at first; lock held. BUSY: that would wait for
- * the device, which may_block allows. On the simulated device native is a gemini_stream_t. */
+/* The index under which the caller's own stream is known, which adopts it at first; lock held. BUSY: that would wait
+ * for the device, which may_block allows. On the simulated device native is a gemini_stream_t. */
 gemini_status_t gmi_stream_of_native(gmi_manager_t *m, void *native, bool may_block, uint32_t *index_out);
 /* Waits for a stream's work and lets go of it; lock held. */
 gemini_status_t gmi_stream_end(gmi_manager_t *m, uint32_t index);
 
-/* Memory that queued work may still write to, as the device could not be waited for: it goes when the device has been closed.
- * What is kept lies behind this header, in the same allocation. Lock held. */
+/* Memory that queued work may still write to, as the device could not be waited for: it goes when the device has been
+ * closed. What is kept lies behind this header, in the same allocation. Lock held. */
 typedef struct gmi_leftover {
   struct gmi_leftover *next;
   uint64_t reserved;
@@ -428,17 +429,18 @@ typedef struct gmi_range {
   uint64_t offset, size;
   uint32_t first, last; /* windows; first > last when not cut yet or empty */
 } gmi_range_t;
-/* Resolves the range, and cuts the arenas into windows if they are not yet; nothing is cut for a range that is wrong. */
+/* Resolves the range, and cuts the arenas into windows if they are not yet; nothing is cut for a range that is
+ * wrong. */
 gemini_status_t gmi_range_ready(gmi_manager_t *m, const gemini_access_t *access, gmi_range_t *range_out);
 gemini_status_t gmi_range_resolve(gmi_manager_t *m, const gemini_access_t *access, gmi_range_t *range_out);
-/* The same in two steps: the bytes, for which no lock is needed while a tensor's handle is valid; then their windows, for which
- * the range must be held, or the lock. */
+/* The same in two steps: the bytes, for which no lock is needed while a tensor's handle is valid; then their windows,
+ * for which the range must be held, or the lock. */
 gemini_status_t gmi_range_bytes(gmi_manager_t *m, const gemini_access_t *access, gmi_range_t *range_out);
 void gmi_range_windows(gmi_manager_t *m, gmi_range_t *range);
-/* Arenas in text files (traces, checkpoints), a line "arena ..." for each; lock held. gmi_arena_read() takes the line from
- * behind its first word, finds the arena of this manager that it describes, and enters it into arena_of, which maps arena
- * numbers of the file to this manager's (GMI_NONE: not read yet). Returns NULL, or what is wrong in static words, with the
- * arena's name if that could be read, else "". */
+/* Arenas in text files (traces, checkpoints), a line "arena ..." for each; lock held. gmi_arena_read() takes the line
+ * from behind its first word, finds the arena of this manager that it describes, and enters it into arena_of, which
+ * maps arena numbers of the file to this manager's (GMI_NONE: not read yet). Returns NULL, or what is wrong in static
+ * words, with the arena's name if that could be read, else "". */
 void gmi_arenas_write(gmi_manager_t *m, FILE *file);
 const char *gmi_arena_read(gmi_manager_t *m, const char *at, uint32_t arena_of[GMI_ARENAS],
                            char name_out[GMI_ARENA_NAME]);
@@ -459,14 +461,15 @@ static inline gmi_tensor_t *gmi_tensor_base(gmi_manager_t *m, gmi_tensor_t *t) {
 
 /* chunk/cut.c; lock held */
 #define GMI_WINDOW_MAX (UINT64_C(64) << 20) /* bytes, of those that are searched */
-/* The window size that fits the uses best, the smallest when there are none; bytes_per_s: of the links, 0 = as to be expected
- * of the device. */
+/* The window size that fits the uses best, the smallest when there are none; bytes_per_s: of the links, 0 = as to be
+ * expected of the device. */
 uint64_t gmi_window_search(gmi_manager_t *m, const struct gmi_window_use *uses, uint64_t count, uint64_t nonmodel,
                            uint64_t bytes_per_s);
 gemini_status_t gmi_cut(gmi_manager_t *m); /* chooses the window size if that is still to be done */
-/* Cuts anew where that is possible: nothing in use, every byte fits on the host, no file tier, and the caller did not choose
- * the size. Otherwise, and when it is that size already, nothing changes. After it no record of a window is where it was:
- * nobody may keep one, and plans do. OOM_SYSTEM, or what moving bytes to the host fails with: nothing changed. */
+/* Cuts anew where that is possible: nothing in use, every byte fits on the host, no file tier, and the caller did not
+ * choose the size. Otherwise, and when it is that size already, nothing changes. After it no record of a window is
+ * where it was: nobody may keep one, and plans do. OOM_SYSTEM, or what moving bytes to the host fails with: nothing
+ * changed. */
 bool gmi_recut_possible(gmi_manager_t *m, uint64_t window_bytes);
 gemini_status_t gmi_recut(gmi_manager_t *m, uint64_t window_bytes);
 
@@ -481,8 +484,8 @@ void gmi_frame_give(gmi_manager_t *m, uint32_t frame, gmi_fence_t ready);
 gemini_status_t gmi_window_fetch(gmi_manager_t *m, gmi_window_t *w, bool fresh, uint32_t reason, uint32_t flags);
 /* Takes the frame away, writing back first when the device copy is the only one. BUSY when pinned or acquired. */
 gemini_status_t gmi_window_evict(gmi_manager_t *m, gmi_window_t *w, uint32_t reason);
-/* Makes the host copy valid (once its slot is quiet: gmi_window_settle_host()); keeps the device copy unless drop. BUSY when the
- * device copy is acquired for writing, or where it must go, at all. */
+/* Makes the host copy valid (once its slot is quiet: gmi_window_settle_host()); keeps the device copy unless drop. BUSY
+ * when the device copy is acquired for writing, or where it must go, at all. */
 gemini_status_t gmi_window_to_host(gmi_manager_t *m, gmi_window_t *w, bool drop, uint32_t reason);
 /* The device copy goes without a copy of its bytes; nobody may hold it. */
 void gmi_window_drop_device(gmi_manager_t *m, gmi_window_t *w);
@@ -524,8 +527,8 @@ void gmi_host_blocks_close(
     gmi_manager_t *m);                 /* ends all blocks; arenas still exist, as slots that come back look at them */
 void gmi_host_close(gmi_manager_t *m); /* nothing uses the memory any more */
 gemini_status_t gmi_host_resize(gmi_manager_t *m, uint64_t bytes); /* what lies behind a smaller budget moves */
-/* Without a file tier: is there room on the host for need_bytes of chunks, beside blocks and beside those other chunks that must
- * stay there? inside: is the chunk one of those? OOM_HOST: what names them in the message ("the update"). */
+/* Without a file tier: is there room on the host for need_bytes of chunks, beside blocks and beside those other chunks
+ * that must stay there? inside: is the chunk one of those? OOM_HOST: what names them in the message ("the update"). */
 gemini_status_t gmi_host_fits(gmi_manager_t *m, const char *what, uint64_t need_bytes,
                               bool (*inside)(const void *user, const gmi_window_t *w), const void *user);
 gemini_status_t gmi_host_slot_take(gmi_manager_t *m, gmi_window_t *w);
@@ -533,7 +536,8 @@ void gmi_host_slot_bind(gmi_manager_t *m, gmi_window_t *w, uint32_t slot); /* a 
 void gmi_host_slot_drop(gmi_manager_t *m, gmi_window_t *w);
 /* Makes so many slots free, writing to files if need be. Blocks for that. */
 gemini_status_t gmi_host_room(gmi_manager_t *m, uint32_t count);
-/* The same without blocking: what there is free may be less. Writes go on until ahead slots, not fewer, will be free. */
+/* The same without blocking: what there is free may be less. Writes go on until ahead slots, not fewer, will be
+ * free. */
 gemini_status_t gmi_host_room_soon(gmi_manager_t *m, uint32_t count, uint32_t ahead);
 void gmi_host_updated(gmi_manager_t *m, gmi_window_t *w);  /* its states will not be wanted for an iteration */
 uint64_t gmi_host_blocks(gmi_manager_t *m);                /* bytes in live blocks */
@@ -626,7 +630,8 @@ void gmi_lane_wait_slot(gmi_manager_t *m, gmi_slot_t *slot, uint64_t count); /* 
 /* Other work on a slot is over: its user, its failure. Any thread, no lock. */
 void gmi_lane_work_done(gmi_manager_t *m, gmi_slot_t *slot, gemini_status_t status, const char *message);
 uint64_t gmi_lane_events(gmi_manager_t *m); /* jobs and other work that are over */
-/* Blocks until there are more; lock held, and kind says what for. The other is for threads of the library's own, without. */
+/* Blocks until there are more; lock held, and kind says what for. The other is for threads of the library's own,
+ * without. */
 void gmi_lane_wait_event(gmi_manager_t *m, uint64_t events, gmi_wait_kind_t kind, uint64_t number);
 void gmi_lane_idle(gmi_manager_t *m, uint64_t events);
 double gmi_lane_ns_per_element(gmi_manager_t *m);   /* of updates */
@@ -639,15 +644,16 @@ typedef struct gmi_lane_span {
 void gmi_lane_record(gmi_manager_t *m, bool on);
 uint32_t gmi_lane_recorded(gmi_manager_t *m, gmi_lane_span_t *spans_out, uint32_t limit);
 
-/* chunk/data.c; lock held: gradients in reusing arena a become zeros that are their parameters'. BUSY: some are acquired */
+/* chunk/data.c; lock held: gradients in reusing arena a become zeros that are their parameters'. BUSY: some are
+ * acquired */
 gemini_status_t gmi_gradients_drop(gmi_manager_t *m, gmi_arena_t *a);
 
 /* chunk/update.c */
 /* Deferred pieces, of so many windows each, that may be read, updated and written at once. */
 uint32_t gmi_updates_ahead(const gmi_manager_t *m, uint32_t windows);
 gemini_status_t gmi_updates_finish(gmi_manager_t *m, const char *function); /* blocks; without lock */
-/* Lock held. Queues what is left of updates of a window, and what is left before it, now; NULL: of all. Blocks until there is
- * room; fails when it cannot be queued, and it is left as it is. */
+/* Lock held. Queues what is left of updates of a window, and what is left before it, now; NULL: of all. Blocks until
+ * there is room; fails when it cannot be queued, and it is left as it is. */
 gemini_status_t gmi_updates_queue(gmi_manager_t *m, const gmi_window_t *w);
 uint64_t gmi_updates_deferred(const gmi_manager_t *m); /* pieces that are left */
 void gmi_updates_room(gmi_manager_t *m);               /* there may be room now for what is left */

@@ -1,4 +1,5 @@
-/* Names and numbers in text files. Names: every byte outside ! to ~, and %, as %XX. SPDX-License-Identifier: Apache-2.0 */
+/* Names and numbers in text files. Names: every byte outside ! to ~, and %, as %XX. SPDX-License-Identifier:
+ * Apache-2.0 */
 #ifndef GMI_NAMES_H
 #define GMI_NAMES_H
 

@@ -1,5 +1,5 @@
-/* Ranges that Nsight Systems shows, for ops and moves: NVTX, by a library of the CUDA Toolkit or of PyTorch's packages that
- * is opened at run time. Without one, nothing. SPDX-License-Identifier: Apache-2.0 */
+/* Ranges that Nsight Systems shows, for ops and moves: NVTX, by a library of the CUDA Toolkit or of PyTorch's packages
+ * that is opened at run time. Without one, nothing. SPDX-License-Identifier: Apache-2.0 */
 #ifndef GMI_NVTX_H
 #define GMI_NVTX_H
 

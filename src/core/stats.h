@@ -1,7 +1,7 @@
 /* Statistics: figures that any thread may read at any time. SPDX-License-Identifier: Apache-2.0
  *
- * Each is a word that is written under the manager's lock and read without it: true, but read while a call is under way, they
- * may not all be of one moment. */
+ * Each is a word that is written under the manager's lock and read without it: true, but read while a call is under
+ * way, they may not all be of one moment. */
 #ifndef GMI_STATS_H
 #define GMI_STATS_H
 

@@ -1,9 +1,9 @@
-/* Who waits for what: the threads that wait inside the library, a dump of the manager's state in words, and the watchdog.
- * SPDX-License-Identifier: Apache-2.0
+/* Who waits for what: the threads that wait inside the library, a dump of the manager's state in words, and the
+ * watchdog. SPDX-License-Identifier: Apache-2.0
  *
  * Every wait that can last (for the manager's lock, for queued work, transfers, workers, the system) lies between
- * gmi_wait_begin() and gmi_wait_end(). A thread that waits with the manager's lock leaves the records consistent before it
- * waits, and needs watch.lock to go on: a thread that holds watch.lock may read them without the manager's lock. */
+ * gmi_wait_begin() and gmi_wait_end(). A thread that waits with the manager's lock leaves the records consistent before
+ * it waits, and needs watch.lock to go on: a thread that holds watch.lock may read them without the manager's lock. */
 #ifndef GMI_WATCH_H
 #define GMI_WATCH_H
 

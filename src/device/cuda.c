@@ -243,8 +243,8 @@ typedef struct entry {
   int capture_mode;
 } entry_t;
 
-/* Makes our context the thread's, and lets it do what would otherwise end another thread's capture of a graph; what it had
- * goes to leave(). What cannot be set is noticed by the call that needs it. */
+/* Makes our context the thread's, and lets it do what would otherwise end another thread's capture of a graph; what it
+ * had goes to leave(). What cannot be set is noticed by the call that needs it. */
 static entry_t enter(cuda_t *cuda) {
   entry_t had = { NULL, CU_CAPTURE_MODE_RELAXED };
   cuda->driver->current_get(&had.context);
@@ -1448,8 +1448,8 @@ static void cuda_close(void *self) {
   const gmi_cuda_driver_t *driver = cuda->driver;
   if (cuda->context) {
     entry_t had = enter(cuda);
-    /* Streams may wait for one another: each ends when its own work is done, whatever the order. But adopted ones may be
-     * ours by another name. */
+    /* Streams may wait for one another: each ends when its own work is done, whatever the order. But adopted ones may
+     * be ours by another name. */
     for (int ours = 0; ours < 2; ours++)
       for (uint32_t i = 0; i < GMI_DEVICE_MAX_STREAMS; i++)
         if (ours || cuda->streams[i].adopted) (void)cuda_stream_destroy(cuda, i);

@@ -75,8 +75,8 @@ typedef struct gmi_device_ops {
    * flag must stay valid until a later mark of stream is reached. */
   gemini_status_t (*wait_flag)(void *self, uint32_t stream, const _Atomic uint64_t *flag, uint64_t value);
   void (*flag_wake)(void *self);
-  /* Has stream reached mark, and has nothing on it failed so far? A few nanoseconds. Who is told no waits by sync, which
-   * says what failed: so what is behind a failure is never taken for done. */
+  /* Has stream reached mark, and has nothing on it failed so far? A few nanoseconds. Who is told no waits by sync,
+   * which says what failed: so what is behind a failure is never taken for done. */
   bool (*reached)(void *self, uint32_t stream, uint64_t mark);
   /* Blocks until stream has reached mark, which has been placed; returns the stream's stored failure, which stays
    * until the stream is destroyed. */
@@ -85,8 +85,8 @@ typedef struct gmi_device_ops {
    * otherwise INVALID. */
   gemini_status_t (*mark_time)(void *self, uint32_t stream, uint64_t mark, uint64_t *ns_out);
 
-  /* Queued work. STATE on a stream of which somebody else is capturing a graph (CUDA), as for marks and waits. Buffers are the device's until a later mark is reached. kind is GMI_COPY_*. A size or count of 0 is
-   * accepted. */
+  /* Queued work. STATE on a stream of which somebody else is capturing a graph (CUDA), as for marks and waits. Buffers
+   * are the device's until a later mark is reached. kind is GMI_COPY_*. A size or count of 0 is accepted. */
   gemini_status_t (*copy)(void *self, uint32_t stream, void *dst, const void *src, uint64_t size_bytes, uint32_t kind);
   gemini_status_t (*zero)(void *self, uint32_t stream, void *dst, uint64_t size_bytes);
   gemini_status_t (*call)(void *self, uint32_t stream, void (*fn)(void *user), void *user);
@@ -105,8 +105,8 @@ typedef struct gmi_device_ops {
 
   /* Makes a stream of the caller's own (a cudaStream_t or CUstream of the device's primary context; NULL is its default
    * stream) usable by an index. It stays the caller's: destroying the index waits for what is queued so far and leaves
-   * the stream as it is. It must outlive the index. UNSUPPORTED where there are no such streams, INVALID when it belongs
-   * to another device, OOM_SYSTEM as stream_create. */
+   * the stream as it is. It must outlive the index. UNSUPPORTED where there are no such streams, INVALID when it
+   * belongs to another device, OOM_SYSTEM as stream_create. */
   gemini_status_t (*stream_adopt)(void *self, void *native, uint32_t *stream_out);
   /* The stream as the device's own API names it. */
   gemini_status_t (*stream_native)(void *self, uint32_t stream, void **native_out);
@@ -116,9 +116,10 @@ typedef struct gmi_device_ops {
   uint64_t (*memory_bytes_per_s)(void *self);
   /* As mark(), for one whose time is not asked for: mark_time() of it may be INVALID. Much cheaper on a GPU. */
   gemini_status_t (*mark_untimed)(void *self, uint32_t stream, uint64_t *mark_out);
-  /* Looks whether an adopted stream's handle names another stream now, because its owner destroyed it and got the handle
-   * again. Then the index is that one's from here on, behind everything queued on the device so far: blocks for that, or
-   * BUSY when it may not, and nothing changed. Cheap when it does not. Which is not known with drivers before CUDA 12. */
+  /* Looks whether an adopted stream's handle names another stream now, because its owner destroyed it and got the
+   * handle again. Then the index is that one's from here on, behind everything queued on the device so far: blocks for
+   * that, or BUSY when it may not, and nothing changed. Cheap when it does not. Which is not known with drivers before
+   * CUDA 12. */
   gemini_status_t (*stream_renew)(void *self, uint32_t stream, bool may_block);
 
   /* Copies in a graph that somebody else captures of a stream; all NULL where a device has no graphs. The stream is not

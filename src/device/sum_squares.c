@@ -4,8 +4,8 @@
  * F64 the square is rounded first: this file must be compiled without contraction to fused multiply-add
  * (-ffp-contract=off).
  *
- * An addition waits for the one before it, some four cycles, so that one sum alone runs at a fraction of what memory gives.
- * Several blocks are therefore summed side by side, each in its own order. */
+ * An addition waits for the one before it, some four cycles, so that one sum alone runs at a fraction of what memory
+ * gives. Several blocks are therefore summed side by side, each in its own order. */
 #include <string.h>
 
 #include "device/device.h"

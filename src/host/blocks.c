@@ -2,8 +2,8 @@
  *
  * tests/jemalloc.sh builds that jemalloc: every name of it begins with gmi_je_, none leaves the library, and the
  * process's malloc stays what it is. It has no caches of its own (no per-thread cache, no decay, nothing retained), as
- * what it would keep is page-locked memory that chunks could use. It serves what fits in slabs, of 128 KiB each, so that
- * its records of them are small beside them.
+ * what it would keep is page-locked memory that chunks could use. It serves what fits in slabs, of 128 KiB each, so
+ * that its records of them are small beside them.
  *
  * Lock: one, held around every call into jemalloc, so that hooks run with it held, and so that no other thread keeps
  * jemalloc from giving back what is freed. It is let go of only while a grain is committed, inside the allocation hook:

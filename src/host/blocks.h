@@ -5,8 +5,8 @@
  * quarter. Records lie outside the range, so that blocks can be freed while it is full.
  *
  * Extents come from the end of the range downwards, so that its beginning stays free for others. The range is backed
- * grain by grain: commit is called before a grain's first extent, decommit after its last. Outside the two calls nothing
- * of a grain is touched. */
+ * grain by grain: commit is called before a grain's first extent, decommit after its last. Outside the two calls
+ * nothing of a grain is touched. */
 #ifndef GMI_BLOCKS_H
 #define GMI_BLOCKS_H
 

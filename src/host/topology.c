@@ -210,8 +210,8 @@ static gemini_status_t load(const saved_t *saved, gmi_topology_t **topology_out)
 
 /* ---- saved topologies
  *
- * hwloc trusts what is in such a file: a damaged one can crash it. So a child process loads it first, and asks everything
- * that can be asked. */
+ * hwloc trusts what is in such a file: a damaged one can crash it. So a child process loads it first, and asks
+ * everything that can be asked. */
 enum { SAVED_MOST = 64 << 20, CHILD_SECONDS = 10 };
 
 static gemini_status_t saved_read(const char *path, saved_t *saved_out) {

@@ -1,4 +1,5 @@
-/* A file that blocks lie in: made without a name or with one, its space reserved. SPDX-License-Identifier: Apache-2.0 */
+/* A file that blocks lie in: made without a name or with one, its space reserved. SPDX-License-Identifier:
+ * Apache-2.0 */
 #include "io/blockfile.h"
 
 #include <errno.h>

@@ -1,4 +1,5 @@
-/* A file that blocks lie in: made without a name or with one, its space reserved. SPDX-License-Identifier: Apache-2.0 */
+/* A file that blocks lie in: made without a name or with one, its space reserved. SPDX-License-Identifier:
+ * Apache-2.0 */
 #ifndef GMI_BLOCKFILE_H
 #define GMI_BLOCKFILE_H
 

@@ -3,7 +3,8 @@
  * The instruction takes three cycles and a new one can begin each cycle, so that three independent streams keep it
  * busy. Each stream sums a stretch of its own; the sums are put together as polynomials over GF(2): a stretch that is
  * followed by n more bits counts x^n times. The carry-less product of a sum and x^(n-33) modulo the polynomial, fed to
- * the instruction as 64 bits, is just that (it reduces, and multiplies by x^32; reflected products have one bit less). */
+ * the instruction as 64 bits, is just that (it reduces, and multiplies by x^32; reflected products have one bit
+ * less). */
 #include "io/checksum.h"
 
 #include <pthread.h>

@@ -1,6 +1,7 @@
 /* CRC-32C, the checksum of blocks and of the index. SPDX-License-Identifier: Apache-2.0
  *
- * Castagnoli's polynomial, reflected, as in RFC 3720, appendix B.4. Uses the processor's instruction where it has one. */
+ * Castagnoli's polynomial, reflected, as in RFC 3720, appendix B.4. Uses the processor's instruction where it has
+ * one. */
 #ifndef GMI_CHECKSUM_H
 #define GMI_CHECKSUM_H
 

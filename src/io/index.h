@@ -35,8 +35,8 @@ typedef struct gmi_index {
   uint64_t blob_bytes;
 } gmi_index_t;
 
-/* Reads and checks the whole file, where entries name each block once, and only blocks that there are. NOT_FOUND: there is
- * none. FORMAT: the message names file and offset. IO, OOM_SYSTEM. index_out owns what it points to. */
+/* Reads and checks the whole file, where entries name each block once, and only blocks that there are. NOT_FOUND: there
+ * is none. FORMAT: the message names file and offset. IO, OOM_SYSTEM. index_out owns what it points to. */
 gemini_status_t gmi_index_read(const gmi_sys_t *sys, const char *path, gmi_index_t *index_out);
 /* Replaces the file: a new one at beside is written, synced and renamed. On failure the old one stays. IO, OOM_FILE,
  * OOM_SYSTEM. The directory is not synced. */

@@ -288,8 +288,8 @@ static void free_store(gmi_store_t *s) {
   free(s);
 }
 
-/* Of kept files, a process that was killed may have left some without an index, which are of no use to anybody; those of
- * an index become what they were. */
+/* Of kept files, a process that was killed may have left some without an index, which are of no use to anybody; those
+ * of an index become what they were. */
 static void undo_files(gmi_store_t *s, bool all_locked) {
   for (uint32_t f = 0; f < s->file_count; f++) {
     gmi_blockfile_t *file = &s->stripes[f].file;

@@ -7,8 +7,8 @@
  * Every block has a generation, which counts its writes, and a checksum (CRC-32C over generation and bytes) taken when
  * it is written and compared when it is read: torn, stale and flipped blocks are GEMINI_ERR_FORMAT, with file, offset,
  * block and whose chunk it is. Both are kept in memory, and in the index of kept files, so that what is in a file never
- * vouches for itself. Sums of small blocks are computed by the engine's threads when the transfer is over; of large ones
- * by threads of the store, of writes while the bytes are on their way. Never by the caller.
+ * vouches for itself. Sums of small blocks are computed by the engine's threads when the transfer is over; of large
+ * ones by threads of the store, of writes while the bytes are on their way. Never by the caller.
  *
  * Knows the engine, not managers. Threads: any, except where it says otherwise. */
 #ifndef GMI_STORE_H
@@ -71,18 +71,18 @@ void gmi_store_close(gmi_store_t *store);
 /* As of the engine. */
 gemini_status_t gmi_store_buffer_add(gmi_store_t *store, void *base, uint64_t size_bytes);
 void gmi_store_buffer_remove(gmi_store_t *store, void *base, uint64_t size_bytes);
-/* More or fewer blocks to take from. Fewer: what is free behind them goes back to the file system at once, what is taken
- * when it is given. OOM_FILE: there is no space for more; nothing changed. Blocks. */
+/* More or fewer blocks to take from. Fewer: what is free behind them goes back to the file system at once, what is
+ * taken when it is given. OOM_FILE: there is no space for more; nothing changed. Blocks. */
 gemini_status_t gmi_store_resize(gmi_store_t *store, uint32_t block_count);
 /* The lowest free block of the file with the fewest taken ones; OOM_FILE when none is left. Until it is written, it
  * cannot be read. */
 gemini_status_t gmi_store_take(gmi_store_t *store, uint32_t *block_out);
 /* Nothing on it may be in flight. keep: what the last commit names stays until the next one. */
 void gmi_store_give(gmi_store_t *store, uint32_t block);
-/* Never blocks on I/O and never fails: what cannot be done fails through done. One write or several reads of a block may
- * be in flight: BUSY. A block that was not taken, was never written, or belongs to the last commit and is to be written:
- * STATE; that changes nothing. A write makes the block's bytes those of the buffer, or, when it fails, none: it cannot be
- * read then, and a caller that needs the old bytes until the new ones are safe writes to another block. */
+/* Never blocks on I/O and never fails: what cannot be done fails through done. One write or several reads of a block
+ * may be in flight: BUSY. A block that was not taken, was never written, or belongs to the last commit and is to be
+ * written: STATE; that changes nothing. A write makes the block's bytes those of the buffer, or, when it fails, none:
+ * it cannot be read then, and a caller that needs the old bytes until the new ones are safe writes to another block. */
 void gmi_store_submit(gmi_store_t *store, gmi_block_request_t *request);
 /* Submits a request whose done and user are free to be set here, and blocks until it is over. Returns its status, with
  * the message recorded (gmi_fail). Not in done. */
@@ -96,17 +96,18 @@ typedef struct gmi_kept {
 } gmi_kept_t;
 enum { GMI_BLOB_LIMIT_BYTES = 1 << 30 };
 /* Makes what blocks name, with a caller's blob, the state that a later process finds: data are synced first, then the
- * index is replaced (written beside, synced, renamed, the directory synced): after a kill at any time the previous or the
- * new commit is there, whole. What the last commit names is neither handed out nor overwritten until the next one.
- * STATE: not a kept store, or a block is not taken, not written or named twice; BUSY: one is being written; IO, OOM_FILE:
- * the previous commit stays. Blocks whose sync failed have to be written again before they can be committed. Blocks. */
+ * index is replaced (written beside, synced, renamed, the directory synced): after a kill at any time the previous or
+ * the new commit is there, whole. What the last commit names is neither handed out nor overwritten until the next one.
+ * STATE: not a kept store, or a block is not taken, not written or named twice; BUSY: one is being written; IO,
+ * OOM_FILE: the previous commit stays. Blocks whose sync failed have to be written again before they can be committed.
+ * Blocks. */
 gemini_status_t gmi_store_commit(gmi_store_t *store, const gmi_kept_t *blocks, uint32_t count, const void *blob,
                                  uint64_t blob_bytes);
-/* Is what the disk has of this block not known, as a sync failed? Then it must be written again, to another block, before it
- * can be committed; it can be read, and its checksum says whether it is right. */
+/* Is what the disk has of this block not known, as a sync failed? Then it must be written again, to another block,
+ * before it can be committed; it can be read, and its checksum says whether it is right. */
 bool gmi_store_is_suspect(gmi_store_t *store, uint32_t block);
-/* What the last commit says; arrays are the store's until the next commit or close. NOT_FOUND: there is none. STATE: not
- * a kept store. */
+/* What the last commit says; arrays are the store's until the next commit or close. NOT_FOUND: there is none. STATE:
+ * not a kept store. */
 gemini_status_t gmi_store_committed(gmi_store_t *store, const gmi_kept_t **blocks_out, uint32_t *count_out,
                                     const void **blob_out, uint64_t *blob_bytes_out);
 

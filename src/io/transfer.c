@@ -1,7 +1,7 @@
 /* Blocks on their way: requests to the engine, and the sums of their bytes. SPDX-License-Identifier: Apache-2.0
  *
- * A read is summed when its bytes are there, a write while they are under way, as the sum does not go into the file: the
- * request is over when both are. Small blocks are summed where the transfer ends, which costs less than to wake a
+ * A read is summed when its bytes are there, a write while they are under way, as the sum does not go into the file:
+ * the request is over when both are. Small blocks are summed where the transfer ends, which costs less than to wake a
  * thread. */
 #include <errno.h>
 #include <stdio.h>

@@ -20,7 +20,8 @@
  *   users read the loss there; so nothing that this iteration issues starts earlier. What is in flight goes on.
  * One pass in program order suffices: everything waits for earlier things only. What depends on which piece the workers
  * took is put off until a step waits for it: fetches, and with them the pieces that update what they bring. All pieces
- * submitted later are ready only behind that step, so they change nothing. (Nearly so where device pieces run apart.) */
+ * submitted later are ready only behind that step, so they change nothing. (Nearly so where device pieces run
+ * apart.) */
 #include <stdlib.h>
 #include <string.h>
 

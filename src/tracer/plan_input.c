@@ -160,7 +160,8 @@ static uint64_t copy_ns(uint64_t window, uint64_t measured, uint64_t expected) {
   return (uint64_t)((double)window * 1e9 / (double)rate) + 1;
 }
 
-/* Nanoseconds an element of an update takes on the device by its memory's rate, until one was measured; 0: not known. */
+/* Nanoseconds an element of an update takes on the device by its memory's rate, until one was measured; 0: not
+ * known. */
 static double device_update_ns(gmi_manager_t *m, const gmi_trace_update_t *update) {
   uint64_t rate = m->dev->memory_bytes_per_s(m->dev_self), bytes = 0;
   for (uint32_t i = 0; i < update->arena_count; i++)

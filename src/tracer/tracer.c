@@ -158,9 +158,9 @@ static uint64_t search_window(gmi_manager_t *m, const gmi_trace_t *trace) {
   return window;
 }
 
-/* Cuts arenas into windows of another size together with the first plan, which is made before anything is changed. Plans name
- * records of windows, which a new cut replaces: so only while there has been none. False: that is not possible, or there is no such
- * plan; nothing has changed. */
+/* Cuts arenas into windows of another size together with the first plan, which is made before anything is changed.
+ * Plans name records of windows, which a new cut replaces: so only while there has been none. False: that is not
+ * possible, or there is no such plan; nothing has changed. */
 static bool plan_with_window(gmi_manager_t *m, gmi_trace_t *trace, uint64_t window, gmi_plan_bundle_t *bundle_out) {
   gmi_tracer_t *t = m->tracer;
   uint32_t old_shift = m->window_shift, shift = (uint32_t)__builtin_ctzll(window);
@@ -675,7 +675,8 @@ void gmi_tracer_update(gmi_manager_t *m, const gmi_trace_update_t *update, uint3
 }
 
 /* Newest op times into the variant; the first iterations weigh as much as they are, later ones an eighth. Times of
- * warm-up, with its first touches and its waits in other places, are forgotten when the first planned iteration ends. */
+ * warm-up, with its first touches and its waits in other places, are forgotten when the first planned iteration
+ * ends. */
 static void learn_times(gmi_tracer_t *t, variant_t *v) {
   if (v->bundle.made && !v->planned_runs && t->resolved == v->trace.op_count)
     for (uint32_t i = 0; i < v->trace.op_count; i++) v->trace.ops[i].samples = 0;

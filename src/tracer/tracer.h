@@ -63,7 +63,8 @@ uint64_t gmi_tracer_next_use(gmi_manager_t *m, const gmi_window_t *w); /* larger
 void gmi_tracer_update(gmi_manager_t *m, const gmi_trace_update_t *update, uint32_t *index_out);
 /* Shall span number piece of the update number index run on the device? */
 bool gmi_tracer_piece_on_device(gmi_manager_t *m, uint32_t index, uint32_t piece);
-/* When one of the windows that ops share with the span is used next: as gmi_window_t's next_use; UINT64_MAX = not known */
+/* When one of the windows that ops share with the span is used next: as gmi_window_t's next_use; UINT64_MAX = not
+ * known */
 uint64_t gmi_tracer_piece_use(gmi_manager_t *m, uint32_t index, uint32_t piece);
 /* Before and after such a span is queued: the plan's moves that belong to it. */
 void gmi_tracer_piece_begin(gmi_manager_t *m, uint32_t index, uint32_t piece);
@@ -104,12 +105,13 @@ typedef struct gmi_plan_bundle {
   uint32_t *piece_first;    /* [update_count + 1] into pieces */
   bool made;
 } gmi_plan_bundle_t;
-/* shift: of the windows that the plan is for. Where that is not the manager's, the plan is of no use before arenas have been
- * cut so, for which nothing may be pinned, and gmi_plan_bundle_bind() after it. */
+/* shift: of the windows that the plan is for. Where that is not the manager's, the plan is of no use before arenas have
+ * been cut so, for which nothing may be pinned, and gmi_plan_bundle_bind() after it. */
 gemini_status_t gmi_plan_bundle_make(gmi_manager_t *m, const gmi_trace_t *trace, uint32_t shift,
                                      gmi_plan_bundle_t *bundle_out);
 void gmi_plan_bundle_bind(gmi_manager_t *m, gmi_plan_bundle_t *bundle);
-/* Pages of non-model memory, which are as long as windows, in pages of another length: as many bytes or a little more. */
+/* Pages of non-model memory, which are as long as windows, in pages of another length: as many bytes or a little
+ * more. */
 static inline uint32_t gmi_trace_pages(uint32_t pages, uint32_t from_shift, uint32_t to_shift) {
   return (uint32_t)((((uint64_t)pages << from_shift) + (UINT64_C(1) << to_shift) - 1) >> to_shift);
 }

@@ -1,5 +1,5 @@
-/* Processes that fork while managers are open, as data loaders do: a child can have managers of its own, cannot harm its
- * parent's and keeps nothing that the parent's successor needs. SPDX-License-Identifier: Apache-2.0 */
+/* Processes that fork while managers are open, as data loaders do: a child can have managers of its own, cannot harm
+ * its parent's and keeps nothing that the parent's successor needs. SPDX-License-Identifier: Apache-2.0 */
 #include <dirent.h>
 #include <pthread.h>
 #include <signal.h>

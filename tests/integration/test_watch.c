@@ -1,5 +1,5 @@
-/* What can be seen while calls wait: statistics and the dump, which never do, and the watchdog. Whatever they were waiting
- * for here would never end: a call that did would hang the test. SPDX-License-Identifier: Apache-2.0 */
+/* What can be seen while calls wait: statistics and the dump, which never do, and the watchdog. Whatever they were
+ * waiting for here would never end: a call that did would hang the test. SPDX-License-Identifier: Apache-2.0 */
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>

@@ -56,8 +56,8 @@ static double expected(void) {
   return sqrt(sum);
 }
 
-/* A norm that failed gave its memory back, or left it over. Blocks of the same sizes may take its place, and must stay as
- * they are. */
+/* A norm that failed gave its memory back, or left it over. Blocks of the same sizes may take its place, and must stay
+ * as they are. */
 static void check_after_failure(world_t *w) {
   uint8_t *guards[GUARDS];
   for (int i = 0; i < GUARDS; i++) {
