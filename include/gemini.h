@@ -605,9 +605,9 @@ typedef struct gemini_update_s {
  *  @retval GEMINI_ERR_PENDING   (never with GEMINI_UPDATE_LATE) the update was accepted and is not done, or cannot be:
  *                               the message says where it stands and why. gemini_update_wait() goes on with it, and
  *                               returns what it fails with; to call gemini_update() again would update twice
- *  @retval GEMINI_ERR_DEVICE    the device could not say what stream has queued so far; nothing changed
  *  @retval GEMINI_ERR_DEVICE, GEMINI_ERR_IO, GEMINI_ERR_FORMAT  an earlier update failed for good, as
- *                               gemini_update_wait() says: no other is accepted
+ *                               gemini_update_wait() says: no other is accepted; DEVICE, too: the device could not say
+ *                               what stream has queued so far. Nothing changed
  *  Every other error, too, means that the update was not accepted, and nothing changed.
  *  An update that is accepted is done as a whole: spans that cannot run yet, as there is no room for their chunks or a
  *  chunk could not be moved, stay pending, and user with them, and run when they can, before anybody uses one of their
