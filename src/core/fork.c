@@ -9,6 +9,8 @@
 enum { WATCHERS = 8 };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* Guards what follows; taken last by fork(). */
+static pthread_mutex_t held =
+    PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP; /* by gmi_fork_hold(); before lock, after theirs */
 static const gmi_fork_ops_t *watchers[WATCHERS];
 static uint32_t watcher_count, prepared; /* prepared: of the fork() under way */
 static int *fds;                         /* [fd_capacity]; -1: an empty place */
@@ -22,6 +24,7 @@ static void prepare(void) {
   count = watcher_count;
   pthread_mutex_unlock(&lock);
   for (uint32_t i = 0; i < count; i++) watchers[i]->prepare();
+  pthread_mutex_lock(&held);
   pthread_mutex_lock(&lock);
   prepared = count;
 }
@@ -29,11 +32,13 @@ static void prepare(void) {
 static void parent(void) {
   uint32_t count = prepared;
   pthread_mutex_unlock(&lock);
+  pthread_mutex_unlock(&held);
   for (uint32_t i = count; i-- > 0;) watchers[i]->parent();
 }
 
 static void child(void) {
   pthread_mutex_init(&lock, NULL);
+  held = (pthread_mutex_t)PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP;
   for (uint32_t i = 0; i < fd_capacity; i++) {
     if (fds[i] >= 0) close(fds[i]);
     fds[i] = -1;
@@ -71,3 +76,5 @@ void gmi_fork_close(int fd) {
 void gmi_fork_keep(int fd) {
   if (fd >= 0) replace(fd, -1);
 }
+void gmi_fork_hold(void) { pthread_mutex_lock(&held); }
+void gmi_fork_let(void) { pthread_mutex_unlock(&held); }

@@ -750,8 +750,10 @@ static void sim_close(void *self) {
   pthread_mutex_destroy(&sim->flag_lock);
   pthread_mutex_destroy(&sim->streams_lock);
   pthread_cond_destroy(&sim->flag_changed);
+  gmi_fork_hold();
   gmi_fork_keep(sim->memory_fd);
   close(sim->memory_fd);
+  gmi_fork_let();
   free(sim->ranges);
   free(sim->frames);
   free(sim);
@@ -762,12 +764,14 @@ static gemini_status_t sim_open(const gmi_device_config_t *config, void **self_o
   if (config->ordinal) return GEMINI_ERR_UNSUPPORTED;
   sim_t *sim = calloc(1, sizeof *sim);
   if (!sim) return GEMINI_ERR_OOM_SYSTEM;
+  gmi_fork_hold();
   sim->memory_fd = memfd_create("gemini-sim", MFD_CLOEXEC);
+  gmi_fork_close(sim->memory_fd); /* or its memory would live as long as a child does */
+  gmi_fork_let();
   if (sim->memory_fd < 0) {
     free(sim);
     return errno == ENOSYS ? GEMINI_ERR_UNSUPPORTED : GEMINI_ERR_OOM_SYSTEM;
   }
-  gmi_fork_close(sim->memory_fd); /* or its memory would live as long as a child does */
   /* A file that passes the process's limit would end the process by a signal. */
   struct rlimit limit = { RLIM_INFINITY, RLIM_INFINITY };
   getrlimit(RLIMIT_FSIZE, &limit);

@@ -50,9 +50,11 @@ static int open_again(const gmi_sys_t *sys, const char *path, int flags) {
 }
 
 static void close_fd(gmi_blockfile_t *file) {
+  gmi_fork_hold();
   gmi_fork_keep(file->fd);
   if (file->fd >= 0) file->sys->close(file->fd);
   file->fd = -1;
+  gmi_fork_let();
 }
 
 /* Where the file system has no files without a name: one with a name that goes at once, while it is still empty. */
@@ -182,6 +184,7 @@ gemini_status_t gmi_blockfile_open(gmi_blockfile_t *file, const gmi_sys_t *sys, 
     status = gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the name of a file");
 
   bool direct = true;
+  gmi_fork_hold();
   while (!status) {
     status = name ? open_named(file, direct, flags) : open_unnamed(file, direct);
     if (status || !direct) break;
@@ -199,6 +202,7 @@ gemini_status_t gmi_blockfile_open(gmi_blockfile_t *file, const gmi_sys_t *sys, 
     file->direct = direct = false;
   }
   gmi_fork_close(file->fd); /* a child would hold the lock, and the space */
+  gmi_fork_let();
   if (!status && name) status = lock_named(file, note);
   struct statfs info;
   if (!status && !sys->fstatfs(file->fd, &info) && info.f_type == TMPFS_MAGIC)

@@ -381,6 +381,13 @@ static void turn(uring_t *u, bool wait) {
 
 /* --- the thread --- */
 
+static void ring_exit(uring_t *u) {
+  gmi_fork_hold();
+  gmi_fork_keep(u->ring.ring_fd);
+  u->e->sys->ring_exit(&u->ring);
+  gmi_fork_let();
+}
+
 /* Makes the ring and tries it. False: failure says why not. */
 static bool make_ring(uring_t *u) {
   static const uint32_t choices[] = { IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN | IORING_SETUP_SUBMIT_ALL,
@@ -392,14 +399,16 @@ static bool make_ring(uring_t *u) {
     memset(&params, 0, sizeof params);
     params.flags = choices[i] | IORING_SETUP_CLAMP;
     u->setup_flags = choices[i];
+    gmi_fork_hold();
     result = sys->ring_init(u->e->depth + 1, &u->ring, &params);
+    if (result >= 0) gmi_fork_close(u->ring.ring_fd);
+    gmi_fork_let();
   }
   if (result < 0) {
     u->failure_code = -result;
     snprintf(u->failure, sizeof u->failure, "io_uring is not to be had (io_uring_setup: %s)", strerror(-result));
     return false;
   }
-  gmi_fork_close(u->ring.ring_fd);
   /* That it can be entered, knows reads and wakes this thread is tried once, here. */
   uint64_t one = 1;
   const char *what = "io_uring_enter";
@@ -424,8 +433,7 @@ static bool make_ring(uring_t *u) {
   if (got != sizeof u->wake_word) {
     u->failure_code = got < 0 ? -got : EIO;
     snprintf(u->failure, sizeof u->failure, "io_uring is not to be had (%s: %s)", what, strerror(u->failure_code));
-    gmi_fork_keep(u->ring.ring_fd);
-    sys->ring_exit(&u->ring);
+    ring_exit(u);
     return false;
   }
   int none[GMI_ENGINE_FILES_LIMIT];
@@ -441,8 +449,7 @@ static void end_ring(uring_t *u) {
   uint64_t one = 1;
   if (u->wake_armed && write(u->wake_fd, &one, sizeof one) == sizeof one)
     for (int tries = 0; u->wake_armed && tries < STALLS_AT_ONCE; tries++) turn(u, true);
-  gmi_fork_keep(u->ring.ring_fd);
-  u->e->sys->ring_exit(&u->ring);
+  ring_exit(u);
 }
 
 static void *run(void *user) {
@@ -534,8 +541,10 @@ static void ring_buffer_remove(gmi_engine_t *e, void *base, uint64_t size_bytes)
 }
 
 static void dispose(uring_t *u) {
+  gmi_fork_hold();
   gmi_fork_keep(u->wake_fd);
   if (u->wake_fd >= 0) u->e->sys->close(u->wake_fd);
+  gmi_fork_let();
   pthread_cond_destroy(&u->news);
   free(u->buffers);
   free(u->index_free);
@@ -575,12 +584,14 @@ gemini_status_t gmi_uring_open(gmi_engine_t *engine) {
   u->e = e;
   u->commands_end = &u->commands;
   pthread_cond_init(&u->news, NULL);
+  gmi_fork_hold();
   u->wake_fd = e->sys->eventfd(0, EFD_CLOEXEC); /* not O_NONBLOCK: older kernels' rings would not wait for it */
+  gmi_fork_close(u->wake_fd);
+  gmi_fork_let();
   if (u->wake_fd < 0) {
     status = gmi_fail(GEMINI_ERR_UNSUPPORTED, errno, "io_uring is not to be had (eventfd: %s)", strerror(errno));
     goto fail;
   }
-  gmi_fork_close(u->wake_fd);
   u->slots = calloc(e->depth, sizeof *u->slots);
   u->free_list = calloc(e->depth, sizeof *u->free_list);
   u->ready = calloc(e->depth, sizeof *u->ready);

@@ -1,4 +1,5 @@
 /* Locks of static storage, at a fork while another thread holds them. SPDX-License-Identifier: Apache-2.0 */
+#include <fcntl.h>
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
@@ -6,7 +7,9 @@
 #include <time.h>
 
 #include "../fork.h"
+#include "core/fork.h"
 #include "device/cuda_driver.h"
+#include "io/blockfile.h"
 #include "update/update.h"
 
 /* A thread that looks a symbol up holds the lock. A fork waits for that; one that does not, is over while the thread is
@@ -65,9 +68,63 @@ static void test_a_child_can_look_for_the_updates_driver(void) {
   gmi_update_cuda_replace(NULL);
 }
 
+/* ---- descriptors: a thread forks while another one is between a system call and the note of what it did */
+typedef struct {
+  pthread_t thread;
+  int fd;
+  bool started, found; /* found: by the child: the descriptor is open */
+  atomic_bool over;
+} forker_t;
+static void *fork_and_look(void *user) {
+  forker_t *f = user;
+  pid_t child = fork_child();
+  if (!child) _exit(fcntl(f->fd, F_GETFD) >= 0);
+  int end;
+  CHECK_EQ(waitpid(child, &end, 0), child);
+  CHECK(WIFEXITED(end));
+  f->found = WEXITSTATUS(end);
+  atomic_store(&f->over, true);
+  return NULL;
+}
+static void no_more(void) {}
+static const gmi_fork_ops_t nothing = { no_more, no_more, no_more };
+static forker_t at_open, at_close;
+static void start_forker(forker_t *f, int fd) { /* it has a second, which a fork that does not wait needs not */
+  if (f->started) return;
+  f->started = true;
+  f->fd = fd;
+  CHECK_EQ(pthread_create(&f->thread, NULL, fork_and_look, f), 0);
+  for (int i = 0; i < 100 && !atomic_load(&f->over); i++) nanosleep(&(struct timespec){ 0, 10000000 }, NULL);
+}
+static int slow_open(const char *path, int flags, mode_t mode) {
+  int fd = gmi_sys_real.open(path, flags, mode);
+  if (fd >= 0) start_forker(&at_open, fd);
+  return fd;
+}
+static int slow_close(int fd) {
+  start_forker(&at_close, fd);
+  return gmi_sys_real.close(fd);
+}
+static void test_a_child_never_has_a_file_of_chunks(void) {
+  gmi_sys_t sys = gmi_sys_real;
+  gmi_blockfile_t file;
+  gmi_note_t note = { "" };
+  gmi_fork_watch(&nothing);
+  sys.open = slow_open;
+  CHECK_EQ(gmi_blockfile_open(&file, &sys, "/tmp", 4, NULL, 0, 65536, &note), GEMINI_OK);
+  if (at_open.started) CHECK_EQ(pthread_join(at_open.thread, NULL), 0); /* else the file was made by mkostemp() */
+  CHECK(!at_open.found);
+  sys.close = slow_close;
+  gmi_blockfile_close(&file);
+  CHECK(at_close.started);
+  CHECK_EQ(pthread_join(at_close.thread, NULL), 0);
+  CHECK(!at_close.found);
+}
+
 int main(void) {
   pthread_atfork(fork_goes_on, NULL, NULL);
   RUN(test_a_child_can_look_for_the_driver);
   RUN(test_a_child_can_look_for_the_updates_driver);
+  RUN(test_a_child_never_has_a_file_of_chunks);
   return check_done();
 }
