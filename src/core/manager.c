@@ -91,7 +91,7 @@ gmi_manager_t *gmi_manager_of(uint64_t handle) {
   return NULL;
 }
 
-void gmi_lock(gmi_manager_t *m, const char *function) {
+void gmi_lock_beside(gmi_manager_t *m, const char *function) {
   if (pthread_mutex_trylock(&m->lock)) {
     gmi_wait_t wait;
     gmi_wait_begin(m, &wait, function, GMI_WAIT_LOCK, 0);
@@ -100,6 +100,31 @@ void gmi_lock(gmi_manager_t *m, const char *function) {
   }
   gmi_watch_locked(m, function);
   if (atomic_load_explicit(&m->hook_waiting, memory_order_relaxed)) gmi_hook_drain(m);
+}
+
+void gmi_callbacks_wait(gmi_manager_t *m, const char *function) {
+  if (!m->callbacks || pthread_equal(m->callback_thread, pthread_self())) return;
+  gmi_wait_t wait;
+  gmi_wait_begin(m, &wait, function, GMI_WAIT_CALLBACK, 0);
+  while (m->callbacks) pthread_cond_wait(&m->callback_ended, &m->lock);
+  gmi_wait_end(m, &wait);
+  gmi_watch_locked(m, function);
+}
+
+void gmi_lock(gmi_manager_t *m, const char *function) {
+  gmi_lock_beside(m, function);
+  gmi_callbacks_wait(m, function);
+}
+
+void gmi_callback_begin(gmi_manager_t *m) {
+  m->callback_thread = pthread_self();
+  m->callbacks++;
+  pthread_mutex_unlock(&m->lock);
+}
+
+void gmi_callback_end(gmi_manager_t *m, const char *function) {
+  gmi_lock_beside(m, function);
+  if (!--m->callbacks) pthread_cond_broadcast(&m->callback_ended);
 }
 
 void gmi_unlock(gmi_manager_t *m) {
@@ -276,7 +301,7 @@ static bool is_native(const gmi_stream_t *s, const void *native) {
 
 static gemini_status_t stream_create(gmi_manager_t *m, void *const *native, gemini_stream_t *stream_out) {
   if (!stream_out) return gmi_fail(GEMINI_ERR_INVALID, 0, "stream_out is NULL");
-  gmi_lock(m, "gemini_stream_create");
+  gmi_lock_beside(m, "gemini_stream_create");
   uint32_t index = GMI_DEVICE_MAX_STREAMS;
   gemini_status_t status = GEMINI_OK;
   if (native) /* what a hook has adopted becomes the caller's */
@@ -307,7 +332,7 @@ static gemini_status_t stream_native(gmi_manager_t *m, gemini_stream_t stream, v
   status = m->dev->stream_native(m->dev_self, index, &native);
   if (status == GEMINI_ERR_UNSUPPORTED) return gmi_fail(status, 0, "device %s has no streams of an API", m->dev->name);
   if (status) return status;
-  gmi_lock(m, "gemini_stream_native");
+  gmi_lock_beside(m, "gemini_stream_native");
   m->streams[index].native = *native_out = native;
   m->streams[index].named = true;
   gmi_unlock(m);
@@ -396,7 +421,7 @@ static gemini_status_t stream_synchronize(gmi_manager_t *m, gemini_stream_t stre
   uint32_t index = 0;
   gemini_status_t status = gmi_stream_resolve(m, stream, &index);
   if (status || index == GMI_CALLER) return status;
-  gmi_lock(m, "gemini_stream_synchronize");
+  gmi_lock_beside(m, "gemini_stream_synchronize");
   gmi_fence_t end;
   status = fence_now(m, index, false, &end);
   gmi_unlock(m);
@@ -504,6 +529,7 @@ static void manager_free(gmi_manager_t *m) {
   free(m->keep_name);
   gmi_leases_free(&m->leases);
   pthread_mutex_destroy(&m->hook_lock);
+  pthread_cond_destroy(&m->callback_ended);
   gmi_watchdog_stop(m);
   gmi_watch_destroy(m);
   pthread_mutex_destroy(&m->lock);
@@ -522,6 +548,7 @@ static gemini_status_t manager_open(const gemini_config_t *theirs, gemini_manage
   memset(m, 0, sizeof *m);
   pthread_mutex_init(&m->lock, NULL);
   pthread_mutex_init(&m->hook_lock, NULL);
+  pthread_cond_init(&m->callback_ended, NULL);
   gmi_leases_init(&m->leases);
   gmi_watch_init(m);
   m->config = config;

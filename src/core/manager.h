@@ -336,6 +336,12 @@ typedef struct gmi_manager {
   } timed[64]; /* to be measured */
   uint32_t timed_count;
 
+  /* A device span's callback runs without the lock, in the middle of a call: until it has ended, the calls of other threads
+   * that look at chunks wait (gmi_lock()). */
+  pthread_cond_t callback_ended; /* with lock */
+  pthread_t callback_thread;
+  _Atomic uint32_t callbacks; /* Atomic: nested, of that thread; 0: none runs */
+
   /* brackets */
   _Atomic uint64_t op_serial; /* Atomic: 0 = no op open */
   uint64_t op_serial_next;
@@ -362,7 +368,13 @@ typedef struct gmi_manager {
 gmi_manager_t *gmi_manager_get(gemini_manager_t handle); /* NULL, with the error recorded */
 gmi_manager_t *gmi_manager_of(uint64_t handle);          /* of any object's handle; likewise */
 void gmi_lock(gmi_manager_t *m, const char *function);   /* function: the public one, for who waits; static storage */
-void gmi_unlock(gmi_manager_t *m);                       /* then sends queued logs */
+/* The same in the middle of another thread's update callback: for calls that leave chunks' bytes and records alone. */
+void gmi_lock_beside(gmi_manager_t *m, const char *function);
+/* Lock held, and given up meanwhile: waits until no callback of another thread runs. */
+void gmi_callbacks_wait(gmi_manager_t *m, const char *function);
+void gmi_callback_begin(gmi_manager_t *m); /* gives up the lock; logs are not sent */
+void gmi_callback_end(gmi_manager_t *m, const char *function);
+void gmi_unlock(gmi_manager_t *m); /* then sends queued logs */
 /* All of a public function whose parameter mgr is the manager: call, with m, under its lock. */
 #define API_LOCKED(call)                   \
   gmi_manager_t *m = gmi_manager_get(mgr); \
