@@ -973,3 +973,155 @@ def test_an_update_that_is_refused_counts_as_no_step(session, monkeypatch):
       optimizer.zero_grad()
     outcomes.append(values(model))
   same_bits(outcomes[1], outcomes[0])
+
+
+# ---- gradients that are assigned
+def test_n1_an_assigned_gradient_is_the_tensor_itself(session):
+  """Whoever has it writes to the gradient, and backward passes, clipping and steps write to what he has."""
+
+  def run(model, optimizer):
+    weight, bias, other = model[0][0].weight, model[0][0].bias, model[1][0].weight
+    out, kept = [], torch.ones(SIZE, SIZE)
+    weight.grad = kept
+    kept.mul_(2)
+    assert weight.grad is kept
+    other.grad = kept[:, :]  # of the same bytes
+    square(model, 0).backward()
+    out += [kept.clone(), other.grad.clone(), nn.utils.clip_grad_norm_(model.parameters(), 0.5), kept.clone()]
+    optimizer.step()
+    kept.sub_(1)
+    optimizer.step()  # with the same gradients
+    out += [weight.detach().clone(), weight.grad.clone()]
+    optimizer.zero_grad(set_to_none=False)
+    assert not kept.any()
+    kept += 1
+    weight.grad.mul_(3)
+    assert (kept == 3).all() and other.grad is not None
+    optimizer.step()
+    optimizer.zero_grad()
+    assert weight.grad is None and (kept == 3).all()
+    weight.grad = kept  # once more
+    bias.grad = kept[0]
+    optimizer.step()
+    model.zero_grad()
+    square(model, 1).backward()
+    optimizer.step()
+    return [*out, kept]
+
+  for optimizer in (sgd, torch.optim.Adagrad):
+    alike(session, mlp, run, optimizer)
+    gm.close()
+
+
+def test_n1_an_assigned_gradient_that_is_nobody_elses_may_leave_the_device(session):
+  """Others of its tensor, its bytes or its attributes keep it where it is."""
+  session("768KiB")
+  model = gm.prepare(mlp())
+  params = list(model.parameters())
+  kept, attributes = torch.ones_like(params[1]), torch.ones_like(params[2])
+  attributes.tag = 1
+  part = torch.ones(3, *params[3].shape)
+  grads = [torch.ones_like(params[0]), kept, attributes, part[1], torch.ones_like(params[4]).t().contiguous().t()]
+  del attributes
+  for param in params[:5]:
+    param.grad = grads.pop(0)
+  params[5].grad = None
+  model(torch.ones(1, SIZE))
+  assert [param._gm_record.given for param in params[:6]] == [False, True, True, True, True, False]
+  assert params[2].grad.tag == 1 and params[4].grad.stride() == (1, SIZE)
+  part.mul_(2)
+  assert (params[0].grad == 1).all() and (params[3].grad == 2).all()
+
+
+def test_n15_parameters_that_have_one_gradient(session):
+  """What is written to one is written to the other."""
+
+  def run(model, optimizer):
+    one, other, third = (model[i][0].weight for i in range(3))
+    square(model, 0).backward()
+    before = one.grad
+    other.grad = one.grad
+    assert one.grad is other.grad is before
+    third.grad = other.grad[:].t()
+    out = [one.grad.clone()]
+    before.add_(1)
+    one.grad[2].zero_()
+    out += [one.grad.clone(), other.grad.clone(), third.grad.clone()]
+    square(model, 1).backward()  # adds to it three times
+    out += [one.grad.clone(), nn.utils.clip_grad_norm_(model.parameters(), 0.5)]
+    optimizer.step()
+    optimizer.zero_grad()
+    square(model, 0).backward()
+    assert one.grad is not other.grad
+    one.grad = one.grad.t()  # of its own bytes
+    whole = one.grad
+    other.grad = one.grad.t()
+    one.grad.zero_()
+    assert not other.grad.any()
+    optimizer.step()
+    return [*out, whole]
+
+  alike(session, mlp, run)
+
+
+def test_n15_a_gradient_cannot_share_bytes_with_a_parameter(session):
+  session()
+  model = gm.prepare(mlp())
+  square(model, 0).backward()
+  before = model[0][0].weight.grad.clone()
+  with pytest.raises(gm.GeminiError, match=r"0.0.weight.grad is set to a tensor that shares its bytes with 1.0.weight: set .*clone"):
+    model[0][0].weight.grad = model[1][0].weight.detach()
+  assert torch.equal(model[0][0].weight.grad, before)
+
+
+def test_n1_gradients_from_before_prepare(session):
+  """They stay the tensors that they are, until a step with them."""
+  outcomes = []
+  for managed in (False, True):
+    torch.manual_seed(0)
+    model = nn.Linear(SIZE, SIZE)
+    optimizer = sgd(model.parameters())
+    model(torch.ones(1, SIZE)).square().sum().backward()
+    kept = model.weight.grad
+    if managed:
+      session()
+      model, optimizer = gm.prepare(model, optimizer)
+    kept.mul_(2)
+    model(torch.ones(1, SIZE)).square().sum().backward()
+    optimizer.step()
+    outcomes.append([kept, *values(model).values()])
+  same_bits(outcomes[1], outcomes[0])
+
+
+def test_n8_gradients_are_deleted(session):
+  def run(model, optimizer):
+    weight = model[0][0].weight
+    square(model, 0).backward()
+    del weight.grad
+    assert weight.grad is None
+    square(model, 1).backward()
+    weight.grad = weight.grad + 1
+    out = [weight.grad.clone()]
+    del weight.grad, model[1][0].weight.grad
+    assert weight.grad is None
+    optimizer.step()
+    return out
+
+  alike(session, mlp, run)
+
+
+def test_n14_attributes_of_gradients(session):
+  session()
+  model, optimizer = gm.prepare(*(lambda model: (model, sgd(model.parameters())))(mlp()))
+  weight = model[0][0].weight
+  square(model, 0).backward()
+  weight.grad.tag = 3
+  assert weight.grad is weight.grad and weight.grad.tag == 3
+  off_the_device()
+  square(model, 1).backward()  # which adds to it
+  assert weight.grad.tag == 3
+  optimizer.zero_grad(set_to_none=False)
+  assert weight.grad.tag == 3
+  optimizer.zero_grad()
+  square(model, 1).backward()
+  assert not hasattr(weight.grad, "tag")

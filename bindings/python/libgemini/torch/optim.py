@@ -144,7 +144,7 @@ class Optimizer(torch.optim.Optimizer):
     for record in self.records:
       if set_to_none:
         record.set_gradient(None)
-      elif record.has_grad:
+      elif record.has_grad or record.given:
         record.gradient().zero_()
 
   def step(self, closure=None, *args, **kwargs):
@@ -178,7 +178,7 @@ class Optimizer(torch.optim.Optimizer):
     with torch.no_grad():
       session.recover()
       session.settle()
-      if not session.called and any(record.has_grad for record in self.records):
+      if not session.called and any(record.has_grad or record.given for record in self.records):
         warnings.warn("no call of a prepared model, by model(...) or model.forward(...), has made these gradients: such a step "
                       "is no iteration to libgemini, which plans nothing for it. Prepare the module that is called",
                       stacklevel=3)  # torch wraps this
@@ -439,7 +439,7 @@ class TorchRule:
         after = options
         for param in group["params"]:
           record = param._gm_record
-          if not record.has_grad:
+          if not record.has_grad and not record.given:
             continue
           after = dict(options)
           self.step_one(record, after)
@@ -452,7 +452,9 @@ class TorchRule:
     work = self.work.get(id(record.param))
     if work is not None:
       scale, record.scale = record.scale, 1.0
-      gradient = record.gradient().float().mul_(scale)  # a tensor of torch's own
+      gradient = record.gradient().float()  # a tensor of torch's own
+      if scale != 1.0:
+        gradient.mul_(scale)
       record.scale = scale
       with _plain():
         _set_grad(work, gradient)
@@ -656,7 +658,14 @@ class AdamwRule:
   def step(self, groups):
     group_of = groups_of(groups)
     for arena, records in self.arenas.items():
-      self.submit(arena, records, group_of)
+      given = [record for record in records if record.given]
+      for record in given:
+        record.store_given()
+      try:
+        self.submit(arena, records, group_of)
+      finally:
+        for record in given:
+          record.drop()
 
   # ---- updates in the backward pass
   def step_in_backward(self, groups):

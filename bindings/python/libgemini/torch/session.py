@@ -225,6 +225,7 @@ class Session:
     self.depth = 0  # forward passes of these that run, one within the other
     self.reset_iterations = 0  # that had ended when statistics were last started anew
     self.landed = []  # (record, gradient, stream) of parameters of the function that the backward pass has reached
+    self.given = {}  # records of parameters with a gradient that was assigned, in the order in which they were
     self.rules = []  # of the optimizers
     self.rule_of = {}  # of a record whose parameter is updated in the backward pass
 
@@ -459,7 +460,7 @@ class Session:
 
   def awaits_backward(self):
     """Whether a backward pass may come for what was done in this iteration, or has come and a step may."""
-    return any(record.has_grad for record in self.records) or \
+    return bool(self.given) or any(record.has_grad for record in self.records) or \
         len(self.graphs) < MOST_PASSES and any(graph() for graph in self.graphs)
 
   def iteration_end(self):

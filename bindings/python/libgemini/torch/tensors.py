@@ -393,14 +393,14 @@ def _to(func, args, kwargs):
 
 def _grad_get(func, args, kwargs):
   record = args[0]._gm_record
-  return func(*args, **kwargs) if record is None or not record.trainable else record.gradient()
+  return func(*args, **kwargs) if record is None else record.gradient()
 
 
 def _grad_set(func, args, kwargs):
   record = args[0]._gm_record
-  if record is None or not record.trainable:
+  if record is None:
     return func(*args, **kwargs)
-  return record.set_gradient(args[1])
+  return record.set_gradient(args[1] if len(args) > 1 else None)  # del param.grad
 
 
 def _data_set(func, args, kwargs):
@@ -486,7 +486,8 @@ def _like(func, args, kwargs):
 
 
 _SPECIAL = {
-    _Tensor.grad.__get__: _grad_get, _Tensor.grad.__set__: _grad_set, _Tensor.data.__set__: _data_set,
+    _Tensor.grad.__get__: _grad_get, _Tensor.grad.__set__: _grad_set, _Tensor.grad.__delete__: _grad_set,
+    _Tensor.data.__set__: _data_set,
     _Tensor.__getitem__: _getitem, torch.linalg.vector_norm: _vector_norm, _Tensor.mul_: _mul,
     internals.foreach_mul: _foreach_mul, internals.foreach_norm: _foreach_norm,
     internals.unscale: _unscale, _Tensor.to: _to, _Tensor.numpy: _read_only, _Tensor.__array__: _read_only,
