@@ -1110,6 +1110,35 @@ def test_n8_gradients_are_deleted(session):
   alike(session, mlp, run)
 
 
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("optimizer", (torch.optim.AdamW, sgd))
+def test_n17_a_gradient_of_a_frozen_parameter(session, optimizer, dtype):
+  """torch's optimizers look at gradients, not at requires_grad."""
+  session()
+  torch.manual_seed(0)
+  model = nn.Linear(SIZE, SIZE).to(dtype).requires_grad_(False)
+  model.bias.grad = torch.ones_like(model.bias)  # one from before
+  plain = nn.Linear(SIZE, SIZE)
+  plain.load_state_dict(model.state_dict())
+  plain.requires_grad_(False)
+  plain.bias.grad = torch.ones_like(plain.bias)
+  own = optimizer(plain.parameters())
+  model, optimizer = gm.prepare(model, optimizer(model.parameters()))
+  for step in range(3):
+    for one in model, plain:
+      one.weight.grad = torch.full_like(one.weight, 0.25) if step < 2 else None
+    optimizer.step()
+    own.step()
+  close = [torch.allclose(one.detach().float(), other, rtol=0 if dtype == torch.float32 else 2**-7, atol=1e-6)
+           for one, other in zip(model.parameters(), plain.parameters())]
+  assert close == [True, True]
+  for one in model, plain:
+    one.requires_grad_(True)
+    one.zero_grad()
+    one(torch.ones(1, SIZE, dtype=next(one.parameters()).dtype)).sum().backward()
+  assert torch.equal(model.weight.grad.float(), plain.weight.grad)
+
+
 def test_n14_attributes_of_gradients(session):
   session()
   model, optimizer = gm.prepare(*(lambda model: (model, sgd(model.parameters())))(mlp()))

@@ -184,6 +184,9 @@ class Optimizer(torch.optim.Optimizer):
                       stacklevel=3)  # torch wraps this
       session.set_phase(abi.PHASE_UPDATE)
       self.find_new()
+      for record in self.records:
+        if record.given and not record.trainable:  # it is frozen, but was given a gradient: torch's optimizers look at that
+          record.attach()
       self.rule.prepare(self.records)  # those that are new, or need gradients only since the last step
       for record in self.records:
         if record.rule not in (None, self.rule):
