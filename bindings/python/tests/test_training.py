@@ -1154,3 +1154,92 @@ def test_n14_attributes_of_gradients(session):
   optimizer.zero_grad()
   square(model, 1).backward()
   assert not hasattr(weight.grad, "tag")
+
+
+# ---- gradients that are scaled
+def test_n9_gradients_are_rounded_after_each_factor(session):
+  """So are norms of them. A step that comes after one factor reads no byte more for it."""
+
+  def run(model, optimizer):
+    one, other, third, fourth = (model[i][0].weight for i in range(4))
+    square(model, 0).backward()
+    one.grad.mul_(0.3)
+    one.grad.mul_(0.7)
+    other.grad.mul_(0.3)
+    out = [other.grad.norm(), nn.utils.get_total_norm([other.grad]), torch.linalg.vector_norm(other.grad)]
+    third.grad.mul_(torch.tensor(0.3))
+    third.grad.mul_(2.0**-3)
+    third.grad.mul_(2.0**-4)
+    fourth.grad.mul_(torch.tensor([0.1], dtype=torch.float64))  # which torch multiplies in fp64
+    for _ in range(3):
+      out.append(nn.utils.clip_grad_norm_(model.parameters(), 1e-3))
+    out += [nn.utils.clip_grad_norm_(model.parameters(), 1e-4)]
+    optimizer.step()
+    return [*out, *(param.grad.clone() for param in model.parameters())]
+
+  alike(session, mlp, run)
+
+
+def test_n9_norms_of_16_bits(session):
+  """Are of 16 bits, as torch has them."""
+
+  def run(model, optimizer):
+    model(data().bfloat16()).square().mean().backward()
+    out = [nn.utils.clip_grad_norm_(model.parameters(), 1e-3)]
+    return out + [param.grad.clone() for param in model.parameters()]
+
+  alike(session, lambda: mlp().bfloat16(), run)
+
+
+def test_n9_a_graph_notices_that_a_gradient_was_scaled(session):
+  session()
+  model = gm.prepare(mlp())
+  square(model, 0).backward()
+  x = torch.ones(SIZE, SIZE, requires_grad=True)
+  loss = (x * model[0][0].weight.grad).sum()
+  model[0][0].weight.grad.mul_(2)
+  with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    loss.backward()
+
+
+@pytest.mark.parametrize("clip", (False, True))
+@pytest.mark.parametrize("factor", (1e25, 3e34, float("inf"), 1e-22, 1.0))
+@pytest.mark.parametrize("scale", (1024.0, 1000.0))
+def test_n18_loss_scaling_looks_at_elements(session, scale, factor, clip):
+  """Squares of finite ones may be infinite, or vanish. What a step that was left out had is unscaled, too."""
+
+  def run(model, optimizer):
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    out = []
+    for step in range(3):
+      scaler.scale(model(data(step)).sum() * (factor if step == 1 else 1)).backward()
+      if clip:
+        scaler.unscale_(optimizer)
+        out += [nn.utils.clip_grad_norm_(model.parameters(), 1e-3), nn.utils.clip_grad_norm_(model.parameters(), 1e-4)]
+      scaler.step(optimizer)
+      scaler.update()
+      out += [torch.tensor(scaler.get_scale()), *(param.grad.clone() for param in model.parameters())]
+      out += [param.detach().clone() for param in model.parameters()]
+      optimizer.zero_grad()
+    return [torch.nan_to_num(value, 1.25) for value in out]
+
+  alike(session, lambda: nn.Sequential(nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)), run)
+
+
+def test_n18_some_gradients_were_assigned(session):
+  """The scaler is given tensors of torch's and of the session's at once."""
+
+  def run(model, optimizer):
+    scaler = torch.amp.GradScaler("cpu", init_scale=1000.0)
+    kept = torch.ones(SIZE, SIZE)
+    out = []
+    for step in range(3):
+      model[1].weight.grad = kept
+      scaler.scale(square(model, step)).backward()
+      scaler.step(optimizer)
+      scaler.update()
+      out.append(kept.clone())
+      optimizer.zero_grad()
+    return out
+
+  alike(session, lambda: nn.Sequential(nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)), run)

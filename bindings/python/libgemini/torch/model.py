@@ -5,7 +5,6 @@ SPDX-License-Identifier: Apache-2.0
 import contextlib
 import functools
 import inspect
-import math
 import os
 import sys
 import types
@@ -21,7 +20,7 @@ from .internals import get_grad as _get_grad, plain as _plain, set_grad as _set_
 from .layout import dense_stride, span
 from .progress import Progress
 from .session import DTYPES, in_backward
-from .tensors import ManagedParameter, ManagedTensor, _copy, _gradient_of, managed_view
+from .tensors import ManagedParameter, ManagedTensor, _copy, _gradient_of, is_exact, managed_view
 from .unit import find, make_units, refuse_compiling
 
 
@@ -215,7 +214,7 @@ class Record:
 
   def multiply(self, factor):
     """Multiplies the stored gradient, when it is read or by the update: no byte moves for it. Returns whether it can be so:
-    torch rounds after each factor, which is as good as once if all of them but one are powers of two."""
+    torch rounds after each factor, which comes to the same only if one of two is a power of two."""
     if self.scale != 1.0 and not is_exact(self.scale) and not is_exact(factor):
       return False
     self.scale *= factor
@@ -316,12 +315,6 @@ class Record:
       _set_grad(self.param, whole)
     self.drop()
     self.note_given()
-
-
-def is_exact(factor):
-  """Whether what is multiplied by a factor is not rounded: a power of two that makes it smaller, but not as small as
-  numbers that have fewer digits."""
-  return 2.0**-64 <= factor <= 1.0 and math.frexp(factor)[0] == 0.5
 
 
 def become_plain(tensor, data):

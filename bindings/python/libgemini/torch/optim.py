@@ -209,12 +209,12 @@ class Optimizer(torch.optim.Optimizer):
   def unscale(self):
     """With a torch.amp.GradScaler: divides by its scale what it has not. Returns whether there is to be a step."""
     found, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
-    if found is not None and found.item():
-      return False
     if scale is not None:
+      factor = float(torch.as_tensor(scale).double().reciprocal().float())  # as the scaler has it
       for record in self.records:
-        record.scale /= float(scale)
-    return True
+        if factor != 1.0 and (record.has_grad or record.given):
+          record.gradient().mul_(factor)
+    return found is None or not found.item()
 
   def __getstate__(self):
     raise GeminiError("an optimizer in a session can be neither copied nor pickled: its states stay where they are; take "
