@@ -3,8 +3,10 @@
 SPDX-License-Identifier: Apache-2.0
 """
 import copy
+import re
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -1243,3 +1245,62 @@ def test_n18_some_gradients_were_assigned(session):
     return out
 
   alike(session, lambda: nn.Sequential(nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)), run)
+
+
+# ---- steps that cannot be planned
+class Recurrent(nn.Module):
+  """One function reads all parameters of a layer, and makes gradients of all of them."""
+
+  def __init__(self):
+    super().__init__()
+    self.layers = nn.ModuleList([nn.LSTM(96 if i else 48, 48, bidirectional=True, batch_first=True) for i in range(6)])
+
+  def forward(self, x):
+    for layer in self.layers:
+      x = layer(x)[0]
+    return x
+
+
+def test_a_step_that_cannot_be_planned_is_made(session):
+  """So nobody is told that it has failed, but once that there is no plan."""
+  outcomes = []
+  for managed in (False, True):
+    torch.manual_seed(0)
+    model = Recurrent()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    if managed:
+      session("384KiB")
+      model, optimizer = gm.prepare(model, optimizer)
+    losses = []
+    for step in range(4):
+      losses.append(model(data(step)[None, :, :48]).square().sum())
+      losses[-1].backward()
+      with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        optimizer.step()
+      assert bool(told) == (managed and not step)
+      if told:
+        (one,) = told
+        assert re.search(r"^this step was made, but there is no plan.*its chunks and non-model memory need \d+", str(one.message))
+      optimizer.zero_grad()
+    outcomes.append(([loss.detach() for loss in losses], values(model)))
+  same_bits(outcomes[1][0], outcomes[0][0])
+  same_bits(outcomes[1][1], outcomes[0][1])
+  assert gm.stats()["planned_iterations"] == 0
+
+
+@pytest.mark.parametrize("status, raised", (("OOM_HOST", False), ("OOM_DEVICE", False), ("DEVICE", True)))
+def test_errors_when_an_iteration_ends(session, monkeypatch, status, raised):
+  """Only plans are made after the step; other errors are not hidden."""
+  session()
+  model = gm.prepare(mlp())
+  lib, end = gm.session().lib, gm.session().lib.iteration_end
+
+  def failing(handle):
+    end(handle)
+    raise gm.GeminiError("of the end", status)
+
+  monkeypatch.setattr(lib, "iteration_end", failing)
+  with torch.no_grad(), pytest.raises(gm.GeminiError, match="of the end") if raised else \
+      pytest.warns(UserWarning, match="this step was made.*of the end"):
+    assert model(data()).shape == (5, SIZE)

@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import itertools
 import sys
+import warnings
 import weakref
 
 import torch
@@ -468,7 +469,14 @@ class Session:
     if self.iteration:
       self.iteration = None
       self.phase = abi.PHASE_NONE
-      self.lib.iteration_end(self.handle)
+      try:
+        self.lib.iteration_end(self.handle)
+      except GeminiError as error:
+        if not error.status.startswith("OOM"):
+          raise
+        # All that was to be done has been done: an exception would say that it has not.
+        warnings.warn(f"this step was made, but there is no plan for those like it, whose bytes are fetched when they are "
+                      f"wanted: {error}. They are faster with more device_memory", stacklevel=2)
 
   # ---- the backward pass
   def backward_begin(self):
