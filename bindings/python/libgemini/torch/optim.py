@@ -6,6 +6,7 @@ its step (a global norm, a counter): it runs that once over all of them. States 
 
 SPDX-License-Identifier: Apache-2.0
 """
+import copy
 import ctypes
 import functools
 import heapq
@@ -257,7 +258,7 @@ class Optimizer(torch.optim.Optimizer):
       changed = hook(self, state_dict)
       state_dict = state_dict if changed is None else changed
     groups, state = state_dict["param_groups"], state_dict["state"]
-    self.check_groups([len(group["params"]) for group in groups])
+    self.check_groups(groups)
     layouts, numbers = [], [number for group in groups for number in group["params"]]
     others = {key: value for key, value in state.items() if key not in set(numbers)}
     self.rule.check_others(others)
@@ -272,14 +273,25 @@ class Optimizer(torch.optim.Optimizer):
         values = state.get(number, {}).get(name)
         place.write(record.place.read() if values is None else values)
     self.rule.set_others(copies(others, None))
-    for group, saved in zip(self.param_groups, groups):
-      group.update({key: value for key, value in saved.items() if key != "params"})
+    self.set_groups(groups)
     for hook in self._optimizer_load_state_dict_post_hooks.values():
       hook(self)
 
-  def check_groups(self, counts):
-    """counts: parameters in each group that is to be loaded."""
-    own = [len(group["params"]) for group in self.param_groups]
+  def set_groups(self, saved):
+    """As torch has it: groups with the options that the saved ones have, and defaults for what these are too old to have."""
+    groups = []
+    for group, one in zip(self.param_groups, saved):
+      groups.append({**copy.deepcopy({key: value for key, value in one.items() if key != "params"}), "params": group["params"]})
+      if "param_names" in group:
+        groups[-1].setdefault("param_names", group["param_names"])
+    self.inner.__setstate__({"state": self.inner.state, "param_groups": groups})
+    self.param_groups = self.inner.param_groups
+    self.rule.groups_changed(self.param_groups)
+
+  def check_groups(self, groups):
+    """Of groups that are to be loaded."""
+    self.rule.check_options(groups)
+    counts, own = ([len(group["params"]) for group in some] for some in (groups, self.param_groups))
     if counts != own:
       raise GeminiError(f"the state to be loaded is of an optimizer with groups of {counts} parameters, this one's are "
                         f"of {own}")
@@ -336,6 +348,12 @@ class TorchRule:
 
   def backward_ends(self):
     """Nothing has waited for that."""
+
+  def check_options(self, groups):
+    """torch's own step knows all of them."""
+
+  def groups_changed(self, groups):
+    """Each step is given them."""
 
   def overrides(self, name):
     """Whether the class has a method of its own in the place of torch's."""
@@ -659,6 +677,7 @@ class AdamwRule:
             float(group["lr"]), beta1, beta2, float(group["eps"]), float(group["weight_decay"]), record.scale)
 
   def step(self, groups):
+    self.check_options(groups)
     group_of = groups_of(groups)
     for arena, records in self.arenas.items():
       given = [record for record in records if record.given]
@@ -688,6 +707,17 @@ class AdamwRule:
         while end + 1 < len(records) and records[end + 1].place.offset // window <= lasts[i]:
           end += 1
         self.neighbours[record] = records[begin:end + 1]
+
+  def check_options(self, groups):
+    for number, group in enumerate(groups):
+      for option in ("amsgrad", "maximize"):
+        if group.get(option):
+          raise GeminiError(f"group {number} of the optimizer has {option}={group[option]}, which it had not when it was "
+                            "prepared: make the optimizer with it, and prepare that")
+
+  def groups_changed(self, groups):
+    if self.neighbours:
+      self.group_of = groups_of(groups)
 
   def landed(self, record):
     """A gradient is there. What waited for nothing else is updated."""
