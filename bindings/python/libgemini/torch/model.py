@@ -500,16 +500,17 @@ class Model:
     session.uses.clear()  # by other names
     make_units(session, module)
 
-  def least_bytes(self):
-    """(bytes, record): of the device, that an operator needs which uses all of the parameter whose chunks are most; in the
-    backward pass of one that is trained, those of its gradient are beside it."""
+  def least_bytes(self, gradients):
+    """(bytes, record): of the device, that an operator needs which uses all of the parameter whose chunks are most.
+    gradients: with those of its gradient, which the plan has beside it in the backward pass of one that is trained; without
+    a plan they may come after it."""
     window = self.session.manager.config.window_bytes
 
     def needs(record):
       place = record.place
       chunks = (place.offset + place.size_bytes - 1) // window - place.offset // window + 1
       with _plain():
-        beside = record.param.requires_grad and not (record.early and place.dtype != torch.float32)
+        beside = gradients and record.param.requires_grad and not (record.early and place.dtype != torch.float32)
       return chunks * window * (2 if beside else 1)
 
     return max(((needs(record), record) for record in self.records.values() if record.place.elements),

@@ -23,7 +23,7 @@ from . import internals
 from .internals import plain as _plain, set_grad as _set_grad
 from .layout import dense_stride
 from .memory import can_wrap, shared
-from .session import ALIGNMENT, DTYPES, Place
+from .session import ALIGNMENT, DTYPES, Place, level_of_caller
 from .states import AdamwState, States, copies, count_of
 from .tensors import ManagedParameter, ManagedTensor, managed_view
 
@@ -180,9 +180,9 @@ class Optimizer(torch.optim.Optimizer):
       session.recover()
       session.settle()
       if not session.called and any(record.has_grad or record.given for record in self.records):
-        warnings.warn("no call of a prepared model, by model(...) or model.forward(...), has made these gradients: such a step "
-                      "is no iteration to libgemini, which plans nothing for it. Prepare the module that is called",
-                      stacklevel=3)  # torch wraps this
+        warnings.warn("no call of a prepared model, by model(...) or model.forward(...), has made these gradients: such "
+                      "a step is no iteration to libgemini, which plans nothing for it. Prepare the module that is called",
+                      stacklevel=level_of_caller())
       session.set_phase(abi.PHASE_UPDATE)
       self.find_new()
       for record in self.records:

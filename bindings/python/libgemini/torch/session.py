@@ -48,6 +48,15 @@ def _runs(function):
   return frame is not None
 
 
+def level_of_caller():
+  """The stacklevel for a warning of the function that asks: of who called it from outside of torch and libgemini. How
+  many frames of torch are around a step depends on its version, and on whether anything was compiled."""
+  frame, level = sys._getframe(1), 1
+  while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "libgemini"):
+    frame, level = frame.f_back, level + 1
+  return level
+
+
 class Graph:
   """Lives as long as the autograd graph of a forward pass."""
 
@@ -476,7 +485,7 @@ class Session:
           raise
         # All that was to be done has been done: an exception would say that it has not.
         warnings.warn(f"this step was made, but there is no plan for those like it, whose bytes are fetched when they are "
-                      f"wanted: {error}. They are faster with more device_memory", stacklevel=2)
+                      f"wanted: {error}. They are faster with more device_memory", stacklevel=level_of_caller())
 
   # ---- the backward pass
   def backward_begin(self):
