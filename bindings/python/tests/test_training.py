@@ -1035,6 +1035,24 @@ def test_n1_an_assigned_gradient_that_is_nobody_elses_may_leave_the_device(sessi
   assert (params[0].grad == 1).all() and (params[3].grad == 2).all()
 
 
+def test_n15_a_gradient_of_two_parameters_stays_one(session):
+  """Also when nobody has it but they."""
+
+  def run(model, optimizer):
+    one, other = (model[i][0].weight for i in range(2))
+    square(model, 0).backward()
+    other.grad = one.grad
+    outside = nn.Parameter(torch.ones(SIZE))  # which no session knows
+    model[2][0].bias.grad = outside.grad = torch.ones(SIZE)
+    square(model, 1).backward()
+    assert one.grad is other.grad and model[2][0].bias.grad is outside.grad
+    out = [one.grad.clone(), outside.grad.clone()]
+    optimizer.step()
+    return out
+
+  alike(session, mlp, run)
+
+
 def test_n15_parameters_that_have_one_gradient(session):
   """What is written to one is written to the other."""
 

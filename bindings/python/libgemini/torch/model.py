@@ -326,19 +326,25 @@ def become_plain(tensor, data):
 
 
 def _holders(param):
-  """How many have the Python object that is a parameter's gradient, and how many its memory; None if that is not known."""
+  """How many have what is a parameter's gradient: the Python object, the tensor of C++, its memory."""
   grad = _get_grad(param)
-  return sys.getrefcount(grad), internals.storage_users(grad.untyped_storage())
+  return sys.getrefcount(grad), internals.tensor_users(grad), internals.storage_users(grad.untyped_storage())
 
 
 def _holders_of_one():
   """What _holders() are of a gradient that only its parameter has; None if these cannot be told from others."""
-  param = nn.Parameter(torch.empty(1, device="cpu"))
+  param, other = (nn.Parameter(torch.empty(1, device="cpu")) for _ in range(2))
   param.grad = torch.empty(1, device="cpu")
-  alone, other = _holders(param), param.grad
-  known = alone[1] is not None and _holders(param)[0] > alone[0]
-  other = other.detach()
-  return alone if known and _holders(param)[0] == alone[0] and _holders(param)[1] > alone[1] else None
+  alone = _holders(param)
+  if None in alone:
+    return None
+  kept = param.grad
+  objects = _holders(param)[0]
+  other.grad = kept
+  del kept
+  tensors = _holders(param)[1]
+  other.grad = param.grad.detach()
+  return alone if objects > alone[0] and tensors > alone[1] and _holders(param)[2] > alone[2] else None
 
 
 _HOLDERS_OF_ONE = _holders_of_one()
