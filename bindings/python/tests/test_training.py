@@ -2,6 +2,7 @@
 
 SPDX-License-Identifier: Apache-2.0
 """
+import contextlib
 import copy
 import re
 import subprocess
@@ -1157,6 +1158,30 @@ def test_n17_a_gradient_of_a_frozen_parameter(session, optimizer, dtype):
     one.zero_grad()
     one(torch.ones(1, SIZE, dtype=next(one.parameters()).dtype)).sum().backward()
   assert torch.equal(model.weight.grad.float(), plain.weight.grad)
+
+
+def test_n17_a_gradient_from_before_a_parameter_was_frozen(session):
+  """It was made within init(), where nobody looks at gradients yet; and one after the parameter was thawed unseen."""
+  outcomes = []
+  for managed in (False, True):
+    torch.manual_seed(0)
+    with session() if managed else contextlib.nullcontext():
+      model = nn.Sequential(nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE))
+    square(model, 0).backward()
+    model[0].requires_grad_(False)
+    optimizer = sgd(model.parameters())
+    if managed:
+      model, optimizer = gm.prepare(model, optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
+    model[0].requires_grad_(True)
+    for set_to_none in (True, False):
+      model[0](data()).square().mean().backward()  # not by the model
+      optimizer.zero_grad(set_to_none)
+    model[0](data()).square().mean().backward()
+    optimizer.step()
+    outcomes.append(values(model))
+  same_bits(outcomes[1], outcomes[0])
 
 
 def test_n14_attributes_of_gradients(session):

@@ -255,7 +255,7 @@ class Record:
           raise GeminiError(f"{self.name}.grad is set to a tensor that shares its bytes with {values._gm_place.name}: set it to "
                             "a clone()")
         record.give_out(values)
-    if values is not None or self.given:
+    if values is not None or self.given or self.hook is None:
       with _plain():
         _set_grad(self.param, values)
       self.forget_given()
@@ -275,6 +275,13 @@ class Record:
   def note_given(self):
     self.given = True
     self.session.given[self] = None
+
+  def find_given(self):
+    """Of a parameter that needs no gradients, or has not been known to: it may have one that nobody has seen come."""
+    with _plain():
+      if _get_grad(self.param) is not None:
+        self.attach()
+        self.note_given()
 
   def forget_given(self):
     self.given = False

@@ -145,7 +145,7 @@ class Optimizer(torch.optim.Optimizer):
     for record in self.records:
       if set_to_none:
         record.set_gradient(None)
-      elif record.has_grad or record.given:
+      elif not record.spent and record.gradient() is not None:
         record.gradient().zero_()
 
   def step(self, closure=None, *args, **kwargs):
@@ -186,8 +186,8 @@ class Optimizer(torch.optim.Optimizer):
       session.set_phase(abi.PHASE_UPDATE)
       self.find_new()
       for record in self.records:
-        if record.given and not record.trainable:  # it is frozen, but was given a gradient: torch's optimizers look at that
-          record.attach()
+        if record.hook is None:  # it is frozen, but may have a gradient: torch's optimizers look at that
+          record.find_given()
       self.rule.prepare(self.records)  # those that are new, or need gradients only since the last step
       for record in self.records:
         if record.rule not in (None, self.rule):
