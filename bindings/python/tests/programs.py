@@ -55,6 +55,7 @@ REFUSALS = (
   r"the data of a gradient or of a view cannot be replaced",
   r"this gradient was cleared or replaced",
   r"is set to a tensor of .*: want",
+  r"is set to a tensor that shares its bytes with .*: set it to a clone",
   r"cannot both be units|is no module in the models that were prepared",
   r"create_graph=True",
   r"a transform of torch\.func cannot take it",

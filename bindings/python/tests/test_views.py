@@ -648,7 +648,8 @@ def test_p12_a_device_without_room_for_a_chunk_is_refused(settings, match):
 
 
 def test_p12_a_budget_that_is_too_small_for_a_step_is_said_before_it(session, recwarn):
-  """At the smallest one that is not warned of a step works, with a chunk less it is warned of and fails."""
+  """At the smallest one that is not warned of a step is planned, with a chunk less it is made without a plan, and if its
+  parameter does not fit it fails."""
   size = 192  # 147456 bytes, in 3 chunks; the bias is in the last of them
 
   def start(chunks):
@@ -667,8 +668,15 @@ def test_p12_a_budget_that_is_too_small_for_a_step_is_said_before_it(session, re
   model, said = start(6)
   assert not said
   step(model)
+  assert not [one for one in recwarn.list if "no plan" in str(one.message)] and gm.stats()["planned_iterations"]
   model, said = start(5)
-  assert said == [f"device_memory leaves {5 * CHUNK} bytes: a step that uses all of parameter weight at once needs {6 * CHUNK}, "
+  assert said == [f"device_memory leaves {5 * CHUNK} bytes: a step that uses all of parameter weight at once, and makes its "
+                  f"gradient, needs {6 * CHUNK}, in chunks of {CHUNK}, and has no plan, which makes it slow"]
+  with pytest.warns(UserWarning, match="this step was made, but there is no plan"):
+    step(model)
+  assert not gm.stats()["planned_iterations"]
+  model, said = start(2)
+  assert said == [f"device_memory leaves {2 * CHUNK} bytes: a step that uses all of parameter weight at once needs {3 * CHUNK}, "
                   f"in chunks of {CHUNK}, and will fail"]
   with pytest.raises(gm.GeminiError, match="bytes of device memory"):
     step(model)

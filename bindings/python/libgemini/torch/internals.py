@@ -108,6 +108,11 @@ def storage_users(storage):
   return _use_count and _use_count(storage._cdata)
 
 
+def tensor_users(tensor):
+  """How many, in C++ too, have a tensor as it is, such as parameters whose gradient it is; None where torch does not tell."""
+  return tensor._use_count() if hasattr(tensor, "_use_count") else None
+
+
 # ---- autograd
 graph_task = _find(torch, "_C._current_graph_task_id")  # the number of the backward pass that calls us, or -1
 after_backward = _find(torch, "autograd.Variable._execution_engine.queue_callback")  # (function): called when it is over

@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import itertools
 import sys
+import warnings
 import weakref
 
 import torch
@@ -45,6 +46,15 @@ def _runs(function):
   while frame and frame.f_code is not function.__code__:
     frame = frame.f_back
   return frame is not None
+
+
+def level_of_caller():
+  """The stacklevel for a warning of the function that asks: of who called it from outside of torch and libgemini. How
+  many frames of torch are around a step depends on its version, and on whether anything was compiled."""
+  frame, level = sys._getframe(1), 1
+  while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "libgemini"):
+    frame, level = frame.f_back, level + 1
+  return level
 
 
 class Graph:
@@ -225,6 +235,7 @@ class Session:
     self.depth = 0  # forward passes of these that run, one within the other
     self.reset_iterations = 0  # that had ended when statistics were last started anew
     self.landed = []  # (record, gradient, stream) of parameters of the function that the backward pass has reached
+    self.given = {}  # records of parameters with a gradient that was assigned, in the order in which they were
     self.rules = []  # of the optimizers
     self.rule_of = {}  # of a record whose parameter is updated in the backward pass
 
@@ -459,7 +470,7 @@ class Session:
 
   def awaits_backward(self):
     """Whether a backward pass may come for what was done in this iteration, or has come and a step may."""
-    return any(record.has_grad for record in self.records) or \
+    return bool(self.given) or any(record.has_grad for record in self.records) or \
         len(self.graphs) < MOST_PASSES and any(graph() for graph in self.graphs)
 
   def iteration_end(self):
@@ -467,7 +478,14 @@ class Session:
     if self.iteration:
       self.iteration = None
       self.phase = abi.PHASE_NONE
-      self.lib.iteration_end(self.handle)
+      try:
+        self.lib.iteration_end(self.handle)
+      except GeminiError as error:
+        if not error.status.startswith("OOM"):
+          raise
+        # All that was to be done has been done: an exception would say that it has not.
+        warnings.warn(f"this step was made, but there is no plan for those like it, whose bytes are fetched when they are "
+                      f"wanted: {error}. They are faster with more device_memory", stacklevel=level_of_caller())
 
   # ---- the backward pass
   def backward_begin(self):

@@ -11,6 +11,7 @@ import ctypes
 import dataclasses
 import functools
 import io
+import math
 from multiprocessing.reduction import ForkingPickler
 
 import torch
@@ -393,14 +394,14 @@ def _to(func, args, kwargs):
 
 def _grad_get(func, args, kwargs):
   record = args[0]._gm_record
-  return func(*args, **kwargs) if record is None or not record.trainable else record.gradient()
+  return func(*args, **kwargs) if record is None else record.gradient()
 
 
 def _grad_set(func, args, kwargs):
   record = args[0]._gm_record
-  if record is None or not record.trainable:
+  if record is None:
     return func(*args, **kwargs)
-  return record.set_gradient(args[1])
+  return record.set_gradient(args[1] if len(args) > 1 else None)  # del param.grad
 
 
 def _data_set(func, args, kwargs):
@@ -417,12 +418,29 @@ def _data_set(func, args, kwargs):
   return record.replace(new)
 
 
+LEAST_NORM = 1e-10  # squares that vanish in fp32 beside that of a larger one would not change its last bit
+
+
+def is_exact(factor):
+  """Whether nothing is rounded that is multiplied by a factor: a power of two that makes it smaller. Elements that become
+  smaller than 2**-126, which have fewer digits in fp32, are left out of account."""
+  return 2.0**-64 <= factor <= 1.0 and math.frexp(factor)[0] == 0.5
+
+
+def _norm(grad):
+  """The norm of a parameter's gradient, or of a part of it, in fp32."""
+  record = _gradient_of(grad)
+  if record.norm is not None and grad.numel() == record.place.elements:
+    return record.norm
+  return _dispatch(torch.linalg.vector_norm, (grad, 2), {"dtype": torch.float32})
+
+
 def _vector_norm(func, args, kwargs):
   record = _gradient_of(args[0])
   order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
   if record is not None and record.norm is not None and args[0].numel() == record.place.elements and order == 2 and \
       len(args) < 3 and not set(kwargs) - {"ord"}:
-    return record.norm * abs(record.scale)
+    return record.norm.to(args[0].dtype)
   return _run(func, args, kwargs)
 
 
@@ -430,7 +448,7 @@ def _number(value):
   """The number that a tensor is now: what it is later, and through which alias, torch does not tell."""
   if isinstance(value, (int, float)) and not isinstance(value, bool):
     return float(value)
-  if isinstance(value, _Tensor) and not isinstance(value, ManagedTensor) and value.numel() == 1:
+  if isinstance(value, _Tensor) and not isinstance(value, ManagedTensor) and not value.dim() and not value.requires_grad:
     return float(value.item())
   return None
 
@@ -439,9 +457,8 @@ def _mul(func, args, kwargs):
   """Gradients that are scaled, as by clipping, are scaled when they are read: no byte moves for it."""
   record = _gradient_of(args[0])
   factor = _number(args[1]) if record is not None and len(args) == 2 and not kwargs else None
-  if factor is None or args[0].numel() != record.place.elements:
+  if factor is None or args[0].numel() != record.place.elements or not record.multiply(factor):
     return _run(func, args, kwargs)
-  record.scale *= factor
   return args[0]
 
 
@@ -466,10 +483,20 @@ def _unscale(func, args, kwargs):
   others = [grad for grad in grads if getattr(grad, "_gm_grad", None) is None]
   if others:
     func(others, found, inverse)
-  if managed:
-    norms = torch.stack([_dispatch(torch.linalg.vector_norm, (grad, 2), {}).float() for grad in managed])
-    found.copy_(torch.maximum(found, (~torch.isfinite(norms)).any().to(found)))
-    _foreach_mul(None, (managed, inverse), {})
+  if not managed:
+    return
+  # No element is larger than the norm; but where elements are finite, their squares may not be.
+  norms = [_norm(grad) for grad in managed]
+  factor, *sizes = torch.stack([inverse.float().reshape(()), *norms]).tolist()  # at once: on a GPU it waits
+  if not all(math.isfinite(size) or bool(_dispatch(torch.isfinite, (grad,), {}).all()) for grad, size in zip(managed, sizes)):
+    found.fill_(1.0)
+  if factor == 1.0:
+    return
+  for grad, norm, size in zip(managed, norms, sizes):
+    _dispatch(_Tensor.mul_, (grad, factor), {})
+    # The norm of what has been multiplied is this, to the bit, if no square was or becomes too large or too small.
+    if grad._gm_grad.scale == factor and is_exact(factor) and (not size or LEAST_NORM <= size * factor < math.inf):
+      grad._gm_grad.norm = norm * factor
 
 
 def _like(func, args, kwargs):
@@ -486,7 +513,8 @@ def _like(func, args, kwargs):
 
 
 _SPECIAL = {
-    _Tensor.grad.__get__: _grad_get, _Tensor.grad.__set__: _grad_set, _Tensor.data.__set__: _data_set,
+    _Tensor.grad.__get__: _grad_get, _Tensor.grad.__set__: _grad_set, _Tensor.grad.__delete__: _grad_set,
+    _Tensor.data.__set__: _data_set,
     _Tensor.__getitem__: _getitem, torch.linalg.vector_norm: _vector_norm, _Tensor.mul_: _mul,
     internals.foreach_mul: _foreach_mul, internals.foreach_norm: _foreach_norm,
     internals.unscale: _unscale, _Tensor.to: _to, _Tensor.numpy: _read_only, _Tensor.__array__: _read_only,
