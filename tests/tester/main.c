@@ -1,0 +1,220 @@
+/* The tester's program. SPDX-License-Identifier: Apache-2.0 */
+#define _GNU_SOURCE
+#include <getopt.h>
+#include <stdio.h>
+
+#include "watch.h"
+
+static const char usage[] =
+    "tester [OPTION]...\n"
+    "Runs random programs over the public API against a model of it.\n"
+    "  --seed N         the first seed (1)\n"
+    "  --seeds N        how many (1)\n"
+    "  --steps N        operations of a seed's program (10000, or GEMINI_STRESS_STEPS over all seeds)\n"
+    "  --threads N      threads, at most 32 (1)\n"
+    "  --faults P       per cent of operations during which a call of the system fails (0)\n"
+    "  --device D       sim, or cuda over a fake driver (sim)\n"
+    "  --no-files       no manager has a file tier\n"
+    "  --without LIST   leaves out these operations, by name with commas; and: empty (ranges of size 0), parts\n"
+    "                   (releases of parts)\n"
+    "  --names-repeat   arenas may have equal names\n"
+    "  --shrink         reduces the program of a seed that fails\n"
+    "  --shrink-seconds N  for at most so long (300)\n"
+    "  --replay FILE    runs a program that was written\n"
+    "  --save FILE      writes a program that fails there (tester.SEED.program where it is not given, and --shrink is)\n"
+    "  --keep-going     does not stop at the first seed that fails\n"
+    "  --hang N         seconds without progress after which a program hangs (60)\n"
+    "  --statistics     prints how often each operation ended how\n"
+    "  --in-process     without a child, for a debugger\n";
+
+typedef struct settings {
+  options_t options;
+  uint64_t seeds;
+  bool shrinks, statistics, in_process;
+  uint32_t shrink_s;
+  const char *replay, *save;
+} settings_t;
+
+__attribute__((noreturn)) static void refuse(const char *what, const char *value) {
+  fprintf(stderr, "tester: %s: %s; --help tells\n", what, value);
+  exit(2);
+}
+static uint64_t number(const char *name, const char *text, uint64_t most) {
+  char *end;
+  uint64_t value = strtoull(text, &end, 10);
+  if (!*text || *end || value > most) refuse(name, text);
+  return value;
+}
+
+static void leave_out(options_t *o, char *list) {
+  for (char *rest, *name = strtok_r(list, ",", &rest); name; name = strtok_r(NULL, ",", &rest)) {
+    int code = op_code(name);
+    if (!strcmp(name, "empty")) o->without_empty = true;
+    else if (!strcmp(name, "parts")) o->without_parts = true;
+    else if (code < 0) refuse("--without", name);
+    else o->without[code] = true;
+  }
+}
+
+static settings_t settings_of(int argc, char **argv) {
+  enum { SEED = 256, SEEDS, STEPS, NTHREADS, FAULTS, DEVICE_OPTION, NO_FILES, WITHOUT, REPEAT, SHRINK, SHRINK_S, REPLAY, SAVE, GOING, HANG, STATISTICS, IN_PROCESS, HELP };
+  static const struct option options[] = {
+    { "seed", 1, NULL, SEED },         { "seeds", 1, NULL, SEEDS },
+    { "steps", 1, NULL, STEPS },       { "threads", 1, NULL, NTHREADS },
+    { "faults", 1, NULL, FAULTS },     { "device", 1, NULL, DEVICE_OPTION },
+    { "no-files", 0, NULL, NO_FILES }, { "without", 1, NULL, WITHOUT },
+    { "names-repeat", 0, NULL, REPEAT }, { "shrink", 0, NULL, SHRINK },
+    { "shrink-seconds", 1, NULL, SHRINK_S }, { "replay", 1, NULL, REPLAY },
+    { "save", 1, NULL, SAVE },         { "keep-going", 0, NULL, GOING },
+    { "hang", 1, NULL, HANG },         { "statistics", 0, NULL, STATISTICS },
+    { "in-process", 0, NULL, IN_PROCESS }, { "help", 0, NULL, HELP },
+    { NULL, 0, NULL, 0 }
+  };
+  settings_t s = { .options = { .seed = 1, .steps = 10000, .threads = 1, .files = true, .hang_s = 60 },
+                   .seeds = 1,
+                   .shrink_s = 300 };
+  bool steps_given = false;
+  for (int c; (c = getopt_long(argc, argv, "", options, NULL)) != -1;) {
+    options_t *o = &s.options;
+    switch (c) {
+    case SEED: o->seed = number("--seed", optarg, UINT64_MAX); break;
+    case SEEDS: s.seeds = number("--seeds", optarg, UINT32_MAX); break;
+    case STEPS: o->steps = number("--steps", optarg, UINT32_MAX), steps_given = true; break;
+    case NTHREADS: o->threads = (uint32_t)number("--threads", optarg, THREADS); break;
+    case FAULTS: o->faults = (uint32_t)number("--faults", optarg, 100); break;
+    case DEVICE_OPTION:
+      o->cuda = !strcmp(optarg, "cuda");
+      if (!o->cuda && strcmp(optarg, "sim")) refuse("--device", optarg);
+      break;
+    case NO_FILES: o->files = false; break;
+    case WITHOUT: leave_out(o, optarg); break;
+    case REPEAT: o->names_repeat = true; break;
+    case SHRINK: s.shrinks = true; break;
+    case SHRINK_S: s.shrink_s = (uint32_t)number("--shrink-seconds", optarg, 1000000); break;
+    case REPLAY: s.replay = optarg; break;
+    case SAVE: s.save = optarg; break;
+    case GOING: o->keep_going = true; break;
+    case HANG: o->hang_s = (uint32_t)number("--hang", optarg, 1000000); break;
+    case STATISTICS: s.statistics = true; break;
+    case IN_PROCESS: s.in_process = true; break;
+    case HELP: fputs(usage, stdout); exit(0);
+    default: exit(2);
+    }
+  }
+  if (optind < argc) refuse(argv[optind], "no such argument");
+  const char *steps = getenv("GEMINI_STRESS_STEPS");
+  if (steps && *steps && !steps_given) s.options.steps = number("GEMINI_STRESS_STEPS", steps, UINT32_MAX) / s.seeds + 1;
+  if (!s.options.threads || !s.seeds) refuse("--threads or --seeds", "0");
+  return s;
+}
+
+static op_t *program_read(const char *path, options_t *o, uint64_t *count_out) {
+  FILE *file = fopen(path, "r");
+  if (!file) refuse(path, "cannot be read");
+  uint64_t count = 0, capacity = 0;
+  op_t *ops = NULL;
+  unsigned threads = 1, cuda = 0, files = 1;
+  for (char line[1024]; fgets(line, sizeof line, file);) {
+    if (*line == '#') {
+      sscanf(line, "# threads %u cuda %u files %u", &threads, &cuda, &files);
+      continue;
+    }
+    if (count == capacity) ops = realloc(ops, (capacity = capacity ? capacity * 2 : 256) * sizeof *ops);
+    if (!ops || !op_read(line, &ops[count++])) refuse(path, line);
+  }
+  fclose(file);
+  o->threads = threads && threads <= THREADS ? threads : 1;
+  o->cuda = cuda;
+  o->files = files;
+  *count_out = count;
+  return ops;
+}
+static void program_write(FILE *file, const options_t *o, const op_t *ops, uint64_t count) {
+  fprintf(file, "# threads %u cuda %u files %u\n", o->threads, o->cuda, o->files);
+  for (uint64_t i = 0; i < count; i++) op_write(file, &ops[i]);
+}
+
+static void tell_failure(const settings_t *s, const shared_t *shared, const outcome_t *o, const op_t *replayed,
+                         uint64_t replayed_count) {
+  fprintf(stderr, "seed %llu %s after %.1f s: %s", (unsigned long long)s->options.seed, end_words(o), o->seconds,
+          *o->message ? o->message : "\n");
+  if (!replayed)
+    fprintf(stderr, "  again: tester --seed %llu --steps %llu --threads %u --faults %u --device %s%s%s%s%s\n",
+            (unsigned long long)s->options.seed, (unsigned long long)s->options.steps, s->options.threads,
+            s->options.faults, s->options.cuda ? "cuda" : "sim", s->options.files ? "" : " --no-files",
+            s->options.names_repeat ? " --names-repeat" : "", s->options.without_empty ? " --without empty" : "",
+            s->options.without_parts ? " --without parts" : "");
+  uint64_t count = replayed_count;
+  op_t *ops = replayed ? NULL : program_of(shared, &s->options, &count), *shrunk = NULL;
+  const op_t *best = replayed ? replayed : ops;
+  if (s->shrinks) best = shrunk = shrink(&s->options, best, &count, o, s->shrink_s);
+  if (s->shrinks && count <= 60) program_write(stderr, &s->options, best, count);
+  char path[128];
+  snprintf(path, sizeof path, "tester.%llu.program", (unsigned long long)s->options.seed);
+  const char *to = s->save ? s->save : s->shrinks ? path : NULL;
+  FILE *file = to ? fopen(to, "w") : NULL;
+  if (file) {
+    program_write(file, &s->options, best, count);
+    fclose(file);
+    fprintf(stderr, "  its program: tester --replay %s\n", to);
+  }
+  free(ops);
+  free(shrunk);
+}
+
+static void tell_statistics(const shared_t *s) {
+  for (int i = 0; i < OP_COUNT; i++) {
+    bool any = false;
+    for (int k = 0; k < 15; k++) any |= s->statuses[i][k] > 0;
+    if (!any) {
+      printf("%-18s never called\n", op_name((uint8_t)i));
+      continue;
+    }
+    printf("%-18s", op_name((uint8_t)i));
+    for (int k = 0; k < 15; k++)
+      if (s->statuses[i][k]) printf("  %s %llu", gemini_status_string(-k), (unsigned long long)s->statuses[i][k]);
+    printf("\n");
+  }
+}
+
+int main(int argc, char **argv) {
+  settings_t s = settings_of(argc, argv);
+  uint64_t count = 0, failed = 0;
+  op_t *ops = s.replay ? program_read(s.replay, &s.options, &count) : NULL;
+  shared_t *shared = shared_new(s.options.threads, (s.replay ? count : s.options.steps) + 4096);
+  uint64_t begin = now_ns(), first = s.options.seed, seed = first;
+  if (s.in_process) {
+    world_t *w = calloc(1, sizeof *w);
+    char folder[] = "/tmp/gemini-tester-in-process";
+    if (system("rm -rf /tmp/gemini-tester-in-process; mkdir /tmp/gemini-tester-in-process")) return 2;
+    world_open(w, &s.options, shared, folder);
+    if (ops) world_replay(w, ops, count);
+    else world_run(w);
+    world_close(w);
+    return 0;
+  }
+  for (; seed < first + s.seeds; seed++) {
+    s.options.seed = seed;
+    outcome_t o = run_child(&s.options, shared, ops, count, false);
+    if (o.kind == ENDED_WELL) continue;
+    failed++;
+    tell_failure(&s, shared, &o, ops, count);
+    if (!s.options.keep_going) {
+      seed++;
+      break;
+    }
+  }
+  double seconds = (double)(now_ns() - begin) * 1e-9;
+  printf("%llu seeds, %llu failed, %llu steps, %.0f steps/s; %llu bytes compared, %llu checks had no room\n",
+         (unsigned long long)(seed - first), (unsigned long long)failed, (unsigned long long)shared->steps,
+         (double)shared->steps / seconds, (unsigned long long)shared->bytes_checked,
+         (unsigned long long)shared->unread);
+  if (s.options.faults)
+    printf("calls with faults: %llu of memory, %llu of threads, %llu of files, %llu of rings, %llu of the driver\n",
+           (unsigned long long)shared->faults_hit[FAULT_MEMORY], (unsigned long long)shared->faults_hit[FAULT_THREAD],
+           (unsigned long long)shared->faults_hit[FAULT_FILE], (unsigned long long)shared->faults_hit[FAULT_RING],
+           (unsigned long long)shared->faults_hit[FAULT_DRIVER]);
+  if (s.statistics) tell_statistics(shared);
+  free(ops);
+  return failed ? 1 : 0;
+}
