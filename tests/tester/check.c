@@ -22,28 +22,55 @@ static void compare(actor_t *a, const arena_t *store, int slot, const uint8_t *g
           (unsigned long long)zeros, (unsigned long long)(at + i), got[i], expected[i]);
 }
 
+/* First by a store, which moves nothing to the device; then from the device, window by window; then from the host. */
+bool read_bytes(actor_t *a, manager_t *m, int store, uint64_t at, uint64_t size, uint8_t *to) {
+  part_t *p = part_of(a, m);
+  gemini_access_t access = { p->arenas[store].handle, at, size, GEMINI_READ, GEMINI_TIER_HOST, NULL };
+  if (!QUIET(a, OK | no_room(a, m, 0), gemini_store, m->handle, &access, a->fd, 0)) {
+    memcpy(to, a->file, size);
+    return true;
+  }
+  uint64_t window = window_bytes(a, m);
+  for (uint64_t begin = at, end; begin < at + size; begin = end) {
+    end = (begin / window + 1) * window;
+    if (end > at + size) end = at + size;
+    access.offset_bytes = begin;
+    access.size_bytes = end - begin;
+    gemini_status_t status = GEMINI_ERR_BUSY;
+    for (int tier = GEMINI_TIER_DEVICE; status && tier <= GEMINI_TIER_HOST; tier++) {
+      access.tier = (uint32_t)tier;
+      status = QUIET(a, OK | NO_ROOM, gemini_acquire, m->handle, &access, 1, GEMINI_STREAM_CALLER);
+    }
+    if (status) return false;
+    memcpy(to + (begin - at), access.ptr, end - begin);
+    QUIET(a, OK, gemini_release, m->handle, &access, 1, GEMINI_STREAM_CALLER);
+  }
+  return true;
+}
+
+void read_surely(actor_t *a, manager_t *m, int store, uint64_t at, uint64_t size, uint8_t *to) {
+  if (read_bytes(a, m, store, at, size, to)) return;
+  uint64_t more = m->config.host_bytes + (UINT64_C(64) << 20);
+  QUIET(a, OK, gemini_budget_set, m->handle, GEMINI_TIER_HOST, more);
+  if (!read_bytes(a, m, store, at, size, to)) differs(a, "an arena cannot be read, though the host has room for it");
+  if (QUIET(a, OK | NO_ROOM, gemini_budget_set, m->handle, GEMINI_TIER_HOST, m->config.host_bytes))
+    m->config.host_bytes = more;
+  m->host_bytes_most = more;
+}
+
 bool check_bytes(actor_t *a, manager_t *m, int store, uint64_t at, uint64_t size) {
   part_t *p = part_of(a, m);
-  arena_t *arena = &p->arenas[store];
   range_t r = { .live = true, .is_arena = true, .arena = store, .store = store, .at = at, .size = size };
   uint64_t window = window_bytes(a, m);
   if (!size || !window) return true;
   use_t use = range_use(p, &r, window);
   if (use.device_writers || use.host_writers) return false;
-  gemini_access_t access = { arena->handle, at, size, GEMINI_READ, GEMINI_TIER_HOST, NULL };
-  statuses_t perhaps = no_room(a, m, 0);
-  if (!QUIET(a, OK | perhaps, gemini_store, m->handle, &access, a->fd, 0)) {
-    compare(a, arena, store, a->file, at, size);
-    return true;
-  }
-  access.tier = GEMINI_TIER_DEVICE;
-  if (!QUIET(a, OK | NO_ROOM, gemini_acquire, m->handle, &access, 1, GEMINI_STREAM_CALLER)) {
-    compare(a, arena, store, access.ptr, at, size);
-    QUIET(a, OK, gemini_release, m->handle, &access, 1, GEMINI_STREAM_CALLER);
-    return true;
-  }
-  atomic_fetch_add(&a->w->shared->unread, 1);
-  return false;
+  uint8_t *got = malloc(size);
+  bool read = read_bytes(a, m, store, at, size, got);
+  if (read) compare(a, &p->arenas[store], store, got, at, size);
+  else atomic_fetch_add(&a->w->shared->unread, 1);
+  free(got);
+  return read;
 }
 
 /* ---- objects */
@@ -87,9 +114,11 @@ void check_arena(actor_t *a, manager_t *m, int slot) {
             (unsigned long long)arena->size);
 }
 
-/* Windows that hold a byte which is not zero are in some tier. */
+/* Windows that hold a byte which is not zero are in some tier, once all updates are done. */
 static void check_tiers(actor_t *a, manager_t *m, int slot) {
   part_t *p = part_of(a, m);
+  for (const update_t *u = a->updates; u; u = u->next)
+    if (u->mgr == m->handle) return;
   const arena_t *arena = &p->arenas[slot];
   gemini_arena_info_t info = GEMINI_ARENA_INFO_INIT;
   QUIET(a, OK, gemini_arena_info, m->handle, arena->handle, &info);

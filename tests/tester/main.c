@@ -15,24 +15,34 @@ static const char usage[] =
     "  --faults P       per cent of operations during which a call of the system fails (0)\n"
     "  --device D       sim, or cuda over a fake driver (sim)\n"
     "  --no-files       no manager has a file tier\n"
-    "  --without LIST   leaves out these operations, by name with commas; and: empty (ranges of size 0), parts\n"
-    "                   (releases of parts)\n"
-    "  --names-repeat   arenas may have equal names\n"
+    "  --without LIST   leaves out these operations and features, by name, with commas between; \"help\" names them\n"
+    "  --old LIST       as versions before them were: names (of arenas may be equal), updates (that fail stop anywhere),\n"
+    "                   loads (that fail change a part)\n"
     "  --shrink         reduces the program of a seed that fails\n"
     "  --shrink-seconds N  for at most so long (300)\n"
+    "  --tries N        runs of each reduced program, until one fails (2; with several threads 10)\n"
     "  --replay FILE    runs a program that was written\n"
     "  --save FILE      writes a program that fails there (tester.SEED.program where it is not given, and --shrink is)\n"
+    "  --all-every N    checks everything after so many operations (512)\n"
     "  --keep-going     does not stop at the first seed that fails\n"
     "  --hang N         seconds without progress after which a program hangs (60)\n"
     "  --statistics     prints how often each operation ended how\n"
     "  --in-process     without a child, for a debugger\n";
+
+static const struct {
+  const char *name, *words;
+} features[] = {
+#define X(name, words) { #name, words },
+  FEATURES(X)
+#undef X
+};
 
 typedef struct settings {
   options_t options;
   uint64_t seeds;
   bool shrinks, statistics, in_process;
   uint32_t shrink_s;
-  const char *replay, *save;
+  const char *replay, *save, *without, *old;
 } settings_t;
 
 __attribute__((noreturn)) static void refuse(const char *what, const char *value) {
@@ -47,30 +57,36 @@ static uint64_t number(const char *name, const char *text, uint64_t most) {
 }
 
 static void leave_out(options_t *o, char *list) {
+  if (!strcmp(list, "help")) {
+    for (int i = 0; i < OP_COUNT; i++) printf("%s\n", op_name((uint8_t)i));
+    for (int i = 0; i < FEATURE_COUNT; i++) printf("%s: %s\n", features[i].name, features[i].words);
+    exit(0);
+  }
   for (char *rest, *name = strtok_r(list, ",", &rest); name; name = strtok_r(NULL, ",", &rest)) {
     int code = op_code(name);
-    if (!strcmp(name, "empty")) o->without_empty = true;
-    else if (!strcmp(name, "parts")) o->without_parts = true;
-    else if (code < 0) refuse("--without", name);
-    else o->without[code] = true;
+    bool known = code >= 0;
+    if (known) o->without[code] = true;
+    for (int i = 0; i < FEATURE_COUNT; i++)
+      if (!strcmp(name, features[i].name)) o->features_off |= 1u << i, known = true;
+    if (!known) refuse("--without", name);
   }
 }
 
 static settings_t settings_of(int argc, char **argv) {
-  enum { SEED = 256, SEEDS, STEPS, NTHREADS, FAULTS, DEVICE_OPTION, NO_FILES, WITHOUT, REPEAT, SHRINK, SHRINK_S, REPLAY, SAVE, GOING, HANG, STATISTICS, IN_PROCESS, HELP };
+  enum { SEED = 256, SEEDS, STEPS, NTHREADS, FAULTS, DEVICE_OPTION, NO_FILES, WITHOUT, OLD, SHRINK, SHRINK_S, TRIES, REPLAY, SAVE, GOING, ALL_EVERY, HANG, STATISTICS, IN_PROCESS, HELP };
   static const struct option options[] = {
     { "seed", 1, NULL, SEED },         { "seeds", 1, NULL, SEEDS },
     { "steps", 1, NULL, STEPS },       { "threads", 1, NULL, NTHREADS },
     { "faults", 1, NULL, FAULTS },     { "device", 1, NULL, DEVICE_OPTION },
     { "no-files", 0, NULL, NO_FILES }, { "without", 1, NULL, WITHOUT },
-    { "names-repeat", 0, NULL, REPEAT }, { "shrink", 0, NULL, SHRINK },
+    { "old", 1, NULL, OLD }, { "shrink", 0, NULL, SHRINK },
     { "shrink-seconds", 1, NULL, SHRINK_S }, { "replay", 1, NULL, REPLAY },
-    { "save", 1, NULL, SAVE },         { "keep-going", 0, NULL, GOING },
-    { "hang", 1, NULL, HANG },         { "statistics", 0, NULL, STATISTICS },
+    { "tries", 1, NULL, TRIES },       { "save", 1, NULL, SAVE },         { "keep-going", 0, NULL, GOING },
+    { "all-every", 1, NULL, ALL_EVERY }, { "hang", 1, NULL, HANG },         { "statistics", 0, NULL, STATISTICS },
     { "in-process", 0, NULL, IN_PROCESS }, { "help", 0, NULL, HELP },
     { NULL, 0, NULL, 0 }
   };
-  settings_t s = { .options = { .seed = 1, .steps = 10000, .threads = 1, .files = true, .hang_s = 60 },
+  settings_t s = { .options = { .seed = 1, .steps = 10000, .threads = 1, .files = true, .hang_s = 60, .all_every = 512 },
                    .seeds = 1,
                    .shrink_s = 300 };
   bool steps_given = false;
@@ -87,13 +103,23 @@ static settings_t settings_of(int argc, char **argv) {
       if (!o->cuda && strcmp(optarg, "sim")) refuse("--device", optarg);
       break;
     case NO_FILES: o->files = false; break;
-    case WITHOUT: leave_out(o, optarg); break;
-    case REPEAT: o->names_repeat = true; break;
+    case WITHOUT:
+      s.without = strdup(optarg);
+      leave_out(o, optarg);
+      break;
+    case OLD:
+      o->names_repeat = strstr(optarg, "names");
+      o->updates_cut = strstr(optarg, "updates");
+      o->loads_cut = strstr(optarg, "loads");
+      s.old = optarg;
+      break;
     case SHRINK: s.shrinks = true; break;
     case SHRINK_S: s.shrink_s = (uint32_t)number("--shrink-seconds", optarg, 1000000); break;
+    case TRIES: o->tries = (uint32_t)number("--tries", optarg, 1000); break;
     case REPLAY: s.replay = optarg; break;
     case SAVE: s.save = optarg; break;
     case GOING: o->keep_going = true; break;
+    case ALL_EVERY: o->all_every = (uint32_t)number("--all-every", optarg, UINT32_MAX); break;
     case HANG: o->hang_s = (uint32_t)number("--hang", optarg, 1000000); break;
     case STATISTICS: s.statistics = true; break;
     case IN_PROCESS: s.in_process = true; break;
@@ -104,7 +130,7 @@ static settings_t settings_of(int argc, char **argv) {
   if (optind < argc) refuse(argv[optind], "no such argument");
   const char *steps = getenv("GEMINI_STRESS_STEPS");
   if (steps && *steps && !steps_given) s.options.steps = number("GEMINI_STRESS_STEPS", steps, UINT32_MAX) / s.seeds + 1;
-  if (!s.options.threads || !s.seeds) refuse("--threads or --seeds", "0");
+  if (!s.options.threads || !s.seeds || !s.options.all_every) refuse("--threads, --seeds or --all-every", "0");
   return s;
 }
 
@@ -139,11 +165,10 @@ static void tell_failure(const settings_t *s, const shared_t *shared, const outc
   fprintf(stderr, "seed %llu %s after %.1f s: %s", (unsigned long long)s->options.seed, end_words(o), o->seconds,
           *o->message ? o->message : "\n");
   if (!replayed)
-    fprintf(stderr, "  again: tester --seed %llu --steps %llu --threads %u --faults %u --device %s%s%s%s%s\n",
+    fprintf(stderr, "  again: tester --seed %llu --steps %llu --threads %u --faults %u --device %s%s%s%s%s%s\n",
             (unsigned long long)s->options.seed, (unsigned long long)s->options.steps, s->options.threads,
             s->options.faults, s->options.cuda ? "cuda" : "sim", s->options.files ? "" : " --no-files",
-            s->options.names_repeat ? " --names-repeat" : "", s->options.without_empty ? " --without empty" : "",
-            s->options.without_parts ? " --without parts" : "");
+            s->old ? " --old " : "", s->old ? s->old : "", s->without ? " --without " : "", s->without ? s->without : "");
   uint64_t count = replayed_count;
   op_t *ops = replayed ? NULL : program_of(shared, &s->options, &count), *shrunk = NULL;
   const op_t *best = replayed ? replayed : ops;

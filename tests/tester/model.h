@@ -92,6 +92,7 @@ typedef struct manager {
   bool open;
   gemini_manager_t handle;
   gemini_config_t config; /* with the budgets of now */
+  gemini_config_t opened; /* as it was opened */
   uint64_t host_bytes_most; /* the largest host budget so far */
   bool iteration, op;
   int op_stream; /* of the first thread's; -1: the caller */

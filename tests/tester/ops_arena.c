@@ -101,7 +101,8 @@ bool make_arena_create(actor_t *a, op_t *op) {
   op_add(op, reuse ? GEMINI_KIND_GRAD : chance(a, 40) ? GEMINI_KIND_PARAM : rnd(a, chance(a, 3) ? 9 : 6));
   op_add(op, chance(a, 2) ? 3 : chance(a, 10) && !reuse ? 0 : element);
   op_add(op, chance(a, 15) ? 0 : (1 + rnd(a, 10)) * a->w->unit + rnd(a, 5000));
-  op_add(op, chance(a, 15) && !a->w->parallel ? 0 : 1 + (chance(a, 85) ? ++a->names + 8 : rnd(a, 8)));
+  bool same = feature(a, FEATURE_same_names);
+  op_add(op, same && chance(a, 15) && !a->w->parallel ? 0 : 1 + (!same || chance(a, 85) ? ++a->names + 8 : rnd(a, 8)));
   op_add(op, like && (!reuse || chance(a, 20)) ? (uint32_t)(chance(a, 3) ? PICK(a, p->arenas, ARENAS) : base) + 1 : 0);
   op_add(op, reuse ? (uint32_t)base + 1 : 0);
   return true;
@@ -447,8 +448,11 @@ void run_zero(actor_t *a, const op_t *op) {
   p->touched = true;
 }
 bool make_zero(actor_t *a, op_t *op) {
+  manager_t *m = manager_of(a, op);
   spec_t s;
-  if (!spec_make(a, manager_of(a, op), &s)) return false;
+  if (!spec_make(a, m, &s)) return false;
+  uint64_t limit = s.is_arena ? part_of(a, m)->arenas[s.slot].size : part_of(a, m)->tensors[s.slot].size;
+  if (!s.offset && !s.size && chance(a, 40)) s.size = 1 + rnd(a, (uint32_t)limit); /* whole windows, and a part of one */
   s.hold = 0;
   spec_add(op, s);
   return true;

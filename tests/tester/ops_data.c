@@ -22,16 +22,15 @@ static void loaded(part_t *p, int arena, uint64_t at, uint64_t size, bool surely
 /* A failed call may have read a part: of each byte, what it was or what is in the file. */
 static void load_look(actor_t *a, manager_t *m, const range_t *r, uint64_t seed) {
   part_t *p = part_of(a, m);
-  uint8_t *model = p->arenas[r->store].bytes + r->at, *new = malloc(r->size + 1);
-  gemini_access_t access = { p->arenas[r->store].handle, r->at, r->size, GEMINI_READ, GEMINI_TIER_HOST, NULL };
+  uint8_t *model = p->arenas[r->store].bytes + r->at, *new = malloc(r->size + 1), *got = malloc(r->size + 1);
   pattern_fill(new, r->at, r->size, seed);
-  if (!QUIET(a, OK, gemini_store, m->handle, &access, a->fd, 0))
-    for (uint64_t i = 0; i < r->size; i++) {
-      if (a->file[i] != model[i] && a->file[i] != new[i])
-        differs(a, "byte %llu is %#x after a load that failed: neither what it was, %#x, nor what was to be read, %#x",
-                (unsigned long long)i, a->file[i], model[i], new[i]);
-      model[i] = a->file[i];
-    }
+  read_surely(a, m, r->store, r->at, r->size, got);
+  for (uint64_t i = 0; i < r->size; i++)
+    if (got[i] != model[i] && got[i] != new[i])
+      differs(a, "byte %llu is %#x after a load that failed: neither what it was, %#x, nor what was to be read, %#x",
+              (unsigned long long)i, got[i], model[i], new[i]);
+  memcpy(model, got, r->size);
+  free(got);
   free(new);
 }
 
@@ -56,7 +55,8 @@ void run_load(actor_t *a, const op_t *op) {
   gemini_access_t access = { r.object, s.offset, s.size, s.mode, s.tier, NULL };
   gemini_status_t status = CALL(a, wrong ? wrong | perhaps : (lacks ? FORMAT : OK) | perhaps, gemini_load, m->handle,
                                 &access, a->fd, from);
-  if (status == GEMINI_ERR_IO && a->fired) {
+  if ((status == GEMINI_ERR_IO && a->fired) ||
+      (a->w->options.loads_cut && !wrong && status && status != GEMINI_ERR_FORMAT)) {
     load_look(a, m, &r, seed);
     loaded(p, r.arena, r.at, r.size, false);
   } else if (status == GEMINI_OK || status == GEMINI_ERR_FORMAT) {
@@ -257,60 +257,83 @@ static void update_model(const part_t *p, const update_t *u, const int *arenas, 
   update_apply(u, u->first, u->elements, ptr);
 }
 
-/* An update that failed has updated the elements up to some tensor's bound, whole. Finds where, from the bytes. */
-static uint64_t update_boundary(actor_t *a, manager_t *m, const update_t *u, const int *arenas,
-                                uint8_t *results[UPDATE_ARENAS]) {
+/* Does a bound at that element of an update cut a tensor? */
+static bool cuts(const part_t *p, const update_t *u, int root, uint64_t element) {
+  uint64_t bytes = p->arenas[root].element_bytes, at = (u->first + element) * bytes;
+  if (!element || element == u->elements) return false;
+  for (int i = 0; i < TENSORS; i++) {
+    const tensor_t *t = &p->tensors[i];
+    if (t->live && t->arena == root && t->offset < at && at < t->offset + t->size) return true;
+  }
+  return false;
+}
+
+/* An update that failed has updated the elements before some tensor, and no others. The bytes tell between which two
+ * elements it stopped; where elements have the same value before and after, these lie apart. */
+typedef struct stop {
+  uint64_t least, most;
+} stop_t;
+static stop_t update_stop(actor_t *a, manager_t *m, const update_t *u, const int *arenas,
+                          uint8_t *results[UPDATE_ARENAS]) {
   part_t *p = part_of(a, m);
-  uint64_t least = 0, most = u->elements; /* elements done: at least, at most */
+  stop_t stop = { 0, u->elements };
   for (uint32_t k = 0; k < u->count; k++) {
     const arena_t *arena = &p->arenas[arenas[k]];
     uint64_t bytes = arena->element_bytes, at = u->first * bytes, size = u->elements * bytes;
     if (!(u->modes[k] & GEMINI_WRITE)) continue;
-    gemini_access_t access = { arena->handle, at, size, GEMINI_READ, GEMINI_TIER_HOST, NULL };
-    if (QUIET(a, OK | NO_ROOM, gemini_store, m->handle, &access, a->fd, 0)) differs(a, "an arena cannot be read now");
+    uint8_t *got = malloc(size + 1);
+    read_surely(a, m, arena->store, at, size, got);
     const uint8_t *was = p->arenas[arena->store].bytes + at;
     for (uint64_t i = 0; i < u->elements; i++) {
-      bool new = !memcmp(a->file + i * bytes, results[k] + i * bytes, bytes);
-      bool old = !memcmp(a->file + i * bytes, was + i * bytes, bytes);
+      bool new = !memcmp(got + i * bytes, results[k] + i * bytes, bytes);
+      bool old = !memcmp(got + i * bytes, was + i * bytes, bytes);
       if (!new && !old)
-        differs(a, "element %llu of an update that failed is neither old nor new in arena %d",
-                (unsigned long long)(u->first + i), arenas[k]);
-      if (!old && i + 1 > least) least = i + 1;
-      if (!new && i < most) most = i;
+        differs(a,
+                "element %llu of an update that failed is neither old nor new in arena %d: its first byte is %#x, was "
+                "%#x, was to be %#x",
+                (unsigned long long)(u->first + i), arenas[k], got[i * bytes], was[i * bytes], results[k][i * bytes]);
+      if (!old && i + 1 > stop.least) stop.least = i + 1;
+      if (!new && i < stop.most) stop.most = i;
     }
+    free(got);
   }
-  if (least > most)
+  if (stop.least > stop.most)
     differs(a, "an update that failed has not stopped at one place: element %llu is new, element %llu is old",
-            (unsigned long long)(u->first + least - 1), (unsigned long long)(u->first + most));
-  /* No tensor may be cut: the bound moves to where none is, among the elements that tell nothing. */
-  for (uint64_t at = most + 1; at-- > least;) {
-    bool cut = false;
-    for (int i = 0; i < TENSORS && !cut; i++) {
-      const tensor_t *t = &p->tensors[i];
-      if (!t->live || t->base != i || p->arenas[t->arena].root != t->arena ||
-          t->arena != p->arenas[arenas[0]].root)
-        continue;
-      uint64_t bytes = p->arenas[t->arena].element_bytes, begin = t->offset / bytes, end = begin + t->size / bytes;
-      cut = begin < u->first + at && u->first + at < end && at > 0 && at < u->elements;
-    }
-    if (!cut) return at;
-  }
-  differs(a, "an update that failed has stopped inside a tensor, at element %llu", (unsigned long long)(u->first + most));
+            (unsigned long long)(u->first + stop.least - 1), (unsigned long long)(u->first + stop.most));
+  if (a->w->options.updates_cut) return stop;
+  int root = p->arenas[arenas[0]].root;
+  while (stop.least < stop.most && cuts(p, u, root, stop.least)) stop.least++;
+  while (stop.least < stop.most && cuts(p, u, root, stop.most)) stop.most--;
+  if (cuts(p, u, root, stop.least))
+    differs(a, "an update that failed has stopped inside a tensor, at element %llu",
+            (unsigned long long)(u->first + stop.most));
+  return stop;
 }
 
-static void update_done(part_t *p, const update_t *u, const int *arenas, uint8_t *results[UPDATE_ARENAS],
-                        uint64_t elements) {
-  for (uint32_t k = 0; k < u->count && elements; k++) {
+/* Tensors that an update has written to hold parameters, and are HOLD; perhaps: it is not known whether it has. */
+static void update_tensors(actor_t *a, manager_t *m, int in, uint64_t at, uint64_t size, bool perhaps) {
+  part_t *p = part_of(a, m);
+  for (int i = 0; i < TENSORS && size; i++) {
+    tensor_t *t = &p->tensors[i];
+    if (!t->live || t->arena != in || t->offset >= at + size || at >= t->offset + t->size) continue;
+    t->states = (perhaps ? t->states : 0) | 1u << GEMINI_STATE_HOLD;
+    if (!perhaps) t->gradient = false;
+    if (!t->gradient) continue;
+    gemini_access_t access = { t->handle, 0, 0, GEMINI_READ, GEMINI_TIER_HOST, NULL };
+    t->gradient = QUIET(a, OK | STATE | NO_ROOM, gemini_store, m->handle, &access, a->fd, 0) == GEMINI_ERR_STATE;
+  }
+}
+
+static void update_done(actor_t *a, manager_t *m, const update_t *u, const int *arenas, uint8_t *results[UPDATE_ARENAS],
+                        stop_t stop) {
+  part_t *p = part_of(a, m);
+  for (uint32_t k = 0; k < u->count; k++) {
     const arena_t *arena = &p->arenas[arenas[k]];
-    uint64_t bytes = arena->element_bytes, at = u->first * bytes, size = elements * bytes;
+    uint64_t bytes = arena->element_bytes, at = u->first * bytes;
     if (!(u->modes[k] & GEMINI_WRITE)) continue;
-    memcpy(p->arenas[arena->store].bytes + at, results[k], size);
-    for (int i = 0; i < TENSORS; i++) {
-      tensor_t *t = &p->tensors[i];
-      if (!t->live || t->arena != arenas[k] || t->offset >= at + size || at >= t->offset + t->size) continue;
-      t->states = 1u << GEMINI_STATE_HOLD;
-      t->gradient = false;
-    }
+    memcpy(p->arenas[arena->store].bytes + at, results[k], stop.least * bytes);
+    update_tensors(a, m, arenas[k], at, stop.least * bytes, false);
+    update_tensors(a, m, arenas[k], at + stop.least * bytes, (stop.most - stop.least) * bytes, true);
   }
 }
 
@@ -330,7 +353,7 @@ static statuses_t update_wrong(const part_t *p, const update_t *u, const int *ar
   if (zero_count && u->first) wrong |= INVALID;
   if (u->first > least || u->elements > least - u->first) wrong |= INVALID;
   if (wrong) return wrong;
-  bool zero_gradient = false, param_written = false;
+  bool zero_gradient = false, param_written = false, param_read = false;
   for (uint32_t k = 0; k < u->count; k++) {
     const arena_t *arena = &p->arenas[arenas[k]];
     uint64_t bytes = arena->element_bytes, at = u->first * bytes, size = u->elements * bytes;
@@ -351,11 +374,11 @@ static statuses_t update_wrong(const part_t *p, const update_t *u, const int *ar
       for (uint32_t j = 0; j < u->count; j++) {
         if (arenas[j] != arena->store) continue;
         param_written |= u->modes[j] & GEMINI_WRITE;
-        /* A parameter and its gradient of zeros cannot be had from the same bytes. */
-        if (u->modes[j] & GEMINI_READ) *perhaps |= STATE | INVALID;
+        param_read |= u->modes[j] & GEMINI_READ;
       }
   }
-  if (zero_gradient && !param_written) wrong |= STATE;
+  /* Nor can a parameter and its gradient of zeros be had from the same bytes. */
+  if (zero_gradient && (!param_written || param_read)) wrong |= STATE;
   return wrong;
 }
 
@@ -406,16 +429,16 @@ void run_update(actor_t *a, const op_t *op) {
   a->updates = u;
   gemini_status_t status = CALL(a, wrong ? wrong | perhaps : OK | perhaps, gemini_update, m->handle, &update);
   if (!wrong) {
-    uint64_t done = u->elements;
+    stop_t stop = { u->elements, u->elements };
     u->accepted = !status;
     bool none = status == GEMINI_ERR_STATE || status == GEMINI_ERR_INVALID || status == GEMINI_ERR_BUSY;
-    if (none) done = 0;
-    else if (status) done = update_boundary(a, m, u, arenas, results);
+    if (none) stop = (stop_t){ 0, 0 };
+    else if (status) stop = update_stop(a, m, u, arenas, results);
     else if (!(update.flags & GEMINI_UPDATE_LATE) && atomic_load(&u->seen) != u->elements)
       differs(a, "spans of %llu elements were given to the function, of %llu", (unsigned long long)u->seen,
               (unsigned long long)u->elements);
-    update_done(p, u, arenas, results, done);
-    p->touched |= done > 0;
+    update_done(a, m, u, arenas, results, stop);
+    p->touched |= stop.most > 0;
   }
   for (uint32_t k = 0; k < u->count; k++) free(results[k]);
 }
@@ -448,8 +471,9 @@ bool make_update(actor_t *a, op_t *op) {
     if (!arena->live || arena->root != root || (i != root && chance(a, 20))) continue;
     bool reuses = arena->store != i, reused = reused_by(p, i) >= 0;
     uint32_t mode = reuses ? GEMINI_READ : reused && chance(a, 90) ? GEMINI_WRITE : 1 + rnd(a, 3);
+    if (reused && !feature(a, FEATURE_reuse_read)) mode = GEMINI_WRITE;
     op_add(op, (uint32_t)i);
-    op_add(op, chance(a, 1) ? rnd(a, 5) : mode);
+    op_add(op, chance(a, 1) && feature(a, FEATURE_reuse_read) ? rnd(a, 5) : mode);
   }
   return op->count > 5;
 }

@@ -40,7 +40,7 @@ static gemini_status_t open_manager(actor_t *a, manager_t *m, const gemini_confi
   }
   m->open = true;
   m->handle = handle;
-  m->config = *config;
+  m->config = m->opened = *config;
   m->host_bytes_most = config->host_bytes;
   m->has_files = config->file_bytes > 0;
   m->op_stream = -1;
@@ -87,7 +87,7 @@ bool make_open(actor_t *a, op_t *op) {
   if (a->w->options.cuda) device = 3 + rnd(a, 20);
   op_add(op, device);
   op_add(op, chance(a, 20) ? 1 : 0);
-  op_add(op, chance(a, 50) ? 100 + rnd(a, 100) : 4 + rnd(a, 40));
+  op_add(op, chance(a, 35) ? 100 + rnd(a, 100) : chance(a, 50) ? 2 + rnd(a, 10) : 10 + rnd(a, 40));
   op_add(op, files ? 16 + rnd(a, 300) : 0);
   op_add(op, window);
   op_add(op, chance(a, 30) ? GEMINI_CONFIG_STRICT : 0);
@@ -200,7 +200,7 @@ void run_reopen(actor_t *a, const op_t *op) {
   check_part(a, m);
   if (!close_manager(a, m, false)) return;
   part_t *was = malloc(sizeof m->parts);
-  gemini_config_t config = m->config;
+  gemini_config_t config = m->opened;
   if (!was) abort();
   memcpy(was, m->parts, sizeof m->parts);
   manager_forget(a, m);
@@ -244,7 +244,7 @@ void run_budget(actor_t *a, const op_t *op) {
 bool make_budget(actor_t *a, op_t *op) {
   uint32_t tier = chance(a, 2) ? 3 : rnd(a, 3);
   op_add(op, tier);
-  op_add(op, tier == GEMINI_TIER_FILE ? rnd(a, 300) : chance(a, 60) ? 3 + rnd(a, 30) : rnd(a, 150));
+  op_add(op, tier == GEMINI_TIER_FILE ? rnd(a, 300) : chance(a, 60) ? 2 + rnd(a, 30) : rnd(a, 150));
   op_add(op, chance(a, 20) ? rnd(a, (uint32_t)a->w->unit) : 0);
   return true;
 }
@@ -363,6 +363,10 @@ static statuses_t checkpoint_room(actor_t *a, manager_t *m) {
   for (uint32_t t = 0; window && t < a->w->options.threads; t++)
     for (int i = 0; i < ARENAS; i++)
       if (m->parts[t].arenas[i].live) windows += (m->parts[t].arenas[i].size + window - 1) / window;
+  for (int k = 0; window && k < 2; k++) {
+    const kept_t *kept = &a->w->kept[manager_index(a, m)][k];
+    for (uint32_t i = 0; i < kept->arena_count; i++) windows += (kept->arenas[i].size + window - 1) / window;
+  }
   if (!window || m->config.file_bytes / window < 4 * windows) perhaps |= OOM_FILE;
   return perhaps;
 }
@@ -373,9 +377,9 @@ void run_checkpoint(actor_t *a, const op_t *op) {
   if (!m->open) return;
   uint32_t i = manager_index(a, m);
   statuses_t wrong = !m->config.keep_name ? STATE : any_hold(a, m, true) ? BUSY : 0, perhaps = 0;
-  if (!wrong) perhaps = checkpoint_room(a, m);
+  if (m->config.keep_name) perhaps = checkpoint_room(a, m);
   uint64_t debt = atomic_load(&w->debt[FAULT_FILE]) + atomic_load(&w->debt[FAULT_RING]);
-  gemini_status_t status = CALL(a, wrong ? wrong : OK | perhaps, gemini_checkpoint, m->handle);
+  gemini_status_t status = CALL(a, (wrong ? wrong : OK) | perhaps, gemini_checkpoint, m->handle);
   if (wrong) return;
   if (!status) {
     for (int k = 0; k < 2; k++) kept_free(&w->kept[i][k]);
@@ -434,10 +438,12 @@ static bool is_kept(actor_t *a, manager_t *m, const kept_t *k) {
     const arena_t *arena = kept_arena(a, m, &k->arenas[i], &p);
     if (!arena) return false;
     if (!k->arenas[i].bytes || !arena->size) continue;
-    gemini_access_t access = { arena->handle, 0, arena->size, GEMINI_READ, GEMINI_TIER_HOST, NULL };
-    if (QUIET(a, OK | NO_ROOM, gemini_store, m->handle, &access, a->fd, 0) == GEMINI_OK &&
-        memcmp(a->file, k->arenas[i].bytes, arena->size))
-      return false;
+    actor_t *of = &a->w->actors[p - m->parts];
+    uint8_t *got = malloc(arena->size);
+    read_surely(of, m, (int)(arena - p->arenas), 0, arena->size, got);
+    bool same = !memcmp(got, k->arenas[i].bytes, arena->size);
+    free(got);
+    if (!same) return false;
   }
   return true;
 }

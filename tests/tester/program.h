@@ -43,7 +43,7 @@
   X(move, 60, OWN)              \
   X(pin, 20, OWN)               \
   X(unpin, 25, OWN)             \
-  X(zero, 40, OWN)              \
+  X(zero, 60, OWN)              \
   X(load, 40, OWN)              \
   X(store, 30, OWN)             \
   X(norm, 30, OWN)              \

@@ -12,7 +12,7 @@
 const operation_t operations[OP_COUNT] = { OPERATIONS(X) };
 #undef X
 
-enum { FILE_BYTES = 64 << 20, ALL_EVERY = 512 };
+enum { FILE_BYTES = 64 << 20 };
 
 /* ---- one operation */
 void run_op(actor_t *a, const op_t *op) {
@@ -21,7 +21,7 @@ void run_op(actor_t *a, const op_t *op) {
   if (at < s->log_capacity) s->threads[a->index].log[at] = *op;
   atomic_store(&s->threads[a->index].count, at + 1);
   a->op = op;
-  a->fault_used = false;
+  a->fault_used = a->refused = false;
   operations[op->code].run(a, op);
   a->op = NULL;
   atomic_fetch_add(&s->steps, 1);
@@ -78,7 +78,7 @@ static void step(actor_t *a, const op_t *op) {
   uint64_t at = atomic_load(&a->w->shared->threads[a->index].count);
   manager_t *m = manager_of(a, op);
   check_some(a, m, at);
-  if (at % ALL_EVERY) return;
+  if (at % a->w->options.all_every && !a->refused) return; /* what failed has changed nothing */
   for (int i = 0; i < MANAGERS; i++) check_part(a, &a->w->managers[i]);
 }
 

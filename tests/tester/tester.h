@@ -20,12 +20,28 @@ typedef struct options {
   uint32_t faults;  /* per cent of operations with a fault */
   bool cuda;        /* the CUDA device over the fake driver */
   bool files;       /* managers may have a file tier */
-  bool names_repeat; /* arenas may have equal names (0.1 before names had to be unique) */
+  /* Of older versions, so that what else is wrong with them can be seen: */
+  bool names_repeat;    /* arenas may have equal names */
+  bool updates_cut;     /* an update that fails stops anywhere */
+  bool loads_cut;       /* a load that finds no room has read a part */
   bool without[OP_COUNT];
-  bool without_empty, without_parts, without_failing_update;
-  uint32_t hang_s;
+  uint32_t features_off; /* bits of the next */
+  uint32_t hang_s, tries;
+  uint32_t all_every; /* operations of a thread after which everything that it owns is checked */
   bool keep_going; /* do not stop at the first seed that fails */
 } options_t;
+
+/* What operations do now and then, and can be told not to. */
+#define FEATURES(X)                                                     \
+  X(empty, "ranges of size 0 at an offset")                             \
+  X(same_names, "arenas with a name that is taken, or with none")       \
+  X(reuse_read, "updates that read a parameter and its gradient in it")
+enum {
+#define X(name, words) FEATURE_##name,
+  FEATURES(X)
+#undef X
+      FEATURE_COUNT
+};
 
 /* ---- shared with the process that watches */
 enum { LAST_CALLS = 8 };
@@ -94,8 +110,9 @@ typedef struct actor {
   op_t queue[QUEUE];
   uint32_t queue_first, queue_end;
   const op_t *op; /* that is being run */
-  bool fault_used;
+  bool fault_used, own_call;
   uint64_t fired;             /* calls that failed during its call, by fault */
+  bool refused;               /* a call of it failed for want of something, or by an error of the system */
   gemini_manager_t gone[GONE]; /* handles that were destroyed, of every kind */
   uint32_t gone_count;
   int fd; /* memory file for load and store */
@@ -166,7 +183,11 @@ void use_bytes(actor_t *a, manager_t *m, int stream, void *ptr, uint64_t at, uin
 void sync_holds(actor_t *a, manager_t *m, int store, uint64_t at, uint64_t size, bool writers_only);
 
 /* ---- checks */
-/* Bytes of a store, read with as little disturbance as can be. false: they could not be read now. */
+/* Reads bytes of a store, with as little disturbance as can be. false: there is no room to. */
+bool read_bytes(actor_t *a, manager_t *m, int store, uint64_t at, uint64_t size, uint8_t *to);
+/* Likewise; what lacks room gets it for as long. */
+void read_surely(actor_t *a, manager_t *m, int store, uint64_t at, uint64_t size, uint8_t *to);
+/* Compares bytes with the model's. false: they could not be read now. */
 bool check_bytes(actor_t *a, manager_t *m, int store, uint64_t at, uint64_t size);
 void check_tensor(actor_t *a, manager_t *m, int slot);
 void check_arena(actor_t *a, manager_t *m, int slot);
@@ -199,6 +220,7 @@ int pick(actor_t *a, const bool *live, size_t stride, uint32_t count);
 #define PICK_FREE(array, count) pick_free(&(array)[0].live, sizeof *(array), count)
 int pick_free(const bool *live, size_t stride, uint32_t count);
 uint32_t rnd(actor_t *a, uint32_t below);
+static inline bool feature(const actor_t *a, int feature) { return !(a->w->options.features_off >> feature & 1); }
 bool chance(actor_t *a, uint32_t percent);
 /* An operation that comes next. NULL: no room. */
 op_t *plan(actor_t *a, op_code_t code, uint8_t manager);

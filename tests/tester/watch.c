@@ -174,9 +174,8 @@ typedef struct shrinker {
 static bool alike(const outcome_t *a, const outcome_t *b) {
   if (a->kind != b->kind || a->signal != b->signal) return false;
   if (a->kind != ENDED_DIFFERENT) return true;
-  uint32_t n = 0;
-  while (a->message[n] && a->message[n] == b->message[n] && (a->message[n] < '0' || a->message[n] > '9') && n < 24) n++;
-  return n >= 12 || !strcmp(a->message, b->message);
+  size_t n = strcspn(a->message, "0123456789\n"); /* numbers may be others */
+  return n && n == strcspn(b->message, "0123456789\n") && !memcmp(a->message, b->message, n);
 }
 
 static bool still_fails(shrinker_t *s, const op_t *ops, uint64_t count) {
@@ -191,7 +190,7 @@ static bool still_fails(shrinker_t *s, const op_t *ops, uint64_t count) {
 
 op_t *shrink(const options_t *options, const op_t *ops, uint64_t *count, const outcome_t *like, uint32_t seconds) {
   shrinker_t s = { .options = *options, .like = like, .end_ns = now_ns() + (uint64_t)seconds * 1000000000u };
-  s.tries = options->threads > 1 ? 10 : 2;
+  s.tries = options->tries ? options->tries : options->threads > 1 ? 10 : 2;
   s.options.hang_s = like->kind == ENDED_HANGING ? 3 : options->hang_s;
   s.shared = shared_new(options->threads, *count + 16);
   uint64_t n = *count;

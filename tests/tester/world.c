@@ -71,6 +71,7 @@ void call_begin(actor_t *a, const char *function, bool with_fault) {
   atomic_store_explicit(&last->begin_ns, now_ns(), memory_order_release);
   atomic_store_explicit(&a->w->shared->threads[a->index].calls, call + 1, memory_order_release);
   a->fired = 0;
+  a->own_call = with_fault;
   if (with_fault && op && op->fault && !a->fault_used) {
     a->fault_used = true;
     faults_arm((fault_kind_t)op->fault, op->skip, op->run, errors_of[op->errors % 5], !a->w->parallel);
@@ -105,9 +106,10 @@ gemini_status_t call_end(actor_t *a, const char *function, statuses_t allowed, g
       atomic_fetch_add(&w->debt[a->op->fault], a->fired);
     }
   }
-  if (a->op && status <= 0 && status > -16) atomic_fetch_add(&w->shared->statuses[a->op->code][-status], 1);
+  if (a->op && a->own_call && status <= 0 && status > -16) atomic_fetch_add(&w->shared->statuses[a->op->code][-status], 1);
   if (status > 0 || status < -14) differs(a, "%s() returns %d, which is no status", function, status);
   if (status) check_last_error(a, function, status);
+  if (status <= GEMINI_ERR_OOM_DEVICE && status >= GEMINI_ERR_FORMAT) a->refused = true;
   if (allowed >> -status & 1) return status;
   for (uint32_t kind = 1; kind < FAULT_KINDS; kind++) /* a fault may show later, but once */
     if (atomic_load(&w->debt[kind]) && fault_statuses(kind) >> -status & 1) {
@@ -325,7 +327,7 @@ bool spec_make(actor_t *a, manager_t *m, spec_t *out) {
     s.size = (1 + rnd(a, (uint32_t)((limit - s.offset) / element))) * (uint64_t)element;
     break;
   case 6:
-    if (chance(a, 60) || a->w->options.without_empty) break;
+    if (chance(a, 60) || !feature(a, FEATURE_empty)) break;
     s.offset = 1 + rnd(a, (uint32_t)limit); /* nothing, somewhere */
     break;
   case 7:
