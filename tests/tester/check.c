@@ -31,6 +31,7 @@ bool read_bytes(actor_t *a, manager_t *m, int store, uint64_t at, uint64_t size,
     return true;
   }
   uint64_t window = window_bytes(a, m);
+  if (!window) window = a->w->unit;
   for (uint64_t begin = at, end; begin < at + size; begin = end) {
     end = (begin / window + 1) * window;
     if (end > at + size) end = at + size;

@@ -23,7 +23,6 @@ void run_op(actor_t *a, const op_t *op) {
   a->op = op;
   a->fault_used = a->refused = false;
   operations[op->code].run(a, op);
-  a->op = NULL;
   atomic_fetch_add(&s->steps, 1);
 }
 
@@ -46,6 +45,7 @@ static void add_fault(actor_t *a, op_t *op) {
 /* The next operation of a thread, at random or of a sequence that was begun. */
 static void make_op(actor_t *a, op_t *op) {
   uint32_t total = 0;
+  a->op = NULL;
   for (int i = 0; i < OP_COUNT; i++) total += op_weight((uint8_t)i);
   for (uint32_t tries = 0;; tries++) {
     while (a->queue_first < a->queue_end) {
@@ -173,6 +173,7 @@ static void run(world_t *w) {
   for (w->round = 0; w->replay ? replay_has_more(w) : atomic_load(&w->shared->steps) < w->options.steps; w->round++) {
     if (w->round & 1) round_parallel(w);
     else work(first, 1 + rnd(first, 10));
+    for (uint32_t i = 0; i < w->options.threads; i++) w->actors[i].op = NULL;
     if (w->round % 32 == 31) check_all(w);
     if (w->round % 64 == 63) { /* threads end, others begin */
       threads_stop(w);
