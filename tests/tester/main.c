@@ -42,7 +42,8 @@ typedef struct settings {
   uint64_t seeds;
   bool shrinks, statistics, in_process;
   uint32_t shrink_s;
-  const char *replay, *save, *without, *old;
+  const char *replay, *save, *old;
+  char without[1024];
 } settings_t;
 
 __attribute__((noreturn)) static void refuse(const char *what, const char *value) {
@@ -104,7 +105,7 @@ static settings_t settings_of(int argc, char **argv) {
       break;
     case NO_FILES: o->files = false; break;
     case WITHOUT:
-      s.without = strdup(optarg);
+      snprintf(s.without, sizeof s.without, "%s", optarg);
       leave_out(o, optarg);
       break;
     case OLD:
@@ -160,7 +161,7 @@ static void program_write(FILE *file, const options_t *o, const op_t *ops, uint6
   for (uint64_t i = 0; i < count; i++) op_write(file, &ops[i]);
 }
 
-static void tell_failure(const settings_t *s, const shared_t *shared, const outcome_t *o, const op_t *replayed,
+static void tell_failure(const settings_t *s, shared_t *shared, const outcome_t *o, const op_t *replayed,
                          uint64_t replayed_count) {
   fprintf(stderr, "seed %llu %s after %.1f s: %s", (unsigned long long)s->options.seed, end_words(o), o->seconds,
           *o->message ? o->message : "\n");
@@ -168,7 +169,7 @@ static void tell_failure(const settings_t *s, const shared_t *shared, const outc
     fprintf(stderr, "  again: tester --seed %llu --steps %llu --threads %u --faults %u --device %s%s%s%s%s%s\n",
             (unsigned long long)s->options.seed, (unsigned long long)s->options.steps, s->options.threads,
             s->options.faults, s->options.cuda ? "cuda" : "sim", s->options.files ? "" : " --no-files",
-            s->old ? " --old " : "", s->old ? s->old : "", s->without ? " --without " : "", s->without ? s->without : "");
+            s->old ? " --old " : "", s->old ? s->old : "", *s->without ? " --without " : "", s->without);
   uint64_t count = replayed_count;
   op_t *ops = replayed ? NULL : program_of(shared, &s->options, &count), *shrunk = NULL;
   const op_t *best = replayed ? replayed : ops;
@@ -203,24 +204,25 @@ static void tell_statistics(const shared_t *s) {
 }
 
 int main(int argc, char **argv) {
+  if (argc == 3 && !strcmp(argv[1], "--child")) return child_main(atoi(argv[2]));
   settings_t s = settings_of(argc, argv);
   uint64_t count = 0, failed = 0;
   op_t *ops = s.replay ? program_read(s.replay, &s.options, &count) : NULL;
-  shared_t *shared = shared_new(s.options.threads, (s.replay ? count : s.options.steps) + 4096);
+  watch_t watch = watch_new(s.options.threads, (s.replay ? count : s.options.steps) + 4096);
+  shared_t *shared = watch.shared;
   uint64_t begin = now_ns(), first = s.options.seed, seed = first;
   if (s.in_process) {
-    world_t *w = calloc(1, sizeof *w);
-    char folder[] = "/tmp/gemini-tester-in-process";
+    shared->options = s.options;
+    shared->replays = ops != NULL;
+    shared->replay_count = count;
+    if (ops) memcpy(shared_program(shared), ops, count * sizeof *ops);
+    snprintf(shared->directory, sizeof shared->directory, "/tmp/gemini-tester-in-process");
     if (system("rm -rf /tmp/gemini-tester-in-process; mkdir /tmp/gemini-tester-in-process")) return 2;
-    world_open(w, &s.options, shared, folder);
-    if (ops) world_replay(w, ops, count);
-    else world_run(w);
-    world_close(w);
-    return 0;
+    return child_main(watch.fd);
   }
   for (; seed < first + s.seeds; seed++) {
     s.options.seed = seed;
-    outcome_t o = run_child(&s.options, shared, ops, count, false);
+    outcome_t o = run_child(&s.options, watch, ops, count, false);
     if (o.kind == ENDED_WELL) continue;
     failed++;
     tell_failure(&s, shared, &o, ops, count);

@@ -6,17 +6,19 @@
 static const char *const kind_names[] = { "param", "grad", "master", "momentum", "variance", "other" };
 
 /* ---- arenas */
-static bool name_taken(const manager_t *m, uint32_t threads, const char *name) {
-  for (uint32_t t = 0; t < threads; t++)
+/* While others run, their arenas are not looked at; names have the thread's number in them. */
+static bool name_taken(const actor_t *a, const manager_t *m, const char *name) {
+  bool alone = !a->w->parallel;
+  for (uint32_t t = alone ? 0 : a->index; t < (alone ? a->w->options.threads : a->index + 1); t++)
     for (int i = 0; i < ARENAS; i++)
       if (m->parts[t].arenas[i].live && !strcmp(m->parts[t].arenas[i].name, name)) return true;
   return false;
 }
 
 /* The name of an arena that is given none. */
-static void default_name(const manager_t *m, uint32_t threads, uint32_t kind, char name[64]) {
+static void default_name(const actor_t *a, const manager_t *m, uint32_t kind, char name[64]) {
   snprintf(name, 64, "%s", kind_names[kind]);
-  for (int i = 2; name_taken(m, threads, name); i++) snprintf(name, 64, "%s.%d", kind_names[kind], i);
+  for (int i = 2; name_taken(a, m, name); i++) snprintf(name, 64, "%s.%d", kind_names[kind], i);
 }
 
 /* What was recorded is without it, or with one that is no more. */
@@ -30,7 +32,7 @@ static void arenas_changed(manager_t *m) {
 void run_arena_create(actor_t *a, const op_t *op) {
   manager_t *m = manager_of(a, op);
   part_t *p = part_of(a, m);
-  uint32_t slot = op->arg[0], threads = a->w->options.threads;
+  uint32_t slot = op->arg[0];
   int like = (int)op->arg[5] - 1, reuse = (int)op->arg[6] - 1, base = reuse >= 0 ? reuse : like;
   char name[64] = "";
   if (!m->open || slot >= ARENAS || p->arenas[slot].live) return;
@@ -46,8 +48,8 @@ void run_arena_create(actor_t *a, const op_t *op) {
   bool fits = c.kind <= GEMINI_KIND_OTHER, taken = false;
   if (op->arg[4]) snprintf(name, sizeof name, "arena %u.%u", a->index, op->arg[4]);
   else if (a->w->parallel) return; /* its name would depend on what others do */
-  if (op->arg[4]) taken = name_taken(m, threads, name);
-  else if (fits) default_name(m, threads, c.kind, name);
+  if (op->arg[4]) taken = name_taken(a, m, name);
+  else if (fits) default_name(a, m, c.kind, name);
   c.name = op->arg[4] ? name : NULL;
   if (a->w->parallel && base < 0 && !c.capacity_bytes) return; /* likewise */
 

@@ -88,7 +88,8 @@ void run_free(actor_t *a, const op_t *op) {
     return;
   }
   al->live = false;
-  if (op->arg[2] == 3) QUIET(a, INVALID, gemini_free, m->handle, al->ptr, handle);
+  if (op->arg[2] == 3 && !a->w->parallel) /* else it may be another thread's by now */
+    QUIET(a, INVALID, gemini_free, m->handle, al->ptr, handle);
 }
 bool make_free(actor_t *a, op_t *op) {
   part_t *p = part_of(a, manager_of(a, op));

@@ -269,6 +269,65 @@ void run_stats_reset(actor_t *a, const op_t *op) {
 }
 bool make_stats_reset(actor_t *a, op_t *op) { return manager_of(a, op)->open; }
 
+/* ---- everything is given back, by all threads, and statistics begin anew: the end of a step, or of a training */
+static void settle_part(actor_t *a, manager_t *m, uint8_t manager) {
+  part_t *p = part_of(a, m);
+  uint64_t window = window_bytes(a, m);
+  for (int i = 0; i < HOLDS; i++) {
+    op_t op = { .manager = manager };
+    if (!p->holds[i].live) continue;
+    op_add(&op, (uint32_t)p->holds[i].stream + 1);
+    op_add(&op, 0);
+    op_add(&op, 0);
+    op_add(&op, (uint32_t)i);
+    run_release(a, &op);
+  }
+  for (int i = 0; i < ALLOCS; i++) {
+    op_t op = { .manager = manager };
+    op_add(&op, (uint32_t)i);
+    op_add(&op, (uint32_t)p->allocs[i].stream + 1);
+    op_add(&op, 0);
+    run_free(a, &op);
+  }
+  for (int i = 0; i < BLOCKS; i++) {
+    op_t op = { .manager = manager };
+    op_add(&op, (uint32_t)i);
+    op_add(&op, 0);
+    run_host_free(a, &op);
+  }
+  for (int i = 0; window && i < ARENAS; i++)
+    for (uint64_t k = 0; p->arenas[i].live && p->arenas[i].store == i && k * window < p->arenas[i].size; k++) {
+      uint64_t left = p->arenas[i].size - k * window;
+      gemini_access_t access = { p->arenas[i].handle, k * window, left < window ? left : window, 0, 0, NULL };
+      for (; p->arenas[i].pins[k]; p->arenas[i].pins[k]--) QUIET(a, OK, gemini_unpin, m->handle, &access);
+    }
+}
+void run_settle(actor_t *a, const op_t *op) {
+  manager_t *m = manager_of(a, op);
+  if (!m->open) return;
+  for (uint32_t t = 0; t < a->w->options.threads; t++) {
+    actor_t *of = &a->w->actors[t];
+    of->op = op;
+    of->fault_used = true; /* there is no call that is its own */
+    settle_part(of, m, op->manager);
+  }
+  QUIET(a, OK, gemini_stats_reset, m->handle);
+}
+bool make_settle(actor_t *a, op_t *op) {
+  manager_t *m = manager_of(a, op);
+  if (!m->open) return false;
+  if (chance(a, 50)) return true;
+  a->w->calm = 1 + rnd(a, 4); /* then training, by plans that were made elsewhere */
+  if (!m->iteration) plan_iterations(a, op->manager);
+  uint32_t file = rnd(a, TRACES);
+  op_t *save = plan(a, OP_trace_save, op->manager), *rewrite = plan(a, OP_trace_rewrite, op->manager);
+  if (save) op_add(save, file);
+  if (rewrite) op_add(rewrite, file), op_add(rewrite, rnd(a, 5));
+  op_t *again = plan(a, OP_settle, op->manager), *load = plan(a, OP_trace_load, op->manager);
+  if (again && load) op_add(load, file);
+  return true;
+}
+
 void run_read_all(actor_t *a, const op_t *op) {
   manager_t *m = manager_of(a, op);
   part_t *p = part_of(a, m);

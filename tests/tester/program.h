@@ -63,6 +63,7 @@
   X(timeline, 4, FIRST)         \
   X(stats_reset, 8, FIRST)      \
   X(read_all, 10, OWN)          \
+  X(settle, 10, ALONE)          \
   X(dead, 25, OWN)              \
   X(bad, 15, OWN)               \
   X(churn, 1, OWN)

@@ -18,7 +18,7 @@ enum { FILE_BYTES = 64 << 20 };
 void run_op(actor_t *a, const op_t *op) {
   shared_t *s = a->w->shared;
   uint64_t at = atomic_load(&s->threads[a->index].count);
-  if (at < s->log_capacity) s->threads[a->index].log[at] = *op;
+  if (at < s->log_capacity) shared_log(s, a->index)[at] = *op;
   atomic_store(&s->threads[a->index].count, at + 1);
   a->op = op;
   a->fault_used = a->refused = false;
@@ -30,6 +30,24 @@ static bool may_run(const actor_t *a, uint8_t code) {
   if (a->w->options.without[code]) return false;
   if (!a->w->parallel) return true;
   return op_who(code) == OWN || (op_who(code) == FIRST && a->index == 0);
+}
+
+/* What threads do in a calm round; OP_COUNT: anything. */
+static uint8_t calm_code(actor_t *a) {
+  if (!a->w->parallel || !a->w->calm) return OP_COUNT;
+  if (a->index) return chance(a, 90) ? OP_acquire : OP_norm;
+  static const uint8_t codes[] = { OP_trace_load, OP_trace_load, OP_iteration_begin, OP_stats_reset, OP_explain };
+  return codes[rnd(a, sizeof codes)];
+}
+/* An acquire of a calm round is released at once. */
+static void calm_release(actor_t *a, const op_t *acquire) {
+  op_t *release = plan(a, OP_release, acquire->manager);
+  if (!release) return;
+  op_add(release, acquire->arg[0]);
+  op_add(release, 0);
+  op_add(release, 0);
+  for (uint32_t i = 2; i + ACCESS_ARGS <= acquire->count; i += ACCESS_ARGS)
+    op_add(release, (uint32_t)spec_at(acquire, i).hold);
 }
 
 static void add_fault(actor_t *a, op_t *op) {
@@ -54,8 +72,10 @@ static void make_op(actor_t *a, op_t *op) {
       if (may_run(a, op->code)) goto made;
     }
     uint32_t at = rnd(a, total);
-    uint8_t code = 0;
-    while (at >= op_weight(code)) at -= op_weight(code++);
+    uint8_t code = calm_code(a);
+    bool calm = code < OP_COUNT && tries < 10;
+    if (!calm)
+      for (code = 0; at >= op_weight(code); code++) at -= op_weight(code);
     if (!may_run(a, code)) continue;
     uint8_t manager = a->w->managers[1].open && chance(a, 30);
     if (code == OP_open) manager = (uint8_t)rnd(a, MANAGERS);
@@ -64,7 +84,10 @@ static void make_op(actor_t *a, op_t *op) {
     *op = (op_t){ .code = code, .manager = manager };
     if (tries > 1000 || (code == OP_open ? operations[code].make(a, op)
                                          : a->w->managers[manager].open && operations[code].make(a, op)))
+    {
+      if (calm && code == OP_acquire) calm_release(a, op);
       break;
+    }
     a->queue_first = a->queue_end = 0;
   }
 made:
@@ -145,6 +168,7 @@ static void round_parallel(world_t *w) {
   while (w->running) pthread_cond_wait(&w->done, &w->lock);
   pthread_mutex_unlock(&w->lock);
   w->parallel = false;
+  if (w->calm) w->calm--;
 }
 
 static bool replay_has_more(const world_t *w) {
@@ -169,8 +193,9 @@ static void run(world_t *w) {
     check_all(w);
     return;
   }
+  uint64_t end = atomic_load(&w->shared->steps) + w->options.steps;
   threads_start(w);
-  for (w->round = 0; w->replay ? replay_has_more(w) : atomic_load(&w->shared->steps) < w->options.steps; w->round++) {
+  for (w->round = 0; w->replay ? replay_has_more(w) : atomic_load(&w->shared->steps) < end; w->round++) {
     if (w->round & 1) round_parallel(w);
     else work(first, 1 + rnd(first, 10));
     for (uint32_t i = 0; i < w->options.threads; i++) w->actors[i].op = NULL;

@@ -44,12 +44,16 @@ enum {
 };
 
 /* ---- shared with the process that watches */
-enum { LAST_CALLS = 8 };
+enum { LAST_CALLS = 8, PATHS = 128 };
 typedef struct last_call {
-  const char *_Atomic name; /* static; the same address in the process that watches */
-  _Atomic uint64_t begin_ns, end_ns;
+  char name[32];
+  _Atomic uint64_t begin_ns, end_ns; /* 0: it has not ended */
 } last_call_t;
 typedef struct shared {
+  options_t options; /* what the process that runs a program is told */
+  char directory[PATHS];
+  bool replays, quiet;
+  uint64_t replay_count;
   _Atomic uint64_t steps; /* operations done by all threads */
   _Atomic int failed;     /* somebody is writing the message, or has */
   char message[4096];
@@ -59,10 +63,12 @@ typedef struct shared {
     _Atomic uint64_t count; /* operations begun */
     _Atomic uint32_t calls; /* calls begun */
     last_call_t last[LAST_CALLS];
-    op_t *log; /* [log_capacity], in shared memory, too */
   } threads[THREADS];
   uint64_t log_capacity;
+  op_t ops[]; /* log_capacity of each thread, that is run; then log_capacity to run */
 } shared_t;
+static inline op_t *shared_log(shared_t *s, uint32_t thread) { return s->ops + thread * s->log_capacity; }
+static inline op_t *shared_program(shared_t *s) { return s->ops + s->options.threads * s->log_capacity; }
 
 /* ---- what is found by a resume */
 typedef struct kept_arena {
@@ -101,7 +107,7 @@ typedef struct update {
 void update_apply(const update_t *u, uint64_t first, uint64_t count, void *const *ptr);
 
 typedef struct world world_t;
-enum { QUEUE = 256, GONE = 64, PATHS = 128 };
+enum { QUEUE = 256, GONE = 64 };
 typedef struct actor {
   world_t *w;
   uint32_t index;
@@ -130,6 +136,7 @@ struct world {
   uint64_t unit; /* smallest window */
   bool uring;    /* io_uring can be had */
   bool parallel; /* all threads run at once */
+  uint32_t calm; /* rounds to come in which threads do little else than acquire and release */
   manager_t managers[MANAGERS];
   kept_t kept[MANAGERS][2]; /* the last checkpoint; the second: it may be this one instead */
   uint32_t kept_count[MANAGERS];

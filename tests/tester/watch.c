@@ -6,6 +6,7 @@
 #include <fcntl.h>
 #include <ftw.h>
 #include <signal.h>
+#include <spawn.h>
 #include <stdio.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
@@ -15,24 +16,23 @@
 
 enum { LEAK_CODE = 23 }; /* LeakSanitizer's */
 
-static void *shared_space(size_t size) {
-  void *space = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (space == MAP_FAILED) {
-    perror("mmap");
-    exit(2);
-  }
-  return space;
+static void *fail_setup(const char *what) {
+  perror(what);
+  exit(2);
 }
-shared_t *shared_new(uint32_t threads, uint64_t log_capacity) {
-  shared_t *s = shared_space(sizeof *s);
-  s->log_capacity = log_capacity;
-  for (uint32_t i = 0; i < threads; i++) s->threads[i].log = shared_space(log_capacity * sizeof(op_t));
-  return s;
+static shared_t *shared_map(int fd) {
+  struct stat info;
+  if (fstat(fd, &info)) return fail_setup("fstat");
+  void *space = mmap(NULL, (size_t)info.st_size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  return space == MAP_FAILED ? fail_setup("mmap") : space;
 }
-void shared_clear(shared_t *s, uint32_t threads) {
-  s->failed = 0;
-  s->message[0] = 0;
-  for (uint32_t i = 0; i < threads; i++) s->threads[i].count = s->threads[i].calls = 0;
+watch_t watch_new(uint32_t threads, uint64_t log_capacity) {
+  watch_t w = { .fd = memfd_create("tester", 0) };
+  if (w.fd < 0 || ftruncate(w.fd, (off_t)(sizeof *w.shared + (threads + 1) * log_capacity * sizeof(op_t))))
+    fail_setup("memfd_create");
+  w.shared = shared_map(w.fd);
+  w.shared->log_capacity = log_capacity;
+  return w;
 }
 
 /* ---- a folder for the child's files, which goes with it */
@@ -49,22 +49,30 @@ static void folder_new(char path[PATHS]) {
   }
 }
 
-static void child(const options_t *options, shared_t *shared, const op_t *ops, uint64_t count, const char *folder,
-                  bool quiet) {
+int child_main(int fd) {
+  shared_t *s = shared_map(fd);
   prctl(PR_SET_PDEATHSIG, SIGKILL);
-  if (quiet) {
-    int nowhere = open("/dev/null", O_WRONLY);
-    dup2(nowhere, 2);
-    dup2(nowhere, 1);
-  }
+  if (s->quiet && (!freopen("/dev/null", "w", stderr) || !freopen("/dev/null", "w", stdout))) return 2;
   world_t *w = calloc(1, sizeof *w);
-  if (!w) abort();
-  world_open(w, options, shared, folder);
-  if (ops) world_replay(w, ops, count);
+  if (!w) return 2;
+  world_open(w, &s->options, s, s->directory);
+  if (s->replays) world_replay(w, shared_program(s), s->replay_count);
   else world_run(w);
   world_close(w);
   free(w);
-  exit(0); /* with the sanitizer's look for leaks */
+  return 0; /* and the sanitizer looks for leaks */
+}
+
+/* A program of its own: after a fork, a thread sanitizer takes locks of other libraries for held. */
+static pid_t child_start(int fd) {
+  char number[16];
+  char *const arguments[] = { "tester", "--child", number, NULL };
+  pid_t pid;
+  snprintf(number, sizeof number, "%d", fd);
+  fflush(NULL);
+  int error = posix_spawn(&pid, "/proc/self/exe", NULL, NULL, arguments, environ);
+  if (error) errno = error, fail_setup("posix_spawn");
+  return pid;
 }
 
 /* What each thread was doing. */
@@ -75,8 +83,7 @@ static void tell_calls(const shared_t *s, const options_t *o, pid_t pid, char *t
     snprintf(to + strlen(to), size - strlen(to), "  thread %u, last calls:", t);
     for (uint32_t i = calls > 4 ? calls - 4 : 0; i < calls; i++) {
       const last_call_t *c = &s->threads[t].last[i % LAST_CALLS];
-      const char *name = atomic_load(&c->name);
-      snprintf(to + strlen(to), size - strlen(to), " %s()", name ? name : "?");
+      snprintf(to + strlen(to), size - strlen(to), " %s()", c->name);
       if (!atomic_load(&c->end_ns))
         snprintf(to + strlen(to), size - strlen(to), " for %.0f s", (double)(now - atomic_load(&c->begin_ns)) * 1e-9);
     }
@@ -89,19 +96,20 @@ static void tell_calls(const shared_t *s, const options_t *o, pid_t pid, char *t
   }
 }
 
-outcome_t run_child(const options_t *options, shared_t *shared, const op_t *ops, uint64_t count, bool quiet) {
+outcome_t run_child(const options_t *options, watch_t watch, const op_t *ops, uint64_t count, bool quiet) {
   outcome_t o = { .kind = ENDED_WELL };
-  char folder[PATHS];
-  folder_new(folder);
-  shared_clear(shared, options->threads);
+  shared_t *shared = watch.shared;
+  folder_new(shared->directory);
+  shared->options = *options;
+  shared->quiet = quiet;
+  shared->replays = ops != NULL;
+  shared->replay_count = count;
+  if (ops) memcpy(shared_program(shared), ops, count * sizeof *ops);
+  shared->failed = 0;
+  shared->message[0] = 0;
+  for (uint32_t i = 0; i < options->threads; i++) shared->threads[i].count = shared->threads[i].calls = 0;
   uint64_t begin = now_ns(), progress = begin, steps = atomic_load(&shared->steps);
-  fflush(NULL);
-  pid_t pid = fork();
-  if (pid < 0) {
-    perror("fork");
-    exit(2);
-  }
-  if (!pid) child(options, shared, ops, count, folder, quiet);
+  pid_t pid = child_start(watch.fd);
   int status = 0;
   uint64_t pause_ns = 200000;
   for (;;) {
@@ -129,7 +137,7 @@ outcome_t run_child(const options_t *options, shared_t *shared, const op_t *ops,
     if (shared->failed) o.kind = ENDED_DIFFERENT, memcpy(o.message, shared->message, sizeof o.message);
     else if (o.kind != ENDED_WELL) tell_calls(shared, options, pid, o.message, sizeof o.message);
   }
-  nftw(folder, remove_one, 16, FTW_DEPTH | FTW_PHYS);
+  nftw(shared->directory, remove_one, 16, FTW_DEPTH | FTW_PHYS);
   return o;
 }
 
@@ -144,7 +152,7 @@ const char *end_words(const outcome_t *o) {
   }
 }
 
-op_t *program_of(const shared_t *s, const options_t *o, uint64_t *count_out) {
+op_t *program_of(shared_t *s, const options_t *o, uint64_t *count_out) {
   uint64_t total = 0, count = 0;
   for (uint32_t t = 0; t < o->threads; t++) total += atomic_load(&s->threads[t].count);
   op_t *ops = calloc(total + 1, sizeof *ops);
@@ -154,8 +162,8 @@ op_t *program_of(const shared_t *s, const options_t *o, uint64_t *count_out) {
     for (uint32_t t = 0; t < o->threads; t++) {
       uint64_t end = atomic_load(&s->threads[t].count);
       if (end > s->log_capacity) end = s->log_capacity;
-      while (at[t] < end && (s->threads[t].log[at[t]].round == round || o->threads == 1))
-        ops[count++] = s->threads[t].log[at[t]++];
+      while (at[t] < end && (shared_log(s, t)[at[t]].round == round || o->threads == 1))
+        ops[count++] = shared_log(s, t)[at[t]++];
     }
   *count_out = count;
   return ops;
@@ -164,7 +172,7 @@ op_t *program_of(const shared_t *s, const options_t *o, uint64_t *count_out) {
 /* ---- shrinking: delta debugging, every attempt in a child */
 typedef struct shrinker {
   options_t options;
-  shared_t *shared;
+  watch_t watch;
   const outcome_t *like;
   uint64_t end_ns;
   uint32_t attempts, tries; /* tries: of each attempt, as threads do not meet in the same way each time */
@@ -182,7 +190,7 @@ static bool still_fails(shrinker_t *s, const op_t *ops, uint64_t count) {
   for (uint32_t i = 0; i < s->tries; i++) {
     if (now_ns() > s->end_ns) return false;
     s->attempts++;
-    outcome_t o = run_child(&s->options, s->shared, ops, count, true);
+    outcome_t o = run_child(&s->options, s->watch, ops, count, true);
     if (alike(&o, s->like)) return true;
   }
   return false;
@@ -192,7 +200,7 @@ op_t *shrink(const options_t *options, const op_t *ops, uint64_t *count, const o
   shrinker_t s = { .options = *options, .like = like, .end_ns = now_ns() + (uint64_t)seconds * 1000000000u };
   s.tries = options->tries ? options->tries : options->threads > 1 ? 10 : 2;
   s.options.hang_s = like->kind == ENDED_HANGING ? 3 : options->hang_s;
-  s.shared = shared_new(options->threads, *count + 16);
+  s.watch = watch_new(options->threads, *count + 16);
   uint64_t n = *count;
   op_t *best = malloc((n + 1) * sizeof *best), *next = malloc((n + 1) * sizeof *next);
   memcpy(best, ops, n * sizeof *best);
@@ -233,6 +241,7 @@ op_t *shrink(const options_t *options, const op_t *ops, uint64_t *count, const o
   fprintf(stderr, "  shrunk from %llu operations to %llu in %u attempts\n", (unsigned long long)*count,
           (unsigned long long)n, s.attempts);
   free(next);
+  close(s.watch.fd);
   *count = n;
   return best;
 }

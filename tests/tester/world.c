@@ -67,7 +67,7 @@ void call_begin(actor_t *a, const char *function, bool with_fault) {
   uint32_t call = atomic_load_explicit(&a->w->shared->threads[a->index].calls, memory_order_relaxed);
   last_call_t *last = &a->w->shared->threads[a->index].last[call % LAST_CALLS];
   atomic_store_explicit(&last->end_ns, 0, memory_order_relaxed);
-  atomic_store_explicit(&last->name, function, memory_order_relaxed);
+  strncpy(last->name, function, sizeof last->name - 1);
   atomic_store_explicit(&last->begin_ns, now_ns(), memory_order_release);
   atomic_store_explicit(&a->w->shared->threads[a->index].calls, call + 1, memory_order_release);
   a->fired = 0;
