@@ -189,6 +189,8 @@ static void tell_failure(const settings_t *s, shared_t *shared, const outcome_t 
 }
 
 static void tell_statistics(const shared_t *s) {
+  printf("windows got another size %llu times, and %llu times while other threads ran\n",
+         (unsigned long long)s->recuts[0], (unsigned long long)s->recuts[1]);
   for (int i = 0; i < OP_COUNT; i++) {
     bool any = false;
     for (int k = 0; k < 15; k++) any |= s->statuses[i][k] > 0;

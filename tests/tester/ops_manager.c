@@ -79,15 +79,16 @@ bool make_open(actor_t *a, op_t *op) {
   const kept_t *kept = &a->w->kept[manager_index(a, m)][0];
   bool has_kept = a->w->kept_count[manager_index(a, m)] > 0;
   if (m->open || (manager_index(a, m) && chance(a, 90))) return false; /* mostly there is one */
-  bool files = a->w->options.files && chance(a, 60), keep = files && chance(a, has_kept ? 80 : 50), big = chance(a, 30);
-  uint32_t window = keep ? 1 + rnd(a, 2) : chance(a, 50) ? 0 : 1 + rnd(a, 2);
+  /* As it comes: everything fits, and the size of windows may be searched again. Or with files. Or tight. */
+  bool easy = chance(a, 30), files = !easy && a->w->options.files && chance(a, 70);
+  bool keep = files && chance(a, has_kept ? 80 : 50), ample = easy || chance(a, 20);
+  uint32_t window = keep ? 1 + rnd(a, 2) : easy || chance(a, 40) ? 0 : 1 + rnd(a, 2);
   if (keep && has_kept) window = kept->window_bytes == a->w->unit ? 1 : 2;
   if (a->w->options.cuda) window = window > 1 ? 1 : window;
-  uint32_t device = big ? 32 + rnd(a, 64) : 3 + rnd(a, 20);
-  if (a->w->options.cuda) device = 3 + rnd(a, 20);
-  op_add(op, device);
+  bool wide = !a->w->options.cuda && (easy || chance(a, 20));
+  op_add(op, wide ? 32 + rnd(a, 64) : 3 + rnd(a, 20));
   op_add(op, chance(a, 20) ? 1 : 0);
-  op_add(op, chance(a, 35) ? 100 + rnd(a, 100) : chance(a, 50) ? 2 + rnd(a, 10) : 10 + rnd(a, 40));
+  op_add(op, ample ? 100 + 50 * a->w->options.threads + rnd(a, 100) : chance(a, 50) ? 2 + rnd(a, 10) : 10 + rnd(a, 40));
   op_add(op, files ? 16 + rnd(a, 300) : 0);
   op_add(op, window);
   op_add(op, chance(a, 30) ? GEMINI_CONFIG_STRICT : 0);
@@ -228,6 +229,7 @@ void run_budget(actor_t *a, const op_t *op) {
   uint64_t bytes = op->arg[1] * a->w->unit + op->arg[2], window = window_bytes(a, m);
   if (!m->open) return;
   if (!window) window = a->w->unit;
+  pthread_mutex_lock(&a->w->budgets);
   uint64_t *budget = tier == GEMINI_TIER_DEVICE ? &m->config.device_bytes
                      : tier == GEMINI_TIER_HOST ? &m->config.host_bytes
                                                 : &m->config.file_bytes;
@@ -237,9 +239,11 @@ void run_budget(actor_t *a, const op_t *op) {
   else if (tier == GEMINI_TIER_DEVICE && bytes < m->config.device_margin_bytes + window) allowed = INVALID;
   else if (tier == GEMINI_TIER_HOST && !bytes) allowed = INVALID;
   else if (tier == GEMINI_TIER_FILE && !m->has_files) allowed = bytes ? STATE : OK;
-  if (CALL(a, allowed, gemini_budget_set, m->handle, tier, bytes)) return;
-  *budget = bytes;
-  if (tier == GEMINI_TIER_HOST && bytes > m->host_bytes_most) m->host_bytes_most = bytes;
+  if (!CALL(a, allowed, gemini_budget_set, m->handle, tier, bytes)) {
+    *budget = bytes;
+    if (tier == GEMINI_TIER_HOST && bytes > m->host_bytes_most) m->host_bytes_most = bytes;
+  }
+  pthread_mutex_unlock(&a->w->budgets);
 }
 bool make_budget(actor_t *a, op_t *op) {
   uint32_t tier = chance(a, 2) ? 3 : rnd(a, 3);

@@ -200,13 +200,16 @@ void run_trace_load(actor_t *a, const op_t *op) {
   uint64_t before = window_bytes(a, m);
   gemini_status_t status = CALL(a, wrong ? wrong : OK | perhaps, gemini_trace_load, m->handle, path);
   if (!status) atomic_store(&m->traced, true);
-  else if (before && window_bytes(a, m) != before)
+  if (before && window_bytes(a, m) != before) atomic_fetch_add(&a->w->shared->recuts[a->w->parallel], 1);
+  if (!status) return;
+  if (before && window_bytes(a, m) != before)
     differs(a, "a trace that was refused has changed the size of windows from %llu to %llu",
             (unsigned long long)before, (unsigned long long)window_bytes(a, m));
 }
 bool make_trace_load(actor_t *a, op_t *op) {
   if (!manager_of(a, op)->open) return false;
-  op_add(op, chance(a, 3) ? TRACES : rnd(a, TRACES));
+  bool calm = a->w->parallel && a->w->calm;
+  op_add(op, calm ? (a->w->calm_file + rnd(a, 2)) % TRACES : chance(a, 3) ? TRACES : rnd(a, TRACES));
   return true;
 }
 
@@ -311,20 +314,24 @@ void run_settle(actor_t *a, const op_t *op) {
     of->fault_used = true; /* there is no call that is its own */
     settle_part(of, m, op->manager);
   }
+  if (m->op) run_op_end(a, op);
+  if (m->iteration) run_iteration_end(a, op);
   QUIET(a, OK, gemini_stats_reset, m->handle);
 }
 bool make_settle(actor_t *a, op_t *op) {
   manager_t *m = manager_of(a, op);
   if (!m->open) return false;
-  if (chance(a, 50)) return true;
+  if (chance(a, 30)) return true;
   a->w->calm = 1 + rnd(a, 4); /* then training, by plans that were made elsewhere */
-  if (!m->iteration) plan_iterations(a, op->manager);
-  uint32_t file = rnd(a, TRACES);
-  op_t *save = plan(a, OP_trace_save, op->manager), *rewrite = plan(a, OP_trace_rewrite, op->manager);
-  if (save) op_add(save, file);
-  if (rewrite) op_add(rewrite, file), op_add(rewrite, rnd(a, 5));
-  op_t *again = plan(a, OP_settle, op->manager), *load = plan(a, OP_trace_load, op->manager);
-  if (again && load) op_add(load, file);
+  plan_iterations(a, op->manager);
+  uint32_t file = rnd(a, TRACES), size = rnd(a, 5);
+  for (uint32_t i = 0; i < 2; i++) { /* two that want windows of other sizes */
+    op_t *save = plan(a, OP_trace_save, op->manager), *rewrite = plan(a, OP_trace_rewrite, op->manager);
+    if (save) op_add(save, (file + i) % TRACES);
+    if (rewrite) op_add(rewrite, (file + i) % TRACES), op_add(rewrite, (size + i) % 5);
+  }
+  plan(a, OP_settle, op->manager);
+  a->w->calm_file = file;
   return true;
 }
 

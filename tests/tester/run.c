@@ -36,7 +36,7 @@ static bool may_run(const actor_t *a, uint8_t code) {
 static uint8_t calm_code(actor_t *a) {
   if (!a->w->parallel || !a->w->calm) return OP_COUNT;
   if (a->index) return chance(a, 90) ? OP_acquire : OP_norm;
-  static const uint8_t codes[] = { OP_trace_load, OP_trace_load, OP_iteration_begin, OP_stats_reset, OP_explain };
+  static const uint8_t codes[] = { OP_trace_load, OP_trace_load, OP_stats_reset, OP_explain };
   return codes[rnd(a, sizeof codes)];
 }
 /* An acquire of a calm round is released at once. */
@@ -116,7 +116,7 @@ static void work(actor_t *a, uint32_t length) {
   const world_t *w = a->w;
   for (uint64_t i = 0; w->replay && i < w->replay_count; i++)
     if (w->replay[i].thread == a->index && w->replay[i].round == w->round) step(a, &w->replay[i]);
-  for (uint32_t i = 0; !w->replay && i < length; i++) {
+  for (uint32_t i = 0; !w->replay && (i < length || (!w->parallel && a->queue_first < a->queue_end)); i++) {
     op_t op;
     make_op(a, &op);
     step(a, &op);
@@ -157,9 +157,9 @@ static void threads_stop(world_t *w) {
 
 static void round_parallel(world_t *w) {
   actor_t *first = &w->actors[0];
-  uint32_t most = 1 + rnd(first, w->options.threads); /* now many, now two, of which one may be the first */
-  for (uint32_t i = 0; i < w->options.threads; i++)
-    w->actors[i].active = w->replay || rnd(first, w->options.threads) < most;
+  uint32_t threads = w->options.threads, active = 1 + rnd(first, 1 + rnd(first, threads)); /* beside the first, a few */
+  for (uint32_t i = 0; i < threads; i++) w->actors[i].active = w->replay || !i;
+  for (uint32_t i = 0; i < active; i++) w->actors[rnd(first, threads)].active = true;
   w->parallel = true;
   pthread_mutex_lock(&w->lock);
   w->running = w->options.threads;
@@ -236,6 +236,7 @@ void world_open(world_t *w, const options_t *options, shared_t *shared, const ch
   w->shared = shared;
   w->unit = options->cuda ? UINT64_C(2) << 20 : 65536;
   snprintf(w->directory, sizeof w->directory, "%s", directory);
+  pthread_mutex_init(&w->budgets, NULL);
   pthread_mutex_init(&w->lock, NULL);
   pthread_cond_init(&w->begin, NULL);
   pthread_cond_init(&w->done, NULL);

@@ -59,6 +59,7 @@ typedef struct shared {
   char message[4096];
   _Atomic uint64_t statuses[OP_COUNT][16]; /* calls of an operation by status */
   _Atomic uint64_t faults_hit[FAULT_KINDS], bytes_checked, unread;
+  _Atomic uint64_t recuts[2]; /* changes of the size of windows: alone, while other threads ran */
   struct {
     _Atomic uint64_t count; /* operations begun */
     _Atomic uint32_t calls; /* calls begun */
@@ -136,13 +137,15 @@ struct world {
   uint64_t unit; /* smallest window */
   bool uring;    /* io_uring can be had */
   bool parallel; /* all threads run at once */
-  uint32_t calm; /* rounds to come in which threads do little else than acquire and release */
+  uint32_t calm; /* rounds to come in which threads do little else than acquire and release, and load this trace, and the next one: */
+  uint32_t calm_file;
   manager_t managers[MANAGERS];
   kept_t kept[MANAGERS][2]; /* the last checkpoint; the second: it may be this one instead */
   uint32_t kept_count[MANAGERS];
   kept_t traces[TRACES]; /* the arenas of saved traces; arenas NULL: there is none */
   _Atomic uint64_t debt[FAULT_KINDS]; /* faults that a later call may tell of */
   actor_t actors[THREADS];
+  pthread_mutex_t budgets; /* guards the model's budgets while threads run */
   /* rounds */
   pthread_mutex_t lock;
   pthread_cond_t begin, done;
