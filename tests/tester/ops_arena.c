@@ -102,7 +102,7 @@ bool make_arena_create(actor_t *a, op_t *op) {
   op_add(op, (uint32_t)slot);
   op_add(op, reuse ? GEMINI_KIND_GRAD : chance(a, 40) ? GEMINI_KIND_PARAM : rnd(a, chance(a, 3) ? 9 : 6));
   op_add(op, chance(a, 2) ? 3 : chance(a, 10) && !reuse ? 0 : element);
-  op_add(op, chance(a, 15) ? 0 : (1 + rnd(a, 10)) * a->w->unit + rnd(a, 5000));
+  op_add(op, chance(a, 15) ? 0 : (1 + rnd(a, a->w->options.cuda ? 3 : 10)) * a->w->unit + rnd(a, 5000));
   bool same = feature(a, FEATURE_same_names);
   op_add(op, same && chance(a, 15) && !a->w->parallel ? 0 : 1 + (!same || chance(a, 85) ? ++a->names + 8 : rnd(a, 8)));
   op_add(op, like && (!reuse || chance(a, 20)) ? (uint32_t)(chance(a, 3) ? PICK(a, p->arenas, ARENAS) : base) + 1 : 0);
@@ -186,7 +186,7 @@ static uint64_t size_make(actor_t *a, const arena_t *arena) {
   case 0: size = 1 + rnd(a, 64); break;
   case 1: size = unit; break;
   case 2: size = 1 + rnd(a, (uint32_t)unit * 3); break;
-  default: size = 1 + rnd(a, (uint32_t)unit / 2);
+  default: size = 1 + rnd(a, (uint32_t)unit / (a->w->options.cuda ? 16 : 2));
   }
   return chance(a, 3) ? size : (size + arena->element_bytes - 1) / arena->element_bytes * arena->element_bytes;
 }

@@ -10,6 +10,14 @@ static void check_apart(actor_t *a, const uint8_t *ptr, uint64_t size, const uin
 /* ---- device memory: slot, size, stream, kind of call, seed */
 static uint64_t usable(const manager_t *m) { return m->config.device_bytes - m->config.device_margin_bytes; }
 
+/* A stream as hooks are told it: on a GPU by its own API's name, where NULL is the default stream. */
+static void *native_of(actor_t *a, manager_t *m, gemini_stream_t stream) {
+  void *native = NULL;
+  if (!a->w->options.cuda) return (void *)(uintptr_t)stream;
+  if (stream) QUIET(a, OK, gemini_stream_native, m->handle, stream, &native);
+  return native;
+}
+
 void run_alloc(actor_t *a, const op_t *op) {
   manager_t *m = manager_of(a, op);
   part_t *p = part_of(a, m);
@@ -18,13 +26,13 @@ void run_alloc(actor_t *a, const op_t *op) {
   if (!m->open || slot >= ALLOCS || p->allocs[slot].live || stream >= STREAMS) return;
   gemini_stream_t handle = stream_handle(a, m, stream);
   if (!handle) stream = -1;
-  bool hook = op->arg[3] && m->hooked;
+  bool hook = op->arg[3] && m->hooked && (handle || !a->w->options.cuda);
   statuses_t perhaps = no_room(a, m, window ? (size + window - 1) / window + 1 : 0), allowed = OK | perhaps;
   if (!size) allowed = INVALID;
   else if (!a->w->parallel && size > usable(m)) allowed = OOM_DEVICE;
   void *ptr = NULL;
   if (hook) {
-    void *native = (void *)(uintptr_t)handle;
+    void *native = native_of(a, m, handle);
     call_begin(a, "gemini_torch_malloc", true);
     ptr = op->arg[3] == 1 ? gemini_torch_malloc((ptrdiff_t)size, 0, native) : gemini_cupy_malloc(native, size, 0);
     gemini_error_info_t info = GEMINI_ERROR_INFO_INIT;
@@ -81,8 +89,9 @@ void run_free(actor_t *a, const op_t *op) {
     if (other) QUIET(a, OK, gemini_stream_synchronize, m->handle, other);
   }
   if (op->arg[2] == 1 && al->hooked) {
+    void *native = native_of(a, m, handle);
     call_begin(a, "gemini_torch_free", true);
-    gemini_torch_free(al->ptr, (ptrdiff_t)al->size, 0, (void *)(uintptr_t)handle);
+    gemini_torch_free(al->ptr, (ptrdiff_t)al->size, 0, native);
     call_end(a, "gemini_torch_free", OK, GEMINI_OK);
   } else if (CALL(a, OK, gemini_free, m->handle, al->ptr, handle)) {
     return;

@@ -6,6 +6,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "fake_cuda.h"
 #include "tester.h"
 
 #define X(name, weight, who) { run_##name, make_##name },
@@ -53,11 +54,11 @@ static void calm_release(actor_t *a, const op_t *acquire) {
 static void add_fault(actor_t *a, op_t *op) {
   static const uint8_t kinds[] = { FAULT_MEMORY, FAULT_MEMORY, FAULT_MEMORY, FAULT_MEMORY, FAULT_MEMORY,
                                    FAULT_THREAD, FAULT_FILE,   FAULT_FILE,   FAULT_FILE,   FAULT_RING };
-  if (!chance(a, a->w->options.faults)) return;
-  op->fault = kinds[rnd(a, sizeof kinds)];
+  if (!chance(a, a->w->options.faults) || a->w->options.spared[op->code]) return;
+  op->fault = a->w->options.cuda && chance(a, 40) && !a->w->parallel ? FAULT_DRIVER : kinds[rnd(a, sizeof kinds)];
   op->skip = (uint16_t)rnd(a, 1u << rnd(a, 6));
   op->run = chance(a, 70) ? 1 : chance(a, 70) ? 3 : 1000;
-  op->errors = (uint8_t)(chance(a, 60) ? 0 : rnd(a, 5));
+  op->errors = (uint8_t)(op->fault != FAULT_FILE || chance(a, 60) ? 0 : rnd(a, 5));
 }
 
 /* The next operation of a thread, at random or of a sequence that was begun. */
@@ -258,6 +259,10 @@ void world_open(world_t *w, const options_t *options, shared_t *shared, const ch
     a->file = mmap(NULL, FILE_BYTES, PROT_READ, MAP_SHARED, a->fd, 0);
     if (a->file == MAP_FAILED) abort();
   }
+  if (options->cuda) {
+    fake_cuda_reset();
+    faults_use_driver(fake_cuda_symbol);
+  }
   probe_uring(w);
 }
 
@@ -280,6 +285,8 @@ void world_close(world_t *w) {
     for (int k = 0; k < 2; k++) kept_free(&w->kept[i][k]);
   }
   for (int i = 0; i < TRACES; i++) kept_free(&w->traces[i]);
+  if (w->options.cuda && fake_cuda_live(true)) differs(&w->actors[0], "things of the driver are left");
+  if (w->options.cuda && fake_cuda_violations()) differs(&w->actors[0], "calls of the driver that no program may make");
   for (uint32_t i = 0; i < w->options.threads; i++) {
     munmap(w->actors[i].file, FILE_BYTES);
     close(w->actors[i].fd);

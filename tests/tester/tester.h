@@ -24,7 +24,7 @@ typedef struct options {
   bool names_repeat;    /* arenas may have equal names */
   bool updates_cut;     /* an update that fails stops anywhere */
   bool loads_cut;       /* a load that finds no room has read a part */
-  bool without[OP_COUNT];
+  bool without[OP_COUNT], spared[OP_COUNT]; /* operations left out; and without faults */
   uint32_t features_off; /* bits of the next */
   uint32_t hang_s, tries;
   uint32_t all_every; /* operations of a thread after which everything that it owns is checked */
@@ -117,7 +117,8 @@ typedef struct actor {
   op_t queue[QUEUE];
   uint32_t queue_first, queue_end;
   const op_t *op; /* that is being run */
-  bool fault_used, own_call;
+  bool fault_used, own_call, armed;
+  uint64_t driver_first;      /* call of the driver that fails first */
   uint64_t fired;             /* calls that failed during its call, by fault */
   bool refused;               /* a call of it failed for want of something, or by an error of the system */
   gemini_manager_t gone[GONE]; /* handles that were destroyed, of every kind */

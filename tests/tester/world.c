@@ -5,6 +5,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "fake_cuda.h"
 #include "tester.h"
 
 uint64_t now_ns(void) {
@@ -53,9 +54,9 @@ static const int errors_of[] = { 0, EIO, ENOSPC, EINTR, EDQUOT };
 /* What a call may say of a fault. */
 static statuses_t fault_statuses(uint32_t kind) {
   switch (kind) {
-  case FAULT_MEMORY:
+  case FAULT_MEMORY: return OOM_SYSTEM | OOM_HOST; /* the latter: of memory that was reserved */
   case FAULT_THREAD: return OOM_SYSTEM;
-  case FAULT_FILE: return IO | OOM_FILE;
+  case FAULT_FILE: return IO | OOM_FILE | OOM_SYSTEM; /* the simulated device's memory is a file, too */
   case FAULT_RING: return IO | OOM_SYSTEM | UNSUPPORTED;
   case FAULT_DRIVER: return DEVICE | OOM_SYSTEM;
   default: return 0;
@@ -72,11 +73,14 @@ void call_begin(actor_t *a, const char *function, bool with_fault) {
   atomic_store_explicit(&a->w->shared->threads[a->index].calls, call + 1, memory_order_release);
   a->fired = 0;
   a->own_call = with_fault;
-  if (with_fault && op && op->fault && !a->fault_used) {
+  a->armed = with_fault && op && op->fault && !a->fault_used;
+  if (a->armed && op->fault == FAULT_DRIVER) {
+    a->fault_used = true;
+    a->driver_first = fake_cuda_calls() + 1 + op->skip;
+    fake_cuda_fail(a->driver_first, a->driver_first + op->run - 1, op->errors & 1 ? 2 : 999); /* memory, or unknown */
+  } else if (a->armed) {
     a->fault_used = true;
     faults_arm((fault_kind_t)op->fault, op->skip, op->run, errors_of[op->errors % 5], !a->w->parallel);
-  } else {
-    with_fault = false;
   }
 }
 
@@ -99,11 +103,18 @@ gemini_status_t call_end(actor_t *a, const char *function, statuses_t allowed, g
   world_t *w = a->w;
   uint32_t call = atomic_load_explicit(&w->shared->threads[a->index].calls, memory_order_relaxed) - 1;
   atomic_store_explicit(&w->shared->threads[a->index].last[call % LAST_CALLS].end_ns, now_ns(), memory_order_relaxed);
-  if (a->fault_used) {
-    a->fired = faults_disarm();
+  if (a->armed) {
+    if (a->op->fault == FAULT_DRIVER) {
+      uint64_t calls = fake_cuda_calls(), last = a->driver_first + a->op->run - 1;
+      fake_cuda_fail(0, 0, 0);
+      a->fired = calls < a->driver_first ? 0 : (calls < last ? calls : last) - a->driver_first + 1;
+    } else {
+      a->fired = faults_disarm();
+    }
     if (a->fired) {
       atomic_fetch_add(&w->shared->faults_hit[a->op->fault], 1);
       atomic_fetch_add(&w->debt[a->op->fault], a->fired);
+      for (int i = 0; i < MANAGERS; i++) atomic_store(&w->managers[i].record_lost, true); /* perhaps */
     }
   }
   if (a->op && a->own_call && status <= 0 && status > -16) atomic_fetch_add(&w->shared->statuses[a->op->code][-status], 1);
