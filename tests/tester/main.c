@@ -17,6 +17,7 @@ static const char usage[] =
     "  --no-files       no manager has a file tier\n"
     "  --without LIST   leaves out these operations and features, by name, with commas between; \"help\" names them\n"
     "  --spare LIST     no faults in these operations\n"
+    "  --more LIST      these operations ten times as often\n"
     "  --old LIST       as versions before them were: names (of arenas may be equal), updates (that fail stop anywhere),\n"
     "                   loads (that fail change a part)\n"
     "  --shrink         reduces the program of a seed that fails\n"
@@ -58,10 +59,10 @@ static uint64_t number(const char *name, const char *text, uint64_t most) {
   return value;
 }
 
-static void spare(options_t *o, char *list) {
+static void mark(bool marks[OP_COUNT], const char *option, char *list) {
   for (char *rest, *name = strtok_r(list, ",", &rest); name; name = strtok_r(NULL, ",", &rest)) {
-    if (op_code(name) < 0) refuse("--spare", name);
-    o->spared[op_code(name)] = true;
+    if (op_code(name) < 0) refuse(option, name);
+    marks[op_code(name)] = true;
   }
 }
 
@@ -82,13 +83,13 @@ static void leave_out(options_t *o, char *list) {
 }
 
 static settings_t settings_of(int argc, char **argv) {
-  enum { SEED = 256, SEEDS, STEPS, NTHREADS, FAULTS, DEVICE_OPTION, NO_FILES, WITHOUT, SPARE, OLD, SHRINK, SHRINK_S, TRIES, REPLAY, SAVE, GOING, ALL_EVERY, HANG, STATISTICS, IN_PROCESS, HELP };
+  enum { SEED = 256, SEEDS, STEPS, NTHREADS, FAULTS, DEVICE_OPTION, NO_FILES, WITHOUT, SPARE, MORE, OLD, SHRINK, SHRINK_S, TRIES, REPLAY, SAVE, GOING, ALL_EVERY, HANG, STATISTICS, IN_PROCESS, HELP };
   static const struct option options[] = {
     { "seed", 1, NULL, SEED },         { "seeds", 1, NULL, SEEDS },
     { "steps", 1, NULL, STEPS },       { "threads", 1, NULL, NTHREADS },
     { "faults", 1, NULL, FAULTS },     { "device", 1, NULL, DEVICE_OPTION },
     { "no-files", 0, NULL, NO_FILES }, { "without", 1, NULL, WITHOUT },
-    { "old", 1, NULL, OLD }, { "spare", 1, NULL, SPARE }, { "shrink", 0, NULL, SHRINK },
+    { "old", 1, NULL, OLD }, { "spare", 1, NULL, SPARE }, { "more", 1, NULL, MORE }, { "shrink", 0, NULL, SHRINK },
     { "shrink-seconds", 1, NULL, SHRINK_S }, { "replay", 1, NULL, REPLAY },
     { "tries", 1, NULL, TRIES },       { "save", 1, NULL, SAVE },         { "keep-going", 0, NULL, GOING },
     { "all-every", 1, NULL, ALL_EVERY }, { "hang", 1, NULL, HANG },         { "statistics", 0, NULL, STATISTICS },
@@ -116,7 +117,8 @@ static settings_t settings_of(int argc, char **argv) {
       snprintf(s.without, sizeof s.without, "%s", optarg);
       leave_out(o, optarg);
       break;
-    case SPARE: spare(o, optarg); break;
+    case SPARE: mark(o->spared, "--spare", optarg); break;
+    case MORE: mark(o->more, "--more", optarg); break;
     case OLD:
       o->names_repeat = strstr(optarg, "names");
       o->updates_cut = strstr(optarg, "updates");

@@ -61,11 +61,13 @@ static void add_fault(actor_t *a, op_t *op) {
   op->errors = (uint8_t)(op->fault != FAULT_FILE || chance(a, 60) ? 0 : rnd(a, 5));
 }
 
+static uint32_t weight(const actor_t *a, uint8_t code) { return op_weight(code) * (a->w->options.more[code] ? 10 : 1); }
+
 /* The next operation of a thread, at random or of a sequence that was begun. */
 static void make_op(actor_t *a, op_t *op) {
   uint32_t total = 0;
   a->op = NULL;
-  for (int i = 0; i < OP_COUNT; i++) total += op_weight((uint8_t)i);
+  for (int i = 0; i < OP_COUNT; i++) total += weight(a, (uint8_t)i);
   for (uint32_t tries = 0;; tries++) {
     while (a->queue_first < a->queue_end) {
       *op = a->queue[a->queue_first++];
@@ -76,7 +78,7 @@ static void make_op(actor_t *a, op_t *op) {
     uint8_t code = calm_code(a);
     bool calm = code < OP_COUNT && tries < 10;
     if (!calm)
-      for (code = 0; at >= op_weight(code); code++) at -= op_weight(code);
+      for (code = 0; at >= weight(a, code); code++) at -= weight(a, code);
     if (!may_run(a, code)) continue;
     uint8_t manager = a->w->managers[1].open && chance(a, 30);
     if (code == OP_open) manager = (uint8_t)rnd(a, MANAGERS);
@@ -268,6 +270,7 @@ void world_open(world_t *w, const options_t *options, shared_t *shared, const ch
 
 /* Everything is given back, so that what is left is a leak. */
 void world_close(world_t *w) {
+  for (uint32_t i = 0; i < w->options.threads; i++) w->actors[i].op = NULL;
   for (int i = 0; i < MANAGERS; i++) {
     manager_t *m = &w->managers[i];
     for (uint32_t t = 0; m->open && t < w->options.threads; t++)

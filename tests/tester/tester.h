@@ -24,7 +24,7 @@ typedef struct options {
   bool names_repeat;    /* arenas may have equal names */
   bool updates_cut;     /* an update that fails stops anywhere */
   bool loads_cut;       /* a load that finds no room has read a part */
-  bool without[OP_COUNT], spared[OP_COUNT]; /* operations left out; and without faults */
+  bool without[OP_COUNT], spared[OP_COUNT], more[OP_COUNT]; /* operations left out; without faults; ten times as often */
   uint32_t features_off; /* bits of the next */
   uint32_t hang_s, tries;
   uint32_t all_every; /* operations of a thread after which everything that it owns is checked */

@@ -134,7 +134,7 @@ outcome_t run_child(const options_t *options, watch_t watch, const op_t *ops, ui
     if (WIFSIGNALED(status)) o.kind = ENDED_BY_SIGNAL, o.signal = WTERMSIG(status);
     else if (WEXITSTATUS(status) == LEAK_CODE) o.kind = ENDED_LEAKING;
     else if (WEXITSTATUS(status)) o.kind = ENDED_DIFFERENT, o.code = WEXITSTATUS(status);
-    if (shared->failed) o.kind = ENDED_DIFFERENT, memcpy(o.message, shared->message, sizeof o.message);
+    if (shared->failed) o.kind = ENDED_DIFFERENT, o.code = 0, memcpy(o.message, shared->message, sizeof o.message);
     else if (o.kind != ENDED_WELL) tell_calls(shared, options, pid, o.message, sizeof o.message);
   }
   nftw(shared->directory, remove_one, 16, FTW_DEPTH | FTW_PHYS);
@@ -145,7 +145,7 @@ const char *end_words(const outcome_t *o) {
   static char text[64];
   switch (o->kind) {
   case ENDED_WELL: return "ended well";
-  case ENDED_DIFFERENT: return *o->message && o->code <= 1 ? "differs" : "ended with an error (a sanitizer's report is above)";
+  case ENDED_DIFFERENT: return !o->code ? "differs" : "ended with an error (a sanitizer's report is above)";
   case ENDED_HANGING: return "hangs";
   case ENDED_LEAKING: return "leaks";
   default: snprintf(text, sizeof text, "was ended by signal %d (%s)", o->signal, strsignal(o->signal)); return text;
