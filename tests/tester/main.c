@@ -18,8 +18,6 @@ static const char usage[] =
     "  --without LIST   leaves out these operations and features, by name, with commas between; \"help\" names them\n"
     "  --spare LIST     no faults in these operations\n"
     "  --more LIST      these operations ten times as often\n"
-    "  --old LIST       as versions before them were: names (of arenas may be equal), updates (that fail stop anywhere),\n"
-    "                   loads (that fail change a part)\n"
     "  --shrink         reduces the program of a seed that fails\n"
     "  --shrink-seconds N  for at most so long (300)\n"
     "  --tries N        runs of each reduced program, until one fails (2; with several threads 10)\n"
@@ -44,7 +42,7 @@ typedef struct settings {
   uint64_t seeds;
   bool shrinks, statistics, in_process;
   uint32_t shrink_s;
-  const char *replay, *save, *old;
+  const char *replay, *save;
   char without[1024];
 } settings_t;
 
@@ -83,13 +81,13 @@ static void leave_out(options_t *o, char *list) {
 }
 
 static settings_t settings_of(int argc, char **argv) {
-  enum { SEED = 256, SEEDS, STEPS, NTHREADS, FAULTS, DEVICE_OPTION, NO_FILES, WITHOUT, SPARE, MORE, OLD, SHRINK, SHRINK_S, TRIES, REPLAY, SAVE, GOING, ALL_EVERY, HANG, STATISTICS, IN_PROCESS, HELP };
+  enum { SEED = 256, SEEDS, STEPS, NTHREADS, FAULTS, DEVICE_OPTION, NO_FILES, WITHOUT, SPARE, MORE, SHRINK, SHRINK_S, TRIES, REPLAY, SAVE, GOING, ALL_EVERY, HANG, STATISTICS, IN_PROCESS, HELP };
   static const struct option options[] = {
     { "seed", 1, NULL, SEED },         { "seeds", 1, NULL, SEEDS },
     { "steps", 1, NULL, STEPS },       { "threads", 1, NULL, NTHREADS },
     { "faults", 1, NULL, FAULTS },     { "device", 1, NULL, DEVICE_OPTION },
     { "no-files", 0, NULL, NO_FILES }, { "without", 1, NULL, WITHOUT },
-    { "old", 1, NULL, OLD }, { "spare", 1, NULL, SPARE }, { "more", 1, NULL, MORE }, { "shrink", 0, NULL, SHRINK },
+    { "spare", 1, NULL, SPARE }, { "more", 1, NULL, MORE }, { "shrink", 0, NULL, SHRINK },
     { "shrink-seconds", 1, NULL, SHRINK_S }, { "replay", 1, NULL, REPLAY },
     { "tries", 1, NULL, TRIES },       { "save", 1, NULL, SAVE },         { "keep-going", 0, NULL, GOING },
     { "all-every", 1, NULL, ALL_EVERY }, { "hang", 1, NULL, HANG },         { "statistics", 0, NULL, STATISTICS },
@@ -119,12 +117,6 @@ static settings_t settings_of(int argc, char **argv) {
       break;
     case SPARE: mark(o->spared, "--spare", optarg); break;
     case MORE: mark(o->more, "--more", optarg); break;
-    case OLD:
-      o->names_repeat = strstr(optarg, "names");
-      o->updates_cut = strstr(optarg, "updates");
-      o->loads_cut = strstr(optarg, "loads");
-      s.old = optarg;
-      break;
     case SHRINK: s.shrinks = true; break;
     case SHRINK_S: s.shrink_s = (uint32_t)number("--shrink-seconds", optarg, 1000000); break;
     case TRIES: o->tries = (uint32_t)number("--tries", optarg, 1000); break;
@@ -177,10 +169,10 @@ static void tell_failure(const settings_t *s, shared_t *shared, const outcome_t 
   fprintf(stderr, "seed %llu %s after %.1f s: %s", (unsigned long long)s->options.seed, end_words(o), o->seconds,
           *o->message ? o->message : "\n");
   if (!replayed)
-    fprintf(stderr, "  again: tester --seed %llu --steps %llu --threads %u --faults %u --device %s%s%s%s%s%s\n",
+    fprintf(stderr, "  again: tester --seed %llu --steps %llu --threads %u --faults %u --device %s%s%s%s\n",
             (unsigned long long)s->options.seed, (unsigned long long)s->options.steps, s->options.threads,
             s->options.faults, s->options.cuda ? "cuda" : "sim", s->options.files ? "" : " --no-files",
-            s->old ? " --old " : "", s->old ? s->old : "", *s->without ? " --without " : "", s->without);
+            *s->without ? " --without " : "", s->without);
   uint64_t count = replayed_count;
   op_t *ops = replayed ? NULL : program_of(shared, &s->options, &count), *shrunk = NULL;
   const op_t *best = replayed ? replayed : ops;
@@ -204,13 +196,13 @@ static void tell_statistics(const shared_t *s) {
          (unsigned long long)s->recuts[0], (unsigned long long)s->recuts[1]);
   for (int i = 0; i < OP_COUNT; i++) {
     bool any = false;
-    for (int k = 0; k < 15; k++) any |= s->statuses[i][k] > 0;
+    for (int k = 0; k < 16; k++) any |= s->statuses[i][k] > 0;
     if (!any) {
       printf("%-18s never called\n", op_name((uint8_t)i));
       continue;
     }
     printf("%-18s", op_name((uint8_t)i));
-    for (int k = 0; k < 15; k++)
+    for (int k = 0; k < 16; k++)
       if (s->statuses[i][k]) printf("  %s %llu", gemini_status_string(-k), (unsigned long long)s->statuses[i][k]);
     printf("\n");
   }

@@ -125,6 +125,8 @@ typedef uint32_t statuses_t;
 #define EXISTS ONE(GEMINI_ERR_EXISTS)
 #define UNSUPPORTED ONE(GEMINI_ERR_UNSUPPORTED)
 #define DEVICE ONE(GEMINI_ERR_DEVICE)
+enum { ERR_PENDING = -15 }; /* GEMINI_ERR_PENDING, which 0.1 before it does not have */
+#define PENDING ONE(ERR_PENDING)
 #define NO_ROOM (OOM_DEVICE | OOM_HOST | OOM_FILE)
 
 /* ---- bytes: 8 of them at a time are a function of a seed and the place; seed 0: zeros. As numbers of any dtype they

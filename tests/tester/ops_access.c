@@ -63,6 +63,17 @@ static bool host_held(const manager_t *m, uint32_t threads) {
   return false;
 }
 
+/* Does a batch write a parameter and its gradient, whole both? */
+static bool both_written(const part_t *p, const spec_t *specs, const range_t *ranges, uint32_t n) {
+  for (uint32_t k = 0; k < n; k++)
+    for (uint32_t j = 0; j < k; j++)
+      if (!ranges[j].is_arena && !ranges[k].is_arena && ranges[j].store == ranges[k].store &&
+          ranges[j].arena != ranges[k].arena && specs[j].mode == GEMINI_WRITE && specs[k].mode == GEMINI_WRITE &&
+          p->tensors[ranges[j].slot].base == p->tensors[ranges[k].slot].base)
+        return true;
+  return false;
+}
+
 static statuses_t acquire_allowed(actor_t *a, manager_t *m, const spec_t *specs, const range_t *ranges, uint32_t n) {
   part_t *p = part_of(a, m);
   uint64_t window = window_bytes(a, m);
@@ -85,6 +96,7 @@ static statuses_t acquire_allowed(actor_t *a, manager_t *m, const spec_t *specs,
     if (s->tier == GEMINI_TIER_HOST && (!window || end_window(r, window) - first_window(r, window) > 1))
       long_on_host = true;
   }
+  if (both_written(p, specs, ranges, n)) wrong |= STATE;
   perhaps |= no_room(a, m, window ? windows_wanted(p, specs, ranges, n, window, false) : 0);
   if (long_on_host && (a->w->parallel || n > 1 || host_held(m, a->w->options.threads))) perhaps |= OOM_HOST;
   if (wrong) return wrong | perhaps;
@@ -147,17 +159,6 @@ static void hold_begin(actor_t *a, manager_t *m, const spec_t *s, const range_t 
   p->touched = true;
 }
 
-/* A batch writes a parameter and its gradient, whole both: which of them the bytes are afterwards is not said. */
-static bool both_written(const part_t *p, const spec_t *specs, const range_t *ranges, uint32_t n) {
-  for (uint32_t k = 0; k < n; k++)
-    for (uint32_t j = 0; j < k; j++)
-      if (!ranges[j].is_arena && !ranges[k].is_arena && ranges[j].store == ranges[k].store &&
-          ranges[j].arena != ranges[k].arena && specs[j].mode == GEMINI_WRITE && specs[k].mode == GEMINI_WRITE &&
-          p->tensors[ranges[j].slot].base == p->tensors[ranges[k].slot].base)
-        return true;
-  return false;
-}
-
 void run_acquire(actor_t *a, const op_t *op) {
   manager_t *m = manager_of(a, op);
   part_t *p = part_of(a, m);
@@ -178,7 +179,6 @@ void run_acquire(actor_t *a, const op_t *op) {
     if (!ranges[k].wrong) /* whose order with the others' work is nobody's business but ours */
       sync_holds(a, m, ranges[k].store, ranges[k].at, ranges[k].size, !(specs[k].mode & GEMINI_WRITE));
   }
-  if (both_written(p, specs, ranges, n)) return;
   statuses_t allowed = acquire_allowed(a, m, specs, ranges, n);
   gemini_status_t status = CALL(a, allowed, gemini_acquire, m->handle, accesses, n, handle);
   for (uint32_t k = 0; !status && k < n; k++)

@@ -67,7 +67,7 @@ void run_arena_create(actor_t *a, const op_t *op) {
                  : m->config.device_bytes + m->config.host_bytes + m->config.file_bytes;
   capacity -= capacity % element;
   if (b && b->size / b->element_bytes * element > capacity) wrong |= INVALID;
-  if (taken && !a->w->options.names_repeat) wrong |= EXISTS;
+  if (taken) wrong |= EXISTS;
   gemini_arena_t handle = 0;
   if (CALL(a, wrong ? wrong : OK, gemini_arena_create, m->handle, &c, &handle)) {
     if (handle) differs(a, "a failed call has set its result");

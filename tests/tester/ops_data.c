@@ -55,8 +55,8 @@ void run_load(actor_t *a, const op_t *op) {
   gemini_access_t access = { r.object, s.offset, s.size, s.mode, s.tier, NULL };
   gemini_status_t status = CALL(a, wrong ? wrong | perhaps : (lacks ? FORMAT : OK) | perhaps, gemini_load, m->handle,
                                 &access, a->fd, from);
-  if ((status == GEMINI_ERR_IO && a->fired) ||
-      (a->w->options.loads_cut && !wrong && status && status != GEMINI_ERR_FORMAT)) {
+  bool no_room_midway = (status == GEMINI_ERR_OOM_HOST || status == GEMINI_ERR_OOM_FILE) && (m->has_files || a->w->parallel);
+  if (!wrong && (status == GEMINI_ERR_IO || no_room_midway)) {
     load_look(a, m, &r, seed);
     loaded(p, r.arena, r.at, r.size, false);
   } else if (status == GEMINI_OK || status == GEMINI_ERR_FORMAT) {
@@ -257,83 +257,18 @@ static void update_model(const part_t *p, const update_t *u, const int *arenas, 
   update_apply(u, u->first, u->elements, ptr);
 }
 
-/* Does a bound at that element of an update cut a tensor? */
-static bool cuts(const part_t *p, const update_t *u, int root, uint64_t element) {
-  uint64_t bytes = p->arenas[root].element_bytes, at = (u->first + element) * bytes;
-  if (!element || element == u->elements) return false;
-  for (int i = 0; i < TENSORS; i++) {
-    const tensor_t *t = &p->tensors[i];
-    if (t->live && t->arena == root && t->offset < at && at < t->offset + t->size) return true;
-  }
-  return false;
-}
-
-/* An update that failed has updated the elements before some tensor, and no others. The bytes tell between which two
- * elements it stopped; where elements have the same value before and after, these lie apart. */
-typedef struct stop {
-  uint64_t least, most;
-} stop_t;
-static stop_t update_stop(actor_t *a, manager_t *m, const update_t *u, const int *arenas,
-                          uint8_t *results[UPDATE_ARENAS]) {
-  part_t *p = part_of(a, m);
-  stop_t stop = { 0, u->elements };
+static void update_done(part_t *p, const update_t *u, const int *arenas, uint8_t *results[UPDATE_ARENAS]) {
   for (uint32_t k = 0; k < u->count; k++) {
     const arena_t *arena = &p->arenas[arenas[k]];
     uint64_t bytes = arena->element_bytes, at = u->first * bytes, size = u->elements * bytes;
-    if (!(u->modes[k] & GEMINI_WRITE)) continue;
-    uint8_t *got = malloc(size + 1);
-    read_surely(a, m, arena->store, at, size, got);
-    const uint8_t *was = p->arenas[arena->store].bytes + at;
-    for (uint64_t i = 0; i < u->elements; i++) {
-      bool new = !memcmp(got + i * bytes, results[k] + i * bytes, bytes);
-      bool old = !memcmp(got + i * bytes, was + i * bytes, bytes);
-      if (!new && !old)
-        differs(a,
-                "element %llu of an update that failed is neither old nor new in arena %d: its first byte is %#x, was "
-                "%#x, was to be %#x",
-                (unsigned long long)(u->first + i), arenas[k], got[i * bytes], was[i * bytes], results[k][i * bytes]);
-      if (!old && i + 1 > stop.least) stop.least = i + 1;
-      if (!new && i < stop.most) stop.most = i;
+    if (!(u->modes[k] & GEMINI_WRITE) || !size) continue;
+    memcpy(p->arenas[arena->store].bytes + at, results[k], size);
+    for (int i = 0; i < TENSORS; i++) {
+      tensor_t *t = &p->tensors[i];
+      if (!t->live || t->arena != arenas[k] || t->offset >= at + size || at >= t->offset + t->size) continue;
+      t->states = 1u << GEMINI_STATE_HOLD;
+      t->gradient = false;
     }
-    free(got);
-  }
-  if (stop.least > stop.most)
-    differs(a, "an update that failed has not stopped at one place: element %llu is new, element %llu is old",
-            (unsigned long long)(u->first + stop.least - 1), (unsigned long long)(u->first + stop.most));
-  if (a->w->options.updates_cut) return stop;
-  int root = p->arenas[arenas[0]].root;
-  while (stop.least < stop.most && cuts(p, u, root, stop.least)) stop.least++;
-  while (stop.least < stop.most && cuts(p, u, root, stop.most)) stop.most--;
-  if (cuts(p, u, root, stop.least))
-    differs(a, "an update that failed has stopped inside a tensor, at element %llu",
-            (unsigned long long)(u->first + stop.most));
-  return stop;
-}
-
-/* Tensors that an update has written to hold parameters, and are HOLD; perhaps: it is not known whether it has. */
-static void update_tensors(actor_t *a, manager_t *m, int in, uint64_t at, uint64_t size, bool perhaps) {
-  part_t *p = part_of(a, m);
-  for (int i = 0; i < TENSORS && size; i++) {
-    tensor_t *t = &p->tensors[i];
-    if (!t->live || t->arena != in || t->offset >= at + size || at >= t->offset + t->size) continue;
-    t->states = (perhaps ? t->states : 0) | 1u << GEMINI_STATE_HOLD;
-    if (!perhaps) t->gradient = false;
-    if (!t->gradient) continue;
-    gemini_access_t access = { t->handle, 0, 0, GEMINI_READ, GEMINI_TIER_HOST, NULL };
-    t->gradient = QUIET(a, OK | STATE | NO_ROOM, gemini_store, m->handle, &access, a->fd, 0) == GEMINI_ERR_STATE;
-  }
-}
-
-static void update_done(actor_t *a, manager_t *m, const update_t *u, const int *arenas, uint8_t *results[UPDATE_ARENAS],
-                        stop_t stop) {
-  part_t *p = part_of(a, m);
-  for (uint32_t k = 0; k < u->count; k++) {
-    const arena_t *arena = &p->arenas[arenas[k]];
-    uint64_t bytes = arena->element_bytes, at = u->first * bytes;
-    if (!(u->modes[k] & GEMINI_WRITE)) continue;
-    memcpy(p->arenas[arena->store].bytes + at, results[k], stop.least * bytes);
-    update_tensors(a, m, arenas[k], at, stop.least * bytes, false);
-    update_tensors(a, m, arenas[k], at + stop.least * bytes, (stop.most - stop.least) * bytes, true);
   }
 }
 
@@ -427,18 +362,16 @@ void run_update(actor_t *a, const op_t *op) {
   if (!wrong) update_model(p, u, arenas, results);
   u->next = a->updates;
   a->updates = u;
+  bool late = update.flags & GEMINI_UPDATE_LATE;
+  if (perhaps && !wrong && !late) perhaps |= PENDING;
   gemini_status_t status = CALL(a, wrong ? wrong | perhaps : OK | perhaps, gemini_update, m->handle, &update);
-  if (!wrong) {
-    stop_t stop = { u->elements, u->elements };
-    u->accepted = !status;
-    bool none = status == GEMINI_ERR_STATE || status == GEMINI_ERR_INVALID || status == GEMINI_ERR_BUSY;
-    if (none) stop = (stop_t){ 0, 0 };
-    else if (status) stop = update_stop(a, m, u, arenas, results);
-    else if (!(update.flags & GEMINI_UPDATE_LATE) && atomic_load(&u->seen) != u->elements)
+  u->accepted = !status || status == ERR_PENDING; /* all of it, or nothing */
+  if (!wrong && u->accepted) {
+    if (!status && !late && atomic_load(&u->seen) != u->elements)
       differs(a, "spans of %llu elements were given to the function, of %llu", (unsigned long long)u->seen,
               (unsigned long long)u->elements);
-    update_done(a, m, u, arenas, results, stop);
-    p->touched |= stop.most > 0;
+    update_done(p, u, arenas, results);
+    p->touched = true;
   }
   for (uint32_t k = 0; k < u->count; k++) free(results[k]);
 }

@@ -20,10 +20,6 @@ typedef struct options {
   uint32_t faults;  /* per cent of operations with a fault */
   bool cuda;        /* the CUDA device over the fake driver */
   bool files;       /* managers may have a file tier */
-  /* Of older versions, so that what else is wrong with them can be seen: */
-  bool names_repeat;    /* arenas may have equal names */
-  bool updates_cut;     /* an update that fails stops anywhere */
-  bool loads_cut;       /* a load that finds no room has read a part */
   bool without[OP_COUNT], spared[OP_COUNT], more[OP_COUNT]; /* operations left out; without faults; ten times as often */
   uint32_t features_off; /* bits of the next */
   uint32_t hang_s, tries;

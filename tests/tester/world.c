@@ -54,11 +54,11 @@ static const int errors_of[] = { 0, EIO, ENOSPC, EINTR, EDQUOT };
 /* What a call may say of a fault. */
 static statuses_t fault_statuses(uint32_t kind) {
   switch (kind) {
-  case FAULT_MEMORY: return OOM_SYSTEM | OOM_HOST; /* the latter: of memory that was reserved */
+  case FAULT_MEMORY: return OOM_SYSTEM | OOM_HOST | PENDING; /* the latter: of memory that was reserved */
   case FAULT_THREAD: return OOM_SYSTEM;
-  case FAULT_FILE: return IO | OOM_FILE | OOM_SYSTEM; /* the simulated device's memory is a file, too */
-  case FAULT_RING: return IO | OOM_SYSTEM | UNSUPPORTED;
-  case FAULT_DRIVER: return DEVICE | OOM_SYSTEM;
+  case FAULT_FILE: return IO | OOM_FILE | OOM_SYSTEM | PENDING; /* the simulated device's memory is a file, too */
+  case FAULT_RING: return IO | OOM_SYSTEM | UNSUPPORTED | PENDING;
+  case FAULT_DRIVER: return DEVICE | OOM_SYSTEM | PENDING;
   default: return 0;
   }
 }
@@ -94,7 +94,7 @@ static void check_last_error(actor_t *a, const char *function, gemini_status_t s
 
 static void names_of(statuses_t set, char *to, size_t size) {
   *to = 0;
-  for (int i = 0; i < 15; i++)
+  for (int i = 0; i < 16; i++)
     if (set >> i & 1)
       snprintf(to + strlen(to), size - strlen(to), "%s%d (%s)", *to ? ", " : "", -i, gemini_status_string(-i));
 }
@@ -118,9 +118,10 @@ gemini_status_t call_end(actor_t *a, const char *function, statuses_t allowed, g
     }
   }
   if (a->op && a->own_call && status <= 0 && status > -16) atomic_fetch_add(&w->shared->statuses[a->op->code][-status], 1);
-  if (status > 0 || status < -14) differs(a, "%s() returns %d, which is no status", function, status);
+  if (status > 0 || status < ERR_PENDING) differs(a, "%s() returns %d, which is no status", function, status);
   if (status) check_last_error(a, function, status);
-  if (status <= GEMINI_ERR_OOM_DEVICE && status >= GEMINI_ERR_FORMAT) a->refused = true;
+  if ((status <= GEMINI_ERR_OOM_DEVICE && status >= GEMINI_ERR_FORMAT) || status < GEMINI_ERR_UNSUPPORTED)
+    a->refused = true;
   if (allowed >> -status & 1) return status;
   for (uint32_t kind = 1; kind < FAULT_KINDS; kind++) /* a fault may show later, but once */
     if (atomic_load(&w->debt[kind]) && fault_statuses(kind) >> -status & 1) {
