@@ -63,12 +63,12 @@ static bool host_held(const manager_t *m, uint32_t threads) {
   return false;
 }
 
-/* Does a batch write a parameter and its gradient, whole both? */
+/* Does a batch write a parameter and its gradient, whose bytes are the same? */
 static bool both_written(const part_t *p, const spec_t *specs, const range_t *ranges, uint32_t n) {
   for (uint32_t k = 0; k < n; k++)
     for (uint32_t j = 0; j < k; j++)
       if (!ranges[j].is_arena && !ranges[k].is_arena && ranges[j].store == ranges[k].store &&
-          ranges[j].arena != ranges[k].arena && specs[j].mode == GEMINI_WRITE && specs[k].mode == GEMINI_WRITE &&
+          ranges[j].arena != ranges[k].arena && specs[j].mode & specs[k].mode & GEMINI_WRITE && !ranges[j].wrong &&
           p->tensors[ranges[j].slot].base == p->tensors[ranges[k].slot].base)
         return true;
   return false;
