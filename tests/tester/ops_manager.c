@@ -129,7 +129,10 @@ static bool any_hold(const actor_t *a, const manager_t *m, bool writing) {
 static bool close_manager(actor_t *a, manager_t *m, bool quiet) {
   bool busy = any_hold(a, m, false);
   /* What is left of an update that found no room is told here at the latest. */
-  statuses_t perhaps = m->has_files ? OOM_HOST | OOM_FILE : 0;
+  statuses_t perhaps = 0;
+  for (uint32_t t = 0; t < a->w->options.threads; t++)
+    for (const update_t *u = a->w->actors[t].updates; u; u = u->next)
+      if (u->mgr == m->handle) perhaps = NO_ROOM;
   gemini_status_t status = quiet ? QUIET(a, busy ? BUSY : OK | perhaps, gemini_manager_close, m->handle)
                                  : CALL(a, busy ? BUSY : OK | perhaps, gemini_manager_close, m->handle);
   if (status == GEMINI_ERR_BUSY || status == GEMINI_ERR_HANDLE) return false;
