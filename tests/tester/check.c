@@ -54,7 +54,11 @@ void read_surely(actor_t *a, manager_t *m, int store, uint64_t at, uint64_t size
   pthread_mutex_lock(&a->w->budgets);
   uint64_t more = m->config.host_bytes + (UINT64_C(64) << 20);
   QUIET(a, OK, gemini_budget_set, m->handle, GEMINI_TIER_HOST, more);
-  if (!read_bytes(a, m, store, at, size, to)) differs(a, "an arena cannot be read, though the host has room for it");
+  if (!read_bytes(a, m, store, at, size, to)) {
+    gemini_error_info_t info = GEMINI_ERROR_INFO_INIT;
+    (void)!gemini_last_error(&info);
+    differs(a, "an arena cannot be read, though the host has room for it: %s", info.message);
+  }
   if (QUIET(a, OK | NO_ROOM, gemini_budget_set, m->handle, GEMINI_TIER_HOST, m->config.host_bytes))
     m->config.host_bytes = more;
   m->host_bytes_most = more;
