@@ -35,6 +35,7 @@ typedef struct arena {
   int store; /* arena that stores its bytes; itself */
   uint64_t base;
   uint8_t *bytes;         /* [capacity], where it is its own store */
+  bool unknown;           /* a call failed that may have changed a part, and it could not be seen which */
   uint16_t pins[WINDOWS]; /* by window, likewise */
 } arena_t;
 

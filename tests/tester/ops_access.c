@@ -153,8 +153,7 @@ static void hold_begin(actor_t *a, manager_t *m, const spec_t *s, const range_t 
   snprintf(what, sizeof what, "acquired on the %s, %s %d at %llu", device ? "device" : "host",
            r->is_arena ? "arena" : "tensor", r->slot, (unsigned long long)r->offset);
   bool write = s->mode & GEMINI_WRITE;
-  use_bytes(a, m, device ? stream : -1, access->ptr, r->at, r->size, s->mode & GEMINI_READ ? model : NULL, write, seed,
-            what);
+  use_bytes(a, m, device ? stream : -1, access->ptr, r->at, r->size, s->mode & GEMINI_READ && !p->arenas[r->store].unknown ? model : NULL, write, seed, what);
   if (write) pattern_fill(model, r->at, r->size, seed);
   p->touched = true;
 }

@@ -447,8 +447,8 @@ static bool is_kept(actor_t *a, manager_t *m, const kept_t *k) {
     if (!k->arenas[i].bytes || !arena->size) continue;
     actor_t *of = &a->w->actors[p - m->parts];
     uint8_t *got = malloc(arena->size);
-    read_surely(of, m, (int)(arena - p->arenas), 0, arena->size, got);
-    bool same = !memcmp(got, k->arenas[i].bytes, arena->size);
+    bool same = read_surely(of, m, (int)(arena - p->arenas), 0, arena->size, got) &&
+                !memcmp(got, k->arenas[i].bytes, arena->size);
     free(got);
     if (!same) return false;
   }

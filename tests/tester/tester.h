@@ -192,8 +192,8 @@ void sync_holds(actor_t *a, manager_t *m, int store, uint64_t at, uint64_t size,
 /* ---- checks */
 /* Reads bytes of a store, with as little disturbance as can be. false: there is no room to. */
 bool read_bytes(actor_t *a, manager_t *m, int store, uint64_t at, uint64_t size, uint8_t *to);
-/* Likewise; what lacks room gets it for as long. */
-void read_surely(actor_t *a, manager_t *m, int store, uint64_t at, uint64_t size, uint8_t *to);
+/* Likewise; what lacks room gets it for as long. false: other threads take it, and the bytes are unknown from now on. */
+bool read_surely(actor_t *a, manager_t *m, int store, uint64_t at, uint64_t size, uint8_t *to);
 /* Compares bytes with the model's. false: they could not be read now. */
 bool check_bytes(actor_t *a, manager_t *m, int store, uint64_t at, uint64_t size);
 void check_tensor(actor_t *a, manager_t *m, int slot);
