@@ -172,6 +172,7 @@ void run_acquire(actor_t *a, const op_t *op) {
   for (uint32_t k = 0; k < n; k++) {
     ranges[k] = range_of(p, specs[k].is_arena, specs[k].slot, specs[k].offset, specs[k].size);
     if (!ranges[k].live || specs[k].hold >= HOLDS || p->holds[specs[k].hold].live) return;
+    if (!ranges[k].wrong && !ranges[k].size) return; /* once its arena has grown, nothing names it any more */
     for (uint32_t j = 0; j < k; j++)
       if (specs[j].hold == specs[k].hold) return;
     accesses[k] = access_of(&specs[k], &ranges[k]);

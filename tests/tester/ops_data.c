@@ -258,11 +258,14 @@ static void update_model(const part_t *p, const update_t *u, const int *arenas, 
 }
 
 static void update_done(part_t *p, const update_t *u, const int *arenas, uint8_t *results[UPDATE_ARENAS]) {
+  bool unknown = false;
+  for (uint32_t k = 0; k < u->count; k++) unknown |= p->arenas[p->arenas[arenas[k]].store].unknown;
   for (uint32_t k = 0; k < u->count; k++) {
     const arena_t *arena = &p->arenas[arenas[k]];
     uint64_t bytes = arena->element_bytes, at = u->first * bytes, size = u->elements * bytes;
     if (!(u->modes[k] & GEMINI_WRITE) || !size) continue;
     memcpy(p->arenas[arena->store].bytes + at, results[k], size);
+    p->arenas[arena->store].unknown = unknown;
     for (int i = 0; i < TENSORS; i++) {
       tensor_t *t = &p->tensors[i];
       if (!t->live || t->arena != arenas[k] || t->offset >= at + size || at >= t->offset + t->size) continue;

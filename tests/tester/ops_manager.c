@@ -163,6 +163,7 @@ static void make_again(actor_t *a, manager_t *m, const part_t *was, bool backwar
       c.reuse = old->store == i ? 0 : p->arenas[old->store].handle;
       arena_t *arena = &p->arenas[i];
       *arena = *old;
+      arena->unknown = false;
       memset(arena->pins, 0, sizeof arena->pins);
       arena->bytes = old->store == i ? calloc(1, old->capacity + 1) : NULL;
       if (QUIET(a, OK, gemini_arena_create, m->handle, &c, &arena->handle)) abort();
@@ -283,6 +284,7 @@ static kept_t kept_of(actor_t *a, manager_t *m) {
       to->element_bytes = arena->element_bytes;
       to->size = arena->size;
       to->reuses = arena->store != i;
+      to->unknown = arena->unknown;
       to->bytes = to->reuses ? NULL : malloc(arena->size + 1);
       if (!to->reuses) memcpy(to->bytes, arena->bytes, arena->size);
     }
@@ -428,7 +430,9 @@ static void take_up(actor_t *a, manager_t *m, const kept_t *k) {
   for (uint32_t i = 0; i < k->arena_count; i++) {
     part_t *p;
     arena_t *arena = kept_arena(a, m, &k->arenas[i], &p);
-    if (arena && k->arenas[i].bytes) memcpy(arena->bytes, k->arenas[i].bytes, k->arenas[i].size);
+    if (!arena || !k->arenas[i].bytes) continue;
+    memcpy(arena->bytes, k->arenas[i].bytes, k->arenas[i].size);
+    arena->unknown = k->arenas[i].unknown;
   }
   for (uint32_t i = 0; i < k->tensor_count; i++) {
     tensor_t *t = kept_tensor(a, m, k, &k->tensors[i]);
@@ -444,7 +448,7 @@ static bool is_kept(actor_t *a, manager_t *m, const kept_t *k) {
     part_t *p;
     const arena_t *arena = kept_arena(a, m, &k->arenas[i], &p);
     if (!arena) return false;
-    if (!k->arenas[i].bytes || !arena->size) continue;
+    if (!k->arenas[i].bytes || !arena->size || k->arenas[i].unknown) continue;
     actor_t *of = &a->w->actors[p - m->parts];
     uint8_t *got = malloc(arena->size);
     bool same = read_surely(of, m, (int)(arena - p->arenas), 0, arena->size, got) &&

@@ -72,7 +72,7 @@ typedef struct kept_arena {
   char name[64];
   uint32_t kind, element_bytes;
   uint64_t size;
-  bool reuses;
+  bool reuses, unknown;
   uint8_t *bytes;
 } kept_arena_t;
 typedef struct kept_tensor {
