@@ -114,6 +114,7 @@ typedef struct actor {
   uint32_t queue_first, queue_end;
   const op_t *op; /* that is being run */
   bool fault_used, own_call, armed;
+  gemini_status_t own_status; /* of its own call */
   uint64_t driver_first;      /* call of the driver that fails first */
   uint64_t fired;             /* calls that failed during its call, by fault */
   bool refused;               /* a call of it failed for want of something, or by an error of the system */

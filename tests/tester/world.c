@@ -33,8 +33,9 @@ void differs(actor_t *a, const char *format, ...) {
     FILE *file = open_memstream(&line, &size);
     if (file && a->op) op_write(file, a->op);
     if (file) fclose(file);
-    snprintf(s->message, sizeof s->message, "%s\n  in operation %llu of thread %u: %s", text,
-             (unsigned long long)atomic_load(&s->threads[a->index].count), a->index, line && *line ? line : "(none)\n");
+    snprintf(s->message, sizeof s->message, "%s\n  in operation %llu of thread %u, whose status is %d: %s", text,
+             (unsigned long long)atomic_load(&s->threads[a->index].count), a->index, a->own_status,
+             line && *line ? line : "(none)\n");
     end_process();
   }
   for (;;) pause(); /* somebody else ends it */
@@ -117,6 +118,7 @@ gemini_status_t call_end(actor_t *a, const char *function, statuses_t allowed, g
       for (int i = 0; i < MANAGERS; i++) atomic_store(&w->managers[i].record_lost, true); /* perhaps */
     }
   }
+  if (a->own_call) a->own_status = status;
   if (a->op && a->own_call && status <= 0 && status > -16) atomic_fetch_add(&w->shared->statuses[a->op->code][-status], 1);
   if (status > 0 || status < ERR_PENDING) differs(a, "%s() returns %d, which is no status", function, status);
   if (status) check_last_error(a, function, status);
