@@ -47,18 +47,21 @@ void faults_pause(bool pause) { paused += pause ? 1 : -1; }
 uint64_t faults_calls(void) { return atomic_load(&calls); }
 void faults_use_driver(void *(*symbol)(const char *name)) { gmi_cuda_driver_replace(symbol); }
 
-/* ---- sites */
-enum { SITES = 4096, DEPTH = 12 };
+/* ---- ways */
+enum { SITES = 8192, DEPTH = 16 };
 static _Atomic bool noting;
+static _Atomic uint64_t wanted_path; /* of the way on which a call is to fail; 0: none */
+static _Atomic int64_t wanted_skip;
+static _Atomic bool site_failed;
 static pthread_mutex_t sites_lock = PTHREAD_MUTEX_INITIALIZER;
 static fault_site_t sites[SITES];
 static uint32_t site_count;
 
 static uintptr_t library_base(void) {
-  static uintptr_t base; /* the same from any thread */
+  static _Atomic uintptr_t base;
   Dl_info info;
-  if (!base && dladdr((void *)(uintptr_t)&faults_arm, &info)) base = (uintptr_t)info.dli_fbase;
-  return base;
+  if (!atomic_load(&base) && dladdr((void *)(uintptr_t)&faults_arm, &info)) atomic_store(&base, (uintptr_t)info.dli_fbase);
+  return atomic_load(&base);
 }
 const char *faults_library(void) {
   Dl_info info;
@@ -71,23 +74,29 @@ typedef struct {
 } path_t;
 static _Unwind_Reason_Code step(struct _Unwind_Context *context, void *user) {
   path_t *path = user;
-  uintptr_t at = _Unwind_GetIP(context), base = library_base();
-  if (path->depth++ && at >= base && at - base < (UINT64_C(1) << 28)) path->hash = (path->hash ^ at) * 1099511628211u;
+  uintptr_t offset = _Unwind_GetIP(context) - library_base();
+  if (path->depth++ && offset < (UINT64_C(1) << 28)) path->hash = (path->hash ^ offset) * 1099511628211u;
   return path->depth < DEPTH ? _URC_NO_REASON : _URC_END_OF_STACK;
 }
-
-static void note(fault_kind_t kind, const char *function, void *from, bool fails) {
+static uint64_t path_here(void) {
   path_t path = { UINT64_C(14695981039346656037), 0 };
   paused++;
   _Unwind_Backtrace(step, &path);
-  uintptr_t offset = (uintptr_t)from - library_base();
+  paused--;
+  return path.hash;
+}
+
+static void note(fault_kind_t kind, const char *function, void *from) {
+  uint64_t path = path_here();
   pthread_mutex_lock(&sites_lock);
   uint32_t i = 0;
-  while (i < site_count && (sites[i].offset != offset || sites[i].path != path.hash)) i++;
-  if (i == site_count && i < SITES) sites[site_count++] = (fault_site_t){ offset, path.hash, 0, 0, function, kind };
-  if (i < SITES) sites[i].calls++, sites[i].failed += fails;
+  while (i < site_count && sites[i].path != path) i++;
+  if (i == site_count && i < SITES) {
+    sites[site_count++] = (fault_site_t){ .place = (uintptr_t)from - library_base(), .path = path, .kind = kind };
+    strncpy(sites[i].function, function, sizeof sites[i].function - 1);
+  }
+  if (i < SITES) sites[i].calls++;
   pthread_mutex_unlock(&sites_lock);
-  paused--;
 }
 void faults_note_sites(bool on) { atomic_store(&noting, on); }
 uint32_t faults_sites(fault_site_t *out, uint32_t capacity) {
@@ -97,6 +106,12 @@ uint32_t faults_sites(fault_site_t *out, uint32_t capacity) {
   pthread_mutex_unlock(&sites_lock);
   return count;
 }
+void faults_arm_site(uint64_t path, uint64_t skip_calls) {
+  atomic_store(&wanted_skip, (int64_t)skip_calls);
+  atomic_store(&site_failed, false);
+  atomic_store(&wanted_path, path);
+}
+bool faults_site_failed(void) { return atomic_load(&site_failed); }
 
 /* ---- does this call fail? Sets errno if so. */
 static bool fails(fault_kind_t kind, const char *function, void *from, int error) {
@@ -111,12 +126,15 @@ static bool fails(fault_kind_t kind, const char *function, void *from, int error
       errno = wanted ? wanted : error;
     }
   }
-  if (atomic_load_explicit(&noting, memory_order_relaxed)) {
-    int kept = errno;
-    note(kind, function, from, hit);
-    errno = kept;
-  }
-  return hit;
+  int kept = errno;
+  if (atomic_load_explicit(&noting, memory_order_relaxed)) note(kind, function, from);
+  uint64_t path = atomic_load_explicit(&wanted_path, memory_order_relaxed);
+  errno = kept;
+  if (!path || path_here() != path || atomic_fetch_sub(&wanted_skip, 1)) return hit;
+  atomic_store(&wanted_path, 0);
+  atomic_store(&site_failed, true);
+  errno = error;
+  return true;
 }
 #define FAILS(kind, error) fails(kind, __func__ + sizeof "__wrap", __builtin_return_address(0), error)
 

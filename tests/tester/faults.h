@@ -30,18 +30,22 @@ __attribute__((visibility("default"))) void faults_pause(bool pause);
 /* Calls of the armed kind since faults_arm(), failed or not. */
 __attribute__((visibility("default"))) uint64_t faults_calls(void);
 
-/* A place in the library that called: by the address of the call, and by the addresses of its callers, too. */
+/* A way in which the library calls the system: the same in every process. */
 typedef struct fault_site {
-  uintptr_t offset; /* of the return address, in the shared library */
-  uint64_t path;    /* hash of the return addresses in the library */
-  uint64_t calls, failed;
-  const char *function;
+  uint64_t place; /* where it is called: the return address in the shared library */
+  uint64_t path;  /* and by whom: a hash of the return addresses in the library */
+  uint64_t calls;
+  char function[40];
   fault_kind_t kind;
 } fault_site_t;
-/* From now on each call is noted by its site, which is slow. */
+/* From now on each call is noted by its way, which is slow. */
 __attribute__((visibility("default"))) void faults_note_sites(bool note);
-/* The sites noted so far. */
+/* The ways noted so far. */
 __attribute__((visibility("default"))) uint32_t faults_sites(fault_site_t *sites_out, uint32_t capacity);
+/* The call that comes this way after `skip` others did fails, once, on any thread. */
+__attribute__((visibility("default"))) void faults_arm_site(uint64_t path, uint64_t skip);
+/* Has it? */
+__attribute__((visibility("default"))) bool faults_site_failed(void);
 /* The file of the shared library, for addr2line. */
 __attribute__((visibility("default"))) const char *faults_library(void);
 

@@ -24,6 +24,8 @@ static const char usage[] =
     "  --replay FILE    runs a program that was written\n"
     "  --save FILE      writes a program that fails there (tester.SEED.program where it is not given, and --shrink is)\n"
     "  --all-every N    checks everything after so many operations (512)\n"
+    "  --every-way N    every way in which the library calls the system in these programs fails once; an error if these\n"
+    "                   ways begin at fewer than N places\n"
     "  --keep-going     does not stop at the first seed that fails\n"
     "  --hang N         seconds without progress after which a program hangs (60)\n"
     "  --statistics     prints how often each operation ended how\n"
@@ -41,7 +43,8 @@ typedef struct settings {
   options_t options;
   uint64_t seeds;
   bool shrinks, statistics, in_process;
-  uint32_t shrink_s;
+  uint32_t shrink_s, least_places;
+  bool every_way;
   const char *replay, *save;
   char without[1024];
 } settings_t;
@@ -81,7 +84,7 @@ static void leave_out(options_t *o, char *list) {
 }
 
 static settings_t settings_of(int argc, char **argv) {
-  enum { SEED = 256, SEEDS, STEPS, NTHREADS, FAULTS, DEVICE_OPTION, NO_FILES, WITHOUT, SPARE, MORE, SHRINK, SHRINK_S, TRIES, REPLAY, SAVE, GOING, ALL_EVERY, HANG, STATISTICS, IN_PROCESS, HELP };
+  enum { SEED = 256, SEEDS, STEPS, NTHREADS, FAULTS, DEVICE_OPTION, NO_FILES, WITHOUT, SPARE, MORE, SHRINK, SHRINK_S, TRIES, REPLAY, SAVE, GOING, WAYS, ALL_EVERY, HANG, STATISTICS, IN_PROCESS, HELP };
   static const struct option options[] = {
     { "seed", 1, NULL, SEED },         { "seeds", 1, NULL, SEEDS },
     { "steps", 1, NULL, STEPS },       { "threads", 1, NULL, NTHREADS },
@@ -90,7 +93,7 @@ static settings_t settings_of(int argc, char **argv) {
     { "spare", 1, NULL, SPARE }, { "more", 1, NULL, MORE }, { "shrink", 0, NULL, SHRINK },
     { "shrink-seconds", 1, NULL, SHRINK_S }, { "replay", 1, NULL, REPLAY },
     { "tries", 1, NULL, TRIES },       { "save", 1, NULL, SAVE },         { "keep-going", 0, NULL, GOING },
-    { "all-every", 1, NULL, ALL_EVERY }, { "hang", 1, NULL, HANG },         { "statistics", 0, NULL, STATISTICS },
+    { "every-way", 1, NULL, WAYS },    { "all-every", 1, NULL, ALL_EVERY }, { "hang", 1, NULL, HANG },         { "statistics", 0, NULL, STATISTICS },
     { "in-process", 0, NULL, IN_PROCESS }, { "help", 0, NULL, HELP },
     { NULL, 0, NULL, 0 }
   };
@@ -123,6 +126,7 @@ static settings_t settings_of(int argc, char **argv) {
     case REPLAY: s.replay = optarg; break;
     case SAVE: s.save = optarg; break;
     case GOING: o->keep_going = true; break;
+    case WAYS: s.every_way = true, s.least_places = (uint32_t)number("--every-way", optarg, 100000); break;
     case ALL_EVERY: o->all_every = (uint32_t)number("--all-every", optarg, UINT32_MAX); break;
     case HANG: o->hang_s = (uint32_t)number("--hang", optarg, 1000000); break;
     case STATISTICS: s.statistics = true; break;
@@ -208,6 +212,81 @@ static void tell_statistics(const shared_t *s) {
   }
 }
 
+/* ---- every way in which the library calls the system fails once */
+typedef struct ways {
+  fault_site_t *all;
+  uint32_t count, places, failed;
+} ways_t;
+static bool is_known(const ways_t *w, const fault_site_t *site) {
+  for (uint32_t i = 0; i < w->count; i++)
+    if (w->all[i].path == site->path) return true;
+  return false;
+}
+static bool place_is_known(const ways_t *w, const fault_site_t *site) {
+  for (uint32_t i = 0; i < w->count; i++)
+    if (w->all[i].place == site->place) return true;
+  return false;
+}
+
+/* Ways of a program that none before it had. */
+static bool fail_ways(settings_t *s, watch_t watch, ways_t *w, const op_t *ops, uint64_t count) {
+  shared_t *shared = watch.shared;
+  uint32_t found = shared->site_count;
+  fault_site_t *sites = malloc((found + 1) * sizeof *sites);
+  memcpy(sites, shared->site, found * sizeof *sites);
+  bool fine = true;
+  for (uint32_t i = 0; i < found && (fine || s->options.keep_going); i++) {
+    if (is_known(w, &sites[i])) continue;
+    bool new_place = !place_is_known(w, &sites[i]);
+    w->all = realloc(w->all, (w->count + 1) * sizeof *w->all);
+    w->all[w->count++] = sites[i];
+    shared->sites = SITES_FAIL;
+    shared->site_path = sites[i].path;
+    shared->site_kind = sites[i].kind;
+    shared->site_skip = 0;
+    outcome_t o = run_child(&s->options, watch, ops, count, false);
+    w->failed += shared->site_failed;
+    w->places += new_place && shared->site_failed;
+    if (o.kind == ENDED_WELL) continue;
+    fine = false;
+    fprintf(stderr, "when %s() fails that is called at %#llx of %s (way %#llx):\n", sites[i].function,
+            (unsigned long long)sites[i].place, faults_library(), (unsigned long long)sites[i].path);
+    tell_failure(s, shared, &o, ops, count);
+  }
+  free(sites);
+  return fine;
+}
+
+static int every_way(settings_t *s, watch_t watch) {
+  ways_t w = { 0 };
+  uint64_t end = s->options.seed + s->seeds;
+  bool fine = true;
+  for (; s->options.seed < end && (fine || s->options.keep_going); s->options.seed++) {
+    watch.shared->sites = SITES_NOTE;
+    outcome_t o = run_child(&s->options, watch, NULL, 0, false);
+    uint64_t count;
+    op_t *ops = program_of(watch.shared, &s->options, &count);
+    if (o.kind == ENDED_WELL) fine &= fail_ways(s, watch, &w, ops, count);
+    else fine = false, tell_failure(s, watch.shared, &o, NULL, 0);
+    free(ops);
+  }
+  printf("%u ways in which the library calls the system, %u of them failed once; they begin at %u places\n", w.count,
+         w.failed, w.places);
+  if (w.places < s->least_places) {
+    fprintf(stderr, "tester: %u places, expected %u at least\n", w.places, s->least_places);
+    fine = false;
+  }
+  for (uint32_t i = 0; s->statistics && i < w.count; i++) {
+    char command[512];
+    printf("%s ", w.all[i].function);
+    fflush(stdout);
+    snprintf(command, sizeof command, "addr2line -e %s %#llx", faults_library(), (unsigned long long)w.all[i].place - 1);
+    if (system(command)) printf("%#llx\n", (unsigned long long)w.all[i].place);
+  }
+  free(w.all);
+  return fine ? 0 : 1;
+}
+
 int main(int argc, char **argv) {
   if (argc == 3 && !strcmp(argv[1], "--child")) return child_main(atoi(argv[2]));
   settings_t s = settings_of(argc, argv);
@@ -225,6 +304,7 @@ int main(int argc, char **argv) {
     if (system("rm -rf /tmp/gemini-tester-in-process; mkdir /tmp/gemini-tester-in-process")) return 2;
     return child_main(watch.fd);
   }
+  if (s.every_way) return every_way(&s, watch);
   for (; seed < first + s.seeds; seed++) {
     s.options.seed = seed;
     outcome_t o = run_child(&s.options, watch, ops, count, false);

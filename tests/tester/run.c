@@ -99,8 +99,19 @@ made:
   add_fault(a, op);
 }
 
+/* A call of the system has failed in this operation: if it says so, nothing has changed, and done again it succeeds. */
+static void try_again(actor_t *a, const op_t *op) {
+  if (!a->site_failed) return;
+  a->site_failed = false;
+  if (!a->own_status) return;
+  for (int i = 0; i < MANAGERS; i++) check_part(a, &a->w->managers[i]);
+  for (int kind = 0; kind < FAULT_KINDS; kind++) atomic_store(&a->w->debt[kind], 0);
+  run_op(a, op);
+}
+
 static void step(actor_t *a, const op_t *op) {
   run_op(a, op);
+  try_again(a, op);
   uint64_t at = atomic_load(&a->w->shared->threads[a->index].count);
   manager_t *m = manager_of(a, op);
   check_some(a, m, at);
@@ -266,6 +277,8 @@ void world_open(world_t *w, const options_t *options, shared_t *shared, const ch
     faults_use_driver(fake_cuda_symbol);
   }
   probe_uring(w);
+  if (shared->sites == SITES_NOTE) faults_note_sites(true);
+  if (shared->sites == SITES_FAIL) faults_arm_site(shared->site_path, shared->site_skip);
 }
 
 /* Everything is given back, so that what is left is a leak. */
@@ -290,6 +303,7 @@ void world_close(world_t *w) {
   for (int i = 0; i < TRACES; i++) kept_free(&w->traces[i]);
   if (w->options.cuda && fake_cuda_live(true)) differs(&w->actors[0], "things of the driver are left");
   if (w->options.cuda && fake_cuda_violations()) differs(&w->actors[0], "calls of the driver that no program may make");
+  if (w->shared->sites == SITES_NOTE) w->shared->site_count = faults_sites(w->shared->site, SITES_MOST);
   for (uint32_t i = 0; i < w->options.threads; i++) {
     munmap(w->actors[i].file, FILE_BYTES);
     close(w->actors[i].fd);

@@ -45,7 +45,15 @@ typedef struct last_call {
   char name[32];
   _Atomic uint64_t begin_ns, end_ns; /* 0: it has not ended */
 } last_call_t;
+/* What is done about the ways in which the library calls the system. */
+enum { SITES_OFF, SITES_NOTE, SITES_FAIL, SITES_MOST = 8192 };
 typedef struct shared {
+  int sites;
+  uint64_t site_path, site_skip; /* SITES_FAIL */
+  fault_kind_t site_kind;
+  bool site_failed; /* out */
+  uint32_t site_count; /* out, SITES_NOTE */
+  fault_site_t site[SITES_MOST];
   options_t options; /* what the process that runs a program is told */
   char directory[PATHS];
   bool replays, quiet;
@@ -115,6 +123,7 @@ typedef struct actor {
   const op_t *op; /* that is being run */
   bool fault_used, own_call, armed;
   gemini_status_t own_status; /* of its own call */
+  bool site_failed;           /* a call of the system failed in it, by SITES_FAIL */
   uint64_t driver_first;      /* call of the driver that fails first */
   uint64_t fired;             /* calls that failed during its call, by fault */
   bool refused;               /* a call of it failed for want of something, or by an error of the system */

@@ -74,6 +74,7 @@ void call_begin(actor_t *a, const char *function, bool with_fault) {
   atomic_store_explicit(&a->w->shared->threads[a->index].calls, call + 1, memory_order_release);
   a->fired = 0;
   a->own_call = with_fault;
+  if (!with_fault && a->w->shared->sites) faults_pause(true); /* only what operations are about */
   a->armed = with_fault && op && op->fault && !a->fault_used;
   if (a->armed && op->fault == FAULT_DRIVER) {
     a->fault_used = true;
@@ -118,7 +119,14 @@ gemini_status_t call_end(actor_t *a, const char *function, statuses_t allowed, g
       for (int i = 0; i < MANAGERS; i++) atomic_store(&w->managers[i].record_lost, true); /* perhaps */
     }
   }
+  if (!a->own_call && w->shared->sites) faults_pause(false);
   if (a->own_call) a->own_status = status;
+  if (w->shared->sites == SITES_FAIL && faults_site_failed() && !w->shared->site_failed) {
+    w->shared->site_failed = a->site_failed = true;
+    a->fired = 1;
+    atomic_fetch_add(&w->debt[w->shared->site_kind], 1);
+    for (int i = 0; i < MANAGERS; i++) atomic_store(&w->managers[i].record_lost, true);
+  }
   if (a->op && a->own_call && status <= 0 && status > -16) atomic_fetch_add(&w->shared->statuses[a->op->code][-status], 1);
   if (status > 0 || status < ERR_PENDING) differs(a, "%s() returns %d, which is no status", function, status);
   if (status) check_last_error(a, function, status);
