@@ -53,7 +53,7 @@ bool read_surely(actor_t *a, manager_t *m, int store, uint64_t at, uint64_t size
   if (read_bytes(a, m, store, at, size, to)) return true;
   pthread_mutex_lock(&a->w->budgets);
   uint64_t more = m->config.host_bytes + (UINT64_C(64) << 20);
-  QUIET(a, OK, gemini_budget_set, m->handle, GEMINI_TIER_HOST, more);
+  QUIET(a, OK | OOM_HOST, gemini_budget_set, m->handle, GEMINI_TIER_HOST, more);
   bool read = read_bytes(a, m, store, at, size, to);
   if (QUIET(a, OK | NO_ROOM, gemini_budget_set, m->handle, GEMINI_TIER_HOST, m->config.host_bytes))
     m->config.host_bytes = more;

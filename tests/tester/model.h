@@ -105,6 +105,7 @@ typedef struct manager {
   bool timeline, hooked;
   bool resumed; /* a checkpoint was made or taken up */
   bool has_files;
+  bool cannot_grow; /* perhaps: it was opened while a call of the system failed, and may have few host addresses */
   part_t parts[THREADS];
 } manager_t;
 

@@ -43,6 +43,7 @@ static gemini_status_t open_manager(actor_t *a, manager_t *m, const gemini_confi
   m->config = m->opened = *config;
   m->host_bytes_most = config->host_bytes;
   m->has_files = config->file_bytes > 0;
+  m->cannot_grow = a->fired > 0;
   m->op_stream = -1;
   return status;
 }
@@ -238,6 +239,7 @@ void run_budget(actor_t *a, const op_t *op) {
                      : tier == GEMINI_TIER_HOST ? &m->config.host_bytes
                                                 : &m->config.file_bytes;
   statuses_t allowed = bytes >= *budget && tier != GEMINI_TIER_FILE ? OK : OK | NO_ROOM;
+  if (tier == GEMINI_TIER_HOST && m->cannot_grow) allowed |= OOM_HOST;
   if (m->traced || m->perhaps_traced) allowed |= OOM_DEVICE; /* the plan cannot be made with it */
   if (tier > GEMINI_TIER_FILE) allowed = INVALID;
   else if (tier == GEMINI_TIER_DEVICE && bytes < m->config.device_margin_bytes + window) allowed = INVALID;
