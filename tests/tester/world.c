@@ -246,31 +246,41 @@ void sync_holds(actor_t *a, manager_t *m, int store, uint64_t at, uint64_t size,
   }
 }
 
-/* ---- updates */
-static uint64_t element_mask(uint32_t element_bytes, uint64_t index) { /* as pattern_fill()'s */
-  return element_bytes == 1 ? (index & 1 ? 0xbf : 0xff) : UINT64_C(0xbfffbfffbfffbfff);
+/* ---- updates: a hash of what is read and where, block by block */
+enum { BLOCK = 256 };
+static void mix(uint64_t *hash, const uint8_t *from, uint32_t bytes, uint64_t count) {
+  for (uint64_t i = 0; i < count; i++, from += bytes) {
+    uint64_t value = *from;
+    if (bytes == 2) value |= (uint64_t)from[1] << 8;
+    else if (bytes == 4) value = *(const uint32_t *)(const void *)from;
+    else if (bytes >= 8) value = *(const uint64_t *)(const void *)from;
+    value = (hash[i] ^ value) * UINT64_C(0xbf58476d1ce4e5b9);
+    hash[i] = value ^ value >> 29;
+  }
 }
-static uint64_t load_element(const uint8_t *from, uint32_t bytes) {
-  uint64_t value = 0;
-  memcpy(&value, from, bytes < 8 ? bytes : 8);
-  return value;
+/* In patterns that are finite numbers, as pattern_fill()'s. */
+static void put(const uint64_t *hash, uint64_t odd, uint8_t *to, uint32_t bytes, uint64_t first, uint64_t count) {
+  const uint64_t finite = UINT64_C(0xbfffbfffbfffbfff);
+  for (uint64_t i = 0; i < count; i++, to += bytes) {
+    uint64_t value = hash[i] * odd & finite;
+    if (bytes == 1) *to = (uint8_t)(value & ((first + i) & 1 ? 0xbf : 0xff));
+    else if (bytes == 2) *(uint16_t *)(void *)to = (uint16_t)value;
+    else if (bytes == 4) *(uint32_t *)(void *)to = (uint32_t)value;
+    else *(uint64_t *)(void *)to = value;
+    if (bytes == 16) *(uint64_t *)(void *)(to + 8) = value;
+  }
 }
 void update_apply(const update_t *u, uint64_t first, uint64_t count, void *const *ptr) {
-  for (uint64_t i = 0; i < count; i++) {
-    uint64_t h = u->salt ^ (first + i) * UINT64_C(0x9e3779b97f4a7c15);
-    for (uint32_t k = 0; k < u->count; k++) {
-      if (!(u->modes[k] & GEMINI_READ)) continue;
-      h ^= load_element((const uint8_t *)ptr[k] + i * u->element_bytes[k], u->element_bytes[k]);
-      h *= UINT64_C(0xbf58476d1ce4e5b9);
-      h ^= h >> 29;
-    }
-    for (uint32_t k = 0; k < u->count; k++) {
-      if (!(u->modes[k] & GEMINI_WRITE)) continue;
-      uint64_t value = (h * (2 * k + 3)) & element_mask(u->element_bytes[k], first + i);
-      uint8_t *to = (uint8_t *)ptr[k] + i * u->element_bytes[k];
-      memcpy(to, &value, u->element_bytes[k] < 8 ? u->element_bytes[k] : 8);
-      if (u->element_bytes[k] == 16) memcpy(to + 8, &value, 8);
-    }
+  uint64_t hash[BLOCK];
+  for (uint64_t at = 0; at < count; at += BLOCK) {
+    uint64_t n = count - at < BLOCK ? count - at : BLOCK;
+    for (uint64_t i = 0; i < n; i++) hash[i] = u->salt ^ (first + at + i) * UINT64_C(0x9e3779b97f4a7c15);
+    for (uint32_t k = 0; k < u->count; k++)
+      if (u->modes[k] & GEMINI_READ)
+        mix(hash, (const uint8_t *)ptr[k] + at * u->element_bytes[k], u->element_bytes[k], n);
+    for (uint32_t k = 0; k < u->count; k++)
+      if (u->modes[k] & GEMINI_WRITE)
+        put(hash, 2 * k + 3, (uint8_t *)ptr[k] + at * u->element_bytes[k], u->element_bytes[k], first + at, n);
   }
 }
 
