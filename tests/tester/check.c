@@ -96,8 +96,9 @@ void check_tensor(actor_t *a, manager_t *m, int slot) {
             (unsigned long long)info.offset_bytes, (unsigned long long)info.size_bytes, t->name,
             (unsigned long long)t->offset, (unsigned long long)t->size);
   uint64_t sum = info.tier_bytes[0] + info.tier_bytes[1] + info.tier_bytes[2];
-  if (sum > t->size) differs(a, "tensor %d has %llu bytes in tiers, of %llu", slot, (unsigned long long)sum,
-                             (unsigned long long)t->size);
+  if (sum > t->size)
+    differs(a, "tensor %d has %llu bytes in tiers, of %llu", slot, (unsigned long long)sum,
+            (unsigned long long)t->size);
 }
 
 void check_arena(actor_t *a, manager_t *m, int slot) {
@@ -157,12 +158,13 @@ void check_stats(actor_t *a, manager_t *m) {
       if (p->blocks[i].live) blocks += p->blocks[i].size;
     for (const update_t *u = w->actors[t].updates; u; u = u->next) updates += u->mgr == m->handle;
   }
-#define SAME(what, got, expected)                                                                      \
-  if ((got) != (expected))                                                                             \
+#define SAME(what, got, expected) \
+  if ((got) != (expected))        \
   differs(a, "statistics: %s is %llu, expected %llu", what, (unsigned long long)(got), (unsigned long long)(expected))
-#define AT_MOST(what, got, most)                                                                              \
-  if ((got) > (most))                                                                                         \
-  differs(a, "statistics: %s is %llu, at most %llu are possible", what, (unsigned long long)(got), (unsigned long long)(most))
+#define AT_MOST(what, got, most)                                                                   \
+  if ((got) > (most))                                                                              \
+  differs(a, "statistics: %s is %llu, at most %llu are possible", what, (unsigned long long)(got), \
+          (unsigned long long)(most))
   for (int tier = 0; tier < GEMINI_TIER_COUNT; tier++) {
     static const char *const names[] = { "used_bytes of the device", "used_bytes of the host", "used_bytes of files" };
     SAME("a budget", s.budget_bytes[tier], budgets[tier]);

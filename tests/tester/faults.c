@@ -60,7 +60,8 @@ static uint32_t site_count;
 static uintptr_t library_base(void) {
   static _Atomic uintptr_t base;
   Dl_info info;
-  if (!atomic_load(&base) && dladdr((void *)(uintptr_t)&faults_arm, &info)) atomic_store(&base, (uintptr_t)info.dli_fbase);
+  if (!atomic_load(&base) && dladdr((void *)(uintptr_t)&faults_arm, &info))
+    atomic_store(&base, (uintptr_t)info.dli_fbase);
   return atomic_load(&base);
 }
 const char *faults_library(void) {
@@ -139,7 +140,7 @@ static bool fails(fault_kind_t kind, const char *function, void *from, int error
 #define FAILS(kind, error) fails(kind, __func__ + sizeof "__wrap", __builtin_return_address(0), error)
 
 /* NAME as the library calls it, and the real one. */
-#define WRAP(result, name, ...)                                         \
+#define WRAP(result, name, ...)                                            \
   result __real_##name(__VA_ARGS__);                                       \
   __attribute__((visibility("hidden"))) result __wrap_##name(__VA_ARGS__); \
   result __wrap_##name(__VA_ARGS__)

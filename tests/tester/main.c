@@ -3,14 +3,14 @@
 #include <getopt.h>
 #include <stdio.h>
 
-#include "watch.h"
+#include "settings.h"
 
 static const char usage[] =
     "tester [OPTION]...\n"
     "Runs random programs over the public API against a model of it.\n"
     "  --seed N         the first seed (1)\n"
     "  --seeds N        how many (1)\n"
-    "  --steps N        operations of a seed's program (10000, or GEMINI_STRESS_STEPS over all seeds)\n"
+    "  --steps N        operations of a seed's program (10000, or GEMINI_TESTER_STEPS, over the number of seeds)\n"
     "  --threads N      threads, at most 32 (1)\n"
     "  --faults P       per cent of operations during which a call of the system fails (0)\n"
     "  --device D       sim, or cuda over a fake driver (sim)\n"
@@ -22,10 +22,11 @@ static const char usage[] =
     "  --shrink-seconds N  for at most so long (300)\n"
     "  --tries N        runs of each reduced program, until one fails (2; with several threads 10)\n"
     "  --replay FILE    runs a program that was written\n"
-    "  --save FILE      writes a program that fails there (tester.SEED.program where it is not given, and --shrink is)\n"
+    "  --save FILE      writes a program that fails there; with --shrink, otherwise to tester.SEED.program\n"
     "  --all-every N    checks everything after so many operations (512)\n"
-    "  --every-way N    every way in which the library calls the system in these programs fails once; an error if these\n"
-    "                   ways begin at fewer than N places\n"
+    "  --every-way N    every way in which the library calls the system in these programs fails once; an error if\n"
+    "                   the ways begin at fewer than N places\n"
+    "  --way WAY        this one fails\n"
     "  --keep-going     does not stop at the first seed that fails\n"
     "  --hang N         seconds without progress after which a program hangs (60)\n"
     "  --statistics     prints how often each operation ended how\n"
@@ -38,16 +39,6 @@ static const struct {
   FEATURES(X)
 #undef X
 };
-
-typedef struct settings {
-  options_t options;
-  uint64_t seeds;
-  bool shrinks, statistics, in_process;
-  uint32_t shrink_s, least_places;
-  bool every_way;
-  const char *replay, *save;
-  char without[1024];
-} settings_t;
 
 __attribute__((noreturn)) static void refuse(const char *what, const char *value) {
   fprintf(stderr, "tester: %s: %s; --help tells\n", what, value);
@@ -83,24 +74,73 @@ static void leave_out(options_t *o, char *list) {
   }
 }
 
+static void way_of(settings_t *s, const char *text) {
+  const char *colon = strchr(text, ':');
+  for (int kind = 1; colon && kind < FAULT_KINDS; kind++)
+    if (!strncmp(fault_name((uint8_t)kind), text, (size_t)(colon - text))) s->way_kind = (fault_kind_t)kind;
+  s->way = colon ? strtoull(colon + 1, NULL, 0) : 0;
+  if (!s->way_kind || !s->way) refuse("--way", text);
+}
+
 static settings_t settings_of(int argc, char **argv) {
-  enum { SEED = 256, SEEDS, STEPS, NTHREADS, FAULTS, DEVICE_OPTION, NO_FILES, WITHOUT, SPARE, MORE, SHRINK, SHRINK_S, TRIES, REPLAY, SAVE, GOING, WAYS, ALL_EVERY, HANG, STATISTICS, IN_PROCESS, HELP };
-  static const struct option options[] = {
-    { "seed", 1, NULL, SEED },         { "seeds", 1, NULL, SEEDS },
-    { "steps", 1, NULL, STEPS },       { "threads", 1, NULL, NTHREADS },
-    { "faults", 1, NULL, FAULTS },     { "device", 1, NULL, DEVICE_OPTION },
-    { "no-files", 0, NULL, NO_FILES }, { "without", 1, NULL, WITHOUT },
-    { "spare", 1, NULL, SPARE }, { "more", 1, NULL, MORE }, { "shrink", 0, NULL, SHRINK },
-    { "shrink-seconds", 1, NULL, SHRINK_S }, { "replay", 1, NULL, REPLAY },
-    { "tries", 1, NULL, TRIES },       { "save", 1, NULL, SAVE },         { "keep-going", 0, NULL, GOING },
-    { "every-way", 1, NULL, WAYS },    { "all-every", 1, NULL, ALL_EVERY }, { "hang", 1, NULL, HANG },         { "statistics", 0, NULL, STATISTICS },
-    { "in-process", 0, NULL, IN_PROCESS }, { "help", 0, NULL, HELP },
-    { NULL, 0, NULL, 0 }
+  enum {
+    SEED = 256,
+    SEEDS,
+    STEPS,
+    NTHREADS,
+    FAULTS,
+    DEVICE_OPTION,
+    NO_FILES,
+    WITHOUT,
+    SPARE,
+    MORE,
+    SHRINK,
+    SHRINK_S,
+    TRIES,
+    REPLAY,
+    SAVE,
+    GOING,
+    WAYS,
+    ALL_EVERY,
+    HANG,
+    STATISTICS,
+    IN_PROCESS,
+    HELP
   };
-  settings_t s = { .options = { .seed = 1, .steps = 10000, .threads = 1, .files = true, .hang_s = 60, .all_every = 512 },
-                   .seeds = 1,
-                   .shrink_s = 300 };
+  static const struct option options[] = { { "seed", 1, NULL, SEED },
+                                           { "seeds", 1, NULL, SEEDS },
+                                           { "steps", 1, NULL, STEPS },
+                                           { "threads", 1, NULL, NTHREADS },
+                                           { "faults", 1, NULL, FAULTS },
+                                           { "device", 1, NULL, DEVICE_OPTION },
+                                           { "no-files", 0, NULL, NO_FILES },
+                                           { "without", 1, NULL, WITHOUT },
+                                           { "spare", 1, NULL, SPARE },
+                                           { "more", 1, NULL, MORE },
+                                           { "shrink", 0, NULL, SHRINK },
+                                           { "shrink-seconds", 1, NULL, SHRINK_S },
+                                           { "replay", 1, NULL, REPLAY },
+                                           { "tries", 1, NULL, TRIES },
+                                           { "save", 1, NULL, SAVE },
+                                           { "keep-going", 0, NULL, GOING },
+                                           { "every-way", 1, NULL, WAYS },
+                                           { "way", 1, NULL, WAY },
+                                           { "all-every", 1, NULL, ALL_EVERY },
+                                           { "hang", 1, NULL, HANG },
+                                           { "statistics", 0, NULL, STATISTICS },
+                                           { "in-process", 0, NULL, IN_PROCESS },
+                                           { "help", 0, NULL, HELP },
+                                           { NULL, 0, NULL, 0 } };
+  settings_t s = {
+    .options = { .seed = 1, .steps = 10000, .threads = 1, .files = true, .hang_s = 60, .all_every = 512 },
+    .seeds = 1,
+    .shrink_s = 300
+  };
   bool steps_given = false;
+  for (int i = 1; i < argc; i++) {
+    if (!strncmp(argv[i], "--seed", 6) || !strncmp(argv[i], "--steps", 7)) i++;
+    else snprintf(s.arguments + strlen(s.arguments), sizeof s.arguments - strlen(s.arguments), " %s", argv[i]);
+  }
   for (int c; (c = getopt_long(argc, argv, "", options, NULL)) != -1;) {
     options_t *o = &s.options;
     switch (c) {
@@ -114,10 +154,7 @@ static settings_t settings_of(int argc, char **argv) {
       if (!o->cuda && strcmp(optarg, "sim")) refuse("--device", optarg);
       break;
     case NO_FILES: o->files = false; break;
-    case WITHOUT:
-      snprintf(s.without, sizeof s.without, "%s", optarg);
-      leave_out(o, optarg);
-      break;
+    case WITHOUT: leave_out(o, optarg); break;
     case SPARE: mark(o->spared, "--spare", optarg); break;
     case MORE: mark(o->more, "--more", optarg); break;
     case SHRINK: s.shrinks = true; break;
@@ -126,6 +163,7 @@ static settings_t settings_of(int argc, char **argv) {
     case REPLAY: s.replay = optarg; break;
     case SAVE: s.save = optarg; break;
     case GOING: o->keep_going = true; break;
+    case WAY: way_of(&s, optarg); break;
     case WAYS: s.every_way = true, s.least_places = (uint32_t)number("--every-way", optarg, 100000); break;
     case ALL_EVERY: o->all_every = (uint32_t)number("--all-every", optarg, UINT32_MAX); break;
     case HANG: o->hang_s = (uint32_t)number("--hang", optarg, 1000000); break;
@@ -136,8 +174,9 @@ static settings_t settings_of(int argc, char **argv) {
     }
   }
   if (optind < argc) refuse(argv[optind], "no such argument");
-  const char *steps = getenv("GEMINI_STRESS_STEPS");
-  if (steps && *steps && !steps_given) s.options.steps = number("GEMINI_STRESS_STEPS", steps, UINT32_MAX) / s.seeds + 1;
+  const char *steps = getenv("GEMINI_TESTER_STEPS");
+  if (!steps_given && steps && *steps) s.options.steps = number("GEMINI_TESTER_STEPS", steps, UINT32_MAX);
+  if (!steps_given && s.seeds) s.options.steps = (s.options.steps + s.seeds - 1) / s.seeds;
   if (!s.options.threads || !s.seeds || !s.options.all_every) refuse("--threads, --seeds or --all-every", "0");
   return s;
 }
@@ -163,38 +202,6 @@ static op_t *program_read(const char *path, options_t *o, uint64_t *count_out) {
   *count_out = count;
   return ops;
 }
-static void program_write(FILE *file, const options_t *o, const op_t *ops, uint64_t count) {
-  fprintf(file, "# threads %u cuda %u files %u\n", o->threads, o->cuda, o->files);
-  for (uint64_t i = 0; i < count; i++) op_write(file, &ops[i]);
-}
-
-static void tell_failure(const settings_t *s, shared_t *shared, const outcome_t *o, const op_t *replayed,
-                         uint64_t replayed_count) {
-  fprintf(stderr, "seed %llu %s after %.1f s: %s", (unsigned long long)s->options.seed, end_words(o), o->seconds,
-          *o->message ? o->message : "\n");
-  if (!replayed)
-    fprintf(stderr, "  again: tester --seed %llu --steps %llu --threads %u --faults %u --device %s%s%s%s\n",
-            (unsigned long long)s->options.seed, (unsigned long long)s->options.steps, s->options.threads,
-            s->options.faults, s->options.cuda ? "cuda" : "sim", s->options.files ? "" : " --no-files",
-            *s->without ? " --without " : "", s->without);
-  uint64_t count = replayed_count;
-  op_t *ops = replayed ? NULL : program_of(shared, &s->options, &count), *shrunk = NULL;
-  const op_t *best = replayed ? replayed : ops;
-  if (s->shrinks) best = shrunk = shrink(&s->options, best, &count, o, s->shrink_s);
-  if (s->shrinks && count <= 60) program_write(stderr, &s->options, best, count);
-  char path[128];
-  snprintf(path, sizeof path, "tester.%llu.program", (unsigned long long)s->options.seed);
-  const char *to = s->save ? s->save : s->shrinks ? path : NULL;
-  FILE *file = to ? fopen(to, "w") : NULL;
-  if (file) {
-    program_write(file, &s->options, best, count);
-    fclose(file);
-    fprintf(stderr, "  its program: tester --replay %s\n", to);
-  }
-  free(ops);
-  free(shrunk);
-}
-
 static void tell_statistics(const shared_t *s) {
   printf("windows got another size %llu times, and %llu times while other threads ran\n",
          (unsigned long long)s->recuts[0], (unsigned long long)s->recuts[1]);
@@ -212,81 +219,6 @@ static void tell_statistics(const shared_t *s) {
   }
 }
 
-/* ---- every way in which the library calls the system fails once */
-typedef struct ways {
-  fault_site_t *all;
-  uint32_t count, places, failed;
-} ways_t;
-static bool is_known(const ways_t *w, const fault_site_t *site) {
-  for (uint32_t i = 0; i < w->count; i++)
-    if (w->all[i].path == site->path) return true;
-  return false;
-}
-static bool place_is_known(const ways_t *w, const fault_site_t *site) {
-  for (uint32_t i = 0; i < w->count; i++)
-    if (w->all[i].place == site->place) return true;
-  return false;
-}
-
-/* Ways of a program that none before it had. */
-static bool fail_ways(settings_t *s, watch_t watch, ways_t *w, const op_t *ops, uint64_t count) {
-  shared_t *shared = watch.shared;
-  uint32_t found = shared->site_count;
-  fault_site_t *sites = malloc((found + 1) * sizeof *sites);
-  memcpy(sites, shared->site, found * sizeof *sites);
-  bool fine = true;
-  for (uint32_t i = 0; i < found && (fine || s->options.keep_going); i++) {
-    if (is_known(w, &sites[i])) continue;
-    bool new_place = !place_is_known(w, &sites[i]);
-    w->all = realloc(w->all, (w->count + 1) * sizeof *w->all);
-    w->all[w->count++] = sites[i];
-    shared->sites = SITES_FAIL;
-    shared->site_path = sites[i].path;
-    shared->site_kind = sites[i].kind;
-    shared->site_skip = 0;
-    outcome_t o = run_child(&s->options, watch, ops, count, false);
-    w->failed += shared->site_failed;
-    w->places += new_place && shared->site_failed;
-    if (o.kind == ENDED_WELL) continue;
-    fine = false;
-    fprintf(stderr, "when %s() fails that is called at %#llx of %s (way %#llx):\n", sites[i].function,
-            (unsigned long long)sites[i].place, faults_library(), (unsigned long long)sites[i].path);
-    tell_failure(s, shared, &o, ops, count);
-  }
-  free(sites);
-  return fine;
-}
-
-static int every_way(settings_t *s, watch_t watch) {
-  ways_t w = { 0 };
-  uint64_t end = s->options.seed + s->seeds;
-  bool fine = true;
-  for (; s->options.seed < end && (fine || s->options.keep_going); s->options.seed++) {
-    watch.shared->sites = SITES_NOTE;
-    outcome_t o = run_child(&s->options, watch, NULL, 0, false);
-    uint64_t count;
-    op_t *ops = program_of(watch.shared, &s->options, &count);
-    if (o.kind == ENDED_WELL) fine &= fail_ways(s, watch, &w, ops, count);
-    else fine = false, tell_failure(s, watch.shared, &o, NULL, 0);
-    free(ops);
-  }
-  printf("%u ways in which the library calls the system, %u of them failed once; they begin at %u places\n", w.count,
-         w.failed, w.places);
-  if (w.places < s->least_places) {
-    fprintf(stderr, "tester: %u places, expected %u at least\n", w.places, s->least_places);
-    fine = false;
-  }
-  for (uint32_t i = 0; s->statistics && i < w.count; i++) {
-    char command[512];
-    printf("%s ", w.all[i].function);
-    fflush(stdout);
-    snprintf(command, sizeof command, "addr2line -e %s %#llx", faults_library(), (unsigned long long)w.all[i].place - 1);
-    if (system(command)) printf("%#llx\n", (unsigned long long)w.all[i].place);
-  }
-  free(w.all);
-  return fine ? 0 : 1;
-}
-
 int main(int argc, char **argv) {
   if (argc == 3 && !strcmp(argv[1], "--child")) return child_main(atoi(argv[2]));
   settings_t s = settings_of(argc, argv);
@@ -294,6 +226,11 @@ int main(int argc, char **argv) {
   op_t *ops = s.replay ? program_read(s.replay, &s.options, &count) : NULL;
   watch_t watch = watch_new(s.options.threads, (s.replay ? count : s.options.steps) + 4096);
   shared_t *shared = watch.shared;
+  if (s.way) {
+    shared->sites = SITES_FAIL;
+    shared->site_path = s.way;
+    shared->site_kind = s.way_kind;
+  }
   uint64_t begin = now_ns(), first = s.options.seed, seed = first;
   if (s.in_process) {
     shared->options = s.options;

@@ -92,14 +92,14 @@ typedef struct part {
 typedef struct manager {
   bool open;
   gemini_manager_t handle;
-  gemini_config_t config; /* with the budgets of now */
-  gemini_config_t opened; /* as it was opened */
+  gemini_config_t config;   /* with the budgets of now */
+  gemini_config_t opened;   /* as it was opened */
   uint64_t host_bytes_most; /* the largest host budget so far */
   bool iteration, op;
   int op_stream; /* of the first thread's; -1: the caller */
   uint32_t phase;
   uint64_t iterations, begun_iterations;
-  uint32_t ops;                  /* in the open iteration */
+  uint32_t ops;                        /* in the open iteration */
   _Atomic bool traced, perhaps_traced; /* there is a trace to save, or may be */
   _Atomic bool record_lost;            /* the open iteration may not become one: arenas came or went */
   bool timeline, hooked;

@@ -12,11 +12,9 @@ static uint32_t batch_read(const op_t *op, uint32_t first, spec_t *specs) {
   return n;
 }
 static gemini_access_t access_of(const spec_t *s, const range_t *r) {
-  return (gemini_access_t){ .object = r->object,
-                            .offset_bytes = s->offset,
-                            .size_bytes = s->size,
-                            .mode = s->mode,
-                            .tier = s->tier };
+  return (gemini_access_t){
+    .object = r->object, .offset_bytes = s->offset, .size_bytes = s->size, .mode = s->mode, .tier = s->tier
+  };
 }
 
 /* Can both be acquired, in any order, when one window has bytes of both? */
@@ -110,8 +108,7 @@ static void check_pointer(actor_t *a, manager_t *m, const spec_t *s, const range
   part_t *p = part_of(a, m);
   if (s->tier == GEMINI_TIER_DEVICE) {
     if ((uint64_t)(uintptr_t)ptr != p->arenas[r->store].base + r->at)
-      differs(a, "ptr is %p, its device address is %#llx", ptr,
-              (unsigned long long)(p->arenas[r->store].base + r->at));
+      differs(a, "ptr is %p, its device address is %#llx", ptr, (unsigned long long)(p->arenas[r->store].base + r->at));
     return;
   }
   if (!ptr) differs(a, "ptr on the host is NULL");
@@ -153,7 +150,8 @@ static void hold_begin(actor_t *a, manager_t *m, const spec_t *s, const range_t 
   snprintf(what, sizeof what, "acquired on the %s, %s %d at %llu", device ? "device" : "host",
            r->is_arena ? "arena" : "tensor", r->slot, (unsigned long long)r->offset);
   bool write = s->mode & GEMINI_WRITE;
-  use_bytes(a, m, device ? stream : -1, access->ptr, r->at, r->size, s->mode & GEMINI_READ && !p->arenas[r->store].unknown ? model : NULL, write, seed, what);
+  use_bytes(a, m, device ? stream : -1, access->ptr, r->at, r->size,
+            s->mode & GEMINI_READ && !p->arenas[r->store].unknown ? model : NULL, write, seed, what);
   if (write) pattern_fill(model, r->at, r->size, seed);
   p->touched = true;
 }

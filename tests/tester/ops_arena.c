@@ -363,7 +363,8 @@ bool make_counterpart(actor_t *a, op_t *op) {
   int slot = PICK_FREE(p->tensors, TENSORS), of = PICK(a, p->tensors, TENSORS), in = PICK(a, p->arenas, ARENAS);
   if (slot < 0 || of < 0 || in < 0) return false;
   for (int i = 0, at = in; i < ARENAS && chance(a, 95); i++) /* one that is like it */
-    if (p->arenas[(at + i) % ARENAS].live && p->arenas[(at + i) % ARENAS].root == p->arenas[p->tensors[of].arena].root) {
+    if (p->arenas[(at + i) % ARENAS].live &&
+        p->arenas[(at + i) % ARENAS].root == p->arenas[p->tensors[of].arena].root) {
       in = (at + i) % ARENAS;
       break;
     }
@@ -454,7 +455,8 @@ bool make_zero(actor_t *a, op_t *op) {
   spec_t s;
   if (!spec_make(a, m, &s)) return false;
   uint64_t limit = s.is_arena ? part_of(a, m)->arenas[s.slot].size : part_of(a, m)->tensors[s.slot].size;
-  if (!s.offset && !s.size && chance(a, 40)) s.size = 1 + rnd(a, (uint32_t)limit); /* whole windows, and a part of one */
+  if (!s.offset && !s.size && chance(a, 40))
+    s.size = 1 + rnd(a, (uint32_t)limit); /* whole windows, and a part of one */
   s.hold = 0;
   spec_add(op, s);
   return true;

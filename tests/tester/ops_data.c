@@ -53,8 +53,8 @@ void run_load(actor_t *a, const op_t *op) {
     free(bytes);
   }
   gemini_access_t access = { r.object, s.offset, s.size, s.mode, s.tier, NULL };
-  gemini_status_t status = CALL(a, wrong ? wrong | perhaps : (lacks ? FORMAT : OK) | perhaps, gemini_load, m->handle,
-                                &access, a->fd, from);
+  gemini_status_t status =
+      CALL(a, wrong ? wrong | perhaps : (lacks ? FORMAT : OK) | perhaps, gemini_load, m->handle, &access, a->fd, from);
   bool no_room_midway = ONE(status) & NO_ROOM && (m->has_files || a->w->parallel);
   if (!wrong && (status == GEMINI_ERR_IO || no_room_midway)) {
     load_look(a, m, &r, seed);
@@ -275,8 +275,8 @@ static void update_done(part_t *p, const update_t *u, const int *arenas, uint8_t
   }
 }
 
-static statuses_t update_wrong(const part_t *p, const update_t *u, const int *arenas, bool zero_count,
-                               uint64_t window, statuses_t *perhaps) {
+static statuses_t update_wrong(const part_t *p, const update_t *u, const int *arenas, bool zero_count, uint64_t window,
+                               statuses_t *perhaps) {
   statuses_t wrong = 0;
   uint64_t least = UINT64_MAX;
   for (uint32_t k = 0; k < u->count; k++) {

@@ -6,7 +6,20 @@
 #include "tester.h"
 
 /* ---- open: budgets in windows, and more as below */
-enum { DEVICE_WINDOWS, MARGIN, HOST_WINDOWS, FILE_WINDOWS, WINDOW, FLAGS, PLACEMENT, WARMUP, WORKERS, KEEP, ENGINE, RATE };
+enum {
+  DEVICE_WINDOWS,
+  MARGIN,
+  HOST_WINDOWS,
+  FILE_WINDOWS,
+  WINDOW,
+  FLAGS,
+  PLACEMENT,
+  WARMUP,
+  WORKERS,
+  KEEP,
+  ENGINE,
+  RATE
+};
 
 static uint32_t manager_index(const actor_t *a, const manager_t *m) { return (uint32_t)(m - a->w->managers); }
 
@@ -32,8 +45,8 @@ static gemini_status_t open_manager(actor_t *a, manager_t *m, const gemini_confi
   c.file_dir = c.file_bytes ? paths : NULL;
   c.keep_name = c.keep_name ? keep : NULL;
   statuses_t allowed = open_allowed(a, &c, c.keep_name && a->w->kept_count[manager_index(a, m)]);
-  gemini_status_t status = quiet ? QUIET(a, allowed, gemini_manager_open, &c, &handle)
-                                 : CALL(a, allowed, gemini_manager_open, &c, &handle);
+  gemini_status_t status =
+      quiet ? QUIET(a, allowed, gemini_manager_open, &c, &handle) : CALL(a, allowed, gemini_manager_open, &c, &handle);
   if (status) {
     if (handle) differs(a, "a failed call has set its result");
     return status;
@@ -194,8 +207,8 @@ static void make_again(actor_t *a, manager_t *m, const part_t *was, bool backwar
         QUIET(a, OK, gemini_tensor_counterpart, m->handle, p->tensors[old->base].handle, p->arenas[old->arena].handle,
               &t->handle);
       else
-        QUIET(a, OK, gemini_tensor_register, m->handle, p->arenas[old->arena].handle, old->name, old->size,
-              old->offset, &t->handle);
+        QUIET(a, OK, gemini_tensor_register, m->handle, p->arenas[old->arena].handle, old->name, old->size, old->offset,
+              &t->handle);
     }
 }
 

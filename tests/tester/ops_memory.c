@@ -146,7 +146,8 @@ bool make_host_alloc(actor_t *a, op_t *op) {
 static void check_block(actor_t *a, const block_t *b) {
   uint8_t *expected = malloc(b->size + 1);
   pattern_fill(expected, 0, b->size, b->seed);
-  if (memcmp(expected, b->ptr, b->size)) differs(a, "a host block of %llu bytes has changed", (unsigned long long)b->size);
+  if (memcmp(expected, b->ptr, b->size))
+    differs(a, "a host block of %llu bytes has changed", (unsigned long long)b->size);
   free(expected);
 }
 

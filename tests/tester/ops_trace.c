@@ -135,7 +135,8 @@ void run_trace_save(actor_t *a, const op_t *op) {
   char path[PATHS + 32];
   if (!m->open || (file > TRACES)) return;
   trace_path(a, file, path);
-  bool surely = atomic_load(&m->traced) && !a->w->parallel, perhaps = surely || atomic_load(&m->perhaps_traced) || atomic_load(&m->traced);
+  bool surely = atomic_load(&m->traced) && !a->w->parallel,
+       perhaps = surely || atomic_load(&m->perhaps_traced) || atomic_load(&m->traced);
   statuses_t allowed = surely ? 0 : STATE;
   if (perhaps) allowed |= file < TRACES ? OK : IO;
   gemini_status_t status = CALL(a, allowed, gemini_trace_save, m->handle, path);
@@ -203,8 +204,8 @@ void run_trace_load(actor_t *a, const op_t *op) {
   if (before && window_bytes(a, m) != before) atomic_fetch_add(&a->w->shared->recuts[a->w->parallel], 1);
   if (!status) return;
   if (before && window_bytes(a, m) != before)
-    differs(a, "a trace that was refused has changed the size of windows from %llu to %llu",
-            (unsigned long long)before, (unsigned long long)window_bytes(a, m));
+    differs(a, "a trace that was refused has changed the size of windows from %llu to %llu", (unsigned long long)before,
+            (unsigned long long)window_bytes(a, m));
 }
 bool make_trace_load(actor_t *a, op_t *op) {
   if (!manager_of(a, op)->open) return false;

@@ -86,8 +86,7 @@ static void make_op(actor_t *a, op_t *op) {
     if (tries > 1000) code = OP_stats_reset; /* there is nothing to do */
     *op = (op_t){ .code = code, .manager = manager };
     if (tries > 1000 || (code == OP_open ? operations[code].make(a, op)
-                                         : a->w->managers[manager].open && operations[code].make(a, op)))
-    {
+                                         : a->w->managers[manager].open && operations[code].make(a, op))) {
       if (calm && code == OP_acquire) calm_release(a, op);
       break;
     }

@@ -20,17 +20,18 @@ typedef struct options {
   uint32_t faults;  /* per cent of operations with a fault */
   bool cuda;        /* the CUDA device over the fake driver */
   bool files;       /* managers may have a file tier */
-  bool without[OP_COUNT], spared[OP_COUNT], more[OP_COUNT]; /* operations left out; without faults; ten times as often */
+  bool without[OP_COUNT], spared[OP_COUNT],
+      more[OP_COUNT];    /* operations left out; without faults; ten times as often */
   uint32_t features_off; /* bits of the next */
   uint32_t hang_s, tries;
   uint32_t all_every; /* operations of a thread after which everything that it owns is checked */
-  bool keep_going; /* do not stop at the first seed that fails */
+  bool keep_going;    /* do not stop at the first seed that fails */
 } options_t;
 
 /* What operations do now and then, and can be told not to. */
-#define FEATURES(X)                                                     \
-  X(empty, "ranges of size 0 at an offset")                             \
-  X(same_names, "arenas with a name that is taken, or with none")       \
+#define FEATURES(X)                                               \
+  X(empty, "ranges of size 0 at an offset")                       \
+  X(same_names, "arenas with a name that is taken, or with none") \
   X(reuse_read, "updates that read a parameter and its gradient in it")
 enum {
 #define X(name, words) FEATURE_##name,
@@ -51,7 +52,7 @@ typedef struct shared {
   int sites;
   uint64_t site_path, site_skip; /* SITES_FAIL */
   fault_kind_t site_kind;
-  bool site_failed; /* out */
+  bool site_failed;    /* out */
   uint32_t site_count; /* out, SITES_NOTE */
   fault_site_t site[SITES_MOST];
   options_t options; /* what the process that runs a program is told */
@@ -122,11 +123,11 @@ typedef struct actor {
   uint32_t queue_first, queue_end;
   const op_t *op; /* that is being run */
   bool fault_used, own_call, armed;
-  gemini_status_t own_status; /* of its own call */
-  bool site_failed;           /* a call of the system failed in it, by SITES_FAIL */
-  uint64_t driver_first;      /* call of the driver that fails first */
-  uint64_t fired;             /* calls that failed during its call, by fault */
-  bool refused;               /* a call of it failed for want of something, or by an error of the system */
+  gemini_status_t own_status;  /* of its own call */
+  bool site_failed;            /* a call of the system failed in it, by SITES_FAIL */
+  uint64_t driver_first;       /* call of the driver that fails first */
+  uint64_t fired;              /* calls that failed during its call, by fault */
+  bool refused;                /* a call of it failed for want of something, or by an error of the system */
   gemini_manager_t gone[GONE]; /* handles that were destroyed, of every kind */
   uint32_t gone_count;
   int fd; /* memory file for load and store */
@@ -144,12 +145,13 @@ struct world {
   uint64_t unit; /* smallest window */
   bool uring;    /* io_uring can be had */
   bool parallel; /* all threads run at once */
-  uint32_t calm; /* rounds to come in which threads do little else than acquire and release, and load this trace, and the next one: */
+  uint32_t
+      calm; /* rounds to come in which threads do little else than acquire and release, and load this trace, and the next one: */
   uint32_t calm_file;
   manager_t managers[MANAGERS];
   kept_t kept[MANAGERS][2]; /* the last checkpoint; the second: it may be this one instead */
   uint32_t kept_count[MANAGERS];
-  kept_t traces[TRACES]; /* the arenas of saved traces; arenas NULL: there is none */
+  kept_t traces[TRACES];              /* the arenas of saved traces; arenas NULL: there is none */
   _Atomic uint64_t debt[FAULT_KINDS]; /* faults that a later call may tell of */
   actor_t actors[THREADS];
   pthread_mutex_t budgets; /* guards the model's budgets while threads run */
@@ -220,8 +222,8 @@ typedef struct operation {
   bool (*make)(actor_t *a, op_t *op);
 } operation_t;
 extern const operation_t operations[OP_COUNT];
-#define X(name, weight, who)                       \
-  void run_##name(actor_t *a, const op_t *op);     \
+#define X(name, weight, who)                   \
+  void run_##name(actor_t *a, const op_t *op); \
   bool make_##name(actor_t *a, op_t *op);
 OPERATIONS(X)
 #undef X
@@ -264,12 +266,12 @@ void manager_reset_file(world_t *w, uint32_t manager);            /* no checkpoi
 void updates_done(actor_t *a, const manager_t *m);
 void updates_free(actor_t *a, gemini_manager_t mgr);
 void kept_free(kept_t *k);
-kept_t layout_of(actor_t *a, manager_t *m);               /* arenas without their bytes */
+kept_t layout_of(actor_t *a, manager_t *m);                  /* arenas without their bytes */
 bool layout_fits(actor_t *a, manager_t *m, const kept_t *k); /* the manager has all of these arenas */
 
 /* ---- running */
 void world_open(world_t *w, const options_t *options, shared_t *shared, const char *directory);
-void world_run(world_t *w);                                  /* a program made at random */
+void world_run(world_t *w); /* a program made at random */
 void world_replay(world_t *w, const op_t *ops, uint64_t count);
 void world_close(world_t *w);
 void run_op(actor_t *a, const op_t *op);

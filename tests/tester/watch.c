@@ -228,7 +228,10 @@ op_t *shrink(const options_t *options, const op_t *ops, uint64_t *count, const o
       best[i].fault = 0;
       if (!still_fails(&s, best, n)) best[i] = kept;
     }
-    uint32_t unit = kept.code == OP_acquire ? ACCESS_ARGS : kept.code == OP_release ? 1 : kept.code == OP_update ? 2 : 0;
+    uint32_t unit = kept.code == OP_acquire   ? ACCESS_ARGS
+                    : kept.code == OP_release ? 1
+                    : kept.code == OP_update  ? 2
+                                              : 0;
     uint32_t first = kept.code == OP_acquire ? 2 : kept.code == OP_release ? 3 : 5;
     for (uint32_t k = first; unit && k + unit <= best[i].count && best[i].count > first + unit;) {
       op_t before = best[i];

@@ -127,7 +127,8 @@ gemini_status_t call_end(actor_t *a, const char *function, statuses_t allowed, g
     atomic_fetch_add(&w->debt[w->shared->site_kind], 1);
     for (int i = 0; i < MANAGERS; i++) atomic_store(&w->managers[i].record_lost, true);
   }
-  if (a->op && a->own_call && status <= 0 && status > -16) atomic_fetch_add(&w->shared->statuses[a->op->code][-status], 1);
+  if (a->op && a->own_call && status <= 0 && status > -16)
+    atomic_fetch_add(&w->shared->statuses[a->op->code][-status], 1);
   if (status > 0 || status < ERR_PENDING) differs(a, "%s() returns %d, which is no status", function, status);
   if (status) check_last_error(a, function, status);
   if ((status <= GEMINI_ERR_OOM_DEVICE && status >= GEMINI_ERR_FORMAT) || status < GEMINI_ERR_UNSUPPORTED)
@@ -250,10 +251,11 @@ void sync_holds(actor_t *a, manager_t *m, int store, uint64_t at, uint64_t size,
 enum { BLOCK = 256 };
 static void mix(uint64_t *hash, const uint8_t *from, uint32_t bytes, uint64_t count) {
   for (uint64_t i = 0; i < count; i++, from += bytes) {
-    uint64_t value = *from;
-    if (bytes == 2) value |= (uint64_t)from[1] << 8;
-    else if (bytes == 4) value = *(const uint32_t *)(const void *)from;
-    else if (bytes >= 8) value = *(const uint64_t *)(const void *)from;
+    uint64_t value = 0;
+    if (bytes == 1) value = *from;
+    else if (bytes == 2) memcpy(&value, from, 2);
+    else if (bytes == 4) memcpy(&value, from, 4);
+    else memcpy(&value, from, 8);
     value = (hash[i] ^ value) * UINT64_C(0xbf58476d1ce4e5b9);
     hash[i] = value ^ value >> 29;
   }
@@ -264,10 +266,10 @@ static void put(const uint64_t *hash, uint64_t odd, uint8_t *to, uint32_t bytes,
   for (uint64_t i = 0; i < count; i++, to += bytes) {
     uint64_t value = hash[i] * odd & finite;
     if (bytes == 1) *to = (uint8_t)(value & ((first + i) & 1 ? 0xbf : 0xff));
-    else if (bytes == 2) *(uint16_t *)(void *)to = (uint16_t)value;
-    else if (bytes == 4) *(uint32_t *)(void *)to = (uint32_t)value;
-    else *(uint64_t *)(void *)to = value;
-    if (bytes == 16) *(uint64_t *)(void *)(to + 8) = value;
+    else if (bytes == 2) memcpy(to, &value, 2);
+    else if (bytes == 4) memcpy(to, &value, 4);
+    else memcpy(to, &value, 8);
+    if (bytes == 16) memcpy(to + 8, &value, 8);
   }
 }
 void update_apply(const update_t *u, uint64_t first, uint64_t count, void *const *ptr) {
@@ -344,10 +346,8 @@ bool spec_make(actor_t *a, manager_t *m, spec_t *out) {
   if (!limit) return false;
   uint32_t element = p->arenas[s.is_arena ? s.slot : p->tensors[s.slot].arena].element_bytes;
   switch (rnd(a, 20)) {
-  case 0:
-    s.size = limit;
-    break; /* the whole by its size */
-  case 1:  /* as above, any bytes */
+  case 0: s.size = limit; break; /* the whole by its size */
+  case 1:                        /* as above, any bytes */
     s.offset = rnd(a, (uint32_t)limit);
     s.size = 1 + rnd(a, (uint32_t)(limit - s.offset));
     break;
