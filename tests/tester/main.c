@@ -82,55 +82,44 @@ static void way_of(settings_t *s, const char *text) {
   if (!s->way_kind || !s->way) refuse("--way", text);
 }
 
+#define OPTIONS(X)                 \
+  X(SEED, "seed", 1)               \
+  X(SEEDS, "seeds", 1)             \
+  X(STEPS, "steps", 1)             \
+  X(NTHREADS, "threads", 1)        \
+  X(FAULTS, "faults", 1)           \
+  X(DEVICE_OPTION, "device", 1)    \
+  X(NO_FILES, "no-files", 0)       \
+  X(WITHOUT, "without", 1)         \
+  X(SPARE, "spare", 1)             \
+  X(MORE, "more", 1)               \
+  X(SHRINK, "shrink", 0)           \
+  X(SHRINK_S, "shrink-seconds", 1) \
+  X(TRIES, "tries", 1)             \
+  X(REPLAY, "replay", 1)           \
+  X(SAVE, "save", 1)               \
+  X(ALL_EVERY, "all-every", 1)     \
+  X(WAYS, "every-way", 1)          \
+  X(WAY, "way", 1)                 \
+  X(GOING, "keep-going", 0)        \
+  X(HANG, "hang", 1)               \
+  X(STATISTICS, "statistics", 0)   \
+  X(IN_PROCESS, "in-process", 0)   \
+  X(HELP, "help", 0)
+enum {
+  BEFORE_OPTIONS = 255,
+#define X(id, name, has_value) id,
+  OPTIONS(X)
+#undef X
+};
+
 static settings_t settings_of(int argc, char **argv) {
-  enum {
-    SEED = 256,
-    SEEDS,
-    STEPS,
-    NTHREADS,
-    FAULTS,
-    DEVICE_OPTION,
-    NO_FILES,
-    WITHOUT,
-    SPARE,
-    MORE,
-    SHRINK,
-    SHRINK_S,
-    TRIES,
-    REPLAY,
-    SAVE,
-    GOING,
-    WAYS,
-    ALL_EVERY,
-    HANG,
-    STATISTICS,
-    IN_PROCESS,
-    HELP
+  static const struct option options[] = {
+#define X(id, name, has_value) { name, has_value, NULL, id },
+    OPTIONS(X)
+#undef X
+        { NULL, 0, NULL, 0 }
   };
-  static const struct option options[] = { { "seed", 1, NULL, SEED },
-                                           { "seeds", 1, NULL, SEEDS },
-                                           { "steps", 1, NULL, STEPS },
-                                           { "threads", 1, NULL, NTHREADS },
-                                           { "faults", 1, NULL, FAULTS },
-                                           { "device", 1, NULL, DEVICE_OPTION },
-                                           { "no-files", 0, NULL, NO_FILES },
-                                           { "without", 1, NULL, WITHOUT },
-                                           { "spare", 1, NULL, SPARE },
-                                           { "more", 1, NULL, MORE },
-                                           { "shrink", 0, NULL, SHRINK },
-                                           { "shrink-seconds", 1, NULL, SHRINK_S },
-                                           { "replay", 1, NULL, REPLAY },
-                                           { "tries", 1, NULL, TRIES },
-                                           { "save", 1, NULL, SAVE },
-                                           { "keep-going", 0, NULL, GOING },
-                                           { "every-way", 1, NULL, WAYS },
-                                           { "way", 1, NULL, WAY },
-                                           { "all-every", 1, NULL, ALL_EVERY },
-                                           { "hang", 1, NULL, HANG },
-                                           { "statistics", 0, NULL, STATISTICS },
-                                           { "in-process", 0, NULL, IN_PROCESS },
-                                           { "help", 0, NULL, HELP },
-                                           { NULL, 0, NULL, 0 } };
   settings_t s = {
     .options = { .seed = 1, .steps = 10000, .threads = 1, .files = true, .hang_s = 60, .all_every = 512 },
     .seeds = 1,
