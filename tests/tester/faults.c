@@ -51,7 +51,6 @@ void faults_use_driver(void *(*symbol)(const char *name)) { gmi_cuda_driver_repl
 enum { SITES = 8192, DEPTH = 16 };
 static _Atomic bool noting;
 static _Atomic uint64_t wanted_path; /* of the way on which a call is to fail; 0: none */
-static _Atomic int64_t wanted_skip;
 static _Atomic bool site_failed;
 static pthread_mutex_t sites_lock = PTHREAD_MUTEX_INITIALIZER;
 static fault_site_t sites[SITES];
@@ -107,8 +106,7 @@ uint32_t faults_sites(fault_site_t *out, uint32_t capacity) {
   pthread_mutex_unlock(&sites_lock);
   return count;
 }
-void faults_arm_site(uint64_t path, uint64_t skip_calls) {
-  atomic_store(&wanted_skip, (int64_t)skip_calls);
+void faults_arm_site(uint64_t path) {
   atomic_store(&site_failed, false);
   atomic_store(&wanted_path, path);
 }
@@ -131,8 +129,7 @@ static bool fails(fault_kind_t kind, const char *function, void *from, int error
   if (atomic_load_explicit(&noting, memory_order_relaxed)) note(kind, function, from);
   uint64_t path = atomic_load_explicit(&wanted_path, memory_order_relaxed);
   errno = kept;
-  if (!path || path_here() != path || atomic_fetch_sub(&wanted_skip, 1)) return hit;
-  atomic_store(&wanted_path, 0);
+  if (!path || path_here() != path || !atomic_exchange(&wanted_path, 0)) return hit;
   atomic_store(&site_failed, true);
   errno = error;
   return true;

@@ -42,8 +42,8 @@ typedef struct fault_site {
 __attribute__((visibility("default"))) void faults_note_sites(bool note);
 /* The ways noted so far. */
 __attribute__((visibility("default"))) uint32_t faults_sites(fault_site_t *sites_out, uint32_t capacity);
-/* The call that comes this way after `skip` others did fails, once, on any thread. */
-__attribute__((visibility("default"))) void faults_arm_site(uint64_t path, uint64_t skip);
+/* The next call that comes this way fails, on any thread. */
+__attribute__((visibility("default"))) void faults_arm_site(uint64_t path);
 /* Has it? */
 __attribute__((visibility("default"))) bool faults_site_failed(void);
 /* The file of the shared library, for addr2line. */

@@ -216,9 +216,9 @@ int main(int argc, char **argv) {
   watch_t watch = watch_new(s.options.threads, (s.replay ? count : s.options.steps) + 4096);
   shared_t *shared = watch.shared;
   if (s.way) {
-    shared->sites = SITES_FAIL;
-    shared->site_path = s.way;
-    shared->site_kind = s.way_kind;
+    s.options.sites = SITES_FAIL;
+    s.options.site_path = s.way;
+    s.options.site_kind = s.way_kind;
   }
   uint64_t begin = now_ns(), first = s.options.seed, seed = first;
   if (s.in_process) {

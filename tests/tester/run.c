@@ -276,8 +276,8 @@ void world_open(world_t *w, const options_t *options, shared_t *shared, const ch
     faults_use_driver(fake_cuda_symbol);
   }
   probe_uring(w);
-  if (shared->sites == SITES_NOTE) faults_note_sites(true);
-  if (shared->sites == SITES_FAIL) faults_arm_site(shared->site_path, shared->site_skip);
+  if (options->sites == SITES_NOTE) faults_note_sites(true);
+  if (options->sites == SITES_FAIL) faults_arm_site(options->site_path);
 }
 
 /* Everything is given back, so that what is left is a leak. */
@@ -302,7 +302,7 @@ void world_close(world_t *w) {
   for (int i = 0; i < TRACES; i++) kept_free(&w->traces[i]);
   if (w->options.cuda && fake_cuda_live(true)) differs(&w->actors[0], "things of the driver are left");
   if (w->options.cuda && fake_cuda_violations()) differs(&w->actors[0], "calls of the driver that no program may make");
-  if (w->shared->sites == SITES_NOTE) w->shared->site_count = faults_sites(w->shared->site, SITES_MOST);
+  if (w->options.sites == SITES_NOTE) w->shared->site_count = faults_sites(w->shared->site, SITES_MOST);
   for (uint32_t i = 0; i < w->options.threads; i++) {
     munmap(w->actors[i].file, FILE_BYTES);
     close(w->actors[i].fd);

@@ -46,14 +46,10 @@ typedef struct last_call {
   char name[32];
   _Atomic uint64_t begin_ns, end_ns; /* 0: it has not ended */
 } last_call_t;
-/* What is done about the ways in which the library calls the system. */
-enum { SITES_OFF, SITES_NOTE, SITES_FAIL, SITES_MOST = 8192 };
+enum { SITES_MOST = 8192 };
 typedef struct shared {
-  int sites;
-  uint64_t site_path, site_skip; /* SITES_FAIL */
-  fault_kind_t site_kind;
-  bool site_failed;    /* out */
-  uint32_t site_count; /* out, SITES_NOTE */
+  bool site_failed;    /* SITES_FAIL: it has */
+  uint32_t site_count; /* SITES_NOTE: so many ways */
   fault_site_t site[SITES_MOST];
   options_t options; /* what the process that runs a program is told */
   char directory[PATHS];

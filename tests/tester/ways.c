@@ -61,10 +61,9 @@ static bool fail_ways(settings_t *s, watch_t watch, ways_t *w, const op_t *ops, 
     bool new_place = !place_is_known(w, &sites[i]);
     w->all = realloc(w->all, (w->count + 1) * sizeof *w->all);
     w->all[w->count++] = sites[i];
-    shared->sites = SITES_FAIL;
-    shared->site_path = sites[i].path;
-    shared->site_kind = sites[i].kind;
-    shared->site_skip = 0;
+    s->options.sites = SITES_FAIL;
+    s->options.site_path = sites[i].path;
+    s->options.site_kind = sites[i].kind;
     outcome_t o = run_child(&s->options, watch, ops, count, false);
     w->failed += shared->site_failed;
     w->places += new_place && shared->site_failed;
@@ -84,7 +83,7 @@ int every_way(settings_t *s, watch_t watch) {
   uint64_t end = s->options.seed + s->seeds;
   bool fine = true;
   for (; s->options.seed < end && (fine || s->options.keep_going); s->options.seed++) {
-    watch.shared->sites = SITES_NOTE;
+    s->options.sites = SITES_NOTE;
     outcome_t o = run_child(&s->options, watch, NULL, 0, false);
     uint64_t count;
     op_t *ops = program_of(watch.shared, &s->options, &count);

@@ -74,7 +74,7 @@ void call_begin(actor_t *a, const char *function, bool with_fault) {
   atomic_store_explicit(&a->w->shared->threads[a->index].calls, call + 1, memory_order_release);
   a->fired = 0;
   a->own_call = with_fault;
-  if (!with_fault && a->w->shared->sites) faults_pause(true); /* only what operations are about */
+  if (!with_fault && a->w->options.sites) faults_pause(true); /* only what operations are about */
   a->armed = with_fault && op && op->fault && !a->fault_used;
   if (a->armed && op->fault == FAULT_DRIVER) {
     a->fault_used = true;
@@ -119,12 +119,12 @@ gemini_status_t call_end(actor_t *a, const char *function, statuses_t allowed, g
       for (int i = 0; i < MANAGERS; i++) atomic_store(&w->managers[i].record_lost, true); /* perhaps */
     }
   }
-  if (!a->own_call && w->shared->sites) faults_pause(false);
+  if (!a->own_call && w->options.sites) faults_pause(false);
   if (a->own_call) a->own_status = status;
-  if (w->shared->sites == SITES_FAIL && faults_site_failed() && !w->shared->site_failed) {
+  if (w->options.sites == SITES_FAIL && faults_site_failed() && !w->shared->site_failed) {
     w->shared->site_failed = a->site_failed = true;
     a->fired = 1;
-    atomic_fetch_add(&w->debt[w->shared->site_kind], 1);
+    atomic_fetch_add(&w->debt[w->options.site_kind], 1);
     for (int i = 0; i < MANAGERS; i++) atomic_store(&w->managers[i].record_lost, true);
   }
   if (a->op && a->own_call && status <= 0 && status > -16)
