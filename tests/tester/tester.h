@@ -26,6 +26,10 @@ typedef struct options {
   uint32_t hang_s, tries;
   uint32_t all_every; /* operations of a thread after which everything that it owns is checked */
   bool keep_going;    /* do not stop at the first seed that fails */
+  /* The ways in which the library calls the system: noted, or the first call that comes one way fails. */
+  enum { SITES_OFF, SITES_NOTE, SITES_FAIL } sites;
+  fault_kind_t site_kind;
+  uint64_t site_path;
 } options_t;
 
 /* What operations do now and then, and can be told not to. */
