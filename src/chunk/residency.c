@@ -417,7 +417,8 @@ gemini_status_t gmi_window_fetch(gmi_manager_t *m, gmi_window_t *w, bool fresh, 
    * the copies elsewhere still count. */
   if (!fresh) w->valid |= GMI_VALID_DEVICE;
   uint32_t word = GMI_WINDOW_RESIDENT;
-  if (gmi_fence_reached(m, arrive)) word |= GMI_WINDOW_SETTLED;
+  /* The fast path of an acquire looks at nothing else: updates of the window that wait are done first. */
+  if (!w->deferred && gmi_fence_reached(m, arrive)) word |= GMI_WINDOW_SETTLED;
   atomic_fetch_or(&w->word, word);
   gmi_timeline_counters(m);
   return GEMINI_OK;

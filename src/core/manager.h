@@ -69,7 +69,7 @@ typedef struct gmi_mapping {
 
 /* ---- windows */
 #define GMI_WINDOW_RESIDENT (1u << 31) /* has a frame that holds, or will hold once arrive is reached, its bytes */
-#define GMI_WINDOW_SETTLED (1u << 30)  /* arrive has been reached */
+#define GMI_WINDOW_SETTLED (1u << 30)  /* arrive has been reached, and no update waits */
 #define GMI_WINDOW_DIRTY (1u << 29)    /* the device copy is the only valid one */
 #define GMI_WINDOW_WRITERS 0x1fff0000u /* of the pins, those that may write */
 #define GMI_WINDOW_WRITER 0x00010000u

@@ -228,6 +228,48 @@ static void test_update_that_cannot_go_on_is_done_as_a_whole_later(void) {
   }
 }
 
+/* One chunk of the update is pinned, so that it is done on the device, where its chunks do not all fit beside each other. The
+ * first of them stay there when it cannot go on; they are used by nobody before it is done. They come again and again, as it
+ * matters whether their copies have been done at once. */
+static void count_span(void *user, const gemini_update_span_t *span) {
+  (void)span;
+  ++*(int *)user;
+}
+static void test_chunks_of_an_update_that_waits_are_not_used_before_it(void) {
+  world_t w = world_open(world_config(4, 8, 0));
+  gemini_arena_t wide = world_arena(&w, GEMINI_KIND_OTHER, 4, "wide", 0, 0);
+  gemini_arena_t narrow = world_arena(&w, GEMINI_KIND_OTHER, 1, "narrow", wide, 0);
+  gemini_tensor_t t = world_tensor(&w, wide, "t", 4 * W);
+  gemini_tensor_t crowd = world_tensor(&w, world_arena(&w, GEMINI_KIND_OTHER, 1, "crowd", 0, 0), "crowd", 3 * W);
+  gemini_access_t pin = world_part(t, 0, W, 0, DEVICE), second = world_part(t, W, W, READ, DEVICE);
+  gemini_access_t evicts = world_whole(crowd, READ, DEVICE);
+  CHECK_OK(gemini_pin(w.mgr, &pin));
+  gemini_arena_t arenas[] = { wide, narrow };
+  const uint32_t modes[] = { BOTH, READ };
+  int calls = 0;
+  gemini_update_t u = GEMINI_UPDATE_INIT;
+  u.flags = GEMINI_UPDATE_LATE;
+  u.arenas = arenas;
+  u.modes = modes;
+  u.arena_count = 2;
+  u.fn = count_span;
+  u.user = &calls;
+  CHECK_OK(gemini_update(w.mgr, &u));
+  CHECK_EQ(world_stats(&w).pending_updates, 1);
+  for (int i = 0; i < 3000; i++) {
+    CHECK_STATUS(gemini_acquire(w.mgr, &second, 1, GEMINI_STREAM_CALLER), GEMINI_ERR_OOM_DEVICE);
+    CHECK_STATUS(gemini_acquire(w.mgr, &second, 1, GEMINI_STREAM_CALLER), GEMINI_ERR_OOM_DEVICE);
+    CHECK_OK(gemini_acquire(w.mgr, &evicts, 1, GEMINI_STREAM_CALLER));
+    CHECK_OK(gemini_release(w.mgr, &evicts, 1, GEMINI_STREAM_CALLER));
+  }
+  CHECK_EQ(calls, 0);
+  CHECK_OK(gemini_unpin(w.mgr, &pin));
+  CHECK_OK(gemini_acquire(w.mgr, &second, 1, GEMINI_STREAM_CALLER));
+  CHECK_EQ(calls, 4); /* on the host: a span lies in one chunk of each arena */
+  CHECK_OK(gemini_release(w.mgr, &second, 1, GEMINI_STREAM_CALLER));
+  world_close(&w);
+}
+
 /* ---- contents */
 
 /* A parameter and its gradient have the same bytes: one batch writes the one or the other, and an update that reads the
@@ -320,6 +362,7 @@ int main(void) {
   RUN(test_free_without_room_for_a_part_of_a_chunk_frees_nothing);
   RUN(test_gradients_that_cannot_all_be_zeroed_stay);
   RUN(test_update_that_cannot_go_on_is_done_as_a_whole_later);
+  RUN(test_chunks_of_an_update_that_waits_are_not_used_before_it);
   RUN(test_parameter_and_gradient_are_not_used_at_once);
   RUN(test_load_that_does_not_fit_loads_nothing);
   RUN(test_checkpoint_without_room_is_oom_file);
