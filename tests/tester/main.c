@@ -29,6 +29,7 @@ static const char usage[] =
     "  --way WAY        this one fails\n"
     "  --keep-going     does not stop at the first seed that fails\n"
     "  --hang N         seconds without progress after which a program hangs (60)\n"
+    "  --verbose        tells each operation, and each call of the library with its status\n"
     "  --statistics     prints how often each operation ended how\n"
     "  --in-process     without a child, for a debugger\n";
 
@@ -103,6 +104,7 @@ static void way_of(settings_t *s, const char *text) {
   X(WAY, "way", 1)                 \
   X(GOING, "keep-going", 0)        \
   X(HANG, "hang", 1)               \
+  X(VERBOSE, "verbose", 0)         \
   X(STATISTICS, "statistics", 0)   \
   X(IN_PROCESS, "in-process", 0)   \
   X(HELP, "help", 0)
@@ -156,6 +158,7 @@ static settings_t settings_of(int argc, char **argv) {
     case WAYS: s.every_way = true, s.least_places = (uint32_t)number("--every-way", optarg, 100000); break;
     case ALL_EVERY: o->all_every = (uint32_t)number("--all-every", optarg, UINT32_MAX); break;
     case HANG: o->hang_s = (uint32_t)number("--hang", optarg, 1000000); break;
+    case VERBOSE: o->verbose = true; break;
     case STATISTICS: s.statistics = true; break;
     case IN_PROCESS: s.in_process = true; break;
     case HELP: fputs(usage, stdout); exit(0);

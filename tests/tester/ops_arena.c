@@ -125,6 +125,25 @@ void arena_forget(actor_t *a, manager_t *m, part_t *p, int slot) {
   arena->live = false;
 }
 
+/* Bytes of a store that are in no tensor may become zero together with the gradients around them. */
+static void gaps_look(actor_t *a, manager_t *m, int store, uint64_t at, uint64_t size) {
+  part_t *p = part_of(a, m);
+  uint8_t *model = p->arenas[store].bytes + at, *inside = calloc(1, size + 1), *got = malloc(size + 1);
+  bool any = false;
+  for (int i = 0; i < TENSORS; i++) {
+    const tensor_t *t = &p->tensors[i];
+    if (!t->live || t->arena != store || t->offset >= at + size || at >= t->offset + t->size) continue;
+    uint64_t begin = t->offset > at ? t->offset : at, end = t->offset + t->size;
+    memset(inside + (begin - at), 1, (end < at + size ? end : at + size) - begin);
+  }
+  for (uint64_t i = 0; i < size && !any; i++) any = !inside[i] && model[i];
+  bool read = any && read_surely(a, m, store, at, size, got);
+  for (uint64_t i = 0; read && i < size; i++)
+    if (!inside[i] && !got[i]) model[i] = 0;
+  free(got);
+  free(inside);
+}
+
 void run_arena_destroy(actor_t *a, const op_t *op) {
   manager_t *m = manager_of(a, op);
   part_t *p = part_of(a, m);
@@ -151,8 +170,11 @@ void run_arena_destroy(actor_t *a, const op_t *op) {
     memset(p->arenas[t->arena].bytes + t->offset, 0, t->size);
     t->gradient = false;
   }
+  int store = arena->store;
+  uint64_t size = p->arenas[store].size;
   arena_forget(a, m, p, slot);
   arenas_changed(m);
+  if (store != slot) gaps_look(a, m, store, 0, size);
 }
 bool make_arena_destroy(actor_t *a, op_t *op) {
   int slot = PICK(a, part_of(a, manager_of(a, op))->arenas, ARENAS);
@@ -449,6 +471,7 @@ void run_zero(actor_t *a, const op_t *op) {
   if (CALL(a, wrong ? wrong | perhaps : OK | perhaps, gemini_zero, m->handle, &access) || !r.size) return;
   zero_model(p, &r);
   p->touched = true;
+  if (r.store != r.arena) gaps_look(a, m, r.store, r.at, r.size);
 }
 bool make_zero(actor_t *a, op_t *op) {
   manager_t *m = manager_of(a, op);

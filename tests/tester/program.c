@@ -26,7 +26,7 @@ int op_code(const char *name) {
 }
 
 void op_write(FILE *file, const op_t *op) {
-  fprintf(file, "%s t%u m%u r%u", op_name(op->code), op->thread, op->manager, op->round);
+  fprintf(file, "%s t%u m%u r%u c%u", op_name(op->code), op->thread, op->manager, op->round, op->check);
   if (op->fault) fprintf(file, " %s:%u:%u:%u", fault_names[op->fault], op->skip, op->run, op->errors);
   for (uint32_t i = 0; i < op->count; i++) fprintf(file, " %u", op->arg[i]);
   fputc('\n', file);
@@ -42,9 +42,12 @@ bool op_read(const char *line, op_t *op) {
   if (code < 0) return false;
   op->code = (uint8_t)code;
   while ((word = strtok_r(NULL, " \n", &rest))) {
-    if (*word == 't') op->thread = (uint8_t)atoi(word + 1);
-    else if (*word == 'm' && word[1] >= '0' && word[1] <= '9') op->manager = (uint8_t)atoi(word + 1);
-    else if (*word == 'r' && word[1] >= '0' && word[1] <= '9') op->round = (uint16_t)atoi(word + 1);
+    uint32_t value = (uint32_t)strtoul(word + 1, NULL, 10);
+    bool field = word[1] >= '0' && word[1] <= '9'; /* and not a fault's name */
+    if (field && *word == 't') op->thread = (uint8_t)value;
+    else if (field && *word == 'm') op->manager = (uint8_t)value;
+    else if (field && *word == 'r') op->round = (uint16_t)value;
+    else if (field && *word == 'c') op->check = value;
     else if (strchr(word, ':')) {
       unsigned skip, run, errors;
       char *at = strchr(word, ':');

@@ -87,6 +87,7 @@ typedef struct op {
   uint8_t errors;  /* which errno: an index */
   uint8_t count;   /* of arg */
   uint16_t round;  /* rounds come one after another; in odd ones all threads run at once */
+  uint32_t check;  /* decides what is checked after it, whatever operations are left out before it */
   uint32_t arg[OP_ARGS];
 } op_t;
 
@@ -96,7 +97,7 @@ int op_who(uint8_t code);
 uint32_t op_weight(uint8_t code);
 const char *fault_name(uint8_t kind);
 
-/* As text, a line an operation: "acquire t0 m0 r0 memory:3:1:0 17 4096 0 ...". */
+/* As text, a line an operation: "acquire t0 m0 r0 c3 memory:3:1:0 17 4096 0 ...". */
 void op_write(FILE *file, const op_t *op);
 bool op_read(const char *line, op_t *op);
 

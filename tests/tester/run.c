@@ -22,6 +22,7 @@ void run_op(actor_t *a, const op_t *op) {
   if (at < s->log_capacity) shared_log(s, a->index)[at] = *op;
   atomic_store(&s->threads[a->index].count, at + 1);
   a->op = op;
+  if (a->w->options.verbose) op_write(stderr, op);
   a->fault_used = a->refused = false;
   operations[op->code].run(a, op);
   atomic_fetch_add(&s->steps, 1);
@@ -95,6 +96,7 @@ static void make_op(actor_t *a, op_t *op) {
 made:
   op->thread = (uint8_t)a->index;
   op->round = a->w->round;
+  op->check = (uint32_t)atomic_load(&a->w->shared->threads[a->index].count) + 1;
   add_fault(a, op);
 }
 
@@ -111,10 +113,9 @@ static void try_again(actor_t *a, const op_t *op) {
 static void step(actor_t *a, const op_t *op) {
   run_op(a, op);
   try_again(a, op);
-  uint64_t at = atomic_load(&a->w->shared->threads[a->index].count);
   manager_t *m = manager_of(a, op);
-  check_some(a, m, at);
-  if (at % a->w->options.all_every && !a->refused) return; /* what failed has changed nothing */
+  check_some(a, m, op->check);
+  if (op->check % a->w->options.all_every && !a->refused) return; /* what failed has changed nothing */
   for (int i = 0; i < MANAGERS; i++) check_part(a, &a->w->managers[i]);
 }
 

@@ -26,6 +26,7 @@ typedef struct options {
   uint32_t hang_s, tries;
   uint32_t all_every; /* operations of a thread after which everything that it owns is checked */
   bool keep_going;    /* do not stop at the first seed that fails */
+  bool verbose;       /* tell each call of the library as it ends */
   /* The ways in which the library calls the system: noted, or the first call that comes one way fails. */
   enum { SITES_OFF, SITES_NOTE, SITES_FAIL } sites;
   fault_kind_t site_kind;

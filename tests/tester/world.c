@@ -101,6 +101,12 @@ static void names_of(statuses_t set, char *to, size_t size) {
       snprintf(to + strlen(to), size - strlen(to), "%s%d (%s)", *to ? ", " : "", -i, gemini_status_string(-i));
 }
 
+static void tell_call(const actor_t *a, const char *function, gemini_status_t status) {
+  gemini_error_info_t info = GEMINI_ERROR_INFO_INIT;
+  if (status) (void)!gemini_last_error(&info);
+  fprintf(stderr, "  thread %u: %s() is %d%s%s\n", a->index, function, status, *info.message ? ": " : "", info.message);
+}
+
 gemini_status_t call_end(actor_t *a, const char *function, statuses_t allowed, gemini_status_t status) {
   world_t *w = a->w;
   uint32_t call = atomic_load_explicit(&w->shared->threads[a->index].calls, memory_order_relaxed) - 1;
@@ -121,6 +127,7 @@ gemini_status_t call_end(actor_t *a, const char *function, statuses_t allowed, g
   }
   if (!a->own_call && w->options.sites) faults_pause(false);
   if (a->own_call) a->own_status = status;
+  if (w->options.verbose) tell_call(a, function, status);
   if (w->options.sites == SITES_FAIL && faults_site_failed() && !w->shared->site_failed) {
     w->shared->site_failed = a->site_failed = true;
     a->fired = 1;
@@ -172,9 +179,20 @@ uint64_t held_windows(actor_t *a, const manager_t *m, uint64_t window) {
   return held;
 }
 
+/* Chunks that are pinned are updated on the device, for which all chunks of the part must come there. */
+static bool may_wait_for_device(const actor_t *a, const manager_t *m) {
+  bool updates = false, pins = false;
+  for (uint32_t t = 0; t < a->w->options.threads; t++) {
+    for (const update_t *u = a->w->actors[t].updates; u; u = u->next) updates |= u->mgr == m->handle;
+    for (int i = 0; i < ARENAS; i++)
+      for (int k = 0; k < WINDOWS; k++) pins |= m->parts[t].arenas[i].live && m->parts[t].arenas[i].pins[k];
+  }
+  return updates && pins;
+}
+
 statuses_t no_room(actor_t *a, manager_t *m, uint64_t device_windows) {
   uint64_t window = a->w->parallel ? 0 : window_bytes(a, m), model = 0, nonmodel = 0;
-  if (!window) return NO_ROOM;
+  if (!window || may_wait_for_device(a, m)) return NO_ROOM;
   for (uint32_t t = 0; t < a->w->options.threads; t++) {
     const part_t *p = &m->parts[t];
     for (int i = 0; i < BLOCKS; i++)
