@@ -1,0 +1,120 @@
+/* Calls of which one allocation fails, the first, the second and so on: each says GEMINI_ERR_OOM_SYSTEM, tells so in
+ * gemini_last_error(), and has changed nothing. SPDX-License-Identifier: Apache-2.0 */
+#include "../integration/world.h"
+#include "faults.h"
+
+#define W WORLD_WINDOW
+enum { DEVICE = GEMINI_TIER_DEVICE };
+
+/* Lets allocation number `skip` of the call fail. Returns false when the call had no such allocation any more. */
+#define WITH_FAILURE(skip, status, call) \
+  (faults_arm(FAULT_MEMORY, (skip), 1, 0, false), (status) = (call), faults_disarm() > 0)
+
+static void check_refused(const char *function, gemini_status_t status) {
+  CHECK_EQ(status, GEMINI_ERR_OOM_SYSTEM);
+  CHECK_EQ(world_error().status, GEMINI_ERR_OOM_SYSTEM);
+  CHECK(!strcmp(world_error().operation, function));
+}
+
+static void test_register_without_memory_takes_nothing_of_the_arena(void) {
+  world_t w = world_open(world_config(4, 8, 0));
+  gemini_arena_t arena = world_arena(&w, GEMINI_KIND_OTHER, 1, "main", 0, 0);
+  gemini_tensor_t t = 0, other;
+  gemini_status_t status;
+  uint64_t failed = 0;
+  for (; WITH_FAILURE(failed, status, gemini_tensor_register(w.mgr, arena, "t", W, GEMINI_OFFSET_NEXT, &t)); failed++) {
+    check_refused("gemini_tensor_register", status);
+    CHECK_EQ(t, 0);
+    CHECK_EQ(world_arena_info(&w, arena).size_bytes, 0);
+    CHECK_EQ(world_arena_info(&w, arena).tensor_count, 0);
+    CHECK_EQ(world_stats(&w).model_bytes, 0);
+    CHECK_STATUS(gemini_tensor_find(w.mgr, "t", &other), GEMINI_ERR_NOT_FOUND);
+  }
+  CHECK_EQ(status, GEMINI_OK);
+  CHECK(failed >= 2); /* its name, its record */
+  CHECK_EQ(world_tensor_info(&w, t).offset_bytes, 0);
+  world_close(&w);
+}
+
+static void test_open_without_memory_says_what_failed_now(void) {
+  gemini_config_t c = world_config(4, 8, 0);
+  gemini_manager_t mgr = 0;
+  gemini_status_t status;
+  uint64_t failed = 0, refused = 0;
+  for (;; failed++) {
+    CHECK_STATUS(gemini_manager_close(12345), GEMINI_ERR_HANDLE); /* a failure of before, of which nothing is told */
+    if (!WITH_FAILURE(failed, status, gemini_manager_open(&c, &mgr))) break;
+    if (!status) { /* what it wanted the memory for can be done without */
+      CHECK_OK(gemini_manager_close(mgr));
+      mgr = 0;
+      continue;
+    }
+    refused++;
+    check_refused("gemini_manager_open", status);
+    CHECK_EQ(mgr, 0);
+    CHECK(!strstr(world_error().message, "no open manager"));
+  }
+  CHECK_OK(status);
+  CHECK(refused >= 8);
+  CHECK_OK(gemini_manager_close(mgr));
+}
+
+/* A world with a plan of two operators, of which the trace is saved. */
+static world_t planned(gemini_arena_t *arena_out, const char *path) {
+  world_t w = world_open(world_config(4, 8, 0));
+  *arena_out = world_arena(&w, GEMINI_KIND_OTHER, 1, "main", 0, 0);
+  gemini_tensor_t t = world_tensor(&w, *arena_out, "t", 6 * W);
+  for (int round = 0; round < 2; round++) {
+    CHECK_OK(gemini_iteration_begin(w.mgr));
+    for (int k = 0; k < 2; k++) {
+      gemini_access_t half = world_part(t, (uint64_t)k * 3 * W, 3 * W, GEMINI_READ_WRITE, DEVICE);
+      CHECK_OK(gemini_op_begin(w.mgr, k ? "second" : "first", GEMINI_STREAM_CALLER));
+      CHECK_OK(gemini_acquire(w.mgr, &half, 1, GEMINI_STREAM_CALLER));
+      CHECK_OK(gemini_release(w.mgr, &half, 1, GEMINI_STREAM_CALLER));
+      CHECK_OK(gemini_op_end(w.mgr));
+    }
+    CHECK_OK(gemini_iteration_end(w.mgr));
+  }
+  CHECK_OK(gemini_trace_save(w.mgr, path));
+  return w;
+}
+
+static void test_trace_load_and_explain_without_memory_change_nothing(void) {
+  char path[] = "/tmp/gemini-test.XXXXXX", text[4096], again[4096];
+  int fd = mkstemp(path);
+  CHECK(fd >= 0);
+  gemini_arena_t arena;
+  world_t w = planned(&arena, path);
+  gemini_status_t status;
+  uint64_t failed = 0, length = 0;
+  CHECK_OK(gemini_plan_explain(w.mgr, text, sizeof text, &length));
+  CHECK(length < sizeof text);
+  uint64_t plans = world_stats(&w).plans;
+  for (; WITH_FAILURE(failed, status, gemini_trace_load(w.mgr, path)); failed++) {
+    check_refused("gemini_trace_load", status);
+    CHECK_EQ(world_stats(&w).plans, plans);
+    CHECK_OK(gemini_plan_explain(w.mgr, again, sizeof again, NULL));
+    CHECK(!strcmp(text, again));
+  }
+  CHECK_OK(status);
+  CHECK(failed >= 20);
+  CHECK_OK(gemini_plan_explain(w.mgr, text, sizeof text, &length));
+  for (failed = 0;; failed++) { /* all of it, or an error */
+    uint64_t needs = UINT64_MAX;
+    if (!WITH_FAILURE(failed, status, gemini_plan_explain(w.mgr, again, sizeof again, &needs))) break;
+    check_refused("gemini_plan_explain", status);
+    CHECK_EQ(needs, UINT64_MAX);
+  }
+  CHECK_OK(status);
+  CHECK(!strcmp(text, again));
+  CHECK(failed >= 1);
+  world_close(&w);
+  CHECK(!close(fd) && !unlink(path));
+}
+
+int main(void) {
+  RUN(test_register_without_memory_takes_nothing_of_the_arena);
+  RUN(test_open_without_memory_says_what_failed_now);
+  RUN(test_trace_load_and_explain_without_memory_change_nothing);
+  return check_done();
+}
