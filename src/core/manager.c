@@ -320,13 +320,15 @@ gemini_status_t gemini_stream_native(gemini_manager_t mgr, gemini_stream_t strea
 
 gemini_status_t gmi_stream_end(gmi_manager_t *m, uint32_t index) {
   /* Fences of this stream may still lie in windows: everything they could name gets placed and reached here. */
-  gmi_fence_t end;
+  gmi_fence_t end = 0;
   gemini_status_t status = fence_now(m, index, false, &end);
   if (!status) status = gmi_fence_sync(m, end);
+  if (status) return status;
   gmi_tracer_resolve(m, true);
+  status = m->dev->stream_destroy(m->dev_self, index);
+  if (status) return gmi_fail(status, 0, "device %s could not destroy stream %u", m->dev->name, index);
   atomic_store(&m->streams[index].life, 0);
-  m->dev->stream_destroy(m->dev_self, index);
-  return status;
+  return GEMINI_OK;
 }
 
 gemini_status_t gmi_stream_of_native(gmi_manager_t *m, void *native, bool may_block, uint32_t *index_out) {
