@@ -677,13 +677,13 @@ static gemini_status_t budget_device(gmi_manager_t *m, uint64_t bytes) {
   status = gmi_tracer_replan(m);
   if (!status) return GEMINI_OK;
   /* The plan cannot be made: the budget stays as it was. Growing back, or shrinking what was not yet used, works. */
+  char message[440];
+  int64_t code = gmi_fail_code();
+  snprintf(message, sizeof message, "%s", gmi_fail_message());
   m->config.device_bytes = old;
-  if (atomic_load(&m->window_bytes) && gmi_frames_resize(m, (uint32_t)((old - margin) / window)) == GEMINI_OK) {
-    char message[440];
-    snprintf(message, sizeof message, "%s", gmi_fail_message());
-    if (gmi_tracer_replan(m) == GEMINI_OK) gmi_fail(status, 0, "%s", message);
-  }
-  return status;
+  if (atomic_load(&m->window_bytes) && gmi_frames_resize(m, (uint32_t)((old - margin) / window)) == GEMINI_OK)
+    (void)gmi_tracer_replan(m);
+  return gmi_fail(status, code, "%s", message);
 }
 
 static gemini_status_t budget_set(gmi_manager_t *m, uint32_t tier, uint64_t bytes) {

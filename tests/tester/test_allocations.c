@@ -6,9 +6,10 @@
 #define W WORLD_WINDOW
 enum { DEVICE = GEMINI_TIER_DEVICE };
 
-/* Lets allocation number `skip` of the call fail. Returns false when the call had no such allocation any more. */
-#define WITH_FAILURE(skip, status, call) \
-  (faults_arm(FAULT_MEMORY, (skip), 1, 0, false), (status) = (call), faults_disarm() > 0)
+/* Lets so many allocations of the call fail, from number `skip` on. Returns false when the call had none of these any more. */
+#define WITH_FAILURES(skip, count, status, call) \
+  (faults_arm(FAULT_MEMORY, (skip), (count), 0, false), (status) = (call), faults_disarm() > 0)
+#define WITH_FAILURE(skip, status, call) WITH_FAILURES(skip, 1, status, call)
 
 static void check_refused(const char *function, gemini_status_t status) {
   CHECK_EQ(status, GEMINI_ERR_OOM_SYSTEM);
@@ -112,9 +113,43 @@ static void test_trace_load_and_explain_without_memory_change_nothing(void) {
   CHECK(!close(fd) && !unlink(path));
 }
 
+/* An iteration with an operator that needs so many chunks. */
+static void iterate(const world_t *w, gemini_tensor_t t, uint64_t chunks) {
+  gemini_access_t part = world_part(t, 0, chunks * W, GEMINI_READ, DEVICE);
+  CHECK_OK(gemini_iteration_begin(w->mgr));
+  CHECK_OK(gemini_op_begin(w->mgr, chunks > 1 ? "large" : "small", GEMINI_STREAM_CALLER));
+  CHECK_OK(gemini_acquire(w->mgr, &part, 1, GEMINI_STREAM_CALLER));
+  CHECK_OK(gemini_release(w->mgr, &part, 1, GEMINI_STREAM_CALLER));
+  CHECK_OK(gemini_op_end(w->mgr));
+  CHECK_OK(gemini_iteration_end(w->mgr));
+}
+
+/* Two iterations have plans. With the new budget there is none for the last one, and no memory for one of the other: the
+ * call tells of the former, with its words. */
+static void test_budget_that_two_plans_refuse_tells_of_one(void) {
+  world_t w = world_open(world_config(4, 8, 0));
+  gemini_tensor_t t = world_tensor(&w, world_arena(&w, GEMINI_KIND_OTHER, 1, "main", 0, 0), "t", 4 * W);
+  gemini_status_t status;
+  uint64_t failed = 0, full = 0;
+  for (int round = 0; round < 4; round++) iterate(&w, t, 3);
+  for (int round = 0; round < 4; round++) iterate(&w, t, 1);
+  iterate(&w, t, 3);
+  for (; WITH_FAILURES(failed, 1000, status, gemini_budget_set(w.mgr, DEVICE, 2 * W)); failed++) {
+    CHECK(status == GEMINI_ERR_OOM_SYSTEM || status == GEMINI_ERR_OOM_DEVICE);
+    CHECK_EQ(world_error().status, status);
+    full += status == GEMINI_ERR_OOM_DEVICE;
+    CHECK_EQ(world_stats(&w).budget_bytes[DEVICE], 4 * W);
+    CHECK_OK(gemini_budget_set(w.mgr, DEVICE, 4 * W));
+  }
+  CHECK_STATUS(status, GEMINI_ERR_OOM_DEVICE);
+  CHECK(full > 0);
+  world_close(&w);
+}
+
 int main(void) {
   RUN(test_register_without_memory_takes_nothing_of_the_arena);
   RUN(test_open_without_memory_says_what_failed_now);
   RUN(test_trace_load_and_explain_without_memory_change_nothing);
+  RUN(test_budget_that_two_plans_refuse_tells_of_one);
   return check_done();
 }
