@@ -1,4 +1,4 @@
-/* Streams on a GPU whose driver refuses. SPDX-License-Identifier: Apache-2.0 */
+/* Streams and budgets on a GPU whose driver refuses. SPDX-License-Identifier: Apache-2.0 */
 #include "../integration/world.h"
 #include "device/cuda_driver.h"
 #include "fake_cuda.h"
@@ -70,8 +70,36 @@ static void test_stream_that_could_not_be_destroyed_stays(void) {
   CHECK(failed > 0);
 }
 
+static void test_device_budget_that_could_not_be_changed_stays(void) {
+  bool reached = true;
+  uint64_t failed = 0;
+  for (uint64_t n = 0; reached; n++) {
+    gpu_t g = start();
+    use_stream(&g);
+    uint64_t first = fake_cuda_calls() + 1 + n;
+    fake_cuda_fail(first, first, CU_UNKNOWN);
+    gemini_status_t status = gemini_budget_set(g.w.mgr, GEMINI_TIER_DEVICE, 2 * W);
+    reached = fake_cuda_calls() >= first;
+    fake_cuda_fail(0, 0, 0);
+    CHECK_EQ(world_stats(&g.w).budget_bytes[DEVICE], status ? 4 * W : 2 * W);
+    if (status) {
+      failed++;
+      CHECK_EQ(world_error().status, status);
+      CHECK_EQ(status, GEMINI_ERR_DEVICE);
+      CHECK_OK(gemini_budget_set(g.w.mgr, GEMINI_TIER_DEVICE, 2 * W));
+    }
+    CHECK(world_stats(&g.w).used_bytes[DEVICE] <= 2 * W);
+    CHECK_OK(gemini_budget_set(g.w.mgr, GEMINI_TIER_DEVICE, 4 * W));
+    use_stream(&g);
+    use_elsewhere(&g);
+    finish(&g);
+  }
+  CHECK(failed > 0);
+}
+
 int main(void) {
   RUN(test_stream_that_could_not_be_destroyed_stays);
+  RUN(test_device_budget_that_could_not_be_changed_stays);
   fake_cuda_reset();
   return check_done();
 }
