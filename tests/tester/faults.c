@@ -22,7 +22,7 @@
 void gmi_cuda_driver_replace(void *(*symbol)(const char *name));
 
 static _Atomic int armed; /* fault_kind_t */
-static _Atomic uint64_t calls, skip, run, failed;
+static _Atomic uint64_t calls, skip, run, failed, failed_ever[FAULT_KINDS];
 static _Atomic int error_number;
 static _Atomic bool any_thread;
 static _Thread_local bool mine; /* this thread has armed */
@@ -43,6 +43,7 @@ uint64_t faults_disarm(void) {
   mine = false;
   return atomic_load(&failed);
 }
+uint64_t faults_failed(fault_kind_t kind) { return atomic_load(&failed_ever[kind]); }
 void faults_pause(bool pause) { paused += pause ? 1 : -1; }
 uint64_t faults_calls(void) { return atomic_load(&calls); }
 void faults_use_driver(void *(*symbol)(const char *name)) { gmi_cuda_driver_replace(symbol); }
@@ -121,6 +122,7 @@ static bool fails(fault_kind_t kind, const char *function, void *from, int error
     hit = at >= first && at - first < atomic_load(&run);
     if (hit) {
       atomic_fetch_add(&failed, 1);
+      atomic_fetch_add(&failed_ever[kind], 1);
       int wanted = atomic_load(&error_number);
       errno = wanted ? wanted : error;
     }
@@ -131,6 +133,7 @@ static bool fails(fault_kind_t kind, const char *function, void *from, int error
   errno = kept;
   if (!path || path_here() != path || !atomic_exchange(&wanted_path, 0)) return hit;
   atomic_store(&site_failed, true);
+  atomic_fetch_add(&failed_ever[kind], 1);
   errno = error;
   return true;
 }

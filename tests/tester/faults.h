@@ -27,6 +27,8 @@ __attribute__((visibility("default"))) void faults_arm(fault_kind_t kind, uint64
 __attribute__((visibility("default"))) uint64_t faults_disarm(void);
 /* This thread's calls pass unharmed and uncounted until it says false. */
 __attribute__((visibility("default"))) void faults_pause(bool pause);
+/* Calls of a kind that have failed so far, of all threads. */
+__attribute__((visibility("default"))) uint64_t faults_failed(fault_kind_t kind);
 /* Calls of the armed kind since faults_arm(), failed or not. */
 __attribute__((visibility("default"))) uint64_t faults_calls(void);
 

@@ -424,6 +424,13 @@ static statuses_t zero_wrong(const part_t *p, const range_t *r, uint64_t window)
   return wrong;
 }
 
+/* The device has failed: parts may be zero (gemini_zero()). */
+static void zero_lost(actor_t *a, manager_t *m, const range_t *r) {
+  uint8_t *zeros = calloc(1, r->size + 1);
+  look_at_bytes(a, m, r->store, r->at, r->size, zeros, "a zero");
+  free(zeros);
+}
+
 /* Tensor, state. */
 void run_state_set(actor_t *a, const op_t *op) {
   manager_t *m = manager_of(a, op);
@@ -443,9 +450,10 @@ void run_state_set(actor_t *a, const op_t *op) {
     wrong |= zero;
     perhaps = no_room(a, m, 0);
   }
-  if (CALL(a, wrong | perhaps | (may && to < GEMINI_STATE_COUNT ? OK : 0), gemini_tensor_state_set, m->handle,
-           t->handle, to))
-    return;
+  gemini_status_t status = CALL(a, wrong | perhaps | (may && to < GEMINI_STATE_COUNT ? OK : 0), gemini_tensor_state_set,
+                                m->handle, t->handle, to);
+  if (status == GEMINI_ERR_DEVICE) zero_lost(a, m, &r);
+  if (status) return;
   t->states = 1u << to;
   if (to != GEMINI_STATE_FREE) return;
   zero_model(p, &r);
@@ -468,7 +476,9 @@ void run_zero(actor_t *a, const op_t *op) {
   if (!m->open || !r.live) return;
   statuses_t wrong = zero_wrong(p, &r, window_bytes(a, m)), perhaps = no_room(a, m, 0);
   gemini_access_t access = { r.object, s.offset, s.size, s.mode, s.tier, NULL };
-  if (CALL(a, wrong ? wrong | perhaps : OK | perhaps, gemini_zero, m->handle, &access) || !r.size) return;
+  gemini_status_t status = CALL(a, wrong ? wrong | perhaps : OK | perhaps, gemini_zero, m->handle, &access);
+  if (status == GEMINI_ERR_DEVICE) zero_lost(a, m, &r);
+  if (status || !r.size) return;
   zero_model(p, &r);
   p->touched = true;
   if (r.store != r.arena) gaps_look(a, m, r.store, r.at, r.size);

@@ -19,21 +19,6 @@ static void loaded(part_t *p, int arena, uint64_t at, uint64_t size, bool surely
   }
 }
 
-/* A failed call may have read a part: of each byte, what it was or what is in the file. */
-static void load_look(actor_t *a, manager_t *m, const range_t *r, uint64_t seed) {
-  part_t *p = part_of(a, m);
-  uint8_t *model = p->arenas[r->store].bytes + r->at, *new = malloc(r->size + 1), *got = malloc(r->size + 1);
-  pattern_fill(new, r->at, r->size, seed);
-  bool read = read_surely(a, m, r->store, r->at, r->size, got);
-  for (uint64_t i = 0; read && i < r->size; i++)
-    if (got[i] != model[i] && got[i] != new[i])
-      differs(a, "byte %llu is %#x after a load that failed: neither what it was, %#x, nor what was to be read, %#x",
-              (unsigned long long)i, got[i], model[i], new[i]);
-  if (read) memcpy(model, got, r->size);
-  free(got);
-  free(new);
-}
-
 void run_load(actor_t *a, const op_t *op) {
   manager_t *m = manager_of(a, op);
   part_t *p = part_of(a, m);
@@ -56,8 +41,12 @@ void run_load(actor_t *a, const op_t *op) {
   gemini_status_t status =
       CALL(a, wrong ? wrong | perhaps : (lacks ? FORMAT : OK) | perhaps, gemini_load, m->handle, &access, a->fd, from);
   bool no_room_midway = ONE(status) & NO_ROOM && (m->has_files || a->w->parallel);
-  if (!wrong && (status == GEMINI_ERR_IO || no_room_midway)) {
-    load_look(a, m, &r, seed);
+  bool failed_midway = status == GEMINI_ERR_IO || status == GEMINI_ERR_DEVICE || status == GEMINI_ERR_OOM_SYSTEM;
+  if (!wrong && (failed_midway || no_room_midway)) {
+    uint8_t *wanted = malloc(r.size + 1);
+    pattern_fill(wanted, r.at, r.size, seed);
+    look_at_bytes(a, m, r.store, r.at, r.size, wanted, "a load");
+    free(wanted);
     loaded(p, r.arena, r.at, r.size, false);
   } else if (status == GEMINI_OK || status == GEMINI_ERR_FORMAT) {
     uint64_t done = r.size - lacks;
@@ -220,8 +209,10 @@ static void update_span(void *user, const gemini_update_span_t *span) {
   span_job_t *j = malloc(sizeof *j);
   *j = (span_job_t){ u, *span };
   faults_pause(true); /* the caller's own call fails when it says so, not here */
+  driver_pause(w, true);
   if (gemini_stream_call(u->mgr, span->stream, span_job_run, j))
     differs_in_callback(w, "gemini_stream_call() fails in an update's span");
+  driver_pause(w, false);
   faults_pause(false);
 }
 
@@ -271,6 +262,27 @@ static void update_done(part_t *p, const update_t *u, const int *arenas, uint8_t
       if (!t->live || t->arena != arenas[k] || t->offset >= at + size || at >= t->offset + t->size) continue;
       t->states = 1u << GEMINI_STATE_HOLD;
       t->gradient = false;
+    }
+  }
+}
+
+/* The device failed: whether the update has run, and how far, is not known. */
+static void update_lost(actor_t *a, manager_t *m, const update_t *u, const int *arenas) {
+  part_t *p = part_of(a, m);
+  for (uint32_t k = 0; k < u->count; k++) {
+    const arena_t *arena = &p->arenas[arenas[k]];
+    if (!(u->modes[k] & GEMINI_WRITE)) continue;
+    p->arenas[arena->store].unknown = true;
+    for (int i = 0; i < TENSORS; i++) {
+      tensor_t *t = &p->tensors[i];
+      if (!t->live || t->arena != arenas[k]) continue;
+      t->states |= 1u << GEMINI_STATE_HOLD;
+      gemini_access_t access = { t->handle, 0, 0, GEMINI_READ, GEMINI_TIER_HOST, NULL };
+      if (!t->gradient) continue; /* does it still hold one? */
+      if (QUIET(a, OK | STATE | BUSY | NO_ROOM, gemini_acquire, m->handle, &access, 1, GEMINI_STREAM_CALLER)) continue;
+      t->gradient = false;
+      QUIET(a, OK, gemini_release, m->handle, &access, 1, GEMINI_STREAM_CALLER);
+      t->states = 1u << state_after_release(m->phase);
     }
   }
 }
@@ -367,8 +379,10 @@ void run_update(actor_t *a, const op_t *op) {
   a->updates = u;
   bool late = update.flags & GEMINI_UPDATE_LATE;
   if (perhaps && !wrong && !late) perhaps |= PENDING;
+  perhaps |= device_failed(a);
   gemini_status_t status = CALL(a, wrong ? wrong | perhaps : OK | perhaps, gemini_update, m->handle, &update);
   u->accepted = !status || status == ERR_PENDING; /* all of it, or nothing */
+  if (status == GEMINI_ERR_DEVICE && !wrong) update_lost(a, m, u, arenas);
   if (!wrong && u->accepted) {
     if (!status && !late && atomic_load(&u->seen) != u->elements)
       differs(a, "spans of %llu elements were given to the function, of %llu", (unsigned long long)u->seen,
@@ -418,7 +432,7 @@ void run_update_wait(actor_t *a, const op_t *op) {
   manager_t *m = manager_of(a, op);
   if (!m->open) return;
   statuses_t perhaps = no_room(a, m, 0) | (m->has_files ? OOM_HOST | OOM_FILE : 0);
-  if (CALL(a, OK | perhaps, gemini_update_wait, m->handle)) return;
+  if (CALL(a, OK | perhaps | device_failed(a), gemini_update_wait, m->handle)) return;
   updates_done(a, m);
 }
 /* All updates are done: each has given every element to its function, and nobody knows of it any more. */

@@ -33,7 +33,8 @@ static void folders(const actor_t *a, const manager_t *m, char paths[2 * PATHS +
 static statuses_t open_allowed(const actor_t *a, const gemini_config_t *c, bool kept) {
   statuses_t allowed = OK;
   if (c->file_bytes && c->file_engine == GEMINI_FILE_ENGINE_URING && !a->w->uring) return UNSUPPORTED;
-  if (kept) allowed |= OOM_FILE; /* the budget may be too small for what is kept */
+  if (a->op && a->op->fault == FAULT_DRIVER) allowed |= UNSUPPORTED; /* it does not say what the GPU can do */
+  if (kept) allowed |= OOM_FILE;                                     /* the budget may be too small for what is kept */
   return allowed;
 }
 
@@ -143,10 +144,10 @@ static bool any_hold(const actor_t *a, const manager_t *m, bool writing) {
 static bool close_manager(actor_t *a, manager_t *m, bool quiet) {
   bool busy = any_hold(a, m, false);
   /* What is left of an update that found no room is told here at the latest. */
-  statuses_t perhaps = 0;
+  statuses_t perhaps = device_failed(a);
   for (uint32_t t = 0; t < a->w->options.threads; t++)
     for (const update_t *u = a->w->actors[t].updates; u; u = u->next)
-      if (u->mgr == m->handle) perhaps = NO_ROOM;
+      if (u->mgr == m->handle) perhaps |= NO_ROOM;
   gemini_status_t status = quiet ? QUIET(a, busy ? BUSY : OK | perhaps, gemini_manager_close, m->handle)
                                  : CALL(a, busy ? BUSY : OK | perhaps, gemini_manager_close, m->handle);
   if (status == GEMINI_ERR_BUSY || status == GEMINI_ERR_HANDLE) return false;
@@ -402,7 +403,7 @@ void run_checkpoint(actor_t *a, const op_t *op) {
   uint32_t i = manager_index(a, m);
   statuses_t wrong = !m->config.keep_name ? STATE : any_hold(a, m, true) ? BUSY : 0, perhaps = 0;
   if (m->config.keep_name) perhaps = checkpoint_room(a, m);
-  uint64_t debt = atomic_load(&w->debt[FAULT_FILE]) + atomic_load(&w->debt[FAULT_RING]);
+  uint64_t untold = faults_untold(w, FAULT_FILE) + faults_untold(w, FAULT_RING);
   gemini_status_t status = CALL(a, (wrong ? wrong : OK) | perhaps, gemini_checkpoint, m->handle);
   if (wrong) return;
   if (!status) {
@@ -410,7 +411,7 @@ void run_checkpoint(actor_t *a, const op_t *op) {
     w->kept[i][0] = kept_of(a, m);
     w->kept_count[i] = 1;
     m->resumed = true;
-  } else if (a->fired || debt) { /* a later process finds the last one, or this one */
+  } else if (a->fired || untold) { /* a later process finds the last one, or this one */
     kept_free(&w->kept[i][1]);
     w->kept[i][1] = kept_of(a, m);
     if (!w->kept_count[i]) { /* or none */

@@ -126,7 +126,6 @@ typedef struct actor {
   bool fault_used, own_call, armed;
   gemini_status_t own_status;  /* of its own call */
   bool site_failed;            /* a call of the system failed in it, by SITES_FAIL */
-  uint64_t driver_first;       /* call of the driver that fails first */
   uint64_t fired;              /* calls that failed during its call, by fault */
   bool refused;                /* a call of it failed for want of something, or by an error of the system */
   gemini_manager_t gone[GONE]; /* handles that were destroyed, of every kind */
@@ -153,7 +152,9 @@ struct world {
   kept_t kept[MANAGERS][2]; /* the last checkpoint; the second: it may be this one instead */
   uint32_t kept_count[MANAGERS];
   kept_t traces[TRACES];              /* the arenas of saved traces; arenas NULL: there is none */
-  _Atomic uint64_t debt[FAULT_KINDS]; /* faults that a later call may tell of */
+  _Atomic uint64_t told[FAULT_KINDS]; /* faults that a call has told of, or that no call will */
+  _Atomic uint64_t driver_faults;
+  uint64_t driver_first, driver_last; /* calls of the driver that fail; 0: none */
   actor_t actors[THREADS];
   pthread_mutex_t budgets; /* guards the model's budgets while threads run */
   /* rounds */
@@ -172,6 +173,14 @@ struct world {
 __attribute__((format(printf, 2, 3), noreturn)) void differs(actor_t *a, const char *format, ...);
 /* As above, from a thread of the library's. */
 void differs_in_callback(const world_t *w, const char *message);
+
+/* Faults that a later call may tell of. */
+uint64_t faults_untold(const world_t *w, fault_kind_t kind);
+void faults_all_told(world_t *w);
+/* What updates say again and again once the device has failed: DEVICE, or nothing. */
+static inline statuses_t device_failed(const actor_t *a) { return atomic_load(&a->w->driver_faults) ? DEVICE : 0; }
+/* Calls of the driver do not fail, as they are the tester's own, until it says false. */
+void driver_pause(const world_t *w, bool pause);
 
 /* ---- calls: CALL(actor, allowed, function, arguments): the operation's own call, which its fault goes to; QUIET: one
  * without a fault. Both return the status, which is one of those allowed. */
@@ -207,6 +216,9 @@ void sync_holds(actor_t *a, manager_t *m, int store, uint64_t at, uint64_t size,
 bool read_bytes(actor_t *a, manager_t *m, int store, uint64_t at, uint64_t size, uint8_t *to);
 /* Likewise; what lacks room gets it for as long. false: other threads take it, and the bytes are unknown from now on. */
 bool read_surely(actor_t *a, manager_t *m, int store, uint64_t at, uint64_t size, uint8_t *to);
+/* After a call that may have changed a part of the bytes: each is what it was, or what it was to be. */
+void look_at_bytes(actor_t *a, manager_t *m, int store, uint64_t at, uint64_t size, const uint8_t *wanted,
+                   const char *what);
 /* Compares bytes with the model's. false: they could not be read now. */
 bool check_bytes(actor_t *a, manager_t *m, int store, uint64_t at, uint64_t size);
 void check_tensor(actor_t *a, manager_t *m, int slot);

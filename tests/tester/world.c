@@ -64,6 +64,20 @@ static statuses_t fault_statuses(uint32_t kind) {
   }
 }
 
+static uint64_t faults_so_far(const world_t *w, fault_kind_t kind) {
+  return kind == FAULT_DRIVER ? atomic_load(&w->driver_faults) : faults_failed(kind);
+}
+uint64_t faults_untold(const world_t *w, fault_kind_t kind) {
+  return faults_so_far(w, kind) - atomic_load(&w->told[kind]);
+}
+void faults_all_told(world_t *w) {
+  for (fault_kind_t kind = FAULT_NONE; kind < FAULT_KINDS; kind++) atomic_store(&w->told[kind], faults_so_far(w, kind));
+}
+
+void driver_pause(const world_t *w, bool pause) {
+  if (w->driver_last) fake_cuda_fail(pause ? 0 : w->driver_first, pause ? 0 : w->driver_last, 999); /* unknown */
+}
+
 void call_begin(actor_t *a, const char *function, bool with_fault) {
   const op_t *op = a->op;
   uint32_t call = atomic_load_explicit(&a->w->shared->threads[a->index].calls, memory_order_relaxed);
@@ -78,8 +92,9 @@ void call_begin(actor_t *a, const char *function, bool with_fault) {
   a->armed = with_fault && op && op->fault && !a->fault_used;
   if (a->armed && op->fault == FAULT_DRIVER) {
     a->fault_used = true;
-    a->driver_first = fake_cuda_calls() + 1 + op->skip;
-    fake_cuda_fail(a->driver_first, a->driver_first + op->run - 1, op->errors & 1 ? 2 : 999); /* memory, or unknown */
+    a->w->driver_first = fake_cuda_calls() + 1 + op->skip;
+    a->w->driver_last = a->w->driver_first + op->run - 1;
+    driver_pause(a->w, false);
   } else if (a->armed) {
     a->fault_used = true;
     faults_arm((fault_kind_t)op->fault, op->skip, op->run, errors_of[op->errors % 5], !a->w->parallel);
@@ -113,15 +128,16 @@ gemini_status_t call_end(actor_t *a, const char *function, statuses_t allowed, g
   atomic_store_explicit(&w->shared->threads[a->index].last[call % LAST_CALLS].end_ns, now_ns(), memory_order_relaxed);
   if (a->armed) {
     if (a->op->fault == FAULT_DRIVER) {
-      uint64_t calls = fake_cuda_calls(), last = a->driver_first + a->op->run - 1;
-      fake_cuda_fail(0, 0, 0);
-      a->fired = calls < a->driver_first ? 0 : (calls < last ? calls : last) - a->driver_first + 1;
+      uint64_t calls = fake_cuda_calls(), first = w->driver_first, last = w->driver_last;
+      driver_pause(w, true);
+      w->driver_first = w->driver_last = 0;
+      a->fired = calls < first ? 0 : (calls < last ? calls : last) - first + 1;
     } else {
       a->fired = faults_disarm();
     }
     if (a->fired) {
       atomic_fetch_add(&w->shared->faults_hit[a->op->fault], 1);
-      atomic_fetch_add(&w->debt[a->op->fault], a->fired);
+      if (a->op->fault == FAULT_DRIVER) atomic_fetch_add(&w->driver_faults, a->fired);
       for (int i = 0; i < MANAGERS; i++) atomic_store(&w->managers[i].record_lost, true); /* perhaps */
     }
   }
@@ -131,7 +147,6 @@ gemini_status_t call_end(actor_t *a, const char *function, statuses_t allowed, g
   if (w->options.sites == SITES_FAIL && faults_site_failed() && !w->shared->site_failed) {
     w->shared->site_failed = a->site_failed = true;
     a->fired = 1;
-    atomic_fetch_add(&w->debt[w->options.site_kind], 1);
     for (int i = 0; i < MANAGERS; i++) atomic_store(&w->managers[i].record_lost, true);
   }
   if (a->op && a->own_call && status <= 0 && status > -16)
@@ -142,8 +157,8 @@ gemini_status_t call_end(actor_t *a, const char *function, statuses_t allowed, g
     a->refused = true;
   if (allowed >> -status & 1) return status;
   for (uint32_t kind = 1; kind < FAULT_KINDS; kind++) /* a fault may show later, but once */
-    if (atomic_load(&w->debt[kind]) && fault_statuses(kind) >> -status & 1) {
-      if (!w->parallel) atomic_fetch_sub(&w->debt[kind], 1);
+    if (faults_untold(w, (fault_kind_t)kind) && fault_statuses(kind) >> -status & 1) {
+      if (!w->parallel) atomic_fetch_add(&w->told[kind], 1);
       return status;
     }
   char names[512];
