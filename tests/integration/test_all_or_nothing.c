@@ -328,6 +328,42 @@ static void test_load_that_does_not_fit_loads_nothing(void) {
   world_close(&w);
 }
 
+/* The second chunk of the range waits for an update, which cannot be done: a chunk of it is pinned to the device, where the
+ * others do not fit beside it. */
+static void test_load_of_a_chunk_whose_update_waits_loads_nothing(void) {
+  char path[] = "/tmp/gemini-test.XXXXXX";
+  int fd = mkstemp(path);
+  CHECK(fd >= 0 && !unlink(path));
+  world_t w = world_open(world_config(3, 8, 0));
+  gemini_arena_t wide = world_arena(&w, GEMINI_KIND_OTHER, 4, "wide", 0, 0);
+  gemini_arena_t narrow = world_arena(&w, GEMINI_KIND_OTHER, 1, "narrow", wide, 0);
+  gemini_tensor_t t = world_tensor(&w, wide, "t", 4 * W);
+  for (uint64_t i = 0; i < 2 * W; i += 4) CHECK_EQ(pwrite(fd, &(uint32_t){ 7 }, 4, (off_t)i), 4);
+  world_fill(&w, t, 0, W, HOST, 4);
+  gemini_access_t pin = world_part(t, 3 * W, W, 0, DEVICE), range = world_part(t, 0, 2 * W, 0, 0);
+  CHECK_OK(gemini_pin(w.mgr, &pin));
+  gemini_arena_t arenas[] = { wide, narrow };
+  const uint32_t modes[] = { BOTH, READ };
+  int calls = 0;
+  gemini_update_t u = GEMINI_UPDATE_INIT;
+  u.flags = GEMINI_UPDATE_LATE;
+  u.arenas = arenas;
+  u.modes = modes;
+  u.arena_count = 2;
+  u.first_element = W / 4;
+  u.element_count = 3 * W / 4;
+  u.fn = count_span;
+  u.user = &calls;
+  CHECK_OK(gemini_update(w.mgr, &u));
+  CHECK_STATUS(gemini_load(w.mgr, &range, fd, 0), GEMINI_ERR_OOM_DEVICE);
+  CHECK(world_holds(&w, t, 0, W, 4));
+  CHECK_OK(gemini_unpin(w.mgr, &pin));
+  CHECK_OK(gemini_load(w.mgr, &range, fd, 0));
+  CHECK_EQ(calls, 3); /* before the bytes of the file came */
+  CHECK(!close(fd));
+  world_close(&w);
+}
+
 /* ---- checkpoints */
 static void test_checkpoint_without_room_is_oom_file(void) {
   char dir[64], path[128];
@@ -365,6 +401,7 @@ int main(void) {
   RUN(test_chunks_of_an_update_that_waits_are_not_used_before_it);
   RUN(test_parameter_and_gradient_are_not_used_at_once);
   RUN(test_load_that_does_not_fit_loads_nothing);
+  RUN(test_load_of_a_chunk_whose_update_waits_loads_nothing);
   RUN(test_checkpoint_without_room_is_oom_file);
   return check_done();
 }
