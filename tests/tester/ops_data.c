@@ -266,25 +266,18 @@ static void update_done(part_t *p, const update_t *u, const int *arenas, uint8_t
   }
 }
 
-/* The device failed: whether the update has run, and how far, is not known. */
-static void update_lost(actor_t *a, manager_t *m, const update_t *u, const int *arenas) {
-  part_t *p = part_of(a, m);
+/* The device failed: whether it has run, and how far, is not known. */
+static void update_lost(const update_t *u) {
+  part_t *p = u->part;
   for (uint32_t k = 0; k < u->count; k++) {
-    const arena_t *arena = &p->arenas[arenas[k]];
-    if (!(u->modes[k] & GEMINI_WRITE)) continue;
-    p->arenas[arena->store].unknown = true;
-    for (int i = 0; i < TENSORS; i++) {
-      tensor_t *t = &p->tensors[i];
-      if (!t->live || t->arena != arenas[k]) continue;
-      t->states |= 1u << GEMINI_STATE_HOLD;
-      gemini_access_t access = { t->handle, 0, 0, GEMINI_READ, GEMINI_TIER_HOST, NULL };
-      if (!t->gradient) continue; /* does it still hold one? */
-      if (QUIET(a, OK | STATE | BUSY | NO_ROOM, gemini_acquire, m->handle, &access, 1, GEMINI_STREAM_CALLER)) continue;
-      t->gradient = false;
-      QUIET(a, OK, gemini_release, m->handle, &access, 1, GEMINI_STREAM_CALLER);
-      t->states = 1u << state_after_release(m->phase);
-    }
+    int store = p->arenas[u->arenas[k]].store;
+    if (u->modes[k] & GEMINI_WRITE && p->arenas[u->arenas[k]].live) p->arenas[store].unknown = true;
   }
+}
+void updates_lost(world_t *w) {
+  for (uint32_t t = 0; t < w->options.threads; t++)
+    for (const update_t *u = w->actors[t].updates; u; u = u->next)
+      if (u->accepted) update_lost(u);
 }
 
 static statuses_t update_wrong(const part_t *p, const update_t *u, const int *arenas, bool zero_count, uint64_t window,
@@ -339,7 +332,9 @@ void run_update(actor_t *a, const op_t *op) {
   gemini_arena_t handles[UPDATE_ARENAS];
   if (!m->open || stream >= STREAMS) return;
   update_t *u = calloc(1, sizeof *u);
-  *u = (update_t){ .actor = a, .salt = op->arg[2], .first = op->arg[3], .elements = op->arg[4], .mgr = m->handle };
+  *u = (update_t){
+    .actor = a, .salt = op->arg[2], .first = op->arg[3], .elements = op->arg[4], .mgr = m->handle, .part = p
+  };
   uint64_t least = UINT64_MAX;
   for (uint32_t i = 5; i + 1 < op->count && u->count < UPDATE_ARENAS; i += 2, u->count++) {
     int slot = (int)op->arg[i];
@@ -347,7 +342,7 @@ void run_update(actor_t *a, const op_t *op) {
       free(u);
       return;
     }
-    arenas[u->count] = slot;
+    arenas[u->count] = u->arenas[u->count] = slot;
     handles[u->count] = p->arenas[slot].handle;
     u->modes[u->count] = op->arg[i + 1];
     u->element_bytes[u->count] = p->arenas[slot].element_bytes;
@@ -382,12 +377,12 @@ void run_update(actor_t *a, const op_t *op) {
   perhaps |= device_failed(a);
   gemini_status_t status = CALL(a, wrong ? wrong | perhaps : OK | perhaps, gemini_update, m->handle, &update);
   u->accepted = !status || status == ERR_PENDING; /* all of it, or nothing */
-  if (status == GEMINI_ERR_DEVICE && !wrong) update_lost(a, m, u, arenas);
   if (!wrong && u->accepted) {
     if (!status && !late && atomic_load(&u->seen) != u->elements)
       differs(a, "spans of %llu elements were given to the function, of %llu", (unsigned long long)u->seen,
               (unsigned long long)u->elements);
     update_done(p, u, arenas, results);
+    if (a->fired && op->fault == FAULT_DRIVER) update_lost(u);
     p->touched = true;
   }
   for (uint32_t k = 0; k < u->count; k++) free(results[k]);

@@ -475,12 +475,25 @@ static bool is_kept(actor_t *a, manager_t *m, const kept_t *k) {
   return true;
 }
 
+/* Can what is kept be more than the file budget? Chunks that read as zero are not kept. */
+static statuses_t resume_room(const manager_t *m, const kept_t *k) {
+  uint64_t window = k->window_bytes, most = 0, least = 0;
+  for (uint32_t i = 0; i < k->arena_count; i++)
+    for (uint64_t at = 0; k->arenas[i].bytes && at < k->arenas[i].size; at += window, most++) {
+      uint64_t size = k->arenas[i].size - at < window ? k->arenas[i].size - at : window, byte = 0;
+      while (byte < size && !k->arenas[i].bytes[at + byte]) byte++;
+      least += byte < size && !k->arenas[i].unknown;
+    }
+  uint64_t blocks = m->config.file_bytes / window;
+  return least > blocks ? OOM_FILE : most > blocks ? OK | OOM_FILE : OK;
+}
+
 void run_resume(actor_t *a, const op_t *op) {
   manager_t *m = manager_of(a, op);
   world_t *w = a->w;
   if (!m->open) return;
   uint32_t i = manager_index(a, m);
-  statuses_t wrong = 0, perhaps = 0, fits = 0;
+  statuses_t wrong = 0, perhaps = 0, fits = 0, room = 0;
   if (!m->config.keep_name || m->resumed) wrong |= STATE;
   if (!w->kept_count[i]) wrong |= NOT_FOUND;
   if (w->kept_count[i] == 2) perhaps |= NOT_FOUND | STATE;
@@ -488,9 +501,13 @@ void run_resume(actor_t *a, const op_t *op) {
   for (uint32_t t = 0; t < w->options.threads; t++)
     if (m->parts[t].touched) perhaps |= STATE;
   for (uint32_t k = 0; k < w->kept_count[i]; k++)
-    if (w->kept[i][k].arenas) fits |= kept_fits(a, m, &w->kept[i][k]);
+    if (w->kept[i][k].arenas) {
+      fits |= kept_fits(a, m, &w->kept[i][k]);
+      room |= m->config.keep_name ? resume_room(m, &w->kept[i][k]) : OK;
+    }
   if (fits == FORMAT) wrong |= FORMAT;
-  perhaps |= fits & ~OK;
+  if (room == OOM_FILE) wrong |= OOM_FILE;
+  perhaps |= (fits | room) & ~OK;
   if (CALL(a, wrong ? wrong | perhaps : OK | perhaps, gemini_resume, m->handle)) return;
   m->resumed = true;
   const kept_t *k = &w->kept[i][0];

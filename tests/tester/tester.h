@@ -106,8 +106,10 @@ typedef struct update {
   struct actor *actor;
   uint32_t count, modes[UPDATE_ARENAS], element_bytes[UPDATE_ARENAS];
   uint64_t salt, first, elements;
-  bool accepted;         /* gemini_update() returned OK */
-  _Atomic uint64_t seen; /* elements in spans so far */
+  part_t *part;
+  int arenas[UPDATE_ARENAS]; /* slots there */
+  bool accepted;             /* gemini_update() returned OK, or PENDING */
+  _Atomic uint64_t seen;     /* elements in spans so far */
   gemini_manager_t mgr;
 } update_t;
 /* Elements first to first + count of each arena, at ptr. */
@@ -278,6 +280,8 @@ void manager_forget(actor_t *a, manager_t *m);                    /* likewise, w
 void manager_reset_file(world_t *w, uint32_t manager);            /* no checkpoint any more */
 void updates_done(actor_t *a, const manager_t *m);
 void updates_free(actor_t *a, gemini_manager_t mgr);
+/* The device has failed: none of those that wait may ever be done. */
+void updates_lost(world_t *w);
 void kept_free(kept_t *k);
 kept_t layout_of(actor_t *a, manager_t *m);                  /* arenas without their bytes */
 bool layout_fits(actor_t *a, manager_t *m, const kept_t *k); /* the manager has all of these arenas */

@@ -132,6 +132,7 @@ gemini_status_t call_end(actor_t *a, const char *function, statuses_t allowed, g
       driver_pause(w, true);
       w->driver_first = w->driver_last = 0;
       a->fired = calls < first ? 0 : (calls < last ? calls : last) - first + 1;
+      if (a->fired) updates_lost(w);
     } else {
       a->fired = faults_disarm();
     }
