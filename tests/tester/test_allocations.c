@@ -1,5 +1,7 @@
 /* Calls of which one allocation fails, the first, the second and so on: each says GEMINI_ERR_OOM_SYSTEM, tells so in
  * gemini_last_error(), and has changed nothing. SPDX-License-Identifier: Apache-2.0 */
+#include <errno.h>
+
 #include "../integration/world.h"
 #include "faults.h"
 
@@ -146,10 +148,40 @@ static void test_budget_that_two_plans_refuse_tells_of_one(void) {
   world_close(&w);
 }
 
+/* A kept file that cannot be looked at is no file that was exchanged. */
+static void test_open_of_kept_files_that_fail_is_io(void) {
+  char dir[] = "/tmp/gemini-test.XXXXXX", path[64];
+  CHECK(mkdtemp(dir));
+  gemini_config_t c = world_config(4, 8, 16);
+  c.file_dir = dir;
+  c.keep_name = "run";
+  gemini_manager_t mgr = 0;
+  gemini_status_t status;
+  uint64_t failed = 0, refused = 0;
+  CHECK_OK(gemini_manager_open(&c, &mgr));
+  CHECK_OK(gemini_manager_close(mgr));
+  for (bool hit = true; hit; failed++) {
+    faults_arm(FAULT_FILE, failed, 1, EIO, false);
+    status = gemini_manager_open(&c, &mgr);
+    hit = faults_disarm() > 0;
+    refused += status != GEMINI_OK;
+    if (!status) CHECK_OK(gemini_manager_close(mgr));
+    else if (status != GEMINI_ERR_UNSUPPORTED)
+      CHECK_STATUS(status, GEMINI_ERR_IO); /* UNSUPPORTED: a system without files */
+  }
+  CHECK(refused > 0);
+  for (int i = 0; i < 2; i++) {
+    snprintf(path, sizeof path, "%s/%s", dir, i ? "run.index" : "run.0.chunks");
+    unlink(path); /* without a checkpoint they may be gone */
+  }
+  CHECK_EQ(rmdir(dir), 0);
+}
+
 int main(void) {
   RUN(test_register_without_memory_takes_nothing_of_the_arena);
   RUN(test_open_without_memory_says_what_failed_now);
   RUN(test_trace_load_and_explain_without_memory_change_nothing);
   RUN(test_budget_that_two_plans_refuse_tells_of_one);
+  RUN(test_open_of_kept_files_that_fail_is_io);
   return check_done();
 }
