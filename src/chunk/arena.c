@@ -150,6 +150,7 @@ gemini_status_t gmi_range_resolve(gmi_manager_t *m, const gemini_access_t *acces
 }
 
 gemini_status_t gmi_range_ready(gmi_manager_t *m, const gemini_access_t *access, gmi_range_t *range_out) {
+  gmi_updates_called(m);
   bool cut = atomic_load(&m->window_bytes);
   gemini_status_t status = gmi_range_resolve(m, access, range_out);
   if (!status && !cut) status = gmi_cut(m);

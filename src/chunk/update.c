@@ -209,7 +209,21 @@ typedef struct gmi_deferred {
   _Atomic uint64_t count; /* Atomic: pieces */
   bool started, stop;
   bool told; /* that the first one cannot be queued; it is tried again all the same */
+  /* A thread is in a callback on the device, for which it has given up the lock: the piece counts as not queued, and nobody
+   * queues another one. */
+  bool calling;
+  pthread_cond_t called; /* with the manager's lock */
 } gmi_deferred_t;
+
+void gmi_updates_called(gmi_manager_t *m) {
+  if (!m->deferred->calling) return;
+  const char *function = atomic_load_explicit(&m->watch.holder, memory_order_relaxed);
+  gmi_wait_t wait;
+  gmi_wait_begin(m, &wait, function, GMI_WAIT_CALLBACK, 0);
+  while (m->deferred->calling) pthread_cond_wait(&m->deferred->called, &m->lock);
+  gmi_watch_locked(m, function);
+  gmi_wait_end(m, &wait);
+}
 
 uint32_t gmi_updates_ahead(const gmi_manager_t *m, uint32_t windows) {
   uint64_t most = UINT64_C(64) << 20 >> m->window_shift;
@@ -330,16 +344,16 @@ static gemini_status_t device_piece(walk_t *k, piece_t *p, rest_t *rest) {
       span.ptr[i] = k->arenas[i]->base + p->begin * k->arenas[i]->element_bytes;
     for (uint32_t i = 0; i < p->count; i++)
       if (p->modes[i] & GEMINI_WRITE) gmi_window_wrote(m, p->windows[i]);
-    k->refs++;
-    rest_queued(m->deferred, rest, p);
     const char *function = atomic_load_explicit(&m->watch.holder, memory_order_relaxed);
+    m->deferred->calling = true;
     gmi_unlock(m); /* never call out with the lock; the windows are held */
     gmi_wait_t wait;
     gmi_wait_begin(m, &wait, function, GMI_WAIT_CALLBACK, 0);
     k->u.fn(k->u.user, &span);
     gmi_wait_end(m, &wait);
     gmi_lock(m, function);
-    walk_unref(k);
+    m->deferred->calling = false;
+    pthread_cond_broadcast(&m->deferred->called);
     gmi_fence_t end = gmi_fence_later(m, stream);
     for (uint32_t i = 0; i < p->count; i++)
       after_callback(m, gmi_window_use(m, p->windows[i], p->modes[i], stream, true), end);
@@ -352,6 +366,7 @@ static gemini_status_t device_piece(walk_t *k, piece_t *p, rest_t *rest) {
       m->timed[m->timed_count].link = GMI_TIMED_UPDATE;
       m->timed[m->timed_count++].elements = p->end - p->begin;
     }
+    rest_queued(m->deferred, rest, p);
   }
   for (uint32_t i = 0; i < held; i++) atomic_fetch_sub(&p->windows[i]->word, 1);
   return status;
@@ -367,6 +382,11 @@ static bool is_pinned(const piece_t *p) {
  * yet. */
 static gemini_status_t queue_first(gmi_manager_t *m, bool now, bool *waits_out) {
   gmi_deferred_t *d = m->deferred;
+  *waits_out = false;
+  if (d->calling) {
+    gmi_updates_called(m);
+    return GEMINI_OK; /* another one may be the first now, or none */
+  }
   rest_t *rest = d->first;
   walk_t *k = rest->walk;
   piece_t p = { .next_use = rest->next_use };
@@ -374,7 +394,6 @@ static gemini_status_t queue_first(gmi_manager_t *m, bool now, bool *waits_out) 
   uint32_t missing = 0;
   for (uint32_t i = 0; i < p.count; i++) missing += p.windows[i]->slot == GMI_NONE;
   gemini_status_t status = GEMINI_OK;
-  *waits_out = false;
   if (!now) {
     *waits_out = gmi_lane_deferred(m) >= gmi_updates_ahead(m, p.count);
     /* Those behind it will want room too: what they take it from is written while this one is read. */
@@ -451,6 +470,7 @@ gemini_status_t gmi_updates_open(gmi_manager_t *m) {
   if (!d) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for deferred updates");
   d->end = &d->first;
   pthread_cond_init(&d->more, NULL);
+  pthread_cond_init(&d->called, NULL);
   if (!m->files) return GEMINI_OK;
   int error = pthread_create(&d->thread, NULL, defer_work, m);
   d->started = !error;
@@ -470,6 +490,7 @@ void gmi_updates_close(gmi_manager_t *m) {
   }
   while (d->first) rest_remove(d, d->first);
   pthread_cond_destroy(&d->more);
+  pthread_cond_destroy(&d->called);
   free(d);
   m->deferred = NULL;
 }
@@ -664,7 +685,7 @@ static void walk_run(walk_t *k, uint32_t index) {
   gmi_manager_t *m = k->m;
   gemini_status_t status = GEMINI_OK;
   piece_t p;
-  while (!status && k->tail) {
+  while (!status && (gmi_updates_called(m), k->tail)) {
     piece_at(k, k->tail->begin, k->tail->end, &p);
     uint32_t number = (uint32_t)(p.begin / k->unit - k->u.first_element / k->unit);
     bool device = gmi_tracer_piece_on_device(m, index, number);
@@ -759,6 +780,7 @@ static gemini_status_t update(gmi_manager_t *m, const gemini_update_t *theirs) {
   k->refs = 1;
   uint32_t stream;
   gmi_lock(m, "gemini_update");
+  gmi_updates_called(m);
   gemini_status_t status = walk_check(k, theirs, &stream);
   if (!status) status = walk(k, stream);
   if (status) free(k->tail);

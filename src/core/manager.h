@@ -645,6 +645,9 @@ gemini_status_t gmi_updates_finish(gmi_manager_t *m, const char *function); /* b
 /* Lock held. Queues what is left of updates of a window, and what is left before it, now; NULL: of all. Blocks until there is
  * room; fails when it cannot be queued, and it is left as it is. */
 gemini_status_t gmi_updates_queue(gmi_manager_t *m, const gmi_window_t *w);
+/* Lock held, and given up meanwhile: waits while another thread is in a callback on the device. Until it is not, chunks of that
+ * piece look as if they were acquired. */
+void gmi_updates_called(gmi_manager_t *m);
 uint64_t gmi_updates_deferred(const gmi_manager_t *m); /* pieces that are left */
 void gmi_updates_room(gmi_manager_t *m);               /* there may be room now for what is left */
 gemini_status_t gmi_updates_open(gmi_manager_t *m);

@@ -2,6 +2,8 @@
  * later. SPDX-License-Identifier: Apache-2.0 */
 #include <pthread.h>
 #include <semaphore.h>
+#include <stdatomic.h>
+#include <time.h>
 
 #include "../check.h"
 #include "gemini.h"
@@ -270,6 +272,60 @@ static void test_chunks_of_an_update_that_waits_are_not_used_before_it(void) {
   world_close(&w);
 }
 
+/* A thread is in the callback of an update on the device, and another one waits for all updates meanwhile, or zeroes the
+ * chunk. */
+typedef struct {
+  world_t w;
+  gemini_access_t chunk;
+  bool zeroes;
+  sem_t began, waited;
+  atomic_bool ended;
+} called_t;
+static void slow_span(void *user, const gemini_update_span_t *span) {
+  called_t *c = user;
+  CHECK_EQ(span->tier, DEVICE);
+  CHECK_EQ(sem_post(&c->began), 0);
+  struct timespec end; /* time for the other one to be wrong in */
+  CHECK_EQ(clock_gettime(CLOCK_REALTIME, &end), 0);
+  end.tv_nsec += 200000000;
+  end.tv_sec += end.tv_nsec / 1000000000;
+  end.tv_nsec %= 1000000000;
+  (void)sem_timedwait(&c->waited, &end);
+  atomic_store(&c->ended, true);
+}
+static void *wait_for_updates(void *user) {
+  called_t *c = user;
+  CHECK_EQ(sem_wait(&c->began), 0);
+  CHECK_OK(c->zeroes ? gemini_zero(c->w.mgr, &c->chunk) : gemini_update_wait(c->w.mgr));
+  CHECK(atomic_load(&c->ended));
+  if (!c->zeroes) CHECK_EQ(world_stats(&c->w).pending_updates, 0);
+  CHECK_EQ(sem_post(&c->waited), 0);
+  return NULL;
+}
+static void check_called(bool zeroes) {
+  called_t c = { .w = world_open(world_config(4, 8, 0)), .zeroes = zeroes };
+  CHECK(!sem_init(&c.began, 0, 0) && !sem_init(&c.waited, 0, 0));
+  gemini_arena_t arena = world_arena(&c.w, GEMINI_KIND_OTHER, 1, "main", 0, 0);
+  c.chunk = world_whole(world_tensor(&c.w, arena, "t", W), 0, DEVICE);
+  CHECK_OK(gemini_pin(c.w.mgr, &c.chunk));
+  const uint32_t mode = BOTH;
+  gemini_update_t u = GEMINI_UPDATE_INIT;
+  u.arenas = &arena;
+  u.modes = &mode;
+  u.arena_count = 1;
+  u.fn = slow_span;
+  u.user = &c;
+  pthread_t thread;
+  CHECK_EQ(pthread_create(&thread, NULL, wait_for_updates, &c), 0);
+  CHECK_OK(gemini_update(c.w.mgr, &u));
+  CHECK_EQ(pthread_join(thread, NULL), 0);
+  CHECK_OK(gemini_unpin(c.w.mgr, &c.chunk));
+  world_close(&c.w);
+  CHECK(!sem_destroy(&c.began) && !sem_destroy(&c.waited));
+}
+static void test_update_whose_callback_runs_is_not_done(void) { check_called(false); }
+static void test_chunk_of_an_update_whose_callback_runs_is_not_acquired(void) { check_called(true); }
+
 /* ---- contents */
 
 /* A parameter and its gradient have the same bytes: one batch writes the one or the other, and an update that reads the
@@ -399,6 +455,8 @@ int main(void) {
   RUN(test_gradients_that_cannot_all_be_zeroed_stay);
   RUN(test_update_that_cannot_go_on_is_done_as_a_whole_later);
   RUN(test_chunks_of_an_update_that_waits_are_not_used_before_it);
+  RUN(test_update_whose_callback_runs_is_not_done);
+  RUN(test_chunk_of_an_update_whose_callback_runs_is_not_acquired);
   RUN(test_parameter_and_gradient_are_not_used_at_once);
   RUN(test_load_that_does_not_fit_loads_nothing);
   RUN(test_load_of_a_chunk_whose_update_waits_loads_nothing);
