@@ -16,6 +16,10 @@ typedef struct settings {
   uint64_t way;
 } settings_t;
 
+/* Ends the process when the arguments are wrong, or ask for help. */
+settings_t settings_of(int argc, char **argv);
+/* A program that was written, and what it says of threads, device and files. Ends with free(). */
+op_t *program_read(const char *path, options_t *o, uint64_t *count_out);
 /* Says how it ended and how to run it again; shrinks and writes it where that is wished for. replayed: the program that
  * was run; NULL: the one made from the seed. */
 void tell_failure(const settings_t *s, shared_t *shared, const outcome_t *o, const op_t *replayed,
