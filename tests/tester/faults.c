@@ -57,6 +57,7 @@ static pthread_mutex_t sites_lock = PTHREAD_MUTEX_INITIALIZER;
 static fault_site_t sites[SITES];
 static uint32_t site_count;
 
+extern char _end[] __attribute__((visibility("hidden"))); /* of this library, by the linker */
 static uintptr_t library_base(void) {
   static _Atomic uintptr_t base;
   Dl_info info;
@@ -76,7 +77,7 @@ typedef struct {
 static _Unwind_Reason_Code step(struct _Unwind_Context *context, void *user) {
   path_t *path = user;
   uintptr_t offset = _Unwind_GetIP(context) - library_base();
-  if (path->depth++ && offset < (UINT64_C(1) << 28)) path->hash = (path->hash ^ offset) * 1099511628211u;
+  if (path->depth++ && offset < (uintptr_t)_end - library_base()) path->hash = (path->hash ^ offset) * 1099511628211u;
   return path->depth < DEPTH ? _URC_NO_REASON : _URC_END_OF_STACK;
 }
 static uint64_t path_here(void) {
