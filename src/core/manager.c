@@ -345,13 +345,15 @@ gemini_status_t gemini_stream_native(gemini_manager_t mgr, gemini_stream_t strea
 
 gemini_status_t gmi_stream_end(gmi_manager_t *m, uint32_t index) {
   /* Fences of this stream may still lie in windows: everything they could name gets placed and reached here. */
-  gmi_fence_t end;
+  gmi_fence_t end = 0;
   gemini_status_t status = fence_now(m, index, false, &end);
   if (!status) status = gmi_fence_sync(m, end);
+  if (status) return status;
   gmi_tracer_resolve(m, true);
+  status = m->dev->stream_destroy(m->dev_self, index);
+  if (status) return gmi_fail(status, 0, "device %s could not destroy stream %u", m->dev->name, index);
   atomic_store(&m->streams[index].life, 0);
-  m->dev->stream_destroy(m->dev_self, index);
-  return status;
+  return GEMINI_OK;
 }
 
 gemini_status_t gmi_stream_of_native(gmi_manager_t *m, void *native, bool may_block, uint32_t *index_out) {
@@ -702,13 +704,13 @@ static gemini_status_t budget_device(gmi_manager_t *m, uint64_t bytes) {
   status = gmi_tracer_replan(m);
   if (!status) return GEMINI_OK;
   /* The plan cannot be made: the budget stays as it was. Growing back, or shrinking what was not yet used, works. */
+  char message[440];
+  int64_t code = gmi_fail_code();
+  snprintf(message, sizeof message, "%s", gmi_fail_message());
   m->config.device_bytes = old;
-  if (atomic_load(&m->window_bytes) && gmi_frames_resize(m, (uint32_t)((old - margin) / window)) == GEMINI_OK) {
-    char message[440];
-    snprintf(message, sizeof message, "%s", gmi_fail_message());
-    if (gmi_tracer_replan(m) == GEMINI_OK) gmi_fail(status, 0, "%s", message);
-  }
-  return status;
+  if (atomic_load(&m->window_bytes) && gmi_frames_resize(m, (uint32_t)((old - margin) / window)) == GEMINI_OK)
+    (void)gmi_tracer_replan(m);
+  return gmi_fail(status, code, "%s", message);
 }
 
 static gemini_status_t budget_set(gmi_manager_t *m, uint32_t tier, uint64_t bytes) {

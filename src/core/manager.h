@@ -69,7 +69,7 @@ typedef struct gmi_mapping {
 
 /* ---- windows */
 #define GMI_WINDOW_RESIDENT (1u << 31) /* has a frame that holds, or will hold once arrive is reached, its bytes */
-#define GMI_WINDOW_SETTLED (1u << 30)  /* arrive has been reached */
+#define GMI_WINDOW_SETTLED (1u << 30)  /* arrive has been reached, and no update waits */
 #define GMI_WINDOW_DIRTY (1u << 29)    /* the device copy is the only valid one */
 #define GMI_WINDOW_WRITERS 0x1fff0000u /* of the pins, those that may write */
 #define GMI_WINDOW_WRITER 0x00010000u
@@ -396,7 +396,7 @@ void gmi_space_free(void *space, uint64_t bytes);
 /* The index under which the caller's own stream is known, which adopts it at first; lock held. BUSY: that would wait for
  * the device, which may_block allows. On the simulated device native is a gemini_stream_t. */
 gemini_status_t gmi_stream_of_native(gmi_manager_t *m, void *native, bool may_block, uint32_t *index_out);
-/* Waits for a stream's work and lets go of it; lock held. */
+/* Waits for a stream's work and lets go of it; lock held. A failure leaves the stream as it is. */
 gemini_status_t gmi_stream_end(gmi_manager_t *m, uint32_t index);
 
 /* Memory that queued work may still write to, as the device could not be waited for: it goes when the device has been closed.

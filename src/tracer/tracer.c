@@ -213,15 +213,20 @@ gemini_status_t gmi_tracer_replan(gmi_manager_t *m) {
   gmi_tracer_t *t = m->tracer;
   gemini_status_t status = GEMINI_OK;
   bool inside = m->iteration_open;
+  char message[440] = "";
+  int64_t code = 0;
   for (uint32_t i = 0; i < GMI_VARIANTS; i++) {
     variant_t *v = &t->variants[i];
     if (!v->used || !(v->bundle.made || v->refused)) continue;
     gemini_status_t made = variant_plan(m, v);
     /* What must work is the step that was run last; another one is refused when it comes. */
-    if (made && (i == t->previous || t->previous == GMI_NONE)) status = made;
+    if (!made || (i != t->previous && t->previous != GMI_NONE)) continue;
+    status = made;
+    code = gmi_fail_code();
+    snprintf(message, sizeof message, "%s", gmi_fail_message());
   }
   if (inside && t->active != GMI_NONE && !t->variants[t->active].bundle.made) t->active = GMI_NONE;
-  return status;
+  return status ? gmi_fail(status, code, "%s", message) : status; /* not of another one, which failed later */
 }
 
 /* An update that has not been queued yet comes before, or a graph's replay: then it is fetched on demand. */
