@@ -238,6 +238,53 @@ def test_p4_two_parameters_that_share_bytes_and_both_train_are_refused(session, 
   gm.prepare(second)
 
 
+class Scaled(nn.Parameter):
+  """A class of a user's."""
+
+
+@pytest.mark.parametrize("make", (lambda values: (Scaled(values), Scaled(values)), lambda values: (values, Scaled(values)),
+                                  lambda values: (Scaled(values[:64]), nn.Parameter(values[40:104]))))
+def test_n5_two_parameters_of_other_classes_that_share_bytes_are_refused(session, make):
+  session()
+  model = nn.Module()
+  model.one, model.two = make(nn.Parameter(torch.randn(104, SIZE)))
+  with pytest.raises(gm.GeminiError, match=SHARED):
+    gm.prepare(model)
+  model.two = nn.Parameter(model.two.detach().clone())
+  gm.prepare(model)
+
+
+def test_n5_a_buffer_of_another_class_over_a_parameter_is_refused(session):
+  session()
+  model = nn.Linear(SIZE, SIZE)
+  model.register_buffer("mask", model.weight.data.as_subclass(type("Mask", (torch.Tensor,), {})))
+  with pytest.raises(gm.GeminiError, match=r"buffer mask shares bytes with parameter weight, but not as .* clone\(\) one"):
+    gm.prepare(model)
+
+
+@pytest.mark.parametrize("known", (False, True))
+@pytest.mark.parametrize("what", ("grad", "momentum"))
+def test_n5_a_parameter_over_a_gradient_or_a_state_is_refused(session, what, known):
+  """Its bytes would go with those of the parameter that has them."""
+  session()
+  model = nn.Linear(SIZE, SIZE)
+  model, optimizer = gm.prepare(model, torch.optim.AdamW(model.parameters()))
+  square(model, 0).backward()
+  optimizer.step()
+  taken = model.weight.grad if what == "grad" else optimizer.state[model.weight]["exp_avg"]
+  wanted = taken.detach().clone()
+  other = model if known else nn.Module()
+  other.extra = nn.Parameter(taken.detach()[3:])
+  with pytest.raises(gm.GeminiError, match=rf"parameter extra shares its bytes with weight.{what}: clone\(\) that"):
+    gm.prepare(other)
+  other.extra = nn.Parameter(taken.clone())
+  gm.prepare(other)
+  optimizer.zero_grad()
+  square(model, 1).backward()
+  off_the_device()
+  assert torch.equal(other.extra.detach(), wanted)
+
+
 def test_p4_parameters_that_lie_between_one_another_share_nothing(session):
   def make():
     both = torch.randn(SIZE, 2 * SIZE)

@@ -12,6 +12,7 @@ import weakref
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from .. import abi
 from ..abi import GeminiError
@@ -317,7 +318,7 @@ def building(session):
 
 def spans_of(param):
   """Where a parameter's bytes are, and, of one that has come into the session, where they were before."""
-  if type(param) not in (nn.Parameter, ManagedTensor, ManagedParameter) or not has_storage(param):
+  if not has_storage(param):
     return []
   record = getattr(param, "_gm_record", None)
   origin = record.place.origin if record is not None else None
@@ -325,7 +326,9 @@ def spans_of(param):
 
 
 def has_storage(tensor):
-  return not tensor.is_meta and tensor.layout is torch.strided and tensor.numel() > 0
+  """Whether it has bytes of its own: one that is not initialized yet, or is made of other tensors, has none."""
+  return not is_lazy(tensor) and not tensor.is_meta and tensor.layout is torch.strided and tensor.numel() > 0 and \
+      type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
 
 def keeps_place(param, place):
@@ -449,7 +452,12 @@ class Model:
                         "from the session: compile it, or rather its blocks, before prepare()")
 
   def refuse_aliases(self, params):
-    """Two parameters over the same bytes would become two; tied weights are one parameter in two modules."""
+    """Two parameters over the same bytes would become two; tied weights are one parameter in two modules. So would a
+    parameter over a gradient or a state of an optimizer."""
+    for name, param in params.items():
+      place = getattr(param, "_gm_place", None)
+      if place is not None and place.follows:
+        raise GeminiError(f"parameter {name} shares its bytes with {place.name}: clone() that")
     others = [pair for model in self.session.models for pair in model.module.named_parameters()]
     spans = {}  # of a storage: those of parameters
     for name, param in [*others, *params.items()]:
@@ -475,14 +483,15 @@ class Model:
         spans.setdefault(where.storage, []).append((where, name, param))
     found = []
     for buffer_name, buffer in self.module.named_buffers():
-      if type(buffer) not in (torch.Tensor, ManagedTensor) or not has_storage(buffer):
+      if not has_storage(buffer):
         continue
       own = span(buffer)
       for where, name, param in spans.get(own.storage, ()):
         if not own.shares_with(where) or already_over(param, buffer):
           continue
         first = own.first - where.first
-        if first < 0 or own.end > where.end or first % where.itemsize or not where.dense or buffer.dtype != param.dtype:
+        if first < 0 or own.end > where.end or first % where.itemsize or not where.dense or \
+            buffer.dtype != param.dtype or type(buffer) not in (torch.Tensor, ManagedTensor):
           raise GeminiError(f"buffer {buffer_name} shares bytes with parameter {name}, but not as a part of it that can move "
                             "with it: clone() one of them")
         if getattr(param, "_gm_record", None) is not None and not same_values(param, buffer, first // where.itemsize):
