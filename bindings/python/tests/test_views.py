@@ -311,6 +311,98 @@ def test_which_bytes_tensors_share():
     assert is_dense(tensor.shape, tensor.stride()) == dense, (tensor.shape, tensor.stride())
 
 
+# ---- N4: functions of torch.func that close over parameters
+class Quadratic(nn.Module):
+  """Uses parameters themselves, views of them, and one of its own kernels."""
+
+  def __init__(self):
+    super().__init__()
+    self.one, self.two = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
+
+  def forward(self, x):
+    x = torch.tanh(self.one(x)) @ self.two.weight[:12].t()
+    return (x * x).sum(-1) * self.two.bias[0].item() + (x * self.two.bias[3:15].detach()).sum(-1)
+
+
+def linearized(model, x):
+  """The function that it returns runs after the transform has ended."""
+  out, pull = torch.func.vjp(model, x)
+  if isinstance(model.one.weight, gm.tensors.ManagedTensor):
+    off_the_device()
+  return out + pull(torch.ones_like(out))[0].sum()
+
+
+TRANSFORMS = {
+    "grad": lambda model, x: torch.func.grad(model)(x[0]),
+    "grad of grad": lambda model, x: torch.func.grad(lambda x: torch.func.grad(model)(x).square().sum())(x[0]),
+    "jacfwd": lambda model, x: torch.func.jacfwd(model)(x),
+    "jacrev": lambda model, x: torch.func.jacrev(model)(x),
+    "hessian": lambda model, x: torch.func.hessian(model)(x[0]),
+    "jvp": lambda model, x: torch.stack(torch.func.jvp(model, (x,), (torch.ones_like(x),))),
+    "vjp": linearized,
+    "vmap": lambda model, x: torch.func.vmap(model)(x),
+    "vmap of grad": lambda model, x: torch.func.vmap(torch.func.grad(model))(x),
+    "an expression": lambda model, x: torch.func.grad(lambda x: (x * model.one.weight * x).sum())(x[0]),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_n4_transforms_that_close_over_parameters(session, transform):
+  """To the bit, and the gradients of parameters that a backward pass through the transform gives."""
+
+  def run(model, optimizer):
+    if gm.tensors.ManagedTensor in type(model.one.weight).__mro__:
+      off_the_device()
+    x = data(rows=3).requires_grad_()
+    out = TRANSFORMS[transform](model, x)
+    if gm.tensors.ManagedTensor in type(model.one.weight).__mro__:
+      off_the_device()
+    out.square().sum().backward()
+    found = [out.detach().clone(), x.grad] + [param.grad.clone() for param in model.parameters() if param.grad is not None]
+    optimizer.step()
+    return found
+
+  alike(session, Quadratic, run)
+
+
+@pytest.mark.parametrize("part", (lambda weight: weight[2:5], lambda weight: weight.t(), lambda weight: weight.detach()))
+def test_n4_views_that_come_out_of_a_transform(session, part):
+  session()
+  model = gm.prepare(nn.Linear(SIZE, SIZE))
+  wanted, kept = part(model.weight).detach().clone(), []
+  x = data()[0]
+  for transform in (lambda f: torch.func.grad(f, has_aux=True)(x)[1], lambda f: torch.func.vjp(f, x, has_aux=True)[2],
+                    lambda f: torch.func.vmap(f)(x[None])[1][0], lambda f: torch.func.jvp(f, (x,), (x,), has_aux=True)[2]):
+    off_the_device()
+    out = transform(lambda x: (kept.append(part(model.weight)), (x.sum(), part(model.weight)))[1])
+    off_the_device()
+    assert torch.equal(out, wanted)
+    off_the_device()
+    assert torch.equal(kept.pop(), wanted)
+
+
+def test_n4_writing_within_a_transform_is_refused(session):
+  session()
+  model = gm.prepare(nn.Linear(SIZE, SIZE))
+  wanted = model.weight.detach().clone()
+  for write in (lambda: model.weight.data.zero_(), lambda: model.weight.detach()[:3].zero_(),
+                lambda: torch.add(torch.ones(SIZE, SIZE), 1, out=model.weight.data)):
+    for transform in torch.func.grad, torch.func.vmap:
+      with pytest.raises(gm.GeminiError, match=r"weight: \w+\(\) would write it within a transform of torch.func: do that out"):
+        transform(lambda x: write().sum() + x.sum())(data()[0])
+  assert torch.equal(model.weight, wanted)
+
+
+def test_n4_a_unit_within_a_transform_is_refused(session):
+  session()
+  model = gm.prepare(nn.Sequential(nn.Linear(SIZE, SIZE)))
+  gm.unit(model[0])
+  for transform in torch.func.grad, torch.func.vmap:
+    with pytest.raises(gm.GeminiError, match="0.weight.*a unit.* within a transform of torch.func"):
+      transform(lambda x: model(x).sum())(data()[0] if transform is torch.func.grad else data())
+  assert model(data()).sum().isfinite()
+
+
 # ---- P7: what others have of a parameter or a gradient
 def test_p7_a_gradient_is_scaled_with_what_a_factor_is_now(session):
   """Powers of 2: scaling is put off, which rounds once."""

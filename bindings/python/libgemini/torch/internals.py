@@ -95,6 +95,18 @@ unscale = _find(torch, "_amp_foreach_non_finite_check_and_unscale_")  # torch.am
 StorageWeakRef = _find(_module("torch.multiprocessing.reductions"), "StorageWeakRef")
 
 
+transform_level = _find(torch, "_C._functorch.maybe_current_level")  # how many transforms of torch.func run, or None
+_is_wrapped = _find(torch, "_C._functorch.is_functorch_wrapped_tensor")
+_get_unwrapped = _find(torch, "_C._functorch.get_unwrapped")
+
+
+def unwrapped(tensor):
+  """The tensor with bytes that transforms of torch.func have wrapped, or the tensor itself."""
+  while _is_wrapped(tensor):
+    tensor = _get_unwrapped(tensor)
+  return tensor
+
+
 def untyped(storage):
   """The storage that a TypedStorage is about; anything else as it is."""
   return storage._untyped_storage if isinstance(storage, torch.TypedStorage) else storage
@@ -216,9 +228,11 @@ def replace(replacements, on):
 function_apply = Replaced(torch.autograd.Function, "apply")
 new_parameter = Replaced(nn.Parameter, "__new__")
 set_ = Replaced(torch.Tensor, "set_")
-# Of torch.func's transforms: what they wrap their arguments with.
+# Of torch.func's transforms: what they wrap their arguments with, and what they take from the results again.
 wrap_for_grad = Replaced(_module("torch._functorch.eager_transforms"), "_wrap_for_grad")
+unwrap_for_grad = Replaced(_module("torch._functorch.eager_transforms"), "_unwrap_for_grad")
 add_batch_dim = Replaced(_module("torch._functorch.vmap"), "_add_batch_dim")
+remove_batch_dim = Replaced(_module("torch._functorch.vmap"), "_remove_batch_dim")
 # Of torch.jit: what makes scripted modules of others, and what calls scripted functions.
 script_module = Replaced(_module("torch.jit._recursive"), "create_script_module")
 freeze = Replaced(torch.jit, "freeze")

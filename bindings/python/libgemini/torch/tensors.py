@@ -46,8 +46,13 @@ class Use:
 def _where(tensor):
   """The place of a tensor that has elements; offset there, and length, of the bytes between its first and last one."""
   place = tensor._gm_place
+  try:
+    at = tensor.data_ptr()
+  except RuntimeError:  # a transform of torch.func has wrapped it
+    tensor = internals.unwrapped(tensor)
+    at = tensor.data_ptr()
   last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride()))
-  offset, size = tensor.data_ptr() - place.address, (last + 1) * tensor.dtype.itemsize
+  offset, size = at - place.address, (last + 1) * tensor.dtype.itemsize
   if offset < 0 or offset + size > place.size_bytes:
     raise GeminiError(f"{place.name} was moved behind libgemini's back: its address is no longer its own")
   return place, offset, size
@@ -83,8 +88,11 @@ def mark_views(out, tensors):
     if not isinstance(out, ManagedTensor) and out.numel():
       try:
         at = out.data_ptr()
-      except RuntimeError:  # it has none: torch.func's transforms
-        return
+      except RuntimeError:
+        inner = internals.unwrapped(out)  # of what a transform of torch.func has wrapped
+        if inner is out:
+          return
+        at = inner.data_ptr()
       for tensor in tensors:
         place = tensor._gm_place
         if place.address <= at < place.address + place.size_bytes:
@@ -194,6 +202,36 @@ def host_copy(tensor):
     return out
 
 
+def _replaced(value, copies):
+  """A value with copies in the place of managed tensors; copies: (tensor, copy) of each."""
+  if isinstance(value, ManagedTensor):
+    return next((copy for tensor, copy in copies if tensor is value), value)
+  if isinstance(value, (list, tuple)):
+    values = [_replaced(one, copies) for one in value]
+    return type(value)(*values) if hasattr(value, "_fields") else type(value)(values)
+  if isinstance(value, dict):
+    return {key: _replaced(one, copies) for key, one in value.items()}
+  return value
+
+
+def _run_on_copies(func, name, args, kwargs, tensors, changed):
+  """Within transforms of torch.func, whose backward passes come when they like, and differentiate one another: the
+  function gets copies in torch's own memory."""
+  for tensor in tensors:
+    if any(tensor is one for one in changed):
+      raise GeminiError(f"{tensor._gm_place.name}: {name}() would write it within a transform of torch.func: do that outside")
+  copies = []
+  for tensor in tensors:
+    if tensor.numel():
+      session = tensor._gm_place.session
+      record = _gradient_of(tensor)
+      if record is not None:
+        record.settle(abi.READ)
+      use = session.use(((*_where(tensor), abi.READ),), "clone")
+      copies.append((tensor, run_with(session, use, _Tensor.clone, (tensor,), {})))
+  return func(*_replaced(tuple(args), copies), **_replaced(kwargs, copies))
+
+
 def _run(func, args, kwargs):
   tensors = []
   _collect(args, tensors)
@@ -213,6 +251,8 @@ def _run(func, args, kwargs):
   if kwargs.get("out") is not None:
     out = kwargs["out"]
     changed += [out] if isinstance(out, _Tensor) else list(out)
+  if internals.transform_level() is not None:
+    return _run_on_copies(func, name, args, kwargs, tensors, changed)
   ranges, read = [], []
   for tensor in tensors:
     if not tensor.numel():
@@ -611,6 +651,18 @@ def _refuse_managed(wrap):
   return refuse
 
 
+def _marked(unwrap):
+  """Of what torch.func's transforms take from their results again: a view of a managed tensor stays one."""
+
+  def of(value, *args):
+    out = unwrap(value, *args)
+    if isinstance(value, ManagedTensor):
+      mark_views(out, (value,))
+    return out
+
+  return of
+
+
 _new_parameter = internals.new_parameter.original
 
 
@@ -628,7 +680,9 @@ def _parameter(cls, data=None, requires_grad=True):
 _REPLACED = {internals.function_apply: classmethod(_apply), internals.new_parameter: staticmethod(_parameter),
              internals.set_: _set_source,
              internals.wrap_for_grad: _refuse_managed(internals.wrap_for_grad.original),
-             internals.add_batch_dim: _refuse_managed(internals.add_batch_dim.original)}
+             internals.unwrap_for_grad: _marked(internals.unwrap_for_grad.original),
+             internals.add_batch_dim: _refuse_managed(internals.add_batch_dim.original),
+             internals.remove_batch_dim: _marked(internals.remove_batch_dim.original)}
 
 
 def watch_functions(on):
