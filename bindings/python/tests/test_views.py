@@ -287,6 +287,60 @@ def test_n5_a_parameter_over_a_gradient_or_a_state_is_refused(session, what, kno
   assert torch.equal(other.extra.detach(), wanted)
 
 
+@pytest.mark.parametrize("kind", (sgd, lambda params: torch.optim.AdamW(params, 0.01)))
+@pytest.mark.parametrize("graded", (False, True))
+def test_n5_a_parameter_takes_the_place_of_one_that_somebody_has_still(session, kind, graded):
+  """As an optimizer and the session have it; all that is over the bytes of one is over those of the other."""
+
+  def run(model, optimizer):
+    managed = isinstance(model[0].weight, gm.tensors.ManagedTensor)
+    losses = train(model, optimizer, 2, square)
+    if graded:
+      square(model, 3).backward()
+    old, view, bias = model[0].weight, model[0].weight.detach()[3:], model[0].bias
+    model[0].weight = nn.Parameter(old.data)
+    model[0].load_state_dict(model[0].state_dict(), assign=True)
+    again = kind(model.parameters())
+    if managed:
+      model, again = gm.prepare(model, again)
+      off_the_device()
+    found = [old.detach().clone(), view.clone()] + ([old.grad.clone(), bias.grad.clone()] if graded else [])
+    assert model[0].weight.grad is None and model[0].bias.grad is None and (old.grad is not None) == graded
+    model[1].zero_grad()
+    losses += train(model, again, 2, square)
+    if managed:
+      off_the_device()
+    for one in old, view:
+      assert one.data_ptr() - old.data_ptr() in (0, 3 * SIZE * 4)
+      found.append(one.detach().clone())
+    with torch.no_grad():
+      view.zero_()
+    found += train(model, again, 1, square)
+    if managed:
+      with pytest.raises(gm.GeminiError, match="0.weight is another optimizer's, which was prepared later"):
+        optimizer.step()
+    (old * 2).sum().backward()
+    return losses + found + [old.grad]
+
+  if kind is sgd:
+    alike(session, lambda: nn.Sequential(nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)), run, kind)
+  else:  # the session has arithmetic of its own
+    session()
+    model = nn.Sequential(nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE))
+    model, optimizer = gm.prepare(model, kind(model.parameters()))
+    run(model, optimizer)
+
+
+def test_n5_prepare_again_without_a_parameter(session):
+  session()
+  model = gm.prepare(nn.Linear(SIZE, SIZE))
+  model.bias = None
+  gc.collect()
+  gm.prepare(model)
+  assert list(gm.session().model.records) == ["weight"]
+  square(model, 0).backward()
+
+
 def test_p4_parameters_that_lie_between_one_another_share_nothing(session):
   def make():
     both = torch.randn(SIZE, 2 * SIZE)

@@ -130,6 +130,26 @@ class Record:
     param._gm_place = values._gm_place
     param._gm_record = None
 
+  def give_up(self):
+    """Another parameter, over all of its bytes, has the place from now on. This one stays over the same bytes, as torch has
+    it, with a gradient in torch's memory, and ends as the session's."""
+    session, param = self.session, self.param
+    session.settle()
+    gradient = _copy(self.gradient()) if self.has_grad and not self.spent else None
+    self.set_gradient(None)
+    if self.rule:
+      self.rule.let_go(self)
+    self.rule = GIVEN_UP
+    session.rule_of.pop(self, None)
+    session.known.pop(id(self), None)
+    if self.hook:
+      self.hook.remove()
+    self.hook = self.grad_place = None
+    self.states.clear()
+    param._gm_record = None
+    with _plain():
+      _set_grad(param, gradient)
+
   # ---- its gradient
   def attach(self):
     """Gradients go to an arena from now on."""
@@ -236,6 +256,7 @@ class Record:
         self.store(values)
 
 
+GIVEN_UP = object()  # a record's rule: no optimizer updates it any more
 CLOSED = "parameter {} belongs to a session that was closed: its bytes are gone, make the model anew"
 
 
@@ -259,7 +280,10 @@ def adopt(session, param, name):
       record.move_in(param.data)
   elif place.session is not session:
     raise GeminiError(CLOSED.format(name))
-  elif keeps_place(param, place):
+  elif place.has(param):
+    owner = place.owner and place.owner()
+    if owner is not None and owner.param is not None:
+      owner.give_up()
     record.place = place
     record.become_managed()
   else:
@@ -331,16 +355,10 @@ def has_storage(tensor):
       type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
 
-def keeps_place(param, place):
-  """Whether a parameter has a place for itself, or can have it: all of it, and no other one has."""
-  owner = place.owner and place.owner()
-  return place.has(param) and (owner is None or owner.param is param)
-
-
 def already_over(param, buffer):
   """Whether a buffer is a view of the place that a parameter has, or is about to have."""
   place = getattr(buffer, "_gm_place", None)
-  return place is not None and place is getattr(param, "_gm_place", None) and keeps_place(param, place)
+  return place is not None and place is getattr(param, "_gm_place", None) and place.has(param)
 
 
 def same_values(param, buffer, first):
@@ -371,6 +389,7 @@ class Model:
     self.refuse_aliases(params)
     views = self.buffers_over(params)
     strangers = sum(param.nbytes for param in params.values() if not isinstance(param, ManagedTensor))
+    self.records = {}
     with Progress("moving the model in", strangers, session.progress) as progress:
       for name, param in params.items():
         size = 0 if isinstance(param, ManagedTensor) else param.nbytes
