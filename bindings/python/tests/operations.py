@@ -33,7 +33,6 @@ KNOWN: dict[str, str] = {name: point for point, names in (
     ("N7: views that are made within a unit are not managed", "keep_of_unit"),
     ("N8: del parameter.grad does nothing", "delete_gradient"),
     ("N9: a gradient that is scaled twice is rounded once", "scale_gradient_often"),
-    ("N10: as_subclass() and the like give tensors that are not managed", "other_class"),
     ("N13: a view made without gradients cannot be read when its base has changed", "view_without_gradient"),
     ("N15: copy.copy() of a parameter, and a gradient that two parameters share, are copies",
      "shallow_copy gradient_of_another"),

@@ -459,6 +459,101 @@ def test_n4_a_unit_within_a_transform_is_refused(session):
   assert model(data()).sum().isfinite()
 
 
+# ---- N10: what makes tensors of tensors, and is no torch function
+class Other(torch.Tensor):
+  """A class of a user's."""
+
+
+def over(tensor, weight):
+  tensor.data = weight
+  return tensor
+
+
+VIEWS = {
+    "as_subclass": lambda weight: weight.as_subclass(torch.Tensor),
+    "_make_subclass": lambda weight: torch.Tensor._make_subclass(torch.Tensor, weight),
+    "_make_subclass of a parameter": lambda weight: torch.Tensor._make_subclass(nn.Parameter, weight, True),
+    "set_": lambda weight: torch.empty(0).set_(weight), "set_ of a parameter": lambda weight: nn.Parameter(
+        torch.empty(0), False).set_(weight),
+    "data": lambda weight: over(torch.empty(0), weight), "data of a parameter": lambda weight: over(
+        nn.Parameter(torch.empty(0)), weight),
+    "Tensor": lambda weight: torch.Tensor(weight), "new": lambda weight: torch.ones(3).new(weight),
+    "Variable": lambda weight: torch.autograd.Variable(weight), "as_tensor": lambda weight: torch.as_tensor(weight),
+    "asarray": lambda weight: torch.asarray(weight),
+}
+COPIES = {
+    "tensor": lambda weight: torch.tensor(weight), "tensor of a list": lambda weight: torch.tensor([weight[0, 0], 2.0]),
+    "tensor of lists": lambda weight: torch.tensor([[1.0, 2.0], (weight[0, 0], weight[1, 1])]),
+    "new_tensor": lambda weight: torch.ones(3).new_tensor(weight),
+    "as_tensor": lambda weight: torch.as_tensor(weight, dtype=torch.float64),
+    "asarray": lambda weight: torch.asarray(weight, copy=True),
+    "sparse": lambda weight: torch.sparse_coo_tensor(torch.tensor([[0, 1]]), weight[0, :2]).to_dense(),
+    "nested": lambda weight: torch.nested.nested_tensor([weight, weight[:3]]).to_padded_tensor(0),
+    "jagged": lambda weight: torch.nested.nested_tensor([weight, weight[:3]], layout=torch.jagged).values(),
+    "to_dlpack": lambda weight: torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(weight)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:To copy construct from a tensor", "ignore:The PyTorch API of nested tensors",
+                            "ignore:Sparse invariant checks")
+@pytest.mark.parametrize("kind, make", [*VIEWS.items(), *COPIES.items()], ids=[*VIEWS, *COPIES])
+def test_n10_tensors_that_are_made_of_managed_ones(session, kind, make):
+  session()
+  model = gm.prepare(nn.Linear(SIZE, SIZE))
+  plain = model.weight.detach().clone()
+  off_the_device()
+  made, wanted = make(model.weight.detach()), make(plain)
+  off_the_device()
+  assert torch.equal(made.detach(), wanted.detach()) and made.dtype == wanted.dtype
+  assert made.requires_grad == wanted.requires_grad and isinstance(made, nn.Parameter) == isinstance(wanted, nn.Parameter)
+  if make in VIEWS.values():
+    off_the_device()
+    with torch.no_grad():
+      made.detach()[3].fill_(7)
+    off_the_device()
+    assert (model.weight[3] == 7).all()
+
+
+@pytest.mark.parametrize("make", (
+    lambda weight: weight.as_subclass(Other), lambda weight: torch.Tensor._make_subclass(Other, weight),
+    lambda weight: Scaled(weight), lambda weight: torch.ones(3).as_subclass(Other).set_(weight),
+    lambda weight: torch.nested.nested_tensor_from_jagged(weight, torch.tensor([0, 3, SIZE]))))
+def test_n10_other_classes_over_a_parameter_are_refused(session, make):
+  session()
+  model = gm.prepare(nn.Linear(SIZE, SIZE))
+  with pytest.raises(gm.GeminiError, match=r"weight: a \w+ over its bytes would not know when .* make it of a clone\(\)"):
+    make(model.weight.detach())
+  assert make(model.weight.detach().clone()) is not None
+
+
+def test_n10_gradients_of_outputs(session):
+  """backward() and grad() of plain tensors."""
+  session()
+  model = gm.prepare(nn.Linear(SIZE, SIZE))
+  wanted = model.weight[3].detach().clone()
+  for give in (lambda y, x: y.backward(model.weight[3]), lambda y, x: torch.autograd.backward([y], [model.weight.detach()[3]]),
+               lambda y, x: setattr(x, "grad", torch.autograd.grad(y, x, model.weight[3])[0])):
+    x = torch.ones(SIZE, requires_grad=True)
+    y = 2 * x
+    off_the_device()
+    give(y, x)
+    assert torch.equal(x.grad, 2 * wanted)
+
+
+def test_n10_torch_is_as_it_was_when_the_session_is_closed(session):
+  def now():
+    return [vars(owner).get(name) for owner, names in (
+        (torch, ("tensor", "as_tensor", "asarray", "sparse_coo_tensor")),
+        (torch.Tensor, ("__new__", "new", "new_tensor", "data", "set_", "_make_subclass")),
+        (torch.autograd.Variable, ("__new__",)), (torch._C._nested, ("nested_tensor",))) for name in names]
+
+  before = now()
+  session()
+  assert None not in now()
+  gm.close()
+  assert now() == before and torch.equal(torch.Tensor([1, 2]), torch.tensor([1.0, 2.0]))
+
+
 # ---- P7: what others have of a parameter or a gradient
 def test_p7_a_gradient_is_scaled_with_what_a_factor_is_now(session):
   """Powers of 2: scaling is put off, which rounds once."""

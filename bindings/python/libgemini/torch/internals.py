@@ -223,11 +223,20 @@ def replace(replacements, on):
       replaced.replace(ours)
     else:
       replaced.restore()
+  rules = sys.modules.get("torch._dynamo.trace_rules")
+  getattr(rules, "clear_lru_cache", lambda: None)()  # else torch.compile() knows only what was there when it was loaded
 
 
 function_apply = Replaced(torch.autograd.Function, "apply")
 new_parameter = Replaced(nn.Parameter, "__new__")
 set_ = Replaced(torch.Tensor, "set_")
+data = Replaced(torch.Tensor, "data")
+make_subclass = Replaced(torch.Tensor, "_make_subclass")
+make_grads = Replaced(torch.autograd, "_make_grads")  # which backward() and grad() give the gradients of outputs to
+# What makes tensors of tensors, and asks no __torch_function__ of these.
+makers = [Replaced(owner, name) for owner, names in (
+    (torch, ("tensor", "as_tensor", "asarray", "sparse_coo_tensor")), (torch.Tensor, ("__new__", "new", "new_tensor")),
+    (torch.autograd.Variable, ("__new__",)), (torch._C._nested, ("nested_tensor",))) for name in names]
 # Of torch.func's transforms: what they wrap their arguments with, and what they take from the results again.
 wrap_for_grad = Replaced(_module("torch._functorch.eager_transforms"), "_wrap_for_grad")
 unwrap_for_grad = Replaced(_module("torch._functorch.eager_transforms"), "_unwrap_for_grad")

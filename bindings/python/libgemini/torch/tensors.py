@@ -85,6 +85,12 @@ _OVERWRITES = {"copy_", "zero_", "fill_", "normal_", "uniform_", "random_", "exp
 def mark_views(out, tensors):
   """What shares memory with an argument is managed, too."""
   if isinstance(out, _Tensor):
+    if type(out) is not _Tensor and not isinstance(out, ManagedTensor) and hasattr(out, "__tensor_flatten__"):  # it is made of others, such as a nested tensor
+      for part in out.__tensor_flatten__()[0]:
+        mark_views(getattr(out, part), tensors)
+        if isinstance(getattr(out, part), ManagedTensor):
+          _refuse_class(getattr(out, part), type(out))
+      return
     if not isinstance(out, ManagedTensor) and out.numel():
       try:
         at = out.data_ptr()
@@ -370,6 +376,22 @@ def _storage(func, args, kwargs):
   return out
 
 
+def _come_over(tensor, source):
+  """A plain tensor has been put over the bytes of another one, which may be managed: it is, then, too."""
+  if isinstance(source, ManagedTensor) and tensor.numel():
+    if type(tensor) not in (_Tensor, nn.Parameter):
+      _refuse_class(source, type(tensor))
+    is_parameter = isinstance(tensor, nn.Parameter)
+    mark_views(tensor, (source,))
+    if is_parameter:
+      tensor.__class__ = ManagedParameter
+
+
+def _refuse_class(tensor, kind):
+  raise GeminiError(f"{tensor._gm_place.name}: a {kind.__name__} over its bytes would not know when these are elsewhere: make "
+                    "it of a clone()")
+
+
 _set = internals.set_.original
 
 
@@ -378,7 +400,9 @@ def _set_source(tensor, source=None, *args, **kwargs):
   if isinstance(internals.untyped(source), Storage):
     _refuse_bytes(internals.untyped(source))
   if not isinstance(tensor, ManagedTensor):
-    return _set(tensor, *(() if source is None else (source,)), *args, **kwargs)
+    out = _set(tensor, *(() if source is None else (source,)), *args, **kwargs)
+    _come_over(tensor, source)
+    return out
   if args or kwargs or not isinstance(source, _Tensor):
     _refuse(_set, (tensor,), {})
   tensor.data = source
@@ -401,12 +425,6 @@ def _autograd(func, args, kwargs):
     plain = [out.view_as(out) if isinstance(out, ManagedTensor) else out
              for out in ([outputs] if isinstance(outputs, _Tensor) else outputs)]
     edges = [torch.autograd.graph.get_gradient_edge(one) if isinstance(one, ManagedTensor) else one for one in inputs]
-  for key in ("grad_outputs", "grad_tensors", "gradient"):
-    if kwargs.get(key) is not None:
-      given = kwargs[key]
-      alone = isinstance(given, _Tensor)
-      copies = [one if one is None else one.clone() for one in ([given] if alone else given)]
-      kwargs[key] = copies[0] if alone else copies
   if func is _Tensor.backward:
     return func(plain[0], **kwargs)
   if not grad:
@@ -567,6 +585,12 @@ class ManagedTensor(_Tensor):
     with _plain():
       return _dispatch(func, args, kwargs or {})
 
+  def as_subclass(self, cls):
+    """A view. torch's own is no torch function."""
+    if cls not in (_Tensor, ManagedTensor):
+      _refuse_class(self, cls)
+    return self.view_as(self)
+
   def __deepcopy__(self, memo):
     """As torch copies: of parameters each has its own bytes, which within init(), where models are built, are in the session;
     other tensors that share bytes have copies that do so. All else is in torch's memory."""
@@ -670,6 +694,8 @@ def _parameter(cls, data=None, requires_grad=True):
   """nn.Parameter(data): over the bytes of data, as always, which stay managed."""
   if not isinstance(data, ManagedTensor):
     return _new_parameter.__get__(None, cls)(cls, data, requires_grad)
+  if cls not in (nn.Parameter, ManagedParameter):
+    _refuse_class(data, cls)
   out = data.detach()
   with _plain():
     out.requires_grad_(requires_grad)
@@ -677,8 +703,68 @@ def _parameter(cls, data=None, requires_grad=True):
   return out
 
 
+_make_subclass = internals.make_subclass.original
+
+
+def _subclass(cls, data, requires_grad=False, **kwargs):
+  """Tensor._make_subclass(), with the signature that torch.compile() wants it to have."""
+  if not isinstance(data, ManagedTensor):
+    return _make_subclass(cls, data, requires_grad, **kwargs)
+  requires_grad = kwargs.get("require_grad", requires_grad)
+  if issubclass(cls, nn.Parameter):
+    return _parameter(cls, data, requires_grad)
+  if cls is not _Tensor:
+    _refuse_class(data, cls)
+  return data.detach().requires_grad_(requires_grad)
+
+
+_data = internals.data.original
+
+
+class _Data:
+  """Tensor.data, in the place of torch's descriptor: a plain tensor can be put over the bytes of a managed one."""
+
+  def __get__(self, tensor, owner=None):
+    return _data if tensor is None else _data.__get__(tensor)
+
+  def __set__(self, tensor, values):
+    _data.__set__(tensor, values)
+    if not isinstance(tensor, ManagedTensor):
+      _come_over(tensor, values)
+
+
+_KINDS = {ManagedTensor, ManagedParameter}
+
+
+def _have_managed(values):
+  """Whether there is a managed tensor among arguments, or in a list that is one; lists of numbers may be long."""
+  return any(isinstance(value, ManagedTensor) or isinstance(value, (list, tuple)) and not _KINDS.isdisjoint(map(type, value))
+             for value in values)
+
+
+def _served(replaced):
+  """Of a function that makes tensors of tensors: as if it were a torch function, as it is to its own tensor if it is bound
+  to one."""
+  function, bound = replaced.original, isinstance(replaced.owner, type)
+
+  @functools.wraps(function)
+  def make(*args, **kwargs):
+    if bound and isinstance(args[0], ManagedTensor) or not _have_managed(args) and not _have_managed(kwargs.values()):
+      return function(*args, **kwargs)
+    return with_managed(function, replaced.name, args, kwargs)
+
+  return staticmethod(make) if replaced.name == "__new__" else make
+
+
+def _make_grads(outputs, grads, *args, **kwargs):
+  """Gradients of outputs go to functions that do not know managed tensors."""
+  grads = [one.clone() if isinstance(one, ManagedTensor) else one for one in grads]
+  return internals.make_grads.original(outputs, grads, *args, **kwargs)
+
+
 _REPLACED = {internals.function_apply: classmethod(_apply), internals.new_parameter: staticmethod(_parameter),
-             internals.set_: _set_source,
+             internals.set_: _set_source, internals.data: _Data(), internals.make_subclass: staticmethod(_subclass),
+             internals.make_grads: _make_grads, **{one: _served(one) for one in internals.makers},
              internals.wrap_for_grad: _refuse_managed(internals.wrap_for_grad.original),
              internals.unwrap_for_grad: _marked(internals.unwrap_for_grad.original),
              internals.add_batch_dim: _refuse_managed(internals.add_batch_dim.original),
@@ -686,8 +772,8 @@ _REPLACED = {internals.function_apply: classmethod(_apply), internals.new_parame
 
 
 def watch_functions(on):
-  """Custom functions, transforms, nn.Parameter() and set_() are not torch functions: they are replaced while there is a
-  session."""
+  """Custom functions, transforms, and what makes tensors over the bytes of others or of their values, are not torch
+  functions: they are replaced while there is a session."""
   internals.replace(_REPLACED, on)
 
 
