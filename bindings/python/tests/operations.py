@@ -38,7 +38,6 @@ KNOWN: dict[str, str] = {name: point for point, names in (
      "shallow_copy gradient_of_another"),
     ("N17: the optimizer passes over a gradient that is assigned to a frozen parameter", "gradient_of_frozen"),
     ("N18: finite gradients whose norm is beyond fp32 count as infinite", "scaled_far"),
-    ("N19: prepare() after a backward pass that an exception has ended fails", "prepare_after_stop"),
 ) for name in names.split()}
 
 

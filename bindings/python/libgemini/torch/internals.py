@@ -124,6 +124,12 @@ def storage_users(storage):
 graph_task = _find(torch, "_C._current_graph_task_id")  # the number of the backward pass that calls us, or -1
 after_backward = _find(torch, "autograd.Variable._execution_engine.queue_callback")  # (function): called when it is over
 
+def note_write(tensor):
+  """Its bytes have been written where torch does not see it: a backward pass that comes too late for them notices."""
+  if not tensor.is_inference():
+    torch.autograd.graph.increment_version(tensor)
+
+
 # ---- modules and torch.compile
 _find(nn, "Module._call_impl")
 _find(nn, "Module._compiled_call_impl")
