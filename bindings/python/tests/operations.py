@@ -34,8 +34,7 @@ KNOWN: dict[str, str] = {name: point for point, names in (
     ("N8: del parameter.grad does nothing", "delete_gradient"),
     ("N9: a gradient that is scaled twice is rounded once", "scale_gradient_often"),
     ("N13: a view made without gradients cannot be read when its base has changed", "view_without_gradient"),
-    ("N15: copy.copy() of a parameter, and a gradient that two parameters share, are copies",
-     "shallow_copy gradient_of_another"),
+    ("N15: a gradient that two parameters share is two", "gradient_of_another"),
     ("N17: the optimizer passes over a gradient that is assigned to a frozen parameter", "gradient_of_frozen"),
     ("N18: finite gradients whose norm is beyond fp32 count as infinite", "scaled_far"),
 ) for name in names.split()}

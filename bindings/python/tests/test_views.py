@@ -8,6 +8,7 @@ import copy
 import gc
 import importlib
 import inspect
+import io
 import pickle
 
 import numpy
@@ -552,6 +553,77 @@ def test_n10_torch_is_as_it_was_when_the_session_is_closed(session):
   assert None not in now()
   gm.close()
   assert now() == before and torch.equal(torch.Tensor([1, 2]), torch.tensor([1.0, 2.0]))
+
+
+# ---- N15: copies that share bytes
+@pytest.mark.parametrize("of", (lambda model: model.weight, lambda model: model.weight.detach()[3:],
+                                lambda model: model.weight.grad, lambda model: model.bias))
+def test_n15_a_shallow_copy_is_over_the_same_bytes(session, of):
+
+  def run(model, optimizer):
+    square(model, 0).backward()
+    model.bias.requires_grad_(False)
+    one = of(model)
+    if one is not None:
+      one.tag = {"of": "a user"}
+    other = copy.copy(one)
+    if isinstance(model.weight, gm.tensors.ManagedTensor):
+      off_the_device()
+    assert other is not one and type(other) is type(one) and other.requires_grad == one.requires_grad and other.is_leaf
+    assert other.data_ptr() == one.data_ptr() and other.tag is one.tag and other.stride() == one.stride()
+    with torch.no_grad():
+      other[2].fill_(7)
+      one[0].fill_(3)
+    return [other.detach().clone(), one.detach().clone()]
+
+  alike(session, lambda: nn.Linear(SIZE, SIZE), run)
+
+
+@pytest.mark.parametrize("new", (True, False))
+def test_n15_what_is_saved_together_shares_its_bytes(session, new):
+  """As in a file of torch's own, which has them once."""
+
+  def through_file(what):
+    file = io.BytesIO()
+    torch.save(what, file, _use_new_zipfile_serialization=new)
+    size = file.tell()
+    file.seek(0)
+    return torch.load(file, weights_only=True), size
+
+  def run(model, optimizer):
+    square(model, 0).backward()
+    weight, grad = model[0].weight, model[0].weight.grad.mul_(0.5)
+    weight.tag = 3
+    if isinstance(weight, gm.tensors.ManagedTensor):
+      off_the_device()
+    tied, size = through_file(model.state_dict())
+    (whole, rows, flat, slope, part), more = through_file([weight, weight.detach()[:2], weight.detach().t()[3:], grad, grad[:2]])
+    sizes.append((size // 4096, more // 4096))
+    assert tied["0.weight"].data_ptr() == tied["1.weight"].data_ptr() and whole.tag == 3
+    assert whole.data_ptr() == rows.data_ptr() == flat.data_ptr() - 12 and slope.data_ptr() == part.data_ptr()
+    assert isinstance(whole, nn.Parameter) and flat.stride() == (1, SIZE)
+    found = [*tied.values(), *(one.detach().clone() for one in (whole, rows, flat, slope, part))]
+    with torch.no_grad():
+      weight.add_(1)
+    return found + [through_file(weight.detach()[5])[0]]  # of now
+
+  def make():
+    model = nn.Sequential(nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE))
+    model[1].weight = model[0].weight
+    return model
+
+  sizes = []
+  alike(session, make, run)
+  assert sizes[0] == sizes[1]
+
+
+def test_n15_a_deep_copy_of_what_is_tied_is_tied(session):
+  session()
+  model = nn.Sequential(nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE))
+  model[1].weight = model[0].weight
+  gm.prepare(model)
+  state = copy.deepcopy(model.state_dict())
+  assert state["0.weight"].data_ptr() == state["1.weight"].data_ptr() and type(state["0.weight"]) is torch.Tensor
 
 
 # ---- P7: what others have of a parameter or a gradient

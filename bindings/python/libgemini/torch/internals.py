@@ -239,6 +239,7 @@ set_ = Replaced(torch.Tensor, "set_")
 data = Replaced(torch.Tensor, "data")
 make_subclass = Replaced(torch.Tensor, "_make_subclass")
 make_grads = Replaced(torch.autograd, "_make_grads")  # which backward() and grad() give the gradients of outputs to
+savers = [Replaced(torch.serialization, name) for name in ("_save", "_legacy_save")]  # what torch.save() comes to
 # What makes tensors of tensors, and asks no __torch_function__ of these.
 makers = [Replaced(owner, name) for owner, names in (
     (torch, ("tensor", "as_tensor", "asarray", "sparse_coo_tensor")), (torch.Tensor, ("__new__", "new", "new_tensor")),

@@ -238,6 +238,43 @@ def _run_on_copies(func, name, args, kwargs, tensors, changed):
   return func(*_replaced(tuple(args), copies), **_replaced(kwargs, copies))
 
 
+def _attributes(tensor):
+  """What its user has set."""
+  return {name: value for name, value in tensor.__dict__.items() if not name.startswith("_gm_")}
+
+
+_saving = None  # while torch.save() runs: copies of whole places, by place and what becomes of a gradient
+
+
+def _saved_copy(tensor):
+  """As host_copy(). Within torch.save(), those of tensors that share bytes share them, too."""
+  place, record = tensor._gm_place, _gradient_of(tensor)
+  if _saving is None or not tensor.numel() or tensor.dtype != place.dtype:
+    return host_copy(tensor)
+  key = place.number, record and tensor._gm_generation
+  if key not in _saving:
+    whole = managed_view(place)
+    whole._gm_grad, whole._gm_generation = tensor._gm_grad, tensor._gm_generation
+    _saving[key] = host_copy(whole)
+  _, offset, _ = _where(tensor)
+  return _saving[key].as_strided(tensor.shape, tensor.stride(), offset // place.dtype.itemsize)
+
+
+def _sharing(replaced):
+  """Of torch.save()."""
+
+  @functools.wraps(replaced.original)
+  def save(*args, **kwargs):
+    global _saving
+    outer, _saving = _saving, {} if _saving is None else _saving
+    try:
+      return replaced.original(*args, **kwargs)
+    finally:
+      _saving = outer
+
+  return save
+
+
 def _run(func, args, kwargs):
   tensors = []
   _collect(args, tensors)
@@ -611,9 +648,20 @@ class ManagedTensor(_Tensor):
     memo[id(self)] = copy
     return copy
 
+  def __copy__(self):
+    """Another tensor over the same bytes, as torch's."""
+    out = self.detach()
+    if isinstance(self, nn.Parameter):
+      out = nn.Parameter(out, self.requires_grad)
+    elif self.requires_grad:
+      out.requires_grad_()
+    out.__dict__.update(_attributes(self))
+    return out
+
   def __reduce_ex__(self, protocol):
-    copy = host_copy(self)
+    copy = _saved_copy(self)
     copy = nn.Parameter(copy, self.requires_grad) if isinstance(self, nn.Parameter) else copy
+    copy.__dict__.update(_attributes(self))
     return copy.__reduce_ex__(protocol)
 
 
@@ -765,6 +813,7 @@ def _make_grads(outputs, grads, *args, **kwargs):
 _REPLACED = {internals.function_apply: classmethod(_apply), internals.new_parameter: staticmethod(_parameter),
              internals.set_: _set_source, internals.data: _Data(), internals.make_subclass: staticmethod(_subclass),
              internals.make_grads: _make_grads, **{one: _served(one) for one in internals.makers},
+             **{one: _sharing(one) for one in internals.savers},
              internals.wrap_for_grad: _refuse_managed(internals.wrap_for_grad.original),
              internals.unwrap_for_grad: _marked(internals.unwrap_for_grad.original),
              internals.add_batch_dim: _refuse_managed(internals.add_batch_dim.original),
