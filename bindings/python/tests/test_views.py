@@ -806,6 +806,41 @@ def test_p9_parametrizations_within_init(session, make):
   built(session, normed(make))
 
 
+@pytest.mark.parametrize("removed", (False, True))
+def test_n11_orthogonal_within_init(session, removed):
+  """It calls set_(), and so does who removes it."""
+
+  def make():
+    layer = nn.utils.parametrizations.orthogonal(nn.Linear(SIZE, SIZE))
+    return nn.Sequential(nn.utils.parametrize.remove_parametrizations(layer, "weight") if removed else layer)
+
+  built(session, make)
+
+
+@pytest.mark.parametrize("change", (lambda layer: layer.weight.set_(torch.zeros(SIZE, SIZE)),
+                                    lambda layer: layer.bias.set_(torch.zeros(3)), nn.utils.parametrizations.orthogonal))
+def test_n11_set_after_prepare_is_refused_and_changes_nothing(session, change):
+
+  def run(model, optimizer):
+    losses = train(model, optimizer, 2, square)
+    if isinstance(optimizer, gm.Optimizer):
+      with torch.no_grad(), pytest.raises(gm.GeminiError, match=r"0.\w+ would be moved or replaced .by .*set_.., .* do that bef"):
+        change(model[0])
+      off_the_device()
+    return losses + train(model, optimizer, 2, square)
+
+  alike(session, lambda: nn.Sequential(nn.Linear(SIZE, SIZE)), run)
+
+
+def test_n16_export_of_a_prepared_model_says_what_to_do(session):
+  session()
+  model = gm.prepare(nn.Sequential(nn.Linear(SIZE, SIZE)))
+  with pytest.raises(gm.GeminiError, match=r"0.weight was replaced .* torch.export .* take a copy.deepcopy\(\) of the model"):
+    torch.export.export(model, (data(),))
+  program = torch.export.export(copy.deepcopy(model), (data(),))
+  assert torch.equal(program.module()(data()), model(data()))
+
+
 def test_p9_a_parameter_of_a_parameter(session):
   """Is another one over the same bytes, as ever; one of them may train."""
 

@@ -109,8 +109,8 @@ class Record:
   def replace(self, values):
     """`parameter.data = values`: allowed until the model is prepared, then the addresses stay."""
     if self.settled:
-      raise GeminiError(f"parameter {self.name} would be moved or replaced (by .data, .to(), .half() or the like) after "
-                        "libgemini.torch.prepare(): do that before")
+      raise GeminiError(f"parameter {self.name} would be moved or replaced (by .data, set_(), .to(), .half() or the like) "
+                        "after libgemini.torch.prepare(): do that before")
     if isinstance(values, ManagedTensor):
       self.share(values)
     else:
@@ -532,7 +532,8 @@ class Model:
       if record is None:
         if name in self.records:
           raise GeminiError(f"parameter {name} was replaced by another tensor (by load_state_dict(assign=True), by "
-                            "functional_call(), or by setting it): copy into it instead, parameters keep their addresses")
+                            "functional_call(), or by setting it): copy into it instead, parameters keep their addresses. "
+                            "torch.export and its like, which replace all of them, take a copy.deepcopy() of the model")
         if param.is_meta or param.dtype in DTYPES:
           raise GeminiError(f"parameter {name} came after libgemini.torch.prepare(): call that again")
         continue
