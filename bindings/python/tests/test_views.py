@@ -626,6 +626,27 @@ def test_n15_a_deep_copy_of_what_is_tied_is_tied(session):
   assert state["0.weight"].data_ptr() == state["1.weight"].data_ptr() and type(state["0.weight"]) is torch.Tensor
 
 
+@pytest.mark.parametrize("first", (True, False))
+def test_n10_torch_knows_its_functions_in_a_session_and_after(session, first):
+  """It keeps those that a torch.device() is for in a set, which it makes at the first use."""
+
+  def check():
+    for make in torch.tensor, torch.as_tensor, torch.asarray:
+      with torch.device("meta"):
+        assert make(1.0).is_meta
+      assert pickle.loads(pickle.dumps(make)) is make
+
+  internals_of_torch = torch.utils._device._device_constructors
+  internals_of_torch.cache_clear()
+  if not first:
+    check()
+  session()
+  check()
+  gm.close()
+  check()
+  internals_of_torch.cache_clear()
+
+
 # ---- P7: what others have of a parameter or a gradient
 def test_p7_a_gradient_is_scaled_with_what_a_factor_is_now(session):
   """Powers of 2: scaling is put off, which rounds once."""

@@ -6,6 +6,7 @@ below, init() raises an error that says which; the import does not fail.
 
 SPDX-License-Identifier: Apache-2.0
 """
+import functools
 import importlib
 import re
 import sys
@@ -220,6 +221,27 @@ class Replaced:
       setattr(self.owner, self.name, self.original)
     elif self.name in vars(self.owner):
       delattr(self.owner, self.name)
+
+
+class Standing:
+  """What stands for a function of torch's. It equals that: torch keeps functions in sets that it makes once, at some time,
+  such as those of the functions that a torch.device() is for; and it can be pickled."""
+
+  def __init__(self, function, call):
+    functools.update_wrapper(self, function)
+    self._function, self._call = function, call
+
+  def __call__(self, *args, **kwargs):
+    return self._call(*args, **kwargs)
+
+  def __eq__(self, other):
+    return other is self or other is self._function
+
+  def __hash__(self):
+    return hash(self._function)
+
+  def __reduce__(self):
+    return self.__name__
 
 
 def replace(replacements, on):

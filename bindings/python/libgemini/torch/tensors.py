@@ -801,6 +801,8 @@ def _served(replaced):
       return function(*args, **kwargs)
     return with_managed(function, replaced.name, args, kwargs)
 
+  if not bound:
+    return internals.Standing(function, make)
   return staticmethod(make) if replaced.name == "__new__" else make
 
 
