@@ -824,6 +824,43 @@ def test_exceptions_in_the_middle(session):
   alike(session, mlp, run)
 
 
+@pytest.mark.parametrize("then", ("prepare", "load", "load_state_dict", "load_weights", "save", "read", "resident"))
+def test_n19_what_comes_after_a_backward_pass_that_an_exception_has_ended(session, tmp_path, then):
+  """The chunk of the function that it stopped at is on the device, with the new parameters beside others."""
+  session()
+  model = nn.Sequential(nn.Linear(SIZE, SIZE), nn.LayerNorm(SIZE), nn.Linear(SIZE, SIZE))
+  model, optimizer = gm.prepare(model, sgd(model.parameters()))
+  loss = square(model, 0)
+  loss.backward(retain_graph=True)
+  optimizer.step()
+  gm.save(tmp_path / "checkpoint", model, optimizer)
+  wanted, states = values(model), copy.deepcopy(optimizer.state_dict())
+  with torch.no_grad():
+    model[0].bias.add_(1)
+  with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    loss.backward()
+  if then == "prepare":
+    model[1] = nn.LayerNorm(SIZE)
+    model, optimizer = gm.prepare(model, sgd(model.parameters()))
+  elif then == "load":
+    gm.load(tmp_path / "checkpoint", model, optimizer)
+    same_bits(values(model), wanted)
+  elif then == "load_state_dict":
+    optimizer.load_state_dict(states)
+  elif then == "load_weights":
+    other = nn.Sequential(*model)
+    gm.load_weights(other, tmp_path / "checkpoint")
+    same_bits(values(other), wanted)
+  elif then == "save":
+    gm.save(tmp_path / "checkpoint", model, optimizer)
+  elif then == "read":
+    assert torch.equal(model[0].bias.detach().cpu(), wanted["0.bias"] + 1)
+  else:
+    with gm.resident(model[0]):
+      model[0](data())
+  trained(model, optimizer, 2)
+
+
 def test_hooks_of_gradients(session):
   """Of the tensor, and of what has been accumulated, which may be used up at once."""
 

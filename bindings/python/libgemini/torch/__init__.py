@@ -116,8 +116,8 @@ def prepare(model, optimizer=None, *, step_in_backward=False, offload_activation
   owner = session()
   known = next((one for one in owner.models if one.module is model), None)
   if known:
-    owner.models.remove(known)
     known.take()
+    owner.models.remove(known)
   owner.models.append(known or _model.Model(owner, model))
   if offload_activations:
     owner.model.saving = _offload

@@ -24,7 +24,7 @@ from torch import nn
 
 from ..abi import GeminiError
 from ..manager import parse_bytes
-from . import tensorfile
+from . import internals, tensorfile
 from .model import Record
 from .optim import Optimizer
 from .progress import Progress
@@ -464,7 +464,7 @@ def _read_all(jobs, progress):
 def _weight_job(session, entry, name, value):
   """Where a weight goes: into the place or tensor that is there, or, of one on the meta device, into a new one."""
   if not value.is_meta:
-    return entry, lambda: _stored(value), lambda: None
+    return entry, lambda: _stored(value), lambda: internals.note_write(value)
   if isinstance(value, nn.Parameter) and value.dtype in DTYPES:
     record = Record(session, value, name)
 

@@ -6,6 +6,7 @@ below, init() raises an error that says which; the import does not fail.
 
 SPDX-License-Identifier: Apache-2.0
 """
+import functools
 import importlib
 import re
 import sys
@@ -95,6 +96,18 @@ unscale = _find(torch, "_amp_foreach_non_finite_check_and_unscale_")  # torch.am
 StorageWeakRef = _find(_module("torch.multiprocessing.reductions"), "StorageWeakRef")
 
 
+transform_level = _find(torch, "_C._functorch.maybe_current_level")  # how many transforms of torch.func run, or None
+_is_wrapped = _find(torch, "_C._functorch.is_functorch_wrapped_tensor")
+_get_unwrapped = _find(torch, "_C._functorch.get_unwrapped")
+
+
+def unwrapped(tensor):
+  """The tensor with bytes that transforms of torch.func have wrapped, or the tensor itself."""
+  while _is_wrapped(tensor):
+    tensor = _get_unwrapped(tensor)
+  return tensor
+
+
 def untyped(storage):
   """The storage that a TypedStorage is about; anything else as it is."""
   return storage._untyped_storage if isinstance(storage, torch.TypedStorage) else storage
@@ -116,6 +129,12 @@ def tensor_users(tensor):
 # ---- autograd
 graph_task = _find(torch, "_C._current_graph_task_id")  # the number of the backward pass that calls us, or -1
 after_backward = _find(torch, "autograd.Variable._execution_engine.queue_callback")  # (function): called when it is over
+
+def note_write(tensor):
+  """Its bytes have been written where torch does not see it: a backward pass that comes too late for them notices."""
+  if not tensor.is_inference():
+    torch.autograd.graph.increment_version(tensor)
+
 
 # ---- modules and torch.compile
 _find(nn, "Module._call_impl")
@@ -209,6 +228,27 @@ class Replaced:
       delattr(self.owner, self.name)
 
 
+class Standing:
+  """What stands for a function of torch's. It equals that: torch keeps functions in sets that it makes once, at some time,
+  such as those of the functions that a torch.device() is for; and it can be pickled."""
+
+  def __init__(self, function, call):
+    functools.update_wrapper(self, function)
+    self._function, self._call = function, call
+
+  def __call__(self, *args, **kwargs):
+    return self._call(*args, **kwargs)
+
+  def __eq__(self, other):
+    return other is self or other is self._function
+
+  def __hash__(self):
+    return hash(self._function)
+
+  def __reduce__(self):
+    return self.__name__
+
+
 def replace(replacements, on):
   """Replaces a dict's keys by its values, or restores them."""
   for replaced, ours in replacements.items():
@@ -216,14 +256,26 @@ def replace(replacements, on):
       replaced.replace(ours)
     else:
       replaced.restore()
+  rules = sys.modules.get("torch._dynamo.trace_rules")
+  getattr(rules, "clear_lru_cache", lambda: None)()  # else torch.compile() knows only what was there when it was loaded
 
 
 function_apply = Replaced(torch.autograd.Function, "apply")
 new_parameter = Replaced(nn.Parameter, "__new__")
 set_ = Replaced(torch.Tensor, "set_")
-# Of torch.func's transforms: what they wrap their arguments with.
+data = Replaced(torch.Tensor, "data")
+make_subclass = Replaced(torch.Tensor, "_make_subclass")
+make_grads = Replaced(torch.autograd, "_make_grads")  # which backward() and grad() give the gradients of outputs to
+savers = [Replaced(torch.serialization, name) for name in ("_save", "_legacy_save")]  # what torch.save() comes to
+# What makes tensors of tensors, and asks no __torch_function__ of these.
+makers = [Replaced(owner, name) for owner, names in (
+    (torch, ("tensor", "as_tensor", "asarray", "sparse_coo_tensor")), (torch.Tensor, ("__new__", "new", "new_tensor")),
+    (torch.autograd.Variable, ("__new__",)), (torch._C._nested, ("nested_tensor",))) for name in names]
+# Of torch.func's transforms: what they wrap their arguments with, and what they take from the results again.
 wrap_for_grad = Replaced(_module("torch._functorch.eager_transforms"), "_wrap_for_grad")
+unwrap_for_grad = Replaced(_module("torch._functorch.eager_transforms"), "_unwrap_for_grad")
 add_batch_dim = Replaced(_module("torch._functorch.vmap"), "_add_batch_dim")
+remove_batch_dim = Replaced(_module("torch._functorch.vmap"), "_remove_batch_dim")
 # Of torch.jit: what makes scripted modules of others, and what calls scripted functions.
 script_module = Replaced(_module("torch.jit._recursive"), "create_script_module")
 freeze = Replaced(torch.jit, "freeze")

@@ -12,6 +12,7 @@ import weakref
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from .. import abi
 from ..abi import GeminiError
@@ -122,8 +123,8 @@ class Record:
   def replace(self, values):
     """`parameter.data = values`: allowed until the model is prepared, then the addresses stay."""
     if self.settled:
-      raise GeminiError(f"parameter {self.name} would be moved or replaced (by .data, .to(), .half() or the like) after "
-                        "libgemini.torch.prepare(): do that before")
+      raise GeminiError(f"parameter {self.name} would be moved or replaced (by .data, set_(), .to(), .half() or the like) "
+                        "after libgemini.torch.prepare(): do that before")
     if isinstance(values, ManagedTensor):
       self.share(values)
     else:
@@ -142,6 +143,26 @@ class Record:
       param.data = values
     param._gm_place = values._gm_place
     param._gm_record = None
+
+  def give_up(self):
+    """Another parameter, over all of its bytes, has the place from now on. This one stays over the same bytes, as torch has
+    it, with a gradient in torch's memory, and ends as the session's."""
+    session, param = self.session, self.param
+    session.settle()
+    gradient = _copy(self.gradient()) if self.has_grad and not self.spent else None
+    self.set_gradient(None)
+    if self.rule:
+      self.rule.let_go(self)
+    self.rule = GIVEN_UP
+    session.rule_of.pop(self, None)
+    session.known.pop(id(self), None)
+    if self.hook:
+      self.hook.remove()
+    self.hook = self.grad_place = None
+    self.states.clear()
+    param._gm_record = None
+    with _plain():
+      _set_grad(param, gradient)
 
   # ---- its gradient
   def attach(self):
@@ -366,6 +387,7 @@ def is_alone(param):
   return plain and _HOLDERS_OF_ONE is not None and _holders(param) == _HOLDERS_OF_ONE
 
 
+GIVEN_UP = object()  # a record's rule: no optimizer updates it any more
 CLOSED = "parameter {} belongs to a session that was closed: its bytes are gone, make the model anew"
 
 
@@ -389,7 +411,10 @@ def adopt(session, param, name):
       record.move_in(param.data)
   elif place.session is not session:
     raise GeminiError(CLOSED.format(name))
-  elif keeps_place(param, place):
+  elif place.has(param):
+    owner = place.owner and place.owner()
+    if owner is not None and owner.param is not None:
+      owner.give_up()
     record.place = place
     record.become_managed()
   else:
@@ -448,7 +473,7 @@ def building(session):
 
 def spans_of(param):
   """Where a parameter's bytes are, and, of one that has come into the session, where they were before."""
-  if type(param) not in (nn.Parameter, ManagedTensor, ManagedParameter) or not has_storage(param):
+  if not has_storage(param):
     return []
   record = getattr(param, "_gm_record", None)
   origin = record.place.origin if record is not None else None
@@ -456,19 +481,15 @@ def spans_of(param):
 
 
 def has_storage(tensor):
-  return not tensor.is_meta and tensor.layout is torch.strided and tensor.numel() > 0
-
-
-def keeps_place(param, place):
-  """Whether a parameter has a place for itself, or can have it: all of it, and no other one has."""
-  owner = place.owner and place.owner()
-  return place.has(param) and (owner is None or owner.param is param)
+  """Whether it has bytes of its own: one that is not initialized yet, or is made of other tensors, has none."""
+  return not is_lazy(tensor) and not tensor.is_meta and tensor.layout is torch.strided and tensor.numel() > 0 and \
+      type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
 
 def already_over(param, buffer):
   """Whether a buffer is a view of the place that a parameter has, or is about to have."""
   place = getattr(buffer, "_gm_place", None)
-  return place is not None and place is getattr(param, "_gm_place", None) and keeps_place(param, place)
+  return place is not None and place is getattr(param, "_gm_place", None) and place.has(param)
 
 
 def same_values(param, buffer, first):
@@ -499,6 +520,7 @@ class Model:
     self.refuse_aliases(params)
     views = self.buffers_over(params)
     strangers = sum(param.nbytes for param in params.values() if not isinstance(param, ManagedTensor))
+    self.records = {}
     with Progress("moving the model in", strangers, session.progress) as progress:
       for name, param in params.items():
         size = 0 if isinstance(param, ManagedTensor) else param.nbytes
@@ -581,7 +603,12 @@ class Model:
                         "from the session: compile it, or rather its blocks, before prepare()")
 
   def refuse_aliases(self, params):
-    """Two parameters over the same bytes would become two; tied weights are one parameter in two modules."""
+    """Two parameters over the same bytes would become two; tied weights are one parameter in two modules. So would a
+    parameter over a gradient or a state of an optimizer."""
+    for name, param in params.items():
+      place = getattr(param, "_gm_place", None)
+      if place is not None and place.follows:
+        raise GeminiError(f"parameter {name} shares its bytes with {place.name}: clone() that")
     others = [pair for model in self.session.models for pair in model.module.named_parameters()]
     spans = {}  # of a storage: those of parameters
     for name, param in [*others, *params.items()]:
@@ -607,14 +634,15 @@ class Model:
         spans.setdefault(where.storage, []).append((where, name, param))
     found = []
     for buffer_name, buffer in self.module.named_buffers():
-      if type(buffer) not in (torch.Tensor, ManagedTensor) or not has_storage(buffer):
+      if not has_storage(buffer):
         continue
       own = span(buffer)
       for where, name, param in spans.get(own.storage, ()):
         if not own.shares_with(where) or already_over(param, buffer):
           continue
         first = own.first - where.first
-        if first < 0 or own.end > where.end or first % where.itemsize or not where.dense or buffer.dtype != param.dtype:
+        if first < 0 or own.end > where.end or first % where.itemsize or not where.dense or \
+            buffer.dtype != param.dtype or type(buffer) not in (torch.Tensor, ManagedTensor):
           raise GeminiError(f"buffer {buffer_name} shares bytes with parameter {name}, but not as a part of it that can move "
                             "with it: clone() one of them")
         if getattr(param, "_gm_record", None) is not None and not same_values(param, buffer, first // where.itemsize):
@@ -636,7 +664,8 @@ class Model:
       if record is None:
         if name in self.records:
           raise GeminiError(f"parameter {name} was replaced by another tensor (by load_state_dict(assign=True), by "
-                            "functional_call(), or by setting it): copy into it instead, parameters keep their addresses")
+                            "functional_call(), or by setting it): copy into it instead, parameters keep their addresses. "
+                            "torch.export and its like, which replace all of them, take a copy.deepcopy() of the model")
         if param.is_meta or param.dtype in DTYPES:
           raise GeminiError(f"parameter {name} came after libgemini.torch.prepare(): call that again")
         continue

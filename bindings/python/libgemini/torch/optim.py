@@ -756,7 +756,7 @@ class AdamwRule:
     start = ready[0].place.offset // itemsize
     rules, ranges, at = {}, [(start, abi.UPDATE_SKIP)] if start else [], start
     for record in ready:
-      torch.autograd.graph.increment_version(record.param)  # a backward pass that comes too late notices
+      internals.note_write(record.param)
       rule = rules.setdefault(self.rule(record, group_of[id(record)]), len(rules))
       first = record.place.offset // itemsize
       if first - at >= ALIGNMENT:

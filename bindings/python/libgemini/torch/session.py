@@ -139,6 +139,8 @@ class Place:
     host one after another."""
     end = self.elements if end is None else end
     step = PIECE_BYTES // self.dtype.itemsize
+    if self.session.held and not in_backward():  # an exception has ended the backward pass, and it holds chunks on the device
+      self.session.settle()
     for first in range(begin, end, step):
       count = min(step, end - first)
       access = self.access(mode, abi.TIER_HOST, first * self.dtype.itemsize, count * self.dtype.itemsize)

@@ -47,8 +47,13 @@ class Use:
 def _where(tensor):
   """The place of a tensor that has elements; offset there, and length, of the bytes between its first and last one."""
   place = tensor._gm_place
+  try:
+    at = tensor.data_ptr()
+  except RuntimeError:  # a transform of torch.func has wrapped it
+    tensor = internals.unwrapped(tensor)
+    at = tensor.data_ptr()
   last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride()))
-  offset, size = tensor.data_ptr() - place.address, (last + 1) * tensor.dtype.itemsize
+  offset, size = at - place.address, (last + 1) * tensor.dtype.itemsize
   if offset < 0 or offset + size > place.size_bytes:
     raise GeminiError(f"{place.name} was moved behind libgemini's back: its address is no longer its own")
   return place, offset, size
@@ -81,11 +86,20 @@ _OVERWRITES = {"copy_", "zero_", "fill_", "normal_", "uniform_", "random_", "exp
 def mark_views(out, tensors):
   """What shares memory with an argument is managed, too."""
   if isinstance(out, _Tensor):
+    if type(out) is not _Tensor and not isinstance(out, ManagedTensor) and hasattr(out, "__tensor_flatten__"):  # it is made of others, such as a nested tensor
+      for part in out.__tensor_flatten__()[0]:
+        mark_views(getattr(out, part), tensors)
+        if isinstance(getattr(out, part), ManagedTensor):
+          _refuse_class(getattr(out, part), type(out))
+      return
     if not isinstance(out, ManagedTensor) and out.numel():
       try:
         at = out.data_ptr()
-      except RuntimeError:  # it has none: torch.func's transforms
-        return
+      except RuntimeError:
+        inner = internals.unwrapped(out)  # of what a transform of torch.func has wrapped
+        if inner is out:
+          return
+        at = inner.data_ptr()
       for tensor in tensors:
         place = tensor._gm_place
         if place.address <= at < place.address + place.size_bytes:
@@ -195,6 +209,73 @@ def host_copy(tensor):
     return out
 
 
+def _replaced(value, copies):
+  """A value with copies in the place of managed tensors; copies: (tensor, copy) of each."""
+  if isinstance(value, ManagedTensor):
+    return next((copy for tensor, copy in copies if tensor is value), value)
+  if isinstance(value, (list, tuple)):
+    values = [_replaced(one, copies) for one in value]
+    return type(value)(*values) if hasattr(value, "_fields") else type(value)(values)
+  if isinstance(value, dict):
+    return {key: _replaced(one, copies) for key, one in value.items()}
+  return value
+
+
+def _run_on_copies(func, name, args, kwargs, tensors, changed):
+  """Within transforms of torch.func, whose backward passes come when they like, and differentiate one another: the
+  function gets copies in torch's own memory."""
+  for tensor in tensors:
+    if any(tensor is one for one in changed):
+      raise GeminiError(f"{tensor._gm_place.name}: {name}() would write it within a transform of torch.func: do that outside")
+  copies = []
+  for tensor in tensors:
+    if tensor.numel():
+      session = tensor._gm_place.session
+      record = _gradient_of(tensor)
+      if record is not None:
+        record.settle(abi.READ)
+      use = session.use(((*_where(tensor), abi.READ),), "clone")
+      copies.append((tensor, run_with(session, use, _Tensor.clone, (tensor,), {})))
+  return func(*_replaced(tuple(args), copies), **_replaced(kwargs, copies))
+
+
+def _attributes(tensor):
+  """What its user has set."""
+  return {name: value for name, value in tensor.__dict__.items() if not name.startswith("_gm_")}
+
+
+_saving = None  # while torch.save() runs: copies of whole places, by place and what becomes of a gradient
+
+
+def _saved_copy(tensor):
+  """As host_copy(). Within torch.save(), those of tensors that share bytes share them, too."""
+  place, record = tensor._gm_place, _gradient_of(tensor)
+  if _saving is None or not tensor.numel() or tensor.dtype != place.dtype:
+    return host_copy(tensor)
+  key = place.number, record and tensor._gm_generation
+  if key not in _saving:
+    whole = managed_view(place)
+    whole._gm_grad, whole._gm_generation = tensor._gm_grad, tensor._gm_generation
+    _saving[key] = host_copy(whole)
+  _, offset, _ = _where(tensor)
+  return _saving[key].as_strided(tensor.shape, tensor.stride(), offset // place.dtype.itemsize)
+
+
+def _sharing(replaced):
+  """Of torch.save()."""
+
+  @functools.wraps(replaced.original)
+  def save(*args, **kwargs):
+    global _saving
+    outer, _saving = _saving, {} if _saving is None else _saving
+    try:
+      return replaced.original(*args, **kwargs)
+    finally:
+      _saving = outer
+
+  return save
+
+
 def _run(func, args, kwargs):
   tensors = []
   _collect(args, tensors)
@@ -214,6 +295,8 @@ def _run(func, args, kwargs):
   if kwargs.get("out") is not None:
     out = kwargs["out"]
     changed += [out] if isinstance(out, _Tensor) else list(out)
+  if internals.transform_level() is not None:
+    return _run_on_copies(func, name, args, kwargs, tensors, changed)
   ranges, read = [], []
   for tensor in tensors:
     if not tensor.numel():
@@ -331,6 +414,22 @@ def _storage(func, args, kwargs):
   return out
 
 
+def _come_over(tensor, source):
+  """A plain tensor has been put over the bytes of another one, which may be managed: it is, then, too."""
+  if isinstance(source, ManagedTensor) and tensor.numel():
+    if type(tensor) not in (_Tensor, nn.Parameter):
+      _refuse_class(source, type(tensor))
+    is_parameter = isinstance(tensor, nn.Parameter)
+    mark_views(tensor, (source,))
+    if is_parameter:
+      tensor.__class__ = ManagedParameter
+
+
+def _refuse_class(tensor, kind):
+  raise GeminiError(f"{tensor._gm_place.name}: a {kind.__name__} over its bytes would not know when these are elsewhere: make "
+                    "it of a clone()")
+
+
 _set = internals.set_.original
 
 
@@ -339,7 +438,9 @@ def _set_source(tensor, source=None, *args, **kwargs):
   if isinstance(internals.untyped(source), Storage):
     _refuse_bytes(internals.untyped(source))
   if not isinstance(tensor, ManagedTensor):
-    return _set(tensor, *(() if source is None else (source,)), *args, **kwargs)
+    out = _set(tensor, *(() if source is None else (source,)), *args, **kwargs)
+    _come_over(tensor, source)
+    return out
   if args or kwargs or not isinstance(source, _Tensor):
     _refuse(_set, (tensor,), {})
   tensor.data = source
@@ -362,12 +463,6 @@ def _autograd(func, args, kwargs):
     plain = [out.view_as(out) if isinstance(out, ManagedTensor) else out
              for out in ([outputs] if isinstance(outputs, _Tensor) else outputs)]
     edges = [torch.autograd.graph.get_gradient_edge(one) if isinstance(one, ManagedTensor) else one for one in inputs]
-  for key in ("grad_outputs", "grad_tensors", "gradient"):
-    if kwargs.get(key) is not None:
-      given = kwargs[key]
-      alone = isinstance(given, _Tensor)
-      copies = [one if one is None else one.clone() for one in ([given] if alone else given)]
-      kwargs[key] = copies[0] if alone else copies
   if func is _Tensor.backward:
     return func(plain[0], **kwargs)
   if not grad:
@@ -555,6 +650,12 @@ class ManagedTensor(_Tensor):
     with _plain():
       return _dispatch(func, args, kwargs or {})
 
+  def as_subclass(self, cls):
+    """A view. torch's own is no torch function."""
+    if cls not in (_Tensor, ManagedTensor):
+      _refuse_class(self, cls)
+    return self.view_as(self)
+
   def __deepcopy__(self, memo):
     """As torch copies: of parameters each has its own bytes, which within init(), where models are built, are in the session;
     other tensors that share bytes have copies that do so. All else is in torch's memory."""
@@ -575,9 +676,20 @@ class ManagedTensor(_Tensor):
     memo[id(self)] = copy
     return copy
 
+  def __copy__(self):
+    """Another tensor over the same bytes, as torch's."""
+    out = self.detach()
+    if isinstance(self, nn.Parameter):
+      out = nn.Parameter(out, self.requires_grad)
+    elif self.requires_grad:
+      out.requires_grad_()
+    out.__dict__.update(_attributes(self))
+    return out
+
   def __reduce_ex__(self, protocol):
-    copy = host_copy(self)
+    copy = _saved_copy(self)
     copy = nn.Parameter(copy, self.requires_grad) if isinstance(self, nn.Parameter) else copy
+    copy.__dict__.update(_attributes(self))
     return copy.__reduce_ex__(protocol)
 
 
@@ -639,6 +751,18 @@ def _refuse_managed(wrap):
   return refuse
 
 
+def _marked(unwrap):
+  """Of what torch.func's transforms take from their results again: a view of a managed tensor stays one."""
+
+  def of(value, *args):
+    out = unwrap(value, *args)
+    if isinstance(value, ManagedTensor):
+      mark_views(out, (value,))
+    return out
+
+  return of
+
+
 _new_parameter = internals.new_parameter.original
 
 
@@ -646,6 +770,8 @@ def _parameter(cls, data=None, requires_grad=True):
   """nn.Parameter(data): over the bytes of data, as always, which stay managed."""
   if not isinstance(data, ManagedTensor):
     return _new_parameter.__get__(None, cls)(cls, data, requires_grad)
+  if cls not in (nn.Parameter, ManagedParameter):
+    _refuse_class(data, cls)
   out = data.detach()
   with _plain():
     out.requires_grad_(requires_grad)
@@ -653,15 +779,80 @@ def _parameter(cls, data=None, requires_grad=True):
   return out
 
 
+_make_subclass = internals.make_subclass.original
+
+
+def _subclass(cls, data, requires_grad=False, **kwargs):
+  """Tensor._make_subclass(), with the signature that torch.compile() wants it to have."""
+  if not isinstance(data, ManagedTensor):
+    return _make_subclass(cls, data, requires_grad, **kwargs)
+  requires_grad = kwargs.get("require_grad", requires_grad)
+  if issubclass(cls, nn.Parameter):
+    return _parameter(cls, data, requires_grad)
+  if cls is not _Tensor:
+    _refuse_class(data, cls)
+  return data.detach().requires_grad_(requires_grad)
+
+
+_data = internals.data.original
+
+
+class _Data:
+  """Tensor.data, in the place of torch's descriptor: a plain tensor can be put over the bytes of a managed one."""
+
+  def __get__(self, tensor, owner=None):
+    return _data if tensor is None else _data.__get__(tensor)
+
+  def __set__(self, tensor, values):
+    _data.__set__(tensor, values)
+    if not isinstance(tensor, ManagedTensor):
+      _come_over(tensor, values)
+
+
+_KINDS = {ManagedTensor, ManagedParameter}
+
+
+def _have_managed(values):
+  """Whether there is a managed tensor among arguments, or in a list that is one; lists of numbers may be long."""
+  return any(isinstance(value, ManagedTensor) or isinstance(value, (list, tuple)) and not _KINDS.isdisjoint(map(type, value))
+             for value in values)
+
+
+def _served(replaced):
+  """Of a function that makes tensors of tensors: as if it were a torch function, as it is to its own tensor if it is bound
+  to one."""
+  function, bound = replaced.original, isinstance(replaced.owner, type)
+
+  @functools.wraps(function)
+  def make(*args, **kwargs):
+    if bound and isinstance(args[0], ManagedTensor) or not _have_managed(args) and not _have_managed(kwargs.values()):
+      return function(*args, **kwargs)
+    return with_managed(function, replaced.name, args, kwargs)
+
+  if not bound:
+    return internals.Standing(function, make)
+  return staticmethod(make) if replaced.name == "__new__" else make
+
+
+def _make_grads(outputs, grads, *args, **kwargs):
+  """Gradients of outputs go to functions that do not know managed tensors."""
+  grads = [one.clone() if isinstance(one, ManagedTensor) else one for one in grads]
+  return internals.make_grads.original(outputs, grads, *args, **kwargs)
+
+
 _REPLACED = {internals.function_apply: classmethod(_apply), internals.new_parameter: staticmethod(_parameter),
-             internals.set_: _set_source,
+             internals.set_: _set_source, internals.data: _Data(), internals.make_subclass: staticmethod(_subclass),
+             internals.make_grads: _make_grads, **{one: _served(one) for one in internals.makers},
+             **{one: _sharing(one) for one in internals.savers},
              internals.wrap_for_grad: _refuse_managed(internals.wrap_for_grad.original),
-             internals.add_batch_dim: _refuse_managed(internals.add_batch_dim.original)}
+             internals.unwrap_for_grad: _marked(internals.unwrap_for_grad.original),
+             internals.add_batch_dim: _refuse_managed(internals.add_batch_dim.original),
+             internals.remove_batch_dim: _marked(internals.remove_batch_dim.original)}
 
 
 def watch_functions(on):
-  """Custom functions, transforms, nn.Parameter() and set_() are not torch functions: they are replaced while there is a
-  session."""
+  """Custom functions, transforms, and what makes tensors over the bytes of others or of their values, are not torch
+  functions: they are replaced while there is a session."""
   internals.replace(_REPLACED, on)
 
 

@@ -98,7 +98,11 @@ class Unit:
   def run(self, call, args, kwargs):
     if self.use is None or self.graphed:
       return call(*args, **kwargs)
-    refuse_tracing(self.tensors[0]._gm_place.name)
+    name = self.tensors[0]._gm_place.name
+    refuse_tracing(name)
+    if internals.transform_level() is not None:
+      raise GeminiError(f"{name}: it is of a unit, which cannot be called within a transform of torch.func: give that a "
+                        "deepcopy of the module")
     inputs = set()
     if torch.is_grad_enabled():
       grad_nodes((args, kwargs), inputs)
