@@ -95,6 +95,15 @@ unscale = _find(torch, "_amp_foreach_non_finite_check_and_unscale_")  # torch.am
 StorageWeakRef = _find(_module("torch.multiprocessing.reductions"), "StorageWeakRef")
 
 
+_transform = _find(torch, "_C._functorch.peek_interpreter_stack")
+_dispatch_modes = _find(torch, "_C._len_torch_dispatch_stack")
+
+
+def is_watched():
+  """Whether functions are for a transform of torch.func, or a mode of a user, which may refuse what torch does not."""
+  return _dispatch_modes() > 0 or _transform() is not None
+
+
 def untyped(storage):
   """The storage that a TypedStorage is about; anything else as it is."""
   return storage._untyped_storage if isinstance(storage, torch.TypedStorage) else storage

@@ -71,7 +71,7 @@ class Place:
     self.storages = []  # whose tensors need the bytes, when nobody knows the place any more
     self.arena = arena
     self.offset = offset
-    self.written = False  # by the user's functions, since it was last known to be as its master copy
+    self.written = False  # or True, UNSURE: by the user's functions, since it was last known to be as its master copy
     self.object, self.base = arena, offset  # what the library knows it by, and where it begins there
     self.shape = torch.Size(shape)
     self.dtype = dtype

@@ -23,6 +23,7 @@ from .internals import plain as _plain
 from .layout import is_dense
 
 _Tensor = torch.Tensor
+UNSURE = "unsure"  # Place.written, after a function that should have written and has failed
 
 
 class Use:
@@ -72,9 +73,6 @@ def _changes_first(name):
 
 _INPLACE = {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__", "__iand__",
             "__ior__", "__ixor__", "__ilshift__", "__irshift__", "__idiv__"}
-# Write all of their first argument without reading it.
-_OVERWRITES = {"copy_", "zero_", "fill_", "normal_", "uniform_", "random_", "exponential_", "bernoulli_", "cauchy_",
-               "geometric_", "log_normal_", "trunc_normal_"}
 
 
 def mark_views(out, tensors):
@@ -194,6 +192,66 @@ def host_copy(tensor):
     return out
 
 
+# ---- functions that write all of their first argument without reading it
+# Its old bytes need not come for it. But they are lost then, also if torch refuses the call: so each check says
+# whether torch takes it for sure. Where that is not sure the old bytes come.
+_FLOATS = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
+_MOST = 32768.0  # which each of these dtypes can hold twice
+_USUAL = {_Tensor, nn.Parameter}  # and those that are managed, below
+
+
+def _takes_zero(tensor):
+  return True
+
+
+def _takes_number(tensor, value):
+  return tensor.dtype in _FLOATS and isinstance(value, (int, float)) and abs(value) <= _MOST
+
+
+def _takes_copy(tensor, source, non_blocking=False):
+  """What needs memory for the moment, as a copy between devices that changes the dtype, is not sure either."""
+  if type(source) not in _USUAL or source.layout is not torch.strided or source.is_nested or source.is_quantized or \
+      source.shape != tensor.shape or source.is_complex() or tensor.dtype not in _FLOATS:
+    return False
+  try:
+    place, at = tensor._gm_place, source.data_ptr()
+  except RuntimeError:  # it has none: torch.func's transforms
+    return False
+  if not at or place.address <= at < place.address + place.size_bytes:  # the meta device; it is read
+    return False
+  return source.device == tensor.device or source.dtype == tensor.dtype and source.stride() == tensor.stride()
+
+
+def _takes_normal(tensor, mean=0.0, std=1.0, *, generator=None):
+  return generator is None and _takes_number(tensor, mean) and _takes_number(tensor, std) and std >= 0
+
+
+def _takes_uniform(tensor, low=0.0, high=1.0, /, *, generator=None):
+  return generator is None and _takes_number(tensor, low) and _takes_number(tensor, high) and low <= high
+
+
+_OVERWRITES = {
+    _Tensor.zero_: _takes_zero, _Tensor.fill_: _takes_number, _Tensor.copy_: _takes_copy,
+    _Tensor.normal_: _takes_normal, _Tensor.uniform_: _takes_uniform,
+    nn.init.normal_: lambda tensor, mean, std, generator: _takes_normal(tensor, mean, std, generator=generator),
+    nn.init.uniform_: lambda tensor, a, b, generator: _takes_uniform(tensor, a, b, generator=generator)}
+_WITHOUT_GRAD = {nn.init.normal_, nn.init.uniform_}
+
+
+def _overwrites(func, tensor, args, kwargs):
+  """Whether a function writes all of a tensor, its first argument, for sure, and reads nothing of it."""
+  takes = _OVERWRITES.get(func)
+  if takes is None or not is_dense(tensor.shape, tensor.stride()) or tensor.is_inference() or internals.is_watched():
+    return False
+  if torch.is_grad_enabled() and func not in _WITHOUT_GRAD and \
+      any(isinstance(one, _Tensor) and one.requires_grad for one in (tensor, *args[1:])):
+    return False
+  try:
+    return takes(*args, **kwargs)
+  except TypeError:  # other arguments than it takes
+    return False
+
+
 def _run(func, args, kwargs):
   tensors = []
   _collect(args, tensors)
@@ -213,27 +271,35 @@ def _run(func, args, kwargs):
   if kwargs.get("out") is not None:
     out = kwargs["out"]
     changed += [out] if isinstance(out, _Tensor) else list(out)
-  ranges, read = [], []
+  ranges, read, written, replaced = [], [], [], None
   for tensor in tensors:
     if not tensor.numel():
       continue
     place, offset, size = _where(tensor)
-    mode = abi.READ
+    mode, record = abi.READ, _gradient_of(tensor)
     if any(tensor is one for one in changed):
-      whole = name in _OVERWRITES and tensor is first and size == tensor.numel() * tensor.dtype.itemsize
-      own = any(other is not tensor and other._gm_place is place for other in tensors)  # which it may be a view of
-      mode = abi.WRITE if whole and not own else abi.READ_WRITE
-      place.written = True
+      mode = abi.READ_WRITE
+      if tensor is first and _overwrites(func, tensor, args, kwargs):
+        mode, replaced = abi.WRITE, record
+      written.append(place)
     else:
       read.append(tensor)
-    record = _gradient_of(tensor)
-    if record is not None:
+    if record is not None and mode != abi.WRITE:
       record.settle(mode)
     ranges.append((place, offset, size, mode))
   if not ranges:
     return func(*args, **kwargs)
   use = session.use(tuple(ranges), name)
-  out = run_with(session, use, func, args, kwargs, read)
+  try:
+    out = run_with(session, use, func, args, kwargs, read)
+  except BaseException:
+    for place in written:
+      place.written = place.written or UNSURE
+    raise
+  for place in written:
+    place.written = True
+  if replaced is not None:
+    replaced.settle(abi.WRITE)
   mark_views(out, tensors)
   if torch.is_grad_enabled():
     nodes = set()
@@ -555,6 +621,9 @@ class ManagedTensor(_Tensor):
 
 class ManagedParameter(ManagedTensor, nn.Parameter):
   """A parameter in an arena."""
+
+
+_USUAL |= {ManagedTensor, ManagedParameter}
 
 
 def _loaded(data):
