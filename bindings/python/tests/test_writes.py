@@ -155,3 +155,40 @@ def test_n3_as_many_elements_as_lie_between_its_first_and_its_last(session):
     scribble()
     weight.as_strided((25600, 2), (0, 51199)).zero_()
   assert torch.equal(model.weight, wanted)
+
+
+# ---- N12: parameters made in inference mode
+def test_n12_a_parameter_made_in_inference_mode_is_written(session):
+  """By a function whose name does not tell. Torch counts no versions of such a tensor."""
+  with torch.inference_mode():
+    torch.manual_seed(0)
+    plain, table = nn.Linear(512, SIZE, bias=False), nn.Embedding(SIZE, 512, max_norm=1.0)
+    wanted = torch.relu(plain.weight), table(torch.arange(SIZE)).clone()
+    torch.manual_seed(0)
+    session("1MiB", strict=False)
+    model = gm.prepare(nn.ModuleList((nn.Linear(512, SIZE, bias=False), nn.Embedding(SIZE, 512, max_norm=1.0))))
+    scribble()
+    nn.functional.relu(model[0].weight, inplace=True)
+    model[1](torch.arange(SIZE))
+    scribble()
+    same_bits([model[0].weight.clone(), model[1].weight.clone()], wanted)
+
+
+# ---- N13: views that torch lets nobody write any more
+@pytest.mark.parametrize("split", (lambda w: w.chunk(2)[1], lambda w: w.split(7)[2], lambda w: w.unbind()[3],
+                                   lambda w: w[:, ::2].chunk(2, 1)[0]))
+@pytest.mark.parametrize("grad", (True, False))
+def test_n13_a_kept_view_of_what_has_changed(session, grad, split):
+  """Torch makes no node for it any more, but gives its values."""
+  model, optimizer = layer(session)
+  with torch.set_grad_enabled(grad):
+    view = split(model.weight)
+  optimizer.step()
+  scribble()
+  with torch.no_grad():
+    model.weight.add_(1)
+    wanted = split(model.weight.detach().clone())
+  scribble()
+  assert torch.equal(view.cpu(), wanted) and torch.equal(view.detach().clone(), wanted)
+  with pytest.raises(RuntimeError, match="view"):  # as torch says
+    view.double()

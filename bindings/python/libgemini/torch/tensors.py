@@ -99,8 +99,12 @@ def mark_views(out, tensors):
 def grad_nodes(value, nodes):
   """Adds the autograd nodes that made the tensors in a value to a set."""
   if isinstance(value, _Tensor):
-    if value.grad_fn is not None:
-      nodes.add(value.grad_fn)
+    try:
+      node = value.grad_fn
+    except RuntimeError:  # of a view that torch lets nobody use in a graph any more: nothing has made it anew
+      return
+    if node is not None:
+      nodes.add(node)
       if value._is_view() and value._base.grad_fn is not None:  # that of a view that was written is its base's
         nodes.add(value._base.grad_fn)
   elif isinstance(value, (list, tuple)):
@@ -112,21 +116,16 @@ def grad_nodes(value, nodes):
     grad_nodes(tuple(vars(value).values()), nodes)
 
 
-def _version(tensor):
-  """Parameters that were made in inference mode have none."""
-  return None if tensor.is_inference() else tensor._version
-
-
 def run_with(session, use, func, args, kwargs, read=()):
   """Calls a function as one operator, with what it uses on the device; read: tensors that it should not write."""
   session.op_begin(use.forward_name)
   stream = session.stream()
-  versions = [_version(tensor) for tensor in read]
+  versions = [tensor._version for tensor in read]
   session.acquire_use(use, stream)
   try:
     return func(*args, **kwargs)
   finally:
-    written = [tensor for tensor, version in zip(read, versions) if _version(tensor) != version]
+    written = [tensor for tensor, version in zip(read, versions) if tensor._version != version]
     if written:  # as relu(inplace=True) and embedding(max_norm=1.0) do
       session.note_writes(use, stream)
       for tensor in written:
@@ -281,6 +280,9 @@ def _run(func, args, kwargs):
       mode = abi.READ_WRITE
       if tensor is first and _overwrites(func, tensor, args, kwargs):
         mode, replaced = abi.WRITE, record
+      written.append(place)
+    elif tensor.is_inference():  # torch does not tell whether such a one was written
+      mode = abi.READ_WRITE
       written.append(place)
     else:
       read.append(tensor)
