@@ -55,9 +55,9 @@ half() {
   tail -n 1 "$log"
 }
 arguments=("$@")
-half 1 training unit misuse views &
+half 1 training unit misuse views optimizers &
 first=$!
 failed=0
-half 2 activations checkpoint docs models random report several trainers versions || failed=1
+half 2 activations checkpoint docs models random report savers scripted several trainers versions || failed=1
 wait "$first" || failed=1
 exit "$failed"

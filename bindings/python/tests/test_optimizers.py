@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import libgemini.torch as gm
 from conftest import alike, off_the_device, same_bits, sgd, values
 from libgemini.torch import memory
+from libgemini.torch.tensors import managed_view
 
 SIZE = 96
 
@@ -305,6 +306,58 @@ def test_states_of_other_classes_live_in_arenas(session):
     run(model, optimizer, range(8))
     assert gm.session().manager.arena_info(arena).size_bytes <= size * 1.05
     gm.close()
+
+
+def test_states_have_the_strides_of_their_parameters(session):
+  """Also where one that is gone had the same shape and others: what a step makes for the moment is made like torch's."""
+
+  class Strides(Own):
+    def update(self, param, grad, state, group):
+      for moment in torch.zeros_like(param), torch.ones_like(param):
+        self.seen.append(moment.stride())
+        param.add_(moment, alpha=-1e-3)
+      del moment  # so that its place is spare
+      state["momentum"] = state["momentum"].mul(0.9).add_(grad) if state else grad.clone()
+      param.sub_(state["momentum"], alpha=group["lr"])
+
+  def make():
+    return nn.Sequential(*(nn.Conv2d(4, 4, 3).to(memory_format=layout) for layout in
+                           (torch.contiguous_format, torch.channels_last, torch.contiguous_format)))
+
+  def run(model, optimizer):
+    inner = getattr(optimizer, "inner", optimizer)
+    inner.seen = []
+    for step in range(3):
+      model(torch.randn(2, 4, 9, 9, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+      optimizer.step()
+      optimizer.zero_grad()
+    assert {stride for stride in inner.seen if len(stride) == 4} == {(36, 9, 3, 1), (36, 1, 12, 4)}
+    strides = [torch.tensor(stride) for stride in inner.seen]
+    return strides + [optimizer.state[param]["momentum"].clone() for param in model.parameters()]
+
+  alike(session, make, run, lambda params: Strides(list(params)), "448KiB")
+
+
+@pytest.mark.parametrize("keep", (torch.Tensor.detach, lambda state: state[1:3],
+                                  lambda state: state._gm_place.tensor.t()), ids=("all", "part", "plain"))
+def test_a_state_that_somebody_has_keeps_its_place(session, keep):
+  """Whoever has it: a managed tensor, or one of torch's own. When that is gone, the place is used again."""
+  session()
+  model = mlp(2)
+  model, optimizer = gm.prepare(model, Lars(model.parameters()))
+  run(model, optimizer, range(2))
+  state = optimizer.state[model[0][0].weight]["momentum"]
+  place, before = state._gm_place, state.clone()
+  kept = keep(state)
+  del state
+  optimizer.state.clear()
+  run(model, optimizer, range(2))
+  assert torch.equal(managed_view(place), before)
+  assert optimizer.state[model[0][0].weight]["momentum"]._gm_place is not place
+  del kept
+  optimizer.state.clear()
+  run(model, optimizer, range(2))
+  assert any(optimizer.state[param]["momentum"].data_ptr() == place.address for param in model.parameters())
 
 
 @pytest.mark.parametrize("name", ("lion", "aliases", "lookahead"))

@@ -176,6 +176,21 @@ def test_scripting_after_prepare_is_refused(session):
   assert plain(sample()).shape == (2, SIZE)
 
 
+def test_scripting_what_shares_bytes_of_a_session_is_refused(session):
+  """A parameter that is over another one's bytes, and a buffer that is, have no record of their own."""
+  with session():
+    first, second, third = (nn.Linear(SIZE, SIZE, bias=False) for _ in range(3))
+    second.weight.data = first.weight.data
+  del third.weight
+  third.register_buffer("weight", first.weight.detach()[1:])
+  gm.prepare(first)
+  for module, name in (second, "parameter weight"), (third, "buffer weight"):
+    off_the_device()
+    for make in (torch.jit.script, lambda module: torch.jit.trace(module, sample())):
+      with pytest.raises(gm.GeminiError, match=rf"{name} of a \w+ that torch.jit is to script, trace or freeze is in a session"):
+        make(module)
+
+
 def test_a_scripted_module_larger_than_the_device_is_refused_by_name(session):
   session("256KiB")
   model = nn.Sequential(nn.Linear(4, SIZE), torch.jit.script(nn.Sequential(*(Block() for _ in range(5)))))

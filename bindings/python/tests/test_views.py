@@ -6,6 +6,7 @@ SPDX-License-Identifier: Apache-2.0
 """
 import copy
 import gc
+import importlib
 import inspect
 import pickle
 
@@ -19,6 +20,7 @@ from torch.nn.utils import prune
 import libgemini.torch as gm
 from libgemini.torch import internals
 from libgemini.torch.layout import dense_stride, is_dense, span
+from libgemini.torch.session import Place
 from conftest import alike, off_the_device, same_bits, sgd, train, values
 
 SIZE = 96
@@ -347,6 +349,27 @@ def test_p7_buffers_over_a_parameter_are_saved_and_loaded(session, tmp_path):
   same_bits(values(model), wanted)
 
 
+def test_p7_a_unit_with_nothing_but_a_buffer_over_a_parameter(session):
+  """What it returns may be a view of it."""
+
+  class First(nn.Module):
+    def forward(self):
+      return self.rows[1:]
+
+  session("256KiB")
+  model = nn.ModuleList([nn.Linear(SIZE, SIZE), First()])
+  model[1].register_buffer("rows", model[0].weight.detach()[:7])
+  wanted = model[0].weight.detach()[1:7].clone()
+  gm.unit(gm.prepare(model)[1])
+  off_the_device()
+  out = model[1]()
+  off_the_device()
+  assert torch.equal(out, wanted)
+  with torch.no_grad():
+    model[0].weight.add_(1)
+  assert torch.equal(out, wanted + 1)
+
+
 def test_p7_a_unit_with_a_buffer_over_a_parameter(session):
   def run(model, optimizer):
     if not isinstance(optimizer, torch.optim.SGD):
@@ -509,6 +532,32 @@ def test_p12_channels_last_is_saved_and_loaded(session, tmp_path, kind, dtype):
   same_bits(values(model), wanted[1])
 
 
+@pytest.mark.parametrize("take", (
+    lambda weight: pickle.loads(pickle.dumps(weight)), lambda weight: pickle.loads(pickle.dumps(weight.detach()[1:5])),
+    lambda weight: pickle.loads(pickle.dumps(weight.detach()[2])), lambda weight: gm.session().records[0].place.read()),
+                         ids=("all", "part", "one", "place"))
+@pytest.mark.parametrize("host", (True, False))
+def test_p12_host_copies_of_channels_last(session, monkeypatch, take, host):
+  """They have the same values and strides, and nothing comes to the device for them, unless the host has no room."""
+  session()
+  torch.manual_seed(0)
+  weight = nn.Conv2d(8, 16, 3, bias=False).to(memory_format=torch.channels_last).weight.detach()
+  layer = nn.Conv2d(8, 16, 3, bias=False)
+  layer.weight = nn.Parameter(weight.clone())
+  gm.prepare(layer)
+  off_the_device()
+  gm.stats_reset()
+  if not host:
+    def no_room(*args, **kwargs):
+      raise gm.GeminiError("no room", "OOM_HOST")
+    monkeypatch.setattr(Place, "host_pieces", no_room)
+  copied, wanted = take(layer.weight), next(part for part in (weight, weight[1:5], weight[2])
+                                            if part.shape == take(layer.weight).shape)
+  assert not wanted.is_contiguous() and copied.stride() == wanted.stride()
+  same_bits([copied.detach()], [wanted])
+  assert any(gm.stats()["moved_bytes"]["host to device"].values()) != host
+
+
 def test_p12_deep_copies_within_init_are_in_the_session(session):
   def make():
     torch.manual_seed(3)
@@ -580,8 +629,12 @@ def test_p12_gradients_without_any_call_of_the_model_are_said(session):
   model = nn.Sequential(nn.Linear(SIZE, SIZE))
   model, optimizer = gm.prepare(model, sgd(model.parameters()))
   model[0](data()).sum().backward()
-  with pytest.warns(UserWarning, match=r"no call of a prepared model.* no iteration.* plans? nothing"):
-    optimizer.step()
+  for compiler in False, True:
+    if compiler:  # another way to the same step
+      importlib.import_module("torch._dynamo")
+    with pytest.warns(UserWarning, match=r"no call of a prepared model.* no iteration.* plans? nothing") as said:
+      optimizer.step()
+    assert [warning.filename for warning in said] == [__file__]  # who calls step()
 
 
 # ---- P12: budgets

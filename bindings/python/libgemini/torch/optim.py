@@ -10,6 +10,7 @@ import ctypes
 import functools
 import heapq
 import itertools
+import sys
 import warnings
 
 import torch
@@ -32,6 +33,15 @@ BY_PARAMETER = {getattr(torch.optim, name) for name in (
     "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam", "RAdam", "RMSprop", "Rprop",
     "SGD") if hasattr(torch.optim, name)}
 RECENT = 4  # states that were made last, among which are those that a step has made for the moment
+
+
+def _level_of_caller():
+  """The stacklevel for a warning of the function that asks: of who called it from outside of torch and libgemini. How
+  many frames of torch are around a step depends on its version, and on whether anything was compiled."""
+  frame, level = sys._getframe(1), 1
+  while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "libgemini"):
+    frame, level = frame.f_back, level + 1
+  return level
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -179,9 +189,9 @@ class Optimizer(torch.optim.Optimizer):
       session.recover()
       session.settle()
       if not session.called and any(record.has_grad for record in self.records):
-        warnings.warn("no call of a prepared model, by model(...) or model.forward(...), has made these gradients: such a step "
-                      "is no iteration to libgemini, which plans nothing for it. Prepare the module that is called",
-                      stacklevel=3)  # torch wraps this
+        warnings.warn("no call of a prepared model, by model(...) or model.forward(...), has made these gradients: such "
+                      "a step is no iteration to libgemini, which plans nothing for it. Prepare the module that is called",
+                      stacklevel=_level_of_caller())
       session.set_phase(abi.PHASE_UPDATE)
       self.find_new()
       self.rule.prepare(self.records)  # those that are new, or need gradients only since the last step

@@ -176,14 +176,15 @@ def unit(session, module):
 
 
 def _refuse_scripting(function):
-  """Of torch.jit: what makes a scripted module of a module. It would read parameters by itself."""
+  """Of torch.jit: what makes a scripted module of a module. It would read them by itself."""
 
   @functools.wraps(function)
   def call(module, *args, **kwargs):
-    name = next((name for name, param in module.named_parameters() if getattr(param, "_gm_record", None)), None)
-    if name is not None:
-      raise GeminiError(f"parameter {name} of a {type(module).__name__} that torch.jit is to script, trace or freeze is "
-                        "in a session: do that before libgemini.torch.prepare(), and outside of init()")
+    for kind, tensors in ("parameter", module.named_parameters()), ("buffer", module.named_buffers()):
+      name = next((name for name, tensor in tensors if isinstance(tensor, ManagedTensor)), None)
+      if name is not None:
+        raise GeminiError(f"{kind} {name} of a {type(module).__name__} that torch.jit is to script, trace or freeze is "
+                          "in a session: do that before libgemini.torch.prepare(), and outside of init()")
     return function(module, *args, **kwargs)
 
   return call
