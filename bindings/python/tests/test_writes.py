@@ -8,20 +8,9 @@ import torch
 from torch import nn
 
 import libgemini.torch as gm
-from libgemini import abi
-from conftest import off_the_device, same_bits
+from conftest import off_the_device, overwrite_the_device, same_bits
 
 SIZE = 200
-
-
-def scribble():
-  """Everything leaves the device, and what it leaves there is overwritten."""
-  session = gm.session()
-  scratch = session.place("scratch", (256 << 10,), torch.float32, "scratch")
-  off_the_device()
-  for _, piece in scratch.device_pieces(abi.WRITE, 64 << 10):
-    piece.fill_(float("nan"))
-  off_the_device()
 
 
 def layer(session, dtype=torch.float32):
@@ -68,7 +57,7 @@ def test_n2_what_is_refused_changes_nothing(session, what, refused):
   if what == "scaled gradient":
     target.mul_(0.5)
     wanted.mul_(0.5)
-  scribble()
+  overwrite_the_device()
   with torch.no_grad(), pytest.raises((RuntimeError, TypeError, NotImplementedError)):
     refused(target)
   assert torch.equal(target, wanted)
@@ -84,7 +73,7 @@ def test_n2_a_leaf_that_requires_a_gradient(session, dtype, refused):
   wanted = model.weight.detach().clone()
   masters = [place.read() for record in optimizer.records for kind, place in record.states.items() if kind == "master"]
   assert len(masters) == (dtype == torch.bfloat16)
-  scribble()
+  overwrite_the_device()
   with pytest.raises(RuntimeError, match="requires grad"):
     refused(model.weight)
   assert torch.equal(model.weight, wanted)
@@ -108,7 +97,7 @@ def test_n2_what_a_failed_function_has_written_stays(session):
 
   with torch.no_grad(), pytest.raises(ValueError):
     Half.apply(weight)
-  scribble()
+  overwrite_the_device()
   assert (weight[0] == 7).all()
   gm.session().renew_masters()
   assert (optimizer.records[0].states["master"].read()[0] == 7).all()
@@ -137,11 +126,11 @@ def test_n3_a_parameter_overwritten_with_itself(session):
                     lambda: weight.copy_(weight.detach()), lambda: weight.data.copy_(weight.data),
                     lambda: torch._foreach_copy_([weight], [weight]), lambda: weight.view(-1).copy_(weight.view(-1)),
                     lambda: weight.grad.copy_(weight.grad)):
-    scribble()
+    overwrite_the_device()
     with torch.no_grad():
       overwrite()
     assert torch.equal(weight, wanted) and (weight.grad == 1).all()
-  scribble()
+  overwrite_the_device()
   with torch.no_grad():
     weight.fill_(weight[0, 0])
   assert (weight == first).all()
@@ -152,7 +141,7 @@ def test_n3_as_many_elements_as_lie_between_its_first_and_its_last(session):
   model, _ = layer(session)
   wanted = model.weight.detach().clone()
   for weight in wanted, model.weight.detach():
-    scribble()
+    overwrite_the_device()
     weight.as_strided((25600, 2), (0, 51199)).zero_()
   assert torch.equal(model.weight, wanted)
 
@@ -167,10 +156,10 @@ def test_n12_a_parameter_made_in_inference_mode_is_written(session):
     torch.manual_seed(0)
     session("1MiB", strict=False)
     model = gm.prepare(nn.ModuleList((nn.Linear(512, SIZE, bias=False), nn.Embedding(SIZE, 512, max_norm=1.0))))
-    scribble()
+    overwrite_the_device()
     nn.functional.relu(model[0].weight, inplace=True)
     model[1](torch.arange(SIZE))
-    scribble()
+    overwrite_the_device()
     same_bits([model[0].weight.clone(), model[1].weight.clone()], wanted)
 
 
@@ -184,11 +173,11 @@ def test_n13_a_kept_view_of_what_has_changed(session, grad, split):
   with torch.set_grad_enabled(grad):
     view = split(model.weight)
   optimizer.step()
-  scribble()
+  overwrite_the_device()
   with torch.no_grad():
     model.weight.add_(1)
     wanted = split(model.weight.detach().clone())
-  scribble()
+  overwrite_the_device()
   assert torch.equal(view.cpu(), wanted) and torch.equal(view.detach().clone(), wanted)
   with pytest.raises(RuntimeError, match="view"):  # as torch says
     view.double()
