@@ -30,8 +30,6 @@ KNOWN: dict[str, str] = {name: point for point, names in (
     ("N4: torch.func's transforms of functions that use a parameter read it where it is not", "transform_over_closure"),
     ("N5: a parameter made of another's data is a copy of it while somebody, such as an optimizer, has the other one",
      "parameter_of_itself load_assign_uncopied"),
-    ("N6: what a unit's forward pass writes into its parameters is lost", "write_in_unit"),
-    ("N7: views that are made within a unit are not managed", "keep_of_unit"),
     ("N8: del parameter.grad does nothing", "delete_gradient"),
     ("N9: a gradient that is scaled twice is rounded once", "scale_gradient_often"),
     ("N10: as_subclass() and the like give tensors that are not managed", "other_class"),

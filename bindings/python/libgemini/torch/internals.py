@@ -6,6 +6,7 @@ below, init() raises an error that says which; the import does not fail.
 
 SPDX-License-Identifier: Apache-2.0
 """
+import functools
 import importlib
 import re
 import sys
@@ -117,6 +118,14 @@ def storage_users(storage):
   return _use_count and _use_count(storage._cdata)
 
 
+def storage_number(tensor):
+  """Equal for tensors of one storage; None of a tensor that has none."""
+  try:
+    return tensor.untyped_storage()._cdata
+  except (NotImplementedError, RuntimeError):
+    return None
+
+
 # ---- autograd
 graph_task = _find(torch, "_C._current_graph_task_id")  # the number of the backward pass that calls us, or -1
 after_backward = _find(torch, "autograd.Variable._execution_engine.queue_callback")  # (function): called when it is over
@@ -160,6 +169,45 @@ def never_compiled(function):
   return function if isinstance(_disable, _Missing) else _disable(function)
 
 
+_data_compiled = None  # whether a .data was compiled since anybody looks for it
+
+
+def watch_compiler():
+  """From now on torch.compile() says if it compiles a .data: no version tells what is written to that, and no Python
+  runs. What was compiled before is compiled anew."""
+  global _data_compiled
+  if _data_compiled is not None or not compiler_loaded():
+    return
+  dynamo = sys.modules["torch._dynamo"]
+  variable = _find(_module("torch._dynamo.variables.tensor"), "TensorVariable.method_attr_data", [])
+  seen = _find(_module("torch._dynamo.convert_frame"), "input_codes.seen", [])
+  reset = _find(torch, "_C._dynamo.eval_frame.reset_code", [])
+  for one in (variable, seen, reset):
+    if isinstance(one, _Missing):
+      one._refuse()
+
+  @functools.wraps(variable)
+  def method_attr_data(*args, **kwargs):
+    compiles_data()
+    return variable(*args, **kwargs)
+
+  sys.modules["torch._dynamo.variables.tensor"].TensorVariable.method_attr_data = method_attr_data
+  _data_compiled = False
+  for code in [reference() for reference in seen]:
+    if code is not None:
+      reset(code)
+
+
+def compiles_data():
+  global _data_compiled
+  _data_compiled = True
+
+
+def data_is_compiled():
+  """Whether compiled functions may write to a .data."""
+  return bool(_data_compiled)
+
+
 def optimized_module():
   """The class of what torch.compile(module) returns, or () before anything was compiled."""
   return getattr(sys.modules.get("torch._dynamo"), "OptimizedModule", ())
@@ -181,6 +229,11 @@ is_tracing = _find(torch, "_C._is_tracing")
 def script_methods(module):
   """The names of a scripted module's methods."""
   return module._c._method_names()
+
+
+def scripts_data(module):
+  """Whether a method of a scripted module has a .data."""
+  return any(module._c._get_method(name).inlined_graph.findNode("prim::data") for name in script_methods(module))
 
 
 # ---- CUDA
@@ -225,6 +278,7 @@ def replace(replacements, on):
 function_apply = Replaced(torch.autograd.Function, "apply")
 new_parameter = Replaced(nn.Parameter, "__new__")
 set_ = Replaced(torch.Tensor, "set_")
+data = Replaced(torch.Tensor, "data")
 # Of torch.func's transforms: what they wrap their arguments with.
 wrap_for_grad = Replaced(_module("torch._functorch.eager_transforms"), "_wrap_for_grad")
 add_batch_dim = Replaced(_module("torch._functorch.vmap"), "_add_batch_dim")

@@ -23,6 +23,7 @@ from .internals import plain as _plain
 from .layout import is_dense
 
 _Tensor = torch.Tensor
+units = []  # those of unit.py that somebody uses now
 UNSURE = "unsure"  # Place.written, after a function that should have written and has failed
 
 
@@ -127,7 +128,7 @@ def run_with(session, use, func, args, kwargs, read=()):
   finally:
     written = [tensor for tensor, version in zip(read, versions) if tensor._version != version]
     if written:  # as relu(inplace=True) and embedding(max_norm=1.0) do
-      session.note_writes(use, stream)
+      session.note_writes(use.accesses, stream)
       for tensor in written:
         tensor._gm_place.written = True
         if tensor._gm_grad is not None:
@@ -564,6 +565,21 @@ _SPECIAL = {
 }
 
 
+@internals.not_traced
+def _data(tensor):
+  """tensor.data, while there is a session: of a plain tensor, too, as units that run look whether it is written."""
+  out = internals.data.original.__get__(tensor)
+  if units:
+    if type(out) not in _USUAL:  # a fake one
+      internals.compiles_data()
+    for unit in units:
+      unit.took_data(out)
+  return out
+
+
+_DATA = property(_data, internals.data.original.__set__)
+_SPECIAL[_DATA.__get__], _SPECIAL[_DATA.__set__] = _view, _data_set
+
 _AUTOGRAD = {torch.autograd.grad, torch.autograd.backward, _Tensor.backward}
 
 
@@ -697,14 +713,14 @@ def _parameter(cls, data=None, requires_grad=True):
 
 
 _REPLACED = {internals.function_apply: classmethod(_apply), internals.new_parameter: staticmethod(_parameter),
-             internals.set_: _set_source,
+             internals.set_: _set_source, internals.data: _DATA,
              internals.wrap_for_grad: _refuse_managed(internals.wrap_for_grad.original),
              internals.add_batch_dim: _refuse_managed(internals.add_batch_dim.original)}
 
 
 def watch_functions(on):
-  """Custom functions, transforms, nn.Parameter() and set_() are not torch functions: they are replaced while there is a
-  session."""
+  """Custom functions, transforms, nn.Parameter(), set_(), and .data of a plain tensor are no torch functions: they are
+  replaced while there is a session."""
   internals.replace(_REPLACED, on)
 
 
