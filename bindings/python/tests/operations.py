@@ -983,7 +983,8 @@ def parametrize_and_remove(w):
   layer = w.dice.choice(("first", "second", "wide"))
   w.add(w.pick("""nn.utils.parametrizations.weight_norm(model.$l) ;; nn.utils.parametrizations.spectral_norm(model.$l)
       ;; nn.utils.parametrizations.orthogonal(model.$l)""", l=layer))
-  w.add(f"nn.utils.parametrize.remove_parametrizations(model.{layer}, 'weight')")
+  # Where the library refuses what torch does in it, torch has computed the weight before, which changes buffers of some.
+  w.add(f"nn.utils.parametrize.remove_parametrizations(model.{layer}, 'weight')", "stop")
   w.shapes.pop(f"model.{layer}.weight", None)
 
 
