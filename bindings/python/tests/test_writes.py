@@ -345,13 +345,14 @@ def test_n6_what_a_hook_of_a_unit_writes(session, hook, write):
 
 
 def test_n6_what_is_written_while_the_backward_pass_is_in_a_unit(session):
-  def make():
-    layer = Layer(lambda layer: None)
-    layer.register_forward_hook(lambda layer, inputs, out: out.register_hook(
-        lambda grad: [layer.weight.data.mul_(0.5)] and None) and None if out.requires_grad else None)
-    return layer
+  class Halving(Layer):
+    def forward(self, x):
+      out = super().forward(x)
+      if out.requires_grad:  # the hook is called between the nodes of the multiplication and of the layer
+        out.register_hook(lambda grad: [self.weight.data.mul_(0.5)] and None)
+      return out * 2
 
-  written_in_a_unit(session, make, gm.unit, steps)
+  written_in_a_unit(session, lambda: Halving(lambda layer: None), gm.unit, steps)
 
 
 def test_n6_an_embedding_of_limited_norms(session):
