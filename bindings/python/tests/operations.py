@@ -25,11 +25,6 @@ BATCH, LENGTH = 4, 6
 # and test_programs.py has for each a program that fails. Whoever mends a point takes its operations out here.
 KNOWN: dict[str, str] = {name: point for point, names in (
     ("P7: what numpy and DLPack are given is a copy, as the docs say", "plain_write plain_alias"),
-    ("N2: what torch refuses to overwrite has lost its bytes", "refused_by_torch"),
-    ("N3: what is overwritten by a part of itself has lost its bytes", "overwrite_by_itself"),
-    ("N6: what a unit's forward pass writes into its parameters is lost", "write_in_unit"),
-    ("N7: views that are made within a unit are not managed", "keep_of_unit"),
-    ("N13: a view made without gradients cannot be read when its base has changed", "view_without_gradient"),
 ) for name in names.split()}
 
 

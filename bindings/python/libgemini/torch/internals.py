@@ -108,6 +108,15 @@ def unwrapped(tensor):
   return tensor
 
 
+_transform = _find(torch, "_C._functorch.peek_interpreter_stack")
+_dispatch_modes = _find(torch, "_C._len_torch_dispatch_stack")
+
+
+def is_watched():
+  """Whether functions are for a transform of torch.func, or a mode of a user, which may refuse what torch does not."""
+  return _dispatch_modes() > 0 or _transform() is not None
+
+
 def untyped(storage):
   """The storage that a TypedStorage is about; anything else as it is."""
   return storage._untyped_storage if isinstance(storage, torch.TypedStorage) else storage
@@ -124,6 +133,14 @@ def storage_users(storage):
 def tensor_users(tensor):
   """How many, in C++ too, have a tensor as it is, such as parameters whose gradient it is; None where torch does not tell."""
   return tensor._use_count() if hasattr(tensor, "_use_count") else None
+
+
+def storage_number(tensor):
+  """Equal for tensors of one storage; None of a tensor that has none."""
+  try:
+    return tensor.untyped_storage()._cdata
+  except (NotImplementedError, RuntimeError):
+    return None
 
 
 # ---- autograd
@@ -175,6 +192,44 @@ def never_compiled(function):
   return function if isinstance(_disable, _Missing) else _disable(function)
 
 
+_data_compiled = None  # whether a .data was compiled since anybody looks for it
+
+
+def watch_compiler():
+  """From now on torch.compile() says if it compiles a .data: no version tells what is written to that, and no Python
+  runs. What was compiled before is compiled anew."""
+  global _data_compiled
+  if _data_compiled is not None or not compiler_loaded():
+    return
+  variable = _find(_module("torch._dynamo.variables.tensor"), "TensorVariable.method_attr_data", [])
+  seen = _find(_module("torch._dynamo.convert_frame"), "input_codes.seen", [])
+  reset = _find(torch, "_C._dynamo.eval_frame.reset_code", [])
+  for one in (variable, seen, reset):
+    if isinstance(one, _Missing):
+      one._refuse()
+
+  @functools.wraps(variable)
+  def method_attr_data(*args, **kwargs):
+    compiles_data()
+    return variable(*args, **kwargs)
+
+  sys.modules["torch._dynamo.variables.tensor"].TensorVariable.method_attr_data = method_attr_data
+  _data_compiled = False
+  for code in [reference() for reference in seen]:
+    if code is not None:
+      reset(code)
+
+
+def compiles_data():
+  global _data_compiled
+  _data_compiled = True
+
+
+def data_is_compiled():
+  """Whether compiled functions may write to a .data."""
+  return bool(_data_compiled)
+
+
 def optimized_module():
   """The class of what torch.compile(module) returns, or () before anything was compiled."""
   return getattr(sys.modules.get("torch._dynamo"), "OptimizedModule", ())
@@ -196,6 +251,11 @@ is_tracing = _find(torch, "_C._is_tracing")
 def script_methods(module):
   """The names of a scripted module's methods."""
   return module._c._method_names()
+
+
+def scripts_data(module):
+  """Whether a method of a scripted module has a .data."""
+  return any(module._c._get_method(name).inlined_graph.findNode("prim::data") for name in script_methods(module))
 
 
 # ---- CUDA

@@ -21,7 +21,7 @@ from .internals import get_grad as _get_grad, plain as _plain, set_grad as _set_
 from .layout import dense_stride, span
 from .progress import Progress
 from .session import DTYPES, in_backward
-from .tensors import ManagedParameter, ManagedTensor, _copy, _gradient_of, is_exact, managed_view
+from .tensors import UNSURE, ManagedParameter, ManagedTensor, _copy, _gradient_of, is_exact, managed_view
 from .unit import find, make_units, refuse_compiling
 
 
@@ -115,10 +115,14 @@ class Record:
     self.session.known[id(self)] = self
 
   def renew_master(self):
-    """The fp32 copy, where there is one, is what the parameter is."""
-    self.place.written = False
+    """The fp32 copy, where there is one, is what the parameter is; if nobody knows whether that was written, then only
+    if it is not what the copy is in fewer bits."""
+    written, self.place.written = self.place.written, False
     if "master" in self.states:
-      self.states["master"].write(self.place.read())
+      values, master = self.place.read(), self.states["master"]
+      kept = master.read().to(values.dtype) if written == UNSURE else None
+      if kept is None or not torch.equal(kept.view(torch.int16), values.view(torch.int16)):
+        master.write(values)
 
   def replace(self, values):
     """`parameter.data = values`: allowed until the model is prepared, then the addresses stay."""

@@ -81,7 +81,7 @@ class Place:
     self.storages = []  # whose tensors need the bytes, when nobody knows the place any more
     self.arena = arena
     self.offset = offset
-    self.written = False  # by the user's functions, since it was last known to be as its master copy
+    self.written = False  # or True, UNSURE: by the user's functions, since it was last known to be as its master copy
     self.object, self.base = arena, offset  # what the library knows it by, and where it begins there
     self.shape = torch.Size(shape)
     self.dtype = dtype
@@ -382,9 +382,10 @@ class Session:
     self.held = None
     for hold in left:
       with contextlib.suppress(GeminiError):  # it had been released, or was not acquired yet
+        if hold[3]:
+          hold[3].reset()
+      with contextlib.suppress(GeminiError):
         self.lib.release(self.handle, *hold[:3])
-      if hold[3]:
-        hold[3].reset()
       self.holds.remove(hold)
 
   @property
@@ -413,18 +414,19 @@ class Session:
       use.unit.enter()
 
   def release_use(self, use, stream):
-    if use.unit:
-      use.unit.leave()
-    self.let_go((use.pointer, use.count, stream, use.unit))
+    try:
+      if use.unit:
+        use.unit.leave()
+    finally:
+      self.let_go((use.pointer, use.count, stream, use.unit))
 
-  def note_writes(self, use, stream):
+  def note_writes(self, accesses, stream):
     """A function has written what it was to read: while that is there it is acquired for writing, too, so that the
     bytes below are no longer taken for the newest."""
-    count = use.count
-    accesses = (abi.Access * count)(*use.accesses)
+    accesses = (abi.Access * len(accesses))(*accesses)
     for access in accesses:
       access.mode = abi.READ_WRITE
-    with self.acquired(accesses, count, stream):
+    with self.acquired(accesses, len(accesses), stream):
       pass
 
   # ---- brackets

@@ -24,6 +24,8 @@ from .internals import plain as _plain
 from .layout import is_dense
 
 _Tensor = torch.Tensor
+units = []  # those of unit.py that somebody uses now
+UNSURE = "unsure"  # Place.written, after a function that should have written and has failed
 
 
 class Use:
@@ -78,9 +80,6 @@ def _changes_first(name):
 
 _INPLACE = {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__", "__iand__",
             "__ior__", "__ixor__", "__ilshift__", "__irshift__", "__idiv__"}
-# Write all of their first argument without reading it.
-_OVERWRITES = {"copy_", "zero_", "fill_", "normal_", "uniform_", "random_", "exponential_", "bernoulli_", "cauchy_",
-               "geometric_", "log_normal_", "trunc_normal_"}
 
 
 def mark_views(out, tensors):
@@ -116,8 +115,12 @@ def mark_views(out, tensors):
 def grad_nodes(value, nodes):
   """Adds the autograd nodes that made the tensors in a value to a set."""
   if isinstance(value, _Tensor):
-    if value.grad_fn is not None:
-      nodes.add(value.grad_fn)
+    try:
+      node = value.grad_fn
+    except RuntimeError:  # of a view that torch lets nobody use in a graph any more: nothing has made it anew
+      return
+    if node is not None:
+      nodes.add(node)
       if value._is_view() and value._base.grad_fn is not None:  # that of a view that was written is its base's
         nodes.add(value._base.grad_fn)
   elif isinstance(value, (list, tuple)):
@@ -129,23 +132,18 @@ def grad_nodes(value, nodes):
     grad_nodes(tuple(vars(value).values()), nodes)
 
 
-def _version(tensor):
-  """Parameters that were made in inference mode have none."""
-  return None if tensor.is_inference() else tensor._version
-
-
 def run_with(session, use, func, args, kwargs, read=()):
   """Calls a function as one operator, with what it uses on the device; read: tensors that it should not write."""
   session.op_begin(use.forward_name)
   stream = session.stream()
-  versions = [_version(tensor) for tensor in read]
+  versions = [tensor._version for tensor in read]
   session.acquire_use(use, stream)
   try:
     return func(*args, **kwargs)
   finally:
-    written = [tensor for tensor, version in zip(read, versions) if _version(tensor) != version]
+    written = [tensor for tensor, version in zip(read, versions) if tensor._version != version]
     if written:  # as relu(inplace=True) and embedding(max_norm=1.0) do
-      session.note_writes(use, stream)
+      session.note_writes(use.accesses, stream)
       for tensor in written:
         tensor._gm_place.written = True
         if tensor._gm_grad is not None:
@@ -276,6 +274,66 @@ def _sharing(replaced):
   return save
 
 
+# ---- functions that write all of their first argument without reading it
+# Its old bytes need not come for it. But they are lost then, also if torch refuses the call: so each check says
+# whether torch takes it for sure. Where that is not sure the old bytes come.
+_FLOATS = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
+_MOST = 32768.0  # which each of these dtypes can hold twice
+_USUAL = {_Tensor, nn.Parameter}  # and those that are managed, below
+
+
+def _takes_zero(tensor):
+  return True
+
+
+def _takes_number(tensor, value):
+  return tensor.dtype in _FLOATS and isinstance(value, (int, float)) and abs(value) <= _MOST
+
+
+def _takes_copy(tensor, source, non_blocking=False):
+  """What needs memory for the moment, as a copy between devices that changes the dtype, is not sure either."""
+  if type(source) not in _USUAL or source.layout is not torch.strided or source.is_nested or source.is_quantized or \
+      source.shape != tensor.shape or source.is_complex() or tensor.dtype not in _FLOATS:
+    return False
+  try:
+    place, at = tensor._gm_place, source.data_ptr()
+  except RuntimeError:  # it has none: torch.func's transforms
+    return False
+  if not at or place.address <= at < place.address + place.size_bytes:  # the meta device; it is read
+    return False
+  return source.device == tensor.device or source.dtype == tensor.dtype and source.stride() == tensor.stride()
+
+
+def _takes_normal(tensor, mean=0.0, std=1.0, *, generator=None):
+  return generator is None and _takes_number(tensor, mean) and _takes_number(tensor, std) and std >= 0
+
+
+def _takes_uniform(tensor, low=0.0, high=1.0, /, *, generator=None):
+  return generator is None and _takes_number(tensor, low) and _takes_number(tensor, high) and low <= high
+
+
+_OVERWRITES = {
+    _Tensor.zero_: _takes_zero, _Tensor.fill_: _takes_number, _Tensor.copy_: _takes_copy,
+    _Tensor.normal_: _takes_normal, _Tensor.uniform_: _takes_uniform,
+    nn.init.normal_: lambda tensor, mean, std, generator: _takes_normal(tensor, mean, std, generator=generator),
+    nn.init.uniform_: lambda tensor, a, b, generator: _takes_uniform(tensor, a, b, generator=generator)}
+_WITHOUT_GRAD = {nn.init.normal_, nn.init.uniform_}
+
+
+def _overwrites(func, tensor, args, kwargs):
+  """Whether a function writes all of a tensor, its first argument, for sure, and reads nothing of it."""
+  takes = _OVERWRITES.get(func)
+  if takes is None or not is_dense(tensor.shape, tensor.stride()) or tensor.is_inference() or internals.is_watched():
+    return False
+  if torch.is_grad_enabled() and func not in _WITHOUT_GRAD and \
+      any(isinstance(one, _Tensor) and one.requires_grad for one in (tensor, *args[1:])):
+    return False
+  try:
+    return takes(*args, **kwargs)
+  except TypeError:  # other arguments than it takes
+    return False
+
+
 def _run(func, args, kwargs):
   tensors = []
   _collect(args, tensors)
@@ -297,27 +355,38 @@ def _run(func, args, kwargs):
     changed += [out] if isinstance(out, _Tensor) else list(out)
   if internals.transform_level() is not None:
     return _run_on_copies(func, name, args, kwargs, tensors, changed)
-  ranges, read = [], []
+  ranges, read, written, replaced = [], [], [], None
   for tensor in tensors:
     if not tensor.numel():
       continue
     place, offset, size = _where(tensor)
-    mode = abi.READ
+    mode, record = abi.READ, _gradient_of(tensor)
     if any(tensor is one for one in changed):
-      whole = name in _OVERWRITES and tensor is first and size == tensor.numel() * tensor.dtype.itemsize
-      own = any(other is not tensor and other._gm_place is place for other in tensors)  # which it may be a view of
-      mode = abi.WRITE if whole and not own else abi.READ_WRITE
-      place.written = True
+      mode = abi.READ_WRITE
+      if tensor is first and _overwrites(func, tensor, args, kwargs):
+        mode, replaced = abi.WRITE, record
+      written.append(place)
+    elif tensor.is_inference():  # torch does not tell whether such a one was written
+      mode = abi.READ_WRITE
+      written.append(place)
     else:
       read.append(tensor)
-    record = _gradient_of(tensor)
-    if record is not None:
+    if record is not None and mode != abi.WRITE:
       record.settle(mode)
     ranges.append((place, offset, size, mode))
   if not ranges:
     return func(*args, **kwargs)
   use = session.use(tuple(ranges), name)
-  out = run_with(session, use, func, args, kwargs, read)
+  try:
+    out = run_with(session, use, func, args, kwargs, read)
+  except BaseException:
+    for place in written:
+      place.written = place.written or UNSURE
+    raise
+  for place in written:
+    place.written = True
+  if replaced is not None:
+    replaced.settle(abi.WRITE)
   mark_views(out, tensors)
   if torch.is_grad_enabled():
     nodes = set()
@@ -619,6 +688,28 @@ _SPECIAL = {
 }
 
 
+@internals.not_traced
+def _data(tensor):
+  """tensor.data, while there is a session: of a plain tensor, too, as units that run look whether it is written."""
+  out = internals.data.original.__get__(tensor)
+  if units:
+    if type(out) not in _USUAL:  # a fake one
+      internals.compiles_data()
+    for unit in units:
+      unit.took_data(out)
+  return out
+
+
+def _set_data(tensor, values):
+  """tensor.data = values: a plain tensor can be put over the bytes of a managed one."""
+  internals.data.original.__set__(tensor, values)
+  if not isinstance(tensor, ManagedTensor):
+    _come_over(tensor, values)
+
+
+_DATA = property(_data, _set_data)
+_SPECIAL[_DATA.__get__], _SPECIAL[_DATA.__set__] = _view, _data_set
+
 _AUTOGRAD = {torch.autograd.grad, torch.autograd.backward, _Tensor.backward}
 
 
@@ -695,6 +786,9 @@ class ManagedTensor(_Tensor):
 
 class ManagedParameter(ManagedTensor, nn.Parameter):
   """A parameter in an arena."""
+
+
+_USUAL |= {ManagedTensor, ManagedParameter}
 
 
 def _loaded(data):
@@ -794,21 +888,6 @@ def _subclass(cls, data, requires_grad=False, **kwargs):
   return data.detach().requires_grad_(requires_grad)
 
 
-_data = internals.data.original
-
-
-class _Data:
-  """Tensor.data, in the place of torch's descriptor: a plain tensor can be put over the bytes of a managed one."""
-
-  def __get__(self, tensor, owner=None):
-    return _data if tensor is None else _data.__get__(tensor)
-
-  def __set__(self, tensor, values):
-    _data.__set__(tensor, values)
-    if not isinstance(tensor, ManagedTensor):
-      _come_over(tensor, values)
-
-
 _KINDS = {ManagedTensor, ManagedParameter}
 
 
@@ -841,7 +920,7 @@ def _make_grads(outputs, grads, *args, **kwargs):
 
 
 _REPLACED = {internals.function_apply: classmethod(_apply), internals.new_parameter: staticmethod(_parameter),
-             internals.set_: _set_source, internals.data: _Data(), internals.make_subclass: staticmethod(_subclass),
+             internals.set_: _set_source, internals.data: _DATA, internals.make_subclass: staticmethod(_subclass),
              internals.make_grads: _make_grads, **{one: _served(one) for one in internals.makers},
              **{one: _sharing(one) for one in internals.savers},
              internals.wrap_for_grad: _refuse_managed(internals.wrap_for_grad.original),
@@ -851,8 +930,8 @@ _REPLACED = {internals.function_apply: classmethod(_apply), internals.new_parame
 
 
 def watch_functions(on):
-  """Custom functions, transforms, and what makes tensors over the bytes of others or of their values, are not torch
-  functions: they are replaced while there is a session."""
+  """Custom functions, transforms, .data of a plain tensor, and what makes tensors over the bytes of others or of their values,
+  are not torch functions: they are replaced while there is a session."""
   internals.replace(_REPLACED, on)
 
 
