@@ -178,7 +178,6 @@ def watch_compiler():
   global _data_compiled
   if _data_compiled is not None or not compiler_loaded():
     return
-  dynamo = sys.modules["torch._dynamo"]
   variable = _find(_module("torch._dynamo.variables.tensor"), "TensorVariable.method_attr_data", [])
   seen = _find(_module("torch._dynamo.convert_frame"), "input_codes.seen", [])
   reset = _find(torch, "_C._dynamo.eval_frame.reset_code", [])
