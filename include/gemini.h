@@ -529,7 +529,8 @@ GEMINI_API gemini_status_t gemini_load(gemini_manager_t mgr, const gemini_access
 /** Writes a range to a file descriptor at fd_offset, from wherever its newest bytes are. Blocks.
  *  @retval GEMINI_ERR_STATE  a parameter whose bytes its gradient has taken, or the other way round; an arena's range is
  *          written as it is
- *  @retval GEMINI_ERR_IO    writing failed: a part of the range has been written; native_code is errno
+ *  @retval GEMINI_ERR_IO, GEMINI_ERR_OOM_FILE  writing failed, or the disk, a quota or the limit on the size of files is
+ *          exhausted: a part of the range may have been written; native_code is errno
  *  @retval GEMINI_ERR_BUSY  a part of it is acquired for writing; nothing was written, unless it was acquired by another
  *          thread while this one wrote. Since: 0.1 */
 GEMINI_API gemini_status_t gemini_store(gemini_manager_t mgr, const gemini_access_t *access, int fd, uint64_t fd_offset)

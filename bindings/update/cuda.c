@@ -46,6 +46,13 @@ static void *(*replacement)(const char *name);
 static context_t *contexts;
 static cu_context_t primary; /* GPU 0's, once retained */
 
+/* A fork waits for the lock's holder, so that a child does not inherit a lock that nobody will give back. */
+static void fork_prepare(void) { pthread_mutex_lock(&lock); }
+static void fork_parent(void) { pthread_mutex_unlock(&lock); }
+static void fork_child(void) { pthread_mutex_init(&lock, NULL); }
+static void fork_watch(void) { (void)pthread_atfork(fork_prepare, fork_parent, fork_child); }
+static pthread_once_t fork_watched = PTHREAD_ONCE_INIT;
+
 static gemini_status_t failed(cu_result_t result, const char *function) {
   const char *name = NULL;
   if (driver.error_name(result, &name) != CU_SUCCESS || !name) name = "unknown error";
@@ -163,6 +170,7 @@ static gemini_status_t queue(int kernel, void *k, gmi_arrays_t *a, uint64_t coun
                            (void *)sums, sizeof *sums);
   const context_t *context = NULL;
   cu_context_t current = NULL;
+  pthread_once(&fork_watched, fork_watch);
   pthread_mutex_lock(&lock);
   gemini_status_t status = load_driver();
   if (!status) status = enter(stream, &current, &context);

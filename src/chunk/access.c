@@ -1,13 +1,15 @@
 /* Acquire and release, and what else moves ranges at the caller's word: hint, move, pin.
  * SPDX-License-Identifier: Apache-2.0
  *
- * The fast path takes no lock. It adds itself to the words of windows that are resident and settled and of the tensor;
- * whatever else is the case, the slow path sorts out under the lock. */
+ * The fast path takes no lock, but for parts of tensors that of a table of leases, for a moment. It adds itself to the words
+ * of windows that are resident and settled and of the tensor; whatever else is the case, the slow path sorts out under the
+ * manager's lock. */
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "core/manager.h"
+#include "core/thread.h"
 #include "tracer/timeline.h"
 #include "tracer/tracer.h"
 
@@ -15,7 +17,7 @@ enum { BATCH_LIMIT = 1 << 20, SMALL_BATCH = 16 };
 
 static uint32_t my_stripe(void) {
   static _Atomic uint32_t threads;
-  static _Thread_local uint32_t stripe; /* + 1; 0 = not chosen yet */
+  static GMI_SMALL_TLS uint32_t stripe; /* + 1; 0 = not chosen yet */
   if (!stripe) stripe = atomic_fetch_add(&threads, 1) % GMI_HIT_STRIPES + 1;
   return stripe - 1;
 }
@@ -74,7 +76,7 @@ static inline field_t field_others(void) {
   return (field_t){ UINT64_C(1) << GMI_TENSOR_OTHERS_SHIFT, GMI_TENSOR_OTHERS_MASK };
 }
 
-/* False: it is about to be unregistered, frozen, or acquired so as often as can be counted. */
+/* False: it is about to be unregistered, frozen, or acquired in this way as often as can be counted. */
 static inline bool tensor_hold(gmi_tensor_t *t, field_t field) {
   uint64_t word = atomic_load_explicit(&t->word, memory_order_relaxed);
   do {
@@ -166,11 +168,11 @@ static bool fast_windows(gmi_manager_t *m, const gemini_access_t *access, uint32
   bool fine = f->size && access->offset_bytes <= t->size && f->size <= t->size - access->offset_bytes &&
               content_check(m, a, t, access->mode, false) == CONTENT_FINE &&
               (alone || !(access->mode & GEMINI_WRITE) || (a->store == a->index && !a->reused));
-  if (fine && f->size != t->size) { /* a part: counted by its lease */
-    gmi_lease_key_t key = lease_key(access, f->size);
-    fine = tensor_rehold(t, f->field, field_others());
-    if (fine) f->field = field_others();
-    f->leased = fine = fine && gmi_lease_add(&m->leases, &key) == GEMINI_OK;
+  bool whole = f->size == t->size;
+  field_t field = whole ? field_whole(access->mode) : field_others();
+  if (fine && field.mask != f->field.mask) {
+    fine = tensor_rehold(t, f->field, field);
+    if (fine) f->field = field;
   }
   uint64_t i = 0;
   if (fine) {
@@ -180,7 +182,11 @@ static bool fast_windows(gmi_manager_t *m, const gemini_access_t *access, uint32
     f->last = (f->offset + f->size - 1) >> m->window_shift;
     if (f->last < atomic_load_explicit(&f->store->window_count, memory_order_acquire))
       while (i <= f->last && pin_fast(m, &f->store->windows[i], access->mode, stream)) i++;
-    if (i > f->last) return true;
+    if (i > f->last && !whole) { /* last, as it takes a lock, and all is in vain where the windows cannot be had */
+      gmi_lease_key_t key = lease_key(access, f->size);
+      f->leased = gmi_lease_add(&m->leases, &key) == GEMINI_OK;
+    }
+    if (i > f->last && (whole || f->leased)) return true;
   }
   fast_undo(m, f, access, i);
   return false;
@@ -195,7 +201,8 @@ static bool fast_hold(gmi_manager_t *m, const gemini_access_t *access, uint32_t 
       !atomic_load_explicit(&m->window_bytes, memory_order_acquire))
     return false;
   gmi_tensor_t *t = f->tensor = &m->tensors[index];
-  f->field = field_whole(access->mode);
+  /* What names a size is a part, mostly; fast_windows() knows. */
+  f->field = access->size_bytes ? field_others() : field_whole(access->mode);
   if (atomic_load_explicit(&t->life, memory_order_acquire) != generation || !tensor_hold(t, f->field)) return false;
   if (atomic_load_explicit(&t->life, memory_order_acquire) == generation)
     return fast_windows(m, access, stream, alone, f);
@@ -487,7 +494,9 @@ static void batch_tell_lack(gmi_manager_t *m, const gemini_access_t *accesses, c
                             gemini_status_t status) {
   uint64_t device = batch_lacks(m, accesses, p, count, GEMINI_TIER_DEVICE);
   uint64_t host = batch_lacks(m, accesses, p, count, GEMINI_TIER_HOST);
-  if (status == GEMINI_ERR_OOM_DEVICE) gmi_oom_device(m, device);
+  if (status == GEMINI_ERR_OOM_DEVICE && m->frame_made < m->frame_count) /* the device has less than the budget */
+    gmi_fail_prefix("the batch needs %llu more bytes of device memory: ", (unsigned long long)device);
+  else if (status == GEMINI_ERR_OOM_DEVICE) gmi_oom_device(m, device);
   else if (host) gmi_fail_prefix("the batch needs %llu more bytes of host memory: ", (unsigned long long)host);
   else
     gmi_fail_prefix("the batch needs %llu more bytes of device memory, for which other chunks must leave: ",
@@ -645,21 +654,23 @@ static gemini_status_t not_acquired(gmi_manager_t *m, const gemini_access_t *acc
                   (unsigned long long)r->size, (unsigned long long)access->offset_bytes, range_name(m, r));
 }
 
-/* A claim keeps the tensor in use, so that it cannot go before the second pass. */
-static gemini_status_t claim(gmi_manager_t *m, const gemini_access_t *access) {
-  gmi_range_t r;
+/* A claim keeps the tensor in use, so that neither it nor its windows can go before the second pass. */
+static gemini_status_t claim(gmi_manager_t *m, const gemini_access_t *access, gmi_range_t *r) {
   gemini_status_t status = access_check(access);
-  if (!status) status = gmi_range_bytes(m, access, &r);
+  if (!status) status = gmi_range_bytes(m, access, r);
   if (status) return status;
-  if (is_whole(access, r.tensor, r.size))
-    return tensor_rehold(r.tensor, field_whole(access->mode), field_others()) ? GEMINI_OK : not_acquired(m, access, &r);
-  gmi_lease_key_t key = lease_key(access, r.size);
-  if (!gmi_lease_claim(&m->leases, &key)) return not_acquired(m, access, &r);
-  gmi_range_windows(m, &r);
-  void *ptr = range_pointer(m, access, &r);
+  if (is_whole(access, r->tensor, r->size)) {
+    if (!tensor_rehold(r->tensor, field_whole(access->mode), field_others())) return not_acquired(m, access, r);
+    gmi_range_windows(m, r);
+    return GEMINI_OK;
+  }
+  gmi_lease_key_t key = lease_key(access, r->size);
+  if (!gmi_lease_claim(&m->leases, &key)) return not_acquired(m, access, r);
+  gmi_range_windows(m, r);
+  void *ptr = range_pointer(m, access, r);
   if (access->tier == GEMINI_TIER_DEVICE || access->ptr == ptr) return GEMINI_OK;
   gmi_lease_unclaim(&m->leases, &key);
-  return gmi_fail(GEMINI_ERR_STATE, 0, "ptr of %s is %p, but it was acquired at %p", range_name(m, &r), access->ptr,
+  return gmi_fail(GEMINI_ERR_STATE, 0, "ptr of %s is %p, but it was acquired at %p", range_name(m, r), access->ptr,
                   ptr);
 }
 
@@ -688,15 +699,12 @@ static gemini_status_t release_windows(gmi_manager_t *m, const gemini_access_t *
 }
 
 /* Ends an acquire that was claimed. */
-static gemini_status_t end(gmi_manager_t *m, const gemini_access_t *access, uint32_t stream, bool locked,
-                           uint32_t phase) {
-  gmi_range_t r;
-  gemini_status_t status = gmi_range_resolve(m, access, &r);
-  if (status) return status; /* never: the claim keeps the object */
-  status = release_windows(m, access, &r, stream, locked);
-  gmi_lease_key_t key = lease_key(access, r.size);
-  if (!is_whole(access, r.tensor, r.size)) gmi_lease_end(&m->leases, &key);
-  if (r.tensor) (void)tensor_release(r.tensor, field_others(), phase);
+static gemini_status_t end(gmi_manager_t *m, const gemini_access_t *access, const gmi_range_t *r, uint32_t stream,
+                           bool locked, uint32_t phase) {
+  gemini_status_t status = release_windows(m, access, r, stream, locked);
+  gmi_lease_key_t key = lease_key(access, r->size);
+  if (!is_whole(access, r->tensor, r->size)) gmi_lease_end(&m->leases, &key);
+  if (r->tensor) (void)tensor_release(r->tensor, field_others(), phase);
   return status;
 }
 
@@ -705,21 +713,25 @@ static gemini_status_t release_batch(gmi_manager_t *m, const gemini_access_t *ac
                                      bool locked) {
   uint32_t phase = atomic_load_explicit(&m->phase, memory_order_relaxed);
   gemini_status_t status = GEMINI_OK;
+  gmi_range_t small[SMALL_BATCH], one; /* of the first ones; the others' are resolved again */
   uint64_t claimed = 0;
-  for (; !status && claimed < count; claimed += !status) status = claim(m, &accesses[claimed]);
+  for (; !status && claimed < count; claimed += !status)
+    status = claim(m, &accesses[claimed], claimed < SMALL_BATCH ? &small[claimed] : &one);
   if (status) {
     while (claimed-- > 0) unclaim(m, &accesses[claimed]);
     return status;
   }
   for (uint64_t k = 0; k < count; k++) {
-    gemini_status_t ended = end(m, &accesses[k], stream, locked, phase);
+    gmi_range_t *r = k < SMALL_BATCH ? &small[k] : &one;
+    if (k >= SMALL_BATCH && gmi_range_resolve(m, &accesses[k], r)) continue; /* never: the claim keeps the object */
+    gemini_status_t ended = end(m, &accesses[k], r, stream, locked, phase);
     if (ended) status = ended;
   }
   return status;
 }
 
-/* One whole tensor on the device, the frequent case, in one step: what it still needs once the tensor does not count it any
- * more, its windows keep. False: it is something else, or was not acquired; nothing changed. */
+/* One whole tensor on the device, the frequent case, in one step. After the tensor's count is given back, the pins of the
+ * windows keep arena and records alive. False: it is something else, or was not acquired; nothing changed. */
 static bool release_whole(gmi_manager_t *m, const gemini_access_t *access, uint32_t stream,
                           gemini_status_t *status_out) {
   if (access->tier != GEMINI_TIER_DEVICE || access->mode - 1 > 2 || access->object >> 60 != GMI_HANDLE_TENSOR)

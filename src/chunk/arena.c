@@ -511,6 +511,7 @@ static uint32_t tensor_new(gmi_manager_t *m, gmi_arena_t *a, uint64_t offset, ui
   if (index != GMI_NONE) m->tensor_free = m->tensors[index].hash_next;
   else index = m->tensor_high++;
   gmi_tensor_t *t = &m->tensors[index];
+  if (!t->generation) t->generation = m->generation_before;
   t->generation++;
   t->arena = a->index;
   t->offset = offset;
@@ -676,20 +677,15 @@ gemini_status_t gemini_tensor_info(gemini_manager_t mgr, gemini_tensor_t tensor,
   API_RETURN(t ? gmi_struct_out(info_out, &info, sizeof info, sizeof info, "info_out") : GEMINI_ERR_HANDLE);
 }
 
-static gmi_manager_t *sort_manager; /* qsort has no argument for it; guarded by sort_lock */
-static pthread_mutex_t sort_lock = PTHREAD_MUTEX_INITIALIZER;
-static int by_offset(const void *a, const void *b) {
-  const gmi_tensor_t *x = &sort_manager->tensors[*(const uint32_t *)a],
-                     *y = &sort_manager->tensors[*(const uint32_t *)b];
+static int by_offset(const void *a, const void *b, void *user) {
+  const gmi_manager_t *m = user;
+  const gmi_tensor_t *x = &m->tensors[*(const uint32_t *)a], *y = &m->tensors[*(const uint32_t *)b];
   if (x->offset != y->offset) return x->offset < y->offset ? -1 : 1;
   return x < y ? -1 : x > y;
 }
 void gmi_arena_sort(gmi_manager_t *m, gmi_arena_t *a) {
   if (a->order_sorted || !a->tensor_count) return;
-  pthread_mutex_lock(&sort_lock);
-  sort_manager = m;
-  qsort(a->order, a->tensor_count, sizeof *a->order, by_offset);
-  pthread_mutex_unlock(&sort_lock);
+  qsort_r(a->order, a->tensor_count, sizeof *a->order, by_offset, m);
   a->order_sorted = true;
 }
 

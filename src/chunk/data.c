@@ -289,12 +289,17 @@ static gemini_status_t transfer(int fd, uint8_t *bytes, uint64_t size, uint64_t 
   *done_out = 0;
   while (size) {
     size_t part = size < most ? size : most;
-    gmi_file_limit_t limit = gmi_file_limit_begin();
-    ssize_t n = write ? pwrite(fd, bytes, part, (off_t)offset) : pread(fd, bytes, part, (off_t)offset);
-    gmi_file_limit_end(&limit);
+    ssize_t n;
+    if (write) {
+      gmi_file_limit_t limit = gmi_file_limit_begin();
+      n = pwrite(fd, bytes, part, (off_t)offset);
+      gmi_file_limit_end(&limit);
+    } else {
+      n = pread(fd, bytes, part, (off_t)offset);
+    }
     if (n < 0 && errno == EINTR) continue;
     if (n < 0)
-      return gmi_fail(GEMINI_ERR_IO, errno, "file descriptor %d, offset %llu: %s of %llu bytes failed: %s", fd,
+      return gmi_fail(gmi_file_status(errno), errno, "file descriptor %d, offset %llu: %s of %llu bytes failed: %s", fd,
                       (unsigned long long)offset, write ? "write" : "read", (unsigned long long)size, strerror(errno));
     if (n == 0)
       return gmi_fail(write ? GEMINI_ERR_IO : GEMINI_ERR_FORMAT, 0,
@@ -359,19 +364,15 @@ static gemini_status_t file_range(gmi_manager_t *m, const gemini_access_t *acces
   for (uint64_t i = r.first; !status && i <= r.last; i++) status = gmi_updates_queue(m, &r.store->windows[i]);
   for (uint64_t i = r.first; !status && i <= r.last; i++) {
     gmi_window_t *w = &r.store->windows[i];
-    uint64_t begin, end, done;
+    uint64_t begin, end, done = 0;
     window_part(m, &r, i, &begin, &end);
     uint64_t at = fd_offset + (begin - r.offset);
     status = file_check(&r, w, write_file); /* again: the lock was given up meanwhile */
     if (!status) status = gmi_updates_queue(m, w);
     if (status) return status;
-    bool zero = w->valid & GMI_VALID_ZERO;
-    if (write_file && zero) {
-      status = zeros_to_file(fd, end - begin, at);
-      continue;
-    }
-    status = gmi_window_to_host(m, w, !write_file, GEMINI_REASON_UPDATE);
-    if (!status) status = gmi_window_settle_host(m, w);
+    bool zeros = write_file && w->valid & GMI_VALID_ZERO; /* which need no host memory */
+    if (!zeros) status = gmi_window_to_host(m, w, !write_file, GEMINI_REASON_UPDATE);
+    if (!status && !zeros) status = gmi_window_settle_host(m, w);
     if (status) return status;
     w->host_users++;
     if (!write_file) w->host_writers++;
@@ -379,7 +380,8 @@ static gemini_status_t file_range(gmi_manager_t *m, const gemini_access_t *acces
     const char *function = write_file ? "gemini_store" : "gemini_load";
     gmi_wait_t wait;
     gmi_wait_begin(m, &wait, function, GMI_WAIT_FD, (uint64_t)fd);
-    status = transfer(fd, gmi_range_host(m, r.store, begin), end - begin, at, write_file, &done);
+    status = zeros ? zeros_to_file(fd, end - begin, at)
+                   : transfer(fd, gmi_range_host(m, r.store, begin), end - begin, at, write_file, &done);
     gmi_wait_end(m, &wait);
     gmi_lock(m, function);
     w->host_users--;

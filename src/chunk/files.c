@@ -69,6 +69,8 @@ gemini_status_t gmi_files_open(gmi_manager_t *m) {
 gemini_status_t gmi_files_cut(gmi_manager_t *m, uint64_t window) {
   if (!m->file_dir) return GEMINI_OK;
   gemini_status_t status = GEMINI_OK;
+  gmi_wait_t wait;
+  gmi_wait_begin(m, &wait, NULL, GMI_WAIT_SPACE, 0);
   if (!m->files || m->file_block_bytes != window) {
     gmi_store_close(m->files);
     m->files = NULL;
@@ -77,6 +79,7 @@ gemini_status_t gmi_files_cut(gmi_manager_t *m, uint64_t window) {
   for (uint64_t part = 0; !status && part < m->host.part_count; part++)
     if (m->host.committed[part])
       gmi_files_buffer(m, m->host.base + part * m->host.part_bytes, m->host.committed[part], true);
+  gmi_wait_end(m, &wait);
   if (!status) {
     gmi_store_figures_t figures;
     gmi_store_figures(m->files, &figures);
@@ -281,7 +284,12 @@ gemini_status_t gmi_files_resize(gmi_manager_t *m, uint64_t bytes) {
   if (bytes < m->file_used)
     return gmi_fail(GEMINI_ERR_OOM_FILE, 0, "%llu bytes are in files, more than the new budget, %llu",
                     (unsigned long long)m->file_used, (unsigned long long)bytes);
-  return atomic_load(&m->window_bytes) ? gmi_store_resize(m->files, budget_blocks(m, bytes)) : GEMINI_OK;
+  if (!atomic_load(&m->window_bytes)) return GEMINI_OK;
+  gmi_wait_t wait;
+  gmi_wait_begin(m, &wait, NULL, GMI_WAIT_SPACE, 0);
+  gemini_status_t status = gmi_store_resize(m->files, budget_blocks(m, bytes));
+  gmi_wait_end(m, &wait);
+  return status;
 }
 
 static gemini_status_t block_take(gmi_manager_t *m, uint32_t *block_out) {

@@ -30,11 +30,12 @@ static struct {
 } entries[GMI_MANAGERS];
 static _Atomic uint32_t serving[DEVICES]; /* Atomic: slot + 1 of the manager that allocates for a device; 0 = none */
 
-/* Address ranges of closed managers with allocations that the framework still has. */
+/* Address ranges with allocations that the framework still has: of closed managers, and in a forked child those of the
+ * parent's managers. */
 typedef struct left {
   struct left *next;
   uintptr_t base;
-  uint64_t range, live;
+  uint64_t range, live; /* live: allocations not yet freed; 0: another process's, which are not counted */
 } left_t;
 static left_t *left;                                           /* Guarded by table_lock */
 static pthread_mutex_t table_lock = PTHREAD_MUTEX_INITIALIZER; /* and for changes of serving[] */
@@ -60,6 +61,12 @@ static void fork_child(void) {
   pthread_mutex_init(&table_lock, NULL);
   for (uint32_t i = 0; i < DEVICES; i++) atomic_store(&serving[i], 0);
   for (uint32_t i = 0; i < GMI_MANAGERS; i++) {
+    uintptr_t base = atomic_exchange(&entries[i].base, 0);
+    left_t *l = base ? malloc(sizeof *l) : NULL; /* without memory, frees of these pointers are failures */
+    if (l) {
+      *l = (left_t){ .next = left, .base = base, .range = atomic_load(&entries[i].range) };
+      left = l;
+    }
     atomic_store(&entries[i].manager, NULL);
     atomic_store(&entries[i].users, 0);
   }
@@ -132,13 +139,13 @@ bool gmi_hook_left(const void *base, uint64_t range) {
   return l != NULL;
 }
 
-/* Counts a free of a closed manager's pointer; false: it is none. */
+/* Counts a free of a closed manager's pointer, or ignores that of another process's; false: it is neither. */
 static bool left_freed(const void *ptr) {
   pthread_mutex_lock(&table_lock);
   left_t **at = &left;
   while (*at && (uintptr_t)ptr - (*at)->base >= (*at)->range) at = &(*at)->next;
   left_t *l = *at;
-  bool found = l != NULL, last = found && --l->live == 0;
+  bool found = l != NULL, last = found && l->live && --l->live == 0;
   if (last) *at = l->next;
   pthread_mutex_unlock(&table_lock);
   if (last) free(l);
@@ -266,8 +273,6 @@ static void hook_free(const char *operation, void *ptr, int device, void *native
     if (mine) return;
   }
   if (left_freed(ptr)) return;
-  for (uint32_t slot = 0; slot < GMI_MANAGERS; slot++)
-    if (lies_in(slot, ptr)) return; /* of the process that forked this one */
   gmi_fail(GEMINI_ERR_INVALID, 0, "%p is no address of a hooked manager's allocations", ptr);
   gmi_fail_operation(operation);
 }

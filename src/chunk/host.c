@@ -150,11 +150,13 @@ static gemini_status_t part_set(gmi_manager_t *m, uint64_t part, uint64_t want) 
   if (has) {
     status = copies_finish(m);
     if (status) return status;
-    gmi_files_buffer(m, base, has, false);
-    m->dev->host_unlock(m->dev_self, base, has);
   }
   gmi_wait_t wait;
   gmi_wait_begin(m, &wait, NULL, GMI_WAIT_MEMORY, 0);
+  if (has) {
+    gmi_files_buffer(m, base, has, false);
+    m->dev->host_unlock(m->dev_self, base, has);
+  }
   changed = want > has   ? gmi_reserve_commit(m->host.reserve, begin + has, want - has)
             : want < has ? gmi_reserve_decommit(m->host.reserve, begin + want, has - want)
                          : GEMINI_OK;
@@ -167,9 +169,9 @@ static gemini_status_t part_set(gmi_manager_t *m, uint64_t part, uint64_t want) 
     if (now && m->dev->host_lock(m->dev_self, base, now)) /* as it was; without, copies from it are slow, or fail */
       gmi_log(m, GEMINI_LOG_WARNING, "%llu bytes of host memory are not page-locked", (unsigned long long)now);
   }
+  if (now) gmi_files_buffer(m, base, now, true);
   gmi_wait_end(m, &wait);
   m->host.committed[part] = now;
-  if (now) gmi_files_buffer(m, base, now, true);
   return changed;
 }
 

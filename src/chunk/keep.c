@@ -172,8 +172,10 @@ static gemini_status_t read_tensor(reader_t *r, const char *at) {
   r->tensors += registered;
   if (!r->apply) return GEMINI_OK;
   gmi_tensor_t *t = &m->tensors[index];
-  uint64_t word_now = atomic_load(&t->word) & ~GMI_TENSOR_GRADIENT;
-  atomic_store(&t->word, gmi_tensor_word(word_now, (uint32_t)state) | (gradient ? GMI_TENSOR_GRADIENT : 0));
+  uint64_t word = atomic_load(&t->word), mine = gradient ? GMI_TENSOR_GRADIENT : 0;
+  while (!atomic_compare_exchange_weak(&t->word, &word, /* an acquire may count itself, and undo that, at any time */
+                                       gmi_tensor_word(word & ~GMI_TENSOR_GRADIENT, (uint32_t)state) | mine)) {
+  }
   return GEMINI_OK;
 }
 

@@ -12,12 +12,18 @@ enum { FIRST_CAPACITY = 64 };
 
 void gmi_leases_init(gmi_leases_t *leases) {
   memset(leases, 0, sizeof *leases);
-  pthread_mutex_init(&leases->lock, NULL);
+  for (int i = 0; i < GMI_LEASE_TABLES; i++) pthread_mutex_init(&leases->tables[i].lock, NULL);
 }
 
 void gmi_leases_free(gmi_leases_t *leases) {
-  free(leases->entries);
-  pthread_mutex_destroy(&leases->lock);
+  for (int i = 0; i < GMI_LEASE_TABLES; i++) {
+    free(leases->tables[i].entries);
+    pthread_mutex_destroy(&leases->tables[i].lock);
+  }
+}
+
+static gmi_lease_table_t *table_of(gmi_leases_t *leases, uint64_t object) {
+  return &leases->tables[object * UINT64_C(0x9e3779b97f4a7c15) >> 32 & (GMI_LEASE_TABLES - 1)];
 }
 
 static bool same(const gmi_lease_key_t *a, const gmi_lease_key_t *b) {
@@ -35,14 +41,14 @@ static uint64_t hash(const gmi_lease_key_t *key) {
 }
 
 /* The key's entry, or the empty one where it belongs; the table has room. With the lock held, as all that follow. */
-static gmi_lease_t *find(const gmi_leases_t *l, const gmi_lease_key_t *key) {
+static gmi_lease_t *find(const gmi_lease_table_t *l, const gmi_lease_key_t *key) {
   uint64_t at = hash(key) & (l->capacity - 1);
   while (l->entries[at].count && !same(&l->entries[at].key, key)) at = (at + 1) & (l->capacity - 1);
   return &l->entries[at];
 }
 
-static bool grow(gmi_leases_t *l) {
-  gmi_leases_t larger = { .capacity = l->capacity ? l->capacity * 2 : FIRST_CAPACITY };
+static bool grow(gmi_lease_table_t *l) {
+  gmi_lease_table_t larger = { .capacity = l->capacity ? l->capacity * 2 : FIRST_CAPACITY };
   larger.entries = calloc(larger.capacity, sizeof *larger.entries);
   if (!larger.entries) return false;
   for (uint64_t i = 0; i < l->capacity; i++)
@@ -55,7 +61,7 @@ static bool grow(gmi_leases_t *l) {
 
 /* Empties an entry, and moves up those behind it that a search would no longer find (Knuth, The Art of Computer
  * Programming, volume 3, section 6.4, algorithm R). */
-static void empty(gmi_leases_t *l, gmi_lease_t *entry) {
+static void empty(gmi_lease_table_t *l, gmi_lease_t *entry) {
   uint64_t mask = l->capacity - 1, hole = (uint64_t)(entry - l->entries);
   l->used--;
   for (uint64_t at = (hole + 1) & mask; l->entries[at].count; at = (at + 1) & mask) {
@@ -68,7 +74,7 @@ static void empty(gmi_leases_t *l, gmi_lease_t *entry) {
 }
 
 gemini_status_t gmi_lease_add(gmi_leases_t *leases, const gmi_lease_key_t *key) {
-  gmi_leases_t *l = leases;
+  gmi_lease_table_t *l = table_of(leases, key->object);
   gemini_status_t status = GEMINI_OK;
   pthread_mutex_lock(&l->lock);
   gmi_lease_t *entry = l->used * 2 < l->capacity || grow(l) ? find(l, key) : NULL;
@@ -87,49 +93,62 @@ gemini_status_t gmi_lease_add(gmi_leases_t *leases, const gmi_lease_key_t *key) 
 }
 
 bool gmi_lease_claim(gmi_leases_t *leases, const gmi_lease_key_t *key) {
-  pthread_mutex_lock(&leases->lock);
-  gmi_lease_t *entry = leases->capacity ? find(leases, key) : NULL;
+  gmi_lease_table_t *l = table_of(leases, key->object);
+  pthread_mutex_lock(&l->lock);
+  gmi_lease_t *entry = l->capacity ? find(l, key) : NULL;
   bool found = entry && entry->claimed < entry->count;
   if (found) entry->claimed++;
-  pthread_mutex_unlock(&leases->lock);
+  pthread_mutex_unlock(&l->lock);
   return found;
 }
 
 void gmi_lease_unclaim(gmi_leases_t *leases, const gmi_lease_key_t *key) {
-  pthread_mutex_lock(&leases->lock);
-  find(leases, key)->claimed--;
-  pthread_mutex_unlock(&leases->lock);
+  gmi_lease_table_t *l = table_of(leases, key->object);
+  pthread_mutex_lock(&l->lock);
+  find(l, key)->claimed--;
+  pthread_mutex_unlock(&l->lock);
 }
 
 void gmi_lease_end(gmi_leases_t *leases, const gmi_lease_key_t *key) {
-  pthread_mutex_lock(&leases->lock);
-  gmi_lease_t *entry = find(leases, key);
+  gmi_lease_table_t *l = table_of(leases, key->object);
+  pthread_mutex_lock(&l->lock);
+  gmi_lease_t *entry = find(l, key);
   entry->claimed--;
-  if (!--entry->count) empty(leases, entry);
-  pthread_mutex_unlock(&leases->lock);
+  if (!--entry->count) empty(l, entry);
+  pthread_mutex_unlock(&l->lock);
 }
 
-bool gmi_lease_find(gmi_leases_t *leases, uint64_t object, gmi_lease_t *lease_out) {
+static bool find_object(gmi_lease_table_t *l, uint64_t object, gmi_lease_t *lease_out) {
   bool found = false;
-  pthread_mutex_lock(&leases->lock);
-  for (uint64_t i = 0; leases->used && !found && i < leases->capacity; i++) {
-    found = leases->entries[i].count && (!object || leases->entries[i].key.object == object);
-    if (found) *lease_out = leases->entries[i];
+  pthread_mutex_lock(&l->lock);
+  for (uint64_t i = 0; l->used && !found && i < l->capacity; i++) {
+    found = l->entries[i].count && (!object || l->entries[i].key.object == object);
+    if (found) *lease_out = l->entries[i];
   }
-  pthread_mutex_unlock(&leases->lock);
+  pthread_mutex_unlock(&l->lock);
   return found;
 }
 
-void gmi_lease_drop_graph(gmi_leases_t *leases, uint32_t graph_1) {
-  pthread_mutex_lock(&leases->lock);
+bool gmi_lease_find(gmi_leases_t *leases, uint64_t object, gmi_lease_t *lease_out) {
+  if (object) return find_object(table_of(leases, object), object, lease_out);
+  int i = 0;
+  while (i < GMI_LEASE_TABLES && !find_object(&leases->tables[i], 0, lease_out)) i++;
+  return i < GMI_LEASE_TABLES;
+}
+
+static void drop_graph(gmi_lease_table_t *l, uint32_t graph_1) {
+  pthread_mutex_lock(&l->lock);
   /* An entry that moves up into the hole is looked at in the next round; one that wraps around is before it already. */
   for (bool dropped = true; dropped;) {
     dropped = false;
-    for (uint64_t i = 0; leases->used && i < leases->capacity; i++) {
-      if (!leases->entries[i].count || leases->entries[i].key.graph_1 != graph_1) continue;
-      empty(leases, &leases->entries[i]);
+    for (uint64_t i = 0; l->used && i < l->capacity; i++) {
+      if (!l->entries[i].count || l->entries[i].key.graph_1 != graph_1) continue;
+      empty(l, &l->entries[i]);
       dropped = true;
     }
   }
-  pthread_mutex_unlock(&leases->lock);
+  pthread_mutex_unlock(&l->lock);
+}
+void gmi_lease_drop_graph(gmi_leases_t *leases, uint32_t graph_1) {
+  for (int i = 0; i < GMI_LEASE_TABLES; i++) drop_graph(&leases->tables[i], graph_1);
 }

@@ -4,7 +4,8 @@
  * A release must name a range exactly as one acquire did: object, offset, size, mode and tier. Acquires of a whole tensor
  * on the device, the frequent case, are counted in the tensor's own word (gmi_tensor.word). All others are counted here.
  *
- * Threads: any. A table has a lock of its own, the innermost: no other lock is taken while it is held. */
+ * Threads: any. The leases of an object are in one of several tables, each with a lock of its own, so that threads with
+ * objects of their own seldom meet. These locks are the innermost: no other lock is taken while one is held. */
 #ifndef GMI_LEASE_H
 #define GMI_LEASE_H
 
@@ -27,11 +28,16 @@ typedef struct gmi_lease {
   uint32_t claimed; /* of these, by releases under way */
 } gmi_lease_t;
 
+typedef struct gmi_lease_table {
+  _Alignas(128) pthread_mutex_t lock; /* Guards what follows. A cache line of its own, and its neighbour's. */
+  gmi_lease_t *entries;               /* [capacity], a hash table with linear probing */
+  uint64_t capacity;                  /* a power of two, or 0 */
+  uint64_t used;                      /* entries that are not empty: at most half of capacity */
+} gmi_lease_table_t;
+
+enum { GMI_LEASE_TABLES = 16 };
 typedef struct gmi_leases {
-  pthread_mutex_t lock; /* Guards what follows. */
-  gmi_lease_t *entries; /* [capacity], a hash table with linear probing */
-  uint64_t capacity;    /* a power of two, or 0 */
-  uint64_t used;        /* entries that are not empty: at most half of capacity */
+  gmi_lease_table_t tables[GMI_LEASE_TABLES]; /* by the object */
 } gmi_leases_t;
 
 void gmi_leases_init(gmi_leases_t *leases);

@@ -294,10 +294,9 @@ gemini_status_t gmi_frames_resize(gmi_manager_t *m, uint32_t frame_count) {
     m->unmade[m->unmade_size++] = frame;
     m->frame_made--;
   }
-  status = m->dev->resize(m->dev_self, memory);
-  if (status) return gmi_fail(status, 0, "device %s refused to change its memory", m->dev->name);
-  m->frame_count = frame_count;
-  return GEMINI_OK;
+  status = gmi_device_resize(m, memory);
+  if (!status) m->frame_count = frame_count;
+  return status;
 }
 
 /* ---- moves */

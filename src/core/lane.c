@@ -13,6 +13,7 @@
 #include <unistd.h>
 
 #include "core/manager.h"
+#include "core/thread.h"
 
 enum {
   WORKERS_LIMIT = 256,
@@ -243,7 +244,7 @@ gemini_status_t gmi_lane_open(gmi_manager_t *m, uint32_t threads) {
   for (; l->thread_count < threads; l->thread_count++) {
     worker_t *w = &l->workers[l->thread_count];
     *w = (worker_t){ .lane = l, .index = l->thread_count };
-    int error = pthread_create(&w->thread, NULL, work, w);
+    int error = gmi_thread_start(&w->thread, work, w);
     if (error)
       return gmi_fail(GEMINI_ERR_OOM_SYSTEM, error, "could not start update worker %u of %u", l->thread_count, threads);
   }

@@ -19,13 +19,51 @@
 static struct {
   _Atomic uint64_t handle;
   gmi_manager_t *manager;
+  pid_t opener; /* the process that opened it */
 } live[GMI_MANAGERS];
 static pthread_mutex_t live_lock = PTHREAD_MUTEX_INITIALIZER;
-static uint64_t live_serial; /* managers opened so far */
+uint64_t gmi_manager_serial; /* Guarded by live_lock. */
+
+/* Handles of objects name their manager by its slot and the last bits of its serial number. Two managers may have both
+ * in common; then the objects of the later one have generations above all those of the earlier one, so that a handle of
+ * a closed manager's object never matches. By slot and last bits: the highest generation that any object has had.
+ * Guarded by live_lock. */
+enum { SERIALS = 1 << 12 };
+static uint32_t generations_given[GMI_MANAGERS][SERIALS];
+static uint32_t *generations_of(const gmi_manager_t *m) {
+  return &generations_given[m->slot][m->handle & (SERIALS - 1)];
+}
+
+static uint32_t generations_highest(const gmi_manager_t *m) {
+  uint64_t highest = m->generation_before;
+  for (uint32_t i = 0; i < GMI_ARENAS; i++)
+    if (m->arena_generations[i] > highest) highest = m->arena_generations[i];
+  for (uint32_t i = 0; i < GMI_DEVICE_MAX_STREAMS; i++)
+    if (m->streams[i].generation > highest) highest = m->streams[i].generation;
+  for (uint32_t i = 0; i < GMI_GRAPHS; i++)
+    if (m->graph_generations[i] > highest) highest = m->graph_generations[i];
+  for (uint32_t i = 0; i < m->tensor_high; i++)
+    if (m->tensors[i].generation > highest) highest = m->tensors[i].generation;
+  return highest < GMI_TENSOR_GENERATIONS ? (uint32_t)highest : GMI_TENSOR_GENERATIONS;
+}
+
+/* The generations of all objects, which nobody has a handle of yet, go on from before. */
+static void generations_begin(gmi_manager_t *m, uint32_t before) {
+  m->generation_before = before;
+  for (uint32_t i = 0; i < GMI_ARENAS; i++) m->arena_generations[i] = before;
+  for (uint32_t i = 0; i < GMI_GRAPHS; i++) m->graph_generations[i] = before;
+  for (uint32_t i = 0; i < GMI_DEVICE_MAX_STREAMS; i++) {
+    gmi_stream_t *s = &m->streams[i];
+    s->generation += before;
+    if (atomic_load(&s->life)) atomic_store(&s->life, s->generation);
+  }
+}
 
 /* ---- fork: a child has no manager of its parent's, and says so */
-static uint64_t forked[GMI_MANAGERS]; /* by slot: the handle of the parent's manager, in a child */
-static pid_t opener;                  /* the process that opened managers; 0: nobody did */
+static struct {
+  uint64_t handle; /* of the manager that another process had in this slot; 0: none */
+  pid_t opener;    /* that process */
+} forked[GMI_MANAGERS];
 
 static void fork_prepare(void) { pthread_mutex_lock(&live_lock); }
 static void fork_parent(void) { pthread_mutex_unlock(&live_lock); }
@@ -34,7 +72,11 @@ static void fork_child(void) {
   gmi_watch_forked();
   for (uint32_t slot = 0; slot < GMI_MANAGERS; slot++) {
     uint64_t handle = atomic_exchange(&live[slot].handle, 0);
-    if (handle) forked[slot] = handle;
+    if (handle) {
+      forked[slot].handle = handle;
+      forked[slot].opener = live[slot].opener;
+      generations_given[slot][handle & (SERIALS - 1)] = GMI_TENSOR_GENERATIONS; /* the parent goes on giving them */
+    }
     live[slot].manager = NULL;
   }
 }
@@ -42,11 +84,12 @@ static const gmi_fork_ops_t fork_ops = { fork_prepare, fork_parent, fork_child }
 
 /* Is it a handle of a manager, or of its objects, that this process has by a fork? Then the error is recorded. */
 static bool is_forked(uint64_t handle) {
-  uint64_t of = forked[handle >> 54 & 63];
+  uint32_t slot = (uint32_t)(handle >> 54) & 63;
+  uint64_t of = forked[slot].handle;
   if (!of || ((of ^ handle) & GMI_HANDLE_MANAGER_MASK)) return false;
   gmi_fail(GEMINI_ERR_HANDLE, 0,
            "%#llx belongs to a manager of process %ld, from which this process was forked: only that one can use it",
-           (unsigned long long)handle, (long)opener);
+           (unsigned long long)handle, (long)forked[slot].opener);
   return true;
 }
 
@@ -243,6 +286,14 @@ void gmi_leave_over(gmi_manager_t *m, gmi_leftover_t *memory) {
   m->leftovers = memory;
 }
 
+gemini_status_t gmi_device_resize(gmi_manager_t *m, uint64_t memory_bytes) {
+  gmi_wait_t wait;
+  gmi_wait_begin(m, &wait, NULL, GMI_WAIT_DRIVER, 0);
+  gemini_status_t status = m->dev->resize(m->dev_self, memory_bytes);
+  gmi_wait_end(m, &wait);
+  return status;
+}
+
 gemini_status_t gmi_device_zero(gmi_manager_t *m, uint32_t stream, void *address, uint64_t bytes) {
   gemini_status_t status = m->dev->zero(m->dev_self, stream, address, bytes);
   return status ? gmi_fail(status, 0, "device %s could not zero %llu bytes", m->dev->name, (unsigned long long)bytes)
@@ -343,6 +394,21 @@ gemini_status_t gemini_stream_native(gemini_manager_t mgr, gemini_stream_t strea
   API_RETURN(m ? stream_native(m, stream, native_out) : GEMINI_ERR_HANDLE);
 }
 
+static gemini_status_t native_destroy(gmi_manager_t *m, uint32_t index) {
+  gmi_wait_t wait;
+  gmi_wait_begin(m, &wait, NULL, GMI_WAIT_DRIVER, 0);
+  gemini_status_t status = m->dev->stream_destroy(m->dev_self, index);
+  gmi_wait_end(m, &wait);
+  return status;
+}
+static gemini_status_t native_renew(gmi_manager_t *m, uint32_t index, bool may_block) {
+  gmi_wait_t wait;
+  if (may_block) gmi_wait_begin(m, &wait, NULL, GMI_WAIT_DRIVER, 0);
+  gemini_status_t status = m->dev->stream_renew(m->dev_self, index, may_block);
+  if (may_block) gmi_wait_end(m, &wait);
+  return status;
+}
+
 gemini_status_t gmi_stream_end(gmi_manager_t *m, uint32_t index) {
   /* Fences of this stream may still lie in windows: everything they could name gets placed and reached here. */
   gmi_fence_t end = 0;
@@ -350,7 +416,7 @@ gemini_status_t gmi_stream_end(gmi_manager_t *m, uint32_t index) {
   if (!status) status = gmi_fence_sync(m, end);
   if (status) return status;
   gmi_tracer_resolve(m, true);
-  status = m->dev->stream_destroy(m->dev_self, index);
+  status = native_destroy(m, index);
   if (status) return gmi_fail(status, 0, "device %s could not destroy stream %u", m->dev->name, index);
   atomic_store(&m->streams[index].life, 0);
   return GEMINI_OK;
@@ -369,7 +435,7 @@ gemini_status_t gmi_stream_of_native(gmi_manager_t *m, void *native, bool may_bl
   }
   gemini_status_t status = GEMINI_OK;
   if (index < GMI_DEVICE_MAX_STREAMS) {
-    status = native ? m->dev->stream_renew(m->dev_self, index, may_block) : GEMINI_OK;
+    status = native ? native_renew(m, index, may_block) : GEMINI_OK;
   } else {
     if (open >= STREAMS_LIMIT && oldest != GMI_NONE) {
       if (!may_block) return GEMINI_ERR_BUSY;
@@ -538,6 +604,28 @@ static void manager_free(gmi_manager_t *m) {
   free(m);
 }
 
+/* Finds a slot and a serial number whose generations are not used up, and gives both to the manager. False: there is
+ * none. Called with live_lock held. */
+static bool place_take(gmi_manager_t *m) {
+  for (uint32_t slot = 0; slot < GMI_MANAGERS; slot++) {
+    for (uint32_t i = 1; i <= SERIALS && !atomic_load(&live[slot].handle); i++) {
+      uint64_t serial = gmi_manager_serial + i, end = serial & (SERIALS - 1);
+      if (generations_given[slot][end] >= GMI_TENSOR_GENERATIONS) continue;
+      gmi_manager_serial = serial;
+      m->slot = slot;
+      m->handle = (uint64_t)GMI_HANDLE_MANAGER << 60 | (uint64_t)slot << 54 | end << 42 | serial;
+      generations_begin(m, *generations_of(m));
+      return true;
+    }
+  }
+  return false;
+}
+static uint32_t managers_open(void) {
+  uint32_t open = 0;
+  for (uint32_t slot = 0; slot < GMI_MANAGERS; slot++) open += atomic_load(&live[slot].handle) != 0;
+  return open;
+}
+
 static gemini_status_t manager_open(const gemini_config_t *theirs, gemini_manager_t *mgr_out) {
   if (!mgr_out) return gmi_fail(GEMINI_ERR_INVALID, 0, "mgr_out is NULL");
   gemini_config_t config;
@@ -613,23 +701,18 @@ static gemini_status_t manager_open(const gemini_config_t *theirs, gemini_manage
     return status;
   }
   pthread_mutex_lock(&live_lock);
-  uint32_t slot = 0;
-  while (slot < GMI_MANAGERS && atomic_load(&live[slot].handle)) slot++;
-  if (slot < GMI_MANAGERS) {
-    opener = getpid();
-    m->slot = slot;
-    live_serial++;
-    m->handle = (uint64_t)GMI_HANDLE_MANAGER << 60 | (uint64_t)slot << 54 | (live_serial & 0xfff) << 42 | live_serial;
-    live[slot].manager = m;
+  bool placed = place_take(m);
+  if (placed) {
+    live[m->slot].manager = m;
+    live[m->slot].opener = getpid();
     *mgr_out = m->handle;
-    atomic_store_explicit(&live[slot].handle, m->handle, memory_order_release);
+    atomic_store_explicit(&live[m->slot].handle, m->handle, memory_order_release);
   }
   pthread_mutex_unlock(&live_lock);
-  if (slot == GMI_MANAGERS) {
-    manager_free(m);
-    return gmi_fail(GEMINI_ERR_INVALID, 0, "%u managers are open, the limit is %u", GMI_MANAGERS, GMI_MANAGERS);
-  }
-  return GEMINI_OK;
+  if (placed) return GEMINI_OK;
+  manager_free(m);
+  return gmi_fail(GEMINI_ERR_INVALID, 0,
+                  "%u managers are open, the limit, or the handles of the other places are used up", managers_open());
 }
 gemini_status_t gemini_manager_open(const gemini_config_t *config, gemini_manager_t *mgr_out) {
   API_RETURN(manager_open(config, mgr_out));
@@ -669,6 +752,7 @@ static gemini_status_t manager_close(gemini_manager_t mgr) {
   gemini_status_t timeline = m->timeline ? gmi_timeline_finish(m) : GEMINI_OK;
   gmi_hook_close(m);
   pthread_mutex_lock(&live_lock);
+  *generations_of(m) = generations_highest(m);
   atomic_store_explicit(&live[m->slot].handle, 0, memory_order_release);
   live[m->slot].manager = NULL;
   pthread_mutex_unlock(&live_lock);
@@ -695,7 +779,7 @@ static gemini_status_t budget_device(gmi_manager_t *m, uint64_t bytes) {
     status = gmi_frames_resize(m, (uint32_t)frames);
   } else {
     uint64_t memory = bytes - bytes % m->granularity;
-    status = m->dev->resize(m->dev_self, memory);
+    status = gmi_device_resize(m, memory);
     if (status) gmi_fail(status, 0, "device %s refused to change its memory", m->dev->name);
   }
   if (status == GEMINI_ERR_OOM_DEVICE) gmi_fail_prefix("a device budget of %llu: ", (unsigned long long)bytes);

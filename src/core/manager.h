@@ -2,8 +2,8 @@
  * SPDX-License-Identifier: Apache-2.0
  *
  * Lock: gmi_manager.lock guards everything that is not marked Atomic or Constant. Fast paths (acquire and release of
- * resident tensors) take no lock: they work on the atomic words of tensors and windows, which only the lock's holder
- * may change except for their counts. User callbacks run without the lock; logs are queued and sent after it. */
+ * resident tensors) do not take it: they work on the atomic words of tensors and windows, which only the lock's holder
+ * may change except for their counts; for parts of tensors they take the lock of a table of leases. User callbacks run without the lock; logs are queued and sent after it. */
 #ifndef GMI_MANAGER_H
 #define GMI_MANAGER_H
 
@@ -23,7 +23,8 @@
 
 /* ---- handles: [63:60] type, [59:42] which manager (its slot and the end of its serial number), [41:0] which object. An
  * object is told by its index, in as many bits as its type needs, and above it by a generation, which counts the objects
- * that have had this index. Generations never start anew: an index whose generations are used up is not given again. */
+ * that have had this index. Generations never start anew, not even in a later manager whose handles begin alike: an
+ * index whose generations are used up is not given again. */
 enum {
   GMI_HANDLE_MANAGER = 1,
   GMI_HANDLE_ARENA = 2,
@@ -246,7 +247,7 @@ typedef struct gmi_stripe {
 
 typedef struct gmi_manager {
   uint64_t handle;
-  uint32_t slot;
+  uint32_t slot, generation_before; /* generation_before: of all objects, those of earlier managers */
   pthread_mutex_t lock;
   gemini_config_t config;     /* Constant, but the budgets */
   char *file_dir, *keep_name; /* NULL: no files; not kept */
@@ -365,6 +366,8 @@ typedef struct gmi_manager {
 } gmi_manager_t;
 
 /* core/manager.c */
+extern uint64_t
+    gmi_manager_serial; /* managers opened so far; for tests, which may add to it while no manager is being opened */
 gmi_manager_t *gmi_manager_get(gemini_manager_t handle); /* NULL, with the error recorded */
 gmi_manager_t *gmi_manager_of(uint64_t handle);          /* of any object's handle; likewise */
 void gmi_lock(gmi_manager_t *m, const char *function);   /* function: the public one, for who waits; static storage */
@@ -407,6 +410,7 @@ typedef struct gmi_leftover {
 } gmi_leftover_t;
 void gmi_leave_over(gmi_manager_t *m, gmi_leftover_t *memory);
 
+gemini_status_t gmi_device_resize(gmi_manager_t *m, uint64_t memory_bytes); /* the device's budget; lock held */
 /* Zeroes device memory in the stream's order; lock held. */
 gemini_status_t gmi_device_zero(gmi_manager_t *m, uint32_t stream, void *address, uint64_t bytes);
 
@@ -591,7 +595,7 @@ bool gmi_nonmodel_free(gmi_manager_t *m, void *ptr, uint32_t stream); /* false, 
 void gmi_hook_drain(gmi_manager_t *m); /* frees what waits for the lock, which is held */
 void gmi_hook_close(gmi_manager_t *m); /* no hook call uses the manager any more, nor will; without lock */
 bool gmi_hook_left(const void *base,
-                   uint64_t range); /* may frees of a closed manager's pointers name addresses here? */
+                   uint64_t range); /* may frees of a closed manager's, or the parent's, pointers name it? */
 
 /* core/lane.c: host workers */
 typedef struct gmi_job gmi_job_t;

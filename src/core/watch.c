@@ -12,6 +12,7 @@
 
 #include "core/manager.h"
 #include "core/stats.h"
+#include "core/thread.h"
 #include "tracer/tracer.h"
 
 enum {
@@ -24,7 +25,7 @@ enum {
   LINE = 400
 };
 
-static _Thread_local uint32_t this_thread; /* as the system numbers it; 0: not asked yet */
+static GMI_SMALL_TLS uint32_t this_thread; /* as the system numbers it; 0: not asked yet */
 static uint32_t thread_number(void) {
   if (!this_thread) this_thread = (uint32_t)syscall(SYS_gettid);
   return this_thread;
@@ -90,16 +91,18 @@ static const char *stream_job(const gmi_manager_t *m, uint32_t stream) {
 static void describe_object(gmi_manager_t *m, const gmi_wait_t *wait, char text_out[LINE]) {
   char thread[48];
   switch (wait->kind) {
-  case GMI_WAIT_LOCK:
+  case GMI_WAIT_LOCK: {
     name_thread(atomic_load_explicit(&m->watch.holder_thread, memory_order_relaxed), thread);
     const char *holder = atomic_load_explicit(&m->watch.holder, memory_order_relaxed);
     snprintf(text_out, LINE, "the manager's lock, which %s() of thread %s has taken", holder ? holder : "?", thread);
     break;
-  case GMI_WAIT_STREAM:
+  }
+  case GMI_WAIT_STREAM: {
     const char *job = stream_job(m, (uint32_t)wait->number);
     snprintf(text_out, LINE, "the work queued on stream %" PRIu64 "%s%s", wait->number, job ? ", which " : "",
              job ? job : "");
     break;
+  }
   case GMI_WAIT_CHUNK:
     snprintf(text_out, LINE, "an update of, a norm of, or a transfer to or from host chunk %" PRIu64, wait->number);
     break;
@@ -116,6 +119,9 @@ static void describe_object(gmi_manager_t *m, const gmi_wait_t *wait, char text_
   case GMI_WAIT_CALLBACK: snprintf(text_out, LINE, "the caller's update callback"); break;
   case GMI_WAIT_PLAN: snprintf(text_out, LINE, "the planner"); break;
   case GMI_WAIT_MEMORY: snprintf(text_out, LINE, "host memory to be made and page-locked"); break;
+  case GMI_WAIT_TEXT: snprintf(text_out, LINE, "the file of a trace or a timeline"); break;
+  case GMI_WAIT_SPACE: snprintf(text_out, LINE, "space in files to be reserved or given back"); break;
+  case GMI_WAIT_DRIVER: snprintf(text_out, LINE, "the device to change its memory or its streams"); break;
   case GMI_WAIT_KINDS: *text_out = 0; break;
   }
 }
@@ -173,7 +179,7 @@ void gmi_watch_init(gmi_manager_t *m) {
 
 gemini_status_t gmi_watchdog_start(gmi_manager_t *m) {
   if (!m->config.watchdog_ns) return GEMINI_OK;
-  int error = pthread_create(&m->watch.thread, NULL, watchdog, m);
+  int error = gmi_thread_start(&m->watch.thread, watchdog, m);
   m->watch.runs = !error;
   return error ? gmi_fail(GEMINI_ERR_OOM_SYSTEM, error, "could not start the watchdog's thread") : GEMINI_OK;
 }

@@ -25,7 +25,10 @@ typedef enum gmi_wait_kind {
   GMI_WAIT_FD,       /* the caller's file; number: its descriptor */
   GMI_WAIT_CALLBACK, /* the caller's update callback */
   GMI_WAIT_PLAN,     /* the planner */
-  GMI_WAIT_MEMORY,   /* the system, to make host memory, and the device, to lock it */
+  GMI_WAIT_MEMORY,   /* the system, to make host memory, and the device and the files' engine, to lock it */
+  GMI_WAIT_TEXT,     /* the file of a trace or a timeline */
+  GMI_WAIT_SPACE,    /* space for chunks in files, to be reserved or given back */
+  GMI_WAIT_DRIVER,   /* the device, to change its memory or its streams */
   GMI_WAIT_KINDS
 } gmi_wait_kind_t;
 

@@ -5,6 +5,7 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "core/fork.h"
 #include "core/status.h"
 #include "device/cuda_driver.h"
 
@@ -15,6 +16,11 @@ static bool loaded; /* Guarded by lock, as the next three */
 static gmi_cuda_driver_t driver;
 static void *library; /* never closed: the driver's threads run its code to the end of the process */
 static void *(*replacement)(const char *name);
+
+static void fork_prepare(void) { pthread_mutex_lock(&lock); }
+static void fork_parent(void) { pthread_mutex_unlock(&lock); }
+static void fork_child(void) { pthread_mutex_init(&lock, NULL); }
+static const gmi_fork_ops_t fork_ops = { fork_prepare, fork_parent, fork_child };
 
 static void *symbol_of(const char *name) { return replacement ? replacement(name) : dlsym(library, name); }
 
@@ -50,6 +56,7 @@ static bool load(void) {
 }
 
 const gmi_cuda_driver_t *gmi_cuda_driver(void) {
+  gmi_fork_watch(&fork_ops);
   pthread_mutex_lock(&lock);
   if (!loaded) loaded = load();
   const gmi_cuda_driver_t *result = loaded ? &driver : NULL;

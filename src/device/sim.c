@@ -11,7 +11,6 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
-#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -23,6 +22,7 @@
 
 #include "core/fork.h"
 #include "core/status.h"
+#include "core/thread.h"
 #include "device/device.h"
 
 #define GRANULE_BYTES UINT64_C(4096)
@@ -583,15 +583,8 @@ static stream_t *stream_new(sim_t *sim, uint32_t index) {
   return stream;
 }
 
-/* Starts the stream's thread, which takes none of the program's signals but those it causes itself. */
 static bool stream_start(stream_t *stream) {
-  sigset_t all, before;
-  sigfillset(&all);
-  static const int own[] = { SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGABRT, SIGSYS, SIGPROF };
-  for (size_t i = 0; i < sizeof own / sizeof *own; i++) sigdelset(&all, own[i]);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
-  bool ok = pthread_create(&stream->thread, NULL, stream_main, stream) == 0;
-  pthread_sigmask(SIG_SETMASK, &before, NULL);
+  bool ok = gmi_thread_start(&stream->thread, stream_main, stream) == 0;
   if (ok) {
     char name[16];
     snprintf(name, sizeof name, "gmi-sim-%u", stream->index);

@@ -67,8 +67,6 @@ struct gmi_engine {
 /* Set engine's backend, self and features, and start its threads; on failure nothing is left behind. */
 gemini_status_t gmi_uring_open(gmi_engine_t *engine);
 gemini_status_t gmi_threads_open(gmi_engine_t *engine);
-/* pthread_create without signals, which are the program's. Returns an errno. */
-int gmi_engine_thread(pthread_t *thread, void *(*run)(void *), void *user);
 
 /* With the lock held: is there anything to take; take the next part; take all refused requests; is nothing left. */
 bool gmi_engine_ready(const gmi_engine_t *engine);

@@ -5,7 +5,6 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
-#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -43,15 +42,6 @@ uint32_t gmi_direct_alignment_bytes(const gmi_sys_t *sys, int fd) {
   memcpy(&offset, (const char *)&info + OFFSET_AT, sizeof offset);
   uint32_t larger = memory > offset ? memory : offset;
   return larger && (larger & (larger - 1)) == 0 && larger <= GMI_PART_LIMIT_BYTES ? larger : PAGE_BYTES;
-}
-
-int gmi_engine_thread(pthread_t *thread, void *(*run)(void *), void *user) {
-  sigset_t all, before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
-  int error = pthread_create(thread, NULL, run, user);
-  pthread_sigmask(SIG_SETMASK, &before, NULL);
-  return error;
 }
 
 gemini_status_t gmi_engine_open(const gmi_engine_config_t *config, gmi_engine_t **engine_out) {

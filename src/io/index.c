@@ -178,9 +178,11 @@ gemini_status_t gmi_index_write(const gmi_sys_t *sys, const char *path, const ch
   if (index->blob_bytes) memcpy(at, index->blob, index->blob_bytes);
   put(bytes + size - SUM_BYTES, gmi_crc32c(0, bytes, size - SUM_BYTES), SUM_BYTES);
 
+  /* What has this name may be another file by a second name, or no file: the index is written to a new one. */
   int fd;
   gmi_file_limit_t limit = gmi_file_limit_begin();
-  do fd = sys->open(beside, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW, 0600);
+  (void)sys->unlink(beside); /* a process that was killed leaves one; what cannot be removed fails the next call */
+  do fd = sys->open(beside, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
   while (fd < 0 && errno == EINTR);
   int error = fd < 0 ? errno : 0;
   const char *what = "make";

@@ -7,6 +7,7 @@
 #include <time.h>
 
 #include "core/status.h"
+#include "core/thread.h"
 #include "io/backend.h"
 
 typedef struct pool {
@@ -78,7 +79,7 @@ gemini_status_t gmi_threads_open(gmi_engine_t *engine) {
   e->backend = &backend;
   e->self = pool;
   for (; pool->thread_count < e->depth; pool->thread_count++) {
-    int error = gmi_engine_thread(&pool->threads[pool->thread_count], work, e);
+    int error = gmi_thread_start(&pool->threads[pool->thread_count], work, e);
     if (!error) continue;
     uint32_t started = pool->thread_count;
     pthread_mutex_lock(&e->lock);

@@ -8,6 +8,7 @@
 #include <string.h>
 
 #include "core/status.h"
+#include "core/thread.h"
 #include "io/backend.h"
 #include "io/checksum.h"
 #include "io/store_internal.h"
@@ -147,7 +148,7 @@ gemini_status_t gmi_sums_open(gmi_store_t *store) {
   /* One sums faster than a drive reads and writes. */
   uint32_t count = store->file_count < GMI_SUMMING_THREADS_LIMIT ? store->file_count : GMI_SUMMING_THREADS_LIMIT;
   for (; q->thread_count < count; q->thread_count++) {
-    int error = gmi_engine_thread(&q->threads[q->thread_count], sum_blocks, store);
+    int error = gmi_thread_start(&q->threads[q->thread_count], sum_blocks, store);
     if (!error) continue;
     if (q->thread_count) break;
     gmi_sums_close(store);

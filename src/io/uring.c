@@ -17,6 +17,7 @@
 
 #include "core/fork.h"
 #include "core/status.h"
+#include "core/thread.h"
 #include "io/backend.h"
 
 /* Of the kernel's interface, where the system's headers are older. */
@@ -591,7 +592,7 @@ gemini_status_t gmi_uring_open(gmi_engine_t *engine) {
   u->free_count = e->depth;
   e->backend = &backend;
   e->self = u;
-  int error = gmi_engine_thread(&u->thread, run, u);
+  int error = gmi_thread_start(&u->thread, run, u);
   if (error) {
     status =
         gmi_fail(GEMINI_ERR_OOM_SYSTEM, error, "could not start the thread of the file engine: %s", strerror(error));

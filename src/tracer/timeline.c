@@ -251,7 +251,10 @@ gemini_status_t gmi_timeline_finish(gmi_manager_t *m) {
   gmi_lane_record(m, false);
   poll_events(m, true);
   gmi_timeline_counters(m);
+  gmi_wait_t wait;
+  gmi_wait_begin(m, &wait, NULL, GMI_WAIT_TEXT, 0);
   gemini_status_t status = write_file(m);
+  gmi_wait_end(m, &wait);
   gmi_timeline_close(m);
   gmi_unlock(m);
   return status;
@@ -263,8 +266,11 @@ static gemini_status_t timeline_start(gmi_manager_t *m, const char *path) {
     return gmi_fail(GEMINI_ERR_STATE, 0, "a timeline is being recorded already, to %s", m->timeline->path);
   gmi_timeline_t *t = calloc(1, sizeof *t);
   if (t) t->path = strdup(path);
+  gmi_wait_t wait;
+  gmi_wait_begin(m, &wait, NULL, GMI_WAIT_TEXT, 0);
   FILE *f = t && t->path ? fopen(path, "we") : NULL; /* a place that cannot be written is better known now */
   int error = errno;
+  gmi_wait_end(m, &wait);
   if (!f) {
     bool no_memory = !t || !t->path;
     if (t) free(t->path);

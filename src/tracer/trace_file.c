@@ -52,7 +52,7 @@ void gmi_trace_free(gmi_trace_t *t) {
   memset(t, 0, sizeof *t);
 }
 
-gemini_status_t gmi_trace_write(gmi_manager_t *m, const gmi_trace_t *t, const char *path) {
+static gemini_status_t trace_write(gmi_manager_t *m, const gmi_trace_t *t, const char *path) {
   FILE *file = fopen(path, "we");
   if (!file) return gmi_fail(GEMINI_ERR_IO, errno, "trace %s: could not open it: %s", path, strerror(errno));
   gmi_file_limit_t limit = gmi_file_limit_begin();
@@ -87,6 +87,13 @@ gemini_status_t gmi_trace_write(gmi_manager_t *m, const gmi_trace_t *t, const ch
   gmi_file_limit_end(&limit);
   if (bad) return gmi_fail(gmi_file_status(errno), errno, "trace %s: could not write it: %s", path, strerror(errno));
   return GEMINI_OK;
+}
+gemini_status_t gmi_trace_write(gmi_manager_t *m, const gmi_trace_t *t, const char *path) {
+  gmi_wait_t wait;
+  gmi_wait_begin(m, &wait, NULL, GMI_WAIT_TEXT, 0);
+  gemini_status_t status = trace_write(m, t, path);
+  gmi_wait_end(m, &wait);
+  return status;
 }
 
 typedef struct {
@@ -186,8 +193,24 @@ static const char *read_line(reader_t *r, const char *line) {
   return "not a line of a trace";
 }
 
-gemini_status_t gmi_trace_read(gmi_manager_t *m, gmi_trace_t *trace_out, const char *path) {
+/* What is read changes records of the tracer, so that each access to the file is a wait of its own. */
+static FILE *open_trace(gmi_manager_t *m, const char *path) {
+  gmi_wait_t wait;
+  gmi_wait_begin(m, &wait, NULL, GMI_WAIT_TEXT, 0);
   FILE *file = fopen(path, "re");
+  gmi_wait_end(m, &wait);
+  return file;
+}
+static bool next_line(gmi_manager_t *m, FILE *file, char *line, int size) {
+  gmi_wait_t wait;
+  gmi_wait_begin(m, &wait, NULL, GMI_WAIT_TEXT, 0);
+  bool got = fgets(line, size, file) != NULL;
+  gmi_wait_end(m, &wait);
+  return got;
+}
+
+gemini_status_t gmi_trace_read(gmi_manager_t *m, gmi_trace_t *trace_out, const char *path) {
+  FILE *file = open_trace(m, path);
   if (!file) return gmi_fail(GEMINI_ERR_IO, errno, "trace %s: could not open it: %s", path, strerror(errno));
   gmi_trace_t trace = { .names = gmi_tracer_names(m) };
   reader_t r = { .m = m, .trace = &trace };
@@ -195,7 +218,7 @@ gemini_status_t gmi_trace_read(gmi_manager_t *m, gmi_trace_t *trace_out, const c
   char line[1024];
   const char *wrong = NULL;
   uint64_t number = 0;
-  while (!wrong && fgets(line, sizeof line, file)) {
+  while (!wrong && next_line(m, file, line, sizeof line)) {
     number++;
     size_t length = strlen(line);
     if (!length || line[length - 1] != '\n') {

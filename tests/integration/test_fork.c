@@ -55,12 +55,19 @@ static void test_a_child_cannot_reach_its_parents_bytes(void) {
   model_close(&k, 10);
 }
 
+#ifndef __SANITIZE_THREAD__
+static void log_is_empty(void *user, int32_t level, const char *message) {
+  (void)user;
+  fprintf(stderr, "log %d: %s\n", (int)level, message);
+  exit(1);
+}
+#endif
 /* A framework's allocator in a child: what it frees of the parent's is the parent's, and it gets nothing. */
 static void test_a_childs_hooks_leave_the_parents_memory(void) {
   model_t k = model_open(world_config(4, 6, 16), 10);
   CHECK_OK(gemini_hook_set(k.w.mgr, 0));
-  void *p = gemini_torch_malloc(1000, 0, NULL);
-  CHECK(p);
+  void *p = gemini_torch_malloc(1000, 0, NULL), *q = gemini_torch_malloc(1000, 0, NULL);
+  CHECK(p && q);
   uint64_t used = world_stats(&k.w).nonmodel_bytes;
   CHECK(used);
   pid_t child = fork_child();
@@ -70,11 +77,29 @@ static void test_a_childs_hooks_leave_the_parents_memory(void) {
     CHECK_EQ(gemini_manager_close(k.w.mgr), GEMINI_ERR_HANDLE); /* a record to look for */
     gemini_torch_free(p, 1000, 0, NULL);
     CHECK_EQ(world_error().status, GEMINI_ERR_HANDLE);
+#ifndef __SANITIZE_THREAD__                    /* which cannot follow the threads of a child's own */
+    gemini_config_t c = world_config(4, 6, 0); /* and when it has a manager for its own allocations */
+    c.log_fn = log_is_empty;
+    world_t mine = world_open(c);
+    CHECK_OK(gemini_hook_set(mine.mgr, 0));
+    gemini_torch_free(q, 1000, 0, NULL);
+    CHECK_EQ(world_error().status, GEMINI_ERR_HANDLE);
+    void *own = gemini_torch_malloc(1000, 0, NULL);
+    CHECK(own);
+    gemini_torch_free(p, 1000, 0, NULL);
+    gemini_torch_free(q, 1000, 0, NULL);
+    CHECK_EQ(world_error().status, GEMINI_ERR_HANDLE);
+    CHECK(world_stats(&mine).nonmodel_bytes);
+    gemini_torch_free(own, 1000, 0, NULL);
+    CHECK_EQ(world_stats(&mine).nonmodel_bytes, 0);
+    world_close(&mine);
+#endif
     _exit(0);
   }
   fork_expect_end(child);
   CHECK_EQ(world_stats(&k.w).nonmodel_bytes, used);
   gemini_torch_free(p, 1000, 0, NULL);
+  gemini_torch_free(q, 1000, 0, NULL);
   CHECK_EQ(world_stats(&k.w).nonmodel_bytes, 0);
   model_close(&k, 10);
 }
@@ -107,19 +132,102 @@ static void test_a_child_has_none_of_the_parents_descriptors(void) {
   close(mine[0]), close(mine[1]);
 }
 
-#ifndef __SANITIZE_THREAD__ /* which cannot follow the threads of a child's own */
-static void test_a_child_and_its_child_have_managers_of_their_own(void) {
-  model_t k = model_open(world_config(4, 6, 16), 10);
+#ifndef __SANITIZE_THREAD__
+/* Both sorts of the C library, one of which sorts an arena's tensors: a thread that asks for it stays in it. */
+static _Thread_local bool stays;
+static atomic_bool sorting, may_go;
+typedef int compare_t(const void *a, const void *b, void *user);
+void qsort_r(void *base, size_t count, size_t size, compare_t *compare, void *user) {
+  while (stays && !atomic_load(&may_go)) {
+    atomic_store(&sorting, true);
+    nanosleep(&(struct timespec){ 0, 1000000 }, NULL);
+  }
+  char *bytes = base, one[64];
+  CHECK(size <= sizeof one);
+  for (size_t i = 1; i < count; i++) {
+    size_t to = i;
+    while (to && compare(bytes + (to - 1) * size, bytes + i * size, user) > 0) to--;
+    memcpy(one, bytes + i * size, size);
+    memmove(bytes + (to + 1) * size, bytes + to * size, (i - to) * size);
+    memcpy(bytes + to * size, one, size);
+  }
+}
+static int without_user(const void *a, const void *b, void *user) {
+  return (*(int (**)(const void *, const void *))user)(a, b);
+}
+void qsort(void *base, size_t count, size_t size, int (*compare)(const void *a, const void *b)) {
+  qsort_r(base, count, size, without_user, &compare);
+}
+
+/* Tensors that are not registered in the order in which they lie are sorted when a range of theirs is read into. */
+static void sort_tensors(const world_t *w, gemini_arena_t arena) {
+  gemini_tensor_t tensor;
+  uint64_t at;
+  CHECK_OK(gemini_arena_take(w->mgr, arena, 1024, &at));
+  for (uint64_t i = 0; i < 4; i++) {
+    char name[16];
+    snprintf(name, sizeof name, "%d", (int)i);
+    CHECK_OK(gemini_tensor_register(w->mgr, arena, name, 256, at + (3 - i) * 256, &tensor));
+  }
+  FILE *file = tmpfile();
+  CHECK(file && !ftruncate(fileno(file), 256));
+  gemini_access_t a = world_whole(tensor, 0, 0);
+  CHECK_OK(gemini_load(w->mgr, &a, fileno(file), 0));
+  fclose(file);
+}
+static void *sort_and_stay(void *user) {
+  const world_t *w = user;
+  stays = true;
+  sort_tensors(w, world_arena(w, GEMINI_KIND_OTHER, 1, "sorted", 0, 0));
+  return NULL;
+}
+static void test_a_child_sorts_while_a_thread_of_its_parents_does(void) {
+  world_t w = world_open(world_config(4, 6, 0));
+  pthread_t thread;
+  CHECK_EQ(pthread_create(&thread, NULL, sort_and_stay, &w), 0);
+  while (!atomic_load(&sorting)) nanosleep(&(struct timespec){ 0, 1000000 }, NULL);
   pid_t child = fork_child();
   if (!child) {
-    model_t mine = model_open(world_config(4, 6, 16), 50);
+    alarm(20);
+    world_t mine = world_open(world_config(4, 6, 0));
+    sort_tensors(&mine, world_arena(&mine, GEMINI_KIND_OTHER, 1, "sorted", 0, 0));
+    world_close(&mine);
+    _exit(0);
+  }
+  int end;
+  CHECK_EQ(waitpid(child, &end, 0), child);
+  atomic_store(&may_go, true);
+  CHECK_EQ(pthread_join(thread, NULL), 0);
+  CHECK_EQ(end, 0); /* not of the alarm */
+  world_close(&w);
+}
+
+/* A handle of another process's manager is refused with that process's number, whatever was opened since. */
+static void expect_refusal(gemini_manager_t mgr, pid_t process) {
+  char says[80];
+  snprintf(says, sizeof says, "belongs to a manager of process %ld,", (long)process);
+  CHECK_EQ(gemini_iteration_begin(mgr), GEMINI_ERR_HANDLE);
+  CHECK_SAYS(world_error().message, says);
+}
+static void test_a_child_and_its_child_have_managers_of_their_own(void) {
+  world_t other = world_open(world_config(2, 2, 0));
+  model_t k = model_open(world_config(4, 6, 16), 10);
+  const pid_t parent = getpid();
+  pid_t child = fork_child();
+  if (!child) {
+    expect_refusal(k.w.mgr, parent);
+    model_t mine = model_open(world_config(4, 6, 16), 50); /* in the place of the other one */
     gemini_stats_t stats = world_stats(&mine.w);
     CHECK(stats.used_bytes[DEVICE] && stats.used_bytes[HOST] && stats.used_bytes[FILES]);
     CHECK_EQ(gemini_manager_close(k.w.mgr), GEMINI_ERR_HANDLE);
+    expect_refusal(k.w.mgr, parent);
+    const pid_t middle = getpid();
     pid_t grandchild = fork_child();
     if (!grandchild) {
       model_t its = model_open(world_config(4, 6, 16), 90);
       CHECK_EQ(gemini_manager_close(mine.w.mgr), GEMINI_ERR_HANDLE);
+      expect_refusal(k.w.mgr, parent);
+      expect_refusal(mine.w.mgr, middle);
       model_close(&its, 90);
       _exit(0);
     }
@@ -129,6 +237,7 @@ static void test_a_child_and_its_child_have_managers_of_their_own(void) {
   }
   fork_expect_end(child);
   model_close(&k, 10);
+  world_close(&other);
 }
 
 /* The kept files of a trainer that was killed are free, though a worker which it forked lives on. */
@@ -244,6 +353,7 @@ int main(void) {
   RUN(test_a_childs_hooks_leave_the_parents_memory);
   RUN(test_a_child_has_none_of_the_parents_descriptors);
 #ifndef __SANITIZE_THREAD__
+  RUN(test_a_child_sorts_while_a_thread_of_its_parents_does);
   RUN(test_a_child_and_its_child_have_managers_of_their_own);
   RUN(test_kept_files_of_a_killed_trainer_are_free);
   RUN(test_forks_at_any_moment_of_other_threads);

@@ -1,5 +1,7 @@
 /* Checkpoints in kept files, and taking them up. Only gemini.h. SPDX-License-Identifier: Apache-2.0 */
 #include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
 #include <signal.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
@@ -206,6 +208,45 @@ static void test_kept_files_of_others_are_refused(void) {
   }
 }
 
+/* Whatever has the name under which a new index is written: it is not written to, and nothing waits for it. */
+static void test_what_lies_where_the_index_is_written_is_left_alone(void) {
+  enum { HARD_LINK, SYMBOLIC_LINK, FIFO, DIRECTORY, KINDS };
+  for (int kind = 0; kind < KINDS; kind++) {
+    make_dir();
+    char path[300], other[300], bytes[20];
+    snprintf(path, sizeof path, "%s/run.index.new", dir);
+    snprintf(other, sizeof other, "%s/other", dir);
+    model_t k = model_open();
+    model_fill(&k, 10);
+    int fd = open(other, O_CREAT | O_RDWR | O_CLOEXEC, 0600);
+    CHECK(fd >= 0);
+    CHECK_EQ(write(fd, "another's", 9), 9);
+    CHECK_EQ(kind == HARD_LINK       ? link(other, path)
+             : kind == SYMBOLIC_LINK ? symlink(other, path)
+             : kind == FIFO          ? mkfifo(path, 0600)
+                                     : mkdir(path, 0700),
+             0);
+    if (kind == DIRECTORY) {
+      CHECK_STATUS(gemini_checkpoint(k.w.mgr), GEMINI_ERR_IO);
+      CHECK_SAYS(world_error().message, path);
+      CHECK_EQ(world_error().native_code, EEXIST);
+      CHECK_EQ(rmdir(path), 0);
+    }
+    alarm(60); /* one that waits for a reader of the FIFO would do so for ever */
+    CHECK_OK(gemini_checkpoint(k.w.mgr));
+    alarm(0);
+    CHECK_EQ(pread(fd, bytes, sizeof bytes, 0), 9);
+    CHECK(!memcmp(bytes, "another's", 9));
+    CHECK_EQ(close(fd), 0);
+    world_close(&k.w);
+    k = model_open();
+    CHECK_OK(gemini_resume(k.w.mgr));
+    CHECK(model_holds(&k, 10));
+    world_close(&k.w);
+    clear_dir();
+  }
+}
+
 static void test_other_arenas_and_tensors_are_refused(void) {
   make_dir();
   model_t k = model_open();
@@ -365,6 +406,7 @@ int main(void) {
   RUN(test_checkpoints_one_after_another_need_room_for_two);
   RUN(test_arenas_without_a_name_keep_their_bytes_apart);
   RUN(test_kept_files_of_others_are_refused);
+  RUN(test_what_lies_where_the_index_is_written_is_left_alone);
   RUN(test_other_arenas_and_tensors_are_refused);
   RUN(test_a_checkpoint_larger_than_the_file_budget_is_refused);
   RUN(test_calls_out_of_order_are_refused);

@@ -666,13 +666,16 @@ static void test_limit_on_files_fails_calls_only(void) {
   small.rlim_cur = 16;
   CHECK_EQ(setrlimit(RLIMIT_FSIZE, &small), 0);
   gemini_access_t a = whole(w.t[0], 0, 0);
-  gemini_status_t stored = gemini_store(w.mgr, &a, fd, 0), beyond = gemini_store(w.mgr, &a, fd, 100);
+  gemini_status_t stored = gemini_store(w.mgr, &a, fd, 0);
+  gemini_error_info_t stored_error = last_error();
+  gemini_status_t beyond = gemini_store(w.mgr, &a, fd, 100);
   gemini_status_t traced = gemini_trace_save(w.mgr, path), ended = gemini_timeline_stop(w.mgr);
   sigset_t pending;
   CHECK(!sigpending(&pending) && !sigismember(&pending, SIGXFSZ));
   CHECK_EQ(setrlimit(RLIMIT_FSIZE, &before), 0);
-  CHECK_EQ(stored, GEMINI_ERR_IO);
-  CHECK_EQ(beyond, GEMINI_ERR_IO);
+  CHECK_EQ(stored, GEMINI_ERR_OOM_FILE);
+  CHECK_EQ(beyond, GEMINI_ERR_OOM_FILE);
+  CHECK_EQ(stored_error.native_code, EFBIG);
   CHECK_EQ(traced, GEMINI_ERR_OOM_FILE);
   CHECK_EQ(ended, GEMINI_ERR_OOM_FILE);
   OK(gemini_store(w.mgr, &a, fd, 100));
@@ -1186,10 +1189,10 @@ static void test_load_and_store_failures_say_why(void) {
   CHECK(!strcmp(last_error().operation, "gemini_store"));
   int full = open("/dev/full", O_WRONLY | O_CLOEXEC);
   if (full >= 0) {
-    CHECK_EQ(gemini_store(w.mgr, &all, full, 0), GEMINI_ERR_IO);
+    CHECK_EQ(gemini_store(w.mgr, &all, full, 0), GEMINI_ERR_OOM_FILE);
     CHECK_EQ(last_error().native_code, ENOSPC);
     gemini_access_t empty = whole(w.t[2], 0, 0); /* zeros that are nowhere */
-    CHECK_EQ(gemini_store(w.mgr, &empty, full, 0), GEMINI_ERR_IO);
+    CHECK_EQ(gemini_store(w.mgr, &empty, full, 0), GEMINI_ERR_OOM_FILE);
     CHECK_EQ(last_error().native_code, ENOSPC);
     close(full);
   }

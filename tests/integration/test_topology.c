@@ -8,6 +8,9 @@
  *   four_nodes   two packages of two NUMA nodes each; a drive at a package, not at one of its nodes
  *   one_node     one GPU, one NVMe and one virtual disk, one persistent memory without PCI
  *   no_io        two sockets, no device at all */
+#include <dlfcn.h>
+#include <signal.h>
+#include <stdbool.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -253,6 +256,18 @@ static void test_open_of_what_is_no_topology_is_refused(void) {
   CHECK_EQ(gemini_topology_open(NULL, NULL), GEMINI_ERR_INVALID);
 }
 
+/* What hwloc's call does when dies is set: it ends its process. */
+static bool dies;
+int hwloc_topology_load(void *topology);
+int hwloc_topology_load(void *topology) {
+  if (dies) kill(getpid(), SIGSEGV);
+  int (*real)(void *topology);
+  void *address = dlsym(RTLD_NEXT, "hwloc_topology_load");
+  CHECK(address);
+  memcpy(&real, &address, sizeof real);
+  return real(topology);
+}
+
 /* A saved topology that is damaged is refused, or loaded as far as it goes: the process goes on in either case. */
 static void test_damaged_topology_ends_no_process(void) {
   static char text[1 << 16], damaged[1 << 16];
@@ -267,23 +282,20 @@ static void test_damaged_topology_ends_no_process(void) {
   uint64_t random = 11;
   for (int round = 0; round < 150; round++) {
     memcpy(damaged, text, size);
-    if (round == 0) { /* one of those that hwloc 2.9 does not survive */
-      char *at = strstr(damaged, "complete_nodeset=\"0x00000001\" gp_index=\"11\"");
-      CHECK(at);
-      at[strlen("complete_nod")] = '6';
-    }
     for (uint64_t k = round ? 1 + check_random(&random) % 3 : 0; k > 0; k--)
       damaged[check_random(&random) % size] = (char)(' ' + check_random(&random) % 95);
     size_t length = round % 10 == 9 ? check_random(&random) % size : size;
     CHECK(!ftruncate(fd, 0) && pwrite(fd, damaged, length, 0) == (ssize_t)length);
     gemini_topology_t t = 77;
+    dies = round == 0;
     gemini_status_t status = gemini_topology_open(changed, &t);
+    dies = false;
     CHECK(status == GEMINI_OK || status == GEMINI_ERR_FORMAT);
     CHECK(status || t != 77);
     if (!status) done(t);
     else CHECK(t == 77 && strstr(message(), changed));
     refused += status != GEMINI_OK;
-    CHECK(round || status == GEMINI_ERR_FORMAT);
+    CHECK(round || status == GEMINI_ERR_FORMAT); /* the damage that hwloc does not survive, whichever version it is */
   }
   CHECK(refused > 15);
   CHECK(!close(fd) && !unlink(changed));

@@ -572,6 +572,22 @@ static void test_trace_load_bad_file_is_refused(void) {
     CHECK(strstr(last_message(), "line"));
     line = end + 1;
   }
+  /* An arena's line twice: by the same number, and by another one. */
+  char *arena = strstr(text, "\narena ") + 1, *next = strchr(arena, '\n') + 1;
+  for (int other = 0; other < 2; other++) {
+    unsigned v[5];
+    int rest = 0;
+    CHECK_EQ(sscanf(arena, "arena %u %u %u %u %u%n", &v[0], &v[1], &v[2], &v[3], &v[4], &rest), 5);
+    CHECK_EQ(v[4], v[0]); /* it has bytes of its own */
+    if (other) v[0] = v[3] = v[4] = 999;
+    FILE *f = fopen(bad, "wb");
+    CHECK(f && fwrite(text, 1, (size_t)(next - text), f) == (size_t)(next - text));
+    CHECK(fprintf(f, "arena %u %u %u %u %u%.*s", v[0], v[1], v[2], v[3], v[4], (int)(next - arena) - rest,
+                  arena + rest) > 0);
+    CHECK(fputs(next, f) >= 0 && !fclose(f));
+    CHECK_EQ(gemini_trace_load(n.mgr, bad), GEMINI_ERR_FORMAT);
+    CHECK_SAYS(last_message(), "an arena is named twice");
+  }
   free(text);
   CHECK_EQ(gemini_trace_load(n.mgr, "/nonexistent/trace"), GEMINI_ERR_IO);
   CHECK_EQ(gemini_trace_save(n.mgr, "/nonexistent/trace"), GEMINI_ERR_IO);

@@ -42,6 +42,7 @@ static struct {
   int read_error, write_error;
   atomic_int write_after;
   int fdatasync_error, fsync_error, rename_error, index_error, directory_error, unlink_error;
+  unsigned owner_add; /* to the number of a file's owner */
   atomic_int short_transfers, interruptions;
   int fake_type;
   bool unlink_at_lock;
@@ -82,6 +83,11 @@ static inline int sim_fallocate(int fd, int mode, off_t offset, off_t size) {
 }
 static inline int sim_statx(int dir, const char *path, int flags, unsigned mask, struct statx *out) {
   return sim.no_statx ? fail_with(sim.no_statx) : gmi_sys_real.statx(dir, path, flags, mask, out);
+}
+static inline int sim_fstat(int fd, struct stat *out) {
+  int result = gmi_sys_real.fstat(fd, out);
+  if (!result && sim.owner_add && S_ISREG(out->st_mode)) out->st_uid += sim.owner_add;
+  return result;
 }
 static inline int sim_fstatfs(int fd, struct statfs *out) {
   int result = gmi_sys_real.fstatfs(fd, out);
@@ -146,6 +152,7 @@ static inline void sim_reset(void) {
   sys.unlink = sim_unlink;
   sys.fallocate = sim_fallocate;
   sys.statx = sim_statx;
+  sys.fstat = sim_fstat;
   sys.fstatfs = sim_fstatfs;
   sys.pread = sim_pread;
   sys.pwrite = sim_pwrite;

@@ -346,6 +346,24 @@ static void test_store_in_use_is_refused(void) {
 }
 
 /* Its owner closes and removes it, between that it is opened and locked. */
+/* Whoever runs the tests: the files look like another user's. */
+static void test_files_of_another_user_are_refused(void) {
+  world_t w = kept_world(1);
+  open_store(&w);
+  CHECK_OK(put(&w, take(&w), 0));
+  CHECK_OK(commit(&w, 0, 1, "a"));
+  close_store(&w);
+  sim.owner_add = 1;
+  CHECK_STATUS(try_open(&w), GEMINI_ERR_FORMAT);
+  char says[40];
+  snprintf(says, sizeof says, "user %u,", (unsigned)geteuid() + 1);
+  CHECK_SAYS(gmi_fail_message(), says);
+  sim.owner_add = 0;
+  open_store(&w);
+  check_committed(&w, 0, 1, "a");
+  end_and_remove(&w);
+}
+
 static void test_file_that_vanishes_while_it_is_opened_is_refused(void) {
   world_t w = kept_world(1);
   sim.unlink_at_lock = true;
@@ -664,6 +682,7 @@ int main(void) {
   RUN(test_first_commit_whose_directory_cannot_be_synced);
   RUN(test_shrunk_store_keeps_its_commit);
   RUN(test_store_in_use_is_refused);
+  RUN(test_files_of_another_user_are_refused);
   RUN(test_file_that_vanishes_while_it_is_opened_is_refused);
   RUN(test_index_of_other_files_is_refused);
   RUN(test_kept_store_without_space_stays_as_it_is);

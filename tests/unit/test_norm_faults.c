@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include "../integration/world.h"
+#include "core/manager.h"
 #include "device/cuda_driver.h"
 #include "fake_cuda.h"
 
@@ -55,7 +56,8 @@ static double expected(void) {
   return sqrt(sum);
 }
 
-/* The norm's memory is freed when it fails. Blocks of the same sizes take its place, and must stay as they are. */
+/* A norm that failed gave its memory back, or left it over. Blocks of the same sizes may take its place, and must stay as
+ * they are. */
 static void check_after_failure(world_t *w) {
   uint8_t *guards[GUARDS];
   for (int i = 0; i < GUARDS; i++) {
@@ -108,9 +110,38 @@ static void test_norm_with_each_driver_call_failing_once(void) {
   CHECK(failed > 0);
 }
 
+/* Memory that the device may still write to, as it could not be waited for, is not given back. */
+static gemini_status_t no_sync(void *self, uint32_t stream, uint64_t mark) {
+  (void)self, (void)stream, (void)mark;
+  return gmi_fail(GEMINI_ERR_DEVICE, 0, "it does not answer");
+}
+static bool not_reached(void *self, uint32_t stream, uint64_t mark) {
+  (void)self, (void)stream, (void)mark;
+  return false;
+}
+static void test_norm_that_could_not_be_waited_for_leaves_its_memory_over(void) {
+  world_t w = start();
+  gmi_manager_t *m = gmi_manager_get(w.mgr);
+  const gmi_device_ops_t *real = m->dev;
+  gmi_device_ops_t mute = *real;
+  mute.sync = no_sync;
+  mute.reached = not_reached;
+  double found = -1;
+  CHECK_OK(norm(&w, &found));
+  CHECK(!m->leftovers); /* it was waited for */
+  m->dev = &mute;
+  CHECK_EQ(norm(&w, &found), GEMINI_ERR_DEVICE);
+  m->dev = real;
+  CHECK(m->leftovers && !m->leftovers->next);
+  CHECK_OK(norm(&w, &found));
+  CHECK(found == expected());
+  finish(&w);
+}
+
 int main(void) {
   RUN(test_norm_after_a_kernel_or_its_answer_could_not_be_queued);
   RUN(test_norm_with_each_driver_call_failing_once);
+  RUN(test_norm_that_could_not_be_waited_for_leaves_its_memory_over);
   fake_cuda_reset();
   return check_done();
 }

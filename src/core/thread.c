@@ -1,0 +1,15 @@
+/* Threads of the library's own. SPDX-License-Identifier: Apache-2.0 */
+#include "core/thread.h"
+
+#include <signal.h>
+
+int gmi_thread_start(pthread_t *thread, void *(*run)(void *), void *user) {
+  static const int own[] = { SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGABRT, SIGSYS, SIGPROF };
+  sigset_t others, before;
+  sigfillset(&others);
+  for (size_t i = 0; i < sizeof own / sizeof *own; i++) sigdelset(&others, own[i]);
+  pthread_sigmask(SIG_SETMASK, &others, &before);
+  int error = pthread_create(thread, NULL, run, user);
+  pthread_sigmask(SIG_SETMASK, &before, NULL);
+  return error;
+}

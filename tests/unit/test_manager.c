@@ -1,0 +1,141 @@
+/* Managers' handles, with the library's internals. SPDX-License-Identifier: Apache-2.0 */
+#include "../integration/world.h"
+#include "core/manager.h"
+
+enum { SERIALS = 4096 /* as many managers later, handles of objects name the manager alike */ };
+
+typedef struct {
+  world_t w;
+  gemini_arena_t arena;
+  gemini_tensor_t tensor, second;
+} objects_t;
+
+static objects_t objects_open(void) {
+  objects_t o = { .w = world_open(world_config(2, 2, 0)) };
+  o.arena = world_arena(&o.w, GEMINI_KIND_OTHER, 1, "main", 0, 0);
+  for (int i = 0; i < 3; i++) { /* the second lies in a place that has been used before */
+    if (i) CHECK_OK(gemini_tensor_unregister(o.w.mgr, o.second));
+    CHECK_OK(gemini_tensor_register(o.w.mgr, o.arena, "second", 64, GEMINI_OFFSET_NEXT, &o.second));
+  }
+  o.tensor = world_tensor(&o.w, o.arena, "first", 64);
+  return o;
+}
+
+static void check_dead(const objects_t *o, gemini_manager_t mgr) {
+  gemini_arena_info_t arena = GEMINI_ARENA_INFO_INIT;
+  gemini_tensor_info_t tensor = GEMINI_TENSOR_INFO_INIT;
+  CHECK_EQ(gemini_arena_info(mgr, o->arena, &arena), GEMINI_ERR_HANDLE);
+  CHECK_EQ(gemini_tensor_info(mgr, o->tensor, &tensor), GEMINI_ERR_HANDLE);
+  CHECK_EQ(gemini_tensor_info(mgr, o->second, &tensor), GEMINI_ERR_HANDLE);
+  CHECK_EQ(gemini_stream_synchronize(mgr, o->w.stream), GEMINI_ERR_HANDLE);
+}
+
+/* Handles have twelve bits for the number of their manager; a manager that has them in common with an earlier one knows
+ * none of its objects. */
+static void test_handles_of_closed_managers_stay_dead(void) {
+  enum { MANAGERS = 4 };
+  objects_t gone[MANAGERS];
+  for (int i = 0; i < MANAGERS; i++) {
+    gone[i] = objects_open();
+    CHECK_EQ(gone[i].w.mgr >> 42, gone[0].w.mgr >> 42); /* what is tested */
+    for (int k = 0; k < i; k++) {
+      CHECK(gone[i].w.mgr != gone[k].w.mgr);
+      check_dead(&gone[k], gone[i].w.mgr);
+    }
+    world_close(&gone[i].w);
+    gmi_manager_serial += SERIALS - 1;
+  }
+}
+
+/* Each tensor's place has so many generations; a manager that used them up leaves none for a later one of the same
+ * number. */
+static void test_numbers_whose_generations_are_used_up_are_not_given_again(void) {
+  world_t w = world_open(world_config(2, 2, 0));
+  gemini_arena_t arena = world_arena(&w, GEMINI_KIND_OTHER, 1, "main", 0, 0);
+  uint64_t offset;
+  CHECK_OK(gemini_arena_take(w.mgr, arena, 64, &offset));
+  gemini_tensor_t tensor;
+  for (uint32_t i = 0; i < GMI_TENSOR_GENERATIONS; i++) {
+    CHECK_OK(gemini_tensor_register(w.mgr, arena, "again", 64, 0, &tensor));
+    CHECK_OK(gemini_tensor_unregister(w.mgr, tensor));
+  }
+  const uint64_t used_up = w.mgr >> 42;
+  world_close(&w);
+  gmi_manager_serial += SERIALS - 1;
+  w = world_open(world_config(2, 2, 0));
+  CHECK(w.mgr >> 42 != used_up);
+  world_close(&w);
+}
+
+/* ---- tensors while arenas are cut anew */
+typedef struct {
+  world_t w;
+  gemini_access_t access;
+  _Atomic bool acquired;
+} frozen_t;
+static void *acquire_frozen(void *user) {
+  frozen_t *f = user;
+  CHECK_OK(gemini_acquire(f->w.mgr, &f->access, 1, f->w.stream));
+  atomic_store(&f->acquired, true);
+  return NULL;
+}
+/* Who cuts arenas holds the lock and freezes tensors: an acquire that needs no lock otherwise waits for it. */
+static void test_an_acquire_waits_for_the_lock_while_its_tensor_is_frozen(void) {
+  static char text[8192];
+  frozen_t f = { .w = world_open(world_config(4, 8, 0)) };
+  gemini_arena_t arena = world_arena(&f.w, GEMINI_KIND_OTHER, 1, "main", 0, 0);
+  gemini_tensor_t t = world_tensor(&f.w, arena, "t", WORLD_WINDOW);
+  for (int part = 0; part < 2; part++) {
+    f.access = world_part(t, 0, part ? 64 : WORLD_WINDOW, GEMINI_READ, GEMINI_TIER_DEVICE);
+    CHECK_OK(gemini_acquire(f.w.mgr, &f.access, 1, f.w.stream)); /* its chunk comes, and stays */
+    CHECK_OK(gemini_release(f.w.mgr, &f.access, 1, f.w.stream));
+    gmi_manager_t *m = gmi_manager_get(f.w.mgr);
+    gmi_tensor_t *record = &m->tensors[t & (GMI_TENSORS - 1)];
+    atomic_store(&f.acquired, false);
+    gmi_lock(m, "the_cut");
+    CHECK(!(atomic_fetch_or(&record->word, GMI_TENSOR_FROZEN) & GMI_TENSOR_USERS));
+    pthread_t thread;
+    CHECK_EQ(pthread_create(&thread, NULL, acquire_frozen, &f), 0);
+    do { /* until it waits */
+      CHECK(!atomic_load(&f.acquired));
+      CHECK_OK(gemini_manager_dump(f.w.mgr, text, sizeof text, NULL));
+    } while (!strstr(text, "in gemini_acquire() for the manager's lock, which the_cut()"));
+    CHECK(!(atomic_load(&record->word) & GMI_TENSOR_USERS));
+    atomic_fetch_and(&record->word, ~GMI_TENSOR_FROZEN);
+    gmi_unlock(m);
+    CHECK_EQ(pthread_join(thread, NULL), 0);
+    CHECK_OK(gemini_release(f.w.mgr, &f.access, 1, f.w.stream));
+  }
+  world_close(&f.w);
+}
+
+/* ---- a device that has less than the budget */
+static gemini_status_t no_frame(void *self, uint64_t size_bytes, uint64_t *frame_out) {
+  (void)self, (void)size_bytes, (void)frame_out;
+  return gmi_fail(GEMINI_ERR_OOM_DEVICE, 2, "it is full");
+}
+static void test_a_batch_that_the_device_refuses_does_not_blame_the_budget(void) {
+  world_t w = world_open(world_config(4, 8, 0));
+  gemini_arena_t arena = world_arena(&w, GEMINI_KIND_OTHER, 1, "main", 0, 0);
+  gemini_tensor_t t = world_tensor(&w, arena, "t", 2 * WORLD_WINDOW);
+  gemini_access_t a = world_whole(t, GEMINI_READ, GEMINI_TIER_DEVICE);
+  gmi_manager_t *m = gmi_manager_get(w.mgr);
+  const gmi_device_ops_t *real = m->dev;
+  gmi_device_ops_t full = *real;
+  full.frame_create = no_frame;
+  m->dev = &full;
+  CHECK_EQ(gemini_acquire(w.mgr, &a, 1, w.stream), GEMINI_ERR_OOM_DEVICE);
+  m->dev = real;
+  CHECK_SAYS(world_error().message,
+             "the batch needs 131072 more bytes of device memory: the device could not create a");
+  CHECK(!strstr(world_error().message, "budget"));
+  world_close(&w);
+}
+
+int main(void) {
+  RUN(test_handles_of_closed_managers_stay_dead);
+  RUN(test_numbers_whose_generations_are_used_up_are_not_given_again);
+  RUN(test_an_acquire_waits_for_the_lock_while_its_tensor_is_frozen);
+  RUN(test_a_batch_that_the_device_refuses_does_not_blame_the_budget);
+  return check_done();
+}
