@@ -566,10 +566,12 @@ typedef struct gemini_update_span {
   uint32_t reserved;
   void *ptr[8]; /* in the order of gemini_update_t.arenas: the element first_element of each */
 } gemini_update_span_t;
-/** @param span borrowed until return. HOST: called on the library's workers, several spans at once, and may call
- *  gemini_error_set() and gemini_last_error() only. DEVICE: called on the thread of gemini_update() or, for spans that
- *  had to wait, on a thread that uses one of their chunks, in gemini_update_wait(), or on one of the library's; never
- *  twice at once for one update; may call gemini_stream_call() and gemini_stream_native(), too. */
+/** @param span borrowed until return. HOST: called on the library's workers, several spans at once, and must not
+ *  call the library. DEVICE: called on the thread of gemini_update() or, for a span that had to wait, on a thread that
+ *  uses one of its chunks or waits for updates, or on one of the library's; one span of a manager at a time. It may
+ *  call gemini_stream_call() and gemini_stream_native() only, and must not wait for another thread: until it has
+ *  returned, calls of other threads that look at chunks wait. In both, gemini_last_error() and gemini_error_set() may
+ *  be called. */
 typedef void (*gemini_update_fn)(void *user, const gemini_update_span_t *span);
 
 enum {
@@ -605,9 +607,9 @@ typedef struct gemini_update_s {
  *  @retval GEMINI_ERR_PENDING   (never with GEMINI_UPDATE_LATE) the update was accepted and is not done, or cannot be:
  *                               the message says where it stands and why. gemini_update_wait() goes on with it, and
  *                               returns what it fails with; to call gemini_update() again would update twice
- *  @retval GEMINI_ERR_DEVICE, GEMINI_ERR_IO, GEMINI_ERR_FORMAT  an earlier update failed for good, as
- *                               gemini_update_wait() says: no other is accepted; DEVICE, too: the device could not say
- *                               what stream has queued so far. Nothing changed
+ *  @retval GEMINI_ERR_DEVICE    the device could not say what stream has queued so far; nothing changed. This,
+ *                               GEMINI_ERR_IO and GEMINI_ERR_FORMAT also: an earlier update failed for good, as
+ *                               gemini_update_wait() says, and no other is accepted
  *  Every other error, too, means that the update was not accepted, and nothing changed.
  *  An update that is accepted is done as a whole: spans that cannot run yet, as there is no room for their chunks or a
  *  chunk could not be moved, stay pending, and user with them, and run when they can, before anybody uses one of their

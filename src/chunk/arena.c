@@ -491,9 +491,10 @@ static void names_grow(gmi_manager_t *m) { /* a failure only leaves chains longe
     if (gmi_tensor_alive(&m->tensors[i]) && m->tensors[i].base == i) name_insert(m, i);
 }
 
-/* A record in arena a; its name and chains are the caller's to set. */
-static gemini_status_t tensor_new(gmi_manager_t *m, gmi_arena_t *a, uint64_t offset, uint64_t size,
-                                  uint32_t *index_out) {
+/* Makes sure that tensor_new() finds room for one more record in arena a. */
+static gemini_status_t tensor_room(gmi_manager_t *m, gmi_arena_t *a) {
+  if (m->tensor_free == GMI_NONE && m->tensor_high == GMI_TENSORS)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "%u tensors exist, the limit is %u", GMI_TENSORS, GMI_TENSORS);
   if (a->tensor_count == a->tensor_capacity) {
     uint32_t capacity = a->tensor_capacity ? a->tensor_capacity * 2 : 16;
     uint32_t *order = realloc(a->order, capacity * sizeof *order);
@@ -501,10 +502,14 @@ static gemini_status_t tensor_new(gmi_manager_t *m, gmi_arena_t *a, uint64_t off
     a->order = order;
     a->tensor_capacity = capacity;
   }
+  return GEMINI_OK;
+}
+
+/* Takes a record in arena a, after tensor_room(); its name and chains are the caller's to set. */
+static uint32_t tensor_new(gmi_manager_t *m, gmi_arena_t *a, uint64_t offset, uint64_t size) {
   uint32_t index = m->tensor_free;
   if (index != GMI_NONE) m->tensor_free = m->tensors[index].hash_next;
-  else if (m->tensor_high < GMI_TENSORS) index = m->tensor_high++;
-  else return gmi_fail(GEMINI_ERR_INVALID, 0, "%u tensors exist, the limit is %u", GMI_TENSORS, GMI_TENSORS);
+  else index = m->tensor_high++;
   gmi_tensor_t *t = &m->tensors[index];
   if (!t->generation) t->generation = m->generation_before;
   t->generation++;
@@ -521,8 +526,7 @@ static gemini_status_t tensor_new(gmi_manager_t *m, gmi_arena_t *a, uint64_t off
   a->order[a->tensor_count++] = index;
   if (size > a->longest) a->longest = size;
   m->tensor_alive++;
-  *index_out = index;
-  return GEMINI_OK;
+  return index;
 }
 
 static gemini_status_t tensor_register(gmi_manager_t *m, gemini_arena_t arena, const char *name, uint64_t size,
@@ -550,13 +554,13 @@ static gemini_status_t tensor_register(gmi_manager_t *m, gemini_arena_t arena, c
   char *copy = malloc(length + 1);
   if (!copy) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for a tensor's name");
   memcpy(copy, name, length + 1);
-  gemini_status_t status = next ? arena_extend(m, a, size, &offset) : GEMINI_OK;
-  uint32_t index;
-  if (!status) status = tensor_new(m, a, offset, size, &index);
+  gemini_status_t status = tensor_room(m, a);
+  if (!status && next) status = arena_extend(m, a, size, &offset);
   if (status) {
     free(copy);
     return status;
   }
+  uint32_t index = tensor_new(m, a, offset, size);
   m->tensors[index].name = copy;
   if (m->tensor_alive > (uint64_t)m->name_bucket_count * 2) names_grow(m);
   if (gmi_tensor_named(m, copy) == GMI_NONE) name_insert(m, index); /* names_grow() may have put it in */
@@ -633,9 +637,10 @@ static gemini_status_t tensor_counterpart(gmi_manager_t *m, gemini_tensor_t hand
     if (a->like != from->index)
       return gmi_fail(GEMINI_ERR_INVALID, 0, "arena %s is not like %s, where tensor %s is", a->name, from->name,
                       base->name);
-    gemini_status_t status = tensor_new(m, a, base->offset / from->element_bytes * a->element_bytes,
-                                        base->size / from->element_bytes * a->element_bytes, &index);
+    gemini_status_t status = tensor_room(m, a);
     if (status) return status;
+    index = tensor_new(m, a, base->offset / from->element_bytes * a->element_bytes,
+                       base->size / from->element_bytes * a->element_bytes);
     m->tensors[index].base = t->base;
     m->tensors[index].next = base->next;
     base->next = index;

@@ -216,7 +216,7 @@ static void go_home(gmi_manager_t *m, const old_cut_t *old, uint32_t old_shift, 
 }
 
 /* The new records of one arena, whose bytes are home. What reads as zero becomes zeros where it shares a new window
- * with other bytes. */
+ * with other bytes, and so does the part of the last new window that no old one covers: the arena may grow into it. */
 static void recut_arena(gmi_manager_t *m, gmi_arena_t *a, const old_cut_t *old, uint32_t old_shift) {
   uint64_t window = UINT64_C(1) << m->window_shift, old_window = UINT64_C(1) << old_shift;
   for (uint32_t k = 0; k < atomic_load(&a->window_count); k++) {
@@ -231,6 +231,8 @@ static void recut_arena(gmi_manager_t *m, gmi_arena_t *a, const old_cut_t *old, 
       uint64_t to = (o + 1) * old_window < end ? (o + 1) * old_window : end;
       if (old->windows[o].valid & GMI_VALID_ZERO) memset(gmi_range_host(m, a, from), 0, to - from);
     }
+    uint64_t covered = old->count * old_window;
+    if (covered < end) memset(gmi_range_host(m, a, covered), 0, end - covered);
     a->windows[k].valid = GMI_VALID_HOST;
   }
 }

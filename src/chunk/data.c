@@ -360,6 +360,8 @@ static gemini_status_t file_range(gmi_manager_t *m, const gemini_access_t *acces
   for (uint64_t i = r.first; !status && i <= r.last; i++) status = file_check(&r, &r.store->windows[i], write_file);
   if (!status && !write_file)
     status = gmi_host_fits(m, "the range", ((uint64_t)r.last - r.first + 1) << m->window_shift, in_range, &r);
+  /* Before the first byte: an update that cannot be done refuses a load while nothing has changed. */
+  for (uint64_t i = r.first; !status && i <= r.last; i++) status = gmi_updates_queue(m, &r.store->windows[i]);
   for (uint64_t i = r.first; !status && i <= r.last; i++) {
     gmi_window_t *w = &r.store->windows[i];
     uint64_t begin, end, done = 0;

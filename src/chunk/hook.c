@@ -234,7 +234,7 @@ static void *hook_malloc(const char *operation, uint64_t size, bool negative, in
   if (!m) {
     status = gmi_fail(GEMINI_ERR_STATE, 0, "no manager serves device %d: gemini_hook_set() comes first", device);
   } else {
-    gmi_lock(m, operation);
+    gmi_lock_beside(m, operation);
     if (negative) status = gmi_fail(GEMINI_ERR_INVALID, 0, "size is negative");
     else status = hook_alloc(m, size, native, &ptr);
     if (status) tell(m);
@@ -249,7 +249,7 @@ static void *hook_malloc(const char *operation, uint64_t size, bool negative, in
 static gemini_status_t hook_free_in(gmi_manager_t *m, const char *operation, void *ptr, void *native) {
   if (pthread_mutex_trylock(&m->lock)) {
     if (put_aside(m, ptr, native)) return GEMINI_OK;
-    gmi_lock(m, operation); /* no memory to remember it */
+    gmi_lock_beside(m, operation); /* no memory to remember it */
   } else {
     gmi_watch_locked(m, operation);
   }

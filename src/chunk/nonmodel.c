@@ -203,14 +203,19 @@ static gemini_status_t nonmodel_alloc(gmi_manager_t *m, uint64_t size, gemini_st
   return gmi_nonmodel_alloc(m, size, s, ptr_out);
 }
 gemini_status_t gemini_alloc(gemini_manager_t mgr, uint64_t size_bytes, gemini_stream_t stream, void **ptr_out) {
-  API_LOCKED(nonmodel_alloc(m, size_bytes, stream, ptr_out));
+  gmi_manager_t *m = gmi_manager_get(mgr);
+  if (!m) API_RETURN(GEMINI_ERR_HANDLE);
+  gmi_lock_beside(m, __func__);
+  gemini_status_t status = nonmodel_alloc(m, size_bytes, stream, ptr_out);
+  gmi_unlock(m);
+  API_RETURN(status);
 }
 
 gemini_status_t gemini_free(gemini_manager_t mgr, void *ptr, gemini_stream_t stream) {
   gmi_manager_t *m = gmi_manager_get(mgr);
   if (!m) API_RETURN(GEMINI_ERR_HANDLE);
   if (!ptr) return GEMINI_OK;
-  gmi_lock(m, __func__);
+  gmi_lock_beside(m, __func__);
   uint32_t s;
   gemini_status_t status = gmi_stream_resolve(m, stream, &s);
   if (!status && !gmi_nonmodel_free(m, ptr, s)) status = GEMINI_ERR_INVALID;

@@ -77,8 +77,7 @@ gemini_status_t gmi_map(gmi_manager_t *m, void *address, uint32_t frame, gmi_map
 static void unmap(gmi_manager_t *m, void *address, gmi_mapping_t *mapping) {
   if (!mapping->frame_1) return;
   gmi_fence_sync(m, mapping->left);
-  m->dev->unmap(m->dev_self, address, window_bytes(m));
-  mapping->frame_1 = 0;
+  if (!m->dev->unmap(m->dev_self, address, window_bytes(m))) mapping->frame_1 = 0;
 }
 
 void gmi_map_leave(gmi_manager_t *m, void *address, gmi_mapping_t *mapping, gmi_fence_t fence) {
@@ -284,8 +283,14 @@ gemini_status_t gmi_frames_resize(gmi_manager_t *m, uint32_t frame_count) {
     }
     status = gmi_fence_sync(m, m->frames[frame].ready);
     unmap_from(m, frame); /* old addresses still map it */
-    if (!status) status = m->dev->frame_destroy(m->dev_self, m->frames[frame].handle, window_bytes(m));
-    if (status) return status;
+    if (!status && m->dev->frame_destroy(m->dev_self, m->frames[frame].handle, window_bytes(m)))
+      status = gmi_fail(GEMINI_ERR_DEVICE, 0, "the device could not free a frame of %llu bytes",
+                        (unsigned long long)window_bytes(m));
+    if (status) {
+      m->frame_used++; /* gmi_frame_give() counts it off again */
+      gmi_frame_give(m, frame, m->frames[frame].ready);
+      return status;
+    }
     m->frames[frame] = (gmi_frame_t){ 0 };
     m->unmade[m->unmade_size++] = frame;
     m->frame_made--;
@@ -418,7 +423,8 @@ gemini_status_t gmi_window_fetch(gmi_manager_t *m, gmi_window_t *w, bool fresh, 
    * the copies elsewhere still count. */
   if (!fresh) w->valid |= GMI_VALID_DEVICE;
   uint32_t word = GMI_WINDOW_RESIDENT;
-  if (gmi_fence_reached(m, arrive)) word |= GMI_WINDOW_SETTLED;
+  /* The fast path of an acquire looks at nothing else: updates of the window that wait are done first. */
+  if (!w->deferred && gmi_fence_reached(m, arrive)) word |= GMI_WINDOW_SETTLED;
   atomic_fetch_or(&w->word, word);
   gmi_timeline_counters(m);
   return GEMINI_OK;

@@ -18,7 +18,7 @@ typedef struct {
 
 /* Consecutive pieces of an update that have not been queued yet. Each is counted in the deferred of its windows. */
 typedef struct rest {
-  struct rest *next;
+  struct rest *next, *previous;
   struct walk *walk;
   uint64_t begin, end; /* elements; begin is where a piece begins; the same: nothing is left, and it is in no list */
   uint64_t next_use;   /* as gmi_tracer_piece_use() */
@@ -203,7 +203,7 @@ static gemini_status_t host_piece(walk_t *k, piece_t *p, bool deferred) {
  * or a chunk could not be moved, is left: a thread queues it as room comes (with a file tier), or whoever wants one of its
  * windows does, or gemini_update_wait(). Rests are in the order of their updates, and a window's in the order of its own. */
 typedef struct gmi_deferred {
-  rest_t *first, **end; /* under the manager's lock, as all that is not Atomic */
+  rest_t *first, *last; /* under the manager's lock, as all that is not Atomic */
   pthread_cond_t more;  /* with the manager's lock */
   pthread_t thread;
   _Atomic uint64_t count; /* Atomic: pieces */
@@ -223,17 +223,16 @@ static void walk_unref(walk_t *k) {
   free(k);
 }
 
-static void rest_append(gmi_deferred_t *d, rest_t *rest) {
+static void rest_insert(gmi_deferred_t *d, rest_t *rest, rest_t *before) { /* NULL: at the end */
   rest->walk->refs++;
-  rest->next = NULL;
-  *d->end = rest;
-  d->end = &rest->next;
+  rest->next = before;
+  rest->previous = before ? before->previous : d->last;
+  *(rest->previous ? &rest->previous->next : &d->first) = rest;
+  *(before ? &before->previous : &d->last) = rest;
 }
 static void rest_remove(gmi_deferred_t *d, rest_t *rest) {
-  rest_t **link = &d->first;
-  while (*link != rest) link = &(*link)->next;
-  *link = rest->next;
-  if (!rest->next) d->end = link;
+  *(rest->previous ? &rest->previous->next : &d->first) = rest->next;
+  *(rest->next ? &rest->next->previous : &d->last) = rest->previous;
   walk_t *k = rest->walk;
   if (rest == k->tail) k->tail = NULL;
   free(rest);
@@ -253,13 +252,10 @@ static void rest_queued(gmi_deferred_t *d, rest_t *rest, const piece_t *p) {
 
 /* The call leaves the piece that its tail begins with, for later: false: there is no memory to remember it by itself. */
 static bool tail_leave_one(gmi_deferred_t *d, walk_t *k, const piece_t *p) {
-  rest_t *rest = malloc(sizeof *rest), **link = &d->first;
+  rest_t *rest = malloc(sizeof *rest);
   if (!rest) return false;
   *rest = (rest_t){ .walk = k, .begin = p->begin, .end = p->end, .next_use = p->next_use, .left = true };
-  while (*link != k->tail) link = &(*link)->next;
-  rest->next = k->tail;
-  *link = rest;
-  k->refs++;
+  rest_insert(d, rest, k->tail);
   for (uint32_t i = 0; i < p->count; i++) p->windows[i]->left++;
   k->tail->begin = p->end;
   if (k->tail->begin == k->tail->end) rest_remove(d, k->tail);
@@ -300,12 +296,16 @@ static void after_callback(gmi_manager_t *m, gemini_status_t status, gmi_fence_t
   (void)gmi_fence_sync(m, fence);
 }
 
+static uint32_t piece_pins(const piece_t *p, uint32_t i) { /* of a window, while its span is being queued */
+  return p->modes[i] & GEMINI_WRITE ? 1 + GMI_WINDOW_WRITER : 1;
+}
+
 /* Queues a piece on the device. Fails before it has called back, and then has done nothing; gives up the lock to call back. */
 static gemini_status_t device_piece(walk_t *k, piece_t *p, rest_t *rest) {
   gmi_manager_t *m = k->m;
   uint32_t stream = m->update_stream, held = 0;
   gemini_status_t status = GEMINI_OK;
-  for (; held < p->count; held++) atomic_fetch_add(&p->windows[held]->word, 1);
+  for (; held < p->count; held++) atomic_fetch_add(&p->windows[held]->word, piece_pins(p, held));
   for (uint32_t i = 0; !status && i < p->count; i++)
     status = gmi_window_fetch(m, p->windows[i], false, GEMINI_REASON_UPDATE, GMI_TAKE_EVICT);
   if (!status) status = gmi_fence_wait(m, stream, k->after);
@@ -333,12 +333,12 @@ static gemini_status_t device_piece(walk_t *k, piece_t *p, rest_t *rest) {
     k->refs++;
     rest_queued(m->deferred, rest, p);
     const char *function = atomic_load_explicit(&m->watch.holder, memory_order_relaxed);
-    gmi_unlock(m); /* never call out with the lock; the windows are held */
+    gmi_callback_begin(m); /* never call out with the lock; the windows are held */
     gmi_wait_t wait;
     gmi_wait_begin(m, &wait, function, GMI_WAIT_CALLBACK, 0);
     k->u.fn(k->u.user, &span);
     gmi_wait_end(m, &wait);
-    gmi_lock(m, function);
+    gmi_callback_end(m, function);
     walk_unref(k);
     gmi_fence_t end = gmi_fence_later(m, stream);
     for (uint32_t i = 0; i < p->count; i++)
@@ -353,7 +353,7 @@ static gemini_status_t device_piece(walk_t *k, piece_t *p, rest_t *rest) {
       m->timed[m->timed_count++].elements = p->end - p->begin;
     }
   }
-  for (uint32_t i = 0; i < held; i++) atomic_fetch_sub(&p->windows[i]->word, 1);
+  for (uint32_t i = 0; i < held; i++) atomic_fetch_sub(&p->windows[i]->word, piece_pins(p, i));
   return status;
 }
 
@@ -429,6 +429,7 @@ static void *defer_work(void *user) {
     bool idle = !d->first || !d->first->left;
     if (idle) {
       if (!d->stop) pthread_cond_wait(&d->more, &m->lock);
+      gmi_callbacks_wait(m, THREAD_NAME);
       continue;
     }
     gmi_unlock(m);             /* sends logs */
@@ -449,7 +450,6 @@ void gmi_updates_room(gmi_manager_t *m) {
 gemini_status_t gmi_updates_open(gmi_manager_t *m) {
   gmi_deferred_t *d = m->deferred = calloc(1, sizeof *d);
   if (!d) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for deferred updates");
-  d->end = &d->first;
   pthread_cond_init(&d->more, NULL);
   if (!m->files) return GEMINI_OK;
   int error = pthread_create(&d->thread, NULL, defer_work, m);
@@ -628,7 +628,7 @@ static void walk_accept(walk_t *k) {
   k->tail->walk = k;
   k->tail->begin = k->u.first_element;
   k->tail->end = k->u.first_element + k->u.element_count;
-  rest_append(m->deferred, k->tail);
+  rest_insert(m->deferred, k->tail, NULL);
   for (uint64_t at = k->tail->begin; at < k->tail->end; at = p.end, m->deferred->count++) {
     piece_at(k, at, k->tail->end, &p);
     for (uint32_t i = 0; i < p.count; i++) p.windows[i]->deferred++;
@@ -647,7 +647,7 @@ static gemini_status_t tail_queue_one(walk_t *k, piece_t *p, bool device) {
   bool pinned = is_pinned(p);
   gemini_status_t status = GEMINI_OK;
   if (device || pinned || !m->files) status = queue_left(m, p);
-  if (status) return status;
+  if (status || !k->tail || k->tail->begin != p->begin) return status; /* a callback has queued it meanwhile */
   status = device || pinned ? device_piece(k, p, k->tail) : GEMINI_ERR_OOM_DEVICE;
   if (pinned || !gmi_is_oom(status)) return status;
   if (!piece_is_ready(k, p))
@@ -722,10 +722,11 @@ static gemini_status_t walk(walk_t *k, uint32_t stream) {
   gemini_status_t room = status;
   uint32_t index;
   gmi_tracer_update(m, &record, &index);
-  if (room && (status = walk_room(k, index))) return status;
-  if (stream != GMI_CALLER) {
-    status = gmi_fence_now(m, stream, &k->after);
-    if (status) return status;
+  status = room ? walk_room(k, index) : GEMINI_OK;
+  if (!status && stream != GMI_CALLER) status = gmi_fence_now(m, stream, &k->after);
+  if (status) {
+    gmi_tracer_update_refused(m, index);
+    return status;
   }
   walk_accept(k);
   walk_run(k, index);

@@ -24,8 +24,8 @@ void gmi_fork_watch(const gmi_fork_ops_t *ops);
  * that there is no memory to remember stays open in a child. Any thread. */
 void gmi_fork_close(int fd);
 void gmi_fork_keep(int fd);
-/* Between these two calls, which may be nested, no thread forks: so that a descriptor is open only where it is remembered,
- * both are within them, its open() and gmi_fork_close(), and likewise gmi_fork_keep() and its close(). */
+/* Between these two calls, which may be nested, no thread forks: so that a descriptor is open only where it is
+ * remembered, both are within them, its open() and gmi_fork_close(), and likewise gmi_fork_keep() and its close(). */
 void gmi_fork_hold(void);
 void gmi_fork_let(void);
 

@@ -134,7 +134,7 @@ gmi_manager_t *gmi_manager_of(uint64_t handle) {
   return NULL;
 }
 
-void gmi_lock(gmi_manager_t *m, const char *function) {
+void gmi_lock_beside(gmi_manager_t *m, const char *function) {
   if (pthread_mutex_trylock(&m->lock)) {
     gmi_wait_t wait;
     gmi_wait_begin(m, &wait, function, GMI_WAIT_LOCK, 0);
@@ -143,6 +143,31 @@ void gmi_lock(gmi_manager_t *m, const char *function) {
   }
   gmi_watch_locked(m, function);
   if (atomic_load_explicit(&m->hook_waiting, memory_order_relaxed)) gmi_hook_drain(m);
+}
+
+void gmi_callbacks_wait(gmi_manager_t *m, const char *function) {
+  if (!m->callbacks || pthread_equal(m->callback_thread, pthread_self())) return;
+  gmi_wait_t wait;
+  gmi_wait_begin(m, &wait, function, GMI_WAIT_CALLBACK, 0);
+  while (m->callbacks) pthread_cond_wait(&m->callback_ended, &m->lock);
+  gmi_wait_end(m, &wait);
+  gmi_watch_locked(m, function);
+}
+
+void gmi_lock(gmi_manager_t *m, const char *function) {
+  gmi_lock_beside(m, function);
+  gmi_callbacks_wait(m, function);
+}
+
+void gmi_callback_begin(gmi_manager_t *m) {
+  m->callback_thread = pthread_self();
+  m->callbacks++;
+  pthread_mutex_unlock(&m->lock);
+}
+
+void gmi_callback_end(gmi_manager_t *m, const char *function) {
+  gmi_lock_beside(m, function);
+  if (!--m->callbacks) pthread_cond_broadcast(&m->callback_ended);
 }
 
 void gmi_unlock(gmi_manager_t *m) {
@@ -328,7 +353,7 @@ static bool is_native(const gmi_stream_t *s, const void *native) {
 
 static gemini_status_t stream_create(gmi_manager_t *m, void *const *native, gemini_stream_t *stream_out) {
   if (!stream_out) return gmi_fail(GEMINI_ERR_INVALID, 0, "stream_out is NULL");
-  gmi_lock(m, "gemini_stream_create");
+  gmi_lock_beside(m, "gemini_stream_create");
   uint32_t index = GMI_DEVICE_MAX_STREAMS;
   gemini_status_t status = GEMINI_OK;
   if (native) /* what a hook has adopted becomes the caller's */
@@ -359,7 +384,7 @@ static gemini_status_t stream_native(gmi_manager_t *m, gemini_stream_t stream, v
   status = m->dev->stream_native(m->dev_self, index, &native);
   if (status == GEMINI_ERR_UNSUPPORTED) return gmi_fail(status, 0, "device %s has no streams of an API", m->dev->name);
   if (status) return status;
-  gmi_lock(m, "gemini_stream_native");
+  gmi_lock_beside(m, "gemini_stream_native");
   m->streams[index].native = *native_out = native;
   m->streams[index].named = true;
   gmi_unlock(m);
@@ -387,13 +412,15 @@ static gemini_status_t native_renew(gmi_manager_t *m, uint32_t index, bool may_b
 
 gemini_status_t gmi_stream_end(gmi_manager_t *m, uint32_t index) {
   /* Fences of this stream may still lie in windows: everything they could name gets placed and reached here. */
-  gmi_fence_t end;
+  gmi_fence_t end = 0;
   gemini_status_t status = fence_now(m, index, false, &end);
   if (!status) status = gmi_fence_sync(m, end);
+  if (status) return status;
   gmi_tracer_resolve(m, true);
+  status = native_destroy(m, index);
+  if (status) return gmi_fail(status, 0, "device %s could not destroy stream %u", m->dev->name, index);
   atomic_store(&m->streams[index].life, 0);
-  (void)native_destroy(m, index);
-  return status;
+  return GEMINI_OK;
 }
 
 gemini_status_t gmi_stream_of_native(gmi_manager_t *m, void *native, bool may_block, uint32_t *index_out) {
@@ -463,7 +490,7 @@ static gemini_status_t stream_synchronize(gmi_manager_t *m, gemini_stream_t stre
   uint32_t index = 0;
   gemini_status_t status = gmi_stream_resolve(m, stream, &index);
   if (status || index == GMI_CALLER) return status;
-  gmi_lock(m, "gemini_stream_synchronize");
+  gmi_lock_beside(m, "gemini_stream_synchronize");
   gmi_fence_t end;
   status = fence_now(m, index, false, &end);
   gmi_unlock(m);
@@ -571,6 +598,7 @@ static void manager_free(gmi_manager_t *m) {
   free(m->keep_name);
   gmi_leases_free(&m->leases);
   pthread_mutex_destroy(&m->hook_lock);
+  pthread_cond_destroy(&m->callback_ended);
   gmi_watchdog_stop(m);
   gmi_watch_destroy(m);
   pthread_mutex_destroy(&m->lock);
@@ -611,6 +639,7 @@ static gemini_status_t manager_open(const gemini_config_t *theirs, gemini_manage
   memset(m, 0, sizeof *m);
   pthread_mutex_init(&m->lock, NULL);
   pthread_mutex_init(&m->hook_lock, NULL);
+  pthread_cond_init(&m->callback_ended, NULL);
   gmi_leases_init(&m->leases);
   gmi_watch_init(m);
   m->config = config;
@@ -760,13 +789,13 @@ static gemini_status_t budget_device(gmi_manager_t *m, uint64_t bytes) {
   status = gmi_tracer_replan(m);
   if (!status) return GEMINI_OK;
   /* The plan cannot be made: the budget stays as it was. Growing back, or shrinking what was not yet used, works. */
+  char message[440];
+  int64_t code = gmi_fail_code();
+  snprintf(message, sizeof message, "%s", gmi_fail_message());
   m->config.device_bytes = old;
-  if (atomic_load(&m->window_bytes) && gmi_frames_resize(m, (uint32_t)((old - margin) / window)) == GEMINI_OK) {
-    char message[440];
-    snprintf(message, sizeof message, "%s", gmi_fail_message());
-    if (gmi_tracer_replan(m) == GEMINI_OK) gmi_fail(status, 0, "%s", message);
-  }
-  return status;
+  if (atomic_load(&m->window_bytes) && gmi_frames_resize(m, (uint32_t)((old - margin) / window)) == GEMINI_OK)
+    (void)gmi_tracer_replan(m);
+  return gmi_fail(status, code, "%s", message);
 }
 
 static gemini_status_t budget_set(gmi_manager_t *m, uint32_t tier, uint64_t bytes) {

@@ -71,7 +71,7 @@ typedef struct gmi_mapping {
 
 /* ---- windows */
 #define GMI_WINDOW_RESIDENT (1u << 31) /* has a frame that holds, or will hold once arrive is reached, its bytes */
-#define GMI_WINDOW_SETTLED (1u << 30)  /* arrive has been reached */
+#define GMI_WINDOW_SETTLED (1u << 30)  /* arrive has been reached, and no update waits */
 #define GMI_WINDOW_DIRTY (1u << 29)    /* the device copy is the only valid one */
 #define GMI_WINDOW_WRITERS 0x1fff0000u /* of the pins, those that may write */
 #define GMI_WINDOW_WRITER 0x00010000u
@@ -338,6 +338,12 @@ typedef struct gmi_manager {
   } timed[64]; /* to be measured */
   uint32_t timed_count;
 
+  /* A device span's callback runs without the lock, in the middle of a call: until it has ended, the calls of other
+   * threads that look at chunks wait (gmi_lock()). */
+  pthread_cond_t callback_ended; /* with lock */
+  pthread_t callback_thread;
+  _Atomic uint32_t callbacks; /* Atomic: nested, of that thread; 0: none runs */
+
   /* brackets */
   _Atomic uint64_t op_serial; /* Atomic: 0 = no op open */
   uint64_t op_serial_next;
@@ -366,7 +372,13 @@ extern uint64_t
 gmi_manager_t *gmi_manager_get(gemini_manager_t handle); /* NULL, with the error recorded */
 gmi_manager_t *gmi_manager_of(uint64_t handle);          /* of any object's handle; likewise */
 void gmi_lock(gmi_manager_t *m, const char *function);   /* function: the public one, for who waits; static storage */
-void gmi_unlock(gmi_manager_t *m);                       /* then sends queued logs */
+/* The same in the middle of another thread's update callback: for calls that leave chunks' bytes and records alone. */
+void gmi_lock_beside(gmi_manager_t *m, const char *function);
+/* Lock held, and given up meanwhile: waits until no callback of another thread runs. */
+void gmi_callbacks_wait(gmi_manager_t *m, const char *function);
+void gmi_callback_begin(gmi_manager_t *m); /* gives up the lock; logs are not sent */
+void gmi_callback_end(gmi_manager_t *m, const char *function);
+void gmi_unlock(gmi_manager_t *m); /* then sends queued logs */
 /* All of a public function whose parameter mgr is the manager: call, with m, under its lock. */
 #define API_LOCKED(call)                   \
   gmi_manager_t *m = gmi_manager_get(mgr); \
@@ -388,7 +400,7 @@ void gmi_space_free(void *space, uint64_t bytes);
 /* The index under which the caller's own stream is known, which adopts it at first; lock held. BUSY: that would wait
  * for the device, which may_block allows. On the simulated device native is a gemini_stream_t. */
 gemini_status_t gmi_stream_of_native(gmi_manager_t *m, void *native, bool may_block, uint32_t *index_out);
-/* Waits for a stream's work and lets go of it; lock held. */
+/* Waits for a stream's work and lets go of it; lock held. A failure leaves the stream as it is. */
 gemini_status_t gmi_stream_end(gmi_manager_t *m, uint32_t index);
 
 /* Memory that queued work may still write to, as the device could not be waited for: it goes when the device has been

@@ -41,6 +41,7 @@ typedef struct gmi_device_ops {
   uint64_t window_overhead_ns; /* of a window's way to the device or back, besides its bytes: mapping, marks */
   uint64_t link_bytes_per_s;   /* to be expected of a copy, until one was measured */
 
+  /* What failed is in the thread's last error (gmi_fail). */
   gemini_status_t (*open)(const gmi_device_config_t *config, void **self_out);
   /* Blocks until every stream is idle. Everything made from it is gone. NULL is accepted. */
   void (*close)(void *self);

@@ -21,6 +21,7 @@
 #include <unistd.h>
 
 #include "core/fork.h"
+#include "core/status.h"
 #include "core/thread.h"
 #include "device/device.h"
 
@@ -760,17 +761,20 @@ static void sim_close(void *self) {
 }
 
 static gemini_status_t sim_open(const gmi_device_config_t *config, void **self_out) {
-  if (!config || !self_out || config->reserved || !memory_bytes_ok(config->memory_bytes)) return GEMINI_ERR_INVALID;
-  if (config->ordinal) return GEMINI_ERR_UNSUPPORTED;
+  if (!config || !self_out || config->reserved || !memory_bytes_ok(config->memory_bytes))
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "there is no memory of this size");
+  if (config->ordinal) return gmi_fail(GEMINI_ERR_UNSUPPORTED, 0, "there is one, number 0, not %u", config->ordinal);
   sim_t *sim = calloc(1, sizeof *sim);
-  if (!sim) return GEMINI_ERR_OOM_SYSTEM;
+  if (!sim) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for its records");
   gmi_fork_hold();
   sim->memory_fd = memfd_create("gemini-sim", MFD_CLOEXEC);
   gmi_fork_close(sim->memory_fd); /* or its memory would live as long as a child does */
   gmi_fork_let();
   if (sim->memory_fd < 0) {
+    int error = errno;
     free(sim);
-    return errno == ENOSYS ? GEMINI_ERR_UNSUPPORTED : GEMINI_ERR_OOM_SYSTEM;
+    return gmi_fail(error == ENOSYS ? GEMINI_ERR_UNSUPPORTED : GEMINI_ERR_OOM_SYSTEM, error, "memfd_create: %s",
+                    strerror(error));
   }
   /* A file that passes the process's limit would end the process by a signal. */
   struct rlimit limit = { RLIM_INFINITY, RLIM_INFINITY };

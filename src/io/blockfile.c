@@ -128,7 +128,12 @@ static gemini_status_t open_named(gmi_blockfile_t *file, bool direct, uint32_t f
   if (status) return status;
   int again = direct ? open_again(sys, file->path, O_DIRECT | O_NOFOLLOW | O_NONBLOCK) : -1;
   if (again < 0) return GEMINI_OK;
-  if (sys->fstat(again, &again_info) || again_info.st_dev != info.st_dev || again_info.st_ino != info.st_ino) {
+  if (sys->fstat(again, &again_info)) {
+    int error = errno;
+    sys->close(again);
+    return gmi_fail(GEMINI_ERR_IO, error, "file tier: could not look at %s: %s", file->path, strerror(error));
+  }
+  if (again_info.st_dev != info.st_dev || again_info.st_ino != info.st_ino) {
     sys->close(again);
     return gmi_fail(GEMINI_ERR_BUSY, 0, "file tier: %s was exchanged while it was opened", file->path);
   }

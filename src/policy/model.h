@@ -74,12 +74,7 @@ void gmi_hits_free(gmi_hits_t *hits);
  * and is ended by gmi_plan_free() on failure too. */
 gemini_status_t gmi_schedule_make(const gmi_model_t *model, const gmi_hits_t *hits, gmi_plan_t *plan);
 
-typedef struct gmi_simulation {
-  uint32_t worst_op; /* which waited longest for windows in the last iteration, itself or in its device pieces */
-  uint32_t iterations;
-  uint64_t worst_stall_ns;
-} gmi_simulation_t;
-/* As gmi_plan_simulate(); simulation_out may be NULL. */
-gemini_status_t gmi_simulate(const gmi_facts_t *facts, gmi_plan_t *plan, gmi_simulation_t *simulation_out);
+/* As gmi_plan_simulate(). iterations_out: until the steady state; may be NULL. */
+gemini_status_t gmi_simulate(const gmi_facts_t *facts, gmi_plan_t *plan, uint32_t *iterations_out);
 
 #endif

@@ -80,7 +80,8 @@ typedef struct gmi_plan_move {
 enum { GMI_EVICT_DIRTY = 1 /* must be written back */, GMI_EVICT_FOR_UPDATE = 2 /* because a host piece needs it */ };
 
 typedef struct gmi_plan {
-  uint32_t op_count, window_count, piece_count, reserved;
+  uint32_t op_count, window_count, piece_count;
+  uint32_t worst_op;          /* waits longest for windows, itself or in its device pieces */
   gmi_plan_move_t *fetches;   /* in issue order, which is the order of need: by op, then those at the op's begin, then
                                 those of its device pieces in order of index */
   uint32_t *fetch_first;      /* [op_count + 1] into fetches */
@@ -99,8 +100,9 @@ typedef struct gmi_plan {
   uint64_t device_piece_count;
   uint64_t predicted_ns; /* of one iteration in the steady state; at least each of the five busy times */
   uint64_t compute_ns, fetch_busy_ns, evict_busy_ns, update_busy_ns, file_busy_ns; /* of that iteration */
-  uint64_t file_windows; /* read, and written, in an iteration */
-  uint64_t stall_ns;     /* predicted_ns - compute_ns */
+  uint64_t file_windows;   /* read, and written, in an iteration */
+  uint64_t stall_ns;       /* predicted_ns - compute_ns */
+  uint64_t worst_stall_ns; /* of worst_op */
 } gmi_plan_t;
 
 typedef struct gmi_plan_failure { /* why GEMINI_ERR_OOM_DEVICE */
@@ -117,7 +119,7 @@ gemini_status_t gmi_plan_make(const gmi_plan_input_t *input, gmi_plan_t *plan_ou
 void gmi_plan_free(gmi_plan_t *plan);
 
 /* The step time that a plan leads to, by simulating compute stream, both links and the update workers over iterations
- * until the steady state; fills predicted_ns and the *_ns fields of plan. gmi_plan_make() has done it already; call
+ * until the steady state; fills predicted_ns, the *_ns fields of plan and worst_op. gmi_plan_make() has done it already; call
  * it again when op times or rates were measured anew. GEMINI_ERR_INVALID: the plan is not of this input. */
 gemini_status_t gmi_plan_simulate(const gmi_plan_input_t *input, gmi_plan_t *plan);
 

@@ -405,7 +405,7 @@ static bool moves_fit(const gmi_plan_input_t *input, const gmi_plan_t *plan) {
   return true;
 }
 
-gemini_status_t gmi_simulate(const gmi_facts_t *facts, gmi_plan_t *plan, gmi_simulation_t *simulation_out) {
+gemini_status_t gmi_simulate(const gmi_facts_t *facts, gmi_plan_t *plan, uint32_t *iterations_out) {
   const gmi_plan_input_t *input = facts->input;
   if (!moves_fit(input, plan)) return GEMINI_ERR_INVALID;
   uint64_t evicts = plan->evict_first[plan->op_count], fetches = plan->fetch_first[plan->op_count];
@@ -481,11 +481,9 @@ gemini_status_t gmi_simulate(const gmi_facts_t *facts, gmi_plan_t *plan, gmi_sim
   plan->predicted_ns = later(later(length_ns, plan->update_busy_ns), later(plan->fetch_busy_ns, plan->evict_busy_ns));
   plan->predicted_ns = later(plan->predicted_ns, later(plan->file_busy_ns, apart_ns));
   plan->stall_ns = plan->predicted_ns - plan->compute_ns;
-  if (simulation_out != NULL) {
-    simulation_out->worst_op = m.worst_op;
-    simulation_out->iterations = iteration;
-    simulation_out->worst_stall_ns = m.worst_stall_ns;
-  }
+  plan->worst_op = m.worst_op;
+  plan->worst_stall_ns = m.worst_stall_ns;
+  if (iterations_out != NULL) *iterations_out = iteration;
   status = GEMINI_OK;
 end:
   free(m.runs);

@@ -101,7 +101,13 @@ typedef struct {
   gmi_trace_t *trace;
   uint32_t arena_of[GMI_ARENAS]; /* the file's arena number to this manager's */
   bool ended;
+  bool lost; /* there was no memory for a line */
 } reader_t;
+
+static const char *no_memory(reader_t *r) {
+  r->lost = true;
+  return "no memory for it";
+}
 
 /* One line into the trace; NULL when it is right, else what is wrong. */
 static const char *read_line(reader_t *r, const char *line) {
@@ -144,7 +150,7 @@ static const char *read_line(reader_t *r, const char *line) {
       return "malformed op";
     gmi_trace_op_t *op = gmi_trace_add_op(r->trace);
     if (op) op->name = gmi_op_name_take(r->trace->names, name);
-    if (!op || !op->name) return "no memory for it";
+    if (!op || !op->name) return no_memory(r);
     op->phase = (uint32_t)v[0];
     op->compute_ns = v[1];
     op->samples = 1;
@@ -161,7 +167,7 @@ static const char *read_line(reader_t *r, const char *line) {
     if (!arena || arena->store != arena->index || !v[2] || v[1] > size || v[2] > size - v[1])
       return "use outside its arena";
     gmi_trace_span_t *span = gmi_trace_add_span(r->trace);
-    if (!span) return "no memory for it";
+    if (!span) return no_memory(r);
     *span = (gmi_trace_span_t){ arena->index, (uint32_t)v[3], v[1], v[2] };
     return NULL;
   }
@@ -180,7 +186,7 @@ static const char *read_line(reader_t *r, const char *line) {
       update.modes[update.arena_count] = (uint32_t)v[3];
     }
     gmi_trace_update_t *record = gmi_trace_add_update(r->trace);
-    if (!record) return "no memory for it";
+    if (!record) return no_memory(r);
     *record = update;
     return NULL;
   }
@@ -229,7 +235,8 @@ gemini_status_t gmi_trace_read(gmi_manager_t *m, gmi_trace_t *trace_out, const c
   if (wrong || bad) {
     gmi_trace_free(&trace);
     if (bad) return gmi_fail(GEMINI_ERR_IO, EIO, "trace %s: could not read it", path);
-    return gmi_fail(GEMINI_ERR_FORMAT, 0, "trace %s, line %llu: %s", path, (unsigned long long)number, wrong);
+    return gmi_fail(r.lost ? GEMINI_ERR_OOM_SYSTEM : GEMINI_ERR_FORMAT, r.lost ? ENOMEM : 0, "trace %s, line %llu: %s",
+                    path, (unsigned long long)number, wrong);
   }
   *trace_out = trace;
   return GEMINI_OK;

@@ -46,6 +46,7 @@ typedef struct gmi_tracer {
   uint32_t history_size;
   bool planned;              /* a plan was made: the size of windows stays from then on */
   bool agrees[GMI_VARIANTS]; /* with this iteration so far */
+  bool agreed[GMI_VARIANTS]; /* before the last update was recorded */
   bool departed;
   uint64_t iteration; /* begun so far */
   uint64_t begun_ns;
@@ -212,15 +213,20 @@ gemini_status_t gmi_tracer_replan(gmi_manager_t *m) {
   gmi_tracer_t *t = m->tracer;
   gemini_status_t status = GEMINI_OK;
   bool inside = m->iteration_open;
+  char message[440] = "";
+  int64_t code = 0;
   for (uint32_t i = 0; i < GMI_VARIANTS; i++) {
     variant_t *v = &t->variants[i];
     if (!v->used || !(v->bundle.made || v->refused)) continue;
     gemini_status_t made = variant_plan(m, v);
     /* What must work is the step that was run last; another one is refused when it comes. */
-    if (made && (i == t->previous || t->previous == GMI_NONE)) status = made;
+    if (!made || (i != t->previous && t->previous != GMI_NONE)) continue;
+    status = made;
+    code = gmi_fail_code();
+    snprintf(message, sizeof message, "%s", gmi_fail_message());
   }
   if (inside && t->active != GMI_NONE && !t->variants[t->active].bundle.made) t->active = GMI_NONE;
-  return status;
+  return status ? gmi_fail(status, code, "%s", message) : status; /* not of another one, which failed later */
 }
 
 /* An update that has not been queued yet comes before, or a graph's replay: then it is fetched on demand. */
@@ -666,12 +672,20 @@ void gmi_tracer_update(gmi_manager_t *m, const gmi_trace_update_t *update, uint3
   *record = *update;
   record->after_op = t->record.op_count;
   uint32_t index = t->record.update_count - 1;
+  memcpy(t->agreed, t->agrees, sizeof t->agreed);
   for (uint32_t i = 0; i < GMI_VARIANTS; i++) {
     gmi_trace_t *other = &t->variants[i].trace;
     if (t->agrees[i]) t->agrees[i] = index < other->update_count && same_update(record, &other->updates[index]);
   }
   if (t->active != GMI_NONE && !t->agrees[t->active]) choose_active(m, NULL);
   *index_out = index;
+}
+
+void gmi_tracer_update_refused(gmi_manager_t *m, uint32_t index) {
+  gmi_tracer_t *t = m->tracer;
+  if (index == GMI_NONE) return;
+  t->record.update_count--;
+  memcpy(t->agrees, t->agreed, sizeof t->agrees); /* what took over meanwhile stays active: it agreed, too */
 }
 
 /* Newest op times into the variant; the first iterations weigh as much as they are, later ones an eighth. Times of

@@ -61,6 +61,7 @@ uint32_t gmi_tracer_op_stream(gmi_manager_t *m);  /* GMI_CALLER when no op is op
 const char *gmi_tracer_op_name(gmi_manager_t *m); /* NULL when no op is open */
 uint64_t gmi_tracer_next_use(gmi_manager_t *m, const gmi_window_t *w); /* larger = later; UINT64_MAX = not known */
 void gmi_tracer_update(gmi_manager_t *m, const gmi_trace_update_t *update, uint32_t *index_out);
+void gmi_tracer_update_refused(gmi_manager_t *m, uint32_t index); /* the last one: there was none */
 /* Shall span number piece of the update number index run on the device? */
 bool gmi_tracer_piece_on_device(gmi_manager_t *m, uint32_t index, uint32_t piece);
 /* When one of the windows that ops share with the span is used next: as gmi_window_t's next_use; UINT64_MAX = not

@@ -2,6 +2,8 @@
  * later. SPDX-License-Identifier: Apache-2.0 */
 #include <pthread.h>
 #include <semaphore.h>
+#include <stdatomic.h>
+#include <time.h>
 
 #include "../check.h"
 #include "gemini.h"
@@ -106,8 +108,7 @@ typedef struct {
   world_t w;
   gemini_arena_t params, grads, master;
   gemini_tensor_t p, g;
-  sem_t wanted, taken; /* a second thread takes what the host has free, while the first piece is computed */
-  gemini_access_t crowd[4];
+  gemini_access_t crowd[4]; /* takes what the host has free, while the first piece is queued */
   int calls;
 } pinned_t;
 
@@ -129,17 +130,7 @@ static void span(void *user, const gemini_update_span_t *span) {
   *copy = *span;
   if (span->tier == HOST) step(copy);
   else CHECK_OK(gemini_stream_call(x->w.mgr, span->stream, step, copy));
-  if (x->calls++ == 0) {
-    CHECK_EQ(sem_post(&x->wanted), 0);
-    CHECK_EQ(sem_wait(&x->taken), 0);
-  }
-}
-static void *take_host(void *user) {
-  pinned_t *x = user;
-  CHECK_EQ(sem_wait(&x->wanted), 0);
-  CHECK_OK(gemini_acquire(x->w.mgr, x->crowd, 4, GEMINI_STREAM_CALLER));
-  CHECK_EQ(sem_post(&x->taken), 0);
-  return NULL;
+  if (x->calls++ == 0) CHECK_OK(gemini_acquire(x->w.mgr, x->crowd, 4, GEMINI_STREAM_CALLER));
 }
 
 static uint32_t master_at(uint64_t i) { return (uint32_t)(i * 7 + 3); }
@@ -178,7 +169,7 @@ static void check_updated(pinned_t *x) {
 static void test_update_that_cannot_go_on_is_done_as_a_whole_later(void) {
   for (int late = 0; late < 2; late++) {
     pinned_t *x = calloc(1, sizeof *x);
-    CHECK(x && !sem_init(&x->wanted, 0, 0) && !sem_init(&x->taken, 0, 0));
+    CHECK(x);
     x->w = world_open(world_config(5, 8, 0));
     x->params = world_arena(&x->w, GEMINI_KIND_PARAM, 2, "params", 0, 0);
     x->grads = world_arena(&x->w, GEMINI_KIND_GRAD, 2, "grads", 0, x->params);
@@ -200,10 +191,7 @@ static void test_update_that_cannot_go_on_is_done_as_a_whole_later(void) {
         world_tensor(&x->w, world_arena(&x->w, GEMINI_KIND_OTHER, 1, "crowd", 0, 0), "crowd", 4 * W);
     for (int i = 0; i < 4; i++) x->crowd[i] = world_part(crowd, (uint64_t)i * W, W, READ, HOST);
 
-    pthread_t thread;
-    CHECK_EQ(pthread_create(&thread, NULL, take_host, x), 0);
     CHECK_STATUS(update(x, late ? GEMINI_UPDATE_LATE : 0), late ? GEMINI_OK : GEMINI_ERR_PENDING);
-    CHECK_EQ(pthread_join(thread, NULL), 0);
     CHECK(world_stats(&x->w).pending_updates >= 2); /* the other two pieces */
     CHECK_EQ(x->calls, 1);
     CHECK_STATUS(gemini_update_wait(x->w.mgr), GEMINI_ERR_OOM_HOST);
@@ -223,10 +211,105 @@ static void test_update_that_cannot_go_on_is_done_as_a_whole_later(void) {
     check_updated(x);
     CHECK_OK(gemini_unpin(x->w.mgr, &pin));
     world_close(&x->w);
-    CHECK(!sem_destroy(&x->wanted) && !sem_destroy(&x->taken));
     free(x);
   }
 }
+
+/* One chunk of the update is pinned, so that it is done on the device, where its chunks do not all fit beside each other. The
+ * first of them stay there when it cannot go on; they are used by nobody before it is done. They come again and again, as it
+ * matters whether their copies have been done at once. */
+static void count_span(void *user, const gemini_update_span_t *span) {
+  (void)span;
+  ++*(int *)user;
+}
+static void test_chunks_of_an_update_that_waits_are_not_used_before_it(void) {
+  world_t w = world_open(world_config(4, 8, 0));
+  gemini_arena_t wide = world_arena(&w, GEMINI_KIND_OTHER, 4, "wide", 0, 0);
+  gemini_arena_t narrow = world_arena(&w, GEMINI_KIND_OTHER, 1, "narrow", wide, 0);
+  gemini_tensor_t t = world_tensor(&w, wide, "t", 4 * W);
+  gemini_tensor_t crowd = world_tensor(&w, world_arena(&w, GEMINI_KIND_OTHER, 1, "crowd", 0, 0), "crowd", 3 * W);
+  gemini_access_t pin = world_part(t, 0, W, 0, DEVICE), second = world_part(t, W, W, READ, DEVICE);
+  gemini_access_t evicts = world_whole(crowd, READ, DEVICE);
+  CHECK_OK(gemini_pin(w.mgr, &pin));
+  gemini_arena_t arenas[] = { wide, narrow };
+  const uint32_t modes[] = { BOTH, READ };
+  int calls = 0;
+  gemini_update_t u = GEMINI_UPDATE_INIT;
+  u.flags = GEMINI_UPDATE_LATE;
+  u.arenas = arenas;
+  u.modes = modes;
+  u.arena_count = 2;
+  u.fn = count_span;
+  u.user = &calls;
+  CHECK_OK(gemini_update(w.mgr, &u));
+  CHECK_EQ(world_stats(&w).pending_updates, 1);
+  for (int i = 0; i < 3000; i++) {
+    CHECK_STATUS(gemini_acquire(w.mgr, &second, 1, GEMINI_STREAM_CALLER), GEMINI_ERR_OOM_DEVICE);
+    CHECK_STATUS(gemini_acquire(w.mgr, &second, 1, GEMINI_STREAM_CALLER), GEMINI_ERR_OOM_DEVICE);
+    CHECK_OK(gemini_acquire(w.mgr, &evicts, 1, GEMINI_STREAM_CALLER));
+    CHECK_OK(gemini_release(w.mgr, &evicts, 1, GEMINI_STREAM_CALLER));
+  }
+  CHECK_EQ(calls, 0);
+  CHECK_OK(gemini_unpin(w.mgr, &pin));
+  CHECK_OK(gemini_acquire(w.mgr, &second, 1, GEMINI_STREAM_CALLER));
+  CHECK_EQ(calls, 4); /* on the host: a span lies in one chunk of each arena */
+  CHECK_OK(gemini_release(w.mgr, &second, 1, GEMINI_STREAM_CALLER));
+  world_close(&w);
+}
+
+/* A thread is in the callback of an update on the device, and another one waits for all updates meanwhile, or zeroes the
+ * chunk. */
+typedef struct {
+  world_t w;
+  gemini_access_t chunk;
+  bool zeroes;
+  sem_t began, waited;
+  atomic_bool ended;
+} called_t;
+static void slow_span(void *user, const gemini_update_span_t *span) {
+  called_t *c = user;
+  CHECK_EQ(span->tier, DEVICE);
+  CHECK_EQ(sem_post(&c->began), 0);
+  struct timespec end; /* time for the other one to be wrong in */
+  CHECK_EQ(clock_gettime(CLOCK_REALTIME, &end), 0);
+  end.tv_nsec += 200000000;
+  end.tv_sec += end.tv_nsec / 1000000000;
+  end.tv_nsec %= 1000000000;
+  (void)sem_timedwait(&c->waited, &end);
+  atomic_store(&c->ended, true);
+}
+static void *wait_for_updates(void *user) {
+  called_t *c = user;
+  CHECK_EQ(sem_wait(&c->began), 0);
+  CHECK_OK(c->zeroes ? gemini_zero(c->w.mgr, &c->chunk) : gemini_update_wait(c->w.mgr));
+  CHECK(atomic_load(&c->ended));
+  if (!c->zeroes) CHECK_EQ(world_stats(&c->w).pending_updates, 0);
+  CHECK_EQ(sem_post(&c->waited), 0);
+  return NULL;
+}
+static void check_called(bool zeroes) {
+  called_t c = { .w = world_open(world_config(4, 8, 0)), .zeroes = zeroes };
+  CHECK(!sem_init(&c.began, 0, 0) && !sem_init(&c.waited, 0, 0));
+  gemini_arena_t arena = world_arena(&c.w, GEMINI_KIND_OTHER, 1, "main", 0, 0);
+  c.chunk = world_whole(world_tensor(&c.w, arena, "t", W), 0, DEVICE);
+  CHECK_OK(gemini_pin(c.w.mgr, &c.chunk));
+  const uint32_t mode = BOTH;
+  gemini_update_t u = GEMINI_UPDATE_INIT;
+  u.arenas = &arena;
+  u.modes = &mode;
+  u.arena_count = 1;
+  u.fn = slow_span;
+  u.user = &c;
+  pthread_t thread;
+  CHECK_EQ(pthread_create(&thread, NULL, wait_for_updates, &c), 0);
+  CHECK_OK(gemini_update(c.w.mgr, &u));
+  CHECK_EQ(pthread_join(thread, NULL), 0);
+  CHECK_OK(gemini_unpin(c.w.mgr, &c.chunk));
+  world_close(&c.w);
+  CHECK(!sem_destroy(&c.began) && !sem_destroy(&c.waited));
+}
+static void test_update_whose_callback_runs_is_not_done(void) { check_called(false); }
+static void test_chunk_of_an_update_whose_callback_runs_is_not_acquired(void) { check_called(true); }
 
 /* ---- contents */
 
@@ -286,6 +369,42 @@ static void test_load_that_does_not_fit_loads_nothing(void) {
   world_close(&w);
 }
 
+/* The second chunk of the range waits for an update, which cannot be done: a chunk of it is pinned to the device, where the
+ * others do not fit beside it. */
+static void test_load_of_a_chunk_whose_update_waits_loads_nothing(void) {
+  char path[] = "/tmp/gemini-test.XXXXXX";
+  int fd = mkstemp(path);
+  CHECK(fd >= 0 && !unlink(path));
+  world_t w = world_open(world_config(3, 8, 0));
+  gemini_arena_t wide = world_arena(&w, GEMINI_KIND_OTHER, 4, "wide", 0, 0);
+  gemini_arena_t narrow = world_arena(&w, GEMINI_KIND_OTHER, 1, "narrow", wide, 0);
+  gemini_tensor_t t = world_tensor(&w, wide, "t", 4 * W);
+  for (uint64_t i = 0; i < 2 * W; i += 4) CHECK_EQ(pwrite(fd, &(uint32_t){ 7 }, 4, (off_t)i), 4);
+  world_fill(&w, t, 0, W, HOST, 4);
+  gemini_access_t pin = world_part(t, 3 * W, W, 0, DEVICE), range = world_part(t, 0, 2 * W, 0, 0);
+  CHECK_OK(gemini_pin(w.mgr, &pin));
+  gemini_arena_t arenas[] = { wide, narrow };
+  const uint32_t modes[] = { BOTH, READ };
+  int calls = 0;
+  gemini_update_t u = GEMINI_UPDATE_INIT;
+  u.flags = GEMINI_UPDATE_LATE;
+  u.arenas = arenas;
+  u.modes = modes;
+  u.arena_count = 2;
+  u.first_element = W / 4;
+  u.element_count = 3 * W / 4;
+  u.fn = count_span;
+  u.user = &calls;
+  CHECK_OK(gemini_update(w.mgr, &u));
+  CHECK_STATUS(gemini_load(w.mgr, &range, fd, 0), GEMINI_ERR_OOM_DEVICE);
+  CHECK(world_holds(&w, t, 0, W, 4));
+  CHECK_OK(gemini_unpin(w.mgr, &pin));
+  CHECK_OK(gemini_load(w.mgr, &range, fd, 0));
+  CHECK_EQ(calls, 3); /* before the bytes of the file came */
+  CHECK(!close(fd));
+  world_close(&w);
+}
+
 /* ---- checkpoints */
 static void test_checkpoint_without_room_is_oom_file(void) {
   char dir[64], path[128];
@@ -320,8 +439,12 @@ int main(void) {
   RUN(test_free_without_room_for_a_part_of_a_chunk_frees_nothing);
   RUN(test_gradients_that_cannot_all_be_zeroed_stay);
   RUN(test_update_that_cannot_go_on_is_done_as_a_whole_later);
+  RUN(test_chunks_of_an_update_that_waits_are_not_used_before_it);
+  RUN(test_update_whose_callback_runs_is_not_done);
+  RUN(test_chunk_of_an_update_whose_callback_runs_is_not_acquired);
   RUN(test_parameter_and_gradient_are_not_used_at_once);
   RUN(test_load_that_does_not_fit_loads_nothing);
+  RUN(test_load_of_a_chunk_whose_update_waits_loads_nothing);
   RUN(test_checkpoint_without_room_is_oom_file);
   return check_done();
 }

@@ -490,6 +490,62 @@ static void test_trace_load_of_another_chunk_size(void) {
   unlink(path);
 }
 
+static gemini_arena_t plain_arena(gemini_manager_t mgr, const char *name, uint64_t bytes, uint8_t value) {
+  gemini_arena_config_t c = GEMINI_ARENA_CONFIG_INIT;
+  gemini_arena_t arena;
+  uint64_t at;
+  c.name = name;
+  c.capacity_bytes = 8 << 20;
+  OK(gemini_arena_create(mgr, &c, &arena));
+  OK(gemini_arena_take(mgr, arena, bytes, &at));
+  gemini_access_t all = { .object = arena, .mode = GEMINI_WRITE, .tier = GEMINI_TIER_HOST };
+  OK(gemini_acquire(mgr, &all, 1, GEMINI_STREAM_CALLER));
+  memset(all.ptr, value, bytes);
+  OK(gemini_release(mgr, &all, 1, GEMINI_STREAM_CALLER));
+  return arena;
+}
+
+/* Behind the last byte of an arena, its last chunk is longer after a new cut than the bytes that came with it: what lay in
+ * that host memory before is not the arena's. */
+static void test_new_cut_leaves_zeros_behind_the_last_byte(void) {
+  const uint64_t window = 1 << 20;
+  char path[4096];
+  temporary(path, sizeof path);
+  gemini_config_t c = config_of(4 * window / WINDOW);
+  c.host_bytes = 8 * window;
+  c.window_bytes = 0;
+  gemini_manager_t mgr;
+  OK(gemini_manager_open(&c, &mgr));
+  gemini_access_t all = { .object = plain_arena(mgr, "a", WINDOW, 1), .mode = GEMINI_READ };
+  OK(gemini_iteration_begin(mgr));
+  OK(gemini_op_begin(mgr, "op", GEMINI_STREAM_CALLER));
+  OK(gemini_acquire(mgr, &all, 1, GEMINI_STREAM_CALLER));
+  OK(gemini_release(mgr, &all, 1, GEMINI_STREAM_CALLER));
+  OK(gemini_op_end(mgr));
+  OK(gemini_iteration_end(mgr));
+  OK(gemini_trace_save(mgr, path));
+  OK(gemini_manager_close(mgr));
+  with_windows_of(path, window);
+
+  OK(gemini_manager_open(&c, &mgr));
+  gemini_arena_t a = plain_arena(mgr, "a", WINDOW, 1), b = plain_arena(mgr, "b", 7 * window, 0xEE);
+  OK(gemini_arena_destroy(mgr, b));
+  gemini_stats_t s = GEMINI_STATS_INIT;
+  OK(gemini_stats(mgr, &s));
+  CHECK(s.window_bytes < window);
+  OK(gemini_trace_load(mgr, path));
+  OK(gemini_stats(mgr, &s));
+  CHECK_EQ(s.window_bytes, window);
+  uint64_t at;
+  OK(gemini_arena_take(mgr, a, window - WINDOW, &at));
+  gemini_access_t later = { .object = a, .size_bytes = window, .mode = GEMINI_READ, .tier = GEMINI_TIER_HOST };
+  OK(gemini_acquire(mgr, &later, 1, GEMINI_STREAM_CALLER));
+  for (uint64_t i = 0; i < window; i++) CHECK_EQ(((uint8_t *)later.ptr)[i], i < WINDOW);
+  OK(gemini_release(mgr, &later, 1, GEMINI_STREAM_CALLER));
+  OK(gemini_manager_close(mgr));
+  unlink(path);
+}
+
 static void test_trace_load_bad_file_is_refused(void) {
   char path[4096], bad[4096];
   temporary(path, sizeof path);
@@ -693,6 +749,7 @@ int main(int argc, char **argv) {
   RUN(test_plan_same_trace_in_every_process_is_the_same);
   RUN(test_trace_load_plans_the_first_iteration);
   RUN(test_trace_load_of_another_chunk_size);
+  RUN(test_new_cut_leaves_zeros_behind_the_last_byte);
   RUN(test_trace_load_bad_file_is_refused);
   RUN(test_timeline_has_ops_moves_waits_and_counters);
   RUN(test_explain_length_and_cut);

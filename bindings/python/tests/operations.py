@@ -25,24 +25,6 @@ BATCH, LENGTH = 4, 6
 # and test_programs.py has for each a program that fails. Whoever mends a point takes its operations out here.
 KNOWN: dict[str, str] = {name: point for point, names in (
     ("P7: what numpy and DLPack are given is a copy, as the docs say", "plain_write plain_alias"),
-    ("P12: a gradient that is assigned gets the strides of its parameter", "gradient_of_another_layout"),
-    ("N1: a gradient that is assigned is a copy", "assign_gradient_that_changes"),
-    ("N2: what torch refuses to overwrite has lost its bytes", "refused_by_torch"),
-    ("N3: what is overwritten by a part of itself has lost its bytes", "overwrite_by_itself"),
-    ("N4: torch.func's transforms of functions that use a parameter read it where it is not", "transform_over_closure"),
-    ("N5: a parameter made of another's data is a copy of it while somebody, such as an optimizer, has the other one",
-     "parameter_of_itself load_assign_uncopied"),
-    ("N6: what a unit's forward pass writes into its parameters is lost", "write_in_unit"),
-    ("N7: views that are made within a unit are not managed", "keep_of_unit"),
-    ("N8: del parameter.grad does nothing", "delete_gradient"),
-    ("N9: a gradient that is scaled twice is rounded once", "scale_gradient_often"),
-    ("N10: as_subclass() and the like give tensors that are not managed", "other_class"),
-    ("N13: a view made without gradients cannot be read when its base has changed", "view_without_gradient"),
-    ("N15: copy.copy() of a parameter, and a gradient that two parameters share, are copies",
-     "shallow_copy gradient_of_another"),
-    ("N17: the optimizer passes over a gradient that is assigned to a frozen parameter", "gradient_of_frozen"),
-    ("N18: finite gradients whose norm is beyond fp32 count as infinite", "scaled_far"),
-    ("N19: prepare() after a backward pass that an exception has ended fails", "prepare_after_stop"),
 ) for name in names.split()}
 
 

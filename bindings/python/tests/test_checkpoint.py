@@ -171,6 +171,19 @@ def test_resume_where_device_and_host_hold_the_model_only_together(tmp_path, mon
   assert run(model, optimizer, range(4, 8)) == wanted
 
 
+@pytest.mark.parametrize("loads", (gm.load, lambda folder, model: gm.load_weights(model, folder)))
+def test_backward_pass_over_what_load_has_replaced_is_refused(tmp_path, loads):
+  """As it is after load_state_dict()."""
+  gm.init(device="cpu", strict=True, window="64KiB", device_memory="1MiB", host_memory="16MiB")
+  model = gm.prepare(nn.Sequential(nn.Linear(96, 96), nn.Linear(96, 96)))
+  gm.save(tmp_path / "c", model)
+  loss = model(torch.ones(2, 96)).sum()
+  loads(tmp_path / "c", model)
+  with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    loss.backward()
+  model(torch.ones(2, 96)).sum().backward()
+
+
 def test_load_into_optimizer_that_has_stepped_takes_it_back(tmp_path):
   open_session()
   for kind in ("adamw", "momentum"):

@@ -498,6 +498,69 @@ def test_hooks_of_state_dicts(session):
   assert seen == [7, "loaded"] and state["more"] == 7
 
 
+def options(optimizer):
+  return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+
+
+@pytest.mark.parametrize("kind", (sgd, torch.optim.AdamW, torch.optim.Adagrad, GlobalNorm))
+def test_groups_that_are_loaded_take_the_place_of_the_old_ones(session, kind):
+  """What a scheduler has added since is gone; what is too new for the saved ones has its default."""
+  outcomes = []
+  for managed_ in (False, True):
+    torch.manual_seed(0)
+    model = mlp(2)
+    optimizer = kind(model.parameters())
+    if managed_:
+      session()
+      model, optimizer = gm.prepare(model, optimizer)
+    state = optimizer.state_dict()
+    state["param_groups"][0].pop("maximize", None)  # of a torch that had none
+    state["param_groups"][0]["more"] = [1]
+    optimizer.param_groups[0]["param_names"] = ["a"]
+    before = optimizer.param_groups[0]
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    assert "initial_lr" in before
+    optimizer.load_state_dict(state)
+    state["param_groups"][0]["more"].append(2)  # which is not the optimizer's
+    before["lr"] = 7.0  # nor is this any more
+    outcomes.append(options(optimizer))
+    run(model, optimizer, range(1))
+  assert outcomes[1] == outcomes[0] and "initial_lr" not in outcomes[0][0]
+
+
+def test_a_learning_rate_is_loaded_where_updates_are_in_the_backward_pass(session):
+  session()
+  model = mlp(2)
+  model, optimizer = gm.prepare(model, torch.optim.AdamW(model.parameters(), 0.0, weight_decay=0.0), step_in_backward=True)
+  state, before = optimizer.state_dict(), values(model)
+  state["param_groups"][0]["lr"] = 0.1
+  run(model, optimizer, range(1))
+  same_bits(values(model), before)
+  optimizer.load_state_dict(state)
+  run(model, optimizer, range(1))
+  assert all((value != before[name]).any() for name, value in values(model).items())
+
+
+@pytest.mark.parametrize("option", ("amsgrad", "maximize"))
+def test_options_that_the_library_has_not(session, option):
+  """They come too late: by hand, and with a state that is loaded."""
+  session()
+  model = mlp(2)
+  model, optimizer = gm.prepare(model, torch.optim.AdamW(model.parameters()))
+  state = optimizer.state_dict()
+  state["param_groups"][0][option] = True
+  with pytest.raises(gm.GeminiError, match=f"group 0 of the optimizer has {option}=True, .* when it was prepared"):
+    optimizer.load_state_dict(state)
+  assert not optimizer.param_groups[0][option]
+  before = values(model)
+  optimizer.param_groups[0][option] = True
+  with pytest.raises(gm.GeminiError, match=f"group 0 of the optimizer has {option}=True"):
+    run(model, optimizer, range(1))
+  same_bits(values(model), before)
+  optimizer.param_groups[0][option] = False
+  run(model, optimizer, range(1))
+
+
 # ---- checkpoints
 class Halves(Own):
   """A state of 16 bits, and one of another shape."""

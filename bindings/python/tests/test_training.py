@@ -2,9 +2,12 @@
 
 SPDX-License-Identifier: Apache-2.0
 """
+import contextlib
 import copy
+import re
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -821,6 +824,43 @@ def test_exceptions_in_the_middle(session):
   alike(session, mlp, run)
 
 
+@pytest.mark.parametrize("then", ("prepare", "load", "load_state_dict", "load_weights", "save", "read", "resident"))
+def test_n19_what_comes_after_a_backward_pass_that_an_exception_has_ended(session, tmp_path, then):
+  """The chunk of the function that it stopped at is on the device, with the new parameters beside others."""
+  session()
+  model = nn.Sequential(nn.Linear(SIZE, SIZE), nn.LayerNorm(SIZE), nn.Linear(SIZE, SIZE))
+  model, optimizer = gm.prepare(model, sgd(model.parameters()))
+  loss = square(model, 0)
+  loss.backward(retain_graph=True)
+  optimizer.step()
+  gm.save(tmp_path / "checkpoint", model, optimizer)
+  wanted, states = values(model), copy.deepcopy(optimizer.state_dict())
+  with torch.no_grad():
+    model[0].bias.add_(1)
+  with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    loss.backward()
+  if then == "prepare":
+    model[1] = nn.LayerNorm(SIZE)
+    model, optimizer = gm.prepare(model, sgd(model.parameters()))
+  elif then == "load":
+    gm.load(tmp_path / "checkpoint", model, optimizer)
+    same_bits(values(model), wanted)
+  elif then == "load_state_dict":
+    optimizer.load_state_dict(states)
+  elif then == "load_weights":
+    other = nn.Sequential(*model)
+    gm.load_weights(other, tmp_path / "checkpoint")
+    same_bits(values(other), wanted)
+  elif then == "save":
+    gm.save(tmp_path / "checkpoint", model, optimizer)
+  elif then == "read":
+    assert torch.equal(model[0].bias.detach().cpu(), wanted["0.bias"] + 1)
+  else:
+    with gm.resident(model[0]):
+      model[0](data())
+  trained(model, optimizer, 2)
+
+
 def test_hooks_of_gradients(session):
   """Of the tensor, and of what has been accumulated, which may be used up at once."""
 
@@ -973,3 +1013,374 @@ def test_an_update_that_is_refused_counts_as_no_step(session, monkeypatch):
       optimizer.zero_grad()
     outcomes.append(values(model))
   same_bits(outcomes[1], outcomes[0])
+
+
+# ---- gradients that are assigned
+def test_n1_an_assigned_gradient_is_the_tensor_itself(session):
+  """Whoever has it writes to the gradient, and backward passes, clipping and steps write to what he has."""
+
+  def run(model, optimizer):
+    weight, bias, other = model[0][0].weight, model[0][0].bias, model[1][0].weight
+    out, kept = [], torch.ones(SIZE, SIZE)
+    weight.grad = kept
+    kept.mul_(2)
+    assert weight.grad is kept
+    other.grad = kept[:, :]  # of the same bytes
+    square(model, 0).backward()
+    out += [kept.clone(), other.grad.clone(), nn.utils.clip_grad_norm_(model.parameters(), 0.5), kept.clone()]
+    optimizer.step()
+    kept.sub_(1)
+    optimizer.step()  # with the same gradients
+    out += [weight.detach().clone(), weight.grad.clone()]
+    optimizer.zero_grad(set_to_none=False)
+    assert not kept.any()
+    kept += 1
+    weight.grad.mul_(3)
+    assert (kept == 3).all() and other.grad is not None
+    optimizer.step()
+    optimizer.zero_grad()
+    assert weight.grad is None and (kept == 3).all()
+    weight.grad = kept  # once more
+    bias.grad = kept[0]
+    optimizer.step()
+    model.zero_grad()
+    square(model, 1).backward()
+    optimizer.step()
+    return [*out, kept]
+
+  for optimizer in (sgd, torch.optim.Adagrad):
+    alike(session, mlp, run, optimizer)
+    gm.close()
+
+
+def test_n1_an_assigned_gradient_that_is_nobody_elses_may_leave_the_device(session):
+  """Others of its tensor, its bytes or its attributes keep it where it is."""
+  session("768KiB")
+  model = gm.prepare(mlp())
+  params = list(model.parameters())
+  kept, attributes = torch.ones_like(params[1]), torch.ones_like(params[2])
+  attributes.tag = 1
+  part = torch.ones(3, *params[3].shape)
+  grads = [torch.ones_like(params[0]), kept, attributes, part[1], torch.ones_like(params[4]).t().contiguous().t()]
+  del attributes
+  for param in params[:5]:
+    param.grad = grads.pop(0)
+  params[5].grad = None
+  model(torch.ones(1, SIZE))
+  assert [param._gm_record.given for param in params[:6]] == [False, True, True, True, True, False]
+  assert params[2].grad.tag == 1 and params[4].grad.stride() == (1, SIZE)
+  part.mul_(2)
+  assert (params[0].grad == 1).all() and (params[3].grad == 2).all()
+
+
+def test_n15_a_gradient_of_two_parameters_stays_one(session):
+  """Also when nobody has it but they."""
+
+  def run(model, optimizer):
+    one, other = (model[i][0].weight for i in range(2))
+    square(model, 0).backward()
+    other.grad = one.grad
+    outside = nn.Parameter(torch.ones(SIZE))  # which no session knows
+    model[2][0].bias.grad = outside.grad = torch.ones(SIZE)
+    square(model, 1).backward()
+    assert one.grad is other.grad and model[2][0].bias.grad is outside.grad
+    out = [one.grad.clone(), outside.grad.clone()]
+    optimizer.step()
+    return out
+
+  alike(session, mlp, run)
+
+
+def test_n15_parameters_that_have_one_gradient(session):
+  """What is written to one is written to the other."""
+
+  def run(model, optimizer):
+    one, other, third = (model[i][0].weight for i in range(3))
+    square(model, 0).backward()
+    before = one.grad
+    other.grad = one.grad
+    assert one.grad is other.grad is before
+    third.grad = other.grad[:].t()
+    out = [one.grad.clone()]
+    before.add_(1)
+    one.grad[2].zero_()
+    out += [one.grad.clone(), other.grad.clone(), third.grad.clone()]
+    square(model, 1).backward()  # adds to it three times
+    out += [one.grad.clone(), nn.utils.clip_grad_norm_(model.parameters(), 0.5)]
+    optimizer.step()
+    optimizer.zero_grad()
+    square(model, 0).backward()
+    assert one.grad is not other.grad
+    one.grad = one.grad.t()  # of its own bytes
+    whole = one.grad
+    other.grad = one.grad.t()
+    one.grad.zero_()
+    assert not other.grad.any()
+    optimizer.step()
+    return [*out, whole]
+
+  alike(session, mlp, run)
+
+
+def test_n15_a_gradient_cannot_share_bytes_with_a_parameter(session):
+  session()
+  model = gm.prepare(mlp())
+  square(model, 0).backward()
+  before = model[0][0].weight.grad.clone()
+  with pytest.raises(gm.GeminiError, match=r"0.0.weight.grad is set to a tensor that shares its bytes with 1.0.weight: set .*clone"):
+    model[0][0].weight.grad = model[1][0].weight.detach()
+  assert torch.equal(model[0][0].weight.grad, before)
+
+
+def test_n1_gradients_from_before_prepare(session):
+  """They stay the tensors that they are, until a step with them."""
+  outcomes = []
+  for managed in (False, True):
+    torch.manual_seed(0)
+    model = nn.Linear(SIZE, SIZE)
+    optimizer = sgd(model.parameters())
+    model(torch.ones(1, SIZE)).square().sum().backward()
+    kept = model.weight.grad
+    if managed:
+      session()
+      model, optimizer = gm.prepare(model, optimizer)
+    kept.mul_(2)
+    model(torch.ones(1, SIZE)).square().sum().backward()
+    optimizer.step()
+    outcomes.append([kept, *values(model).values()])
+  same_bits(outcomes[1], outcomes[0])
+
+
+def test_n8_gradients_are_deleted(session):
+  def run(model, optimizer):
+    weight = model[0][0].weight
+    square(model, 0).backward()
+    del weight.grad
+    assert weight.grad is None
+    square(model, 1).backward()
+    weight.grad = weight.grad + 1
+    out = [weight.grad.clone()]
+    del weight.grad, model[1][0].weight.grad
+    assert weight.grad is None
+    optimizer.step()
+    return out
+
+  alike(session, mlp, run)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("optimizer", (torch.optim.AdamW, sgd))
+def test_n17_a_gradient_of_a_frozen_parameter(session, optimizer, dtype):
+  """torch's optimizers look at gradients, not at requires_grad."""
+  session()
+  torch.manual_seed(0)
+  model = nn.Linear(SIZE, SIZE).to(dtype).requires_grad_(False)
+  model.bias.grad = torch.ones_like(model.bias)  # one from before
+  plain = nn.Linear(SIZE, SIZE)
+  plain.load_state_dict(model.state_dict())
+  plain.requires_grad_(False)
+  plain.bias.grad = torch.ones_like(plain.bias)
+  own = optimizer(plain.parameters())
+  model, optimizer = gm.prepare(model, optimizer(model.parameters()))
+  for step in range(3):
+    for one in model, plain:
+      one.weight.grad = torch.full_like(one.weight, 0.25) if step < 2 else None
+    optimizer.step()
+    own.step()
+  close = [torch.allclose(one.detach().float(), other, rtol=0 if dtype == torch.float32 else 2**-7, atol=1e-6)
+           for one, other in zip(model.parameters(), plain.parameters())]
+  assert close == [True, True]
+  for one in model, plain:
+    one.requires_grad_(True)
+    one.zero_grad()
+    one(torch.ones(1, SIZE, dtype=next(one.parameters()).dtype)).sum().backward()
+  assert torch.equal(model.weight.grad.float(), plain.weight.grad)
+
+
+def test_n17_a_gradient_from_before_a_parameter_was_frozen(session):
+  """It was made within init(), where nobody looks at gradients yet; and one after the parameter was thawed unseen."""
+  outcomes = []
+  for managed in (False, True):
+    torch.manual_seed(0)
+    with session() if managed else contextlib.nullcontext():
+      model = nn.Sequential(nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE))
+    square(model, 0).backward()
+    model[0].requires_grad_(False)
+    optimizer = sgd(model.parameters())
+    if managed:
+      model, optimizer = gm.prepare(model, optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
+    model[0].requires_grad_(True)
+    for set_to_none in (True, False):
+      model[0](data()).square().mean().backward()  # not by the model
+      optimizer.zero_grad(set_to_none)
+    model[0](data()).square().mean().backward()
+    optimizer.step()
+    outcomes.append(values(model))
+  same_bits(outcomes[1], outcomes[0])
+
+
+def test_n14_attributes_of_gradients(session):
+  session()
+  model, optimizer = gm.prepare(*(lambda model: (model, sgd(model.parameters())))(mlp()))
+  weight = model[0][0].weight
+  square(model, 0).backward()
+  weight.grad.tag = 3
+  assert weight.grad is weight.grad and weight.grad.tag == 3
+  off_the_device()
+  square(model, 1).backward()  # which adds to it
+  assert weight.grad.tag == 3
+  optimizer.zero_grad(set_to_none=False)
+  assert weight.grad.tag == 3
+  optimizer.zero_grad()
+  square(model, 1).backward()
+  assert not hasattr(weight.grad, "tag")
+
+
+# ---- gradients that are scaled
+def test_n9_gradients_are_rounded_after_each_factor(session):
+  """So are norms of them. A step that comes after one factor reads no byte more for it."""
+
+  def run(model, optimizer):
+    one, other, third, fourth = (model[i][0].weight for i in range(4))
+    square(model, 0).backward()
+    one.grad.mul_(0.3)
+    one.grad.mul_(0.7)
+    other.grad.mul_(0.3)
+    out = [other.grad.norm(), nn.utils.get_total_norm([other.grad]), torch.linalg.vector_norm(other.grad)]
+    third.grad.mul_(torch.tensor(0.3))
+    third.grad.mul_(2.0**-3)
+    third.grad.mul_(2.0**-4)
+    fourth.grad.mul_(torch.tensor([0.1], dtype=torch.float64))  # which torch multiplies in fp64
+    for _ in range(3):
+      out.append(nn.utils.clip_grad_norm_(model.parameters(), 1e-3))
+    out += [nn.utils.clip_grad_norm_(model.parameters(), 1e-4)]
+    optimizer.step()
+    return [*out, *(param.grad.clone() for param in model.parameters())]
+
+  alike(session, mlp, run)
+
+
+def test_n9_norms_of_16_bits(session):
+  """Are of 16 bits, as torch has them."""
+
+  def run(model, optimizer):
+    model(data().bfloat16()).square().mean().backward()
+    out = [nn.utils.clip_grad_norm_(model.parameters(), 1e-3)]
+    return out + [param.grad.clone() for param in model.parameters()]
+
+  alike(session, lambda: mlp().bfloat16(), run)
+
+
+def test_n9_a_graph_notices_that_a_gradient_was_scaled(session):
+  session()
+  model = gm.prepare(mlp())
+  square(model, 0).backward()
+  x = torch.ones(SIZE, SIZE, requires_grad=True)
+  loss = (x * model[0][0].weight.grad).sum()
+  model[0][0].weight.grad.mul_(2)
+  with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    loss.backward()
+
+
+@pytest.mark.parametrize("clip", (False, True))
+@pytest.mark.parametrize("factor", (1e25, 3e34, float("inf"), 1e-22, 1.0))
+@pytest.mark.parametrize("scale", (1024.0, 1000.0))
+def test_n18_loss_scaling_looks_at_elements(session, scale, factor, clip):
+  """Squares of finite ones may be infinite, or vanish. What a step that was left out had is unscaled, too."""
+
+  def run(model, optimizer):
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    out = []
+    for step in range(3):
+      scaler.scale(model(data(step)).sum() * (factor if step == 1 else 1)).backward()
+      if clip:
+        scaler.unscale_(optimizer)
+        out += [nn.utils.clip_grad_norm_(model.parameters(), 1e-3), nn.utils.clip_grad_norm_(model.parameters(), 1e-4)]
+      scaler.step(optimizer)
+      scaler.update()
+      out += [torch.tensor(scaler.get_scale()), *(param.grad.clone() for param in model.parameters())]
+      out += [param.detach().clone() for param in model.parameters()]
+      optimizer.zero_grad()
+    return [torch.nan_to_num(value, 1.25) for value in out]
+
+  alike(session, lambda: nn.Sequential(nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)), run)
+
+
+def test_n18_some_gradients_were_assigned(session):
+  """The scaler is given tensors of torch's and of the session's at once."""
+
+  def run(model, optimizer):
+    scaler = torch.amp.GradScaler("cpu", init_scale=1000.0)
+    kept = torch.ones(SIZE, SIZE)
+    out = []
+    for step in range(3):
+      model[1].weight.grad = kept
+      scaler.scale(square(model, step)).backward()
+      scaler.step(optimizer)
+      scaler.update()
+      out.append(kept.clone())
+      optimizer.zero_grad()
+    return out
+
+  alike(session, lambda: nn.Sequential(nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)), run)
+
+
+# ---- steps that cannot be planned
+class Recurrent(nn.Module):
+  """One function reads all parameters of a layer, and makes gradients of all of them."""
+
+  def __init__(self):
+    super().__init__()
+    self.layers = nn.ModuleList([nn.LSTM(96 if i else 48, 48, bidirectional=True, batch_first=True) for i in range(6)])
+
+  def forward(self, x):
+    for layer in self.layers:
+      x = layer(x)[0]
+    return x
+
+
+def test_a_step_that_cannot_be_planned_is_made(session):
+  """So nobody is told that it has failed, but once that there is no plan."""
+  outcomes = []
+  for managed in (False, True):
+    torch.manual_seed(0)
+    model = Recurrent()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    if managed:
+      session("384KiB")
+      model, optimizer = gm.prepare(model, optimizer)
+    losses = []
+    for step in range(4):
+      losses.append(model(data(step)[None, :, :48]).square().sum())
+      losses[-1].backward()
+      with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        optimizer.step()
+      assert bool(told) == (managed and not step)
+      if told:
+        (one,) = told
+        assert re.search(r"^this step was made, but there is no plan.*its chunks and non-model memory need \d+", str(one.message))
+      optimizer.zero_grad()
+    outcomes.append(([loss.detach() for loss in losses], values(model)))
+  same_bits(outcomes[1][0], outcomes[0][0])
+  same_bits(outcomes[1][1], outcomes[0][1])
+  assert gm.stats()["planned_iterations"] == 0
+
+
+@pytest.mark.parametrize("status, raised", (("OOM_HOST", False), ("OOM_DEVICE", False), ("DEVICE", True)))
+def test_errors_when_an_iteration_ends(session, monkeypatch, status, raised):
+  """Only plans are made after the step; other errors are not hidden."""
+  session()
+  model = gm.prepare(mlp())
+  lib, end = gm.session().lib, gm.session().lib.iteration_end
+
+  def failing(handle):
+    end(handle)
+    raise gm.GeminiError("of the end", status)
+
+  monkeypatch.setattr(lib, "iteration_end", failing)
+  with torch.no_grad(), pytest.raises(gm.GeminiError, match="of the end") if raised else \
+      pytest.warns(UserWarning, match="this step was made.*of the end"):
+    assert model(data()).shape == (5, SIZE)

@@ -8,6 +8,7 @@ import copy
 import gc
 import importlib
 import inspect
+import io
 import pickle
 
 import numpy
@@ -240,6 +241,107 @@ def test_p4_two_parameters_that_share_bytes_and_both_train_are_refused(session, 
   gm.prepare(second)
 
 
+class Scaled(nn.Parameter):
+  """A class of a user's."""
+
+
+@pytest.mark.parametrize("make", (lambda values: (Scaled(values), Scaled(values)), lambda values: (values, Scaled(values)),
+                                  lambda values: (Scaled(values[:64]), nn.Parameter(values[40:104]))))
+def test_n5_two_parameters_of_other_classes_that_share_bytes_are_refused(session, make):
+  session()
+  model = nn.Module()
+  model.one, model.two = make(nn.Parameter(torch.randn(104, SIZE)))
+  with pytest.raises(gm.GeminiError, match=SHARED):
+    gm.prepare(model)
+  model.two = nn.Parameter(model.two.detach().clone())
+  gm.prepare(model)
+
+
+def test_n5_a_buffer_of_another_class_over_a_parameter_is_refused(session):
+  session()
+  model = nn.Linear(SIZE, SIZE)
+  model.register_buffer("mask", model.weight.data.as_subclass(type("Mask", (torch.Tensor,), {})))
+  with pytest.raises(gm.GeminiError, match=r"buffer mask shares bytes with parameter weight, but not as .* clone\(\) one"):
+    gm.prepare(model)
+
+
+@pytest.mark.parametrize("known", (False, True))
+@pytest.mark.parametrize("what", ("grad", "momentum"))
+def test_n5_a_parameter_over_a_gradient_or_a_state_is_refused(session, what, known):
+  """Its bytes would go with those of the parameter that has them."""
+  session()
+  model = nn.Linear(SIZE, SIZE)
+  model, optimizer = gm.prepare(model, torch.optim.AdamW(model.parameters()))
+  square(model, 0).backward()
+  optimizer.step()
+  taken = model.weight.grad if what == "grad" else optimizer.state[model.weight]["exp_avg"]
+  wanted = taken.detach().clone()
+  other = model if known else nn.Module()
+  other.extra = nn.Parameter(taken.detach()[3:])
+  with pytest.raises(gm.GeminiError, match=rf"parameter extra shares its bytes with weight.{what}: clone\(\) that"):
+    gm.prepare(other)
+  other.extra = nn.Parameter(taken.clone())
+  gm.prepare(other)
+  optimizer.zero_grad()
+  square(model, 1).backward()
+  off_the_device()
+  assert torch.equal(other.extra.detach(), wanted)
+
+
+@pytest.mark.parametrize("kind", (sgd, lambda params: torch.optim.AdamW(params, 0.01)))
+@pytest.mark.parametrize("graded", (False, True))
+def test_n5_a_parameter_takes_the_place_of_one_that_somebody_has_still(session, kind, graded):
+  """As an optimizer and the session have it; all that is over the bytes of one is over those of the other."""
+
+  def run(model, optimizer):
+    managed = isinstance(model[0].weight, gm.tensors.ManagedTensor)
+    losses = train(model, optimizer, 2, square)
+    if graded:
+      square(model, 3).backward()
+    old, view, bias = model[0].weight, model[0].weight.detach()[3:], model[0].bias
+    model[0].weight = nn.Parameter(old.data)
+    model[0].load_state_dict(model[0].state_dict(), assign=True)
+    again = kind(model.parameters())
+    if managed:
+      model, again = gm.prepare(model, again)
+      off_the_device()
+    found = [old.detach().clone(), view.clone()] + ([old.grad.clone(), bias.grad.clone()] if graded else [])
+    assert model[0].weight.grad is None and model[0].bias.grad is None and (old.grad is not None) == graded
+    model[1].zero_grad()
+    losses += train(model, again, 2, square)
+    if managed:
+      off_the_device()
+    for one in old, view:
+      assert one.data_ptr() - old.data_ptr() in (0, 3 * SIZE * 4)
+      found.append(one.detach().clone())
+    with torch.no_grad():
+      view.zero_()
+    found += train(model, again, 1, square)
+    if managed:
+      with pytest.raises(gm.GeminiError, match="0.weight is another optimizer's, which was prepared later"):
+        optimizer.step()
+    (old * 2).sum().backward()
+    return losses + found + [old.grad]
+
+  if kind is sgd:
+    alike(session, lambda: nn.Sequential(nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)), run, kind)
+  else:  # the session has arithmetic of its own
+    session()
+    model = nn.Sequential(nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE))
+    model, optimizer = gm.prepare(model, kind(model.parameters()))
+    run(model, optimizer)
+
+
+def test_n5_prepare_again_without_a_parameter(session):
+  session()
+  model = gm.prepare(nn.Linear(SIZE, SIZE))
+  model.bias = None
+  gc.collect()
+  gm.prepare(model)
+  assert list(gm.session().model.records) == ["weight"]
+  square(model, 0).backward()
+
+
 def test_p4_parameters_that_lie_between_one_another_share_nothing(session):
   def make():
     both = torch.randn(SIZE, 2 * SIZE)
@@ -264,6 +366,285 @@ def test_which_bytes_tensors_share():
                         (base[:1].expand(4, 6), False), (base.as_strided((2, 2), (3, 0)), False), (base[0, 0], True),
                         (torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last), True), (torch.zeros(0, 3), True)):
     assert is_dense(tensor.shape, tensor.stride()) == dense, (tensor.shape, tensor.stride())
+
+
+# ---- N4: functions of torch.func that close over parameters
+class Quadratic(nn.Module):
+  """Uses parameters themselves, views of them, and one of its own kernels."""
+
+  def __init__(self):
+    super().__init__()
+    self.one, self.two = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
+
+  def forward(self, x):
+    x = torch.tanh(self.one(x)) @ self.two.weight[:12].t()
+    return (x * x).sum(-1) * self.two.bias[0].item() + (x * self.two.bias[3:15].detach()).sum(-1)
+
+
+def linearized(model, x):
+  """The function that it returns runs after the transform has ended."""
+  out, pull = torch.func.vjp(model, x)
+  if isinstance(model.one.weight, gm.tensors.ManagedTensor):
+    off_the_device()
+  return out + pull(torch.ones_like(out))[0].sum()
+
+
+TRANSFORMS = {
+    "grad": lambda model, x: torch.func.grad(model)(x[0]),
+    "grad of grad": lambda model, x: torch.func.grad(lambda x: torch.func.grad(model)(x).square().sum())(x[0]),
+    "jacfwd": lambda model, x: torch.func.jacfwd(model)(x),
+    "jacrev": lambda model, x: torch.func.jacrev(model)(x),
+    "hessian": lambda model, x: torch.func.hessian(model)(x[0]),
+    "jvp": lambda model, x: torch.stack(torch.func.jvp(model, (x,), (torch.ones_like(x),))),
+    "vjp": linearized,
+    "vmap": lambda model, x: torch.func.vmap(model)(x),
+    "vmap of grad": lambda model, x: torch.func.vmap(torch.func.grad(model))(x),
+    "an expression": lambda model, x: torch.func.grad(lambda x: (x * model.one.weight * x).sum())(x[0]),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_n4_transforms_that_close_over_parameters(session, transform):
+  """To the bit, and the gradients of parameters that a backward pass through the transform gives."""
+
+  def run(model, optimizer):
+    if gm.tensors.ManagedTensor in type(model.one.weight).__mro__:
+      off_the_device()
+    x = data(rows=3).requires_grad_()
+    out = TRANSFORMS[transform](model, x)
+    if gm.tensors.ManagedTensor in type(model.one.weight).__mro__:
+      off_the_device()
+    out.square().sum().backward()
+    found = [out.detach().clone(), x.grad] + [param.grad.clone() for param in model.parameters() if param.grad is not None]
+    optimizer.step()
+    return found
+
+  alike(session, Quadratic, run)
+
+
+@pytest.mark.parametrize("part", (lambda weight: weight[2:5], lambda weight: weight.t(), lambda weight: weight.detach()))
+def test_n4_views_that_come_out_of_a_transform(session, part):
+  session()
+  model = gm.prepare(nn.Linear(SIZE, SIZE))
+  wanted, kept = part(model.weight).detach().clone(), []
+  x = data()[0]
+  for transform in (lambda f: torch.func.grad(f, has_aux=True)(x)[1], lambda f: torch.func.vjp(f, x, has_aux=True)[2],
+                    lambda f: torch.func.vmap(f)(x[None])[1][0], lambda f: torch.func.jvp(f, (x,), (x,), has_aux=True)[2]):
+    off_the_device()
+    out = transform(lambda x: (kept.append(part(model.weight)), (x.sum(), part(model.weight)))[1])
+    off_the_device()
+    assert torch.equal(out, wanted)
+    off_the_device()
+    assert torch.equal(kept.pop(), wanted)
+
+
+def test_n4_writing_within_a_transform_is_refused(session):
+  session()
+  model = gm.prepare(nn.Linear(SIZE, SIZE))
+  wanted = model.weight.detach().clone()
+  for write in (lambda: model.weight.data.zero_(), lambda: model.weight.detach()[:3].zero_(),
+                lambda: torch.add(torch.ones(SIZE, SIZE), 1, out=model.weight.data)):
+    for transform in torch.func.grad, torch.func.vmap:
+      with pytest.raises(gm.GeminiError, match=r"weight: \w+\(\) would write it within a transform of torch.func: do that out"):
+        transform(lambda x: write().sum() + x.sum())(data()[0])
+  assert torch.equal(model.weight, wanted)
+
+
+def test_n4_a_unit_within_a_transform_is_refused(session):
+  session()
+  model = gm.prepare(nn.Sequential(nn.Linear(SIZE, SIZE)))
+  gm.unit(model[0])
+  for transform in torch.func.grad, torch.func.vmap:
+    with pytest.raises(gm.GeminiError, match="0.weight.*a unit.* within a transform of torch.func"):
+      transform(lambda x: model(x).sum())(data()[0] if transform is torch.func.grad else data())
+  assert model(data()).sum().isfinite()
+
+
+# ---- N10: what makes tensors of tensors, and is no torch function
+class Other(torch.Tensor):
+  """A class of a user's."""
+
+
+def over(tensor, weight):
+  tensor.data = weight
+  return tensor
+
+
+VIEWS = {
+    "as_subclass": lambda weight: weight.as_subclass(torch.Tensor),
+    "_make_subclass": lambda weight: torch.Tensor._make_subclass(torch.Tensor, weight),
+    "_make_subclass of a parameter": lambda weight: torch.Tensor._make_subclass(nn.Parameter, weight, True),
+    "set_": lambda weight: torch.empty(0).set_(weight), "set_ of a parameter": lambda weight: nn.Parameter(
+        torch.empty(0), False).set_(weight),
+    "data": lambda weight: over(torch.empty(0), weight), "data of a parameter": lambda weight: over(
+        nn.Parameter(torch.empty(0)), weight),
+    "Tensor": lambda weight: torch.Tensor(weight), "new": lambda weight: torch.ones(3).new(weight),
+    "Variable": lambda weight: torch.autograd.Variable(weight), "as_tensor": lambda weight: torch.as_tensor(weight),
+    "asarray": lambda weight: torch.asarray(weight),
+}
+COPIES = {
+    "tensor": lambda weight: torch.tensor(weight), "tensor of a list": lambda weight: torch.tensor([weight[0, 0], 2.0]),
+    "tensor of lists": lambda weight: torch.tensor([[1.0, 2.0], (weight[0, 0], weight[1, 1])]),
+    "new_tensor": lambda weight: torch.ones(3).new_tensor(weight),
+    "as_tensor": lambda weight: torch.as_tensor(weight, dtype=torch.float64),
+    "asarray": lambda weight: torch.asarray(weight, copy=True),
+    "sparse": lambda weight: torch.sparse_coo_tensor(torch.tensor([[0, 1]]), weight[0, :2]).to_dense(),
+    "nested": lambda weight: torch.nested.nested_tensor([weight, weight[:3]]).to_padded_tensor(0),
+    "jagged": lambda weight: torch.nested.nested_tensor([weight, weight[:3]], layout=torch.jagged).values(),
+    "to_dlpack": lambda weight: torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(weight)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:To copy construct from a tensor", "ignore:The PyTorch API of nested tensors",
+                            "ignore:Sparse invariant checks")
+@pytest.mark.parametrize("kind, make", [*VIEWS.items(), *COPIES.items()], ids=[*VIEWS, *COPIES])
+def test_n10_tensors_that_are_made_of_managed_ones(session, kind, make):
+  session()
+  model = gm.prepare(nn.Linear(SIZE, SIZE))
+  plain = model.weight.detach().clone()
+  off_the_device()
+  made, wanted = make(model.weight.detach()), make(plain)
+  off_the_device()
+  assert torch.equal(made.detach(), wanted.detach()) and made.dtype == wanted.dtype
+  assert made.requires_grad == wanted.requires_grad and isinstance(made, nn.Parameter) == isinstance(wanted, nn.Parameter)
+  if make in VIEWS.values():
+    off_the_device()
+    with torch.no_grad():
+      made.detach()[3].fill_(7)
+    off_the_device()
+    assert (model.weight[3] == 7).all()
+
+
+@pytest.mark.parametrize("make", (
+    lambda weight: weight.as_subclass(Other), lambda weight: torch.Tensor._make_subclass(Other, weight),
+    lambda weight: Scaled(weight), lambda weight: torch.ones(3).as_subclass(Other).set_(weight),
+    lambda weight: torch.nested.nested_tensor_from_jagged(weight, torch.tensor([0, 3, SIZE]))))
+def test_n10_other_classes_over_a_parameter_are_refused(session, make):
+  session()
+  model = gm.prepare(nn.Linear(SIZE, SIZE))
+  with pytest.raises(gm.GeminiError, match=r"weight: a \w+ over its bytes would not know when .* make it of a clone\(\)"):
+    make(model.weight.detach())
+  assert make(model.weight.detach().clone()) is not None
+
+
+def test_n10_gradients_of_outputs(session):
+  """backward() and grad() of plain tensors."""
+  session()
+  model = gm.prepare(nn.Linear(SIZE, SIZE))
+  wanted = model.weight[3].detach().clone()
+  for give in (lambda y, x: y.backward(model.weight[3]), lambda y, x: torch.autograd.backward([y], [model.weight.detach()[3]]),
+               lambda y, x: setattr(x, "grad", torch.autograd.grad(y, x, model.weight[3])[0])):
+    x = torch.ones(SIZE, requires_grad=True)
+    y = 2 * x
+    off_the_device()
+    give(y, x)
+    assert torch.equal(x.grad, 2 * wanted)
+
+
+def test_n10_torch_is_as_it_was_when_the_session_is_closed(session):
+  def now():
+    return [vars(owner).get(name) for owner, names in (
+        (torch, ("tensor", "as_tensor", "asarray", "sparse_coo_tensor")),
+        (torch.Tensor, ("__new__", "new", "new_tensor", "data", "set_", "_make_subclass")),
+        (torch.autograd.Variable, ("__new__",)), (torch._C._nested, ("nested_tensor",))) for name in names]
+
+  before = now()
+  session()
+  assert None not in now()
+  gm.close()
+  assert now() == before and torch.equal(torch.Tensor([1, 2]), torch.tensor([1.0, 2.0]))
+
+
+# ---- N15: copies that share bytes
+@pytest.mark.parametrize("of", (lambda model: model.weight, lambda model: model.weight.detach()[3:],
+                                lambda model: model.weight.grad, lambda model: model.bias))
+def test_n15_a_shallow_copy_is_over_the_same_bytes(session, of):
+
+  def run(model, optimizer):
+    square(model, 0).backward()
+    model.bias.requires_grad_(False)
+    one = of(model)
+    if one is not None:
+      one.tag = {"of": "a user"}
+    other = copy.copy(one)
+    if isinstance(model.weight, gm.tensors.ManagedTensor):
+      off_the_device()
+    assert other is not one and type(other) is type(one) and other.requires_grad == one.requires_grad and other.is_leaf
+    assert other.data_ptr() == one.data_ptr() and other.tag is one.tag and other.stride() == one.stride()
+    with torch.no_grad():
+      other[2].fill_(7)
+      one[0].fill_(3)
+    return [other.detach().clone(), one.detach().clone()]
+
+  alike(session, lambda: nn.Linear(SIZE, SIZE), run)
+
+
+@pytest.mark.parametrize("new", (True, False))
+def test_n15_what_is_saved_together_shares_its_bytes(session, new):
+  """As in a file of torch's own, which has them once."""
+
+  def through_file(what):
+    file = io.BytesIO()
+    torch.save(what, file, _use_new_zipfile_serialization=new)
+    size = file.tell()
+    file.seek(0)
+    return torch.load(file, weights_only=True), size
+
+  def run(model, optimizer):
+    square(model, 0).backward()
+    weight, grad = model[0].weight, model[0].weight.grad.mul_(0.5)
+    weight.tag = 3
+    if isinstance(weight, gm.tensors.ManagedTensor):
+      off_the_device()
+    tied, size = through_file(model.state_dict())
+    (whole, rows, flat, slope, part), more = through_file([weight, weight.detach()[:2], weight.detach().t()[3:], grad, grad[:2]])
+    sizes.append((size // 4096, more // 4096))
+    assert tied["0.weight"].data_ptr() == tied["1.weight"].data_ptr() and whole.tag == 3
+    assert whole.data_ptr() == rows.data_ptr() == flat.data_ptr() - 12 and slope.data_ptr() == part.data_ptr()
+    assert isinstance(whole, nn.Parameter) and flat.stride() == (1, SIZE)
+    found = [*tied.values(), *(one.detach().clone() for one in (whole, rows, flat, slope, part))]
+    with torch.no_grad():
+      weight.add_(1)
+    return found + [through_file(weight.detach()[5])[0]]  # of now
+
+  def make():
+    model = nn.Sequential(nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE))
+    model[1].weight = model[0].weight
+    return model
+
+  sizes = []
+  alike(session, make, run)
+  assert sizes[0] == sizes[1]
+
+
+def test_n15_a_deep_copy_of_what_is_tied_is_tied(session):
+  session()
+  model = nn.Sequential(nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE))
+  model[1].weight = model[0].weight
+  gm.prepare(model)
+  state = copy.deepcopy(model.state_dict())
+  assert state["0.weight"].data_ptr() == state["1.weight"].data_ptr() and type(state["0.weight"]) is torch.Tensor
+
+
+@pytest.mark.parametrize("first", (True, False))
+def test_n10_torch_knows_its_functions_in_a_session_and_after(session, first):
+  """It keeps those that a torch.device() is for in a set, which it makes at the first use."""
+
+  def check():
+    for make in torch.tensor, torch.as_tensor, torch.asarray:
+      with torch.device("meta"):
+        assert make(1.0).is_meta
+      assert pickle.loads(pickle.dumps(make)) is make
+
+  internals_of_torch = torch.utils._device._device_constructors
+  internals_of_torch.cache_clear()
+  if not first:
+    check()
+  session()
+  check()
+  gm.close()
+  check()
+  internals_of_torch.cache_clear()
 
 
 # ---- P7: what others have of a parameter or a gradient
@@ -444,6 +825,41 @@ def normed(make):
     lambda layer: prune.l1_unstructured(layer, "weight", 0.5)))
 def test_p9_parametrizations_within_init(session, make):
   built(session, normed(make))
+
+
+@pytest.mark.parametrize("removed", (False, True))
+def test_n11_orthogonal_within_init(session, removed):
+  """It calls set_(), and so does who removes it."""
+
+  def make():
+    layer = nn.utils.parametrizations.orthogonal(nn.Linear(SIZE, SIZE))
+    return nn.Sequential(nn.utils.parametrize.remove_parametrizations(layer, "weight") if removed else layer)
+
+  built(session, make)
+
+
+@pytest.mark.parametrize("change", (lambda layer: layer.weight.set_(torch.zeros(SIZE, SIZE)),
+                                    lambda layer: layer.bias.set_(torch.zeros(3)), nn.utils.parametrizations.orthogonal))
+def test_n11_set_after_prepare_is_refused_and_changes_nothing(session, change):
+
+  def run(model, optimizer):
+    losses = train(model, optimizer, 2, square)
+    if isinstance(optimizer, gm.Optimizer):
+      with torch.no_grad(), pytest.raises(gm.GeminiError, match=r"0.\w+ would be moved or replaced .by .*set_.., .* do that bef"):
+        change(model[0])
+      off_the_device()
+    return losses + train(model, optimizer, 2, square)
+
+  alike(session, lambda: nn.Sequential(nn.Linear(SIZE, SIZE)), run)
+
+
+def test_n16_export_of_a_prepared_model_says_what_to_do(session):
+  session()
+  model = gm.prepare(nn.Sequential(nn.Linear(SIZE, SIZE)))
+  with pytest.raises(gm.GeminiError, match=r"0.weight was replaced .* torch.export .* take a copy.deepcopy\(\) of the model"):
+    torch.export.export(model, (data(),))
+  program = torch.export.export(copy.deepcopy(model), (data(),))
+  assert torch.equal(program.module()(data()), model(data()))
 
 
 def test_p9_a_parameter_of_a_parameter(session):
@@ -648,7 +1064,8 @@ def test_p12_a_device_without_room_for_a_chunk_is_refused(settings, match):
 
 
 def test_p12_a_budget_that_is_too_small_for_a_step_is_said_before_it(session, recwarn):
-  """At the smallest one that is not warned of a step works, with a chunk less it is warned of and fails."""
+  """At the smallest one that is not warned of a step is planned, with a chunk less it is made without a plan, and if its
+  parameter does not fit it fails."""
   size = 192  # 147456 bytes, in 3 chunks; the bias is in the last of them
 
   def start(chunks):
@@ -667,8 +1084,15 @@ def test_p12_a_budget_that_is_too_small_for_a_step_is_said_before_it(session, re
   model, said = start(6)
   assert not said
   step(model)
+  assert not [one for one in recwarn.list if "no plan" in str(one.message)] and gm.stats()["planned_iterations"]
   model, said = start(5)
-  assert said == [f"device_memory leaves {5 * CHUNK} bytes: a step that uses all of parameter weight at once needs {6 * CHUNK}, "
+  assert said == [f"device_memory leaves {5 * CHUNK} bytes: a step that uses all of parameter weight at once, and makes its "
+                  f"gradient, needs {6 * CHUNK}, in chunks of {CHUNK}, and has no plan, which makes it slow"]
+  with pytest.warns(UserWarning, match="this step was made, but there is no plan"):
+    step(model)
+  assert not gm.stats()["planned_iterations"]
+  model, said = start(2)
+  assert said == [f"device_memory leaves {2 * CHUNK} bytes: a step that uses all of parameter weight at once needs {3 * CHUNK}, "
                   f"in chunks of {CHUNK}, and will fail"]
   with pytest.raises(gm.GeminiError, match="bytes of device memory"):
     step(model)

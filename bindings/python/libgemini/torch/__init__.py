@@ -116,17 +116,19 @@ def prepare(model, optimizer=None, *, step_in_backward=False, offload_activation
   owner = session()
   known = next((one for one in owner.models if one.module is model), None)
   if known:
-    owner.models.remove(known)
     known.take()
+    owner.models.remove(known)
   owner.models.append(known or _model.Model(owner, model))
   if offload_activations:
     owner.model.saving = _offload
   prepared = Optimizer(owner, optimizer, step_in_backward) if optimizer is not None else None
-  least, record = owner.model.least_bytes()
   room = owner.manager.stats()["budget_bytes"]["device"] - owner.manager.config.device_margin_bytes
-  if least > room:
-    _warnings.warn(f"device_memory leaves {room} bytes: a step that uses all of parameter {record.name} at once needs {least}, "
-                   f"in chunks of {owner.manager.config.window_bytes}, and will fail", stacklevel=2)
+  for gradients, what, then in ((False, "", "will fail"), (True, ", and makes its gradient,", "has no plan, which makes it slow")):
+    least, record = owner.model.least_bytes(gradients)
+    if least > room:
+      _warnings.warn(f"device_memory leaves {room} bytes: a step that uses all of parameter {record.name} at once{what} needs "
+                     f"{least}, in chunks of {owner.manager.config.window_bytes}, and {then}", stacklevel=2)
+      break
   return model if optimizer is None else (model, prepared)
 
 

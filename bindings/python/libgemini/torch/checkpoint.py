@@ -24,7 +24,7 @@ from torch import nn
 
 from ..abi import GeminiError
 from ..manager import parse_bytes
-from . import tensorfile
+from . import internals, tensorfile
 from .model import Record
 from .optim import Optimizer
 from .progress import Progress
@@ -464,7 +464,7 @@ def _read_all(jobs, progress):
 def _weight_job(session, entry, name, value):
   """Where a weight goes: into the place or tensor that is there, or, of one on the meta device, into a new one."""
   if not value.is_meta:
-    return entry, lambda: _stored(value), lambda: None
+    return entry, lambda: _stored(value), lambda: internals.note_write(value)
   if isinstance(value, nn.Parameter) and value.dtype in DTYPES:
     record = Record(session, value, name)
 
@@ -491,7 +491,7 @@ def _plan_states(folder, training, optimizer, model):
   entries = folder.entries("optimizer")
   groups = training["groups"]
   optimizer.rule.check_others(training.get("others", {}))
-  optimizer.check_groups([len(group["params"]) for group in groups])
+  optimizer.check_groups(groups)
   saved = [name for group in groups for name in group["params"]]
   for own, other in zip(names, saved):
     if own != other:
@@ -555,8 +555,7 @@ def load(session, folder, model, optimizer, verify, progress):
   if optimizer is not None:
     optimizer.zero_grad()
     optimizer.rule.set_others(training.get("others", {}))
-    for group, saved in zip(optimizer.param_groups, training["groups"]):
-      group.update({key: value for key, value in saved.items() if key != "params"})
+    optimizer.set_groups(training["groups"])
     torch.set_rng_state(training["rng"]["cpu"])
     if session.cuda and "cuda" in training["rng"]:
       torch.cuda.set_rng_state(training["rng"]["cuda"], session.device)

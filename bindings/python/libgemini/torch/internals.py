@@ -6,6 +6,7 @@ below, init() raises an error that says which; the import does not fail.
 
 SPDX-License-Identifier: Apache-2.0
 """
+import functools
 import importlib
 import re
 import sys
@@ -95,6 +96,27 @@ unscale = _find(torch, "_amp_foreach_non_finite_check_and_unscale_")  # torch.am
 StorageWeakRef = _find(_module("torch.multiprocessing.reductions"), "StorageWeakRef")
 
 
+transform_level = _find(torch, "_C._functorch.maybe_current_level")  # how many transforms of torch.func run, or None
+_is_wrapped = _find(torch, "_C._functorch.is_functorch_wrapped_tensor")
+_get_unwrapped = _find(torch, "_C._functorch.get_unwrapped")
+
+
+def unwrapped(tensor):
+  """The tensor with bytes that transforms of torch.func have wrapped, or the tensor itself."""
+  while _is_wrapped(tensor):
+    tensor = _get_unwrapped(tensor)
+  return tensor
+
+
+_transform = _find(torch, "_C._functorch.peek_interpreter_stack")
+_dispatch_modes = _find(torch, "_C._len_torch_dispatch_stack")
+
+
+def is_watched():
+  """Whether functions are for a transform of torch.func, or a mode of a user, which may refuse what torch does not."""
+  return _dispatch_modes() > 0 or _transform() is not None
+
+
 def untyped(storage):
   """The storage that a TypedStorage is about; anything else as it is."""
   return storage._untyped_storage if isinstance(storage, torch.TypedStorage) else storage
@@ -108,9 +130,28 @@ def storage_users(storage):
   return _use_count and _use_count(storage._cdata)
 
 
+def tensor_users(tensor):
+  """How many, in C++ too, have a tensor as it is, such as parameters whose gradient it is; None where torch does not tell."""
+  return tensor._use_count() if hasattr(tensor, "_use_count") else None
+
+
+def storage_number(tensor):
+  """Equal for tensors of one storage; None of a tensor that has none."""
+  try:
+    return tensor.untyped_storage()._cdata
+  except (NotImplementedError, RuntimeError):
+    return None
+
+
 # ---- autograd
 graph_task = _find(torch, "_C._current_graph_task_id")  # the number of the backward pass that calls us, or -1
 after_backward = _find(torch, "autograd.Variable._execution_engine.queue_callback")  # (function): called when it is over
+
+def note_write(tensor):
+  """Its bytes have been written where torch does not see it: a backward pass that comes too late for them notices."""
+  if not tensor.is_inference():
+    torch.autograd.graph.increment_version(tensor)
+
 
 # ---- modules and torch.compile
 _find(nn, "Module._call_impl")
@@ -151,6 +192,44 @@ def never_compiled(function):
   return function if isinstance(_disable, _Missing) else _disable(function)
 
 
+_data_compiled = None  # whether a .data was compiled since anybody looks for it
+
+
+def watch_compiler():
+  """From now on torch.compile() says if it compiles a .data: no version tells what is written to that, and no Python
+  runs. What was compiled before is compiled anew."""
+  global _data_compiled
+  if _data_compiled is not None or not compiler_loaded():
+    return
+  variable = _find(_module("torch._dynamo.variables.tensor"), "TensorVariable.method_attr_data", [])
+  seen = _find(_module("torch._dynamo.convert_frame"), "input_codes.seen", [])
+  reset = _find(torch, "_C._dynamo.eval_frame.reset_code", [])
+  for one in (variable, seen, reset):
+    if isinstance(one, _Missing):
+      one._refuse()
+
+  @functools.wraps(variable)
+  def method_attr_data(*args, **kwargs):
+    compiles_data()
+    return variable(*args, **kwargs)
+
+  sys.modules["torch._dynamo.variables.tensor"].TensorVariable.method_attr_data = method_attr_data
+  _data_compiled = False
+  for code in [reference() for reference in seen]:
+    if code is not None:
+      reset(code)
+
+
+def compiles_data():
+  global _data_compiled
+  _data_compiled = True
+
+
+def data_is_compiled():
+  """Whether compiled functions may write to a .data."""
+  return bool(_data_compiled)
+
+
 def optimized_module():
   """The class of what torch.compile(module) returns, or () before anything was compiled."""
   return getattr(sys.modules.get("torch._dynamo"), "OptimizedModule", ())
@@ -172,6 +251,11 @@ is_tracing = _find(torch, "_C._is_tracing")
 def script_methods(module):
   """The names of a scripted module's methods."""
   return module._c._method_names()
+
+
+def scripts_data(module):
+  """Whether a method of a scripted module has a .data."""
+  return any(module._c._get_method(name).inlined_graph.findNode("prim::data") for name in script_methods(module))
 
 
 # ---- CUDA
@@ -204,6 +288,27 @@ class Replaced:
       delattr(self.owner, self.name)
 
 
+class Standing:
+  """What stands for a function of torch's. It equals that: torch keeps functions in sets that it makes once, at some time,
+  such as those of the functions that a torch.device() is for; and it can be pickled."""
+
+  def __init__(self, function, call):
+    functools.update_wrapper(self, function)
+    self._function, self._call = function, call
+
+  def __call__(self, *args, **kwargs):
+    return self._call(*args, **kwargs)
+
+  def __eq__(self, other):
+    return other is self or other is self._function
+
+  def __hash__(self):
+    return hash(self._function)
+
+  def __reduce__(self):
+    return self.__name__
+
+
 def replace(replacements, on):
   """Replaces a dict's keys by its values, or restores them."""
   for replaced, ours in replacements.items():
@@ -211,14 +316,26 @@ def replace(replacements, on):
       replaced.replace(ours)
     else:
       replaced.restore()
+  rules = sys.modules.get("torch._dynamo.trace_rules")
+  getattr(rules, "clear_lru_cache", lambda: None)()  # else torch.compile() knows only what was there when it was loaded
 
 
 function_apply = Replaced(torch.autograd.Function, "apply")
 new_parameter = Replaced(nn.Parameter, "__new__")
 set_ = Replaced(torch.Tensor, "set_")
-# Of torch.func's transforms: what they wrap their arguments with.
+data = Replaced(torch.Tensor, "data")
+make_subclass = Replaced(torch.Tensor, "_make_subclass")
+make_grads = Replaced(torch.autograd, "_make_grads")  # which backward() and grad() give the gradients of outputs to
+savers = [Replaced(torch.serialization, name) for name in ("_save", "_legacy_save")]  # what torch.save() comes to
+# What makes tensors of tensors, and asks no __torch_function__ of these.
+makers = [Replaced(owner, name) for owner, names in (
+    (torch, ("tensor", "as_tensor", "asarray", "sparse_coo_tensor")), (torch.Tensor, ("__new__", "new", "new_tensor")),
+    (torch.autograd.Variable, ("__new__",)), (torch._C._nested, ("nested_tensor",))) for name in names]
+# Of torch.func's transforms: what they wrap their arguments with, and what they take from the results again.
 wrap_for_grad = Replaced(_module("torch._functorch.eager_transforms"), "_wrap_for_grad")
+unwrap_for_grad = Replaced(_module("torch._functorch.eager_transforms"), "_unwrap_for_grad")
 add_batch_dim = Replaced(_module("torch._functorch.vmap"), "_add_batch_dim")
+remove_batch_dim = Replaced(_module("torch._functorch.vmap"), "_remove_batch_dim")
 # Of torch.jit: what makes scripted modules of others, and what calls scripted functions.
 script_module = Replaced(_module("torch.jit._recursive"), "create_script_module")
 freeze = Replaced(torch.jit, "freeze")

@@ -12,6 +12,7 @@ import weakref
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from .. import abi
 from ..abi import GeminiError
@@ -20,7 +21,7 @@ from .internals import get_grad as _get_grad, plain as _plain, set_grad as _set_
 from .layout import dense_stride, span
 from .progress import Progress
 from .session import DTYPES, in_backward
-from .tensors import ManagedParameter, ManagedTensor, _copy, _gradient_of, managed_view
+from .tensors import UNSURE, ManagedParameter, ManagedTensor, _copy, _gradient_of, is_exact, managed_view
 from .unit import find, make_units, refuse_compiling
 
 
@@ -29,20 +30,32 @@ class Record:
 
   def __init__(self, session, param, name):
     self.session = session
-    self.reference = weakref.ref(param)  # which has this record, and lives on its own terms
+    self.reference = None  # to the parameter, which has this record, and lives on its own terms
     self.name = name
     self.place = None
     self.grad_place = None
     self.states = {}  # kind: place, once an optimizer needs them
     self.rule = None  # of the optimizer that updates it
-    self.has_grad = False
+    self.has_grad = False  # a gradient is stored in grad_place
+    self.given = False  # there is one that was assigned: as a tensor of torch's, in its own memory, until nobody else has it
     self.scale = 1.0  # what the stored gradient has still to be multiplied with
-    self.norm = None  # of the stored gradient, on the device
+    self.norm = None  # on the device, of the gradient: of the stored one, times scale; None: not known
+    self.view = None  # param.grad, once it was asked for
     self.generation = 0  # gradients before the one that is stored
     self.hook = None
     self.early = False  # updated in the backward pass, as soon as its gradient has landed
     self.spent = False  # the gradient of this step has been used for that
     self.step = None  # updates so far, as a tensor, once there are states in the C library's AdamW
+    self.refer(param)
+
+  def refer(self, param):
+    def gone(_, own=weakref.ref(self)):
+      record = own()
+      if record is not None:
+        record.view = None  # which has the record
+        record.session.given.pop(record, None)
+
+    self.reference = weakref.ref(param, gone)
 
   @property
   def param(self):
@@ -89,9 +102,11 @@ class Record:
         other.__dict__.update(param.__dict__)
         self.reference = None  # torch does not swap what is referred to weakly
         torch.utils.swap_tensors(param, other)
-        self.reference = weakref.ref(param)
+        self.refer(param)
       else:
         param.data = self.place.tensor
+      if _get_grad(param) is not None:  # it was there before
+        self.note_given()
     param.__class__ = ManagedParameter
     param._gm_place = self.place
     param._gm_record = self
@@ -100,16 +115,20 @@ class Record:
     self.session.known[id(self)] = self
 
   def renew_master(self):
-    """The fp32 copy, where there is one, is what the parameter is."""
-    self.place.written = False
+    """The fp32 copy, where there is one, is what the parameter is; if nobody knows whether that was written, then only
+    if it is not what the copy is in fewer bits."""
+    written, self.place.written = self.place.written, False
     if "master" in self.states:
-      self.states["master"].write(self.place.read())
+      values, master = self.place.read(), self.states["master"]
+      kept = master.read().to(values.dtype) if written == UNSURE else None
+      if kept is None or not torch.equal(kept.view(torch.int16), values.view(torch.int16)):
+        master.write(values)
 
   def replace(self, values):
     """`parameter.data = values`: allowed until the model is prepared, then the addresses stay."""
     if self.settled:
-      raise GeminiError(f"parameter {self.name} would be moved or replaced (by .data, .to(), .half() or the like) after "
-                        "libgemini.torch.prepare(): do that before")
+      raise GeminiError(f"parameter {self.name} would be moved or replaced (by .data, set_(), .to(), .half() or the like) "
+                        "after libgemini.torch.prepare(): do that before")
     if isinstance(values, ManagedTensor):
       self.share(values)
     else:
@@ -129,31 +148,49 @@ class Record:
     param._gm_place = values._gm_place
     param._gm_record = None
 
+  def give_up(self):
+    """Another parameter, over all of its bytes, has the place from now on. This one stays over the same bytes, as torch has
+    it, with a gradient in torch's memory, and ends as the session's."""
+    session, param = self.session, self.param
+    session.settle()
+    gradient = _copy(self.gradient()) if self.has_grad and not self.spent else None
+    self.set_gradient(None)
+    if self.rule:
+      self.rule.let_go(self)
+    self.rule = GIVEN_UP
+    session.rule_of.pop(self, None)
+    session.known.pop(id(self), None)
+    if self.hook:
+      self.hook.remove()
+    self.hook = self.grad_place = None
+    self.states.clear()
+    param._gm_record = None
+    with _plain():
+      _set_grad(param, gradient)
+
   # ---- its gradient
   def attach(self):
-    """Gradients go to an arena from now on."""
+    """Gradients go to an arena from now on: those that autograd makes, at least."""
     if not self.grad_place:
       place = self.place
       # An early update leaves no gradient behind, so that it can have the bytes of the parameter that it makes anew.
       kind = "reused grad" if self.early and place.dtype != torch.float32 else "grad"
       self.grad_place = self.session.counterpart(place, kind, place.dtype)
       self.grad_place.name = f"{self.name}.grad"
-    if self.hook is None:
-      with _plain(), torch.no_grad():
+    with _plain():
+      if self.hook is None and self.param.requires_grad:
         self.hook = self.param.register_post_accumulate_grad_hook(self.take_gradient)
-        before = _get_grad(self.param)
-        if before is not None:  # it was there before the parameter needed libgemini's
-          _set_grad(self.param, None)
-          self.session.op_end()
-          self.store(before)
+        if _get_grad(self.param) is not None:  # it was there before the parameter needed libgemini's
+          self.note_given()
 
   def take_gradient(self, _):
     """Autograd has put a gradient of its own into param.grad: its bytes go to the arena, and it goes."""
     with _plain(), torch.no_grad():
       fresh = _get_grad(self.param)
-      _set_grad(self.param, None)
-      if fresh is None:
+      if fresh is None or self.given and not self.early:  # autograd has added to a tensor that others may have, too
         return
+      self.forget_given()
+      _set_grad(self.param, None)
       if fresh.requires_grad:
         raise GeminiError(f"{self.name}: backward(create_graph=True) would make a gradient that has a graph itself, "
                           "which an arena cannot hold")
@@ -197,8 +234,18 @@ class Record:
       access = place.access(abi.READ_WRITE)
       with session.acquired(access, 1, session.stream()):
         place.tensor.mul_(scale)
-    if mode & abi.WRITE or scale != 1.0:
+    if mode & abi.WRITE:
       self.norm = None
+
+  def multiply(self, factor):
+    """Multiplies the stored gradient, when it is read or by the update: no byte moves for it. Returns whether it can be so:
+    torch rounds after each factor, which comes to the same only if one of two is a power of two."""
+    if self.scale != 1.0 and not is_exact(self.scale) and not is_exact(factor):
+      return False
+    self.scale *= factor
+    self.norm = None
+    torch.autograd.graph.increment_version(self.grad_place.tensor)
+    return True
 
   def gradient(self):
     """param.grad"""
@@ -207,34 +254,144 @@ class Record:
       raise GeminiError(f"the gradient of parameter {self.name} is gone: it was prepared with step_in_backward=True. To "
                         "read, clip or unscale gradients, prepare without")
     if not self.has_grad:
-      return None
-    out = managed_view(self.grad_place)
-    out._gm_grad = self
-    out._gm_generation = self.generation
-    return out
+      with _plain():
+        return _get_grad(self.param)
+    if self.view is None:
+      self.view = managed_view(self.grad_place)
+      self.view._gm_grad = self
+      self.view._gm_generation = self.generation
+    return self.view
 
   def set_gradient(self, values):
-    """param.grad = values"""
+    """param.grad = values, which become the gradient themselves, as whoever has them may write to them."""
     self.session.land(self)
     place = self.place
-    if values is not None:
+    if isinstance(values, torch.Tensor):
       if values.shape != place.shape or values.dtype != place.dtype:
         raise GeminiError(f"{self.name}.grad is set to a tensor of {tuple(values.shape)}, {values.dtype}: want "
                           f"{tuple(place.shape)}, {place.dtype}")
       if isinstance(values, ManagedTensor):
-        if _gradient_of(values) is self and values.data_ptr() == self.grad_place.address and \
+        record = _gradient_of(values)
+        if record is self and values.data_ptr() == self.grad_place.address and \
             values.stride() == self.grad_place.tensor.stride():
+          self.view = values
           return
-        values = _copy(values)
-    self.has_grad = False
-    self.scale, self.norm = 1.0, None
-    self.generation += 1
+        if record is None:
+          raise GeminiError(f"{self.name}.grad is set to a tensor that shares its bytes with {values._gm_place.name}: set it to "
+                            "a clone()")
+        record.give_out(values)
+    if values is not None or self.given or self.hook is None:
+      with _plain():
+        _set_grad(self.param, values)
+      self.forget_given()
+    self.drop()
     if values is not None:
-      self.session.op_end()  # else all gradients that are set in a row would be of one operator, and had to fit at once
-      with torch.no_grad():
-        self.store(values)
+      if self.session.given:  # of gradients that are set in a row, the one before may be nobody else's now
+        next(reversed(self.session.given)).keep_given()
+      self.note_given()
+
+  def drop(self):
+    """There is no stored gradient any more."""
+    self.has_grad = False
+    self.scale, self.norm, self.view = 1.0, None, None
+    self.generation += 1
+
+  # ---- gradients that were assigned
+  def note_given(self):
+    self.given = True
+    self.session.given[self] = None
+
+  def find_given(self):
+    """Of a parameter that needs no gradients, or has not been known to: it may have one that nobody has seen come."""
+    with _plain():
+      if _get_grad(self.param) is not None:
+        self.attach()
+        self.note_given()
+
+  def forget_given(self):
+    self.given = False
+    self.session.given.pop(self, None)
+
+  def keep_given(self):
+    """Stores an assigned gradient that nobody has but the parameter, so that it may leave the device."""
+    with _plain(), torch.no_grad():
+      if self.early or not self.trainable or not is_alone(self.param):
+        return
+      values = _get_grad(self.param)
+      if tuple(values.stride()) != self.grad_place.stride:
+        return
+      _set_grad(self.param, None)
+      self.forget_given()
+      self.store_whole(values)
+
+  def store_given(self):
+    """Stores an assigned gradient, for an update that reads it where gradients are stored."""
+    with _plain(), torch.no_grad():
+      self.store_whole(_get_grad(self.param))
+
+  def store_whole(self, values):
+    self.session.op_end()  # else all gradients that are stored in a row would be of one operator, and had to fit at once
+    self.store(values.to_dense() if values.is_sparse else values)
+
+  def give_out(self, alias):
+    """The stored gradient becomes a tensor of torch's memory, as if it had been assigned, and so does an alias, which
+    somebody else is to have. What else was made of it cannot be used any more."""
+    place, whole = self.grad_place, self.gradient()
+    with torch.no_grad():
+      copy = _copy(whole)
+    first = (alias.data_ptr() - place.address) // place.dtype.itemsize
+    with _plain():
+      become_plain(whole, copy)
+      if alias is not whole:
+        become_plain(alias, copy.as_strided(alias.shape, alias.stride(), first))
+      _set_grad(self.param, whole)
+    self.drop()
+    self.note_given()
 
 
+def become_plain(tensor, data):
+  """A managed tensor becomes one of torch's, over other memory."""
+  tensor.data = data
+  tensor.__class__ = nn.Parameter if isinstance(tensor, nn.Parameter) else torch.Tensor
+  for name in [name for name in vars(tensor) if name.startswith("_gm_")]:
+    delattr(tensor, name)
+
+
+def _holders(param):
+  """How many have what is a parameter's gradient: the Python object, the tensor of C++, its memory."""
+  grad = _get_grad(param)
+  return sys.getrefcount(grad), internals.tensor_users(grad), internals.storage_users(grad.untyped_storage())
+
+
+def _holders_of_one():
+  """What _holders() are of a gradient that only its parameter has; None if these cannot be told from others."""
+  param, other = (nn.Parameter(torch.empty(1, device="cpu")) for _ in range(2))
+  param.grad = torch.empty(1, device="cpu")
+  alone = _holders(param)
+  if None in alone:
+    return None
+  kept = param.grad
+  objects = _holders(param)[0]
+  other.grad = kept
+  del kept
+  tensors = _holders(param)[1]
+  other.grad = param.grad.detach()
+  return alone if objects > alone[0] and tensors > alone[1] and _holders(param)[2] > alone[2] else None
+
+
+_HOLDERS_OF_ONE = _holders_of_one()
+
+
+def is_alone(param):
+  """Whether nobody but a parameter has its gradient, nor could tell another tensor of the same values from it."""
+  grad = _get_grad(param)
+  plain = type(grad) is torch.Tensor and grad.layout is torch.strided and not grad.requires_grad and \
+      not grad.is_inference() and not vars(grad) and not weakref.getweakrefcount(grad)
+  del grad
+  return plain and _HOLDERS_OF_ONE is not None and _holders(param) == _HOLDERS_OF_ONE
+
+
+GIVEN_UP = object()  # a record's rule: no optimizer updates it any more
 CLOSED = "parameter {} belongs to a session that was closed: its bytes are gone, make the model anew"
 
 
@@ -258,7 +415,10 @@ def adopt(session, param, name):
       record.move_in(param.data)
   elif place.session is not session:
     raise GeminiError(CLOSED.format(name))
-  elif keeps_place(param, place):
+  elif place.has(param):
+    owner = place.owner and place.owner()
+    if owner is not None and owner.param is not None:
+      owner.give_up()
     record.place = place
     record.become_managed()
   else:
@@ -317,7 +477,7 @@ def building(session):
 
 def spans_of(param):
   """Where a parameter's bytes are, and, of one that has come into the session, where they were before."""
-  if type(param) not in (nn.Parameter, ManagedTensor, ManagedParameter) or not has_storage(param):
+  if not has_storage(param):
     return []
   record = getattr(param, "_gm_record", None)
   origin = record.place.origin if record is not None else None
@@ -325,19 +485,15 @@ def spans_of(param):
 
 
 def has_storage(tensor):
-  return not tensor.is_meta and tensor.layout is torch.strided and tensor.numel() > 0
-
-
-def keeps_place(param, place):
-  """Whether a parameter has a place for itself, or can have it: all of it, and no other one has."""
-  owner = place.owner and place.owner()
-  return place.has(param) and (owner is None or owner.param is param)
+  """Whether it has bytes of its own: one that is not initialized yet, or is made of other tensors, has none."""
+  return not is_lazy(tensor) and not tensor.is_meta and tensor.layout is torch.strided and tensor.numel() > 0 and \
+      type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
 
 def already_over(param, buffer):
   """Whether a buffer is a view of the place that a parameter has, or is about to have."""
   place = getattr(buffer, "_gm_place", None)
-  return place is not None and place is getattr(param, "_gm_place", None) and keeps_place(param, place)
+  return place is not None and place is getattr(param, "_gm_place", None) and place.has(param)
 
 
 def same_values(param, buffer, first):
@@ -368,6 +524,7 @@ class Model:
     self.refuse_aliases(params)
     views = self.buffers_over(params)
     strangers = sum(param.nbytes for param in params.values() if not isinstance(param, ManagedTensor))
+    self.records = {}
     with Progress("moving the model in", strangers, session.progress) as progress:
       for name, param in params.items():
         size = 0 if isinstance(param, ManagedTensor) else param.nbytes
@@ -382,16 +539,17 @@ class Model:
     session.uses.clear()  # by other names
     make_units(session, module)
 
-  def least_bytes(self):
-    """(bytes, record): of the device, that an operator needs which uses all of the parameter whose chunks are most; in the
-    backward pass of one that is trained, those of its gradient are beside it."""
+  def least_bytes(self, gradients):
+    """(bytes, record): of the device, that an operator needs which uses all of the parameter whose chunks are most.
+    gradients: with those of its gradient, which the plan has beside it in the backward pass of one that is trained; without
+    a plan they may come after it."""
     window = self.session.manager.config.window_bytes
 
     def needs(record):
       place = record.place
       chunks = (place.offset + place.size_bytes - 1) // window - place.offset // window + 1
       with _plain():
-        beside = record.param.requires_grad and not (record.early and place.dtype != torch.float32)
+        beside = gradients and record.param.requires_grad and not (record.early and place.dtype != torch.float32)
       return chunks * window * (2 if beside else 1)
 
     return max(((needs(record), record) for record in self.records.values() if record.place.elements),
@@ -449,7 +607,12 @@ class Model:
                         "from the session: compile it, or rather its blocks, before prepare()")
 
   def refuse_aliases(self, params):
-    """Two parameters over the same bytes would become two; tied weights are one parameter in two modules."""
+    """Two parameters over the same bytes would become two; tied weights are one parameter in two modules. So would a
+    parameter over a gradient or a state of an optimizer."""
+    for name, param in params.items():
+      place = getattr(param, "_gm_place", None)
+      if place is not None and place.follows:
+        raise GeminiError(f"parameter {name} shares its bytes with {place.name}: clone() that")
     others = [pair for model in self.session.models for pair in model.module.named_parameters()]
     spans = {}  # of a storage: those of parameters
     for name, param in [*others, *params.items()]:
@@ -475,14 +638,15 @@ class Model:
         spans.setdefault(where.storage, []).append((where, name, param))
     found = []
     for buffer_name, buffer in self.module.named_buffers():
-      if type(buffer) not in (torch.Tensor, ManagedTensor) or not has_storage(buffer):
+      if not has_storage(buffer):
         continue
       own = span(buffer)
       for where, name, param in spans.get(own.storage, ()):
         if not own.shares_with(where) or already_over(param, buffer):
           continue
         first = own.first - where.first
-        if first < 0 or own.end > where.end or first % where.itemsize or not where.dense or buffer.dtype != param.dtype:
+        if first < 0 or own.end > where.end or first % where.itemsize or not where.dense or \
+            buffer.dtype != param.dtype or type(buffer) not in (torch.Tensor, ManagedTensor):
           raise GeminiError(f"buffer {buffer_name} shares bytes with parameter {name}, but not as a part of it that can move "
                             "with it: clone() one of them")
         if getattr(param, "_gm_record", None) is not None and not same_values(param, buffer, first // where.itemsize):
@@ -504,7 +668,8 @@ class Model:
       if record is None:
         if name in self.records:
           raise GeminiError(f"parameter {name} was replaced by another tensor (by load_state_dict(assign=True), by "
-                            "functional_call(), or by setting it): copy into it instead, parameters keep their addresses")
+                            "functional_call(), or by setting it): copy into it instead, parameters keep their addresses. "
+                            "torch.export and its like, which replace all of them, take a copy.deepcopy() of the model")
         if param.is_meta or param.dtype in DTYPES:
           raise GeminiError(f"parameter {name} came after libgemini.torch.prepare(): call that again")
         continue
@@ -546,4 +711,6 @@ class Model:
       session.iteration_begin("train" if torch.is_grad_enabled() else "infer")
     session.pass_begin()
     session.renew_masters()
+    for record in list(session.given):
+      record.keep_given()
     session.set_phase(abi.PHASE_FORWARD)

@@ -6,11 +6,11 @@ its step (a global norm, a counter): it runs that once over all of them. States 
 
 SPDX-License-Identifier: Apache-2.0
 """
+import copy
 import ctypes
 import functools
 import heapq
 import itertools
-import sys
 import warnings
 
 import torch
@@ -23,7 +23,7 @@ from . import internals
 from .internals import plain as _plain, set_grad as _set_grad
 from .layout import dense_stride
 from .memory import can_wrap, shared
-from .session import ALIGNMENT, DTYPES, Place
+from .session import ALIGNMENT, DTYPES, Place, level_of_caller
 from .states import AdamwState, States, copies, count_of
 from .tensors import ManagedParameter, ManagedTensor, managed_view
 
@@ -33,15 +33,6 @@ BY_PARAMETER = {getattr(torch.optim, name) for name in (
     "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam", "RAdam", "RMSprop", "Rprop",
     "SGD") if hasattr(torch.optim, name)}
 RECENT = 4  # states that were made last, among which are those that a step has made for the moment
-
-
-def _level_of_caller():
-  """The stacklevel for a warning of the function that asks: of who called it from outside of torch and libgemini. How
-  many frames of torch are around a step depends on its version, and on whether anything was compiled."""
-  frame, level = sys._getframe(1), 1
-  while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "libgemini"):
-    frame, level = frame.f_back, level + 1
-  return level
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -154,7 +145,7 @@ class Optimizer(torch.optim.Optimizer):
     for record in self.records:
       if set_to_none:
         record.set_gradient(None)
-      elif record.has_grad:
+      elif not record.spent and record.gradient() is not None:
         record.gradient().zero_()
 
   def step(self, closure=None, *args, **kwargs):
@@ -188,12 +179,15 @@ class Optimizer(torch.optim.Optimizer):
     with torch.no_grad():
       session.recover()
       session.settle()
-      if not session.called and any(record.has_grad for record in self.records):
+      if not session.called and any(record.has_grad or record.given for record in self.records):
         warnings.warn("no call of a prepared model, by model(...) or model.forward(...), has made these gradients: such "
                       "a step is no iteration to libgemini, which plans nothing for it. Prepare the module that is called",
-                      stacklevel=_level_of_caller())
+                      stacklevel=level_of_caller())
       session.set_phase(abi.PHASE_UPDATE)
       self.find_new()
+      for record in self.records:
+        if record.hook is None:  # it is frozen, but may have a gradient: torch's optimizers look at that
+          record.find_given()
       self.rule.prepare(self.records)  # those that are new, or need gradients only since the last step
       for record in self.records:
         if record.rule not in (None, self.rule):
@@ -216,12 +210,12 @@ class Optimizer(torch.optim.Optimizer):
   def unscale(self):
     """With a torch.amp.GradScaler: divides by its scale what it has not. Returns whether there is to be a step."""
     found, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
-    if found is not None and found.item():
-      return False
     if scale is not None:
+      factor = float(torch.as_tensor(scale).double().reciprocal().float())  # as the scaler has it
       for record in self.records:
-        record.scale /= float(scale)
-    return True
+        if factor != 1.0 and (record.has_grad or record.given):
+          record.gradient().mul_(factor)
+    return found is None or not found.item()
 
   def __getstate__(self):
     raise GeminiError("an optimizer in a session can be neither copied nor pickled: its states stay where they are; take "
@@ -264,7 +258,7 @@ class Optimizer(torch.optim.Optimizer):
       changed = hook(self, state_dict)
       state_dict = state_dict if changed is None else changed
     groups, state = state_dict["param_groups"], state_dict["state"]
-    self.check_groups([len(group["params"]) for group in groups])
+    self.check_groups(groups)
     layouts, numbers = [], [number for group in groups for number in group["params"]]
     others = {key: value for key, value in state.items() if key not in set(numbers)}
     self.rule.check_others(others)
@@ -279,14 +273,25 @@ class Optimizer(torch.optim.Optimizer):
         values = state.get(number, {}).get(name)
         place.write(record.place.read() if values is None else values)
     self.rule.set_others(copies(others, None))
-    for group, saved in zip(self.param_groups, groups):
-      group.update({key: value for key, value in saved.items() if key != "params"})
+    self.set_groups(groups)
     for hook in self._optimizer_load_state_dict_post_hooks.values():
       hook(self)
 
-  def check_groups(self, counts):
-    """counts: parameters in each group that is to be loaded."""
-    own = [len(group["params"]) for group in self.param_groups]
+  def set_groups(self, saved):
+    """As torch has it: groups with the options that the saved ones have, and defaults for what these are too old to have."""
+    groups = []
+    for group, one in zip(self.param_groups, saved):
+      groups.append({**copy.deepcopy({key: value for key, value in one.items() if key != "params"}), "params": group["params"]})
+      if "param_names" in group:
+        groups[-1].setdefault("param_names", group["param_names"])
+    self.inner.__setstate__({"state": self.inner.state, "param_groups": groups})
+    self.param_groups = self.inner.param_groups
+    self.rule.groups_changed(self.param_groups)
+
+  def check_groups(self, groups):
+    """Of groups that are to be loaded."""
+    self.rule.check_options(groups)
+    counts, own = ([len(group["params"]) for group in some] for some in (groups, self.param_groups))
     if counts != own:
       raise GeminiError(f"the state to be loaded is of an optimizer with groups of {counts} parameters, this one's are "
                         f"of {own}")
@@ -343,6 +348,12 @@ class TorchRule:
 
   def backward_ends(self):
     """Nothing has waited for that."""
+
+  def check_options(self, groups):
+    """torch's own step knows all of them."""
+
+  def groups_changed(self, groups):
+    """Each step is given them."""
 
   def overrides(self, name):
     """Whether the class has a method of its own in the place of torch's."""
@@ -449,7 +460,7 @@ class TorchRule:
         after = options
         for param in group["params"]:
           record = param._gm_record
-          if not record.has_grad:
+          if not record.has_grad and not record.given:
             continue
           after = dict(options)
           self.step_one(record, after)
@@ -462,7 +473,9 @@ class TorchRule:
     work = self.work.get(id(record.param))
     if work is not None:
       scale, record.scale = record.scale, 1.0
-      gradient = record.gradient().float().mul_(scale)  # a tensor of torch's own
+      gradient = record.gradient().float()  # a tensor of torch's own
+      if scale != 1.0:
+        gradient.mul_(scale)
       record.scale = scale
       with _plain():
         _set_grad(work, gradient)
@@ -664,9 +677,17 @@ class AdamwRule:
             float(group["lr"]), beta1, beta2, float(group["eps"]), float(group["weight_decay"]), record.scale)
 
   def step(self, groups):
+    self.check_options(groups)
     group_of = groups_of(groups)
     for arena, records in self.arenas.items():
-      self.submit(arena, records, group_of)
+      given = [record for record in records if record.given]
+      for record in given:
+        record.store_given()
+      try:
+        self.submit(arena, records, group_of)
+      finally:
+        for record in given:
+          record.drop()
 
   # ---- updates in the backward pass
   def step_in_backward(self, groups):
@@ -686,6 +707,17 @@ class AdamwRule:
         while end + 1 < len(records) and records[end + 1].place.offset // window <= lasts[i]:
           end += 1
         self.neighbours[record] = records[begin:end + 1]
+
+  def check_options(self, groups):
+    for number, group in enumerate(groups):
+      for option in ("amsgrad", "maximize"):
+        if group.get(option):
+          raise GeminiError(f"group {number} of the optimizer has {option}={group[option]}, which it had not when it was "
+                            "prepared: make the optimizer with it, and prepare that")
+
+  def groups_changed(self, groups):
+    if self.neighbours:
+      self.group_of = groups_of(groups)
 
   def landed(self, record):
     """A gradient is there. What waited for nothing else is updated."""
@@ -724,7 +756,7 @@ class AdamwRule:
     start = ready[0].place.offset // itemsize
     rules, ranges, at = {}, [(start, abi.UPDATE_SKIP)] if start else [], start
     for record in ready:
-      torch.autograd.graph.increment_version(record.param)  # a backward pass that comes too late notices
+      internals.note_write(record.param)
       rule = rules.setdefault(self.rule(record, group_of[id(record)]), len(rules))
       first = record.place.offset // itemsize
       if first - at >= ALIGNMENT:

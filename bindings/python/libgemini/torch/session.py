@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import itertools
 import sys
+import warnings
 import weakref
 
 import torch
@@ -47,6 +48,15 @@ def _runs(function):
   return frame is not None
 
 
+def level_of_caller():
+  """The stacklevel for a warning of the function that asks: of who called it from outside of torch and libgemini. How
+  many frames of torch are around a step depends on its version, and on whether anything was compiled."""
+  frame, level = sys._getframe(1), 1
+  while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "libgemini"):
+    frame, level = frame.f_back, level + 1
+  return level
+
+
 class Graph:
   """Lives as long as the autograd graph of a forward pass."""
 
@@ -71,7 +81,7 @@ class Place:
     self.storages = []  # whose tensors need the bytes, when nobody knows the place any more
     self.arena = arena
     self.offset = offset
-    self.written = False  # by the user's functions, since it was last known to be as its master copy
+    self.written = False  # or True, UNSURE: by the user's functions, since it was last known to be as its master copy
     self.object, self.base = arena, offset  # what the library knows it by, and where it begins there
     self.shape = torch.Size(shape)
     self.dtype = dtype
@@ -129,6 +139,8 @@ class Place:
     host one after another."""
     end = self.elements if end is None else end
     step = PIECE_BYTES // self.dtype.itemsize
+    if self.session.held and not in_backward():  # an exception has ended the backward pass, and it holds chunks on the device
+      self.session.settle()
     for first in range(begin, end, step):
       count = min(step, end - first)
       access = self.access(mode, abi.TIER_HOST, first * self.dtype.itemsize, count * self.dtype.itemsize)
@@ -225,6 +237,7 @@ class Session:
     self.depth = 0  # forward passes of these that run, one within the other
     self.reset_iterations = 0  # that had ended when statistics were last started anew
     self.landed = []  # (record, gradient, stream) of parameters of the function that the backward pass has reached
+    self.given = {}  # records of parameters with a gradient that was assigned, in the order in which they were
     self.rules = []  # of the optimizers
     self.rule_of = {}  # of a record whose parameter is updated in the backward pass
 
@@ -369,9 +382,10 @@ class Session:
     self.held = None
     for hold in left:
       with contextlib.suppress(GeminiError):  # it had been released, or was not acquired yet
+        if hold[3]:
+          hold[3].reset()
+      with contextlib.suppress(GeminiError):
         self.lib.release(self.handle, *hold[:3])
-      if hold[3]:
-        hold[3].reset()
       self.holds.remove(hold)
 
   @property
@@ -400,18 +414,19 @@ class Session:
       use.unit.enter()
 
   def release_use(self, use, stream):
-    if use.unit:
-      use.unit.leave()
-    self.let_go((use.pointer, use.count, stream, use.unit))
+    try:
+      if use.unit:
+        use.unit.leave()
+    finally:
+      self.let_go((use.pointer, use.count, stream, use.unit))
 
-  def note_writes(self, use, stream):
+  def note_writes(self, accesses, stream):
     """A function has written what it was to read: while that is there it is acquired for writing, too, so that the
     bytes below are no longer taken for the newest."""
-    count = use.count
-    accesses = (abi.Access * count)(*use.accesses)
+    accesses = (abi.Access * len(accesses))(*accesses)
     for access in accesses:
       access.mode = abi.READ_WRITE
-    with self.acquired(accesses, count, stream):
+    with self.acquired(accesses, len(accesses), stream):
       pass
 
   # ---- brackets
@@ -459,7 +474,7 @@ class Session:
 
   def awaits_backward(self):
     """Whether a backward pass may come for what was done in this iteration, or has come and a step may."""
-    return any(record.has_grad for record in self.records) or \
+    return bool(self.given) or any(record.has_grad for record in self.records) or \
         len(self.graphs) < MOST_PASSES and any(graph() for graph in self.graphs)
 
   def iteration_end(self):
@@ -467,7 +482,14 @@ class Session:
     if self.iteration:
       self.iteration = None
       self.phase = abi.PHASE_NONE
-      self.lib.iteration_end(self.handle)
+      try:
+        self.lib.iteration_end(self.handle)
+      except GeminiError as error:
+        if not error.status.startswith("OOM"):
+          raise
+        # All that was to be done has been done: an exception would say that it has not.
+        warnings.warn(f"this step was made, but there is no plan for those like it, whose bytes are fetched when they are "
+                      f"wanted: {error}. They are faster with more device_memory", stacklevel=level_of_caller())
 
   # ---- the backward pass
   def backward_begin(self):

@@ -11,6 +11,7 @@ import ctypes
 import dataclasses
 import functools
 import io
+import math
 from multiprocessing.reduction import ForkingPickler
 
 import torch
@@ -23,6 +24,8 @@ from .internals import plain as _plain
 from .layout import is_dense
 
 _Tensor = torch.Tensor
+units = []  # those of unit.py that somebody uses now
+UNSURE = "unsure"  # Place.written, after a function that should have written and has failed
 
 
 class Use:
@@ -46,8 +49,13 @@ class Use:
 def _where(tensor):
   """The place of a tensor that has elements; offset there, and length, of the bytes between its first and last one."""
   place = tensor._gm_place
+  try:
+    at = tensor.data_ptr()
+  except RuntimeError:  # a transform of torch.func has wrapped it
+    tensor = internals.unwrapped(tensor)
+    at = tensor.data_ptr()
   last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride()))
-  offset, size = tensor.data_ptr() - place.address, (last + 1) * tensor.dtype.itemsize
+  offset, size = at - place.address, (last + 1) * tensor.dtype.itemsize
   if offset < 0 or offset + size > place.size_bytes:
     raise GeminiError(f"{place.name} was moved behind libgemini's back: its address is no longer its own")
   return place, offset, size
@@ -72,19 +80,25 @@ def _changes_first(name):
 
 _INPLACE = {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__", "__iand__",
             "__ior__", "__ixor__", "__ilshift__", "__irshift__", "__idiv__"}
-# Write all of their first argument without reading it.
-_OVERWRITES = {"copy_", "zero_", "fill_", "normal_", "uniform_", "random_", "exponential_", "bernoulli_", "cauchy_",
-               "geometric_", "log_normal_", "trunc_normal_"}
 
 
 def mark_views(out, tensors):
   """What shares memory with an argument is managed, too."""
   if isinstance(out, _Tensor):
+    if type(out) is not _Tensor and not isinstance(out, ManagedTensor) and hasattr(out, "__tensor_flatten__"):  # it is made of others, such as a nested tensor
+      for part in out.__tensor_flatten__()[0]:
+        mark_views(getattr(out, part), tensors)
+        if isinstance(getattr(out, part), ManagedTensor):
+          _refuse_class(getattr(out, part), type(out))
+      return
     if not isinstance(out, ManagedTensor) and out.numel():
       try:
         at = out.data_ptr()
-      except RuntimeError:  # it has none: torch.func's transforms
-        return
+      except RuntimeError:
+        inner = internals.unwrapped(out)  # of what a transform of torch.func has wrapped
+        if inner is out:
+          return
+        at = inner.data_ptr()
       for tensor in tensors:
         place = tensor._gm_place
         if place.address <= at < place.address + place.size_bytes:
@@ -101,8 +115,12 @@ def mark_views(out, tensors):
 def grad_nodes(value, nodes):
   """Adds the autograd nodes that made the tensors in a value to a set."""
   if isinstance(value, _Tensor):
-    if value.grad_fn is not None:
-      nodes.add(value.grad_fn)
+    try:
+      node = value.grad_fn
+    except RuntimeError:  # of a view that torch lets nobody use in a graph any more: nothing has made it anew
+      return
+    if node is not None:
+      nodes.add(node)
       if value._is_view() and value._base.grad_fn is not None:  # that of a view that was written is its base's
         nodes.add(value._base.grad_fn)
   elif isinstance(value, (list, tuple)):
@@ -114,23 +132,18 @@ def grad_nodes(value, nodes):
     grad_nodes(tuple(vars(value).values()), nodes)
 
 
-def _version(tensor):
-  """Parameters that were made in inference mode have none."""
-  return None if tensor.is_inference() else tensor._version
-
-
 def run_with(session, use, func, args, kwargs, read=()):
   """Calls a function as one operator, with what it uses on the device; read: tensors that it should not write."""
   session.op_begin(use.forward_name)
   stream = session.stream()
-  versions = [_version(tensor) for tensor in read]
+  versions = [tensor._version for tensor in read]
   session.acquire_use(use, stream)
   try:
     return func(*args, **kwargs)
   finally:
-    written = [tensor for tensor, version in zip(read, versions) if _version(tensor) != version]
+    written = [tensor for tensor, version in zip(read, versions) if tensor._version != version]
     if written:  # as relu(inplace=True) and embedding(max_norm=1.0) do
-      session.note_writes(use, stream)
+      session.note_writes(use.accesses, stream)
       for tensor in written:
         tensor._gm_place.written = True
         if tensor._gm_grad is not None:
@@ -194,6 +207,133 @@ def host_copy(tensor):
     return out
 
 
+def _replaced(value, copies):
+  """A value with copies in the place of managed tensors; copies: (tensor, copy) of each."""
+  if isinstance(value, ManagedTensor):
+    return next((copy for tensor, copy in copies if tensor is value), value)
+  if isinstance(value, (list, tuple)):
+    values = [_replaced(one, copies) for one in value]
+    return type(value)(*values) if hasattr(value, "_fields") else type(value)(values)
+  if isinstance(value, dict):
+    return {key: _replaced(one, copies) for key, one in value.items()}
+  return value
+
+
+def _run_on_copies(func, name, args, kwargs, tensors, changed):
+  """Within transforms of torch.func, whose backward passes come when they like, and differentiate one another: the
+  function gets copies in torch's own memory."""
+  for tensor in tensors:
+    if any(tensor is one for one in changed):
+      raise GeminiError(f"{tensor._gm_place.name}: {name}() would write it within a transform of torch.func: do that outside")
+  copies = []
+  for tensor in tensors:
+    if tensor.numel():
+      session = tensor._gm_place.session
+      record = _gradient_of(tensor)
+      if record is not None:
+        record.settle(abi.READ)
+      use = session.use(((*_where(tensor), abi.READ),), "clone")
+      copies.append((tensor, run_with(session, use, _Tensor.clone, (tensor,), {})))
+  return func(*_replaced(tuple(args), copies), **_replaced(kwargs, copies))
+
+
+def _attributes(tensor):
+  """What its user has set."""
+  return {name: value for name, value in tensor.__dict__.items() if not name.startswith("_gm_")}
+
+
+_saving = None  # while torch.save() runs: copies of whole places, by place and what becomes of a gradient
+
+
+def _saved_copy(tensor):
+  """As host_copy(). Within torch.save(), those of tensors that share bytes share them, too."""
+  place, record = tensor._gm_place, _gradient_of(tensor)
+  if _saving is None or not tensor.numel() or tensor.dtype != place.dtype:
+    return host_copy(tensor)
+  key = place.number, record and tensor._gm_generation
+  if key not in _saving:
+    whole = managed_view(place)
+    whole._gm_grad, whole._gm_generation = tensor._gm_grad, tensor._gm_generation
+    _saving[key] = host_copy(whole)
+  _, offset, _ = _where(tensor)
+  return _saving[key].as_strided(tensor.shape, tensor.stride(), offset // place.dtype.itemsize)
+
+
+def _sharing(replaced):
+  """Of torch.save()."""
+
+  @functools.wraps(replaced.original)
+  def save(*args, **kwargs):
+    global _saving
+    outer, _saving = _saving, {} if _saving is None else _saving
+    try:
+      return replaced.original(*args, **kwargs)
+    finally:
+      _saving = outer
+
+  return save
+
+
+# ---- functions that write all of their first argument without reading it
+# Its old bytes need not come for it. But they are lost then, also if torch refuses the call: so each check says
+# whether torch takes it for sure. Where that is not sure the old bytes come.
+_FLOATS = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
+_MOST = 32768.0  # which each of these dtypes can hold twice
+_USUAL = {_Tensor, nn.Parameter}  # and those that are managed, below
+
+
+def _takes_zero(tensor):
+  return True
+
+
+def _takes_number(tensor, value):
+  return tensor.dtype in _FLOATS and isinstance(value, (int, float)) and abs(value) <= _MOST
+
+
+def _takes_copy(tensor, source, non_blocking=False):
+  """What needs memory for the moment, as a copy between devices that changes the dtype, is not sure either."""
+  if type(source) not in _USUAL or source.layout is not torch.strided or source.is_nested or source.is_quantized or \
+      source.shape != tensor.shape or source.is_complex() or tensor.dtype not in _FLOATS:
+    return False
+  try:
+    place, at = tensor._gm_place, source.data_ptr()
+  except RuntimeError:  # it has none: torch.func's transforms
+    return False
+  if not at or place.address <= at < place.address + place.size_bytes:  # the meta device; it is read
+    return False
+  return source.device == tensor.device or source.dtype == tensor.dtype and source.stride() == tensor.stride()
+
+
+def _takes_normal(tensor, mean=0.0, std=1.0, *, generator=None):
+  return generator is None and _takes_number(tensor, mean) and _takes_number(tensor, std) and std >= 0
+
+
+def _takes_uniform(tensor, low=0.0, high=1.0, /, *, generator=None):
+  return generator is None and _takes_number(tensor, low) and _takes_number(tensor, high) and low <= high
+
+
+_OVERWRITES = {
+    _Tensor.zero_: _takes_zero, _Tensor.fill_: _takes_number, _Tensor.copy_: _takes_copy,
+    _Tensor.normal_: _takes_normal, _Tensor.uniform_: _takes_uniform,
+    nn.init.normal_: lambda tensor, mean, std, generator: _takes_normal(tensor, mean, std, generator=generator),
+    nn.init.uniform_: lambda tensor, a, b, generator: _takes_uniform(tensor, a, b, generator=generator)}
+_WITHOUT_GRAD = {nn.init.normal_, nn.init.uniform_}
+
+
+def _overwrites(func, tensor, args, kwargs):
+  """Whether a function writes all of a tensor, its first argument, for sure, and reads nothing of it."""
+  takes = _OVERWRITES.get(func)
+  if takes is None or not is_dense(tensor.shape, tensor.stride()) or tensor.is_inference() or internals.is_watched():
+    return False
+  if torch.is_grad_enabled() and func not in _WITHOUT_GRAD and \
+      any(isinstance(one, _Tensor) and one.requires_grad for one in (tensor, *args[1:])):
+    return False
+  try:
+    return takes(*args, **kwargs)
+  except TypeError:  # other arguments than it takes
+    return False
+
+
 def _run(func, args, kwargs):
   tensors = []
   _collect(args, tensors)
@@ -213,27 +353,40 @@ def _run(func, args, kwargs):
   if kwargs.get("out") is not None:
     out = kwargs["out"]
     changed += [out] if isinstance(out, _Tensor) else list(out)
-  ranges, read = [], []
+  if internals.transform_level() is not None:
+    return _run_on_copies(func, name, args, kwargs, tensors, changed)
+  ranges, read, written, replaced = [], [], [], None
   for tensor in tensors:
     if not tensor.numel():
       continue
     place, offset, size = _where(tensor)
-    mode = abi.READ
+    mode, record = abi.READ, _gradient_of(tensor)
     if any(tensor is one for one in changed):
-      whole = name in _OVERWRITES and tensor is first and size == tensor.numel() * tensor.dtype.itemsize
-      own = any(other is not tensor and other._gm_place is place for other in tensors)  # which it may be a view of
-      mode = abi.WRITE if whole and not own else abi.READ_WRITE
-      place.written = True
+      mode = abi.READ_WRITE
+      if tensor is first and _overwrites(func, tensor, args, kwargs):
+        mode, replaced = abi.WRITE, record
+      written.append(place)
+    elif tensor.is_inference():  # torch does not tell whether such a one was written
+      mode = abi.READ_WRITE
+      written.append(place)
     else:
       read.append(tensor)
-    record = _gradient_of(tensor)
-    if record is not None:
+    if record is not None and mode != abi.WRITE:
       record.settle(mode)
     ranges.append((place, offset, size, mode))
   if not ranges:
     return func(*args, **kwargs)
   use = session.use(tuple(ranges), name)
-  out = run_with(session, use, func, args, kwargs, read)
+  try:
+    out = run_with(session, use, func, args, kwargs, read)
+  except BaseException:
+    for place in written:
+      place.written = place.written or UNSURE
+    raise
+  for place in written:
+    place.written = True
+  if replaced is not None:
+    replaced.settle(abi.WRITE)
   mark_views(out, tensors)
   if torch.is_grad_enabled():
     nodes = set()
@@ -330,6 +483,22 @@ def _storage(func, args, kwargs):
   return out
 
 
+def _come_over(tensor, source):
+  """A plain tensor has been put over the bytes of another one, which may be managed: it is, then, too."""
+  if isinstance(source, ManagedTensor) and tensor.numel():
+    if type(tensor) not in (_Tensor, nn.Parameter):
+      _refuse_class(source, type(tensor))
+    is_parameter = isinstance(tensor, nn.Parameter)
+    mark_views(tensor, (source,))
+    if is_parameter:
+      tensor.__class__ = ManagedParameter
+
+
+def _refuse_class(tensor, kind):
+  raise GeminiError(f"{tensor._gm_place.name}: a {kind.__name__} over its bytes would not know when these are elsewhere: make "
+                    "it of a clone()")
+
+
 _set = internals.set_.original
 
 
@@ -338,7 +507,9 @@ def _set_source(tensor, source=None, *args, **kwargs):
   if isinstance(internals.untyped(source), Storage):
     _refuse_bytes(internals.untyped(source))
   if not isinstance(tensor, ManagedTensor):
-    return _set(tensor, *(() if source is None else (source,)), *args, **kwargs)
+    out = _set(tensor, *(() if source is None else (source,)), *args, **kwargs)
+    _come_over(tensor, source)
+    return out
   if args or kwargs or not isinstance(source, _Tensor):
     _refuse(_set, (tensor,), {})
   tensor.data = source
@@ -361,12 +532,6 @@ def _autograd(func, args, kwargs):
     plain = [out.view_as(out) if isinstance(out, ManagedTensor) else out
              for out in ([outputs] if isinstance(outputs, _Tensor) else outputs)]
     edges = [torch.autograd.graph.get_gradient_edge(one) if isinstance(one, ManagedTensor) else one for one in inputs]
-  for key in ("grad_outputs", "grad_tensors", "gradient"):
-    if kwargs.get(key) is not None:
-      given = kwargs[key]
-      alone = isinstance(given, _Tensor)
-      copies = [one if one is None else one.clone() for one in ([given] if alone else given)]
-      kwargs[key] = copies[0] if alone else copies
   if func is _Tensor.backward:
     return func(plain[0], **kwargs)
   if not grad:
@@ -393,14 +558,14 @@ def _to(func, args, kwargs):
 
 def _grad_get(func, args, kwargs):
   record = args[0]._gm_record
-  return func(*args, **kwargs) if record is None or not record.trainable else record.gradient()
+  return func(*args, **kwargs) if record is None else record.gradient()
 
 
 def _grad_set(func, args, kwargs):
   record = args[0]._gm_record
-  if record is None or not record.trainable:
+  if record is None:
     return func(*args, **kwargs)
-  return record.set_gradient(args[1])
+  return record.set_gradient(args[1] if len(args) > 1 else None)  # del param.grad
 
 
 def _data_set(func, args, kwargs):
@@ -417,12 +582,29 @@ def _data_set(func, args, kwargs):
   return record.replace(new)
 
 
+LEAST_NORM = 1e-10  # squares that vanish in fp32 beside that of a larger one would not change its last bit
+
+
+def is_exact(factor):
+  """Whether nothing is rounded that is multiplied by a factor: a power of two that makes it smaller. Elements that become
+  smaller than 2**-126, which have fewer digits in fp32, are left out of account."""
+  return 2.0**-64 <= factor <= 1.0 and math.frexp(factor)[0] == 0.5
+
+
+def _norm(grad):
+  """The norm of a parameter's gradient, or of a part of it, in fp32."""
+  record = _gradient_of(grad)
+  if record.norm is not None and grad.numel() == record.place.elements:
+    return record.norm
+  return _dispatch(torch.linalg.vector_norm, (grad, 2), {"dtype": torch.float32})
+
+
 def _vector_norm(func, args, kwargs):
   record = _gradient_of(args[0])
   order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
   if record is not None and record.norm is not None and args[0].numel() == record.place.elements and order == 2 and \
       len(args) < 3 and not set(kwargs) - {"ord"}:
-    return record.norm * abs(record.scale)
+    return record.norm.to(args[0].dtype)
   return _run(func, args, kwargs)
 
 
@@ -430,7 +612,7 @@ def _number(value):
   """The number that a tensor is now: what it is later, and through which alias, torch does not tell."""
   if isinstance(value, (int, float)) and not isinstance(value, bool):
     return float(value)
-  if isinstance(value, _Tensor) and not isinstance(value, ManagedTensor) and value.numel() == 1:
+  if isinstance(value, _Tensor) and not isinstance(value, ManagedTensor) and not value.dim() and not value.requires_grad:
     return float(value.item())
   return None
 
@@ -439,9 +621,8 @@ def _mul(func, args, kwargs):
   """Gradients that are scaled, as by clipping, are scaled when they are read: no byte moves for it."""
   record = _gradient_of(args[0])
   factor = _number(args[1]) if record is not None and len(args) == 2 and not kwargs else None
-  if factor is None or args[0].numel() != record.place.elements:
+  if factor is None or args[0].numel() != record.place.elements or not record.multiply(factor):
     return _run(func, args, kwargs)
-  record.scale *= factor
   return args[0]
 
 
@@ -466,10 +647,20 @@ def _unscale(func, args, kwargs):
   others = [grad for grad in grads if getattr(grad, "_gm_grad", None) is None]
   if others:
     func(others, found, inverse)
-  if managed:
-    norms = torch.stack([_dispatch(torch.linalg.vector_norm, (grad, 2), {}).float() for grad in managed])
-    found.copy_(torch.maximum(found, (~torch.isfinite(norms)).any().to(found)))
-    _foreach_mul(None, (managed, inverse), {})
+  if not managed:
+    return
+  # No element is larger than the norm; but where elements are finite, their squares may not be.
+  norms = [_norm(grad) for grad in managed]
+  factor, *sizes = torch.stack([inverse.float().reshape(()), *norms]).tolist()  # at once: on a GPU it waits
+  if not all(math.isfinite(size) or bool(_dispatch(torch.isfinite, (grad,), {}).all()) for grad, size in zip(managed, sizes)):
+    found.fill_(1.0)
+  if factor == 1.0:
+    return
+  for grad, norm, size in zip(managed, norms, sizes):
+    _dispatch(_Tensor.mul_, (grad, factor), {})
+    # The norm of what has been multiplied is this, to the bit, if no square was or becomes too large or too small.
+    if grad._gm_grad.scale == factor and is_exact(factor) and (not size or LEAST_NORM <= size * factor < math.inf):
+      grad._gm_grad.norm = norm * factor
 
 
 def _like(func, args, kwargs):
@@ -486,7 +677,8 @@ def _like(func, args, kwargs):
 
 
 _SPECIAL = {
-    _Tensor.grad.__get__: _grad_get, _Tensor.grad.__set__: _grad_set, _Tensor.data.__set__: _data_set,
+    _Tensor.grad.__get__: _grad_get, _Tensor.grad.__set__: _grad_set, _Tensor.grad.__delete__: _grad_set,
+    _Tensor.data.__set__: _data_set,
     _Tensor.__getitem__: _getitem, torch.linalg.vector_norm: _vector_norm, _Tensor.mul_: _mul,
     internals.foreach_mul: _foreach_mul, internals.foreach_norm: _foreach_norm,
     internals.unscale: _unscale, _Tensor.to: _to, _Tensor.numpy: _read_only, _Tensor.__array__: _read_only,
@@ -495,6 +687,28 @@ _SPECIAL = {
     torch.empty_like: _like, torch.full_like: _like, torch.ones_like: _like, **{view: _view for view in _VIEWS},
 }
 
+
+@internals.not_traced
+def _data(tensor):
+  """tensor.data, while there is a session: of a plain tensor, too, as units that run look whether it is written."""
+  out = internals.data.original.__get__(tensor)
+  if units:
+    if type(out) not in _USUAL:  # a fake one
+      internals.compiles_data()
+    for unit in units:
+      unit.took_data(out)
+  return out
+
+
+def _set_data(tensor, values):
+  """tensor.data = values: a plain tensor can be put over the bytes of a managed one."""
+  internals.data.original.__set__(tensor, values)
+  if not isinstance(tensor, ManagedTensor):
+    _come_over(tensor, values)
+
+
+_DATA = property(_data, _set_data)
+_SPECIAL[_DATA.__get__], _SPECIAL[_DATA.__set__] = _view, _data_set
 
 _AUTOGRAD = {torch.autograd.grad, torch.autograd.backward, _Tensor.backward}
 
@@ -527,6 +741,12 @@ class ManagedTensor(_Tensor):
     with _plain():
       return _dispatch(func, args, kwargs or {})
 
+  def as_subclass(self, cls):
+    """A view. torch's own is no torch function."""
+    if cls not in (_Tensor, ManagedTensor):
+      _refuse_class(self, cls)
+    return self.view_as(self)
+
   def __deepcopy__(self, memo):
     """As torch copies: of parameters each has its own bytes, which within init(), where models are built, are in the session;
     other tensors that share bytes have copies that do so. All else is in torch's memory."""
@@ -547,14 +767,28 @@ class ManagedTensor(_Tensor):
     memo[id(self)] = copy
     return copy
 
+  def __copy__(self):
+    """Another tensor over the same bytes, as torch's."""
+    out = self.detach()
+    if isinstance(self, nn.Parameter):
+      out = nn.Parameter(out, self.requires_grad)
+    elif self.requires_grad:
+      out.requires_grad_()
+    out.__dict__.update(_attributes(self))
+    return out
+
   def __reduce_ex__(self, protocol):
-    copy = host_copy(self)
+    copy = _saved_copy(self)
     copy = nn.Parameter(copy, self.requires_grad) if isinstance(self, nn.Parameter) else copy
+    copy.__dict__.update(_attributes(self))
     return copy.__reduce_ex__(protocol)
 
 
 class ManagedParameter(ManagedTensor, nn.Parameter):
   """A parameter in an arena."""
+
+
+_USUAL |= {ManagedTensor, ManagedParameter}
 
 
 def _loaded(data):
@@ -611,6 +845,18 @@ def _refuse_managed(wrap):
   return refuse
 
 
+def _marked(unwrap):
+  """Of what torch.func's transforms take from their results again: a view of a managed tensor stays one."""
+
+  def of(value, *args):
+    out = unwrap(value, *args)
+    if isinstance(value, ManagedTensor):
+      mark_views(out, (value,))
+    return out
+
+  return of
+
+
 _new_parameter = internals.new_parameter.original
 
 
@@ -618,6 +864,8 @@ def _parameter(cls, data=None, requires_grad=True):
   """nn.Parameter(data): over the bytes of data, as always, which stay managed."""
   if not isinstance(data, ManagedTensor):
     return _new_parameter.__get__(None, cls)(cls, data, requires_grad)
+  if cls not in (nn.Parameter, ManagedParameter):
+    _refuse_class(data, cls)
   out = data.detach()
   with _plain():
     out.requires_grad_(requires_grad)
@@ -625,15 +873,65 @@ def _parameter(cls, data=None, requires_grad=True):
   return out
 
 
+_make_subclass = internals.make_subclass.original
+
+
+def _subclass(cls, data, requires_grad=False, **kwargs):
+  """Tensor._make_subclass(), with the signature that torch.compile() wants it to have."""
+  if not isinstance(data, ManagedTensor):
+    return _make_subclass(cls, data, requires_grad, **kwargs)
+  requires_grad = kwargs.get("require_grad", requires_grad)
+  if issubclass(cls, nn.Parameter):
+    return _parameter(cls, data, requires_grad)
+  if cls is not _Tensor:
+    _refuse_class(data, cls)
+  return data.detach().requires_grad_(requires_grad)
+
+
+_KINDS = {ManagedTensor, ManagedParameter}
+
+
+def _have_managed(values):
+  """Whether there is a managed tensor among arguments, or in a list that is one; lists of numbers may be long."""
+  return any(isinstance(value, ManagedTensor) or isinstance(value, (list, tuple)) and not _KINDS.isdisjoint(map(type, value))
+             for value in values)
+
+
+def _served(replaced):
+  """Of a function that makes tensors of tensors: as if it were a torch function, as it is to its own tensor if it is bound
+  to one."""
+  function, bound = replaced.original, isinstance(replaced.owner, type)
+
+  @functools.wraps(function)
+  def make(*args, **kwargs):
+    if bound and isinstance(args[0], ManagedTensor) or not _have_managed(args) and not _have_managed(kwargs.values()):
+      return function(*args, **kwargs)
+    return with_managed(function, replaced.name, args, kwargs)
+
+  if not bound:
+    return internals.Standing(function, make)
+  return staticmethod(make) if replaced.name == "__new__" else make
+
+
+def _make_grads(outputs, grads, *args, **kwargs):
+  """Gradients of outputs go to functions that do not know managed tensors."""
+  grads = [one.clone() if isinstance(one, ManagedTensor) else one for one in grads]
+  return internals.make_grads.original(outputs, grads, *args, **kwargs)
+
+
 _REPLACED = {internals.function_apply: classmethod(_apply), internals.new_parameter: staticmethod(_parameter),
-             internals.set_: _set_source,
+             internals.set_: _set_source, internals.data: _DATA, internals.make_subclass: staticmethod(_subclass),
+             internals.make_grads: _make_grads, **{one: _served(one) for one in internals.makers},
+             **{one: _sharing(one) for one in internals.savers},
              internals.wrap_for_grad: _refuse_managed(internals.wrap_for_grad.original),
-             internals.add_batch_dim: _refuse_managed(internals.add_batch_dim.original)}
+             internals.unwrap_for_grad: _marked(internals.unwrap_for_grad.original),
+             internals.add_batch_dim: _refuse_managed(internals.add_batch_dim.original),
+             internals.remove_batch_dim: _marked(internals.remove_batch_dim.original)}
 
 
 def watch_functions(on):
-  """Custom functions, transforms, nn.Parameter() and set_() are not torch functions: they are replaced while there is a
-  session."""
+  """Custom functions, transforms, .data of a plain tensor, and what makes tensors over the bytes of others or of their values,
+  are not torch functions: they are replaced while there is a session."""
   internals.replace(_REPLACED, on)
 
 

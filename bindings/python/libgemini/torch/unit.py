@@ -5,10 +5,17 @@ without Python. So around each call of a unit all its parameters are acquired in
 plain nn.Parameters; in the backward pass again, from the first node that the call made until the first one of another
 operator.
 
+Nobody sees what is done with plain tensors meanwhile. So afterwards the unit looks for what was written, at the
+versions that torch counts, and for the views that somebody has kept, which are managed from then on.
+
 SPDX-License-Identifier: Apache-2.0
 """
 import contextlib
 import functools
+import gc
+import itertools
+import operator
+import sys
 
 import torch
 from torch import nn
@@ -16,8 +23,10 @@ from torch import nn
 from .. import abi
 from ..abi import GeminiError
 from . import internals
-from .tensors import ManagedParameter, ManagedTensor, Use, grad_nodes, hook_nodes, mark_views, refuse_tracing
-from .tensors import run_with, with_managed
+from .tensors import UNSURE, ManagedParameter, ManagedTensor, Use, grad_nodes, hook_nodes, refuse_tracing
+from .tensors import run_with, units, with_managed
+
+_YOUNG = sys.version_info < (3, 14)  # whether objects that a collection has left are those of the next generation
 
 
 def optimized(module):
@@ -60,18 +69,61 @@ def find(module):
   return getattr(call, "_gm_unit", None)
 
 
+class _Kinds(dict):
+  """Of a class: whether it is one of tensors that are not managed."""
+
+  def __missing__(self, kind):
+    if len(self) > 4096:
+      self.clear()  # a program that makes classes
+    self[kind] = found = issubclass(kind, torch.Tensor) and not issubclass(kind, ManagedTensor)
+    return found
+
+
+_is_plain = _Kinds().__getitem__
+_version = operator.attrgetter("_version")
+
+
+def collections():
+  """How often Python has collected each generation of its objects."""
+  return [generation["collections"] for generation in gc.get_stats()]
+
+
+def tensors_since(before):
+  """Tensors that are not managed, at least those that were made since collections() was that."""
+  oldest = max((i for i, (old, new) in enumerate(zip(before, collections())) if new != old), default=-1)
+  if oldest > 0 or oldest == 0 and not _YOUNG:
+    generations = [gc.get_objects()]
+  else:
+    generations = [gc.get_objects(generation) for generation in range(oldest + 2)]
+  return [one for objects in generations for one in itertools.compress(objects, map(_is_plain, map(type, objects)))]
+
+
 class Unit:
   """A module of which everything is on the device while it runs."""
 
-  def __init__(self, session, module, name):
+  def __init__(self, session, module, name, unseen=False):
+    """unseen: it may write to its parameters so that torch counts no versions."""
     self.session = session
     tensors = [tensor for tensor in (*module.parameters(), *module.buffers()) if isinstance(tensor, ManagedTensor)]
     self.kinds = [(tensor, type(tensor)) for tensor in tensors]  # parameters, and buffers over some
     self.tensors = [tensor for tensor in tensors if tensor.numel()]
+    self.counted = [tensor for tensor in self.tensors if not tensor.is_inference()]  # others have no versions
+    self.unseen = unseen or len(self.counted) < len(self.tensors)
+    self.name = name
     self.users = 0  # calls that run, a backward pass that has reached one
+    self.watched, self.versions = [], []  # what may be written, while it has users
+    self.before = [0]  # collections(), when it got its first user
     self.graphed = False  # within resident(): nothing may be queued beside what is captured
-    places = dict.fromkeys(tensor._gm_place for tensor in self.tensors)
-    ranges = tuple((place, 0, place.size_bytes, abi.READ) for place in places)
+    self.captured = set()  # places that were written then, which graphs may write again
+    self.places = list(dict.fromkeys(tensor._gm_place for tensor in self.tensors))
+    self.begin = min((place.address for place in self.places), default=0)
+    self.end = max((place.address + place.size_bytes for place in self.places), default=0)
+    self.storages = {}  # number: (storage, place, how many tensors have it if nobody has made a view)
+    for place in self.places:
+      storage = place.tensor.untyped_storage()
+      known = 2 + sum(tensor._gm_place is place for tensor in self.tensors)  # the place's tensor, and this storage
+      self.storages[storage._cdata] = storage, place, known
+    ranges = tuple((place, 0, place.size_bytes, abi.READ) for place in self.places)
     size = sum(size for _, _, size, _ in ranges)
     limit = session.manager.stats()["budget_bytes"]["device"]
     if size > limit:
@@ -81,29 +133,94 @@ class Unit:
 
   def enter(self):
     self.users += 1
+    if self.users > 1:
+      return
+    units.append(self)
     for tensor, kind in self.kinds:
       tensor.__class__ = nn.Parameter if kind is ManagedParameter else torch.Tensor
+    self.watched = list(self.counted)
+    self.versions = list(map(_version, self.watched))
+    self.before = collections()
 
   def leave(self):
-    self.users -= 1
-    if not self.users:
-      for tensor, kind in self.kinds:
-        tensor.__class__ = kind
+    """While its parameters are still there."""
+    try:
+      self.note_writes()
+    finally:
+      self.users -= 1
+      if not self.users:
+        units[:] = [unit for unit in units if unit is not self]
+        self.watched, self.versions = [], []
+        for tensor, kind in self.kinds:
+          tensor.__class__ = kind
+        self.find_views()
 
   def reset(self):
     """Nobody uses it."""
     self.users = 1
     self.leave()
 
+  def took_data(self, data):
+    """Somebody has asked for the .data of a tensor: torch counts its versions apart."""
+    if not data.is_inference() and internals.storage_number(data) in self.storages:
+      self.watched.append(data)
+      self.versions.append(data._version)
+
+  def note_writes(self):
+    versions, written = list(map(_version, self.watched)), {}
+    if versions != self.versions:
+      written = {self.storages[internals.storage_number(tensor)][1]: True
+                 for tensor, old, new in zip(self.watched, self.versions, versions) if old != new}
+      self.versions = versions
+    if self.graphed:
+      self.captured.update(written)
+    unsure = self.places if self.unseen or internals.data_is_compiled() else self.captured
+    if not written and not unsure:
+      return
+    written = {**dict.fromkeys(unsure, UNSURE), **written}
+    self.session.note_writes([place.access(abi.READ_WRITE) for place in written], self.session.stream())
+    for place, sure in written.items():
+      place.written = sure if sure is True else place.written or sure
+
+  def find_views(self):
+    """Tensors over the parameters' bytes that were made meanwhile and that somebody has."""
+    if all(internals.storage_users(storage) == known for storage, _, known in self.storages.values()):
+      return
+    found = []
+    with internals.plain():
+      for one in tensors_since(self.before):
+        try:
+          if not self.begin <= one.data_ptr() < self.end:
+            continue
+        except (NotImplementedError, RuntimeError):  # it has no bytes
+          continue
+        storage = internals.storage_number(one)
+        if storage in self.storages:
+          found.append((one, self.storages[storage][1]))
+    for one, place in found:
+      self.manage(one, place)
+
+  def manage(self, tensor, place):
+    kind = {torch.Tensor: ManagedTensor, nn.Parameter: ManagedParameter}.get(type(tensor))
+    if kind is None:
+      raise GeminiError(f"{place.name}: a {type(tensor).__name__} over its bytes was made in unit {self.name}, and "
+                        "kept: make it of a clone()")
+    tensor.__class__ = kind
+    tensor._gm_place = place
+
   def run(self, call, args, kwargs):
     if self.use is None or self.graphed:
       return call(*args, **kwargs)
-    refuse_tracing(self.tensors[0]._gm_place.name)
+    name = self.tensors[0]._gm_place.name
+    refuse_tracing(name)
+    if internals.transform_level() is not None:
+      raise GeminiError(f"{name}: it is of a unit, which cannot be called within a transform of torch.func: give that a "
+                        "deepcopy of the module")
+    internals.watch_compiler()
     inputs = set()
     if torch.is_grad_enabled():
       grad_nodes((args, kwargs), inputs)
     out = run_with(self.session, self.use, call, args, kwargs)
-    mark_views(out, self.tensors)
     if torch.is_grad_enabled():
       nodes = set()
       grad_nodes((out, args, kwargs), nodes)  # arguments: what was changed in place
@@ -138,7 +255,7 @@ def make_scripted(session, module, name):
   """Each method of a scripted module, and of those within, is called with the parameters there. The modules within are
   units of their own, as methods may be called of them, too; the methods of the outer one do not call theirs."""
   for path, inner in module.named_modules():
-    unit = Unit(session, inner, f"{name}.{path}" if path else name)
+    unit = Unit(session, inner, f"{name}.{path}" if path else name, unseen=internals.scripts_data(inner))
     for method in (*internals.script_methods(inner), *_SCRIPT_METHODS):
       call = getattr(inner, method)
 
@@ -211,6 +328,7 @@ def resident(session, module):
   if one.use is None:
     yield
     return
+  internals.watch_compiler()
   stream = session.stream()
   session.acquire_use(one.use, stream)
   one.graphed = True
@@ -218,5 +336,7 @@ def resident(session, module):
     with session.allocator.suspended() if session.allocator else contextlib.nullcontext():
       yield
   finally:
-    one.graphed = False
-    session.release_use(one.use, stream)
+    try:
+      session.release_use(one.use, stream)
+    finally:
+      one.graphed = False

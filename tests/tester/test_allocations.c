@@ -1,0 +1,187 @@
+/* Calls of which one allocation fails, the first, the second and so on: each says GEMINI_ERR_OOM_SYSTEM, tells so in
+ * gemini_last_error(), and has changed nothing. SPDX-License-Identifier: Apache-2.0 */
+#include <errno.h>
+
+#include "../integration/world.h"
+#include "faults.h"
+
+#define W WORLD_WINDOW
+enum { DEVICE = GEMINI_TIER_DEVICE };
+
+/* Lets so many allocations of the call fail, from number `skip` on. Returns false when the call had none of these any more. */
+#define WITH_FAILURES(skip, count, status, call) \
+  (faults_arm(FAULT_MEMORY, (skip), (count), 0, false), (status) = (call), faults_disarm() > 0)
+#define WITH_FAILURE(skip, status, call) WITH_FAILURES(skip, 1, status, call)
+
+static void check_refused(const char *function, gemini_status_t status) {
+  CHECK_EQ(status, GEMINI_ERR_OOM_SYSTEM);
+  CHECK_EQ(world_error().status, GEMINI_ERR_OOM_SYSTEM);
+  CHECK(!strcmp(world_error().operation, function));
+}
+
+static void test_register_without_memory_takes_nothing_of_the_arena(void) {
+  world_t w = world_open(world_config(4, 8, 0));
+  gemini_arena_t arena = world_arena(&w, GEMINI_KIND_OTHER, 1, "main", 0, 0);
+  gemini_tensor_t t = 0, other;
+  gemini_status_t status;
+  uint64_t failed = 0;
+  for (; WITH_FAILURE(failed, status, gemini_tensor_register(w.mgr, arena, "t", W, GEMINI_OFFSET_NEXT, &t)); failed++) {
+    check_refused("gemini_tensor_register", status);
+    CHECK_EQ(t, 0);
+    CHECK_EQ(world_arena_info(&w, arena).size_bytes, 0);
+    CHECK_EQ(world_arena_info(&w, arena).tensor_count, 0);
+    CHECK_EQ(world_stats(&w).model_bytes, 0);
+    CHECK_STATUS(gemini_tensor_find(w.mgr, "t", &other), GEMINI_ERR_NOT_FOUND);
+  }
+  CHECK_EQ(status, GEMINI_OK);
+  CHECK(failed >= 2); /* its name, its record */
+  CHECK_EQ(world_tensor_info(&w, t).offset_bytes, 0);
+  world_close(&w);
+}
+
+static void test_open_without_memory_says_what_failed_now(void) {
+  gemini_config_t c = world_config(4, 8, 0);
+  gemini_manager_t mgr = 0;
+  gemini_status_t status;
+  uint64_t failed = 0, refused = 0;
+  for (;; failed++) {
+    CHECK_STATUS(gemini_manager_close(12345), GEMINI_ERR_HANDLE); /* a failure of before, of which nothing is told */
+    if (!WITH_FAILURE(failed, status, gemini_manager_open(&c, &mgr))) break;
+    if (!status) { /* what it wanted the memory for can be done without */
+      CHECK_OK(gemini_manager_close(mgr));
+      mgr = 0;
+      continue;
+    }
+    refused++;
+    check_refused("gemini_manager_open", status);
+    CHECK_EQ(mgr, 0);
+    CHECK(!strstr(world_error().message, "no open manager"));
+  }
+  CHECK_OK(status);
+  CHECK(refused >= 8);
+  CHECK_OK(gemini_manager_close(mgr));
+}
+
+/* A world with a plan of two operators, of which the trace is saved. */
+static world_t planned(gemini_arena_t *arena_out, const char *path) {
+  world_t w = world_open(world_config(4, 8, 0));
+  *arena_out = world_arena(&w, GEMINI_KIND_OTHER, 1, "main", 0, 0);
+  gemini_tensor_t t = world_tensor(&w, *arena_out, "t", 6 * W);
+  for (int round = 0; round < 2; round++) {
+    CHECK_OK(gemini_iteration_begin(w.mgr));
+    for (int k = 0; k < 2; k++) {
+      gemini_access_t half = world_part(t, (uint64_t)k * 3 * W, 3 * W, GEMINI_READ_WRITE, DEVICE);
+      CHECK_OK(gemini_op_begin(w.mgr, k ? "second" : "first", GEMINI_STREAM_CALLER));
+      CHECK_OK(gemini_acquire(w.mgr, &half, 1, GEMINI_STREAM_CALLER));
+      CHECK_OK(gemini_release(w.mgr, &half, 1, GEMINI_STREAM_CALLER));
+      CHECK_OK(gemini_op_end(w.mgr));
+    }
+    CHECK_OK(gemini_iteration_end(w.mgr));
+  }
+  CHECK_OK(gemini_trace_save(w.mgr, path));
+  return w;
+}
+
+static void test_trace_load_and_explain_without_memory_change_nothing(void) {
+  char path[] = "/tmp/gemini-test.XXXXXX", text[4096], again[4096];
+  int fd = mkstemp(path);
+  CHECK(fd >= 0);
+  gemini_arena_t arena;
+  world_t w = planned(&arena, path);
+  gemini_status_t status;
+  uint64_t failed = 0, length = 0;
+  CHECK_OK(gemini_plan_explain(w.mgr, text, sizeof text, &length));
+  CHECK(length < sizeof text);
+  uint64_t plans = world_stats(&w).plans;
+  for (; WITH_FAILURE(failed, status, gemini_trace_load(w.mgr, path)); failed++) {
+    check_refused("gemini_trace_load", status);
+    CHECK_EQ(world_stats(&w).plans, plans);
+    CHECK_OK(gemini_plan_explain(w.mgr, again, sizeof again, NULL));
+    CHECK(!strcmp(text, again));
+  }
+  CHECK_OK(status);
+  CHECK(failed >= 20);
+  CHECK_OK(gemini_plan_explain(w.mgr, text, sizeof text, &length));
+  for (failed = 0;; failed++) { /* all of it, or an error */
+    uint64_t needs = UINT64_MAX;
+    if (!WITH_FAILURE(failed, status, gemini_plan_explain(w.mgr, again, sizeof again, &needs))) break;
+    check_refused("gemini_plan_explain", status);
+    CHECK_EQ(needs, UINT64_MAX);
+  }
+  CHECK_OK(status);
+  CHECK(!strcmp(text, again));
+  CHECK(failed >= 1);
+  world_close(&w);
+  CHECK(!close(fd) && !unlink(path));
+}
+
+/* An iteration with an operator that needs so many chunks. */
+static void iterate(const world_t *w, gemini_tensor_t t, uint64_t chunks) {
+  gemini_access_t part = world_part(t, 0, chunks * W, GEMINI_READ, DEVICE);
+  CHECK_OK(gemini_iteration_begin(w->mgr));
+  CHECK_OK(gemini_op_begin(w->mgr, chunks > 1 ? "large" : "small", GEMINI_STREAM_CALLER));
+  CHECK_OK(gemini_acquire(w->mgr, &part, 1, GEMINI_STREAM_CALLER));
+  CHECK_OK(gemini_release(w->mgr, &part, 1, GEMINI_STREAM_CALLER));
+  CHECK_OK(gemini_op_end(w->mgr));
+  CHECK_OK(gemini_iteration_end(w->mgr));
+}
+
+/* Two iterations have plans. With the new budget there is none for the last one, and no memory for one of the other: the
+ * call tells of the former, with its words. */
+static void test_budget_that_two_plans_refuse_tells_of_one(void) {
+  world_t w = world_open(world_config(4, 8, 0));
+  gemini_tensor_t t = world_tensor(&w, world_arena(&w, GEMINI_KIND_OTHER, 1, "main", 0, 0), "t", 4 * W);
+  gemini_status_t status;
+  uint64_t failed = 0, full = 0;
+  for (int round = 0; round < 4; round++) iterate(&w, t, 3);
+  for (int round = 0; round < 4; round++) iterate(&w, t, 1);
+  iterate(&w, t, 3);
+  for (; WITH_FAILURES(failed, 1000, status, gemini_budget_set(w.mgr, DEVICE, 2 * W)); failed++) {
+    CHECK(status == GEMINI_ERR_OOM_SYSTEM || status == GEMINI_ERR_OOM_DEVICE);
+    CHECK_EQ(world_error().status, status);
+    full += status == GEMINI_ERR_OOM_DEVICE;
+    CHECK_EQ(world_stats(&w).budget_bytes[DEVICE], 4 * W);
+    CHECK_OK(gemini_budget_set(w.mgr, DEVICE, 4 * W));
+  }
+  CHECK_STATUS(status, GEMINI_ERR_OOM_DEVICE);
+  CHECK(full > 0);
+  world_close(&w);
+}
+
+/* A kept file that cannot be looked at is no file that was exchanged. */
+static void test_open_of_kept_files_that_fail_is_io(void) {
+  char dir[] = "/tmp/gemini-test.XXXXXX", path[64];
+  CHECK(mkdtemp(dir));
+  gemini_config_t c = world_config(4, 8, 16);
+  c.file_dir = dir;
+  c.keep_name = "run";
+  gemini_manager_t mgr = 0;
+  gemini_status_t status;
+  uint64_t failed = 0, refused = 0;
+  CHECK_OK(gemini_manager_open(&c, &mgr));
+  CHECK_OK(gemini_manager_close(mgr));
+  for (bool hit = true; hit; failed++) {
+    faults_arm(FAULT_FILE, failed, 1, EIO, false);
+    status = gemini_manager_open(&c, &mgr);
+    hit = faults_disarm() > 0;
+    refused += status != GEMINI_OK;
+    if (!status) CHECK_OK(gemini_manager_close(mgr));
+    else if (status != GEMINI_ERR_UNSUPPORTED)
+      CHECK_STATUS(status, GEMINI_ERR_IO); /* UNSUPPORTED: a system without files */
+  }
+  CHECK(refused > 0);
+  for (int i = 0; i < 2; i++) {
+    snprintf(path, sizeof path, "%s/%s", dir, i ? "run.index" : "run.0.chunks");
+    unlink(path); /* without a checkpoint they may be gone */
+  }
+  CHECK_EQ(rmdir(dir), 0);
+}
+
+int main(void) {
+  RUN(test_register_without_memory_takes_nothing_of_the_arena);
+  RUN(test_open_without_memory_says_what_failed_now);
+  RUN(test_trace_load_and_explain_without_memory_change_nothing);
+  RUN(test_budget_that_two_plans_refuse_tells_of_one);
+  RUN(test_open_of_kept_files_that_fail_is_io);
+  return check_done();
+}

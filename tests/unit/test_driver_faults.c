@@ -1,0 +1,105 @@
+/* Streams and budgets on a GPU whose driver refuses. SPDX-License-Identifier: Apache-2.0 */
+#include "../integration/world.h"
+#include "device/cuda_driver.h"
+#include "fake_cuda.h"
+
+#define W (UINT64_C(2) << 20)
+enum { DEVICE = GEMINI_TIER_DEVICE, HOST = GEMINI_TIER_HOST };
+
+typedef struct {
+  world_t w;
+  gemini_stream_t stream;
+  gemini_tensor_t t;
+} gpu_t;
+
+static gpu_t start(void) {
+  fake_cuda_reset();
+  gmi_cuda_driver_replace(fake_cuda_symbol);
+  gemini_config_t c = world_config(1, 1, 0);
+  c.device = GEMINI_DEVICE_CUDA;
+  c.window_bytes = W;
+  c.device_bytes = 4 * W;
+  c.host_bytes = 8 * W;
+  gpu_t g = { .w = world_open(c) };
+  g.t = world_tensor(&g.w, world_arena(&g.w, GEMINI_KIND_OTHER, 1, "a", 0, 0), "t", 4 * W);
+  CHECK_OK(gemini_stream_create(g.w.mgr, &g.stream));
+  return g;
+}
+static void finish(gpu_t *g) {
+  world_close(&g->w);
+  CHECK_EQ(fake_cuda_live(true), 0);
+  CHECK_EQ(fake_cuda_violations(), 0);
+}
+
+/* Reads and writes chunks on the stream, so that they wait for it when they are used elsewhere. */
+static void use_stream(gpu_t *g) {
+  gemini_access_t a = world_whole(g->t, GEMINI_READ_WRITE, DEVICE);
+  CHECK_OK(gemini_acquire(g->w.mgr, &a, 1, g->stream));
+  CHECK_OK(gemini_release(g->w.mgr, &a, 1, g->stream));
+}
+static void use_elsewhere(gpu_t *g) {
+  for (uint32_t tier = DEVICE; tier <= HOST; tier++) {
+    gemini_access_t a = world_whole(g->t, GEMINI_READ_WRITE, tier);
+    CHECK_OK(gemini_acquire(g->w.mgr, &a, 1, GEMINI_STREAM_CALLER));
+    CHECK_OK(gemini_release(g->w.mgr, &a, 1, GEMINI_STREAM_CALLER));
+  }
+}
+
+static void test_stream_that_could_not_be_destroyed_stays(void) {
+  bool reached = true;
+  uint64_t failed = 0;
+  for (uint64_t n = 0; reached; n++) {
+    gpu_t g = start();
+    use_stream(&g);
+    uint64_t first = fake_cuda_calls() + 1 + n;
+    fake_cuda_fail(first, first, CU_UNKNOWN);
+    gemini_status_t status = gemini_stream_destroy(g.stream);
+    reached = fake_cuda_calls() >= first;
+    fake_cuda_fail(0, 0, 0);
+    if (status) {
+      failed++;
+      CHECK_EQ(status, GEMINI_ERR_DEVICE);
+      use_stream(&g);
+      CHECK_OK(gemini_stream_synchronize(g.w.mgr, g.stream));
+      CHECK_OK(gemini_stream_destroy(g.stream));
+    }
+    CHECK_STATUS(gemini_stream_synchronize(g.w.mgr, g.stream), GEMINI_ERR_HANDLE);
+    use_elsewhere(&g);
+    finish(&g);
+  }
+  CHECK(failed > 0);
+}
+
+static void test_device_budget_that_could_not_be_changed_stays(void) {
+  bool reached = true;
+  uint64_t failed = 0;
+  for (uint64_t n = 0; reached; n++) {
+    gpu_t g = start();
+    use_stream(&g);
+    uint64_t first = fake_cuda_calls() + 1 + n;
+    fake_cuda_fail(first, first, CU_UNKNOWN);
+    gemini_status_t status = gemini_budget_set(g.w.mgr, GEMINI_TIER_DEVICE, 2 * W);
+    reached = fake_cuda_calls() >= first;
+    fake_cuda_fail(0, 0, 0);
+    CHECK_EQ(world_stats(&g.w).budget_bytes[DEVICE], status ? 4 * W : 2 * W);
+    if (status) {
+      failed++;
+      CHECK_EQ(world_error().status, status);
+      CHECK_EQ(status, GEMINI_ERR_DEVICE);
+      CHECK_OK(gemini_budget_set(g.w.mgr, GEMINI_TIER_DEVICE, 2 * W));
+    }
+    CHECK(world_stats(&g.w).used_bytes[DEVICE] <= 2 * W);
+    CHECK_OK(gemini_budget_set(g.w.mgr, GEMINI_TIER_DEVICE, 4 * W));
+    use_stream(&g);
+    use_elsewhere(&g);
+    finish(&g);
+  }
+  CHECK(failed > 0);
+}
+
+int main(void) {
+  RUN(test_stream_that_could_not_be_destroyed_stays);
+  RUN(test_device_budget_that_could_not_be_changed_stays);
+  fake_cuda_reset();
+  return check_done();
+}
