@@ -315,6 +315,8 @@ static kept_t kept_of(actor_t *a, manager_t *m) {
       to->offset = tensor->offset;
       to->size = tensor->size;
       to->states = tensor->states;
+      if (tensor->users) /* with which state it is kept is not said: the one before, or one after a release */
+        to->states |= 1u << GEMINI_STATE_HOLD | 1u << GEMINI_STATE_HOLD_AFTER_FWD | 1u << GEMINI_STATE_HOLD_AFTER_BWD;
     }
   }
   return k;
@@ -510,10 +512,15 @@ void run_resume(actor_t *a, const op_t *op) {
   perhaps |= (fits | room) & ~OK;
   if (CALL(a, wrong ? wrong | perhaps : OK | perhaps, gemini_resume, m->handle)) return;
   m->resumed = true;
-  const kept_t *k = &w->kept[i][0];
-  if (w->kept_count[i] == 2 && w->kept[i][1].arenas && (kept_fits(a, m, k) == FORMAT || !is_kept(a, m, k)))
-    k = &w->kept[i][1];
-  take_up(a, m, k);
+  const kept_t *k = &w->kept[i][0], *other = w->kept_count[i] == 2 && w->kept[i][1].arenas ? &w->kept[i][1] : NULL;
+  bool first = !other || (kept_fits(a, m, k) != FORMAT && is_kept(a, m, k));
+  bool second = other && kept_fits(a, m, other) != FORMAT && is_kept(a, m, other);
+  if (!first && !second) differs(a, "the bytes are those of neither checkpoint");
+  take_up(a, m, first ? k : other);
+  for (uint32_t t = 0; first && second && t < other->tensor_count; t++) { /* of one's bytes, and either's states */
+    tensor_t *tensor = kept_tensor(a, m, other, &other->tensors[t]);
+    if (tensor) tensor->states |= other->tensors[t].states;
+  }
   for (uint32_t t = 0; t < w->options.threads; t++) check_part(&w->actors[t], m);
 }
 bool make_resume(actor_t *a, op_t *op) {
