@@ -126,6 +126,13 @@ def test_reports_between_and_within_steps_change_nothing(train):
   assert ["biggest parameters" in text for text in texts] == [True, False] * 2
 
 
+def test_dump_is_of_the_session(session):
+  session()
+  text = gm.dump()
+  assert "operator: none" in text and "waits: none" in text
+  assert f"{gm.stats()['budget_bytes']['device']} bytes used" in text
+
+
 def test_report_before_the_first_step(session):
   session()
   text = gm.report()

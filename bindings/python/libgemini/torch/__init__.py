@@ -29,7 +29,7 @@ from .savers import watch_savers as _watch_savers
 from .session import Session
 from .tensors import watch_functions as _watch_functions
 
-__all__ = ["GeminiError", "close", "explain", "init", "load", "load_weights", "offload_activations", "picture", "prepare",
+__all__ = ["GeminiError", "close", "dump", "explain", "init", "load", "load_weights", "offload_activations", "picture", "prepare",
            "report", "resident", "save", "session", "stats", "stats_reset", "timeline", "unit"]
 
 _current = None
@@ -65,7 +65,8 @@ class _Init:
 
 
 def init(placement="auto", *, device_memory, host_memory=0, file=None, file_memory=0, device=None, margin=0, window=0,
-         warmup_iterations=1, update_threads=0, strict=False, progress=None, allocator=None, **more):
+         warmup_iterations=1, update_threads=0, strict=False, progress=None, allocator=None,
+         watchdog=0.0, file_engine="auto", **more):
   """Opens the session: one device, one set of budgets. Sizes are bytes, or texts such as "24GiB".
 
   placement: "auto" (what predicted step time says), "cuda" (as much as fits stays on the device), "cpu" (everything
@@ -81,6 +82,8 @@ def init(placement="auto", *, device_memory, host_memory=0, file=None, file_memo
   before CUDA is used; "torch": torch's own, for which device_memory should leave room. CUDA graphs want "torch", or
   resident().
   strict: chunks that left the device are unmapped at once, so that a stray access faults: for tests.
+  watchdog: seconds after which a thread that waits inside the library is told of in the log, with what it waits for; 0: never.
+  file_engine: "auto", "uring" or "threads".
   """
   global _current
   if _current is not None:
@@ -93,7 +96,7 @@ def init(placement="auto", *, device_memory, host_memory=0, file=None, file_memo
   owner = Session(device=_torch.device(device), placement=placement, device_memory=device_memory,
                   host_memory=host_memory, file=file, file_memory=file_memory, device_margin=margin, window=window,
                   warmup_iterations=warmup_iterations, update_threads=update_threads, strict=strict, progress=progress,
-                  **more)
+                  watchdog=watchdog, file_engine=file_engine, **more)
   try:
     owner.allocator = _allocator.start(allocator, owner)
   except BaseException:
@@ -222,6 +225,12 @@ def stats_reset():
 def explain():
   """The plan in words."""
   return session().manager.explain()
+
+
+def dump():
+  """The session's state in words, for when it hangs: what is in use, which operator is open, which threads wait inside the
+  library, for what and since when. Never waits itself, so that any thread, such as a timer's, can call it."""
+  return session().manager.dump()
 
 
 def report(path=None):
