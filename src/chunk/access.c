@@ -9,7 +9,6 @@
 #include <string.h>
 
 #include "core/manager.h"
-#include "core/thread.h"
 #include "tracer/timeline.h"
 #include "tracer/tracer.h"
 
@@ -17,7 +16,7 @@ enum { BATCH_LIMIT = 1 << 20, SMALL_BATCH = 16 };
 
 static uint32_t my_stripe(void) {
   static _Atomic uint32_t threads;
-  static GMI_SMALL_TLS uint32_t stripe; /* + 1; 0 = not chosen yet */
+  static _Thread_local uint32_t stripe; /* + 1; 0 = not chosen yet */
   if (!stripe) stripe = atomic_fetch_add(&threads, 1) % GMI_HIT_STRIPES + 1;
   return stripe - 1;
 }

@@ -8,8 +8,4 @@
  * profilers. Returns an errno. */
 int gmi_thread_start(pthread_t *thread, void *(*run)(void *), void *user);
 
-/* A variable of each thread, read without a call. Of a few bytes only, and few of them: they lie in the space that the
- * loader keeps for libraries that are loaded later. */
-#define GMI_SMALL_TLS _Thread_local __attribute__((tls_model("initial-exec")))
-
 #endif

@@ -25,7 +25,7 @@ enum {
   LINE = 400
 };
 
-static GMI_SMALL_TLS uint32_t this_thread; /* as the system numbers it; 0: not asked yet */
+static _Thread_local uint32_t this_thread; /* as the system numbers it; 0: not asked yet */
 static uint32_t thread_number(void) {
   if (!this_thread) this_thread = (uint32_t)syscall(SYS_gettid);
   return this_thread;
