@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include "core/manager.h"
+#include "core/thread.h"
 #include "tracer/timeline.h"
 #include "tracer/tracer.h"
 
@@ -452,7 +453,7 @@ gemini_status_t gmi_updates_open(gmi_manager_t *m) {
   if (!d) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for deferred updates");
   pthread_cond_init(&d->more, NULL);
   if (!m->files) return GEMINI_OK;
-  int error = pthread_create(&d->thread, NULL, defer_work, m);
+  int error = gmi_thread_start(&d->thread, defer_work, m);
   d->started = !error;
   return error ? gmi_fail(GEMINI_ERR_OOM_SYSTEM, error, "could not start the thread of deferred updates") : GEMINI_OK;
 }
