@@ -40,7 +40,7 @@ void run_load(actor_t *a, const op_t *op) {
   gemini_access_t access = { r.object, s.offset, s.size, s.mode, s.tier, NULL };
   gemini_status_t status =
       CALL(a, wrong ? wrong | perhaps : (lacks ? FORMAT : OK) | perhaps, gemini_load, m->handle, &access, a->fd, from);
-  bool no_room_midway = ONE(status) & NO_ROOM && (m->has_files || a->w->parallel);
+  bool no_room_midway = ONE(status) & NO_ROOM && (m->has_files || a->w->parallel || a->fired);
   bool failed_midway = status == GEMINI_ERR_IO || status == GEMINI_ERR_DEVICE || status == GEMINI_ERR_OOM_SYSTEM;
   if (!wrong && (failed_midway || no_room_midway)) {
     uint8_t *wanted = malloc(r.size + 1);
@@ -84,7 +84,8 @@ void run_store(actor_t *a, const op_t *op) {
   if (op->arg[1] == 1) { /* a disk that is full */
     int full = open("/dev/full", O_WRONLY | O_CLOEXEC);
     if (full >= 0) {
-      CALL(a, wrong ? wrong | perhaps | IO : (r.size ? IO : OK) | perhaps, gemini_store, m->handle, &access, full, 0);
+      CALL(a, wrong ? wrong | perhaps | OOM_FILE : (r.size ? OOM_FILE : OK) | perhaps, gemini_store, m->handle, &access,
+           full, 0);
       close(full);
     }
     return;
