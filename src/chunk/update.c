@@ -199,10 +199,10 @@ static gemini_status_t host_piece(walk_t *k, piece_t *p, bool deferred) {
 
 /* ---- what is left to queue
  *
- * An update that is accepted is done as a whole, sooner or later: its tensors hold parameters from then on, and whoever wants a
- * window of it queues what is left of the updates before that. What cannot be queued at once, as there is no room for it yet
- * or a chunk could not be moved, is left: a thread queues it as room comes (with a file tier), or whoever wants one of its
- * windows does, or gemini_update_wait(). Rests are in the order of their updates, and a window's in the order of its own. */
+ * An accepted update is done as a whole: its tensors hold parameters from then on, and every use of one of its windows
+ * queues the pieces of that window first. A piece that cannot be queued yet stays in a list. It is queued by the thread
+ * of deferred updates (with a file tier), by a caller that wants one of its windows, or by gemini_update_wait(). The
+ * list is in the order of submission, so the pieces of one window run in that order. */
 typedef struct gmi_deferred {
   rest_t *first, *last; /* under the manager's lock, as all that is not Atomic */
   pthread_cond_t more;  /* with the manager's lock */
@@ -251,7 +251,7 @@ static void rest_queued(gmi_deferred_t *d, rest_t *rest, const piece_t *p) {
   if (rest->begin == rest->end) rest_remove(d, rest);
 }
 
-/* The call leaves the piece that its tail begins with, for later: false: there is no memory to remember it by itself. */
+/* The call leaves the piece that its tail begins with for later. False: there is no memory to remember it by itself. */
 static bool tail_leave_one(gmi_deferred_t *d, walk_t *k, const piece_t *p) {
   rest_t *rest = malloc(sizeof *rest);
   if (!rest) return false;
@@ -286,8 +286,8 @@ static bool piece_is_ready(const walk_t *k, const piece_t *p) {
   return missing <= gmi_host_free(k->m);
 }
 
-/* Work that a callback has queued cannot be taken back: what fails from then on is told later, as of other work that was
- * queued, and what could not be put in order is waited for. */
+/* Work that a callback has queued cannot be taken back. What fails from then on is told later, as a failure of queued
+ * work, and what could not be put in order is waited for. */
 static void after_callback(gmi_manager_t *m, gemini_status_t status, gmi_fence_t fence) {
   if (!status) return;
   if (!m->async_status) {
@@ -301,7 +301,8 @@ static uint32_t piece_pins(const piece_t *p, uint32_t i) { /* of a window, while
   return p->modes[i] & GEMINI_WRITE ? 1 + GMI_WINDOW_WRITER : 1;
 }
 
-/* Queues a piece on the device. Fails before it has called back, and then has done nothing; gives up the lock to call back. */
+/* Queues a piece on the device. A failure comes before the callback, and nothing has been done then. The callback runs
+ * without the lock, while calls of other threads that look at chunks wait. */
 static gemini_status_t device_piece(walk_t *k, piece_t *p, rest_t *rest) {
   gmi_manager_t *m = k->m;
   uint32_t stream = m->update_stream, held = 0;
@@ -660,7 +661,7 @@ static gemini_status_t tail_queue_one(walk_t *k, piece_t *p, bool device) {
   return status;
 }
 
-/* Queues what can be queued now. The lock is given up in callbacks, so that others may come first with the next piece. */
+/* Queues what can be queued now, and leaves the rest. */
 static void walk_run(walk_t *k, uint32_t index) {
   gmi_manager_t *m = k->m;
   gemini_status_t status = GEMINI_OK;
