@@ -120,7 +120,8 @@ void gmi_plan_free(gmi_plan_t *plan);
 
 /* The step time that a plan leads to, by simulating compute stream, both links and the update workers over iterations
  * until the steady state; fills predicted_ns, the *_ns fields of plan and worst_op. gmi_plan_make() has done it
- * already; call it again when op times or rates were measured anew. GEMINI_ERR_INVALID: the plan is not of this input. */
+ * already; call it again when op times or rates were measured anew. GEMINI_ERR_INVALID: the plan is not of this
+ * input. */
 gemini_status_t gmi_plan_simulate(const gmi_plan_input_t *input, gmi_plan_t *plan);
 
 /* Writes the plan in words and ends it with a NUL as snprintf does: text may be NULL when size_bytes is 0, and the
