@@ -248,7 +248,8 @@ typedef struct gemini_arena_config {
                               has its counterpart here (gemini_tensor_counterpart) */
   gemini_arena_t reuse;    /* 0, or (kind GRAD) a parameter arena whose bytes this one shares: a gradient takes the
                               place of its parameter until the parameter is written again. Needs the same
-                              element_bytes; implies like */
+                              element_bytes; implies like. Bytes that are in no tensor, between two gradients at most
+                              4,096 bytes apart, become zero with them: keep other ranges in other arenas */
 } gemini_arena_config_t;
 #define GEMINI_ARENA_CONFIG_INIT { sizeof(gemini_arena_config_t), 0, 0, 0, 0, NULL, 0, 0 }
 
@@ -526,7 +527,8 @@ GEMINI_API gemini_status_t gemini_zero(gemini_manager_t mgr, const gemini_access
  *  state FREE for HOLD. Blocks.
  *  @param fd_offset byte offset in the file
  *  @retval GEMINI_ERR_IO, GEMINI_ERR_FORMAT  reading failed, or the file ends early: the bytes of the range that
- *          were read are changed, the rest are not; native_code is errno or 0
+ *          were read are changed, the rest are not; native_code is errno or 0. So do GEMINI_ERR_DEVICE and
+ *          GEMINI_ERR_OOM_SYSTEM, once reading has begun
  *  @retval GEMINI_ERR_OOM_HOST  the range does not fit on the host; nothing changed. With a file tier, or with other
  *          threads that take room meanwhile, as GEMINI_ERR_IO, and so is GEMINI_ERR_OOM_FILE
  *  @retval GEMINI_ERR_BUSY  a part of it is acquired, or pinned to the device
@@ -627,9 +629,10 @@ GEMINI_API gemini_status_t gemini_update_wait(gemini_manager_t mgr) GEMINI_MUST_
 
 /** @defgroup keep Checkpoints in kept files
  *  @{ */
-/** Makes what all arenas hold now, and the states of their tensors, what a later process finds in the kept files, once
- *  every pending update is done. Chunks that have not changed since they went to a file are not written again. After a
- *  kill at any time the previous checkpoint or this one is there, whole. Files need room for both, until this returns.
+/** Makes what all arenas hold now, and the states of their tensors (HOLD of those that are acquired), what a later process
+ *  finds in the kept files, once every pending update is done. Chunks that have not changed since they went to a
+ *  file are not written again. After a kill at any time the previous checkpoint or this one is there, whole. Files need
+ *  room for both, until this returns.
  *  @retval GEMINI_ERR_STATE     the manager was opened without keep_name
  *  @retval GEMINI_ERR_BUSY      a range is acquired for writing
  *  @retval GEMINI_ERR_OOM_FILE, GEMINI_ERR_IO  the previous checkpoint stays

@@ -558,7 +558,7 @@ static gemini_status_t acquire_slow(gmi_manager_t *m, gemini_access_t *accesses,
     for (uint64_t i = p[k].range.first; !status && i <= p[k].range.last; i++)
       status = bring_window(m, &accesses[k], &p[k].range, (uint32_t)i);
   if (held == count && gmi_is_oom(status)) batch_tell_lack(m, accesses, p, count, status);
-  gmi_tracer_resume(m, stream, &pause);
+  if (!status) gmi_tracer_resume(m, stream, &pause);
   if (!status) status = wait_windows(m, accesses, p, count, stream);
   for (uint64_t k = 0; !status && k < count; k++) status = leave_device(m, &accesses[k], &p[k].range);
   for (uint64_t k = 0; !status && k < count; k++) commit(m, &accesses[k], &p[k]);

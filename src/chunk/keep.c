@@ -38,7 +38,7 @@ static void write_layout(gmi_manager_t *m, FILE *file) {
     if (!gmi_tensor_alive(t)) continue;
     uint64_t word = atomic_load(&t->word);
     fprintf(file, "tensor %u %" PRIu64 " %" PRIu64 " %u %d ", t->arena, t->offset, t->size,
-            (uint32_t)(word >> GMI_TENSOR_STATE_SHIFT), (word & GMI_TENSOR_GRADIENT) != 0);
+            word & GMI_TENSOR_USERS ? GEMINI_STATE_HOLD : gmi_tensor_state(word), (word & GMI_TENSOR_GRADIENT) != 0);
     gmi_name_write(file, gmi_tensor_base(m, t)->name);
     fputc('\n', file);
   }

@@ -128,7 +128,7 @@ static void prepare(gmi_lane_t *l, gmi_job_t *job) {
   pthread_mutex_unlock(&l->lock);
   for (uint32_t i = 0; i < job->fence_count; i++) {
     gemini_status_t one = m->dev->sync(m->dev_self, gmi_fence_stream(job->fences[i]), gmi_fence_mark(job->fences[i]));
-    if (one) status = one;
+    if (one) status = GEMINI_ERR_DEVICE; /* whatever the device says of a mark that it has not placed */
   }
   pthread_mutex_lock(&l->lock);
   for (uint32_t i = 0; i < job->slot_count; i++) {
