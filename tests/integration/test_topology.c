@@ -15,6 +15,7 @@
 #include <unistd.h>
 
 #include "../check.h"
+#include "../fork.h"
 #include "gemini.h"
 #include "host/topology.h"
 

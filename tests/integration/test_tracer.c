@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include "../check.h"
+#include "../fork.h"
 #include "gemini.h"
 
 #define OK(call) CHECK_EQ(call, GEMINI_OK)
