@@ -11,7 +11,7 @@
 #include <sys/uio.h>
 
 #include "cli.h"
-#include "core/status.h"
+#include "base/status.h"
 #include "io/store.h"
 #include "row.h"
 

@@ -15,7 +15,7 @@ failed=0
 
 flags=(-std=c11 -D_GNU_SOURCE= -O2 -g -Wall -Wextra -ffp-contract=off -fno-math-errno
   -Isrc -Itests -Itests/reference -Ibench/common -Iinclude)
-library=(src/device/*.c src/core/status.c)
+library=(src/device/*.c src/base/status.c)
 libraries=(-lpthread -lm -ldl)
 
 build() { # NAME SOURCE...

@@ -7,7 +7,7 @@
 #include <string.h>
 
 #include "core/manager.h"
-#include "core/names.h"
+#include "base/names.h"
 #include "tracer/tracer.h"
 
 enum { ELEMENT_ALIGN = 256, NAME_LIMIT = 127 };

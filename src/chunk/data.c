@@ -6,7 +6,7 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "core/file_limit.h"
+#include "base/file_limit.h"
 #include "core/manager.h"
 
 #define NORM_BLOCK UINT64_C(65536) /* bytes summed on their own, at multiples of it in the arena */

@@ -12,7 +12,7 @@
 #include <sched.h>
 #include <stdlib.h>
 
-#include "core/fork.h"
+#include "base/fork.h"
 #include "core/manager.h"
 
 enum { DEVICES = 64 };

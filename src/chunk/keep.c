@@ -9,7 +9,7 @@
 #include <string.h>
 
 #include "core/manager.h"
-#include "core/names.h"
+#include "base/names.h"
 #include "io/store.h"
 
 enum { WRITES_AT_ONCE = 64 };

@@ -7,7 +7,7 @@
 
 #include "chunk/cut.h"
 #include "core/manager.h"
-#include "core/nvtx.h"
+#include "base/nvtx.h"
 #include "tracer/timeline.h"
 #include "tracer/tracer.h"
 

@@ -6,7 +6,7 @@
 #include <unistd.h>
 
 #include "core/manager.h"
-#include "core/thread.h"
+#include "base/thread.h"
 #include "tracer/timeline.h"
 #include "tracer/tracer.h"
 

@@ -13,7 +13,7 @@
 #include <unistd.h>
 
 #include "core/manager.h"
-#include "core/thread.h"
+#include "base/thread.h"
 
 enum {
   WORKERS_LIMIT = 256,

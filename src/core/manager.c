@@ -10,8 +10,8 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include "core/fork.h"
-#include "core/nvtx.h"
+#include "base/fork.h"
+#include "base/nvtx.h"
 #include "tracer/timeline.h"
 #include "tracer/tracer.h"
 

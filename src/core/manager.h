@@ -17,7 +17,7 @@
 #include "chunk/heap.h"
 #include "chunk/lease.h"
 #include "core/stats.h"
-#include "core/status.h"
+#include "base/status.h"
 #include "core/watch.h"
 #include "device/device.h"
 #include "gemini.h"

@@ -12,7 +12,7 @@
 
 #include "core/manager.h"
 #include "core/stats.h"
-#include "core/thread.h"
+#include "base/thread.h"
 #include "tracer/tracer.h"
 
 enum {

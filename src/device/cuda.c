@@ -38,7 +38,7 @@
 #include <string.h>
 #include <time.h>
 
-#include "core/status.h"
+#include "base/status.h"
 #include "device/cuda_driver.h"
 #include "device/device.h"
 #include "device/sum_squares_ptx.h"

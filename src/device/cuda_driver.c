@@ -5,8 +5,8 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "core/fork.h"
-#include "core/status.h"
+#include "base/fork.h"
+#include "base/status.h"
 #include "device/cuda_driver.h"
 
 #define LIBRARY "libcuda.so.1"

@@ -20,9 +20,9 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "core/fork.h"
-#include "core/status.h"
-#include "core/thread.h"
+#include "base/fork.h"
+#include "base/status.h"
+#include "base/thread.h"
 #include "device/device.h"
 
 #define GRANULE_BYTES UINT64_C(4096)

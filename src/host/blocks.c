@@ -22,7 +22,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include "core/status.h"
+#include "base/status.h"
 
 enum { ALIGN_LEAST = 256 }; /* as device allocators have it */
 #define GRAIN_PAGES_LIMIT (UINT64_C(1) << 30)

@@ -18,7 +18,7 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "core/status.h"
+#include "base/status.h"
 
 /* ---- files */
 

@@ -22,8 +22,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "core/fork.h"
-#include "core/status.h"
+#include "base/fork.h"
+#include "base/status.h"
 
 enum { DISKS_LIMIT = 64, STACK_LIMIT = 16 };
 

@@ -14,9 +14,9 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "core/file_limit.h"
-#include "core/fork.h"
-#include "core/status.h"
+#include "base/file_limit.h"
+#include "base/fork.h"
+#include "base/status.h"
 #include "io/engine.h"
 
 enum { BUFFER_ALIGNMENT = 4096 };                   /* of a store's buffers */

@@ -6,8 +6,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "core/file_limit.h"
-#include "core/status.h"
+#include "base/file_limit.h"
+#include "base/status.h"
 #include "io/store_internal.h"
 
 static gmi_kept_t *kept_of(const gmi_index_t *index) {

@@ -9,8 +9,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "core/file_limit.h"
-#include "core/status.h"
+#include "base/file_limit.h"
+#include "base/status.h"
 #include "io/backend.h"
 
 enum {

@@ -7,8 +7,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "core/file_limit.h"
-#include "core/status.h"
+#include "base/file_limit.h"
+#include "base/status.h"
 #include "io/blockfile.h"
 #include "io/checksum.h"
 #include "io/store.h"

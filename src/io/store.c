@@ -6,7 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "core/status.h"
+#include "base/status.h"
 #include "io/store_internal.h"
 
 /* ---- free blocks; with the lock held */

@@ -6,8 +6,8 @@
 #include <string.h>
 #include <time.h>
 
-#include "core/status.h"
-#include "core/thread.h"
+#include "base/status.h"
+#include "base/thread.h"
 #include "io/backend.h"
 
 typedef struct pool {

@@ -7,8 +7,8 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "core/status.h"
-#include "core/thread.h"
+#include "base/status.h"
+#include "base/thread.h"
 #include "io/backend.h"
 #include "io/checksum.h"
 #include "io/store_internal.h"

@@ -15,9 +15,9 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "core/fork.h"
-#include "core/status.h"
-#include "core/thread.h"
+#include "base/fork.h"
+#include "base/status.h"
+#include "base/thread.h"
 #include "io/backend.h"
 
 /* Of the kernel's interface, where the system's headers are older. */

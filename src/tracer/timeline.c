@@ -8,7 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "core/file_limit.h"
+#include "base/file_limit.h"
 
 typedef struct {
   uint8_t type; /* 'X' a span, 'C' counters */

@@ -6,8 +6,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "core/file_limit.h"
-#include "core/names.h"
+#include "base/file_limit.h"
+#include "base/names.h"
 #include "tracer/tracer.h"
 
 static void *grow(void *array, uint32_t count, uint32_t *capacity, size_t size) {

@@ -17,7 +17,7 @@
 #include <unistd.h>
 
 #include "../integration/world.h"
-#include "core/status.h"
+#include "base/status.h"
 #include "io/checksum.h"
 #include "io/index.h"
 #include "io/store.h"

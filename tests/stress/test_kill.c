@@ -22,7 +22,7 @@
 #include <unistd.h>
 
 #include "../check.h"
-#include "core/status.h"
+#include "base/status.h"
 #include "io/store.h"
 
 enum { KEPT_BLOCK = 65536, KEPT_BLOCKS = 24, LOOSE_BLOCK = 1 << 20, LOOSE_BLOCKS = 256, LOOSE_FLYING = 8 };

@@ -18,7 +18,7 @@
 
 #include "../check.h"
 #include "../process.h"
-#include "core/status.h"
+#include "base/status.h"
 #include "io/store.h"
 
 #define CHECK_STATUS(call, expected)                                                                          \

@@ -18,7 +18,7 @@
 #include <unistd.h>
 
 #include "check.h"
-#include "core/status.h"
+#include "base/status.h"
 #include "io/engine.h"
 #include "process.h"
 

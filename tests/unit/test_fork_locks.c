@@ -7,7 +7,7 @@
 #include <time.h>
 
 #include "../fork.h"
-#include "core/fork.h"
+#include "base/fork.h"
 #include "device/cuda_driver.h"
 #include "io/blockfile.h"
 #include "update/update.h"

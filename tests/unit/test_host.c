@@ -17,7 +17,7 @@
 #include <unistd.h>
 
 #include "../check.h"
-#include "core/status.h"
+#include "base/status.h"
 #include "host/blocks.h"
 #include "host/limits.h"
 #include "host/reserve.h"

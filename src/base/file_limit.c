@@ -1,5 +1,5 @@
 /* Writing beside a limit on the size of files. SPDX-License-Identifier: Apache-2.0 */
-#include "core/file_limit.h"
+#include "base/file_limit.h"
 
 #include <errno.h>
 #include <pthread.h>

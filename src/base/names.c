@@ -1,5 +1,5 @@
 /* Names and numbers in text files. SPDX-License-Identifier: Apache-2.0 */
-#include "core/names.h"
+#include "base/names.h"
 
 #include <string.h>
 

@@ -1,6 +1,6 @@
 /* Errors: a thread's last failure, and how functions report one.
  * SPDX-License-Identifier: Apache-2.0 */
-#include "core/status.h"
+#include "base/status.h"
 
 #include <stdarg.h>
 #include <stdio.h>

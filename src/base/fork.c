@@ -1,5 +1,5 @@
 /* What a forked child must not keep of its parent. SPDX-License-Identifier: Apache-2.0 */
-#include "core/fork.h"
+#include "base/fork.h"
 
 #include <pthread.h>
 #include <stdint.h>

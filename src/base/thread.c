@@ -1,5 +1,5 @@
 /* Threads of the library's own. SPDX-License-Identifier: Apache-2.0 */
-#include "core/thread.h"
+#include "base/thread.h"
 
 #include <signal.h>
 

@@ -1,5 +1,5 @@
 /* NVTX, opened at run time. SPDX-License-Identifier: Apache-2.0 */
-#include "core/nvtx.h"
+#include "base/nvtx.h"
 
 #include <dlfcn.h>
 #include <pthread.h>
