@@ -10,8 +10,8 @@
 #include <sys/resource.h>
 #include <sys/uio.h>
 
-#include "cli.h"
 #include "base/status.h"
+#include "cli.h"
 #include "io/store.h"
 #include "row.h"
 

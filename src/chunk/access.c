@@ -9,8 +9,6 @@
 #include <string.h>
 
 #include "core/manager.h"
-#include "tracer/timeline.h"
-#include "tracer/tracer.h"
 
 enum { BATCH_LIMIT = 1 << 20, SMALL_BATCH = 16 };
 
@@ -134,7 +132,7 @@ static inline void trace_tensor(gmi_manager_t *m, gmi_tensor_t *t, gmi_arena_t *
     if ((modes & mode) == mode) return;
     atomic_store_explicit(&t->seen, serial << 2 | modes | mode, memory_order_relaxed);
   }
-  gmi_tracer_touch(m, a->store, offset, size, mode);
+  m->events->touched(m, a->store, offset, size, mode);
 }
 
 /* What the fast path has of one access. */
@@ -364,7 +362,8 @@ static gemini_status_t wait_windows(gmi_manager_t *m, const gemini_access_t *acc
     }
   }
   for (uint32_t s = 0; waits.set; s++, waits.set >>= 1) {
-    gemini_status_t status = waits.set & 1 ? gmi_tracer_wait(m, stream, gmi_fence(s, waits.mark[s])) : GEMINI_OK;
+    gemini_status_t status =
+        waits.set & 1 ? m->events->stream_waits(m, stream, gmi_fence(s, waits.mark[s])) : GEMINI_OK;
     if (status) return status;
   }
   return GEMINI_OK;
@@ -404,7 +403,7 @@ static void commit(gmi_manager_t *m, gemini_access_t *access, const prepared_t *
     else if (p->content == CONTENT_FLIPS) atomic_fetch_and(&base->word, ~GMI_TENSOR_GRADIENT);
     if (device) trace_tensor(m, r->tensor, r->arena, r->offset, r->size, access->mode);
   } else if (device && atomic_load(&m->op_serial)) {
-    gmi_tracer_touch(m, r->store->index, r->offset, r->size, access->mode);
+    m->events->touched(m, r->store->index, r->offset, r->size, access->mode);
   }
   access->ptr = range_pointer(m, access, r);
 }
@@ -540,7 +539,7 @@ static gemini_status_t acquire_slow(gmi_manager_t *m, gemini_access_t *accesses,
   for (uint64_t k = 0; k < marked; k++) batch_unmark(m, &p[k].range);
   gmi_pause_t pause = { 0 };
   bool for_updates;
-  if (!status && may_wait(accesses, p, count, &for_updates)) gmi_tracer_pause(m, stream, for_updates, &pause);
+  if (!status && may_wait(accesses, p, count, &for_updates)) m->events->pause_begins(m, stream, for_updates, &pause);
   uint64_t held = 0, held_windows = 0, touched = 0; /* accesses held whole; windows held of the next one */
   for (; !status && held < count; held += !status) {
     gmi_range_t *r = &p[held].range;
@@ -558,7 +557,7 @@ static gemini_status_t acquire_slow(gmi_manager_t *m, gemini_access_t *accesses,
     for (uint64_t i = p[k].range.first; !status && i <= p[k].range.last; i++)
       status = bring_window(m, &accesses[k], &p[k].range, (uint32_t)i);
   if (held == count && gmi_is_oom(status)) batch_tell_lack(m, accesses, p, count, status);
-  if (!status) gmi_tracer_resume(m, stream, &pause);
+  if (!status) m->events->pause_ends(m, stream, &pause);
   if (!status) status = wait_windows(m, accesses, p, count, stream);
   for (uint64_t k = 0; !status && k < count; k++) status = leave_device(m, &accesses[k], &p[k].range);
   for (uint64_t k = 0; !status && k < count; k++) commit(m, &accesses[k], &p[k]);

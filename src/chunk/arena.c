@@ -6,9 +6,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "core/manager.h"
 #include "base/names.h"
-#include "tracer/tracer.h"
+#include "base/space.h"
+#include "core/manager.h"
 
 enum { ELEMENT_ALIGN = 256, NAME_LIMIT = 127 };
 static uint64_t round_up(uint64_t value, uint64_t to) { return (value + to - 1) / to * to; }
@@ -261,7 +261,7 @@ static gemini_status_t arena_create(gmi_manager_t *m, const gemini_arena_config_
   else m->stats.model_bytes += atomic_load(&a->size);
   a->generation = ++m->arena_generations[index];
   atomic_store_explicit(&m->arenas[index], a, memory_order_release);
-  gmi_tracer_forget(m);
+  m->events->arenas_change(m);
   *arena_out = gmi_handle(m, GMI_HANDLE_ARENA, a->generation, index);
   return GEMINI_OK;
 }
@@ -352,7 +352,7 @@ static gemini_status_t arena_destroy(gmi_manager_t *m, gemini_arena_t handle) {
   else m->stats.model_bytes -= atomic_load(&a->size);
   atomic_store_explicit(&m->arenas[a->index], NULL, memory_order_release);
   arena_free(m, a);
-  gmi_tracer_forget(m);
+  m->events->arenas_change(m);
   return GEMINI_OK;
 }
 gemini_status_t gemini_arena_destroy(gemini_manager_t mgr, gemini_arena_t arena) {

@@ -4,6 +4,7 @@
  * Everything that depends on the size of windows is a table of gmi_cut_t. A cut is prepared whole, which may fail and
  * changes nothing, and then installed, which cannot fail. */
 #include "chunk/cut.h"
+#include "base/space.h"
 
 #include <errno.h>
 #include <stdlib.h>

@@ -14,7 +14,6 @@
 
 #include "core/manager.h"
 #include "io/store.h"
-#include "tracer/timeline.h"
 
 struct gmi_io {
   gmi_block_request_t request;
@@ -165,7 +164,7 @@ static gemini_status_t transfer(gmi_manager_t *m, gmi_window_t *w, uint32_t bloc
 static void measure(gmi_manager_t *m, const gmi_io_t *io) {
   gmi_rate_t *rate = &m->file_ns[io->request.write];
   uint64_t from = io->begin_ns > m->io_last_ns ? io->begin_ns : m->io_last_ns;
-  if (io->end_ns > from) gmi_timeline_transfer(m, io->window, io->request.write, from, io->end_ns);
+  if (io->end_ns > from) m->events->chunk_transferred(m, io->window, io->request.write, from, io->end_ns);
   double ns = io->end_ns > from ? (double)(io->end_ns - from) : 0;
   rate->samples++;
   rate->mean += (ns - rate->mean) / (double)(rate->samples < 4096 ? rate->samples : 4096);

@@ -14,7 +14,6 @@
 #include <string.h>
 
 #include "core/manager.h"
-#include "tracer/tracer.h"
 
 enum { NAME_LIMIT = 127 };
 enum { GRAPH_OPEN, GRAPH_READY, GRAPH_ENTERED };
@@ -178,12 +177,12 @@ static gemini_status_t graph_begin(gmi_manager_t *m, gemini_stream_t stream, uin
     m->graph_frames += !status;
   }
   bool taken = !status;
-  if (taken) status = gmi_tracer_replan(m);
+  if (taken) status = m->events->budgets_change(m);
   if (status) {
     char message[440];
     memcpy(message, gmi_fail_message(), sizeof message);
     graph_free(m, g);
-    if (taken) (void)gmi_tracer_replan(m);
+    if (taken) (void)m->events->budgets_change(m);
     return gmi_fail(status, 0, "%s", message);
   }
   *graph_out = gmi_handle(m, GMI_HANDLE_GRAPH, g->generation, g->index);
@@ -240,7 +239,7 @@ static gemini_status_t graph_destroy(gmi_manager_t *m, gemini_graph_t handle) {
   g->part_count = 0;
   graph_free(m, g);
   gmi_updates_room(m);
-  if (gmi_tracer_replan(m)) gmi_log(m, GEMINI_LOG_WARNING, "without a graph: %s", gmi_fail_message());
+  if (m->events->budgets_change(m)) gmi_log(m, GEMINI_LOG_WARNING, "without a graph: %s", gmi_fail_message());
   return GEMINI_OK;
 }
 gemini_status_t gemini_graph_destroy(gemini_graph_t graph) {
@@ -255,7 +254,7 @@ gemini_status_t gemini_graph_destroy(gemini_graph_t graph) {
 
 /* ---- inside a capture */
 static const char *op_name(gmi_manager_t *m) {
-  const char *op = *m->graph_op ? m->graph_op : gmi_tracer_op_name(m);
+  const char *op = *m->graph_op ? m->graph_op : m->advice->op_name(m);
   return op ? op : "a captured operator";
 }
 
@@ -552,8 +551,8 @@ static gemini_status_t graph_enter(gmi_manager_t *m, gemini_graph_t handle, gemi
   for (uint32_t i = 0; !status && i < g->part_count; i++)
     if (g->parts[i].place != GMI_NONE) status = part_ready(m, g, &g->parts[i], s);
   for (uint32_t i = 0; !status && i < g->place_count; i++) /* who had the frames before */
-    status = gmi_tracer_wait(m, s, m->frames[g->places[i].frame].ready);
-  if (!status) status = gmi_tracer_wait(m, s, g->left);
+    status = m->events->stream_waits(m, s, m->frames[g->places[i].frame].ready);
+  if (!status) status = m->events->stream_waits(m, s, g->left);
   if (status) return status;
   for (uint32_t i = 0; i < g->part_count; i++)
     if (g->parts[i].place != GMI_NONE) hold(g->parts[i].window);

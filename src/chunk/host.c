@@ -11,6 +11,7 @@
 #include <sys/stat.h>
 #include <sys/sysmacros.h>
 
+#include "base/space.h"
 #include "chunk/cut.h"
 #include "core/manager.h"
 #include "host/blocks.h"

@@ -8,8 +8,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "core/manager.h"
 #include "base/names.h"
+#include "core/manager.h"
 #include "io/store.h"
 
 enum { WRITES_AT_ONCE = 64 };

@@ -4,10 +4,9 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/space.h"
 #include "chunk/cut.h"
 #include "core/manager.h"
-#include "tracer/timeline.h"
-#include "tracer/tracer.h"
 
 /* The points of a tag are fences. */
 _Static_assert(GMI_FENCE_MARK_BITS == GMI_HEAP_POINT_STREAM_SHIFT, "a fence's stream lies in its top byte");
@@ -178,7 +177,7 @@ gemini_status_t gmi_nonmodel_alloc(gmi_manager_t *m, uint64_t size, uint32_t str
   if (bytes > m->nonmodel_peak_op) m->nonmodel_peak_op = bytes;
   uint64_t pages = gmi_heap_pages_used(m->heap);
   if (pages > m->heap_pages_peak_op) m->heap_pages_peak_op = (uint32_t)pages;
-  gmi_timeline_counters(m);
+  m->events->counters_change(m);
   *ptr_out = m->heap_base + block.offset;
   return GEMINI_OK;
 }
@@ -191,7 +190,7 @@ bool gmi_nonmodel_free(gmi_manager_t *m, void *ptr, uint32_t stream) {
     return false;
   }
   gmi_stat_set(&m->stats.nonmodel_bytes, gmi_heap_bytes_used(m->heap));
-  gmi_timeline_counters(m);
+  m->events->counters_change(m);
   return true;
 }
 

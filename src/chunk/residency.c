@@ -5,11 +5,9 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/nvtx.h"
 #include "chunk/cut.h"
 #include "core/manager.h"
-#include "base/nvtx.h"
-#include "tracer/timeline.h"
-#include "tracer/tracer.h"
 
 static uint64_t window_bytes(const gmi_manager_t *m) { return UINT64_C(1) << m->window_shift; }
 
@@ -196,7 +194,7 @@ static gmi_window_t *choose_victim(gmi_manager_t *m, bool clean) {
     gmi_window_t *w = m->frames[i].window;
     if (!w || w->user_pins || (atomic_load_explicit(&w->word, memory_order_relaxed) & GMI_WINDOW_PINS)) continue;
     if (clean && w->valid == GMI_VALID_DEVICE) continue;
-    uint64_t next = gmi_tracer_next_use(m, w), last = atomic_load_explicit(&w->touched, memory_order_relaxed);
+    uint64_t next = m->advice->next_use(m, w), last = atomic_load_explicit(&w->touched, memory_order_relaxed);
     if (best && (next < best_next || (next == best_next && last >= best_last))) continue;
     best = w;
     best_next = next;
@@ -213,7 +211,7 @@ gemini_status_t gmi_oom_device(gmi_manager_t *m, uint64_t need_bytes) {
     if (atomic_load(&w->word) & GMI_WINDOW_PINS) acquired += window;
     else if (w->user_pins) pinned += window;
   }
-  const char *op = gmi_tracer_op_name(m);
+  const char *op = m->advice->op_name(m);
   return gmi_fail(GEMINI_ERR_OOM_DEVICE, 0,
                   "%s%s%llu more bytes of device memory are needed: of the budget %llu less margin %llu, chunks "
                   "acquired hold %llu, pinned %llu, graphs %llu, non-model memory %llu (%llu of it live)",
@@ -351,11 +349,16 @@ static gemini_status_t queue_copy(gmi_manager_t *m, gmi_window_t *w, uint32_t li
     return gmi_fail(status, 0, "the device could not queue a copy of %llu bytes", (unsigned long long)window_bytes(m));
   time_copy(m, link, begin, end);
   count_move(m, link, reason);
-  gmi_timeline_copy(m, w, link, reason, begin, end);
+  m->events->chunk_copied(m, w, link, reason, begin, end);
   slot->fence = end; /* the older ones are before it on the same stream, or it waited for them */
   if (link == GEMINI_LINK_D2H) w->copied_out = end;
   *fence_out = end;
   return GEMINI_OK;
+}
+
+void gmi_move_name(gmi_manager_t *m, const gmi_window_t *w, uint32_t reason, char name_out[GMI_MOVE_NAME_BYTES]) {
+  static const char *const reasons[] = { "demand", "plan", "pressure", "caller", "update" };
+  snprintf(name_out, GMI_MOVE_NAME_BYTES, "%s %u (%s)", gmi_window_arena(m, w)->name, w->index, reasons[reason]);
 }
 
 /* Queues one window's copy between its frame and its host slot; fence_out is reached when it is done. */
@@ -426,7 +429,7 @@ gemini_status_t gmi_window_fetch(gmi_manager_t *m, gmi_window_t *w, bool fresh, 
   /* The fast path of an acquire looks at nothing else: updates of the window that wait are done first. */
   if (!w->deferred && gmi_fence_reached(m, arrive)) word |= GMI_WINDOW_SETTLED;
   atomic_fetch_or(&w->word, word);
-  gmi_timeline_counters(m);
+  m->events->counters_change(m);
   return GEMINI_OK;
 }
 
@@ -466,7 +469,7 @@ static void leave_frame(gmi_manager_t *m, gmi_window_t *w, gmi_fence_t fence) {
   m->resident--;
   gmi_frame_give(m, frame, fence);
   gmi_map_leave(m, gmi_window_device(m, w), &w->mapping, fence);
-  gmi_timeline_counters(m);
+  m->events->counters_change(m);
 }
 
 static void drop_copy(gmi_manager_t *m, gmi_window_t *w) {

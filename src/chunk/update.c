@@ -5,10 +5,8 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "core/manager.h"
 #include "base/thread.h"
-#include "tracer/timeline.h"
-#include "tracer/tracer.h"
+#include "core/manager.h"
 
 enum { PIECE_WINDOWS = GMI_UPDATE_ARENAS * 32 }; /* arenas x largest ratio of element sizes, and a boundary more */
 enum { WINDOW_PIECES = 2 };                      /* of one update, that a window may be in */
@@ -22,7 +20,7 @@ typedef struct rest {
   struct rest *next, *previous;
   struct walk *walk;
   uint64_t begin, end; /* elements; begin is where a piece begins; the same: nothing is left, and it is in no list */
-  uint64_t next_use;   /* as gmi_tracer_piece_use() */
+  uint64_t next_use;   /* as piece_use() of gmi_advice_t */
   bool left;           /* by its call, and counted in the left of its windows; else its call is about to queue it */
   bool reserved[7];
 } rest_t;
@@ -45,7 +43,7 @@ typedef struct walk {
 
 typedef struct {
   uint64_t begin, end; /* elements */
-  uint64_t next_use;   /* as gmi_tracer_piece_use() */
+  uint64_t next_use;   /* as piece_use() of gmi_advice_t */
   uint32_t count;
   gmi_window_t *windows[PIECE_WINDOWS];
   uint32_t modes[PIECE_WINDOWS];
@@ -347,7 +345,7 @@ static gemini_status_t device_piece(walk_t *k, piece_t *p, rest_t *rest) {
       after_callback(m, gmi_window_use(m, p->windows[i], p->modes[i], stream, true), end);
     after_callback(m, gmi_fence_now(m, stream, &end), end);
     m->update_end = end;
-    gmi_timeline_span(m, "update", "update on the device", begin, end);
+    m->events->span_queued(m, "update", "update on the device", begin, end);
     if (m->timed_count < sizeof m->timed / sizeof *m->timed) {
       m->timed[m->timed_count].begin = begin;
       m->timed[m->timed_count].end = end;
@@ -607,7 +605,7 @@ static gemini_status_t walk_room(walk_t *k, uint32_t index) {
     if (m->files && p.count > m->host.slot_count)
       return gmi_fail(GEMINI_ERR_OOM_HOST, 0, "the update needs %llu bytes of host memory at once, the budget is %llu",
                       (unsigned long long)p.count * window, (unsigned long long)m->config.host_bytes);
-    bool on_device = index != GMI_NONE && gmi_tracer_piece_on_device(m, index, (uint32_t)number);
+    bool on_device = index != GMI_NONE && m->advice->piece_on_device(m, index, (uint32_t)number);
     for (uint32_t i = 0; i < p.count; i++) {
       gmi_window_t *w = p.windows[i];
       if (w->host_users || !gmi_window_unsettle(w, GMI_WINDOW_PINS))
@@ -669,15 +667,24 @@ static void walk_run(walk_t *k, uint32_t index) {
   while (!status && k->tail) {
     piece_at(k, k->tail->begin, k->tail->end, &p);
     uint32_t number = (uint32_t)(p.begin / k->unit - k->u.first_element / k->unit);
-    bool device = gmi_tracer_piece_on_device(m, index, number);
-    p.next_use = gmi_tracer_piece_use(m, index, number);
-    if (device) gmi_tracer_piece_begin(m, index, number);
+    bool device = m->advice->piece_on_device(m, index, number);
+    p.next_use = m->advice->piece_use(m, index, number);
+    if (device) m->events->piece_begins(m, index, number);
     status = tail_queue_one(k, &p, device);
-    if (device) gmi_tracer_piece_end(m, index, number);
+    if (device) m->events->piece_ends(m, index, number);
   }
   if (status) gmi_log(m, GEMINI_LOG_WARNING, "an update waits: %s", gmi_fail_message());
   if (k->tail) tail_leave(k);
   pthread_cond_signal(&m->deferred->more);
+}
+
+uint64_t gmi_piece_elements(gmi_manager_t *m, const uint32_t *arenas, uint32_t arena_count, uint64_t window_bytes) {
+  uint32_t smallest = 16;
+  for (uint32_t i = 0; i < arena_count; i++) {
+    uint32_t bytes = gmi_arena_at(m, arenas[i])->element_bytes;
+    if (bytes < smallest) smallest = bytes;
+  }
+  return window_bytes / smallest;
 }
 
 static gemini_status_t walk(walk_t *k, uint32_t stream) {
@@ -695,7 +702,7 @@ static gemini_status_t walk(walk_t *k, uint32_t stream) {
     indexes[i] = record.arenas[i] = k->arenas[i]->index;
     record.modes[i] = k->modes[i];
   }
-  k->unit = gmi_piece_elements(m, indexes, k->u.arena_count);
+  k->unit = gmi_piece_elements(m, indexes, k->u.arena_count, atomic_load(&m->window_bytes));
   status = check_taken(k);
   if (status) return status;
   if (k->gap_arena != GMI_NONE) {
@@ -723,11 +730,11 @@ static gemini_status_t walk(walk_t *k, uint32_t stream) {
   if (status && status != GEMINI_ERR_OOM_HOST) return status;
   gemini_status_t room = status;
   uint32_t index;
-  gmi_tracer_update(m, &record, &index);
+  m->events->update_comes(m, &record, &index);
   status = room ? walk_room(k, index) : GEMINI_OK;
   if (!status && stream != GMI_CALLER) status = gmi_fence_now(m, stream, &k->after);
   if (status) {
-    gmi_tracer_update_refused(m, index);
+    m->events->update_refused(m, index);
     return status;
   }
   walk_accept(k);

@@ -12,8 +12,8 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "core/manager.h"
 #include "base/thread.h"
+#include "core/manager.h"
 
 enum {
   WORKERS_LIMIT = 256,

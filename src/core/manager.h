@@ -14,10 +14,11 @@
 #include <stdint.h>
 #include <stdio.h>
 
+#include "base/status.h"
 #include "chunk/heap.h"
 #include "chunk/lease.h"
+#include "core/events.h"
 #include "core/stats.h"
-#include "base/status.h"
 #include "core/watch.h"
 #include "device/device.h"
 #include "gemini.h"
@@ -43,14 +44,7 @@ enum {
 enum { GMI_ARENA_INDEX_BITS = 10, GMI_TENSOR_INDEX_BITS = 24, GMI_STREAM_INDEX_BITS = 6, GMI_GRAPH_INDEX_BITS = 8 };
 #define GMI_TENSOR_GENERATIONS ((1u << (GMI_HANDLE_OBJECT_BITS - GMI_TENSOR_INDEX_BITS)) - 1) /* 1 to this */
 
-/* ---- fences: a mark of a stream in one word; 0 = nothing to wait for */
-typedef uint64_t gmi_fence_t;
-#define GMI_FENCE_MARK_BITS 56
-static inline gmi_fence_t gmi_fence(uint32_t stream, uint64_t mark) {
-  return ((uint64_t)(stream + 1) << GMI_FENCE_MARK_BITS) | mark;
-}
-static inline uint32_t gmi_fence_stream(gmi_fence_t f) { return (uint32_t)(f >> GMI_FENCE_MARK_BITS) - 1; }
-static inline uint64_t gmi_fence_mark(gmi_fence_t f) { return f & ((UINT64_C(1) << GMI_FENCE_MARK_BITS) - 1); }
+/* ---- fences and streams */
 /* Index of GEMINI_STREAM_CALLER where a stream index is wanted. */
 #define GMI_CALLER GMI_NONE
 
@@ -254,6 +248,9 @@ typedef struct gmi_manager {
   char *file_dir, *keep_name; /* NULL: no files; not kept */
   const gmi_device_ops_t *dev;
   void *dev_self;
+  const gmi_events_t *events; /* Constant, as the next two */
+  const gmi_advice_t *advice;
+  void (*when_locked)(struct gmi_manager *m); /* called with the lock, when hook_waiting is not 0 */
   uint64_t granularity;
 
   gmi_arena_t *_Atomic arenas[GMI_ARENAS]; /* Atomic */
@@ -366,12 +363,21 @@ typedef struct gmi_manager {
   uint32_t log_count;
 } gmi_manager_t;
 
-/* core/manager.c */
+/* core/handles.c */
 extern uint64_t
     gmi_manager_serial; /* managers opened so far; for tests, which may add to it while no manager is being opened */
+bool gmi_manager_enter(gmi_manager_t *m); /* gives it a handle, which is valid from now on; false: too many are open */
+void gmi_manager_leave(gmi_manager_t *m); /* its handle, and those of its objects, are not valid any more */
+uint32_t gmi_managers_open(void);
 gmi_manager_t *gmi_manager_get(gemini_manager_t handle); /* NULL, with the error recorded */
 gmi_manager_t *gmi_manager_of(uint64_t handle);          /* of any object's handle; likewise */
-void gmi_lock(gmi_manager_t *m, const char *function);   /* function: the public one, for who waits; static storage */
+uint64_t gmi_handle(const gmi_manager_t *m, uint32_t type, uint64_t generation, uint32_t index);
+/* Is handle of this type and manager? Then its index and generation. Otherwise the error is recorded. */
+bool gmi_handle_open(const gmi_manager_t *m, uint64_t handle, uint32_t type, uint32_t *index_out,
+                     uint64_t *generation_out);
+
+/* core/lock.c */
+void gmi_lock(gmi_manager_t *m, const char *function); /* function: the public one, for who waits; static storage */
 /* The same in the middle of another thread's update callback: for calls that leave chunks' bytes and records alone. */
 void gmi_lock_beside(gmi_manager_t *m, const char *function);
 /* Lock held, and given up meanwhile: waits until no callback of another thread runs. */
@@ -388,14 +394,17 @@ void gmi_unlock(gmi_manager_t *m); /* then sends queued logs */
   gmi_unlock(m);                           \
   API_RETURN(status)
 void gmi_log(gmi_manager_t *m, int32_t level, const char *format, ...) __attribute__((format(printf, 3, 4)));
-uint64_t gmi_handle(const gmi_manager_t *m, uint32_t type, uint64_t generation, uint32_t index);
-/* Is handle of this type and manager? Then its index and generation. Otherwise the error is recorded. */
-bool gmi_handle_open(const gmi_manager_t *m, uint64_t handle, uint32_t type, uint32_t *index_out,
-                     uint64_t *generation_out);
+
+/* core/streams.c */
 /* Index of a user's stream, or GMI_CALLER. */
 gemini_status_t gmi_stream_resolve(gmi_manager_t *m, gemini_stream_t stream, uint32_t *index_out);
-void *gmi_space(uint64_t bytes); /* address space that costs memory only where touched; NULL when there is none */
-void gmi_space_free(void *space, uint64_t bytes);
+enum { GMI_STREAMS_LIMIT = 48 }; /* open at once, without the library's own */
+/* native: NULL, or where a stream of the caller's own is, to be adopted. Lock held. */
+gemini_status_t gmi_stream_open(gmi_manager_t *m, bool internal, void *const *native, uint32_t *index_out);
+/* Is it the stream that the GPU's API calls native, adopted or told to the caller? Two names of a stream would be two streams
+ * that wait for each other. */
+bool gmi_stream_is_native(const gmi_stream_t *s, const void *native);
+void gmi_streams_drain(gmi_manager_t *m); /* waits for all work of all streams */
 
 /* The index under which the caller's own stream is known, which adopts it at first; lock held. BUSY: that would wait
  * for the device, which may_block allows. On the simulated device native is a gemini_stream_t. */
@@ -416,10 +425,11 @@ gemini_status_t gmi_device_resize(gmi_manager_t *m, uint64_t memory_bytes); /* t
 gemini_status_t gmi_device_zero(gmi_manager_t *m, uint32_t stream, void *address, uint64_t bytes);
 
 /* fences; lock held */
-gemini_status_t gmi_fence_now(gmi_manager_t *m, uint32_t stream, gmi_fence_t *fence_out); /* places a mark */
-gemini_status_t gmi_fence_wait(gmi_manager_t *m, uint32_t stream, gmi_fence_t fence);     /* GMI_CALLER: blocks */
-gemini_status_t gmi_fence_sync(gmi_manager_t *m, gmi_fence_t fence);                      /* blocks; keeps the lock */
-bool gmi_fence_reached(gmi_manager_t *m, gmi_fence_t fence);                              /* any thread, no lock */
+gemini_status_t gmi_fence_now(gmi_manager_t *m, uint32_t stream, gmi_fence_t *fence_out);         /* places a mark */
+gemini_status_t gmi_fence_now_untimed(gmi_manager_t *m, uint32_t stream, gmi_fence_t *fence_out); /* cheaper */
+gemini_status_t gmi_fence_wait(gmi_manager_t *m, uint32_t stream, gmi_fence_t fence); /* GMI_CALLER: blocks */
+gemini_status_t gmi_fence_sync(gmi_manager_t *m, gmi_fence_t fence);                  /* blocks; keeps the lock */
+bool gmi_fence_reached(gmi_manager_t *m, gmi_fence_t fence);                          /* any thread, no lock */
 /* A fence after both; may make one stream wait for the other. */
 gmi_fence_t gmi_fence_join(gmi_manager_t *m, gmi_fence_t a, gmi_fence_t b);
 /* Fence behind what has been queued on stream so far, placed only when somebody needs it; no lock. 0 for the caller. */
@@ -486,6 +496,9 @@ bool gmi_recut_possible(gmi_manager_t *m, uint64_t window_bytes);
 gemini_status_t gmi_recut(gmi_manager_t *m, uint64_t window_bytes);
 
 /* chunk/residency.c; lock held */
+enum { GMI_MOVE_NAME_BYTES = 128 };
+/* What a move is called, in timelines and in Nsight Systems. */
+void gmi_move_name(gmi_manager_t *m, const gmi_window_t *w, uint32_t reason, char name_out[GMI_MOVE_NAME_BYTES]);
 enum { GMI_TAKE_EVICT = 1 /* evict when nothing is free */ };
 /* mapping: of the address that the frame is for, which gets the one it had if that is free; or NULL. */
 gemini_status_t gmi_frame_take(gmi_manager_t *m, const gmi_mapping_t *mapping, uint32_t reason, uint32_t flags,
@@ -661,6 +674,8 @@ uint32_t gmi_lane_recorded(gmi_manager_t *m, gmi_lane_span_t *spans_out, uint32_
 gemini_status_t gmi_gradients_drop(gmi_manager_t *m, gmi_arena_t *a);
 
 /* chunk/update.c */
+/* Elements in one span of an update over these arenas: one window of the arena with the smallest elements. */
+uint64_t gmi_piece_elements(gmi_manager_t *m, const uint32_t *arenas, uint32_t arena_count, uint64_t window_bytes);
 /* Deferred pieces, of so many windows each, that may be read, updated and written at once. */
 uint32_t gmi_updates_ahead(const gmi_manager_t *m, uint32_t windows);
 gemini_status_t gmi_updates_finish(gmi_manager_t *m, const char *function); /* blocks; without lock */

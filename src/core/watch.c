@@ -10,19 +10,18 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "base/thread.h"
 #include "core/manager.h"
 #include "core/stats.h"
-#include "base/thread.h"
-#include "tracer/tracer.h"
 
 enum {
   TOLD_AT_ONCE = 16,         /* waits that one look of the watchdog reports */
-  SHOWN = 20,                /* acquired tensors, or ranges, that a dump shows */
   LOOKS = 20,                /* at most, for records that can be read */
   LOOK_PAUSE_NS = 100000,    /* between them */
   PERIOD_LEAST_NS = 1000000, /* between two looks of the watchdog */
   PERIOD_MOST_NS = 1000000000,
-  LINE = 400
+  LINE = 400,
+  THREAD_TEXT = 48
 };
 
 static _Thread_local uint32_t this_thread; /* as the system numbers it; 0: not asked yet */
@@ -69,7 +68,7 @@ void gmi_watch_locked(gmi_manager_t *m, const char *function) {
 
 /* ---- waits in words */
 /* "12345 (python)", or the number alone. */
-static void name_thread(uint32_t thread, char text_out[48]) {
+static void name_thread(uint32_t thread, char text_out[THREAD_TEXT]) {
   char path[64], name[32] = "";
   snprintf(path, sizeof path, "/proc/self/task/%u/comm", thread);
   FILE *file = fopen(path, "re");
@@ -77,11 +76,10 @@ static void name_thread(uint32_t thread, char text_out[48]) {
     if (fgets(name, sizeof name, file)) name[strcspn(name, "\n")] = 0;
     fclose(file);
   }
-  snprintf(text_out, 48, *name ? "%u (%s)" : "%u", thread, name);
+  snprintf(text_out, THREAD_TEXT, *name ? "%u (%s)" : "%u", thread, name);
 }
 
-/* What a stream of the library's own does; NULL: it is the caller's. */
-static const char *stream_job(const gmi_manager_t *m, uint32_t stream) {
+const char *gmi_stream_job(const gmi_manager_t *m, uint32_t stream) {
   return stream == m->copy_in         ? "copies to the device"
          : stream == m->copy_out      ? "copies from the device"
          : stream == m->update_stream ? "updates on the device"
@@ -89,7 +87,7 @@ static const char *stream_job(const gmi_manager_t *m, uint32_t stream) {
 }
 
 static void describe_object(gmi_manager_t *m, const gmi_wait_t *wait, char text_out[LINE]) {
-  char thread[48];
+  char thread[THREAD_TEXT];
   switch (wait->kind) {
   case GMI_WAIT_LOCK: {
     name_thread(atomic_load_explicit(&m->watch.holder_thread, memory_order_relaxed), thread);
@@ -98,7 +96,7 @@ static void describe_object(gmi_manager_t *m, const gmi_wait_t *wait, char text_
     break;
   }
   case GMI_WAIT_STREAM: {
-    const char *job = stream_job(m, (uint32_t)wait->number);
+    const char *job = gmi_stream_job(m, (uint32_t)wait->number);
     snprintf(text_out, LINE, "the work queued on stream %" PRIu64 "%s%s", wait->number, job ? ", which " : "",
              job ? job : "");
     break;
@@ -127,7 +125,7 @@ static void describe_object(gmi_manager_t *m, const gmi_wait_t *wait, char text_
 }
 
 static void describe_wait(gmi_manager_t *m, const gmi_wait_t *wait, uint64_t now, char text_out[2 * LINE]) {
-  char thread[48], object[LINE];
+  char thread[THREAD_TEXT], object[LINE];
   name_thread(wait->thread, thread);
   describe_object(m, wait, object);
   snprintf(text_out, 2 * LINE, "thread %s has waited %.3f s in %s()%s for %s", thread,
@@ -199,158 +197,44 @@ void gmi_watch_destroy(gmi_manager_t *m) {
   pthread_mutex_destroy(&m->watch.lock);
 }
 
-/* ---- the dump */
-/* How the records may be read. */
-typedef enum {
-  READ_NOT,
-  READ_LOCKED,
-  READ_FROZEN /* watch.lock is held, and with it who has the manager's */
-} reading_t;
-
+/* ---- for the dump */
 static bool someone_waits_with_lock(const gmi_watch_t *watch) {
   for (const gmi_wait_t *w = watch->first; w; w = w->next)
     if (w->has_lock) return true;
   return false;
 }
 
-static reading_t reading_begin(gmi_manager_t *m) {
+gmi_reading_t gmi_reading_begin(gmi_manager_t *m) {
   for (int look = 0; look < LOOKS; look++) {
     if (look) nanosleep(&(struct timespec){ 0, LOOK_PAUSE_NS }, NULL);
-    if (!pthread_mutex_trylock(&m->lock)) return READ_LOCKED;
+    if (!pthread_mutex_trylock(&m->lock)) return GMI_READING_LOCKED;
     pthread_mutex_lock(&m->watch.lock);
-    if (someone_waits_with_lock(&m->watch)) return READ_FROZEN;
+    if (someone_waits_with_lock(&m->watch)) return GMI_READING_FROZEN;
     pthread_mutex_unlock(&m->watch.lock);
   }
-  return READ_NOT;
+  return GMI_READING_NOT;
 }
 
-static void reading_end(gmi_manager_t *m, reading_t reading) {
-  if (reading == READ_LOCKED) pthread_mutex_unlock(&m->lock);
-  if (reading == READ_FROZEN) pthread_mutex_unlock(&m->watch.lock);
+void gmi_reading_end(gmi_manager_t *m, gmi_reading_t reading) {
+  if (reading == GMI_READING_LOCKED) pthread_mutex_unlock(&m->lock);
+  if (reading == GMI_READING_FROZEN) pthread_mutex_unlock(&m->watch.lock);
 }
 
-static const char *const tier_names[GEMINI_TIER_COUNT] = { "device", "host", "files" };
-
-static void write_figures(FILE *file, const gemini_stats_t *s) {
-  for (int t = 0; t < GEMINI_TIER_COUNT; t++)
-    if (s->budget_bytes[t])
-      fprintf(file, "%s: %" PRIu64 " of %" PRIu64 " bytes used, at most %" PRIu64 "\n", tier_names[t], s->used_bytes[t],
-              s->budget_bytes[t], s->peak_bytes[t]);
-  fprintf(file, "allocated: %" PRIu64 " bytes on the device, %" PRIu64 " on the host\n", s->nonmodel_bytes,
-          s->host_block_bytes);
-  fprintf(file, "tensors: %" PRIu64 " bytes, in chunks of %" PRIu64 "\n", s->model_bytes, s->window_bytes);
-  fprintf(file, "iterations: %" PRIu64 " ended, %" PRIu64 " of them planned; %" PRIu64 " departures\n", s->iterations,
-          s->planned_iterations, s->departures);
-  fprintf(file, "updates: %" PRIu64 " parts pending\n", s->pending_updates);
+void gmi_watch_write_holder(gmi_manager_t *m, FILE *file) {
+  char thread[THREAD_TEXT];
+  name_thread(atomic_load_explicit(&m->watch.holder_thread, memory_order_relaxed), thread);
+  const char *holder = atomic_load_explicit(&m->watch.holder, memory_order_relaxed);
+  fprintf(file, "%s() of thread %s", holder ? holder : "?", thread);
 }
 
-static const char *mode_name(uint32_t mode) {
-  return mode == GEMINI_READ ? "read" : mode == GEMINI_WRITE ? "written" : "read and written";
-}
-
-static void write_acquired(gmi_manager_t *m, FILE *file) {
-  uint32_t shown = 0;
-  uint64_t more = 0;
-  for (uint32_t i = 0; i < m->tensor_high; i++) {
-    gmi_tensor_t *t = &m->tensors[i];
-    uint64_t word = atomic_load(&t->word);
-    if (!gmi_tensor_alive(t) || !(word & GMI_TENSOR_USERS)) continue;
-    if (shown++ >= SHOWN) {
-      more++;
-      continue;
-    }
-    fprintf(file, "acquired: tensor %s of arena %s, %" PRIu64 " times", gmi_tensor_base(m, t)->name,
-            gmi_arena_at(m, t->arena)->name, gmi_tensor_users(word));
-    for (uint32_t mode = GEMINI_READ; mode <= GEMINI_READ_WRITE; mode++) {
-      uint64_t users = (word & gmi_tensor_mode_mask(mode)) >> gmi_tensor_mode_shift(mode);
-      if (users) fprintf(file, ", %" PRIu64 " of them all of it on the device, %s", users, mode_name(mode));
-    }
-    fputc('\n', file);
-  }
-  if (more) fprintf(file, "acquired: %" PRIu64 " more tensors\n", more);
-}
-
-static void write_streams(gmi_manager_t *m, FILE *file) {
-  for (uint32_t i = 0; i < GMI_DEVICE_MAX_STREAMS; i++) {
-    const char *job = stream_job(m, i);
-    if (!atomic_load(&m->streams[i].life) ||
-        m->dev->reached(m->dev_self, i, atomic_load_explicit(&m->streams[i].placed, memory_order_acquire)))
-      continue;
-    fprintf(file, "stream %u: has work that has not ended%s%s\n", i, job ? "; it " : "", job ? job : "");
-  }
-}
-
-static void write_records(gmi_manager_t *m, FILE *file) {
-  const char *op = gmi_tracer_op_name(m);
-  uint64_t resident = 0, acquired = 0, dirty = 0, on_host = 0, in_files = 0, empty = 0;
-  for (uint32_t i = 0; i < GMI_ARENAS; i++) {
-    gmi_arena_t *a = gmi_arena_at(m, i);
-    for (uint32_t k = 0; a && a->windows && k < atomic_load(&a->window_count); k++) {
-      const gmi_window_t *w = &a->windows[k];
-      uint32_t word = atomic_load(&w->word);
-      resident += (word & GMI_WINDOW_RESIDENT) != 0;
-      dirty += (word & GMI_WINDOW_DIRTY) != 0;
-      acquired += (word & GMI_WINDOW_PINS) || w->host_users;
-      on_host += (w->valid & GMI_VALID_HOST) != 0;
-      in_files += (w->valid & GMI_VALID_FILE) != 0;
-      empty += w->valid == GMI_VALID_ZERO;
-    }
-  }
-  fprintf(file, "operator: %s; %s iteration is open\n", op ? op : "none", m->iteration_open ? "an" : "no");
-  fprintf(file,
-          "chunks: %" PRIu64 " on the device, of %" PRIu64 " of these the only copy; %" PRIu64 " on the host; %" PRIu64
-          " in files; %" PRIu64 " without bytes; %" PRIu64 " acquired, or in use by the library\n",
-          resident, dirty, on_host, in_files, empty, acquired);
-  fprintf(file, "transfers: %u to and from files under way, %u of them writes\n", m->io_count, m->io_writes);
-  if (m->async_status) fprintf(file, "failed: %s\n", m->async_message);
-  write_acquired(m, file);
-}
-
-static void write_waits(gmi_manager_t *m, FILE *file) { /* watch.lock held */
+void gmi_watch_write_waits(gmi_manager_t *m, gmi_reading_t reading, FILE *file) {
   uint64_t now = now_ns();
   char text[2 * LINE];
+  if (reading != GMI_READING_FROZEN) pthread_mutex_lock(&m->watch.lock);
   if (!m->watch.first) fprintf(file, "waits: none\n");
   for (const gmi_wait_t *w = m->watch.first; w; w = w->next) {
     describe_wait(m, w, now, text);
     fprintf(file, "waits: %s\n", text);
   }
-}
-
-static gemini_status_t dump(gmi_manager_t *m, char *text_out, uint64_t size_bytes, uint64_t *length_out) {
-  if (!text_out && size_bytes)
-    return gmi_fail(GEMINI_ERR_INVALID, 0, "text_out is NULL but size_bytes is %llu", (unsigned long long)size_bytes);
-  char *text = NULL;
-  size_t length = 0;
-  FILE *file = open_memstream(&text, &length);
-  if (!file) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for a dump");
-  fprintf(file, "manager %#llx on device %s\n", (unsigned long long)m->handle, m->dev->name);
-  gemini_stats_t stats;
-  gmi_stats_read(m, &stats);
-  write_figures(file, &stats);
-  write_streams(m, file);
-  reading_t reading = reading_begin(m);
-  if (reading == READ_NOT) {
-    char thread[48];
-    name_thread(atomic_load_explicit(&m->watch.holder_thread, memory_order_relaxed), thread);
-    const char *holder = atomic_load_explicit(&m->watch.holder, memory_order_relaxed);
-    fprintf(file, "chunks: cannot be read now, as %s() of thread %s is changing them\n", holder ? holder : "?", thread);
-  } else {
-    write_records(m, file);
-  }
-  if (reading != READ_FROZEN) pthread_mutex_lock(&m->watch.lock);
-  write_waits(m, file);
-  if (reading != READ_FROZEN) pthread_mutex_unlock(&m->watch.lock);
-  reading_end(m, reading);
-  if (fclose(file)) {
-    free(text);
-    return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for a dump");
-  }
-  if (size_bytes) snprintf(text_out, size_bytes, "%s", text);
-  if (length_out) *length_out = length;
-  free(text);
-  return GEMINI_OK;
-}
-gemini_status_t gemini_manager_dump(gemini_manager_t mgr, char *text_out, uint64_t size_bytes, uint64_t *length_out) {
-  gmi_manager_t *m = gmi_manager_get(mgr);
-  API_RETURN(m ? dump(m, text_out, size_bytes, length_out) : GEMINI_ERR_HANDLE);
+  if (reading != GMI_READING_FROZEN) pthread_mutex_unlock(&m->watch.lock);
 }

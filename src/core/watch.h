@@ -11,6 +11,7 @@
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stdint.h>
+#include <stdio.h>
 
 #include "gemini.h"
 
@@ -65,5 +66,18 @@ void gmi_wait_begin(struct gmi_manager *m, gmi_wait_t *wait, const char *functio
                     uint64_t number);
 void gmi_wait_end(struct gmi_manager *m, gmi_wait_t *wait);
 void gmi_watch_locked(struct gmi_manager *m, const char *function); /* this thread has taken the lock */
+
+/* For the dump: how the records may be read without waiting for whoever has the manager's lock. */
+typedef enum {
+  GMI_READING_NOT,    /* they are being changed */
+  GMI_READING_LOCKED, /* the lock was free, and is taken */
+  GMI_READING_FROZEN  /* watch.lock is held, and with it who has the manager's, in a wait */
+} gmi_reading_t;
+gmi_reading_t gmi_reading_begin(struct gmi_manager *m);
+void gmi_reading_end(struct gmi_manager *m, gmi_reading_t reading);
+void gmi_watch_write_holder(struct gmi_manager *m, FILE *file); /* the function that has the lock, and its thread */
+void gmi_watch_write_waits(struct gmi_manager *m, gmi_reading_t reading, FILE *file); /* a line for each */
+/* What a stream of the library's own does; NULL: it is the caller's. */
+const char *gmi_stream_job(const struct gmi_manager *m, uint32_t stream);
 
 #endif

@@ -6,19 +6,6 @@
 
 #include "tracer/tracer.h"
 
-/* Elements in one span of an update over these arenas: one window of the arena with the smallest elements. */
-static uint64_t piece_elements(gmi_manager_t *m, const uint32_t *arenas, uint32_t arena_count, uint64_t window) {
-  uint32_t smallest = 16;
-  for (uint32_t i = 0; i < arena_count; i++) {
-    uint32_t bytes = gmi_arena_at(m, arenas[i])->element_bytes;
-    if (bytes < smallest) smallest = bytes;
-  }
-  return window / smallest;
-}
-uint64_t gmi_piece_elements(gmi_manager_t *m, const uint32_t *arenas, uint32_t arena_count) {
-  return piece_elements(m, arenas, arena_count, atomic_load(&m->window_bytes));
-}
-
 static int by_window(const void *a, const void *b) {
   uint32_t x = ((const gmi_plan_access_t *)a)->window, y = ((const gmi_plan_access_t *)b)->window;
   return x < y ? -1 : x > y;
@@ -103,7 +90,7 @@ static bool build_pieces(builder_t *b, uint32_t *piece_first, bool fill) {
     const gmi_trace_update_t *update = &b->trace->updates[u];
     for (uint32_t k = 0; k < update->arena_count; k++)
       if (!gmi_arena_at(m, update->arenas[k])) return false;
-    uint64_t unit = piece_elements(m, update->arenas, update->arena_count, UINT64_C(1) << b->shift);
+    uint64_t unit = gmi_piece_elements(m, update->arenas, update->arena_count, UINT64_C(1) << b->shift);
     uint64_t end = update->first_element + update->element_count;
     if (piece_first) piece_first[u] = (uint32_t)pieces;
     for (uint64_t at = update->first_element; at < end; pieces++) {
@@ -183,7 +170,7 @@ void gmi_plan_bundle_times(gmi_manager_t *m, const gmi_trace_t *trace, gmi_plan_
   double host = trace->host_update_ps ? (double)trace->host_update_ps * 1e-3 : 2.8; /* 28 bytes at 10 GB/s */
   in->host_delay_ns = 0;
   for (uint32_t u = 0, p = 0; u < trace->update_count; u++) {
-    uint64_t unit = piece_elements(m, trace->updates[u].arenas, trace->updates[u].arena_count, in->window_bytes);
+    uint64_t unit = gmi_piece_elements(m, trace->updates[u].arenas, trace->updates[u].arena_count, in->window_bytes);
     uint64_t at = trace->updates[u].first_element, end = at + trace->updates[u].element_count;
     double device =
         trace->device_update_ps ? (double)trace->device_update_ps * 1e-3 : device_update_ns(m, &trace->updates[u]);

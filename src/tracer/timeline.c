@@ -92,11 +92,6 @@ void gmi_timeline_span_ns(gmi_manager_t *m, const char *kind, const char *name, 
   if (m->timeline) add_span(m, kind, name, begin_ns, end_ns, true, LANE_CALLER);
 }
 
-void gmi_move_name(gmi_manager_t *m, const gmi_window_t *w, uint32_t reason, char name_out[GMI_MOVE_NAME_BYTES]) {
-  static const char *const reasons[] = { "demand", "plan", "pressure", "caller", "update" };
-  snprintf(name_out, GMI_MOVE_NAME_BYTES, "%s %u (%s)", gmi_window_arena(m, w)->name, w->index, reasons[reason]);
-}
-
 void gmi_timeline_copy(gmi_manager_t *m, const gmi_window_t *w, uint32_t link, uint32_t reason, gmi_fence_t begin,
                        gmi_fence_t end) {
   if (!m->timeline) return;

@@ -5,9 +5,6 @@
 
 #include "core/manager.h"
 
-/* What a move is called, here and elsewhere. */
-enum { GMI_MOVE_NAME_BYTES = 128 };
-void gmi_move_name(gmi_manager_t *m, const gmi_window_t *w, uint32_t reason, char name_out[GMI_MOVE_NAME_BYTES]);
 void gmi_timeline_copy(gmi_manager_t *m, const gmi_window_t *w, uint32_t link, uint32_t reason, gmi_fence_t begin,
                        gmi_fence_t end);
 void gmi_timeline_transfer(gmi_manager_t *m, const gmi_window_t *w, bool write, uint64_t begin_ns, uint64_t end_ns);

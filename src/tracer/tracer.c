@@ -865,3 +865,30 @@ static gemini_status_t plan_explain(gmi_manager_t *m, char *text_out, uint64_t s
 gemini_status_t gemini_plan_explain(gemini_manager_t mgr, char *text_out, uint64_t size_bytes, uint64_t *length_out) {
   API_LOCKED(plan_explain(m, text_out, size_bytes, length_out));
 }
+
+/* ---- what chunks and streams report and ask (core/events.h) */
+static void stream_ends(gmi_manager_t *m) { gmi_tracer_resolve(m, true); }
+
+const gmi_events_t gmi_tracer_events = {
+  .touched = gmi_tracer_touch,
+  .pause_begins = gmi_tracer_pause,
+  .pause_ends = gmi_tracer_resume,
+  .stream_waits = gmi_tracer_wait,
+  .stream_ends = stream_ends,
+  .arenas_change = gmi_tracer_forget,
+  .budgets_change = gmi_tracer_replan,
+  .chunk_copied = gmi_timeline_copy,
+  .chunk_transferred = gmi_timeline_transfer,
+  .span_queued = gmi_timeline_span,
+  .counters_change = gmi_timeline_counters,
+  .update_comes = gmi_tracer_update,
+  .update_refused = gmi_tracer_update_refused,
+  .piece_begins = gmi_tracer_piece_begin,
+  .piece_ends = gmi_tracer_piece_end,
+};
+const gmi_advice_t gmi_tracer_advice = {
+  .op_name = gmi_tracer_op_name,
+  .next_use = gmi_tracer_next_use,
+  .piece_on_device = gmi_tracer_piece_on_device,
+  .piece_use = gmi_tracer_piece_use,
+};

@@ -12,7 +12,7 @@
 #include "policy/policy.h"
 #include "tracer/op_names.h"
 
-enum { GMI_VARIANTS = 8, GMI_UPDATE_ARENAS = 8 };
+enum { GMI_VARIANTS = 8 };
 
 typedef struct gmi_trace_span { /* what an op touches: bytes of the arena that stores them */
   uint32_t arena, mode;
@@ -30,13 +30,6 @@ typedef struct gmi_trace_op {
   uint32_t reserved;
 } gmi_trace_op_t;
 
-typedef struct gmi_trace_update {
-  uint32_t after_op; /* ops begun before it */
-  uint32_t arena_count;
-  uint32_t arenas[GMI_UPDATE_ARENAS], modes[GMI_UPDATE_ARENAS];
-  uint64_t first_element, element_count;
-} gmi_trace_update_t;
-
 typedef struct gmi_trace {
   gmi_op_names_t *names; /* the tracer's */
   gmi_trace_op_t *ops;
@@ -50,6 +43,9 @@ typedef struct gmi_trace {
   uint64_t window_bytes;                     /* of a trace read from a file: those that it was recorded with */
   uint64_t outside_ns; /* of a step, from begin to begin, outside its ops: the caller's own work, norms, read-backs */
 } gmi_trace_t;
+
+extern const gmi_events_t gmi_tracer_events;
+extern const gmi_advice_t gmi_tracer_advice;
 
 gemini_status_t gmi_tracer_open(gmi_manager_t *m);
 void gmi_tracer_close(gmi_manager_t *m);
@@ -77,11 +73,6 @@ gemini_status_t gmi_tracer_wait(gmi_manager_t *m, uint32_t stream, gmi_fence_t f
 /* Around what may make the calling thread wait before it can queue an op's work. Where the op is on stream, the time in
  * which that has nothing else to do is counted as a stall and is in the timeline. foreseen: the planner's model has
  * such a wait, as for updates; else it stays a part of what the op takes, to the planner. */
-typedef struct {
-  gmi_fence_t before;
-  uint64_t begin_ns; /* 0: nothing is counted */
-  bool foreseen;
-} gmi_pause_t;
 void gmi_tracer_pause(gmi_manager_t *m, uint32_t stream, bool foreseen, gmi_pause_t *pause_out);
 void gmi_tracer_resume(gmi_manager_t *m, uint32_t stream, const gmi_pause_t *pause);
 
@@ -120,7 +111,4 @@ static inline uint32_t gmi_trace_pages(uint32_t pages, uint32_t from_shift, uint
 void gmi_plan_bundle_times(gmi_manager_t *m, const gmi_trace_t *trace, gmi_plan_bundle_t *bundle);
 void gmi_trace_measure(gmi_manager_t *m, gmi_trace_t *trace); /* the newest rates into the trace */
 void gmi_plan_bundle_free(gmi_plan_bundle_t *bundle);
-/* Elements in one span of an update over these arenas: one window of the arena with the smallest elements. */
-uint64_t gmi_piece_elements(gmi_manager_t *m, const uint32_t *arenas, uint32_t arena_count);
-
 #endif

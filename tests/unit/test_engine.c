@@ -17,8 +17,8 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "check.h"
 #include "base/status.h"
+#include "check.h"
 #include "io/engine.h"
 #include "process.h"
 

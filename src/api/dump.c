@@ -1,0 +1,122 @@
+/* The manager's state in words, for people. SPDX-License-Identifier: Apache-2.0 */
+#include <errno.h>
+#include <inttypes.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "core/manager.h"
+
+enum { SHOWN = 20 }; /* acquired tensors, at most */
+
+static const char *const tier_names[GEMINI_TIER_COUNT] = { "device", "host", "files" };
+
+static void write_figures(FILE *file, const gemini_stats_t *s) {
+  for (int t = 0; t < GEMINI_TIER_COUNT; t++)
+    if (s->budget_bytes[t])
+      fprintf(file, "%s: %" PRIu64 " of %" PRIu64 " bytes used, at most %" PRIu64 "\n", tier_names[t], s->used_bytes[t],
+              s->budget_bytes[t], s->peak_bytes[t]);
+  fprintf(file, "allocated: %" PRIu64 " bytes on the device, %" PRIu64 " on the host\n", s->nonmodel_bytes,
+          s->host_block_bytes);
+  fprintf(file, "tensors: %" PRIu64 " bytes, in chunks of %" PRIu64 "\n", s->model_bytes, s->window_bytes);
+  fprintf(file, "iterations: %" PRIu64 " ended, %" PRIu64 " of them planned; %" PRIu64 " departures\n", s->iterations,
+          s->planned_iterations, s->departures);
+  fprintf(file, "updates: %" PRIu64 " parts pending\n", s->pending_updates);
+}
+
+static const char *mode_name(uint32_t mode) {
+  return mode == GEMINI_READ ? "read" : mode == GEMINI_WRITE ? "written" : "read and written";
+}
+
+static void write_acquired(gmi_manager_t *m, FILE *file) {
+  uint32_t shown = 0;
+  uint64_t more = 0;
+  for (uint32_t i = 0; i < m->tensor_high; i++) {
+    gmi_tensor_t *t = &m->tensors[i];
+    uint64_t word = atomic_load(&t->word);
+    if (!gmi_tensor_alive(t) || !(word & GMI_TENSOR_USERS)) continue;
+    if (shown++ >= SHOWN) {
+      more++;
+      continue;
+    }
+    fprintf(file, "acquired: tensor %s of arena %s, %" PRIu64 " times", gmi_tensor_base(m, t)->name,
+            gmi_arena_at(m, t->arena)->name, gmi_tensor_users(word));
+    for (uint32_t mode = GEMINI_READ; mode <= GEMINI_READ_WRITE; mode++) {
+      uint64_t users = (word & gmi_tensor_mode_mask(mode)) >> gmi_tensor_mode_shift(mode);
+      if (users) fprintf(file, ", %" PRIu64 " of them all of it on the device, %s", users, mode_name(mode));
+    }
+    fputc('\n', file);
+  }
+  if (more) fprintf(file, "acquired: %" PRIu64 " more tensors\n", more);
+}
+
+static void write_streams(gmi_manager_t *m, FILE *file) {
+  for (uint32_t i = 0; i < GMI_DEVICE_MAX_STREAMS; i++) {
+    const char *job = gmi_stream_job(m, i);
+    if (!atomic_load(&m->streams[i].life) ||
+        m->dev->reached(m->dev_self, i, atomic_load_explicit(&m->streams[i].placed, memory_order_acquire)))
+      continue;
+    fprintf(file, "stream %u: has work that has not ended%s%s\n", i, job ? "; it " : "", job ? job : "");
+  }
+}
+
+static void write_records(gmi_manager_t *m, FILE *file) {
+  const char *op = m->advice->op_name(m);
+  uint64_t resident = 0, acquired = 0, dirty = 0, on_host = 0, in_files = 0, empty = 0;
+  for (uint32_t i = 0; i < GMI_ARENAS; i++) {
+    gmi_arena_t *a = gmi_arena_at(m, i);
+    for (uint32_t k = 0; a && a->windows && k < atomic_load(&a->window_count); k++) {
+      const gmi_window_t *w = &a->windows[k];
+      uint32_t word = atomic_load(&w->word);
+      resident += (word & GMI_WINDOW_RESIDENT) != 0;
+      dirty += (word & GMI_WINDOW_DIRTY) != 0;
+      acquired += (word & GMI_WINDOW_PINS) || w->host_users;
+      on_host += (w->valid & GMI_VALID_HOST) != 0;
+      in_files += (w->valid & GMI_VALID_FILE) != 0;
+      empty += w->valid == GMI_VALID_ZERO;
+    }
+  }
+  fprintf(file, "operator: %s; %s iteration is open\n", op ? op : "none", m->iteration_open ? "an" : "no");
+  fprintf(file,
+          "chunks: %" PRIu64 " on the device, of %" PRIu64 " of these the only copy; %" PRIu64 " on the host; %" PRIu64
+          " in files; %" PRIu64 " without bytes; %" PRIu64 " acquired, or in use by the library\n",
+          resident, dirty, on_host, in_files, empty, acquired);
+  fprintf(file, "transfers: %u to and from files under way, %u of them writes\n", m->io_count, m->io_writes);
+  if (m->async_status) fprintf(file, "failed: %s\n", m->async_message);
+  write_acquired(m, file);
+}
+
+static gemini_status_t dump(gmi_manager_t *m, char *text_out, uint64_t size_bytes, uint64_t *length_out) {
+  if (!text_out && size_bytes)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "text_out is NULL but size_bytes is %llu", (unsigned long long)size_bytes);
+  char *text = NULL;
+  size_t length = 0;
+  FILE *file = open_memstream(&text, &length);
+  if (!file) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for a dump");
+  fprintf(file, "manager %#llx on device %s\n", (unsigned long long)m->handle, m->dev->name);
+  gemini_stats_t stats;
+  gmi_stats_read(m, &stats);
+  write_figures(file, &stats);
+  write_streams(m, file);
+  gmi_reading_t reading = gmi_reading_begin(m);
+  if (reading == GMI_READING_NOT) {
+    fputs("chunks: cannot be read now, as ", file);
+    gmi_watch_write_holder(m, file);
+    fputs(" is changing them\n", file);
+  } else {
+    write_records(m, file);
+  }
+  gmi_watch_write_waits(m, reading, file);
+  gmi_reading_end(m, reading);
+  if (fclose(file)) {
+    free(text);
+    return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for a dump");
+  }
+  if (size_bytes) snprintf(text_out, size_bytes, "%s", text);
+  if (length_out) *length_out = length;
+  free(text);
+  return GEMINI_OK;
+}
+gemini_status_t gemini_manager_dump(gemini_manager_t mgr, char *text_out, uint64_t size_bytes, uint64_t *length_out) {
+  gmi_manager_t *m = gmi_manager_get(mgr);
+  API_RETURN(m ? dump(m, text_out, size_bytes, length_out) : GEMINI_ERR_HANDLE);
+}

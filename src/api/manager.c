@@ -1,0 +1,296 @@
+/* Opening and closing managers, and their budgets. SPDX-License-Identifier: Apache-2.0 */
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/nvtx.h"
+#include "base/space.h"
+#include "core/manager.h"
+#include "tracer/timeline.h"
+#include "tracer/tracer.h"
+
+/* ---- open and close */
+static gemini_status_t check_fraction(const char *name, double value) {
+  if (value >= 0.0 && value <= 1.0) return GEMINI_OK;
+  return gmi_fail(GEMINI_ERR_INVALID, 0, "%s is %g, must be 0 to 1", name, value);
+}
+
+static gemini_status_t config_check(gemini_config_t *c) {
+  if (c->flags & ~(uint32_t)GEMINI_CONFIG_STRICT)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "flags has unknown bits %#x", c->flags & ~(uint32_t)GEMINI_CONFIG_STRICT);
+  if (c->placement > GEMINI_PLACEMENT_STATIC)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "placement is %u, the last one is %d", c->placement,
+                    GEMINI_PLACEMENT_STATIC);
+  if (c->device > GEMINI_DEVICE_CUDA)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "device is %u, the last one is %d", c->device, GEMINI_DEVICE_CUDA);
+  if (c->device_ordinal && c->device == GEMINI_DEVICE_SIMULATED)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "device_ordinal is %u, the simulated device has only 0", c->device_ordinal);
+  if (c->warmup_iterations > 1000)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "warmup_iterations is %u, at most 1000", c->warmup_iterations);
+  if (c->update_threads > 256)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "update_threads is %u, at most 256", c->update_threads);
+  if (c->log_level > GEMINI_LOG_DEBUG)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "log_level is %u, at most %d", c->log_level, GEMINI_LOG_DEBUG);
+  const uint64_t limit = UINT64_C(1) << 46;
+  const struct {
+    const char *name;
+    uint64_t value;
+  } sizes[] = { { "device_bytes", c->device_bytes }, { "host_bytes", c->host_bytes }, { "file_bytes", c->file_bytes } };
+  for (int i = 0; i < 3; i++)
+    if (sizes[i].value > limit)
+      return gmi_fail(GEMINI_ERR_INVALID, 0, "%s is %llu, at most %llu", sizes[i].name,
+                      (unsigned long long)sizes[i].value, (unsigned long long)limit);
+  if (!c->device_bytes) return gmi_fail(GEMINI_ERR_INVALID, 0, "device_bytes is 0, a device budget is required");
+  if (c->device_margin_bytes >= c->device_bytes)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "device_margin_bytes is %llu, must be less than device_bytes, %llu",
+                    (unsigned long long)c->device_margin_bytes, (unsigned long long)c->device_bytes);
+  if (c->keep_name && (!*c->keep_name || !c->file_bytes || !c->window_bytes))
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "keep_name is \"%.60s\": it must not be empty, and needs %s", c->keep_name,
+                    c->file_bytes ? "window_bytes" : "a file tier");
+  if (c->watchdog_ns && (!c->log_fn || c->log_level == GEMINI_LOG_ERROR))
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "watchdog_ns is %llu, but %s", (unsigned long long)c->watchdog_ns,
+                    c->log_fn ? "log_level leaves out warnings, with which it reports"
+                              : "log_fn, to which it reports, is NULL");
+  if (c->reserved) return gmi_fail(GEMINI_ERR_INVALID, 0, "reserved is %u, must be 0", c->reserved);
+  if (c->file_engine > GEMINI_FILE_ENGINE_THREADS)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "file_engine is %u, the last one is %d", c->file_engine,
+                    GEMINI_FILE_ENGINE_THREADS);
+  if (c->file_bytes && (!c->file_dir || !*c->file_dir))
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "file_bytes is %llu but file_dir is not set",
+                    (unsigned long long)c->file_bytes);
+  gemini_status_t status = check_fraction("static_param_fraction", c->static_param_fraction);
+  if (!status) status = check_fraction("static_optim_fraction", c->static_optim_fraction);
+  if (!c->warmup_iterations) c->warmup_iterations = 1;
+  if (!c->log_level) c->log_level = GEMINI_LOG_WARNING;
+  return status;
+}
+
+static void manager_free(gmi_manager_t *m) {
+  gmi_updates_close(m);
+  if (m->lane) gmi_lane_drain(m, "gemini_manager_close");
+  gmi_files_close(m); /* its transfers tell the lane */
+  gmi_lane_close(m);
+  if (m->dev_self) gmi_streams_drain(m);
+  gmi_timeline_close(m);
+  if (m->dev_self) {
+    gmi_tracer_close(m);
+    gmi_graphs_free(m);
+    gmi_heap_close(m);
+    gmi_host_blocks_close(m);
+    gmi_arena_free_all(m);
+    gmi_frames_free(m);
+    gmi_host_close(m);
+    m->dev->close(m->dev_self);
+  }
+  for (gmi_leftover_t *l = m->leftovers, *next; l; l = next) {
+    next = l->next;
+    free(l);
+  }
+  gmi_space_free(m->tensors, (uint64_t)GMI_TENSORS * sizeof *m->tensors);
+  free(m->name_buckets);
+  free(m->hook_frees);
+  free(m->file_dir);
+  free(m->keep_name);
+  gmi_leases_free(&m->leases);
+  pthread_mutex_destroy(&m->hook_lock);
+  pthread_cond_destroy(&m->callback_ended);
+  gmi_watchdog_stop(m);
+  gmi_watch_destroy(m);
+  pthread_mutex_destroy(&m->lock);
+  free(m);
+}
+
+static gemini_status_t manager_open(const gemini_config_t *theirs, gemini_manager_t *mgr_out) {
+  if (!mgr_out) return gmi_fail(GEMINI_ERR_INVALID, 0, "mgr_out is NULL");
+  gemini_config_t config;
+  gemini_status_t status = gmi_struct_in(&config, sizeof config, theirs, sizeof config, "config");
+  if (!status) status = config_check(&config);
+  if (status) return status;
+  gmi_manager_t *m = aligned_alloc(_Alignof(gmi_manager_t), sizeof *m);
+  if (!m) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for a manager (%zu bytes)", sizeof *m);
+  memset(m, 0, sizeof *m);
+  pthread_mutex_init(&m->lock, NULL);
+  pthread_mutex_init(&m->hook_lock, NULL);
+  pthread_cond_init(&m->callback_ended, NULL);
+  gmi_leases_init(&m->leases);
+  gmi_watch_init(m);
+  m->config = config;
+  m->events = &gmi_tracer_events;
+  m->advice = &gmi_tracer_advice;
+  m->when_locked = gmi_hook_drain;
+  m->stats.budget_bytes[GEMINI_TIER_DEVICE] = config.device_bytes;
+  m->stats.budget_bytes[GEMINI_TIER_FILE] = config.file_bytes;
+  m->config.file_dir = m->config.keep_name = NULL;
+  m->file_sys = gmi_files_sys;
+  m->dev = config.device == GEMINI_DEVICE_CUDA ? &gmi_device_cuda : &gmi_device_sim;
+  m->tensor_free = GMI_NONE;
+  m->tensors = gmi_space((uint64_t)GMI_TENSORS * sizeof *m->tensors);
+  m->name_bucket_count = 1024;
+  m->name_buckets = malloc(m->name_bucket_count * sizeof *m->name_buckets);
+  if (config.file_bytes) m->file_dir = strdup(config.file_dir);
+  if (config.keep_name) m->keep_name = strdup(config.keep_name);
+  if (!m->tensors || !m->name_buckets || (config.file_bytes && !m->file_dir) || (config.keep_name && !m->keep_name)) {
+    manager_free(m);
+    return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for a manager's tables");
+  }
+  memset(m->name_buckets, 0xff, m->name_bucket_count * sizeof *m->name_buckets);
+  gmi_device_config_t device = { .ordinal = config.device_ordinal,
+                                 .memory_bytes = config.device_bytes,
+                                 .h2d_bytes_per_s = config.sim_h2d_bytes_per_s,
+                                 .d2h_bytes_per_s = config.sim_d2h_bytes_per_s };
+  const uint64_t unit = config.device == GEMINI_DEVICE_CUDA ? GMI_DEVICE_CUDA_UNIT : 4096;
+  device.memory_bytes -= device.memory_bytes % unit;
+  if (!device.memory_bytes) device.memory_bytes = unit;
+  gmi_nvtx_open();
+  status = m->dev->open(&device, &m->dev_self);
+  if (status) {
+    m->dev_self = NULL;
+    gmi_fail_prefix("device %s could not be opened with %llu bytes: ", m->dev->name,
+                    (unsigned long long)device.memory_bytes);
+    manager_free(m);
+    return status;
+  }
+  m->granularity = m->dev->granularity(m->dev_self);
+  uint64_t w = config.window_bytes;
+  if (w && ((w & (w - 1)) || w < 65536 || w < m->granularity || w > (UINT64_C(1) << 30))) {
+    status = gmi_fail(GEMINI_ERR_INVALID, 0, "window_bytes is %llu, must be a power of two from %llu to 1 GiB",
+                      (unsigned long long)w, (unsigned long long)(m->granularity > 65536 ? m->granularity : 65536));
+  } else if (w > config.device_bytes - config.device_margin_bytes) {
+    status =
+        gmi_fail(GEMINI_ERR_INVALID, 0, "window_bytes is %llu, more than the device budget without its margin, %llu",
+                 (unsigned long long)w, (unsigned long long)(config.device_bytes - config.device_margin_bytes));
+  } else if (config.device_bytes - config.device_margin_bytes < 65536) {
+    status = gmi_fail(GEMINI_ERR_INVALID, 0, "device_bytes without its margin is %llu, at least 65536",
+                      (unsigned long long)(config.device_bytes - config.device_margin_bytes));
+  }
+  if (!status) status = gmi_stream_open(m, true, NULL, &m->copy_in);
+  if (!status) status = gmi_stream_open(m, true, NULL, &m->copy_out);
+  if (!status) status = gmi_stream_open(m, true, NULL, &m->update_stream);
+  if (!status) status = gmi_host_open(m);
+  if (!status) status = gmi_files_open(m);
+  if (!status) status = gmi_tracer_open(m);
+  if (!status) status = gmi_lane_open(m, config.update_threads);
+  if (!status) status = gmi_updates_open(m);
+  if (!status) status = gmi_watchdog_start(m);
+  if (status) {
+    manager_free(m);
+    return status;
+  }
+  if (gmi_manager_enter(m)) {
+    *mgr_out = m->handle;
+    return GEMINI_OK;
+  }
+  manager_free(m);
+  return gmi_fail(GEMINI_ERR_INVALID, 0,
+                  "%u managers are open, the limit, or the handles of the other places are used up",
+                  gmi_managers_open());
+}
+
+gemini_status_t gemini_manager_open(const gemini_config_t *config, gemini_manager_t *mgr_out) {
+  API_RETURN(manager_open(config, mgr_out));
+}
+
+static gemini_status_t close_check(gmi_manager_t *m) {
+  if (gmi_graphs_busy(m)) return gmi_fail(GEMINI_ERR_BUSY, 0, "a graph was begun and has not ended, or is entered");
+  for (uint32_t i = 0; i < m->tensor_high; i++) {
+    uint64_t users = gmi_tensor_users(atomic_load(&m->tensors[i].word));
+    if (gmi_tensor_alive(&m->tensors[i]) && users)
+      return gmi_fail(GEMINI_ERR_BUSY, 0, "tensor %s is acquired %llu times", gmi_tensor_base(m, &m->tensors[i])->name,
+                      (unsigned long long)users);
+  }
+  gmi_lease_t lease;
+  if (gmi_lease_find(&m->leases, 0, &lease)) /* of an arena: tensors' are among their users */
+    return gmi_fail(GEMINI_ERR_BUSY, 0, "%llu bytes at offset %llu of arena %s are acquired",
+                    (unsigned long long)lease.key.size, (unsigned long long)lease.key.offset,
+                    gmi_arena_get(m, lease.key.object)->name);
+  for (uint32_t a = 0; a < GMI_ARENAS; a++) {
+    gmi_arena_t *arena = gmi_arena_at(m, a);
+    for (uint32_t i = 0; arena && arena->windows && i < atomic_load(&arena->window_count); i++)
+      if (atomic_load(&arena->windows[i].word) & GMI_WINDOW_PINS)
+        return gmi_fail(GEMINI_ERR_BUSY, 0, "a range of arena %s is acquired", arena->name);
+  }
+  return GEMINI_OK;
+}
+
+static gemini_status_t manager_close(gemini_manager_t mgr) {
+  if (!mgr) return GEMINI_OK;
+  gmi_manager_t *m = gmi_manager_get(mgr);
+  if (!m) return GEMINI_ERR_HANDLE;
+  gmi_lock(m, "gemini_manager_close");
+  gemini_status_t status = close_check(m);
+  gmi_unlock(m);
+  if (status) return status;
+  gmi_updates_finish(m, "gemini_manager_close");
+  gemini_status_t timeline = m->timeline ? gmi_timeline_finish(m) : GEMINI_OK;
+  gmi_hook_close(m);
+  gmi_manager_leave(m);
+  status = m->async_status;
+  if (status) gmi_fail(status, 0, "an earlier asynchronous failure: %s", m->async_message);
+  else status = gmi_updates_finish(m, "gemini_manager_close"); /* its failure, if any, is the one to report */
+  manager_free(m);
+  return status ? status : timeline;
+}
+
+gemini_status_t gemini_manager_close(gemini_manager_t mgr) { API_RETURN(manager_close(mgr)); }
+
+/* ---- budgets */
+static gemini_status_t budget_device(gmi_manager_t *m, uint64_t bytes) {
+  uint64_t margin = m->config.device_margin_bytes;
+  uint64_t window = atomic_load(&m->window_bytes) ? atomic_load(&m->window_bytes) : 65536;
+  if (bytes <= margin || bytes - margin < window)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "device budget %llu without its margin %llu is less than one window, %llu",
+                    (unsigned long long)bytes, (unsigned long long)margin, (unsigned long long)window);
+  gemini_status_t status = GEMINI_OK;
+  uint64_t old = m->config.device_bytes;
+  if (atomic_load(&m->window_bytes)) {
+    uint64_t frames = (bytes - margin) / window;
+    if (frames > UINT32_MAX - 1) frames = UINT32_MAX - 1;
+    status = gmi_frames_resize(m, (uint32_t)frames);
+  } else {
+    uint64_t memory = bytes - bytes % m->granularity;
+    status = gmi_device_resize(m, memory);
+    if (status) gmi_fail(status, 0, "device %s refused to change its memory", m->dev->name);
+  }
+  if (status == GEMINI_ERR_OOM_DEVICE) gmi_fail_prefix("a device budget of %llu: ", (unsigned long long)bytes);
+  if (status) return status;
+  m->config.device_bytes = bytes;
+  status = gmi_tracer_replan(m);
+  if (!status) return GEMINI_OK;
+  /* The plan cannot be made: the budget stays as it was. Growing back, or shrinking what was not yet used, works. */
+  char message[440];
+  int64_t code = gmi_fail_code();
+  snprintf(message, sizeof message, "%s", gmi_fail_message());
+  m->config.device_bytes = old;
+  if (atomic_load(&m->window_bytes) && gmi_frames_resize(m, (uint32_t)((old - margin) / window)) == GEMINI_OK)
+    (void)gmi_tracer_replan(m);
+  return gmi_fail(status, code, "%s", message);
+}
+
+static gemini_status_t budget_set(gmi_manager_t *m, uint32_t tier, uint64_t bytes) {
+  if (tier >= GEMINI_TIER_COUNT)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "tier is %u, the last one is %d", tier, GEMINI_TIER_FILE);
+  if (bytes > (UINT64_C(1) << 46))
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "budget is %llu, at most %llu", (unsigned long long)bytes, 1ull << 46);
+  gmi_lock(m, "gemini_budget_set");
+  gemini_status_t status = GEMINI_OK;
+  if (tier == GEMINI_TIER_DEVICE) {
+    status = budget_device(m, bytes);
+  } else if (tier == GEMINI_TIER_HOST) {
+    if (!bytes) status = gmi_fail(GEMINI_ERR_INVALID, 0, "the host budget cannot be 0");
+    else status = gmi_host_resize(m, bytes);
+    if (!status) m->config.host_bytes = bytes;
+    gmi_updates_room(m);
+  } else {
+    status = gmi_files_resize(m, bytes);
+    if (!status) m->config.file_bytes = bytes;
+  }
+  if (!status) gmi_stat_set(&m->stats.budget_bytes[tier], bytes);
+  gmi_unlock(m);
+  return status;
+}
+
+gemini_status_t gemini_budget_set(gemini_manager_t mgr, uint32_t tier, uint64_t bytes) {
+  gmi_manager_t *m = gmi_manager_get(mgr);
+  API_RETURN(m ? budget_set(m, tier, bytes) : GEMINI_ERR_HANDLE);
+}

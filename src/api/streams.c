@@ -1,0 +1,109 @@
+/* Streams as callers see them. SPDX-License-Identifier: Apache-2.0 */
+#include "core/manager.h"
+#include "tracer/tracer.h"
+
+static gemini_status_t stream_create(gmi_manager_t *m, void *const *native, gemini_stream_t *stream_out) {
+  if (!stream_out) return gmi_fail(GEMINI_ERR_INVALID, 0, "stream_out is NULL");
+  gmi_lock_beside(m, "gemini_stream_create");
+  uint32_t index = GMI_DEVICE_MAX_STREAMS;
+  gemini_status_t status = GEMINI_OK;
+  if (native) /* what a hook has adopted becomes the caller's */
+    for (index = 0; index < GMI_DEVICE_MAX_STREAMS; index++)
+      if (m->streams[index].hooked && gmi_stream_is_native(&m->streams[index], *native)) break;
+  if (index == GMI_DEVICE_MAX_STREAMS) status = gmi_stream_open(m, false, native, &index);
+  else m->streams[index].hooked = false;
+  if (!status) *stream_out = gmi_handle(m, GMI_HANDLE_STREAM, m->streams[index].generation, index);
+  gmi_unlock(m);
+  return status;
+}
+
+gemini_status_t gemini_stream_create(gemini_manager_t mgr, gemini_stream_t *stream_out) {
+  gmi_manager_t *m = gmi_manager_get(mgr);
+  API_RETURN(m ? stream_create(m, NULL, stream_out) : GEMINI_ERR_HANDLE);
+}
+
+gemini_status_t gemini_stream_adopt(gemini_manager_t mgr, void *native, gemini_stream_t *stream_out) {
+  gmi_manager_t *m = gmi_manager_get(mgr);
+  API_RETURN(m ? stream_create(m, &native, stream_out) : GEMINI_ERR_HANDLE);
+}
+
+static gemini_status_t stream_native(gmi_manager_t *m, gemini_stream_t stream, void **native_out) {
+  uint32_t index;
+  if (!native_out) return gmi_fail(GEMINI_ERR_INVALID, 0, "native_out is NULL");
+  gemini_status_t status = gmi_stream_resolve(m, stream, &index);
+  if (status) return status;
+  if (index == GMI_CALLER) return gmi_fail(GEMINI_ERR_INVALID, 0, "GEMINI_STREAM_CALLER is no stream of the device's");
+  void *native;
+  status = m->dev->stream_native(m->dev_self, index, &native);
+  if (status == GEMINI_ERR_UNSUPPORTED) return gmi_fail(status, 0, "device %s has no streams of an API", m->dev->name);
+  if (status) return status;
+  gmi_lock_beside(m, "gemini_stream_native");
+  m->streams[index].native = *native_out = native;
+  m->streams[index].named = true;
+  gmi_unlock(m);
+  return GEMINI_OK;
+}
+
+gemini_status_t gemini_stream_native(gemini_manager_t mgr, gemini_stream_t stream, void **native_out) {
+  gmi_manager_t *m = gmi_manager_get(mgr);
+  API_RETURN(m ? stream_native(m, stream, native_out) : GEMINI_ERR_HANDLE);
+}
+
+static gemini_status_t stream_destroy(gemini_stream_t stream) {
+  if (!stream) return GEMINI_OK;
+  gmi_manager_t *m = gmi_manager_of(stream);
+  if (!m) return GEMINI_ERR_HANDLE;
+  gmi_lock(m, "gemini_stream_destroy");
+  uint32_t index;
+  gemini_status_t status = gmi_stream_resolve(m, stream, &index);
+  if (!status && m->streams[index].internal)
+    status = gmi_fail(GEMINI_ERR_HANDLE, 0, "%#llx is a stream of the library's own", (unsigned long long)stream);
+  if (!status && gmi_tracer_op_stream(m) == index)
+    status = gmi_fail(GEMINI_ERR_BUSY, 0, "the open operator runs on this stream");
+  if (!status && gmi_graph_uses_stream(m, index))
+    status = gmi_fail(GEMINI_ERR_BUSY, 0, "a graph was begun on this stream and has not ended, or is entered on it");
+  if (!status) status = gmi_stream_end(m, index);
+  gmi_unlock(m);
+  return status;
+}
+
+gemini_status_t gemini_stream_destroy(gemini_stream_t stream) { API_RETURN(stream_destroy(stream)); }
+
+static gemini_status_t stream_call(gmi_manager_t *m, gemini_stream_t stream, gemini_call_fn fn, void *user) {
+  uint32_t index = 0;
+  if (!fn) return gmi_fail(GEMINI_ERR_INVALID, 0, "fn is NULL");
+  gemini_status_t status = gmi_stream_resolve(m, stream, &index);
+  if (status) return status;
+  if (index == GMI_CALLER) {
+    fn(user);
+    return GEMINI_OK;
+  }
+  status = m->dev->call(m->dev_self, index, fn, user);
+  return status ? gmi_fail(status, 0, "the device could not queue the call") : GEMINI_OK;
+}
+
+gemini_status_t gemini_stream_call(gemini_manager_t mgr, gemini_stream_t stream, gemini_call_fn fn, void *user) {
+  gmi_manager_t *m = gmi_manager_get(mgr);
+  API_RETURN(m ? stream_call(m, stream, fn, user) : GEMINI_ERR_HANDLE);
+}
+
+static gemini_status_t stream_synchronize(gmi_manager_t *m, gemini_stream_t stream) {
+  uint32_t index = 0;
+  gemini_status_t status = gmi_stream_resolve(m, stream, &index);
+  if (status || index == GMI_CALLER) return status;
+  gmi_lock_beside(m, "gemini_stream_synchronize");
+  gmi_fence_t end;
+  status = gmi_fence_now_untimed(m, index, &end);
+  gmi_unlock(m);
+  if (status) return status;
+  gmi_wait_t wait;
+  gmi_wait_begin(m, &wait, "gemini_stream_synchronize", GMI_WAIT_STREAM, index);
+  status = m->dev->sync(m->dev_self, index, gmi_fence_mark(end)); /* others go on meanwhile */
+  gmi_wait_end(m, &wait);
+  return status;
+}
+
+gemini_status_t gemini_stream_synchronize(gemini_manager_t mgr, gemini_stream_t stream) {
+  gmi_manager_t *m = gmi_manager_get(mgr);
+  API_RETURN(m ? stream_synchronize(m, stream) : GEMINI_ERR_HANDLE);
+}

@@ -1,0 +1,178 @@
+/* Handles, and which managers they belong to. SPDX-License-Identifier: Apache-2.0 */
+#include <pthread.h>
+#include <stdatomic.h>
+#include <unistd.h>
+
+#include "base/fork.h"
+#include "core/manager.h"
+
+/* ---- live managers: a slot's handle is 0 while it is free, so that a handle of a closed manager never matches */
+static struct {
+  _Atomic uint64_t handle;
+  gmi_manager_t *manager;
+  pid_t opener; /* the process that opened it */
+} live[GMI_MANAGERS];
+
+static pthread_mutex_t live_lock = PTHREAD_MUTEX_INITIALIZER;
+
+uint64_t gmi_manager_serial; /* Guarded by live_lock. */
+
+/* Handles of objects name their manager by its slot and the last bits of its serial number. Two managers may have both
+ * in common; then the objects of the later one have generations above all those of the earlier one, so that a handle of
+ * a closed manager's object never matches. By slot and last bits: the highest generation that any object has had.
+ * Guarded by live_lock. */
+enum { SERIALS = 1 << 12 };
+
+static uint32_t generations_given[GMI_MANAGERS][SERIALS];
+
+static uint32_t *generations_of(const gmi_manager_t *m) {
+  return &generations_given[m->slot][m->handle & (SERIALS - 1)];
+}
+
+static uint32_t generations_highest(const gmi_manager_t *m) {
+  uint64_t highest = m->generation_before;
+  for (uint32_t i = 0; i < GMI_ARENAS; i++)
+    if (m->arena_generations[i] > highest) highest = m->arena_generations[i];
+  for (uint32_t i = 0; i < GMI_DEVICE_MAX_STREAMS; i++)
+    if (m->streams[i].generation > highest) highest = m->streams[i].generation;
+  for (uint32_t i = 0; i < GMI_GRAPHS; i++)
+    if (m->graph_generations[i] > highest) highest = m->graph_generations[i];
+  for (uint32_t i = 0; i < m->tensor_high; i++)
+    if (m->tensors[i].generation > highest) highest = m->tensors[i].generation;
+  return highest < GMI_TENSOR_GENERATIONS ? (uint32_t)highest : GMI_TENSOR_GENERATIONS;
+}
+
+/* The generations of all objects, which nobody has a handle of yet, go on from before. */
+static void generations_begin(gmi_manager_t *m, uint32_t before) {
+  m->generation_before = before;
+  for (uint32_t i = 0; i < GMI_ARENAS; i++) m->arena_generations[i] = before;
+  for (uint32_t i = 0; i < GMI_GRAPHS; i++) m->graph_generations[i] = before;
+  for (uint32_t i = 0; i < GMI_DEVICE_MAX_STREAMS; i++) {
+    gmi_stream_t *s = &m->streams[i];
+    s->generation += before;
+    if (atomic_load(&s->life)) atomic_store(&s->life, s->generation);
+  }
+}
+
+/* ---- fork: a child has no manager of its parent's, and says so */
+static struct {
+  uint64_t handle; /* of the manager that another process had in this slot; 0: none */
+  pid_t opener;    /* that process */
+} forked[GMI_MANAGERS];
+
+static void fork_prepare(void) { pthread_mutex_lock(&live_lock); }
+
+static void fork_parent(void) { pthread_mutex_unlock(&live_lock); }
+
+static void fork_child(void) {
+  pthread_mutex_init(&live_lock, NULL);
+  gmi_watch_forked();
+  for (uint32_t slot = 0; slot < GMI_MANAGERS; slot++) {
+    uint64_t handle = atomic_exchange(&live[slot].handle, 0);
+    if (handle) {
+      forked[slot].handle = handle;
+      forked[slot].opener = live[slot].opener;
+      generations_given[slot][handle & (SERIALS - 1)] = GMI_TENSOR_GENERATIONS; /* the parent goes on giving them */
+    }
+    live[slot].manager = NULL;
+  }
+}
+
+static const gmi_fork_ops_t fork_ops = { fork_prepare, fork_parent, fork_child };
+
+/* Is it a handle of a manager, or of its objects, that this process has by a fork? Then the error is recorded. */
+static bool is_forked(uint64_t handle) {
+  uint32_t slot = (uint32_t)(handle >> 54) & 63;
+  uint64_t of = forked[slot].handle;
+  if (!of || ((of ^ handle) & GMI_HANDLE_MANAGER_MASK)) return false;
+  gmi_fail(GEMINI_ERR_HANDLE, 0,
+           "%#llx belongs to a manager of process %ld, from which this process was forked: only that one can use it",
+           (unsigned long long)handle, (long)forked[slot].opener);
+  return true;
+}
+
+static const uint8_t index_bits[] = { [GMI_HANDLE_ARENA] = GMI_ARENA_INDEX_BITS,
+                                      [GMI_HANDLE_TENSOR] = GMI_TENSOR_INDEX_BITS,
+                                      [GMI_HANDLE_STREAM] = GMI_STREAM_INDEX_BITS,
+                                      [GMI_HANDLE_GRAPH] = GMI_GRAPH_INDEX_BITS };
+
+_Static_assert(GMI_DEVICE_MAX_STREAMS <= 1u << GMI_STREAM_INDEX_BITS && GMI_ARENAS <= 1u << GMI_ARENA_INDEX_BITS &&
+                   GMI_TENSORS <= 1u << GMI_TENSOR_INDEX_BITS && GMI_GRAPHS <= 1u << GMI_GRAPH_INDEX_BITS,
+               "a handle has room for each index");
+
+uint64_t gmi_handle(const gmi_manager_t *m, uint32_t type, uint64_t generation, uint32_t index) {
+  return (uint64_t)type << 60 | (m->handle & GMI_HANDLE_MANAGER_MASK) | generation << index_bits[type] | index;
+}
+
+bool gmi_handle_open(const gmi_manager_t *m, uint64_t handle, uint32_t type, uint32_t *index_out,
+                     uint64_t *generation_out) {
+  static const char *const names[] = { "", "manager", "arena", "tensor", "stream", "graph" };
+  if (handle >> 60 != type || ((handle ^ m->handle) & GMI_HANDLE_MANAGER_MASK)) {
+    gmi_fail(GEMINI_ERR_HANDLE, 0, "%#llx is no %s of this manager", (unsigned long long)handle, names[type]);
+    return false;
+  }
+  uint64_t object = handle & ((UINT64_C(1) << GMI_HANDLE_OBJECT_BITS) - 1);
+  *index_out = (uint32_t)(object & ((1u << index_bits[type]) - 1));
+  *generation_out = object >> index_bits[type];
+  return true;
+}
+
+gmi_manager_t *gmi_manager_get(gemini_manager_t handle) {
+  uint32_t slot = (uint32_t)(handle >> 54) & 63;
+  if (handle && atomic_load_explicit(&live[slot].handle, memory_order_acquire) == handle) return live[slot].manager;
+  if (!is_forked(handle)) gmi_fail(GEMINI_ERR_HANDLE, 0, "%#llx is no open manager", (unsigned long long)handle);
+  return NULL;
+}
+
+gmi_manager_t *gmi_manager_of(uint64_t handle) {
+  uint32_t slot = (uint32_t)(handle >> 54) & 63;
+  uint64_t of = atomic_load_explicit(&live[slot].handle, memory_order_acquire);
+  if (of && !((of ^ handle) & GMI_HANDLE_MANAGER_MASK)) return live[slot].manager;
+  if (!is_forked(handle))
+    gmi_fail(GEMINI_ERR_HANDLE, 0, "%#llx is no object of an open manager", (unsigned long long)handle);
+  return NULL;
+}
+
+/* Finds a slot and a serial number whose generations are not used up, and gives both to the manager. False: there is
+ * none. Called with live_lock held. */
+static bool place_take(gmi_manager_t *m) {
+  for (uint32_t slot = 0; slot < GMI_MANAGERS; slot++) {
+    for (uint32_t i = 1; i <= SERIALS && !atomic_load(&live[slot].handle); i++) {
+      uint64_t serial = gmi_manager_serial + i, end = serial & (SERIALS - 1);
+      if (generations_given[slot][end] >= GMI_TENSOR_GENERATIONS) continue;
+      gmi_manager_serial = serial;
+      m->slot = slot;
+      m->handle = (uint64_t)GMI_HANDLE_MANAGER << 60 | (uint64_t)slot << 54 | end << 42 | serial;
+      generations_begin(m, *generations_of(m));
+      return true;
+    }
+  }
+  return false;
+}
+
+bool gmi_manager_enter(gmi_manager_t *m) {
+  gmi_fork_watch(&fork_ops);
+  pthread_mutex_lock(&live_lock);
+  bool placed = place_take(m);
+  if (placed) {
+    live[m->slot].manager = m;
+    live[m->slot].opener = getpid();
+    atomic_store_explicit(&live[m->slot].handle, m->handle, memory_order_release);
+  }
+  pthread_mutex_unlock(&live_lock);
+  return placed;
+}
+
+void gmi_manager_leave(gmi_manager_t *m) {
+  pthread_mutex_lock(&live_lock);
+  *generations_of(m) = generations_highest(m);
+  atomic_store_explicit(&live[m->slot].handle, 0, memory_order_release);
+  live[m->slot].manager = NULL;
+  pthread_mutex_unlock(&live_lock);
+}
+
+uint32_t gmi_managers_open(void) {
+  uint32_t open = 0;
+  for (uint32_t slot = 0; slot < GMI_MANAGERS; slot++) open += atomic_load(&live[slot].handle) != 0;
+  return open;
+}

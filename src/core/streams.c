@@ -1,0 +1,217 @@
+/* Streams, and fences: marks of streams in one word. SPDX-License-Identifier: Apache-2.0 */
+#include <stdio.h>
+
+#include "core/manager.h"
+
+/* ---- fences */
+static gemini_status_t fence_now(gmi_manager_t *m, uint32_t stream, bool timed, gmi_fence_t *fence_out) {
+  /* Claim first: a release that reads the old number names a mark that is placed after its own work. */
+  uint64_t mark = atomic_load_explicit(&m->streams[stream].placed, memory_order_relaxed) + 1;
+  atomic_store_explicit(&m->streams[stream].placed, mark, memory_order_seq_cst);
+  uint64_t got = 0;
+  gemini_status_t status = (timed ? m->dev->mark : m->dev->mark_untimed)(m->dev_self, stream, &got);
+  if (status) { /* whoever named a later one meanwhile gets it placed when it is needed */
+    atomic_store_explicit(&m->streams[stream].placed, mark - 1, memory_order_seq_cst);
+    if (status == GEMINI_ERR_STATE) return status; /* it is being captured, as the message says */
+    return gmi_fail(status, 0, "device %s could not mark stream %u", m->dev->name, stream);
+  }
+  atomic_store_explicit(&m->streams[stream].placed, got, memory_order_seq_cst);
+  *fence_out = gmi_fence(stream, got);
+  return GEMINI_OK;
+}
+
+gemini_status_t gmi_fence_now(gmi_manager_t *m, uint32_t stream, gmi_fence_t *fence_out) {
+  return fence_now(m, stream, true, fence_out);
+}
+
+gemini_status_t gmi_fence_now_untimed(gmi_manager_t *m, uint32_t stream, gmi_fence_t *fence_out) {
+  return fence_now(m, stream, false, fence_out);
+}
+
+gmi_fence_t gmi_fence_later(gmi_manager_t *m, uint32_t stream) {
+  if (stream == GMI_CALLER) return 0;
+  return gmi_fence(stream, atomic_load_explicit(&m->streams[stream].placed, memory_order_seq_cst) + 1);
+}
+
+static gemini_status_t fence_place(gmi_manager_t *m, gmi_fence_t fence) {
+  uint32_t stream = gmi_fence_stream(fence);
+  gemini_status_t status = GEMINI_OK;
+  gmi_fence_t placed;
+  while (!status && atomic_load_explicit(&m->streams[stream].placed, memory_order_relaxed) < gmi_fence_mark(fence))
+    status = fence_now(m, stream, false, &placed);
+  return status;
+}
+
+bool gmi_fence_reached(gmi_manager_t *m, gmi_fence_t fence) {
+  return !fence || m->dev->reached(m->dev_self, gmi_fence_stream(fence), gmi_fence_mark(fence));
+}
+
+gemini_status_t gmi_fence_sync(gmi_manager_t *m, gmi_fence_t fence) {
+  if (gmi_fence_reached(m, fence)) return GEMINI_OK;
+  gemini_status_t status = fence_place(m, fence);
+  if (status) return status;
+  gmi_wait_t wait;
+  gmi_wait_begin(m, &wait, NULL, GMI_WAIT_STREAM, gmi_fence_stream(fence));
+  status = m->dev->sync(m->dev_self, gmi_fence_stream(fence), gmi_fence_mark(fence));
+  gmi_wait_end(m, &wait);
+  return status ? gmi_fail(status, 0, "work on stream %u of device %s failed", gmi_fence_stream(fence), m->dev->name)
+                : GEMINI_OK;
+}
+
+gemini_status_t gmi_fence_wait(gmi_manager_t *m, uint32_t stream, gmi_fence_t fence) {
+  if (!fence || gmi_fence_stream(fence) == stream || gmi_fence_reached(m, fence)) return GEMINI_OK;
+  if (stream == GMI_CALLER) return gmi_fence_sync(m, fence);
+  gemini_status_t status = fence_place(m, fence);
+  if (status) return status;
+  status = m->dev->wait(m->dev_self, stream, gmi_fence_stream(fence), gmi_fence_mark(fence));
+  return status ? gmi_fail(status, 0, "device %s could not make stream %u wait for stream %u", m->dev->name, stream,
+                           gmi_fence_stream(fence))
+                : GEMINI_OK;
+}
+
+gmi_fence_t gmi_fence_join(gmi_manager_t *m, gmi_fence_t a, gmi_fence_t b) {
+  if (a && b && gmi_fence_stream(a) == gmi_fence_stream(b)) return gmi_fence_mark(a) > gmi_fence_mark(b) ? a : b;
+  if (gmi_fence_reached(m, a)) return b;
+  if (gmi_fence_reached(m, b)) return a;
+  gmi_fence_t joined = b;
+  if (gmi_fence_wait(m, gmi_fence_stream(b), a) || fence_now(m, gmi_fence_stream(b), false, &joined)) {
+    m->async_status = GEMINI_ERR_DEVICE; /* then both are waited for, by the caller */
+    snprintf(m->async_message, sizeof m->async_message, "%s", gmi_fail_message());
+    gmi_fence_sync(m, a);
+    gmi_fence_sync(m, b);
+    return 0;
+  }
+  return joined;
+}
+
+void gmi_leave_over(gmi_manager_t *m, gmi_leftover_t *memory) {
+  memory->next = m->leftovers;
+  m->leftovers = memory;
+}
+
+gemini_status_t gmi_device_resize(gmi_manager_t *m, uint64_t memory_bytes) {
+  gmi_wait_t wait;
+  gmi_wait_begin(m, &wait, NULL, GMI_WAIT_DRIVER, 0);
+  gemini_status_t status = m->dev->resize(m->dev_self, memory_bytes);
+  gmi_wait_end(m, &wait);
+  return status;
+}
+
+gemini_status_t gmi_device_zero(gmi_manager_t *m, uint32_t stream, void *address, uint64_t bytes) {
+  gemini_status_t status = m->dev->zero(m->dev_self, stream, address, bytes);
+  return status ? gmi_fail(status, 0, "device %s could not zero %llu bytes", m->dev->name, (unsigned long long)bytes)
+                : GEMINI_OK;
+}
+
+/* ---- streams */
+gemini_status_t gmi_stream_resolve(gmi_manager_t *m, gemini_stream_t stream, uint32_t *index_out) {
+  if (stream == GEMINI_STREAM_CALLER) {
+    *index_out = GMI_CALLER;
+    return GEMINI_OK;
+  }
+  uint32_t index;
+  uint64_t generation;
+  if (!gmi_handle_open(m, stream, GMI_HANDLE_STREAM, &index, &generation)) return GEMINI_ERR_HANDLE;
+  if (!generation || index >= GMI_DEVICE_MAX_STREAMS || atomic_load(&m->streams[index].life) != generation)
+    return gmi_fail(GEMINI_ERR_HANDLE, 0, "%#llx is a destroyed stream", (unsigned long long)stream);
+  *index_out = index;
+  return GEMINI_OK;
+}
+
+/* native: NULL, or where a stream of the caller's own is, to be adopted. */
+gemini_status_t gmi_stream_open(gmi_manager_t *m, bool internal, void *const *native, uint32_t *index_out) {
+  uint32_t open = 0;
+  for (uint32_t i = 0; i < GMI_DEVICE_MAX_STREAMS; i++) open += m->streams[i].life && !m->streams[i].internal;
+  if (!internal && open >= GMI_STREAMS_LIMIT)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "%u streams exist, the limit is %d", open, GMI_STREAMS_LIMIT);
+  uint32_t index;
+  gemini_status_t status =
+      native ? m->dev->stream_adopt(m->dev_self, *native, &index) : m->dev->stream_create(m->dev_self, &index);
+  if (status && native) return gmi_fail(status, 0, "device %s could not adopt the stream %p", m->dev->name, *native);
+  if (status) return gmi_fail(status, 0, "device %s could not create a stream", m->dev->name);
+  gmi_stream_t *s = &m->streams[index];
+  s->internal = internal;
+  s->named = native != NULL;
+  s->hooked = false;
+  s->native = native ? *native : NULL;
+  atomic_store(&s->life, ++s->generation);
+  gmi_fence_t first;
+  status = fence_now(m, index, false, &first); /* learns where the stream's numbers stand */
+  if (status) {
+    atomic_store(&s->life, 0);
+    m->dev->stream_destroy(m->dev_self, index);
+    return status;
+  }
+  *index_out = index;
+  return GEMINI_OK;
+}
+
+/* Two names of a stream would be two streams that wait for each other: one that the caller adopted or got serves,
+ * too. */
+bool gmi_stream_is_native(const gmi_stream_t *s, const void *native) {
+  return atomic_load_explicit(&s->life, memory_order_relaxed) && s->named && s->native == native;
+}
+
+static gemini_status_t native_destroy(gmi_manager_t *m, uint32_t index) {
+  gmi_wait_t wait;
+  gmi_wait_begin(m, &wait, NULL, GMI_WAIT_DRIVER, 0);
+  gemini_status_t status = m->dev->stream_destroy(m->dev_self, index);
+  gmi_wait_end(m, &wait);
+  return status;
+}
+
+static gemini_status_t native_renew(gmi_manager_t *m, uint32_t index, bool may_block) {
+  gmi_wait_t wait;
+  if (may_block) gmi_wait_begin(m, &wait, NULL, GMI_WAIT_DRIVER, 0);
+  gemini_status_t status = m->dev->stream_renew(m->dev_self, index, may_block);
+  if (may_block) gmi_wait_end(m, &wait);
+  return status;
+}
+
+gemini_status_t gmi_stream_end(gmi_manager_t *m, uint32_t index) {
+  /* Fences of this stream may still lie in windows: everything they could name gets placed and reached here. */
+  gmi_fence_t end = 0;
+  gemini_status_t status = fence_now(m, index, false, &end);
+  if (!status) status = gmi_fence_sync(m, end);
+  if (status) return status;
+  m->events->stream_ends(m);
+  status = native_destroy(m, index);
+  if (status) return gmi_fail(status, 0, "device %s could not destroy stream %u", m->dev->name, index);
+  atomic_store(&m->streams[index].life, 0);
+  return GEMINI_OK;
+}
+
+gemini_status_t gmi_stream_of_native(gmi_manager_t *m, void *native, bool may_block, uint32_t *index_out) {
+  if (m->config.device == GEMINI_DEVICE_SIMULATED) return gmi_stream_resolve(m, (uintptr_t)native, index_out);
+  uint32_t index = m->hook_stream, open = 0, oldest = GMI_NONE;
+  if (!gmi_stream_is_native(&m->streams[index], native)) {
+    for (index = 0; index < GMI_DEVICE_MAX_STREAMS && !gmi_stream_is_native(&m->streams[index], native); index++) {
+      const gmi_stream_t *s = &m->streams[index];
+      open += s->life && !s->internal;
+      if (s->life && s->hooked && (oldest == GMI_NONE || s->used < m->streams[oldest].used)) oldest = index;
+    }
+    if (index < GMI_DEVICE_MAX_STREAMS) m->streams[index].used = ++m->hook_clock;
+  }
+  gemini_status_t status = GEMINI_OK;
+  if (index < GMI_DEVICE_MAX_STREAMS) {
+    status = native ? native_renew(m, index, may_block) : GEMINI_OK;
+  } else {
+    if (open >= GMI_STREAMS_LIMIT && oldest != GMI_NONE) {
+      if (!may_block) return GEMINI_ERR_BUSY;
+      status = gmi_stream_end(m, oldest);
+    }
+    if (!status) status = gmi_stream_open(m, false, &native, &index);
+    if (!status) m->streams[index].hooked = true, m->streams[index].used = ++m->hook_clock;
+  }
+  if (status) return status;
+  *index_out = m->hook_stream = index;
+  return GEMINI_OK;
+}
+
+/* Queued copies and calls use frames, host slots and addresses: nothing of these goes before they are done. */
+void gmi_streams_drain(gmi_manager_t *m) {
+  for (uint32_t i = 0; i < GMI_DEVICE_MAX_STREAMS; i++) {
+    gmi_fence_t end;
+    if (m->streams[i].life && fence_now(m, i, false, &end) == GEMINI_OK) gmi_fence_sync(m, end);
+  }
+}
