@@ -10,6 +10,8 @@
 #include <string.h>
 #include <time.h>
 
+#include "chunk/arena.h"
+#include "chunk/cut.h"
 #include "min_fetch.h"
 #include "policy/policy.h"
 #include "tracer/tracer.h"

@@ -4,6 +4,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
+#include "chunk/arena.h"
 #include "core/manager.h"
 
 enum { SHOWN = 20 }; /* acquired tensors, at most */

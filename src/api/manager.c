@@ -6,7 +6,17 @@
 
 #include "base/nvtx.h"
 #include "base/space.h"
+#include "chunk/arena.h"
+#include "chunk/files.h"
+#include "chunk/graph.h"
+#include "chunk/hook.h"
+#include "chunk/host.h"
+#include "chunk/nonmodel.h"
+#include "chunk/residency.h"
+#include "chunk/update.h"
+#include "core/lane.h"
 #include "core/manager.h"
+#include "core/streams.h"
 #include "tracer/timeline.h"
 #include "tracer/tracer.h"
 

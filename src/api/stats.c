@@ -1,5 +1,10 @@
 /* Statistics. SPDX-License-Identifier: Apache-2.0 */
 #include "core/stats.h"
+#include "chunk/files.h"
+#include "chunk/residency.h"
+#include "chunk/update.h"
+#include "core/lane.h"
+#include "core/streams.h"
 
 #include <string.h>
 

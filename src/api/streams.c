@@ -1,4 +1,6 @@
 /* Streams as callers see them. SPDX-License-Identifier: Apache-2.0 */
+#include "core/streams.h"
+#include "chunk/graph.h"
 #include "core/manager.h"
 #include "tracer/tracer.h"
 

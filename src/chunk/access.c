@@ -8,7 +8,16 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "chunk/arena.h"
+#include "chunk/cut.h"
+#include "chunk/files.h"
+#include "chunk/graph.h"
+#include "chunk/host.h"
+#include "chunk/residency.h"
+#include "chunk/update.h"
+#include "core/lane.h"
 #include "core/manager.h"
+#include "core/streams.h"
 
 enum { BATCH_LIMIT = 1 << 20, SMALL_BATCH = 16 };
 

@@ -8,6 +8,14 @@
 
 #include "base/names.h"
 #include "base/space.h"
+#include "chunk/arena.h"
+#include "chunk/cut.h"
+#include "chunk/data.h"
+#include "chunk/files.h"
+#include "chunk/host.h"
+#include "chunk/residency.h"
+#include "chunk/update.h"
+#include "core/lane.h"
 #include "core/manager.h"
 
 enum { ELEMENT_ALIGN = 256, NAME_LIMIT = 127 };

@@ -5,6 +5,12 @@
  * changes nothing, and then installed, which cannot fail. */
 #include "chunk/cut.h"
 #include "base/space.h"
+#include "chunk/arena.h"
+#include "chunk/files.h"
+#include "chunk/heap.h"
+#include "chunk/host.h"
+#include "chunk/residency.h"
+#include "core/lane.h"
 
 #include <errno.h>
 #include <stdlib.h>

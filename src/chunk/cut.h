@@ -2,6 +2,7 @@
 #ifndef GMI_CUT_H
 #define GMI_CUT_H
 
+#include "chunk/heap.h"
 #include "core/manager.h"
 
 /* The tables that depend on the size of windows, not in use yet. */
@@ -27,5 +28,18 @@ gemini_status_t gmi_heap_prepare(gmi_manager_t *m, gmi_cut_t *cut);
 void gmi_heap_install(gmi_manager_t *m, gmi_cut_t *cut);
 gemini_status_t gmi_host_prepare(gmi_manager_t *m, gmi_cut_t *cut);
 void gmi_host_install(gmi_manager_t *m, gmi_cut_t *cut); /* no window has a slot, no block is live */
+
+#define GMI_WINDOW_MAX (UINT64_C(64) << 20) /* bytes, of those that are searched */
+/* The window size that fits the uses best, the smallest when there are none; bytes_per_s: of the links, 0 = as to be
+ * expected of the device. */
+uint64_t gmi_window_search(gmi_manager_t *m, const struct gmi_window_use *uses, uint64_t count, uint64_t nonmodel,
+                           uint64_t bytes_per_s);
+gemini_status_t gmi_cut(gmi_manager_t *m); /* chooses the window size if that is still to be done */
+/* Cuts anew where that is possible: nothing in use, every byte fits on the host, no file tier, and the caller did not
+ * choose the size. Otherwise, and when it is that size already, nothing changes. After it no record of a window is
+ * where it was: nobody may keep one, and plans do. OOM_SYSTEM, or what moving bytes to the host fails with: nothing
+ * changed. */
+bool gmi_recut_possible(gmi_manager_t *m, uint64_t window_bytes);
+gemini_status_t gmi_recut(gmi_manager_t *m, uint64_t window_bytes);
 
 #endif

@@ -7,7 +7,14 @@
 #include <unistd.h>
 
 #include "base/file_limit.h"
+#include "chunk/arena.h"
+#include "chunk/data.h"
+#include "chunk/host.h"
+#include "chunk/residency.h"
+#include "chunk/update.h"
+#include "core/lane.h"
 #include "core/manager.h"
+#include "core/streams.h"
 
 #define NORM_BLOCK UINT64_C(65536) /* bytes summed on their own, at multiples of it in the arena */
 

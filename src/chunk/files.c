@@ -12,6 +12,11 @@
 #include <sys/stat.h>
 #include <sys/statvfs.h>
 
+#include "chunk/arena.h"
+#include "chunk/files.h"
+#include "chunk/host.h"
+#include "chunk/residency.h"
+#include "core/lane.h"
 #include "core/manager.h"
 #include "io/store.h"
 

@@ -13,7 +13,14 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "chunk/arena.h"
+#include "chunk/cut.h"
+#include "chunk/graph.h"
+#include "chunk/host.h"
+#include "chunk/residency.h"
+#include "chunk/update.h"
 #include "core/manager.h"
+#include "core/streams.h"
 
 enum { NAME_LIMIT = 127 };
 enum { GRAPH_OPEN, GRAPH_READY, GRAPH_ENTERED };

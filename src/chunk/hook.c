@@ -13,7 +13,10 @@
 #include <stdlib.h>
 
 #include "base/fork.h"
+#include "chunk/hook.h"
+#include "chunk/nonmodel.h"
 #include "core/manager.h"
+#include "core/streams.h"
 
 enum { DEVICES = 64 };
 

@@ -12,8 +12,15 @@
 #include <sys/sysmacros.h>
 
 #include "base/space.h"
+#include "chunk/arena.h"
 #include "chunk/cut.h"
+#include "chunk/files.h"
+#include "chunk/host.h"
+#include "chunk/residency.h"
+#include "chunk/update.h"
+#include "core/lane.h"
 #include "core/manager.h"
+#include "core/streams.h"
 #include "host/blocks.h"
 #include "host/limits.h"
 #include "host/reserve.h"

@@ -9,6 +9,13 @@
 #include <string.h>
 
 #include "base/names.h"
+#include "chunk/arena.h"
+#include "chunk/cut.h"
+#include "chunk/files.h"
+#include "chunk/host.h"
+#include "chunk/residency.h"
+#include "chunk/update.h"
+#include "core/lane.h"
 #include "core/manager.h"
 #include "io/store.h"
 

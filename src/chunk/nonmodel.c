@@ -6,7 +6,12 @@
 
 #include "base/space.h"
 #include "chunk/cut.h"
+#include "chunk/heap.h"
+#include "chunk/hook.h"
+#include "chunk/nonmodel.h"
+#include "chunk/residency.h"
 #include "core/manager.h"
+#include "core/streams.h"
 
 /* The points of a tag are fences. */
 _Static_assert(GMI_FENCE_MARK_BITS == GMI_HEAP_POINT_STREAM_SHIFT, "a fence's stream lies in its top byte");

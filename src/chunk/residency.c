@@ -6,8 +6,15 @@
 #include <string.h>
 
 #include "base/nvtx.h"
+#include "chunk/arena.h"
 #include "chunk/cut.h"
+#include "chunk/files.h"
+#include "chunk/heap.h"
+#include "chunk/host.h"
+#include "chunk/nonmodel.h"
+#include "chunk/residency.h"
 #include "core/manager.h"
+#include "core/streams.h"
 
 static uint64_t window_bytes(const gmi_manager_t *m) { return UINT64_C(1) << m->window_shift; }
 

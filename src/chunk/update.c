@@ -6,7 +6,15 @@
 #include <unistd.h>
 
 #include "base/thread.h"
+#include "chunk/arena.h"
+#include "chunk/cut.h"
+#include "chunk/files.h"
+#include "chunk/host.h"
+#include "chunk/residency.h"
+#include "chunk/update.h"
+#include "core/lane.h"
 #include "core/manager.h"
+#include "core/streams.h"
 
 enum { PIECE_WINDOWS = GMI_UPDATE_ARENAS * 32 }; /* arenas x largest ratio of element sizes, and a boundary more */
 enum { WINDOW_PIECES = 2 };                      /* of one update, that a window may be in */

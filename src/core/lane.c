@@ -13,6 +13,7 @@
 #include <unistd.h>
 
 #include "base/thread.h"
+#include "core/lane.h"
 #include "core/manager.h"
 
 enum {

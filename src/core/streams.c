@@ -2,6 +2,7 @@
 #include <stdio.h>
 
 #include "core/manager.h"
+#include "core/streams.h"
 
 /* ---- fences */
 static gemini_status_t fence_now(gmi_manager_t *m, uint32_t stream, bool timed, gmi_fence_t *fence_out) {

@@ -18,7 +18,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "model.h"
+#include "policy/model.h"
 
 #define NONE UINT32_MAX
 #define LEVELS 6 /* 64^6 > 2^31 */

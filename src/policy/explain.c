@@ -5,7 +5,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-#include "model.h"
+#include "policy/model.h"
 
 #define KIND_COUNT (GEMINI_KIND_OTHER + 1)
 

@@ -1,6 +1,6 @@
 /* Derives steps, their accesses and each access's successor from the planner's input.
  * SPDX-License-Identifier: Apache-2.0 */
-#include "model.h"
+#include "policy/model.h"
 
 #include <stdlib.h>
 #include <string.h>

@@ -3,7 +3,7 @@
 #ifndef GMI_MODEL_H
 #define GMI_MODEL_H
 
-#include "policy.h"
+#include "policy/policy.h"
 
 /* What depends on the input alone, not on where pieces run. */
 typedef struct gmi_facts {

@@ -3,7 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "model.h"
+#include "policy/model.h"
 
 /* Visits of accesses, steps and moves that all candidates together may cost: planning must end within a second on one
  * core for 300,000 accesses. No clock, so that the same input gives the same plan. */

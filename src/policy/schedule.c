@@ -8,7 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "model.h"
+#include "policy/model.h"
 
 #define LOOKBACK_STEPS 1024
 #define SLACK_FETCHES 2

@@ -25,7 +25,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "model.h"
+#include "policy/model.h"
 
 #define MAX_ITERATIONS 6
 #define NONE UINT32_MAX

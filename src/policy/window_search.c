@@ -3,7 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "policy.h"
+#include "policy/policy.h"
 
 __extension__ typedef unsigned __int128 wide_t; /* counts times nanoseconds times bytes */
 

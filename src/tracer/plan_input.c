@@ -4,6 +4,10 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "chunk/arena.h"
+#include "chunk/residency.h"
+#include "chunk/update.h"
+#include "core/lane.h"
 #include "tracer/tracer.h"
 
 static int by_window(const void *a, const void *b) {

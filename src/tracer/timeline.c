@@ -1,6 +1,10 @@
 /* The timeline as Chrome trace events (docs/timeline.md), which ui.perfetto.dev opens.
  * SPDX-License-Identifier: Apache-2.0 */
 #include "tracer/timeline.h"
+#include "chunk/heap.h"
+#include "chunk/residency.h"
+#include "core/lane.h"
+#include "core/streams.h"
 
 #include <errno.h>
 #include <inttypes.h>

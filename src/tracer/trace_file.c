@@ -8,6 +8,7 @@
 
 #include "base/file_limit.h"
 #include "base/names.h"
+#include "chunk/arena.h"
 #include "tracer/tracer.h"
 
 static void *grow(void *array, uint32_t count, uint32_t *capacity, size_t size) {

@@ -1,6 +1,11 @@
 /* The tracer: iterations, phases and operators; recording, comparing, and carrying out the plan.
  * SPDX-License-Identifier: Apache-2.0 */
 #include "tracer/tracer.h"
+#include "chunk/cut.h"
+#include "chunk/graph.h"
+#include "chunk/heap.h"
+#include "chunk/residency.h"
+#include "core/streams.h"
 
 #include <errno.h>
 #include <stdio.h>

@@ -14,6 +14,7 @@
 #include <unistd.h>
 
 #include "../check.h"
+#include "chunk/files.h"
 #include "core/manager.h"
 #include "gemini.h"
 #include "io/sys.h"

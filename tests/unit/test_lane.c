@@ -3,6 +3,7 @@
 #include <time.h>
 
 #include "../check.h"
+#include "core/lane.h"
 #include "core/manager.h"
 #include "gemini.h"
 

@@ -1,6 +1,10 @@
 /* Norms: the same bits by any number of workers and wherever the bytes are; reads ahead, reads that fail, updates and
  * copies that are under way. SPDX-License-Identifier: Apache-2.0 */
 #define _GNU_SOURCE
+#include "chunk/arena.h"
+#include "chunk/update.h"
+#include "core/lane.h"
+#include "core/streams.h"
 #include "device/device.h"
 #include "tiers_world.h"
 

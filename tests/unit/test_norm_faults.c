@@ -5,6 +5,7 @@
 
 #include "../integration/world.h"
 #include "core/manager.h"
+#include "core/streams.h"
 #include "device/cuda_driver.h"
 #include "fake_cuda.h"
 

@@ -1,6 +1,7 @@
 /* Host slots: ranges of several windows side by side, under budgets that are tight and change, with bytes and memory
  * looked at after each step. SPDX-License-Identifier: Apache-2.0 */
 #define _GNU_SOURCE
+#include "chunk/cut.h"
 #include "host/reserve.h"
 #include "tiers_world.h"
 

@@ -16,6 +16,9 @@
 
 #include "../integration/world.h"
 #include "../process.h"
+#include "chunk/arena.h"
+#include "chunk/files.h"
+#include "chunk/residency.h"
 #include "core/manager.h"
 #include "io/store.h"
 

@@ -1,6 +1,6 @@
 /* Leases: which ranges are acquired, exactly as their callers named them.
  * SPDX-License-Identifier: Apache-2.0 */
-#include "chunk/lease.h"
+#include "core/lease.h"
 
 #include <errno.h>
 #include <stdlib.h>
