@@ -67,13 +67,12 @@ static void write_records(gmi_manager_t *m, FILE *file) {
     gmi_arena_t *a = gmi_arena_at(m, i);
     for (uint32_t k = 0; a && a->windows && k < atomic_load(&a->window_count); k++) {
       const gmi_window_t *w = &a->windows[k];
-      uint32_t word = atomic_load(&w->word);
-      resident += (word & GMI_WINDOW_RESIDENT) != 0;
-      dirty += (word & GMI_WINDOW_DIRTY) != 0;
-      acquired += (word & GMI_WINDOW_PINS) || w->host_users;
-      on_host += (w->valid & GMI_VALID_HOST) != 0;
-      in_files += (w->valid & GMI_VALID_FILE) != 0;
-      empty += w->valid == GMI_VALID_ZERO;
+      resident += gmi_window_is_resident(w);
+      dirty += gmi_window_has_only(w, GMI_VALID_DEVICE);
+      acquired += gmi_window_in_use(w);
+      on_host += gmi_window_has(w, GMI_VALID_HOST) != 0;
+      in_files += gmi_window_has(w, GMI_VALID_FILE) != 0;
+      empty += gmi_window_has_only(w, GMI_VALID_ZERO);
     }
   }
   fprintf(file, "operator: %s; %s iteration is open\n", op ? op : "none", m->iteration_open ? "an" : "no");

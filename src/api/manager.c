@@ -88,6 +88,7 @@ static void manager_free(gmi_manager_t *m) {
     gmi_graphs_free(m);
     gmi_heap_close(m);
     gmi_host_blocks_close(m);
+    gmi_balance_check(m);
     gmi_arena_free_all(m);
     gmi_frames_free(m);
     gmi_host_close(m);
@@ -129,6 +130,7 @@ static gemini_status_t manager_open(const gemini_config_t *theirs, gemini_manage
   m->events = &gmi_tracer_events;
   m->advice = &gmi_tracer_advice;
   m->when_locked = gmi_hook_drain;
+  m->check = gmi_windows_check;
   m->stats.budget_bytes[GEMINI_TIER_DEVICE] = config.device_bytes;
   m->stats.budget_bytes[GEMINI_TIER_FILE] = config.file_bytes;
   m->config.file_dir = m->config.keep_name = NULL;
@@ -217,7 +219,7 @@ static gemini_status_t close_check(gmi_manager_t *m) {
   for (uint32_t a = 0; a < GMI_ARENAS; a++) {
     gmi_arena_t *arena = gmi_arena_at(m, a);
     for (uint32_t i = 0; arena && arena->windows && i < atomic_load(&arena->window_count); i++)
-      if (atomic_load(&arena->windows[i].word) & GMI_WINDOW_PINS)
+      if (gmi_window_device_users(&arena->windows[i]))
         return gmi_fail(GEMINI_ERR_BUSY, 0, "a range of arena %s is acquired", arena->name);
   }
   return GEMINI_OK;

@@ -55,7 +55,7 @@ void gmi_stats_read(gmi_manager_t *m, gemini_stats_t *stats_out) {
 
 static gemini_status_t stats_get(gmi_manager_t *m, gemini_stats_t *stats_out) {
   gemini_stats_t s;
-  bool locked = !pthread_mutex_trylock(&m->lock);
+  bool locked = gmi_lock_try(m);
   if (locked) { /* what has been done meanwhile is counted first */
     gmi_reap(m);
     gmi_tracer_resolve(m, false);

@@ -42,33 +42,6 @@ static int content_check(gmi_manager_t *m, gmi_arena_t *a, gmi_tensor_t *t, uint
   return mode == GEMINI_WRITE && whole ? CONTENT_FLIPS : CONTENT_WRONG;
 }
 
-/* Is everything in uses before what stream will do next, without a wait? */
-static inline bool uses_allow(gmi_manager_t *m, gmi_uses_t *uses, uint32_t stream) {
-  for (int i = 0; i < GMI_USES; i++) {
-    gmi_fence_t f = atomic_load_explicit(&uses->fence[i], memory_order_relaxed);
-    if (f && (stream == GMI_CALLER || gmi_fence_stream(f) != stream) && !gmi_fence_reached(m, f)) return false;
-  }
-  return true;
-}
-
-static inline bool pin_fast(gmi_manager_t *m, gmi_window_t *w, uint32_t mode, uint32_t stream) {
-  uint32_t word = atomic_load_explicit(&w->word, memory_order_acquire);
-  uint32_t needs = GMI_WINDOW_RESIDENT | GMI_WINDOW_SETTLED | (mode & GEMINI_WRITE ? GMI_WINDOW_DIRTY : 0);
-  uint32_t add = mode & GEMINI_WRITE ? 1 + GMI_WINDOW_WRITER : 1;
-  do {
-    if ((word & needs) != needs || (word & GMI_WINDOW_PINS) == GMI_WINDOW_PINS ||
-        (word & GMI_WINDOW_WRITERS) == GMI_WINDOW_WRITERS || !uses_allow(m, &w->writes, stream) ||
-        (mode & GEMINI_WRITE && !uses_allow(m, &w->reads, stream)))
-      return false;
-  } while (
-      !atomic_compare_exchange_weak_explicit(&w->word, &word, word + add, memory_order_acq_rel, memory_order_acquire));
-  return true;
-}
-
-static inline void unpin_fast(gmi_window_t *w, uint32_t mode) {
-  atomic_fetch_sub_explicit(&w->word, mode & GEMINI_WRITE ? 1 + GMI_WINDOW_WRITER : 1, memory_order_acq_rel);
-}
-
 /* ---- a tensor's users
  *
  * Each acquire counts itself in one field of the tensor's word: unit is 1 in that field, mask the field. */
@@ -158,7 +131,7 @@ static void fast_undo(gmi_manager_t *m, const fast_t *f, const gemini_access_t *
     gmi_lease_key_t key = lease_key(access, f->size);
     if (gmi_lease_claim(&m->leases, &key)) gmi_lease_end(&m->leases, &key);
   }
-  for (uint64_t i = f->first; i < end; i++) unpin_fast(&f->store->windows[i], access->mode);
+  for (uint64_t i = f->first; i < end; i++) gmi_window_unhold_device(&f->store->windows[i], access->mode);
   tensor_unhold(f->tensor, f->field);
 }
 
@@ -187,7 +160,7 @@ static bool fast_windows(gmi_manager_t *m, const gemini_access_t *access, uint32
     i = f->first = f->offset >> m->window_shift;
     f->last = (f->offset + f->size - 1) >> m->window_shift;
     if (f->last < atomic_load_explicit(&f->store->window_count, memory_order_acquire))
-      while (i <= f->last && pin_fast(m, &f->store->windows[i], access->mode, stream)) i++;
+      while (i <= f->last && gmi_window_hold_fast(m, &f->store->windows[i], access->mode, stream)) i++;
     if (i > f->last && !whole) { /* last, as it takes a lock, and all is in vain where the windows cannot be had */
       gmi_lease_key_t key = lease_key(access, f->size);
       f->leased = gmi_lease_add(&m->leases, &key) == GEMINI_OK;
@@ -275,50 +248,16 @@ static void uncount_acquire(gmi_manager_t *m, const gemini_access_t *access, con
 
 static gemini_status_t hold_window(gmi_manager_t *m, const gemini_access_t *access, const gmi_range_t *r,
                                    gmi_window_t *w) {
-  bool write = access->mode & GEMINI_WRITE;
   gemini_status_t status = gmi_updates_queue(m, w);
-  if (status) return status;
-  if (access->tier == GEMINI_TIER_DEVICE) {
-    uint32_t word = atomic_load(&w->word);
-    if (w->host_writers || (write && w->host_users))
-      return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of %s is %s", range_name(m, r),
-                      w->graph_held     ? "in use by a graph"
-                      : w->host_writers ? "acquired on the host for writing"
-                                        : "acquired on the host");
-    if ((word & GMI_WINDOW_PINS) == GMI_WINDOW_PINS || (word & GMI_WINDOW_WRITERS) == GMI_WINDOW_WRITERS)
-      return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of %s is acquired %u times, the limit", range_name(m, r),
-                      word & GMI_WINDOW_PINS);
-    atomic_fetch_add(&w->word, write ? 1 + GMI_WINDOW_WRITER : 1);
-    return GEMINI_OK;
-  }
-  if (!gmi_window_unsettle(w, write ? GMI_WINDOW_PINS : GMI_WINDOW_WRITERS))
-    return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of %s is acquired on the device", range_name(m, r));
-  if (write && w->user_pins)
-    return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of %s is pinned to the device", range_name(m, r));
-  if (write && w->graph_held)
-    return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of %s is in use by a graph", range_name(m, r));
-  if (w->host_users == UINT16_MAX)
-    return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of %s is acquired 65535 times, the limit", range_name(m, r));
-  w->host_users++;
-  w->batch_users++;
-  w->host_writers += write;
-  return GEMINI_OK;
-}
-
-static void unhold_window(const gemini_access_t *access, gmi_window_t *w) {
-  if (access->tier == GEMINI_TIER_DEVICE) {
-    unpin_fast(w, access->mode);
-  } else {
-    w->host_users--;
-    if (access->mode & GEMINI_WRITE) w->host_writers--;
-  }
+  const char *why = status ? NULL : gmi_window_hold(m, w, access->tier, access->mode);
+  return why ? gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of %s is %s", range_name(m, r), why) : status;
 }
 
 static gemini_status_t bring_window(gmi_manager_t *m, const gemini_access_t *access, const gmi_range_t *r, uint32_t i) {
   gmi_window_t *w = &r->store->windows[i];
   bool fresh = access->mode == GEMINI_WRITE && covers(m, r, i);
   if (access->tier == GEMINI_TIER_DEVICE) {
-    if (atomic_load(&w->word) & GMI_WINDOW_RESIDENT) {
+    if (gmi_window_is_resident(w)) {
       count_hits(m, 1);
       return GEMINI_OK;
     }
@@ -326,8 +265,8 @@ static gemini_status_t bring_window(gmi_manager_t *m, const gemini_access_t *acc
     return gmi_window_fetch(m, w, fresh, GEMINI_REASON_DEMAND, GMI_TAKE_EVICT);
   }
   if (fresh) {
-    if (w->io) { /* what is being read is dead already */
-      gmi_lane_wait_slot(m, &m->host.slots[w->slot], m->host.slots[w->slot].work_queued);
+    if (gmi_window_io(w)) { /* what is being read is dead already */
+      gmi_lane_wait_slot(m, &m->host.slots[gmi_window_slot(w)], m->host.slots[gmi_window_slot(w)].work_queued);
       gmi_files_poll(m);
     }
     gmi_file_forgive(w);
@@ -358,16 +297,14 @@ static gemini_status_t wait_windows(gmi_manager_t *m, const gemini_access_t *acc
       gmi_window_t *w = &r->store->windows[i];
       if (accesses[k].tier == GEMINI_TIER_HOST) {
         gemini_status_t status = gmi_window_settle_host(m, w);
-        if (!status && (accesses[k].mode & GEMINI_WRITE)) status = gmi_fence_sync(m, w->arrive);
+        if (!status && (accesses[k].mode & GEMINI_WRITE)) status = gmi_fence_sync(m, gmi_window_arrive(w));
         if (status) return status;
         continue;
       }
-      if (gmi_fence_reached(m, w->arrive)) atomic_fetch_or(&w->word, GMI_WINDOW_SETTLED);
-      else await(m, &waits, w->arrive);
-      bool write = accesses[k].mode & GEMINI_WRITE;
-      for (int u = 0; u < GMI_USES; u++) await(m, &waits, atomic_load(&w->writes.fence[u]));
-      for (int u = 0; write && u < GMI_USES; u++) await(m, &waits, atomic_load(&w->reads.fence[u]));
-      if (write) await(m, &waits, w->copied_out);
+      gmi_window_settle(m, w);
+      gmi_fence_t fences[GMI_WINDOW_FENCES];
+      uint32_t fence_count = gmi_window_fences(w, accesses[k].mode, fences);
+      for (uint32_t n = 0; n < fence_count; n++) await(m, &waits, fences[n]);
     }
   }
   for (uint32_t s = 0; waits.set; s++, waits.set >>= 1) {
@@ -400,7 +337,6 @@ static void commit(gmi_manager_t *m, gemini_access_t *access, const prepared_t *
     if (device) {
       gmi_window_wrote(m, w);
     } else {
-      gmi_window_drop_device(m, w);
       gmi_window_refilled(m, w);
       gmi_window_host_wrote(m, w);
     }
@@ -438,7 +374,7 @@ static gemini_status_t place_hosts(gmi_manager_t *m, const gemini_access_t *acce
       }
     }
     status = gmi_host_run(m, r->store, first, last - first + 1);
-    for (uint32_t i = first; i <= last; i++) r->store->windows[i].batch_placed = true;
+    for (uint32_t i = first; i <= last; i++) gmi_window_batch_place(&r->store->windows[i], true);
   }
   return status;
 }
@@ -447,7 +383,7 @@ static void batch_forget(const gemini_access_t *accesses, const prepared_t *p, u
   for (uint64_t k = 0; k < count; k++) {
     const gmi_range_t *r = &p[k].range;
     for (uint64_t i = r->first; accesses[k].tier == GEMINI_TIER_HOST && i <= r->last; i++)
-      r->store->windows[i].batch_users = 0, r->store->windows[i].batch_placed = false;
+      gmi_window_batch_end(&r->store->windows[i]);
   }
 }
 
@@ -458,8 +394,8 @@ static bool may_wait(const gemini_access_t *accesses, const prepared_t *p, uint6
     const gmi_range_t *r = &p[k].range;
     for (uint64_t i = r->first; accesses[k].tier == GEMINI_TIER_DEVICE && i <= r->last; i++) {
       const gmi_window_t *w = &r->store->windows[i];
-      if (w->deferred) return *for_updates_out = true;
-      may |= !(atomic_load_explicit(&w->word, memory_order_relaxed) & GMI_WINDOW_RESIDENT);
+      if (gmi_window_deferred(w)) return *for_updates_out = true;
+      may |= !gmi_window_is_resident(w);
     }
   }
   return may;
@@ -487,9 +423,9 @@ static uint64_t batch_lacks(const gmi_manager_t *m, const gemini_access_t *acces
       const gmi_range_t *r = &p[k].range;
       for (uint64_t i = r->first; accesses[k].tier == tier && i <= r->last; i++) {
         gmi_window_t *w = &r->store->windows[i];
-        bool placed = tier == GEMINI_TIER_DEVICE ? w->frame != GMI_NONE : w->slot != GMI_NONE;
-        lacking += !pass && !placed && !w->batch_placed;
-        w->batch_placed = !pass;
+        bool placed = tier == GEMINI_TIER_DEVICE ? gmi_window_frame(w) != GMI_NONE : gmi_window_has_slot(w);
+        lacking += !pass && !placed && !gmi_window_batch_placed(w);
+        gmi_window_batch_place(w, !pass);
       }
     }
   }
@@ -577,9 +513,9 @@ static gemini_status_t acquire_slow(gmi_manager_t *m, gemini_access_t *accesses,
       uint64_t n = k < held ? (r->first <= r->last ? (uint64_t)r->last - r->first + 1 : 0) : held_windows;
       for (uint64_t i = 0; i < n; i++) {
         gmi_window_t *w = &r->store->windows[r->first + i];
-        unhold_window(&accesses[k], w);
+        gmi_window_unhold(m, w, accesses[k].tier, accesses[k].mode);
         /* A frame taken for bytes that are not written after all holds nothing. */
-        if (w->frame != GMI_NONE && !(w->valid & GMI_VALID_DEVICE) && !(atomic_load(&w->word) & GMI_WINDOW_PINS)) {
+        if (gmi_window_frame(w) != GMI_NONE && !gmi_window_has(w, GMI_VALID_DEVICE) && !gmi_window_device_users(w)) {
           char message[440];
           memcpy(message, gmi_fail_message(), sizeof message);
           gmi_window_evict(m, w, GEMINI_REASON_DEMAND);
@@ -626,30 +562,6 @@ gemini_status_t gemini_acquire(gemini_manager_t mgr, gemini_access_t *accesses, 
                                gemini_stream_t stream) {
   gmi_manager_t *m = gmi_manager_get(mgr);
   API_RETURN(m ? acquire(m, accesses, count, stream) : GEMINI_ERR_HANDLE);
-}
-
-/* In a slot that is the stream's own or no longer counts, else after waiting for one of the others. */
-gemini_status_t gmi_window_use(gmi_manager_t *m, gmi_window_t *w, uint32_t mode, uint32_t stream, bool locked) {
-  atomic_store_explicit(&w->touched, atomic_load_explicit(&m->clock, memory_order_relaxed), memory_order_relaxed);
-  gmi_uses_t *uses = mode & GEMINI_WRITE ? &w->writes : &w->reads;
-  while (stream != GMI_CALLER) {
-    gmi_fence_t seen[GMI_USES];
-    int slot = GMI_USES;
-    for (int i = GMI_USES; i-- > 0;) {
-      seen[i] = atomic_load_explicit(&uses->fence[i], memory_order_relaxed);
-      if (!seen[i] || gmi_fence_stream(seen[i]) == stream || gmi_fence_reached(m, seen[i])) slot = i;
-    }
-    if (slot == GMI_USES) {
-      slot = 0;
-      if (!locked) gmi_lock(m, "gemini_release");
-      gemini_status_t status = gmi_fence_wait(m, stream, seen[slot]);
-      if (!locked) gmi_unlock(m);
-      if (status) return status;
-    }
-    gmi_fence_t now = gmi_fence_later(m, stream);
-    if (atomic_compare_exchange_strong(&uses->fence[slot], &seen[slot], now)) break;
-  }
-  return GEMINI_OK;
 }
 
 /* ---- release, in two passes: each access claims an acquire, or the claims are given up and nothing has changed; then
@@ -699,7 +611,7 @@ static gemini_status_t release_windows(gmi_manager_t *m, const gemini_access_t *
     gemini_status_t used = GEMINI_OK;
     if (access->tier == GEMINI_TIER_DEVICE) used = gmi_window_use(m, w, access->mode, stream, locked);
     if (used) status = used;
-    unhold_window(access, w);
+    gmi_window_unhold(m, w, access->tier, access->mode);
     if (access->tier == GEMINI_TIER_HOST) gmi_host_released(m, w);
   }
   return status;
@@ -803,11 +715,9 @@ static gemini_status_t each_check(gmi_manager_t *m, const gemini_access_t *acces
     status = gmi_range_resolve(m, &accesses[k], &r);
     for (uint64_t i = r.first; !status && moves && tier != GEMINI_TIER_DEVICE && i <= r.last; i++) {
       gmi_window_t *w = &r.store->windows[i];
-      uint32_t word = atomic_load(&w->word);
-      bool held = (word & GMI_WINDOW_RESIDENT) && ((word & GMI_WINDOW_PINS) || w->user_pins);
-      if (held || (tier == GEMINI_TIER_FILE && w->host_users))
-        status = gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of %s is %s", range_name(m, &r),
-                          w->user_pins ? "pinned" : "acquired");
+      const char *why = gmi_window_is_resident(w) ? gmi_window_busy(w, GMI_TO_EVICT) : NULL;
+      if (!why && tier == GEMINI_TIER_FILE && gmi_window_host_users(w)) why = "acquired";
+      if (why) status = gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of %s is %s", range_name(m, &r), why);
     }
   }
   return status;
@@ -830,27 +740,26 @@ static gemini_status_t each_window(gmi_manager_t *m, const gemini_access_t *acce
     for (uint64_t i = r.first; !status && i <= r.last; i++) {
       gmi_window_t *w = &r.store->windows[i];
       if (hold) status = gmi_updates_queue(m, w);
-      else if (w->deferred) continue;
+      else if (gmi_window_deferred(w)) continue;
       if (!status) status = fn(m, w, accesses[k].tier);
       if (status || !hold || accesses[k].tier != GEMINI_TIER_DEVICE) continue;
-      if ((atomic_load(&w->word) & GMI_WINDOW_PINS) == GMI_WINDOW_PINS)
-        status = gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of %s is acquired %u times, the limit", range_name(m, &r),
-                          GMI_WINDOW_PINS);
+      const char *why = gmi_window_hold(m, w, GEMINI_TIER_DEVICE, GEMINI_READ);
+      if (why) status = gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of %s is %s", range_name(m, &r), why);
       if (status) break;
-      atomic_fetch_add(&w->word, 1);
       held++;
     }
   }
   for (uint64_t k = 0; !status && hold && k < count; k++) { /* what comes from files has come */
     gmi_range_resolve(m, &accesses[k], &r);
     for (uint64_t i = r.first; !status && accesses[k].tier == GEMINI_TIER_HOST && i <= r.last; i++)
-      if (r.store->windows[i].io || r.store->windows[i].failed_read)
+      if (gmi_window_io(&r.store->windows[i]) || gmi_window_failed_read(&r.store->windows[i]))
         status = gmi_window_settle_host(m, &r.store->windows[i]);
   }
   for (uint64_t k = 0; held && k < count; k++) {
     if (accesses[k].tier != GEMINI_TIER_DEVICE) continue;
     gmi_range_resolve(m, &accesses[k], &r);
-    for (uint64_t i = r.first; held && i <= r.last; i++, held--) atomic_fetch_sub(&r.store->windows[i].word, 1);
+    for (uint64_t i = r.first; held && i <= r.last; i++, held--)
+      gmi_window_unhold_device(&r.store->windows[i], GEMINI_READ);
   }
   return status;
 }
@@ -858,17 +767,19 @@ static gemini_status_t each_window(gmi_manager_t *m, const gemini_access_t *acce
 static gemini_status_t hint_window(gmi_manager_t *m, gmi_window_t *w, uint32_t tier) {
   uint64_t room = m->config.host_bytes > m->host_used ? m->config.host_bytes - m->host_used : 0;
   gemini_status_t status = GEMINI_OK;
-  bool acquired = (atomic_load(&w->word) & GMI_WINDOW_PINS) || w->host_users;
-  if (tier == GEMINI_TIER_DEVICE && !w->host_writers) {
-    if (!(w->valid & (GMI_VALID_HOST | GMI_VALID_ZERO)) && w->slot == GMI_NONE && room < atomic_load(&m->window_bytes))
+  bool acquired = gmi_window_device_users(w) || gmi_window_host_users(w);
+  if (tier == GEMINI_TIER_DEVICE && !gmi_window_host_writers(w)) {
+    if (!gmi_window_has(w, GMI_VALID_HOST | GMI_VALID_ZERO) && !gmi_window_has_slot(w) &&
+        room < atomic_load(&m->window_bytes))
       return GEMINI_OK;
     status = gmi_window_fetch(m, w, false, GEMINI_REASON_CALLER, 0);
     if (status == GEMINI_ERR_OOM_DEVICE) status = GEMINI_OK;
-  } else if (tier == GEMINI_TIER_HOST && (w->slot != GMI_NONE || room >= atomic_load(&m->window_bytes)) &&
-             !(atomic_load(&w->word) & GMI_WINDOW_WRITERS) && !(w->valid & GMI_VALID_ZERO)) {
+  } else if (tier == GEMINI_TIER_HOST && (gmi_window_has_slot(w) || room >= atomic_load(&m->window_bytes)) &&
+             !gmi_window_has_writers(w) && !gmi_window_has(w, GMI_VALID_ZERO)) {
     status = gmi_window_to_host(m, w, false, GEMINI_REASON_CALLER);
-  } else if (tier == GEMINI_TIER_FILE && m->files && !acquired && !w->user_pins &&
-             (w->slot != GMI_NONE || room >= atomic_load(&m->window_bytes) || w->valid != GMI_VALID_DEVICE)) {
+  } else if (tier == GEMINI_TIER_FILE && m->files && !acquired && !gmi_window_is_pinned(w) &&
+             (gmi_window_has_slot(w) || room >= atomic_load(&m->window_bytes) ||
+              !gmi_window_has_only(w, GMI_VALID_DEVICE))) {
     status = gmi_window_to_file(m, w, GEMINI_REASON_CALLER);
     if (status == GEMINI_ERR_OOM_FILE) status = GEMINI_OK;
   }
@@ -885,7 +796,7 @@ static gemini_status_t move_window(gmi_manager_t *m, gmi_window_t *w, uint32_t t
   }
   if (tier == GEMINI_TIER_FILE) return gmi_window_to_file(m, w, GEMINI_REASON_CALLER);
   gemini_status_t status = gmi_window_evict(m, w, GEMINI_REASON_CALLER);
-  if (!status && !(w->valid & (GMI_VALID_HOST | GMI_VALID_ZERO)))
+  if (!status && !gmi_window_has(w, GMI_VALID_HOST | GMI_VALID_ZERO))
     status = gmi_window_to_host(m, w, false, GEMINI_REASON_CALLER);
   return status;
 }
@@ -901,16 +812,15 @@ static gemini_status_t pin(gmi_manager_t *m, const gemini_access_t *access) {
   uint64_t pinned = 0;
   for (uint64_t i = r.first; !status && i <= r.last; i++) {
     gmi_window_t *w = &r.store->windows[i];
-    if (w->user_pins == UINT16_MAX)
-      status = gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of %s is pinned 65535 times, the limit", range_name(m, &r));
-    if (!status) status = gmi_updates_queue(m, w);
+    status = gmi_updates_queue(m, w);
     if (!status) status = move_window(m, w, GEMINI_TIER_DEVICE);
+    const char *why = status ? NULL : gmi_window_pin(m, w);
+    if (why) status = gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of %s is %s", range_name(m, &r), why);
     if (status) break;
-    w->user_pins++;
     pinned++;
   }
   if (status)
-    for (uint64_t i = 0; i < pinned; i++) r.store->windows[r.first + i].user_pins--;
+    for (uint64_t i = 0; i < pinned; i++) gmi_window_unpin(m, &r.store->windows[r.first + i]);
   return status;
 }
 gemini_status_t gemini_pin(gemini_manager_t mgr, const gemini_access_t *access) { API_LOCKED(pin(m, access)); }
@@ -921,9 +831,9 @@ static gemini_status_t unpin(gmi_manager_t *m, const gemini_access_t *access) {
   gemini_status_t status = gmi_range_ready(m, access, &r);
   if (status) return status;
   for (uint64_t i = r.first; i <= r.last; i++)
-    if (!r.store->windows[i].user_pins)
+    if (!gmi_window_is_pinned(&r.store->windows[i]))
       return gmi_fail(GEMINI_ERR_STATE, 0, "a chunk of %s is not pinned", range_name(m, &r));
-  for (uint64_t i = r.first; i <= r.last; i++) r.store->windows[i].user_pins--;
+  for (uint64_t i = r.first; i <= r.last; i++) gmi_window_unpin(m, &r.store->windows[i]);
   return GEMINI_OK;
 }
 gemini_status_t gemini_unpin(gemini_manager_t mgr, const gemini_access_t *access) { API_LOCKED(unpin(m, access)); }

@@ -97,14 +97,7 @@ gemini_status_t gmi_arena_grow(gmi_manager_t *m, gmi_arena_t *store) {
   }
   uint32_t count = atomic_load(&store->window_count);
   uint32_t want = (uint32_t)((atomic_load(&store->size) + window - 1) >> m->window_shift);
-  for (uint32_t i = count; i < want; i++) {
-    gmi_window_t *w = &store->windows[i];
-    memset(w, 0, sizeof *w);
-    w->frame = w->slot = w->file_block = GMI_NONE;
-    w->arena = store->index;
-    w->index = i;
-    w->valid = GMI_VALID_ZERO;
-  }
+  for (uint32_t i = count; i < want; i++) gmi_window_init(&store->windows[i], store->index, i);
   if (want > count) {
     m->window_total += want - count;
     atomic_store_explicit(&store->window_count, want, memory_order_release);
@@ -201,6 +194,8 @@ static void arena_free(gmi_manager_t *m, gmi_arena_t *a) {
     if (a->base) m->dev->unreserve(m->dev_self, a->base, a->capacity);
     for (uint32_t i = 0; m->file_dir && a->windows && i < atomic_load(&a->window_count); i++)
       gmi_file_forgive(&a->windows[i]);
+    gmi_windows_check(m);
+    gmi_windows_forget_checks(m);
     gmi_space_free(a->windows, a->window_map_bytes);
   }
   free(a->order);
@@ -335,9 +330,10 @@ static gemini_status_t arena_destroy(gmi_manager_t *m, gemini_arena_t handle) {
   uint32_t count = a->store == a->index ? atomic_load(&a->window_count) : 0;
   for (uint32_t i = 0; i < count; i++) {
     gmi_window_t *w = &a->windows[i];
-    if ((atomic_load(&w->word) & GMI_WINDOW_PINS) || w->host_users || w->user_pins)
+    if (gmi_window_device_users(w) || gmi_window_host_users(w) || gmi_window_is_pinned(w))
       return gmi_fail(GEMINI_ERR_BUSY, 0, "a range of arena %s is acquired or pinned", a->name);
-    if (w->graphs) return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is in a graph that lives", a->name);
+    if (gmi_window_in_graphs(w))
+      return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is in a graph that lives", a->name);
   }
   status = tensors_kill(m, a);
   if (!status && a->store != a->index) { /* the parameters whose bytes it has taken cannot come back: they are zero */
@@ -393,9 +389,9 @@ static void tier_bytes(gmi_manager_t *m, const gmi_range_t *r, uint64_t out[GEMI
     uint64_t begin = i << m->window_shift, end = begin + atomic_load(&m->window_bytes);
     if (begin < r->offset) begin = r->offset;
     if (end > r->offset + r->size) end = r->offset + r->size;
-    if (w->valid & GMI_VALID_DEVICE) out[GEMINI_TIER_DEVICE] += end - begin;
-    else if (w->valid & GMI_VALID_HOST) out[GEMINI_TIER_HOST] += end - begin;
-    else if (w->valid & GMI_VALID_FILE) out[GEMINI_TIER_FILE] += end - begin;
+    if (gmi_window_has(w, GMI_VALID_DEVICE)) out[GEMINI_TIER_DEVICE] += end - begin;
+    else if (gmi_window_has(w, GMI_VALID_HOST)) out[GEMINI_TIER_HOST] += end - begin;
+    else if (gmi_window_has(w, GMI_VALID_FILE)) out[GEMINI_TIER_FILE] += end - begin;
   }
 }
 

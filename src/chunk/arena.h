@@ -3,6 +3,7 @@
 #ifndef GMI_ARENA_H
 #define GMI_ARENA_H
 
+#include "chunk/chunk.h"
 #include "core/manager.h"
 
 gmi_arena_t *gmi_arena_get(gmi_manager_t *m, gemini_arena_t handle);

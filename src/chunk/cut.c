@@ -160,8 +160,9 @@ static bool recut_possible(gmi_manager_t *m, uint64_t window) {
     gmi_arena_t *a = gmi_arena_at(m, i);
     for (uint32_t k = 0; a && a->windows && k < atomic_load(&a->window_count); k++) {
       gmi_window_t *w = &a->windows[k];
-      if ((atomic_load(&w->word) & GMI_WINDOW_PINS) || w->host_users || w->user_pins || w->deferred) return false;
-      if (w->slot != GMI_NONE && w->slot >= m->host.slot_count) return false;
+      if (gmi_window_device_users(w) || gmi_window_host_users(w) || gmi_window_is_pinned(w) || gmi_window_deferred(w))
+        return false;
+      if (gmi_window_has_slot(w) && gmi_window_slot(w) >= m->host.slot_count) return false;
     }
     if (a && a->store == i) {
       need += round_up(atomic_load(&a->size), window);
@@ -212,8 +213,8 @@ static void go_home(gmi_manager_t *m, const old_cut_t *old, uint32_t old_shift, 
   for (uint32_t i = 0; i < GMI_ARENAS; i++) {
     gmi_arena_t *a = gmi_arena_at(m, i);
     for (uint32_t k = 0; k < old[i].count; k++) {
-      if (!(old[i].windows[k].valid & GMI_VALID_HOST)) continue;
-      uint64_t from = (uint64_t)old[i].windows[k].slot << old_shift, offset = (uint64_t)k << old_shift;
+      if (!gmi_window_has(&old[i].windows[k], GMI_VALID_HOST)) continue;
+      uint64_t from = (uint64_t)gmi_window_slot(&old[i].windows[k]) << old_shift, offset = (uint64_t)k << old_shift;
       uint64_t to = (uint64_t)a->home * window + offset, end = round_up(atomic_load(&a->size), window);
       for (uint64_t at = 0; at < old_window && offset + at < end; at += p->bytes)
         p->goes[(from + at) / p->bytes] = (uint32_t)((to + at) / p->bytes);
@@ -230,17 +231,17 @@ static void recut_arena(gmi_manager_t *m, gmi_arena_t *a, const old_cut_t *old, 
     uint64_t begin = k * window, end = begin + window;
     bool any = false;
     for (uint64_t o = begin >> old_shift; o < old->count && o * old_window < end; o++)
-      any |= !(old->windows[o].valid & GMI_VALID_ZERO);
+      any |= !gmi_window_has(&old->windows[o], GMI_VALID_ZERO);
     if (!any) continue;
     gmi_host_slot_bind(m, &a->windows[k], a->home + k);
     for (uint64_t o = begin >> old_shift; o < old->count && o * old_window < end; o++) {
       uint64_t from = o * old_window > begin ? o * old_window : begin;
       uint64_t to = (o + 1) * old_window < end ? (o + 1) * old_window : end;
-      if (old->windows[o].valid & GMI_VALID_ZERO) memset(gmi_range_host(m, a, from), 0, to - from);
+      if (gmi_window_has(&old->windows[o], GMI_VALID_ZERO)) memset(gmi_range_host(m, a, from), 0, to - from);
     }
     uint64_t covered = old->count * old_window;
     if (covered < end) memset(gmi_range_host(m, a, covered), 0, end - covered);
-    a->windows[k].valid = GMI_VALID_HOST;
+    gmi_window_host_wrote(m, &a->windows[k]);
   }
 }
 
@@ -276,6 +277,8 @@ static void recut_install(gmi_manager_t *m, gmi_cut_t *cut, parts_t *p, old_cut_
     gmi_arena_t *a = gmi_arena_at(m, i);
     if (a && a->windows) old[i] = (old_cut_t){ a->windows, a->window_map_bytes, atomic_load(&a->window_count) };
   }
+  gmi_windows_check(m);
+  gmi_windows_forget_checks(m); /* the old records go */
   cut_install(m, cut);
   go_home(m, old, old_shift, p);
   for (uint32_t i = 0; i < GMI_ARENAS; i++) {

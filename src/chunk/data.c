@@ -28,7 +28,7 @@ static void window_part(gmi_manager_t *m, const gmi_range_t *r, uint64_t i, uint
 static gemini_status_t free_to_change(gmi_manager_t *m, const gmi_range_t *r) {
   for (uint64_t i = r->first; i <= r->last; i++) {
     gmi_window_t *w = &r->store->windows[i];
-    if (w->host_users || !gmi_window_unsettle(w, GMI_WINDOW_PINS))
+    if (gmi_window_host_users(w) || !gmi_window_unsettle(w, GMI_WINDOW_PINS))
       return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is acquired", r->store->name);
   }
   (void)m;
@@ -135,13 +135,12 @@ static gemini_status_t zero_prepare(gmi_manager_t *m, const gmi_arena_t *store, 
   uint64_t used = atomic_load(&store->size);
   gemini_status_t status = GEMINI_OK;
   bool whole = z->begin == base && z->end >= (end < used ? end : used);
-  z->how = whole && !w->user_pins                        ? ZERO_WHOLE
-           : w->valid & GMI_VALID_ZERO                   ? ZERO_ALREADY
-           : atomic_load(&w->word) & GMI_WINDOW_RESIDENT ? ZERO_ON_DEVICE
-                                                         : ZERO_ON_HOST;
+  z->how = whole && !gmi_window_is_pinned(w)   ? ZERO_WHOLE
+           : gmi_window_has(w, GMI_VALID_ZERO) ? ZERO_ALREADY
+           : gmi_window_is_resident(w)         ? ZERO_ON_DEVICE
+                                               : ZERO_ON_HOST;
   if (z->how == ZERO_ON_DEVICE) {
-    status = gmi_window_wait(m, m->copy_in, w, GEMINI_READ_WRITE);
-    return status ? status : gmi_fence_wait(m, m->copy_in, w->copied_out);
+    return gmi_window_wait(m, m->copy_in, w, GEMINI_READ_WRITE);
   }
   if (z->how != ZERO_ON_HOST) return GEMINI_OK;
   status = gmi_window_to_host(m, w, false, GEMINI_REASON_CALLER);
@@ -153,8 +152,7 @@ static gemini_status_t zero_on_device(gmi_manager_t *m, const gmi_arena_t *store
   gmi_fence_t fence = 0;
   gemini_status_t status = gmi_device_zero(m, m->copy_in, store->base + z->begin, z->end - z->begin);
   if (!status) status = gmi_fence_now(m, m->copy_in, &fence);
-  w->arrive = status ? gmi_fence_later(m, m->copy_in) : fence; /* it may be queued all the same */
-  atomic_fetch_and(&w->word, ~GMI_WINDOW_SETTLED);
+  gmi_window_fills(w, status ? gmi_fence_later(m, m->copy_in) : fence); /* it may be queued all the same */
   gmi_window_wrote(m, w);
   return status;
 }
@@ -192,9 +190,9 @@ static gemini_status_t zero_parts(gmi_manager_t *m, const gmi_arena_t *store, co
   for (uint64_t i = 0; !status && i < n; i++) status = gmi_updates_queue(m, zeros[i].window); /* may move any window */
   for (; !status && held < n; held += !status) {
     status = zero_prepare(m, store, &zeros[held]);
-    if (!status) zeros[held].window->host_users++; /* it keeps its slot */
+    if (!status) gmi_window_keep_slot(m, zeros[held].window, false); /* it keeps its slot */
   }
-  while (held-- > 0) zeros[held].window->host_users--;
+  while (held-- > 0) gmi_window_let_slot(m, zeros[held].window, false);
   if (!status) status = zero_commit(m, store, zeros, n);
   free(zeros);
   return status;
@@ -329,10 +327,8 @@ static gemini_status_t zeros_to_file(int fd, uint64_t size, uint64_t offset) {
 }
 
 static gemini_status_t file_check(const gmi_range_t *r, const gmi_window_t *w, bool write_file) {
-  if (!write_file && w->user_pins)
-    return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is pinned to the device", r->store->name);
-  if ((atomic_load(&w->word) & GMI_WINDOW_WRITERS) || w->host_writers)
-    return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is acquired for writing", r->store->name);
+  const char *why = gmi_window_busy(w, write_file ? GMI_TO_STORE : GMI_TO_LOAD);
+  if (why) return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is %s", r->store->name, why);
   return GEMINI_OK;
 }
 
@@ -377,12 +373,11 @@ static gemini_status_t file_range(gmi_manager_t *m, const gemini_access_t *acces
     status = file_check(&r, w, write_file); /* again: the lock was given up meanwhile */
     if (!status) status = gmi_updates_queue(m, w);
     if (status) return status;
-    bool zeros = write_file && w->valid & GMI_VALID_ZERO; /* which need no host memory */
+    bool zeros = write_file && gmi_window_has(w, GMI_VALID_ZERO); /* which need no host memory */
     if (!zeros) status = gmi_window_to_host(m, w, !write_file, GEMINI_REASON_UPDATE);
     if (!status && !zeros) status = gmi_window_settle_host(m, w);
     if (status) return status;
-    w->host_users++;
-    if (!write_file) w->host_writers++;
+    gmi_window_keep_slot(m, w, !write_file);
     gmi_unlock(m);
     const char *function = write_file ? "gemini_store" : "gemini_load";
     gmi_wait_t wait;
@@ -391,9 +386,8 @@ static gemini_status_t file_range(gmi_manager_t *m, const gemini_access_t *acces
                    : transfer(fd, gmi_range_host(m, r.store, begin), end - begin, at, write_file, &done);
     gmi_wait_end(m, &wait);
     gmi_lock(m, function);
-    w->host_users--;
+    gmi_window_let_slot(m, w, !write_file);
     if (!write_file) {
-      w->host_writers--;
       gmi_window_host_wrote(m, w);
       if (done) gmi_arena_each(m, r.arena, begin, done, not_free, NULL);
     }
@@ -487,7 +481,7 @@ typedef struct {
   uint64_t after;
 } norm_job_t;
 static gemini_status_t sum_by_workers(gmi_manager_t *m, norm_t *n, uint64_t i) {
-  gmi_slot_t *slot = &m->host.slots[n->range->store->windows[i].slot];
+  gmi_slot_t *slot = &m->host.slots[gmi_window_slot(&n->range->store->windows[i])];
   norm_job_t *j = calloc(1, sizeof *j);
   if (!j) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for a norm's record");
   j->slot = slot;
@@ -512,11 +506,11 @@ static gemini_status_t sum_window(gmi_manager_t *m, norm_t *n, uint64_t i) {
   gemini_status_t status = gmi_updates_queue(m, w);
   uint64_t begin, end;
   blocks_t b;
-  if (status || w->valid & GMI_VALID_ZERO) return status;
+  if (status || gmi_window_has(w, GMI_VALID_ZERO)) return status;
   norm_part(m, n, i, &begin, &end);
-  bool device = w->valid & GMI_VALID_DEVICE;
+  bool device = gmi_window_has(w, GMI_VALID_DEVICE);
   if (device) status = gmi_window_wait(m, m->update_stream, w, GEMINI_READ);
-  else if (!(w->valid & GMI_VALID_HOST)) status = gmi_window_to_host(m, w, false, GEMINI_REASON_UPDATE);
+  else if (!gmi_window_has(w, GMI_VALID_HOST)) status = gmi_window_to_host(m, w, false, GEMINI_REASON_UPDATE);
   for (uint64_t at = begin; !status && next_blocks(n, at, end, &b); at = blocks_end(&b)) {
     for (uint64_t k = 0; !status && k < b.count; k++) {
       if (device)
@@ -530,7 +524,7 @@ static gemini_status_t sum_window(gmi_manager_t *m, norm_t *n, uint64_t i) {
 
 static void norm_wait(gmi_manager_t *m, const gmi_window_t *w) {
   if (!gmi_window_work_pending(m, w)) return;
-  gmi_slot_t *slot = &m->host.slots[w->slot];
+  gmi_slot_t *slot = &m->host.slots[gmi_window_slot(w)];
   gmi_lane_wait_slot(m, slot, slot->work_queued);
 }
 
@@ -538,7 +532,7 @@ static void norm_wait(gmi_manager_t *m, const gmi_window_t *w) {
 static gemini_status_t sum_again(gmi_manager_t *m, norm_t *n, uint64_t i) {
   gmi_window_t *w = &n->range->store->windows[i];
   gemini_status_t status = GEMINI_OK;
-  if (!(w->valid & GMI_VALID_HOST)) status = gmi_window_to_host(m, w, false, GEMINI_REASON_UPDATE);
+  if (!gmi_window_has(w, GMI_VALID_HOST)) status = gmi_window_to_host(m, w, false, GEMINI_REASON_UPDATE);
   if (!status) status = gmi_window_settle_host(m, w);
   if (status) return status;
   gemini_update_span_t span = norm_span(m, n, i);
@@ -557,7 +551,7 @@ static gemini_status_t sum_windows(gmi_manager_t *m, norm_t *n) {
   blocks_t b;
   for (uint32_t i = r->first; !status && i <= r->last; i++) {
     if (!first_blocks(m, n, i, &b)) continue;
-    if (windows[i].deferred || windows[i].valid == GMI_VALID_FILE) later[count++] = i;
+    if (gmi_window_deferred(&windows[i]) || gmi_window_has_only(&windows[i], GMI_VALID_FILE)) later[count++] = i;
     else status = sum_window(m, n, i);
   }
   gmi_fence_t queued;

@@ -133,7 +133,7 @@ static void finished(gmi_block_request_t *request) {
 
 /* The device's copy into or out of the slot is waited for here: it takes a fraction of what the transfer will. */
 static gemini_status_t transfer(gmi_manager_t *m, gmi_window_t *w, uint32_t block, bool write, uint32_t reason) {
-  gmi_slot_t *slot = &m->host.slots[w->slot];
+  gmi_slot_t *slot = &m->host.slots[gmi_window_slot(w)];
   gmi_file_forgive(w); /* an earlier read: this is the next attempt */
   gemini_status_t status = gmi_window_settle_host(m, w);
   if (status) return status;
@@ -152,7 +152,7 @@ static gemini_status_t transfer(gmi_manager_t *m, gmi_window_t *w, uint32_t bloc
   io->request.owner = io->owner;
   io->request.done = finished;
   io->request.user = io;
-  w->io = io;
+  gmi_window_io_set(m, w, io);
   m->io_count++;
   m->io_writes += write;
   io->work = ++slot->work_queued;
@@ -181,39 +181,31 @@ static void give_block(gmi_manager_t *m, uint32_t block) {
   m->file_used -= window_bytes(m);
 }
 
-void gmi_file_forgive(gmi_window_t *w) {
-  free(w->failed_read);
-  w->failed_read = NULL;
-}
+void gmi_file_forgive(gmi_window_t *w) { free(gmi_window_failed_read_take(w)); }
 
 /* What a finished transfer did. Returns its failure. */
 static gemini_status_t reap_one(gmi_manager_t *m, gmi_io_t *io) {
   gmi_window_t *w = io->window;
   gemini_status_t status = io->request.io.status;
   gmi_lane_wait_slot(m, io->slot, io->work); /* finished() is about to say so */
-  w->io = NULL;
+  gmi_window_io_set(m, w, NULL);
   m->io_count--;
   m->io_writes -= io->request.write;
   if (!status) measure(m, io);
+  bool keep = false; /* for the next caller that wants the chunk */
   if (io->request.write) {
-    if (status || io->rewritten) {
-      give_block(m, io->block);
-    } else {
-      w->file_block = io->block;
-      w->valid |= GMI_VALID_FILE;
-    }
+    if (status || io->rewritten) give_block(m, io->block);
+    else gmi_window_block_valid(m, w, io->block);
   } else if (io->superseded) {
     if (io->rewritten) give_block(m, io->block);
   } else if (status) { /* the host copy is none; an update that was to change it does not run */
-    w->valid &= (uint8_t)~GMI_VALID_HOST;
-    if (io->rewritten) w->file_block = io->block;
-    if (io->rewritten || !w->valid) w->valid |= GMI_VALID_FILE;
+    gmi_window_read_failed(m, w, io, io->rewritten ? io->block : GMI_NONE);
+    keep = true;
   } else if (io->rewritten) {
     give_block(m, io->block);
   }
   if (status) gmi_fail(status, io->request.io.native_code, "%s", io->request.message);
-  if (status && !io->request.write && !io->superseded) w->failed_read = io; /* for who wants the window */
-  else free(io);
+  if (!keep) free(io);
   return status;
 }
 
@@ -235,8 +227,8 @@ void gmi_files_poll(gmi_manager_t *m) {
 gemini_status_t gmi_files_reap(gmi_manager_t *m, gmi_window_t *of) {
   gmi_files_poll(m);
   gemini_status_t status = GEMINI_OK; /* each is told once */
-  if (of && of->failed_read) {
-    const gmi_block_request_t *request = &of->failed_read->request;
+  if (of && gmi_window_failed_read(of)) {
+    const gmi_block_request_t *request = &gmi_window_failed_read(of)->request;
     status = gmi_fail(request->io.status, request->io.native_code, "%s", request->message);
     gmi_file_forgive(of);
   } else if (!of && m->io_failure) {
@@ -247,21 +239,18 @@ gemini_status_t gmi_files_reap(gmi_manager_t *m, gmi_window_t *of) {
 }
 
 void gmi_file_supersede(gmi_window_t *w) {
-  if (w->io) w->io->superseded = true;
+  if (gmi_window_io(w)) gmi_window_io(w)->superseded = true;
   gmi_file_forgive(w);
 }
 
 /* ---- blocks */
-void gmi_file_drop(gmi_manager_t *m, gmi_window_t *w) {
-  if (w->io) {
-    w->io->rewritten = true;
-    if (!w->io->request.write) w->file_block = GMI_NONE; /* given back when it has been read */
-  }
-  w->valid &= (uint8_t)~GMI_VALID_FILE;
-  if (w->file_block == GMI_NONE) return;
-  give_block(m, w->file_block);
-  w->file_block = GMI_NONE;
+void gmi_file_drop_block(gmi_manager_t *m, gmi_window_t *w, uint32_t block) {
+  gmi_io_t *io = gmi_window_io(w);
+  if (io) io->rewritten = true;
+  if (io && !io->request.write) return; /* given back when it has been read */
+  if (block != GMI_NONE) give_block(m, block);
 }
+void gmi_file_drop(gmi_manager_t *m, gmi_window_t *w) { gmi_file_drop_block(m, w, gmi_window_block_lost(m, w)); }
 
 /* Blocks whose bytes are in another tier as well give way. */
 void gmi_files_shrink(gmi_manager_t *m, uint64_t bytes) {
@@ -270,14 +259,13 @@ void gmi_files_shrink(gmi_manager_t *m, uint64_t bytes) {
     gmi_arena_t *a = gmi_arena_at(m, i);
     for (uint32_t k = 0; a && a->windows && k < atomic_load(&a->window_count) && m->file_used > bytes; k++) {
       gmi_window_t *w = &a->windows[k];
-      if (w->file_block == GMI_NONE || !(w->valid & ~GMI_VALID_FILE)) continue;
-      if (w->io) { /* it is being read: the block goes when the bytes have come */
-        gmi_lane_wait_slot(m, w->io->slot, w->io->slot->work_queued);
+      if (gmi_window_block(w) == GMI_NONE || gmi_window_has_only(w, GMI_VALID_FILE)) continue;
+      if (gmi_window_io(w)) { /* it is being read: the block goes when the bytes have come */
+        gmi_lane_wait_slot(m, gmi_window_io(w)->slot, gmi_window_io(w)->slot->work_queued);
         gmi_files_poll(m);
-        if (w->file_block == GMI_NONE || !(w->valid & ~GMI_VALID_FILE)) continue;
+        if (gmi_window_block(w) == GMI_NONE || gmi_window_has_only(w, GMI_VALID_FILE)) continue;
       }
       gmi_file_drop(m, w);
-      if (w->valid == GMI_VALID_DEVICE) atomic_fetch_or(&w->word, GMI_WINDOW_DIRTY);
     }
   }
 }
@@ -322,7 +310,7 @@ gemini_status_t gmi_file_write(gmi_manager_t *m, gmi_window_t *w, uint32_t reaso
 }
 
 gemini_status_t gmi_file_read(gmi_manager_t *m, gmi_window_t *w, uint32_t reason) {
-  gemini_status_t status = transfer(m, w, w->file_block, false, reason);
-  if (!status) w->valid |= GMI_VALID_HOST;
+  gemini_status_t status = transfer(m, w, gmi_window_block(w), false, reason);
+  if (!status) gmi_window_host_valid(m, w);
   return status;
 }

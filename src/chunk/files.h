@@ -3,6 +3,7 @@
 #ifndef GMI_FILES_H
 #define GMI_FILES_H
 
+#include "chunk/chunk.h"
 #include "core/manager.h"
 
 extern const struct gmi_sys *gmi_files_sys; /* of managers opened from now on; for tests. NULL: the system's own */
@@ -16,9 +17,11 @@ gemini_status_t gmi_file_read(gmi_manager_t *m, gmi_window_t *w, uint32_t reason
 void gmi_files_poll(gmi_manager_t *m); /* notes what finished transfers did */
 /* The same. Fails when of's bytes did not come; of NULL: when a write failed. */
 gemini_status_t gmi_files_reap(gmi_manager_t *m, gmi_window_t *of);
-void gmi_file_supersede(gmi_window_t *w); /* its bytes are about to be overwritten elsewhere */
-void gmi_file_forgive(gmi_window_t *w);   /* nobody wants any more what could not be read */
-void gmi_file_drop(gmi_manager_t *m, gmi_window_t *w);
+void gmi_file_supersede(gmi_window_t *w);              /* its bytes are about to be overwritten elsewhere */
+void gmi_file_forgive(gmi_window_t *w);                /* nobody wants any more what could not be read */
+void gmi_file_drop(gmi_manager_t *m, gmi_window_t *w); /* its block goes; its bytes are elsewhere, too */
+/* The same for a block that its record has lost already; GMI_NONE: it had none, or it is being read. */
+void gmi_file_drop_block(gmi_manager_t *m, gmi_window_t *w, uint32_t block);
 void gmi_files_shrink(gmi_manager_t *m, uint64_t bytes); /* to so many, as far as no bytes are lost */
 gemini_status_t gmi_files_resize(gmi_manager_t *m, uint64_t bytes);
 /* Host memory that transfers will use from now on, or not any more (then none uses it). */

@@ -95,25 +95,8 @@ bool gmi_graphs_busy(const gmi_manager_t *m) {
   return false;
 }
 
-/* Keeps others from a window that is on the device nowhere but in a place. */
-static void hold(gmi_window_t *w) {
-  w->graph_held = true;
-  w->host_users++;
-  w->host_writers++;
-}
-static void unhold(gmi_window_t *w) {
-  w->graph_held = false;
-  w->host_users--;
-  w->host_writers--;
-}
-
 static gemini_status_t free_for_graph(gmi_manager_t *m, const gmi_window_t *w) {
-  const char *why = w->graph_held                             ? "in use by another graph"
-                    : w->user_pins                            ? "pinned to the device"
-                    : atomic_load(&w->word) & GMI_WINDOW_PINS ? "acquired on the device"
-                    : w->host_writers                         ? "acquired on the host for writing"
-                    : w->host_users == UINT16_MAX             ? "acquired 65535 times, the limit"
-                                                              : NULL;
+  const char *why = gmi_window_busy(w, GMI_TO_USE_IN_GRAPH);
   return why ? gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is %s", name_of(m, w), why) : GEMINI_OK;
 }
 
@@ -122,7 +105,7 @@ static void graph_free(gmi_manager_t *m, gmi_graph_t *g) {
   if (g->capture) m->dev->capture_close(m->dev_self, g->capture);
   for (uint32_t i = 0; i < g->place_count; i++) gmi_frame_give(m, g->places[i].frame, g->left);
   m->graph_frames -= g->place_count;
-  for (uint32_t i = 0; i < g->part_count; i++) g->parts[i].window->graphs--;
+  for (uint32_t i = 0; i < g->part_count; i++) gmi_window_graphs_sub(g->parts[i].window);
   if (g->state == GRAPH_OPEN) atomic_fetch_and(&m->graph_streams, ~(UINT64_C(1) << g->stream));
   gmi_lease_drop_graph(&m->leases, g->index + 1);
   m->graphs[g->index] = NULL;
@@ -222,10 +205,11 @@ static gemini_status_t graph_end(gmi_manager_t *m, gemini_graph_t handle) {
   gmi_lease_drop_graph(&m->leases, g->index + 1);
   for (uint32_t i = 0; i < g->part_count; i++) {
     part_t *p = &g->parts[i];
-    if (p->readers && !p->kept) unhold(p->window);
+    if (p->readers && !p->kept) gmi_window_graph_unhold(m, p->window);
     p->readers = p->writers = 0;
-    if (p->place != GMI_NONE && p->window->mapping.frame_1 == g->places[p->place].frame + 1) /* as after a replay */
-      gmi_map_leave(m, gmi_window_device(m, p->window), &p->window->mapping, 0);
+    if (p->place != GMI_NONE &&
+        gmi_window_mapping(p->window)->frame_1 == g->places[p->place].frame + 1) /* as after a replay */
+      gmi_map_leave(m, gmi_window_device(m, p->window), gmi_window_mapping(p->window), 0);
   }
   return GEMINI_OK;
 }
@@ -239,8 +223,8 @@ static gemini_status_t graph_destroy(gmi_manager_t *m, gemini_graph_t handle) {
   if (status) return status;
   for (uint32_t i = 0; i < g->part_count; i++) {
     gmi_window_t *w = g->parts[i].window;
-    if (g->parts[i].readers && !g->parts[i].kept) unhold(w);
-    w->graphs--;
+    if (g->parts[i].readers && !g->parts[i].kept) gmi_window_graph_unhold(m, w);
+    gmi_window_graphs_sub(w);
     gmi_host_released(m, w);
   }
   g->part_count = 0;
@@ -304,14 +288,14 @@ static gemini_status_t part_take(gmi_graph_t *g, gmi_window_t *w, part_t **part_
   *part_out = part_find(g, w);
   if (*part_out) return GEMINI_OK;
   if (!grow((void **)&g->parts, &g->part_capacity, g->part_count, sizeof *g->parts)) return no_memory();
-  w->graphs++; /* at most GMI_GRAPHS */
+  gmi_window_graphs_add(w);
   *part_out = &g->parts[g->part_count++];
-  **part_out = (part_t){ .window = w, .place = GMI_NONE, .kept = atomic_load(&w->word) & GMI_WINDOW_PINS };
+  **part_out = (part_t){ .window = w, .place = GMI_NONE, .kept = gmi_window_device_users(w) };
   return GEMINI_OK;
 }
 
 static bool still_acquired(const part_t *p, bool write) {
-  return atomic_load(&p->window->word) & (write ? GMI_WINDOW_WRITERS : GMI_WINDOW_PINS);
+  return write ? gmi_window_has_writers(p->window) : gmi_window_device_users(p->window) > 0;
 }
 
 /* A use inside the capture begins. A window that takes turns leaves the device: its bytes are not wanted now, only its
@@ -335,7 +319,7 @@ static gemini_status_t part_hold(gmi_manager_t *m, gmi_graph_t *g, const gemini_
     if (!status) status = gmi_window_evict(m, w, GEMINI_REASON_DEMAND);
     if (!status) status = gmi_host_slot_take(m, w);
     if (status) return status;
-    hold(w);
+    gmi_window_graph_hold(m, w);
   }
   p->readers += !write;
   p->writers += write;
@@ -344,11 +328,11 @@ static gemini_status_t part_hold(gmi_manager_t *m, gmi_graph_t *g, const gemini_
 }
 
 /* It ends: true when it was the last one of a window that takes turns. */
-static bool part_drop(part_t *p, uint32_t mode) {
+static bool part_drop(gmi_manager_t *m, part_t *p, uint32_t mode) {
   if (mode & GEMINI_WRITE) p->writers--;
   else p->readers--;
   if (p->kept || p->readers) return false;
-  unhold(p->window);
+  gmi_window_graph_unhold(m, p->window);
   return true;
 }
 
@@ -382,7 +366,7 @@ static gemini_status_t part_fetch(gmi_manager_t *m, gmi_graph_t *g, uint32_t par
         op_name(m), name_of(m, w), (unsigned long long)w->index << m->window_shift, name_of(m, other),
         (unsigned long long)other->index << m->window_shift, (unsigned long long)g->place_count << m->window_shift);
   }
-  gemini_status_t status = gmi_map(m, gmi_window_device(m, w), place->frame, &w->mapping);
+  gemini_status_t status = gmi_map(m, gmi_window_device(m, w), place->frame, gmi_window_mapping(w));
   if (status) return status;
   status = m->dev->capture_fetch(m->dev_self, g->capture, at, gmi_window_device(m, w), gmi_window_host(m, w),
                                  window_bytes(m));
@@ -468,7 +452,7 @@ gemini_status_t gmi_graph_acquire(gmi_manager_t *m, gemini_access_t *accesses, u
     if (gmi_range_resolve(m, &accesses[k], &r)) break; /* never: the lock is held since the first time */
     if (!status) accesses[k].ptr = r.store->base + r.offset;
     for (uint64_t i = r.first; status && held && i <= r.last; i++, held--)
-      part_drop(part_find(g, &r.store->windows[i]), accesses[k].mode);
+      part_drop(m, part_find(g, &r.store->windows[i]), accesses[k].mode);
     gmi_lease_key_t key = lease_of(g, &accesses[k], &r);
     if (status && gmi_lease_claim(&m->leases, &key)) gmi_lease_end(&m->leases, &key);
   }
@@ -502,7 +486,7 @@ gemini_status_t gmi_graph_release(gmi_manager_t *m, const gemini_access_t *acces
     gmi_lease_end(&m->leases, &key);
     for (uint64_t i = r.first; i <= r.last; i++) {
       part_t *p = part_find(g, &r.store->windows[i]);
-      if (!part_drop(p, accesses[k].mode)) continue;
+      if (!part_drop(m, p, accesses[k].mode)) continue;
       g->places[p->place].used = ++g->clock;
       if (status) continue; /* the others are released all the same */
       status = m->dev->capture_used(m->dev_self, g->capture, p->place);
@@ -534,16 +518,16 @@ static gemini_status_t enter_check(gmi_manager_t *m, const gmi_graph_t *g) {
 /* Its newest bytes come to its host slot, and its address to its place, before what the stream does next. */
 static gemini_status_t part_ready(gmi_manager_t *m, const gmi_graph_t *g, const part_t *p, uint32_t stream) {
   gmi_window_t *w = p->window;
-  gemini_status_t status = w->deferred ? gmi_updates_queue(m, w) : GEMINI_OK;
-  if (!status && (!(w->valid & GMI_VALID_HOST) || atomic_load(&w->word) & GMI_WINDOW_RESIDENT || w->io))
+  gemini_status_t status = gmi_window_deferred(w) ? gmi_updates_queue(m, w) : GEMINI_OK;
+  if (!status && (!gmi_window_has(w, GMI_VALID_HOST) || gmi_window_is_resident(w) || gmi_window_io(w)))
     status = gmi_window_to_host(m, w, true, GEMINI_REASON_DEMAND);
   /* What comes from a file is waited for here, as for a fetch: a copy of bytes that did not come could not be taken
    * back. */
-  if (!status && (w->io || w->failed_read)) status = gmi_window_settle_host(m, w);
+  if (!status && (gmi_window_io(w) || gmi_window_failed_read(w))) status = gmi_window_settle_host(m, w);
   /* Where that changes, it waits for what used the address, and so for copies between its frame and its slot. */
-  if (!status) status = gmi_map(m, gmi_window_device(m, w), g->places[p->place].frame, &w->mapping);
+  if (!status) status = gmi_map(m, gmi_window_device(m, w), g->places[p->place].frame, gmi_window_mapping(w));
   if (status || !gmi_window_work_pending(m, w)) return status;
-  gmi_slot_t *slot = &m->host.slots[w->slot];
+  gmi_slot_t *slot = &m->host.slots[gmi_window_slot(w)];
   return m->dev->wait_flag(m->dev_self, stream, &slot->work_done, slot->work_queued);
 }
 
@@ -562,7 +546,7 @@ static gemini_status_t graph_enter(gmi_manager_t *m, gemini_graph_t handle, gemi
   if (!status) status = m->events->stream_waits(m, s, g->left);
   if (status) return status;
   for (uint32_t i = 0; i < g->part_count; i++)
-    if (g->parts[i].place != GMI_NONE) hold(g->parts[i].window);
+    if (g->parts[i].place != GMI_NONE) gmi_window_graph_hold(m, g->parts[i].window);
   g->stream = s;
   g->state = GRAPH_ENTERED;
   return GEMINI_OK;
@@ -583,9 +567,9 @@ static gemini_status_t graph_leave(gmi_manager_t *m, gemini_graph_t handle) {
   for (uint32_t i = 0; i < g->part_count; i++) {
     gmi_window_t *w = g->parts[i].window;
     if (g->parts[i].place == GMI_NONE) continue;
-    unhold(w);
-    m->host.slots[w->slot].fence = left; /* the replay is behind the older ones */
-    gmi_map_leave(m, gmi_window_device(m, w), &w->mapping, left);
+    gmi_window_graph_unhold(m, w);
+    m->host.slots[gmi_window_slot(w)].fence = left; /* the replay is behind the older ones */
+    gmi_map_leave(m, gmi_window_device(m, w), gmi_window_mapping(w), left);
   }
   m->stats.moved_chunks[GEMINI_LINK_H2D][GEMINI_REASON_PLAN] += g->copies;
   m->stats.moved_bytes[GEMINI_LINK_H2D][GEMINI_REASON_PLAN] += g->copies << m->window_shift;

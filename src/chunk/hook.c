@@ -241,7 +241,7 @@ static void *hook_malloc(const char *operation, uint64_t size, bool negative, in
     if (negative) status = gmi_fail(GEMINI_ERR_INVALID, 0, "size is negative");
     else status = hook_alloc(m, size, native, &ptr);
     if (status) tell(m);
-    pthread_mutex_unlock(&m->lock); /* without sending logs */
+    gmi_unlock_quietly(m);
     leave(slot - 1);
   }
   if (status) gmi_fail_operation(operation);
@@ -250,7 +250,7 @@ static void *hook_malloc(const char *operation, uint64_t size, bool negative, in
 
 /* ---- free */
 static gemini_status_t hook_free_in(gmi_manager_t *m, const char *operation, void *ptr, void *native) {
-  if (pthread_mutex_trylock(&m->lock)) {
+  if (!gmi_lock_try(m)) {
     if (put_aside(m, ptr, native)) return GEMINI_OK;
     gmi_lock_beside(m, operation); /* no memory to remember it */
   } else {
@@ -258,7 +258,7 @@ static gemini_status_t hook_free_in(gmi_manager_t *m, const char *operation, voi
   }
   if (atomic_load_explicit(&m->hook_waiting, memory_order_relaxed)) drain(m, false);
   gemini_status_t status = free_or_put_aside(m, ptr, native, false);
-  pthread_mutex_unlock(&m->lock);
+  gmi_unlock_quietly(m);
   return status;
 }
 

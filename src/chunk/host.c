@@ -152,7 +152,7 @@ static gemini_status_t part_set(gmi_manager_t *m, uint64_t part, uint64_t want) 
   uint64_t begin = part * m->host.part_bytes, has = m->host.committed[part];
   gemini_status_t status = GEMINI_OK, changed;
   for (uint64_t s = begin >> m->window_shift; s << m->window_shift < begin + has; s++)
-    if (m->host.slots && m->host.slots[s].window && m->host.slots[s].window->graphs)
+    if (m->host.slots && m->host.slots[s].window && gmi_window_in_graphs(m->host.slots[s].window))
       return gmi_fail(GEMINI_ERR_OOM_HOST, 0, "%llu bytes of host memory stay as they are while graphs copy from them",
                       (unsigned long long)has);
   if (has) {
@@ -200,9 +200,9 @@ uint8_t *gmi_slot_address(const gmi_manager_t *m, uint32_t slot) {
   return m->host.base + ((uint64_t)slot << m->window_shift);
 }
 uint8_t *gmi_window_host(gmi_manager_t *m, const gmi_window_t *w) {
-  return w->slot == GMI_NONE ? NULL : gmi_slot_address(m, w->slot);
+  return !gmi_window_has_slot(w) ? NULL : gmi_slot_address(m, gmi_window_slot(w));
 }
-static gmi_slot_t *slot_of(const gmi_manager_t *m, const gmi_window_t *w) { return &m->host.slots[w->slot]; }
+static gmi_slot_t *slot_of(const gmi_manager_t *m, const gmi_window_t *w) { return &m->host.slots[gmi_window_slot(w)]; }
 
 static uint32_t budget_slots(const gmi_manager_t *m, uint64_t bytes) {
   uint64_t count = bytes >> m->window_shift;
@@ -324,8 +324,8 @@ static uint32_t free_run(const gmi_manager_t *m, uint32_t hint, uint32_t count) 
 /* Where a window goes: home, beside its neighbours, or anywhere. There is a free slot. */
 static uint32_t choose_slot(gmi_manager_t *m, const gmi_window_t *w) {
   gmi_arena_t *a = gmi_window_arena(m, w);
-  uint32_t home = home_of(m, w), below = w->index ? a->windows[w->index - 1].slot : GMI_NONE;
-  uint32_t above = w->index + 1 < atomic_load(&a->window_count) ? a->windows[w->index + 1].slot : GMI_NONE;
+  uint32_t home = home_of(m, w), below = w->index ? gmi_window_slot(&a->windows[w->index - 1]) : GMI_NONE;
+  uint32_t above = w->index + 1 < atomic_load(&a->window_count) ? gmi_window_slot(&a->windows[w->index + 1]) : GMI_NONE;
   if (is_free(m, home)) return home;
   if (below != GMI_NONE && below + 1 < m->host.slot_count && is_free(m, below + 1)) return below + 1;
   if (above != GMI_NONE && above && is_free(m, above - 1)) return above - 1;
@@ -341,19 +341,17 @@ static void count_used(gmi_manager_t *m, uint32_t slots) {
 
 void gmi_host_slot_bind(gmi_manager_t *m, gmi_window_t *w, uint32_t slot) {
   mark_free(m, slot, false);
-  m->host.slots[slot].window = w;
   m->host.slots[slot].failure = GEMINI_OK;
-  w->slot = slot;
+  gmi_window_slot_set(m, w, slot);
   count_used(m, 1);
 }
 
 void gmi_host_slot_drop(gmi_manager_t *m, gmi_window_t *w) {
-  if (w->slot == GMI_NONE || w->graphs) return;
-  uint32_t slot = w->slot;
+  if (!gmi_window_has_slot(w) || gmi_window_in_graphs(w)) return;
+  uint32_t slot = gmi_window_slot(w);
   gmi_file_forgive(w);
-  m->host.slots[slot].window = NULL;
+  gmi_window_slot_set(m, w, GMI_NONE);
   mark_free(m, slot, true);
-  w->slot = GMI_NONE;
   m->host_used -= window_bytes(m);
   if (slot >= m->host.slot_count) decommit_from(m, m->config.host_bytes);
 }
@@ -369,21 +367,23 @@ static gemini_status_t slot_quiet(gmi_manager_t *m, gmi_slot_t *s) {
 }
 
 void gmi_window_refilled(gmi_manager_t *m, gmi_window_t *w) {
-  if (w->io) (void)slot_quiet(m, &m->host.slots[w->slot]); /* a read of bytes that are dead must not fail others */
-  m->host.slots[w->slot].failure = GEMINI_OK;
+  if (gmi_window_io(w))
+    (void)slot_quiet(m, &m->host.slots[gmi_window_slot(w)]); /* a read of bytes that are dead must not fail others */
+  m->host.slots[gmi_window_slot(w)].failure = GEMINI_OK;
   gmi_file_forgive(w);
 }
 
 bool gmi_window_work_pending(const gmi_manager_t *m, const gmi_window_t *w) {
-  if (w->slot == GMI_NONE) return false;
+  if (!gmi_window_has_slot(w)) return false;
   const gmi_slot_t *s = slot_of(m, w);
   return atomic_load_explicit(&s->work_done, memory_order_acquire) < s->work_queued;
 }
 
 gemini_status_t gmi_window_settle_host(gmi_manager_t *m, gmi_window_t *w) {
-  if (w->slot == GMI_NONE) return GEMINI_OK;
+  if (!gmi_window_has_slot(w)) return GEMINI_OK;
   gemini_status_t status = slot_quiet(m, slot_of(m, w));
-  if (status || !w->failed_read || !(w->valid & GMI_VALID_FILE)) return status ? status : gmi_files_reap(m, w);
+  if (status || !gmi_window_failed_read(w) || !gmi_window_has(w, GMI_VALID_FILE))
+    return status ? status : gmi_files_reap(m, w);
   /* Who wants the window hears of an attempt of his own: the one that failed may have been begun long ago. */
   status = gmi_file_read(m, w, GEMINI_REASON_DEMAND);
   if (!status) status = slot_quiet(m, slot_of(m, w));
@@ -404,18 +404,18 @@ void gmi_host_updated(gmi_manager_t *m, gmi_window_t *w) {
 void gmi_host_forget(gmi_manager_t *m) { m->host.updated_first = m->host.updated_end; }
 
 static bool reclaimable(gmi_manager_t *m, const gmi_window_t *w, int level) {
-  if (!w || w->host_users || w->graphs || w->io || gmi_window_work_pending(m, w)) return false;
-  if (!(w->valid & GMI_VALID_HOST)) return level == RECLAIM_STALE;
-  if (w->valid & (GMI_VALID_DEVICE | GMI_VALID_FILE | GMI_VALID_ZERO)) return level == RECLAIM_CLEAN;
+  if (!w || gmi_window_host_users(w) || gmi_window_in_graphs(w) || gmi_window_io(w) || gmi_window_work_pending(m, w))
+    return false;
+  if (!gmi_window_has(w, GMI_VALID_HOST)) return level == RECLAIM_STALE;
+  if (gmi_window_has(w, GMI_VALID_DEVICE | GMI_VALID_FILE | GMI_VALID_ZERO)) return level == RECLAIM_CLEAN;
   uint32_t kind = gmi_window_arena(m, w)->kind;
   if (kind == GEMINI_KIND_PARAM || kind == GEMINI_KIND_GRAD) return level == RECLAIM_ANY;
-  return level == (w->deferred ? RECLAIM_DEFERRED : RECLAIM_STATES);
+  return level == (gmi_window_deferred(w) ? RECLAIM_DEFERRED : RECLAIM_STATES);
 }
 
 /* The host copy goes, whose bytes are elsewhere. */
 static void leave_slot(gmi_manager_t *m, gmi_window_t *w) {
-  w->valid &= (uint8_t)~GMI_VALID_HOST;
-  if (w->valid == GMI_VALID_DEVICE) atomic_fetch_or(&w->word, GMI_WINDOW_DIRTY);
+  gmi_window_host_lost(m, w);
   gmi_host_slot_drop(m, w);
 }
 
@@ -426,9 +426,9 @@ static gmi_window_t *updated_last(gmi_manager_t *m, bool *busy_out) {
   for (uint64_t i = h->updated_end; i-- > h->updated_first;) {
     gmi_window_t *w = h->updated[i % GMI_UPDATED];
     bool state = reclaimable(m, w, RECLAIM_STATES);
-    if (!state && i + 1 == h->updated_end && w->slot == GMI_NONE) h->updated_end--; /* gone since */
+    if (!state && i + 1 == h->updated_end && !gmi_window_has_slot(w)) h->updated_end--; /* gone since */
     if (state) return w;
-    if (w->io || w->deferred || !gmi_window_work_pending(m, w)) continue;
+    if (gmi_window_io(w) || gmi_window_deferred(w) || !gmi_window_work_pending(m, w)) continue;
     *busy_out = true;
     return NULL;
   }
@@ -512,8 +512,8 @@ gemini_status_t gmi_host_fits(gmi_manager_t *m, const char *what, uint64_t need_
     const gmi_window_t *w = m->host.slots[s].window;
     if (m->host.slots[s].block) taken += window_bytes(m);
     if (!w || inside(user, w)) continue;
-    bool clean = !(w->valid & GMI_VALID_HOST) || (w->valid & (GMI_VALID_DEVICE | GMI_VALID_ZERO));
-    if (!clean || w->host_users || w->graphs) taken += window_bytes(m);
+    bool clean = !gmi_window_has(w, GMI_VALID_HOST) || gmi_window_has(w, GMI_VALID_DEVICE | GMI_VALID_ZERO);
+    if (!clean || gmi_window_host_users(w) || gmi_window_in_graphs(w)) taken += window_bytes(m);
   }
   if (taken + need_bytes <= m->config.host_bytes) return GEMINI_OK;
   return gmi_fail(GEMINI_ERR_OOM_HOST, 0,
@@ -528,7 +528,7 @@ static gemini_status_t slot_assign(gmi_manager_t *m, gmi_window_t *w, uint32_t s
 }
 
 gemini_status_t gmi_host_slot_take(gmi_manager_t *m, gmi_window_t *w) {
-  if (w->slot != GMI_NONE) return GEMINI_OK;
+  if (gmi_window_has_slot(w)) return GEMINI_OK;
   gemini_status_t status = gmi_host_room(m, 1);
   return status ? status : slot_assign(m, w, choose_slot(m, w));
 }
@@ -536,15 +536,13 @@ gemini_status_t gmi_host_slot_take(gmi_manager_t *m, gmi_window_t *w) {
 /* ---- runs: windows of one range side by side */
 static bool together(const gmi_arena_t *store, uint32_t first, uint32_t count) {
   for (uint32_t i = 0; i < count; i++)
-    if (store->windows[first + i].slot == GMI_NONE || store->windows[first + i].slot != store->windows[first].slot + i)
+    if (!gmi_window_has_slot(&store->windows[first + i]) ||
+        gmi_window_slot(&store->windows[first + i]) != gmi_window_slot(&store->windows[first]) + i)
       return false;
   return true;
 }
 
-/* May the window be moved to another slot? Not when somebody has its address. */
-static bool movable(const gmi_window_t *w) {
-  return !w || (w->host_users == w->batch_users && !w->batch_placed && !w->graphs);
-}
+static bool movable(const gmi_window_t *w) { return !w || gmi_window_may_move(w); }
 
 /* What it costs to let the run begin at slot, in moves of a window's bytes; UINT32_MAX: it cannot. Who lies there
  * moves, too, away from its neighbours, and may come back for that. */
@@ -556,7 +554,7 @@ static uint32_t run_cost(const gmi_manager_t *m, const gmi_arena_t *store, uint3
     const gmi_window_t *want = &store->windows[first + i], *is = m->host.slots[slot + i].window;
     if (is == want) continue;
     if (m->host.slots[slot + i].block || !movable(is) || !movable(want)) return UINT32_MAX;
-    cost += (want->slot != GMI_NONE) + (is ? 3 : 0);
+    cost += (gmi_window_has_slot(want)) + (is ? 3 : 0);
   }
   return cost;
 }
@@ -578,7 +576,7 @@ static gemini_status_t exchange(gmi_manager_t *m, uint32_t a, uint32_t b) {
   for (int i = 0; i < 2 && !status; i++) /* an empty one may lie where nothing is yet */
     status = gmi_host_commit(m, (uint64_t)(i ? b : a) << m->window_shift, window_bytes(m));
   if (status) return status;
-  bool bytes_a = wa && wa->valid & GMI_VALID_HOST, bytes_b = wb && wb->valid & GMI_VALID_HOST;
+  bool bytes_a = wa && gmi_window_has(wa, GMI_VALID_HOST), bytes_b = wb && gmi_window_has(wb, GMI_VALID_HOST);
   uint8_t *pa = gmi_slot_address(m, a), *pb = gmi_slot_address(m, b);
   if (bytes_a && bytes_b) swap_bytes(pa, pb, window_bytes(m));
   else if (bytes_a) memcpy(pb, pa, window_bytes(m));
@@ -586,10 +584,7 @@ static gemini_status_t exchange(gmi_manager_t *m, uint32_t a, uint32_t b) {
   gemini_status_t failure = m->host.slots[a].failure;
   m->host.slots[a].failure = m->host.slots[b].failure;
   m->host.slots[b].failure = failure;
-  m->host.slots[a].window = wb;
-  m->host.slots[b].window = wa;
-  if (wa) wa->slot = b;
-  if (wb) wb->slot = a;
+  gmi_window_slots_exchange(m, a, b);
   if (!wa != !wb) {
     mark_free(m, a, !wb);
     mark_free(m, b, !wa);
@@ -602,17 +597,19 @@ gemini_status_t gmi_host_run(gmi_manager_t *m, gmi_arena_t *store, uint32_t firs
   uint32_t missing = 0;
   for (uint32_t i = 0; i < count; i++) {
     gmi_window_t *w = &store->windows[first + i];
-    missing += w->slot == GMI_NONE;
-    w->host_users++; /* none of them may lose its slot while room is made for the others */
+    missing += !gmi_window_has_slot(w);
+    gmi_window_keep_slot(m, w, false); /* none of them may lose its slot while room is made for the others */
   }
   gemini_status_t status = gmi_host_room(m, missing);
-  for (uint32_t i = 0; i < count; i++) store->windows[first + i].host_users--;
+  for (uint32_t i = 0; i < count; i++) gmi_window_let_slot(m, &store->windows[first + i], false);
   if (status) return status;
   uint32_t best = GMI_NONE, least = UINT32_MAX, home = home_of(m, &store->windows[first]);
   /* Where every window has a home of its own, one that goes there stays there, and soon none moves any more. */
   if (m->host.home_end <= m->host.slot_count && run_cost(m, store, first, count, home) != UINT32_MAX) best = home;
   for (uint32_t i = 0; best == GMI_NONE && i < count + 2; i++) {
-    uint32_t slot = i == count ? home : i == count + 1 ? free_run(m, home, count) : store->windows[first + i].slot;
+    uint32_t slot = i == count       ? home
+                    : i == count + 1 ? free_run(m, home, count)
+                                     : gmi_window_slot(&store->windows[first + i]);
     if (i < count && (slot == GMI_NONE || slot < i)) continue;
     if (i < count) slot -= i;
     uint32_t cost = slot == GMI_NONE ? UINT32_MAX : run_cost(m, store, first, count, slot);
@@ -630,9 +627,9 @@ gemini_status_t gmi_host_run(gmi_manager_t *m, gmi_arena_t *store, uint32_t firs
   for (uint32_t i = 0; i < count && !status; i++) {
     gmi_window_t *w = &store->windows[first + i];
     uint32_t slot = best + i;
-    if (w->slot == slot) continue;
-    if (w->slot != GMI_NONE) {
-      status = exchange(m, w->slot, slot);
+    if (gmi_window_slot(w) == slot) continue;
+    if (gmi_window_has_slot(w)) {
+      status = exchange(m, gmi_window_slot(w), slot);
       continue;
     }
     if (!is_free(m, slot)) {
@@ -700,8 +697,8 @@ gemini_status_t gmi_host_resize(gmi_manager_t *m, uint64_t bytes) {
 }
 
 void gmi_host_released(gmi_manager_t *m, gmi_window_t *w) {
-  if (w->slot != GMI_NONE && w->slot >= m->host.slot_count && movable(w)) {
-    uint32_t behind = w->slot, inside = free_run(m, 0, 1);
+  if (gmi_window_has_slot(w) && gmi_window_slot(w) >= m->host.slot_count && movable(w)) {
+    uint32_t behind = gmi_window_slot(w), inside = free_run(m, 0, 1);
     if (inside != GMI_NONE && exchange(m, behind, inside) == GEMINI_OK) decommit_from(m, m->config.host_bytes);
   }
 }

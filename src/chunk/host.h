@@ -3,6 +3,7 @@
 #ifndef GMI_HOST_H
 #define GMI_HOST_H
 
+#include "chunk/chunk.h"
 #include "chunk/residency.h"
 #include "core/manager.h"
 

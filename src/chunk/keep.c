@@ -66,20 +66,20 @@ static gemini_status_t write_windows(gmi_manager_t *m) {
   gemini_status_t status = GEMINI_OK;
   uint32_t arena = 0, index = 0;
   for (gmi_window_t *w; !status && (w = next_window(m, &arena, &index));)
-    if (w->host_writers || (atomic_load(&w->word) & GMI_WINDOW_WRITERS))
+    if (gmi_window_busy(w, GMI_TO_STORE))
       status =
           gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is acquired for writing", gmi_window_arena(m, w)->name);
   arena = index = 0;
   for (gmi_window_t *w; !status && (w = next_window(m, &arena, &index));) {
-    bool suspect = w->valid & GMI_VALID_FILE && gmi_store_is_suspect(m->files, w->file_block);
-    if (w->valid & (GMI_VALID_ZERO | GMI_VALID_FILE) && !suspect) continue;
+    bool suspect = gmi_window_has(w, GMI_VALID_FILE) && gmi_store_is_suspect(m->files, gmi_window_block(w));
+    if (gmi_window_has(w, GMI_VALID_ZERO | GMI_VALID_FILE) && !suspect) continue;
     status = gmi_window_to_host(m, w, false, GEMINI_REASON_CALLER);
     if (status) break;
-    w->host_users++; /* its slot stays until the write is under way */
-    if (w->io || suspect) status = gmi_window_settle_host(m, w);
+    gmi_window_keep_slot(m, w, false); /* its slot stays until the write is under way */
+    if (gmi_window_io(w) || suspect) status = gmi_window_settle_host(m, w);
     if (!status && suspect) gmi_file_drop(m, w); /* and written to another block */
-    if (!status && !(w->valid & GMI_VALID_FILE)) status = gmi_file_write(m, w, GEMINI_REASON_CALLER);
-    w->host_users--;
+    if (!status && !gmi_window_has(w, GMI_VALID_FILE)) status = gmi_file_write(m, w, GEMINI_REASON_CALLER);
+    gmi_window_let_slot(m, w, false);
     if (!status) status = wait_transfers(m, WRITES_AT_ONCE);
   }
   gemini_status_t waited = wait_transfers(m, 0);
@@ -94,11 +94,11 @@ static gemini_status_t commit_windows(gmi_manager_t *m, const void *blob, uint64
   gmi_kept_t *kept = calloc(m->window_total + 1, sizeof *kept), *before = NULL;
   gemini_status_t status = kept ? GEMINI_OK : gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for a checkpoint");
   for (gmi_window_t *w; !status && (w = next_window(m, &arena, &index));) {
-    if (w->valid & GMI_VALID_ZERO) continue;
-    if (!(w->valid & GMI_VALID_FILE))
+    if (gmi_window_has(w, GMI_VALID_ZERO)) continue;
+    if (!gmi_window_has(w, GMI_VALID_FILE))
       status = gmi_fail(GEMINI_ERR_BUSY, 0, "chunk %u of arena %s changed during the checkpoint", w->index,
                         gmi_window_arena(m, w)->name);
-    kept[count++] = (gmi_kept_t){ .block = w->file_block, .key = window_key(w) };
+    kept[count++] = (gmi_kept_t){ .block = gmi_window_block(w), .key = window_key(w) };
   }
   /* Blocks of a checkpoint that this process has not taken up go with it. */
   if (!status && !m->kept_used &&
@@ -253,18 +253,17 @@ static gemini_status_t resume(gmi_manager_t *m) {
     status = gmi_fail(GEMINI_ERR_OOM_FILE, 0, "the checkpoint has %llu bytes of chunks, the file budget is %llu",
                       (unsigned long long)count << m->window_shift, (unsigned long long)m->config.file_bytes);
   for (gmi_window_t *w; !status && (w = next_window(m, &arena, &index));)
-    if (!(w->valid & GMI_VALID_ZERO) || w->host_users || !gmi_window_unsettle(w, GMI_WINDOW_PINS))
+    if (!gmi_window_has(w, GMI_VALID_ZERO) || gmi_window_host_users(w) || !gmi_window_unsettle(w, GMI_WINDOW_PINS))
       status = gmi_fail(GEMINI_ERR_STATE, 0, "arena %s holds bytes already", gmi_window_arena(m, w)->name);
   if (!status) status = read_layout(&r, blob, blob_bytes);
   uint32_t named = 0; /* chunks that have got their block */
   for (; !status && named < count; named += !status) {
     gmi_window_t *w = kept_window(&r, kept[named].key);
-    if (!w || w->file_block != GMI_NONE)
+    if (!w || !gmi_window_block_claim(w, kept[named].block))
       status = gmi_fail(GEMINI_ERR_FORMAT, 0, "the checkpoint has a chunk %#" PRIx64 " %s", kept[named].key,
                         w ? "twice" : "of no arena");
-    else w->file_block = kept[named].block;
   }
-  while (status && named-- > 0) kept_window(&r, kept[named].key)->file_block = GMI_NONE;
+  while (status && named-- > 0) gmi_window_block_unclaim(kept_window(&r, kept[named].key));
   if (status) return status;
   r.apply = true;
   read_layout(&r, blob, blob_bytes);
@@ -272,7 +271,7 @@ static gemini_status_t resume(gmi_manager_t *m) {
     gmi_window_t *w = kept_window(&r, kept[i].key);
     gmi_window_drop_device(m, w); /* zeros */
     gmi_host_slot_drop(m, w);
-    w->valid = GMI_VALID_FILE;
+    gmi_window_resumed(m, w);
     m->file_used += UINT64_C(1) << m->window_shift;
   }
   if (m->file_used > m->stats.peak_bytes[GEMINI_TIER_FILE]) m->stats.peak_bytes[GEMINI_TIER_FILE] = m->file_used;

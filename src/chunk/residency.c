@@ -18,19 +18,6 @@
 
 static uint64_t window_bytes(const gmi_manager_t *m) { return UINT64_C(1) << m->window_shift; }
 
-bool gmi_window_check(gmi_manager_t *m, const gmi_window_t *w) {
-  uint32_t word = atomic_load(&w->word);
-  bool resident = word & GMI_WINDOW_RESIDENT;
-  if (!w->valid || resident != (w->frame != GMI_NONE)) return false;
-  if (resident && m->frames[w->frame].window != w) return false;
-  if (!resident && ((w->valid & GMI_VALID_DEVICE) || (word & (GMI_WINDOW_SETTLED | GMI_WINDOW_PINS)))) return false;
-  if (((word & GMI_WINDOW_DIRTY) != 0) != (w->valid == GMI_VALID_DEVICE)) return false;
-  if (((w->valid & GMI_VALID_HOST) || w->io) && w->slot == GMI_NONE) return false;
-  if (w->slot != GMI_NONE && m->host.slots[w->slot].window != w) return false;
-  if (((w->valid & GMI_VALID_FILE) != 0) != (w->file_block != GMI_NONE)) return false;
-  return w->host_writers <= w->host_users && w->graph_held <= w->host_writers && !(w->host_writers && resident);
-}
-
 void gmi_rate_add(gmi_rate_t *rate, double ns) {
   rate->samples++;
   /* The first one does not count once there is another: what is done for the first time loads code, or touches
@@ -95,7 +82,8 @@ static void unmap_windows(gmi_manager_t *m, const gmi_arena_t *store, uint32_t f
   uint32_t count = store->windows ? atomic_load(&store->window_count) : 0;
   for (uint32_t i = 0; i < count; i++) {
     gmi_window_t *w = &store->windows[i];
-    if (frame == GMI_NONE || w->mapping.frame_1 == frame + 1) unmap(m, gmi_window_device(m, w), &w->mapping);
+    if (frame == GMI_NONE || gmi_window_mapping(w)->frame_1 == frame + 1)
+      unmap(m, gmi_window_device(m, w), gmi_window_mapping(w));
   }
 }
 static void unmap_from(gmi_manager_t *m, uint32_t frame) {
@@ -199,9 +187,9 @@ static gmi_window_t *choose_victim(gmi_manager_t *m, bool clean) {
   uint64_t best_next = 0, best_last = 0;
   for (uint32_t i = 0; i < m->frame_capacity; i++) {
     gmi_window_t *w = m->frames[i].window;
-    if (!w || w->user_pins || (atomic_load_explicit(&w->word, memory_order_relaxed) & GMI_WINDOW_PINS)) continue;
-    if (clean && w->valid == GMI_VALID_DEVICE) continue;
-    uint64_t next = m->advice->next_use(m, w), last = atomic_load_explicit(&w->touched, memory_order_relaxed);
+    if (!w || gmi_window_is_pinned(w) || gmi_window_device_users(w)) continue;
+    if (clean && gmi_window_has_only(w, GMI_VALID_DEVICE)) continue;
+    uint64_t next = m->advice->next_use(m, w), last = gmi_window_touched(w);
     if (best && (next < best_next || (next == best_next && last >= best_last))) continue;
     best = w;
     best_next = next;
@@ -215,8 +203,8 @@ gemini_status_t gmi_oom_device(gmi_manager_t *m, uint64_t need_bytes) {
   for (uint32_t i = 0; i < m->frame_capacity; i++) {
     gmi_window_t *w = m->frames[i].window;
     if (!w) continue;
-    if (atomic_load(&w->word) & GMI_WINDOW_PINS) acquired += window;
-    else if (w->user_pins) pinned += window;
+    if (gmi_window_device_users(w)) acquired += window;
+    else if (gmi_window_is_pinned(w)) pinned += window;
   }
   const char *op = m->advice->op_name(m);
   return gmi_fail(GEMINI_ERR_OOM_DEVICE, 0,
@@ -306,22 +294,9 @@ gemini_status_t gmi_frames_resize(gmi_manager_t *m, uint32_t frame_count) {
 }
 
 /* ---- moves */
-static void drop_host_and_file(gmi_manager_t *m, gmi_window_t *w) {
-  w->valid &= (uint8_t) ~(GMI_VALID_HOST | GMI_VALID_ZERO | GMI_VALID_FILE);
-  gmi_file_drop(m, w);
-}
-
 void gmi_window_wrote(gmi_manager_t *m, gmi_window_t *w) {
   gmi_file_supersede(w);
-  if (w->valid == GMI_VALID_DEVICE) return;
-  drop_host_and_file(m, w);
-  w->valid = GMI_VALID_DEVICE;
-  atomic_fetch_or(&w->word, GMI_WINDOW_DIRTY);
-}
-
-void gmi_window_host_wrote(gmi_manager_t *m, gmi_window_t *w) {
-  drop_host_and_file(m, w);
-  w->valid = GMI_VALID_HOST;
+  if (!gmi_window_has_only(w, GMI_VALID_DEVICE)) gmi_file_drop_block(m, w, gmi_window_wrote_device(m, w));
 }
 
 static void time_copy(gmi_manager_t *m, uint32_t link, gmi_fence_t begin, gmi_fence_t end) {
@@ -336,7 +311,7 @@ static gemini_status_t queue_copy(gmi_manager_t *m, gmi_window_t *w, uint32_t li
                                   gmi_fence_t *fence_out) {
   uint32_t stream = link == GEMINI_LINK_H2D ? m->copy_in : m->copy_out;
   gmi_fence_t begin, end;
-  gmi_slot_t *slot = &m->host.slots[w->slot];
+  gmi_slot_t *slot = &m->host.slots[gmi_window_slot(w)];
   gemini_status_t status = gmi_fence_wait(m, stream, slot->fence);
   if (!status && gmi_window_work_pending(m, w))
     status = m->dev->wait_flag(m->dev_self, stream, &slot->work_done, slot->work_queued);
@@ -350,7 +325,7 @@ static gemini_status_t queue_copy(gmi_manager_t *m, gmi_window_t *w, uint32_t li
   if (!status) status = gmi_fence_now(m, stream, &end);
   if (status && queued) { /* it may be all the same */
     slot->fence = gmi_fence_later(m, stream);
-    if (link == GEMINI_LINK_D2H) w->copied_out = slot->fence;
+    if (link == GEMINI_LINK_D2H) gmi_window_copied(w, slot->fence);
   }
   if (status)
     return gmi_fail(status, 0, "the device could not queue a copy of %llu bytes", (unsigned long long)window_bytes(m));
@@ -358,7 +333,7 @@ static gemini_status_t queue_copy(gmi_manager_t *m, gmi_window_t *w, uint32_t li
   count_move(m, link, reason);
   m->events->chunk_copied(m, w, link, reason, begin, end);
   slot->fence = end; /* the older ones are before it on the same stream, or it waited for them */
-  if (link == GEMINI_LINK_D2H) w->copied_out = end;
+  if (link == GEMINI_LINK_D2H) gmi_window_copied(w, end);
   *fence_out = end;
   return GEMINI_OK;
 }
@@ -382,31 +357,31 @@ static gemini_status_t copy_window(gmi_manager_t *m, gmi_window_t *w, uint32_t l
 }
 
 gemini_status_t gmi_window_fetch(gmi_manager_t *m, gmi_window_t *w, bool fresh, uint32_t reason, uint32_t flags) {
-  if (atomic_load(&w->word) & GMI_WINDOW_RESIDENT) return GEMINI_OK;
-  if (w->host_writers)
-    return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is %s", gmi_window_arena(m, w)->name,
-                    w->graph_held ? "in use by a graph" : "acquired on the host for writing");
-  if (w->io) gmi_files_poll(m);
+  if (gmi_window_is_resident(w)) return GEMINI_OK;
+  const char *why = gmi_window_busy(w, GMI_TO_FETCH);
+  if (why) return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is %s", gmi_window_arena(m, w)->name, why);
+  if (gmi_window_io(w)) gmi_files_poll(m);
   gemini_status_t status = GEMINI_OK;
-  if (!fresh && !(w->valid & (GMI_VALID_HOST | GMI_VALID_ZERO))) { /* in a file only */
+  if (!fresh && !gmi_window_has(w, GMI_VALID_HOST | GMI_VALID_ZERO)) { /* in a file only */
     status = gmi_host_slot_take(m, w);
     if (!status) status = gmi_file_read(m, w, reason);
     if (status) return status;
   }
   /* What comes from a file is waited for here: a copy of bytes that did not come could not be taken back. */
-  if (!fresh && w->io && !(w->valid & GMI_VALID_ZERO) && (status = gmi_window_settle_host(m, w))) return status;
+  if (!fresh && gmi_window_io(w) && !gmi_window_has(w, GMI_VALID_ZERO) && (status = gmi_window_settle_host(m, w)))
+    return status;
   uint32_t frame;
-  w->host_users++; /* its slot must outlive the search for a frame */
-  status =
-      gmi_frame_take(m, &w->mapping, reason == GEMINI_REASON_DEMAND ? GEMINI_REASON_PRESSURE : reason, flags, &frame);
-  w->host_users--;
+  gmi_window_keep_slot(m, w, false); /* its slot must outlive the search for a frame */
+  status = gmi_frame_take(m, gmi_window_mapping(w), reason == GEMINI_REASON_DEMAND ? GEMINI_REASON_PRESSURE : reason,
+                          flags, &frame);
+  gmi_window_let_slot(m, w, false);
   if (status) return status;
   gmi_fence_t ready = m->frames[frame].ready, arrive = ready;
-  status = gmi_map(m, gmi_window_device(m, w), frame, &w->mapping);
+  status = gmi_map(m, gmi_window_device(m, w), frame, gmi_window_mapping(w));
   bool mapped = !status;
   if (!status && !fresh) {
     status = gmi_fence_wait(m, m->copy_in, ready);
-    if (!status && (w->valid & GMI_VALID_HOST)) {
+    if (!status && gmi_window_has(w, GMI_VALID_HOST)) {
       status = copy_window(m, w, GEMINI_LINK_H2D, reason, &arrive);
     } else if (!status) {
       status = gmi_device_zero(m, m->copy_in, gmi_window_device(m, w), window_bytes(m));
@@ -417,121 +392,79 @@ gemini_status_t gmi_window_fetch(gmi_manager_t *m, gmi_window_t *w, bool fresh, 
     /* A copy may be queued all the same, without having waited for who used the frame before. */
     ready = gmi_fence_join(m, ready, gmi_fence_later(m, m->copy_in));
     gmi_frame_give(m, frame, ready);
-    if (mapped) gmi_map_leave(m, gmi_window_device(m, w), &w->mapping, ready);
+    if (mapped) gmi_map_leave(m, gmi_window_device(m, w), gmi_window_mapping(w), ready);
     return status;
   }
-  w->frame = frame;
-  w->arrive = arrive;
-  w->copied_out = 0;
-  m->frames[frame].window = w;
-  m->resident++;
-  gmi_uses_clear(&w->reads);
-  gmi_uses_clear(&w->writes);
-  atomic_store_explicit(&w->touched, atomic_fetch_add_explicit(&m->clock, 1, memory_order_relaxed) + 1,
-                        memory_order_relaxed);
-  /* A fresh window's frame holds nothing until gmi_window_wrote() says that the writer has it: should its batch fail,
-   * the copies elsewhere still count. */
-  if (!fresh) w->valid |= GMI_VALID_DEVICE;
-  uint32_t word = GMI_WINDOW_RESIDENT;
-  /* The fast path of an acquire looks at nothing else: updates of the window that wait are done first. */
-  if (!w->deferred && gmi_fence_reached(m, arrive)) word |= GMI_WINDOW_SETTLED;
-  atomic_fetch_or(&w->word, word);
+  /* Should a fresh chunk's batch fail before its writer has it, the copies elsewhere still count. */
+  gmi_window_arrived(m, w, frame, arrive, fresh);
   m->events->counters_change(m);
   return GEMINI_OK;
 }
 
-bool gmi_window_unsettle(gmi_window_t *w, uint32_t unless) {
-  uint32_t word = atomic_load(&w->word);
-  do {
-    if (word & unless) return false;
-  } while (!atomic_compare_exchange_weak(&w->word, &word, word & ~GMI_WINDOW_SETTLED));
-  return true;
-}
-void gmi_uses_clear(gmi_uses_t *uses) {
-  for (int i = 0; i < GMI_USES; i++) atomic_store(&uses->fence[i], 0);
-}
-static gmi_fence_t join_uses(gmi_manager_t *m, gmi_fence_t fence, gmi_uses_t *uses) {
-  for (int i = 0; i < GMI_USES; i++) fence = gmi_fence_join(m, fence, atomic_load(&uses->fence[i]));
-  return fence;
-}
-gmi_fence_t gmi_window_written(gmi_manager_t *m, gmi_window_t *w) { return join_uses(m, w->arrive, &w->writes); }
-gmi_fence_t gmi_window_used(gmi_manager_t *m, gmi_window_t *w) {
-  return join_uses(m, gmi_window_written(m, w), &w->reads);
-}
-gemini_status_t gmi_window_wait(gmi_manager_t *m, uint32_t stream, gmi_window_t *w, uint32_t mode) {
-  gemini_status_t status = gmi_fence_wait(m, stream, w->arrive);
-  for (int i = 0; !status && i < GMI_USES; i++) status = gmi_fence_wait(m, stream, atomic_load(&w->writes.fence[i]));
-  for (int i = 0; !status && mode & GEMINI_WRITE && i < GMI_USES; i++)
-    status = gmi_fence_wait(m, stream, atomic_load(&w->reads.fence[i]));
-  return status;
-}
-
-/* The frame goes on behind fence, and so does the address. */
-static void leave_frame(gmi_manager_t *m, gmi_window_t *w, gmi_fence_t fence) {
-  uint32_t frame = w->frame;
-  w->frame = GMI_NONE;
-  w->arrive = 0;
-  gmi_uses_clear(&w->reads);
-  gmi_uses_clear(&w->writes);
-  m->resident--;
+/* The frame that it had goes on behind fence, and so does the address. */
+static void give_frame(gmi_manager_t *m, gmi_window_t *w, uint32_t frame, gmi_fence_t fence) {
   gmi_frame_give(m, frame, fence);
-  gmi_map_leave(m, gmi_window_device(m, w), &w->mapping, fence);
+  gmi_map_leave(m, gmi_window_device(m, w), gmi_window_mapping(w), fence);
   m->events->counters_change(m);
 }
 
-static void drop_copy(gmi_manager_t *m, gmi_window_t *w) {
-  w->valid &= (uint8_t)~GMI_VALID_DEVICE;
-  /* A copy out of the frame may be queued (a host copy made while it stayed). */
-  leave_frame(m, w, gmi_fence_join(m, gmi_window_used(m, w), w->copied_out));
-}
 void gmi_window_drop_device(gmi_manager_t *m, gmi_window_t *w) {
-  if (!(atomic_load(&w->word) & GMI_WINDOW_RESIDENT)) return;
-  atomic_store(&w->word, 0);
-  drop_copy(m, w);
+  uint32_t word;
+  if (!gmi_window_is_resident(w)) return;
+  bool departs = gmi_window_departs(w, &word);
+  GMI_ASSERT(departs);
+  (void)departs;
+  gmi_fence_t used = gmi_window_used(m, w); /* copies out of the frame included */
+  give_frame(m, w, gmi_window_departed(m, w, 0), used);
+}
+
+void gmi_window_host_wrote(gmi_manager_t *m, gmi_window_t *w) {
+  uint32_t frame, block;
+  gmi_fence_t used = gmi_window_used(m, w);
+  gmi_window_wrote_host(m, w, &frame, &block);
+  if (frame != GMI_NONE) give_frame(m, w, frame, used);
+  gmi_file_drop_block(m, w, block);
 }
 
 gemini_status_t gmi_window_evict(gmi_manager_t *m, gmi_window_t *w, uint32_t reason) {
-  uint32_t word = atomic_load(&w->word);
-  if (!(word & GMI_WINDOW_RESIDENT)) return GEMINI_OK;
-  if (w->user_pins || (word & GMI_WINDOW_PINS))
+  if (!gmi_window_is_resident(w)) return GEMINI_OK;
+  const char *why = gmi_window_busy(w, GMI_TO_EVICT);
+  if (why)
     return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s at offset %llu is %s", gmi_window_arena(m, w)->name,
-                    (unsigned long long)w->index << m->window_shift, w->user_pins ? "pinned" : "acquired");
-  if (w->valid == GMI_VALID_DEVICE) {
-    gemini_status_t status = gmi_host_slot_take(m, w);
-    if (status) return status;
-  }
-  /* From here on nobody can acquire it without the lock. */
-  while (!atomic_compare_exchange_weak(&w->word, &word, 0)) {
-    if (word & GMI_WINDOW_PINS)
-      return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s was acquired meanwhile", gmi_window_arena(m, w)->name);
-  }
-  if (w->valid != GMI_VALID_DEVICE) {
-    drop_copy(m, w);
+                    (unsigned long long)w->index << m->window_shift, why);
+  bool copy = gmi_window_has_only(w, GMI_VALID_DEVICE);
+  gemini_status_t status = copy ? gmi_host_slot_take(m, w) : GEMINI_OK;
+  if (status) return status;
+  uint32_t word;
+  if (!gmi_window_departs(w, &word)) /* from here on nobody can acquire it without the lock */
+    return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s was acquired meanwhile", gmi_window_arena(m, w)->name);
+  if (!copy) {
+    gmi_fence_t used = gmi_window_used(m, w);
+    give_frame(m, w, gmi_window_departed(m, w, 0), used);
     return GEMINI_OK;
   }
   gmi_window_refilled(m, w);
   gmi_fence_t fence = 0; /* the copy is behind all uses, and so is what comes after it */
-  gemini_status_t status = gmi_window_wait(m, m->copy_out, w, GEMINI_READ_WRITE);
+  status = gmi_window_wait(m, m->copy_out, w, GEMINI_READ_WRITE);
   if (!status) status = copy_window(m, w, GEMINI_LINK_D2H, reason, &fence);
   if (status) {
-    atomic_fetch_or(&w->word, word);
+    gmi_window_departs_not(w, word);
     return status;
   }
-  w->valid = GMI_VALID_HOST;
-  leave_frame(m, w, fence);
+  give_frame(m, w, gmi_window_departed(m, w, GMI_VALID_HOST), fence);
   return GEMINI_OK;
 }
 
 gemini_status_t gmi_window_to_host(gmi_manager_t *m, gmi_window_t *w, bool drop, uint32_t reason) {
-  if (w->io) gmi_files_poll(m);
-  if (!(w->valid & GMI_VALID_HOST)) {
+  if (gmi_window_io(w)) gmi_files_poll(m);
+  if (!gmi_window_has(w, GMI_VALID_HOST)) {
     gemini_status_t status = gmi_host_slot_take(m, w);
     if (status) return status;
-    if (w->valid & (GMI_VALID_ZERO | GMI_VALID_DEVICE)) gmi_window_refilled(m, w);
-    if (w->valid & GMI_VALID_ZERO) {
+    if (gmi_window_has(w, GMI_VALID_ZERO | GMI_VALID_DEVICE)) gmi_window_refilled(m, w);
+    if (gmi_window_has(w, GMI_VALID_ZERO)) {
       status = gmi_window_settle_host(m, w);
       if (!status) memset(gmi_window_host(m, w), 0, window_bytes(m));
-    } else if (w->valid & GMI_VALID_DEVICE) {
+    } else if (gmi_window_has(w, GMI_VALID_DEVICE)) {
       gmi_fence_t fence;
       if (!gmi_window_unsettle(w, GMI_WINDOW_WRITERS)) /* nobody may write it on its way, nor when it counts as clean */
         return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is acquired for writing",
@@ -542,38 +475,35 @@ gemini_status_t gmi_window_to_host(gmi_manager_t *m, gmi_window_t *w, bool drop,
       status = gmi_file_read(m, w, reason);
     }
     if (status) return status;
-    w->valid |= GMI_VALID_HOST;
-    atomic_fetch_and(&w->word, ~GMI_WINDOW_DIRTY);
+    gmi_window_host_valid(m, w);
   }
   return drop ? gmi_window_evict(m, w, reason) : GEMINI_OK;
 }
 
 gemini_status_t gmi_window_to_file(gmi_manager_t *m, gmi_window_t *w, uint32_t reason) {
-  if (w->host_users)
-    return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is %s", gmi_window_arena(m, w)->name,
-                    w->graph_held ? "in use by a graph" : "acquired on the host");
-  if (w->graphs)
-    return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s stays on the host while a graph that reads it lives",
-                    gmi_window_arena(m, w)->name);
+  const char *why = gmi_window_busy(w, GMI_TO_LEAVE_HOST);
+  if (why) return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is %s", gmi_window_arena(m, w)->name, why);
   gmi_files_poll(m);
   gmi_file_forgive(w); /* what could not be read is where it shall be */
   gemini_status_t status = gmi_window_evict(m, w, reason);
   if (!status) status = gmi_window_settle_host(m, w);
-  if (!status && !(w->valid & (GMI_VALID_FILE | GMI_VALID_ZERO))) {
+  if (!status && !gmi_window_has(w, GMI_VALID_FILE | GMI_VALID_ZERO)) {
     status = gmi_file_write(m, w, reason);
     if (!status) status = gmi_window_settle_host(m, w);
-    if (!status && !(w->valid & GMI_VALID_FILE)) status = gmi_files_reap(m, NULL); /* which tells why */
+    if (!status && !gmi_window_has(w, GMI_VALID_FILE)) status = gmi_files_reap(m, NULL); /* which tells why */
   }
   if (status) return status;
-  w->valid &= GMI_VALID_FILE | GMI_VALID_ZERO;
+  gmi_window_below_host(m, w);
   gmi_host_slot_drop(m, w);
   return GEMINI_OK;
 }
 
 void gmi_window_forget(gmi_manager_t *m, gmi_window_t *w) {
+  uint32_t frame, block;
   gmi_window_settle_host(m, w);
-  gmi_window_drop_device(m, w);
+  gmi_fence_t used = gmi_window_used(m, w);
+  gmi_window_zeroed(m, w, &frame, &block);
+  if (frame != GMI_NONE) give_frame(m, w, frame, used);
   gmi_host_slot_drop(m, w);
-  gmi_file_drop(m, w);
-  w->valid = GMI_VALID_ZERO;
+  gmi_file_drop_block(m, w, block);
 }

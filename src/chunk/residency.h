@@ -3,6 +3,7 @@
 #ifndef GMI_RESIDENCY_H
 #define GMI_RESIDENCY_H
 
+#include "chunk/chunk.h"
 #include "chunk/host.h"
 #include "core/manager.h"
 
@@ -22,23 +23,12 @@ gemini_status_t gmi_window_evict(gmi_manager_t *m, gmi_window_t *w, uint32_t rea
 /* Makes the host copy valid (once its slot is quiet: gmi_window_settle_host()); keeps the device copy unless drop. BUSY
  * when the device copy is acquired for writing, or where it must go, at all. */
 gemini_status_t gmi_window_to_host(gmi_manager_t *m, gmi_window_t *w, bool drop, uint32_t reason);
-/* The device copy goes without a copy of its bytes; nobody may hold it. */
+/* The device copy goes without a copy of its bytes; nobody may hold it. Its bytes are elsewhere, too. */
 void gmi_window_drop_device(gmi_manager_t *m, gmi_window_t *w);
 gemini_status_t gmi_window_to_file(gmi_manager_t *m, gmi_window_t *w, uint32_t reason);
 void gmi_window_forget(gmi_manager_t *m, gmi_window_t *w); /* its bytes become zero; not pinned, nothing pending */
 void gmi_window_wrote(gmi_manager_t *m, gmi_window_t *w);  /* the device copy becomes the only valid one */
 void gmi_window_host_wrote(gmi_manager_t *m, gmi_window_t *w);
-/* Behind what wrote the device copy last; behind everything that used it. May make streams wait for each other. */
-gmi_fence_t gmi_window_written(gmi_manager_t *m, gmi_window_t *w);
-gmi_fence_t gmi_window_used(gmi_manager_t *m, gmi_window_t *w);
-/* Makes stream wait for what gmi_window_used() is behind, or for reading, gmi_window_written(). */
-gemini_status_t gmi_window_wait(gmi_manager_t *m, uint32_t stream, gmi_window_t *w, uint32_t mode);
-void gmi_uses_clear(gmi_uses_t *uses);
-/* Sends whoever wants the window from now on to the slow path, which needs the lock. false, and nothing changed: the
- * word has one of the bits of unless. */
-bool gmi_window_unsettle(gmi_window_t *w, uint32_t unless);
-/* access.c: notes a use of the device copy by what stream has queued so far. locked: the lock is held. */
-gemini_status_t gmi_window_use(gmi_manager_t *m, gmi_window_t *w, uint32_t mode, uint32_t stream, bool locked);
 uint8_t *gmi_window_device(gmi_manager_t *m, const gmi_window_t *w);
 /* Maps an address of a window, or of the heap's page, to a frame. */
 gemini_status_t gmi_map(gmi_manager_t *m, void *address, uint32_t frame, gmi_mapping_t *mapping);
@@ -52,7 +42,6 @@ uint32_t gmi_frames_of(const gmi_manager_t *m, uint32_t shift); /* that the budg
 gemini_status_t gmi_frames_resize(gmi_manager_t *m, uint32_t frame_count);
 void gmi_frames_free(gmi_manager_t *m);
 gemini_status_t gmi_oom_device(gmi_manager_t *m, uint64_t need_bytes);
-bool gmi_window_check(gmi_manager_t *m, const gmi_window_t *w);
 void gmi_rate_add(gmi_rate_t *rate, double ns);
 gmi_arena_t *gmi_window_arena(gmi_manager_t *m, const gmi_window_t *w);
 

@@ -119,16 +119,16 @@ static gemini_status_t piece_to_host(walk_t *k, piece_t *p) {
   gmi_manager_t *m = k->m;
   uint32_t missing = 0;
   for (uint32_t i = 0; i < p->count; i++) {
-    p->windows[i]->host_users++; /* no slot goes while others look for theirs */
-    missing += p->windows[i]->slot == GMI_NONE;
+    gmi_window_keep_slot(m, p->windows[i], false); /* no slot goes while others look for theirs */
+    missing += !gmi_window_has_slot(p->windows[i]);
   }
   gemini_status_t status = gmi_host_room(m, missing);    /* for all at once, before any transfer is under way */
   if (status == GEMINI_ERR_OOM_FILE) status = GEMINI_OK; /* one by one: what has come from a file leaves room there */
   for (uint32_t i = 0; !status && i < p->count; i++)
     status = gmi_window_to_host(m, p->windows[i], p->modes[i] & GEMINI_WRITE, GEMINI_REASON_UPDATE);
   for (uint32_t i = 0; !status && i < p->count; i++) /* a read may have failed by now: then nothing is changed */
-    if (!(p->windows[i]->valid & GMI_VALID_HOST)) status = gmi_files_reap(m, p->windows[i]);
-  for (uint32_t i = 0; i < p->count; i++) p->windows[i]->host_users--;
+    if (!gmi_window_has(p->windows[i], GMI_VALID_HOST)) status = gmi_files_reap(m, p->windows[i]);
+  for (uint32_t i = 0; i < p->count; i++) gmi_window_let_slot(m, p->windows[i], false);
   return status;
 }
 
@@ -190,7 +190,7 @@ static gemini_status_t host_piece(walk_t *k, piece_t *p, bool deferred) {
   if (!gmi_fence_reached(m, k->after)) job->fences[job->fence_count++] = k->after;
   for (uint32_t i = 0; i < p->count; i++) {
     gmi_window_t *w = p->windows[i];
-    gmi_slot_t *slot = &m->host.slots[w->slot];
+    gmi_slot_t *slot = &m->host.slots[gmi_window_slot(w)];
     if (!gmi_fence_reached(m, slot->fence)) job->fences[job->fence_count++] = slot->fence;
     job->after[job->slot_count] = slot->work_queued++;
     job->slots[job->slot_count++] = slot;
@@ -249,8 +249,7 @@ static void rest_remove(gmi_deferred_t *d, rest_t *rest) {
 /* The piece that a rest begins with has been queued. */
 static void rest_queued(gmi_deferred_t *d, rest_t *rest, const piece_t *p) {
   for (uint32_t i = 0; i < p->count; i++) {
-    p->windows[i]->deferred--;
-    p->windows[i]->left -= rest->left;
+    gmi_window_piece_queued(p->windows[i], rest->left);
   }
   d->count--;
   rest->begin = p->end;
@@ -263,7 +262,7 @@ static bool tail_leave_one(gmi_deferred_t *d, walk_t *k, const piece_t *p) {
   if (!rest) return false;
   *rest = (rest_t){ .walk = k, .begin = p->begin, .end = p->end, .next_use = p->next_use, .left = true };
   rest_insert(d, rest, k->tail);
-  for (uint32_t i = 0; i < p->count; i++) p->windows[i]->left++;
+  for (uint32_t i = 0; i < p->count; i++) gmi_window_piece_left(p->windows[i]);
   k->tail->begin = p->end;
   if (k->tail->begin == k->tail->end) rest_remove(d, k->tail);
   return true;
@@ -276,7 +275,7 @@ static void tail_leave(walk_t *k) {
   k->tail->next_use = UINT64_MAX;
   for (uint64_t at = k->tail->begin; at < k->tail->end; at = p.end) {
     piece_at(k, at, k->tail->end, &p);
-    for (uint32_t i = 0; i < p.count; i++) p.windows[i]->left++;
+    for (uint32_t i = 0; i < p.count; i++) gmi_window_piece_left(p.windows[i]);
   }
 }
 
@@ -286,8 +285,8 @@ static bool piece_is_ready(const walk_t *k, const piece_t *p) {
   if (!k->m->files) return true;
   for (uint32_t i = 0; i < p->count; i++) {
     const gmi_window_t *w = p->windows[i];
-    if (w->left || w->valid == GMI_VALID_FILE) return false;
-    missing += w->slot == GMI_NONE;
+    if (gmi_window_left(w) || gmi_window_has_only(w, GMI_VALID_FILE)) return false;
+    missing += !gmi_window_has_slot(w);
   }
   return missing <= gmi_host_free(k->m);
 }
@@ -303,25 +302,17 @@ static void after_callback(gmi_manager_t *m, gemini_status_t status, gmi_fence_t
   (void)gmi_fence_sync(m, fence);
 }
 
-static uint32_t piece_pins(const piece_t *p, uint32_t i) { /* of a window, while its span is being queued */
-  return p->modes[i] & GEMINI_WRITE ? 1 + GMI_WINDOW_WRITER : 1;
-}
-
 /* Queues a piece on the device. A failure comes before the callback, and nothing has been done then. The callback runs
  * without the lock, while calls of other threads that look at chunks wait. */
 static gemini_status_t device_piece(walk_t *k, piece_t *p, rest_t *rest) {
   gmi_manager_t *m = k->m;
   uint32_t stream = m->update_stream, held = 0;
   gemini_status_t status = GEMINI_OK;
-  for (; held < p->count; held++) atomic_fetch_add(&p->windows[held]->word, piece_pins(p, held));
+  for (; held < p->count; held++) gmi_window_hold_device(m, p->windows[held], p->modes[held]);
   for (uint32_t i = 0; !status && i < p->count; i++)
     status = gmi_window_fetch(m, p->windows[i], false, GEMINI_REASON_UPDATE, GMI_TAKE_EVICT);
   if (!status) status = gmi_fence_wait(m, stream, k->after);
-  for (uint32_t i = 0; !status && i < p->count; i++) {
-    gmi_window_t *w = p->windows[i];
-    status = gmi_window_wait(m, stream, w, p->modes[i]);
-    if (!status && (p->modes[i] & GEMINI_WRITE)) status = gmi_fence_wait(m, stream, w->copied_out);
-  }
+  for (uint32_t i = 0; !status && i < p->count; i++) status = gmi_window_wait(m, stream, p->windows[i], p->modes[i]);
   gmi_fence_t begin = 0;
   if (!status) status = gmi_fence_now(m, stream, &begin);
   uint64_t gaps, first_gap = piece_gaps(k, p, &gaps);
@@ -361,13 +352,13 @@ static gemini_status_t device_piece(walk_t *k, piece_t *p, rest_t *rest) {
       m->timed[m->timed_count++].elements = p->end - p->begin;
     }
   }
-  for (uint32_t i = 0; i < held; i++) atomic_fetch_sub(&p->windows[i]->word, piece_pins(p, i));
+  for (uint32_t i = 0; i < held; i++) gmi_window_unhold_device(p->windows[i], p->modes[i]);
   return status;
 }
 
 static bool is_pinned(const piece_t *p) {
   bool pinned = false;
-  for (uint32_t i = 0; i < p->count; i++) pinned |= p->windows[i]->user_pins && (p->modes[i] & GEMINI_WRITE);
+  for (uint32_t i = 0; i < p->count; i++) pinned |= gmi_window_is_pinned(p->windows[i]) && (p->modes[i] & GEMINI_WRITE);
   return pinned;
 }
 
@@ -380,7 +371,7 @@ static gemini_status_t queue_first(gmi_manager_t *m, bool now, bool *waits_out) 
   piece_t p = { .next_use = rest->next_use };
   piece_at(k, rest->begin, rest->end, &p);
   uint32_t missing = 0;
-  for (uint32_t i = 0; i < p.count; i++) missing += p.windows[i]->slot == GMI_NONE;
+  for (uint32_t i = 0; i < p.count; i++) missing += !gmi_window_has_slot(p.windows[i]);
   gemini_status_t status = GEMINI_OK;
   *waits_out = false;
   if (!now) {
@@ -406,7 +397,7 @@ static gemini_status_t queue_first(gmi_manager_t *m, bool now, bool *waits_out) 
 gemini_status_t gmi_updates_queue(gmi_manager_t *m, const gmi_window_t *w) {
   gemini_status_t status = GEMINI_OK;
   bool waits;
-  while (!status && m->deferred->first && (!w || w->deferred)) status = queue_first(m, true, &waits);
+  while (!status && m->deferred->first && (!w || gmi_window_deferred(w))) status = queue_first(m, true, &waits);
   return status;
 }
 
@@ -415,7 +406,7 @@ static gemini_status_t queue_left(gmi_manager_t *m, const piece_t *p) {
   gemini_status_t status = GEMINI_OK;
   bool waits;
   for (uint32_t i = 0; i < p->count; i++)
-    while (!status && p->windows[i]->left) status = queue_first(m, true, &waits);
+    while (!status && gmi_window_left(p->windows[i])) status = queue_first(m, true, &waits);
   return status;
 }
 
@@ -436,7 +427,7 @@ static void *defer_work(void *user) {
     d->told = status != GEMINI_OK;
     bool idle = !d->first || !d->first->left;
     if (idle) {
-      if (!d->stop) pthread_cond_wait(&d->more, &m->lock);
+      if (!d->stop) gmi_lock_wait(m, &d->more);
       gmi_callbacks_wait(m, THREAD_NAME);
       continue;
     }
@@ -445,7 +436,7 @@ static void *defer_work(void *user) {
     else gmi_lane_idle(m, events);
     gmi_lock(m, THREAD_NAME);
   }
-  pthread_mutex_unlock(&m->lock);
+  gmi_unlock_quietly(m);
   return NULL;
 }
 
@@ -616,13 +607,13 @@ static gemini_status_t walk_room(walk_t *k, uint32_t index) {
     bool on_device = index != GMI_NONE && m->advice->piece_on_device(m, index, (uint32_t)number);
     for (uint32_t i = 0; i < p.count; i++) {
       gmi_window_t *w = p.windows[i];
-      if (w->host_users || !gmi_window_unsettle(w, GMI_WINDOW_PINS))
+      if (gmi_window_host_users(w) || !gmi_window_unsettle(w, GMI_WINDOW_PINS))
         return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is acquired", gmi_window_arena(m, w)->name);
-      if (w->deferred >= UINT16_MAX - WINDOW_PIECES) {
+      if (gmi_window_deferred(w) >= UINT16_MAX - WINDOW_PIECES) {
         gemini_status_t status = gmi_updates_queue(m, w);
         if (status) return status;
       }
-      need += w->slot != GMI_NONE || !(on_device || w->user_pins) ? window : 0;
+      need += gmi_window_has_slot(w) || !(on_device || gmi_window_is_pinned(w)) ? window : 0;
     }
   }
   return gmi_host_fits(m, "the update", need, in_walk, k);
@@ -639,7 +630,7 @@ static void walk_accept(walk_t *k) {
   rest_insert(m->deferred, k->tail, NULL);
   for (uint64_t at = k->tail->begin; at < k->tail->end; at = p.end, m->deferred->count++) {
     piece_at(k, at, k->tail->end, &p);
-    for (uint32_t i = 0; i < p.count; i++) p.windows[i]->deferred++;
+    for (uint32_t i = 0; i < p.count; i++) gmi_window_piece_accepted(p.windows[i]);
   }
   for (uint32_t i = 0; i < k->u.arena_count; i++) {
     gmi_arena_t *a = k->arenas[i];

@@ -3,6 +3,7 @@
 #ifndef GMI_UPDATE_H
 #define GMI_UPDATE_H
 
+#include "chunk/chunk.h"
 #include "core/manager.h"
 
 /* Elements in one span of an update over these arenas: one window of the arena with the smallest elements. */

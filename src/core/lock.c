@@ -4,14 +4,50 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "base/check.h"
 #include "core/manager.h"
 
+/* In builds with GEMINI_CHECK the lock knows who has it: the address of something that each thread has for itself. */
+#ifdef GEMINI_CHECK
+static uintptr_t me(void) {
+  static _Thread_local char mine;
+  return (uintptr_t)&mine;
+}
+bool gmi_lock_is_mine(gmi_manager_t *m) { return atomic_load(&m->lock_owner) == me(); }
+static void taken(gmi_manager_t *m) { atomic_store(&m->lock_owner, me()); }
+static void about_to_give(gmi_manager_t *m) {
+  GMI_ASSERT(gmi_lock_is_mine(m));
+  m->check(m);
+  atomic_store(&m->lock_owner, 0);
+}
+#else
+bool gmi_lock_is_mine(gmi_manager_t *m) { return m != NULL; }
+static void taken(gmi_manager_t *m) { (void)m; }
+static void about_to_give(gmi_manager_t *m) { (void)m; }
+#endif
+
+bool gmi_lock_try(gmi_manager_t *m) {
+  if (pthread_mutex_trylock(&m->lock)) return false;
+  taken(m);
+  return true;
+}
+void gmi_unlock_quietly(gmi_manager_t *m) {
+  about_to_give(m);
+  pthread_mutex_unlock(&m->lock);
+}
+void gmi_lock_wait(gmi_manager_t *m, pthread_cond_t *condition) {
+  about_to_give(m);
+  pthread_cond_wait(condition, &m->lock);
+  taken(m);
+}
+
 void gmi_lock_beside(gmi_manager_t *m, const char *function) {
-  if (pthread_mutex_trylock(&m->lock)) {
+  if (!gmi_lock_try(m)) {
     gmi_wait_t wait;
     gmi_wait_begin(m, &wait, function, GMI_WAIT_LOCK, 0);
     pthread_mutex_lock(&m->lock);
     gmi_wait_end(m, &wait);
+    taken(m);
   }
   gmi_watch_locked(m, function);
   if (atomic_load_explicit(&m->hook_waiting, memory_order_relaxed)) m->when_locked(m);
@@ -21,7 +57,7 @@ void gmi_callbacks_wait(gmi_manager_t *m, const char *function) {
   if (!m->callbacks || pthread_equal(m->callback_thread, pthread_self())) return;
   gmi_wait_t wait;
   gmi_wait_begin(m, &wait, function, GMI_WAIT_CALLBACK, 0);
-  while (m->callbacks) pthread_cond_wait(&m->callback_ended, &m->lock);
+  while (m->callbacks) gmi_lock_wait(m, &m->callback_ended);
   gmi_wait_end(m, &wait);
   gmi_watch_locked(m, function);
 }
@@ -34,7 +70,7 @@ void gmi_lock(gmi_manager_t *m, const char *function) {
 void gmi_callback_begin(gmi_manager_t *m) {
   m->callback_thread = pthread_self();
   m->callbacks++;
-  pthread_mutex_unlock(&m->lock);
+  gmi_unlock_quietly(m);
 }
 
 void gmi_callback_end(gmi_manager_t *m, const char *function) {
@@ -45,7 +81,7 @@ void gmi_callback_end(gmi_manager_t *m, const char *function) {
 void gmi_unlock(gmi_manager_t *m) {
   uint32_t count = m->log_count;
   if (!count) {
-    pthread_mutex_unlock(&m->lock);
+    gmi_unlock_quietly(m);
     return;
   }
   int32_t levels[GMI_LOG_QUEUE];
@@ -55,7 +91,7 @@ void gmi_unlock(gmi_manager_t *m) {
     memcpy(texts[i], m->logs[i].text, sizeof texts[i]);
   }
   m->log_count = 0;
-  pthread_mutex_unlock(&m->lock);
+  gmi_unlock_quietly(m);
   for (uint32_t i = 0; i < count; i++) m->config.log_fn(m->config.log_user, levels[i], texts[i]);
 }
 

@@ -54,6 +54,9 @@ typedef struct gmi_uses {
   _Atomic gmi_fence_t fence[GMI_USES];
 } gmi_uses_t;
 
+typedef struct gmi_window gmi_window_t; /* chunk/chunk.h */
+typedef struct gmi_io gmi_io_t;
+
 /* The frame mapped at a chunk's address. The mapping outlives residency, so a chunk that gets the same frame back, as
  * it does in each iteration of a plan, needs no remap. */
 typedef struct gmi_mapping {
@@ -61,47 +64,6 @@ typedef struct gmi_mapping {
   uint32_t reserved;
   gmi_fence_t left; /* after which queued work does not use the address any more; set when it loses the frame */
 } gmi_mapping_t;
-
-/* ---- windows */
-#define GMI_WINDOW_RESIDENT (1u << 31) /* has a frame that holds, or will hold once arrive is reached, its bytes */
-#define GMI_WINDOW_SETTLED (1u << 30)  /* arrive has been reached, and no update waits */
-#define GMI_WINDOW_DIRTY (1u << 29)    /* the device copy is the only valid one */
-#define GMI_WINDOW_WRITERS 0x1fff0000u /* of the pins, those that may write */
-#define GMI_WINDOW_WRITER 0x00010000u
-#define GMI_WINDOW_PINS 0x0000ffffu /* device acquires not yet released */
-enum { GMI_VALID_DEVICE = 1, GMI_VALID_HOST = 2, GMI_VALID_FILE = 4, GMI_VALID_ZERO = 8 };
-
-typedef struct gmi_io gmi_io_t;
-/* Invariants: valid != 0; RESIDENT <=> frame != GMI_NONE; DIRTY <=> valid == GMI_VALID_DEVICE; VALID_HOST => a slot;
- * VALID_FILE <=> file_block != GMI_NONE; io => a slot; host_writers => not RESIDENT; host_writers <= host_users;
- * graph_held => one of the host_writers. */
-typedef struct gmi_window {
-  _Atomic uint32_t word;    /* Atomic: GMI_WINDOW_* flags (changed under lock) and counts */
-  uint32_t frame;           /* or GMI_NONE */
-  gmi_mapping_t mapping;    /* of its address */
-  gmi_fence_t arrive;       /* what fills the device copy */
-  gmi_uses_t reads, writes; /* Atomic: of the device copy, since it was filled */
-  _Atomic uint64_t touched; /* Atomic: the manager's clock at its last release */
-  gmi_fence_t copied_out;   /* queued copies out of the frame */
-  uint64_t next_use;        /* position of the next use as far as known: iteration * 2^32 + op; 0 = unknown */
-  gmi_io_t *io;             /* its transfer from or to a file that has not been noted, or NULL */
-  gmi_io_t *failed_read;    /* its last transfer, a read that failed and that nobody has been told of */
-  uint32_t slot;            /* on the host, or GMI_NONE */
-  uint32_t file_block;      /* or GMI_NONE */
-  uint32_t arena;           /* index of the arena that stores it */
-  uint32_t index;           /* in that arena */
-  uint16_t user_pins;       /* gemini_pin() */
-  uint16_t host_users;      /* acquires on the host */
-  uint16_t host_writers;    /* of these, those for writing */
-  uint8_t valid;            /* GMI_VALID_* */
-  bool graph_held;          /* a graph uses it now: it is none of the callers' host_users and host_writers */
-  uint16_t graphs;          /* that know the address of its slot, which stays its own */
-  uint16_t deferred;        /* pieces of accepted updates of it that have not been queued yet */
-  uint16_t left;            /* of these, those that no call under way is about to queue */
-  uint16_t batch_users;     /* of host_users, those of the acquire under way: until it is done the window may move */
-  bool batch_placed;        /* but for one that has got its place beside its neighbours */
-  bool reserved[3];
-} gmi_window_t;
 
 /* ---- host slots: places for windows in host memory. What uses a slot's bytes is noted here, whosever they are. */
 typedef struct gmi_slot {
@@ -234,7 +196,7 @@ struct gmi_reserve;
 struct gmi_deferred;
 
 enum { GMI_TIMED_UPDATE = GEMINI_LINK_COUNT /* beside links: an update on the device */ };
-enum { GMI_HIT_STRIPES = 16, GMI_LOG_QUEUE = 8 };
+enum { GMI_HIT_STRIPES = 16, GMI_LOG_QUEUE = 8, GMI_CHANGED = 64 };
 /* A cache line of its own, and its neighbour's, which processors fetch in pairs. */
 typedef struct gmi_stripe {
   _Alignas(128) _Atomic uint64_t hits;
@@ -356,6 +318,12 @@ typedef struct gmi_manager {
   gmi_leases_t leases;
   struct gmi_leftover *leftovers;
 
+  /* GEMINI_CHECK: what chunk.c has changed since the lock was taken, to be looked at before it is let go. */
+  gmi_window_t *changed[GMI_CHANGED];
+  uint32_t changed_count;               /* more than GMI_CHANGED: all may have changed */
+  _Atomic uintptr_t lock_owner;         /* Atomic: a mark of the thread that has the lock; 0: none */
+  void (*check)(struct gmi_manager *m); /* called before the lock is let go */
+
   struct {
     int32_t level;
     char text[240];
@@ -384,7 +352,11 @@ void gmi_lock_beside(gmi_manager_t *m, const char *function);
 void gmi_callbacks_wait(gmi_manager_t *m, const char *function);
 void gmi_callback_begin(gmi_manager_t *m); /* gives up the lock; logs are not sent */
 void gmi_callback_end(gmi_manager_t *m, const char *function);
-void gmi_unlock(gmi_manager_t *m); /* then sends queued logs */
+void gmi_unlock(gmi_manager_t *m);                               /* then sends queued logs */
+bool gmi_lock_try(gmi_manager_t *m);                             /* false: somebody has it */
+void gmi_unlock_quietly(gmi_manager_t *m);                       /* logs stay queued */
+void gmi_lock_wait(gmi_manager_t *m, pthread_cond_t *condition); /* lock held: waits without it, and has it again */
+bool gmi_lock_is_mine(gmi_manager_t *m);                         /* for assertions; without GEMINI_CHECK, true */
 /* All of a public function whose parameter mgr is the manager: call, with m, under its lock. */
 #define API_LOCKED(call)                   \
   gmi_manager_t *m = gmi_manager_get(mgr); \

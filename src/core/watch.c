@@ -207,7 +207,7 @@ static bool someone_waits_with_lock(const gmi_watch_t *watch) {
 gmi_reading_t gmi_reading_begin(gmi_manager_t *m) {
   for (int look = 0; look < LOOKS; look++) {
     if (look) nanosleep(&(struct timespec){ 0, LOOK_PAUSE_NS }, NULL);
-    if (!pthread_mutex_trylock(&m->lock)) return GMI_READING_LOCKED;
+    if (gmi_lock_try(m)) return GMI_READING_LOCKED;
     pthread_mutex_lock(&m->watch.lock);
     if (someone_waits_with_lock(&m->watch)) return GMI_READING_FROZEN;
     pthread_mutex_unlock(&m->watch.lock);
@@ -216,7 +216,7 @@ gmi_reading_t gmi_reading_begin(gmi_manager_t *m) {
 }
 
 void gmi_reading_end(gmi_manager_t *m, gmi_reading_t reading) {
-  if (reading == GMI_READING_LOCKED) pthread_mutex_unlock(&m->lock);
+  if (reading == GMI_READING_LOCKED) gmi_unlock_quietly(m);
   if (reading == GMI_READING_FROZEN) pthread_mutex_unlock(&m->watch.lock);
 }
 

@@ -252,7 +252,7 @@ gemini_status_t gmi_plan_bundle_make(gmi_manager_t *m, const gmi_trace_t *trace,
       gmi_arena_t *a = gmi_arena_at(m, i);
       for (uint32_t k = 0; a && k < b.count[i]; k++) {
         b.kind[b.base[i] + k] = (uint8_t)a->kind;
-        b.pinned[b.base[i] + k] = cut_so && a->windows[k].user_pins > 0;
+        b.pinned[b.base[i] + k] = cut_so && gmi_window_is_pinned(&a->windows[k]) > 0;
       }
     }
     if (cut_so) gmi_plan_bundle_bind(m, &bundle);

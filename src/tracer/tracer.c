@@ -130,7 +130,7 @@ const char *gmi_tracer_op_name(gmi_manager_t *m) {
 }
 uint64_t gmi_tracer_next_use(gmi_manager_t *m, const gmi_window_t *w) {
   uint64_t now = m->tracer->iteration << 32 | m->tracer->op_index;
-  return w->next_use < now ? UINT64_MAX : w->next_use;
+  return gmi_window_next_use(w) < now ? UINT64_MAX : gmi_window_next_use(w);
 }
 
 /* ---- plans */
@@ -236,7 +236,8 @@ gemini_status_t gmi_tracer_replan(gmi_manager_t *m) {
 
 /* An update that has not been queued yet comes before, or a graph's replay: then it is fetched on demand. */
 static gemini_status_t fetch_ahead(gmi_manager_t *m, gmi_window_t *w) {
-  return w->deferred || w->graph_held ? GEMINI_OK : gmi_window_fetch(m, w, false, GEMINI_REASON_PLAN, 0);
+  return gmi_window_deferred(w) || gmi_window_graph_held(w) ? GEMINI_OK
+                                                            : gmi_window_fetch(m, w, false, GEMINI_REASON_PLAN, 0);
 }
 
 /* Brings the device to where the plan's iteration begins: what the plan does not expect leaves, what it expects comes
@@ -245,9 +246,7 @@ static void enter_plan(gmi_manager_t *m, variant_t *v) {
   gmi_plan_bundle_t *b = &v->bundle;
   for (uint32_t i = 0; i < b->input.window_count; i++) {
     gmi_window_t *w = b->window_of[i];
-    uint32_t word = atomic_load(&w->word);
-    if (b->plan.resident_at_start[i] || !(word & GMI_WINDOW_RESIDENT) || (word & GMI_WINDOW_PINS) || w->user_pins)
-      continue;
+    if (b->plan.resident_at_start[i] || !gmi_window_is_resident(w) || gmi_window_busy(w, GMI_TO_EVICT)) continue;
     if (gmi_window_evict(m, w, GEMINI_REASON_PLAN)) gmi_log(m, GEMINI_LOG_WARNING, "plan: %s", gmi_fail_message());
   }
   uint32_t accesses = b->input.ops[b->input.op_count].access_first;
@@ -291,7 +290,7 @@ static void plan_evict(gmi_manager_t *m, variant_t *v, uint32_t op, uint32_t pie
   for (uint32_t i = first_move(b->plan.evicts, b->plan.evict_first[op], end, piece); i < end; i++) {
     if (b->plan.evicts[i].piece != piece) break;
     gmi_window_t *w = b->window_of[b->plan.evicts[i].window];
-    if ((atomic_load(&w->word) & GMI_WINDOW_PINS) || w->user_pins) continue; /* released later: pressure will find it */
+    if (gmi_window_device_users(w) || gmi_window_is_pinned(w)) continue; /* released later: pressure will find it */
     if (gmi_window_evict(m, w, GEMINI_REASON_PLAN))
       gmi_log(m, GEMINI_LOG_WARNING, "planned eviction: %s", gmi_fail_message());
   }
@@ -331,7 +330,7 @@ static void plan_after_op(gmi_manager_t *m, variant_t *v, uint32_t op) {
   gmi_plan_bundle_t *b = &v->bundle;
   for (uint32_t k = b->input.ops[op].access_first; k < b->input.ops[op + 1].access_first; k++) {
     uint32_t next = b->plan.next_use[k];
-    b->window_of[b->input.accesses[k].window]->next_use = next == UINT32_MAX ? 0 : position(m, v, next);
+    gmi_window_set_next_use(b->window_of[b->input.accesses[k].window], next == UINT32_MAX ? 0 : position(m, v, next));
   }
   plan_evict(m, v, op, GMI_NO_PIECE);
 }

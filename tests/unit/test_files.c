@@ -93,7 +93,7 @@ static void test_a_move_tells_of_each_window_that_did_not_come(void) {
     opt_t *o = opt_open(tiers_config(6, 20, 120), 4);
     opt_to_files(o, MASTER);
     faults.delay_us[0] = engine == GEMINI_FILE_ENGINE_THREADS ? 2000 : 0;
-    uint32_t block = window_of(&o->w, o->arenas[MASTER], (uint64_t)failing * WORLD_WINDOW)->file_block;
+    uint32_t block = window_of(&o->w, o->arenas[MASTER], (uint64_t)failing * WORLD_WINDOW)->block_;
     faults.only_at[0] = (long long)(block * WORLD_WINDOW) + 1;
     break_files(false, EIO, 0, -1);
     gemini_access_t x = world_part(o->arenas[MASTER], 0, 6 * WORLD_WINDOW, 0, GEMINI_TIER_HOST);
@@ -103,7 +103,7 @@ static void test_a_move_tells_of_each_window_that_did_not_come(void) {
     mend_files();
     CHECK_OK(gemini_move(o->w.mgr, &x, 1));
     for (uint64_t at = 0; at < x.size_bytes; at += WORLD_WINDOW)
-      CHECK(window_of(&o->w, o->arenas[MASTER], at)->valid & GMI_VALID_HOST);
+      CHECK(gmi_window_has(window_of(&o->w, o->arenas[MASTER], at), GMI_VALID_HOST));
     opt_check(o);
     opt_close(o);
   }
@@ -225,7 +225,7 @@ static void check_waiting_are_refused(opt_t *o, gemini_status_t expected) {
     for (int a = 0; a < OPT_ARENAS; a++) {
       for (uint64_t at = 0; at < o->n * opt_bytes[a]; at += WORLD_WINDOW) {
         gmi_lock(m, __func__);
-        bool waits = window_of(&o->w, o->arenas[a], at)->deferred;
+        bool waits = window_of(&o->w, o->arenas[a], at)->deferred_;
         gmi_unlock(m);
         if (!waits) continue;
         waiting++;
@@ -319,7 +319,7 @@ typedef struct {
 /* Where a window's block lies: the file is found among the process's own. */
 static place_t place_of(opt_t *o, int a, uint64_t offset) {
   place_t p = { -1, 0 };
-  uint32_t block = window_of(&o->w, o->arenas[a], offset)->file_block;
+  uint32_t block = window_of(&o->w, o->arenas[a], offset)->block_;
   CHECK(block != GMI_NONE);
   p.offset = (off_t)(block * WORLD_WINDOW);
   for (int fd = 0; fd < 1024 && p.fd < 0; fd++) {
@@ -371,7 +371,7 @@ static void test_damaged_and_stale_blocks_are_named_and_never_used(void) {
   o = opt_open(tiers_config(6, 16, 120), 4);
   opt_to_files(o, MASTER);
   p = place_of(o, MASTER, at);
-  uint32_t block = window_of(&o->w, o->arenas[MASTER], at)->file_block;
+  uint32_t block = window_of(&o->w, o->arenas[MASTER], at)->block_;
   put_back(p, bad, false);
   for (int i = 0; i < 50; i++) { /* until the same block has a newer generation of it */
     for (uint64_t k = 0; k < WORLD_WINDOW; k++) o->model[MASTER][at + k]++;
@@ -380,9 +380,9 @@ static void test_damaged_and_stale_blocks_are_named_and_never_used(void) {
     memcpy(x.ptr, o->model[MASTER] + at, WORLD_WINDOW);
     CHECK_OK(gemini_release(o->w.mgr, &x, 1, GEMINI_STREAM_CALLER));
     opt_to_files(o, MASTER);
-    if (window_of(&o->w, o->arenas[MASTER], at)->file_block == block && i > 0) break;
+    if (window_of(&o->w, o->arenas[MASTER], at)->block_ == block && i > 0) break;
   }
-  CHECK_EQ(window_of(&o->w, o->arenas[MASTER], at)->file_block, block);
+  CHECK_EQ(window_of(&o->w, o->arenas[MASTER], at)->block_, block);
   put_back(p, good, false);
   memcpy(bad, good, WORLD_WINDOW);
   for (uint64_t k = 0; k < WORLD_WINDOW; k++) bad[k]--; /* what it held one generation before */
@@ -522,7 +522,7 @@ static void test_chunks_are_spread_over_several_directories(void) {
   uint32_t spread[3] = { 0, 0, 0 };
   for (int a = 0; a < OPT_ARENAS; a++)
     for (uint64_t at = 0; at < o->n * opt_bytes[a]; at += WORLD_WINDOW)
-      spread[window_of(&o->w, o->arenas[a], at)->file_block % 3]++;
+      spread[window_of(&o->w, o->arenas[a], at)->block_ % 3]++;
   for (int d = 0; d < 3; d++) CHECK(spread[d] >= 16 && spread[d] <= 17);
   for (int step = 0; step < 3; step++) {
     CHECK_OK(opt_update(o, GEMINI_UPDATE_LATE));

@@ -736,7 +736,7 @@ static void test_graph_frames_and_slots_stay_the_graphs(void) {
   CHECK_STATUS(gemini_acquire(w.mgr, &a, 1, w.stream), GEMINI_ERR_OOM_DEVICE); /* 3 frames are left */
   gemini_access_t file = window_of(arena, 0, 1, READ, FILES);
   CHECK_STATUS(gemini_move(w.mgr, &file, 1), GEMINI_ERR_BUSY);
-  CHECK_SAYS(world_error().message, "stays on the host while a graph");
+  CHECK_SAYS(world_error().message, "for which it stays on the host");
   gemini_arena_t more = world_arena(&w, GEMINI_KIND_OTHER, 2, "b", 0, 0);
   uint64_t offset;
   CHECK_OK(gemini_arena_take(w.mgr, more, 8 * W, &offset));

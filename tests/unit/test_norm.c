@@ -135,7 +135,7 @@ static uint64_t bytes_windows(const bytes_t *b) { return (b->size + b->window - 
 static void bytes_move(const bytes_t *b, uint64_t i, uint32_t tier) {
   gemini_access_t x = world_part(b->arena, i * b->window, 1, 0, tier);
   CHECK_OK(gemini_move(b->w.mgr, &x, 1));
-  uint8_t valid = bytes_window(b, i)->valid;
+  uint8_t valid = bytes_window(b, i)->valid_;
   CHECK(tier == GEMINI_TIER_DEVICE ? valid & GMI_VALID_DEVICE
         : tier == GEMINI_TIER_HOST ? (valid & (GMI_VALID_DEVICE | GMI_VALID_HOST)) == GMI_VALID_HOST
                                    : valid == GMI_VALID_FILE);
@@ -285,7 +285,7 @@ static void test_copies_under_way_are_summed_as_they_land(void) {
   }
   gmi_lane_record(m, true);
   for (uint64_t i = 0; i < WINDOWS; i++) bytes_move(&b, i, GEMINI_TIER_HOST);
-  gmi_fence_t last = m->host.slots[bytes_window(&b, WINDOWS - 1)->slot].fence;
+  gmi_fence_t last = m->host.slots[bytes_window(&b, WINDOWS - 1)->slot_].fence;
   CHECK(!gmi_fence_reached(m, last));
   CHECK_BITS(bytes_norm(&b, 0, b.size, GEMINI_DTYPE_F32), norm_of(b.model, 0, b.size, GEMINI_DTYPE_F32));
   uint64_t last_ns;
@@ -445,7 +445,7 @@ static void test_a_read_that_fails_is_told_and_leaves_nothing_held(void) {
       bytes_t b = bytes_open(norm_config(BLOCK, 4, failing % 2 ? 5 : 40, 60, failing % 2 + 1), WINDOWS * BLOCK);
       double expected = norm_of(b.model, 0, b.size, GEMINI_DTYPE_F32), norm = -7;
       place(&b, GEMINI_TIER_FILE, NULL);
-      faults.only_at[0] = (long long)(bytes_window(&b, failing)->file_block * BLOCK) + 1;
+      faults.only_at[0] = (long long)(bytes_window(&b, failing)->block_ * BLOCK) + 1;
       break_files(false, EIO, 0, fleeting ? 1 : -1);
       gemini_access_t all = world_whole(b.arena, 0, 0);
       gemini_status_t status = gemini_norm(b.w.mgr, &all, GEMINI_DTYPE_F32, GEMINI_STREAM_CALLER, &norm);
@@ -463,7 +463,8 @@ static void test_a_read_that_fails_is_told_and_leaves_nothing_held(void) {
       faults.only_at[0] = 0;
       mend_files();
       CHECK(windows_right(&b.w));
-      for (uint64_t i = 0; i < WINDOWS; i++) CHECK(!bytes_window(&b, i)->host_users && !bytes_window(&b, i)->user_pins);
+      for (uint64_t i = 0; i < WINDOWS; i++)
+        CHECK(!bytes_window(&b, i)->host_users_ && !bytes_window(&b, i)->user_pins_);
       CHECK_BITS(bytes_norm(&b, 0, b.size, GEMINI_DTYPE_F32), expected);
       CHECK_OK(gemini_update_wait(b.w.mgr)); /* that a norm failed is no update's failure */
       update_late(&b, b.arena, NULL);        /* and nothing is in use */

@@ -205,13 +205,13 @@ static inline bool windows_right(const world_t *w) {
   for (uint32_t i = 0; i < GMI_ARENAS; i++) {
     gmi_arena_t *a = gmi_arena_at(m, i);
     for (uint32_t k = 0; a && a->windows && k < atomic_load(&a->window_count); k++) {
-      if (!gmi_window_check(m, &a->windows[k])) {
-        fprintf(stderr, "window %u of arena %s: valid %#x, word %#x\n", k, a->name, a->windows[k].valid,
-                atomic_load(&a->windows[k].word));
+      if (!gmi_window_invariant(m, &a->windows[k])) {
+        fprintf(stderr, "window %u of arena %s: valid %#x, word %#x\n", k, a->name, a->windows[k].valid_,
+                atomic_load(&a->windows[k].word_));
         return false;
       }
-      slots += a->windows[k].slot != GMI_NONE;
-      blocks += a->windows[k].file_block != GMI_NONE;
+      slots += a->windows[k].slot_ != GMI_NONE;
+      blocks += a->windows[k].block_ != GMI_NONE;
     }
   }
   uint64_t free = 0, used = 0;

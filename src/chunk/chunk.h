@@ -1,0 +1,226 @@
+/* A chunk's record: where its bytes are, who uses them, and what is queued on them. SPDX-License-Identifier: Apache-2.0
+ *
+ * chunk.c and the inline functions below own the record. Nothing else reads or writes its fields, whose names end in _
+ * (tests/layers.py fails on any other use). In builds with GEMINI_CHECK each transition asserts the invariants of the
+ * record (gmi_window_invariant()), and so does the end of each call that held the manager's lock, for all records that
+ * the call changed.
+ *
+ * Threads: the manager's lock is held in every call, unless said otherwise. */
+#ifndef GMI_CHUNK_H
+#define GMI_CHUNK_H
+
+#include "base/check.h"
+#include "core/manager.h"
+#include "core/streams.h"
+
+#define GMI_WINDOW_RESIDENT (1u << 31) /* has a frame that holds, or will hold once arrive_ is reached, its bytes */
+#define GMI_WINDOW_SETTLED (1u << 30)  /* arrive_ has been reached, and no update waits */
+#define GMI_WINDOW_DIRTY (1u << 29)    /* the device copy is the only valid one */
+#define GMI_WINDOW_WRITERS 0x1fff0000u /* of the users, those that may write */
+#define GMI_WINDOW_WRITER 0x00010000u
+#define GMI_WINDOW_PINS 0x0000ffffu /* device acquires that have not been released */
+enum { GMI_VALID_DEVICE = 1, GMI_VALID_HOST = 2, GMI_VALID_FILE = 4, GMI_VALID_ZERO = 8 };
+
+/* Invariants: valid_ != 0; RESIDENT <=> frame_ != GMI_NONE; DIRTY <=> valid_ == GMI_VALID_DEVICE; VALID_HOST => a slot;
+ * VALID_FILE <=> block_ != GMI_NONE; io_ => a slot; host_writers_ => not RESIDENT; host_writers_ <= host_users_;
+ * graph_held_ => one of the host_writers_; left_ <= deferred_. */
+struct gmi_window {
+  /* Atomic: GMI_WINDOW_* flags and counts. The flags change under the lock only. The counts change without it: an
+   * acquire's compare-and-swap (acquire-release) pairs with the compare-and-swap by which an eviction clears the word,
+   * so an acquire either sees the flags gone, or the eviction sees the acquire's count. */
+  _Atomic uint32_t word_;
+  uint32_t frame_;            /* or GMI_NONE */
+  gmi_mapping_t mapping_;     /* of its address */
+  gmi_fence_t arrive_;        /* what fills the device copy */
+  gmi_uses_t reads_, writes_; /* Atomic: of the device copy, since it was filled */
+  _Atomic uint64_t touched_;  /* Atomic: the manager's clock at its last release */
+  gmi_fence_t copied_out_;    /* queued copies out of the frame */
+  uint64_t next_use_;         /* position of the next use as far as known: iteration * 2^32 + op; 0 = unknown */
+  gmi_io_t *io_;              /* its transfer from or to a file that has not been noted, or NULL */
+  gmi_io_t *failed_read_;     /* its last transfer, a read that failed and that no caller has been told of */
+  uint32_t slot_;             /* on the host, or GMI_NONE */
+  uint32_t block_;            /* in the files, or GMI_NONE */
+  uint32_t arena;             /* Constant: index of the arena that stores it */
+  uint32_t index;             /* Constant: in that arena */
+  uint32_t host_users_;       /* acquires on the host, and calls that need its slot */
+  uint32_t host_writers_;     /* of these, those for writing */
+  uint16_t user_pins_;        /* gemini_pin() */
+  uint8_t valid_;             /* GMI_VALID_* */
+  bool graph_held_;           /* a graph uses it now: it is none of the callers' host_users_ and host_writers_ */
+  uint16_t graphs_;           /* that know the address of its slot, which stays its own */
+  uint16_t deferred_;         /* pieces of accepted updates of it that have not been queued yet */
+  uint16_t left_;             /* of these, those that no call under way is about to queue */
+  uint32_t batch_users_;      /* of host_users_, those of the acquire under way: until it is done the chunk may move */
+  bool batch_placed_;         /* but for one that has got its place beside its neighbours */
+};
+
+/* ---- what it is. The first four read the word alone and need no lock. */
+static inline bool gmi_window_is_resident(const gmi_window_t *w) {
+  return atomic_load(&w->word_) & GMI_WINDOW_RESIDENT;
+}
+static inline uint32_t gmi_window_device_users(const gmi_window_t *w) {
+  return atomic_load(&w->word_) & GMI_WINDOW_PINS;
+}
+static inline bool gmi_window_has_writers(const gmi_window_t *w) { return atomic_load(&w->word_) & GMI_WINDOW_WRITERS; }
+static inline uint64_t gmi_window_touched(const gmi_window_t *w) { /* relaxed: a hint for choosing victims */
+  return atomic_load_explicit(&w->touched_, memory_order_relaxed);
+}
+static inline bool gmi_window_has(const gmi_window_t *w, uint32_t valid) { return w->valid_ & valid; } /* one of them */
+static inline bool gmi_window_has_only(const gmi_window_t *w, uint32_t valid) { return w->valid_ == valid; }
+static inline uint32_t gmi_window_frame(const gmi_window_t *w) { return w->frame_; }
+static inline uint32_t gmi_window_slot(const gmi_window_t *w) { return w->slot_; }
+static inline bool gmi_window_has_slot(const gmi_window_t *w) { return w->slot_ != GMI_NONE; }
+static inline uint32_t gmi_window_block(const gmi_window_t *w) { return w->block_; }
+static inline gmi_io_t *gmi_window_io(const gmi_window_t *w) { return w->io_; }
+static inline gmi_io_t *gmi_window_failed_read(const gmi_window_t *w) { return w->failed_read_; }
+static inline bool gmi_window_is_pinned(const gmi_window_t *w) { return w->user_pins_; }
+static inline uint32_t gmi_window_host_users(const gmi_window_t *w) { return w->host_users_; }
+static inline uint32_t gmi_window_host_writers(const gmi_window_t *w) { return w->host_writers_; }
+static inline bool gmi_window_graph_held(const gmi_window_t *w) { return w->graph_held_; }
+static inline bool gmi_window_in_graphs(const gmi_window_t *w) { return w->graphs_; }
+static inline uint32_t gmi_window_deferred(const gmi_window_t *w) { return w->deferred_; }
+static inline uint32_t gmi_window_left(const gmi_window_t *w) { return w->left_; }
+static inline uint64_t gmi_window_next_use(const gmi_window_t *w) { return w->next_use_; }
+static inline gmi_fence_t gmi_window_arrive(const gmi_window_t *w) { return w->arrive_; }
+static inline gmi_fence_t gmi_window_copied_out(const gmi_window_t *w) { return w->copied_out_; }
+/* Acquired by callers, on the device or on the host, or in use by a call or a graph. */
+static inline bool gmi_window_in_use(const gmi_window_t *w) { return gmi_window_device_users(w) || w->host_users_; }
+/* May its bytes go to another slot? Not while a caller or a graph has their address. */
+static inline bool gmi_window_may_move(const gmi_window_t *w) {
+  return w->host_users_ == w->batch_users_ && !w->batch_placed_ && !w->graphs_;
+}
+/* All invariants, those with the records of frames and slots included. */
+bool gmi_window_invariant(gmi_manager_t *m, const gmi_window_t *w);
+/* GEMINI_CHECK: asserts the invariants of what has changed since the last call. */
+void gmi_windows_check(gmi_manager_t *m);
+void gmi_windows_forget_checks(gmi_manager_t *m); /* the records are about to go */
+/* GEMINI_CHECK, when a manager is closed: nothing is in use, and frames, slots and blocks add up. No lock. */
+void gmi_balance_check(gmi_manager_t *m);
+
+/* ---- why it cannot be used so now: words for "a chunk of arena x is ...", or NULL */
+typedef enum {
+  GMI_TO_READ_ON_DEVICE,
+  GMI_TO_WRITE_ON_DEVICE,
+  GMI_TO_READ_ON_HOST,
+  GMI_TO_WRITE_ON_HOST,
+  GMI_TO_FETCH,      /* bring its bytes to the device */
+  GMI_TO_EVICT,      /* take its frame */
+  GMI_TO_LEAVE_HOST, /* take its slot, for a file */
+  GMI_TO_CHANGE,     /* outside any acquire: an update, zeros, a load, a resume */
+  GMI_TO_LOAD,       /* from a caller's file */
+  GMI_TO_STORE,      /* to a caller's file, or in a checkpoint */
+  GMI_TO_USE_IN_GRAPH
+} gmi_purpose_t;
+const char *gmi_window_busy(const gmi_window_t *w, gmi_purpose_t purpose);
+
+/* ---- users. Functions that return words return NULL when done; else the words say why not ("a chunk of x is ..."), and
+ * nothing has changed. */
+const char *gmi_window_hold(gmi_manager_t *m, gmi_window_t *w, uint32_t tier, uint32_t mode);
+void gmi_window_unhold(gmi_manager_t *m, gmi_window_t *w, uint32_t tier, uint32_t mode);
+/* The same on the device for a chunk that is there and whose earlier uses stream need not wait for; false: the lock is
+ * needed. Any thread, no lock. */
+static inline bool gmi_window_hold_fast(gmi_manager_t *m, gmi_window_t *w, uint32_t mode, uint32_t stream);
+static inline void gmi_window_unhold_device(gmi_window_t *w, uint32_t mode); /* any thread, no lock */
+/* A call of the library's own holds it on the device, whatever others do. */
+void gmi_window_hold_device(gmi_manager_t *m, gmi_window_t *w, uint32_t mode);
+const char *gmi_window_pin(gmi_manager_t *m, gmi_window_t *w);
+void gmi_window_unpin(gmi_manager_t *m, gmi_window_t *w);
+/* A call needs its slot to stay; writes: and changes the bytes there. */
+void gmi_window_keep_slot(gmi_manager_t *m, gmi_window_t *w, bool writes);
+void gmi_window_let_slot(gmi_manager_t *m, gmi_window_t *w, bool writes);
+/* From now on only callers with the lock can acquire it on the device. false, and nothing changed: the word has one of
+ * the bits of unless. */
+bool gmi_window_unsettle(gmi_window_t *w, uint32_t unless);
+void gmi_window_graph_hold(gmi_manager_t *m, gmi_window_t *w);
+void gmi_window_graph_unhold(gmi_manager_t *m, gmi_window_t *w);
+void gmi_window_graphs_add(gmi_window_t *w); /* one more graph knows its slot's address; at most GMI_GRAPHS do */
+void gmi_window_graphs_sub(gmi_window_t *w);
+/* The acquire under way has placed it beside its neighbours; is done. */
+static inline bool gmi_window_batch_placed(const gmi_window_t *w) { return w->batch_placed_; }
+static inline void gmi_window_batch_place(gmi_window_t *w, bool placed) { w->batch_placed_ = placed; }
+static inline void gmi_window_batch_end(gmi_window_t *w) { w->batch_users_ = 0, w->batch_placed_ = false; }
+/* Pieces of accepted updates: one is accepted; is queued (left: it was counted as left); is left by its call. */
+void gmi_window_piece_accepted(gmi_window_t *w);
+void gmi_window_piece_queued(gmi_window_t *w, bool left);
+void gmi_window_piece_left(gmi_window_t *w);
+static inline void gmi_window_set_next_use(gmi_window_t *w, uint64_t position) { w->next_use_ = position; }
+
+/* ---- queued work on the device copy */
+/* Notes a use by what stream has queued so far. locked: the lock is held; else any thread. */
+gemini_status_t gmi_window_use(gmi_manager_t *m, gmi_window_t *w, uint32_t mode, uint32_t stream, bool locked);
+/* Makes stream wait for what must come before its use: what fills the device copy, earlier writes, and before a write
+ * earlier reads and copies out, too. */
+gemini_status_t gmi_window_wait(gmi_manager_t *m, uint32_t stream, gmi_window_t *w, uint32_t mode);
+/* The same fences, for a caller that waits by itself. */
+enum { GMI_WINDOW_FENCES = 2 + 2 * GMI_USES };
+uint32_t gmi_window_fences(const gmi_window_t *w, uint32_t mode, gmi_fence_t fences_out[GMI_WINDOW_FENCES]);
+gmi_fence_t gmi_window_used(gmi_manager_t *m, gmi_window_t *w); /* behind all of them; may make streams wait */
+void gmi_window_settle(gmi_manager_t *m, gmi_window_t *w);      /* if what fills it has been reached */
+void gmi_window_copied(gmi_window_t *w, gmi_fence_t fence);     /* a copy out is queued, done behind fence */
+void gmi_window_fills(gmi_window_t *w, gmi_fence_t fence);      /* what fills it is queued, done behind fence */
+
+/* ---- where its bytes are. After each of these the invariants hold. */
+void gmi_window_init(gmi_window_t *w, uint32_t arena, uint32_t index); /* zeros, nowhere */
+static inline gmi_mapping_t *gmi_window_mapping(gmi_window_t *w) { return &w->mapping_; }
+/* It has a frame, whose bytes are there behind arrive. fresh: the frame holds nothing yet, and what is valid elsewhere
+ * stays so until gmi_window_wrote_device(). */
+void gmi_window_arrived(gmi_manager_t *m, gmi_window_t *w, uint32_t frame, gmi_fence_t arrive, bool fresh);
+/* Takes away its flags, so that no acquire without the lock succeeds. false: it is acquired, and nothing has changed. */
+bool gmi_window_departs(gmi_window_t *w, uint32_t *word_out);
+void gmi_window_departs_not(gmi_window_t *w, uint32_t word); /* it stays after all, with the flags that it had */
+/* After gmi_window_departs(): it has no frame. becomes: GMI_VALID_*, where its bytes are alone; 0: where they are, too.
+ * Returns the frame that it had. */
+uint32_t gmi_window_departed(gmi_manager_t *m, gmi_window_t *w, uint32_t becomes);
+/* The copy on the device is the only one: it was written. Returns the block that it had, or GMI_NONE. */
+uint32_t gmi_window_wrote_device(gmi_manager_t *m, gmi_window_t *w);
+/* The copy on the host is the only one, or it is zeros; no caller has it on the device. What frame and block it had, or
+ * GMI_NONE, is the caller's to give back. */
+void gmi_window_wrote_host(gmi_manager_t *m, gmi_window_t *w, uint32_t *frame_out, uint32_t *block_out);
+void gmi_window_zeroed(gmi_manager_t *m, gmi_window_t *w, uint32_t *frame_out, uint32_t *block_out);
+void gmi_window_host_valid(gmi_manager_t *m, gmi_window_t *w); /* the host has a copy, too */
+void gmi_window_host_lost(gmi_manager_t *m, gmi_window_t *w);  /* the host has none; others are */
+void gmi_window_read_failed(gmi_manager_t *m, gmi_window_t *w, gmi_io_t *io,
+                            uint32_t block);                                    /* block: now, or GMI_NONE */
+void gmi_window_block_valid(gmi_manager_t *m, gmi_window_t *w, uint32_t block); /* the files have a copy, too */
+uint32_t gmi_window_block_lost(gmi_manager_t *m, gmi_window_t *w); /* they have none; others are. Returns the block. */
+void gmi_window_below_host(gmi_manager_t *m, gmi_window_t *w);     /* only in its block, or zeros */
+/* Resume: a block is claimed, or given up again; in the end it is the only copy. */
+bool gmi_window_block_claim(gmi_window_t *w, uint32_t block); /* false: another one is */
+void gmi_window_block_unclaim(gmi_window_t *w);
+void gmi_window_resumed(gmi_manager_t *m, gmi_window_t *w);
+/* Slots, in its record and in the slot's. */
+void gmi_window_slot_set(gmi_manager_t *m, gmi_window_t *w, uint32_t slot); /* GMI_NONE: it has none any more */
+void gmi_window_slots_exchange(gmi_manager_t *m, uint32_t a, uint32_t b);   /* either may be empty */
+void gmi_window_io_set(gmi_manager_t *m, gmi_window_t *w, gmi_io_t *io); /* a transfer begins; NULL: has been noted */
+gmi_io_t *gmi_window_failed_read_take(gmi_window_t *w);                  /* the caller owns it; or NULL */
+
+/* ---- inline, as acquires of what is resident run through these */
+/* Is everything in uses before what stream will do next, without a wait? */
+static inline bool gmi_uses_allow(gmi_manager_t *m, gmi_uses_t *uses, uint32_t stream) {
+  for (int i = 0; i < GMI_USES; i++) {
+    gmi_fence_t f = atomic_load_explicit(&uses->fence[i], memory_order_relaxed);
+    if (f && (stream == GMI_CALLER || gmi_fence_stream(f) != stream) && !gmi_fence_reached(m, f)) return false;
+  }
+  return true;
+}
+static inline bool gmi_window_hold_fast(gmi_manager_t *m, gmi_window_t *w, uint32_t mode, uint32_t stream) {
+  uint32_t word = atomic_load_explicit(&w->word_, memory_order_acquire);
+  uint32_t needs = GMI_WINDOW_RESIDENT | GMI_WINDOW_SETTLED | (mode & GEMINI_WRITE ? GMI_WINDOW_DIRTY : 0);
+  uint32_t add = mode & GEMINI_WRITE ? 1 + GMI_WINDOW_WRITER : 1;
+  do {
+    if ((word & needs) != needs || (word & GMI_WINDOW_PINS) == GMI_WINDOW_PINS ||
+        (word & GMI_WINDOW_WRITERS) == GMI_WINDOW_WRITERS || !gmi_uses_allow(m, &w->writes_, stream) ||
+        (mode & GEMINI_WRITE && !gmi_uses_allow(m, &w->reads_, stream)))
+      return false;
+  } while (
+      !atomic_compare_exchange_weak_explicit(&w->word_, &word, word + add, memory_order_acq_rel, memory_order_acquire));
+  return true;
+}
+static inline void gmi_window_unhold_device(gmi_window_t *w, uint32_t mode) {
+  uint32_t sub = mode & GEMINI_WRITE ? 1 + GMI_WINDOW_WRITER : 1;
+  uint32_t before = atomic_fetch_sub_explicit(&w->word_, sub, memory_order_acq_rel);
+  GMI_ASSERT((before & GMI_WINDOW_PINS) >= 1 && (!(mode & GEMINI_WRITE) || before & GMI_WINDOW_WRITERS));
+  (void)before;
+}
+
+#endif
