@@ -5,7 +5,7 @@
 OBJECT: all object files of the library, at .../src/FOLDER/FILE.c.o. A folder uses another if one of its objects needs a
 symbol that an object of the other defines, or if one of its files includes a header of the other. Fails when an arrow is
 not in the table, when the table has an arrow that nothing uses, a folder without a row or a row without a folder, or when
-the arrows of the table make a cycle.
+the arrows of the table make a cycle. Fails, too, where a file other than chunk/chunk.[ch] names a field of a chunk's record.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -56,6 +56,15 @@ def include_arrows(src: pathlib.Path):
                 yield file.parent.name, header.split("/")[0], f"{file.relative_to(src)} includes {header}"
 
 
+def private_fields(src: pathlib.Path):
+    """Uses of a chunk record's fields outside of what owns it, chunk/chunk.[ch]: fields whose names end in _."""
+    for file in sorted(src.glob("*/*.[ch]")):
+        if file.parent.name != "chunk" or file.stem != "chunk":
+            for number, line in enumerate(file.read_text().splitlines(), 1):
+                if re.search(r"(->|\.)[a-z]\w*_\b", line):
+                    yield f"{file.relative_to(src)}:{number}: a field of a chunk's record, which chunk/chunk.c owns"
+
+
 def main() -> int:
     project, nm, objects = pathlib.Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
     src, page = project / "src", project / "docs/design.md"
@@ -79,6 +88,7 @@ def main() -> int:
             wrong.append(f"{user} may not use {other}: {why}")
     for user, others in sorted(table.items()):
         wrong += [f"the table lets {user} use {other}, which it does not" for other in sorted(others - used[user])]
+    wrong += private_fields(src)
     print("\n".join(wrong) or f"{sum(map(len, used.values()))} arrows between {len(folders)} folders, all of the table")
     return 1 if wrong else 0
 

@@ -85,9 +85,11 @@ static void manager_free(gmi_manager_t *m) {
   gmi_timeline_close(m);
   if (m->dev_self) {
     gmi_tracer_close(m);
+    gmi_lock(m, "gemini_manager_close");
     gmi_graphs_free(m);
     gmi_heap_close(m);
     gmi_host_blocks_close(m);
+    gmi_unlock(m);
     gmi_balance_check(m);
     gmi_arena_free_all(m);
     gmi_frames_free(m);
@@ -176,6 +178,7 @@ static gemini_status_t manager_open(const gemini_config_t *theirs, gemini_manage
     status = gmi_fail(GEMINI_ERR_INVALID, 0, "device_bytes without its margin is %llu, at least 65536",
                       (unsigned long long)(config.device_bytes - config.device_margin_bytes));
   }
+  gmi_lock(m, "gemini_manager_open");
   if (!status) status = gmi_stream_open(m, true, NULL, &m->copy_in);
   if (!status) status = gmi_stream_open(m, true, NULL, &m->copy_out);
   if (!status) status = gmi_stream_open(m, true, NULL, &m->update_stream);
@@ -185,6 +188,7 @@ static gemini_status_t manager_open(const gemini_config_t *theirs, gemini_manage
   if (!status) status = gmi_lane_open(m, config.update_threads);
   if (!status) status = gmi_updates_open(m);
   if (!status) status = gmi_watchdog_start(m);
+  gmi_unlock(m);
   if (status) {
     manager_free(m);
     return status;

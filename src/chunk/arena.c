@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/check.h"
 #include "base/names.h"
 #include "base/space.h"
 #include "chunk/arena.h"
@@ -85,6 +86,7 @@ uint8_t *gmi_window_device(gmi_manager_t *m, const gmi_window_t *w) {
  *
  * Their records exist once arenas are cut into windows (cut.c). */
 gemini_status_t gmi_arena_grow(gmi_manager_t *m, gmi_arena_t *store) {
+  GMI_ASSERT(gmi_lock_is_mine(m));
   uint64_t window = atomic_load(&m->window_bytes);
   if (!window || store->store != store->index) return GEMINI_OK;
   if (!store->windows) {

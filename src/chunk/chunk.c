@@ -344,7 +344,18 @@ static uint32_t leave_frame(gmi_manager_t *m, gmi_window_t *w) {
   return frame;
 }
 
-uint32_t gmi_window_departed(gmi_manager_t *m, gmi_window_t *w, uint32_t becomes) {
+/* Has nothing been queued on the device copy that has not ended? */
+static bool is_quiet(gmi_manager_t *m, const gmi_window_t *w) {
+  gmi_fence_t fences[GMI_WINDOW_FENCES];
+  uint32_t count = gmi_window_fences(w, GEMINI_READ_WRITE, fences);
+  bool quiet = true;
+  for (uint32_t i = 0; i < count; i++) quiet = quiet && gmi_fence_reached(m, fences[i]);
+  return quiet;
+}
+
+uint32_t gmi_window_departed(gmi_manager_t *m, gmi_window_t *w, uint32_t becomes, gmi_fence_t fence) {
+  GMI_ASSERT(fence || is_quiet(m, w));
+  (void)fence;
   GMI_ASSERT(w->frame_ != GMI_NONE && !(atomic_load(&w->word_) & GMI_WINDOW_PINS));
   uint32_t frame = leave_frame(m, w);
   set_valid(w, becomes ? becomes : w->valid_ & ~(uint32_t)GMI_VALID_DEVICE);

@@ -169,8 +169,9 @@ void gmi_window_arrived(gmi_manager_t *m, gmi_window_t *w, uint32_t frame, gmi_f
 bool gmi_window_departs(gmi_window_t *w, uint32_t *word_out);
 void gmi_window_departs_not(gmi_window_t *w, uint32_t word); /* it stays after all, with the flags that it had */
 /* After gmi_window_departs(): it has no frame. becomes: GMI_VALID_*, where its bytes are alone; 0: where they are, too.
- * Returns the frame that it had. */
-uint32_t gmi_window_departed(gmi_manager_t *m, gmi_window_t *w, uint32_t becomes);
+ * fence: behind
+ * which nothing uses the frame any more. Returns the frame that it had. */
+uint32_t gmi_window_departed(gmi_manager_t *m, gmi_window_t *w, uint32_t becomes, gmi_fence_t fence);
 /* The copy on the device is the only one: it was written. Returns the block that it had, or GMI_NONE. */
 uint32_t gmi_window_wrote_device(gmi_manager_t *m, gmi_window_t *w);
 /* The copy on the host is the only one, or it is zeros; no caller has it on the device. What frame and block it had, or

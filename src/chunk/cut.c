@@ -117,6 +117,7 @@ static void cut_install(gmi_manager_t *m, gmi_cut_t *cut) {
 }
 
 gemini_status_t gmi_cut(gmi_manager_t *m) {
+  GMI_ASSERT(gmi_lock_is_mine(m));
   if (atomic_load(&m->window_bytes)) return GEMINI_OK;
   uint64_t window = m->config.window_bytes;
   gmi_cut_t *cut;

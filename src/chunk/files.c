@@ -177,6 +177,7 @@ static void measure(gmi_manager_t *m, const gmi_io_t *io) {
 }
 
 static void give_block(gmi_manager_t *m, uint32_t block) {
+  GMI_ASSERT(gmi_lock_is_mine(m) && m->file_used >= window_bytes(m));
   gmi_store_give(m->files, block);
   m->file_used -= window_bytes(m);
 }

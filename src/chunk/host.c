@@ -184,6 +184,7 @@ static gemini_status_t part_set(gmi_manager_t *m, uint64_t part, uint64_t want) 
 }
 
 gemini_status_t gmi_host_commit(gmi_manager_t *m, uint64_t begin, uint64_t size) {
+  GMI_ASSERT(gmi_lock_is_mine(m));
   uint64_t budget = grains(m, m->config.host_bytes);
   for (uint64_t part = begin / m->host.part_bytes; part * m->host.part_bytes < begin + size; part++) {
     uint64_t base = part * m->host.part_bytes, has = m->host.committed[part];
@@ -213,6 +214,7 @@ static bool is_free(const gmi_manager_t *m, uint32_t slot) { return m->host.free
 /* Slots behind the budget (gmi_host_resize) are never free. */
 static void mark_free(gmi_manager_t *m, uint32_t slot, bool free) {
   if (slot >= m->host.slot_count) return;
+  GMI_ASSERT(is_free(m, slot) != free);
   if (free) m->host.free_map[slot >> 6] |= UINT64_C(1) << (slot & 63);
   else m->host.free_map[slot >> 6] &= ~(UINT64_C(1) << (slot & 63));
   m->host.free_count += free ? 1 : -1u;

@@ -4,6 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/check.h"
 #include "base/space.h"
 #include "chunk/cut.h"
 #include "chunk/heap.h"
@@ -159,6 +160,7 @@ static gemini_status_t back_block(gmi_manager_t *m, const gmi_heap_block_t *bloc
 }
 
 gemini_status_t gmi_nonmodel_alloc(gmi_manager_t *m, uint64_t size, uint32_t stream, void **ptr_out) {
+  GMI_ASSERT(gmi_lock_is_mine(m));
   if (!size) return gmi_fail(GEMINI_ERR_INVALID, 0, "size_bytes is 0");
   uint64_t usable = m->config.device_bytes - m->config.device_margin_bytes;
   if (size > usable)
@@ -188,6 +190,7 @@ gemini_status_t gmi_nonmodel_alloc(gmi_manager_t *m, uint64_t size, uint32_t str
 }
 
 bool gmi_nonmodel_free(gmi_manager_t *m, void *ptr, uint32_t stream) {
+  GMI_ASSERT(gmi_lock_is_mine(m));
   uint64_t offset = (uint64_t)((uintptr_t)ptr - (uintptr_t)m->heap_base);
   gmi_heap_tag_t tag = { { gmi_fence_later(m, stream) } };
   if (!m->heap || (uint8_t *)ptr < m->heap_base || offset >= m->heap_range || !gmi_heap_free(m->heap, offset, tag)) {

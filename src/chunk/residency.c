@@ -55,6 +55,7 @@ void gmi_reap(gmi_manager_t *m) {
 
 /* ---- mapping */
 gemini_status_t gmi_map(gmi_manager_t *m, void *address, uint32_t frame, gmi_mapping_t *mapping) {
+  GMI_ASSERT(gmi_lock_is_mine(m));
   if (mapping->frame_1 == frame + 1) return GEMINI_OK;
   /* Work that uses the frame it has lost may still run: let it finish. */
   gemini_status_t status = mapping->frame_1 ? gmi_fence_sync(m, mapping->left) : GEMINI_OK;
@@ -168,6 +169,8 @@ static uint32_t free_take(gmi_manager_t *m, uint32_t wish) {
 
 void gmi_frame_give(gmi_manager_t *m, uint32_t frame, gmi_fence_t ready) {
   gmi_frame_t *f = &m->frames[frame];
+  GMI_ASSERT(gmi_lock_is_mine(m));
+  GMI_ASSERT(frame < m->frame_capacity && f->handle && !f->free && !f->window && m->frame_used);
   f->ready = ready;
   f->window = NULL;
   f->free = true;
@@ -219,6 +222,7 @@ gemini_status_t gmi_oom_device(gmi_manager_t *m, uint64_t need_bytes) {
 
 gemini_status_t gmi_frame_take(gmi_manager_t *m, const gmi_mapping_t *mapping, uint32_t reason, uint32_t flags,
                                uint32_t *frame_out) {
+  GMI_ASSERT(gmi_lock_is_mine(m));
   uint32_t frame, wish = mapping && mapping->frame_1 ? mapping->frame_1 - 1 : GMI_NONE;
   if (wish != GMI_NONE && m->frames[wish].free) {
     frame = free_take(m, wish);
@@ -415,7 +419,7 @@ void gmi_window_drop_device(gmi_manager_t *m, gmi_window_t *w) {
   GMI_ASSERT(departs);
   (void)departs;
   gmi_fence_t used = gmi_window_used(m, w); /* copies out of the frame included */
-  give_frame(m, w, gmi_window_departed(m, w, 0), used);
+  give_frame(m, w, gmi_window_departed(m, w, 0, used), used);
 }
 
 void gmi_window_host_wrote(gmi_manager_t *m, gmi_window_t *w) {
@@ -440,7 +444,7 @@ gemini_status_t gmi_window_evict(gmi_manager_t *m, gmi_window_t *w, uint32_t rea
     return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s was acquired meanwhile", gmi_window_arena(m, w)->name);
   if (!copy) {
     gmi_fence_t used = gmi_window_used(m, w);
-    give_frame(m, w, gmi_window_departed(m, w, 0), used);
+    give_frame(m, w, gmi_window_departed(m, w, 0, used), used);
     return GEMINI_OK;
   }
   gmi_window_refilled(m, w);
@@ -451,7 +455,7 @@ gemini_status_t gmi_window_evict(gmi_manager_t *m, gmi_window_t *w, uint32_t rea
     gmi_window_departs_not(w, word);
     return status;
   }
-  give_frame(m, w, gmi_window_departed(m, w, GMI_VALID_HOST), fence);
+  give_frame(m, w, gmi_window_departed(m, w, GMI_VALID_HOST, fence), fence);
   return GEMINI_OK;
 }
 

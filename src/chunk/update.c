@@ -395,6 +395,7 @@ static gemini_status_t queue_first(gmi_manager_t *m, bool now, bool *waits_out) 
 }
 
 gemini_status_t gmi_updates_queue(gmi_manager_t *m, const gmi_window_t *w) {
+  GMI_ASSERT(gmi_lock_is_mine(m));
   gemini_status_t status = GEMINI_OK;
   bool waits;
   while (!status && m->deferred->first && (!w || gmi_window_deferred(w))) status = queue_first(m, true, &waits);

@@ -96,6 +96,7 @@ void gmi_unlock(gmi_manager_t *m) {
 }
 
 void gmi_log(gmi_manager_t *m, int32_t level, const char *format, ...) {
+  GMI_ASSERT(gmi_lock_is_mine(m));
   if (!m->config.log_fn || level > (int32_t)m->config.log_level || m->log_count == GMI_LOG_QUEUE) return;
   va_list args;
   va_start(args, format);

@@ -1,6 +1,7 @@
 /* Streams, and fences: marks of streams in one word. SPDX-License-Identifier: Apache-2.0 */
 #include <stdio.h>
 
+#include "base/check.h"
 #include "core/manager.h"
 #include "core/streams.h"
 
@@ -22,6 +23,7 @@ static gemini_status_t fence_now(gmi_manager_t *m, uint32_t stream, bool timed, 
 }
 
 gemini_status_t gmi_fence_now(gmi_manager_t *m, uint32_t stream, gmi_fence_t *fence_out) {
+  GMI_ASSERT(gmi_lock_is_mine(m));
   return fence_now(m, stream, true, fence_out);
 }
 
@@ -121,6 +123,7 @@ gemini_status_t gmi_stream_resolve(gmi_manager_t *m, gemini_stream_t stream, uin
 
 /* native: NULL, or where a stream of the caller's own is, to be adopted. */
 gemini_status_t gmi_stream_open(gmi_manager_t *m, bool internal, void *const *native, uint32_t *index_out) {
+  GMI_ASSERT(gmi_lock_is_mine(m));
   uint32_t open = 0;
   for (uint32_t i = 0; i < GMI_DEVICE_MAX_STREAMS; i++) open += m->streams[i].life && !m->streams[i].internal;
   if (!internal && open >= GMI_STREAMS_LIMIT)

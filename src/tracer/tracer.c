@@ -1,6 +1,7 @@
 /* The tracer: iterations, phases and operators; recording, comparing, and carrying out the plan.
  * SPDX-License-Identifier: Apache-2.0 */
 #include "tracer/tracer.h"
+#include "base/check.h"
 #include "chunk/cut.h"
 #include "chunk/graph.h"
 #include "chunk/heap.h"
@@ -215,6 +216,7 @@ static gemini_status_t variant_plan(gmi_manager_t *m, variant_t *v) {
 }
 
 gemini_status_t gmi_tracer_replan(gmi_manager_t *m) {
+  GMI_ASSERT(gmi_lock_is_mine(m));
   gmi_tracer_t *t = m->tracer;
   gemini_status_t status = GEMINI_OK;
   bool inside = m->iteration_open;
