@@ -46,6 +46,8 @@ static void changed(gmi_manager_t *m, gmi_window_t *w) { (void)m, (void)w; }
 
 void gmi_windows_check(gmi_manager_t *m) {
   GMI_ASSERT(m->frame_used + m->free_size == m->frame_made);
+  GMI_ASSERT(m->io_count ||
+             (uint64_t)m->blocks_held << m->window_shift == m->file_used); /* else some are in transfers */
   if (m->changed_count <= GMI_CHANGED) {
     for (uint32_t i = 0; i < m->changed_count; i++) GMI_ASSERT(gmi_window_invariant(m, m->changed[i]));
   } else {
@@ -363,14 +365,20 @@ uint32_t gmi_window_departed(gmi_manager_t *m, gmi_window_t *w, uint32_t becomes
   return frame;
 }
 
-static uint32_t block_take(gmi_window_t *w) {
+static void block_set(gmi_manager_t *m, gmi_window_t *w, uint32_t block) {
+  GMI_ASSERT(w->block_ == GMI_NONE);
+  w->block_ = block;
+  m->blocks_held++;
+}
+static uint32_t block_take(gmi_manager_t *m, gmi_window_t *w) {
   uint32_t block = w->block_;
   w->block_ = GMI_NONE;
+  m->blocks_held -= block != GMI_NONE;
   return block;
 }
 uint32_t gmi_window_wrote_device(gmi_manager_t *m, gmi_window_t *w) {
   GMI_ASSERT(w->frame_ != GMI_NONE);
-  uint32_t block = block_take(w);
+  uint32_t block = block_take(m, w);
   set_valid(w, GMI_VALID_DEVICE);
   changed(m, w);
   return block;
@@ -380,7 +388,7 @@ static void only(gmi_manager_t *m, gmi_window_t *w, uint32_t valid, uint32_t *fr
   GMI_ASSERT(!(atomic_load(&w->word_) & GMI_WINDOW_PINS));
   atomic_store(&w->word_, 0);
   *frame_out = w->frame_ != GMI_NONE ? leave_frame(m, w) : GMI_NONE;
-  *block_out = block_take(w);
+  *block_out = block_take(m, w);
   set_valid(w, valid);
   changed(m, w);
 }
@@ -399,20 +407,19 @@ void gmi_window_host_lost(gmi_manager_t *m, gmi_window_t *w) {
   changed(m, w);
 }
 void gmi_window_read_failed(gmi_manager_t *m, gmi_window_t *w, gmi_io_t *io, uint32_t block) {
-  if (block != GMI_NONE) w->block_ = block;
+  if (block != GMI_NONE) block_set(m, w, block);
   uint32_t valid = w->valid_ & ~(uint32_t)GMI_VALID_HOST;
   set_valid(w, w->block_ != GMI_NONE ? valid | GMI_VALID_FILE : valid);
   w->failed_read_ = io;
   changed(m, w);
 }
 void gmi_window_block_valid(gmi_manager_t *m, gmi_window_t *w, uint32_t block) {
-  GMI_ASSERT(w->block_ == GMI_NONE);
-  w->block_ = block;
+  block_set(m, w, block);
   set_valid(w, w->valid_ | GMI_VALID_FILE);
   changed(m, w);
 }
 uint32_t gmi_window_block_lost(gmi_manager_t *m, gmi_window_t *w) {
-  uint32_t block = block_take(w);
+  uint32_t block = block_take(m, w);
   set_valid(w, w->valid_ & ~(uint32_t)GMI_VALID_FILE);
   changed(m, w);
   return block;
@@ -422,12 +429,12 @@ void gmi_window_below_host(gmi_manager_t *m, gmi_window_t *w) {
   set_valid(w, w->valid_ & (GMI_VALID_FILE | GMI_VALID_ZERO));
   changed(m, w);
 }
-bool gmi_window_block_claim(gmi_window_t *w, uint32_t block) {
+bool gmi_window_block_claim(gmi_manager_t *m, gmi_window_t *w, uint32_t block) {
   if (w->block_ != GMI_NONE) return false;
-  w->block_ = block;
+  block_set(m, w, block);
   return true;
 }
-void gmi_window_block_unclaim(gmi_window_t *w) { w->block_ = GMI_NONE; }
+void gmi_window_block_unclaim(gmi_manager_t *m, gmi_window_t *w) { (void)block_take(m, w); }
 void gmi_window_resumed(gmi_manager_t *m, gmi_window_t *w) {
   GMI_ASSERT(w->frame_ == GMI_NONE && w->block_ != GMI_NONE);
   set_valid(w, GMI_VALID_FILE);

@@ -186,8 +186,8 @@ void gmi_window_block_valid(gmi_manager_t *m, gmi_window_t *w, uint32_t block); 
 uint32_t gmi_window_block_lost(gmi_manager_t *m, gmi_window_t *w); /* they have none; others are. Returns the block. */
 void gmi_window_below_host(gmi_manager_t *m, gmi_window_t *w);     /* only in its block, or zeros */
 /* Resume: a block is claimed, or given up again; in the end it is the only copy. */
-bool gmi_window_block_claim(gmi_window_t *w, uint32_t block); /* false: another one is */
-void gmi_window_block_unclaim(gmi_window_t *w);
+bool gmi_window_block_claim(gmi_manager_t *m, gmi_window_t *w, uint32_t block); /* false: another one is */
+void gmi_window_block_unclaim(gmi_manager_t *m, gmi_window_t *w);
 void gmi_window_resumed(gmi_manager_t *m, gmi_window_t *w);
 /* Slots, in its record and in the slot's. */
 void gmi_window_slot_set(gmi_manager_t *m, gmi_window_t *w, uint32_t slot); /* GMI_NONE: it has none any more */

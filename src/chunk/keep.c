@@ -259,11 +259,11 @@ static gemini_status_t resume(gmi_manager_t *m) {
   uint32_t named = 0; /* chunks that have got their block */
   for (; !status && named < count; named += !status) {
     gmi_window_t *w = kept_window(&r, kept[named].key);
-    if (!w || !gmi_window_block_claim(w, kept[named].block))
+    if (!w || !gmi_window_block_claim(m, w, kept[named].block))
       status = gmi_fail(GEMINI_ERR_FORMAT, 0, "the checkpoint has a chunk %#" PRIx64 " %s", kept[named].key,
                         w ? "twice" : "of no arena");
   }
-  while (status && named-- > 0) gmi_window_block_unclaim(kept_window(&r, kept[named].key));
+  while (status && named-- > 0) gmi_window_block_unclaim(m, kept_window(&r, kept[named].key));
   if (status) return status;
   r.apply = true;
   read_layout(&r, blob, blob_bytes);

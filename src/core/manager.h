@@ -320,6 +320,7 @@ typedef struct gmi_manager {
 
   /* GEMINI_CHECK: what chunk.c has changed since the lock was taken, to be looked at before it is let go. */
   gmi_window_t *changed[GMI_CHANGED];
+  uint32_t blocks_held;                 /* blocks in files that chunks' records name */
   uint32_t changed_count;               /* more than GMI_CHANGED: all may have changed */
   _Atomic uintptr_t lock_owner;         /* Atomic: a mark of the thread that has the lock; 0: none */
   void (*check)(struct gmi_manager *m); /* called before the lock is let go */

@@ -1,0 +1,181 @@
+#!/usr/bin/env python3
+"""Plants faults in the library, one at a time, and shows that a build with GEMINI_CHECK catches each where it happens.
+
+    tests/planted.py [NAME]...
+
+Works on a copy of the sources in a temporary directory; takes about a minute on two cores. A fault is caught when a
+test ends with an assertion of the library that names the expected function.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+import pathlib
+import subprocess
+import sys
+import tempfile
+from typing import NamedTuple
+
+
+class Fault(NamedTuple):
+    name: str
+    file: str
+    right: str
+    wrong: str
+    test: str  # target of CMake: KIND_test_NAME
+    caught_in: str  # function whose assertion fails
+
+
+FAULTS = [
+    Fault(
+        "a dirty flag is lost",
+        "chunk/chunk.c",
+        "if (valid == GMI_VALID_DEVICE) atomic_fetch_or(&w->word_, GMI_WINDOW_DIRTY);",
+        "if (valid == GMI_VALID_DEVICE) atomic_fetch_and(&w->word_, ~GMI_WINDOW_DIRTY);",
+        "integration_test_memory",
+        "changed",
+    ),
+    Fault(
+        "a chunk counts as valid nowhere",
+        "chunk/residency.c",
+        "give_frame(m, w, gmi_window_departed(m, w, GMI_VALID_HOST, fence), fence);",
+        "give_frame(m, w, gmi_window_departed(m, w, 0, fence), fence);",
+        "integration_test_memory",
+        "changed",
+    ),
+    Fault(
+        "a slot is freed twice",
+        "chunk/host.c",
+        "  gmi_window_slot_set(m, w, GMI_NONE);\n  mark_free(m, slot, true);\n",
+        "  gmi_window_slot_set(m, w, GMI_NONE);\n  mark_free(m, slot, true);\n  mark_free(m, slot, true);\n",
+        "integration_test_memory",
+        "mark_free",
+    ),
+    Fault(
+        "a frame is given back twice",
+        "chunk/residency.c",
+        "  gmi_frame_give(m, frame, fence);\n  gmi_map_leave",
+        "  gmi_frame_give(m, frame, fence);\n  gmi_frame_give(m, frame, fence);\n  gmi_map_leave",
+        "integration_test_memory",
+        "gmi_frame_give",
+    ),
+    Fault(
+        "the fence of an eviction is dropped",
+        "chunk/residency.c",
+        "  give_frame(m, w, gmi_window_departed(m, w, GMI_VALID_HOST, fence), fence);",
+        "  fence = 0;\n  give_frame(m, w, gmi_window_departed(m, w, GMI_VALID_HOST, fence), fence);",
+        "integration_test_memory",
+        "gmi_window_departed",
+    ),
+    Fault(
+        "a release counts down twice",
+        "chunk/access.c",
+        "    gmi_window_unhold(m, w, access->tier, access->mode);\n    if (access->tier == GEMINI_TIER_HOST)",
+        "    gmi_window_unhold(m, w, access->tier, access->mode);\n"
+        "    gmi_window_unhold(m, w, access->tier, access->mode);\n    if (access->tier == GEMINI_TIER_HOST)",
+        "integration_test_memory",
+        "gmi_window_unhold_device",
+    ),
+    Fault(
+        "a frame is counted twice",
+        "chunk/residency.c",
+        "  m->frame_used++;\n  peak(",
+        "  m->frame_used += 2;\n  peak(",
+        "integration_test_memory",
+        "gmi_windows_check",
+    ),
+    Fault(
+        "a host acquire for writing is never counted down",
+        "chunk/chunk.c",
+        "  w->host_users_--;\n  w->host_writers_ -= writes;\n",
+        "  w->host_users_--;\n",
+        "integration_test_memory",
+        "changed",
+    ),
+    Fault(
+        "a record changes without the lock",
+        "chunk/data.c",
+        "    gmi_lock(m, function);\n    gmi_window_let_slot(m, w, !write_file);\n",
+        "    gmi_window_let_slot(m, w, !write_file);\n    gmi_lock(m, function);\n",
+        "integration_test_states",
+        "changed",
+    ),
+    Fault(
+        "a block in the files is leaked",
+        "chunk/files.c",
+        "  if (block != GMI_NONE) give_block(m, block);\n",
+        "  if (block == GMI_NONE - 1) give_block(m, block);\n",
+        "integration_test_memory",
+        "gmi_windows_check",
+    ),
+    Fault(
+        "a piece of an update is counted down twice",
+        "chunk/update.c",
+        "    gmi_window_piece_queued(p->windows[i], rest->left);\n",
+        "    for (int twice = 0; twice < 2; twice++) gmi_window_piece_queued(p->windows[i], rest->left);\n",
+        "integration_test_update",
+        "gmi_window_piece_queued",
+    ),
+    Fault(
+        "a frame does not know its chunk",
+        "chunk/chunk.c",
+        "  m->frames[frame].window = w;\n",
+        "",
+        "integration_test_memory",
+        "changed",
+    ),
+]
+
+
+def run(command: list[str], **more) -> subprocess.CompletedProcess:
+    return subprocess.run(command, text=True, capture_output=True, **more)
+
+
+def caught(build: pathlib.Path, fault: Fault) -> str | None:
+    """None, or why the fault was not caught as it should be."""
+    made = run(["cmake", "--build", str(build), "--target", fault.test])
+    if made.returncode:
+        return f"does not build:\n{made.stdout[-2000:]}"
+    kind, _, name = fault.test.partition("_")
+    output = run([str(build / "tests" / kind / name)], timeout=300).stderr
+    said = [line for line in output.splitlines() if "assertion failed" in line]
+    if not said:
+        return f"no assertion failed; the test ended with: {output.splitlines()[-1:]}"
+    return None if f" {fault.caught_in}: " in said[0] else f"expected an assertion in {fault.caught_in}: {said[0]}"
+
+
+def main() -> int:
+    project = pathlib.Path(__file__).resolve().parent.parent
+    unknown = set(sys.argv[1:]) - {fault.name for fault in FAULTS}
+    if unknown:
+        sys.exit(f"planted.py: no fault is called {sorted(unknown)}; there are {[fault.name for fault in FAULTS]}")
+    failed = 0
+    with tempfile.TemporaryDirectory() as folder:
+        copy = pathlib.Path(folder)
+        files = run(["git", "-C", str(project), "ls-files", "-z"], check=True).stdout
+        subprocess.run(
+            f"tar -C '{project}' --null -T - -cf - | tar -C '{copy}' -xf -", shell=True, input=files, text=True, check=True
+        )
+        if (project / "build/deps").exists():
+            (copy / "build").mkdir()
+            (copy / "build/deps").symlink_to(project / "build/deps")
+        build = copy / "build/planted"
+        options = ["-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release", "-DGEMINI_TESTS=ON", "-DGEMINI_CHECK=ON"]
+        run(["cmake", "-S", str(copy), "-B", str(build), "-DGEMINI_BENCH=OFF", *options], check=True)
+        for fault in FAULTS:
+            if sys.argv[1:] and fault.name not in sys.argv[1:]:
+                continue
+            file = copy / "src" / fault.file
+            source = file.read_text()
+            if source.count(fault.right) != 1:
+                why = f"{fault.file} has its place {source.count(fault.right)} times"
+            else:
+                file.write_text(source.replace(fault.right, fault.wrong))
+                why = caught(build, fault)
+                file.write_text(source)
+            print(f"{fault.name}: {why or 'caught in ' + fault.caught_in}", flush=True)
+            failed += why is not None
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
