@@ -168,11 +168,6 @@ const char *gmi_window_hold(gmi_manager_t *m, gmi_window_t *w, uint32_t tier, ui
   return NULL;
 }
 
-void gmi_window_unhold(gmi_manager_t *m, gmi_window_t *w, uint32_t tier, uint32_t mode) {
-  if (tier == GEMINI_TIER_DEVICE) gmi_window_unhold_device(w, mode);
-  else gmi_window_let_slot(m, w, mode & GEMINI_WRITE);
-}
-
 void gmi_window_hold_device(gmi_manager_t *m, gmi_window_t *w, uint32_t mode) {
   (void)m;
   atomic_fetch_add(&w->word_, mode & GEMINI_WRITE ? 1 + GMI_WINDOW_WRITER : 1);
@@ -245,29 +240,12 @@ static void uses_clear(gmi_uses_t *uses) {
   for (int i = 0; i < GMI_USES; i++) atomic_store(&uses->fence[i], 0);
 }
 
-/* In a place that is the stream's own or no longer counts, else after waiting for one of the others. */
-gemini_status_t gmi_window_use(gmi_manager_t *m, gmi_window_t *w, uint32_t mode, uint32_t stream, bool locked) {
-  atomic_store_explicit(&w->touched_, atomic_load_explicit(&m->clock, memory_order_relaxed), memory_order_relaxed);
-  gmi_uses_t *uses = mode & GEMINI_WRITE ? &w->writes_ : &w->reads_;
-  while (stream != GMI_CALLER) {
-    gmi_fence_t seen[GMI_USES];
-    int place = GMI_USES;
-    for (int i = GMI_USES; i-- > 0;) {
-      seen[i] = atomic_load_explicit(&uses->fence[i], memory_order_relaxed);
-      if (!seen[i] || gmi_fence_stream(seen[i]) == stream || gmi_fence_reached(m, seen[i])) place = i;
-    }
-    if (place == GMI_USES) {
-      place = 0;
-      if (!locked) gmi_lock(m, "gemini_release");
-      gemini_status_t status = gmi_fence_wait(m, stream, seen[place]);
-      if (!locked) gmi_unlock(m);
-      if (status) return status;
-    }
-    gmi_fence_t now = gmi_fence_later(m, stream);
-    /* Pairs with the loads of whoever uses the chunk next: the release of the chunk's count comes after it. */
-    if (atomic_compare_exchange_strong(&uses->fence[place], &seen[place], now)) break;
-  }
-  return GEMINI_OK;
+/* Every place holds a use of another stream that has not ended: the stream waits for the first of them. */
+gemini_status_t gmi_window_use_full(gmi_manager_t *m, uint32_t stream, gmi_fence_t first, bool locked) {
+  if (!locked) gmi_lock(m, "gemini_release");
+  gemini_status_t status = gmi_fence_wait(m, stream, first);
+  if (!locked) gmi_unlock(m);
+  return status;
 }
 
 uint32_t gmi_window_fences(const gmi_window_t *w, uint32_t mode, gmi_fence_t fences_out[GMI_WINDOW_FENCES]) {

@@ -116,7 +116,7 @@ const char *gmi_window_busy(const gmi_window_t *w, gmi_purpose_t purpose);
 /* ---- users. Functions that return words return NULL when done; else the words say why not ("a chunk of x is ..."), and
  * nothing has changed. */
 const char *gmi_window_hold(gmi_manager_t *m, gmi_window_t *w, uint32_t tier, uint32_t mode);
-void gmi_window_unhold(gmi_manager_t *m, gmi_window_t *w, uint32_t tier, uint32_t mode);
+static inline void gmi_window_unhold(gmi_manager_t *m, gmi_window_t *w, uint32_t tier, uint32_t mode);
 /* The same on the device for a chunk that is there and whose earlier uses stream need not wait for; false: the lock is
  * needed. Any thread, no lock. */
 static inline bool gmi_window_hold_fast(gmi_manager_t *m, gmi_window_t *w, uint32_t mode, uint32_t stream);
@@ -147,7 +147,9 @@ static inline void gmi_window_set_next_use(gmi_window_t *w, uint64_t position) {
 
 /* ---- queued work on the device copy */
 /* Notes a use by what stream has queued so far. locked: the lock is held; else any thread. */
-gemini_status_t gmi_window_use(gmi_manager_t *m, gmi_window_t *w, uint32_t mode, uint32_t stream, bool locked);
+static inline gemini_status_t gmi_window_use(gmi_manager_t *m, gmi_window_t *w, uint32_t mode, uint32_t stream,
+                                             bool locked);
+gemini_status_t gmi_window_use_full(gmi_manager_t *m, uint32_t stream, gmi_fence_t first, bool locked); /* its part */
 /* Makes stream wait for what must come before its use: what fills the device copy, earlier writes, and before a write
  * earlier reads and copies out, too. */
 gemini_status_t gmi_window_wait(gmi_manager_t *m, uint32_t stream, gmi_window_t *w, uint32_t mode);
@@ -222,6 +224,34 @@ static inline void gmi_window_unhold_device(gmi_window_t *w, uint32_t mode) {
   uint32_t before = atomic_fetch_sub_explicit(&w->word_, sub, memory_order_acq_rel);
   GMI_ASSERT((before & GMI_WINDOW_PINS) >= 1 && (!(mode & GEMINI_WRITE) || before & GMI_WINDOW_WRITERS));
   (void)before;
+}
+
+static inline void gmi_window_unhold(gmi_manager_t *m, gmi_window_t *w, uint32_t tier, uint32_t mode) {
+  if (tier == GEMINI_TIER_DEVICE) gmi_window_unhold_device(w, mode);
+  else gmi_window_let_slot(m, w, mode & GEMINI_WRITE);
+}
+/* In a place that is the stream's own or no longer counts, else after waiting for one of the others. */
+static inline gemini_status_t gmi_window_use(gmi_manager_t *m, gmi_window_t *w, uint32_t mode, uint32_t stream,
+                                             bool locked) {
+  atomic_store_explicit(&w->touched_, atomic_load_explicit(&m->clock, memory_order_relaxed), memory_order_relaxed);
+  gmi_uses_t *uses = mode & GEMINI_WRITE ? &w->writes_ : &w->reads_;
+  while (stream != GMI_CALLER) {
+    gmi_fence_t seen[GMI_USES];
+    int place = GMI_USES;
+    for (int i = GMI_USES; i-- > 0;) {
+      seen[i] = atomic_load_explicit(&uses->fence[i], memory_order_relaxed);
+      if (!seen[i] || gmi_fence_stream(seen[i]) == stream || gmi_fence_reached(m, seen[i])) place = i;
+    }
+    if (place == GMI_USES) {
+      place = 0;
+      gemini_status_t status = gmi_window_use_full(m, stream, seen[place], locked);
+      if (status) return status;
+    }
+    gmi_fence_t now = gmi_fence_later(m, stream);
+    /* Pairs with the loads of whoever uses the chunk next: the release of the chunk's count comes after it. */
+    if (atomic_compare_exchange_strong(&uses->fence[place], &seen[place], now)) break;
+  }
+  return GEMINI_OK;
 }
 
 #endif

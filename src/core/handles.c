@@ -91,30 +91,18 @@ static bool is_forked(uint64_t handle) {
   return true;
 }
 
-static const uint8_t index_bits[] = { [GMI_HANDLE_ARENA] = GMI_ARENA_INDEX_BITS,
-                                      [GMI_HANDLE_TENSOR] = GMI_TENSOR_INDEX_BITS,
-                                      [GMI_HANDLE_STREAM] = GMI_STREAM_INDEX_BITS,
-                                      [GMI_HANDLE_GRAPH] = GMI_GRAPH_INDEX_BITS };
-
 _Static_assert(GMI_DEVICE_MAX_STREAMS <= 1u << GMI_STREAM_INDEX_BITS && GMI_ARENAS <= 1u << GMI_ARENA_INDEX_BITS &&
                    GMI_TENSORS <= 1u << GMI_TENSOR_INDEX_BITS && GMI_GRAPHS <= 1u << GMI_GRAPH_INDEX_BITS,
                "a handle has room for each index");
 
 uint64_t gmi_handle(const gmi_manager_t *m, uint32_t type, uint64_t generation, uint32_t index) {
-  return (uint64_t)type << 60 | (m->handle & GMI_HANDLE_MANAGER_MASK) | generation << index_bits[type] | index;
+  return (uint64_t)type << 60 | (m->handle & GMI_HANDLE_MANAGER_MASK) | generation << gmi_handle_index_bits(type) |
+         index;
 }
 
-bool gmi_handle_open(const gmi_manager_t *m, uint64_t handle, uint32_t type, uint32_t *index_out,
-                     uint64_t *generation_out) {
+void gmi_handle_wrong(uint64_t handle, uint32_t type) {
   static const char *const names[] = { "", "manager", "arena", "tensor", "stream", "graph" };
-  if (handle >> 60 != type || ((handle ^ m->handle) & GMI_HANDLE_MANAGER_MASK)) {
-    gmi_fail(GEMINI_ERR_HANDLE, 0, "%#llx is no %s of this manager", (unsigned long long)handle, names[type]);
-    return false;
-  }
-  uint64_t object = handle & ((UINT64_C(1) << GMI_HANDLE_OBJECT_BITS) - 1);
-  *index_out = (uint32_t)(object & ((1u << index_bits[type]) - 1));
-  *generation_out = object >> index_bits[type];
-  return true;
+  gmi_fail(GEMINI_ERR_HANDLE, 0, "%#llx is no %s of this manager", (unsigned long long)handle, names[type]);
 }
 
 gmi_manager_t *gmi_manager_get(gemini_manager_t handle) {

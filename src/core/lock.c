@@ -26,15 +26,17 @@ static void taken(gmi_manager_t *m) { (void)m; }
 static void about_to_give(gmi_manager_t *m) { (void)m; }
 #endif
 
-bool gmi_lock_try(gmi_manager_t *m) {
+static inline bool try_lock(gmi_manager_t *m) {
   if (pthread_mutex_trylock(&m->lock)) return false;
   taken(m);
   return true;
 }
-void gmi_unlock_quietly(gmi_manager_t *m) {
+bool gmi_lock_try(gmi_manager_t *m) { return try_lock(m); }
+static inline void give(gmi_manager_t *m) {
   about_to_give(m);
   pthread_mutex_unlock(&m->lock);
 }
+void gmi_unlock_quietly(gmi_manager_t *m) { give(m); }
 void gmi_lock_wait(gmi_manager_t *m, pthread_cond_t *condition) {
   about_to_give(m);
   pthread_cond_wait(condition, &m->lock);
@@ -42,7 +44,7 @@ void gmi_lock_wait(gmi_manager_t *m, pthread_cond_t *condition) {
 }
 
 void gmi_lock_beside(gmi_manager_t *m, const char *function) {
-  if (!gmi_lock_try(m)) {
+  if (!try_lock(m)) {
     gmi_wait_t wait;
     gmi_wait_begin(m, &wait, function, GMI_WAIT_LOCK, 0);
     pthread_mutex_lock(&m->lock);
@@ -70,7 +72,7 @@ void gmi_lock(gmi_manager_t *m, const char *function) {
 void gmi_callback_begin(gmi_manager_t *m) {
   m->callback_thread = pthread_self();
   m->callbacks++;
-  gmi_unlock_quietly(m);
+  give(m);
 }
 
 void gmi_callback_end(gmi_manager_t *m, const char *function) {
@@ -81,7 +83,7 @@ void gmi_callback_end(gmi_manager_t *m, const char *function) {
 void gmi_unlock(gmi_manager_t *m) {
   uint32_t count = m->log_count;
   if (!count) {
-    gmi_unlock_quietly(m);
+    give(m);
     return;
   }
   int32_t levels[GMI_LOG_QUEUE];
@@ -91,7 +93,7 @@ void gmi_unlock(gmi_manager_t *m) {
     memcpy(texts[i], m->logs[i].text, sizeof texts[i]);
   }
   m->log_count = 0;
-  gmi_unlock_quietly(m);
+  give(m);
   for (uint32_t i = 0; i < count; i++) m->config.log_fn(m->config.log_user, levels[i], texts[i]);
 }
 

@@ -341,9 +341,28 @@ uint32_t gmi_managers_open(void);
 gmi_manager_t *gmi_manager_get(gemini_manager_t handle); /* NULL, with the error recorded */
 gmi_manager_t *gmi_manager_of(uint64_t handle);          /* of any object's handle; likewise */
 uint64_t gmi_handle(const gmi_manager_t *m, uint32_t type, uint64_t generation, uint32_t index);
-/* Is handle of this type and manager? Then its index and generation. Otherwise the error is recorded. */
-bool gmi_handle_open(const gmi_manager_t *m, uint64_t handle, uint32_t type, uint32_t *index_out,
-                     uint64_t *generation_out);
+void gmi_handle_wrong(uint64_t handle, uint32_t type); /* records the error */
+static inline uint32_t gmi_handle_index_bits(uint32_t type) {
+  return type == GMI_HANDLE_TENSOR   ? GMI_TENSOR_INDEX_BITS
+         : type == GMI_HANDLE_ARENA  ? GMI_ARENA_INDEX_BITS
+         : type == GMI_HANDLE_STREAM ? GMI_STREAM_INDEX_BITS
+         : type == GMI_HANDLE_GRAPH  ? GMI_GRAPH_INDEX_BITS
+                                     : 0;
+}
+/* Is handle of this type and manager? Then its index and generation. Otherwise the error is recorded. Inline, as each
+ * acquire and release asks it several times, with a type that is constant there. */
+static inline bool gmi_handle_open(const gmi_manager_t *m, uint64_t handle, uint32_t type, uint32_t *index_out,
+                                   uint64_t *generation_out) {
+  if (handle >> 60 != type || ((handle ^ m->handle) & GMI_HANDLE_MANAGER_MASK)) {
+    gmi_handle_wrong(handle, type);
+    return false;
+  }
+  uint64_t object = handle & ((UINT64_C(1) << GMI_HANDLE_OBJECT_BITS) - 1);
+  uint32_t bits = gmi_handle_index_bits(type);
+  *index_out = (uint32_t)(object & ((1u << bits) - 1));
+  *generation_out = object >> bits;
+  return true;
+}
 
 /* core/lock.c */
 void gmi_lock(gmi_manager_t *m, const char *function); /* function: the public one, for who waits; static storage */
