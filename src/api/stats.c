@@ -6,8 +6,6 @@
 #include "core/lane.h"
 #include "core/streams.h"
 
-#include <string.h>
-
 #include "core/manager.h"
 #include "tracer/tracer.h"
 

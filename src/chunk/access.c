@@ -19,7 +19,7 @@
 #include "core/manager.h"
 #include "core/streams.h"
 
-enum { BATCH_LIMIT = 1 << 20, SMALL_BATCH = 16 };
+enum { SMALL_BATCH = 16 };
 
 static uint32_t my_stripe(void) {
   static _Atomic uint32_t threads;
@@ -203,10 +203,6 @@ static gemini_status_t access_check(const gemini_access_t *access) {
   return GEMINI_OK;
 }
 
-static const char *range_name(gmi_manager_t *m, const gmi_range_t *r) {
-  return r->tensor ? gmi_tensor_base(m, r->tensor)->name : r->arena->name;
-}
-
 static void *range_pointer(gmi_manager_t *m, const gemini_access_t *access, const gmi_range_t *r) {
   if (access->tier == GEMINI_TIER_DEVICE) return r->store->base + r->offset;
   return r->size ? gmi_range_host(m, r->store, r->offset) : NULL;
@@ -232,7 +228,7 @@ static gemini_status_t count_acquire(gmi_manager_t *m, const gemini_access_t *ac
   bool whole = is_whole(access, r->tensor, r->size);
   p->field = whole ? field_whole(access->mode) : field_others();
   if (r->tensor && !tensor_hold(r->tensor, p->field)) /* under the lock, it is neither dead nor frozen */
-    return gmi_fail(GEMINI_ERR_BUSY, 0, "tensor %s is acquired %llu times in this way, the limit", range_name(m, r),
+    return gmi_fail(GEMINI_ERR_BUSY, 0, "tensor %s is acquired %llu times in this way, the limit", gmi_range_name(m, r),
                     (unsigned long long)(p->field.mask / p->field.unit));
   p->counted = r->tensor != NULL;
   gemini_status_t status = whole ? GEMINI_OK : gmi_lease_add(&m->leases, &key);
@@ -250,7 +246,7 @@ static gemini_status_t hold_window(gmi_manager_t *m, const gemini_access_t *acce
                                    gmi_window_t *w) {
   gemini_status_t status = gmi_updates_queue(m, w);
   const char *why = status ? NULL : gmi_window_hold(m, w, access->tier, access->mode);
-  return why ? gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of %s is %s", range_name(m, r), why) : status;
+  return why ? gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of %s is %s", gmi_range_name(m, r), why) : status;
 }
 
 static gemini_status_t bring_window(gmi_manager_t *m, const gemini_access_t *access, const gmi_range_t *r, uint32_t i) {
@@ -466,7 +462,7 @@ static gemini_status_t acquire_slow(gmi_manager_t *m, gemini_access_t *accesses,
     marked = k + 1;
     if (!batch_mark(m, &accesses[k], r))
       status = gmi_fail(GEMINI_ERR_STATE, 0, "one batch writes parameter %s and its gradient, which share their bytes",
-                        range_name(m, r));
+                        gmi_range_name(m, r));
     if (status) break;
     p[k].content = CONTENT_FINE;
     p[k].counted = p[k].leased = false;
@@ -476,10 +472,10 @@ static gemini_status_t acquire_slow(gmi_manager_t *m, gemini_access_t *accesses,
                    ? gmi_fail(GEMINI_ERR_STATE, 0,
                               "parameter %s cannot be used: its gradient has taken its bytes until the parameter is "
                               "written again",
-                              range_name(m, r))
+                              gmi_range_name(m, r))
                    : gmi_fail(GEMINI_ERR_STATE, 0,
                               "gradient of %s cannot be used: it has not been written whole since its parameter was",
-                              range_name(m, r));
+                              gmi_range_name(m, r));
   }
   for (uint64_t k = 0; k < marked; k++) batch_unmark(m, &p[k].range);
   gmi_pause_t pause = { 0 };
@@ -532,8 +528,8 @@ static gemini_status_t acquire(gmi_manager_t *m, gemini_access_t *accesses, uint
   uint32_t s;
   if (!accesses && count)
     return gmi_fail(GEMINI_ERR_INVALID, 0, "accesses is NULL but count is %llu", (unsigned long long)count);
-  if (count > BATCH_LIMIT)
-    return gmi_fail(GEMINI_ERR_INVALID, 0, "count is %llu, at most %d", (unsigned long long)count, BATCH_LIMIT);
+  if (count > GMI_BATCH_LIMIT)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "count is %llu, at most %d", (unsigned long long)count, GMI_BATCH_LIMIT);
   gemini_status_t status = gmi_stream_resolve(m, stream, &s);
   if (status) return status;
   if (gmi_graph_begun(m, s)) {
@@ -570,7 +566,7 @@ static gemini_status_t not_acquired(gmi_manager_t *m, const gemini_access_t *acc
   return gmi_fail(GEMINI_ERR_STATE, 0,
                   "%llu bytes at offset %llu of %s were not acquired with this mode and tier, or are released already: "
                   "a release names ranges as their acquires did",
-                  (unsigned long long)r->size, (unsigned long long)access->offset_bytes, range_name(m, r));
+                  (unsigned long long)r->size, (unsigned long long)access->offset_bytes, gmi_range_name(m, r));
 }
 
 /* A claim keeps the tensor in use, so that neither it nor its windows can go before the second pass. */
@@ -589,7 +585,7 @@ static gemini_status_t claim(gmi_manager_t *m, const gemini_access_t *access, gm
   void *ptr = range_pointer(m, access, r);
   if (access->tier == GEMINI_TIER_DEVICE || access->ptr == ptr) return GEMINI_OK;
   gmi_lease_unclaim(&m->leases, &key);
-  return gmi_fail(GEMINI_ERR_STATE, 0, "ptr of %s is %p, but it was acquired at %p", range_name(m, r), access->ptr,
+  return gmi_fail(GEMINI_ERR_STATE, 0, "ptr of %s is %p, but it was acquired at %p", gmi_range_name(m, r), access->ptr,
                   ptr);
 }
 
@@ -693,147 +689,11 @@ gemini_status_t gemini_release(gemini_manager_t mgr, const gemini_access_t *acce
   if (!m) API_RETURN(GEMINI_ERR_HANDLE);
   if (!accesses && count)
     API_RETURN(gmi_fail(GEMINI_ERR_INVALID, 0, "accesses is NULL but count is %llu", (unsigned long long)count));
-  if (count > BATCH_LIMIT)
-    API_RETURN(gmi_fail(GEMINI_ERR_INVALID, 0, "count is %llu, at most %d", (unsigned long long)count, BATCH_LIMIT));
+  if (count > GMI_BATCH_LIMIT)
+    API_RETURN(
+        gmi_fail(GEMINI_ERR_INVALID, 0, "count is %llu, at most %d", (unsigned long long)count, GMI_BATCH_LIMIT));
   uint32_t s;
   gemini_status_t status = gmi_stream_resolve(m, stream, &s);
   if (!status) status = release(m, accesses, count, s);
   API_RETURN(status);
 }
-
-/* ---- hint, move, pin */
-typedef gemini_status_t (*window_fn)(gmi_manager_t *m, gmi_window_t *w, uint32_t tier);
-
-/* All are checked before the first moves. moves: as asked, or not at all. */
-static gemini_status_t each_check(gmi_manager_t *m, const gemini_access_t *accesses, uint64_t count, bool moves) {
-  gemini_status_t status = GEMINI_OK;
-  for (uint64_t k = 0; !status && k < count; k++) {
-    gmi_range_t r;
-    uint32_t tier = accesses[k].tier;
-    if (tier >= GEMINI_TIER_COUNT)
-      return gmi_fail(GEMINI_ERR_INVALID, 0, "tier is %u, the last one is %d", tier, GEMINI_TIER_FILE);
-    status = gmi_range_resolve(m, &accesses[k], &r);
-    for (uint64_t i = r.first; !status && moves && tier != GEMINI_TIER_DEVICE && i <= r.last; i++) {
-      gmi_window_t *w = &r.store->windows[i];
-      const char *why = gmi_window_is_resident(w) ? gmi_window_busy(w, GMI_TO_EVICT) : NULL;
-      if (!why && tier == GEMINI_TIER_FILE && gmi_window_host_users(w)) why = "acquired";
-      if (why) status = gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of %s is %s", range_name(m, &r), why);
-    }
-  }
-  return status;
-}
-
-/* hold: windows that came to the device stay there until all have come. */
-static gemini_status_t each_window(gmi_manager_t *m, const gemini_access_t *accesses, uint64_t count, window_fn fn,
-                                   bool hold) {
-  if (!accesses && count)
-    return gmi_fail(GEMINI_ERR_INVALID, 0, "accesses is NULL but count is %llu", (unsigned long long)count);
-  if (count > BATCH_LIMIT)
-    return gmi_fail(GEMINI_ERR_INVALID, 0, "count is %llu, at most %d", (unsigned long long)count, BATCH_LIMIT);
-  gemini_status_t status = each_check(m, accesses, count, hold);
-  if (!status) status = gmi_cut(m);
-  gmi_range_t r;
-  if (status) return status;
-  uint64_t held = 0;
-  for (uint64_t k = 0; !status && k < count; k++) {
-    gmi_range_resolve(m, &accesses[k], &r);
-    for (uint64_t i = r.first; !status && i <= r.last; i++) {
-      gmi_window_t *w = &r.store->windows[i];
-      if (hold) status = gmi_updates_queue(m, w);
-      else if (gmi_window_deferred(w)) continue;
-      if (!status) status = fn(m, w, accesses[k].tier);
-      if (status || !hold || accesses[k].tier != GEMINI_TIER_DEVICE) continue;
-      const char *why = gmi_window_hold(m, w, GEMINI_TIER_DEVICE, GEMINI_READ);
-      if (why) status = gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of %s is %s", range_name(m, &r), why);
-      if (status) break;
-      held++;
-    }
-  }
-  for (uint64_t k = 0; !status && hold && k < count; k++) { /* what comes from files has come */
-    gmi_range_resolve(m, &accesses[k], &r);
-    for (uint64_t i = r.first; !status && accesses[k].tier == GEMINI_TIER_HOST && i <= r.last; i++)
-      if (gmi_window_io(&r.store->windows[i]) || gmi_window_failed_read(&r.store->windows[i]))
-        status = gmi_window_settle_host(m, &r.store->windows[i]);
-  }
-  for (uint64_t k = 0; held && k < count; k++) {
-    if (accesses[k].tier != GEMINI_TIER_DEVICE) continue;
-    gmi_range_resolve(m, &accesses[k], &r);
-    for (uint64_t i = r.first; held && i <= r.last; i++, held--)
-      gmi_window_unhold_device(&r.store->windows[i], GEMINI_READ);
-  }
-  return status;
-}
-
-static gemini_status_t hint_window(gmi_manager_t *m, gmi_window_t *w, uint32_t tier) {
-  uint64_t room = m->config.host_bytes > m->host_used ? m->config.host_bytes - m->host_used : 0;
-  gemini_status_t status = GEMINI_OK;
-  bool acquired = gmi_window_device_users(w) || gmi_window_host_users(w);
-  if (tier == GEMINI_TIER_DEVICE && !gmi_window_host_writers(w)) {
-    if (!gmi_window_has(w, GMI_VALID_HOST | GMI_VALID_ZERO) && !gmi_window_has_slot(w) &&
-        room < atomic_load(&m->window_bytes))
-      return GEMINI_OK;
-    status = gmi_window_fetch(m, w, false, GEMINI_REASON_CALLER, 0);
-    if (status == GEMINI_ERR_OOM_DEVICE) status = GEMINI_OK;
-  } else if (tier == GEMINI_TIER_HOST && (gmi_window_has_slot(w) || room >= atomic_load(&m->window_bytes)) &&
-             !gmi_window_has_writers(w) && !gmi_window_has(w, GMI_VALID_ZERO)) {
-    status = gmi_window_to_host(m, w, false, GEMINI_REASON_CALLER);
-  } else if (tier == GEMINI_TIER_FILE && m->files && !acquired && !gmi_window_is_pinned(w) &&
-             (gmi_window_has_slot(w) || room >= atomic_load(&m->window_bytes) ||
-              !gmi_window_has_only(w, GMI_VALID_DEVICE))) {
-    status = gmi_window_to_file(m, w, GEMINI_REASON_CALLER);
-    if (status == GEMINI_ERR_OOM_FILE) status = GEMINI_OK;
-  }
-  if (status == GEMINI_ERR_BUSY) status = GEMINI_OK; /* somebody acquired it meanwhile */
-  return status;
-}
-gemini_status_t gemini_hint(gemini_manager_t mgr, const gemini_access_t *accesses, uint64_t count) {
-  API_LOCKED(each_window(m, accesses, count, hint_window, false));
-}
-
-static gemini_status_t move_window(gmi_manager_t *m, gmi_window_t *w, uint32_t tier) {
-  if (tier == GEMINI_TIER_DEVICE) {
-    return gmi_window_fetch(m, w, false, GEMINI_REASON_CALLER, GMI_TAKE_EVICT);
-  }
-  if (tier == GEMINI_TIER_FILE) return gmi_window_to_file(m, w, GEMINI_REASON_CALLER);
-  gemini_status_t status = gmi_window_evict(m, w, GEMINI_REASON_CALLER);
-  if (!status && !gmi_window_has(w, GMI_VALID_HOST | GMI_VALID_ZERO))
-    status = gmi_window_to_host(m, w, false, GEMINI_REASON_CALLER);
-  return status;
-}
-gemini_status_t gemini_move(gemini_manager_t mgr, const gemini_access_t *accesses, uint64_t count) {
-  API_LOCKED(each_window(m, accesses, count, move_window, true));
-}
-
-static gemini_status_t pin(gmi_manager_t *m, const gemini_access_t *access) {
-  gmi_range_t r;
-  if (!access) return gmi_fail(GEMINI_ERR_INVALID, 0, "access is NULL");
-  gemini_status_t status = gmi_range_ready(m, access, &r);
-  if (status) return status;
-  uint64_t pinned = 0;
-  for (uint64_t i = r.first; !status && i <= r.last; i++) {
-    gmi_window_t *w = &r.store->windows[i];
-    status = gmi_updates_queue(m, w);
-    if (!status) status = move_window(m, w, GEMINI_TIER_DEVICE);
-    const char *why = status ? NULL : gmi_window_pin(m, w);
-    if (why) status = gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of %s is %s", range_name(m, &r), why);
-    if (status) break;
-    pinned++;
-  }
-  if (status)
-    for (uint64_t i = 0; i < pinned; i++) gmi_window_unpin(m, &r.store->windows[r.first + i]);
-  return status;
-}
-gemini_status_t gemini_pin(gemini_manager_t mgr, const gemini_access_t *access) { API_LOCKED(pin(m, access)); }
-
-static gemini_status_t unpin(gmi_manager_t *m, const gemini_access_t *access) {
-  gmi_range_t r;
-  if (!access) return gmi_fail(GEMINI_ERR_INVALID, 0, "access is NULL");
-  gemini_status_t status = gmi_range_ready(m, access, &r);
-  if (status) return status;
-  for (uint64_t i = r.first; i <= r.last; i++)
-    if (!gmi_window_is_pinned(&r.store->windows[i]))
-      return gmi_fail(GEMINI_ERR_STATE, 0, "a chunk of %s is not pinned", range_name(m, &r));
-  for (uint64_t i = r.first; i <= r.last; i++) gmi_window_unpin(m, &r.store->windows[i]);
-  return GEMINI_OK;
-}
-gemini_status_t gemini_unpin(gemini_manager_t mgr, const gemini_access_t *access) { API_LOCKED(unpin(m, access)); }

@@ -13,6 +13,7 @@ static inline bool gmi_tensor_alive(const gmi_tensor_t *t) { return atomic_load(
 static inline gmi_arena_t *gmi_arena_at(gmi_manager_t *m, uint32_t index) {
   return atomic_load_explicit(&m->arenas[index], memory_order_acquire);
 }
+static inline gmi_tensor_t *gmi_tensor_base(gmi_manager_t *m, gmi_tensor_t *t) { return &m->tensors[t->base]; }
 /* A range of windows of the arena that stores it. */
 typedef struct gmi_range {
   gmi_arena_t *arena; /* as named by the caller */
@@ -21,6 +22,11 @@ typedef struct gmi_range {
   uint64_t offset, size;
   uint32_t first, last; /* windows; first > last when not cut yet or empty */
 } gmi_range_t;
+enum { GMI_BATCH_LIMIT = 1 << 20 }; /* accesses in one call */
+/* What messages call the range: its tensor, or its arena. */
+static inline const char *gmi_range_name(gmi_manager_t *m, const gmi_range_t *r) {
+  return r->tensor ? gmi_tensor_base(m, r->tensor)->name : r->arena->name;
+}
 /* Resolves the range, and cuts the arenas into windows if they are not yet; nothing is cut for a range that is
  * wrong. */
 gemini_status_t gmi_range_ready(gmi_manager_t *m, const gemini_access_t *access, gmi_range_t *range_out);
@@ -49,6 +55,5 @@ static inline uint32_t gmi_tensor_state(uint64_t word) {
 static inline uint64_t gmi_tensor_word(uint64_t word, uint32_t state) {
   return (word & ((UINT64_C(1) << GMI_TENSOR_STATE_SHIFT) - 1)) | (uint64_t)state << GMI_TENSOR_STATE_SHIFT;
 }
-static inline gmi_tensor_t *gmi_tensor_base(gmi_manager_t *m, gmi_tensor_t *t) { return &m->tensors[t->base]; }
 
 #endif

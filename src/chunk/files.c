@@ -9,8 +9,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/stat.h>
-#include <sys/statvfs.h>
 
 #include "chunk/arena.h"
 #include "chunk/files.h"
@@ -36,7 +34,6 @@ struct gmi_io {
 
 const struct gmi_sys *gmi_files_sys;
 
-static uint64_t window_bytes(const gmi_manager_t *m) { return UINT64_C(1) << m->window_shift; }
 static uint32_t budget_blocks(const gmi_manager_t *m, uint64_t bytes) {
   uint64_t count = bytes >> m->window_shift;
   return count < GMI_BLOCK_NONE ? (uint32_t)count : GMI_BLOCK_NONE - 1;
@@ -158,7 +155,7 @@ static gemini_status_t transfer(gmi_manager_t *m, gmi_window_t *w, uint32_t bloc
   io->work = ++slot->work_queued;
   slot->failure = GEMINI_OK;
   uint32_t link = write ? GEMINI_LINK_H2F : GEMINI_LINK_F2H;
-  m->stats.moved_bytes[link][reason] += window_bytes(m);
+  m->stats.moved_bytes[link][reason] += gmi_window_bytes(m);
   m->stats.moved_chunks[link][reason]++;
   gmi_store_submit(m->files, &io->request);
   return GEMINI_OK;
@@ -177,9 +174,9 @@ static void measure(gmi_manager_t *m, const gmi_io_t *io) {
 }
 
 static void give_block(gmi_manager_t *m, uint32_t block) {
-  GMI_ASSERT(gmi_lock_is_mine(m) && m->file_used >= window_bytes(m));
+  GMI_ASSERT(gmi_lock_is_mine(m) && m->file_used >= gmi_window_bytes(m));
   gmi_store_give(m->files, block);
-  m->file_used -= window_bytes(m);
+  m->file_used -= gmi_window_bytes(m);
 }
 
 void gmi_file_forgive(gmi_window_t *w) { free(gmi_window_failed_read_take(w)); }
@@ -286,7 +283,7 @@ gemini_status_t gmi_files_resize(gmi_manager_t *m, uint64_t bytes) {
 }
 
 static gemini_status_t block_take(gmi_manager_t *m, uint32_t *block_out) {
-  uint64_t window = window_bytes(m);
+  uint64_t window = gmi_window_bytes(m);
   if (!m->files) return gmi_fail(GEMINI_ERR_OOM_FILE, 0, "a chunk must go to a file, but file_bytes is 0");
   if (m->config.file_bytes < m->file_used + window && m->config.file_bytes >= window && !m->checkpointing)
     gmi_files_shrink(m, m->config.file_bytes - window);

@@ -58,7 +58,6 @@ typedef struct gmi_graph {
   gmi_fence_t left;       /* behind the last replay */
 } gmi_graph_t;
 
-static uint64_t window_bytes(const gmi_manager_t *m) { return UINT64_C(1) << m->window_shift; }
 static const char *name_of(gmi_manager_t *m, const gmi_window_t *w) { return gmi_window_arena(m, w)->name; }
 
 static gmi_graph_t *graph_get(gmi_manager_t *m, gemini_graph_t handle) {
@@ -138,7 +137,7 @@ static gemini_status_t graph_begin(gmi_manager_t *m, gemini_stream_t stream, uin
   uint64_t count = device_bytes >> m->window_shift;
   if (!count)
     return gmi_fail(GEMINI_ERR_INVALID, 0, "device_bytes is %llu, less than a window, %llu",
-                    (unsigned long long)device_bytes, (unsigned long long)window_bytes(m));
+                    (unsigned long long)device_bytes, (unsigned long long)gmi_window_bytes(m));
   if (count > m->frame_count) return gmi_oom_device(m, device_bytes);
   gmi_fence_t end; /* what waits for this stream's work finds a mark: none can be placed while it is captured */
   status = gmi_fence_now(m, s, &end);
@@ -369,7 +368,7 @@ static gemini_status_t part_fetch(gmi_manager_t *m, gmi_graph_t *g, uint32_t par
   gemini_status_t status = gmi_map(m, gmi_window_device(m, w), place->frame, gmi_window_mapping(w));
   if (status) return status;
   status = m->dev->capture_fetch(m->dev_self, g->capture, at, gmi_window_device(m, w), gmi_window_host(m, w),
-                                 window_bytes(m));
+                                 gmi_window_bytes(m));
   if (status && status != GEMINI_ERR_STATE) g->failure = status; /* a part of it may have got in */
   if (status) return status;
   p->place = at;

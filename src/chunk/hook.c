@@ -8,7 +8,6 @@
  * Frees may come late, at the end of a program or from a collector of garbage, when the manager is closing or closed. A
  * manager's entry counts who is inside; closing empties it and waits for them. Pointers that were live then are known
  * by their addresses, which no later manager gets before all of them have been freed, too. */
-#include <errno.h>
 #include <sched.h>
 #include <stdlib.h>
 

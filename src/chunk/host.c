@@ -8,8 +8,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/stat.h>
-#include <sys/sysmacros.h>
 
 #include "base/space.h"
 #include "chunk/arena.h"
@@ -24,177 +22,6 @@
 #include "host/blocks.h"
 #include "host/limits.h"
 #include "host/reserve.h"
-#include "host/topology.h"
-
-/* Memory is committed and page-locked in parts of at most so many bytes, as slots come into use. */
-#define PART_MAX (UINT64_C(256) << 20)
-#define PART_MIN (UINT64_C(1) << 20)
-#define PART_GPU (UINT64_C(64) << 20)   /* the largest window that is searched */
-#define HUGE_FROM (UINT64_C(256) << 20) /* budgets from here on: a huge page is less than 1 % */
-
-static uint64_t window_bytes(const gmi_manager_t *m) { return UINT64_C(1) << m->window_shift; }
-
-/* ---- memory */
-static bool has_several_nodes(void) {
-  char nodes[64] = "";
-  FILE *file = fopen("/sys/devices/system/node/has_memory", "re");
-  if (!file) return false;
-  bool several = fgets(nodes, sizeof nodes, file) && strpbrk(nodes, "-,");
-  fclose(file);
-  return several;
-}
-
-/* The node that the memory should lie on: near the GPU, else near the disks of the files. */
-static bool near_node(gmi_manager_t *m, const gmi_topology_t *topology, uint32_t *node_out) {
-  uint32_t disks[64], count = 0;
-  struct stat at;
-  *node_out = GEMINI_INDEX_NONE;
-  char pci[GMI_DEVICE_PCI_BYTES]; /* the driver counts GPUs in an order of its own */
-  gemini_topology_object_t gpu = GEMINI_TOPOLOGY_OBJECT_INIT;
-  if (m->dev->pci(m->dev_self, pci) == GEMINI_OK &&
-      gmi_topology_object(topology, GEMINI_OBJECT_GPU, gmi_topology_gpu_at(topology, pci), &gpu) == GEMINI_OK)
-    *node_out = gpu.node;
-  for (const char *dir = m->file_dir; *node_out == GEMINI_INDEX_NONE && dir && *dir;) {
-    char path[4096];
-    size_t length = strcspn(dir, ":");
-    snprintf(path, sizeof path, "%.*s", (int)length, dir);
-    if (!stat(path, &at) && !gmi_topology_disks_of(topology, "", major(at.st_dev), minor(at.st_dev), disks, 64, &count))
-      *node_out = gmi_topology_node_of(topology, disks, count);
-    dir += length + (dir[length] == ':');
-  }
-  return *node_out != GEMINI_INDEX_NONE;
-}
-
-static gemini_status_t reserve_open(gmi_manager_t *m, uint64_t size) {
-  gmi_reserve_config_t config = { .size_bytes = size,
-                                  .flags = m->config.host_bytes < HUGE_FROM ? GMI_RESERVE_SMALL_PAGES : 0 };
-  gmi_topology_t *topology = NULL;
-  uint32_t node;
-  if (has_several_nodes() && gmi_topology_load(NULL, &topology) == GEMINI_OK && near_node(m, topology, &node)) {
-    config.topology = topology;
-    config.nodes = &node;
-    config.node_count = 1;
-  }
-  gemini_status_t status = gmi_reserve_open(&config, &m->host.reserve);
-  gmi_topology_free(topology);
-  return status;
-}
-
-gemini_status_t gmi_host_open(gmi_manager_t *m) {
-  gmi_limits_t limits;
-  gemini_status_t status = gmi_limits_read("", &limits);
-  if (status) return status;
-  if (!m->config.host_bytes) {
-    m->config.host_bytes = gmi_limits_default_host_bytes(&limits, false);
-    if (!m->config.host_bytes)
-      return gmi_fail(GEMINI_ERR_INVALID, 0, "host_bytes is 0, and what the system has free is not known: name it");
-  }
-  gmi_stat_set(&m->stats.budget_bytes[GEMINI_TIER_HOST], m->config.host_bytes);
-  status = gmi_limits_check(&limits, "host_bytes", m->config.host_bytes, false);
-  if (status) return status;
-  /* Addresses for a budget that grows; they cost nothing. */
-  uint64_t most = limits.memory.limit_bytes == GMI_LIMIT_NONE ? 0 : limits.memory.limit_bytes;
-  status = reserve_open(m, most > m->config.host_bytes ? most : m->config.host_bytes);
-  if (status == GEMINI_ERR_OOM_HOST && most > m->config.host_bytes) /* too few addresses: then it cannot grow */
-    status = reserve_open(m, m->config.host_bytes);
-  if (status) return status;
-  m->host.base = gmi_reserve_base(m->host.reserve);
-  m->host.grain_bytes = m->host.part_bytes = gmi_reserve_grain(m->host.reserve);
-  /* A GPU copies from and to memory locked in one go: no window may lie in two parts. */
-  uint64_t least = m->config.window_bytes > PART_MIN ? m->config.window_bytes : PART_MIN;
-  if (!m->config.window_bytes && m->config.device == GEMINI_DEVICE_CUDA) least = PART_GPU;
-  while (m->host.part_bytes < least ||
-         (m->host.part_bytes < PART_MAX && m->host.part_bytes * 2 <= m->config.host_bytes / 256))
-    m->host.part_bytes *= 2;
-  m->host.part_count = (gmi_reserve_size(m->host.reserve) + m->host.part_bytes - 1) / m->host.part_bytes;
-  m->host.committed = gmi_space(m->host.part_count * sizeof *m->host.committed);
-  if (!m->host.committed) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the host tier's records");
-  return GEMINI_OK;
-}
-
-void gmi_host_blocks_close(gmi_manager_t *m) {
-  gmi_blocks_close(m->host.blocks); /* gives its slots back */
-  m->host.blocks = NULL;
-}
-
-void gmi_host_close(gmi_manager_t *m) {
-  for (uint64_t part = 0; m->host.committed && part < m->host.part_count; part++)
-    if (m->host.committed[part])
-      m->dev->host_unlock(m->dev_self, m->host.base + part * m->host.part_bytes, m->host.committed[part]);
-  gmi_space_free(m->host.committed, m->host.part_count * sizeof *m->host.committed);
-  gmi_space_free(m->host.slots, m->host.slot_map_bytes);
-  gmi_space_free(m->host.free_map, m->host.free_map_bytes);
-  gmi_reserve_close(m->host.reserve);
-  memset(&m->host, 0, sizeof m->host);
-}
-
-/* Nothing may copy from or to memory whose lock changes. */
-static gemini_status_t copies_finish(gmi_manager_t *m) {
-  const uint32_t streams[] = { m->copy_in, m->copy_out };
-  gemini_status_t status = GEMINI_OK;
-  for (int i = 0; i < 2 && !status; i++) {
-    gmi_fence_t end;
-    status = gmi_fence_now(m, streams[i], &end);
-    if (!status) status = gmi_fence_sync(m, end);
-  }
-  return status;
-}
-
-/* Pages are had in grains, of which the last may pass the budget: by less than 1 % of what it was at open. */
-static uint64_t grains(const gmi_manager_t *m, uint64_t bytes) {
-  uint64_t all = (bytes + m->host.grain_bytes - 1) / m->host.grain_bytes * m->host.grain_bytes;
-  return all < gmi_reserve_size(m->host.reserve) ? all : gmi_reserve_size(m->host.reserve);
-}
-
-/* Makes the first want bytes of a part exist, page-locked, and no others. */
-static gemini_status_t part_set(gmi_manager_t *m, uint64_t part, uint64_t want) {
-  uint8_t *base = m->host.base + part * m->host.part_bytes;
-  uint64_t begin = part * m->host.part_bytes, has = m->host.committed[part];
-  gemini_status_t status = GEMINI_OK, changed;
-  for (uint64_t s = begin >> m->window_shift; s << m->window_shift < begin + has; s++)
-    if (m->host.slots && m->host.slots[s].window && gmi_window_in_graphs(m->host.slots[s].window))
-      return gmi_fail(GEMINI_ERR_OOM_HOST, 0, "%llu bytes of host memory stay as they are while graphs copy from them",
-                      (unsigned long long)has);
-  if (has) {
-    status = copies_finish(m);
-    if (status) return status;
-  }
-  gmi_wait_t wait;
-  gmi_wait_begin(m, &wait, NULL, GMI_WAIT_MEMORY, 0);
-  if (has) {
-    gmi_files_buffer(m, base, has, false);
-    m->dev->host_unlock(m->dev_self, base, has);
-  }
-  changed = want > has   ? gmi_reserve_commit(m->host.reserve, begin + has, want - has)
-            : want < has ? gmi_reserve_decommit(m->host.reserve, begin + want, has - want)
-                         : GEMINI_OK;
-  uint64_t now = changed ? has : want;
-  status = now ? m->dev->host_lock(m->dev_self, base, now) : GEMINI_OK;
-  if (status) {
-    if (status == GEMINI_ERR_INVALID) status = GEMINI_ERR_DEVICE; /* to the device; the caller's values were right */
-    changed = gmi_fail(status, 0, "the device could not page-lock %llu bytes", (unsigned long long)now);
-    if (now > has && gmi_reserve_decommit(m->host.reserve, begin + has, now - has) == GEMINI_OK) now = has;
-    if (now && m->dev->host_lock(m->dev_self, base, now)) /* as it was; without, copies from it are slow, or fail */
-      gmi_log(m, GEMINI_LOG_WARNING, "%llu bytes of host memory are not page-locked", (unsigned long long)now);
-  }
-  if (now) gmi_files_buffer(m, base, now, true);
-  gmi_wait_end(m, &wait);
-  m->host.committed[part] = now;
-  return changed;
-}
-
-gemini_status_t gmi_host_commit(gmi_manager_t *m, uint64_t begin, uint64_t size) {
-  GMI_ASSERT(gmi_lock_is_mine(m));
-  uint64_t budget = grains(m, m->config.host_bytes);
-  for (uint64_t part = begin / m->host.part_bytes; part * m->host.part_bytes < begin + size; part++) {
-    uint64_t base = part * m->host.part_bytes, has = m->host.committed[part];
-    if (base + has >= begin + size || has == m->host.part_bytes) continue;
-    uint64_t want = budget - base < m->host.part_bytes ? budget - base : m->host.part_bytes;
-    gemini_status_t status = part_set(m, part, want);
-    if (status) return status;
-  }
-  return GEMINI_OK;
-}
 
 /* ---- slots */
 uint8_t *gmi_slot_address(const gmi_manager_t *m, uint32_t slot) {
@@ -354,7 +181,7 @@ void gmi_host_slot_drop(gmi_manager_t *m, gmi_window_t *w) {
   gmi_file_forgive(w);
   gmi_window_slot_set(m, w, GMI_NONE);
   mark_free(m, slot, true);
-  m->host_used -= window_bytes(m);
+  m->host_used -= gmi_window_bytes(m);
   if (slot >= m->host.slot_count) decommit_from(m, m->config.host_bytes);
 }
 
@@ -512,10 +339,10 @@ gemini_status_t gmi_host_fits(gmi_manager_t *m, const char *what, uint64_t need_
   if (m->files) return GEMINI_OK;
   for (uint32_t s = 0; s < m->host.slot_most; s++) {
     const gmi_window_t *w = m->host.slots[s].window;
-    if (m->host.slots[s].block) taken += window_bytes(m);
+    if (m->host.slots[s].block) taken += gmi_window_bytes(m);
     if (!w || inside(user, w)) continue;
     bool clean = !gmi_window_has(w, GMI_VALID_HOST) || gmi_window_has(w, GMI_VALID_DEVICE | GMI_VALID_ZERO);
-    if (!clean || gmi_window_host_users(w) || gmi_window_in_graphs(w)) taken += window_bytes(m);
+    if (!clean || gmi_window_host_users(w) || gmi_window_in_graphs(w)) taken += gmi_window_bytes(m);
   }
   if (taken + need_bytes <= m->config.host_bytes) return GEMINI_OK;
   return gmi_fail(GEMINI_ERR_OOM_HOST, 0,
@@ -524,7 +351,7 @@ gemini_status_t gmi_host_fits(gmi_manager_t *m, const char *what, uint64_t need_
 }
 
 static gemini_status_t slot_assign(gmi_manager_t *m, gmi_window_t *w, uint32_t slot) {
-  gemini_status_t status = gmi_host_commit(m, (uint64_t)slot << m->window_shift, window_bytes(m));
+  gemini_status_t status = gmi_host_commit(m, (uint64_t)slot << m->window_shift, gmi_window_bytes(m));
   if (!status) gmi_host_slot_bind(m, w, slot);
   return status;
 }
@@ -576,13 +403,13 @@ static gemini_status_t exchange(gmi_manager_t *m, uint32_t a, uint32_t b) {
   if (!status) status = slot_quiet(m, &m->host.slots[b]);
   gmi_window_t *wa = m->host.slots[a].window, *wb = m->host.slots[b].window;
   for (int i = 0; i < 2 && !status; i++) /* an empty one may lie where nothing is yet */
-    status = gmi_host_commit(m, (uint64_t)(i ? b : a) << m->window_shift, window_bytes(m));
+    status = gmi_host_commit(m, (uint64_t)(i ? b : a) << m->window_shift, gmi_window_bytes(m));
   if (status) return status;
   bool bytes_a = wa && gmi_window_has(wa, GMI_VALID_HOST), bytes_b = wb && gmi_window_has(wb, GMI_VALID_HOST);
   uint8_t *pa = gmi_slot_address(m, a), *pb = gmi_slot_address(m, b);
-  if (bytes_a && bytes_b) swap_bytes(pa, pb, window_bytes(m));
-  else if (bytes_a) memcpy(pb, pa, window_bytes(m));
-  else if (bytes_b) memcpy(pa, pb, window_bytes(m));
+  if (bytes_a && bytes_b) swap_bytes(pa, pb, gmi_window_bytes(m));
+  else if (bytes_a) memcpy(pb, pa, gmi_window_bytes(m));
+  else if (bytes_b) memcpy(pa, pb, gmi_window_bytes(m));
   gemini_status_t failure = m->host.slots[a].failure;
   m->host.slots[a].failure = m->host.slots[b].failure;
   m->host.slots[b].failure = failure;
@@ -648,7 +475,7 @@ gemini_status_t gmi_host_run(gmi_manager_t *m, gmi_arena_t *store, uint32_t firs
 /* ---- budgets */
 /* Gives back what lies behind the budget, but for parts where somebody still has an address. */
 static void decommit_from(gmi_manager_t *m, uint64_t budget) {
-  budget = grains(m, budget);
+  budget = gmi_host_grains(m, budget);
   for (uint64_t part = budget / m->host.part_bytes; part < m->host.part_count; part++) {
     uint64_t base = part * m->host.part_bytes, keep = budget > base ? budget - base : 0, end = base;
     if (m->host.committed[part] <= keep) continue;
@@ -656,7 +483,7 @@ static void decommit_from(gmi_manager_t *m, uint64_t budget) {
     bool used = false;
     for (uint64_t s = (base + keep) >> m->window_shift; s << m->window_shift < end; s++)
       used |= s >= m->host.slot_count && (m->host.slots[s].window || m->host.slots[s].block);
-    if (!used) part_set(m, part, keep); /* refused: it stays, which does no harm */
+    if (!used) gmi_host_part_set(m, part, keep); /* refused: it stays, which does no harm */
   }
 }
 
@@ -724,7 +551,7 @@ static gemini_status_t slots_to_blocks(void *user, uint64_t offset, uint64_t siz
       else status = exchange(m, slot, other);
     }
     if (!status) status = gmi_fence_sync(m, m->host.slots[slot].fence);
-    if (!status) status = gmi_host_commit(m, (uint64_t)slot << m->window_shift, window_bytes(m));
+    if (!status) status = gmi_host_commit(m, (uint64_t)slot << m->window_shift, gmi_window_bytes(m));
     if (status) break;
     mark_free(m, slot, false);
     m->host.slots[slot].block = true;
@@ -733,7 +560,7 @@ static gemini_status_t slots_to_blocks(void *user, uint64_t offset, uint64_t siz
   while (status && slot-- > first) {
     m->host.slots[slot].block = false;
     mark_free(m, slot, true);
-    m->host_used -= window_bytes(m);
+    m->host_used -= gmi_window_bytes(m);
   }
   return status;
 }
@@ -743,7 +570,7 @@ static void slots_from_blocks(void *user, uint64_t offset, uint64_t size) {
   for (uint64_t slot = offset >> m->window_shift; slot < (offset + size) >> m->window_shift; slot++) {
     m->host.slots[slot].block = false;
     mark_free(m, (uint32_t)slot, true);
-    m->host_used -= window_bytes(m);
+    m->host_used -= gmi_window_bytes(m);
   }
   if ((offset + size) >> m->window_shift > m->host.slot_count) decommit_from(m, m->config.host_bytes);
 }
@@ -768,7 +595,7 @@ static gemini_status_t host_alloc(gmi_manager_t *m, uint64_t size, uint64_t alig
   gemini_status_t status = gmi_cut(m);
   if (!status && !m->host.slot_count)
     status = gmi_fail(GEMINI_ERR_OOM_HOST, 0, "the host budget, %llu bytes, holds no chunk of %llu bytes",
-                      (unsigned long long)m->config.host_bytes, (unsigned long long)window_bytes(m));
+                      (unsigned long long)m->config.host_bytes, (unsigned long long)gmi_window_bytes(m));
   if (!status && m->host.blocks && !blocks_figures(m).block_count && m->host.block_slots != m->host.slot_count) {
     gmi_host_blocks_close(m); /* the budget has changed */
   }
@@ -776,7 +603,7 @@ static gemini_status_t host_alloc(gmi_manager_t *m, uint64_t size, uint64_t alig
     m->host.block_slots = m->host.slot_count;
     gmi_blocks_config_t config = { .base = m->host.base,
                                    .size_bytes = (uint64_t)m->host.slot_count << m->window_shift,
-                                   .grain_bytes = window_bytes(m),
+                                   .grain_bytes = gmi_window_bytes(m),
                                    .commit = slots_to_blocks,
                                    .decommit = slots_from_blocks,
                                    .user = m };

@@ -47,4 +47,9 @@ bool gmi_window_work_pending(const gmi_manager_t *m, const gmi_window_t *w);
 /* Blocks until its slot is quiet. Fails when what filled it failed: device work, or a read from its file. */
 gemini_status_t gmi_window_settle_host(gmi_manager_t *m, gmi_window_t *w);
 
+/* chunk/host_memory.c. Pages are had in grains, of which the last may pass the budget. */
+uint64_t gmi_host_grains(const gmi_manager_t *m, uint64_t bytes);
+/* Makes the first want bytes of a part exist, page-locked, and no others. */
+gemini_status_t gmi_host_part_set(gmi_manager_t *m, uint64_t part, uint64_t want);
+
 #endif

@@ -16,8 +16,6 @@
 #include "core/manager.h"
 #include "core/streams.h"
 
-static uint64_t window_bytes(const gmi_manager_t *m) { return UINT64_C(1) << m->window_shift; }
-
 void gmi_rate_add(gmi_rate_t *rate, double ns) {
   rate->samples++;
   /* The first one does not count once there is another: what is done for the first time loads code, or touches
@@ -27,7 +25,7 @@ void gmi_rate_add(gmi_rate_t *rate, double ns) {
 }
 
 static void count_move(gmi_manager_t *m, uint32_t link, uint32_t reason) {
-  m->stats.moved_bytes[link][reason] += window_bytes(m);
+  m->stats.moved_bytes[link][reason] += gmi_window_bytes(m);
   m->stats.moved_chunks[link][reason]++;
 }
 
@@ -60,17 +58,17 @@ gemini_status_t gmi_map(gmi_manager_t *m, void *address, uint32_t frame, gmi_map
   /* Work that uses the frame it has lost may still run: let it finish. */
   gemini_status_t status = mapping->frame_1 ? gmi_fence_sync(m, mapping->left) : GEMINI_OK;
   if (status) return status;
-  status = m->dev->map(m->dev_self, address, m->frames[frame].handle, window_bytes(m));
-  if (status) m->dev->unmap(m->dev_self, address, window_bytes(m));
+  status = m->dev->map(m->dev_self, address, m->frames[frame].handle, gmi_window_bytes(m));
+  if (status) m->dev->unmap(m->dev_self, address, gmi_window_bytes(m));
   mapping->frame_1 = status ? 0 : frame + 1;
-  return status ? gmi_fail(status, 0, "the device could not map %llu bytes", (unsigned long long)window_bytes(m))
+  return status ? gmi_fail(status, 0, "the device could not map %llu bytes", (unsigned long long)gmi_window_bytes(m))
                 : status;
 }
 
 static void unmap(gmi_manager_t *m, void *address, gmi_mapping_t *mapping) {
   if (!mapping->frame_1) return;
   gmi_fence_sync(m, mapping->left);
-  if (!m->dev->unmap(m->dev_self, address, window_bytes(m))) mapping->frame_1 = 0;
+  if (!m->dev->unmap(m->dev_self, address, gmi_window_bytes(m))) mapping->frame_1 = 0;
 }
 
 void gmi_map_leave(gmi_manager_t *m, void *address, gmi_mapping_t *mapping, gmi_fence_t fence) {
@@ -146,7 +144,7 @@ void gmi_frames_install(gmi_manager_t *m, gmi_cut_t *cut) {
 
 void gmi_frames_free(gmi_manager_t *m) {
   for (uint32_t i = 0; i < m->frame_capacity; i++)
-    if (m->frames[i].handle) m->dev->frame_destroy(m->dev_self, m->frames[i].handle, window_bytes(m));
+    if (m->frames[i].handle) m->dev->frame_destroy(m->dev_self, m->frames[i].handle, gmi_window_bytes(m));
   free(m->frames);
   free(m->unmade);
   m->frames = NULL;
@@ -202,7 +200,7 @@ static gmi_window_t *choose_victim(gmi_manager_t *m, bool clean) {
 }
 
 gemini_status_t gmi_oom_device(gmi_manager_t *m, uint64_t need_bytes) {
-  uint64_t pinned = 0, acquired = 0, window = window_bytes(m);
+  uint64_t pinned = 0, acquired = 0, window = gmi_window_bytes(m);
   for (uint32_t i = 0; i < m->frame_capacity; i++) {
     gmi_window_t *w = m->frames[i].window;
     if (!w) continue;
@@ -229,10 +227,10 @@ gemini_status_t gmi_frame_take(gmi_manager_t *m, const gmi_mapping_t *mapping, u
   } else if (m->frame_made < m->frame_count && m->unmade_size &&
              (!m->free_size || !gmi_fence_reached(m, m->frames[m->free_first].ready))) {
     frame = m->unmade[m->unmade_size - 1];
-    gemini_status_t status = m->dev->frame_create(m->dev_self, window_bytes(m), &m->frames[frame].handle);
+    gemini_status_t status = m->dev->frame_create(m->dev_self, gmi_window_bytes(m), &m->frames[frame].handle);
     if (status)
       return gmi_fail(status, 0, "the device could not create a frame of %llu bytes",
-                      (unsigned long long)window_bytes(m));
+                      (unsigned long long)gmi_window_bytes(m));
     m->unmade_size--;
     m->frame_made++;
     m->frames[frame].ready = 0;
@@ -247,7 +245,7 @@ gemini_status_t gmi_frame_take(gmi_manager_t *m, const gmi_mapping_t *mapping, u
     do {
       gmi_window_t *victim = choose_victim(m, clean);
       if (!victim && clean) break;
-      if (!victim) return gmi_oom_device(m, window_bytes(m));
+      if (!victim) return gmi_oom_device(m, gmi_window_bytes(m));
       status = gmi_window_evict(m, victim, reason);
       /* No place for its bytes below: then one that needs none. BUSY: somebody acquired it since it was chosen. */
       if (!clean && (status == GEMINI_ERR_OOM_HOST || status == GEMINI_ERR_OOM_FILE)) clean = true;
@@ -257,7 +255,7 @@ gemini_status_t gmi_frame_take(gmi_manager_t *m, const gmi_mapping_t *mapping, u
     frame = free_take(m, GMI_NONE);
   }
   m->frame_used++;
-  peak(m, GEMINI_TIER_DEVICE, m->frame_used * window_bytes(m));
+  peak(m, GEMINI_TIER_DEVICE, m->frame_used * gmi_window_bytes(m));
   *frame_out = frame;
   return GEMINI_OK;
 }
@@ -280,9 +278,9 @@ gemini_status_t gmi_frames_resize(gmi_manager_t *m, uint32_t frame_count) {
     }
     status = gmi_fence_sync(m, m->frames[frame].ready);
     unmap_from(m, frame); /* old addresses still map it */
-    if (!status && m->dev->frame_destroy(m->dev_self, m->frames[frame].handle, window_bytes(m)))
+    if (!status && m->dev->frame_destroy(m->dev_self, m->frames[frame].handle, gmi_window_bytes(m)))
       status = gmi_fail(GEMINI_ERR_DEVICE, 0, "the device could not free a frame of %llu bytes",
-                        (unsigned long long)window_bytes(m));
+                        (unsigned long long)gmi_window_bytes(m));
     if (status) {
       m->frame_used++; /* gmi_frame_give() counts it off again */
       gmi_frame_give(m, frame, m->frames[frame].ready);
@@ -323,8 +321,9 @@ static gemini_status_t queue_copy(gmi_manager_t *m, gmi_window_t *w, uint32_t li
   bool queued = !status; /* else who uses the slot's bytes is still whom its fence says */
   if (queued) {
     void *device = gmi_window_device(m, w), *host = gmi_window_host(m, w);
-    status = link == GEMINI_LINK_H2D ? m->dev->copy(m->dev_self, stream, device, host, window_bytes(m), GMI_COPY_H2D)
-                                     : m->dev->copy(m->dev_self, stream, host, device, window_bytes(m), GMI_COPY_D2H);
+    status = link == GEMINI_LINK_H2D
+                 ? m->dev->copy(m->dev_self, stream, device, host, gmi_window_bytes(m), GMI_COPY_H2D)
+                 : m->dev->copy(m->dev_self, stream, host, device, gmi_window_bytes(m), GMI_COPY_D2H);
   }
   if (!status) status = gmi_fence_now(m, stream, &end);
   if (status && queued) { /* it may be all the same */
@@ -332,7 +331,8 @@ static gemini_status_t queue_copy(gmi_manager_t *m, gmi_window_t *w, uint32_t li
     if (link == GEMINI_LINK_D2H) gmi_window_copied(w, slot->fence);
   }
   if (status)
-    return gmi_fail(status, 0, "the device could not queue a copy of %llu bytes", (unsigned long long)window_bytes(m));
+    return gmi_fail(status, 0, "the device could not queue a copy of %llu bytes",
+                    (unsigned long long)gmi_window_bytes(m));
   time_copy(m, link, begin, end);
   count_move(m, link, reason);
   m->events->chunk_copied(m, w, link, reason, begin, end);
@@ -388,7 +388,7 @@ gemini_status_t gmi_window_fetch(gmi_manager_t *m, gmi_window_t *w, bool fresh, 
     if (!status && gmi_window_has(w, GMI_VALID_HOST)) {
       status = copy_window(m, w, GEMINI_LINK_H2D, reason, &arrive);
     } else if (!status) {
-      status = gmi_device_zero(m, m->copy_in, gmi_window_device(m, w), window_bytes(m));
+      status = gmi_device_zero(m, m->copy_in, gmi_window_device(m, w), gmi_window_bytes(m));
       if (!status) status = gmi_fence_now(m, m->copy_in, &arrive);
     }
   }
@@ -467,7 +467,7 @@ gemini_status_t gmi_window_to_host(gmi_manager_t *m, gmi_window_t *w, bool drop,
     if (gmi_window_has(w, GMI_VALID_ZERO | GMI_VALID_DEVICE)) gmi_window_refilled(m, w);
     if (gmi_window_has(w, GMI_VALID_ZERO)) {
       status = gmi_window_settle_host(m, w);
-      if (!status) memset(gmi_window_host(m, w), 0, window_bytes(m));
+      if (!status) memset(gmi_window_host(m, w), 0, gmi_window_bytes(m));
     } else if (gmi_window_has(w, GMI_VALID_DEVICE)) {
       gmi_fence_t fence;
       if (!gmi_window_unsettle(w, GMI_WINDOW_WRITERS)) /* nobody may write it on its way, nor when it counts as clean */

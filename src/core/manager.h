@@ -332,6 +332,9 @@ typedef struct gmi_manager {
   uint32_t log_count;
 } gmi_manager_t;
 
+/* Bytes of a chunk, once the arenas are cut. */
+static inline uint64_t gmi_window_bytes(const gmi_manager_t *m) { return UINT64_C(1) << m->window_shift; }
+
 /* core/handles.c */
 extern uint64_t
     gmi_manager_serial; /* managers opened so far; for tests, which may add to it while no manager is being opened */

@@ -1,10 +1,8 @@
 /* Who waits for what. SPDX-License-Identifier: Apache-2.0 */
 #include "core/watch.h"
 
-#include <errno.h>
 #include <inttypes.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 #include <sys/syscall.h>
 #include <time.h>
@@ -12,7 +10,6 @@
 
 #include "base/thread.h"
 #include "core/manager.h"
-#include "core/stats.h"
 
 enum {
   TOLD_AT_ONCE = 16,         /* waits that one look of the watchdog reports */

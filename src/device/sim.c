@@ -9,125 +9,12 @@
  *
  * Lock order: streams_lock, stream.lock. memory_lock, link.lock, flag_lock and stream.reach_lock are innermost. */
 #include <errno.h>
-#include <fcntl.h>
-#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
-#include <sys/prctl.h>
-#include <sys/resource.h>
 #include <time.h>
-#include <unistd.h>
 
-#include "base/fork.h"
-#include "base/status.h"
-#include "base/thread.h"
-#include "device/device.h"
-
-#define GRANULE_BYTES UINT64_C(4096)
-#define BASE_ALIGN_BYTES (UINT64_C(2) << 20)
-#define MEMORY_MAX_BYTES (UINT64_C(1) << 60)
-/* Marks whose time can be asked for. The ring is twice as long, so that a reader sees whether its entry was
- * overwritten meanwhile. */
-#define MARK_TIMES 4096u
-#define TIME_RING (2 * MARK_TIMES)
-#define TASKS_FIRST 256u
-/* Tasks taken from the ring under one lock. */
-#define TASK_BATCH 16u
-#define NS_PER_S UINT64_C(1000000000)
-
-enum { TASK_MARK, TASK_WAIT, TASK_WAIT_FLAG, TASK_COPY, TASK_ZERO, TASK_CALL, TASK_SUM_SQUARES, TASK_FAIL };
-enum { STREAM_NONE, STREAM_LIVE, STREAM_CLOSING };
-
-struct stream;
-
-typedef struct task {
-  uint32_t kind;
-  uint32_t variant;   /* copy: GMI_COPY_*; sum: GEMINI_DTYPE_*; fail: the status */
-  uint64_t queued_ns; /* paced devices only */
-  union {
-    uint64_t mark;
-    struct {
-      struct stream *other;
-      uint64_t mark;
-    } wait;
-    struct {
-      const _Atomic uint64_t *flag;
-      uint64_t value;
-    } flag;
-    struct {
-      void *dst;
-      const void *src;
-      uint64_t size_bytes;
-    } copy; /* and zero */
-    struct {
-      void (*fn)(void *user);
-      void *user;
-    } call;
-    struct {
-      const void *src;
-      double *sum;
-      uint64_t count;
-    } sum;
-  } u;
-} task_t;
-
-typedef struct stream {
-  struct sim *sim;
-  uint32_t index;
-  uint32_t state; /* STREAM_*. Guarded by lock */
-  pthread_t thread;
-
-  pthread_mutex_t lock;
-  pthread_cond_t more; /* the ring is no longer empty, or the stream is closing */
-  task_t *ring;        /* capacity entries, a power of two. Guarded by lock, as the next four */
-  uint64_t capacity, head, tail;
-  bool asleep;             /* the thread waits for more */
-  _Atomic uint64_t placed; /* last mark placed. Written under lock */
-
-  pthread_mutex_t reach_lock;
-  pthread_cond_t reach;    /* wanted has been reached */
-  _Atomic uint64_t wanted; /* lowest mark that somebody waits for. Written under reach_lock */
-  _Atomic uint64_t reached;
-  _Atomic int32_t failure;
-  uint64_t at_ns; /* end of the work so far, paced devices only. The thread's own */
-  _Atomic uint64_t times_ns[TIME_RING];
-} stream_t;
-
-typedef struct frame {
-  uint64_t offset;
-  uint64_t size_bytes; /* 0: destroyed */
-} frame_t;
-typedef struct range {
-  unsigned char *base;
-  uint64_t size_bytes;
-} range_t;
-typedef struct link {
-  pthread_mutex_t lock;
-  uint64_t bytes_per_s;
-  uint64_t free_ns; /* end of the last copy that took the link. Guarded by lock */
-} link_t;
-
-typedef struct sim {
-  int memory_fd;
-  bool paced;
-  pthread_mutex_t memory_lock;
-  uint64_t memory_bytes, used_bytes, file_bytes, file_limit_bytes; /* Guarded by memory_lock, as the rest of these */
-  frame_t *frames; /* in the order of offset, which is the order of creation */
-  size_t frame_count, frame_capacity, frames_destroyed;
-  range_t *ranges; /* in the order of base */
-  size_t range_count, range_capacity;
-
-  link_t links[2]; /* GMI_COPY_H2D, GMI_COPY_D2H */
-
-  pthread_mutex_t flag_lock;
-  pthread_cond_t flag_changed;
-  _Atomic uint32_t flag_waiters;
-
-  pthread_mutex_t streams_lock;                        /* held to create and to destroy */
-  _Atomic(stream_t *) streams[GMI_DEVICE_MAX_STREAMS]; /* once made, a stream's record stays until close */
-} sim_t;
+#include "device/sim.h"
 
 static uint64_t sim_now(void *self) {
   (void)self;
@@ -136,220 +23,8 @@ static uint64_t sim_now(void *self) {
   return (uint64_t)ts.tv_sec * NS_PER_S + (uint64_t)ts.tv_nsec;
 }
 
-static bool size_ok(uint64_t size_bytes) {
+bool gmi_sim_size_ok(uint64_t size_bytes) {
   return size_bytes && size_bytes % GRANULE_BYTES == 0 && size_bytes <= MEMORY_MAX_BYTES;
-}
-
-/* --- memory --- */
-
-/* Grows an array to hold one more element. */
-static bool array_reserve(void **array, size_t *capacity, size_t count, size_t element_bytes) {
-  if (count < *capacity) return true;
-  size_t larger = *capacity ? *capacity * 2 : 64;
-  void *grown = larger <= SIZE_MAX / element_bytes ? realloc(*array, larger * element_bytes) : NULL;
-  if (!grown) return false;
-  *array = grown;
-  *capacity = larger;
-  return true;
-}
-
-/* The live frame of that name and size, or NULL. Called with memory_lock held. */
-static frame_t *frame_find(sim_t *sim, uint64_t frame, uint64_t size_bytes) {
-  size_t low = 0, high = sim->frame_count;
-  while (low < high) {
-    size_t middle = low + (high - low) / 2;
-    if (sim->frames[middle].offset < frame) {
-      low = middle + 1;
-    } else {
-      high = middle;
-    }
-  }
-  if (low == sim->frame_count || sim->frames[low].offset != frame || !size_bytes) return NULL;
-  return sim->frames[low].size_bytes == size_bytes ? &sim->frames[low] : NULL;
-}
-
-/* Index of the first range that does not lie below base. Called with memory_lock held. */
-static size_t range_at(const sim_t *sim, const void *base) {
-  size_t low = 0, high = sim->range_count;
-  while (low < high) {
-    size_t middle = low + (high - low) / 2;
-    if ((uintptr_t)sim->ranges[middle].base < (uintptr_t)base) {
-      low = middle + 1;
-    } else {
-      high = middle;
-    }
-  }
-  return low;
-}
-
-/* Does one range hold [va, va+size)? Called with memory_lock held. */
-static bool range_holds(const sim_t *sim, const void *va, uint64_t size_bytes) {
-  if ((uintptr_t)va % GRANULE_BYTES || !size_ok(size_bytes)) return false;
-  size_t at = range_at(sim, va);
-  if (at == sim->range_count || sim->ranges[at].base != va) {
-    if (at == 0) return false;
-    at--;
-  }
-  uint64_t offset = (uintptr_t)va - (uintptr_t)sim->ranges[at].base;
-  return offset < sim->ranges[at].size_bytes && size_bytes <= sim->ranges[at].size_bytes - offset;
-}
-
-static void *map_nothing(void *va, uint64_t size_bytes, int flags) {
-  return mmap(va, size_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | flags, -1, 0);
-}
-
-static gemini_status_t sim_reserve(void *self, uint64_t size_bytes, void **base_out) {
-  sim_t *sim = self;
-  if (!size_ok(size_bytes) || !base_out) return GEMINI_ERR_INVALID;
-  uint64_t whole_bytes = size_bytes + BASE_ALIGN_BYTES;
-  unsigned char *whole = map_nothing(NULL, whole_bytes, 0);
-  if (whole == MAP_FAILED) return GEMINI_ERR_OOM_SYSTEM;
-  uint64_t skip_bytes = -(uintptr_t)whole % BASE_ALIGN_BYTES;
-  unsigned char *base = whole + skip_bytes;
-  if (skip_bytes) munmap(whole, skip_bytes);
-  munmap(base + size_bytes, BASE_ALIGN_BYTES - skip_bytes);
-
-  pthread_mutex_lock(&sim->memory_lock);
-  bool ok = array_reserve((void **)&sim->ranges, &sim->range_capacity, sim->range_count, sizeof *sim->ranges);
-  if (ok) {
-    size_t at = range_at(sim, base);
-    memmove(&sim->ranges[at + 1], &sim->ranges[at], (sim->range_count - at) * sizeof *sim->ranges);
-    sim->ranges[at] = (range_t){ base, size_bytes };
-    sim->range_count++;
-  }
-  pthread_mutex_unlock(&sim->memory_lock);
-  if (!ok) {
-    munmap(base, size_bytes);
-    return GEMINI_ERR_OOM_SYSTEM;
-  }
-  *base_out = base;
-  return GEMINI_OK;
-}
-
-static gemini_status_t sim_unreserve(void *self, void *base, uint64_t size_bytes) {
-  sim_t *sim = self;
-  pthread_mutex_lock(&sim->memory_lock);
-  size_t at = range_at(sim, base);
-  bool ok = at < sim->range_count && sim->ranges[at].base == base && sim->ranges[at].size_bytes == size_bytes;
-  if (ok) {
-    sim->range_count--;
-    memmove(&sim->ranges[at], &sim->ranges[at + 1], (sim->range_count - at) * sizeof *sim->ranges);
-  }
-  pthread_mutex_unlock(&sim->memory_lock);
-  if (!ok) return GEMINI_ERR_INVALID;
-  munmap(base, size_bytes);
-  return GEMINI_OK;
-}
-
-#ifdef GEMINI_CHECK
-/* Contents are undefined; this makes a read of them show. */
-static void frame_poison(sim_t *sim, uint64_t frame, uint64_t size_bytes) {
-  void *bytes = mmap(NULL, size_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, sim->memory_fd, (off_t)frame);
-  if (bytes == MAP_FAILED) return;
-  memset(bytes, 0xA5, size_bytes);
-  munmap(bytes, size_bytes);
-}
-#endif
-
-static gemini_status_t sim_frame_create(void *self, uint64_t size_bytes, uint64_t *frame_out) {
-  sim_t *sim = self;
-  if (!size_ok(size_bytes) || !frame_out) return GEMINI_ERR_INVALID;
-  gemini_status_t status = GEMINI_OK;
-  uint64_t frame = 0;
-  pthread_mutex_lock(&sim->memory_lock);
-  if (size_bytes > sim->memory_bytes || sim->used_bytes > sim->memory_bytes - size_bytes) {
-    status = GEMINI_ERR_OOM_DEVICE;
-  } else if (size_bytes > sim->file_limit_bytes - sim->file_bytes ||
-             !array_reserve((void **)&sim->frames, &sim->frame_capacity, sim->frame_count, sizeof *sim->frames) ||
-             ftruncate(sim->memory_fd, (off_t)(sim->file_bytes + size_bytes)) != 0) {
-    status = GEMINI_ERR_OOM_SYSTEM;
-  } else {
-    frame = sim->file_bytes;
-    sim->frames[sim->frame_count++] = (frame_t){ frame, size_bytes };
-    sim->file_bytes += size_bytes;
-    sim->used_bytes += size_bytes;
-  }
-  pthread_mutex_unlock(&sim->memory_lock);
-  if (status != GEMINI_OK) return status;
-#ifdef GEMINI_CHECK
-  frame_poison(sim, frame, size_bytes);
-#endif
-  *frame_out = frame;
-  return GEMINI_OK;
-}
-
-/* Called with memory_lock held. */
-static void frame_forget(sim_t *sim, frame_t *frame) {
-  frame->size_bytes = 0;
-  if (++sim->frames_destroyed <= sim->frame_count / 2 + 32) return;
-  size_t kept = 0;
-  for (size_t i = 0; i < sim->frame_count; i++)
-    if (sim->frames[i].size_bytes) sim->frames[kept++] = sim->frames[i];
-  sim->frame_count = kept;
-  sim->frames_destroyed = 0;
-}
-
-static gemini_status_t sim_frame_destroy(void *self, uint64_t frame, uint64_t size_bytes) {
-  sim_t *sim = self;
-  pthread_mutex_lock(&sim->memory_lock);
-  frame_t *found = frame_find(sim, frame, size_bytes);
-  if (found) frame_forget(sim, found);
-  pthread_mutex_unlock(&sim->memory_lock);
-  if (!found) return GEMINI_ERR_INVALID;
-  fallocate(sim->memory_fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)frame, (off_t)size_bytes);
-  /* Counted until its memory is gone, so that memory in existence never passes the budget. */
-  pthread_mutex_lock(&sim->memory_lock);
-  sim->used_bytes -= size_bytes;
-  pthread_mutex_unlock(&sim->memory_lock);
-  return GEMINI_OK;
-}
-
-static gemini_status_t sim_map(void *self, void *va, uint64_t frame, uint64_t size_bytes) {
-  sim_t *sim = self;
-  pthread_mutex_lock(&sim->memory_lock);
-  bool ok = range_holds(sim, va, size_bytes) && frame_find(sim, frame, size_bytes);
-  pthread_mutex_unlock(&sim->memory_lock);
-  if (!ok) return GEMINI_ERR_INVALID;
-  void *mapped =
-      mmap(va, size_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED | MAP_POPULATE, sim->memory_fd, (off_t)frame);
-  if (mapped == MAP_FAILED) return GEMINI_ERR_OOM_SYSTEM;
-  (void)madvise(mapped, size_bytes, MADV_DONTFORK); /* a child that wrote here would write to the parent's chunks */
-  return GEMINI_OK;
-}
-
-static gemini_status_t sim_unmap(void *self, void *va, uint64_t size_bytes) {
-  sim_t *sim = self;
-  pthread_mutex_lock(&sim->memory_lock);
-  bool ok = range_holds(sim, va, size_bytes);
-  pthread_mutex_unlock(&sim->memory_lock);
-  if (!ok) return GEMINI_ERR_INVALID;
-  /* Replaced in one step: a hole could be taken by another thread's mmap(). */
-  return map_nothing(va, size_bytes, MAP_FIXED) == MAP_FAILED ? GEMINI_ERR_OOM_SYSTEM : GEMINI_OK;
-}
-
-static uint64_t sim_granularity(void *self) {
-  (void)self;
-  return GRANULE_BYTES;
-}
-
-static bool memory_bytes_ok(uint64_t memory_bytes) {
-  return memory_bytes % GRANULE_BYTES == 0 && memory_bytes <= MEMORY_MAX_BYTES;
-}
-
-static gemini_status_t sim_resize(void *self, uint64_t memory_bytes) {
-  sim_t *sim = self;
-  if (!memory_bytes_ok(memory_bytes)) return GEMINI_ERR_INVALID;
-  pthread_mutex_lock(&sim->memory_lock);
-  bool ok = sim->used_bytes <= memory_bytes;
-  if (ok) sim->memory_bytes = memory_bytes;
-  pthread_mutex_unlock(&sim->memory_lock);
-  return ok ? GEMINI_OK : GEMINI_ERR_OOM_DEVICE;
-}
-
-/* Host memory needs no locking here, but what a real device refuses is refused. */
-static gemini_status_t sim_host_lock(void *self, void *base, uint64_t size_bytes) {
-  (void)self;
-  return base && size_bytes ? GEMINI_OK : GEMINI_ERR_INVALID;
 }
 
 /* --- marks --- */
@@ -761,7 +436,7 @@ static void sim_close(void *self) {
 }
 
 static gemini_status_t sim_open(const gmi_device_config_t *config, void **self_out) {
-  if (!config || !self_out || config->reserved || !memory_bytes_ok(config->memory_bytes))
+  if (!config || !self_out || config->reserved || !gmi_sim_memory_bytes_ok(config->memory_bytes))
     return gmi_fail(GEMINI_ERR_INVALID, 0, "there is no memory of this size");
   if (config->ordinal) return gmi_fail(GEMINI_ERR_UNSUPPORTED, 0, "there is one, number 0, not %u", config->ordinal);
   sim_t *sim = calloc(1, sizeof *sim);
@@ -803,14 +478,14 @@ const gmi_device_ops_t gmi_device_sim = {
   .link_bytes_per_s = UINT64_C(5000000000),
   .open = sim_open,
   .close = sim_close,
-  .granularity = sim_granularity,
-  .resize = sim_resize,
-  .reserve = sim_reserve,
-  .unreserve = sim_unreserve,
-  .frame_create = sim_frame_create,
-  .frame_destroy = sim_frame_destroy,
-  .map = sim_map,
-  .unmap = sim_unmap,
+  .granularity = gmi_sim_granularity,
+  .resize = gmi_sim_resize,
+  .reserve = gmi_sim_reserve,
+  .unreserve = gmi_sim_unreserve,
+  .frame_create = gmi_sim_frame_create,
+  .frame_destroy = gmi_sim_frame_destroy,
+  .map = gmi_sim_map,
+  .unmap = gmi_sim_unmap,
   .stream_create = sim_stream_create,
   .stream_destroy = sim_stream_destroy,
   .mark = sim_mark,
@@ -824,8 +499,8 @@ const gmi_device_ops_t gmi_device_sim = {
   .zero = sim_zero,
   .call = sim_call,
   .sum_squares = sim_sum_squares,
-  .host_lock = sim_host_lock,
-  .host_unlock = sim_host_lock,
+  .host_lock = gmi_sim_host_lock,
+  .host_unlock = gmi_sim_host_lock,
   .now = sim_now,
   .stream_adopt = sim_stream_adopt,
   .stream_native = sim_stream_native,

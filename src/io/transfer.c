@@ -3,13 +3,11 @@
  * A read is summed when its bytes are there, a write while they are under way, as the sum does not go into the file:
  * the request is over when both are. Small blocks are summed where the transfer ends, which costs less than to wake a
  * thread. */
-#include <errno.h>
 #include <stdio.h>
 #include <string.h>
 
 #include "base/status.h"
 #include "base/thread.h"
-#include "io/backend.h"
 #include "io/checksum.h"
 #include "io/store_internal.h"
 

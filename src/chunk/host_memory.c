@@ -1,0 +1,184 @@
+/* The memory of the host tier: reserved at open, committed and page-locked in parts as slots come into use.
+ * SPDX-License-Identifier: Apache-2.0 */
+#include "base/space.h"
+#include "chunk/files.h"
+#include "chunk/host.h"
+#include "core/manager.h"
+#include "core/streams.h"
+#include "host/blocks.h"
+#include "host/limits.h"
+#include "host/reserve.h"
+#include "host/topology.h"
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <sys/sysmacros.h>
+
+/* Memory is committed and page-locked in parts of at most so many bytes, as slots come into use. */
+#define PART_MAX (UINT64_C(256) << 20)
+#define PART_MIN (UINT64_C(1) << 20)
+#define PART_GPU (UINT64_C(64) << 20)   /* the largest window that is searched */
+#define HUGE_FROM (UINT64_C(256) << 20) /* budgets from here on: a huge page is less than 1 % */
+
+static bool has_several_nodes(void) {
+  char nodes[64] = "";
+  FILE *file = fopen("/sys/devices/system/node/has_memory", "re");
+  if (!file) return false;
+  bool several = fgets(nodes, sizeof nodes, file) && strpbrk(nodes, "-,");
+  fclose(file);
+  return several;
+}
+
+/* The node that the memory should lie on: near the GPU, else near the disks of the files. */
+static bool near_node(gmi_manager_t *m, const gmi_topology_t *topology, uint32_t *node_out) {
+  uint32_t disks[64], count = 0;
+  struct stat at;
+  *node_out = GEMINI_INDEX_NONE;
+  char pci[GMI_DEVICE_PCI_BYTES]; /* the driver counts GPUs in an order of its own */
+  gemini_topology_object_t gpu = GEMINI_TOPOLOGY_OBJECT_INIT;
+  if (m->dev->pci(m->dev_self, pci) == GEMINI_OK &&
+      gmi_topology_object(topology, GEMINI_OBJECT_GPU, gmi_topology_gpu_at(topology, pci), &gpu) == GEMINI_OK)
+    *node_out = gpu.node;
+  for (const char *dir = m->file_dir; *node_out == GEMINI_INDEX_NONE && dir && *dir;) {
+    char path[4096];
+    size_t length = strcspn(dir, ":");
+    snprintf(path, sizeof path, "%.*s", (int)length, dir);
+    if (!stat(path, &at) && !gmi_topology_disks_of(topology, "", major(at.st_dev), minor(at.st_dev), disks, 64, &count))
+      *node_out = gmi_topology_node_of(topology, disks, count);
+    dir += length + (dir[length] == ':');
+  }
+  return *node_out != GEMINI_INDEX_NONE;
+}
+
+static gemini_status_t reserve_open(gmi_manager_t *m, uint64_t size) {
+  gmi_reserve_config_t config = { .size_bytes = size,
+                                  .flags = m->config.host_bytes < HUGE_FROM ? GMI_RESERVE_SMALL_PAGES : 0 };
+  gmi_topology_t *topology = NULL;
+  uint32_t node;
+  if (has_several_nodes() && gmi_topology_load(NULL, &topology) == GEMINI_OK && near_node(m, topology, &node)) {
+    config.topology = topology;
+    config.nodes = &node;
+    config.node_count = 1;
+  }
+  gemini_status_t status = gmi_reserve_open(&config, &m->host.reserve);
+  gmi_topology_free(topology);
+  return status;
+}
+
+gemini_status_t gmi_host_open(gmi_manager_t *m) {
+  gmi_limits_t limits;
+  gemini_status_t status = gmi_limits_read("", &limits);
+  if (status) return status;
+  if (!m->config.host_bytes) {
+    m->config.host_bytes = gmi_limits_default_host_bytes(&limits, false);
+    if (!m->config.host_bytes)
+      return gmi_fail(GEMINI_ERR_INVALID, 0, "host_bytes is 0, and what the system has free is not known: name it");
+  }
+  gmi_stat_set(&m->stats.budget_bytes[GEMINI_TIER_HOST], m->config.host_bytes);
+  status = gmi_limits_check(&limits, "host_bytes", m->config.host_bytes, false);
+  if (status) return status;
+  /* Addresses for a budget that grows; they cost nothing. */
+  uint64_t most = limits.memory.limit_bytes == GMI_LIMIT_NONE ? 0 : limits.memory.limit_bytes;
+  status = reserve_open(m, most > m->config.host_bytes ? most : m->config.host_bytes);
+  if (status == GEMINI_ERR_OOM_HOST && most > m->config.host_bytes) /* too few addresses: then it cannot grow */
+    status = reserve_open(m, m->config.host_bytes);
+  if (status) return status;
+  m->host.base = gmi_reserve_base(m->host.reserve);
+  m->host.grain_bytes = m->host.part_bytes = gmi_reserve_grain(m->host.reserve);
+  /* A GPU copies from and to memory locked in one go: no window may lie in two parts. */
+  uint64_t least = m->config.window_bytes > PART_MIN ? m->config.window_bytes : PART_MIN;
+  if (!m->config.window_bytes && m->config.device == GEMINI_DEVICE_CUDA) least = PART_GPU;
+  while (m->host.part_bytes < least ||
+         (m->host.part_bytes < PART_MAX && m->host.part_bytes * 2 <= m->config.host_bytes / 256))
+    m->host.part_bytes *= 2;
+  m->host.part_count = (gmi_reserve_size(m->host.reserve) + m->host.part_bytes - 1) / m->host.part_bytes;
+  m->host.committed = gmi_space(m->host.part_count * sizeof *m->host.committed);
+  if (!m->host.committed) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the host tier's records");
+  return GEMINI_OK;
+}
+
+void gmi_host_blocks_close(gmi_manager_t *m) {
+  gmi_blocks_close(m->host.blocks); /* gives its slots back */
+  m->host.blocks = NULL;
+}
+
+void gmi_host_close(gmi_manager_t *m) {
+  for (uint64_t part = 0; m->host.committed && part < m->host.part_count; part++)
+    if (m->host.committed[part])
+      m->dev->host_unlock(m->dev_self, m->host.base + part * m->host.part_bytes, m->host.committed[part]);
+  gmi_space_free(m->host.committed, m->host.part_count * sizeof *m->host.committed);
+  gmi_space_free(m->host.slots, m->host.slot_map_bytes);
+  gmi_space_free(m->host.free_map, m->host.free_map_bytes);
+  gmi_reserve_close(m->host.reserve);
+  memset(&m->host, 0, sizeof m->host);
+}
+
+/* Nothing may copy from or to memory whose lock changes. */
+static gemini_status_t copies_finish(gmi_manager_t *m) {
+  const uint32_t streams[] = { m->copy_in, m->copy_out };
+  gemini_status_t status = GEMINI_OK;
+  for (int i = 0; i < 2 && !status; i++) {
+    gmi_fence_t end;
+    status = gmi_fence_now(m, streams[i], &end);
+    if (!status) status = gmi_fence_sync(m, end);
+  }
+  return status;
+}
+
+/* Pages are had in gmi_host_grains, of which the last may pass the budget: by less than 1 % of what it was at open. */
+uint64_t gmi_host_grains(const gmi_manager_t *m, uint64_t bytes) {
+  uint64_t all = (bytes + m->host.grain_bytes - 1) / m->host.grain_bytes * m->host.grain_bytes;
+  return all < gmi_reserve_size(m->host.reserve) ? all : gmi_reserve_size(m->host.reserve);
+}
+
+/* Makes the first want bytes of a part exist, page-locked, and no others. */
+gemini_status_t gmi_host_part_set(gmi_manager_t *m, uint64_t part, uint64_t want) {
+  uint8_t *base = m->host.base + part * m->host.part_bytes;
+  uint64_t begin = part * m->host.part_bytes, has = m->host.committed[part];
+  gemini_status_t status = GEMINI_OK, changed;
+  for (uint64_t s = begin >> m->window_shift; s << m->window_shift < begin + has; s++)
+    if (m->host.slots && m->host.slots[s].window && gmi_window_in_graphs(m->host.slots[s].window))
+      return gmi_fail(GEMINI_ERR_OOM_HOST, 0, "%llu bytes of host memory stay as they are while graphs copy from them",
+                      (unsigned long long)has);
+  if (has) {
+    status = copies_finish(m);
+    if (status) return status;
+  }
+  gmi_wait_t wait;
+  gmi_wait_begin(m, &wait, NULL, GMI_WAIT_MEMORY, 0);
+  if (has) {
+    gmi_files_buffer(m, base, has, false);
+    m->dev->host_unlock(m->dev_self, base, has);
+  }
+  changed = want > has   ? gmi_reserve_commit(m->host.reserve, begin + has, want - has)
+            : want < has ? gmi_reserve_decommit(m->host.reserve, begin + want, has - want)
+                         : GEMINI_OK;
+  uint64_t now = changed ? has : want;
+  status = now ? m->dev->host_lock(m->dev_self, base, now) : GEMINI_OK;
+  if (status) {
+    if (status == GEMINI_ERR_INVALID) status = GEMINI_ERR_DEVICE; /* to the device; the caller's values were right */
+    changed = gmi_fail(status, 0, "the device could not page-lock %llu bytes", (unsigned long long)now);
+    if (now > has && gmi_reserve_decommit(m->host.reserve, begin + has, now - has) == GEMINI_OK) now = has;
+    if (now && m->dev->host_lock(m->dev_self, base, now)) /* as it was; without, copies from it are slow, or fail */
+      gmi_log(m, GEMINI_LOG_WARNING, "%llu bytes of host memory are not page-locked", (unsigned long long)now);
+  }
+  if (now) gmi_files_buffer(m, base, now, true);
+  gmi_wait_end(m, &wait);
+  m->host.committed[part] = now;
+  return changed;
+}
+
+gemini_status_t gmi_host_commit(gmi_manager_t *m, uint64_t begin, uint64_t size) {
+  GMI_ASSERT(gmi_lock_is_mine(m));
+  uint64_t budget = gmi_host_grains(m, m->config.host_bytes);
+  for (uint64_t part = begin / m->host.part_bytes; part * m->host.part_bytes < begin + size; part++) {
+    uint64_t base = part * m->host.part_bytes, has = m->host.committed[part];
+    if (base + has >= begin + size || has == m->host.part_bytes) continue;
+    uint64_t want = budget - base < m->host.part_bytes ? budget - base : m->host.part_bytes;
+    gemini_status_t status = gmi_host_part_set(m, part, want);
+    if (status) return status;
+  }
+  return GEMINI_OK;
+}

@@ -1,0 +1,381 @@
+/* The CUDA device: addresses, frames and mappings; page-locked host memory. SPDX-License-Identifier: Apache-2.0 */
+#include <stdlib.h>
+#include <string.h>
+
+#include "device/cuda.h"
+
+/* --- memory --- */
+
+static bool size_ok(const cuda_t *cuda, uint64_t size_bytes) {
+  return size_bytes && size_bytes % cuda->granule == 0 && size_bytes <= MEMORY_MAX_BYTES;
+}
+
+/* Grows an array to hold one more element. */
+static bool array_reserve(void **array, size_t *capacity, size_t count, size_t element_bytes) {
+  if (count < *capacity) return true;
+  size_t larger = *capacity ? *capacity * 2 : 64;
+  void *grown = larger <= SIZE_MAX / element_bytes ? realloc(*array, larger * element_bytes) : NULL;
+  if (!grown) return false;
+  *array = grown;
+  *capacity = larger;
+  return true;
+}
+
+gemini_status_t gmi_cuda_no_memory(const char *what) {
+  return gmi_fail(GEMINI_ERR_OOM_SYSTEM, 0, "no memory for records of %s", what);
+}
+
+/* The live frame of that name, or NULL. Called with memory_lock held. */
+frame_t *gmi_cuda_frame_named(cuda_t *cuda, uint64_t name) {
+  size_t low = 0, high = cuda->frame_count;
+  while (low < high) {
+    size_t middle = low + (high - low) / 2;
+    if (cuda->frames[middle].name < name) {
+      low = middle + 1;
+    } else {
+      high = middle;
+    }
+  }
+  if (low == cuda->frame_count || cuda->frames[low].name != name || !cuda->frames[low].size_bytes) return NULL;
+  return &cuda->frames[low];
+}
+
+/* Index of the first range that does not lie below base. Called with memory_lock held. */
+static size_t range_at(const cuda_t *cuda, uint64_t base) {
+  size_t low = 0, high = cuda->range_count;
+  while (low < high) {
+    size_t middle = low + (high - low) / 2;
+    if (cuda->ranges[middle].base < base) {
+      low = middle + 1;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
+/* The range that holds [va, va + size), or NULL. Called with memory_lock held. */
+static range_t *range_of(cuda_t *cuda, uint64_t va, uint64_t size_bytes) {
+  if (va % cuda->granule || !size_ok(cuda, size_bytes)) return NULL;
+  size_t at = range_at(cuda, va);
+  if (at == cuda->range_count || cuda->ranges[at].base != va) {
+    if (at == 0) return NULL;
+    at--;
+  }
+  range_t *range = &cuda->ranges[at];
+  uint64_t offset = va - range->base;
+  return offset < range->size_bytes && size_bytes <= range->size_bytes - offset ? range : NULL;
+}
+
+/* Do all mappings that touch pages first..end lie within them? The driver removes whole mappings only. */
+static bool pages_are_whole(cuda_t *cuda, const range_t *range, uint64_t first, uint64_t end) {
+  const page_t *head = &range->pages[first], *tail = &range->pages[end - 1];
+  if (head->frame && head->first != first) return false;
+  return !tail->frame || tail->first + gmi_cuda_frame_named(cuda, tail->frame)->size_bytes / cuda->granule <= end;
+}
+
+static cu_result_t map_here(cuda_t *cuda, uint64_t va, const frame_t *frame) {
+  const cu_access_t access = { { CU_LOCATION_DEVICE, cuda->device }, CU_ACCESS_READ_WRITE };
+  cu_result_t result = cuda->driver->memory_map(va, frame->size_bytes, 0, frame->memory, 0);
+  if (result != CU_SUCCESS) return result;
+  result = cuda->driver->memory_access(va, frame->size_bytes, &access, 1);
+  if (result != CU_SUCCESS) cuda->driver->memory_unmap(va, frame->size_bytes);
+  return result;
+}
+
+static void pages_forget(cuda_t *cuda, range_t *range, uint64_t first) {
+  frame_t *frame = gmi_cuda_frame_named(cuda, range->pages[first].frame);
+  frame->mappings--;
+  memset(&range->pages[first], 0, frame->size_bytes / cuda->granule * sizeof *range->pages);
+}
+
+/* Puts back what clear() took away from first up to end. What cannot be put back is forgotten. */
+static void restore(cuda_t *cuda, range_t *range, uint64_t first, uint64_t end) {
+  for (uint64_t at = first; at < end;) {
+    const frame_t *frame = range->pages[at].frame ? gmi_cuda_frame_named(cuda, range->pages[at].frame) : NULL;
+    uint64_t pages = frame ? frame->size_bytes / cuda->granule : 1;
+    if (frame && map_here(cuda, range->base + at * cuda->granule, frame) != CU_SUCCESS) pages_forget(cuda, range, at);
+    at += pages;
+  }
+}
+
+/* Unmaps what is mapped from page first up to end, but keeps its records, so that restore() can undo it. Called with
+ * memory_lock held. */
+static gemini_status_t clear(cuda_t *cuda, range_t *range, uint64_t first, uint64_t end) {
+  for (uint64_t at = first; at < end;) {
+    const frame_t *frame = range->pages[at].frame ? gmi_cuda_frame_named(cuda, range->pages[at].frame) : NULL;
+    if (frame) {
+      cu_result_t result = cuda->driver->memory_unmap(range->base + at * cuda->granule, frame->size_bytes);
+      if (result != CU_SUCCESS) {
+        restore(cuda, range, first, at);
+        return gmi_cuda_failed(cuda, result, "cuMemUnmap");
+      }
+    }
+    at += frame ? frame->size_bytes / cuda->granule : 1;
+  }
+  return GEMINI_OK;
+}
+static void forget(cuda_t *cuda, range_t *range, uint64_t first, uint64_t end) {
+  for (uint64_t at = first; at < end; at++)
+    if (range->pages[at].frame) pages_forget(cuda, range, at);
+}
+
+gemini_status_t gmi_cuda_reserve(void *self, uint64_t size_bytes, void **base_out) {
+  cuda_t *cuda = self;
+  if (!size_ok(cuda, size_bytes) || !base_out) return GEMINI_ERR_INVALID;
+  uint64_t base = 0;
+  gemini_status_t status = GEMINI_OK;
+  entry_t had = gmi_cuda_enter(cuda);
+  cu_result_t result = cuda->driver->address_reserve(&base, size_bytes, BASE_ALIGN_BYTES, 0, 0);
+  if (result != CU_SUCCESS)
+    status = gmi_cuda_failed_or_full(cuda, result, "cuMemAddressReserve", GEMINI_ERR_OOM_SYSTEM);
+  if (!status) {
+    page_t *pages = calloc(size_bytes / cuda->granule, sizeof *pages);
+    pthread_mutex_lock(&cuda->memory_lock);
+    if (pages &&
+        array_reserve((void **)&cuda->ranges, &cuda->range_capacity, cuda->range_count, sizeof *cuda->ranges)) {
+      size_t at = range_at(cuda, base);
+      memmove(&cuda->ranges[at + 1], &cuda->ranges[at], (cuda->range_count - at) * sizeof *cuda->ranges);
+      cuda->ranges[at] = (range_t){ base, size_bytes, pages };
+      cuda->range_count++;
+    } else {
+      status = gmi_cuda_no_memory("address ranges");
+    }
+    pthread_mutex_unlock(&cuda->memory_lock);
+    if (status) {
+      free(pages);
+      cuda->driver->address_free(base, size_bytes);
+    } else {
+      *base_out = (void *)(uintptr_t)base;
+    }
+  }
+  gmi_cuda_leave(cuda, had);
+  return status;
+}
+
+gemini_status_t gmi_cuda_unreserve(void *self, void *base, uint64_t size_bytes) {
+  cuda_t *cuda = self;
+  entry_t had = gmi_cuda_enter(cuda);
+  gemini_status_t status = GEMINI_ERR_INVALID;
+  pthread_mutex_lock(&cuda->memory_lock);
+  size_t at = range_at(cuda, (uintptr_t)base);
+  range_t *range = &cuda->ranges[at];
+  if (at < cuda->range_count && range->base == (uintptr_t)base && range->size_bytes == size_bytes) {
+    uint64_t pages = size_bytes / cuda->granule;
+    status = clear(cuda, range, 0, pages);
+    if (!status) {
+      status = gmi_cuda_done(cuda, cuda->driver->address_free(range->base, size_bytes), "cuMemAddressFree");
+      if (status) restore(cuda, range, 0, pages);
+    }
+    if (!status) {
+      forget(cuda, range, 0, pages);
+      free(range->pages);
+      cuda->range_count--;
+      memmove(range, range + 1, (cuda->range_count - at) * sizeof *range);
+    }
+  }
+  pthread_mutex_unlock(&cuda->memory_lock);
+  gmi_cuda_leave(cuda, had);
+  return status;
+}
+
+cu_allocation_t gmi_cuda_allocation_of(cu_device_t device) {
+  cu_allocation_t allocation;
+  memset(&allocation, 0, sizeof allocation);
+  allocation.type = CU_ALLOCATION_PINNED;
+  allocation.location = (cu_location_t){ CU_LOCATION_DEVICE, device };
+  return allocation;
+}
+
+gemini_status_t gmi_cuda_frame_create(void *self, uint64_t size_bytes, uint64_t *frame_out) {
+  cuda_t *cuda = self;
+  if (!size_ok(cuda, size_bytes) || !frame_out) return GEMINI_ERR_INVALID;
+  gemini_status_t status = GEMINI_OK;
+  entry_t had = gmi_cuda_enter(cuda);
+  pthread_mutex_lock(&cuda->memory_lock);
+  if (size_bytes > cuda->memory_bytes || cuda->used_bytes > cuda->memory_bytes - size_bytes) {
+    status = GEMINI_ERR_OOM_DEVICE;
+  } else if (!array_reserve((void **)&cuda->frames, &cuda->frame_capacity, cuda->frame_count, sizeof *cuda->frames)) {
+    status = gmi_cuda_no_memory("frames");
+  } else {
+    cu_allocation_t allocation = gmi_cuda_allocation_of(cuda->device);
+    frame_t frame = { .name = cuda->frames_made + 1, .size_bytes = size_bytes };
+    cu_result_t result = cuda->driver->memory_create(&frame.memory, size_bytes, &allocation, 0);
+    if (result == CU_SUCCESS) {
+      cuda->frames_made++;
+      cuda->frames[cuda->frame_count++] = frame;
+      cuda->used_bytes += size_bytes;
+      *frame_out = frame.name;
+    } else {
+      status = gmi_cuda_failed_or_full(cuda, result, "cuMemCreate", GEMINI_ERR_OOM_DEVICE);
+    }
+  }
+  pthread_mutex_unlock(&cuda->memory_lock);
+  gmi_cuda_leave(cuda, had);
+  return status;
+}
+
+/* Called with memory_lock held. */
+static void frame_forget(cuda_t *cuda, frame_t *frame) {
+  frame->size_bytes = 0;
+  if (++cuda->frames_destroyed <= cuda->frame_count / 2 + 32) return;
+  size_t kept = 0;
+  for (size_t i = 0; i < cuda->frame_count; i++)
+    if (cuda->frames[i].size_bytes) cuda->frames[kept++] = cuda->frames[i];
+  cuda->frame_count = kept;
+  cuda->frames_destroyed = 0;
+}
+
+gemini_status_t gmi_cuda_frame_destroy(void *self, uint64_t name, uint64_t size_bytes) {
+  cuda_t *cuda = self;
+  gemini_status_t status = GEMINI_ERR_INVALID;
+  entry_t had = gmi_cuda_enter(cuda);
+  pthread_mutex_lock(&cuda->memory_lock);
+  frame_t *frame = gmi_cuda_frame_named(cuda, name);
+  /* Mapped memory would live on, uncounted. */
+  if (frame && frame->size_bytes == size_bytes && !frame->mappings) {
+    status = gmi_cuda_done(cuda, cuda->driver->memory_release(frame->memory), "cuMemRelease");
+    if (!status) {
+      cuda->used_bytes -= size_bytes;
+      frame_forget(cuda, frame);
+    }
+  }
+  pthread_mutex_unlock(&cuda->memory_lock);
+  gmi_cuda_leave(cuda, had);
+  return status;
+}
+
+gemini_status_t gmi_cuda_map(void *self, void *va, uint64_t name, uint64_t size_bytes) {
+  cuda_t *cuda = self;
+  gemini_status_t status = GEMINI_ERR_INVALID;
+  entry_t had = gmi_cuda_enter(cuda);
+  pthread_mutex_lock(&cuda->memory_lock);
+  range_t *range = range_of(cuda, (uintptr_t)va, size_bytes);
+  frame_t *frame = gmi_cuda_frame_named(cuda, name);
+  if (range && frame && frame->size_bytes == size_bytes) {
+    uint64_t first = ((uintptr_t)va - range->base) / cuda->granule, end = first + size_bytes / cuda->granule;
+    page_t *head = &range->pages[first];
+    if (head->frame == name && head->first == first) {
+      status = GEMINI_OK; /* as it was */
+    } else if (pages_are_whole(cuda, range, first, end)) {
+      status = clear(cuda, range, first, end);
+      if (!status) {
+        cu_result_t result = map_here(cuda, (uintptr_t)va, frame);
+        if (result != CU_SUCCESS) {
+          restore(cuda, range, first, end);
+          status = gmi_cuda_failed_or_full(cuda, result, "cuMemMap", GEMINI_ERR_OOM_SYSTEM);
+        }
+      }
+      if (!status) {
+        forget(cuda, range, first, end);
+        for (uint64_t at = first; at < end; at++) range->pages[at] = (page_t){ name, first };
+        frame->mappings++;
+      }
+    }
+  }
+  pthread_mutex_unlock(&cuda->memory_lock);
+  gmi_cuda_leave(cuda, had);
+  return status;
+}
+
+gemini_status_t gmi_cuda_unmap(void *self, void *va, uint64_t size_bytes) {
+  cuda_t *cuda = self;
+  gemini_status_t status = GEMINI_ERR_INVALID;
+  entry_t had = gmi_cuda_enter(cuda);
+  pthread_mutex_lock(&cuda->memory_lock);
+  range_t *range = range_of(cuda, (uintptr_t)va, size_bytes);
+  if (range) {
+    uint64_t first = ((uintptr_t)va - range->base) / cuda->granule, end = first + size_bytes / cuda->granule;
+    if (pages_are_whole(cuda, range, first, end)) {
+      status = clear(cuda, range, first, end);
+      if (!status) forget(cuda, range, first, end);
+    }
+  }
+  pthread_mutex_unlock(&cuda->memory_lock);
+  gmi_cuda_leave(cuda, had);
+  return status;
+}
+
+uint64_t gmi_cuda_granularity(void *self) { return ((cuda_t *)self)->granule; }
+
+gemini_status_t gmi_cuda_resize(void *self, uint64_t memory_bytes) {
+  cuda_t *cuda = self;
+  if (memory_bytes % cuda->granule || memory_bytes > MEMORY_MAX_BYTES) return GEMINI_ERR_INVALID;
+  pthread_mutex_lock(&cuda->memory_lock);
+  bool ok = cuda->used_bytes <= memory_bytes;
+  if (ok) cuda->memory_bytes = memory_bytes;
+  pthread_mutex_unlock(&cuda->memory_lock);
+  return ok ? GEMINI_OK : GEMINI_ERR_OOM_DEVICE;
+}
+
+/* --- page-locked host memory --- */
+
+/* Index of the first record that does not lie below base. Called with host_lock held. */
+static size_t locked_at(const cuda_t *cuda, uint64_t base) {
+  size_t low = 0, high = cuda->locked_count;
+  while (low < high) {
+    size_t middle = low + (high - low) / 2;
+    if (cuda->locked[middle].base < base) {
+      low = middle + 1;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
+/* Records base as locked; false: no memory. known_out: it was recorded before. */
+static bool locked_add(cuda_t *cuda, uint64_t base, uint64_t size_bytes, bool *known_out) {
+  pthread_mutex_lock(&cuda->host_lock);
+  size_t at = locked_at(cuda, base);
+  *known_out = at < cuda->locked_count && cuda->locked[at].base == base;
+  bool ok = *known_out ||
+            array_reserve((void **)&cuda->locked, &cuda->locked_capacity, cuda->locked_count, sizeof *cuda->locked);
+  if (ok && !*known_out) {
+    memmove(&cuda->locked[at + 1], &cuda->locked[at], (cuda->locked_count - at) * sizeof *cuda->locked);
+    cuda->locked[at] = (locked_t){ base, size_bytes };
+    cuda->locked_count++;
+  }
+  pthread_mutex_unlock(&cuda->host_lock);
+  return ok;
+}
+
+static bool locked_remove(cuda_t *cuda, uint64_t base, uint64_t size_bytes) {
+  pthread_mutex_lock(&cuda->host_lock);
+  size_t at = locked_at(cuda, base);
+  bool found = at < cuda->locked_count && cuda->locked[at].base == base && cuda->locked[at].size_bytes == size_bytes;
+  if (found) {
+    cuda->locked_count--;
+    memmove(&cuda->locked[at], &cuda->locked[at + 1], (cuda->locked_count - at) * sizeof *cuda->locked);
+  }
+  pthread_mutex_unlock(&cuda->host_lock);
+  return found;
+}
+
+gemini_status_t gmi_cuda_host_lock(void *self, void *base, uint64_t size_bytes) {
+  cuda_t *cuda = self;
+  bool known;
+  if (!base || !size_bytes) return GEMINI_ERR_INVALID;
+  if (!locked_add(cuda, (uintptr_t)base, size_bytes, &known)) return gmi_cuda_no_memory("locked memory");
+  if (known) return GEMINI_ERR_INVALID;
+  entry_t had = gmi_cuda_enter(cuda);
+  cu_result_t result = cuda->driver->host_register(base, size_bytes, CU_HOST_PORTABLE | CU_HOST_MAPPED);
+  gmi_cuda_leave(cuda, had);
+  if (result == CU_SUCCESS) return GEMINI_OK;
+  locked_remove(cuda, (uintptr_t)base, size_bytes);
+  gemini_status_t status = gmi_cuda_failed_or_full(cuda, result, "cuMemHostRegister", GEMINI_ERR_OOM_SYSTEM);
+  bool wrong = result == CU_INVALID_VALUE || result == CU_HOST_MEMORY_ALREADY_REGISTERED;
+  return wrong ? GEMINI_ERR_INVALID : status;
+}
+
+gemini_status_t gmi_cuda_host_unlock(void *self, void *base, uint64_t size_bytes) {
+  cuda_t *cuda = self;
+  bool known;
+  if (!locked_remove(cuda, (uintptr_t)base, size_bytes)) return GEMINI_ERR_INVALID;
+  entry_t had = gmi_cuda_enter(cuda);
+  cu_result_t result = cuda->driver->host_unregister(base);
+  gmi_cuda_leave(cuda, had);
+  if (result == CU_SUCCESS) return GEMINI_OK;
+  locked_add(cuda, (uintptr_t)base, size_bytes, &known);
+  return gmi_cuda_failed(cuda, result, "cuMemHostUnregister");
+}

@@ -1,0 +1,499 @@
+/* The CUDA device: streams, their marks, and times. SPDX-License-Identifier: Apache-2.0 */
+#include <stdlib.h>
+#include <string.h>
+
+#include "device/cuda.h"
+
+/* --- marks --- */
+
+static point_t *point_of(stream_t *stream, uint64_t mark) { return &stream->points[mark & (stream->capacity - 1)]; }
+
+static cu_event_t event_of(stream_t *stream, uint64_t mark) {
+  const point_t *point = point_of(stream, mark);
+  return point->events[point->kind];
+}
+
+static void note_reached(stream_t *stream, uint64_t mark) {
+  if (atomic_load_explicit(&stream->reached, memory_order_relaxed) >= mark) return;
+  stream->noted_ns = gmi_cuda_now_ns();
+  atomic_store_explicit(&stream->reached, mark, memory_order_release);
+}
+
+/* Looks at a placed mark's event. Called with points_lock held, in the context. */
+static cu_result_t look(cuda_t *cuda, stream_t *stream, uint64_t mark) {
+  if (atomic_load_explicit(&stream->reached, memory_order_relaxed) >= mark) return CU_SUCCESS;
+  cu_result_t result = cuda->driver->event_query(event_of(stream, mark));
+  if (result == CU_SUCCESS) note_reached(stream, mark);
+  gmi_cuda_note(cuda, result);
+  return result;
+}
+
+/* Is the event of this mark free to be used again? Nobody waits for it, and nobody may ask for its time any more. */
+static bool point_is_free(cuda_t *cuda, stream_t *stream, uint64_t mark) {
+  if (point_of(stream, mark)->users) return false;
+  uint64_t needed = mark + MARK_TIMES;
+  uint64_t placed = atomic_load_explicit(&stream->placed, memory_order_relaxed);
+  if (atomic_load_explicit(&stream->reached, memory_order_relaxed) >= needed) return true;
+  /* Far ahead first, so that the answer lasts for many marks. */
+  return look(cuda, stream, needed + (placed - needed) / 2) == CU_SUCCESS || look(cuda, stream, needed) == CU_SUCCESS;
+}
+
+static gemini_status_t points_grow(stream_t *stream) {
+  uint64_t capacity = stream->capacity ? stream->capacity * 2 : POINTS_FIRST;
+  point_t *points = capacity <= POINTS_MAX ? calloc(capacity, sizeof *points) : NULL;
+  if (!points) return gmi_cuda_no_memory("marks");
+  uint64_t placed = atomic_load_explicit(&stream->placed, memory_order_relaxed);
+  /* It grows when it is full, or not there: every entry is a mark's. */
+  for (uint64_t i = 0; i < stream->capacity; i++) points[(placed - i) & (capacity - 1)] = *point_of(stream, placed - i);
+  free(stream->points);
+  stream->points = points;
+  stream->capacity = capacity;
+  return GEMINI_OK;
+}
+
+/* Makes room for the mark and an event for it. Called with both locks held, in the context. */
+static gemini_status_t point_prepare(cuda_t *cuda, stream_t *stream, uint64_t mark, uint32_t kind) {
+  gemini_status_t status = GEMINI_OK;
+  if (!stream->capacity || (mark > stream->capacity && !point_is_free(cuda, stream, mark - stream->capacity)))
+    status = points_grow(stream);
+  if (status) return status;
+  cu_event_t *event = &point_of(stream, mark)->events[kind];
+  if (*event) return GEMINI_OK;
+  return gmi_cuda_done(cuda, cuda->driver->event_create(event, kind == TIMED ? 0 : CU_EVENT_NO_TIME), "cuEventCreate");
+}
+
+/* --- streams --- */
+
+/* The stream of that index if it was ever made, or NULL. */
+stream_t *gmi_cuda_stream_of(cuda_t *cuda, uint32_t index) {
+  if (index >= GMI_DEVICE_MAX_STREAMS) return NULL;
+  return atomic_load_explicit(&cuda->streams[index].made, memory_order_acquire) ? &cuda->streams[index] : NULL;
+}
+static bool mark_placed(const stream_t *stream, uint64_t mark) {
+  return mark <= atomic_load_explicit(&stream->placed, memory_order_acquire);
+}
+
+/* Runs in the driver's thread, which must not call the driver. */
+static void sums_deliver(void *user) {
+  sum_batch_t *batch = user;
+  cuda_t *cuda = batch->cuda;
+  for (uint32_t i = 0; i < batch->count; i++) *batch->sums[i] = batch->items[i].sum;
+  pthread_mutex_lock(&cuda->sum_lock);
+  batch->next = cuda->sums_free;
+  cuda->sums_free = batch;
+  pthread_mutex_unlock(&cuda->sum_lock);
+}
+
+/* Queues the collected sums. After a failure they are still there, to be queued, or queued again, by the next one.
+ * Called with the stream's lock held, in the context. */
+gemini_status_t gmi_cuda_sums_flush(cuda_t *cuda, stream_t *stream) {
+  sum_batch_t *batch = stream->sums;
+  if (!batch) return GEMINI_OK;
+  void *parameters[] = { &batch->address };
+  gemini_status_t status = gmi_cuda_done(cuda,
+                                         cuda->driver->launch(cuda->sum_kernel, batch->count, 1, 1, SUM_THREADS, 1, 1,
+                                                              0, stream->native, parameters, NULL),
+                                         "cuLaunchKernel");
+  if (status) return status;
+  stream->sums = NULL; /* from here on the driver's thread may have it */
+  status = gmi_cuda_done(cuda, cuda->driver->host_call(stream->native, sums_deliver, batch), "cuLaunchHostFunc");
+  if (status) stream->sums = batch;
+  return status;
+}
+
+gemini_status_t gmi_cuda_sums_new(cuda_t *cuda, sum_batch_t **batch_out) {
+  pthread_mutex_lock(&cuda->sum_lock);
+  sum_batch_t *batch = cuda->sums_free;
+  if (batch) cuda->sums_free = batch->next;
+  pthread_mutex_unlock(&cuda->sum_lock);
+  if (!batch) {
+    void *items = NULL;
+    batch = calloc(1, sizeof *batch);
+    if (!batch) return gmi_cuda_no_memory("sums of squares");
+    cu_result_t result =
+        cuda->driver->host_alloc(&items, SUMS * sizeof *batch->items, CU_HOST_PORTABLE | CU_HOST_MAPPED);
+    if (result == CU_SUCCESS) {
+      result = cuda->driver->host_address(&batch->address, items, 0);
+      if (result != CU_SUCCESS) cuda->driver->host_free(items);
+    }
+    if (result != CU_SUCCESS) {
+      free(batch);
+      return gmi_cuda_failed_or_full(cuda, result, "cuMemHostAlloc", GEMINI_ERR_OOM_SYSTEM);
+    }
+    batch->items = items;
+    batch->cuda = cuda;
+    pthread_mutex_lock(&cuda->sum_lock);
+    batch->next_of_all = cuda->sums_all;
+    cuda->sums_all = batch;
+    pthread_mutex_unlock(&cuda->sum_lock);
+  }
+  batch->count = 0;
+  *batch_out = batch;
+  return GEMINI_OK;
+}
+
+void gmi_cuda_queue_end(cuda_t *cuda, queue_t *queue) {
+  gmi_cuda_leave(cuda, queue->had);
+  pthread_mutex_unlock(&queue->stream->lock);
+}
+
+/* Without the sums: they come with whatever is queued next. */
+gemini_status_t gmi_cuda_queue_begin_sum(cuda_t *cuda, uint32_t index, queue_t *queue) {
+  stream_t *stream = gmi_cuda_stream_of(cuda, index);
+  if (!stream) return GEMINI_ERR_INVALID;
+  pthread_mutex_lock(&stream->lock);
+  if (stream->state != STREAM_LIVE) {
+    pthread_mutex_unlock(&stream->lock);
+    return GEMINI_ERR_INVALID;
+  }
+  *queue = (queue_t){ stream, gmi_cuda_enter(cuda) };
+  /* What is queued now would run with every replay, and its marks never by themselves. */
+  int capturing = CU_CAPTURE_NONE;
+  cu_result_t result = stream->shared ? cuda->driver->stream_capturing(stream->native, &capturing) : CU_SUCCESS;
+  if (capturing == CU_CAPTURE_NONE && result != CU_STREAM_CAPTURE_IMPLICIT) return GEMINI_OK;
+  gmi_cuda_queue_end(cuda, queue);
+  return gmi_fail(GEMINI_ERR_STATE, 0, "the stream is being captured: acquire before the capture, release after it");
+}
+
+gemini_status_t gmi_cuda_queue_begin(cuda_t *cuda, uint32_t index, queue_t *queue) {
+  gemini_status_t status = gmi_cuda_queue_begin_sum(cuda, index, queue);
+  if (status) return status;
+  status = gmi_cuda_sums_flush(cuda, queue->stream);
+  if (status) gmi_cuda_queue_end(cuda, queue);
+  return status;
+}
+
+static unsigned long long id_of(const cuda_t *cuda, cu_stream_t native) {
+  unsigned long long id = 0;
+  if (!native || !cuda->driver->stream_id || cuda->driver->stream_id(native, &id) != CU_SUCCESS) id = 0;
+  return id;
+}
+
+/* Takes a free index for the native stream, or for a new one. */
+static gemini_status_t stream_add(cuda_t *cuda, bool adopted, cu_stream_t native, uint32_t *stream_out) {
+  gemini_status_t status = GEMINI_ERR_OOM_SYSTEM;
+  entry_t had = gmi_cuda_enter(cuda);
+  pthread_mutex_lock(&cuda->streams_lock);
+  for (uint32_t index = 0; index < GMI_DEVICE_MAX_STREAMS; index++) {
+    stream_t *stream = &cuda->streams[index];
+    pthread_mutex_lock(&stream->lock);
+    bool unused = stream->state == STREAM_NONE;
+    if (unused) {
+      status = GEMINI_OK;
+      if (!stream->idle)
+        status = gmi_cuda_done(cuda, cuda->driver->event_create(&stream->idle, CU_EVENT_NO_TIME), "cuEventCreate");
+      if (!status && !adopted)
+        status =
+            gmi_cuda_done(cuda, cuda->driver->stream_create(&native, CU_STREAM_NON_BLOCKING_FLAG), "cuStreamCreate");
+      if (!status) {
+        stream->native = native;
+        stream->adopted = adopted;
+        stream->shared = adopted;
+        stream->id = adopted ? id_of(cuda, native) : 0;
+        stream->state = STREAM_LIVE;
+        atomic_store_explicit(&stream->made, true, memory_order_release);
+        *stream_out = index;
+      }
+    }
+    pthread_mutex_unlock(&stream->lock);
+    if (unused) break;
+  }
+  pthread_mutex_unlock(&cuda->streams_lock);
+  gmi_cuda_leave(cuda, had);
+  return status;
+}
+
+gemini_status_t gmi_cuda_stream_create(void *self, uint32_t *stream_out) {
+  return stream_out ? stream_add(self, false, NULL, stream_out) : GEMINI_ERR_INVALID;
+}
+
+gemini_status_t gmi_cuda_stream_adopt(void *self, void *native, uint32_t *stream_out) {
+  cuda_t *cuda = self;
+  if (!stream_out) return GEMINI_ERR_INVALID;
+  if ((uintptr_t)native == CU_STREAM_PER_THREAD_HANDLE)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "the per-thread default stream is another stream in each thread");
+  cu_context_t context = NULL;
+  entry_t had = gmi_cuda_enter(cuda);
+  cu_result_t result = cuda->driver->stream_context(native, &context);
+  gmi_cuda_leave(cuda, had);
+  if (result != CU_SUCCESS && result != CU_INVALID_HANDLE && result != CU_INVALID_CONTEXT)
+    return gmi_cuda_failed(cuda, result, "cuStreamGetCtx");
+  if (result != CU_SUCCESS || context != cuda->context)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "the stream belongs to another GPU, or not to its primary context");
+  return stream_add(cuda, true, native, stream_out);
+}
+
+gemini_status_t gmi_cuda_stream_renew(void *self, uint32_t index, bool may_block) {
+  cuda_t *cuda = self;
+  queue_t queue;
+  gemini_status_t status = gmi_cuda_queue_begin_sum(cuda, index, &queue);
+  if (status) return status;
+  stream_t *stream = queue.stream;
+  unsigned long long id = stream->id ? id_of(cuda, stream->native) : 0;
+  if (id && id != stream->id) {
+    if (!may_block) status = GEMINI_ERR_BUSY;
+    /* Nothing else waits for a stream that is gone. */
+    if (!status) status = gmi_cuda_done(cuda, cuda->driver->context_wait(), "cuCtxSynchronize");
+    if (!status) stream->id = id;
+  }
+  gmi_cuda_queue_end(cuda, &queue);
+  return status;
+}
+
+gemini_status_t gmi_cuda_stream_native(void *self, uint32_t index, void **native_out) {
+  queue_t queue;
+  if (!native_out) return GEMINI_ERR_INVALID;
+  gemini_status_t status =
+      gmi_cuda_queue_begin(self, index, &queue); /* what is queued by others comes after our sums */
+  if (status) return status;
+  queue.stream->shared = true;
+  *native_out = queue.stream->native;
+  gmi_cuda_queue_end(self, &queue);
+  return GEMINI_OK;
+}
+
+gemini_status_t gmi_cuda_pci(void *self, char address_out[GMI_DEVICE_PCI_BYTES]) {
+  cuda_t *cuda = self;
+  char address[GMI_DEVICE_PCI_BYTES];
+  gemini_status_t status =
+      gmi_cuda_done(cuda, cuda->driver->device_pci(address, sizeof address, cuda->device), "cuDeviceGetPCIBusId");
+  if (!status) memcpy(address_out, address, sizeof address);
+  return status;
+}
+
+uint64_t gmi_cuda_memory_bytes_per_s(void *self) {
+  cuda_t *cuda = self;
+  int clock_khz = 0, bus_bits = 0;
+  entry_t had = gmi_cuda_enter(cuda);
+  cu_result_t result = cuda->driver->device_attribute(&clock_khz, CU_ATTRIBUTE_MEMORY_CLOCK_RATE, cuda->device);
+  if (result == CU_SUCCESS)
+    result = cuda->driver->device_attribute(&bus_bits, CU_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH, cuda->device);
+  gmi_cuda_leave(cuda, had);
+  if (result != CU_SUCCESS || clock_khz <= 0 || bus_bits <= 0) return 0;
+  return 2000 * (uint64_t)clock_khz * ((uint64_t)bus_bits / 8); /* twice a clock */
+}
+
+gemini_status_t gmi_cuda_stream_destroy(void *self, uint32_t index) {
+  cuda_t *cuda = self;
+  queue_t queue;
+  gemini_status_t status = gmi_cuda_queue_begin_sum(cuda, index, &queue);
+  if (status) return status;
+  stream_t *stream = queue.stream;
+  status = gmi_cuda_sums_flush(cuda, stream);
+  if (!status) status = gmi_cuda_done(cuda, cuda->driver->event_record(stream->idle, stream->native), "cuEventRecord");
+  if (gmi_cuda_is_lost(cuda)) status = GEMINI_OK; /* nothing will run, and nothing will be waited for */
+  if (!status) stream->state = STREAM_CLOSING;
+  pthread_mutex_unlock(&stream->lock);
+  if (!status) {
+    if (!gmi_cuda_is_lost(cuda)) status = gmi_cuda_event_wait(cuda, stream->idle);
+    if (!status && !stream->adopted)
+      status = gmi_cuda_done(cuda, cuda->driver->stream_destroy(stream->native), "cuStreamDestroy");
+    if (gmi_cuda_is_lost(cuda)) status = GEMINI_OK;
+    pthread_mutex_lock(&stream->lock);
+    if (!status) {
+      stream->state = STREAM_NONE;
+      stream->native = NULL;
+      stream->sums = NULL; /* of a lost device: freed when it is closed */
+      pthread_mutex_lock(&stream->points_lock);
+      if (!gmi_cuda_is_lost(cuda)) note_reached(stream, atomic_load(&stream->placed));
+      pthread_mutex_unlock(&stream->points_lock);
+    } else {
+      stream->state = STREAM_LIVE;
+    }
+    pthread_mutex_unlock(&stream->lock);
+  }
+  gmi_cuda_leave(cuda, queue.had);
+  return status;
+}
+
+static gemini_status_t mark_place(cuda_t *cuda, uint32_t index, uint32_t kind, uint64_t *mark_out) {
+  queue_t queue;
+  if (!mark_out) return GEMINI_ERR_INVALID;
+  gemini_status_t status = gmi_cuda_queue_begin(cuda, index, &queue);
+  if (status) return status;
+  stream_t *stream = queue.stream;
+  uint64_t mark = atomic_load_explicit(&stream->placed, memory_order_relaxed) + 1;
+  cu_event_t event = NULL;
+  pthread_mutex_lock(&stream->points_lock);
+  status = point_prepare(cuda, stream, mark, kind);
+  if (!status) {
+    point_t *point = point_of(stream, mark); /* nobody else's until the mark is placed */
+    point->kind = kind;
+    point->placed_ns = gmi_cuda_now_ns();
+    event = point->events[kind];
+  }
+  pthread_mutex_unlock(&stream->points_lock);
+  if (!status) status = gmi_cuda_done(cuda, cuda->driver->event_record(event, stream->native), "cuEventRecord");
+  if (!status) {
+    atomic_store_explicit(&stream->placed, mark, memory_order_release);
+    *mark_out = mark;
+  }
+  gmi_cuda_queue_end(cuda, &queue);
+  return status;
+}
+gemini_status_t gmi_cuda_mark(void *self, uint32_t index, uint64_t *mark_out) {
+  return mark_place(self, index, TIMED, mark_out);
+}
+gemini_status_t gmi_cuda_mark_untimed(void *self, uint32_t index, uint64_t *mark_out) {
+  return mark_place(self, index, UNTIMED, mark_out);
+}
+
+/* A placed mark's event, held so that it is not used again, until point_drop(); NULL: it is reached. Called in the
+ * context. */
+static cu_event_t point_take(cuda_t *cuda, stream_t *stream, uint64_t mark) {
+  cu_event_t event = NULL;
+  pthread_mutex_lock(&stream->points_lock);
+  if (look(cuda, stream, mark) != CU_SUCCESS) {
+    event = event_of(stream, mark);
+    point_of(stream, mark)->users++;
+  }
+  pthread_mutex_unlock(&stream->points_lock);
+  return event;
+}
+static void point_drop(stream_t *stream, uint64_t mark) {
+  pthread_mutex_lock(&stream->points_lock);
+  point_of(stream, mark)->users--; /* the ring may have grown, but this mark is in it */
+  pthread_mutex_unlock(&stream->points_lock);
+}
+
+gemini_status_t gmi_cuda_wait(void *self, uint32_t index, uint32_t other_index, uint64_t mark) {
+  cuda_t *cuda = self;
+  queue_t queue;
+  stream_t *other = gmi_cuda_stream_of(cuda, other_index);
+  if (!other || !mark_placed(other, mark)) return GEMINI_ERR_INVALID;
+  gemini_status_t status = gmi_cuda_queue_begin(cuda, index, &queue);
+  if (status) return status;
+  cu_event_t event = other == queue.stream ? NULL : point_take(cuda, other, mark);
+  if (event) {
+    status = gmi_cuda_done(cuda, cuda->driver->stream_wait(queue.stream->native, event, 0), "cuStreamWaitEvent");
+    point_drop(other, mark);
+  }
+  gmi_cuda_queue_end(cuda, &queue);
+  return status;
+}
+
+bool gmi_cuda_reached(void *self, uint32_t index, uint64_t mark) {
+  cuda_t *cuda = self;
+  stream_t *stream = gmi_cuda_stream_of(cuda, index);
+  if (!stream) return false;
+  if (atomic_load_explicit(&stream->reached, memory_order_acquire) >= mark) return !mark || !gmi_cuda_is_lost(cuda);
+  if (!mark_placed(stream, mark)) return false;
+  entry_t had = gmi_cuda_enter(cuda);
+  pthread_mutex_lock(&stream->points_lock);
+  bool reached = look(cuda, stream, mark) == CU_SUCCESS;
+  pthread_mutex_unlock(&stream->points_lock);
+  gmi_cuda_leave(cuda, had);
+  return reached && !gmi_cuda_is_lost(cuda);
+}
+
+gemini_status_t gmi_cuda_sync(void *self, uint32_t index, uint64_t mark) {
+  cuda_t *cuda = self;
+  stream_t *stream = gmi_cuda_stream_of(cuda, index);
+  if (!stream || !mark_placed(stream, mark)) return GEMINI_ERR_INVALID;
+  cu_result_t result = CU_SUCCESS;
+  if (atomic_load_explicit(&stream->reached, memory_order_acquire) < mark && !gmi_cuda_is_lost(cuda)) {
+    entry_t had = gmi_cuda_enter(cuda);
+    for (uint64_t begin = gmi_cuda_now_ns();; gmi_cuda_wait_a_little(begin)) {
+      pthread_mutex_lock(&stream->points_lock);
+      result = look(cuda, stream, mark);
+      pthread_mutex_unlock(&stream->points_lock);
+      if (result != CU_NOT_READY) break;
+    }
+    gmi_cuda_leave(cuda, had);
+  }
+  gemini_status_t status = gmi_cuda_done(cuda, result, "cuEventQuery");
+  return status ? status : gmi_cuda_stored_failure(cuda);
+}
+
+/* --- times --- */
+
+static uint64_t ns_of(uint64_t base_ns, float ms) {
+  double ns = (double)ms * 1e6;
+  return ns < 0 ? base_ns - (uint64_t)(-ns + 0.5) : base_ns + (uint64_t)(ns + 0.5);
+}
+
+/* Takes a new base when the old one has become too old to count from. It continues the old one's time, corrected by
+ * what the host's clock says: the two clocks drift. Called in the context, without locks. */
+static void base_renew(cuda_t *cuda) {
+  uint64_t before = gmi_cuda_now_ns(), after = before;
+  if (before < atomic_load_explicit(&cuda->base_due_ns, memory_order_relaxed)) return;
+  if (pthread_mutex_trylock(&cuda->renew_lock)) return;
+  cu_event_t old = cuda->bases[cuda->base],
+             event = cuda->bases[1 - cuda->base]; /* base changes under renew_lock, too */
+  float ms = 0;
+  cu_result_t result = cuda->driver->event_record(event, cuda->clock);
+  while (result == CU_SUCCESS || result == CU_NOT_READY) {
+    result = cuda->driver->event_query(event);
+    after = gmi_cuda_now_ns();
+    if (result != CU_NOT_READY || after - before > BASE_WAIT_NS) break;
+  }
+  if (result == CU_SUCCESS) result = cuda->driver->event_elapsed(&ms, old, event);
+  if (result == CU_SUCCESS) {
+    pthread_mutex_lock(&cuda->clock_lock);
+    uint64_t ns = ns_of(cuda->base_ns, ms);
+    cuda->base_ns = ns < before ? before : ns > after ? after : ns;
+    cuda->base = 1 - cuda->base;
+    pthread_mutex_unlock(&cuda->clock_lock);
+  }
+  /* The hardware queue may be shared with a stream that is held: then the old base serves on for a while. */
+  atomic_store_explicit(&cuda->base_due_ns, after + (result == CU_SUCCESS ? BASE_LIFE_NS : BASE_RETRY_NS),
+                        memory_order_relaxed);
+  pthread_mutex_unlock(&cuda->renew_lock);
+}
+
+/* The first base: of some tries, the one whose host time is known best. Called in the context. */
+gemini_status_t gmi_cuda_base_open(cuda_t *cuda) {
+  gemini_status_t status =
+      gmi_cuda_done(cuda, cuda->driver->stream_create(&cuda->clock, CU_STREAM_NON_BLOCKING_FLAG), "cuStreamCreate");
+  for (int i = 0; !status && i < 2; i++)
+    status = gmi_cuda_done(cuda, cuda->driver->event_create(&cuda->bases[i], 0), "cuEventCreate");
+  uint64_t best_ns = UINT64_MAX;
+  for (int i = 0; !status && i < 5; i++) {
+    uint64_t before = gmi_cuda_now_ns();
+    status = gmi_cuda_done(cuda, cuda->driver->event_record(cuda->bases[1 - cuda->base], cuda->clock), "cuEventRecord");
+    if (!status) status = gmi_cuda_event_wait(cuda, cuda->bases[1 - cuda->base]);
+    uint64_t after = gmi_cuda_now_ns();
+    if (status || after - before >= best_ns) continue;
+    best_ns = after - before;
+    cuda->base = 1 - cuda->base;
+    cuda->base_ns = before + best_ns / 2;
+    atomic_store_explicit(&cuda->base_due_ns, after + BASE_LIFE_NS, memory_order_relaxed);
+  }
+  return status;
+}
+
+gemini_status_t gmi_cuda_mark_time(void *self, uint32_t index, uint64_t mark, uint64_t *ns_out) {
+  cuda_t *cuda = self;
+  stream_t *stream = gmi_cuda_stream_of(cuda, index);
+  if (!stream || !ns_out || !mark || !mark_placed(stream, mark)) return GEMINI_ERR_INVALID;
+  gemini_status_t status = GEMINI_ERR_INVALID;
+  float ms = 0;
+  entry_t had = gmi_cuda_enter(cuda);
+  base_renew(cuda);
+  pthread_mutex_lock(&stream->points_lock);
+  if (look(cuda, stream, mark) == CU_SUCCESS && point_of(stream, mark)->kind == TIMED &&
+      atomic_load_explicit(&stream->reached, memory_order_relaxed) - mark < MARK_TIMES) {
+    point_t *point = point_of(stream, mark);
+    pthread_mutex_lock(&cuda->clock_lock);
+    status = gmi_cuda_done(cuda, cuda->driver->event_elapsed(&ms, cuda->bases[cuda->base], point->events[TIMED]),
+                           "cuEventElapsedTime");
+    uint64_t ns = ns_of(cuda->base_ns, ms);
+    pthread_mutex_unlock(&cuda->clock_lock);
+    if (!status) {
+      /* What is certain wins: not before it was placed, not after it was seen, and not before an earlier mark. */
+      if (ns < point->placed_ns) ns = point->placed_ns;
+      if (ns > stream->noted_ns) ns = stream->noted_ns;
+      if (mark < stream->timed_mark) {
+        if (ns > stream->timed_ns) ns = stream->timed_ns;
+      } else {
+        if (ns < stream->timed_ns) ns = stream->timed_ns;
+        stream->timed_mark = mark;
+        stream->timed_ns = ns;
+      }
+      *ns_out = ns;
+    }
+  }
+  pthread_mutex_unlock(&stream->points_lock);
+  gmi_cuda_leave(cuda, had);
+  return status;
+}

@@ -1,0 +1,217 @@
+/* The simulated device: addresses, frames, mappings and host memory. SPDX-License-Identifier: Apache-2.0 */
+#include <stdlib.h>
+#include <string.h>
+
+#include "device/sim.h"
+
+/* --- memory --- */
+
+/* Grows an array to hold one more element. */
+static bool array_reserve(void **array, size_t *capacity, size_t count, size_t element_bytes) {
+  if (count < *capacity) return true;
+  size_t larger = *capacity ? *capacity * 2 : 64;
+  void *grown = larger <= SIZE_MAX / element_bytes ? realloc(*array, larger * element_bytes) : NULL;
+  if (!grown) return false;
+  *array = grown;
+  *capacity = larger;
+  return true;
+}
+
+/* The live frame of that name and size, or NULL. Called with memory_lock held. */
+static frame_t *frame_find(sim_t *sim, uint64_t frame, uint64_t size_bytes) {
+  size_t low = 0, high = sim->frame_count;
+  while (low < high) {
+    size_t middle = low + (high - low) / 2;
+    if (sim->frames[middle].offset < frame) {
+      low = middle + 1;
+    } else {
+      high = middle;
+    }
+  }
+  if (low == sim->frame_count || sim->frames[low].offset != frame || !size_bytes) return NULL;
+  return sim->frames[low].size_bytes == size_bytes ? &sim->frames[low] : NULL;
+}
+
+/* Index of the first range that does not lie below base. Called with memory_lock held. */
+static size_t range_at(const sim_t *sim, const void *base) {
+  size_t low = 0, high = sim->range_count;
+  while (low < high) {
+    size_t middle = low + (high - low) / 2;
+    if ((uintptr_t)sim->ranges[middle].base < (uintptr_t)base) {
+      low = middle + 1;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
+/* Does one range hold [va, va+size)? Called with memory_lock held. */
+static bool range_holds(const sim_t *sim, const void *va, uint64_t size_bytes) {
+  if ((uintptr_t)va % GRANULE_BYTES || !gmi_sim_size_ok(size_bytes)) return false;
+  size_t at = range_at(sim, va);
+  if (at == sim->range_count || sim->ranges[at].base != va) {
+    if (at == 0) return false;
+    at--;
+  }
+  uint64_t offset = (uintptr_t)va - (uintptr_t)sim->ranges[at].base;
+  return offset < sim->ranges[at].size_bytes && size_bytes <= sim->ranges[at].size_bytes - offset;
+}
+
+static void *map_nothing(void *va, uint64_t size_bytes, int flags) {
+  return mmap(va, size_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | flags, -1, 0);
+}
+
+gemini_status_t gmi_sim_reserve(void *self, uint64_t size_bytes, void **base_out) {
+  sim_t *sim = self;
+  if (!gmi_sim_size_ok(size_bytes) || !base_out) return GEMINI_ERR_INVALID;
+  uint64_t whole_bytes = size_bytes + BASE_ALIGN_BYTES;
+  unsigned char *whole = map_nothing(NULL, whole_bytes, 0);
+  if (whole == MAP_FAILED) return GEMINI_ERR_OOM_SYSTEM;
+  uint64_t skip_bytes = -(uintptr_t)whole % BASE_ALIGN_BYTES;
+  unsigned char *base = whole + skip_bytes;
+  if (skip_bytes) munmap(whole, skip_bytes);
+  munmap(base + size_bytes, BASE_ALIGN_BYTES - skip_bytes);
+
+  pthread_mutex_lock(&sim->memory_lock);
+  bool ok = array_reserve((void **)&sim->ranges, &sim->range_capacity, sim->range_count, sizeof *sim->ranges);
+  if (ok) {
+    size_t at = range_at(sim, base);
+    memmove(&sim->ranges[at + 1], &sim->ranges[at], (sim->range_count - at) * sizeof *sim->ranges);
+    sim->ranges[at] = (range_t){ base, size_bytes };
+    sim->range_count++;
+  }
+  pthread_mutex_unlock(&sim->memory_lock);
+  if (!ok) {
+    munmap(base, size_bytes);
+    return GEMINI_ERR_OOM_SYSTEM;
+  }
+  *base_out = base;
+  return GEMINI_OK;
+}
+
+gemini_status_t gmi_sim_unreserve(void *self, void *base, uint64_t size_bytes) {
+  sim_t *sim = self;
+  pthread_mutex_lock(&sim->memory_lock);
+  size_t at = range_at(sim, base);
+  bool ok = at < sim->range_count && sim->ranges[at].base == base && sim->ranges[at].size_bytes == size_bytes;
+  if (ok) {
+    sim->range_count--;
+    memmove(&sim->ranges[at], &sim->ranges[at + 1], (sim->range_count - at) * sizeof *sim->ranges);
+  }
+  pthread_mutex_unlock(&sim->memory_lock);
+  if (!ok) return GEMINI_ERR_INVALID;
+  munmap(base, size_bytes);
+  return GEMINI_OK;
+}
+
+#ifdef GEMINI_CHECK
+/* Contents are undefined; this makes a read of them show. */
+static void frame_poison(sim_t *sim, uint64_t frame, uint64_t size_bytes) {
+  void *bytes = mmap(NULL, size_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, sim->memory_fd, (off_t)frame);
+  if (bytes == MAP_FAILED) return;
+  memset(bytes, 0xA5, size_bytes);
+  munmap(bytes, size_bytes);
+}
+#endif
+
+gemini_status_t gmi_sim_frame_create(void *self, uint64_t size_bytes, uint64_t *frame_out) {
+  sim_t *sim = self;
+  if (!gmi_sim_size_ok(size_bytes) || !frame_out) return GEMINI_ERR_INVALID;
+  gemini_status_t status = GEMINI_OK;
+  uint64_t frame = 0;
+  pthread_mutex_lock(&sim->memory_lock);
+  if (size_bytes > sim->memory_bytes || sim->used_bytes > sim->memory_bytes - size_bytes) {
+    status = GEMINI_ERR_OOM_DEVICE;
+  } else if (size_bytes > sim->file_limit_bytes - sim->file_bytes ||
+             !array_reserve((void **)&sim->frames, &sim->frame_capacity, sim->frame_count, sizeof *sim->frames) ||
+             ftruncate(sim->memory_fd, (off_t)(sim->file_bytes + size_bytes)) != 0) {
+    status = GEMINI_ERR_OOM_SYSTEM;
+  } else {
+    frame = sim->file_bytes;
+    sim->frames[sim->frame_count++] = (frame_t){ frame, size_bytes };
+    sim->file_bytes += size_bytes;
+    sim->used_bytes += size_bytes;
+  }
+  pthread_mutex_unlock(&sim->memory_lock);
+  if (status != GEMINI_OK) return status;
+#ifdef GEMINI_CHECK
+  frame_poison(sim, frame, size_bytes);
+#endif
+  *frame_out = frame;
+  return GEMINI_OK;
+}
+
+/* Called with memory_lock held. */
+static void frame_forget(sim_t *sim, frame_t *frame) {
+  frame->size_bytes = 0;
+  if (++sim->frames_destroyed <= sim->frame_count / 2 + 32) return;
+  size_t kept = 0;
+  for (size_t i = 0; i < sim->frame_count; i++)
+    if (sim->frames[i].size_bytes) sim->frames[kept++] = sim->frames[i];
+  sim->frame_count = kept;
+  sim->frames_destroyed = 0;
+}
+
+gemini_status_t gmi_sim_frame_destroy(void *self, uint64_t frame, uint64_t size_bytes) {
+  sim_t *sim = self;
+  pthread_mutex_lock(&sim->memory_lock);
+  frame_t *found = frame_find(sim, frame, size_bytes);
+  if (found) frame_forget(sim, found);
+  pthread_mutex_unlock(&sim->memory_lock);
+  if (!found) return GEMINI_ERR_INVALID;
+  fallocate(sim->memory_fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)frame, (off_t)size_bytes);
+  /* Counted until its memory is gone, so that memory in existence never passes the budget. */
+  pthread_mutex_lock(&sim->memory_lock);
+  sim->used_bytes -= size_bytes;
+  pthread_mutex_unlock(&sim->memory_lock);
+  return GEMINI_OK;
+}
+
+gemini_status_t gmi_sim_map(void *self, void *va, uint64_t frame, uint64_t size_bytes) {
+  sim_t *sim = self;
+  pthread_mutex_lock(&sim->memory_lock);
+  bool ok = range_holds(sim, va, size_bytes) && frame_find(sim, frame, size_bytes);
+  pthread_mutex_unlock(&sim->memory_lock);
+  if (!ok) return GEMINI_ERR_INVALID;
+  void *mapped =
+      mmap(va, size_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED | MAP_POPULATE, sim->memory_fd, (off_t)frame);
+  if (mapped == MAP_FAILED) return GEMINI_ERR_OOM_SYSTEM;
+  (void)madvise(mapped, size_bytes, MADV_DONTFORK); /* a child that wrote here would write to the parent's chunks */
+  return GEMINI_OK;
+}
+
+gemini_status_t gmi_sim_unmap(void *self, void *va, uint64_t size_bytes) {
+  sim_t *sim = self;
+  pthread_mutex_lock(&sim->memory_lock);
+  bool ok = range_holds(sim, va, size_bytes);
+  pthread_mutex_unlock(&sim->memory_lock);
+  if (!ok) return GEMINI_ERR_INVALID;
+  /* Replaced in one step: a hole could be taken by another thread's mmap(). */
+  return map_nothing(va, size_bytes, MAP_FIXED) == MAP_FAILED ? GEMINI_ERR_OOM_SYSTEM : GEMINI_OK;
+}
+
+uint64_t gmi_sim_granularity(void *self) {
+  (void)self;
+  return GRANULE_BYTES;
+}
+
+bool gmi_sim_memory_bytes_ok(uint64_t memory_bytes) {
+  return memory_bytes % GRANULE_BYTES == 0 && memory_bytes <= MEMORY_MAX_BYTES;
+}
+
+gemini_status_t gmi_sim_resize(void *self, uint64_t memory_bytes) {
+  sim_t *sim = self;
+  if (!gmi_sim_memory_bytes_ok(memory_bytes)) return GEMINI_ERR_INVALID;
+  pthread_mutex_lock(&sim->memory_lock);
+  bool ok = sim->used_bytes <= memory_bytes;
+  if (ok) sim->memory_bytes = memory_bytes;
+  pthread_mutex_unlock(&sim->memory_lock);
+  return ok ? GEMINI_OK : GEMINI_ERR_OOM_DEVICE;
+}
+
+/* Host memory needs no locking here, but what a real device refuses is refused. */
+gemini_status_t gmi_sim_host_lock(void *self, void *base, uint64_t size_bytes) {
+  (void)self;
+  return base && size_bytes ? GEMINI_OK : GEMINI_ERR_INVALID;
+}

@@ -1,0 +1,167 @@
+/* Recording what an operator touches, how long it takes and what it allocates. SPDX-License-Identifier: Apache-2.0 */
+#include <stdlib.h>
+#include <string.h>
+
+#include "tracer/variants.h"
+
+/* ---- recording */
+static int by_place(const void *a, const void *b) {
+  const gmi_trace_span_t *x = a, *y = b;
+  if (x->arena != y->arena) return x->arena < y->arena ? -1 : 1;
+  if (x->offset != y->offset) return x->offset < y->offset ? -1 : 1;
+  if (x->size != y->size) return x->size < y->size ? -1 : 1;
+  return x->mode < y->mode ? -1 : x->mode > y->mode;
+}
+
+void gmi_tracer_touch(gmi_manager_t *m, uint32_t store, uint64_t offset, uint64_t size, uint32_t mode) {
+  gmi_tracer_t *t = m->tracer;
+  pthread_mutex_lock(&t->touch_lock);
+  if (t->op_open && !t->record_lost) {
+    gmi_trace_span_t *span = gmi_trace_add_span(&t->record);
+    if (span) *span = (gmi_trace_span_t){ store, mode, offset, size };
+    else t->record_lost = true;
+  }
+  pthread_mutex_unlock(&t->touch_lock);
+}
+
+/* One gmi_tracer_canonical list: sorted, each range once with all its modes. A range both read and written in one op by separate
+ * acquires is read first as far as anybody knows. */
+void gmi_tracer_canonical(gmi_trace_t *trace) {
+  gmi_trace_op_t *op = &trace->ops[trace->op_count - 1];
+  gmi_trace_span_t *spans = trace->spans + op->span_first;
+  if (op->span_count > 1) qsort(spans, op->span_count, sizeof *spans, by_place);
+  uint32_t kept = 0;
+  for (uint32_t i = 0; i < op->span_count; i++) {
+    gmi_trace_span_t *last = kept ? &spans[kept - 1] : NULL;
+    if (last && last->arena == spans[i].arena && last->offset == spans[i].offset && last->size == spans[i].size)
+      last->mode |= spans[i].mode;
+    else spans[kept++] = spans[i];
+  }
+  op->span_count = kept;
+  trace->span_count = op->span_first + kept;
+}
+
+bool gmi_tracer_same_op(const gmi_trace_t *a, const gmi_trace_t *b, uint32_t i) {
+  const gmi_trace_op_t *x = &a->ops[i], *y = &b->ops[i];
+  return x->name == y->name && x->phase == y->phase && x->nonmodel_peak == y->nonmodel_peak &&
+         x->span_count == y->span_count &&
+         (!x->span_count ||
+          !memcmp(a->spans + x->span_first, b->spans + y->span_first, x->span_count * sizeof *a->spans));
+}
+
+bool gmi_tracer_same_update(const gmi_trace_update_t *a, const gmi_trace_update_t *b) {
+  return !memcmp(a, b, sizeof *a);
+}
+
+/* The active variant no longer fits: the first other one that agrees so far takes over. wants_op: and whose next op
+ * has this name and phase. */
+void gmi_tracer_choose_active(gmi_manager_t *m, const gmi_trace_op_t *wants_op) {
+  gmi_tracer_t *t = m->tracer;
+  uint32_t best = GMI_NONE;
+  for (uint32_t i = 0; i < GMI_VARIANTS; i++) {
+    variant_t *v = &t->variants[i];
+    if (!v->used || !t->agrees[i]) continue;
+    if (wants_op) {
+      if (t->op_index >= v->trace.op_count) continue;
+      const gmi_trace_op_t *op = &v->trace.ops[t->op_index];
+      if (op->name != wants_op->name || op->phase != wants_op->phase) continue;
+    }
+    if (best == GMI_NONE || v->last_used > t->variants[best].last_used) best = i;
+  }
+  if (t->active != GMI_NONE && !t->departed) {
+    t->departed = true;
+    m->stats.departures++;
+  }
+  t->active = best;
+  t->entered = GMI_NONE;
+}
+
+bool gmi_tracer_timings_reserve(gmi_tracer_t *t, uint32_t count) {
+  if (count <= t->timing_capacity) return true;
+  uint32_t capacity = t->timing_capacity ? t->timing_capacity * 2 : 256;
+  timing_t *timings = realloc(t->timings, capacity * sizeof *timings);
+  if (timings) t->timings = timings;
+  uint64_t *durations = realloc(t->durations, capacity * sizeof *durations);
+  if (durations) t->durations = durations;
+  if (!timings || !durations) return false;
+  t->timing_capacity = capacity;
+  return true;
+}
+
+static bool time_of(gmi_manager_t *m, gmi_fence_t fence, uint64_t *ns_out) {
+  return m->dev->mark_time(m->dev_self, gmi_fence_stream(fence), gmi_fence_mark(fence), ns_out) == GEMINI_OK;
+}
+
+void gmi_tracer_resolve(gmi_manager_t *m, bool block) {
+  gmi_tracer_t *t = m->tracer;
+  uint32_t ended = t->record.op_count - (t->op_open && t->record.op_count ? 1 : 0);
+  for (; t->resolved < ended; t->resolved++) {
+    timing_t *k = &t->timings[t->resolved];
+    if (k->end && !gmi_fence_reached(m, k->end)) {
+      if (!block) return;
+      gmi_fence_sync(m, k->end);
+    }
+    uint64_t begin = k->begin_ns, end = k->end_ns, stall = k->stall_ns, unforeseen = k->unforeseen_ns;
+    bool known = !k->end || (time_of(m, k->begin, &begin) && time_of(m, k->end, &end));
+    for (uint32_t s = k->stall_first; known && s < k->stall_first + k->stall_count; s++) {
+      uint64_t before, after;
+      known = time_of(m, t->stalls[s].before, &before) && time_of(m, t->stalls[s].after, &after);
+      if (known) *(t->stalls[s].unforeseen ? &unforeseen : &stall) += after - before;
+    }
+    t->durations[t->resolved] = known ? (end - begin > stall ? end - begin - stall : 1) : UINT64_MAX;
+    if (known) m->stats.stall_ns += stall + unforeseen;
+    if (!known) t->in_ops_ns = UINT64_MAX;
+    else if (t->in_ops_ns != UINT64_MAX) t->in_ops_ns += end - begin;
+  }
+}
+
+/* Is what stream waits for a stall of the open op? */
+static bool is_stall(const gmi_tracer_t *t, uint32_t stream) {
+  return t->op_open && t->op_stream == stream && !t->record_lost;
+}
+
+static void count_stall(gmi_manager_t *m, stall_t stall) {
+  gmi_tracer_t *t = m->tracer;
+  timing_t *k = &t->timings[t->op_index];
+  if (!k->stall_count++) k->stall_first = t->stall_count;
+  t->stalls[t->stall_count++] = stall;
+  gmi_timeline_span(m, "wait", "wait for chunk", stall.before, stall.after);
+}
+
+gemini_status_t gmi_tracer_wait(gmi_manager_t *m, uint32_t stream, gmi_fence_t fence) {
+  gmi_tracer_t *t = m->tracer;
+  if (gmi_fence_reached(m, fence) || (stream != GMI_CALLER && gmi_fence_stream(fence) == stream)) return GEMINI_OK;
+  bool count = is_stall(t, stream);
+  timing_t *k = count ? &t->timings[t->op_index] : NULL;
+  if (count && stream == GMI_CALLER) {
+    uint64_t begin = m->dev->now(m->dev_self);
+    gemini_status_t status = gmi_fence_sync(m, fence);
+    k->stall_ns += m->dev->now(m->dev_self) - begin;
+    return status;
+  }
+  stall_t stall = { 0 };
+  count = count && t->stall_count < STALLS_LIMIT;
+  gemini_status_t status = count ? gmi_fence_now(m, stream, &stall.before) : GEMINI_OK;
+  if (!status) status = gmi_fence_wait(m, stream, fence);
+  if (!status && count) status = gmi_fence_now(m, stream, &stall.after);
+  if (!status && count) count_stall(m, stall);
+  return status;
+}
+
+void gmi_tracer_pause(gmi_manager_t *m, uint32_t stream, bool foreseen, gmi_pause_t *pause_out) {
+  gmi_tracer_t *t = m->tracer;
+  *pause_out = (gmi_pause_t){ .foreseen = foreseen };
+  if (!is_stall(t, stream) || t->stall_count == STALLS_LIMIT) return;
+  if (stream != GMI_CALLER && gmi_fence_now(m, stream, &pause_out->before)) return; /* then it is not counted */
+  pause_out->begin_ns = m->dev->now(m->dev_self);
+}
+
+void gmi_tracer_resume(gmi_manager_t *m, uint32_t stream, const gmi_pause_t *pause) {
+  gmi_tracer_t *t = m->tracer;
+  uint64_t now = pause->begin_ns ? m->dev->now(m->dev_self) : 0;
+  if (!now || now - pause->begin_ns < PAUSE_NS) return;
+  timing_t *k = &t->timings[t->op_index];
+  stall_t stall = { .before = pause->before, .unforeseen = !pause->foreseen };
+  if (stream == GMI_CALLER) *(pause->foreseen ? &k->stall_ns : &k->unforeseen_ns) += now - pause->begin_ns;
+  else if (!gmi_fence_now(m, stream, &stall.after)) count_stall(m, stall);
+}
