@@ -44,14 +44,15 @@ static bool buffers_open(bench_t *b, uint64_t buffer_bytes) {
   for (int d = 0; d < 2; d++) {
     void *base = NULL;
     b->host[d] = mmap(NULL, b->slots * b->chunk, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (b->host[d] == MAP_FAILED || b->ops->reserve(b->device, b->slots * b->chunk, &base)) return false;
+    if (b->host[d] == MAP_FAILED || b->ops->memory.reserve(b->device, b->slots * b->chunk, &base)) return false;
     madvise(b->host[d], b->slots * b->chunk, MADV_HUGEPAGE);
     memset(b->host[d], d + 1, b->slots * b->chunk);
     b->memory[d] = base;
     for (uint64_t at = 0; at < b->slots * b->chunk; at += piece) {
       uint64_t frame;
-      if (b->ops->frame_create(b->device, piece, &frame) || b->ops->map(b->device, b->memory[d] + at, frame, piece) ||
-          b->ops->host_lock(b->device, b->host[d] + at, piece))
+      if (b->ops->memory.frame_create(b->device, piece, &frame) ||
+          b->ops->memory.map(b->device, b->memory[d] + at, frame, piece) ||
+          b->ops->memory.host_lock(b->device, b->host[d] + at, piece))
         return false;
     }
   }
@@ -71,17 +72,17 @@ static double pass(bench_t *b, bool raw, unsigned directions, uint64_t bytes) {
       } else if (raw) {
         ok = ok && !b->driver->copy_d2h(host, (uintptr_t)memory, b->chunk, b->natives[d]);
       } else { /* with the marks that the library needs: one to wait for, or two to time it by */
-        if (b->timed) ok = ok && !b->ops->mark(b->device, b->streams[d], &marks[d]);
-        ok = ok && !(d == 0 ? b->ops->copy(b->device, b->streams[d], memory, host, b->chunk, GMI_COPY_H2D)
-                            : b->ops->copy(b->device, b->streams[d], host, memory, b->chunk, GMI_COPY_D2H));
-        ok = ok && !(b->timed ? b->ops->mark : b->ops->mark_untimed)(b->device, b->streams[d], &marks[d]);
+        if (b->timed) ok = ok && !b->ops->stream.mark(b->device, b->streams[d], &marks[d]);
+        ok = ok && !(d == 0 ? b->ops->queue.copy(b->device, b->streams[d], memory, host, b->chunk, GMI_COPY_H2D)
+                            : b->ops->queue.copy(b->device, b->streams[d], host, memory, b->chunk, GMI_COPY_D2H));
+        ok = ok && !(b->timed ? b->ops->stream.mark : b->ops->stream.mark_untimed)(b->device, b->streams[d], &marks[d]);
       }
     }
   }
   for (unsigned d = 0; d < 2; d++) {
     if (!(directions >> d & 1)) continue;
-    if (raw) ok = ok && !b->ops->mark(b->device, b->streams[d], &marks[d]);
-    ok = ok && !b->ops->sync(b->device, b->streams[d], marks[d]);
+    if (raw) ok = ok && !b->ops->stream.mark(b->device, b->streams[d], &marks[d]);
+    ok = ok && !b->ops->stream.sync(b->device, b->streams[d], marks[d]);
   }
   return ok ? (double)(cli_now_ns() - begin) / 1e9 : -1.0;
 }
@@ -120,7 +121,7 @@ int main(int argc, char **argv) {
       return fail("no context");
     for (int d = 0; d < 2; d++) {
       void *native;
-      if (b.ops->stream_create(b.device, &b.streams[d]) || b.ops->stream_native(b.device, b.streams[d], &native))
+      if (b.ops->stream.create(b.device, &b.streams[d]) || b.ops->stream.native(b.device, b.streams[d], &native))
         return fail("no stream");
       b.natives[d] = native;
     }

@@ -28,12 +28,12 @@ static void sleep_ns(uint64_t ns) {
 }
 static uint32_t stream_new(void) {
   uint32_t stream;
-  CHECK_EQ(ops->stream_create(device, &stream), GEMINI_OK);
+  CHECK_EQ(ops->stream.create(device, &stream), GEMINI_OK);
   return stream;
 }
 static uint64_t mark_new(uint32_t stream) {
   uint64_t mark = 0;
-  CHECK_EQ(ops->mark(device, stream, &mark), GEMINI_OK);
+  CHECK_EQ(ops->stream.mark(device, stream, &mark), GEMINI_OK);
   return mark;
 }
 static void nothing(void *user) { (void)user; }
@@ -114,9 +114,9 @@ static void *other_main(void *user) {
   if (o->what == DO_MAP) {
     void *base = NULL;
     uint64_t frame = 0;
-    result = ops->reserve(device, 2 * MIB, &base) | ops->frame_create(device, 2 * MIB, &frame) |
-             ops->map(device, base, frame, 2 * MIB) | ops->unmap(device, base, 2 * MIB) |
-             ops->frame_destroy(device, frame, 2 * MIB) | ops->unreserve(device, base, 2 * MIB);
+    result = ops->memory.reserve(device, 2 * MIB, &base) | ops->memory.frame_create(device, 2 * MIB, &frame) |
+             ops->memory.map(device, base, frame, 2 * MIB) | ops->memory.unmap(device, base, 2 * MIB) |
+             ops->memory.frame_destroy(device, frame, 2 * MIB) | ops->memory.unreserve(device, base, 2 * MIB);
   }
   CHECK_EQ(result, 0);
   atomic_store(&o->ended_ns, now());
@@ -219,10 +219,10 @@ static void probe_events_beside_copies(void) {
   uint64_t frames[2];
   void *base = NULL, *host[2];
   cu_stream_t streams[2];
-  CHECK_EQ(ops->reserve(device, 128 * MIB, &base), GEMINI_OK);
+  CHECK_EQ(ops->memory.reserve(device, 128 * MIB, &base), GEMINI_OK);
   for (int d = 0; d < 2; d++) {
-    CHECK_EQ(ops->frame_create(device, 64 * MIB, &frames[d]), GEMINI_OK);
-    CHECK_EQ(ops->map(device, (char *)base + (uint64_t)d * 64 * MIB, frames[d], 64 * MIB), GEMINI_OK);
+    CHECK_EQ(ops->memory.frame_create(device, 64 * MIB, &frames[d]), GEMINI_OK);
+    CHECK_EQ(ops->memory.map(device, (char *)base + (uint64_t)d * 64 * MIB, frames[d], 64 * MIB), GEMINI_OK);
     CHECK_EQ(driver->host_alloc(&host[d], 64 * MIB, 3), 0);
     CHECK_EQ(driver->stream_create(&streams[d], 1), 0);
   }
@@ -265,8 +265,8 @@ static void probe_events_beside_copies(void) {
     CHECK_EQ(driver->host_free(host[d]), 0);
     CHECK_EQ(driver->stream_destroy(streams[d]), 0);
   }
-  CHECK_EQ(ops->unreserve(device, base, 128 * MIB), GEMINI_OK);
-  for (int d = 0; d < 2; d++) CHECK_EQ(ops->frame_destroy(device, frames[d], 64 * MIB), GEMINI_OK);
+  CHECK_EQ(ops->memory.unreserve(device, base, 128 * MIB), GEMINI_OK);
+  for (int d = 0; d < 2; d++) CHECK_EQ(ops->memory.frame_destroy(device, frames[d], 64 * MIB), GEMINI_OK);
 }
 
 /* How many of many streams move while one is held. */
@@ -277,23 +277,23 @@ static void probe_shared_queues(unsigned char *memory, unsigned char *host) {
   for (int kind = 0; kind < 3; kind++) {
     _Atomic uint64_t gate = 0;
     for (int i = 0; i < STREAMS; i++) streams[i] = stream_new();
-    CHECK_EQ(ops->wait_flag(device, streams[0], &gate, 1), GEMINI_OK);
+    CHECK_EQ(ops->stream.wait_flag(device, streams[0], &gate, 1), GEMINI_OK);
     for (int i = 0; i < STREAMS; i++) {
-      if (kind == 1) CHECK_EQ(ops->copy(device, streams[i], memory, host, 4096, GMI_COPY_H2D), GEMINI_OK);
-      if (kind == 2) CHECK_EQ(ops->zero(device, streams[i], memory, 4096), GEMINI_OK);
+      if (kind == 1) CHECK_EQ(ops->queue.copy(device, streams[i], memory, host, 4096, GMI_COPY_H2D), GEMINI_OK);
+      if (kind == 2) CHECK_EQ(ops->queue.zero(device, streams[i], memory, 4096), GEMINI_OK);
       marks[i] = mark_new(streams[i]);
     }
     sleep_ns(200 * MS);
     int moved = 0;
-    for (int i = 1; i < STREAMS; i++) moved += ops->reached(device, streams[i], marks[i]);
+    for (int i = 1; i < STREAMS; i++) moved += ops->stream.reached(device, streams[i], marks[i]);
     printf("one of %d streams held, queued %s: %d of the others moved\n", STREAMS,
            kind == 0   ? "marks"
            : kind == 1 ? "copies"
                        : "zeros",
            moved);
     atomic_store(&gate, 1);
-    ops->flag_wake(device);
-    for (int i = 0; i < STREAMS; i++) CHECK_EQ(ops->stream_destroy(device, streams[i]), GEMINI_OK);
+    ops->stream.flag_wake(device);
+    for (int i = 0; i < STREAMS; i++) CHECK_EQ(ops->stream.destroy(device, streams[i]), GEMINI_OK);
   }
 }
 
@@ -360,27 +360,27 @@ static void probe_memory(void) {
     madvise(host, N * size, MADV_HUGEPAGE);
     memset(host, 1, N * size);
     t[0] = now();
-    CHECK_EQ(ops->reserve(device, N * size, &base), GEMINI_OK);
+    CHECK_EQ(ops->memory.reserve(device, N * size, &base), GEMINI_OK);
     unsigned char *va = base;
     t[1] = now();
-    for (int i = 0; i < N; i++) CHECK_EQ(ops->frame_create(device, size, &frames[i]), GEMINI_OK);
+    for (int i = 0; i < N; i++) CHECK_EQ(ops->memory.frame_create(device, size, &frames[i]), GEMINI_OK);
     t[2] = now();
-    for (int i = 0; i < N; i++) CHECK_EQ(ops->map(device, va + (uint64_t)i * size, frames[i], size), GEMINI_OK);
+    for (int i = 0; i < N; i++) CHECK_EQ(ops->memory.map(device, va + (uint64_t)i * size, frames[i], size), GEMINI_OK);
     t[3] = now();
-    for (int i = 0; i < N; i++) CHECK_EQ(ops->unmap(device, va + (uint64_t)i * size, size), GEMINI_OK);
+    for (int i = 0; i < N; i++) CHECK_EQ(ops->memory.unmap(device, va + (uint64_t)i * size, size), GEMINI_OK);
     t[4] = now();
-    for (int i = 0; i < N; i++) CHECK_EQ(ops->frame_destroy(device, frames[i], size), GEMINI_OK);
+    for (int i = 0; i < N; i++) CHECK_EQ(ops->memory.frame_destroy(device, frames[i], size), GEMINI_OK);
     t[5] = now();
-    for (int i = 0; i < N; i++) CHECK_EQ(ops->host_lock(device, host + (uint64_t)i * size, size), GEMINI_OK);
+    for (int i = 0; i < N; i++) CHECK_EQ(ops->memory.host_lock(device, host + (uint64_t)i * size, size), GEMINI_OK);
     t[6] = now();
-    for (int i = 0; i < N; i++) CHECK_EQ(ops->host_unlock(device, host + (uint64_t)i * size, size), GEMINI_OK);
+    for (int i = 0; i < N; i++) CHECK_EQ(ops->memory.host_unlock(device, host + (uint64_t)i * size, size), GEMINI_OK);
     t[7] = now();
     printf("%3llu MiB: reserve %.0f us, frame_create %.0f, map %.0f, unmap %.0f, frame_destroy %.0f, host_lock %.0f, "
            "host_unlock %.0f\n",
            (unsigned long long)(size / MIB), (double)(t[1] - t[0]) / 1e3, (double)(t[2] - t[1]) / 1e3 / N,
            (double)(t[3] - t[2]) / 1e3 / N, (double)(t[4] - t[3]) / 1e3 / N, (double)(t[5] - t[4]) / 1e3 / N,
            (double)(t[6] - t[5]) / 1e3 / N, (double)(t[7] - t[6]) / 1e3 / N);
-    CHECK_EQ(ops->unreserve(device, base, N * size), GEMINI_OK);
+    CHECK_EQ(ops->memory.unreserve(device, base, N * size), GEMINI_OK);
     munmap(host, N * size);
   }
 }
@@ -393,21 +393,21 @@ static void probe_flags(void) {
   uint64_t sum = 0, worst = 0, queueing = 0;
   for (uint64_t i = 1; i <= N; i++) {
     uint64_t begin = now();
-    CHECK_EQ(ops->wait_flag(device, stream, &flag, i), GEMINI_OK);
+    CHECK_EQ(ops->stream.wait_flag(device, stream, &flag, i), GEMINI_OK);
     queueing += now() - begin;
     uint64_t mark = mark_new(stream), t;
     sleep_ns(20000);
     begin = now();
     atomic_store_explicit(&flag, i, memory_order_release);
-    ops->flag_wake(device);
-    while (!ops->reached(device, stream, mark)) continue;
+    ops->stream.flag_wake(device);
+    while (!ops->stream.reached(device, stream, mark)) continue;
     t = now() - begin;
     sum += t;
     if (t > worst) worst = t;
   }
   printf("wait_flag: queued in %.0f ns; from the store to a reached mark %.1f us, at most %.1f us\n",
          (double)queueing / N, (double)sum / N / 1e3, (double)worst / 1e3);
-  CHECK_EQ(ops->stream_destroy(device, stream), GEMINI_OK);
+  CHECK_EQ(ops->stream.destroy(device, stream), GEMINI_OK);
 }
 
 int main(void) {
@@ -430,17 +430,17 @@ int main(void) {
   CHECK_EQ(driver->current_set(context), 0);
   void *base = NULL, *host = NULL;
   CHECK_EQ(posix_memalign(&host, 4096, 8192), 0);
-  CHECK_EQ(ops->host_lock(device, host, 4096), GEMINI_OK);
-  CHECK_EQ(ops->reserve(device, 2 * MIB, &base), GEMINI_OK);
-  CHECK_EQ(ops->frame_create(device, 2 * MIB, &frame), GEMINI_OK);
-  CHECK_EQ(ops->map(device, base, frame, 2 * MIB), GEMINI_OK);
+  CHECK_EQ(ops->memory.host_lock(device, host, 4096), GEMINI_OK);
+  CHECK_EQ(ops->memory.reserve(device, 2 * MIB, &base), GEMINI_OK);
+  CHECK_EQ(ops->memory.frame_create(device, 2 * MIB, &frame), GEMINI_OK);
+  CHECK_EQ(ops->memory.map(device, base, frame, 2 * MIB), GEMINI_OK);
   probe_full_queue(base, host);
   probe_events_beside_copies();
   probe_flags();
   probe_shared_queues(base, host);
   probe_costs();
   probe_memory();
-  CHECK_EQ(ops->host_unlock(device, host, 4096), GEMINI_OK);
+  CHECK_EQ(ops->memory.host_unlock(device, host, 4096), GEMINI_OK);
   free(host);
   driver->current_set(NULL);
   ops->close(device);

@@ -54,7 +54,7 @@ static void write_streams(gmi_manager_t *m, FILE *file) {
   for (uint32_t i = 0; i < GMI_DEVICE_MAX_STREAMS; i++) {
     const char *job = gmi_stream_job(m, i);
     if (!atomic_load(&m->streams[i].life) ||
-        m->dev->reached(m->dev_self, i, atomic_load_explicit(&m->streams[i].placed, memory_order_acquire)))
+        m->dev->stream.reached(m->dev_self, i, atomic_load_explicit(&m->streams[i].placed, memory_order_acquire)))
       continue;
     fprintf(file, "stream %u: has work that has not ended%s%s\n", i, job ? "; it " : "", job ? job : "");
   }

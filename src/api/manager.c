@@ -165,7 +165,7 @@ static gemini_status_t manager_open(const gemini_config_t *theirs, gemini_manage
     manager_free(m);
     return status;
   }
-  m->granularity = m->dev->granularity(m->dev_self);
+  m->granularity = m->dev->memory.granularity(m->dev_self);
   uint64_t w = config.window_bytes;
   if (w && ((w & (w - 1)) || w < 65536 || w < m->granularity || w > (UINT64_C(1) << 30))) {
     status = gmi_fail(GEMINI_ERR_INVALID, 0, "window_bytes is %llu, must be a power of two from %llu to 1 GiB",

@@ -193,7 +193,7 @@ static gemini_status_t arena_check(gmi_manager_t *m, gemini_arena_config_t *c, g
 
 static void arena_free(gmi_manager_t *m, gmi_arena_t *a) {
   if (a->store == a->index) {
-    if (a->base) m->dev->unreserve(m->dev_self, a->base, a->capacity);
+    if (a->base) m->dev->memory.unreserve(m->dev_self, a->base, a->capacity);
     for (uint32_t i = 0; m->file_dir && a->windows && i < atomic_load(&a->window_count); i++)
       gmi_file_forgive(&a->windows[i]);
     gmi_windows_check(m);
@@ -248,7 +248,7 @@ static gemini_status_t arena_create(gmi_manager_t *m, const gemini_arena_config_
     a->base = reuse->base;
   } else {
     void *address = NULL;
-    status = m->dev->reserve(m->dev_self, a->capacity, &address);
+    status = m->dev->memory.reserve(m->dev_self, a->capacity, &address);
     a->base = status ? NULL : address;
     if (status) {
       arena_free(m, a);

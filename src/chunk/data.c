@@ -514,8 +514,8 @@ static gemini_status_t sum_window(gmi_manager_t *m, norm_t *n, uint64_t i) {
   for (uint64_t at = begin; !status && next_blocks(n, at, end, &b); at = blocks_end(&b)) {
     for (uint64_t k = 0; !status && k < b.count; k++) {
       if (device)
-        status = m->dev->sum_squares(m->dev_self, m->update_stream, n->range->store->base + b.begin + k * b.bytes,
-                                     n->dtype, b.bytes / n->width, &b.sums[k]);
+        status = m->dev->queue.sum_squares(m->dev_self, m->update_stream, n->range->store->base + b.begin + k * b.bytes,
+                                           n->dtype, b.bytes / n->width, &b.sums[k]);
       else b.sums[k] = NOT_SUMMED;
     }
   }

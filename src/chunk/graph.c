@@ -80,7 +80,7 @@ static gmi_graph_t *graph_on(gmi_manager_t *m, uint32_t stream) {
 gemini_status_t gmi_graph_captures(gmi_manager_t *m, uint32_t stream, bool *captures_out) {
   gmi_graph_t *g = gmi_graph_begun(m, stream) ? graph_on(m, stream) : NULL;
   *captures_out = false;
-  return g ? m->dev->capture_active(m->dev_self, g->capture, captures_out) : GEMINI_OK;
+  return g ? m->dev->capture.active(m->dev_self, g->capture, captures_out) : GEMINI_OK;
 }
 
 bool gmi_graph_uses_stream(const gmi_manager_t *m, uint32_t stream) {
@@ -101,7 +101,7 @@ static gemini_status_t free_for_graph(gmi_manager_t *m, const gmi_window_t *w) {
 
 /* ---- begin, end, destroy */
 static void graph_free(gmi_manager_t *m, gmi_graph_t *g) {
-  if (g->capture) m->dev->capture_close(m->dev_self, g->capture);
+  if (g->capture) m->dev->capture.close(m->dev_self, g->capture);
   for (uint32_t i = 0; i < g->place_count; i++) gmi_frame_give(m, g->places[i].frame, g->left);
   m->graph_frames -= g->place_count;
   for (uint32_t i = 0; i < g->part_count; i++) gmi_window_graphs_sub(g->parts[i].window);
@@ -124,7 +124,7 @@ static gemini_status_t graph_begin(gmi_manager_t *m, gemini_stream_t stream, uin
                                    gemini_graph_t *graph_out) {
   uint32_t s, index = 0;
   if (!graph_out) return gmi_fail(GEMINI_ERR_INVALID, 0, "graph_out is NULL");
-  if (!m->dev->capture_open) return gmi_fail(GEMINI_ERR_UNSUPPORTED, 0, "device %s has no graphs", m->dev->name);
+  if (!m->dev->capture.open) return gmi_fail(GEMINI_ERR_UNSUPPORTED, 0, "device %s has no graphs", m->dev->name);
   gemini_status_t status = gmi_stream_resolve(m, stream, &s);
   if (status) return status;
   if (s == GMI_CALLER) return gmi_fail(GEMINI_ERR_INVALID, 0, "GEMINI_STREAM_CALLER cannot be captured");
@@ -158,7 +158,7 @@ static gemini_status_t graph_begin(gmi_manager_t *m, gemini_stream_t stream, uin
   m->graphs[index] = g;
   m->graph_count++;
   atomic_fetch_or(&m->graph_streams, UINT64_C(1) << s);
-  status = m->dev->capture_open(m->dev_self, s, (uint32_t)count, &g->capture);
+  status = m->dev->capture.open(m->dev_self, s, (uint32_t)count, &g->capture);
   for (; !status && g->place_count < count; g->place_count += !status) {
     place_t *p = &places[g->place_count];
     p->part = GMI_NONE;
@@ -184,7 +184,7 @@ gemini_status_t gemini_graph_begin(gemini_manager_t mgr, gemini_stream_t stream,
 
 static gemini_status_t not_capturing(gmi_manager_t *m, const gmi_graph_t *g, gemini_status_t refusal) {
   bool active = false;
-  gemini_status_t status = m->dev->capture_active(m->dev_self, g->capture, &active);
+  gemini_status_t status = m->dev->capture.active(m->dev_self, g->capture, &active);
   return active || status == GEMINI_ERR_STATE ? gmi_fail(refusal, 0, "its stream is still being captured") : status;
 }
 
@@ -196,7 +196,7 @@ static gemini_status_t graph_end(gmi_manager_t *m, gemini_graph_t handle) {
     return gmi_fail(GEMINI_ERR_STATE, 0, "the device refused a part of the capture: it can only be destroyed");
   gemini_status_t status = not_capturing(m, g, GEMINI_ERR_STATE);
   if (status) return status;
-  m->dev->capture_close(m->dev_self, g->capture);
+  m->dev->capture.close(m->dev_self, g->capture);
   g->capture = NULL;
   g->state = GRAPH_READY;
   atomic_fetch_and(&m->graph_streams, ~(UINT64_C(1) << g->stream));
@@ -367,7 +367,7 @@ static gemini_status_t part_fetch(gmi_manager_t *m, gmi_graph_t *g, uint32_t par
   }
   gemini_status_t status = gmi_map(m, gmi_window_device(m, w), place->frame, gmi_window_mapping(w));
   if (status) return status;
-  status = m->dev->capture_fetch(m->dev_self, g->capture, at, gmi_window_device(m, w), gmi_window_host(m, w),
+  status = m->dev->capture.fetch(m->dev_self, g->capture, at, gmi_window_device(m, w), gmi_window_host(m, w),
                                  gmi_window_bytes(m));
   if (status && status != GEMINI_ERR_STATE) g->failure = status; /* a part of it may have got in */
   if (status) return status;
@@ -488,7 +488,7 @@ gemini_status_t gmi_graph_release(gmi_manager_t *m, const gemini_access_t *acces
       if (!part_drop(m, p, accesses[k].mode)) continue;
       g->places[p->place].used = ++g->clock;
       if (status) continue; /* the others are released all the same */
-      status = m->dev->capture_used(m->dev_self, g->capture, p->place);
+      status = m->dev->capture.used(m->dev_self, g->capture, p->place);
       if (status && status != GEMINI_ERR_STATE) g->failure = status;
     }
   }
@@ -527,7 +527,7 @@ static gemini_status_t part_ready(gmi_manager_t *m, const gmi_graph_t *g, const 
   if (!status) status = gmi_map(m, gmi_window_device(m, w), g->places[p->place].frame, gmi_window_mapping(w));
   if (status || !gmi_window_work_pending(m, w)) return status;
   gmi_slot_t *slot = &m->host.slots[gmi_window_slot(w)];
-  return m->dev->wait_flag(m->dev_self, stream, &slot->work_done, slot->work_queued);
+  return m->dev->stream.wait_flag(m->dev_self, stream, &slot->work_done, slot->work_queued);
 }
 
 static gemini_status_t graph_enter(gmi_manager_t *m, gemini_graph_t handle, gemini_stream_t stream) {

@@ -107,7 +107,7 @@ void gmi_host_blocks_close(gmi_manager_t *m) {
 void gmi_host_close(gmi_manager_t *m) {
   for (uint64_t part = 0; m->host.committed && part < m->host.part_count; part++)
     if (m->host.committed[part])
-      m->dev->host_unlock(m->dev_self, m->host.base + part * m->host.part_bytes, m->host.committed[part]);
+      m->dev->memory.host_unlock(m->dev_self, m->host.base + part * m->host.part_bytes, m->host.committed[part]);
   gmi_space_free(m->host.committed, m->host.part_count * sizeof *m->host.committed);
   gmi_space_free(m->host.slots, m->host.slot_map_bytes);
   gmi_space_free(m->host.free_map, m->host.free_map_bytes);
@@ -150,18 +150,19 @@ gemini_status_t gmi_host_part_set(gmi_manager_t *m, uint64_t part, uint64_t want
   gmi_wait_begin(m, &wait, NULL, GMI_WAIT_MEMORY, 0);
   if (has) {
     gmi_files_buffer(m, base, has, false);
-    m->dev->host_unlock(m->dev_self, base, has);
+    m->dev->memory.host_unlock(m->dev_self, base, has);
   }
   changed = want > has   ? gmi_reserve_commit(m->host.reserve, begin + has, want - has)
             : want < has ? gmi_reserve_decommit(m->host.reserve, begin + want, has - want)
                          : GEMINI_OK;
   uint64_t now = changed ? has : want;
-  status = now ? m->dev->host_lock(m->dev_self, base, now) : GEMINI_OK;
+  status = now ? m->dev->memory.host_lock(m->dev_self, base, now) : GEMINI_OK;
   if (status) {
     if (status == GEMINI_ERR_INVALID) status = GEMINI_ERR_DEVICE; /* to the device; the caller's values were right */
     changed = gmi_fail(status, 0, "the device could not page-lock %llu bytes", (unsigned long long)now);
     if (now > has && gmi_reserve_decommit(m->host.reserve, begin + has, now - has) == GEMINI_OK) now = has;
-    if (now && m->dev->host_lock(m->dev_self, base, now)) /* as it was; without, copies from it are slow, or fail */
+    if (now &&
+        m->dev->memory.host_lock(m->dev_self, base, now)) /* as it was; without, copies from it are slow, or fail */
       gmi_log(m, GEMINI_LOG_WARNING, "%llu bytes of host memory are not page-locked", (unsigned long long)now);
   }
   if (now) gmi_files_buffer(m, base, now, true);

@@ -46,17 +46,17 @@ static gemini_status_t reserve_new(gmi_manager_t *m, uint64_t range, void **base
   void **held = NULL, *base;
   uint32_t held_count = 0;
   gemini_status_t status;
-  while (!(status = m->dev->reserve(m->dev_self, range, &base)) && gmi_hook_left(base, range)) {
+  while (!(status = m->dev->memory.reserve(m->dev_self, range, &base)) && gmi_hook_left(base, range)) {
     void **grown = realloc(held, (held_count + 1) * sizeof *held);
     if (!grown) {
-      m->dev->unreserve(m->dev_self, base, range);
+      m->dev->memory.unreserve(m->dev_self, base, range);
       status = GEMINI_ERR_OOM_SYSTEM;
       break;
     }
     held = grown;
     held[held_count++] = base;
   }
-  while (held_count) m->dev->unreserve(m->dev_self, held[--held_count], range);
+  while (held_count) m->dev->memory.unreserve(m->dev_self, held[--held_count], range);
   free(held);
   if (!status) *base_out = base;
   return status;
@@ -107,7 +107,7 @@ void gmi_heap_install(gmi_manager_t *m, gmi_cut_t *cut) {
 
 void gmi_heap_close(gmi_manager_t *m) {
   tables_free(m);
-  if (m->heap_base) m->dev->unreserve(m->dev_self, m->heap_base, m->heap_range);
+  if (m->heap_base) m->dev->memory.unreserve(m->dev_self, m->heap_base, m->heap_range);
   m->heap_base = NULL;
 }
 

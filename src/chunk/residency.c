@@ -43,8 +43,8 @@ void gmi_reap(gmi_manager_t *m) {
     }
     uint64_t begin, end;
     gmi_fence_t b = m->timed[i].begin, e = m->timed[i].end;
-    if (m->dev->mark_time(m->dev_self, gmi_fence_stream(b), gmi_fence_mark(b), &begin) == GEMINI_OK &&
-        m->dev->mark_time(m->dev_self, gmi_fence_stream(e), gmi_fence_mark(e), &end) == GEMINI_OK)
+    if (m->dev->stream.mark_time(m->dev_self, gmi_fence_stream(b), gmi_fence_mark(b), &begin) == GEMINI_OK &&
+        m->dev->stream.mark_time(m->dev_self, gmi_fence_stream(e), gmi_fence_mark(e), &end) == GEMINI_OK)
       gmi_rate_add(m->timed[i].link == GMI_TIMED_UPDATE ? &m->device_update : &m->link_ns[m->timed[i].link],
                    (double)(end - begin) / (double)m->timed[i].elements);
   }
@@ -58,8 +58,8 @@ gemini_status_t gmi_map(gmi_manager_t *m, void *address, uint32_t frame, gmi_map
   /* Work that uses the frame it has lost may still run: let it finish. */
   gemini_status_t status = mapping->frame_1 ? gmi_fence_sync(m, mapping->left) : GEMINI_OK;
   if (status) return status;
-  status = m->dev->map(m->dev_self, address, m->frames[frame].handle, gmi_window_bytes(m));
-  if (status) m->dev->unmap(m->dev_self, address, gmi_window_bytes(m));
+  status = m->dev->memory.map(m->dev_self, address, m->frames[frame].handle, gmi_window_bytes(m));
+  if (status) m->dev->memory.unmap(m->dev_self, address, gmi_window_bytes(m));
   mapping->frame_1 = status ? 0 : frame + 1;
   return status ? gmi_fail(status, 0, "the device could not map %llu bytes", (unsigned long long)gmi_window_bytes(m))
                 : status;
@@ -68,7 +68,7 @@ gemini_status_t gmi_map(gmi_manager_t *m, void *address, uint32_t frame, gmi_map
 static void unmap(gmi_manager_t *m, void *address, gmi_mapping_t *mapping) {
   if (!mapping->frame_1) return;
   gmi_fence_sync(m, mapping->left);
-  if (!m->dev->unmap(m->dev_self, address, gmi_window_bytes(m))) mapping->frame_1 = 0;
+  if (!m->dev->memory.unmap(m->dev_self, address, gmi_window_bytes(m))) mapping->frame_1 = 0;
 }
 
 void gmi_map_leave(gmi_manager_t *m, void *address, gmi_mapping_t *mapping, gmi_fence_t fence) {
@@ -144,7 +144,7 @@ void gmi_frames_install(gmi_manager_t *m, gmi_cut_t *cut) {
 
 void gmi_frames_free(gmi_manager_t *m) {
   for (uint32_t i = 0; i < m->frame_capacity; i++)
-    if (m->frames[i].handle) m->dev->frame_destroy(m->dev_self, m->frames[i].handle, gmi_window_bytes(m));
+    if (m->frames[i].handle) m->dev->memory.frame_destroy(m->dev_self, m->frames[i].handle, gmi_window_bytes(m));
   free(m->frames);
   free(m->unmade);
   m->frames = NULL;
@@ -227,7 +227,7 @@ gemini_status_t gmi_frame_take(gmi_manager_t *m, const gmi_mapping_t *mapping, u
   } else if (m->frame_made < m->frame_count && m->unmade_size &&
              (!m->free_size || !gmi_fence_reached(m, m->frames[m->free_first].ready))) {
     frame = m->unmade[m->unmade_size - 1];
-    gemini_status_t status = m->dev->frame_create(m->dev_self, gmi_window_bytes(m), &m->frames[frame].handle);
+    gemini_status_t status = m->dev->memory.frame_create(m->dev_self, gmi_window_bytes(m), &m->frames[frame].handle);
     if (status)
       return gmi_fail(status, 0, "the device could not create a frame of %llu bytes",
                       (unsigned long long)gmi_window_bytes(m));
@@ -278,7 +278,7 @@ gemini_status_t gmi_frames_resize(gmi_manager_t *m, uint32_t frame_count) {
     }
     status = gmi_fence_sync(m, m->frames[frame].ready);
     unmap_from(m, frame); /* old addresses still map it */
-    if (!status && m->dev->frame_destroy(m->dev_self, m->frames[frame].handle, gmi_window_bytes(m)))
+    if (!status && m->dev->memory.frame_destroy(m->dev_self, m->frames[frame].handle, gmi_window_bytes(m)))
       status = gmi_fail(GEMINI_ERR_DEVICE, 0, "the device could not free a frame of %llu bytes",
                         (unsigned long long)gmi_window_bytes(m));
     if (status) {
@@ -316,14 +316,14 @@ static gemini_status_t queue_copy(gmi_manager_t *m, gmi_window_t *w, uint32_t li
   gmi_slot_t *slot = &m->host.slots[gmi_window_slot(w)];
   gemini_status_t status = gmi_fence_wait(m, stream, slot->fence);
   if (!status && gmi_window_work_pending(m, w))
-    status = m->dev->wait_flag(m->dev_self, stream, &slot->work_done, slot->work_queued);
+    status = m->dev->stream.wait_flag(m->dev_self, stream, &slot->work_done, slot->work_queued);
   if (!status) status = gmi_fence_now(m, stream, &begin);
   bool queued = !status; /* else who uses the slot's bytes is still whom its fence says */
   if (queued) {
     void *device = gmi_window_device(m, w), *host = gmi_window_host(m, w);
     status = link == GEMINI_LINK_H2D
-                 ? m->dev->copy(m->dev_self, stream, device, host, gmi_window_bytes(m), GMI_COPY_H2D)
-                 : m->dev->copy(m->dev_self, stream, host, device, gmi_window_bytes(m), GMI_COPY_D2H);
+                 ? m->dev->queue.copy(m->dev_self, stream, device, host, gmi_window_bytes(m), GMI_COPY_H2D)
+                 : m->dev->queue.copy(m->dev_self, stream, host, device, gmi_window_bytes(m), GMI_COPY_D2H);
   }
   if (!status) status = gmi_fence_now(m, stream, &end);
   if (status && queued) { /* it may be all the same */

@@ -754,7 +754,7 @@ gemini_status_t gmi_updates_finish(gmi_manager_t *m, const char *function) {
   if (!status && !gmi_fence_reached(m, end)) {
     gmi_wait_t wait;
     gmi_wait_begin(m, &wait, function, GMI_WAIT_STREAM, m->update_stream);
-    status = m->dev->sync(m->dev_self, m->update_stream, gmi_fence_mark(end));
+    status = m->dev->stream.sync(m->dev_self, m->update_stream, gmi_fence_mark(end));
     gmi_wait_end(m, &wait);
     if (status) gmi_fail(status, 0, "an update on the device failed");
   }

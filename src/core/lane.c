@@ -68,7 +68,8 @@ static bool is_ready(const gmi_lane_t *l, const gmi_job_t *job) {
   for (uint32_t i = 0; i < job->slot_count; i++)
     if (atomic_load_explicit(&job->slots[i]->work_done, memory_order_acquire) < job->after[i]) return false;
   for (uint32_t i = 0; i < job->fence_count; i++)
-    if (!m->dev->reached(m->dev_self, gmi_fence_stream(job->fences[i]), gmi_fence_mark(job->fences[i]))) return false;
+    if (!m->dev->stream.reached(m->dev_self, gmi_fence_stream(job->fences[i]), gmi_fence_mark(job->fences[i])))
+      return false;
   return true;
 }
 
@@ -128,7 +129,8 @@ static void prepare(gmi_lane_t *l, gmi_job_t *job) {
   l->waiters++;
   pthread_mutex_unlock(&l->lock);
   for (uint32_t i = 0; i < job->fence_count; i++) {
-    gemini_status_t one = m->dev->sync(m->dev_self, gmi_fence_stream(job->fences[i]), gmi_fence_mark(job->fences[i]));
+    gemini_status_t one =
+        m->dev->stream.sync(m->dev_self, gmi_fence_stream(job->fences[i]), gmi_fence_mark(job->fences[i]));
     if (one) status = GEMINI_ERR_DEVICE; /* whatever the device says of a mark that it has not placed */
   }
   pthread_mutex_lock(&l->lock);
@@ -207,7 +209,7 @@ static void finish(gmi_lane_t *l, gmi_job_t *job) {
   pthread_cond_broadcast(&l->done);
   if (!l->first) pthread_cond_broadcast(&l->more); /* who ends waits for that */
   pthread_mutex_unlock(&l->lock);
-  l->m->dev->flag_wake(l->m->dev_self);
+  l->m->dev->stream.flag_wake(l->m->dev_self);
   free(job);
   pthread_mutex_lock(&l->lock);
 }
@@ -339,7 +341,7 @@ void gmi_lane_work_done(gmi_manager_t *m, gmi_slot_t *slot, gemini_status_t stat
   l->events++;
   pthread_cond_broadcast(&l->done);
   pthread_mutex_unlock(&l->lock);
-  m->dev->flag_wake(m->dev_self);
+  m->dev->stream.flag_wake(m->dev_self);
 }
 
 uint64_t gmi_lane_events(gmi_manager_t *m) {

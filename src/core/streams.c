@@ -11,7 +11,7 @@ static gemini_status_t fence_now(gmi_manager_t *m, uint32_t stream, bool timed, 
   uint64_t mark = atomic_load_explicit(&m->streams[stream].placed, memory_order_relaxed) + 1;
   atomic_store_explicit(&m->streams[stream].placed, mark, memory_order_seq_cst);
   uint64_t got = 0;
-  gemini_status_t status = (timed ? m->dev->mark : m->dev->mark_untimed)(m->dev_self, stream, &got);
+  gemini_status_t status = (timed ? m->dev->stream.mark : m->dev->stream.mark_untimed)(m->dev_self, stream, &got);
   if (status) { /* whoever named a later one meanwhile gets it placed when it is needed */
     atomic_store_explicit(&m->streams[stream].placed, mark - 1, memory_order_seq_cst);
     if (status == GEMINI_ERR_STATE) return status; /* it is being captured, as the message says */
@@ -46,7 +46,7 @@ static gemini_status_t fence_place(gmi_manager_t *m, gmi_fence_t fence) {
 }
 
 bool gmi_fence_reached(gmi_manager_t *m, gmi_fence_t fence) {
-  return !fence || m->dev->reached(m->dev_self, gmi_fence_stream(fence), gmi_fence_mark(fence));
+  return !fence || m->dev->stream.reached(m->dev_self, gmi_fence_stream(fence), gmi_fence_mark(fence));
 }
 
 gemini_status_t gmi_fence_sync(gmi_manager_t *m, gmi_fence_t fence) {
@@ -55,7 +55,7 @@ gemini_status_t gmi_fence_sync(gmi_manager_t *m, gmi_fence_t fence) {
   if (status) return status;
   gmi_wait_t wait;
   gmi_wait_begin(m, &wait, NULL, GMI_WAIT_STREAM, gmi_fence_stream(fence));
-  status = m->dev->sync(m->dev_self, gmi_fence_stream(fence), gmi_fence_mark(fence));
+  status = m->dev->stream.sync(m->dev_self, gmi_fence_stream(fence), gmi_fence_mark(fence));
   gmi_wait_end(m, &wait);
   return status ? gmi_fail(status, 0, "work on stream %u of device %s failed", gmi_fence_stream(fence), m->dev->name)
                 : GEMINI_OK;
@@ -66,7 +66,7 @@ gemini_status_t gmi_fence_wait(gmi_manager_t *m, uint32_t stream, gmi_fence_t fe
   if (stream == GMI_CALLER) return gmi_fence_sync(m, fence);
   gemini_status_t status = fence_place(m, fence);
   if (status) return status;
-  status = m->dev->wait(m->dev_self, stream, gmi_fence_stream(fence), gmi_fence_mark(fence));
+  status = m->dev->stream.wait(m->dev_self, stream, gmi_fence_stream(fence), gmi_fence_mark(fence));
   return status ? gmi_fail(status, 0, "device %s could not make stream %u wait for stream %u", m->dev->name, stream,
                            gmi_fence_stream(fence))
                 : GEMINI_OK;
@@ -95,13 +95,13 @@ void gmi_leave_over(gmi_manager_t *m, gmi_leftover_t *memory) {
 gemini_status_t gmi_device_resize(gmi_manager_t *m, uint64_t memory_bytes) {
   gmi_wait_t wait;
   gmi_wait_begin(m, &wait, NULL, GMI_WAIT_DRIVER, 0);
-  gemini_status_t status = m->dev->resize(m->dev_self, memory_bytes);
+  gemini_status_t status = m->dev->memory.resize(m->dev_self, memory_bytes);
   gmi_wait_end(m, &wait);
   return status;
 }
 
 gemini_status_t gmi_device_zero(gmi_manager_t *m, uint32_t stream, void *address, uint64_t bytes) {
-  gemini_status_t status = m->dev->zero(m->dev_self, stream, address, bytes);
+  gemini_status_t status = m->dev->queue.zero(m->dev_self, stream, address, bytes);
   return status ? gmi_fail(status, 0, "device %s could not zero %llu bytes", m->dev->name, (unsigned long long)bytes)
                 : GEMINI_OK;
 }
@@ -130,7 +130,7 @@ gemini_status_t gmi_stream_open(gmi_manager_t *m, bool internal, void *const *na
     return gmi_fail(GEMINI_ERR_INVALID, 0, "%u streams exist, the limit is %d", open, GMI_STREAMS_LIMIT);
   uint32_t index;
   gemini_status_t status =
-      native ? m->dev->stream_adopt(m->dev_self, *native, &index) : m->dev->stream_create(m->dev_self, &index);
+      native ? m->dev->stream.adopt(m->dev_self, *native, &index) : m->dev->stream.create(m->dev_self, &index);
   if (status && native) return gmi_fail(status, 0, "device %s could not adopt the stream %p", m->dev->name, *native);
   if (status) return gmi_fail(status, 0, "device %s could not create a stream", m->dev->name);
   gmi_stream_t *s = &m->streams[index];
@@ -143,7 +143,7 @@ gemini_status_t gmi_stream_open(gmi_manager_t *m, bool internal, void *const *na
   status = fence_now(m, index, false, &first); /* learns where the stream's numbers stand */
   if (status) {
     atomic_store(&s->life, 0);
-    m->dev->stream_destroy(m->dev_self, index);
+    m->dev->stream.destroy(m->dev_self, index);
     return status;
   }
   *index_out = index;
@@ -159,7 +159,7 @@ bool gmi_stream_is_native(const gmi_stream_t *s, const void *native) {
 static gemini_status_t native_destroy(gmi_manager_t *m, uint32_t index) {
   gmi_wait_t wait;
   gmi_wait_begin(m, &wait, NULL, GMI_WAIT_DRIVER, 0);
-  gemini_status_t status = m->dev->stream_destroy(m->dev_self, index);
+  gemini_status_t status = m->dev->stream.destroy(m->dev_self, index);
   gmi_wait_end(m, &wait);
   return status;
 }
@@ -167,7 +167,7 @@ static gemini_status_t native_destroy(gmi_manager_t *m, uint32_t index) {
 static gemini_status_t native_renew(gmi_manager_t *m, uint32_t index, bool may_block) {
   gmi_wait_t wait;
   if (may_block) gmi_wait_begin(m, &wait, NULL, GMI_WAIT_DRIVER, 0);
-  gemini_status_t status = m->dev->stream_renew(m->dev_self, index, may_block);
+  gemini_status_t status = m->dev->stream.renew(m->dev_self, index, may_block);
   if (may_block) gmi_wait_end(m, &wait);
   return status;
 }

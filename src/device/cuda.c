@@ -31,8 +31,8 @@
  * Failures. An error of a kernel, of the user's too, loses the context: all streams fail from then on, until the
  * process ends. It is stored for the device (lost) and every sync() returns it.
  *
- * Lock order: streams_lock, stream.lock, stream.points_lock. renew_lock comes before clock_lock. These, memory_lock,
- * host_lock, flag_lock and sum_lock are otherwise innermost. A host function of the user's takes none of them. */
+ * Lock order: streams_lock, stream.lock, stream.points_lock. clock.renew_lock comes before clock.lock. These, and those of
+ * memory, host, flags and sums, are otherwise innermost. A host function of the user's takes none of them. */
 #include <stdlib.h>
 #include <time.h>
 
@@ -169,8 +169,8 @@ static void cuda_close(void *self) {
       for (uint32_t i = 0; i < GMI_DEVICE_MAX_STREAMS; i++)
         if (ours || cuda->streams[i].adopted) (void)gmi_cuda_stream_destroy(cuda, i);
     for (uint32_t i = 0; i < GMI_DEVICE_MAX_STREAMS; i++) stream_free(cuda, &cuda->streams[i]);
-    while (cuda->range_count) {
-      range_t *range = &cuda->ranges[--cuda->range_count];
+    while (cuda->memory.range_count) {
+      range_t *range = &cuda->memory.ranges[--cuda->memory.range_count];
       uint64_t pages = range->size_bytes / cuda->granule;
       for (uint64_t at = 0; at < pages; at++) {
         if (!range->pages[at].frame) continue;
@@ -181,59 +181,62 @@ static void cuda_close(void *self) {
       driver->address_free(range->base, range->size_bytes);
       free(range->pages);
     }
-    for (size_t i = 0; i < cuda->frame_count; i++)
-      if (cuda->frames[i].size_bytes) driver->memory_release(cuda->frames[i].memory);
-    for (size_t i = 0; i < cuda->locked_count; i++) driver->host_unregister((void *)(uintptr_t)cuda->locked[i].base);
-    for (sum_batch_t *batch = cuda->sums_all, *next; batch; batch = next) {
+    for (size_t i = 0; i < cuda->memory.frame_count; i++)
+      if (cuda->memory.frames[i].size_bytes) driver->memory_release(cuda->memory.frames[i].memory);
+    for (size_t i = 0; i < cuda->host.count; i++) driver->host_unregister((void *)(uintptr_t)cuda->host.ranges[i].base);
+    for (sum_batch_t *batch = cuda->sums.all, *next; batch; batch = next) {
       next = batch->next_of_all;
       driver->host_free(batch->items);
       free(batch);
     }
-    if (cuda->gates) driver->host_free((void *)cuda->gates);
-    if (cuda->module) driver->module_unload(cuda->module);
+    if (cuda->flags.gates) driver->host_free((void *)cuda->flags.gates);
+    if (cuda->sums.module) driver->module_unload(cuda->sums.module);
     for (int i = 0; i < 2; i++)
-      if (cuda->bases[i]) driver->event_destroy(cuda->bases[i]);
-    if (cuda->clock) driver->stream_destroy(cuda->clock);
+      if (cuda->clock.bases[i]) driver->event_destroy(cuda->clock.bases[i]);
+    if (cuda->clock.stream) driver->stream_destroy(cuda->clock.stream);
     gmi_cuda_leave(cuda, had);
     driver->primary_release(cuda->device);
   }
-  pthread_mutex_destroy(&cuda->memory_lock);
-  pthread_mutex_destroy(&cuda->host_lock);
-  pthread_mutex_destroy(&cuda->flag_lock);
-  pthread_mutex_destroy(&cuda->sum_lock);
-  pthread_mutex_destroy(&cuda->renew_lock);
-  pthread_mutex_destroy(&cuda->clock_lock);
+  pthread_mutex_destroy(&cuda->memory.lock);
+  pthread_mutex_destroy(&cuda->host.lock);
+  pthread_mutex_destroy(&cuda->flags.lock);
+  pthread_mutex_destroy(&cuda->sums.lock);
+  pthread_mutex_destroy(&cuda->clock.renew_lock);
+  pthread_mutex_destroy(&cuda->clock.lock);
   pthread_mutex_destroy(&cuda->streams_lock);
   for (uint32_t i = 0; i < GMI_DEVICE_MAX_STREAMS; i++) {
     pthread_mutex_destroy(&cuda->streams[i].lock);
     pthread_mutex_destroy(&cuda->streams[i].points_lock);
   }
-  free(cuda->ranges);
-  free(cuda->frames);
-  free(cuda->locked);
+  free(cuda->memory.ranges);
+  free(cuda->memory.frames);
+  free(cuda->host.ranges);
   free(cuda);
 }
 
 static gemini_status_t gates_open(cuda_t *cuda) {
   void *gates = NULL;
-  cu_result_t result = cuda->driver->host_alloc(&gates, GATES * sizeof *cuda->gates, CU_HOST_PORTABLE | CU_HOST_MAPPED);
+  cu_result_t result =
+      cuda->driver->host_alloc(&gates, GATES * sizeof *cuda->flags.gates, CU_HOST_PORTABLE | CU_HOST_MAPPED);
   if (result != CU_SUCCESS) return gmi_cuda_failed_or_full(cuda, result, "cuMemHostAlloc", GEMINI_ERR_OOM_SYSTEM);
-  cuda->gates = gates;
+  cuda->flags.gates = gates;
   for (uint32_t i = 0; i < GATES; i++) {
-    atomic_init(&cuda->gates[i], 0);
-    cuda->free_gates[i] = GATES - 1 - i;
+    atomic_init(&cuda->flags.gates[i], 0);
+    cuda->flags.free_gates[i] = GATES - 1 - i;
   }
-  cuda->free_gate_count = GATES;
-  return gmi_cuda_done(cuda, cuda->driver->host_address(&cuda->gates_address, gates, 0), "cuMemHostGetDevicePointer");
+  cuda->flags.free_gate_count = GATES;
+  return gmi_cuda_done(cuda, cuda->driver->host_address(&cuda->flags.gates_address, gates, 0),
+                       "cuMemHostGetDevicePointer");
 }
 
 /* What needs the context, in it. */
 static gemini_status_t context_open(cuda_t *cuda) {
   const gmi_cuda_driver_t *driver = cuda->driver;
   gemini_status_t status = gates_open(cuda);
-  if (!status) status = gmi_cuda_done(cuda, driver->module_load(&cuda->module, sum_squares_ptx), "cuModuleLoadData");
   if (!status)
-    status = gmi_cuda_done(cuda, driver->module_function(&cuda->sum_kernel, cuda->module, "gmi_sum_squares"),
+    status = gmi_cuda_done(cuda, driver->module_load(&cuda->sums.module, sum_squares_ptx), "cuModuleLoadData");
+  if (!status)
+    status = gmi_cuda_done(cuda, driver->module_function(&cuda->sums.kernel, cuda->sums.module, "gmi_sum_squares"),
                            "cuModuleGetFunction");
   if (!status) status = gmi_cuda_base_open(cuda);
   return status;
@@ -274,13 +277,13 @@ static gemini_status_t cuda_open(const gmi_device_config_t *config, void **self_
   cuda->driver = driver;
   cuda->device = device;
   cuda->granule = granule;
-  cuda->memory_bytes = config->memory_bytes;
-  pthread_mutex_init(&cuda->memory_lock, NULL);
-  pthread_mutex_init(&cuda->host_lock, NULL);
-  pthread_mutex_init(&cuda->flag_lock, NULL);
-  pthread_mutex_init(&cuda->sum_lock, NULL);
-  pthread_mutex_init(&cuda->renew_lock, NULL);
-  pthread_mutex_init(&cuda->clock_lock, NULL);
+  cuda->memory.budget_bytes = config->memory_bytes;
+  pthread_mutex_init(&cuda->memory.lock, NULL);
+  pthread_mutex_init(&cuda->host.lock, NULL);
+  pthread_mutex_init(&cuda->flags.lock, NULL);
+  pthread_mutex_init(&cuda->sums.lock, NULL);
+  pthread_mutex_init(&cuda->clock.renew_lock, NULL);
+  pthread_mutex_init(&cuda->clock.lock, NULL);
   pthread_mutex_init(&cuda->streams_lock, NULL);
   for (uint32_t i = 0; i < GMI_DEVICE_MAX_STREAMS; i++) {
     pthread_mutex_init(&cuda->streams[i].lock, NULL);
@@ -311,39 +314,39 @@ const gmi_device_ops_t gmi_device_cuda = {
   .link_bytes_per_s = UINT64_C(50000000000),
   .open = cuda_open,
   .close = cuda_close,
-  .granularity = gmi_cuda_granularity,
-  .resize = gmi_cuda_resize,
-  .reserve = gmi_cuda_reserve,
-  .unreserve = gmi_cuda_unreserve,
-  .frame_create = gmi_cuda_frame_create,
-  .frame_destroy = gmi_cuda_frame_destroy,
-  .map = gmi_cuda_map,
-  .unmap = gmi_cuda_unmap,
-  .stream_create = gmi_cuda_stream_create,
-  .stream_destroy = gmi_cuda_stream_destroy,
-  .mark = gmi_cuda_mark,
-  .wait = gmi_cuda_wait,
-  .wait_flag = gmi_cuda_wait_flag,
-  .flag_wake = gmi_cuda_flag_wake,
-  .reached = gmi_cuda_reached,
-  .sync = gmi_cuda_sync,
-  .mark_time = gmi_cuda_mark_time,
-  .copy = gmi_cuda_copy,
-  .zero = gmi_cuda_zero,
-  .call = gmi_cuda_call,
-  .sum_squares = gmi_cuda_sum_squares,
-  .host_lock = gmi_cuda_host_lock,
-  .host_unlock = gmi_cuda_host_unlock,
+  .memory.granularity = gmi_cuda_granularity,
+  .memory.resize = gmi_cuda_resize,
+  .memory.reserve = gmi_cuda_reserve,
+  .memory.unreserve = gmi_cuda_unreserve,
+  .memory.frame_create = gmi_cuda_frame_create,
+  .memory.frame_destroy = gmi_cuda_frame_destroy,
+  .memory.map = gmi_cuda_map,
+  .memory.unmap = gmi_cuda_unmap,
+  .stream.create = gmi_cuda_stream_create,
+  .stream.destroy = gmi_cuda_stream_destroy,
+  .stream.mark = gmi_cuda_mark,
+  .stream.wait = gmi_cuda_wait,
+  .stream.wait_flag = gmi_cuda_wait_flag,
+  .stream.flag_wake = gmi_cuda_flag_wake,
+  .stream.reached = gmi_cuda_reached,
+  .stream.sync = gmi_cuda_sync,
+  .stream.mark_time = gmi_cuda_mark_time,
+  .queue.copy = gmi_cuda_copy,
+  .queue.zero = gmi_cuda_zero,
+  .queue.call = gmi_cuda_call,
+  .queue.sum_squares = gmi_cuda_sum_squares,
+  .memory.host_lock = gmi_cuda_host_lock,
+  .memory.host_unlock = gmi_cuda_host_unlock,
   .now = cuda_now,
-  .stream_adopt = gmi_cuda_stream_adopt,
-  .stream_native = gmi_cuda_stream_native,
+  .stream.adopt = gmi_cuda_stream_adopt,
+  .stream.native = gmi_cuda_stream_native,
   .pci = gmi_cuda_pci,
   .memory_bytes_per_s = gmi_cuda_memory_bytes_per_s,
-  .mark_untimed = gmi_cuda_mark_untimed,
-  .stream_renew = gmi_cuda_stream_renew,
-  .capture_open = gmi_cuda_capture_open,
-  .capture_close = gmi_cuda_capture_close,
-  .capture_active = gmi_cuda_capture_active,
-  .capture_fetch = gmi_cuda_capture_fetch,
-  .capture_used = gmi_cuda_capture_used,
+  .stream.mark_untimed = gmi_cuda_mark_untimed,
+  .stream.renew = gmi_cuda_stream_renew,
+  .capture.open = gmi_cuda_capture_open,
+  .capture.close = gmi_cuda_capture_close,
+  .capture.active = gmi_cuda_capture_active,
+  .capture.fetch = gmi_cuda_capture_fetch,
+  .capture.used = gmi_cuda_capture_used,
 };

@@ -100,37 +100,47 @@ typedef struct cuda {
   cu_device_t device;
   uint64_t granule;
 
-  pthread_mutex_t memory_lock;
-  uint64_t memory_bytes, used_bytes, frames_made; /* Guarded by memory_lock, as the rest of these */
-  frame_t *frames;                                /* in the order of name, which is the order of creation */
-  size_t frame_count, frame_capacity, frames_destroyed;
-  range_t *ranges; /* in the order of base */
-  size_t range_count, range_capacity;
+  struct {
+    pthread_mutex_t lock; /* guards what follows */
+    uint64_t budget_bytes, used_bytes, frames_made;
+    frame_t *frames; /* in the order of name, which is the order of creation */
+    size_t frame_count, frame_capacity, frames_destroyed;
+    range_t *ranges; /* in the order of base */
+    size_t range_count, range_capacity;
+  } memory;
 
-  pthread_mutex_t host_lock;
-  locked_t *locked; /* in the order of base. Guarded by host_lock, as the next two */
-  size_t locked_count, locked_capacity;
+  struct {
+    pthread_mutex_t lock; /* guards what follows */
+    locked_t *ranges;     /* page-locked; in the order of base */
+    size_t count, capacity;
+  } host;
 
-  pthread_mutex_t flag_lock;
-  _Atomic uint64_t *gates; /* page-locked. A gate's number only grows: so it can serve again as soon as it is open */
-  cu_address_t gates_address;
-  uint32_t free_gates[GATES]; /* Guarded by flag_lock, as the next three */
-  uint32_t free_gate_count, waiter_count;
-  waiter_t waiters[GATES];
-  _Atomic uint32_t flag_waiters; /* waiter_count, for a look without the lock */
+  struct {
+    pthread_mutex_t lock;    /* guards what follows, but for what is said */
+    _Atomic uint64_t *gates; /* page-locked. A gate's number only grows: so it can serve again as soon as it is open */
+    cu_address_t gates_address;
+    uint32_t free_gates[GATES];
+    uint32_t free_gate_count, waiter_count;
+    waiter_t waiters[GATES];
+    _Atomic uint32_t waiting; /* waiter_count, for a look without the lock */
+  } flags;
 
-  pthread_mutex_t sum_lock;
-  sum_batch_t *sums_free, *sums_all; /* Guarded by sum_lock */
-  cu_module_t module;
-  cu_function_t sum_kernel;
+  struct {
+    pthread_mutex_t lock;
+    sum_batch_t *free, *all; /* guarded by lock */
+    cu_module_t module;
+    cu_function_t kernel;
+  } sums;
 
-  pthread_mutex_t renew_lock; /* held by who takes a new base; nobody waits for it */
-  cu_stream_t clock;
-  cu_event_t bases[2]; /* the one that counts, and the one that will */
-  pthread_mutex_t clock_lock;
-  uint32_t base;                /* Guarded by clock_lock, as base_ns */
-  uint64_t base_ns;             /* bases[base] on the host's clock */
-  _Atomic uint64_t base_due_ns; /* when to take a new one */
+  struct {
+    pthread_mutex_t renew_lock; /* held by the thread that takes a new base; no thread waits for it */
+    cu_stream_t stream;
+    cu_event_t bases[2]; /* the one that counts, and the one that will */
+    pthread_mutex_t lock;
+    uint32_t base;           /* guarded by lock, as base_ns */
+    uint64_t base_ns;        /* bases[base] on the host's clock */
+    _Atomic uint64_t due_ns; /* when to take a new one */
+  } clock;
 
   pthread_mutex_t streams_lock; /* held to create and to destroy */
   stream_t streams[GMI_DEVICE_MAX_STREAMS];

@@ -25,27 +25,28 @@ gemini_status_t gmi_cuda_no_memory(const char *what) {
   return gmi_fail(GEMINI_ERR_OOM_SYSTEM, 0, "no memory for records of %s", what);
 }
 
-/* The live frame of that name, or NULL. Called with memory_lock held. */
+/* The live frame of that name, or NULL. Called with memory.lock held. */
 frame_t *gmi_cuda_frame_named(cuda_t *cuda, uint64_t name) {
-  size_t low = 0, high = cuda->frame_count;
+  size_t low = 0, high = cuda->memory.frame_count;
   while (low < high) {
     size_t middle = low + (high - low) / 2;
-    if (cuda->frames[middle].name < name) {
+    if (cuda->memory.frames[middle].name < name) {
       low = middle + 1;
     } else {
       high = middle;
     }
   }
-  if (low == cuda->frame_count || cuda->frames[low].name != name || !cuda->frames[low].size_bytes) return NULL;
-  return &cuda->frames[low];
+  if (low == cuda->memory.frame_count || cuda->memory.frames[low].name != name || !cuda->memory.frames[low].size_bytes)
+    return NULL;
+  return &cuda->memory.frames[low];
 }
 
-/* Index of the first range that does not lie below base. Called with memory_lock held. */
+/* Index of the first range that does not lie below base. Called with memory.lock held. */
 static size_t range_at(const cuda_t *cuda, uint64_t base) {
-  size_t low = 0, high = cuda->range_count;
+  size_t low = 0, high = cuda->memory.range_count;
   while (low < high) {
     size_t middle = low + (high - low) / 2;
-    if (cuda->ranges[middle].base < base) {
+    if (cuda->memory.ranges[middle].base < base) {
       low = middle + 1;
     } else {
       high = middle;
@@ -54,15 +55,15 @@ static size_t range_at(const cuda_t *cuda, uint64_t base) {
   return low;
 }
 
-/* The range that holds [va, va + size), or NULL. Called with memory_lock held. */
+/* The range that holds [va, va + size), or NULL. Called with memory.lock held. */
 static range_t *range_of(cuda_t *cuda, uint64_t va, uint64_t size_bytes) {
   if (va % cuda->granule || !size_ok(cuda, size_bytes)) return NULL;
   size_t at = range_at(cuda, va);
-  if (at == cuda->range_count || cuda->ranges[at].base != va) {
+  if (at == cuda->memory.range_count || cuda->memory.ranges[at].base != va) {
     if (at == 0) return NULL;
     at--;
   }
-  range_t *range = &cuda->ranges[at];
+  range_t *range = &cuda->memory.ranges[at];
   uint64_t offset = va - range->base;
   return offset < range->size_bytes && size_bytes <= range->size_bytes - offset ? range : NULL;
 }
@@ -100,7 +101,7 @@ static void restore(cuda_t *cuda, range_t *range, uint64_t first, uint64_t end) 
 }
 
 /* Unmaps what is mapped from page first up to end, but keeps its records, so that restore() can undo it. Called with
- * memory_lock held. */
+ * memory.lock held. */
 static gemini_status_t clear(cuda_t *cuda, range_t *range, uint64_t first, uint64_t end) {
   for (uint64_t at = first; at < end;) {
     const frame_t *frame = range->pages[at].frame ? gmi_cuda_frame_named(cuda, range->pages[at].frame) : NULL;
@@ -131,17 +132,18 @@ gemini_status_t gmi_cuda_reserve(void *self, uint64_t size_bytes, void **base_ou
     status = gmi_cuda_failed_or_full(cuda, result, "cuMemAddressReserve", GEMINI_ERR_OOM_SYSTEM);
   if (!status) {
     page_t *pages = calloc(size_bytes / cuda->granule, sizeof *pages);
-    pthread_mutex_lock(&cuda->memory_lock);
-    if (pages &&
-        array_reserve((void **)&cuda->ranges, &cuda->range_capacity, cuda->range_count, sizeof *cuda->ranges)) {
+    pthread_mutex_lock(&cuda->memory.lock);
+    if (pages && array_reserve((void **)&cuda->memory.ranges, &cuda->memory.range_capacity, cuda->memory.range_count,
+                               sizeof *cuda->memory.ranges)) {
       size_t at = range_at(cuda, base);
-      memmove(&cuda->ranges[at + 1], &cuda->ranges[at], (cuda->range_count - at) * sizeof *cuda->ranges);
-      cuda->ranges[at] = (range_t){ base, size_bytes, pages };
-      cuda->range_count++;
+      memmove(&cuda->memory.ranges[at + 1], &cuda->memory.ranges[at],
+              (cuda->memory.range_count - at) * sizeof *cuda->memory.ranges);
+      cuda->memory.ranges[at] = (range_t){ base, size_bytes, pages };
+      cuda->memory.range_count++;
     } else {
       status = gmi_cuda_no_memory("address ranges");
     }
-    pthread_mutex_unlock(&cuda->memory_lock);
+    pthread_mutex_unlock(&cuda->memory.lock);
     if (status) {
       free(pages);
       cuda->driver->address_free(base, size_bytes);
@@ -157,10 +159,10 @@ gemini_status_t gmi_cuda_unreserve(void *self, void *base, uint64_t size_bytes) 
   cuda_t *cuda = self;
   entry_t had = gmi_cuda_enter(cuda);
   gemini_status_t status = GEMINI_ERR_INVALID;
-  pthread_mutex_lock(&cuda->memory_lock);
+  pthread_mutex_lock(&cuda->memory.lock);
   size_t at = range_at(cuda, (uintptr_t)base);
-  range_t *range = &cuda->ranges[at];
-  if (at < cuda->range_count && range->base == (uintptr_t)base && range->size_bytes == size_bytes) {
+  range_t *range = &cuda->memory.ranges[at];
+  if (at < cuda->memory.range_count && range->base == (uintptr_t)base && range->size_bytes == size_bytes) {
     uint64_t pages = size_bytes / cuda->granule;
     status = clear(cuda, range, 0, pages);
     if (!status) {
@@ -170,11 +172,11 @@ gemini_status_t gmi_cuda_unreserve(void *self, void *base, uint64_t size_bytes) 
     if (!status) {
       forget(cuda, range, 0, pages);
       free(range->pages);
-      cuda->range_count--;
-      memmove(range, range + 1, (cuda->range_count - at) * sizeof *range);
+      cuda->memory.range_count--;
+      memmove(range, range + 1, (cuda->memory.range_count - at) * sizeof *range);
     }
   }
-  pthread_mutex_unlock(&cuda->memory_lock);
+  pthread_mutex_unlock(&cuda->memory.lock);
   gmi_cuda_leave(cuda, had);
   return status;
 }
@@ -192,55 +194,56 @@ gemini_status_t gmi_cuda_frame_create(void *self, uint64_t size_bytes, uint64_t 
   if (!size_ok(cuda, size_bytes) || !frame_out) return GEMINI_ERR_INVALID;
   gemini_status_t status = GEMINI_OK;
   entry_t had = gmi_cuda_enter(cuda);
-  pthread_mutex_lock(&cuda->memory_lock);
-  if (size_bytes > cuda->memory_bytes || cuda->used_bytes > cuda->memory_bytes - size_bytes) {
+  pthread_mutex_lock(&cuda->memory.lock);
+  if (size_bytes > cuda->memory.budget_bytes || cuda->memory.used_bytes > cuda->memory.budget_bytes - size_bytes) {
     status = GEMINI_ERR_OOM_DEVICE;
-  } else if (!array_reserve((void **)&cuda->frames, &cuda->frame_capacity, cuda->frame_count, sizeof *cuda->frames)) {
+  } else if (!array_reserve((void **)&cuda->memory.frames, &cuda->memory.frame_capacity, cuda->memory.frame_count,
+                            sizeof *cuda->memory.frames)) {
     status = gmi_cuda_no_memory("frames");
   } else {
     cu_allocation_t allocation = gmi_cuda_allocation_of(cuda->device);
-    frame_t frame = { .name = cuda->frames_made + 1, .size_bytes = size_bytes };
+    frame_t frame = { .name = cuda->memory.frames_made + 1, .size_bytes = size_bytes };
     cu_result_t result = cuda->driver->memory_create(&frame.memory, size_bytes, &allocation, 0);
     if (result == CU_SUCCESS) {
-      cuda->frames_made++;
-      cuda->frames[cuda->frame_count++] = frame;
-      cuda->used_bytes += size_bytes;
+      cuda->memory.frames_made++;
+      cuda->memory.frames[cuda->memory.frame_count++] = frame;
+      cuda->memory.used_bytes += size_bytes;
       *frame_out = frame.name;
     } else {
       status = gmi_cuda_failed_or_full(cuda, result, "cuMemCreate", GEMINI_ERR_OOM_DEVICE);
     }
   }
-  pthread_mutex_unlock(&cuda->memory_lock);
+  pthread_mutex_unlock(&cuda->memory.lock);
   gmi_cuda_leave(cuda, had);
   return status;
 }
 
-/* Called with memory_lock held. */
+/* Called with memory.lock held. */
 static void frame_forget(cuda_t *cuda, frame_t *frame) {
   frame->size_bytes = 0;
-  if (++cuda->frames_destroyed <= cuda->frame_count / 2 + 32) return;
+  if (++cuda->memory.frames_destroyed <= cuda->memory.frame_count / 2 + 32) return;
   size_t kept = 0;
-  for (size_t i = 0; i < cuda->frame_count; i++)
-    if (cuda->frames[i].size_bytes) cuda->frames[kept++] = cuda->frames[i];
-  cuda->frame_count = kept;
-  cuda->frames_destroyed = 0;
+  for (size_t i = 0; i < cuda->memory.frame_count; i++)
+    if (cuda->memory.frames[i].size_bytes) cuda->memory.frames[kept++] = cuda->memory.frames[i];
+  cuda->memory.frame_count = kept;
+  cuda->memory.frames_destroyed = 0;
 }
 
 gemini_status_t gmi_cuda_frame_destroy(void *self, uint64_t name, uint64_t size_bytes) {
   cuda_t *cuda = self;
   gemini_status_t status = GEMINI_ERR_INVALID;
   entry_t had = gmi_cuda_enter(cuda);
-  pthread_mutex_lock(&cuda->memory_lock);
+  pthread_mutex_lock(&cuda->memory.lock);
   frame_t *frame = gmi_cuda_frame_named(cuda, name);
   /* Mapped memory would live on, uncounted. */
   if (frame && frame->size_bytes == size_bytes && !frame->mappings) {
     status = gmi_cuda_done(cuda, cuda->driver->memory_release(frame->memory), "cuMemRelease");
     if (!status) {
-      cuda->used_bytes -= size_bytes;
+      cuda->memory.used_bytes -= size_bytes;
       frame_forget(cuda, frame);
     }
   }
-  pthread_mutex_unlock(&cuda->memory_lock);
+  pthread_mutex_unlock(&cuda->memory.lock);
   gmi_cuda_leave(cuda, had);
   return status;
 }
@@ -249,7 +252,7 @@ gemini_status_t gmi_cuda_map(void *self, void *va, uint64_t name, uint64_t size_
   cuda_t *cuda = self;
   gemini_status_t status = GEMINI_ERR_INVALID;
   entry_t had = gmi_cuda_enter(cuda);
-  pthread_mutex_lock(&cuda->memory_lock);
+  pthread_mutex_lock(&cuda->memory.lock);
   range_t *range = range_of(cuda, (uintptr_t)va, size_bytes);
   frame_t *frame = gmi_cuda_frame_named(cuda, name);
   if (range && frame && frame->size_bytes == size_bytes) {
@@ -273,7 +276,7 @@ gemini_status_t gmi_cuda_map(void *self, void *va, uint64_t name, uint64_t size_
       }
     }
   }
-  pthread_mutex_unlock(&cuda->memory_lock);
+  pthread_mutex_unlock(&cuda->memory.lock);
   gmi_cuda_leave(cuda, had);
   return status;
 }
@@ -282,7 +285,7 @@ gemini_status_t gmi_cuda_unmap(void *self, void *va, uint64_t size_bytes) {
   cuda_t *cuda = self;
   gemini_status_t status = GEMINI_ERR_INVALID;
   entry_t had = gmi_cuda_enter(cuda);
-  pthread_mutex_lock(&cuda->memory_lock);
+  pthread_mutex_lock(&cuda->memory.lock);
   range_t *range = range_of(cuda, (uintptr_t)va, size_bytes);
   if (range) {
     uint64_t first = ((uintptr_t)va - range->base) / cuda->granule, end = first + size_bytes / cuda->granule;
@@ -291,7 +294,7 @@ gemini_status_t gmi_cuda_unmap(void *self, void *va, uint64_t size_bytes) {
       if (!status) forget(cuda, range, first, end);
     }
   }
-  pthread_mutex_unlock(&cuda->memory_lock);
+  pthread_mutex_unlock(&cuda->memory.lock);
   gmi_cuda_leave(cuda, had);
   return status;
 }
@@ -301,21 +304,21 @@ uint64_t gmi_cuda_granularity(void *self) { return ((cuda_t *)self)->granule; }
 gemini_status_t gmi_cuda_resize(void *self, uint64_t memory_bytes) {
   cuda_t *cuda = self;
   if (memory_bytes % cuda->granule || memory_bytes > MEMORY_MAX_BYTES) return GEMINI_ERR_INVALID;
-  pthread_mutex_lock(&cuda->memory_lock);
-  bool ok = cuda->used_bytes <= memory_bytes;
-  if (ok) cuda->memory_bytes = memory_bytes;
-  pthread_mutex_unlock(&cuda->memory_lock);
+  pthread_mutex_lock(&cuda->memory.lock);
+  bool ok = cuda->memory.used_bytes <= memory_bytes;
+  if (ok) cuda->memory.budget_bytes = memory_bytes;
+  pthread_mutex_unlock(&cuda->memory.lock);
   return ok ? GEMINI_OK : GEMINI_ERR_OOM_DEVICE;
 }
 
 /* --- page-locked host memory --- */
 
-/* Index of the first record that does not lie below base. Called with host_lock held. */
+/* Index of the first record that does not lie below base. Called with host.lock held. */
 static size_t locked_at(const cuda_t *cuda, uint64_t base) {
-  size_t low = 0, high = cuda->locked_count;
+  size_t low = 0, high = cuda->host.count;
   while (low < high) {
     size_t middle = low + (high - low) / 2;
-    if (cuda->locked[middle].base < base) {
+    if (cuda->host.ranges[middle].base < base) {
       low = middle + 1;
     } else {
       high = middle;
@@ -326,29 +329,30 @@ static size_t locked_at(const cuda_t *cuda, uint64_t base) {
 
 /* Records base as locked; false: no memory. known_out: it was recorded before. */
 static bool locked_add(cuda_t *cuda, uint64_t base, uint64_t size_bytes, bool *known_out) {
-  pthread_mutex_lock(&cuda->host_lock);
+  pthread_mutex_lock(&cuda->host.lock);
   size_t at = locked_at(cuda, base);
-  *known_out = at < cuda->locked_count && cuda->locked[at].base == base;
-  bool ok = *known_out ||
-            array_reserve((void **)&cuda->locked, &cuda->locked_capacity, cuda->locked_count, sizeof *cuda->locked);
+  *known_out = at < cuda->host.count && cuda->host.ranges[at].base == base;
+  bool ok = *known_out || array_reserve((void **)&cuda->host.ranges, &cuda->host.capacity, cuda->host.count,
+                                        sizeof *cuda->host.ranges);
   if (ok && !*known_out) {
-    memmove(&cuda->locked[at + 1], &cuda->locked[at], (cuda->locked_count - at) * sizeof *cuda->locked);
-    cuda->locked[at] = (locked_t){ base, size_bytes };
-    cuda->locked_count++;
+    memmove(&cuda->host.ranges[at + 1], &cuda->host.ranges[at], (cuda->host.count - at) * sizeof *cuda->host.ranges);
+    cuda->host.ranges[at] = (locked_t){ base, size_bytes };
+    cuda->host.count++;
   }
-  pthread_mutex_unlock(&cuda->host_lock);
+  pthread_mutex_unlock(&cuda->host.lock);
   return ok;
 }
 
 static bool locked_remove(cuda_t *cuda, uint64_t base, uint64_t size_bytes) {
-  pthread_mutex_lock(&cuda->host_lock);
+  pthread_mutex_lock(&cuda->host.lock);
   size_t at = locked_at(cuda, base);
-  bool found = at < cuda->locked_count && cuda->locked[at].base == base && cuda->locked[at].size_bytes == size_bytes;
+  bool found =
+      at < cuda->host.count && cuda->host.ranges[at].base == base && cuda->host.ranges[at].size_bytes == size_bytes;
   if (found) {
-    cuda->locked_count--;
-    memmove(&cuda->locked[at], &cuda->locked[at + 1], (cuda->locked_count - at) * sizeof *cuda->locked);
+    cuda->host.count--;
+    memmove(&cuda->host.ranges[at], &cuda->host.ranges[at + 1], (cuda->host.count - at) * sizeof *cuda->host.ranges);
   }
-  pthread_mutex_unlock(&cuda->host_lock);
+  pthread_mutex_unlock(&cuda->host.lock);
   return found;
 }
 

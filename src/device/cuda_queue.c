@@ -5,30 +5,30 @@
 
 /* --- flags --- */
 
-/* Called with flag_lock held. */
+/* Called with flags.lock held. */
 static void gate_open(cuda_t *cuda, uint32_t gate) {
-  uint64_t number = atomic_load_explicit(&cuda->gates[gate], memory_order_relaxed);
-  atomic_store_explicit(&cuda->gates[gate], number + 1, memory_order_release);
-  cuda->free_gates[cuda->free_gate_count++] = gate;
+  uint64_t number = atomic_load_explicit(&cuda->flags.gates[gate], memory_order_relaxed);
+  atomic_store_explicit(&cuda->flags.gates[gate], number + 1, memory_order_release);
+  cuda->flags.free_gates[cuda->flags.free_gate_count++] = gate;
 }
 
 void gmi_cuda_flag_wake(void *self) {
   cuda_t *cuda = self;
   /* A read that is also a write: in the order of these, either it follows a waiter's increment and sees it, or the
    * waiter's increment follows it and then the waiter sees the flag that was stored before. */
-  if (!atomic_fetch_add(&cuda->flag_waiters, 0)) return;
-  pthread_mutex_lock(&cuda->flag_lock);
-  for (uint32_t i = 0; i < cuda->waiter_count;) {
-    waiter_t *waiter = &cuda->waiters[i];
+  if (!atomic_fetch_add(&cuda->flags.waiting, 0)) return;
+  pthread_mutex_lock(&cuda->flags.lock);
+  for (uint32_t i = 0; i < cuda->flags.waiter_count;) {
+    waiter_t *waiter = &cuda->flags.waiters[i];
     if (atomic_load_explicit(waiter->flag, memory_order_acquire) < waiter->value) {
       i++;
       continue;
     }
     gate_open(cuda, waiter->gate); /* from here on the flag may be gone */
-    *waiter = cuda->waiters[--cuda->waiter_count];
-    atomic_fetch_sub(&cuda->flag_waiters, 1);
+    *waiter = cuda->flags.waiters[--cuda->flags.waiter_count];
+    atomic_fetch_sub(&cuda->flags.waiting, 1);
   }
-  pthread_mutex_unlock(&cuda->flag_lock);
+  pthread_mutex_unlock(&cuda->flags.lock);
 }
 
 gemini_status_t gmi_cuda_wait_flag(void *self, uint32_t index, const _Atomic uint64_t *flag, uint64_t value) {
@@ -39,31 +39,31 @@ gemini_status_t gmi_cuda_wait_flag(void *self, uint32_t index, const _Atomic uin
   if (status) return status;
   if (atomic_load_explicit(flag, memory_order_acquire) < value) {
     uint32_t gate = GATES;
-    pthread_mutex_lock(&cuda->flag_lock);
-    if (cuda->free_gate_count) gate = cuda->free_gates[--cuda->free_gate_count];
-    pthread_mutex_unlock(&cuda->flag_lock);
+    pthread_mutex_lock(&cuda->flags.lock);
+    if (cuda->flags.free_gate_count) gate = cuda->flags.free_gates[--cuda->flags.free_gate_count];
+    pthread_mutex_unlock(&cuda->flags.lock);
     if (gate == GATES) {
       status = gmi_cuda_no_memory("waits for flags");
     } else {
-      uint64_t open = atomic_load_explicit(&cuda->gates[gate], memory_order_relaxed) + 1;
+      uint64_t open = atomic_load_explicit(&cuda->flags.gates[gate], memory_order_relaxed) + 1;
       status = gmi_cuda_done(cuda,
-                             cuda->driver->stream_wait_value(queue.stream->native,
-                                                             cuda->gates_address + gate * sizeof *cuda->gates, open,
-                                                             CU_WAIT_VALUE_GEQ),
+                             cuda->driver->stream_wait_value(
+                                 queue.stream->native, cuda->flags.gates_address + gate * sizeof *cuda->flags.gates,
+                                 open, CU_WAIT_VALUE_GEQ),
                              "cuStreamWaitValue64");
-      pthread_mutex_lock(&cuda->flag_lock);
+      pthread_mutex_lock(&cuda->flags.lock);
       if (status) {
-        cuda->free_gates[cuda->free_gate_count++] = gate;
+        cuda->flags.free_gates[cuda->flags.free_gate_count++] = gate;
       } else {
-        atomic_fetch_add(&cuda->flag_waiters, 1);
+        atomic_fetch_add(&cuda->flags.waiting, 1);
         if (atomic_load(flag) >= value) { /* stored meanwhile */
           gate_open(cuda, gate);
-          atomic_fetch_sub(&cuda->flag_waiters, 1);
+          atomic_fetch_sub(&cuda->flags.waiting, 1);
         } else {
-          cuda->waiters[cuda->waiter_count++] = (waiter_t){ flag, value, gate, 0 };
+          cuda->flags.waiters[cuda->flags.waiter_count++] = (waiter_t){ flag, value, gate, 0 };
         }
       }
-      pthread_mutex_unlock(&cuda->flag_lock);
+      pthread_mutex_unlock(&cuda->flags.lock);
     }
   }
   gmi_cuda_queue_end(cuda, &queue);

@@ -78,10 +78,10 @@ static void sums_deliver(void *user) {
   sum_batch_t *batch = user;
   cuda_t *cuda = batch->cuda;
   for (uint32_t i = 0; i < batch->count; i++) *batch->sums[i] = batch->items[i].sum;
-  pthread_mutex_lock(&cuda->sum_lock);
-  batch->next = cuda->sums_free;
-  cuda->sums_free = batch;
-  pthread_mutex_unlock(&cuda->sum_lock);
+  pthread_mutex_lock(&cuda->sums.lock);
+  batch->next = cuda->sums.free;
+  cuda->sums.free = batch;
+  pthread_mutex_unlock(&cuda->sums.lock);
 }
 
 /* Queues the collected sums. After a failure they are still there, to be queued, or queued again, by the next one.
@@ -91,7 +91,7 @@ gemini_status_t gmi_cuda_sums_flush(cuda_t *cuda, stream_t *stream) {
   if (!batch) return GEMINI_OK;
   void *parameters[] = { &batch->address };
   gemini_status_t status = gmi_cuda_done(cuda,
-                                         cuda->driver->launch(cuda->sum_kernel, batch->count, 1, 1, SUM_THREADS, 1, 1,
+                                         cuda->driver->launch(cuda->sums.kernel, batch->count, 1, 1, SUM_THREADS, 1, 1,
                                                               0, stream->native, parameters, NULL),
                                          "cuLaunchKernel");
   if (status) return status;
@@ -102,10 +102,10 @@ gemini_status_t gmi_cuda_sums_flush(cuda_t *cuda, stream_t *stream) {
 }
 
 gemini_status_t gmi_cuda_sums_new(cuda_t *cuda, sum_batch_t **batch_out) {
-  pthread_mutex_lock(&cuda->sum_lock);
-  sum_batch_t *batch = cuda->sums_free;
-  if (batch) cuda->sums_free = batch->next;
-  pthread_mutex_unlock(&cuda->sum_lock);
+  pthread_mutex_lock(&cuda->sums.lock);
+  sum_batch_t *batch = cuda->sums.free;
+  if (batch) cuda->sums.free = batch->next;
+  pthread_mutex_unlock(&cuda->sums.lock);
   if (!batch) {
     void *items = NULL;
     batch = calloc(1, sizeof *batch);
@@ -122,10 +122,10 @@ gemini_status_t gmi_cuda_sums_new(cuda_t *cuda, sum_batch_t **batch_out) {
     }
     batch->items = items;
     batch->cuda = cuda;
-    pthread_mutex_lock(&cuda->sum_lock);
-    batch->next_of_all = cuda->sums_all;
-    cuda->sums_all = batch;
-    pthread_mutex_unlock(&cuda->sum_lock);
+    pthread_mutex_lock(&cuda->sums.lock);
+    batch->next_of_all = cuda->sums.all;
+    cuda->sums.all = batch;
+    pthread_mutex_unlock(&cuda->sums.lock);
   }
   batch->count = 0;
   *batch_out = batch;
@@ -416,12 +416,12 @@ static uint64_t ns_of(uint64_t base_ns, float ms) {
  * what the host's clock says: the two clocks drift. Called in the context, without locks. */
 static void base_renew(cuda_t *cuda) {
   uint64_t before = gmi_cuda_now_ns(), after = before;
-  if (before < atomic_load_explicit(&cuda->base_due_ns, memory_order_relaxed)) return;
-  if (pthread_mutex_trylock(&cuda->renew_lock)) return;
-  cu_event_t old = cuda->bases[cuda->base],
-             event = cuda->bases[1 - cuda->base]; /* base changes under renew_lock, too */
+  if (before < atomic_load_explicit(&cuda->clock.due_ns, memory_order_relaxed)) return;
+  if (pthread_mutex_trylock(&cuda->clock.renew_lock)) return;
+  cu_event_t old = cuda->clock.bases[cuda->clock.base],
+             event = cuda->clock.bases[1 - cuda->clock.base]; /* base changes under renew_lock, too */
   float ms = 0;
-  cu_result_t result = cuda->driver->event_record(event, cuda->clock);
+  cu_result_t result = cuda->driver->event_record(event, cuda->clock.stream);
   while (result == CU_SUCCESS || result == CU_NOT_READY) {
     result = cuda->driver->event_query(event);
     after = gmi_cuda_now_ns();
@@ -429,35 +429,36 @@ static void base_renew(cuda_t *cuda) {
   }
   if (result == CU_SUCCESS) result = cuda->driver->event_elapsed(&ms, old, event);
   if (result == CU_SUCCESS) {
-    pthread_mutex_lock(&cuda->clock_lock);
-    uint64_t ns = ns_of(cuda->base_ns, ms);
-    cuda->base_ns = ns < before ? before : ns > after ? after : ns;
-    cuda->base = 1 - cuda->base;
-    pthread_mutex_unlock(&cuda->clock_lock);
+    pthread_mutex_lock(&cuda->clock.lock);
+    uint64_t ns = ns_of(cuda->clock.base_ns, ms);
+    cuda->clock.base_ns = ns < before ? before : ns > after ? after : ns;
+    cuda->clock.base = 1 - cuda->clock.base;
+    pthread_mutex_unlock(&cuda->clock.lock);
   }
   /* The hardware queue may be shared with a stream that is held: then the old base serves on for a while. */
-  atomic_store_explicit(&cuda->base_due_ns, after + (result == CU_SUCCESS ? BASE_LIFE_NS : BASE_RETRY_NS),
+  atomic_store_explicit(&cuda->clock.due_ns, after + (result == CU_SUCCESS ? BASE_LIFE_NS : BASE_RETRY_NS),
                         memory_order_relaxed);
-  pthread_mutex_unlock(&cuda->renew_lock);
+  pthread_mutex_unlock(&cuda->clock.renew_lock);
 }
 
 /* The first base: of some tries, the one whose host time is known best. Called in the context. */
 gemini_status_t gmi_cuda_base_open(cuda_t *cuda) {
-  gemini_status_t status =
-      gmi_cuda_done(cuda, cuda->driver->stream_create(&cuda->clock, CU_STREAM_NON_BLOCKING_FLAG), "cuStreamCreate");
+  gemini_status_t status = gmi_cuda_done(
+      cuda, cuda->driver->stream_create(&cuda->clock.stream, CU_STREAM_NON_BLOCKING_FLAG), "cuStreamCreate");
   for (int i = 0; !status && i < 2; i++)
-    status = gmi_cuda_done(cuda, cuda->driver->event_create(&cuda->bases[i], 0), "cuEventCreate");
+    status = gmi_cuda_done(cuda, cuda->driver->event_create(&cuda->clock.bases[i], 0), "cuEventCreate");
   uint64_t best_ns = UINT64_MAX;
   for (int i = 0; !status && i < 5; i++) {
     uint64_t before = gmi_cuda_now_ns();
-    status = gmi_cuda_done(cuda, cuda->driver->event_record(cuda->bases[1 - cuda->base], cuda->clock), "cuEventRecord");
-    if (!status) status = gmi_cuda_event_wait(cuda, cuda->bases[1 - cuda->base]);
+    status = gmi_cuda_done(
+        cuda, cuda->driver->event_record(cuda->clock.bases[1 - cuda->clock.base], cuda->clock.stream), "cuEventRecord");
+    if (!status) status = gmi_cuda_event_wait(cuda, cuda->clock.bases[1 - cuda->clock.base]);
     uint64_t after = gmi_cuda_now_ns();
     if (status || after - before >= best_ns) continue;
     best_ns = after - before;
-    cuda->base = 1 - cuda->base;
-    cuda->base_ns = before + best_ns / 2;
-    atomic_store_explicit(&cuda->base_due_ns, after + BASE_LIFE_NS, memory_order_relaxed);
+    cuda->clock.base = 1 - cuda->clock.base;
+    cuda->clock.base_ns = before + best_ns / 2;
+    atomic_store_explicit(&cuda->clock.due_ns, after + BASE_LIFE_NS, memory_order_relaxed);
   }
   return status;
 }
@@ -474,11 +475,12 @@ gemini_status_t gmi_cuda_mark_time(void *self, uint32_t index, uint64_t mark, ui
   if (look(cuda, stream, mark) == CU_SUCCESS && point_of(stream, mark)->kind == TIMED &&
       atomic_load_explicit(&stream->reached, memory_order_relaxed) - mark < MARK_TIMES) {
     point_t *point = point_of(stream, mark);
-    pthread_mutex_lock(&cuda->clock_lock);
-    status = gmi_cuda_done(cuda, cuda->driver->event_elapsed(&ms, cuda->bases[cuda->base], point->events[TIMED]),
-                           "cuEventElapsedTime");
-    uint64_t ns = ns_of(cuda->base_ns, ms);
-    pthread_mutex_unlock(&cuda->clock_lock);
+    pthread_mutex_lock(&cuda->clock.lock);
+    status =
+        gmi_cuda_done(cuda, cuda->driver->event_elapsed(&ms, cuda->clock.bases[cuda->clock.base], point->events[TIMED]),
+                      "cuEventElapsedTime");
+    uint64_t ns = ns_of(cuda->clock.base_ns, ms);
+    pthread_mutex_unlock(&cuda->clock.lock);
     if (!status) {
       /* What is certain wins: not before it was placed, not after it was seen, and not before an earlier mark. */
       if (ns < point->placed_ns) ns = point->placed_ns;

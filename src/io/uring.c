@@ -90,15 +90,19 @@ typedef struct uring {
   slot_t *slots;       /* depth of them */
   uint32_t *free_list; /* slots in no use */
   uint32_t free_count;
-  uint32_t *ready; /* slots that wait for room in the submission queue; first in, first out */
-  uint32_t ready_first, ready_count;
+  struct {
+    uint32_t *slots; /* that wait for room in the submission queue; first in, first out */
+    uint32_t first, count;
+  } ready;
   bool files_registered;
   int files_error;
-  buffer_t *buffers; /* registered; by address */
-  uint32_t buffer_count, buffer_capacity, buffer_hint;
-  uint32_t *index_free;
-  uint32_t index_free_count;
-  bool indices_tried;
+  struct {
+    buffer_t *list; /* registered; by address */
+    uint32_t count, capacity, hint;
+    uint32_t *free_indices;
+    uint32_t free_index_count;
+    bool indices_tried;
+  } buffers;
   int buffers_error;
   uint64_t buffers_refused_bytes;
 } uring_t;
@@ -107,10 +111,10 @@ typedef struct uring {
 
 /* The index of the first buffer that ends after an address. */
 static uint32_t buffer_after(const uring_t *u, uintptr_t address) {
-  uint32_t low = 0, high = u->buffer_count;
+  uint32_t low = 0, high = u->buffers.count;
   while (low < high) {
     uint32_t middle = low + (high - low) / 2;
-    if (u->buffers[middle].base + u->buffers[middle].size_bytes > address) high = middle;
+    if (u->buffers.list[middle].base + u->buffers.list[middle].size_bytes > address) high = middle;
     else low = middle + 1;
   }
   return low;
@@ -118,13 +122,13 @@ static uint32_t buffer_after(const uring_t *u, uintptr_t address) {
 
 /* The kernel's index of the buffer in which all of this lies, or -1. */
 static int32_t buffer_of(uring_t *u, uintptr_t address, uint32_t size_bytes) {
-  if (!u->buffer_count) return -1;
-  const buffer_t *b = &u->buffers[u->buffer_hint < u->buffer_count ? u->buffer_hint : 0];
+  if (!u->buffers.count) return -1;
+  const buffer_t *b = &u->buffers.list[u->buffers.hint < u->buffers.count ? u->buffers.hint : 0];
   if (address < b->base || address >= b->base + b->size_bytes) {
     uint32_t i = buffer_after(u, address);
-    if (i == u->buffer_count) return -1;
-    u->buffer_hint = i;
-    b = &u->buffers[i];
+    if (i == u->buffers.count) return -1;
+    u->buffers.hint = i;
+    b = &u->buffers.list[i];
   }
   bool within = address >= b->base && size_bytes <= b->base + b->size_bytes - address;
   return within ? (int32_t)b->index : -1;
@@ -132,8 +136,8 @@ static int32_t buffer_of(uring_t *u, uintptr_t address, uint32_t size_bytes) {
 
 /* The kernel's table of buffers, at first use. */
 static void make_indices(uring_t *u) {
-  if (u->indices_tried) return;
-  u->indices_tried = true;
+  if (u->buffers.indices_tried) return;
+  u->buffers.indices_tried = true;
   int error = -EINVAL;
   uint32_t count = SLOTS_MOST;
   for (; count >= SLOTS_LEAST; count /= 2) {
@@ -141,42 +145,42 @@ static void make_indices(uring_t *u) {
     if (error >= 0) break;
   }
   if (error >= 0) {
-    u->index_free = malloc(count * sizeof *u->index_free);
-    if (!u->index_free) error = -ENOMEM;
+    u->buffers.free_indices = malloc(count * sizeof *u->buffers.free_indices);
+    if (!u->buffers.free_indices) error = -ENOMEM;
   }
   if (error < 0) {
     u->buffers_error = -error;
     return;
   }
-  for (uint32_t i = 0; i < count; i++) u->index_free[i] = count - 1 - i;
-  u->index_free_count = count;
+  for (uint32_t i = 0; i < count; i++) u->buffers.free_indices[i] = count - 1 - i;
+  u->buffers.free_index_count = count;
 }
 
 /* 0 or an errno. */
 static int add_one_buffer(uring_t *u, uintptr_t base, uint64_t size_bytes) {
-  if (!u->index_free_count) return u->buffers_error ? u->buffers_error : ENOSPC;
-  if (u->buffer_count == u->buffer_capacity) {
-    uint32_t capacity = u->buffer_capacity ? u->buffer_capacity * 2 : 16;
-    buffer_t *more = realloc(u->buffers, capacity * sizeof *more);
+  if (!u->buffers.free_index_count) return u->buffers_error ? u->buffers_error : ENOSPC;
+  if (u->buffers.count == u->buffers.capacity) {
+    uint32_t capacity = u->buffers.capacity ? u->buffers.capacity * 2 : 16;
+    buffer_t *more = realloc(u->buffers.list, capacity * sizeof *more);
     if (!more) return ENOMEM;
-    u->buffers = more;
-    u->buffer_capacity = capacity;
+    u->buffers.list = more;
+    u->buffers.capacity = capacity;
   }
-  uint32_t index = u->index_free[u->index_free_count - 1];
+  uint32_t index = u->buffers.free_indices[u->buffers.free_index_count - 1];
   struct iovec memory = { (void *)base, size_bytes };
   int result = u->e->sys->ring_register_buffers_update(&u->ring, index, &memory, 1);
   if (result < 0) return -result;
-  u->index_free_count--;
+  u->buffers.free_index_count--;
   uint32_t at = buffer_after(u, base);
-  memmove(u->buffers + at + 1, u->buffers + at, (u->buffer_count - at) * sizeof *u->buffers);
-  u->buffers[at] = (buffer_t){ base, size_bytes, index };
-  u->buffer_count++;
+  memmove(u->buffers.list + at + 1, u->buffers.list + at, (u->buffers.count - at) * sizeof *u->buffers.list);
+  u->buffers.list[at] = (buffer_t){ base, size_bytes, index };
+  u->buffers.count++;
   return 0;
 }
 
 static gemini_status_t add_buffers(uring_t *u, uintptr_t base, uint64_t size_bytes) {
   uint32_t at = buffer_after(u, base);
-  if (at < u->buffer_count && u->buffers[at].base < base + size_bytes) return GEMINI_ERR_INVALID;
+  if (at < u->buffers.count && u->buffers.list[at].base < base + size_bytes) return GEMINI_ERR_INVALID;
   make_indices(u);
   while (size_bytes) {
     uint64_t piece = size_bytes < BUFFER_LIMIT_BYTES ? size_bytes : BUFFER_LIMIT_BYTES;
@@ -194,14 +198,14 @@ static gemini_status_t add_buffers(uring_t *u, uintptr_t base, uint64_t size_byt
 
 static void remove_buffers(uring_t *u, uintptr_t base, uint64_t size_bytes) {
   uint32_t at = buffer_after(u, base);
-  while (at < u->buffer_count && u->buffers[at].base < base + size_bytes) {
+  while (at < u->buffers.count && u->buffers.list[at].base < base + size_bytes) {
     struct iovec none = { NULL, 0 };
-    uint32_t index = u->buffers[at].index;
+    uint32_t index = u->buffers.list[at].index;
     /* An index that cannot be emptied is not used again. */
     if (u->e->sys->ring_register_buffers_update(&u->ring, index, &none, 1) >= 0)
-      u->index_free[u->index_free_count++] = index;
-    u->buffer_count--;
-    memmove(u->buffers + at, u->buffers + at + 1, (u->buffer_count - at) * sizeof *u->buffers);
+      u->buffers.free_indices[u->buffers.free_index_count++] = index;
+    u->buffers.count--;
+    memmove(u->buffers.list + at, u->buffers.list + at + 1, (u->buffers.count - at) * sizeof *u->buffers.list);
   }
 }
 
@@ -229,7 +233,7 @@ static void describe(uring_t *u) {
   else ADD("io_uring: plain");
   if (u->files_registered) ADD(", registered files");
   else ADD(", no registered files (%s)", strerror(u->files_error));
-  ADD(", %u registered buffers", u->buffer_count);
+  ADD(", %u registered buffers", u->buffers.count);
   if (u->buffers_refused_bytes)
     ADD(" (%s: %llu MiB without)", strerror(u->buffers_error), (unsigned long long)(u->buffers_refused_bytes >> 20));
 #undef ADD
@@ -250,7 +254,7 @@ static void execute(uring_t *u, command_t *c) {
 /* --- parts --- */
 
 static void push_ready(uring_t *u, uint32_t slot) {
-  u->ready[(u->ready_first + u->ready_count++) % u->e->depth] = slot;
+  u->ready.slots[(u->ready.first + u->ready.count++) % u->e->depth] = slot;
 }
 
 static void prepare(uring_t *u, uint32_t slot, struct io_uring_sqe *sqe) {
@@ -279,11 +283,11 @@ static bool fill(uring_t *u) {
     sqe->user_data = OF_WAKE;
     u->wake_armed = true;
   }
-  while (u->ready_count) {
+  while (u->ready.count) {
     if (!(sqe = io_uring_get_sqe(&u->ring))) return false;
-    uint32_t slot = u->ready[u->ready_first];
-    u->ready_first = (u->ready_first + 1) % u->e->depth;
-    u->ready_count--;
+    uint32_t slot = u->ready.slots[u->ready.first];
+    u->ready.first = (u->ready.first + 1) % u->e->depth;
+    u->ready.count--;
     prepare(u, slot, sqe);
   }
   return true;
@@ -339,18 +343,18 @@ static void give_up(uring_t *u, int error) {
   struct io_uring_sq *sq = &u->ring.sq;
   unsigned head = *sq->khead, count = sq->sqe_tail - head;
   uint32_t from =
-      u->ready_first + u->ready_count; /* the queue of those that are ready has room, as they are not in it */
+      u->ready.first + u->ready.count; /* the queue of those that are ready has room, as they are not in it */
   uint32_t parts = 0;
   for (unsigned i = 0; i < count; i++) {
     uint64_t user_data = sq->sqes[(head + i) & *sq->kring_mask].user_data;
     if (user_data == OF_WAKE) u->wake_armed = false;
-    else u->ready[(from + parts++) % u->e->depth] = (uint32_t)user_data;
+    else u->ready.slots[(from + parts++) % u->e->depth] = (uint32_t)user_data;
   }
   *sq->ktail = head; /* which the kernel reads in a call from this thread only */
   sq->sqe_head = sq->sqe_tail = head;
   for (uint32_t i = 0; i < parts; i++) {
     /* Nothing is pushed to ready before all are read: what is given up is over. */
-    uint32_t slot = u->ready[(from + i) % u->e->depth];
+    uint32_t slot = u->ready.slots[(from + i) % u->e->depth];
     u->slots[slot].pausing = false;
     gmi_engine_give_up(u->e, &u->slots[slot].part, error, "io_uring_enter");
     u->free_list[u->free_count++] = slot;
@@ -546,9 +550,9 @@ static void dispose(uring_t *u) {
   if (u->wake_fd >= 0) u->e->sys->close(u->wake_fd);
   gmi_fork_let();
   pthread_cond_destroy(&u->news);
-  free(u->buffers);
-  free(u->index_free);
-  free(u->ready);
+  free(u->buffers.list);
+  free(u->buffers.free_indices);
+  free(u->ready.slots);
   free(u->free_list);
   free(u->slots);
   free(u);
@@ -594,8 +598,8 @@ gemini_status_t gmi_uring_open(gmi_engine_t *engine) {
   }
   u->slots = calloc(e->depth, sizeof *u->slots);
   u->free_list = calloc(e->depth, sizeof *u->free_list);
-  u->ready = calloc(e->depth, sizeof *u->ready);
-  if (!u->slots || !u->free_list || !u->ready) {
+  u->ready.slots = calloc(e->depth, sizeof *u->ready.slots);
+  if (!u->slots || !u->free_list || !u->ready.slots) {
     status = gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the file engine");
     goto fail;
   }

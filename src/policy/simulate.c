@@ -50,8 +50,11 @@ typedef struct heap {
 typedef struct machine {
   const gmi_facts_t *facts;
   const gmi_plan_t *plan;
-  frame_run_t *runs; /* ring */
-  uint64_t run_capacity, run_first, run_count, free_frames;
+  struct {
+    frame_run_t *ring;
+    uint64_t capacity, first, count;
+  } runs;
+  uint64_t free_frames;
   uint64_t *host_ready_ns;  /* [window_count] when the copy on the host is current, but for pieces not done yet */
   uint64_t *fetch_start_ns; /* [fetches] of one that is issued: when it has its frame */
   uint32_t arriving;        /* the first fetch issued and put off; they come in order of need, so in this order */
@@ -67,13 +70,17 @@ typedef struct machine {
   uint64_t *updated_ns; /* [window_count] when its last device piece is done; only where pieces run apart */
   uint32_t *fresh;      /* [op_count] windows that arrive by being overwritten */
   uint32_t *streamed;   /* [piece_count] state windows that are read and written for this piece; 0: none */
-  uint32_t *queue;      /* [piece_count] the iteration's streamed pieces */
-  uint64_t *queue_ns;   /* [piece_count] when they were submitted; then when they were done */
-  uint32_t queue_count;
-  uint64_t file_windows;                                                        /* read, and written, in an iteration */
-  uint64_t begin_ns;                                                            /* of the iteration */
-  uint64_t stream_ns, device_update_ns, fetch_ns, evict_ns, update_ns, file_ns; /* when each resource is free */
-  uint64_t worst_stall_ns, stall_ns;                                            /* of this iteration; of this op */
+  struct {
+    uint32_t *pieces; /* [piece_count] the iteration's streamed ones */
+    uint64_t *ns;     /* [piece_count] when they were submitted; then when they were done */
+    uint32_t count;
+  } queue;
+  uint64_t file_windows; /* read, and written, in an iteration */
+  uint64_t begin_ns;     /* of the iteration */
+  struct {               /* when each resource is free */
+    uint64_t stream_ns, device_update_ns, fetch_ns, evict_ns, update_ns, file_ns;
+  } idle;
+  uint64_t worst_stall_ns, stall_ns; /* of this iteration; of this op */
   uint32_t worst_op;
   bool starved; /* a frame was wanted and none is free: the plan is not of this input */
 } machine_t;
@@ -81,21 +88,21 @@ typedef struct machine {
 static void give_frames(machine_t *m, uint64_t ready_ns, uint64_t count) {
   if (count == 0) return;
   m->free_frames += count;
-  if (m->run_count > 0) {
-    frame_run_t *last = &m->runs[(m->run_first + m->run_count - 1) % m->run_capacity];
+  if (m->runs.count > 0) {
+    frame_run_t *last = &m->runs.ring[(m->runs.first + m->runs.count - 1) % m->runs.capacity];
     if (last->ready_ns == ready_ns) {
       last->count += count;
       return;
     }
   }
-  if (m->run_count == m->run_capacity) { /* join the two oldest: frames that wait this long are ready anyway */
-    frame_run_t *oldest = &m->runs[m->run_first], *second = &m->runs[(m->run_first + 1) % m->run_capacity];
+  if (m->runs.count == m->runs.capacity) { /* join the two oldest: frames that wait this long are ready anyway */
+    frame_run_t *oldest = &m->runs.ring[m->runs.first], *second = &m->runs.ring[(m->runs.first + 1) % m->runs.capacity];
     second->count += oldest->count;
     if (second->ready_ns < oldest->ready_ns) second->ready_ns = oldest->ready_ns;
-    m->run_first = (m->run_first + 1) % m->run_capacity;
-    m->run_count--;
+    m->runs.first = (m->runs.first + 1) % m->runs.capacity;
+    m->runs.count--;
   }
-  m->runs[(m->run_first + m->run_count++) % m->run_capacity] = (frame_run_t){ ready_ns, count };
+  m->runs.ring[(m->runs.first + m->runs.count++) % m->runs.capacity] = (frame_run_t){ ready_ns, count };
 }
 
 /* Takes frames; returns when the last of them is ready. */
@@ -107,14 +114,14 @@ static uint64_t take_frames(machine_t *m, uint64_t count) {
   }
   m->free_frames -= count;
   while (count > 0) {
-    frame_run_t *run = &m->runs[m->run_first];
+    frame_run_t *run = &m->runs.ring[m->runs.first];
     uint64_t part = count < run->count ? count : run->count;
     if (ready_ns < run->ready_ns) ready_ns = run->ready_ns;
     run->count -= part;
     count -= part;
     if (run->count == 0) {
-      m->run_first = (m->run_first + 1) % m->run_capacity;
-      m->run_count--;
+      m->runs.first = (m->runs.first + 1) % m->runs.capacity;
+      m->runs.count--;
     }
   }
   return ready_ns;
@@ -149,17 +156,17 @@ static uint32_t pop(heap_t *heap) {
 static bool run_piece(machine_t *m, uint64_t before_ns) {
   const gmi_plan_input_t *input = m->facts->input;
   if (m->ready.count == 0 && m->coming.count == 0) return false;
-  uint64_t start_ns = m->ready.count > 0 ? m->update_ns : later(m->update_ns, m->coming.items[0].key);
+  uint64_t start_ns = m->ready.count > 0 ? m->idle.update_ns : later(m->idle.update_ns, m->coming.items[0].key);
   if (start_ns >= before_ns) return false;
   while (m->coming.count > 0 && m->coming.items[0].key <= start_ns) {
     uint32_t piece = pop(&m->coming);
     push(&m->ready, m->next_use[piece], piece);
   }
   uint32_t piece = pop(&m->ready);
-  m->update_ns = start_ns + input->pieces[piece].host_ns;
+  m->idle.update_ns = start_ns + input->pieces[piece].host_ns;
   m->owed_ns -= input->pieces[piece].host_ns;
   m->ready_ns[piece] = NOT_SUBMITTED;
-  uint64_t done_ns = m->update_ns + input->host_delay_ns;
+  uint64_t done_ns = m->idle.update_ns + input->host_delay_ns;
   for (uint32_t i = input->pieces[piece].window_first; i < gmi_plan_piece_end(input, piece); i++) {
     uint32_t window = input->piece_windows[i], next = m->next_taker[i];
     m->host_ready_ns[window] = later(m->host_ready_ns[window], done_ns);
@@ -176,7 +183,7 @@ static bool run_piece(machine_t *m, uint64_t before_ns) {
 static void submit(machine_t *m, uint32_t piece) {
   const gmi_plan_input_t *input = m->facts->input;
   while (m->ready_ns[piece] != NOT_SUBMITTED) run_piece(m, UINT64_MAX);
-  uint64_t ready_ns = m->stream_ns;
+  uint64_t ready_ns = m->idle.stream_ns;
   for (uint32_t i = input->pieces[piece].window_first; i < gmi_plan_piece_end(input, piece); i++) {
     uint32_t window = input->piece_windows[i], last = m->last_taker[window];
     ready_ns = later(ready_ns, m->host_ready_ns[window]);
@@ -211,7 +218,7 @@ static uint64_t arrived_for(machine_t *m, uint32_t op, uint32_t piece) {
     const gmi_plan_move_t *move = &m->plan->fetches[m->arriving];
     if (move->use_op != op || move->use_piece != piece) break;
     while (m->last_taker[move->window] != NONE) run_piece(m, UINT64_MAX);
-    ready_ns = m->fetch_ns = fetched(m, m->arriving, m->fetch_ns);
+    ready_ns = m->idle.fetch_ns = fetched(m, m->arriving, m->idle.fetch_ns);
     if (++m->arriving == m->plan->fetch_first[m->plan->op_count]) m->arriving = 0;
   }
   return ready_ns;
@@ -221,11 +228,11 @@ static void issue_evicts(machine_t *m, uint32_t *next, uint32_t end, uint32_t pi
   const gmi_plan_input_t *input = m->facts->input;
   for (; *next < end && m->plan->evicts[*next].piece == piece; ++*next) {
     const gmi_plan_move_t *move = &m->plan->evicts[*next];
-    uint64_t free_ns = later(m->stream_ns, m->updated_ns ? m->updated_ns[move->window] : 0);
+    uint64_t free_ns = later(m->idle.stream_ns, m->updated_ns ? m->updated_ns[move->window] : 0);
     if ((move->flags & GMI_EVICT_DIRTY) != 0) {
-      m->evict_ns = later(m->evict_ns, free_ns) + input->evict_ns;
-      m->host_ready_ns[move->window] = m->evict_ns;
-      give_frames(m, m->evict_ns, 1);
+      m->idle.evict_ns = later(m->idle.evict_ns, free_ns) + input->evict_ns;
+      m->host_ready_ns[move->window] = m->idle.evict_ns;
+      give_frames(m, m->idle.evict_ns, 1);
     } else {
       give_frames(m, free_ns, 1);
     }
@@ -233,11 +240,11 @@ static void issue_evicts(machine_t *m, uint32_t *next, uint32_t end, uint32_t pi
 }
 
 static void run_step(machine_t *m, uint64_t ready_ns, uint64_t duration_ns) {
-  if (ready_ns > m->stream_ns) {
-    m->stall_ns += ready_ns - m->stream_ns;
-    m->stream_ns = ready_ns;
+  if (ready_ns > m->idle.stream_ns) {
+    m->stall_ns += ready_ns - m->idle.stream_ns;
+    m->idle.stream_ns = ready_ns;
   }
-  m->stream_ns += duration_ns;
+  m->idle.stream_ns += duration_ns;
 }
 
 /* On a stream of its own, where there is one, behind the op; else as a step of the compute stream. */
@@ -248,9 +255,10 @@ static void update_on_device(machine_t *m, uint32_t piece) {
     run_step(m, ready_ns, input->pieces[piece].device_ns);
     return;
   }
-  m->device_update_ns = later(later(m->device_update_ns, m->stream_ns), ready_ns) + input->pieces[piece].device_ns;
+  m->idle.device_update_ns =
+      later(later(m->idle.device_update_ns, m->idle.stream_ns), ready_ns) + input->pieces[piece].device_ns;
   for (uint32_t i = input->pieces[piece].window_first; i < gmi_plan_piece_end(input, piece); i++)
-    m->updated_ns[input->piece_windows[i]] = m->device_update_ns;
+    m->updated_ns[input->piece_windows[i]] = m->idle.device_update_ns;
 }
 
 /* When the pieces are done whose windows the op uses. */
@@ -265,27 +273,28 @@ static uint64_t updated_for(const machine_t *m, uint32_t op) {
 static void update_read(machine_t *m, uint32_t piece) {
   const gmi_plan_input_t *input = m->facts->input;
   uint32_t first = input->pieces[piece].window_first, end = gmi_plan_piece_end(input, piece);
-  uint64_t start_ns = later(m->update_ns, m->file_ns);
+  uint64_t start_ns = later(m->idle.update_ns, m->idle.file_ns);
   for (uint32_t i = first; i < end; i++) start_ns = later(start_ns, m->host_ready_ns[input->piece_windows[i]]);
-  m->update_ns = start_ns + input->pieces[piece].host_ns;
-  for (uint32_t i = first; i < end; i++) m->host_ready_ns[input->piece_windows[i]] = m->update_ns;
+  m->idle.update_ns = start_ns + input->pieces[piece].host_ns;
+  for (uint32_t i = first; i < end; i++) m->host_ready_ns[input->piece_windows[i]] = m->idle.update_ns;
 }
 
 /* Reads go on as far ahead as pieces may be under way; a piece's write comes when that many later ones were read. */
 static void update_streamed(machine_t *m) {
   const gmi_plan_input_t *input = m->facts->input;
   uint32_t ahead = input->host_pieces_ahead > 0 ? input->host_pieces_ahead : 1;
-  while (m->queue_count > 0 && run_piece(m, UINT64_MAX)) continue;
-  for (uint32_t i = 0; i < m->queue_count + ahead; i++) {
-    if (i < m->queue_count) {
-      m->file_ns = later(m->file_ns, m->queue_ns[i]) + m->streamed[m->queue[i]] * input->file_read_ns;
-      update_read(m, m->queue[i]);
-      m->queue_ns[i] = m->update_ns;
+  while (m->queue.count > 0 && run_piece(m, UINT64_MAX)) continue;
+  for (uint32_t i = 0; i < m->queue.count + ahead; i++) {
+    if (i < m->queue.count) {
+      m->idle.file_ns = later(m->idle.file_ns, m->queue.ns[i]) + m->streamed[m->queue.pieces[i]] * input->file_read_ns;
+      update_read(m, m->queue.pieces[i]);
+      m->queue.ns[i] = m->idle.update_ns;
     }
-    if (i >= ahead && i - ahead < m->queue_count)
-      m->file_ns = later(m->file_ns, m->queue_ns[i - ahead]) + m->streamed[m->queue[i - ahead]] * input->file_write_ns;
+    if (i >= ahead && i - ahead < m->queue.count)
+      m->idle.file_ns = later(m->idle.file_ns, m->queue.ns[i - ahead]) +
+                        m->streamed[m->queue.pieces[i - ahead]] * input->file_write_ns;
   }
-  m->queue_count = 0;
+  m->queue.count = 0;
 }
 
 /* States that have no place on the device for good and for which the host has no room. Those of host pieces are
@@ -324,13 +333,13 @@ static void find_streamed(machine_t *m, uint8_t *seen) {
 static void run_iteration(machine_t *m) {
   const gmi_plan_input_t *input = m->facts->input;
   const gmi_plan_t *plan = m->plan;
-  m->begin_ns = m->stream_ns;
+  m->begin_ns = m->idle.stream_ns;
   m->worst_op = 0, m->worst_stall_ns = 0;
   for (uint32_t op = 0; op < input->op_count; op++) {
     uint32_t fetch = plan->fetch_first[op], fetch_end = plan->fetch_first[op + 1];
     uint32_t evict = plan->evict_first[op], evict_end = plan->evict_first[op + 1];
     uint32_t heap = input->ops[op].heap_frames, before = input->ops[op > 0 ? op - 1 : input->op_count - 1].heap_frames;
-    if (heap < before) give_frames(m, m->stream_ns, before - heap);
+    if (heap < before) give_frames(m, m->idle.stream_ns, before - heap);
     issue_fetches(m, &fetch, fetch_end, GMI_NO_PIECE);
     uint64_t ready_ns = take_frames(m, (uint64_t)m->fresh[op] + (heap > before ? heap - before : 0));
     m->stall_ns = 0;
@@ -350,11 +359,11 @@ static void run_iteration(machine_t *m) {
       if (m->streamed[piece] == 0) {
         submit(m, piece);
       } else {
-        m->queue[m->queue_count] = piece;
-        m->queue_ns[m->queue_count++] = m->stream_ns;
+        m->queue.pieces[m->queue.count] = piece;
+        m->queue.ns[m->queue.count++] = m->idle.stream_ns;
       }
     }
-    while (run_piece(m, m->stream_ns)) continue; /* so that what is left is work behind, and little */
+    while (run_piece(m, m->idle.stream_ns)) continue; /* so that what is left is work behind, and little */
     if (m->stall_ns > m->worst_stall_ns) m->worst_op = op, m->worst_stall_ns = m->stall_ns;
     if (fetch != fetch_end || evict != evict_end) m->starved = true; /* a move names a piece that does not run here */
   }
@@ -411,9 +420,9 @@ gemini_status_t gmi_simulate(const gmi_facts_t *facts, gmi_plan_t *plan, uint32_
   uint64_t evicts = plan->evict_first[plan->op_count], fetches = plan->fetch_first[plan->op_count];
   size_t piece_windows = input->piece_count > 0 ? gmi_plan_piece_end(input, input->piece_count - 1) : 0;
   machine_t m = { .facts = facts, .plan = plan };
-  m.run_capacity = evicts + input->op_count + 2;
-  if (m.run_capacity > (uint64_t)input->frame_count + 2) m.run_capacity = (uint64_t)input->frame_count + 2;
-  m.runs = malloc(m.run_capacity * sizeof *m.runs);
+  m.runs.capacity = evicts + input->op_count + 2;
+  if (m.runs.capacity > (uint64_t)input->frame_count + 2) m.runs.capacity = (uint64_t)input->frame_count + 2;
+  m.runs.ring = malloc(m.runs.capacity * sizeof *m.runs.ring);
   m.host_ready_ns = calloc((size_t)input->window_count + 1, sizeof *m.host_ready_ns);
   m.fetch_start_ns = malloc((fetches + 1) * sizeof *m.fetch_start_ns);
   m.coming.items = malloc(((size_t)input->piece_count + 1) * sizeof *m.coming.items);
@@ -426,14 +435,14 @@ gemini_status_t gmi_simulate(const gmi_facts_t *facts, gmi_plan_t *plan, uint32_
   if (input->pieces_apart) m.updated_ns = calloc((size_t)input->window_count + 1, sizeof *m.updated_ns);
   m.fresh = calloc(input->op_count, sizeof *m.fresh);
   m.streamed = calloc((size_t)input->piece_count + 1, sizeof *m.streamed);
-  m.queue = calloc((size_t)input->piece_count + 1, sizeof *m.queue);
-  m.queue_ns = calloc((size_t)input->piece_count + 1, sizeof *m.queue_ns);
+  m.queue.pieces = calloc((size_t)input->piece_count + 1, sizeof *m.queue.pieces);
+  m.queue.ns = calloc((size_t)input->piece_count + 1, sizeof *m.queue.ns);
   uint8_t *resident = malloc((size_t)input->window_count + 1);
   gemini_status_t status = GEMINI_ERR_OOM_SYSTEM;
-  if (m.runs == NULL || m.host_ready_ns == NULL || m.fetch_start_ns == NULL || m.coming.items == NULL ||
+  if (m.runs.ring == NULL || m.host_ready_ns == NULL || m.fetch_start_ns == NULL || m.coming.items == NULL ||
       m.ready.items == NULL || m.ready_ns == NULL || m.next_use == NULL || m.blocked == NULL || m.last_taker == NULL ||
       m.next_taker == NULL || (input->pieces_apart && m.updated_ns == NULL) || m.fresh == NULL || m.streamed == NULL ||
-      m.queue == NULL || m.queue_ns == NULL || resident == NULL)
+      m.queue.pieces == NULL || m.queue.ns == NULL || resident == NULL)
     goto end;
 
   status = GEMINI_ERR_INVALID;
@@ -451,17 +460,17 @@ gemini_status_t gmi_simulate(const gmi_facts_t *facts, gmi_plan_t *plan, uint32_
   for (bool steady = false; iteration < MAX_ITERATIONS && !steady; iteration++) {
     run_iteration(&m);
     if (m.starved) goto end;
-    uint64_t fetch_ns = m.fetch_ns;
+    uint64_t fetch_ns = m.idle.fetch_ns;
     for (uint32_t k = 0, f = m.arriving; k < m.arriving_count; k++, f = f + 1 < fetches ? f + 1 : 0)
       fetch_ns = fetched(&m, f, fetch_ns);
-    uint64_t behind_now_ns[5] = { later(fetch_ns, m.stream_ns) - m.stream_ns,
-                                  later(m.evict_ns, m.stream_ns) - m.stream_ns,
-                                  later(m.update_ns, m.stream_ns) - m.stream_ns + m.owed_ns,
-                                  later(m.file_ns, m.stream_ns) - m.stream_ns,
-                                  later(m.device_update_ns, m.stream_ns) - m.stream_ns };
-    steady = iteration > 0 && length_ns == m.stream_ns - m.begin_ns &&
+    uint64_t behind_now_ns[5] = { later(fetch_ns, m.idle.stream_ns) - m.idle.stream_ns,
+                                  later(m.idle.evict_ns, m.idle.stream_ns) - m.idle.stream_ns,
+                                  later(m.idle.update_ns, m.idle.stream_ns) - m.idle.stream_ns + m.owed_ns,
+                                  later(m.idle.file_ns, m.idle.stream_ns) - m.idle.stream_ns,
+                                  later(m.idle.device_update_ns, m.idle.stream_ns) - m.idle.stream_ns };
+    steady = iteration > 0 && length_ns == m.idle.stream_ns - m.begin_ns &&
              memcmp(behind_ns, behind_now_ns, sizeof behind_ns) == 0;
-    length_ns = m.stream_ns - m.begin_ns;
+    length_ns = m.idle.stream_ns - m.begin_ns;
     memcpy(behind_ns, behind_now_ns, sizeof behind_ns);
   }
   uint64_t dirty = 0;
@@ -486,7 +495,7 @@ gemini_status_t gmi_simulate(const gmi_facts_t *facts, gmi_plan_t *plan, uint32_
   if (iterations_out != NULL) *iterations_out = iteration;
   status = GEMINI_OK;
 end:
-  free(m.runs);
+  free(m.runs.ring);
   free(m.host_ready_ns);
   free(m.fetch_start_ns);
   free(m.coming.items);
@@ -499,8 +508,8 @@ end:
   free(m.updated_ns);
   free(m.fresh);
   free(m.streamed);
-  free(m.queue);
-  free(m.queue_ns);
+  free(m.queue.pieces);
+  free(m.queue.ns);
   free(resident);
   return status;
 }

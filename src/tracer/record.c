@@ -89,7 +89,7 @@ bool gmi_tracer_timings_reserve(gmi_tracer_t *t, uint32_t count) {
 }
 
 static bool time_of(gmi_manager_t *m, gmi_fence_t fence, uint64_t *ns_out) {
-  return m->dev->mark_time(m->dev_self, gmi_fence_stream(fence), gmi_fence_mark(fence), ns_out) == GEMINI_OK;
+  return m->dev->stream.mark_time(m->dev_self, gmi_fence_stream(fence), gmi_fence_mark(fence), ns_out) == GEMINI_OK;
 }
 
 void gmi_tracer_resolve(gmi_manager_t *m, bool block) {

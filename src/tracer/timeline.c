@@ -138,8 +138,9 @@ static void poll_events(gmi_manager_t *m, bool block) {
     }
     uint64_t begin, end;
     e->known =
-        m->dev->mark_time(m->dev_self, gmi_fence_stream(e->begin), gmi_fence_mark(e->begin), &begin) == GEMINI_OK &&
-        m->dev->mark_time(m->dev_self, gmi_fence_stream(e->end), gmi_fence_mark(e->end), &end) == GEMINI_OK;
+        m->dev->stream.mark_time(m->dev_self, gmi_fence_stream(e->begin), gmi_fence_mark(e->begin), &begin) ==
+            GEMINI_OK &&
+        m->dev->stream.mark_time(m->dev_self, gmi_fence_stream(e->end), gmi_fence_mark(e->end), &end) == GEMINI_OK;
     if (!e->known) {
       e->type = 0;
       t->lost++;

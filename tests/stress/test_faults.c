@@ -48,25 +48,25 @@ static bool fails(uint32_t kind) {
   return true;
 }
 static gemini_status_t copy(void *self, uint32_t stream, void *dst, const void *src, uint64_t size, uint32_t kind) {
-  return fails(FAULT_COPY) ? GEMINI_ERR_DEVICE : real->copy(self, stream, dst, src, size, kind);
+  return fails(FAULT_COPY) ? GEMINI_ERR_DEVICE : real->queue.copy(self, stream, dst, src, size, kind);
 }
 static gemini_status_t map(void *self, void *va, uint64_t frame, uint64_t size) {
-  return fails(FAULT_MAP) ? GEMINI_ERR_DEVICE : real->map(self, va, frame, size);
+  return fails(FAULT_MAP) ? GEMINI_ERR_DEVICE : real->memory.map(self, va, frame, size);
 }
 static gemini_status_t host_lock(void *self, void *base, uint64_t size) {
-  return fails(FAULT_HOST_LOCK) ? GEMINI_ERR_OOM_SYSTEM : real->host_lock(self, base, size);
+  return fails(FAULT_HOST_LOCK) ? GEMINI_ERR_OOM_SYSTEM : real->memory.host_lock(self, base, size);
 }
 static gemini_status_t mark(void *self, uint32_t stream, uint64_t *mark_out) {
-  return fails(FAULT_MARK) ? GEMINI_ERR_DEVICE : real->mark(self, stream, mark_out);
+  return fails(FAULT_MARK) ? GEMINI_ERR_DEVICE : real->stream.mark(self, stream, mark_out);
 }
 static gemini_status_t zero(void *self, uint32_t stream, void *dst, uint64_t size) {
-  return fails(FAULT_ZERO) ? GEMINI_ERR_DEVICE : real->zero(self, stream, dst, size);
+  return fails(FAULT_ZERO) ? GEMINI_ERR_DEVICE : real->queue.zero(self, stream, dst, size);
 }
 static gemini_status_t wait(void *self, uint32_t stream, uint32_t other, uint64_t at) {
-  return fails(FAULT_WAIT) ? GEMINI_ERR_DEVICE : real->wait(self, stream, other, at);
+  return fails(FAULT_WAIT) ? GEMINI_ERR_DEVICE : real->stream.wait(self, stream, other, at);
 }
 static gemini_status_t frame_create(void *self, uint64_t size, uint64_t *frame_out) {
-  return fails(FAULT_FRAME) ? GEMINI_ERR_OOM_SYSTEM : real->frame_create(self, size, frame_out);
+  return fails(FAULT_FRAME) ? GEMINI_ERR_OOM_SYSTEM : real->memory.frame_create(self, size, frame_out);
 }
 
 /* The manager's device gets them; faulty lives as long as it. The countdown begins when the caller sets it. */
@@ -74,13 +74,13 @@ static void inject(gemini_manager_t mgr, gmi_device_ops_t *faulty, uint32_t kind
   gmi_manager_t *m = gmi_manager_get(mgr);
   real = m->dev;
   *faulty = *real;
-  faulty->copy = copy;
-  faulty->map = map;
-  faulty->host_lock = host_lock;
-  faulty->mark = mark;
-  faulty->zero = zero;
-  faulty->wait = wait;
-  faulty->frame_create = frame_create;
+  faulty->queue.copy = copy;
+  faulty->memory.map = map;
+  faulty->memory.host_lock = host_lock;
+  faulty->stream.mark = mark;
+  faulty->queue.zero = zero;
+  faulty->stream.wait = wait;
+  faulty->memory.frame_create = frame_create;
   m->dev = faulty;
   fault = kind;
   failed = false;

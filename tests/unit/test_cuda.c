@@ -35,36 +35,36 @@ static void device_close(void *device) {
 }
 static uint32_t stream_new(void *device) {
   uint32_t stream;
-  CHECK_EQ(ops->stream_create(device, &stream), GEMINI_OK);
+  CHECK_EQ(ops->stream.create(device, &stream), GEMINI_OK);
   return stream;
 }
 static uint64_t mark_new(void *device, uint32_t stream) {
   uint64_t mark = 0;
-  CHECK_EQ(ops->mark(device, stream, &mark), GEMINI_OK);
+  CHECK_EQ(ops->stream.mark(device, stream, &mark), GEMINI_OK);
   return mark;
 }
 static void stream_drain(void *device, uint32_t stream) {
-  CHECK_EQ(ops->sync(device, stream, mark_new(device, stream)), GEMINI_OK);
+  CHECK_EQ(ops->stream.sync(device, stream, mark_new(device, stream)), GEMINI_OK);
 }
 static uint64_t frame_new(void *device, uint64_t size_bytes) {
   uint64_t frame = 0;
-  CHECK_EQ(ops->frame_create(device, size_bytes, &frame), GEMINI_OK);
+  CHECK_EQ(ops->memory.frame_create(device, size_bytes, &frame), GEMINI_OK);
   return frame;
 }
 static unsigned char *range_new(void *device, uint64_t size_bytes) {
   void *base = NULL;
-  CHECK_EQ(ops->reserve(device, size_bytes, &base), GEMINI_OK);
+  CHECK_EQ(ops->memory.reserve(device, size_bytes, &base), GEMINI_OK);
   return base;
 }
 static unsigned char *host_new(void *device, uint64_t size_bytes) {
   void *base = NULL;
   CHECK_EQ(posix_memalign(&base, 4096, size_bytes), 0);
   memset(base, 0, size_bytes);
-  CHECK_EQ(ops->host_lock(device, base, size_bytes), GEMINI_OK);
+  CHECK_EQ(ops->memory.host_lock(device, base, size_bytes), GEMINI_OK);
   return base;
 }
 static void host_delete(void *device, void *base, uint64_t size_bytes) {
-  CHECK_EQ(ops->host_unlock(device, base, size_bytes), GEMINI_OK);
+  CHECK_EQ(ops->memory.host_unlock(device, base, size_bytes), GEMINI_OK);
   free(base);
 }
 static void sleep_ns(uint64_t ns) {
@@ -74,13 +74,13 @@ static void sleep_ns(uint64_t ns) {
 /* The byte at a device address, by a copy. */
 static int byte_at(void *device, uint32_t stream, const unsigned char *address, unsigned char *host) {
   host[0] = 0;
-  CHECK_EQ(ops->copy(device, stream, host, address, 1, GMI_COPY_D2H), GEMINI_OK);
+  CHECK_EQ(ops->queue.copy(device, stream, host, address, 1, GMI_COPY_D2H), GEMINI_OK);
   stream_drain(device, stream);
   return host[0];
 }
 static void set_byte(void *device, uint32_t stream, unsigned char *address, unsigned char *host, int byte) {
   host[0] = (unsigned char)byte;
-  CHECK_EQ(ops->copy(device, stream, address, host, 1, GMI_COPY_H2D), GEMINI_OK);
+  CHECK_EQ(ops->queue.copy(device, stream, address, host, 1, GMI_COPY_H2D), GEMINI_OK);
   stream_drain(device, stream);
 }
 /* Does the thread's last error say that, with that native code? */
@@ -152,7 +152,7 @@ static void test_cuda_open_says_what_is_missing(void) {
   config.ordinal = 1; /* the other GPU */
   CHECK_EQ(ops->open(&config, &device), GEMINI_OK);
   uint64_t frame = frame_new(device, GRANULE);
-  CHECK_EQ(ops->map(device, range_new(device, GRANULE), frame, GRANULE), GEMINI_OK);
+  CHECK_EQ(ops->memory.map(device, range_new(device, GRANULE), frame, GRANULE), GEMINI_OK);
   device_close(device);
 }
 
@@ -180,35 +180,35 @@ static void test_cuda_operations_leave_the_threads_context_alone(void) {
     CHECK_EQ(call, GEMINI_OK);                                       \
     CHECK(driver->current_get(&now) == CU_SUCCESS && now == had[i]); \
   } while (0)
-    KEEPS(ops->host_lock(device, host, 4096));
-    KEEPS(ops->reserve(device, GRANULE, &base));
-    KEEPS(ops->frame_create(device, GRANULE, &frame));
-    KEEPS(ops->map(device, base, frame, GRANULE));
-    KEEPS(ops->stream_create(device, &stream));
-    KEEPS(ops->wait_flag(device, stream, &flag, 1));
+    KEEPS(ops->memory.host_lock(device, host, 4096));
+    KEEPS(ops->memory.reserve(device, GRANULE, &base));
+    KEEPS(ops->memory.frame_create(device, GRANULE, &frame));
+    KEEPS(ops->memory.map(device, base, frame, GRANULE));
+    KEEPS(ops->stream.create(device, &stream));
+    KEEPS(ops->stream.wait_flag(device, stream, &flag, 1));
     atomic_store(&flag, 1);
-    ops->flag_wake(device);
-    KEEPS(ops->copy(device, stream, base, host, 4096, GMI_COPY_H2D));
-    KEEPS(ops->zero(device, stream, base, 4096));
-    KEEPS(ops->sum_squares(device, stream, base, GEMINI_DTYPE_F32, 1024, &sum));
-    KEEPS(ops->mark(device, stream, &mark));
-    KEEPS((ops->reached(device, stream, mark), GEMINI_OK));
-    KEEPS(ops->sync(device, stream, mark));
-    KEEPS(ops->mark_time(device, stream, mark, &ns));
-    KEEPS(ops->mark_untimed(device, stream, &mark));
-    KEEPS(ops->stream_native(device, stream, &native));
-    KEEPS(ops->stream_adopt(device, native, &adopted));
+    ops->stream.flag_wake(device);
+    KEEPS(ops->queue.copy(device, stream, base, host, 4096, GMI_COPY_H2D));
+    KEEPS(ops->queue.zero(device, stream, base, 4096));
+    KEEPS(ops->queue.sum_squares(device, stream, base, GEMINI_DTYPE_F32, 1024, &sum));
+    KEEPS(ops->stream.mark(device, stream, &mark));
+    KEEPS((ops->stream.reached(device, stream, mark), GEMINI_OK));
+    KEEPS(ops->stream.sync(device, stream, mark));
+    KEEPS(ops->stream.mark_time(device, stream, mark, &ns));
+    KEEPS(ops->stream.mark_untimed(device, stream, &mark));
+    KEEPS(ops->stream.native(device, stream, &native));
+    KEEPS(ops->stream.adopt(device, native, &adopted));
     KEEPS(ops->pci(device, pci));
     CHECK(!strcmp(pci, "0000:1A:00.0"));
     KEEPS(ops->memory_bytes_per_s(device) == UINT64_C(128000000000) ? GEMINI_OK : GEMINI_ERR_INVALID);
-    KEEPS(ops->stream_renew(device, adopted, true));
-    KEEPS(ops->wait(device, adopted, stream, mark));
-    KEEPS(ops->stream_destroy(device, adopted));
-    KEEPS(ops->stream_destroy(device, stream));
-    KEEPS(ops->unmap(device, base, GRANULE));
-    KEEPS(ops->frame_destroy(device, frame, GRANULE));
-    KEEPS(ops->unreserve(device, base, GRANULE));
-    KEEPS(ops->host_unlock(device, host, 4096));
+    KEEPS(ops->stream.renew(device, adopted, true));
+    KEEPS(ops->stream.wait(device, adopted, stream, mark));
+    KEEPS(ops->stream.destroy(device, adopted));
+    KEEPS(ops->stream.destroy(device, stream));
+    KEEPS(ops->memory.unmap(device, base, GRANULE));
+    KEEPS(ops->memory.frame_destroy(device, frame, GRANULE));
+    KEEPS(ops->memory.unreserve(device, base, GRANULE));
+    KEEPS(ops->memory.host_unlock(device, host, 4096));
     free(host);
   }
   CHECK_EQ(driver->current_set(NULL), CU_SUCCESS);
@@ -245,54 +245,54 @@ static void use_everything(void *device) {
   unsigned char *host = memory;
   for (uint64_t i = 0; i < GRANULE; i++) host[i] = (unsigned char)(i * 7 + i / 1000);
   double expected = gmi_sum_squares(host, GEMINI_DTYPE_BF16, 1000);
-  AGAIN(ops->host_lock(device, host, GRANULE));
-  AGAIN(ops->reserve(device, 2 * GRANULE, &base));
+  AGAIN(ops->memory.host_lock(device, host, GRANULE));
+  AGAIN(ops->memory.reserve(device, 2 * GRANULE, &base));
   unsigned char *va = base;
-  for (int i = 0; i < 2; i++) AGAIN(ops->frame_create(device, GRANULE, &frames[i]));
-  AGAIN(ops->stream_create(device, &stream));
-  AGAIN(ops->stream_create(device, &other));
-  AGAIN(ops->map(device, va, frames[0], GRANULE));
-  AGAIN(ops->copy(device, stream, va, host, GRANULE, GMI_COPY_H2D));
-  AGAIN(ops->sum_squares(device, stream, va, GEMINI_DTYPE_BF16, 1000, &sums[0]));
-  AGAIN(ops->call(device, stream, store_sum, sums));
-  AGAIN(ops->mark(device, stream, &mark));
-  AGAIN(ops->wait_flag(device, other, &flag, 1));
-  AGAIN(ops->wait(device, other, stream, mark));
-  AGAIN(ops->mark_untimed(device, other, &other_mark));
-  CHECK(!ops->reached(device, other, other_mark));
+  for (int i = 0; i < 2; i++) AGAIN(ops->memory.frame_create(device, GRANULE, &frames[i]));
+  AGAIN(ops->stream.create(device, &stream));
+  AGAIN(ops->stream.create(device, &other));
+  AGAIN(ops->memory.map(device, va, frames[0], GRANULE));
+  AGAIN(ops->queue.copy(device, stream, va, host, GRANULE, GMI_COPY_H2D));
+  AGAIN(ops->queue.sum_squares(device, stream, va, GEMINI_DTYPE_BF16, 1000, &sums[0]));
+  AGAIN(ops->queue.call(device, stream, store_sum, sums));
+  AGAIN(ops->stream.mark(device, stream, &mark));
+  AGAIN(ops->stream.wait_flag(device, other, &flag, 1));
+  AGAIN(ops->stream.wait(device, other, stream, mark));
+  AGAIN(ops->stream.mark_untimed(device, other, &other_mark));
+  CHECK(!ops->stream.reached(device, other, other_mark));
   atomic_store(&flag, 1);
-  ops->flag_wake(device);
-  AGAIN(ops->sync(device, other, other_mark));
-  AGAIN(ops->sync(device, stream, mark));
-  CHECK(ops->reached(device, stream, mark) || ops->reached(device, stream, mark));
+  ops->stream.flag_wake(device);
+  AGAIN(ops->stream.sync(device, other, other_mark));
+  AGAIN(ops->stream.sync(device, stream, mark));
+  CHECK(ops->stream.reached(device, stream, mark) || ops->stream.reached(device, stream, mark));
   CHECK(sums[0] == expected || (isnan(sums[0]) && isnan(expected)));
   CHECK(!memcmp(&sums[0], &sums[1], sizeof sums[0]));
-  AGAIN(ops->mark_time(device, stream, mark, &ns));
+  AGAIN(ops->stream.mark_time(device, stream, mark, &ns));
   CHECK(ns <= ops->now(device));
   /* Another frame comes where the first one was, and goes again. */
-  AGAIN(ops->map(device, va, frames[1], GRANULE));
-  AGAIN(ops->zero(device, stream, va, GRANULE));
-  AGAIN(ops->map(device, va + GRANULE, frames[0], GRANULE));
-  AGAIN(ops->copy(device, stream, va, va + GRANULE, 100, GMI_COPY_D2D));
+  AGAIN(ops->memory.map(device, va, frames[1], GRANULE));
+  AGAIN(ops->queue.zero(device, stream, va, GRANULE));
+  AGAIN(ops->memory.map(device, va + GRANULE, frames[0], GRANULE));
+  AGAIN(ops->queue.copy(device, stream, va, va + GRANULE, 100, GMI_COPY_D2D));
   memset(host + 200, 9, 300);
-  AGAIN(ops->copy(device, stream, host + 200, va, 300, GMI_COPY_D2H));
-  AGAIN(ops->mark(device, stream, &mark));
-  AGAIN(ops->sync(device, stream, mark));
+  AGAIN(ops->queue.copy(device, stream, host + 200, va, 300, GMI_COPY_D2H));
+  AGAIN(ops->stream.mark(device, stream, &mark));
+  AGAIN(ops->stream.sync(device, stream, mark));
   CHECK(!memcmp(host + 200, host, 100));
   for (int i = 300; i < 500; i++) CHECK_EQ(host[i], 0);
-  AGAIN(ops->stream_native(device, other, &native));
-  AGAIN(ops->stream_adopt(device, native, &adopted));
-  AGAIN(ops->mark_untimed(device, adopted, &mark));
-  CHECK(ops->mark_time(device, adopted, mark, &ns) != GEMINI_OK);
-  AGAIN(ops->stream_destroy(device, adopted));
-  AGAIN(ops->stream_destroy(device, other));
-  AGAIN(ops->stream_destroy(device, stream));
-  AGAIN(ops->unmap(device, va, GRANULE));
+  AGAIN(ops->stream.native(device, other, &native));
+  AGAIN(ops->stream.adopt(device, native, &adopted));
+  AGAIN(ops->stream.mark_untimed(device, adopted, &mark));
+  CHECK(ops->stream.mark_time(device, adopted, mark, &ns) != GEMINI_OK);
+  AGAIN(ops->stream.destroy(device, adopted));
+  AGAIN(ops->stream.destroy(device, other));
+  AGAIN(ops->stream.destroy(device, stream));
+  AGAIN(ops->memory.unmap(device, va, GRANULE));
   for (int i = 1; i >= 0; i--) {
-    if (i == 0) AGAIN(ops->unreserve(device, base, 2 * GRANULE)); /* with a frame mapped in it */
-    AGAIN(ops->frame_destroy(device, frames[i], GRANULE));
+    if (i == 0) AGAIN(ops->memory.unreserve(device, base, 2 * GRANULE)); /* with a frame mapped in it */
+    AGAIN(ops->memory.frame_destroy(device, frames[i], GRANULE));
   }
-  AGAIN(ops->host_unlock(device, host, GRANULE));
+  AGAIN(ops->memory.host_unlock(device, host, GRANULE));
   free(memory);
 }
 
@@ -336,21 +336,21 @@ static void test_cuda_failures_say_the_drivers_words(void) {
   uint64_t frame = NOTHING;
   fake_cuda.memory_bytes = 3 * GRANULE; /* a GPU smaller than the budget, or taken by others */
   uint64_t kept = frame_new(device, 2 * GRANULE);
-  CHECK_EQ(ops->frame_create(device, 2 * GRANULE, &frame), GEMINI_ERR_OOM_DEVICE);
+  CHECK_EQ(ops->memory.frame_create(device, 2 * GRANULE, &frame), GEMINI_ERR_OOM_DEVICE);
   CHECK(error_says("cuMemCreate: CUDA_ERROR_OUT_OF_MEMORY", CU_OUT_OF_MEMORY));
   CHECK_EQ(frame, NOTHING);
-  CHECK_EQ(ops->frame_destroy(device, kept, 2 * GRANULE), GEMINI_OK);
+  CHECK_EQ(ops->memory.frame_destroy(device, kept, 2 * GRANULE), GEMINI_OK);
   frame_new(device, 2 * GRANULE);
   CHECK_EQ(posix_memalign(&host, 4096, 8192), 0);
   fake_cuda_fail_function("cuMemHostRegister", CU_OUT_OF_MEMORY);
-  CHECK_EQ(ops->host_lock(device, host, 8192), GEMINI_ERR_OOM_SYSTEM);
+  CHECK_EQ(ops->memory.host_lock(device, host, 8192), GEMINI_ERR_OOM_SYSTEM);
   CHECK(error_says("cuMemHostRegister: CUDA_ERROR_OUT_OF_MEMORY", CU_OUT_OF_MEMORY));
   fake_cuda_fail_function(NULL, 0);
-  CHECK_EQ(ops->host_lock(device, host, 4096), GEMINI_OK);
-  CHECK_EQ(ops->host_lock(device, host, 8192), GEMINI_ERR_INVALID);
-  CHECK_EQ(ops->host_lock(device, (char *)host - 4096, 8192), GEMINI_ERR_INVALID); /* a part is locked */
-  CHECK_EQ(ops->host_unlock(device, host, 8192), GEMINI_ERR_INVALID);
-  CHECK_EQ(ops->host_unlock(device, (char *)host + 4096, 4096), GEMINI_ERR_INVALID);
+  CHECK_EQ(ops->memory.host_lock(device, host, 4096), GEMINI_OK);
+  CHECK_EQ(ops->memory.host_lock(device, host, 8192), GEMINI_ERR_INVALID);
+  CHECK_EQ(ops->memory.host_lock(device, (char *)host - 4096, 8192), GEMINI_ERR_INVALID); /* a part is locked */
+  CHECK_EQ(ops->memory.host_unlock(device, host, 8192), GEMINI_ERR_INVALID);
+  CHECK_EQ(ops->memory.host_unlock(device, (char *)host + 4096, 4096), GEMINI_ERR_INVALID);
   device_close(device); /* unlocks what still is */
   free(host);
 }
@@ -364,7 +364,7 @@ typedef struct loser {
 } loser_t;
 static void *loser_main(void *user) {
   loser_t *loser = user;
-  loser->status = ops->sync(loser->device, loser->stream, loser->mark);
+  loser->status = ops->stream.sync(loser->device, loser->stream, loser->mark);
   CHECK(error_says("CUDA_ERROR_ILLEGAL_ADDRESS", CU_ILLEGAL_ADDRESS));
   return NULL;
 }
@@ -376,38 +376,38 @@ static void test_cuda_lost_context_ends_every_wait(void) {
   unsigned char *host = host_new(device, 4096);
   double sum = -1.0;
   _Atomic uint64_t flag = 0;
-  CHECK_EQ(ops->map(device, base, frame, GRANULE), GEMINI_OK);
-  CHECK_EQ(ops->sync(device, other, early), GEMINI_OK);
-  CHECK(ops->reached(device, other, early));
-  CHECK_EQ(ops->wait_flag(device, stream, &flag, 1), GEMINI_OK);
-  CHECK_EQ(ops->sum_squares(device, stream, base, GEMINI_DTYPE_F32, 64, &sum), GEMINI_OK);
+  CHECK_EQ(ops->memory.map(device, base, frame, GRANULE), GEMINI_OK);
+  CHECK_EQ(ops->stream.sync(device, other, early), GEMINI_OK);
+  CHECK(ops->stream.reached(device, other, early));
+  CHECK_EQ(ops->stream.wait_flag(device, stream, &flag, 1), GEMINI_OK);
+  CHECK_EQ(ops->queue.sum_squares(device, stream, base, GEMINI_DTYPE_F32, 64, &sum), GEMINI_OK);
   loser_t loser = { device, stream, mark_new(device, stream), GEMINI_OK };
-  CHECK_EQ(ops->sum_squares(device, stream, base, GEMINI_DTYPE_F32, 64, &sum), GEMINI_OK);
+  CHECK_EQ(ops->queue.sum_squares(device, stream, base, GEMINI_DTYPE_F32, 64, &sum), GEMINI_OK);
   pthread_t thread;
   CHECK_EQ(pthread_create(&thread, NULL, loser_main, &loser), 0);
   sleep_ns(5 * MS);
   fake_cuda_lose(CU_ILLEGAL_ADDRESS);
   CHECK_EQ(pthread_join(thread, NULL), 0);
   CHECK_EQ(loser.status, GEMINI_ERR_DEVICE);
-  CHECK_EQ(ops->sync(device, stream, loser.mark), GEMINI_ERR_DEVICE);
+  CHECK_EQ(ops->stream.sync(device, stream, loser.mark), GEMINI_ERR_DEVICE);
   CHECK(error_says("lost by CUDA_ERROR_ILLEGAL_ADDRESS", CU_ILLEGAL_ADDRESS));
-  CHECK_EQ(ops->sync(device, other, early), GEMINI_ERR_DEVICE);
-  CHECK(!ops->reached(device, stream, loser.mark) && !ops->reached(device, other, early));
-  CHECK(ops->reached(device, other, 0));
-  CHECK_EQ(ops->mark(device, stream, &out), GEMINI_ERR_DEVICE);
-  CHECK_EQ(ops->copy(device, stream, base, host, 64, GMI_COPY_H2D), GEMINI_ERR_DEVICE);
-  CHECK_EQ(ops->wait_flag(device, stream, &flag, 1), GEMINI_ERR_DEVICE);
-  CHECK_EQ(ops->wait(device, other, stream, loser.mark), GEMINI_ERR_DEVICE);
-  CHECK_EQ(ops->map(device, base, frame, GRANULE), GEMINI_OK); /* as it is */
-  CHECK_EQ(ops->map(device, (unsigned char *)base + GRANULE, frame, GRANULE), GEMINI_ERR_DEVICE);
-  CHECK_EQ(ops->unmap(device, base, GRANULE), GEMINI_ERR_DEVICE);
-  CHECK_EQ(ops->frame_create(device, GRANULE, &out), GEMINI_ERR_DEVICE);
-  CHECK_EQ(ops->stream_create(device, &index), GEMINI_ERR_DEVICE);
-  CHECK_EQ(ops->mark_time(device, stream, loser.mark, &out), GEMINI_ERR_INVALID);
+  CHECK_EQ(ops->stream.sync(device, other, early), GEMINI_ERR_DEVICE);
+  CHECK(!ops->stream.reached(device, stream, loser.mark) && !ops->stream.reached(device, other, early));
+  CHECK(ops->stream.reached(device, other, 0));
+  CHECK_EQ(ops->stream.mark(device, stream, &out), GEMINI_ERR_DEVICE);
+  CHECK_EQ(ops->queue.copy(device, stream, base, host, 64, GMI_COPY_H2D), GEMINI_ERR_DEVICE);
+  CHECK_EQ(ops->stream.wait_flag(device, stream, &flag, 1), GEMINI_ERR_DEVICE);
+  CHECK_EQ(ops->stream.wait(device, other, stream, loser.mark), GEMINI_ERR_DEVICE);
+  CHECK_EQ(ops->memory.map(device, base, frame, GRANULE), GEMINI_OK); /* as it is */
+  CHECK_EQ(ops->memory.map(device, (unsigned char *)base + GRANULE, frame, GRANULE), GEMINI_ERR_DEVICE);
+  CHECK_EQ(ops->memory.unmap(device, base, GRANULE), GEMINI_ERR_DEVICE);
+  CHECK_EQ(ops->memory.frame_create(device, GRANULE, &out), GEMINI_ERR_DEVICE);
+  CHECK_EQ(ops->stream.create(device, &index), GEMINI_ERR_DEVICE);
+  CHECK_EQ(ops->stream.mark_time(device, stream, loser.mark, &out), GEMINI_ERR_INVALID);
   CHECK_EQ(out, NOTHING);
   atomic_store(&flag, 1);
-  ops->flag_wake(device);
-  CHECK_EQ(ops->stream_destroy(device, stream), GEMINI_OK);
+  ops->stream.flag_wake(device);
+  CHECK_EQ(ops->stream.destroy(device, stream), GEMINI_OK);
   CHECK(sum == -1.0);
   ops->close(device); /* what the driver made of it is the driver's */
   CHECK_EQ(fake_cuda_violations(), 0);
@@ -418,8 +418,8 @@ static void test_cuda_lost_context_ends_every_wait(void) {
   stream = stream_new(device);
   uint64_t mark = mark_new(device, stream);
   fake_cuda_lose(CU_LAUNCH_FAILED);
-  CHECK(!ops->reached(device, stream, mark));
-  CHECK_EQ(ops->sync(device, stream, mark), GEMINI_ERR_DEVICE);
+  CHECK(!ops->stream.reached(device, stream, mark));
+  CHECK_EQ(ops->stream.sync(device, stream, mark), GEMINI_ERR_DEVICE);
   CHECK(error_says("lost by CUDA error 719", CU_LAUNCH_FAILED));
   ops->close(device);
 }
@@ -432,10 +432,10 @@ static void test_cuda_passing_error_of_a_mark_is_not_stored(void) {
   uint64_t mark = mark_new(device, stream);
   sleep_ns(MS);
   fake_cuda_fail_function("cuEventQuery", 907); /* CUDA_ERROR_CAPTURED_EVENT */
-  CHECK(!ops->reached(device, stream, mark));
+  CHECK(!ops->stream.reached(device, stream, mark));
   fake_cuda_fail_function(NULL, 0);
-  CHECK(ops->reached(device, stream, mark));
-  CHECK_EQ(ops->sync(device, stream, mark), GEMINI_OK);
+  CHECK(ops->stream.reached(device, stream, mark));
+  CHECK_EQ(ops->stream.sync(device, stream, mark), GEMINI_OK);
   device_close(device);
 }
 
@@ -449,29 +449,29 @@ static void test_cuda_mappings_are_replaced_and_removed_whole(void) {
   uint64_t one[4], two = frame_new(device, 2 * GRANULE), four = frame_new(device, 4 * GRANULE);
   for (int i = 0; i < 4; i++) {
     one[i] = frame_new(device, GRANULE);
-    CHECK_EQ(ops->map(device, va + (uint64_t)i * GRANULE, one[i], GRANULE), GEMINI_OK);
+    CHECK_EQ(ops->memory.map(device, va + (uint64_t)i * GRANULE, one[i], GRANULE), GEMINI_OK);
     set_byte(device, stream, va + (uint64_t)i * GRANULE, host, 10 + i);
   }
-  CHECK_EQ(ops->frame_destroy(device, one[0], GRANULE), GEMINI_ERR_INVALID); /* mapped */
+  CHECK_EQ(ops->memory.frame_destroy(device, one[0], GRANULE), GEMINI_ERR_INVALID); /* mapped */
   /* One large frame in place of three small ones and a gap. */
-  CHECK_EQ(ops->map(device, va + GRANULE, four, 4 * GRANULE), GEMINI_OK);
+  CHECK_EQ(ops->memory.map(device, va + GRANULE, four, 4 * GRANULE), GEMINI_OK);
   set_byte(device, stream, va + 4 * GRANULE, host, 44);
   CHECK_EQ(byte_at(device, stream, va, host), 10);
-  for (int i = 1; i < 4; i++) CHECK_EQ(ops->frame_destroy(device, one[i], GRANULE), GEMINI_OK);
+  for (int i = 1; i < 4; i++) CHECK_EQ(ops->memory.frame_destroy(device, one[i], GRANULE), GEMINI_OK);
   /* Whatever would cut it is refused, and changes nothing. */
-  CHECK_EQ(ops->map(device, va, two, 2 * GRANULE), GEMINI_ERR_INVALID);
-  CHECK_EQ(ops->map(device, va + 4 * GRANULE, two, 2 * GRANULE), GEMINI_ERR_INVALID);
-  CHECK_EQ(ops->map(device, va + 2 * GRANULE, one[0], GRANULE), GEMINI_ERR_INVALID);
-  CHECK_EQ(ops->unmap(device, va, 2 * GRANULE), GEMINI_ERR_INVALID);
-  CHECK_EQ(ops->unmap(device, va + 2 * GRANULE, 3 * GRANULE), GEMINI_ERR_INVALID);
-  CHECK_EQ(ops->unmap(device, va + 2 * GRANULE, GRANULE), GEMINI_ERR_INVALID);
+  CHECK_EQ(ops->memory.map(device, va, two, 2 * GRANULE), GEMINI_ERR_INVALID);
+  CHECK_EQ(ops->memory.map(device, va + 4 * GRANULE, two, 2 * GRANULE), GEMINI_ERR_INVALID);
+  CHECK_EQ(ops->memory.map(device, va + 2 * GRANULE, one[0], GRANULE), GEMINI_ERR_INVALID);
+  CHECK_EQ(ops->memory.unmap(device, va, 2 * GRANULE), GEMINI_ERR_INVALID);
+  CHECK_EQ(ops->memory.unmap(device, va + 2 * GRANULE, 3 * GRANULE), GEMINI_ERR_INVALID);
+  CHECK_EQ(ops->memory.unmap(device, va + 2 * GRANULE, GRANULE), GEMINI_ERR_INVALID);
   CHECK_EQ(byte_at(device, stream, va + 4 * GRANULE, host), 44);
   CHECK_EQ(byte_at(device, stream, va, host), 10);
-  CHECK_EQ(ops->unmap(device, va, 6 * GRANULE), GEMINI_OK); /* two mappings and gaps */
-  CHECK_EQ(ops->unmap(device, va, 6 * GRANULE), GEMINI_OK); /* nothing */
-  CHECK_EQ(ops->copy(device, stream, host, va, 1, GMI_COPY_D2H), GEMINI_ERR_DEVICE);
-  CHECK_EQ(ops->frame_destroy(device, one[0], GRANULE), GEMINI_OK);
-  CHECK_EQ(ops->frame_destroy(device, four, 4 * GRANULE), GEMINI_OK);
+  CHECK_EQ(ops->memory.unmap(device, va, 6 * GRANULE), GEMINI_OK); /* two mappings and gaps */
+  CHECK_EQ(ops->memory.unmap(device, va, 6 * GRANULE), GEMINI_OK); /* nothing */
+  CHECK_EQ(ops->queue.copy(device, stream, host, va, 1, GMI_COPY_D2H), GEMINI_ERR_DEVICE);
+  CHECK_EQ(ops->memory.frame_destroy(device, one[0], GRANULE), GEMINI_OK);
+  CHECK_EQ(ops->memory.frame_destroy(device, four, 4 * GRANULE), GEMINI_OK);
   host_delete(device, host, 4096);
   device_close(device);
 }
@@ -484,14 +484,14 @@ static void test_cuda_failed_map_leaves_the_old_mapping(void) {
   unsigned char *va = range_new(device, 2 * GRANULE), *host = host_new(device, 4096);
   uint64_t large = frame_new(device, 2 * GRANULE);
   for (int i = 0; i < 2; i++) {
-    CHECK_EQ(ops->map(device, va + (uint64_t)i * GRANULE, frame_new(device, GRANULE), GRANULE), GEMINI_OK);
+    CHECK_EQ(ops->memory.map(device, va + (uint64_t)i * GRANULE, frame_new(device, GRANULE), GRANULE), GEMINI_OK);
     set_byte(device, stream, va + (uint64_t)i * GRANULE, host, 70 + i);
   }
   int failed = 0;
   for (uint64_t n = 1; n < 100; n++) {
     uint64_t before = fake_cuda_calls();
     fake_cuda_fail(before + n, before + n, CU_UNKNOWN);
-    gemini_status_t status = ops->map(device, va, large, 2 * GRANULE);
+    gemini_status_t status = ops->memory.map(device, va, large, 2 * GRANULE);
     bool came = fake_cuda_calls() >= before + n;
     fake_cuda_fail(0, 0, 0);
     CHECK_EQ(driver->current_set(NULL), CU_SUCCESS); /* where putting it back failed */
@@ -500,7 +500,7 @@ static void test_cuda_failed_map_leaves_the_old_mapping(void) {
       break;
     }
     if (status == GEMINI_OK) { /* only putting the context back failed */
-      CHECK_EQ(ops->unmap(device, va, 2 * GRANULE), GEMINI_OK);
+      CHECK_EQ(ops->memory.unmap(device, va, 2 * GRANULE), GEMINI_OK);
       break;
     }
     failed++;
@@ -521,15 +521,15 @@ static void test_cuda_events_are_used_again(void) {
   for (uint64_t i = 1; i <= 40000; i++) {
     mark = mark_new(device, stream);
     CHECK_EQ(mark, i);
-    if (i % 97 == 0) CHECK_EQ(ops->sync(device, stream, mark), GEMINI_OK);
+    if (i % 97 == 0) CHECK_EQ(ops->stream.sync(device, stream, mark), GEMINI_OK);
     if (i == 9000) events = fake_cuda_live(false);
   }
   CHECK(fake_cuda_live(false) <= events);
-  CHECK_EQ(ops->sync(device, stream, mark), GEMINI_OK);
-  CHECK(ops->reached(device, stream, 1));
-  CHECK_EQ(ops->sync(device, stream, 17), GEMINI_OK);
-  CHECK_EQ(ops->mark_time(device, stream, mark - 4095, &ns), GEMINI_OK);
-  CHECK_EQ(ops->mark_time(device, stream, mark - 4096, &ns), GEMINI_ERR_INVALID);
+  CHECK_EQ(ops->stream.sync(device, stream, mark), GEMINI_OK);
+  CHECK(ops->stream.reached(device, stream, 1));
+  CHECK_EQ(ops->stream.sync(device, stream, 17), GEMINI_OK);
+  CHECK_EQ(ops->stream.mark_time(device, stream, mark - 4095, &ns), GEMINI_OK);
+  CHECK_EQ(ops->stream.mark_time(device, stream, mark - 4096, &ns), GEMINI_ERR_INVALID);
   device_close(device);
 }
 
@@ -542,7 +542,7 @@ typedef struct waiter {
 } waiter_t;
 static void *waiter_main(void *user) {
   waiter_t *w = user;
-  CHECK_EQ(ops->sync(w->device, w->stream, w->mark), GEMINI_OK);
+  CHECK_EQ(ops->stream.sync(w->device, w->stream, w->mark), GEMINI_OK);
   atomic_store(&w->done, 1);
   return NULL;
 }
@@ -558,7 +558,7 @@ static void test_cuda_held_stream_keeps_all_its_marks(void) {
   waiter_t waiters[GATES];
   stream_drain(device, stream);
   for (uint64_t g = 0; g < GATES; g++) {
-    CHECK_EQ(ops->wait_flag(device, stream, &flag, g + 1), GEMINI_OK);
+    CHECK_EQ(ops->stream.wait_flag(device, stream, &flag, g + 1), GEMINI_OK);
     for (uint64_t i = 0; i < EACH; i++) mark_new(device, stream);
     uint64_t first = 2 + g * EACH; /* behind the gate */
     waiters[g] = (waiter_t){ device, stream, first, 0 };
@@ -566,23 +566,23 @@ static void test_cuda_held_stream_keeps_all_its_marks(void) {
   }
   for (uint64_t g = 0; g < GATES; g++) {
     others[g] = stream_new(device);
-    CHECK_EQ(ops->wait(device, others[g], stream, 2 + g * EACH), GEMINI_OK);
+    CHECK_EQ(ops->stream.wait(device, others[g], stream, 2 + g * EACH), GEMINI_OK);
     behind[g] = mark_new(device, others[g]);
   }
   for (uint64_t g = 0; g < GATES; g++) {
     uint64_t first = 2 + g * EACH, last = first + EACH - 1;
     sleep_ns(3 * MS);
-    CHECK(!ops->reached(device, stream, first) && !ops->reached(device, others[g], behind[g]));
+    CHECK(!ops->stream.reached(device, stream, first) && !ops->stream.reached(device, others[g], behind[g]));
     CHECK(!atomic_load(&waiters[g].done));
-    CHECK(g == 0 || ops->reached(device, stream, first - 1));
-    CHECK_EQ(ops->mark_time(device, stream, first, &ns), GEMINI_ERR_INVALID);
+    CHECK(g == 0 || ops->stream.reached(device, stream, first - 1));
+    CHECK_EQ(ops->stream.mark_time(device, stream, first, &ns), GEMINI_ERR_INVALID);
     atomic_store_explicit(&flag, g + 1, memory_order_release);
-    ops->flag_wake(device);
-    CHECK_EQ(ops->sync(device, others[g], behind[g]), GEMINI_OK);
-    CHECK_EQ(ops->sync(device, stream, last), GEMINI_OK);
+    ops->stream.flag_wake(device);
+    CHECK_EQ(ops->stream.sync(device, others[g], behind[g]), GEMINI_OK);
+    CHECK_EQ(ops->stream.sync(device, stream, last), GEMINI_OK);
     CHECK_EQ(pthread_join(threads[g], NULL), 0);
-    CHECK_EQ(ops->mark_time(device, stream, last - 4095, &ns), GEMINI_OK);
-    CHECK_EQ(ops->mark_time(device, stream, last - 4096, &ns), GEMINI_ERR_INVALID);
+    CHECK_EQ(ops->stream.mark_time(device, stream, last - 4095, &ns), GEMINI_OK);
+    CHECK_EQ(ops->stream.mark_time(device, stream, last - 4096, &ns), GEMINI_ERR_INVALID);
   }
   device_close(device);
 }
@@ -599,11 +599,11 @@ static void test_cuda_mark_times_follow_the_hosts_clock(void) {
     stream_drain(device, stream);
     for (int i = 0; i < 3; i++) {
       uint64_t before = ops->now(device), mark = mark_new(device, stream);
-      CHECK_EQ(ops->wait(device, other, stream, mark), GEMINI_OK);
+      CHECK_EQ(ops->stream.wait(device, other, stream, mark), GEMINI_OK);
       stream_drain(device, other);
       uint64_t after = ops->now(device);
       sleep_ns(60 * MS);
-      CHECK_EQ(ops->mark_time(device, stream, mark, &ns), GEMINI_OK);
+      CHECK_EQ(ops->stream.mark_time(device, stream, mark, &ns), GEMINI_OK);
       CHECK(ns >= before && ns < after + 25 * MS);
       CHECK(ns >= previous);
       previous = ns;
@@ -623,10 +623,10 @@ static void test_cuda_mark_times_are_not_after_they_were_seen(void) {
   for (int i = 0; i < 5; i++) { /* within one base's life */
     sleep_ns(20 * MS);
     uint64_t before = ops->now(device), mark = mark_new(device, stream);
-    CHECK_EQ(ops->sync(device, stream, mark), GEMINI_OK);
+    CHECK_EQ(ops->stream.sync(device, stream, mark), GEMINI_OK);
     uint64_t after = ops->now(device);
     sleep_ns(20 * MS);
-    CHECK_EQ(ops->mark_time(device, stream, mark, &ns), GEMINI_OK);
+    CHECK_EQ(ops->stream.mark_time(device, stream, mark, &ns), GEMINI_OK);
     CHECK(ns >= before && ns <= after);
   }
   device_close(device);
@@ -641,7 +641,7 @@ static struct {
 } meanwhile;
 static void store_meanwhile(void) {
   atomic_store_explicit(&meanwhile.flag, 1, memory_order_release);
-  ops->flag_wake(meanwhile.device);
+  ops->stream.flag_wake(meanwhile.device);
 }
 static void test_cuda_flag_stored_while_its_wait_is_queued_is_seen(void) {
   start();
@@ -650,10 +650,10 @@ static void test_cuda_flag_stored_while_its_wait_is_queued_is_seen(void) {
   uint32_t stream = stream_new(device);
   meanwhile.device = device;
   atomic_store(&meanwhile.flag, 0);
-  CHECK_EQ(ops->wait_flag(device, stream, &meanwhile.flag, 1), GEMINI_OK);
+  CHECK_EQ(ops->stream.wait_flag(device, stream, &meanwhile.flag, 1), GEMINI_OK);
   uint64_t mark = mark_new(device, stream);
-  for (int i = 0; i < 1000 && !ops->reached(device, stream, mark); i++) sleep_ns(MS);
-  CHECK(ops->reached(device, stream, mark));
+  for (int i = 0; i < 1000 && !ops->stream.reached(device, stream, mark); i++) sleep_ns(MS);
+  CHECK(ops->stream.reached(device, stream, mark));
   device_close(device);
 }
 
@@ -665,18 +665,19 @@ static void test_cuda_gates_run_out_and_come_back(void) {
   uint32_t stream = stream_new(device);
   _Atomic uint64_t flag = 0;
   fake_cuda_fail_function("cuStreamWaitValue64", CU_UNKNOWN);
-  for (int i = 0; i < 10; i++) CHECK_EQ(ops->wait_flag(device, stream, &flag, 1), GEMINI_ERR_DEVICE);
+  for (int i = 0; i < 10; i++) CHECK_EQ(ops->stream.wait_flag(device, stream, &flag, 1), GEMINI_ERR_DEVICE);
   fake_cuda_fail_function(NULL, 0);
   for (int round = 0; round < 2; round++) {
-    for (int i = 0; i < GATES; i++) CHECK_EQ(ops->wait_flag(device, stream, &flag, (uint64_t)(round + 1)), GEMINI_OK);
-    CHECK_EQ(ops->wait_flag(device, stream, &flag, (uint64_t)(round + 1)), GEMINI_ERR_OOM_SYSTEM);
+    for (int i = 0; i < GATES; i++)
+      CHECK_EQ(ops->stream.wait_flag(device, stream, &flag, (uint64_t)(round + 1)), GEMINI_OK);
+    CHECK_EQ(ops->stream.wait_flag(device, stream, &flag, (uint64_t)(round + 1)), GEMINI_ERR_OOM_SYSTEM);
     CHECK(error_says("waits for flags", 0));
-    CHECK_EQ(ops->wait_flag(device, stream, &flag, (uint64_t)round), GEMINI_OK); /* has its value */
+    CHECK_EQ(ops->stream.wait_flag(device, stream, &flag, (uint64_t)round), GEMINI_OK); /* has its value */
     uint64_t mark = mark_new(device, stream);
-    CHECK(!ops->reached(device, stream, mark));
+    CHECK(!ops->stream.reached(device, stream, mark));
     atomic_store_explicit(&flag, (uint64_t)(round + 1), memory_order_release);
-    ops->flag_wake(device);
-    CHECK_EQ(ops->sync(device, stream, mark), GEMINI_OK);
+    ops->stream.flag_wake(device);
+    CHECK_EQ(ops->stream.sync(device, stream, mark), GEMINI_OK);
   }
   device_close(device);
 }
@@ -688,14 +689,14 @@ static void *flagger_main(void *user) {
     _Atomic uint64_t *flag = malloc(sizeof *flag);
     CHECK(flag);
     atomic_init(flag, 0);
-    CHECK_EQ(ops->wait_flag(who->device, who->stream, flag, 3), GEMINI_OK);
+    CHECK_EQ(ops->stream.wait_flag(who->device, who->stream, flag, 3), GEMINI_OK);
     uint64_t mark = mark_new(who->device, who->stream);
     for (uint64_t v = 1; v <= 3; v++) {
-      CHECK(!ops->reached(who->device, who->stream, mark));
+      CHECK(!ops->stream.reached(who->device, who->stream, mark));
       atomic_store_explicit(flag, v, memory_order_release);
-      ops->flag_wake(who->device);
+      ops->stream.flag_wake(who->device);
     }
-    CHECK_EQ(ops->sync(who->device, who->stream, mark), GEMINI_OK);
+    CHECK_EQ(ops->stream.sync(who->device, who->stream, mark), GEMINI_OK);
     free((void *)flag);
   }
   return NULL;
@@ -731,9 +732,9 @@ static void *lane_main(void *user) {
   for (int i = 0; i < CHUNKS; i++) {
     chunk_t *chunk = &lane->chunks[i];
     while (!atomic_load_explicit(&chunk->ready, memory_order_acquire)) sleep_ns(10000);
-    CHECK_EQ(ops->sync(lane->device, lane->out, chunk->mark), GEMINI_OK);
+    CHECK_EQ(ops->stream.sync(lane->device, lane->out, chunk->mark), GEMINI_OK);
     atomic_store_explicit(&chunk->updates, 1, memory_order_release);
-    ops->flag_wake(lane->device);
+    ops->stream.flag_wake(lane->device);
   }
   return NULL;
 }
@@ -746,7 +747,7 @@ static void run_one_queue(uint32_t queue_limit) {
   void *device = device_open(16 * MIB);
   uint32_t out = stream_new(device), in = stream_new(device), compute = stream_new(device);
   unsigned char *va = range_new(device, GRANULE), *host = host_new(device, CHUNKS * 64);
-  CHECK_EQ(ops->map(device, va, frame_new(device, GRANULE), GRANULE), GEMINI_OK);
+  CHECK_EQ(ops->memory.map(device, va, frame_new(device, GRANULE), GRANULE), GEMINI_OK);
   lane.device = device;
   lane.out = out;
   pthread_t thread;
@@ -754,17 +755,17 @@ static void run_one_queue(uint32_t queue_limit) {
   uint64_t mark = 0;
   for (int i = 0; i < CHUNKS; i++) {
     chunk_t *chunk = &lane.chunks[i];
-    if (mark) CHECK_EQ(ops->wait(device, out, compute, mark), GEMINI_OK);
-    CHECK_EQ(ops->copy(device, out, host + 64 * i, va + 64 * i, 64, GMI_COPY_D2H), GEMINI_OK);
+    if (mark) CHECK_EQ(ops->stream.wait(device, out, compute, mark), GEMINI_OK);
+    CHECK_EQ(ops->queue.copy(device, out, host + 64 * i, va + 64 * i, 64, GMI_COPY_D2H), GEMINI_OK);
     chunk->mark = mark_new(device, out);
     atomic_store_explicit(&chunk->ready, 1, memory_order_release);
-    CHECK_EQ(ops->wait_flag(device, in, &chunk->updates, 1), GEMINI_OK);
-    CHECK_EQ(ops->copy(device, in, va + 64 * i, host + 64 * i, 64, GMI_COPY_H2D), GEMINI_OK);
-    CHECK_EQ(ops->wait(device, compute, in, mark_new(device, in)), GEMINI_OK);
-    CHECK_EQ(ops->zero(device, compute, va + 64 * i, 64), GEMINI_OK);
+    CHECK_EQ(ops->stream.wait_flag(device, in, &chunk->updates, 1), GEMINI_OK);
+    CHECK_EQ(ops->queue.copy(device, in, va + 64 * i, host + 64 * i, 64, GMI_COPY_H2D), GEMINI_OK);
+    CHECK_EQ(ops->stream.wait(device, compute, in, mark_new(device, in)), GEMINI_OK);
+    CHECK_EQ(ops->queue.zero(device, compute, va + 64 * i, 64), GEMINI_OK);
     mark = mark_new(device, compute);
   }
-  CHECK_EQ(ops->sync(device, compute, mark), GEMINI_OK);
+  CHECK_EQ(ops->stream.sync(device, compute, mark), GEMINI_OK);
   CHECK_EQ(pthread_join(thread, NULL), 0);
   host_delete(device, host, CHUNKS * 64);
   device_close(device);
@@ -789,37 +790,37 @@ static void test_cuda_adopted_stream_is_ordered_and_left_alone(void) {
   CHECK_EQ(driver->stream_create(&theirs, 0), CU_SUCCESS);
   CHECK_EQ(driver->current_set(NULL), CU_SUCCESS);
   unsigned char *va = range_new(device, GRANULE), *host = host_new(device, 8192);
-  CHECK_EQ(ops->map(device, va, frame_new(device, GRANULE), GRANULE), GEMINI_OK);
+  CHECK_EQ(ops->memory.map(device, va, frame_new(device, GRANULE), GRANULE), GEMINI_OK);
   uint32_t index = 77, ours = stream_new(device), again;
-  CHECK_EQ(ops->stream_adopt(device, far, &index), GEMINI_ERR_INVALID);
+  CHECK_EQ(ops->stream.adopt(device, far, &index), GEMINI_ERR_INVALID);
   CHECK(error_says("another GPU", 0));
-  CHECK_EQ(ops->stream_adopt(device, &index, &index), GEMINI_ERR_INVALID); /* no stream at all */
-  CHECK_EQ(ops->stream_adopt(device, (void *)CU_STREAM_PER_THREAD_HANDLE, &index), GEMINI_ERR_INVALID);
+  CHECK_EQ(ops->stream.adopt(device, &index, &index), GEMINI_ERR_INVALID); /* no stream at all */
+  CHECK_EQ(ops->stream.adopt(device, (void *)CU_STREAM_PER_THREAD_HANDLE, &index), GEMINI_ERR_INVALID);
   CHECK_EQ(index, 77);
   void *natives[] = { theirs, NULL }; /* NULL: the default stream */
   for (int i = 0; i < 2; i++) {
     _Atomic uint64_t gate = 0;
-    CHECK_EQ(ops->stream_adopt(device, natives[i], &index), GEMINI_OK);
-    CHECK_EQ(ops->stream_native(device, index, &native), GEMINI_OK);
+    CHECK_EQ(ops->stream.adopt(device, natives[i], &index), GEMINI_OK);
+    CHECK_EQ(ops->stream.native(device, index, &native), GEMINI_OK);
     CHECK(native == natives[i]);
-    CHECK_EQ(ops->wait_flag(device, ours, &gate, 1), GEMINI_OK);
+    CHECK_EQ(ops->stream.wait_flag(device, ours, &gate, 1), GEMINI_OK);
     memset(host, 30 + i, 4096);
-    CHECK_EQ(ops->copy(device, ours, va, host, 4096, GMI_COPY_H2D), GEMINI_OK);
-    CHECK_EQ(ops->wait(device, index, ours, mark_new(device, ours)), GEMINI_OK);
+    CHECK_EQ(ops->queue.copy(device, ours, va, host, 4096, GMI_COPY_H2D), GEMINI_OK);
+    CHECK_EQ(ops->stream.wait(device, index, ours, mark_new(device, ours)), GEMINI_OK);
     uint64_t mark = mark_new(device, index);
-    CHECK(!ops->reached(device, index, mark));
+    CHECK(!ops->stream.reached(device, index, mark));
     atomic_store(&gate, 1);
-    ops->flag_wake(device);
+    ops->stream.flag_wake(device);
     CHECK_EQ(byte_at(device, index, va + 4095, host + 4096), 30 + i);
-    CHECK(ops->reached(device, index, mark));
-    CHECK_EQ(ops->stream_destroy(device, index), GEMINI_OK);
-    CHECK_EQ(ops->stream_native(device, index, &native), GEMINI_ERR_INVALID);
-    CHECK_EQ(ops->stream_adopt(device, natives[i], &again), GEMINI_OK);
+    CHECK(ops->stream.reached(device, index, mark));
+    CHECK_EQ(ops->stream.destroy(device, index), GEMINI_OK);
+    CHECK_EQ(ops->stream.native(device, index, &native), GEMINI_ERR_INVALID);
+    CHECK_EQ(ops->stream.adopt(device, natives[i], &again), GEMINI_OK);
     CHECK_EQ(again, index);
     stream_drain(device, again);
-    CHECK_EQ(ops->stream_destroy(device, again), GEMINI_OK);
+    CHECK_EQ(ops->stream.destroy(device, again), GEMINI_OK);
   }
-  CHECK_EQ(ops->stream_adopt(device, theirs, &index), GEMINI_OK);
+  CHECK_EQ(ops->stream.adopt(device, theirs, &index), GEMINI_OK);
   mark_new(device, index);
   host_delete(device, host, 8192);
   ops->close(device); /* with it adopted */
@@ -835,8 +836,8 @@ static void test_cuda_adopted_stream_is_ordered_and_left_alone(void) {
 
   gmi_device_config_t config = { .memory_bytes = 4096 };
   CHECK_EQ(gmi_device_sim.open(&config, &device), GEMINI_OK);
-  CHECK_EQ(gmi_device_sim.stream_adopt(device, NULL, &index), GEMINI_ERR_UNSUPPORTED);
-  CHECK_EQ(gmi_device_sim.stream_native(device, 0, &native), GEMINI_ERR_UNSUPPORTED);
+  CHECK_EQ(gmi_device_sim.stream.adopt(device, NULL, &index), GEMINI_ERR_UNSUPPORTED);
+  CHECK_EQ(gmi_device_sim.stream.native(device, 0, &native), GEMINI_ERR_UNSUPPORTED);
   char pci[GMI_DEVICE_PCI_BYTES];
   CHECK_EQ(gmi_device_sim.pci(device, pci), GEMINI_ERR_UNSUPPORTED);
   gmi_device_sim.close(device);
@@ -847,12 +848,12 @@ static void test_cuda_captured_stream_takes_nothing(void) {
   start();
   void *device = device_open(16 * MIB), *native = NULL;
   unsigned char *va = range_new(device, GRANULE), *host = host_new(device, 4096);
-  CHECK_EQ(ops->map(device, va, frame_new(device, GRANULE), GRANULE), GEMINI_OK);
+  CHECK_EQ(ops->memory.map(device, va, frame_new(device, GRANULE), GRANULE), GEMINI_OK);
   uint32_t stream = stream_new(device), other = stream_new(device);
   uint64_t before = mark_new(device, other), mark = 7;
   double sum = 0;
   _Atomic uint64_t flag = 0;
-  CHECK_EQ(ops->stream_native(device, stream, &native), GEMINI_OK);
+  CHECK_EQ(ops->stream.native(device, stream, &native), GEMINI_OK);
   mark_new(device, stream);
   fake_cuda_capture(native, true);
 #define REFUSED(call)                      \
@@ -861,21 +862,21 @@ static void test_cuda_captured_stream_takes_nothing(void) {
     CHECK(error_says("captured", 0));      \
     CHECK_EQ(fake_cuda_capture_mode(), 0); \
   } while (0)
-  REFUSED(ops->mark(device, stream, &mark));
-  REFUSED(ops->mark_untimed(device, stream, &mark));
-  REFUSED(ops->wait(device, stream, other, before));
-  REFUSED(ops->wait_flag(device, stream, &flag, 1));
-  REFUSED(ops->copy(device, stream, va, host, 4096, GMI_COPY_H2D));
-  REFUSED(ops->zero(device, stream, va, 4096));
-  REFUSED(ops->call(device, stream, store_sum, &sum));
-  REFUSED(ops->sum_squares(device, stream, va, GEMINI_DTYPE_F32, 8, &sum));
-  REFUSED(ops->stream_destroy(device, stream));
+  REFUSED(ops->stream.mark(device, stream, &mark));
+  REFUSED(ops->stream.mark_untimed(device, stream, &mark));
+  REFUSED(ops->stream.wait(device, stream, other, before));
+  REFUSED(ops->stream.wait_flag(device, stream, &flag, 1));
+  REFUSED(ops->queue.copy(device, stream, va, host, 4096, GMI_COPY_H2D));
+  REFUSED(ops->queue.zero(device, stream, va, 4096));
+  REFUSED(ops->queue.call(device, stream, store_sum, &sum));
+  REFUSED(ops->queue.sum_squares(device, stream, va, GEMINI_DTYPE_F32, 8, &sum));
+  REFUSED(ops->stream.destroy(device, stream));
 #undef REFUSED
   CHECK_EQ(mark, 7);
   mark_new(device, other); /* the others go on */
   fake_cuda_capture(native, false);
   stream_drain(device, stream);
-  CHECK_EQ(ops->stream_destroy(device, stream), GEMINI_OK);
+  CHECK_EQ(ops->stream.destroy(device, stream), GEMINI_OK);
   host_delete(device, host, 4096);
   ops->close(device);
   CHECK_EQ(fake_cuda_live(true), 0);
@@ -888,16 +889,16 @@ static void test_cuda_sums_are_not_forgotten(void) {
   void *device = device_open(16 * MIB), *native;
   unsigned char *va = range_new(device, GRANULE), *host = host_new(device, 4096);
   uint32_t stream = stream_new(device);
-  CHECK_EQ(ops->map(device, va, frame_new(device, GRANULE), GRANULE), GEMINI_OK);
+  CHECK_EQ(ops->memory.map(device, va, frame_new(device, GRANULE), GRANULE), GEMINI_OK);
   float value = 3.0f;
   memcpy(host, &value, sizeof value);
-  CHECK_EQ(ops->copy(device, stream, va, host, 4, GMI_COPY_H2D), GEMINI_OK);
+  CHECK_EQ(ops->queue.copy(device, stream, va, host, 4, GMI_COPY_H2D), GEMINI_OK);
   for (int i = 0; i < 3; i++) {
     double sum = 0;
-    CHECK_EQ(ops->sum_squares(device, stream, va, GEMINI_DTYPE_F32, 1, &sum), GEMINI_OK);
+    CHECK_EQ(ops->queue.sum_squares(device, stream, va, GEMINI_DTYPE_F32, 1, &sum), GEMINI_OK);
     uint64_t calls = fake_cuda_calls();
-    if (i == 0) CHECK_EQ(ops->stream_native(device, stream, &native), GEMINI_OK);
-    if (i == 1) CHECK_EQ(ops->stream_destroy(device, stream), GEMINI_OK);
+    if (i == 0) CHECK_EQ(ops->stream.native(device, stream, &native), GEMINI_OK);
+    if (i == 1) CHECK_EQ(ops->stream.destroy(device, stream), GEMINI_OK);
     if (i == 2) ops->close(device);
     CHECK(fake_cuda_calls() > calls);
     if (i == 0) stream_drain(device, stream);

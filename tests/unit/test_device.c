@@ -43,30 +43,30 @@ static void *device_open(uint64_t memory_bytes, uint64_t h2d_bytes_per_s, uint64
 
 /* Bytes in frames of at least that many bytes. */
 static uint64_t round_up(void *device, uint64_t bytes) {
-  uint64_t granule = ops->granularity(device);
+  uint64_t granule = ops->memory.granularity(device);
   return (bytes + granule - 1) / granule * granule;
 }
 
 static uint32_t stream_new(void *device) {
   uint32_t stream = UINT32_MAX;
-  CHECK_EQ(ops->stream_create(device, &stream), GEMINI_OK);
+  CHECK_EQ(ops->stream.create(device, &stream), GEMINI_OK);
   CHECK(stream < GMI_DEVICE_MAX_STREAMS);
   return stream;
 }
 
 static uint64_t mark_new(void *device, uint32_t stream) {
   uint64_t mark = 0;
-  CHECK_EQ(ops->mark(device, stream, &mark), GEMINI_OK);
+  CHECK_EQ(ops->stream.mark(device, stream, &mark), GEMINI_OK);
   return mark;
 }
 
 static void stream_drain(void *device, uint32_t stream) {
-  CHECK_EQ(ops->sync(device, stream, mark_new(device, stream)), GEMINI_OK);
+  CHECK_EQ(ops->stream.sync(device, stream, mark_new(device, stream)), GEMINI_OK);
 }
 
 static uint64_t frame_new(void *device, uint64_t size_bytes) {
   uint64_t frame = 0;
-  CHECK_EQ(ops->frame_create(device, size_bytes, &frame), GEMINI_OK);
+  CHECK_EQ(ops->memory.frame_create(device, size_bytes, &frame), GEMINI_OK);
   CHECK(frame != 0);
   return frame;
 }
@@ -74,8 +74,8 @@ static uint64_t frame_new(void *device, uint64_t size_bytes) {
 /* An address range backed by one frame. */
 static unsigned char *memory_new(void *device, uint64_t size_bytes) {
   void *base = NULL;
-  CHECK_EQ(ops->reserve(device, size_bytes, &base), GEMINI_OK);
-  CHECK_EQ(ops->map(device, base, frame_new(device, size_bytes), size_bytes), GEMINI_OK);
+  CHECK_EQ(ops->memory.reserve(device, size_bytes, &base), GEMINI_OK);
+  CHECK_EQ(ops->memory.map(device, base, frame_new(device, size_bytes), size_bytes), GEMINI_OK);
   return base;
 }
 
@@ -83,20 +83,20 @@ static unsigned char *host_new(void *device, uint64_t size_bytes) {
   void *base = NULL;
   CHECK_EQ(posix_memalign(&base, 4096, size_bytes), 0);
   memset(base, 0, size_bytes);
-  CHECK_EQ(ops->host_lock(device, base, size_bytes), GEMINI_OK);
+  CHECK_EQ(ops->memory.host_lock(device, base, size_bytes), GEMINI_OK);
   return base;
 }
 
 static void host_delete(void *device, void *base, uint64_t size_bytes) {
-  CHECK_EQ(ops->host_unlock(device, base, size_bytes), GEMINI_OK);
+  CHECK_EQ(ops->memory.host_unlock(device, base, size_bytes), GEMINI_OK);
   free(base);
 }
 
 static void copy_in(void *device, uint32_t stream, void *dst, const void *src, uint64_t size_bytes) {
-  CHECK_EQ(ops->copy(device, stream, dst, src, size_bytes, GMI_COPY_H2D), GEMINI_OK);
+  CHECK_EQ(ops->queue.copy(device, stream, dst, src, size_bytes, GMI_COPY_H2D), GEMINI_OK);
 }
 static void copy_out(void *device, uint32_t stream, void *dst, const void *src, uint64_t size_bytes) {
-  CHECK_EQ(ops->copy(device, stream, dst, src, size_bytes, GMI_COPY_D2H), GEMINI_OK);
+  CHECK_EQ(ops->queue.copy(device, stream, dst, src, size_bytes, GMI_COPY_D2H), GEMINI_OK);
 }
 
 static void sleep_ns(uint64_t ns) {
@@ -107,11 +107,11 @@ static void sleep_ns(uint64_t ns) {
 /* Holds a stream until the gate is opened. */
 static void gate_close(void *device, uint32_t stream, _Atomic uint64_t *gate) {
   atomic_store(gate, 0);
-  CHECK_EQ(ops->wait_flag(device, stream, gate, 1), GEMINI_OK);
+  CHECK_EQ(ops->stream.wait_flag(device, stream, gate, 1), GEMINI_OK);
 }
 static void gate_open(void *device, _Atomic uint64_t *gate) {
   atomic_store_explicit(gate, 1, memory_order_release);
-  ops->flag_wake(device);
+  ops->stream.flag_wake(device);
 }
 
 /* --- frames and addresses --- */
@@ -137,106 +137,106 @@ static void test_device_open_with_bad_config_is_refused(void) {
 static void test_device_budget_is_exact_to_the_byte(void) {
   enum { GRANULES = 64 };
   void *device = device_open(64 * 2 * MIB, 0, 0);
-  uint64_t granule = ops->granularity(device), budget = GRANULES * granule, frames[GRANULES], frame = NOTHING;
+  uint64_t granule = ops->memory.granularity(device), budget = GRANULES * granule, frames[GRANULES], frame = NOTHING;
   CHECK(granule && 2 * MIB % granule == 0);
-  CHECK_EQ(ops->resize(device, budget), GEMINI_OK);
+  CHECK_EQ(ops->memory.resize(device, budget), GEMINI_OK);
   for (int round = 0; round < 3; round++) {
     for (int i = 0; i < GRANULES; i++) frames[i] = frame_new(device, granule);
-    CHECK_EQ(ops->frame_create(device, granule, &frame), GEMINI_ERR_OOM_DEVICE);
-    CHECK_EQ(ops->frame_destroy(device, frames[7], granule), GEMINI_OK);
-    CHECK_EQ(ops->frame_create(device, 2 * granule, &frame), GEMINI_ERR_OOM_DEVICE);
+    CHECK_EQ(ops->memory.frame_create(device, granule, &frame), GEMINI_ERR_OOM_DEVICE);
+    CHECK_EQ(ops->memory.frame_destroy(device, frames[7], granule), GEMINI_OK);
+    CHECK_EQ(ops->memory.frame_create(device, 2 * granule, &frame), GEMINI_ERR_OOM_DEVICE);
     CHECK_EQ(frame, NOTHING);
     frames[7] = frame_new(device, granule);
     /* Frames that do not lie side by side make room for one long one. */
-    for (int i = 0; i < GRANULES; i += 2) CHECK_EQ(ops->frame_destroy(device, frames[i], granule), GEMINI_OK);
-    CHECK_EQ(ops->frame_create(device, (GRANULES / 2 + 1) * granule, &frame), GEMINI_ERR_OOM_DEVICE);
+    for (int i = 0; i < GRANULES; i += 2) CHECK_EQ(ops->memory.frame_destroy(device, frames[i], granule), GEMINI_OK);
+    CHECK_EQ(ops->memory.frame_create(device, (GRANULES / 2 + 1) * granule, &frame), GEMINI_ERR_OOM_DEVICE);
     uint64_t half = frame_new(device, GRANULES / 2 * granule);
-    CHECK_EQ(ops->frame_create(device, granule, &frame), GEMINI_ERR_OOM_DEVICE);
-    CHECK_EQ(ops->frame_destroy(device, half, GRANULES / 2 * granule), GEMINI_OK);
-    for (int i = 1; i < GRANULES; i += 2) CHECK_EQ(ops->frame_destroy(device, frames[i], granule), GEMINI_OK);
+    CHECK_EQ(ops->memory.frame_create(device, granule, &frame), GEMINI_ERR_OOM_DEVICE);
+    CHECK_EQ(ops->memory.frame_destroy(device, half, GRANULES / 2 * granule), GEMINI_OK);
+    for (int i = 1; i < GRANULES; i += 2) CHECK_EQ(ops->memory.frame_destroy(device, frames[i], granule), GEMINI_OK);
     uint64_t whole = frame_new(device, budget);
-    CHECK_EQ(ops->frame_destroy(device, whole, budget), GEMINI_OK);
-    CHECK_EQ(ops->frame_create(device, budget + granule, &frame), GEMINI_ERR_OOM_DEVICE);
+    CHECK_EQ(ops->memory.frame_destroy(device, whole, budget), GEMINI_OK);
+    CHECK_EQ(ops->memory.frame_create(device, budget + granule, &frame), GEMINI_ERR_OOM_DEVICE);
   }
   ops->close(device);
 }
 
 static void test_device_resize_keeps_what_exists(void) {
   void *device = device_open(64 * MIB, 0, 0);
-  uint64_t granule = ops->granularity(device), frame = NOTHING;
-  CHECK_EQ(ops->resize(device, 4 * granule), GEMINI_OK);
+  uint64_t granule = ops->memory.granularity(device), frame = NOTHING;
+  CHECK_EQ(ops->memory.resize(device, 4 * granule), GEMINI_OK);
   uint64_t a = frame_new(device, 3 * granule);
-  CHECK_EQ(ops->resize(device, 2 * granule), GEMINI_ERR_OOM_DEVICE);
+  CHECK_EQ(ops->memory.resize(device, 2 * granule), GEMINI_ERR_OOM_DEVICE);
   uint64_t b = frame_new(device, granule); /* the old budget stays */
-  CHECK_EQ(ops->resize(device, 4 * granule), GEMINI_OK);
-  CHECK_EQ(ops->frame_create(device, granule, &frame), GEMINI_ERR_OOM_DEVICE);
-  CHECK_EQ(ops->resize(device, 5 * granule), GEMINI_OK);
+  CHECK_EQ(ops->memory.resize(device, 4 * granule), GEMINI_OK);
+  CHECK_EQ(ops->memory.frame_create(device, granule, &frame), GEMINI_ERR_OOM_DEVICE);
+  CHECK_EQ(ops->memory.resize(device, 5 * granule), GEMINI_OK);
   uint64_t c = frame_new(device, granule);
-  CHECK_EQ(ops->frame_destroy(device, a, 3 * granule), GEMINI_OK);
-  CHECK_EQ(ops->resize(device, 2 * granule), GEMINI_OK);
-  CHECK_EQ(ops->frame_create(device, granule, &frame), GEMINI_ERR_OOM_DEVICE);
-  CHECK_EQ(ops->resize(device, 2 * granule + 1), GEMINI_ERR_INVALID);
-  CHECK_EQ(ops->frame_destroy(device, b, granule), GEMINI_OK);
-  CHECK_EQ(ops->frame_destroy(device, c, granule), GEMINI_OK);
-  CHECK_EQ(ops->resize(device, 0), GEMINI_OK);
-  CHECK_EQ(ops->frame_create(device, granule, &frame), GEMINI_ERR_OOM_DEVICE);
+  CHECK_EQ(ops->memory.frame_destroy(device, a, 3 * granule), GEMINI_OK);
+  CHECK_EQ(ops->memory.resize(device, 2 * granule), GEMINI_OK);
+  CHECK_EQ(ops->memory.frame_create(device, granule, &frame), GEMINI_ERR_OOM_DEVICE);
+  CHECK_EQ(ops->memory.resize(device, 2 * granule + 1), GEMINI_ERR_INVALID);
+  CHECK_EQ(ops->memory.frame_destroy(device, b, granule), GEMINI_OK);
+  CHECK_EQ(ops->memory.frame_destroy(device, c, granule), GEMINI_OK);
+  CHECK_EQ(ops->memory.resize(device, 0), GEMINI_OK);
+  CHECK_EQ(ops->memory.frame_create(device, granule, &frame), GEMINI_ERR_OOM_DEVICE);
   CHECK_EQ(frame, NOTHING);
   ops->close(device);
 }
 
 static void test_device_bad_addresses_and_frames_are_refused(void) {
   void *device = device_open(64 * MIB, 0, 0), *base = NULL, *other = (void *)NOTHING;
-  uint64_t granule = ops->granularity(device), frame = NOTHING;
-  CHECK_EQ(ops->reserve(device, 8 * granule, &base), GEMINI_OK);
+  uint64_t granule = ops->memory.granularity(device), frame = NOTHING;
+  CHECK_EQ(ops->memory.reserve(device, 8 * granule, &base), GEMINI_OK);
   CHECK_EQ((uintptr_t)base % (2 * MIB), 0);
-  CHECK_EQ(ops->reserve(device, granule + 1, &other), GEMINI_ERR_INVALID);
-  CHECK_EQ(ops->reserve(device, 0, &other), GEMINI_ERR_INVALID);
+  CHECK_EQ(ops->memory.reserve(device, granule + 1, &other), GEMINI_ERR_INVALID);
+  CHECK_EQ(ops->memory.reserve(device, 0, &other), GEMINI_ERR_INVALID);
   CHECK(other == (void *)NOTHING);
   unsigned char *va = base;
-  CHECK_EQ(ops->frame_create(device, granule + 512, &frame), GEMINI_ERR_INVALID);
-  CHECK_EQ(ops->frame_create(device, 0, &frame), GEMINI_ERR_INVALID);
+  CHECK_EQ(ops->memory.frame_create(device, granule + 512, &frame), GEMINI_ERR_INVALID);
+  CHECK_EQ(ops->memory.frame_create(device, 0, &frame), GEMINI_ERR_INVALID);
   CHECK_EQ(frame, NOTHING);
   frame = frame_new(device, 2 * granule);
-  CHECK_EQ(ops->map(device, va, frame, granule), GEMINI_ERR_INVALID);
-  CHECK_EQ(ops->map(device, va, frame + 1, 2 * granule), GEMINI_ERR_INVALID);
-  CHECK_EQ(ops->map(device, va, 0, 2 * granule), GEMINI_ERR_INVALID);
-  CHECK_EQ(ops->map(device, va + 512, frame, 2 * granule), GEMINI_ERR_INVALID);
-  CHECK_EQ(ops->map(device, va + 7 * granule, frame, 2 * granule), GEMINI_ERR_INVALID);
-  CHECK_EQ(ops->map(device, va - 2 * granule, frame, 2 * granule), GEMINI_ERR_INVALID);
-  CHECK_EQ(ops->map(device, NULL, frame, 2 * granule), GEMINI_ERR_INVALID);
-  CHECK_EQ(ops->map(device, va + 6 * granule, frame, 2 * granule), GEMINI_OK);
-  CHECK_EQ(ops->unmap(device, va + 7 * granule, 2 * granule), GEMINI_ERR_INVALID);
-  CHECK_EQ(ops->unmap(device, va + 8 * granule, granule), GEMINI_ERR_INVALID);
-  CHECK_EQ(ops->unmap(device, va + 6 * granule, 2 * granule), GEMINI_OK);
-  CHECK_EQ(ops->frame_destroy(device, frame, granule), GEMINI_ERR_INVALID);
-  CHECK_EQ(ops->frame_destroy(device, frame, 2 * granule), GEMINI_OK);
-  CHECK_EQ(ops->frame_destroy(device, frame, 2 * granule), GEMINI_ERR_INVALID);
-  CHECK_EQ(ops->map(device, va, frame, 2 * granule), GEMINI_ERR_INVALID);
-  CHECK_EQ(ops->unreserve(device, va, 7 * granule), GEMINI_ERR_INVALID);
-  CHECK_EQ(ops->unreserve(device, va + granule, 7 * granule), GEMINI_ERR_INVALID);
-  CHECK_EQ(ops->unreserve(device, va, 8 * granule), GEMINI_OK);
-  CHECK_EQ(ops->unreserve(device, va, 8 * granule), GEMINI_ERR_INVALID);
-  CHECK_EQ(ops->unmap(device, va, granule), GEMINI_ERR_INVALID);
-  CHECK_EQ(ops->host_lock(device, NULL, 4096), GEMINI_ERR_INVALID);
+  CHECK_EQ(ops->memory.map(device, va, frame, granule), GEMINI_ERR_INVALID);
+  CHECK_EQ(ops->memory.map(device, va, frame + 1, 2 * granule), GEMINI_ERR_INVALID);
+  CHECK_EQ(ops->memory.map(device, va, 0, 2 * granule), GEMINI_ERR_INVALID);
+  CHECK_EQ(ops->memory.map(device, va + 512, frame, 2 * granule), GEMINI_ERR_INVALID);
+  CHECK_EQ(ops->memory.map(device, va + 7 * granule, frame, 2 * granule), GEMINI_ERR_INVALID);
+  CHECK_EQ(ops->memory.map(device, va - 2 * granule, frame, 2 * granule), GEMINI_ERR_INVALID);
+  CHECK_EQ(ops->memory.map(device, NULL, frame, 2 * granule), GEMINI_ERR_INVALID);
+  CHECK_EQ(ops->memory.map(device, va + 6 * granule, frame, 2 * granule), GEMINI_OK);
+  CHECK_EQ(ops->memory.unmap(device, va + 7 * granule, 2 * granule), GEMINI_ERR_INVALID);
+  CHECK_EQ(ops->memory.unmap(device, va + 8 * granule, granule), GEMINI_ERR_INVALID);
+  CHECK_EQ(ops->memory.unmap(device, va + 6 * granule, 2 * granule), GEMINI_OK);
+  CHECK_EQ(ops->memory.frame_destroy(device, frame, granule), GEMINI_ERR_INVALID);
+  CHECK_EQ(ops->memory.frame_destroy(device, frame, 2 * granule), GEMINI_OK);
+  CHECK_EQ(ops->memory.frame_destroy(device, frame, 2 * granule), GEMINI_ERR_INVALID);
+  CHECK_EQ(ops->memory.map(device, va, frame, 2 * granule), GEMINI_ERR_INVALID);
+  CHECK_EQ(ops->memory.unreserve(device, va, 7 * granule), GEMINI_ERR_INVALID);
+  CHECK_EQ(ops->memory.unreserve(device, va + granule, 7 * granule), GEMINI_ERR_INVALID);
+  CHECK_EQ(ops->memory.unreserve(device, va, 8 * granule), GEMINI_OK);
+  CHECK_EQ(ops->memory.unreserve(device, va, 8 * granule), GEMINI_ERR_INVALID);
+  CHECK_EQ(ops->memory.unmap(device, va, granule), GEMINI_ERR_INVALID);
+  CHECK_EQ(ops->memory.host_lock(device, NULL, 4096), GEMINI_ERR_INVALID);
   ops->close(device);
 }
 
 static void test_device_ranges_do_not_overlap(void) {
   enum { RANGES = 40 };
   void *device = device_open(0, 0, 0), *bases[RANGES];
-  uint64_t granule = ops->granularity(device), random = 3;
+  uint64_t granule = ops->memory.granularity(device), random = 3;
   uint64_t sizes[RANGES];
   for (int round = 0; round < 3; round++) {
     for (int i = 0; i < RANGES; i++) {
       sizes[i] = (1 + check_random(&random) % 5000) * granule;
-      CHECK_EQ(ops->reserve(device, sizes[i], &bases[i]), GEMINI_OK);
+      CHECK_EQ(ops->memory.reserve(device, sizes[i], &bases[i]), GEMINI_OK);
       CHECK_EQ((uintptr_t)bases[i] % (2 * MIB), 0);
       for (int j = 0; j < i; j++)
         CHECK((char *)bases[j] + sizes[j] <= (char *)bases[i] || (char *)bases[i] + sizes[i] <= (char *)bases[j]);
     }
     for (int i = 0; i < RANGES; i++) {
       int at = (i * 7 + round) % RANGES;
-      if (round < 2) CHECK_EQ(ops->unreserve(device, bases[at], sizes[at]), GEMINI_OK);
+      if (round < 2) CHECK_EQ(ops->memory.unreserve(device, bases[at], sizes[at]), GEMINI_OK);
     }
   }
   ops->close(device);
@@ -247,17 +247,17 @@ static void test_device_frame_at_two_addresses_is_one_memory(void) {
   uint64_t size = round_up(device, 64 * KIB), frame = frame_new(device, size);
   uint32_t stream = stream_new(device);
   unsigned char *in = host_new(device, size), *out = host_new(device, size);
-  CHECK_EQ(ops->reserve(device, 2 * size, &base), GEMINI_OK);
+  CHECK_EQ(ops->memory.reserve(device, 2 * size, &base), GEMINI_OK);
   unsigned char *a = base, *b = a + size;
-  CHECK_EQ(ops->map(device, a, frame, size), GEMINI_OK);
-  CHECK_EQ(ops->map(device, b, frame, size), GEMINI_OK);
+  CHECK_EQ(ops->memory.map(device, a, frame, size), GEMINI_OK);
+  CHECK_EQ(ops->memory.map(device, b, frame, size), GEMINI_OK);
   for (uint64_t i = 0; i < size; i++) in[i] = (unsigned char)(i * 31 + i / 251);
   copy_in(device, stream, a, in, size);
   copy_out(device, stream, out, b, size);
   stream_drain(device, stream);
   CHECK(!memcmp(in, out, size));
   /* What one mapping wrote stays when that one goes. */
-  CHECK_EQ(ops->unmap(device, a, size), GEMINI_OK);
+  CHECK_EQ(ops->memory.unmap(device, a, size), GEMINI_OK);
   memset(out, 0, size);
   copy_out(device, stream, out, b, size);
   stream_drain(device, stream);
@@ -274,12 +274,12 @@ static void test_device_map_replaces_what_was_mapped(void) {
   uint64_t size = round_up(device, 16 * KIB), frames[FRAMES];
   uint32_t stream = stream_new(device), stamps[FRAMES] = { 0 };
   unsigned char *host = host_new(device, size);
-  CHECK_EQ(ops->reserve(device, size, &base), GEMINI_OK);
+  CHECK_EQ(ops->memory.reserve(device, size, &base), GEMINI_OK);
   for (int i = 0; i < FRAMES; i++) frames[i] = frame_new(device, size);
   uint64_t random = 11;
   for (uint32_t round = 1; round <= ROUNDS; round++) {
     int i = (int)(check_random(&random) % FRAMES);
-    CHECK_EQ(ops->map(device, base, frames[i], size), GEMINI_OK);
+    CHECK_EQ(ops->memory.map(device, base, frames[i], size), GEMINI_OK);
     copy_out(device, stream, host, base, size);
     stream_drain(device, stream);
     if (stamps[i]) CHECK(!memcmp(host, &stamps[i], 4) && !memcmp(host + size - 4, &stamps[i], 4));
@@ -301,12 +301,12 @@ static void test_device_remap_beside_running_copies_disturbs_nothing(void) {
   const int rounds = size > MIB ? 40 : 300;
   uint64_t steady = frame_new(device, size), turning[2] = { frame_new(device, size), frame_new(device, size) };
   uint32_t copier = stream_new(device), other = stream_new(device);
-  CHECK_EQ(ops->reserve(device, 2 * size, &base), GEMINI_OK);
+  CHECK_EQ(ops->memory.reserve(device, 2 * size, &base), GEMINI_OK);
   unsigned char *a = base, *b = a + size;
   unsigned char *in = host_new(device, size), *out = host_new(device, size), *back = host_new(device, 2 * size);
-  CHECK_EQ(ops->map(device, a, steady, size), GEMINI_OK);
+  CHECK_EQ(ops->memory.map(device, a, steady, size), GEMINI_OK);
   for (int i = 0; i < 2; i++) {
-    CHECK_EQ(ops->map(device, b, turning[i], size), GEMINI_OK);
+    CHECK_EQ(ops->memory.map(device, b, turning[i], size), GEMINI_OK);
     memset(in, 0xC0 + i, size);
     copy_in(device, other, b, in, size);
     stream_drain(device, other);
@@ -319,12 +319,12 @@ static void test_device_remap_beside_running_copies_disturbs_nothing(void) {
     }
     uint64_t copied = mark_new(device, copier);
     for (int i = 0; i < 2; i++) {
-      CHECK_EQ(ops->map(device, b, turning[i], size), GEMINI_OK);
+      CHECK_EQ(ops->memory.map(device, b, turning[i], size), GEMINI_OK);
       copy_out(device, other, back + (uint64_t)i * size, b, size);
       stream_drain(device, other);
-      CHECK_EQ(ops->unmap(device, b, size), GEMINI_OK);
+      CHECK_EQ(ops->memory.unmap(device, b, size), GEMINI_OK);
     }
-    CHECK_EQ(ops->sync(device, copier, copied), GEMINI_OK);
+    CHECK_EQ(ops->stream.sync(device, copier, copied), GEMINI_OK);
     CHECK(!memcmp(in, out, size));
     for (int i = 0; i < 2; i++) {
       CHECK_EQ(back[(uint64_t)i * size], 0xC0 + i);
@@ -353,12 +353,12 @@ static void test_device_streams_are_limited_and_reused(void) {
       CHECK_EQ(mark, last_marks[streams[i]] + 1);
       last_marks[streams[i]] = mark;
     }
-    CHECK_EQ(ops->stream_create(device, &stream), GEMINI_ERR_OOM_SYSTEM);
+    CHECK_EQ(ops->stream.create(device, &stream), GEMINI_ERR_OOM_SYSTEM);
     CHECK_EQ(stream, 12345);
     for (uint32_t i = 0; i < GMI_DEVICE_MAX_STREAMS; i++) {
-      CHECK_EQ(ops->stream_destroy(device, streams[i]), GEMINI_OK);
-      CHECK(ops->reached(device, streams[i], last_marks[streams[i]]));
-      CHECK_EQ(ops->sync(device, streams[i], last_marks[streams[i]]), GEMINI_OK);
+      CHECK_EQ(ops->stream.destroy(device, streams[i]), GEMINI_OK);
+      CHECK(ops->stream.reached(device, streams[i], last_marks[streams[i]]));
+      CHECK_EQ(ops->stream.sync(device, streams[i], last_marks[streams[i]]), GEMINI_OK);
     }
   }
   ops->close(device);
@@ -369,37 +369,37 @@ static void test_device_bad_stream_arguments_are_refused(void) {
   uint32_t stream = stream_new(device), gone = stream_new(device), never = GMI_DEVICE_MAX_STREAMS - 1;
   uint64_t mark = mark_new(device, gone), out = NOTHING;
   double sum = 1.5;
-  CHECK_EQ(ops->stream_destroy(device, gone), GEMINI_OK);
-  CHECK_EQ(ops->stream_destroy(device, gone), GEMINI_ERR_INVALID);
+  CHECK_EQ(ops->stream.destroy(device, gone), GEMINI_OK);
+  CHECK_EQ(ops->stream.destroy(device, gone), GEMINI_ERR_INVALID);
   uint32_t bad[] = { gone, never, GMI_DEVICE_MAX_STREAMS, UINT32_MAX };
   for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
-    CHECK_EQ(ops->mark(device, bad[i], &out), GEMINI_ERR_INVALID);
-    CHECK_EQ(ops->wait(device, bad[i], stream, 0), GEMINI_ERR_INVALID);
-    CHECK_EQ(ops->copy(device, bad[i], &sum, &out, 8, GMI_COPY_H2D), GEMINI_ERR_INVALID);
-    CHECK_EQ(ops->zero(device, bad[i], &sum, 8), GEMINI_ERR_INVALID);
-    CHECK_EQ(ops->sum_squares(device, bad[i], &out, GEMINI_DTYPE_F64, 1, &sum), GEMINI_ERR_INVALID);
+    CHECK_EQ(ops->stream.mark(device, bad[i], &out), GEMINI_ERR_INVALID);
+    CHECK_EQ(ops->stream.wait(device, bad[i], stream, 0), GEMINI_ERR_INVALID);
+    CHECK_EQ(ops->queue.copy(device, bad[i], &sum, &out, 8, GMI_COPY_H2D), GEMINI_ERR_INVALID);
+    CHECK_EQ(ops->queue.zero(device, bad[i], &sum, 8), GEMINI_ERR_INVALID);
+    CHECK_EQ(ops->queue.sum_squares(device, bad[i], &out, GEMINI_DTYPE_F64, 1, &sum), GEMINI_ERR_INVALID);
     if (i == 0) continue; /* a destroyed stream's marks can still be asked for */
-    CHECK(!ops->reached(device, bad[i], 1));
-    CHECK_EQ(ops->sync(device, bad[i], 1), GEMINI_ERR_INVALID);
-    CHECK_EQ(ops->mark_time(device, bad[i], 1, &out), GEMINI_ERR_INVALID);
-    CHECK_EQ(ops->wait(device, stream, bad[i], 1), GEMINI_ERR_INVALID);
+    CHECK(!ops->stream.reached(device, bad[i], 1));
+    CHECK_EQ(ops->stream.sync(device, bad[i], 1), GEMINI_ERR_INVALID);
+    CHECK_EQ(ops->stream.mark_time(device, bad[i], 1, &out), GEMINI_ERR_INVALID);
+    CHECK_EQ(ops->stream.wait(device, stream, bad[i], 1), GEMINI_ERR_INVALID);
   }
-  CHECK_EQ(ops->wait(device, stream, gone, mark), GEMINI_OK);
-  CHECK_EQ(ops->wait(device, stream, gone, mark + 1), GEMINI_ERR_INVALID);
-  CHECK_EQ(ops->sync(device, gone, mark + 1), GEMINI_ERR_INVALID);
-  CHECK_EQ(ops->mark_time(device, stream, 0, &out), GEMINI_ERR_INVALID);
-  CHECK_EQ(ops->mark_time(device, stream, 1, &out), GEMINI_ERR_INVALID);
-  CHECK_EQ(ops->copy(device, stream, &sum, &out, 8, 3), GEMINI_ERR_INVALID);
-  CHECK_EQ(ops->copy(device, stream, NULL, &out, 8, GMI_COPY_H2D), GEMINI_ERR_INVALID);
-  CHECK_EQ(ops->copy(device, stream, &sum, NULL, 8, GMI_COPY_H2D), GEMINI_ERR_INVALID);
-  CHECK_EQ(ops->zero(device, stream, NULL, 8), GEMINI_ERR_INVALID);
-  CHECK_EQ(ops->call(device, stream, NULL, NULL), GEMINI_ERR_INVALID);
-  CHECK_EQ(ops->wait_flag(device, stream, NULL, 1), GEMINI_ERR_INVALID);
-  CHECK_EQ(ops->sum_squares(device, stream, &out, 4, 1, &sum), GEMINI_ERR_INVALID);
-  CHECK_EQ(ops->sum_squares(device, stream, &out, GEMINI_DTYPE_F64, 1, NULL), GEMINI_ERR_INVALID);
-  CHECK_EQ(ops->sum_squares(device, stream, NULL, GEMINI_DTYPE_F64, 1, &sum), GEMINI_ERR_INVALID);
-  CHECK_EQ(ops->copy(device, stream, NULL, NULL, 0, GMI_COPY_D2D), GEMINI_OK);
-  CHECK_EQ(ops->zero(device, stream, NULL, 0), GEMINI_OK);
+  CHECK_EQ(ops->stream.wait(device, stream, gone, mark), GEMINI_OK);
+  CHECK_EQ(ops->stream.wait(device, stream, gone, mark + 1), GEMINI_ERR_INVALID);
+  CHECK_EQ(ops->stream.sync(device, gone, mark + 1), GEMINI_ERR_INVALID);
+  CHECK_EQ(ops->stream.mark_time(device, stream, 0, &out), GEMINI_ERR_INVALID);
+  CHECK_EQ(ops->stream.mark_time(device, stream, 1, &out), GEMINI_ERR_INVALID);
+  CHECK_EQ(ops->queue.copy(device, stream, &sum, &out, 8, 3), GEMINI_ERR_INVALID);
+  CHECK_EQ(ops->queue.copy(device, stream, NULL, &out, 8, GMI_COPY_H2D), GEMINI_ERR_INVALID);
+  CHECK_EQ(ops->queue.copy(device, stream, &sum, NULL, 8, GMI_COPY_H2D), GEMINI_ERR_INVALID);
+  CHECK_EQ(ops->queue.zero(device, stream, NULL, 8), GEMINI_ERR_INVALID);
+  CHECK_EQ(ops->queue.call(device, stream, NULL, NULL), GEMINI_ERR_INVALID);
+  CHECK_EQ(ops->stream.wait_flag(device, stream, NULL, 1), GEMINI_ERR_INVALID);
+  CHECK_EQ(ops->queue.sum_squares(device, stream, &out, 4, 1, &sum), GEMINI_ERR_INVALID);
+  CHECK_EQ(ops->queue.sum_squares(device, stream, &out, GEMINI_DTYPE_F64, 1, NULL), GEMINI_ERR_INVALID);
+  CHECK_EQ(ops->queue.sum_squares(device, stream, NULL, GEMINI_DTYPE_F64, 1, &sum), GEMINI_ERR_INVALID);
+  CHECK_EQ(ops->queue.copy(device, stream, NULL, NULL, 0, GMI_COPY_D2D), GEMINI_OK);
+  CHECK_EQ(ops->queue.zero(device, stream, NULL, 0), GEMINI_OK);
   stream_drain(device, stream);
   CHECK(sum == 1.5);
   CHECK_EQ(out, NOTHING);
@@ -410,22 +410,22 @@ static void test_device_marks_count_up_and_are_reached_in_order(void) {
   void *device = device_open(0, 0, 0);
   uint32_t stream = stream_new(device);
   _Atomic uint64_t gate;
-  CHECK(ops->reached(device, stream, 0));
-  CHECK_EQ(ops->sync(device, stream, 0), GEMINI_OK);
+  CHECK(ops->stream.reached(device, stream, 0));
+  CHECK_EQ(ops->stream.sync(device, stream, 0), GEMINI_OK);
   uint64_t first = mark_new(device, stream);
   CHECK_EQ(first, 1);
-  CHECK_EQ(ops->sync(device, stream, first), GEMINI_OK);
-  CHECK(ops->reached(device, stream, first));
+  CHECK_EQ(ops->stream.sync(device, stream, first), GEMINI_OK);
+  CHECK(ops->stream.reached(device, stream, first));
   gate_close(device, stream, &gate);
   uint64_t last = HELD_LIMIT < 999 ? HELD_LIMIT : 999;
   for (uint64_t i = 2; i <= last; i++) CHECK_EQ(mark_new(device, stream), i);
   sleep_ns(5 * MS);
-  CHECK(!ops->reached(device, stream, 2));
+  CHECK(!ops->stream.reached(device, stream, 2));
   gate_open(device, &gate);
-  CHECK_EQ(ops->sync(device, stream, last / 2), GEMINI_OK);
-  CHECK(ops->reached(device, stream, last / 2) && ops->reached(device, stream, 2));
-  CHECK_EQ(ops->sync(device, stream, last), GEMINI_OK);
-  CHECK(!ops->reached(device, stream, last + 1));
+  CHECK_EQ(ops->stream.sync(device, stream, last / 2), GEMINI_OK);
+  CHECK(ops->stream.reached(device, stream, last / 2) && ops->stream.reached(device, stream, 2));
+  CHECK_EQ(ops->stream.sync(device, stream, last), GEMINI_OK);
+  CHECK(!ops->stream.reached(device, stream, last + 1));
   ops->close(device);
 }
 
@@ -434,16 +434,16 @@ static void test_device_mark_times_are_ordered_and_kept_for_4096(void) {
   uint32_t stream = stream_new(device);
   uint64_t before = ops->now(device), ns, previous, last = 0;
   for (int i = 0; i < 10000; i++) last = mark_new(device, stream);
-  CHECK_EQ(ops->sync(device, stream, last), GEMINI_OK);
+  CHECK_EQ(ops->stream.sync(device, stream, last), GEMINI_OK);
   uint64_t after = ops->now(device);
   ns = NOTHING;
-  CHECK_EQ(ops->mark_time(device, stream, 1, &ns), GEMINI_ERR_INVALID);
-  CHECK_EQ(ops->mark_time(device, stream, last - 4096, &ns), GEMINI_ERR_INVALID);
-  CHECK_EQ(ops->mark_time(device, stream, last + 1, &ns), GEMINI_ERR_INVALID);
+  CHECK_EQ(ops->stream.mark_time(device, stream, 1, &ns), GEMINI_ERR_INVALID);
+  CHECK_EQ(ops->stream.mark_time(device, stream, last - 4096, &ns), GEMINI_ERR_INVALID);
+  CHECK_EQ(ops->stream.mark_time(device, stream, last + 1, &ns), GEMINI_ERR_INVALID);
   CHECK_EQ(ns, NOTHING);
   previous = before;
   for (uint64_t mark = last - 4095; mark <= last; mark++) {
-    CHECK_EQ(ops->mark_time(device, stream, mark, &ns), GEMINI_OK);
+    CHECK_EQ(ops->stream.mark_time(device, stream, mark, &ns), GEMINI_OK);
     CHECK(ns >= previous);
     previous = ns;
   }
@@ -452,8 +452,8 @@ static void test_device_mark_times_are_ordered_and_kept_for_4096(void) {
   sleep_ns(20 * MS);
   before = ops->now(device);
   last = mark_new(device, stream);
-  CHECK_EQ(ops->sync(device, stream, last), GEMINI_OK);
-  CHECK_EQ(ops->mark_time(device, stream, last, &ns), GEMINI_OK);
+  CHECK_EQ(ops->stream.sync(device, stream, last), GEMINI_OK);
+  CHECK_EQ(ops->stream.mark_time(device, stream, last, &ns), GEMINI_OK);
   CHECK(ns >= before && ns <= ops->now(device));
   ops->close(device);
 }
@@ -464,28 +464,29 @@ static void test_device_untimed_marks_are_marks(void) {
   void *device = device_open(0, 0, 0);
   uint32_t stream = stream_new(device), other = stream_new(device);
   uint64_t random = 21, mark = NOTHING, last = 0, timed = 0, ns, previous = 0;
-  CHECK_EQ(ops->mark_untimed(device, GMI_DEVICE_MAX_STREAMS, &mark), GEMINI_ERR_INVALID);
-  CHECK_EQ(ops->mark_untimed(device, stream, NULL), GEMINI_ERR_INVALID);
+  CHECK_EQ(ops->stream.mark_untimed(device, GMI_DEVICE_MAX_STREAMS, &mark), GEMINI_ERR_INVALID);
+  CHECK_EQ(ops->stream.mark_untimed(device, stream, NULL), GEMINI_ERR_INVALID);
   for (uint64_t i = 1; i <= MARKS; i++) {
     bool with_time = check_random(&random) % 4 == 0;
-    CHECK_EQ(with_time ? ops->mark(device, stream, &mark) : ops->mark_untimed(device, stream, &mark), GEMINI_OK);
+    CHECK_EQ(with_time ? ops->stream.mark(device, stream, &mark) : ops->stream.mark_untimed(device, stream, &mark),
+             GEMINI_OK);
     CHECK_EQ(mark, i);
     if (i % 100 == 0) {
-      CHECK_EQ(ops->wait(device, other, stream, mark - 7), GEMINI_OK);
-      CHECK_EQ(ops->mark_untimed(device, other, &last), GEMINI_OK);
-      CHECK_EQ(ops->sync(device, other, last), GEMINI_OK);
-      CHECK(ops->reached(device, stream, mark - 7));
-      gemini_status_t status = ops->mark_time(device, stream, mark - 7, &ns);
+      CHECK_EQ(ops->stream.wait(device, other, stream, mark - 7), GEMINI_OK);
+      CHECK_EQ(ops->stream.mark_untimed(device, other, &last), GEMINI_OK);
+      CHECK_EQ(ops->stream.sync(device, other, last), GEMINI_OK);
+      CHECK(ops->stream.reached(device, stream, mark - 7));
+      gemini_status_t status = ops->stream.mark_time(device, stream, mark - 7, &ns);
       CHECK(status == GEMINI_OK || status == GEMINI_ERR_INVALID);
     }
     if (with_time) timed = mark;
     if (!with_time || i % 3) continue;
-    CHECK_EQ(ops->sync(device, stream, timed), GEMINI_OK);
-    CHECK_EQ(ops->mark_time(device, stream, timed, &ns), GEMINI_OK);
+    CHECK_EQ(ops->stream.sync(device, stream, timed), GEMINI_OK);
+    CHECK_EQ(ops->stream.mark_time(device, stream, timed, &ns), GEMINI_OK);
     CHECK(ns >= previous && ns <= ops->now(device));
     previous = ns;
   }
-  CHECK_EQ(ops->sync(device, stream, MARKS), GEMINI_OK);
+  CHECK_EQ(ops->stream.sync(device, stream, MARKS), GEMINI_OK);
   ops->close(device);
 }
 
@@ -516,11 +517,11 @@ static void test_device_waits_order_work_across_streams(void) {
   for (int i = 0; i < STEPS; i++) {
     uint32_t stream = streams[i % STREAMS], before = streams[(i + STREAMS - 1) % STREAMS];
     steps[i] = (step_t){ &next, (uint64_t)i };
-    if (i) CHECK_EQ(ops->wait(device, stream, before, mark), GEMINI_OK);
-    CHECK_EQ(ops->call(device, stream, step_run, &steps[i]), GEMINI_OK);
+    if (i) CHECK_EQ(ops->stream.wait(device, stream, before, mark), GEMINI_OK);
+    CHECK_EQ(ops->queue.call(device, stream, step_run, &steps[i]), GEMINI_OK);
     mark = mark_new(device, stream);
   }
-  CHECK_EQ(ops->sync(device, streams[(STEPS - 1) % STREAMS], mark), GEMINI_OK);
+  CHECK_EQ(ops->stream.sync(device, streams[(STEPS - 1) % STREAMS], mark), GEMINI_OK);
   CHECK_EQ(atomic_load(&step_failures), 0);
   CHECK_EQ(next, STEPS);
   ops->close(device);
@@ -532,13 +533,13 @@ static void test_device_wait_holds_one_stream_only(void) {
   _Atomic uint64_t gate;
   gate_close(device, held, &gate);
   uint64_t held_mark = mark_new(device, held);
-  CHECK_EQ(ops->wait(device, waiter, held, held_mark), GEMINI_OK);
+  CHECK_EQ(ops->stream.wait(device, waiter, held, held_mark), GEMINI_OK);
   uint64_t waiter_mark = mark_new(device, waiter);
   stream_drain(device, free_one);
-  CHECK(!ops->reached(device, held, held_mark) && !ops->reached(device, waiter, waiter_mark));
+  CHECK(!ops->stream.reached(device, held, held_mark) && !ops->stream.reached(device, waiter, waiter_mark));
   gate_open(device, &gate);
-  CHECK_EQ(ops->sync(device, waiter, waiter_mark), GEMINI_OK);
-  CHECK(ops->reached(device, held, held_mark));
+  CHECK_EQ(ops->stream.sync(device, waiter, waiter_mark), GEMINI_OK);
+  CHECK(ops->stream.reached(device, held, held_mark));
   ops->close(device);
 }
 
@@ -549,23 +550,23 @@ static void test_device_wait_flag_waits_for_its_value(void) {
   _Atomic uint64_t flag = 4;
   for (uint64_t i = 0; i < 3; i++) {
     streams[i] = stream_new(device);
-    CHECK_EQ(ops->wait_flag(device, streams[i], &flag, 4 + 2 * i), GEMINI_OK); /* 4, 6, 8 */
+    CHECK_EQ(ops->stream.wait_flag(device, streams[i], &flag, 4 + 2 * i), GEMINI_OK); /* 4, 6, 8 */
     marks[i] = mark_new(device, streams[i]);
   }
-  CHECK_EQ(ops->sync(device, streams[0], marks[0]), GEMINI_OK);
+  CHECK_EQ(ops->stream.sync(device, streams[0], marks[0]), GEMINI_OK);
   sleep_ns(2 * MS);
   atomic_store_explicit(&flag, 5, memory_order_release);
-  ops->flag_wake(device);
+  ops->stream.flag_wake(device);
   sleep_ns(5 * MS);
-  CHECK(!ops->reached(device, streams[1], marks[1]));
+  CHECK(!ops->stream.reached(device, streams[1], marks[1]));
   atomic_store_explicit(&flag, 7, memory_order_release); /* more than asked for */
-  ops->flag_wake(device);
-  CHECK_EQ(ops->sync(device, streams[1], marks[1]), GEMINI_OK);
+  ops->stream.flag_wake(device);
+  CHECK_EQ(ops->stream.sync(device, streams[1], marks[1]), GEMINI_OK);
   sleep_ns(5 * MS);
-  CHECK(!ops->reached(device, streams[2], marks[2]));
+  CHECK(!ops->stream.reached(device, streams[2], marks[2]));
   atomic_store_explicit(&flag, 8, memory_order_release);
-  ops->flag_wake(device);
-  CHECK_EQ(ops->sync(device, streams[2], marks[2]), GEMINI_OK);
+  ops->stream.flag_wake(device);
+  CHECK_EQ(ops->stream.sync(device, streams[2], marks[2]), GEMINI_OK);
   ops->close(device);
 }
 
@@ -577,13 +578,13 @@ static void test_device_wait_flag_loses_no_wake_up(void) {
   uint64_t random = 17;
   _Atomic uint64_t flag = 0;
   for (uint64_t i = 1; i <= rounds; i++) {
-    CHECK_EQ(ops->wait_flag(device, stream, &flag, i), GEMINI_OK);
+    CHECK_EQ(ops->stream.wait_flag(device, stream, &flag, i), GEMINI_OK);
     uint64_t mark = mark_new(device, stream);
     /* Somewhere between the stream's waking up for the task and its sleeping for the flag. */
     for (uint64_t until = ops->now(device) + check_random(&random) % 60000; ops->now(device) < until;) continue;
     atomic_store_explicit(&flag, i, memory_order_release);
-    ops->flag_wake(device);
-    CHECK_EQ(ops->sync(device, stream, mark), GEMINI_OK);
+    ops->stream.flag_wake(device);
+    CHECK_EQ(ops->stream.sync(device, stream, mark), GEMINI_OK);
   }
   ops->close(device);
 }
@@ -597,11 +598,11 @@ static void test_device_queue_has_no_limit(void) {
   _Atomic uint64_t gate;
   order[0] = 0;
   gate_close(device, stream, &gate);
-  for (uint64_t i = 0; i < calls; i++) CHECK_EQ(ops->call(device, stream, append, order), GEMINI_OK);
+  for (uint64_t i = 0; i < calls; i++) CHECK_EQ(ops->queue.call(device, stream, append, order), GEMINI_OK);
   uint64_t mark = mark_new(device, stream);
-  CHECK(!ops->reached(device, stream, mark));
+  CHECK(!ops->stream.reached(device, stream, mark));
   gate_open(device, &gate);
-  CHECK_EQ(ops->sync(device, stream, mark), GEMINI_OK);
+  CHECK_EQ(ops->stream.sync(device, stream, mark), GEMINI_OK);
   CHECK_EQ(order[0], calls);
   for (uint64_t i = 0; i < calls; i++) CHECK_EQ(order[1 + i], i);
   ops->close(device);
@@ -619,34 +620,36 @@ typedef struct held {
   gemini_status_t status;
   _Atomic int ended;
 } held_t;
-static gemini_status_t held_frame_create(held_t *h) { return ops->frame_create(h->device, h->size, &h->frame); }
-static gemini_status_t held_reserve(held_t *h) { return ops->reserve(h->device, 4 * h->size, &h->range); }
-static gemini_status_t held_map(held_t *h) { return ops->map(h->device, h->range, h->frame, h->size); }
-static gemini_status_t held_unmap(held_t *h) { return ops->unmap(h->device, h->range, h->size); }
-static gemini_status_t held_frame_destroy(held_t *h) { return ops->frame_destroy(h->device, h->frame, h->size); }
-static gemini_status_t held_unreserve(held_t *h) { return ops->unreserve(h->device, h->range, 4 * h->size); }
-static gemini_status_t held_host_lock(held_t *h) { return ops->host_lock(h->device, h->host, h->size); }
-static gemini_status_t held_resize(held_t *h) { return ops->resize(h->device, 64 * MIB); }
-static gemini_status_t held_stream_create(held_t *h) { return ops->stream_create(h->device, &h->made); }
-static gemini_status_t held_stream_destroy(held_t *h) { return ops->stream_destroy(h->device, h->made); }
-static gemini_status_t held_mark(held_t *h) { return ops->mark(h->device, h->held, &h->mark); }
-static gemini_status_t held_mark_untimed(held_t *h) { return ops->mark_untimed(h->device, h->held, &h->mark); }
-static gemini_status_t held_reached(held_t *h) { return ops->reached(h->device, h->held, h->mark) ? -1 : GEMINI_OK; }
-static gemini_status_t held_wait(held_t *h) { return ops->wait(h->device, h->other, h->held, h->mark); }
-static gemini_status_t held_zero(held_t *h) { return ops->zero(h->device, h->held, h->memory, h->size); }
+static gemini_status_t held_frame_create(held_t *h) { return ops->memory.frame_create(h->device, h->size, &h->frame); }
+static gemini_status_t held_reserve(held_t *h) { return ops->memory.reserve(h->device, 4 * h->size, &h->range); }
+static gemini_status_t held_map(held_t *h) { return ops->memory.map(h->device, h->range, h->frame, h->size); }
+static gemini_status_t held_unmap(held_t *h) { return ops->memory.unmap(h->device, h->range, h->size); }
+static gemini_status_t held_frame_destroy(held_t *h) { return ops->memory.frame_destroy(h->device, h->frame, h->size); }
+static gemini_status_t held_unreserve(held_t *h) { return ops->memory.unreserve(h->device, h->range, 4 * h->size); }
+static gemini_status_t held_host_lock(held_t *h) { return ops->memory.host_lock(h->device, h->host, h->size); }
+static gemini_status_t held_resize(held_t *h) { return ops->memory.resize(h->device, 64 * MIB); }
+static gemini_status_t held_stream_create(held_t *h) { return ops->stream.create(h->device, &h->made); }
+static gemini_status_t held_stream_destroy(held_t *h) { return ops->stream.destroy(h->device, h->made); }
+static gemini_status_t held_mark(held_t *h) { return ops->stream.mark(h->device, h->held, &h->mark); }
+static gemini_status_t held_mark_untimed(held_t *h) { return ops->stream.mark_untimed(h->device, h->held, &h->mark); }
+static gemini_status_t held_reached(held_t *h) {
+  return ops->stream.reached(h->device, h->held, h->mark) ? -1 : GEMINI_OK;
+}
+static gemini_status_t held_wait(held_t *h) { return ops->stream.wait(h->device, h->other, h->held, h->mark); }
+static gemini_status_t held_zero(held_t *h) { return ops->queue.zero(h->device, h->held, h->memory, h->size); }
 static gemini_status_t held_copy(held_t *h) {
-  return ops->copy(h->device, h->held, h->memory, h->host, h->size, GMI_COPY_H2D);
+  return ops->queue.copy(h->device, h->held, h->memory, h->host, h->size, GMI_COPY_H2D);
 }
 static gemini_status_t held_copy_back(held_t *h) {
-  return ops->copy(h->device, h->held, h->host, h->memory, h->size, GMI_COPY_D2H);
+  return ops->queue.copy(h->device, h->held, h->host, h->memory, h->size, GMI_COPY_D2H);
 }
 static gemini_status_t held_sum(held_t *h) {
-  return ops->sum_squares(h->device, h->held, h->memory, GEMINI_DTYPE_BF16, h->size / 2, &h->sum);
+  return ops->queue.sum_squares(h->device, h->held, h->memory, GEMINI_DTYPE_BF16, h->size / 2, &h->sum);
 }
 static gemini_status_t held_time(held_t *h) {
-  return ops->mark_time(h->device, h->held, h->mark, &h->ns) == GEMINI_ERR_INVALID ? GEMINI_OK : -1;
+  return ops->stream.mark_time(h->device, h->held, h->mark, &h->ns) == GEMINI_ERR_INVALID ? GEMINI_OK : -1;
 }
-static gemini_status_t held_sync(held_t *h) { /* of what is reached */ return ops->sync(h->device, h->held, 1); }
+static gemini_status_t held_sync(held_t *h) { /* of what is reached */ return ops->stream.sync(h->device, h->held, 1); }
 static void *held_main(void *user) {
   held_t *h = user;
   h->status = h->step(h);
@@ -733,19 +736,19 @@ static void test_device_destroy_and_close_finish_queued_work(void) {
   void *device = device_open(0, 0, 0);
   uint32_t a = stream_new(device), b = stream_new(device);
   uint64_t a_count = 0, b_count = 0;
-  for (int i = 0; i < 20; i++) CHECK_EQ(ops->call(device, a, slow_count, &a_count), GEMINI_OK);
-  CHECK_EQ(ops->stream_destroy(device, a), GEMINI_OK);
+  for (int i = 0; i < 20; i++) CHECK_EQ(ops->queue.call(device, a, slow_count, &a_count), GEMINI_OK);
+  CHECK_EQ(ops->stream.destroy(device, a), GEMINI_OK);
   CHECK_EQ(a_count, 20);
   a = stream_new(device);
   a_count = 0;
   /* Each waits for the other by turns; close joins them in any order. */
   for (int i = 0; i < 20; i++) {
-    CHECK_EQ(ops->call(device, a, slow_count, &a_count), GEMINI_OK);
+    CHECK_EQ(ops->queue.call(device, a, slow_count, &a_count), GEMINI_OK);
     uint64_t mark = mark_new(device, a);
-    CHECK_EQ(ops->wait(device, b, a, mark), GEMINI_OK);
-    CHECK_EQ(ops->call(device, b, slow_count, &b_count), GEMINI_OK);
+    CHECK_EQ(ops->stream.wait(device, b, a, mark), GEMINI_OK);
+    CHECK_EQ(ops->queue.call(device, b, slow_count, &b_count), GEMINI_OK);
     mark = mark_new(device, b);
-    CHECK_EQ(ops->wait(device, a, b, mark), GEMINI_OK);
+    CHECK_EQ(ops->stream.wait(device, a, b, mark), GEMINI_OK);
   }
   ops->close(device);
   CHECK_EQ(a_count, 20);
@@ -761,7 +764,7 @@ static void test_device_zero_clears_exactly_its_range(void) {
   unsigned char *memory = memory_new(device, size), *host = host_new(device, size);
   memset(host, 0x77, size);
   copy_in(device, stream, memory, host, size);
-  CHECK_EQ(ops->zero(device, stream, memory + 100, 1001), GEMINI_OK);
+  CHECK_EQ(ops->queue.zero(device, stream, memory + 100, 1001), GEMINI_OK);
   copy_out(device, stream, host, memory, size);
   stream_drain(device, stream);
   for (uint64_t i = 0; i < size; i++) CHECK_EQ(host[i], i >= 100 && i < 1101 ? 0 : 0x77);
@@ -787,7 +790,7 @@ static void test_device_random_copies_between_streams_agree_with_model(void) {
   unsigned char *host = host_new(device, size), *memory = memory_new(device, size), *seen = host_new(device, size);
   uint32_t streams[STREAMS];
   for (int i = 0; i < STREAMS; i++) streams[i] = stream_new(device);
-  CHECK_EQ(ops->zero(device, streams[0], memory, size), GEMINI_OK);
+  CHECK_EQ(ops->queue.zero(device, streams[0], memory, size), GEMINI_OK);
   stream_drain(device, streams[0]);
   for (int i = 0; i < CELLS; i++) {
     memset(&cells[i], 0, sizeof cells[i]);
@@ -812,7 +815,7 @@ static void test_device_random_copies_between_streams_agree_with_model(void) {
     if (from < CELLS / 2 && to < CELLS / 2) {
       /* Host to host is the host's own business: a new value, once the cell's users are done. */
       if ((r >> 32) % 8) continue;
-      for (int i = 0; i < STREAMS; i++) CHECK_EQ(ops->sync(device, streams[i], dst->marks[i]), GEMINI_OK);
+      for (int i = 0; i < STREAMS; i++) CHECK_EQ(ops->stream.sync(device, streams[i], dst->marks[i]), GEMINI_OK);
       dst->value = next_value++;
       for (uint64_t i = 0; i < cell_bytes; i += 8) memcpy(dst->bytes + i, &dst->value, 8);
       memset(dst->marks, 0, sizeof dst->marks);
@@ -822,8 +825,8 @@ static void test_device_random_copies_between_streams_agree_with_model(void) {
     if (from == to) {
       if (src->writer >= 0 || from >= CELLS / 2) {
         for (int i = 0; i < STREAMS; i++)
-          if (i != s) CHECK_EQ(ops->wait(device, streams[s], streams[i], dst->marks[i]), GEMINI_OK);
-        CHECK_EQ(ops->zero(device, streams[s], dst->bytes, cell_bytes), GEMINI_OK);
+          if (i != s) CHECK_EQ(ops->stream.wait(device, streams[s], streams[i], dst->marks[i]), GEMINI_OK);
+        CHECK_EQ(ops->queue.zero(device, streams[s], dst->bytes, cell_bytes), GEMINI_OK);
         dst->value = 0;
         dst->writer = s;
         dst->writer_mark = dst->marks[s] = mark_new(device, streams[s]);
@@ -831,11 +834,11 @@ static void test_device_random_copies_between_streams_agree_with_model(void) {
       continue;
     }
     if (src->writer >= 0 && src->writer != s)
-      CHECK_EQ(ops->wait(device, streams[s], streams[src->writer], src->writer_mark), GEMINI_OK);
+      CHECK_EQ(ops->stream.wait(device, streams[s], streams[src->writer], src->writer_mark), GEMINI_OK);
     for (int i = 0; i < STREAMS; i++)
-      if (i != s && dst->marks[i]) CHECK_EQ(ops->wait(device, streams[s], streams[i], dst->marks[i]), GEMINI_OK);
+      if (i != s && dst->marks[i]) CHECK_EQ(ops->stream.wait(device, streams[s], streams[i], dst->marks[i]), GEMINI_OK);
     uint32_t kind = from < CELLS / 2 ? GMI_COPY_H2D : to < CELLS / 2 ? GMI_COPY_D2H : GMI_COPY_D2D;
-    CHECK_EQ(ops->copy(device, streams[s], dst->bytes, src->bytes, cell_bytes, kind), GEMINI_OK);
+    CHECK_EQ(ops->queue.copy(device, streams[s], dst->bytes, src->bytes, cell_bytes, kind), GEMINI_OK);
     dst->value = src->value;
     dst->writer = s;
     dst->writer_mark = dst->marks[s] = src->marks[s] = mark_new(device, streams[s]);
@@ -889,8 +892,8 @@ static void test_device_sum_squares_is_exact_and_ordered(void) {
     copy_in(device, stream, memory, host, size);
     sums[0] = -1.0;
     sums[1] = -1.0;
-    CHECK_EQ(ops->sum_squares(device, stream, memory, dtype, COUNT, &sums[0]), GEMINI_OK);
-    CHECK_EQ(ops->sum_squares(device, stream, memory, dtype, 0, &sums[1]), GEMINI_OK);
+    CHECK_EQ(ops->queue.sum_squares(device, stream, memory, dtype, COUNT, &sums[0]), GEMINI_OK);
+    CHECK_EQ(ops->queue.sum_squares(device, stream, memory, dtype, 0, &sums[1]), GEMINI_OK);
     stream_drain(device, stream);
     CHECK(expected > 0 && sums[0] == expected);
     CHECK(sums[1] == 0.0);
@@ -927,7 +930,7 @@ static void test_device_sum_squares_of_many_pieces_is_the_hosts(void) {
   }
   static double sums[PIECES], expected[PIECES]; /* not locked */
   copy_in(device, stream, memory, host, size);
-  CHECK_EQ(ops->wait(device, other, stream, mark_new(device, stream)), GEMINI_OK);
+  CHECK_EQ(ops->stream.wait(device, other, stream, mark_new(device, stream)), GEMINI_OK);
   for (int i = 0; i < PIECES; i++) {
     uint64_t r = check_random(&random);
     uint32_t dtype = (uint32_t)(r % 4), width = widths[dtype];
@@ -939,10 +942,11 @@ static void test_device_sum_squares_of_many_pieces_is_the_hosts(void) {
     }
     sums[i] = -1.0;
     expected[i] = gmi_sum_squares(host + offset, dtype, count);
-    CHECK_EQ(ops->sum_squares(device, i % 2 ? other : stream, memory + offset, dtype, count, &sums[i]), GEMINI_OK);
+    CHECK_EQ(ops->queue.sum_squares(device, i % 2 ? other : stream, memory + offset, dtype, count, &sums[i]),
+             GEMINI_OK);
   }
   summed_t summed = { .sums = sums, .count = PIECES };
-  CHECK_EQ(ops->call(device, stream, look_at_sums, &summed), GEMINI_OK);
+  CHECK_EQ(ops->queue.call(device, stream, look_at_sums, &summed), GEMINI_OK);
   stream_drain(device, stream);
   CHECK(same_number(summed.first, expected[0]) && same_number(summed.last, expected[PIECES - 1]));
   stream_drain(device, other);
@@ -1000,12 +1004,12 @@ static void run_rate(int streams_count, bool both) {
   uint64_t last_ns = 0, first_ns, ns;
   for (int i = 0; i < streams_count; i++) {
     uint64_t mark = mark_new(device, streams[i]);
-    CHECK_EQ(ops->sync(device, streams[i], mark), GEMINI_OK);
-    CHECK_EQ(ops->mark_time(device, streams[i], mark, &ns), GEMINI_OK);
+    CHECK_EQ(ops->stream.sync(device, streams[i], mark), GEMINI_OK);
+    CHECK_EQ(ops->stream.mark_time(device, streams[i], mark, &ns), GEMINI_OK);
     if (ns > last_ns) last_ns = ns;
   }
   uint64_t took = ops->now(device) - begin;
-  CHECK_EQ(ops->mark_time(device, streams[0], first_mark, &first_ns), GEMINI_OK);
+  CHECK_EQ(ops->stream.mark_time(device, streams[0], first_mark, &first_ns), GEMINI_OK);
   double least = (double)bytes[0] / (double)rate * 1e9, least_out = (double)bytes[1] / (double)(rate / 2) * 1e9;
   if (least_out > least) least = least_out;
   /* On one stream the directions take turns. */
@@ -1041,15 +1045,15 @@ static void test_device_sim_marks_time_a_copy_by_its_link(void) {
     marks[0] = mark_new(device, a);
     copy_in(device, a, memory, host, size);
     marks[1] = mark_new(device, a);
-    CHECK_EQ(ops->wait(device, b, a, marks[1]), GEMINI_OK);
+    CHECK_EQ(ops->stream.wait(device, b, a, marks[1]), GEMINI_OK);
     marks[2] = mark_new(device, b);
     copy_in(device, b, memory, host, size);
     marks[3] = mark_new(device, b);
     if (round % 2) sleep_ns(1 * MS);
     uint64_t opened = ops->now(device);
     if (round % 2) gate_open(device, &gate);
-    CHECK_EQ(ops->sync(device, b, marks[3]), GEMINI_OK);
-    for (int i = 0; i < 4; i++) CHECK_EQ(ops->mark_time(device, i < 2 ? a : b, marks[i], &ns[i]), GEMINI_OK);
+    CHECK_EQ(ops->stream.sync(device, b, marks[3]), GEMINI_OK);
+    for (int i = 0; i < 4; i++) CHECK_EQ(ops->stream.mark_time(device, i < 2 ? a : b, marks[i], &ns[i]), GEMINI_OK);
     CHECK(ns[1] - ns[0] >= size && ns[3] - ns[2] >= size); /* 1 byte a nanosecond */
     CHECK(ns[2] >= ns[1]);
     CHECK(ns[3] <= ops->now(device));
@@ -1075,26 +1079,26 @@ static void *worker_main(void *user) {
   for (int round = 0; round < (size > MIB ? 20 : 150); round++) {
     void *base = NULL;
     uint32_t a = stream_new(device), b = stream_new(device);
-    CHECK_EQ(ops->reserve(device, 2 * size, &base), GEMINI_OK);
+    CHECK_EQ(ops->memory.reserve(device, 2 * size, &base), GEMINI_OK);
     uint64_t frames[2] = { frame_new(device, size), frame_new(device, size) };
     for (int i = 0; i < 2; i++)
-      CHECK_EQ(ops->map(device, (unsigned char *)base + (uint64_t)i * size, frames[i], size), GEMINI_OK);
+      CHECK_EQ(ops->memory.map(device, (unsigned char *)base + (uint64_t)i * size, frames[i], size), GEMINI_OK);
     for (uint64_t i = 0; i < size; i += 8) {
       uint64_t value = check_random(&random);
       memcpy(in + i, &value, 8);
     }
     copy_in(device, a, base, in, size);
     uint64_t mark = mark_new(device, a);
-    CHECK_EQ(ops->wait(device, b, a, mark), GEMINI_OK);
-    CHECK_EQ(ops->copy(device, b, (unsigned char *)base + size, base, size, GMI_COPY_D2D), GEMINI_OK);
+    CHECK_EQ(ops->stream.wait(device, b, a, mark), GEMINI_OK);
+    CHECK_EQ(ops->queue.copy(device, b, (unsigned char *)base + size, base, size, GMI_COPY_D2D), GEMINI_OK);
     copy_out(device, b, out, (unsigned char *)base + size, size);
     stream_drain(device, b);
     worker->errors += memcmp(in, out, size) != 0;
-    CHECK_EQ(ops->stream_destroy(device, a), GEMINI_OK);
-    CHECK_EQ(ops->stream_destroy(device, b), GEMINI_OK);
-    CHECK_EQ(ops->unmap(device, base, 2 * size), GEMINI_OK);
-    for (int i = 0; i < 2; i++) CHECK_EQ(ops->frame_destroy(device, frames[i], size), GEMINI_OK);
-    CHECK_EQ(ops->unreserve(device, base, 2 * size), GEMINI_OK);
+    CHECK_EQ(ops->stream.destroy(device, a), GEMINI_OK);
+    CHECK_EQ(ops->stream.destroy(device, b), GEMINI_OK);
+    CHECK_EQ(ops->memory.unmap(device, base, 2 * size), GEMINI_OK);
+    for (int i = 0; i < 2; i++) CHECK_EQ(ops->memory.frame_destroy(device, frames[i], size), GEMINI_OK);
+    CHECK_EQ(ops->memory.unreserve(device, base, 2 * size), GEMINI_OK);
   }
   host_delete(device, in, size);
   host_delete(device, out, size);
@@ -1105,7 +1109,7 @@ static void test_device_four_threads_share_it(void) {
   enum { THREADS = 4 };
   void *device = device_open(0, 0, 0);
   uint64_t size = round_up(device, 32 * KIB), frame = NOTHING;
-  CHECK_EQ(ops->resize(device, 2 * THREADS * size), GEMINI_OK);
+  CHECK_EQ(ops->memory.resize(device, 2 * THREADS * size), GEMINI_OK);
   pthread_t threads[THREADS];
   worker_t workers[THREADS];
   for (uint64_t i = 0; i < THREADS; i++) {
@@ -1117,7 +1121,7 @@ static void test_device_four_threads_share_it(void) {
     CHECK_EQ(workers[i].errors, 0);
   }
   /* Not a byte was lost on the way. */
-  CHECK_EQ(ops->frame_create(device, (2 * THREADS + 1) * size, &frame), GEMINI_ERR_OOM_DEVICE);
+  CHECK_EQ(ops->memory.frame_create(device, (2 * THREADS + 1) * size, &frame), GEMINI_ERR_OOM_DEVICE);
   frame_new(device, 2 * THREADS * size);
   ops->close(device);
 }
@@ -1133,17 +1137,17 @@ static void *sharer_main(void *user) {
   sharer_t *sharer = user;
   uint64_t previous = 0, ns;
   for (int i = 0; i < 5000; i++) {
-    CHECK_EQ(ops->call(sharer->device, sharer->stream, count_one, sharer->total), GEMINI_OK);
+    CHECK_EQ(ops->queue.call(sharer->device, sharer->stream, count_one, sharer->total), GEMINI_OK);
     uint64_t mark = mark_new(sharer->device, sharer->stream);
     CHECK(mark > previous);
-    if (previous && ops->reached(sharer->device, sharer->stream, previous) && i % 3 == 0) {
-      gemini_status_t status = ops->mark_time(sharer->device, sharer->stream, previous, &ns);
+    if (previous && ops->stream.reached(sharer->device, sharer->stream, previous) && i % 3 == 0) {
+      gemini_status_t status = ops->stream.mark_time(sharer->device, sharer->stream, previous, &ns);
       CHECK(status == GEMINI_OK || status == GEMINI_ERR_INVALID);
     }
-    if (i % 50 == 0) CHECK_EQ(ops->sync(sharer->device, sharer->stream, mark), GEMINI_OK);
+    if (i % 50 == 0) CHECK_EQ(ops->stream.sync(sharer->device, sharer->stream, mark), GEMINI_OK);
     previous = mark;
   }
-  CHECK_EQ(ops->sync(sharer->device, sharer->stream, previous), GEMINI_OK);
+  CHECK_EQ(ops->stream.sync(sharer->device, sharer->stream, previous), GEMINI_OK);
   return NULL;
 }
 
@@ -1168,15 +1172,15 @@ static void test_device_sim_failure_is_stored_until_destroyed(void) {
   CHECK_EQ(gmi_device_sim_fail(device, stream, GEMINI_ERR_DEVICE), GEMINI_OK);
   CHECK_EQ(gmi_device_sim_fail(device, stream, GEMINI_ERR_IO), GEMINI_OK);
   uint64_t early = mark_new(device, other), mark = mark_new(device, stream);
-  CHECK_EQ(ops->sync(device, stream, mark), GEMINI_ERR_DEVICE);
-  CHECK_EQ(ops->sync(device, stream, mark_new(device, stream)), GEMINI_ERR_DEVICE);
-  CHECK(!ops->reached(device, stream, mark)); /* not as it should */
-  CHECK(ops->reached(device, stream, 0));
-  CHECK_EQ(ops->sync(device, other, early), GEMINI_OK);
-  CHECK(ops->reached(device, other, early));
-  CHECK_EQ(ops->wait(device, other, stream, mark), GEMINI_OK); /* a failure goes on to who builds on it */
-  CHECK_EQ(ops->sync(device, other, mark_new(device, other)), GEMINI_ERR_DEVICE);
-  CHECK_EQ(ops->stream_destroy(device, stream), GEMINI_OK);
+  CHECK_EQ(ops->stream.sync(device, stream, mark), GEMINI_ERR_DEVICE);
+  CHECK_EQ(ops->stream.sync(device, stream, mark_new(device, stream)), GEMINI_ERR_DEVICE);
+  CHECK(!ops->stream.reached(device, stream, mark)); /* not as it should */
+  CHECK(ops->stream.reached(device, stream, 0));
+  CHECK_EQ(ops->stream.sync(device, other, early), GEMINI_OK);
+  CHECK(ops->stream.reached(device, other, early));
+  CHECK_EQ(ops->stream.wait(device, other, stream, mark), GEMINI_OK); /* a failure goes on to who builds on it */
+  CHECK_EQ(ops->stream.sync(device, other, mark_new(device, other)), GEMINI_ERR_DEVICE);
+  CHECK_EQ(ops->stream.destroy(device, stream), GEMINI_OK);
   CHECK_EQ(stream_new(device), stream);
   stream_drain(device, stream);
   ops->close(device);
@@ -1184,15 +1188,15 @@ static void test_device_sim_failure_is_stored_until_destroyed(void) {
 
 static void test_device_sim_touch_faults_unless_mapped(void) {
   void *device = device_open(16 * MIB, 0, 0), *base = NULL;
-  uint64_t granule = ops->granularity(device), frame = frame_new(device, granule);
-  CHECK_EQ(ops->reserve(device, 3 * granule, &base), GEMINI_OK);
+  uint64_t granule = ops->memory.granularity(device), frame = frame_new(device, granule);
+  CHECK_EQ(ops->memory.reserve(device, 3 * granule, &base), GEMINI_OK);
   unsigned char *va = base;
   CHECK_EQ(touch(va, true), SIGSEGV);
-  CHECK_EQ(ops->map(device, va + granule, frame, granule), GEMINI_OK);
+  CHECK_EQ(ops->memory.map(device, va + granule, frame, granule), GEMINI_OK);
   CHECK_EQ(touch(va + granule, true), 0);
   CHECK_EQ(touch(va + granule - 1, true), SIGSEGV);
   CHECK_EQ(touch(va + 2 * granule, true), SIGSEGV);
-  CHECK_EQ(ops->unmap(device, va + granule, granule), GEMINI_OK);
+  CHECK_EQ(ops->memory.unmap(device, va + granule, granule), GEMINI_OK);
   CHECK_EQ(touch(va + granule, true), SIGSEGV);
   ops->close(device);
 }
@@ -1214,17 +1218,17 @@ static uint64_t memory_file_bytes(void) {
 static void test_device_sim_destroyed_frames_give_memory_back(void) {
   const uint64_t size = 16 * MIB;
   void *device = device_open(size, 0, 0), *base = NULL;
-  CHECK_EQ(ops->reserve(device, size, &base), GEMINI_OK);
+  CHECK_EQ(ops->memory.reserve(device, size, &base), GEMINI_OK);
   for (int round = 0; round < 200; round++) { /* enough for the records of destroyed frames to be dropped */
     uint64_t some = round % 50 ? 4096 : size, frame = frame_new(device, some);
-    CHECK_EQ(ops->map(device, base, frame, some), GEMINI_OK);
+    CHECK_EQ(ops->memory.map(device, base, frame, some), GEMINI_OK);
     CHECK(((unsigned char *)base)[some - 1] != 0x42); /* not the last frame's bytes */
     memset(base, 0x42, some);
     CHECK_EQ(memory_file_bytes(), some);
-    CHECK_EQ(ops->unmap(device, base, some), GEMINI_OK);
-    CHECK_EQ(ops->frame_destroy(device, frame, some), GEMINI_OK);
+    CHECK_EQ(ops->memory.unmap(device, base, some), GEMINI_OK);
+    CHECK_EQ(ops->memory.frame_destroy(device, frame, some), GEMINI_OK);
     CHECK_EQ(memory_file_bytes(), 0);
-    CHECK_EQ(ops->frame_destroy(device, frame, some), GEMINI_ERR_INVALID);
+    CHECK_EQ(ops->memory.frame_destroy(device, frame, some), GEMINI_ERR_INVALID);
   }
   ops->close(device);
 }
@@ -1238,7 +1242,7 @@ static void test_device_sim_file_size_limit_is_an_error(void) {
   CHECK_EQ(setrlimit(RLIMIT_FSIZE, &tight), 0);
   void *device = device_open(64 * MIB, 0, 0);
   uint64_t frame = NOTHING;
-  CHECK_EQ(ops->frame_create(device, 8 * MIB, &frame), GEMINI_ERR_OOM_SYSTEM);
+  CHECK_EQ(ops->memory.frame_create(device, 8 * MIB, &frame), GEMINI_ERR_OOM_SYSTEM);
   CHECK_EQ(frame, NOTHING);
   frame_new(device, 1 * MIB);
   ops->close(device);
@@ -1260,13 +1264,13 @@ static int bench(void) {
 
   begin = ops->now(device);
   for (int i = 0; i < ROUNDS; i++) {
-    CHECK_EQ(ops->call(device, stream, nothing, NULL), GEMINI_OK);
+    CHECK_EQ(ops->queue.call(device, stream, nothing, NULL), GEMINI_OK);
     stream_drain(device, stream);
   }
   setvbuf(stdout, NULL, _IOLBF, 0);
   printf("call + mark + sync, idle stream:  %7.0f ns\n", (double)(ops->now(device) - begin) / ROUNDS);
   begin = ops->now(device);
-  for (int i = 0; i < QUEUED; i++) CHECK_EQ(ops->call(device, stream, nothing, NULL), GEMINI_OK);
+  for (int i = 0; i < QUEUED; i++) CHECK_EQ(ops->queue.call(device, stream, nothing, NULL), GEMINI_OK);
   printf("enqueue, busy stream:             %7.0f ns\n", (double)(ops->now(device) - begin) / QUEUED);
   stream_drain(device, stream);
   _Atomic uint64_t gate;
@@ -1275,37 +1279,38 @@ static int bench(void) {
   for (int i = 0; i < held; i++) mark = mark_new(device, stream);
   printf("mark, held stream:                %7.0f ns\n", (double)(ops->now(device) - begin) / held);
   begin = ops->now(device);
-  for (int i = 0; i < QUEUED; i++) CHECK(!ops->reached(device, stream, mark));
+  for (int i = 0; i < QUEUED; i++) CHECK(!ops->stream.reached(device, stream, mark));
   printf("reached, not yet:                 %7.1f ns\n", (double)(ops->now(device) - begin) / QUEUED);
   gate_open(device, &gate);
   begin = ops->now(device);
-  CHECK_EQ(ops->sync(device, stream, mark), GEMINI_OK);
+  CHECK_EQ(ops->stream.sync(device, stream, mark), GEMINI_OK);
   printf("drain of marks:                   %7.0f ns each\n", (double)(ops->now(device) - begin) / held);
   begin = ops->now(device);
   for (int i = 0; i < ROUNDS; i++) mark = mark_new(device, stream);
-  CHECK_EQ(ops->sync(device, stream, mark), GEMINI_OK);
+  CHECK_EQ(ops->stream.sync(device, stream, mark), GEMINI_OK);
   printf("mark, free stream:                %7.0f ns\n", (double)(ops->now(device) - begin) / ROUNDS);
   uint64_t ns, last = mark;
   begin = ops->now(device);
-  for (int i = 0; i < ROUNDS; i++) CHECK_EQ(ops->mark_untimed(device, stream, &last), GEMINI_OK);
-  CHECK_EQ(ops->sync(device, stream, last), GEMINI_OK);
+  for (int i = 0; i < ROUNDS; i++) CHECK_EQ(ops->stream.mark_untimed(device, stream, &last), GEMINI_OK);
+  CHECK_EQ(ops->stream.sync(device, stream, last), GEMINI_OK);
   printf("mark_untimed, free stream:        %7.0f ns\n", (double)(ops->now(device) - begin) / ROUNDS);
   for (int i = 0; i < 4096; i++) mark = mark_new(device, stream);
-  CHECK_EQ(ops->sync(device, stream, mark), GEMINI_OK);
+  CHECK_EQ(ops->stream.sync(device, stream, mark), GEMINI_OK);
   begin = ops->now(device);
-  for (int i = 0; i < 4000; i++) CHECK_EQ(ops->mark_time(device, stream, mark - 3999 + (uint64_t)i, &ns), GEMINI_OK);
+  for (int i = 0; i < 4000; i++)
+    CHECK_EQ(ops->stream.mark_time(device, stream, mark - 3999 + (uint64_t)i, &ns), GEMINI_OK);
   printf("mark_time:                        %7.0f ns\n", (double)(ops->now(device) - begin) / 4000);
   begin = ops->now(device);
-  for (int i = 0; i < QUEUED; i++) CHECK(ops->reached(device, stream, mark));
+  for (int i = 0; i < QUEUED; i++) CHECK(ops->stream.reached(device, stream, mark));
   printf("reached:                          %7.1f ns\n", (double)(ops->now(device) - begin) / QUEUED);
 
   uint32_t pong = stream_new(device);
   begin = ops->now(device);
   for (int i = 0; i < ROUNDS; i++) {
-    CHECK_EQ(ops->wait(device, i % 2 ? stream : pong, i % 2 ? pong : stream, mark), GEMINI_OK);
+    CHECK_EQ(ops->stream.wait(device, i % 2 ? stream : pong, i % 2 ? pong : stream, mark), GEMINI_OK);
     mark = mark_new(device, i % 2 ? stream : pong);
   }
-  CHECK_EQ(ops->sync(device, stream, mark), GEMINI_OK);
+  CHECK_EQ(ops->stream.sync(device, stream, mark), GEMINI_OK);
   printf("wait + mark between two streams:  %7.0f ns a turn\n", (double)(ops->now(device) - begin) / ROUNDS);
 
   for (int i = 0; i < 10; i++) {
@@ -1328,7 +1333,8 @@ static int bench(void) {
   for (int round = 0; round < 2; round++) {
     begin = ops->now(device);
     for (uint64_t i = 0; i < size / 65536; i++)
-      CHECK_EQ(ops->sum_squares(device, stream, memory + i * 65536, GEMINI_DTYPE_BF16, 32768, &sums[i]), GEMINI_OK);
+      CHECK_EQ(ops->queue.sum_squares(device, stream, memory + i * 65536, GEMINI_DTYPE_BF16, 32768, &sums[i]),
+               GEMINI_OK);
     uint64_t queued = ops->now(device) - begin;
     stream_drain(device, stream);
     uint64_t took = ops->now(device) - begin;
@@ -1336,13 +1342,13 @@ static int bench(void) {
            (double)(size / 2) / (double)took, (double)took / 1e6, (double)queued / (double)(size / 65536));
   }
   void *base = NULL;
-  CHECK_EQ(ops->reserve(device, size, &base), GEMINI_OK);
+  CHECK_EQ(ops->memory.reserve(device, size, &base), GEMINI_OK);
   uint64_t frame = frame_new(device, size);
   for (int i = 0; i < 2; i++) {
     begin = ops->now(device);
-    CHECK_EQ(ops->map(device, base, frame, size), GEMINI_OK);
+    CHECK_EQ(ops->memory.map(device, base, frame, size), GEMINI_OK);
     uint64_t mapped = ops->now(device);
-    CHECK_EQ(ops->unmap(device, base, size), GEMINI_OK);
+    CHECK_EQ(ops->memory.unmap(device, base, size), GEMINI_OK);
     printf("map, unmap of 64 MiB, %-10s: %7.2f ms, %.2f ms\n", i ? "again" : "first time",
            (double)(mapped - begin) / 1e6, (double)(ops->now(device) - mapped) / 1e6);
   }

@@ -122,7 +122,7 @@ static void test_a_batch_that_the_device_refuses_does_not_blame_the_budget(void)
   gmi_manager_t *m = gmi_manager_get(w.mgr);
   const gmi_device_ops_t *real = m->dev;
   gmi_device_ops_t full = *real;
-  full.frame_create = no_frame;
+  full.memory.frame_create = no_frame;
   m->dev = &full;
   CHECK_EQ(gemini_acquire(w.mgr, &a, 1, w.stream), GEMINI_ERR_OOM_DEVICE);
   m->dev = real;

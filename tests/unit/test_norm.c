@@ -290,7 +290,7 @@ static void test_copies_under_way_are_summed_as_they_land(void) {
   CHECK_BITS(bytes_norm(&b, 0, b.size, GEMINI_DTYPE_F32), norm_of(b.model, 0, b.size, GEMINI_DTYPE_F32));
   uint64_t last_ns;
   CHECK(gmi_fence_reached(m, last));
-  CHECK_OK(m->dev->mark_time(m->dev_self, gmi_fence_stream(last), gmi_fence_mark(last), &last_ns));
+  CHECK_OK(m->dev->stream.mark_time(m->dev_self, gmi_fence_stream(last), gmi_fence_mark(last), &last_ns));
   gmi_lane_span_t spans[WINDOWS];
   CHECK_EQ(gmi_lane_recorded(m, spans, WINDOWS), WINDOWS);
   uint32_t early = 0;

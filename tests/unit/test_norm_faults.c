@@ -125,8 +125,8 @@ static void test_norm_that_could_not_be_waited_for_leaves_its_memory_over(void) 
   gmi_manager_t *m = gmi_manager_get(w.mgr);
   const gmi_device_ops_t *real = m->dev;
   gmi_device_ops_t mute = *real;
-  mute.sync = no_sync;
-  mute.reached = not_reached;
+  mute.stream.sync = no_sync;
+  mute.stream.reached = not_reached;
   double found = -1;
   CHECK_OK(norm(&w, &found));
   CHECK(!m->leftovers); /* it was waited for */

@@ -16,19 +16,19 @@ static void be_seen(void) {
 }
 static gemini_status_t held_resize(void *self, uint64_t memory_bytes) {
   be_seen();
-  return real->resize(self, memory_bytes);
+  return real->memory.resize(self, memory_bytes);
 }
 static gemini_status_t held_stream_destroy(void *self, uint32_t stream) {
   be_seen();
-  return real->stream_destroy(self, stream);
+  return real->stream.destroy(self, stream);
 }
 static gemini_status_t held_host_lock(void *self, void *base, uint64_t size_bytes) {
   be_seen();
-  return real->host_lock(self, base, size_bytes);
+  return real->memory.host_lock(self, base, size_bytes);
 }
 static gemini_status_t held_host_unlock(void *self, void *base, uint64_t size_bytes) {
   be_seen();
-  return real->host_unlock(self, base, size_bytes);
+  return real->memory.host_unlock(self, base, size_bytes);
 }
 
 static world_t w;
@@ -52,14 +52,16 @@ static const struct {
 } cases[] = {
   { "in gemini_budget_set(), with the manager's lock, for the device to change",
     shrink_device,
-    { .resize = held_resize } },
+    { .memory.resize = held_resize } },
   { "in gemini_stream_destroy(), with the manager's lock, for the device to change",
     destroy_stream,
-    { .stream_destroy = held_stream_destroy } },
-  { "in gemini_budget_set(), with the manager's lock, for host memory", shrink_host, { .host_lock = held_host_lock } },
+    { .stream.destroy = held_stream_destroy } },
   { "in gemini_budget_set(), with the manager's lock, for host memory",
     shrink_host,
-    { .host_unlock = held_host_unlock } },
+    { .memory.host_lock = held_host_lock } },
+  { "in gemini_budget_set(), with the manager's lock, for host memory",
+    shrink_host,
+    { .memory.host_unlock = held_host_unlock } },
 };
 
 static void test_what_the_device_keeps_waiting_is_seen(void) {
@@ -72,10 +74,10 @@ static void test_what_the_device_keeps_waiting_is_seen(void) {
     CHECK(!sem_init(&seen, 0, 0));
     real = m->dev;
     held = *real;
-    if (cases[i].ops.resize) held.resize = cases[i].ops.resize;
-    if (cases[i].ops.stream_destroy) held.stream_destroy = cases[i].ops.stream_destroy;
-    if (cases[i].ops.host_lock) held.host_lock = cases[i].ops.host_lock;
-    if (cases[i].ops.host_unlock) held.host_unlock = cases[i].ops.host_unlock;
+    if (cases[i].ops.memory.resize) held.memory.resize = cases[i].ops.memory.resize;
+    if (cases[i].ops.stream.destroy) held.stream.destroy = cases[i].ops.stream.destroy;
+    if (cases[i].ops.memory.host_lock) held.memory.host_lock = cases[i].ops.memory.host_lock;
+    if (cases[i].ops.memory.host_unlock) held.memory.host_unlock = cases[i].ops.memory.host_unlock;
     m->dev = &held;
     pthread_t thread;
     CHECK_EQ(pthread_create(&thread, NULL, cases[i].call, NULL), 0);
