@@ -8,7 +8,6 @@
 
 #include "device.h"
 #include "kernels.h"
-#include "kernels_ptx.h"
 
 /* Weights are widened, and weight gradients made and rounded, in panels of this many floats at most. A test has its
  * own. */
@@ -46,7 +45,7 @@ static struct {
 bool gpt_cuda_open(gpu_t *gpu) {
   memset(&cuda, 0, sizeof cuda);
   cuda.gpu = gpu;
-  if (!gpu_load(gpu, kernels_ptx, kernel_names, cuda.kernels, KERNEL_COUNT)) return false;
+  if (!gpu_load(gpu, gpt_kernels_ptx, kernel_names, cuda.kernels, KERNEL_COUNT)) return false;
   if (!gpu_stream_create(gpu, &cuda.own_stream)) return false;
   cuda.stream = cuda.own_stream;
   return true;

@@ -1,7 +1,7 @@
 /* The GPU's kernels of a GPT: all of it but the matrix products. SPDX-License-Identifier: Apache-2.0
  *
- * Not part of the build: kernels_ptx.h holds what this compiles to, made by kernels_ptx.sh. A test compiles it as C, with
- * loops for threads, and compares every kernel with the CPU's operator to the bit. For that, what threads of a block do
+ * The build does not compile this file: it embeds kernels.ptx, which cmake/ptx.py makes from it. A test compiles it as C,
+ * with loops for threads, and compares every kernel with the CPU's operator to the bit. For that, what threads of a block do
  * between two points where they wait for one another stands in a PHASE, nothing but shared memory lives from one phase
  * to the next, and no thread returns early.
  *

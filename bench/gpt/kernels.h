@@ -6,6 +6,9 @@
 
 #include "gpt.h"
 
+/* The PTX of kernels.cu, which the build embeds. */
+extern const char gpt_kernels_ptx[];
+
 /* Threads of a block, by the kernel's kind. */
 enum {
   KERNEL_ELEMENTS = 256, /* one thread an element */

@@ -59,6 +59,9 @@ static inline uint64_t task_norm_floats(int rows, int width) {
 /* Does it now, on this thread. */
 void task_run(const task_t *task);
 
+/* The PTX of kernels.cu, which the build embeds. */
+extern const char stack_kernels_ptx[];
+
 enum { TASK_KERNELS = 12 };
 typedef struct task_gpu {
   gpu_t *gpu; /* borrowed */

@@ -2,7 +2,6 @@
 #include <stddef.h>
 
 #include "common/cli.h"
-#include "kernels_ptx.h"
 #include "task.h"
 
 enum {

@@ -41,7 +41,6 @@
 #include "base/status.h"
 #include "device/cuda_driver.h"
 #include "device/device.h"
-#include "device/sum_squares_ptx.h"
 
 #define BASE_ALIGN_BYTES (UINT64_C(2) << 20)
 #define MEMORY_MAX_BYTES (UINT64_C(1) << 60)
@@ -1516,7 +1515,7 @@ static gemini_status_t gates_open(cuda_t *cuda) {
 static gemini_status_t context_open(cuda_t *cuda) {
   const gmi_cuda_driver_t *driver = cuda->driver;
   gemini_status_t status = gates_open(cuda);
-  if (!status) status = done(cuda, driver->module_load(&cuda->module, sum_squares_ptx), "cuModuleLoadData");
+  if (!status) status = done(cuda, driver->module_load(&cuda->module, gmi_sum_squares_ptx), "cuModuleLoadData");
   if (!status)
     status =
         done(cuda, driver->module_function(&cuda->sum_kernel, cuda->module, "gmi_sum_squares"), "cuModuleGetFunction");

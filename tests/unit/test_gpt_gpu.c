@@ -123,7 +123,7 @@ bool gpu_load(gpu_t *gpu, const char *ptx, const char *const *names, void **kern
   for (int i = 0; i < count; i++) {
     char entry[96];
     snprintf(entry, sizeof entry, ".visible .entry %s(", names[i]);
-    CHECK(strstr(ptx, entry) != NULL); /* kernels_ptx.h is not behind kernels.h */
+    CHECK(strstr(ptx, entry) != NULL); /* kernels.ptx has the kernels of kernels.h */
     kernels_out[i] = NULL;
     for (int k = 0; k < count; k++) {
       if (!strcmp(names[i], all_kernels[k].name)) kernels_out[i] = (void *)(uintptr_t)&all_kernels[k];
