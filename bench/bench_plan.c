@@ -4,12 +4,14 @@
 #include <errno.h>
 #include <inttypes.h>
 #include <malloc.h>
+#include <math.h>
 #include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "common/cli.h"
+#include "common/row.h"
 #include "min_fetch.h"
 #include "policy/policy.h"
 #include "tracer/tracer.h"
@@ -280,7 +282,7 @@ int main(int argc, char **argv) {
   uint32_t placement = placements[policy];
 
   trace_t t = { 0 };
-  char error[512] = "out of memory, for the trace", name[64];
+  char error[512] = "out of memory, for the trace", name[96];
   if (frames == 0) frames = tensors / 5 > 80 ? tensors / 5 : 80;
   int failed = trace_path != NULL
                    ? load_trace(&t, trace_path, device_bytes, window_bytes, placement, error, sizeof error)
@@ -291,7 +293,6 @@ int main(int argc, char **argv) {
     return 1;
   }
   t.input.placement = placement;
-  snprintf(name, sizeof name, "%s", trace_path != NULL ? "recorded" : "generated");
 
   gmi_plan_t plan = { 0 };
   gmi_plan_failure_t failure = { 0, 0, 0, 0 };
@@ -330,21 +331,30 @@ int main(int argc, char **argv) {
     gmi_plan_explain(&t.input, &plan, NULL, text, sizeof text);
     fputs(text, stderr);
   }
-  printf("ROW {\"bench\": \"plan\", \"case\": \"%s-%s-%" PRIu32 "x%" PRIu32 "\", \"value\": %.6f, \"unit\": \"s\", "
-         "\"plan_seconds\": %.6f, \"plan_seconds_max\": %.6f, \"runs\": %" PRIu64 ", \"moved_bytes\": %" PRIu64
-         ", \"optimum_bytes\": %" PRIu64 ", \"optimum_from\": \"%s\", \"written_back_bytes\": %" PRIu64
-         ", \"ops\": %" PRIu32 ", \"windows\": %" PRIu32 ", \"accesses\": %" PRIu64 ", \"frames\": %" PRIu32
-         ", \"pieces\": %" PRIu32 ", \"device_pieces\": %" PRIu64 ", \"predicted_seconds\": %.6f, "
-         "\"stall_seconds\": %.6f",
-         name, policies[policy], t.input.op_count, t.input.window_count, plan_seconds, plan_seconds, seconds[runs - 1],
-         runs, plan.fetch_count * t.input.window_bytes, optimum * t.input.window_bytes, optimum_from,
-         plan.evict_dirty_count * t.input.window_bytes, t.input.op_count, t.input.window_count, accesses,
-         t.input.frame_count, t.input.piece_count, plan.device_piece_count, (double)plan.predicted_ns * 1e-9,
-         (double)plan.stall_ns * 1e-9);
-  if (HEAP_IS_COUNTED) printf(", \"bytes_per_tensor\": %.1f", (double)heap_bytes / (double)t.input.window_count);
-  else printf(", \"bytes_per_tensor\": null");
-  printf("}\n");
+  row_t row;
+  snprintf(name, sizeof name, "%s-%s-%" PRIu32 "x%" PRIu32, trace_path != NULL ? "recorded" : "generated",
+           policies[policy], t.input.op_count, t.input.window_count);
+  row_begin(&row, "plan", name);
+  row_rounded(&row, "value", plan_seconds, 6);
+  row_text(&row, "unit", "s");
+  row_rounded(&row, "plan_seconds", plan_seconds, 6);
+  row_rounded(&row, "plan_seconds_max", seconds[runs - 1], 6);
+  row_u64(&row, "runs", runs);
+  row_u64(&row, "moved_bytes", plan.fetch_count * t.input.window_bytes);
+  row_u64(&row, "optimum_bytes", optimum * t.input.window_bytes);
+  row_text(&row, "optimum_from", optimum_from);
+  row_u64(&row, "written_back_bytes", plan.evict_dirty_count * t.input.window_bytes);
+  row_u64(&row, "ops", t.input.op_count);
+  row_u64(&row, "windows", t.input.window_count);
+  row_u64(&row, "accesses", accesses);
+  row_u64(&row, "frames", t.input.frame_count);
+  row_u64(&row, "pieces", t.input.piece_count);
+  row_u64(&row, "device_pieces", plan.device_piece_count);
+  row_rounded(&row, "predicted_seconds", (double)plan.predicted_ns * 1e-9, 6);
+  row_rounded(&row, "stall_seconds", (double)plan.stall_ns * 1e-9, 6);
+  double bytes_per_tensor = HEAP_IS_COUNTED ? (double)heap_bytes / (double)t.input.window_count : NAN;
+  row_rounded(&row, "bytes_per_tensor", bytes_per_tensor, 1);
   gmi_plan_free(&plan);
   free_trace(&t);
-  return fflush(stdout) == 0 && !ferror(stdout) ? 0 : 1;
+  return row_end(&row) ? CLI_EXIT_OK : CLI_EXIT_FAILURE;
 }

@@ -215,21 +215,23 @@ static void test_help_names_every_option_its_default_and_its_limits(void) {
 static void test_row_is_one_line_of_json(void) {
   const double list[] = { 1, 0.1f, 3e-9, 1.0 / 3, NAN };
   row_t row;
-  row_begin(&row, "bench_x", "the \"case\" \\ of\n\xc3\xa9");
+  row_begin(&row, "bench_x", "the \"case\" \\ of/\n\xc3\xa9");
   row_value(&row, 1.5e-7, "s");
   row_ratio(&row, 2, "malloc");
   row_u64(&row, "most", UINT64_MAX);
   row_f64(&row, "negative", -0.25);
   row_f64(&row, "infinite", -INFINITY);
+  row_rounded(&row, "rounded", 2.0 / 3, 3);
   row_text(&row, "null", NULL);
   row_f64_list(&row, "list", list, COUNT(list));
   row_f64_list(&row, "empty", NULL, 0);
   capture_t *c = capture(1);
   CHECK(row_end(&row));
-  check_text(captured(c), "ROW {\"bench\": \"bench_x\", \"case\": \"the \\\"case\\\" \\\\ of\\u000a\xc3\xa9\", "
-                          "\"value\": 1.4999999999999999e-07, \"unit\": \"s\", \"ratio\": 2, \"against\": \"malloc\", "
-                          "\"most\": 18446744073709551615, \"negative\": -0.25, \"infinite\": null, \"null\": null, "
-                          "\"list\": [1, 0.100000001, 3e-09, 0.333333333, null], \"empty\": []}\n");
+  check_text(captured(c),
+             "ROW {\"bench\": \"bench_x\", \"case\": \"the \\\"case\\\" \\\\ of/\\n\xc3\xa9\", "
+             "\"value\": 1.4999999999999999e-07, \"unit\": \"s\", \"ratio\": 2, \"against\": \"malloc\", "
+             "\"most\": 18446744073709551615, \"negative\": -0.25, \"infinite\": null, \"rounded\": 0.667, "
+             "\"null\": null, \"list\": [1, 0.100000001, 3e-09, 0.333333333, null], \"empty\": []}\n");
 }
 
 static void test_row_that_cannot_be_printed_is_a_failure(void) {
