@@ -11,28 +11,28 @@
 
 #define COUNT(array) (sizeof(array) / sizeof *(array))
 
-/* What has been printed to a file descriptor since capture(); frees nothing, as the programs of tests are short. */
-typedef struct {
+/* What is printed to a file descriptor between capture() and captured(); one at a time. */
+static struct {
   int fd, kept;
   FILE *file;
   char text[65536];
-} capture_t;
-static capture_t *capture(int fd) {
-  capture_t *c = calloc(1, sizeof *c);
-  CHECK(c && (c->file = tmpfile()));
+} printed;
+static void capture(int fd) {
   fflush(NULL);
-  c->fd = fd;
-  c->kept = dup(fd);
-  CHECK(c->kept >= 0 && dup2(fileno(c->file), fd) == fd);
-  return c;
+  printed.fd = fd;
+  printed.kept = dup(fd);
+  printed.file = tmpfile();
+  CHECK(printed.kept >= 0 && printed.file && dup2(fileno(printed.file), fd) == fd);
 }
-static const char *captured(capture_t *c) {
+static const char *captured(void) {
   fflush(NULL);
-  CHECK_EQ(dup2(c->kept, c->fd), c->fd);
-  rewind(c->file);
-  CHECK(fread(c->text, 1, sizeof c->text - 1, c->file) < sizeof c->text - 1);
-  CHECK(!fclose(c->file) && !close(c->kept));
-  return c->text;
+  CHECK_EQ(dup2(printed.kept, printed.fd), printed.fd);
+  rewind(printed.file);
+  size_t bytes = fread(printed.text, 1, sizeof printed.text - 1, printed.file);
+  CHECK(bytes < sizeof printed.text - 1);
+  printed.text[bytes] = 0;
+  CHECK(!fclose(printed.file) && !close(printed.kept));
+  return printed.text;
 }
 static void check_text(const char *actual, const char *expected) {
   if (!strcmp(actual, expected)) return;
@@ -140,9 +140,9 @@ static int parse(const char *const words[6], int fd, const char **text_out) {
   int argc = 1;
   for (; argc < 7 && words[argc - 1]; argc++) argv[argc] = (char *)words[argc - 1];
   verbose = false, count = 3, any = 5, size = 0, rate = 0.5, name = "somebody", colour = 1;
-  capture_t *c = capture(fd);
+  capture(fd);
   int status = cli_parse("bench", "Does something.", options, argc, argv);
-  *text_out = captured(c);
+  *text_out = captured();
   return status;
 }
 
@@ -225,13 +225,12 @@ static void test_row_is_one_line_of_json(void) {
   row_text(&row, "null", NULL);
   row_f64_list(&row, "list", list, COUNT(list));
   row_f64_list(&row, "empty", NULL, 0);
-  capture_t *c = capture(1);
+  capture(1);
   CHECK(row_end(&row));
-  check_text(captured(c),
-             "ROW {\"bench\": \"bench_x\", \"case\": \"the \\\"case\\\" \\\\ of/\\n\xc3\xa9\", "
-             "\"value\": 1.4999999999999999e-07, \"unit\": \"s\", \"ratio\": 2, \"against\": \"malloc\", "
-             "\"most\": 18446744073709551615, \"negative\": -0.25, \"infinite\": null, \"rounded\": 0.667, "
-             "\"null\": null, \"list\": [1, 0.100000001, 3e-09, 0.333333333, null], \"empty\": []}\n");
+  check_text(captured(), "ROW {\"bench\": \"bench_x\", \"case\": \"the \\\"case\\\" \\\\ of/\\n\xc3\xa9\", "
+                         "\"value\": 1.4999999999999999e-07, \"unit\": \"s\", \"ratio\": 2, \"against\": \"malloc\", "
+                         "\"most\": 18446744073709551615, \"negative\": -0.25, \"infinite\": null, \"rounded\": 0.667, "
+                         "\"null\": null, \"list\": [1, 0.100000001, 3e-09, 0.333333333, null], \"empty\": []}\n");
 }
 
 static void test_row_that_cannot_be_printed_is_a_failure(void) {
