@@ -23,11 +23,11 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 KERNELS = {
     "src/device/sum_squares.cu": ([], []),
     "bindings/update/kernels.cu": (["-std=c++17", "-fmad=false", "-I..", "-I../../include"], ["update.h"]),
-    "bench/gpt/kernels.cu": (["-fmad=false"], ["kernels.h", "gpt.h", "scalar.h"]),
-    "bench/stack/kernels.cu": ([], []),
+    "bench/model/gpt_kernels.cu": (["-fmad=false"], ["gpt_kernels.h", "gpt.h", "scalar.h"]),
+    "bench/model/task_kernels.cu": ([], []),
 }
 # Kernels that must round like the CPU. An fp32 or fp64 operation without .rn may be fused by ptxas.
-NEVER_FUSED = {"bench/gpt/kernels.cu": r"(fma\.rn\.f32|(mul|add|sub)\.f(32|64))"}
+NEVER_FUSED = {"bench/model/gpt_kernels.cu": r"(fma\.rn\.f32|(mul|add|sub)\.f(32|64))"}
 
 
 class Failure(Exception):

@@ -1,5 +1,5 @@
 /* A stack of matrix products with the parameters of a LLaMA. SPDX-License-Identifier: Apache-2.0 */
-#include "llama.h"
+#include "model/llama.h"
 
 #include <math.h>
 #include <stdio.h>
@@ -91,17 +91,17 @@ static void draw_batch(llama_t *l, uint64_t seed) {
   first[0] = 0;
 }
 
-void llama_open(llama_t *l, place_t *place, const llama_shape_t *shape, int rows, uint64_t steps, uint64_t seed) {
-  *l = (llama_t){ .place = place, .shape = *shape, .rows = rows, .steps = steps };
+void llama_open(llama_t *l, memory_t *memory, const llama_shape_t *shape, int rows, uint64_t steps, uint64_t seed) {
+  *l = (llama_t){ .memory = memory, .shape = *shape, .rows = rows, .steps = steps };
   char name[64];
   int count = FIRST_BLOCK + shape->layers * BLOCK_TENSORS + 2;
   tensor_shape_t *shapes = calloc((size_t)count, sizeof *shapes);
-  place_walk_t *walks = calloc((size_t)count, sizeof *walks);
+  walk_t *walks = calloc((size_t)count, sizeof *walks);
   l->updates = calloc(steps, sizeof *l->updates);
   l->inputs = calloc((size_t)shape->layers + 1, sizeof *l->inputs);
   if (shapes == NULL || walks == NULL || l->updates == NULL || l->inputs == NULL) {
-    place->failed = true;
-    snprintf(place->error, sizeof place->error, "out of memory for the records of %d tensors", count);
+    snprintf(name, sizeof name, "out of memory for the records of %d tensors", count);
+    memory_fail(memory, name);
     free(shapes);
     free(walks);
     return;
@@ -120,21 +120,21 @@ void llama_open(llama_t *l, place_t *place, const llama_shape_t *shape, int rows
     } else {
       snprintf(name, sizeof name, "%s", shapes[i].name);
     }
-    place_register(place, name, shapes[i].elements);
+    memory_register(memory, name, shapes[i].elements);
   }
-  place_ready(place);
-  l->tokens = place_host_alloc(place, batch_integers(l) * sizeof(int32_t));
-  l->losses = place_host_alloc(place, steps * sizeof *l->losses);
-  if (!place->failed) draw_batch(l, seed);
-  for (int i = 0; i < count && !place->failed; i++) {
-    const place_tensor_t *tensor = &place->tensors[i];
+  memory_ready(memory);
+  l->tokens = memory_host_alloc(memory, batch_integers(l) * sizeof(int32_t));
+  l->losses = memory_host_alloc(memory, steps * sizeof *l->losses);
+  if (!memory->failed) draw_batch(l, seed);
+  for (int i = 0; i < count && !memory->failed; i++) {
+    const memory_tensor_t *tensor = &memory->tensors[i];
     walks[i].task.kind = TASK_FILL;
     walks[i].task.with.fill =
-        (task_fill_t){ seed * 1000003 + (uint64_t)i, tensor->first, shapes[i].scale, shapes[i].offset };
-    place_walk(place, &walks[i], tensor->first, tensor->elements);
+        (task_fill_t){ seed * 1000003 + (uint64_t)i, tensor->first_element, shapes[i].scale, shapes[i].offset };
+    walk_range(memory, &walks[i], tensor->first_element, tensor->elements);
   }
-  place_wait(place);
-  if (place->failed && place->manager != 0) (void)!gemini_update_wait(place->manager); /* walks are used until then */
+  memory_update_wait(memory); /* also after a failure: walks are used until then */
+  memory_synchronize(memory);
   free(shapes);
   free(walks);
 }
@@ -147,13 +147,13 @@ void llama_close(llama_t *l) {
 /* ---- Tasks ---- */
 
 static uint64_t matrix_bytes(const llama_t *l, int width) { return (uint64_t)l->rows * (uint64_t)width * 2; }
-static void *alloc_rows(llama_t *l, int width) { return place_alloc(l->place, matrix_bytes(l, width)); }
+static void *alloc_rows(llama_t *l, int width) { return memory_alloc(l->memory, matrix_bytes(l, width)); }
 
 static void gemm(llama_t *l, gpu_gemm_t g) {
   g.alpha = 1;
   g.inputs = g.output = GPU_BF16;
   task_t task = { .kind = TASK_GEMM, .gemm = g };
-  place_queue(l->place, &task);
+  walk_queue(l->memory, &task);
 }
 /* y (rows, out) = x (rows, in) weight (out, in)^T, added to what y holds when add. */
 static void linear(llama_t *l, const void *x, const void *weight, void *y, int in, int out, bool add) {
@@ -197,48 +197,48 @@ static void linear_weight(llama_t *l, const void *dy, const void *x, void *dweig
 }
 static void copy(llama_t *l, void *to, const void *from, uint64_t bytes) {
   task_t task = { .kind = TASK_COPY, .in = { from }, .out = { to }, .count = bytes };
-  place_queue(l->place, &task);
+  walk_queue(l->memory, &task);
 }
 static void *norm(llama_t *l, const void *x, const void *weight) {
   void *y = alloc_rows(l, l->shape.width);
   task_t task = { .kind = TASK_NORM, .rows = l->rows, .width = l->shape.width, .in = { x, weight }, .out = { y } };
-  place_queue(l->place, &task);
+  walk_queue(l->memory, &task);
   return y;
 }
 /* The gradient of x, with that of the residual path, which may be NULL, added. scales_out: for norm_weight(). */
 static void *norm_gradient(llama_t *l, const void *x, const void *weight, const void *dy, const void *dresidual,
                            void **scales_out) {
   void *dx = alloc_rows(l, l->shape.width);
-  *scales_out = place_alloc(l->place, (uint64_t)l->rows * sizeof(float));
+  *scales_out = memory_alloc(l->memory, (uint64_t)l->rows * sizeof(float));
   task_t task = { .kind = TASK_NORM_GRADIENT,
                   .rows = l->rows,
                   .width = l->shape.width,
                   .in = { x, weight, dy, dresidual },
                   .out = { dx, *scales_out } };
-  place_queue(l->place, &task);
+  walk_queue(l->memory, &task);
   return dx;
 }
 /* Frees scales. */
 static void norm_weight(llama_t *l, const void *x, const void *dy, void *scales, void *dweight) {
-  void *workspace = place_alloc(l->place, task_norm_floats(l->rows, l->shape.width) * sizeof(float));
+  void *workspace = memory_alloc(l->memory, task_norm_floats(l->rows, l->shape.width) * sizeof(float));
   task_t task = { .kind = TASK_NORM_WEIGHT,
                   .rows = l->rows,
                   .width = l->shape.width,
                   .in = { x, dy, scales },
                   .out = { dweight, workspace } };
-  place_queue(l->place, &task);
-  place_free(l->place, workspace);
-  place_free(l->place, scales);
+  walk_queue(l->memory, &task);
+  memory_free(l->memory, workspace);
+  memory_free(l->memory, scales);
 }
 static void gate(llama_t *l, const void *g, const void *u, const void *v, void *y, int width) {
   task_t task = { .kind = TASK_GATE, .count = (uint64_t)l->rows * (uint64_t)width, .in = { g, u, v }, .out = { y } };
-  place_queue(l->place, &task);
+  walk_queue(l->memory, &task);
 }
 static void gate_gradient(llama_t *l, const void *dy, void *g, void *u, int width) {
   task_t task = {
     .kind = TASK_GATE_GRADIENT, .count = (uint64_t)l->rows * (uint64_t)width, .in = { dy }, .out = { g, u }
   };
-  place_queue(l->place, &task);
+  walk_queue(l->memory, &task);
 }
 
 /* ---- Forward ---- */
@@ -250,23 +250,23 @@ static void op_begin(llama_t *l, const char *what, int layer) {
   } else {
     snprintf(name, sizeof name, "%s", what);
   }
-  place_op_begin(l->place, name);
+  memory_op_begin(l->memory, name);
 }
 
 static void embed(llama_t *l) {
   void *table;
   op_begin(l, "embed", -1);
   uint64_t bytes = batch_integers(l) * sizeof(int32_t);
-  l->batch = place_alloc(l->place, bytes);
+  l->batch = memory_alloc(l->memory, bytes);
   copy(l, l->batch, l->tokens, bytes);
   l->inputs[0] = alloc_rows(l, l->shape.width);
-  place_acquire(l->place, GEMINI_KIND_PARAM, EMBEDDING, 1, &table);
+  memory_acquire(l->memory, GEMINI_KIND_PARAM, GEMINI_READ, EMBEDDING, 1, &table);
   task_t task = {
     .kind = TASK_EMBED, .rows = l->rows, .width = l->shape.width, .in = { table, l->batch }, .out = { l->inputs[0] }
   };
-  place_queue(l->place, &task);
-  place_release(l->place);
-  place_op_end(l->place);
+  walk_queue(l->memory, &task);
+  memory_release(l->memory, GEMINI_KIND_PARAM, EMBEDDING, 1);
+  memory_op_end(l->memory);
 }
 
 /* The first half of a block. keep: n, q, k and a stay, for the backward pass. */
@@ -274,7 +274,7 @@ static void attention(llama_t *l, int layer, bool keep) {
   int width = l->shape.width;
   void *w[ATTENTION_TENSORS];
   op_begin(l, keep ? "attention again" : "attention", layer);
-  place_acquire(l->place, GEMINI_KIND_PARAM, block_tensor(layer, NORM1), ATTENTION_TENSORS, w);
+  memory_acquire(l->memory, GEMINI_KIND_PARAM, GEMINI_READ, block_tensor(layer, NORM1), ATTENTION_TENSORS, w);
   void *n = norm(l, l->inputs[layer], w[NORM1]);
   void *q = alloc_rows(l, width), *k = alloc_rows(l, width), *a = alloc_rows(l, width);
   linear(l, n, w[Q], q, width, width, false);
@@ -284,16 +284,16 @@ static void attention(llama_t *l, int layer, bool keep) {
   l->x1 = alloc_rows(l, width);
   copy(l, l->x1, l->inputs[layer], matrix_bytes(l, width));
   linear(l, a, w[O], l->x1, width, width, true);
-  place_release(l->place);
+  memory_release(l->memory, GEMINI_KIND_PARAM, block_tensor(layer, NORM1), ATTENTION_TENSORS);
   if (keep) {
     l->n = n, l->q = q, l->k = k, l->a = a;
   } else {
-    place_free(l->place, n);
-    place_free(l->place, q);
-    place_free(l->place, k);
-    place_free(l->place, a);
+    memory_free(l->memory, n);
+    memory_free(l->memory, q);
+    memory_free(l->memory, k);
+    memory_free(l->memory, a);
   }
-  place_op_end(l->place);
+  memory_op_end(l->memory);
 }
 
 /* The second half; its output is the next block's input. */
@@ -301,28 +301,28 @@ static void mlp(llama_t *l, int layer) {
   int width = l->shape.width, hidden = l->shape.hidden;
   void *w[MLP_TENSORS];
   op_begin(l, "mlp", layer);
-  place_acquire(l->place, GEMINI_KIND_PARAM, block_tensor(layer, NORM2), MLP_TENSORS, w);
+  memory_acquire(l->memory, GEMINI_KIND_PARAM, GEMINI_READ, block_tensor(layer, NORM2), MLP_TENSORS, w);
   void *n = norm(l, l->x1, w[0]);
   void *g = alloc_rows(l, hidden), *u = alloc_rows(l, hidden);
   linear(l, n, w[GATE - NORM2], g, width, hidden, false);
   linear(l, n, w[UP - NORM2], u, width, hidden, false);
   gate(l, g, u, NULL, g, hidden);
   linear(l, g, w[DOWN - NORM2], l->x1, hidden, width, true);
-  place_release(l->place);
-  place_free(l->place, n);
-  place_free(l->place, g);
-  place_free(l->place, u);
+  memory_release(l->memory, GEMINI_KIND_PARAM, block_tensor(layer, NORM2), MLP_TENSORS);
+  memory_free(l->memory, n);
+  memory_free(l->memory, g);
+  memory_free(l->memory, u);
   l->inputs[layer + 1] = l->x1;
   l->x1 = NULL;
-  place_op_end(l->place);
+  memory_op_end(l->memory);
 }
 
 /* ---- Backward ---- */
 
 /* The gradients of tensors first, first + 1, ... are written, up to those that were handed to the optimizer before. */
 static void update(llama_t *l, uint64_t step, int first) {
-  uint64_t begin = l->place->failed ? 0 : l->place->tensors[first].first;
-  place_walk(l->place, &l->updates[step], begin, l->updated_below - begin);
+  uint64_t begin = l->memory->failed ? 0 : l->memory->tensors[first].first_element;
+  walk_range(l->memory, &l->updates[step], begin, l->updated_below - begin);
   l->updated_below = begin;
 }
 
@@ -330,35 +330,35 @@ static void head(llama_t *l, uint64_t step) {
   int width = l->shape.width, vocabulary = l->shape.vocabulary;
   void *w[2], *x = l->inputs[l->shape.layers], *scales;
   op_begin(l, "head", -1);
-  place_acquire(l->place, GEMINI_KIND_PARAM, l->final_tensors, 2, w);
+  memory_acquire(l->memory, GEMINI_KIND_PARAM, GEMINI_READ, l->final_tensors, 2, w);
   void *n = norm(l, x, w[0]), *logits = alloc_rows(l, vocabulary);
-  void *losses = place_alloc(l->place, (uint64_t)l->rows * sizeof(float));
-  void *mean = place_alloc(l->place, sizeof(double));
+  void *losses = memory_alloc(l->memory, (uint64_t)l->rows * sizeof(float));
+  void *mean = memory_alloc(l->memory, sizeof(double));
   linear(l, n, w[1], logits, width, vocabulary, false);
   task_t loss = { .kind = TASK_LOSS,
                   .rows = l->rows,
                   .width = vocabulary,
                   .in = { l->batch != NULL ? batch_targets(l, l->batch) : NULL },
                   .out = { logits, losses } };
-  place_queue(l->place, &loss);
+  walk_queue(l->memory, &loss);
   task_t total = { .kind = TASK_LOSS_MEAN, .rows = l->rows, .in = { losses }, .out = { mean } };
-  place_queue(l->place, &total);
+  walk_queue(l->memory, &total);
   if (l->losses != NULL) copy(l, &l->losses[step], mean, sizeof(double));
-  place_free(l->place, mean);
-  place_free(l->place, losses);
+  memory_free(l->memory, mean);
+  memory_free(l->memory, losses);
   void *dn = alloc_rows(l, width);
   linear_gradient(l, logits, w[1], dn, width, vocabulary, false);
   l->dx = norm_gradient(l, x, w[0], dn, NULL, &scales);
-  place_release(l->place);
-  place_acquire(l->place, GEMINI_KIND_GRAD, l->final_tensors, 2, w);
+  memory_release(l->memory, GEMINI_KIND_PARAM, l->final_tensors, 2);
+  memory_acquire(l->memory, GEMINI_KIND_GRAD, GEMINI_WRITE, l->final_tensors, 2, w);
   linear_weight(l, logits, n, w[1], width, vocabulary);
   norm_weight(l, x, dn, scales, w[0]);
-  place_release(l->place);
-  place_free(l->place, logits);
-  place_free(l->place, n);
-  place_free(l->place, dn);
-  place_free(l->place, x);
-  place_op_end(l->place);
+  memory_release(l->memory, GEMINI_KIND_GRAD, l->final_tensors, 2);
+  memory_free(l->memory, logits);
+  memory_free(l->memory, n);
+  memory_free(l->memory, dn);
+  memory_free(l->memory, x);
+  memory_op_end(l->memory);
   update(l, step, l->final_tensors);
 }
 
@@ -366,7 +366,7 @@ static void mlp_backward(llama_t *l, uint64_t step, int layer) {
   int width = l->shape.width, hidden = l->shape.hidden, first = block_tensor(layer, NORM2);
   void *w[MLP_TENSORS], *scales;
   op_begin(l, "mlp backward", layer);
-  place_acquire(l->place, GEMINI_KIND_PARAM, first, MLP_TENSORS, w);
+  memory_acquire(l->memory, GEMINI_KIND_PARAM, GEMINI_READ, first, MLP_TENSORS, w);
   void *n = norm(l, l->x1, w[0]);
   void *g = alloc_rows(l, hidden), *u = alloc_rows(l, hidden), *h = alloc_rows(l, hidden);
   linear(l, n, w[GATE - NORM2], g, width, hidden, false);
@@ -375,28 +375,28 @@ static void mlp_backward(llama_t *l, uint64_t step, int layer) {
   void *dh = alloc_rows(l, hidden);
   linear_gradient(l, l->dx, w[DOWN - NORM2], dh, hidden, width, false);
   gate_gradient(l, dh, g, u, hidden); /* g and u are their gradients from here on */
-  place_free(l->place, dh);
+  memory_free(l->memory, dh);
   void *dn = alloc_rows(l, width);
   linear_gradient(l, g, w[GATE - NORM2], dn, width, hidden, false);
   linear_gradient(l, u, w[UP - NORM2], dn, width, hidden, true);
   void *dx1 = norm_gradient(l, l->x1, w[0], dn, l->dx, &scales);
-  place_release(l->place);
-  place_acquire(l->place, GEMINI_KIND_GRAD, first, MLP_TENSORS, w);
+  memory_release(l->memory, GEMINI_KIND_PARAM, first, MLP_TENSORS);
+  memory_acquire(l->memory, GEMINI_KIND_GRAD, GEMINI_WRITE, first, MLP_TENSORS, w);
   linear_weight(l, l->dx, h, w[DOWN - NORM2], hidden, width);
   linear_weight(l, g, n, w[GATE - NORM2], width, hidden);
   linear_weight(l, u, n, w[UP - NORM2], width, hidden);
   norm_weight(l, l->x1, dn, scales, w[0]);
-  place_release(l->place);
-  place_free(l->place, n);
-  place_free(l->place, g);
-  place_free(l->place, u);
-  place_free(l->place, h);
-  place_free(l->place, dn);
-  place_free(l->place, l->dx);
-  place_free(l->place, l->x1);
+  memory_release(l->memory, GEMINI_KIND_GRAD, first, MLP_TENSORS);
+  memory_free(l->memory, n);
+  memory_free(l->memory, g);
+  memory_free(l->memory, u);
+  memory_free(l->memory, h);
+  memory_free(l->memory, dn);
+  memory_free(l->memory, l->dx);
+  memory_free(l->memory, l->x1);
   l->dx = dx1;
   l->x1 = NULL;
-  place_op_end(l->place);
+  memory_op_end(l->memory);
   update(l, step, first);
 }
 
@@ -404,7 +404,7 @@ static void attention_backward(llama_t *l, uint64_t step, int layer) {
   int width = l->shape.width, first = block_tensor(layer, NORM1);
   void *w[ATTENTION_TENSORS], *scales, *x = l->inputs[layer];
   op_begin(l, "attention backward", layer);
-  place_acquire(l->place, GEMINI_KIND_PARAM, first, ATTENTION_TENSORS, w);
+  memory_acquire(l->memory, GEMINI_KIND_PARAM, GEMINI_READ, first, ATTENTION_TENSORS, w);
   void *da = alloc_rows(l, width), *dn = alloc_rows(l, width);
   linear_gradient(l, l->dx, w[O], da, width, width, false); /* also v's */
   gate_gradient(l, da, l->q, l->k, width);                  /* q and k are their gradients from here on */
@@ -412,62 +412,62 @@ static void attention_backward(llama_t *l, uint64_t step, int layer) {
   linear_gradient(l, l->k, w[K], dn, width, width, true);
   linear_gradient(l, da, w[V], dn, width, width, true);
   void *dx = norm_gradient(l, x, w[NORM1], dn, l->dx, &scales);
-  place_release(l->place);
-  place_acquire(l->place, GEMINI_KIND_GRAD, first, ATTENTION_TENSORS, w);
+  memory_release(l->memory, GEMINI_KIND_PARAM, first, ATTENTION_TENSORS);
+  memory_acquire(l->memory, GEMINI_KIND_GRAD, GEMINI_WRITE, first, ATTENTION_TENSORS, w);
   linear_weight(l, l->dx, l->a, w[O], width, width);
   linear_weight(l, l->q, l->n, w[Q], width, width);
   linear_weight(l, l->k, l->n, w[K], width, width);
   linear_weight(l, da, l->n, w[V], width, width);
   norm_weight(l, x, dn, scales, w[NORM1]);
-  place_release(l->place);
-  place_free(l->place, da);
-  place_free(l->place, dn);
-  place_free(l->place, l->n);
-  place_free(l->place, l->q);
-  place_free(l->place, l->k);
-  place_free(l->place, l->a);
-  place_free(l->place, l->dx);
-  place_free(l->place, x);
+  memory_release(l->memory, GEMINI_KIND_GRAD, first, ATTENTION_TENSORS);
+  memory_free(l->memory, da);
+  memory_free(l->memory, dn);
+  memory_free(l->memory, l->n);
+  memory_free(l->memory, l->q);
+  memory_free(l->memory, l->k);
+  memory_free(l->memory, l->a);
+  memory_free(l->memory, l->dx);
+  memory_free(l->memory, x);
   l->dx = dx;
-  place_op_end(l->place);
+  memory_op_end(l->memory);
   update(l, step, first);
 }
 
 static void embed_backward(llama_t *l, uint64_t step) {
   void *w;
   op_begin(l, "embed backward", -1);
-  place_acquire(l->place, GEMINI_KIND_GRAD, EMBEDDING, 1, &w);
+  memory_acquire(l->memory, GEMINI_KIND_GRAD, GEMINI_WRITE, EMBEDDING, 1, &w);
   if (l->batch != NULL) {
     task_t task = { .kind = TASK_EMBED_GRADIENT,
                     .rows = l->shape.vocabulary,
                     .width = l->shape.width,
                     .in = { l->dx, batch_first(l, l->batch), batch_where(l, l->batch) },
                     .out = { w } };
-    place_queue(l->place, &task);
+    walk_queue(l->memory, &task);
   }
-  place_release(l->place);
-  place_free(l->place, l->dx);
-  place_free(l->place, l->batch);
-  place_op_end(l->place);
+  memory_release(l->memory, GEMINI_KIND_GRAD, EMBEDDING, 1);
+  memory_free(l->memory, l->dx);
+  memory_free(l->memory, l->batch);
+  memory_op_end(l->memory);
   update(l, step, EMBEDDING);
 }
 
 void llama_step(llama_t *l, uint64_t step) {
-  l->updated_below = l->place->elements;
+  l->updated_below = l->memory->elements;
   gemini_adamw_t adamw = GEMINI_ADAMW_INIT;
   adamw.step = step + 1;
   adamw.lr = 3e-4;
   adamw.beta2 = 0.95;
   adamw.weight_decay = 0.1;
   l->updates[step].task = (task_t){ .kind = TASK_ADAMW, .with.adamw = adamw };
-  place_iteration_begin(l->place);
-  place_phase(l->place, GEMINI_PHASE_FORWARD);
+  memory_iteration_begin(l->memory);
+  memory_phase(l->memory, GEMINI_PHASE_FORWARD);
   embed(l);
   for (int layer = 0; layer < l->shape.layers; layer++) {
     attention(l, layer, false);
     mlp(l, layer);
   }
-  place_phase(l->place, GEMINI_PHASE_BACKWARD);
+  memory_phase(l->memory, GEMINI_PHASE_BACKWARD);
   head(l, step);
   for (int layer = l->shape.layers - 1; layer >= 0; layer--) {
     attention(l, layer, true);
@@ -475,5 +475,5 @@ void llama_step(llama_t *l, uint64_t step) {
     attention_backward(l, step, layer);
   }
   embed_backward(l, step);
-  place_iteration_end(l->place);
+  memory_iteration_end(l->memory);
 }

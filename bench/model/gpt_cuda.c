@@ -1,4 +1,4 @@
-/* A GPU as a GPT's device: kernels.cu for all but the matrix products, which are cuBLAS's.
+/* A GPT's operators on a GPU: gpt_kernels.cu for all but the matrix products, which are cuBLAS's.
  * SPDX-License-Identifier: Apache-2.0
  *
  * Operators are those of gpt.c, step by step, in its notation; only attention takes all heads of a sequence at once. */
@@ -6,8 +6,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "device.h"
-#include "kernels.h"
+#include "model/gpt_kernels.h"
+#include "model/gpt_operators.h"
 
 /* Weights are widened, and weight gradients made and rounded, in panels of this many floats at most. A test has its
  * own. */
@@ -32,62 +32,26 @@ static const uint32_t kernel_blocks[] = {
 #undef BLOCK
 };
 
-static struct {
-  gpu_t *gpu;
-  void *kernels[KERNEL_COUNT];
-  void *own_stream, *stream; /* stream: where operators queue */
-  void *blas_stream;         /* the last one that products got a workspace for */
-  bool failed;
-} cuda;
+static device_cuda_state_t *const cuda = &device_cuda_state;
+static void *kernels[KERNEL_COUNT];
 
-/* ---- Opening ---- */
-
-bool gpt_cuda_open(gpu_t *gpu) {
-  memset(&cuda, 0, sizeof cuda);
-  cuda.gpu = gpu;
-  if (!gpu_load(gpu, gpt_kernels_ptx, kernel_names, cuda.kernels, KERNEL_COUNT)) return false;
-  if (!gpu_stream_create(gpu, &cuda.own_stream)) return false;
-  cuda.stream = cuda.own_stream;
-  return true;
-}
-
-void gpt_cuda_close(void) {
-  if (cuda.gpu != NULL && cuda.own_stream != NULL) gpu_stream_destroy(cuda.gpu, cuda.own_stream);
-  memset(&cuda, 0, sizeof cuda);
-}
-
-static void done(bool ok) {
-  if (!ok) cuda.failed = true;
-}
-
-static bool stream_use(void *stream) {
-  cuda.stream = stream != NULL ? stream : cuda.own_stream;
-  if (cuda.blas_stream == cuda.stream) return true;
-  cuda.blas_stream = cuda.stream;
-  done(gpu_blas_stream(cuda.gpu, cuda.stream, 0));
-  return !cuda.failed;
-}
-
-static void synchronize(void) {
-  if (!cuda.failed) done(gpu_stream_synchronize(cuda.gpu, cuda.stream));
-}
-static bool failed(void) { return cuda.failed; }
+bool gpt_cuda_open(void) { return gpu_load(cuda->gpu, gpt_kernels_ptx, kernel_names, kernels, KERNEL_COUNT); }
 
 /* ---- What operators are made of ---- */
 
 /* threads: how many the kernel needs; its last block may have more. */
 static void launch_on(void *stream, int kernel, uint64_t threads, const void *args) {
-  if (cuda.failed) return;
+  if (cuda->failed) return;
   uint32_t block = kernel_blocks[kernel];
   void *arguments[] = { (void *)(uintptr_t)args };
   uint32_t blocks = (uint32_t)((threads + block - 1) / block); /* no GPU's memory has elements for more */
-  done(gpu_launch(cuda.gpu, cuda.kernels[kernel], blocks, 1, block, stream, arguments));
+  device_cuda_done(gpu_launch(cuda->gpu, kernels[kernel], blocks, 1, block, stream, arguments));
 }
-static void launch(int kernel, uint64_t threads, const void *args) { launch_on(cuda.stream, kernel, threads, args); }
+static void launch(int kernel, uint64_t threads, const void *args) { launch_on(cuda->stream, kernel, threads, args); }
 static uint64_t row_threads(int rows) { return (uint64_t)rows * KERNEL_LANES; }
 
 static void product(gpu_gemm_t gemm) {
-  if (!cuda.failed) done(gpu_gemm(cuda.gpu, &gemm, cuda.stream));
+  if (!cuda->failed) device_cuda_done(gpu_gemm(cuda->gpu, &gemm, cuda->stream));
 }
 
 static void widen(const uint16_t *from, float *to, uint64_t count) {
@@ -98,11 +62,11 @@ static void widen(const uint16_t *from, float *to, uint64_t count) {
 
 static void copy(const void *args) {
   const gpt_copy_t *a = args;
-  if (!cuda.failed) done(gpu_copy(cuda.gpu, a->to, a->from, a->bytes, cuda.stream));
+  if (!cuda->failed) device_cuda_done(gpu_copy(cuda->gpu, a->to, a->from, a->bytes, cuda->stream));
 }
 static void zero(const void *args) {
   const gpt_zero_t *a = args;
-  if (!cuda.failed) done(gpu_set(cuda.gpu, a->to, 0, a->bytes, cuda.stream));
+  if (!cuda->failed) device_cuda_done(gpu_set(cuda->gpu, a->to, 0, a->bytes, cuda->stream));
 }
 static void store(const void *args) {
   const gpt_store_t *a = args;
@@ -369,60 +333,37 @@ static void loss(const void *args) {
   const gpt_loss_t *a = args;
   launch(KERNEL_loss_rows, row_threads(a->rows), a);
   launch(KERNEL_loss_total, 1, a);
-  if (!cuda.failed) done(gpu_copy(cuda.gpu, a->loss, a->workspace + a->rows, sizeof *a->loss, cuda.stream));
+  if (!cuda->failed)
+    device_cuda_done(gpu_copy(cuda->gpu, a->loss, a->workspace + a->rows, sizeof *a->loss, cuda->stream));
 }
 
-static void adamw(void *stream, const gpt_adamw_factors_t *factors, uint64_t count, const uint16_t *gradient,
-                  uint16_t *parameter, float *master, float *momentum, float *variance) {
-  launch_on(stream != NULL ? stream : cuda.stream, KERNEL_adamw, count,
-            &(kernel_adamw_t){ count, *factors, gradient, parameter, master, momentum, variance });
+static bool adamw(void *stream, const void *span) {
+  const gpt_adamw_span_t *s = span;
+  launch_on(stream != NULL ? stream : cuda->stream, KERNEL_adamw, s->count,
+            &(kernel_adamw_t){ s->count, s->factors, s->gradient, s->parameter, s->master, s->momentum, s->variance });
+  return !cuda->failed;
 }
 
 static uint64_t norm_floats(int rows) { return 2 * (uint64_t)rows; }
 static uint64_t loss_floats(int rows) { return 2 * ((uint64_t)rows + 1); }
 
-/* ---- Plain memory ---- */
-
-/* What is too large leaves the GPU as it is: no failure of it. */
-static void *alloc(uint64_t bytes) {
-  void *ptr = NULL;
-  return !cuda.failed && gpu_alloc_async(cuda.gpu, bytes, cuda.stream, &ptr) ? ptr : NULL;
-}
-static void free_plain(void *ptr) {
-  if (!cuda.failed) done(gpu_free_async(cuda.gpu, ptr, cuda.stream));
-}
-static void move(void *to, const void *from, uint64_t bytes) {
-  if (cuda.failed) return;
-  done(gpu_copy(cuda.gpu, to, from, bytes, cuda.stream));
-  synchronize();
-}
-
 static double squares(const uint16_t *from, uint64_t count, uint64_t block_elements) {
   uint64_t blocks = (count + block_elements - 1) / block_elements;
-  double total = 0, *sums = alloc(blocks * sizeof *sums), *host = malloc(blocks * sizeof *host);
+  double total = 0, *sums = device_cuda.alloc(blocks * sizeof *sums), *host = malloc(blocks * sizeof *host);
   if (sums == NULL || host == NULL) {
     total = -1;
   } else {
     launch(KERNEL_squares, blocks, &(kernel_squares_t){ count, block_elements, from, sums });
-    move(host, sums, blocks * sizeof *sums);
+    device_cuda.move(host, sums, blocks * sizeof *sums);
     for (uint64_t i = 0; i < blocks; i++) total += host[i];
   }
-  free_plain(sums);
+  device_cuda.free(sums);
   free(host);
   return total;
 }
 
-static void *host_alloc(uint64_t bytes) {
-  void *ptr = NULL;
-  return !cuda.failed && gpu_host_alloc(cuda.gpu, bytes, &ptr) ? ptr : NULL;
-}
-static void host_free(void *ptr) {
-  if (cuda.gpu != NULL) gpu_host_free(cuda.gpu, ptr);
-}
-
-const gpt_device_t gpt_device_cuda = {
-  .name = "cuda",
-  .is_gpu = true,
+const gpt_operators_t gpt_cuda = {
+  .device = &device_cuda,
   .copy = copy,
   .zero = zero,
   .store = store,
@@ -443,13 +384,5 @@ const gpt_device_t gpt_device_cuda = {
   .attention_floats = attention_floats,
   .norm_floats = norm_floats,
   .loss_floats = loss_floats,
-  .alloc = alloc,
-  .free = free_plain,
-  .move = move,
   .squares = squares,
-  .host_alloc = host_alloc,
-  .host_free = host_free,
-  .stream_use = stream_use,
-  .synchronize = synchronize,
-  .failed = failed,
 };

@@ -1,4 +1,4 @@
-/* The arithmetic of bench_stack: tasks, each done by the CPU at once or queued on a GPU's stream.
+/* The operators of bench_stack: tasks, each done by the CPU at once or queued on a GPU's stream.
  * SPDX-License-Identifier: Apache-2.0
  *
  * Matrices are row-major and bf16 unless stated; sums are fp32. Addresses are the device's: on the simulated device,
@@ -59,16 +59,16 @@ static inline uint64_t task_norm_floats(int rows, int width) {
 /* Does it now, on this thread. */
 void task_run(const task_t *task);
 
-/* The PTX of kernels.cu, which the build embeds. */
+/* How memory_queue() runs a task: now, or queued on a GPU's stream, which gpu_blas_stream() must know for GEMM; NULL:
+ * the stream of device_cuda. False when it could not be queued, after printing what failed. */
+bool task_on_cpu(void *stream, const void *task);
+bool task_on_gpu(void *stream, const void *task);
+
+/* The PTX of task_kernels.cu, which the build embeds. */
 extern const char stack_kernels_ptx[];
 
 enum { TASK_KERNELS = 12 };
-typedef struct task_gpu {
-  gpu_t *gpu; /* borrowed */
-  void *kernels[TASK_KERNELS];
-} task_gpu_t;
-bool task_gpu_open(task_gpu_t *on, gpu_t *gpu);
-/* Queues it on a stream, which gpu_blas_stream() must know for GEMM. False after printing what failed. */
-bool task_gpu_queue(task_gpu_t *on, const task_t *task, void *stream);
+/* Loads them. Needs device_cuda_open() before. */
+bool task_gpu_open(void);
 
 #endif

@@ -1,6 +1,6 @@
 /* The GPU's kernels of a GPT: all of it but the matrix products. SPDX-License-Identifier: Apache-2.0
  *
- * The build does not compile this file: it embeds kernels.ptx, which cmake/ptx.py makes from it. A test compiles it as C,
+ * The build does not compile this file: it embeds gpt_kernels.ptx, which cmake/ptx.py makes from it. A test compiles it as C,
  * with loops for threads, and compares every kernel with the CPU's operator to the bit. For that, what threads of a block do
  * between two points where they wait for one another stands in a PHASE, nothing but shared memory lives from one phase
  * to the next, and no thread returns early.
@@ -8,7 +8,7 @@
  * Every sum has the order of gpt.c's: a row's by KERNEL_LANES partial sums, element i in sum i % KERNEL_LANES, then these
  * left to right; a column's downwards. So kernels need no atomic additions and results do not depend on the GPU. Compiled
  * without contraction to fused multiply-add, like gpt.c. */
-#include "kernels.h"
+#include "gpt_kernels.h"
 
 #ifdef __CUDACC__
 #define KERNEL(name, type) extern "C" __global__ void gpt_kernel_##name(const type a)

@@ -2,7 +2,10 @@
 #ifndef BENCH_RATES_H
 #define BENCH_RATES_H
 
-#include "place.h"
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "common/gpu.h"
 
 /* Bytes a second; 0: not measured. */
 typedef struct rates {
@@ -12,8 +15,8 @@ typedef struct rates {
   double file_read, file_write;             /* large blocks past the page cache */
 } rates_t;
 
-/* False after printing why not, as all of these. gpu NULL: nothing is measured. stream: one of the GPU. */
-bool rates_copies(rates_t *rates, gpu_t *gpu, void *stream);
+/* False after printing why not, as all of these. gpu NULL: nothing is measured. */
+bool rates_copies(rates_t *rates, gpu_t *gpu);
 /* @param bytes of the memory that is passed over */
 bool rates_host(rates_t *rates, const char *program, uint32_t threads, uint64_t bytes);
 /* @param dirs as gemini_config_t.file_dir; each gets a file of bytes, which vanishes */

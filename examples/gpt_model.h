@@ -9,12 +9,13 @@
  *   model_embed(), model_block() for each block upwards, model_head(),
  *   model_block_backward() for each block downwards, model_embed_backward().
  * Without the backward pass: model_head() with with_gradient 0, then model_drop(). */
-#ifndef BENCH_MODEL_H
-#define BENCH_MODEL_H
+#ifndef EXAMPLES_GPT_MODEL_H
+#define EXAMPLES_GPT_MODEL_H
 
 #include <stdint.h>
 
 #include "memory.h"
+#include "model/gpt_operators.h"
 
 enum { MODEL_LAYERS_MAX = 1024, MODEL_WIDTH_MAX = 65536, MODEL_CONTEXT_MAX = 65536, MODEL_BATCH_MAX = 4096 };
 
@@ -48,6 +49,7 @@ static inline int model_block_tensor(int layer, int which) {
 
 typedef struct model {
   memory_t *memory; /* borrowed */
+  const gpt_operators_t *operators;
   model_shape_t shape;
 
   /* Of the pass under way; allocated with memory_alloc(). */
@@ -63,7 +65,7 @@ typedef struct model {
 uint64_t model_elements(const model_shape_t *shape);
 
 /* Registers the tensors. False when out of memory; failures of memory are in memory_error(). */
-bool model_open(model_t *model, memory_t *memory, const model_shape_t *shape);
+bool model_open(model_t *model, memory_t *memory, const gpt_operators_t *operators, const model_shape_t *shape);
 void model_close(model_t *model);
 /* As GPT-2: weights normal with deviation 0.02, those into the residual stream smaller by sqrt(2 layers), biases 0,
  * norms 1. The master has the drawn value, the parameter the same rounded. */

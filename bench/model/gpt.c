@@ -1,6 +1,6 @@
 /* The mathematics of a GPT, one function per operator, on plain pointers.
  * SPDX-License-Identifier: Apache-2.0 */
-#include "gpt.h"
+#include "model/gpt.h"
 
 #include <cblas.h>
 #include <math.h>

@@ -2,7 +2,8 @@
 #include <stddef.h>
 
 #include "common/cli.h"
-#include "task.h"
+#include "model/device.h"
+#include "model/task.h"
 
 enum {
   KERNEL_EMBED,
@@ -24,16 +25,17 @@ static const char *const kernel_names[TASK_KERNELS] = {
   "stack_loss",        "stack_loss_mean",       "stack_fill", "stack_hash"
 };
 
-bool task_gpu_open(task_gpu_t *on, gpu_t *gpu) {
-  on->gpu = gpu;
-  return gpu_load(gpu, stack_kernels_ptx, kernel_names, on->kernels, TASK_KERNELS);
+static void *kernels[TASK_KERNELS];
+
+bool task_gpu_open(void) {
+  return gpu_load(device_cuda_state.gpu, stack_kernels_ptx, kernel_names, kernels, TASK_KERNELS);
 }
 
 enum { THREADS = 256, COLUMN_THREADS = 64, HASH_BLOCKS = 2048 };
 
 /* Arguments by address, of variables. */
 #define LAUNCH(kernel, grid_x, grid_y, threads, ...) \
-  gpu_launch(on->gpu, on->kernels[kernel], grid_x, grid_y, threads, stream, (void *[]){ __VA_ARGS__ })
+  gpu_launch(device_cuda_state.gpu, kernels[kernel], grid_x, grid_y, threads, stream, (void *[]){ __VA_ARGS__ })
 
 static uint32_t blocks_of(uint64_t count, uint32_t threads) { return (uint32_t)((count + threads - 1) / threads); }
 
@@ -47,12 +49,14 @@ static bool adamw(const task_t *t, void *stream) {
   return false;
 }
 
-bool task_gpu_queue(task_gpu_t *on, const task_t *task, void *stream) {
-  task_t t = *task; /* the driver takes addresses that are not const */
+bool task_on_gpu(void *stream, const void *task) {
+  gpu_t *gpu = device_cuda_state.gpu;
+  task_t t = *(const task_t *)task; /* the driver takes addresses that are not const */
+  if (stream == NULL) stream = device_cuda_state.stream;
   uint32_t rows = (uint32_t)t.rows, width = (uint32_t)t.width, units = width / TASK_UNIT;
   switch (t.kind) {
-  case TASK_GEMM: return gpu_gemm(on->gpu, &t.gemm, stream);
-  case TASK_COPY: return gpu_copy(on->gpu, t.out[0], t.in[0], t.count, stream);
+  case TASK_GEMM: return gpu_gemm(gpu, &t.gemm, stream);
+  case TASK_COPY: return gpu_copy(gpu, t.out[0], t.in[0], t.count, stream);
   case TASK_EMBED: return LAUNCH(KERNEL_EMBED, rows, 1, THREADS, &t.in[0], &t.in[1], &t.out[0], &units);
   case TASK_EMBED_GRADIENT:
     return LAUNCH(KERNEL_EMBED_GRADIENT, rows, 1, THREADS, &t.in[0], &t.in[1], &t.in[2], &t.out[0], &units);

@@ -6,7 +6,7 @@
 
 #include "gpt.h"
 
-/* The PTX of kernels.cu, which the build embeds. */
+/* The PTX of gpt_kernels.cu, which the build embeds. */
 extern const char gpt_kernels_ptx[];
 
 /* Threads of a block, by the kernel's kind. */

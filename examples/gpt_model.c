@@ -1,12 +1,10 @@
 /* A GPT as operators over memory_t.
  * SPDX-License-Identifier: Apache-2.0 */
-#include "model.h"
+#include "gpt_model.h"
 
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
-
-#include "gpt.h"
 
 /* ---- Tensors ---- */
 
@@ -43,9 +41,9 @@ uint64_t model_elements(const model_shape_t *shape) {
          (uint64_t)shape->layers * block + with_gap(width) + width;
 }
 
-bool model_open(model_t *model, memory_t *memory, const model_shape_t *shape) {
+bool model_open(model_t *model, memory_t *memory, const gpt_operators_t *operators, const model_shape_t *shape) {
   uint64_t width = (uint64_t)shape->width;
-  *model = (model_t){ .memory = memory, .shape = *shape };
+  *model = (model_t){ .memory = memory, .operators = operators, .shape = *shape };
   model->inputs = calloc((size_t)shape->layers + 1, sizeof *model->inputs);
   if (model->inputs == NULL) return false;
   memory_register(memory, "wte.weight", GPT_VOCABULARY * width);
@@ -110,7 +108,11 @@ uint64_t model_hash(model_t *model) {
   return hash;
 }
 
-/* ---- What ops are made of ---- */
+/* ---- What operators are made of ---- */
+
+/* Queues an operator of gpt.h by its name; the fields of its argument follow. */
+#define CALL(model, name, type, ...) \
+  memory_call((model)->memory, (model)->operators->name, &(type){ __VA_ARGS__ }, sizeof(type))
 
 static float *alloc_floats(model_t *model, uint64_t count) {
   return memory_alloc(model->memory, count * sizeof(float));
@@ -120,9 +122,9 @@ static int rows_of(const model_t *model) { return model->batch * model->context;
 static float *alloc_rows(model_t *model, int columns) {
   return alloc_floats(model, (uint64_t)rows_of(model) * (uint64_t)columns * (uint64_t)model->shape.width);
 }
-static uint64_t panel_floats(const model_t *model) { return model->memory->device->panel_floats(model->shape.width); }
+static uint64_t panel_floats(const model_t *model) { return model->operators->panel_floats(model->shape.width); }
 static uint64_t attention_floats(const model_t *model) {
-  return model->memory->device->attention_floats(model->context, model->shape.heads);
+  return model->operators->attention_floats(model->context, model->shape.heads);
 }
 /* NULL where the device needs none. */
 static void *alloc_workspace(model_t *model, uint64_t floats) {
@@ -130,8 +132,8 @@ static void *alloc_workspace(model_t *model, uint64_t floats) {
 }
 
 static void norm(model_t *model, const float *x, void *const *weight_and_bias, float *y) {
-  MEMORY_CALL(model->memory, norm_forward, gpt_norm_t, .rows = rows_of(model), .width = model->shape.width, .x = x,
-              .weight = weight_and_bias[0], .bias = weight_and_bias[1], .y = y);
+  CALL(model, norm_forward, gpt_norm_t, .rows = rows_of(model), .width = model->shape.width, .x = x,
+       .weight = weight_and_bias[0], .bias = weight_and_bias[1], .y = y);
 }
 
 /* dx += what dy makes of it; the weight, which is acquired as parameter, gives way to its gradient. */
@@ -140,16 +142,15 @@ static void norm_backward(model_t *model, const float *x, int tensor, void *cons
   memory_t *memory = model->memory;
   uint64_t width = (uint64_t)model->shape.width;
   float *dweight = alloc_floats(model, 2 * width), *dbias = dweight == NULL ? NULL : dweight + width;
-  float *workspace = alloc_workspace(model, memory->device->norm_floats(rows_of(model)));
-  MEMORY_CALL(memory, norm_backward, gpt_norm_gradient_t, .rows = rows_of(model), .width = model->shape.width, .x = x,
-              .weight = weight_and_bias[0], .dy = dy, .dx = dx, .dweight = dweight, .dbias = dbias,
-              .workspace = workspace);
+  float *workspace = alloc_workspace(model, model->operators->norm_floats(rows_of(model)));
+  CALL(model, norm_backward, gpt_norm_gradient_t, .rows = rows_of(model), .width = model->shape.width, .x = x,
+       .weight = weight_and_bias[0], .dy = dy, .dx = dx, .dweight = dweight, .dbias = dbias, .workspace = workspace);
   memory_free(memory, workspace);
   memory_release(memory, GEMINI_KIND_PARAM, tensor, 2);
   void *gradients[2];
   memory_acquire(memory, GEMINI_KIND_GRAD, GEMINI_WRITE, tensor, 2, gradients);
-  MEMORY_CALL(memory, store, gpt_store_t, .count = width, .from = dweight, .to = gradients[0]);
-  MEMORY_CALL(memory, store, gpt_store_t, .count = width, .from = dbias, .to = gradients[1]);
+  CALL(model, store, gpt_store_t, .count = width, .from = dweight, .to = gradients[0]);
+  CALL(model, store, gpt_store_t, .count = width, .from = dbias, .to = gradients[1]);
   memory_release(memory, GEMINI_KIND_GRAD, tensor, 2);
   memory_free(memory, dweight);
 }
@@ -157,17 +158,16 @@ static void norm_backward(model_t *model, const float *x, int tensor, void *cons
 /* in and out are in widths. */
 static void linear(model_t *model, int in, int out, const float *x, void *const *weight_and_bias, const float *residual,
                    float *y, float *workspace) {
-  MEMORY_CALL(model->memory, linear_forward, gpt_linear_t, .rows = rows_of(model), .in = in * model->shape.width,
-              .out = out * model->shape.width, .x = x, .weight = weight_and_bias[0], .bias = weight_and_bias[1],
-              .residual = residual, .y = y, .workspace = workspace);
+  CALL(model, linear_forward, gpt_linear_t, .rows = rows_of(model), .in = in * model->shape.width,
+       .out = out * model->shape.width, .x = x, .weight = weight_and_bias[0], .bias = weight_and_bias[1],
+       .residual = residual, .y = y, .workspace = workspace);
 }
 
 /* The last use of the weight, after which the parameter is released. */
 static void linear_backward_x(model_t *model, int in, int out, const float *dy, int tensor,
                               void *const *weight_and_bias, float *dx, float *workspace) {
-  MEMORY_CALL(model->memory, linear_backward_x, gpt_linear_gradient_x_t, .rows = rows_of(model),
-              .in = in * model->shape.width, .out = out * model->shape.width, .dy = dy, .weight = weight_and_bias[0],
-              .dx = dx, .workspace = workspace);
+  CALL(model, linear_backward_x, gpt_linear_gradient_x_t, .rows = rows_of(model), .in = in * model->shape.width,
+       .out = out * model->shape.width, .dy = dy, .weight = weight_and_bias[0], .dx = dx, .workspace = workspace);
   memory_release(model->memory, GEMINI_KIND_PARAM, tensor, 2);
 }
 
@@ -176,16 +176,16 @@ static void linear_backward_weight(model_t *model, int in, int out, const float 
                                    float *workspace) {
   void *gradients[2];
   memory_acquire(model->memory, GEMINI_KIND_GRAD, GEMINI_WRITE, tensor, 2, gradients);
-  MEMORY_CALL(model->memory, linear_backward_weight, gpt_linear_gradient_weight_t, .rows = rows_of(model),
-              .in = in * model->shape.width, .out = out * model->shape.width, .x = x, .dy = dy, .dweight = gradients[0],
-              .dbias = gradients[1], .workspace = workspace);
+  CALL(model, linear_backward_weight, gpt_linear_gradient_weight_t, .rows = rows_of(model),
+       .in = in * model->shape.width, .out = out * model->shape.width, .x = x, .dy = dy, .dweight = gradients[0],
+       .dbias = gradients[1], .workspace = workspace);
   memory_release(model->memory, GEMINI_KIND_GRAD, tensor, 2);
 }
 
 static void attention(model_t *model, const float *qkv, float *y) {
   float *workspace = alloc_floats(model, attention_floats(model));
-  MEMORY_CALL(model->memory, attention_forward, gpt_attention_t, .batch = model->batch, .context = model->context,
-              .width = model->shape.width, .heads = model->shape.heads, .qkv = qkv, .y = y, .workspace = workspace);
+  CALL(model, attention_forward, gpt_attention_t, .batch = model->batch, .context = model->context,
+       .width = model->shape.width, .heads = model->shape.heads, .qkv = qkv, .y = y, .workspace = workspace);
   memory_free(model->memory, workspace);
 }
 
@@ -207,16 +207,15 @@ void model_embed(model_t *model, int batch, int context, const int32_t *host_tok
   model->targets = memory_alloc(memory, (uint64_t)batch * row_bytes);
   for (int b = 0; b < batch && memory_error(memory) == NULL; b++) {
     const int32_t *row = host_tokens + (int64_t)b * (context + 1);
-    MEMORY_CALL(memory, copy, gpt_copy_t, .to = model->tokens + (int64_t)b * context, .from = row, .bytes = row_bytes);
-    MEMORY_CALL(memory, copy, gpt_copy_t, .to = model->targets + (int64_t)b * context, .from = row + 1,
-                .bytes = row_bytes);
+    CALL(model, copy, gpt_copy_t, .to = model->tokens + (int64_t)b * context, .from = row, .bytes = row_bytes);
+    CALL(model, copy, gpt_copy_t, .to = model->targets + (int64_t)b * context, .from = row + 1, .bytes = row_bytes);
   }
   model->inputs[0] = alloc_rows(model, 1);
   void *tables[2];
   memory_acquire(memory, GEMINI_KIND_PARAM, GEMINI_READ, MODEL_WTE, 2, tables);
-  MEMORY_CALL(memory, embed_forward, gpt_embed_t, .batch = batch, .context = context, .width = model->shape.width,
-              .positions = model->shape.positions, .tokens = model->tokens, .wte = tables[0], .wpe = tables[1],
-              .x = model->inputs[0]);
+  CALL(model, embed_forward, gpt_embed_t, .batch = batch, .context = context, .width = model->shape.width,
+       .positions = model->shape.positions, .tokens = model->tokens, .wte = tables[0], .wpe = tables[1],
+       .x = model->inputs[0]);
   memory_release(memory, GEMINI_KIND_PARAM, MODEL_WTE, 2);
   memory_op_end(memory);
 }
@@ -240,8 +239,8 @@ void model_block(model_t *model, int layer) {
   norm(model, y, p + MODEL_LN2_WEIGHT, n);
   float *hidden = alloc_rows(model, 4);
   linear(model, 1, 4, n, p + MODEL_FC_WEIGHT, NULL, hidden, workspace);
-  MEMORY_CALL(memory, gelu_forward, gpt_gelu_t, .count = (uint64_t)rows_of(model) * 4 * (uint64_t)model->shape.width,
-              .x = hidden, .y = hidden);
+  CALL(model, gelu_forward, gpt_gelu_t, .count = (uint64_t)rows_of(model) * 4 * (uint64_t)model->shape.width,
+       .x = hidden, .y = hidden);
   linear(model, 4, 1, hidden, p + MODEL_FC2_WEIGHT, y, y, workspace);
   memory_free(memory, hidden);
   memory_free(memory, n);
@@ -271,22 +270,22 @@ void model_head(model_t *model, int with_gradient, double *loss) {
   float *workspace = alloc_floats(model, panel_floats(model));
 
   norm(model, x, p, n);
-  MEMORY_CALL(memory, linear_forward, gpt_linear_t, .rows = rows_of(model), .in = width, .out = GPT_VOCABULARY, .x = n,
-              .weight = wte, .y = logits, .workspace = workspace);
-  double *losses = alloc_workspace(model, memory->device->loss_floats(rows_of(model)));
-  MEMORY_CALL(memory, loss, gpt_loss_t, .rows = rows_of(model), .targets = model->targets, .logits = logits,
-              .with_gradient = with_gradient, .loss = loss, .workspace = losses);
+  CALL(model, linear_forward, gpt_linear_t, .rows = rows_of(model), .in = width, .out = GPT_VOCABULARY, .x = n,
+       .weight = wte, .y = logits, .workspace = workspace);
+  double *losses = alloc_workspace(model, model->operators->loss_floats(rows_of(model)));
+  CALL(model, loss, gpt_loss_t, .rows = rows_of(model), .targets = model->targets, .logits = logits,
+       .with_gradient = with_gradient, .loss = loss, .workspace = losses);
   memory_free(memory, losses);
   if (with_gradient) {
     /* The token embedding's gradient waits for its other share, from model_embed_backward(). */
     model->dwte = alloc_floats(model, (uint64_t)GPT_VOCABULARY * (uint64_t)width);
-    MEMORY_CALL(memory, linear_backward_weight, gpt_linear_gradient_weight_t, .rows = rows_of(model), .in = width,
-                .out = GPT_VOCABULARY, .x = n, .dy = logits, .dweight_f32 = model->dwte, .workspace = workspace);
-    MEMORY_CALL(memory, linear_backward_x, gpt_linear_gradient_x_t, .rows = rows_of(model), .in = width,
-                .out = GPT_VOCABULARY, .dy = logits, .weight = wte, .dx = n, .workspace = workspace);
+    CALL(model, linear_backward_weight, gpt_linear_gradient_weight_t, .rows = rows_of(model), .in = width,
+         .out = GPT_VOCABULARY, .x = n, .dy = logits, .dweight_f32 = model->dwte, .workspace = workspace);
+    CALL(model, linear_backward_x, gpt_linear_gradient_x_t, .rows = rows_of(model), .in = width, .out = GPT_VOCABULARY,
+         .dy = logits, .weight = wte, .dx = n, .workspace = workspace);
     uint64_t dx_bytes = (uint64_t)rows_of(model) * (uint64_t)width * sizeof(float);
     model->dx = memory_alloc(memory, dx_bytes);
-    MEMORY_CALL(memory, zero, gpt_zero_t, .to = model->dx, .bytes = dx_bytes);
+    CALL(model, zero, gpt_zero_t, .to = model->dx, .bytes = dx_bytes);
     norm_backward(model, x, norm_tensor, p, n, model->dx);
   } else {
     memory_release(memory, GEMINI_KIND_PARAM, norm_tensor, 2);
@@ -327,10 +326,10 @@ void model_block_backward(model_t *model, int layer) {
   float *dhidden = alloc_rows(model, 4);
   linear_backward_x(model, 4, 1, dx, tensor + MODEL_FC2_WEIGHT, p + MODEL_FC2_WEIGHT, dhidden, workspace);
   float *activated = alloc_rows(model, 4);
-  MEMORY_CALL(memory, gelu_forward, gpt_gelu_t, .count = hidden_count, .x = hidden, .y = activated);
+  CALL(model, gelu_forward, gpt_gelu_t, .count = hidden_count, .x = hidden, .y = activated);
   linear_backward_weight(model, 4, 1, activated, dx, tensor + MODEL_FC2_WEIGHT, workspace);
   memory_free(memory, activated);
-  MEMORY_CALL(memory, gelu_backward, gpt_gelu_gradient_t, .count = hidden_count, .x = hidden, .dy = dhidden);
+  CALL(model, gelu_backward, gpt_gelu_gradient_t, .count = hidden_count, .x = hidden, .dy = dhidden);
   memory_free(memory, hidden);
   float *dn = alloc_rows(model, 1);
   linear_backward_x(model, 1, 4, dhidden, tensor + MODEL_FC_WEIGHT, p + MODEL_FC_WEIGHT, dn, workspace);
@@ -344,9 +343,9 @@ void model_block_backward(model_t *model, int layer) {
   linear_backward_weight(model, 1, 1, att, dx, tensor + MODEL_PROJ_WEIGHT, workspace);
   memory_free(memory, att);
   float *dqkv = alloc_rows(model, 3), *weights = alloc_floats(model, 2 * attention_floats(model));
-  MEMORY_CALL(memory, attention_backward, gpt_attention_gradient_t, .batch = model->batch, .context = model->context,
-              .width = model->shape.width, .heads = model->shape.heads, .qkv = qkv, .dy = dn, .dqkv = dqkv,
-              .workspace = weights);
+  CALL(model, attention_backward, gpt_attention_gradient_t, .batch = model->batch, .context = model->context,
+       .width = model->shape.width, .heads = model->shape.heads, .qkv = qkv, .dy = dn, .dqkv = dqkv,
+       .workspace = weights);
   memory_free(memory, weights);
   memory_free(memory, qkv);
   linear_backward_x(model, 1, 3, dqkv, tensor + MODEL_QKV_WEIGHT, p + MODEL_QKV_WEIGHT, dn, workspace);
@@ -369,10 +368,9 @@ void model_embed_backward(model_t *model) {
   memory_op_begin(memory, "embed.bwd");
   float *workspace = alloc_floats(model, (uint64_t)model->shape.width);
   memory_acquire(memory, GEMINI_KIND_GRAD, GEMINI_WRITE, MODEL_WTE, 2, gradients);
-  MEMORY_CALL(memory, embed_backward, gpt_embed_gradient_t, .batch = model->batch, .context = model->context,
-              .width = model->shape.width, .positions = model->shape.positions, .tokens = model->tokens,
-              .dx = model->dx, .dwte_f32 = model->dwte, .dwte = gradients[0], .dwpe = gradients[1],
-              .workspace = workspace);
+  CALL(model, embed_backward, gpt_embed_gradient_t, .batch = model->batch, .context = model->context,
+       .width = model->shape.width, .positions = model->shape.positions, .tokens = model->tokens, .dx = model->dx,
+       .dwte_f32 = model->dwte, .dwte = gradients[0], .dwpe = gradients[1], .workspace = workspace);
   memory_release(memory, GEMINI_KIND_GRAD, MODEL_WTE, 2);
   memory_free(memory, workspace);
   memory_free(memory, model->dwte);

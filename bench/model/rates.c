@@ -1,6 +1,6 @@
 /* What a machine can do. SPDX-License-Identifier: Apache-2.0 */
 #define _GNU_SOURCE
-#include "rates.h"
+#include "model/rates.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -13,6 +13,7 @@
 #include <unistd.h>
 
 #include "common/cli.h"
+#include "model/task.h"
 
 enum { ROUNDS = 3, THREADS_MAX = 256 };
 
@@ -45,10 +46,10 @@ static bool time_copies(const copies_t *c, bool to, bool from, double *rate) {
   return true;
 }
 
-bool rates_copies(rates_t *rates, gpu_t *gpu, void *stream) {
-  copies_t c = { .gpu = gpu, .streams = { stream, NULL } };
+bool rates_copies(rates_t *rates, gpu_t *gpu) {
+  copies_t c = { .gpu = gpu };
   if (gpu == NULL) return true;
-  bool worked = gpu_stream_create(gpu, &c.streams[1]);
+  bool worked = gpu_stream_create(gpu, &c.streams[0]) && gpu_stream_create(gpu, &c.streams[1]);
   for (int i = 0; worked && i < 2; i++) {
     worked = gpu_host_alloc(gpu, COPY_BYTES, &c.host[i]) && gpu_alloc(gpu, COPY_BYTES, &c.device[i]);
   }
@@ -57,8 +58,8 @@ bool rates_copies(rates_t *rates, gpu_t *gpu, void *stream) {
   for (int i = 0; i < 2; i++) {
     gpu_host_free(gpu, c.host[i]);
     gpu_free(gpu, c.device[i]);
+    if (c.streams[i] != NULL) gpu_stream_destroy(gpu, c.streams[i]);
   }
-  if (c.streams[1] != NULL) gpu_stream_destroy(gpu, c.streams[1]);
   return worked;
 }
 

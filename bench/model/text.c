@@ -1,7 +1,7 @@
 /* The bytes that a model is trained on, and batches of them.
  * SPDX-License-Identifier: Apache-2.0 */
 #define _GNU_SOURCE
-#include "text.h"
+#include "model/text.h"
 
 #include <dirent.h>
 #include <errno.h>
@@ -12,7 +12,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include "gpt.h"
+#include "model/gpt.h"
 
 static bool fail(char *message_out, size_t message_bytes, const char *what, const char *path) {
   snprintf(message_out, message_bytes, "%s: %s, %s", what, path, strerror(errno));

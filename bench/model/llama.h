@@ -1,4 +1,4 @@
-/* A stack of matrix products with the parameters of a LLaMA, as operators over place_t.
+/* A stack of matrix products with the parameters of a LLaMA, as operators over memory_t.
  * SPDX-License-Identifier: Apache-2.0
  *
  * Token embedding; blocks of RMS norm, q, k, v, o and RMS norm, gate, up, down; RMS norm; head (not tied); cross
@@ -8,7 +8,7 @@
 #ifndef BENCH_LLAMA_H
 #define BENCH_LLAMA_H
 
-#include "place.h"
+#include "model/walk.h"
 
 typedef struct llama_shape {
   const char *name;
@@ -16,13 +16,13 @@ typedef struct llama_shape {
 } llama_shape_t;
 
 typedef struct llama {
-  place_t *place; /* borrowed */
+  memory_t *memory; /* borrowed */
   llama_shape_t shape;
-  int rows;              /* tokens of a step */
-  int final_tensors;     /* index of the last norm, and, behind it, the head */
-  int32_t *tokens;       /* on the host: rows of tokens, rows of targets, first (vocabulary + 1), where (rows) */
-  double *losses;        /* (steps), on the host, valid after place_synchronize() */
-  place_walk_t *updates; /* (steps) */
+  int rows;          /* tokens of a step */
+  int final_tensors; /* index of the last norm, and, behind it, the head */
+  int32_t *tokens;   /* on the host: rows of tokens, rows of targets, first (vocabulary + 1), where (rows) */
+  double *losses;    /* (steps), on the host, valid after memory_synchronize() */
+  walk_t *updates;   /* (steps) */
   uint64_t steps;
   uint64_t updated_below; /* in this step: elements from here on were handed to the optimizer */
 
@@ -38,9 +38,9 @@ typedef struct llama {
 uint64_t llama_elements(const llama_shape_t *shape);
 
 /* Registers the tensors; then draws parameters, and one batch of random tokens, which every step uses. The target of a
- * token is a function of it, so that the loss falls. Failures are in place_error(). */
-void llama_open(llama_t *llama, place_t *place, const llama_shape_t *shape, int rows, uint64_t steps, uint64_t seed);
-/* After place_close(), which waits for what still uses it. */
+ * token is a function of it, so that the loss falls. Failures are in memory_error(). */
+void llama_open(llama_t *llama, memory_t *memory, const llama_shape_t *shape, int rows, uint64_t steps, uint64_t seed);
+/* After memory_close(), which waits for what still uses it. */
 void llama_close(llama_t *llama);
 
 /* One iteration: forward, backward, and each operator's update as soon as its gradients are written. Only queues. */

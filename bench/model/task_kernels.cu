@@ -1,6 +1,6 @@
-/* The kernels of bench_stack, but for matrix products; task.h says what each computes. SPDX-License-Identifier: Apache-2.0
+/* The kernels of the tasks, but for matrix products; task.h says what each computes. SPDX-License-Identifier: Apache-2.0
  *
- * The build does not compile this file: it embeds kernels.ptx, which cmake/ptx.py makes from it.
+ * The build does not compile this file: it embeds task_kernels.ptx, which cmake/ptx.py makes from it.
  *
  * Sums have a fixed order, so that the same input gives the same bits. fill and hash give the bits of task_cpu.c: every
  * operation is one that IEEE 754 defines, and none is fused. Rows and counts come in units of eight bf16: 16
