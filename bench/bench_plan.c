@@ -247,11 +247,6 @@ static void free_trace(trace_t *t) {
 
 /* ---- main ---- */
 
-static int compare_double(const void *a, const void *b) {
-  const double *x = a, *y = b;
-  return *x < *y ? -1 : *x > *y;
-}
-
 /* The reference takes time in proportion to accesses x steps and more: only where that is small. */
 #define REFERENCE_LIMIT UINT64_C(20000000)
 
@@ -316,7 +311,7 @@ int main(int argc, char **argv) {
       return 1;
     }
   }
-  qsort(seconds, runs, sizeof *seconds, compare_double);
+  cli_sort(seconds, runs);
   double plan_seconds = seconds[runs / 2];
 
   uint64_t accesses = t.ops[t.input.op_count].access_first, optimum = plan.optimum_count;

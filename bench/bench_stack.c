@@ -134,12 +134,8 @@ static void result_free(result_t *r) {
   free(r->seconds);
 }
 
-static int by_value(const void *a, const void *b) {
-  double x = *(const double *)a, y = *(const double *)b;
-  return (x > y) - (x < y);
-}
 static double median(double *values, uint64_t count) {
-  qsort(values, count, sizeof *values, by_value);
+  cli_sort(values, count);
   return 0.5 * (values[count / 2] + values[(count - 1) / 2]);
 }
 
@@ -167,16 +163,6 @@ static void keep_peaks(result_t *r, memory_t *memory) {
   if (peaks[GEMINI_TIER_HOST] > r->host_peak_bytes) r->host_peak_bytes = peaks[GEMINI_TIER_HOST];
   if (peaks[GEMINI_TIER_FILE] > r->file_peak_bytes) r->file_peak_bytes = peaks[GEMINI_TIER_FILE];
   if (r->stats.nonmodel_peak_bytes > r->nonmodel_peak_bytes) r->nonmodel_peak_bytes = r->stats.nonmodel_peak_bytes;
-}
-
-static void explain(memory_t *memory) {
-  uint64_t length = 0;
-  if (!memory_check(memory, gemini_plan_explain(memory->manager, NULL, 0, &length))) return;
-  char *text = malloc(length + 1);
-  if (text != NULL && memory_check(memory, gemini_plan_explain(memory->manager, text, length + 1, NULL))) {
-    printf("\n%s\n", text);
-  }
-  free(text);
 }
 
 /* Steps of a run: warm-up, timed, and two for the timeline (what the second waits for was queued in the first), which both
@@ -254,7 +240,7 @@ static bool run(bench_t *b, const gemini_config_t *config, result_t *r) {
   }
   run_steps(b, &memory, &llama, r, queue_seconds);
   r->resident_bytes = resident_bytes();
-  if (!memory.failed && config != NULL && o->explain) explain(&memory);
+  if (!memory.failed && config != NULL && o->explain) memory_print_plan(&memory);
   if (!memory.failed && config != NULL && o->trace != NULL) {
     memory_check(&memory, gemini_trace_save(memory.manager, o->trace));
   }
@@ -443,13 +429,6 @@ static bool same_results(const bench_t *b) {
 
 /* ---- Setting up ---- */
 
-/* The library never prints; what it has to say comes here. */
-static void print_log(void *user, int32_t level, const char *message) {
-  static const char *const levels[] = { "", "error", "warning", "info", "debug" };
-  (void)user;
-  fprintf(stderr, "libgemini %s: %s\n", level >= 1 && level <= 4 ? levels[level] : "", message);
-}
-
 static bool parse_budget(const bench_t *b, const char *option, const char *text, uint64_t *bytes_out) {
   if (cli_parse_share(text, b->model_bytes, bytes_out) && *bytes_out > 0) return true;
   cli_error(program, "bad value of --%s: %s, expected a size such as 24GiB or a share such as 30%%", option, text);
@@ -483,7 +462,7 @@ static int run_all(bench_t *b) {
   config.static_param_fraction = o->static_params;
   config.static_optim_fraction = o->static_optim;
   config.file_dir = o->file_dir;
-  config.log_fn = print_log;
+  config.log_fn = memory_print_log;
   if (!run(b, &config, &b->managed)) return CLI_EXIT_FAILURE;
   term_t terms[TERMS];
   int binds = find_bound(b, terms);

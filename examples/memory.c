@@ -430,6 +430,25 @@ void memory_update_wait(memory_t *memory) {
   check_device(memory);
 }
 
+/* ---- What the library says ---- */
+
+void memory_print_log(void *user, int32_t level, const char *message) {
+  static const char *const levels[] = { "", "error", "warning", "info", "debug" };
+  (void)user;
+  fprintf(stderr, "libgemini %s: %s\n", level >= 1 && level <= 4 ? levels[level] : "", message);
+}
+
+bool memory_print_plan(memory_t *memory) {
+  uint64_t length = 0;
+  if (!memory_check(memory, gemini_plan_explain(memory->manager, NULL, 0, &length))) return false;
+  char *text = malloc(length + 1);
+  if (text == NULL) return memory_fail(memory, "out of memory for the plan's text");
+  bool explained = memory_check(memory, gemini_plan_explain(memory->manager, text, length + 1, NULL));
+  if (explained) printf("\n%s\n", text);
+  free(text);
+  return explained;
+}
+
 /* ---- Close ---- */
 
 void memory_close(memory_t *memory) {

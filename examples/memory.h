@@ -83,6 +83,11 @@ typedef struct memory {
 /* Bytes of all arenas under libgemini, for tensors of these many elements with their gaps. */
 uint64_t memory_model_bytes(uint64_t elements);
 
+/* For gemini_config_t.log_fn: the library never prints, so this prints what it logs, to standard error. */
+void memory_print_log(void *user, int32_t level, const char *message);
+/* Prints the plan of the next iterations in words. False when that failed. */
+bool memory_print_plan(memory_t *memory);
+
 /* @param device        what computes
  * @param config        of libgemini, for the same device; NULL: plain memory
  * @param own_gradients in plain memory, gradients have bytes of their own. Then an operator that writes a gradient

@@ -33,13 +33,6 @@ static const char *const program = train_gpt_program;
 
 /* ---- Open ---- */
 
-/* The library never prints; what it has to say comes here. */
-static void print_log(void *user, int32_t level, const char *message) {
-  static const char *const levels[] = { "", "error", "warning", "info", "debug" };
-  (void)user;
-  fprintf(stderr, "libgemini %s: %s\n", level >= 1 && level <= 4 ? levels[level] : "", message);
-}
-
 /* What libgemini is opened with. A config starts as GEMINI_CONFIG_INIT; zero means the library's default everywhere. */
 static gemini_config_t config_of(const trainer_t *t) {
   static const uint32_t placements[] = { 0, GEMINI_PLACEMENT_CUDA, GEMINI_PLACEMENT_CPU, GEMINI_PLACEMENT_AUTO,
@@ -56,7 +49,7 @@ static gemini_config_t config_of(const trainer_t *t) {
   config.file_dir = o->file_dir;
   config.placement = placements[o->policy];
   config.log_level = o->verbose ? GEMINI_LOG_INFO : GEMINI_LOG_WARNING;
-  config.log_fn = print_log;
+  config.log_fn = memory_print_log;
 
   /* For experiments. */
   config.flags = o->strict ? GEMINI_CONFIG_STRICT : 0;

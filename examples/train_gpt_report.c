@@ -123,15 +123,10 @@ int train_gpt_budgets(trainer_t *t, uint64_t model_bytes) {
 
 /* ---- Report ---- */
 
-static int by_value(const void *a, const void *b) {
-  double x = *(const double *)a, y = *(const double *)b;
-  return (x > y) - (x < y);
-}
-
 /* Median of the steps after warm-up and two more, or of the last one if there are no more. */
 static double median_seconds(trainer_t *t) {
   uint64_t first = t->o.warmup + 2 < t->o.steps ? t->o.warmup + 2 : t->o.steps - 1, count = t->o.steps - first;
-  qsort(t->seconds + first, count, sizeof *t->seconds, by_value);
+  cli_sort(t->seconds + first, count);
   double upper = t->seconds[first + count / 2];
   return count % 2 == 1 ? upper : 0.5 * (upper + t->seconds[first + count / 2 - 1]);
 }
@@ -173,20 +168,6 @@ static void print_places(trainer_t *t, const gemini_stats_t *stats) {
          stats->departures, stats->plans, stats->acquire_hits, stats->acquire_misses, 1e-9 * (double)stats->stall_ns);
 }
 
-static bool print_plan(memory_t *memory) {
-  uint64_t length = 0;
-  if (!memory_check(memory, gemini_plan_explain(memory->manager, NULL, 0, &length))) return false;
-  char *text = malloc(length + 1);
-  if (text == NULL) {
-    cli_error(train_gpt_program, "out of memory for the plan's text: %" PRIu64 " bytes", length);
-    return false;
-  }
-  bool ok = memory_check(memory, gemini_plan_explain(memory->manager, text, length + 1, NULL));
-  if (ok) printf("\n%s\n", text);
-  free(text);
-  return ok;
-}
-
 bool train_gpt_report(trainer_t *t) {
   memory_t *memory = &t->memory;
   char a[32], b[32], c[32], hash[17];
@@ -195,7 +176,7 @@ bool train_gpt_report(trainer_t *t) {
     if (!memory_check(memory, gemini_stats(memory->manager, &stats))) return false;
     if (t->o.trace != NULL && !memory_check(memory, gemini_trace_save(memory->manager, t->o.trace))) return false;
     if (!t->o.quiet) print_places(t, &stats);
-    if (t->o.explain && !print_plan(memory)) return false;
+    if (t->o.explain && !memory_print_plan(memory)) return false;
     if (t->o.timeline != NULL && !memory_check(memory, gemini_timeline_stop(memory->manager))) return false;
   } else {
     stats.model_bytes = memory_model_bytes(memory->elements);

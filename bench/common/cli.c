@@ -30,6 +30,12 @@ uint64_t cli_now_ns(void) {
   return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
 }
 
+static int compare(const void *a, const void *b) {
+  double x = *(const double *)a, y = *(const double *)b;
+  return (x > y) - (x < y);
+}
+void cli_sort(double *values, size_t count) { qsort(values, count, sizeof *values, compare); }
+
 static bool parse_f64(const char *text, double *value_out) {
   char *end;
   if (!isdigit((unsigned char)text[0]) && text[0] != '.') return false; /* no sign, blank, inf or nan */

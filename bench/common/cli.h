@@ -48,6 +48,9 @@ const char *cli_format_size(uint64_t bytes, char *buffer, size_t buffer_bytes);
 /* Prints `program: ` and the message to standard error, with a line end. */
 void cli_error(const char *program, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
+/* Sorts upwards: a median is in the middle then. */
+void cli_sort(double *values, size_t count);
+
 /* Nanoseconds on the monotonic clock. */
 uint64_t cli_now_ns(void);
 

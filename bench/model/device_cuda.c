@@ -19,7 +19,7 @@ bool device_cuda_open(gpu_t *gpu) {
 
 void device_cuda_close(void) {
   if (cuda->gpu != NULL && cuda->own_stream != NULL) gpu_stream_destroy(cuda->gpu, cuda->own_stream);
-  *cuda = (device_cuda_state_t){ NULL };
+  *cuda = (device_cuda_state_t){ .gpu = NULL };
 }
 
 static bool stream_use(void *stream) {
