@@ -112,7 +112,7 @@ uint64_t model_hash(model_t *model) {
 
 /* Queues an operator of gpt.h by its name; the fields of its argument follow. */
 #define CALL(model, name, type, ...) \
-  memory_call((model)->memory, (model)->operators->name, &(type){ __VA_ARGS__ }, sizeof(type))
+  memory_queue((model)->memory, (model)->operators->name, &(type){ __VA_ARGS__ }, sizeof(type))
 
 static float *alloc_floats(model_t *model, uint64_t count) {
   return memory_alloc(model->memory, count * sizeof(float));

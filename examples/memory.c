@@ -84,7 +84,8 @@ void memory_open(memory_t *memory, const device_t *device, const gemini_config_t
       if (!memory_check(memory, gemini_arena_create(memory->manager, &arena, &memory->arenas[kind]))) return;
     }
   }
-  device->stream_use(memory->native_stream);
+  if (!memory->managed) memory->native_stream = device->stream();
+  device->stream_prepare(memory->native_stream);
   check_device(memory);
 }
 
@@ -315,59 +316,47 @@ void *memory_host_alloc(memory_t *memory, uint64_t bytes) {
 }
 
 /* ---- Work ----
- * A GPU's operators queue kernels on memory->native_stream themselves. Without a GPU, the simulated device has streams
- * of calls: a function and its argument, which the library runs in order. */
+ * On a GPU, an operator queues kernels on the stream that it is told. Without a GPU, the simulated device has streams of
+ * calls: a function and its argument, which the library runs in order. */
 
 typedef struct job {
-  memory_operator_fn call; /* or */
-  memory_work_fn work;
+  device_work_fn fn;
   max_align_t args[]; /* a copy, as the caller's struct is gone when the stream gets here */
 } job_t;
 
 static void job_run(void *user) {
   job_t *job = user;
-  if (job->call != NULL) {
-    job->call(job->args);
-  } else {
-    job->work(NULL, job->args);
-  }
+  job->fn(NULL, job->args);
   free(job);
 }
 
-static gemini_status_t queue_job(memory_t *memory, gemini_stream_t stream, memory_operator_fn call, memory_work_fn work,
-                                 const void *args, uint64_t args_bytes) {
+static gemini_status_t queue_on(memory_t *memory, gemini_stream_t stream, device_work_fn fn, const void *args,
+                                uint64_t args_bytes) {
+  void *native = memory->native_stream;
+  if (memory->managed && memory->device->is_gpu && stream != memory->stream) {
+    gemini_status_t status = gemini_stream_native(memory->manager, stream, &native);
+    if (status != GEMINI_OK) return status;
+  }
+  if (!memory->managed || memory->device->is_gpu) return fn(native, args) ? GEMINI_OK : GEMINI_ERR_DEVICE;
   job_t *job = malloc(sizeof *job + args_bytes);
   if (job == NULL) return GEMINI_ERR_OOM_HOST;
-  *job = (job_t){ .call = call, .work = work };
+  job->fn = fn;
   memcpy(job->args, args, args_bytes);
   gemini_status_t status = gemini_stream_call(memory->manager, stream, job_run, job);
   if (status != GEMINI_OK) free(job);
   return status;
 }
 
-void memory_call(memory_t *memory, memory_operator_fn fn, const void *args, uint64_t args_bytes) {
-  if (memory->failed) return;
-  if (!memory->managed || memory->device->is_gpu) {
-    fn(args);
-  } else {
-    memory_check(memory, queue_job(memory, memory->stream, fn, NULL, args, args_bytes));
-  }
-}
-
-bool memory_queue_on(memory_t *memory, gemini_stream_t stream, memory_work_fn fn, const void *args,
+bool memory_queue_on(memory_t *memory, gemini_stream_t stream, device_work_fn fn, const void *args,
                      uint64_t args_bytes) {
-  if (!memory->managed) return fn(NULL, args);
-  if (!memory->device->is_gpu) return queue_job(memory, stream, NULL, fn, args, args_bytes) == GEMINI_OK;
-  void *native;
-  return gemini_stream_native(memory->manager, stream, &native) == GEMINI_OK && fn(native, args);
+  return queue_on(memory, stream, fn, args, args_bytes) == GEMINI_OK;
 }
 
-void memory_queue(memory_t *memory, memory_work_fn fn, const void *args, uint64_t args_bytes) {
+void memory_queue(memory_t *memory, device_work_fn fn, const void *args, uint64_t args_bytes) {
   if (memory->failed) return;
-  bool queued = memory->managed && memory->device->is_gpu
-                    ? fn(memory->native_stream, args)
-                    : memory_queue_on(memory, memory->stream, fn, args, args_bytes);
-  if (!queued) memory_fail(memory, "a task could not be queued");
+  gemini_status_t status = queue_on(memory, memory->stream, fn, args, args_bytes);
+  if (status != GEMINI_OK) check_device(memory);
+  memory_check(memory, status);
 }
 
 void memory_synchronize(memory_t *memory) {

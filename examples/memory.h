@@ -6,7 +6,7 @@
  *
  *   once           memory_open(), memory_register() for each tensor, memory_ready()
  *   an iteration   memory_iteration_begin(), memory_phase(), operators, memory_update(), memory_iteration_end()
- *   an operator    memory_op_begin(), memory_acquire(), memory_alloc(), memory_call(), memory_free(), memory_release(),
+ *   an operator    memory_op_begin(), memory_acquire(), memory_alloc(), memory_queue(), memory_free(), memory_release(),
  *                  memory_op_end()
  *   at the end     memory_update_wait(), memory_close()
  *
@@ -59,7 +59,7 @@ typedef struct memory {
   /* Under libgemini. */
   gemini_manager_t manager;
   gemini_stream_t stream; /* of the operators; the calling thread only queues work on it */
-  void *native_stream;    /* on a GPU: the same as the driver's */
+  void *native_stream;    /* on a GPU: the driver's name of it */
   gemini_arena_t arenas[MEMORY_KINDS];
   gemini_access_t held[2 * MEMORY_BATCH_MAX]; /* acquired and not yet released */
   uint64_t held_count;
@@ -130,16 +130,11 @@ void memory_free(memory_t *memory, void *ptr);
 /* Page-locked memory of the host, until memory_close(); at most 2. */
 void *memory_host_alloc(memory_t *memory, uint64_t bytes);
 
-/* Runs an operator behind the work queued before it; args are copied. On a GPU, operators queue their work themselves;
- * in plain memory of the CPU they run at once. */
-typedef void (*memory_operator_fn)(const void *args);
-void memory_call(memory_t *memory, memory_operator_fn fn, const void *args, uint64_t args_bytes);
-/* The same for work that is told its stream: that of the operators, or another one of libgemini's, such as the stream of
- * a span of an update. On a GPU, fn gets the driver's name of the stream. memory_queue_on() may run on any thread, and
- * returns false when the work could not be queued. */
-typedef bool (*memory_work_fn)(void *native_stream, const void *args);
-void memory_queue(memory_t *memory, memory_work_fn fn, const void *args, uint64_t args_bytes);
-bool memory_queue_on(memory_t *memory, gemini_stream_t stream, memory_work_fn fn, const void *args,
+/* Runs an operator behind the work queued before it; args are copied. */
+void memory_queue(memory_t *memory, device_work_fn fn, const void *args, uint64_t args_bytes);
+/* The same on another stream of libgemini's, such as that of a span of an update. May run on any thread. False when it
+ * could not be queued. */
+bool memory_queue_on(memory_t *memory, gemini_stream_t stream, device_work_fn fn, const void *args,
                      uint64_t args_bytes);
 /* Blocks until the work queued so far is done. */
 void memory_synchronize(memory_t *memory);

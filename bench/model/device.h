@@ -1,14 +1,19 @@
 /* What a model computes on, without libgemini's part in it: a stream of work, and plain memory. The CPU, where work is
  * done when it is asked for, or a GPU, where it is queued on a stream. SPDX-License-Identifier: Apache-2.0
  *
- * Only the thread that opened the GPU calls these functions. */
+ * Only the thread that opened the GPU calls the functions of the table. */
 #ifndef BENCH_DEVICE_H
 #define BENCH_DEVICE_H
 
+#include <stdatomic.h>
 #include <stdbool.h>
 #include <stdint.h>
 
 #include "common/gpu.h"
+
+/* A piece of work: done now on the CPU, which has no streams, or queued on a stream of the GPU, a CUstream. args are read
+ * before it returns. False when it could not be queued, after printing why. */
+typedef bool (*device_work_fn)(void *stream, const void *args);
 
 typedef struct device {
   const char *name;
@@ -30,9 +35,11 @@ typedef struct device {
   /* Queues zeros. */
   void (*zero)(void *to, uint64_t bytes);
 
-  /* Queues the work from now on to this stream, a CUstream; NULL: the device's own. */
-  bool (*stream_use)(void *stream);
-  /* Blocks until all work is done. */
+  /* The device's own stream, on which plain memory is given out and taken back; NULL on the CPU. */
+  void *(*stream)(void);
+  /* Prepares a stream for matrix products. */
+  bool (*stream_prepare)(void *stream);
+  /* Blocks until the work on the device's own stream is done. */
   void (*synchronize)(void);
   /* True from the first failure on, which has been printed. Work is no longer queued then. */
   bool (*failed)(void);
@@ -46,12 +53,12 @@ extern const device_t device_cuda;
 bool device_cuda_open(gpu_t *gpu);
 void device_cuda_close(void);
 
-/* For what queues its work itself: where it goes now. NULL gpu: not open. */
+/* For work on the GPU. gpu NULL: not open. */
 typedef struct device_cuda_state {
   gpu_t *gpu;
-  void *own_stream, *stream; /* stream: where work is queued */
-  void *blas_stream;         /* the last one that products got a workspace for */
-  bool failed;
+  void *stream;       /* the device's own */
+  void *prepared;     /* the last stream that was prepared */
+  atomic_bool failed; /* spans of updates are queued on any thread */
 } device_cuda_state_t;
 extern device_cuda_state_t device_cuda_state;
 /* Notes a failure. */

@@ -17,8 +17,9 @@ static void *host_alloc(uint64_t bytes) { return calloc(1, bytes); }
 static void move(void *to, const void *from, uint64_t bytes) { memcpy(to, from, bytes); }
 static void zero(void *to, uint64_t bytes) { memset(to, 0, bytes); }
 
-static bool stream_use(void *stream) {
-  (void)stream;
+static void *stream(void) { return NULL; }
+static bool stream_prepare(void *which) {
+  (void)which;
   return true;
 }
 static void synchronize(void) {}
@@ -34,7 +35,8 @@ const device_t device_cpu = {
   .host_free = free,
   .move = move,
   .zero = zero,
-  .stream_use = stream_use,
+  .stream = stream,
+  .stream_prepare = stream_prepare,
   .synchronize = synchronize,
   .failed = failed,
 };

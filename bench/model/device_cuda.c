@@ -12,21 +12,19 @@ void device_cuda_done(bool worked) {
 
 bool device_cuda_open(gpu_t *gpu) {
   *cuda = (device_cuda_state_t){ .gpu = gpu };
-  if (!gpu_stream_create(gpu, &cuda->own_stream)) return false;
-  cuda->stream = cuda->own_stream;
-  return true;
+  return gpu_stream_create(gpu, &cuda->stream);
 }
 
 void device_cuda_close(void) {
-  if (cuda->gpu != NULL && cuda->own_stream != NULL) gpu_stream_destroy(cuda->gpu, cuda->own_stream);
+  if (cuda->gpu != NULL && cuda->stream != NULL) gpu_stream_destroy(cuda->gpu, cuda->stream);
   *cuda = (device_cuda_state_t){ .gpu = NULL };
 }
 
-static bool stream_use(void *stream) {
-  cuda->stream = stream != NULL ? stream : cuda->own_stream;
-  if (cuda->blas_stream == cuda->stream) return true;
-  cuda->blas_stream = cuda->stream;
-  device_cuda_done(gpu_blas_stream(cuda->gpu, cuda->stream, 0));
+static void *stream(void) { return cuda->stream; }
+static bool stream_prepare(void *which) {
+  if (cuda->prepared == which) return true;
+  cuda->prepared = which;
+  device_cuda_done(gpu_blas_stream(cuda->gpu, which, 0));
   return !cuda->failed;
 }
 static void synchronize(void) {
@@ -81,7 +79,8 @@ const device_t device_cuda = {
   .host_free = host_free,
   .move = move,
   .zero = zero,
-  .stream_use = stream_use,
+  .stream = stream,
+  .stream_prepare = stream_prepare,
   .synchronize = synchronize,
   .failed = failed,
 };

@@ -5,7 +5,7 @@
  *   B sequences of C tokens, T = B*C rows; W width; H heads of D = W/H; V = GPT_VOCABULARY.
  *
  * Every operator takes one struct, `const void *` to a gpt_*_t, so that it can be called at once or queued on a
- * stream with a copy of the struct; memory_call() in examples/memory.h does either. Operators allocate nothing, call no
+ * stream with a copy of the struct; memory_queue() in examples/memory.h does either. Operators allocate nothing, call no
  * library but cblas, and keep no state. Their results depend on the values they are given only: every sum has a fixed
  * order and no result depends on where a buffer lies. (cblas must be deterministic for that: gpt_setup().)
  *

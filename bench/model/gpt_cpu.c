@@ -1,10 +1,33 @@
 /* A GPT's operators on the CPU: gpt.c's. SPDX-License-Identifier: Apache-2.0 */
 #include "model/gpt_operators.h"
 
-static bool adamw(void *stream, const void *span) {
-  const gpt_adamw_span_t *s = span;
+/* An operator of gpt.c, which computes now. */
+#define OPERATOR(name)                               \
+  static bool name(void *stream, const void *args) { \
+    (void)stream;                                    \
+    gpt_##name(args);                                \
+    return true;                                     \
+  }
+OPERATOR(copy)
+OPERATOR(zero)
+OPERATOR(store)
+OPERATOR(embed_forward)
+OPERATOR(embed_backward)
+OPERATOR(norm_forward)
+OPERATOR(norm_backward)
+OPERATOR(linear_forward)
+OPERATOR(linear_backward_x)
+OPERATOR(linear_backward_weight)
+OPERATOR(attention_forward)
+OPERATOR(attention_backward)
+OPERATOR(gelu_forward)
+OPERATOR(gelu_backward)
+OPERATOR(loss)
+
+static bool adamw(void *stream, const void *args) {
+  const gpt_adamw_span_t *a = args;
   (void)stream;
-  gpt_adamw_range(&s->factors, s->count, s->gradient, s->parameter, s->master, s->momentum, s->variance);
+  gpt_adamw_range(&a->factors, a->count, a->gradient, a->parameter, a->master, a->momentum, a->variance);
   return true;
 }
 
@@ -34,21 +57,21 @@ static uint64_t no_floats(int rows) {
 
 const gpt_operators_t gpt_cpu = {
   .device = &device_cpu,
-  .copy = gpt_copy,
-  .zero = gpt_zero,
-  .store = gpt_store,
-  .embed_forward = gpt_embed_forward,
-  .embed_backward = gpt_embed_backward,
-  .norm_forward = gpt_norm_forward,
-  .norm_backward = gpt_norm_backward,
-  .linear_forward = gpt_linear_forward,
-  .linear_backward_x = gpt_linear_backward_x,
-  .linear_backward_weight = gpt_linear_backward_weight,
-  .attention_forward = gpt_attention_forward,
-  .attention_backward = gpt_attention_backward,
-  .gelu_forward = gpt_gelu_forward,
-  .gelu_backward = gpt_gelu_backward,
-  .loss = gpt_loss,
+  .copy = copy,
+  .zero = zero,
+  .store = store,
+  .embed_forward = embed_forward,
+  .embed_backward = embed_backward,
+  .norm_forward = norm_forward,
+  .norm_backward = norm_backward,
+  .linear_forward = linear_forward,
+  .linear_backward_x = linear_backward_x,
+  .linear_backward_weight = linear_backward_weight,
+  .attention_forward = attention_forward,
+  .attention_backward = attention_backward,
+  .gelu_forward = gelu_forward,
+  .gelu_backward = gelu_backward,
+  .loss = loss,
   .adamw = adamw,
   .squares = squares,
   .panel_floats = panel_floats,

@@ -1,5 +1,5 @@
 /* The operators of gpt.h as a table: the CPU's, which compute when they are called, and a GPU's, which queue kernels
- * and matrix products on the stream of device_cuda. SPDX-License-Identifier: Apache-2.0 */
+ * and matrix products. SPDX-License-Identifier: Apache-2.0 */
 #ifndef BENCH_GPT_OPERATORS_H
 #define BENCH_GPT_OPERATORS_H
 
@@ -8,8 +8,6 @@
 
 #include "model/device.h"
 #include "model/gpt.h"
-
-typedef void (*gpt_operator_t)(const void *args);
 
 /* A range of elements for AdamW; what gpt_adamw_range() takes. */
 typedef struct gpt_adamw_span {
@@ -23,12 +21,11 @@ typedef struct gpt_adamw_span {
 typedef struct gpt_operators {
   const device_t *device; /* on which they compute */
 
-  /* Each takes its gpt_*_t; what gpt.h calls host memory is of the device's host_alloc(). */
-  gpt_operator_t copy, zero, store, embed_forward, embed_backward, norm_forward, norm_backward, linear_forward,
+  /* Each takes its gpt_*_t; what gpt.h calls host memory is of the device's host_alloc(). adamw takes a
+   * gpt_adamw_span_t. */
+  device_work_fn copy, zero, store, embed_forward, embed_backward, norm_forward, norm_backward, linear_forward,
       linear_backward_x, linear_backward_weight, attention_forward, attention_backward, gelu_forward, gelu_backward,
-      loss;
-  /* Takes a gpt_adamw_span_t, on any stream, a CUstream; NULL: the device's. False when it could not be queued. */
-  bool (*adamw)(void *stream, const void *span);
+      loss, adamw;
   /* Sums of squares of count bf16 values, block by block: sums of block_elements each, in double, left to right, added
    * up likewise. Blocks. Negative when memory for it ran out. */
   double (*squares)(const uint16_t *from, uint64_t count, uint64_t block_elements);

@@ -59,8 +59,7 @@ static inline uint64_t task_norm_floats(int rows, int width) {
 /* Does it now, on this thread. */
 void task_run(const task_t *task);
 
-/* How memory_queue() runs a task: now, or queued on a GPU's stream, which gpu_blas_stream() must know for GEMM; NULL:
- * the stream of device_cuda. False when it could not be queued, after printing what failed. */
+/* A task as a device's work: done now, or queued on a stream of the GPU, which must be prepared for GEMM. */
 bool task_on_cpu(void *stream, const void *task);
 bool task_on_gpu(void *stream, const void *task);
 

@@ -49,10 +49,9 @@ static bool adamw(const task_t *t, void *stream) {
   return false;
 }
 
-bool task_on_gpu(void *stream, const void *task) {
+static bool queue_task(void *stream, const void *task) {
   gpu_t *gpu = device_cuda_state.gpu;
   task_t t = *(const task_t *)task; /* the driver takes addresses that are not const */
-  if (stream == NULL) stream = device_cuda_state.stream;
   uint32_t rows = (uint32_t)t.rows, width = (uint32_t)t.width, units = width / TASK_UNIT;
   switch (t.kind) {
   case TASK_GEMM: return gpu_gemm(gpu, &t.gemm, stream);
@@ -97,4 +96,10 @@ bool task_on_gpu(void *stream, const void *task) {
     return LAUNCH(KERNEL_HASH, blocks, 1, THREADS, &t.in[0], &t.count, &t.first, &t.out[0]);
   }
   }
+}
+
+bool task_on_gpu(void *stream, const void *task) {
+  bool queued = queue_task(stream, task);
+  device_cuda_done(queued);
+  return queued;
 }

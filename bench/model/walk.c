@@ -1,7 +1,7 @@
 /* Tasks that walk over elements of the model. SPDX-License-Identifier: Apache-2.0 */
 #include "model/walk.h"
 
-static memory_work_fn run_of(const memory_t *memory) { return memory->device->is_gpu ? task_on_gpu : task_on_cpu; }
+static device_work_fn run_of(const memory_t *memory) { return memory->device->is_gpu ? task_on_gpu : task_on_cpu; }
 
 void walk_queue(memory_t *memory, const task_t *task) { memory_queue(memory, run_of(memory), task, sizeof *task); }
 

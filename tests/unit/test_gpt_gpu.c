@@ -259,13 +259,13 @@ static void test_gpu_norm_equals_cpu(void) {
     gpt_norm_t forward = { rows, width, x, weight, bias, y };
     gpt_norm_forward(&forward);
     forward.y = y2;
-    gpt_cuda.norm_forward(&forward);
+    CHECK(gpt_cuda.norm_forward(&at_once, &forward));
     take(y, y2, n * F, F, "norm");
     gpt_norm_gradient_t backward = { rows, width, x, weight, dy, dx, d, d + w, NULL };
     gpt_norm_backward(&backward);
     CHECK_EQ(gpt_cuda.norm_floats(rows), 2 * rows);
     backward = (gpt_norm_gradient_t){ rows, width, x, weight, dy, dx2, d2, d2 + w, workspace };
-    gpt_cuda.norm_backward(&backward);
+    CHECK(gpt_cuda.norm_backward(&at_once, &backward));
     take(dx, dx2, n * F, F, "norm dx");
     take(d, d2, 2 * w * F, F, "norm dweight, dbias");
     free(x), free(dy), free(weight), free(bias), free(workspace);
@@ -287,18 +287,19 @@ static void test_gpu_linear_equals_cpu(void) {
       gpt_linear_forward(&a);
       a.y = y2;
       if (variant == 2) a.residual = y2;
-      gpt_cuda.linear_forward(&a);
+      CHECK(gpt_cuda.linear_forward(&at_once, &a));
       take(y, y2, ny * F, F, "linear");
     }
     float *dx = floats(nx), *dx2 = floats(nx), *dw = floats(nw), *dw2 = floats(nw);
     gpt_linear_backward_x(&(gpt_linear_gradient_x_t){ rows, in, out, dy, weight, dx, workspace });
-    gpt_cuda.linear_backward_x(&(gpt_linear_gradient_x_t){ rows, in, out, dy, weight, dx2, workspace });
+    CHECK(
+        gpt_cuda.linear_backward_x(&at_once, &(gpt_linear_gradient_x_t){ rows, in, out, dy, weight, dx2, workspace }));
     take(dx, dx2, nx * F, F, "linear dx");
     uint16_t *db = bf16s((uint64_t)out), *db2 = bf16s((uint64_t)out), *dwb = bf16s(nw), *dwb2 = bf16s(nw);
     gpt_linear_gradient_weight_t a = { rows, in, out, x, dy, dwb, db, dw, workspace };
     gpt_linear_backward_weight(&a);
     a.dweight = dwb2, a.dbias = db2, a.dweight_f32 = dw2;
-    gpt_cuda.linear_backward_weight(&a);
+    CHECK(gpt_cuda.linear_backward_weight(&at_once, &a));
     take(dw, dw2, nw * F, F, "linear dweight_f32");
     take(dwb, dwb2, nw * B, B, "linear dweight");
     take(db, db2, (uint64_t)out * B, B, "linear dbias");
@@ -316,12 +317,12 @@ static void test_gpu_attention_equals_cpu(void) {
     gpt_attention_t forward = { batch, context, width, heads, qkv, y, workspace };
     gpt_attention_forward(&forward);
     forward.y = y2;
-    gpt_cuda.attention_forward(&forward);
+    CHECK(gpt_cuda.attention_forward(&at_once, &forward));
     take(y, y2, n * F, F, "attention");
     gpt_attention_gradient_t backward = { batch, context, width, heads, qkv, dy, dqkv, workspace };
     gpt_attention_backward(&backward);
     backward.dqkv = dqkv2;
-    gpt_cuda.attention_backward(&backward);
+    CHECK(gpt_cuda.attention_backward(&at_once, &backward));
     take(dqkv, dqkv2, 3 * n * F, F, "attention dqkv");
     free(qkv), free(dy), free(workspace);
   }
@@ -332,9 +333,9 @@ static void test_gpu_gelu_equals_cpu(void) {
   float *x = floats(n), *y = floats(n), *y2 = floats(n), *dy = floats(n), *dy2 = same(dy, n * F);
   x[1] = 1e30f, x[2] = -1e30f, x[3] = 1e-40f;
   gpt_gelu_forward(&(gpt_gelu_t){ n, x, y });
-  gpt_cuda.gelu_forward(&(gpt_gelu_t){ n, x, y2 });
+  CHECK(gpt_cuda.gelu_forward(&at_once, &(gpt_gelu_t){ n, x, y2 }));
   gpt_gelu_backward(&(gpt_gelu_gradient_t){ n, x, dy });
-  gpt_cuda.gelu_backward(&(gpt_gelu_gradient_t){ n, x, dy2 });
+  CHECK(gpt_cuda.gelu_backward(&at_once, &(gpt_gelu_gradient_t){ n, x, dy2 }));
   take(y, y2, n * F, F, "gelu");
   take(dy, dy2, n * F, F, "gelu dx");
   free(x);
@@ -350,7 +351,7 @@ static void test_gpu_loss_equals_cpu(void) {
       CHECK(workspace != NULL);
       for (int i = 0; i < rows; i++) targets[i] = (int32_t)(check_random(&random_state) % GPT_VOCABULARY);
       gpt_loss(&(gpt_loss_t){ rows, targets, logits, with_gradient, &of_cpu, NULL });
-      gpt_cuda.loss(&(gpt_loss_t){ rows, targets, logits2, with_gradient, &of_gpu, workspace });
+      CHECK(gpt_cuda.loss(&at_once, &(gpt_loss_t){ rows, targets, logits2, with_gradient, &of_gpu, workspace }));
       CHECK(of_cpu == of_gpu && of_cpu > 0);
       take(logits, logits2, n * F, F, "dlogits");
       free(workspace);
@@ -371,12 +372,12 @@ static void test_gpu_embedding_equals_cpu(void) {
   gpt_embed_t forward = { batch, context, width, positions, tokens, wte, wpe, x };
   gpt_embed_forward(&forward);
   forward.x = x2;
-  gpt_cuda.embed_forward(&forward);
+  CHECK(gpt_cuda.embed_forward(&at_once, &forward));
   take(x, x2, n * F, F, "embedding");
   gpt_embed_gradient_t backward = { batch, context, width, positions, tokens, dx, dw, dwte, dwpe, workspace };
   gpt_embed_backward(&backward);
   backward.dwte_f32 = dw2, backward.dwte = dwte2, backward.dwpe = dwpe2;
-  gpt_cuda.embed_backward(&backward);
+  CHECK(gpt_cuda.embed_backward(&at_once, &backward));
   take(dw, dw2, nt * F, F, "dwte_f32");
   take(dwte, dwte2, nt * B, B, "dwte");
   take(dwpe, dwpe2, np * B, B, "dwpe");
@@ -392,7 +393,7 @@ static void test_gpu_adamw_equals_cpu(void) {
   for (int i = 0; i < COUNT; i++) v[i] = fabsf(v[i]) * (i % 7 ? 1 : 1e-30f);
   float *master2 = same(master, COUNT * F), *m2 = same(m, COUNT * F), *v2 = same(v, COUNT * F);
   gpt_adamw_range(&factors, COUNT, g, g, master, m, v); /* the parameter in the gradient's place */
-  CHECK(gpt_cuda.adamw(NULL, &(gpt_adamw_span_t){ factors, COUNT, g2, g2, master2, m2, v2 }));
+  CHECK(gpt_cuda.adamw(&at_once, &(gpt_adamw_span_t){ factors, COUNT, g2, g2, master2, m2, v2 }));
   take(g, g2, COUNT * B, B, "parameter");
   take(master, master2, COUNT * F, F, "master");
   take(m, m2, COUNT * F, F, "momentum");
@@ -404,7 +405,7 @@ static void test_gpu_squares_and_store_equal_cpu(void) {
   float *x = floats(n);
   uint16_t *y = bf16s(n), *y2 = bf16s(n);
   gpt_store(&(gpt_store_t){ n, x, y });
-  gpt_cuda.store(&(gpt_store_t){ n, x, y2 });
+  CHECK(gpt_cuda.store(&at_once, &(gpt_store_t){ n, x, y2 }));
   double of_gpu = gpt_cuda.squares(y, n, 96); /* 53 blocks, the last one smaller */
   CHECK(of_gpu == gpt_cpu.squares(y, n, 96) && of_gpu > 0);
   take(y, y2, n * B, B, "store");
@@ -581,13 +582,13 @@ static void test_gpu_that_breaks_is_seen_by_the_next_wait(void) {
   float *x = memory_alloc(&memory, 1024 * F);
   gpt_zero_t zeros = { x, 1024 * F };
   gpt_gelu_t gelu = { 1024, x, x };
-  memory_call(&memory, gpt_cuda.zero, &zeros, sizeof zeros);
+  memory_queue(&memory, gpt_cuda.zero, &zeros, sizeof zeros);
   memory_synchronize(&memory);
   CHECK(memory_error(&memory) == NULL);
   broken = true;
-  memory_call(&memory, gpt_cuda.gelu_forward, &gelu, sizeof gelu);
+  memory_queue(&memory, gpt_cuda.gelu_forward, &gelu, sizeof gelu);
   uint64_t before = launches;
-  memory_call(&memory, gpt_cuda.gelu_forward, &gelu, sizeof gelu);
+  memory_queue(&memory, gpt_cuda.gelu_forward, &gelu, sizeof gelu);
   CHECK_EQ(launches, before); /* nothing goes on */
   memory_synchronize(&memory);
   CHECK(memory_error(&memory) != NULL);
@@ -602,7 +603,6 @@ static void test_gpu_that_breaks_is_seen_by_the_next_wait(void) {
 int main(void) {
   gpt_setup();
   CHECK(device_cuda_open((gpu_t *)(uintptr_t)&at_once) && gpt_cuda_open());
-  CHECK(device_cuda.stream_use(NULL));
   random_state = 11;
   for (int pass = 0; pass < 2; pass++, backwards = pass == 1) {
     RUN(test_gpu_norm_equals_cpu);
