@@ -28,11 +28,6 @@ static bool ok(gemini_status_t status, const char *what) {
   return false;
 }
 
-static int by_value(const void *a, const void *b) {
-  double x = *(const double *)a, y = *(const double *)b;
-  return x < y ? -1 : x > y;
-}
-
 static void *get(void *user, uint64_t size_bytes) {
   (void)user;
   return gemini_torch_malloc((ptrdiff_t)size_bytes, (int)ordinal, stream);
@@ -54,7 +49,7 @@ static double time_pairs(uint64_t size_bytes) {
     }
     if (round >= 0) seconds[round] = (double)(cli_now_ns() - begin) * 1e-9 / (double)pairs;
   }
-  qsort(seconds, ROUNDS, sizeof *seconds, by_value);
+  cli_sort(seconds, ROUNDS);
   return seconds[ROUNDS / 2];
 }
 
@@ -65,7 +60,7 @@ static double time_trace(const alloc_trace_t *trace) {
     if (!alloc_trace_play(trace, get, put, NULL)) return -1;
     if (round >= 0) seconds[round] = (double)(cli_now_ns() - begin) * 1e-9 / ((double)trace->count / 2);
   }
-  qsort(seconds, ROUNDS, sizeof *seconds, by_value);
+  cli_sort(seconds, ROUNDS);
   return seconds[ROUNDS / 2];
 }
 

@@ -87,11 +87,6 @@ static double pass(bench_t *b, bool raw, unsigned directions, uint64_t bytes) {
   return ok ? (double)(cli_now_ns() - begin) / 1e9 : -1.0;
 }
 
-static int compare(const void *a, const void *b) {
-  const double *x = a, *y = b;
-  return *x < *y ? -1 : *x > *y;
-}
-
 int main(int argc, char **argv) {
   bool timed = false;
   uint64_t chunk = 0, bytes = 1024 * MIB, passes = 7, ordinal = 0, buffer_bytes = 256 * MIB;
@@ -141,7 +136,7 @@ int main(int argc, char **argv) {
     for (unsigned directions = H2D; directions <= BOTH; directions++) {
       uint64_t count = bytes / b.chunk > 0 ? bytes / b.chunk : 1;
       for (unsigned raw = 0; raw < 2; raw++) {
-        qsort(seconds[directions][raw], passes, sizeof(double), compare);
+        cli_sort(seconds[directions][raw], passes);
         rates[directions][raw] =
             (double)(count * b.chunk) * (directions == BOTH ? 2 : 1) / seconds[directions][raw][passes / 2];
       }

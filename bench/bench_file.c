@@ -87,11 +87,6 @@ static double cpu_s(void) {
          (double)(use.ru_utime.tv_usec + use.ru_stime.tv_usec) * 1e-6;
 }
 
-static int compare(const void *a, const void *b) {
-  const double *x = a, *y = b;
-  return *x < *y ? -1 : *x > *y;
-}
-
 static bool measure(bench_t *b, uint32_t engine, bool checksum) {
   gmi_store_config_t config = { .directories = b->o.dir,
                                 .block_bytes = b->o.chunk_bytes,
@@ -129,8 +124,8 @@ static bool measure(bench_t *b, uint32_t engine, bool checksum) {
   gmi_store_close(b->store);
   for (int write = 1; write >= 0 && fine; write--) {
     if (b->o.direction && strcmp(b->o.direction, write ? "write" : "read") != 0) continue;
-    qsort(rate[write], b->o.rounds, sizeof **rate, compare);
-    qsort(cpu[write], b->o.rounds, sizeof **cpu, compare);
+    cli_sort(rate[write], b->o.rounds);
+    cli_sort(cpu[write], b->o.rounds);
     row_t row;
     row_begin(&row, PROGRAM, write ? "write" : "read");
     row_value(&row, rate[write][b->o.rounds / 2], "B/s");

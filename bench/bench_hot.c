@@ -98,10 +98,6 @@ static void *worker(void *user) {
   return NULL;
 }
 
-static int by_value(const void *a, const void *b) {
-  double x = *(const double *)a, y = *(const double *)b;
-  return x < y ? -1 : x > y;
-}
 enum { ACQUIRE, ALLOC, CPU };
 static double median_of(worker_t *workers, uint64_t count, int which) {
   double values[64 * ROUNDS];
@@ -111,7 +107,7 @@ static double median_of(worker_t *workers, uint64_t count, int which) {
            : which == CPU ? workers[i].cpu_s
                           : workers[i].acquire_s,
            ROUNDS * sizeof *values);
-  qsort(values, count * ROUNDS, sizeof *values, by_value);
+  cli_sort(values, count * ROUNDS);
   return values[count * ROUNDS / 2];
 }
 

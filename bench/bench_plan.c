@@ -2,16 +2,18 @@
  * SPDX-License-Identifier: Apache-2.0 */
 #define _GNU_SOURCE
 #include <errno.h>
-#include <getopt.h>
 #include <inttypes.h>
 #include <malloc.h>
+#include <math.h>
+#include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
 #include "chunk/arena.h"
 #include "chunk/cut.h"
+#include "common/cli.h"
+#include "common/row.h"
 #include "min_fetch.h"
 #include "policy/policy.h"
 #include "tracer/tracer.h"
@@ -247,95 +249,37 @@ static void free_trace(trace_t *t) {
 
 /* ---- main ---- */
 
-static const char usage[] = "usage: bench_plan [options]\n"
-                            "  --ops N        ops of the generated trace, 1..10000000 (10000)\n"
-                            "  --tensors N    its tensors, one window each, 4..100000000 (100000)\n"
-                            "  --frames N     device budget in windows (a fifth of the tensors, 80 at least)\n"
-                            "  --policy NAME  auto, cuda, cpu (auto)\n"
-                            "  --runs N       times the plan is made; times are their median, 1..99 (3)\n"
-                            "  --trace FILE   plan a recorded trace instead (train_gpt --trace writes one)\n"
-                            "  --device-mem N its device budget in bytes (as recorded)\n"
-                            "  --window N     its chunk size in bytes, a power of two (as recorded)\n"
-                            "  --explain      also print the plan in words, on standard error\n"
-                            "  --help\n";
-
-static int parse_count(const char *what, const char *text, uint64_t least, uint64_t most, uint64_t *value_out) {
-  char *end;
-  errno = 0;
-  unsigned long long value = strtoull(text, &end, 10);
-  if (errno != 0 || end == text || *end != 0 || text[0] == '-' || value < least || value > most) {
-    fprintf(stderr, "bench_plan: %s: %s, not a number in %" PRIu64 "..%" PRIu64 "\n", what, text, least, most);
-    return -1;
-  }
-  *value_out = value;
-  return 0;
-}
-
-static double seconds_now(void) {
-  struct timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return (double)t.tv_sec + (double)t.tv_nsec * 1e-9;
-}
-static int compare_double(const void *a, const void *b) {
-  const double *x = a, *y = b;
-  return *x < *y ? -1 : *x > *y;
-}
-
 /* The reference takes time in proportion to accesses x steps and more: only where that is small. */
 #define REFERENCE_LIMIT UINT64_C(20000000)
 
 int main(int argc, char **argv) {
-  static const struct option options[] = { { "ops", required_argument, NULL, 'o' },
-                                           { "tensors", required_argument, NULL, 't' },
-                                           { "frames", required_argument, NULL, 'f' },
-                                           { "policy", required_argument, NULL, 'p' },
-                                           { "runs", required_argument, NULL, 'r' },
-                                           { "trace", required_argument, NULL, 'T' },
-                                           { "device-mem", required_argument, NULL, 'd' },
-                                           { "window", required_argument, NULL, 'w' },
-                                           { "explain", no_argument, NULL, 'e' },
-                                           { "help", no_argument, NULL, 'h' },
-                                           { NULL, 0, NULL, 0 } };
+  static const char *const policies[] = { "auto", "cuda", "cpu", NULL };
+  static const uint32_t placements[] = { GEMINI_PLACEMENT_AUTO, GEMINI_PLACEMENT_CUDA, GEMINI_PLACEMENT_CPU };
   uint64_t ops = 10000, tensors = 100000, frames = 0, runs = 3, device_bytes = 0, window_bytes = 0;
-  uint32_t placement = GEMINI_PLACEMENT_AUTO;
-  const char *trace_path = NULL, *policy = "auto";
+  uint32_t policy = 0;
+  const char *trace_path = NULL;
   bool explain = false;
-  opterr = 0;
-  for (int c; (c = getopt_long(argc, argv, "", options, NULL)) != -1;) {
-    int bad = 0;
-    switch (c) {
-    case 'o': bad = parse_count("--ops", optarg, 1, 10000000, &ops); break;
-    case 't': bad = parse_count("--tensors", optarg, 4, 100000000, &tensors); break;
-    case 'f': bad = parse_count("--frames", optarg, 1, 100000000, &frames); break;
-    case 'r': bad = parse_count("--runs", optarg, 1, 99, &runs); break;
-    case 'T': trace_path = optarg; break;
-    case 'd': bad = parse_count("--device-mem", optarg, 65536, UINT64_C(1) << 45, &device_bytes); break;
-    case 'w': bad = parse_count("--window", optarg, 65536, UINT64_C(1) << 30, &window_bytes); break;
-    case 'e': explain = true; break;
-    case 'p':
-      policy = optarg;
-      if (strcmp(optarg, "auto") == 0) placement = GEMINI_PLACEMENT_AUTO;
-      else if (strcmp(optarg, "cuda") == 0) placement = GEMINI_PLACEMENT_CUDA;
-      else if (strcmp(optarg, "cpu") == 0) placement = GEMINI_PLACEMENT_CPU;
-      else {
-        fprintf(stderr, "bench_plan: --policy: %s, not one of auto, cuda, cpu\n", optarg);
-        bad = -1;
-      }
-      break;
-    case 'h': fputs(usage, stdout); return 0;
-    default:
-      fprintf(stderr, "bench_plan: bad usage: %s, unknown or without its value; see --help\n", argv[optind - 1]);
-      bad = -1;
-    }
-    if (bad != 0) return 2;
-  }
-  if (optind < argc) {
-    fprintf(stderr, "bench_plan: bad usage: %s, no argument is taken; see --help\n", argv[optind]);
-    return 2;
-  }
+  const cli_option_t options[] = {
+    { "ops", CLI_U64, &ops, "operators of the generated trace", 1, 10000000, NULL },
+    { "tensors", CLI_U64, &tensors, "its tensors, one window each", 4, 100000000, NULL },
+    { "frames", CLI_U64, &frames, "device budget in windows; default: a fifth of the tensors, 80 at least", 1,
+      100000000, NULL },
+    { "policy", CLI_CHOICE, &policy, "placement to plan", 0, 0, policies },
+    { "runs", CLI_U64, &runs, "times the plan is made; times are their median", 1, 99, NULL },
+    { "trace", CLI_STRING, &trace_path, "plan a recorded trace instead (train_gpt --trace writes one)", 0, 0, NULL },
+    { "device-mem", CLI_SIZE, &device_bytes, "its device budget; default: as recorded", 65536, UINT64_C(1) << 45,
+      NULL },
+    { "window", CLI_SIZE, &window_bytes, "its chunk size, a power of two; default: as recorded", 65536,
+      UINT64_C(1) << 30, NULL },
+    { "explain", CLI_FLAG, &explain, "also print the plan in words, on standard error", 0, 0, NULL },
+    { NULL, 0, NULL, NULL, 0, 0, NULL },
+  };
+  int usage = cli_parse("bench_plan", "Measures the time, memory and quality of plans.", options, argc, argv);
+  if (usage >= 0) return usage;
+  uint32_t placement = placements[policy];
 
   trace_t t = { 0 };
-  char error[512] = "out of memory, for the trace", name[64];
+  char error[512] = "out of memory, for the trace", name[96];
   if (frames == 0) frames = tensors / 5 > 80 ? tensors / 5 : 80;
   int failed = trace_path != NULL
                    ? load_trace(&t, trace_path, device_bytes, window_bytes, placement, error, sizeof error)
@@ -346,7 +290,6 @@ int main(int argc, char **argv) {
     return 1;
   }
   t.input.placement = placement;
-  snprintf(name, sizeof name, "%s", trace_path != NULL ? "recorded" : "generated");
 
   gmi_plan_t plan = { 0 };
   gmi_plan_failure_t failure = { 0, 0, 0, 0 };
@@ -356,9 +299,9 @@ int main(int argc, char **argv) {
     gmi_plan_free(&plan);
     uint64_t before_bytes = heap_now_bytes;
     heap_peak_bytes = before_bytes;
-    double begin = seconds_now();
+    uint64_t begin_ns = cli_now_ns();
     gemini_status_t status = gmi_plan_make(&t.input, &plan, &failure);
-    seconds[run] = seconds_now() - begin;
+    seconds[run] = 1e-9 * (double)(cli_now_ns() - begin_ns);
     heap_bytes = heap_peak_bytes - before_bytes;
     if (status == GEMINI_ERR_OOM_DEVICE)
       fprintf(stderr, "bench_plan: op %" PRIu32 " does not fit: %" PRIu64 " frames, %" PRIu64 " there\n", failure.op,
@@ -370,7 +313,7 @@ int main(int argc, char **argv) {
       return 1;
     }
   }
-  qsort(seconds, runs, sizeof *seconds, compare_double);
+  cli_sort(seconds, runs);
   double plan_seconds = seconds[runs / 2];
 
   uint64_t accesses = t.ops[t.input.op_count].access_first, optimum = plan.optimum_count;
@@ -385,21 +328,30 @@ int main(int argc, char **argv) {
     gmi_plan_explain(&t.input, &plan, NULL, text, sizeof text);
     fputs(text, stderr);
   }
-  printf("ROW {\"bench\": \"plan\", \"case\": \"%s-%s-%" PRIu32 "x%" PRIu32 "\", \"value\": %.6f, \"unit\": \"s\", "
-         "\"plan_seconds\": %.6f, \"plan_seconds_max\": %.6f, \"runs\": %" PRIu64 ", \"moved_bytes\": %" PRIu64
-         ", \"optimum_bytes\": %" PRIu64 ", \"optimum_from\": \"%s\", \"written_back_bytes\": %" PRIu64
-         ", \"ops\": %" PRIu32 ", \"windows\": %" PRIu32 ", \"accesses\": %" PRIu64 ", \"frames\": %" PRIu32
-         ", \"pieces\": %" PRIu32 ", \"device_pieces\": %" PRIu64 ", \"predicted_seconds\": %.6f, "
-         "\"stall_seconds\": %.6f",
-         name, policy, t.input.op_count, t.input.window_count, plan_seconds, plan_seconds, seconds[runs - 1], runs,
-         plan.fetch_count * t.input.window_bytes, optimum * t.input.window_bytes, optimum_from,
-         plan.evict_dirty_count * t.input.window_bytes, t.input.op_count, t.input.window_count, accesses,
-         t.input.frame_count, t.input.piece_count, plan.device_piece_count, (double)plan.predicted_ns * 1e-9,
-         (double)plan.stall_ns * 1e-9);
-  if (HEAP_IS_COUNTED) printf(", \"bytes_per_tensor\": %.1f", (double)heap_bytes / (double)t.input.window_count);
-  else printf(", \"bytes_per_tensor\": null");
-  printf("}\n");
+  row_t row;
+  snprintf(name, sizeof name, "%s-%s-%" PRIu32 "x%" PRIu32, trace_path != NULL ? "recorded" : "generated",
+           policies[policy], t.input.op_count, t.input.window_count);
+  row_begin(&row, "plan", name);
+  row_rounded(&row, "value", plan_seconds, 6);
+  row_text(&row, "unit", "s");
+  row_rounded(&row, "plan_seconds", plan_seconds, 6);
+  row_rounded(&row, "plan_seconds_max", seconds[runs - 1], 6);
+  row_u64(&row, "runs", runs);
+  row_u64(&row, "moved_bytes", plan.fetch_count * t.input.window_bytes);
+  row_u64(&row, "optimum_bytes", optimum * t.input.window_bytes);
+  row_text(&row, "optimum_from", optimum_from);
+  row_u64(&row, "written_back_bytes", plan.evict_dirty_count * t.input.window_bytes);
+  row_u64(&row, "ops", t.input.op_count);
+  row_u64(&row, "windows", t.input.window_count);
+  row_u64(&row, "accesses", accesses);
+  row_u64(&row, "frames", t.input.frame_count);
+  row_u64(&row, "pieces", t.input.piece_count);
+  row_u64(&row, "device_pieces", plan.device_piece_count);
+  row_rounded(&row, "predicted_seconds", (double)plan.predicted_ns * 1e-9, 6);
+  row_rounded(&row, "stall_seconds", (double)plan.stall_ns * 1e-9, 6);
+  double bytes_per_tensor = HEAP_IS_COUNTED ? (double)heap_bytes / (double)t.input.window_count : NAN;
+  row_rounded(&row, "bytes_per_tensor", bytes_per_tensor, 1);
   gmi_plan_free(&plan);
   free_trace(&t);
-  return fflush(stdout) == 0 && !ferror(stdout) ? 0 : 1;
+  return row_end(&row) ? CLI_EXIT_OK : CLI_EXIT_FAILURE;
 }

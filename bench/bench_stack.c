@@ -2,9 +2,9 @@
  * on the GPU, and what bounds it on this machine. SPDX-License-Identifier: Apache-2.0
  *
  * One process does both, one after the other, with the same kernels, and compares losses and parameters to the bit.
- *   stack/llama.c  the operators: what each acquires, allocates and computes
- *   stack/place.c  where memory is and tasks run
- *   stack/rates.c  what the machine can do
+ *   model/llama.c       the operators: what each acquires, allocates and computes
+ *   examples/memory.c   where memory is and tasks run
+ *   model/rates.c       what the machine can do
  * With --device sim the same runs without a GPU, on the simulated device: for tiny sizes only, as proof that the loop is
  * right; its times mean nothing. */
 #define _GNU_SOURCE
@@ -17,8 +17,8 @@
 
 #include "common/cli.h"
 #include "common/row.h"
-#include "stack/llama.h"
-#include "stack/rates.h"
+#include "model/llama.h"
+#include "model/rates.h"
 
 static const char program[] = "bench_stack";
 
@@ -125,8 +125,6 @@ typedef struct bench {
   llama_shape_t shape;
   uint64_t model_bytes, device_budget_bytes, host_budget_bytes, file_budget_bytes;
   gpu_t *gpu; /* NULL: simulated */
-  void *stream;
-  task_gpu_t tasks;
   rates_t rates;
   result_t all_resident, managed;
 } bench_t;
@@ -136,12 +134,8 @@ static void result_free(result_t *r) {
   free(r->seconds);
 }
 
-static int by_value(const void *a, const void *b) {
-  double x = *(const double *)a, y = *(const double *)b;
-  return (x > y) - (x < y);
-}
 static double median(double *values, uint64_t count) {
-  qsort(values, count, sizeof *values, by_value);
+  cli_sort(values, count);
   return 0.5 * (values[count / 2] + values[(count - 1) / 2]);
 }
 
@@ -155,15 +149,15 @@ static uint64_t resident_bytes(void) {
   return resident * (uint64_t)sysconf(_SC_PAGESIZE);
 }
 
-static void keep_peaks(result_t *r, place_t *place) {
-  if (place->failed) return;
-  if (!place->managed) {
-    r->nonmodel_peak_bytes = place->nonmodel_peak_bytes;
-    r->device_peak_bytes = r->model_bytes + place->nonmodel_peak_bytes;
+static void keep_peaks(result_t *r, memory_t *memory) {
+  if (memory->failed) return;
+  if (!memory->managed) {
+    r->nonmodel_peak_bytes = memory->nonmodel_peak_bytes;
+    r->device_peak_bytes = r->model_bytes + memory->nonmodel_peak_bytes;
     return;
   }
   r->stats = (gemini_stats_t)GEMINI_STATS_INIT;
-  if (!place_check(place, gemini_stats(place->manager, &r->stats))) return;
+  if (!memory_check(memory, gemini_stats(memory->manager, &r->stats))) return;
   const uint64_t *peaks = r->stats.peak_bytes;
   if (peaks[GEMINI_TIER_DEVICE] > r->device_peak_bytes) r->device_peak_bytes = peaks[GEMINI_TIER_DEVICE];
   if (peaks[GEMINI_TIER_HOST] > r->host_peak_bytes) r->host_peak_bytes = peaks[GEMINI_TIER_HOST];
@@ -171,37 +165,27 @@ static void keep_peaks(result_t *r, place_t *place) {
   if (r->stats.nonmodel_peak_bytes > r->nonmodel_peak_bytes) r->nonmodel_peak_bytes = r->stats.nonmodel_peak_bytes;
 }
 
-static void explain(place_t *place) {
-  uint64_t length = 0;
-  if (!place_check(place, gemini_plan_explain(place->manager, NULL, 0, &length))) return;
-  char *text = malloc(length + 1);
-  if (text != NULL && place_check(place, gemini_plan_explain(place->manager, text, length + 1, NULL))) {
-    printf("\n%s\n", text);
-  }
-  free(text);
-}
-
 /* Steps of a run: warm-up, timed, and two for the timeline (what the second waits for was queued in the first), which both
  * runs make so that they can be compared. */
 static uint64_t total_steps(const options_t *o) { return o->warm_up + o->steps + (o->timeline != NULL ? 2 : 0); }
 
-static void run_steps(const bench_t *b, place_t *place, llama_t *llama, result_t *r, double *queue_seconds) {
+static void run_steps(const bench_t *b, memory_t *memory, llama_t *llama, result_t *r, double *queue_seconds) {
   const options_t *o = &b->o;
   uint64_t total = total_steps(o);
-  for (uint64_t step = 0; step < total && !place->failed; step++) {
-    if (step == o->warm_up && place->managed) {
-      keep_peaks(r, place);
-      place_check(place, gemini_stats_reset(place->manager));
+  for (uint64_t step = 0; step < total && !memory->failed; step++) {
+    if (step == o->warm_up && memory->managed) {
+      keep_peaks(r, memory);
+      memory_check(memory, gemini_stats_reset(memory->manager));
     }
     if (step == o->warm_up + o->steps) {
-      keep_peaks(r, place);
-      if (place->managed) place_check(place, gemini_timeline_start(place->manager, o->timeline));
+      keep_peaks(r, memory);
+      if (memory->managed) memory_check(memory, gemini_timeline_start(memory->manager, o->timeline));
     }
     uint64_t begin_ns = cli_now_ns();
     llama_step(llama, step);
     uint64_t queued_ns = cli_now_ns();
-    place_synchronize(place); /* for the loss; updates may still be under way */
-    if (place->failed) return;
+    memory_synchronize(memory); /* for the loss; updates may still be under way */
+    if (memory->failed) return;
     double seconds = 1e-9 * (double)(cli_now_ns() - begin_ns);
     if (step >= o->warm_up && step < o->warm_up + o->steps) {
       r->seconds[step - o->warm_up] = seconds;
@@ -209,31 +193,33 @@ static void run_steps(const bench_t *b, place_t *place, llama_t *llama, result_t
     }
     r->losses[r->loss_count++] = llama->losses[step];
     if (!isfinite(llama->losses[step])) {
-      place->failed = true;
-      snprintf(place->error, sizeof place->error, "training diverged: loss %g in step %" PRIu64 ", not finite",
+      char message[128];
+      snprintf(message, sizeof message, "training diverged: loss %g in step %" PRIu64 ", not finite",
                llama->losses[step], step);
+      memory_fail(memory, message);
     } else if (!o->quiet) {
       printf("%-8s step %3" PRIu64 "/%" PRIu64 "  loss %.4f  %8.1f ms, queued in %.1f\n",
-             place->managed ? policy_names[o->policy] : "none", step + 1, total, llama->losses[step], 1e3 * seconds,
+             memory->managed ? policy_names[o->policy] : "none", step + 1, total, llama->losses[step], 1e3 * seconds,
              1e-6 * (double)(queued_ns - begin_ns));
       fflush(stdout);
     }
   }
-  place_wait(place);
+  memory_update_wait(memory);
+  memory_synchronize(memory);
   for (uint64_t step = o->warm_up; step < o->warm_up + o->steps; step++) {
     r->host_elements += (double)atomic_load(&llama->updates[step].host_elements) / (double)o->steps;
   }
   if (o->timeline == NULL) {
-    keep_peaks(r, place);
-  } else if (place->managed && !place->failed) {
-    place_check(place, gemini_timeline_stop(place->manager));
+    keep_peaks(r, memory);
+  } else if (memory->managed && !memory->failed) {
+    memory_check(memory, gemini_timeline_stop(memory->manager));
   }
 }
 
 /* False after printing why. config NULL: all on the device. */
 static bool run(bench_t *b, const gemini_config_t *config, result_t *r) {
   const options_t *o = &b->o;
-  static place_t place;
+  static memory_t memory;
   llama_t llama;
   double *queue_seconds = calloc(o->steps, sizeof *queue_seconds);
   r->losses = calloc(total_steps(o), sizeof *r->losses);
@@ -244,25 +230,25 @@ static bool run(bench_t *b, const gemini_config_t *config, result_t *r) {
     return false;
   }
   uint64_t begin_ns = cli_now_ns();
-  place_open(&place, config, b->gpu != NULL ? &b->tasks : NULL, b->stream);
-  llama_open(&llama, &place, &b->shape, (int)(o->batch * o->sequence), total_steps(o), o->seed);
-  r->params = place.tensor_elements;
-  r->model_bytes = 14 * place.elements;
-  if (!o->quiet && !place.failed) {
+  memory_open(&memory, b->gpu != NULL ? &device_cuda : &device_cpu, config, false);
+  llama_open(&llama, &memory, &b->shape, (int)(o->batch * o->sequence), total_steps(o), o->seed);
+  r->params = memory.tensor_elements;
+  r->model_bytes = 14 * memory.elements;
+  if (!o->quiet && !memory.failed) {
     printf("%-8s %" PRIu64 " parameters set up in %.1f s\n", config ? policy_names[o->policy] : "none", r->params,
            1e-9 * (double)(cli_now_ns() - begin_ns));
   }
-  run_steps(b, &place, &llama, r, queue_seconds);
+  run_steps(b, &memory, &llama, r, queue_seconds);
   r->resident_bytes = resident_bytes();
-  if (!place.failed && config != NULL && o->explain) explain(&place);
-  if (!place.failed && config != NULL && o->trace != NULL) {
-    place_check(&place, gemini_trace_save(place.manager, o->trace));
+  if (!memory.failed && config != NULL && o->explain) memory_print_plan(&memory);
+  if (!memory.failed && config != NULL && o->trace != NULL) {
+    memory_check(&memory, gemini_trace_save(memory.manager, o->trace));
   }
-  r->hash = place_hash(&place);
-  place_close(&place);
+  r->hash = walk_hash(&memory);
+  memory_close(&memory);
   llama_close(&llama);
-  if (place_error(&place) != NULL) {
-    cli_error(program, "%s: %s", config ? policy_names[o->policy] : "none", place_error(&place));
+  if (memory_error(&memory) != NULL) {
+    cli_error(program, "%s: %s", config ? policy_names[o->policy] : "none", memory_error(&memory));
   } else {
     r->sec_per_step = median(r->seconds, o->steps);
     r->queue_seconds = median(queue_seconds, o->steps);
@@ -273,7 +259,7 @@ static bool run(bench_t *b, const gemini_config_t *config, result_t *r) {
     }
   }
   free(queue_seconds);
-  return place_error(&place) == NULL;
+  return memory_error(&memory) == NULL;
 }
 
 /* ---- The bound ---- */
@@ -443,13 +429,6 @@ static bool same_results(const bench_t *b) {
 
 /* ---- Setting up ---- */
 
-/* The library never prints; what it has to say comes here. */
-static void print_log(void *user, int32_t level, const char *message) {
-  static const char *const levels[] = { "", "error", "warning", "info", "debug" };
-  (void)user;
-  fprintf(stderr, "libgemini %s: %s\n", level >= 1 && level <= 4 ? levels[level] : "", message);
-}
-
 static bool parse_budget(const bench_t *b, const char *option, const char *text, uint64_t *bytes_out) {
   if (cli_parse_share(text, b->model_bytes, bytes_out) && *bytes_out > 0) return true;
   cli_error(program, "bad value of --%s: %s, expected a size such as 24GiB or a share such as 30%%", option, text);
@@ -467,7 +446,7 @@ static int run_all(bench_t *b) {
     if (!run(b, NULL, &b->all_resident)) return CLI_EXIT_FAILURE;
   }
   if (o->policy == POLICY_NONE) return print_row(b, &b->all_resident, NULL, 0, NULL) ? CLI_EXIT_OK : CLI_EXIT_FAILURE;
-  if (!rates_copies(&b->rates, b->gpu, b->stream) || !rates_host(&b->rates, program, threads, scratch_bytes) ||
+  if (!rates_copies(&b->rates, b->gpu) || !rates_host(&b->rates, program, threads, scratch_bytes) ||
       (o->file_dir != NULL && !rates_files(&b->rates, program, o->file_dir, scratch_bytes / 2))) {
     return CLI_EXIT_FAILURE;
   }
@@ -483,7 +462,7 @@ static int run_all(bench_t *b) {
   config.static_param_fraction = o->static_params;
   config.static_optim_fraction = o->static_optim;
   config.file_dir = o->file_dir;
-  config.log_fn = print_log;
+  config.log_fn = memory_print_log;
   if (!run(b, &config, &b->managed)) return CLI_EXIT_FAILURE;
   term_t terms[TERMS];
   int binds = find_bound(b, terms);
@@ -512,11 +491,11 @@ int main(int argc, char **argv) {
   if (o->device == DEVICE_CUDA) {
     b.gpu = gpu_open(program, 0, o->cublas);
     if (b.gpu == NULL) return status;
-    if (gpu_stream_create(b.gpu, &b.stream) && gpu_blas_stream(b.gpu, b.stream, 0) && task_gpu_open(&b.tasks, b.gpu)) {
+    if (device_cuda_open(b.gpu) && task_gpu_open()) {
       if (!o->quiet) printf("%s, cuBLAS %d\n", gpu_name(b.gpu), gpu_cublas_version(b.gpu));
       status = run_all(&b);
     }
-    if (b.stream != NULL) gpu_stream_destroy(b.gpu, b.stream);
+    device_cuda_close();
   } else {
     status = run_all(&b);
   }

@@ -123,10 +123,6 @@ static void *run_worker(void *user) {
   return NULL;
 }
 
-static int compare(const void *a, const void *b) {
-  double x = *(const double *)a, y = *(const double *)b;
-  return (x > y) - (x < y);
-}
 /* Seconds of a pass, from the first thread's begin to the last one's end. */
 static double seconds_of(const worker_t *workers, int plain, uint64_t pass) {
   uint64_t begin = UINT64_MAX, end = 0;
@@ -137,7 +133,7 @@ static double seconds_of(const worker_t *workers, int plain, uint64_t pass) {
   return (double)(end - begin) * 1e-9;
 }
 static double median(double *values) {
-  qsort(values, passes, sizeof *values, compare);
+  cli_sort(values, passes);
   return values[passes / 2];
 }
 

@@ -40,11 +40,6 @@ static int memory_open(uint64_t bytes, unsigned char byte, cu_address_t *address
   return CLI_EXIT_OK;
 }
 
-static int compare(const void *a, const void *b) {
-  double x = *(const double *)a, y = *(const double *)b;
-  return (x > y) - (x < y);
-}
-
 int main(int argc, char **argv) {
   const cli_option_t options[] = {
     { "elements", CLI_U64, &elements, "parameters", 1024, UINT64_C(1) << 36, NULL },
@@ -99,7 +94,7 @@ int main(int argc, char **argv) {
       adamw.step++;
     }
   }
-  for (int kind = 0; kind < KINDS; kind++) qsort(seconds[kind], passes, sizeof(double), compare);
+  for (int kind = 0; kind < KINDS; kind++) cli_sort(seconds[kind], passes);
   const double median[KINDS] = { seconds[UPDATE][passes / 2], seconds[UPDATE_WITH_NORM][passes / 2],
                                  seconds[COPY][passes / 2] };
   row_t row;

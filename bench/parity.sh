@@ -15,7 +15,8 @@ program=$build/bench/train_gpt
 out=$(mktemp -d)
 trap 'rm -rf "$out"' EXIT
 
-field() { sed -n "s/.*\"$2\": \(\[[^]]*\]\|\"[^\"]*\"\|[^,}]*\).*/\1/p" "$1"; }
+# shellcheck source=common/row.sh
+. bench/common/row.sh
 run() { # NAME, options
   local name=$1; shift
   "$program" "$@" "${interrupted[@]}" --quiet >"$out/$name" || { echo "parity.sh: train_gpt $* failed" >&2; exit 1; }

@@ -24,7 +24,8 @@ print(*sorted(f for p in sys.path for f in glob.glob(p + "/nvidia/*/lib/libcubla
 fi
 shape=(--layers 12 --width 512 --heads 8 --context 128 --batch 1 --steps 8 "$@")
 
-field() { sed -n "s/.*\"$2\": \(\[[^]]*\]\|\"[^\"]*\"\|[^,}]*\).*/\1/p" "$1"; }
+# shellcheck source=common/row.sh
+. bench/common/row.sh
 kernels=(default Haswell Sandybridge Nehalem)
 "$program" --device cuda --policy none "${shape[@]}" --quiet >"$out/gpu"
 echo "$(field "$out/gpu" device | tr -d "\"") with cuBLAS $(field "$out/gpu" cublas)"

@@ -22,7 +22,8 @@ print(*sorted(f for p in sys.path for f in glob.glob(p + "/nvidia/*/lib/libcubla
 fi
 bad=0
 
-field() { sed -n "s/^ROW .*\"$2\": \(\[[^]]*\]\|\"[^\"]*\"\|[^,}]*\).*/\1/p" "$1"; }
+# shellcheck source=common/row.sh
+. bench/common/row.sh
 losses() { field "$1" losses | tr -d '[] ' | tr ',' '\n'; }
 
 check() {

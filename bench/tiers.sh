@@ -14,7 +14,8 @@ program=$build/bench/train_gpt
 out=$(mktemp -d)
 trap 'rm -rf "$out"' EXIT
 
-field() { sed -n "s/.*\"$2\": \(\[[^]]*\]\|\"[^\"]*\"\|[^,}]*\).*/\1/p" "$1"; }
+# shellcheck source=common/row.sh
+. bench/common/row.sh
 "$program" --policy none "$@" --quiet >"$out/none"
 hash=$(field "$out/none" params_hash)
 losses=$(field "$out/none" losses)

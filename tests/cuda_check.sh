@@ -15,8 +15,17 @@ failed=0
 
 flags=(-std=c11 -D_GNU_SOURCE= -O2 -g -Wall -Wextra -ffp-contract=off -fno-math-errno
   -Isrc -Itests -Itests/reference -Ibench/common -Iinclude)
-library=(src/device/*.c src/base/status.c)
+# The PTX beside a .cu as a string, as cmake/ptx.cmake makes it.
+ptx() { # FILE.ptx NAME
+  echo "extern const char $2[]; const char $2[] ="
+  sed -e '/^\/\//d' -e 's/["\\]/\\&/g' -e 's/.*/"&\\n"/' "$1"
+  echo ';'
+}
+ptx src/device/sum_squares.ptx gmi_sum_squares_ptx >"$work/sum_squares_ptx.c"
+ptx bindings/update/kernels.ptx gmi_update_ptx >"$work/update_ptx.c"
+library=(src/device/*.c "$work/sum_squares_ptx.c" src/base/*.c)
 libraries=(-lpthread -lm -ldl)
+read -ra rows <<<"$(pkg-config --cflags --libs json-c 2>/dev/null)" # of benches: libjson-c-dev
 
 build() { # NAME SOURCE...
   local name=$1
@@ -104,7 +113,7 @@ if [[ $parts == *" bench "* ]]; then
   cat "$logs/bench_device.log"
 fi
 if [[ $parts == *" copy "* ]]; then
-  build bench_copy bench/bench_copy.c bench/common/*.c
+  build bench_copy bench/bench_copy.c bench/common/{cli,row,gpu}.c "${rows[@]}"
   step 30 bench_copy "$work/bench_copy"
   step 30 bench_copy_timed "$work/bench_copy" --timed --passes 3
   cat "$logs/bench_copy.log" "$logs/bench_copy_timed.log"
@@ -114,10 +123,10 @@ if [[ $parts == *" update "* ]]; then
     read -ra words <<<"$isa"
     ${CC:-gcc} "${flags[@]}" -Ibindings "${words[@]:1}" -c -o "$work/${words[0]}.o" "bindings/update/${words[0]}.c"
   done
-  build test_update_gpu -Ibindings tests/integration/test_update_gpu.c bindings/update/{update,plain,cuda}.c \
+  build test_update_gpu -Ibindings tests/integration/test_update_gpu.c bindings/update/{update,plain,cuda}.c "$work/update_ptx.c" \
     "$work/avx2.o" "$work/avx512.o"
-  build bench_update_gpu -Ibindings -Ibindings/update bench/bench_update_gpu.c bench/common/*.c \
-    bindings/update/{update,plain,cuda}.c "$work/avx2.o" "$work/avx512.o"
+  build bench_update_gpu -Ibindings -Ibindings/update bench/bench_update_gpu.c bench/common/{cli,row,gpu}.c "${rows[@]}" \
+    bindings/update/{update,plain,cuda}.c "$work/update_ptx.c" "$work/avx2.o" "$work/avx512.o"
   step 120 update "$work/test_update_gpu"
   step 60 bench_update_gpu "$work/bench_update_gpu"
   cat "$logs/update.log" "$logs/bench_update_gpu.log"

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # Installs what building needs on Debian and Ubuntu; only what is missing. SPDX-License-Identifier: Apache-2.0
-#   tests/setup.sh --bench   compiler, CMake, BLAS, hwloc, liburing; builds the private jemalloc in build/deps/jemalloc
+#   tests/setup.sh --bench   compiler, CMake, BLAS, hwloc, liburing, json-c; builds the private jemalloc in build/deps/jemalloc
 #   tests/setup.sh --test    the same, Doxygen, Valgrind, and tests/requirements.txt in build/venv (default)
 # GEMINI_JEMALLOC_SOURCE: a jemalloc archive or folder, instead of the distribution's source package.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 packages=(gcc g++ make cmake ninja-build pkg-config python3 python3-venv libopenblas-dev libhwloc-dev liburing-dev
-  dpkg-dev)
+  libjson-c-dev dpkg-dev)
 case ${1:---test} in
   --bench) tools=0 ;;
   --test) tools=1; packages+=(doxygen valgrind) ;;

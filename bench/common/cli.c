@@ -5,6 +5,7 @@
 
 #include <ctype.h>
 #include <errno.h>
+#include <getopt.h>
 #include <inttypes.h>
 #include <math.h>
 #include <stdarg.h>
@@ -28,6 +29,12 @@ uint64_t cli_now_ns(void) {
   clock_gettime(CLOCK_MONOTONIC, &now);
   return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
 }
+
+static int compare(const void *a, const void *b) {
+  double x = *(const double *)a, y = *(const double *)b;
+  return (x > y) - (x < y);
+}
+void cli_sort(double *values, size_t count) { qsort(values, count, sizeof *values, compare); }
 
 static bool parse_f64(const char *text, double *value_out) {
   char *end;
@@ -130,93 +137,89 @@ static void print_help(const char *program, const char *purpose, const cli_optio
       for (size_t i = 0; option->choices[i] != NULL; i++) printf("%s%s", i == 0 ? ": " : ", ", option->choices[i]);
     }
     print_default(option);
+    if (option->kind == CLI_U64 && option->max != 0) printf(" (%" PRIu64 " to %" PRIu64 ")", option->min, option->max);
     putchar('\n');
   }
   printf("  %-24s %s\n", "--help", "print this and exit");
 }
 
-static bool parse_choice(const cli_option_t *option, const char *text) {
-  for (uint32_t i = 0; option->choices[i] != NULL; i++) {
-    if (strcmp(option->choices[i], text) == 0) {
-      *(uint32_t *)option->value = i;
-      return true;
-    }
-  }
-  return false;
-}
-
-/* Returns NULL, or what was expected instead of text. */
+/* Takes text as the option's value. Returns NULL, or what was expected instead; limit is a buffer for that. */
 static const char *parse_value(const cli_option_t *option, const char *text, char *limit, size_t limit_bytes) {
-  uint64_t count;
+  uint64_t value;
   switch (option->kind) {
+  case CLI_FLAG: *(bool *)option->value = true; return NULL;
   case CLI_U64:
-    if (!parse_u64(text, &count)) return "a whole number";
-    if (count < option->min || (option->max != 0 && count > option->max)) {
-      if (option->max != 0) {
-        snprintf(limit, limit_bytes, "%" PRIu64 " to %" PRIu64, option->min, option->max);
-      } else {
-        snprintf(limit, limit_bytes, "at least %" PRIu64, option->min);
-      }
-      return limit;
+  case CLI_SIZE:
+    if (option->kind == CLI_U64 && !parse_u64(text, &value)) return "a whole number";
+    if (option->kind == CLI_SIZE && !cli_parse_size(text, &value)) return "a size such as 512MiB or 24GiB";
+    if (value >= option->min && (option->max == 0 || value <= option->max)) {
+      *(uint64_t *)option->value = value;
+      return NULL;
     }
-    *(uint64_t *)option->value = count;
-    return NULL;
-  case CLI_SIZE: return cli_parse_size(text, option->value) ? NULL : "a size such as 512MiB or 24GiB";
+    snprintf(limit, limit_bytes, option->max ? "%" PRIu64 " to %" PRIu64 : "at least %" PRIu64, option->min,
+             option->max);
+    return limit;
   case CLI_F64: return parse_f64(text, option->value) ? NULL : "a number that is not negative";
   case CLI_STRING: *(const char **)option->value = text; return NULL;
-  default: {
-    if (parse_choice(option, text)) return NULL;
-    size_t used = 0;
-    for (size_t i = 0; option->choices[i] != NULL && used < limit_bytes; i++) {
-      used += (size_t)snprintf(limit + used, limit_bytes - used, "%s%s", i == 0 ? "" : ", ", option->choices[i]);
+  default:
+    limit[0] = 0;
+    for (uint32_t i = 0; option->choices[i] != NULL; i++) {
+      if (strcmp(option->choices[i], text) == 0) {
+        *(uint32_t *)option->value = i;
+        return NULL;
+      }
+      size_t used = strlen(limit);
+      snprintf(limit + used, limit_bytes - used, "%s%s", i == 0 ? "" : ", ", option->choices[i]);
     }
     return limit;
-  }
   }
 }
 
 int cli_parse(const char *program, const char *purpose, const cli_option_t *options, int argc, char **argv) {
-  for (int i = 1; i < argc; i++) {
-    const char *argument = argv[i];
-    if (strcmp(argument, "--help") == 0) {
+  enum { HELP = 256, FIRST }; /* what getopt_long() returns; FIRST + i for option i */
+  struct option names[CLI_OPTIONS_MAX + 2] = { { "help", no_argument, NULL, HELP } };
+  for (int i = 0; options[i].name != NULL; i++) {
+    if (i == CLI_OPTIONS_MAX) {
+      cli_error(program, "too many options in the program's table: the limit is %d", CLI_OPTIONS_MAX);
+      return CLI_EXIT_FAILURE;
+    }
+    names[i + 1] = (struct option){ options[i].name, options[i].kind != CLI_FLAG, NULL, FIRST + i };
+  }
+  optind = 0; /* glibc: from the start */
+  opterr = 0;
+  for (;;) {
+    /* "+": stop at the first argument that is no option; ":": tell a missing value from an unknown option. */
+    int found = getopt_long(argc, argv, "+:", names, NULL);
+    if (found == -1) break;
+    if (found == HELP) {
       print_help(program, purpose, options);
       return CLI_EXIT_OK;
     }
-    if (strncmp(argument, "--", 2) != 0) {
-      cli_error(program, "unexpected argument: %s; options begin with --, see --help", argument);
+    if (found == ':') {
+      cli_error(program, "option lacks its value: --%s", options[optopt - FIRST].name);
       return CLI_EXIT_USAGE;
     }
-    const char *name = argument + 2;
-    size_t name_bytes = strcspn(name, "=");
-    const char *text = name[name_bytes] == '=' ? name + name_bytes + 1 : NULL;
-    const cli_option_t *option = options;
-    while (option->name != NULL &&
-           (strlen(option->name) != name_bytes || strncmp(option->name, name, name_bytes) != 0)) {
-      option++;
-    }
-    if (option->name == NULL) {
-      cli_error(program, "unknown option: %.*s; see --help", (int)(name_bytes + 2), argument);
-      return CLI_EXIT_USAGE;
-    }
-    if (option->kind == CLI_FLAG) {
-      if (text != NULL) {
-        cli_error(program, "option takes no value: --%s, given %s", option->name, text);
-        return CLI_EXIT_USAGE;
+    if (found == '?') {
+      if (optopt >= HELP) {
+        cli_error(program, "option takes no value: %s", argv[optind - 1]);
+      } else if (optopt != 0) {
+        cli_error(program, "unknown option: -%c; see --help", optopt);
+      } else {
+        cli_error(program, "unknown or ambiguous option: %s; see --help", argv[optind - 1]);
       }
-      *(bool *)option->value = true;
-      continue;
-    }
-    if (text == NULL && i + 1 == argc) {
-      cli_error(program, "option lacks its value: --%s", option->name);
       return CLI_EXIT_USAGE;
     }
-    if (text == NULL) text = argv[++i];
-    char limit[256] = "";
-    const char *expected = parse_value(option, text, limit, sizeof limit);
+    const cli_option_t *option = &options[found - FIRST];
+    char limit[256];
+    const char *expected = parse_value(option, optarg, limit, sizeof limit);
     if (expected != NULL) {
-      cli_error(program, "bad value of --%s: %s, expected %s", option->name, text, expected);
+      cli_error(program, "bad value of --%s: %s, expected %s", option->name, optarg, expected);
       return CLI_EXIT_USAGE;
     }
+  }
+  if (optind < argc) {
+    cli_error(program, "unexpected argument: %s; options begin with --, see --help", argv[optind]);
+    return CLI_EXIT_USAGE;
   }
   return -1;
 }

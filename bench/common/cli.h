@@ -1,9 +1,10 @@
 /* Options, sizes and error lines that all benches share.
  * SPDX-License-Identifier: Apache-2.0
  *
- * A bench fills a table of cli_option_t whose values already hold the defaults, and calls cli_parse(). Long options
- * only, as `--name value` or `--name=value`; `--help` prints the table. Exit statuses: 0 success, 1 failure, 2 bad
- * usage. Errors are one line on standard error: `PROGRAM: what happened: which value, which limit`. */
+ * A bench fills a table of cli_option_t whose values already hold the defaults, and calls cli_parse(), which has
+ * getopt_long() take the arguments apart: long options only, as `--name value` or `--name=value`, shortened where that
+ * is unambiguous; `--help` prints the table. Exit statuses: 0 success, 1 failure, 2 bad usage. Errors are one line on
+ * standard error: `PROGRAM: what happened: which value, which limit`. */
 #ifndef BENCH_CLI_H
 #define BENCH_CLI_H
 
@@ -16,7 +17,7 @@ enum { CLI_EXIT_OK = 0, CLI_EXIT_FAILURE = 1, CLI_EXIT_USAGE = 2 };
 enum {
   CLI_FLAG,   /* bool *: present or not */
   CLI_U64,    /* uint64_t *: a count, between min and max */
-  CLI_SIZE,   /* uint64_t *: bytes, with a suffix as in cli_parse_size() */
+  CLI_SIZE,   /* uint64_t *: bytes, with a suffix as in cli_parse_size(), between min and max */
   CLI_F64,    /* double *: finite and not negative */
   CLI_STRING, /* const char **: borrowed from argv */
   CLI_CHOICE  /* uint32_t *: index of the value in choices */
@@ -26,10 +27,11 @@ typedef struct cli_option {
   int kind;                   /* CLI_* */
   void *value;                /* of the kind's type; holds the default before and the choice after */
   const char *help;           /* one line */
-  uint64_t min;               /* CLI_U64 only */
-  uint64_t max;               /* CLI_U64 only; 0 = no limit */
+  uint64_t min;               /* CLI_U64, CLI_SIZE */
+  uint64_t max;               /* CLI_U64, CLI_SIZE; 0 = no limit */
   const char *const *choices; /* CLI_CHOICE only; NULL ends the list */
 } cli_option_t;
+enum { CLI_OPTIONS_MAX = 62 };
 
 /* Takes argv apart. Returns -1 when the program should go on, else the status to exit with at once: --help was
  * asked for and printed, or the usage is bad and an error was printed. */
@@ -45,6 +47,9 @@ const char *cli_format_size(uint64_t bytes, char *buffer, size_t buffer_bytes);
 
 /* Prints `program: ` and the message to standard error, with a line end. */
 void cli_error(const char *program, const char *format, ...) __attribute__((format(printf, 2, 3)));
+
+/* Sorts upwards: a median is in the middle then. */
+void cli_sort(double *values, size_t count);
 
 /* Nanoseconds on the monotonic clock. */
 uint64_t cli_now_ns(void);

@@ -7,7 +7,6 @@
 #include <string.h>
 
 #include "device/cuda_driver.h" /* its types; nothing is called */
-#include "update/kernels_ptx.h"
 #include "update/update.h"
 
 #define LIBRARY "libcuda.so.1"
@@ -123,7 +122,7 @@ static gemini_status_t load_kernels(cu_context_t handle, const context_t **conte
   *c = (context_t){ .next = contexts, .handle = handle };
   cu_module_t module = NULL;
   const char *function = "cuModuleLoadData";
-  cu_result_t result = driver.module_load(&module, kernels_ptx);
+  cu_result_t result = driver.module_load(&module, gmi_update_ptx);
   if (result == CU_SUCCESS) {
     function = "cuModuleGetFunction";
     for (int i = 0; result == CU_SUCCESS && i < KERNELS; i++)

@@ -1,6 +1,6 @@
 /* The update kernels of the GPU. SPDX-License-Identifier: Apache-2.0
  *
- * Not part of the build: kernels_ptx.h holds what this compiles to, made by kernels_ptx.sh.
+ * The build does not compile this file: it embeds kernels.ptx, which cmake/ptx.py makes from it.
  *
  * Operations and their order are those of kernel.h, each rounded to nearest by name, so that nothing is fused. A block
  * does a tile of GMI_TILE elements; its squares go through shared memory to GMI_LANES threads, which add them up in

@@ -64,6 +64,9 @@ gemini_status_t gmi_update_struct(const char *operation, const char *name, const
 /* Of a dtype that updates know. */
 static inline uint64_t gmi_dtype_bytes(uint32_t dtype) { return dtype == GEMINI_DTYPE_F32 ? 4 : 2; }
 
+/* The PTX of kernels.cu, which the build embeds. */
+extern const char gmi_update_ptx[];
+
 /* For tests: where the CUDA driver's functions are found by name, instead of libcuda.so.1; NULL = there again. Forgets
  * all contexts. */
 void gmi_update_cuda_replace(void *(*symbol)(const char *name));

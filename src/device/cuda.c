@@ -234,7 +234,7 @@ static gemini_status_t context_open(cuda_t *cuda) {
   const gmi_cuda_driver_t *driver = cuda->driver;
   gemini_status_t status = gates_open(cuda);
   if (!status)
-    status = gmi_cuda_done(cuda, driver->module_load(&cuda->sums.module, sum_squares_ptx), "cuModuleLoadData");
+    status = gmi_cuda_done(cuda, driver->module_load(&cuda->sums.module, gmi_sum_squares_ptx), "cuModuleLoadData");
   if (!status)
     status = gmi_cuda_done(cuda, driver->module_function(&cuda->sums.kernel, cuda->sums.module, "gmi_sum_squares"),
                            "cuModuleGetFunction");

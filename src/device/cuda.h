@@ -5,7 +5,6 @@
 #include "base/status.h"
 #include "device/cuda_driver.h"
 #include "device/device.h"
-#include "device/sum_squares_ptx.h"
 #include <pthread.h>
 #include <time.h>
 

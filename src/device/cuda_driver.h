@@ -163,6 +163,9 @@ typedef struct gmi_cuda_driver {
 #undef FIELD
 } gmi_cuda_driver_t;
 
+/* The PTX of sum_squares.cu, which the build embeds. */
+extern const char gmi_sum_squares_ptx[];
+
 /* What the kernel of sum_squares.cu is given, in host memory that the device can reach; there a struct item. */
 typedef struct gmi_cuda_sum {
   uint64_t src;

@@ -1,6 +1,6 @@
 /* Sums of squares on a GPU, by gmi_sum_squares()'s order of additions. SPDX-License-Identifier: Apache-2.0
  *
- * Not part of the build: sum_squares_ptx.h holds what this compiles to, made by sum_squares_ptx.sh.
+ * The build does not compile this file: it embeds sum_squares.ptx, which cmake/ptx.py makes from it.
  *
  * One block of 32 threads does one item. All of them load, convert and square; the first one alone adds, from left to
  * right: additions of one item cannot be shared out without changing the result, so the speed comes from many items at

@@ -15,11 +15,9 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include "../../bench/gpt/gpt.h"
-#include "../../bench/gpt/memory.h"
-#include "../../bench/gpt/model.h"
-#include "../../bench/gpt/text.h"
+#include "../../examples/gpt_model.h"
 #include "check.h"
+#include "model/text.h"
 
 #define FLOAT_TOLERANCE 0x1p-11
 #define BF16_TOLERANCE 0x1p-8
@@ -547,8 +545,8 @@ static rig_t *rig_open(void) {
   rig_t *rig = calloc(1, sizeof *rig);
   CHECK(rig != NULL);
   rig->skipped = -1;
-  memory_open(&rig->memory, &gpt_device_cpu, NULL);
-  CHECK(model_open(&rig->model, &rig->memory, &shape));
+  memory_open(&rig->memory, &device_cpu, NULL, true);
+  CHECK(model_open(&rig->model, &rig->memory, &gpt_cpu, &shape));
   memory_ready(&rig->memory);
   CHECK(memory_error(&rig->memory) == NULL);
   rig->tensors = calloc((size_t)rig->memory.tensor_count, sizeof *rig->tensors);
@@ -664,10 +662,10 @@ static void test_model_skipped_block_has_zero_gradient(void) {
   random_state = 11;
   rig_t *rig = rig_open();
   rig_step(rig);
-  double full = memory_gradient_norm(&rig->memory);
+  double full = memory_gradient_norm(&rig->memory, gpt_cpu.squares);
   for (rig->skipped = 0; rig->skipped < shape.layers; rig->skipped++) {
     rig_step(rig);
-    double part = memory_gradient_norm(&rig->memory), squares = 0;
+    double part = memory_gradient_norm(&rig->memory, gpt_cpu.squares), squares = 0;
     for (int tensor = 0; tensor < rig->memory.tensor_count; tensor++) {
       const uint16_t *gradient = memory_host_acquire(&rig->memory, GEMINI_KIND_GRAD, GEMINI_READ, tensor);
       bool skipped = (tensor - MODEL_FIRST_BLOCK) / MODEL_BLOCK_TENSORS == rig->skipped && tensor >= MODEL_FIRST_BLOCK;
@@ -739,7 +737,7 @@ static void test_model_initial_values_are_seeded(void) {
 static void test_memory_norm_adds_in_blocks_of_65536_bytes(void) {
   enum { BLOCK = 32768 };
   memory_t memory;
-  memory_open(&memory, &gpt_device_cpu, NULL);
+  memory_open(&memory, &device_cpu, NULL, true);
   memory_register(&memory, "a", 2 * BLOCK);
   memory_ready(&memory);
   memory_iteration_begin(&memory);
@@ -750,7 +748,7 @@ static void test_memory_norm_adds_in_blocks_of_65536_bytes(void) {
   gradient[0] = gradient[1] = gpt_bf16_from_f32(0x1p26f);
   for (int i = BLOCK; i < 2 * BLOCK; i++) gradient[i] = gpt_bf16_from_f32(1);
   memory_host_release(&memory, GEMINI_KIND_GRAD, 0);
-  double norm = memory_gradient_norm(&memory);
+  double norm = memory_gradient_norm(&memory, gpt_cpu.squares);
   CHECK(norm == sqrt(0x1p53 + BLOCK) && norm != sqrt(0x1p53));
   memory_close(&memory);
 }

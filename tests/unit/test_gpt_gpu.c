@@ -1,5 +1,5 @@
-/* The GPU's operators of a GPT without a GPU: kernels.cu compiled as C with loops for threads, matrix products by the
- * CPU's BLAS, and the rest of bench/gpt/cuda.c as it is. Called for the same shapes, that BLAS gives the same bits, and the
+/* The GPU's operators of a GPT without a GPU: gpt_kernels.cu compiled as C with loops for threads, matrix products by the
+ * CPU's BLAS, and the rest of bench/model/gpt_cuda.c as it is. Called for the same shapes, that BLAS gives the same bits, and the
  * kernels claim the order of the CPU's sums: so everything must equal the CPU's operators to the bit, one by one and in
  * whole trainings; and those under libgemini, on a fake CUDA driver, must equal those in plain memory.
  * SPDX-License-Identifier: Apache-2.0 */
@@ -10,10 +10,9 @@
 #include "check.h"
 
 #define PANEL_FLOATS 65536 /* GPT_PANEL_FLOATS: the CPU's panels */
-#include "../../bench/gpt/cuda.c"
-#include "../../bench/gpt/memory.h"
-#include "../../bench/gpt/model.h"
+#include "../../bench/model/gpt_cuda.c"
 #include "device/cuda_driver.h"
+#include "examples/gpt_model.h"
 #include "fake_cuda.h"
 
 #define CHECK_OK(call) CHECK_EQ((call), GEMINI_OK)
@@ -43,7 +42,7 @@ static inline bool thread_is(uint32_t number) {
 #define NEXT_PHASE (in_phase = false)
 #define SHARED
 #define INLINE static inline
-#include "../../bench/gpt/kernels.cu"
+#include "../../bench/model/gpt_kernels.cu"
 
 typedef struct kernel {
   const char *name;
@@ -123,7 +122,7 @@ bool gpu_load(gpu_t *gpu, const char *ptx, const char *const *names, void **kern
   for (int i = 0; i < count; i++) {
     char entry[96];
     snprintf(entry, sizeof entry, ".visible .entry %s(", names[i]);
-    CHECK(strstr(ptx, entry) != NULL); /* kernels_ptx.h is not behind kernels.h */
+    CHECK(strstr(ptx, entry) != NULL); /* gpt_kernels.ptx has the kernels of gpt_kernels.h */
     kernels_out[i] = NULL;
     for (int k = 0; k < count; k++) {
       if (!strcmp(names[i], all_kernels[k].name)) kernels_out[i] = (void *)(uintptr_t)&all_kernels[k];
@@ -155,13 +154,21 @@ bool gpu_set(gpu_t *gpu, void *to, unsigned char byte, uint64_t bytes, void *str
   CHECK_EQ(byte, 0);
   return queue(stream, (work_t){ .to = to, .bytes = bytes });
 }
-bool gpu_alloc_async(gpu_t *gpu, uint64_t bytes, void *stream, void **ptr_out) {
+bool gpu_alloc(gpu_t *gpu, uint64_t bytes, void **ptr_out) {
   (void)gpu;
-  CHECK(stream == &at_once); /* under libgemini all memory is its own */
   if (bytes > largest_alloc) return false;
   *ptr_out = aligned_alloc(512, (bytes + 511) / 512 * 512);
   if (*ptr_out != NULL) memset(*ptr_out, 0xff, bytes); /* NaNs: nothing of them may stay */
   return *ptr_out != NULL;
+}
+bool gpu_alloc_async(gpu_t *gpu, uint64_t bytes, void *stream, void **ptr_out) {
+  CHECK(stream == &at_once); /* under libgemini all memory is its own */
+  return gpu_alloc(gpu, bytes, ptr_out);
+}
+bool gpu_free(gpu_t *gpu, void *ptr) {
+  (void)gpu;
+  free(ptr);
+  return true;
 }
 bool gpu_free_async(gpu_t *gpu, void *ptr, void *stream) {
   (void)gpu, (void)stream;
@@ -252,13 +259,13 @@ static void test_gpu_norm_equals_cpu(void) {
     gpt_norm_t forward = { rows, width, x, weight, bias, y };
     gpt_norm_forward(&forward);
     forward.y = y2;
-    gpt_device_cuda.norm_forward(&forward);
+    CHECK(gpt_cuda.norm_forward(&at_once, &forward));
     take(y, y2, n * F, F, "norm");
     gpt_norm_gradient_t backward = { rows, width, x, weight, dy, dx, d, d + w, NULL };
     gpt_norm_backward(&backward);
-    CHECK_EQ(gpt_device_cuda.norm_floats(rows), 2 * rows);
+    CHECK_EQ(gpt_cuda.norm_floats(rows), 2 * rows);
     backward = (gpt_norm_gradient_t){ rows, width, x, weight, dy, dx2, d2, d2 + w, workspace };
-    gpt_device_cuda.norm_backward(&backward);
+    CHECK(gpt_cuda.norm_backward(&at_once, &backward));
     take(dx, dx2, n * F, F, "norm dx");
     take(d, d2, 2 * w * F, F, "norm dweight, dbias");
     free(x), free(dy), free(weight), free(bias), free(workspace);
@@ -280,18 +287,19 @@ static void test_gpu_linear_equals_cpu(void) {
       gpt_linear_forward(&a);
       a.y = y2;
       if (variant == 2) a.residual = y2;
-      gpt_device_cuda.linear_forward(&a);
+      CHECK(gpt_cuda.linear_forward(&at_once, &a));
       take(y, y2, ny * F, F, "linear");
     }
     float *dx = floats(nx), *dx2 = floats(nx), *dw = floats(nw), *dw2 = floats(nw);
     gpt_linear_backward_x(&(gpt_linear_gradient_x_t){ rows, in, out, dy, weight, dx, workspace });
-    gpt_device_cuda.linear_backward_x(&(gpt_linear_gradient_x_t){ rows, in, out, dy, weight, dx2, workspace });
+    CHECK(
+        gpt_cuda.linear_backward_x(&at_once, &(gpt_linear_gradient_x_t){ rows, in, out, dy, weight, dx2, workspace }));
     take(dx, dx2, nx * F, F, "linear dx");
     uint16_t *db = bf16s((uint64_t)out), *db2 = bf16s((uint64_t)out), *dwb = bf16s(nw), *dwb2 = bf16s(nw);
     gpt_linear_gradient_weight_t a = { rows, in, out, x, dy, dwb, db, dw, workspace };
     gpt_linear_backward_weight(&a);
     a.dweight = dwb2, a.dbias = db2, a.dweight_f32 = dw2;
-    gpt_device_cuda.linear_backward_weight(&a);
+    CHECK(gpt_cuda.linear_backward_weight(&at_once, &a));
     take(dw, dw2, nw * F, F, "linear dweight_f32");
     take(dwb, dwb2, nw * B, B, "linear dweight");
     take(db, db2, (uint64_t)out * B, B, "linear dbias");
@@ -305,16 +313,16 @@ static void test_gpu_attention_equals_cpu(void) {
     int batch = shapes[s][0], context = shapes[s][1], width = shapes[s][2], heads = shapes[s][3];
     uint64_t n = (uint64_t)(batch * context * width);
     float *qkv = floats(3 * n), *dy = floats(n), *y = floats(n), *y2 = floats(n), *dqkv = floats(3 * n),
-          *dqkv2 = floats(3 * n), *workspace = floats(2 * gpt_device_cuda.attention_floats(context, heads));
+          *dqkv2 = floats(3 * n), *workspace = floats(2 * gpt_cuda.attention_floats(context, heads));
     gpt_attention_t forward = { batch, context, width, heads, qkv, y, workspace };
     gpt_attention_forward(&forward);
     forward.y = y2;
-    gpt_device_cuda.attention_forward(&forward);
+    CHECK(gpt_cuda.attention_forward(&at_once, &forward));
     take(y, y2, n * F, F, "attention");
     gpt_attention_gradient_t backward = { batch, context, width, heads, qkv, dy, dqkv, workspace };
     gpt_attention_backward(&backward);
     backward.dqkv = dqkv2;
-    gpt_device_cuda.attention_backward(&backward);
+    CHECK(gpt_cuda.attention_backward(&at_once, &backward));
     take(dqkv, dqkv2, 3 * n * F, F, "attention dqkv");
     free(qkv), free(dy), free(workspace);
   }
@@ -325,9 +333,9 @@ static void test_gpu_gelu_equals_cpu(void) {
   float *x = floats(n), *y = floats(n), *y2 = floats(n), *dy = floats(n), *dy2 = same(dy, n * F);
   x[1] = 1e30f, x[2] = -1e30f, x[3] = 1e-40f;
   gpt_gelu_forward(&(gpt_gelu_t){ n, x, y });
-  gpt_device_cuda.gelu_forward(&(gpt_gelu_t){ n, x, y2 });
+  CHECK(gpt_cuda.gelu_forward(&at_once, &(gpt_gelu_t){ n, x, y2 }));
   gpt_gelu_backward(&(gpt_gelu_gradient_t){ n, x, dy });
-  gpt_device_cuda.gelu_backward(&(gpt_gelu_gradient_t){ n, x, dy2 });
+  CHECK(gpt_cuda.gelu_backward(&at_once, &(gpt_gelu_gradient_t){ n, x, dy2 }));
   take(y, y2, n * F, F, "gelu");
   take(dy, dy2, n * F, F, "gelu dx");
   free(x);
@@ -338,12 +346,12 @@ static void test_gpu_loss_equals_cpu(void) {
     for (int with_gradient = 0; with_gradient < 2; with_gradient++) {
       uint64_t n = (uint64_t)rows * GPT_VOCABULARY;
       float *logits = floats(n), *logits2 = same(logits, n * F);
-      double of_cpu = -1, of_gpu = -2, *workspace = malloc(gpt_device_cuda.loss_floats(rows) * F);
+      double of_cpu = -1, of_gpu = -2, *workspace = malloc(gpt_cuda.loss_floats(rows) * F);
       int32_t targets[64];
       CHECK(workspace != NULL);
       for (int i = 0; i < rows; i++) targets[i] = (int32_t)(check_random(&random_state) % GPT_VOCABULARY);
       gpt_loss(&(gpt_loss_t){ rows, targets, logits, with_gradient, &of_cpu, NULL });
-      gpt_device_cuda.loss(&(gpt_loss_t){ rows, targets, logits2, with_gradient, &of_gpu, workspace });
+      CHECK(gpt_cuda.loss(&at_once, &(gpt_loss_t){ rows, targets, logits2, with_gradient, &of_gpu, workspace }));
       CHECK(of_cpu == of_gpu && of_cpu > 0);
       take(logits, logits2, n * F, F, "dlogits");
       free(workspace);
@@ -364,12 +372,12 @@ static void test_gpu_embedding_equals_cpu(void) {
   gpt_embed_t forward = { batch, context, width, positions, tokens, wte, wpe, x };
   gpt_embed_forward(&forward);
   forward.x = x2;
-  gpt_device_cuda.embed_forward(&forward);
+  CHECK(gpt_cuda.embed_forward(&at_once, &forward));
   take(x, x2, n * F, F, "embedding");
   gpt_embed_gradient_t backward = { batch, context, width, positions, tokens, dx, dw, dwte, dwpe, workspace };
   gpt_embed_backward(&backward);
   backward.dwte_f32 = dw2, backward.dwte = dwte2, backward.dwpe = dwpe2;
-  gpt_device_cuda.embed_backward(&backward);
+  CHECK(gpt_cuda.embed_backward(&at_once, &backward));
   take(dw, dw2, nt * F, F, "dwte_f32");
   take(dwte, dwte2, nt * B, B, "dwte");
   take(dwpe, dwpe2, np * B, B, "dwpe");
@@ -385,7 +393,7 @@ static void test_gpu_adamw_equals_cpu(void) {
   for (int i = 0; i < COUNT; i++) v[i] = fabsf(v[i]) * (i % 7 ? 1 : 1e-30f);
   float *master2 = same(master, COUNT * F), *m2 = same(m, COUNT * F), *v2 = same(v, COUNT * F);
   gpt_adamw_range(&factors, COUNT, g, g, master, m, v); /* the parameter in the gradient's place */
-  gpt_device_cuda.adamw(NULL, &factors, COUNT, g2, g2, master2, m2, v2);
+  CHECK(gpt_cuda.adamw(&at_once, &(gpt_adamw_span_t){ factors, COUNT, g2, g2, master2, m2, v2 }));
   take(g, g2, COUNT * B, B, "parameter");
   take(master, master2, COUNT * F, F, "master");
   take(m, m2, COUNT * F, F, "momentum");
@@ -397,9 +405,9 @@ static void test_gpu_squares_and_store_equal_cpu(void) {
   float *x = floats(n);
   uint16_t *y = bf16s(n), *y2 = bf16s(n);
   gpt_store(&(gpt_store_t){ n, x, y });
-  gpt_device_cuda.store(&(gpt_store_t){ n, x, y2 });
-  double of_gpu = gpt_device_cuda.squares(y, n, 96); /* 53 blocks, the last one smaller */
-  CHECK(of_gpu == gpt_device_cpu.squares(y, n, 96) && of_gpu > 0);
+  CHECK(gpt_cuda.store(&at_once, &(gpt_store_t){ n, x, y2 }));
+  double of_gpu = gpt_cuda.squares(y, n, 96); /* 53 blocks, the last one smaller */
+  CHECK(of_gpu == gpt_cpu.squares(y, n, 96) && of_gpu > 0);
   take(y, y2, n * B, B, "store");
   free(x);
 }
@@ -409,9 +417,8 @@ static void test_gpu_squares_and_store_equal_cpu(void) {
 enum { LAYERS = 3, WIDTH = 224, HEADS = 4, CONTEXT = 8, BATCH = 2, STEPS = 5 };
 
 typedef struct training {
-  const gpt_device_t *device;
-  gemini_manager_t manager;
-  gpt_adamw_factors_t adamw[STEPS];
+  const gpt_operators_t *operators;
+  memory_t *memory;
   _Atomic uint64_t device_spans, host_spans;
 } training_t;
 typedef struct step {
@@ -421,16 +428,16 @@ typedef struct step {
 
 static void update_span(void *user, const gemini_update_span_t *span) {
   step_t *s = user;
+  training_t *t = s->training;
   void *const *p = span->ptr;
+  gpt_adamw_span_t adamw = { s->adamw, span->element_count, p[0], p[1], p[2], p[3], p[4] };
   if (span->tier == GEMINI_TIER_HOST) {
-    s->training->host_spans++;
-    gpt_adamw_range(&s->adamw, span->element_count, p[0], p[1], p[2], p[3], p[4]);
+    t->host_spans++;
+    CHECK(gpt_cpu.adamw(NULL, &adamw));
     return;
   }
-  void *native = NULL;
-  s->training->device_spans++;
-  if (s->training->manager != 0) CHECK_OK(gemini_stream_native(s->training->manager, span->stream, &native));
-  s->training->device->adamw(native, &s->adamw, span->element_count, p[0], p[1], p[2], p[3], p[4]);
+  t->device_spans++;
+  CHECK(memory_queue_on(t->memory, span->stream, t->operators->adamw, &adamw, sizeof adamw));
 }
 
 typedef struct result {
@@ -439,19 +446,19 @@ typedef struct result {
   uint64_t device_spans, host_spans, moved_bytes;
 } result_t;
 
-static result_t train(const gpt_device_t *device, const gemini_config_t *config) {
+static result_t train(const gpt_operators_t *operators, const gemini_config_t *config) {
   result_t r = { 0 };
-  training_t training = { .device = device };
-  step_t steps[STEPS];
   memory_t memory;
+  training_t training = { .operators = operators, .memory = &memory };
+  const device_t *device = operators->device;
+  step_t steps[STEPS];
   model_t model;
   uint64_t random = 5;
   double *losses = device->host_alloc(STEPS * sizeof *losses);
   int32_t *tokens = device->host_alloc(BATCH * (CONTEXT + 1) * sizeof *tokens);
   CHECK(losses != NULL && tokens != NULL);
-  memory_open(&memory, device, config);
-  training.manager = memory.manager;
-  CHECK(model_open(&model, &memory, &(model_shape_t){ LAYERS, WIDTH, HEADS, CONTEXT }));
+  memory_open(&memory, device, config, true);
+  CHECK(model_open(&model, &memory, operators, &(model_shape_t){ LAYERS, WIDTH, HEADS, CONTEXT }));
   memory_ready(&memory);
   model_initialise(&model, 7);
   for (int i = 0; i < STEPS; i++) {
@@ -467,11 +474,11 @@ static result_t train(const gpt_device_t *device, const gemini_config_t *config)
       if (l != skipped) model_block_backward(&model, l);
     }
     model_embed_backward(&model);
-    r.norms[i] = memory_gradient_norm(&memory);
+    r.norms[i] = memory_gradient_norm(&memory, operators->squares);
     gpt_adamw_t adamw_step = { 1e-3f, 0.9f, 0.95f, 1e-8f, 0.1f, gpt_clip_scale(r.norms[i], 1), (uint32_t)i + 1 };
     steps[i] = (step_t){ &training, gpt_adamw_factors(&adamw_step) };
     memory_phase(&memory, GEMINI_PHASE_UPDATE);
-    memory_update(&memory, update_span, &steps[i]);
+    memory_update(&memory, &memory_optimizer, 0, 0, update_span, &steps[i]);
     memory_iteration_end(&memory);
     memory_synchronize(&memory);
   }
@@ -505,16 +512,16 @@ static void check_results(const result_t *a, const result_t *b) {
 }
 
 static void test_gpu_training_in_plain_memory_equals_cpu(void) {
-  result_t cpu = train(&gpt_device_cpu, NULL);
+  result_t cpu = train(&gpt_cpu, NULL);
   uint64_t before = launches;
-  result_t gpu = train(&gpt_device_cuda, NULL);
+  result_t gpu = train(&gpt_cuda, NULL);
   CHECK(launches > before + STEPS * 50);
   CHECK_EQ(gpu.device_spans, STEPS);
   check_results(&cpu, &gpu);
 }
 
 static void test_gpu_training_under_libgemini_equals_plain_memory(void) {
-  result_t plain = train(&gpt_device_cuda, NULL);
+  result_t plain = train(&gpt_cuda, NULL);
   fake_cuda_reset();
   gmi_cuda_driver_replace(fake_cuda_symbol);
   cu_context_t context; /* as gpu_open() makes it the thread's */
@@ -537,7 +544,7 @@ static void test_gpu_training_under_libgemini_equals_plain_memory(void) {
     config.host_bytes = UINT64_C(128) << 20;
     config.window_bytes = UINT64_C(2) << 20;
     config.update_threads = 2;
-    result_t managed = train(&gpt_device_cuda, &config);
+    result_t managed = train(&gpt_cuda, &config);
     check_results(&plain, &managed);
     device_spans += managed.device_spans;
     host_spans += managed.host_spans;
@@ -556,30 +563,32 @@ static void test_gpu_training_under_libgemini_equals_plain_memory(void) {
 static void test_gpu_too_small_for_plain_memory_is_named(void) {
   memory_t memory;
   largest_alloc = 4095;
-  memory_open(&memory, &gpt_device_cuda, NULL);
+  memory_open(&memory, &device_cuda, NULL, true);
   memory_register(&memory, "a", 1024); /* 2048 bytes of bf16, 4096 of fp32 */
   memory_ready(&memory);
   CHECK(memory_error(&memory) != NULL);
   CHECK(!strcmp(memory_error(&memory), "out of plain memory of the device cuda for model data: 4096 bytes of 16384"));
   CHECK(memory_alloc(&memory, 16) == NULL);
   memory_close(&memory);
-  CHECK(!gpt_device_cuda.failed());
+  CHECK(!device_cuda.failed());
   largest_alloc = UINT64_MAX;
 }
 
 static void test_gpu_that_breaks_is_seen_by_the_next_wait(void) {
   memory_t memory;
-  memory_open(&memory, &gpt_device_cuda, NULL);
+  memory_open(&memory, &device_cuda, NULL, true);
   memory_register(&memory, "a", 1024);
   memory_ready(&memory);
   float *x = memory_alloc(&memory, 1024 * F);
-  MEMORY_CALL(&memory, zero, gpt_zero_t, .to = x, .bytes = 1024 * F);
+  gpt_zero_t zeros = { x, 1024 * F };
+  gpt_gelu_t gelu = { 1024, x, x };
+  memory_queue(&memory, gpt_cuda.zero, &zeros, sizeof zeros);
   memory_synchronize(&memory);
   CHECK(memory_error(&memory) == NULL);
   broken = true;
-  MEMORY_CALL(&memory, gelu_forward, gpt_gelu_t, .count = 1024, .x = x, .y = x);
+  memory_queue(&memory, gpt_cuda.gelu_forward, &gelu, sizeof gelu);
   uint64_t before = launches;
-  MEMORY_CALL(&memory, gelu_forward, gpt_gelu_t, .count = 1024, .x = x, .y = x);
+  memory_queue(&memory, gpt_cuda.gelu_forward, &gelu, sizeof gelu);
   CHECK_EQ(launches, before); /* nothing goes on */
   memory_synchronize(&memory);
   CHECK(memory_error(&memory) != NULL);
@@ -587,14 +596,13 @@ static void test_gpu_that_breaks_is_seen_by_the_next_wait(void) {
   for (int kind = 0; kind < MEMORY_KINDS; kind++) free(memory.plain[kind]); /* which a broken GPU keeps */
   memory_close(&memory);
   broken = false;
-  gpt_cuda_close();
-  CHECK(gpt_cuda_open((gpu_t *)(uintptr_t)&at_once));
+  device_cuda_close();
+  CHECK(device_cuda_open((gpu_t *)(uintptr_t)&at_once) && gpt_cuda_open());
 }
 
 int main(void) {
   gpt_setup();
-  CHECK(gpt_cuda_open((gpu_t *)(uintptr_t)&at_once));
-  CHECK(gpt_device_cuda.stream_use(NULL));
+  CHECK(device_cuda_open((gpu_t *)(uintptr_t)&at_once) && gpt_cuda_open());
   random_state = 11;
   for (int pass = 0; pass < 2; pass++, backwards = pass == 1) {
     RUN(test_gpu_norm_equals_cpu);
@@ -610,6 +618,6 @@ int main(void) {
   RUN(test_gpu_training_under_libgemini_equals_plain_memory);
   RUN(test_gpu_too_small_for_plain_memory_is_named);
   RUN(test_gpu_that_breaks_is_seen_by_the_next_wait);
-  gpt_cuda_close();
+  device_cuda_close();
   return check_done();
 }

@@ -4,7 +4,7 @@
 #include <stdlib.h>
 
 #include "check.h"
-#include "stack/llama.h"
+#include "model/llama.h"
 
 static const llama_shape_t shape = { "test", 2, 64, 128, 64 };
 enum { ROWS = 256, BLOCK_TENSORS = 9, TENSORS = 1 + 2 * BLOCK_TENSORS + 2 };
@@ -25,27 +25,27 @@ static uint16_t narrow(float value) {
  * step, amount * direction is added to the elements of a tensor; tensor -1: to none. *moved_out: by how much the
  * parameters, which are bf16, went along direction, direction's length times. */
 static double step(int tensor, const float *direction, double amount, float *gradient, double *moved_out) {
-  place_t place;
+  memory_t memory;
   llama_t llama;
-  place_open(&place, NULL, NULL, NULL);
-  llama_open(&llama, &place, &shape, ROWS, 1, 3);
-  CHECK_EQ(place.tensor_count, TENSORS);
+  memory_open(&memory, &device_cpu, NULL, false);
+  llama_open(&llama, &memory, &shape, ROWS, 1, 3);
+  CHECK_EQ(memory.tensor_count, TENSORS);
   if (tensor >= 0) {
-    const place_tensor_t *t = &place.tensors[tensor];
-    uint16_t *parameter = (uint16_t *)place.plain[GEMINI_KIND_PARAM] + t->first;
+    const memory_tensor_t *t = &memory.tensors[tensor];
+    uint16_t *parameter = (uint16_t *)memory.plain[GEMINI_KIND_PARAM] + t->first_element;
     double along = 0;
     for (uint64_t i = 0; i < t->elements; i++) {
       float before = widen(parameter[i]);
-      parameter[i] = narrow(before + (float)amount * direction[t->first + i]);
-      along += ((double)widen(parameter[i]) - (double)before) * (double)direction[t->first + i];
+      parameter[i] = narrow(before + (float)amount * direction[t->first_element + i]);
+      along += ((double)widen(parameter[i]) - (double)before) * (double)direction[t->first_element + i];
     }
     *moved_out = along;
   }
   llama_step(&llama, 0);
   double loss = llama.losses[0];
-  for (uint64_t i = 0; gradient && i < place.elements; i++) gradient[i] = 10 * ((float *)place.plain[3])[i];
-  CHECK(place_error(&place) == NULL);
-  place_close(&place);
+  for (uint64_t i = 0; gradient && i < memory.elements; i++) gradient[i] = 10 * ((float *)memory.plain[3])[i];
+  CHECK(memory_error(&memory) == NULL);
+  memory_close(&memory);
   llama_close(&llama);
   return loss;
 }
@@ -57,14 +57,15 @@ static void test_stack_gradients_are_those_of_the_loss(void) {
   float *gradient = calloc(elements, sizeof *gradient);
   CHECK(gradient != NULL);
   step(-1, NULL, 0, gradient, NULL);
-  place_t place; /* for the tensors' places only */
+  memory_t memory; /* for the tensors' places only */
   llama_t llama;
-  place_open(&place, NULL, NULL, NULL);
-  llama_open(&llama, &place, &shape, ROWS, 1, 3);
+  memory_open(&memory, &device_cpu, NULL, false);
+  llama_open(&llama, &memory, &shape, ROWS, 1, 3);
   for (int i = 0; i < TENSORS; i++) {
-    const place_tensor_t *t = &place.tensors[i];
+    const memory_tensor_t *t = &memory.tensors[i];
     double squares = 0;
-    for (uint64_t k = t->first; k < t->first + t->elements; k++) squares += (double)gradient[k] * (double)gradient[k];
+    for (uint64_t k = t->first_element; k < t->first_element + t->elements; k++)
+      squares += (double)gradient[k] * (double)gradient[k];
     CHECK(squares > 0);
     double amount = 0.05 / squares, moved[2]; /* about 0.05 of loss each way */
     double above = step(i, gradient, amount, NULL, &moved[0]), below = step(i, gradient, -amount, NULL, &moved[1]);
@@ -72,29 +73,29 @@ static void test_stack_gradients_are_those_of_the_loss(void) {
     if (!(fabs(ratio - 1) < 0.05)) fprintf(stderr, "tensor %d: %.3f of what its gradient says\n", i, ratio);
     CHECK(fabs(ratio - 1) < 0.05); /* rounding makes 0.02 of it; a term that is missing makes 0.2 and more */
   }
-  place_close(&place);
+  memory_close(&memory);
   llama_close(&llama);
   free(gradient);
 }
 
 static void test_stack_hash_sees_every_master(void) {
-  place_t place;
+  memory_t memory;
   llama_t llama;
-  place_open(&place, NULL, NULL, NULL);
-  llama_open(&llama, &place, &shape, ROWS, 1, 3);
-  float *master = place.plain[GEMINI_KIND_MASTER];
-  uint64_t hash = place_hash(&place);
-  for (uint64_t i = 0; i < place.elements; i += 4999) {
+  memory_open(&memory, &device_cpu, NULL, false);
+  llama_open(&llama, &memory, &shape, ROWS, 1, 3);
+  float *master = memory.plain[GEMINI_KIND_MASTER];
+  uint64_t hash = walk_hash(&memory);
+  for (uint64_t i = 0; i < memory.elements; i += 4999) {
     float was = master[i];
     master[i] += 1;
-    CHECK(place_hash(&place) != hash);
+    CHECK(walk_hash(&memory) != hash);
     master[i] = was;
   }
   float first = master[0];
   master[0] = master[1];
   master[1] = first;
-  CHECK(place_hash(&place) != hash); /* also the order */
-  place_close(&place);
+  CHECK(walk_hash(&memory) != hash); /* also the order */
+  memory_close(&memory);
   llama_close(&llama);
 }
 

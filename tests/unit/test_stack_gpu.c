@@ -1,4 +1,4 @@
-/* bench_stack's way to a GPU without a GPU: bench/stack/task_gpu.c, whose kernels are played by the CPU's tasks, and
+/* bench_stack's way to a GPU without a GPU: bench/model/task_gpu.c, whose kernels are played by the CPU's tasks, and
  * libgemini's CUDA device on a fake driver. What a kernel is launched with must be what it takes, for all its elements;
  * and a training under libgemini, in chunks that come and go, must give the bits of one on the CPU in plain memory.
  * The kernels' own arithmetic is not tested here. SPDX-License-Identifier: Apache-2.0 */
@@ -9,11 +9,11 @@
 #include "check.h"
 
 #define gemini_adamw_cuda played_adamw_cuda /* that one would open the real driver */
-#include "../../bench/stack/task_gpu.c"
+#include "../../bench/model/task_gpu.c"
 #undef gemini_adamw_cuda
 #include "device/cuda_driver.h"
 #include "fake_cuda.h"
-#include "stack/llama.h"
+#include "model/llama.h"
 
 static const llama_shape_t shape = { "test", 6, 256, 704, 512 };
 enum { ROWS = 8, STEPS = 4, CHUNK_BYTES = 2 << 20 };
@@ -65,7 +65,7 @@ static void check_grid(uint32_t grid, uint32_t block, uint64_t threads) {
   CHECK((uint64_t)grid * block >= threads && (uint64_t)(grid - 1) * block < threads);
 }
 
-/* Arguments in the order of kernels.cu. */
+/* Arguments in the order of task_kernels.cu. */
 bool gpu_launch(gpu_t *gpu, void *kernel, uint32_t grid_x, uint32_t grid_y, uint32_t block, void *stream, void **a) {
   (void)gpu;
   task_t t = { .rows = (int)grid_x };
@@ -176,6 +176,21 @@ bool gpu_free_async(gpu_t *gpu, void *ptr, void *stream) {
 }
 bool gpu_host_alloc(gpu_t *gpu, uint64_t bytes, void **ptr_out) { return gpu_alloc(gpu, bytes, ptr_out); }
 bool gpu_host_free(gpu_t *gpu, void *ptr) { return gpu_free(gpu, ptr); }
+bool gpu_stream_create(gpu_t *gpu, void **stream_out) {
+  (void)gpu;
+  cu_stream_t stream;
+  bool created = cuStreamCreate(&stream, CU_STREAM_NON_BLOCKING_FLAG) == CU_SUCCESS;
+  *stream_out = stream;
+  return created;
+}
+bool gpu_stream_destroy(gpu_t *gpu, void *stream) {
+  (void)gpu;
+  return cuStreamDestroy_v2(stream) == CU_SUCCESS;
+}
+bool gpu_blas_stream(gpu_t *gpu, void *stream, uint64_t workspace_bytes) {
+  (void)gpu, (void)workspace_bytes;
+  return stream != NULL;
+}
 bool gpu_stream_synchronize(gpu_t *gpu, void *stream) {
   (void)gpu;
   cu_event_t event;
@@ -193,33 +208,34 @@ typedef struct result {
   uint64_t hash, host_elements, fetched_bytes;
 } result_t;
 
-/* config NULL: plain; on NULL: on the CPU. */
-static result_t train(const gemini_config_t *config, task_gpu_t *on, void *stream) {
+/* config NULL: plain. */
+static result_t train(const gemini_config_t *config, const device_t *device) {
   result_t r = { .hash = 0 };
-  place_t place;
+  memory_t memory;
   llama_t llama;
-  place_open(&place, config, on, stream);
-  llama_open(&llama, &place, &shape, ROWS, STEPS, 7);
+  memory_open(&memory, device, config, false);
+  llama_open(&llama, &memory, &shape, ROWS, STEPS, 7);
   for (int step = 0; step < STEPS; step++) {
     llama_step(&llama, (uint64_t)step);
-    place_synchronize(&place);
-    if (place.failed) break;
+    memory_synchronize(&memory);
+    if (memory.failed) break;
     r.losses[step] = llama.losses[step];
   }
-  place_wait(&place);
-  r.hash = place_hash(&place);
+  memory_update_wait(&memory);
+  memory_synchronize(&memory);
+  r.hash = walk_hash(&memory);
   for (int step = 0; step < STEPS; step++) r.host_elements += atomic_load(&llama.updates[step].host_elements);
-  if (config != NULL && !place.failed) {
+  if (config != NULL && !memory.failed) {
     gemini_stats_t stats = GEMINI_STATS_INIT;
-    CHECK_EQ(gemini_stats(place.manager, &stats), GEMINI_OK);
+    CHECK_EQ(gemini_stats(memory.manager, &stats), GEMINI_OK);
     for (int i = 0; i < GEMINI_REASON_COUNT; i++) r.fetched_bytes += stats.moved_bytes[GEMINI_LINK_H2D][i];
     CHECK_EQ(stats.op_peak_error_bytes, 0);
     CHECK(stats.peak_bytes[GEMINI_TIER_DEVICE] <= config->device_bytes);
   }
-  place_close(&place);
+  memory_close(&memory);
   llama_close(&llama);
-  if (place_error(&place) != NULL) fprintf(stderr, "%s\n", place_error(&place));
-  CHECK(place_error(&place) == NULL);
+  if (memory_error(&memory) != NULL) fprintf(stderr, "%s\n", memory_error(&memory));
+  CHECK(memory_error(&memory) == NULL);
   return r;
 }
 
@@ -232,19 +248,16 @@ static void test_stack_gpu_trains_to_the_bits_of_the_cpu(void) {
                 { GEMINI_PLACEMENT_AUTO, 8 },
                 { GEMINI_PLACEMENT_CPU, 8 } };
   uint64_t host_elements = 0, device_elements = 0, fetched_bytes = 0;
-  result_t cpu = train(NULL, NULL, NULL);
+  result_t cpu = train(NULL, &device_cpu);
   CHECK(cpu.losses[STEPS - 1] < cpu.losses[0]);
 
   gmi_cuda_driver_replace(fake_cuda_symbol);
   cu_context_t context; /* as gpu_open() makes it the thread's */
-  cu_stream_t stream;
   CHECK_EQ(cuInit(0), CU_SUCCESS);
   CHECK_EQ(cuDevicePrimaryCtxRetain(&context, 0), CU_SUCCESS);
   CHECK_EQ(cuCtxSetCurrent(context), CU_SUCCESS);
-  CHECK_EQ(cuStreamCreate(&stream, CU_STREAM_NON_BLOCKING_FLAG), CU_SUCCESS);
-  task_gpu_t on;
-  CHECK(task_gpu_open(&on, NULL));
-  result_t plain = train(NULL, &on, stream);
+  CHECK(device_cuda_open((gpu_t *)(void *)played) && task_gpu_open()); /* some address: gpu_*() look at nothing in it */
+  result_t plain = train(NULL, &device_cuda);
   CHECK(plain_bytes > 0);
   CHECK_EQ(plain.hash, cpu.hash);
   CHECK(!memcmp(plain.losses, cpu.losses, sizeof cpu.losses));
@@ -257,7 +270,7 @@ static void test_stack_gpu_trains_to_the_bits_of_the_cpu(void) {
     config.host_bytes = 64 * (uint64_t)CHUNK_BYTES;
     config.window_bytes = CHUNK_BYTES;
     config.update_threads = 2;
-    result_t managed = train(&config, &on, stream);
+    result_t managed = train(&config, &device_cuda);
     CHECK_EQ(managed.hash, cpu.hash);
     CHECK(!memcmp(managed.losses, cpu.losses, sizeof cpu.losses));
     host_elements += managed.host_elements;
@@ -267,7 +280,7 @@ static void test_stack_gpu_trains_to_the_bits_of_the_cpu(void) {
   CHECK_EQ(plain_bytes, 0); /* all memory is libgemini's */
   CHECK(host_elements > 0 && device_elements > 0 && fetched_bytes > 0);
   for (int i = 0; i < TASK_KERNELS; i++) CHECK(played[i] > 0);
-  CHECK_EQ(cuStreamDestroy_v2(stream), CU_SUCCESS);
+  device_cuda_close();
   CHECK_EQ(cuCtxSetCurrent(NULL), CU_SUCCESS);
   CHECK_EQ(cuDevicePrimaryCtxRelease_v2(0), CU_SUCCESS);
   CHECK_EQ(fake_cuda_violations(), 0);

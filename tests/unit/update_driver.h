@@ -7,7 +7,6 @@
 
 #include "check.h"
 #include "device/cuda_driver.h"
-#include "update/kernels_ptx.h"
 #include "update/update.h"
 
 enum { CALLS = 512 };
@@ -64,7 +63,7 @@ static cu_result_t fake_module_function(cu_function_t *function_out, cu_module_t
   char entry[64];
   CHECK(from == (cu_module_t)(void *)module);
   snprintf(entry, sizeof entry, ".entry %s(", name);
-  CHECK(strstr(kernels_ptx, entry));
+  CHECK(strstr(gmi_update_ptx, entry));
   *function_out = (cu_function_t)(void *)kernels[!strcmp(name, "gmi_adamw") ? 0 : !strcmp(name, "gmi_sgd") ? 1 : 2];
   return note("cuModuleGetFunction");
 }

@@ -1,0 +1,61 @@
+/* The parts of train_gpt that have nothing to do with training: its options, and the report at its end.
+ * SPDX-License-Identifier: Apache-2.0 */
+#ifndef EXAMPLES_TRAIN_GPT_REPORT_H
+#define EXAMPLES_TRAIN_GPT_REPORT_H
+
+#include <stdatomic.h>
+
+#include "gpt_model.h"
+#include "memory.h"
+#include "model/text.h"
+
+extern const char train_gpt_program[]; /* its name, for messages */
+
+enum { POLICY_NONE, POLICY_CUDA, POLICY_CPU, POLICY_AUTO, POLICY_STATIC };
+enum { SCHEDULE_CONSTANT, SCHEDULE_COSINE };
+enum { DEVICE_SIM, DEVICE_CUDA };
+
+typedef struct options {
+  const char *text, *device_mem, *host_mem, *file_dir, *trace, *load_trace, *timeline, *cublas;
+  uint32_t policy, schedule, device;
+  uint64_t host_mem_bytes, file_mem_bytes, window_bytes, margin_bytes, sim_h2d_bytes_per_s, sim_d2h_bytes_per_s;
+  uint64_t layers, width, heads, context, batch, steps, seed, warmup, update_threads, device_ordinal;
+  uint64_t lr_warmup, eval_every, context_every, skip_layer_every;
+  double lr, weight_decay, clip, static_params, static_optim;
+  bool strict, explain, quiet, verbose;
+} options_t;
+
+/* One step's update. Parts of it may still be under way when the next steps run, so each step has its own. */
+typedef struct step_update {
+  const gpt_operators_t *operators;
+  memory_t *memory;
+  gpt_adamw_factors_t adamw;
+  atomic_bool failed; /* a span could not be queued */
+} step_update_t;
+
+typedef struct trainer {
+  options_t o;
+  gpu_t *gpu; /* NULL: the CPU computes */
+  const gpt_operators_t *operators;
+  text_t text;
+  memory_t memory;
+  model_t model;
+  uint64_t random;        /* data order */
+  int32_t *tokens;        /* of the step: (batch, context + 1); of the device's host memory, as losses, eval_losses */
+  step_update_t *updates; /* (steps) */
+  double *losses, *norms; /* (steps) */
+  double *seconds;        /* (steps) */
+  double *eval_losses;    /* (steps), eval_count used */
+  uint64_t eval_count;
+  uint64_t device_budget_bytes, host_budget_bytes, file_budget_bytes;
+} trainer_t;
+
+/* Fills t->o. Returns -1 when the program should go on, else the status to exit with. */
+int train_gpt_options(options_t *o, int argc, char **argv);
+/* The budgets in bytes that the options ask for, into t. Likewise. */
+int train_gpt_budgets(trainer_t *t, uint64_t model_bytes);
+/* Where everything was, what moved, and the ROW. False when something failed, which memory_error() tells or which has
+ * been printed. */
+bool train_gpt_report(trainer_t *t);
+
+#endif
