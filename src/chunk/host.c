@@ -549,7 +549,7 @@ static uint32_t run_cost(const gmi_manager_t *m, const gmi_arena_t *store, uint3
     const gmi_window_t *want = &store->windows[first + i], *is = m->host.slots[slot + i].window;
     if (is == want) continue;
     if (m->host.slots[slot + i].block || !movable(is) || !movable(want)) return UINT32_MAX;
-    cost += (want->slot != GMI_NONE) + (is ? 3 : 0);
+    cost += (want->slot != GMI_NONE ? 1U : 0U) + (is ? 3U : 0U);
   }
   return cost;
 }

@@ -78,7 +78,7 @@ static void leave_out(options_t *o, char *list) {
 static void way_of(settings_t *s, const char *text) {
   const char *colon = strchr(text, ':');
   for (int kind = 1; colon && kind < FAULT_KINDS; kind++)
-    if (!strncmp(fault_name((uint8_t)kind), text, (size_t)(colon - text))) s->way_kind = (fault_kind_t)kind;
+    if (!strncmp(fault_name((fault_kind_t)kind), text, (size_t)(colon - text))) s->way_kind = (fault_kind_t)kind;
   s->way = colon ? strtoull(colon + 1, NULL, 0) : 0;
   if (!s->way_kind || !s->way) refuse("--way", text);
 }

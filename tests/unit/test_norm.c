@@ -13,7 +13,7 @@ static double square_of(const uint8_t *at, uint32_t dtype) {
   uint16_t half;
   memcpy(&half, at, 2);
   if (dtype == GEMINI_DTYPE_F16) {
-    if (!halves[1]) /* without infinities */
+    if (halves[1] == 0) /* without infinities */
       for (uint32_t i = 0; i < 65536; i++) {
         double value = i >> 10 & 31 ? ldexp(1024 + (i & 1023), (int)(i >> 10 & 31) - 25) : ldexp(i & 1023, -24);
         halves[i] = value * value;
