@@ -85,8 +85,8 @@ static void test_checkpoint_after_a_sync_that_failed(void) {
   }
 }
 
-int main(int argc, char **argv) {
-  tiers_begin(argc, argv, &only_test);
+int main(void) {
+  tiers_begin();
   RUN_TIMED(test_checkpoint_after_a_sync_that_failed);
   if (has_uring()) {
     engine = GEMINI_FILE_ENGINE_URING;

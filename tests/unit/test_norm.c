@@ -510,8 +510,8 @@ static void test_a_copy_that_fails_is_told_and_is_no_updates_failure(void) {
   bytes_close(&b);
 }
 
-int main(int argc, char **argv) {
-  tiers_begin(argc, argv, &only_test);
+int main(void) {
+  tiers_begin();
   bool uring = has_uring();
   RUN_TIMED(test_blocks_summed_side_by_side_are_summed_each);
   RUN_TIMED(test_infinities_and_no_numbers_are_the_same_everywhere);

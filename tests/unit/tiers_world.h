@@ -171,22 +171,20 @@ static inline void tiers_hang(int number) {
   (void)!write(2, text, sizeof text - 1);
   _exit(1);
 }
-static inline void tiers_begin(int argc, char **argv, const char **only_out) {
-  *only_out = argc > 1 ? argv[1] : NULL;
+static inline void tiers_begin(void) {
   signal(SIGALRM, tiers_hang);
   process_begin();
 }
-/* Each test ends, or the program does. The program's argument: part of the name of the only ones to run. */
-static const char *only_test;
-#define RUN_TIMED(test)                                \
-  do {                                                 \
-    if (only_test && !strstr(#test, only_test)) break; \
-    alarm(600);                                        \
-    faults_reset();                                    \
-    process_t before = process_now();                  \
-    RUN(test);                                         \
-    process_check(before);                             \
-    alarm(0);                                          \
+/* Each test ends, or the program does. */
+#define RUN_TIMED(test)               \
+  do {                                \
+    if (!check_wants(#test)) break;   \
+    alarm(600);                       \
+    faults_reset();                   \
+    process_t before = process_now(); \
+    RUN(test);                        \
+    process_check(before);            \
+    alarm(0);                         \
   } while (0)
 
 /* ---- inside a manager */
