@@ -26,7 +26,7 @@ enum { MOST_BYTES = 1 << 16, HANG_S = 60 };
 static uint64_t seed, step, first_step;
 static double seconds, slowest_s;
 static uint64_t slowest_step;
-static char dir[96], path[160];
+static char dir[64], path[160];
 
 /* ---- failures; the file that caused one stays */
 static _Noreturn void fail(int line, const char *what) {
@@ -638,15 +638,14 @@ static void test_fuzz_indices(void) {
 }
 
 int main(void) {
-  const char *text = getenv("GEMINI_STRESS_SEED"), *tmp = getenv("TMPDIR");
+  const char *text = getenv("GEMINI_STRESS_SEED");
   seed = text ? strtoull(text, NULL, 0) : (uint64_t)time(NULL);
   text = getenv("GEMINI_FUZZ_SECONDS");
   seconds = text ? strtod(text, NULL) : 4;
   text = getenv("GEMINI_FUZZ_STEP");
   first_step = text ? strtoull(text, NULL, 0) : 0;
   fprintf(stderr, "  GEMINI_STRESS_SEED=%" PRIu64 ", %g s\n", seed, seconds);
-  snprintf(dir, sizeof dir, "%.60s/gemini.XXXXXX", tmp && *tmp ? tmp : "/tmp");
-  CHECK(mkdtemp(dir));
+  dir_make(dir);
   signal(SIGALRM, hung);
   RUN(test_fuzz_traces);
   RUN(test_fuzz_indices);

@@ -28,6 +28,7 @@
 #include <unistd.h>
 
 #include "../check.h"
+#include "../system.h"
 #include "gemini.h"
 
 enum {
@@ -1936,9 +1937,7 @@ static void program_run(uint64_t seed) {
   pthread_mutex_init(&p->lock, NULL);
   p->bytes = calloc(SLOTS, SLOT_BYTES);
   CHECK(p->bytes);
-  const char *tmp = getenv("TMPDIR");
-  snprintf(p->dir, sizeof p->dir, "%.40s/test_random.XXXXXX", tmp && *tmp ? tmp : "/tmp");
-  CHECK(mkdtemp(p->dir));
+  dir_make(p->dir);
   snprintf(p->path, sizeof p->path, "%s/trace", p->dir);
   uint64_t rng = mix(seed);
   for (int i = 0; i < p->threads; i++) {

@@ -19,15 +19,7 @@
 #include "core/manager.h"
 #include "io/store.h"
 
-static inline void dir_make(char dir[64]) {
-  const char *tmp = getenv("TMPDIR");
-  snprintf(dir, 64, "%.40s/gemini.XXXXXX", tmp && *tmp ? tmp : "/tmp");
-  CHECK(mkdtemp(dir));
-}
 static inline uint64_t below(uint64_t *r, uint64_t limit) { return (check_random(r) >> 11) % limit; }
-static inline void sleep_us(uint64_t us) {
-  nanosleep(&(struct timespec){ (time_t)(us / 1000000), (long)(us % 1000000) * 1000 }, NULL);
-}
 
 /* ---- the file tier's system calls, and what they are to do wrong; of transfers of at least a page */
 static struct {
