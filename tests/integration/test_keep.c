@@ -7,6 +7,7 @@
 #include <sys/wait.h>
 #include <time.h>
 
+#include "../seed.h"
 #include "world.h"
 
 enum { W = 65536, TENSORS = 6, SIZE = 2 * W + 512 };
@@ -377,10 +378,9 @@ static void kill_in_rounds(const char *dirs, int rounds, uint64_t random) {
 /* Killed at any moment, in the middle of write-backs and checkpoints: the last checkpoint that was reported, or the one
  * that was being made, is there, whole. In one directory and in two. GEMINI_KILLS: how often, 12 times by default. */
 static void test_a_kill_leaves_a_whole_checkpoint(void) {
-  const char *kills = getenv("GEMINI_KILLS"), *seed = getenv("GEMINI_STRESS_SEED");
-  int rounds = kills ? atoi(kills) / 2 : 6;
-  uint64_t random = seed ? strtoull(seed, NULL, 0) : (uint64_t)time(NULL) * 2 + 1;
-  fprintf(stderr, "  GEMINI_STRESS_SEED=%" PRIu64 ", %d kills\n", random, 2 * rounds);
+  int rounds = (int)seed_setting("GEMINI_KILLS", 12) / 2;
+  uint64_t random = seed_begin(__func__);
+  fprintf(stderr, "  %d kills\n", 2 * rounds);
   dir_make(dir);
   kill_in_rounds(dir, rounds, random);
   char first[sizeof dir], both[2 * sizeof dir];

@@ -124,6 +124,7 @@ settings_t settings_of(int argc, char **argv) {
   };
   settings_t s = {
     .options = { .seed = 1, .steps = 10000, .threads = 1, .files = true, .hang_s = 60, .all_every = 512 },
+    .program = argv[0],
     .seeds = 1,
     .shrink_s = 300
   };
