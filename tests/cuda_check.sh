@@ -3,7 +3,7 @@
 # tests/cuda_check.sh [LOG_DIR [probe] [tests] [bench] [copy] [update] [memcheck]]: these parts only. Exits 77 without a GPU.
 # SPDX-License-Identifier: Apache-2.0
 set -uo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/.." || exit 1
 logs=${1:-build/cuda}
 parts=" ${*:2} "
 [[ $parts == "  " ]] && parts=" probe tests bench copy update memcheck "
@@ -81,7 +81,7 @@ PLACE(cu_allocation_t, windows_only, CUmemAllocationProp, win32HandleMetaData);
 PLACE(cu_allocation_t, compression, CUmemAllocationProp, allocFlags);
 PLACE(cu_access_t, flags, CUmemAccessDesc, flags);
 END
-  step 60 header ${CC:-gcc} "${flags[@]}" "-I${CUDA_HOME:-/usr/local/cuda}/include" -c -o "$work/header.o" "$work/header.c"
+  step 60 header "${CC:-gcc}" "${flags[@]}" "-I${CUDA_HOME:-/usr/local/cuda}/include" -c -o "$work/header.o" "$work/header.c"
 fi
 
 export GEMINI_TEST_DEVICE=cuda

@@ -28,31 +28,21 @@ done
 
 tests/setup.sh --test || exit 1
 
+# What each lane builds, and how its tests run, says CMakePresets.json.
 lane() {
-  local name=$1 build
+  local name=$1 preset=$1
   if [[ $name == torch-* ]]; then
     echo "run.sh: lane $name"
     tests/torch.sh "${name#torch-}"
     return
   fi
-  local options=(-G Ninja -DCMAKE_BUILD_TYPE=Release -DGEMINI_TESTS=ON -DGEMINI_CHECK=ON) tests=(-j2)
-  case $name in
-    release) build=build/test; options+=(-DGEMINI_BENCH=ON) ;;
-    clang)
-      if ! command -v clang >/dev/null || ! command -v clang++ >/dev/null; then
-        echo "run.sh: lane clang is skipped: there is no clang, and tests/setup.sh could not install it"
-        return
-      fi
-      build=build/clang; tests+=(-L '^(unit|integration)$')
-      options+=(-DCMAKE_C_COMPILER=clang -DCMAKE_CXX_COMPILER=clang++ -DGEMINI_BENCH=OFF) ;;
-    # A BLAS that the thread sanitizer has not seen compiled looks full of races to it.
-    asan) build=build/asan; options+=('-DGEMINI_SANITIZE=address,undefined' -DGEMINI_BENCH=ON) ;;
-    tsan) build=build/tsan; options+=(-DGEMINI_SANITIZE=thread -DGEMINI_BENCH=OFF) ;;
-    valgrind) build=build/valgrind; options+=(-DGEMINI_VALGRIND=ON -DGEMINI_CHECK=OFF -DGEMINI_BENCH=OFF) ;;
-  esac
-  echo "run.sh: lane $name in $build"
-  cmake -S . -B "$build" "${options[@]}" && cmake --build "$build" &&
-    ctest --test-dir "$build" --no-tests=error --output-on-failure "${tests[@]}"
+  if [[ $name == release ]]; then preset="test"; fi
+  if [[ $name == clang ]] && ! { command -v clang && command -v clang++; } >/dev/null; then
+    echo "run.sh: lane clang is skipped: there is no clang, and tests/setup.sh could not install it"
+    return
+  fi
+  echo "run.sh: lane $name in build/$preset"
+  cmake --preset "$preset" && cmake --build --preset "$preset" && ctest --preset "$preset"
 }
 
 # Lengths that take about a quarter of a minute each on two cores.

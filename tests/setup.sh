@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Installs what building needs on Debian and Ubuntu; only what is missing. SPDX-License-Identifier: Apache-2.0
 #   tests/setup.sh --bench   compiler, CMake, BLAS, hwloc, liburing; builds the private jemalloc in build/deps/jemalloc
-#   tests/setup.sh --test    the same, Doxygen, Valgrind, clang if it can be had, and tests/requirements.txt in build/venv
-#                            (default)
+#   tests/setup.sh --test    the same, Doxygen, ShellCheck, Valgrind, clang if it can be had, and tests/requirements.txt in
+#                            build/venv (default)
 # GEMINI_JEMALLOC_SOURCE: a jemalloc archive or folder, instead of the distribution's source package.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -11,7 +11,7 @@ packages=(gcc g++ make cmake ninja-build pkg-config python3 python3-venv libopen
   dpkg-dev)
 case ${1:---test} in
   --bench) tools=0 ;;
-  --test) tools=1; packages+=(doxygen valgrind) ;;
+  --test) tools=1; packages+=(doxygen shellcheck valgrind) ;;
   *) echo "setup.sh: $1: unknown option, want --bench or --test" >&2; exit 2 ;;
 esac
 
