@@ -1264,10 +1264,10 @@ static int bench(void) {
     stream_drain(device, stream);
   }
   setvbuf(stdout, NULL, _IOLBF, 0);
-  printf("call + mark + sync, idle stream:  %7.0f ns\n", (double)(ops->now(device) - begin) / ROUNDS);
+  printf("call + mark + sync, idle stream:  %7.0f ns\n", (double)(ops->now(device) - begin) / (double)ROUNDS);
   begin = ops->now(device);
   for (int i = 0; i < QUEUED; i++) CHECK_EQ(ops->call(device, stream, nothing, NULL), GEMINI_OK);
-  printf("enqueue, busy stream:             %7.0f ns\n", (double)(ops->now(device) - begin) / QUEUED);
+  printf("enqueue, busy stream:             %7.0f ns\n", (double)(ops->now(device) - begin) / (double)QUEUED);
   stream_drain(device, stream);
   _Atomic uint64_t gate;
   gate_close(device, stream, &gate);
@@ -1276,7 +1276,7 @@ static int bench(void) {
   printf("mark, held stream:                %7.0f ns\n", (double)(ops->now(device) - begin) / held);
   begin = ops->now(device);
   for (int i = 0; i < QUEUED; i++) CHECK(!ops->reached(device, stream, mark));
-  printf("reached, not yet:                 %7.1f ns\n", (double)(ops->now(device) - begin) / QUEUED);
+  printf("reached, not yet:                 %7.1f ns\n", (double)(ops->now(device) - begin) / (double)QUEUED);
   gate_open(device, &gate);
   begin = ops->now(device);
   CHECK_EQ(ops->sync(device, stream, mark), GEMINI_OK);
@@ -1284,12 +1284,12 @@ static int bench(void) {
   begin = ops->now(device);
   for (int i = 0; i < ROUNDS; i++) mark = mark_new(device, stream);
   CHECK_EQ(ops->sync(device, stream, mark), GEMINI_OK);
-  printf("mark, free stream:                %7.0f ns\n", (double)(ops->now(device) - begin) / ROUNDS);
+  printf("mark, free stream:                %7.0f ns\n", (double)(ops->now(device) - begin) / (double)ROUNDS);
   uint64_t ns, last = mark;
   begin = ops->now(device);
   for (int i = 0; i < ROUNDS; i++) CHECK_EQ(ops->mark_untimed(device, stream, &last), GEMINI_OK);
   CHECK_EQ(ops->sync(device, stream, last), GEMINI_OK);
-  printf("mark_untimed, free stream:        %7.0f ns\n", (double)(ops->now(device) - begin) / ROUNDS);
+  printf("mark_untimed, free stream:        %7.0f ns\n", (double)(ops->now(device) - begin) / (double)ROUNDS);
   for (int i = 0; i < 4096; i++) mark = mark_new(device, stream);
   CHECK_EQ(ops->sync(device, stream, mark), GEMINI_OK);
   begin = ops->now(device);
@@ -1297,7 +1297,7 @@ static int bench(void) {
   printf("mark_time:                        %7.0f ns\n", (double)(ops->now(device) - begin) / 4000);
   begin = ops->now(device);
   for (int i = 0; i < QUEUED; i++) CHECK(ops->reached(device, stream, mark));
-  printf("reached:                          %7.1f ns\n", (double)(ops->now(device) - begin) / QUEUED);
+  printf("reached:                          %7.1f ns\n", (double)(ops->now(device) - begin) / (double)QUEUED);
 
   uint32_t pong = stream_new(device);
   begin = ops->now(device);
@@ -1306,7 +1306,7 @@ static int bench(void) {
     mark = mark_new(device, i % 2 ? stream : pong);
   }
   CHECK_EQ(ops->sync(device, stream, mark), GEMINI_OK);
-  printf("wait + mark between two streams:  %7.0f ns a turn\n", (double)(ops->now(device) - begin) / ROUNDS);
+  printf("wait + mark between two streams:  %7.0f ns a turn\n", (double)(ops->now(device) - begin) / (double)ROUNDS);
 
   for (int i = 0; i < 10; i++) {
     begin = ops->now(device);
