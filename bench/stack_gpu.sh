@@ -7,7 +7,7 @@
 # when left out. RUN: of check, 7b-24GiB, 7b-12GiB, 3b-24GiB, 1.3b-24GiB; all when left out. GEMINI_STACK_LIMIT: seconds
 # for each run, 200 when not set. cuBLAS: GEMINI_CUBLAS, the system's, or python's nvidia-cublas.
 set -uo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/.." || exit 1
 program=${1:-build/release}/bench/bench_stack
 out=${2:-build/stack}
 runs=("${@:3}")

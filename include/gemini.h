@@ -150,7 +150,7 @@ typedef struct gemini_config {
   uint64_t sim_d2h_bytes_per_s; /* simulated device: copy rate from the device; 0 = as fast as memcpy */
   const char *file_dir;         /* directories for the file tier, several separated by ':', over which chunks are
                                    striped; required when file_bytes > 0; borrowed */
-  gemini_log_fn log_fn;         /* NULL: silent */
+  gemini_log_fn log_fn;         /* NULL: silent; stderr where GEMINI_LOG is error, warning, info or debug */
   void *log_user;               /* passed to log_fn */
   uint32_t file_engine;         /* GEMINI_FILE_ENGINE_* */
   uint32_t reserved;            /* 0 */

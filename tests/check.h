@@ -1,13 +1,16 @@
 /* The whole test framework: a check that says where and what, and a runner of named functions.
  *
  *   static void test_heap_free_twice_is_refused(void) { CHECK(!gmi_heap_free(h, 0, tag)); }
- *   int main(int argc, char **argv) { RUN(test_heap_free_twice_is_refused); return check_done(); }
+ *   int main(void) { RUN(test_heap_free_twice_is_refused); return check_done(); }
  *
- * A failed CHECK ends the process with status 1 after naming file, line, expression and values. Exit 77: skipped. */
+ * `test_heap` runs all tests, `test_heap free_twice reset` those with "free_twice" or "reset" in their names, and
+ * `test_heap --list` prints the names. A failed CHECK ends the process with status 1 after naming file, line, expression
+ * and values. Exit 77: skipped. */
 #ifndef CHECK_H
 #define CHECK_H
 
 #include <inttypes.h>
+#include <stdbool.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -37,15 +40,77 @@
     }                                                                                                   \
   } while (0)
 
-static int check_run_count;
-#define RUN(test)                     \
-  do {                                \
-    fprintf(stderr, "  %s\n", #test); \
-    test();                           \
-    check_run_count++;                \
+/* ---- which tests run: the arguments of the program, read once, so that main() need not pass them on */
+enum { CHECK_WORDS = 4096, CHECK_TESTS = 512 };
+static struct {
+  char words[CHECK_WORDS]; /* the command line: the program, then its arguments, each with its zero */
+  size_t words_size;
+  bool begun, list;
+  const char *tests[CHECK_TESTS]; /* the names that RUN was given, each once */
+  int test_count, run_count;
+} check_run;
+
+/* The word after this one; NULL at the end. */
+static inline const char *check_next_word(const char *word) {
+  word += strlen(word) + 1;
+  return word < check_run.words + check_run.words_size ? word : NULL;
+}
+static inline void check_begin(void) {
+  check_run.begun = true;
+  FILE *file = fopen("/proc/self/cmdline", "r");
+  if (file) check_run.words_size = fread(check_run.words, 1, sizeof check_run.words - 1, file);
+  if (!check_run.words_size || check_run.words_size == sizeof check_run.words - 1) {
+    fprintf(stderr, "/proc/self/cmdline cannot be read, or is longer than %d bytes\n", CHECK_WORDS - 2);
+    exit(2);
+  }
+  fclose(file);
+  for (const char *word = check_run.words; (word = check_next_word(word));) {
+    if (!strcmp(word, "--list")) {
+      check_run.list = true;
+      continue;
+    }
+    if (*word && *word != '-') continue;
+    fprintf(stderr, "%s: '%s': want --list, or parts of the names of the tests to run\n", check_run.words, word);
+    exit(2);
+  }
+}
+/* Is this test to be run? Yes, unless the command line has words, and the name contains none of them. */
+static inline bool check_wants(const char *test) {
+  if (!check_run.begun) check_begin();
+  int i = 0;
+  while (i < check_run.test_count && strcmp(check_run.tests[i], test) != 0) i++;
+  if (i == check_run.test_count) {
+    CHECK(i < CHECK_TESTS);
+    check_run.tests[check_run.test_count++] = test;
+    if (check_run.list) printf("%s\n", test);
+  }
+  if (check_run.list) return false;
+  const char *word = check_next_word(check_run.words);
+  if (!word) return true;
+  while (word && !strstr(test, word)) word = check_next_word(word);
+  return word != NULL;
+}
+#define RUN(test)                       \
+  do {                                  \
+    if (check_wants(#test)) {           \
+      fprintf(stderr, "  %s\n", #test); \
+      test();                           \
+      check_run.run_count++;            \
+    }                                   \
   } while (0)
-/* Exit status: a program that ran no test has failed. */
-static inline int check_done(void) { return check_run_count > 0 ? 0 : 1; }
+/* Exit status. A program that ran no test has failed, and so has one with a word that no test's name contains. */
+static inline int check_done(void) {
+  if (check_run.list) return 0;
+  int status = check_run.run_count > 0 ? 0 : 1;
+  for (const char *word = check_run.words; check_run.begun && (word = check_next_word(word));) {
+    int i = 0;
+    while (i < check_run.test_count && !strstr(check_run.tests[i], word)) i++;
+    if (i < check_run.test_count) continue;
+    fprintf(stderr, "%s: no test here has '%s' in its name; --list prints the names\n", check_run.words, word);
+    status = 1;
+  }
+  return status;
+}
 
 /* xorshift64*: seeded, the same everywhere. */
 static inline uint64_t check_random(uint64_t *state) {

@@ -3,7 +3,7 @@
 # tests/cuda_check.sh [LOG_DIR [probe] [tests] [bench] [copy] [update] [memcheck]]: these parts only. Exits 77 without a GPU.
 # SPDX-License-Identifier: Apache-2.0
 set -uo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/.." || exit 1
 logs=${1:-build/cuda}
 parts=" ${*:2} "
 [[ $parts == "  " ]] && parts=" probe tests bench copy update memcheck "
@@ -90,7 +90,7 @@ PLACE(cu_allocation_t, windows_only, CUmemAllocationProp, win32HandleMetaData);
 PLACE(cu_allocation_t, compression, CUmemAllocationProp, allocFlags);
 PLACE(cu_access_t, flags, CUmemAccessDesc, flags);
 END
-  step 60 header ${CC:-gcc} "${flags[@]}" "-I${CUDA_HOME:-/usr/local/cuda}/include" -c -o "$work/header.o" "$work/header.c"
+  step 60 header "${CC:-gcc}" "${flags[@]}" "-I${CUDA_HOME:-/usr/local/cuda}/include" -c -o "$work/header.o" "$work/header.c"
 fi
 
 export GEMINI_TEST_DEVICE=cuda
@@ -104,7 +104,7 @@ if [[ $parts == *" probe "* ]]; then
 fi
 if [[ $parts == *" tests "* ]]; then
   # One by one, so that one that hangs costs its own limit only.
-  for name in $(sed -n 's/^ *RUN_WANTED(\(test_[a-z0-9_]*\));$/\1/p' tests/unit/test_device.c | grep -v _sim_); do
+  for name in $("$work/test_device" --list); do
     step 12 "$name" "$work/test_device" "$name" || tail -n 3 "$logs/$name.log"
   done
 fi

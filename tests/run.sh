@@ -1,50 +1,48 @@
 #!/usr/bin/env bash
 # Sets up, builds and tests, lane by lane; every lane runs, then any failure fails. SPDX-License-Identifier: Apache-2.0
-#   tests/run.sh [--lane release|asan|tsan|valgrind|torch-oldest|torch-gpu|torch-newest]...
-# release: build/test, all tests with the library's own checks. asan: build/asan, address and undefined-behaviour
-# sanitizers. tsan: build/tsan, thread sanitizer. valgrind: build/valgrind, what makes sense in Memcheck, which sees the
-# code as it is delivered. torch-oldest, torch-gpu, torch-newest: Python's tests with the oldest version of torch that is
-# promised, that of the machines with GPUs and the newest one (tests/torch.sh). GEMINI_STRESS_STEPS sets the length of
-# stress tests in every lane.
+#   tests/run.sh [--lane release|clang|asan|tsan|valgrind|torch-oldest|torch-gpu|torch-newest]...
+# release: build/test, all tests with the library's own checks. clang: build/clang, the unit and integration tests built
+# by clang; skipped where setup.sh cannot install clang. asan: build/asan, address and undefined-behaviour sanitizers.
+# tsan: build/tsan, thread sanitizer. valgrind: build/valgrind, what makes sense in Memcheck, which sees the code as it is
+# delivered. torch-oldest, torch-gpu, torch-newest: Python's tests with the oldest version of torch that is promised,
+# that of the machines with GPUs and the newest one (tests/torch.sh). GEMINI_STRESS_STEPS sets the length of stress
+# tests in every lane.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 
+every_lane=(release clang asan tsan valgrind torch-oldest torch-gpu torch-newest)
 lanes=()
 while (($#)); do
   case $1 in
     --lane)
-      case ${2:-} in
-        release | asan | tsan | valgrind | torch-oldest | torch-gpu | torch-newest) lanes+=("$2"); shift 2 ;;
-        *)
-          echo "run.sh: --lane ${2:-}: want release, asan, tsan, valgrind, torch-oldest, torch-gpu or torch-newest" >&2
-          exit 2 ;;
-      esac ;;
+      if [[ " ${every_lane[*]} " != *" ${2:-?} "* ]]; then
+        echo "run.sh: --lane ${2:-}: want one of ${every_lane[*]}" >&2
+        exit 2
+      fi
+      lanes+=("$2"); shift 2 ;;
     --help) sed -n '2,9s/^# \{0,1\}//p' "$0"; exit 0 ;;
     *) echo "run.sh: $1: unknown option, want --lane" >&2; exit 2 ;;
   esac
 done
-((${#lanes[@]})) || lanes=(release asan tsan valgrind torch-oldest torch-gpu torch-newest)
+((${#lanes[@]})) || lanes=("${every_lane[@]}")
 
 tests/setup.sh --test || exit 1
 
+# What each lane builds, and how its tests run, says CMakePresets.json.
 lane() {
-  local name=$1 build
+  local name=$1 preset=$1
   if [[ $name == torch-* ]]; then
     echo "run.sh: lane $name"
     tests/torch.sh "${name#torch-}"
     return
   fi
-  local options=(-G Ninja -DCMAKE_BUILD_TYPE=Release -DGEMINI_TESTS=ON -DGEMINI_CHECK=ON)
-  case $name in
-    release) build=build/test; options+=(-DGEMINI_BENCH=ON) ;;
-    # A BLAS that the thread sanitizer has not seen compiled looks full of races to it.
-    asan) build=build/asan; options+=(-DGEMINI_SANITIZE=address,undefined -DGEMINI_BENCH=ON) ;;
-    tsan) build=build/tsan; options+=(-DGEMINI_SANITIZE=thread -DGEMINI_BENCH=OFF) ;;
-    valgrind) build=build/valgrind; options+=(-DGEMINI_VALGRIND=ON -DGEMINI_CHECK=OFF -DGEMINI_BENCH=OFF) ;;
-  esac
-  echo "run.sh: lane $name in $build"
-  cmake -S . -B "$build" "${options[@]}" && cmake --build "$build" &&
-    ctest --test-dir "$build" --no-tests=error --output-on-failure -j2
+  if [[ $name == release ]]; then preset="test"; fi
+  if [[ $name == clang ]] && ! { command -v clang && command -v clang++; } >/dev/null; then
+    echo "run.sh: lane clang is skipped: there is no clang, and tests/setup.sh could not install it"
+    return
+  fi
+  echo "run.sh: lane $name in build/$preset"
+  cmake --preset "$preset" && cmake --build --preset "$preset" && ctest --preset "$preset"
 }
 
 # Lengths that take about a quarter of a minute each on two cores.

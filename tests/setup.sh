@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Installs what building needs on Debian and Ubuntu; only what is missing. SPDX-License-Identifier: Apache-2.0
 #   tests/setup.sh --bench   compiler, CMake, BLAS, hwloc, liburing, json-c; builds the private jemalloc in build/deps/jemalloc
-#   tests/setup.sh --test    the same, Doxygen, Valgrind, and tests/requirements.txt in build/venv (default)
+#   tests/setup.sh --test    the same, Doxygen, ShellCheck, Valgrind, clang if it can be had, and tests/requirements.txt in
+#                            build/venv (default)
 # GEMINI_JEMALLOC_SOURCE: a jemalloc archive or folder, instead of the distribution's source package.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -10,7 +11,7 @@ packages=(gcc g++ make cmake ninja-build pkg-config python3 python3-venv libopen
   libjson-c-dev dpkg-dev)
 case ${1:---test} in
   --bench) tools=0 ;;
-  --test) tools=1; packages+=(doxygen valgrind) ;;
+  --test) tools=1; packages+=(doxygen shellcheck valgrind) ;;
   *) echo "setup.sh: $1: unknown option, want --bench or --test" >&2; exit 2 ;;
 esac
 
@@ -18,25 +19,30 @@ if ! command -v dpkg-query >/dev/null; then
   echo "setup.sh: this is not Debian or Ubuntu; please install the counterparts of: ${packages[*]}" >&2
   exit 1
 fi
-missing=()
-for package in "${packages[@]}"; do
-  status=$(dpkg-query -W -f '${db:Status-Status}\n' "$package" 2>/dev/null || true)
-  [[ $status == *installed* && $status != *not-installed* ]] || missing+=("$package")
-done
-if ((${#missing[@]})); then
-  as_root=()
+# Installs those of its arguments that are missing.
+install_packages() {
+  local missing=() as_root=() package status
+  for package in "$@"; do
+    status=$(dpkg-query -W -f '${db:Status-Status}\n' "$package" 2>/dev/null || true)
+    [[ $status == *installed* && $status != *not-installed* ]] || missing+=("$package")
+  done
+  ((${#missing[@]})) || return 0
   if ((EUID != 0)); then
     if ! command -v sudo >/dev/null; then
       echo "setup.sh: neither root nor sudo; as root, run: apt-get install ${missing[*]}" >&2
-      exit 1
+      return 1
     fi
     as_root=(sudo)
   fi
   echo "setup.sh: installing ${missing[*]}"
   # Another apt may hold the lock on a fresh machine; wait for it.
-  apt=("${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get -q -o DPkg::Lock::Timeout=600)
-  "${apt[@]}" update
-  "${apt[@]}" install -y --no-install-recommends "${missing[@]}"
+  local apt=("${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get -q -o DPkg::Lock::Timeout=600)
+  "${apt[@]}" update && "${apt[@]}" install -y --no-install-recommends "${missing[@]}"
+}
+install_packages "${packages[@]}"
+# A second compiler is good to have, not necessary.
+if ((tools)) && ! { command -v clang && command -v clang++; } >/dev/null; then
+  install_packages clang || echo "setup.sh: clang cannot be installed: the lane clang of tests/run.sh is skipped" >&2
 fi
 
 tests/jemalloc.sh

@@ -8,6 +8,9 @@
 #include <stdbool.h>
 #include <stdio.h>
 #include <string.h>
+#ifdef __x86_64__
+#include <cpuid.h>
+#endif
 
 #define STRUCT_BYTES_MAX 4096u
 #define COUNT_MAX (UINT64_C(1) << 40)
@@ -208,7 +211,10 @@ static bool machine_has(size_t i) {
   if (i == 0) return true;
 #ifdef __x86_64__
   __builtin_cpu_init();
-  if (i == 1) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+  if (i == 1) { /* clang before 18 knows no "f16c" */
+    unsigned eax, ebx, ecx = 0, edx;
+    return __builtin_cpu_supports("avx2") && __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C);
+  }
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 #else

@@ -4,6 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/log.h"
 #include "base/nvtx.h"
 #include "base/space.h"
 #include "chunk/arena.h"
@@ -58,10 +59,12 @@ static gemini_status_t config_check(gemini_config_t *c) {
   if (c->keep_name && (!*c->keep_name || !c->file_bytes || !c->window_bytes))
     return gmi_fail(GEMINI_ERR_INVALID, 0, "keep_name is \"%.60s\": it must not be empty, and needs %s", c->keep_name,
                     c->file_bytes ? "window_bytes" : "a file tier");
+  gemini_status_t status = gmi_log_environment(c);
+  if (status) return status;
   if (c->watchdog_ns && (!c->log_fn || c->log_level == GEMINI_LOG_ERROR))
     return gmi_fail(GEMINI_ERR_INVALID, 0, "watchdog_ns is %llu, but %s", (unsigned long long)c->watchdog_ns,
                     c->log_fn ? "log_level leaves out warnings, with which it reports"
-                              : "log_fn, to which it reports, is NULL");
+                              : "log_fn, to which it reports, is NULL, and GEMINI_LOG is not set");
   if (c->reserved) return gmi_fail(GEMINI_ERR_INVALID, 0, "reserved is %u, must be 0", c->reserved);
   if (c->file_engine > GEMINI_FILE_ENGINE_THREADS)
     return gmi_fail(GEMINI_ERR_INVALID, 0, "file_engine is %u, the last one is %d", c->file_engine,
@@ -69,7 +72,7 @@ static gemini_status_t config_check(gemini_config_t *c) {
   if (c->file_bytes && (!c->file_dir || !*c->file_dir))
     return gmi_fail(GEMINI_ERR_INVALID, 0, "file_bytes is %llu but file_dir is not set",
                     (unsigned long long)c->file_bytes);
-  gemini_status_t status = check_fraction("static_param_fraction", c->static_param_fraction);
+  status = check_fraction("static_param_fraction", c->static_param_fraction);
   if (!status) status = check_fraction("static_optim_fraction", c->static_optim_fraction);
   if (!c->warmup_iterations) c->warmup_iterations = 1;
   if (!c->log_level) c->log_level = GEMINI_LOG_WARNING;

@@ -267,7 +267,8 @@ static gemini_status_t state_set(gmi_manager_t *m, gemini_tensor_t tensor, uint3
   if (!t) return GEMINI_ERR_HANDLE;
   if (state >= GEMINI_STATE_COUNT)
     return gmi_fail(GEMINI_ERR_INVALID, 0, "state is %u, the last one is %d", state, GEMINI_STATE_COUNT - 1);
-  uint64_t word = atomic_load(&t->word), from = gmi_tensor_state(word);
+  uint64_t word = atomic_load(&t->word);
+  uint32_t from = gmi_tensor_state(word);
   bool settable = state == GEMINI_STATE_HOLD || state == GEMINI_STATE_READY_FOR_REDUCE || state == GEMINI_STATE_FREE;
   if (!settable || (word & GMI_TENSOR_USERS) || !gmi_state_legal(from, state))
     return gmi_fail(GEMINI_ERR_STATE, 0, "tensor %s cannot go from %s to %s", gmi_tensor_base(m, t)->name, names[from],

@@ -383,7 +383,7 @@ static uint32_t run_cost(const gmi_manager_t *m, const gmi_arena_t *store, uint3
     const gmi_window_t *want = &store->windows[first + i], *is = m->host.slots[slot + i].window;
     if (is == want) continue;
     if (m->host.slots[slot + i].block || !movable(is) || !movable(want)) return UINT32_MAX;
-    cost += (gmi_window_has_slot(want)) + (is ? 3 : 0);
+    cost += (gmi_window_has_slot(want) ? 1U : 0U) + (is ? 3U : 0U);
   }
   return cost;
 }

@@ -149,7 +149,7 @@ void gmi_frames_free(gmi_manager_t *m) {
   free(m->unmade);
   m->frames = NULL;
   m->unmade = NULL;
-  m->frame_capacity = m->frame_count = m->frame_made = m->frame_used = m->free_size = m->unmade_size = 0;
+  m->frame_used = m->frame_capacity = m->frame_count = m->frame_made = m->free_size = m->unmade_size = 0;
 }
 
 /* The frame that is wished for, when it is free; else the one given up longest ago. */

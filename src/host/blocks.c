@@ -24,8 +24,8 @@
 
 #include "base/status.h"
 
-enum { ALIGN_LEAST = 256 }; /* as device allocators have it */
-#define GRAIN_PAGES_LIMIT (UINT64_C(1) << 30)
+enum { ALIGN_LEAST = 256 };                   /* as device allocators have it */
+#define GRAIN_PAGES_LIMIT (UINT64_C(1) << 32) /* grain_t counts them in 32 bits */
 
 typedef struct {
   uint64_t offset, size_bytes;
@@ -37,8 +37,8 @@ typedef struct {
 
 enum { GRAIN_EMPTY = 0, GRAIN_COMING = 1, GRAIN_READY = 2 }; /* COMING: a thread is in commit */
 typedef struct {
-  uint32_t pages : 30; /* in extents */
-  uint32_t state : 2;  /* READY => pages; COMING => pages, those of the thread in commit */
+  uint32_t pages; /* in extents */
+  uint32_t state; /* READY => pages; COMING => pages, those of the thread in commit */
 } grain_t;
 
 struct gmi_blocks {

@@ -29,7 +29,7 @@ typedef void (*gmi_blocks_decommit_fn)(void *user, uint64_t offset_bytes, uint64
 typedef struct gmi_blocks_config {
   void *base;                      /* page-aligned; borrowed until close */
   uint64_t size_bytes;             /* whole pages, not 0 */
-  uint64_t grain_bytes;            /* whole pages, fewer than 2^30; 0 = the whole range is one grain */
+  uint64_t grain_bytes;            /* whole pages, fewer than 2^32; 0 = the whole range is one grain */
   gmi_blocks_commit_fn commit;     /* NULL: the range is backed all the time */
   gmi_blocks_decommit_fn decommit; /* NULL: grains stay backed */
   void *user;

@@ -111,7 +111,7 @@ static gemini_status_t iteration_begin(gmi_manager_t *m) {
   gmi_trace_clear(&t->record);
   t->resolved = t->stall_count = t->op_index = 0;
   t->in_ops_ns = 0;
-  t->departed = t->record_lost = false;
+  t->record_lost = t->departed = false;
   for (uint32_t i = 0; i < GMI_VARIANTS; i++) t->agrees[i] = t->variants[i].used;
   t->active = expected_variant(t);
   variant_t *v = gmi_tracer_active_variant(t);

@@ -408,9 +408,7 @@ static void test_load_of_a_chunk_whose_update_waits_loads_nothing(void) {
 /* ---- checkpoints */
 static void test_checkpoint_without_room_is_oom_file(void) {
   char dir[64], path[128];
-  const char *tmp = getenv("TMPDIR");
-  snprintf(dir, sizeof dir, "%.40s/gemini.XXXXXX", tmp && *tmp ? tmp : "/tmp");
-  CHECK(mkdtemp(dir));
+  dir_make(dir);
   gemini_config_t c = world_config(4, 8, 16);
   c.file_dir = dir;
   c.keep_name = "run";

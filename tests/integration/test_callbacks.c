@@ -198,5 +198,5 @@ int main(void) {
   RUN(test_a_piece_runs_once_whoever_comes_in_its_callback);
   RUN(test_zero_forgets_nothing_that_came_in_a_callback);
   RUN(test_an_arena_is_destroyed_once);
-  return 0;
+  return check_done();
 }

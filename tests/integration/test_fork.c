@@ -242,10 +242,8 @@ static void test_a_child_and_its_child_have_managers_of_their_own(void) {
 
 /* The kept files of a trainer that was killed are free, though a worker which it forked lives on. */
 static void keep_and_be_killed(uint32_t engine) {
-  const char *tmp = getenv("TMPDIR");
   char dir[64];
-  snprintf(dir, sizeof dir, "%.40s/gemini.XXXXXX", tmp && *tmp ? tmp : "/tmp");
-  CHECK(mkdtemp(dir));
+  dir_make(dir);
   gemini_config_t c = world_config(4, 6, 40);
   c.file_dir = dir;
   c.keep_name = "run";

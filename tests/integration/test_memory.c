@@ -14,44 +14,18 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "../check.h"
 #include "../touch.h"
-#include "gemini.h"
+#define WORLD_MORE      \
+  gemini_arena_t arena; \
+  gemini_tensor_t t[64]; /* an arena of byte elements, tensors of whole windows */
+#include "world.h"
 
-#define OK(call) CHECK_EQ(call, GEMINI_OK)
-#define WINDOW UINT64_C(65536)
+#define OK(call) CHECK_OK(call)
+#define WINDOW WORLD_WINDOW
 enum { DEVICE = GEMINI_TIER_DEVICE, HOST = GEMINI_TIER_HOST, FILES = GEMINI_TIER_FILE };
-enum { TENSORS = 64 };
 
-/* ---- one arena of byte elements with tensors of whole windows */
-typedef struct {
-  gemini_manager_t mgr;
-  gemini_arena_t arena;
-  gemini_stream_t stream;
-  gemini_tensor_t t[TENSORS];
-  char dir[64]; /* of the file tier; "" = none */
-} world_t;
-
-static gemini_config_t config_of(uint64_t device_windows, uint64_t host_windows, uint64_t file_windows) {
-  gemini_config_t c = GEMINI_CONFIG_INIT;
-  c.device_bytes = device_windows * WINDOW;
-  c.host_bytes = host_windows * WINDOW;
-  c.file_bytes = file_windows * WINDOW;
-  c.window_bytes = WINDOW;
-  c.update_threads = 1;
-  return c;
-}
-
-static world_t world_open(gemini_config_t c) {
-  world_t w = { 0 };
-  if (c.file_bytes) {
-    const char *tmp = getenv("TMPDIR");
-    snprintf(w.dir, sizeof w.dir, "%.40s/gemini.XXXXXX", tmp && *tmp ? tmp : "/tmp");
-    CHECK(mkdtemp(w.dir));
-    c.file_dir = w.dir;
-  }
-  OK(gemini_manager_open(&c, &w.mgr));
-  OK(gemini_stream_create(w.mgr, &w.stream));
+static world_t world_with_arena(gemini_config_t c) {
+  world_t w = world_open(c);
   gemini_arena_config_t a = GEMINI_ARENA_CONFIG_INIT;
   a.kind = GEMINI_KIND_OTHER;
   a.capacity_bytes = UINT64_C(1) << 30;
@@ -67,7 +41,7 @@ static gemini_tensor_t tensor_at(world_t *w, const char *name, uint64_t size, ui
 
 /* count tensors of size bytes each: world->t[0..count). */
 static world_t world_of(gemini_config_t c, int count, uint64_t size) {
-  world_t w = world_open(c);
+  world_t w = world_with_arena(c);
   for (int i = 0; i < count; i++) {
     char name[32];
     snprintf(name, sizeof name, "t.%d", i);
@@ -76,19 +50,9 @@ static world_t world_of(gemini_config_t c, int count, uint64_t size) {
   return w;
 }
 
-static void world_close(world_t *w) {
-  OK(gemini_manager_close(w->mgr));
-  if (*w->dir) CHECK_EQ(rmdir(w->dir), 0); /* fails when a file was left in it */
-}
-
-static gemini_error_info_t last_error(void) {
-  gemini_error_info_t info = GEMINI_ERROR_INFO_INIT;
-  OK(gemini_last_error(&info));
-  return info;
-}
 /* The message of this thread's last failure names this quantity. */
 static bool says(const char *text) {
-  gemini_error_info_t info = last_error();
+  gemini_error_info_t info = world_error();
   if (strstr(info.message, text)) return true;
   fprintf(stderr, "message: %s\n", info.message);
   return false;
@@ -99,38 +63,12 @@ static bool says_bytes(const char *before, uint64_t bytes) {
   return says(text);
 }
 
-static gemini_stats_t stats_of(const world_t *w) {
-  gemini_stats_t s = GEMINI_STATS_INIT;
-  OK(gemini_stats(w->mgr, &s));
-  return s;
-}
-static uint64_t used(const world_t *w, uint32_t tier) { return stats_of(w).used_bytes[tier]; }
+static uint64_t used(const world_t *w, uint32_t tier) { return world_stats(w).used_bytes[tier]; }
 
-static gemini_tensor_info_t info_of(const world_t *w, gemini_tensor_t t) {
-  gemini_tensor_info_t info = GEMINI_TENSOR_INFO_INIT;
-  OK(gemini_tensor_info(w->mgr, t, &info));
-  return info;
+static uint64_t bytes_in(const world_t *w, gemini_tensor_t t, uint32_t tier) {
+  return world_tensor_info(w, t).tier_bytes[tier];
 }
-static uint64_t bytes_in(const world_t *w, gemini_tensor_t t, uint32_t tier) { return info_of(w, t).tier_bytes[tier]; }
 
-/* ---- contents: byte i of an object is a function of a seed and i */
-static uint8_t pattern(uint64_t seed, uint64_t i) {
-  uint64_t x = (i + 1) * UINT64_C(0x9e3779b97f4a7c15) + seed * UINT64_C(0xd1342543de82ef95);
-  return (uint8_t)((x ^ x >> 29) >> 17);
-}
-static void fill(void *at, uint64_t offset, uint64_t size, uint64_t seed) {
-  for (uint64_t i = 0; i < size; i++) ((uint8_t *)at)[i] = pattern(seed, offset + i);
-}
-static bool filled(const void *at, uint64_t offset, uint64_t size, uint64_t seed) {
-  const uint8_t *bytes = at;
-  for (uint64_t i = 0; i < size; i++) {
-    if (bytes[i] == pattern(seed, offset + i)) continue;
-    fprintf(stderr, "byte %" PRIu64 " is %#x, expected %#x of seed %" PRIu64 "\n", offset + i, bytes[i],
-            pattern(seed, offset + i), seed);
-    return false;
-  }
-  return true;
-}
 static bool is_zero(const void *at, uint64_t size) {
   const uint8_t *bytes = at;
   for (uint64_t i = 0; i < size; i++)
@@ -138,47 +76,27 @@ static bool is_zero(const void *at, uint64_t size) {
   return true;
 }
 
-static gemini_access_t part_of(uint64_t object, uint64_t offset, uint64_t size, uint32_t mode, uint32_t tier) {
-  return (gemini_access_t){ .object = object, .offset_bytes = offset, .size_bytes = size, .mode = mode, .tier = tier };
-}
-static gemini_access_t whole(uint64_t object, uint32_t mode, uint32_t tier) {
-  return part_of(object, 0, 0, mode, tier);
-}
-
-static void put_part(world_t *w, uint64_t object, uint64_t offset, uint64_t size, uint32_t tier, uint64_t seed) {
-  gemini_access_t a = part_of(object, offset, size, GEMINI_WRITE, tier);
-  OK(gemini_acquire(w->mgr, &a, 1, GEMINI_STREAM_CALLER));
-  fill(a.ptr, offset, size, seed);
-  OK(gemini_release(w->mgr, &a, 1, GEMINI_STREAM_CALLER));
-}
 static void put(world_t *w, gemini_tensor_t t, uint32_t tier, uint64_t seed) {
-  put_part(w, t, 0, info_of(w, t).size_bytes, tier, seed);
+  world_fill(w, t, 0, world_tensor_info(w, t).size_bytes, tier, seed);
 }
 static void expect_part(world_t *w, uint64_t object, uint64_t offset, uint64_t size, uint32_t tier, uint64_t seed) {
-  gemini_access_t a = part_of(object, offset, size, GEMINI_READ, tier);
-  OK(gemini_acquire(w->mgr, &a, 1, GEMINI_STREAM_CALLER));
-  CHECK(filled(a.ptr, offset, size, seed));
-  OK(gemini_release(w->mgr, &a, 1, GEMINI_STREAM_CALLER));
+  CHECK(world_holds_on(w, object, offset, size, tier, seed));
 }
 static void expect(world_t *w, gemini_tensor_t t, uint32_t tier, uint64_t seed) {
-  expect_part(w, t, 0, info_of(w, t).size_bytes, tier, seed);
+  expect_part(w, t, 0, world_tensor_info(w, t).size_bytes, tier, seed);
 }
 static void expect_zero(world_t *w, gemini_tensor_t t, uint32_t tier) {
-  gemini_access_t a = whole(t, GEMINI_READ, tier);
+  gemini_access_t a = world_whole(t, GEMINI_READ, tier);
   OK(gemini_acquire(w->mgr, &a, 1, GEMINI_STREAM_CALLER));
-  CHECK(is_zero(a.ptr, info_of(w, t).size_bytes));
+  CHECK(is_zero(a.ptr, world_tensor_info(w, t).size_bytes));
   OK(gemini_release(w->mgr, &a, 1, GEMINI_STREAM_CALLER));
 }
 static gemini_status_t move(world_t *w, uint64_t object, uint32_t tier) {
-  gemini_access_t a = whole(object, GEMINI_READ, tier);
+  gemini_access_t a = world_whole(object, GEMINI_READ, tier);
   return gemini_move(w->mgr, &a, 1);
 }
 
 /* ---- work on streams */
-static void sleep_ms(long ms) {
-  struct timespec t = { ms / 1000, ms % 1000 * 1000000 };
-  while (nanosleep(&t, &t) && errno == EINTR) continue;
-}
 typedef struct {
   void *at;
   uint64_t size, seed;
@@ -188,20 +106,20 @@ typedef struct {
 static void work_fill(void *user) {
   work_t *k = user;
   sleep_ms(k->delay_ms);
-  fill(k->at, 0, k->size, k->seed);
+  world_write(k->at, 0, k->size, k->seed);
 }
 static void work_check(void *user) {
   work_t *k = user;
   sleep_ms(k->delay_ms);
-  k->right = filled(k->at, 0, k->size, k->seed);
+  k->right = world_reads(k->at, 0, k->size, k->seed);
 }
 
 /* ---- addresses and contents */
 static void test_addresses_across_evictions_stay(void) {
-  world_t w = world_of(config_of(4, 12, 16), 16, WINDOW);
+  world_t w = world_of(world_config(4, 12, 16), 16, WINDOW);
   uint64_t address[16], seed[16] = { 0 }, random = 7;
   for (int i = 0; i < 16; i++) {
-    address[i] = info_of(&w, w.t[i]).address;
+    address[i] = world_tensor_info(&w, w.t[i]).address;
     CHECK_EQ(address[i], address[0] + (uint64_t)i * WINDOW);
   }
   for (int round = 0; round < 400; round++) {
@@ -211,16 +129,16 @@ static void test_addresses_across_evictions_stay(void) {
       OK(move(&w, w.t[i], choice ? FILES : HOST));
     } else {
       bool write = choice < 5 || !seed[i];
-      gemini_access_t a = whole(w.t[i], write ? GEMINI_WRITE : GEMINI_READ, DEVICE);
+      gemini_access_t a = world_whole(w.t[i], write ? GEMINI_WRITE : GEMINI_READ, DEVICE);
       OK(gemini_acquire(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
       CHECK_EQ((uintptr_t)a.ptr, address[i]);
-      if (write) fill(a.ptr, 0, WINDOW, seed[i] = (uint64_t)round + 1);
-      else CHECK(filled(a.ptr, 0, WINDOW, seed[i]));
+      if (write) world_write(a.ptr, 0, WINDOW, seed[i] = (uint64_t)round + 1);
+      else CHECK(world_reads(a.ptr, 0, WINDOW, seed[i]));
       OK(gemini_release(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
     }
-    CHECK_EQ(info_of(&w, w.t[i]).address, address[i]);
+    CHECK_EQ(world_tensor_info(&w, w.t[i]).address, address[i]);
   }
-  gemini_stats_t s = stats_of(&w);
+  gemini_stats_t s = world_stats(&w);
   CHECK(s.moved_chunks[GEMINI_LINK_D2H][GEMINI_REASON_PRESSURE] > 50); /* it did evict */
   for (int i = 0; i < 16; i++)
     if (seed[i]) expect(&w, w.t[i], i % 2 ? HOST : DEVICE, seed[i]);
@@ -228,13 +146,13 @@ static void test_addresses_across_evictions_stay(void) {
 }
 
 static void test_contents_down_to_files_and_back_survive(void) {
-  world_t w = world_of(config_of(4, 4, 4), 1, 3 * WINDOW - 100);
+  world_t w = world_of(world_config(4, 4, 4), 1, 3 * WINDOW - 100);
   uint64_t size = 3 * WINDOW - 100;
   put(&w, w.t[0], DEVICE, 5);
   static const uint32_t way[] = { HOST, FILES, HOST, DEVICE, FILES, DEVICE, HOST, DEVICE };
   for (size_t k = 0; k < sizeof way / sizeof *way; k++) {
     OK(move(&w, w.t[0], way[k]));
-    gemini_tensor_info_t info = info_of(&w, w.t[0]);
+    gemini_tensor_info_t info = world_tensor_info(&w, w.t[0]);
     for (uint32_t tier = 0; tier < GEMINI_TIER_COUNT; tier++)
       CHECK_EQ(info.tier_bytes[tier], tier == way[k] ? size : 0);
     if (way[k] != HOST) CHECK_EQ(used(&w, way[k]), 3 * WINDOW);
@@ -244,7 +162,7 @@ static void test_contents_down_to_files_and_back_survive(void) {
   }
   expect(&w, w.t[0], DEVICE, 7);
   expect(&w, w.t[0], HOST, 7);
-  gemini_stats_t s = stats_of(&w);
+  gemini_stats_t s = world_stats(&w);
   CHECK(s.moved_bytes[GEMINI_LINK_H2F][GEMINI_REASON_CALLER] >= 6 * WINDOW);
   CHECK(s.moved_bytes[GEMINI_LINK_F2H][GEMINI_REASON_CALLER] >= 6 * WINDOW);
   world_close(&w);
@@ -252,15 +170,15 @@ static void test_contents_down_to_files_and_back_survive(void) {
 
 /* A stale lower copy must never come back: written on the device after it was stored below. */
 static void test_contents_rewritten_above_an_older_copy_are_the_newer(void) {
-  world_t w = world_of(config_of(2, 4, 8), 3, WINDOW);
+  world_t w = world_of(world_config(2, 4, 8), 3, WINDOW);
   for (uint64_t round = 1; round <= 6; round++) {
     put(&w, w.t[0], DEVICE, round);
     OK(move(&w, w.t[0], round % 2 ? FILES : HOST));
     OK(move(&w, w.t[0], DEVICE)); /* now a clean copy lies below */
-    gemini_access_t a = part_of(w.t[0], 100, 50, GEMINI_READ_WRITE, DEVICE);
+    gemini_access_t a = world_part(w.t[0], 100, 50, GEMINI_READ_WRITE, DEVICE);
     OK(gemini_acquire(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
-    CHECK(filled(a.ptr, 100, 50, round));
-    fill(a.ptr, 100, 50, round + 100);
+    CHECK(world_reads(a.ptr, 100, 50, round));
+    world_write(a.ptr, 100, 50, round + 100);
     OK(gemini_release(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
     put(&w, w.t[1], DEVICE, 50), put(&w, w.t[2], DEVICE, 51); /* push it out */
     CHECK_EQ(bytes_in(&w, w.t[0], DEVICE), 0);
@@ -273,9 +191,9 @@ static void test_contents_rewritten_above_an_older_copy_are_the_newer(void) {
 
 /* Leaving the device comes after the queued work that writes it, whoever asks for it. */
 static void test_eviction_behind_queued_work_keeps_what_it_writes(void) {
-  world_t w = world_of(config_of(2, 8, 8), 4, WINDOW);
+  world_t w = world_of(world_config(2, 8, 8), 4, WINDOW);
   for (int how = 0; how < 4; how++) {
-    gemini_access_t a = whole(w.t[0], GEMINI_WRITE, DEVICE);
+    gemini_access_t a = world_whole(w.t[0], GEMINI_WRITE, DEVICE);
     OK(gemini_acquire(w.mgr, &a, 1, w.stream));
     work_t work = { .at = a.ptr, .size = WINDOW, .seed = 40 + (uint64_t)how, .delay_ms = 30 };
     OK(gemini_stream_call(w.mgr, w.stream, work_fill, &work));
@@ -292,11 +210,11 @@ static void test_eviction_behind_queued_work_keeps_what_it_writes(void) {
 
 /* An acquire on one stream waits for what another stream was told to do with the bytes. */
 static void test_acquire_on_another_stream_sees_the_first_ones_writes(void) {
-  world_t w = world_of(config_of(4, 8, 0), 2, WINDOW);
+  world_t w = world_of(world_config(4, 8, 0), 2, WINDOW);
   gemini_stream_t other;
   OK(gemini_stream_create(w.mgr, &other));
-  for (uint64_t round = 0; round < 6; round++) {
-    gemini_access_t write = whole(w.t[0], GEMINI_WRITE, DEVICE), read = whole(w.t[0], GEMINI_READ, DEVICE);
+  for (uint64_t round = 1; round <= 6; round++) {
+    gemini_access_t write = world_whole(w.t[0], GEMINI_WRITE, DEVICE), read = world_whole(w.t[0], GEMINI_READ, DEVICE);
     OK(gemini_acquire(w.mgr, &write, 1, w.stream));
     work_t fills = { .at = write.ptr, .size = WINDOW, .seed = round, .delay_ms = 20 };
     OK(gemini_stream_call(w.mgr, w.stream, work_fill, &fills));
@@ -315,14 +233,14 @@ static void test_acquire_on_another_stream_sees_the_first_ones_writes(void) {
 }
 
 static void test_never_written_reads_zero_in_used_frames(void) {
-  world_t w = world_of(config_of(2, 4, 4), 8, WINDOW);
+  world_t w = world_of(world_config(2, 4, 4), 8, WINDOW);
   put(&w, w.t[0], DEVICE, 1), put(&w, w.t[1], DEVICE, 2); /* frames and host slots get dirty */
   OK(move(&w, w.t[0], FILES));
   OK(move(&w, w.t[1], HOST));
   for (int i = 2; i < 8; i++) expect_zero(&w, w.t[i], i % 2 ? DEVICE : HOST);
-  put_part(&w, w.t[7], 10, 20, DEVICE, 3); /* a partial write leaves the rest zero */
+  world_fill(&w, w.t[7], 10, 20, DEVICE, 3); /* a partial write leaves the rest zero */
   expect_part(&w, w.t[7], 10, 20, HOST, 3);
-  gemini_access_t rest = part_of(w.t[7], 30, WINDOW - 30, GEMINI_READ, HOST);
+  gemini_access_t rest = world_part(w.t[7], 30, WINDOW - 30, GEMINI_READ, HOST);
   OK(gemini_acquire(w.mgr, &rest, 1, GEMINI_STREAM_CALLER));
   CHECK(is_zero(rest.ptr, WINDOW - 30));
   OK(gemini_release(w.mgr, &rest, 1, GEMINI_STREAM_CALLER));
@@ -331,7 +249,7 @@ static void test_never_written_reads_zero_in_used_frames(void) {
 
 /* ---- out of memory means evict */
 static void test_acquires_beyond_the_device_evict(void) {
-  world_t w = world_of(config_of(5, 24, 0), 24, WINDOW);
+  world_t w = world_of(world_config(5, 24, 0), 24, WINDOW);
   uint64_t random = 3, seed[24] = { 0 };
   for (int round = 0; round < 300; round++) {
     gemini_access_t batch[5];
@@ -341,48 +259,49 @@ static void test_acquires_beyond_the_device_evict(void) {
       if (used_bits >> i & 1) continue;
       used_bits |= UINT64_C(1) << i;
       uint32_t mode = seed[i] && check_random(&random) % 2 ? GEMINI_READ : GEMINI_WRITE;
-      batch[k++] = whole(w.t[i], mode, DEVICE);
+      batch[k++] = world_whole(w.t[i], mode, DEVICE);
     }
     OK(gemini_acquire(w.mgr, batch, count, GEMINI_STREAM_CALLER));
     for (k = 0; k < count; k++) {
       int i = 0;
       while (w.t[i] != batch[k].object) i++;
-      if (batch[k].mode == GEMINI_WRITE) fill(batch[k].ptr, 0, WINDOW, seed[i] = (uint64_t)round + 9);
-      else CHECK(filled(batch[k].ptr, 0, WINDOW, seed[i]));
+      if (batch[k].mode == GEMINI_WRITE) world_write(batch[k].ptr, 0, WINDOW, seed[i] = (uint64_t)round + 9);
+      else CHECK(world_reads(batch[k].ptr, 0, WINDOW, seed[i]));
     }
     OK(gemini_release(w.mgr, batch, count, GEMINI_STREAM_CALLER));
     CHECK(used(&w, DEVICE) <= 5 * WINDOW);
   }
-  CHECK_EQ(stats_of(&w).peak_bytes[DEVICE], 5 * WINDOW);
+  CHECK_EQ(world_stats(&w).peak_bytes[DEVICE], 5 * WINDOW);
   world_close(&w);
 }
 
 static void test_acquire_with_nothing_evictable_says_what_holds_the_memory(void) {
-  world_t w = world_of(config_of(6, 16, 0), 10, WINDOW);
+  world_t w = world_of(world_config(6, 16, 0), 10, WINDOW);
   for (int i = 0; i < 10; i++) put(&w, w.t[i], HOST, 10 + (uint64_t)i);
   void *block;
   OK(gemini_alloc(w.mgr, WINDOW, GEMINI_STREAM_CALLER, &block));
-  gemini_access_t pinned = whole(w.t[0], GEMINI_READ, DEVICE);
+  gemini_access_t pinned = world_whole(w.t[0], GEMINI_READ, DEVICE);
   OK(gemini_pin(w.mgr, &pinned));
-  gemini_access_t held[3] = { whole(w.t[1], GEMINI_READ, DEVICE), whole(w.t[2], GEMINI_READ_WRITE, DEVICE),
-                              whole(w.t[3], GEMINI_READ, DEVICE) };
+  gemini_access_t held[3] = { world_whole(w.t[1], GEMINI_READ, DEVICE), world_whole(w.t[2], GEMINI_READ_WRITE, DEVICE),
+                              world_whole(w.t[3], GEMINI_READ, DEVICE) };
   OK(gemini_acquire(w.mgr, held, 3, GEMINI_STREAM_CALLER));
-  gemini_access_t batch[2] = { whole(w.t[4], GEMINI_READ, DEVICE), whole(w.t[5], GEMINI_READ_WRITE, DEVICE) };
+  gemini_access_t batch[2] = { world_whole(w.t[4], GEMINI_READ, DEVICE),
+                               world_whole(w.t[5], GEMINI_READ_WRITE, DEVICE) };
   batch[0].ptr = batch[1].ptr = &w;
   gemini_access_t four[5];
-  for (int i = 0; i < 4; i++) four[i] = whole(w.t[4 + i], GEMINI_READ, DEVICE);
+  for (int i = 0; i < 4; i++) four[i] = world_whole(w.t[4 + i], GEMINI_READ, DEVICE);
   four[4] = four[3];
   CHECK_EQ(gemini_acquire(w.mgr, four, 5, GEMINI_STREAM_CALLER), GEMINI_ERR_OOM_DEVICE);
-  CHECK_SAYS(last_error().message, "196608 more bytes of device memory are needed"); /* three windows: one has come */
+  CHECK_SAYS(world_error().message, "196608 more bytes of device memory are needed"); /* three windows: one has come */
   CHECK_EQ(gemini_acquire(w.mgr, batch, 2, GEMINI_STREAM_CALLER), GEMINI_ERR_OOM_DEVICE);
-  CHECK_SAYS(last_error().message, "65536 more bytes of device memory are needed");
+  CHECK_SAYS(world_error().message, "65536 more bytes of device memory are needed");
   CHECK(says_bytes("acquired hold ", 4 * WINDOW)); /* the batch's own first window counts */
   CHECK(says_bytes("pinned ", WINDOW) && says_bytes("non-model memory ", WINDOW) && says_bytes("budget ", 6 * WINDOW));
-  CHECK(!strcmp(last_error().operation, "gemini_acquire"));
+  CHECK(!strcmp(world_error().operation, "gemini_acquire"));
   CHECK(batch[0].ptr == &w && batch[1].ptr == &w);
   for (int i = 4; i < 6; i++) {
-    CHECK_EQ(info_of(&w, w.t[i]).users, 0);
-    CHECK_EQ(info_of(&w, w.t[i]).state, GEMINI_STATE_HOLD);
+    CHECK_EQ(world_tensor_info(&w, w.t[i]).users, 0);
+    CHECK_EQ(world_tensor_info(&w, w.t[i]).state, GEMINI_STATE_HOLD);
   }
   void *more = &w;
   CHECK_EQ(gemini_release(w.mgr, batch, 1, GEMINI_STREAM_CALLER), GEMINI_ERR_STATE);
@@ -391,7 +310,7 @@ static void test_acquire_with_nothing_evictable_says_what_holds_the_memory(void)
   CHECK(says_bytes("acquired hold ", 4 * WINDOW) && more == &w);
   OK(gemini_release(w.mgr, batch, 1, GEMINI_STREAM_CALLER));
   OK(gemini_alloc(w.mgr, WINDOW, GEMINI_STREAM_CALLER, &more)); /* evicts what was released */
-  CHECK(filled(held[0].ptr, 0, WINDOW, 11) && filled(held[1].ptr, 0, WINDOW, 12));
+  CHECK(world_reads(held[0].ptr, 0, WINDOW, 11) && world_reads(held[1].ptr, 0, WINDOW, 12));
   OK(gemini_release(w.mgr, held, 3, GEMINI_STREAM_CALLER));
   OK(gemini_free(w.mgr, more, GEMINI_STREAM_CALLER));
   OK(gemini_free(w.mgr, block, GEMINI_STREAM_CALLER));
@@ -402,11 +321,11 @@ static void test_acquire_with_nothing_evictable_says_what_holds_the_memory(void)
 
 /* A failed batch that was to overwrite everything must not have spoilt anything. */
 static void test_acquire_write_batch_refused_keeps_old_bytes(void) {
-  world_t w = world_of(config_of(3, 16, 0), 6, WINDOW);
+  world_t w = world_of(world_config(3, 16, 0), 6, WINDOW);
   for (int i = 0; i < 6; i++) put(&w, w.t[i], HOST, 20 + (uint64_t)i);
   OK(move(&w, w.t[5], DEVICE));
   gemini_access_t batch[4];
-  for (int i = 0; i < 4; i++) batch[i] = whole(w.t[i], GEMINI_WRITE, DEVICE);
+  for (int i = 0; i < 4; i++) batch[i] = world_whole(w.t[i], GEMINI_WRITE, DEVICE);
   CHECK_EQ(gemini_acquire(w.mgr, batch, 4, w.stream), GEMINI_ERR_OOM_DEVICE);
   for (int i = 0; i < 6; i++) expect(&w, w.t[i], i % 2 ? DEVICE : HOST, 20 + (uint64_t)i);
   OK(gemini_acquire(w.mgr, batch, 3, w.stream));
@@ -416,40 +335,40 @@ static void test_acquire_write_batch_refused_keeps_old_bytes(void) {
 
 static void test_allocation_storm_takes_all_but_what_is_held(void) {
   enum { BLOCK = 10000, ROUNDED = 10240 };
-  world_t w = world_of(config_of(8, 16, 0), 8, WINDOW);
+  world_t w = world_of(world_config(8, 16, 0), 8, WINDOW);
   for (int i = 0; i < 8; i++) put(&w, w.t[i], DEVICE, 30 + (uint64_t)i);
-  gemini_access_t held = whole(w.t[3], GEMINI_READ, DEVICE);
+  gemini_access_t held = world_whole(w.t[3], GEMINI_READ, DEVICE);
   OK(gemini_acquire(w.mgr, &held, 1, GEMINI_STREAM_CALLER));
   static void *block[8 * WINDOW / BLOCK + 1];
   uint64_t count = 0;
   gemini_status_t status;
   while (!(status = gemini_alloc(w.mgr, BLOCK, GEMINI_STREAM_CALLER, &block[count]))) {
     CHECK_EQ((uintptr_t)block[count] % 512, 0);
-    fill(block[count], 0, BLOCK, count);
+    world_write(block[count], 0, BLOCK, 100 + count);
     count++;
   }
   CHECK_EQ(status, GEMINI_ERR_OOM_DEVICE);
   CHECK_EQ(count, 7 * WINDOW / ROUNDED); /* blocks lie in one piece across frames: nothing is lost but the end */
   CHECK(says_bytes("non-model memory ", 7 * WINDOW) && says_bytes("acquired hold ", WINDOW));
-  gemini_stats_t s = stats_of(&w);
+  gemini_stats_t s = world_stats(&w);
   CHECK_EQ(s.nonmodel_bytes, count * ROUNDED);
   CHECK_EQ(s.used_bytes[DEVICE], 8 * WINDOW);
   CHECK_EQ(s.peak_bytes[DEVICE], 8 * WINDOW);
-  for (uint64_t k = 0; k < count; k++) CHECK(filled(block[k], 0, BLOCK, k));
-  CHECK(filled(held.ptr, 0, WINDOW, 33));
+  for (uint64_t k = 0; k < count; k++) CHECK(world_reads(block[k], 0, BLOCK, 100 + k));
+  CHECK(world_reads(held.ptr, 0, WINDOW, 33));
   for (uint64_t k = 0; k < count; k++) OK(gemini_free(w.mgr, block[k], GEMINI_STREAM_CALLER));
-  CHECK_EQ(stats_of(&w).nonmodel_bytes, 0);
+  CHECK_EQ(world_stats(&w).nonmodel_bytes, 0);
   OK(gemini_release(w.mgr, &held, 1, GEMINI_STREAM_CALLER));
   gemini_access_t all[8]; /* idle heap pages give way to chunks */
-  for (int i = 0; i < 8; i++) all[i] = whole(w.t[i], GEMINI_READ, DEVICE);
+  for (int i = 0; i < 8; i++) all[i] = world_whole(w.t[i], GEMINI_READ, DEVICE);
   OK(gemini_acquire(w.mgr, all, 8, GEMINI_STREAM_CALLER));
-  for (int i = 0; i < 8; i++) CHECK(filled(all[i].ptr, 0, WINDOW, 30 + (uint64_t)i));
+  for (int i = 0; i < 8; i++) CHECK(world_reads(all[i].ptr, 0, WINDOW, 30 + (uint64_t)i));
   OK(gemini_release(w.mgr, all, 8, GEMINI_STREAM_CALLER));
   world_close(&w);
 }
 
 static void test_allocations_and_acquires_mixed_never_pass_the_budget(void) {
-  gemini_config_t c = config_of(0, 32, 0);
+  gemini_config_t c = world_config(0, 32, 0);
   c.device_bytes = 7 * WINDOW + 1000;
   c.device_margin_bytes = WINDOW + 500; /* leaves 6 windows and 500 bytes: 6 frames */
   world_t w = world_of(c, 16, WINDOW);
@@ -462,7 +381,7 @@ static void test_allocations_and_acquires_mixed_never_pass_the_budget(void) {
     if (round % 100 == 0) OK(gemini_iteration_begin(w.mgr)); /* warm-up and what comes after it */
     uint64_t choice = check_random(&random) % 3, k = check_random(&random) % 12, i = check_random(&random) % 16;
     if (choice == 0 && block[k].at) {
-      CHECK(filled(block[k].at, 0, block[k].size, block[k].seed));
+      CHECK(world_reads(block[k].at, 0, block[k].size, block[k].seed));
       OK(gemini_free(w.mgr, block[k].at, GEMINI_STREAM_CALLER));
       block[k].at = NULL;
     } else if (choice == 1 && !block[k].at) {
@@ -475,26 +394,26 @@ static void test_allocations_and_acquires_mixed_never_pass_the_budget(void) {
         CHECK_EQ(info.tier_bytes[DEVICE], 0);
         block[k].at = NULL;
       } else {
-        fill(block[k].at, 0, block[k].size, block[k].seed = (uint64_t)round);
+        world_write(block[k].at, 0, block[k].size, block[k].seed = (uint64_t)round);
       }
     } else {
       bool write = !seed[i] || choice == 2;
-      gemini_access_t a = whole(w.t[i], write ? GEMINI_WRITE : GEMINI_READ, DEVICE);
+      gemini_access_t a = world_whole(w.t[i], write ? GEMINI_WRITE : GEMINI_READ, DEVICE);
       gemini_status_t status = gemini_acquire(w.mgr, &a, 1, GEMINI_STREAM_CALLER);
       if (status) {
         CHECK_EQ(status, GEMINI_ERR_OOM_DEVICE);
         CHECK(says_bytes("non-model memory ", 6 * WINDOW));
       } else {
-        if (write) fill(a.ptr, 0, WINDOW, seed[i] = (uint64_t)round + 1);
-        else CHECK(filled(a.ptr, 0, WINDOW, seed[i]));
+        if (write) world_write(a.ptr, 0, WINDOW, seed[i] = (uint64_t)round + 1);
+        else CHECK(world_reads(a.ptr, 0, WINDOW, seed[i]));
         OK(gemini_release(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
       }
     }
-    gemini_stats_t s = stats_of(&w);
+    gemini_stats_t s = world_stats(&w);
     CHECK(s.used_bytes[DEVICE] <= 6 * WINDOW && s.peak_bytes[DEVICE] <= 6 * WINDOW);
     if (round % 100 == 99) OK(gemini_iteration_end(w.mgr));
   }
-  CHECK_EQ(stats_of(&w).peak_bytes[DEVICE], 6 * WINDOW); /* and it used what it may */
+  CHECK_EQ(world_stats(&w).peak_bytes[DEVICE], 6 * WINDOW); /* and it used what it may */
   for (int k = 0; k < 12; k++) OK(gemini_free(w.mgr, block[k].at, GEMINI_STREAM_CALLER));
   for (int i = 0; i < 16; i++)
     if (seed[i]) expect(&w, w.t[i], DEVICE, seed[i]);
@@ -503,14 +422,14 @@ static void test_allocations_and_acquires_mixed_never_pass_the_budget(void) {
 
 /* The margin is honoured in an op of warm-up, whose memory nobody has planned. */
 static void test_margin_in_warmup_is_left_alone(void) {
-  gemini_config_t c = config_of(6, 32, 0);
+  gemini_config_t c = world_config(6, 32, 0);
   c.device_margin_bytes = 1; /* one byte less: one frame less */
   world_t w = world_of(c, 8, WINDOW);
   OK(gemini_iteration_begin(w.mgr));
   OK(gemini_phase_set(w.mgr, GEMINI_PHASE_FORWARD));
   for (int i = 0; i < 8; i++) {
     OK(gemini_op_begin(w.mgr, "op", w.stream));
-    gemini_access_t a = whole(w.t[i], GEMINI_WRITE, DEVICE);
+    gemini_access_t a = world_whole(w.t[i], GEMINI_WRITE, DEVICE);
     void *block;
     OK(gemini_acquire(w.mgr, &a, 1, w.stream));
     OK(gemini_alloc(w.mgr, 3 * WINDOW, w.stream, &block));
@@ -520,7 +439,7 @@ static void test_margin_in_warmup_is_left_alone(void) {
     OK(gemini_op_end(w.mgr));
   }
   OK(gemini_op_begin(w.mgr, "too much", w.stream));
-  gemini_access_t a = whole(w.t[0], GEMINI_READ, DEVICE);
+  gemini_access_t a = world_whole(w.t[0], GEMINI_READ, DEVICE);
   void *block = NULL;
   OK(gemini_acquire(w.mgr, &a, 1, w.stream));
   CHECK_EQ(gemini_alloc(w.mgr, 4 * WINDOW + 512, w.stream, &block), GEMINI_ERR_OOM_DEVICE);
@@ -530,24 +449,24 @@ static void test_margin_in_warmup_is_left_alone(void) {
   OK(gemini_release(w.mgr, &a, 1, w.stream));
   OK(gemini_op_end(w.mgr));
   OK(gemini_iteration_end(w.mgr));
-  CHECK_EQ(stats_of(&w).peak_bytes[DEVICE], 5 * WINDOW);
+  CHECK_EQ(world_stats(&w).peak_bytes[DEVICE], 5 * WINDOW);
   world_close(&w);
 }
 
 static void test_host_full_without_files_is_oom_host(void) {
-  world_t w = world_of(config_of(2, 3, 0), 8, WINDOW);
+  world_t w = world_of(world_config(2, 3, 0), 8, WINDOW);
   for (int i = 0; i < 5; i++) put(&w, w.t[i], DEVICE, 60 + (uint64_t)i); /* 2 up, 3 down: full */
   CHECK_EQ(used(&w, DEVICE), 2 * WINDOW);
   CHECK_EQ(used(&w, HOST), 3 * WINDOW);
   for (uint32_t tier = DEVICE; tier <= HOST; tier++) {
-    gemini_access_t a = whole(w.t[5], GEMINI_WRITE, tier);
+    gemini_access_t a = world_whole(w.t[5], GEMINI_WRITE, tier);
     CHECK_EQ(gemini_acquire(w.mgr, &a, 1, GEMINI_STREAM_CALLER), GEMINI_ERR_OOM_HOST);
     CHECK(says_bytes("", 3 * WINDOW) && says_bytes("chunk of ", WINDOW) && says("no file tier"));
-    CHECK_SAYS(last_error().message,
+    CHECK_SAYS(world_error().message,
                tier == HOST ? "the batch needs 65536 more bytes of host memory: "
                             : "the batch needs 65536 more bytes of device memory, for which other chunks must leave: ");
-    CHECK_EQ(info_of(&w, w.t[5]).state, GEMINI_STATE_FREE);
-    CHECK_EQ(info_of(&w, w.t[5]).users, 0);
+    CHECK_EQ(world_tensor_info(&w, w.t[5]).state, GEMINI_STATE_FREE);
+    CHECK_EQ(world_tensor_info(&w, w.t[5]).users, 0);
   }
   void *block;
   CHECK_EQ(gemini_alloc(w.mgr, 100, GEMINI_STREAM_CALLER, &block), GEMINI_ERR_OOM_HOST);
@@ -560,16 +479,16 @@ static void test_host_full_without_files_is_oom_host(void) {
 }
 
 static void test_all_tiers_full_is_oom_file(void) {
-  world_t w = world_of(config_of(2, 2, 2), 8, WINDOW);
+  world_t w = world_of(world_config(2, 2, 2), 8, WINDOW);
   for (int i = 0; i < 6; i++) put(&w, w.t[i], DEVICE, 70 + (uint64_t)i);
   for (uint32_t tier = 0; tier < GEMINI_TIER_COUNT; tier++) CHECK_EQ(used(&w, tier), 2 * WINDOW);
-  gemini_access_t a = whole(w.t[6], GEMINI_WRITE, DEVICE);
+  gemini_access_t a = world_whole(w.t[6], GEMINI_WRITE, DEVICE);
   CHECK_EQ(gemini_acquire(w.mgr, &a, 1, GEMINI_STREAM_CALLER), GEMINI_ERR_OOM_FILE);
   CHECK(says_bytes("", 2 * WINDOW) && says_bytes("budget ", 2 * WINDOW));
-  CHECK_EQ(info_of(&w, w.t[6]).users, 0);
+  CHECK_EQ(world_tensor_info(&w, w.t[6]).users, 0);
   for (uint32_t tier = 0; tier < GEMINI_TIER_COUNT; tier++) {
     CHECK_EQ(used(&w, tier), 2 * WINDOW);
-    CHECK(stats_of(&w).peak_bytes[tier] <= 2 * WINDOW);
+    CHECK(world_stats(&w).peak_bytes[tier] <= 2 * WINDOW);
   }
   OK(gemini_budget_set(w.mgr, FILES, 7 * WINDOW));
   put(&w, w.t[6], DEVICE, 76);
@@ -580,7 +499,7 @@ static void test_all_tiers_full_is_oom_file(void) {
 /* A chunk that can leave for nothing makes room although those before it in the order cannot leave. */
 static void test_clean_chunk_is_evicted_where_dirty_ones_cannot_be(void) {
   for (int order = 0; order < 2; order++) {
-    world_t w = world_of(config_of(2, 1, 0), 5, WINDOW);
+    world_t w = world_of(world_config(2, 1, 0), 5, WINDOW);
     put(&w, w.t[0], HOST, 1); /* fills the host */
     if (order) expect_zero(&w, w.t[2], DEVICE);
     put(&w, w.t[1], DEVICE, 2);                  /* dirty: cannot go down */
@@ -593,7 +512,7 @@ static void test_clean_chunk_is_evicted_where_dirty_ones_cannot_be(void) {
 
 /* A block in the file tier that only repeats what is above it gives way. */
 static void test_redundant_file_copies_give_way(void) {
-  world_t w = world_of(config_of(2, 3, 1), 3, WINDOW);
+  world_t w = world_of(world_config(2, 3, 1), 3, WINDOW);
   for (int i = 0; i < 3; i++) put(&w, w.t[i], HOST, 1 + (uint64_t)i);
   OK(move(&w, w.t[0], FILES));
   OK(move(&w, w.t[0], HOST)); /* its copy in the file may stay, but nobody needs it */
@@ -609,7 +528,7 @@ static void test_redundant_file_copies_give_way(void) {
 
 /* A file that cannot be written fails the call that needed it, and nothing else. */
 static void test_failing_file_changes_nothing(void) {
-  world_t w = world_of(config_of(2, 2, 8), 6, WINDOW);
+  world_t w = world_of(world_config(2, 2, 8), 6, WINDOW);
   for (int i = 0; i < 4; i++) put(&w, w.t[i], DEVICE, 40 + (uint64_t)i); /* device and host are full */
   struct rlimit before, none;
   CHECK_EQ(getrlimit(RLIMIT_FSIZE, &before), 0);
@@ -617,19 +536,19 @@ static void test_failing_file_changes_nothing(void) {
   none.rlim_cur = 0;
   for (int round = 0; round < 3; round++) {
     CHECK_EQ(setrlimit(RLIMIT_FSIZE, &none), 0);
-    gemini_access_t a = whole(w.t[4], GEMINI_WRITE, round == 1 ? HOST : DEVICE);
+    gemini_access_t a = world_whole(w.t[4], GEMINI_WRITE, round == 1 ? HOST : DEVICE);
     gemini_status_t acquired = gemini_acquire(w.mgr, &a, 1, GEMINI_STREAM_CALLER);
-    gemini_error_info_t error = last_error();
+    gemini_error_info_t error = world_error();
     gemini_status_t budget = gemini_budget_set(w.mgr, HOST, WINDOW);
     CHECK_EQ(setrlimit(RLIMIT_FSIZE, &before), 0);
     CHECK_EQ(acquired, GEMINI_ERR_OOM_FILE);
     CHECK_EQ(error.native_code, EFBIG);
     CHECK(strstr(error.message, w.dir));
     CHECK_EQ(budget, GEMINI_ERR_OOM_FILE);
-    CHECK_EQ(info_of(&w, w.t[4]).users, 0);
-    CHECK_EQ(info_of(&w, w.t[4]).state, GEMINI_STATE_FREE);
+    CHECK_EQ(world_tensor_info(&w, w.t[4]).users, 0);
+    CHECK_EQ(world_tensor_info(&w, w.t[4]).state, GEMINI_STATE_FREE);
     CHECK_EQ(used(&w, FILES), 0);
-    CHECK_EQ(stats_of(&w).budget_bytes[HOST], 2 * WINDOW);
+    CHECK_EQ(world_stats(&w).budget_bytes[HOST], 2 * WINDOW);
     for (int i = 0; i < 4; i++) expect(&w, w.t[i], bytes_in(&w, w.t[i], DEVICE) ? DEVICE : HOST, 40 + (uint64_t)i);
   }
   put(&w, w.t[4], DEVICE, 44);
@@ -647,13 +566,13 @@ static void test_limit_on_files_fails_calls_only(void) {
   small = before;
   small.rlim_cur = 4 * WINDOW;
   CHECK_EQ(setrlimit(RLIMIT_FSIZE, &small), 0);
-  gemini_config_t c = config_of(2, 8, 64);
+  gemini_config_t c = world_config(2, 8, 64);
   c.file_dir = "/tmp";
   gemini_manager_t mgr;
   CHECK_EQ(gemini_manager_open(&c, &mgr), GEMINI_ERR_OOM_FILE);
   CHECK_EQ(setrlimit(RLIMIT_FSIZE, &before), 0);
 
-  world_t w = world_of(config_of(2, 8, 0), 2, 2 * WINDOW);
+  world_t w = world_of(world_config(2, 8, 0), 2, 2 * WINDOW);
   put(&w, w.t[0], DEVICE, 40);
   OK(gemini_iteration_begin(w.mgr));
   OK(gemini_op_begin(w.mgr, "op", GEMINI_STREAM_CALLER));
@@ -665,9 +584,9 @@ static void test_limit_on_files_fails_calls_only(void) {
   OK(gemini_timeline_start(w.mgr, timeline));
   small.rlim_cur = 16;
   CHECK_EQ(setrlimit(RLIMIT_FSIZE, &small), 0);
-  gemini_access_t a = whole(w.t[0], 0, 0);
+  gemini_access_t a = world_whole(w.t[0], 0, 0);
   gemini_status_t stored = gemini_store(w.mgr, &a, fd, 0);
-  gemini_error_info_t stored_error = last_error();
+  gemini_error_info_t stored_error = world_error();
   gemini_status_t beyond = gemini_store(w.mgr, &a, fd, 100);
   gemini_status_t traced = gemini_trace_save(w.mgr, path), ended = gemini_timeline_stop(w.mgr);
   sigset_t pending;
@@ -686,7 +605,7 @@ static void test_limit_on_files_fails_calls_only(void) {
 
 /* ---- sizes and overlaps */
 static void test_tiny_tensors_in_one_cache_line_are_apart(void) {
-  world_t w = world_open(config_of(2, 4, 4));
+  world_t w = world_with_arena(world_config(2, 4, 4));
   uint64_t at;
   OK(gemini_arena_take(w.mgr, w.arena, 64, &at));
   char name[32];
@@ -695,83 +614,83 @@ static void test_tiny_tensors_in_one_cache_line_are_apart(void) {
     w.t[i] = tensor_at(&w, name, i == 15 ? 1 : 4, at + 4 * i);
   }
   gemini_tensor_t next = tensor_at(&w, "next", 3, GEMINI_OFFSET_NEXT);
-  CHECK_EQ(info_of(&w, next).offset_bytes, at + 256);
-  for (uint64_t i = 0; i < 16; i++) put(&w, w.t[i], i % 3 ? DEVICE : HOST, i);
+  CHECK_EQ(world_tensor_info(&w, next).offset_bytes, at + 256);
+  for (uint64_t i = 0; i < 16; i++) put(&w, w.t[i], i % 3 ? DEVICE : HOST, 1 + i);
   put(&w, next, DEVICE, 99);
   OK(move(&w, w.t[2], FILES));
-  for (uint64_t i = 0; i < 16; i++) expect(&w, w.t[i], i % 2 ? DEVICE : HOST, i);
-  gemini_access_t a = part_of(w.t[4], 1, 2, GEMINI_WRITE, DEVICE); /* a part of 4 bytes */
+  for (uint64_t i = 0; i < 16; i++) expect(&w, w.t[i], i % 2 ? DEVICE : HOST, 1 + i);
+  gemini_access_t a = world_part(w.t[4], 1, 2, GEMINI_WRITE, DEVICE); /* a part of 4 bytes */
   OK(gemini_acquire(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
-  fill(a.ptr, 1, 2, 77);
+  world_write(a.ptr, 1, 2, 77);
   OK(gemini_release(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
-  expect_part(&w, w.t[4], 0, 1, HOST, 4), expect_part(&w, w.t[4], 1, 2, HOST, 77),
-      expect_part(&w, w.t[4], 3, 1, HOST, 4);
-  expect(&w, w.t[3], HOST, 3), expect(&w, w.t[5], HOST, 5), expect(&w, next, HOST, 99);
+  expect_part(&w, w.t[4], 0, 1, HOST, 5), expect_part(&w, w.t[4], 1, 2, HOST, 77),
+      expect_part(&w, w.t[4], 3, 1, HOST, 5);
+  expect(&w, w.t[3], HOST, 4), expect(&w, w.t[5], HOST, 6), expect(&w, next, HOST, 99);
   world_close(&w);
 }
 
 /* Neighbours on the host: different bytes are different, whatever chunk they share. */
 static void test_neighbours_on_the_host_can_be_written_together(void) {
-  world_t w = world_of(config_of(2, 4, 0), 2, 64);
-  gemini_access_t both[2] = { whole(w.t[0], GEMINI_WRITE, HOST), whole(w.t[1], GEMINI_WRITE, HOST) };
+  world_t w = world_of(world_config(2, 4, 0), 2, 64);
+  gemini_access_t both[2] = { world_whole(w.t[0], GEMINI_WRITE, HOST), world_whole(w.t[1], GEMINI_WRITE, HOST) };
   OK(gemini_acquire(w.mgr, both, 2, GEMINI_STREAM_CALLER));
-  fill(both[0].ptr, 0, 64, 1), fill(both[1].ptr, 0, 64, 2);
+  world_write(both[0].ptr, 0, 64, 1), world_write(both[1].ptr, 0, 64, 2);
   OK(gemini_release(w.mgr, both, 2, GEMINI_STREAM_CALLER));
   expect(&w, w.t[0], DEVICE, 1), expect(&w, w.t[1], DEVICE, 2);
-  gemini_access_t mixed[2] = { whole(w.t[0], GEMINI_READ, HOST), whole(w.t[1], GEMINI_WRITE, HOST) };
+  gemini_access_t mixed[2] = { world_whole(w.t[0], GEMINI_READ, HOST), world_whole(w.t[1], GEMINI_WRITE, HOST) };
   OK(gemini_acquire(w.mgr, mixed, 2, GEMINI_STREAM_CALLER));
   OK(gemini_release(w.mgr, mixed, 2, GEMINI_STREAM_CALLER));
   world_close(&w);
 }
 
 static void test_tensor_larger_than_the_device_is_used_by_ranges(void) {
-  world_t w = world_of(config_of(3, 4, 16), 1, 11 * WINDOW + 5000);
+  world_t w = world_of(world_config(3, 4, 16), 1, 11 * WINDOW + 5000);
   uint64_t size = 11 * WINDOW + 5000, step = 100000; /* no multiple of anything */
-  gemini_access_t all = whole(w.t[0], GEMINI_READ, DEVICE);
+  gemini_access_t all = world_whole(w.t[0], GEMINI_READ, DEVICE);
   CHECK_EQ(gemini_acquire(w.mgr, &all, 1, GEMINI_STREAM_CALLER), GEMINI_ERR_OOM_DEVICE);
   CHECK(says_bytes("budget ", 3 * WINDOW) && says_bytes("acquired hold ", 3 * WINDOW));
   all.tier = HOST;
   CHECK_EQ(gemini_acquire(w.mgr, &all, 1, GEMINI_STREAM_CALLER), GEMINI_ERR_OOM_HOST);
-  CHECK_SAYS(last_error().message, "the batch needs 786432 more bytes of host memory: ");
+  CHECK_SAYS(world_error().message, "the batch needs 786432 more bytes of host memory: ");
   for (uint64_t at = 0; at < size; at += step)
-    put_part(&w, w.t[0], at, at + step < size ? step : size - at, at / step % 3 ? DEVICE : HOST, 8);
+    world_fill(&w, w.t[0], at, at + step < size ? step : size - at, at / step % 3 ? DEVICE : HOST, 8);
   CHECK(bytes_in(&w, w.t[0], FILES) > 4 * WINDOW);
   for (uint64_t at = 0; at < size; at += step)
     expect_part(&w, w.t[0], at, at + step < size ? step : size - at, at / step % 2 ? DEVICE : HOST, 8);
-  gemini_tensor_info_t info = info_of(&w, w.t[0]);
+  gemini_tensor_info_t info = world_tensor_info(&w, w.t[0]);
   CHECK_EQ(info.tier_bytes[DEVICE] + info.tier_bytes[HOST] + info.tier_bytes[FILES], size);
-  gemini_stats_t s = stats_of(&w);
+  gemini_stats_t s = world_stats(&w);
   for (uint32_t tier = 0; tier < GEMINI_TIER_COUNT; tier++) CHECK(s.peak_bytes[tier] <= s.budget_bytes[tier]);
   world_close(&w);
 }
 
 static void test_tied_tensors_share_their_bytes(void) {
-  world_t w = world_of(config_of(4, 8, 8), 2, 2 * WINDOW);
-  uint64_t at = info_of(&w, w.t[0]).offset_bytes;
+  world_t w = world_of(world_config(4, 8, 8), 2, 2 * WINDOW);
+  uint64_t at = world_tensor_info(&w, w.t[0]).offset_bytes;
   gemini_tensor_t tied = tensor_at(&w, "tied", 2 * WINDOW, at);
   gemini_tensor_t across = tensor_at(&w, "across", 2 * WINDOW, at + WINDOW); /* half of t.0, half of t.1 */
-  CHECK_EQ(info_of(&w, tied).address, info_of(&w, w.t[0]).address);
+  CHECK_EQ(world_tensor_info(&w, tied).address, world_tensor_info(&w, w.t[0]).address);
   put(&w, w.t[0], DEVICE, 1);
   put(&w, w.t[1], HOST, 2);
   expect(&w, tied, DEVICE, 1);
   put(&w, across, DEVICE, 3);
   expect_part(&w, tied, 0, WINDOW, HOST, 1);
-  gemini_access_t a = part_of(w.t[1], 0, WINDOW, GEMINI_READ, HOST);
+  gemini_access_t a = world_part(w.t[1], 0, WINDOW, GEMINI_READ, HOST);
   OK(gemini_acquire(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
-  CHECK(filled(a.ptr, WINDOW, WINDOW, 3)); /* the second half of across */
+  CHECK(world_reads(a.ptr, WINDOW, WINDOW, 3)); /* the second half of across */
   OK(gemini_release(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
   /* All three at once, one of them twice: 4 windows hold them. */
-  gemini_access_t all[4] = { whole(w.t[0], GEMINI_READ_WRITE, DEVICE), whole(tied, GEMINI_READ, DEVICE),
-                             whole(across, GEMINI_READ, DEVICE), whole(tied, GEMINI_READ_WRITE, DEVICE) };
+  gemini_access_t all[4] = { world_whole(w.t[0], GEMINI_READ_WRITE, DEVICE), world_whole(tied, GEMINI_READ, DEVICE),
+                             world_whole(across, GEMINI_READ, DEVICE), world_whole(tied, GEMINI_READ_WRITE, DEVICE) };
   OK(gemini_acquire(w.mgr, all, 4, w.stream));
   CHECK(all[0].ptr == all[1].ptr && (uint8_t *)all[2].ptr == (uint8_t *)all[0].ptr + WINDOW);
-  CHECK_EQ(info_of(&w, tied).users, 2);
-  CHECK_EQ(info_of(&w, w.t[0]).users, 1);
+  CHECK_EQ(world_tensor_info(&w, tied).users, 2);
+  CHECK_EQ(world_tensor_info(&w, w.t[0]).users, 1);
   OK(gemini_release(w.mgr, &all[1], 1, w.stream));
-  CHECK_EQ(info_of(&w, tied).state, GEMINI_STATE_COMPUTE);
+  CHECK_EQ(world_tensor_info(&w, tied).state, GEMINI_STATE_COMPUTE);
   CHECK_EQ(move(&w, tied, HOST), GEMINI_ERR_BUSY);
   OK(gemini_release(w.mgr, &all[2], 2, w.stream));
-  CHECK_EQ(info_of(&w, tied).state, GEMINI_STATE_HOLD);
+  CHECK_EQ(world_tensor_info(&w, tied).state, GEMINI_STATE_HOLD);
   CHECK_EQ(move(&w, tied, HOST), GEMINI_ERR_BUSY); /* t.0 still holds the chunks */
   OK(gemini_release(w.mgr, all, 1, w.stream));
   OK(move(&w, tied, FILES));
@@ -783,14 +702,14 @@ static void test_tied_tensors_share_their_bytes(void) {
 
 /* ---- stale accesses fault */
 static void test_strict_stale_accesses_fault(void) {
-  gemini_config_t c = config_of(2, 8, 8);
+  gemini_config_t c = world_config(2, 8, 8);
   c.flags = GEMINI_CONFIG_STRICT;
   world_t w = world_of(c, 4, WINDOW);
-  uint8_t *address = (uint8_t *)(uintptr_t)info_of(&w, w.t[0]).address;
+  uint8_t *address = (uint8_t *)(uintptr_t)world_tensor_info(&w, w.t[0]).address;
   CHECK(touch_faults(address)); /* never resident */
   put(&w, w.t[0], HOST, 1);
   CHECK(touch_faults(address)); /* has bytes, but below the device */
-  gemini_access_t a = whole(w.t[0], GEMINI_READ_WRITE, DEVICE);
+  gemini_access_t a = world_whole(w.t[0], GEMINI_READ_WRITE, DEVICE);
   OK(gemini_acquire(w.mgr, &a, 1, w.stream));
   CHECK(a.ptr == address);
   OK(gemini_stream_synchronize(w.mgr, w.stream));
@@ -799,7 +718,7 @@ static void test_strict_stale_accesses_fault(void) {
   work_t work = { .at = a.ptr, .size = WINDOW, .seed = 2, .delay_ms = 30 };
   OK(gemini_stream_call(w.mgr, w.stream, work_fill, &work));
   OK(gemini_release(w.mgr, &a, 1, w.stream));
-  gemini_access_t both[2] = { whole(w.t[1], GEMINI_WRITE, DEVICE), whole(w.t[2], GEMINI_WRITE, DEVICE) };
+  gemini_access_t both[2] = { world_whole(w.t[1], GEMINI_WRITE, DEVICE), world_whole(w.t[2], GEMINI_WRITE, DEVICE) };
   OK(gemini_acquire(w.mgr, both, 2, w.stream)); /* all of the device: t.0 leaves, behind its queued user */
   OK(gemini_release(w.mgr, both, 2, w.stream));
   CHECK(touch_faults(address) && touch_faults(address + WINDOW - 1));
@@ -809,7 +728,7 @@ static void test_strict_stale_accesses_fault(void) {
   OK(move(&w, w.t[0], HOST));
   CHECK(touch_faults(address));
   OK(move(&w, w.t[0], DEVICE));
-  gemini_access_t range = whole(w.t[0], GEMINI_READ, 0);
+  gemini_access_t range = world_whole(w.t[0], GEMINI_READ, 0);
   OK(gemini_zero(w.mgr, &range)); /* holds nothing any more */
   CHECK(touch_faults(address));
   OK(move(&w, w.t[1], DEVICE));
@@ -821,19 +740,19 @@ static void test_strict_stale_accesses_fault(void) {
 
 /* ---- budgets */
 static void test_budget_device_down_and_up_moves_what_must(void) {
-  world_t w = world_of(config_of(6, 16, 0), 8, WINDOW);
+  world_t w = world_of(world_config(6, 16, 0), 8, WINDOW);
   for (int i = 0; i < 6; i++) put(&w, w.t[i], DEVICE, 80 + (uint64_t)i);
   CHECK_EQ(used(&w, DEVICE), 6 * WINDOW);
   OK(gemini_budget_set(w.mgr, DEVICE, 2 * WINDOW + 4000));
-  gemini_stats_t s = stats_of(&w);
+  gemini_stats_t s = world_stats(&w);
   CHECK_EQ(s.used_bytes[DEVICE], 2 * WINDOW);
   CHECK_EQ(s.budget_bytes[DEVICE], 2 * WINDOW + 4000);
   CHECK_EQ(s.moved_chunks[GEMINI_LINK_D2H][GEMINI_REASON_CALLER], 4);
   OK(gemini_stats_reset(w.mgr));
   for (int i = 0; i < 6; i++) expect(&w, w.t[i], DEVICE, 80 + (uint64_t)i);
-  CHECK_EQ(stats_of(&w).peak_bytes[DEVICE], 2 * WINDOW);
-  gemini_access_t three[3] = { whole(w.t[0], GEMINI_READ, DEVICE), whole(w.t[1], GEMINI_READ, DEVICE),
-                               whole(w.t[2], GEMINI_READ, DEVICE) };
+  CHECK_EQ(world_stats(&w).peak_bytes[DEVICE], 2 * WINDOW);
+  gemini_access_t three[3] = { world_whole(w.t[0], GEMINI_READ, DEVICE), world_whole(w.t[1], GEMINI_READ, DEVICE),
+                               world_whole(w.t[2], GEMINI_READ, DEVICE) };
   CHECK_EQ(gemini_acquire(w.mgr, three, 3, w.stream), GEMINI_ERR_OOM_DEVICE);
   OK(gemini_budget_set(w.mgr, DEVICE, 9 * WINDOW));
   OK(gemini_acquire(w.mgr, three, 3, w.stream));
@@ -842,9 +761,9 @@ static void test_budget_device_down_and_up_moves_what_must(void) {
   /* 3 acquired and 1 of non-model memory do not fit in 3. */
   CHECK_EQ(gemini_budget_set(w.mgr, DEVICE, 3 * WINDOW), GEMINI_ERR_OOM_DEVICE);
   CHECK(says_bytes("acquired hold ", 3 * WINDOW) && says_bytes("non-model memory ", WINDOW));
-  CHECK_EQ(stats_of(&w).budget_bytes[DEVICE], 9 * WINDOW);
+  CHECK_EQ(world_stats(&w).budget_bytes[DEVICE], 9 * WINDOW);
   gemini_access_t rest[5];
-  for (int i = 0; i < 5; i++) rest[i] = whole(w.t[3 + i], GEMINI_READ, DEVICE);
+  for (int i = 0; i < 5; i++) rest[i] = world_whole(w.t[3 + i], GEMINI_READ, DEVICE);
   OK(gemini_acquire(w.mgr, rest, 5, w.stream)); /* the old budget still is all there: 3 + 1 + 5 */
   CHECK_EQ(used(&w, DEVICE), 9 * WINDOW);
   OK(gemini_release(w.mgr, rest, 5, w.stream));
@@ -853,34 +772,34 @@ static void test_budget_device_down_and_up_moves_what_must(void) {
   OK(gemini_free(w.mgr, block, w.stream));
   OK(gemini_budget_set(w.mgr, DEVICE, 3 * WINDOW));
   OK(gemini_stream_synchronize(w.mgr, w.stream));
-  for (int i = 0; i < 3; i++) CHECK(filled(three[i].ptr, 0, WINDOW, 80 + (uint64_t)i));
+  for (int i = 0; i < 3; i++) CHECK(world_reads(three[i].ptr, 0, WINDOW, 80 + (uint64_t)i));
   OK(gemini_release(w.mgr, three, 3, w.stream));
   for (int i = 0; i < 6; i++) expect(&w, w.t[i], HOST, 80 + (uint64_t)i);
   world_close(&w);
 }
 
 static void test_budget_host_down_goes_to_files_or_is_refused(void) {
-  world_t w = world_of(config_of(1, 6, 4), 8, WINDOW);
+  world_t w = world_of(world_config(1, 6, 4), 8, WINDOW);
   for (int i = 0; i < 6; i++) put(&w, w.t[i], HOST, 90 + (uint64_t)i);
-  gemini_access_t held[2] = { whole(w.t[0], GEMINI_READ, HOST), whole(w.t[5], GEMINI_READ, HOST) };
+  gemini_access_t held[2] = { world_whole(w.t[0], GEMINI_READ, HOST), world_whole(w.t[5], GEMINI_READ, HOST) };
   OK(gemini_acquire(w.mgr, held, 2, GEMINI_STREAM_CALLER));
   OK(gemini_budget_set(w.mgr, HOST, 3 * WINDOW));
   CHECK_EQ(used(&w, HOST), 3 * WINDOW);
   CHECK_EQ(used(&w, FILES), 3 * WINDOW);
-  CHECK(filled(held[0].ptr, 0, WINDOW, 90) && filled(held[1].ptr, 0, WINDOW, 95));
+  CHECK(world_reads(held[0].ptr, 0, WINDOW, 90) && world_reads(held[1].ptr, 0, WINDOW, 95));
   CHECK_EQ(gemini_budget_set(w.mgr, HOST, WINDOW), GEMINI_ERR_OOM_HOST);
   CHECK(says_bytes("", 2 * WINDOW) && says_bytes("budget, ", WINDOW));
-  CHECK_EQ(stats_of(&w).budget_bytes[HOST], 3 * WINDOW);
+  CHECK_EQ(world_stats(&w).budget_bytes[HOST], 3 * WINDOW);
   OK(gemini_release(w.mgr, held, 2, GEMINI_STREAM_CALLER));
   OK(gemini_budget_set(w.mgr, HOST, 8 * WINDOW));
   for (int i = 0; i < 6; i++) expect(&w, w.t[i], HOST, 90 + (uint64_t)i);
   world_close(&w);
 
-  w = world_of(config_of(1, 4, 0), 4, WINDOW); /* no files: nothing can go */
-  for (int i = 0; i < 4; i++) put(&w, w.t[i], HOST, (uint64_t)i);
+  w = world_of(world_config(1, 4, 0), 4, WINDOW); /* no files: nothing can go */
+  for (int i = 0; i < 4; i++) put(&w, w.t[i], HOST, 80 + (uint64_t)i);
   CHECK_EQ(gemini_budget_set(w.mgr, HOST, 3 * WINDOW), GEMINI_ERR_OOM_HOST);
   CHECK(says_bytes("", 4 * WINDOW) && says_bytes("", 3 * WINDOW));
-  for (int i = 0; i < 4; i++) expect(&w, w.t[i], HOST, (uint64_t)i);
+  for (int i = 0; i < 4; i++) expect(&w, w.t[i], HOST, 80 + (uint64_t)i);
   OK(gemini_tensor_state_set(w.mgr, w.t[2], GEMINI_STATE_FREE));
   OK(gemini_budget_set(w.mgr, HOST, 3 * WINDOW));
   CHECK_EQ(gemini_budget_set(w.mgr, FILES, WINDOW), GEMINI_ERR_STATE); /* opened without files */
@@ -888,13 +807,13 @@ static void test_budget_host_down_goes_to_files_or_is_refused(void) {
 }
 
 static void test_budget_file_down_is_refused_while_needed(void) {
-  world_t w = world_of(config_of(1, 2, 6), 5, WINDOW);
+  world_t w = world_of(world_config(1, 2, 6), 5, WINDOW);
   for (int i = 0; i < 5; i++) put(&w, w.t[i], DEVICE, 60 + (uint64_t)i);
   for (int i = 0; i < 5; i++) OK(move(&w, w.t[i], FILES));
   CHECK_EQ(used(&w, FILES), 5 * WINDOW);
   CHECK_EQ(gemini_budget_set(w.mgr, FILES, WINDOW), GEMINI_ERR_OOM_FILE);
   CHECK(says_bytes("budget, ", WINDOW));
-  CHECK_EQ(stats_of(&w).budget_bytes[FILES], 6 * WINDOW);
+  CHECK_EQ(world_stats(&w).budget_bytes[FILES], 6 * WINDOW);
   OK(gemini_budget_set(w.mgr, FILES, 5 * WINDOW));
   for (int i = 0; i < 5; i++) expect(&w, w.t[i], DEVICE, 60 + (uint64_t)i);
   OK(gemini_tensor_state_set(w.mgr, w.t[0], GEMINI_STATE_FREE));
@@ -919,12 +838,12 @@ static uint64_t device_pages_bytes(void) {
 }
 
 static void test_memory_in_existence_stays_in_the_budget(void) {
-  world_t w = world_of(config_of(5, 64, 0), 12, WINDOW);
+  world_t w = world_of(world_config(5, 64, 0), 12, WINDOW);
   for (int round = 0; round < 12; round++) {
     uint64_t windows = (uint64_t)(round % 3 ? 2 + round % 4 : 7);
     OK(gemini_budget_set(w.mgr, DEVICE, windows * WINDOW));
     CHECK(device_pages_bytes() <= windows * WINDOW);
-    for (int i = 0; i < 12; i++) put(&w, w.t[i], DEVICE, (uint64_t)(round + i));
+    for (int i = 0; i < 12; i++) put(&w, w.t[i], DEVICE, (uint64_t)(1 + round + i));
     CHECK_EQ(device_pages_bytes(), windows * WINDOW); /* all of it is used, and no more */
   }
   world_close(&w);
@@ -932,9 +851,10 @@ static void test_memory_in_existence_stays_in_the_budget(void) {
 
 /* ---- pin, hint, move */
 static void test_pinned_stays_until_the_last_unpin(void) {
-  world_t w = world_of(config_of(3, 16, 4), 8, WINDOW);
+  world_t w = world_of(world_config(3, 16, 4), 8, WINDOW);
   put(&w, w.t[0], HOST, 1);
-  gemini_access_t pin = part_of(w.t[0], 10, 20, GEMINI_READ, DEVICE), other = whole(w.t[7], GEMINI_READ, DEVICE);
+  gemini_access_t pin = world_part(w.t[0], 10, 20, GEMINI_READ, DEVICE),
+                  other = world_whole(w.t[7], GEMINI_READ, DEVICE);
   OK(gemini_pin(w.mgr, &pin));
   CHECK_EQ(bytes_in(&w, w.t[0], DEVICE), WINDOW);
   OK(gemini_pin(w.mgr, &pin));
@@ -944,7 +864,7 @@ static void test_pinned_stays_until_the_last_unpin(void) {
     if (round < 2) {
       CHECK_EQ(move(&w, w.t[0], HOST), GEMINI_ERR_BUSY);
       CHECK_EQ(move(&w, w.t[0], FILES), GEMINI_ERR_BUSY);
-      gemini_access_t write = whole(w.t[0], GEMINI_WRITE, HOST);
+      gemini_access_t write = world_whole(w.t[0], GEMINI_WRITE, HOST);
       CHECK_EQ(gemini_acquire(w.mgr, &write, 1, GEMINI_STREAM_CALLER), GEMINI_ERR_BUSY);
       CHECK_EQ(gemini_arena_destroy(w.mgr, w.arena), GEMINI_ERR_BUSY);
       expect(&w, w.t[0], HOST, 1); /* reading below is no harm */
@@ -954,12 +874,12 @@ static void test_pinned_stays_until_the_last_unpin(void) {
   CHECK_EQ(gemini_unpin(w.mgr, &pin), GEMINI_ERR_STATE);
   CHECK_EQ(gemini_unpin(w.mgr, &other), GEMINI_ERR_STATE);
   /* More than fits beside what is held: nothing of it stays pinned. */
-  gemini_access_t held = whole(w.t[1], GEMINI_READ, DEVICE),
-                  large = part_of(w.arena, 2 * WINDOW, 3 * WINDOW, 0, DEVICE);
+  gemini_access_t held = world_whole(w.t[1], GEMINI_READ, DEVICE),
+                  large = world_part(w.arena, 2 * WINDOW, 3 * WINDOW, 0, DEVICE);
   OK(gemini_acquire(w.mgr, &held, 1, w.stream));
   CHECK_EQ(gemini_pin(w.mgr, &large), GEMINI_ERR_OOM_DEVICE);
   CHECK_EQ(gemini_unpin(w.mgr, &large), GEMINI_ERR_STATE);
-  gemini_access_t two[2] = { whole(w.t[5], GEMINI_READ, DEVICE), whole(w.t[6], GEMINI_READ, DEVICE) };
+  gemini_access_t two[2] = { world_whole(w.t[5], GEMINI_READ, DEVICE), world_whole(w.t[6], GEMINI_READ, DEVICE) };
   OK(gemini_acquire(w.mgr, two, 2, w.stream));
   OK(gemini_release(w.mgr, two, 2, w.stream));
   OK(gemini_release(w.mgr, &held, 1, w.stream));
@@ -968,20 +888,20 @@ static void test_pinned_stays_until_the_last_unpin(void) {
 }
 
 static void test_hint_takes_free_memory_only(void) {
-  world_t w = world_of(config_of(3, 6, 6), 8, WINDOW);
+  world_t w = world_of(world_config(3, 6, 6), 8, WINDOW);
   for (int i = 0; i < 6; i++) put(&w, w.t[i], HOST, (uint64_t)i + 1);
   OK(move(&w, w.t[0], DEVICE));
   OK(gemini_stats_reset(w.mgr));
   gemini_access_t hints[4];
-  for (int i = 0; i < 4; i++) hints[i] = whole(w.t[1 + i], 0, DEVICE);
+  for (int i = 0; i < 4; i++) hints[i] = world_whole(w.t[1 + i], 0, DEVICE);
   OK(gemini_hint(w.mgr, hints, 4)); /* room for two of the four */
   CHECK_EQ(bytes_in(&w, w.t[0], DEVICE) + bytes_in(&w, w.t[1], DEVICE) + bytes_in(&w, w.t[2], DEVICE), 3 * WINDOW);
   CHECK_EQ(bytes_in(&w, w.t[3], DEVICE) + bytes_in(&w, w.t[4], DEVICE), 0);
-  gemini_stats_t s = stats_of(&w);
+  gemini_stats_t s = world_stats(&w);
   CHECK_EQ(s.moved_chunks[GEMINI_LINK_H2D][GEMINI_REASON_CALLER], 2);
   for (int r = 0; r < GEMINI_REASON_COUNT; r++) CHECK_EQ(s.moved_chunks[GEMINI_LINK_D2H][r], 0);
   expect(&w, w.t[1], DEVICE, 2);
-  CHECK_EQ(stats_of(&w).acquire_misses, 0); /* it was there */
+  CHECK_EQ(world_stats(&w).acquire_misses, 0); /* it was there */
   /* The host is full as well: a hint brings nothing up from a file, and throws nothing out. */
   OK(move(&w, w.t[5], FILES));
   put(&w, w.t[6], HOST, 7);
@@ -989,7 +909,7 @@ static void test_hint_takes_free_memory_only(void) {
   OK(gemini_budget_set(w.mgr, HOST, 3 * WINDOW)); /* t.3, t.4, t.6 */
   uint64_t host = used(&w, HOST), files = used(&w, FILES);
   CHECK_EQ(host, 3 * WINDOW);
-  gemini_access_t up = whole(w.t[5], 0, HOST);
+  gemini_access_t up = world_whole(w.t[5], 0, HOST);
   OK(gemini_hint(w.mgr, &up, 1));
   CHECK_EQ(bytes_in(&w, w.t[5], FILES), WINDOW);
   CHECK_EQ(used(&w, HOST), host);
@@ -1002,9 +922,9 @@ static void test_hint_takes_free_memory_only(void) {
 }
 
 static void test_hint_to_files_brings_there(void) {
-  world_t w = world_of(config_of(3, 6, 1), 2, WINDOW);
+  world_t w = world_of(world_config(3, 6, 1), 2, WINDOW);
   put(&w, w.t[0], HOST, 1), put(&w, w.t[1], HOST, 2);
-  gemini_access_t down[2] = { whole(w.t[0], 0, FILES), whole(w.t[1], 0, FILES) };
+  gemini_access_t down[2] = { world_whole(w.t[0], 0, FILES), world_whole(w.t[1], 0, FILES) };
   OK(gemini_hint(w.mgr, down, 2)); /* room for one */
   CHECK_EQ(used(&w, FILES), WINDOW);
   expect(&w, w.t[0], DEVICE, 1), expect(&w, w.t[1], DEVICE, 2);
@@ -1013,29 +933,30 @@ static void test_hint_to_files_brings_there(void) {
 
 /* What was moved in one call is all there after it, whoever had to leave for it. */
 static void test_move_of_many_does_not_evict_its_own(void) {
-  world_t w = world_of(config_of(4, 16, 0), 8, WINDOW);
-  for (int i = 0; i < 8; i++) put(&w, w.t[i], DEVICE, (uint64_t)i);
-  gemini_access_t three[3] = { whole(w.t[0], 0, DEVICE), whole(w.t[1], 0, DEVICE), whole(w.t[2], 0, DEVICE) };
+  world_t w = world_of(world_config(4, 16, 0), 8, WINDOW);
+  for (int i = 0; i < 8; i++) put(&w, w.t[i], DEVICE, 1 + (uint64_t)i);
+  gemini_access_t three[3] = { world_whole(w.t[0], 0, DEVICE), world_whole(w.t[1], 0, DEVICE),
+                               world_whole(w.t[2], 0, DEVICE) };
   OK(gemini_move(w.mgr, three, 3));
   for (int i = 0; i < 3; i++) CHECK_EQ(bytes_in(&w, w.t[i], DEVICE), WINDOW);
-  for (int i = 0; i < 8; i++) expect(&w, w.t[i], DEVICE, (uint64_t)i);
-  gemini_access_t four = part_of(w.arena, 2 * WINDOW, 4 * WINDOW, 0, DEVICE);
+  for (int i = 0; i < 8; i++) expect(&w, w.t[i], DEVICE, 1 + (uint64_t)i);
+  gemini_access_t four = world_part(w.arena, 2 * WINDOW, 4 * WINDOW, 0, DEVICE);
   OK(gemini_move(w.mgr, &four, 1));
   for (int i = 2; i < 6; i++) CHECK_EQ(bytes_in(&w, w.t[i], DEVICE), WINDOW);
-  gemini_access_t five = part_of(w.arena, 0, 5 * WINDOW, 0, DEVICE); /* never all there at once */
+  gemini_access_t five = world_part(w.arena, 0, 5 * WINDOW, 0, DEVICE); /* never all there at once */
   CHECK_EQ(gemini_move(w.mgr, &five, 1), GEMINI_ERR_OOM_DEVICE);
-  for (int i = 0; i < 8; i++) expect(&w, w.t[i], DEVICE, (uint64_t)i);
+  for (int i = 0; i < 8; i++) expect(&w, w.t[i], DEVICE, 1 + (uint64_t)i);
   world_close(&w);
 }
 
 /* ---- zero */
 static void test_zero_whole_chunks_cost_nothing(void) {
-  world_t w = world_of(config_of(4, 4, 4), 1, 300 * WINDOW); /* far more than there is memory */
+  world_t w = world_of(world_config(4, 4, 4), 1, 300 * WINDOW); /* far more than there is memory */
   uint64_t size = 300 * WINDOW;
-  gemini_access_t all = whole(w.t[0], 0, 0);
+  gemini_access_t all = world_whole(w.t[0], 0, 0);
   OK(gemini_zero(w.mgr, &all));
   for (uint32_t tier = 0; tier < GEMINI_TIER_COUNT; tier++) CHECK_EQ(used(&w, tier), 0);
-  for (uint64_t i = 0; i < 12; i++) put_part(&w, w.t[0], i * 20 * WINDOW, WINDOW, DEVICE, i);
+  for (uint64_t i = 0; i < 12; i++) world_fill(&w, w.t[0], i * 20 * WINDOW, WINDOW, DEVICE, 1 + i);
   CHECK_EQ(used(&w, DEVICE) + used(&w, HOST) + used(&w, FILES), 12 * WINDOW);
   double norm = -1;
   OK(gemini_zero(w.mgr, &all));
@@ -1047,16 +968,16 @@ static void test_zero_whole_chunks_cost_nothing(void) {
   CHECK(norm == 0);
   CHECK_EQ(used(&w, DEVICE) + used(&w, HOST), 0);
   for (uint64_t i = 0; i < 300; i += 17) {
-    gemini_access_t a = part_of(w.t[0], i * WINDOW, WINDOW, GEMINI_READ, i % 2 ? HOST : DEVICE);
+    gemini_access_t a = world_part(w.t[0], i * WINDOW, WINDOW, GEMINI_READ, i % 2 ? HOST : DEVICE);
     OK(gemini_acquire(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
     CHECK(is_zero(a.ptr, WINDOW));
     OK(gemini_release(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
   }
   /* A state set to FREE holds nothing either. */
-  put_part(&w, w.t[0], 0, 2 * WINDOW, HOST, 4);
+  world_fill(&w, w.t[0], 0, 2 * WINDOW, HOST, 4);
   OK(gemini_tensor_state_set(w.mgr, w.t[0], GEMINI_STATE_FREE));
   CHECK_EQ(bytes_in(&w, w.t[0], DEVICE) + bytes_in(&w, w.t[0], HOST) + bytes_in(&w, w.t[0], FILES), 0);
-  gemini_access_t end = part_of(w.t[0], size - 8, 8, GEMINI_READ, DEVICE);
+  gemini_access_t end = world_part(w.t[0], size - 8, 8, GEMINI_READ, DEVICE);
   OK(gemini_acquire(w.mgr, &end, 1, GEMINI_STREAM_CALLER));
   CHECK_EQ(gemini_zero(w.mgr, &all), GEMINI_ERR_BUSY);
   CHECK_EQ(gemini_tensor_state_set(w.mgr, w.t[0], GEMINI_STATE_FREE), GEMINI_ERR_STATE);
@@ -1067,7 +988,7 @@ static void test_zero_whole_chunks_cost_nothing(void) {
 /* Looking at zeros on the host takes room only as long as there is some. */
 static void test_zeros_read_on_the_host_give_way(void) {
   for (int files = 0; files < 2; files++) {
-    world_t w = world_of(config_of(2, 3, files ? 4 : 0), 20, WINDOW);
+    world_t w = world_of(world_config(2, 3, files ? 4 : 0), 20, WINDOW);
     put(&w, w.t[0], HOST, 1);
     for (int i = 1; i < 20; i++) expect_zero(&w, w.t[i], HOST);
     CHECK(used(&w, HOST) <= 3 * WINDOW);
@@ -1081,31 +1002,31 @@ static void test_zeros_read_on_the_host_give_way(void) {
 static void test_zero_parts_in_every_tier_spares_neighbours(void) {
   static const uint32_t tiers[] = { DEVICE, HOST, FILES };
   for (int k = 0; k < 5; k++) {
-    world_t w = world_of(config_of(4, 8, 8), 1, 3 * WINDOW);
+    world_t w = world_of(world_config(4, 8, 8), 1, 3 * WINDOW);
     put(&w, w.t[0], DEVICE, 9);
-    gemini_access_t pin = whole(w.t[0], 0, DEVICE);
+    gemini_access_t pin = world_whole(w.t[0], 0, DEVICE);
     if (k < 3) OK(move(&w, w.t[0], tiers[k]));
     if (k == 3) OK(gemini_pin(w.mgr, &pin)); /* zeroed without leaving */
     if (k == 4) {                            /* behind queued work */
-      gemini_access_t a = whole(w.t[0], GEMINI_WRITE, DEVICE);
+      gemini_access_t a = world_whole(w.t[0], GEMINI_WRITE, DEVICE);
       OK(gemini_acquire(w.mgr, &a, 1, w.stream));
       work_t work = { .at = a.ptr, .size = 3 * WINDOW, .seed = 9, .delay_ms = 20 };
       OK(gemini_stream_call(w.mgr, w.stream, work_fill, &work));
       OK(gemini_release(w.mgr, &a, 1, w.stream));
-      gemini_access_t part = part_of(w.t[0], 1000, 2 * WINDOW, 0, 0);
+      gemini_access_t part = world_part(w.t[0], 1000, 2 * WINDOW, 0, 0);
       OK(gemini_zero(w.mgr, &part));
       OK(gemini_stream_synchronize(w.mgr, w.stream));
     } else {
-      gemini_access_t part = part_of(w.t[0], 1000, 2 * WINDOW, 0, 0); /* two ends and a whole chunk */
+      gemini_access_t part = world_part(w.t[0], 1000, 2 * WINDOW, 0, 0); /* two ends and a whole chunk */
       OK(gemini_zero(w.mgr, &part));
     }
     if (k == 3) CHECK_EQ(bytes_in(&w, w.t[0], DEVICE), 3 * WINDOW);
     for (int where = 0; where < 2; where++) {
-      gemini_access_t a = whole(w.t[0], GEMINI_READ, where ? HOST : DEVICE);
+      gemini_access_t a = world_whole(w.t[0], GEMINI_READ, where ? HOST : DEVICE);
       OK(gemini_acquire(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
-      CHECK(filled(a.ptr, 0, 1000, 9));
+      CHECK(world_reads(a.ptr, 0, 1000, 9));
       CHECK(is_zero((uint8_t *)a.ptr + 1000, 2 * WINDOW));
-      CHECK(filled((uint8_t *)a.ptr + 1000 + 2 * WINDOW, 1000 + 2 * WINDOW, WINDOW - 1000, 9));
+      CHECK(world_reads((uint8_t *)a.ptr + 1000 + 2 * WINDOW, 1000 + 2 * WINDOW, WINDOW - 1000, 9));
       OK(gemini_release(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
     }
     if (k == 3) OK(gemini_unpin(w.mgr, &pin));
@@ -1120,7 +1041,7 @@ static int temporary(uint64_t size, uint64_t seed) {
   if (!size) return fd;
   void *at = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
   CHECK(at != MAP_FAILED);
-  fill(at, 0, size, seed);
+  world_write(at, 0, size, seed);
   munmap(at, size);
   return fd;
 }
@@ -1128,23 +1049,23 @@ static void expect_file(int fd, uint64_t at, uint64_t offset, uint64_t size, uin
   uint8_t *bytes = malloc(size);
   CHECK(bytes);
   CHECK_EQ(pread(fd, bytes, size, (off_t)at), size);
-  CHECK(filled(bytes, offset, size, seed));
+  CHECK(world_reads(bytes, offset, size, seed));
   free(bytes);
 }
 
 static void test_load_and_store_pass_through_every_tier(void) {
-  world_t w = world_of(config_of(2, 3, 16), 1, 12 * WINDOW + 300); /* larger than device and host together */
+  world_t w = world_of(world_config(2, 3, 16), 1, 12 * WINDOW + 300); /* larger than device and host together */
   uint64_t size = 12 * WINDOW + 300;
   int in = temporary(size + 1000, 3), out = temporary(0, 0);
-  gemini_access_t all = whole(w.t[0], 0, 0);
+  gemini_access_t all = world_whole(w.t[0], 0, 0);
   OK(gemini_load(w.mgr, &all, in, 1000));
   CHECK_EQ(used(&w, DEVICE), 0);
   CHECK_EQ(bytes_in(&w, w.t[0], HOST) + bytes_in(&w, w.t[0], FILES), size);
-  gemini_access_t some = part_of(w.t[0], 5 * WINDOW, 2 * WINDOW, GEMINI_READ_WRITE, DEVICE);
+  gemini_access_t some = world_part(w.t[0], 5 * WINDOW, 2 * WINDOW, GEMINI_READ_WRITE, DEVICE);
   OK(gemini_acquire(w.mgr, &some, 1, w.stream)); /* newest bytes on the device, still being written */
   CHECK_EQ(lseek(in, 0, SEEK_CUR), 0);
   OK(gemini_stream_synchronize(w.mgr, w.stream));
-  for (uint64_t i = 0; i < 2 * WINDOW; i++) CHECK_EQ(((uint8_t *)some.ptr)[i], pattern(3, 1000 + 5 * WINDOW + i));
+  for (uint64_t i = 0; i < 2 * WINDOW; i++) CHECK_EQ(((uint8_t *)some.ptr)[i], world_byte(3, 1000 + 5 * WINDOW + i));
   work_t work = { .at = some.ptr, .size = 2 * WINDOW, .seed = 8, .delay_ms = 30 };
   OK(gemini_stream_call(w.mgr, w.stream, work_fill, &work));
   OK(gemini_release(w.mgr, &some, 1, w.stream));
@@ -1154,62 +1075,62 @@ static void test_load_and_store_pass_through_every_tier(void) {
   expect_file(out, 500 + 5 * WINDOW, 0, 2 * WINDOW, 8);
   expect_file(out, 500 + 7 * WINDOW, 1000 + 7 * WINDOW, size - 7 * WINDOW, 3);
   /* A part, not at chunk borders, over bytes that are in use nowhere else. */
-  gemini_access_t part = part_of(w.t[0], WINDOW - 50, WINDOW + 100, 0, 0);
+  gemini_access_t part = world_part(w.t[0], WINDOW - 50, WINDOW + 100, 0, 0);
   OK(gemini_load(w.mgr, &part, in, 0));
-  gemini_access_t a = part_of(w.t[0], WINDOW - 100, WINDOW + 200, GEMINI_READ, HOST);
+  gemini_access_t a = world_part(w.t[0], WINDOW - 100, WINDOW + 200, GEMINI_READ, HOST);
   OK(gemini_acquire(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
-  CHECK_EQ(((uint8_t *)a.ptr)[49], pattern(3, 1000 + WINDOW - 51));
-  CHECK(filled((uint8_t *)a.ptr + 50, 0, WINDOW + 100, 3));
-  CHECK_EQ(((uint8_t *)a.ptr)[WINDOW + 150], pattern(3, 1000 + 2 * WINDOW + 50));
+  CHECK_EQ(((uint8_t *)a.ptr)[49], world_byte(3, 1000 + WINDOW - 51));
+  CHECK(world_reads((uint8_t *)a.ptr + 50, 0, WINDOW + 100, 3));
+  CHECK_EQ(((uint8_t *)a.ptr)[WINDOW + 150], world_byte(3, 1000 + 2 * WINDOW + 50));
   OK(gemini_release(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
-  gemini_stats_t s = stats_of(&w);
+  gemini_stats_t s = world_stats(&w);
   for (uint32_t tier = 0; tier < GEMINI_TIER_COUNT; tier++) CHECK(s.peak_bytes[tier] <= s.budget_bytes[tier]);
   close(in), close(out);
   world_close(&w);
 }
 
 static void test_load_and_store_failures_say_why(void) {
-  world_t w = world_of(config_of(2, 8, 0), 3, 2 * WINDOW);
+  world_t w = world_of(world_config(2, 8, 0), 3, 2 * WINDOW);
   put(&w, w.t[0], DEVICE, 1), put(&w, w.t[1], HOST, 2);
   int in = temporary(WINDOW + 10, 5);
-  gemini_access_t all = whole(w.t[0], 0, 0);
+  gemini_access_t all = world_whole(w.t[0], 0, 0);
   CHECK_EQ(gemini_load(w.mgr, &all, in, 0), GEMINI_ERR_FORMAT);
-  CHECK_EQ(last_error().native_code, 0);
-  CHECK(!strcmp(last_error().operation, "gemini_load"));
+  CHECK_EQ(world_error().native_code, 0);
+  CHECK(!strcmp(world_error().operation, "gemini_load"));
   CHECK(says_bytes("", WINDOW - 10));                 /* how many are missing */
   expect_part(&w, w.t[0], 0, WINDOW + 10, DEVICE, 5); /* what was read is there, the rest is as it was */
   expect_part(&w, w.t[0], WINDOW + 10, WINDOW - 10, DEVICE, 1);
   int closed = dup(in);
   close(closed);
-  all = whole(w.t[1], 0, 0);
+  all = world_whole(w.t[1], 0, 0);
   CHECK_EQ(gemini_load(w.mgr, &all, closed, 0), GEMINI_ERR_IO);
-  CHECK_EQ(last_error().native_code, EBADF);
+  CHECK_EQ(world_error().native_code, EBADF);
   CHECK_EQ(gemini_store(w.mgr, &all, closed, 0), GEMINI_ERR_IO);
-  CHECK_EQ(last_error().native_code, EBADF);
-  CHECK(!strcmp(last_error().operation, "gemini_store"));
+  CHECK_EQ(world_error().native_code, EBADF);
+  CHECK(!strcmp(world_error().operation, "gemini_store"));
   int full = open("/dev/full", O_WRONLY | O_CLOEXEC);
   if (full >= 0) {
     CHECK_EQ(gemini_store(w.mgr, &all, full, 0), GEMINI_ERR_OOM_FILE);
-    CHECK_EQ(last_error().native_code, ENOSPC);
-    gemini_access_t empty = whole(w.t[2], 0, 0); /* zeros that are nowhere */
+    CHECK_EQ(world_error().native_code, ENOSPC);
+    gemini_access_t empty = world_whole(w.t[2], 0, 0); /* zeros that are nowhere */
     CHECK_EQ(gemini_store(w.mgr, &empty, full, 0), GEMINI_ERR_OOM_FILE);
-    CHECK_EQ(last_error().native_code, ENOSPC);
+    CHECK_EQ(world_error().native_code, ENOSPC);
     close(full);
   }
   int pipes[2];
   CHECK_EQ(pipe(pipes), 0); /* not seekable */
   CHECK_EQ(gemini_load(w.mgr, &all, pipes[0], 0), GEMINI_ERR_IO);
-  CHECK_EQ(last_error().native_code, ESPIPE);
+  CHECK_EQ(world_error().native_code, ESPIPE);
   close(pipes[0]), close(pipes[1]);
   expect(&w, w.t[1], DEVICE, 2);
-  gemini_access_t held = part_of(w.t[1], 0, 8, GEMINI_READ, DEVICE);
+  gemini_access_t held = world_part(w.t[1], 0, 8, GEMINI_READ, DEVICE);
   OK(gemini_acquire(w.mgr, &held, 1, w.stream));
   CHECK_EQ(gemini_load(w.mgr, &all, in, 0), GEMINI_ERR_BUSY);
   int out = temporary(0, 0);
   OK(gemini_store(w.mgr, &all, out, 0)); /* a reader is no harm */
   expect_file(out, 0, 0, 2 * WINDOW, 2);
   OK(gemini_release(w.mgr, &held, 1, w.stream));
-  all = whole(w.t[2], 0, 0);
+  all = world_whole(w.t[2], 0, 0);
   OK(gemini_store(w.mgr, &all, out, 3)); /* never written: zeros */
   uint8_t zeros[100];
   CHECK_EQ(pread(out, zeros, 100, 2 * WINDOW + 3 - 100), 100);
@@ -1223,8 +1144,8 @@ static double value_of(uint64_t i) { return ldexp((double)(i * 2654435761u % 400
 
 static void test_norm_is_the_same_to_the_bit_wherever_chunks_are(void) {
   enum { ELEMENTS = 5 * 65536 / 8 + 77 };
-  world_t w = world_of(config_of(7, 8, 8), 2, ELEMENTS * 8);
-  gemini_access_t a = whole(w.t[0], GEMINI_WRITE, HOST);
+  world_t w = world_of(world_config(7, 8, 8), 2, ELEMENTS * 8);
+  gemini_access_t a = world_whole(w.t[0], GEMINI_WRITE, HOST);
   OK(gemini_acquire(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
   double sum64 = 0, sum32 = 0;
   for (uint64_t i = 0; i < ELEMENTS; i++) {
@@ -1246,12 +1167,12 @@ static void test_norm_is_the_same_to_the_bit_wherever_chunks_are(void) {
     for (uint64_t i = 0; i < 6 && round; i++) { /* round 0: all on the host */
       uint64_t begin = i * WINDOW, size = i < 5 ? WINDOW : ELEMENTS * 8 - 5 * WINDOW;
       uint32_t tier = round < 4 ? (uint32_t)round - 1 : (uint32_t)(check_random(&random) % 3);
-      gemini_access_t one = part_of(w.t[0], begin, size, 0, tier);
+      gemini_access_t one = world_part(w.t[0], begin, size, 0, tier);
       OK(gemini_move(w.mgr, &one, 1));
     }
     gemini_stream_t stream = round % 2 ? w.stream : GEMINI_STREAM_CALLER;
     double norm64 = -1, norm32 = -1;
-    gemini_access_t all = whole(w.t[0], 0, 0), part = part_of(w.t[0], 4 * float_first, 4 * float_count, 0, 0);
+    gemini_access_t all = world_whole(w.t[0], 0, 0), part = world_part(w.t[0], 4 * float_first, 4 * float_count, 0, 0);
     OK(gemini_norm(w.mgr, &all, GEMINI_DTYPE_F64, stream, &norm64));
     OK(gemini_norm(w.mgr, &part, GEMINI_DTYPE_F32, stream, &norm32));
     if (!round) first64 = norm64, first32 = norm32;
@@ -1263,8 +1184,8 @@ static void test_norm_is_the_same_to_the_bit_wherever_chunks_are(void) {
 }
 
 static void test_norm_of_short_types_and_refusals(void) {
-  world_t w = world_of(config_of(4, 8, 0), 1, 2 * WINDOW);
-  gemini_access_t a = part_of(w.t[0], 0, 16, GEMINI_WRITE, HOST);
+  world_t w = world_of(world_config(4, 8, 0), 1, 2 * WINDOW);
+  gemini_access_t a = world_part(w.t[0], 0, 16, GEMINI_WRITE, HOST);
   OK(gemini_acquire(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
   static const uint16_t halves[] = { 0x4200, 0xC400, 0x3C00, 0x0001 }; /* 3, -4, 1, 2^-24 */
   static const uint16_t brains[] = { 0x4040, 0xC080, 0x3F80, 0x0000 }; /* 3, -4, 1, 0 */
@@ -1273,16 +1194,16 @@ static void test_norm_of_short_types_and_refusals(void) {
   for (uint32_t tier = DEVICE; tier <= HOST; tier++) {
     OK(move(&w, w.t[0], tier));
     double norm = -1;
-    gemini_access_t part = part_of(w.t[0], 0, 4, 0, 0);
+    gemini_access_t part = world_part(w.t[0], 0, 4, 0, 0);
     OK(gemini_norm(w.mgr, &part, GEMINI_DTYPE_F16, w.stream, &norm));
     CHECK(norm == 5);
-    part = part_of(w.t[0], 6, 2, 0, 0);
+    part = world_part(w.t[0], 6, 2, 0, 0);
     OK(gemini_norm(w.mgr, &part, GEMINI_DTYPE_F16, w.stream, &norm));
     CHECK(norm == 0x1p-24);
-    part = part_of(w.t[0], 8, 8, 0, 0);
+    part = world_part(w.t[0], 8, 8, 0, 0);
     OK(gemini_norm(w.mgr, &part, GEMINI_DTYPE_BF16, w.stream, &norm));
     CHECK(fabs(norm - sqrt(26)) < 1e-15);
-    part = part_of(w.t[0], 0, 6, 0, 0); /* no multiple of 4 */
+    part = world_part(w.t[0], 0, 6, 0, 0); /* no multiple of 4 */
     norm = -7;
     CHECK_EQ(gemini_norm(w.mgr, &part, GEMINI_DTYPE_F32, w.stream, &norm), GEMINI_ERR_INVALID);
     CHECK(norm == -7);
@@ -1291,9 +1212,9 @@ static void test_norm_of_short_types_and_refusals(void) {
 }
 
 static void test_norm_after_queued_work_counts_it(void) {
-  world_t w = world_of(config_of(2, 8, 0), 3, WINDOW);
+  world_t w = world_of(world_config(2, 8, 0), 3, WINDOW);
   for (int round = 0; round < 3; round++) {
-    gemini_access_t a = whole(w.t[0], GEMINI_WRITE, DEVICE);
+    gemini_access_t a = world_whole(w.t[0], GEMINI_WRITE, DEVICE);
     OK(gemini_acquire(w.mgr, &a, 1, w.stream));
     work_t work = { .at = a.ptr, .size = WINDOW, .seed = 4 + (uint64_t)round, .delay_ms = 20 };
     OK(gemini_stream_call(w.mgr, w.stream, work_fill, &work));
@@ -1301,13 +1222,13 @@ static void test_norm_after_queued_work_counts_it(void) {
     if (round == 1) OK(move(&w, w.t[0], HOST));
     double sum = 0, norm = -1;
     for (uint64_t i = 0; i < WINDOW; i += 2) {
-      uint16_t bits = (uint16_t)(pattern(4 + (uint64_t)round, i) | pattern(4 + (uint64_t)round, i + 1) << 8);
+      uint16_t bits = (uint16_t)(world_byte(4 + (uint64_t)round, i) | world_byte(4 + (uint64_t)round, i + 1) << 8);
       uint32_t wide = (uint32_t)bits << 16;
       float x;
       memcpy(&x, &wide, 4);
       sum += (double)x * x;
     }
-    gemini_access_t all = whole(w.t[0], 0, 0);
+    gemini_access_t all = world_whole(w.t[0], 0, 0);
     OK(gemini_norm(w.mgr, &all, GEMINI_DTYPE_BF16, round == 2 ? GEMINI_STREAM_CALLER : w.stream, &norm));
     CHECK((isnan(norm) && isnan(sum)) || norm == sqrt(sum));
   }
@@ -1316,14 +1237,14 @@ static void test_norm_after_queued_work_counts_it(void) {
 
 /* ---- non-model memory */
 static void test_freed_memory_is_reused_after_its_last_use(void) {
-  world_t w = world_of(config_of(2, 8, 0), 1, WINDOW);
+  world_t w = world_of(world_config(2, 8, 0), 1, WINDOW);
   gemini_stream_t other;
   OK(gemini_stream_create(w.mgr, &other));
   for (uint64_t round = 0; round < 4; round++) {
     void *first, *second;
     OK(gemini_alloc(w.mgr, WINDOW + 1000, w.stream, &first));
-    work_t fills = { .at = first, .size = WINDOW + 1000, .seed = round };
-    work_t checks = { .at = first, .size = WINDOW + 1000, .seed = round, .delay_ms = 30 };
+    work_t fills = { .at = first, .size = WINDOW + 1000, .seed = 1 + round };
+    work_t checks = { .at = first, .size = WINDOW + 1000, .seed = 1 + round, .delay_ms = 30 };
     OK(gemini_stream_call(w.mgr, w.stream, work_fill, &fills));
     OK(gemini_stream_call(w.mgr, w.stream, work_check, &checks));
     OK(gemini_free(w.mgr, first, w.stream));
@@ -1358,11 +1279,11 @@ static void test_freed_memory_is_reused_after_its_last_use(void) {
 
 /* Two blocks share a frame that an evicted chunk has left behind, with work still to run on it. */
 static void test_second_block_in_a_frame_waits_for_it(void) {
-  world_t w = world_of(config_of(1, 8, 0), 1, WINDOW);
+  world_t w = world_of(world_config(1, 8, 0), 1, WINDOW);
   gemini_stream_t second, third;
   OK(gemini_stream_create(w.mgr, &second));
   OK(gemini_stream_create(w.mgr, &third));
-  gemini_access_t a = whole(w.t[0], GEMINI_WRITE, DEVICE);
+  gemini_access_t a = world_whole(w.t[0], GEMINI_WRITE, DEVICE);
   OK(gemini_acquire(w.mgr, &a, 1, w.stream));
   work_t write = { .at = a.ptr, .size = WINDOW, .seed = 1, .delay_ms = 50 };
   OK(gemini_stream_call(w.mgr, w.stream, work_fill, &write));
@@ -1376,7 +1297,7 @@ static void test_second_block_in_a_frame_waits_for_it(void) {
   expect(&w, w.t[0], HOST, 1);
   OK(gemini_stream_synchronize(w.mgr, second));
   OK(gemini_stream_synchronize(w.mgr, third));
-  CHECK(filled(block[0], 0, 4096, 2) && filled(block[1], 0, 4096, 3));
+  CHECK(world_reads(block[0], 0, 4096, 2) && world_reads(block[1], 0, 4096, 3));
   for (int i = 0; i < 2; i++) OK(gemini_free(w.mgr, block[i], third));
   OK(gemini_stream_destroy(second));
   OK(gemini_stream_destroy(third));
@@ -1385,10 +1306,10 @@ static void test_second_block_in_a_frame_waits_for_it(void) {
 
 /* An allocation that fails half way has taken a frame from a chunk whose work still runs. */
 static void test_frame_of_a_failed_allocation_is_waited_for(void) {
-  world_t w = world_of(config_of(2, 8, 0), 3, WINDOW);
+  world_t w = world_of(world_config(2, 8, 0), 3, WINDOW);
   gemini_stream_t second;
   OK(gemini_stream_create(w.mgr, &second));
-  gemini_access_t held = whole(w.t[1], GEMINI_WRITE, DEVICE), a = whole(w.t[0], GEMINI_WRITE, DEVICE);
+  gemini_access_t held = world_whole(w.t[1], GEMINI_WRITE, DEVICE), a = world_whole(w.t[0], GEMINI_WRITE, DEVICE);
   OK(gemini_acquire(w.mgr, &held, 1, GEMINI_STREAM_CALLER));
   OK(gemini_acquire(w.mgr, &a, 1, w.stream));
   work_t write = { .at = a.ptr, .size = WINDOW, .seed = 1, .delay_ms = 50 };
@@ -1432,8 +1353,8 @@ static uint64_t count_maps(uint64_t *device_out, uint64_t *bytes_out) {
 }
 
 static void use_everything(void) {
-  world_t w = world_of(config_of(4, 6, 32), 12, 2 * WINDOW);
-  for (int i = 0; i < 12; i++) put(&w, w.t[i], DEVICE, (uint64_t)i);
+  world_t w = world_of(world_config(4, 6, 32), 12, 2 * WINDOW);
+  for (int i = 0; i < 12; i++) put(&w, w.t[i], DEVICE, 1 + (uint64_t)i);
   CHECK_EQ(count_entries(w.dir), 0); /* the file vanishes with the process, however it ends */
   gemini_arena_t follower;
   gemini_arena_config_t like = GEMINI_ARENA_CONFIG_INIT;
@@ -1445,10 +1366,10 @@ static void use_everything(void) {
   put(&w, counterpart, HOST, 5);
   void *block;
   OK(gemini_alloc(w.mgr, WINDOW, w.stream, &block)); /* never freed: closing does */
-  gemini_access_t pin = whole(w.t[0], 0, DEVICE);
+  gemini_access_t pin = world_whole(w.t[0], 0, DEVICE);
   OK(gemini_pin(w.mgr, &pin));
   OK(gemini_budget_set(w.mgr, DEVICE, 6 * WINDOW));
-  expect(&w, w.t[5], DEVICE, 5);
+  expect(&w, w.t[5], DEVICE, 6);
   world_close(&w);
 }
 
@@ -1472,9 +1393,9 @@ static void test_close_leaves_nothing(void) {
 }
 
 static void test_arena_destroy_gives_everything_back(void) {
-  world_t w = world_of(config_of(4, 6, 16), 8, WINDOW);
+  world_t w = world_of(world_config(4, 6, 16), 8, WINDOW);
   uint64_t device, bytes, seen = 0;
-  for (int i = 0; i < 8; i++) put(&w, w.t[i], DEVICE, (uint64_t)i);
+  for (int i = 0; i < 8; i++) put(&w, w.t[i], DEVICE, 1 + (uint64_t)i);
   for (int round = 0; round < 10; round++) {
     gemini_arena_config_t c = GEMINI_ARENA_CONFIG_INIT;
     c.kind = GEMINI_KIND_OTHER;
@@ -1485,18 +1406,18 @@ static void test_arena_destroy_gives_everything_back(void) {
     OK(gemini_tensor_register(w.mgr, arena, "there and gone", 3 * WINDOW, GEMINI_OFFSET_NEXT, &t));
     put(&w, t, round % 2 ? DEVICE : HOST, 4);
     if (round % 3 == 0) OK(move(&w, t, FILES));
-    gemini_stats_t before = stats_of(&w);
+    gemini_stats_t before = world_stats(&w);
     gemini_arena_info_t info = GEMINI_ARENA_INFO_INIT;
     OK(gemini_arena_info(w.mgr, arena, &info));
     OK(gemini_arena_destroy(w.mgr, arena));
-    gemini_stats_t after = stats_of(&w);
+    gemini_stats_t after = world_stats(&w);
     CHECK_EQ(after.used_bytes[DEVICE], before.used_bytes[DEVICE] - info.tier_bytes[DEVICE]);
     CHECK(after.used_bytes[FILES] <= before.used_bytes[FILES] - info.tier_bytes[FILES]);
     CHECK_EQ(gemini_tensor_find(w.mgr, "there and gone", &t), GEMINI_ERR_NOT_FOUND);
     uint64_t maps = count_maps(&device, &bytes);
     if (round == 2) seen = maps;
     if (round > 2) CHECK(maps <= seen + OWN_MAPS);
-    for (int i = 0; i < 8; i++) expect(&w, w.t[i], i % 2 ? DEVICE : HOST, (uint64_t)i);
+    for (int i = 0; i < 8; i++) expect(&w, w.t[i], i % 2 ? DEVICE : HOST, 1 + (uint64_t)i);
   }
   world_close(&w);
 }

@@ -343,7 +343,7 @@ static void test_other_calls_leave_states_alone(void) {
 static void test_load_makes_free_what_it_reaches_hold(void) {
   static const uint64_t at[4] = { 0, W + 512, 2 * W + 1024, 3 * W }; /* of four tensors, in chunks of others, too */
   static const uint64_t size[4] = { W, W, 512, W };
-  static const struct {
+  const struct {
     uint64_t offset, size, file; /* of the range; of the file */
     gemini_status_t status;
     const char *free; /* x: stays FREE */
@@ -417,7 +417,7 @@ static void test_free_reads_as_zero_and_holds_no_memory(void) {
     gemini_stats_t now = world_stats(&w);
     for (int tier = 0; tier < GEMINI_TIER_COUNT; tier++) CHECK_EQ(now.used_bytes[tier], without.used_bytes[tier]);
     uint32_t readers[] = { DEVICE, HOST };
-    for (int i = 0; i < 2; i++) { /* on both tiers, also after the other one */
+    for (uint32_t i = 0; i < 2; i++) { /* on both tiers, also after the other one */
       a = world_whole(t, READ, readers[(i + place) % 2]);
       CHECK_OK(gemini_acquire(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
       for (uint64_t k = 0; k < 3 * W; k++) CHECK(!((uint8_t *)a.ptr)[k]);

@@ -9,36 +9,21 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "../check.h"
-#include "gemini.h"
-
-#define OK(call) CHECK_EQ(call, GEMINI_OK)
-#define WINDOW UINT64_C(65536)
-enum { DEVICE = GEMINI_TIER_DEVICE, HOST = GEMINI_TIER_HOST, FILES = GEMINI_TIER_FILE };
 enum { THREADS = 6, OWN = 4, SHARED = 4 };
-
-static void sleep_ms(long ms) {
-  struct timespec t = { ms / 1000, ms % 1000 * 1000000 };
-  while (nanosleep(&t, &t) && errno == EINTR) continue;
-}
-
-/* ---- a manager with an arena of byte elements */
-typedef struct {
-  gemini_manager_t mgr;
-  gemini_arena_t arena;
-  gemini_tensor_t shared[SHARED];
-  gemini_tensor_t own[THREADS][OWN]; /* a window each */
-  char dir[64];
-  pthread_mutex_t lock;
+#define WORLD_MORE                                       \
+  gemini_arena_t arena; /* of byte elements */           \
+  gemini_tensor_t shared[SHARED];                        \
+  gemini_tensor_t own[THREADS][OWN]; /* a window each */ \
+  pthread_mutex_t lock;                                  \
   _Atomic bool stop;
-} world_t;
+#include "world.h"
+
+#define OK(call) CHECK_OK(call)
+#define WINDOW WORLD_WINDOW
+enum { DEVICE = GEMINI_TIER_DEVICE, HOST = GEMINI_TIER_HOST, FILES = GEMINI_TIER_FILE };
 
 static gemini_config_t config_of(uint64_t device_windows, uint64_t host_windows, uint64_t file_windows) {
-  gemini_config_t c = GEMINI_CONFIG_INIT;
-  c.device_bytes = device_windows * WINDOW;
-  c.host_bytes = host_windows * WINDOW;
-  c.file_bytes = file_windows * WINDOW;
-  c.window_bytes = WINDOW;
+  gemini_config_t c = world_config(device_windows, host_windows, file_windows);
   c.update_threads = 2;
   return c;
 }
@@ -62,29 +47,14 @@ static gemini_tensor_t tensor_of(gemini_manager_t mgr, gemini_arena_t arena, uin
   return t;
 }
 
-static void world_open(world_t *w, gemini_config_t c) {
-  memset(w, 0, sizeof *w);
+static void threads_open(world_t *w, gemini_config_t c) {
+  *w = world_open(c);
   CHECK_EQ(pthread_mutex_init(&w->lock, NULL), 0);
-  if (c.file_bytes) {
-    const char *tmp = getenv("TMPDIR");
-    snprintf(w->dir, sizeof w->dir, "%.40s/gemini.XXXXXX", tmp && *tmp ? tmp : "/tmp");
-    CHECK(mkdtemp(w->dir));
-    c.file_dir = w->dir;
-  }
-  OK(gemini_manager_open(&c, &w->mgr));
   w->arena = arena_of(w->mgr, 0, "main");
 }
-static void world_close(world_t *w) {
-  OK(gemini_manager_close(w->mgr));
-  if (*w->dir) CHECK_EQ(rmdir(w->dir), 0);
+static void threads_close(world_t *w) {
+  world_close(w);
   pthread_mutex_destroy(&w->lock);
-}
-
-static gemini_access_t part_of(uint64_t object, uint64_t offset, uint64_t size, uint32_t mode, uint32_t tier) {
-  return (gemini_access_t){ .object = object, .offset_bytes = offset, .size_bytes = size, .mode = mode, .tier = tier };
-}
-static gemini_access_t whole(uint64_t object, uint32_t mode, uint32_t tier) {
-  return part_of(object, 0, 0, mode, tier);
 }
 
 static void fill(void *at, uint64_t words, uint64_t seed) {
@@ -96,13 +66,13 @@ static bool filled(const void *at, uint64_t words, uint64_t seed) {
   return true;
 }
 static void put(world_t *w, gemini_tensor_t t, uint32_t tier, uint64_t seed) {
-  gemini_access_t a = whole(t, GEMINI_WRITE, tier);
+  gemini_access_t a = world_whole(t, GEMINI_WRITE, tier);
   OK(gemini_acquire(w->mgr, &a, 1, GEMINI_STREAM_CALLER));
   fill(a.ptr, WINDOW / 8, seed);
   OK(gemini_release(w->mgr, &a, 1, GEMINI_STREAM_CALLER));
 }
 static void expect(world_t *w, gemini_tensor_t t, uint32_t tier, uint64_t seed) {
-  gemini_access_t a = whole(t, GEMINI_READ, tier);
+  gemini_access_t a = world_whole(t, GEMINI_READ, tier);
   OK(gemini_acquire(w->mgr, &a, 1, GEMINI_STREAM_CALLER));
   CHECK(filled(a.ptr, WINDOW / 8, seed));
   OK(gemini_release(w->mgr, &a, 1, GEMINI_STREAM_CALLER));
@@ -165,7 +135,8 @@ static void *body_mixed(void *user) {
     case 0:
     case 1: { /* on the stream: write, then check what was there before */
       work_t check = { .words = WINDOW / 8, .seed = seed[i] }, write = { .words = WINDOW / 8, .seed = fresh };
-      gemini_access_t a[2] = { whole(own, GEMINI_READ_WRITE, DEVICE), whole(w->shared[k], GEMINI_READ, DEVICE) };
+      gemini_access_t a[2] = { world_whole(own, GEMINI_READ_WRITE, DEVICE),
+                               world_whole(w->shared[k], GEMINI_READ, DEVICE) };
       OK(gemini_acquire(w->mgr, a, 2, m->stream));
       check.at = write.at = a[0].ptr;
       work_t shared = { .at = a[1].ptr, .words = WINDOW / 8, .seed = 7 + (uint64_t)k };
@@ -184,12 +155,13 @@ static void *body_mixed(void *user) {
       if (seed[i]) expect(w, own, round % 2 ? DEVICE : HOST, seed[i]);
       break;
     case 5: {
-      gemini_access_t a = whole(own, 0, (uint32_t)(check_random(&random) % 3));
+      gemini_access_t a = world_whole(own, 0, (uint32_t)(check_random(&random) % 3));
       OK(gemini_move(w->mgr, &a, 1));
       break;
     }
     case 6: {
-      gemini_access_t a[2] = { whole(w->shared[k], 0, (uint32_t)(check_random(&random) % 3)), whole(own, 0, DEVICE) };
+      gemini_access_t a[2] = { world_whole(w->shared[k], 0, (uint32_t)(check_random(&random) % 3)),
+                               world_whole(own, 0, DEVICE) };
       OK(gemini_hint(w->mgr, a, 2));
       break;
     }
@@ -227,7 +199,7 @@ static void *body_mixed(void *user) {
 static void test_threads_mixed_calls_lose_nothing(void) {
   for (int tight = 0; tight < 2; tight++) {
     world_t w;
-    world_open(&w, config_of(19, tight ? 16 : 48, 64)); /* at most two chunks and a block for each thread */
+    threads_open(&w, config_of(19, tight ? 16 : 48, 64)); /* at most two chunks and a block for each thread */
     for (int k = 0; k < SHARED; k++) {
       w.shared[k] = tensor_of(w.mgr, w.arena, WINDOW, "shared", k, 0);
       put(&w, w.shared[k], HOST, 7 + (uint64_t)k);
@@ -236,7 +208,7 @@ static void test_threads_mixed_calls_lose_nothing(void) {
       for (int i = 0; i < OWN; i++) w.own[t][i] = tensor_of(w.mgr, w.arena, WINDOW, "own", t, i);
     run_threads(&w, THREADS, body_mixed);
     for (int k = 0; k < SHARED; k++) expect(&w, w.shared[k], DEVICE, 7 + (uint64_t)k);
-    world_close(&w);
+    threads_close(&w);
   }
 }
 
@@ -250,7 +222,7 @@ static void *body_count(void *user) {
     return NULL;
   }
   for (int round = 0; round < COUNTS; round++) {
-    gemini_access_t a = part_of(w->shared[0], 8 * (uint64_t)m->number, 8, GEMINI_READ_WRITE, DEVICE);
+    gemini_access_t a = world_part(w->shared[0], 8 * (uint64_t)m->number, 8, GEMINI_READ_WRITE, DEVICE);
     OK(gemini_acquire(w->mgr, &a, 1, GEMINI_STREAM_CALLER));
     ++*(uint64_t *)a.ptr;
     OK(gemini_release(w->mgr, &a, 1, GEMINI_STREAM_CALLER));
@@ -259,15 +231,15 @@ static void *body_count(void *user) {
 }
 static void test_threads_neighbours_in_a_cache_line_are_apart(void) {
   world_t w;
-  world_open(&w, config_of(3, 16, 0));
+  threads_open(&w, config_of(3, 16, 0));
   w.shared[0] = tensor_of(w.mgr, w.arena, 64, "line", 0, 0);
   for (int i = 0; i < OWN; i++) w.own[0][i] = tensor_of(w.mgr, w.arena, WINDOW, "own", 0, i);
   run_threads(&w, COUNTERS + 1, body_count);
-  gemini_access_t a = whole(w.shared[0], GEMINI_READ, HOST);
+  gemini_access_t a = world_whole(w.shared[0], GEMINI_READ, HOST);
   OK(gemini_acquire(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
   for (int i = 0; i < COUNTERS; i++) CHECK_EQ(((uint64_t *)a.ptr)[i], COUNTS);
   OK(gemini_release(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
-  world_close(&w);
+  threads_close(&w);
 }
 
 /* ---- one tensor, a stream for each thread: what one stream writes the next one sees */
@@ -276,13 +248,13 @@ static void *body_order(void *user) {
   member_t *m = user;
   world_t *w = m->w;
   for (int round = 0; round < 100; round++) {
-    gemini_access_t a = part_of(w->shared[0], 0, 8, GEMINI_READ_WRITE, DEVICE), spoil;
+    gemini_access_t a = world_part(w->shared[0], 0, 8, GEMINI_READ_WRITE, DEVICE), spoil;
     pthread_mutex_lock(&w->lock); /* the order is the callers' to make; the streams' work runs later */
     OK(gemini_acquire(w->mgr, &a, 1, m->stream));
     OK(gemini_stream_call(w->mgr, m->stream, increment, a.ptr));
     OK(gemini_release(w->mgr, &a, 1, m->stream));
     pthread_mutex_unlock(&w->lock);
-    spoil = whole(w->own[m->number][round % OWN], GEMINI_WRITE, DEVICE);
+    spoil = world_whole(w->own[m->number][round % OWN], GEMINI_WRITE, DEVICE);
     OK(gemini_acquire(w->mgr, &spoil, 1, m->stream));
     OK(gemini_release(w->mgr, &spoil, 1, m->stream));
   }
@@ -291,16 +263,16 @@ static void *body_order(void *user) {
 static void test_threads_streams_take_turns_on_one_tensor(void) {
   for (int room = 0; room < 2; room++) { /* it stays, or is pushed out between turns */
     world_t w;
-    world_open(&w, config_of(room ? 40 : THREADS + 2, 64, 0));
+    threads_open(&w, config_of(room ? 40 : THREADS + 2, 64, 0));
     w.shared[0] = tensor_of(w.mgr, w.arena, WINDOW, "count", 0, 0);
     for (int t = 0; t < THREADS; t++)
       for (int i = 0; i < OWN; i++) w.own[t][i] = tensor_of(w.mgr, w.arena, WINDOW, "own", t, i);
     run_threads(&w, THREADS, body_order);
-    gemini_access_t a = part_of(w.shared[0], 0, 8, GEMINI_READ, DEVICE);
+    gemini_access_t a = world_part(w.shared[0], 0, 8, GEMINI_READ, DEVICE);
     OK(gemini_acquire(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
     CHECK_EQ(*(uint64_t *)a.ptr, THREADS * 100);
     OK(gemini_release(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
-    world_close(&w);
+    threads_close(&w);
   }
 }
 
@@ -308,7 +280,7 @@ static void test_threads_streams_take_turns_on_one_tensor(void) {
 static void *body_read(void *user) {
   member_t *m = user;
   for (int round = 0; round < 300; round++) {
-    gemini_access_t a = whole(m->w->shared[round % SHARED], GEMINI_READ, m->number % 3 ? HOST : DEVICE);
+    gemini_access_t a = world_whole(m->w->shared[round % SHARED], GEMINI_READ, m->number % 3 ? HOST : DEVICE);
     OK(gemini_acquire(m->w->mgr, &a, 1, GEMINI_STREAM_CALLER));
     CHECK(filled(a.ptr, 64, 7 + (uint64_t)(round % SHARED)));
     OK(gemini_release(m->w->mgr, &a, 1, GEMINI_STREAM_CALLER));
@@ -317,7 +289,7 @@ static void *body_read(void *user) {
 }
 static void test_threads_readers_of_one_tensor_on_host_and_device(void) {
   world_t w;
-  world_open(&w, config_of(3, 8, 0));
+  threads_open(&w, config_of(3, 8, 0));
   for (int k = 0; k < SHARED; k++) {
     w.shared[k] = tensor_of(w.mgr, w.arena, WINDOW, "shared", k, 0);
     put(&w, w.shared[k], DEVICE, 7 + (uint64_t)k);
@@ -329,7 +301,7 @@ static void test_threads_readers_of_one_tensor_on_host_and_device(void) {
     CHECK_EQ(info.users, 0);
     CHECK_EQ(info.state, GEMINI_STATE_HOLD);
   }
-  world_close(&w);
+  threads_close(&w);
 }
 
 /* ---- names, arenas, streams come and go beside acquires */
@@ -348,14 +320,14 @@ static void *body_register(void *user) {
       OK(gemini_tensor_find(w->mgr, name, &found));
       CHECK_EQ(found, t);
       OK(gemini_arena_destroy(w->mgr, arena));
-      gemini_access_t a = whole(t, GEMINI_READ, DEVICE);
+      gemini_access_t a = world_whole(t, GEMINI_READ, DEVICE);
       CHECK_EQ(gemini_acquire(w->mgr, &a, 1, m->stream), GEMINI_ERR_HANDLE);
       break;
     }
     case 1: {
       gemini_stream_t stream;
       OK(gemini_stream_create(w->mgr, &stream));
-      gemini_access_t a = whole(w->shared[0], GEMINI_READ, DEVICE);
+      gemini_access_t a = world_whole(w->shared[0], GEMINI_READ, DEVICE);
       OK(gemini_acquire(w->mgr, &a, 1, stream));
       work_t check = { a.ptr, WINDOW / 8, 7, false };
       OK(gemini_stream_call(w->mgr, stream, work_check, &check));
@@ -380,12 +352,12 @@ static void *body_register(void *user) {
 }
 static void test_threads_objects_come_and_go(void) {
   world_t w;
-  world_open(&w, config_of(12, 64, 0));
+  threads_open(&w, config_of(12, 64, 0));
   w.shared[0] = tensor_of(w.mgr, w.arena, WINDOW, "shared", 0, 0);
   put(&w, w.shared[0], DEVICE, 7);
   run_threads(&w, THREADS, body_register);
   expect(&w, w.shared[0], DEVICE, 7);
-  world_close(&w);
+  threads_close(&w);
 }
 
 /* ---- training on one thread, everybody else asks and hints */
@@ -401,7 +373,7 @@ static void *body_train(void *user) {
         snprintf(name, sizeof name, "op.%d", t);
         OK(gemini_op_begin(w->mgr, name, m->stream));
         gemini_access_t a[OWN];
-        for (int i = 0; i < OWN; i++) a[i] = whole(w->own[t][i], step ? GEMINI_READ_WRITE : GEMINI_WRITE, DEVICE);
+        for (int i = 0; i < OWN; i++) a[i] = world_whole(w->own[t][i], step ? GEMINI_READ_WRITE : GEMINI_WRITE, DEVICE);
         OK(gemini_acquire(w->mgr, a, OWN, m->stream));
         for (int i = 0; i < OWN; i++)
           if (step) OK(gemini_stream_call(w->mgr, m->stream, increment, a[i].ptr));
@@ -427,7 +399,7 @@ static void *body_train(void *user) {
     uint64_t length = 0;
     char text[512];
     OK(gemini_plan_explain(w->mgr, text, sizeof text, &length));
-    gemini_access_t a = whole(w->own[m->number][0], 0, m->number % 2 ? DEVICE : HOST);
+    gemini_access_t a = world_whole(w->own[m->number][0], 0, m->number % 2 ? DEVICE : HOST);
     OK(gemini_hint(w->mgr, &a, 1));
     gemini_tensor_info_t info = GEMINI_TENSOR_INFO_INIT;
     OK(gemini_tensor_info(w->mgr, w->own[m->number][1], &info));
@@ -441,7 +413,7 @@ static void *body_train(void *user) {
 }
 static void test_threads_ask_while_one_trains(void) {
   world_t w;
-  world_open(&w, config_of(OWN + 4, 64, 0));
+  threads_open(&w, config_of(OWN + 4, 64, 0));
   w.shared[0] = tensor_of(w.mgr, w.arena, WINDOW, "shared", 0, 0);
   put(&w, w.shared[0], HOST, 7);
   for (int t = 0; t < THREADS; t++)
@@ -449,7 +421,7 @@ static void test_threads_ask_while_one_trains(void) {
   run_threads(&w, THREADS, body_train);
   for (int t = 1; t < THREADS; t++)
     for (int i = 0; i < OWN; i++) {
-      gemini_access_t a = whole(w.own[t][i], GEMINI_READ, HOST);
+      gemini_access_t a = world_whole(w.own[t][i], GEMINI_READ, HOST);
       OK(gemini_acquire(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
       CHECK_EQ(*(uint64_t *)a.ptr, 7); /* incremented in steps 1 to 7 */
       CHECK_EQ(((uint64_t *)a.ptr)[WINDOW / 8 - 1], WINDOW / 8 - 1);
@@ -458,7 +430,7 @@ static void test_threads_ask_while_one_trains(void) {
   gemini_stats_t s = GEMINI_STATS_INIT;
   OK(gemini_stats(w.mgr, &s));
   CHECK_EQ(s.iterations, 8);
-  world_close(&w);
+  threads_close(&w);
 }
 
 /* ---- late updates from some threads, uses from others, files and budgets from more */
@@ -486,7 +458,7 @@ static void *body_update(void *user) {
       expected++;
       if (round % 4 == 0) OK(gemini_update_wait(w->mgr));
       if (round % 5 == 0) {
-        gemini_access_t a = part_of(arena, WINDOW - 4, 8, GEMINI_READ, round % 2 ? HOST : DEVICE);
+        gemini_access_t a = world_part(arena, WINDOW - 4, 8, GEMINI_READ, round % 2 ? HOST : DEVICE);
         OK(gemini_acquire(w->mgr, &a, 1, GEMINI_STREAM_CALLER));
         for (int i = 0; i < 8; i++) CHECK_EQ(((uint8_t *)a.ptr)[i], expected);
         OK(gemini_release(w->mgr, &a, 1, GEMINI_STREAM_CALLER));
@@ -494,7 +466,7 @@ static void *body_update(void *user) {
     } else if (m->number == 3) { /* files */
       int fd = memfd_create("test", MFD_CLOEXEC);
       CHECK(fd >= 0);
-      gemini_access_t a = whole(w->shared[0], 0, 0), b = whole(w->shared[1], 0, 0);
+      gemini_access_t a = world_whole(w->shared[0], 0, 0), b = world_whole(w->shared[1], 0, 0);
       OK(gemini_store(w->mgr, &a, fd, 0));
       OK(gemini_load(w->mgr, &b, fd, 0));
       expect(w, w->shared[1], DEVICE, 7);
@@ -504,10 +476,10 @@ static void *body_update(void *user) {
       OK(gemini_budget_set(w->mgr, HOST, (uint64_t)(round % 2 ? 40 : 24) * WINDOW));
     } else {
       double norm = -1;
-      gemini_access_t a = whole(w->shared[2], 0, 0);
+      gemini_access_t a = world_whole(w->shared[2], 0, 0);
       OK(gemini_norm(w->mgr, &a, GEMINI_DTYPE_F32, m->stream, &norm));
       CHECK(norm == 0);
-      gemini_access_t pin = whole(w->shared[0], 0, DEVICE);
+      gemini_access_t pin = world_whole(w->shared[0], 0, DEVICE);
       OK(gemini_pin(w->mgr, &pin));
       OK(gemini_unpin(w->mgr, &pin));
       OK(gemini_zero(w->mgr, &a));
@@ -517,7 +489,7 @@ static void *body_update(void *user) {
 }
 static void test_threads_update_load_and_resize(void) {
   world_t w;
-  world_open(&w, config_of(20, 40, 64));
+  threads_open(&w, config_of(20, 40, 64));
   for (int k = 0; k < 3; k++) w.shared[k] = tensor_of(w.mgr, w.arena, WINDOW, "shared", k, 0);
   put(&w, w.shared[0], HOST, 7);
   for (int t = 0; t < 3; t++) {
@@ -530,12 +502,12 @@ static void test_threads_update_load_and_resize(void) {
   run_threads(&w, THREADS, body_update);
   OK(gemini_update_wait(w.mgr));
   for (int t = 0; t < 3; t++) {
-    gemini_access_t a = whole(w.own[t][0], GEMINI_READ, HOST);
+    gemini_access_t a = world_whole(w.own[t][0], GEMINI_READ, HOST);
     OK(gemini_acquire(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
     for (uint64_t i = 0; i < 3 * WINDOW; i++) CHECK_EQ(((uint8_t *)a.ptr)[i], UPDATES);
     OK(gemini_release(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
   }
-  world_close(&w);
+  threads_close(&w);
 }
 
 /* ---- managers of their own */
@@ -543,13 +515,13 @@ static void *body_manager(void *user) {
   member_t *m = user;
   for (int round = 0; round < 6; round++) {
     world_t w;
-    world_open(&w, config_of(2, 16, 8));
+    threads_open(&w, config_of(2, 16, 8));
     for (int i = 0; i < OWN; i++) w.own[0][i] = tensor_of(w.mgr, w.arena, WINDOW, "own", m->number, i);
     for (int i = 0; i < OWN; i++) put(&w, w.own[0][i], DEVICE, (uint64_t)(10 * m->number + i));
     for (int i = 0; i < OWN; i++) expect(&w, w.own[0][i], DEVICE, (uint64_t)(10 * m->number + i));
-    gemini_access_t a = whole(w.own[0][0], GEMINI_READ, DEVICE);
+    gemini_access_t a = world_whole(w.own[0][0], GEMINI_READ, DEVICE);
     CHECK_EQ(gemini_acquire(m->w->mgr, &a, 1, m->stream), GEMINI_ERR_HANDLE); /* of another manager */
-    world_close(&w);
+    threads_close(&w);
     CHECK_EQ(gemini_acquire(w.mgr, &a, 1, GEMINI_STREAM_CALLER), GEMINI_ERR_HANDLE);
     fail_and_look(m, round);
   }
@@ -563,7 +535,7 @@ static void *body_recut(void *user) {
   member_t *m = user;
   gemini_tensor_t t = m->w->own[m->number % THREADS][m->number % OWN];
   for (bool first = true; first || !atomic_load(&m->w->stop); first = false) {
-    gemini_access_t a = whole(t, GEMINI_READ, DEVICE);
+    gemini_access_t a = world_whole(t, GEMINI_READ, DEVICE);
     OK(gemini_acquire(m->w->mgr, &a, 1, m->stream));
     OK(gemini_release(m->w->mgr, &a, 1, m->stream));
     if (first) atomic_fetch_add(&recut_ready, 1);
@@ -586,7 +558,7 @@ static void test_threads_acquire_while_arenas_are_cut_anew(void) {
     world_t w;
     gemini_config_t c = config_of(96, 512, 0);
     c.window_bytes = 0;
-    world_open(&w, c);
+    threads_open(&w, c);
     for (int i = 0; i < THREADS; i++)
       for (int k = 0; k < OWN; k++) put(&w, w.own[i][k] = tensor_of(w.mgr, w.arena, WINDOW, "own", i, k), DEVICE, 7);
     int count = round % 2 ? RECUT_THREADS : 1;
@@ -614,7 +586,7 @@ static void test_threads_acquire_while_arenas_are_cut_anew(void) {
     for (int i = 0; i < THREADS; i++)
       for (int k = 0; k < OWN; k++) expect(&w, w.own[i][k], k % 2 ? HOST : DEVICE, 7);
     for (int i = 0; i < count; i++) OK(gemini_stream_destroy(m[i].stream));
-    world_close(&w);
+    threads_close(&w);
   }
   fprintf(stderr, "    cut anew %d times of %d\n", cut, RECUT_ROUNDS);
   CHECK(cut > 0);
@@ -623,9 +595,9 @@ static void test_threads_acquire_while_arenas_are_cut_anew(void) {
 
 static void test_threads_each_with_a_manager(void) {
   world_t w;
-  world_open(&w, config_of(2, 4, 0));
+  threads_open(&w, config_of(2, 4, 0));
   run_threads(&w, THREADS, body_manager);
-  world_close(&w);
+  threads_close(&w);
 }
 
 /* ---- errors */
@@ -637,7 +609,7 @@ static void *body_errors(void *user) {
   CHECK_EQ(info.status, GEMINI_OK); /* a new thread has had none, whatever the others had */
   CHECK(!*info.message && !*info.operation && !info.native_code);
   pthread_barrier_wait(&barrier);
-  gemini_access_t a = whole(m->w->shared[0], GEMINI_READ, DEVICE);
+  gemini_access_t a = world_whole(m->w->shared[0], GEMINI_READ, DEVICE);
   int closed = dup(0);
   close(closed);
   if (m->number == 0) CHECK_EQ(gemini_store(m->w->mgr, &a, closed, 0), GEMINI_ERR_IO);
@@ -656,7 +628,7 @@ static void *body_errors(void *user) {
 }
 static void test_last_error_is_the_threads_own(void) {
   world_t w;
-  world_open(&w, config_of(4, 8, 0));
+  threads_open(&w, config_of(4, 8, 0));
   w.shared[0] = tensor_of(w.mgr, w.arena, WINDOW, "shared", 0, 0);
   put(&w, w.shared[0], HOST, 1);
   gemini_tensor_t none;
@@ -667,7 +639,7 @@ static void test_last_error_is_the_threads_own(void) {
   gemini_error_info_t info = GEMINI_ERROR_INFO_INIT;
   OK(gemini_last_error(&info));
   CHECK_EQ(info.status, GEMINI_ERR_NOT_FOUND);
-  world_close(&w);
+  threads_close(&w);
 }
 
 /* ---- a batch for writing on the host that meets a reader on the device half way is refused whole */
@@ -682,20 +654,20 @@ static void slow_span(void *user, const gemini_update_span_t *span) {
 }
 static void *body_batch(void *user) {
   batch_t *b = user;
-  gemini_access_t a[2] = { whole(b->w->shared[0], GEMINI_WRITE, HOST),
-                           whole(b->w->shared[1], GEMINI_READ_WRITE, HOST) };
+  gemini_access_t a[2] = { world_whole(b->w->shared[0], GEMINI_WRITE, HOST),
+                           world_whole(b->w->shared[1], GEMINI_READ_WRITE, HOST) };
   b->status = gemini_acquire(b->w->mgr, a, 2, GEMINI_STREAM_CALLER);
   if (!b->status) OK(gemini_release(b->w->mgr, a, 2, GEMINI_STREAM_CALLER));
   return NULL;
 }
 static void test_host_batch_against_a_device_reader_is_whole_or_nothing(void) {
   world_t w;
-  world_open(&w, config_of(4, 16, 0));
+  threads_open(&w, config_of(4, 16, 0));
   for (int k = 0; k < 2; k++) {
     w.shared[k] = tensor_of(w.mgr, w.arena, WINDOW, "shared", k, 0);
     put(&w, w.shared[k], HOST, 7 + (uint64_t)k);
   }
-  gemini_access_t second = whole(w.shared[1], GEMINI_READ, DEVICE);
+  gemini_access_t second = world_whole(w.shared[1], GEMINI_READ, DEVICE);
   for (int i = 0; i < 3; i++) { /* it stays, and is known to have arrived */
     OK(gemini_acquire(w.mgr, &second, 1, GEMINI_STREAM_CALLER));
     OK(gemini_release(w.mgr, &second, 1, GEMINI_STREAM_CALLER));
@@ -728,7 +700,7 @@ static void test_host_batch_against_a_device_reader_is_whole_or_nothing(void) {
     CHECK_EQ(info.state, GEMINI_STATE_HOLD);
   }
   expect(&w, w.shared[0], DEVICE, 7);
-  world_close(&w);
+  threads_close(&w);
 }
 
 int main(void) {

@@ -10,72 +10,30 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "../check.h"
-#include "gemini.h"
-
-#define OK(call) CHECK_EQ(call, GEMINI_OK)
-#define WINDOW UINT64_C(65536)
-enum { DEVICE = GEMINI_TIER_DEVICE, HOST = GEMINI_TIER_HOST, FILES = GEMINI_TIER_FILE };
 enum { MOST = 8 };
-
-static void sleep_ms(long ms) {
-  struct timespec t = { ms / 1000, ms % 1000 * 1000000 };
-  while (nanosleep(&t, &t) && errno == EINTR) continue;
-}
-
-static uint64_t now_ns(void) {
-  struct timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
-}
-
-/* ---- arenas of one layout, each with a plain copy of what it should hold */
-typedef struct {
-  gemini_manager_t mgr;
-  gemini_stream_t stream;
-  uint32_t count;
-  uint64_t elements;
-  gemini_arena_t arena[MOST];
-  uint32_t bytes[MOST]; /* of an element */
-  uint8_t *plain[MOST];
+#define WORLD_MORE                                                          \
+  /* arenas of one layout, each with a plain copy of what it should hold */ \
+  uint32_t count;                                                           \
+  uint64_t elements;                                                        \
+  gemini_arena_t arena[MOST];                                               \
+  uint32_t bytes[MOST]; /* of an element */                                 \
+  uint8_t *plain[MOST];                                                     \
   uint64_t base[MOST]; /* device addresses */
-  char dir[64];
-} world_t;
+#include "world.h"
+
+#define OK(call) CHECK_OK(call)
+#define WINDOW WORLD_WINDOW
+enum { DEVICE = GEMINI_TIER_DEVICE, HOST = GEMINI_TIER_HOST, FILES = GEMINI_TIER_FILE };
 
 static gemini_config_t config_of(uint64_t device_windows, uint64_t host_windows, uint64_t file_windows) {
-  gemini_config_t c = GEMINI_CONFIG_INIT;
-  c.device_bytes = device_windows * WINDOW;
-  c.host_bytes = host_windows * WINDOW;
-  c.file_bytes = file_windows * WINDOW;
-  c.window_bytes = WINDOW;
+  gemini_config_t c = world_config(device_windows, host_windows, file_windows);
   c.update_threads = 2;
   return c;
 }
 
-static world_t world_open(gemini_config_t c) {
-  world_t w = { 0 };
-  if (c.file_bytes) {
-    const char *tmp = getenv("TMPDIR");
-    snprintf(w.dir, sizeof w.dir, "%.40s/gemini.XXXXXX", tmp && *tmp ? tmp : "/tmp");
-    CHECK(mkdtemp(w.dir));
-    c.file_dir = w.dir;
-  }
-  OK(gemini_manager_open(&c, &w.mgr));
-  OK(gemini_stream_create(w.mgr, &w.stream));
-  return w;
-}
-
-static void world_close(world_t *w) {
-  OK(gemini_manager_close(w->mgr));
-  if (*w->dir) CHECK_EQ(rmdir(w->dir), 0);
+static void arenas_close(world_t *w) {
+  world_close(w);
   for (uint32_t i = 0; i < w->count; i++) free(w->plain[i]);
-}
-
-static gemini_access_t part_of(uint64_t object, uint64_t offset, uint64_t size, uint32_t mode, uint32_t tier) {
-  return (gemini_access_t){ .object = object, .offset_bytes = offset, .size_bytes = size, .mode = mode, .tier = tier };
-}
-static gemini_access_t whole(uint64_t object, uint32_t mode, uint32_t tier) {
-  return part_of(object, 0, 0, mode, tier);
 }
 
 static uint64_t mix(uint64_t x) {
@@ -116,7 +74,7 @@ static world_t world_of(gemini_config_t c, const uint32_t *sizes, uint32_t count
       memcpy(w.plain[i] + k, &x, 8);
     }
     for (uint64_t k = 0; k < size; k += WINDOW) {
-      gemini_access_t a = part_of(w.arena[i], k, k + WINDOW < size ? WINDOW : size - k, GEMINI_WRITE, HOST);
+      gemini_access_t a = world_part(w.arena[i], k, k + WINDOW < size ? WINDOW : size - k, GEMINI_WRITE, HOST);
       OK(gemini_acquire(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
       memcpy(a.ptr, w.plain[i] + k, a.size_bytes);
       OK(gemini_release(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
@@ -128,7 +86,7 @@ static world_t world_of(gemini_config_t c, const uint32_t *sizes, uint32_t count
 static void expect_arena(world_t *w, uint32_t i, uint32_t tier) {
   uint64_t size = w->elements * w->bytes[i];
   for (uint64_t k = 0; k < size; k += WINDOW) {
-    gemini_access_t a = part_of(w->arena[i], k, k + WINDOW < size ? WINDOW : size - k, GEMINI_READ, tier);
+    gemini_access_t a = world_part(w->arena[i], k, k + WINDOW < size ? WINDOW : size - k, GEMINI_READ, tier);
     OK(gemini_acquire(w->mgr, &a, 1, GEMINI_STREAM_CALLER));
     if (memcmp(a.ptr, w->plain[i] + k, a.size_bytes)) {
       uint64_t at = 0;
@@ -141,12 +99,6 @@ static void expect_arena(world_t *w, uint32_t i, uint32_t tier) {
 }
 static void expect_all(world_t *w, uint32_t tier) {
   for (uint32_t i = 0; i < w->count; i++) expect_arena(w, i, tier);
-}
-
-static gemini_stats_t stats_of(const world_t *w) {
-  gemini_stats_t s = GEMINI_STATS_INIT;
-  OK(gemini_stats(w->mgr, &s));
-  return s;
 }
 
 /* ---- the update: what is read decides, element by element, what is written */
@@ -262,7 +214,7 @@ static void place_randomly(world_t *w, uint64_t *random) {
   for (uint32_t i = 0; i < w->count; i++) {
     uint64_t size = w->elements * w->bytes[i];
     for (uint64_t k = 0; k < size; k += WINDOW) {
-      gemini_access_t a = part_of(w->arena[i], k, k + WINDOW < size ? WINDOW : size - k, GEMINI_READ, 0);
+      gemini_access_t a = world_part(w->arena[i], k, k + WINDOW < size ? WINDOW : size - k, GEMINI_READ, 0);
       a.tier = (uint32_t)(check_random(random) % (*w->dir ? 3 : 2));
       OK(gemini_move(w->mgr, &a, 1));
     }
@@ -306,9 +258,9 @@ static void test_update_of_any_arenas_equals_a_plain_loop(void) {
       free(r.seen);
       expect_all(&w, round % 2 ? HOST : DEVICE);
     }
-    gemini_stats_t s = stats_of(&w);
+    gemini_stats_t s = world_stats(&w);
     for (uint32_t tier = 0; tier < GEMINI_TIER_COUNT; tier++) CHECK(s.peak_bytes[tier] <= s.budget_bytes[tier]);
-    world_close(&w);
+    arenas_close(&w);
   }
 }
 
@@ -317,7 +269,7 @@ static void test_update_on_the_device_equals_the_host(void) {
   static const uint32_t sizes[] = { 2, 4, 4 };
   for (int late = 0; late < 2; late++) {
     world_t w = world_of(config_of(24, 64, 0), sizes, 3, 4 * 32768 + 100);
-    gemini_access_t pin = part_of(w.arena[0], WINDOW, 2 * WINDOW, 0, DEVICE); /* elements 32768 to 98304 */
+    gemini_access_t pin = world_part(w.arena[0], WINDOW, 2 * WINDOW, 0, DEVICE); /* elements 32768 to 98304 */
     OK(gemini_pin(w.mgr, &pin));
     rule_t r = rule_of(&w, 3);
     r.seen = calloc(w.elements, 1);
@@ -335,7 +287,7 @@ static void test_update_on_the_device_equals_the_host(void) {
     OK(gemini_unpin(w.mgr, &pin));
     expect_all(&w, DEVICE);
     expect_all(&w, HOST);
-    world_close(&w);
+    arenas_close(&w);
   }
 }
 
@@ -353,10 +305,10 @@ static void test_update_through_files_equals_a_plain_loop(void) {
   }
   expect_all(&w, HOST);
   expect_all(&w, DEVICE);
-  gemini_stats_t s = stats_of(&w);
+  gemini_stats_t s = world_stats(&w);
   for (uint32_t tier = 0; tier < GEMINI_TIER_COUNT; tier++) CHECK(s.peak_bytes[tier] <= s.budget_bytes[tier]);
   CHECK(s.moved_bytes[GEMINI_LINK_F2H][GEMINI_REASON_UPDATE] > 60 * WINDOW);
-  world_close(&w);
+  arenas_close(&w);
 }
 
 /* Host and files together have hardly more room than there are bytes: what goes to a file waits for what comes from one. */
@@ -367,7 +319,7 @@ static void test_update_where_files_are_almost_full(void) {
   for (uint64_t round = 0; round < 20; round++) {
     rule_t r = rule_of(&w, round);
     OK(rule_submit(&r, 0, 0, GEMINI_UPDATE_LATE, w.stream));
-    gemini_access_t one = part_of(w.arena[0], round % PIECES * WINDOW, WINDOW, GEMINI_READ, DEVICE);
+    gemini_access_t one = world_part(w.arena[0], round % PIECES * WINDOW, WINDOW, GEMINI_READ, DEVICE);
     OK(gemini_acquire(w.mgr, &one, 1, w.stream));
     OK(gemini_release(w.mgr, &one, 1, w.stream));
     OK(gemini_update_wait(w.mgr));
@@ -375,7 +327,7 @@ static void test_update_where_files_are_almost_full(void) {
     rule_plain(&r, 0, 0);
   }
   expect_all(&w, HOST);
-  world_close(&w);
+  arenas_close(&w);
 }
 
 /* ---- late */
@@ -394,9 +346,9 @@ static void test_late_update_is_done_before_the_next_use(void) {
     r.delay_ms = 15;
     OK(rule_submit(&r, 0, 0, GEMINI_UPDATE_LATE, w.stream));
     CHECK(atomic_load(&r.done) < 4); /* it returned at once */
-    CHECK(stats_of(&w).pending_updates > 0);
+    CHECK(world_stats(&w).pending_updates > 0);
     rule_plain(&r, 0, 0);
-    gemini_access_t first = part_of(w.arena[0], 0, WINDOW, GEMINI_READ, DEVICE), all = whole(w.arena[0], 0, 0);
+    gemini_access_t first = world_part(w.arena[0], 0, WINDOW, GEMINI_READ, DEVICE), all = world_whole(w.arena[0], 0, 0);
     gemini_stream_t other;
     int fd = memfd_create("test", MFD_CLOEXEC);
     CHECK(fd >= 0);
@@ -428,16 +380,16 @@ static void test_late_update_is_done_before_the_next_use(void) {
       break;
     }
     case 5: /* a part written over it comes after it */
-      first = part_of(w.arena[0], 3 * WINDOW, 8, GEMINI_WRITE, HOST);
+      first = world_part(w.arena[0], 3 * WINDOW, 8, GEMINI_WRITE, HOST);
       OK(gemini_acquire(w.mgr, &first, 1, GEMINI_STREAM_CALLER));
       memset(first.ptr, 0x11, 8), memset(w.plain[0] + 3 * WINDOW, 0x11, 8);
       OK(gemini_release(w.mgr, &first, 1, GEMINI_STREAM_CALLER));
       break;
     case 6:
-      first = part_of(w.arena[0], 2 * WINDOW + 40, WINDOW, 0, 0);
+      first = world_part(w.arena[0], 2 * WINDOW + 40, WINDOW, 0, 0);
       OK(gemini_zero(w.mgr, &first));
       memset(w.plain[0] + 2 * WINDOW + 40, 0, WINDOW);
-      all = whole(w.arena[1], 0, 0);
+      all = world_whole(w.arena[1], 0, 0);
       OK(gemini_zero(w.mgr, &all));
       memset(w.plain[1], 0, 4 * WINDOW);
       break;
@@ -446,7 +398,7 @@ static void test_late_update_is_done_before_the_next_use(void) {
       OK(gemini_move(w.mgr, &all, 1));
       break;
     case 8:
-      all = part_of(w.arena[0], 100, 3 * WINDOW, 0, 0);
+      all = world_part(w.arena[0], 100, 3 * WINDOW, 0, 0);
       CHECK_EQ(pwrite(fd, w.plain[1], 3 * WINDOW, 0), 3 * WINDOW);
       OK(gemini_load(w.mgr, &all, fd, 0));
       memcpy(w.plain[0] + 100, w.plain[1], 3 * WINDOW);
@@ -460,7 +412,7 @@ static void test_late_update_is_done_before_the_next_use(void) {
     CHECK_EQ(atomic_load(&r.wrong), 0);
     close(fd);
     free(copy);
-    world_close(&w);
+    arenas_close(&w);
   }
 }
 
@@ -479,7 +431,7 @@ static void test_update_comes_after_its_streams_work(void) {
   static const uint32_t sizes[] = { 4, 4 };
   for (int how = 0; how < 4; how++) { /* late or not; the written arena stays or is evicted before */
     world_t w = world_of(config_of(4, 32, 0), sizes, 2, 2 * 16384);
-    gemini_access_t a = whole(w.arena[1], GEMINI_WRITE, DEVICE);
+    gemini_access_t a = world_whole(w.arena[1], GEMINI_WRITE, DEVICE);
     OK(gemini_acquire(w.mgr, &a, 1, w.stream));
     for (uint64_t k = 0; k < 2 * WINDOW; k++) w.plain[1][k] = (uint8_t)(k * 7 + k / 256);
     write_t write = { a.ptr, w.plain[1], 2 * WINDOW };
@@ -498,7 +450,7 @@ static void test_update_comes_after_its_streams_work(void) {
     OK(rule_submit(&r, 0, 0, how & 1 ? GEMINI_UPDATE_LATE : 0, w.stream));
     rule_plain(&r, 0, 0);
     expect_all(&w, how & 1 ? DEVICE : HOST);
-    world_close(&w);
+    arenas_close(&w);
     free(kept);
   }
 }
@@ -514,7 +466,7 @@ static void test_update_comes_after_unrelated_work_of_its_stream(void) {
   for (int how = 0; how < 4; how++) { /* late or not, on the device or the host */
     world_t w = world_of(config_of(4, 32, 0), sizes, 1, 2 * 16384);
     rule_t r = rule_of(&w, 1);
-    gemini_access_t pin = whole(w.arena[0], 0, DEVICE);
+    gemini_access_t pin = world_whole(w.arena[0], 0, DEVICE);
     if (how & 2) OK(gemini_pin(w.mgr, &pin));
     OK(gemini_stream_call(w.mgr, w.stream, salt_late, &r));
     OK(rule_submit(&r, 0, 0, how & 1 ? GEMINI_UPDATE_LATE : 0, w.stream));
@@ -523,7 +475,7 @@ static void test_update_comes_after_unrelated_work_of_its_stream(void) {
     rule_plain(&r, 0, 0);
     CHECK_EQ(atomic_load(&r.device_spans), how & 2 ? 2 : 0);
     expect_all(&w, DEVICE);
-    world_close(&w);
+    arenas_close(&w);
   }
 }
 
@@ -556,9 +508,9 @@ static void test_late_updates_in_flight_keep_their_order(void) {
       submitted += atomic_load(&r[k].spans);
     }
     CHECK(submitted >= FLIGHT * 3);
-    CHECK_EQ(stats_of(&w).pending_updates, 0);
+    CHECK_EQ(world_stats(&w).pending_updates, 0);
     expect_all(&w, DEVICE);
-    world_close(&w);
+    arenas_close(&w);
   }
 }
 
@@ -590,23 +542,23 @@ static void test_waiting_for_updates_that_are_not_queued_is_a_stall(void) {
     OK(gemini_iteration_begin(w.mgr));
     OK(rule_submit(&r, 0, 0, GEMINI_UPDATE_LATE, stream));
     rule_plain(&r, 0, 0);
-    gemini_access_t last = part_of(w.arena[0], 31 * WINDOW, WINDOW, GEMINI_READ, DEVICE);
+    gemini_access_t last = world_part(w.arena[0], 31 * WINDOW, WINDOW, GEMINI_READ, DEVICE);
     OK(gemini_op_begin(w.mgr, "op", stream));
     uint64_t begin_ns = now_ns();
     OK(gemini_acquire(w.mgr, &last, 1, stream));
-    uint64_t waited_ns = now_ns() - begin_ns, before_ns = stats_of(&w).stall_ns;
+    uint64_t waited_ns = now_ns() - begin_ns, before_ns = world_stats(&w).stall_ns;
     OK(gemini_release(w.mgr, &last, 1, stream));
     OK(gemini_op_end(w.mgr));
     OK(gemini_stream_synchronize(w.mgr, w.stream));
     OK(gemini_iteration_end(w.mgr));
     CHECK(waited_ns > 50 * 1000000u); /* 20 pieces and more ended meanwhile */
-    CHECK(stats_of(&w).stall_ns - before_ns > waited_ns / 10 * 9);
+    CHECK(world_stats(&w).stall_ns - before_ns > waited_ns / 10 * 9);
     char path[sizeof w.dir + 8];
     snprintf(path, sizeof path, "%s/trace", w.dir);
     CHECK(first_op_ns(w.mgr, path) < waited_ns / 2);
     OK(gemini_update_wait(w.mgr));
     expect_all(&w, HOST);
-    world_close(&w);
+    arenas_close(&w);
   }
 }
 
@@ -643,7 +595,7 @@ static void test_updates_that_pile_up_are_done_as_operators_want_them(void) {
   OK(gemini_arena_take(w.mgr, w.arena[0], (BLOCKS + 1) * WINDOW, &at));
   for (int step = 0; step < 6; step++) {
     pile_t pile = { 0 };
-    bool planned = stats_of(&w).planned_iterations > 0;
+    bool planned = world_stats(&w).planned_iterations > 0;
     atomic_store(&pile.held, planned);
     OK(gemini_iteration_begin(w.mgr));
     for (int i = 0; i < 2 * BLOCKS; i++) {
@@ -652,7 +604,7 @@ static void test_updates_that_pile_up_are_done_as_operators_want_them(void) {
       char name[32];
       snprintf(name, sizeof name, "block %d%s", (int)block, backward ? " backward" : "");
       gemini_access_t a =
-          part_of(w.arena[0], block * WINDOW, WINDOW, backward ? GEMINI_READ_WRITE : GEMINI_READ, DEVICE);
+          world_part(w.arena[0], block * WINDOW, WINDOW, backward ? GEMINI_READ_WRITE : GEMINI_READ, DEVICE);
       OK(gemini_op_begin(w.mgr, name, w.stream));
       OK(gemini_acquire(w.mgr, &a, 1, w.stream));
       OK(gemini_release(w.mgr, &a, 1, w.stream));
@@ -671,10 +623,10 @@ static void test_updates_that_pile_up_are_done_as_operators_want_them(void) {
       OK(gemini_update(w.mgr, &u));
     }
     OK(gemini_iteration_end(w.mgr));
-    gemini_access_t last = part_of(w.arena[0], BLOCKS * WINDOW, WINDOW, GEMINI_WRITE, DEVICE);
+    gemini_access_t last = world_part(w.arena[0], BLOCKS * WINDOW, WINDOW, GEMINI_WRITE, DEVICE);
     OK(gemini_acquire(w.mgr, &last, 1, w.stream)); /* its copy to the host comes behind those that updates wait for */
     OK(gemini_release(w.mgr, &last, 1, w.stream));
-    last = part_of(w.arena[0], BLOCKS * WINDOW, WINDOW, GEMINI_READ, HOST);
+    last = world_part(w.arena[0], BLOCKS * WINDOW, WINDOW, GEMINI_READ, HOST);
     OK(gemini_acquire(w.mgr, &last, 1, GEMINI_STREAM_CALLER));
     OK(gemini_release(w.mgr, &last, 1, GEMINI_STREAM_CALLER));
     sleep_ms(1); /* what came since the worker looked is seen a while later only */
@@ -686,8 +638,8 @@ static void test_updates_that_pile_up_are_done_as_operators_want_them(void) {
     for (uint64_t i = 1; i < BLOCKS; i++) /* after the one that was held up */
       CHECK_EQ(pile.blocks[i], i - (i <= pile.blocks[0]));
   }
-  CHECK(stats_of(&w).planned_iterations > 1);
-  world_close(&w);
+  CHECK(world_stats(&w).planned_iterations > 1);
+  arenas_close(&w);
 }
 
 static void test_spans_on_the_device_are_pending_until_they_are_done(void) {
@@ -695,14 +647,14 @@ static void test_spans_on_the_device_are_pending_until_they_are_done(void) {
   world_t w = world_of(config_of(6, 16, 0), sizes, 1, 4 * 16384);
   rule_t r = rule_of(&w, 1);
   r.delay_ms = 20;
-  gemini_access_t pin = whole(w.arena[0], 0, DEVICE);
+  gemini_access_t pin = world_whole(w.arena[0], 0, DEVICE);
   OK(gemini_pin(w.mgr, &pin));
   OK(rule_submit(&r, 0, 0, GEMINI_UPDATE_LATE, w.stream));
-  CHECK_EQ(stats_of(&w).pending_updates, 1);
+  CHECK_EQ(world_stats(&w).pending_updates, 1);
   OK(gemini_update_wait(w.mgr));
   CHECK_EQ(atomic_load(&r.device_spans), 4);
-  CHECK_EQ(stats_of(&w).pending_updates, 0);
-  world_close(&w);
+  CHECK_EQ(world_stats(&w).pending_updates, 0);
+  arenas_close(&w);
 }
 
 static void test_update_wait_and_close_finish_what_is_pending(void) {
@@ -712,15 +664,15 @@ static void test_update_wait_and_close_finish_what_is_pending(void) {
     rule_t r = rule_of(&w, 1);
     r.delay_ms = 10;
     OK(gemini_update_wait(w.mgr)); /* nothing pending */
-    gemini_access_t pin = part_of(w.arena[0], 0, WINDOW, 0, DEVICE);
+    gemini_access_t pin = world_part(w.arena[0], 0, WINDOW, 0, DEVICE);
     if (how == 2) OK(gemini_pin(w.mgr, &pin)); /* one span on the device */
     OK(rule_submit(&r, 0, 0, GEMINI_UPDATE_LATE, w.stream));
     if (how) {
       OK(gemini_update_wait(w.mgr));
       CHECK_EQ(atomic_load(&r.done), 4);
-      CHECK_EQ(stats_of(&w).pending_updates, 0);
+      CHECK_EQ(world_stats(&w).pending_updates, 0);
     }
-    world_close(&w);
+    arenas_close(&w);
     CHECK_EQ(atomic_load(&r.done), 4);
     CHECK_EQ(atomic_load(&r.device_spans), how == 2);
   }
@@ -730,7 +682,7 @@ static void test_update_wait_and_close_finish_what_is_pending(void) {
   OK(rule_submit(&r, 0, 0, GEMINI_UPDATE_LATE, w.stream));
   OK(gemini_arena_destroy(w.mgr, w.arena[0]));
   CHECK_EQ(atomic_load(&r.done), 4);
-  world_close(&w);
+  arenas_close(&w);
 }
 
 /* ---- states */
@@ -752,7 +704,7 @@ static void test_update_puts_written_tensors_to_hold(void) {
   }
   OK(gemini_phase_set(w.mgr, GEMINI_PHASE_BACKWARD));
   for (int i = 0; i < 3; i++) {
-    gemini_access_t both[2] = { whole(t[i], GEMINI_READ, DEVICE), whole(other[i], GEMINI_READ, DEVICE) };
+    gemini_access_t both[2] = { world_whole(t[i], GEMINI_READ, DEVICE), world_whole(other[i], GEMINI_READ, DEVICE) };
     OK(gemini_acquire(w.mgr, both, 2, w.stream));
     OK(gemini_release(w.mgr, both, 2, w.stream));
     CHECK_EQ(state_of(&w, t[i]), GEMINI_STATE_HOLD_AFTER_BWD);
@@ -769,7 +721,7 @@ static void test_update_puts_written_tensors_to_hold(void) {
   CHECK_EQ(state_of(&w, other[0]), GEMINI_STATE_READY_FOR_REDUCE); /* only read */
   OK(rule_submit(&r, 2 * 16384 + 100, 10, 0, w.stream));           /* a part, from its middle on */
   CHECK_EQ(state_of(&w, t[2]), GEMINI_STATE_HOLD);
-  world_close(&w);
+  arenas_close(&w);
 }
 
 /* ---- refusals change nothing */
@@ -777,8 +729,8 @@ static void test_update_of_a_range_in_use_is_busy(void) {
   static const uint32_t sizes[] = { 4, 8 };
   world_t w = world_of(config_of(8, 64, 0), sizes, 2, 6 * 16384);
   for (int how = 0; how < 4; how++) {
-    gemini_access_t a = part_of(w.arena[1], 11 * WINDOW + 100, 8, how % 2 ? GEMINI_READ : GEMINI_READ_WRITE,
-                                how < 2 ? DEVICE : HOST); /* in the last span */
+    gemini_access_t a = world_part(w.arena[1], 11 * WINDOW + 100, 8, how % 2 ? GEMINI_READ : GEMINI_READ_WRITE,
+                                   how < 2 ? DEVICE : HOST); /* in the last span */
     OK(gemini_acquire(w.mgr, &a, 1, w.stream));
     OK(gemini_stream_synchronize(w.mgr, w.stream));
     rule_t r = rule_of(&w, 1);
@@ -791,13 +743,13 @@ static void test_update_of_a_range_in_use_is_busy(void) {
     OK(gemini_release(w.mgr, &a, 1, w.stream));
     expect_all(&w, how % 2 ? HOST : DEVICE);
   }
-  world_close(&w);
+  arenas_close(&w);
 }
 
 static void test_update_without_room_on_the_host_is_oom_host(void) {
   static const uint32_t sizes[] = { 4, 4 };
   world_t w = world_of(config_of(8, 8, 0), sizes, 2, 4 * 16384); /* eight windows in all */
-  gemini_access_t a = part_of(w.arena[0], 0, 4 * WINDOW, GEMINI_READ, DEVICE);
+  gemini_access_t a = world_part(w.arena[0], 0, 4 * WINDOW, GEMINI_READ, DEVICE);
   OK(gemini_move(w.mgr, &a, 1));
   OK(gemini_acquire(w.mgr, &a, 1, w.stream));
   a.mode = GEMINI_READ_WRITE;
@@ -821,17 +773,17 @@ static void test_update_without_room_on_the_host_is_oom_host(void) {
   OK(rule_submit(&r, 0, 0, 0, w.stream));
   rule_plain(&r, 0, 0);
   expect_all(&w, DEVICE);
-  world_close(&w);
+  arenas_close(&w);
 }
 
 /* A host copy that the update itself will need is no room for it. */
 static void test_update_does_not_count_its_own_copies_as_room(void) {
   static const uint32_t sizes[] = { 4 };
   world_t w = world_of(config_of(4, 2, 0), sizes, 1, 2 * 16384);
-  gemini_access_t second = part_of(w.arena[0], WINDOW, WINDOW, GEMINI_READ_WRITE, DEVICE);
+  gemini_access_t second = world_part(w.arena[0], WINDOW, WINDOW, GEMINI_READ_WRITE, DEVICE);
   OK(gemini_acquire(w.mgr, &second, 1, w.stream)); /* only on the device */
   OK(gemini_release(w.mgr, &second, 1, w.stream));
-  gemini_access_t first = part_of(w.arena[0], 0, WINDOW, 0, DEVICE);
+  gemini_access_t first = world_part(w.arena[0], 0, WINDOW, 0, DEVICE);
   OK(gemini_move(w.mgr, &first, 1)); /* on both */
   OK(gemini_budget_set(w.mgr, HOST, WINDOW));
   rule_t r = rule_of(&w, 1);
@@ -839,7 +791,7 @@ static void test_update_does_not_count_its_own_copies_as_room(void) {
   CHECK_EQ(status, GEMINI_ERR_OOM_HOST);
   CHECK_EQ(atomic_load(&r.spans), 0); /* nothing changed */
   expect_all(&w, DEVICE);
-  world_close(&w);
+  arenas_close(&w);
 }
 
 static void test_update_bad_arguments_are_refused(void) {
@@ -875,8 +827,8 @@ static void test_update_bad_arguments_are_refused(void) {
   w.arena[1] = kept;
   CHECK_EQ(atomic_load(&r.spans), 0);
   expect_all(&w, HOST);
-  world_close(&w);
-  world_close(&foreign);
+  arenas_close(&w);
+  arenas_close(&foreign);
 }
 
 /* ---- gradients that reuse their parameters' bytes: parameter -= gradient, sums keep count */
@@ -916,14 +868,14 @@ static model_t model_open(uint64_t device_windows) {
 }
 
 static void tensor_put(model_t *m, gemini_tensor_t t, uint32_t tier, uint32_t value) {
-  gemini_access_t a = whole(t, GEMINI_WRITE, tier);
+  gemini_access_t a = world_whole(t, GEMINI_WRITE, tier);
   OK(gemini_acquire(m->mgr, &a, 1, GEMINI_STREAM_CALLER));
   for (uint32_t e = 0; e < MODEL_ELEMENTS; e++) ((uint32_t *)a.ptr)[e] = value + e;
   OK(gemini_release(m->mgr, &a, 1, GEMINI_STREAM_CALLER));
 }
 /* Every element is value + slope * its number. */
 static void tensor_expect(model_t *m, gemini_tensor_t t, uint32_t tier, uint32_t value, uint32_t slope) {
-  gemini_access_t a = whole(t, GEMINI_READ, tier);
+  gemini_access_t a = world_whole(t, GEMINI_READ, tier);
   OK(gemini_acquire(m->mgr, &a, 1, GEMINI_STREAM_CALLER));
   for (uint32_t e = 0; e < MODEL_ELEMENTS; e++) CHECK_EQ(((uint32_t *)a.ptr)[e], value + slope * e);
   OK(gemini_release(m->mgr, &a, 1, GEMINI_STREAM_CALLER));
@@ -968,7 +920,7 @@ static gemini_status_t model_update(model_t *m, uint64_t first, uint64_t count, 
 }
 
 static gemini_status_t tensor_read(model_t *m, gemini_tensor_t t, uint32_t tier) {
-  gemini_access_t a = whole(t, GEMINI_READ, tier);
+  gemini_access_t a = world_whole(t, GEMINI_READ, tier);
   gemini_status_t status = gemini_acquire(m->mgr, &a, 1, GEMINI_STREAM_CALLER);
   if (!status) OK(gemini_release(m->mgr, &a, 1, GEMINI_STREAM_CALLER));
   return status;
@@ -978,7 +930,7 @@ static void test_unwritten_gradients_count_as_zero(void) {
   for (int how = 0; how < 6; how++) { /* late or not; gradients on device, host; part of the work on the device */
     model_t m = model_open(how < 4 ? 8 : 24);
     uint32_t sum[4] = { 0 }, slope[4] = { 0 };
-    gemini_access_t pin = part_of(m.params, 0, 2 * WINDOW, 0, DEVICE);
+    gemini_access_t pin = world_part(m.params, 0, 2 * WINDOW, 0, DEVICE);
     if (how >= 4) OK(gemini_pin(m.mgr, &pin));
     for (uint32_t round = 0; round < 4; round++) {
       for (uint32_t i = 0; i < 4; i++) {
@@ -1003,12 +955,12 @@ static void test_unwritten_gradients_count_as_zero(void) {
 
 static void test_norm_of_unwritten_gradients_counts_zero(void) {
   model_t m = model_open(16);
-  gemini_access_t all = whole(m.grads, 0, 0);
+  gemini_access_t all = world_whole(m.grads, 0, 0);
   double norm = -1;
   for (int i = 0; i < 4; i++) tensor_put(&m, m.param[i], DEVICE, 77);
   OK(gemini_norm(m.mgr, &all, GEMINI_DTYPE_F32, m.stream, &norm));
   CHECK(norm == 0);
-  gemini_access_t a = whole(m.grad[2], GEMINI_WRITE, DEVICE);
+  gemini_access_t a = world_whole(m.grad[2], GEMINI_WRITE, DEVICE);
   OK(gemini_acquire(m.mgr, &a, 1, GEMINI_STREAM_CALLER));
   for (int e = 0; e < MODEL_ELEMENTS; e++) ((float *)a.ptr)[e] = e < 2 ? 3.0f + (float)e : 0;
   OK(gemini_release(m.mgr, &a, 1, GEMINI_STREAM_CALLER));
@@ -1024,7 +976,7 @@ static void test_zeroed_gradient_is_a_zero_gradient(void) {
   for (uint32_t i = 0; i < 4; i++) tensor_put(&m, m.grad[i], DEVICE, 5 * i);
   OK(model_update(&m, 0, 0, 3, 0));
   tensor_put(&m, m.grad[1], DEVICE, 9);
-  gemini_access_t all = whole(m.grads, 0, 0);
+  gemini_access_t all = world_whole(m.grads, 0, 0);
   OK(gemini_zero(m.mgr, &all)); /* zeroes what is a gradient, and no parameter */
   tensor_expect(&m, m.param[0], DEVICE, 0, 1);
   tensor_expect(&m, m.grad[1], DEVICE, 0, 0);
@@ -1069,7 +1021,7 @@ static void test_reading_gradients_only_keeps_parameters(void) {
   for (uint32_t i = 0; i < 4; i++)
     if (i != 2) tensor_expect(&m, m.param[i], DEVICE, 10 * i, 1);
   tensor_expect(&m, m.grad[2], HOST, 3, 1);
-  gemini_access_t sums = whole(m.sums, 0, 0);
+  gemini_access_t sums = world_whole(m.sums, 0, 0);
   double norm = -1;
   OK(gemini_norm(m.mgr, &sums, GEMINI_DTYPE_F64, m.stream, &norm));
   CHECK(norm == 0);                                              /* no span has run */

@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include "../check.h"
+#include "../system.h"
 #include "gemini.h"
 
 static inline gemini_error_info_t world_error(void) { /* this thread's last failure */
@@ -28,10 +29,15 @@ static inline gemini_error_info_t world_error(void) { /* this thread's last fail
 
 #define WORLD_WINDOW UINT64_C(65536)
 
+/* A test that needs more in its world says so before it includes this file. */
+#ifndef WORLD_MORE
+#define WORLD_MORE
+#endif
 typedef struct {
   gemini_manager_t mgr;
   gemini_stream_t stream;
   char dir[64]; /* of the file tier, made here; "" = none */
+  WORLD_MORE
 } world_t;
 
 /* Budgets in windows of 64 KiB; 0 file windows: no file tier. */
@@ -48,9 +54,7 @@ static inline gemini_config_t world_config(uint64_t device_windows, uint64_t hos
 static inline world_t world_open(gemini_config_t c) {
   world_t w = { 0 };
   if (c.file_bytes && !c.file_dir) {
-    const char *tmp = getenv("TMPDIR");
-    snprintf(w.dir, sizeof w.dir, "%.40s/gemini.XXXXXX", tmp && *tmp ? tmp : "/tmp");
-    CHECK(mkdtemp(w.dir));
+    dir_make(w.dir);
     c.file_dir = w.dir;
   }
   CHECK_OK(gemini_manager_open(&c, &w.mgr));
@@ -115,25 +119,38 @@ static inline uint8_t world_byte(uint64_t seed, uint64_t i) {
   return seed ? (uint8_t)((x ^ x >> 29) >> 17) : 0;
 }
 
+static inline void world_write(void *at, uint64_t offset, uint64_t size, uint64_t seed) {
+  for (uint64_t i = 0; i < size; i++) ((uint8_t *)at)[i] = world_byte(seed, offset + i);
+}
+/* Are they what world_write() wrote? */
+static inline bool world_reads(const void *at, uint64_t offset, uint64_t size, uint64_t seed) {
+  const uint8_t *bytes = at;
+  uint64_t i = 0;
+  while (i < size && bytes[i] == world_byte(seed, offset + i)) i++;
+  if (i == size) return true;
+  fprintf(stderr, "byte %" PRIu64 " is %#x, expected %#x of seed %" PRIu64 "\n", offset + i, bytes[i],
+          world_byte(seed, offset + i), seed);
+  return false;
+}
+
 /* Writes size bytes of an object (a tensor or an arena), acquired on tier, by this thread. */
 static inline void world_fill(const world_t *w, uint64_t object, uint64_t offset, uint64_t size, uint32_t tier,
                               uint64_t seed) {
   gemini_access_t a = world_part(object, offset, size, GEMINI_WRITE, tier);
   CHECK_OK(gemini_acquire(w->mgr, &a, 1, GEMINI_STREAM_CALLER));
-  for (uint64_t i = 0; i < size; i++) ((uint8_t *)a.ptr)[i] = world_byte(seed, offset + i);
+  world_write(a.ptr, offset, size, seed);
   CHECK_OK(gemini_release(w->mgr, &a, 1, GEMINI_STREAM_CALLER));
 }
-
-/* Are they what world_fill() wrote? Read on the host, where they move to. */
-static inline bool world_holds(const world_t *w, uint64_t object, uint64_t offset, uint64_t size, uint64_t seed) {
-  gemini_access_t a = world_part(object, offset, size, GEMINI_READ, GEMINI_TIER_HOST);
+/* Are they what world_fill() wrote? Read on tier, where they move to. */
+static inline bool world_holds_on(const world_t *w, uint64_t object, uint64_t offset, uint64_t size, uint32_t tier,
+                                  uint64_t seed) {
+  gemini_access_t a = world_part(object, offset, size, GEMINI_READ, tier);
   CHECK_OK(gemini_acquire(w->mgr, &a, 1, GEMINI_STREAM_CALLER));
-  uint64_t i = 0;
-  while (i < size && ((const uint8_t *)a.ptr)[i] == world_byte(seed, offset + i)) i++;
-  if (i < size)
-    fprintf(stderr, "byte %" PRIu64 " is %#x, expected %#x of seed %" PRIu64 "\n", offset + i,
-            ((const uint8_t *)a.ptr)[i], world_byte(seed, offset + i), seed);
+  bool right = world_reads(a.ptr, offset, size, seed);
   CHECK_OK(gemini_release(w->mgr, &a, 1, GEMINI_STREAM_CALLER));
-  return i == size;
+  return right;
+}
+static inline bool world_holds(const world_t *w, uint64_t object, uint64_t offset, uint64_t size, uint64_t seed) {
+  return world_holds_on(w, object, offset, size, GEMINI_TIER_HOST, seed);
 }
 #endif

@@ -14,6 +14,8 @@
 #include <unistd.h>
 
 #include "../check.h"
+#include "../seed.h"
+#include "../system.h"
 #include "chunk/files.h"
 #include "core/manager.h"
 #include "gemini.h"
@@ -91,8 +93,9 @@ static void fail(int line, const char *what, int64_t value) {
   gemini_error_info_t info = GEMINI_ERROR_INFO_INIT;
   if (gemini_last_error(&info) == GEMINI_OK)
     fprintf(stderr, "  last error: %s: %s: %s\n", info.operation, gemini_status_string(info.status), info.message);
-  fprintf(stderr, "%s:%d: GEMINI_STRESS_SEED=%" PRIu64 ", step %d, fault %s, %s: %s: %" PRId64 "\n", __FILE__, line,
-          seed, step, fault_names[fault], failed ? "has failed" : "to come", what, value);
+  fprintf(stderr, "%s:%d: seed %" PRIu64 ", step %d, fault %s, %s: %s: %" PRId64 "\n", __FILE__, line, seed, step,
+          fault_names[fault], failed ? "has failed" : "to come", what, value);
+  if (*seed_rest) seed_print(seed);
   _exit(1);
 }
 #define NEED(condition)                              \
@@ -262,21 +265,16 @@ static void program(const char *dir) {
   if (closed && !failed) fail(__LINE__, "gemini_manager_close", closed);
 }
 
-static uint64_t environment(const char *name, uint64_t otherwise) {
-  const char *text = getenv(name);
-  return text && *text ? strtoull(text, NULL, 0) : otherwise;
-}
 static void hangs(int number) {
   (void)number;
   fail(__LINE__, "no end", 0);
 }
 static void test_one_failing_call_loses_no_byte(void) {
-  char dir[] = "/tmp/test_faults.XXXXXX";
-  CHECK(mkdtemp(dir));
-  seed = environment("GEMINI_STRESS_SEED", (uint64_t)time(NULL));
-  fprintf(stderr, "  GEMINI_STRESS_SEED=%" PRIu64 "\n", seed);
+  char dir[64];
+  dir_make(dir);
+  seed = seed_begin(__func__);
   signal(SIGALRM, hangs);
-  uint64_t count = environment("GEMINI_STRESS_STEPS", 2000) / STEPS + 1, met = 0;
+  uint64_t count = seed_setting("GEMINI_STRESS_STEPS", 2000) / STEPS + 1, met = 0;
   for (uint64_t i = 0; i < count; i++, seed++) {
     alarm(60);
     program(dir);

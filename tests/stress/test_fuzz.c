@@ -17,6 +17,7 @@
 #include <unistd.h>
 
 #include "../integration/world.h"
+#include "../seed.h"
 #include "base/status.h"
 #include "io/checksum.h"
 #include "io/index.h"
@@ -26,12 +27,16 @@ enum { MOST_BYTES = 1 << 16, HANG_S = 60 };
 static uint64_t seed, step, first_step;
 static double seconds, slowest_s;
 static uint64_t slowest_step;
-static char dir[96], path[160];
+static char dir[64], path[160];
 
 /* ---- failures; the file that caused one stays */
+static void print_again(void) {
+  fprintf(stderr, "  again: GEMINI_FUZZ_STEP=%" PRIu64 " GEMINI_STRESS_SEED=%" PRIu64 " %s\n", step, seed, seed_rest);
+}
 static _Noreturn void fail(int line, const char *what) {
-  fprintf(stderr, "%s:%d: GEMINI_STRESS_SEED=%" PRIu64 " GEMINI_FUZZ_STEP=%" PRIu64 ": %s: %s (%s is the file)\n",
-          __FILE__, line, seed, step, what, world_error().message, path);
+  fprintf(stderr, "%s:%d: seed %" PRIu64 ", step %" PRIu64 ": %s: %s (%s is the file)\n", __FILE__, line, seed, step,
+          what, world_error().message, path);
+  print_again();
   _exit(1);
 }
 #define NEED(condition)                           \
@@ -40,7 +45,8 @@ static _Noreturn void fail(int line, const char *what) {
   } while (0)
 static void hung(int number) {
   (void)number;
-  fprintf(stderr, "GEMINI_STRESS_SEED=%" PRIu64 " GEMINI_FUZZ_STEP=%" PRIu64 ": hangs on %s\n", seed, step, path);
+  fprintf(stderr, "seed %" PRIu64 ", step %" PRIu64 ": hangs on %s\n", seed, step, path);
+  print_again();
   _exit(1);
 }
 
@@ -390,6 +396,7 @@ static uint64_t without_measures(uint8_t *bytes, uint64_t size) {
 }
 
 static void test_fuzz_traces(void) {
+  seed = seed_begin(__func__);
   snprintf(path, sizeof path, "%s/trace", dir);
   for (int shape = 0; shape < TRACES; shape++) {
     net_t n = net_open();
@@ -563,6 +570,7 @@ static void use_store(const gmi_index_t *x) {
 }
 
 static void test_fuzz_indices(void) {
+  seed = seed_begin(__func__);
   snprintf(path, sizeof path, "%s/fuzz.index", dir);
   char chunks[160];
   snprintf(chunks, sizeof chunks, "%s/fuzz.0.chunks", dir);
@@ -638,15 +646,10 @@ static void test_fuzz_indices(void) {
 }
 
 int main(void) {
-  const char *text = getenv("GEMINI_STRESS_SEED"), *tmp = getenv("TMPDIR");
-  seed = text ? strtoull(text, NULL, 0) : (uint64_t)time(NULL);
-  text = getenv("GEMINI_FUZZ_SECONDS");
+  const char *text = getenv("GEMINI_FUZZ_SECONDS");
   seconds = text ? strtod(text, NULL) : 4;
-  text = getenv("GEMINI_FUZZ_STEP");
-  first_step = text ? strtoull(text, NULL, 0) : 0;
-  fprintf(stderr, "  GEMINI_STRESS_SEED=%" PRIu64 ", %g s\n", seed, seconds);
-  snprintf(dir, sizeof dir, "%.60s/gemini.XXXXXX", tmp && *tmp ? tmp : "/tmp");
-  CHECK(mkdtemp(dir));
+  first_step = seed_setting("GEMINI_FUZZ_STEP", 0);
+  dir_make(dir);
   signal(SIGALRM, hung);
   RUN(test_fuzz_traces);
   RUN(test_fuzz_indices);

@@ -22,6 +22,8 @@
 #include <unistd.h>
 
 #include "../check.h"
+#include "../seed.h"
+#include "../system.h"
 #include "base/status.h"
 #include "io/store.h"
 
@@ -36,7 +38,7 @@ typedef struct report {
 static report_t *report;
 static int report_fd;
 static uint64_t seed, die_at_call; /* 0: not by itself */
-static char dirs[2][96], list[200];
+static char dirs[2][64], list[200];
 static uint32_t engine_kind;
 
 static report_t *map_report(void) {
@@ -44,7 +46,8 @@ static report_t *map_report(void) {
 }
 
 static void fail(int line, const char *what) {
-  fprintf(stderr, "%s:%d: GEMINI_STRESS_SEED=%" PRIu64 ": %s: %s\n", __FILE__, line, seed, what, gmi_fail_message());
+  fprintf(stderr, "%s:%d: seed %" PRIu64 ": %s: %s\n", __FILE__, line, seed, what, gmi_fail_message());
+  if (*seed_rest) seed_print(seed); /* not of a child, whose program this is, too */
   _exit(1);
 }
 #define NEED(condition)                           \
@@ -280,16 +283,11 @@ static uint64_t check_kept(void) {
 }
 
 static void test_kill_at_any_time_leaves_a_whole_commit_and_nothing_else(void) {
-  const char *text = getenv("GEMINI_STRESS_SEED"), *tmp = getenv("TMPDIR");
-  seed = text ? strtoull(text, NULL, 0) : (uint64_t)time(NULL);
+  seed = seed_begin(__func__);
   uint64_t random = seed * 2 + 1;
-  text = getenv("GEMINI_KILLS");
-  int kills = text ? atoi(text) : 30;
-  fprintf(stderr, "  GEMINI_STRESS_SEED=%" PRIu64 ", %d kills\n", seed, kills);
-  for (int d = 0; d < 2; d++) {
-    snprintf(dirs[d], sizeof dirs[d], "%.60s/gemini.XXXXXX", tmp && *tmp ? tmp : "/tmp");
-    NEED(mkdtemp(dirs[d]));
-  }
+  int kills = (int)seed_setting("GEMINI_KILLS", 30);
+  fprintf(stderr, "  %d kills\n", kills);
+  for (int d = 0; d < 2; d++) dir_make(dirs[d]);
   snprintf(list, sizeof list, "%s:%s", dirs[0], dirs[1]);
   report_fd = memfd_create("report", 0);
   NEED(report_fd >= 0 && !ftruncate(report_fd, sizeof *report));

@@ -28,6 +28,8 @@
 #include <unistd.h>
 
 #include "../check.h"
+#include "../seed.h"
+#include "../system.h"
 #include "gemini.h"
 
 enum {
@@ -162,9 +164,10 @@ static void fail_at(const program_t *p, const thread_t *t, uint64_t step, int li
     fprintf(stderr, "  last error of this thread: %s: %s: %s\n", info.operation, gemini_status_string(info.status),
             info.message);
   fprintf(stderr,
-          "%s:%d: program with GEMINI_STRESS_SEED=%" PRIu64 ", %d threads, thread %d, step %" PRIu64 " (%" PRIu64
+          "%s:%d: program of seed %" PRIu64 ", %d threads, thread %d, step %" PRIu64 " (%" PRIu64
           " steps of all programs): %s\n",
           __FILE__, line, p->seed, p->threads, t ? t->id : -1, step, total_steps, text);
+  seed_print(p->seed);
   fflush(stderr);
   _exit(1);
 }
@@ -188,10 +191,11 @@ static void expect_at(const thread_t *t, int line, const char *what, gemini_stat
 
 static void hangs(int signal) {
   (void)signal;
-  char text[160];
-  int n = snprintf(text, sizeof text, "test_random: GEMINI_STRESS_SEED=%" PRIu64 ", %d threads: no end after %d s\n",
-                   running_seed, (int)running_threads, PROGRAM_SECONDS);
-  if (write(STDERR_FILENO, text, (size_t)n) < 0) _exit(2);
+  char text[sizeof seed_rest + 160];
+  size_t n = (size_t)snprintf(text, 100, "test_random: seed %" PRIu64 ", %d threads: no end after %d s\n", running_seed,
+                              (int)running_threads, PROGRAM_SECONDS);
+  n += seed_line(text + n, sizeof text - n, running_seed);
+  if (write(STDERR_FILENO, text, n) < 0) _exit(2);
   _exit(1);
 }
 
@@ -202,10 +206,10 @@ enum { SANITIZED = 1 };
 enum { SANITIZED = 0 };
 #endif
 static void faults(int number) {
-  char text[120];
-  int n = snprintf(text, sizeof text, "test_random: fault in the program with GEMINI_STRESS_SEED=%" PRIu64 "\n",
-                   running_seed);
-  if (write(STDERR_FILENO, text, (size_t)n) < 0) _exit(2);
+  char text[sizeof seed_rest + 160];
+  size_t n = (size_t)snprintf(text, 100, "test_random: fault in the program of seed %" PRIu64 "\n", running_seed);
+  n += seed_line(text + n, sizeof text - n, running_seed);
+  if (write(STDERR_FILENO, text, n) < 0) _exit(2);
   signal(number, SIG_DFL);
   raise(number);
 }
@@ -1931,14 +1935,12 @@ static void program_run(uint64_t seed) {
   p->exact = p->threads == 1;
   running_seed = seed;
   running_threads = p->threads;
-  if (SANITIZED) fprintf(stderr, "  program GEMINI_STRESS_SEED=%" PRIu64 "\n", seed);
+  if (SANITIZED) seed_print(seed);
   alarm(PROGRAM_SECONDS);
   pthread_mutex_init(&p->lock, NULL);
   p->bytes = calloc(SLOTS, SLOT_BYTES);
   CHECK(p->bytes);
-  const char *tmp = getenv("TMPDIR");
-  snprintf(p->dir, sizeof p->dir, "%.40s/test_random.XXXXXX", tmp && *tmp ? tmp : "/tmp");
-  CHECK(mkdtemp(p->dir));
+  dir_make(p->dir);
   snprintf(p->path, sizeof p->path, "%s/trace", p->dir);
   uint64_t rng = mix(seed);
   for (int i = 0; i < p->threads; i++) {
@@ -2002,24 +2004,8 @@ static void program_run(uint64_t seed) {
   free(p);
 }
 
-static uint64_t environment(const char *name, uint64_t otherwise) {
-  const char *text = getenv(name);
-  if (!text || !*text) return otherwise;
-  char *end;
-  errno = 0;
-  uint64_t value = strtoull(text, &end, 0);
-  if (errno || *end) {
-    fprintf(stderr, "%s is \"%s\", not a number\n", name, text);
-    exit(1);
-  }
-  return value;
-}
-
 static void test_random_programs_agree_with_one_array(void) {
-  struct timespec now;
-  clock_gettime(CLOCK_REALTIME, &now);
-  uint64_t clock_seed = ((uint64_t)now.tv_sec * 1000 + (uint64_t)now.tv_nsec / 1000000) % 1000000000;
-  uint64_t wanted = environment("GEMINI_STRESS_STEPS", 2000), seed = environment("GEMINI_STRESS_SEED", clock_seed);
+  uint64_t wanted = seed_setting("GEMINI_STRESS_STEPS", 2000), seed = seed_begin(__func__);
   const char *log = getenv("GEMINI_STRESS_LOG");
   print_steps = log && *log;
   signal(SIGALRM, hangs);
@@ -2028,7 +2014,6 @@ static void test_random_programs_agree_with_one_array(void) {
     signal(SIGBUS, faults);
   }
   uint64_t first = seed;
-  fprintf(stderr, "  GEMINI_STRESS_SEED=%" PRIu64 " GEMINI_STRESS_STEPS=%" PRIu64 "\n", seed, wanted);
   while (total_steps < wanted || seed - first < THREADS) program_run(seed++);
   alarm(0);
   fprintf(stderr, "  %" PRIu64 " programs, %" PRIu64 " steps\n", seed - first, total_steps);

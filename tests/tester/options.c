@@ -78,7 +78,7 @@ static void leave_out(options_t *o, char *list) {
 static void way_of(settings_t *s, const char *text) {
   const char *colon = strchr(text, ':');
   for (int kind = 1; colon && kind < FAULT_KINDS; kind++)
-    if (!strncmp(fault_name((uint8_t)kind), text, (size_t)(colon - text))) s->way_kind = (fault_kind_t)kind;
+    if (!strncmp(fault_name((fault_kind_t)kind), text, (size_t)(colon - text))) s->way_kind = (fault_kind_t)kind;
   s->way = colon ? strtoull(colon + 1, NULL, 0) : 0;
   if (!s->way_kind || !s->way) refuse("--way", text);
 }
@@ -124,6 +124,7 @@ settings_t settings_of(int argc, char **argv) {
   };
   settings_t s = {
     .options = { .seed = 1, .steps = 10000, .threads = 1, .files = true, .hang_s = 60, .all_every = 512 },
+    .program = argv[0],
     .seeds = 1,
     .shrink_s = 300
   };

@@ -18,7 +18,7 @@ static const char *const fault_names[FAULT_KINDS] = { "none", "memory", "thread"
 const char *op_name(uint8_t code) { return code < OP_COUNT ? table[code].name : "?"; }
 int op_who(uint8_t code) { return table[code].who; }
 uint32_t op_weight(uint8_t code) { return table[code].weight; }
-const char *fault_name(uint8_t kind) { return kind < FAULT_KINDS ? fault_names[kind] : "?"; }
+const char *fault_name(fault_kind_t kind) { return kind < FAULT_KINDS ? fault_names[kind] : "?"; }
 int op_code(const char *name) {
   for (int i = 0; i < OP_COUNT; i++)
     if (!strcmp(table[i].name, name)) return i;

@@ -95,7 +95,7 @@ const char *op_name(uint8_t code);
 int op_code(const char *name); /* -1: none */
 int op_who(uint8_t code);
 uint32_t op_weight(uint8_t code);
-const char *fault_name(uint8_t kind);
+const char *fault_name(fault_kind_t kind);
 
 /* As text, a line an operation: "acquire t0 m0 r0 c3 memory:3:1:0 17 4096 0 ...". */
 void op_write(FILE *file, const op_t *op);

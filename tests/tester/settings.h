@@ -11,6 +11,7 @@ typedef struct settings {
   uint32_t shrink_s, least_places;
   bool every_way;
   const char *replay, *save;
+  const char *program;   /* as it was called */
   char arguments[1024];  /* all but those of seeds and steps, as they were given */
   fault_kind_t way_kind; /* --way */
   uint64_t way;

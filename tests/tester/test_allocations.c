@@ -150,8 +150,8 @@ static void test_budget_that_two_plans_refuse_tells_of_one(void) {
 
 /* A kept file that cannot be looked at is no file that was exchanged. */
 static void test_open_of_kept_files_that_fail_is_io(void) {
-  char dir[] = "/tmp/gemini-test.XXXXXX", path[64];
-  CHECK(mkdtemp(dir));
+  char dir[64], path[128];
+  dir_make(dir);
   gemini_config_t c = world_config(4, 8, 16);
   c.file_dir = dir;
   c.keep_name = "run";

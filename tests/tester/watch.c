@@ -108,7 +108,10 @@ outcome_t run_child(const options_t *options, watch_t watch, const op_t *ops, ui
   shared->failed = 0;
   shared->site_failed = false;
   shared->message[0] = 0;
-  for (uint32_t i = 0; i < options->threads; i++) shared->threads[i].count = shared->threads[i].calls = 0;
+  for (uint32_t i = 0; i < options->threads; i++) {
+    shared->threads[i].count = 0;
+    shared->threads[i].calls = 0;
+  }
   uint64_t begin = now_ns(), progress = begin, steps = atomic_load(&shared->steps);
   pid_t pid = child_start(watch.fd);
   int status = 0;

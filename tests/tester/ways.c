@@ -13,7 +13,7 @@ void tell_failure(const settings_t *s, shared_t *shared, const outcome_t *o, con
   fprintf(stderr, "seed %llu %s after %.1f s: %s", (unsigned long long)s->options.seed, end_words(o), o->seconds,
           *o->message ? o->message : "\n");
   if (!replayed)
-    fprintf(stderr, "  again: tester --seed %llu --steps %llu%s\n", (unsigned long long)s->options.seed,
+    fprintf(stderr, "  again: %s --seed %llu --steps %llu%s\n", s->program, (unsigned long long)s->options.seed,
             (unsigned long long)s->options.steps, s->arguments);
   uint64_t count = replayed_count;
   op_t *ops = replayed ? NULL : program_of(shared, &s->options, &count), *shrunk = NULL;

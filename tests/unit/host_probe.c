@@ -5,7 +5,8 @@
 #include "host/blocks.h"
 
 /* 0 when blocks of all sizes could be had, written to and freed; else the line that failed. Any thread. */
-__attribute__((visibility("default"))) int host_probe(void) {
+__attribute__((visibility("default"))) int host_probe(void); /* found by name: no header declares it */
+int host_probe(void) {
   const size_t range_bytes = (size_t)32 << 20;
   void *base = mmap(NULL, range_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0), *blocks[64];
   gmi_blocks_t *b = NULL;

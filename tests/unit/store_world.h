@@ -18,6 +18,7 @@
 
 #include "../check.h"
 #include "../process.h"
+#include "../system.h"
 #include "base/status.h"
 #include "io/store.h"
 
@@ -164,7 +165,7 @@ static inline void sim_reset(void) {
 
 /* ---- a world: directories, a store, and afterwards nothing left of it */
 typedef struct world {
-  char dirs[DIRECTORIES][96];
+  char dirs[DIRECTORIES][64];
   char list[320];
   int dir_count;
   gmi_store_config_t config;
@@ -177,10 +178,8 @@ static inline int names_in(const char *path) { /* of files in a directory */ ret
 static inline world_t world(int dir_count) {
   world_t w = { .dir_count = dir_count };
   sim_reset();
-  const char *tmp = getenv("TMPDIR");
   for (int d = 0; d < dir_count; d++) {
-    snprintf(w.dirs[d], sizeof w.dirs[d], "%.60s/gemini.XXXXXX", tmp && *tmp ? tmp : "/tmp");
-    CHECK(mkdtemp(w.dirs[d]));
+    dir_make(w.dirs[d]);
     snprintf(w.list + strlen(w.list), sizeof w.list - strlen(w.list), "%s%s", d ? ":" : "", w.dirs[d]);
   }
   w.config = (gmi_store_config_t){ .directories = NULL,

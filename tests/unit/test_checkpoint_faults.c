@@ -56,9 +56,7 @@ static void remove_kept(void) {
 static void test_checkpoint_after_a_sync_that_failed(void) {
   for (int where = 0; where < 3; where++) {
     for (int failures = 1; failures <= 3; failures++) {
-      const char *tmp = getenv("TMPDIR");
-      snprintf(dir, sizeof dir, "%.40s/gemini.XXXXXX", tmp && *tmp ? tmp : "/tmp");
-      CHECK(mkdtemp(dir));
+      dir_make(dir);
       world_t w = open_kept();
       fill(&w, 10);
       CHECK_OK(gemini_checkpoint(w.mgr));
@@ -85,8 +83,8 @@ static void test_checkpoint_after_a_sync_that_failed(void) {
   }
 }
 
-int main(int argc, char **argv) {
-  tiers_begin(argc, argv, &only_test);
+int main(void) {
+  tiers_begin();
   RUN_TIMED(test_checkpoint_after_a_sync_that_failed);
   if (has_uring()) {
     engine = GEMINI_FILE_ENGINE_URING;

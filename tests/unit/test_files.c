@@ -887,8 +887,8 @@ static void test_room_for_a_piece_costs_no_more_writes_than_windows(void) {
   opt_close(o);
 }
 
-int main(int argc, char **argv) {
-  tiers_begin(argc, argv, &only_test);
+int main(void) {
+  tiers_begin();
   bool uring = has_uring();
   for (engine = GEMINI_FILE_ENGINE_THREADS; engine; engine = engine == GEMINI_FILE_ENGINE_THREADS && uring ? 1 : 0) {
     fprintf(stderr, "  engine: %s\n", engine == GEMINI_FILE_ENGINE_THREADS ? "threads" : "io_uring");

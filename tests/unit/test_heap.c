@@ -543,7 +543,7 @@ static int bench(void) {
     uint64_t start = now_ns();
     for (int i = 0; i < PAIRS; i++) CHECK(gmi_heap_free(heap, alloc_ok(heap, sizes[s]), tag_of(1, 1)));
     printf("alloc+free pair of %8" PRIu64 " KiB, %d live: %5.1f ns\n", sizes[s] / KIB, LIVE,
-           (double)(now_ns() - start) / PAIRS);
+           (double)(now_ns() - start) / (double)PAIRS);
   }
   uint64_t *size_of = calloc(PAIRS, sizeof *size_of);
   CHECK(size_of);
@@ -554,7 +554,7 @@ static int bench(void) {
     CHECK(gmi_heap_free(heap, *victim, tag_of(1, (uint64_t)i / 100)));
     *victim = alloc_ok(heap, size_of[i]);
   }
-  printf("random free+alloc of mixed sizes, %d live:   %5.1f ns\n", LIVE, (double)(now_ns() - start) / PAIRS);
+  printf("random free+alloc of mixed sizes, %d live:   %5.1f ns\n", LIVE, (double)(now_ns() - start) / (double)PAIRS);
   free(size_of);
   gmi_heap_destroy(heap);
   return 0;

@@ -1191,8 +1191,15 @@ static void expect_held(uint64_t baseline, uint64_t budget, uint64_t more, const
   CHECK(held <= budget + more);
 }
 
-/* In a process of its own, where nothing that was freed hides what is new. */
+/* In a process of its own, where nothing that was freed hides what is new. What a process brings in once, such as code and
+ * jemalloc's own state, is there before it begins, by one block of a small budget. */
 static void budget_program(uint64_t budget, uint32_t flags, uint64_t block_bytes) {
+  gmi_blocks_t *small;
+  void *one;
+  range_t range;
+  small = blocks_new(&range, 4 * MIB, MIB);
+  CHECK_EQ(gmi_blocks_alloc(small, block_bytes ? block_bytes : 1, 0, &one), GEMINI_OK);
+  blocks_drop(small, &range);
   uint64_t baseline = held_bytes();
   gmi_reserve_t *r = reserve_new(budget, flags, 0, NULL);
   uint8_t *base = gmi_reserve_base(r);

@@ -647,14 +647,14 @@ static void test_commit_while_blocks_come_and_go(void) {
   for (uint32_t i = 0; i < 3; i++) CHECK_OK(put(&w, take(&w), i));
   pthread_t thread;
   CHECK_EQ(pthread_create(&thread, NULL, commits, &w), 0);
-  for (int round = 0; round < 60; round++) {
+  for (uint32_t round = 0; round < 60; round++) {
     uint32_t block = take(&w);
     CHECK(block >= 3);
     CHECK_OK(put(&w, block, 100));
     CHECK_OK(get(&w, round % 3, round % 3));
     CHECK_OK(get(&w, block, 100));
     gmi_store_give(w.store, block);
-    if (round % 10 == 0) CHECK_OK(gmi_store_resize(w.store, 8 + (uint32_t)round % 20));
+    if (round % 10 == 0) CHECK_OK(gmi_store_resize(w.store, 8 + round % 20));
   }
   pthread_join(thread, NULL);
   reopen(&w);

@@ -83,7 +83,7 @@ typedef struct {
 static void in_order(void *user, const gemini_update_span_t *span) {
   order_t *o = user;
   if (atomic_fetch_add(&o->next, 1) != (int)span->first_element) atomic_fetch_add(&o->wrong, 1);
-  pause_ms(span->first_element % 3);
+  pause_ms((long)(span->first_element % 3));
 }
 static void test_jobs_on_one_slot_run_in_their_order(void) {
   gemini_arena_t arena;

@@ -17,7 +17,7 @@ static double square_of(const uint8_t *at, uint32_t dtype) {
   uint16_t half;
   memcpy(&half, at, 2);
   if (dtype == GEMINI_DTYPE_F16) {
-    if (!halves[1]) /* without infinities */
+    if (halves[1] == 0) /* without infinities */
       for (uint32_t i = 0; i < 65536; i++) {
         double value = i >> 10 & 31 ? ldexp(1024 + (i & 1023), (int)(i >> 10 & 31) - 25) : ldexp(i & 1023, -24);
         halves[i] = value * value;
@@ -515,8 +515,8 @@ static void test_a_copy_that_fails_is_told_and_is_no_updates_failure(void) {
   bytes_close(&b);
 }
 
-int main(int argc, char **argv) {
-  tiers_begin(argc, argv, &only_test);
+int main(void) {
+  tiers_begin();
   bool uring = has_uring();
   RUN_TIMED(test_blocks_summed_side_by_side_are_summed_each);
   RUN_TIMED(test_infinities_and_no_numbers_are_the_same_everywhere);

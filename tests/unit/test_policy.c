@@ -149,8 +149,8 @@ static uint32_t list_steps(const gmi_plan_input_t *in, const gmi_plan_t *plan, s
 static uint32_t find_step(const step_t *steps, uint32_t count, uint32_t op, uint32_t piece) {
   for (uint32_t j = 0; j < count; j++)
     if (steps[j].op == op && steps[j].piece == piece) return j;
-  CHECK(!"a move names a step that there is");
-  return 0;
+  fprintf(stderr, "no step is piece %u of op %u, which a move names\n", piece, op);
+  exit(1);
 }
 /* 0: the step does not use the window; else GMI_ACCESS_*. */
 static uint32_t step_mode(const gmi_plan_input_t *in, step_t step, uint32_t window) {

@@ -574,8 +574,8 @@ static void test_random_steps_keep_every_byte(void) {
   for (uint64_t i = 0; i < (first ? 1 : 60); i++) random_program(seed + i, (seed + i) % 4 != 0);
 }
 
-int main(int argc, char **argv) {
-  tiers_begin(argc, argv, &only_test);
+int main(void) {
+  tiers_begin();
   bool uring = has_uring();
   RUN_TIMED(test_bytes_are_right_after_a_new_cut_wherever_they_were);
   RUN_TIMED(test_a_budget_that_cannot_be_met_stays);

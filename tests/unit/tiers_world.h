@@ -22,15 +22,7 @@
 #include "core/manager.h"
 #include "io/store.h"
 
-static inline void dir_make(char dir[64]) {
-  const char *tmp = getenv("TMPDIR");
-  snprintf(dir, 64, "%.40s/gemini.XXXXXX", tmp && *tmp ? tmp : "/tmp");
-  CHECK(mkdtemp(dir));
-}
 static inline uint64_t below(uint64_t *r, uint64_t limit) { return (check_random(r) >> 11) % limit; }
-static inline void sleep_us(uint64_t us) {
-  nanosleep(&(struct timespec){ (time_t)(us / 1000000), (long)(us % 1000000) * 1000 }, NULL);
-}
 
 /* ---- the file tier's system calls, and what they are to do wrong; of transfers of at least a page */
 static struct {
@@ -174,22 +166,20 @@ static inline void tiers_hang(int number) {
   (void)!write(2, text, sizeof text - 1);
   _exit(1);
 }
-static inline void tiers_begin(int argc, char **argv, const char **only_out) {
-  *only_out = argc > 1 ? argv[1] : NULL;
+static inline void tiers_begin(void) {
   signal(SIGALRM, tiers_hang);
   process_begin();
 }
-/* Each test ends, or the program does. The program's argument: part of the name of the only ones to run. */
-static const char *only_test;
-#define RUN_TIMED(test)                                \
-  do {                                                 \
-    if (only_test && !strstr(#test, only_test)) break; \
-    alarm(600);                                        \
-    faults_reset();                                    \
-    process_t before = process_now();                  \
-    RUN(test);                                         \
-    process_check(before);                             \
-    alarm(0);                                          \
+/* Each test ends, or the program does. */
+#define RUN_TIMED(test)               \
+  do {                                \
+    if (!check_wants(#test)) break;   \
+    alarm(600);                       \
+    faults_reset();                   \
+    process_t before = process_now(); \
+    RUN(test);                        \
+    process_check(before);            \
+    alarm(0);                         \
   } while (0)
 
 /* ---- inside a manager */

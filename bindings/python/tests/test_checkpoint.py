@@ -7,12 +7,14 @@ import json
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
 from torch import nn
 
 import libgemini.torch as gm
+from again import again
 from libgemini import abi
 from libgemini.torch import checkpoint, tensorfile
 from libgemini.torch.session import Place
@@ -791,7 +793,7 @@ if mode == "files":  # what does not fit on the host, in two directories, with e
   for place in places:
     os.mkdir(place)
   files = {"file": ":".join(places), "file_memory": "16MiB"}
-random.seed(int(os.environ.get("GEMINI_STRESS_SEED") or time.time()))
+random.seed(int(os.environ["GEMINI_STRESS_SEED"]))
 
 
 def start(number=0):
@@ -909,9 +911,12 @@ assert not files or not any(os.listdir(place) for place in places)  # files of t
 @pytest.mark.parametrize("mode", ["exchange", "renames", "random", "files"])
 def test_kill_leaves_a_whole_checkpoint(tmp_path, mode):
   """GEMINI_KILLS: how often processes are killed at random, 8 times by default; GEMINI_STRESS_SEED: when."""
+  seed = os.environ.get("GEMINI_STRESS_SEED") or str(time.time_ns() % 10**9)
   done = subprocess.run([sys.executable, "-c", KILLS, str(tmp_path / "checkpoint"), mode], capture_output=True,
-                        text=True, timeout=200 + 2 * int(os.environ.get("GEMINI_KILLS") or 8))
-  assert done.returncode == 0, done.stdout + done.stderr
+                        text=True, timeout=200 + 2 * int(os.environ.get("GEMINI_KILLS") or 8),
+                        env={**os.environ, "GEMINI_STRESS_SEED": seed})
+  test = f"{__file__}::test_kill_leaves_a_whole_checkpoint[{mode}]"
+  assert done.returncode == 0, f"{again('-m', 'pytest', test, GEMINI_STRESS_SEED=seed)}\n{done.stdout}{done.stderr}"
 
 
 # ---- memory

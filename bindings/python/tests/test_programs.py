@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import libgemini.torch as gm
+from again import again
 from apart import apart
 from operations import KNOWN, OPS, parse, write
 from programs import MOST_RAISED, MOST_REFUSED, MOST_UNSEEN, Verdict, judge, shrink, told, warm
@@ -24,7 +25,7 @@ from libgemini.torch import model as gm_model, optim, tensors, unit
 
 FIRST, COUNT = int(os.environ.get("GEMINI_PROGRAMS_FROM", "0")), int(os.environ.get("GEMINI_PROGRAMS", "100"))
 SEEDS = range(FIRST, FIRST + COUNT)
-AGAIN = "run it again: bindings/python/tests/programs.py --seed {}, see CONTRIBUTING.md"
+PROGRAMS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "programs.py")
 
 
 @functools.cache
@@ -39,7 +40,8 @@ def test_program(seed):
   if verdict.kind:
     program = write(seed)
     shrunk = told(*shrink(program, verdict))
-    pytest.fail(f"{told(program, verdict)}\n\nshrunk: {shrunk}\n\n{AGAIN.format(seed)}", pytrace=False)
+    command = again(PROGRAMS, "--seed", seed, "--shrink")
+    pytest.fail(f"{told(program, verdict)}\n\nshrunk: {shrunk}\n\n{command}", pytrace=False)
 
 
 def too_many(verdicts):
