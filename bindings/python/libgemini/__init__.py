@@ -2,6 +2,7 @@
 
 SPDX-License-Identifier: Apache-2.0
 """
+
 from .abi import GeminiError
 from .manager import Manager, parse_bytes
 
@@ -9,6 +10,7 @@ __all__ = ["GeminiError", "Manager", "parse_bytes", "version"]
 
 
 def version():
-  """The version of the C library that is loaded."""
-  from . import abi
-  return abi.library().version().decode()
+    """The version of the C library that is loaded."""
+    from . import abi
+
+    return abi.library().version().decode()
