@@ -67,7 +67,8 @@ def compile_loops(library, folder):
 
 
 def own_allocator():
-    """c10::cuda::CUDACachingAllocator::allocator, which is a c10::Allocator first of all; None: go by the registered one."""
+    """c10::cuda::CUDACachingAllocator::allocator, which is a c10::Allocator first of all; None: go by the registered
+    one."""
     try:
         library = ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", "libc10_cuda.so"))
         return ctypes.c_void_p.in_dll(library, "_ZN3c104cuda20CUDACachingAllocator9allocatorE").value

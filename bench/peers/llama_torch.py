@@ -1,12 +1,17 @@
 """A LLaMA in PyTorch: all on the GPU, under FSDP2 with CPU offload, and under libgemini.torch, side by side.
 
-bench/peers/llama_torch.py [--size 1.3b,3b,7b] [--system gpu,fsdp2,gemini] [--batch 16] [--seq 1024] [--device-mem 24GiB] ...
+  bench/peers/llama_torch.py [--size 1.3b,3b,7b] [--system gpu,fsdp2,gemini] [--batch 16] [--seq 1024]
+                             [--device-mem 24GiB] ...
+
 Each system runs in a process of its own, one after another. bf16 compute, fp32 master copies and moments, activation
-checkpointing on every block, AdamW, random tokens. Without arguments it is the reference: three sizes, three systems, on a
-GPU about five minutes and 112 GiB of host memory. 1.5 billion parameters within 6 GiB, on text; and 13 billion with files,
-where host and files together take the 14 bytes a parameter:
-  llama_torch.py --system gemini --size 1.5b --batch 4 --device-mem 6GiB --steps 15 --text /usr/share/common-licenses/GPL-3
-  llama_torch.py --system gemini --size 13b --host-mem 110GiB --file DIR --file-mem 62GiB --lr 5e-6 --warmup 1 --steps 4 --text FILE
+checkpointing on every block, AdamW, random tokens. Without arguments it is the reference: three sizes, three systems,
+on a GPU about five minutes and 112 GiB of host memory. 1.5 billion parameters within 6 GiB, on text; and 13 billion
+with files, where host and files together take the 14 bytes a parameter:
+
+  llama_torch.py --system gemini --size 1.5b --batch 4 --device-mem 6GiB --steps 15 \\
+      --text /usr/share/common-licenses/GPL-3
+  llama_torch.py --system gemini --size 13b --host-mem 110GiB --file DIR --file-mem 62GiB --lr 5e-6 --warmup 1 \\
+      --steps 4 --text FILE
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -277,8 +282,8 @@ def main():
         seconds.append(time.perf_counter() - begin)
         begin += seconds[-1]
         print(
-            f"step {step}: {seconds[-1]:.3f} s (calls: forward {forward - called:.3f}, backward {backward - forward:.3f}, "
-            f"update {stepped - backward:.3f}), loss {losses[-1]:.4f}",
+            f"step {step}: {seconds[-1]:.3f} s (calls: forward {forward - called:.3f}, "
+            f"backward {backward - forward:.3f}, update {stepped - backward:.3f}), loss {losses[-1]:.4f}",
             file=sys.stderr,
             flush=True,
         )

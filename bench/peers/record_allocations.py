@@ -3,10 +3,11 @@
 
 SPDX-License-Identifier: Apache-2.0
 
-Nothing is computed: under FakeTensorMode tensors have shapes and storages with sizes, but no bytes. Every storage that an
-operator makes is an allocation, from then until Python and autograd have let go of it. What an operator allocates and
-frees inside itself is not seen. Gradients of parameters are copied into chunks and cleared as soon as they are complete,
-as docs/hook.md describes. Sequences differ in length from step to step, and a step without gradients comes in between.
+Nothing is computed: under FakeTensorMode tensors have shapes and storages with sizes, but no bytes. Every storage that
+an operator makes is an allocation, from then until Python and autograd have let go of it. What an operator allocates
+and frees inside itself is not seen. Gradients of parameters are copied into chunks and cleared as soon as they are
+complete, as docs/hook.md describes. Sequences differ in length from step to step, and a step without gradients comes in
+between.
 
 Needs torch only (any build); prints what PyTorch's own caching allocator would reserve for it by its rules.
 """
@@ -208,7 +209,8 @@ def main():
             rules.free_block(event[1])
     with open(options.out, "w", encoding="ascii") as out:
         out.write(
-            f"# Allocations of a GPT's training beside its parameters: record_allocations.py, torch {torch.__version__}\n"
+            "# Allocations of a GPT's training beside its parameters: record_allocations.py, "
+            f"torch {torch.__version__}\n"
             f"# {options.layers} layers of width {options.width}, {options.heads} heads, {options.words} words, batch "
             f"{options.batch}, lengths {options.lengths}, half precision, each fourth step without gradients\n"
             f"# a ID BYTES allocates, f ID frees. What PyTorch's caching allocator would reserve for it by its rules:\n"

@@ -359,7 +359,8 @@ _OTHERS = {
 
 
 class GeminiError(RuntimeError):
-    """What the library refused: status is the name of its code without GEMINI_ERR_, native_code errno or the device's."""
+    """What the library refused: status is the name of its code without GEMINI_ERR_, native_code errno or the
+    device's."""
 
     def __init__(self, message, status="STATE", native_code=0):
         super().__init__(message)

@@ -167,7 +167,8 @@ class Manager:
         return text.value.decode()
 
     def dump(self):
-        """The manager's state in words, waits of all threads among it; see gemini_manager_dump(). Never waits itself."""
+        """The manager's state in words, waits of all threads among it; see gemini_manager_dump(). Never waits
+        itself."""
         size, length = 1 << 16, ctypes.c_uint64()
         while True:
             text = ctypes.create_string_buffer(size)

@@ -24,7 +24,8 @@ def apart(function: Callable, *args: object, seconds: float = HANG_SECONDS) -> t
       seconds: how long the child may be silent before it is killed.
 
     Returns:
-      The messages, and how the child ended: "" if function returned, else "SIGSEGV", "hang" or an exception's traceback.
+      The messages, and how the child ended: "" if function returned, else "SIGSEGV", "hang" or an exception's
+      traceback.
     """
     sys.stdout.flush()
     sys.stderr.flush()

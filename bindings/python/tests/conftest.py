@@ -185,8 +185,9 @@ def sgd(params):
 
 
 def alike(session, make, run, optimizer=sgd, budget="768KiB", **more):
-    """Asserts that run(model, optimizer), which returns tensors, gives the same bits and leaves the same parameters with
-    torch alone and in a session. Optimizers other than AdamW and Adam run torch's own arithmetic. Returns the model."""
+    """Asserts that run(model, optimizer), which returns tensors, gives the same bits and leaves the same parameters
+    with torch alone and in a session. Optimizers other than AdamW and Adam run torch's own arithmetic. Returns the
+    model."""
     outcomes = []
     for managed in (False, True):
         if managed:
@@ -217,8 +218,8 @@ SCRATCH_BYTES = 2 << 20
 
 
 def overwrite_the_device():
-    """Everything leaves the device, and what it leaves behind there is overwritten: whoever reads it without asking gets
-    no number, or dies of it."""
+    """Everything leaves the device, and what it leaves behind there is overwritten: whoever reads it without asking
+    gets no number, or dies of it."""
     session = gm.session()
     if session not in _scratch:
         elements = min(gm.stats()["budget_bytes"]["device"], SCRATCH_BYTES) // 4

@@ -222,7 +222,8 @@ class Writer:
         return self.dice.random() < share
 
     def pick(self, texts: str, **values: object) -> str:
-        """One of the texts between ;; with $p, a parameter's name, $s, its shape, $k, a number, and values filled in."""
+        """One of the texts between ;; with $p, a parameter's name, $s, its shape, $k, a number, and values filled
+        in."""
         name = self.param()
         values = {"p": name, "s": self.shapes[name], "k": self.number(), "size": SIZE, **values}
         text = self.dice.choice([text.strip() for text in texts.split(";;")])
@@ -1157,7 +1158,8 @@ def parametrize_and_remove(w):
             l=layer,
         )
     )
-    # Where the library refuses what torch does in it, torch has computed the weight before, which changes buffers of some.
+    # Where the library refuses what torch does in it, torch has computed the weight before, which changes buffers of
+    # some.
     w.add(f"nn.utils.parametrize.remove_parametrizations(model.{layer}, 'weight')", "stop")
     w.shapes.pop(f"model.{layer}.weight", None)
 

@@ -64,7 +64,8 @@ REFUSALS = (
     r"is another optimizer's, which was prepared later",
     r"are two that share their bytes",
     r"can be neither copied nor pickled",
-    r"the optimizer has a parameter, .*, that the model has not|is of an optimizer with parameter .* where this one has",
+    r"the optimizer has a parameter, .*, that the model has not|"
+    r"is of an optimizer with parameter .* where this one has",
     r"is not one of the model's: make the optimizer from the model",
     r"bytes of device memory are needed",
     r"was not prepared, but parameter",
@@ -390,8 +391,8 @@ def shrink(
 ) -> tuple[Program, Verdict]:
     """A program with as few lines as possible that fails in the same way, and its verdict.
 
-    First everything behind the line that failed goes, then runs of lines, ever shorter ones; then the session becomes the
-    simplest that fails.
+    First everything behind the line that failed goes, then runs of lines, ever shorter ones; then the session becomes
+    the simplest that fails.
     """
     left = tries
 
@@ -455,7 +456,8 @@ def run_one(program: Program, shrinks: bool) -> bool:
 
 
 def run_many(seeds: range, goes_on: bool, options: dict) -> bool:
-    """Runs seeds, and prints the first that fails, shrunk, or all that do, and a summary; returns whether one failed."""
+    """Runs seeds, and prints the first that fails, shrunk, or all that do, and a summary; returns whether one
+    failed."""
     total, failed = Verdict(), collections.Counter()
     for seed in seeds:
         program = write(seed, **options)

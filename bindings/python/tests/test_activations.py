@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from conftest import same_bits, values
 import libgemini.torch as gm
+from conftest import same_bits, values
 from libgemini import abi
 from libgemini.torch.layout import Space
 
@@ -215,7 +215,8 @@ def test_gradients_that_add_up_over_passes(offloading):
 
 # ---- what is saved
 def saved_by(session_start, function, *tensors, least=WINDOW):
-    """Runs a function of tensors with and without; returns both results' gradients, and how many storages were saved."""
+    """Runs a function of tensors with and without; returns both results' gradients, and how many storages were
+    saved."""
     function(*tensors).square().sum().backward()
     plain = [tensor.grad.clone() for tensor in tensors if tensor.requires_grad]
     for tensor in tensors:
@@ -308,7 +309,7 @@ def test_views_keep_their_strides(session):
     ]
     for view in views:
         del seen[:]
-        assert saved_by(session, lambda a: Look.apply(view(a * 1)), tensor(128, 128), least=32 * KIB) == 1
+        assert saved_by(session, lambda a, view=view: Look.apply(view(a * 1)), tensor(128, 128), least=32 * KIB) == 1
         assert seen[0][:4] == seen[1][:4] and torch.equal(seen[0][4], seen[1][4])
 
 

@@ -150,7 +150,8 @@ def test_resume_gives_same_losses_and_parameters(tmp_path, budget, kind, dtype):
 
 
 def test_resume_where_device_and_host_hold_the_model_only_together(tmp_path, monkeypatch):
-    """36 chunks of parameters, gradients and momentum on 34 of the device and 14 of the host, part of which is taken."""
+    """36 chunks of parameters, gradients and momentum on 34 of the device and 14 of the host, part of which is
+    taken."""
     modes = []
     by_device = Place.device_pieces
     monkeypatch.setattr(

@@ -266,7 +266,8 @@ def test_a_checkpoint_goes_on(tmp_path):
             if half:
                 gm.load(tmp_path / "checkpoint", model, optimizer)
             halves += [
-                loss.cpu() for loss in train(model, optimizer, 3, lambda model, step: loss_of(model, step + 3 * half))
+                loss.cpu()
+                for loss in train(model, optimizer, 3, lambda model, step, first=3 * half: loss_of(model, step + first))
             ]
             if not half:
                 gm.save(tmp_path / "checkpoint", model, optimizer)

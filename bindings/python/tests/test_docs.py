@@ -53,7 +53,8 @@ def test_page_names_what_there_is():
 
 
 def test_p12_there_is_one_beginning():
-    """The README and the page tell the same two commands, word for word, but for what the page's example needs beside."""
+    """The README and the page tell the same two commands, word for word, but for what the page's example needs
+    beside."""
     readme, page_text = (PAGE.parents[1] / "README.md").read_text(), PAGE.read_text()
     begins = []
     for text in readme, page_text:

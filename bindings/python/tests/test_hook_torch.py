@@ -2,8 +2,8 @@
 
   python3 test_hook_torch.py LIBRARY
 
-Needs a GPU and a torch that sees it; otherwise exits with 77. Each case runs in a process of its own, as an allocator can be
-changed only once.
+Needs a GPU and a torch that sees it; otherwise exits with 77. Each case runs in a process of its own, as an allocator
+can be changed only once.
 SPDX-License-Identifier: Apache-2.0
 """
 

@@ -64,7 +64,7 @@ def expect_threads(count):
         if len(os.listdir("/proc/self/task")) == count:
             return
         time.sleep(0.01)
-    raise AssertionError("%d threads, not %d" % (len(os.listdir("/proc/self/task")), count))
+    raise AssertionError(f"{len(os.listdir('/proc/self/task'))} threads, not {count}")
 
 
 def used_by_malloc():
@@ -152,7 +152,8 @@ def main():
     # Whether it would fit into the static TLS that is left depends on the process; so it must not need any.
     for path in sys.argv[1:3]:
         assert not dynamic_flags(path) & 0x10, path + " needs static TLS (DF_STATIC_TLS)"
-    # Settings meant for some other jemalloc, which this one must not see: it would say what it thinks of them, or abort.
+    # Settings meant for some other jemalloc, which this one must not see: it would say what it thinks of them, or
+    # abort.
     settings = "abort_conf:true,no_such_option:true,stats_print:true,background_thread:true"
     environment = dict(os.environ)
     for prefix in ["", "JE_", "GMI_JE_", "gmi_je_"]:

@@ -19,8 +19,9 @@ LR, EPS = 1e-4, 1e-6
 
 
 def adamw(model):
-    """As transformers are trained: matrices decay, norms and biases do not. Torch rounds 1 - lr * weight_decay, and what
-    it multiplies with that, which libgemini does not (docs/update.md): for weights near 1 alone 1e-6 in 20 steps."""
+    """As transformers are trained: matrices decay, norms and biases do not. Torch rounds 1 - lr * weight_decay, and
+    what it multiplies with that, which libgemini does not (docs/update.md): for weights near 1 alone 1e-6 in 20
+    steps."""
     matrices = [param for param in model.parameters() if param.dim() > 1]
     others = [param for param in model.parameters() if param.dim() <= 1]
     return torch.optim.AdamW([{"params": matrices}, {"params": others, "weight_decay": 0.0}], LR, eps=EPS)

@@ -37,7 +37,7 @@ def run(model, optimizer, steps=range(5), closures=False):
     losses = []
     for step in steps:
 
-        def closure():
+        def closure(step=step):
             optimizer.zero_grad()
             loss = loss_of(model, step)
             loss.backward()
@@ -324,7 +324,8 @@ def test_states_of_other_classes_live_in_arenas(session):
 
 
 def test_states_have_the_strides_of_their_parameters(session):
-    """Also where one that is gone had the same shape and others: what a step makes for the moment is made like torch's."""
+    """Also where one that is gone had the same shape and others: what a step makes for the moment is made like
+    torch's."""
 
     class Strides(Own):
         def update(self, param, grad, state, group):
@@ -993,7 +994,7 @@ def test_a_closure_of_torchs_own_classes_is_called_once(session):
         assert len(run(model, optimizer, range(3), closures=True)) == 3
         before = values(model)
 
-        def closure():
+        def closure(model=model, optimizer=optimizer):
             optimizer.zero_grad()
             loss = loss_of(model, 0)
             loss.backward()
@@ -1024,7 +1025,7 @@ def test_a_compiled_step_is_the_step(session, how, make, backend):
         if compiled and how == "step":
             step = torch.compile(optimizer.step, backend=backend)
         if compiled and how == "around":
-            step = torch.compile(lambda: optimizer.step(), backend=backend)
+            step = torch.compile(lambda optimizer=optimizer: optimizer.step(), backend=backend)
         if compiled and how == "given":
             refused = torch.compile(given.step, backend=backend)
         losses = []

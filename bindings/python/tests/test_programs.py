@@ -19,9 +19,9 @@ import torch
 
 import libgemini.torch as gm
 from apart import apart
+from libgemini.torch import model as gm_model, optim, tensors, unit
 from operations import KNOWN, OPS, parse, write
 from programs import MOST_RAISED, MOST_REFUSED, MOST_UNSEEN, Verdict, judge, shrink, told, warm
-from libgemini.torch import model as gm_model, optim, tensors, unit
 
 FIRST, COUNT = int(os.environ.get("GEMINI_PROGRAMS_FROM", "0")), int(os.environ.get("GEMINI_PROGRAMS", "100"))
 SEEDS = range(FIRST, FIRST + COUNT)

@@ -104,7 +104,10 @@ def test_building_and_preparing_a_model_count_its_bytes(monkeypatch):
             seen.append(self)
 
     monkeypatch.setattr(gm.model, "Progress", Recorded)
-    build = lambda: torch.nn.Sequential(torch.nn.Linear(30, 50), torch.nn.Linear(50, 2, bias=False))
+
+    def build():
+        return torch.nn.Sequential(torch.nn.Linear(30, 50), torch.nn.Linear(50, 2, bias=False))
+
     size = 4 * (30 * 50 + 50 + 50 * 2)
     with gm.init(device="cpu", device_memory="16MiB", host_memory="16MiB", window="64KiB", progress=True):
         inside = build()

@@ -20,8 +20,8 @@ from libgemini.manager import bytes_text
 
 @pytest.fixture
 def train(session, tmp_path):
-    """A model of 8 layers of 64 KiB, of which a device of 768 KiB holds a part, after 3 steps; gives a function that makes
-    steps."""
+    """A model of 8 layers of 64 KiB, of which a device of 768 KiB holds a part, after 3 steps; gives a function that
+    makes steps."""
     session("768KiB", host_memory="768KiB", file=tmp_path, file_memory="64MiB")
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(128, 128) for _ in range(8)])

@@ -35,7 +35,8 @@ def of_files(folder, suffix=".safetensors"):
 
 
 def plain_and_managed(session, make, strict, budget=BUDGET):
-    """The state dict of a plain model, as copies, and the same model in a session that cannot hold it, off the device."""
+    """The state dict of a plain model, as copies, and the same model in a session that cannot hold it, off the
+    device."""
     wanted = {name: value.clone() for name, value in make().state_dict().items()}
     assert sum(value.nbytes for value in wanted.values()) > 1.2 * gm._parse_bytes(budget)
     session(budget, strict=strict)
@@ -140,7 +141,7 @@ def test_saving_in_the_middle_of_a_step(session, tmp_path, strict):
             model, optimizer = gm.prepare(model, optimizer)
         files = []
 
-        def save(*_):
+        def save(*_, files=files, model=model):
             files.append(safetensors.torch.save({name: value for name, value in model.state_dict().items()}))
 
         for _ in range(3):

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import nn
 
-import libgemini.torch as gm
-from libgemini.torch.tensors import ManagedParameter
 import child_of
+import libgemini.torch as gm
 from conftest import alike, off_the_device, same_bits, sgd, values
+from libgemini.torch.tensors import ManagedParameter
 
 SIZE = 96
 

@@ -17,8 +17,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import libgemini.torch as gm
-from libgemini.torch.optim import Optimizer
 from conftest import alike, batch, far_apart, off_the_device, same_bits, sgd, tiny, train, values
+from libgemini.torch.optim import Optimizer
 
 SIZE = 96
 
@@ -811,7 +811,8 @@ def test_custom_functions(session):
 
 
 def test_what_is_copied_onto_itself_stays(session):
-    """By a view of all of it, as load_state_dict() does with the model's own state dict. Weights of more than a chunk."""
+    """By a view of all of it, as load_state_dict() does with the model's own state dict. Weights of more than a
+    chunk."""
 
     def run(model, optimizer):
         weight, out = model[1].weight, []

@@ -1,7 +1,7 @@
 """Tensors over the bytes of others: parameters made of parameters, buffers and kept views of them, copies of both.
 
-The reference is torch alone: the same values, and the same bits after training. What torch would share and a session cannot
-is refused.
+The reference is torch alone: the same values, and the same bits after training. What torch would share and a session
+cannot is refused.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -20,10 +20,10 @@ from torch import nn
 from torch.nn.utils import prune
 
 import libgemini.torch as gm
+from conftest import alike, off_the_device, same_bits, sgd, train, values
 from libgemini.torch import internals
 from libgemini.torch.layout import dense_stride, is_dense, span
 from libgemini.torch.session import Place
-from conftest import alike, off_the_device, same_bits, sgd, train, values
 
 SIZE = 96
 CHUNK = 64 << 10
@@ -498,7 +498,7 @@ def test_n4_writing_within_a_transform_is_refused(session):
             with pytest.raises(
                 gm.GeminiError, match=r"weight: \w+\(\) would write it within a transform of torch.func: do that out"
             ):
-                transform(lambda x: write().sum() + x.sum())(data()[0])
+                transform(lambda x, write=write: write().sum() + x.sum())(data()[0])
     assert torch.equal(model.weight, wanted)
 
 
@@ -906,20 +906,20 @@ def test_p7_storages_tell_where_they_are_but_no_bytes(session):
         assert storage.data_ptr() == model.weight.data_ptr() and storage.nbytes() == 4 * SIZE * SIZE == len(storage)
         assert storage.device == model.weight.device
         for use in (
-            lambda: storage.tolist(),
-            lambda: storage[0],
-            lambda: bytes(storage),
-            lambda: storage.clone(),
-            lambda: storage.cpu(),
-            lambda: list(storage),
-            lambda: storage.copy_(storage),
-            lambda: copy.deepcopy(storage),
-            lambda: pickle.dumps(storage),
-            lambda: storage.__setitem__(0, 1),
-            lambda: storage.resize_(3),
+            lambda storage: storage.tolist(),
+            lambda storage: storage[0],
+            lambda storage: bytes(storage),
+            lambda storage: storage.clone(),
+            lambda storage: storage.cpu(),
+            lambda storage: list(storage),
+            lambda storage: storage.copy_(storage),
+            lambda storage: copy.deepcopy(storage),
+            lambda storage: pickle.dumps(storage),
+            lambda storage: storage.__setitem__(0, 1),
+            lambda storage: storage.resize_(3),
         ):
             with pytest.raises(gm.GeminiError, match=r"weight: the bytes of its storage may be elsewhere.* clone\(\)"):
-                use()
+                use(storage)
         with pytest.raises(gm.GeminiError, match="the bytes of its storage"):
             torch.empty(0).set_(storage)
         assert storage is take(model.weight)  # as it is of any tensor
@@ -1239,8 +1239,8 @@ def test_p12_a_device_without_room_for_a_chunk_is_refused(settings, match):
 
 
 def test_p12_a_budget_that_is_too_small_for_a_step_is_said_before_it(session, recwarn):
-    """At the smallest one that is not warned of a step is planned, with a chunk less it is made without a plan, and if its
-    parameter does not fit it fails."""
+    """At the smallest one that is not warned of a step is planned, with a chunk less it is made without a plan, and if
+    its parameter does not fit it fails."""
     size = 192  # 147456 bytes, in 3 chunks; the bias is in the last of them
 
     def start(chunks):

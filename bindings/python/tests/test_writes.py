@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import libgemini.torch as gm
-from libgemini.torch import internals
 from conftest import off_the_device, overwrite_the_device, same_bits
+from libgemini.torch import internals
 
 SIZE = 200
 
@@ -441,7 +441,7 @@ def test_n6_units_that_write_nothing_are_not_written_back(session, compiled):
         with torch.set_grad_enabled(grad):
             for layer in model:
                 layer(torch.ones(2, SIZE))
-                layer.weight.data
+                _ = layer.weight.data
     assert from_the_host() > 3 * SIZE * SIZE * 4 and to_the_host() == before
 
 
@@ -511,7 +511,7 @@ def use_kept(model, optimizer):
         value = model[1].kept[-1]
         return value["kept"] if isinstance(value, dict) else value[0] if isinstance(value, tuple) else value
 
-    for step in range(2):
+    for _ in range(2):
         loss = model(torch.ones(2, SIZE)).square().mean()
         leave()
         loss = loss + kept().square().mean()

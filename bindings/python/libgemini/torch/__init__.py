@@ -20,9 +20,18 @@ import torch as _torch
 
 from ..abi import GeminiError
 from ..manager import parse_bytes as _parse_bytes
-from .internals import check as _check_torch  # first: it looks at torch's version
-from . import activations as _activations, allocator as _allocator, checkpoint as _checkpoint, model as _model
-from . import report as _report, unit as _unit
+
+# First, as it looks at torch's version.
+from .internals import check as _check_torch  # isort: split
+
+from . import (
+    activations as _activations,
+    allocator as _allocator,
+    checkpoint as _checkpoint,
+    model as _model,
+    report as _report,
+    unit as _unit,
+)
 from .ddp import watch_ddp as _watch_ddp
 from .optim import Optimizer, watch_steps as _watch_steps
 from .picture import picture
@@ -113,11 +122,12 @@ def init(
     progress: whether operations that take long say on stderr how far they are; None: if it is a terminal, otherwise in
     the log.
     allocator: whose memory torch's other tensors on the GPU are: "pool" (the usual one): torch asks the session for
-    segments, so that these and the model share device_memory; "process": every allocation is the session's, which must come
-    before CUDA is used; "torch": torch's own, for which device_memory should leave room. CUDA graphs want "torch", or
-    resident().
+    segments, so that these and the model share device_memory; "process": every allocation is the session's, which must
+    come before CUDA is used; "torch": torch's own, for which device_memory should leave room. CUDA graphs want "torch",
+    or resident().
     strict: chunks that left the device are unmapped at once, so that a stray access faults: for tests.
-    watchdog: seconds after which a thread that waits inside the library is told of in the log, with what it waits for; 0: never.
+    watchdog: seconds after which a thread that waits inside the library is told of in the log, with what it waits for;
+    0: never.
     file_engine: "auto", "uring" or "threads".
     """
     global _current
@@ -159,8 +169,9 @@ def prepare(model, optimizer=None, *, step_in_backward=False, offload_activation
     """Moves a model's parameters into the session and returns (model, optimizer): the same model, and an optimizer that
     updates each parameter where it lives. Only the model, if there is no optimizer.
 
-    step_in_backward: every backward pass is a step, in which each parameter is updated as soon as its gradient is there;
-    optimizer.step() only ends it. It hides most of the update, and gradients of 16 bits take no memory of their own. For
+    step_in_backward: every backward pass is a step, in which each parameter is updated as soon as its gradient is
+    there; optimizer.step() only ends it. It hides most of the update, and gradients of 16 bits take no memory of their
+    own. For
     AdamW and Adam, without accumulation, clipping or loss scaling: reading a gradient is an error.
     offload_activations: the model's forward passes are as within offload_activations().
     """
@@ -181,8 +192,8 @@ def prepare(model, optimizer=None, *, step_in_backward=False, offload_activation
         least, record = owner.model.least_bytes(gradients)
         if least > room:
             _warnings.warn(
-                f"device_memory leaves {room} bytes: a step that uses all of parameter {record.name} at once{what} needs "
-                f"{least}, in chunks of {owner.manager.config.window_bytes}, and {then}",
+                f"device_memory leaves {room} bytes: a step that uses all of parameter {record.name} at once{what} "
+                f"needs {least}, in chunks of {owner.manager.config.window_bytes}, and {then}",
                 stacklevel=2,
             )
             break
@@ -190,11 +201,12 @@ def prepare(model, optimizer=None, *, step_in_backward=False, offload_activation
 
 
 def offload_activations(min_bytes="1MiB"):
-    """`with offload_activations(): ...`: tensors of min_bytes or more that autograd saves for the backward pass are copied
-    into the session, where they leave the device for the host and files, and come back, as the plan says.
+    """`with offload_activations(): ...`: tensors of min_bytes or more that autograd saves for the backward pass are
+    copied into the session, where they leave the device for the host and files, and come back, as the plan says.
 
-    With activation checkpointing that is what its blocks begin with. Tensors that share their memory are saved once, and
-    not again if only something that torch does not count as a change (`.data`, a kernel of one's own) has changed them.
+    With activation checkpointing that is what its blocks begin with. Tensors that share their memory are saved once,
+    and not again if only something that torch does not count as a change (`.data`, a kernel of one's own) has changed
+    them.
     """
     return _activations.activations(session()).saving(_parse_bytes(min_bytes, "min_bytes"))
 
@@ -218,7 +230,8 @@ def resident(module):
         with gm.resident(block):
           torch.cuda.make_graphed_callables(block, (sample,))
 
-    What is within may do nothing else of the model. Outside, each call brings the parameters before the graph is replayed.
+    What is within may do nothing else of the model. Outside, each call brings the parameters before the graph is
+    replayed.
     """
     return _unit.resident(_prepared(), module)
 
@@ -231,14 +244,15 @@ def _prepared():
 
 
 def save(folder, model, optimizer=None, *, extra=None, max_shard="5GB", progress=None):
-    """Writes a checkpoint: model.safetensors or its shards, and config.json, which transformers loads; with an optimizer
-    what it needs to go on to the bit, and torch's random states.
+    """Writes a checkpoint: model.safetensors or its shards, and config.json, which transformers loads; with an
+    optimizer what it needs to go on to the bit, and torch's random states.
 
-    Bytes go to the files from wherever they are, chunk by chunk. The old checkpoint stays until the new one is whole and
+    Bytes go to the files from wherever they are, chunk by chunk. The old checkpoint stays until the new one is whole
+    and
     on the disk: a kill at any time leaves one of the two (room for both is needed). Files of other names in the folder
     stay. Gradients are not saved: call it between a step and the next backward pass.
-    extra: what load() shall return: numbers, texts, tensors, lists, tuples and dicts, such as the position in the data or
-    scheduler.state_dict(). progress: as of init()."""
+    extra: what load() shall return: numbers, texts, tensors, lists, tuples and dicts, such as the position in the data
+    or scheduler.state_dict(). progress: as of init()."""
     owner = session()
     _checkpoint.save(
         owner, folder, model, optimizer, extra, max_shard, owner.progress if progress is None else progress
@@ -249,8 +263,8 @@ def load(folder, model, optimizer=None, *, verify=True, progress=None):
     """Loads a checkpoint into a prepared model, and optimizer, and returns its extra; with an optimizer, torch's random
     states are set, too. A folder that transformers wrote has weights only.
 
-    Whatever does not fit or is damaged is an error that names it, before anything has changed. verify: compare checksums
-    first, for which all bytes are read once more."""
+    Whatever does not fit or is damaged is an error that names it, before anything has changed. verify: compare
+    checksums first, for which all bytes are read once more."""
     owner = session()
     return _checkpoint.load(owner, folder, model, optimizer, verify, owner.progress if progress is None else progress)
 
@@ -260,8 +274,8 @@ def load_weights(model, folder, *, verify=True, progress=None):
     device: each of its parameters there gets its place in the session and its bytes straight from the file, so that the
     model may be larger than any memory. Floating-point values of another dtype than the parameter's are converted.
 
-    Tensors the model has not are passed over with a warning. Weights that transformers would have to split or merge first
-    need from_pretrained() within init(), which brings them in one after another, too."""
+    Tensors the model has not are passed over with a warning. Weights that transformers would have to split or merge
+    first need from_pretrained() within init(), which brings them in one after another, too."""
     owner = session()
     folder = _checkpoint.Folder(folder)
     _checkpoint.load_weights(owner, model, folder, verify, owner.progress if progress is None else progress)
@@ -284,14 +298,15 @@ def explain():
 
 
 def dump():
-    """The session's state in words, for when it hangs: what is in use, which operator is open, which threads wait inside the
-    library, for what and since when. Never waits itself, so that any thread, such as a timer's, can call it."""
+    """The session's state in words, for when it hangs: what is in use, which operator is open, which threads wait
+    inside the library, for what and since when. Never waits itself, so that any thread, such as a timer's, can call
+    it."""
     return session().manager.dump()
 
 
 def report(path=None):
-    """What memory holds by tier and kind, what moved and why, stalls, the biggest parameters and the plan, as a text for
-    people; path: a file to write it to, too. Numbers that add up are those since init() or stats_reset()."""
+    """What memory holds by tier and kind, what moved and why, stalls, the biggest parameters and the plan, as a text
+    for people; path: a file to write it to, too. Numbers that add up are those since init() or stats_reset()."""
     text = _report.report(session())
     if path is not None:
         with open(path, "w", encoding="utf-8") as file:
@@ -300,16 +315,16 @@ def report(path=None):
 
 
 def timeline(path):
-    """`with timeline(path): ...` records operators, copies, waits, updates and bytes by tier, and writes them to path as
-    Chrome trace events, which ui.perfetto.dev opens; picture() draws them."""
+    """`with timeline(path): ...` records operators, copies, waits, updates and bytes by tier, and writes them to path
+    as Chrome trace events, which ui.perfetto.dev opens; picture() draws them."""
     return _report.timeline(session(), path)
 
 
 def close(force=False):
     """Ends the session. Its tensors must not be used any more.
 
-    force: even while tensors on the GPU are left that torch allocated in the session (see init(): allocator), which must not
-    be used either. Buffers of the model go to the CPU.
+    force: even while tensors on the GPU are left that torch allocated in the session (see init(): allocator), which
+    must not be used either. Buffers of the model go to the CPU.
     """
     global _current
     if _current is not None:

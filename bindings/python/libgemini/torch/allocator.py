@@ -1,8 +1,8 @@
 """Whose memory torch's own tensors on the GPU are: activations, gradients on their way, workspace.
 
-"pool": torch's caching allocator asks the session for segments, so that these and the model's chunks share one budget, and
-running out means that chunks leave. "process": every allocation of the process is the session's. "torch": torch's own;
-device_memory should then leave room beside it. See docs/hook.md.
+"pool": torch's caching allocator asks the session for segments, so that these and the model's chunks share one budget,
+and running out means that chunks leave. "process": every allocation of the process is the session's. "torch": torch's
+own; device_memory should then leave room beside it. See docs/hook.md.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -23,7 +23,8 @@ _process = False  # whether this process' allocator is ours, which is for good
 
 
 def _has_pools():
-    """Whether one pool can serve all threads, those of autograd, too: since torch 2.8 it is the pool that knows whom to ask."""
+    """Whether one pool can serve all threads, those of autograd, too: since torch 2.8 it is the pool that knows whom to
+    ask."""
     return internals.end_allocating_to is not None
 
 
@@ -72,7 +73,8 @@ class Process:
         return contextlib.nullcontext()
 
     def close(self, force=False):
-        """Torch gives back what it holds; tensors that are left are an error, unless they are to be left to their fate."""
+        """Torch gives back what it holds; tensors that are left are an error, unless they are to be left to their
+        fate."""
         self.give_back()
         left = self.session.manager.stats()["nonmodel_bytes"]
         if left and not force:
@@ -93,8 +95,8 @@ class Process:
 class Pool(Process):
     """Torch's caching allocator, on any thread and stream, asks the library for segments.
 
-    To torch that is as if a graph was captured all the time: memory of tensors with record_stream() comes back only when the
-    routing ends, and what a graph captures needs suspended().
+    To torch that is as if a graph was captured all the time: memory of tensors with record_stream() comes back only
+    when the routing ends, and what a graph captures needs suspended().
     """
 
     def __init__(self, session):

@@ -97,7 +97,8 @@ def _alone(folder):
 
 
 def _keep_others(old, folder, taken, ours):
-    """Removes an old folder. What others have put into it since their files were taken over into the new one moves there.
+    """Removes an old folder. What others have put into it since their files were taken over into the new one moves
+    there.
 
     taken: name: identities of the file that was taken over, in the old folder and in the new one. ours: names of files
     that the save itself has written."""
@@ -131,12 +132,12 @@ def _clear(left, folder):
 
 @contextlib.contextmanager
 def _replacing(folder):
-    """Gives an empty folder; after the block it is on the disk and has the name of `folder`, at which at any time either
-    the old one or the new one is. Files of the caller's in the old one (a tokenizer's) are in the new one, too, also
-    those that come meanwhile.
+    """Gives an empty folder; after the block it is on the disk and has the name of `folder`, at which at any time
+    either the old one or the new one is. Files of the caller's in the old one (a tokenizer's) are in the new one, too,
+    also those that come meanwhile.
 
-    Where the file system cannot exchange two names, the old one is FOLDER.previous for a moment: after a kill just then,
-    load() and the next save() take it from there."""
+    Where the file system cannot exchange two names, the old one is FOLDER.previous for a moment: after a kill just
+    then, load() and the next save() take it from there."""
     new, previous = folder + ".saving", folder + ".previous"
     with _alone(folder):
         if not os.path.exists(folder) and os.path.isdir(previous):

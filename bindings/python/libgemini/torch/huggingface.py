@@ -11,10 +11,11 @@ import libgemini.torch as gm
 
 
 class GeminiCheckpoints(TrainerCallback):
-    """Writes, by libgemini.torch.save(), the checkpoints that Trainer is about to write, which would need all weights and
-    states on the host once more; and has train(resume_from_checkpoint=...) go on from them.
+    """Writes, by libgemini.torch.save(), the checkpoints that Trainer is about to write, which would need all weights
+    and states on the host once more; and has train(resume_from_checkpoint=...) go on from them.
 
-    They are written as the step or epoch ends, before what it logs and evaluates. What needs Trainer's own checkpoints is
+    They are written as the step or epoch ends, before what it logs and evaluates. What needs Trainer's own checkpoints
+    is
     not for these: save_strategy="best", load_best_model_at_end, save_total_limit."""
 
     def save(self, args, state, control, model, optimizer, lr_scheduler):

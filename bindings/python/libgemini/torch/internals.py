@@ -1,8 +1,8 @@
 """What libgemini uses of torch that torch's documentation does not promise, and what it replaces in torch.
 
-TESTED says with which versions of torch all of this is tested; tests/run.sh has a lane for the oldest one, the newest one
-and one between. A newer torch than these gives a warning when libgemini.torch is imported. If it lacks one of the names
-below, init() raises an error that says which; the import does not fail.
+TESTED says with which versions of torch all of this is tested; tests/run.sh has a lane for the oldest one, the newest
+one and one between. A newer torch than these gives a warning when libgemini.torch is imported. If it lacks one of the
+names below, init() raises an error that says which; the import does not fail.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -119,7 +119,8 @@ _dispatch_modes = _find(torch, "_C._len_torch_dispatch_stack")
 
 
 def is_watched():
-    """Whether functions are for a transform of torch.func, or a mode of a user, which may refuse what torch does not."""
+    """Whether functions are for a transform of torch.func, or a mode of a user, which may refuse what torch does
+    not."""
     return _dispatch_modes() > 0 or _transform() is not None
 
 
@@ -137,7 +138,8 @@ def storage_users(storage):
 
 
 def tensor_users(tensor):
-    """How many, in C++ too, have a tensor as it is, such as parameters whose gradient it is; None where torch does not tell."""
+    """How many, in C++ too, have a tensor as it is, such as parameters whose gradient it is; None where torch does not
+    tell."""
     return tensor._use_count() if hasattr(tensor, "_use_count") else None
 
 
@@ -197,7 +199,8 @@ _disable = _find(torch, "_disable_dynamo")
 
 
 def never_compiled(function):
-    """The function, of which torch.compile() compiles nothing, nor of what it calls. The first call loads the compiler."""
+    """The function, of which torch.compile() compiles nothing, nor of what it calls. The first call loads the
+    compiler."""
     return function if isinstance(_disable, _Missing) else _disable(function)
 
 
@@ -298,8 +301,8 @@ class Replaced:
 
 
 class Standing:
-    """What stands for a function of torch's. It equals that: torch keeps functions in sets that it makes once, at some time,
-    such as those of the functions that a torch.device() is for; and it can be pickled."""
+    """What stands for a function of torch's. It equals that: torch keeps functions in sets that it makes once, at some
+    time, such as those of the functions that a torch.device() is for; and it can be pickled."""
 
     def __init__(self, function, call):
         functools.update_wrapper(self, function)

@@ -20,8 +20,8 @@ def contiguous_stride(shape):
 
 
 def is_dense(shape, stride):
-    """Whether elements lie one beside another without gaps, in whatever order of dimensions, as those of a channels-last
-    tensor do."""
+    """Whether elements lie one beside another without gaps, in whatever order of dimensions, as those of a
+    channels-last tensor do."""
     step = 1
     for own, size in sorted(zip(stride, shape)):
         if size > 1 and own != step:

@@ -9,8 +9,8 @@ import libgemini.torch as gm
 
 
 class GeminiStrategy(SingleDeviceStrategy):
-    """Prepares the module, instead of moving it to the device, and its optimizers; begins iterations, as Lightning calls
-    the module's steps and not the module."""
+    """Prepares the module, instead of moving it to the device, and its optimizers; begins iterations, as Lightning
+    calls the module's steps and not the module."""
 
     strategy_name = "gemini"
 

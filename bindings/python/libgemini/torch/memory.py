@@ -102,7 +102,8 @@ def _users(tensor):
 
 
 def _alone():
-    """What _users() is of a tensor whose memory no other one has; None if that cannot be told from two that share it."""
+    """What _users() is of a tensor whose memory no other one has; None if that cannot be told from two that share
+    it."""
     tensor = torch.empty(1, device="cpu")
     alone, other = _users(tensor), tensor.detach()
     return alone if alone is not None and _users(other) == alone + 1 else None

@@ -52,7 +52,9 @@ class Record:
         self.refer(param)
 
     def refer(self, param):
-        def gone(_, own=weakref.ref(self)):
+        own = weakref.ref(self)
+
+        def gone(_):
             record = own()
             if record is not None:
                 record.view = None  # which has the record
@@ -118,8 +120,8 @@ class Record:
         self.session.known[id(self)] = self
 
     def renew_master(self):
-        """The fp32 copy, where there is one, is what the parameter is; if nobody knows whether that was written, then only
-        if it is not what the copy is in fewer bits."""
+        """The fp32 copy, where there is one, is what the parameter is; if nobody knows whether that was written, then
+        only if it is not what the copy is in fewer bits."""
         written, self.place.written = self.place.written, False
         if "master" in self.states:
             values, master = self.place.read(), self.states["master"]
@@ -145,8 +147,8 @@ class Record:
         return self.trainable or self.session.prepared(self.param)
 
     def share(self, values):
-        """The parameter is over the same bytes as other managed values from now on, as torch has it, and its record ends:
-        which of those that share a place has it, prepare() finds out."""
+        """The parameter is over the same bytes as other managed values from now on, as torch has it, and its record
+        ends: which of those that share a place has it, prepare() finds out."""
         param = self.param
         with _plain():
             param.data = values
@@ -154,8 +156,8 @@ class Record:
         param._gm_record = None
 
     def give_up(self):
-        """Another parameter, over all of its bytes, has the place from now on. This one stays over the same bytes, as torch has
-        it, with a gradient in torch's memory, and ends as the session's."""
+        """Another parameter, over all of its bytes, has the place from now on. This one stays over the same bytes, as
+        torch has it, with a gradient in torch's memory, and ends as the session's."""
         session, param = self.session, self.param
         session.settle()
         gradient = _copy(self.gradient()) if self.has_grad and not self.spent else None
@@ -178,7 +180,8 @@ class Record:
         """Gradients go to an arena from now on: those that autograd makes, at least."""
         if not self.grad_place:
             place = self.place
-            # An early update leaves no gradient behind, so that it can have the bytes of the parameter that it makes anew.
+            # An early update leaves no gradient behind, so that it can have the bytes of the parameter that it makes
+            # anew.
             kind = "reused grad" if self.early and place.dtype != torch.float32 else "grad"
             self.grad_place = self.session.counterpart(place, kind, place.dtype)
             self.grad_place.name = f"{self.name}.grad"
@@ -249,8 +252,8 @@ class Record:
             self.norm = None
 
     def multiply(self, factor):
-        """Multiplies the stored gradient, when it is read or by the update: no byte moves for it. Returns whether it can be so:
-        torch rounds after each factor, which comes to the same only if one of two is a power of two."""
+        """Multiplies the stored gradient, when it is read or by the update: no byte moves for it. Returns whether it
+        can be so: torch rounds after each factor, which comes to the same only if one of two is a power of two."""
         if self.scale != 1.0 and not is_exact(self.scale) and not is_exact(factor):
             return False
         self.scale *= factor
@@ -296,8 +299,8 @@ class Record:
                     return
                 if record is None:
                     raise GeminiError(
-                        f"{self.name}.grad is set to a tensor that shares its bytes with {values._gm_place.name}: set it to "
-                        "a clone()"
+                        f"{self.name}.grad is set to a tensor that shares its bytes with {values._gm_place.name}: set "
+                        "it to a clone()"
                     )
                 record.give_out(values)
         if values is not None or self.given or self.hook is None:
@@ -322,7 +325,8 @@ class Record:
         self.session.given[self] = None
 
     def find_given(self):
-        """Of a parameter that needs no gradients, or has not been known to: it may have one that nobody has seen come."""
+        """Of a parameter that needs no gradients, or has not been known to: it may have one that nobody has seen
+        come."""
         with _plain():
             if _get_grad(self.param) is not None:
                 self.attach()
@@ -350,12 +354,13 @@ class Record:
             self.store_whole(_get_grad(self.param))
 
     def store_whole(self, values):
-        self.session.op_end()  # else all gradients that are stored in a row would be of one operator, and had to fit at once
+        # Else all gradients that are stored in a row would be of one operator, and had to fit at once
+        self.session.op_end()
         self.store(values.to_dense() if values.is_sparse else values)
 
     def give_out(self, alias):
-        """The stored gradient becomes a tensor of torch's memory, as if it had been assigned, and so does an alias, which
-        somebody else is to have. What else was made of it cannot be used any more."""
+        """The stored gradient becomes a tensor of torch's memory, as if it had been assigned, and so does an alias,
+        which somebody else is to have. What else was made of it cannot be used any more."""
         place, whole = self.grad_place, self.gradient()
         with torch.no_grad():
             copy = _copy(whole)
@@ -578,8 +583,8 @@ class Model:
 
     def least_bytes(self, gradients):
         """(bytes, record): of the device, that an operator needs which uses all of the parameter whose chunks are most.
-        gradients: with those of its gradient, which the plan has beside it in the backward pass of one that is trained; without
-        a plan they may come after it."""
+        gradients: with those of its gradient, which the plan has beside it in the backward pass of one that is trained;
+        without a plan they may come after it."""
         window = self.session.manager.config.window_bytes
 
         def needs(record):
@@ -618,7 +623,8 @@ class Model:
         internals.set_call(module, run)
 
     def wrap_forward(self):
-        """Also forward() begins a step, when it is not the module's call that calls it. What torch.compile() compiled is left
+        """Also forward() begins a step, when it is not the module's call that calls it. What torch.compile() compiled
+        is left
         alone: it may trace forward()."""
         module = self.module
         if find(module):
@@ -655,8 +661,8 @@ class Model:
             )
 
     def refuse_aliases(self, params):
-        """Two parameters over the same bytes would become two; tied weights are one parameter in two modules. So would a
-        parameter over a gradient or a state of an optimizer."""
+        """Two parameters over the same bytes would become two; tied weights are one parameter in two modules. So would
+        a parameter over a gradient or a state of an optimizer."""
         for name, param in params.items():
             place = getattr(param, "_gm_place", None)
             if place is not None and place.follows:
@@ -674,14 +680,14 @@ class Model:
                 for other, other_name, other_param in before:
                     if other_param is not param and where.shares_with(other):
                         raise GeminiError(
-                            f"parameters {other_name} and {name} are two that share their bytes: let both modules have one, "
-                            "or clone() one"
+                            f"parameters {other_name} and {name} are two that share their bytes: let both modules "
+                            "have one, or clone() one"
                         )
                 before.append((where, name, param))
 
     def buffers_over(self, params):
-        """[(buffer, name of a parameter, element)]: buffers that share the bytes of a parameter, which are to become views of its
-        place, and where they begin there."""
+        """[(buffer, name of a parameter, element)]: buffers that share the bytes of a parameter, which are to become
+        views of its place, and where they begin there."""
         spans = {}
         for name, param in params.items():
             for where in spans_of(param):
@@ -704,15 +710,16 @@ class Model:
                     or type(buffer) not in (torch.Tensor, ManagedTensor)
                 ):
                     raise GeminiError(
-                        f"buffer {buffer_name} shares bytes with parameter {name}, but not as a part of it that can move "
-                        "with it: clone() one of them"
+                        f"buffer {buffer_name} shares bytes with parameter {name}, but not as a part of it that can "
+                        "move with it: clone() one of them"
                     )
                 if getattr(param, "_gm_record", None) is not None and not same_values(
                     param, buffer, first // where.itemsize
                 ):
                     raise GeminiError(
-                        f"buffer {buffer_name} shared its bytes with parameter {name} until that came into the session; "
-                        "since then one of them has been changed: register the buffer after that, from the parameter"
+                        f"buffer {buffer_name} shared its bytes with parameter {name} until that came into the "
+                        "session; since then one of them has been changed: register the buffer "
+                        "after that, from the parameter"
                     )
                 found.append((buffer, name, first // where.itemsize))
         return found

@@ -210,7 +210,8 @@ class Optimizer(torch.optim.Optimizer):
             if not session.called and any(record.has_grad or record.given for record in self.records):
                 warnings.warn(
                     "no call of a prepared model, by model(...) or model.forward(...), has made these gradients: such "
-                    "a step is no iteration to libgemini, which plans nothing for it. Prepare the module that is called",
+                    "a step is no iteration to libgemini, which plans nothing for it. Prepare the module that is "
+                    "called",
                     stacklevel=level_of_caller(),
                 )
             session.set_phase(abi.PHASE_UPDATE)
@@ -314,7 +315,8 @@ class Optimizer(torch.optim.Optimizer):
             hook(self)
 
     def set_groups(self, saved):
-        """As torch has it: groups with the options that the saved ones have, and defaults for what these are too old to have."""
+        """As torch has it: groups with the options that the saved ones have, and defaults for what these are too old to
+        have."""
         groups = []
         for group, one in zip(self.param_groups, saved):
             groups.append(
@@ -478,8 +480,8 @@ class TorchRule:
                 )
 
     def adopt(self, param):
-        """States that were not made like their parameter (SGD's momentum is a copy of the first gradient) move into arenas;
-        one that takes the place of another does so there, too."""
+        """States that were not made like their parameter (SGD's momentum is a copy of the first gradient) move into
+        arenas; one that takes the place of another does so there, too."""
         state = self.inner.state.get(param)
         for name, value in list(state.items()) if isinstance(state, dict) else ():
             if self.adoptable(value, param):
@@ -697,8 +699,8 @@ def in_use(place):
 
 
 def own_step(inner):
-    """An optimizer's step without torch's hooks around it, which the prepared optimizer calls once a step; and whether it
-    is the one of its class, not one that was set for this optimizer alone."""
+    """An optimizer's step without torch's hooks around it, which the prepared optimizer calls once a step; and whether
+    it is the one of its class, not one that was set for this optimizer alone."""
     own, step = vars(inner).get("step"), type(inner).step
     own = getattr(own, "_torchdynamo_orig_callable", own)  # compiled: as it was before
     if getattr(own, "_wrapped_by_lr_sched", False):  # by a scheduler, which counts steps
@@ -785,8 +787,8 @@ class AdamwRule:
     def step_in_backward(self, groups):
         """Before the first one: what each parameter's update waits for.
 
-        An update takes chunks away from the device. A chunk that a parameter shares with its neighbours would have to come
-        back for these at once, so that they are updated when all of them have their gradients.
+        An update takes chunks away from the device. A chunk that a parameter shares with its neighbours would have to
+        come back for these at once, so that they are updated when all of them have their gradients.
         """
         self.group_of = groups_of(groups)
         window = self.session.manager.config.window_bytes
@@ -1006,8 +1008,8 @@ def fused_rule(session, inner):
 
 @internals.not_traced
 def _refuse_unprepared(optimizer, args, kwargs):
-    """Of all optimizers, before their steps: one that was not prepared has no states in the session, and does not know of
-    gradients that have still to be scaled, or of copies in fp32."""
+    """Of all optimizers, before their steps: one that was not prepared has no states in the session, and does not know
+    of gradients that have still to be scaled, or of copies in fp32."""
     if isinstance(optimizer, Optimizer) or any(isinstance(value, Optimizer) for value in vars(optimizer).values()):
         return  # or it makes its steps by a prepared one
     for number, group in enumerate(getattr(optimizer, "param_groups", ())):

@@ -121,7 +121,10 @@ class _Drawing:
         most = max([value for _, value in layers[0][2]] + [1])
         near = budget and budget < most * 4  # otherwise the line would flatten what there is to see
         scale = max(most, budget if near else 0) * 1.05
-        y_of = lambda value: base - value / scale * PANEL
+
+        def y_of(value):
+            return base - value / scale * PANEL
+
         self.text(LEFT, top - 8, title)
         for value in _byte_ticks(scale):
             self.line(LEFT, y_of(value), LEFT + WIDTH, y_of(value), "grid")
@@ -133,13 +136,13 @@ class _Drawing:
             self.text(LEFT + WIDTH, y_of(budget) - 4, f"budget {bytes_text(budget)}", "tick", "end")
         self.y = base
 
-    def lane(self, title, spans, color_of):
-        """spans: in the order of their begin."""
+    def lane(self, title, spans, colors):
+        """spans: in the order of their begin; colors: the name of each one's color."""
         top = self.y + 6
         self.text(LEFT - 8, top + LANE - 8, title, "tick", "end")
         drawn = []  # [first x, last x, color, names]
-        for span in spans:
-            first, last, color = self.x(span["ts"]), self.x(span["ts"] + span["dur"]), color_of(span)
+        for span, color in zip(spans, colors):
+            first, last = self.x(span["ts"]), self.x(span["ts"] + span["dur"])
             if (
                 drawn
                 and drawn[-1][2] == color
@@ -176,7 +179,8 @@ def _key(color, text):
 
 
 def picture(path, timeline):
-    """Draws a timeline that libgemini.torch.timeline() wrote into an HTML file, which needs no other file and no network.
+    """Draws a timeline that libgemini.torch.timeline() wrote into an HTML file, which needs no other file and no
+    network.
 
     Bytes count for a tier from when they are given their place: on a GPU, where work is queued ahead, earlier than the
     operators that use them.
@@ -211,10 +215,10 @@ def picture(path, timeline):
         if category == "op":
             phases = {span.get("args", {}).get("phase", "none") for span in those}
             used_phases = [phase for phase in PHASES if phase in phases]
-            color_of = lambda span: span.get("args", {}).get("phase", "none")
+            colors = [span.get("args", {}).get("phase", "none") for span in those]
         else:
-            color_of = lambda _, color={"wait": "wait", "update": "update"}.get(category, "copy"): color
-        drawing.lane(title, those, color_of)
+            colors = [{"wait": "wait", "update": "update"}.get(category, "copy")] * len(those)
+        drawing.lane(title, those, colors)
     drawing.axis(GAP)
     keys += [_key(phase, {"none": "no phase"}.get(phase, phase)) for phase in used_phases]
     keys += [_key("wait", "waiting for chunks")] if any(span["cat"] == "wait" for span in spans) else []

@@ -1,8 +1,8 @@
 """The state behind libgemini.torch: one manager, its arenas by dtype, and where in the training step we are.
 
-Every use of a parameter is an operator: it is opened, what it reads is acquired, it is queued, what it read is released.
-In the backward pass the same operators come in reverse order; each begins when autograd reaches the first node of the
-function that used the parameters in the forward pass, and ends when the next one begins.
+Every use of a parameter is an operator: it is opened, what it reads is acquired, it is queued, what it read is
+released. In the backward pass the same operators come in reverse order; each begins when autograd reaches the first
+node of the function that used the parameters in the forward pass, and ends when the next one begins.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -71,7 +71,8 @@ class Graph:
 class Place:
     """Where a tensor's bytes live: a range of an arena, with one address on the device for life.
 
-    tensor is the plain torch tensor over that address: to be read and written only between acquire and release. The bytes
+    tensor is the plain torch tensor over that address: to be read and written only between acquire and release. The
+    bytes
     live as long as any tensor over its storage does, whoever has it: see Session.free_places().
     """
 
@@ -165,8 +166,8 @@ class Place:
         )
 
     def host_pieces(self, mode, begin=0, end=None):
-        """Yields (first element, CPU tensor of one dimension) over the elements from begin to end, or all, acquired on the
-        host one after another."""
+        """Yields (first element, CPU tensor of one dimension) over the elements from begin to end, or all, acquired on
+        the host one after another."""
         end = self.elements if end is None else end
         step = PIECE_BYTES // self.dtype.itemsize
         if (
@@ -180,7 +181,8 @@ class Place:
                 yield first, host_tensor(access.ptr, count, self.dtype)
 
     def device_pieces(self, mode, piece_bytes=PIECE_BYTES, begin=0, end=None):
-        """Yields (first element, plain tensor of one dimension) over the elements from begin to end, or all, acquired on
+        """Yields (first element, plain tensor of one dimension) over the elements from begin to end, or all, acquired
+        on
         the device one after another: for when the host has no room, through which the library itself would go."""
         end = self.elements if end is None else end
         flat, step = self.tensor.as_strided((self.elements,), (1,)), piece_bytes // self.dtype.itemsize
@@ -368,7 +370,8 @@ class Session:
         return other
 
     def renew_masters(self):
-        """A parameter of 16 bits that the user has written to, as load_state_dict() does, is what its master copy shall be."""
+        """A parameter of 16 bits that the user has written to, as load_state_dict() does, is what its master copy shall
+        be."""
         for record in self.records:
             if record.place.written:
                 record.renew_master()
@@ -546,8 +549,8 @@ class Session:
                     raise
                 # All that was to be done has been done: an exception would say that it has not.
                 warnings.warn(
-                    f"this step was made, but there is no plan for those like it, whose bytes are fetched when they are "
-                    f"wanted: {error}. They are faster with more device_memory",
+                    f"this step was made, but there is no plan for those like it, whose bytes are fetched when they "
+                    f"are wanted: {error}. They are faster with more device_memory",
                     stacklevel=level_of_caller(),
                 )
 
@@ -584,7 +587,8 @@ class Session:
         self.held = use, stream
 
     def leave_function(self):
-        """The backward pass has left a function: what it held may go, and its gradients may take the parameters' place."""
+        """The backward pass has left a function: what it held may go, and its gradients may take the parameters'
+        place."""
         held, self.held = self.held, None
         if held:
             self.release_use(*held)
@@ -655,8 +659,8 @@ class Session:
         self.manager.close()
 
     def close_allocator(self, force):
-        """What torch allocated goes. Models that nobody has any more but the session go before, with what they hold, such as
-        the inputs of their graphs."""
+        """What torch allocated goes. Models that nobody has any more but the session go before, with what they hold,
+        such as the inputs of their graphs."""
         models = []
         while self.models:
             model = self.models.pop()

@@ -27,8 +27,8 @@ def count_of(step):
 
 class States(collections.abc.MutableMapping):
     """An optimizer's `state`: for each parameter that has one, a mapping of torch's names to the values that the next
-    step uses. Writing to a tensor, setting a value and clearing work as they do with torch. The fp32 copy of a parameter
-    of fewer bits is not among them."""
+    step uses. Writing to a tensor, setting a value and clearing work as they do with torch. The fp32 copy of a
+    parameter of fewer bits is not among them."""
 
     def __init__(self, optimizer):
         self.optimizer, self.rule = optimizer, optimizer.rule

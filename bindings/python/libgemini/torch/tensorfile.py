@@ -95,8 +95,8 @@ def split(tensors, most_bytes):
 
 
 def write(path, tensors, progress):
-    """Writes a file of (name, Place or tensor) and returns the checksums by name. The bytes of a contiguous place go from
-    wherever they are to the file, chunk by chunk."""
+    """Writes a file of (name, Place or tensor) and returns the checksums by name. The bytes of a contiguous place go
+    from wherever they are to the file, chunk by chunk."""
     tensors = sorted(tensors, key=lambda item: -item[1].dtype.itemsize)  # so that each is aligned
     header, entries, at = {"__metadata__": {"format": "pt"}}, [], 0
     for name, value in tensors:
@@ -147,7 +147,8 @@ def _store(fd, value, offset, size):
 
 # ---- reading
 def read_header(path):
-    """What a file holds: name: Entry. A file that is not as long as its header says, or none of this kind, is refused."""
+    """What a file holds: name: Entry. A file that is not as long as its header says, or none of this kind, is
+    refused."""
 
     def refuse(why):
         return GeminiError(f"{path} is no whole safetensors file: {why}", "FORMAT")
@@ -184,8 +185,9 @@ def read_header(path):
 
 
 def read(entry, fd, target):
-    """Fills a Place, or a tensor, of as many elements, from an open file. Bytes of a contiguous place's own dtype go where it is,
-    chunk by chunk; others are converted in pieces. To a place of other strides and to a tensor they go by way of a copy."""
+    """Fills a Place, or a tensor, of as many elements, from an open file. Bytes of a contiguous place's own dtype go
+    where it is, chunk by chunk; others are converted in pieces. To a place of other strides and to a tensor they go by
+    way of a copy."""
     if not entry.size_bytes:
         return
     try:

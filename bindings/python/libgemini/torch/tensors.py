@@ -30,7 +30,8 @@ UNSURE = "unsure"  # Place.written, after a function that should have written an
 
 
 class Use:
-    """What a function reads and writes of arenas, in the shape the library wants it; made once for each such function."""
+    """What a function reads and writes of arenas, in the shape the library wants it; made once for each such
+    function."""
 
     __slots__ = ("accesses", "pointer", "count", "forward_name", "backward_name", "unit")
 
@@ -49,7 +50,8 @@ class Use:
 
 
 def _where(tensor):
-    """The place of a tensor that has elements; offset there, and length, of the bytes between its first and last one."""
+    """The place of a tensor that has elements; offset there, and length, of the bytes between its first and last
+    one."""
     place = tensor._gm_place
     try:
         at = tensor.data_ptr()
@@ -572,7 +574,8 @@ def _read_only(func, args, kwargs):
 
 
 class Storage(torch.UntypedStorage):
-    """Of a managed tensor that was asked for its storage. It tells where that is and how long; its bytes may be elsewhere."""
+    """Of a managed tensor that was asked for its storage. It tells where that is and how long; its bytes may be
+    elsewhere."""
 
     _TOLD = {
         "data_ptr",
@@ -661,8 +664,8 @@ def _refuse(func, args, kwargs):
 
 
 def _autograd(func, args, kwargs):
-    """torch.autograd.grad() and backward(), which call hooks and recompute checkpoints: outside of all this, where these
-    are served, and with what stands for managed tensors there. No byte of those is read."""
+    """torch.autograd.grad() and backward(), which call hooks and recompute checkpoints: outside of all this, where
+    these are served, and with what stands for managed tensors there. No byte of those is read."""
     grad = func is torch.autograd.grad
     outputs, inputs = args[0], list(args[1] if grad else kwargs.get("inputs") or ())
     kwargs = dict(kwargs)
@@ -688,7 +691,8 @@ def _autograd(func, args, kwargs):
 
 
 def _to(func, args, kwargs):
-    """Who moves a model to where it is already, as trainers do, gets each tensor itself, whose bytes stay where they are."""
+    """Who moves a model to where it is already, as trainers do, gets each tensor itself, whose bytes stay where they
+    are."""
     if len(args) > 4 or "copy" in kwargs or kwargs.get("memory_format"):
         return _run(func, args, kwargs)
     tensor = args[0]
@@ -737,8 +741,8 @@ LEAST_NORM = 1e-10  # squares that vanish in fp32 beside that of a larger one wo
 
 
 def is_exact(factor):
-    """Whether nothing is rounded that is multiplied by a factor: a power of two that makes it smaller. Elements that become
-    smaller than 2**-126, which have fewer digits in fp32, are left out of account."""
+    """Whether nothing is rounded that is multiplied by a factor: a power of two that makes it smaller. Elements that
+    become smaller than 2**-126, which have fewer digits in fp32, are left out of account."""
     return 2.0**-64 <= factor <= 1.0 and math.frexp(factor)[0] == 0.5
 
 
@@ -930,8 +934,8 @@ class ManagedTensor(_Tensor):
         return self.view_as(self)
 
     def __deepcopy__(self, memo):
-        """As torch copies: of parameters each has its own bytes, which within init(), where models are built, are in the session;
-        other tensors that share bytes have copies that do so. All else is in torch's memory."""
+        """As torch copies: of parameters each has its own bytes, which within init(), where models are built, are in
+        the session; other tensors that share bytes have copies that do so. All else is in torch's memory."""
         place = self._gm_place
         with torch.no_grad():
             if isinstance(self, nn.Parameter):
@@ -982,7 +986,8 @@ def _loaded(data):
 
 
 def _saved(tensor):
-    """For another process: by value. What torch would share is the memory of a copy that is gone when the other one looks."""
+    """For another process: by value. What torch would share is the memory of a copy that is gone when the other one
+    looks."""
     file = io.BytesIO()
     torch.save(tensor, file)
     return _loaded, (file.getvalue(),)
@@ -1015,8 +1020,8 @@ def with_managed(function, name, args, kwargs):
 
 
 def _apply(cls, *args, **kwargs):
-    """torch.autograd.Function.apply(): what it is given is there while forward and backward of a custom function run, as
-    these may hand pointers to kernels of their own."""
+    """torch.autograd.Function.apply(): what it is given is there while forward and backward of a custom function run,
+    as these may hand pointers to kernels of their own."""
     return with_managed(functools.partial(_function_apply, cls), cls.__name__, args, kwargs)
 
 
@@ -1086,8 +1091,8 @@ def _have_managed(values):
 
 
 def _served(replaced):
-    """Of a function that makes tensors of tensors: as if it were a torch function, as it is to its own tensor if it is bound
-    to one."""
+    """Of a function that makes tensors of tensors: as if it were a torch function, as it is to its own tensor if it is
+    bound to one."""
     function, bound = replaced.original, isinstance(replaced.owner, type)
 
     @functools.wraps(function)
@@ -1129,7 +1134,8 @@ _REPLACED = {
 
 
 def watch_functions(on):
-    """Custom functions, transforms, .data of a plain tensor, and what makes tensors over the bytes of others or of their values,
+    """Custom functions, transforms, .data of a plain tensor, and what makes tensors over the bytes of others or of
+    their values,
     are not torch functions: they are replaced while there is a session."""
     internals.replace(_REPLACED, on)
 

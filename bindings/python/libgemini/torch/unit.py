@@ -24,8 +24,18 @@ from torch import nn
 from .. import abi
 from ..abi import GeminiError
 from . import internals
-from .tensors import UNSURE, ManagedParameter, ManagedTensor, Use, grad_nodes, hook_nodes, refuse_tracing
-from .tensors import run_with, units, with_managed
+from .tensors import (
+    UNSURE,
+    ManagedParameter,
+    ManagedTensor,
+    Use,
+    grad_nodes,
+    hook_nodes,
+    refuse_tracing,
+    run_with,
+    units,
+    with_managed,
+)
 
 _YOUNG = sys.version_info < (3, 14)  # whether objects that a collection has left are those of the next generation
 
@@ -273,8 +283,8 @@ _SCRIPT_METHODS = (
 
 
 def make_scripted(session, module, name):
-    """Each method of a scripted module, and of those within, is called with the parameters there. The modules within are
-    units of their own, as methods may be called of them, too; the methods of the outer one do not call theirs."""
+    """Each method of a scripted module, and of those within, is called with the parameters there. The modules within
+    are units of their own, as methods may be called of them, too; the methods of the outer one do not call theirs."""
     for path, inner in module.named_modules():
         unit = Unit(session, inner, f"{name}.{path}" if path else name, unseen=internals.scripts_data(inner))
         for method in (*internals.script_methods(inner), *_SCRIPT_METHODS):
