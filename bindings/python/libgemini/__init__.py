@@ -9,7 +9,7 @@ from .manager import Manager, parse_bytes
 __all__ = ["GeminiError", "Manager", "parse_bytes", "version"]
 
 
-def version():
+def version() -> str:
     """The version of the C library that is loaded."""
     from . import abi
 

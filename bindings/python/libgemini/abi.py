@@ -4,11 +4,14 @@ Not for users: libgemini.Manager and libgemini.torch are. A test compares the la
 SPDX-License-Identifier: Apache-2.0
 """
 
+from __future__ import annotations
+
 import ctypes
 import functools
 import os
 import pathlib
 import sys
+import typing
 from ctypes import POINTER, c_char, c_char_p, c_double, c_int32, c_int64, c_ssize_t, c_uint32, c_uint64, c_void_p
 
 OK = 0
@@ -52,7 +55,7 @@ CallFn = ctypes.CFUNCTYPE(None, c_void_p)
 class _Sized(ctypes.Structure):
     """A struct whose first member says its size, as GEMINI_..._INIT sets it."""
 
-    def __init__(self, **fields):
+    def __init__(self, **fields: typing.Any) -> None:
         super().__init__(struct_size=ctypes.sizeof(self), **fields)
 
 
@@ -67,7 +70,7 @@ class ErrorInfo(_Sized):
 
 
 class Config(_Sized):
-    _fields_ = (
+    _fields_: typing.ClassVar[typing.Any] = (
         [
             (name, c_uint32)
             for name in (
@@ -185,7 +188,7 @@ class Update(_Sized):
 
 
 class Stats(_Sized):
-    _fields_ = (
+    _fields_: typing.ClassVar[typing.Any] = (
         [("struct_size", c_uint32), ("reserved", c_uint32)]
         + [(name, c_uint64 * 3) for name in ("budget_bytes", "used_bytes", "peak_bytes")]
         + [(name, c_uint64) for name in ("model_bytes", "nonmodel_bytes", "nonmodel_peak_bytes", "window_bytes")]
@@ -213,7 +216,9 @@ class Stats(_Sized):
 
 
 class TopologyObject(_Sized):
-    _fields_ = [(name, c_uint32) for name in ("struct_size", "kind", "system_index", "node", "cpus", "reserved")] + [
+    _fields_: typing.ClassVar[typing.Any] = [
+        (name, c_uint32) for name in ("struct_size", "kind", "system_index", "node", "cpus", "reserved")
+    ] + [
         ("size_bytes", c_uint64),
         ("pci", c_char * 16),
         ("name", c_char * 128),
@@ -228,7 +233,7 @@ UPDATE_SKIP = 2**64 - 1
 
 
 class Adamw(_Sized):
-    _fields_ = [
+    _fields_: typing.ClassVar[typing.Any] = [
         ("struct_size", c_uint32),
         ("flags", c_uint32),
         ("param_dtype", c_uint32),
@@ -238,7 +243,7 @@ class Adamw(_Sized):
 
 
 class Sgd(_Sized):
-    _fields_ = [
+    _fields_: typing.ClassVar[typing.Any] = [
         ("struct_size", c_uint32),
         ("flags", c_uint32),
         ("param_dtype", c_uint32),
@@ -252,7 +257,7 @@ class UpdateRange(ctypes.Structure):
 
 
 class UpdateWalk(_Sized):
-    _fields_ = (
+    _fields_: typing.ClassVar[typing.Any] = (
         [
             ("struct_size", c_uint32),
             ("flags", c_uint32),
@@ -278,7 +283,7 @@ class UpdateWalk(_Sized):
 
 # ---- functions
 _M, _H, _U32, _U64 = c_uint64, c_uint64, c_uint32, c_uint64
-_FUNCTIONS = {  # name: arguments; all return a status but those below
+_FUNCTIONS: dict[str, list[typing.Any]] = {  # name: arguments; all return a status but those below
     "last_error": [POINTER(ErrorInfo)],
     "error_set": [POINTER(ErrorInfo)],
     "manager_open": [POINTER(Config), POINTER(_M)],
@@ -347,8 +352,8 @@ _FUNCTIONS = {  # name: arguments; all return a status but those below
     "timeline_start": [_M, c_char_p],
     "timeline_stop": [_M],
 }
-_UPDATE_FUNCTIONS = {"walk_check": [POINTER(Update)], "walk_status": [POINTER(UpdateWalk)]}
-_OTHERS = {
+_UPDATE_FUNCTIONS: dict[str, list[typing.Any]] = {"walk_check": [POINTER(Update)], "walk_status": [POINTER(UpdateWalk)]}
+_OTHERS: dict[str, tuple[typing.Any, list[typing.Any]]] = {
     "version": (c_char_p, []),
     "status_string": (c_char_p, [c_int32]),
     "torch_malloc": (c_void_p, [c_ssize_t, ctypes.c_int, c_void_p]),
@@ -359,10 +364,14 @@ _OTHERS = {
 
 
 class GeminiError(RuntimeError):
-    """What the library refused: status is the name of its code without GEMINI_ERR_, native_code errno or the
-    device's."""
+    """A call that the library, or this package, refused.
 
-    def __init__(self, message, status="STATE", native_code=0):
+    Attributes:
+        status: The name of the error's code without GEMINI_ERR_, such as "OOM_DEVICE"; STATUS has all of them.
+        native_code: errno or the device driver's code, where one of these caused the error; otherwise 0.
+    """
+
+    def __init__(self, message: str, status: str = "STATE", native_code: int = 0) -> None:
         super().__init__(message)
         self.status = status
         self.native_code = native_code
@@ -371,7 +380,7 @@ class GeminiError(RuntimeError):
 class _Library:
     """A shared library's functions under their names without the prefix; those that return a status raise instead."""
 
-    def __init__(self, path, prefix, functions):
+    def __init__(self, path: str | os.PathLike[str], prefix: str, functions: dict[str, list[typing.Any]]) -> None:
         self.path = str(path)
         self.cdll = ctypes.CDLL(self.path)
         for name, arguments in functions.items():
@@ -382,7 +391,11 @@ class _Library:
                 function.errcheck = self._check
             setattr(self, name, function)
 
-    def _check(self, status, function, arguments):
+    if typing.TYPE_CHECKING:  # the functions, by their names
+
+        def __getattr__(self, name: str) -> typing.Any: ...
+
+    def _check(self, status: int, function: typing.Any, arguments: tuple[typing.Any, ...]) -> int:
         if status == OK:
             return status
         info = ErrorInfo()
@@ -398,7 +411,7 @@ class _Library:
 class Library(_Library):
     """libgemini.so"""
 
-    def __init__(self, path):
+    def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(path, "gemini_", _FUNCTIONS)
         for name, (result, arguments) in _OTHERS.items():
             function = getattr(self.cdll, "gemini_" + name)
@@ -410,15 +423,15 @@ class Library(_Library):
 class UpdateLibrary(_Library):
     """libgemini_update.so; walk is the address of its gemini_update_fn."""
 
-    def __init__(self, path):
+    def __init__(self, path: str | os.PathLike[str]) -> None:
         self.last_error = library().last_error  # which it is built on, and which must be loaded first
         super().__init__(path, "gemini_update_", _UPDATE_FUNCTIONS)
         self.walk = ctypes.cast(self.cdll.gemini_update_walk, UpdateFn)
 
 
-def find(name):
+def find(name: str) -> pathlib.Path:
     """The path of a library of ours: in this package, or in a build that the environment names (LIBGEMINI_DIR)."""
-    folders = [pathlib.Path(path) / "lib" for path in sys.modules[__package__].__path__]  # of an editable package: two
+    folders = [pathlib.Path(path) / "lib" for path in sys.modules["libgemini"].__path__]  # of an editable package: two
     build = os.environ.get("LIBGEMINI_DIR")
     if build:
         folders = [pathlib.Path(build), pathlib.Path(build) / "bindings" / "update"]
@@ -433,10 +446,10 @@ def find(name):
 
 
 @functools.cache
-def library():
+def library() -> Library:
     return Library(find("libgemini"))
 
 
 @functools.cache
-def update_library():
+def update_library() -> UpdateLibrary:
     return UpdateLibrary(find("libgemini_update"))

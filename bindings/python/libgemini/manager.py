@@ -3,10 +3,15 @@
 SPDX-License-Identifier: Apache-2.0
 """
 
+from __future__ import annotations
+
 import ctypes
 import fractions
 import logging
+import os
 import re
+import types
+import typing
 
 from . import abi
 
@@ -15,7 +20,7 @@ _LEVELS = {1: logging.ERROR, 2: logging.WARNING, 3: logging.INFO, 4: logging.DEB
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
 
-def parse_bytes(value, what="size"):
+def parse_bytes(value: int | str, what: str = "size") -> int:
     """24 << 30, "24GiB", "24 GB" or "1.5T" as a number of bytes."""
     match = None
     if isinstance(value, str):
@@ -31,7 +36,7 @@ def parse_bytes(value, what="size"):
     return size
 
 
-def bytes_text(count):
+def bytes_text(count: float) -> str:
     """A number of bytes for people: "1.5 GiB"."""
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if count < 1024:
@@ -41,7 +46,7 @@ def bytes_text(count):
 
 
 @abi.LogFn
-def _log(_, level, message):
+def _log(_: int | None, level: int, message: bytes) -> None:
     logger.log(_LEVELS.get(level, logging.INFO), "%s", message.decode(errors="replace"))
 
 
@@ -51,24 +56,24 @@ class Manager:
     def __init__(
         self,
         *,
-        placement="auto",
-        device_memory,
-        host_memory=0,
-        file_memory=0,
-        file=None,
-        cuda=False,
-        device_ordinal=0,
-        device_margin=0,
-        window=0,
-        warmup_iterations=1,
-        update_threads=0,
-        strict=False,
-        static_param_fraction=0.0,
-        static_optim_fraction=0.0,
-        keep_name=None,
-        watchdog=0.0,
-        file_engine="auto",
-    ):
+        placement: str = "auto",
+        device_memory: int | str,
+        host_memory: int | str = 0,
+        file_memory: int | str = 0,
+        file: str | os.PathLike[str] | None = None,
+        cuda: bool = False,
+        device_ordinal: int = 0,
+        device_margin: int | str = 0,
+        window: int | str = 0,
+        warmup_iterations: int = 1,
+        update_threads: int = 0,
+        strict: bool = False,
+        static_param_fraction: float = 0.0,
+        static_optim_fraction: float = 0.0,
+        keep_name: str | None = None,
+        watchdog: float = 0.0,
+        file_engine: str = "auto",
+    ) -> None:
         if placement not in abi.PLACEMENTS:
             raise ValueError(f"placement is {placement!r}: want one of {', '.join(abi.PLACEMENTS)}")
         if file_engine not in abi.FILE_ENGINES:
@@ -101,7 +106,7 @@ class Manager:
         self.lib.manager_open(self.config, handle)
         self.handle = handle.value
 
-    def close(self):
+    def close(self) -> None:
         """Finishes updates and frees everything; twice is once."""
         handle, self.handle = self.handle, 0
         if handle:
@@ -112,13 +117,27 @@ class Manager:
                     self.handle = handle
                 raise
 
-    def __enter__(self):
+    def __enter__(self) -> Manager:
         return self
 
-    def __exit__(self, *_):
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: types.TracebackType | None,
+    ) -> None:
         self.close()
 
-    def arena(self, kind, *, name=None, element_bytes=1, like=0, reuse=0, capacity=0):
+    def arena(
+        self,
+        kind: int,
+        *,
+        name: str | None = None,
+        element_bytes: int = 1,
+        like: int = 0,
+        reuse: int = 0,
+        capacity: int = 0,
+    ) -> int:
         """A new arena's handle; see gemini_arena_create()."""
         config = abi.ArenaConfig(
             kind=kind,
@@ -132,18 +151,18 @@ class Manager:
         self.lib.arena_create(self.handle, config, arena)
         return arena.value
 
-    def arena_info(self, arena):
+    def arena_info(self, arena: int) -> abi.ArenaInfo:
         info = abi.ArenaInfo()
         self.lib.arena_info(self.handle, arena, info)
         return info
 
-    def take(self, arena, size_bytes):
+    def take(self, arena: int, size_bytes: int) -> int:
         """The offset of the arena's next size_bytes."""
         offset = ctypes.c_uint64()
         self.lib.arena_take(self.handle, arena, size_bytes, offset)
         return offset.value
 
-    def stats(self):
+    def stats(self) -> dict[str, typing.Any]:
         """gemini_stats() as a dict; tiers, links and reasons by name."""
         stats = abi.Stats()
         self.lib.stats(self.handle, stats)
@@ -158,7 +177,7 @@ class Manager:
                 out[name] = value
         return out
 
-    def explain(self):
+    def explain(self) -> str:
         """The plan in words."""
         length = ctypes.c_uint64()
         self.lib.plan_explain(self.handle, None, 0, length)
@@ -166,7 +185,7 @@ class Manager:
         self.lib.plan_explain(self.handle, text, length.value + 1, None)
         return text.value.decode()
 
-    def dump(self):
+    def dump(self) -> str:
         """The manager's state in words, waits of all threads among it; see gemini_manager_dump(). Never waits
         itself."""
         size, length = 1 << 16, ctypes.c_uint64()

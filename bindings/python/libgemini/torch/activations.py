@@ -9,6 +9,8 @@ Torch frees tensors at any time and on any thread: what that means for places is
 SPDX-License-Identifier: Apache-2.0
 """
 
+from __future__ import annotations
+
 import collections
 import contextlib
 import ctypes
@@ -93,10 +95,11 @@ class Activations:
         self.op_bytes = 0
         self.space = Space()
         self.window = self.first_window()
-        self.users = collections.Counter()  # of a window: places that lie in it
-        self.stored = weakref.WeakValueDictionary()  # a storage's number: the _Stored of its bytes
+        self.users: collections.Counter[int] = collections.Counter()  # of a window: places that lie in it
+        # By the number of a storage: where its bytes are stored.
+        self.stored: weakref.WeakValueDictionary[int, _Stored] = weakref.WeakValueDictionary()
         self.held = []  # what is acquired for tensors that the backward pass got: (storage, access, stream, range)
-        self.dead = collections.deque()  # places that are free
+        self.dead: collections.deque[tuple[int, int]] = collections.deque()  # places that are free
         self.arenas = []  # (base, end, handle) of all
 
     # ---- places
@@ -134,7 +137,8 @@ class Activations:
                 self.session.lib.release(self.session.handle, ctypes.byref(access), 1, stream)
             else:
                 self.held.append((storage, access, stream, where))
-        held = where = None  # the last reference to some ranges
+        del held
+        where = None  # the last reference to some ranges
         empty = []
         while self.dead:
             offset, size = self.dead.popleft()
@@ -228,7 +232,7 @@ class Activations:
         access = abi.Access(stored.arena, stored.offset, stored.size, abi.WRITE, abi.TIER_DEVICE, None)
         with session.acquired(access, 1, session.stream()):
             to = wrap(stored.address, (size,), torch.uint8, session.device)
-            to.copy_(torch.empty(0, dtype=torch.uint8, device=to.device).set_(storage, 0, (size,)))
+            to.copy_(torch.empty(0, dtype=torch.uint8, device=to.device).set_(storage, 0, (size,), (1,)))
         self.stored[storage._cdata] = stored
         return stored
 

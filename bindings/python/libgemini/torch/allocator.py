@@ -7,9 +7,12 @@ own; device_memory should then leave room beside it. See docs/hook.md.
 SPDX-License-Identifier: Apache-2.0
 """
 
+from __future__ import annotations
+
 import contextlib
 import functools
 import gc
+import typing
 
 import torch
 
@@ -101,7 +104,7 @@ class Pool(Process):
 
     def __init__(self, session):
         super().__init__(session)
-        self.pool = torch.cuda.MemPool(_pluggable().allocator())
+        self.pool: typing.Any = torch.cuda.MemPool(_pluggable().allocator())
         self.index = session.device.index or 0
         self.routed = False
         self.begin()

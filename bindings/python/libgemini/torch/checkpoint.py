@@ -7,6 +7,8 @@ checksums. A checkpoint is written beside the folder and takes its place in one 
 SPDX-License-Identifier: Apache-2.0
 """
 
+from __future__ import annotations
+
 import contextlib
 import copy
 import ctypes
@@ -18,6 +20,7 @@ import logging
 import os
 import re
 import shutil
+import typing
 import zlib
 
 import torch
@@ -199,7 +202,7 @@ def _tensors_of(model):
     ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
     ties = getattr(model, "all_tied_weights_keys", None) or ()
     patterns = getattr(model, "_tied_weights_keys", None) or ()
-    groups = {}
+    groups: dict[typing.Any, typing.Any] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         if name in ignored:
             continue
@@ -236,7 +239,9 @@ def _parameter_names(optimizer, model):
 def _training_state(session, optimizer, model):
     """Tensors for optimizer.safetensors, and what goes to training.pt."""
     names = _parameter_names(optimizer, model)
-    tensors, small, arena = [], {}, {}
+    tensors: list[typing.Any] = []
+    small: dict[typing.Any, typing.Any] = {}
+    arena: dict[typing.Any, typing.Any] = {}
     for name, record in zip(names, optimizer.records):
         for state, value in optimizer.rule.states(record).items():
             if isinstance(value, Place):
@@ -293,7 +298,7 @@ def _write_json(path, value):
 
 def _write_config(model, folder):
     """What transformers wants to find beside the weights."""
-    config = getattr(model, "config", None)
+    config: typing.Any = getattr(model, "config", None)
     if not hasattr(config, "save_pretrained"):
         return
     config = copy.deepcopy(config)
@@ -320,7 +325,7 @@ def save(session, folder, model, optimizer, extra, max_shard, progress):
     data = _pickled({**training, "extra": extra})
     total = sum(_size(value) for _, value in weights + states)
     with _replacing(folder) as new, Progress(f"saving {folder}", total, progress) as bar:
-        sums = {}
+        sums: dict[str, int] = {}
         _write_shards(new, "model", weights, most_bytes, sums, bar)
         if optimizer is not None:
             _write_shards(new, "optimizer", states, most_bytes, sums, bar)

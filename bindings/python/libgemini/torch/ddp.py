@@ -3,6 +3,8 @@
 SPDX-License-Identifier: Apache-2.0
 """
 
+from __future__ import annotations
+
 import contextlib
 
 import torch.distributed
@@ -41,4 +43,4 @@ def _make(self, module, *args, **kwargs):
 
 def watch_ddp(on):
     """DistributedDataParallel knows of sessions while there is one."""
-    DistributedDataParallel.__init__ = _make if on else _init
+    DistributedDataParallel.__init__ = _make if on else _init  # type: ignore[method-assign]

@@ -7,11 +7,14 @@ names below, init() raises an error that says which; the import does not fail.
 SPDX-License-Identifier: Apache-2.0
 """
 
+from __future__ import annotations
+
 import functools
 import importlib
 import re
 import sys
 import types
+import typing
 import warnings
 
 import torch
@@ -48,7 +51,8 @@ check_version(torch.__version__)
 
 
 # ---- names that torch may not have
-_missing, _missing_cuda = [], []
+_missing: list[str] = []
+_missing_cuda: list[str] = []  # of those that only a GPU needs
 
 
 class _Missing:
@@ -274,7 +278,7 @@ def scripts_data(module):
 raw_stream = _find(torch, "_C._cuda_getCurrentRawStream", _missing_cuda)  # (device's number): CUDA's current stream
 clear_workspaces = _find(torch, "_C._cuda_clearCublasWorkspaces", _missing_cuda)
 begin_allocating_to = _find(torch, "_C._cuda_beginAllocateToPool", _missing_cuda)  # (device's number, pool's)
-end_allocating_to = getattr(torch._C, "_cuda_endAllocateToPool", None)  # likewise; since torch 2.8
+end_allocating_to: typing.Any = getattr(torch._C, "_cuda_endAllocateToPool", None)  # likewise; since torch 2.8
 release_pool = _find(torch, "_C._cuda_releasePool", _missing_cuda)  # likewise
 
 
@@ -286,7 +290,7 @@ class Replaced:
         self.owner, self.name = owner, name
         self.inherited = name not in vars(owner)
         # As it is in the class itself: a descriptor, not what that gives.
-        self.original = getattr(owner, name, None) if self.inherited else vars(owner)[name]
+        self.original: typing.Any = getattr(owner, name, None) if self.inherited else vars(owner)[name]
         if self.original is None:
             _missing.append(f"{owner.__name__}.{name}")
 
@@ -318,7 +322,7 @@ class Standing:
         return hash(self._function)
 
     def __reduce__(self):
-        return self.__name__
+        return self._function.__name__
 
 
 def replace(replacements, on):
@@ -348,7 +352,7 @@ makers = [
         (torch, ("tensor", "as_tensor", "asarray", "sparse_coo_tensor")),
         (torch.Tensor, ("__new__", "new", "new_tensor")),
         (torch.autograd.Variable, ("__new__",)),
-        (torch._C._nested, ("nested_tensor",)),
+        (_module("torch._C._nested"), ("nested_tensor",)),
     )
     for name in names
 ]

@@ -3,12 +3,15 @@
 SPDX-License-Identifier: Apache-2.0
 """
 
+from __future__ import annotations
+
 import contextlib
 import functools
 import inspect
 import os
 import sys
 import types
+import typing
 import weakref
 
 import torch
@@ -21,7 +24,7 @@ from . import internals
 from .internals import get_grad as _get_grad, plain as _plain, set_grad as _set_grad
 from .layout import dense_stride, span
 from .progress import Progress
-from .session import DTYPES, in_backward
+from .session import DTYPES, Place, Session, in_backward
 from .tensors import UNSURE, ManagedParameter, ManagedTensor, _copy, _gradient_of, is_exact, managed_view
 from .unit import find, make_units, refuse_compiling
 
@@ -29,26 +32,29 @@ from .unit import find, make_units, refuse_compiling
 class Record:
     """What is known of a parameter: where it and its gradient are, and what becomes of its gradient."""
 
-    def __init__(self, session, param, name):
+    def __init__(self, session: Session, param: nn.Parameter, name: str) -> None:
         self.session = session
-        self.reference = None  # to the parameter, which has this record, and lives on its own terms
+        # To the parameter, which has this record, and lives on its own terms.
+        self.reference: weakref.ref[nn.Parameter] | None = None
         self.name = name
-        self.place = None
-        self.grad_place = None
-        self.states = {}  # kind: place, once an optimizer needs them
-        self.rule = None  # of the optimizer that updates it
+        self.place = typing.cast(Place, None)  # until allocate()
+        self.grad_place: typing.Any = None  # a Place, from attach() on
+        self.states: dict[str, Place] = {}  # kind: place, once an optimizer needs them
+        self.rule: typing.Any = None  # of the optimizer that updates it
         self.has_grad = False  # a gradient is stored in grad_place
         self.given = (
             False  # there is one that was assigned: as a tensor of torch's, in its own memory, until nobody else has it
         )
         self.scale = 1.0  # what the stored gradient has still to be multiplied with
-        self.norm = None  # on the device, of the gradient: of the stored one, times scale; None: not known
-        self.view = None  # param.grad, once it was asked for
+        # On the device, the norm of the gradient: of the stored one, times scale; None: not known.
+        self.norm: torch.Tensor | None = None
+        self.view: ManagedTensor | None = None  # param.grad, once it was asked for
         self.generation = 0  # gradients before the one that is stored
-        self.hook = None
+        self.hook: typing.Any = None
         self.early = False  # updated in the backward pass, as soon as its gradient has landed
         self.spent = False  # the gradient of this step has been used for that
-        self.step = None  # updates so far, as a tensor, once there are states in the C library's AdamW
+        # Updates so far, as a tensor, once there are states in the C library's AdamW.
+        self.step: torch.Tensor | None = None
         self.refer(param)
 
     def refer(self, param):
@@ -473,12 +479,12 @@ def from_pretrained_by_tensor():
         with torch.device("cpu"):
             return original.__func__(cls, *args, **kwargs)
 
-    PreTrainedModel.from_pretrained = classmethod(from_pretrained)
+    PreTrainedModel.from_pretrained = classmethod(from_pretrained)  # type: ignore[method-assign, assignment]
     os.environ[variable] = "1"
     try:
         yield
     finally:
-        PreTrainedModel.from_pretrained = original
+        PreTrainedModel.from_pretrained = original  # type: ignore[method-assign]
         del os.environ[variable]
         if setting is not None:
             os.environ[variable] = setting
@@ -495,7 +501,7 @@ def building(session):
             adopt(session, param, name)
             progress.add(param.nbytes)
 
-    nn.Module.register_parameter = register_parameter
+    nn.Module.register_parameter = register_parameter  # type: ignore[method-assign]
     session.building = True
     try:
         with (
@@ -505,7 +511,7 @@ def building(session):
         ):
             yield
     finally:
-        nn.Module.register_parameter = register
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
         session.building = False
         session.free_places()
 
@@ -532,8 +538,9 @@ def has_storage(tensor):
 
 def already_over(param, buffer):
     """Whether a buffer is a view of the place that a parameter has, or is about to have."""
-    place = getattr(buffer, "_gm_place", None)
-    return place is not None and place is getattr(param, "_gm_place", None) and place.has(param)
+    place: typing.Any = getattr(param, "_gm_place", None)
+    other: typing.Any = getattr(buffer, "_gm_place", None)
+    return place is not None and other is place and place.has(param)
 
 
 def same_values(param, buffer, first):
@@ -545,11 +552,12 @@ def same_values(param, buffer, first):
 class Model:
     """A prepared module: its parameters, by name, and the hooks that say where a step begins."""
 
-    def __init__(self, session, module):
+    def __init__(self, session: Session, module: nn.Module) -> None:
         self.session = session
         self.module = module
-        self.records = {}
-        self.saving = contextlib.nullcontext  # around a forward pass: what becomes of what autograd saves
+        self.records: dict[str, Record] = {}
+        # Around a forward pass: what becomes of what autograd saves.
+        self.saving: typing.Callable[[], typing.ContextManager[object]] = contextlib.nullcontext
         self.take()
         self.wrap_call()
         self.wrap_forward()
@@ -629,7 +637,7 @@ class Model:
         module = self.module
         if find(module):
             return
-        inner = module.forward
+        inner: typing.Any = module.forward
 
         @internals.not_traced
         @functools.wraps(inner)
@@ -668,13 +676,13 @@ class Model:
             if place is not None and place.follows:
                 raise GeminiError(f"parameter {name} shares its bytes with {place.name}: clone() that")
         others = [pair for model in self.session.models for pair in model.module.named_parameters()]
-        spans = {}  # of a storage: those of parameters
+        spans: dict[internals.StorageWeakRef, list[typing.Any]] = {}  # of a storage: those of parameters
         for name, param in [*others, *params.items()]:
             for where in spans_of(param):
                 spans.setdefault(where.storage, []).append((where, name, param))
         for shared in spans.values():
             shared.sort(key=lambda item: item[0][1:3])
-            before = []
+            before: list[typing.Any] = []
             for where, name, param in shared:
                 before = [item for item in before if item[0].end > where.first]
                 for other, other_name, other_param in before:
@@ -688,7 +696,7 @@ class Model:
     def buffers_over(self, params):
         """[(buffer, name of a parameter, element)]: buffers that share the bytes of a parameter, which are to become
         views of its place, and where they begin there."""
-        spans = {}
+        spans: dict[internals.StorageWeakRef, list[typing.Any]] = {}
         for name, param in params.items():
             for where in spans_of(param):
                 spans.setdefault(where.storage, []).append((where, name, param))

@@ -7,11 +7,14 @@ its step (a global norm, a counter): it runs that once over all of them. States 
 SPDX-License-Identifier: Apache-2.0
 """
 
+from __future__ import annotations
+
 import copy
 import ctypes
 import functools
 import heapq
 import itertools
+import typing
 import warnings
 
 import torch
@@ -27,6 +30,10 @@ from .memory import can_wrap, shared
 from .session import ALIGNMENT, DTYPES, Place, level_of_caller
 from .states import AdamwState, States, copies, count_of
 from .tensors import ManagedParameter, ManagedTensor, managed_view
+
+if typing.TYPE_CHECKING:
+    from .model import Record
+    from .session import Session
 
 MOST_UNSURE = 16  # backward passes begun while updates did not seem to be done: a GPU may always be one behind
 # Classes of torch.optim whose step updates each parameter by itself, so that it may be called for one after another.
@@ -53,11 +60,26 @@ RECENT = 4  # states that were made last, among which are those that a step has 
 
 
 class Optimizer(torch.optim.Optimizer):
-    """In the place of the torch optimizer it was made from, whose groups it shares; see libgemini.torch.prepare()."""
+    """The optimizer that libgemini.torch.prepare() returns in the place of the one that it was given.
+
+    It has the groups, the defaults and the hooks of that one. An optimizer of a class that is not torch.optim's also
+    gives the attributes and methods of that class.
+    """
 
     _step_supports_amp_scaling = True  # torch.amp.GradScaler leaves gradients as they are: step() divides them, in fp32
 
-    def __init__(self, session, inner, step_in_backward=False):
+    def __init__(self, session: Session, inner: torch.optim.Optimizer, step_in_backward: bool = False) -> None:
+        """
+        Args:
+            session: The session whose parameters it updates.
+            inner: The optimizer that it is made from.
+            step_in_backward: As of prepare().
+
+        Raises:
+            GeminiError: The optimizer was prepared before, has made steps, has a parameter that is not in the session,
+                or is of a class that is not supported.
+            TypeError: inner is not a torch.optim.Optimizer.
+        """
         if isinstance(inner, Optimizer):
             raise GeminiError("this optimizer was prepared before")
         if not isinstance(inner, torch.optim.Optimizer):
@@ -70,7 +92,7 @@ class Optimizer(torch.optim.Optimizer):
         self.session = session
         self.inner = inner
         self.records = self.find(inner.param_groups)
-        rule = fused_rule(session, inner) or TorchRule(session, inner)
+        rule: typing.Any = fused_rule(session, inner) or TorchRule(session, inner)
         initial = {}
         if rule.by_parameter:
             if any(float(state.get("step", 1)) for state in inner.state.values()):
@@ -134,7 +156,7 @@ class Optimizer(torch.optim.Optimizer):
         if sum(len(group["params"]) for group in self.param_groups) != len(self.records):
             self.records = self.find(self.param_groups)
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> typing.Any:
         """What only the class that was prepared has: train() and eval() of schedule-free ones, first_step() of SAM."""
         rule = self.__dict__.get("rule")
         if rule is None or rule.by_parameter or name.startswith("__"):
@@ -142,21 +164,30 @@ class Optimizer(torch.optim.Optimizer):
         value = getattr(self.inner, name)
         return rule.stepping(value) if getattr(value, "__self__", None) is self.inner else value
 
-    @property
-    def state(self):
+    @property  # type: ignore[override]
+    def state(self) -> States:
         """States by parameter, as torch has them. Their tensors are those that the next step uses; see States."""
         return States(self)
 
     @state.setter
-    def state(self, values):
+    def state(self, values: typing.Mapping[typing.Any, typing.Any]) -> None:
         if "rule" in self.__dict__:  # else torch's __init__ makes an empty one
             values = dict(values)
             self.state.clear()
             self.state.update(values)
 
-    def add_param_group(self, param_group):
+    def add_param_group(self, param_group: dict[str, typing.Any]) -> None:
+        """Adds a group of parameters, as torch's optimizers do.
+
+        Args:
+            param_group: "params", which are parameters of a prepared model, and the options that differ from the
+                defaults.
+        """
         known = self.param_groups is self.inner.param_groups  # else torch's __init__ is at it
-        (self.inner if known else super()).add_param_group(param_group)
+        if known:
+            self.inner.add_param_group(param_group)
+        else:
+            super().add_param_group(param_group)
 
     def start_from(self, record, state):
         """Takes the state that torch's optimizer had made for a parameter."""
@@ -166,7 +197,12 @@ class Optimizer(torch.optim.Optimizer):
         for name, place in self.rule.renew(record, layout).items() if layout else ():
             place.write(record.param if name == "master" else state[name])
 
-    def zero_grad(self, set_to_none=True):
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients of the optimizer's parameters.
+
+        Args:
+            set_to_none: Drop the gradients, whose memory is free afterwards. Otherwise they are filled with zeros.
+        """
         if type(self.inner).zero_grad is not torch.optim.Optimizer.zero_grad:  # which may clear more than gradients
             return self.inner.zero_grad(set_to_none)
         self.find_new()
@@ -176,16 +212,24 @@ class Optimizer(torch.optim.Optimizer):
             elif not record.spent and record.gradient() is not None:
                 record.gradient().zero_()
 
-    def step(self, closure=None, *args, **kwargs):
-        """A step of the optimizer that was prepared.
+    def step(  # type: ignore[override]
+        self, closure: typing.Callable[[], typing.Any] | None = None, *args: typing.Any, **kwargs: typing.Any
+    ) -> typing.Any:
+        """Makes a step, and ends the iteration that the model's forward pass began.
 
         Args:
-          closure: computes the loss and its gradients, and returns the loss. An optimizer of another class than
-            torch.optim's gets it, and calls it when and as often as it likes; the others make their step after it.
-          args, kwargs: what else the step of such a class takes.
+            closure: Computes the loss and its gradients, and returns the loss. An optimizer of another class than
+                torch.optim's calls it when and as often as it likes; the others call it once, before their step.
+            *args: For an optimizer of another class than torch.optim's: what its step takes.
+            **kwargs: Likewise.
 
         Returns:
-          The loss, or what the step of such a class returns.
+            What closure returned; or, for an optimizer of another class, what its step returned.
+
+        Raises:
+            GeminiError: The session was closed, a parameter belongs to an optimizer that was prepared later, or there
+                is no room for a parameter's chunks.
+            TypeError: There are args or kwargs, and the class is torch.optim's.
         """
         if internals.compiler_loaded():  # torch.compile(), if it calls this, has no part in it
             return self.make_step_untraced(closure, args, kwargs)
@@ -235,7 +279,8 @@ class Optimizer(torch.optim.Optimizer):
             loss = self.rule.step_whole(args, kwargs)
         with torch.no_grad():
             session.iteration_end()
-        self.inner._opt_called = True  # for a scheduler that was made with it
+        inner: typing.Any = self.inner
+        inner._opt_called = True  # for a scheduler that was made with it
         return loss
 
     make_step_untraced = internals.never_compiled(make_step)
@@ -256,16 +301,24 @@ class Optimizer(torch.optim.Optimizer):
             "state_dict(), or libgemini.torch.save()"
         )
 
-    def state_dict(self):
-        """In torch's layout, with copies of all states on the CPU: as much memory again as the states take. libgemini's
-        save() writes them without. Beside torch's names, "master" is the fp32 copy of a parameter of fewer bits."""
+    def state_dict(self) -> dict[str, typing.Any]:
+        """The optimizer's state in torch's layout.
+
+        The states are copies on the CPU, which take as much memory again as the states themselves.
+        libgemini.torch.save() writes them without copies.
+
+        Returns:
+            "state" by number of parameter and "param_groups", as torch's optimizers have it. "master" in a parameter's
+            state is its fp32 copy, if the parameter is of 16 bits.
+        """
         self.session.settle()
         self.find_new()
         if self.rule.overrides("state_dict"):
             return copies(self.inner.state_dict())
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
-        state, groups = {}, []
+        state: dict[int, dict[str, typing.Any]] = {}
+        groups: list[dict[str, typing.Any]] = []
         for group in self.param_groups:
             first = sum(len(before["params"]) for before in groups)
             groups.append({**group, "params": list(range(first, first + len(group["params"])))})
@@ -277,13 +330,21 @@ class Optimizer(torch.optim.Optimizer):
             if values:
                 state[number] = values
         out = {"state": {**state, **copies(self.rule.others())}, "param_groups": groups}
-        for hook in self._optimizer_state_dict_post_hooks.values():
-            changed = hook(self, out)
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            changed = post_hook(self, out)
             out = out if changed is None else changed
         return out
 
-    def load_state_dict(self, state_dict):
-        """Takes what state_dict() gave, or the torch optimizer's: without "master", the parameters are the masters."""
+    def load_state_dict(self, state_dict: dict[str, typing.Any]) -> None:
+        """Takes a state, which is copied.
+
+        Args:
+            state_dict: What state_dict() of this or of torch's optimizer returned. Without "master" the fp32 copy of a
+                parameter becomes what the parameter is.
+
+        Raises:
+            GeminiError: The state is of an optimizer with other parameters or options.
+        """
         self.session.settle()
         if self.rule.overrides("load_state_dict"):
             self.inner.load_state_dict(copies(state_dict, None))  # which it may keep
@@ -311,8 +372,8 @@ class Optimizer(torch.optim.Optimizer):
                 place.write(record.place.read() if values is None else values)
         self.rule.set_others(copies(others, None))
         self.set_groups(groups)
-        for hook in self._optimizer_load_state_dict_post_hooks.values():
-            hook(self)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
 
     def set_groups(self, saved):
         """As torch has it: groups with the options that the saved ones have, and defaults for what these are too old to
@@ -449,7 +510,7 @@ class TorchRule:
     def master(self, record):
         place = master_place(self.session, record)
         with _plain():
-            param = nn.Parameter(place.tensor.detach())
+            param: typing.Any = nn.Parameter(place.tensor.detach())
         param.__class__ = ManagedParameter
         param._gm_place = place
         return param
@@ -833,7 +894,7 @@ class AdamwRule:
     def update_landed(self, records):
         """One update for each run of neighbours."""
         records.sort(key=lambda record: (record.place.arena, record.place.offset))
-        run = []
+        run: list[Record] = []
         for record in records:
             del self.waiting[record]
             if run and (
@@ -856,7 +917,8 @@ class AdamwRule:
             return
         itemsize = ready[0].place.dtype.itemsize
         start = ready[0].place.offset // itemsize
-        rules, ranges, at = {}, [(start, abi.UPDATE_SKIP)] if start else [], start
+        rules: dict[typing.Any, int] = {}
+        ranges, at = [(start, abi.UPDATE_SKIP)] if start else [], start
         for record in ready:
             internals.note_write(record.param)
             rule = rules.setdefault(self.rule(record, group_of[id(record)]), len(rules))
@@ -1024,7 +1086,7 @@ def _refuse_unprepared(optimizer, args, kwargs):
                 )
 
 
-_watch = []
+_watch: list[typing.Any] = []
 
 
 def watch_steps(on):

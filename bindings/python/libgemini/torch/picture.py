@@ -5,9 +5,13 @@ keeps the highest, the lowest and the last value of each, spans that are closer 
 SPDX-License-Identifier: Apache-2.0
 """
 
+from __future__ import annotations
+
 import html
 import json
 import math
+import os
+import typing
 
 from ..manager import bytes_text
 
@@ -99,7 +103,7 @@ class _Drawing:
 
     def area(self, values, y_of, base, color):
         """values: (ts, value), each holds until the next one."""
-        columns = []  # (column, highest, lowest, last)
+        columns: list[tuple[int, float, float, float]] = []  # (column, highest, lowest, last)
         for ts, value in values:
             x = round(self.x(ts))
             if columns and columns[-1][0] == x:
@@ -140,7 +144,7 @@ class _Drawing:
         """spans: in the order of their begin; colors: the name of each one's color."""
         top = self.y + 6
         self.text(LEFT - 8, top + LANE - 8, title, "tick", "end")
-        drawn = []  # [first x, last x, color, names]
+        drawn: list[list[typing.Any]] = []  # [first x, last x, color, names]
         for span, color in zip(spans, colors):
             first, last = self.x(span["ts"]), self.x(span["ts"] + span["dur"])
             if (
@@ -178,12 +182,19 @@ def _key(color, text):
     return f'<span class="key" style="background: var(--{color})"></span>{html.escape(text)}'
 
 
-def picture(path, timeline):
-    """Draws a timeline that libgemini.torch.timeline() wrote into an HTML file, which needs no other file and no
-    network.
+def picture(path: str | os.PathLike[str], timeline: str | os.PathLike[str]) -> None:
+    """Draws a timeline as an HTML file, which needs no other file and no network.
 
     Bytes count for a tier from when they are given their place: on a GPU, where work is queued ahead, earlier than the
     operators that use them.
+
+    Args:
+        path: The HTML file to write.
+        timeline: What libgemini.torch.timeline() wrote.
+
+    Raises:
+        GeminiError: The file is no timeline.
+        OSError: A file cannot be read or written.
     """
     counters, spans, other = _load(timeline)
     budgets = {tier: int(count) for tier, count in other.get("budget_bytes", {}).items()}

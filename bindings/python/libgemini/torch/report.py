@@ -3,6 +3,8 @@
 SPDX-License-Identifier: Apache-2.0
 """
 
+from __future__ import annotations
+
 import contextlib
 import ctypes
 import os
@@ -47,7 +49,7 @@ def _memory(owner, stats):
         [name, "", *(_bytes(stats[key][tier]) for tier in abi.TIERS)]
         for name, key in (("budget", "budget_bytes"), ("in use", "used_bytes"), ("in use at most", "peak_bytes"))
     ]
-    kinds = {}
+    kinds: dict[str, list[int]] = {}
     for (kind, *_), arena in owner.arenas.items():
         info = owner.manager.arena_info(arena)
         sums = kinds.setdefault(TITLES.get(kind, kind), [0, 0, 0, 0])

@@ -8,8 +8,11 @@ save_file(), save_model(), save_pretrained(), trainers. DLPack capsules are made
 SPDX-License-Identifier: Apache-2.0
 """
 
+from __future__ import annotations
+
 import functools
 import importlib
+import typing
 
 import torch
 
@@ -59,7 +62,7 @@ def _replacements():
     return out
 
 
-_replaced = []
+_replaced: list[tuple[typing.Any, str, typing.Any, typing.Any]] = []
 
 
 def watch_savers(on):

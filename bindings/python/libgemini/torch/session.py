@@ -7,11 +7,15 @@ node of the function that used the parameters in the forward pass, and ends when
 SPDX-License-Identifier: Apache-2.0
 """
 
+from __future__ import annotations
+
 import collections
 import contextlib
 import ctypes
 import itertools
 import sys
+import types
+import typing
 import warnings
 import weakref
 
@@ -25,6 +29,11 @@ from .internals import StorageWeakRef
 from .layout import Space, dense_stride
 from .memory import host_tensor, wrap
 from .tensors import Use, run_with
+
+if typing.TYPE_CHECKING:
+    from .activations import Activations
+    from .allocator import Process
+    from .model import Model, Record
 
 KINDS = {
     "param": abi.KIND_PARAM,
@@ -49,7 +58,7 @@ def in_backward():
 
 def _runs(function):
     """Whether we are called by it."""
-    frame = sys._getframe()
+    frame: types.FrameType | None = sys._getframe()
     while frame and frame.f_code is not function.__code__:
         frame = frame.f_back
     return frame is not None
@@ -58,9 +67,11 @@ def _runs(function):
 def level_of_caller():
     """The stacklevel for a warning of the function that asks: of who called it from outside of torch and libgemini. How
     many frames of torch are around a step depends on its version, and on whether anything was compiled."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "libgemini"):
-        frame, level = frame.f_back, level + 1
+    frame = sys._getframe(1)
+    level = 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "libgemini"):
+        frame = frame.f_back
+        level += 1
     return level
 
 
@@ -99,8 +110,8 @@ class Place:
     numbers = itertools.count()
 
     def __init__(self, session, arena, offset, shape, dtype, name, stride=None):
-        self.tensor = None
-        self.session = session
+        self.tensor = typing.cast(torch.Tensor, None)  # while wrap() may still fail
+        self.session: Session = session
         self.number = next(self.numbers)
         self.origin = None  # of a parameter's: where its values were before, as a layout.Span
         self.owner = None  # of a parameter's: its record, as a weak reference
@@ -260,21 +271,20 @@ class Session:
         self.op_open = False
         self.op_number = 0  # operators that began so far
         self.holds = []  # what is acquired, but for activations: (accesses, count, stream, unit or None)
-        self.activations = None  # of activations.py, once wanted
-        self.allocator = None  # of allocator.py: whom torch's own allocator asks
+        self.activations: Activations | None = None  # of activations.py, once wanted
+        self.allocator: Process | None = None  # of allocator.py: whom torch's own allocator asks
         self.held = None  # what the function that the backward pass has reached has acquired: (use, stream)
         self.backward_task = -1  # autograd's number of the backward pass in progress
         self.uses = {}
-        self.known = (
-            weakref.WeakValueDictionary()
-        )  # records of all parameters that live here, each as long as its parameter
+        # Records of all parameters that live here, each as long as its parameter; by their id.
+        self.known: weakref.WeakValueDictionary[int, Record] = weakref.WeakValueDictionary()
         self.spaces = {}  # of an arena: what is free of what was taken
         self.building = False  # whether models are being built in the session
-        self.left = collections.deque()  # places that nobody knows any more: (arena, offset, size, object, storages)
-        self.gone = (
-            "the session was closed, and its parameters with it"  # what is said of a use when there is no manager
-        )
-        self.models = []  # that were prepared
+        # Places that nobody knows any more: (arena, offset, size, object, storages).
+        self.left: collections.deque[tuple[typing.Any, ...]] = collections.deque()
+        # What is said of a use when there is no manager.
+        self.gone = "the session was closed, and its parameters with it"
+        self.models: list[Model] = []  # that were prepared
         self.depth = 0  # forward passes of these that run, one within the other
         self.reset_iterations = 0  # that had ended when statistics were last started anew
         self.landed = []  # (record, gradient, stream) of parameters of the function that the backward pass has reached
@@ -661,13 +671,14 @@ class Session:
     def close_allocator(self, force):
         """What torch allocated goes. Models that nobody has any more but the session go before, with what they hold,
         such as the inputs of their graphs."""
-        models = []
+        models: list[weakref.ref[Model]] = []
         while self.models:
             model = self.models.pop()
             model.move_buffers(torch.device("cpu"))
             models.insert(0, weakref.ref(model))
             del model
+        assert self.allocator is not None
         try:
             self.allocator.close(force)
         finally:
-            self.models = [model() for model in models if model()]
+            self.models = [model for model in (reference() for reference in models) if model is not None]

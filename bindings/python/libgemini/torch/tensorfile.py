@@ -3,12 +3,15 @@
 SPDX-License-Identifier: Apache-2.0
 """
 
+from __future__ import annotations
+
 import collections
 import concurrent.futures
 import ctypes
 import json
 import math
 import os
+import typing
 import zlib
 
 import torch
@@ -83,7 +86,8 @@ def summing():
 # ---- writing
 def split(tensors, most_bytes):
     """Lists of (name, Place or tensor), each list of at most most_bytes, if a tensor alone does not exceed that."""
-    shards, size = [[]], 0
+    shards: list[list[tuple[str, typing.Any]]] = [[]]
+    size = 0
     for name, value in tensors:
         own = value.shape.numel() * value.dtype.itemsize
         if shards[-1] and size + own > most_bytes:
@@ -98,7 +102,8 @@ def write(path, tensors, progress):
     """Writes a file of (name, Place or tensor) and returns the checksums by name. The bytes of a contiguous place go
     from wherever they are to the file, chunk by chunk."""
     tensors = sorted(tensors, key=lambda item: -item[1].dtype.itemsize)  # so that each is aligned
-    header, entries, at = {"__metadata__": {"format": "pt"}}, [], 0
+    header: dict[str, dict[str, typing.Any]] = {"__metadata__": {"format": "pt"}}
+    entries, at = [], 0
     for name, value in tensors:
         if value.dtype not in NAMES:
             raise GeminiError(f"{name} is of {value.dtype}, which is none of {', '.join(map(str, NAMES))}")

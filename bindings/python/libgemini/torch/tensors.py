@@ -8,11 +8,14 @@ function's backward acquires the same bytes again (Session.backward_op).
 SPDX-License-Identifier: Apache-2.0
 """
 
+from __future__ import annotations
+
 import ctypes
 import dataclasses
 import functools
 import io
 import math
+import typing
 from multiprocessing.reduction import ForkingPickler
 
 import torch
@@ -24,8 +27,13 @@ from . import internals
 from .internals import plain as _plain
 from .layout import is_dense
 
-_Tensor = torch.Tensor
-units = []  # those of unit.py that somebody uses now
+if typing.TYPE_CHECKING:
+    from .model import Record
+    from .session import Place
+    from .unit import Unit
+
+_Tensor: typing.Any = torch.Tensor  # whose descriptors are not those that type checkers see
+units: list[Unit] = []  # those of unit.py that somebody uses now
 UNSURE = "unsure"  # Place.written, after a function that should have written and has failed
 
 
@@ -102,7 +110,7 @@ _INPLACE = {
 }
 
 
-def mark_views(out, tensors):
+def mark_views(out: typing.Any, tensors: typing.Iterable[ManagedTensor]) -> None:
     """What shares memory with an argument is managed, too."""
     if isinstance(out, _Tensor):
         if (
@@ -272,7 +280,8 @@ def _attributes(tensor):
     return {name: value for name, value in tensor.__dict__.items() if not name.startswith("_gm_")}
 
 
-_saving = None  # while torch.save() runs: copies of whole places, by place and what becomes of a gradient
+# While torch.save() runs: copies of whole places, by place and what becomes of a gradient.
+_saving: dict[typing.Any, torch.Tensor] | None = None
 
 
 def _saved_copy(tensor):
@@ -295,7 +304,8 @@ def _sharing(replaced):
     @functools.wraps(replaced.original)
     def save(*args, **kwargs):
         global _saving
-        outer, _saving = _saving, {} if _saving is None else _saving
+        outer = _saving
+        _saving = {} if outer is None else outer
         try:
             return replaced.original(*args, **kwargs)
         finally:
@@ -361,9 +371,9 @@ _OVERWRITES = {
 _WITHOUT_GRAD = {nn.init.normal_, nn.init.uniform_}
 
 
-def _overwrites(func, tensor, args, kwargs):
+def _overwrites(func: typing.Any, tensor: torch.Tensor, args: typing.Any, kwargs: typing.Any) -> bool:
     """Whether a function writes all of a tensor, its first argument, for sure, and reads nothing of it."""
-    takes = _OVERWRITES.get(func)
+    takes: typing.Any = _OVERWRITES.get(func)
     if takes is None or not is_dense(tensor.shape, tensor.stride()) or tensor.is_inference() or internals.is_watched():
         return False
     if (
@@ -379,7 +389,7 @@ def _overwrites(func, tensor, args, kwargs):
 
 
 def _run(func, args, kwargs):
-    tensors = []
+    tensors: list[ManagedTensor] = []
     _collect(args, tensors)
     _collect(kwargs.values(), tensors)
     if not tensors:
@@ -433,7 +443,7 @@ def _run(func, args, kwargs):
         replaced.settle(abi.WRITE)
     mark_views(out, tensors)
     if torch.is_grad_enabled():
-        nodes = set()
+        nodes: set[typing.Any] = set()
         grad_nodes(out, nodes)
         if nodes:
             if any(mode != abi.READ for *_, mode in ranges):
@@ -535,7 +545,7 @@ _VIEWS = _names(
 
 def _view(func, args, kwargs):
     out = func(*args, **kwargs)
-    tensors = []
+    tensors: list[ManagedTensor] = []
     _collect(args, tensors)
     mark_views(out, tensors)
     return out
@@ -716,7 +726,8 @@ def _grad_set(func, args, kwargs):
 
 
 def _data_set(func, args, kwargs):
-    old, new = args
+    old: ManagedTensor = args[0]
+    new = args[1]
     record = old._gm_record
     if (
         isinstance(new, ManagedTensor)
@@ -912,12 +923,12 @@ def _dispatch(func, args, kwargs):
     return _run(func, args, kwargs)
 
 
-class ManagedTensor(_Tensor):
+class ManagedTensor(torch.Tensor):
     """A tensor, or a view of one, in an arena."""
 
-    _gm_place = None  # where its bytes are: the place that holds all of it
-    _gm_record = None  # of a parameter: torch.model.Record
-    _gm_grad = None  # of a parameter's gradient: the same
+    _gm_place: Place = typing.cast("Place", None)  # where its bytes are: the place that holds all of it
+    _gm_record: Record | None = None  # of a parameter
+    _gm_grad: Record | None = None  # of a parameter's gradient: the record of the parameter
     _gm_generation = 0  # of a parameter's gradient: how many gradients the parameter had before
 
     @classmethod
@@ -1004,7 +1015,7 @@ def _function_apply(cls, *args, **kwargs):
 
 def with_managed(function, name, args, kwargs):
     """Calls what is no torch function, but is given parameters, as one of that name."""
-    tensors = []
+    tensors: list[ManagedTensor] = []
     _collect(args, tensors)
     _collect(kwargs.values(), tensors)
     if not tensors:

@@ -11,12 +11,15 @@ versions that torch counts, and for the views that somebody has kept, which are 
 SPDX-License-Identifier: Apache-2.0
 """
 
+from __future__ import annotations
+
 import contextlib
 import functools
 import gc
 import itertools
 import operator
 import sys
+import typing
 
 import torch
 from torch import nn
@@ -36,6 +39,9 @@ from .tensors import (
     units,
     with_managed,
 )
+
+if typing.TYPE_CHECKING:
+    from .session import Place
 
 _YOUNG = sys.version_info < (3, 14)  # whether objects that a collection has left are those of the next generation
 
@@ -154,7 +160,7 @@ class Unit:
             return
         units.append(self)
         for tensor, kind in self.kinds:
-            tensor.__class__ = nn.Parameter if kind is ManagedParameter else torch.Tensor
+            tensor.__class__ = nn.Parameter if kind is ManagedParameter else torch.Tensor  # type: ignore[assignment]
         self.watched = list(self.counted)
         self.versions = list(map(_version, self.watched))
         self.before = collections()
@@ -184,7 +190,8 @@ class Unit:
             self.versions.append(data._version)
 
     def note_writes(self):
-        versions, written = list(map(_version, self.watched)), {}
+        versions = list(map(_version, self.watched))
+        written: dict[Place, typing.Any] = {}
         if versions != self.versions:
             written = {
                 self.storages[internals.storage_number(tensor)][1]: True
@@ -221,7 +228,8 @@ class Unit:
             self.manage(one, place)
 
     def manage(self, tensor, place):
-        kind = {torch.Tensor: ManagedTensor, nn.Parameter: ManagedParameter}.get(type(tensor))
+        kinds: dict[typing.Any, type[ManagedTensor]] = {torch.Tensor: ManagedTensor, nn.Parameter: ManagedParameter}
+        kind = kinds.get(type(tensor))
         if kind is None:
             raise GeminiError(
                 f"{place.name}: a {type(tensor).__name__} over its bytes was made in unit {self.name}, and "
@@ -241,12 +249,12 @@ class Unit:
                 "deepcopy of the module"
             )
         internals.watch_compiler()
-        inputs = set()
+        inputs: set[typing.Any] = set()
         if torch.is_grad_enabled():
             grad_nodes((args, kwargs), inputs)
         out = run_with(self.session, self.use, call, args, kwargs)
         if torch.is_grad_enabled():
-            nodes = set()
+            nodes: set[typing.Any] = set()
             grad_nodes((out, args, kwargs), nodes)  # arguments: what was changed in place
             hook_nodes(self.session, self.use, nodes - inputs)
         return out
@@ -262,9 +270,10 @@ def make_unit(session, module, name):
     call = module.forward if optimized(module) else internals.call_of(module)
     unit = Unit(session, module, name)
 
-    def run(*args, **kwargs):
+    def call_unit(*args, **kwargs):
         return unit.run(call, args, kwargs)
 
+    run: typing.Any = call_unit
     run._gm_unit = unit
     if optimized(module):
         module.forward = run
@@ -290,9 +299,10 @@ def make_scripted(session, module, name):
         for method in (*internals.script_methods(inner), *_SCRIPT_METHODS):
             call = getattr(inner, method)
 
-            def run(*args, _gm_unit=unit, _gm_call=call, **kwargs):
+            def call_unit(*args, _gm_unit=unit, _gm_call=call, **kwargs):
                 return _gm_unit.run(_gm_call, args, kwargs)
 
+            run: typing.Any = call_unit
             run._gm_unit = unit
             inner.__dict__[method] = run
 
@@ -313,17 +323,18 @@ def make_units(session, module, name=""):
 
 def unit(session, module):
     """See libgemini.torch.unit()."""
-    tree, name = next(
+    found: tuple[nn.Module, str] | None = next(
         (
             (model.module, name)
             for model in session.models
             for name, inner in model.module.named_modules()
             if inner is module and name
         ),
-        (None, None),
+        None,
     )
-    if not name:
+    if found is None:
         raise GeminiError(f"the {type(module).__name__} is no module in the models that were prepared")
+    tree, name = found
     for other, inner in tree.named_modules():
         if find(inner) and inner is not module and (module in inner.modules() or inner in module.modules()):
             raise GeminiError(f"{name} and {other} cannot both be units: one is in the other")
