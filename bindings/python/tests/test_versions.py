@@ -3,6 +3,7 @@
 SPDX-License-Identifier: Apache-2.0
 """
 
+import ast
 import pathlib
 import re
 import subprocess
@@ -10,8 +11,9 @@ import sys
 
 import torch
 
-from libgemini.torch import internals
+from libgemini.torch import internals, patches
 
+PACKAGE = pathlib.Path(internals.__file__).parent
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 OLDEST, NEWEST = (".".join(map(str, version)) for version in internals.TESTED)
 
@@ -103,7 +105,43 @@ def test_p1_a_torch_that_is_too_old_is_refused():
 
 
 def test_what_torch_does_not_promise_is_in_one_file():
-    package = pathlib.Path(internals.__file__).parent
-    for path in package.glob("*.py"):
+    """And what is replaced in another one."""
+    for path in PACKAGE.glob("*.py"):
         used = re.findall(r"torch\._[A-Za-z]\w*", path.read_text())
-        assert not used or path.name == "internals.py", (path.name, used)
+        assert not used or path.name in ("internals.py", "patches.py"), (path.name, used)
+
+
+def root(node):
+    """The name that an expression such as torch.nn.Module.forward begins with."""
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else None
+
+
+def changes(tree):
+    """(line, text) of what a module does to attributes of modules and classes that are not libgemini's."""
+    foreign = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            foreign.update((alias.asname or alias.name).partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            foreign.update(alias.asname or alias.name for alias in node.names)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load) and root(node) in foreign:
+            yield node.lineno, ast.unparse(node)
+        elif isinstance(node, ast.Call) and root(node.func) in ("setattr", "delattr") and root(node.args[0]) in foreign:
+            yield node.lineno, ast.unparse(node)
+
+
+def test_what_is_replaced_in_torch_is_in_one_file():
+    for code in (
+        "import torch\ntorch.add = 1",
+        "from torch import nn\ndel nn.Module.x",
+        "import torch as t\nsetattr(t, 'x', 1)",
+    ):
+        assert list(changes(ast.parse(code)))
+    for path in PACKAGE.glob("*.py"):
+        found = list(changes(ast.parse(path.read_text())))
+        assert not found or path.name == "patches.py", (path.name, found)
+    first, last = internals.TESTED
+    assert patches.__doc__ and f"{first[0]}.{first[1]} to {last[0]}.{last[1]}." in patches.__doc__

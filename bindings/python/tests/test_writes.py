@@ -12,7 +12,7 @@ from torch import nn
 
 import libgemini.torch as gm
 from conftest import off_the_device, overwrite_the_device, same_bits
-from libgemini.torch import internals
+from libgemini.torch import internals, patches
 
 SIZE = 200
 
@@ -22,7 +22,7 @@ def nothing_compiled():
     """Once a .data has been compiled, libgemini takes it that compiled functions write to it."""
     yield
     torch._dynamo.reset()
-    internals._data_compiled = None if internals._data_compiled is None else False
+    patches._data_compiled = None if patches._data_compiled is None else False
 
 
 def layer(session, dtype=torch.float32):
@@ -459,7 +459,7 @@ def test_n6_graphs_of_a_unit_may_write_again_what_was_written_when_they_were_cap
     gm.unit(model[0])
     with gm.resident(model[0]):
         model[0](torch.ones(1, SIZE))
-    units = internals.data.original
+    units = patches.data.original
     replays.append(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "data", units)

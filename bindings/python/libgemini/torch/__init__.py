@@ -34,16 +34,17 @@ from . import (
     activations as _activations,
     allocator as _allocator,
     checkpoint as _checkpoint,
+    ddp as _ddp,
     model as _model,
+    patches as _patches,
     report as _report,
+    savers as _savers,
+    tensors as _tensors,
     unit as _unit,
 )
-from .ddp import watch_ddp as _watch_ddp
 from .optim import Optimizer, watch_steps as _watch_steps
 from .picture import picture
-from .savers import watch_savers as _watch_savers
 from .session import Session
-from .tensors import watch_functions as _watch_functions
 
 __all__ = [
     "GeminiError",
@@ -87,8 +88,11 @@ def session() -> Session:
 
 def _watch(on: bool) -> None:
     """What torch does not ask us about is replaced while there is a session."""
-    for watch in (_watch_functions, _watch_ddp, _watch_savers, _watch_steps, _unit.watch_scripting):
-        watch(on)
+    if on:
+        _patches.install(*(one.replacements() for one in (_tensors, _ddp, _savers, _unit)))
+    else:
+        _patches.remove()
+    _watch_steps(on)
 
 
 class _Init:

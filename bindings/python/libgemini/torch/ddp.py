@@ -6,15 +6,15 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import contextlib
+import typing
 
 import torch.distributed
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..abi import GeminiError
+from . import patches
 from .tensors import ManagedParameter
-
-_init = DistributedDataParallel.__init__
 
 
 class OneProcess(DistributedDataParallel):
@@ -29,7 +29,7 @@ class OneProcess(DistributedDataParallel):
 
 def _make(self, module, *args, **kwargs):
     if not any(isinstance(param, ManagedParameter) for param in module.parameters()):
-        return _init(self, module, *args, **kwargs)
+        return patches.ddp_init.original(self, module, *args, **kwargs)
     count = torch.distributed.get_world_size(kwargs.get("process_group"))
     if count != 1:
         raise GeminiError(
@@ -41,6 +41,6 @@ def _make(self, module, *args, **kwargs):
     self.__class__ = OneProcess
 
 
-def watch_ddp(on):
-    """DistributedDataParallel knows of sessions while there is one."""
-    DistributedDataParallel.__init__ = _make if on else _init  # type: ignore[method-assign]
+def replacements() -> dict[patches.Replaced, typing.Any]:
+    """See patches.py: DistributedDataParallel knows of sessions while there is one."""
+    return {patches.ddp_init: _make}

@@ -1,4 +1,4 @@
-"""What libgemini uses of torch that torch's documentation does not promise, and what it replaces in torch.
+"""What libgemini uses of torch that torch's documentation does not promise. patches.py has what it replaces in torch.
 
 TESTED says with which versions of torch all of this is tested; tests/run.sh has a lane for the oldest one, the newest
 one and one between. A newer torch than these gives a warning when libgemini.torch is imported. If it lacks one of the
@@ -9,7 +9,6 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
-import functools
 import importlib
 import re
 import sys
@@ -51,64 +50,64 @@ check_version(torch.__version__)
 
 
 # ---- names that torch may not have
-_missing: list[str] = []
-_missing_cuda: list[str] = []  # of those that only a GPU needs
+missing: list[str] = []
+missing_cuda: list[str] = []  # of those that only a GPU needs
 
 
-class _Missing:
+class Missing:
     """In the place of a name that torch does not have: whatever is done with it is an error."""
 
     def __init__(self, name):
         self._name = name
 
-    def _refuse(self, *_, **__):
+    def refuse(self, *_, **__):
         raise GeminiError(
             f"torch {torch.__version__} has no {self._name}, which libgemini needs: it is tested with torch "
             f"{TESTED_TEXT}"
         )
 
-    __call__ = __enter__ = _refuse
+    __call__ = __enter__ = refuse
 
 
-def _find(owner, path, missing=_missing):
-    """An attribute of an attribute ... of owner, or a _Missing."""
+def find(owner, path, missing=missing):
+    """An attribute of an attribute ... of owner, or a Missing."""
     value = owner
     for name in path.split("."):
         if not hasattr(value, name):
             missing.append(f"{owner.__name__}.{path}")
-            return _Missing(missing[-1])
+            return Missing(missing[-1])
         value = getattr(value, name)
     return value
 
 
-def _module(name):
+def module_or_empty(name):
     try:
         return importlib.import_module(name)
     except ImportError:
-        return types.ModuleType(name)  # an empty one, in which _find() finds nothing
+        return types.ModuleType(name)  # an empty one, in which find() finds nothing
 
 
 def check(cuda):
     """To be called before a session begins: raises GeminiError if torch lacks what libgemini needs."""
-    names = _missing + (_missing_cuda if cuda else [])
+    names = missing + (missing_cuda if cuda else [])
     if names:
-        _Missing(", ".join(names))._refuse()
+        Missing(", ".join(names)).refuse()
 
 
 # ---- tensors
-plain = _find(torch, "_C.DisableTorchFunctionSubclass")  # a context in which no __torch_function__ of tensors is called
-as_usual = _find(torch, "_C._EnableTorchFunction")  # a context within that one, in which they are
-get_grad, set_grad = _find(torch, "_C.TensorBase.grad.__get__"), _find(torch, "_C.TensorBase.grad.__set__")
-parse_to = _find(torch, "_C._nn._parse_to")  # of the arguments of Tensor.to(): device, dtype, non_blocking, format
-same_kind = _find(torch, "_has_compatible_shallow_copy_type")  # which Module.to() asks
-foreach_mul, foreach_norm = _find(torch, "_foreach_mul_"), _find(torch, "_foreach_norm")
-unscale = _find(torch, "_amp_foreach_non_finite_check_and_unscale_")  # torch.amp.GradScaler's
-StorageWeakRef = _find(_module("torch.multiprocessing.reductions"), "StorageWeakRef")
+plain = find(torch, "_C.DisableTorchFunctionSubclass")  # a context in which no __torch_function__ of tensors is called
+as_usual = find(torch, "_C._EnableTorchFunction")  # a context within that one, in which they are
+get_grad, set_grad = find(torch, "_C.TensorBase.grad.__get__"), find(torch, "_C.TensorBase.grad.__set__")
+parse_to = find(torch, "_C._nn._parse_to")  # of the arguments of Tensor.to(): device, dtype, non_blocking, format
+same_kind = find(torch, "_has_compatible_shallow_copy_type")  # which Module.to() asks
+foreach_mul, foreach_norm = find(torch, "_foreach_mul_"), find(torch, "_foreach_norm")
+unscale = find(torch, "_amp_foreach_non_finite_check_and_unscale_")  # torch.amp.GradScaler's
+StorageWeakRef = find(module_or_empty("torch.multiprocessing.reductions"), "StorageWeakRef")
 
 
-transform_level = _find(torch, "_C._functorch.maybe_current_level")  # how many transforms of torch.func run, or None
-_is_wrapped = _find(torch, "_C._functorch.is_functorch_wrapped_tensor")
-_get_unwrapped = _find(torch, "_C._functorch.get_unwrapped")
+transform_level = find(torch, "_C._functorch.maybe_current_level")  # how many transforms of torch.func run, or None
+_is_wrapped = find(torch, "_C._functorch.is_functorch_wrapped_tensor")
+_get_unwrapped = find(torch, "_C._functorch.get_unwrapped")
 
 
 def unwrapped(tensor):
@@ -118,8 +117,8 @@ def unwrapped(tensor):
     return tensor
 
 
-_transform = _find(torch, "_C._functorch.peek_interpreter_stack")
-_dispatch_modes = _find(torch, "_C._len_torch_dispatch_stack")
+_transform = find(torch, "_C._functorch.peek_interpreter_stack")
+_dispatch_modes = find(torch, "_C._len_torch_dispatch_stack")
 
 
 def is_watched():
@@ -156,10 +155,8 @@ def storage_number(tensor):
 
 
 # ---- autograd
-graph_task = _find(torch, "_C._current_graph_task_id")  # the number of the backward pass that calls us, or -1
-after_backward = _find(
-    torch, "autograd.Variable._execution_engine.queue_callback"
-)  # (function): called when it is over
+graph_task = find(torch, "_C._current_graph_task_id")  # the number of the backward pass that calls us, or -1
+after_backward = find(torch, "autograd.Variable._execution_engine.queue_callback")  # (function): called when it is over
 
 
 def note_write(tensor):
@@ -169,8 +166,8 @@ def note_write(tensor):
 
 
 # ---- modules and torch.compile
-_find(nn, "Module._call_impl")
-_find(nn, "Module._compiled_call_impl")
+find(nn, "Module._call_impl")
+find(nn, "Module._compiled_call_impl")
 
 
 def call_of(module):
@@ -199,51 +196,13 @@ def compiler_loaded():
     return "torch._dynamo" in sys.modules
 
 
-_disable = _find(torch, "_disable_dynamo")
+_disable = find(torch, "_disable_dynamo")
 
 
 def never_compiled(function):
     """The function, of which torch.compile() compiles nothing, nor of what it calls. The first call loads the
     compiler."""
-    return function if isinstance(_disable, _Missing) else _disable(function)
-
-
-_data_compiled = None  # whether a .data was compiled since anybody looks for it
-
-
-def watch_compiler():
-    """From now on torch.compile() says if it compiles a .data: no version tells what is written to that, and no Python
-    runs. What was compiled before is compiled anew."""
-    global _data_compiled
-    if _data_compiled is not None or not compiler_loaded():
-        return
-    variable = _find(_module("torch._dynamo.variables.tensor"), "TensorVariable.method_attr_data", [])
-    seen = _find(_module("torch._dynamo.convert_frame"), "input_codes.seen", [])
-    reset = _find(torch, "_C._dynamo.eval_frame.reset_code", [])
-    for one in (variable, seen, reset):
-        if isinstance(one, _Missing):
-            one._refuse()
-
-    @functools.wraps(variable)
-    def method_attr_data(*args, **kwargs):
-        compiles_data()
-        return variable(*args, **kwargs)
-
-    sys.modules["torch._dynamo.variables.tensor"].TensorVariable.method_attr_data = method_attr_data
-    _data_compiled = False
-    for code in [reference() for reference in seen]:
-        if code is not None:
-            reset(code)
-
-
-def compiles_data():
-    global _data_compiled
-    _data_compiled = True
-
-
-def data_is_compiled():
-    """Whether compiled functions may write to a .data."""
-    return bool(_data_compiled)
+    return function if isinstance(_disable, Missing) else _disable(function)
 
 
 def optimized_module():
@@ -251,7 +210,7 @@ def optimized_module():
     return getattr(sys.modules.get("torch._dynamo"), "OptimizedModule", ())
 
 
-_frame_callback = _find(torch, "_C._dynamo.eval_frame.get_eval_frame_callback")
+_frame_callback = find(torch, "_C._dynamo.eval_frame.get_eval_frame_callback")
 
 
 @not_traced
@@ -261,7 +220,7 @@ def within_compiled():
 
 
 # ---- torch.jit
-is_tracing = _find(torch, "_C._is_tracing")
+is_tracing = find(torch, "_C._is_tracing")
 
 
 def script_methods(module):
@@ -275,93 +234,8 @@ def scripts_data(module):
 
 
 # ---- CUDA
-raw_stream = _find(torch, "_C._cuda_getCurrentRawStream", _missing_cuda)  # (device's number): CUDA's current stream
-clear_workspaces = _find(torch, "_C._cuda_clearCublasWorkspaces", _missing_cuda)
-begin_allocating_to = _find(torch, "_C._cuda_beginAllocateToPool", _missing_cuda)  # (device's number, pool's)
+raw_stream = find(torch, "_C._cuda_getCurrentRawStream", missing_cuda)  # (device's number): CUDA's current stream
+clear_workspaces = find(torch, "_C._cuda_clearCublasWorkspaces", missing_cuda)
+begin_allocating_to = find(torch, "_C._cuda_beginAllocateToPool", missing_cuda)  # (device's number, pool's)
 end_allocating_to: typing.Any = getattr(torch._C, "_cuda_endAllocateToPool", None)  # likewise; since torch 2.8
-release_pool = _find(torch, "_C._cuda_releasePool", _missing_cuda)  # likewise
-
-
-# ---- what is replaced
-class Replaced:
-    """An attribute of one of torch's classes or modules that libgemini replaces for a time."""
-
-    def __init__(self, owner, name):
-        self.owner, self.name = owner, name
-        self.inherited = name not in vars(owner)
-        # As it is in the class itself: a descriptor, not what that gives.
-        self.original: typing.Any = getattr(owner, name, None) if self.inherited else vars(owner)[name]
-        if self.original is None:
-            _missing.append(f"{owner.__name__}.{name}")
-
-    def replace(self, value):
-        setattr(self.owner, self.name, value)
-
-    def restore(self):
-        if not self.inherited:
-            setattr(self.owner, self.name, self.original)
-        elif self.name in vars(self.owner):
-            delattr(self.owner, self.name)
-
-
-class Standing:
-    """What stands for a function of torch's. It equals that: torch keeps functions in sets that it makes once, at some
-    time, such as those of the functions that a torch.device() is for; and it can be pickled."""
-
-    def __init__(self, function, call):
-        functools.update_wrapper(self, function)
-        self._function, self._call = function, call
-
-    def __call__(self, *args, **kwargs):
-        return self._call(*args, **kwargs)
-
-    def __eq__(self, other):
-        return other is self or other is self._function
-
-    def __hash__(self):
-        return hash(self._function)
-
-    def __reduce__(self):
-        return self._function.__name__
-
-
-def replace(replacements, on):
-    """Replaces a dict's keys by its values, or restores them."""
-    for replaced, ours in replacements.items():
-        if on:
-            replaced.replace(ours)
-        else:
-            replaced.restore()
-    rules = sys.modules.get("torch._dynamo.trace_rules")
-    getattr(
-        rules, "clear_lru_cache", lambda: None
-    )()  # else torch.compile() knows only what was there when it was loaded
-
-
-function_apply = Replaced(torch.autograd.Function, "apply")
-new_parameter = Replaced(nn.Parameter, "__new__")
-set_ = Replaced(torch.Tensor, "set_")
-data = Replaced(torch.Tensor, "data")
-make_subclass = Replaced(torch.Tensor, "_make_subclass")
-make_grads = Replaced(torch.autograd, "_make_grads")  # which backward() and grad() give the gradients of outputs to
-savers = [Replaced(torch.serialization, name) for name in ("_save", "_legacy_save")]  # what torch.save() comes to
-# What makes tensors of tensors, and asks no __torch_function__ of these.
-makers = [
-    Replaced(owner, name)
-    for owner, names in (
-        (torch, ("tensor", "as_tensor", "asarray", "sparse_coo_tensor")),
-        (torch.Tensor, ("__new__", "new", "new_tensor")),
-        (torch.autograd.Variable, ("__new__",)),
-        (_module("torch._C._nested"), ("nested_tensor",)),
-    )
-    for name in names
-]
-# Of torch.func's transforms: what they wrap their arguments with, and what they take from the results again.
-wrap_for_grad = Replaced(_module("torch._functorch.eager_transforms"), "_wrap_for_grad")
-unwrap_for_grad = Replaced(_module("torch._functorch.eager_transforms"), "_unwrap_for_grad")
-add_batch_dim = Replaced(_module("torch._functorch.vmap"), "_add_batch_dim")
-remove_batch_dim = Replaced(_module("torch._functorch.vmap"), "_remove_batch_dim")
-# Of torch.jit: what makes scripted modules of others, and what calls scripted functions.
-script_module = Replaced(_module("torch.jit._recursive"), "create_script_module")
-freeze = Replaced(torch.jit, "freeze")
-script_call = Replaced(torch.jit.ScriptFunction, "__call__")
+release_pool = find(torch, "_C._cuda_releasePool", missing_cuda)  # likewise

@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 
 from .. import abi
 from ..abi import GeminiError
-from . import internals
+from . import internals, patches
 from .internals import get_grad as _get_grad, plain as _plain, set_grad as _set_grad
 from .layout import dense_stride, span
 from .progress import Progress
@@ -467,24 +467,23 @@ def adopt(session, param, name):
 def from_pretrained_by_tensor():
     """transformers' from_pretrained() reads one tensor after another, on the CPU: not all of them ahead, by threads of
     its own, nor onto a GPU, where it would take room for all of them first. transformers must be imported before."""
-    if "transformers" not in sys.modules:
+    replaced = patches.from_pretrained()
+    if replaced is None:
         yield
         return
-    from transformers import PreTrainedModel
-
+    original = replaced.original
     variable = "HF_DEACTIVATE_ASYNC_LOAD"
-    original, setting = PreTrainedModel.__dict__["from_pretrained"], os.environ.get(variable)
+    setting = os.environ.get(variable)
 
     def from_pretrained(cls, *args, **kwargs):
         with torch.device("cpu"):
             return original.__func__(cls, *args, **kwargs)
 
-    PreTrainedModel.from_pretrained = classmethod(from_pretrained)  # type: ignore[method-assign, assignment]
     os.environ[variable] = "1"
     try:
-        yield
+        with patches.during(replaced, classmethod(from_pretrained)):
+            yield
     finally:
-        PreTrainedModel.from_pretrained = original  # type: ignore[method-assign]
         del os.environ[variable]
         if setting is not None:
             os.environ[variable] = setting
@@ -493,25 +492,24 @@ def from_pretrained_by_tensor():
 @contextlib.contextmanager
 def building(session):
     """Modules that are built within put each parameter into the session at once."""
-    register = nn.Module.register_parameter
+    replaced = patches.register_parameter()
 
     def register_parameter(module, name, param):
-        register(module, name, param)
+        replaced.original(module, name, param)
         if param is not None and type(param) is nn.Parameter and not param.is_meta:
             adopt(session, param, name)
             progress.add(param.nbytes)
 
-    nn.Module.register_parameter = register_parameter  # type: ignore[method-assign]
     session.building = True
     try:
         with (
+            patches.during(replaced, register_parameter),
             session.device if session.cuda else contextlib.nullcontext(),
             from_pretrained_by_tensor(),
             Progress("building the model", show=session.progress) as progress,
         ):
             yield
     finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
         session.building = False
         session.free_places()
 

@@ -17,6 +17,7 @@ import typing
 import torch
 
 from ..abi import GeminiError
+from . import patches
 from .tensors import ManagedTensor, host_copy
 
 # Functions of safetensors.torch that are given a tensor and read at its address: until 0.7, and since 0.8.
@@ -44,33 +45,14 @@ def _refuse(*args, **kwargs):
     )
 
 
-def _replacements():
-    """(module, name, what it is, what it is while there is a session) of all that is replaced."""
-    out = [
-        (module, "to_dlpack", module.to_dlpack, _of_copy(module.to_dlpack, torch.clone))
-        for module in (torch, torch.utils.dlpack)
-        if hasattr(module, "to_dlpack")
-    ]
+def replacements() -> dict[patches.Replaced, typing.Any]:
+    """See patches.py: functions that read at a tensor's address."""
+    out = {one: _of_copy(one.original, torch.clone) for one in patches.to_dlpack()}
     try:
         module = importlib.import_module("safetensors.torch")
     except ImportError:  # it is not installed
         return out
-    readers = [name for name in _READERS if hasattr(module, name)]
-    for name in readers or _WRITERS:
-        function = getattr(module, name)
-        out.append((module, name, function, _of_copy(function) if readers else _refuse))
-    return out
-
-
-_replaced: list[tuple[typing.Any, str, typing.Any, typing.Any]] = []
-
-
-def watch_savers(on):
-    """Replaces these functions while there is a session."""
-    while _replaced:
-        module, name, function, _ = _replaced.pop()
-        setattr(module, name, function)
-    if on:
-        _replaced.extend(_replacements())
-        for module, name, _, replacement in _replaced:
-            setattr(module, name, replacement)
+    readers = patches.readers(module, _READERS)
+    if readers:
+        return {**out, **{one: _of_copy(one.original) for one in readers}}
+    return {**out, **{one: _refuse for one in patches.readers(module, _WRITERS)}}

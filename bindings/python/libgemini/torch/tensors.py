@@ -23,7 +23,7 @@ from torch import nn
 
 from .. import abi
 from ..abi import GeminiError
-from . import internals
+from . import internals, patches
 from .internals import plain as _plain
 from .layout import is_dense
 
@@ -649,7 +649,7 @@ def _refuse_class(tensor, kind):
     )
 
 
-_set = internals.set_.original
+_set = patches.set_.original
 
 
 def _set_source(tensor, source=None, *args, **kwargs):
@@ -887,10 +887,10 @@ _SPECIAL = {
 @internals.not_traced
 def _data(tensor):
     """tensor.data, while there is a session: of a plain tensor, too, as units that run look whether it is written."""
-    out = internals.data.original.__get__(tensor)
+    out = patches.data.original.__get__(tensor)
     if units:
         if type(out) not in _USUAL:  # a fake one
-            internals.compiles_data()
+            patches.compiles_data()
         for unit in units:
             unit.took_data(out)
     return out
@@ -898,7 +898,7 @@ def _data(tensor):
 
 def _set_data(tensor, values):
     """tensor.data = values: a plain tensor can be put over the bytes of a managed one."""
-    internals.data.original.__set__(tensor, values)
+    patches.data.original.__set__(tensor, values)
     if not isinstance(tensor, ManagedTensor):
         _come_over(tensor, values)
 
@@ -1010,7 +1010,7 @@ for _kind in (ManagedTensor, ManagedParameter):
 
 def _function_apply(cls, *args, **kwargs):
     """torch's own."""
-    return internals.function_apply.original.__get__(None, cls)(*args, **kwargs)
+    return patches.function_apply.original.__get__(None, cls)(*args, **kwargs)
 
 
 def with_managed(function, name, args, kwargs):
@@ -1059,7 +1059,7 @@ def _marked(unwrap):
     return of
 
 
-_new_parameter = internals.new_parameter.original
+_new_parameter = patches.new_parameter.original
 
 
 def _parameter(cls, data=None, requires_grad=True):
@@ -1075,7 +1075,7 @@ def _parameter(cls, data=None, requires_grad=True):
     return out
 
 
-_make_subclass = internals.make_subclass.original
+_make_subclass = patches.make_subclass.original
 
 
 def _subclass(cls, data, requires_grad=False, **kwargs):
@@ -1118,37 +1118,34 @@ def _served(replaced):
         return with_managed(function, replaced.name, args, kwargs)
 
     if not bound:
-        return internals.Standing(function, make)
+        return patches.Standing(function, make)
     return staticmethod(make) if replaced.name == "__new__" else make
 
 
 def _make_grads(outputs, grads, *args, **kwargs):
     """Gradients of outputs go to functions that do not know managed tensors."""
     grads = [one.clone() if isinstance(one, ManagedTensor) else one for one in grads]
-    return internals.make_grads.original(outputs, grads, *args, **kwargs)
+    return patches.make_grads.original(outputs, grads, *args, **kwargs)
 
 
-_REPLACED = {
-    internals.function_apply: classmethod(_apply),
-    internals.new_parameter: staticmethod(_parameter),
-    internals.set_: _set_source,
-    internals.data: _DATA,
-    internals.make_subclass: staticmethod(_subclass),
-    internals.make_grads: _make_grads,
-    **{one: _served(one) for one in internals.makers},
-    **{one: _sharing(one) for one in internals.savers},
-    internals.wrap_for_grad: _refuse_managed(internals.wrap_for_grad.original),
-    internals.unwrap_for_grad: _marked(internals.unwrap_for_grad.original),
-    internals.add_batch_dim: _refuse_managed(internals.add_batch_dim.original),
-    internals.remove_batch_dim: _marked(internals.remove_batch_dim.original),
-}
-
-
-def watch_functions(on):
-    """Custom functions, transforms, .data of a plain tensor, and what makes tensors over the bytes of others or of
-    their values,
-    are not torch functions: they are replaced while there is a session."""
-    internals.replace(_REPLACED, on)
+@functools.cache
+def replacements() -> dict[patches.Replaced, typing.Any]:
+    """See patches.py: what is no torch function. Custom functions, transforms, .data of a plain tensor, and what makes
+    tensors over the bytes of others or of their values."""
+    return {
+        patches.function_apply: classmethod(_apply),
+        patches.new_parameter: staticmethod(_parameter),
+        patches.set_: _set_source,
+        patches.data: _DATA,
+        patches.make_subclass: staticmethod(_subclass),
+        patches.make_grads: _make_grads,
+        **{one: _served(one) for one in patches.makers},
+        **{one: _sharing(one) for one in patches.savers},
+        patches.wrap_for_grad: _refuse_managed(patches.wrap_for_grad.original),
+        patches.unwrap_for_grad: _marked(patches.unwrap_for_grad.original),
+        patches.add_batch_dim: _refuse_managed(patches.add_batch_dim.original),
+        patches.remove_batch_dim: _marked(patches.remove_batch_dim.original),
+    }
 
 
 def managed_view(place):

@@ -26,7 +26,7 @@ from torch import nn
 
 from .. import abi
 from ..abi import GeminiError
-from . import internals
+from . import internals, patches
 from .tensors import (
     UNSURE,
     ManagedParameter,
@@ -201,7 +201,7 @@ class Unit:
             self.versions = versions
         if self.graphed:
             self.captured.update(written)
-        unsure = self.places if self.unseen or internals.data_is_compiled() else self.captured
+        unsure = self.places if self.unseen or patches.data_is_compiled() else self.captured
         if not written and not unsure:
             return
         written = {**dict.fromkeys(unsure, UNSURE), **written}
@@ -248,7 +248,7 @@ class Unit:
                 f"{name}: it is of a unit, which cannot be called within a transform of torch.func: give that a "
                 "deepcopy of the module"
             )
-        internals.watch_compiler()
+        patches.watch_compiler()
         inputs: set[typing.Any] = set()
         if torch.is_grad_enabled():
             grad_nodes((args, kwargs), inputs)
@@ -361,20 +361,18 @@ def _refuse_scripting(function):
 def _call_script(function, *args, **kwargs):
     """A function that torch.jit made is no torch function either."""
     return with_managed(
-        functools.partial(internals.script_call.original, function), f"torch.jit.{function.name}", args, kwargs
+        functools.partial(patches.script_call.original, function), f"torch.jit.{function.name}", args, kwargs
     )
 
 
-_REPLACED = {
-    internals.script_module: _refuse_scripting(internals.script_module.original),
-    internals.freeze: _refuse_scripting(internals.freeze.original),
-    internals.script_call: _call_script,
-}
-
-
-def watch_scripting(on):
-    """Replaces these functions while there is a session."""
-    internals.replace(_REPLACED, on)
+@functools.cache
+def replacements() -> dict[patches.Replaced, typing.Any]:
+    """See patches.py: what torch.jit makes of modules and functions runs without Python."""
+    return {
+        patches.script_module: _refuse_scripting(patches.script_module.original),
+        patches.freeze: _refuse_scripting(patches.freeze.original),
+        patches.script_call: _call_script,
+    }
 
 
 @contextlib.contextmanager
@@ -384,7 +382,7 @@ def resident(session, module):
     if one.use is None:
         yield
         return
-    internals.watch_compiler()
+    patches.watch_compiler()
     stream = session.stream()
     session.acquire_use(one.use, stream)
     one.graphed = True
