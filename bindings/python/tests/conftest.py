@@ -207,8 +207,8 @@ def alike(session, make, run, optimizer=sgd, budget="768KiB", **more):
 def off_the_device():
     """Everything leaves the device: whoever reads it without asking for it dies of it."""
     session = gm.session()
-    session.settle()  # what a backward pass held that an exception has ended
-    for arena in session.arenas.values():
+    session.backward.settle()  # what a backward pass held that an exception has ended
+    for arena in session.arenas.handles.values():
         access = abi.Access(arena, 0, 0, abi.READ, abi.TIER_HOST, None)
         session.lib.move(session.handle, ctypes.byref(access), 1)
 
@@ -223,7 +223,7 @@ def overwrite_the_device():
     session = gm.session()
     if session not in _scratch:
         elements = min(gm.stats()["budget_bytes"]["device"], SCRATCH_BYTES) // 4
-        _scratch[session] = session.place("scratch", (elements,), torch.float32, "scratch")
+        _scratch[session] = session.arenas.place("scratch", (elements,), torch.float32, "scratch")
     off_the_device()
     for _, piece in _scratch[session].device_pieces(abi.WRITE, 64 << 10):
         piece.fill_(float("nan"))

@@ -182,8 +182,8 @@ def test_operators_of_many_activations_are_divided(offloading):
     model = Chain(WIDTH, WIDTH)
     model, optimizer, _ = offloading(model, torch.optim.SGD(model.parameters()), "1MiB")
     train(model, optimizer, 3)
-    before, counts = gm.stats(), [gm.session().op_number]
-    train(model, optimizer, 2, lambda: counts.append(gm.session().op_number))
+    before, counts = gm.stats(), [gm.session().brackets.op_number]
+    train(model, optimizer, 2, lambda: counts.append(gm.session().brackets.op_number))
     after = gm.stats()
     # tanh saves its output, the factor none: 40 of 128 KiB, each as much as an operator may have
     assert counts[1] - counts[0] == 1 + 40
@@ -532,7 +532,7 @@ def test_prepare_has_the_option(session):
     x = torch.randn(512, 1024)
     out = model(x)
     state = gm.session().activations
-    assert gm.session().op_number == 1
+    assert gm.session().brackets.op_number == 1
     assert [stored.size for stored in state.stored.values()] == [2 * MIB]
     with torch.no_grad():
         model(x)

@@ -27,6 +27,7 @@ from architectures import ARCHITECTURES
 from bits import described, differing
 from conftest import overwrite_the_device
 from libgemini.torch import model as gm_model, optim
+from libgemini.torch.backward import Backward
 
 ALL = os.environ.get("GEMINI_ARCHITECTURES") == "all"
 BOTH = False, True
@@ -320,11 +321,11 @@ def gradients_replaced():
 def backward_unacquired():
     """In the backward pass nothing comes to the device."""
 
-    def backward_op(session, use):
-        session.backward_begin()
-        session.leave_function()
+    def operator(backward, use):
+        backward.begin()
+        backward.leave_function()
 
-    gm.Session.backward_op = backward_op
+    Backward.operator = operator
 
 
 def state_uncopied():

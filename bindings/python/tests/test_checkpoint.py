@@ -16,7 +16,7 @@ from torch import nn
 import libgemini.torch as gm
 from libgemini import abi
 from libgemini.torch import checkpoint, tensorfile
-from libgemini.torch.session import Place
+from libgemini.torch.arenas import Place
 from libgemini.torch.tensors import ManagedParameter
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

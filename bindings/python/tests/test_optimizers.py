@@ -314,7 +314,7 @@ def test_states_of_other_classes_live_in_arenas(session):
         torch.manual_seed(0)
         model, optimizer = gm.prepare(*(lambda model: (model, make(model.parameters())))(mlp()))
         run(model, optimizer, range(2))
-        arena = gm.session().arenas["state", torch.float32, 0]
+        arena = gm.session().arenas.handles["state", torch.float32, 0]
         size = gm.session().manager.arena_info(arena).size_bytes
         bytes_ = sum(param.nbytes for param in model.parameters())
         assert bytes_ <= size < 2.5 * bytes_
@@ -980,7 +980,7 @@ def test_a_closure_arrives_at_a_step_that_calls_it(session, closures):
     stats = gm.stats()
     if closures:
         assert stats["iterations"] == 5 and stats["planned_iterations"] >= 3
-    arena = gm.session().arenas["state", torch.float32, 0]
+    arena = gm.session().arenas.handles["state", torch.float32, 0]
     size = gm.session().manager.arena_info(arena).size_bytes
     assert size < 3.5 * sum(param.nbytes for param in model.parameters())  # old and momentum, and what is being made
 

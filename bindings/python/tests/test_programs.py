@@ -20,6 +20,8 @@ import torch
 import libgemini.torch as gm
 from apart import apart
 from libgemini.torch import model as gm_model, optim, tensors, unit
+from libgemini.torch.backward import Backward
+from libgemini.torch.holds import Holds
 from operations import KNOWN, OPS, parse, write
 from programs import MOST_RAISED, MOST_REFUSED, MOST_UNSEEN, Verdict, judge, shrink, told, warm
 
@@ -269,7 +271,7 @@ def halves_acquired():
 
 def writes_unnoticed():
     """What a function writes that does not say so by its name is dropped."""
-    gm.Session.note_writes = lambda *_: None
+    Holds.note_writes = lambda *_: None
 
 
 def gradients_replaced():
@@ -281,11 +283,11 @@ def gradients_replaced():
 def backward_unacquired():
     """In the backward pass nothing comes to the device."""
 
-    def backward_op(session, use):
-        session.backward_begin()
-        session.leave_function()
+    def operator(backward, use):
+        backward.begin()
+        backward.leave_function()
 
-    gm.Session.backward_op = backward_op
+    Backward.operator = operator
 
 
 def clipping_forgotten():

@@ -77,7 +77,7 @@ def test_report_memory_is_that_of_the_statistics(train):
     assert {name: table[name]["size"] for name in sizes} == {name: said(n) for name, n in sizes.items()}
     manager = gm.session().manager
     held = {"param": [0, 0, 0], "state": [0, 0, 0]}
-    for (kind, *_), arena in gm.session().arenas.items():
+    for (kind, *_), arena in gm.session().arenas.handles.items():
         if kind in held:
             held[kind] = list(manager.arena_info(arena).tier_bytes)
     assert sum(held["state"][1:]) > 0 and held["state"][2] > 0  # the case is one where all tiers are used

@@ -139,7 +139,7 @@ def test_forward_passes_of_which_nothing_comes_are_steps_of_their_own(session, m
     for _ in range(4):
         model(data())  # whose graph goes at once
     assert gm.stats()["iterations"] == 3  # and one is open
-    monkeypatch.setattr(sys.modules["libgemini.torch.session"], "MOST_PASSES", 2)
+    monkeypatch.setattr(sys.modules["libgemini.torch.brackets"], "MOST_PASSES", 2)
     kept = []
     for _ in range(5):
         kept.append(model(data()))
@@ -386,7 +386,7 @@ def test_a_loop_that_is_interrupted_anywhere_goes_on(session, monkeypatch, kind,
             before = values(model)
             step_of(model, optimizer)
             assert not any(torch.equal(param, before[name]) for name, param in model.named_parameters())
-            assert not owner.holds and all(type(param) is ManagedParameter for param in model.parameters())
+            assert not owner.holds.noted and all(type(param) is ManagedParameter for param in model.parameters())
             off_the_device()
     assert number > 20
 

@@ -45,7 +45,7 @@ def data(step=0, rows=5):
 )
 def test_chunks_are_a_thousandth_of_the_budget_within_bounds(memory, cuda, window):
     """A GPU maps 2 MiB at least."""
-    assert sys.modules["libgemini.torch.session"].window_bytes(memory, cuda) == window
+    assert sys.modules["libgemini.torch.arenas"].window_bytes(memory, cuda) == window
 
 
 def square(model, step):
@@ -267,7 +267,8 @@ def test_lora(session):
         lambda params: sgd([param for param in params if param.requires_grad]),
     )
     kept = {
-        kind: gm.session().manager.arena_info(arena).size_bytes for (kind, *_), arena in gm.session().arenas.items()
+        kind: gm.session().manager.arena_info(arena).size_bytes
+        for (kind, *_), arena in gm.session().arenas.handles.items()
     }
     assert kept["frozen"] > 4 * SIZE * SIZE * 4  # the bases
     trainable = sum(param.numel() for param in model.parameters() if param.requires_grad) * 4
@@ -288,13 +289,13 @@ def test_peft(session):
 def acquired_bytes(monkeypatch, session):
     """Records the bytes of each acquire of a range of the place, by its address."""
     seen = []
-    acquire = session.acquire_use
+    acquire = session.holds.acquire_use
 
     def record(use, stream):
         seen.extend((at.object, at.offset_bytes, at.size_bytes) for at in use.accesses)
         acquire(use, stream)
 
-    monkeypatch.setattr(session, "acquire_use", record)
+    monkeypatch.setattr(session.holds, "acquire_use", record)
     return seen
 
 
@@ -1033,7 +1034,7 @@ def test_a_small_parameter_without_a_gradient_is_left_alone(session, early):
 
 
 def test_slices_that_are_always_others_are_forgotten(session, monkeypatch):
-    monkeypatch.setattr(sys.modules["libgemini.torch.session"], "MOST_USES", 20)
+    monkeypatch.setattr(sys.modules["libgemini.torch.holds"], "MOST_USES", 20)
 
     def run(model, optimizer):
         return trained(
@@ -1044,7 +1045,7 @@ def test_slices_that_are_always_others_are_forgotten(session, monkeypatch):
         )
 
     alike(session, mlp, run)
-    assert len(gm.session().uses) <= 20
+    assert len(gm.session().holds.uses) <= 20
 
 
 @pytest.mark.parametrize("early", (False, True))

@@ -340,7 +340,7 @@ def test_arguments_that_a_unit_passes_on_do_not_bring_its_bytes(monkeypatch):
     )  # its backward needs its own weight, to which nothing comes after
     result = model.blocks[0](functional.linear(hidden, model.blocks[1].down.weight))["a"][0]
     reached = []
-    monkeypatch.setattr(gm.session(), "backward_op", lambda use: reached.append(use.backward_name.decode()))
+    monkeypatch.setattr(gm.session().backward, "operator", lambda use: reached.append(use.backward_name.decode()))
     (result.same + result.hidden.detach()).sum().backward()
     assert reached == ["blocks.1.down.weight:linear.backward", "blocks.1.up.weight:linear.backward"]
 
@@ -401,7 +401,7 @@ def test_resident_units_are_plain_and_nothing_is_asked_of_the_library():
     block = gm.unit(model.blocks[0])
     x = torch.randn(2, WIDTH, requires_grad=True)
     expected = torch.autograd.grad(block(x).sum(), x)[0]
-    gm.session().settle()
+    gm.session().backward.settle()
     with gm.resident(block):
         assert all(type(param) is nn.Parameter for param in block.parameters())
         with calls_of("acquire") as acquires, calls_of("release") as releases, calls_of("op_begin") as ops:

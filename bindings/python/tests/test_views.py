@@ -22,8 +22,8 @@ from torch.nn.utils import prune
 import libgemini.torch as gm
 from conftest import alike, off_the_device, same_bits, sgd, train, values
 from libgemini.torch import internals
+from libgemini.torch.arenas import Place
 from libgemini.torch.layout import dense_stride, is_dense, span
-from libgemini.torch.session import Place
 
 SIZE = 96
 CHUNK = 64 << 10
@@ -63,10 +63,10 @@ def built(session, make, loss_of=square, steps=3, budget="768KiB"):
 def bytes_of(kind):
     """That the session has of a kind of arenas, wherever they are."""
     gc.collect()  # modules refer to themselves
-    gm.session().free_places()
+    gm.session().arenas.free_places()
     return sum(
         sum(gm.session().manager.arena_info(arena).tier_bytes)
-        for (name, *_), arena in gm.session().arenas.items()
+        for (name, *_), arena in gm.session().arenas.handles.items()
         if name == kind
     )
 
@@ -154,7 +154,7 @@ def test_p3_a_view_that_autograd_has_saved(session):
         y = F.linear(x, layer.weight)
         layer.weight = nn.Parameter(torch.zeros(SIZE, SIZE))
         gc.collect()
-        gm.session().free_places()
+        gm.session().arenas.free_places()
         nn.Linear(SIZE, SIZE)
         off_the_device()
         y.sum().backward()
@@ -188,8 +188,11 @@ def test_p3_what_is_free_is_used_again(session):
                 same_bits(tensors, wanted)
     del layer, kept, tensors
     assert bytes_of("param") == 0
-    assert owner.manager.arena_info(owner.arenas["param", torch.float32, 0]).size_bytes <= 6 * (128 * 128 + 256) * 4
-    assert not owner.place("param", (4 * 128, 128), torch.float32, "new").read().any()
+    assert (
+        owner.manager.arena_info(owner.arenas.handles["param", torch.float32, 0]).size_bytes
+        <= 6 * (128 * 128 + 256) * 4
+    )
+    assert not owner.arenas.place("param", (4 * 128, 128), torch.float32, "new").read().any()
 
 
 # ---- P4: parameters that are views of managed ones

@@ -574,5 +574,5 @@ def test_n7_what_is_kept_of_another_class_is_refused(session):
     gm.unit(model[0])
     with pytest.raises(gm.GeminiError, match="0.weight: a Mine over its bytes was made in unit 0, and kept: make it"):
         model(torch.ones(1, SIZE))
-    gm.session().settle()
-    assert not gm.session().holds
+    gm.session().backward.settle()
+    assert not gm.session().holds.noted

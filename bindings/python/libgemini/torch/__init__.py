@@ -465,7 +465,7 @@ def stats() -> dict[str, _typing.Any]:
     Raises:
         GeminiError: There is no session.
     """
-    session().free_places()
+    session().arenas.free_places()
     return session().manager.stats()
 
 

@@ -89,7 +89,7 @@ class Activations:
 
     def __init__(self, session):
         self.session = session
-        self.arena = session.arena("activations", torch.uint8)
+        self.arena = session.arenas.arena("activations", torch.uint8)
         self.operator_bytes = session.manager.stats()["budget_bytes"]["device"] // OPERATOR_SHARE
         self.operator = None  # number of the one that op_bytes were saved or wanted in
         self.op_bytes = 0
@@ -124,7 +124,7 @@ class Activations:
             self.space.give(self.session.manager.take(self.arena, more), more)
             offset = self.space.take(size, alignment)
         self.users.update(self.windows(offset, size))
-        return self.arena, offset, size, self.session.arena_base(self.arena) + offset
+        return self.arena, offset, size, self.session.arenas.arena_base(self.arena) + offset
 
     def windows(self, offset, size):
         return range(offset // self.window, -(-(offset + size) // self.window))
@@ -166,28 +166,28 @@ class Activations:
     def begin(self, where):
         """A range is about to be acquired: in the open operator, or in a new one if that has many already."""
         session = self.session
-        if not session.iteration:
+        if not session.brackets.iteration:
             return
         size = where.size if where.arena == self.arena else 0  # parameters are mostly acquired already
-        if session.op_number != self.operator:
+        if session.brackets.op_number != self.operator:
             self.op_bytes = 0
-        if not session.op_open or self.op_bytes and self.op_bytes + size > self.operator_bytes:
-            session.op_begin(f"saved at {where.offset}".encode())
+        if not session.brackets.op_open or self.op_bytes and self.op_bytes + size > self.operator_bytes:
+            session.brackets.op_begin(f"saved at {where.offset}".encode())
             self.op_bytes = 0
-            stream = session.stream()
-            beside = [(accesses, count) for accesses, count, *_ in session.holds]
+            stream = session.holds.stream()
+            beside = [(accesses, count) for accesses, count, *_ in session.holds.noted]
             beside += [(ctypes.byref(access), 1) for _, access, *_ in self.held]
             for accesses, count in beside:  # it uses them, too
                 session.lib.acquire(session.handle, accesses, count, stream)
                 session.lib.release(session.handle, accesses, count, stream)
-        self.operator = session.op_number
+        self.operator = session.brackets.op_number
         self.op_bytes += size
 
     # ---- hooks
     def arena_at(self, address):
         """Handle and base of the arena that an address is in, or None."""
-        if len(self.arenas) != len(self.session.arenas):
-            infos = [(self.session.manager.arena_info(arena), arena) for arena in self.session.arenas.values()]
+        if len(self.arenas) != len(self.session.arenas.handles):
+            infos = [(self.session.manager.arena_info(arena), arena) for arena in self.session.arenas.handles.values()]
             self.arenas = [(info.base, info.base + info.capacity_bytes, arena) for info, arena in infos]
         return next(((arena, base) for base, end, arena in self.arenas if base <= address < end), None)
 
@@ -230,7 +230,7 @@ class Activations:
         stored = _Stored(self.place(size), storage, version, self.dead)
         self.begin(stored)
         access = abi.Access(stored.arena, stored.offset, stored.size, abi.WRITE, abi.TIER_DEVICE, None)
-        with session.acquired(access, 1, session.stream()):
+        with session.holds.acquired(access, 1, session.holds.stream()):
             to = wrap(stored.address, (size,), torch.uint8, session.device)
             to.copy_(torch.empty(0, dtype=torch.uint8, device=to.device).set_(storage, 0, (size,), (1,)))
         self.stored[storage._cdata] = stored
@@ -247,7 +247,7 @@ class Activations:
         self.drain()
         self.begin(where)
         access = abi.Access(where.arena, where.offset, where.size, abi.READ, abi.TIER_DEVICE, None)
-        stream = session.stream()
+        stream = session.holds.stream()
         session.lib.acquire(session.handle, ctypes.byref(access), 1, stream)
         with _plain(), torch.no_grad():
             storage = wrap(where.address, (where.size,), torch.uint8, session.device).untyped_storage()

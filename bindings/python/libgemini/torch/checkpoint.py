@@ -29,10 +29,10 @@ from torch import nn
 from ..abi import GeminiError
 from ..manager import parse_bytes
 from . import internals, tensorfile
+from .arenas import DTYPES, Place
 from .model import Record
 from .optim import Optimizer
 from .progress import Progress
-from .session import DTYPES, Place
 from .states import copies
 
 logger = logging.getLogger("libgemini")
@@ -315,7 +315,7 @@ def save(session, folder, model, optimizer, extra, max_shard, progress):
     if not most_bytes:
         raise ValueError("max_shard is 0: want at least 1 byte")
     folder = os.path.realpath(folder)
-    session.settle()
+    session.backward.settle()
     weights = []
     for names, value in _tensors_of(model):
         if value.is_meta:
@@ -561,7 +561,7 @@ def load_weights(session, model, folder, verify, progress, strict=False, states=
     wanted = [entry for entry, _, _ in plan] + [entry for _, _, parts in states for entry in parts.values()]
     if verify:
         folder.verify(wanted, progress)
-    session.settle()
+    session.backward.settle()
     with torch.no_grad():
         jobs = [_weight_job(session, *part) for part in plan]
         for record, layout, parts in states:

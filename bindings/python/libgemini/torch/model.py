@@ -21,10 +21,11 @@ from torch.nn.parameter import is_lazy
 from .. import abi
 from ..abi import GeminiError
 from . import internals, patches
+from .arenas import DTYPES, Place, in_backward
 from .internals import get_grad as _get_grad, plain as _plain, set_grad as _set_grad
 from .layout import dense_stride, span
 from .progress import Progress
-from .session import DTYPES, Place, Session, in_backward
+from .session import Session
 from .tensors import UNSURE, ManagedParameter, ManagedTensor, _copy, _gradient_of, is_exact, managed_view
 from .unit import find, make_units, refuse_compiling
 
@@ -103,7 +104,7 @@ class Record:
     def allocate(self, shape, dtype, stride=None):
         """A place for it, which reads as zero; become_managed() makes the parameter have it."""
         kind = "param" if self.param.requires_grad else "frozen"
-        self.place = self.session.place(kind, shape, dtype, self.name, stride)
+        self.place = self.session.arenas.place(kind, shape, dtype, self.name, stride)
 
     def become_managed(self):
         param = self.param
@@ -165,7 +166,7 @@ class Record:
         """Another parameter, over all of its bytes, has the place from now on. This one stays over the same bytes, as
         torch has it, with a gradient in torch's memory, and ends as the session's."""
         session, param = self.session, self.param
-        session.settle()
+        session.backward.settle()
         gradient = _copy(self.gradient()) if self.has_grad and not self.spent else None
         self.set_gradient(None)
         if self.rule:
@@ -189,7 +190,7 @@ class Record:
             # An early update leaves no gradient behind, so that it can have the bytes of the parameter that it makes
             # anew.
             kind = "reused grad" if self.early and place.dtype != torch.float32 else "grad"
-            self.grad_place = self.session.counterpart(place, kind, place.dtype)
+            self.grad_place = self.session.arenas.counterpart(place, kind, place.dtype)
             self.grad_place.name = f"{self.name}.grad"
         with _plain():
             if self.hook is None and self.param.requires_grad:
@@ -220,8 +221,8 @@ class Record:
                     "True): call optimizer.step() after each backward pass. Accumulation, and modules that reentrant "
                     "checkpoints use several times, need prepare() without"
                 )
-            self.session.backward_begin()
-            self.session.landed.append((self, fresh, self.session.native_stream()))
+            self.session.backward.begin()
+            self.session.backward.landed.append((self, fresh, self.session.holds.native_stream()))
 
     def store(self, values, add=False):
         """Copies or adds values to the stored gradient: in the operator that is open, or in one of its own."""
@@ -230,11 +231,11 @@ class Record:
             self.has_grad, self.norm = True, torch.linalg.vector_norm(place.tensor, dtype=torch.float32)
             return
         self.settle(abi.READ_WRITE if add else abi.WRITE)
-        use = session.use(((place, 0, place.size_bytes, abi.READ_WRITE if add else abi.WRITE),), "grad")
-        stream = session.stream()
-        if not session.op_open:
-            session.op_begin(use.forward_name)
-        session.acquire_use(use, stream)
+        use = session.holds.use(((place, 0, place.size_bytes, abi.READ_WRITE if add else abi.WRITE),), "grad")
+        stream = session.holds.stream()
+        if not session.brackets.op_open:
+            session.brackets.op_begin(use.forward_name)
+        session.holds.acquire_use(use, stream)
         try:
             if add:
                 place.tensor.add_(values)
@@ -243,7 +244,7 @@ class Record:
             if not self.early:  # which nobody can clip
                 self.norm = torch.linalg.vector_norm(place.tensor, dtype=torch.float32)
         finally:
-            session.release_use(use, stream)
+            session.holds.release_use(use, stream)
         self.has_grad = True
 
     def settle(self, mode):
@@ -252,7 +253,7 @@ class Record:
         if scale != 1.0 and mode & abi.READ:
             place, session = self.grad_place, self.session
             access = place.access(abi.READ_WRITE)
-            with session.acquired(access, 1, session.stream()):
+            with session.holds.acquired(access, 1, session.holds.stream()):
                 place.tensor.mul_(scale)
         if mode & abi.WRITE:
             self.norm = None
@@ -269,7 +270,7 @@ class Record:
 
     def gradient(self):
         """param.grad"""
-        self.session.land(self)
+        self.session.backward.land(self)
         if self.spent:
             raise GeminiError(
                 f"the gradient of parameter {self.name} is gone: it was prepared with step_in_backward=True. To "
@@ -286,7 +287,7 @@ class Record:
 
     def set_gradient(self, values):
         """param.grad = values, which become the gradient themselves, as whoever has them may write to them."""
-        self.session.land(self)
+        self.session.backward.land(self)
         place = self.place
         if isinstance(values, torch.Tensor):
             if values.shape != place.shape or values.dtype != place.dtype:
@@ -361,7 +362,7 @@ class Record:
 
     def store_whole(self, values):
         # Else all gradients that are stored in a row would be of one operator, and had to fit at once
-        self.session.op_end()
+        self.session.brackets.op_end()
         self.store(values.to_dense() if values.is_sparse else values)
 
     def give_out(self, alias):
@@ -511,7 +512,7 @@ def building(session):
             yield
     finally:
         session.building = False
-        session.free_places()
+        session.arenas.free_places()
 
 
 def spans_of(param):
@@ -584,7 +585,7 @@ class Model:
         for buffer, name, first in views:
             self.become_view(buffer, self.records[name].place, first)
         self.move_buffers(session.device)
-        session.uses.clear()  # by other names
+        session.holds.uses.clear()  # by other names
         make_units(session, module)
 
     def least_bytes(self, gradients):
@@ -643,7 +644,7 @@ class Model:
             if caller is not module:  # a copy, which has copied this, too
                 method = isinstance(inner, types.MethodType) and inner.__self__ is module
                 return (types.MethodType(inner.__func__, caller) if method else inner)(*args, **kwargs)
-            if self.session.depth:
+            if self.session.brackets.depth:
                 return inner(*args, **kwargs)
             refuse_compiling()
             with self.forward():
@@ -762,34 +763,34 @@ class Model:
     def forward(self):
         """Around the model's forward pass, which begins an iteration, or goes on with one that has gradients."""
         session = self.session
-        outer = session.depth
+        outer = session.brackets.depth
         try:
-            session.depth = outer + 1
+            session.brackets.depth = outer + 1
             if not in_backward():  # where a checkpoint is recomputed
                 self.begin()
             with self.saving():
                 yield
         finally:
-            session.depth = outer
+            session.brackets.depth = outer
             if not outer:
-                session.graph = None
-                if session.iteration == "infer":
-                    session.iteration_end()
+                session.brackets.graph = None
+                if session.brackets.iteration == "infer":
+                    session.brackets.iteration_end()
 
     def begin(self):
         session = self.session
         session.refuse_closed(type(self.module).__name__)
         self.check()
-        if session.depth > 1:  # called by another model
+        if session.brackets.depth > 1:  # called by another model
             return
-        session.recover()
-        session.settle()
-        if session.iteration and not session.in_closure and not session.awaits_backward():
-            session.iteration_end()
-        if not session.iteration:
-            session.iteration_begin("train" if torch.is_grad_enabled() else "infer")
-        session.pass_begin()
+        session.holds.recover()
+        session.backward.settle()
+        if session.brackets.iteration and not session.in_closure and not session.brackets.awaits_backward():
+            session.brackets.iteration_end()
+        if not session.brackets.iteration:
+            session.brackets.iteration_begin("train" if torch.is_grad_enabled() else "infer")
+        session.brackets.pass_begin()
         session.renew_masters()
         for record in list(session.given):
             record.keep_given()
-        session.set_phase(abi.PHASE_FORWARD)
+        session.brackets.set_phase(abi.PHASE_FORWARD)

@@ -24,10 +24,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from .. import abi
 from ..abi import GeminiError
 from . import internals
+from .arenas import ALIGNMENT, DTYPES, Place
+from .brackets import level_of_caller
 from .internals import plain as _plain, set_grad as _set_grad
 from .layout import dense_stride
 from .memory import can_wrap, shared
-from .session import ALIGNMENT, DTYPES, Place, level_of_caller
 from .states import AdamwState, States, copies, count_of
 from .tensors import ManagedParameter, ManagedTensor, managed_view
 
@@ -119,7 +120,7 @@ class Optimizer(torch.optim.Optimizer):
                 raise GeminiError(
                     "step_in_backward has to be known when the model is prepared: give it to the first prepare()"
                 )
-        session.settle()
+        session.backward.settle()
         for record in self.records:  # those of an optimizer before, whose states end
             if record.rule:
                 record.rule.let_go(record)
@@ -249,16 +250,16 @@ class Optimizer(torch.optim.Optimizer):
         for model in session.models:
             model.check_call()
         with torch.no_grad():
-            session.recover()
-            session.settle()
-            if not session.called and any(record.has_grad or record.given for record in self.records):
+            session.holds.recover()
+            session.backward.settle()
+            if not session.brackets.called and any(record.has_grad or record.given for record in self.records):
                 warnings.warn(
                     "no call of a prepared model, by model(...) or model.forward(...), has made these gradients: such "
                     "a step is no iteration to libgemini, which plans nothing for it. Prepare the module that is "
                     "called",
                     stacklevel=level_of_caller(),
                 )
-            session.set_phase(abi.PHASE_UPDATE)
+            session.brackets.set_phase(abi.PHASE_UPDATE)
             self.find_new()
             for record in self.records:
                 if record.hook is None:  # it is frozen, but may have a gradient: torch's optimizers look at that
@@ -278,7 +279,7 @@ class Optimizer(torch.optim.Optimizer):
         if going and not self.rule.by_parameter:
             loss = self.rule.step_whole(args, kwargs)
         with torch.no_grad():
-            session.iteration_end()
+            session.brackets.iteration_end()
         inner: typing.Any = self.inner
         inner._opt_called = True  # for a scheduler that was made with it
         return loss
@@ -311,7 +312,7 @@ class Optimizer(torch.optim.Optimizer):
             "state" by number of parameter and "param_groups", as torch's optimizers have it. "master" in a parameter's
             state is its fp32 copy, if the parameter is of 16 bits.
         """
-        self.session.settle()
+        self.session.backward.settle()
         self.find_new()
         if self.rule.overrides("state_dict"):
             return copies(self.inner.state_dict())
@@ -345,7 +346,7 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             GeminiError: The state is of an optimizer with other parameters or options.
         """
-        self.session.settle()
+        self.session.backward.settle()
         if self.rule.overrides("load_state_dict"):
             self.inner.load_state_dict(copies(state_dict, None))  # which it may keep
             self.param_groups = self.inner.param_groups
@@ -420,7 +421,7 @@ def groups_of(groups):
 def master_place(session, record):
     """Where a parameter's fp32 copy lives; it may have been an optimizer's before."""
     if "master" not in record.states:
-        record.states["master"] = session.counterpart(record.place, "master", torch.float32)
+        record.states["master"] = session.arenas.counterpart(record.place, "master", torch.float32)
         record.renew_master()
     return record.states["master"]
 
@@ -526,7 +527,7 @@ class TorchRule:
         if spare:
             place = heapq.heappop(spare)[1]  # the lowest, so that each step takes the same ones
         else:
-            place = self.session.place("state", like.shape, dtype, f"{like._gm_place.name}.state", stride)
+            place = self.session.arenas.place("state", like.shape, dtype, f"{like._gm_place.name}.state", stride)
         self.made[id(place)] = place
         return managed_view(place)
 
@@ -668,8 +669,8 @@ class TorchRule:
             finally:
                 session.in_closure -= 1
                 session.in_optimizer = outer
-                session.settle()
-                session.set_phase(abi.PHASE_UPDATE)
+                session.backward.settle()
+                session.brackets.set_phase(abi.PHASE_UPDATE)
 
         return run
 
@@ -800,7 +801,7 @@ class AdamwRule:
                 continue
             record.rule = self
             for kind in ("momentum", "variance"):
-                record.states[kind] = self.session.counterpart(record.place, kind, torch.float32)
+                record.states[kind] = self.session.arenas.counterpart(record.place, kind, torch.float32)
             if record.place.dtype != torch.float32:
                 master_place(self.session, record)
             self.arenas.setdefault(record.place.arena, []).append(record)
@@ -958,7 +959,7 @@ class AdamwRule:
             arena_count=len(parts),
             first_element=start,
             element_count=count,
-            stream=session.stream(),
+            stream=session.holds.stream(),
             fn=self.kernels.walk,
             arenas=(ctypes.c_uint64 * len(parts))(*(part[0] for part in parts)),
             modes=(ctypes.c_uint32 * len(parts))(*(part[1] for part in parts)),
@@ -1047,7 +1048,7 @@ class AdamwRule:
         values = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in values.items()}
         layout = self.layout_of(record, values)
         self.check(record, {**layout, "master": torch.float32} if "master" in record.states else layout)
-        self.session.settle()
+        self.session.backward.settle()
         record.step = count_of(values["step"]) if values else None
         for kind in ("momentum", "variance"):
             record.states[kind].zero()

@@ -50,7 +50,7 @@ def _memory(owner, stats):
         for name, key in (("budget", "budget_bytes"), ("in use", "used_bytes"), ("in use at most", "peak_bytes"))
     ]
     kinds: dict[str, list[int]] = {}
-    for (kind, *_), arena in owner.arenas.items():
+    for (kind, *_), arena in owner.arenas.handles.items():
         info = owner.manager.arena_info(arena)
         sums = kinds.setdefault(TITLES.get(kind, kind), [0, 0, 0, 0])
         for i, count in enumerate([info.size_bytes, *info.tier_bytes]):
@@ -127,7 +127,7 @@ def _biggest(owner):
 
 def report(owner):
     """See libgemini.torch.report()."""
-    owner.free_places()
+    owner.arenas.free_places()
     stats = owner.manager.stats()
     steps = stats["iterations"] - owner.reset_iterations
     where = str(owner.device) if owner.cuda else "the host-simulated device"
@@ -137,7 +137,7 @@ def report(owner):
         _moves(stats, steps),
         _times(stats, steps),
     ]
-    if owner.records and not owner.held:  # in a backward pass, what is held cannot be asked about
+    if owner.records and not owner.backward.held:  # in a backward pass, what is held cannot be asked about
         parts.append(_biggest(owner))
     parts.append(["plan", *("  " + line for line in owner.manager.explain().splitlines())])
     return "\n\n".join("\n".join(lines) for lines in parts) + "\n"

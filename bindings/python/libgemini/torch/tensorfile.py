@@ -18,7 +18,7 @@ import torch
 
 from .. import abi
 from ..abi import GeminiError
-from .session import Place
+from .arenas import Place
 from .tensors import ManagedTensor, managed_view
 
 CODES = {

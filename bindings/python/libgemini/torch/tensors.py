@@ -3,7 +3,7 @@
 Every torch function that is given one comes through __torch_function__, which acquires the bytes it reads or writes,
 queues it, and releases them. So a parameter can be used anywhere (in modules that are not its own, several times, under
 any control flow), and nothing reads bytes that are elsewhere. When the result needs a gradient, the first node of the
-function's backward acquires the same bytes again (Session.backward_op).
+function's backward acquires the same bytes again (Backward.operator()).
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -28,8 +28,8 @@ from .internals import plain as _plain
 from .layout import is_dense
 
 if typing.TYPE_CHECKING:
+    from .arenas import Place
     from .model import Record
-    from .session import Place
     from .unit import Unit
 
 _Tensor: typing.Any = torch.Tensor  # whose descriptors are not those that type checkers see
@@ -164,28 +164,28 @@ def grad_nodes(value, nodes):
 
 def run_with(session, use, func, args, kwargs, read=()):
     """Calls a function as one operator, with what it uses on the device; read: tensors that it should not write."""
-    session.op_begin(use.forward_name)
-    stream = session.stream()
+    session.brackets.op_begin(use.forward_name)
+    stream = session.holds.stream()
     versions = [tensor._version for tensor in read]
-    session.acquire_use(use, stream)
+    session.holds.acquire_use(use, stream)
     try:
         return func(*args, **kwargs)
     finally:
         written = [tensor for tensor, version in zip(read, versions) if tensor._version != version]
         if written:  # as relu(inplace=True) and embedding(max_norm=1.0) do
-            session.note_writes(use.accesses, stream)
+            session.holds.note_writes(use.accesses, stream)
             for tensor in written:
                 tensor._gm_place.written = True
                 if tensor._gm_grad is not None:
                     tensor._gm_grad.norm = None
-        session.release_use(use, stream)
+        session.holds.release_use(use, stream)
 
 
 def hook_nodes(session, use, nodes):
     """When the backward pass reaches one of the nodes, what is used is there again."""
     for node in nodes:
         node.register_prehook(
-            lambda _, graph=session.graph: session.backward_op(use)
+            lambda _, graph=session.brackets.graph: session.backward.operator(use)
         )  # which keeps the graph's mark alive
 
 
@@ -234,10 +234,10 @@ def host_copy(tensor):
         record = _gradient_of(tensor)
         pending = record is not None and record.scale != 1.0
         whole = tensor.numel() and tensor.dtype == place.dtype and is_dense(tensor.shape, tensor.stride())
-        if not whole or pending or session.holds:  # inside an operator what is read is the operator's
+        if not whole or pending or session.holds.noted:  # inside an operator what is read is the operator's
             return _copy(tensor).detach().cpu()
         _, offset, _ = _where(tensor)
-        session.op_end()
+        session.brackets.op_end()
         out = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
         place.read_to(out.as_strided((tensor.numel(),), (1,)), offset // tensor.dtype.itemsize)
         return out
@@ -270,7 +270,7 @@ def _run_on_copies(func, name, args, kwargs, tensors, changed):
             record = _gradient_of(tensor)
             if record is not None:
                 record.settle(abi.READ)
-            use = session.use(((*_where(tensor), abi.READ),), "clone")
+            use = session.holds.use(((*_where(tensor), abi.READ),), "clone")
             copies.append((tensor, run_with(session, use, _Tensor.clone, (tensor,), {})))
     return func(*_replaced(tuple(args), copies), **_replaced(kwargs, copies))
 
@@ -430,7 +430,7 @@ def _run(func, args, kwargs):
         ranges.append((place, offset, size, mode))
     if not ranges:
         return func(*args, **kwargs)
-    use = session.use(tuple(ranges), name)
+    use = session.holds.use(tuple(ranges), name)
     try:
         out = run_with(session, use, func, args, kwargs, read)
     except BaseException:
@@ -447,7 +447,7 @@ def _run(func, args, kwargs):
         grad_nodes(out, nodes)
         if nodes:
             if any(mode != abi.READ for *_, mode in ranges):
-                use = session.use(tuple((*where, abi.READ) for *where, _ in ranges), name)
+                use = session.holds.use(tuple((*where, abi.READ) for *where, _ in ranges), name)
             hook_nodes(session, use, nodes)
     return out
 
@@ -952,7 +952,7 @@ class ManagedTensor(torch.Tensor):
             if isinstance(self, nn.Parameter):
                 kind = "param" if self.requires_grad else "frozen"
                 copy = (
-                    managed_view(place.session.place_of(self, kind))
+                    managed_view(place.session.arenas.place_of(self, kind))
                     if place.session.building
                     else self.detach().clone()
                 )

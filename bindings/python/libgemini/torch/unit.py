@@ -41,7 +41,7 @@ from .tensors import (
 )
 
 if typing.TYPE_CHECKING:
-    from .session import Place
+    from .arenas import Place
 
 _YOUNG = sys.version_info < (3, 14)  # whether objects that a collection has left are those of the next generation
 
@@ -205,7 +205,7 @@ class Unit:
         if not written and not unsure:
             return
         written = {**dict.fromkeys(unsure, UNSURE), **written}
-        self.session.note_writes([place.access(abi.READ_WRITE) for place in written], self.session.stream())
+        self.session.holds.note_writes([place.access(abi.READ_WRITE) for place in written], self.session.holds.stream())
         for place, sure in written.items():
             place.written = sure if sure is True else place.written or sure
 
@@ -383,14 +383,14 @@ def resident(session, module):
         yield
         return
     patches.watch_compiler()
-    stream = session.stream()
-    session.acquire_use(one.use, stream)
+    stream = session.holds.stream()
+    session.holds.acquire_use(one.use, stream)
     one.graphed = True
     try:
         with session.allocator.suspended() if session.allocator else contextlib.nullcontext():
             yield
     finally:
         try:
-            session.release_use(one.use, stream)
+            session.holds.release_use(one.use, stream)
         finally:
             one.graphed = False

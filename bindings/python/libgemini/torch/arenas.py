@@ -1,0 +1,334 @@
+"""Where tensors live: the arenas of a session, by kind and dtype, and the places of tensors in them.
+
+A place is a range of an arena, with one address on the device for life. It is given back when nothing of torch's refers
+to its storage any more, which is looked at before the next place is taken.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import ctypes
+import itertools
+import typing
+import weakref
+
+import torch
+
+from .. import abi
+from ..abi import GeminiError
+from . import internals
+from .internals import StorageWeakRef
+from .layout import Space, Span, dense_stride
+from .memory import host_tensor, wrap
+
+if typing.TYPE_CHECKING:
+    from .model import Record
+    from .session import Session
+    from .tensors import ManagedTensor
+
+KINDS = {
+    "param": abi.KIND_PARAM,
+    "frozen": abi.KIND_PARAM,
+    "grad": abi.KIND_GRAD,
+    "reused grad": abi.KIND_GRAD,
+    "master": abi.KIND_MASTER,
+    "momentum": abi.KIND_MOMENTUM,
+    "variance": abi.KIND_VARIANCE,
+}
+DTYPES = {torch.float32: abi.DTYPE_F32, torch.bfloat16: abi.DTYPE_BF16, torch.float16: abi.DTYPE_F16}
+PIECE_BYTES = 32 << 20  # what is held at once while a tensor is read or written whole
+ALIGNMENT = 256  # elements, of gemini_arena_take()
+
+
+def in_backward() -> bool:
+    """Whether autograd is calling us."""
+    return internals.graph_task() != -1
+
+
+_Pieces = typing.Iterator[tuple[int, torch.Tensor]]
+
+
+class Place:
+    """Where a tensor's bytes live: a range of an arena, with one address on the device for life.
+
+    tensor is the plain torch tensor over that address: to be read and written only between acquire and release. The
+    bytes live as long as any tensor over its storage does, whoever has it: see Arenas.free_places().
+    """
+
+    __slots__ = (
+        "session",
+        "arena",
+        "offset",
+        "object",
+        "base",
+        "size_bytes",
+        "dtype",
+        "shape",
+        "stride",
+        "address",
+        "tensor",
+        "name",
+        "written",
+        "number",
+        "origin",
+        "owner",
+        "follows",
+        "storages",
+    )
+    numbers = itertools.count()
+
+    def __init__(
+        self,
+        session: Session,
+        arena: int,
+        offset: int,
+        shape: typing.Sequence[int],
+        dtype: torch.dtype,
+        name: str,
+        stride: typing.Sequence[int] | None = None,
+    ) -> None:
+        self.tensor = typing.cast(torch.Tensor, None)  # while wrap() may still fail
+        self.session: Session = session
+        self.number = next(self.numbers)
+        self.origin: Span | None = None  # of a parameter's: where its values were before, as a layout.Span
+        self.owner: weakref.ref[Record] | None = None  # of a parameter's: its record, as a weak reference
+        # Of a gradient's or a state's: the place of the parameter, whose bytes go with these.
+        self.follows: Place | None = None
+        self.storages: list[StorageWeakRef] = []  # whose tensors need the bytes, when nobody knows the place any more
+        self.arena = arena
+        self.offset = offset
+        # Or True, UNSURE: by the user's functions, since it was last known to be as its master copy.
+        self.written: bool | str = False
+        self.object, self.base = arena, offset  # what the library knows it by, and where it begins there
+        self.shape = torch.Size(shape)
+        self.dtype = dtype
+        self.size_bytes = self.shape.numel() * dtype.itemsize
+        self.name = name
+        self.address = session.arenas.arena_base(arena) + offset
+        self.tensor = wrap(self.address, self.shape, dtype, session.device, stride)
+        self.stride = tuple(self.tensor.stride())  # in elements, without gaps
+
+    def __del__(self):
+        """Nobody knows it any more; torch may still have its storage. Any thread can be here at any time."""
+        if self.tensor is None or not self.elements:
+            return
+        (self.follows or self).storages.append(StorageWeakRef(self.tensor.untyped_storage()))
+        if not self.follows:
+            self.session.arenas.left.append((self.arena, self.offset, self.size_bytes, self.object, self.storages))
+
+    @property
+    def elements(self) -> int:
+        return self.shape.numel()
+
+    @property
+    def contiguous(self) -> bool:
+        return self.tensor.is_contiguous()
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether a managed tensor is all of it, in its order."""
+        return (tensor.data_ptr(), tensor.shape, tensor.dtype) == (self.address, self.shape, self.dtype) and tuple(
+            tensor.stride()
+        ) == self.stride
+
+    def in_order(self, values: torch.Tensor) -> torch.Tensor:
+        """Values, of the same number of elements, as one dimension, in the order in which they lie here."""
+        order = sorted(range(len(self.shape)), key=lambda i: (-self.stride[i], i))
+        return values.reshape(self.shape).permute(order).reshape(-1)
+
+    def register(self, name: str) -> None:
+        """A parameter's place becomes a tensor of the library's, with a name that its messages have."""
+        lib, handle, out = self.session.lib, self.session.handle, ctypes.c_uint64()
+        for number in itertools.count(1):
+            unique = (name if number == 1 else f"{name}#{number}").encode()[-127:]
+            try:
+                lib.tensor_register(handle, self.arena, unique, self.size_bytes, self.offset, out)
+                break
+            except abi.GeminiError as error:
+                if error.status != "EXISTS":
+                    raise
+        self.object, self.base = out.value, 0
+
+    def access(
+        self, mode: int, tier: int = abi.TIER_DEVICE, offset: int = 0, size_bytes: int | None = None
+    ) -> abi.Access:
+        return abi.Access(
+            self.object, self.base + offset, self.size_bytes if size_bytes is None else size_bytes, mode, tier, None
+        )
+
+    def host_pieces(self, mode: int, begin: int = 0, end: int | None = None) -> _Pieces:
+        """Yields (first element, CPU tensor of one dimension) over the elements from begin to end, or all, acquired on
+        the host one after another."""
+        end = self.elements if end is None else end
+        step = PIECE_BYTES // self.dtype.itemsize
+        if (
+            self.session.backward.held and not in_backward()
+        ):  # an exception has ended the backward pass, and it holds chunks on the device
+            self.session.backward.settle()
+        for first in range(begin, end, step):
+            count = min(step, end - first)
+            access = self.access(mode, abi.TIER_HOST, first * self.dtype.itemsize, count * self.dtype.itemsize)
+            with self.session.holds.acquired(access, 1, abi.STREAM_CALLER):
+                yield first, host_tensor(access.ptr, count, self.dtype)
+
+    def device_pieces(
+        self, mode: int, piece_bytes: int = PIECE_BYTES, begin: int = 0, end: int | None = None
+    ) -> _Pieces:
+        """Yields (first element, plain tensor of one dimension) over the elements from begin to end, or all, acquired
+        on
+        the device one after another: for when the host has no room, through which the library itself would go."""
+        end = self.elements if end is None else end
+        flat, step = self.tensor.as_strided((self.elements,), (1,)), piece_bytes // self.dtype.itemsize
+        for first in range(begin, end, step):
+            piece = flat[first : min(first + step, end)]
+            access = self.access(mode, abi.TIER_DEVICE, first * self.dtype.itemsize, piece.nbytes)
+            with self.session.holds.acquired(access, 1, self.session.holds.stream()):
+                yield first, piece
+
+    def read(self) -> torch.Tensor:
+        """A copy on the CPU, in memory of its own, with the place's strides."""
+        out = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="cpu")
+        self.read_to(out.as_strided((self.elements,), (1,)))
+        return out
+
+    def read_to(self, out: torch.Tensor, begin: int = 0) -> None:
+        """Fills a CPU tensor of one dimension with the elements from begin on, in the order in which they lie."""
+        for pieces in self.host_pieces, self.device_pieces:
+            try:
+                for first, piece in pieces(abi.READ, begin=begin, end=begin + out.numel()):
+                    out[first - begin : first - begin + piece.numel()].copy_(piece)
+                return
+            except GeminiError as error:
+                if error.status != "OOM_HOST" or pieces == self.device_pieces:
+                    raise
+
+    def write(self, values: torch.Tensor) -> None:
+        """Copies values, of the same number of elements and any dtype, from the CPU or the session's device."""
+        flat = self.in_order(values.detach())
+        # What is page-locked in several parts, as the host tier may be, CUDA does not copy at once.
+        pieces = self.device_pieces if self.session.cuda and flat.is_cuda else self.host_pieces
+        for first, piece in pieces(abi.WRITE):
+            piece.copy_(flat[first : first + piece.numel()])
+
+    def zero(self) -> None:
+        if self.elements:  # else it would be all of the arena
+            self.session.lib.zero(self.session.handle, ctypes.byref(self.access(0)))
+
+
+def window_bytes(device_memory: int, cuda: bool) -> int:
+    """The size of chunks that the budget is about a thousand of: few enough that their number costs nothing, and small
+    enough that what an operator needs is not much less than what comes for it. A GPU maps 2 MiB at least."""
+    return min(max(1 << max(device_memory // 1024, 1).bit_length() - 1, 2 << 20 if cuda else 64 << 10), 32 << 20)
+
+
+class Arenas:
+    """The arenas of a session, and what is free in them."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.handles: dict[tuple[str, torch.dtype, int], int] = {}  # by kind, dtype, and the arena it follows or 0
+        self.bases: dict[int, tuple[int, int]] = {}  # of an arena: its first address, its number
+        self.spaces: dict[int, Space] = {}  # of an arena: what is free of what was taken
+        # Places that nobody knows any more: (arena, offset, size, object, storages).
+        self.left: collections.deque[tuple[typing.Any, ...]] = collections.deque()
+
+    def arena(self, kind: str, dtype: torch.dtype, like: int = 0) -> int:
+        """The arena of a kind for tensors of dtype; like: the arena of the parameters that these belong to."""
+        key = kind, dtype, like
+        if key not in self.handles:
+            name = f"{kind}.{str(dtype).removeprefix('torch.')}" + (f".{self.bases[like][1]}" if like else "")
+            handle = self.session.manager.arena(
+                KINDS.get(kind, abi.KIND_OTHER),
+                name=name,
+                element_bytes=dtype.itemsize,
+                **{"reuse" if kind == "reused grad" else "like": like},
+            )
+            self.handles[key] = handle
+            self.bases[handle] = self.session.manager.arena_info(handle).base, len(self.bases)
+        return self.handles[key]
+
+    def arena_base(self, arena: int) -> int:
+        return self.bases[arena][0]
+
+    def place(
+        self,
+        kind: str,
+        shape: typing.Sequence[int],
+        dtype: torch.dtype,
+        name: str,
+        stride: typing.Sequence[int] | None = None,
+    ) -> Place:
+        """A new tensor, which reads as zero, in an arena that follows no other."""
+        self.free_places()
+        arena, alignment = self.arena(kind, dtype), ALIGNMENT * dtype.itemsize
+        size = -(-max(1, torch.Size(shape).numel()) // ALIGNMENT) * alignment
+        offset = self.spaces[arena].take(size, alignment) if arena in self.spaces else None
+        if offset is None:
+            offset = self.session.manager.take(arena, size)
+        return Place(self.session, arena, offset, shape, dtype, name, stride)
+
+    def place_of(self, tensor: ManagedTensor, kind: str) -> Place:
+        """A new place with the values and strides of a managed tensor."""
+        place = self.place(kind, tensor.shape, tensor.dtype, tensor._gm_place.name, dense_stride(tensor))
+        place.write(tensor.detach().clone())
+        return place
+
+    def free_places(self) -> None:
+        """The bytes of places that were left cost nothing from now on, if no tensor is over them any more."""
+        for _ in range(len(self.left)):
+            left = self.left.popleft()
+            if not all(storage.expired() for storage in left[4]) or not self.free_place(*left[:4]):
+                self.left.append(left)
+
+    def free_place(self, arena: int, offset: int, size: int, tensor: int) -> bool:
+        """Also of its gradient and states, which lie likewise in the arenas that follow its own. False: not yet."""
+        (itemsize,) = (dtype.itemsize for (_, dtype, _), handle in self.handles.items() if handle == arena)
+        followers = [
+            (handle, dtype.itemsize)
+            for (kind, dtype, like), handle in self.handles.items()
+            if like == arena and kind != "reused grad"
+        ]
+
+        def zero(begin, end):
+            for handle, other in ((arena, itemsize), *followers):
+                where = begin // itemsize * other, (end - begin) // itemsize * other
+                self.session.lib.zero(self.session.handle, ctypes.byref(abi.Access(handle, *where, 0, 0, None)))
+
+        try:
+            zero(offset, offset + size)
+            if tensor != arena:
+                self.session.lib.tensor_unregister(self.session.handle, tensor)
+        except GeminiError:  # an update is using it, or there is no room for what a chunk has beside it
+            return False
+        alignment = ALIGNMENT * itemsize
+        space = self.spaces.setdefault(arena, Space())
+        with contextlib.suppress(GeminiError):  # what reads as zero may go on to cost something
+            zero(*space.give(offset, -(-size // alignment) * alignment))  # chunks that are free as a whole now
+        return True
+
+    def counterpart(self, place: Place, kind: str, dtype: torch.dtype) -> Place:
+        """Of a parameter's place: the same elements in the arena of another kind, which follows the parameter's."""
+        arena = self.arena(kind, dtype, place.arena)
+        other = Place(
+            self.session,
+            arena,
+            place.offset // place.dtype.itemsize * dtype.itemsize,
+            place.shape,
+            dtype,
+            f"{place.name}.{kind}",
+            place.stride,
+        )
+        other.follows = place
+        if place.object != place.arena:
+            tensor = ctypes.c_uint64()
+            self.session.lib.tensor_counterpart(self.session.handle, place.object, arena, tensor)
+            other.object, other.base = tensor.value, 0
+        return other
+
+    def gradients_zero(self) -> None:
+        """Nothing of the gradients' arenas is needed any more: their chunks cost nothing until they are written."""
+        for (kind, *_), arena in self.handles.items():
+            if kind == "grad":
+                self.session.lib.zero(self.session.handle, ctypes.byref(abi.Access(arena, 0, 0, 0, 0, None)))

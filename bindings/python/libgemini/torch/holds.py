@@ -1,0 +1,141 @@
+"""What is acquired, and until when: every use of a parameter is acquired before it is queued, and released after it.
+
+What is acquired is noted before it is, and until it is released, so that a loop goes on after an interrupt.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import sys
+import types
+import typing
+
+from .. import abi
+from ..abi import GeminiError
+from . import internals
+from .arenas import in_backward
+from .tensors import Use, run_with
+
+if typing.TYPE_CHECKING:
+    from .arenas import Place
+    from .session import Session
+    from .unit import Unit
+
+MOST_USES = 1 << 16  # that are remembered
+
+
+def _runs(function: typing.Callable[..., typing.Any]) -> bool:
+    """Whether we are called by it."""
+    frame: types.FrameType | None = sys._getframe()
+    while frame and frame.f_code is not function.__code__:
+        frame = frame.f_back
+    return frame is not None
+
+
+# What was acquired together: accesses as the library takes them, their number, the stream, and the unit or None.
+Hold = tuple[typing.Any, int, int, "Unit | None"]
+# A place, an offset there, a size in bytes, and a mode: abi.READ, WRITE or both.
+Range = tuple["Place", int, int, int]
+
+
+class Holds:
+    """What a session has acquired, and the streams that it does so on."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.streams: dict[int | None, int] = {}  # handles, by what CUDA names the streams
+        # What is acquired, but for activations.
+        self.noted: list[Hold] = []
+        self.uses: dict[tuple[typing.Any, ...], Use] = {}
+
+    def native_stream(self) -> int | None:
+        """torch's current stream, as CUDA names it."""
+        return internals.raw_stream(self.session.device.index or 0) if self.session.cuda else None
+
+    def stream(self) -> int:
+        """The library's handle of torch's current stream."""
+        if not self.session.cuda:
+            return abi.STREAM_CALLER
+        native = self.native_stream()
+        stream = self.streams.get(native)
+        if stream is None:
+            out = ctypes.c_uint64()
+            self.session.lib.stream_adopt(self.session.handle, native, out)
+            stream = self.streams[native] = out.value
+        return stream
+
+    @contextlib.contextmanager
+    def acquired(self, accesses: typing.Any, count: int, stream: int) -> typing.Iterator[None]:
+        hold = ctypes.byref(accesses), count, stream, None
+        self.hold(hold)
+        try:
+            yield
+        finally:
+            self.let_go(hold)
+
+    def hold(self, hold: Hold) -> None:
+        """Acquires. It is noted before, and until it is released: KeyboardInterrupt comes between any two steps."""
+        self.noted.append(hold)
+        try:
+            self.session.lib.acquire(self.session.handle, *hold[:3])
+        except GeminiError:
+            self.noted.remove(hold)
+            raise
+
+    def let_go(self, hold: Hold) -> None:
+        self.session.lib.release(self.session.handle, *hold[:3])
+        self.noted.remove(hold)
+
+    def recover(self) -> None:
+        """Where nothing is in use: releases what an interrupt has left."""
+        left = [hold for hold in self.noted if not (hold[3] and hold[3].graphed)]
+        if not left or in_backward() or _runs(run_with):
+            return
+        self.session.backward.held = None
+        for hold in left:
+            with contextlib.suppress(GeminiError):  # it had been released, or was not acquired yet
+                if hold[3]:
+                    hold[3].reset()
+            with contextlib.suppress(GeminiError):
+                self.session.lib.release(self.session.handle, *hold[:3])
+            self.noted.remove(hold)
+
+    def use(self, ranges: typing.Sequence[Range], name: str) -> Use:
+        """What a function of this name reads and writes; ranges: (place, offset, size in bytes, mode) of each."""
+        key = name, *((place.number, *where) for place, *where in ranges)  # which keeps no place alive
+        use = self.uses.get(key)
+        if use is None:
+            if len(self.uses) >= MOST_USES:  # of slices that are always others
+                self.uses.clear()
+            use = self.uses[key] = Use(ranges, name)
+        return use
+
+    def acquire_use(self, use: Use, stream: int) -> None:
+        try:
+            self.hold((use.pointer, use.count, stream, use.unit))
+        except GeminiError as error:
+            name = use.forward_name.decode()
+            if name in str(error):
+                raise
+            raise GeminiError(f"{name}: {error}", error.status, error.native_code) from None
+        if use.unit:
+            use.unit.enter()
+
+    def release_use(self, use: Use, stream: int) -> None:
+        try:
+            if use.unit:
+                use.unit.leave()
+        finally:
+            self.let_go((use.pointer, use.count, stream, use.unit))
+
+    def note_writes(self, written: typing.Sequence[abi.Access], stream: int) -> None:
+        """A function has written what it was to read: while that is there it is acquired for writing, too, so that the
+        bytes below are no longer taken for the newest."""
+        accesses = (abi.Access * len(written))(*written)
+        for access in accesses:
+            access.mode = abi.READ_WRITE
+        with self.acquired(accesses, len(accesses), stream):
+            pass
