@@ -13,6 +13,7 @@ import libgemini.torch as gm
 import page
 
 PAGE = pathlib.Path(__file__).parents[3] / "docs" / "pytorch.md"
+README = PAGE.parents[1] / "README.md"
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +55,7 @@ def test_page_names_what_there_is():
 def test_p12_there_is_one_beginning():
     """The README and the page tell the same two commands, word for word, but for what the page's example needs
     beside."""
-    readme, page_text = (PAGE.parents[1] / "README.md").read_text(), PAGE.read_text()
+    readme, page_text = README.read_text(), PAGE.read_text()
     begins = []
     for text in readme, page_text:
         (block,) = [
@@ -64,3 +65,9 @@ def test_p12_there_is_one_beginning():
         ]
         begins.append([line.split("#")[0].strip().removesuffix(" transformers") for line in block.splitlines()])
     assert begins[0] == begins[1] == ["tests/setup.sh --bench", "pip install '.[torch]'"]
+
+
+def test_the_readmes_example_without_torch_runs(capsys):
+    (block,) = [block for block in page.BLOCK.findall(README.read_text()) if "Manager(" in block]
+    exec(compile(block, str(README), "exec"), {})
+    assert "fetched a step" in capsys.readouterr().out
