@@ -11,7 +11,11 @@ __all__ = ["GeminiError", "Manager", "Range", "Span", "parse_bytes", "version"]
 
 
 def version() -> str:
-    """The version of the C library that is loaded."""
+    """The version of the C library that is loaded.
+
+    Returns:
+        "MAJOR.MINOR.PATCH".
+    """
     from . import abi
 
     return abi.library().version().decode()

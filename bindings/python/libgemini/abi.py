@@ -364,7 +364,7 @@ _OTHERS: dict[str, tuple[typing.Any, list[typing.Any]]] = {
 
 
 class GeminiError(RuntimeError):
-    """A call that the library, or this package, refused.
+    """A call that the library, or this package, refused. Its text says what was refused, and which limit it breaks.
 
     Attributes:
         status: The name of the error's code without GEMINI_ERR_, such as "OOM_DEVICE"; STATUS has all of them.

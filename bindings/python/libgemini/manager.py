@@ -344,6 +344,9 @@ class Manager:
     def arena_destroy(self, arena: int) -> None:
         """Drops an arena, its tensors and its bytes. Blocks until copies and updates that touch it are done.
 
+        Args:
+            arena: The arena; 0 is accepted.
+
         Raises:
             GeminiError: Status "BUSY": a part is acquired or pinned, or another arena follows it.
         """
@@ -351,7 +354,17 @@ class Manager:
         self._element_bytes.pop(arena, None)
 
     def arena_info(self, arena: int) -> abi.ArenaInfo:
-        """What an arena is: gemini_arena_info_t, with sizes in bytes."""
+        """What an arena is and where its bytes are.
+
+        Args:
+            arena: The arena.
+
+        Returns:
+            gemini_arena_info_t. Sizes are in bytes.
+
+        Raises:
+            GeminiError: Status "HANDLE": there is no such arena.
+        """
         info = abi.ArenaInfo()
         self.lib.arena_info(self.handle, arena, info)
         return info
@@ -396,13 +409,22 @@ class Manager:
     def tensor_unregister(self, tensor: int) -> None:
         """Forgets a tensor. Its bytes stay in the arena.
 
+        Args:
+            tensor: The tensor; 0 is accepted.
+
         Raises:
             GeminiError: Status "BUSY": it is acquired.
         """
         self.lib.tensor_unregister(self.handle, tensor)
 
     def tensor_find(self, name: str) -> int:
-        """The tensor of a name.
+        """Finds a tensor by its name.
+
+        Args:
+            name: The name.
+
+        Returns:
+            The tensor's handle.
 
         Raises:
             GeminiError: Status "NOT_FOUND": there is none.
@@ -412,21 +434,47 @@ class Manager:
         return out.value
 
     def tensor_counterpart(self, tensor: int, arena: int) -> int:
-        """The tensor of the same elements in an arena that follows or reuses the tensor's arena."""
+        """Finds the tensor of the same elements in another arena, such as a parameter's gradient.
+
+        Args:
+            tensor: The tensor.
+            arena: An arena that follows or reuses the tensor's arena.
+
+        Returns:
+            The other tensor's handle.
+
+        Raises:
+            GeminiError: There is no such tensor or arena, or the arena follows another one.
+        """
         out = ctypes.c_uint64()
         self.lib.tensor_counterpart(self.handle, tensor, arena, out)
         return out.value
 
     def tensor_state_set(self, tensor: int, state: str) -> None:
-        """Moves a tensor to the state "hold", "ready_for_reduce" or "free", which drops its bytes.
+        """Moves a tensor to another state.
+
+        Args:
+            tensor: The tensor.
+            state: "hold"; "ready_for_reduce": its gradient is complete; or "free": its bytes are dropped.
 
         Raises:
-            GeminiError: Status "STATE": docs/states.md does not allow the transition.
+            GeminiError: Status "STATE": docs/states.md does not allow the transition; nothing has changed.
+            ValueError: There is no such state.
         """
         self.lib.tensor_state_set(self.handle, tensor, _code(STATES, state, "state"))
 
     def tensor_info(self, tensor: int) -> abi.TensorInfo:
-        """What a tensor is and where: gemini_tensor_info_t, with sizes in bytes."""
+        """What a tensor is, its state, and where its bytes are.
+
+        Args:
+            tensor: The tensor.
+
+        Returns:
+            gemini_tensor_info_t. Sizes are in bytes.
+
+        Raises:
+            GeminiError: Status "HANDLE": there is no such tensor.
+        """
         info = abi.TensorInfo()
         self.lib.tensor_info(self.handle, tensor, info)
         return info
@@ -457,7 +505,15 @@ class Manager:
             yield
 
     def phase_set(self, phase: str) -> None:
-        """Says which phase of the iteration begins: "none", "forward", "backward" or "update". Between operators."""
+        """Says which phase of the iteration begins. Between operators.
+
+        Args:
+            phase: "none", "forward", "backward" or "update".
+
+        Raises:
+            GeminiError: Status "STATE": no iteration is open, or an operator is.
+            ValueError: There is no such phase.
+        """
         self.lib.phase_set(self.handle, _code(PHASES, phase, "phase"))
 
     def op_begin(self, name: str, stream: int = abi.STREAM_CALLER) -> None:
@@ -478,7 +534,15 @@ class Manager:
 
     @contextlib.contextmanager
     def operator(self, name: str, stream: int = abi.STREAM_CALLER) -> typing.Iterator[None]:
-        """A context manager: an operator. Arguments are those of op_begin()."""
+        """A context manager: an operator, which ends also after an exception.
+
+        Args:
+            name: As of op_begin().
+            stream: As of op_begin().
+
+        Raises:
+            GeminiError: As op_begin().
+        """
         self.op_begin(name, stream)
         with _ends(self.op_end):
             yield
@@ -495,6 +559,9 @@ class Manager:
             offset: Bytes from the beginning of the object.
             size_bytes: Length in bytes. 0: to the end of the tensor, or of what is used of the arena now.
             tier: "device" or "host".
+
+        Returns:
+            The range, which acquire() and the other methods take.
 
         Raises:
             GeminiError: There is no such object.
@@ -567,10 +634,17 @@ class Manager:
     def acquired(
         self, *ranges: Range, stream: int = abi.STREAM_CALLER
     ) -> typing.Iterator[list[ctypes.Array[ctypes.c_char]]]:
-        """A context manager: ranges are acquired within it. Arguments are those of acquire().
+        """A context manager: ranges are acquired within it, and released also after an exception.
 
-        It gives the bytes of each range, as Range.buffer(): on the simulated device, and for tier "host". For a GPU's
-        memory it gives an empty list; Range.address is what kernels take.
+        It gives a list with the bytes of each range, as Range.buffer() does, on the simulated device and for tier
+        "host". For a GPU's memory it gives an empty list; Range.address is what kernels take.
+
+        Args:
+            *ranges: As of acquire().
+            stream: As of acquire().
+
+        Raises:
+            GeminiError: As acquire().
         """
         self.acquire(*ranges, stream=stream)
         with _ends(lambda: self.release(*ranges, stream=stream)):
@@ -578,7 +652,16 @@ class Manager:
             yield [one.buffer() for one in ranges] if here else []
 
     def hint(self, *ranges: Range, tier: str) -> None:
-        """Brings ranges to a tier soon, if it has free memory. Nothing leaves for them."""
+        """Brings ranges to a tier soon, if it has free memory. Nothing leaves for them.
+
+        Args:
+            *ranges: What range() returned.
+            tier: "device", "host" or "file".
+
+        Raises:
+            GeminiError: There is no such object.
+            ValueError: There is no such tier.
+        """
         self.lib.hint(self.handle, self._accesses(ranges, tier), len(ranges))
 
     def move(self, *ranges: Range, tier: str) -> None:
@@ -594,11 +677,21 @@ class Manager:
         self.lib.move(self.handle, self._accesses(ranges, tier), len(ranges))
 
     def pin(self, range: Range) -> None:
-        """Brings a range to the device and keeps it there until unpin(). Pins nest."""
+        """Brings a range to the device and keeps it there until unpin(). Pins nest.
+
+        Args:
+            range: What range() returned.
+
+        Raises:
+            GeminiError: Status "OOM_DEVICE": it does not fit beside what is acquired, pinned and allocated.
+        """
         self.lib.pin(self.handle, self._accesses([range]))
 
     def unpin(self, range: Range) -> None:
         """Ends one pin().
+
+        Args:
+            range: What pin() was given, or a range of the same bytes.
 
         Raises:
             GeminiError: Status "STATE": the range is not pinned.
@@ -607,7 +700,14 @@ class Manager:
 
     @contextlib.contextmanager
     def pinned(self, range: Range) -> typing.Iterator[None]:
-        """A context manager: a range stays on the device within it."""
+        """A context manager: a range stays on the device within it.
+
+        Args:
+            range: As of pin().
+
+        Raises:
+            GeminiError: As pin().
+        """
         self.pin(range)
         with _ends(lambda: self.unpin(range)):
             yield
@@ -640,7 +740,13 @@ class Manager:
         return out.value
 
     def stream_native(self, stream: int) -> int | None:
-        """The cudaStream_t of a stream as a number.
+        """The stream as CUDA names it, for work that the caller queues.
+
+        Args:
+            stream: The stream.
+
+        Returns:
+            The cudaStream_t as a number; None: the default stream.
 
         Raises:
             GeminiError: Status "UNSUPPORTED": the device is the simulated one.
@@ -651,6 +757,9 @@ class Manager:
 
     def stream_destroy(self, stream: int) -> None:
         """Waits for a stream's work, then destroys it.
+
+        Args:
+            stream: The stream; 0 is accepted.
 
         Raises:
             GeminiError: Status "BUSY": the open operator runs on it.
@@ -680,6 +789,9 @@ class Manager:
     def stream_synchronize(self, stream: int) -> None:
         """Blocks until everything that is queued on a stream so far is done.
 
+        Args:
+            stream: The stream.
+
         Raises:
             GeminiError: The stream's work has failed, or a function of stream_call() has raised.
         """
@@ -705,12 +817,28 @@ class Manager:
         return out.value or 0
 
     def free(self, address: int, stream: int = abi.STREAM_CALLER) -> None:
-        """Frees what alloc() returned, after the work that is queued on the stream so far."""
+        """Frees device memory.
+
+        Args:
+            address: What alloc() returned.
+            stream: The memory is free after the work that is queued on it so far.
+
+        Raises:
+            GeminiError: Status "INVALID": nothing is allocated at that address.
+        """
         self.lib.free(self.handle, address, stream)
 
     @contextlib.contextmanager
     def allocated(self, size: int | str, stream: int = abi.STREAM_CALLER) -> typing.Iterator[int]:
-        """A context manager: gives the address of device memory, and frees it at its end. Arguments as of alloc()."""
+        """A context manager: gives the address of device memory, and frees it at its end.
+
+        Args:
+            size: As of alloc().
+            stream: As of alloc() and free().
+
+        Raises:
+            GeminiError: As alloc().
+        """
         address = self.alloc(size, stream)
         with _ends(lambda: self.free(address, stream)):
             yield address
@@ -733,12 +861,27 @@ class Manager:
         return out.value or 0
 
     def host_free(self, address: int) -> None:
-        """Frees what host_alloc() returned, at once: no queued work may use it any more."""
+        """Frees page-locked host memory at once: no queued work may use it any more.
+
+        Args:
+            address: What host_alloc() returned.
+
+        Raises:
+            GeminiError: Status "INVALID": no block begins at that address.
+        """
         self.lib.host_free(self.handle, address)
 
     @contextlib.contextmanager
     def host_block(self, size: int | str, alignment: int = 0) -> typing.Iterator[ctypes.Array[ctypes.c_char]]:
-        """A context manager: gives page-locked host memory as a buffer, and frees it. Arguments as of host_alloc()."""
+        """A context manager: gives page-locked host memory as a buffer, and frees it at its end.
+
+        Args:
+            size: As of host_alloc().
+            alignment: As of host_alloc().
+
+        Raises:
+            GeminiError: As host_alloc().
+        """
         size = parse_bytes(size, "size")
         address = self.host_alloc(size, alignment)
         with _ends(lambda: self.host_free(address)):
@@ -747,6 +890,9 @@ class Manager:
     # ---- data
     def zero(self, range: Range) -> None:
         """Makes a range read as zero. Whole chunks cost nothing until they are used.
+
+        Args:
+            range: What range() returned.
 
         Raises:
             GeminiError: Status "BUSY": a part of it is acquired.
@@ -791,6 +937,9 @@ class Manager:
             range: A multiple of the dtype's size.
             dtype: "f32", "bf16", "f16" or "f64".
             stream: The work that produced the range.
+
+        Returns:
+            The norm.
 
         Raises:
             GeminiError: A chunk could not be brought to the host, or an update has failed.
@@ -897,6 +1046,9 @@ class Manager:
     def trace_save(self, path: str | os.PathLike[str]) -> None:
         """Writes the last complete iteration's trace to a text file; docs/trace.md has its format.
 
+        Args:
+            path: The file.
+
         Raises:
             GeminiError: Status "STATE": there is none yet. "IO" or "OOM_FILE": writing failed.
         """
@@ -904,6 +1056,9 @@ class Manager:
 
     def trace_load(self, path: str | os.PathLike[str]) -> None:
         """Takes a saved trace instead of warm-up, and plans from it.
+
+        Args:
+            path: The file.
 
         Raises:
             GeminiError: Status "FORMAT": the file is no trace, or of other arenas. "STATE": an iteration is open.
@@ -942,7 +1097,11 @@ class Manager:
         return out
 
     def explain(self) -> str:
-        """The plan in words: what stays on the device, what comes and goes, and what a step waits for."""
+        """The plan in words.
+
+        Returns:
+            What stays on the device, what comes and goes, and what a step waits for; several lines.
+        """
         length = ctypes.c_uint64()
         self.lib.plan_explain(self.handle, None, 0, length)
         text = ctypes.create_string_buffer(length.value + 1)
@@ -950,7 +1109,11 @@ class Manager:
         return text.value.decode()
 
     def dump(self) -> str:
-        """The manager's state in words: what is where, what is acquired, which threads wait for what. Never waits."""
+        """The manager's state in words, for when the program hangs. Never waits.
+
+        Returns:
+            What is where, what is acquired, which operator is open, and which threads wait inside the library for what.
+        """
         size, length = 1 << 16, ctypes.c_uint64()
         while True:
             text = ctypes.create_string_buffer(size)

@@ -51,7 +51,11 @@ class Span:
         self._element_bytes = sizes
 
     def buffers(self) -> list[ctypes.Array[ctypes.c_char]]:
-        """The bytes in each arena, valid until the function returns: see buffer(). Not for a GPU's memory."""
+        """The bytes of the part in each arena, valid until the function returns. Not for a GPU's memory.
+
+        Returns:
+            Objects with the buffer protocol, such as numpy.frombuffer() takes, in the order of addresses.
+        """
         return [
             buffer(address, self.element_count * size) for address, size in zip(self.addresses, self._element_bytes)
         ]

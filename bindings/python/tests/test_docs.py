@@ -9,8 +9,10 @@ import re
 
 import pytest
 
+import libgemini
 import libgemini.torch as gm
 import page
+from libgemini.torch.optim import Optimizer
 
 PAGE = pathlib.Path(__file__).parents[3] / "docs" / "pytorch.md"
 README = PAGE.parents[1] / "README.md"
@@ -71,3 +73,37 @@ def test_the_readmes_example_without_torch_runs(capsys):
     (block,) = [block for block in page.BLOCK.findall(README.read_text()) if "Manager(" in block]
     exec(compile(block, str(README), "exec"), {})
     assert "fetched a step" in capsys.readouterr().out
+
+
+def public_functions():
+    """(name, function) of all that users call."""
+    for module in libgemini, gm:
+        for name in module.__all__:
+            value = getattr(module, name)
+            if inspect.isfunction(value):
+                yield f"{module.__name__}.{name}", value
+    for kind, names in (
+        (libgemini.Manager, [*vars(libgemini.Manager)]),
+        (libgemini.Range, ["buffer"]),
+        (libgemini.Span, ["buffers"]),
+        (Optimizer, ["__init__", "add_param_group", "load_state_dict", "state_dict", "step", "zero_grad"]),
+    ):
+        for name in names:
+            value = getattr(kind, name)
+            if inspect.isfunction(value) and (not name.startswith("_") or name == "__init__"):
+                yield f"{kind.__name__}.{name}", value
+
+
+def test_docstrings_tell_arguments_and_results():
+    """Each argument has its line below "Args:", each result "Returns:", unless it is a context manager."""
+    missing, count = [], 0
+    for name, function in public_functions():
+        text, signature = inspect.getdoc(function) or "", inspect.signature(function)
+        told = set(re.findall(r"^    \*{0,2}(\w+): ", text.partition("Args:\n")[2].partition("\n\n")[0], re.MULTILINE))
+        if told != set(signature.parameters) - {"self"}:
+            missing.append(f"{name}: {told ^ (set(signature.parameters) - {'self'})}")
+        gives = signature.return_annotation not in ("None", "typing.NoReturn", inspect.Signature.empty)
+        if gives and not re.search(r"^Returns:\n    \S|[Cc]ontext manager", text, re.MULTILINE):
+            missing.append(f"{name}: what it returns")
+        count += 1
+    assert not missing and count > 80

@@ -481,6 +481,9 @@ def stats_reset() -> None:
 def explain() -> str:
     """The plan in words.
 
+    Returns:
+        What stays on the device, what comes and goes, and what a step waits for; several lines.
+
     Raises:
         GeminiError: There is no session.
     """
