@@ -1,10 +1,10 @@
-"""Tensors that autograd saves for the backward pass, in an arena of their own: they come and go as parameters do.
+"""Offloaded activations: tensors that autograd saves for the backward pass, in an arena of their own.
 
-What is saved is copied to a place of the arena, and torch may free its own; when the backward pass wants it, it gets a
-tensor over the place, which is held on the device until torch lets go of that tensor's memory. Places are given out
-lowest address first, so that each step of a loop that repeats itself has the same ones, and the plan is made with them.
+What autograd saves is copied to a place of the arena, and torch may free its own memory. The backward pass gets a
+tensor over the place, which stays acquired on the device until torch frees that tensor. The place with the lowest
+address is taken first. So a loop that repeats itself uses the same places in each step, and the plan knows them.
 
-Torch frees tensors at any time and on any thread: what that means for places is worked off by the next call here.
+torch frees tensors at any time, on any thread. The next call of this module frees their places.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -32,7 +32,7 @@ OPERATOR_SHARE = 8  # what is saved or wanted within an operator, beyond such a 
 
 
 class _Kept:
-    """A tensor that stays with torch, which checks the versions of tensors only where there are no hooks."""
+    """A tensor that stays with torch. It checks the version of the tensor, which torch does only without hooks."""
 
     __slots__ = ("tensor", "version")
 
@@ -59,7 +59,7 @@ class _Range:
 
 
 class _There(_Range):
-    """A tensor that was saved where it is: a parameter."""
+    """A saved tensor whose bytes are in an arena already, such as a parameter."""
 
     __slots__ = ("kept",)
 
@@ -69,7 +69,7 @@ class _There(_Range):
 
 
 class _Stored(_Range):
-    """A storage's bytes in the activations' arena. The place is free again when nothing refers to this."""
+    """The bytes of a storage in the arena of activations. The place becomes free when nothing refers to this object."""
 
     __slots__ = ("storage", "pointer", "version", "dead", "__weakref__")
 
@@ -85,7 +85,7 @@ class _Stored(_Range):
 
 
 class Activations:
-    """What autograd has saved in a session."""
+    """The activations that autograd has saved in a session."""
 
     def __init__(self, session):
         self.session = session
@@ -104,7 +104,7 @@ class Activations:
 
     # ---- places
     def first_window(self):
-        """Takes one, whose size the library may choose only now."""
+        """Takes the first window and returns the window size, which the library may choose only now."""
         manager, lib = self.session.manager, self.session.lib
         manager.take(self.arena, ALIGNMENT)
         lib.zero(self.session.handle, ctypes.byref(abi.Access(self.arena, 0, ALIGNMENT, 0, 0, None)))
@@ -114,7 +114,11 @@ class Activations:
         return window
 
     def place(self, size):
-        """Arena, offset, size, address of a new place, which may be larger than size."""
+        """Takes a new place.
+
+        Returns:
+            The arena, the offset, the size, which may be larger than the argument, and the device address.
+        """
         large = size >= WHOLE_WINDOWS * self.window
         alignment = self.window if large else ALIGNMENT
         size = -(-size // alignment) * alignment
@@ -127,10 +131,11 @@ class Activations:
         return self.arena, offset, size, self.session.arenas.arena_base(self.arena) + offset
 
     def windows(self, offset, size):
+        """The numbers of the windows that a range lies in."""
         return range(offset // self.window, -(-(offset + size) // self.window))
 
     def drain(self):
-        """Works off what torch has let go of: releases, frees places, drops the bytes of windows without any."""
+        """Handles what torch has freed: releases it, makes places free, and zeroes windows without places."""
         held, self.held = self.held, []
         for storage, access, stream, where in held:
             if storage.expired():
@@ -156,7 +161,7 @@ class Activations:
             del empty[:count]
 
     def close(self):
-        """What torch still has is of no use from now on."""
+        """Releases everything. Tensors that torch still has must not be used."""
         self.drain()
         for _, access, stream, _ in self.held:
             self.session.lib.release(self.session.handle, ctypes.byref(access), 1, stream)
@@ -164,7 +169,7 @@ class Activations:
 
     # ---- operators
     def begin(self, where):
-        """A range is about to be acquired: in the open operator, or in a new one if that has many already."""
+        """Prepares to acquire a range in the open operator, or in a new one if that has acquired much already."""
         session = self.session
         if not session.brackets.iteration:
             return
@@ -185,13 +190,14 @@ class Activations:
 
     # ---- hooks
     def arena_at(self, address):
-        """Handle and base of the arena that an address is in, or None."""
+        """The handle and base address of the arena that an address is in, or None."""
         if len(self.arenas) != len(self.session.arenas.handles):
             infos = [(self.session.manager.arena_info(arena), arena) for arena in self.session.arenas.handles.values()]
             self.arenas = [(info.base, info.base + info.capacity_bytes, arena) for info, arena in infos]
         return next(((arena, base) for base, end, arena in self.arenas if base <= address < end), None)
 
     def here(self, tensor):
+        """Whether a tensor can be saved here: a plain one on the session's device."""
         device = self.session.device
         return (
             type(tensor) in (torch.Tensor, torch.nn.Parameter, ManagedTensor, ManagedParameter)
@@ -204,7 +210,7 @@ class Activations:
         )
 
     def pack(self, kept, least_bytes, tensor):
-        """Autograd saves a tensor: what it shall keep instead."""
+        """A hook: autograd saves a tensor. Returns what autograd keeps instead."""
         with _plain(), torch.no_grad():
             if not self.here(tensor):
                 return _Kept(tensor)
@@ -224,6 +230,7 @@ class Activations:
             return stored, dtype, shape, stride, tensor.storage_offset()
 
     def store(self, storage, version):
+        """Copies a storage to a new place."""
         session = self.session
         self.drain()
         size = storage.nbytes()
@@ -237,7 +244,7 @@ class Activations:
         return stored
 
     def unpack(self, packed):
-        """Autograd wants it: on the device until it lets go of it."""
+        """A hook: autograd needs a saved tensor. It stays acquired on the device until torch frees it."""
         if isinstance(packed, _Kept):
             return packed.get()
         session = self.session
@@ -256,7 +263,7 @@ class Activations:
 
     @contextlib.contextmanager
     def saving(self, least_bytes):
-        """What autograd saves within, of least_bytes or more, is saved here."""
+        """A context manager: tensors of least_bytes or more that autograd saves within it are saved here."""
         tensors = [
             one for model in self.session.models for one in (*model.module.buffers(), *model.module.parameters())
         ]
@@ -267,7 +274,7 @@ class Activations:
 
 
 def activations(session):
-    """The session's."""
+    """The Activations of a session, made at the first use."""
     if session.activations is None:
         session.activations = Activations(session)
     return session.activations

@@ -1,8 +1,8 @@
-"""Whose memory torch's own tensors on the GPU are: activations, gradients on their way, workspace.
+"""Where torch allocates its own tensors on the GPU: activations, gradients on their way, workspace.
 
-"pool": torch's caching allocator asks the session for segments, so that these and the model's chunks share one budget,
-and running out means that chunks leave. "process": every allocation of the process is the session's. "torch": torch's
-own; device_memory should then leave room beside it. See docs/hook.md.
+"pool": torch's caching allocator takes its segments from the session. So these tensors and the chunks of the model
+share one budget, and chunks leave when it runs out. "process": the session serves every allocation of the process.
+"torch": torch's own memory, for which device_memory has to leave room. See docs/hook.md.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -26,19 +26,21 @@ _process = False  # whether this process' allocator is ours, which is for good
 
 
 def _has_pools():
-    """Whether one pool can serve all threads, those of autograd, too: since torch 2.8 it is the pool that knows whom to
-    ask."""
+    """Whether one memory pool can serve all threads, including those of autograd: since torch 2.8."""
     return internals.end_allocating_to is not None
 
 
 @functools.cache
 def _pluggable():
-    """The library as torch's allocators call it. Never freed: torch keeps pointers to it."""
+    """The allocator functions of the library, as torch takes them.
+
+    They are never freed, as torch keeps pointers to them.
+    """
     return torch.cuda.memory.CUDAPluggableAllocator(abi.library().path, "gemini_torch_malloc", "gemini_torch_free")
 
 
 def choose(kind, cuda):
-    """The kind that init() was told, or that is usual; to be called before anything starts CUDA."""
+    """Chooses the kind: the one that init() was given, or the default. Call it before anything initializes CUDA."""
     global _process
     if kind is not None and kind not in KINDS:
         raise ValueError(f"allocator is {kind!r}: want one of {', '.join(KINDS)}")
@@ -66,18 +68,18 @@ def choose(kind, cuda):
 
 
 class Process:
-    """Every allocation comes to the library."""
+    """The session serves every allocation of the process."""
 
     def __init__(self, session):
         self.session = session
         session.lib.hook_set(session.handle, 0)
 
     def suspended(self):
+        """A context manager: torch allocates its own memory within it."""
         return contextlib.nullcontext()
 
     def close(self, force=False):
-        """Torch gives back what it holds; tensors that are left are an error, unless they are to be left to their
-        fate."""
+        """Frees what torch has cached. Raises GeminiError if tensors are left, unless force."""
         self.give_back()
         left = self.session.manager.stats()["nonmodel_bytes"]
         if left and not force:
@@ -89,6 +91,7 @@ class Process:
             )
 
     def give_back(self):
+        """Has torch free its caches and workspaces."""
         internals.clear_workspaces()
         torch.backends.cuda.cufft_plan_cache.clear()
         gc.collect()
@@ -96,10 +99,10 @@ class Process:
 
 
 class Pool(Process):
-    """Torch's caching allocator, on any thread and stream, asks the library for segments.
+    """torch's caching allocator takes its segments from the session, on all threads and streams.
 
-    To torch that is as if a graph was captured all the time: memory of tensors with record_stream() comes back only
-    when the routing ends, and what a graph captures needs suspended().
+    torch treats this like a permanent capture of a CUDA graph. So memory of tensors with record_stream() comes back
+    only when the pool ends, and the capture of a graph needs suspended().
     """
 
     def __init__(self, session):
@@ -120,7 +123,7 @@ class Pool(Process):
 
     @contextlib.contextmanager
     def suspended(self):
-        """What torch allocates within is its own."""
+        """A context manager: torch allocates its own memory within it."""
         was = self.routed
         if was:
             self.end()
@@ -139,5 +142,5 @@ class Pool(Process):
 
 
 def start(kind, session):
-    """What serves a session's torch, or None."""
+    """Starts the service of a kind for a session. Returns None for "torch"."""
     return {"pool": Pool, "process": Process}[kind](session) if kind != "torch" else None

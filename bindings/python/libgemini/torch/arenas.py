@@ -1,7 +1,7 @@
-"""Where tensors live: the arenas of a session, by kind and dtype, and the places of tensors in them.
+"""Where tensors are stored: the arenas of a session, one for each kind and dtype, and the places of tensors in them.
 
-A place is a range of an arena, with one address on the device for life. It is given back when nothing of torch's refers
-to its storage any more, which is looked at before the next place is taken.
+A place is a range of an arena. Its device address never changes. The range is reused once no tensor refers to its
+storage any more; this is checked before the next place is taken.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -44,7 +44,7 @@ ALIGNMENT = 256  # elements, of gemini_arena_take()
 
 
 def in_backward() -> bool:
-    """Whether autograd is calling us."""
+    """Whether autograd is calling us, during a backward pass."""
     return internals.graph_task() != -1
 
 
@@ -52,10 +52,18 @@ _Pieces = typing.Iterator[tuple[int, torch.Tensor]]
 
 
 class Place:
-    """Where a tensor's bytes live: a range of an arena, with one address on the device for life.
+    """A range of an arena that stores one tensor. Its device address never changes.
 
-    tensor is the plain torch tensor over that address: to be read and written only between acquire and release. The
-    bytes live as long as any tensor over its storage does, whoever has it: see Arenas.free_places().
+    The range stays in use as long as any tensor over its storage exists, whoever holds that tensor: see
+    Arenas.free_places().
+
+    Attributes:
+        tensor: A plain torch tensor over the address. It may be read or written only while the range is acquired.
+        arena: The handle of the arena.
+        offset: Where the range begins in the arena, in bytes.
+        object: The handle that the library knows the range by: a registered tensor, or the arena.
+        base: Where the range begins in object, in bytes.
+        stride: The strides in elements. They are dense: there are no gaps.
     """
 
     __slots__ = (
@@ -112,7 +120,10 @@ class Place:
         self.stride = tuple(self.tensor.stride())  # in elements, without gaps
 
     def __del__(self):
-        """Nobody knows it any more; torch may still have its storage. Any thread can be here at any time."""
+        """Queues the range for reuse.
+
+        Python may call this on any thread at any time, and torch may still have tensors over the storage.
+        """
         if self.tensor is None or not self.elements:
             return
         (self.follows or self).storages.append(StorageWeakRef(self.tensor.untyped_storage()))
@@ -128,18 +139,18 @@ class Place:
         return self.tensor.is_contiguous()
 
     def has(self, tensor: torch.Tensor) -> bool:
-        """Whether a managed tensor is all of it, in its order."""
+        """Whether a managed tensor covers the whole place, with the same shape, dtype and strides."""
         return (tensor.data_ptr(), tensor.shape, tensor.dtype) == (self.address, self.shape, self.dtype) and tuple(
             tensor.stride()
         ) == self.stride
 
     def in_order(self, values: torch.Tensor) -> torch.Tensor:
-        """Values, of the same number of elements, as one dimension, in the order in which they lie here."""
+        """Reshapes values of the same number of elements to one dimension, in the order of the elements in memory."""
         order = sorted(range(len(self.shape)), key=lambda i: (-self.stride[i], i))
         return values.reshape(self.shape).permute(order).reshape(-1)
 
     def register(self, name: str) -> None:
-        """A parameter's place becomes a tensor of the library's, with a name that its messages have."""
+        """Registers the place as a tensor of the library, so that messages name the parameter."""
         lib, handle, out = self.session.lib, self.session.handle, ctypes.c_uint64()
         for number in itertools.count(1):
             unique = (name if number == 1 else f"{name}#{number}").encode()[-127:]
@@ -154,13 +165,18 @@ class Place:
     def access(
         self, mode: int, tier: int = abi.TIER_DEVICE, offset: int = 0, size_bytes: int | None = None
     ) -> abi.Access:
+        """A request to acquire a part of the place; all of it by default. offset, size_bytes: in bytes."""
         return abi.Access(
             self.object, self.base + offset, self.size_bytes if size_bytes is None else size_bytes, mode, tier, None
         )
 
     def host_pieces(self, mode: int, begin: int = 0, end: int | None = None) -> _Pieces:
-        """Yields (first element, CPU tensor of one dimension) over the elements from begin to end, or all, acquired on
-        the host one after another."""
+        """Acquires the elements from begin to end on the host, one piece after another.
+
+        Yields:
+            The first element of a piece, and a CPU tensor of one dimension over the piece, valid until the next
+            one.
+        """
         end = self.elements if end is None else end
         step = PIECE_BYTES // self.dtype.itemsize
         if (
@@ -176,9 +192,13 @@ class Place:
     def device_pieces(
         self, mode: int, piece_bytes: int = PIECE_BYTES, begin: int = 0, end: int | None = None
     ) -> _Pieces:
-        """Yields (first element, plain tensor of one dimension) over the elements from begin to end, or all, acquired
-        on
-        the device one after another: for when the host has no room, through which the library itself would go."""
+        """Acquires the elements from begin to end on the device, one piece after another.
+
+        This is for a host without room, through which host_pieces() would have to move the bytes.
+
+        Yields:
+            The first element of a piece, and a tensor of one dimension over the piece, valid until the next one.
+        """
         end = self.elements if end is None else end
         flat, step = self.tensor.as_strided((self.elements,), (1,)), piece_bytes // self.dtype.itemsize
         for first in range(begin, end, step):
@@ -188,13 +208,13 @@ class Place:
                 yield first, piece
 
     def read(self) -> torch.Tensor:
-        """A copy on the CPU, in memory of its own, with the place's strides."""
+        """Copies the values to a CPU tensor with the strides of the place."""
         out = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="cpu")
         self.read_to(out.as_strided((self.elements,), (1,)))
         return out
 
     def read_to(self, out: torch.Tensor, begin: int = 0) -> None:
-        """Fills a CPU tensor of one dimension with the elements from begin on, in the order in which they lie."""
+        """Copies elements, from begin on and in memory order, to a CPU tensor of one dimension."""
         for pieces in self.host_pieces, self.device_pieces:
             try:
                 for first, piece in pieces(abi.READ, begin=begin, end=begin + out.numel()):
@@ -205,7 +225,7 @@ class Place:
                     raise
 
     def write(self, values: torch.Tensor) -> None:
-        """Copies values, of the same number of elements and any dtype, from the CPU or the session's device."""
+        """Copies values of the same number of elements, of any dtype, from the CPU or the device of the session."""
         flat = self.in_order(values.detach())
         # What is page-locked in several parts, as the host tier may be, CUDA does not copy at once.
         pieces = self.device_pieces if self.session.cuda and flat.is_cuda else self.host_pieces
@@ -213,18 +233,21 @@ class Place:
             piece.copy_(flat[first : first + piece.numel()])
 
     def zero(self) -> None:
+        """Makes all elements zero."""
         if self.elements:  # else it would be all of the arena
             self.session.lib.zero(self.session.handle, ctypes.byref(self.access(0)))
 
 
 def window_bytes(device_memory: int, cuda: bool) -> int:
-    """The size of chunks that the budget is about a thousand of: few enough that their number costs nothing, and small
-    enough that what an operator needs is not much less than what comes for it. A GPU maps 2 MiB at least."""
+    """Chooses the chunk size: about a thousandth of the device budget.
+
+    Fewer chunks cost less; smaller chunks waste less around what an operator needs. A GPU maps at least 2 MiB at once.
+    """
     return min(max(1 << max(device_memory // 1024, 1).bit_length() - 1, 2 << 20 if cuda else 64 << 10), 32 << 20)
 
 
 class Arenas:
-    """The arenas of a session, and what is free in them."""
+    """The arenas of a session and their free ranges."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -235,7 +258,10 @@ class Arenas:
         self.left: collections.deque[tuple[typing.Any, ...]] = collections.deque()
 
     def arena(self, kind: str, dtype: torch.dtype, like: int = 0) -> int:
-        """The arena of a kind for tensors of dtype; like: the arena of the parameters that these belong to."""
+        """Returns the arena of a kind and dtype, and creates it at its first use.
+
+        like: the arena of the parameters that its tensors belong to, or 0.
+        """
         key = kind, dtype, like
         if key not in self.handles:
             name = f"{kind}.{str(dtype).removeprefix('torch.')}" + (f".{self.bases[like][1]}" if like else "")
@@ -250,6 +276,7 @@ class Arenas:
         return self.handles[key]
 
     def arena_base(self, arena: int) -> int:
+        """The first device address of an arena."""
         return self.bases[arena][0]
 
     def place(
@@ -260,7 +287,7 @@ class Arenas:
         name: str,
         stride: typing.Sequence[int] | None = None,
     ) -> Place:
-        """A new tensor, which reads as zero, in an arena that follows no other."""
+        """Takes a place for a new tensor, which reads as zero, in an arena that follows no other arena."""
         self.free_places()
         arena, alignment = self.arena(kind, dtype), ALIGNMENT * dtype.itemsize
         size = -(-max(1, torch.Size(shape).numel()) // ALIGNMENT) * alignment
@@ -270,20 +297,23 @@ class Arenas:
         return Place(self.session, arena, offset, shape, dtype, name, stride)
 
     def place_of(self, tensor: ManagedTensor, kind: str) -> Place:
-        """A new place with the values and strides of a managed tensor."""
+        """Takes a new place and copies the values and strides of a managed tensor to it."""
         place = self.place(kind, tensor.shape, tensor.dtype, tensor._gm_place.name, dense_stride(tensor))
         place.write(tensor.detach().clone())
         return place
 
     def free_places(self) -> None:
-        """The bytes of places that were left cost nothing from now on, if no tensor is over them any more."""
+        """Reuses the ranges of deleted places, except those whose storage still has tensors."""
         for _ in range(len(self.left)):
             left = self.left.popleft()
             if not all(storage.expired() for storage in left[4]) or not self.free_place(*left[:4]):
                 self.left.append(left)
 
     def free_place(self, arena: int, offset: int, size: int, tensor: int) -> bool:
-        """Also of its gradient and states, which lie likewise in the arenas that follow its own. False: not yet."""
+        """Zeroes a range, and the same range in the arenas of its gradient and states, and makes it reusable.
+
+        Returns False if the library refuses it for now.
+        """
         (itemsize,) = (dtype.itemsize for (_, dtype, _), handle in self.handles.items() if handle == arena)
         followers = [
             (handle, dtype.itemsize)
@@ -309,7 +339,7 @@ class Arenas:
         return True
 
     def counterpart(self, place: Place, kind: str, dtype: torch.dtype) -> Place:
-        """Of a parameter's place: the same elements in the arena of another kind, which follows the parameter's."""
+        """The place of the same elements in the arena of another kind, such as a parameter's gradient."""
         arena = self.arena(kind, dtype, place.arena)
         other = Place(
             self.session,
@@ -328,7 +358,7 @@ class Arenas:
         return other
 
     def gradients_zero(self) -> None:
-        """Nothing of the gradients' arenas is needed any more: their chunks cost nothing until they are written."""
+        """Zeroes all arenas of gradients. Their chunks take no memory until they are written again."""
         for (kind, *_), arena in self.handles.items():
             if kind == "grad":
                 self.session.lib.zero(self.session.handle, ctypes.byref(abi.Access(arena, 0, 0, 0, 0, None)))

@@ -1,7 +1,7 @@
-"""The backward pass: operators in reverse order, and gradients on their way to where they live.
+"""The backward pass: its operators, and gradients on their way to their arenas.
 
-Each operator begins when autograd reaches the first node of the function that used the parameters in the forward pass,
-and ends when the next one begins.
+The operators of the forward pass come again in reverse order. Each begins when autograd reaches the first node of the
+function that used the parameters in the forward pass. It ends when the next one begins.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -24,7 +24,7 @@ if typing.TYPE_CHECKING:
 
 
 class Backward:
-    """What of a session's backward pass is under way."""
+    """The state of the backward pass that is running."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -36,7 +36,7 @@ class Backward:
         self.landed: list[tuple[Record, torch.Tensor, int | None]] = []
 
     def begin(self) -> None:
-        """Autograd is calling us: if for the first time in this backward pass, that begins."""
+        """Called by hooks of autograd. The first call in a backward pass begins its phase."""
         task = internals.graph_task()
         if self.task == task:
             return
@@ -49,9 +49,10 @@ class Backward:
             self.session.arenas.gradients_zero()
 
     def operator(self, use: Use) -> None:
-        """Autograd has reached the function of a use: what it read is there until it reaches the next one.
+        """Autograd has reached the function of a use: acquires what it reads, until autograd reaches the next function.
 
-        In between, checkpointing may run functions forward again: operators of their own, beside what is held here.
+        Activation checkpointing may run forward functions in between. They are operators of their own, and what is held
+        here stays acquired beside them.
         """
         if torch.is_grad_enabled():
             raise GeminiError(
@@ -67,8 +68,7 @@ class Backward:
         self.held = use, stream
 
     def leave_function(self) -> None:
-        """The backward pass has left a function: what it held may go, and its gradients may take the parameters'
-        place."""
+        """The backward pass has left a function: releases what it held, and stores its gradients."""
         held, self.held = self.held, None
         if held:
             self.session.holds.release_use(*held)
@@ -77,7 +77,10 @@ class Backward:
             self.session.activations.drain()
 
     def store_landed(self, only: Record | None = None) -> None:
-        """What autograd has put into .grad goes to where gradients live; only: one parameter's."""
+        """Stores gradients that autograd has put into .grad in their arenas.
+
+        only: the record of one parameter, or None for all.
+        """
         landed = [one for one in self.landed if only is None or one[0] is only]
         self.landed = [one for one in self.landed if only is not None and one[0] is not only]
         for record, gradient, stream in landed:
@@ -94,7 +97,9 @@ class Backward:
             self.session.rule_of[record].landed(record)
 
     def land(self, record: Record) -> None:
-        """A gradient is wanted before the backward pass has left its function, or after an exception has ended that."""
+        """Stores a gradient now that is needed before the backward pass has left its function, or after an exception
+        has ended the backward pass.
+        """
         if not self.landed:
             return
         if not in_backward():
@@ -103,7 +108,7 @@ class Backward:
             self.store_landed(record)
 
     def settle(self) -> None:
-        """The backward pass is over, or an exception ended it; no operator is open any more."""
+        """The backward pass is over, or an exception ended it. Releases what is held and ends the operator."""
         self.task = -1
         self.leave_function()
         self.session.brackets.op_end()

@@ -1,7 +1,8 @@
-"""The brackets of a training step: iterations, phases and operators, as the library is told of them.
+"""Iterations, phases and operators: where in a training step a session is, as the library is told.
 
-Every use of a parameter is an operator. An iteration begins with a forward pass of a prepared model, goes on with
-others while there are gradients or a graph of an earlier one lives, and ends with an optimizer's step.
+Each use of a parameter is an operator. An iteration begins with a forward pass of a prepared model. It includes further
+forward passes while there are gradients, or while the autograd graph of an earlier pass exists. It ends with an
+optimizer's step, or, without gradients, with the forward pass.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -25,8 +26,10 @@ MOST_PASSES = 64  # forward passes in an iteration without a gradient: who never
 
 
 def level_of_caller() -> int:
-    """The stacklevel for a warning of the function that asks: of who called it from outside of torch and libgemini. How
-    many frames of torch are around a step depends on its version, and on whether anything was compiled."""
+    """Finds the stacklevel for a warning, so that it points to code outside of torch and libgemini.
+
+    The number of torch's frames around a step depends on its version and on whether anything was compiled.
+    """
     frame = sys._getframe(1)
     level = 1
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "libgemini"):
@@ -36,11 +39,22 @@ def level_of_caller() -> int:
 
 
 class Graph:
-    """Lives as long as the autograd graph of a forward pass."""
+    """A mark that exists as long as the autograd graph of a forward pass."""
 
 
 class Brackets:
-    """Where in a training step a session is."""
+    """Where in a training step a session is.
+
+    Attributes:
+        iteration: "train" or "infer" while an iteration is open; otherwise None.
+        called: Whether there has been an iteration.
+        graph: The mark of the forward pass that is running; otherwise None.
+        graphs: The marks of all forward passes of the iteration.
+        phase: The phase that the library was told last.
+        op_open: Whether an operator is open.
+        op_number: How many operators have begun so far.
+        depth: How many forward passes of prepared models are running, one inside another.
+    """
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -54,7 +68,7 @@ class Brackets:
         self.depth = 0  # forward passes of these that run, one within the other
 
     def op_begin(self, name: bytes) -> None:
-        """Ends the operator before, and begins one if we are in an iteration."""
+        """Ends the open operator. Begins another one if an iteration is open."""
         self.op_end()
         if self.iteration:
             self.op_open = True
@@ -62,6 +76,7 @@ class Brackets:
             self.session.lib.op_begin(self.session.handle, name, self.session.holds.stream())
 
     def op_end(self) -> None:
+        """Ends the operator if one is open."""
         if self.op_open:
             try:
                 self.session.lib.op_end(self.session.handle)
@@ -72,12 +87,14 @@ class Brackets:
             self.op_open = False
 
     def set_phase(self, phase: int) -> None:
+        """Tells the library the phase if it has changed. An operator that is open ends."""
         if self.iteration and self.phase != phase:
             self.op_end()
             self.session.lib.phase_set(self.session.handle, phase)
             self.phase = phase
 
     def iteration_begin(self, kind: str) -> None:
+        """Begins an iteration. kind: "train" or "infer"."""
         try:
             self.session.lib.iteration_begin(self.session.handle)
         except GeminiError as error:
@@ -90,13 +107,13 @@ class Brackets:
         self.graphs.clear()
 
     def pass_begin(self) -> None:
-        """A forward pass of the iteration begins."""
+        """Notes that a forward pass of the iteration begins."""
         if torch.is_grad_enabled():
             self.graph = Graph()
             self.graphs.append(weakref.ref(self.graph))
 
     def awaits_backward(self) -> bool:
-        """Whether a backward pass may come for what was done in this iteration, or has come and a step may."""
+        """Whether the iteration may still get a backward pass, or an optimizer step for gradients that exist."""
         return (
             bool(self.session.given)
             or any(record.has_grad for record in self.session.records)
@@ -105,6 +122,7 @@ class Brackets:
         )
 
     def iteration_end(self) -> None:
+        """Ends the iteration if one is open. Warns if the library cannot plan for such iterations."""
         self.session.backward.settle()
         if self.iteration:
             self.iteration = None

@@ -1,8 +1,10 @@
-"""Checkpoints: weights as transformers writes and reads them, what an optimizer needs to go on, all or nothing.
+"""Checkpoints: weights in the format of transformers, and what an optimizer needs to go on. Each is written as a whole
+or not at all.
 
 A folder holds model.safetensors (or shards and their index), config.json, optimizer.safetensors (or shards), and
 training.pt: groups and small states of the optimizer, random states, and what the caller adds. libgemini.json has the
-checksums. A checkpoint is written beside the folder and takes its place in one step when it is whole and on the disk.
+checksums. A checkpoint is written beside the folder, and replaces the folder in one step once it is complete and on the
+disk.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -43,7 +45,7 @@ OURS = re.compile(r"(model|optimizer)(-\d{5}-of-\d{5})?\.safetensors(\.index\.js
 
 # ---- one folder in the place of another
 def _exchange(one, other):
-    """Swaps two names in one step; False where the system cannot."""
+    """Exchanges two names in one step. Returns False if the system cannot."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     at_cwd, exchange = -100, 2
     if rename is None:
@@ -65,7 +67,7 @@ def _sync(path):
 
 
 def _identity(path):
-    """What is another one when a file has been written or replaced; None if there is none."""
+    """A value that changes when a file is written or replaced; None if there is no file."""
     try:
         now = os.lstat(path)
     except FileNotFoundError:
@@ -75,8 +77,10 @@ def _identity(path):
 
 @contextlib.contextmanager
 def _alone(folder):
-    """Nobody else saves into the folder meanwhile. The lock is a file of its own, as the folders take each other's
-    names."""
+    """A context manager: no other process saves into the folder.
+
+    The lock is a separate file, as the folders exchange their names.
+    """
     path = folder + ".saving.lock"
     os.makedirs(os.path.dirname(folder), exist_ok=True)
     while True:
@@ -100,11 +104,15 @@ def _alone(folder):
 
 
 def _keep_others(old, folder, taken, ours):
-    """Removes an old folder. What others have put into it since their files were taken over into the new one moves
-    there.
+    """Removes an old folder. Files that others have put into it since its files were taken over are moved to the new
+    one.
 
-    taken: name: identities of the file that was taken over, in the old folder and in the new one. ours: names of files
-    that the save itself has written."""
+    Args:
+        old: The old folder.
+        folder: The new folder.
+        taken: By name: the identities of a file that was taken over, in the old folder and in the new one.
+        ours: The names of files that the save itself has written.
+    """
     while True:
         for name in os.listdir(old):
             path, target = os.path.join(old, name), os.path.join(folder, name)
@@ -125,7 +133,7 @@ def _keep_others(old, folder, taken, ours):
 
 
 def _clear(left, folder):
-    """Removes what a save has left that was killed."""
+    """Removes what a killed save has left behind."""
     if os.path.isdir(left):
         if os.path.isdir(folder):
             _keep_others(left, folder, {}, ("config.json", "generation_config.json"))
@@ -135,12 +143,14 @@ def _clear(left, folder):
 
 @contextlib.contextmanager
 def _replacing(folder):
-    """Gives an empty folder; after the block it is on the disk and has the name of `folder`, at which at any time
-    either the old one or the new one is. Files of the caller's in the old one (a tokenizer's) are in the new one, too,
-    also those that come meanwhile.
+    """A context manager: gives an empty folder, which at the end is on the disk and gets the name `folder`.
 
-    Where the file system cannot exchange two names, the old one is FOLDER.previous for a moment: after a kill just
-    then, load() and the next save() take it from there."""
+    At any time either the old folder or the new one has that name. Other files of the old folder, such as a
+    tokenizer's, are taken over, also those that appear in the meantime.
+
+    If the file system cannot exchange two names, the old folder is FOLDER.previous for a moment. After a kill at that
+    moment load() and the next save() find it there.
+    """
     new, previous = folder + ".saving", folder + ".previous"
     with _alone(folder):
         if not os.path.exists(folder) and os.path.isdir(previous):
@@ -198,7 +208,7 @@ def _link(old, new):
 
 # ---- what is saved
 def _tensors_of(model):
-    """Each tensor of the model's state dict once, as [(names, tensor)]; the first name is the one it is saved under."""
+    """Each tensor of the model's state dict once, as (names, tensor). It is saved under the first name."""
     ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
     ties = getattr(model, "all_tied_weights_keys", None) or ()
     patterns = getattr(model, "_tied_weights_keys", None) or ()
@@ -237,7 +247,7 @@ def _parameter_names(optimizer, model):
 
 
 def _training_state(session, optimizer, model):
-    """Tensors for optimizer.safetensors, and what goes to training.pt."""
+    """The tensors for optimizer.safetensors, and the rest for training.pt."""
     names = _parameter_names(optimizer, model)
     tensors: list[typing.Any] = []
     small: dict[typing.Any, typing.Any] = {}
@@ -259,7 +269,7 @@ def _training_state(session, optimizer, model):
 
 
 def _pickled(training):
-    """training.pt as bytes, sure to be readable without running code."""
+    """The bytes of training.pt, after a check that they can be read without running code."""
     file = io.BytesIO()
     try:
         torch.save(training, file)
@@ -297,7 +307,7 @@ def _write_json(path, value):
 
 
 def _write_config(model, folder):
-    """What transformers wants to find beside the weights."""
+    """Writes the files that transformers expects beside the weights."""
     config: typing.Any = getattr(model, "config", None)
     if not hasattr(config, "save_pretrained"):
         return
@@ -345,7 +355,7 @@ def _read_json(path):
 
 
 class Folder:
-    """A checkpoint, ours or another's, as its headers say."""
+    """A checkpoint of ours or of another library, as described by the headers of its files."""
 
     def __init__(self, folder):
         self.path = os.path.realpath(folder)
@@ -363,7 +373,7 @@ class Folder:
         return os.path.join(self.path, name)
 
     def entries(self, stem):
-        """name: Entry of all tensors of model.safetensors, optimizer.safetensors, or their shards."""
+        """The Entry of each tensor in model.safetensors, optimizer.safetensors or their shards, by name."""
         single, index = self.file(f"{stem}.safetensors"), self.file(f"{stem}.safetensors.index.json")
         if os.path.exists(single):
             return tensorfile.read_header(single)
@@ -396,7 +406,7 @@ class Folder:
         return torch.load(io.BytesIO(data), weights_only=True)
 
     def verify(self, entries, progress):
-        """Reads all bytes once, and compares them with their checksums, where there are any."""
+        """Reads all bytes once and compares them with their checksums, if there are any."""
         sums = self.mark["tensors"] if self.mark else {}
         known = [(entry, sums.get(os.path.basename(entry.file), {}).get(entry.name)) for entry in entries]
         known = [(entry, sum) for entry, sum in known if sum is not None]
@@ -416,7 +426,7 @@ class Folder:
 
 
 def _plan_weights(folder, model, entries):
-    """[(entry, name, tensor)]: every tensor of the model with what is to be read into it."""
+    """For each tensor of the model what is read into it: (entry, name, tensor)."""
     prefix = getattr(model, "base_model_prefix", "")
     plan, missing, used = [], [], set()
     for names, value in _tensors_of(model):
@@ -449,7 +459,7 @@ REAL_BUFFERS = "build the model with real buffers, as within accelerate.init_emp
 
 
 def _meta_buffers(model):
-    """Buffers on the meta device that no file holds, which must be computed."""
+    """Buffers on the meta device that no file has, which have to be computed."""
     saved = model.state_dict(keep_vars=True)
     out = [(name, buffer) for name, buffer in model.named_buffers() if buffer.is_meta and name not in saved]
     if out and not (hasattr(model, "initialize_weights") and hasattr(model, "all_tied_weights_keys")):
@@ -458,7 +468,7 @@ def _meta_buffers(model):
 
 
 def _compute_buffers(session, model, buffers):
-    """Lets transformers do it: it passes over what has a value already."""
+    """Has transformers compute buffers. It leaves those alone that have a value."""
     if not buffers:
         return
     known = {id(buffer) for _, buffer in buffers}
@@ -476,7 +486,10 @@ def _compute_buffers(session, model, buffers):
 
 
 def _read_all(jobs, progress):
-    """jobs: (entry, what makes the target, what is to be done when it is filled)."""
+    """Reads entries into their targets.
+
+    jobs: (entry, function that makes the target, function to call when it is filled).
+    """
     fds = {}
     try:
         for entry, target, then in sorted(jobs, key=lambda job: (job[0].file, job[0].offset)):
@@ -491,7 +504,7 @@ def _read_all(jobs, progress):
 
 
 def _weight_job(session, entry, name, value):
-    """Where a weight goes: into the place or tensor that is there, or, of one on the meta device, into a new one."""
+    """Where a weight goes: into the existing place or tensor; for a parameter on the meta device into a new place."""
     if not value.is_meta:
         return entry, lambda: _stored(value), lambda: internals.note_write(value)
     if isinstance(value, nn.Parameter) and value.dtype in DTYPES:
@@ -515,7 +528,7 @@ def _weight_job(session, entry, name, value):
 
 
 def _plan_states(folder, training, optimizer, model):
-    """[(record, layout, {state: entry})], see optim.py for layouts."""
+    """For each record (record, layout, {state: entry}). optim.py explains layouts."""
     names = _parameter_names(optimizer, model)
     entries = folder.entries("optimizer")
     groups = training["groups"]

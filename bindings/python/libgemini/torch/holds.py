@@ -1,6 +1,7 @@
-"""What is acquired, and until when: every use of a parameter is acquired before it is queued, and released after it.
+"""What a session has acquired. Each use of a parameter is acquired before it is queued and released afterwards.
 
-What is acquired is noted before it is, and until it is released, so that a loop goes on after an interrupt.
+A hold is recorded before it is acquired and until it is released. So a hold that a KeyboardInterrupt leaves behind can
+be released later, and the training loop can go on.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -28,7 +29,7 @@ MOST_USES = 1 << 16  # that are remembered
 
 
 def _runs(function: typing.Callable[..., typing.Any]) -> bool:
-    """Whether we are called by it."""
+    """Whether a function is on the call stack of the current thread."""
     frame: types.FrameType | None = sys._getframe()
     while frame and frame.f_code is not function.__code__:
         frame = frame.f_back
@@ -42,7 +43,7 @@ Range = tuple["Place", int, int, int]
 
 
 class Holds:
-    """What a session has acquired, and the streams that it does so on."""
+    """The holds of a session and the streams that they are made on."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -52,7 +53,7 @@ class Holds:
         self.uses: dict[tuple[typing.Any, ...], Use] = {}
 
     def native_stream(self) -> int | None:
-        """torch's current stream, as CUDA names it."""
+        """torch's current CUDA stream as a number, or None on the simulated device."""
         return internals.raw_stream(self.session.device.index or 0) if self.session.cuda else None
 
     def stream(self) -> int:
@@ -69,6 +70,7 @@ class Holds:
 
     @contextlib.contextmanager
     def acquired(self, accesses: typing.Any, count: int, stream: int) -> typing.Iterator[None]:
+        """A context manager: accesses are acquired within it."""
         hold = ctypes.byref(accesses), count, stream, None
         self.hold(hold)
         try:
@@ -77,7 +79,7 @@ class Holds:
             self.let_go(hold)
 
     def hold(self, hold: Hold) -> None:
-        """Acquires. It is noted before, and until it is released: KeyboardInterrupt comes between any two steps."""
+        """Acquires. The hold is recorded first: a KeyboardInterrupt can come between any two steps."""
         self.noted.append(hold)
         try:
             self.session.lib.acquire(self.session.handle, *hold[:3])
@@ -86,11 +88,12 @@ class Holds:
             raise
 
     def let_go(self, hold: Hold) -> None:
+        """Releases."""
         self.session.lib.release(self.session.handle, *hold[:3])
         self.noted.remove(hold)
 
     def recover(self) -> None:
-        """Where nothing is in use: releases what an interrupt has left."""
+        """Releases the holds that an interrupt has left behind, if nothing is in use now."""
         left = [hold for hold in self.noted if not (hold[3] and hold[3].graphed)]
         if not left or in_backward() or _runs(run_with):
             return
@@ -104,7 +107,7 @@ class Holds:
             self.noted.remove(hold)
 
     def use(self, ranges: typing.Sequence[Range], name: str) -> Use:
-        """What a function of this name reads and writes; ranges: (place, offset, size in bytes, mode) of each."""
+        """The Use of a function name and ranges, which is cached."""
         key = name, *((place.number, *where) for place, *where in ranges)  # which keeps no place alive
         use = self.uses.get(key)
         if use is None:
@@ -114,6 +117,7 @@ class Holds:
         return use
 
     def acquire_use(self, use: Use, stream: int) -> None:
+        """Acquires what a function reads and writes. An error names the parameter and the function."""
         try:
             self.hold((use.pointer, use.count, stream, use.unit))
         except GeminiError as error:
@@ -125,6 +129,7 @@ class Holds:
             use.unit.enter()
 
     def release_use(self, use: Use, stream: int) -> None:
+        """Releases what acquire_use() acquired."""
         try:
             if use.unit:
                 use.unit.leave()
@@ -132,8 +137,10 @@ class Holds:
             self.let_go((use.pointer, use.count, stream, use.unit))
 
     def note_writes(self, written: typing.Sequence[abi.Access], stream: int) -> None:
-        """A function has written what it was to read: while that is there it is acquired for writing, too, so that the
-        bytes below are no longer taken for the newest."""
+        """Marks ranges as written that were acquired for reading only.
+
+        Otherwise the copies on the host would still count as the newest.
+        """
         accesses = (abi.Access * len(written))(*written)
         for access in accesses:
             access.mode = abi.READ_WRITE

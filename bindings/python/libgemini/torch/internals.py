@@ -1,8 +1,8 @@
-"""What libgemini uses of torch that torch's documentation does not promise. patches.py has what it replaces in torch.
+"""Everything undocumented that libgemini uses of torch. patches.py lists what it replaces in torch.
 
-TESTED says with which versions of torch all of this is tested; tests/run.sh has a lane for the oldest one, the newest
-one and one between. A newer torch than these gives a warning when libgemini.torch is imported. If it lacks one of the
-names below, init() raises an error that says which; the import does not fail.
+TESTED says which versions of torch libgemini is tested with. tests/run.sh has lanes for the oldest version, the newest
+one and one between. A newer torch causes a warning when libgemini.torch is imported. If torch lacks one of the names
+below, the import succeeds, and init() raises an error that lists the missing names.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -55,7 +55,7 @@ missing_cuda: list[str] = []  # of those that only a GPU needs
 
 
 class Missing:
-    """In the place of a name that torch does not have: whatever is done with it is an error."""
+    """Stands for a name that torch does not have. Every use of it raises GeminiError."""
 
     def __init__(self, name):
         self._name = name
@@ -70,7 +70,16 @@ class Missing:
 
 
 def find(owner, path, missing=missing):
-    """An attribute of an attribute ... of owner, or a Missing."""
+    """Looks up an attribute by a dotted path.
+
+    Args:
+        owner: The module or class that the path begins at.
+        path: Names with dots between them.
+        missing: The list that a missing name is added to.
+
+    Returns:
+        The attribute; a Missing if torch does not have it.
+    """
     value = owner
     for name in path.split("."):
         if not hasattr(value, name):
@@ -81,6 +90,7 @@ def find(owner, path, missing=missing):
 
 
 def module_or_empty(name):
+    """Imports a module. Returns an empty module if there is none, so that find() reports its names as missing."""
     try:
         return importlib.import_module(name)
     except ImportError:
@@ -88,7 +98,7 @@ def module_or_empty(name):
 
 
 def check(cuda):
-    """To be called before a session begins: raises GeminiError if torch lacks what libgemini needs."""
+    """Raises GeminiError if torch lacks a name that libgemini needs. cuda: whether names for GPUs are needed, too."""
     names = missing + (missing_cuda if cuda else [])
     if names:
         Missing(", ".join(names)).refuse()
@@ -111,7 +121,7 @@ _get_unwrapped = find(torch, "_C._functorch.get_unwrapped")
 
 
 def unwrapped(tensor):
-    """The tensor with bytes that transforms of torch.func have wrapped, or the tensor itself."""
+    """Removes the wrappers of torch.func transforms from a tensor, and returns the tensor that has the bytes."""
     while _is_wrapped(tensor):
         tensor = _get_unwrapped(tensor)
     return tensor
@@ -122,13 +132,15 @@ _dispatch_modes = find(torch, "_C._len_torch_dispatch_stack")
 
 
 def is_watched():
-    """Whether functions are for a transform of torch.func, or a mode of a user, which may refuse what torch does
-    not."""
+    """Whether a torch.func transform or a dispatch mode of the user is active.
+
+    Both may refuse operations that torch itself accepts.
+    """
     return _dispatch_modes() > 0 or _transform() is not None
 
 
 def untyped(storage):
-    """The storage that a TypedStorage is about; anything else as it is."""
+    """The untyped storage of a TypedStorage; any other object unchanged."""
     return storage._untyped_storage if isinstance(storage, torch.TypedStorage) else storage
 
 
@@ -136,18 +148,17 @@ _use_count = getattr(torch._C, "_storage_Use_Count", None)  # not in each versio
 
 
 def storage_users(storage):
-    """How many tensors and others have a storage, or None where torch does not tell."""
+    """The number of references to a storage, or None if this version of torch does not report it."""
     return _use_count and _use_count(storage._cdata)
 
 
 def tensor_users(tensor):
-    """How many, in C++ too, have a tensor as it is, such as parameters whose gradient it is; None where torch does not
-    tell."""
+    """The number of C++ references to a tensor object, or None if this version of torch does not report it."""
     return tensor._use_count() if hasattr(tensor, "_use_count") else None
 
 
 def storage_number(tensor):
-    """Equal for tensors of one storage; None of a tensor that has none."""
+    """A number that is equal for tensors of one storage, or None for a tensor without storage."""
     try:
         return tensor.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):
@@ -160,7 +171,10 @@ after_backward = find(torch, "autograd.Variable._execution_engine.queue_callback
 
 
 def note_write(tensor):
-    """Its bytes have been written where torch does not see it: a backward pass that comes too late for them notices."""
+    """Increments the version of a tensor whose bytes were written without torch.
+
+    A backward pass that still needs the old bytes then raises an error.
+    """
     if not tensor.is_inference():
         torch.autograd.graph.increment_version(tensor)
 
@@ -171,28 +185,31 @@ find(nn, "Module._compiled_call_impl")
 
 
 def call_of(module):
-    """What module(...) comes to."""
+    """The function that module(...) calls."""
     return module._compiled_call_impl or module._call_impl
 
 
 def compiled_call_of(module):
-    """What module.compile() or set_call() put in the place of module(...), or None."""
+    """The function that module.compile() or set_call() installed as the call of a module, or None."""
     return module._compiled_call_impl
 
 
 def set_call(module, call):
+    """Installs a function as the call of a module."""
     module.__dict__["_compiled_call_impl"] = call  # a module that torch.jit traced would set the attribute elsewhere
 
 
 def not_traced(function):
-    """torch.compile() calls the function instead of tracing it. torch.compiler.disable() would load the compiler, which
-    takes seconds."""
+    """A decorator: torch.compile() calls the function instead of tracing it.
+
+    torch.compiler.disable() does the same, but imports the compiler, which takes seconds.
+    """
     function._torchdynamo_disable = True
     return function
 
 
 def compiler_loaded():
-    """Whether something may have been compiled: the compiler is loaded when it is first used, which takes seconds."""
+    """Whether something may have been compiled. torch imports its compiler when it is first used."""
     return "torch._dynamo" in sys.modules
 
 
@@ -200,13 +217,15 @@ _disable = find(torch, "_disable_dynamo")
 
 
 def never_compiled(function):
-    """The function, of which torch.compile() compiles nothing, nor of what it calls. The first call loads the
-    compiler."""
+    """A decorator: torch.compile() compiles neither the function nor what it calls.
+
+    The first call imports the compiler.
+    """
     return function if isinstance(_disable, Missing) else _disable(function)
 
 
 def optimized_module():
-    """The class of what torch.compile(module) returns, or () before anything was compiled."""
+    """The class of the modules that torch.compile(module) returns, or () if nothing was compiled so far."""
     return getattr(sys.modules.get("torch._dynamo"), "OptimizedModule", ())
 
 
@@ -215,7 +234,7 @@ _frame_callback = find(torch, "_C._dynamo.eval_frame.get_eval_frame_callback")
 
 @not_traced
 def within_compiled():
-    """Whether we are called by code that torch.compile() compiles, or has compiled."""
+    """Whether the caller is being compiled by torch.compile(), or is code that it has compiled."""
     return _frame_callback() not in (None, False)
 
 
@@ -229,7 +248,7 @@ def script_methods(module):
 
 
 def scripts_data(module):
-    """Whether a method of a scripted module has a .data."""
+    """Whether a method of a scripted module reads a `.data` attribute."""
     return any(module._c._get_method(name).inlined_graph.findNode("prim::data") for name in script_methods(module))
 
 

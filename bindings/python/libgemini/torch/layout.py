@@ -1,4 +1,5 @@
-"""Which bytes of a storage a tensor has, and which tensors share some; which bytes of an arena are free.
+"""Layouts: which bytes of a storage a tensor has, whether two tensors share bytes, and which bytes of an arena are
+free.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -12,6 +13,7 @@ from .internals import StorageWeakRef, plain
 
 
 def contiguous_stride(shape):
+    """The strides, in elements, of a contiguous tensor of a shape."""
     out, step = [], 1
     for size in reversed(shape):
         out.append(step)
@@ -20,8 +22,7 @@ def contiguous_stride(shape):
 
 
 def is_dense(shape, stride):
-    """Whether elements lie one beside another without gaps, in whatever order of dimensions, as those of a
-    channels-last tensor do."""
+    """Whether the elements lie side by side without gaps, in any order of dimensions, such as channels-last."""
     step = 1
     for own, size in sorted(zip(stride, shape)):
         if size > 1 and own != step:
@@ -31,12 +32,12 @@ def is_dense(shape, stride):
 
 
 def dense_stride(tensor):
-    """A tensor's strides if it is dense, else contiguous ones."""
+    """A tensor's strides if it is dense; otherwise contiguous ones."""
     return tuple(tensor.stride()) if is_dense(tensor.shape, tensor.stride()) else contiguous_stride(tensor.shape)
 
 
 class Span(typing.NamedTuple):
-    """Where a tensor's elements are in its storage."""
+    """The bytes of its storage that a tensor covers."""
 
     storage: StorageWeakRef  # equal for tensors of one storage, also when that is gone: its number is not given again
     first: int  # byte of the first element
@@ -50,7 +51,7 @@ class Span(typing.NamedTuple):
         return is_dense(self.shape, self.stride)
 
     def shares_with(self, other):
-        """Whether there is a byte that both have."""
+        """Whether two spans have a byte in common."""
         if self.storage != other.storage or self.end <= other.first or other.end <= self.first:
             return False
         begin = min(self.first, other.first)
@@ -81,13 +82,13 @@ def span(tensor):
 
 
 class Space:
-    """Free ranges of an arena: the lowest that fits is taken, neighbours are joined."""
+    """The free ranges of an arena. The lowest range that fits is taken; neighbouring ranges are joined."""
 
     def __init__(self):
         self.ranges = []  # [(offset, end)], in their order; none touches the next
 
     def take(self, size, alignment):
-        """The offset of size bytes, or None."""
+        """Takes size bytes at a multiple of alignment. Returns their offset, or None if there are none."""
         for i, (begin, end) in enumerate(self.ranges):
             offset = -(-begin // alignment) * alignment
             if offset + size <= end:
@@ -96,7 +97,7 @@ class Space:
         return None
 
     def give(self, offset, size):
-        """Returns the free range that it is in from now on."""
+        """Gives bytes back. Returns the begin and end of the free range that they are in now."""
         end = offset + size
         i = bisect.bisect_left(self.ranges, (offset, end))
         if i < len(self.ranges) and self.ranges[i][0] == end:

@@ -1,4 +1,4 @@
-"""Torch tensors over memory that is not torch's.
+"""torch tensors over memory that torch has not allocated, made by DLPack.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -57,13 +57,24 @@ _libc.malloc.argtypes = [ctypes.c_size_t]
 
 
 def can_wrap(dtype):
-    """Whether there are tensors of that type over memory that is not torch's."""
+    """Whether wrap() takes a dtype."""
     return dtype in _TYPES
 
 
 def wrap(address, shape, dtype, device, stride=None):
-    """A tensor over device memory at address, which must outlive it; nothing is read or written. stride: in elements;
-    None: contiguous."""
+    """Makes a tensor over device memory. Nothing is read or written.
+
+    Args:
+        address: The first byte. The memory has to outlive the tensor.
+        shape: The shape in elements.
+        dtype: The dtype.
+        device: The torch device.
+        stride: The strides in elements; None: contiguous.
+
+    Raises:
+        TypeError: DLPack has no such dtype.
+        MemoryError: There is no memory for the description of the tensor.
+    """
     if dtype not in _TYPES:
         raise TypeError(f"{dtype} is none of {', '.join(map(str, _TYPES))}")
     code, bits = _TYPES[dtype]
@@ -93,7 +104,7 @@ def wrap(address, shape, dtype, device, stride=None):
 
 
 def host_tensor(address, elements, dtype):
-    """A one-dimensional CPU tensor over host memory, valid while it is acquired."""
+    """A CPU tensor of one dimension over host memory, valid while the memory is acquired."""
     return torch.frombuffer((ctypes.c_char * (elements * dtype.itemsize)).from_address(address), dtype=dtype)
 
 
@@ -102,8 +113,7 @@ def _users(tensor):
 
 
 def _alone():
-    """What _users() is of a tensor whose memory no other one has; None if that cannot be told from two that share
-    it."""
+    """What _users() gives for a tensor whose memory no other tensor has; None if torch does not report it."""
     tensor = torch.empty(1, device="cpu")
     alone, other = _users(tensor), tensor.detach()
     return alone if alone is not None and _users(other) == alone + 1 else None
@@ -113,5 +123,5 @@ _ALONE = _alone()
 
 
 def shared(tensor):
-    """Whether another tensor has the same memory, or a part of it; None where torch does not tell."""
+    """Whether another tensor shares memory with a tensor; None if torch does not report it."""
     return None if _ALONE is None else _users(tensor) > _ALONE

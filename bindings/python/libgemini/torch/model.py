@@ -1,4 +1,4 @@
-"""Modules whose parameters live in a session: how they get there, and where a training step begins.
+"""Prepared models: how parameters get into a session, what becomes of gradients, and where a training step begins.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -31,7 +31,11 @@ from .unit import find, make_units, refuse_compiling
 
 
 class Record:
-    """What is known of a parameter: where it and its gradient are, and what becomes of its gradient."""
+    """The session's record of a parameter: where the parameter, its gradient and its states are stored.
+
+    The parameter refers to its record. The record refers to the parameter weakly, so that it exists as long as the
+    parameter does.
+    """
 
     def __init__(self, session: Session, param: nn.Parameter, name: str) -> None:
         self.session = session
@@ -71,14 +75,16 @@ class Record:
 
     @property
     def param(self):
-        """None if it is gone."""
+        """The parameter, or None if it was deleted."""
         return self.reference and self.reference()
 
     @property
     def trainable(self):
+        """Whether there is a place for its gradient."""
         return self.grad_place is not None
 
     def rename(self, name):
+        """Gives the parameter, its gradient and its states a name, which messages have."""
         self.name = name
         self.place.name = name
         if self.place.object == self.place.arena and self.place.elements:
@@ -89,7 +95,7 @@ class Record:
 
     # ---- the bytes
     def move_in(self, values):
-        """Takes values, of any device but meta, into the session; the parameter is a managed one from now on."""
+        """Copies values from any device but meta into the session, and makes the parameter a managed one."""
         before = self.place
         try:
             self.allocate(values.shape, values.dtype, dense_stride(values))
@@ -102,11 +108,12 @@ class Record:
         self.become_managed()
 
     def allocate(self, shape, dtype, stride=None):
-        """A place for it, which reads as zero; become_managed() makes the parameter have it."""
+        """Takes a place, which reads as zero. become_managed() then gives it to the parameter."""
         kind = "param" if self.param.requires_grad else "frozen"
         self.place = self.session.arenas.place(kind, shape, dtype, self.name, stride)
 
     def become_managed(self):
+        """Makes the parameter a managed one, over its place."""
         param = self.param
         with _plain():
             if param.is_meta:  # which cannot be given data
@@ -127,8 +134,11 @@ class Record:
         self.session.known[id(self)] = self
 
     def renew_master(self):
-        """The fp32 copy, where there is one, is what the parameter is; if nobody knows whether that was written, then
-        only if it is not what the copy is in fewer bits."""
+        """Updates the fp32 copy from the parameter.
+
+        If it is unknown whether the parameter was written, the copy is updated only if it does not round to the
+        parameter.
+        """
         written, self.place.written = self.place.written, False
         if "master" in self.states:
             values, master = self.place.read(), self.states["master"]
@@ -137,7 +147,10 @@ class Record:
                 master.write(values)
 
     def replace(self, values):
-        """`parameter.data = values`: allowed until the model is prepared, then the addresses stay."""
+        """Serves `parameter.data = values`.
+
+        This is allowed until the model is prepared; afterwards addresses are fixed.
+        """
         if self.settled:
             raise GeminiError(
                 f"parameter {self.name} would be moved or replaced (by .data, set_(), .to(), .half() or the like) "
@@ -150,12 +163,14 @@ class Record:
 
     @property
     def settled(self):
-        """Whether its address stays: it was prepared."""
+        """Whether the address is fixed, as the parameter was prepared."""
         return self.trainable or self.session.prepared(self.param)
 
     def share(self, values):
-        """The parameter is over the same bytes as other managed values from now on, as torch has it, and its record
-        ends: which of those that share a place has it, prepare() finds out."""
+        """Puts the parameter over the bytes of other managed values, as torch does, and ends this record.
+
+        prepare() finds out which of the parameters over a place gets it.
+        """
         param = self.param
         with _plain():
             param.data = values
@@ -163,8 +178,11 @@ class Record:
         param._gm_record = None
 
     def give_up(self):
-        """Another parameter, over all of its bytes, has the place from now on. This one stays over the same bytes, as
-        torch has it, with a gradient in torch's memory, and ends as the session's."""
+        """Leaves the place to another parameter that covers all of it.
+
+        This parameter stays over the same bytes, as in torch, with a gradient in torch's memory, and is no longer
+        managed as a parameter.
+        """
         session, param = self.session, self.param
         session.backward.settle()
         gradient = _copy(self.gradient()) if self.has_grad and not self.spent else None
@@ -184,7 +202,7 @@ class Record:
 
     # ---- its gradient
     def attach(self):
-        """Gradients go to an arena from now on: those that autograd makes, at least."""
+        """Creates the place of the gradient, and stores gradients that autograd makes there from now on."""
         if not self.grad_place:
             place = self.place
             # An early update leaves no gradient behind, so that it can have the bytes of the parameter that it makes
@@ -199,7 +217,10 @@ class Record:
                     self.note_given()
 
     def take_gradient(self, _):
-        """Autograd has put a gradient of its own into param.grad: its bytes go to the arena, and it goes."""
+        """A hook: autograd has put a gradient into param.grad.
+
+        It is queued to be stored in its arena, and param.grad is cleared.
+        """
         with _plain(), torch.no_grad():
             fresh = _get_grad(self.param)
             if (
@@ -225,7 +246,7 @@ class Record:
             self.session.backward.landed.append((self, fresh, self.session.holds.native_stream()))
 
     def store(self, values, add=False):
-        """Copies or adds values to the stored gradient: in the operator that is open, or in one of its own."""
+        """Copies or adds values to the stored gradient, in the open operator or in a new one."""
         session, place = self.session, self.grad_place
         if not place.elements:  # which to the library would be all of the arena
             self.has_grad, self.norm = True, torch.linalg.vector_norm(place.tensor, dtype=torch.float32)
@@ -248,7 +269,7 @@ class Record:
         self.has_grad = True
 
     def settle(self, mode):
-        """The stored gradient is about to be used as plain bytes."""
+        """Applies the pending factor, as the stored gradient is about to be read or written as plain bytes."""
         scale, self.scale = self.scale, 1.0
         if scale != 1.0 and mode & abi.READ:
             place, session = self.grad_place, self.session
@@ -259,8 +280,12 @@ class Record:
             self.norm = None
 
     def multiply(self, factor):
-        """Multiplies the stored gradient, when it is read or by the update: no byte moves for it. Returns whether it
-        can be so: torch rounds after each factor, which comes to the same only if one of two is a power of two."""
+        """Multiplies the stored gradient when it is read next, or in the update. No bytes move for it.
+
+        Returns:
+            Whether that gives the same result as torch, which rounds after each factor: one of two factors has to
+                be a power of two.
+        """
         if self.scale != 1.0 and not is_exact(self.scale) and not is_exact(factor):
             return False
         self.scale *= factor
@@ -269,7 +294,7 @@ class Record:
         return True
 
     def gradient(self):
-        """param.grad"""
+        """The value of param.grad."""
         self.session.backward.land(self)
         if self.spent:
             raise GeminiError(
@@ -286,7 +311,10 @@ class Record:
         return self.view
 
     def set_gradient(self, values):
-        """param.grad = values, which become the gradient themselves, as whoever has them may write to them."""
+        """Serves `param.grad = values`.
+
+        The tensor itself becomes the gradient, as others may have it and write to it.
+        """
         self.session.backward.land(self)
         place = self.place
         if isinstance(values, torch.Tensor):
@@ -321,30 +349,31 @@ class Record:
             self.note_given()
 
     def drop(self):
-        """There is no stored gradient any more."""
+        """Forgets the stored gradient."""
         self.has_grad = False
         self.scale, self.norm, self.view = 1.0, None, None
         self.generation += 1
 
     # ---- gradients that were assigned
     def note_given(self):
+        """Notes that the gradient is a tensor that the user assigned."""
         self.given = True
         self.session.given[self] = None
 
     def find_given(self):
-        """Of a parameter that needs no gradients, or has not been known to: it may have one that nobody has seen
-        come."""
+        """Looks for an assigned gradient of a parameter that has not needed gradients so far."""
         with _plain():
             if _get_grad(self.param) is not None:
                 self.attach()
                 self.note_given()
 
     def forget_given(self):
+        """The gradient is no longer one that the user assigned."""
         self.given = False
         self.session.given.pop(self, None)
 
     def keep_given(self):
-        """Stores an assigned gradient that nobody has but the parameter, so that it may leave the device."""
+        """Stores an assigned gradient that nobody else refers to, so that it may leave the device."""
         with _plain(), torch.no_grad():
             if self.early or not self.trainable or not is_alone(self.param):
                 return
@@ -356,18 +385,22 @@ class Record:
             self.store_whole(values)
 
     def store_given(self):
-        """Stores an assigned gradient, for an update that reads it where gradients are stored."""
+        """Stores an assigned gradient, for an update that reads it from the arena."""
         with _plain(), torch.no_grad():
             self.store_whole(_get_grad(self.param))
 
     def store_whole(self, values):
         # Else all gradients that are stored in a row would be of one operator, and had to fit at once
+        """Stores a gradient in an operator of its own."""
         self.session.brackets.op_end()
         self.store(values.to_dense() if values.is_sparse else values)
 
     def give_out(self, alias):
-        """The stored gradient becomes a tensor of torch's memory, as if it had been assigned, and so does an alias,
-        which somebody else is to have. What else was made of it cannot be used any more."""
+        """Moves the stored gradient to torch's memory, as if it had been assigned, together with a view of it that
+        somebody else gets.
+
+        Other views of it become unusable.
+        """
         place, whole = self.grad_place, self.gradient()
         with torch.no_grad():
             copy = _copy(whole)
@@ -382,7 +415,7 @@ class Record:
 
 
 def become_plain(tensor, data):
-    """A managed tensor becomes one of torch's, over other memory."""
+    """Makes a managed tensor a plain one, over other memory."""
     tensor.data = data
     tensor.__class__ = nn.Parameter if isinstance(tensor, nn.Parameter) else torch.Tensor
     for name in [name for name in vars(tensor) if name.startswith("_gm_")]:
@@ -390,13 +423,15 @@ def become_plain(tensor, data):
 
 
 def _holders(param):
-    """How many have what is a parameter's gradient: the Python object, the tensor of C++, its memory."""
+    """Counts the references to a parameter's gradient: to the Python object, to the C++ tensor and to the storage."""
     grad = _get_grad(param)
     return sys.getrefcount(grad), internals.tensor_users(grad), internals.storage_users(grad.untyped_storage())
 
 
 def _holders_of_one():
-    """What _holders() are of a gradient that only its parameter has; None if these cannot be told from others."""
+    """What _holders() gives for a gradient that only its parameter refers to; None if torch does not report enough to
+    tell.
+    """
     param, other = (nn.Parameter(torch.empty(1, device="cpu")) for _ in range(2))
     param.grad = torch.empty(1, device="cpu")
     alone = _holders(param)
@@ -415,7 +450,7 @@ _HOLDERS_OF_ONE = _holders_of_one()
 
 
 def is_alone(param):
-    """Whether nobody but a parameter has its gradient, nor could tell another tensor of the same values from it."""
+    """Whether only the parameter refers to its gradient, so that nobody notices if the tensor is replaced."""
     grad = _get_grad(param)
     plain = (
         type(grad) is torch.Tensor
@@ -434,7 +469,7 @@ CLOSED = "parameter {} belongs to a session that was closed: its bytes are gone,
 
 
 def adopt(session, param, name):
-    """Makes a parameter a managed one, if it is not and has bytes."""
+    """Makes a parameter a managed one, if it is not managed already and has bytes. Returns its record, or None."""
     record = getattr(param, "_gm_record", None)
     if record is not None:
         if record.session is not session:
@@ -466,8 +501,11 @@ def adopt(session, param, name):
 
 @contextlib.contextmanager
 def from_pretrained_by_tensor():
-    """transformers' from_pretrained() reads one tensor after another, on the CPU: not all of them ahead, by threads of
-    its own, nor onto a GPU, where it would take room for all of them first. transformers must be imported before."""
+    """A context manager: transformers' from_pretrained() reads one tensor after another, on the CPU.
+
+    Otherwise threads of its own read many tensors ahead, or it fills the GPU before the session can take the tensors.
+    transformers has to be imported before.
+    """
     replaced = patches.from_pretrained()
     if replaced is None:
         yield
@@ -492,7 +530,7 @@ def from_pretrained_by_tensor():
 
 @contextlib.contextmanager
 def building(session):
-    """Modules that are built within put each parameter into the session at once."""
+    """A context manager: each parameter of the modules that are built within it goes into the session at once."""
     replaced = patches.register_parameter()
 
     def register_parameter(module, name, param):
@@ -516,7 +554,7 @@ def building(session):
 
 
 def spans_of(param):
-    """Where a parameter's bytes are, and, of one that has come into the session, where they were before."""
+    """Where a parameter's bytes are; for a parameter in the session also where they were before."""
     if not has_storage(param):
         return []
     record = getattr(param, "_gm_record", None)
@@ -525,7 +563,7 @@ def spans_of(param):
 
 
 def has_storage(tensor):
-    """Whether it has bytes of its own: one that is not initialized yet, or is made of other tensors, has none."""
+    """Whether a tensor has bytes of its own. Uninitialized tensors and tensors that are made of others have none."""
     return (
         not is_lazy(tensor)
         and not tensor.is_meta
@@ -536,20 +574,20 @@ def has_storage(tensor):
 
 
 def already_over(param, buffer):
-    """Whether a buffer is a view of the place that a parameter has, or is about to have."""
+    """Whether a buffer is a view of the place of a parameter."""
     place: typing.Any = getattr(param, "_gm_place", None)
     other: typing.Any = getattr(buffer, "_gm_place", None)
     return place is not None and other is place and place.has(param)
 
 
 def same_values(param, buffer, first):
-    """Whether a part of a parameter, from an element on, has the same bits as a buffer of its shape and strides."""
+    """Whether a part of a parameter, from element `first` on, has the bits of a buffer of its shape and strides."""
     part = _copy(managed_view(param._gm_place).as_strided(buffer.shape, buffer.stride(), first))
     return torch.equal(*(one.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for one in (part, buffer)))
 
 
 class Model:
-    """A prepared module: its parameters, by name, and the hooks that say where a step begins."""
+    """A prepared module: its parameters by name, and the hooks that begin a training step."""
 
     def __init__(self, session: Session, module: nn.Module) -> None:
         self.session = session
@@ -562,7 +600,7 @@ class Model:
         self.wrap_forward()
 
     def take(self):
-        """Moves parameters in that are not, and buffers to the device."""
+        """Moves parameters into the session that are not in it, and buffers to the device."""
         session, module = self.session, self.module
         for name, param in module.named_parameters():
             if param.is_meta:
@@ -589,9 +627,15 @@ class Model:
         make_units(session, module)
 
     def least_bytes(self, gradients):
-        """(bytes, record): of the device, that an operator needs which uses all of the parameter whose chunks are most.
-        gradients: with those of its gradient, which the plan has beside it in the backward pass of one that is trained;
-        without a plan they may come after it."""
+        """The device memory that the operator with the largest parameter needs, in whole chunks.
+
+        Args:
+            gradients: Count the gradient of a trained parameter, too, which a plan keeps beside it in the backward
+                pass. Without a plan it may come afterwards.
+
+        Returns:
+            Bytes, and the record of that parameter.
+        """
         window = self.session.manager.config.window_bytes
 
         def needs(record):
@@ -610,12 +654,13 @@ class Model:
         )
 
     def move_buffers(self, device):
+        """Moves the buffers to a device."""
         for buffer in self.module.buffers():
             if buffer.device != device and not buffer.is_meta and not isinstance(buffer, ManagedTensor):
                 buffer.data = buffer.data.to(device)
 
     def wrap_call(self):
-        """The module's call begins a step. By a hook it would be part of what module.compile() traces."""
+        """Makes the module's call begin a step. A hook would be compiled by module.compile()."""
         module = self.module
         call = internals.call_of(module)
 
@@ -630,9 +675,10 @@ class Model:
         internals.set_call(module, run)
 
     def wrap_forward(self):
-        """Also forward() begins a step, when it is not the module's call that calls it. What torch.compile() compiled
-        is left
-        alone: it may trace forward()."""
+        """Makes forward() begin a step, too, when the user calls it directly.
+
+        A module that torch.compile() compiled is left alone, as it may trace forward().
+        """
         module = self.module
         if find(module):
             return
@@ -668,8 +714,11 @@ class Model:
             )
 
     def refuse_aliases(self, params):
-        """Two parameters over the same bytes would become two; tied weights are one parameter in two modules. So would
-        a parameter over a gradient or a state of an optimizer."""
+        """Refuses parameters that share bytes with another parameter, a gradient or a state: they would become
+        separate.
+
+        One parameter in two modules is fine.
+        """
         for name, param in params.items():
             place = getattr(param, "_gm_place", None)
             if place is not None and place.follows:
@@ -693,8 +742,11 @@ class Model:
                 before.append((where, name, param))
 
     def buffers_over(self, params):
-        """[(buffer, name of a parameter, element)]: buffers that share the bytes of a parameter, which are to become
-        views of its place, and where they begin there."""
+        """Finds buffers that share the bytes of a parameter. They become views of its place.
+
+        Returns:
+            For each buffer the buffer, the name of the parameter, and the element where it begins.
+        """
         spans: dict[internals.StorageWeakRef, list[typing.Any]] = {}
         for name, param in params.items():
             for where in spans_of(param):
@@ -738,7 +790,7 @@ class Model:
         buffer._gm_place = place
 
     def check(self):
-        """Parameters are what they were, and those that need gradients have a place for them."""
+        """Checks that parameters are where they were, and that those that need gradients have places for them."""
         for name, param in self.module.named_parameters():
             record = getattr(param, "_gm_record", None)
             if record is None:
@@ -761,7 +813,10 @@ class Model:
 
     @contextlib.contextmanager
     def forward(self):
-        """Around the model's forward pass, which begins an iteration, or goes on with one that has gradients."""
+        """A context manager around the model's forward pass.
+
+        It begins an iteration, or continues one that has gradients.
+        """
         session = self.session
         outer = session.brackets.depth
         try:

@@ -140,7 +140,7 @@ class Optimizer(torch.optim.Optimizer):
             session.rule_of.update((record, self.rule) for record in self.records if record.early)
 
     def find(self, groups):
-        """The records of the groups' parameters."""
+        """The records of the parameters in groups."""
         known, found = {id(record.param): record for record in self.session.records}, []
         for number, group in enumerate(groups):
             for index, param in enumerate(group["params"]):
@@ -153,12 +153,14 @@ class Optimizer(torch.optim.Optimizer):
         return found
 
     def find_new(self):
-        """Parameters may have come by add_param_group()."""
+        """Looks for parameters that add_param_group() has added."""
         if sum(len(group["params"]) for group in self.param_groups) != len(self.records):
             self.records = self.find(self.param_groups)
 
     def __getattr__(self, name: str) -> typing.Any:
-        """What only the class that was prepared has: train() and eval() of schedule-free ones, first_step() of SAM."""
+        """Attributes of the class that was prepared, such as train() of schedule-free optimizers, or first_step() of
+        SAM.
+        """
         rule = self.__dict__.get("rule")
         if rule is None or rule.by_parameter or name.startswith("__"):
             raise AttributeError(f"a prepared optimizer has no {name}")
@@ -172,6 +174,10 @@ class Optimizer(torch.optim.Optimizer):
 
     @state.setter
     def state(self, values: typing.Mapping[typing.Any, typing.Any]) -> None:
+        """The states by parameter, under the names that torch has.
+
+        Their tensors are those that the next step uses; see States.
+        """
         if "rule" in self.__dict__:  # else torch's __init__ makes an empty one
             values = dict(values)
             self.state.clear()
@@ -191,7 +197,7 @@ class Optimizer(torch.optim.Optimizer):
             super().add_param_group(param_group)
 
     def start_from(self, record, state):
-        """Takes the state that torch's optimizer had made for a parameter."""
+        """Takes over the state that torch's optimizer has made for a parameter."""
         layout = self.rule.layout_of(record, state)
         if layout and "master" in record.states:
             layout["master"] = torch.float32
@@ -237,6 +243,7 @@ class Optimizer(torch.optim.Optimizer):
         return self.make_step(closure, args, kwargs)
 
     def make_step(self, closure, args, kwargs):
+        """Makes a step; see step()."""
         session, loss = self.session, None
         session.refuse_closed("optimizer.step()")
         if self.rule.by_parameter:
@@ -287,7 +294,10 @@ class Optimizer(torch.optim.Optimizer):
     make_step_untraced = internals.never_compiled(make_step)
 
     def unscale(self):
-        """With a torch.amp.GradScaler: divides by its scale what it has not. Returns whether there is to be a step."""
+        """With a torch.amp.GradScaler: divides gradients by the loss scale, if that was not done.
+
+        Returns whether to make the step.
+        """
         found, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         if scale is not None:
             factor = float(torch.as_tensor(scale).double().reciprocal().float())  # as the scaler has it
@@ -377,8 +387,7 @@ class Optimizer(torch.optim.Optimizer):
             post_hook(self)
 
     def set_groups(self, saved):
-        """As torch has it: groups with the options that the saved ones have, and defaults for what these are too old to
-        have."""
+        """Takes the options of saved groups, as torch does. Options that the saved groups lack get their defaults."""
         groups = []
         for group, one in zip(self.param_groups, saved):
             groups.append(
@@ -394,7 +403,7 @@ class Optimizer(torch.optim.Optimizer):
         self.rule.groups_changed(self.param_groups)
 
     def check_groups(self, groups):
-        """Of groups that are to be loaded."""
+        """Raises GeminiError if groups that are to be loaded do not fit."""
         self.rule.check_options(groups)
         counts, own = ([len(group["params"]) for group in some] for some in (groups, self.param_groups))
         if counts != own:
@@ -414,12 +423,12 @@ _HOOKS = (
 
 
 def groups_of(groups):
-    """The group of each record, by its id."""
+    """The parameter group of each record, by the id of the record."""
     return {id(param._gm_record): group for group in groups for param in group["params"]}
 
 
 def master_place(session, record):
-    """Where a parameter's fp32 copy lives; it may have been an optimizer's before."""
+    """The place of the fp32 copy of a parameter, which an earlier optimizer may have made."""
     if "master" not in record.states:
         record.states["master"] = session.arenas.counterpart(record.place, "master", torch.float32)
         record.renew_master()
@@ -436,11 +445,11 @@ def master_place(session, record):
 #   has_state(record), state_of(record), set_state(record, values): the state as the user sees it.
 #   others(), set_others(values): what the state has beside the parameters' own.
 class TorchRule:
-    """The own step of an optimizer of torch, or of a class that is made like those.
+    """Runs the own step of an optimizer, of torch.optim or of another class.
 
-    by_parameter: the step is called for one parameter after another, on the device; it updates the fp32 copies of
-    parameters of 16 bits. Otherwise the step is called once, and each function in it is an operator over the parameters
-    themselves, as the user's own functions are.
+    by_parameter: The step is called once for each parameter, on the device. It updates the fp32 copies of 16-bit
+    parameters. Otherwise the step is called once, and each function in it is an operator over the parameters
+    themselves, like the functions of the user.
     """
 
     def __init__(self, session, inner):
@@ -455,23 +464,25 @@ class TorchRule:
         self.homes = {}  # (id of a parameter, name of a state): the place of the one that was adopted last
 
     def forget_done(self):
-        """Its steps end before they return."""
+        """Nothing to do: a step ends before it returns."""
 
     def backward_ends(self):
-        """Nothing has waited for that."""
+        """Nothing to do: nothing waits for the end of the backward pass."""
 
     def check_options(self, groups):
-        """torch's own step knows all of them."""
+        """Nothing to do: torch's own step knows all options."""
 
     def groups_changed(self, groups):
-        """Each step is given them."""
+        """Nothing to do: each step gets the groups."""
 
     def overrides(self, name):
-        """Whether the class has a method of its own in the place of torch's."""
+        """Whether the optimizer's class replaces a method of torch.optim.Optimizer."""
         return getattr(type(self.inner), name) is not getattr(torch.optim.Optimizer, name) and not self.by_parameter
 
     def refuse_saving(self):
-        """Of checkpoints, which have the states of torch's layout, and nothing that the class has beside them."""
+        """Raises GeminiError if a checkpoint would lack something: it has states in the layout of torch and nothing
+        else.
+        """
         name = type(self.inner).__name__
         if self.overrides("state_dict") or self.overrides("load_state_dict"):
             raise GeminiError(
@@ -518,7 +529,7 @@ class TorchRule:
 
     # ---- places of states
     def new_state(self, like, dtype):
-        """A managed tensor, which reads as zero, with the strides of a parameter."""
+        """A managed tensor that reads as zero, with the strides of a parameter."""
         self.reclaim(
             list(itertools.islice(reversed(self.made.values()), RECENT))
         )  # what a step has made for the moment
@@ -532,7 +543,7 @@ class TorchRule:
         return managed_view(place)
 
     def reclaim(self, places):
-        """Those of the places that no tensor refers to any more are spare, and cost nothing."""
+        """Makes places reusable, and zeroes them, if no tensor refers to them any more."""
         for place in places:
             if not in_use(place):
                 place.zero()
@@ -542,8 +553,11 @@ class TorchRule:
                 )
 
     def adopt(self, param):
-        """States that were not made like their parameter (SGD's momentum is a copy of the first gradient) move into
-        arenas; one that takes the place of another does so there, too."""
+        """Moves states into arenas that were not made like their parameter, such as SGD's momentum, which is a copy of
+        the first gradient.
+
+        A state that replaces another one gets its place.
+        """
         state = self.inner.state.get(param)
         for name, value in list(state.items()) if isinstance(state, dict) else ():
             if self.adoptable(value, param):
@@ -564,7 +578,7 @@ class TorchRule:
         self.reclaim(list(self.made.values()))
 
     def adoptable(self, value, param):
-        """Whether a state can live in an arena: one of the parameter's shape, whose memory is nobody else's."""
+        """Whether a state can be moved into an arena: it has the parameter's shape, and nobody else has its memory."""
         return (
             type(value) is torch.Tensor
             and value.dim()
@@ -623,7 +637,7 @@ class TorchRule:
 
     # ---- one step over all parameters
     def step_whole(self, args, kwargs):
-        """Calls the step as torch would, with those functions for lists that torch makes of other ones."""
+        """Calls the step once, as torch does. Functions of lists work on one element after another."""
         options = [
             (group, key, group[key])
             for group in self.inner.param_groups
@@ -640,7 +654,7 @@ class TorchRule:
                 group[key] = value
 
     def stepping(self, function):
-        """A method of the optimizer, within which what is made like a parameter is a state."""
+        """Wraps a method of the optimizer: what it makes like a parameter is a state."""
 
         @functools.wraps(function)
         def run(*args, **kwargs):
@@ -657,7 +671,7 @@ class TorchRule:
         return run
 
     def within(self, closure):
-        """A closure for the step: the forward and backward passes that it makes are of the same iteration."""
+        """Wraps a closure for the step: its forward and backward passes belong to the same iteration."""
 
         @functools.wraps(closure)
         def run(*args, **kwargs):
@@ -676,7 +690,7 @@ class TorchRule:
 
     # ---- states
     def key(self, record):
-        """What the optimizer knows a parameter by."""
+        """The parameter object that the optimizer knows a parameter by."""
         return self.work.get(id(record.param), record.param)
 
     def has_state(self, record):
@@ -717,7 +731,7 @@ class TorchRule:
         return out
 
     def layout_of(self, record, state):
-        """States of a parameter's fp32 copy are of fp32, whatever they were."""
+        """The layout of a state. States of a fp32 copy are fp32, whatever they were."""
         return {
             name: (torch.float32 if self.by_parameter else value.dtype)
             if isinstance(value, torch.Tensor) and value.shape == record.place.shape and name != "step"
@@ -756,13 +770,16 @@ class TorchRule:
 
 
 def in_use(place):
-    """Whether a tensor refers to a state's place, beside the place's own; also where torch cannot tell."""
+    """Whether a tensor other than the place's own refers to the place of a state. True if torch does not report it."""
     return shared(place.tensor) is not False
 
 
 def own_step(inner):
-    """An optimizer's step without torch's hooks around it, which the prepared optimizer calls once a step; and whether
-    it is the one of its class, not one that was set for this optimizer alone."""
+    """The step of an optimizer without torch's hooks, which the prepared optimizer calls once a step.
+
+    Returns:
+        The function, and whether it is the one of the class, rather than one that was set for this optimizer alone.
+    """
     own, step = vars(inner).get("step"), type(inner).step
     own = getattr(own, "_torchdynamo_orig_callable", own)  # compiled: as it was before
     if getattr(own, "_wrapped_by_lr_sched", False):  # by a scheduler, which counts steps
@@ -775,9 +792,9 @@ def own_step(inner):
 
 
 class AdamwRule:
-    """AdamW and Adam, by libgemini_update: each chunk where it lives, late, so that it overlaps the next forward pass.
+    """Runs AdamW and Adam by libgemini_update. Each chunk is updated where it is, beside the next forward pass.
 
-    States are of fp32, and so is the master copy of a parameter that is not.
+    States are fp32. Parameters of 16 bits have fp32 copies.
     """
 
     STATES = ("master", "momentum", "variance")
@@ -847,10 +864,10 @@ class AdamwRule:
 
     # ---- updates in the backward pass
     def step_in_backward(self, groups):
-        """Before the first one: what each parameter's update waits for.
+        """Finds out, before the first step, which gradients the update of each parameter waits for.
 
-        An update takes chunks away from the device. A chunk that a parameter shares with its neighbours would have to
-        come back for these at once, so that they are updated when all of them have their gradients.
+        An update makes chunks leave the device. A chunk that parameters share would have to come back at once for its
+        other parameters. So these are updated together, when all of them have their gradients.
         """
         self.group_of = groups_of(groups)
         window = self.session.manager.config.window_bytes
@@ -878,7 +895,7 @@ class AdamwRule:
             self.group_of = groups_of(groups)
 
     def landed(self, record):
-        """A gradient is there. What waited for nothing else is updated."""
+        """A gradient was stored: updates the parameters that waited for nothing else."""
         self.waiting[record] = None
         record.spent = True
         ready = [
@@ -889,11 +906,11 @@ class AdamwRule:
         self.update_landed(ready)
 
     def backward_ends(self):
-        """Also what shares chunks with parameters that got no gradient is updated."""
+        """Updates parameters that share chunks with parameters without a gradient."""
         self.update_landed(list(self.waiting))
 
     def update_landed(self, records):
-        """One update for each run of neighbours."""
+        """Submits one update for each run of neighbours."""
         records.sort(key=lambda record: (record.place.arena, record.place.offset))
         run: list[Record] = []
         for record in records:
@@ -912,7 +929,7 @@ class AdamwRule:
             record.has_grad = False
 
     def submit(self, arena, records, group_of):
-        """One update of an arena's parameters, from the first that has a gradient to the last."""
+        """Submits one update for parameters of an arena, from the first one with a gradient to the last."""
         ready = [record for record in records if record.has_grad and record.place.elements and id(record) in group_of]
         if not ready:
             return
@@ -970,7 +987,7 @@ class AdamwRule:
         session.lib.update(session.handle, update)
 
     def forget_done(self):
-        """What the updates before have borrowed goes when they are done; what failed in them is raised."""
+        """Frees what finished updates have borrowed, and raises their errors."""
         if not self.walks:
             return
         for walk, _ in self.walks:
@@ -1023,10 +1040,10 @@ class AdamwRule:
         return False
 
     def refuse_saving(self):
-        """Checkpoints have all of it."""
+        """Nothing to do: a checkpoint has all of it."""
 
     def adopt_states(self):
-        """All of them are in arenas."""
+        """Nothing to do: all states are in arenas."""
 
     def others(self):
         return {}
@@ -1036,7 +1053,7 @@ class AdamwRule:
             raise GeminiError(f"AdamW has states of its parameters only, and no {next(iter(values))!r}")
 
     def set_others(self, values):
-        """There are none."""
+        """There are no other states."""
 
     def has_state(self, record):
         return record.step is not None
@@ -1060,7 +1077,7 @@ _RULE = ("flags", "param_dtype", "grad_dtype", "step", "lr", "beta1", "beta2", "
 
 
 def fused_rule(session, inner):
-    """The C library's rule for an optimizer, or None."""
+    """The rule that uses the C library's update for an optimizer, or None if there is none."""
     if type(inner) not in (torch.optim.AdamW, torch.optim.Adam) or not own_step(inner)[1]:
         return None
     for group in inner.param_groups:
@@ -1071,8 +1088,10 @@ def fused_rule(session, inner):
 
 @internals.not_traced
 def _refuse_unprepared(optimizer, args, kwargs):
-    """Of all optimizers, before their steps: one that was not prepared has no states in the session, and does not know
-    of gradients that have still to be scaled, or of copies in fp32."""
+    """A hook before the step of every optimizer: refuses one that was not prepared, but has parameters in the session.
+
+    It has no states there, and knows neither pending factors of gradients nor fp32 copies.
+    """
     if isinstance(optimizer, Optimizer) or any(isinstance(value, Optimizer) for value in vars(optimizer).values()):
         return  # or it makes its steps by a prepared one
     for number, group in enumerate(getattr(optimizer, "param_groups", ())):
@@ -1091,7 +1110,7 @@ _watch: list[typing.Any] = []
 
 
 def watch_steps(on):
-    """Looks at the steps of all optimizers while there is a session."""
+    """Installs or removes the hook on the steps of all optimizers."""
     while _watch:
         _watch.pop().remove()
     if on:

@@ -1,8 +1,8 @@
-"""The state behind libgemini.torch: one manager and what is in it.
+"""The session behind libgemini.torch: one manager, and the state of training with it.
 
-arenas.py has where tensors live, holds.py what is acquired, brackets.py where in a training step we are, backward.py
-what of a backward pass is under way. Every use of a parameter is an operator: it is opened, what it reads is acquired,
-it is queued, and what it read is released.
+arenas.py has where tensors are stored, holds.py what is acquired, brackets.py where in a training step the session is,
+and backward.py the backward pass. Each use of a parameter is an operator: the operator begins, the parameter's bytes
+are acquired, the function is queued, and the bytes are released.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -120,33 +120,32 @@ class Session:
         self.rule_of: dict[Record, typing.Any] = {}  # by record of a parameter that is updated in the backward pass
 
     def renew_masters(self) -> None:
-        """A parameter of 16 bits that the user has written to, as load_state_dict() does, is what its master copy shall
-        be."""
+        """Updates the fp32 copies of 16-bit parameters that the user has written to, as load_state_dict() does."""
         for record in self.records:
             if record.place.written:
                 record.renew_master()
 
     def prepared(self, param: typing.Any) -> bool:
-        """Whether a parameter is of a model that was prepared."""
+        """Whether a parameter belongs to a model that was prepared."""
         return any(param._gm_record in model.records.values() for model in self.models)
 
     @property
     def model(self) -> Model | None:
-        """The one that was prepared last, or None."""
+        """The model that was prepared last, or None."""
         return self.models[-1] if self.models else None
 
     @property
     def records(self) -> list[Record]:
-        """Of all parameters that live here."""
+        """The records of all parameters in the session."""
         return list(self.known.values())
 
     def refuse_closed(self, name: str) -> None:
-        """Raises GeminiError, for a function of this name, if the session was closed."""
+        """Raises GeminiError if the session was closed. name: what the message begins with."""
         if not self.manager.handle:
             raise GeminiError(f"{name}: {self.gone}")
 
     def forked(self) -> None:
-        """We are in a process that os.fork() made, as workers of a DataLoader are."""
+        """Ends the session in a process that os.fork() made, such as a worker of a DataLoader. The parent keeps it."""
         self.handle = self.manager.handle = 0
         self.brackets.iteration, self.brackets.op_open, self.backward.held = None, False, None
         self.gone = (
@@ -173,8 +172,11 @@ class Session:
         self.manager.close()
 
     def close_allocator(self, force: bool) -> None:
-        """What torch allocated goes. Models that nobody has any more but the session go before, with what they hold,
-        such as the inputs of their graphs."""
+        """Ends the service of torch's allocator.
+
+        Models that only the session refers to are deleted first, with the tensors that they hold, such as the inputs of
+        CUDA graphs.
+        """
         models: list[weakref.ref[Model]] = []
         while self.models:
             model = self.models.pop()

@@ -1,4 +1,4 @@
-"""An optimizer's states as its user sees them: `optimizer.state` of a prepared optimizer.
+"""The states of a prepared optimizer, as the user sees them in `optimizer.state`.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -12,7 +12,7 @@ from .tensors import managed_view
 
 
 def copies(value, device="cpu"):
-    """The same containers, with copies of their tensors; device: None: each on its own."""
+    """Copies the tensors in nested lists and dicts. device: where to; None: each to its own device."""
     if isinstance(value, torch.Tensor):
         return value.detach().to(device or value.device, copy=True)
     if isinstance(value, dict):
@@ -21,20 +21,22 @@ def copies(value, device="cpu"):
 
 
 def count_of(step):
-    """A number of steps, as torch's optimizers keep it."""
+    """A number of steps as torch's optimizers keep it: an fp32 tensor on the CPU."""
     return torch.tensor(float(step), dtype=torch.float32, device="cpu")
 
 
 class States(collections.abc.MutableMapping):
-    """An optimizer's `state`: for each parameter that has one, a mapping of torch's names to the values that the next
-    step uses. Writing to a tensor, setting a value and clearing work as they do with torch. The fp32 copy of a
-    parameter of fewer bits is not among them."""
+    """The `state` of a prepared optimizer: a mapping from each parameter to a mapping of names to values.
+
+    The names are those of torch, and the values are those that the next step uses. Writing to a tensor, setting a value
+    and clearing work as with torch. The fp32 copy of a 16-bit parameter is not included.
+    """
 
     def __init__(self, optimizer):
         self.optimizer, self.rule = optimizer, optimizer.rule
 
     def record(self, param):
-        """Of a parameter of the optimizer; or None."""
+        """The record of a parameter that the optimizer updates; otherwise None."""
         record = getattr(param, "_gm_record", None)
         return record if record is not None and record.rule is self.rule else None
 
@@ -67,7 +69,7 @@ class States(collections.abc.MutableMapping):
         return self[param] if param in self else default
 
     def pop(self, param, *default):
-        """Copies, as the values end."""
+        """Removes a state and returns a copy of it."""
         if default and param not in self:
             return default[0]
         values = self[param]
@@ -99,7 +101,7 @@ class States(collections.abc.MutableMapping):
 
 
 class AdamwState(collections.abc.MutableMapping):
-    """Of a parameter, in States: step, exp_avg, exp_avg_sq; empty before the first step."""
+    """The state of a parameter of AdamW or Adam: step, exp_avg and exp_avg_sq. It is empty before the first step."""
 
     def __init__(self, rule, record):
         self.rule, self.record = rule, record

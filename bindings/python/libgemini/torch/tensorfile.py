@@ -45,7 +45,7 @@ Entry = collections.namedtuple("Entry", "file name dtype shape offset size_bytes
 
 
 def _bytes_of(tensor):
-    """The bytes of a contiguous CPU tensor, as an object that system calls take."""
+    """The bytes of a contiguous CPU tensor, as an object with the buffer protocol."""
     size = tensor.numel() * tensor.dtype.itemsize
     return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B") if size else memoryview(b"")
 
@@ -65,7 +65,7 @@ def _read(fd, data, offset):
 
 
 def checksum(path, offset, size_bytes):
-    """CRC-32 of a part of a file."""
+    """The CRC-32 of a part of a file."""
     crc, buffer = 0, memoryview(bytearray(min(size_bytes, PIECE_BYTES)))
     fd = os.open(path, os.O_RDONLY)
     try:
@@ -79,13 +79,13 @@ def checksum(path, offset, size_bytes):
 
 
 def summing():
-    """An executor for checksum(), which leaves Python's lock to others while it sums."""
+    """An executor for checksum(), which releases Python's global lock while it computes."""
     return concurrent.futures.ThreadPoolExecutor(SUMMING_THREADS)
 
 
 # ---- writing
 def split(tensors, most_bytes):
-    """Lists of (name, Place or tensor), each list of at most most_bytes, if a tensor alone does not exceed that."""
+    """Splits (name, Place or tensor) into lists of at most most_bytes each. A larger tensor gets a list of its own."""
     shards: list[list[tuple[str, typing.Any]]] = [[]]
     size = 0
     for name, value in tensors:
@@ -99,8 +99,18 @@ def split(tensors, most_bytes):
 
 
 def write(path, tensors, progress):
-    """Writes a file of (name, Place or tensor) and returns the checksums by name. The bytes of a contiguous place go
-    from wherever they are to the file, chunk by chunk."""
+    """Writes a file.
+
+    The bytes of a contiguous place go to the file chunk by chunk, from wherever they are.
+
+    Args:
+        path: The file.
+        tensors: (name, Place or tensor).
+        progress: Counts the bytes.
+
+    Returns:
+        The checksums by name.
+    """
     tensors = sorted(tensors, key=lambda item: -item[1].dtype.itemsize)  # so that each is aligned
     header: dict[str, dict[str, typing.Any]] = {"__metadata__": {"format": "pt"}}
     entries, at = [], 0
@@ -152,8 +162,10 @@ def _store(fd, value, offset, size):
 
 # ---- reading
 def read_header(path):
-    """What a file holds: name: Entry. A file that is not as long as its header says, or none of this kind, is
-    refused."""
+    """Reads the Entry of each tensor in a file, by name.
+
+    A file that is not of this format, or not as long as its header says, is refused.
+    """
 
     def refuse(why):
         return GeminiError(f"{path} is no whole safetensors file: {why}", "FORMAT")
@@ -190,9 +202,11 @@ def read_header(path):
 
 
 def read(entry, fd, target):
-    """Fills a Place, or a tensor, of as many elements, from an open file. Bytes of a contiguous place's own dtype go
-    where it is, chunk by chunk; others are converted in pieces. To a place of other strides and to a tensor they go by
-    way of a copy."""
+    """Fills a Place or a tensor from an open file.
+
+    Bytes of the dtype of a contiguous place go where the place is, chunk by chunk. Other dtypes are converted in
+    pieces. A place with other strides, or a tensor, is filled from a copy.
+    """
     if not entry.size_bytes:
         return
     try:

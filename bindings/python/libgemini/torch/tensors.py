@@ -1,9 +1,10 @@
-"""Tensors whose bytes live in libgemini's arenas: parameters, and views of them.
+"""Tensors whose bytes are in libgemini's arenas: parameters and views of them.
 
-Every torch function that is given one comes through __torch_function__, which acquires the bytes it reads or writes,
-queues it, and releases them. So a parameter can be used anywhere (in modules that are not its own, several times, under
-any control flow), and nothing reads bytes that are elsewhere. When the result needs a gradient, the first node of the
-function's backward acquires the same bytes again (Backward.operator()).
+Every torch function that is called with such a tensor comes to __torch_function__, which acquires the bytes that the
+function reads or writes, queues the function, and releases the bytes. So a parameter can be used anywhere: in several
+modules, several times, under any control flow. No function reads bytes that are elsewhere. If the result needs a
+gradient, the bytes are acquired again when the backward pass reaches the first node of the function
+(Backward.operator()).
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -38,13 +39,20 @@ UNSURE = "unsure"  # Place.written, after a function that should have written an
 
 
 class Use:
-    """What a function reads and writes of arenas, in the shape the library wants it; made once for each such
-    function."""
+    """What a function reads and writes in arenas, as the library takes it.
+
+    It is made once for each function and ranges.
+    """
 
     __slots__ = ("accesses", "pointer", "count", "forward_name", "backward_name", "unit")
 
     def __init__(self, ranges, name, unit=None):
-        """ranges: (place, offset, size in bytes, mode); unit: whose parameters they are, see unit.py."""
+        """
+        Args:
+            ranges: For each tensor its place, an offset and a size in bytes, and abi.READ, WRITE or both.
+            name: The name of the function.
+            unit: The unit whose parameters they are, or None; see unit.py.
+        """
         self.unit = unit
         first = ranges[0][0].name
         self.count = len(ranges)
@@ -58,8 +66,7 @@ class Use:
 
 
 def _where(tensor):
-    """The place of a tensor that has elements; offset there, and length, of the bytes between its first and last
-    one."""
+    """The place of a tensor that has elements; the offset there, and the length, of all its elements in bytes."""
     place = tensor._gm_place
     try:
         at = tensor.data_ptr()
@@ -74,6 +81,7 @@ def _where(tensor):
 
 
 def _collect(values, found):
+    """Appends the managed tensors in nested lists, tuples and dicts to a list, each once."""
     for value in values:
         if isinstance(value, ManagedTensor):
             if value._gm_place is not None and not any(value is other for other in found):
@@ -85,7 +93,7 @@ def _collect(values, found):
 
 
 def _changes_first(name):
-    """Whether a function of this name writes its first argument: torch's functions that do end with one underscore."""
+    """Whether a function of this name writes its first argument. torch's in-place functions end with one underscore."""
     return (
         name == "__setitem__"
         or (name.endswith("_") and not name.endswith("__"))
@@ -111,7 +119,12 @@ _INPLACE = {
 
 
 def mark_views(out: typing.Any, tensors: typing.Iterable[ManagedTensor]) -> None:
-    """What shares memory with an argument is managed, too."""
+    """Makes a result managed if it shares memory with one of the arguments.
+
+    Args:
+        out: What a function returned: a tensor, or nested lists, tuples and dicts.
+        tensors: The managed tensors among its arguments.
+    """
     if isinstance(out, _Tensor):
         if (
             type(out) is not _Tensor and not isinstance(out, ManagedTensor) and hasattr(out, "__tensor_flatten__")
@@ -163,7 +176,10 @@ def grad_nodes(value, nodes):
 
 
 def run_with(session, use, func, args, kwargs, read=()):
-    """Calls a function as one operator, with what it uses on the device; read: tensors that it should not write."""
+    """Runs a function as one operator, with what it uses on the device.
+
+    read: tensors that it is not expected to write.
+    """
     session.brackets.op_begin(use.forward_name)
     stream = session.holds.stream()
     versions = [tensor._version for tensor in read]
@@ -182,7 +198,7 @@ def run_with(session, use, func, args, kwargs, read=()):
 
 
 def hook_nodes(session, use, nodes):
-    """When the backward pass reaches one of the nodes, what is used is there again."""
+    """Has the backward pass acquire a use when it reaches one of the nodes."""
     for node in nodes:
         node.register_prehook(
             lambda _, graph=session.brackets.graph: session.backward.operator(use)
@@ -190,7 +206,7 @@ def hook_nodes(session, use, nodes):
 
 
 def _one_by_one(func, args, kwargs):
-    """A function of lists, for each of their elements: all of them together need not fit on the device."""
+    """Runs a function of lists once for each element, so that the elements need not fit on the device together."""
     count = len(args[0])
     outs = []
     for i in range(count):
@@ -201,7 +217,7 @@ def _one_by_one(func, args, kwargs):
 
 
 def _gradient_of(tensor):
-    """The record whose gradient a tensor is, or is a part of; or None."""
+    """The record of the parameter whose gradient, or part of a gradient, a tensor is; otherwise None."""
     record = getattr(tensor, "_gm_grad", None)
     if record is not None and tensor._gm_generation != record.generation:
         raise GeminiError(
@@ -212,12 +228,12 @@ def _gradient_of(tensor):
 
 
 def _copy(tensor):
-    """A copy in torch's own memory."""
+    """Copies a managed tensor to torch's own memory."""
     return _run(_Tensor.clone, (tensor,), {})
 
 
 def refuse_tracing(name):
-    """Of a parameter, before it is used."""
+    """Raises GeminiError if the use of a parameter is being traced."""
     if internals.is_tracing():
         raise GeminiError(
             f"{name}: torch.jit.trace() would keep the parameter's address, and read what may not be there: "
@@ -226,7 +242,10 @@ def refuse_tracing(name):
 
 
 def host_copy(tensor):
-    """A copy in plain memory of the CPU. The bytes are read where they are: nothing comes to the device for it."""
+    """Copies a managed tensor to plain CPU memory.
+
+    The bytes are read where they are, without moving them to the device.
+    """
     place = tensor._gm_place
     session = place.session
     session.refuse_closed(place.name)
@@ -244,7 +263,7 @@ def host_copy(tensor):
 
 
 def _replaced(value, copies):
-    """A value with copies in the place of managed tensors; copies: (tensor, copy) of each."""
+    """Replaces managed tensors in a value by copies. copies: collects (tensor, copy) pairs."""
     if isinstance(value, ManagedTensor):
         return next((copy for tensor, copy in copies if tensor is value), value)
     if isinstance(value, (list, tuple)):
@@ -256,8 +275,11 @@ def _replaced(value, copies):
 
 
 def _run_on_copies(func, name, args, kwargs, tensors, changed):
-    """Within transforms of torch.func, whose backward passes come when they like, and differentiate one another: the
-    function gets copies in torch's own memory."""
+    """Runs a function within a torch.func transform on copies in torch's memory.
+
+    The backward passes of a transform can run at any time and can themselves be differentiated, so that acquired bytes
+    could not be held for them.
+    """
     for tensor in tensors:
         if any(tensor is one for one in changed):
             raise GeminiError(
@@ -276,7 +298,7 @@ def _run_on_copies(func, name, args, kwargs, tensors, changed):
 
 
 def _attributes(tensor):
-    """What its user has set."""
+    """The attributes that the user has set on a tensor."""
     return {name: value for name, value in tensor.__dict__.items() if not name.startswith("_gm_")}
 
 
@@ -285,7 +307,7 @@ _saving: dict[typing.Any, torch.Tensor] | None = None
 
 
 def _saved_copy(tensor):
-    """As host_copy(). Within torch.save(), those of tensors that share bytes share them, too."""
+    """As host_copy(), but within torch.save() tensors that share bytes get copies that share bytes."""
     place, record = tensor._gm_place, _gradient_of(tensor)
     if _saving is None or not tensor.numel() or tensor.dtype != place.dtype:
         return host_copy(tensor)
@@ -299,7 +321,7 @@ def _saved_copy(tensor):
 
 
 def _sharing(replaced):
-    """Of torch.save()."""
+    """Wraps a function that torch.save() calls."""
 
     @functools.wraps(replaced.original)
     def save(*args, **kwargs):
@@ -372,7 +394,7 @@ _WITHOUT_GRAD = {nn.init.normal_, nn.init.uniform_}
 
 
 def _overwrites(func: typing.Any, tensor: torch.Tensor, args: typing.Any, kwargs: typing.Any) -> bool:
-    """Whether a function writes all of a tensor, its first argument, for sure, and reads nothing of it."""
+    """Whether a function certainly writes every element of its first argument and reads none of them."""
     takes: typing.Any = _OVERWRITES.get(func)
     if takes is None or not is_dense(tensor.shape, tensor.stride()) or tensor.is_inference() or internals.is_watched():
         return False
@@ -552,7 +574,7 @@ def _view(func, args, kwargs):
 
 
 def _is_number(index):
-    """Whether torch takes a tensor in an index as it takes an int."""
+    """Whether torch treats a tensor in an index like an int."""
     return (
         isinstance(index, _Tensor)
         and index.dim() == 0
@@ -570,22 +592,26 @@ def _getitem(func, args, kwargs):
 
 
 def _copied(func, args, kwargs):
-    """What leaves torch with a pointer gets a copy."""
+    """Serves functions that hand out a pointer: they get a copy."""
     if kwargs.get("copy") is False:
         raise GeminiError(f"{args[0]._gm_place.name}: {func.__name__}(copy=False): only a copy of it can leave torch")
     return func(_copy(args[0]), *args[1:], **kwargs)
 
 
 def _read_only(func, args, kwargs):
-    """To NumPy, too, but nobody may take what is written there for written here."""
+    """Serves conversions to NumPy: they get a read-only copy, so that nobody takes a write to it for a write to the
+    parameter.
+    """
     out = _copied(func, args, kwargs)
     out.flags.writeable = False
     return out
 
 
 class Storage(torch.UntypedStorage):
-    """Of a managed tensor that was asked for its storage. It tells where that is and how long; its bytes may be
-    elsewhere."""
+    """The storage of a managed tensor.
+
+    It has an address and a size; reading its bytes is an error, as they may be elsewhere.
+    """
 
     _TOLD = {
         "data_ptr",
@@ -632,7 +658,7 @@ def _storage(func, args, kwargs):
 
 
 def _come_over(tensor, source):
-    """A plain tensor has been put over the bytes of another one, which may be managed: it is, then, too."""
+    """A plain tensor was put over the bytes of another tensor. It becomes managed if those are."""
     if isinstance(source, ManagedTensor) and tensor.numel():
         if type(tensor) not in (_Tensor, nn.Parameter):
             _refuse_class(source, type(tensor))
@@ -653,7 +679,7 @@ _set = patches.set_.original
 
 
 def _set_source(tensor, source=None, *args, **kwargs):
-    """Tensor.set_(), which is no torch function."""
+    """Replaces Tensor.set_(), which does not ask __torch_function__."""
     if isinstance(internals.untyped(source), Storage):
         _refuse_bytes(internals.untyped(source))
     if not isinstance(tensor, ManagedTensor):
@@ -674,8 +700,11 @@ def _refuse(func, args, kwargs):
 
 
 def _autograd(func, args, kwargs):
-    """torch.autograd.grad() and backward(), which call hooks and recompute checkpoints: outside of all this, where
-    these are served, and with what stands for managed tensors there. No byte of those is read."""
+    """Runs torch.autograd.grad() and backward(), which call hooks and recompute checkpoints.
+
+    They run outside of this dispatch, with stand-ins for managed tensors. They read no bytes of managed tensors
+    themselves.
+    """
     grad = func is torch.autograd.grad
     outputs, inputs = args[0], list(args[1] if grad else kwargs.get("inputs") or ())
     kwargs = dict(kwargs)
@@ -701,8 +730,7 @@ def _autograd(func, args, kwargs):
 
 
 def _to(func, args, kwargs):
-    """Who moves a model to where it is already, as trainers do, gets each tensor itself, whose bytes stay where they
-    are."""
+    """Serves Tensor.to(). A model that a trainer moves to where it already is keeps its tensors."""
     if len(args) > 4 or "copy" in kwargs or kwargs.get("memory_format"):
         return _run(func, args, kwargs)
     tensor = args[0]
@@ -752,13 +780,15 @@ LEAST_NORM = 1e-10  # squares that vanish in fp32 beside that of a larger one wo
 
 
 def is_exact(factor):
-    """Whether nothing is rounded that is multiplied by a factor: a power of two that makes it smaller. Elements that
-    become smaller than 2**-126, which have fewer digits in fp32, are left out of account."""
+    """Whether a multiplication by the factor rounds nothing: the factor is a power of two from 2**-64 to 1.
+
+    Results below 2**-126, which lose digits in fp32, are disregarded.
+    """
     return 2.0**-64 <= factor <= 1.0 and math.frexp(factor)[0] == 0.5
 
 
 def _norm(grad):
-    """The norm of a parameter's gradient, or of a part of it, in fp32."""
+    """The fp32 norm of a parameter's gradient, or of a part of it."""
     record = _gradient_of(grad)
     if record.norm is not None and grad.numel() == record.place.elements:
         return record.norm
@@ -781,7 +811,7 @@ def _vector_norm(func, args, kwargs):
 
 
 def _number(value):
-    """The number that a tensor is now: what it is later, and through which alias, torch does not tell."""
+    """The value of a scalar now, or None if it is not one. Later values of the same tensor are not known."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return float(value)
     if (
@@ -795,7 +825,7 @@ def _number(value):
 
 
 def _mul(func, args, kwargs):
-    """Gradients that are scaled, as by clipping, are scaled when they are read: no byte moves for it."""
+    """Multiplies a gradient, as clipping does, when it is read next. No bytes move for it."""
     record = _gradient_of(args[0])
     factor = _number(args[1]) if record is not None and len(args) == 2 and not kwargs else None
     if factor is None or args[0].numel() != record.place.elements or not record.multiply(factor):
@@ -818,7 +848,7 @@ def _foreach_norm(func, args, kwargs):
 
 
 def _unscale(func, args, kwargs):
-    """torch.amp.GradScaler's: divides gradients by the loss scale, and tells if one is infinite or no number."""
+    """Serves torch.amp.GradScaler: divides gradients by the loss scale, and reports infinities and NaN."""
     grads, found, inverse = args
     managed = [grad for grad in grads if getattr(grad, "_gm_grad", None) is not None]
     others = [grad for grad in grads if getattr(grad, "_gm_grad", None) is None]
@@ -843,7 +873,10 @@ def _unscale(func, args, kwargs):
 
 
 def _like(func, args, kwargs):
-    """What an optimizer's own step makes like a parameter is its state, and lives where states do."""
+    """Serves zeros_like() and its kind.
+
+    Within an optimizer's own step, what is made like a parameter is a state and is stored in an arena.
+    """
     session = args[0]._gm_place.session if isinstance(args[0], ManagedTensor) else None
     if session is None or session.in_optimizer is None:
         return func(*args, **kwargs)
@@ -886,7 +919,7 @@ _SPECIAL = {
 
 @internals.not_traced
 def _data(tensor):
-    """tensor.data, while there is a session: of a plain tensor, too, as units that run look whether it is written."""
+    """Replaces the getter of Tensor.data. Units that are running watch whether the result is written."""
     out = patches.data.original.__get__(tensor)
     if units:
         if type(out) not in _USUAL:  # a fake one
@@ -897,7 +930,7 @@ def _data(tensor):
 
 
 def _set_data(tensor, values):
-    """tensor.data = values: a plain tensor can be put over the bytes of a managed one."""
+    """Replaces the setter of Tensor.data. A plain tensor can be put over the bytes of a managed one."""
     patches.data.original.__set__(tensor, values)
     if not isinstance(tensor, ManagedTensor):
         _come_over(tensor, values)
@@ -924,7 +957,7 @@ def _dispatch(func, args, kwargs):
 
 
 class ManagedTensor(torch.Tensor):
-    """A tensor, or a view of one, in an arena."""
+    """A tensor in an arena, or a view of one."""
 
     _gm_place: Place = typing.cast("Place", None)  # where its bytes are: the place that holds all of it
     _gm_record: Record | None = None  # of a parameter
@@ -939,14 +972,17 @@ class ManagedTensor(torch.Tensor):
             return _dispatch(func, args, kwargs or {})
 
     def as_subclass(self, cls):
-        """A view. torch's own is no torch function."""
+        """A view. torch's own as_subclass() does not ask __torch_function__."""
         if cls not in (_Tensor, ManagedTensor):
             _refuse_class(self, cls)
         return self.view_as(self)
 
     def __deepcopy__(self, memo):
-        """As torch copies: of parameters each has its own bytes, which within init(), where models are built, are in
-        the session; other tensors that share bytes have copies that do so. All else is in torch's memory."""
+        """Copies as torch does.
+
+        Each parameter gets bytes of its own; within init(), where models are built, these are in the session. Other
+        tensors that share bytes get copies that share bytes. Everything else is copied to torch's memory.
+        """
         place = self._gm_place
         with torch.no_grad():
             if isinstance(self, nn.Parameter):
@@ -969,7 +1005,7 @@ class ManagedTensor(torch.Tensor):
         return copy
 
     def __copy__(self):
-        """Another tensor over the same bytes, as torch's."""
+        """Another tensor over the same bytes, as torch's copy.copy() gives."""
         out = self.detach()
         if isinstance(self, nn.Parameter):
             out = nn.Parameter(out, self.requires_grad)
@@ -997,8 +1033,10 @@ def _loaded(data):
 
 
 def _saved(tensor):
-    """For another process: by value. What torch would share is the memory of a copy that is gone when the other one
-    looks."""
+    """Pickles a tensor for another process by value.
+
+    torch would share the memory of a temporary copy, which is freed before the other process reads it.
+    """
     file = io.BytesIO()
     torch.save(tensor, file)
     return _loaded, (file.getvalue(),)
@@ -1009,12 +1047,14 @@ for _kind in (ManagedTensor, ManagedParameter):
 
 
 def _function_apply(cls, *args, **kwargs):
-    """torch's own."""
+    """torch's own autograd.Function.apply()."""
     return patches.function_apply.original.__get__(None, cls)(*args, **kwargs)
 
 
 def with_managed(function, name, args, kwargs):
-    """Calls what is no torch function, but is given parameters, as one of that name."""
+    """Calls a function that does not ask __torch_function__, but takes parameters, as if it were a torch function of
+    that name.
+    """
     tensors: list[ManagedTensor] = []
     _collect(args, tensors)
     _collect(kwargs.values(), tensors)
@@ -1031,13 +1071,18 @@ def with_managed(function, name, args, kwargs):
 
 
 def _apply(cls, *args, **kwargs):
-    """torch.autograd.Function.apply(): what it is given is there while forward and backward of a custom function run,
-    as these may hand pointers to kernels of their own."""
+    """Replaces torch.autograd.Function.apply().
+
+    The bytes are acquired while forward and backward of a custom function run, as these may pass pointers to kernels.
+    """
     return with_managed(functools.partial(_function_apply, cls), cls.__name__, args, kwargs)
 
 
 def _refuse_managed(wrap):
-    """Of what torch.func's transforms wrap their arguments with: what runs on these is no torch function any more."""
+    """Wraps a function by which torch.func transforms wrap their arguments.
+
+    Managed tensors are refused: __torch_function__ is not asked for what runs on the wrapped ones.
+    """
 
     def refuse(value, *args):
         if isinstance(value, ManagedTensor):
@@ -1048,7 +1093,10 @@ def _refuse_managed(wrap):
 
 
 def _marked(unwrap):
-    """Of what torch.func's transforms take from their results again: a view of a managed tensor stays one."""
+    """Wraps a function by which torch.func transforms unwrap their results.
+
+    A view of a managed tensor stays managed.
+    """
 
     def of(value, *args):
         out = unwrap(value, *args)
@@ -1063,7 +1111,7 @@ _new_parameter = patches.new_parameter.original
 
 
 def _parameter(cls, data=None, requires_grad=True):
-    """nn.Parameter(data): over the bytes of data, as always, which stay managed."""
+    """Replaces nn.Parameter.__new__(). A parameter over managed bytes stays managed."""
     if not isinstance(data, ManagedTensor):
         return _new_parameter.__get__(None, cls)(cls, data, requires_grad)
     if cls not in (nn.Parameter, ManagedParameter):
@@ -1079,7 +1127,7 @@ _make_subclass = patches.make_subclass.original
 
 
 def _subclass(cls, data, requires_grad=False, **kwargs):
-    """Tensor._make_subclass(), with the signature that torch.compile() wants it to have."""
+    """Replaces Tensor._make_subclass(), with the signature that torch.compile() expects."""
     if not isinstance(data, ManagedTensor):
         return _make_subclass(cls, data, requires_grad, **kwargs)
     requires_grad = kwargs.get("require_grad", requires_grad)
@@ -1094,7 +1142,10 @@ _KINDS = {ManagedTensor, ManagedParameter}
 
 
 def _have_managed(values):
-    """Whether there is a managed tensor among arguments, or in a list that is one; lists of numbers may be long."""
+    """Whether there is a managed tensor among arguments, or in lists among them.
+
+    Lists of numbers, which may be long, are not searched one by one.
+    """
     return any(
         isinstance(value, ManagedTensor) or isinstance(value, (list, tuple)) and not _KINDS.isdisjoint(map(type, value))
         for value in values
@@ -1102,8 +1153,7 @@ def _have_managed(values):
 
 
 def _served(replaced):
-    """Of a function that makes tensors of tensors: as if it were a torch function, as it is to its own tensor if it is
-    bound to one."""
+    """Wraps a function that makes tensors from tensors, so that it is served like a torch function."""
     function, bound = replaced.original, isinstance(replaced.owner, type)
 
     @functools.wraps(function)
@@ -1123,7 +1173,7 @@ def _served(replaced):
 
 
 def _make_grads(outputs, grads, *args, **kwargs):
-    """Gradients of outputs go to functions that do not know managed tensors."""
+    """Replaces autograd._make_grads(), which does not know managed tensors."""
     grads = [one.clone() if isinstance(one, ManagedTensor) else one for one in grads]
     return patches.make_grads.original(outputs, grads, *args, **kwargs)
 
@@ -1149,7 +1199,7 @@ def replacements() -> dict[patches.Replaced, typing.Any]:
 
 
 def managed_view(place):
-    """A managed tensor over all of a place."""
+    """A managed tensor over the whole of a place."""
     out = place.tensor.detach()
     out.__class__ = ManagedTensor
     out._gm_place = place

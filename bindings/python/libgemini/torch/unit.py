@@ -1,12 +1,12 @@
-"""Modules whose parameters come and go as one: for torch.compile, TorchScript, CUDA graphs, and small modules.
+"""Units: modules whose parameters come and go together, for torch.compile, TorchScript, CUDA graphs and small modules.
 
-To torch.compile a module is one function, and what it traces must be torch's own; what torch.jit made of one runs
-without Python. So around each call of a unit all its parameters are acquired in one batch, as one operator, and are
-plain nn.Parameters; in the backward pass again, from the first node that the call made until the first one of another
-operator.
+torch.compile() makes one function of a module and has to trace plain tensors. What torch.jit makes of a module runs
+without Python. So around each call of a unit all its parameters are acquired in one batch, as one operator, and become
+plain nn.Parameters. In the backward pass the same happens from the first node that the call made until the first node
+of another operator.
 
-Nobody sees what is done with plain tensors meanwhile. So afterwards the unit looks for what was written, at the
-versions that torch counts, and for the views that somebody has kept, which are managed from then on.
+libgemini does not see what is done with plain tensors. So the unit afterwards compares the versions that torch counts,
+to find what was written, and looks for views that somebody has kept. These become managed.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -47,17 +47,20 @@ _YOUNG = sys.version_info < (3, 14)  # whether objects that a collection has lef
 
 
 def optimized(module):
-    """Whether torch.compile() returned it; its hooks are not compiled, what it calls forward is."""
+    """Whether torch.compile() returned the module.
+
+    Its hooks are not compiled; the forward function that it calls is.
+    """
     return isinstance(module, internals.optimized_module())
 
 
 def compiled_in_place(module):
-    """By module.compile(), with its hooks."""
+    """Whether module.compile() compiled it, together with its hooks."""
     return hasattr(internals.compiled_call_of(module), "_torchdynamo_orig_callable")
 
 
 def scripted(module):
-    """Whether torch.jit.script() or trace() made it: all of its methods run in C++, and those of the modules within."""
+    """Whether torch.jit.script() or trace() made it. All its methods, and those of its children, run in C++."""
     return isinstance(module, torch.jit.ScriptModule)
 
 
@@ -77,7 +80,7 @@ def _refuse_compiling():
 
 
 def refuse_compiling():
-    """The caller must not be part of what torch.compile() compiles."""
+    """Raises GeminiError if torch.compile() compiles the caller."""
     if internals.within_compiled():
         _refuse_compiling()
 
@@ -89,7 +92,7 @@ def find(module):
 
 
 class _Kinds(dict):
-    """Of a class: whether it is one of tensors that are not managed."""
+    """A cache: whether a class is one of tensors that are not managed."""
 
     def __missing__(self, kind):
         if len(self) > 4096:
@@ -103,12 +106,12 @@ _version = operator.attrgetter("_version")
 
 
 def collections():
-    """How often Python has collected each generation of its objects."""
+    """How often Python's garbage collector has collected each generation."""
     return [generation["collections"] for generation in gc.get_stats()]
 
 
 def tensors_since(before):
-    """Tensors that are not managed, at least those that were made since collections() was that."""
+    """Tensors that are not managed: at least those that were made since collections() returned `before`."""
     oldest = max((i for i, (old, new) in enumerate(zip(before, collections())) if new != old), default=-1)
     if oldest > 0 or oldest == 0 and not _YOUNG:
         generations = [gc.get_objects()]
@@ -118,10 +121,10 @@ def tensors_since(before):
 
 
 class Unit:
-    """A module of which everything is on the device while it runs."""
+    """A module whose parameters are all on the device while it runs."""
 
     def __init__(self, session, module, name, unseen=False):
-        """unseen: it may write to its parameters so that torch counts no versions."""
+        """unseen: the module may write to its parameters without an increment of their versions."""
         self.session = session
         tensors = [tensor for tensor in (*module.parameters(), *module.buffers()) if isinstance(tensor, ManagedTensor)]
         self.kinds = [(tensor, type(tensor)) for tensor in tensors]  # parameters, and buffers over some
@@ -155,6 +158,7 @@ class Unit:
         self.use = Use(ranges, "unit", self) if ranges else None
 
     def enter(self):
+        """Makes the tensors plain. They have been acquired before."""
         self.users += 1
         if self.users > 1:
             return
@@ -166,7 +170,7 @@ class Unit:
         self.before = collections()
 
     def leave(self):
-        """While its parameters are still there."""
+        """Notes writes and makes the tensors managed again. They are still acquired."""
         try:
             self.note_writes()
         finally:
@@ -179,17 +183,18 @@ class Unit:
                 self.find_views()
 
     def reset(self):
-        """Nobody uses it."""
+        """Ends all uses, after an interrupt."""
         self.users = 1
         self.leave()
 
     def took_data(self, data):
-        """Somebody has asked for the .data of a tensor: torch counts its versions apart."""
+        """Watches the result of `tensor.data`, whose versions torch counts separately."""
         if not data.is_inference() and internals.storage_number(data) in self.storages:
             self.watched.append(data)
             self.versions.append(data._version)
 
     def note_writes(self):
+        """Finds the parameters that were written, by their versions, and marks their places."""
         versions = list(map(_version, self.watched))
         written: dict[Place, typing.Any] = {}
         if versions != self.versions:
@@ -210,7 +215,7 @@ class Unit:
             place.written = sure if sure is True else place.written or sure
 
     def find_views(self):
-        """Tensors over the parameters' bytes that were made meanwhile and that somebody has."""
+        """Makes tensors managed that were made over the parameters in the meantime and that somebody has kept."""
         if all(internals.storage_users(storage) == known for storage, _, known in self.storages.values()):
             return
         found = []
@@ -239,6 +244,7 @@ class Unit:
         tensor._gm_place = place
 
     def run(self, call, args, kwargs):
+        """Runs a call of the module as one operator, and has the backward pass acquire the unit's parameters again."""
         if self.use is None or self.graphed:
             return call(*args, **kwargs)
         name = self.tensors[0]._gm_place.name
@@ -261,7 +267,7 @@ class Unit:
 
 
 def make_unit(session, module, name):
-    """Wraps what a module's call comes to; for one that torch.compile() made, what its hooks are around."""
+    """Wraps the call of a module; for one that torch.compile() returned, the function inside its hooks."""
     if session.allocator and graphed(module):
         raise GeminiError(
             f'{name} is compiled to CUDA graphs (mode="reduce-overhead" or "max-autotune"), whose memory must '
@@ -292,8 +298,11 @@ _SCRIPT_METHODS = (
 
 
 def make_scripted(session, module, name):
-    """Each method of a scripted module, and of those within, is called with the parameters there. The modules within
-    are units of their own, as methods may be called of them, too; the methods of the outer one do not call theirs."""
+    """Wraps each method of a scripted module and of its children, which are units of their own, as the user may call
+    their methods, too.
+
+    Methods of the outer module do not call the wrapped ones.
+    """
     for path, inner in module.named_modules():
         unit = Unit(session, inner, f"{name}.{path}" if path else name, unseen=internals.scripts_data(inner))
         for method in (*internals.script_methods(inner), *_SCRIPT_METHODS):
@@ -308,7 +317,7 @@ def make_scripted(session, module, name):
 
 
 def make_units(session, module, name=""):
-    """Makes each module in a tree that is compiled or scripted a unit, but those within one."""
+    """Makes units of the compiled and scripted modules in a tree, except those within another unit."""
     if find(module):
         return
     if scripted(module):
@@ -342,7 +351,10 @@ def unit(session, module):
 
 
 def _refuse_scripting(function):
-    """Of torch.jit: what makes a scripted module of a module. It would read them by itself."""
+    """Wraps a function of torch.jit that makes a scripted module.
+
+    It reads parameters without libgemini, so managed ones are refused.
+    """
 
     @functools.wraps(function)
     def call(module, *args, **kwargs):
@@ -359,7 +371,7 @@ def _refuse_scripting(function):
 
 
 def _call_script(function, *args, **kwargs):
-    """A function that torch.jit made is no torch function either."""
+    """Replaces ScriptFunction.__call__(), which does not ask __torch_function__."""
     return with_managed(
         functools.partial(patches.script_call.original, function), f"torch.jit.{function.name}", args, kwargs
     )
