@@ -26,9 +26,11 @@ from .memory import wrap
 from .tensors import ManagedParameter, ManagedTensor
 
 ALIGNMENT = 512  # bytes, of places
-WHOLE_WINDOWS = 4  # a place of so many windows, or more, shares none of them
-VIEW_SHARE = 4  # a view of less than such a part of its storage is not saved here: all of the storage would be
-OPERATOR_SHARE = 8  # what is saved or wanted within an operator, beyond such a part of the device, becomes another one
+WHOLE_WINDOWS = 4  # places of at least so many windows share none with others
+# A view of less than 1/VIEW_SHARE of its storage stays with torch: the whole storage would be saved.
+VIEW_SHARE = 4
+# An operator that saves or unpacks more than 1/OPERATOR_SHARE of the device budget is split.
+OPERATOR_SHARE = 8
 
 
 class _Kept:
@@ -75,7 +77,7 @@ class _Stored(_Range):
 
     def __init__(self, where, storage, version, dead):
         super().__init__(*where)
-        self.storage = StorageWeakRef(storage)  # while this is, no other storage has its number
+        self.storage = StorageWeakRef(storage)  # while it exists, no other storage gets its number
         self.pointer = storage.data_ptr()
         self.version = version
         self.dead = dead
@@ -91,16 +93,17 @@ class Activations:
         self.session = session
         self.arena = session.arenas.arena("activations", torch.uint8)
         self.operator_bytes = session.manager.stats()["budget_bytes"]["device"] // OPERATOR_SHARE
-        self.operator = None  # number of the one that op_bytes were saved or wanted in
+        self.operator = None  # the number of the operator that op_bytes counts
         self.op_bytes = 0
         self.space = Space()
         self.window = self.first_window()
-        self.users: collections.Counter[int] = collections.Counter()  # of a window: places that lie in it
+        self.users: collections.Counter[int] = collections.Counter()  # how many places lie in a window
         # By the number of a storage: where its bytes are stored.
         self.stored: weakref.WeakValueDictionary[int, _Stored] = weakref.WeakValueDictionary()
-        self.held = []  # what is acquired for tensors that the backward pass got: (storage, access, stream, range)
-        self.dead: collections.deque[tuple[int, int]] = collections.deque()  # places that are free
-        self.arenas = []  # (base, end, handle) of all
+        # What is acquired for tensors that the backward pass has got: (storage, access, stream, range).
+        self.held = []
+        self.dead: collections.deque[tuple[int, int]] = collections.deque()  # places to be freed: (offset, size)
+        self.arenas = []  # (base, end, handle) of all arenas
 
     # ---- places
     def first_window(self):
@@ -143,7 +146,7 @@ class Activations:
             else:
                 self.held.append((storage, access, stream, where))
         del held
-        where = None  # the last reference to some ranges
+        where = None  # drops the last reference to some ranges
         empty = []
         while self.dead:
             offset, size = self.dead.popleft()
@@ -182,7 +185,7 @@ class Activations:
             stream = session.holds.stream()
             beside = [(accesses, count) for accesses, count, *_ in session.holds.noted]
             beside += [(ctypes.byref(access), 1) for _, access, *_ in self.held]
-            for accesses, count in beside:  # it uses them, too
+            for accesses, count in beside:  # the new operator uses them, too
                 session.lib.acquire(session.handle, accesses, count, stream)
                 session.lib.release(session.handle, accesses, count, stream)
         self.operator = session.brackets.op_number
@@ -267,7 +270,7 @@ class Activations:
         tensors = [
             one for model in self.session.models for one in (*model.module.buffers(), *model.module.parameters())
         ]
-        with _plain():  # what stays anyway gains nothing from a copy
+        with _plain():  # tensors of the model stay allocated, so a copy would gain nothing
             kept = {tensor.untyped_storage().data_ptr() for tensor in tensors if not isinstance(tensor, ManagedTensor)}
         with torch.autograd.graph.saved_tensors_hooks(functools.partial(self.pack, kept, least_bytes), self.unpack):
             yield

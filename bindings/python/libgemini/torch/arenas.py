@@ -39,7 +39,7 @@ KINDS = {
     "variance": abi.KIND_VARIANCE,
 }
 DTYPES = {torch.float32: abi.DTYPE_F32, torch.bfloat16: abi.DTYPE_BF16, torch.float16: abi.DTYPE_F16}
-PIECE_BYTES = 32 << 20  # what is held at once while a tensor is read or written whole
+PIECE_BYTES = 32 << 20  # acquired at once while a whole tensor is read or written
 ALIGNMENT = 256  # elements, of gemini_arena_take()
 
 
@@ -98,26 +98,27 @@ class Place:
         name: str,
         stride: typing.Sequence[int] | None = None,
     ) -> None:
-        self.tensor = typing.cast(torch.Tensor, None)  # while wrap() may still fail
+        self.tensor = typing.cast(torch.Tensor, None)  # until wrap() has succeeded; see __del__()
         self.session: Session = session
         self.number = next(self.numbers)
-        self.origin: Span | None = None  # of a parameter's: where its values were before, as a layout.Span
-        self.owner: weakref.ref[Record] | None = None  # of a parameter's: its record, as a weak reference
-        # Of a gradient's or a state's: the place of the parameter, whose bytes go with these.
+        self.origin: Span | None = None  # of a parameter: where its values were before it came here
+        self.owner: weakref.ref[Record] | None = None  # of a parameter: its record
+        # Of a gradient or a state: the place of the parameter, which is freed together with this one.
         self.follows: Place | None = None
-        self.storages: list[StorageWeakRef] = []  # whose tensors need the bytes, when nobody knows the place any more
+        # Storages that may still have tensors when the place is deleted.
+        self.storages: list[StorageWeakRef] = []
         self.arena = arena
         self.offset = offset
-        # Or True, UNSURE: by the user's functions, since it was last known to be as its master copy.
+        # Whether functions of the user have written it since it last matched its fp32 copy: False, True or UNSURE.
         self.written: bool | str = False
-        self.object, self.base = arena, offset  # what the library knows it by, and where it begins there
+        self.object, self.base = arena, offset  # the library's handle, and the offset in that
         self.shape = torch.Size(shape)
         self.dtype = dtype
         self.size_bytes = self.shape.numel() * dtype.itemsize
         self.name = name
         self.address = session.arenas.arena_base(arena) + offset
         self.tensor = wrap(self.address, self.shape, dtype, session.device, stride)
-        self.stride = tuple(self.tensor.stride())  # in elements, without gaps
+        self.stride = tuple(self.tensor.stride())  # in elements; dense
 
     def __del__(self):
         """Queues the range for reuse.
@@ -179,9 +180,8 @@ class Place:
         """
         end = self.elements if end is None else end
         step = PIECE_BYTES // self.dtype.itemsize
-        if (
-            self.session.backward.held and not in_backward()
-        ):  # an exception has ended the backward pass, and it holds chunks on the device
+        if self.session.backward.held and not in_backward():
+            # An exception has ended a backward pass, which still holds chunks on the device.
             self.session.backward.settle()
         for first in range(begin, end, step):
             count = min(step, end - first)
@@ -227,14 +227,14 @@ class Place:
     def write(self, values: torch.Tensor) -> None:
         """Copies values of the same number of elements, of any dtype, from the CPU or the device of the session."""
         flat = self.in_order(values.detach())
-        # What is page-locked in several parts, as the host tier may be, CUDA does not copy at once.
+        # CUDA cannot copy in one call from memory that was page-locked in several parts, as the host tier may be.
         pieces = self.device_pieces if self.session.cuda and flat.is_cuda else self.host_pieces
         for first, piece in pieces(abi.WRITE):
             piece.copy_(flat[first : first + piece.numel()])
 
     def zero(self) -> None:
         """Makes all elements zero."""
-        if self.elements:  # else it would be all of the arena
+        if self.elements:  # to the library, size 0 means all of the arena
             self.session.lib.zero(self.session.handle, ctypes.byref(self.access(0)))
 
 
@@ -252,9 +252,9 @@ class Arenas:
     def __init__(self, session: Session) -> None:
         self.session = session
         self.handles: dict[tuple[str, torch.dtype, int], int] = {}  # by kind, dtype, and the arena it follows or 0
-        self.bases: dict[int, tuple[int, int]] = {}  # of an arena: its first address, its number
-        self.spaces: dict[int, Space] = {}  # of an arena: what is free of what was taken
-        # Places that nobody knows any more: (arena, offset, size, object, storages).
+        self.bases: dict[int, tuple[int, int]] = {}  # by arena: its first address and its number
+        self.spaces: dict[int, Space] = {}  # by arena: what is free of what was taken
+        # The ranges of deleted places: (arena, offset, size, object, storages).
         self.left: collections.deque[tuple[typing.Any, ...]] = collections.deque()
 
     def arena(self, kind: str, dtype: torch.dtype, like: int = 0) -> int:
@@ -330,12 +330,13 @@ class Arenas:
             zero(offset, offset + size)
             if tensor != arena:
                 self.session.lib.tensor_unregister(self.session.handle, tensor)
-        except GeminiError:  # an update is using it, or there is no room for what a chunk has beside it
+        except GeminiError:
+            # An update uses it, or there is no room for the rest of its chunk.
             return False
         alignment = ALIGNMENT * itemsize
         space = self.spaces.setdefault(arena, Space())
-        with contextlib.suppress(GeminiError):  # what reads as zero may go on to cost something
-            zero(*space.give(offset, -(-size // alignment) * alignment))  # chunks that are free as a whole now
+        with contextlib.suppress(GeminiError):  # a failure costs memory, and nothing else
+            zero(*space.give(offset, -(-size // alignment) * alignment))  # whole chunks that are free now
         return True
 
     def counterpart(self, place: Place, kind: str, dtype: torch.dtype) -> Place:

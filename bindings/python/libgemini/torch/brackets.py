@@ -22,7 +22,8 @@ from ..abi import GeminiError
 if typing.TYPE_CHECKING:
     from .session import Session
 
-MOST_PASSES = 64  # forward passes in an iteration without a gradient: who never calls backward() may keep losses, too
+# The most forward passes in an iteration without a gradient. A loop that never calls backward() may keep losses.
+MOST_PASSES = 64
 
 
 def level_of_caller() -> int:

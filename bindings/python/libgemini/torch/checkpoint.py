@@ -95,7 +95,7 @@ def _alone(folder):
         mine, there = os.fstat(lock).st_ino, _identity(path)
         if there and there[0] == mine:
             break
-        os.close(lock)  # whoever had it has removed it since it was opened
+        os.close(lock)  # its owner has removed the file since it was opened
     try:
         yield
     finally:
@@ -120,7 +120,7 @@ def _keep_others(old, folder, taken, ours):
             other = not OURS.fullmatch(name) and name not in ours and _identity(path) != before
             if os.path.isdir(path) and not os.path.islink(path):
                 os.rename(path, target if not os.path.lexists(target) else f"{target}.previous")
-            elif other and _identity(target) == copied:  # else somebody has put a newer one there
+            elif other and _identity(target) == copied:  # otherwise somebody has put a newer file there
                 os.rename(path, target)
             else:
                 os.unlink(path)
@@ -128,7 +128,7 @@ def _keep_others(old, folder, taken, ours):
             os.rmdir(old)
             return
         except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # more has come
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # new files have appeared
                 raise
 
 

@@ -25,7 +25,7 @@ if typing.TYPE_CHECKING:
     from .session import Session
     from .unit import Unit
 
-MOST_USES = 1 << 16  # that are remembered
+MOST_USES = 1 << 16  # how many uses are cached
 
 
 def _runs(function: typing.Callable[..., typing.Any]) -> bool:
@@ -47,8 +47,8 @@ class Holds:
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        self.streams: dict[int | None, int] = {}  # handles, by what CUDA names the streams
-        # What is acquired, but for activations.
+        self.streams: dict[int | None, int] = {}  # handles by native stream
+        # What is acquired, except activations.
         self.noted: list[Hold] = []
         self.uses: dict[tuple[typing.Any, ...], Use] = {}
 
@@ -99,7 +99,7 @@ class Holds:
             return
         self.session.backward.held = None
         for hold in left:
-            with contextlib.suppress(GeminiError):  # it had been released, or was not acquired yet
+            with contextlib.suppress(GeminiError):  # it was released already, or not acquired yet
                 if hold[3]:
                     hold[3].reset()
             with contextlib.suppress(GeminiError):
@@ -108,10 +108,11 @@ class Holds:
 
     def use(self, ranges: typing.Sequence[Range], name: str) -> Use:
         """The Use of a function name and ranges, which is cached."""
-        key = name, *((place.number, *where) for place, *where in ranges)  # which keeps no place alive
+        # By number, so that the cache keeps no place alive.
+        key = name, *((place.number, *where) for place, *where in ranges)
         use = self.uses.get(key)
         if use is None:
-            if len(self.uses) >= MOST_USES:  # of slices that are always others
+            if len(self.uses) >= MOST_USES:  # the program makes new slices all the time
                 self.uses.clear()
             use = self.uses[key] = Use(ranges, name)
         return use

@@ -21,7 +21,8 @@ from torch import nn
 
 from ..abi import GeminiError
 
-TESTED = (2, 6), (2, 15)  # (major, minor) of the oldest and of the newest; pyproject.toml and docs/pytorch.md follow
+# The oldest and the newest (major, minor). Tests compare pyproject.toml, the docs and tests/torch with it.
+TESTED = (2, 6), (2, 15)
 
 
 def _text(version):
@@ -38,12 +39,13 @@ def check_version(version):
     if number < TESTED[0]:
         raise ImportError(f"libgemini.torch needs torch {_text(TESTED[0])} or later: this is torch {version}")
     if number > TESTED[1]:
+        # The stack level is that of the import of libgemini.torch.
         warnings.warn(
             f"this is torch {version}; libgemini is tested with torch {TESTED_TEXT}. It may not notice all that a "
             f"newer torch does with parameters: compare some losses with torch alone, or install torch "
             f"{_text(TESTED[1])}",
             stacklevel=4,
-        )  # where libgemini.torch is imported
+        )
 
 
 check_version(torch.__version__)
@@ -51,7 +53,7 @@ check_version(torch.__version__)
 
 # ---- names that torch may not have
 missing: list[str] = []
-missing_cuda: list[str] = []  # of those that only a GPU needs
+missing_cuda: list[str] = []  # names that only a GPU needs
 
 
 class Missing:
@@ -167,7 +169,8 @@ def storage_number(tensor):
 
 # ---- autograd
 graph_task = find(torch, "_C._current_graph_task_id")  # the number of the backward pass that calls us, or -1
-after_backward = find(torch, "autograd.Variable._execution_engine.queue_callback")  # (function): called when it is over
+# queue_callback(function): autograd calls the function when the backward pass is over.
+after_backward = find(torch, "autograd.Variable._execution_engine.queue_callback")
 
 
 def note_write(tensor):
@@ -196,7 +199,8 @@ def compiled_call_of(module):
 
 def set_call(module, call):
     """Installs a function as the call of a module."""
-    module.__dict__["_compiled_call_impl"] = call  # a module that torch.jit traced would set the attribute elsewhere
+    # Through __dict__, as a module that torch.jit traced sets attributes elsewhere.
+    module.__dict__["_compiled_call_impl"] = call
 
 
 def not_traced(function):

@@ -39,7 +39,8 @@ def dense_stride(tensor):
 class Span(typing.NamedTuple):
     """The bytes of its storage that a tensor covers."""
 
-    storage: StorageWeakRef  # equal for tensors of one storage, also when that is gone: its number is not given again
+    # Equal for tensors of one storage, also after the storage was freed: its number is not reused.
+    storage: StorageWeakRef
     first: int  # byte of the first element
     end: int  # byte after the last one
     shape: tuple
@@ -58,7 +59,7 @@ class Span(typing.NamedTuple):
         if self.dense and other.dense or self.itemsize != other.itemsize or (self.first - other.first) % self.itemsize:
             return True
         marks = torch.zeros((max(self.end, other.end) - begin) // self.itemsize, dtype=torch.bool, device="cpu")
-        # Each may lie in gaps of the other.
+        # Each may lie in gaps of the other, so the elements are marked one by one.
         for one, use in (self, lambda part: part.fill_(True)), (other, torch.any):
             shape = [1 if step == 0 else size for size, step in zip(one.shape, one.stride)]
             shared = use(marks.as_strided(shape, one.stride, (one.first - begin) // one.itemsize))

@@ -26,6 +26,7 @@ class GeminiStrategy(SingleDeviceStrategy):
 
     def __init__(
         self,
+        *,
         accelerator: pl.accelerators.Accelerator | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,

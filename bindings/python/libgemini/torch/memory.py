@@ -50,7 +50,7 @@ _TYPES = {  # DLPack: int 0, uint 1, float 2, bfloat 4, bool 6
 _new_capsule = ctypes.pythonapi.PyCapsule_New
 _new_capsule.restype = ctypes.py_object
 _new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
-# What DLPack's consumer reads is freed by C: tensors can outlive the interpreter, which no Python function does.
+# The description is freed by C, as tensors can outlive the Python interpreter.
 _libc = ctypes.CDLL(None)
 _libc.malloc.restype = ctypes.c_void_p
 _libc.malloc.argtypes = [ctypes.c_size_t]
@@ -109,7 +109,7 @@ def host_tensor(address, elements, dtype):
 
 
 def _users(tensor):
-    return internals.storage_users(tensor.untyped_storage())  # which counts as one while it is held
+    return internals.storage_users(tensor.untyped_storage())  # this storage object counts as one reference
 
 
 def _alone():

@@ -39,26 +39,28 @@ class Record:
 
     def __init__(self, session: Session, param: nn.Parameter, name: str) -> None:
         self.session = session
-        # To the parameter, which has this record, and lives on its own terms.
+        # A weak reference to the parameter, which refers to this record.
         self.reference: weakref.ref[nn.Parameter] | None = None
         self.name = name
         self.place = typing.cast(Place, None)  # until allocate()
         self.grad_place: typing.Any = None  # a Place, from attach() on
-        self.states: dict[str, Place] = {}  # kind: place, once an optimizer needs them
-        self.rule: typing.Any = None  # of the optimizer that updates it
+        # Places by kind, once an optimizer needs them.
+        self.states: dict[str, Place] = {}
+        # The rule of the optimizer that updates the parameter.
+        self.rule: typing.Any = None
         self.has_grad = False  # a gradient is stored in grad_place
         self.given = (
             False  # there is one that was assigned: as a tensor of torch's, in its own memory, until nobody else has it
         )
-        self.scale = 1.0  # what the stored gradient has still to be multiplied with
-        # On the device, the norm of the gradient: of the stored one, times scale; None: not known.
+        self.scale = 1.0  # a factor that the stored gradient has to be multiplied by
+        # The norm of the gradient (the stored one, times scale), as a tensor on the device; None: not known.
         self.norm: torch.Tensor | None = None
-        self.view: ManagedTensor | None = None  # param.grad, once it was asked for
-        self.generation = 0  # gradients before the one that is stored
+        self.view: ManagedTensor | None = None  # param.grad, once it was read
+        self.generation = 0  # how many gradients came before the stored one
         self.hook: typing.Any = None
-        self.early = False  # updated in the backward pass, as soon as its gradient has landed
-        self.spent = False  # the gradient of this step has been used for that
-        # Updates so far, as a tensor, once there are states in the C library's AdamW.
+        self.early = False  # whether the backward pass updates it, as soon as its gradient is complete
+        self.spent = False  # whether that update has used the gradient of this step
+        # How many updates the C library's AdamW has made, as a tensor; None without states.
         self.step: torch.Tensor | None = None
         self.refer(param)
 
@@ -68,7 +70,7 @@ class Record:
         def gone(_):
             record = own()
             if record is not None:
-                record.view = None  # which has the record
+                record.view = None  # which refers to the record
                 record.session.given.pop(record, None)
 
         self.reference = weakref.ref(param, gone)
@@ -116,20 +118,21 @@ class Record:
         """Makes the parameter a managed one, over its place."""
         param = self.param
         with _plain():
-            if param.is_meta:  # which cannot be given data
+            # A parameter on the meta device cannot be given data, so it is swapped.
+            if param.is_meta:
                 other = nn.Parameter(self.place.tensor, param.requires_grad)
                 other.__dict__.update(param.__dict__)
-                self.reference = None  # torch does not swap what is referred to weakly
+                self.reference = None  # torch refuses to swap objects with weak references
                 torch.utils.swap_tensors(param, other)
                 self.refer(param)
             else:
                 param.data = self.place.tensor
-            if _get_grad(param) is not None:  # it was there before
+            if _get_grad(param) is not None:  # it had a gradient before
                 self.note_given()
         param.__class__ = ManagedParameter
         param._gm_place = self.place
         param._gm_record = self
-        param._gm_grad = None  # of what it may have been a view of
+        param._gm_grad = None  # it may have been a view of a gradient
         self.place.owner = weakref.ref(self)
         self.session.known[id(self)] = self
 
@@ -213,7 +216,7 @@ class Record:
         with _plain():
             if self.hook is None and self.param.requires_grad:
                 self.hook = self.param.register_post_accumulate_grad_hook(self.take_gradient)
-                if _get_grad(self.param) is not None:  # it was there before the parameter needed libgemini's
+                if _get_grad(self.param) is not None:  # it had a gradient before it was prepared
                     self.note_given()
 
     def take_gradient(self, _):
@@ -248,7 +251,7 @@ class Record:
     def store(self, values, add=False):
         """Copies or adds values to the stored gradient, in the open operator or in a new one."""
         session, place = self.session, self.grad_place
-        if not place.elements:  # which to the library would be all of the arena
+        if not place.elements:  # to the library, size 0 means all of the arena
             self.has_grad, self.norm = True, torch.linalg.vector_norm(place.tensor, dtype=torch.float32)
             return
         self.settle(abi.READ_WRITE if add else abi.WRITE)
@@ -262,7 +265,7 @@ class Record:
                 place.tensor.add_(values)
             else:
                 place.tensor.copy_(values)
-            if not self.early:  # which nobody can clip
+            if not self.early:  # gradients of early updates cannot be clipped, so nobody needs the norm
                 self.norm = torch.linalg.vector_norm(place.tensor, dtype=torch.float32)
         finally:
             session.holds.release_use(use, stream)
@@ -344,7 +347,8 @@ class Record:
             self.forget_given()
         self.drop()
         if values is not None:
-            if self.session.given:  # of gradients that are set in a row, the one before may be nobody else's now
+            # When gradients are assigned one after another, the previous one may have no other reference by now.
+            if self.session.given:
                 next(reversed(self.session.given)).keep_given()
             self.note_given()
 
@@ -390,7 +394,8 @@ class Record:
             self.store_whole(_get_grad(self.param))
 
     def store_whole(self, values):
-        # Else all gradients that are stored in a row would be of one operator, and had to fit at once
+        # Otherwise all gradients that are stored one after another would belong to one operator and have to fit
+        # together.
         """Stores a gradient in an operator of its own."""
         self.session.brackets.op_end()
         self.store(values.to_dense() if values.is_sparse else values)
@@ -464,7 +469,8 @@ def is_alone(param):
     return plain and _HOLDERS_OF_ONE is not None and _holders(param) == _HOLDERS_OF_ONE
 
 
-GIVEN_UP = object()  # a record's rule: no optimizer updates it any more
+# The rule of a record that no optimizer updates any more.
+GIVEN_UP = object()
 CLOSED = "parameter {} belongs to a session that was closed: its bytes are gone, make the model anew"
 
 
@@ -593,7 +599,7 @@ class Model:
         self.session = session
         self.module = module
         self.records: dict[str, Record] = {}
-        # Around a forward pass: what becomes of what autograd saves.
+        # A context manager around each forward pass, which says what becomes of the tensors that autograd saves.
         self.saving: typing.Callable[[], typing.ContextManager[object]] = contextlib.nullcontext
         self.take()
         self.wrap_call()
@@ -623,7 +629,7 @@ class Model:
         for buffer, name, first in views:
             self.become_view(buffer, self.records[name].place, first)
         self.move_buffers(session.device)
-        session.holds.uses.clear()  # by other names
+        session.holds.uses.clear()  # cached uses have the old names
         make_units(session, module)
 
     def least_bytes(self, gradients):
@@ -687,7 +693,7 @@ class Model:
         @internals.not_traced
         @functools.wraps(inner)
         def forward(caller, *args, **kwargs):
-            if caller is not module:  # a copy, which has copied this, too
+            if caller is not module:  # a deep copy of the module has copied this function, too
                 method = isinstance(inner, types.MethodType) and inner.__self__ is module
                 return (types.MethodType(inner.__func__, caller) if method else inner)(*args, **kwargs)
             if self.session.brackets.depth:
@@ -696,8 +702,8 @@ class Model:
             with self.forward():
                 return inner(*args, **kwargs)
 
-        forward.__name__ = "forward"  # by which pickle finds it
-        with contextlib.suppress(ValueError, TypeError):  # it has none that can be told
+        forward.__name__ = "forward"  # pickle looks the method up by this name
+        with contextlib.suppress(ValueError, TypeError):  # forward() has no signature that Python can tell
             forward.__signature__ = inspect.Signature(
                 [
                     inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY),
@@ -724,7 +730,7 @@ class Model:
             if place is not None and place.follows:
                 raise GeminiError(f"parameter {name} shares its bytes with {place.name}: clone() that")
         others = [pair for model in self.session.models for pair in model.module.named_parameters()]
-        spans: dict[internals.StorageWeakRef, list[typing.Any]] = {}  # of a storage: those of parameters
+        spans: dict[internals.StorageWeakRef, list[typing.Any]] = {}  # the spans of parameters by storage
         for name, param in [*others, *params.items()]:
             for where in spans_of(param):
                 spans.setdefault(where.storage, []).append((where, name, param))
@@ -821,7 +827,7 @@ class Model:
         outer = session.brackets.depth
         try:
             session.brackets.depth = outer + 1
-            if not in_backward():  # where a checkpoint is recomputed
+            if not in_backward():  # except when a checkpoint is recomputed
                 self.begin()
             with self.saving():
                 yield

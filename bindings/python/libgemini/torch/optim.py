@@ -36,8 +36,10 @@ if typing.TYPE_CHECKING:
     from .model import Record
     from .session import Session
 
-MOST_UNSURE = 16  # backward passes begun while updates did not seem to be done: a GPU may always be one behind
-# Classes of torch.optim whose step updates each parameter by itself, so that it may be called for one after another.
+# After so many backward passes that began with updates pending, the next one waits for them. A GPU may always be one
+# step behind.
+MOST_UNSURE = 16
+# Classes of torch.optim whose step updates each parameter independently of the others. It is called once for each.
 BY_PARAMETER = {
     getattr(torch.optim, name)
     for name in (
@@ -57,7 +59,8 @@ BY_PARAMETER = {
     )
     if hasattr(torch.optim, name)
 }
-RECENT = 4  # states that were made last, among which are those that a step has made for the moment
+# How many of the states that were made last may be temporary ones of a step.
+RECENT = 4
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -67,7 +70,8 @@ class Optimizer(torch.optim.Optimizer):
     gives the attributes and methods of that class.
     """
 
-    _step_supports_amp_scaling = True  # torch.amp.GradScaler leaves gradients as they are: step() divides them, in fp32
+    # Tells torch.amp.GradScaler to leave gradients as they are: step() divides them, in fp32.
+    _step_supports_amp_scaling = True
 
     def __init__(self, session: Session, inner: torch.optim.Optimizer, step_in_backward: bool = False) -> None:
         """
@@ -98,11 +102,12 @@ class Optimizer(torch.optim.Optimizer):
         if rule.by_parameter:
             if any(float(state.get("step", 1)) for state in inner.state.values()):
                 raise GeminiError("the optimizer has made steps before: prepare it first, then load its state")
-            initial = {id(param): state for param, state in inner.state.items()}  # Adagrad has one from the beginning
+            initial = {id(param): state for param, state in inner.state.items()}  # Adagrad makes states at once
             inner.state.clear()
         super().__init__(inner.param_groups, inner.defaults)
-        self.param_groups = inner.param_groups  # schedulers change these
-        for hooks in _HOOKS:  # those that were registered before, and those that will be, with either optimizer
+        self.param_groups = inner.param_groups  # the same list, which schedulers change
+        # Both optimizers have the same dicts of hooks, so it does not matter which one a hook is registered with.
+        for hooks in _HOOKS:
             setattr(self, hooks, getattr(inner, hooks))
         self.rule = rule
         if step_in_backward and not isinstance(self.rule, AdamwRule):
@@ -121,7 +126,8 @@ class Optimizer(torch.optim.Optimizer):
                     "step_in_backward has to be known when the model is prepared: give it to the first prepare()"
                 )
         session.backward.settle()
-        for record in self.records:  # those of an optimizer before, whose states end
+        # The states of an earlier optimizer end.
+        for record in self.records:
             if record.rule:
                 record.rule.let_go(record)
         for record in self.records:
@@ -178,7 +184,7 @@ class Optimizer(torch.optim.Optimizer):
 
         Their tensors are those that the next step uses; see States.
         """
-        if "rule" in self.__dict__:  # else torch's __init__ makes an empty one
+        if "rule" in self.__dict__:  # otherwise torch's __init__ assigns an empty dict
             values = dict(values)
             self.state.clear()
             self.state.update(values)
@@ -190,7 +196,7 @@ class Optimizer(torch.optim.Optimizer):
             param_group: "params", which are parameters of a prepared model, and the options that differ from the
                 defaults.
         """
-        known = self.param_groups is self.inner.param_groups  # else torch's __init__ is at it
+        known = self.param_groups is self.inner.param_groups  # otherwise torch's __init__ is running
         if known:
             self.inner.add_param_group(param_group)
         else:
@@ -210,7 +216,7 @@ class Optimizer(torch.optim.Optimizer):
         Args:
             set_to_none: Drop the gradients, whose memory is free afterwards. Otherwise they are filled with zeros.
         """
-        if type(self.inner).zero_grad is not torch.optim.Optimizer.zero_grad:  # which may clear more than gradients
+        if type(self.inner).zero_grad is not torch.optim.Optimizer.zero_grad:  # it may clear more than gradients
             return self.inner.zero_grad(set_to_none)
         self.find_new()
         for record in self.records:
@@ -238,7 +244,7 @@ class Optimizer(torch.optim.Optimizer):
                 is no room for a parameter's chunks.
             TypeError: There are args or kwargs, and the class is torch.optim's.
         """
-        if internals.compiler_loaded():  # torch.compile(), if it calls this, has no part in it
+        if internals.compiler_loaded():  # torch.compile() must not trace the step
             return self.make_step_untraced(closure, args, kwargs)
         return self.make_step(closure, args, kwargs)
 
@@ -269,9 +275,9 @@ class Optimizer(torch.optim.Optimizer):
             session.brackets.set_phase(abi.PHASE_UPDATE)
             self.find_new()
             for record in self.records:
-                if record.hook is None:  # it is frozen, but may have a gradient: torch's optimizers look at that
+                if record.hook is None:  # it is frozen; torch's optimizers update it if it has a gradient
                     record.find_given()
-            self.rule.prepare(self.records)  # those that are new, or need gradients only since the last step
+            self.rule.prepare(self.records)  # parameters may be new, or need gradients since the last step
             for record in self.records:
                 if record.rule not in (None, self.rule):
                     raise GeminiError(
@@ -288,7 +294,7 @@ class Optimizer(torch.optim.Optimizer):
         with torch.no_grad():
             session.brackets.iteration_end()
         inner: typing.Any = self.inner
-        inner._opt_called = True  # for a scheduler that was made with it
+        inner._opt_called = True  # a scheduler that was made with it checks this
         return loss
 
     make_step_untraced = internals.never_compiled(make_step)
@@ -300,7 +306,7 @@ class Optimizer(torch.optim.Optimizer):
         """
         found, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         if scale is not None:
-            factor = float(torch.as_tensor(scale).double().reciprocal().float())  # as the scaler has it
+            factor = float(torch.as_tensor(scale).double().reciprocal().float())  # rounded as GradScaler rounds it
             for record in self.records:
                 if factor != 1.0 and (record.has_grad or record.given):
                     record.gradient().mul_(factor)
@@ -358,7 +364,7 @@ class Optimizer(torch.optim.Optimizer):
         """
         self.session.backward.settle()
         if self.rule.overrides("load_state_dict"):
-            self.inner.load_state_dict(copies(state_dict, None))  # which it may keep
+            self.inner.load_state_dict(copies(state_dict, None))  # a copy, as the optimizer may keep it
             self.param_groups = self.inner.param_groups
             self.rule.adopt_states()
             return
@@ -435,15 +441,16 @@ def master_place(session, record):
     return record.states["master"]
 
 
-# What a rule tells of its states, and takes back: names are torch's, and "master".
-#   let_go(record): the states end, but for the master copy, and cost nothing any more: another rule is to have it.
-#   states(record): name: the place, or for what does not live in arenas the value.
-#   layout_of(record, state): of a state that torch's optimizer has for a parameter, what check() and renew() take:
-#     name: the dtype in an arena, or the value.
-#   check(record, layout): whether renew() would take the layout.
-#   renew(record, layout): makes states of that layout, all zero, and returns the places: name: place.
-#   has_state(record), state_of(record), set_state(record, values): the state as the user sees it.
-#   others(), set_others(values): what the state has beside the parameters' own.
+# The rules, TorchRule and AdamwRule, make the steps. Both have these methods for states. Names are those of torch,
+# and "master" for the fp32 copy of a 16-bit parameter:
+#   let_go(record): Another rule takes over the parameter. Its states end and are freed, except the fp32 copy.
+#   states(record): By name, the place of a state, or the value of a state that is not in an arena.
+#   layout_of(record, state): The layout of a state that torch's optimizer has. By name, the dtype of a state in an
+#     arena, or the value of another one.
+#   check(record, layout): Raises GeminiError if renew() would refuse the layout.
+#   renew(record, layout): Makes states of a layout, which are zero. Returns their places by name.
+#   has_state(record), state_of(record), set_state(record, values): The state as the user sees it.
+#   others(), set_others(values): Entries of the optimizer's state that belong to no parameter.
 class TorchRule:
     """Runs the own step of an optimizer, of torch.optim or of another class.
 
@@ -457,11 +464,13 @@ class TorchRule:
         self.inner = inner
         self.own_step, plain = own_step(inner)
         self.by_parameter = plain and type(inner) in BY_PARAMETER
-        self.work = {}  # id of a parameter: the one of fp32 that is updated in its place
+        self.work = {}  # by id of a parameter: its fp32 copy, which the step updates
         self.records = []
-        self.made = {}  # places of states, by their id, in the order in which they were taken
-        self.spare = {}  # (shape, stride, dtype): places that no state has any more, as a heap of (offset, place)
-        self.homes = {}  # (id of a parameter, name of a state): the place of the one that was adopted last
+        self.made = {}  # places of states by id, in the order in which they were taken
+        # Unused places by (shape, stride, dtype), as heaps of (offset, place).
+        self.spare = {}
+        # By (id of a parameter, name of a state): the place of the state that was adopted last.
+        self.homes = {}
 
     def forget_done(self):
         """Nothing to do: a step ends before it returns."""
@@ -504,7 +513,7 @@ class TorchRule:
                 record.rule = self
                 self.records.append(record)
                 if not self.by_parameter:
-                    if "master" in record.states:  # of an optimizer before
+                    if "master" in record.states:  # made by an earlier optimizer
                         record.states.pop("master").zero()
                 elif record.place.dtype != torch.float32:
                     self.work[id(record.param)] = self.master(record)
@@ -536,7 +545,7 @@ class TorchRule:
         stride = dense_stride(like)
         spare = self.spare.get((like.shape, stride, dtype))
         if spare:
-            place = heapq.heappop(spare)[1]  # the lowest, so that each step takes the same ones
+            place = heapq.heappop(spare)[1]  # the lowest one, so that each step takes the same places
         else:
             place = self.session.arenas.place("state", like.shape, dtype, f"{like._gm_place.name}.state", stride)
         self.made[id(place)] = place
@@ -567,7 +576,8 @@ class TorchRule:
                 self.homes[id(param), name] = place
                 new = managed_view(place)
                 new.copy_(value)
-                with _plain():  # the same object, which the optimizer may know from elsewhere, too
+                # The object stays the same, as the optimizer may refer to it elsewhere, too.
+                with _plain():
                     value.data = new.detach()
                 value.__class__ = ManagedTensor
                 value._gm_place = place
@@ -596,7 +606,7 @@ class TorchRule:
     # ---- a step for each parameter
     def step(self, groups):
         inner, session = self.inner, self.session
-        self.reclaim(list(self.made.values()))  # what the user has cleared
+        self.reclaim(list(self.made.values()))  # states that the user has cleared
         session.in_optimizer = self.new_state
         try:
             for group in groups:
@@ -618,7 +628,7 @@ class TorchRule:
         work = self.work.get(id(record.param))
         if work is not None:
             scale, record.scale = record.scale, 1.0
-            gradient = record.gradient().float()  # a tensor of torch's own
+            gradient = record.gradient().float()  # a tensor in torch's memory
             if scale != 1.0:
                 gradient.mul_(scale)
             record.scale = scale
@@ -781,8 +791,8 @@ def own_step(inner):
         The function, and whether it is the one of the class, rather than one that was set for this optimizer alone.
     """
     own, step = vars(inner).get("step"), type(inner).step
-    own = getattr(own, "_torchdynamo_orig_callable", own)  # compiled: as it was before
-    if getattr(own, "_wrapped_by_lr_sched", False):  # by a scheduler, which counts steps
+    own = getattr(own, "_torchdynamo_orig_callable", own)  # the function that torch.compile() has wrapped
+    if getattr(own, "_wrapped_by_lr_sched", False):  # a scheduler has wrapped it to count steps
         own = own.__wrapped__
     if own not in (None, step) and getattr(own, "__func__", None) is not step:
         return own, False
@@ -798,19 +808,20 @@ class AdamwRule:
     """
 
     STATES = ("master", "momentum", "variance")
-    NAMES = {"master": "master", "exp_avg": "momentum", "exp_avg_sq": "variance"}  # torch's of these
+    NAMES = {"master": "master", "exp_avg": "momentum", "exp_avg_sq": "variance"}  # kinds by torch's names of states
     by_parameter = True
 
     def __init__(self, session, decoupled):
         self.session = session
         self.decoupled = decoupled
         self.kernels = abi.update_library()
-        self.arenas = {}  # arena of parameters: their records, in the order of their places
-        self.walks = []  # submitted, not known to be done: (walk, what it borrows)
-        self.unsure = 0  # backward passes that began since all were known to be done
+        # By arena of parameters: their records, in the order of their places.
+        self.arenas = {}
+        self.walks = []  # updates that may not be done: (walk, what it borrows)
+        self.unsure = 0  # backward passes since all updates were known to be done
         self.group_of = {}
-        self.neighbours = {}  # of a record: those that share chunks with it, itself among them
-        self.waiting = {}  # records whose gradients are there, in their order
+        self.neighbours = {}  # by record: the records that share chunks with it, and itself
+        self.waiting = {}  # records whose gradients are complete, in their order
 
     def prepare(self, records):
         for record in records:
@@ -943,7 +954,7 @@ class AdamwRule:
             first = record.place.offset // itemsize
             if first - at >= ALIGNMENT:
                 ranges.append((first, abi.UPDATE_SKIP))
-            elif first > at:  # the zeros that align it, which stay zeros
+            elif first > at:  # padding between parameters, which stays zero
                 ranges[-1] = first, ranges[-1][1]
             at = first + record.place.elements
             if ranges and ranges[-1][1] == rule:
@@ -952,7 +963,7 @@ class AdamwRule:
                 ranges.append((at, rule))
         whole = all(rule != abi.UPDATE_SKIP for end, rule in ranges if end > start)
         self.run(arena, ready[0], start, at - start, list(rules), ranges, whole)
-        for record in ready:  # now that it has not been refused
+        for record in ready:  # the library has accepted the update
             record.step = count_of(0) if record.step is None else record.step
             record.step += 1
 
@@ -1093,11 +1104,11 @@ def _refuse_unprepared(optimizer, args, kwargs):
     It has no states there, and knows neither pending factors of gradients nor fp32 copies.
     """
     if isinstance(optimizer, Optimizer) or any(isinstance(value, Optimizer) for value in vars(optimizer).values()):
-        return  # or it makes its steps by a prepared one
+        return  # a prepared one, or a wrapper that steps a prepared one
     for number, group in enumerate(getattr(optimizer, "param_groups", ())):
         for index, param in enumerate(group["params"]):
             if isinstance(param, ManagedTensor):
-                if param._gm_place.session.in_optimizer is not None:  # a part of a prepared one
+                if param._gm_place.session.in_optimizer is not None:  # the step of a prepared optimizer calls it
                     return
                 raise GeminiError(
                     f"this {type(optimizer).__name__} was not prepared, but parameter {index} of its group "

@@ -137,7 +137,7 @@ def report(owner):
         _moves(stats, steps),
         _times(stats, steps),
     ]
-    if owner.records and not owner.backward.held:  # in a backward pass, what is held cannot be asked about
+    if owner.records and not owner.backward.held:  # what a backward pass holds cannot be queried
         parts.append(_biggest(owner))
     parts.append(["plan", *("  " + line for line in owner.manager.explain().splitlines())])
     return "\n\n".join("\n".join(lines) for lines in parts) + "\n"
@@ -155,5 +155,5 @@ def timeline(owner, path):
     try:
         yield
     finally:
-        if owner.manager.handle:  # otherwise close() has written it
+        if owner.manager.handle:  # otherwise close() has written the timeline
             owner.lib.timeline_stop(owner.handle)

@@ -33,9 +33,10 @@ if typing.TYPE_CHECKING:
     from .model import Record
     from .unit import Unit
 
-_Tensor: typing.Any = torch.Tensor  # whose descriptors are not those that type checkers see
-units: list[Unit] = []  # those of unit.py that somebody uses now
-UNSURE = "unsure"  # Place.written, after a function that should have written and has failed
+_Tensor: typing.Any = torch.Tensor  # type checkers do not know its descriptors
+units: list[Unit] = []  # the units that are in use now
+# The value of Place.written after a function that writes has failed.
+UNSURE = "unsure"
 
 
 class Use:
@@ -70,7 +71,7 @@ def _where(tensor):
     place = tensor._gm_place
     try:
         at = tensor.data_ptr()
-    except RuntimeError:  # a transform of torch.func has wrapped it
+    except RuntimeError:  # a torch.func transform has wrapped it
         tensor = internals.unwrapped(tensor)
         at = tensor.data_ptr()
     last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride()))
@@ -126,9 +127,8 @@ def mark_views(out: typing.Any, tensors: typing.Iterable[ManagedTensor]) -> None
         tensors: The managed tensors among its arguments.
     """
     if isinstance(out, _Tensor):
-        if (
-            type(out) is not _Tensor and not isinstance(out, ManagedTensor) and hasattr(out, "__tensor_flatten__")
-        ):  # it is made of others, such as a nested tensor
+        if type(out) is not _Tensor and not isinstance(out, ManagedTensor) and hasattr(out, "__tensor_flatten__"):
+            # A tensor that consists of others, such as a nested tensor.
             for part in out.__tensor_flatten__()[0]:
                 mark_views(getattr(out, part), tensors)
                 if isinstance(getattr(out, part), ManagedTensor):
@@ -138,7 +138,7 @@ def mark_views(out: typing.Any, tensors: typing.Iterable[ManagedTensor]) -> None
             try:
                 at = out.data_ptr()
             except RuntimeError:
-                inner = internals.unwrapped(out)  # of what a transform of torch.func has wrapped
+                inner = internals.unwrapped(out)  # the tensor that a torch.func transform has wrapped
                 if inner is out:
                     return
                 at = inner.data_ptr()
@@ -160,11 +160,12 @@ def grad_nodes(value, nodes):
     if isinstance(value, _Tensor):
         try:
             node = value.grad_fn
-        except RuntimeError:  # of a view that torch lets nobody use in a graph any more: nothing has made it anew
+        except RuntimeError:
+            # torch no longer lets this view be used in a graph, so no new node has made it.
             return
         if node is not None:
             nodes.add(node)
-            if value._is_view() and value._base.grad_fn is not None:  # that of a view that was written is its base's
+            if value._is_view() and value._base.grad_fn is not None:  # a view that was written has the node of its base
                 nodes.add(value._base.grad_fn)
     elif isinstance(value, (list, tuple)):
         for one in value:
@@ -188,7 +189,7 @@ def run_with(session, use, func, args, kwargs, read=()):
         return func(*args, **kwargs)
     finally:
         written = [tensor for tensor, version in zip(read, versions) if tensor._version != version]
-        if written:  # as relu(inplace=True) and embedding(max_norm=1.0) do
+        if written:  # such as relu(inplace=True) and embedding(max_norm=1.0)
             session.holds.note_writes(use.accesses, stream)
             for tensor in written:
                 tensor._gm_place.written = True
@@ -253,7 +254,8 @@ def host_copy(tensor):
         record = _gradient_of(tensor)
         pending = record is not None and record.scale != 1.0
         whole = tensor.numel() and tensor.dtype == place.dtype and is_dense(tensor.shape, tensor.stride())
-        if not whole or pending or session.holds.noted:  # inside an operator what is read is the operator's
+        # What is read within an operator belongs to the operator.
+        if not whole or pending or session.holds.noted:
             return _copy(tensor).detach().cpu()
         _, offset, _ = _where(tensor)
         session.brackets.op_end()
@@ -340,8 +342,8 @@ def _sharing(replaced):
 # Its old bytes need not come for it. But they are lost then, also if torch refuses the call: so each check says
 # whether torch takes it for sure. Where that is not sure the old bytes come.
 _FLOATS = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
-_MOST = 32768.0  # which each of these dtypes can hold twice
-_USUAL = {_Tensor, nn.Parameter}  # and those that are managed, below
+_MOST = 32768.0  # twice this value is finite in each of these dtypes
+_USUAL = {_Tensor, nn.Parameter}  # the managed classes are added below
 
 
 def _takes_zero(tensor):
@@ -366,9 +368,9 @@ def _takes_copy(tensor, source, non_blocking=False):
         return False
     try:
         place, at = tensor._gm_place, source.data_ptr()
-    except RuntimeError:  # it has none: torch.func's transforms
+    except RuntimeError:  # a torch.func transform has wrapped it: no address
         return False
-    if not at or place.address <= at < place.address + place.size_bytes:  # the meta device; it is read
+    if not at or place.address <= at < place.address + place.size_bytes:  # on the meta device, or it reads the place
         return False
     return source.device == tensor.device or source.dtype == tensor.dtype and source.stride() == tensor.stride()
 
@@ -406,7 +408,7 @@ def _overwrites(func: typing.Any, tensor: torch.Tensor, args: typing.Any, kwargs
         return False
     try:
         return takes(*args, **kwargs)
-    except TypeError:  # other arguments than it takes
+    except TypeError:  # wrong arguments: torch will raise
         return False
 
 
@@ -442,7 +444,7 @@ def _run(func, args, kwargs):
             if tensor is first and _overwrites(func, tensor, args, kwargs):
                 mode, replaced = abi.WRITE, record
             written.append(place)
-        elif tensor.is_inference():  # torch does not tell whether such a one was written
+        elif tensor.is_inference():  # inference tensors have no versions to tell whether they were written
             mode = abi.READ_WRITE
             written.append(place)
         else:
@@ -479,7 +481,7 @@ def _names(*names):
     return {getattr(_Tensor, name) for name in names if hasattr(_Tensor, name)}
 
 
-# Answered from what torch knows of the tensor; properties are, too, except those in _SPECIAL.
+# Functions that read no bytes. Properties read none either, except those in _SPECIAL.
 _NO_BYTES = _names(
     "size",
     "dim",
@@ -522,7 +524,7 @@ _NO_BYTES = _names(
     torch.randn_like,
     torch.result_type,
 }
-# Give a view, without looking at the bytes.
+# Functions that return a view and read no bytes.
 _VIEWS = _names(
     "detach",
     "view",
@@ -737,7 +739,8 @@ def _to(func, args, kwargs):
     device, dtype, _, _ = internals.parse_to(*args[1:], **kwargs)
     if device is not None and device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    there = device is None or device == tensor.device or device.type == tensor.device.type == "cpu"  # "cpu:0" is "cpu"
+    # "cpu:0" is the same device as "cpu".
+    there = device is None or device == tensor.device or device.type == tensor.device.type == "cpu"
     return tensor if there and dtype in (None, tensor.dtype) else _run(func, args, kwargs)
 
 
@@ -765,7 +768,8 @@ def _data_set(func, args, kwargs):
         and new.stride() == old.stride()
     ):
         return None
-    if record is None and isinstance(old, nn.Parameter):  # over another one's bytes, as it was not prepared yet
+    # It shares the bytes of another parameter, as the model was not prepared yet.
+    if record is None and isinstance(old, nn.Parameter):
         from .model import Record
 
         record = Record(old._gm_place.session, old, old._gm_place.name)
@@ -776,7 +780,8 @@ def _data_set(func, args, kwargs):
     return record.replace(new)
 
 
-LEAST_NORM = 1e-10  # squares that vanish in fp32 beside that of a larger one would not change its last bit
+# Squares of smaller values vanish in fp32 beside larger ones without a change of the last bit.
+LEAST_NORM = 1e-10
 
 
 def is_exact(factor):
@@ -836,7 +841,7 @@ def _mul(func, args, kwargs):
 def _foreach_mul(func, args, kwargs):
     factors = args[1]
     if not isinstance(factors, (list, tuple)):
-        number = _number(factors)  # once for all of them: on a GPU it waits
+        number = _number(factors)  # read once for all of them, as reading waits for a GPU
         factors = [factors if number is None else number] * len(args[0])
     for tensor, factor in zip(args[0], factors):
         _dispatch(_Tensor.mul_, (tensor, factor), kwargs)
@@ -856,9 +861,10 @@ def _unscale(func, args, kwargs):
         func(others, found, inverse)
     if not managed:
         return
-    # No element is larger than the norm; but where elements are finite, their squares may not be.
+    # A finite norm means finite elements. An infinite one does not mean infinite elements: squares may overflow.
     norms = [_norm(grad) for grad in managed]
-    factor, *sizes = torch.stack([inverse.float().reshape(()), *norms]).tolist()  # at once: on a GPU it waits
+    # In one read, as reading waits for a GPU.
+    factor, *sizes = torch.stack([inverse.float().reshape(()), *norms]).tolist()
     if not all(
         math.isfinite(size) or bool(_dispatch(torch.isfinite, (grad,), {}).all()) for grad, size in zip(managed, sizes)
     ):
@@ -867,7 +873,7 @@ def _unscale(func, args, kwargs):
         return
     for grad, norm, size in zip(managed, norms, sizes):
         _dispatch(_Tensor.mul_, (grad, factor), {})
-        # The norm of what has been multiplied is this, to the bit, if no square was or becomes too large or too small.
+        # The norm of the product has exactly this value if no square overflows or vanishes before or afterwards.
         if grad._gm_grad.scale == factor and is_exact(factor) and (not size or LEAST_NORM <= size * factor < math.inf):
             grad._gm_grad.norm = norm * factor
 
@@ -922,7 +928,7 @@ def _data(tensor):
     """Replaces the getter of Tensor.data. Units that are running watch whether the result is written."""
     out = patches.data.original.__get__(tensor)
     if units:
-        if type(out) not in _USUAL:  # a fake one
+        if type(out) not in _USUAL:  # a fake tensor: torch.compile() is tracing
             patches.compiles_data()
         for unit in units:
             unit.took_data(out)
@@ -959,7 +965,7 @@ def _dispatch(func, args, kwargs):
 class ManagedTensor(torch.Tensor):
     """A tensor in an arena, or a view of one."""
 
-    _gm_place: Place = typing.cast("Place", None)  # where its bytes are: the place that holds all of it
+    _gm_place: Place = typing.cast("Place", None)  # the place that has its bytes
     _gm_record: Record | None = None  # of a parameter
     _gm_grad: Record | None = None  # of a parameter's gradient: the record of the parameter
     _gm_generation = 0  # of a parameter's gradient: how many gradients the parameter had before

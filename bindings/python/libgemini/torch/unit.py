@@ -43,7 +43,8 @@ from .tensors import (
 if typing.TYPE_CHECKING:
     from .arenas import Place
 
-_YOUNG = sys.version_info < (3, 14)  # whether objects that a collection has left are those of the next generation
+# Whether a collection moves the objects that survive it to the next generation.
+_YOUNG = sys.version_info < (3, 14)
 
 
 def optimized(module):
@@ -71,7 +72,7 @@ def graphed(module):
     return bool(config.get("triton.cudagraphs"))
 
 
-@internals.not_traced  # not every torch can trace what raises this
+@internals.not_traced  # some versions of torch cannot trace an exception
 def _refuse_compiling():
     raise GeminiError(
         "torch.compile() came after libgemini.torch.prepare(), or compiles a function that calls the model: "
@@ -96,7 +97,7 @@ class _Kinds(dict):
 
     def __missing__(self, kind):
         if len(self) > 4096:
-            self.clear()  # a program that makes classes
+            self.clear()  # the program makes classes all the time
         self[kind] = found = issubclass(kind, torch.Tensor) and not issubclass(kind, ManagedTensor)
         return found
 
@@ -127,25 +128,26 @@ class Unit:
         """unseen: the module may write to its parameters without an increment of their versions."""
         self.session = session
         tensors = [tensor for tensor in (*module.parameters(), *module.buffers()) if isinstance(tensor, ManagedTensor)]
-        self.kinds = [(tensor, type(tensor)) for tensor in tensors]  # parameters, and buffers over some
+        self.kinds = [(tensor, type(tensor)) for tensor in tensors]  # parameters, and buffers over parameters
         self.tensors = [tensor for tensor in tensors if tensor.numel()]
-        self.counted = [tensor for tensor in self.tensors if not tensor.is_inference()]  # others have no versions
+        # Inference tensors have no versions.
+        self.counted = [tensor for tensor in self.tensors if not tensor.is_inference()]
         self.unseen = unseen or len(self.counted) < len(self.tensors)
         self.name = name
-        self.users = 0  # calls that run, a backward pass that has reached one
-        self.watched, self.versions = [], []  # what may be written, while it has users
-        self.before = [0]  # collections(), when it got its first user
-        self.graphed = False  # within resident(): nothing may be queued beside what is captured
-        self.captured = set()  # places that were written then, which graphs may write again
+        self.users = 0  # running calls, and the backward pass that has reached one
+        self.watched, self.versions = [], []  # tensors that may be written, while there are users
+        self.before = [0]  # collections() when the first user came
+        self.graphed = False  # within resident(): nothing else may be queued during a capture
+        self.captured = set()  # places that were written then: replays may write them again
         self.places = list(dict.fromkeys(tensor._gm_place for tensor in self.tensors))
         self.begin = min((place.address for place in self.places), default=0)
         self.end = max((place.address + place.size_bytes for place in self.places), default=0)
-        self.storages = {}  # number: (storage, place, how many tensors have it if nobody has made a view)
+        # By number of a storage: it, its place, and how many tensors refer to it if there is no view.
+        self.storages = {}
         for place in self.places:
             storage = place.tensor.untyped_storage()
-            known = 2 + sum(
-                tensor._gm_place is place for tensor in self.tensors
-            )  # the place's tensor, and this storage
+            # The place's tensor and this storage object are two references.
+            known = 2 + sum(tensor._gm_place is place for tensor in self.tensors)
             self.storages[storage._cdata] = storage, place, known
         ranges = tuple((place, 0, place.size_bytes, abi.READ) for place in self.places)
         size = sum(size for _, _, size, _ in ranges)
@@ -224,7 +226,7 @@ class Unit:
                 try:
                     if not self.begin <= one.data_ptr() < self.end:
                         continue
-                except (NotImplementedError, RuntimeError):  # it has no bytes
+                except (NotImplementedError, RuntimeError):  # a tensor without storage
                     continue
                 storage = internals.storage_number(one)
                 if storage in self.storages:
@@ -261,7 +263,7 @@ class Unit:
         out = run_with(self.session, self.use, call, args, kwargs)
         if torch.is_grad_enabled():
             nodes: set[typing.Any] = set()
-            grad_nodes((out, args, kwargs), nodes)  # arguments: what was changed in place
+            grad_nodes((out, args, kwargs), nodes)  # arguments may have been changed in place
             hook_nodes(self.session, self.use, nodes - inputs)
         return out
 
@@ -288,13 +290,14 @@ def make_unit(session, module, name):
     return unit
 
 
+# Methods of torch.jit that read parameters, like the scripted methods do.
 _SCRIPT_METHODS = (
     "save",
     "save_to_buffer",
     "_save_for_lite_interpreter",
     "_save_to_buffer_for_lite_interpreter",
     "__deepcopy__",
-)  # which read its parameters, as those do that were scripted
+)
 
 
 def make_scripted(session, module, name):
