@@ -26,7 +26,7 @@ from apart import apart
 from architectures import ARCHITECTURES
 from bits import described, differing
 from conftest import overwrite_the_device
-from libgemini.torch import model as gm_model, optim
+from libgemini.torch import model as gm_model, torchrule
 from libgemini.torch.backward import Backward
 
 ALL = os.environ.get("GEMINI_ARCHITECTURES") == "all"
@@ -343,14 +343,14 @@ def state_uncopied():
 
 def last_bit():
     """One bit of one element of a parameter is another one after a step."""
-    step = optim.TorchRule.step
+    step = torchrule.TorchRule.step
 
     def flip(rule, groups):
         step(rule, groups)
         param = groups[0]["params"][0]
         param.data.view(-1)[:1].view(torch.int32).bitwise_xor_(torch.ones(1, dtype=torch.int32))
 
-    optim.TorchRule.step = flip
+    torchrule.TorchRule.step = flip
 
 
 @pytest.mark.parametrize(

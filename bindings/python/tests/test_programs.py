@@ -19,7 +19,7 @@ import torch
 
 import libgemini.torch as gm
 from apart import apart
-from libgemini.torch import model as gm_model, optim, tensors, unit
+from libgemini.torch import model as gm_model, tensors, torchrule, unit
 from libgemini.torch.backward import Backward
 from libgemini.torch.holds import Holds
 from operations import KNOWN, OPS, parse, write
@@ -321,13 +321,13 @@ def copies_shared():
 
 def momentum_forgotten():
     """Each step begins with new states."""
-    step_one = optim.TorchRule.step_one
+    step_one = torchrule.TorchRule.step_one
 
     def forget(rule, record, options):
         rule.inner.state.clear()
         step_one(rule, record, options)
 
-    optim.TorchRule.step_one = forget
+    torchrule.TorchRule.step_one = forget
 
 
 DEFECTS = (

@@ -528,7 +528,7 @@ def _weight_job(session, entry, name, value):
 
 
 def _plan_states(folder, training, optimizer, model):
-    """For each record (record, layout, {state: entry}). optim.py explains layouts."""
+    """For each record (record, layout, {state: entry}). rules.py explains layouts."""
     names = _parameter_names(optimizer, model)
     entries = folder.entries("optimizer")
     groups = training["groups"]
