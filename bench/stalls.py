@@ -10,6 +10,7 @@ ended it, other work of the same queue before it, and, where that queue was idle
 were under way elsewhere.
 SPDX-License-Identifier: Apache-2.0
 """
+
 import argparse
 import collections
 import json
@@ -113,9 +114,17 @@ def main():
     print(f"{total / 1e3:9.3f} {100 * total / step:5.2f}%  in all; {len(items)} items, {lost} events lost")
     beside = f", {(working / 1e3 - arguments.alone * 1e3):+.3f} ms beside all on the GPU" if arguments.alone else ""
     print(f"{working / 1e3:9.3f} {100 * working / step:5.2f}%  operators at work{beside}")
-    row = {"bench": "stalls", "case": "one step", "value": total * 1e-6, "unit": "s",
-           "step_seconds": (step_end - step_begin) * 1e-6, "items": len(items), "lost_events": lost,
-           "working_seconds": working * 1e-6, "not_explained_seconds": sums["not explained"] * 1e-6}
+    row = {
+        "bench": "stalls",
+        "case": "one step",
+        "value": total * 1e-6,
+        "unit": "s",
+        "step_seconds": (step_end - step_begin) * 1e-6,
+        "items": len(items),
+        "lost_events": lost,
+        "working_seconds": working * 1e-6,
+        "not_explained_seconds": sums["not explained"] * 1e-6,
+    }
     print("ROW " + json.dumps(row))
     return 0
 

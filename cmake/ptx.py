@@ -10,6 +10,7 @@ The build embeds the .ptx files (cmake/ptx.cmake) and needs no nvcc. The first l
 that made it, the version of nvcc, and checksums of its sources and of its own text. Comments and white space of sources
 do not count: they do not change what nvcc makes of them.
 """
+
 import hashlib
 import pathlib
 import re

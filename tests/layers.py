@@ -3,9 +3,10 @@
     tests/layers.py PROJECT NM OBJECT...
 
 OBJECT: all object files of the library, at .../src/FOLDER/FILE.c.o. A folder uses another if one of its objects needs a
-symbol that an object of the other defines, or if one of its files includes a header of the other. Fails when an arrow is
-not in the table, when the table has an arrow that nothing uses, a folder without a row or a row without a folder, or when
-the arrows of the table make a cycle. Fails, too, where a file other than chunk/chunk.[ch] names a field of a chunk's record.
+symbol that an object of the other defines, or if one of its files includes a header of the other. Fails when an arrow
+is not in the table, when the table has an arrow that nothing uses, a folder without a row or a row without a folder, or
+when the arrows of the table make a cycle; also where a file other than chunk/chunk.[ch] names a field of a chunk's
+record.
 
 SPDX-License-Identifier: Apache-2.0
 """

@@ -153,7 +153,11 @@ def main() -> int:
         copy = pathlib.Path(folder)
         files = run(["git", "-C", str(project), "ls-files", "-z"], check=True).stdout
         subprocess.run(
-            f"tar -C '{project}' --null -T - -cf - | tar -C '{copy}' -xf -", shell=True, input=files, text=True, check=True
+            f"tar -C '{project}' --null -T - -cf - | tar -C '{copy}' -xf -",
+            shell=True,
+            input=files,
+            text=True,
+            check=True,
         )
         if (project / "build/deps").exists():
             (copy / "build").mkdir()

@@ -8,6 +8,7 @@ The loops are compiled (alloc_torch.cpp), so that neither pays for Python. Needs
 
   alloc_torch.py --library build/release/libgemini.so --trace bench/data/gpt_1.3b.trace
 """
+
 import argparse
 import ctypes
 import json
@@ -27,9 +28,21 @@ ROUNDS = 7
 def compile_loops(library, folder):
     out, base = os.path.join(folder, "alloc_torch.so"), os.path.dirname(torch.__file__)
     ctypes.CDLL(os.path.abspath(library), ctypes.RTLD_GLOBAL)  # where the loops find its functions
-    command = [os.environ.get("CXX", "g++"), "-shared", "-fPIC", "-O2", os.path.join(HERE, "alloc_torch.cpp"), "-o", out,
-               f"-I{HERE}/../../include", f"-I{base}/include", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-               f"-L{base}/lib", "-lc10", f"-Wl,-rpath,{base}/lib"]
+    command = [
+        os.environ.get("CXX", "g++"),
+        "-shared",
+        "-fPIC",
+        "-O2",
+        os.path.join(HERE, "alloc_torch.cpp"),
+        "-o",
+        out,
+        f"-I{HERE}/../../include",
+        f"-I{base}/include",
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+        f"-L{base}/lib",
+        "-lc10",
+        f"-Wl,-rpath,{base}/lib",
+    ]
     for standard in "c++17", "c++20":  # newer headers need the newer one
         done = subprocess.run(command + [f"-std={standard}"], capture_output=True, text=True, check=False)
         if done.returncode == 0:
@@ -41,14 +54,21 @@ def compile_loops(library, folder):
     loops.peer_open.argtypes = [ctypes.c_int, ctypes.c_uint64, ctypes.c_void_p, ctypes.c_void_p]
     loops.peer_close.argtypes = [ctypes.c_uint64, ctypes.c_void_p]
     loops.peer_pairs.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64]
-    loops.peer_trace.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64,
-                                 ctypes.c_uint64]
+    loops.peer_trace.argtypes = [
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        ctypes.c_uint64,
+        ctypes.c_uint64,
+    ]
     loops.peer_pairs.restype = loops.peer_trace.restype = ctypes.c_double
     return loops
 
 
 def own_allocator():
-    """c10::cuda::CUDACachingAllocator::allocator, which is a c10::Allocator first of all; None: go by the registered one."""
+    """c10::cuda::CUDACachingAllocator::allocator, which is a c10::Allocator first of all; None: go by the registered
+    one."""
     try:
         library = ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", "libc10_cuda.so"))
         return ctypes.c_void_p.in_dll(library, "_ZN3c104cuda20CUDACachingAllocator9allocatorE").value
@@ -117,23 +137,48 @@ def main():
         common = {"unit": "s", "against": f"torch {torch.__version__} {options.device}"}
         for name, size in ("512B", 512), ("1MiB", 1 << 20), ("32MiB", 32 << 20):
             theirs, ours, asking = in_turns(lambda w, s=size: loops.peer_pairs(w, cuda, stream, s, options.pairs))
-            row(name, value=ours, ratio=theirs / ours, torch=theirs, asking=asking, asking_ratio=theirs / asking,
-                size_bytes=size, **common)
+            row(
+                name,
+                value=ours,
+                ratio=theirs / ours,
+                torch=theirs,
+                asking=asking,
+                asking_ratio=theirs / asking,
+                size_bytes=size,
+                **common,
+            )
         if trace:
             if cuda:
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
             theirs, ours, asking = in_turns(
-                lambda w: loops.peer_trace(w, cuda, stream, ctypes.addressof(trace[0]), trace[1], trace[2]))
+                lambda w: loops.peer_trace(w, cuda, stream, ctypes.addressof(trace[0]), trace[1], trace[2])
+            )
             reserved = torch.cuda.memory_stats()["reserved_bytes.all.peak"] if cuda else None
-            row("trace", value=ours, ratio=theirs / ours, torch=theirs, asking=asking, asking_ratio=theirs / asking,
-                events=trace[1], **common)
+            row(
+                "trace",
+                value=ours,
+                ratio=theirs / ours,
+                torch=theirs,
+                asking=asking,
+                asking_ratio=theirs / asking,
+                events=trace[1],
+                **common,
+            )
         status = loops.peer_close(mgr, ctypes.byref(held))
         if status:
             sys.exit(f"alloc_torch: the manager did not close: status {status}")
         if trace:
-            row("fragmentation", value=held.value / live, unit="ratio", live_peak_bytes=live, held_peak_bytes=held.value,
-                torch_reserved_bytes=reserved, ratio=reserved / held.value if reserved else None, against=common["against"])
+            row(
+                "fragmentation",
+                value=held.value / live,
+                unit="ratio",
+                live_peak_bytes=live,
+                held_peak_bytes=held.value,
+                torch_reserved_bytes=reserved,
+                ratio=reserved / held.value if reserved else None,
+                against=common["against"],
+            )
     return 0
 
 

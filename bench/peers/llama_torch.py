@@ -1,14 +1,20 @@
 """A LLaMA in PyTorch: all on the GPU, under FSDP2 with CPU offload, and under libgemini.torch, side by side.
 
-bench/peers/llama_torch.py [--size 1.3b,3b,7b] [--system gpu,fsdp2,gemini] [--batch 16] [--seq 1024] [--device-mem 24GiB] ...
+  bench/peers/llama_torch.py [--size 1.3b,3b,7b] [--system gpu,fsdp2,gemini] [--batch 16] [--seq 1024]
+                             [--device-mem 24GiB] ...
+
 Each system runs in a process of its own, one after another. bf16 compute, fp32 master copies and moments, activation
-checkpointing on every block, AdamW, random tokens. Without arguments it is the reference: three sizes, three systems, on a
-GPU about five minutes and 112 GiB of host memory. 1.5 billion parameters within 6 GiB, on text; and 13 billion with files,
-where host and files together take the 14 bytes a parameter:
-  llama_torch.py --system gemini --size 1.5b --batch 4 --device-mem 6GiB --steps 15 --text /usr/share/common-licenses/GPL-3
-  llama_torch.py --system gemini --size 13b --host-mem 110GiB --file DIR --file-mem 62GiB --lr 5e-6 --warmup 1 --steps 4 --text FILE
+checkpointing on every block, AdamW, random tokens. Without arguments it is the reference: three sizes, three systems,
+on a GPU about five minutes and 112 GiB of host memory. 1.5 billion parameters within 6 GiB, on text; and 13 billion
+with files, where host and files together take the 14 bytes a parameter:
+
+  llama_torch.py --system gemini --size 1.5b --batch 4 --device-mem 6GiB --steps 15 \\
+      --text /usr/share/common-licenses/GPL-3
+  llama_torch.py --system gemini --size 13b --host-mem 110GiB --file DIR --file-mem 62GiB --lr 5e-6 --warmup 1 \\
+      --steps 4 --text FILE
 SPDX-License-Identifier: Apache-2.0
 """
+
 import argparse
 import json
 import os
@@ -19,8 +25,14 @@ import sys
 import time
 
 SIZES = {  # width, width of the MLP, blocks, heads
-  "tiny": (64, 160, 3, 4), "125m": (768, 2048, 12, 12), "0.5b": (1024, 2752, 40, 8), "1.3b": (2048, 5504, 24, 16),
-  "1.5b": (2048, 5504, 27, 16), "3b": (3200, 8640, 26, 32), "7b": (4096, 11008, 32, 32), "13b": (5120, 13824, 40, 40),
+    "tiny": (64, 160, 3, 4),
+    "125m": (768, 2048, 12, 12),
+    "0.5b": (1024, 2752, 40, 8),
+    "1.3b": (2048, 5504, 24, 16),
+    "1.5b": (2048, 5504, 27, 16),
+    "3b": (3200, 8640, 26, 32),
+    "7b": (4096, 11008, 32, 32),
+    "13b": (5120, 13824, 40, 40),
 }
 
 STEPS = {"gpu": (2, 5), "fsdp2": (1, 3), "gemini": (3, 7)}  # before those that are timed, and these
@@ -47,246 +59,309 @@ arguments.add_argument("--device", default=None, help="cpu: the simulated device
 arguments.add_argument("--timeline", default=None, help="of gemini, the last step, to this file")
 arguments.add_argument("--trace", default=None, help="of gemini, saved to this file")
 arguments.add_argument("--step-at-end", action="store_true", help="gemini: no updates within the backward pass")
-arguments.add_argument("--repeatable", action="store_true", help="kernels that add in one order: the same losses in each run")
+arguments.add_argument(
+    "--repeatable", action="store_true", help="kernels that add in one order: the same losses in each run"
+)
 arguments.add_argument("--explain", action="store_true")
 arguments.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
 options = arguments.parse_args()
 
 
 def count(size):
-  """Parameters of a size."""
-  width, inner, blocks, _ = SIZES[size]
-  return (4 * width * width + 3 * width * inner + 2 * width) * blocks + 2 * options.vocabulary * width + width
+    """Parameters of a size."""
+    width, inner, blocks, _ = SIZES[size]
+    return (4 * width * width + 3 * width * inner + 2 * width) * blocks + 2 * options.vocabulary * width + width
 
 
 def build(torch, dtype):
-  """The model; parameters are made on torch's default device, one after another."""
-  from torch import nn
-  from torch.nn import functional as F
-  from torch.utils.checkpoint import checkpoint
-  width, inner, blocks, heads = SIZES[options.size]
+    """The model; parameters are made on torch's default device, one after another."""
+    from torch import nn
+    from torch.nn import functional as F
+    from torch.utils.checkpoint import checkpoint
 
-  class Norm(nn.Module):
+    width, inner, blocks, heads = SIZES[options.size]
 
-    def __init__(self):
-      super().__init__()
-      self.weight = nn.Parameter(torch.ones(width, dtype=dtype))
+    class Norm(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(width, dtype=dtype))
 
-    def forward(self, x):
-      return F.rms_norm(x, (width,), self.weight, 1e-6)
+        def forward(self, x):
+            return F.rms_norm(x, (width,), self.weight, 1e-6)
 
-  def linear(n, k):
-    layer = nn.Linear(n, k, bias=False, dtype=dtype)
-    return layer
+    def linear(n, k):
+        layer = nn.Linear(n, k, bias=False, dtype=dtype)
+        return layer
 
-  def rotate(x, cos, sin):
-    a, b = x.chunk(2, -1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+    def rotate(x, cos, sin):
+        a, b = x.chunk(2, -1)
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
-  class Block(nn.Module):
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm_1, self.norm_2 = Norm(), Norm()
+            self.q, self.k, self.v, self.o = (linear(width, width) for _ in range(4))
+            self.gate, self.up, self.down = linear(width, inner), linear(width, inner), linear(inner, width)
 
-    def __init__(self):
-      super().__init__()
-      self.norm_1, self.norm_2 = Norm(), Norm()
-      self.q, self.k, self.v, self.o = (linear(width, width) for _ in range(4))
-      self.gate, self.up, self.down = linear(width, inner), linear(width, inner), linear(inner, width)
+        def forward(self, x, cos, sin):
+            y = self.norm_1(x)
+            q, k, v = (layer(y).unflatten(-1, (heads, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+            y = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True)
+            x = x + self.o(y.transpose(1, 2).flatten(2))
+            y = self.norm_2(x)
+            return x + self.down(F.silu(self.gate(y)) * self.up(y))
 
-    def forward(self, x, cos, sin):
-      y = self.norm_1(x)
-      q, k, v = (layer(y).unflatten(-1, (heads, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v))
-      y = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True)
-      x = x + self.o(y.transpose(1, 2).flatten(2))
-      y = self.norm_2(x)
-      return x + self.down(F.silu(self.gate(y)) * self.up(y))
+    class Llama(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding = nn.Embedding(options.vocabulary, width, dtype=dtype)
+            nn.init.normal_(self.embedding.weight, std=0.02)
+            self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+            self.norm = Norm()
+            self.head = linear(width, options.vocabulary)
 
-  class Llama(nn.Module):
+        def forward(self, ids):
+            x = self.embedding(ids)
+            half = width // heads // 2
+            angle = torch.arange(ids.shape[1], device=ids.device)[:, None] * 10000.0 ** (
+                -torch.arange(half, device=ids.device) / half
+            )
+            cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+            for block in self.blocks:
+                x = checkpoint(block, x, cos, sin, use_reentrant=False)
+            logits = self.head(self.norm(x))[:, :-1]
+            return F.cross_entropy(logits.reshape(-1, options.vocabulary).float(), ids[:, 1:].reshape(-1))
 
-    def __init__(self):
-      super().__init__()
-      self.embedding = nn.Embedding(options.vocabulary, width, dtype=dtype)
-      nn.init.normal_(self.embedding.weight, std=0.02)
-      self.blocks = nn.ModuleList(Block() for _ in range(blocks))
-      self.norm = Norm()
-      self.head = linear(width, options.vocabulary)
-
-    def forward(self, ids):
-      x = self.embedding(ids)
-      half = width // heads // 2
-      angle = torch.arange(ids.shape[1], device=ids.device)[:, None] * \
-          10000.0**(-torch.arange(half, device=ids.device) / half)
-      cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
-      for block in self.blocks:
-        x = checkpoint(block, x, cos, sin, use_reentrant=False)
-      logits = self.head(self.norm(x))[:, :-1]
-      return F.cross_entropy(logits.reshape(-1, options.vocabulary).float(), ids[:, 1:].reshape(-1))
-
-  return Llama()
+    return Llama()
 
 
 class MasterAdamw:
-  """AdamW over fp32 master copies of bf16 parameters, all on the GPU, by torch's fused kernel."""
+    """AdamW over fp32 master copies of bf16 parameters, all on the GPU, by torch's fused kernel."""
 
-  def __init__(self, torch, params):
-    self.torch = torch
-    self.params = params
-    self.masters = [param.detach().float() for param in params]
-    self.momenta = [torch.zeros_like(master) for master in self.masters]
-    self.variances = [torch.zeros_like(master) for master in self.masters]
-    self.steps = [torch.zeros((), device=param.device) for param in params]
+    def __init__(self, torch, params):
+        self.torch = torch
+        self.params = params
+        self.masters = [param.detach().float() for param in params]
+        self.momenta = [torch.zeros_like(master) for master in self.masters]
+        self.variances = [torch.zeros_like(master) for master in self.masters]
+        self.steps = [torch.zeros((), device=param.device) for param in params]
 
-  def step(self):
-    torch = self.torch
-    with torch.no_grad():
-      for i in range(0, len(self.params), 9):
-        part = slice(i, i + 9)
-        gradients = [param.grad.float() for param in self.params[part]]
-        for step in self.steps[part]:
-          step += 1
-        torch._fused_adamw_(self.masters[part], gradients, self.momenta[part], self.variances[part], [], self.steps[part],
-                            lr=options.lr, beta1=0.9, beta2=0.999, weight_decay=0.01, eps=1e-8, amsgrad=False, maximize=False)
-        torch._foreach_copy_(self.params[part], self.masters[part])
+    def step(self):
+        torch = self.torch
+        with torch.no_grad():
+            for i in range(0, len(self.params), 9):
+                part = slice(i, i + 9)
+                gradients = [param.grad.float() for param in self.params[part]]
+                for step in self.steps[part]:
+                    step += 1
+                torch._fused_adamw_(
+                    self.masters[part],
+                    gradients,
+                    self.momenta[part],
+                    self.variances[part],
+                    [],
+                    self.steps[part],
+                    lr=options.lr,
+                    beta1=0.9,
+                    beta2=0.999,
+                    weight_decay=0.01,
+                    eps=1e-8,
+                    amsgrad=False,
+                    maximize=False,
+                )
+                torch._foreach_copy_(self.params[part], self.masters[part])
 
-  def zero_grad(self):
-    for param in self.params:
-      param.grad = None
+    def zero_grad(self):
+        for param in self.params:
+            param.grad = None
 
 
 def main():
-  import torch
-  cuda = torch.cuda.is_available() and options.device != "cpu"
-  device = torch.device("cuda", 0) if cuda else torch.device("cpu")
-  torch.manual_seed(1)
-  if options.repeatable:
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
-  begin = time.perf_counter()
-  gm = None
-  if options.system == "gpu":
-    with device:
-      model = build(torch, torch.bfloat16)
-    optimizer = MasterAdamw(torch, list(model.parameters()))
-  elif options.system == "fsdp2":
-    import torch.distributed as dist
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", "29533")
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", rank=0, world_size=1)
-    if cuda:
-      import libgemini
-      whole = torch.cuda.get_device_properties(0).total_memory
-      torch.cuda.set_per_process_memory_fraction(min(1.0, libgemini.parse_bytes(options.device_mem) / whole))
-    with torch.device("meta"):
-      model = build(torch, torch.float32)
-    policy = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
-              "offload_policy": CPUOffloadPolicy(pin_memory=cuda)}
-    for block in model.blocks:
-      fully_shard(block, **policy)
-    fully_shard(model, **policy)
-    model.to_empty(device="cpu")
-    tile = torch.empty(1 << 24).uniform_(-0.035, 0.035)
-    with torch.no_grad():
-      for param in model.parameters():
-        local = param.to_local()
-        if local.dim() == 1:
-          local.fill_(1)
-        else:  # random numbers for all of them take minutes on the CPU; the times do not depend on it
-          flat = local.view(-1)
-          for first in range(0, flat.numel(), tile.numel()):
-            flat[first:first + tile.numel()].copy_(tile[:flat.numel() - first])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, fused=True)
-  else:
-    import libgemini.torch as gm
-    host = options.host_mem or 16 * count(options.size) + (2 << 30)
-    init = gm.init(options.placement, device_memory=options.device_mem, host_memory=host, file=options.file,
-                   file_memory=options.file_mem, window=options.window, device=device,
-                   allocator=options.allocator if cuda else None)
-    with init:
-      model = build(torch, torch.bfloat16)
-    made = time.perf_counter()
-    model, optimizer = gm.prepare(model, torch.optim.AdamW(model.parameters(), lr=options.lr),
-                                  step_in_backward=not (options.step_at_end or options.clip))
-    print(f"made in {made - begin:.1f} s, prepared in {time.perf_counter() - made:.1f} s", file=sys.stderr)
-  params = sum(param.numel() for param in model.parameters())
-  assert params == count(options.size)
-  warmup, steps = (STEPS[options.system][i] if given is None else given
-                   for i, given in enumerate((options.warmup, options.steps)))
-  ready = time.perf_counter() - begin
-  generator = torch.Generator().manual_seed(2)
-  text = torch.frombuffer(bytearray(open(options.text, "rb").read()), dtype=torch.uint8) if options.text else None
-  seconds, losses = [], []
-  begin = time.perf_counter()
-  for step in range(warmup + steps):
-    if text is None:
-      ids = torch.randint(0, options.vocabulary, (options.batch, options.seq), generator=generator).to(device)
+    import torch
+
+    cuda = torch.cuda.is_available() and options.device != "cpu"
+    device = torch.device("cuda", 0) if cuda else torch.device("cpu")
+    torch.manual_seed(1)
+    if options.repeatable:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
+    begin = time.perf_counter()
+    gm = None
+    if options.system == "gpu":
+        with device:
+            model = build(torch, torch.bfloat16)
+        optimizer = MasterAdamw(torch, list(model.parameters()))
+    elif options.system == "fsdp2":
+        import torch.distributed as dist
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", "29533")
+        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", rank=0, world_size=1)
+        if cuda:
+            import libgemini
+
+            whole = torch.cuda.get_device_properties(0).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, libgemini.parse_bytes(options.device_mem) / whole))
+        with torch.device("meta"):
+            model = build(torch, torch.float32)
+        policy = {
+            "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
+            "offload_policy": CPUOffloadPolicy(pin_memory=cuda),
+        }
+        for block in model.blocks:
+            fully_shard(block, **policy)
+        fully_shard(model, **policy)
+        model.to_empty(device="cpu")
+        tile = torch.empty(1 << 24).uniform_(-0.035, 0.035)
+        with torch.no_grad():
+            for param in model.parameters():
+                local = param.to_local()
+                if local.dim() == 1:
+                    local.fill_(1)
+                else:  # random numbers for all of them take minutes on the CPU; the times do not depend on it
+                    flat = local.view(-1)
+                    for first in range(0, flat.numel(), tile.numel()):
+                        flat[first : first + tile.numel()].copy_(tile[: flat.numel() - first])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, fused=True)
     else:
-      starts = torch.randint(0, len(text) - options.seq, (options.batch,), generator=generator)
-      ids = torch.stack([text[start:start + options.seq] for start in starts]).long().to(device)
-    if gm and options.timeline and step == warmup + steps - 1:
-      gm.session().lib.timeline_start(gm.session().handle, options.timeline.encode())
-    called = time.perf_counter()
-    loss = model(ids)
-    forward = time.perf_counter()
-    loss.backward()
-    backward = time.perf_counter()
-    if options.clip:
-      torch.nn.utils.clip_grad_norm_(model.parameters(), options.clip)
-    optimizer.step()
-    optimizer.zero_grad()
-    stepped = time.perf_counter()
-    losses.append(loss.item())
-    # From one step's end to the next: what a step leaves to be done beside the next one is part of that.
-    seconds.append(time.perf_counter() - begin)
-    begin += seconds[-1]
-    print(f"step {step}: {seconds[-1]:.3f} s (calls: forward {forward - called:.3f}, backward {backward - forward:.3f}, "
-          f"update {stepped - backward:.3f}), loss {losses[-1]:.4f}", file=sys.stderr, flush=True)
-  row = {"bench": "llama_torch", "case": f"{options.system} {options.size}", "params": params,
-         "value": statistics.median(seconds[warmup:]), "unit": "s", "seconds": [round(s, 4) for s in seconds],
-         "losses": losses, "ready_seconds": round(ready, 1),
-         "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
-  if gm:
-    if options.timeline:
-      gm.session().lib.timeline_stop(gm.session().handle)
-    if options.trace:
-      gm.session().lib.trace_save(gm.session().handle, options.trace.encode())
-    stats = gm.stats()
-    row.update(device_budget=stats["budget_bytes"]["device"], device_peak=stats["peak_bytes"]["device"],
-               host_peak=stats["peak_bytes"]["host"], file_peak=stats["peak_bytes"]["file"],
-               predicted_sec_per_step=stats["predicted_step_ns"] / 1e9, measured_sec_per_step=stats["measured_step_ns"] / 1e9,
-               window_bytes=stats["window_bytes"], departures=stats["departures"], plans=stats["plans"],
-               op_peak_error_bytes=stats["op_peak_error_bytes"], stall_seconds=stats["stall_ns"] / 1e9)
-    if options.explain:
-      print(gm.explain(), file=sys.stderr)
-      print(json.dumps(stats), file=sys.stderr)
-  elif cuda:
-    row["device_peak"] = torch.cuda.max_memory_reserved()
-  print("ROW " + json.dumps(row), flush=True)
-  if gm:
-    del model, optimizer, loss
-    gm.close(force=True)
-  if options.system == "fsdp2":
-    dist.destroy_process_group()
+        import libgemini.torch as gm
+
+        host = options.host_mem or 16 * count(options.size) + (2 << 30)
+        init = gm.init(
+            options.placement,
+            device_memory=options.device_mem,
+            host_memory=host,
+            file=options.file,
+            file_memory=options.file_mem,
+            window=options.window,
+            device=device,
+            allocator=options.allocator if cuda else None,
+        )
+        with init:
+            model = build(torch, torch.bfloat16)
+        made = time.perf_counter()
+        model, optimizer = gm.prepare(
+            model,
+            torch.optim.AdamW(model.parameters(), lr=options.lr),
+            step_in_backward=not (options.step_at_end or options.clip),
+        )
+        print(f"made in {made - begin:.1f} s, prepared in {time.perf_counter() - made:.1f} s", file=sys.stderr)
+    params = sum(param.numel() for param in model.parameters())
+    assert params == count(options.size)
+    warmup, steps = (
+        STEPS[options.system][i] if given is None else given for i, given in enumerate((options.warmup, options.steps))
+    )
+    ready = time.perf_counter() - begin
+    generator = torch.Generator().manual_seed(2)
+    text = torch.frombuffer(bytearray(open(options.text, "rb").read()), dtype=torch.uint8) if options.text else None
+    seconds, losses = [], []
+    begin = time.perf_counter()
+    for step in range(warmup + steps):
+        if text is None:
+            ids = torch.randint(0, options.vocabulary, (options.batch, options.seq), generator=generator).to(device)
+        else:
+            starts = torch.randint(0, len(text) - options.seq, (options.batch,), generator=generator)
+            ids = torch.stack([text[start : start + options.seq] for start in starts]).long().to(device)
+        if gm and options.timeline and step == warmup + steps - 1:
+            gm.session().lib.timeline_start(gm.session().handle, options.timeline.encode())
+        called = time.perf_counter()
+        loss = model(ids)
+        forward = time.perf_counter()
+        loss.backward()
+        backward = time.perf_counter()
+        if options.clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), options.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        stepped = time.perf_counter()
+        losses.append(loss.item())
+        # From one step's end to the next: what a step leaves to be done beside the next one is part of that.
+        seconds.append(time.perf_counter() - begin)
+        begin += seconds[-1]
+        print(
+            f"step {step}: {seconds[-1]:.3f} s (calls: forward {forward - called:.3f}, "
+            f"backward {backward - forward:.3f}, update {stepped - backward:.3f}), loss {losses[-1]:.4f}",
+            file=sys.stderr,
+            flush=True,
+        )
+    row = {
+        "bench": "llama_torch",
+        "case": f"{options.system} {options.size}",
+        "params": params,
+        "value": statistics.median(seconds[warmup:]),
+        "unit": "s",
+        "seconds": [round(s, 4) for s in seconds],
+        "losses": losses,
+        "ready_seconds": round(ready, 1),
+        "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
+    if gm:
+        if options.timeline:
+            gm.session().lib.timeline_stop(gm.session().handle)
+        if options.trace:
+            gm.session().lib.trace_save(gm.session().handle, options.trace.encode())
+        stats = gm.stats()
+        row.update(
+            device_budget=stats["budget_bytes"]["device"],
+            device_peak=stats["peak_bytes"]["device"],
+            host_peak=stats["peak_bytes"]["host"],
+            file_peak=stats["peak_bytes"]["file"],
+            predicted_sec_per_step=stats["predicted_step_ns"] / 1e9,
+            measured_sec_per_step=stats["measured_step_ns"] / 1e9,
+            window_bytes=stats["window_bytes"],
+            departures=stats["departures"],
+            plans=stats["plans"],
+            op_peak_error_bytes=stats["op_peak_error_bytes"],
+            stall_seconds=stats["stall_ns"] / 1e9,
+        )
+        if options.explain:
+            print(gm.explain(), file=sys.stderr)
+            print(json.dumps(stats), file=sys.stderr)
+    elif cuda:
+        row["device_peak"] = torch.cuda.max_memory_reserved()
+    print("ROW " + json.dumps(row), flush=True)
+    if gm:
+        del model, optimizer, loss
+        gm.close(force=True)
+    if options.system == "fsdp2":
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-  if options.one:
-    main()
-    sys.exit(0)
-  failed = False
-  for size in options.size.split(","):
-    rows = {}
-    for system in options.system.split(","):
-      if size not in SIZES or system not in STEPS:
-        print(f"llama_torch: {size} {system}: want sizes of {', '.join(SIZES)}, systems of {', '.join(STEPS)}",
-              file=sys.stderr)
-        sys.exit(2)
-      argv = [sys.executable, __file__, *sys.argv[1:], "--one", "--size", size, "--system", system]
-      done = subprocess.run(argv, check=False, stdout=subprocess.PIPE, text=True)
-      print(done.stdout, end="", flush=True)
-      failed |= done.returncode != 0
-      rows.update((system, json.loads(line[4:])) for line in done.stdout.splitlines() if line.startswith("ROW "))
-    for against in set(rows) & {"gpu", "fsdp2"} if "gemini" in rows else ():
-      print("ROW " + json.dumps({"bench": "llama_torch", "case": f"gemini {size}", "value": rows["gemini"]["value"],
-                                 "unit": "s", "against": against,
-                                 "ratio": rows[against]["value"] / rows["gemini"]["value"]}), flush=True)
-  sys.exit(1 if failed else 0)
+    if options.one:
+        main()
+        sys.exit(0)
+    failed = False
+    for size in options.size.split(","):
+        rows = {}
+        for system in options.system.split(","):
+            if size not in SIZES or system not in STEPS:
+                print(
+                    f"llama_torch: {size} {system}: want sizes of {', '.join(SIZES)}, systems of {', '.join(STEPS)}",
+                    file=sys.stderr,
+                )
+                sys.exit(2)
+            argv = [sys.executable, __file__, *sys.argv[1:], "--one", "--size", size, "--system", system]
+            done = subprocess.run(argv, check=False, stdout=subprocess.PIPE, text=True)
+            print(done.stdout, end="", flush=True)
+            failed |= done.returncode != 0
+            rows.update((system, json.loads(line[4:])) for line in done.stdout.splitlines() if line.startswith("ROW "))
+        for against in set(rows) & {"gpu", "fsdp2"} if "gemini" in rows else ():
+            print(
+                "ROW "
+                + json.dumps(
+                    {
+                        "bench": "llama_torch",
+                        "case": f"gemini {size}",
+                        "value": rows["gemini"]["value"],
+                        "unit": "s",
+                        "against": against,
+                        "ratio": rows[against]["value"] / rows["gemini"]["value"],
+                    }
+                ),
+                flush=True,
+            )
+    sys.exit(1 if failed else 0)

@@ -3,13 +3,15 @@
 
 SPDX-License-Identifier: Apache-2.0
 
-Nothing is computed: under FakeTensorMode tensors have shapes and storages with sizes, but no bytes. Every storage that an
-operator makes is an allocation, from then until Python and autograd have let go of it. What an operator allocates and
-frees inside itself is not seen. Gradients of parameters are copied into chunks and cleared as soon as they are complete,
-as docs/hook.md describes. Sequences differ in length from step to step, and a step without gradients comes in between.
+Nothing is computed: under FakeTensorMode tensors have shapes and storages with sizes, but no bytes. Every storage that
+an operator makes is an allocation, from then until Python and autograd have let go of it. What an operator allocates
+and frees inside itself is not seen. Gradients of parameters are copied into chunks and cleared as soon as they are
+complete, as docs/hook.md describes. Sequences differ in length from step to step, and a step without gradients comes in
+between.
 
 Needs torch only (any build); prints what PyTorch's own caching allocator would reserve for it by its rules.
 """
+
 import argparse
 import sys
 import weakref
@@ -24,10 +26,10 @@ from torch.utils._pytree import tree_leaves
 class Recorder(TorchDispatchMode):
     def __init__(self):
         super().__init__()
-        self.events = []      # ("a", id, size) and ("f", id)
-        self.spare = []       # ids that are free again
+        self.events = []  # ("a", id, size) and ("f", id)
+        self.spare = []  # ids that are free again
         self.ids = 0
-        self.known = {}       # address of a storage: its size
+        self.known = {}  # address of a storage: its size
 
     def ignore(self, tensor):
         self.known[tensor.untyped_storage()._cdata] = 0
@@ -69,8 +71,9 @@ class Block(torch.nn.Module):
 
     def forward(self, x):
         batch, length, width = x.shape
-        q, k, v = (t.reshape(batch, length, self.heads, -1).transpose(1, 2)
-                   for t in self.qkv(self.ln1(x)).split(width, dim=2))
+        q, k, v = (
+            t.reshape(batch, length, self.heads, -1).transpose(1, 2) for t in self.qkv(self.ln1(x)).split(width, dim=2)
+        )
         scores = (q @ k.transpose(2, 3)) * (width // self.heads) ** -0.5
         mask = torch.ones(length, length, dtype=torch.bool, device=x.device).tril()
         y = F.softmax(scores.masked_fill(~mask, float("-inf")), dim=-1) @ v
@@ -116,6 +119,7 @@ def record(options):
 
 class TorchRules:
     """PyTorch's caching allocator (c10/cuda/CUDACachingAllocator.cpp), its rules for sizes only, on one stream."""
+
     MIB = 1 << 20
 
     def __init__(self):
@@ -131,7 +135,13 @@ class TorchRules:
             block = min(fits, key=lambda b: b[0])
             self._take(small, block)
         else:
-            total = 2 * self.MIB if small else 20 * self.MIB if size < 10 * self.MIB else -(-size // (2 * self.MIB)) * 2 * self.MIB
+            total = (
+                2 * self.MIB
+                if small
+                else 20 * self.MIB
+                if size < 10 * self.MIB
+                else -(-size // (2 * self.MIB)) * 2 * self.MIB
+            )
             self.reserved += total
             block = [total, False, None, None]
         rest = block[0] - size
@@ -177,8 +187,12 @@ def main():
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--words", type=int, default=50257)
     parser.add_argument("--batch", type=int, default=2)
-    parser.add_argument("--lengths", type=lambda s: [int(x) for x in s.split(",")],
-                        default=[1024, 1024, 896, 1024, 640, 1000, 768], help="of sequences, one a step")
+    parser.add_argument(
+        "--lengths",
+        type=lambda s: [int(x) for x in s.split(",")],
+        default=[1024, 1024, 896, 1024, 640, 1000, 768],
+        help="of sequences, one a step",
+    )
     parser.add_argument("--out", required=True)
     options = parser.parse_args()
     events = record(options)
@@ -194,15 +208,20 @@ def main():
             live -= sizes.pop(event[1])
             rules.free_block(event[1])
     with open(options.out, "w", encoding="ascii") as out:
-        out.write(f"# Allocations of a GPT's training beside its parameters: record_allocations.py, torch {torch.__version__}\n"
-                  f"# {options.layers} layers of width {options.width}, {options.heads} heads, {options.words} words, batch "
-                  f"{options.batch}, lengths {options.lengths}, half precision, each fourth step without gradients\n"
-                  f"# a ID BYTES allocates, f ID frees. What PyTorch's caching allocator would reserve for it by its rules:\n"
-                  f"# reserved {rules.reserved}\n")
+        out.write(
+            "# Allocations of a GPT's training beside its parameters: record_allocations.py, "
+            f"torch {torch.__version__}\n"
+            f"# {options.layers} layers of width {options.width}, {options.heads} heads, {options.words} words, batch "
+            f"{options.batch}, lengths {options.lengths}, half precision, each fourth step without gradients\n"
+            f"# a ID BYTES allocates, f ID frees. What PyTorch's caching allocator would reserve for it by its rules:\n"
+            f"# reserved {rules.reserved}\n"
+        )
         for event in events:
             out.write(" ".join(str(x) for x in event) + "\n")
-    print(f"{len(events)} events, {peak} bytes live at most, {live} left; PyTorch's rules reserve {rules.reserved}, "
-          f"{rules.reserved / peak:.4f} of that")
+    print(
+        f"{len(events)} events, {peak} bytes live at most, {live} left; PyTorch's rules reserve {rules.reserved}, "
+        f"{rules.reserved / peak:.4f} of that"
+    )
     return 0
 
 

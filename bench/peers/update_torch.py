@@ -4,6 +4,7 @@ bench/peers/update_torch.py [--threads N] [--parameters N] [--tensors N] [--dtyp
 A pass takes low-precision gradients to fp32, updates the fp32 parameters, and writes them back in low precision.
 Arguments are those of bench_update, whose parameters it has in all. SPDX-License-Identifier: Apache-2.0
 """
+
 import argparse
 import json
 import os
@@ -48,13 +49,18 @@ for number in range(options.passes + 2):  # the first makes the states, the seco
         update_seconds.append(after - before)
 
 count = each * options.tensors
-print("ROW " + json.dumps({
-    "bench": "update_torch",
-    "case": options.dtype,
-    "value": statistics.median(seconds) / count,
-    "unit": "s/parameter",
-    "update_alone_s_per_parameter": statistics.median(update_seconds) / count,
-    "threads": threads,
-    "parameters": count,
-    "torch": torch.__version__,
-}))
+print(
+    "ROW "
+    + json.dumps(
+        {
+            "bench": "update_torch",
+            "case": options.dtype,
+            "value": statistics.median(seconds) / count,
+            "unit": "s/parameter",
+            "update_alone_s_per_parameter": statistics.median(update_seconds) / count,
+            "threads": threads,
+            "parameters": count,
+            "torch": torch.__version__,
+        }
+    )
+)

@@ -2,6 +2,7 @@
 
 SPDX-License-Identifier: Apache-2.0
 """
+
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
@@ -15,23 +16,22 @@ losses = []
 
 
 class Autoencoder(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 128))
+        self.decoder = nn.Sequential(nn.Linear(128, 512), nn.GELU(), nn.Linear(512, 64))
 
-  def __init__(self):
-    super().__init__()
-    self.encoder = nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 128))
-    self.decoder = nn.Sequential(nn.Linear(128, 512), nn.GELU(), nn.Linear(512, 64))
+    def training_step(self, x):
+        loss = nn.functional.mse_loss(self.decoder(self.encoder(x)), x)
+        losses.append(loss.item())
+        return loss
 
-  def training_step(self, x):
-    loss = nn.functional.mse_loss(self.decoder(self.encoder(x)), x)
-    losses.append(loss.item())
-    return loss
+    def validation_step(self, x):
+        losses.append(nn.functional.mse_loss(self.decoder(self.encoder(x)), x).item())
 
-  def validation_step(self, x):
-    losses.append(nn.functional.mse_loss(self.decoder(self.encoder(x)), x).item())
-
-  def configure_optimizers(self):
-    optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3)
-    return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
 
 
 model = Autoencoder()

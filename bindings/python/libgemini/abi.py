@@ -3,17 +3,35 @@
 Not for users: libgemini.Manager and libgemini.torch are. A test compares the layouts with the header's.
 SPDX-License-Identifier: Apache-2.0
 """
+
+from __future__ import annotations
+
 import ctypes
 import functools
 import os
 import pathlib
 import sys
+import typing
 from ctypes import POINTER, c_char, c_char_p, c_double, c_int32, c_int64, c_ssize_t, c_uint32, c_uint64, c_void_p
 
 OK = 0
-STATUS = {-1: "INVALID", -2: "HANDLE", -3: "STATE", -4: "BUSY", -5: "OOM_DEVICE", -6: "OOM_HOST", -7: "OOM_FILE",
-          -8: "OOM_SYSTEM", -9: "IO", -10: "FORMAT", -11: "NOT_FOUND", -12: "EXISTS", -13: "UNSUPPORTED", -14: "DEVICE",
-          -15: "PENDING"}
+STATUS = {
+    -1: "INVALID",
+    -2: "HANDLE",
+    -3: "STATE",
+    -4: "BUSY",
+    -5: "OOM_DEVICE",
+    -6: "OOM_HOST",
+    -7: "OOM_FILE",
+    -8: "OOM_SYSTEM",
+    -9: "IO",
+    -10: "FORMAT",
+    -11: "NOT_FOUND",
+    -12: "EXISTS",
+    -13: "UNSUPPORTED",
+    -14: "DEVICE",
+    -15: "PENDING",
+}
 STREAM_CALLER = 0
 TIER_DEVICE, TIER_HOST, TIER_FILE = 0, 1, 2
 TIERS = ("device", "host", "file")
@@ -35,81 +53,176 @@ CallFn = ctypes.CFUNCTYPE(None, c_void_p)
 
 
 class _Sized(ctypes.Structure):
-  """A struct whose first member says its size, as GEMINI_..._INIT sets it."""
+    """A struct whose first member says its size, as GEMINI_..._INIT sets it."""
 
-  def __init__(self, **fields):
-    super().__init__(struct_size=ctypes.sizeof(self), **fields)
+    def __init__(self, **fields: typing.Any) -> None:
+        super().__init__(struct_size=ctypes.sizeof(self), **fields)
 
 
 class ErrorInfo(_Sized):
-  _fields_ = [("struct_size", c_uint32), ("status", c_int32), ("native_code", c_int64), ("operation", c_char * 64),
-              ("message", c_char * 440)]
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("status", c_int32),
+        ("native_code", c_int64),
+        ("operation", c_char * 64),
+        ("message", c_char * 440),
+    ]
 
 
 class Config(_Sized):
-  _fields_ = [(name, c_uint32) for name in
-              ("struct_size", "flags", "placement", "device", "device_ordinal", "warmup_iterations", "update_threads",
-               "log_level")] + \
-             [(name, c_uint64) for name in
-              ("device_bytes", "device_margin_bytes", "host_bytes", "file_bytes", "window_bytes")] + \
-             [("static_param_fraction", c_double), ("static_optim_fraction", c_double),
-              ("sim_h2d_bytes_per_s", c_uint64), ("sim_d2h_bytes_per_s", c_uint64), ("file_dir", c_char_p),
-              ("log_fn", LogFn), ("log_user", c_void_p), ("file_engine", c_uint32), ("reserved", c_uint32),
-              ("keep_name", c_char_p), ("watchdog_ns", c_uint64)]
+    _fields_: typing.ClassVar[typing.Any] = (
+        [
+            (name, c_uint32)
+            for name in (
+                "struct_size",
+                "flags",
+                "placement",
+                "device",
+                "device_ordinal",
+                "warmup_iterations",
+                "update_threads",
+                "log_level",
+            )
+        ]
+        + [
+            (name, c_uint64)
+            for name in ("device_bytes", "device_margin_bytes", "host_bytes", "file_bytes", "window_bytes")
+        ]
+        + [
+            ("static_param_fraction", c_double),
+            ("static_optim_fraction", c_double),
+            ("sim_h2d_bytes_per_s", c_uint64),
+            ("sim_d2h_bytes_per_s", c_uint64),
+            ("file_dir", c_char_p),
+            ("log_fn", LogFn),
+            ("log_user", c_void_p),
+            ("file_engine", c_uint32),
+            ("reserved", c_uint32),
+            ("keep_name", c_char_p),
+            ("watchdog_ns", c_uint64),
+        ]
+    )
 
 
 class ArenaConfig(_Sized):
-  _fields_ = [("struct_size", c_uint32), ("kind", c_uint32), ("element_bytes", c_uint32), ("flags", c_uint32),
-              ("capacity_bytes", c_uint64), ("name", c_char_p), ("like", c_uint64), ("reuse", c_uint64)]
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("kind", c_uint32),
+        ("element_bytes", c_uint32),
+        ("flags", c_uint32),
+        ("capacity_bytes", c_uint64),
+        ("name", c_char_p),
+        ("like", c_uint64),
+        ("reuse", c_uint64),
+    ]
 
 
 class ArenaInfo(_Sized):
-  _fields_ = [("struct_size", c_uint32), ("kind", c_uint32), ("base", c_uint64), ("size_bytes", c_uint64),
-              ("capacity_bytes", c_uint64), ("window_bytes", c_uint64), ("tier_bytes", c_uint64 * 3),
-              ("tensor_count", c_uint64)]
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("kind", c_uint32),
+        ("base", c_uint64),
+        ("size_bytes", c_uint64),
+        ("capacity_bytes", c_uint64),
+        ("window_bytes", c_uint64),
+        ("tier_bytes", c_uint64 * 3),
+        ("tensor_count", c_uint64),
+    ]
 
 
 class TensorInfo(_Sized):
-  _fields_ = [("struct_size", c_uint32), ("state", c_uint32), ("address", c_uint64), ("size_bytes", c_uint64),
-              ("offset_bytes", c_uint64), ("arena", c_uint64), ("users", c_uint64), ("tier_bytes", c_uint64 * 3),
-              ("name", c_char * 128)]
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("state", c_uint32),
+        ("address", c_uint64),
+        ("size_bytes", c_uint64),
+        ("offset_bytes", c_uint64),
+        ("arena", c_uint64),
+        ("users", c_uint64),
+        ("tier_bytes", c_uint64 * 3),
+        ("name", c_char * 128),
+    ]
 
 
 class Access(ctypes.Structure):
-  _fields_ = [("object", c_uint64), ("offset_bytes", c_uint64), ("size_bytes", c_uint64), ("mode", c_uint32),
-              ("tier", c_uint32), ("ptr", c_void_p)]
+    _fields_ = [
+        ("object", c_uint64),
+        ("offset_bytes", c_uint64),
+        ("size_bytes", c_uint64),
+        ("mode", c_uint32),
+        ("tier", c_uint32),
+        ("ptr", c_void_p),
+    ]
 
 
 class UpdateSpan(ctypes.Structure):
-  _fields_ = [("struct_size", c_uint32), ("tier", c_uint32), ("first_element", c_uint64), ("element_count", c_uint64),
-              ("stream", c_uint64), ("arena_count", c_uint32), ("reserved", c_uint32), ("ptr", c_void_p * 8)]
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("tier", c_uint32),
+        ("first_element", c_uint64),
+        ("element_count", c_uint64),
+        ("stream", c_uint64),
+        ("arena_count", c_uint32),
+        ("reserved", c_uint32),
+        ("ptr", c_void_p * 8),
+    ]
 
 
 UpdateFn = ctypes.CFUNCTYPE(None, c_void_p, POINTER(UpdateSpan))
 
 
 class Update(_Sized):
-  _fields_ = [("struct_size", c_uint32), ("flags", c_uint32), ("arenas", POINTER(c_uint64)),
-              ("modes", POINTER(c_uint32)), ("arena_count", c_uint32), ("reserved", c_uint32),
-              ("first_element", c_uint64), ("element_count", c_uint64), ("stream", c_uint64), ("fn", UpdateFn),
-              ("user", c_void_p)]
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("flags", c_uint32),
+        ("arenas", POINTER(c_uint64)),
+        ("modes", POINTER(c_uint32)),
+        ("arena_count", c_uint32),
+        ("reserved", c_uint32),
+        ("first_element", c_uint64),
+        ("element_count", c_uint64),
+        ("stream", c_uint64),
+        ("fn", UpdateFn),
+        ("user", c_void_p),
+    ]
 
 
 class Stats(_Sized):
-  _fields_ = [("struct_size", c_uint32), ("reserved", c_uint32)] + \
-             [(name, c_uint64 * 3) for name in ("budget_bytes", "used_bytes", "peak_bytes")] + \
-             [(name, c_uint64) for name in ("model_bytes", "nonmodel_bytes", "nonmodel_peak_bytes", "window_bytes")] + \
-             [("moved_bytes", (c_uint64 * 5) * 4), ("moved_chunks", (c_uint64 * 5) * 4)] + \
-             [(name, c_uint64) for name in
-              ("acquire_hits", "acquire_misses", "stall_ns", "iterations", "planned_iterations", "departures", "plans",
-               "predicted_step_ns", "measured_step_ns", "planned_fetch_bytes", "planned_evict_bytes",
-               "op_peak_error_bytes", "pending_updates")] + \
-             [("file_engine", c_uint32), ("reserved2", c_uint32), ("host_block_bytes", c_uint64)]
+    _fields_: typing.ClassVar[typing.Any] = (
+        [("struct_size", c_uint32), ("reserved", c_uint32)]
+        + [(name, c_uint64 * 3) for name in ("budget_bytes", "used_bytes", "peak_bytes")]
+        + [(name, c_uint64) for name in ("model_bytes", "nonmodel_bytes", "nonmodel_peak_bytes", "window_bytes")]
+        + [("moved_bytes", (c_uint64 * 5) * 4), ("moved_chunks", (c_uint64 * 5) * 4)]
+        + [
+            (name, c_uint64)
+            for name in (
+                "acquire_hits",
+                "acquire_misses",
+                "stall_ns",
+                "iterations",
+                "planned_iterations",
+                "departures",
+                "plans",
+                "predicted_step_ns",
+                "measured_step_ns",
+                "planned_fetch_bytes",
+                "planned_evict_bytes",
+                "op_peak_error_bytes",
+                "pending_updates",
+            )
+        ]
+        + [("file_engine", c_uint32), ("reserved2", c_uint32), ("host_block_bytes", c_uint64)]
+    )
 
 
 class TopologyObject(_Sized):
-  _fields_ = [(name, c_uint32) for name in ("struct_size", "kind", "system_index", "node", "cpus", "reserved")] + \
-             [("size_bytes", c_uint64), ("pci", c_char * 16), ("name", c_char * 128)]
+    _fields_: typing.ClassVar[typing.Any] = [
+        (name, c_uint32) for name in ("struct_size", "kind", "system_index", "node", "cpus", "reserved")
+    ] + [
+        ("size_bytes", c_uint64),
+        ("pci", c_char * 16),
+        ("name", c_char * 128),
+    ]
 
 
 # ---- gemini_update.h
@@ -120,146 +233,223 @@ UPDATE_SKIP = 2**64 - 1
 
 
 class Adamw(_Sized):
-  _fields_ = [("struct_size", c_uint32), ("flags", c_uint32), ("param_dtype", c_uint32), ("grad_dtype", c_uint32),
-              ("step", c_uint64)] + \
-             [(name, c_double) for name in ("lr", "beta1", "beta2", "eps", "weight_decay", "grad_scale")]
+    _fields_: typing.ClassVar[typing.Any] = [
+        ("struct_size", c_uint32),
+        ("flags", c_uint32),
+        ("param_dtype", c_uint32),
+        ("grad_dtype", c_uint32),
+        ("step", c_uint64),
+    ] + [(name, c_double) for name in ("lr", "beta1", "beta2", "eps", "weight_decay", "grad_scale")]
 
 
 class Sgd(_Sized):
-  _fields_ = [("struct_size", c_uint32), ("flags", c_uint32), ("param_dtype", c_uint32), ("grad_dtype", c_uint32),
-              ("step", c_uint64)] + \
-             [(name, c_double) for name in ("lr", "momentum", "dampening", "weight_decay", "grad_scale")]
+    _fields_: typing.ClassVar[typing.Any] = [
+        ("struct_size", c_uint32),
+        ("flags", c_uint32),
+        ("param_dtype", c_uint32),
+        ("grad_dtype", c_uint32),
+        ("step", c_uint64),
+    ] + [(name, c_double) for name in ("lr", "momentum", "dampening", "weight_decay", "grad_scale")]
 
 
 class UpdateRange(ctypes.Structure):
-  _fields_ = [("end_element", c_uint64), ("rule", c_uint64)]
+    _fields_ = [("end_element", c_uint64), ("rule", c_uint64)]
 
 
 class UpdateWalk(_Sized):
-  _fields_ = [("struct_size", c_uint32), ("flags", c_uint32), ("adamws", POINTER(Adamw)), ("sgds", POINTER(Sgd)),
-              ("rule_count", c_uint64), ("ranges", POINTER(UpdateRange)), ("range_count", c_uint64)] + \
-             [(name + "_index", c_uint32) for name in ("param", "grad", "master", "momentum", "variance")] + \
-             [("failing", c_uint32), ("mgr", c_uint64), ("stream_native", c_void_p), ("stream_call", c_void_p),
-              ("status", c_int32), ("reserved", c_uint32), ("native_code", c_int64), ("message", c_char * 440)]
+    _fields_: typing.ClassVar[typing.Any] = (
+        [
+            ("struct_size", c_uint32),
+            ("flags", c_uint32),
+            ("adamws", POINTER(Adamw)),
+            ("sgds", POINTER(Sgd)),
+            ("rule_count", c_uint64),
+            ("ranges", POINTER(UpdateRange)),
+            ("range_count", c_uint64),
+        ]
+        + [(name + "_index", c_uint32) for name in ("param", "grad", "master", "momentum", "variance")]
+        + [
+            ("failing", c_uint32),
+            ("mgr", c_uint64),
+            ("stream_native", c_void_p),
+            ("stream_call", c_void_p),
+            ("status", c_int32),
+            ("reserved", c_uint32),
+            ("native_code", c_int64),
+            ("message", c_char * 440),
+        ]
+    )
 
 
 # ---- functions
 _M, _H, _U32, _U64 = c_uint64, c_uint64, c_uint32, c_uint64
-_FUNCTIONS = {  # name: arguments; all return a status but those below
-  "last_error": [POINTER(ErrorInfo)], "error_set": [POINTER(ErrorInfo)],
-  "manager_open": [POINTER(Config), POINTER(_M)], "manager_close": [_M], "budget_set": [_M, _U32, _U64],
-  "stream_create": [_M, POINTER(_H)], "stream_adopt": [_M, c_void_p, POINTER(_H)],
-  "stream_native": [_M, _H, POINTER(c_void_p)], "stream_destroy": [_H], "stream_call": [_M, _H, c_void_p, c_void_p],
-  "stream_synchronize": [_M, _H],
-  "arena_create": [_M, POINTER(ArenaConfig), POINTER(_H)], "arena_destroy": [_M, _H],
-  "arena_info": [_M, _H, POINTER(ArenaInfo)], "arena_take": [_M, _H, _U64, POINTER(_U64)],
-  "tensor_register": [_M, _H, c_char_p, _U64, _U64, POINTER(_H)], "tensor_unregister": [_M, _H],
-  "tensor_find": [_M, c_char_p, POINTER(_H)], "tensor_counterpart": [_M, _H, _H, POINTER(_H)],
-  "tensor_state_set": [_M, _H, _U32], "tensor_info": [_M, _H, POINTER(TensorInfo)],
-  "iteration_begin": [_M], "iteration_end": [_M], "phase_set": [_M, _U32], "op_begin": [_M, c_char_p, _H],
-  "op_end": [_M],
-  "acquire": [_M, c_void_p, _U64, _H], "release": [_M, c_void_p, _U64, _H], "hint": [_M, c_void_p, _U64],
-  "move": [_M, c_void_p, _U64], "pin": [_M, c_void_p], "unpin": [_M, c_void_p],
-  "graph_begin": [_M, _H, _U64, POINTER(_H)], "graph_end": [_M, _H], "graph_enter": [_M, _H, _H],
-  "graph_leave": [_M, _H], "graph_destroy": [_H],
-  "alloc": [_M, _U64, _H, POINTER(c_void_p)], "free": [_M, c_void_p, _H],
-  "host_alloc": [_M, _U64, _U64, POINTER(c_void_p)], "host_free": [_M, c_void_p],
-  "zero": [_M, c_void_p], "load": [_M, c_void_p, ctypes.c_int, _U64], "store": [_M, c_void_p, ctypes.c_int, _U64],
-  "norm": [_M, c_void_p, _U32, _H, POINTER(c_double)], "update": [_M, POINTER(Update)], "update_wait": [_M],
-  "checkpoint": [_M], "resume": [_M], "hook_set": [_M, _U32], "hook_clear": [_M], "hook_forget": [_M, c_void_p],
-  "topology_open": [c_char_p, POINTER(_H)], "topology_close": [_H], "topology_count": [_H, _U32, POINTER(_U32)],
-  "topology_object": [_H, _U32, _U32, POINTER(TopologyObject)],
-  "topology_distance": [_H, _U32, _U32, _U32, _U32, POINTER(_U32)],
-  "topology_nearest": [_H, _U32, _U32, _U32, POINTER(_U32)],
-  "topology_directory": [_H, c_char_p, POINTER(_U32), _U32, POINTER(_U32), POINTER(_U32)],
-  "stats": [_M, POINTER(Stats)], "stats_reset": [_M], "plan_explain": [_M, c_char_p, _U64, POINTER(_U64)],
-  "manager_dump": [_M, c_char_p, _U64, POINTER(_U64)],
-  "trace_save": [_M, c_char_p], "trace_load": [_M, c_char_p], "timeline_start": [_M, c_char_p],
-  "timeline_stop": [_M],
+_FUNCTIONS: dict[str, list[typing.Any]] = {  # name: arguments; all return a status but those below
+    "last_error": [POINTER(ErrorInfo)],
+    "error_set": [POINTER(ErrorInfo)],
+    "manager_open": [POINTER(Config), POINTER(_M)],
+    "manager_close": [_M],
+    "budget_set": [_M, _U32, _U64],
+    "stream_create": [_M, POINTER(_H)],
+    "stream_adopt": [_M, c_void_p, POINTER(_H)],
+    "stream_native": [_M, _H, POINTER(c_void_p)],
+    "stream_destroy": [_H],
+    "stream_call": [_M, _H, c_void_p, c_void_p],
+    "stream_synchronize": [_M, _H],
+    "arena_create": [_M, POINTER(ArenaConfig), POINTER(_H)],
+    "arena_destroy": [_M, _H],
+    "arena_info": [_M, _H, POINTER(ArenaInfo)],
+    "arena_take": [_M, _H, _U64, POINTER(_U64)],
+    "tensor_register": [_M, _H, c_char_p, _U64, _U64, POINTER(_H)],
+    "tensor_unregister": [_M, _H],
+    "tensor_find": [_M, c_char_p, POINTER(_H)],
+    "tensor_counterpart": [_M, _H, _H, POINTER(_H)],
+    "tensor_state_set": [_M, _H, _U32],
+    "tensor_info": [_M, _H, POINTER(TensorInfo)],
+    "iteration_begin": [_M],
+    "iteration_end": [_M],
+    "phase_set": [_M, _U32],
+    "op_begin": [_M, c_char_p, _H],
+    "op_end": [_M],
+    "acquire": [_M, c_void_p, _U64, _H],
+    "release": [_M, c_void_p, _U64, _H],
+    "hint": [_M, c_void_p, _U64],
+    "move": [_M, c_void_p, _U64],
+    "pin": [_M, c_void_p],
+    "unpin": [_M, c_void_p],
+    "graph_begin": [_M, _H, _U64, POINTER(_H)],
+    "graph_end": [_M, _H],
+    "graph_enter": [_M, _H, _H],
+    "graph_leave": [_M, _H],
+    "graph_destroy": [_H],
+    "alloc": [_M, _U64, _H, POINTER(c_void_p)],
+    "free": [_M, c_void_p, _H],
+    "host_alloc": [_M, _U64, _U64, POINTER(c_void_p)],
+    "host_free": [_M, c_void_p],
+    "zero": [_M, c_void_p],
+    "load": [_M, c_void_p, ctypes.c_int, _U64],
+    "store": [_M, c_void_p, ctypes.c_int, _U64],
+    "norm": [_M, c_void_p, _U32, _H, POINTER(c_double)],
+    "update": [_M, POINTER(Update)],
+    "update_wait": [_M],
+    "checkpoint": [_M],
+    "resume": [_M],
+    "hook_set": [_M, _U32],
+    "hook_clear": [_M],
+    "hook_forget": [_M, c_void_p],
+    "topology_open": [c_char_p, POINTER(_H)],
+    "topology_close": [_H],
+    "topology_count": [_H, _U32, POINTER(_U32)],
+    "topology_object": [_H, _U32, _U32, POINTER(TopologyObject)],
+    "topology_distance": [_H, _U32, _U32, _U32, _U32, POINTER(_U32)],
+    "topology_nearest": [_H, _U32, _U32, _U32, POINTER(_U32)],
+    "topology_directory": [_H, c_char_p, POINTER(_U32), _U32, POINTER(_U32), POINTER(_U32)],
+    "stats": [_M, POINTER(Stats)],
+    "stats_reset": [_M],
+    "plan_explain": [_M, c_char_p, _U64, POINTER(_U64)],
+    "manager_dump": [_M, c_char_p, _U64, POINTER(_U64)],
+    "trace_save": [_M, c_char_p],
+    "trace_load": [_M, c_char_p],
+    "timeline_start": [_M, c_char_p],
+    "timeline_stop": [_M],
 }
-_UPDATE_FUNCTIONS = {"walk_check": [POINTER(Update)], "walk_status": [POINTER(UpdateWalk)]}
-_OTHERS = {
-  "version": (c_char_p, []), "status_string": (c_char_p, [c_int32]),
-  "torch_malloc": (c_void_p, [c_ssize_t, ctypes.c_int, c_void_p]),
-  "torch_free": (None, [c_void_p, c_ssize_t, ctypes.c_int, c_void_p]),
-  "cupy_malloc": (c_void_p, [c_void_p, ctypes.c_size_t, ctypes.c_int]),
-  "cupy_free": (None, [c_void_p, c_void_p, ctypes.c_int]),
+_UPDATE_FUNCTIONS: dict[str, list[typing.Any]] = {"walk_check": [POINTER(Update)], "walk_status": [POINTER(UpdateWalk)]}
+_OTHERS: dict[str, tuple[typing.Any, list[typing.Any]]] = {
+    "version": (c_char_p, []),
+    "status_string": (c_char_p, [c_int32]),
+    "torch_malloc": (c_void_p, [c_ssize_t, ctypes.c_int, c_void_p]),
+    "torch_free": (None, [c_void_p, c_ssize_t, ctypes.c_int, c_void_p]),
+    "cupy_malloc": (c_void_p, [c_void_p, ctypes.c_size_t, ctypes.c_int]),
+    "cupy_free": (None, [c_void_p, c_void_p, ctypes.c_int]),
 }
 
 
 class GeminiError(RuntimeError):
-  """What the library refused: status is the name of its code without GEMINI_ERR_, native_code errno or the device's."""
+    """A call that the library, or this package, refused. Its text says what was refused, and which limit it breaks.
 
-  def __init__(self, message, status="STATE", native_code=0):
-    super().__init__(message)
-    self.status = status
-    self.native_code = native_code
+    Attributes:
+        status: The name of the error's code without GEMINI_ERR_, such as "OOM_DEVICE"; STATUS has all of them.
+        native_code: errno or the device driver's code, where one of these caused the error; otherwise 0.
+    """
+
+    def __init__(self, message: str, status: str = "STATE", native_code: int = 0) -> None:
+        super().__init__(message)
+        self.status = status
+        self.native_code = native_code
 
 
 class _Library:
-  """A shared library's functions under their names without the prefix; those that return a status raise instead."""
+    """A shared library's functions under their names without the prefix; those that return a status raise instead."""
 
-  def __init__(self, path, prefix, functions):
-    self.path = str(path)
-    self.cdll = ctypes.CDLL(self.path)
-    for name, arguments in functions.items():
-      function = getattr(self.cdll, prefix + name)
-      function.argtypes = arguments
-      function.restype = c_int32
-      if name != "last_error":
-        function.errcheck = self._check
-      setattr(self, name, function)
+    def __init__(self, path: str | os.PathLike[str], prefix: str, functions: dict[str, list[typing.Any]]) -> None:
+        self.path = str(path)
+        self.cdll = ctypes.CDLL(self.path)
+        for name, arguments in functions.items():
+            function = getattr(self.cdll, prefix + name)
+            function.argtypes = arguments
+            function.restype = c_int32
+            if name != "last_error":
+                function.errcheck = self._check
+            setattr(self, name, function)
 
-  def _check(self, status, function, arguments):
-    if status == OK:
-      return status
-    info = ErrorInfo()
-    self.last_error(info)
-    said = f"{info.operation.decode()}: {info.message.decode()}" if info.status == status else ""
-    raise GeminiError(said or f"{function.__name__}: {STATUS.get(status, status)}", STATUS.get(status, str(status)),
-                      info.native_code)
+    if typing.TYPE_CHECKING:  # the functions, by their names
+
+        def __getattr__(self, name: str) -> typing.Any: ...
+
+    def _check(self, status: int, function: typing.Any, arguments: tuple[typing.Any, ...]) -> int:
+        if status == OK:
+            return status
+        info = ErrorInfo()
+        self.last_error(info)
+        said = f"{info.operation.decode()}: {info.message.decode()}" if info.status == status else ""
+        raise GeminiError(
+            said or f"{function.__name__}: {STATUS.get(status, status)}",
+            STATUS.get(status, str(status)),
+            info.native_code,
+        )
 
 
 class Library(_Library):
-  """libgemini.so"""
+    """libgemini.so"""
 
-  def __init__(self, path):
-    super().__init__(path, "gemini_", _FUNCTIONS)
-    for name, (result, arguments) in _OTHERS.items():
-      function = getattr(self.cdll, "gemini_" + name)
-      function.argtypes = arguments
-      function.restype = result
-      setattr(self, name, function)
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__(path, "gemini_", _FUNCTIONS)
+        for name, (result, arguments) in _OTHERS.items():
+            function = getattr(self.cdll, "gemini_" + name)
+            function.argtypes = arguments
+            function.restype = result
+            setattr(self, name, function)
 
 
 class UpdateLibrary(_Library):
-  """libgemini_update.so; walk is the address of its gemini_update_fn."""
+    """libgemini_update.so; walk is the address of its gemini_update_fn."""
 
-  def __init__(self, path):
-    self.last_error = library().last_error  # which it is built on, and which must be loaded first
-    super().__init__(path, "gemini_update_", _UPDATE_FUNCTIONS)
-    self.walk = ctypes.cast(self.cdll.gemini_update_walk, UpdateFn)
-
-
-def find(name):
-  """The path of a library of ours: in this package, or in a build that the environment names (LIBGEMINI_DIR)."""
-  folders = [pathlib.Path(path) / "lib" for path in sys.modules[__package__].__path__]  # of an editable package: two
-  build = os.environ.get("LIBGEMINI_DIR")
-  if build:
-    folders = [pathlib.Path(build), pathlib.Path(build) / "bindings" / "update"]
-  for folder in folders:
-    found = sorted(folder.glob(name + ".so*"))
-    if found:
-      return found[0]
-  raise ImportError(f"{name}.so is in none of {', '.join(map(str, folders))}: install the package with pip, "
-                    "or set LIBGEMINI_DIR to the folder of a build")
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.last_error = library().last_error  # which it is built on, and which must be loaded first
+        super().__init__(path, "gemini_update_", _UPDATE_FUNCTIONS)
+        self.walk = ctypes.cast(self.cdll.gemini_update_walk, UpdateFn)
 
 
-@functools.cache
-def library():
-  return Library(find("libgemini"))
+def find(name: str) -> pathlib.Path:
+    """The path of a library of ours: in this package, or in a build that the environment names (LIBGEMINI_DIR)."""
+    folders = [pathlib.Path(path) / "lib" for path in sys.modules["libgemini"].__path__]  # of an editable package: two
+    build = os.environ.get("LIBGEMINI_DIR")
+    if build:
+        folders = [pathlib.Path(build), pathlib.Path(build) / "bindings" / "update"]
+    for folder in folders:
+        found = sorted(folder.glob(name + ".so*"))
+        if found:
+            return found[0]
+    raise ImportError(
+        f"{name}.so is in none of {', '.join(map(str, folders))}: install the package with pip, "
+        "or set LIBGEMINI_DIR to the folder of a build"
+    )
 
 
 @functools.cache
-def update_library():
-  return UpdateLibrary(find("libgemini_update"))
+def library() -> Library:
+    return Library(find("libgemini"))
+
+
+@functools.cache
+def update_library() -> UpdateLibrary:
+    return UpdateLibrary(find("libgemini_update"))

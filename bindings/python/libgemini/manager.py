@@ -1,143 +1,1123 @@
-"""A manager of the C library as a Python object: budgets in, bytes by tier and the plan in words out.
+"""A manager of the C library as a Python object: arenas, acquire and release, operators, updates, statistics.
+
+It needs neither torch nor NumPy. Memory is given as objects with Python's buffer protocol, over which
+numpy.frombuffer() makes arrays without a copy.
 
 SPDX-License-Identifier: Apache-2.0
 """
+
+from __future__ import annotations
+
+import contextlib
 import ctypes
 import fractions
 import logging
+import os
 import re
+import types
+import typing
 
 from . import abi
+from .updates import Calls, Span, buffer
 
 logger = logging.getLogger("libgemini")
 _LEVELS = {1: logging.ERROR, 2: logging.WARNING, 3: logging.INFO, 4: logging.DEBUG}
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
 
-def parse_bytes(value, what="size"):
-  """24 << 30, "24GiB", "24 GB" or "1.5T" as a number of bytes."""
-  match = None
-  if isinstance(value, str):
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*((?:[KMGT]I?)?)B?\s*", value.upper())
-  if match:
-    size = int(fractions.Fraction(match.group(1)) * _UNITS[match.group(2)])
-  elif isinstance(value, int) and not isinstance(value, bool):
-    size = value
-  else:
-    raise ValueError(f"{what} is {value!r}: want bytes, or a text such as \"24GiB\"")
-  if not 0 <= size < 2**64:
-    raise ValueError(f"{what} is {value!r}: want 0 to 2**64 - 1 bytes")
-  return size
+def parse_bytes(value: int | str, what: str = "size") -> int:
+    """A size as a number of bytes.
+
+    Args:
+        value: Bytes, or a text such as "24GiB" (2**30 bytes), "24 GB" (10**9 bytes) or "1.5T".
+        what: What an error calls the value.
+
+    Returns:
+        The number of bytes.
+
+    Raises:
+        ValueError: The value is neither, or not from 0 to 2**64 - 1.
+    """
+    match = None
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*((?:[KMGT]I?)?)B?\s*", value.upper())
+    if match:
+        size = int(fractions.Fraction(match.group(1)) * _UNITS[match.group(2)])
+    elif isinstance(value, int) and not isinstance(value, bool):
+        size = value
+    else:
+        raise ValueError(f'{what} is {value!r}: want bytes, or a text such as "24GiB"')
+    if not 0 <= size < 2**64:
+        raise ValueError(f"{what} is {value!r}: want 0 to 2**64 - 1 bytes")
+    return size
 
 
-def bytes_text(count):
-  """A number of bytes for people: "1.5 GiB"."""
-  for unit in ("bytes", "KiB", "MiB", "GiB"):
-    if count < 1024:
-      return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
-    count /= 1024
-  return f"{count:.1f} TiB"
+def bytes_text(count: float) -> str:
+    """A number of bytes for people: "1.5 GiB"."""
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
 
 
 @abi.LogFn
-def _log(_, level, message):
-  logger.log(_LEVELS.get(level, logging.INFO), "%s", message.decode(errors="replace"))
+def _log(_: int | None, level: int, message: bytes) -> None:
+    logger.log(_LEVELS.get(level, logging.INFO), "%s", message.decode(errors="replace"))
+
+
+KINDS = {"param": 0, "grad": 1, "master": 2, "momentum": 3, "variance": 4, "other": 5}
+MODES = {"read": abi.READ, "write": abi.WRITE, "read_write": abi.READ_WRITE}
+PHASES = {
+    "none": abi.PHASE_NONE,
+    "forward": abi.PHASE_FORWARD,
+    "backward": abi.PHASE_BACKWARD,
+    "update": abi.PHASE_UPDATE,
+}
+DTYPES = {"f32": abi.DTYPE_F32, "bf16": abi.DTYPE_BF16, "f16": abi.DTYPE_F16, "f64": abi.DTYPE_F64}
+STATES = {"free": 0, "hold": 1, "hold_after_fwd": 2, "hold_after_bwd": 3, "compute": 4, "ready_for_reduce": 5}
+_TIERS = {name: number for number, name in enumerate(abi.TIERS)}
+_File = typing.Union[int, "typing.IO[bytes]"]
+
+
+def _code(table: dict[str, int], value: str | int, what: str) -> int:
+    """The library's number for a name; a number as it is."""
+    if isinstance(value, str):
+        if value not in table:
+            raise ValueError(f"{what} is {value!r}: want one of {', '.join(table)}")
+        return table[value]
+    return value
+
+
+@contextlib.contextmanager
+def _ends(end: typing.Callable[[], object]) -> typing.Iterator[None]:
+    """Calls a function at the end. After an exception, one of the function's own does not take its place."""
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(abi.GeminiError):
+            end()
+        raise
+    end()
+
+
+def _descriptor(file: _File) -> int:
+    return file if isinstance(file, int) else file.fileno()
+
+
+class Range:
+    """A part of an arena or a tensor, and what it is wanted for. Manager.range() makes one.
+
+    Attributes:
+        object: The arena's or tensor's handle.
+        offset_bytes: Where it begins in that.
+        size_bytes: Its length.
+        mode: "read", "write" or "read_write".
+        tier: Where it is wanted: "device", "host" or "file".
+        address: Its first byte, while it is acquired; otherwise None. On the device it is the same each time.
+    """
+
+    __slots__ = ("object", "offset_bytes", "size_bytes", "mode", "tier", "address")
+
+    def __init__(self, object: int, offset_bytes: int, size_bytes: int, mode: str, tier: str) -> None:
+        self.object = object
+        self.offset_bytes = offset_bytes
+        self.size_bytes = size_bytes
+        self.mode = mode
+        self.tier = tier
+        self.address: int | None = None
+
+    def buffer(self) -> ctypes.Array[ctypes.c_char]:
+        """The bytes, valid until the range is released. Not for a GPU's memory.
+
+        Returns:
+            An object with the buffer protocol, such as numpy.frombuffer() takes.
+
+        Raises:
+            GeminiError: The range is not acquired.
+        """
+        if self.address is None:
+            raise abi.GeminiError("the range is not acquired, so that its bytes may be elsewhere")
+        return buffer(self.address, self.size_bytes)
+
+    def __repr__(self) -> str:
+        return f"Range({self.object:#x}, {self.offset_bytes}, {self.size_bytes}, {self.mode!r}, {self.tier!r})"
 
 
 class Manager:
-  """One device, one set of budgets. Fields are those of gemini_config_t; close() or a with block ends it."""
+    """One device, one set of budgets, one sequence of iterations: gemini_manager_t.
 
-  def __init__(self, *, placement="auto", device_memory, host_memory=0, file_memory=0, file=None, cuda=False,
-               device_ordinal=0, device_margin=0, window=0, warmup_iterations=1, update_threads=0, strict=False,
-               static_param_fraction=0.0, static_optim_fraction=0.0, keep_name=None, watchdog=0.0,
-               file_engine="auto"):
-    if placement not in abi.PLACEMENTS:
-      raise ValueError(f"placement is {placement!r}: want one of {', '.join(abi.PLACEMENTS)}")
-    if file_engine not in abi.FILE_ENGINES:
-      raise ValueError(f"file_engine is {file_engine!r}: want one of {', '.join(abi.FILE_ENGINES)}")
-    if not 0 <= watchdog < 2**33:
-      raise ValueError(f"watchdog is {watchdog!r}: want seconds, or 0 for none")
-    self.lib = abi.library()
-    self.config = abi.Config(
-        placement=abi.PLACEMENTS[placement], device=abi.DEVICE_CUDA if cuda else abi.DEVICE_SIMULATED,
-        device_ordinal=device_ordinal, flags=abi.CONFIG_STRICT if strict else 0, warmup_iterations=warmup_iterations,
-        update_threads=update_threads, device_bytes=parse_bytes(device_memory, "device_memory"),
-        device_margin_bytes=parse_bytes(device_margin, "device_margin"),
-        host_bytes=parse_bytes(host_memory, "host_memory"), file_bytes=parse_bytes(file_memory, "file_memory"),
-        window_bytes=parse_bytes(window, "window"), static_param_fraction=static_param_fraction,
-        static_optim_fraction=static_optim_fraction, file_dir=str(file).encode() if file else None, log_fn=_log,
-        file_engine=abi.FILE_ENGINES[file_engine],
-        keep_name=keep_name.encode() if keep_name else None, watchdog_ns=round(watchdog * 1e9))
-    handle = ctypes.c_uint64()
-    self.handle = 0
-    self.lib.manager_open(self.config, handle)
-    self.handle = handle.value
+    close(), or the end of a with block, ends it. Handles of arenas, tensors and streams are numbers, as in C. A method
+    raises GeminiError where the C library refuses; its status says why, and nothing has changed. Methods may be called
+    from any thread, unless they say otherwise.
 
-  def close(self):
-    """Finishes updates and frees everything; twice is once."""
-    handle, self.handle = self.handle, 0
-    if handle:
-      try:
-        self.lib.manager_close(handle)
-      except abi.GeminiError as error:
-        if error.status == "BUSY":  # nothing was closed
-          self.handle = handle
-        raise
+    This reads 20 MiB of parameters, of which 8 MiB fit on the device at the same time:
 
-  def __enter__(self):
-    return self
+        with Manager(device_memory="8MiB", host_memory="32MiB") as manager:
+            weights = manager.arena("param", element_bytes=4)
+            offsets = [manager.take(weights, 4 << 20) for _ in range(5)]
+            with manager.iteration():
+                for number, offset in enumerate(offsets):
+                    with manager.operator(f"layer {number}"):
+                        with manager.acquired(manager.range(weights, "read", offset, 4 << 20)) as (buffer,):
+                            numpy.frombuffer(buffer, numpy.float32).sum()
 
-  def __exit__(self, *_):
-    self.close()
+    Attributes:
+        lib: The C library's functions, for what has no method here.
+        handle: The manager's handle; 0 once it was closed.
+        config: The gemini_config_t that it was opened with.
+    """
 
-  def arena(self, kind, *, name=None, element_bytes=1, like=0, reuse=0, capacity=0):
-    """A new arena's handle; see gemini_arena_create()."""
-    config = abi.ArenaConfig(kind=kind, element_bytes=element_bytes, capacity_bytes=capacity, like=like, reuse=reuse,
-                             name=name.encode() if name else None)
-    arena = ctypes.c_uint64()
-    self.lib.arena_create(self.handle, config, arena)
-    return arena.value
+    def __init__(
+        self,
+        *,
+        placement: str = "auto",
+        device_memory: int | str,
+        host_memory: int | str = 0,
+        file_memory: int | str = 0,
+        file: str | os.PathLike[str] | None = None,
+        cuda: bool = False,
+        device_ordinal: int = 0,
+        device_margin: int | str = 0,
+        window: int | str = 0,
+        warmup_iterations: int = 1,
+        update_threads: int = 0,
+        strict: bool = False,
+        static_param_fraction: float = 0.0,
+        static_optim_fraction: float = 0.0,
+        keep_name: str | None = None,
+        watchdog: float = 0.0,
+        file_engine: str = "auto",
+    ) -> None:
+        """Opens a manager. Sizes are bytes, or texts such as "24GiB".
 
-  def arena_info(self, arena):
-    info = abi.ArenaInfo()
-    self.lib.arena_info(self.handle, arena, info)
-    return info
+        Args:
+            placement: "auto": by predicted step time. "cuda": as much as fits stays on the device. "cpu": everything
+                lives below the device and visits it. "static": the two fractions stay on the device.
+            device_memory: The budget of the device, for model data and everything else.
+            host_memory: The budget of page-locked host memory. 0: four fifths of what the process may still take.
+            file_memory: The budget of files. 0: no file tier.
+            file: The directory of these files, or several with ":" between them.
+            cuda: Use a GPU. Otherwise the simulated device, which is host memory.
+            device_ordinal: Which GPU; 0 on the simulated device.
+            device_margin: Bytes of device_memory that stay unused.
+            window: Bytes of a chunk, a power of two from 64 KiB to 1 GiB. 0: the library chooses.
+            warmup_iterations: Iterations that are recorded before the first plan, at most 1000.
+            update_threads: Workers for updates and norms on the host, at most 256. 0: the library chooses.
+            strict: Unmap each chunk as soon as it leaves the device, so that a stray access faults. For tests.
+            static_param_fraction: For "static": the share of parameters on the device, from 0 to 1.
+            static_optim_fraction: For "static": the share of master copies and moments on the device, from 0 to 1.
+            keep_name: Keep the files under this name, for checkpoint() and resume(). Needs window.
+            watchdog: Seconds. A call that waits longer is reported in the log "libgemini". 0: never.
+            file_engine: "auto", "uring" or "threads".
 
-  def take(self, arena, size_bytes):
-    """The offset of the arena's next size_bytes."""
-    offset = ctypes.c_uint64()
-    self.lib.arena_take(self.handle, arena, size_bytes, offset)
-    return offset.value
+        Raises:
+            GeminiError: The library refuses a value, or cannot reserve memory or files.
+            ValueError: A value is not one of those above.
+        """
+        if placement not in abi.PLACEMENTS:
+            raise ValueError(f"placement is {placement!r}: want one of {', '.join(abi.PLACEMENTS)}")
+        if file_engine not in abi.FILE_ENGINES:
+            raise ValueError(f"file_engine is {file_engine!r}: want one of {', '.join(abi.FILE_ENGINES)}")
+        if not 0 <= watchdog < 2**33:
+            raise ValueError(f"watchdog is {watchdog!r}: want seconds, or 0 for none")
+        self.lib = abi.library()
+        self.config = abi.Config(
+            placement=abi.PLACEMENTS[placement],
+            device=abi.DEVICE_CUDA if cuda else abi.DEVICE_SIMULATED,
+            device_ordinal=device_ordinal,
+            flags=abi.CONFIG_STRICT if strict else 0,
+            warmup_iterations=warmup_iterations,
+            update_threads=update_threads,
+            device_bytes=parse_bytes(device_memory, "device_memory"),
+            device_margin_bytes=parse_bytes(device_margin, "device_margin"),
+            host_bytes=parse_bytes(host_memory, "host_memory"),
+            file_bytes=parse_bytes(file_memory, "file_memory"),
+            window_bytes=parse_bytes(window, "window"),
+            static_param_fraction=static_param_fraction,
+            static_optim_fraction=static_optim_fraction,
+            file_dir=str(file).encode() if file else None,
+            log_fn=_log,
+            file_engine=abi.FILE_ENGINES[file_engine],
+            keep_name=keep_name.encode() if keep_name else None,
+            watchdog_ns=round(watchdog * 1e9),
+        )
+        handle = ctypes.c_uint64()
+        self.handle = 0
+        self._cuda = cuda
+        self._calls = Calls(self.lib, cuda)
+        self._element_bytes: dict[int, int] = {}  # of the arenas, which the library does not tell
+        self.lib.manager_open(self.config, handle)
+        self.handle = handle.value
+        self._calls.handle = self.handle
 
-  def stats(self):
-    """gemini_stats() as a dict; tiers, links and reasons by name."""
-    stats = abi.Stats()
-    self.lib.stats(self.handle, stats)
-    out = {}
-    for name, _ in abi.Stats._fields_:
-      value = getattr(stats, name)
-      if name in ("budget_bytes", "used_bytes", "peak_bytes"):
-        value = dict(zip(abi.TIERS, value))
-      elif name in ("moved_bytes", "moved_chunks"):
-        value = {link: dict(zip(abi.REASONS, row)) for link, row in zip(abi.LINKS, value)}
-      if not name.startswith(("struct", "reserved")):
-        out[name] = value
-    return out
+    def close(self) -> None:
+        """Finishes updates and frees everything. A second call does nothing.
 
-  def explain(self):
-    """The plan in words."""
-    length = ctypes.c_uint64()
-    self.lib.plan_explain(self.handle, None, 0, length)
-    text = ctypes.create_string_buffer(length.value + 1)
-    self.lib.plan_explain(self.handle, text, length.value + 1, None)
-    return text.value.decode()
+        No other method may run at the same time.
 
-  def dump(self):
-    """The manager's state in words, waits of all threads among it; see gemini_manager_dump(). Never waits itself."""
-    size, length = 1 << 16, ctypes.c_uint64()
-    while True:
-      text = ctypes.create_string_buffer(size)
-      self.lib.manager_dump(self.handle, text, size, length)
-      if length.value < size:
-        return text.value.decode(errors="replace")
-      size = 2 * length.value  # it may have grown meanwhile
+        Raises:
+            GeminiError: Status "BUSY": something is acquired, and nothing was closed. Otherwise an update or queued
+                work has failed, and everything was freed.
+        """
+        handle, self.handle = self.handle, 0
+        if not handle:
+            return
+        try:
+            self.lib.manager_close(handle)
+        except abi.GeminiError as error:
+            if error.status == "BUSY":  # nothing was closed
+                self.handle = handle
+                raise
+            self._calls.closed()
+            raise
+        self._calls.closed()
+        self._calls.check()
+
+    def __enter__(self) -> Manager:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: types.TracebackType | None,
+    ) -> None:
+        try:
+            self.close()
+        except abi.GeminiError as failed:
+            if error is None or failed.status == "BUSY":
+                raise  # otherwise the block's own error says more
+
+    def budget_set(self, tier: str, size: int | str) -> None:
+        """Changes a tier's budget. Blocks while chunks leave a tier that shrinks.
+
+        Args:
+            tier: "device", "host" or "file".
+            size: Bytes, or a text such as "24GiB".
+
+        Raises:
+            GeminiError: What the tier must keep does not fit, or a chunk cannot leave. The old budget stays.
+        """
+        self.lib.budget_set(self.handle, _code(_TIERS, tier, "tier"), parse_bytes(size, "size"))
+
+    # ---- arenas and tensors
+    def arena(
+        self,
+        kind: int | str,
+        *,
+        name: str | None = None,
+        element_bytes: int = 1,
+        like: int = 0,
+        reuse: int = 0,
+        capacity: int | str = 0,
+    ) -> int:
+        """Reserves a range of device addresses, in which tensors never move. Bytes that nobody has written are zero.
+
+        Args:
+            kind: "param", "grad", "master", "momentum", "variance" or "other".
+            name: At most 63 bytes. None: after its kind.
+            element_bytes: 1, 2, 4, 8 or 16.
+            like: An arena whose layout in elements this one follows; 0: none.
+            reuse: For "grad": an arena of parameters whose bytes the gradients take; 0: none.
+            capacity: Bytes of addresses, which cost no memory. 0: the sum of the three budgets.
+
+        Returns:
+            The arena's handle.
+
+        Raises:
+            GeminiError: A value is refused, or there is no such range of addresses.
+        """
+        config = abi.ArenaConfig(
+            kind=_code(KINDS, kind, "kind"),
+            element_bytes=element_bytes,
+            capacity_bytes=parse_bytes(capacity, "capacity"),
+            like=like,
+            reuse=reuse,
+            name=name.encode() if name else None,
+        )
+        arena = ctypes.c_uint64()
+        self.lib.arena_create(self.handle, config, arena)
+        self._element_bytes[arena.value] = element_bytes or 1
+        return arena.value
+
+    def arena_destroy(self, arena: int) -> None:
+        """Drops an arena, its tensors and its bytes. Blocks until copies and updates that touch it are done.
+
+        Args:
+            arena: The arena; 0 is accepted.
+
+        Raises:
+            GeminiError: Status "BUSY": a part is acquired or pinned, or another arena follows it.
+        """
+        self.lib.arena_destroy(self.handle, arena)
+        self._element_bytes.pop(arena, None)
+
+    def arena_info(self, arena: int) -> abi.ArenaInfo:
+        """What an arena is and where its bytes are.
+
+        Args:
+            arena: The arena.
+
+        Returns:
+            gemini_arena_info_t. Sizes are in bytes.
+
+        Raises:
+            GeminiError: Status "HANDLE": there is no such arena.
+        """
+        info = abi.ArenaInfo()
+        self.lib.arena_info(self.handle, arena, info)
+        return info
+
+    def take(self, arena: int, size_bytes: int) -> int:
+        """Takes the next bytes of an arena as a plain range.
+
+        Args:
+            arena: The arena.
+            size_bytes: A multiple of its element_bytes, not 0.
+
+        Returns:
+            The offset in bytes, a multiple of 256 elements.
+
+        Raises:
+            GeminiError: The arena has no such bytes left.
+        """
+        offset = ctypes.c_uint64()
+        self.lib.arena_take(self.handle, arena, size_bytes, offset)
+        return offset.value
+
+    def tensor(self, arena: int, name: str, size_bytes: int, offset: int | None = None) -> int:
+        """Registers a tensor, whose name messages and traces have.
+
+        Args:
+            arena: An arena that follows no other.
+            name: 1 to 127 bytes, unique in the manager.
+            size_bytes: A multiple of the arena's element_bytes, not 0.
+            offset: Bytes; a place in ranges that were taken. None: the arena's next free place.
+
+        Returns:
+            The tensor's handle.
+
+        Raises:
+            GeminiError: Status "EXISTS": the name is taken; or a value is refused.
+        """
+        out = ctypes.c_uint64()
+        at = abi.OFFSET_NEXT if offset is None else offset
+        self.lib.tensor_register(self.handle, arena, name.encode(), size_bytes, at, out)
+        return out.value
+
+    def tensor_unregister(self, tensor: int) -> None:
+        """Forgets a tensor. Its bytes stay in the arena.
+
+        Args:
+            tensor: The tensor; 0 is accepted.
+
+        Raises:
+            GeminiError: Status "BUSY": it is acquired.
+        """
+        self.lib.tensor_unregister(self.handle, tensor)
+
+    def tensor_find(self, name: str) -> int:
+        """Finds a tensor by its name.
+
+        Args:
+            name: The name.
+
+        Returns:
+            The tensor's handle.
+
+        Raises:
+            GeminiError: Status "NOT_FOUND": there is none.
+        """
+        out = ctypes.c_uint64()
+        self.lib.tensor_find(self.handle, name.encode(), out)
+        return out.value
+
+    def tensor_counterpart(self, tensor: int, arena: int) -> int:
+        """Finds the tensor of the same elements in another arena, such as a parameter's gradient.
+
+        Args:
+            tensor: The tensor.
+            arena: An arena that follows or reuses the tensor's arena.
+
+        Returns:
+            The other tensor's handle.
+
+        Raises:
+            GeminiError: There is no such tensor or arena, or the arena follows another one.
+        """
+        out = ctypes.c_uint64()
+        self.lib.tensor_counterpart(self.handle, tensor, arena, out)
+        return out.value
+
+    def tensor_state_set(self, tensor: int, state: str) -> None:
+        """Moves a tensor to another state.
+
+        Args:
+            tensor: The tensor.
+            state: "hold"; "ready_for_reduce": its gradient is complete; or "free": its bytes are dropped.
+
+        Raises:
+            GeminiError: Status "STATE": docs/states.md does not allow the transition; nothing has changed.
+            ValueError: There is no such state.
+        """
+        self.lib.tensor_state_set(self.handle, tensor, _code(STATES, state, "state"))
+
+    def tensor_info(self, tensor: int) -> abi.TensorInfo:
+        """What a tensor is, its state, and where its bytes are.
+
+        Args:
+            tensor: The tensor.
+
+        Returns:
+            gemini_tensor_info_t. Sizes are in bytes.
+
+        Raises:
+            GeminiError: Status "HANDLE": there is no such tensor.
+        """
+        info = abi.TensorInfo()
+        self.lib.tensor_info(self.handle, tensor, info)
+        return info
+
+    # ---- iterations, phases, operators
+    def iteration_begin(self) -> None:
+        """Begins an iteration, which is one training step.
+
+        Raises:
+            GeminiError: Status "STATE": one is open.
+        """
+        self.lib.iteration_begin(self.handle)
+
+    def iteration_end(self) -> None:
+        """Ends the iteration. After warm-up the plan is made here.
+
+        Raises:
+            GeminiError: Status "OOM_DEVICE": an operator's working set does not fit on the device. The iteration has
+                ended, and the next ones run without a plan.
+        """
+        self.lib.iteration_end(self.handle)
+
+    @contextlib.contextmanager
+    def iteration(self) -> typing.Iterator[None]:
+        """A context manager: an iteration. An exception in it ends the iteration, too."""
+        self.iteration_begin()
+        with _ends(self.iteration_end):
+            yield
+
+    def phase_set(self, phase: str) -> None:
+        """Says which phase of the iteration begins. Between operators.
+
+        Args:
+            phase: "none", "forward", "backward" or "update".
+
+        Raises:
+            GeminiError: Status "STATE": no iteration is open, or an operator is.
+            ValueError: There is no such phase.
+        """
+        self.lib.phase_set(self.handle, _code(PHASES, phase, "phase"))
+
+    def op_begin(self, name: str, stream: int = abi.STREAM_CALLER) -> None:
+        """Opens an operator.
+
+        Args:
+            name: 1 to 127 bytes; the same operator has the same name in each iteration.
+            stream: Where its work is queued.
+
+        Raises:
+            GeminiError: Status "STATE": no iteration is open, or an operator is.
+        """
+        self.lib.op_begin(self.handle, name.encode(), stream)
+
+    def op_end(self) -> None:
+        """Closes the operator. What was acquired in it may be released later."""
+        self.lib.op_end(self.handle)
+
+    @contextlib.contextmanager
+    def operator(self, name: str, stream: int = abi.STREAM_CALLER) -> typing.Iterator[None]:
+        """A context manager: an operator, which ends also after an exception.
+
+        Args:
+            name: As of op_begin().
+            stream: As of op_begin().
+
+        Raises:
+            GeminiError: As op_begin().
+        """
+        self.op_begin(name, stream)
+        with _ends(self.op_end):
+            yield
+
+    # ---- acquire and release
+    def range(
+        self, object: int, mode: str = "read_write", offset: int = 0, size_bytes: int = 0, tier: str = "device"
+    ) -> Range:
+        """Names a part of an arena or a tensor, for the methods below. Nothing is acquired.
+
+        Args:
+            object: An arena or a tensor.
+            mode: "read"; "read_write"; or "write": every byte will be written, so the old bytes need not come.
+            offset: Bytes from the beginning of the object.
+            size_bytes: Length in bytes. 0: to the end of the tensor, or of what is used of the arena now.
+            tier: "device" or "host".
+
+        Returns:
+            The range, which acquire() and the other methods take.
+
+        Raises:
+            GeminiError: There is no such object.
+            ValueError: The mode or tier is not one of those above.
+        """
+        _code(MODES, mode, "mode"), _code(_TIERS, tier, "tier")
+        if not size_bytes:
+            info = self.arena_info(object) if object in self._element_bytes else self.tensor_info(object)
+            size_bytes = info.size_bytes - offset
+        return Range(object, offset, size_bytes, mode, tier)
+
+    @staticmethod
+    def _accesses(ranges: typing.Sequence[Range], tier: str | None = None) -> typing.Any:
+        return (abi.Access * len(ranges))(
+            *(
+                abi.Access(
+                    object=one.object,
+                    offset_bytes=one.offset_bytes,
+                    size_bytes=one.size_bytes,
+                    mode=MODES[one.mode],
+                    tier=_code(_TIERS, tier or one.tier, "tier"),
+                    ptr=one.address,
+                )
+                for one in ranges
+            )
+        )
+
+    def acquire(self, *ranges: Range, stream: int = abi.STREAM_CALLER) -> None:
+        """Makes ranges usable, all or none, and sets their address.
+
+        On the device, work that is queued on the stream afterwards sees the bytes; on the host, and with the stream
+        that is the caller itself, the call blocks until they are there.
+
+        Args:
+            *ranges: What range() returned; none of them is acquired.
+            stream: The stream that the work will be queued on. By default the calling thread itself.
+
+        Raises:
+            GeminiError: Status "OOM_DEVICE" or "OOM_HOST": they do not fit beside what is acquired, pinned and
+                allocated. "BUSY": one is acquired for writing in another tier. "IO": a file could not be read.
+                "STATE": one of the ranges is acquired already; an update has failed; or a gradient has taken the bytes.
+        """
+        self._calls.check()
+        for one in ranges:
+            if one.address is not None:
+                raise abi.GeminiError(f"{one} is acquired already: make another range of the same bytes")
+        accesses = self._accesses(ranges)
+        self.lib.acquire(self.handle, accesses, len(ranges), stream)
+        for one, access in zip(ranges, accesses):
+            one.address = access.ptr
+
+    def release(self, *ranges: Range, stream: int = abi.STREAM_CALLER) -> None:
+        """Ends the use of ranges, after the work that is queued on the stream so far.
+
+        Args:
+            *ranges: What acquire() was given.
+            stream: The stream that uses them.
+
+        Raises:
+            GeminiError: Status "STATE": one of them is not acquired. None was released.
+        """
+        for one in ranges:
+            if one.address is None:
+                raise abi.GeminiError(f"{one} is not acquired")
+        self.lib.release(self.handle, self._accesses(ranges), len(ranges), stream)
+        for one in ranges:
+            one.address = None
+
+    @contextlib.contextmanager
+    def acquired(
+        self, *ranges: Range, stream: int = abi.STREAM_CALLER
+    ) -> typing.Iterator[list[ctypes.Array[ctypes.c_char]]]:
+        """A context manager: ranges are acquired within it, and released also after an exception.
+
+        It gives a list with the bytes of each range, as Range.buffer() does, on the simulated device and for tier
+        "host". For a GPU's memory it gives an empty list; Range.address is what kernels take.
+
+        Args:
+            *ranges: As of acquire().
+            stream: As of acquire().
+
+        Raises:
+            GeminiError: As acquire().
+        """
+        self.acquire(*ranges, stream=stream)
+        with _ends(lambda: self.release(*ranges, stream=stream)):
+            here = not self._cuda or all(one.tier == "host" for one in ranges)
+            yield [one.buffer() for one in ranges] if here else []
+
+    def hint(self, *ranges: Range, tier: str) -> None:
+        """Brings ranges to a tier soon, if it has free memory. Nothing leaves for them.
+
+        Args:
+            *ranges: What range() returned.
+            tier: "device", "host" or "file".
+
+        Raises:
+            GeminiError: There is no such object.
+            ValueError: There is no such tier.
+        """
+        self.lib.hint(self.handle, self._accesses(ranges, tier), len(ranges))
+
+    def move(self, *ranges: Range, tier: str) -> None:
+        """Moves the chunks of ranges to a tier now; others leave for them.
+
+        Args:
+            *ranges: What range() returned; their chunks move as a whole.
+            tier: "device", "host" or "file".
+
+        Raises:
+            GeminiError: Status "BUSY": one of the chunks is acquired or pinned. "OOM_...": there is no room.
+        """
+        self.lib.move(self.handle, self._accesses(ranges, tier), len(ranges))
+
+    def pin(self, range: Range) -> None:
+        """Brings a range to the device and keeps it there until unpin(). Pins nest.
+
+        Args:
+            range: What range() returned.
+
+        Raises:
+            GeminiError: Status "OOM_DEVICE": it does not fit beside what is acquired, pinned and allocated.
+        """
+        self.lib.pin(self.handle, self._accesses([range]))
+
+    def unpin(self, range: Range) -> None:
+        """Ends one pin().
+
+        Args:
+            range: What pin() was given, or a range of the same bytes.
+
+        Raises:
+            GeminiError: Status "STATE": the range is not pinned.
+        """
+        self.lib.unpin(self.handle, self._accesses([range]))
+
+    @contextlib.contextmanager
+    def pinned(self, range: Range) -> typing.Iterator[None]:
+        """A context manager: a range stays on the device within it.
+
+        Args:
+            range: As of pin().
+
+        Raises:
+            GeminiError: As pin().
+        """
+        self.pin(range)
+        with _ends(lambda: self.unpin(range)):
+            yield
+
+    # ---- streams
+    def stream_create(self) -> int:
+        """Makes a stream, an in-order queue of device work. There are at most 48.
+
+        Returns:
+            The stream's handle, for stream_destroy().
+        """
+        out = ctypes.c_uint64()
+        self.lib.stream_create(self.handle, out)
+        return out.value
+
+    def stream_adopt(self, native: int | None) -> int:
+        """Makes a CUDA stream of the caller's one of the manager's.
+
+        Args:
+            native: The cudaStream_t as a number; None: the default stream. It has to outlive the handle.
+
+        Returns:
+            The stream's handle, for stream_destroy(), which leaves the CUDA stream as it is.
+
+        Raises:
+            GeminiError: Status "UNSUPPORTED": the device is the simulated one.
+        """
+        out = ctypes.c_uint64()
+        self.lib.stream_adopt(self.handle, native, out)
+        return out.value
+
+    def stream_native(self, stream: int) -> int | None:
+        """The stream as CUDA names it, for work that the caller queues.
+
+        Args:
+            stream: The stream.
+
+        Returns:
+            The cudaStream_t as a number; None: the default stream.
+
+        Raises:
+            GeminiError: Status "UNSUPPORTED": the device is the simulated one.
+        """
+        out = ctypes.c_void_p()
+        self.lib.stream_native(self.handle, stream, out)
+        return out.value
+
+    def stream_destroy(self, stream: int) -> None:
+        """Waits for a stream's work, then destroys it.
+
+        Args:
+            stream: The stream; 0 is accepted.
+
+        Raises:
+            GeminiError: Status "BUSY": the open operator runs on it.
+        """
+        self.lib.stream_destroy(stream)
+
+    @contextlib.contextmanager
+    def stream(self) -> typing.Iterator[int]:
+        """A context manager: gives a new stream, and destroys it at its end."""
+        stream = self.stream_create()
+        with _ends(lambda: self.stream_destroy(stream)):
+            yield stream
+
+    def stream_call(self, stream: int, function: typing.Callable[[], object]) -> None:
+        """Queues a call of a Python function behind a stream's earlier work.
+
+        Args:
+            stream: The stream. abi.STREAM_CALLER: the function runs before this method returns.
+            function: Runs on a thread of the library's, and must not call the manager. If it raises, acquire() and
+                other methods that use what it was to write raise GeminiError from then on.
+
+        Raises:
+            GeminiError: There is no such stream.
+        """
+        self._calls.queue(stream, function)
+
+    def stream_synchronize(self, stream: int) -> None:
+        """Blocks until everything that is queued on a stream so far is done.
+
+        Args:
+            stream: The stream.
+
+        Raises:
+            GeminiError: The stream's work has failed, or a function of stream_call() has raised.
+        """
+        self.lib.stream_synchronize(self.handle, stream)
+        self._calls.check()
+
+    # ---- memory
+    def alloc(self, size: int | str, stream: int = abi.STREAM_CALLER) -> int:
+        """Allocates device memory that is no model data, for which chunks leave the device.
+
+        Args:
+            size: Bytes, or a text such as "1MiB".
+            stream: Work that is queued on it may use the memory.
+
+        Returns:
+            The address, aligned to 512 bytes.
+
+        Raises:
+            GeminiError: Status "OOM_DEVICE": nothing is left that could leave.
+        """
+        out = ctypes.c_void_p()
+        self.lib.alloc(self.handle, parse_bytes(size, "size"), stream, out)
+        return out.value or 0
+
+    def free(self, address: int, stream: int = abi.STREAM_CALLER) -> None:
+        """Frees device memory.
+
+        Args:
+            address: What alloc() returned.
+            stream: The memory is free after the work that is queued on it so far.
+
+        Raises:
+            GeminiError: Status "INVALID": nothing is allocated at that address.
+        """
+        self.lib.free(self.handle, address, stream)
+
+    @contextlib.contextmanager
+    def allocated(self, size: int | str, stream: int = abi.STREAM_CALLER) -> typing.Iterator[int]:
+        """A context manager: gives the address of device memory, and frees it at its end.
+
+        Args:
+            size: As of alloc().
+            stream: As of alloc() and free().
+
+        Raises:
+            GeminiError: As alloc().
+        """
+        address = self.alloc(size, stream)
+        with _ends(lambda: self.free(address, stream)):
+            yield address
+
+    def host_alloc(self, size: int | str, alignment: int = 0) -> int:
+        """Allocates page-locked host memory out of the host budget. Its bytes are undefined.
+
+        Args:
+            size: Bytes, or a text such as "1MiB"; not 0.
+            alignment: Bytes, a power of two up to 2 MiB. 0: 16.
+
+        Returns:
+            The address.
+
+        Raises:
+            GeminiError: Status "OOM_HOST": the budget has no room.
+        """
+        out = ctypes.c_void_p()
+        self.lib.host_alloc(self.handle, parse_bytes(size, "size"), alignment, out)
+        return out.value or 0
+
+    def host_free(self, address: int) -> None:
+        """Frees page-locked host memory at once: no queued work may use it any more.
+
+        Args:
+            address: What host_alloc() returned.
+
+        Raises:
+            GeminiError: Status "INVALID": no block begins at that address.
+        """
+        self.lib.host_free(self.handle, address)
+
+    @contextlib.contextmanager
+    def host_block(self, size: int | str, alignment: int = 0) -> typing.Iterator[ctypes.Array[ctypes.c_char]]:
+        """A context manager: gives page-locked host memory as a buffer, and frees it at its end.
+
+        Args:
+            size: As of host_alloc().
+            alignment: As of host_alloc().
+
+        Raises:
+            GeminiError: As host_alloc().
+        """
+        size = parse_bytes(size, "size")
+        address = self.host_alloc(size, alignment)
+        with _ends(lambda: self.host_free(address)):
+            yield buffer(address, size)
+
+    # ---- data
+    def zero(self, range: Range) -> None:
+        """Makes a range read as zero. Whole chunks cost nothing until they are used.
+
+        Args:
+            range: What range() returned.
+
+        Raises:
+            GeminiError: Status "BUSY": a part of it is acquired.
+        """
+        self.lib.zero(self.handle, self._accesses([range]))
+
+    def load(self, range: Range, file: _File, file_offset: int = 0) -> None:
+        """Reads a range from a file. Blocks.
+
+        Args:
+            range: Where to; the bytes go to the tier below the device.
+            file: A file that is open for reading, or its descriptor.
+            file_offset: Bytes from the file's beginning. The file's position is neither used nor changed.
+
+        Raises:
+            GeminiError: Status "IO" or "FORMAT": reading failed, or the file ends early: a part of the range has
+                changed. "BUSY": a part of it is acquired.
+        """
+        self.lib.load(self.handle, self._accesses([range]), _descriptor(file), file_offset)
+
+    def store(self, range: Range, file: _File, file_offset: int = 0) -> None:
+        """Writes a range to a file, from wherever its newest bytes are. Blocks.
+
+        Args:
+            range: What is written.
+            file: A file that is open for writing, or its descriptor.
+            file_offset: Bytes from the file's beginning. The file's position is neither used nor changed.
+
+        Raises:
+            GeminiError: Status "IO" or "OOM_FILE": writing failed, and a part may have been written. "BUSY": a part of
+                the range is acquired for writing. "STATE": an update has failed.
+        """
+        self._calls.check()
+        self.lib.store(self.handle, self._accesses([range]), _descriptor(file), file_offset)
+
+    def norm(self, range: Range, dtype: str = "f32", stream: int = abi.STREAM_CALLER) -> float:
+        """The Euclidean norm of a range, summed in double where each chunk is. Blocks.
+
+        The result has the same bits wherever the chunks are.
+
+        Args:
+            range: A multiple of the dtype's size.
+            dtype: "f32", "bf16", "f16" or "f64".
+            stream: The work that produced the range.
+
+        Returns:
+            The norm.
+
+        Raises:
+            GeminiError: A chunk could not be brought to the host, or an update has failed.
+        """
+        self._calls.check()
+        out = ctypes.c_double()
+        self.lib.norm(self.handle, self._accesses([range]), _code(DTYPES, dtype, "dtype"), stream, out)
+        return out.value
+
+    def update(
+        self,
+        function: typing.Callable[[Span], object],
+        arenas: typing.Mapping[int, str],
+        *,
+        first_element: int = 0,
+        element_count: int = 0,
+        stream: int = abi.STREAM_CALLER,
+        late: bool = False,
+    ) -> None:
+        """Runs a function over arenas of one layout, part by part, where the bytes of each part are.
+
+        Args:
+            function: Called with a Span for each part; the parts cover the range and do not overlap. It computes at
+                once, on threads of the library's, several parts at a time, and must not call the manager. Where the
+                device is a GPU and Span.tier is "device", it only queues work on Span.stream, and runs alone. If it
+                raises, the update fails.
+            arenas: At most 8 arenas, by handle: "read", "write" or "read_write". One arena, and arenas that follow it.
+            first_element: Where the range begins.
+            element_count: Its length. 0 with first_element 0: all elements that are used.
+            stream: The update comes after this stream's work so far.
+            late: Return at once. Each chunk's update is done before its next use.
+
+        Raises:
+            GeminiError: Status "BUSY": a part of the range is acquired; nothing changed. "PENDING": the update was
+                accepted, and waits for room; update_wait() goes on with it. "STATE": the function has raised, now or
+                before; the message has its exception, and the bytes are not what they should be.
+        """
+        self._calls.check()
+        self._calls.update(
+            function,
+            list(arenas),
+            [_code(MODES, mode, "mode") for mode in arenas.values()],
+            [self._element_bytes.get(arena, 1) for arena in arenas],
+            first_element,
+            element_count,
+            stream,
+            late,
+        )
+        if not late:
+            self._calls.check()
+
+    def update_wait(self) -> None:
+        """Blocks until every update that was submitted is done.
+
+        Raises:
+            GeminiError: Status "STATE": a function of an update has raised. Otherwise an update cannot go on, and stays
+                pending.
+        """
+        self._calls.wait()
+        self._calls.check()
+
+    # ---- checkpoints in kept files
+    def checkpoint(self) -> None:
+        """Makes what all arenas hold now what a later process finds in the kept files. Blocks.
+
+        After a kill at any time the previous checkpoint or this one is there, whole.
+
+        Raises:
+            GeminiError: Status "STATE": the manager was opened without keep_name, or an update has failed. "BUSY": a
+                range is acquired for writing. "OOM_FILE" or "IO": the previous checkpoint stays.
+        """
+        self._calls.check()
+        self.lib.checkpoint(self.handle)
+
+    def resume(self) -> None:
+        """Takes up the last checkpoint in the kept files. No byte is read before it is used.
+
+        Arenas and tensors have been made as they were, by name, kind and size, and hold no bytes yet.
+
+        Raises:
+            GeminiError: Status "NOT_FOUND": there is no checkpoint. "FORMAT": it is of other arenas or tensors.
+                "STATE": there is no keep_name, or an arena holds bytes.
+        """
+        self.lib.resume(self.handle)
+
+    # ---- allocators for frameworks
+    def hook_set(self) -> None:
+        """Has the manager serve the allocators of docs/hook.md for its device.
+
+        Raises:
+            GeminiError: Status "EXISTS": another manager serves that device.
+        """
+        self.lib.hook_set(self.handle, 0)
+
+    def hook_clear(self) -> None:
+        """Ends hook_set()."""
+        self.lib.hook_clear(self.handle)
+
+    # ---- statistics, plan, trace, timeline
+    def stats_reset(self) -> None:
+        """Starts peaks, moved bytes, hits, stalls and errors anew."""
+        self.lib.stats_reset(self.handle)
+
+    def trace_save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the last complete iteration's trace to a text file; docs/trace.md has its format.
+
+        Args:
+            path: The file.
+
+        Raises:
+            GeminiError: Status "STATE": there is none yet. "IO" or "OOM_FILE": writing failed.
+        """
+        self.lib.trace_save(self.handle, os.fsencode(path))
+
+    def trace_load(self, path: str | os.PathLike[str]) -> None:
+        """Takes a saved trace instead of warm-up, and plans from it.
+
+        Args:
+            path: The file.
+
+        Raises:
+            GeminiError: Status "FORMAT": the file is no trace, or of other arenas. "STATE": an iteration is open.
+        """
+        self.lib.trace_load(self.handle, os.fsencode(path))
+
+    @contextlib.contextmanager
+    def timeline(self, path: str | os.PathLike[str]) -> typing.Iterator[None]:
+        """A context manager: records what happens within, as Chrome trace events that ui.perfetto.dev opens.
+
+        Args:
+            path: The file that is written at the end.
+        """
+        self.lib.timeline_start(self.handle, os.fsencode(path))
+        with _ends(lambda: self.lib.timeline_stop(self.handle)):
+            yield
+
+    def stats(self) -> dict[str, typing.Any]:
+        """Statistics. Never waits.
+
+        Returns:
+            The fields of gemini_stats_t by name, in bytes and nanoseconds; what it has by tier, link or reason as a
+            dict by abi.TIERS, abi.LINKS and abi.REASONS.
+        """
+        stats = abi.Stats()
+        self.lib.stats(self.handle, stats)
+        out = {}
+        for name, _ in abi.Stats._fields_:
+            value = getattr(stats, name)
+            if name in ("budget_bytes", "used_bytes", "peak_bytes"):
+                value = dict(zip(abi.TIERS, value))
+            elif name in ("moved_bytes", "moved_chunks"):
+                value = {link: dict(zip(abi.REASONS, row)) for link, row in zip(abi.LINKS, value)}
+            if not name.startswith(("struct", "reserved")):
+                out[name] = value
+        return out
+
+    def explain(self) -> str:
+        """The plan in words.
+
+        Returns:
+            What stays on the device, what comes and goes, and what a step waits for; several lines.
+        """
+        length = ctypes.c_uint64()
+        self.lib.plan_explain(self.handle, None, 0, length)
+        text = ctypes.create_string_buffer(length.value + 1)
+        self.lib.plan_explain(self.handle, text, length.value + 1, None)
+        return text.value.decode()
+
+    def dump(self) -> str:
+        """The manager's state in words, for when the program hangs. Never waits.
+
+        Returns:
+            What is where, what is acquired, which operator is open, and which threads wait inside the library for what.
+        """
+        size, length = 1 << 16, ctypes.c_uint64()
+        while True:
+            text = ctypes.create_string_buffer(size)
+            self.lib.manager_dump(self.handle, text, size, length)
+            if length.value < size:
+                return text.value.decode(errors="replace")
+            size = 2 * length.value  # it may have grown meanwhile

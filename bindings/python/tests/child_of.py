@@ -5,4 +5,4 @@ SPDX-License-Identifier: Apache-2.0
 
 
 def sums(queue, model, state):
-  queue.put([param.sum().item() for param in model.parameters()] + [value.sum().item() for value in state.values()])
+    queue.put([param.sum().item() for param in model.parameters()] + [value.sum().item() for value in state.values()])

@@ -4,6 +4,7 @@
 
 SPDX-License-Identifier: Apache-2.0
 """
+
 import os
 import pathlib
 import re
@@ -14,16 +15,16 @@ BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def run(path):
-  """Returns the names that the blocks have defined."""
-  text, names = path.read_text(), {}
-  for block in BLOCK.finditer(text):
-    line = text[:block.start(1)].count("\n")
-    exec(compile("\n" * line + block.group(1), str(path), "exec"), names)  # errors name the page's line
-  return names
+    """Returns the names that the blocks have defined."""
+    text, names = path.read_text(), {}
+    for block in BLOCK.finditer(text):
+        line = text[: block.start(1)].count("\n")
+        exec(compile("\n" * line + block.group(1), str(path), "exec"), names)  # errors name the page's line
+    return names
 
 
 if __name__ == "__main__":
-  page = pathlib.Path(sys.argv[1]).resolve()
-  with tempfile.TemporaryDirectory() as folder:
-    os.chdir(folder)
-    assert run(page), f"there is no block of Python in {page}"
+    page = pathlib.Path(sys.argv[1]).resolve()
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        assert run(page), f"there is no block of Python in {page}"

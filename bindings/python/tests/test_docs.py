@@ -2,59 +2,108 @@
 
 SPDX-License-Identifier: Apache-2.0
 """
+
 import inspect
 import pathlib
 import re
 
 import pytest
 
+import libgemini
 import libgemini.torch as gm
 import page
+from libgemini.torch.optim import Optimizer
 
 PAGE = pathlib.Path(__file__).parents[3] / "docs" / "pytorch.md"
+README = PAGE.parents[1] / "README.md"
 
 
 @pytest.fixture(autouse=True)
 def closed(monkeypatch, tmp_path):
-  monkeypatch.chdir(tmp_path)
-  yield
-  gm.close()
+    monkeypatch.chdir(tmp_path)
+    yield
+    gm.close()
 
 
 def test_page_trains_a_model_as_it_stands(capsys):
-  pytest.importorskip("transformers")
-  names = page.run(PAGE)
-  assert len(names["losses"]) == 4 and names["losses"][3] < names["losses"][0]
-  assert names["stats"]["planned_iterations"] > 0
-  assert names["position"] == 4
-  said = capsys.readouterr().out
-  assert "stays" in said and "binds" in said and "moved a step" in said
-  with pytest.raises(gm.GeminiError):
-    gm.session()  # the page closes what it opened
+    pytest.importorskip("transformers")
+    names = page.run(PAGE)
+    assert len(names["losses"]) == 4 and names["losses"][3] < names["losses"][0]
+    assert names["stats"]["planned_iterations"] > 0
+    assert names["position"] == 4
+    said = capsys.readouterr().out
+    assert "stays" in said and "binds" in said and "moved a step" in said
+    with pytest.raises(gm.GeminiError):
+        gm.session()  # the page closes what it opened
 
 
 def test_page_names_what_there_is():
-  """Functions and options that the page names exist, and no option is missing."""
-  text = PAGE.read_text()
-  names = set(re.findall(r"\bgm\.(\w+)", text))
-  assert {"init", "prepare", "stats", "unit"} <= names
-  assert not [name for name in names if not hasattr(gm, name)]
-  arguments = inspect.signature(gm.init).parameters
-  options = {name for name, argument in arguments.items() if argument.kind != argument.VAR_KEYWORD}
-  table = text[text.index("## Options of gm.init()"):text.index("## Limits")]
-  assert options == {name for row in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
-                     for name in re.findall(r"`(\w+)`", row)}
-  stats = text[text.index("| in `gm.stats()`"):text.index("`gm.explain()` says")]
-  keys = {name for row in re.findall(r"^\| (`.*?) \|", stats, re.MULTILINE) for name in re.findall(r"`(\w+)", row)}
-  gm.init(device="cpu", device_memory="1MiB", host_memory="1MiB", window="64KiB")
-  assert keys and keys <= set(gm.stats())
+    """Functions and options that the page names exist, and no option is missing."""
+    text = PAGE.read_text()
+    names = set(re.findall(r"\bgm\.(\w+)", text))
+    assert {"init", "prepare", "stats", "unit"} <= names
+    assert not [name for name in names if not hasattr(gm, name)]
+    options = set(inspect.signature(gm.init).parameters)
+    table = text[text.index("## Options of gm.init()") : text.index("## Limits")]
+    assert options == {
+        name for row in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)
+    }
+    stats = text[text.index("| in `gm.stats()`") : text.index("`gm.explain()` says")]
+    keys = {name for row in re.findall(r"^\| (`.*?) \|", stats, re.MULTILINE) for name in re.findall(r"`(\w+)", row)}
+    gm.init(device="cpu", device_memory="1MiB", host_memory="1MiB", window="64KiB")
+    assert keys and keys <= set(gm.stats())
 
 
 def test_p12_there_is_one_beginning():
-  """The README and the page tell the same two commands, word for word, but for what the page's example needs beside."""
-  readme, page_text = (PAGE.parents[1] / "README.md").read_text(), PAGE.read_text()
-  begins = []
-  for text in readme, page_text:
-    (block,) = [block for block in re.findall(r"^```sh\n(.*?)^```$", text, re.MULTILINE | re.DOTALL) if "pip install '." in block]
-    begins.append([line.split("#")[0].strip().removesuffix(" transformers") for line in block.splitlines()])
-  assert begins[0] == begins[1] == ["tests/setup.sh --bench", "pip install '.[torch]'"]
+    """The README and the page tell the same two commands, word for word, but for what the page's example needs
+    beside."""
+    readme, page_text = README.read_text(), PAGE.read_text()
+    begins = []
+    for text in readme, page_text:
+        (block,) = [
+            block
+            for block in re.findall(r"^```sh\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+            if "pip install '." in block
+        ]
+        begins.append([line.split("#")[0].strip().removesuffix(" transformers") for line in block.splitlines()])
+    assert begins[0] == begins[1] == ["tests/setup.sh --bench", "pip install '.[torch]'"]
+
+
+def test_the_readmes_example_without_torch_runs(capsys):
+    (block,) = [block for block in page.BLOCK.findall(README.read_text()) if "Manager(" in block]
+    exec(compile(block, str(README), "exec"), {})
+    assert "fetched a step" in capsys.readouterr().out
+
+
+def public_functions():
+    """(name, function) of all that users call."""
+    for module in libgemini, gm:
+        for name in module.__all__:
+            value = getattr(module, name)
+            if inspect.isfunction(value):
+                yield f"{module.__name__}.{name}", value
+    for kind, names in (
+        (libgemini.Manager, [*vars(libgemini.Manager)]),
+        (libgemini.Range, ["buffer"]),
+        (libgemini.Span, ["buffers"]),
+        (Optimizer, ["__init__", "add_param_group", "load_state_dict", "state_dict", "step", "zero_grad"]),
+    ):
+        for name in names:
+            value = getattr(kind, name)
+            if inspect.isfunction(value) and (not name.startswith("_") or name == "__init__"):
+                yield f"{kind.__name__}.{name}", value
+
+
+def test_docstrings_tell_arguments_and_results():
+    """Each argument has its line below "Args:", each result "Returns:", unless it is a context manager."""
+    missing, count = [], 0
+    for name, function in public_functions():
+        text, signature = inspect.getdoc(function) or "", inspect.signature(function)
+        told = set(re.findall(r"^    \*{0,2}(\w+): ", text.partition("Args:\n")[2].partition("\n\n")[0], re.MULTILINE))
+        if told != set(signature.parameters) - {"self"}:
+            missing.append(f"{name}: {told ^ (set(signature.parameters) - {'self'})}")
+        gives = signature.return_annotation not in ("None", "typing.NoReturn", inspect.Signature.empty)
+        if gives and not re.search(r"^Returns:\n    \S|[Cc]ontext manager", text, re.MULTILINE):
+            missing.append(f"{name}: what it returns")
+        count += 1
+    assert not missing and count > 80

@@ -2,6 +2,7 @@
 
 SPDX-License-Identifier: Apache-2.0
 """
+
 import subprocess
 import sys
 
@@ -17,326 +18,357 @@ SIZE = 96
 
 
 def mlp():
-  torch.manual_seed(0)
-  return nn.Sequential(*(nn.Linear(SIZE, SIZE) for _ in range(3)))
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(SIZE, SIZE) for _ in range(3)))
 
 
 def works(model, optimizer=None):
-  """The session goes on."""
-  model(torch.ones(2, SIZE)).sum().backward()
-  if optimizer:
-    before = values(model)
-    optimizer.step()
-    assert any(not torch.equal(param, before[name]) for name, param in model.named_parameters())
-  model.zero_grad()
+    """The session goes on."""
+    model(torch.ones(2, SIZE)).sum().backward()
+    if optimizer:
+        before = values(model)
+        optimizer.step()
+        assert any(not torch.equal(param, before[name]) for name, param in model.named_parameters())
+    model.zero_grad()
 
 
 # ---- sessions
 def test_no_session():
-  for call in (gm.stats, gm.explain, gm.session, lambda: gm.prepare(mlp())):
-    with pytest.raises(gm.GeminiError, match="call libgemini.torch.init"):
-      call()
-  gm.close()  # nothing to close
+    for call in (gm.stats, gm.explain, gm.session, lambda: gm.prepare(mlp())):
+        with pytest.raises(gm.GeminiError, match="call libgemini.torch.init"):
+            call()
+    gm.close()  # nothing to close
 
 
 def test_second_session(session):
-  session()
-  with pytest.raises(gm.GeminiError, match="a session already: close"):
-    gm.init(device="cpu", device_memory="1MiB")
-  works(gm.prepare(mlp()))
+    session()
+    with pytest.raises(gm.GeminiError, match="a session already: close"):
+        gm.init(device="cpu", device_memory="1MiB")
+    works(gm.prepare(mlp()))
 
 
-@pytest.mark.parametrize("wrong, match", (
-    ({"device_memory": "much"}, "device_memory is 'much'"), ({"device_memory": -1}, "device_memory is -1"),
-    ({"placement": "gpu"}, "placement is 'gpu': want one of auto, cuda, cpu, static"),
-    ({"window": 100}, "window"), ({"host_memory": "1GiX"}, "host_memory is '1GiX'")))
+@pytest.mark.parametrize(
+    "wrong, match",
+    (
+        ({"device_memory": "much"}, "device_memory is 'much'"),
+        ({"device_memory": -1}, "device_memory is -1"),
+        ({"placement": "gpu"}, "placement is 'gpu': want one of auto, cuda, cpu, static"),
+        ({"window": 100}, "window"),
+        ({"host_memory": "1GiX"}, "host_memory is '1GiX'"),
+    ),
+)
 def test_bad_settings(wrong, match):
-  with pytest.raises((ValueError, gm.GeminiError), match=match):
-    gm.init(**{"device": "cpu", "device_memory": "1MiB", "host_memory": "64MiB", **wrong})
-  with pytest.raises(gm.GeminiError, match="there is no session"):
-    gm.session()
+    with pytest.raises((ValueError, gm.GeminiError), match=match):
+        gm.init(**{"device": "cpu", "device_memory": "1MiB", "host_memory": "64MiB", **wrong})
+    with pytest.raises(gm.GeminiError, match="there is no session"):
+        gm.session()
 
 
 def test_closed_session():
-  gm.init(device="cpu", device_memory="1MiB", host_memory="64MiB", window="64KiB")
-  model = gm.prepare(mlp())
-  weight = model[0].weight
-  gm.close()
-  for use in (lambda: model(torch.ones(1, SIZE)), lambda: weight.sum(), lambda: weight[0] + 1,
-              lambda: print(weight), lambda: torch.nn.init.zeros_(weight)):
-    with pytest.raises(gm.GeminiError, match="session.*closed"):
-      use()
-  assert weight.shape == (SIZE, SIZE)
-  gm.init(device="cpu", device_memory="1MiB", host_memory="64MiB", window="64KiB")
-  with pytest.raises(gm.GeminiError, match="0.weight belongs to a session that was closed"):
-    gm.prepare(model)
-  works(gm.prepare(mlp()))
-  gm.close()
+    gm.init(device="cpu", device_memory="1MiB", host_memory="64MiB", window="64KiB")
+    model = gm.prepare(mlp())
+    weight = model[0].weight
+    gm.close()
+    for use in (
+        lambda: model(torch.ones(1, SIZE)),
+        lambda: weight.sum(),
+        lambda: weight[0] + 1,
+        lambda: print(weight),
+        lambda: torch.nn.init.zeros_(weight),
+    ):
+        with pytest.raises(gm.GeminiError, match="session.*closed"):
+            use()
+    assert weight.shape == (SIZE, SIZE)
+    gm.init(device="cpu", device_memory="1MiB", host_memory="64MiB", window="64KiB")
+    with pytest.raises(gm.GeminiError, match="0.weight belongs to a session that was closed"):
+        gm.prepare(model)
+    works(gm.prepare(mlp()))
+    gm.close()
 
 
 def test_close_in_the_middle(session):
-  """Of a step, of a backward pass: what is open is ended."""
-  session("512KiB")
-  model, optimizer = gm.prepare(*(lambda model: (model, sgd(model.parameters())))(mlp()))
-  loss = model(torch.ones(2, SIZE)).sum()
-  gm.close()
-  with pytest.raises(gm.GeminiError, match="session.*closed"):
-    loss.backward()
-  session("512KiB")
-  model = gm.prepare(mlp())
+    """Of a step, of a backward pass: what is open is ended."""
+    session("512KiB")
+    model, optimizer = gm.prepare(*(lambda model: (model, sgd(model.parameters())))(mlp()))
+    loss = model(torch.ones(2, SIZE)).sum()
+    gm.close()
+    with pytest.raises(gm.GeminiError, match="session.*closed"):
+        loss.backward()
+    session("512KiB")
+    model = gm.prepare(mlp())
 
-  def stop(*_):
-    raise KeyError("stop")
+    def stop(*_):
+        raise KeyError("stop")
 
-  model[0].register_full_backward_hook(stop)
-  with pytest.raises(KeyError):
-    model(torch.ones(2, SIZE, requires_grad=True)).sum().backward()
-  gm.close()
+    model[0].register_full_backward_hook(stop)
+    with pytest.raises(KeyError):
+        model(torch.ones(2, SIZE, requires_grad=True)).sum().backward()
+    gm.close()
 
 
 def test_exit_without_close():
-  """A process that ends with a session open, and tensors in it alive, ends as any other."""
-  code = ("import torch, libgemini.torch as gm\n"
-          "gm.init(device='cpu', device_memory='1MiB', host_memory='64MiB', strict=True)\n"
-          "model = torch.nn.Linear(9, 9); model, optimizer = gm.prepare(model, torch.optim.AdamW(model.parameters()))\n"
-          "loss = model(torch.ones(9)).sum(); loss.backward(); optimizer.step(); loss = model(torch.ones(9)).sum()\n"
-          "grad = model.weight.grad; print('done')")
-  done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-  assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
+    """A process that ends with a session open, and tensors in it alive, ends as any other."""
+    code = (
+        "import torch, libgemini.torch as gm\n"
+        "gm.init(device='cpu', device_memory='1MiB', host_memory='64MiB', strict=True)\n"
+        "model = torch.nn.Linear(9, 9); model, optimizer = gm.prepare(model, torch.optim.AdamW(model.parameters()))\n"
+        "loss = model(torch.ones(9)).sum(); loss.backward(); optimizer.step(); loss = model(torch.ones(9)).sum()\n"
+        "grad = model.weight.grad; print('done')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
 
 
 # ---- parameters
-@pytest.mark.parametrize("move", (lambda model: model.half(), lambda model: model.to(torch.bfloat16),
-                                  lambda model: setattr(model[0].weight, "data", torch.zeros(SIZE, SIZE)),
-                                  lambda model: model[0].weight.requires_grad_(False).set_(torch.ones(SIZE)),
-                                  lambda model: nn.utils.vector_to_parameters(
-                                      torch.zeros(3 * SIZE * (SIZE + 1)), model.parameters())))
+@pytest.mark.parametrize(
+    "move",
+    (
+        lambda model: model.half(),
+        lambda model: model.to(torch.bfloat16),
+        lambda model: setattr(model[0].weight, "data", torch.zeros(SIZE, SIZE)),
+        lambda model: model[0].weight.requires_grad_(False).set_(torch.ones(SIZE)),
+        lambda model: nn.utils.vector_to_parameters(torch.zeros(3 * SIZE * (SIZE + 1)), model.parameters()),
+    ),
+)
 def test_moved_by_data(session, move):
-  session()
-  model, optimizer = gm.prepare(*(lambda model: (model, sgd(model.parameters())))(mlp()))
-  before = values(model)
-  with pytest.raises(gm.GeminiError, match=r"parameter 0.weight would be moved or replaced .* do that before"):
-    move(model)
-  assert all(torch.equal(param, before[name]) for name, param in model.named_parameters())
-  works(model, optimizer)
+    session()
+    model, optimizer = gm.prepare(*(lambda model: (model, sgd(model.parameters())))(mlp()))
+    before = values(model)
+    with pytest.raises(gm.GeminiError, match=r"parameter 0.weight would be moved or replaced .* do that before"):
+        move(model)
+    assert all(torch.equal(param, before[name]) for name, param in model.named_parameters())
+    works(model, optimizer)
 
 
 @pytest.mark.parametrize("name", ("resize_", "share_memory_"))
 def test_other_memory(session, name):
-  session()
-  model = gm.prepare(mlp())
-  with pytest.raises(gm.GeminiError, match=rf"0.weight: {name}\(\) would give it other memory"), torch.no_grad():
-    getattr(model[0].weight, name)(*([4] if name == "resize_" else []))
-  works(model)
+    session()
+    model = gm.prepare(mlp())
+    with pytest.raises(gm.GeminiError, match=rf"0.weight: {name}\(\) would give it other memory"), torch.no_grad():
+        getattr(model[0].weight, name)(*([4] if name == "resize_" else []))
+    works(model)
 
 
 def test_moved_behind_our_back(session):
-  session()
-  model = gm.prepare(mlp())
-  weight = model[1].weight
-  with torch.no_grad():
-    torch._C.TensorBase.set_(weight, torch.zeros(SIZE, SIZE))
-  for use in (lambda: model(torch.ones(1, SIZE)), lambda: weight.sum()):
-    with pytest.raises(gm.GeminiError, match="1.weight was moved behind libgemini's back"):
-      use()
-  with torch.no_grad():
-    torch._C.TensorBase.set_(weight, weight._gm_place.tensor)
-  works(model)
+    session()
+    model = gm.prepare(mlp())
+    weight = model[1].weight
+    with torch.no_grad():
+        torch._C.TensorBase.set_(weight, torch.zeros(SIZE, SIZE))
+    for use in (lambda: model(torch.ones(1, SIZE)), lambda: weight.sum()):
+        with pytest.raises(gm.GeminiError, match="1.weight was moved behind libgemini's back"):
+            use()
+    with torch.no_grad():
+        torch._C.TensorBase.set_(weight, weight._gm_place.tensor)
+    works(model)
 
 
 def test_replaced(session):
-  session()
-  model = gm.prepare(mlp())
-  weight = model[1].weight
-  model.load_state_dict({name: value.detach().clone() for name, value in model.state_dict().items()}, assign=True)
-  with pytest.raises(gm.GeminiError, match=r"parameter 0.weight was replaced .*assign=True.* copy into it instead"):
-    model(torch.ones(1, SIZE))
-  gm.prepare(model)
-  works(model)
-  assert model[1].weight is not weight
+    session()
+    model = gm.prepare(mlp())
+    weight = model[1].weight
+    model.load_state_dict({name: value.detach().clone() for name, value in model.state_dict().items()}, assign=True)
+    with pytest.raises(gm.GeminiError, match=r"parameter 0.weight was replaced .*assign=True.* copy into it instead"):
+        model(torch.ones(1, SIZE))
+    gm.prepare(model)
+    works(model)
+    assert model[1].weight is not weight
 
 
 def test_came_later(session):
-  session()
-  model = gm.prepare(mlp())
-  model.append(nn.Linear(SIZE, SIZE))
-  with pytest.raises(gm.GeminiError, match=r"parameter 3.weight came after .*prepare\(\): call that again"):
-    model(torch.ones(1, SIZE))
-  gm.prepare(model)
-  works(model)
+    session()
+    model = gm.prepare(mlp())
+    model.append(nn.Linear(SIZE, SIZE))
+    with pytest.raises(gm.GeminiError, match=r"parameter 3.weight came after .*prepare\(\): call that again"):
+        model(torch.ones(1, SIZE))
+    gm.prepare(model)
+    works(model)
 
 
 def test_what_cannot_be_a_parameter(session):
-  session()
-  for model, match in ((nn.Linear(4, 4, dtype=torch.float64), "parameter weight is of torch.float64: want"),
-                       (nn.Linear(4, 4, dtype=torch.complex64), "parameter weight is of torch.complex64"),
-                       (nn.Linear(4, 4, device="meta"), "parameter weight is on the meta device: load it")):
-    with pytest.raises(gm.GeminiError, match=match):
-      gm.prepare(model)
-  model = mlp()
-  model[1].weight = nn.Parameter(model[0].weight.data)
-  with pytest.raises(gm.GeminiError, match="parameters 0.weight and 1.weight are two that share their bytes"):
-    gm.prepare(model)
-  works(gm.prepare(mlp()))
+    session()
+    for model, match in (
+        (nn.Linear(4, 4, dtype=torch.float64), "parameter weight is of torch.float64: want"),
+        (nn.Linear(4, 4, dtype=torch.complex64), "parameter weight is of torch.complex64"),
+        (nn.Linear(4, 4, device="meta"), "parameter weight is on the meta device: load it"),
+    ):
+        with pytest.raises(gm.GeminiError, match=match):
+            gm.prepare(model)
+    model = mlp()
+    model[1].weight = nn.Parameter(model[0].weight.data)
+    with pytest.raises(gm.GeminiError, match="parameters 0.weight and 1.weight are two that share their bytes"):
+        gm.prepare(model)
+    works(gm.prepare(mlp()))
 
 
 def test_parameters_leave_as_copies(session):
-  """What hands out a pointer, or pickles, gives bytes that stay."""
-  session()
-  model = gm.prepare(mlp())
-  weight = model[0].weight.detach()
-  taken = weight.numpy(), torch.from_dlpack(weight), torch.tensor(weight.tolist())
-  assert f"{weight[0, 0]:.3f}" == f"{taken[2][0, 0].item():.3f}"
-  off_the_device()
-  for one in taken:
-    assert torch.equal(torch.as_tensor(one), model[0].weight)
+    """What hands out a pointer, or pickles, gives bytes that stay."""
+    session()
+    model = gm.prepare(mlp())
+    weight = model[0].weight.detach()
+    taken = weight.numpy(), torch.from_dlpack(weight), torch.tensor(weight.tolist())
+    assert f"{weight[0, 0]:.3f}" == f"{taken[2][0, 0].item():.3f}"
+    off_the_device()
+    for one in taken:
+        assert torch.equal(torch.as_tensor(one), model[0].weight)
 
 
 # ---- gradients
 def test_gradient_kept_too_long(session):
-  session()
-  model = gm.prepare(mlp())
-  model(torch.ones(1, SIZE)).sum().backward()
-  kept, part = model[0].weight.grad, model[0].weight.grad[2:]
-  model.zero_grad()
-  for grad in (kept, part):
-    with pytest.raises(gm.GeminiError, match=r"0.weight.grad: this gradient was cleared .* clone\(\)"):
-      grad.sum()
-  works(model)
+    session()
+    model = gm.prepare(mlp())
+    model(torch.ones(1, SIZE)).sum().backward()
+    kept, part = model[0].weight.grad, model[0].weight.grad[2:]
+    model.zero_grad()
+    for grad in (kept, part):
+        with pytest.raises(gm.GeminiError, match=r"0.weight.grad: this gradient was cleared .* clone\(\)"):
+            grad.sum()
+    works(model)
 
 
 def test_gradient_of_another_shape(session):
-  session()
-  model = gm.prepare(mlp())
-  works(model)
-  for wrong in (torch.ones(SIZE), torch.ones(SIZE, SIZE, dtype=torch.float64)):
-    with pytest.raises(gm.GeminiError, match=r"0.weight.grad is set to a tensor of \(96.*want \(96, 96\), torch"):
-      model[0].weight.grad = wrong
-  assert model[0].weight.grad is None
-  works(model)
+    session()
+    model = gm.prepare(mlp())
+    works(model)
+    for wrong in (torch.ones(SIZE), torch.ones(SIZE, SIZE, dtype=torch.float64)):
+        with pytest.raises(gm.GeminiError, match=r"0.weight.grad is set to a tensor of \(96.*want \(96, 96\), torch"):
+            model[0].weight.grad = wrong
+    assert model[0].weight.grad is None
+    works(model)
 
 
 def test_second_derivatives(session):
-  session()
-  model = gm.prepare(mlp())
-  x = torch.ones(2, SIZE, requires_grad=True)
-  with pytest.raises(gm.GeminiError, match=r"2.weight.*create_graph=True.*not supported"):
-    torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
-  with pytest.raises(gm.GeminiError, match=r"2.weight.*create_graph=True"):
-    model(x).square().sum().backward(create_graph=True)
-  works(model)
+    session()
+    model = gm.prepare(mlp())
+    x = torch.ones(2, SIZE, requires_grad=True)
+    with pytest.raises(gm.GeminiError, match=r"2.weight.*create_graph=True.*not supported"):
+        torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    with pytest.raises(gm.GeminiError, match=r"2.weight.*create_graph=True"):
+        model(x).square().sum().backward(create_graph=True)
+    works(model)
 
 
 def test_functional_transforms(session):
-  session()
-  model = gm.prepare(mlp())
-  params = dict(model.named_parameters())
-  for transform in (torch.func.grad, lambda f: torch.func.vmap(f, ({name: 0 for name in params},))):
-    off_the_device()
-    with pytest.raises((gm.GeminiError, RuntimeError), match="0.weight|0.bias"):
-      transform(lambda params: torch.func.functional_call(model, params, torch.ones(1, SIZE)).sum())(params)
-    with pytest.raises((gm.GeminiError, RuntimeError), match="0.weight"):
-      torch.func.grad(lambda weight: (weight * 2).sum())(params["0.weight"])
-  works(model)
+    session()
+    model = gm.prepare(mlp())
+    params = dict(model.named_parameters())
+    for transform in (torch.func.grad, lambda f: torch.func.vmap(f, ({name: 0 for name in params},))):
+        off_the_device()
+        with pytest.raises((gm.GeminiError, RuntimeError), match="0.weight|0.bias"):
+            transform(lambda params: torch.func.functional_call(model, params, torch.ones(1, SIZE)).sum())(params)
+        with pytest.raises((gm.GeminiError, RuntimeError), match="0.weight"):
+            torch.func.grad(lambda weight: (weight * 2).sum())(params["0.weight"])
+    works(model)
 
 
 # ---- optimizers
-@pytest.mark.parametrize("make, match", (
-    (lambda model: sgd(mlp().parameters()), r"parameter 0 of the optimizer's group 0, of shape \(96, 96\), is not"),
-    (lambda model: sgd([{"params": model[0].parameters()}, {"params": [model[1].weight, nn.Parameter(torch.ones(3))]}]),
-     r"parameter 1 of the optimizer's group 1, of shape \(3,\)"),
-    (lambda model: torch.optim.LBFGS(model.parameters()), "the optimizer is a LBFGS: want one that updates each"),
-    (lambda model: torch.optim.SparseAdam(list(model.parameters())), "the optimizer is a SparseAdam")))
+@pytest.mark.parametrize(
+    "make, match",
+    (
+        (lambda model: sgd(mlp().parameters()), r"parameter 0 of the optimizer's group 0, of shape \(96, 96\), is not"),
+        (
+            lambda model: sgd(
+                [{"params": model[0].parameters()}, {"params": [model[1].weight, nn.Parameter(torch.ones(3))]}]
+            ),
+            r"parameter 1 of the optimizer's group 1, of shape \(3,\)",
+        ),
+        (lambda model: torch.optim.LBFGS(model.parameters()), "the optimizer is a LBFGS: want one that updates each"),
+        (lambda model: torch.optim.SparseAdam(list(model.parameters())), "the optimizer is a SparseAdam"),
+    ),
+)
 def test_wrong_optimizers(session, make, match):
-  session()
-  model = mlp()
-  with pytest.raises(gm.GeminiError, match=match):
-    gm.prepare(model, make(model))
-  works(*gm.prepare(model, sgd(model.parameters())))
+    session()
+    model = mlp()
+    with pytest.raises(gm.GeminiError, match=match):
+        gm.prepare(model, make(model))
+    works(*gm.prepare(model, sgd(model.parameters())))
 
 
 def test_optimizer_of_no_kind(session):
-  session()
-  with pytest.raises(TypeError, match="the optimizer is a str: want a torch.optim.Optimizer"):
-    gm.prepare(mlp(), "adam")
+    session()
+    with pytest.raises(TypeError, match="the optimizer is a str: want a torch.optim.Optimizer"):
+        gm.prepare(mlp(), "adam")
 
 
 def test_optimizer_twice(session):
-  session()
-  model, optimizer = gm.prepare(*(lambda model: (model, sgd(model.parameters())))(mlp()))
-  with pytest.raises(gm.GeminiError, match="this optimizer was prepared before"):
-    gm.prepare(model, optimizer)
-  works(model, optimizer)
+    session()
+    model, optimizer = gm.prepare(*(lambda model: (model, sgd(model.parameters())))(mlp()))
+    with pytest.raises(gm.GeminiError, match="this optimizer was prepared before"):
+        gm.prepare(model, optimizer)
+    works(model, optimizer)
 
 
 def test_optimizer_that_made_steps(session):
-  session()
-  model = mlp()
-  optimizer = sgd(model.parameters())
-  works(model, optimizer)
-  with pytest.raises(gm.GeminiError, match="has made steps before: prepare it first, then load its state"):
-    gm.prepare(model, optimizer)
+    session()
+    model = mlp()
+    optimizer = sgd(model.parameters())
+    works(model, optimizer)
+    with pytest.raises(gm.GeminiError, match="has made steps before: prepare it first, then load its state"):
+        gm.prepare(model, optimizer)
 
 
 def test_group_of_strangers(session):
-  session()
-  model, optimizer = gm.prepare(*(lambda model: (model, sgd(model.parameters())))(mlp()))
-  optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
-  with pytest.raises(gm.GeminiError, match=r"parameter 0 of the optimizer's group 1, of shape \(3,\)"):
+    session()
+    model, optimizer = gm.prepare(*(lambda model: (model, sgd(model.parameters())))(mlp()))
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    with pytest.raises(gm.GeminiError, match=r"parameter 0 of the optimizer's group 1, of shape \(3,\)"):
+        works(model, optimizer)
+    optimizer.param_groups.pop()
     works(model, optimizer)
-  optimizer.param_groups.pop()
-  works(model, optimizer)
 
 
 # ---- budgets
 def test_device_too_small(session):
-  """Which operator, how many bytes; what is smaller goes on."""
-  session("128KiB")  # two chunks; a weight of the large layer alone has four
-  model = gm.prepare(nn.ModuleDict({"small": nn.Linear(64, 64), "large": nn.Linear(256, 256)}))
-  for _ in range(2):
-    with pytest.raises(gm.GeminiError, match=r"large.weight:linear: .*\d+ more bytes of device memory") as raised:
-      model["large"](torch.ones(1, 256))
-    assert raised.value.status == "OOM_DEVICE"
-    model["small"](torch.ones(1, 64)).sum().backward()
+    """Which operator, how many bytes; what is smaller goes on."""
+    session("128KiB")  # two chunks; a weight of the large layer alone has four
+    model = gm.prepare(nn.ModuleDict({"small": nn.Linear(64, 64), "large": nn.Linear(256, 256)}))
+    for _ in range(2):
+        with pytest.raises(gm.GeminiError, match=r"large.weight:linear: .*\d+ more bytes of device memory") as raised:
+            model["large"](torch.ones(1, 256))
+        assert raised.value.status == "OOM_DEVICE"
+        model["small"](torch.ones(1, 64)).sum().backward()
 
 
 def test_device_too_small_in_a_step(session):
-  session("320KiB")
-  model, optimizer = gm.prepare(*(lambda model: (model, sgd(model.parameters())))(
-      nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 256), nn.Linear(256, 1))))
-  model(torch.ones(1, 64)).sum().backward()
-  optimizer.step()  # there is no momentum yet
-  for _ in range(2):
+    session("320KiB")
+    model, optimizer = gm.prepare(
+        *(lambda model: (model, sgd(model.parameters())))(
+            nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 256), nn.Linear(256, 1))
+        )
+    )
     model(torch.ones(1, 64)).sum().backward()
-    with pytest.raises(gm.GeminiError, match=r"1.weight.* \d+ more bytes of device memory are needed") as raised:
-      optimizer.step()
-    assert raised.value.status == "OOM_DEVICE"
+    optimizer.step()  # there is no momentum yet
+    for _ in range(2):
+        model(torch.ones(1, 64)).sum().backward()
+        with pytest.raises(gm.GeminiError, match=r"1.weight.* \d+ more bytes of device memory are needed") as raised:
+            optimizer.step()
+        assert raised.value.status == "OOM_DEVICE"
 
 
 def test_host_too_small(session):
-  session("256KiB", host_memory="512KiB")
-  with pytest.raises(gm.GeminiError, match="bytes") as raised:
-    gm.prepare(nn.Sequential(*(nn.Linear(256, 256) for _ in range(6))))
-  assert raised.value.status == "OOM_HOST"
+    session("256KiB", host_memory="512KiB")
+    with pytest.raises(gm.GeminiError, match="bytes") as raised:
+        gm.prepare(nn.Sequential(*(nn.Linear(256, 256) for _ in range(6))))
+    assert raised.value.status == "OOM_HOST"
 
 
 @pytest.mark.parametrize("shared", (False, True))
 def test_second_gradient_of_a_step_in_backward(session, shared):
-  session()
-  model = mlp()
-  model, optimizer = gm.prepare(model, torch.optim.AdamW(model.parameters(), 0.1), step_in_backward=True)
-  if shared:  # one backward pass, within which reentrant checkpoints have their own
-    x = torch.ones(2, SIZE, requires_grad=True)
-    for _ in range(2):
-      x = checkpoint(model[2], x, use_reentrant=True)
-    wrong = x.sum()
-  else:
+    session()
+    model = mlp()
+    model, optimizer = gm.prepare(model, torch.optim.AdamW(model.parameters(), 0.1), step_in_backward=True)
+    if shared:  # one backward pass, within which reentrant checkpoints have their own
+        x = torch.ones(2, SIZE, requires_grad=True)
+        for _ in range(2):
+            x = checkpoint(model[2], x, use_reentrant=True)
+        wrong = x.sum()
+    else:
+        model(torch.ones(2, SIZE)).sum().backward()
+        wrong = model(torch.ones(2, SIZE)).sum()
+    with pytest.raises(gm.GeminiError, match=r"parameter 2.\w+ has a second gradient.*optimizer.step\(\) after each"):
+        wrong.backward()
+    optimizer.step()
+    before = values(model)
     model(torch.ones(2, SIZE)).sum().backward()
-    wrong = model(torch.ones(2, SIZE)).sum()
-  with pytest.raises(gm.GeminiError, match=r"parameter 2.\w+ has a second gradient.*optimizer.step\(\) after each"):
-    wrong.backward()
-  optimizer.step()
-  before = values(model)
-  model(torch.ones(2, SIZE)).sum().backward()
-  optimizer.step()
-  assert not any(torch.equal(param, before[name]) for name, param in model.named_parameters())
+    optimizer.step()
+    assert not any(torch.equal(param, before[name]) for name, param in model.named_parameters())

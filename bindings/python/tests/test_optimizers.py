@@ -2,6 +2,7 @@
 
 SPDX-License-Identifier: Apache-2.0
 """
+
 import collections
 import types
 
@@ -19,979 +20,1027 @@ SIZE = 96
 
 
 def mlp(depth=5):
-  return nn.Sequential(*(nn.Sequential(nn.Linear(SIZE, SIZE), nn.Tanh()) for _ in range(depth)))
+    return nn.Sequential(*(nn.Sequential(nn.Linear(SIZE, SIZE), nn.Tanh()) for _ in range(depth)))
 
 
 def loss_of(model, step):
-  x = torch.randn(5, SIZE, generator=torch.Generator().manual_seed(step))
-  return model(x.to(next(model.parameters()).dtype)).float().square().mean()
+    x = torch.randn(5, SIZE, generator=torch.Generator().manual_seed(step))
+    return model(x.to(next(model.parameters()).dtype)).float().square().mean()
 
 
 def managed(optimizer):
-  return hasattr(optimizer, "rule")
+    return hasattr(optimizer, "rule")
 
 
 def run(model, optimizer, steps=range(5), closures=False):
-  """Trains; everything is off the device before each step."""
-  losses = []
-  for step in steps:
-    def closure():
-      optimizer.zero_grad()
-      loss = loss_of(model, step)
-      loss.backward()
-      losses.append(loss.detach().clone())
-      if managed(optimizer):
-        off_the_device()
-      return loss
-    if closures:
-      optimizer.step(closure)
-    else:
-      closure()
-      optimizer.step()
-  return losses
+    """Trains; everything is off the device before each step."""
+    losses = []
+    for step in steps:
+
+        def closure(step=step):
+            optimizer.zero_grad()
+            loss = loss_of(model, step)
+            loss.backward()
+            losses.append(loss.detach().clone())
+            if managed(optimizer):
+                off_the_device()
+            return loss
+
+        if closures:
+            optimizer.step(closure)
+        else:
+            closure()
+            optimizer.step()
+    return losses
 
 
 class Own(torch.optim.Optimizer):
-  """An optimizer of a user's: update(param, grad, state, group) for each parameter, after begin(params) for all."""
+    """An optimizer of a user's: update(param, grad, state, group) for each parameter, after begin(params) for all."""
 
-  def __init__(self, params, lr=0.05, **more):
-    super().__init__(params, {"lr": lr, **more})
+    def __init__(self, params, lr=0.05, **more):
+        super().__init__(params, {"lr": lr, **more})
 
-  def begin(self, params):
-    pass
+    def begin(self, params):
+        pass
 
-  @torch.no_grad()
-  def step(self, closure=None):
-    loss = None
-    if closure is not None:
-      with torch.enable_grad():
-        loss = closure()
-    self.begin([param for group in self.param_groups for param in group["params"] if param.grad is not None])
-    for group in self.param_groups:
-      for param in group["params"]:
-        if param.grad is not None:
-          self.update(param, param.grad, self.state[param], group)
-    return loss
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.begin([param for group in self.param_groups for param in group["params"] if param.grad is not None])
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self.update(param, param.grad, self.state[param], group)
+        return loss
 
-  def update(self, param, grad, state, group):
-    param.add_(grad, alpha=-group["lr"])
+    def update(self, param, grad, state, group):
+        param.add_(grad, alpha=-group["lr"])
 
 
 # ---- a step that looks beyond one parameter
 class GlobalNorm(Own):
-  """Clips by the norm of all gradients, in place."""
+    """Clips by the norm of all gradients, in place."""
 
-  def begin(self, params):
-    norm = torch.stack([param.grad.norm() for param in params]).norm()
-    for param in params:
-      param.grad.mul_(0.01 / norm)
+    def begin(self, params):
+        norm = torch.stack([param.grad.norm() for param in params]).norm()
+        for param in params:
+            param.grad.mul_(0.01 / norm)
 
 
 class Counter(Own):
-  """A rate by the number of steps, which the optimizer counts itself."""
-  count = 0
+    """A rate by the number of steps, which the optimizer counts itself."""
 
-  def begin(self, params):
-    self.count += 1
+    count = 0
 
-  def update(self, param, grad, state, group):
-    param.add_(grad, alpha=-group["lr"] * min(1.0, self.count / 3))
+    def begin(self, params):
+        self.count += 1
+
+    def update(self, param, grad, state, group):
+        param.add_(grad, alpha=-group["lr"] * min(1.0, self.count / 3))
 
 
 class OneState(Own):
-  """Of all parameters together: an average of the loss's scale, under a key that is no parameter."""
+    """Of all parameters together: an average of the loss's scale, under a key that is no parameter."""
 
-  def begin(self, params):
-    scale = sum(param.grad.square().sum() for param in params)
-    self.state["all"] = 0.9 * self.state.get("all", 0.0) + 0.1 * scale
+    def begin(self, params):
+        scale = sum(param.grad.square().sum() for param in params)
+        self.state["all"] = 0.9 * self.state.get("all", 0.0) + 0.1 * scale
 
-  def update(self, param, grad, state, group):
-    param.add_(grad / (self.state["all"].sqrt() + 1e-6), alpha=-group["lr"] * 0.01)
+    def update(self, param, grad, state, group):
+        param.add_(grad / (self.state["all"].sqrt() + 1e-6), alpha=-group["lr"] * 0.01)
 
 
 class Neighbours(Own):
-  """Each update depends on the parameter before."""
+    """Each update depends on the parameter before."""
 
-  def begin(self, params):
-    self.before = torch.zeros(())
+    def begin(self, params):
+        self.before = torch.zeros(())
 
-  def update(self, param, grad, state, group):
-    param.add_(grad, alpha=-group["lr"]).add_(self.before, alpha=1e-3)
-    self.before = param.mean()
+    def update(self, param, grad, state, group):
+        param.add_(grad, alpha=-group["lr"]).add_(self.before, alpha=1e-3)
+        self.before = param.mean()
 
 
 # ---- a step for each parameter, written in many ways
 class Lars(Own):
-  """You et al., Large Batch Training of Convolutional Networks, 2017."""
+    """You et al., Large Batch Training of Convolutional Networks, 2017."""
 
-  def update(self, param, grad, state, group):
-    size, length = param.norm(), grad.norm()
-    trust = torch.where((size > 0) & (length > 0), 0.02 * size / (length + 1e-4 * size), torch.ones_like(size))
-    if "momentum" not in state:
-      state["momentum"] = torch.zeros_like(param)
-    state["momentum"].mul_(0.9).add_((grad + 1e-4 * param) * trust, alpha=group["lr"])
-    param.sub_(state["momentum"])
+    def update(self, param, grad, state, group):
+        size, length = param.norm(), grad.norm()
+        trust = torch.where((size > 0) & (length > 0), 0.02 * size / (length + 1e-4 * size), torch.ones_like(size))
+        if "momentum" not in state:
+            state["momentum"] = torch.zeros_like(param)
+        state["momentum"].mul_(0.9).add_((grad + 1e-4 * param) * trust, alpha=group["lr"])
+        param.sub_(state["momentum"])
 
 
 class Lion(Own):
-  """Chen et al., Symbolic Discovery of Optimization Algorithms, 2023. The state is another tensor after each step."""
+    """Chen et al., Symbolic Discovery of Optimization Algorithms, 2023. The state is another tensor after each step."""
 
-  def update(self, param, grad, state, group):
-    momentum = state.get("momentum", torch.zeros_like(param))
-    param.sub_(torch.sign(0.9 * momentum + 0.1 * grad), alpha=1e-3)
-    state["momentum"] = 0.99 * momentum + 0.01 * grad
+    def update(self, param, grad, state, group):
+        momentum = state.get("momentum", torch.zeros_like(param))
+        param.sub_(torch.sign(0.9 * momentum + 0.1 * grad), alpha=1e-3)
+        state["momentum"] = 0.99 * momentum + 0.01 * grad
 
 
 class Aliases(Own):
-  """Keeps its states in lists of its own, too, and makes tensors like parameters for the moment."""
+    """Keeps its states in lists of its own, too, and makes tensors like parameters for the moment."""
 
-  def __init__(self, params):
-    super().__init__(params)
-    self.averages = {}
+    def __init__(self, params):
+        super().__init__(params)
+        self.averages = {}
 
-  def update(self, param, grad, state, group):
-    moment = torch.zeros_like(param)
-    moment.add_(grad, alpha=0.5)
-    if not state:
-      state["average"] = grad.clone()
-      self.averages[param] = state["average"]
-    self.averages[param].mul_(0.9).add_(moment)
-    param.sub_(state["average"], alpha=group["lr"])
+    def update(self, param, grad, state, group):
+        moment = torch.zeros_like(param)
+        moment.add_(grad, alpha=0.5)
+        if not state:
+            state["average"] = grad.clone()
+            self.averages[param] = state["average"]
+        self.averages[param].mul_(0.9).add_(moment)
+        param.sub_(state["average"], alpha=group["lr"])
 
 
 class Flat(Own):
-  """The state of a parameter is a part of one tensor for all."""
+    """The state of a parameter is a part of one tensor for all."""
 
-  def begin(self, params):
-    if not hasattr(self, "flat"):
-      self.flat = torch.zeros(sum(param.numel() for param in params))
-      at = 0
-      for param in params:
-        self.state[param]["momentum"] = self.flat[at:at + param.numel()].view_as(param)
-        at += param.numel()
-    self.flat.mul_(0.9)
+    def begin(self, params):
+        if not hasattr(self, "flat"):
+            self.flat = torch.zeros(sum(param.numel() for param in params))
+            at = 0
+            for param in params:
+                self.state[param]["momentum"] = self.flat[at : at + param.numel()].view_as(param)
+                at += param.numel()
+        self.flat.mul_(0.9)
 
-  def update(self, param, grad, state, group):
-    state["momentum"].add_(grad)
-    param.sub_(state["momentum"], alpha=group["lr"])
+    def update(self, param, grad, state, group):
+        state["momentum"].add_(grad)
+        param.sub_(state["momentum"], alpha=group["lr"])
 
 
 class Foreach(Own):
-  """By torch's functions for lists."""
+    """By torch's functions for lists."""
 
-  def begin(self, params):
-    for param in params:
-      if not self.state[param]:
-        self.state[param]["momentum"] = torch.zeros_like(param)
-    momenta, grads = [self.state[param]["momentum"] for param in params], [param.grad for param in params]
-    torch._foreach_mul_(momenta, 0.9)
-    torch._foreach_add_(momenta, grads)
-    norms = torch._foreach_norm(momenta)
-    torch._foreach_add_(params, torch._foreach_div(momenta, norms), alpha=-self.param_groups[0]["lr"])
+    def begin(self, params):
+        for param in params:
+            if not self.state[param]:
+                self.state[param]["momentum"] = torch.zeros_like(param)
+        momenta, grads = [self.state[param]["momentum"] for param in params], [param.grad for param in params]
+        torch._foreach_mul_(momenta, 0.9)
+        torch._foreach_add_(momenta, grads)
+        norms = torch._foreach_norm(momenta)
+        torch._foreach_add_(params, torch._foreach_div(momenta, norms), alpha=-self.param_groups[0]["lr"])
 
-  def update(self, *_):
-    pass
+    def update(self, *_):
+        pass
 
 
 class Data(Own):
-  """As it was done before torch.no_grad()."""
+    """As it was done before torch.no_grad()."""
 
-  def update(self, param, grad, state, group):
-    update = grad.data
-    if group["decay"]:
-      update = update.add(param.data, alpha=group["decay"])
-    param.data.add_(update, alpha=-group["lr"])
+    def update(self, param, grad, state, group):
+        update = grad.data
+        if group["decay"]:
+            update = update.add(param.data, alpha=group["decay"])
+        param.data.add_(update, alpha=-group["lr"])
 
 
 # ---- subclasses of torch's, and optimizers around others
 class Clipping(torch.optim.SGD):
-  def step(self, closure=None):
-    nn.utils.clip_grad_norm_([param for group in self.param_groups for param in group["params"]], 0.01)
-    return super().step(closure)
+    def step(self, closure=None):
+        nn.utils.clip_grad_norm_([param for group in self.param_groups for param in group["params"]], 0.01)
+        return super().step(closure)
 
 
 class Decayed(torch.optim.AdamW):
-  """Overrides nothing that a step looks at."""
+    """Overrides nothing that a step looks at."""
 
-  def __init__(self, params):
-    super().__init__(params, lr=1e-3, weight_decay=0.1, foreach=True)
+    def __init__(self, params):
+        super().__init__(params, lr=1e-3, weight_decay=0.1, foreach=True)
 
 
 class Lookahead(torch.optim.Optimizer):
-  """Zhang et al., Lookahead Optimizer, 2019: around another optimizer."""
+    """Zhang et al., Lookahead Optimizer, 2019: around another optimizer."""
 
-  def __init__(self, params):
-    self.inside = torch.optim.SGD(params, 0.05, momentum=0.9)
-    super().__init__(self.inside.param_groups, {})
-    self.param_groups = self.inside.param_groups
-    self.count = 0
-    for group in self.param_groups:
-      for param in group["params"]:
-        self.state[param]["slow"] = param.detach().clone()
+    def __init__(self, params):
+        self.inside = torch.optim.SGD(params, 0.05, momentum=0.9)
+        super().__init__(self.inside.param_groups, {})
+        self.param_groups = self.inside.param_groups
+        self.count = 0
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param]["slow"] = param.detach().clone()
 
-  @torch.no_grad()
-  def step(self, closure=None):
-    loss = self.inside.step(closure)
-    self.count += 1
-    if self.count % 2 == 0:
-      for group in self.param_groups:
-        for param in group["params"]:
-          slow = self.state[param]["slow"]
-          slow.lerp_(param, 0.5)
-          param.copy_(slow)
-    return loss
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = self.inside.step(closure)
+        self.count += 1
+        if self.count % 2 == 0:
+            for group in self.param_groups:
+                for param in group["params"]:
+                    slow = self.state[param]["slow"]
+                    slow.lerp_(param, 0.5)
+                    param.copy_(slow)
+        return loss
 
 
 def patched(params):
-  """A step of this object's own."""
-  optimizer = torch.optim.SGD(params, 0.05)
-  step, count = optimizer.step, [0]
+    """A step of this object's own."""
+    optimizer = torch.optim.SGD(params, 0.05)
+    step, count = optimizer.step, [0]
 
-  def half_as_often(self, closure=None):
-    count[0] += 1
-    return step(closure) if count[0] % 2 else None
+    def half_as_often(self, closure=None):
+        count[0] += 1
+        return step(closure) if count[0] % 2 else None
 
-  optimizer.step = types.MethodType(half_as_often, optimizer)
-  return optimizer
+    optimizer.step = types.MethodType(half_as_often, optimizer)
+    return optimizer
 
 
 def two_groups(params):
-  params = list(params)
-  return GlobalNorm([{"params": params[:4], "lr": 0.1}, {"params": params[4:]}])
+    params = list(params)
+    return GlobalNorm([{"params": params[:4], "lr": 0.1}, {"params": params[4:]}])
 
 
 OPTIMIZERS = {
-  "global norm": GlobalNorm, "counter": Counter, "one state": OneState, "neighbours": Neighbours, "lars": Lars,
-  "lion": Lion, "aliases": Aliases, "flat": Flat, "foreach": Foreach, "data": lambda params: Data(params, decay=0.1),
-  "clipping": lambda params: Clipping(params, 0.05, momentum=0.9), "decayed": Decayed, "lookahead": Lookahead,
-  "patched": patched, "two groups": two_groups,
+    "global norm": GlobalNorm,
+    "counter": Counter,
+    "one state": OneState,
+    "neighbours": Neighbours,
+    "lars": Lars,
+    "lion": Lion,
+    "aliases": Aliases,
+    "flat": Flat,
+    "foreach": Foreach,
+    "data": lambda params: Data(params, decay=0.1),
+    "clipping": lambda params: Clipping(params, 0.05, momentum=0.9),
+    "decayed": Decayed,
+    "lookahead": Lookahead,
+    "patched": patched,
+    "two groups": two_groups,
 }
 
 
 @pytest.mark.parametrize("closures", (False, True), ids=("", "closures"))
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_of_other_classes_make_their_own_step_once(session, name, closures):
-  alike(session, mlp, lambda model, optimizer: run(model, optimizer, closures=closures), OPTIMIZERS[name], "448KiB")
+    alike(session, mlp, lambda model, optimizer: run(model, optimizer, closures=closures), OPTIMIZERS[name], "448KiB")
 
 
 @pytest.mark.parametrize("name", ("global norm", "lion", "decayed", "lookahead"))
 def test_other_classes_update_parameters_of_16_bits_themselves(session, name):
-  """As they do with torch alone; no fp32 copy is kept."""
-  alike(session, lambda: mlp().bfloat16(), run, OPTIMIZERS[name], "448KiB")
-  assert not any("master" in record.states for record in gm.session().records)
+    """As they do with torch alone; no fp32 copy is kept."""
+    alike(session, lambda: mlp().bfloat16(), run, OPTIMIZERS[name], "448KiB")
+    assert not any("master" in record.states for record in gm.session().records)
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has Muon since 2.9")
 def test_muon(session):
-  """One of torch's that updates each parameter by itself."""
+    """One of torch's that updates each parameter by itself."""
 
-  def make(params):
-    return torch.optim.Muon([param for param in params if param.dim() == 2], lr=0.01)
+    def make(params):
+        return torch.optim.Muon([param for param in params if param.dim() == 2], lr=0.01)
 
-  model = alike(session, mlp, run, make, "512KiB")
-  assert model[0][0].weight._gm_record.rule.by_parameter
+    model = alike(session, mlp, run, make, "512KiB")
+    assert model[0][0].weight._gm_record.rule.by_parameter
 
 
 def test_states_of_other_classes_live_in_arenas(session):
-  """Whether they are made like a parameter, or otherwise; what a step makes for the moment takes no room for good."""
-  for make in (Lars, Lion, Aliases):
-    session("448KiB")
-    torch.manual_seed(0)
-    model, optimizer = gm.prepare(*(lambda model: (model, make(model.parameters())))(mlp()))
-    run(model, optimizer, range(2))
-    arena = gm.session().arenas["state", torch.float32, 0]
-    size = gm.session().manager.arena_info(arena).size_bytes
-    bytes_ = sum(param.nbytes for param in model.parameters())
-    assert bytes_ <= size < 2.5 * bytes_
-    run(model, optimizer, range(8))
-    assert gm.session().manager.arena_info(arena).size_bytes <= size * 1.05
-    gm.close()
+    """Whether they are made like a parameter, or otherwise; what a step makes for the moment takes no room for good."""
+    for make in (Lars, Lion, Aliases):
+        session("448KiB")
+        torch.manual_seed(0)
+        model, optimizer = gm.prepare(*(lambda model: (model, make(model.parameters())))(mlp()))
+        run(model, optimizer, range(2))
+        arena = gm.session().arenas.handles["state", torch.float32, 0]
+        size = gm.session().manager.arena_info(arena).size_bytes
+        bytes_ = sum(param.nbytes for param in model.parameters())
+        assert bytes_ <= size < 2.5 * bytes_
+        run(model, optimizer, range(8))
+        assert gm.session().manager.arena_info(arena).size_bytes <= size * 1.05
+        gm.close()
 
 
 def test_states_have_the_strides_of_their_parameters(session):
-  """Also where one that is gone had the same shape and others: what a step makes for the moment is made like torch's."""
+    """Also where one that is gone had the same shape and others: what a step makes for the moment is made like
+    torch's."""
 
-  class Strides(Own):
-    def update(self, param, grad, state, group):
-      for moment in torch.zeros_like(param), torch.ones_like(param):
-        self.seen.append(moment.stride())
-        param.add_(moment, alpha=-1e-3)
-      del moment  # so that its place is spare
-      state["momentum"] = state["momentum"].mul(0.9).add_(grad) if state else grad.clone()
-      param.sub_(state["momentum"], alpha=group["lr"])
+    class Strides(Own):
+        def update(self, param, grad, state, group):
+            for moment in torch.zeros_like(param), torch.ones_like(param):
+                self.seen.append(moment.stride())
+                param.add_(moment, alpha=-1e-3)
+            del moment  # so that its place is spare
+            state["momentum"] = state["momentum"].mul(0.9).add_(grad) if state else grad.clone()
+            param.sub_(state["momentum"], alpha=group["lr"])
 
-  def make():
-    return nn.Sequential(*(nn.Conv2d(4, 4, 3).to(memory_format=layout) for layout in
-                           (torch.contiguous_format, torch.channels_last, torch.contiguous_format)))
+    def make():
+        return nn.Sequential(
+            *(
+                nn.Conv2d(4, 4, 3).to(memory_format=layout)
+                for layout in (torch.contiguous_format, torch.channels_last, torch.contiguous_format)
+            )
+        )
 
-  def run(model, optimizer):
-    inner = getattr(optimizer, "inner", optimizer)
-    inner.seen = []
-    for step in range(3):
-      model(torch.randn(2, 4, 9, 9, generator=torch.Generator().manual_seed(step))).square().mean().backward()
-      optimizer.step()
-      optimizer.zero_grad()
-    assert {stride for stride in inner.seen if len(stride) == 4} == {(36, 9, 3, 1), (36, 1, 12, 4)}
-    strides = [torch.tensor(stride) for stride in inner.seen]
-    return strides + [optimizer.state[param]["momentum"].clone() for param in model.parameters()]
+    def run(model, optimizer):
+        inner = getattr(optimizer, "inner", optimizer)
+        inner.seen = []
+        for step in range(3):
+            model(torch.randn(2, 4, 9, 9, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert {stride for stride in inner.seen if len(stride) == 4} == {(36, 9, 3, 1), (36, 1, 12, 4)}
+        strides = [torch.tensor(stride) for stride in inner.seen]
+        return strides + [optimizer.state[param]["momentum"].clone() for param in model.parameters()]
 
-  alike(session, make, run, lambda params: Strides(list(params)), "448KiB")
+    alike(session, make, run, lambda params: Strides(list(params)), "448KiB")
 
 
-@pytest.mark.parametrize("keep", (torch.Tensor.detach, lambda state: state[1:3],
-                                  lambda state: state._gm_place.tensor.t()), ids=("all", "part", "plain"))
+@pytest.mark.parametrize(
+    "keep",
+    (torch.Tensor.detach, lambda state: state[1:3], lambda state: state._gm_place.tensor.t()),
+    ids=("all", "part", "plain"),
+)
 def test_a_state_that_somebody_has_keeps_its_place(session, keep):
-  """Whoever has it: a managed tensor, or one of torch's own. When that is gone, the place is used again."""
-  session()
-  model = mlp(2)
-  model, optimizer = gm.prepare(model, Lars(model.parameters()))
-  run(model, optimizer, range(2))
-  state = optimizer.state[model[0][0].weight]["momentum"]
-  place, before = state._gm_place, state.clone()
-  kept = keep(state)
-  del state
-  optimizer.state.clear()
-  run(model, optimizer, range(2))
-  assert torch.equal(managed_view(place), before)
-  assert optimizer.state[model[0][0].weight]["momentum"]._gm_place is not place
-  del kept
-  optimizer.state.clear()
-  run(model, optimizer, range(2))
-  assert any(optimizer.state[param]["momentum"].data_ptr() == place.address for param in model.parameters())
+    """Whoever has it: a managed tensor, or one of torch's own. When that is gone, the place is used again."""
+    session()
+    model = mlp(2)
+    model, optimizer = gm.prepare(model, Lars(model.parameters()))
+    run(model, optimizer, range(2))
+    state = optimizer.state[model[0][0].weight]["momentum"]
+    place, before = state._gm_place, state.clone()
+    kept = keep(state)
+    del state
+    optimizer.state.clear()
+    run(model, optimizer, range(2))
+    assert torch.equal(managed_view(place), before)
+    assert optimizer.state[model[0][0].weight]["momentum"]._gm_place is not place
+    del kept
+    optimizer.state.clear()
+    run(model, optimizer, range(2))
+    assert any(optimizer.state[param]["momentum"].data_ptr() == place.address for param in model.parameters())
 
 
 @pytest.mark.parametrize("name", ("lion", "aliases", "lookahead"))
 def test_states_where_torch_does_not_tell_who_shares_memory(session, monkeypatch, name):
-  """Nothing is used again, and all is right."""
-  monkeypatch.setattr(memory, "_ALONE", None)
-  alike(session, mlp, run, OPTIMIZERS[name], "448KiB")
+    """Nothing is used again, and all is right."""
+    monkeypatch.setattr(memory, "_ALONE", None)
+    alike(session, mlp, run, OPTIMIZERS[name], "448KiB")
 
 
 def test_what_a_step_says_goes_through(session):
-  """Its arguments, what it returns, what it raises; what only the class has."""
+    """Its arguments, what it returns, what it raises; what only the class has."""
 
-  class Asking(Own):
-    evaluating = False
+    class Asking(Own):
+        evaluating = False
 
-    @torch.no_grad()
-    def step(self, closure=None, scale=1.0):
-      for group in self.param_groups:
-        for param in group["params"]:
-          param.add_(param.grad, alpha=-group["lr"] * scale)
-      if scale > 10:
-        raise ValueError("too much")
-      return "stepped"
+        @torch.no_grad()
+        def step(self, closure=None, scale=1.0):
+            for group in self.param_groups:
+                for param in group["params"]:
+                    param.add_(param.grad, alpha=-group["lr"] * scale)
+            if scale > 10:
+                raise ValueError("too much")
+            return "stepped"
 
-    @torch.no_grad()
-    def eval(self):
-      self.evaluating = True
-      for group in self.param_groups:
-        for param in group["params"]:
-          self.state[param]["kept"] = torch.zeros_like(param).copy_(param)
-          param.zero_()
+        @torch.no_grad()
+        def eval(self):
+            self.evaluating = True
+            for group in self.param_groups:
+                for param in group["params"]:
+                    self.state[param]["kept"] = torch.zeros_like(param).copy_(param)
+                    param.zero_()
 
-  def steps(model, optimizer):
-    loss_of(model, 0).backward()
-    assert optimizer.step(scale=0.5) == "stepped" and optimizer.step(None, 0.25) == "stepped"
-    with pytest.raises(ValueError, match="too much"):
-      optimizer.step(scale=11)
-    assert not optimizer.evaluating
-    optimizer.eval()
-    assert optimizer.evaluating and not hasattr(optimizer, "train")
-    return [optimizer.state[param]["kept"].clone() for param in model.parameters()]
+    def steps(model, optimizer):
+        loss_of(model, 0).backward()
+        assert optimizer.step(scale=0.5) == "stepped" and optimizer.step(None, 0.25) == "stepped"
+        with pytest.raises(ValueError, match="too much"):
+            optimizer.step(scale=11)
+        assert not optimizer.evaluating
+        optimizer.eval()
+        assert optimizer.evaluating and not hasattr(optimizer, "train")
+        return [optimizer.state[param]["kept"].clone() for param in model.parameters()]
 
-  alike(session, mlp, steps, Asking)
-  model = mlp()
-  model, optimizer = gm.prepare(model, sgd(model.parameters()))
-  with pytest.raises(TypeError, match="step.. of SGD takes a closure and nothing else"):
-    optimizer.step(scale=2)
+    alike(session, mlp, steps, Asking)
+    model = mlp()
+    model, optimizer = gm.prepare(model, sgd(model.parameters()))
+    with pytest.raises(TypeError, match="step.. of SGD takes a closure and nothing else"):
+        optimizer.step(scale=2)
 
 
 def test_scaled_losses_with_a_class_of_ones_own(session):
-  """torch.amp.GradScaler: a step is skipped, the others see gradients without the scale."""
+    """torch.amp.GradScaler: a step is skipped, the others see gradients without the scale."""
 
-  def steps(model, optimizer):
-    scaler, seen = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2), []
-    for step in range(4):
-      loss = loss_of(model, step) * (float("inf") if step == 1 else 1.0)
-      scaler.scale(loss).backward()
-      scaler.step(optimizer)
-      scaler.update()
-      optimizer.zero_grad()
-      seen.append(torch.tensor(scaler.get_scale()))
-    return seen
+    def steps(model, optimizer):
+        scaler, seen = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2), []
+        for step in range(4):
+            loss = loss_of(model, step) * (float("inf") if step == 1 else 1.0)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            seen.append(torch.tensor(scaler.get_scale()))
+        return seen
 
-  alike(session, mlp, steps, GlobalNorm)
+    alike(session, mlp, steps, GlobalNorm)
 
 
 def test_groups_that_come_later_to_a_class_of_ones_own(session):
-  def steps(model, optimizer):
-    found = run(model, optimizer, range(2))
-    optimizer.add_param_group({"params": list(model[2:].parameters()), "lr": 0.01})
-    return found + run(model, optimizer, range(2, 5))
+    def steps(model, optimizer):
+        found = run(model, optimizer, range(2))
+        optimizer.add_param_group({"params": list(model[2:].parameters()), "lr": 0.01})
+        return found + run(model, optimizer, range(2, 5))
 
-  alike(session, mlp, steps, lambda params: GlobalNorm(list(params)[:4]))
+    alike(session, mlp, steps, lambda params: GlobalNorm(list(params)[:4]))
 
 
 # ---- hooks
 @pytest.mark.parametrize("make", (sgd, lambda params: torch.optim.AdamW(params, 1e-3), GlobalNorm))
 @pytest.mark.parametrize("when", ("before", "after", "both"))
 def test_hooks_of_steps_are_called_once_a_step(session, make, when):
-  """Those of the optimizer before it was prepared, of the prepared one, of all optimizers."""
-  session("512KiB")
-  model = mlp()
-  optimizer, calls = make(model.parameters()), collections.Counter()
+    """Those of the optimizer before it was prepared, of the prepared one, of all optimizers."""
+    session("512KiB")
+    model = mlp()
+    optimizer, calls = make(model.parameters()), collections.Counter()
 
-  def pre(given, args, kwargs):
-    calls["pre"] += 1
-    given.param_groups[0]["params"][0].grad.zero_()
+    def pre(given, args, kwargs):
+        calls["pre"] += 1
+        given.param_groups[0]["params"][0].grad.zero_()
 
-  def post(given, args, kwargs):
-    calls["post"] += 1
-    calls["states"] += len(given.state)
+    def post(given, args, kwargs):
+        calls["post"] += 1
+        calls["states"] += len(given.state)
 
-  def register(optimizer):
-    optimizer.register_step_pre_hook(pre)
-    optimizer.register_step_post_hook(post)
+    def register(optimizer):
+        optimizer.register_step_pre_hook(pre)
+        optimizer.register_step_post_hook(post)
 
-  of_all = register_optimizer_step_pre_hook(lambda *_: calls.update(["pre all"]))
-  if when != "after":
-    register(optimizer)
-  model, optimizer = gm.prepare(model, optimizer)
-  if when != "before":
-    register(optimizer)
-  run(model, optimizer, range(3))
-  of_all.remove()
-  times = 2 if when == "both" else 1
-  assert (calls["pre"], calls["post"], calls["pre all"]) == (3 * times, 3 * times, 3)
-  assert calls["states"] == 30 * times  # of ten parameters after each of three steps
+    of_all = register_optimizer_step_pre_hook(lambda *_: calls.update(["pre all"]))
+    if when != "after":
+        register(optimizer)
+    model, optimizer = gm.prepare(model, optimizer)
+    if when != "before":
+        register(optimizer)
+    run(model, optimizer, range(3))
+    of_all.remove()
+    times = 2 if when == "both" else 1
+    assert (calls["pre"], calls["post"], calls["pre all"]) == (3 * times, 3 * times, 3)
+    assert calls["states"] == 30 * times  # of ten parameters after each of three steps
 
 
 def test_hooks_of_steps_change_what_a_step_does(session):
-  def steps(model, optimizer):
-    def pre(given, args, kwargs):
-      for group in given.param_groups:
-        group["lr"] *= 0.5
-        for param in group["params"]:
-          param.grad.clamp_(-1e-3, 1e-3)
+    def steps(model, optimizer):
+        def pre(given, args, kwargs):
+            for group in given.param_groups:
+                group["lr"] *= 0.5
+                for param in group["params"]:
+                    param.grad.clamp_(-1e-3, 1e-3)
 
-    optimizer.register_step_pre_hook(pre)
-    return run(model, optimizer)
+        optimizer.register_step_pre_hook(pre)
+        return run(model, optimizer)
 
-  for make in (sgd, GlobalNorm):
-    alike(session, mlp, steps, make)
-    gm.close()
+    for make in (sgd, GlobalNorm):
+        alike(session, mlp, steps, make)
+        gm.close()
 
 
 def test_hooks_of_state_dicts(session):
-  session()
-  model = mlp()
-  optimizer, seen = sgd(model.parameters()), []
-  optimizer.register_state_dict_post_hook(lambda optimizer, state: {**state, "more": 7})
-  optimizer.register_load_state_dict_pre_hook(lambda optimizer, state: seen.append(state.pop("more")))
-  optimizer.register_load_state_dict_post_hook(lambda optimizer: seen.append("loaded"))
-  model, optimizer = gm.prepare(model, optimizer)
-  run(model, optimizer, range(1))
-  state = optimizer.state_dict()
-  assert state["more"] == 7
-  optimizer.load_state_dict(state)
-  assert seen == [7, "loaded"] and state["more"] == 7
+    session()
+    model = mlp()
+    optimizer, seen = sgd(model.parameters()), []
+    optimizer.register_state_dict_post_hook(lambda optimizer, state: {**state, "more": 7})
+    optimizer.register_load_state_dict_pre_hook(lambda optimizer, state: seen.append(state.pop("more")))
+    optimizer.register_load_state_dict_post_hook(lambda optimizer: seen.append("loaded"))
+    model, optimizer = gm.prepare(model, optimizer)
+    run(model, optimizer, range(1))
+    state = optimizer.state_dict()
+    assert state["more"] == 7
+    optimizer.load_state_dict(state)
+    assert seen == [7, "loaded"] and state["more"] == 7
 
 
 def options(optimizer):
-  return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
 
 
 @pytest.mark.parametrize("kind", (sgd, torch.optim.AdamW, torch.optim.Adagrad, GlobalNorm))
 def test_groups_that_are_loaded_take_the_place_of_the_old_ones(session, kind):
-  """What a scheduler has added since is gone; what is too new for the saved ones has its default."""
-  outcomes = []
-  for managed_ in (False, True):
-    torch.manual_seed(0)
-    model = mlp(2)
-    optimizer = kind(model.parameters())
-    if managed_:
-      session()
-      model, optimizer = gm.prepare(model, optimizer)
-    state = optimizer.state_dict()
-    state["param_groups"][0].pop("maximize", None)  # of a torch that had none
-    state["param_groups"][0]["more"] = [1]
-    optimizer.param_groups[0]["param_names"] = ["a"]
-    before = optimizer.param_groups[0]
-    torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    assert "initial_lr" in before
-    optimizer.load_state_dict(state)
-    state["param_groups"][0]["more"].append(2)  # which is not the optimizer's
-    before["lr"] = 7.0  # nor is this any more
-    outcomes.append(options(optimizer))
-    run(model, optimizer, range(1))
-  assert outcomes[1] == outcomes[0] and "initial_lr" not in outcomes[0][0]
+    """What a scheduler has added since is gone; what is too new for the saved ones has its default."""
+    outcomes = []
+    for managed_ in (False, True):
+        torch.manual_seed(0)
+        model = mlp(2)
+        optimizer = kind(model.parameters())
+        if managed_:
+            session()
+            model, optimizer = gm.prepare(model, optimizer)
+        state = optimizer.state_dict()
+        state["param_groups"][0].pop("maximize", None)  # of a torch that had none
+        state["param_groups"][0]["more"] = [1]
+        optimizer.param_groups[0]["param_names"] = ["a"]
+        before = optimizer.param_groups[0]
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        assert "initial_lr" in before
+        optimizer.load_state_dict(state)
+        state["param_groups"][0]["more"].append(2)  # which is not the optimizer's
+        before["lr"] = 7.0  # nor is this any more
+        outcomes.append(options(optimizer))
+        run(model, optimizer, range(1))
+    assert outcomes[1] == outcomes[0] and "initial_lr" not in outcomes[0][0]
 
 
 def test_a_learning_rate_is_loaded_where_updates_are_in_the_backward_pass(session):
-  session()
-  model = mlp(2)
-  model, optimizer = gm.prepare(model, torch.optim.AdamW(model.parameters(), 0.0, weight_decay=0.0), step_in_backward=True)
-  state, before = optimizer.state_dict(), values(model)
-  state["param_groups"][0]["lr"] = 0.1
-  run(model, optimizer, range(1))
-  same_bits(values(model), before)
-  optimizer.load_state_dict(state)
-  run(model, optimizer, range(1))
-  assert all((value != before[name]).any() for name, value in values(model).items())
+    session()
+    model = mlp(2)
+    model, optimizer = gm.prepare(
+        model, torch.optim.AdamW(model.parameters(), 0.0, weight_decay=0.0), step_in_backward=True
+    )
+    state, before = optimizer.state_dict(), values(model)
+    state["param_groups"][0]["lr"] = 0.1
+    run(model, optimizer, range(1))
+    same_bits(values(model), before)
+    optimizer.load_state_dict(state)
+    run(model, optimizer, range(1))
+    assert all((value != before[name]).any() for name, value in values(model).items())
 
 
 @pytest.mark.parametrize("option", ("amsgrad", "maximize"))
 def test_options_that_the_library_has_not(session, option):
-  """They come too late: by hand, and with a state that is loaded."""
-  session()
-  model = mlp(2)
-  model, optimizer = gm.prepare(model, torch.optim.AdamW(model.parameters()))
-  state = optimizer.state_dict()
-  state["param_groups"][0][option] = True
-  with pytest.raises(gm.GeminiError, match=f"group 0 of the optimizer has {option}=True, .* when it was prepared"):
-    optimizer.load_state_dict(state)
-  assert not optimizer.param_groups[0][option]
-  before = values(model)
-  optimizer.param_groups[0][option] = True
-  with pytest.raises(gm.GeminiError, match=f"group 0 of the optimizer has {option}=True"):
+    """They come too late: by hand, and with a state that is loaded."""
+    session()
+    model = mlp(2)
+    model, optimizer = gm.prepare(model, torch.optim.AdamW(model.parameters()))
+    state = optimizer.state_dict()
+    state["param_groups"][0][option] = True
+    with pytest.raises(gm.GeminiError, match=f"group 0 of the optimizer has {option}=True, .* when it was prepared"):
+        optimizer.load_state_dict(state)
+    assert not optimizer.param_groups[0][option]
+    before = values(model)
+    optimizer.param_groups[0][option] = True
+    with pytest.raises(gm.GeminiError, match=f"group 0 of the optimizer has {option}=True"):
+        run(model, optimizer, range(1))
+    same_bits(values(model), before)
+    optimizer.param_groups[0][option] = False
     run(model, optimizer, range(1))
-  same_bits(values(model), before)
-  optimizer.param_groups[0][option] = False
-  run(model, optimizer, range(1))
 
 
 # ---- checkpoints
 class Halves(Own):
-  """A state of 16 bits, and one of another shape."""
+    """A state of 16 bits, and one of another shape."""
 
-  def update(self, param, grad, state, group):
-    if not state:
-      state["half"] = torch.zeros_like(param, dtype=torch.bfloat16)
-      state["row"] = torch.zeros(param.shape[-1])
-    state["half"].mul_(0.9).add_(grad)
-    state["row"].add_(grad.sum(tuple(range(grad.dim() - 1))))
-    param.sub_(state["half"] + state["row"], alpha=group["lr"])
+    def update(self, param, grad, state, group):
+        if not state:
+            state["half"] = torch.zeros_like(param, dtype=torch.bfloat16)
+            state["row"] = torch.zeros(param.shape[-1])
+        state["half"].mul_(0.9).add_(grad)
+        state["row"].add_(grad.sum(tuple(range(grad.dim() - 1))))
+        param.sub_(state["half"] + state["row"], alpha=group["lr"])
 
 
 class Averaging(Own):
-  """Has more to save than torch's state_dict() takes."""
-  rate = 1.0
+    """Has more to save than torch's state_dict() takes."""
 
-  def update(self, param, grad, state, group):
-    if not state:
-      state["average"] = torch.zeros_like(param)
-    state["average"].mul_(0.9).add_(grad)
-    param.sub_(state["average"], alpha=self.rate * group["lr"])
+    rate = 1.0
 
-  def begin(self, params):
-    self.rate *= 0.9
+    def update(self, param, grad, state, group):
+        if not state:
+            state["average"] = torch.zeros_like(param)
+        state["average"].mul_(0.9).add_(grad)
+        param.sub_(state["average"], alpha=self.rate * group["lr"])
 
-  def state_dict(self):
-    return {**super().state_dict(), "rate": self.rate}
+    def begin(self, params):
+        self.rate *= 0.9
 
-  def load_state_dict(self, state_dict):
-    state_dict = dict(state_dict)
-    self.rate = state_dict.pop("rate")
-    super().load_state_dict(state_dict)
+    def state_dict(self):
+        return {**super().state_dict(), "rate": self.rate}
+
+    def load_state_dict(self, state_dict):
+        state_dict = dict(state_dict)
+        self.rate = state_dict.pop("rate")
+        super().load_state_dict(state_dict)
 
 
 @pytest.mark.parametrize("make", (Lars, Lion, OneState, Averaging))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 def test_state_dicts_of_other_classes_resume_to_the_bit(session, make, dtype):
-  outcomes = []
-  for resumed in (False, True):
-    session("448KiB")
-    torch.manual_seed(0)
-    model, optimizer = gm.prepare(*(lambda model: (model, make(model.parameters())))(mlp().to(dtype)))
-    run(model, optimizer, range(3))
-    if resumed:
-      weights, state = {name: value.clone() for name, value in model.state_dict().items()}, optimizer.state_dict()
-      gm.close()
-      session("448KiB")
-      model, optimizer = gm.prepare(*(lambda model: (model, make(model.parameters())))(mlp().to(dtype)))
-      model.load_state_dict(weights)
-      optimizer.load_state_dict(state)
-      plain = mlp().to(dtype)
-      other = make(plain.parameters())
-      other.load_state_dict(state)  # torch's own takes it, too
-    losses = run(model, optimizer, range(3, 6))
-    outcomes.append((losses, values(model)))
-    gm.close()
-  same_bits(outcomes[1][0], outcomes[0][0])
-  same_bits(outcomes[1][1], outcomes[0][1])
+    outcomes = []
+    for resumed in (False, True):
+        session("448KiB")
+        torch.manual_seed(0)
+        model, optimizer = gm.prepare(*(lambda model: (model, make(model.parameters())))(mlp().to(dtype)))
+        run(model, optimizer, range(3))
+        if resumed:
+            weights, state = {name: value.clone() for name, value in model.state_dict().items()}, optimizer.state_dict()
+            gm.close()
+            session("448KiB")
+            model, optimizer = gm.prepare(*(lambda model: (model, make(model.parameters())))(mlp().to(dtype)))
+            model.load_state_dict(weights)
+            optimizer.load_state_dict(state)
+            plain = mlp().to(dtype)
+            other = make(plain.parameters())
+            other.load_state_dict(state)  # torch's own takes it, too
+        losses = run(model, optimizer, range(3, 6))
+        outcomes.append((losses, values(model)))
+        gm.close()
+    same_bits(outcomes[1][0], outcomes[0][0])
+    same_bits(outcomes[1][1], outcomes[0][1])
 
 
 @pytest.mark.parametrize("make", (Lars, Lion, OneState, Halves))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 def test_checkpoints_of_other_classes_resume_to_the_bit(session, tmp_path, make, dtype):
-  outcomes = []
-  for resumed in (False, True):
-    session("448KiB")
-    torch.manual_seed(0)
-    model, optimizer = gm.prepare(*(lambda model: (model, make(model.parameters())))(mlp().to(dtype)))
-    if resumed:
-      gm.load(tmp_path / "a", model, optimizer)
-    else:
-      run(model, optimizer, range(3))
-      gm.save(tmp_path / "a", model, optimizer)
-    losses = run(model, optimizer, range(3, 6))
-    outcomes.append((losses, values(model)))
-    gm.close()
-  same_bits(outcomes[1][0], outcomes[0][0])
-  same_bits(outcomes[1][1], outcomes[0][1])
+    outcomes = []
+    for resumed in (False, True):
+        session("448KiB")
+        torch.manual_seed(0)
+        model, optimizer = gm.prepare(*(lambda model: (model, make(model.parameters())))(mlp().to(dtype)))
+        if resumed:
+            gm.load(tmp_path / "a", model, optimizer)
+        else:
+            run(model, optimizer, range(3))
+            gm.save(tmp_path / "a", model, optimizer)
+        losses = run(model, optimizer, range(3, 6))
+        outcomes.append((losses, values(model)))
+        gm.close()
+    same_bits(outcomes[1][0], outcomes[0][0])
+    same_bits(outcomes[1][1], outcomes[0][1])
 
 
-@pytest.mark.parametrize("make, match", ((Averaging, r"Averaging has a state_dict\(\) of its own.*extra="),
-                                         (Lookahead, "Lookahead holds another optimizer, inside")))
+@pytest.mark.parametrize(
+    "make, match",
+    (
+        (Averaging, r"Averaging has a state_dict\(\) of its own.*extra="),
+        (Lookahead, "Lookahead holds another optimizer, inside"),
+    ),
+)
 def test_checkpoints_that_would_lack_states_are_refused(session, tmp_path, make, match):
-  session()
-  model, optimizer = gm.prepare(*(lambda model: (model, make(model.parameters())))(mlp()))
-  run(model, optimizer, range(2))
-  with pytest.raises(gm.GeminiError, match=match):
-    gm.save(tmp_path / "a", model, optimizer)
-  assert not (tmp_path / "a").exists()
-  gm.save(tmp_path / "a", model, extra={"optimizer": optimizer.state_dict()})
-  optimizer.load_state_dict(gm.load(tmp_path / "a", model)["optimizer"])
+    session()
+    model, optimizer = gm.prepare(*(lambda model: (model, make(model.parameters())))(mlp()))
+    run(model, optimizer, range(2))
+    with pytest.raises(gm.GeminiError, match=match):
+        gm.save(tmp_path / "a", model, optimizer)
+    assert not (tmp_path / "a").exists()
+    gm.save(tmp_path / "a", model, extra={"optimizer": optimizer.state_dict()})
+    optimizer.load_state_dict(gm.load(tmp_path / "a", model)["optimizer"])
 
 
 # ---- states as the user sees them
 def adam(params):
-  return torch.optim.AdamW(params, 1e-3)
+    return torch.optim.AdamW(params, 1e-3)
 
 
 def amsgrad(params):
-  return torch.optim.AdamW(params, 1e-3, amsgrad=True)
+    return torch.optim.AdamW(params, 1e-3, amsgrad=True)
 
 
 KINDS = {"momentum": sgd, "adamw": adam, "amsgrad": amsgrad, "lars": Lars}
 
 
 def states(optimizer, model):
-  """Copies of all states, by parameter and name."""
-  return {f"{name}.{key}": torch.as_tensor(value).clone() for name, param in model.named_parameters()
-          for key, value in optimizer.state[param].items()}
+    """Copies of all states, by parameter and name."""
+    return {
+        f"{name}.{key}": torch.as_tensor(value).clone()
+        for name, param in model.named_parameters()
+        for key, value in optimizer.state[param].items()
+    }
 
 
 def close(ours, theirs, exact):
-  assert ours.keys() == theirs.keys() and ours
-  for name, value in theirs.items():
-    assert ours[name].shape == value.shape and ours[name].dtype == value.dtype, name
-    assert torch.equal(ours[name], value) if exact else torch.allclose(ours[name], value, rtol=1e-5, atol=1e-7), name
+    assert ours.keys() == theirs.keys() and ours
+    for name, value in theirs.items():
+        assert ours[name].shape == value.shape and ours[name].dtype == value.dtype, name
+        assert torch.equal(ours[name], value) if exact else torch.allclose(ours[name], value, rtol=1e-5, atol=1e-7), (
+            name
+        )
 
 
 def zero(optimizer, model):
-  for state in optimizer.state.values():
-    for value in state.values():
-      if isinstance(value, torch.Tensor):
-        value.zero_()
+    for state in optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, torch.Tensor):
+                value.zero_()
 
 
 def clear(optimizer, model):
-  optimizer.state.clear()
-  assert len(optimizer.state) == 0 and list(optimizer.state) == []
+    optimizer.state.clear()
+    assert len(optimizer.state) == 0 and list(optimizer.state) == []
 
 
 def renew(optimizer, model):
-  optimizer.state = collections.defaultdict(dict)
+    optimizer.state = collections.defaultdict(dict)
 
 
 def clear_some(optimizer, model):
-  for param in list(model.parameters())[:3]:
-    assert param in optimizer.state
-    del optimizer.state[param]
-    assert param not in optimizer.state and optimizer.state.get(param) is None
+    for param in list(model.parameters())[:3]:
+        assert param in optimizer.state
+        del optimizer.state[param]
+        assert param not in optimizer.state and optimizer.state.get(param) is None
 
 
 def swap(optimizer, model):
-  """Of two parameters of the same shape."""
-  one, other = model[0][0].weight, model[1][0].weight
-  first, second = optimizer.state.pop(one), optimizer.state.pop(other)
-  optimizer.state[one], optimizer.state[other] = second, first
+    """Of two parameters of the same shape."""
+    one, other = model[0][0].weight, model[1][0].weight
+    first, second = optimizer.state.pop(one), optimizer.state.pop(other)
+    optimizer.state[one], optimizer.state[other] = second, first
 
 
 def assign(optimizer, model):
-  state = optimizer.state[model[2][0].bias]
-  for name in list(state):
-    if isinstance(state[name], torch.Tensor):
-      state[name] = torch.full_like(state[name], 2.0)
+    state = optimizer.state[model[2][0].bias]
+    for name in list(state):
+        if isinstance(state[name], torch.Tensor):
+            state[name] = torch.full_like(state[name], 2.0)
 
 
 def count(optimizer, model):
-  """As who goes on from a step whose number is known."""
-  for state in optimizer.state.values():
-    if "step" in state:
-      state["step"] += 10
+    """As who goes on from a step whose number is known."""
+    for state in optimizer.state.values():
+        if "step" in state:
+            state["step"] += 10
 
 
 def move(optimizer, model):
-  """As trainers do, to where the states are."""
-  for state in optimizer.state.values():
-    for name, value in state.items():
-      if isinstance(value, torch.Tensor):
-        state[name] = value.to("cpu")
+    """As trainers do, to where the states are."""
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor):
+                state[name] = value.to("cpu")
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 @pytest.mark.parametrize("change", (zero, clear, renew, clear_some, swap, assign, count, move))
 @pytest.mark.parametrize("kind", KINDS)
 def test_states_are_the_ones_that_steps_use(session, kind, change, dtype):
-  """What is written to them, set and cleared is what the next step begins with. torch's classes in a session update
-  fp32 copies of 16-bit parameters, so that these are compared with a model of fp32."""
-  outcomes = []
-  make = KINDS[kind]
-  own = dtype == torch.float32 or kind == "lars"
-  for managed_ in (False, True):
-    torch.manual_seed(0)
-    model = mlp(3).bfloat16().to(dtype if own or managed_ else torch.float32)
-    grads = [torch.randn(param.shape, generator=torch.Generator().manual_seed(7)).bfloat16()
-             for param in model.parameters()]
-    optimizer = make(model.parameters())
-    if managed_:
-      session("448KiB")
-      model, optimizer = gm.prepare(model, optimizer)
-    found = []
-    for step in range(4):
-      for param, grad in zip(model.parameters(), grads):
-        param.grad = (grad * (step + 1)).to(param.dtype)
-      if step == 2:
-        assert len(optimizer.state) == 6
-        change(optimizer, model)
+    """What is written to them, set and cleared is what the next step begins with. torch's classes in a session update
+    fp32 copies of 16-bit parameters, so that these are compared with a model of fp32."""
+    outcomes = []
+    make = KINDS[kind]
+    own = dtype == torch.float32 or kind == "lars"
+    for managed_ in (False, True):
+        torch.manual_seed(0)
+        model = mlp(3).bfloat16().to(dtype if own or managed_ else torch.float32)
+        grads = [
+            torch.randn(param.shape, generator=torch.Generator().manual_seed(7)).bfloat16()
+            for param in model.parameters()
+        ]
+        optimizer = make(model.parameters())
         if managed_:
-          off_the_device()
-      optimizer.step()
-      optimizer.zero_grad()
-      if step:
-        found.append(states(optimizer, model))
-    outcomes.append((found, values(model)))
-  for theirs, ours in zip(outcomes[0][0], outcomes[1][0]):
-    close(ours, theirs, own and kind != "adamw")
-  for name, value in outcomes[0][1].items():
-    assert torch.allclose(outcomes[1][1][name].float(), value.float(), rtol=0 if own and kind != "adamw" else 2**-7,
-                          atol=0 if own and kind != "adamw" else 1e-6), name
+            session("448KiB")
+            model, optimizer = gm.prepare(model, optimizer)
+        found = []
+        for step in range(4):
+            for param, grad in zip(model.parameters(), grads):
+                param.grad = (grad * (step + 1)).to(param.dtype)
+            if step == 2:
+                assert len(optimizer.state) == 6
+                change(optimizer, model)
+                if managed_:
+                    off_the_device()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step:
+                found.append(states(optimizer, model))
+        outcomes.append((found, values(model)))
+    for theirs, ours in zip(outcomes[0][0], outcomes[1][0]):
+        close(ours, theirs, own and kind != "adamw")
+    for name, value in outcomes[0][1].items():
+        assert torch.allclose(
+            outcomes[1][1][name].float(),
+            value.float(),
+            rtol=0 if own and kind != "adamw" else 2**-7,
+            atol=0 if own and kind != "adamw" else 1e-6,
+        ), name
 
 
 def test_states_are_empty_before_the_first_step(session):
-  session()
-  for make in KINDS.values():
-    model = mlp(2)
-    model, optimizer = gm.prepare(model, make(model.parameters()))
-    assert len(optimizer.state) == 0 and dict(optimizer.state.items()) == {}
-    assert dict(optimizer.state[model[0][0].weight]) == {}
-    with pytest.raises(KeyError):
-      optimizer.state[torch.zeros(3)]
+    session()
+    for make in KINDS.values():
+        model = mlp(2)
+        model, optimizer = gm.prepare(model, make(model.parameters()))
+        assert len(optimizer.state) == 0 and dict(optimizer.state.items()) == {}
+        assert dict(optimizer.state[model[0][0].weight]) == {}
+        with pytest.raises(KeyError):
+            optimizer.state[torch.zeros(3)]
 
 
 def test_states_that_cannot_be_are_refused(session):
-  """And change nothing."""
-  session()
-  model = mlp(2)
-  model, optimizer = gm.prepare(model, adam(model.parameters()))
-  weight = model[0][0].weight
-  with pytest.raises(gm.GeminiError, match="'step' is set in a state that has nothing: set step, exp_avg and"):
-    optimizer.state[weight]["step"] = torch.tensor(3.0)
-  run(model, optimizer, range(2))
-  before = states(optimizer, model)
-  state = optimizer.state[weight]
-  for wrong, match in (
-      (lambda: state.__setitem__("momentum", torch.zeros(3)), "0.0.weight: 'momentum' is set in a state that has step"),
-      (lambda: state.__setitem__("exp_avg", torch.zeros(3)), r"a tensor of \(3,\): want \(96, 96\)"),
-      (lambda: state.pop("step"), "a step needs step: clear all of the state"),
-      (lambda: optimizer.state.update({weight: {"exp_avg": torch.zeros(96, 96)}}), "want exp_avg, exp_avg_sq, step"),
-      (lambda: optimizer.state.update(all=3), "AdamW has states of its parameters only, and no 'all'")):
-    with pytest.raises(gm.GeminiError, match=match):
-      wrong()
-  close(states(optimizer, model), before, True)
-  run(model, optimizer, range(1))
+    """And change nothing."""
+    session()
+    model = mlp(2)
+    model, optimizer = gm.prepare(model, adam(model.parameters()))
+    weight = model[0][0].weight
+    with pytest.raises(gm.GeminiError, match="'step' is set in a state that has nothing: set step, exp_avg and"):
+        optimizer.state[weight]["step"] = torch.tensor(3.0)
+    run(model, optimizer, range(2))
+    before = states(optimizer, model)
+    state = optimizer.state[weight]
+    for wrong, match in (
+        (
+            lambda: state.__setitem__("momentum", torch.zeros(3)),
+            "0.0.weight: 'momentum' is set in a state that has step",
+        ),
+        (lambda: state.__setitem__("exp_avg", torch.zeros(3)), r"a tensor of \(3,\): want \(96, 96\)"),
+        (lambda: state.pop("step"), "a step needs step: clear all of the state"),
+        (lambda: optimizer.state.update({weight: {"exp_avg": torch.zeros(96, 96)}}), "want exp_avg, exp_avg_sq, step"),
+        (lambda: optimizer.state.update(all=3), "AdamW has states of its parameters only, and no 'all'"),
+    ):
+        with pytest.raises(gm.GeminiError, match=match):
+            wrong()
+    close(states(optimizer, model), before, True)
+    run(model, optimizer, range(1))
 
 
 def test_states_that_are_cleared_cost_nothing_and_are_saved_so(session, tmp_path):
-  session()
-  for make in (adam, sgd, Lars):
-    model = mlp(2)
-    model, optimizer = gm.prepare(model, make(model.parameters()))
-    run(model, optimizer, range(2))
-    optimizer.state.clear()
-    assert optimizer.state_dict()["state"] == {}
-    gm.save(tmp_path / "a", model, optimizer)
-    wanted = run(model, optimizer, range(2, 5)), values(model)
-    gm.load(tmp_path / "a", model, optimizer)
-    found = run(model, optimizer, range(2, 5)), values(model)
-    same_bits(found[0], wanted[0])
-    same_bits(found[1], wanted[1])
+    session()
+    for make in (adam, sgd, Lars):
+        model = mlp(2)
+        model, optimizer = gm.prepare(model, make(model.parameters()))
+        run(model, optimizer, range(2))
+        optimizer.state.clear()
+        assert optimizer.state_dict()["state"] == {}
+        gm.save(tmp_path / "a", model, optimizer)
+        wanted = run(model, optimizer, range(2, 5)), values(model)
+        gm.load(tmp_path / "a", model, optimizer)
+        found = run(model, optimizer, range(2, 5)), values(model)
+        same_bits(found[0], wanted[0])
+        same_bits(found[1], wanted[1])
 
 
 # ---- steps that are not those of a prepared optimizer
 def test_a_step_of_an_optimizer_that_was_not_prepared_is_refused(session):
-  """Of one that was made of a prepared model, and of the one that prepare() was given; others go on as ever."""
-  session("448KiB")
-  model = mlp()
-  given = sgd(model.parameters())
-  model, optimizer = gm.prepare(model, given)
-  own, before = nn.Parameter(torch.ones(3)), values(model)
-  for make in (sgd, adam, GlobalNorm, lambda params: sgd([{"params": [own]}, {"params": params}])):
-    other = make(list(model.parameters()))
-    loss_of(model, 0).backward()
-    for wrong in (other, given):
-      with pytest.raises(gm.GeminiError, match=r"this \w+ was not prepared, but parameter 0 of its group \d, 0.0.weight, "
-                         r"is in a session: make steps with the optimizer that libgemini.torch.prepare\(model, opt"):
-        wrong.step()
-    optimizer.zero_grad()
-  same_bits(values(model), before)
-  own.grad = torch.ones(3)
-  sgd([own]).step()
-  assert (own < 1).all()
-  run(model, optimizer, range(2))
-  gm.close()
-  plain = mlp()
-  run(plain, sgd(plain.parameters()), range(1))
+    """Of one that was made of a prepared model, and of the one that prepare() was given; others go on as ever."""
+    session("448KiB")
+    model = mlp()
+    given = sgd(model.parameters())
+    model, optimizer = gm.prepare(model, given)
+    own, before = nn.Parameter(torch.ones(3)), values(model)
+    for make in (sgd, adam, GlobalNorm, lambda params: sgd([{"params": [own]}, {"params": params}])):
+        other = make(list(model.parameters()))
+        loss_of(model, 0).backward()
+        for wrong in (other, given):
+            with pytest.raises(
+                gm.GeminiError,
+                match=r"this \w+ was not prepared, but parameter 0 of its group \d, 0.0.weight, "
+                r"is in a session: make steps with the optimizer that libgemini.torch.prepare\(model, opt",
+            ):
+                wrong.step()
+        optimizer.zero_grad()
+    same_bits(values(model), before)
+    own.grad = torch.ones(3)
+    sgd([own]).step()
+    assert (own < 1).all()
+    run(model, optimizer, range(2))
+    gm.close()
+    plain = mlp()
+    run(plain, sgd(plain.parameters()), range(1))
 
 
 def test_an_optimizer_around_a_prepared_one_makes_steps(session):
-  class Around(torch.optim.Optimizer):
-    def __init__(self, inside):
-      super().__init__(inside.param_groups, {})
-      self.inside, self.count = inside, 0
+    class Around(torch.optim.Optimizer):
+        def __init__(self, inside):
+            super().__init__(inside.param_groups, {})
+            self.inside, self.count = inside, 0
 
-    def step(self, closure=None):
-      self.count += 1
-      return self.inside.step(closure)
+        def step(self, closure=None):
+            self.count += 1
+            return self.inside.step(closure)
 
-  session()
-  model = mlp()
-  model, inside = gm.prepare(model, sgd(model.parameters()))
-  optimizer, before = Around(inside), values(model)
-  run(model, optimizer, range(2))
-  assert optimizer.count == 2
-  assert not any(torch.equal(value, before[name]) for name, value in values(model).items())
+    session()
+    model = mlp()
+    model, inside = gm.prepare(model, sgd(model.parameters()))
+    optimizer, before = Around(inside), values(model)
+    run(model, optimizer, range(2))
+    assert optimizer.count == 2
+    assert not any(torch.equal(value, before[name]) for name, value in values(model).items())
 
 
 class Sam(torch.optim.Optimizer):
-  """Foret et al., Sharpness-Aware Minimization, ICLR 2021: around another optimizer, with a closure that it calls
-  itself."""
+    """Foret et al., Sharpness-Aware Minimization, ICLR 2021: around another optimizer, with a closure that it calls
+    itself."""
 
-  def __init__(self, params, inside):
-    super().__init__(params, {"rho": 0.05})
-    self.inside = inside(self.param_groups)
-    self.param_groups = self.inside.param_groups
+    def __init__(self, params, inside):
+        super().__init__(params, {"rho": 0.05})
+        self.inside = inside(self.param_groups)
+        self.param_groups = self.inside.param_groups
 
-  @torch.no_grad()
-  def first_step(self, zero_grad=False):
-    grads = [param.grad for group in self.param_groups for param in group["params"] if param.grad is not None]
-    norm = torch.stack([grad.norm() for grad in grads]).norm()
-    for group in self.param_groups:
-      for param in group["params"]:
-        if param.grad is not None:
-          self.state[param]["old"] = param.data.clone()
-          param.add_(param.grad * (group["rho"] / (norm + 1e-12)))
-    if zero_grad:
-      self.zero_grad()
+    @torch.no_grad()
+    def first_step(self, zero_grad=False):
+        grads = [param.grad for group in self.param_groups for param in group["params"] if param.grad is not None]
+        norm = torch.stack([grad.norm() for grad in grads]).norm()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self.state[param]["old"] = param.data.clone()
+                    param.add_(param.grad * (group["rho"] / (norm + 1e-12)))
+        if zero_grad:
+            self.zero_grad()
 
-  @torch.no_grad()
-  def second_step(self):
-    for group in self.param_groups:
-      for param in group["params"]:
-        if param.grad is not None:
-          param.copy_(self.state[param]["old"])
-    self.inside.step()
+    @torch.no_grad()
+    def second_step(self):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.copy_(self.state[param]["old"])
+        self.inside.step()
 
-  @torch.no_grad()
-  def step(self, closure=None):
-    assert closure is not None, "it wants a closure"
-    closure = torch.enable_grad()(closure)
-    loss = closure()
-    self.first_step(True)
-    closure()
-    self.second_step()
-    return loss
+    @torch.no_grad()
+    def step(self, closure=None):
+        assert closure is not None, "it wants a closure"
+        closure = torch.enable_grad()(closure)
+        loss = closure()
+        self.first_step(True)
+        closure()
+        self.second_step()
+        return loss
 
 
 def sams(params):
-  return Sam(params, lambda groups: torch.optim.SGD(groups, 0.05, momentum=0.9))
+    return Sam(params, lambda groups: torch.optim.SGD(groups, 0.05, momentum=0.9))
 
 
 @pytest.mark.parametrize("closures", (False, True))
 def test_a_closure_arrives_at_a_step_that_calls_it(session, closures):
-  """It is called when and as often as the step wants; a step is one iteration with all of its passes."""
+    """It is called when and as often as the step wants; a step is one iteration with all of its passes."""
 
-  def steps(model, optimizer):
+    def steps(model, optimizer):
+        if closures:
+            return run(model, optimizer, closures=True)
+        losses = []
+        for step in range(5):
+            for half in (lambda: optimizer.first_step(zero_grad=True), optimizer.second_step):
+                loss = loss_of(model, step)
+                loss.backward()
+                losses.append(loss.detach().clone())
+                half()
+            optimizer.zero_grad()
+        return losses
+
+    model = alike(session, mlp, steps, sams, "448KiB")
+    stats = gm.stats()
     if closures:
-      return run(model, optimizer, closures=True)
-    losses = []
-    for step in range(5):
-      for half in (lambda: optimizer.first_step(zero_grad=True), optimizer.second_step):
-        loss = loss_of(model, step)
-        loss.backward()
-        losses.append(loss.detach().clone())
-        half()
-      optimizer.zero_grad()
-    return losses
-
-  model = alike(session, mlp, steps, sams, "448KiB")
-  stats = gm.stats()
-  if closures:
-    assert stats["iterations"] == 5 and stats["planned_iterations"] >= 3
-  arena = gm.session().arenas["state", torch.float32, 0]
-  size = gm.session().manager.arena_info(arena).size_bytes
-  assert size < 3.5 * sum(param.nbytes for param in model.parameters())  # old and momentum, and what is being made
+        assert stats["iterations"] == 5 and stats["planned_iterations"] >= 3
+    arena = gm.session().arenas.handles["state", torch.float32, 0]
+    size = gm.session().manager.arena_info(arena).size_bytes
+    assert size < 3.5 * sum(param.nbytes for param in model.parameters())  # old and momentum, and what is being made
 
 
 def test_a_closure_of_torchs_own_classes_is_called_once(session):
-  for make in (sgd, adam):
-    session("512KiB")
-    model = mlp()
-    model, optimizer = gm.prepare(model, make(model.parameters()))
-    loss = loss_of(model, 0)
-    assert len(run(model, optimizer, range(3), closures=True)) == 3
-    before = values(model)
+    for make in (sgd, adam):
+        session("512KiB")
+        model = mlp()
+        model, optimizer = gm.prepare(model, make(model.parameters()))
+        loss = loss_of(model, 0)
+        assert len(run(model, optimizer, range(3), closures=True)) == 3
+        before = values(model)
 
-    def closure():
-      optimizer.zero_grad()
-      loss = loss_of(model, 0)
-      loss.backward()
-      return loss
+        def closure(model=model, optimizer=optimizer):
+            optimizer.zero_grad()
+            loss = loss_of(model, 0)
+            loss.backward()
+            return loss
 
-    assert optimizer.step(closure) != loss
-    assert not any(torch.equal(value, before[name]) for name, value in values(model).items())
-    gm.close()
+        assert optimizer.step(closure) != loss
+        assert not any(torch.equal(value, before[name]) for name, value in values(model).items())
+        gm.close()
 
 
 @pytest.mark.parametrize("backend", ("eager", "aot_eager"))
 @pytest.mark.parametrize("make", (sgd, adam, GlobalNorm))
 @pytest.mark.parametrize("how", ("step", "around", "before", "given"))
 def test_a_compiled_step_is_the_step(session, how, make, backend):
-  """torch.compile() of the prepared optimizer's step, of a function that calls it, of the step of the one that
-  prepare() is given: nothing of it is traced, and it is right."""
-  torch._dynamo.reset()
-  outcomes = []
-  for compiled in (False, True):
-    session("512KiB")
-    torch.manual_seed(0)
-    model = mlp()
-    given = make(model.parameters())
-    if compiled and how == "before":
-      given.step = torch.compile(given.step, backend=backend)
-    model, optimizer = gm.prepare(model, given)
-    step = optimizer.step
-    if compiled and how == "step":
-      step = torch.compile(optimizer.step, backend=backend)
-    if compiled and how == "around":
-      step = torch.compile(lambda: optimizer.step(), backend=backend)
-    if compiled and how == "given":
-      refused = torch.compile(given.step, backend=backend)
-    losses = []
-    for number in range(3):
-      loss = loss_of(model, number)
-      loss.backward()
-      if compiled and how == "given":
-        with pytest.raises(gm.GeminiError, match=f"{type(given).__name__} was not prepared"):
-          refused()
-      off_the_device()
-      step()
-      optimizer.zero_grad()
-      losses.append(loss.detach().clone())
-    outcomes.append((losses, values(model)))
-    gm.close()
-  same_bits(outcomes[1][0], outcomes[0][0])
-  same_bits(outcomes[1][1], outcomes[0][1])
-  assert len(set(map(float, losses))) == 3
+    """torch.compile() of the prepared optimizer's step, of a function that calls it, of the step of the one that
+    prepare() is given: nothing of it is traced, and it is right."""
+    torch._dynamo.reset()
+    outcomes = []
+    for compiled in (False, True):
+        session("512KiB")
+        torch.manual_seed(0)
+        model = mlp()
+        given = make(model.parameters())
+        if compiled and how == "before":
+            given.step = torch.compile(given.step, backend=backend)
+        model, optimizer = gm.prepare(model, given)
+        step = optimizer.step
+        if compiled and how == "step":
+            step = torch.compile(optimizer.step, backend=backend)
+        if compiled and how == "around":
+            step = torch.compile(lambda optimizer=optimizer: optimizer.step(), backend=backend)
+        if compiled and how == "given":
+            refused = torch.compile(given.step, backend=backend)
+        losses = []
+        for number in range(3):
+            loss = loss_of(model, number)
+            loss.backward()
+            if compiled and how == "given":
+                with pytest.raises(gm.GeminiError, match=f"{type(given).__name__} was not prepared"):
+                    refused()
+            off_the_device()
+            step()
+            optimizer.zero_grad()
+            losses.append(loss.detach().clone())
+        outcomes.append((losses, values(model)))
+        gm.close()
+    same_bits(outcomes[1][0], outcomes[0][0])
+    same_bits(outcomes[1][1], outcomes[0][1])
+    assert len(set(map(float, losses))) == 3

@@ -2,6 +2,7 @@
 
 SPDX-License-Identifier: Apache-2.0
 """
+
 import contextlib
 import ctypes
 import dataclasses
@@ -21,420 +22,437 @@ STEPS = 4
 
 
 class Block(nn.Module):
-  def __init__(self, width):
-    super().__init__()
-    self.up, self.down, self.norm = nn.Linear(width, 2 * width), nn.Linear(2 * width, width), nn.LayerNorm(width)
+    def __init__(self, width):
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(width, 2 * width), nn.Linear(2 * width, width), nn.LayerNorm(width)
 
-  def forward(self, x):
-    return x + self.down(functional.gelu(self.up(self.norm(x))))
+    def forward(self, x):
+        return x + self.down(functional.gelu(self.up(self.norm(x))))
 
 
 class Net(nn.Module):
-  def __init__(self, reentrant=None, block=Block, width=WIDTH):
-    super().__init__()
-    self.embed, self.out = nn.Embedding(VOCAB, width), nn.Linear(width, VOCAB)
-    self.blocks = nn.ModuleList(block(width) for _ in range(BLOCKS))
-    self.reentrant = reentrant  # None: no checkpointing
+    def __init__(self, reentrant=None, block=Block, width=WIDTH):
+        super().__init__()
+        self.embed, self.out = nn.Embedding(VOCAB, width), nn.Linear(width, VOCAB)
+        self.blocks = nn.ModuleList(block(width) for _ in range(BLOCKS))
+        self.reentrant = reentrant  # None: no checkpointing
 
-  def forward(self, ids):
-    x = self.embed(ids)
-    for block in self.blocks:
-      x = block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant)
-    return self.out(x)
+    def forward(self, ids):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.out(x)
 
 
 @pytest.fixture(autouse=True)
 def closed():
-  torch._dynamo.reset()
-  dynamo_utils.counters.clear()
-  yield
-  gm.close()
+    torch._dynamo.reset()
+    dynamo_utils.counters.clear()
+    yield
+    gm.close()
 
 
 def start(model, share=0.4):
-  """A session whose device holds a share of a model's data, under SGD with momentum: 12 bytes an element."""
-  size = sum(param.numel() for param in model.parameters()) * 12
-  gm.init(device="cpu", strict=True, window="64KiB", host_memory="64MiB", device_memory=int(size * share))
+    """A session whose device holds a share of a model's data, under SGD with momentum: 12 bytes an element."""
+    size = sum(param.numel() for param in model.parameters()) * 12
+    gm.init(device="cpu", strict=True, window="64KiB", host_memory="64MiB", device_memory=int(size * share))
 
 
 def loss_of(model, step):
-  ids = torch.randint(0, VOCAB, (4, 8), generator=torch.Generator().manual_seed(step))
-  return functional.cross_entropy(model(ids).view(-1, VOCAB), ids.view(-1))
+    ids = torch.randint(0, VOCAB, (4, 8), generator=torch.Generator().manual_seed(step))
+    return functional.cross_entropy(model(ids).view(-1, VOCAB), ids.view(-1))
 
 
 def losses(model, optimizer, between=lambda step: None):
-  out = []
-  for step in range(STEPS):
-    loss = loss_of(model, step)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    out.append(loss.item())
-    between(step)
-    with torch.no_grad():
-      out.append(loss_of(model, 100 + step).item())
-  return out
+    out = []
+    for step in range(STEPS):
+        loss = loss_of(model, step)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        out.append(loss.item())
+        between(step)
+        with torch.no_grad():
+            out.append(loss_of(model, 100 + step).item())
+    return out
 
 
 def sgd(model):
-  return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
 def both(make, prepared=lambda model: None, share=0.4, between=lambda step: None):
-  """The losses without and with libgemini, for a model that make() makes."""
-  torch.manual_seed(0)
-  model = make()
-  plain = losses(model, sgd(model))
-  torch._dynamo.reset()
-  torch.manual_seed(0)
-  model = make()
-  start(model, share)
-  model, optimizer = gm.prepare(model, sgd(model))
-  prepared(model)
-  ours = losses(model, optimizer, between)
-  assert all(isinstance(param, nn.Parameter) and type(param) is not nn.Parameter for param in model.parameters())
-  return plain, ours
+    """The losses without and with libgemini, for a model that make() makes."""
+    torch.manual_seed(0)
+    model = make()
+    plain = losses(model, sgd(model))
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = make()
+    start(model, share)
+    model, optimizer = gm.prepare(model, sgd(model))
+    prepared(model)
+    ours = losses(model, optimizer, between)
+    assert all(isinstance(param, nn.Parameter) and type(param) is not nn.Parameter for param in model.parameters())
+    return plain, ours
 
 
 def compiled(how, backend, reentrant=None):
-  model = Net(reentrant)
-  for i, block in enumerate(model.blocks):
-    if how == "wrapped":
-      model.blocks[i] = torch.compile(block, backend=backend, fullgraph=True)
-    else:
-      block.compile(backend=backend, fullgraph=True)
-  return model
+    model = Net(reentrant)
+    for i, block in enumerate(model.blocks):
+        if how == "wrapped":
+            model.blocks[i] = torch.compile(block, backend=backend, fullgraph=True)
+        else:
+            block.compile(backend=backend, fullgraph=True)
+    return model
 
 
-@pytest.mark.parametrize("how, backend, reentrant", [
-    ("wrapped", "aot_eager", None), ("in place", "aot_eager", None), ("wrapped", "eager", None),
-    ("wrapped", "aot_eager", False), ("in place", "aot_eager", False), ("in place", "eager", True)])
+@pytest.mark.parametrize(
+    "how, backend, reentrant",
+    [
+        ("wrapped", "aot_eager", None),
+        ("in place", "aot_eager", None),
+        ("wrapped", "eager", None),
+        ("wrapped", "aot_eager", False),
+        ("in place", "aot_eager", False),
+        ("in place", "eager", True),
+    ],
+)
 def test_compiled_blocks_train_alike_and_compile_once(how, backend, reentrant):
-  graphs = []
+    graphs = []
 
-  def count(step):
-    graphs.append(dynamo_utils.counters["stats"]["unique_graphs"])
+    def count(step):
+        graphs.append(dynamo_utils.counters["stats"]["unique_graphs"])
 
-  plain, ours = both(lambda: compiled(how, backend, reentrant), between=count)
-  assert ours == plain
-  assert not dynamo_utils.counters["graph_break"]
-  assert graphs[1:] == [graphs[1]] * (STEPS - 1), "parameters that come and go are no reason to compile again"
-  stats = gm.stats()
-  assert stats["peak_bytes"]["device"] <= stats["budget_bytes"]["device"] < stats["model_bytes"]
-  assert stats["planned_iterations"] > 0
+    plain, ours = both(lambda: compiled(how, backend, reentrant), between=count)
+    assert ours == plain
+    assert not dynamo_utils.counters["graph_break"]
+    assert graphs[1:] == [graphs[1]] * (STEPS - 1), "parameters that come and go are no reason to compile again"
+    stats = gm.stats()
+    assert stats["peak_bytes"]["device"] <= stats["budget_bytes"]["device"] < stats["model_bytes"]
+    assert stats["planned_iterations"] > 0
 
 
 def test_compiled_by_inductor_trains_alike():
-  plain, ours = both(lambda: compiled("in place", "inductor"))
-  assert ours == plain
+    plain, ours = both(lambda: compiled("in place", "inductor"))
+    assert ours == plain
 
 
 @pytest.mark.parametrize("in_place", [False, True])
 def test_whole_model_is_a_unit_within_its_iteration(in_place):
-  def make():
-    model = Net()
-    if in_place:
-      model.compile(backend="aot_eager")
-      return model
-    return torch.compile(model, backend="aot_eager")
+    def make():
+        model = Net()
+        if in_place:
+            model.compile(backend="aot_eager")
+            return model
+        return torch.compile(model, backend="aot_eager")
 
-  plain, ours = both(make, share=1.0)
-  assert ours == plain
-  assert gm.stats()["iterations"] == 2 * STEPS
-  assert not dynamo_utils.counters["graph_break"]
+    plain, ours = both(make, share=1.0)
+    assert ours == plain
+    assert gm.stats()["iterations"] == 2 * STEPS
+    assert not dynamo_utils.counters["graph_break"]
 
 
 def test_unit_larger_than_the_device_is_refused_by_name():
-  model = Net()
-  model.blocks[1].compile(backend="eager")
-  start(model, 0.06)
-  size = sum(param.numel() for param in model.blocks[1].parameters()) * 4
-  with pytest.raises(gm.GeminiError, match=rf"blocks\.1 is compiled.* {size} bytes.*device may hold"):
-    gm.prepare(model)
+    model = Net()
+    model.blocks[1].compile(backend="eager")
+    start(model, 0.06)
+    size = sum(param.numel() for param in model.blocks[1].parameters()) * 4
+    with pytest.raises(gm.GeminiError, match=rf"blocks\.1 is compiled.* {size} bytes.*device may hold"):
+        gm.prepare(model)
 
 
 def test_compiling_after_prepare_is_refused():
-  model = Net()
-  start(model)
-  gm.prepare(model)
-  with pytest.raises(gm.GeminiError, match="came after"):
-    loss_of(torch.compile(model, backend="eager"), 0)
+    model = Net()
+    start(model)
+    gm.prepare(model)
+    with pytest.raises(gm.GeminiError, match="came after"):
+        loss_of(torch.compile(model, backend="eager"), 0)
 
 
 def test_compiling_in_place_after_prepare_is_refused():
-  model = Net()
-  start(model)
-  model, optimizer = gm.prepare(model, sgd(model))
-  model.compile(backend="eager")
-  with pytest.raises(gm.GeminiError, match="before prepare"):
-    loss_of(model, 0).backward()
-  with pytest.raises(gm.GeminiError, match="before prepare"):
-    optimizer.step()
+    model = Net()
+    start(model)
+    model, optimizer = gm.prepare(model, sgd(model))
+    model.compile(backend="eager")
+    with pytest.raises(gm.GeminiError, match="before prepare"):
+        loss_of(model, 0).backward()
+    with pytest.raises(gm.GeminiError, match="before prepare"):
+        optimizer.step()
 
 
 def calls_of(name):
-  """Records each call of a function of the library, for as long as the context lasts."""
-  session, seen = gm.session(), []
-  inner = getattr(session.lib, name)
+    """Records each call of a function of the library, for as long as the context lasts."""
+    session, seen = gm.session(), []
+    inner = getattr(session.lib, name)
 
-  @contextlib.contextmanager
-  def watch():
-    setattr(session.lib, name, lambda *args: (seen.append(args), inner(*args))[1])
-    try:
-      yield seen
-    finally:
-      setattr(session.lib, name, inner)
+    @contextlib.contextmanager
+    def watch():
+        setattr(session.lib, name, lambda *args: (seen.append(args), inner(*args))[1])
+        try:
+            yield seen
+        finally:
+            setattr(session.lib, name, inner)
 
-  return watch()
+    return watch()
 
 
 def test_unit_is_one_operator():
-  model = Net()
-  start(model)
-  gm.prepare(model, sgd(model))
-  assert gm.unit(model.blocks[0]) is model.blocks[0]
-  x = torch.randn(2, WIDTH, requires_grad=True)
-  with calls_of("acquire") as seen:
-    model.blocks[1](x)
-    assert len(seen) == 3  # norm, up, down
-    seen.clear()
-    y = model.blocks[0](x)
-    assert [args[2] for args in seen] == [6]  # all of its parameters at once
-    seen.clear()
-    y.sum().backward()
-    assert len(seen) == 1 + 6  # the same again, and each gradient that is stored
+    model = Net()
+    start(model)
+    gm.prepare(model, sgd(model))
+    assert gm.unit(model.blocks[0]) is model.blocks[0]
+    x = torch.randn(2, WIDTH, requires_grad=True)
+    with calls_of("acquire") as seen:
+        model.blocks[1](x)
+        assert len(seen) == 3  # norm, up, down
+        seen.clear()
+        y = model.blocks[0](x)
+        assert [args[2] for args in seen] == [6]  # all of its parameters at once
+        seen.clear()
+        y.sum().backward()
+        assert len(seen) == 1 + 6  # the same again, and each gradient that is stored
 
 
 @pytest.mark.parametrize("reentrant", [None, False, True])
 def test_units_that_are_not_compiled_train_alike(reentrant):
-  plain, ours = both(lambda: Net(reentrant), lambda model: [gm.unit(block) for block in model.blocks])
-  assert ours == plain
+    plain, ours = both(lambda: Net(reentrant), lambda model: [gm.unit(block) for block in model.blocks])
+    assert ours == plain
 
 
 def test_activations_of_compiled_blocks_are_offloaded():
-  torch.manual_seed(0)
-  model = compiled("in place", "aot_eager")
-  plain = losses(model, sgd(model))
-  torch.manual_seed(0)
-  model = compiled("in place", "aot_eager")
-  start(model, 0.6)
-  model, optimizer = gm.prepare(model, sgd(model))
-  ours = []
-  for step in range(STEPS):
-    with gm.offload_activations(1024):
-      loss = loss_of(model, step)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    ours.append(loss.item())
-  assert ours == plain[::2]  # every other one is of an evaluation
-  line, = re.findall(r"^ *activations +(.*)$", gm.report(), re.MULTILINE)
-  assert float(line.split()[0]) > 0
+    torch.manual_seed(0)
+    model = compiled("in place", "aot_eager")
+    plain = losses(model, sgd(model))
+    torch.manual_seed(0)
+    model = compiled("in place", "aot_eager")
+    start(model, 0.6)
+    model, optimizer = gm.prepare(model, sgd(model))
+    ours = []
+    for step in range(STEPS):
+        with gm.offload_activations(1024):
+            loss = loss_of(model, step)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ours.append(loss.item())
+    assert ours == plain[::2]  # every other one is of an evaluation
+    (line,) = re.findall(r"^ *activations +(.*)$", gm.report(), re.MULTILINE)
+    assert float(line.split()[0]) > 0
 
 
 def test_units_are_updated_in_the_backward_pass():
-  ended = []
-  for units in (False, True):
-    torch.manual_seed(0)
-    model = Net().to(torch.bfloat16)
-    if units:
-      for block in model.blocks:
-        block.compile(backend="aot_eager")
-    start(model)
-    model, optimizer = gm.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3), step_in_backward=True)
-    ended.append((losses(model, optimizer), [param.detach().clone() for param in model.parameters()]))
-    gm.close()
-  assert ended[0][0] == ended[1][0]
-  assert all(torch.equal(one, other) for one, other in zip(ended[0][1], ended[1][1]))
+    ended = []
+    for units in (False, True):
+        torch.manual_seed(0)
+        model = Net().to(torch.bfloat16)
+        if units:
+            for block in model.blocks:
+                block.compile(backend="aot_eager")
+        start(model)
+        model, optimizer = gm.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3), step_in_backward=True)
+        ended.append((losses(model, optimizer), [param.detach().clone() for param in model.parameters()]))
+        gm.close()
+    assert ended[0][0] == ended[1][0]
+    assert all(torch.equal(one, other) for one, other in zip(ended[0][1], ended[1][1]))
 
 
 class ByPointer(torch.autograd.Function):
-  """As a kernel of an extension does it: reads its weight where its pointer says, and torch does not know."""
+    """As a kernel of an extension does it: reads its weight where its pointer says, and torch does not know."""
 
-  @staticmethod
-  def forward(ctx, x, weight):
-    ctx.save_for_backward(weight)
-    return x * ByPointer.read(weight)
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(weight)
+        return x * ByPointer.read(weight)
 
-  @staticmethod
-  def backward(ctx, grad):
-    return grad * ByPointer.read(*ctx.saved_tensors), None
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ByPointer.read(*ctx.saved_tensors), None
 
-  @staticmethod
-  def read(weight):
-    return torch.frombuffer((ctypes.c_float * weight.numel()).from_address(weight.data_ptr()), dtype=torch.float32)
+    @staticmethod
+    def read(weight):
+        return torch.frombuffer((ctypes.c_float * weight.numel()).from_address(weight.data_ptr()), dtype=torch.float32)
 
 
 class PointerNet(Net):
-  def __init__(self):
-    super().__init__()
-    self.scales = nn.ModuleList(Scale() for _ in range(BLOCKS))
+    def __init__(self):
+        super().__init__()
+        self.scales = nn.ModuleList(Scale() for _ in range(BLOCKS))
 
-  def forward(self, ids):
-    x = self.embed(ids)
-    for scale, block in zip(self.scales, self.blocks):
-      x = block(scale(x))
-    return self.out(x)
+    def forward(self, ids):
+        x = self.embed(ids)
+        for scale, block in zip(self.scales, self.blocks):
+            x = block(scale(x))
+        return self.out(x)
 
 
 class Scale(nn.Module):
-  def __init__(self):
-    super().__init__()
-    self.weight = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
 
-  def forward(self, x):
-    return ByPointer.apply(x, self.weight)
+    def forward(self, x):
+        return ByPointer.apply(x, self.weight)
 
 
 def test_units_are_there_for_kernels_that_read_by_pointer():
-  plain, ours = both(PointerNet, lambda model: [gm.unit(scale) for scale in model.scales])
-  assert ours == plain
+    plain, ours = both(PointerNet, lambda model: [gm.unit(scale) for scale in model.scales])
+    assert ours == plain
 
 
 @dataclasses.dataclass
 class Result:
-  hidden: torch.Tensor
-  same: torch.Tensor
+    hidden: torch.Tensor
+    same: torch.Tensor
 
 
 class Passing(Block):
-  """Gives back its argument, too, whose node is not its own; and what it computes in a dataclass, or a dict."""
-  def forward(self, x):
-    return {"a": [Result(super().forward(x), x)]}
+    """Gives back its argument, too, whose node is not its own; and what it computes in a dataclass, or a dict."""
+
+    def forward(self, x):
+        return {"a": [Result(super().forward(x), x)]}
 
 
 class PassingNet(Net):
-  def __init__(self):
-    super().__init__(block=Passing)
+    def __init__(self):
+        super().__init__(block=Passing)
 
-  def forward(self, ids):
-    x = self.embed(ids)
-    for block in self.blocks:
-      result = block(x)["a"][0]
-      x = result.hidden + result.same
-    return self.out(x)
+    def forward(self, ids):
+        x = self.embed(ids)
+        for block in self.blocks:
+            result = block(x)["a"][0]
+            x = result.hidden + result.same
+        return self.out(x)
 
 
 def test_outputs_in_containers_have_their_bytes_in_the_backward_pass():
-  plain, ours = both(PassingNet, lambda model: [gm.unit(block) for block in model.blocks])
-  assert ours == plain
+    plain, ours = both(PassingNet, lambda model: [gm.unit(block) for block in model.blocks])
+    assert ours == plain
 
 
 def test_arguments_that_a_unit_passes_on_do_not_bring_its_bytes(monkeypatch):
-  model = PassingNet()
-  start(model)
-  gm.prepare(model)
-  gm.unit(model.blocks[0])
-  hidden = model.blocks[1].up(torch.randn(2, WIDTH))  # its backward needs its own weight, to which nothing comes after
-  result = model.blocks[0](functional.linear(hidden, model.blocks[1].down.weight))["a"][0]
-  reached = []
-  monkeypatch.setattr(gm.session(), "backward_op", lambda use: reached.append(use.backward_name.decode()))
-  (result.same + result.hidden.detach()).sum().backward()
-  assert reached == ["blocks.1.down.weight:linear.backward", "blocks.1.up.weight:linear.backward"]
+    model = PassingNet()
+    start(model)
+    gm.prepare(model)
+    gm.unit(model.blocks[0])
+    hidden = model.blocks[1].up(
+        torch.randn(2, WIDTH)
+    )  # its backward needs its own weight, to which nothing comes after
+    result = model.blocks[0](functional.linear(hidden, model.blocks[1].down.weight))["a"][0]
+    reached = []
+    monkeypatch.setattr(gm.session().backward, "operator", lambda use: reached.append(use.backward_name.decode()))
+    (result.same + result.hidden.detach()).sum().backward()
+    assert reached == ["blocks.1.down.weight:linear.backward", "blocks.1.up.weight:linear.backward"]
 
 
 def test_a_unit_that_runs_again_while_the_backward_pass_holds_it_stays_plain():
-  model = Net()
-  start(model)
-  gm.prepare(model)
-  block = gm.unit(model.blocks[0])
-  x = torch.randn(2, WIDTH, requires_grad=True)
-  seen = []
-  x.register_hook(lambda grad: seen.append({type(param) for param in block.parameters()}))
-  checkpoint(block, x, use_reentrant=False).sum().backward()
-  assert seen == [{nn.Parameter}]
+    model = Net()
+    start(model)
+    gm.prepare(model)
+    block = gm.unit(model.blocks[0])
+    x = torch.randn(2, WIDTH, requires_grad=True)
+    seen = []
+    x.register_hook(lambda grad: seen.append({type(param) for param in block.parameters()}))
+    checkpoint(block, x, use_reentrant=False).sum().backward()
+    assert seen == [{nn.Parameter}]
 
 
 def test_a_call_that_fails_leaves_nothing_behind():
-  model = Net()
-  start(model)
-  gm.prepare(model)
-  gm.unit(model.blocks[0])
-  with pytest.raises(RuntimeError):
-    model.blocks[0](torch.zeros(2, WIDTH + 1))
-  assert all(type(param) is not nn.Parameter for param in model.parameters())
-  gm.close()  # refuses while anything is acquired
+    model = Net()
+    start(model)
+    gm.prepare(model)
+    gm.unit(model.blocks[0])
+    with pytest.raises(RuntimeError):
+        model.blocks[0](torch.zeros(2, WIDTH + 1))
+    assert all(type(param) is not nn.Parameter for param in model.parameters())
+    gm.close()  # refuses while anything is acquired
 
 
 def test_units_are_not_nested_and_are_of_the_model():
-  model = Net()
-  start(model)
-  with pytest.raises(gm.GeminiError, match="prepare"):
+    model = Net()
+    start(model)
+    with pytest.raises(gm.GeminiError, match="prepare"):
+        gm.unit(model.blocks[0])
+    gm.prepare(model)
     gm.unit(model.blocks[0])
-  gm.prepare(model)
-  gm.unit(model.blocks[0])
-  gm.unit(model.blocks[0])  # twice is once
-  for module in (model.blocks, model.blocks[0].up):
-    with pytest.raises(gm.GeminiError, match="cannot both be units"):
-      gm.unit(module)
-  with pytest.raises(gm.GeminiError, match="no module in the models that were prepared"):
-    gm.unit(nn.Linear(2, 2))
+    gm.unit(model.blocks[0])  # twice is once
+    for module in (model.blocks, model.blocks[0].up):
+        with pytest.raises(gm.GeminiError, match="cannot both be units"):
+            gm.unit(module)
+    with pytest.raises(gm.GeminiError, match="no module in the models that were prepared"):
+        gm.unit(nn.Linear(2, 2))
 
 
 def test_compiled_modules_within_a_compiled_one_are_part_of_it():
-  model = Net()
-  model.blocks[0].up.compile(backend="eager")
-  model.blocks[0] = torch.compile(model.blocks[0], backend="eager")
-  start(model)
-  gm.prepare(model)
-  with calls_of("acquire") as seen:
-    model.blocks[0](torch.randn(2, WIDTH))
-  assert [args[2] for args in seen] == [6]
+    model = Net()
+    model.blocks[0].up.compile(backend="eager")
+    model.blocks[0] = torch.compile(model.blocks[0], backend="eager")
+    start(model)
+    gm.prepare(model)
+    with calls_of("acquire") as seen:
+        model.blocks[0](torch.randn(2, WIDTH))
+    assert [args[2] for args in seen] == [6]
 
 
 def test_resident_units_are_plain_and_nothing_is_asked_of_the_library():
-  model = Net()
-  start(model)
-  gm.prepare(model)
-  block = gm.unit(model.blocks[0])
-  x = torch.randn(2, WIDTH, requires_grad=True)
-  expected = torch.autograd.grad(block(x).sum(), x)[0]
-  gm.session().settle()
-  with gm.resident(block):
-    assert all(type(param) is nn.Parameter for param in block.parameters())
-    with calls_of("acquire") as acquires, calls_of("release") as releases, calls_of("op_begin") as ops:
-      got = torch.autograd.grad(block(x).sum(), (x, *block.parameters()))
-      assert not acquires and not releases and not ops
-  assert torch.equal(got[0], expected)
-  assert all(type(param) is not nn.Parameter for param in block.parameters())
+    model = Net()
+    start(model)
+    gm.prepare(model)
+    block = gm.unit(model.blocks[0])
+    x = torch.randn(2, WIDTH, requires_grad=True)
+    expected = torch.autograd.grad(block(x).sum(), x)[0]
+    gm.session().backward.settle()
+    with gm.resident(block):
+        assert all(type(param) is nn.Parameter for param in block.parameters())
+        with calls_of("acquire") as acquires, calls_of("release") as releases, calls_of("op_begin") as ops:
+            got = torch.autograd.grad(block(x).sum(), (x, *block.parameters()))
+            assert not acquires and not releases and not ops
+    assert torch.equal(got[0], expected)
+    assert all(type(param) is not nn.Parameter for param in block.parameters())
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
 @pytest.mark.parametrize("how, allocator", [("graphed", "torch"), ("graphed", "pool"), ("reduce-overhead", "torch")])
 def test_cuda_graphs_of_blocks_train_alike(how, allocator):
-  device, width = torch.device("cuda", torch.cuda.current_device()), 512
+    device, width = torch.device("cuda", torch.cuda.current_device()), 512
 
-  def run(use):
-    torch.manual_seed(0)
-    torch._dynamo.reset()
-    model = Net(width=width).to(device)
-    size = sum(param.numel() for param in model.parameters()) * 12  # 50 MB
-    if how == "reduce-overhead":
-      for block in model.blocks:
-        block.compile(mode=how)
-    optimizer = sgd(model)
-    if use:
-      room = 0 if allocator == "torch" else 128 << 20  # for what torch allocates, cuBLAS' workspace for one
-      gm.init(device=device, strict=True, window="2MiB", host_memory="256MiB", device_memory=size // 2 + room,
-              allocator=allocator)
-      model, optimizer = gm.prepare(model, optimizer)
-    if how == "graphed":
-      for block in model.blocks:
-        sample = torch.randn(4, 8, width, device=device, requires_grad=True)
-        with gm.resident(block) if use else contextlib.nullcontext():
-          torch.cuda.make_graphed_callables(block, (sample,))
-    out = []
-    for step in range(STEPS):
-      ids = torch.randint(0, VOCAB, (4, 8), generator=torch.Generator().manual_seed(step)).to(device)
-      loss = functional.cross_entropy(model(ids).view(-1, VOCAB), ids.view(-1))
-      loss.backward()
-      optimizer.step()
-      optimizer.zero_grad()
-      out.append(loss.item())
-    return out
+    def run(use):
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        model = Net(width=width).to(device)
+        size = sum(param.numel() for param in model.parameters()) * 12  # 50 MB
+        if how == "reduce-overhead":
+            for block in model.blocks:
+                block.compile(mode=how)
+        optimizer = sgd(model)
+        if use:
+            room = 0 if allocator == "torch" else 128 << 20  # for what torch allocates, cuBLAS' workspace for one
+            gm.init(
+                device=device,
+                strict=True,
+                window="2MiB",
+                host_memory="256MiB",
+                device_memory=size // 2 + room,
+                allocator=allocator,
+            )
+            model, optimizer = gm.prepare(model, optimizer)
+        if how == "graphed":
+            for block in model.blocks:
+                sample = torch.randn(4, 8, width, device=device, requires_grad=True)
+                with gm.resident(block) if use else contextlib.nullcontext():
+                    torch.cuda.make_graphed_callables(block, (sample,))
+        out = []
+        for step in range(STEPS):
+            ids = torch.randint(0, VOCAB, (4, 8), generator=torch.Generator().manual_seed(step)).to(device)
+            loss = functional.cross_entropy(model(ids).view(-1, VOCAB), ids.view(-1))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            out.append(loss.item())
+        return out
 
-  plain = run(False)
-  assert run(True) == plain
-  stats = gm.stats()
-  assert stats["acquire_misses"] > 0
-  assert allocator == "pool" or stats["budget_bytes"]["device"] < stats["model_bytes"]
+    plain = run(False)
+    assert run(True) == plain
+    stats = gm.stats()
+    assert stats["acquire_misses"] > 0
+    assert allocator == "pool" or stats["budget_bytes"]["device"] < stats["model_bytes"]

@@ -3,6 +3,7 @@
 The reference is torch alone, to the bit. What leaves the device becomes NaN there, so that no test passes by chance.
 SPDX-License-Identifier: Apache-2.0
 """
+
 import gc
 
 import pytest
@@ -10,32 +11,32 @@ import torch
 from torch import nn
 
 import libgemini.torch as gm
-from libgemini.torch import internals
 from conftest import off_the_device, overwrite_the_device, same_bits
+from libgemini.torch import internals, patches
 
 SIZE = 200
 
 
 @pytest.fixture(autouse=True)
 def nothing_compiled():
-  """Once a .data has been compiled, libgemini takes it that compiled functions write to it."""
-  yield
-  torch._dynamo.reset()
-  internals._data_compiled = None if internals._data_compiled is None else False
+    """Once a .data has been compiled, libgemini takes it that compiled functions write to it."""
+    yield
+    torch._dynamo.reset()
+    patches._data_compiled = None if patches._data_compiled is None else False
 
 
 def layer(session, dtype=torch.float32):
-  """A prepared layer whose weight has more than a chunk, a gradient, and its optimizer."""
-  torch.manual_seed(0)
-  session("1MiB", strict=False)
-  model = nn.Linear(512, SIZE, bias=False).to(dtype)
-  model, optimizer = gm.prepare(model, torch.optim.AdamW(model.parameters(), 0.1))
-  model(torch.ones(1, 512, dtype=dtype)).sum().backward()
-  return model, optimizer
+    """A prepared layer whose weight has more than a chunk, a gradient, and its optimizer."""
+    torch.manual_seed(0)
+    session("1MiB", strict=False)
+    model = nn.Linear(512, SIZE, bias=False).to(dtype)
+    model, optimizer = gm.prepare(model, torch.optim.AdamW(model.parameters(), 0.1))
+    model(torch.ones(1, 512, dtype=dtype)).sum().backward()
+    return model, optimizer
 
 
 def from_the_host():
-  return sum(gm.stats()["moved_bytes"]["host to device"].values())
+    return sum(gm.stats()["moved_bytes"]["host to device"].values())
 
 
 # ---- N2: what torch refuses changes nothing
@@ -62,485 +63,516 @@ REFUSED = {
 @pytest.mark.parametrize("what", ("parameter", "gradient", "scaled gradient"))
 @pytest.mark.parametrize("refused", REFUSED.values(), ids=REFUSED)
 def test_n2_what_is_refused_changes_nothing(session, what, refused):
-  model, _ = layer(session)
-  target = model.weight if what == "parameter" else model.weight.grad
-  wanted = target.detach().clone()
-  if what == "scaled gradient":
-    target.mul_(0.5)
-    wanted.mul_(0.5)
-  overwrite_the_device()
-  with torch.no_grad(), pytest.raises((RuntimeError, TypeError, NotImplementedError)):
-    refused(target)
-  assert torch.equal(target, wanted)
+    model, _ = layer(session)
+    target = model.weight if what == "parameter" else model.weight.grad
+    wanted = target.detach().clone()
+    if what == "scaled gradient":
+        target.mul_(0.5)
+        wanted.mul_(0.5)
+    overwrite_the_device()
+    with torch.no_grad(), pytest.raises((RuntimeError, TypeError, NotImplementedError)):
+        refused(target)
+    assert torch.equal(target, wanted)
 
 
-@pytest.mark.parametrize("refused", (lambda w: w.zero_(), lambda w: w.normal_(), lambda w: w.copy_(torch.ones_like(w)),
-                                     lambda w: w[:].zero_(), lambda w: w.add_(1)))
+@pytest.mark.parametrize(
+    "refused",
+    (
+        lambda w: w.zero_(),
+        lambda w: w.normal_(),
+        lambda w: w.copy_(torch.ones_like(w)),
+        lambda w: w[:].zero_(),
+        lambda w: w.add_(1),
+    ),
+)
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 def test_n2_a_leaf_that_requires_a_gradient(session, dtype, refused):
-  """Outside of no_grad(). Parameters of 16 bits are made of fp32 copies, which stay as they are, too."""
-  model, optimizer = layer(session, dtype)
-  optimizer.step()
-  wanted = model.weight.detach().clone()
+    """Outside of no_grad(). Parameters of 16 bits are made of fp32 copies, which stay as they are, too."""
+    model, optimizer = layer(session, dtype)
+    optimizer.step()
+    wanted = model.weight.detach().clone()
 
-  def masters():
-    return [record.states["master"].read() for record in optimizer.records if "master" in record.states]
+    def masters():
+        return [record.states["master"].read() for record in optimizer.records if "master" in record.states]
 
-  before = masters()
-  assert len(before) == (dtype == torch.bfloat16)
-  overwrite_the_device()
-  with pytest.raises(RuntimeError, match="requires grad"):
-    refused(model.weight)
-  assert torch.equal(model.weight, wanted)
-  gm.session().renew_masters()
-  assert all(torch.equal(one, other) for one, other in zip(masters(), before))
+    before = masters()
+    assert len(before) == (dtype == torch.bfloat16)
+    overwrite_the_device()
+    with pytest.raises(RuntimeError, match="requires grad"):
+        refused(model.weight)
+    assert torch.equal(model.weight, wanted)
+    gm.session().renew_masters()
+    assert all(torch.equal(one, other) for one, other in zip(masters(), before))
 
 
 def test_n2_what_a_failed_function_has_written_stays(session):
-  """As torch's index_put_() does on a CPU, one index after another. It is in the fp32 copy, too."""
-  model, optimizer = layer(session, torch.bfloat16)
-  optimizer.step()
-  weight = model.weight
+    """As torch's index_put_() does on a CPU, one index after another. It is in the fp32 copy, too."""
+    model, optimizer = layer(session, torch.bfloat16)
+    optimizer.step()
+    weight = model.weight
 
-  class Half(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, tensor):
-      tensor[0] = 7
-      raise ValueError("half")
+    class Half(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, tensor):
+            tensor[0] = 7
+            raise ValueError("half")
 
-  with torch.no_grad(), pytest.raises(ValueError):
-    Half.apply(weight)
-  overwrite_the_device()
-  assert (weight[0] == 7).all()
-  gm.session().renew_masters()
-  assert (optimizer.records[0].states["master"].read()[0] == 7).all()
+    with torch.no_grad(), pytest.raises(ValueError):
+        Half.apply(weight)
+    overwrite_the_device()
+    assert (weight[0] == 7).all()
+    gm.session().renew_masters()
+    assert (optimizer.records[0].states["master"].read()[0] == 7).all()
 
 
 def test_n2_what_is_overwritten_does_not_come(session):
-  """Where torch takes the call, the old bytes are not brought."""
-  model, _ = layer(session)
-  source = torch.ones(SIZE, 512)
-  for overwrite in (lambda w: w.zero_(), lambda w: w.fill_(2), lambda w: w.copy_(source), lambda w: w.normal_(0.0, 0.1),
-                    lambda w: w.normal_(mean=0.0, std=0.1), lambda w: w.uniform_(-1, 1),
-                    lambda w: w.copy_(source.bfloat16()), nn.init.normal_, nn.init.uniform_):
-    off_the_device()
-    before = from_the_host()
-    with torch.no_grad():
-      overwrite(model.weight)
-    assert from_the_host() - before < SIZE * 512, "all but chunks that it has in part"
+    """Where torch takes the call, the old bytes are not brought."""
+    model, _ = layer(session)
+    source = torch.ones(SIZE, 512)
+    for overwrite in (
+        lambda w: w.zero_(),
+        lambda w: w.fill_(2),
+        lambda w: w.copy_(source),
+        lambda w: w.normal_(0.0, 0.1),
+        lambda w: w.normal_(mean=0.0, std=0.1),
+        lambda w: w.uniform_(-1, 1),
+        lambda w: w.copy_(source.bfloat16()),
+        nn.init.normal_,
+        nn.init.uniform_,
+    ):
+        off_the_device()
+        before = from_the_host()
+        with torch.no_grad():
+            overwrite(model.weight)
+        assert from_the_host() - before < SIZE * 512, "all but chunks that it has in part"
 
 
 # ---- N3: who overwrites a parameter with itself
 def test_n3_a_parameter_overwritten_with_itself(session):
-  model, _ = layer(session)
-  weight, first = model.weight, model.weight[0, 0].item()
-  wanted = weight.detach().clone()
-  for overwrite in (lambda: model.load_state_dict(model.state_dict()), lambda: weight.copy_(weight),
-                    lambda: weight.copy_(weight.detach()), lambda: weight.data.copy_(weight.data),
-                    lambda: torch._foreach_copy_([weight], [weight]), lambda: weight.view(-1).copy_(weight.view(-1)),
-                    lambda: weight.grad.copy_(weight.grad)):
+    model, _ = layer(session)
+    weight, first = model.weight, model.weight[0, 0].item()
+    wanted = weight.detach().clone()
+    for overwrite in (
+        lambda: model.load_state_dict(model.state_dict()),
+        lambda: weight.copy_(weight),
+        lambda: weight.copy_(weight.detach()),
+        lambda: weight.data.copy_(weight.data),
+        lambda: torch._foreach_copy_([weight], [weight]),
+        lambda: weight.view(-1).copy_(weight.view(-1)),
+        lambda: weight.grad.copy_(weight.grad),
+    ):
+        overwrite_the_device()
+        with torch.no_grad():
+            overwrite()
+        assert torch.equal(weight, wanted) and (weight.grad == 1).all()
     overwrite_the_device()
     with torch.no_grad():
-      overwrite()
-    assert torch.equal(weight, wanted) and (weight.grad == 1).all()
-  overwrite_the_device()
-  with torch.no_grad():
-    weight.fill_(weight[0, 0])
-  assert (weight == first).all()
+        weight.fill_(weight[0, 0])
+    assert (weight == first).all()
 
 
 def test_n3_as_many_elements_as_lie_between_its_first_and_its_last(session):
-  """But not those: the others keep their values."""
-  model, _ = layer(session)
-  wanted = model.weight.detach().clone()
-  for weight in wanted, model.weight.detach():
-    overwrite_the_device()
-    weight.as_strided((25600, 2), (0, 51199)).zero_()
-  assert torch.equal(model.weight, wanted)
+    """But not those: the others keep their values."""
+    model, _ = layer(session)
+    wanted = model.weight.detach().clone()
+    for weight in wanted, model.weight.detach():
+        overwrite_the_device()
+        weight.as_strided((25600, 2), (0, 51199)).zero_()
+    assert torch.equal(model.weight, wanted)
 
 
 # ---- N12: parameters made in inference mode
 def test_n12_a_parameter_made_in_inference_mode_is_written(session):
-  """By a function whose name does not tell. Torch counts no versions of such a tensor."""
-  with torch.inference_mode():
-    torch.manual_seed(0)
-    plain, table = nn.Linear(512, SIZE, bias=False), nn.Embedding(SIZE, 512, max_norm=1.0)
-    wanted = torch.relu(plain.weight), table(torch.arange(SIZE)).clone()
-    torch.manual_seed(0)
-    session("1MiB", strict=False)
-    model = gm.prepare(nn.ModuleList((nn.Linear(512, SIZE, bias=False), nn.Embedding(SIZE, 512, max_norm=1.0))))
-    overwrite_the_device()
-    nn.functional.relu(model[0].weight, inplace=True)
-    model[1](torch.arange(SIZE))
-    overwrite_the_device()
-    same_bits([model[0].weight.clone(), model[1].weight.clone()], wanted)
+    """By a function whose name does not tell. Torch counts no versions of such a tensor."""
+    with torch.inference_mode():
+        torch.manual_seed(0)
+        plain, table = nn.Linear(512, SIZE, bias=False), nn.Embedding(SIZE, 512, max_norm=1.0)
+        wanted = torch.relu(plain.weight), table(torch.arange(SIZE)).clone()
+        torch.manual_seed(0)
+        session("1MiB", strict=False)
+        model = gm.prepare(nn.ModuleList((nn.Linear(512, SIZE, bias=False), nn.Embedding(SIZE, 512, max_norm=1.0))))
+        overwrite_the_device()
+        nn.functional.relu(model[0].weight, inplace=True)
+        model[1](torch.arange(SIZE))
+        overwrite_the_device()
+        same_bits([model[0].weight.clone(), model[1].weight.clone()], wanted)
 
 
 # ---- N13: views that torch lets nobody write any more
-@pytest.mark.parametrize("split", (lambda w: w.chunk(2)[1], lambda w: w.split(7)[2], lambda w: w.unbind()[3],
-                                   lambda w: w[:, ::2].chunk(2, 1)[0]))
+@pytest.mark.parametrize(
+    "split",
+    (lambda w: w.chunk(2)[1], lambda w: w.split(7)[2], lambda w: w.unbind()[3], lambda w: w[:, ::2].chunk(2, 1)[0]),
+)
 @pytest.mark.parametrize("grad", (True, False))
 def test_n13_a_kept_view_of_what_has_changed(session, grad, split):
-  """Torch makes no node for it any more, but gives its values."""
-  model, optimizer = layer(session)
-  with torch.set_grad_enabled(grad):
-    view = split(model.weight)
-  optimizer.step()
-  overwrite_the_device()
-  with torch.no_grad():
-    model.weight.add_(1)
-    wanted = split(model.weight.detach().clone())
-  overwrite_the_device()
-  assert torch.equal(view.cpu(), wanted) and torch.equal(view.detach().clone(), wanted)
-  with pytest.raises(RuntimeError, match="view"):  # as torch says
-    view.double()
+    """Torch makes no node for it any more, but gives its values."""
+    model, optimizer = layer(session)
+    with torch.set_grad_enabled(grad):
+        view = split(model.weight)
+    optimizer.step()
+    overwrite_the_device()
+    with torch.no_grad():
+        model.weight.add_(1)
+        wanted = split(model.weight.detach().clone())
+    overwrite_the_device()
+    assert torch.equal(view.cpu(), wanted) and torch.equal(view.detach().clone(), wanted)
+    with pytest.raises(RuntimeError, match="view"):  # as torch says
+        view.double()
 
 
 # ---- N6: what is written within a unit
 class Layer(nn.Module):
-  """A linear layer of which something is done in each call."""
+    """A linear layer of which something is done in each call."""
 
-  def __init__(self, change):
-    super().__init__()
-    self.weight = nn.Parameter(torch.randn(SIZE, SIZE))
-    self.change = change
-    self.kept = []
+    def __init__(self, change):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(SIZE, SIZE))
+        self.change = change
+        self.kept = []
 
-  def forward(self, x):
-    self.change(self)
-    return nn.functional.linear(x, self.weight)
+    def forward(self, x):
+        self.change(self)
+        return nn.functional.linear(x, self.weight)
 
 
 def divide(layer):
-  with torch.no_grad():
-    layer.weight.div_(2)
+    with torch.no_grad():
+        layer.weight.div_(2)
 
 
 def detached(layer):
-  layer.weight.detach()[3:].mul_(0.5)
+    layer.weight.detach()[3:].mul_(0.5)
 
 
 def row(layer):
-  with torch.no_grad():
-    layer.weight[5] = 1
+    with torch.no_grad():
+        layer.weight[5] = 1
 
 
 def clamp(layer):
-  layer.weight.data.clamp_(-1, 1)
+    layer.weight.data.clamp_(-1, 1)
 
 
 def data_of_a_view(layer):
-  layer.weight.t()[2:].data.mul_(0.5)
+    layer.weight.t()[2:].data.mul_(0.5)
 
 
 def data_of_data(layer):
-  layer.weight.data.view(-1).data[7:9].data.zero_()
+    layer.weight.data.view(-1).data[7:9].data.zero_()
 
 
 def hidden_from_a_graph(layer):
-  torch._dynamo.graph_break()
-  layer.weight.data.clamp_(-1, 1)
+    torch._dynamo.graph_break()
+    layer.weight.data.clamp_(-1, 1)
 
 
-WRITERS = {one.__name__: one for one in (divide, detached, row, clamp, data_of_a_view, data_of_data,
-                                         hidden_from_a_graph)}
+WRITERS = {
+    one.__name__: one for one in (divide, detached, row, clamp, data_of_a_view, data_of_data, hidden_from_a_graph)
+}
+
 
 def written_in_a_unit(session, make, as_unit, run, dtype=torch.float32, budget="768KiB"):
-  """Asserts that run(model, optimizer) has the same results, and leaves the same parameters, with torch alone."""
-  outcomes = []
-  for managed in (False, True):
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(SIZE, SIZE), make(), nn.Linear(SIZE, SIZE)).to(dtype)
-    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
-    if managed:
-      session(budget, strict=False)
-      model, optimizer = gm.prepare(model, optimizer)
-      as_unit(model[1])
-    outcomes.append((run(model, optimizer), [param.detach().clone() for param in model.parameters()]))
-  same_bits(*(results for results, _ in reversed(outcomes)))
-  same_bits(*(params for _, params in reversed(outcomes)))
-  return model
+    """Asserts that run(model, optimizer) has the same results, and leaves the same parameters, with torch alone."""
+    outcomes = []
+    for managed in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(SIZE, SIZE), make(), nn.Linear(SIZE, SIZE)).to(dtype)
+        optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+        if managed:
+            session(budget, strict=False)
+            model, optimizer = gm.prepare(model, optimizer)
+            as_unit(model[1])
+        outcomes.append((run(model, optimizer), [param.detach().clone() for param in model.parameters()]))
+    same_bits(*(results for results, _ in reversed(outcomes)))
+    same_bits(*(params for _, params in reversed(outcomes)))
+    return model
 
 
 def steps(model, optimizer):
-  """Each use of a parameter finds the device overwritten."""
-  leave = overwrite_the_device if not isinstance(optimizer, torch.optim.SGD) else lambda: None
-  out = []
-  for step in range(3):
-    x = torch.randn(4, SIZE, generator=torch.Generator().manual_seed(step))
-    with torch.no_grad():
-      out.append(model(x))
-    leave()
-    out += [param.detach().clone() for param in model.parameters()]
-    leave()
-    loss = model(x).square().mean()
-    leave()
-    loss.backward()
-    leave()
-    optimizer.step()
-    optimizer.zero_grad()
-    leave()
-    with torch.inference_mode():
-      out.append(model(x).clone())
-    leave()
-    out.append(loss.detach())
-  return out
+    """Each use of a parameter finds the device overwritten."""
+    leave = overwrite_the_device if not isinstance(optimizer, torch.optim.SGD) else lambda: None
+    out = []
+    for step in range(3):
+        x = torch.randn(4, SIZE, generator=torch.Generator().manual_seed(step))
+        with torch.no_grad():
+            out.append(model(x))
+        leave()
+        out += [param.detach().clone() for param in model.parameters()]
+        leave()
+        loss = model(x).square().mean()
+        leave()
+        loss.backward()
+        leave()
+        optimizer.step()
+        optimizer.zero_grad()
+        leave()
+        with torch.inference_mode():
+            out.append(model(x).clone())
+        leave()
+        out.append(loss.detach())
+    return out
 
 
 @pytest.mark.parametrize("writer", WRITERS.values(), ids=WRITERS)
 @pytest.mark.parametrize("how", ("eager", "aot_eager", "backend eager", "inductor"))
 def test_n6_what_the_forward_pass_of_a_unit_writes(session, how, writer):
-  def make():
-    layer = Layer(writer)
-    if how != "eager":
-      layer.compile(backend=how.split()[-1])
-    return layer
+    def make():
+        layer = Layer(writer)
+        if how != "eager":
+            layer.compile(backend=how.split()[-1])
+        return layer
 
-  # A backward pass through a weight that has changed is torch's error, but through .data and its views.
-  written_in_a_unit(session, make, gm.unit if how == "eager" else lambda layer: None,
-                    steps if writer in (clamp, data_of_a_view, data_of_data, hidden_from_a_graph) else forwards)
+    # A backward pass through a weight that has changed is torch's error, but through .data and its views.
+    written_in_a_unit(
+        session,
+        make,
+        gm.unit if how == "eager" else lambda layer: None,
+        steps if writer in (clamp, data_of_a_view, data_of_data, hidden_from_a_graph) else forwards,
+    )
 
 
 def forwards(model, optimizer):
-  leave = overwrite_the_device if not isinstance(optimizer, torch.optim.SGD) else lambda: None
-  out = []
-  for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
-    with mode():
-      out.append(model(torch.ones(4, SIZE)).detach().clone())
-    leave()
-    out += [param.detach().clone() for param in model.parameters()]
-  return out
+    leave = overwrite_the_device if not isinstance(optimizer, torch.optim.SGD) else lambda: None
+    out = []
+    for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+        with mode():
+            out.append(model(torch.ones(4, SIZE)).detach().clone())
+        leave()
+        out += [param.detach().clone() for param in model.parameters()]
+    return out
 
 
 class Scripted(nn.Module):
-  def __init__(self, data: bool):
-    super().__init__()
-    self.weight = nn.Parameter(torch.randn(SIZE, SIZE))
-    self.data = data
+    def __init__(self, data: bool):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(SIZE, SIZE))
+        self.data = data
 
-  def forward(self, x):
-    if self.data:
-      self.weight.data.clamp_(-1, 1)
-    else:
-      self.weight.detach().clamp_(-1, 1)
-    return nn.functional.linear(x, self.weight)
+    def forward(self, x):
+        if self.data:
+            self.weight.data.clamp_(-1, 1)
+        else:
+            self.weight.detach().clamp_(-1, 1)
+        return nn.functional.linear(x, self.weight)
 
 
 @pytest.mark.parametrize("data", (True, False))
 def test_n6_what_a_scripted_module_writes(session, data):
-  written_in_a_unit(session, lambda: torch.jit.script(Scripted(data)), lambda layer: None, forwards)
+    written_in_a_unit(session, lambda: torch.jit.script(Scripted(data)), lambda layer: None, forwards)
 
 
-@pytest.mark.parametrize("write", (lambda weight: weight.data.mul_(0.5),
-                                   lambda weight: nn.init.constant_(weight, 0.25)))
+@pytest.mark.parametrize(
+    "write", (lambda weight: weight.data.mul_(0.5), lambda weight: nn.init.constant_(weight, 0.25))
+)
 @pytest.mark.parametrize("hook", ("register_forward_pre_hook", "register_forward_hook"))
 def test_n6_what_a_hook_of_a_unit_writes(session, hook, write):
-  def make():
-    layer = Layer(lambda layer: None)
-    getattr(layer, hook)(lambda layer, *_: [write(layer.weight)] and None)
-    return layer
+    def make():
+        layer = Layer(lambda layer: None)
+        getattr(layer, hook)(lambda layer, *_: [write(layer.weight)] and None)
+        return layer
 
-  written_in_a_unit(session, make, gm.unit, forwards)
+    written_in_a_unit(session, make, gm.unit, forwards)
 
 
 def test_n6_what_is_written_while_the_backward_pass_is_in_a_unit(session):
-  class Halving(Layer):
-    def forward(self, x):
-      out = super().forward(x)
-      if out.requires_grad:  # the hook is called between the nodes of the multiplication and of the layer
-        out.register_hook(lambda grad: [self.weight.data.mul_(0.5)] and None)
-      return out * 2
+    class Halving(Layer):
+        def forward(self, x):
+            out = super().forward(x)
+            if out.requires_grad:  # the hook is called between the nodes of the multiplication and of the layer
+                out.register_hook(lambda grad: [self.weight.data.mul_(0.5)] and None)
+            return out * 2
 
-  written_in_a_unit(session, lambda: Halving(lambda layer: None), gm.unit, steps)
+    written_in_a_unit(session, lambda: Halving(lambda layer: None), gm.unit, steps)
 
 
 def test_n6_an_embedding_of_limited_norms(session):
-  class Table(nn.Embedding):
-    def forward(self, x):
-      return super().forward(torch.arange(4)) * 0.1
+    class Table(nn.Embedding):
+        def forward(self, x):
+            return super().forward(torch.arange(4)) * 0.1
 
-  written_in_a_unit(session, lambda: Table(SIZE, SIZE, max_norm=1.0), gm.unit, forwards)
+    written_in_a_unit(session, lambda: Table(SIZE, SIZE, max_norm=1.0), gm.unit, forwards)
 
 
 def test_n6_what_a_unit_writes_is_in_the_copy_of_more_bits(session):
-  """And what it does not write stays there as it is."""
-  torch.manual_seed(0)
-  session("1MiB", strict=False)
-  model = nn.Sequential(Layer(clamp), Layer(lambda layer: None)).bfloat16()
-  model, optimizer = gm.prepare(model, torch.optim.AdamW(model.parameters(), 0.1))
-  for layer in model:
-    gm.unit(layer)
-  x = torch.ones(1, SIZE, dtype=torch.bfloat16)
-  model(x).square().mean().backward()
-  optimizer.step()
-  masters = [record.states["master"] for record in optimizer.records]
-  before = [master.read() for master in masters]
-  overwrite_the_device()
-  model(x)
-  gm.session().renew_masters()
-  assert before[0].abs().max() > 1 and masters[0].read().abs().max() == 1
-  assert torch.equal(masters[1].read(), before[1])
-  with torch.no_grad():
-    model[0].weight.mul_(0.5)
-  model[1].change = lambda layer: layer.weight.data  # which nobody writes
-  model(x)
-  gm.session().renew_masters()
-  assert torch.equal(masters[1].read(), before[1])
+    """And what it does not write stays there as it is."""
+    torch.manual_seed(0)
+    session("1MiB", strict=False)
+    model = nn.Sequential(Layer(clamp), Layer(lambda layer: None)).bfloat16()
+    model, optimizer = gm.prepare(model, torch.optim.AdamW(model.parameters(), 0.1))
+    for layer in model:
+        gm.unit(layer)
+    x = torch.ones(1, SIZE, dtype=torch.bfloat16)
+    model(x).square().mean().backward()
+    optimizer.step()
+    masters = [record.states["master"] for record in optimizer.records]
+    before = [master.read() for master in masters]
+    overwrite_the_device()
+    model(x)
+    gm.session().renew_masters()
+    assert before[0].abs().max() > 1 and masters[0].read().abs().max() == 1
+    assert torch.equal(masters[1].read(), before[1])
+    with torch.no_grad():
+        model[0].weight.mul_(0.5)
+    model[1].change = lambda layer: layer.weight.data  # which nobody writes
+    model(x)
+    gm.session().renew_masters()
+    assert torch.equal(masters[1].read(), before[1])
 
 
 @pytest.mark.parametrize("compiled", (False, True))
 def test_n6_units_that_write_nothing_are_not_written_back(session, compiled):
-  session("768KiB")
-  torch._dynamo.reset()
-  model = nn.Sequential(*(Layer(lambda layer: None) for _ in range(6)))
-  if compiled:
+    session("768KiB")
+    torch._dynamo.reset()
+    model = nn.Sequential(*(Layer(lambda layer: None) for _ in range(6)))
+    if compiled:
+        for layer in model:
+            layer.compile(backend="aot_eager")
+    gm.prepare(model)
     for layer in model:
-      layer.compile(backend="aot_eager")
-  gm.prepare(model)
-  for layer in model:
-    gm.unit(layer)
-  off_the_device()
+        gm.unit(layer)
+    off_the_device()
 
-  def to_the_host():
-    return sum(gm.stats()["moved_bytes"]["device to host"].values())
+    def to_the_host():
+        return sum(gm.stats()["moved_bytes"]["device to host"].values())
 
-  before = to_the_host()
-  for grad in True, False:
-    with torch.set_grad_enabled(grad):
-      for layer in model:
-        layer(torch.ones(2, SIZE))
-        layer.weight.data
-  assert from_the_host() > 3 * SIZE * SIZE * 4 and to_the_host() == before
+    before = to_the_host()
+    for grad in True, False:
+        with torch.set_grad_enabled(grad):
+            for layer in model:
+                layer(torch.ones(2, SIZE))
+                _ = layer.weight.data
+    assert from_the_host() > 3 * SIZE * SIZE * 4 and to_the_host() == before
 
 
 def test_n6_graphs_of_a_unit_may_write_again_what_was_written_when_they_were_captured(session):
-  """Nothing tells of what a CUDA graph writes: here, a write that no version tells takes its place."""
-  session("768KiB", strict=False)
-  replays = []
+    """Nothing tells of what a CUDA graph writes: here, a write that no version tells takes its place."""
+    session("768KiB", strict=False)
+    replays = []
 
-  def change(layer):
-    with internals.plain():
-      (layer.weight.detach().data if replays else layer.weight.detach()).mul_(0.5)
+    def change(layer):
+        with internals.plain():
+            (layer.weight.detach().data if replays else layer.weight.detach()).mul_(0.5)
 
-  model = gm.prepare(nn.Sequential(Layer(change), nn.Linear(SIZE, SIZE)))
-  wanted = model[0].weight.detach().clone()
-  gm.unit(model[0])
-  with gm.resident(model[0]):
-    model[0](torch.ones(1, SIZE))
-  units = internals.data.original
-  replays.append(1)
-  with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(torch.Tensor, "data", units)
-    model(torch.ones(1, SIZE))
-  overwrite_the_device()
-  assert torch.equal(model[0].weight, wanted * 0.25)
+    model = gm.prepare(nn.Sequential(Layer(change), nn.Linear(SIZE, SIZE)))
+    wanted = model[0].weight.detach().clone()
+    gm.unit(model[0])
+    with gm.resident(model[0]):
+        model[0](torch.ones(1, SIZE))
+    units = patches.data.original
+    replays.append(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "data", units)
+        model(torch.ones(1, SIZE))
+    overwrite_the_device()
+    assert torch.equal(model[0].weight, wanted * 0.25)
 
 
 # ---- N7: views that are made within a unit, and kept
 def keep_detached(layer):
-  layer.kept.append(layer.weight.detach())
+    layer.kept.append(layer.weight.detach())
 
 
 def keep_part(layer):
-  layer.kept[:] = [layer.weight[3:, ::2]]  # in the place of the one before
+    layer.kept[:] = [layer.weight[3:, ::2]]  # in the place of the one before
 
 
 def keep_data(layer):
-  layer.kept.append(layer.weight.data.t())
+    layer.kept.append(layer.weight.data.t())
 
 
 def keep_in_a_cycle(layer):
-  cycle = {"kept": layer.weight.view(-1)}
-  cycle["self"] = cycle
-  layer.kept.append(cycle)
-  gc.collect(0)
+    cycle = {"kept": layer.weight.view(-1)}
+    cycle["self"] = cycle
+    layer.kept.append(cycle)
+    gc.collect(0)
 
 
 def keep_old(layer):
-  layer.kept.append((layer.weight.unbind()[7],))
-  gc.collect()
+    layer.kept.append((layer.weight.unbind()[7],))
+    gc.collect()
 
 
 def keep_parameter(layer):
-  layer.kept.append(nn.Parameter(layer.weight.detach()[2:]))
+    layer.kept.append(nn.Parameter(layer.weight.detach()[2:]))
 
 
-KEEPERS = {one.__name__: one for one in (keep_detached, keep_part, keep_data, keep_in_a_cycle, keep_old,
-                                         keep_parameter)}
+KEEPERS = {
+    one.__name__: one for one in (keep_detached, keep_part, keep_data, keep_in_a_cycle, keep_old, keep_parameter)
+}
 
 
 def use_kept(model, optimizer):
-  """Of a view that was kept, in the same step and later; also writes to it."""
-  leave = overwrite_the_device if not isinstance(optimizer, torch.optim.SGD) else lambda: None
-  out = []
+    """Of a view that was kept, in the same step and later; also writes to it."""
+    leave = overwrite_the_device if not isinstance(optimizer, torch.optim.SGD) else lambda: None
+    out = []
 
-  def kept():
-    value = model[1].kept[-1]
-    return value["kept"] if isinstance(value, dict) else value[0] if isinstance(value, tuple) else value
+    def kept():
+        value = model[1].kept[-1]
+        return value["kept"] if isinstance(value, dict) else value[0] if isinstance(value, tuple) else value
 
-  for step in range(2):
-    loss = model(torch.ones(2, SIZE)).square().mean()
-    leave()
-    loss = loss + kept().square().mean()
-    leave()
-    loss.backward()
-    leave()
-    out.append(kept().detach().clone())
-    optimizer.step()
-    optimizer.zero_grad()
-    leave()
-    out += [kept().detach().sum(), loss.detach()]
-    leave()
-    with torch.no_grad():
-      kept().mul_(0.5)
-    leave()
-    out.append(model[1].weight.detach().clone())
-  return out
+    for _ in range(2):
+        loss = model(torch.ones(2, SIZE)).square().mean()
+        leave()
+        loss = loss + kept().square().mean()
+        leave()
+        loss.backward()
+        leave()
+        out.append(kept().detach().clone())
+        optimizer.step()
+        optimizer.zero_grad()
+        leave()
+        out += [kept().detach().sum(), loss.detach()]
+        leave()
+        with torch.no_grad():
+            kept().mul_(0.5)
+        leave()
+        out.append(model[1].weight.detach().clone())
+    return out
 
 
 @pytest.mark.parametrize("keeper", KEEPERS.values(), ids=KEEPERS)
 @pytest.mark.parametrize("how", ("in forward", "in a hook", "compiled"))
 def test_n7_a_view_that_is_kept(session, how, keeper):
-  if how == "compiled" and keeper in (keep_in_a_cycle, keep_old):
-    pytest.skip("torch's compiler fails at what it made before gc.collect(), not in each version")
+    if how == "compiled" and keeper in (keep_in_a_cycle, keep_old):
+        pytest.skip("torch's compiler fails at what it made before gc.collect(), not in each version")
 
-  def make():
-    layer = Layer(keeper if how != "in a hook" else lambda layer: None)
-    if how == "in a hook":
-      layer.register_forward_hook(lambda layer, *_: keeper(layer))
-    if how == "compiled":
-      layer.compile(backend="aot_eager")
-    return layer
+    def make():
+        layer = Layer(keeper if how != "in a hook" else lambda layer: None)
+        if how == "in a hook":
+            layer.register_forward_hook(lambda layer, *_: keeper(layer))
+        if how == "compiled":
+            layer.compile(backend="aot_eager")
+        return layer
 
-  written_in_a_unit(session, make, gm.unit if how != "compiled" else lambda layer: None, use_kept, budget="2MiB")
+    written_in_a_unit(session, make, gm.unit if how != "compiled" else lambda layer: None, use_kept, budget="2MiB")
 
 
 def test_n7_views_that_a_unit_returns(session):
-  class Returning(Layer):
-    def forward(self, x):
-      return {"out": super().forward(x), "views": [(self.weight[2:].detach(), self.weight.t())]}
+    class Returning(Layer):
+        def forward(self, x):
+            return {"out": super().forward(x), "views": [(self.weight[2:].detach(), self.weight.t())]}
 
-  session("1MiB")
-  model = gm.prepare(nn.Sequential(Returning(lambda layer: None)))
-  gm.unit(model[0])
-  wanted = model[0].weight.detach().clone()
-  for grad in True, False:
-    with torch.set_grad_enabled(grad):
-      out = model(torch.ones(1, SIZE))
-    off_the_device()
-    assert torch.equal(out["views"][0][0], wanted[2:]) and torch.equal(out["views"][0][1], wanted.t())
-    assert not isinstance(out["out"], type(out["views"][0][0]))
+    session("1MiB")
+    model = gm.prepare(nn.Sequential(Returning(lambda layer: None)))
+    gm.unit(model[0])
+    wanted = model[0].weight.detach().clone()
+    for grad in True, False:
+        with torch.set_grad_enabled(grad):
+            out = model(torch.ones(1, SIZE))
+        off_the_device()
+        assert torch.equal(out["views"][0][0], wanted[2:]) and torch.equal(out["views"][0][1], wanted.t())
+        assert not isinstance(out["out"], type(out["views"][0][0]))
 
 
 def test_n7_what_is_kept_of_another_class_is_refused(session):
-  class Mine(torch.Tensor):
-    pass
+    class Mine(torch.Tensor):
+        pass
 
-  session("1MiB")
-  model = gm.prepare(nn.Sequential(Layer(lambda layer: layer.kept.append(layer.weight.detach().as_subclass(Mine)))))
-  gm.unit(model[0])
-  with pytest.raises(gm.GeminiError, match="0.weight: a Mine over its bytes was made in unit 0, and kept: make it"):
-    model(torch.ones(1, SIZE))
-  gm.session().settle()
-  assert not gm.session().holds
+    session("1MiB")
+    model = gm.prepare(nn.Sequential(Layer(lambda layer: layer.kept.append(layer.weight.detach().as_subclass(Mine)))))
+    gm.unit(model[0])
+    with pytest.raises(gm.GeminiError, match="0.weight: a Mine over its bytes was made in unit 0, and kept: make it"):
+        model(torch.ones(1, SIZE))
+    gm.session().backward.settle()
+    assert not gm.session().holds.noted

@@ -3,282 +3,576 @@
     import libgemini.torch as gm
 
     with gm.init(placement="auto", device_memory="24GiB", host_memory="100GiB"):
-      model = LlamaForCausalLM(config)      # each parameter goes to the host as it is made
+        model = LlamaForCausalLM(config)  # each parameter goes to the host as it is made
     model, optimizer = gm.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-4))
     loss = model(ids, labels=ids).loss
-    loss.backward(); optimizer.step(); optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
 
 SPDX-License-Identifier: Apache-2.0
 """
+
+from __future__ import annotations
+
 import atexit as _atexit
 import contextlib as _contextlib
 import os as _os
+import types as _types
+import typing as _typing
 import warnings as _warnings
 
 import torch as _torch
 
 from ..abi import GeminiError
 from ..manager import parse_bytes as _parse_bytes
-from .internals import check as _check_torch  # first: it looks at torch's version
-from . import activations as _activations, allocator as _allocator, checkpoint as _checkpoint, model as _model
-from . import report as _report, unit as _unit
-from .ddp import watch_ddp as _watch_ddp
+
+# First, as it looks at torch's version.
+from .internals import check as _check_torch  # isort: split
+
+from . import (
+    activations as _activations,
+    allocator as _allocator,
+    checkpoint as _checkpoint,
+    ddp as _ddp,
+    model as _model,
+    patches as _patches,
+    report as _report,
+    savers as _savers,
+    tensors as _tensors,
+    unit as _unit,
+)
 from .optim import Optimizer, watch_steps as _watch_steps
 from .picture import picture
-from .savers import watch_savers as _watch_savers
 from .session import Session
-from .tensors import watch_functions as _watch_functions
 
-__all__ = ["GeminiError", "close", "dump", "explain", "init", "load", "load_weights", "offload_activations", "picture", "prepare",
-           "report", "resident", "save", "session", "stats", "stats_reset", "timeline", "unit"]
+__all__ = [
+    "GeminiError",
+    "close",
+    "dump",
+    "explain",
+    "init",
+    "load",
+    "load_weights",
+    "offload_activations",
+    "picture",
+    "prepare",
+    "report",
+    "resident",
+    "save",
+    "session",
+    "stats",
+    "stats_reset",
+    "timeline",
+    "unit",
+]
 
-_current = None
+_Module = _typing.TypeVar("_Module", bound=_torch.nn.Module)
+_Path = _typing.Union[str, "_os.PathLike[str]"]
+_current: Session | None = None
 
 
-def session():
-  """The session that init() made."""
-  if _current is None:
-    raise GeminiError("there is no session: call libgemini.torch.init() first")
-  return _current
+def session() -> Session:
+    """The open session.
+
+    Returns:
+        The session that init() made.
+
+    Raises:
+        GeminiError: There is none.
+    """
+    if _current is None:
+        raise GeminiError("there is no session: call libgemini.torch.init() first")
+    return _current
 
 
-def _watch(on):
-  """What torch does not ask us about is replaced while there is a session."""
-  for watch in (_watch_functions, _watch_ddp, _watch_savers, _watch_steps, _unit.watch_scripting):
-    watch(on)
+def _watch(on: bool) -> None:
+    """What torch does not ask us about is replaced while there is a session."""
+    if on:
+        _patches.install(*(one.replacements() for one in (_tensors, _ddp, _savers, _unit)))
+    else:
+        _patches.remove()
+    _watch_steps(on)
 
 
 class _Init:
-  """Of init(): as a context manager, modules built within put each parameter into the session at once."""
+    """What init() returns. As a context manager: modules built within put each parameter into the session at once."""
 
-  def __init__(self, owner):
-    self.session = owner
-    self.building = None
+    def __init__(self, owner: Session) -> None:
+        self.session = owner
+        self.building: _typing.ContextManager[None] | None = None
 
-  def __enter__(self):
-    self.building = _model.building(self.session)
-    self.building.__enter__()
-    return self.session
+    def __enter__(self) -> Session:
+        self.building = _model.building(self.session)
+        self.building.__enter__()
+        return self.session
 
-  def __exit__(self, *error):
-    return self.building.__exit__(*error)
-
-
-def init(placement="auto", *, device_memory, host_memory=0, file=None, file_memory=0, device=None, margin=0, window=0,
-         warmup_iterations=1, update_threads=0, strict=False, progress=None, allocator=None,
-         watchdog=0.0, file_engine="auto", **more):
-  """Opens the session: one device, one set of budgets. Sizes are bytes, or texts such as "24GiB".
-
-  placement: "auto" (what predicted step time says), "cuda" (as much as fits stays on the device), "cpu" (everything
-  visits it), "static" (with static_param_fraction and static_optim_fraction).
-  host_memory: 0: four fifths of what the process may still take. file, file_memory: a directory, or several with ":"
-  between, for what does not fit in memory either.
-  device: a torch device; by default the GPU if there is one, else the host-simulated device, with tensors on the CPU.
-  margin: of device_memory, left unused. window: bytes of a chunk; 0: a thousandth of device_memory, about.
-  progress: whether operations that take long say on stderr how far they are; None: if it is a terminal, otherwise in
-  the log.
-  allocator: whose memory torch's other tensors on the GPU are: "pool" (the usual one): torch asks the session for
-  segments, so that these and the model share device_memory; "process": every allocation is the session's, which must come
-  before CUDA is used; "torch": torch's own, for which device_memory should leave room. CUDA graphs want "torch", or
-  resident().
-  strict: chunks that left the device are unmapped at once, so that a stray access faults: for tests.
-  watchdog: seconds after which a thread that waits inside the library is told of in the log, with what it waits for; 0: never.
-  file_engine: "auto", "uring" or "threads".
-  """
-  global _current
-  if _current is not None:
-    raise GeminiError("there is a session already: close() it first")
-  cuda = _torch.cuda.is_available() if device is None else _torch.device(device).type == "cuda"
-  _check_torch(cuda)
-  allocator = _allocator.choose(allocator, cuda)  # before the GPU is asked anything
-  if device is None:
-    device = _torch.device("cuda", _torch.cuda.current_device()) if cuda else "cpu"
-  owner = Session(device=_torch.device(device), placement=placement, device_memory=device_memory,
-                  host_memory=host_memory, file=file, file_memory=file_memory, device_margin=margin, window=window,
-                  warmup_iterations=warmup_iterations, update_threads=update_threads, strict=strict, progress=progress,
-                  watchdog=watchdog, file_engine=file_engine, **more)
-  try:
-    owner.allocator = _allocator.start(allocator, owner)
-  except BaseException:
-    owner.close(force=True)
-    raise
-  _current = owner
-  _watch(True)
-  return _Init(owner)
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: _types.TracebackType | None,
+    ) -> bool | None:
+        assert self.building is not None
+        return self.building.__exit__(kind, error, trace)
 
 
-def prepare(model, optimizer=None, *, step_in_backward=False, offload_activations=False):
-  """Moves a model's parameters into the session and returns (model, optimizer): the same model, and an optimizer that
-  updates each parameter where it lives. Only the model, if there is no optimizer.
+def init(
+    placement: str = "auto",
+    *,
+    device_memory: int | str,
+    host_memory: int | str = 0,
+    file: _Path | None = None,
+    file_memory: int | str = 0,
+    device: _torch.device | str | None = None,
+    margin: int | str = 0,
+    window: int | str = 0,
+    warmup_iterations: int = 1,
+    update_threads: int = 0,
+    strict: bool = False,
+    progress: bool | None = None,
+    allocator: str | None = None,
+    watchdog: float = 0.0,
+    file_engine: str = "auto",
+    static_param_fraction: float = 0.0,
+    static_optim_fraction: float = 0.0,
+) -> _Init:
+    """Opens the session: one device and one set of budgets. There is one session at a time.
 
-  step_in_backward: every backward pass is a step, in which each parameter is updated as soon as its gradient is there;
-  optimizer.step() only ends it. It hides most of the update, and gradients of 16 bits take no memory of their own. For
-  AdamW and Adam, without accumulation, clipping or loss scaling: reading a gradient is an error.
-  offload_activations: the model's forward passes are as within offload_activations().
-  """
-  owner = session()
-  known = next((one for one in owner.models if one.module is model), None)
-  if known:
-    known.take()
-    owner.models.remove(known)
-  owner.models.append(known or _model.Model(owner, model))
-  if offload_activations:
-    owner.model.saving = _offload
-  prepared = Optimizer(owner, optimizer, step_in_backward) if optimizer is not None else None
-  room = owner.manager.stats()["budget_bytes"]["device"] - owner.manager.config.device_margin_bytes
-  for gradients, what, then in ((False, "", "will fail"), (True, ", and makes its gradient,", "has no plan, which makes it slow")):
-    least, record = owner.model.least_bytes(gradients)
-    if least > room:
-      _warnings.warn(f"device_memory leaves {room} bytes: a step that uses all of parameter {record.name} at once{what} needs "
-                     f"{least}, in chunks of {owner.manager.config.window_bytes}, and {then}", stacklevel=2)
-      break
-  return model if optimizer is None else (model, prepared)
+    As a context manager, `with init(...):`, the call also builds a model in the session: each parameter that a module
+    registers within the block goes into the session at once, so that the model may be larger than the GPU.
 
+    Sizes are bytes, or texts such as "24GiB".
 
-def offload_activations(min_bytes="1MiB"):
-  """`with offload_activations(): ...`: tensors of min_bytes or more that autograd saves for the backward pass are copied
-  into the session, where they leave the device for the host and files, and come back, as the plan says.
+    Args:
+        placement: "auto": the placement with the shortest predicted step. "cuda": as much as fits stays on the device.
+            "cpu": optimizer states stay on the host and are updated there. "static": the two static fractions decide.
+        device_memory: Bytes of the device for parameters, gradients, optimizer states and, except with
+            allocator="torch", all other tensors that torch allocates there.
+        host_memory: Bytes of page-locked host memory. 0: four fifths of what the process may still take.
+        file: A directory on a fast disk, or several with ":" between them, for what fits neither on the device nor on
+            the host.
+        file_memory: Bytes in these directories.
+        device: A torch device. None: the current GPU if there is one; otherwise the simulated device, which is host
+            memory with a budget, and whose tensors are CPU tensors.
+        margin: Bytes of device_memory that stay unused.
+        window: Bytes of a chunk, a power of two from 64 KiB to 1 GiB. 0: about a thousandth of device_memory.
+        warmup_iterations: Training steps that are watched before the first plan is made.
+        update_threads: Threads that run optimizer updates on the host. 0: the library chooses.
+        strict: Unmap each chunk as soon as it has left the device, so that a stray access faults. For tests.
+        progress: Whether long operations report their progress on stderr. None: if stderr is a terminal, otherwise in
+            the log.
+        allocator: Where torch's other tensors on the GPU are allocated. "pool": torch's caching allocator takes its
+            segments from the session, so that these tensors and the model share device_memory. "process": the session
+            serves every allocation of the process; nothing may have used CUDA before. "torch": torch's own memory,
+            beside device_memory. None: "pool", where torch can do it (since 2.8), otherwise "torch". CUDA graphs need
+            "torch", or resident().
+        watchdog: Seconds. A thread that waits longer inside the library is reported in the log, with what it waits
+            for. 0: never.
+        file_engine: How files are read and written: "uring" (io_uring), "threads", or "auto": io_uring if the system
+            permits it.
+        static_param_fraction: For placement="static": the share of parameters that stays on the device, from 0 to 1.
+        static_optim_fraction: For placement="static": the share of optimizer states that stays on the device, from 0
+            to 1.
 
-  With activation checkpointing that is what its blocks begin with. Tensors that share their memory are saved once, and
-  not again if only something that torch does not count as a change (`.data`, a kernel of one's own) has changed them.
-  """
-  return _activations.activations(session()).saving(_parse_bytes(min_bytes, "min_bytes"))
+    Returns:
+        A context manager, which gives the session. Its use is optional.
 
-
-_offload = offload_activations  # which prepare() has an argument of the same name as
-
-
-def unit(module):
-  """Has all parameters of a module of the prepared model come and go as one; returns the module.
-
-  prepare() does so with what torch.compile() or module.compile() compiled; what CUDA graphs replay needs it, and many
-  small operators cost less as one. A unit has to fit on the device, and cannot be within another.
-  """
-  _unit.unit(_prepared(), module)
-  return module
-
-
-def resident(module):
-  """As a context: a unit's parameters are on the device and plain ones, for whoever captures it in a CUDA graph.
-
-      with gm.resident(block):
-        torch.cuda.make_graphed_callables(block, (sample,))
-
-  What is within may do nothing else of the model. Outside, each call brings the parameters before the graph is replayed.
-  """
-  return _unit.resident(_prepared(), module)
-
-
-def _prepared():
-  owner = session()
-  if owner.model is None:
-    raise GeminiError("there is no model: call libgemini.torch.prepare() first")
-  return owner
-
-
-def save(folder, model, optimizer=None, *, extra=None, max_shard="5GB", progress=None):
-  """Writes a checkpoint: model.safetensors or its shards, and config.json, which transformers loads; with an optimizer
-  what it needs to go on to the bit, and torch's random states.
-
-  Bytes go to the files from wherever they are, chunk by chunk. The old checkpoint stays until the new one is whole and
-  on the disk: a kill at any time leaves one of the two (room for both is needed). Files of other names in the folder
-  stay. Gradients are not saved: call it between a step and the next backward pass.
-  extra: what load() shall return: numbers, texts, tensors, lists, tuples and dicts, such as the position in the data or
-  scheduler.state_dict(). progress: as of init()."""
-  owner = session()
-  _checkpoint.save(owner, folder, model, optimizer, extra, max_shard, owner.progress if progress is None else progress)
-
-
-def load(folder, model, optimizer=None, *, verify=True, progress=None):
-  """Loads a checkpoint into a prepared model, and optimizer, and returns its extra; with an optimizer, torch's random
-  states are set, too. A folder that transformers wrote has weights only.
-
-  Whatever does not fit or is damaged is an error that names it, before anything has changed. verify: compare checksums
-  first, for which all bytes are read once more."""
-  owner = session()
-  return _checkpoint.load(owner, folder, model, optimizer, verify, owner.progress if progress is None else progress)
-
-
-def load_weights(model, folder, *, verify=True, progress=None):
-  """Reads the weights of a checkpoint, or of a folder of the Hugging Face hub, into a model that may be on the meta
-  device: each of its parameters there gets its place in the session and its bytes straight from the file, so that the
-  model may be larger than any memory. Floating-point values of another dtype than the parameter's are converted.
-
-  Tensors the model has not are passed over with a warning. Weights that transformers would have to split or merge first
-  need from_pretrained() within init(), which brings them in one after another, too."""
-  owner = session()
-  folder = _checkpoint.Folder(folder)
-  _checkpoint.load_weights(owner, model, folder, verify, owner.progress if progress is None else progress)
-
-
-def stats():
-  """gemini_stats() of the session, as a dict."""
-  session().free_places()
-  return session().manager.stats()
-
-
-def stats_reset():
-  """Starts peaks, moved bytes, hits, stalls and the count of steps in report() anew."""
-  _report.stats_reset(session())
-
-
-def explain():
-  """The plan in words."""
-  return session().manager.explain()
-
-
-def dump():
-  """The session's state in words, for when it hangs: what is in use, which operator is open, which threads wait inside the
-  library, for what and since when. Never waits itself, so that any thread, such as a timer's, can call it."""
-  return session().manager.dump()
-
-
-def report(path=None):
-  """What memory holds by tier and kind, what moved and why, stalls, the biggest parameters and the plan, as a text for
-  people; path: a file to write it to, too. Numbers that add up are those since init() or stats_reset()."""
-  text = _report.report(session())
-  if path is not None:
-    with open(path, "w", encoding="utf-8") as file:
-      file.write(text)
-  return text
-
-
-def timeline(path):
-  """`with timeline(path): ...` records operators, copies, waits, updates and bytes by tier, and writes them to path as
-  Chrome trace events, which ui.perfetto.dev opens; picture() draws them."""
-  return _report.timeline(session(), path)
-
-
-def close(force=False):
-  """Ends the session. Its tensors must not be used any more.
-
-  force: even while tensors on the GPU are left that torch allocated in the session (see init(): allocator), which must not
-  be used either. Buffers of the model go to the CPU.
-  """
-  global _current
-  if _current is not None:
+    Raises:
+        GeminiError: There is a session already; a budget or another option is refused; torch lacks what libgemini
+            needs.
+        ValueError: An argument is not one of those above.
+    """
+    global _current
+    if _current is not None:
+        raise GeminiError("there is a session already: close() it first")
+    cuda = _torch.cuda.is_available() if device is None else _torch.device(device).type == "cuda"
+    _check_torch(cuda)
+    allocator = _allocator.choose(allocator, cuda)  # before the GPU is asked anything
+    if device is None:
+        device = _torch.device("cuda", _torch.cuda.current_device()) if cuda else "cpu"
+    owner = Session(
+        device=_torch.device(device),
+        placement=placement,
+        device_memory=device_memory,
+        host_memory=host_memory,
+        file=file,
+        file_memory=file_memory,
+        device_margin=margin,
+        window=window,
+        warmup_iterations=warmup_iterations,
+        update_threads=update_threads,
+        strict=strict,
+        progress=progress,
+        watchdog=watchdog,
+        file_engine=file_engine,
+        static_param_fraction=static_param_fraction,
+        static_optim_fraction=static_optim_fraction,
+    )
     try:
-      _current.close(force)
-    finally:
-      if not _current.manager.handle:  # else it was refused, and nothing has changed
+        owner.allocator = _allocator.start(allocator, owner)
+    except BaseException:
+        owner.close(force=True)
+        raise
+    _current = owner
+    _watch(True)
+    return _Init(owner)
+
+
+@_typing.overload
+def prepare(
+    model: _Module,
+    optimizer: None = None,
+    *,
+    step_in_backward: bool = False,
+    offload_activations: bool = False,
+) -> _Module: ...
+
+
+@_typing.overload
+def prepare(
+    model: _Module,
+    optimizer: _torch.optim.Optimizer,
+    *,
+    step_in_backward: bool = False,
+    offload_activations: bool = False,
+) -> tuple[_Module, Optimizer]: ...
+
+
+def prepare(
+    model: _Module,
+    optimizer: _torch.optim.Optimizer | None = None,
+    *,
+    step_in_backward: bool = False,
+    offload_activations: bool = False,
+) -> _Module | tuple[_Module, Optimizer]:
+    """Moves a model's parameters into the session, and makes an optimizer that updates them where they are.
+
+    A call of the prepared model begins a training step, so prepare the module that the training loop calls.
+
+    Args:
+        model: Its parameters stay the same objects, of the same shapes, and keep their addresses from now on. Its
+            floating-point parameters are float32, bfloat16 or float16, and none is on the meta device.
+        optimizer: An optimizer over the model's parameters, which has not made a step.
+        step_in_backward: Each backward pass is a step: a parameter is updated as soon as its gradient is complete, and
+            optimizer.step() only ends the step. This hides most of the update, and gradients of 16 bits need no memory
+            of their own. For torch.optim.AdamW and Adam, without accumulation, clipping or loss scaling: reading a
+            gradient is an error.
+        offload_activations: Every forward pass of the model runs as if within offload_activations().
+
+    Returns:
+        The same model; with an optimizer, a pair of the model and the optimizer that makes the steps from now on.
+
+    Raises:
+        GeminiError: There is no session; or the model or the optimizer is refused, which the message explains.
+        TypeError: The optimizer is not a torch.optim.Optimizer.
+    """
+    owner = session()
+    known = next((one for one in owner.models if one.module is model), None)
+    if known:
+        known.take()
+        owner.models.remove(known)
+    prepared_model = known or _model.Model(owner, model)
+    owner.models.append(prepared_model)
+    if offload_activations:
+        prepared_model.saving = _offload
+    prepared = Optimizer(owner, optimizer, step_in_backward) if optimizer is not None else None
+    room = owner.manager.stats()["budget_bytes"]["device"] - owner.manager.config.device_margin_bytes
+    for gradients, what, then in (
+        (False, "", "will fail"),
+        (True, ", and makes its gradient,", "has no plan, which makes it slow"),
+    ):
+        least, record = prepared_model.least_bytes(gradients)
+        if least > room:
+            _warnings.warn(
+                f"device_memory leaves {room} bytes: a step that uses all of parameter {record.name} at once{what} "
+                f"needs {least}, in chunks of {owner.manager.config.window_bytes}, and {then}",
+                stacklevel=2,
+            )
+            break
+    return model if prepared is None else (model, prepared)
+
+
+def offload_activations(min_bytes: int | str = "1MiB") -> _typing.ContextManager[None]:
+    """A context manager: what autograd saves within it for the backward pass may leave the device.
+
+    Tensors that autograd saves are copied into the session, where they leave the device for the host and files, and
+    come back ahead of their use, as the plan says. With activation checkpointing these are the inputs of the
+    checkpointed blocks. Tensors that share their memory are saved once. They are not saved again if only something
+    that torch does not count as a change (`.data`, a kernel of one's own) has changed them.
+
+    Args:
+        min_bytes: Bytes, or a text such as "64KiB". Smaller tensors stay with torch.
+
+    Raises:
+        GeminiError: There is no session.
+        ValueError: min_bytes is not a size.
+    """
+    return _activations.activations(session()).saving(_parse_bytes(min_bytes, "min_bytes"))
+
+
+_offload = offload_activations  # prepare() has an argument of the same name
+
+
+def unit(module: _Module) -> _Module:
+    """Makes a module of the prepared model a unit: all of its parameters come and go together.
+
+    prepare() does so with modules that torch.compile() or module.compile() has compiled. Modules whose kernels torch
+    does not see, and those that a CUDA graph replays, need it; many small operators cost less as one unit. All
+    parameters of a unit have to fit on the device at the same time.
+
+    Args:
+        module: A module within a prepared model. It is not within another unit, and has none within it.
+
+    Returns:
+        The same module.
+
+    Raises:
+        GeminiError: There is no prepared model, the module is not in one, it overlaps with another unit, or its
+            parameters do not fit on the device.
+    """
+    _unit.unit(_prepared(), module)
+    return module
+
+
+def resident(module: _torch.nn.Module) -> _typing.ContextManager[None]:
+    """A context manager: within it a unit's parameters are on the device, and plain parameters for torch.
+
+    It is for capturing the module in a CUDA graph:
+
+        with gm.resident(block):
+            torch.cuda.make_graphed_callables(block, (sample,))
+
+    Nothing else of the model may be used within. Afterwards each call of the module brings its parameters before the
+    graph is replayed.
+
+    Args:
+        module: A module within a prepared model. It becomes a unit if it is none.
+
+    Raises:
+        GeminiError: As unit(); or there is no room on the device.
+    """
+    return _unit.resident(_prepared(), module)
+
+
+def _prepared() -> Session:
+    owner = session()
+    if owner.model is None:
+        raise GeminiError("there is no model: call libgemini.torch.prepare() first")
+    return owner
+
+
+def save(
+    folder: _Path,
+    model: _torch.nn.Module,
+    optimizer: _torch.optim.Optimizer | None = None,
+    *,
+    extra: _typing.Any = None,
+    max_shard: int | str = "5GB",
+    progress: bool | None = None,
+) -> None:
+    """Writes a checkpoint.
+
+    The folder gets model.safetensors, or its shards, and config.json, which transformers loads; with an optimizer also
+    its states and torch's random states, from which training goes on to the bit. Bytes go to the files from wherever
+    they are, chunk by chunk. A checkpoint that is there already stays until the new one is complete and on the disk:
+    a kill at any time leaves one of the two, and the disk needs room for both. Files of other names in the folder
+    stay. Gradients are not saved: call it between optimizer.step() and the next backward pass.
+
+    Args:
+        folder: The directory. It is made if it does not exist.
+        model: The prepared model.
+        optimizer: The prepared optimizer.
+        extra: What load() returns: numbers, texts, tensors, lists, tuples and dicts, such as the position in the data
+            or scheduler.state_dict().
+        max_shard: Bytes of a file of weights at most, or a text such as "5GB"; a larger tensor has a file of its own.
+        progress: As of init(). None: what init() was given.
+
+    Raises:
+        GeminiError: There is no session, another process saves into the folder, or the model or the optimizer has
+            something that a checkpoint cannot hold. The old checkpoint is unchanged.
+        OSError: A file cannot be written. The old checkpoint is unchanged.
+        ValueError: max_shard is 0 or not a size.
+    """
+    owner = session()
+    _checkpoint.save(
+        owner, folder, model, optimizer, extra, max_shard, owner.progress if progress is None else progress
+    )
+
+
+def load(
+    folder: _Path,
+    model: _torch.nn.Module,
+    optimizer: _torch.optim.Optimizer | None = None,
+    *,
+    verify: bool = True,
+    progress: bool | None = None,
+) -> _typing.Any:
+    """Loads a checkpoint into a prepared model and, if given, a prepared optimizer.
+
+    With an optimizer torch's random states are set, too. A folder that transformers wrote has weights only. An error
+    comes before anything has changed.
+
+    Args:
+        folder: What save() wrote.
+        model: The prepared model, with the parameters that the checkpoint has.
+        optimizer: The prepared optimizer.
+        verify: Compare checksums first, which reads all bytes once more.
+        progress: As of init(). None: what init() was given.
+
+    Returns:
+        What save() was given as extra.
+
+    Raises:
+        GeminiError: There is no session, or the checkpoint is damaged or does not fit the model; the message names the
+            tensor or the file.
+        OSError: A file cannot be read.
+    """
+    owner = session()
+    return _checkpoint.load(owner, folder, model, optimizer, verify, owner.progress if progress is None else progress)
+
+
+def load_weights(model: _torch.nn.Module, folder: _Path, *, verify: bool = True, progress: bool | None = None) -> None:
+    """Reads weights into a model, which may be on the meta device and larger than any memory.
+
+    Each parameter on the meta device gets its place in the session, and its bytes straight from the file.
+    Floating-point values of another dtype than the parameter's are converted. Tensors that the model does not have are
+    passed over with a warning. Weights that transformers would have to split or merge first need from_pretrained()
+    within init().
+
+    Args:
+        model: The model, before or after prepare().
+        folder: A checkpoint, or a folder of the Hugging Face hub.
+        verify: Compare checksums first, if the folder has any, which reads all bytes once more.
+        progress: As of init(). None: what init() was given.
+
+    Raises:
+        GeminiError: There is no session, or a tensor is missing, damaged, or of another shape than the parameter's.
+        OSError: A file cannot be read.
+    """
+    owner = session()
+    source = _checkpoint.Folder(folder)
+    _checkpoint.load_weights(owner, model, source, verify, owner.progress if progress is None else progress)
+
+
+def stats() -> dict[str, _typing.Any]:
+    """The session's statistics.
+
+    Returns:
+        The fields of gemini_stats_t by name: sizes in bytes, times in nanoseconds; what it has by tier, link or reason
+        as a dict by the name of that. docs/pytorch.md explains the most useful ones.
+
+    Raises:
+        GeminiError: There is no session.
+    """
+    session().arenas.free_places()
+    return session().manager.stats()
+
+
+def stats_reset() -> None:
+    """Starts peaks, moved bytes, hits, stalls and report()'s count of steps anew.
+
+    Raises:
+        GeminiError: There is no session.
+    """
+    _report.stats_reset(session())
+
+
+def explain() -> str:
+    """The plan in words.
+
+    Returns:
+        What stays on the device, what comes and goes, and what a step waits for; several lines.
+
+    Raises:
+        GeminiError: There is no session.
+    """
+    return session().manager.explain()
+
+
+def dump() -> str:
+    """The session's state in words, for when the program hangs.
+
+    It never waits, so that any thread, such as a timer's, can call it.
+
+    Returns:
+        What is in use, which operator is open, and which threads wait inside the library, for what and since when.
+
+    Raises:
+        GeminiError: There is no session.
+    """
+    return session().manager.dump()
+
+
+def report(path: _Path | None = None) -> str:
+    """A text for people: memory by tier and kind, what moved and why, stalls, the largest parameters, the plan.
+
+    Args:
+        path: A file to write the text to as well.
+
+    Returns:
+        The text. Numbers that add up count from init() or stats_reset().
+
+    Raises:
+        GeminiError: There is no session.
+        OSError: The file cannot be written.
+    """
+    text = _report.report(session())
+    if path is not None:
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text)
+    return text
+
+
+def timeline(path: _Path) -> _typing.ContextManager[None]:
+    """A context manager: records what the library does within it.
+
+    Args:
+        path: The file that gets operators, copies, waits, updates and bytes by tier, as Chrome trace events, which
+            ui.perfetto.dev opens; picture() draws them.
+
+    Raises:
+        GeminiError: There is no session, it records a timeline already, or the file cannot be written.
+    """
+    return _report.timeline(session(), path)
+
+
+def close(force: bool = False) -> None:
+    """Ends the session. Its tensors must not be used any more.
+
+    Without a session it does nothing.
+
+    Args:
+        force: Close even if tensors on the GPU are left that torch allocated in the session (see init(): allocator).
+            They must not be used afterwards either.
+
+    Raises:
+        GeminiError: Such tensors are left, and the session stays open; or an update on the way has failed.
+    """
+    global _current
+    if _current is not None:
+        try:
+            _current.close(force)
+        finally:
+            if not _current.manager.handle:  # else it was refused, and nothing has changed
+                _current = None
+                _watch(False)
+
+
+def _forked() -> None:
+    """The child has neither the threads nor the locks, and on a GPU nothing that would work."""
+    global _current
+    if _current is not None:
+        _current.forked()
         _current = None
         _watch(False)
-
-
-def _forked():
-  """The child has neither the threads nor the locks, and on a GPU nothing that would work."""
-  global _current
-  if _current is not None:
-    _current.forked()
-    _current = None
-    _watch(False)
 
 
 _os.register_at_fork(after_in_child=_forked)
 
 
 @_atexit.register
-def _leave():
-  """Before Python and CUDA go: updates that are under way use memory, and torch frees what it has allocated here."""
-  with _contextlib.suppress(Exception):
-    close(force=True)
+def _leave() -> None:
+    """Before Python and CUDA go: updates that are under way use memory, and torch frees what it has allocated here."""
+    with _contextlib.suppress(Exception):
+        close(force=True)

@@ -1,13 +1,16 @@
-"""Tensors that autograd saves for the backward pass, in an arena of their own: they come and go as parameters do.
+"""Offloaded activations: tensors that autograd saves for the backward pass, in an arena of their own.
 
-What is saved is copied to a place of the arena, and torch may free its own; when the backward pass wants it, it gets a
-tensor over the place, which is held on the device until torch lets go of that tensor's memory. Places are given out
-lowest address first, so that each step of a loop that repeats itself has the same ones, and the plan is made with them.
+What autograd saves is copied to a place of the arena, and torch may free its own memory. The backward pass gets a
+tensor over the place, which stays acquired on the device until torch frees that tensor. The place with the lowest
+address is taken first. So a loop that repeats itself uses the same places in each step, and the plan knows them.
 
-Torch frees tensors at any time and on any thread: what that means for places is worked off by the next call here.
+torch frees tensors at any time, on any thread. The next call of this module frees their places.
 
 SPDX-License-Identifier: Apache-2.0
 """
+
+from __future__ import annotations
+
 import collections
 import contextlib
 import ctypes
@@ -23,233 +26,258 @@ from .memory import wrap
 from .tensors import ManagedParameter, ManagedTensor
 
 ALIGNMENT = 512  # bytes, of places
-WHOLE_WINDOWS = 4  # a place of so many windows, or more, shares none of them
-VIEW_SHARE = 4  # a view of less than such a part of its storage is not saved here: all of the storage would be
-OPERATOR_SHARE = 8  # what is saved or wanted within an operator, beyond such a part of the device, becomes another one
+WHOLE_WINDOWS = 4  # places of at least so many windows share none with others
+# A view of less than 1/VIEW_SHARE of its storage stays with torch: the whole storage would be saved.
+VIEW_SHARE = 4
+# An operator that saves or unpacks more than 1/OPERATOR_SHARE of the device budget is split.
+OPERATOR_SHARE = 8
 
 
 class _Kept:
-  """A tensor that stays with torch, which checks the versions of tensors only where there are no hooks."""
-  __slots__ = ("tensor", "version")
+    """A tensor that stays with torch. It checks the version of the tensor, which torch does only without hooks."""
 
-  def __init__(self, tensor):
-    self.tensor, self.version = tensor.detach(), None if tensor.is_inference() else tensor._version
+    __slots__ = ("tensor", "version")
 
-  def get(self):
-    now = None if self.version is None else self.tensor._version
-    if now != self.version:
-      raise RuntimeError(f"a tensor of shape {tuple(self.tensor.shape)} that the backward pass needs has been modified "
-                         f"by an inplace operation: it is at version {now}; expected version {self.version} instead")
-    return self.tensor
+    def __init__(self, tensor):
+        self.tensor, self.version = tensor.detach(), None if tensor.is_inference() else tensor._version
+
+    def get(self):
+        now = None if self.version is None else self.tensor._version
+        if now != self.version:
+            raise RuntimeError(
+                f"a tensor of shape {tuple(self.tensor.shape)} that the backward pass needs has been modified "
+                f"by an inplace operation: it is at version {now}; expected version {self.version} instead"
+            )
+        return self.tensor
 
 
 class _Range:
-  """Bytes of an arena."""
-  __slots__ = ("arena", "offset", "size", "address")
+    """Bytes of an arena."""
 
-  def __init__(self, arena, offset, size, address):
-    self.arena, self.offset, self.size, self.address = arena, offset, size, address
+    __slots__ = ("arena", "offset", "size", "address")
+
+    def __init__(self, arena, offset, size, address):
+        self.arena, self.offset, self.size, self.address = arena, offset, size, address
 
 
 class _There(_Range):
-  """A tensor that was saved where it is: a parameter."""
-  __slots__ = ("kept",)
+    """A saved tensor whose bytes are in an arena already, such as a parameter."""
 
-  def __init__(self, tensor, *where):
-    super().__init__(*where)
-    self.kept = _Kept(tensor)
+    __slots__ = ("kept",)
+
+    def __init__(self, tensor, *where):
+        super().__init__(*where)
+        self.kept = _Kept(tensor)
 
 
 class _Stored(_Range):
-  """A storage's bytes in the activations' arena. The place is free again when nothing refers to this."""
-  __slots__ = ("storage", "pointer", "version", "dead", "__weakref__")
+    """The bytes of a storage in the arena of activations. The place becomes free when nothing refers to this object."""
 
-  def __init__(self, where, storage, version, dead):
-    super().__init__(*where)
-    self.storage = StorageWeakRef(storage)  # while this is, no other storage has its number
-    self.pointer = storage.data_ptr()
-    self.version = version
-    self.dead = dead
+    __slots__ = ("storage", "pointer", "version", "dead", "__weakref__")
 
-  def __del__(self):
-    self.dead.append((self.offset, self.size))
+    def __init__(self, where, storage, version, dead):
+        super().__init__(*where)
+        self.storage = StorageWeakRef(storage)  # while it exists, no other storage gets its number
+        self.pointer = storage.data_ptr()
+        self.version = version
+        self.dead = dead
+
+    def __del__(self):
+        self.dead.append((self.offset, self.size))
 
 
 class Activations:
-  """What autograd has saved in a session."""
+    """The activations that autograd has saved in a session."""
 
-  def __init__(self, session):
-    self.session = session
-    self.arena = session.arena("activations", torch.uint8)
-    self.operator_bytes = session.manager.stats()["budget_bytes"]["device"] // OPERATOR_SHARE
-    self.operator = None  # number of the one that op_bytes were saved or wanted in
-    self.op_bytes = 0
-    self.space = Space()
-    self.window = self.first_window()
-    self.users = collections.Counter()  # of a window: places that lie in it
-    self.stored = weakref.WeakValueDictionary()  # a storage's number: the _Stored of its bytes
-    self.held = []  # what is acquired for tensors that the backward pass got: (storage, access, stream, range)
-    self.dead = collections.deque()  # places that are free
-    self.arenas = []  # (base, end, handle) of all
+    def __init__(self, session):
+        self.session = session
+        self.arena = session.arenas.arena("activations", torch.uint8)
+        self.operator_bytes = session.manager.stats()["budget_bytes"]["device"] // OPERATOR_SHARE
+        self.operator = None  # the number of the operator that op_bytes counts
+        self.op_bytes = 0
+        self.space = Space()
+        self.window = self.first_window()
+        self.users: collections.Counter[int] = collections.Counter()  # how many places lie in a window
+        # By the number of a storage: where its bytes are stored.
+        self.stored: weakref.WeakValueDictionary[int, _Stored] = weakref.WeakValueDictionary()
+        # What is acquired for tensors that the backward pass has got: (storage, access, stream, range).
+        self.held = []
+        self.dead: collections.deque[tuple[int, int]] = collections.deque()  # places to be freed: (offset, size)
+        self.arenas = []  # (base, end, handle) of all arenas
 
-  # ---- places
-  def first_window(self):
-    """Takes one, whose size the library may choose only now."""
-    manager, lib = self.session.manager, self.session.lib
-    manager.take(self.arena, ALIGNMENT)
-    lib.zero(self.session.handle, ctypes.byref(abi.Access(self.arena, 0, ALIGNMENT, 0, 0, None)))
-    window = manager.arena_info(self.arena).window_bytes
-    manager.take(self.arena, window - ALIGNMENT)
-    self.space.give(0, window)
-    return window
+    # ---- places
+    def first_window(self):
+        """Takes the first window and returns the window size, which the library may choose only now."""
+        manager, lib = self.session.manager, self.session.lib
+        manager.take(self.arena, ALIGNMENT)
+        lib.zero(self.session.handle, ctypes.byref(abi.Access(self.arena, 0, ALIGNMENT, 0, 0, None)))
+        window = manager.arena_info(self.arena).window_bytes
+        manager.take(self.arena, window - ALIGNMENT)
+        self.space.give(0, window)
+        return window
 
-  def place(self, size):
-    """Arena, offset, size, address of a new place, which may be larger than size."""
-    large = size >= WHOLE_WINDOWS * self.window
-    alignment = self.window if large else ALIGNMENT
-    size = -(-size // alignment) * alignment
-    offset = self.space.take(size, alignment)
-    if offset is None:
-      more = -(-size // self.window) * self.window
-      self.space.give(self.session.manager.take(self.arena, more), more)
-      offset = self.space.take(size, alignment)
-    self.users.update(self.windows(offset, size))
-    return self.arena, offset, size, self.session.arena_base(self.arena) + offset
+    def place(self, size):
+        """Takes a new place.
 
-  def windows(self, offset, size):
-    return range(offset // self.window, -(-(offset + size) // self.window))
+        Returns:
+            The arena, the offset, the size, which may be larger than the argument, and the device address.
+        """
+        large = size >= WHOLE_WINDOWS * self.window
+        alignment = self.window if large else ALIGNMENT
+        size = -(-size // alignment) * alignment
+        offset = self.space.take(size, alignment)
+        if offset is None:
+            more = -(-size // self.window) * self.window
+            self.space.give(self.session.manager.take(self.arena, more), more)
+            offset = self.space.take(size, alignment)
+        self.users.update(self.windows(offset, size))
+        return self.arena, offset, size, self.session.arenas.arena_base(self.arena) + offset
 
-  def drain(self):
-    """Works off what torch has let go of: releases, frees places, drops the bytes of windows without any."""
-    held, self.held = self.held, []
-    for storage, access, stream, where in held:
-      if storage.expired():
-        self.session.lib.release(self.session.handle, ctypes.byref(access), 1, stream)
-      else:
-        self.held.append((storage, access, stream, where))
-    held = where = None  # the last reference to some ranges
-    empty = []
-    while self.dead:
-      offset, size = self.dead.popleft()
-      self.space.give(offset, size)
-      for window in self.windows(offset, size):
-        self.users[window] -= 1
-        if not self.users[window]:
-          del self.users[window]
-          empty.append(window)
-    empty.sort()
-    while empty:
-      count = next((i for i in range(1, len(empty)) if empty[i] != empty[0] + i), len(empty))
-      whole = abi.Access(self.arena, empty[0] * self.window, count * self.window, 0, 0, None)
-      self.session.lib.zero(self.session.handle, ctypes.byref(whole))
-      del empty[:count]
+    def windows(self, offset, size):
+        """The numbers of the windows that a range lies in."""
+        return range(offset // self.window, -(-(offset + size) // self.window))
 
-  def close(self):
-    """What torch still has is of no use from now on."""
-    self.drain()
-    for _, access, stream, _ in self.held:
-      self.session.lib.release(self.session.handle, ctypes.byref(access), 1, stream)
-    self.held.clear()
+    def drain(self):
+        """Handles what torch has freed: releases it, makes places free, and zeroes windows without places."""
+        held, self.held = self.held, []
+        for storage, access, stream, where in held:
+            if storage.expired():
+                self.session.lib.release(self.session.handle, ctypes.byref(access), 1, stream)
+            else:
+                self.held.append((storage, access, stream, where))
+        del held
+        where = None  # drops the last reference to some ranges
+        empty = []
+        while self.dead:
+            offset, size = self.dead.popleft()
+            self.space.give(offset, size)
+            for window in self.windows(offset, size):
+                self.users[window] -= 1
+                if not self.users[window]:
+                    del self.users[window]
+                    empty.append(window)
+        empty.sort()
+        while empty:
+            count = next((i for i in range(1, len(empty)) if empty[i] != empty[0] + i), len(empty))
+            whole = abi.Access(self.arena, empty[0] * self.window, count * self.window, 0, 0, None)
+            self.session.lib.zero(self.session.handle, ctypes.byref(whole))
+            del empty[:count]
 
-  # ---- operators
-  def begin(self, where):
-    """A range is about to be acquired: in the open operator, or in a new one if that has many already."""
-    session = self.session
-    if not session.iteration:
-      return
-    size = where.size if where.arena == self.arena else 0  # parameters are mostly acquired already
-    if session.op_number != self.operator:
-      self.op_bytes = 0
-    if not session.op_open or self.op_bytes and self.op_bytes + size > self.operator_bytes:
-      session.op_begin(f"saved at {where.offset}".encode())
-      self.op_bytes = 0
-      stream = session.stream()
-      beside = [(accesses, count) for accesses, count, *_ in session.holds]
-      beside += [(ctypes.byref(access), 1) for _, access, *_ in self.held]
-      for accesses, count in beside:  # it uses them, too
-        session.lib.acquire(session.handle, accesses, count, stream)
-        session.lib.release(session.handle, accesses, count, stream)
-    self.operator = session.op_number
-    self.op_bytes += size
+    def close(self):
+        """Releases everything. Tensors that torch still has must not be used."""
+        self.drain()
+        for _, access, stream, _ in self.held:
+            self.session.lib.release(self.session.handle, ctypes.byref(access), 1, stream)
+        self.held.clear()
 
-  # ---- hooks
-  def arena_at(self, address):
-    """Handle and base of the arena that an address is in, or None."""
-    if len(self.arenas) != len(self.session.arenas):
-      infos = [(self.session.manager.arena_info(arena), arena) for arena in self.session.arenas.values()]
-      self.arenas = [(info.base, info.base + info.capacity_bytes, arena) for info, arena in infos]
-    return next(((arena, base) for base, end, arena in self.arenas if base <= address < end), None)
+    # ---- operators
+    def begin(self, where):
+        """Prepares to acquire a range in the open operator, or in a new one if that has acquired much already."""
+        session = self.session
+        if not session.brackets.iteration:
+            return
+        size = where.size if where.arena == self.arena else 0  # parameters are mostly acquired already
+        if session.brackets.op_number != self.operator:
+            self.op_bytes = 0
+        if not session.brackets.op_open or self.op_bytes and self.op_bytes + size > self.operator_bytes:
+            session.brackets.op_begin(f"saved at {where.offset}".encode())
+            self.op_bytes = 0
+            stream = session.holds.stream()
+            beside = [(accesses, count) for accesses, count, *_ in session.holds.noted]
+            beside += [(ctypes.byref(access), 1) for _, access, *_ in self.held]
+            for accesses, count in beside:  # the new operator uses them, too
+                session.lib.acquire(session.handle, accesses, count, stream)
+                session.lib.release(session.handle, accesses, count, stream)
+        self.operator = session.brackets.op_number
+        self.op_bytes += size
 
-  def here(self, tensor):
-    device = self.session.device
-    return type(tensor) in (torch.Tensor, torch.nn.Parameter, ManagedTensor, ManagedParameter) and \
-        tensor.layout is torch.strided and tensor.device.type == device.type and \
-        (tensor.device.index or 0) == (device.index or 0) and tensor.numel() and not tensor.is_inference() and \
-        not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
+    # ---- hooks
+    def arena_at(self, address):
+        """The handle and base address of the arena that an address is in, or None."""
+        if len(self.arenas) != len(self.session.arenas.handles):
+            infos = [(self.session.manager.arena_info(arena), arena) for arena in self.session.arenas.handles.values()]
+            self.arenas = [(info.base, info.base + info.capacity_bytes, arena) for info, arena in infos]
+        return next(((arena, base) for base, end, arena in self.arenas if base <= address < end), None)
 
-  def pack(self, kept, least_bytes, tensor):
-    """Autograd saves a tensor: what it shall keep instead."""
-    with _plain(), torch.no_grad():
-      if not self.here(tensor):
-        return _Kept(tensor)
-      shape, stride, dtype, pointer = tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr()
-      extent = (sum((n - 1) * step for n, step in zip(shape, stride)) + 1) * dtype.itemsize
-      arena = self.arena_at(pointer)
-      if arena and arena[0] != self.arena:
-        where = _There(tensor, arena[0], pointer - arena[1], extent, pointer)
-        return where, dtype, shape, stride, 0
-      storage = tensor.untyped_storage()
-      size = storage.nbytes()
-      if arena or size < least_bytes or extent * VIEW_SHARE < size or storage.data_ptr() in kept:
-        return _Kept(tensor)
-      stored = self.stored.get(storage._cdata)
-      if stored is None or stored.version != tensor._version or stored.pointer != storage.data_ptr():
-        stored = self.store(storage, tensor._version)
-      return stored, dtype, shape, stride, tensor.storage_offset()
+    def here(self, tensor):
+        """Whether a tensor can be saved here: a plain one on the session's device."""
+        device = self.session.device
+        return (
+            type(tensor) in (torch.Tensor, torch.nn.Parameter, ManagedTensor, ManagedParameter)
+            and tensor.layout is torch.strided
+            and tensor.device.type == device.type
+            and (tensor.device.index or 0) == (device.index or 0)
+            and tensor.numel()
+            and not tensor.is_inference()
+            and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
+        )
 
-  def store(self, storage, version):
-    session = self.session
-    self.drain()
-    size = storage.nbytes()
-    stored = _Stored(self.place(size), storage, version, self.dead)
-    self.begin(stored)
-    access = abi.Access(stored.arena, stored.offset, stored.size, abi.WRITE, abi.TIER_DEVICE, None)
-    with session.acquired(access, 1, session.stream()):
-      to = wrap(stored.address, (size,), torch.uint8, session.device)
-      to.copy_(torch.empty(0, dtype=torch.uint8, device=to.device).set_(storage, 0, (size,)))
-    self.stored[storage._cdata] = stored
-    return stored
+    def pack(self, kept, least_bytes, tensor):
+        """A hook: autograd saves a tensor. Returns what autograd keeps instead."""
+        with _plain(), torch.no_grad():
+            if not self.here(tensor):
+                return _Kept(tensor)
+            shape, stride, dtype, pointer = tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr()
+            extent = (sum((n - 1) * step for n, step in zip(shape, stride)) + 1) * dtype.itemsize
+            arena = self.arena_at(pointer)
+            if arena and arena[0] != self.arena:
+                where = _There(tensor, arena[0], pointer - arena[1], extent, pointer)
+                return where, dtype, shape, stride, 0
+            storage = tensor.untyped_storage()
+            size = storage.nbytes()
+            if arena or size < least_bytes or extent * VIEW_SHARE < size or storage.data_ptr() in kept:
+                return _Kept(tensor)
+            stored = self.stored.get(storage._cdata)
+            if stored is None or stored.version != tensor._version or stored.pointer != storage.data_ptr():
+                stored = self.store(storage, tensor._version)
+            return stored, dtype, shape, stride, tensor.storage_offset()
 
-  def unpack(self, packed):
-    """Autograd wants it: on the device until it lets go of it."""
-    if isinstance(packed, _Kept):
-      return packed.get()
-    session = self.session
-    where, dtype, shape, stride, first = packed
-    if isinstance(where, _There):
-      where.kept.get()
-    self.drain()
-    self.begin(where)
-    access = abi.Access(where.arena, where.offset, where.size, abi.READ, abi.TIER_DEVICE, None)
-    stream = session.stream()
-    session.lib.acquire(session.handle, ctypes.byref(access), 1, stream)
-    with _plain(), torch.no_grad():
-      storage = wrap(where.address, (where.size,), torch.uint8, session.device).untyped_storage()
-      self.held.append((StorageWeakRef(storage), access, stream, where))
-      return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, first, shape, stride)
+    def store(self, storage, version):
+        """Copies a storage to a new place."""
+        session = self.session
+        self.drain()
+        size = storage.nbytes()
+        stored = _Stored(self.place(size), storage, version, self.dead)
+        self.begin(stored)
+        access = abi.Access(stored.arena, stored.offset, stored.size, abi.WRITE, abi.TIER_DEVICE, None)
+        with session.holds.acquired(access, 1, session.holds.stream()):
+            to = wrap(stored.address, (size,), torch.uint8, session.device)
+            to.copy_(torch.empty(0, dtype=torch.uint8, device=to.device).set_(storage, 0, (size,), (1,)))
+        self.stored[storage._cdata] = stored
+        return stored
 
-  @contextlib.contextmanager
-  def saving(self, least_bytes):
-    """What autograd saves within, of least_bytes or more, is saved here."""
-    tensors = [one for model in self.session.models for one in (*model.module.buffers(), *model.module.parameters())]
-    with _plain():  # what stays anyway gains nothing from a copy
-      kept = {tensor.untyped_storage().data_ptr() for tensor in tensors if not isinstance(tensor, ManagedTensor)}
-    with torch.autograd.graph.saved_tensors_hooks(functools.partial(self.pack, kept, least_bytes), self.unpack):
-      yield
+    def unpack(self, packed):
+        """A hook: autograd needs a saved tensor. It stays acquired on the device until torch frees it."""
+        if isinstance(packed, _Kept):
+            return packed.get()
+        session = self.session
+        where, dtype, shape, stride, first = packed
+        if isinstance(where, _There):
+            where.kept.get()
+        self.drain()
+        self.begin(where)
+        access = abi.Access(where.arena, where.offset, where.size, abi.READ, abi.TIER_DEVICE, None)
+        stream = session.holds.stream()
+        session.lib.acquire(session.handle, ctypes.byref(access), 1, stream)
+        with _plain(), torch.no_grad():
+            storage = wrap(where.address, (where.size,), torch.uint8, session.device).untyped_storage()
+            self.held.append((StorageWeakRef(storage), access, stream, where))
+            return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, first, shape, stride)
+
+    @contextlib.contextmanager
+    def saving(self, least_bytes):
+        """A context manager: tensors of least_bytes or more that autograd saves within it are saved here."""
+        tensors = [
+            one for model in self.session.models for one in (*model.module.buffers(), *model.module.parameters())
+        ]
+        with _plain():  # tensors of the model stay allocated, so a copy would gain nothing
+            kept = {tensor.untyped_storage().data_ptr() for tensor in tensors if not isinstance(tensor, ManagedTensor)}
+        with torch.autograd.graph.saved_tensors_hooks(functools.partial(self.pack, kept, least_bytes), self.unpack):
+            yield
 
 
 def activations(session):
-  """The session's."""
-  if session.activations is None:
-    session.activations = Activations(session)
-  return session.activations
+    """The Activations of a session, made at the first use."""
+    if session.activations is None:
+        session.activations = Activations(session)
+    return session.activations

@@ -1,11 +1,16 @@
-"""Checkpoints: weights as transformers writes and reads them, what an optimizer needs to go on, all or nothing.
+"""Checkpoints: weights in the format of transformers, and what an optimizer needs to go on. Each is written as a whole
+or not at all.
 
 A folder holds model.safetensors (or shards and their index), config.json, optimizer.safetensors (or shards), and
 training.pt: groups and small states of the optimizer, random states, and what the caller adds. libgemini.json has the
-checksums. A checkpoint is written beside the folder and takes its place in one step when it is whole and on the disk.
+checksums. A checkpoint is written beside the folder, and replaces the folder in one step once it is complete and on the
+disk.
 
 SPDX-License-Identifier: Apache-2.0
 """
+
+from __future__ import annotations
+
 import contextlib
 import copy
 import ctypes
@@ -17,6 +22,7 @@ import logging
 import os
 import re
 import shutil
+import typing
 import zlib
 
 import torch
@@ -25,10 +31,10 @@ from torch import nn
 from ..abi import GeminiError
 from ..manager import parse_bytes
 from . import internals, tensorfile
+from .arenas import DTYPES, Place
 from .model import Record
 from .optim import Optimizer
 from .progress import Progress
-from .session import DTYPES, Place
 from .states import copies
 
 logger = logging.getLogger("libgemini")
@@ -39,524 +45,565 @@ OURS = re.compile(r"(model|optimizer)(-\d{5}-of-\d{5})?\.safetensors(\.index\.js
 
 # ---- one folder in the place of another
 def _exchange(one, other):
-  """Swaps two names in one step; False where the system cannot."""
-  rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-  at_cwd, exchange = -100, 2
-  if rename is None:
-    return False
-  if rename(at_cwd, os.fsencode(one), at_cwd, os.fsencode(other), exchange) == 0:
-    return True
-  code = ctypes.get_errno()
-  if code in (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):
-    return False
-  raise OSError(code, os.strerror(code), one, None, other)
+    """Exchanges two names in one step. Returns False if the system cannot."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    at_cwd, exchange = -100, 2
+    if rename is None:
+        return False
+    if rename(at_cwd, os.fsencode(one), at_cwd, os.fsencode(other), exchange) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):
+        return False
+    raise OSError(code, os.strerror(code), one, None, other)
 
 
 def _sync(path):
-  fd = os.open(path, os.O_RDONLY)
-  try:
-    os.fsync(fd)
-  finally:
-    os.close(fd)
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def _identity(path):
-  """What is another one when a file has been written or replaced; None if there is none."""
-  try:
-    now = os.lstat(path)
-  except FileNotFoundError:
-    return None
-  return now.st_ino, now.st_size, now.st_mtime_ns
+    """A value that changes when a file is written or replaced; None if there is no file."""
+    try:
+        now = os.lstat(path)
+    except FileNotFoundError:
+        return None
+    return now.st_ino, now.st_size, now.st_mtime_ns
 
 
 @contextlib.contextmanager
 def _alone(folder):
-  """Nobody else saves into the folder meanwhile. The lock is a file of its own, as the folders take each other's
-  names."""
-  path = folder + ".saving.lock"
-  os.makedirs(os.path.dirname(folder), exist_ok=True)
-  while True:
-    lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    """A context manager: no other process saves into the folder.
+
+    The lock is a separate file, as the folders exchange their names.
+    """
+    path = folder + ".saving.lock"
+    os.makedirs(os.path.dirname(folder), exist_ok=True)
+    while True:
+        lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BaseException as error:
+            os.close(lock)
+            if isinstance(error, BlockingIOError):
+                raise GeminiError(f"another process is saving to {folder}", "BUSY") from None
+            raise
+        mine, there = os.fstat(lock).st_ino, _identity(path)
+        if there and there[0] == mine:
+            break
+        os.close(lock)  # its owner has removed the file since it was opened
     try:
-      fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BaseException as error:
-      os.close(lock)
-      if isinstance(error, BlockingIOError):
-        raise GeminiError(f"another process is saving to {folder}", "BUSY") from None
-      raise
-    mine, there = os.fstat(lock).st_ino, _identity(path)
-    if there and there[0] == mine:
-      break
-    os.close(lock)  # whoever had it has removed it since it was opened
-  try:
-    yield
-  finally:
-    os.unlink(path)
-    os.close(lock)
+        yield
+    finally:
+        os.unlink(path)
+        os.close(lock)
 
 
 def _keep_others(old, folder, taken, ours):
-  """Removes an old folder. What others have put into it since their files were taken over into the new one moves there.
+    """Removes an old folder. Files that others have put into it since its files were taken over are moved to the new
+    one.
 
-  taken: name: identities of the file that was taken over, in the old folder and in the new one. ours: names of files
-  that the save itself has written."""
-  while True:
-    for name in os.listdir(old):
-      path, target = os.path.join(old, name), os.path.join(folder, name)
-      before, copied = taken.get(name, (None, None))
-      other = not OURS.fullmatch(name) and name not in ours and _identity(path) != before
-      if os.path.isdir(path) and not os.path.islink(path):
-        os.rename(path, target if not os.path.lexists(target) else f"{target}.previous")
-      elif other and _identity(target) == copied:  # else somebody has put a newer one there
-        os.rename(path, target)
-      else:
-        os.unlink(path)
-    try:
-      os.rmdir(old)
-      return
-    except OSError as error:
-      if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # more has come
-        raise
+    Args:
+        old: The old folder.
+        folder: The new folder.
+        taken: By name: the identities of a file that was taken over, in the old folder and in the new one.
+        ours: The names of files that the save itself has written.
+    """
+    while True:
+        for name in os.listdir(old):
+            path, target = os.path.join(old, name), os.path.join(folder, name)
+            before, copied = taken.get(name, (None, None))
+            other = not OURS.fullmatch(name) and name not in ours and _identity(path) != before
+            if os.path.isdir(path) and not os.path.islink(path):
+                os.rename(path, target if not os.path.lexists(target) else f"{target}.previous")
+            elif other and _identity(target) == copied:  # otherwise somebody has put a newer file there
+                os.rename(path, target)
+            else:
+                os.unlink(path)
+        try:
+            os.rmdir(old)
+            return
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # new files have appeared
+                raise
 
 
 def _clear(left, folder):
-  """Removes what a save has left that was killed."""
-  if os.path.isdir(left):
-    if os.path.isdir(folder):
-      _keep_others(left, folder, {}, ("config.json", "generation_config.json"))
-    else:
-      shutil.rmtree(left)
+    """Removes what a killed save has left behind."""
+    if os.path.isdir(left):
+        if os.path.isdir(folder):
+            _keep_others(left, folder, {}, ("config.json", "generation_config.json"))
+        else:
+            shutil.rmtree(left)
 
 
 @contextlib.contextmanager
 def _replacing(folder):
-  """Gives an empty folder; after the block it is on the disk and has the name of `folder`, at which at any time either
-  the old one or the new one is. Files of the caller's in the old one (a tokenizer's) are in the new one, too, also
-  those that come meanwhile.
+    """A context manager: gives an empty folder, which at the end is on the disk and gets the name `folder`.
 
-  Where the file system cannot exchange two names, the old one is FOLDER.previous for a moment: after a kill just then,
-  load() and the next save() take it from there."""
-  new, previous = folder + ".saving", folder + ".previous"
-  with _alone(folder):
-    if not os.path.exists(folder) and os.path.isdir(previous):
-      os.rename(previous, folder)
-    if os.path.isdir(folder):
-      inner = [entry.name for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)]
-      if inner:
-        raise GeminiError(f"{folder} holds a folder, {inner[0]}: give checkpoints a folder of their own", "INVALID")
-    elif os.path.exists(folder):
-      raise GeminiError(f"{folder} is no folder", "INVALID")
-    _clear(previous, folder)
-    _clear(new, folder)
-    os.mkdir(new)
-    taken = {}
-    try:
-      yield new
-      ours = os.listdir(new)
-      for entry in os.scandir(folder) if os.path.isdir(folder) else ():
-        if not OURS.fullmatch(entry.name) and entry.name not in ours and not entry.is_dir(follow_symlinks=False):
-          before = _identity(entry.path)
-          copy = os.path.join(new, entry.name)
-          _link(entry.path, copy)
-          taken[entry.name] = before, _identity(copy)
-      for name in os.listdir(new):
-        _sync(os.path.join(new, name))
-      _sync(new)
-    except BaseException:
-      shutil.rmtree(new, ignore_errors=True)
-      raise
-    old = new
-    if not os.path.exists(folder):
-      os.rename(new, folder)
-    elif not _exchange(new, folder):
-      os.rename(folder, previous)
-      os.rename(new, folder)
-      old = previous
-    _sync(os.path.dirname(folder))
-    if os.path.exists(old):
-      _keep_others(old, folder, taken, ours)
-      _sync(folder)
+    At any time either the old folder or the new one has that name. Other files of the old folder, such as a
+    tokenizer's, are taken over, also those that appear in the meantime.
+
+    If the file system cannot exchange two names, the old folder is FOLDER.previous for a moment. After a kill at that
+    moment load() and the next save() find it there.
+    """
+    new, previous = folder + ".saving", folder + ".previous"
+    with _alone(folder):
+        if not os.path.exists(folder) and os.path.isdir(previous):
+            os.rename(previous, folder)
+        if os.path.isdir(folder):
+            inner = [entry.name for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)]
+            if inner:
+                raise GeminiError(
+                    f"{folder} holds a folder, {inner[0]}: give checkpoints a folder of their own", "INVALID"
+                )
+        elif os.path.exists(folder):
+            raise GeminiError(f"{folder} is no folder", "INVALID")
+        _clear(previous, folder)
+        _clear(new, folder)
+        os.mkdir(new)
+        taken = {}
+        try:
+            yield new
+            ours = os.listdir(new)
+            for entry in os.scandir(folder) if os.path.isdir(folder) else ():
+                if (
+                    not OURS.fullmatch(entry.name)
+                    and entry.name not in ours
+                    and not entry.is_dir(follow_symlinks=False)
+                ):
+                    before = _identity(entry.path)
+                    copy = os.path.join(new, entry.name)
+                    _link(entry.path, copy)
+                    taken[entry.name] = before, _identity(copy)
+            for name in os.listdir(new):
+                _sync(os.path.join(new, name))
+            _sync(new)
+        except BaseException:
+            shutil.rmtree(new, ignore_errors=True)
+            raise
+        old = new
+        if not os.path.exists(folder):
+            os.rename(new, folder)
+        elif not _exchange(new, folder):
+            os.rename(folder, previous)
+            os.rename(new, folder)
+            old = previous
+        _sync(os.path.dirname(folder))
+        if os.path.exists(old):
+            _keep_others(old, folder, taken, ours)
+            _sync(folder)
 
 
 def _link(old, new):
-  try:
-    os.link(old, new, follow_symlinks=False)
-  except OSError:
-    shutil.copy2(old, new, follow_symlinks=False)
+    try:
+        os.link(old, new, follow_symlinks=False)
+    except OSError:
+        shutil.copy2(old, new, follow_symlinks=False)
 
 
 # ---- what is saved
 def _tensors_of(model):
-  """Each tensor of the model's state dict once, as [(names, tensor)]; the first name is the one it is saved under."""
-  ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
-  ties = getattr(model, "all_tied_weights_keys", None) or ()
-  patterns = getattr(model, "_tied_weights_keys", None) or ()
-  groups = {}
-  for name, value in model.state_dict(keep_vars=True).items():
-    if name in ignored:
-      continue
-    if not isinstance(value, torch.Tensor):
-      raise GeminiError(f"{name} of the model's state dict is a {type(value).__name__}: only tensors can be saved")
-    groups.setdefault(id(value), ([], value))[0].append(name)
-  for names, _ in groups.values():
-    names.sort(key=lambda name: name in ties or any(re.search(pattern, name) for pattern in patterns))
-  return list(groups.values())
+    """Each tensor of the model's state dict once, as (names, tensor). It is saved under the first name."""
+    ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
+    ties = getattr(model, "all_tied_weights_keys", None) or ()
+    patterns = getattr(model, "_tied_weights_keys", None) or ()
+    groups: dict[typing.Any, typing.Any] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if name in ignored:
+            continue
+        if not isinstance(value, torch.Tensor):
+            raise GeminiError(
+                f"{name} of the model's state dict is a {type(value).__name__}: only tensors can be saved"
+            )
+        groups.setdefault(id(value), ([], value))[0].append(name)
+    for names, _ in groups.values():
+        names.sort(key=lambda name: name in ties or any(re.search(pattern, name) for pattern in patterns))
+    return list(groups.values())
 
 
 def _stored(value):
-  """Where the bytes are: the place of a managed parameter, or the tensor itself."""
-  record = getattr(value, "_gm_record", None)
-  return value if record is None else record.place
+    """Where the bytes are: the place of a managed parameter, or the tensor itself."""
+    record = getattr(value, "_gm_record", None)
+    return value if record is None else record.place
 
 
 def _parameter_names(optimizer, model):
-  if not isinstance(optimizer, Optimizer):
-    raise TypeError(f"the optimizer is a {type(optimizer).__name__}: want the one that libgemini.torch.prepare() gave")
-  optimizer.rule.refuse_saving()
-  optimizer.find_new()
-  names = {id(param): name for name, param in model.named_parameters()}
-  for record in optimizer.records:
-    if id(record.param) not in names:
-      raise GeminiError(f"the optimizer has a parameter, {record.name}, that the model has not")
-  return [names[id(record.param)] for record in optimizer.records]
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"the optimizer is a {type(optimizer).__name__}: want the one that libgemini.torch.prepare() gave"
+        )
+    optimizer.rule.refuse_saving()
+    optimizer.find_new()
+    names = {id(param): name for name, param in model.named_parameters()}
+    for record in optimizer.records:
+        if id(record.param) not in names:
+            raise GeminiError(f"the optimizer has a parameter, {record.name}, that the model has not")
+    return [names[id(record.param)] for record in optimizer.records]
 
 
 def _training_state(session, optimizer, model):
-  """Tensors for optimizer.safetensors, and what goes to training.pt."""
-  names = _parameter_names(optimizer, model)
-  tensors, small, arena = [], {}, {}
-  for name, record in zip(names, optimizer.records):
-    for state, value in optimizer.rule.states(record).items():
-      if isinstance(value, Place):
-        arena.setdefault(name, []).append(state)
-        tensors.append((f"{name}.{state}", value))
-      else:
-        small.setdefault(name, {})[state] = copies(value)
-  rng = {"cpu": torch.get_rng_state()}
-  if session.cuda:
-    rng["cuda"] = torch.cuda.get_rng_state(session.device)
-  left = iter(names)
-  groups = [{**group, "params": [next(left) for _ in group["params"]]} for group in optimizer.param_groups]
-  training = {"groups": groups, "small": small, "arena": arena, "rng": rng, "others": copies(optimizer.rule.others())}
-  return tensors, training
+    """The tensors for optimizer.safetensors, and the rest for training.pt."""
+    names = _parameter_names(optimizer, model)
+    tensors: list[typing.Any] = []
+    small: dict[typing.Any, typing.Any] = {}
+    arena: dict[typing.Any, typing.Any] = {}
+    for name, record in zip(names, optimizer.records):
+        for state, value in optimizer.rule.states(record).items():
+            if isinstance(value, Place):
+                arena.setdefault(name, []).append(state)
+                tensors.append((f"{name}.{state}", value))
+            else:
+                small.setdefault(name, {})[state] = copies(value)
+    rng = {"cpu": torch.get_rng_state()}
+    if session.cuda:
+        rng["cuda"] = torch.cuda.get_rng_state(session.device)
+    left = iter(names)
+    groups = [{**group, "params": [next(left) for _ in group["params"]]} for group in optimizer.param_groups]
+    training = {"groups": groups, "small": small, "arena": arena, "rng": rng, "others": copies(optimizer.rule.others())}
+    return tensors, training
 
 
 def _pickled(training):
-  """training.pt as bytes, sure to be readable without running code."""
-  file = io.BytesIO()
-  try:
-    torch.save(training, file)
-    file.seek(0)
-    torch.load(file, weights_only=True)
-  except Exception as error:
-    raise GeminiError("extra and the optimizer's groups must be of numbers, texts, tensors, lists, tuples and dicts: "
-                      f"{error}", "INVALID") from error
-  return file.getvalue()
+    """The bytes of training.pt, after a check that they can be read without running code."""
+    file = io.BytesIO()
+    try:
+        torch.save(training, file)
+        file.seek(0)
+        torch.load(file, weights_only=True)
+    except Exception as error:
+        raise GeminiError(
+            f"extra and the optimizer's groups must be of numbers, texts, tensors, lists, tuples and dicts: {error}",
+            "INVALID",
+        ) from error
+    return file.getvalue()
 
 
 def _write_shards(folder, stem, tensors, most_bytes, sums, progress):
-  shards = tensorfile.split(tensors, most_bytes)
-  where = {}
-  for number, shard in enumerate(shards, 1):
-    file = f"{stem}.safetensors" if len(shards) == 1 else f"{stem}-{number:05}-of-{len(shards):05}.safetensors"
-    sums[file] = tensorfile.write(os.path.join(folder, file), shard, progress)
-    where.update({name: file for name, _ in shard})
-  if len(shards) > 1:
-    _write_json(os.path.join(folder, f"{stem}.safetensors.index.json"),
-                {"metadata": {"total_size": sum(_size(value) for _, value in tensors)}, "weight_map": where})
+    shards = tensorfile.split(tensors, most_bytes)
+    where = {}
+    for number, shard in enumerate(shards, 1):
+        file = f"{stem}.safetensors" if len(shards) == 1 else f"{stem}-{number:05}-of-{len(shards):05}.safetensors"
+        sums[file] = tensorfile.write(os.path.join(folder, file), shard, progress)
+        where.update({name: file for name, _ in shard})
+    if len(shards) > 1:
+        _write_json(
+            os.path.join(folder, f"{stem}.safetensors.index.json"),
+            {"metadata": {"total_size": sum(_size(value) for _, value in tensors)}, "weight_map": where},
+        )
 
 
 def _size(value):
-  return value.shape.numel() * value.dtype.itemsize
+    return value.shape.numel() * value.dtype.itemsize
 
 
 def _write_json(path, value):
-  with open(path, "w") as file:
-    json.dump(value, file, indent=1)
+    with open(path, "w") as file:
+        json.dump(value, file, indent=1)
 
 
 def _write_config(model, folder):
-  """What transformers wants to find beside the weights."""
-  config = getattr(model, "config", None)
-  if not hasattr(config, "save_pretrained"):
-    return
-  config = copy.deepcopy(config)
-  config.architectures = [type(model).__name__]
-  setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", str(model.dtype).removeprefix("torch."))
-  config.save_pretrained(folder)
-  if hasattr(model, "can_generate") and model.can_generate():
-    model.generation_config.save_pretrained(folder)
+    """Writes the files that transformers expects beside the weights."""
+    config: typing.Any = getattr(model, "config", None)
+    if not hasattr(config, "save_pretrained"):
+        return
+    config = copy.deepcopy(config)
+    config.architectures = [type(model).__name__]
+    setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", str(model.dtype).removeprefix("torch."))
+    config.save_pretrained(folder)
+    if hasattr(model, "can_generate") and model.can_generate():
+        model.generation_config.save_pretrained(folder)
 
 
 def save(session, folder, model, optimizer, extra, max_shard, progress):
-  """See libgemini.torch.save()."""
-  most_bytes = parse_bytes(max_shard, "max_shard")
-  if not most_bytes:
-    raise ValueError("max_shard is 0: want at least 1 byte")
-  folder = os.path.realpath(folder)
-  session.settle()
-  weights = []
-  for names, value in _tensors_of(model):
-    if value.is_meta:
-      raise GeminiError(f"{names[0]} is on the meta device: load it before the model is saved")
-    weights.append((names[0], _stored(value)))
-  states, training = _training_state(session, optimizer, model) if optimizer is not None else ([], {})
-  data = _pickled({**training, "extra": extra})
-  total = sum(_size(value) for _, value in weights + states)
-  with _replacing(folder) as new, Progress(f"saving {folder}", total, progress) as bar:
-    sums = {}
-    _write_shards(new, "model", weights, most_bytes, sums, bar)
-    if optimizer is not None:
-      _write_shards(new, "optimizer", states, most_bytes, sums, bar)
-    with open(os.path.join(new, TRAINING), "wb") as file:
-      file.write(data)
-    _write_config(model, new)
-    _write_json(os.path.join(new, MARK), {"version": VERSION, "training": zlib.crc32(data), "tensors": sums})
+    """See libgemini.torch.save()."""
+    most_bytes = parse_bytes(max_shard, "max_shard")
+    if not most_bytes:
+        raise ValueError("max_shard is 0: want at least 1 byte")
+    folder = os.path.realpath(folder)
+    session.backward.settle()
+    weights = []
+    for names, value in _tensors_of(model):
+        if value.is_meta:
+            raise GeminiError(f"{names[0]} is on the meta device: load it before the model is saved")
+        weights.append((names[0], _stored(value)))
+    states, training = _training_state(session, optimizer, model) if optimizer is not None else ([], {})
+    data = _pickled({**training, "extra": extra})
+    total = sum(_size(value) for _, value in weights + states)
+    with _replacing(folder) as new, Progress(f"saving {folder}", total, progress) as bar:
+        sums: dict[str, int] = {}
+        _write_shards(new, "model", weights, most_bytes, sums, bar)
+        if optimizer is not None:
+            _write_shards(new, "optimizer", states, most_bytes, sums, bar)
+        with open(os.path.join(new, TRAINING), "wb") as file:
+            file.write(data)
+        _write_config(model, new)
+        _write_json(os.path.join(new, MARK), {"version": VERSION, "training": zlib.crc32(data), "tensors": sums})
 
 
 # ---- what is loaded
 def _read_json(path):
-  with open(path) as file:
-    try:
-      return json.load(file)
-    except ValueError as error:
-      raise GeminiError(f"{path} is damaged: {error}", "FORMAT") from None
+    with open(path) as file:
+        try:
+            return json.load(file)
+        except ValueError as error:
+            raise GeminiError(f"{path} is damaged: {error}", "FORMAT") from None
 
 
 class Folder:
-  """A checkpoint, ours or another's, as its headers say."""
+    """A checkpoint of ours or of another library, as described by the headers of its files."""
 
-  def __init__(self, folder):
-    self.path = os.path.realpath(folder)
-    if not os.path.exists(self.path) and os.path.isdir(self.path + ".previous"):
-      self.path += ".previous"
-    if not os.path.isdir(self.path):
-      raise GeminiError(f"there is no checkpoint {folder}", "NOT_FOUND")
-    self.mark = None
-    if os.path.exists(self.file(MARK)):
-      self.mark = _read_json(self.file(MARK))
-      if not isinstance(self.mark, dict) or self.mark.get("version") != VERSION:
-        raise GeminiError(f"{self.file(MARK)} is damaged, or of a later version than {VERSION}", "FORMAT")
+    def __init__(self, folder):
+        self.path = os.path.realpath(folder)
+        if not os.path.exists(self.path) and os.path.isdir(self.path + ".previous"):
+            self.path += ".previous"
+        if not os.path.isdir(self.path):
+            raise GeminiError(f"there is no checkpoint {folder}", "NOT_FOUND")
+        self.mark = None
+        if os.path.exists(self.file(MARK)):
+            self.mark = _read_json(self.file(MARK))
+            if not isinstance(self.mark, dict) or self.mark.get("version") != VERSION:
+                raise GeminiError(f"{self.file(MARK)} is damaged, or of a later version than {VERSION}", "FORMAT")
 
-  def file(self, name):
-    return os.path.join(self.path, name)
+    def file(self, name):
+        return os.path.join(self.path, name)
 
-  def entries(self, stem):
-    """name: Entry of all tensors of model.safetensors, optimizer.safetensors, or their shards."""
-    single, index = self.file(f"{stem}.safetensors"), self.file(f"{stem}.safetensors.index.json")
-    if os.path.exists(single):
-      return tensorfile.read_header(single)
-    if not os.path.exists(index):
-      raise GeminiError(f"{self.path} holds neither {stem}.safetensors nor an index of its shards", "NOT_FOUND")
-    try:
-      where = dict(_read_json(index)["weight_map"])
-    except (KeyError, TypeError, ValueError):
-      raise GeminiError(f"{index} is damaged: it has no weight_map", "FORMAT") from None
-    entries, headers = {}, {}
-    for name, file in where.items():
-      path = self.file(os.path.basename(file))
-      if path not in headers:
-        if not os.path.exists(path):
-          raise GeminiError(f"{path}, which {index} names, is not there", "NOT_FOUND")
-        headers[path] = tensorfile.read_header(path)
-      if name not in headers[path]:
-        raise GeminiError(f"{path} lacks {name}, which {index} says it has", "FORMAT")
-      entries[name] = headers[path][name]
-    return entries
+    def entries(self, stem):
+        """The Entry of each tensor in model.safetensors, optimizer.safetensors or their shards, by name."""
+        single, index = self.file(f"{stem}.safetensors"), self.file(f"{stem}.safetensors.index.json")
+        if os.path.exists(single):
+            return tensorfile.read_header(single)
+        if not os.path.exists(index):
+            raise GeminiError(f"{self.path} holds neither {stem}.safetensors nor an index of its shards", "NOT_FOUND")
+        try:
+            where = dict(_read_json(index)["weight_map"])
+        except (KeyError, TypeError, ValueError):
+            raise GeminiError(f"{index} is damaged: it has no weight_map", "FORMAT") from None
+        entries, headers = {}, {}
+        for name, file in where.items():
+            path = self.file(os.path.basename(file))
+            if path not in headers:
+                if not os.path.exists(path):
+                    raise GeminiError(f"{path}, which {index} names, is not there", "NOT_FOUND")
+                headers[path] = tensorfile.read_header(path)
+            if name not in headers[path]:
+                raise GeminiError(f"{path} lacks {name}, which {index} says it has", "FORMAT")
+            entries[name] = headers[path][name]
+        return entries
 
-  def training(self):
-    path = self.file(TRAINING)
-    if not self.mark or not os.path.exists(path):
-      return None
-    with open(path, "rb") as file:
-      data = file.read()
-    if zlib.crc32(data) != self.mark.get("training"):
-      raise GeminiError(f"{path} is damaged: its checksum is {zlib.crc32(data):08x}", "FORMAT")
-    return torch.load(io.BytesIO(data), weights_only=True)
+    def training(self):
+        path = self.file(TRAINING)
+        if not self.mark or not os.path.exists(path):
+            return None
+        with open(path, "rb") as file:
+            data = file.read()
+        if zlib.crc32(data) != self.mark.get("training"):
+            raise GeminiError(f"{path} is damaged: its checksum is {zlib.crc32(data):08x}", "FORMAT")
+        return torch.load(io.BytesIO(data), weights_only=True)
 
-  def verify(self, entries, progress):
-    """Reads all bytes once, and compares them with their checksums, where there are any."""
-    sums = self.mark["tensors"] if self.mark else {}
-    known = [(entry, sums.get(os.path.basename(entry.file), {}).get(entry.name)) for entry in entries]
-    known = [(entry, sum) for entry, sum in known if sum is not None]
-    total = sum(entry.size_bytes for entry, _ in known)
-    with Progress(f"checking {self.path}", total, progress) as bar, tensorfile.summing() as executor:
-      tasks = [executor.submit(tensorfile.checksum, entry.file, entry.offset, entry.size_bytes) for entry, _ in known]
-      for (entry, want), task in zip(known, tasks):
-        if task.result() != want:
-          executor.shutdown(cancel_futures=True)
-          raise GeminiError(f"{entry.file}: {entry.name} is damaged: its checksum is {task.result():08x}, not "
-                            f"{want:08x}", "FORMAT")
-        bar.add(entry.size_bytes)
+    def verify(self, entries, progress):
+        """Reads all bytes once and compares them with their checksums, if there are any."""
+        sums = self.mark["tensors"] if self.mark else {}
+        known = [(entry, sums.get(os.path.basename(entry.file), {}).get(entry.name)) for entry in entries]
+        known = [(entry, sum) for entry, sum in known if sum is not None]
+        total = sum(entry.size_bytes for entry, _ in known)
+        with Progress(f"checking {self.path}", total, progress) as bar, tensorfile.summing() as executor:
+            tasks = [
+                executor.submit(tensorfile.checksum, entry.file, entry.offset, entry.size_bytes) for entry, _ in known
+            ]
+            for (entry, want), task in zip(known, tasks):
+                if task.result() != want:
+                    executor.shutdown(cancel_futures=True)
+                    raise GeminiError(
+                        f"{entry.file}: {entry.name} is damaged: its checksum is {task.result():08x}, not {want:08x}",
+                        "FORMAT",
+                    )
+                bar.add(entry.size_bytes)
 
 
 def _plan_weights(folder, model, entries):
-  """[(entry, name, tensor)]: every tensor of the model with what is to be read into it."""
-  prefix = getattr(model, "base_model_prefix", "")
-  plan, missing, used = [], [], set()
-  for names, value in _tensors_of(model):
-    candidates = list(names)
-    if prefix:
-      candidates += [name.removeprefix(prefix + ".") for name in names] + [f"{prefix}.{name}" for name in names]
-    found = next((name for name in candidates if name in entries), None)
-    if found is None:
-      missing.append(names[0])
-      continue
-    entry = entries[found]
-    used.update(candidates)
-    if entry.shape != tuple(value.shape):
-      raise GeminiError(f"{entry.file}: {found} has shape {entry.shape}, the model's has {tuple(value.shape)}",
-                        "FORMAT")
-    if entry.dtype != value.dtype and not (entry.dtype.is_floating_point and value.dtype.is_floating_point):
-      raise GeminiError(f"{entry.file}: {found} is of {entry.dtype}, the model's is of {value.dtype}", "FORMAT")
-    plan.append((entry, names[0], value))
-  if missing:
-    raise GeminiError(f"{folder.path} lacks {len(missing)} of the model's tensors, first {missing[0]}; if transformers "
-                      "knows how to convert it, call from_pretrained() within libgemini.torch.init()", "NOT_FOUND")
-  return plan, [name for name in entries if name not in used]
+    """For each tensor of the model what is read into it: (entry, name, tensor)."""
+    prefix = getattr(model, "base_model_prefix", "")
+    plan, missing, used = [], [], set()
+    for names, value in _tensors_of(model):
+        candidates = list(names)
+        if prefix:
+            candidates += [name.removeprefix(prefix + ".") for name in names] + [f"{prefix}.{name}" for name in names]
+        found = next((name for name in candidates if name in entries), None)
+        if found is None:
+            missing.append(names[0])
+            continue
+        entry = entries[found]
+        used.update(candidates)
+        if entry.shape != tuple(value.shape):
+            raise GeminiError(
+                f"{entry.file}: {found} has shape {entry.shape}, the model's has {tuple(value.shape)}", "FORMAT"
+            )
+        if entry.dtype != value.dtype and not (entry.dtype.is_floating_point and value.dtype.is_floating_point):
+            raise GeminiError(f"{entry.file}: {found} is of {entry.dtype}, the model's is of {value.dtype}", "FORMAT")
+        plan.append((entry, names[0], value))
+    if missing:
+        raise GeminiError(
+            f"{folder.path} lacks {len(missing)} of the model's tensors, first {missing[0]}; if transformers "
+            "knows how to convert it, call from_pretrained() within libgemini.torch.init()",
+            "NOT_FOUND",
+        )
+    return plan, [name for name in entries if name not in used]
 
 
 REAL_BUFFERS = "build the model with real buffers, as within accelerate.init_empty_weights(include_buffers=False)"
 
 
 def _meta_buffers(model):
-  """Buffers on the meta device that no file holds, which must be computed."""
-  saved = model.state_dict(keep_vars=True)
-  out = [(name, buffer) for name, buffer in model.named_buffers() if buffer.is_meta and name not in saved]
-  if out and not (hasattr(model, "initialize_weights") and hasattr(model, "all_tied_weights_keys")):
-    raise GeminiError(f"buffer {out[0][0]} is on the meta device and in no file: {REAL_BUFFERS}")
-  return out
+    """Buffers on the meta device that no file has, which have to be computed."""
+    saved = model.state_dict(keep_vars=True)
+    out = [(name, buffer) for name, buffer in model.named_buffers() if buffer.is_meta and name not in saved]
+    if out and not (hasattr(model, "initialize_weights") and hasattr(model, "all_tied_weights_keys")):
+        raise GeminiError(f"buffer {out[0][0]} is on the meta device and in no file: {REAL_BUFFERS}")
+    return out
 
 
 def _compute_buffers(session, model, buffers):
-  """Lets transformers do it: it passes over what has a value already."""
-  if not buffers:
-    return
-  known = {id(buffer) for _, buffer in buffers}
-  for value in (*model.parameters(), *model.buffers()):
-    value._is_hf_initialized = id(value) not in known
-  for _, buffer in buffers:
-    value = torch.empty_like(buffer, device=session.device)
-    if value.is_floating_point():
-      value.fill_(torch.nan)
-    torch.utils.swap_tensors(buffer, value)
-  model.initialize_weights()
-  for name, buffer in buffers:
-    if buffer.is_floating_point() and buffer.isnan().any():
-      raise GeminiError(f"transformers did not compute the buffer {name}: {REAL_BUFFERS}")
+    """Has transformers compute buffers. It leaves those alone that have a value."""
+    if not buffers:
+        return
+    known = {id(buffer) for _, buffer in buffers}
+    for value in (*model.parameters(), *model.buffers()):
+        value._is_hf_initialized = id(value) not in known
+    for _, buffer in buffers:
+        value = torch.empty_like(buffer, device=session.device)
+        if value.is_floating_point():
+            value.fill_(torch.nan)
+        torch.utils.swap_tensors(buffer, value)
+    model.initialize_weights()
+    for name, buffer in buffers:
+        if buffer.is_floating_point() and buffer.isnan().any():
+            raise GeminiError(f"transformers did not compute the buffer {name}: {REAL_BUFFERS}")
 
 
 def _read_all(jobs, progress):
-  """jobs: (entry, what makes the target, what is to be done when it is filled)."""
-  fds = {}
-  try:
-    for entry, target, then in sorted(jobs, key=lambda job: (job[0].file, job[0].offset)):
-      if entry.file not in fds:
-        fds[entry.file] = os.open(entry.file, os.O_RDONLY)
-      tensorfile.read(entry, fds[entry.file], target())
-      then()
-      progress.add(entry.size_bytes)
-  finally:
-    for fd in fds.values():
-      os.close(fd)
+    """Reads entries into their targets.
+
+    jobs: (entry, function that makes the target, function to call when it is filled).
+    """
+    fds = {}
+    try:
+        for entry, target, then in sorted(jobs, key=lambda job: (job[0].file, job[0].offset)):
+            if entry.file not in fds:
+                fds[entry.file] = os.open(entry.file, os.O_RDONLY)
+            tensorfile.read(entry, fds[entry.file], target())
+            then()
+            progress.add(entry.size_bytes)
+    finally:
+        for fd in fds.values():
+            os.close(fd)
 
 
 def _weight_job(session, entry, name, value):
-  """Where a weight goes: into the place or tensor that is there, or, of one on the meta device, into a new one."""
-  if not value.is_meta:
-    return entry, lambda: _stored(value), lambda: internals.note_write(value)
-  if isinstance(value, nn.Parameter) and value.dtype in DTYPES:
-    record = Record(session, value, name)
+    """Where a weight goes: into the existing place or tensor; for a parameter on the meta device into a new place."""
+    if not value.is_meta:
+        return entry, lambda: _stored(value), lambda: internals.note_write(value)
+    if isinstance(value, nn.Parameter) and value.dtype in DTYPES:
+        record = Record(session, value, name)
 
-    def allocate():
-      record.allocate(value.shape, value.dtype)
-      return record.place
+        def allocate():
+            record.allocate(value.shape, value.dtype)
+            return record.place
 
-    return entry, allocate, record.become_managed
+        return entry, allocate, record.become_managed
 
-  def make():
-    new = torch.empty_like(value, device=session.device)
-    if isinstance(value, nn.Parameter):
-      new = nn.Parameter(new, value.requires_grad)
-    new.__dict__.update(value.__dict__)
-    torch.utils.swap_tensors(value, new)
-    return value
+    def make():
+        new = torch.empty_like(value, device=session.device)
+        if isinstance(value, nn.Parameter):
+            new = nn.Parameter(new, value.requires_grad)
+        new.__dict__.update(value.__dict__)
+        torch.utils.swap_tensors(value, new)
+        return value
 
-  return entry, make, lambda: None
+    return entry, make, lambda: None
 
 
 def _plan_states(folder, training, optimizer, model):
-  """[(record, layout, {state: entry})], see optim.py for layouts."""
-  names = _parameter_names(optimizer, model)
-  entries = folder.entries("optimizer")
-  groups = training["groups"]
-  optimizer.rule.check_others(training.get("others", {}))
-  optimizer.check_groups(groups)
-  saved = [name for group in groups for name in group["params"]]
-  for own, other in zip(names, saved):
-    if own != other:
-      raise GeminiError(f"{folder.path} is of an optimizer with parameter {other} where this one has {own}", "FORMAT")
-  plan = []
-  for name, record in zip(names, optimizer.records):
-    layout, parts = dict(training["small"].get(name, {})), {}
-    for state in training["arena"].get(name, ()):
-      entry = entries.get(f"{name}.{state}")
-      if entry is None:
-        raise GeminiError(f"{folder.path}: optimizer.safetensors, or its shards, lack {name}.{state}", "FORMAT")
-      if entry.shape != tuple(record.place.shape):
-        raise GeminiError(f"{entry.file}: {entry.name} has shape {entry.shape}, the parameter has "
-                          f"{tuple(record.place.shape)}", "FORMAT")
-      layout[state], parts[state] = entry.dtype, entry
-    optimizer.rule.check(record, layout)
-    plan.append((record, layout, parts))
-  return plan
+    """For each record (record, layout, {state: entry}). rules.py explains layouts."""
+    names = _parameter_names(optimizer, model)
+    entries = folder.entries("optimizer")
+    groups = training["groups"]
+    optimizer.rule.check_others(training.get("others", {}))
+    optimizer.check_groups(groups)
+    saved = [name for group in groups for name in group["params"]]
+    for own, other in zip(names, saved):
+        if own != other:
+            raise GeminiError(
+                f"{folder.path} is of an optimizer with parameter {other} where this one has {own}", "FORMAT"
+            )
+    plan = []
+    for name, record in zip(names, optimizer.records):
+        layout, parts = dict(training["small"].get(name, {})), {}
+        for state in training["arena"].get(name, ()):
+            entry = entries.get(f"{name}.{state}")
+            if entry is None:
+                raise GeminiError(f"{folder.path}: optimizer.safetensors, or its shards, lack {name}.{state}", "FORMAT")
+            if entry.shape != tuple(record.place.shape):
+                raise GeminiError(
+                    f"{entry.file}: {entry.name} has shape {entry.shape}, the parameter has "
+                    f"{tuple(record.place.shape)}",
+                    "FORMAT",
+                )
+            layout[state], parts[state] = entry.dtype, entry
+        optimizer.rule.check(record, layout)
+        plan.append((record, layout, parts))
+    return plan
 
 
 def load_weights(session, model, folder, verify, progress, strict=False, states=(), optimizer=None):
-  """See libgemini.torch.load_weights()."""
-  if any(param.is_meta for param in model.parameters()) and hasattr(model, "tie_weights"):
-    model.tie_weights()
-  entries = folder.entries("model")
-  plan, unexpected = _plan_weights(folder, model, entries)
-  if unexpected:
-    text = f"{folder.path} has {len(unexpected)} tensors that the model has not, first {unexpected[0]}"
-    if strict:
-      raise GeminiError(text, "FORMAT")
-    logger.warning("%s", text)
-  buffers = _meta_buffers(model)
-  wanted = [entry for entry, _, _ in plan] + [entry for _, _, parts in states for entry in parts.values()]
-  if verify:
-    folder.verify(wanted, progress)
-  session.settle()
-  with torch.no_grad():
-    jobs = [_weight_job(session, *part) for part in plan]
-    for record, layout, parts in states:
-      places = optimizer.rule.renew(record, layout)
-      jobs += [(entry, lambda place=places[state]: place, lambda: None) for state, entry in parts.items()]
-    with Progress(f"loading {folder.path}", sum(entry.size_bytes for entry in wanted), progress) as bar:
-      _read_all(jobs, bar)
-    _compute_buffers(session, model, buffers)
-    if optimizer is None:
-      for _, _, value in plan:
-        if getattr(value, "_gm_record", None) is not None:
-          value._gm_record.renew_master()
+    """See libgemini.torch.load_weights()."""
+    if any(param.is_meta for param in model.parameters()) and hasattr(model, "tie_weights"):
+        model.tie_weights()
+    entries = folder.entries("model")
+    plan, unexpected = _plan_weights(folder, model, entries)
+    if unexpected:
+        text = f"{folder.path} has {len(unexpected)} tensors that the model has not, first {unexpected[0]}"
+        if strict:
+            raise GeminiError(text, "FORMAT")
+        logger.warning("%s", text)
+    buffers = _meta_buffers(model)
+    wanted = [entry for entry, _, _ in plan] + [entry for _, _, parts in states for entry in parts.values()]
+    if verify:
+        folder.verify(wanted, progress)
+    session.backward.settle()
+    with torch.no_grad():
+        jobs = [_weight_job(session, *part) for part in plan]
+        for record, layout, parts in states:
+            places = optimizer.rule.renew(record, layout)
+            jobs += [(entry, lambda place=places[state]: place, lambda: None) for state, entry in parts.items()]
+        with Progress(f"loading {folder.path}", sum(entry.size_bytes for entry in wanted), progress) as bar:
+            _read_all(jobs, bar)
+        _compute_buffers(session, model, buffers)
+        if optimizer is None:
+            for _, _, value in plan:
+                if getattr(value, "_gm_record", None) is not None:
+                    value._gm_record.renew_master()
 
 
 def load(session, folder, model, optimizer, verify, progress):
-  """See libgemini.torch.load()."""
-  folder = Folder(folder)
-  training = folder.training()
-  states = ()
-  if optimizer is not None:
-    if training is None or "groups" not in training:
-      raise GeminiError(f"{folder.path} holds no state of an optimizer: load it without one", "NOT_FOUND")
-    states = _plan_states(folder, training, optimizer, model)
-  load_weights(session, model, folder, verify, progress, folder.mark is not None, states, optimizer)
-  if optimizer is not None:
-    optimizer.zero_grad()
-    optimizer.rule.set_others(training.get("others", {}))
-    optimizer.set_groups(training["groups"])
-    torch.set_rng_state(training["rng"]["cpu"])
-    if session.cuda and "cuda" in training["rng"]:
-      torch.cuda.set_rng_state(training["rng"]["cuda"], session.device)
-  return training["extra"] if training else None
+    """See libgemini.torch.load()."""
+    folder = Folder(folder)
+    training = folder.training()
+    states = ()
+    if optimizer is not None:
+        if training is None or "groups" not in training:
+            raise GeminiError(f"{folder.path} holds no state of an optimizer: load it without one", "NOT_FOUND")
+        states = _plan_states(folder, training, optimizer, model)
+    load_weights(session, model, folder, verify, progress, folder.mark is not None, states, optimizer)
+    if optimizer is not None:
+        optimizer.zero_grad()
+        optimizer.rule.set_others(training.get("others", {}))
+        optimizer.set_groups(training["groups"])
+        torch.set_rng_state(training["rng"]["cpu"])
+        if session.cuda and "cuda" in training["rng"]:
+            torch.cuda.set_rng_state(training["rng"]["cuda"], session.device)
+    return training["extra"] if training else None

@@ -1,16 +1,19 @@
-"""What libgemini uses of torch that torch's documentation does not promise, and what it replaces in torch.
+"""Everything undocumented that libgemini uses of torch. patches.py lists what it replaces in torch.
 
-TESTED says with which versions of torch all of this is tested; tests/run.sh has a lane for the oldest one, the newest one
-and one between. A newer torch than these gives a warning when libgemini.torch is imported. If it lacks one of the names
-below, init() raises an error that says which; the import does not fail.
+TESTED says which versions of torch libgemini is tested with. tests/run.sh has lanes for the oldest version, the newest
+one and one between. A newer torch causes a warning when libgemini.torch is imported. If torch lacks one of the names
+below, the import succeeds, and init() raises an error that lists the missing names.
 
 SPDX-License-Identifier: Apache-2.0
 """
-import functools
+
+from __future__ import annotations
+
 import importlib
 import re
 import sys
 import types
+import typing
 import warnings
 
 import torch
@@ -18,325 +21,244 @@ from torch import nn
 
 from ..abi import GeminiError
 
-TESTED = (2, 6), (2, 15)  # (major, minor) of the oldest and of the newest; pyproject.toml and docs/pytorch.md follow
+# The oldest and the newest (major, minor). Tests compare pyproject.toml, the docs and tests/torch with it.
+TESTED = (2, 6), (2, 15)
 
 
 def _text(version):
-  return ".".join(map(str, version))
+    return ".".join(map(str, version))
 
 
 TESTED_TEXT = " to ".join(map(_text, TESTED))
 
 
 def check_version(version):
-  """Raises ImportError if a version of torch is older than TESTED, and warns if it is newer."""
-  found = re.match(r"(\d+)\.(\d+)", version)
-  number = tuple(map(int, found.groups())) if found else TESTED[1]
-  if number < TESTED[0]:
-    raise ImportError(f"libgemini.torch needs torch {_text(TESTED[0])} or later: this is torch {version}")
-  if number > TESTED[1]:
-    warnings.warn(f"this is torch {version}; libgemini is tested with torch {TESTED_TEXT}. It may not notice all that a "
-                  f"newer torch does with parameters: compare some losses with torch alone, or install torch "
-                  f"{_text(TESTED[1])}", stacklevel=4)  # where libgemini.torch is imported
+    """Raises ImportError if a version of torch is older than TESTED, and warns if it is newer."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    number = tuple(map(int, found.groups())) if found else TESTED[1]
+    if number < TESTED[0]:
+        raise ImportError(f"libgemini.torch needs torch {_text(TESTED[0])} or later: this is torch {version}")
+    if number > TESTED[1]:
+        # The stack level is that of the import of libgemini.torch.
+        warnings.warn(
+            f"this is torch {version}; libgemini is tested with torch {TESTED_TEXT}. It may not notice all that a "
+            f"newer torch does with parameters: compare some losses with torch alone, or install torch "
+            f"{_text(TESTED[1])}",
+            stacklevel=4,
+        )
 
 
 check_version(torch.__version__)
 
 
 # ---- names that torch may not have
-_missing, _missing_cuda = [], []
+missing: list[str] = []
+missing_cuda: list[str] = []  # names that only a GPU needs
 
 
-class _Missing:
-  """In the place of a name that torch does not have: whatever is done with it is an error."""
+class Missing:
+    """Stands for a name that torch does not have. Every use of it raises GeminiError."""
 
-  def __init__(self, name):
-    self._name = name
+    def __init__(self, name):
+        self._name = name
 
-  def _refuse(self, *_, **__):
-    raise GeminiError(f"torch {torch.__version__} has no {self._name}, which libgemini needs: it is tested with torch "
-                      f"{TESTED_TEXT}")
+    def refuse(self, *_, **__):
+        raise GeminiError(
+            f"torch {torch.__version__} has no {self._name}, which libgemini needs: it is tested with torch "
+            f"{TESTED_TEXT}"
+        )
 
-  __call__ = __enter__ = _refuse
-
-
-def _find(owner, path, missing=_missing):
-  """An attribute of an attribute ... of owner, or a _Missing."""
-  value = owner
-  for name in path.split("."):
-    if not hasattr(value, name):
-      missing.append(f"{owner.__name__}.{path}")
-      return _Missing(missing[-1])
-    value = getattr(value, name)
-  return value
+    __call__ = __enter__ = refuse
 
 
-def _module(name):
-  try:
-    return importlib.import_module(name)
-  except ImportError:
-    return types.ModuleType(name)  # an empty one, in which _find() finds nothing
+def find(owner, path, missing=missing):
+    """Looks up an attribute by a dotted path.
+
+    Args:
+        owner: The module or class that the path begins at.
+        path: Names with dots between them.
+        missing: The list that a missing name is added to.
+
+    Returns:
+        The attribute; a Missing if torch does not have it.
+    """
+    value = owner
+    for name in path.split("."):
+        if not hasattr(value, name):
+            missing.append(f"{owner.__name__}.{path}")
+            return Missing(missing[-1])
+        value = getattr(value, name)
+    return value
+
+
+def module_or_empty(name):
+    """Imports a module. Returns an empty module if there is none, so that find() reports its names as missing."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        return types.ModuleType(name)  # an empty one, in which find() finds nothing
 
 
 def check(cuda):
-  """To be called before a session begins: raises GeminiError if torch lacks what libgemini needs."""
-  names = _missing + (_missing_cuda if cuda else [])
-  if names:
-    _Missing(", ".join(names))._refuse()
+    """Raises GeminiError if torch lacks a name that libgemini needs. cuda: whether names for GPUs are needed, too."""
+    names = missing + (missing_cuda if cuda else [])
+    if names:
+        Missing(", ".join(names)).refuse()
 
 
 # ---- tensors
-plain = _find(torch, "_C.DisableTorchFunctionSubclass")  # a context in which no __torch_function__ of tensors is called
-as_usual = _find(torch, "_C._EnableTorchFunction")  # a context within that one, in which they are
-get_grad, set_grad = _find(torch, "_C.TensorBase.grad.__get__"), _find(torch, "_C.TensorBase.grad.__set__")
-parse_to = _find(torch, "_C._nn._parse_to")  # of the arguments of Tensor.to(): device, dtype, non_blocking, format
-same_kind = _find(torch, "_has_compatible_shallow_copy_type")  # which Module.to() asks
-foreach_mul, foreach_norm = _find(torch, "_foreach_mul_"), _find(torch, "_foreach_norm")
-unscale = _find(torch, "_amp_foreach_non_finite_check_and_unscale_")  # torch.amp.GradScaler's
-StorageWeakRef = _find(_module("torch.multiprocessing.reductions"), "StorageWeakRef")
+plain = find(torch, "_C.DisableTorchFunctionSubclass")  # a context in which no __torch_function__ of tensors is called
+as_usual = find(torch, "_C._EnableTorchFunction")  # a context within that one, in which they are
+get_grad, set_grad = find(torch, "_C.TensorBase.grad.__get__"), find(torch, "_C.TensorBase.grad.__set__")
+parse_to = find(torch, "_C._nn._parse_to")  # of the arguments of Tensor.to(): device, dtype, non_blocking, format
+same_kind = find(torch, "_has_compatible_shallow_copy_type")  # which Module.to() asks
+foreach_mul, foreach_norm = find(torch, "_foreach_mul_"), find(torch, "_foreach_norm")
+unscale = find(torch, "_amp_foreach_non_finite_check_and_unscale_")  # torch.amp.GradScaler's
+StorageWeakRef = find(module_or_empty("torch.multiprocessing.reductions"), "StorageWeakRef")
 
 
-transform_level = _find(torch, "_C._functorch.maybe_current_level")  # how many transforms of torch.func run, or None
-_is_wrapped = _find(torch, "_C._functorch.is_functorch_wrapped_tensor")
-_get_unwrapped = _find(torch, "_C._functorch.get_unwrapped")
+transform_level = find(torch, "_C._functorch.maybe_current_level")  # how many transforms of torch.func run, or None
+_is_wrapped = find(torch, "_C._functorch.is_functorch_wrapped_tensor")
+_get_unwrapped = find(torch, "_C._functorch.get_unwrapped")
 
 
 def unwrapped(tensor):
-  """The tensor with bytes that transforms of torch.func have wrapped, or the tensor itself."""
-  while _is_wrapped(tensor):
-    tensor = _get_unwrapped(tensor)
-  return tensor
+    """Removes the wrappers of torch.func transforms from a tensor, and returns the tensor that has the bytes."""
+    while _is_wrapped(tensor):
+        tensor = _get_unwrapped(tensor)
+    return tensor
 
 
-_transform = _find(torch, "_C._functorch.peek_interpreter_stack")
-_dispatch_modes = _find(torch, "_C._len_torch_dispatch_stack")
+_transform = find(torch, "_C._functorch.peek_interpreter_stack")
+_dispatch_modes = find(torch, "_C._len_torch_dispatch_stack")
 
 
 def is_watched():
-  """Whether functions are for a transform of torch.func, or a mode of a user, which may refuse what torch does not."""
-  return _dispatch_modes() > 0 or _transform() is not None
+    """Whether a torch.func transform or a dispatch mode of the user is active.
+
+    Both may refuse operations that torch itself accepts.
+    """
+    return _dispatch_modes() > 0 or _transform() is not None
 
 
 def untyped(storage):
-  """The storage that a TypedStorage is about; anything else as it is."""
-  return storage._untyped_storage if isinstance(storage, torch.TypedStorage) else storage
+    """The untyped storage of a TypedStorage; any other object unchanged."""
+    return storage._untyped_storage if isinstance(storage, torch.TypedStorage) else storage
 
 
 _use_count = getattr(torch._C, "_storage_Use_Count", None)  # not in each version
 
 
 def storage_users(storage):
-  """How many tensors and others have a storage, or None where torch does not tell."""
-  return _use_count and _use_count(storage._cdata)
+    """The number of references to a storage, or None if this version of torch does not report it."""
+    return _use_count and _use_count(storage._cdata)
 
 
 def tensor_users(tensor):
-  """How many, in C++ too, have a tensor as it is, such as parameters whose gradient it is; None where torch does not tell."""
-  return tensor._use_count() if hasattr(tensor, "_use_count") else None
+    """The number of C++ references to a tensor object, or None if this version of torch does not report it."""
+    return tensor._use_count() if hasattr(tensor, "_use_count") else None
 
 
 def storage_number(tensor):
-  """Equal for tensors of one storage; None of a tensor that has none."""
-  try:
-    return tensor.untyped_storage()._cdata
-  except (NotImplementedError, RuntimeError):
-    return None
+    """A number that is equal for tensors of one storage, or None for a tensor without storage."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):
+        return None
 
 
 # ---- autograd
-graph_task = _find(torch, "_C._current_graph_task_id")  # the number of the backward pass that calls us, or -1
-after_backward = _find(torch, "autograd.Variable._execution_engine.queue_callback")  # (function): called when it is over
+graph_task = find(torch, "_C._current_graph_task_id")  # the number of the backward pass that calls us, or -1
+# queue_callback(function): autograd calls the function when the backward pass is over.
+after_backward = find(torch, "autograd.Variable._execution_engine.queue_callback")
+
 
 def note_write(tensor):
-  """Its bytes have been written where torch does not see it: a backward pass that comes too late for them notices."""
-  if not tensor.is_inference():
-    torch.autograd.graph.increment_version(tensor)
+    """Increments the version of a tensor whose bytes were written without torch.
+
+    A backward pass that still needs the old bytes then raises an error.
+    """
+    if not tensor.is_inference():
+        torch.autograd.graph.increment_version(tensor)
 
 
 # ---- modules and torch.compile
-_find(nn, "Module._call_impl")
-_find(nn, "Module._compiled_call_impl")
+find(nn, "Module._call_impl")
+find(nn, "Module._compiled_call_impl")
 
 
 def call_of(module):
-  """What module(...) comes to."""
-  return module._compiled_call_impl or module._call_impl
+    """The function that module(...) calls."""
+    return module._compiled_call_impl or module._call_impl
 
 
 def compiled_call_of(module):
-  """What module.compile() or set_call() put in the place of module(...), or None."""
-  return module._compiled_call_impl
+    """The function that module.compile() or set_call() installed as the call of a module, or None."""
+    return module._compiled_call_impl
 
 
 def set_call(module, call):
-  module.__dict__["_compiled_call_impl"] = call  # a module that torch.jit traced would set the attribute elsewhere
+    """Installs a function as the call of a module."""
+    # Through __dict__, as a module that torch.jit traced sets attributes elsewhere.
+    module.__dict__["_compiled_call_impl"] = call
 
 
 def not_traced(function):
-  """torch.compile() calls the function instead of tracing it. torch.compiler.disable() would load the compiler, which
-  takes seconds."""
-  function._torchdynamo_disable = True
-  return function
+    """A decorator: torch.compile() calls the function instead of tracing it.
+
+    torch.compiler.disable() does the same, but imports the compiler, which takes seconds.
+    """
+    function._torchdynamo_disable = True
+    return function
 
 
 def compiler_loaded():
-  """Whether something may have been compiled: the compiler is loaded when it is first used, which takes seconds."""
-  return "torch._dynamo" in sys.modules
+    """Whether something may have been compiled. torch imports its compiler when it is first used."""
+    return "torch._dynamo" in sys.modules
 
 
-_disable = _find(torch, "_disable_dynamo")
+_disable = find(torch, "_disable_dynamo")
 
 
 def never_compiled(function):
-  """The function, of which torch.compile() compiles nothing, nor of what it calls. The first call loads the compiler."""
-  return function if isinstance(_disable, _Missing) else _disable(function)
+    """A decorator: torch.compile() compiles neither the function nor what it calls.
 
-
-_data_compiled = None  # whether a .data was compiled since anybody looks for it
-
-
-def watch_compiler():
-  """From now on torch.compile() says if it compiles a .data: no version tells what is written to that, and no Python
-  runs. What was compiled before is compiled anew."""
-  global _data_compiled
-  if _data_compiled is not None or not compiler_loaded():
-    return
-  variable = _find(_module("torch._dynamo.variables.tensor"), "TensorVariable.method_attr_data", [])
-  seen = _find(_module("torch._dynamo.convert_frame"), "input_codes.seen", [])
-  reset = _find(torch, "_C._dynamo.eval_frame.reset_code", [])
-  for one in (variable, seen, reset):
-    if isinstance(one, _Missing):
-      one._refuse()
-
-  @functools.wraps(variable)
-  def method_attr_data(*args, **kwargs):
-    compiles_data()
-    return variable(*args, **kwargs)
-
-  sys.modules["torch._dynamo.variables.tensor"].TensorVariable.method_attr_data = method_attr_data
-  _data_compiled = False
-  for code in [reference() for reference in seen]:
-    if code is not None:
-      reset(code)
-
-
-def compiles_data():
-  global _data_compiled
-  _data_compiled = True
-
-
-def data_is_compiled():
-  """Whether compiled functions may write to a .data."""
-  return bool(_data_compiled)
+    The first call imports the compiler.
+    """
+    return function if isinstance(_disable, Missing) else _disable(function)
 
 
 def optimized_module():
-  """The class of what torch.compile(module) returns, or () before anything was compiled."""
-  return getattr(sys.modules.get("torch._dynamo"), "OptimizedModule", ())
+    """The class of the modules that torch.compile(module) returns, or () if nothing was compiled so far."""
+    return getattr(sys.modules.get("torch._dynamo"), "OptimizedModule", ())
 
 
-_frame_callback = _find(torch, "_C._dynamo.eval_frame.get_eval_frame_callback")
+_frame_callback = find(torch, "_C._dynamo.eval_frame.get_eval_frame_callback")
 
 
 @not_traced
 def within_compiled():
-  """Whether we are called by code that torch.compile() compiles, or has compiled."""
-  return _frame_callback() not in (None, False)
+    """Whether the caller is being compiled by torch.compile(), or is code that it has compiled."""
+    return _frame_callback() not in (None, False)
 
 
 # ---- torch.jit
-is_tracing = _find(torch, "_C._is_tracing")
+is_tracing = find(torch, "_C._is_tracing")
 
 
 def script_methods(module):
-  """The names of a scripted module's methods."""
-  return module._c._method_names()
+    """The names of a scripted module's methods."""
+    return module._c._method_names()
 
 
 def scripts_data(module):
-  """Whether a method of a scripted module has a .data."""
-  return any(module._c._get_method(name).inlined_graph.findNode("prim::data") for name in script_methods(module))
+    """Whether a method of a scripted module reads a `.data` attribute."""
+    return any(module._c._get_method(name).inlined_graph.findNode("prim::data") for name in script_methods(module))
 
 
 # ---- CUDA
-raw_stream = _find(torch, "_C._cuda_getCurrentRawStream", _missing_cuda)  # (device's number): CUDA's current stream
-clear_workspaces = _find(torch, "_C._cuda_clearCublasWorkspaces", _missing_cuda)
-begin_allocating_to = _find(torch, "_C._cuda_beginAllocateToPool", _missing_cuda)  # (device's number, pool's)
-end_allocating_to = getattr(torch._C, "_cuda_endAllocateToPool", None)  # likewise; since torch 2.8
-release_pool = _find(torch, "_C._cuda_releasePool", _missing_cuda)  # likewise
-
-
-# ---- what is replaced
-class Replaced:
-  """An attribute of one of torch's classes or modules that libgemini replaces for a time."""
-
-  def __init__(self, owner, name):
-    self.owner, self.name = owner, name
-    self.inherited = name not in vars(owner)
-    # As it is in the class itself: a descriptor, not what that gives.
-    self.original = getattr(owner, name, None) if self.inherited else vars(owner)[name]
-    if self.original is None:
-      _missing.append(f"{owner.__name__}.{name}")
-
-  def replace(self, value):
-    setattr(self.owner, self.name, value)
-
-  def restore(self):
-    if not self.inherited:
-      setattr(self.owner, self.name, self.original)
-    elif self.name in vars(self.owner):
-      delattr(self.owner, self.name)
-
-
-class Standing:
-  """What stands for a function of torch's. It equals that: torch keeps functions in sets that it makes once, at some time,
-  such as those of the functions that a torch.device() is for; and it can be pickled."""
-
-  def __init__(self, function, call):
-    functools.update_wrapper(self, function)
-    self._function, self._call = function, call
-
-  def __call__(self, *args, **kwargs):
-    return self._call(*args, **kwargs)
-
-  def __eq__(self, other):
-    return other is self or other is self._function
-
-  def __hash__(self):
-    return hash(self._function)
-
-  def __reduce__(self):
-    return self.__name__
-
-
-def replace(replacements, on):
-  """Replaces a dict's keys by its values, or restores them."""
-  for replaced, ours in replacements.items():
-    if on:
-      replaced.replace(ours)
-    else:
-      replaced.restore()
-  rules = sys.modules.get("torch._dynamo.trace_rules")
-  getattr(rules, "clear_lru_cache", lambda: None)()  # else torch.compile() knows only what was there when it was loaded
-
-
-function_apply = Replaced(torch.autograd.Function, "apply")
-new_parameter = Replaced(nn.Parameter, "__new__")
-set_ = Replaced(torch.Tensor, "set_")
-data = Replaced(torch.Tensor, "data")
-make_subclass = Replaced(torch.Tensor, "_make_subclass")
-make_grads = Replaced(torch.autograd, "_make_grads")  # which backward() and grad() give the gradients of outputs to
-savers = [Replaced(torch.serialization, name) for name in ("_save", "_legacy_save")]  # what torch.save() comes to
-# What makes tensors of tensors, and asks no __torch_function__ of these.
-makers = [Replaced(owner, name) for owner, names in (
-    (torch, ("tensor", "as_tensor", "asarray", "sparse_coo_tensor")), (torch.Tensor, ("__new__", "new", "new_tensor")),
-    (torch.autograd.Variable, ("__new__",)), (torch._C._nested, ("nested_tensor",))) for name in names]
-# Of torch.func's transforms: what they wrap their arguments with, and what they take from the results again.
-wrap_for_grad = Replaced(_module("torch._functorch.eager_transforms"), "_wrap_for_grad")
-unwrap_for_grad = Replaced(_module("torch._functorch.eager_transforms"), "_unwrap_for_grad")
-add_batch_dim = Replaced(_module("torch._functorch.vmap"), "_add_batch_dim")
-remove_batch_dim = Replaced(_module("torch._functorch.vmap"), "_remove_batch_dim")
-# Of torch.jit: what makes scripted modules of others, and what calls scripted functions.
-script_module = Replaced(_module("torch.jit._recursive"), "create_script_module")
-freeze = Replaced(torch.jit, "freeze")
-script_call = Replaced(torch.jit.ScriptFunction, "__call__")
+raw_stream = find(torch, "_C._cuda_getCurrentRawStream", missing_cuda)  # (device's number): CUDA's current stream
+clear_workspaces = find(torch, "_C._cuda_clearCublasWorkspaces", missing_cuda)
+begin_allocating_to = find(torch, "_C._cuda_beginAllocateToPool", missing_cuda)  # (device's number, pool's)
+end_allocating_to: typing.Any = getattr(torch._C, "_cuda_endAllocateToPool", None)  # likewise; since torch 2.8
+release_pool = find(torch, "_C._cuda_releasePool", missing_cuda)  # likewise

@@ -1,13 +1,17 @@
-"""Modules whose parameters live in a session: how they get there, and where a training step begins.
+"""Prepared models: how parameters get into a session, what becomes of gradients, and where a training step begins.
 
 SPDX-License-Identifier: Apache-2.0
 """
+
+from __future__ import annotations
+
 import contextlib
 import functools
 import inspect
 import os
 import sys
 import types
+import typing
 import weakref
 
 import torch
@@ -16,701 +20,838 @@ from torch.nn.parameter import is_lazy
 
 from .. import abi
 from ..abi import GeminiError
-from . import internals
+from . import internals, patches
+from .arenas import DTYPES, Place, in_backward
 from .internals import get_grad as _get_grad, plain as _plain, set_grad as _set_grad
 from .layout import dense_stride, span
 from .progress import Progress
-from .session import DTYPES, in_backward
+from .session import Session
 from .tensors import UNSURE, ManagedParameter, ManagedTensor, _copy, _gradient_of, is_exact, managed_view
 from .unit import find, make_units, refuse_compiling
 
 
 class Record:
-  """What is known of a parameter: where it and its gradient are, and what becomes of its gradient."""
+    """The session's record of a parameter: where the parameter, its gradient and its states are stored.
 
-  def __init__(self, session, param, name):
-    self.session = session
-    self.reference = None  # to the parameter, which has this record, and lives on its own terms
-    self.name = name
-    self.place = None
-    self.grad_place = None
-    self.states = {}  # kind: place, once an optimizer needs them
-    self.rule = None  # of the optimizer that updates it
-    self.has_grad = False  # a gradient is stored in grad_place
-    self.given = False  # there is one that was assigned: as a tensor of torch's, in its own memory, until nobody else has it
-    self.scale = 1.0  # what the stored gradient has still to be multiplied with
-    self.norm = None  # on the device, of the gradient: of the stored one, times scale; None: not known
-    self.view = None  # param.grad, once it was asked for
-    self.generation = 0  # gradients before the one that is stored
-    self.hook = None
-    self.early = False  # updated in the backward pass, as soon as its gradient has landed
-    self.spent = False  # the gradient of this step has been used for that
-    self.step = None  # updates so far, as a tensor, once there are states in the C library's AdamW
-    self.refer(param)
+    The parameter refers to its record. The record refers to the parameter weakly, so that it exists as long as the
+    parameter does.
+    """
 
-  def refer(self, param):
-    def gone(_, own=weakref.ref(self)):
-      record = own()
-      if record is not None:
-        record.view = None  # which has the record
-        record.session.given.pop(record, None)
-
-    self.reference = weakref.ref(param, gone)
-
-  @property
-  def param(self):
-    """None if it is gone."""
-    return self.reference and self.reference()
-
-  @property
-  def trainable(self):
-    return self.grad_place is not None
-
-  def rename(self, name):
-    self.name = name
-    self.place.name = name
-    if self.place.object == self.place.arena and self.place.elements:
-      self.place.register(name)
-    for place in (self.grad_place, *self.states.values()):
-      if place:
-        place.name = f"{name}.{place.name.rpartition('.')[2]}"
-
-  # ---- the bytes
-  def move_in(self, values):
-    """Takes values, of any device but meta, into the session; the parameter is a managed one from now on."""
-    before = self.place
-    try:
-      self.allocate(values.shape, values.dtype, dense_stride(values))
-      if values.numel():
-        self.place.origin = span(values)
-        self.place.write(_copy(values) if isinstance(values, ManagedTensor) else values)
-    except BaseException:
-      self.place = before
-      raise
-    self.become_managed()
-
-  def allocate(self, shape, dtype, stride=None):
-    """A place for it, which reads as zero; become_managed() makes the parameter have it."""
-    kind = "param" if self.param.requires_grad else "frozen"
-    self.place = self.session.place(kind, shape, dtype, self.name, stride)
-
-  def become_managed(self):
-    param = self.param
-    with _plain():
-      if param.is_meta:  # which cannot be given data
-        other = nn.Parameter(self.place.tensor, param.requires_grad)
-        other.__dict__.update(param.__dict__)
-        self.reference = None  # torch does not swap what is referred to weakly
-        torch.utils.swap_tensors(param, other)
+    def __init__(self, session: Session, param: nn.Parameter, name: str) -> None:
+        self.session = session
+        # A weak reference to the parameter, which refers to this record.
+        self.reference: weakref.ref[nn.Parameter] | None = None
+        self.name = name
+        self.place = typing.cast(Place, None)  # until allocate()
+        self.grad_place: typing.Any = None  # a Place, from attach() on
+        # Places by kind, once an optimizer needs them.
+        self.states: dict[str, Place] = {}
+        # The rule of the optimizer that updates the parameter.
+        self.rule: typing.Any = None
+        self.has_grad = False  # a gradient is stored in grad_place
+        self.given = (
+            False  # there is one that was assigned: as a tensor of torch's, in its own memory, until nobody else has it
+        )
+        self.scale = 1.0  # a factor that the stored gradient has to be multiplied by
+        # The norm of the gradient (the stored one, times scale), as a tensor on the device; None: not known.
+        self.norm: torch.Tensor | None = None
+        self.view: ManagedTensor | None = None  # param.grad, once it was read
+        self.generation = 0  # how many gradients came before the stored one
+        self.hook: typing.Any = None
+        self.early = False  # whether the backward pass updates it, as soon as its gradient is complete
+        self.spent = False  # whether that update has used the gradient of this step
+        # How many updates the C library's AdamW has made, as a tensor; None without states.
+        self.step: torch.Tensor | None = None
         self.refer(param)
-      else:
-        param.data = self.place.tensor
-      if _get_grad(param) is not None:  # it was there before
+
+    def refer(self, param):
+        own = weakref.ref(self)
+
+        def gone(_):
+            record = own()
+            if record is not None:
+                record.view = None  # which refers to the record
+                record.session.given.pop(record, None)
+
+        self.reference = weakref.ref(param, gone)
+
+    @property
+    def param(self):
+        """The parameter, or None if it was deleted."""
+        return self.reference and self.reference()
+
+    @property
+    def trainable(self):
+        """Whether there is a place for its gradient."""
+        return self.grad_place is not None
+
+    def rename(self, name):
+        """Gives the parameter, its gradient and its states a name, which messages have."""
+        self.name = name
+        self.place.name = name
+        if self.place.object == self.place.arena and self.place.elements:
+            self.place.register(name)
+        for place in (self.grad_place, *self.states.values()):
+            if place:
+                place.name = f"{name}.{place.name.rpartition('.')[2]}"
+
+    # ---- the bytes
+    def move_in(self, values):
+        """Copies values from any device but meta into the session, and makes the parameter a managed one."""
+        before = self.place
+        try:
+            self.allocate(values.shape, values.dtype, dense_stride(values))
+            if values.numel():
+                self.place.origin = span(values)
+                self.place.write(_copy(values) if isinstance(values, ManagedTensor) else values)
+        except BaseException:
+            self.place = before
+            raise
+        self.become_managed()
+
+    def allocate(self, shape, dtype, stride=None):
+        """Takes a place, which reads as zero. become_managed() then gives it to the parameter."""
+        kind = "param" if self.param.requires_grad else "frozen"
+        self.place = self.session.arenas.place(kind, shape, dtype, self.name, stride)
+
+    def become_managed(self):
+        """Makes the parameter a managed one, over its place."""
+        param = self.param
+        with _plain():
+            # A parameter on the meta device cannot be given data, so it is swapped.
+            if param.is_meta:
+                other = nn.Parameter(self.place.tensor, param.requires_grad)
+                other.__dict__.update(param.__dict__)
+                self.reference = None  # torch refuses to swap objects with weak references
+                torch.utils.swap_tensors(param, other)
+                self.refer(param)
+            else:
+                param.data = self.place.tensor
+            if _get_grad(param) is not None:  # it had a gradient before
+                self.note_given()
+        param.__class__ = ManagedParameter
+        param._gm_place = self.place
+        param._gm_record = self
+        param._gm_grad = None  # it may have been a view of a gradient
+        self.place.owner = weakref.ref(self)
+        self.session.known[id(self)] = self
+
+    def renew_master(self):
+        """Updates the fp32 copy from the parameter.
+
+        If it is unknown whether the parameter was written, the copy is updated only if it does not round to the
+        parameter.
+        """
+        written, self.place.written = self.place.written, False
+        if "master" in self.states:
+            values, master = self.place.read(), self.states["master"]
+            kept = master.read().to(values.dtype) if written == UNSURE else None
+            if kept is None or not torch.equal(kept.view(torch.int16), values.view(torch.int16)):
+                master.write(values)
+
+    def replace(self, values):
+        """Serves `parameter.data = values`.
+
+        This is allowed until the model is prepared; afterwards addresses are fixed.
+        """
+        if self.settled:
+            raise GeminiError(
+                f"parameter {self.name} would be moved or replaced (by .data, set_(), .to(), .half() or the like) "
+                "after libgemini.torch.prepare(): do that before"
+            )
+        if isinstance(values, ManagedTensor):
+            self.share(values)
+        else:
+            self.move_in(values)
+
+    @property
+    def settled(self):
+        """Whether the address is fixed, as the parameter was prepared."""
+        return self.trainable or self.session.prepared(self.param)
+
+    def share(self, values):
+        """Puts the parameter over the bytes of other managed values, as torch does, and ends this record.
+
+        prepare() finds out which of the parameters over a place gets it.
+        """
+        param = self.param
+        with _plain():
+            param.data = values
+        param._gm_place = values._gm_place
+        param._gm_record = None
+
+    def give_up(self):
+        """Leaves the place to another parameter that covers all of it.
+
+        This parameter stays over the same bytes, as in torch, with a gradient in torch's memory, and is no longer
+        managed as a parameter.
+        """
+        session, param = self.session, self.param
+        session.backward.settle()
+        gradient = _copy(self.gradient()) if self.has_grad and not self.spent else None
+        self.set_gradient(None)
+        if self.rule:
+            self.rule.let_go(self)
+        self.rule = GIVEN_UP
+        session.rule_of.pop(self, None)
+        session.known.pop(id(self), None)
+        if self.hook:
+            self.hook.remove()
+        self.hook = self.grad_place = None
+        self.states.clear()
+        param._gm_record = None
+        with _plain():
+            _set_grad(param, gradient)
+
+    # ---- its gradient
+    def attach(self):
+        """Creates the place of the gradient, and stores gradients that autograd makes there from now on."""
+        if not self.grad_place:
+            place = self.place
+            # An early update leaves no gradient behind, so that it can have the bytes of the parameter that it makes
+            # anew.
+            kind = "reused grad" if self.early and place.dtype != torch.float32 else "grad"
+            self.grad_place = self.session.arenas.counterpart(place, kind, place.dtype)
+            self.grad_place.name = f"{self.name}.grad"
+        with _plain():
+            if self.hook is None and self.param.requires_grad:
+                self.hook = self.param.register_post_accumulate_grad_hook(self.take_gradient)
+                if _get_grad(self.param) is not None:  # it had a gradient before it was prepared
+                    self.note_given()
+
+    def take_gradient(self, _):
+        """A hook: autograd has put a gradient into param.grad.
+
+        It is queued to be stored in its arena, and param.grad is cleared.
+        """
+        with _plain(), torch.no_grad():
+            fresh = _get_grad(self.param)
+            if (
+                fresh is None or self.given and not self.early
+            ):  # autograd has added to a tensor that others may have, too
+                return
+            self.forget_given()
+            _set_grad(self.param, None)
+            if fresh.requires_grad:
+                raise GeminiError(
+                    f"{self.name}: backward(create_graph=True) would make a gradient that has a graph itself, "
+                    "which an arena cannot hold"
+                )
+            if fresh.is_sparse:
+                fresh = fresh.to_dense()
+            if self.spent:
+                raise GeminiError(
+                    f"parameter {self.name} has a second gradient, but was updated with its first (step_in_backward="
+                    "True): call optimizer.step() after each backward pass. Accumulation, and modules that reentrant "
+                    "checkpoints use several times, need prepare() without"
+                )
+            self.session.backward.begin()
+            self.session.backward.landed.append((self, fresh, self.session.holds.native_stream()))
+
+    def store(self, values, add=False):
+        """Copies or adds values to the stored gradient, in the open operator or in a new one."""
+        session, place = self.session, self.grad_place
+        if not place.elements:  # to the library, size 0 means all of the arena
+            self.has_grad, self.norm = True, torch.linalg.vector_norm(place.tensor, dtype=torch.float32)
+            return
+        self.settle(abi.READ_WRITE if add else abi.WRITE)
+        use = session.holds.use(((place, 0, place.size_bytes, abi.READ_WRITE if add else abi.WRITE),), "grad")
+        stream = session.holds.stream()
+        if not session.brackets.op_open:
+            session.brackets.op_begin(use.forward_name)
+        session.holds.acquire_use(use, stream)
+        try:
+            if add:
+                place.tensor.add_(values)
+            else:
+                place.tensor.copy_(values)
+            if not self.early:  # gradients of early updates cannot be clipped, so nobody needs the norm
+                self.norm = torch.linalg.vector_norm(place.tensor, dtype=torch.float32)
+        finally:
+            session.holds.release_use(use, stream)
+        self.has_grad = True
+
+    def settle(self, mode):
+        """Applies the pending factor, as the stored gradient is about to be read or written as plain bytes."""
+        scale, self.scale = self.scale, 1.0
+        if scale != 1.0 and mode & abi.READ:
+            place, session = self.grad_place, self.session
+            access = place.access(abi.READ_WRITE)
+            with session.holds.acquired(access, 1, session.holds.stream()):
+                place.tensor.mul_(scale)
+        if mode & abi.WRITE:
+            self.norm = None
+
+    def multiply(self, factor):
+        """Multiplies the stored gradient when it is read next, or in the update. No bytes move for it.
+
+        Returns:
+            Whether that gives the same result as torch, which rounds after each factor: one of two factors has to
+                be a power of two.
+        """
+        if self.scale != 1.0 and not is_exact(self.scale) and not is_exact(factor):
+            return False
+        self.scale *= factor
+        self.norm = None
+        torch.autograd.graph.increment_version(self.grad_place.tensor)
+        return True
+
+    def gradient(self):
+        """The value of param.grad."""
+        self.session.backward.land(self)
+        if self.spent:
+            raise GeminiError(
+                f"the gradient of parameter {self.name} is gone: it was prepared with step_in_backward=True. To "
+                "read, clip or unscale gradients, prepare without"
+            )
+        if not self.has_grad:
+            with _plain():
+                return _get_grad(self.param)
+        if self.view is None:
+            self.view = managed_view(self.grad_place)
+            self.view._gm_grad = self
+            self.view._gm_generation = self.generation
+        return self.view
+
+    def set_gradient(self, values):
+        """Serves `param.grad = values`.
+
+        The tensor itself becomes the gradient, as others may have it and write to it.
+        """
+        self.session.backward.land(self)
+        place = self.place
+        if isinstance(values, torch.Tensor):
+            if values.shape != place.shape or values.dtype != place.dtype:
+                raise GeminiError(
+                    f"{self.name}.grad is set to a tensor of {tuple(values.shape)}, {values.dtype}: want "
+                    f"{tuple(place.shape)}, {place.dtype}"
+                )
+            if isinstance(values, ManagedTensor):
+                record = _gradient_of(values)
+                if (
+                    record is self
+                    and values.data_ptr() == self.grad_place.address
+                    and values.stride() == self.grad_place.tensor.stride()
+                ):
+                    self.view = values
+                    return
+                if record is None:
+                    raise GeminiError(
+                        f"{self.name}.grad is set to a tensor that shares its bytes with {values._gm_place.name}: set "
+                        "it to a clone()"
+                    )
+                record.give_out(values)
+        if values is not None or self.given or self.hook is None:
+            with _plain():
+                _set_grad(self.param, values)
+            self.forget_given()
+        self.drop()
+        if values is not None:
+            # When gradients are assigned one after another, the previous one may have no other reference by now.
+            if self.session.given:
+                next(reversed(self.session.given)).keep_given()
+            self.note_given()
+
+    def drop(self):
+        """Forgets the stored gradient."""
+        self.has_grad = False
+        self.scale, self.norm, self.view = 1.0, None, None
+        self.generation += 1
+
+    # ---- gradients that were assigned
+    def note_given(self):
+        """Notes that the gradient is a tensor that the user assigned."""
+        self.given = True
+        self.session.given[self] = None
+
+    def find_given(self):
+        """Looks for an assigned gradient of a parameter that has not needed gradients so far."""
+        with _plain():
+            if _get_grad(self.param) is not None:
+                self.attach()
+                self.note_given()
+
+    def forget_given(self):
+        """The gradient is no longer one that the user assigned."""
+        self.given = False
+        self.session.given.pop(self, None)
+
+    def keep_given(self):
+        """Stores an assigned gradient that nobody else refers to, so that it may leave the device."""
+        with _plain(), torch.no_grad():
+            if self.early or not self.trainable or not is_alone(self.param):
+                return
+            values = _get_grad(self.param)
+            if tuple(values.stride()) != self.grad_place.stride:
+                return
+            _set_grad(self.param, None)
+            self.forget_given()
+            self.store_whole(values)
+
+    def store_given(self):
+        """Stores an assigned gradient, for an update that reads it from the arena."""
+        with _plain(), torch.no_grad():
+            self.store_whole(_get_grad(self.param))
+
+    def store_whole(self, values):
+        # Otherwise all gradients that are stored one after another would belong to one operator and have to fit
+        # together.
+        """Stores a gradient in an operator of its own."""
+        self.session.brackets.op_end()
+        self.store(values.to_dense() if values.is_sparse else values)
+
+    def give_out(self, alias):
+        """Moves the stored gradient to torch's memory, as if it had been assigned, together with a view of it that
+        somebody else gets.
+
+        Other views of it become unusable.
+        """
+        place, whole = self.grad_place, self.gradient()
+        with torch.no_grad():
+            copy = _copy(whole)
+        first = (alias.data_ptr() - place.address) // place.dtype.itemsize
+        with _plain():
+            become_plain(whole, copy)
+            if alias is not whole:
+                become_plain(alias, copy.as_strided(alias.shape, alias.stride(), first))
+            _set_grad(self.param, whole)
+        self.drop()
         self.note_given()
-    param.__class__ = ManagedParameter
-    param._gm_place = self.place
-    param._gm_record = self
-    param._gm_grad = None  # of what it may have been a view of
-    self.place.owner = weakref.ref(self)
-    self.session.known[id(self)] = self
-
-  def renew_master(self):
-    """The fp32 copy, where there is one, is what the parameter is; if nobody knows whether that was written, then only
-    if it is not what the copy is in fewer bits."""
-    written, self.place.written = self.place.written, False
-    if "master" in self.states:
-      values, master = self.place.read(), self.states["master"]
-      kept = master.read().to(values.dtype) if written == UNSURE else None
-      if kept is None or not torch.equal(kept.view(torch.int16), values.view(torch.int16)):
-        master.write(values)
-
-  def replace(self, values):
-    """`parameter.data = values`: allowed until the model is prepared, then the addresses stay."""
-    if self.settled:
-      raise GeminiError(f"parameter {self.name} would be moved or replaced (by .data, set_(), .to(), .half() or the like) "
-                        "after libgemini.torch.prepare(): do that before")
-    if isinstance(values, ManagedTensor):
-      self.share(values)
-    else:
-      self.move_in(values)
-
-  @property
-  def settled(self):
-    """Whether its address stays: it was prepared."""
-    return self.trainable or self.session.prepared(self.param)
-
-  def share(self, values):
-    """The parameter is over the same bytes as other managed values from now on, as torch has it, and its record ends:
-    which of those that share a place has it, prepare() finds out."""
-    param = self.param
-    with _plain():
-      param.data = values
-    param._gm_place = values._gm_place
-    param._gm_record = None
-
-  def give_up(self):
-    """Another parameter, over all of its bytes, has the place from now on. This one stays over the same bytes, as torch has
-    it, with a gradient in torch's memory, and ends as the session's."""
-    session, param = self.session, self.param
-    session.settle()
-    gradient = _copy(self.gradient()) if self.has_grad and not self.spent else None
-    self.set_gradient(None)
-    if self.rule:
-      self.rule.let_go(self)
-    self.rule = GIVEN_UP
-    session.rule_of.pop(self, None)
-    session.known.pop(id(self), None)
-    if self.hook:
-      self.hook.remove()
-    self.hook = self.grad_place = None
-    self.states.clear()
-    param._gm_record = None
-    with _plain():
-      _set_grad(param, gradient)
-
-  # ---- its gradient
-  def attach(self):
-    """Gradients go to an arena from now on: those that autograd makes, at least."""
-    if not self.grad_place:
-      place = self.place
-      # An early update leaves no gradient behind, so that it can have the bytes of the parameter that it makes anew.
-      kind = "reused grad" if self.early and place.dtype != torch.float32 else "grad"
-      self.grad_place = self.session.counterpart(place, kind, place.dtype)
-      self.grad_place.name = f"{self.name}.grad"
-    with _plain():
-      if self.hook is None and self.param.requires_grad:
-        self.hook = self.param.register_post_accumulate_grad_hook(self.take_gradient)
-        if _get_grad(self.param) is not None:  # it was there before the parameter needed libgemini's
-          self.note_given()
-
-  def take_gradient(self, _):
-    """Autograd has put a gradient of its own into param.grad: its bytes go to the arena, and it goes."""
-    with _plain(), torch.no_grad():
-      fresh = _get_grad(self.param)
-      if fresh is None or self.given and not self.early:  # autograd has added to a tensor that others may have, too
-        return
-      self.forget_given()
-      _set_grad(self.param, None)
-      if fresh.requires_grad:
-        raise GeminiError(f"{self.name}: backward(create_graph=True) would make a gradient that has a graph itself, "
-                          "which an arena cannot hold")
-      if fresh.is_sparse:
-        fresh = fresh.to_dense()
-      if self.spent:
-        raise GeminiError(f"parameter {self.name} has a second gradient, but was updated with its first (step_in_backward="
-                          "True): call optimizer.step() after each backward pass. Accumulation, and modules that reentrant "
-                          "checkpoints use several times, need prepare() without")
-      self.session.backward_begin()
-      self.session.landed.append((self, fresh, self.session.native_stream()))
-
-  def store(self, values, add=False):
-    """Copies or adds values to the stored gradient: in the operator that is open, or in one of its own."""
-    session, place = self.session, self.grad_place
-    if not place.elements:  # which to the library would be all of the arena
-      self.has_grad, self.norm = True, torch.linalg.vector_norm(place.tensor, dtype=torch.float32)
-      return
-    self.settle(abi.READ_WRITE if add else abi.WRITE)
-    use = session.use(((place, 0, place.size_bytes, abi.READ_WRITE if add else abi.WRITE),), "grad")
-    stream = session.stream()
-    if not session.op_open:
-      session.op_begin(use.forward_name)
-    session.acquire_use(use, stream)
-    try:
-      if add:
-        place.tensor.add_(values)
-      else:
-        place.tensor.copy_(values)
-      if not self.early:  # which nobody can clip
-        self.norm = torch.linalg.vector_norm(place.tensor, dtype=torch.float32)
-    finally:
-      session.release_use(use, stream)
-    self.has_grad = True
-
-  def settle(self, mode):
-    """The stored gradient is about to be used as plain bytes."""
-    scale, self.scale = self.scale, 1.0
-    if scale != 1.0 and mode & abi.READ:
-      place, session = self.grad_place, self.session
-      access = place.access(abi.READ_WRITE)
-      with session.acquired(access, 1, session.stream()):
-        place.tensor.mul_(scale)
-    if mode & abi.WRITE:
-      self.norm = None
-
-  def multiply(self, factor):
-    """Multiplies the stored gradient, when it is read or by the update: no byte moves for it. Returns whether it can be so:
-    torch rounds after each factor, which comes to the same only if one of two is a power of two."""
-    if self.scale != 1.0 and not is_exact(self.scale) and not is_exact(factor):
-      return False
-    self.scale *= factor
-    self.norm = None
-    torch.autograd.graph.increment_version(self.grad_place.tensor)
-    return True
-
-  def gradient(self):
-    """param.grad"""
-    self.session.land(self)
-    if self.spent:
-      raise GeminiError(f"the gradient of parameter {self.name} is gone: it was prepared with step_in_backward=True. To "
-                        "read, clip or unscale gradients, prepare without")
-    if not self.has_grad:
-      with _plain():
-        return _get_grad(self.param)
-    if self.view is None:
-      self.view = managed_view(self.grad_place)
-      self.view._gm_grad = self
-      self.view._gm_generation = self.generation
-    return self.view
-
-  def set_gradient(self, values):
-    """param.grad = values, which become the gradient themselves, as whoever has them may write to them."""
-    self.session.land(self)
-    place = self.place
-    if isinstance(values, torch.Tensor):
-      if values.shape != place.shape or values.dtype != place.dtype:
-        raise GeminiError(f"{self.name}.grad is set to a tensor of {tuple(values.shape)}, {values.dtype}: want "
-                          f"{tuple(place.shape)}, {place.dtype}")
-      if isinstance(values, ManagedTensor):
-        record = _gradient_of(values)
-        if record is self and values.data_ptr() == self.grad_place.address and \
-            values.stride() == self.grad_place.tensor.stride():
-          self.view = values
-          return
-        if record is None:
-          raise GeminiError(f"{self.name}.grad is set to a tensor that shares its bytes with {values._gm_place.name}: set it to "
-                            "a clone()")
-        record.give_out(values)
-    if values is not None or self.given or self.hook is None:
-      with _plain():
-        _set_grad(self.param, values)
-      self.forget_given()
-    self.drop()
-    if values is not None:
-      if self.session.given:  # of gradients that are set in a row, the one before may be nobody else's now
-        next(reversed(self.session.given)).keep_given()
-      self.note_given()
-
-  def drop(self):
-    """There is no stored gradient any more."""
-    self.has_grad = False
-    self.scale, self.norm, self.view = 1.0, None, None
-    self.generation += 1
-
-  # ---- gradients that were assigned
-  def note_given(self):
-    self.given = True
-    self.session.given[self] = None
-
-  def find_given(self):
-    """Of a parameter that needs no gradients, or has not been known to: it may have one that nobody has seen come."""
-    with _plain():
-      if _get_grad(self.param) is not None:
-        self.attach()
-        self.note_given()
-
-  def forget_given(self):
-    self.given = False
-    self.session.given.pop(self, None)
-
-  def keep_given(self):
-    """Stores an assigned gradient that nobody has but the parameter, so that it may leave the device."""
-    with _plain(), torch.no_grad():
-      if self.early or not self.trainable or not is_alone(self.param):
-        return
-      values = _get_grad(self.param)
-      if tuple(values.stride()) != self.grad_place.stride:
-        return
-      _set_grad(self.param, None)
-      self.forget_given()
-      self.store_whole(values)
-
-  def store_given(self):
-    """Stores an assigned gradient, for an update that reads it where gradients are stored."""
-    with _plain(), torch.no_grad():
-      self.store_whole(_get_grad(self.param))
-
-  def store_whole(self, values):
-    self.session.op_end()  # else all gradients that are stored in a row would be of one operator, and had to fit at once
-    self.store(values.to_dense() if values.is_sparse else values)
-
-  def give_out(self, alias):
-    """The stored gradient becomes a tensor of torch's memory, as if it had been assigned, and so does an alias, which
-    somebody else is to have. What else was made of it cannot be used any more."""
-    place, whole = self.grad_place, self.gradient()
-    with torch.no_grad():
-      copy = _copy(whole)
-    first = (alias.data_ptr() - place.address) // place.dtype.itemsize
-    with _plain():
-      become_plain(whole, copy)
-      if alias is not whole:
-        become_plain(alias, copy.as_strided(alias.shape, alias.stride(), first))
-      _set_grad(self.param, whole)
-    self.drop()
-    self.note_given()
 
 
 def become_plain(tensor, data):
-  """A managed tensor becomes one of torch's, over other memory."""
-  tensor.data = data
-  tensor.__class__ = nn.Parameter if isinstance(tensor, nn.Parameter) else torch.Tensor
-  for name in [name for name in vars(tensor) if name.startswith("_gm_")]:
-    delattr(tensor, name)
+    """Makes a managed tensor a plain one, over other memory."""
+    tensor.data = data
+    tensor.__class__ = nn.Parameter if isinstance(tensor, nn.Parameter) else torch.Tensor
+    for name in [name for name in vars(tensor) if name.startswith("_gm_")]:
+        delattr(tensor, name)
 
 
 def _holders(param):
-  """How many have what is a parameter's gradient: the Python object, the tensor of C++, its memory."""
-  grad = _get_grad(param)
-  return sys.getrefcount(grad), internals.tensor_users(grad), internals.storage_users(grad.untyped_storage())
+    """Counts the references to a parameter's gradient: to the Python object, to the C++ tensor and to the storage."""
+    grad = _get_grad(param)
+    return sys.getrefcount(grad), internals.tensor_users(grad), internals.storage_users(grad.untyped_storage())
 
 
 def _holders_of_one():
-  """What _holders() are of a gradient that only its parameter has; None if these cannot be told from others."""
-  param, other = (nn.Parameter(torch.empty(1, device="cpu")) for _ in range(2))
-  param.grad = torch.empty(1, device="cpu")
-  alone = _holders(param)
-  if None in alone:
-    return None
-  kept = param.grad
-  objects = _holders(param)[0]
-  other.grad = kept
-  del kept
-  tensors = _holders(param)[1]
-  other.grad = param.grad.detach()
-  return alone if objects > alone[0] and tensors > alone[1] and _holders(param)[2] > alone[2] else None
+    """What _holders() gives for a gradient that only its parameter refers to; None if torch does not report enough to
+    tell.
+    """
+    param, other = (nn.Parameter(torch.empty(1, device="cpu")) for _ in range(2))
+    param.grad = torch.empty(1, device="cpu")
+    alone = _holders(param)
+    if None in alone:
+        return None
+    kept = param.grad
+    objects = _holders(param)[0]
+    other.grad = kept
+    del kept
+    tensors = _holders(param)[1]
+    other.grad = param.grad.detach()
+    return alone if objects > alone[0] and tensors > alone[1] and _holders(param)[2] > alone[2] else None
 
 
 _HOLDERS_OF_ONE = _holders_of_one()
 
 
 def is_alone(param):
-  """Whether nobody but a parameter has its gradient, nor could tell another tensor of the same values from it."""
-  grad = _get_grad(param)
-  plain = type(grad) is torch.Tensor and grad.layout is torch.strided and not grad.requires_grad and \
-      not grad.is_inference() and not vars(grad) and not weakref.getweakrefcount(grad)
-  del grad
-  return plain and _HOLDERS_OF_ONE is not None and _holders(param) == _HOLDERS_OF_ONE
+    """Whether only the parameter refers to its gradient, so that nobody notices if the tensor is replaced."""
+    grad = _get_grad(param)
+    plain = (
+        type(grad) is torch.Tensor
+        and grad.layout is torch.strided
+        and not grad.requires_grad
+        and not grad.is_inference()
+        and not vars(grad)
+        and not weakref.getweakrefcount(grad)
+    )
+    del grad
+    return plain and _HOLDERS_OF_ONE is not None and _holders(param) == _HOLDERS_OF_ONE
 
 
-GIVEN_UP = object()  # a record's rule: no optimizer updates it any more
+# The rule of a record that no optimizer updates any more.
+GIVEN_UP = object()
 CLOSED = "parameter {} belongs to a session that was closed: its bytes are gone, make the model anew"
 
 
 def adopt(session, param, name):
-  """Makes a parameter a managed one, if it is not and has bytes."""
-  record = getattr(param, "_gm_record", None)
-  if record is not None:
-    if record.session is not session:
-      raise GeminiError(CLOSED.format(name))
+    """Makes a parameter a managed one, if it is not managed already and has bytes. Returns its record, or None."""
+    record = getattr(param, "_gm_record", None)
+    if record is not None:
+        if record.session is not session:
+            raise GeminiError(CLOSED.format(name))
+        return record
+    if param.is_meta:
+        return None
+    if param.dtype not in DTYPES:
+        if param.requires_grad:
+            raise GeminiError(f"parameter {name} is of {param.dtype}: want {', '.join(map(str, DTYPES))}")
+        return None  # quantized weights and the like stay with torch
+    record = Record(session, param, name)
+    place = getattr(param, "_gm_place", None)
+    if place is None:
+        with _plain():
+            record.move_in(param.data)
+    elif place.session is not session:
+        raise GeminiError(CLOSED.format(name))
+    elif place.has(param):
+        owner = place.owner and place.owner()
+        if owner is not None and owner.param is not None:
+            owner.give_up()
+        record.place = place
+        record.become_managed()
+    else:
+        record.move_in(param.detach())
     return record
-  if param.is_meta:
-    return None
-  if param.dtype not in DTYPES:
-    if param.requires_grad:
-      raise GeminiError(f"parameter {name} is of {param.dtype}: want {', '.join(map(str, DTYPES))}")
-    return None  # quantized weights and the like stay with torch
-  record = Record(session, param, name)
-  place = getattr(param, "_gm_place", None)
-  if place is None:
-    with _plain():
-      record.move_in(param.data)
-  elif place.session is not session:
-    raise GeminiError(CLOSED.format(name))
-  elif place.has(param):
-    owner = place.owner and place.owner()
-    if owner is not None and owner.param is not None:
-      owner.give_up()
-    record.place = place
-    record.become_managed()
-  else:
-    record.move_in(param.detach())
-  return record
 
 
 @contextlib.contextmanager
 def from_pretrained_by_tensor():
-  """transformers' from_pretrained() reads one tensor after another, on the CPU: not all of them ahead, by threads of
-  its own, nor onto a GPU, where it would take room for all of them first. transformers must be imported before."""
-  if "transformers" not in sys.modules:
-    yield
-    return
-  from transformers import PreTrainedModel
-  variable = "HF_DEACTIVATE_ASYNC_LOAD"
-  original, setting = PreTrainedModel.__dict__["from_pretrained"], os.environ.get(variable)
+    """A context manager: transformers' from_pretrained() reads one tensor after another, on the CPU.
 
-  def from_pretrained(cls, *args, **kwargs):
-    with torch.device("cpu"):
-      return original.__func__(cls, *args, **kwargs)
+    Otherwise threads of its own read many tensors ahead, or it fills the GPU before the session can take the tensors.
+    transformers has to be imported before.
+    """
+    replaced = patches.from_pretrained()
+    if replaced is None:
+        yield
+        return
+    original = replaced.original
+    variable = "HF_DEACTIVATE_ASYNC_LOAD"
+    setting = os.environ.get(variable)
 
-  PreTrainedModel.from_pretrained = classmethod(from_pretrained)
-  os.environ[variable] = "1"
-  try:
-    yield
-  finally:
-    PreTrainedModel.from_pretrained = original
-    del os.environ[variable]
-    if setting is not None:
-      os.environ[variable] = setting
+    def from_pretrained(cls, *args, **kwargs):
+        with torch.device("cpu"):
+            return original.__func__(cls, *args, **kwargs)
+
+    os.environ[variable] = "1"
+    try:
+        with patches.during(replaced, classmethod(from_pretrained)):
+            yield
+    finally:
+        del os.environ[variable]
+        if setting is not None:
+            os.environ[variable] = setting
 
 
 @contextlib.contextmanager
 def building(session):
-  """Modules that are built within put each parameter into the session at once."""
-  register = nn.Module.register_parameter
+    """A context manager: each parameter of the modules that are built within it goes into the session at once."""
+    replaced = patches.register_parameter()
 
-  def register_parameter(module, name, param):
-    register(module, name, param)
-    if param is not None and type(param) is nn.Parameter and not param.is_meta:
-      adopt(session, param, name)
-      progress.add(param.nbytes)
+    def register_parameter(module, name, param):
+        replaced.original(module, name, param)
+        if param is not None and type(param) is nn.Parameter and not param.is_meta:
+            adopt(session, param, name)
+            progress.add(param.nbytes)
 
-  nn.Module.register_parameter = register_parameter
-  session.building = True
-  try:
-    with session.device if session.cuda else contextlib.nullcontext(), from_pretrained_by_tensor(), \
-        Progress("building the model", show=session.progress) as progress:
-      yield
-  finally:
-    nn.Module.register_parameter = register
-    session.building = False
-    session.free_places()
+    session.building = True
+    try:
+        with (
+            patches.during(replaced, register_parameter),
+            session.device if session.cuda else contextlib.nullcontext(),
+            from_pretrained_by_tensor(),
+            Progress("building the model", show=session.progress) as progress,
+        ):
+            yield
+    finally:
+        session.building = False
+        session.arenas.free_places()
 
 
 def spans_of(param):
-  """Where a parameter's bytes are, and, of one that has come into the session, where they were before."""
-  if not has_storage(param):
-    return []
-  record = getattr(param, "_gm_record", None)
-  origin = record.place.origin if record is not None else None
-  return [span(param)] + ([origin] if origin else [])
+    """Where a parameter's bytes are; for a parameter in the session also where they were before."""
+    if not has_storage(param):
+        return []
+    record = getattr(param, "_gm_record", None)
+    origin = record.place.origin if record is not None else None
+    return [span(param)] + ([origin] if origin else [])
 
 
 def has_storage(tensor):
-  """Whether it has bytes of its own: one that is not initialized yet, or is made of other tensors, has none."""
-  return not is_lazy(tensor) and not tensor.is_meta and tensor.layout is torch.strided and tensor.numel() > 0 and \
-      type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    """Whether a tensor has bytes of its own. Uninitialized tensors and tensors that are made of others have none."""
+    return (
+        not is_lazy(tensor)
+        and not tensor.is_meta
+        and tensor.layout is torch.strided
+        and tensor.numel() > 0
+        and type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    )
 
 
 def already_over(param, buffer):
-  """Whether a buffer is a view of the place that a parameter has, or is about to have."""
-  place = getattr(buffer, "_gm_place", None)
-  return place is not None and place is getattr(param, "_gm_place", None) and place.has(param)
+    """Whether a buffer is a view of the place of a parameter."""
+    place: typing.Any = getattr(param, "_gm_place", None)
+    other: typing.Any = getattr(buffer, "_gm_place", None)
+    return place is not None and other is place and place.has(param)
 
 
 def same_values(param, buffer, first):
-  """Whether a part of a parameter, from an element on, has the same bits as a buffer of its shape and strides."""
-  part = _copy(managed_view(param._gm_place).as_strided(buffer.shape, buffer.stride(), first))
-  return torch.equal(*(one.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for one in (part, buffer)))
+    """Whether a part of a parameter, from element `first` on, has the bits of a buffer of its shape and strides."""
+    part = _copy(managed_view(param._gm_place).as_strided(buffer.shape, buffer.stride(), first))
+    return torch.equal(*(one.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for one in (part, buffer)))
 
 
 class Model:
-  """A prepared module: its parameters, by name, and the hooks that say where a step begins."""
+    """A prepared module: its parameters by name, and the hooks that begin a training step."""
 
-  def __init__(self, session, module):
-    self.session = session
-    self.module = module
-    self.records = {}
-    self.saving = contextlib.nullcontext  # around a forward pass: what becomes of what autograd saves
-    self.take()
-    self.wrap_call()
-    self.wrap_forward()
+    def __init__(self, session: Session, module: nn.Module) -> None:
+        self.session = session
+        self.module = module
+        self.records: dict[str, Record] = {}
+        # A context manager around each forward pass, which says what becomes of the tensors that autograd saves.
+        self.saving: typing.Callable[[], typing.ContextManager[object]] = contextlib.nullcontext
+        self.take()
+        self.wrap_call()
+        self.wrap_forward()
 
-  def take(self):
-    """Moves parameters in that are not, and buffers to the device."""
-    session, module = self.session, self.module
-    for name, param in module.named_parameters():
-      if param.is_meta:
-        raise GeminiError(f"parameter {name} is on the meta device: load it first, by libgemini.torch.load_weights()")
-    params = dict(module.named_parameters())
-    self.refuse_aliases(params)
-    views = self.buffers_over(params)
-    strangers = sum(param.nbytes for param in params.values() if not isinstance(param, ManagedTensor))
-    self.records = {}
-    with Progress("moving the model in", strangers, session.progress) as progress:
-      for name, param in params.items():
-        size = 0 if isinstance(param, ManagedTensor) else param.nbytes
-        record = adopt(session, param, name)
-        if record is not None:
-          record.rename(name)
-          self.records[name] = record
-        progress.add(size)
-    for buffer, name, first in views:
-      self.become_view(buffer, self.records[name].place, first)
-    self.move_buffers(session.device)
-    session.uses.clear()  # by other names
-    make_units(session, module)
+    def take(self):
+        """Moves parameters into the session that are not in it, and buffers to the device."""
+        session, module = self.session, self.module
+        for name, param in module.named_parameters():
+            if param.is_meta:
+                raise GeminiError(
+                    f"parameter {name} is on the meta device: load it first, by libgemini.torch.load_weights()"
+                )
+        params = dict(module.named_parameters())
+        self.refuse_aliases(params)
+        views = self.buffers_over(params)
+        strangers = sum(param.nbytes for param in params.values() if not isinstance(param, ManagedTensor))
+        self.records = {}
+        with Progress("moving the model in", strangers, session.progress) as progress:
+            for name, param in params.items():
+                size = 0 if isinstance(param, ManagedTensor) else param.nbytes
+                record = adopt(session, param, name)
+                if record is not None:
+                    record.rename(name)
+                    self.records[name] = record
+                progress.add(size)
+        for buffer, name, first in views:
+            self.become_view(buffer, self.records[name].place, first)
+        self.move_buffers(session.device)
+        session.holds.uses.clear()  # cached uses have the old names
+        make_units(session, module)
 
-  def least_bytes(self, gradients):
-    """(bytes, record): of the device, that an operator needs which uses all of the parameter whose chunks are most.
-    gradients: with those of its gradient, which the plan has beside it in the backward pass of one that is trained; without
-    a plan they may come after it."""
-    window = self.session.manager.config.window_bytes
+    def least_bytes(self, gradients):
+        """The device memory that the operator with the largest parameter needs, in whole chunks.
 
-    def needs(record):
-      place = record.place
-      chunks = (place.offset + place.size_bytes - 1) // window - place.offset // window + 1
-      with _plain():
-        beside = gradients and record.param.requires_grad and not (record.early and place.dtype != torch.float32)
-      return chunks * window * (2 if beside else 1)
+        Args:
+            gradients: Count the gradient of a trained parameter, too, which a plan keeps beside it in the backward
+                pass. Without a plan it may come afterwards.
 
-    return max(((needs(record), record) for record in self.records.values() if record.place.elements),
-               key=lambda item: item[0], default=(0, None))
+        Returns:
+            Bytes, and the record of that parameter.
+        """
+        window = self.session.manager.config.window_bytes
 
-  def move_buffers(self, device):
-    for buffer in self.module.buffers():
-      if buffer.device != device and not buffer.is_meta and not isinstance(buffer, ManagedTensor):
-        buffer.data = buffer.data.to(device)
+        def needs(record):
+            place = record.place
+            chunks = (place.offset + place.size_bytes - 1) // window - place.offset // window + 1
+            with _plain():
+                beside = (
+                    gradients and record.param.requires_grad and not (record.early and place.dtype != torch.float32)
+                )
+            return chunks * window * (2 if beside else 1)
 
-  def wrap_call(self):
-    """The module's call begins a step. By a hook it would be part of what module.compile() traces."""
-    module = self.module
-    call = internals.call_of(module)
+        return max(
+            ((needs(record), record) for record in self.records.values() if record.place.elements),
+            key=lambda item: item[0],
+            default=(0, None),
+        )
 
-    @internals.not_traced
-    def run(*args, **kwargs):
-      refuse_compiling()
-      with self.forward():
-        return call(*args, **kwargs)
+    def move_buffers(self, device):
+        """Moves the buffers to a device."""
+        for buffer in self.module.buffers():
+            if buffer.device != device and not buffer.is_meta and not isinstance(buffer, ManagedTensor):
+                buffer.data = buffer.data.to(device)
 
-    run._gm_unit = getattr(call, "_gm_unit", None)
-    self.call = run
-    internals.set_call(module, run)
+    def wrap_call(self):
+        """Makes the module's call begin a step. A hook would be compiled by module.compile()."""
+        module = self.module
+        call = internals.call_of(module)
 
-  def wrap_forward(self):
-    """Also forward() begins a step, when it is not the module's call that calls it. What torch.compile() compiled is left
-    alone: it may trace forward()."""
-    module = self.module
-    if find(module):
-      return
-    inner = module.forward
+        @internals.not_traced
+        def run(*args, **kwargs):
+            refuse_compiling()
+            with self.forward():
+                return call(*args, **kwargs)
 
-    @internals.not_traced
-    @functools.wraps(inner)
-    def forward(caller, *args, **kwargs):
-      if caller is not module:  # a copy, which has copied this, too
-        method = isinstance(inner, types.MethodType) and inner.__self__ is module
-        return (types.MethodType(inner.__func__, caller) if method else inner)(*args, **kwargs)
-      if self.session.depth:
-        return inner(*args, **kwargs)
-      refuse_compiling()
-      with self.forward():
-        return inner(*args, **kwargs)
+        run._gm_unit = getattr(call, "_gm_unit", None)
+        self.call = run
+        internals.set_call(module, run)
 
-    forward.__name__ = "forward"  # by which pickle finds it
-    with contextlib.suppress(ValueError, TypeError):  # it has none that can be told
-      forward.__signature__ = inspect.Signature([inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY),
-                                                 *inspect.signature(inner).parameters.values()])
-    module.forward = types.MethodType(forward, module)
+    def wrap_forward(self):
+        """Makes forward() begin a step, too, when the user calls it directly.
 
-  def check_call(self):
-    if internals.compiled_call_of(self.module) is not self.call:
-      raise GeminiError("the model was compiled by its compile() after libgemini.torch.prepare(), which takes its steps away "
-                        "from the session: compile it, or rather its blocks, before prepare()")
+        A module that torch.compile() compiled is left alone, as it may trace forward().
+        """
+        module = self.module
+        if find(module):
+            return
+        inner: typing.Any = module.forward
 
-  def refuse_aliases(self, params):
-    """Two parameters over the same bytes would become two; tied weights are one parameter in two modules. So would a
-    parameter over a gradient or a state of an optimizer."""
-    for name, param in params.items():
-      place = getattr(param, "_gm_place", None)
-      if place is not None and place.follows:
-        raise GeminiError(f"parameter {name} shares its bytes with {place.name}: clone() that")
-    others = [pair for model in self.session.models for pair in model.module.named_parameters()]
-    spans = {}  # of a storage: those of parameters
-    for name, param in [*others, *params.items()]:
-      for where in spans_of(param):
-        spans.setdefault(where.storage, []).append((where, name, param))
-    for shared in spans.values():
-      shared.sort(key=lambda item: item[0][1:3])
-      before = []
-      for where, name, param in shared:
-        before = [item for item in before if item[0].end > where.first]
-        for other, other_name, other_param in before:
-          if other_param is not param and where.shares_with(other):
-            raise GeminiError(f"parameters {other_name} and {name} are two that share their bytes: let both modules have one, "
-                              "or clone() one")
-        before.append((where, name, param))
+        @internals.not_traced
+        @functools.wraps(inner)
+        def forward(caller, *args, **kwargs):
+            if caller is not module:  # a deep copy of the module has copied this function, too
+                method = isinstance(inner, types.MethodType) and inner.__self__ is module
+                return (types.MethodType(inner.__func__, caller) if method else inner)(*args, **kwargs)
+            if self.session.brackets.depth:
+                return inner(*args, **kwargs)
+            refuse_compiling()
+            with self.forward():
+                return inner(*args, **kwargs)
 
-  def buffers_over(self, params):
-    """[(buffer, name of a parameter, element)]: buffers that share the bytes of a parameter, which are to become views of its
-    place, and where they begin there."""
-    spans = {}
-    for name, param in params.items():
-      for where in spans_of(param):
-        spans.setdefault(where.storage, []).append((where, name, param))
-    found = []
-    for buffer_name, buffer in self.module.named_buffers():
-      if not has_storage(buffer):
-        continue
-      own = span(buffer)
-      for where, name, param in spans.get(own.storage, ()):
-        if not own.shares_with(where) or already_over(param, buffer):
-          continue
-        first = own.first - where.first
-        if first < 0 or own.end > where.end or first % where.itemsize or not where.dense or \
-            buffer.dtype != param.dtype or type(buffer) not in (torch.Tensor, ManagedTensor):
-          raise GeminiError(f"buffer {buffer_name} shares bytes with parameter {name}, but not as a part of it that can move "
-                            "with it: clone() one of them")
-        if getattr(param, "_gm_record", None) is not None and not same_values(param, buffer, first // where.itemsize):
-          raise GeminiError(f"buffer {buffer_name} shared its bytes with parameter {name} until that came into the session; "
-                            "since then one of them has been changed: register the buffer after that, from the parameter")
-        found.append((buffer, name, first // where.itemsize))
-    return found
+        forward.__name__ = "forward"  # pickle looks the method up by this name
+        with contextlib.suppress(ValueError, TypeError):  # forward() has no signature that Python can tell
+            forward.__signature__ = inspect.Signature(
+                [
+                    inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY),
+                    *inspect.signature(inner).parameters.values(),
+                ]
+            )
+        module.forward = types.MethodType(forward, module)
 
-  def become_view(self, buffer, place, first):
-    with _plain():
-      buffer.data = place.tensor.as_strided(buffer.shape, buffer.stride(), first)
-    buffer.__class__ = ManagedTensor
-    buffer._gm_place = place
+    def check_call(self):
+        if internals.compiled_call_of(self.module) is not self.call:
+            raise GeminiError(
+                "the model was compiled by its compile() after libgemini.torch.prepare(), which takes its steps away "
+                "from the session: compile it, or rather its blocks, before prepare()"
+            )
 
-  def check(self):
-    """Parameters are what they were, and those that need gradients have a place for them."""
-    for name, param in self.module.named_parameters():
-      record = getattr(param, "_gm_record", None)
-      if record is None:
-        if name in self.records:
-          raise GeminiError(f"parameter {name} was replaced by another tensor (by load_state_dict(assign=True), by "
-                            "functional_call(), or by setting it): copy into it instead, parameters keep their addresses. "
-                            "torch.export and its like, which replace all of them, take a copy.deepcopy() of the model")
-        if param.is_meta or param.dtype in DTYPES:
-          raise GeminiError(f"parameter {name} came after libgemini.torch.prepare(): call that again")
-        continue
-      with _plain():
-        if param.data_ptr() != record.place.address and param.numel():
-          raise GeminiError(f"parameter {name} was moved behind libgemini's back: its address is no longer its own")
-        if param.requires_grad and record.hook is None:
-          record.attach()
+    def refuse_aliases(self, params):
+        """Refuses parameters that share bytes with another parameter, a gradient or a state: they would become
+        separate.
 
-  @contextlib.contextmanager
-  def forward(self):
-    """Around the model's forward pass, which begins an iteration, or goes on with one that has gradients."""
-    session = self.session
-    outer = session.depth
-    try:
-      session.depth = outer + 1
-      if not in_backward():  # where a checkpoint is recomputed
-        self.begin()
-      with self.saving():
-        yield
-    finally:
-      session.depth = outer
-      if not outer:
-        session.graph = None
-        if session.iteration == "infer":
-          session.iteration_end()
+        One parameter in two modules is fine.
+        """
+        for name, param in params.items():
+            place = getattr(param, "_gm_place", None)
+            if place is not None and place.follows:
+                raise GeminiError(f"parameter {name} shares its bytes with {place.name}: clone() that")
+        others = [pair for model in self.session.models for pair in model.module.named_parameters()]
+        spans: dict[internals.StorageWeakRef, list[typing.Any]] = {}  # the spans of parameters by storage
+        for name, param in [*others, *params.items()]:
+            for where in spans_of(param):
+                spans.setdefault(where.storage, []).append((where, name, param))
+        for shared in spans.values():
+            shared.sort(key=lambda item: item[0][1:3])
+            before: list[typing.Any] = []
+            for where, name, param in shared:
+                before = [item for item in before if item[0].end > where.first]
+                for other, other_name, other_param in before:
+                    if other_param is not param and where.shares_with(other):
+                        raise GeminiError(
+                            f"parameters {other_name} and {name} are two that share their bytes: let both modules "
+                            "have one, or clone() one"
+                        )
+                before.append((where, name, param))
 
-  def begin(self):
-    session = self.session
-    session.refuse_closed(type(self.module).__name__)
-    self.check()
-    if session.depth > 1:  # called by another model
-      return
-    session.recover()
-    session.settle()
-    if session.iteration and not session.in_closure and not session.awaits_backward():
-      session.iteration_end()
-    if not session.iteration:
-      session.iteration_begin("train" if torch.is_grad_enabled() else "infer")
-    session.pass_begin()
-    session.renew_masters()
-    for record in list(session.given):
-      record.keep_given()
-    session.set_phase(abi.PHASE_FORWARD)
+    def buffers_over(self, params):
+        """Finds buffers that share the bytes of a parameter. They become views of its place.
+
+        Returns:
+            For each buffer the buffer, the name of the parameter, and the element where it begins.
+        """
+        spans: dict[internals.StorageWeakRef, list[typing.Any]] = {}
+        for name, param in params.items():
+            for where in spans_of(param):
+                spans.setdefault(where.storage, []).append((where, name, param))
+        found = []
+        for buffer_name, buffer in self.module.named_buffers():
+            if not has_storage(buffer):
+                continue
+            own = span(buffer)
+            for where, name, param in spans.get(own.storage, ()):
+                if not own.shares_with(where) or already_over(param, buffer):
+                    continue
+                first = own.first - where.first
+                if (
+                    first < 0
+                    or own.end > where.end
+                    or first % where.itemsize
+                    or not where.dense
+                    or buffer.dtype != param.dtype
+                    or type(buffer) not in (torch.Tensor, ManagedTensor)
+                ):
+                    raise GeminiError(
+                        f"buffer {buffer_name} shares bytes with parameter {name}, but not as a part of it that can "
+                        "move with it: clone() one of them"
+                    )
+                if getattr(param, "_gm_record", None) is not None and not same_values(
+                    param, buffer, first // where.itemsize
+                ):
+                    raise GeminiError(
+                        f"buffer {buffer_name} shared its bytes with parameter {name} until that came into the "
+                        "session; since then one of them has been changed: register the buffer "
+                        "after that, from the parameter"
+                    )
+                found.append((buffer, name, first // where.itemsize))
+        return found
+
+    def become_view(self, buffer, place, first):
+        with _plain():
+            buffer.data = place.tensor.as_strided(buffer.shape, buffer.stride(), first)
+        buffer.__class__ = ManagedTensor
+        buffer._gm_place = place
+
+    def check(self):
+        """Checks that parameters are where they were, and that those that need gradients have places for them."""
+        for name, param in self.module.named_parameters():
+            record = getattr(param, "_gm_record", None)
+            if record is None:
+                if name in self.records:
+                    raise GeminiError(
+                        f"parameter {name} was replaced by another tensor (by load_state_dict(assign=True), by "
+                        "functional_call(), or by setting it): copy into it instead, parameters keep their addresses. "
+                        "torch.export and its like, which replace all of them, take a copy.deepcopy() of the model"
+                    )
+                if param.is_meta or param.dtype in DTYPES:
+                    raise GeminiError(f"parameter {name} came after libgemini.torch.prepare(): call that again")
+                continue
+            with _plain():
+                if param.data_ptr() != record.place.address and param.numel():
+                    raise GeminiError(
+                        f"parameter {name} was moved behind libgemini's back: its address is no longer its own"
+                    )
+                if param.requires_grad and record.hook is None:
+                    record.attach()
+
+    @contextlib.contextmanager
+    def forward(self):
+        """A context manager around the model's forward pass.
+
+        It begins an iteration, or continues one that has gradients.
+        """
+        session = self.session
+        outer = session.brackets.depth
+        try:
+            session.brackets.depth = outer + 1
+            if not in_backward():  # except when a checkpoint is recomputed
+                self.begin()
+            with self.saving():
+                yield
+        finally:
+            session.brackets.depth = outer
+            if not outer:
+                session.brackets.graph = None
+                if session.brackets.iteration == "infer":
+                    session.brackets.iteration_end()
+
+    def begin(self):
+        session = self.session
+        session.refuse_closed(type(self.module).__name__)
+        self.check()
+        if session.brackets.depth > 1:  # called by another model
+            return
+        session.holds.recover()
+        session.backward.settle()
+        if session.brackets.iteration and not session.in_closure and not session.brackets.awaits_backward():
+            session.brackets.iteration_end()
+        if not session.brackets.iteration:
+            session.brackets.iteration_begin("train" if torch.is_grad_enabled() else "infer")
+        session.brackets.pass_begin()
+        session.renew_masters()
+        for record in list(session.given):
+            record.keep_given()
+        session.brackets.set_phase(abi.PHASE_FORWARD)

@@ -7,12 +7,17 @@ save_file(), save_model(), save_pretrained(), trainers. DLPack capsules are made
 
 SPDX-License-Identifier: Apache-2.0
 """
+
+from __future__ import annotations
+
 import functools
 import importlib
+import typing
 
 import torch
 
 from ..abi import GeminiError
+from . import patches
 from .tensors import ManagedTensor, host_copy
 
 # Functions of safetensors.torch that are given a tensor and read at its address: until 0.7, and since 0.8.
@@ -21,46 +26,33 @@ _WRITERS = "serialize", "serialize_file"  # what save() and save_file() of every
 
 
 def _of_copy(function, copy=host_copy):
-  """The function, for which a managed tensor becomes a plain copy."""
+    """The function, for which a managed tensor becomes a plain copy."""
 
-  @functools.wraps(function)
-  def call(tensor, *args, **kwargs):
-    return function(copy(tensor) if isinstance(tensor, ManagedTensor) else tensor, *args, **kwargs)
+    @functools.wraps(function)
+    def call(tensor, *args, **kwargs):
+        return function(copy(tensor) if isinstance(tensor, ManagedTensor) else tensor, *args, **kwargs)
 
-  return call
+    return call
 
 
 def _refuse(*args, **kwargs):
-  import safetensors
-  raise GeminiError(f"safetensors {safetensors.__version__} reads tensors by functions that this libgemini does not "
-                    "know, and might write wrong bytes of parameters in a session: save with libgemini.torch.save(), "
-                    "or install safetensors 0.8")
+    import safetensors
+
+    raise GeminiError(
+        f"safetensors {safetensors.__version__} reads tensors by functions that this libgemini does not "
+        "know, and might write wrong bytes of parameters in a session: save with libgemini.torch.save(), "
+        "or install safetensors 0.8"
+    )
 
 
-def _replacements():
-  """(module, name, what it is, what it is while there is a session) of all that is replaced."""
-  out = [(module, "to_dlpack", module.to_dlpack, _of_copy(module.to_dlpack, torch.clone))
-         for module in (torch, torch.utils.dlpack) if hasattr(module, "to_dlpack")]
-  try:
-    module = importlib.import_module("safetensors.torch")
-  except ImportError:  # it is not installed
-    return out
-  readers = [name for name in _READERS if hasattr(module, name)]
-  for name in readers or _WRITERS:
-    function = getattr(module, name)
-    out.append((module, name, function, _of_copy(function) if readers else _refuse))
-  return out
-
-
-_replaced = []
-
-
-def watch_savers(on):
-  """Replaces these functions while there is a session."""
-  while _replaced:
-    module, name, function, _ = _replaced.pop()
-    setattr(module, name, function)
-  if on:
-    _replaced.extend(_replacements())
-    for module, name, _, replacement in _replaced:
-      setattr(module, name, replacement)
+def replacements() -> dict[patches.Replaced, typing.Any]:
+    """See patches.py: functions that read at a tensor's address."""
+    out = {one: _of_copy(one.original, torch.clone) for one in patches.to_dlpack()}
+    try:
+        module = importlib.import_module("safetensors.torch")
+    except ImportError:  # it is not installed
+        return out
+    readers = patches.readers(module, _READERS)
+    if readers:
+        return {**out, **{one: _of_copy(one.original) for one in readers}}
+    return {**out, **{one: _refuse for one in patches.readers(module, _WRITERS)}}

@@ -1,7 +1,8 @@
-"""An optimizer's states as its user sees them: `optimizer.state` of a prepared optimizer.
+"""The states of a prepared optimizer, as the user sees them in `optimizer.state`.
 
 SPDX-License-Identifier: Apache-2.0
 """
+
 import collections.abc
 
 import torch
@@ -11,124 +12,133 @@ from .tensors import managed_view
 
 
 def copies(value, device="cpu"):
-  """The same containers, with copies of their tensors; device: None: each on its own."""
-  if isinstance(value, torch.Tensor):
-    return value.detach().to(device or value.device, copy=True)
-  if isinstance(value, dict):
-    return {key: copies(one, device) for key, one in value.items()}
-  return [copies(one, device) for one in value] if type(value) is list else value
+    """Copies the tensors in nested lists and dicts. device: where to; None: each to its own device."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to(device or value.device, copy=True)
+    if isinstance(value, dict):
+        return {key: copies(one, device) for key, one in value.items()}
+    return [copies(one, device) for one in value] if type(value) is list else value
 
 
 def count_of(step):
-  """A number of steps, as torch's optimizers keep it."""
-  return torch.tensor(float(step), dtype=torch.float32, device="cpu")
+    """A number of steps as torch's optimizers keep it: an fp32 tensor on the CPU."""
+    return torch.tensor(float(step), dtype=torch.float32, device="cpu")
 
 
 class States(collections.abc.MutableMapping):
-  """An optimizer's `state`: for each parameter that has one, a mapping of torch's names to the values that the next
-  step uses. Writing to a tensor, setting a value and clearing work as they do with torch. The fp32 copy of a parameter
-  of fewer bits is not among them."""
+    """The `state` of a prepared optimizer: a mapping from each parameter to a mapping of names to values.
 
-  def __init__(self, optimizer):
-    self.optimizer, self.rule = optimizer, optimizer.rule
+    The names are those of torch, and the values are those that the next step uses. Writing to a tensor, setting a value
+    and clearing work as with torch. The fp32 copy of a 16-bit parameter is not included.
+    """
 
-  def record(self, param):
-    """Of a parameter of the optimizer; or None."""
-    record = getattr(param, "_gm_record", None)
-    return record if record is not None and record.rule is self.rule else None
+    def __init__(self, optimizer):
+        self.optimizer, self.rule = optimizer, optimizer.rule
 
-  def __getitem__(self, param):
-    record = self.record(param)
-    if record is not None:
-      return self.rule.state_of(record)
-    if isinstance(param, torch.Tensor):
-      raise KeyError("the tensor is no parameter that the optimizer updates")
-    return self.rule.others()[param]
+    def record(self, param):
+        """The record of a parameter that the optimizer updates; otherwise None."""
+        record = getattr(param, "_gm_record", None)
+        return record if record is not None and record.rule is self.rule else None
 
-  def __setitem__(self, param, values):
-    record = self.record(param)
-    if record is not None:
-      self.rule.set_state(record, values)
-    else:
-      self.rule.check_others([param])
-      self.rule.set_others({**self.rule.others(), param: values})
+    def __getitem__(self, param):
+        record = self.record(param)
+        if record is not None:
+            return self.rule.state_of(record)
+        if isinstance(param, torch.Tensor):
+            raise KeyError("the tensor is no parameter that the optimizer updates")
+        return self.rule.others()[param]
 
-  def __delitem__(self, param):
-    if param not in self:
-      raise KeyError(param)
-    record = self.record(param)
-    if record is not None:
-      self.rule.set_state(record, {})
-    else:
-      self.rule.set_others({key: value for key, value in self.rule.others().items() if key != param})
+    def __setitem__(self, param, values):
+        record = self.record(param)
+        if record is not None:
+            self.rule.set_state(record, values)
+        else:
+            self.rule.check_others([param])
+            self.rule.set_others({**self.rule.others(), param: values})
 
-  def get(self, param, default=None):
-    return self[param] if param in self else default
+    def __delitem__(self, param):
+        if param not in self:
+            raise KeyError(param)
+        record = self.record(param)
+        if record is not None:
+            self.rule.set_state(record, {})
+        else:
+            self.rule.set_others({key: value for key, value in self.rule.others().items() if key != param})
 
-  def pop(self, param, *default):
-    """Copies, as the values end."""
-    if default and param not in self:
-      return default[0]
-    values = self[param]
-    values = copies(dict(values) if isinstance(values, collections.abc.Mapping) else values, None)
-    del self[param]
-    return values
+    def get(self, param, default=None):
+        return self[param] if param in self else default
 
-  def clear(self):
-    for param in list(self):
-      del self[param]
+    def pop(self, param, *default):
+        """Removes a state and returns a copy of it."""
+        if default and param not in self:
+            return default[0]
+        values = self[param]
+        values = copies(dict(values) if isinstance(values, collections.abc.Mapping) else values, None)
+        del self[param]
+        return values
 
-  def __contains__(self, param):
-    record = self.record(param)
-    return self.rule.has_state(record) if record is not None else param in self.rule.others()
+    def clear(self):
+        for param in list(self):
+            del self[param]
 
-  def __iter__(self):
-    yield from [record.param for record in self.optimizer.records if record.rule is self.rule and
-                self.rule.has_state(record)]
-    yield from list(self.rule.others())
+    def __contains__(self, param):
+        record = self.record(param)
+        return self.rule.has_state(record) if record is not None else param in self.rule.others()
 
-  def __len__(self):
-    return sum(1 for _ in self)
+    def __iter__(self):
+        yield from [
+            record.param
+            for record in self.optimizer.records
+            if record.rule is self.rule and self.rule.has_state(record)
+        ]
+        yield from list(self.rule.others())
 
-  def __repr__(self):
-    return f"States of {len(self)} parameters"
+    def __len__(self):
+        return sum(1 for _ in self)
+
+    def __repr__(self):
+        return f"States of {len(self)} parameters"
 
 
 class AdamwState(collections.abc.MutableMapping):
-  """Of a parameter, in States: step, exp_avg, exp_avg_sq; empty before the first step."""
+    """The state of a parameter of AdamW or Adam: step, exp_avg and exp_avg_sq. It is empty before the first step."""
 
-  def __init__(self, rule, record):
-    self.rule, self.record = rule, record
+    def __init__(self, rule, record):
+        self.rule, self.record = rule, record
 
-  def __iter__(self):
-    return iter([name for name in self.rule.states(self.record) if name != "master"])
+    def __iter__(self):
+        return iter([name for name in self.rule.states(self.record) if name != "master"])
 
-  def __len__(self):
-    return 3 if self.rule.has_state(self.record) else 0
+    def __len__(self):
+        return 3 if self.rule.has_state(self.record) else 0
 
-  def __getitem__(self, name):
-    if name not in list(self):
-      raise KeyError(name)
-    return self.record.step if name == "step" else managed_view(self.record.states[self.rule.NAMES[name]])
+    def __getitem__(self, name):
+        if name not in list(self):
+            raise KeyError(name)
+        return self.record.step if name == "step" else managed_view(self.record.states[self.rule.NAMES[name]])
 
-  def __setitem__(self, name, value):
-    if name not in list(self):
-      raise GeminiError(f"parameter {self.record.name}: {name!r} is set in a state that has "
-                        f"{', '.join(self) or 'nothing'}: set step, exp_avg and exp_avg_sq, all together")
-    if name == "step":
-      self.record.step.fill_(float(value))
-    else:
-      own = self[name]
-      if value.shape != own.shape:
-        raise GeminiError(f"parameter {self.record.name}: {name} is set to a tensor of {tuple(value.shape)}: want "
-                          f"{tuple(own.shape)}")
-      own.copy_(value)
+    def __setitem__(self, name, value):
+        if name not in list(self):
+            raise GeminiError(
+                f"parameter {self.record.name}: {name!r} is set in a state that has "
+                f"{', '.join(self) or 'nothing'}: set step, exp_avg and exp_avg_sq, all together"
+            )
+        if name == "step":
+            self.record.step.fill_(float(value))
+        else:
+            own = self[name]
+            if value.shape != own.shape:
+                raise GeminiError(
+                    f"parameter {self.record.name}: {name} is set to a tensor of {tuple(value.shape)}: want "
+                    f"{tuple(own.shape)}"
+                )
+            own.copy_(value)
 
-  def __delitem__(self, name):
-    raise GeminiError(f"parameter {self.record.name}: a step needs {name}: clear all of the state, or zero_() it")
+    def __delitem__(self, name):
+        raise GeminiError(f"parameter {self.record.name}: a step needs {name}: clear all of the state, or zero_() it")
 
-  def clear(self):
-    self.rule.set_state(self.record, {})
+    def clear(self):
+        self.rule.set_state(self.record, {})
 
-  def __repr__(self):
-    return repr(dict(self))
+    def __repr__(self):
+        return repr(dict(self))

@@ -2,25 +2,39 @@
 
 SPDX-License-Identifier: Apache-2.0
 """
+
+from __future__ import annotations
+
 import collections
 import concurrent.futures
 import ctypes
 import json
 import math
 import os
+import typing
 import zlib
 
 import torch
 
 from .. import abi
 from ..abi import GeminiError
-from .session import Place
+from .arenas import Place
 from .tensors import ManagedTensor, managed_view
 
 CODES = {
-  "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-  "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-  "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
 }
 NAMES = {dtype: code for code, dtype in CODES.items()}
 PIECE_BYTES = 4 << 20  # held at once while bytes are summed or converted
@@ -31,184 +45,211 @@ Entry = collections.namedtuple("Entry", "file name dtype shape offset size_bytes
 
 
 def _bytes_of(tensor):
-  """The bytes of a contiguous CPU tensor, as an object that system calls take."""
-  size = tensor.numel() * tensor.dtype.itemsize
-  return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B") if size else memoryview(b"")
+    """The bytes of a contiguous CPU tensor, as an object with the buffer protocol."""
+    size = tensor.numel() * tensor.dtype.itemsize
+    return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B") if size else memoryview(b"")
 
 
 def _write(fd, data, offset):
-  while len(data):
-    count = os.pwrite(fd, data[:1 << 30], offset)
-    data, offset = data[count:], offset + count
+    while len(data):
+        count = os.pwrite(fd, data[: 1 << 30], offset)
+        data, offset = data[count:], offset + count
 
 
 def _read(fd, data, offset):
-  while len(data):
-    count = os.preadv(fd, [data[:1 << 30]], offset)
-    if not count:
-      raise GeminiError(f"ends at offset {offset}, {len(data)} bytes are missing", "FORMAT")
-    data, offset = data[count:], offset + count
+    while len(data):
+        count = os.preadv(fd, [data[: 1 << 30]], offset)
+        if not count:
+            raise GeminiError(f"ends at offset {offset}, {len(data)} bytes are missing", "FORMAT")
+        data, offset = data[count:], offset + count
 
 
 def checksum(path, offset, size_bytes):
-  """CRC-32 of a part of a file."""
-  crc, buffer = 0, memoryview(bytearray(min(size_bytes, PIECE_BYTES)))
-  fd = os.open(path, os.O_RDONLY)
-  try:
-    for at in range(0, size_bytes, PIECE_BYTES):
-      part = buffer[:min(PIECE_BYTES, size_bytes - at)]
-      _read(fd, part, offset + at)
-      crc = zlib.crc32(part, crc)
-  finally:
-    os.close(fd)
-  return crc
+    """The CRC-32 of a part of a file."""
+    crc, buffer = 0, memoryview(bytearray(min(size_bytes, PIECE_BYTES)))
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        for at in range(0, size_bytes, PIECE_BYTES):
+            part = buffer[: min(PIECE_BYTES, size_bytes - at)]
+            _read(fd, part, offset + at)
+            crc = zlib.crc32(part, crc)
+    finally:
+        os.close(fd)
+    return crc
 
 
 def summing():
-  """An executor for checksum(), which leaves Python's lock to others while it sums."""
-  return concurrent.futures.ThreadPoolExecutor(SUMMING_THREADS)
+    """An executor for checksum(), which releases Python's global lock while it computes."""
+    return concurrent.futures.ThreadPoolExecutor(SUMMING_THREADS)
 
 
 # ---- writing
 def split(tensors, most_bytes):
-  """Lists of (name, Place or tensor), each list of at most most_bytes, if a tensor alone does not exceed that."""
-  shards, size = [[]], 0
-  for name, value in tensors:
-    own = value.shape.numel() * value.dtype.itemsize
-    if shards[-1] and size + own > most_bytes:
-      shards.append([])
-      size = 0
-    shards[-1].append((name, value))
-    size += own
-  return shards
+    """Splits (name, Place or tensor) into lists of at most most_bytes each. A larger tensor gets a list of its own."""
+    shards: list[list[tuple[str, typing.Any]]] = [[]]
+    size = 0
+    for name, value in tensors:
+        own = value.shape.numel() * value.dtype.itemsize
+        if shards[-1] and size + own > most_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append((name, value))
+        size += own
+    return shards
 
 
 def write(path, tensors, progress):
-  """Writes a file of (name, Place or tensor) and returns the checksums by name. The bytes of a contiguous place go from
-  wherever they are to the file, chunk by chunk."""
-  tensors = sorted(tensors, key=lambda item: -item[1].dtype.itemsize)  # so that each is aligned
-  header, entries, at = {"__metadata__": {"format": "pt"}}, [], 0
-  for name, value in tensors:
-    if value.dtype not in NAMES:
-      raise GeminiError(f"{name} is of {value.dtype}, which is none of {', '.join(map(str, NAMES))}")
-    size = value.shape.numel() * value.dtype.itemsize
-    header[name] = {"dtype": NAMES[value.dtype], "shape": list(value.shape), "data_offsets": [at, at + size]}
-    entries.append((name, value, at, size))
-    at += size
-  text = json.dumps(header, separators=(",", ":")).encode()
-  text += b" " * (-len(text) % 8)
-  sums = {}
-  fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
-  try:
-    with summing() as executor:
-      _write(fd, memoryview(len(text).to_bytes(8, "little") + text), 0)
-      for name, value, at, size in entries:
-        try:
-          _store(fd, value, 8 + len(text) + at, size)
-        except (GeminiError, OSError) as error:
-          raise GeminiError(f"{path}: {name} was not written: {error}", getattr(error, "status", "IO")) from error
-        sums[name] = executor.submit(checksum, path, 8 + len(text) + at, size)
-        progress.add(size)
-  finally:
-    os.close(fd)
-  return {name: future.result() for name, future in sums.items()}
+    """Writes a file.
+
+    The bytes of a contiguous place go to the file chunk by chunk, from wherever they are.
+
+    Args:
+        path: The file.
+        tensors: (name, Place or tensor).
+        progress: Counts the bytes.
+
+    Returns:
+        The checksums by name.
+    """
+    tensors = sorted(tensors, key=lambda item: -item[1].dtype.itemsize)  # so that each is aligned
+    header: dict[str, dict[str, typing.Any]] = {"__metadata__": {"format": "pt"}}
+    entries, at = [], 0
+    for name, value in tensors:
+        if value.dtype not in NAMES:
+            raise GeminiError(f"{name} is of {value.dtype}, which is none of {', '.join(map(str, NAMES))}")
+        size = value.shape.numel() * value.dtype.itemsize
+        header[name] = {"dtype": NAMES[value.dtype], "shape": list(value.shape), "data_offsets": [at, at + size]}
+        entries.append((name, value, at, size))
+        at += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    sums = {}
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        with summing() as executor:
+            _write(fd, memoryview(len(text).to_bytes(8, "little") + text), 0)
+            for name, value, at, size in entries:
+                try:
+                    _store(fd, value, 8 + len(text) + at, size)
+                except (GeminiError, OSError) as error:
+                    raise GeminiError(
+                        f"{path}: {name} was not written: {error}", getattr(error, "status", "IO")
+                    ) from error
+                sums[name] = executor.submit(checksum, path, 8 + len(text) + at, size)
+                progress.add(size)
+    finally:
+        os.close(fd)
+    return {name: future.result() for name, future in sums.items()}
 
 
 def _store(fd, value, offset, size):
-  if not size:
-    return
-  if isinstance(value, Place) and value.contiguous:
-    session = value.session
-    try:
-      session.lib.store(session.handle, ctypes.byref(value.access(abi.READ)), fd, offset)
-    except GeminiError as error:
-      if error.status != "OOM_HOST":
-        raise
-      for first, piece in value.device_pieces(abi.READ, PIECE_BYTES):
-        _write(fd, _bytes_of(piece.cpu()), offset + first * value.dtype.itemsize)
-  else:
-    values = managed_view(value) if isinstance(value, Place) else value.detach()
-    values = (values.clone() if isinstance(values, ManagedTensor) else values).to("cpu").contiguous()
-    _write(fd, _bytes_of(values), offset)
+    if not size:
+        return
+    if isinstance(value, Place) and value.contiguous:
+        session = value.session
+        try:
+            session.lib.store(session.handle, ctypes.byref(value.access(abi.READ)), fd, offset)
+        except GeminiError as error:
+            if error.status != "OOM_HOST":
+                raise
+            for first, piece in value.device_pieces(abi.READ, PIECE_BYTES):
+                _write(fd, _bytes_of(piece.cpu()), offset + first * value.dtype.itemsize)
+    else:
+        values = managed_view(value) if isinstance(value, Place) else value.detach()
+        values = (values.clone() if isinstance(values, ManagedTensor) else values).to("cpu").contiguous()
+        _write(fd, _bytes_of(values), offset)
 
 
 # ---- reading
 def read_header(path):
-  """What a file holds: name: Entry. A file that is not as long as its header says, or none of this kind, is refused."""
-  def refuse(why):
-    return GeminiError(f"{path} is no whole safetensors file: {why}", "FORMAT")
+    """Reads the Entry of each tensor in a file, by name.
 
-  with open(path, "rb") as file:
-    size = os.fstat(file.fileno()).st_size
-    length = int.from_bytes(file.read(8), "little")
-    if size < 8 or length > min(size - 8, HEADER_MOST):
-      raise refuse(f"it has {size} bytes, and its header shall have {length}")
-    try:
-      header = json.loads(file.read(length))
-      header.pop("__metadata__", None)
-      entries = {}
-      for name, value in header.items():
-        begin, end = value["data_offsets"]
-        shape, dtype = tuple(value["shape"]), CODES.get(value["dtype"])
-        if dtype is None:
-          raise refuse(f"{name} is of dtype {value['dtype']}, which is none of {', '.join(CODES)}")
-        if not 0 <= begin <= end or end - begin != math.prod(shape) * dtype.itemsize or any(n < 0 for n in shape):
-          raise refuse(f"{name} has the bytes from {begin} to {end}, its shape is {shape} of {dtype}")
-        if 8 + length + end > size:
-          raise refuse(f"it has {size} bytes, {name} ends at {8 + length + end}")
-        entries[name] = Entry(str(path), name, dtype, shape, 8 + length + begin, end - begin)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-      raise refuse(f"its header is damaged: {error!r}") from None
-  last = max((entry.offset + entry.size_bytes for entry in entries.values()), default=8 + length)
-  if last != size:
-    raise refuse(f"it has {size} bytes, its tensors end at {last}")
-  return entries
+    A file that is not of this format, or not as long as its header says, is refused.
+    """
+
+    def refuse(why):
+        return GeminiError(f"{path} is no whole safetensors file: {why}", "FORMAT")
+
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(size - 8, HEADER_MOST):
+            raise refuse(f"it has {size} bytes, and its header shall have {length}")
+        try:
+            header = json.loads(file.read(length))
+            header.pop("__metadata__", None)
+            entries = {}
+            for name, value in header.items():
+                begin, end = value["data_offsets"]
+                shape, dtype = tuple(value["shape"]), CODES.get(value["dtype"])
+                if dtype is None:
+                    raise refuse(f"{name} is of dtype {value['dtype']}, which is none of {', '.join(CODES)}")
+                if (
+                    not 0 <= begin <= end
+                    or end - begin != math.prod(shape) * dtype.itemsize
+                    or any(n < 0 for n in shape)
+                ):
+                    raise refuse(f"{name} has the bytes from {begin} to {end}, its shape is {shape} of {dtype}")
+                if 8 + length + end > size:
+                    raise refuse(f"it has {size} bytes, {name} ends at {8 + length + end}")
+                entries[name] = Entry(str(path), name, dtype, shape, 8 + length + begin, end - begin)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise refuse(f"its header is damaged: {error!r}") from None
+    last = max((entry.offset + entry.size_bytes for entry in entries.values()), default=8 + length)
+    if last != size:
+        raise refuse(f"it has {size} bytes, its tensors end at {last}")
+    return entries
 
 
 def read(entry, fd, target):
-  """Fills a Place, or a tensor, of as many elements, from an open file. Bytes of a contiguous place's own dtype go where it is,
-  chunk by chunk; others are converted in pieces. To a place of other strides and to a tensor they go by way of a copy."""
-  if not entry.size_bytes:
-    return
-  try:
-    if isinstance(target, Place) and target.contiguous:
-      try:
-        _read_place(entry, fd, target)
-      except GeminiError as error:
-        if error.status != "OOM_HOST":
-          raise
-        for first, piece in target.device_pieces(abi.WRITE, PIECE_BYTES):
-          _convert(entry, fd, first, piece)
-      return
-    values = torch.empty(entry.shape, dtype=entry.dtype)
-    _read(fd, _bytes_of(values), entry.offset)
-    if not isinstance(target, Place):
-      target.copy_(values.view(target.shape))
-      return
+    """Fills a Place or a tensor from an open file.
+
+    Bytes of the dtype of a contiguous place go where the place is, chunk by chunk. Other dtypes are converted in
+    pieces. A place with other strides, or a tensor, is filled from a copy.
+    """
+    if not entry.size_bytes:
+        return
     try:
-      target.write(values)
-    except GeminiError as error:
-      if error.status != "OOM_HOST":
-        raise
-      flat = target.in_order(values)
-      for first, piece in target.device_pieces(abi.WRITE, PIECE_BYTES):
-        piece.copy_(flat[first:first + piece.numel()])
-  except (GeminiError, OSError) as error:
-    raise GeminiError(f"{entry.file}: {entry.name} was not read: {error}", getattr(error, "status", "IO")) from error
+        if isinstance(target, Place) and target.contiguous:
+            try:
+                _read_place(entry, fd, target)
+            except GeminiError as error:
+                if error.status != "OOM_HOST":
+                    raise
+                for first, piece in target.device_pieces(abi.WRITE, PIECE_BYTES):
+                    _convert(entry, fd, first, piece)
+            return
+        values = torch.empty(entry.shape, dtype=entry.dtype)
+        _read(fd, _bytes_of(values), entry.offset)
+        if not isinstance(target, Place):
+            target.copy_(values.view(target.shape))
+            return
+        try:
+            target.write(values)
+        except GeminiError as error:
+            if error.status != "OOM_HOST":
+                raise
+            flat = target.in_order(values)
+            for first, piece in target.device_pieces(abi.WRITE, PIECE_BYTES):
+                piece.copy_(flat[first : first + piece.numel()])
+    except (GeminiError, OSError) as error:
+        raise GeminiError(
+            f"{entry.file}: {entry.name} was not read: {error}", getattr(error, "status", "IO")
+        ) from error
 
 
 def _read_place(entry, fd, place):
-  if entry.dtype == place.dtype:
-    place.session.lib.load(place.session.handle, ctypes.byref(place.access(abi.WRITE)), fd, entry.offset)
-  else:
-    for first, piece in place.host_pieces(abi.WRITE):
-      _convert(entry, fd, first, piece)
+    if entry.dtype == place.dtype:
+        place.session.lib.load(place.session.handle, ctypes.byref(place.access(abi.WRITE)), fd, entry.offset)
+    else:
+        for first, piece in place.host_pieces(abi.WRITE):
+            _convert(entry, fd, first, piece)
 
 
 def _convert(entry, fd, first, piece):
-  step = PIECE_BYTES // entry.dtype.itemsize
-  values = torch.empty(min(step, piece.numel()), dtype=entry.dtype)
-  for at in range(0, piece.numel(), step):
-    part = values[:min(step, piece.numel() - at)]
-    _read(fd, _bytes_of(part), entry.offset + (first + at) * entry.dtype.itemsize)
-    piece[at:at + part.numel()].copy_(part)
+    step = PIECE_BYTES // entry.dtype.itemsize
+    values = torch.empty(min(step, piece.numel()), dtype=entry.dtype)
+    for at in range(0, piece.numel(), step):
+        part = values[: min(step, piece.numel() - at)]
+        _read(fd, _bytes_of(part), entry.offset + (first + at) * entry.dtype.itemsize)
+        piece[at : at + part.numel()].copy_(part)

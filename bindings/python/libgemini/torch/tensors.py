@@ -1,17 +1,22 @@
-"""Tensors whose bytes live in libgemini's arenas: parameters, and views of them.
+"""Tensors whose bytes are in libgemini's arenas: parameters and views of them.
 
-Every torch function that is given one comes through __torch_function__, which acquires the bytes it reads or writes,
-queues it, and releases them. So a parameter can be used anywhere (in modules that are not its own, several times, under
-any control flow), and nothing reads bytes that are elsewhere. When the result needs a gradient, the first node of the
-function's backward acquires the same bytes again (Session.backward_op).
+Every torch function that is called with such a tensor comes to __torch_function__, which acquires the bytes that the
+function reads or writes, queues the function, and releases the bytes. So a parameter can be used anywhere: in several
+modules, several times, under any control flow. No function reads bytes that are elsewhere. If the result needs a
+gradient, the bytes are acquired again when the backward pass reaches the first node of the function
+(Backward.operator()).
 
 SPDX-License-Identifier: Apache-2.0
 """
+
+from __future__ import annotations
+
 import ctypes
 import dataclasses
 import functools
 import io
 import math
+import typing
 from multiprocessing.reduction import ForkingPickler
 
 import torch
@@ -19,692 +24,922 @@ from torch import nn
 
 from .. import abi
 from ..abi import GeminiError
-from . import internals
+from . import internals, patches
 from .internals import plain as _plain
 from .layout import is_dense
 
-_Tensor = torch.Tensor
-units = []  # those of unit.py that somebody uses now
-UNSURE = "unsure"  # Place.written, after a function that should have written and has failed
+if typing.TYPE_CHECKING:
+    from .arenas import Place
+    from .model import Record
+    from .unit import Unit
+
+_Tensor: typing.Any = torch.Tensor  # type checkers do not know its descriptors
+units: list[Unit] = []  # the units that are in use now
+# The value of Place.written after a function that writes has failed.
+UNSURE = "unsure"
 
 
 class Use:
-  """What a function reads and writes of arenas, in the shape the library wants it; made once for each such function."""
-  __slots__ = ("accesses", "pointer", "count", "forward_name", "backward_name", "unit")
+    """What a function reads and writes in arenas, as the library takes it.
 
-  def __init__(self, ranges, name, unit=None):
-    """ranges: (place, offset, size in bytes, mode); unit: whose parameters they are, see unit.py."""
-    self.unit = unit
-    first = ranges[0][0].name
-    self.count = len(ranges)
-    self.accesses = (abi.Access * self.count)()
-    for at, (place, offset, size, mode) in zip(self.accesses, ranges):
-      at.object, at.offset_bytes, at.size_bytes, at.mode = place.object, place.base + offset, size, mode
-    self.pointer = ctypes.cast(self.accesses, ctypes.c_void_p)
-    name = f"{first}:{name}"[-118:]
-    self.forward_name = name.encode()[:127]
-    self.backward_name = (name + ".backward").encode()[:127]
+    It is made once for each function and ranges.
+    """
+
+    __slots__ = ("accesses", "pointer", "count", "forward_name", "backward_name", "unit")
+
+    def __init__(self, ranges, name, unit=None):
+        """
+        Args:
+            ranges: For each tensor its place, an offset and a size in bytes, and abi.READ, WRITE or both.
+            name: The name of the function.
+            unit: The unit whose parameters they are, or None; see unit.py.
+        """
+        self.unit = unit
+        first = ranges[0][0].name
+        self.count = len(ranges)
+        self.accesses = (abi.Access * self.count)()
+        for at, (place, offset, size, mode) in zip(self.accesses, ranges):
+            at.object, at.offset_bytes, at.size_bytes, at.mode = place.object, place.base + offset, size, mode
+        self.pointer = ctypes.cast(self.accesses, ctypes.c_void_p)
+        name = f"{first}:{name}"[-118:]
+        self.forward_name = name.encode()[:127]
+        self.backward_name = (name + ".backward").encode()[:127]
 
 
 def _where(tensor):
-  """The place of a tensor that has elements; offset there, and length, of the bytes between its first and last one."""
-  place = tensor._gm_place
-  try:
-    at = tensor.data_ptr()
-  except RuntimeError:  # a transform of torch.func has wrapped it
-    tensor = internals.unwrapped(tensor)
-    at = tensor.data_ptr()
-  last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride()))
-  offset, size = at - place.address, (last + 1) * tensor.dtype.itemsize
-  if offset < 0 or offset + size > place.size_bytes:
-    raise GeminiError(f"{place.name} was moved behind libgemini's back: its address is no longer its own")
-  return place, offset, size
+    """The place of a tensor that has elements; the offset there, and the length, of all its elements in bytes."""
+    place = tensor._gm_place
+    try:
+        at = tensor.data_ptr()
+    except RuntimeError:  # a torch.func transform has wrapped it
+        tensor = internals.unwrapped(tensor)
+        at = tensor.data_ptr()
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride()))
+    offset, size = at - place.address, (last + 1) * tensor.dtype.itemsize
+    if offset < 0 or offset + size > place.size_bytes:
+        raise GeminiError(f"{place.name} was moved behind libgemini's back: its address is no longer its own")
+    return place, offset, size
 
 
 def _collect(values, found):
-  for value in values:
-    if isinstance(value, ManagedTensor):
-      if value._gm_place is not None and not any(value is other for other in found):
-        found.append(value)
-    elif isinstance(value, (list, tuple)):
-      _collect(value, found)
-    elif isinstance(value, dict):
-      _collect(value.values(), found)
+    """Appends the managed tensors in nested lists, tuples and dicts to a list, each once."""
+    for value in values:
+        if isinstance(value, ManagedTensor):
+            if value._gm_place is not None and not any(value is other for other in found):
+                found.append(value)
+        elif isinstance(value, (list, tuple)):
+            _collect(value, found)
+        elif isinstance(value, dict):
+            _collect(value.values(), found)
 
 
 def _changes_first(name):
-  """Whether a function of this name writes its first argument: torch's functions that do end with one underscore."""
-  return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or \
-      (name.startswith("__i") and name in _INPLACE)
+    """Whether a function of this name writes its first argument. torch's in-place functions end with one underscore."""
+    return (
+        name == "__setitem__"
+        or (name.endswith("_") and not name.endswith("__"))
+        or (name.startswith("__i") and name in _INPLACE)
+    )
 
 
-_INPLACE = {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__", "__iand__",
-            "__ior__", "__ixor__", "__ilshift__", "__irshift__", "__idiv__"}
+_INPLACE = {
+    "__iadd__",
+    "__isub__",
+    "__imul__",
+    "__itruediv__",
+    "__ifloordiv__",
+    "__imod__",
+    "__ipow__",
+    "__iand__",
+    "__ior__",
+    "__ixor__",
+    "__ilshift__",
+    "__irshift__",
+    "__idiv__",
+}
 
 
-def mark_views(out, tensors):
-  """What shares memory with an argument is managed, too."""
-  if isinstance(out, _Tensor):
-    if type(out) is not _Tensor and not isinstance(out, ManagedTensor) and hasattr(out, "__tensor_flatten__"):  # it is made of others, such as a nested tensor
-      for part in out.__tensor_flatten__()[0]:
-        mark_views(getattr(out, part), tensors)
-        if isinstance(getattr(out, part), ManagedTensor):
-          _refuse_class(getattr(out, part), type(out))
-      return
-    if not isinstance(out, ManagedTensor) and out.numel():
-      try:
-        at = out.data_ptr()
-      except RuntimeError:
-        inner = internals.unwrapped(out)  # of what a transform of torch.func has wrapped
-        if inner is out:
-          return
-        at = inner.data_ptr()
-      for tensor in tensors:
-        place = tensor._gm_place
-        if place.address <= at < place.address + place.size_bytes:
-          out.__class__ = ManagedTensor
-          out._gm_place = place
-          out._gm_grad = tensor._gm_grad
-          out._gm_generation = tensor._gm_generation
-          break
-  elif isinstance(out, (list, tuple)):
-    for one in out:
-      mark_views(one, tensors)
+def mark_views(out: typing.Any, tensors: typing.Iterable[ManagedTensor]) -> None:
+    """Makes a result managed if it shares memory with one of the arguments.
+
+    Args:
+        out: What a function returned: a tensor, or nested lists, tuples and dicts.
+        tensors: The managed tensors among its arguments.
+    """
+    if isinstance(out, _Tensor):
+        if type(out) is not _Tensor and not isinstance(out, ManagedTensor) and hasattr(out, "__tensor_flatten__"):
+            # A tensor that consists of others, such as a nested tensor.
+            for part in out.__tensor_flatten__()[0]:
+                mark_views(getattr(out, part), tensors)
+                if isinstance(getattr(out, part), ManagedTensor):
+                    _refuse_class(getattr(out, part), type(out))
+            return
+        if not isinstance(out, ManagedTensor) and out.numel():
+            try:
+                at = out.data_ptr()
+            except RuntimeError:
+                inner = internals.unwrapped(out)  # the tensor that a torch.func transform has wrapped
+                if inner is out:
+                    return
+                at = inner.data_ptr()
+            for tensor in tensors:
+                place = tensor._gm_place
+                if place.address <= at < place.address + place.size_bytes:
+                    out.__class__ = ManagedTensor
+                    out._gm_place = place
+                    out._gm_grad = tensor._gm_grad
+                    out._gm_generation = tensor._gm_generation
+                    break
+    elif isinstance(out, (list, tuple)):
+        for one in out:
+            mark_views(one, tensors)
 
 
 def grad_nodes(value, nodes):
-  """Adds the autograd nodes that made the tensors in a value to a set."""
-  if isinstance(value, _Tensor):
-    try:
-      node = value.grad_fn
-    except RuntimeError:  # of a view that torch lets nobody use in a graph any more: nothing has made it anew
-      return
-    if node is not None:
-      nodes.add(node)
-      if value._is_view() and value._base.grad_fn is not None:  # that of a view that was written is its base's
-        nodes.add(value._base.grad_fn)
-  elif isinstance(value, (list, tuple)):
-    for one in value:
-      grad_nodes(one, nodes)
-  elif isinstance(value, dict):
-    grad_nodes(tuple(value.values()), nodes)
-  elif dataclasses.is_dataclass(value):
-    grad_nodes(tuple(vars(value).values()), nodes)
+    """Adds the autograd nodes that made the tensors in a value to a set."""
+    if isinstance(value, _Tensor):
+        try:
+            node = value.grad_fn
+        except RuntimeError:
+            # torch no longer lets this view be used in a graph, so no new node has made it.
+            return
+        if node is not None:
+            nodes.add(node)
+            if value._is_view() and value._base.grad_fn is not None:  # a view that was written has the node of its base
+                nodes.add(value._base.grad_fn)
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            grad_nodes(one, nodes)
+    elif isinstance(value, dict):
+        grad_nodes(tuple(value.values()), nodes)
+    elif dataclasses.is_dataclass(value):
+        grad_nodes(tuple(vars(value).values()), nodes)
 
 
 def run_with(session, use, func, args, kwargs, read=()):
-  """Calls a function as one operator, with what it uses on the device; read: tensors that it should not write."""
-  session.op_begin(use.forward_name)
-  stream = session.stream()
-  versions = [tensor._version for tensor in read]
-  session.acquire_use(use, stream)
-  try:
-    return func(*args, **kwargs)
-  finally:
-    written = [tensor for tensor, version in zip(read, versions) if tensor._version != version]
-    if written:  # as relu(inplace=True) and embedding(max_norm=1.0) do
-      session.note_writes(use.accesses, stream)
-      for tensor in written:
-        tensor._gm_place.written = True
-        if tensor._gm_grad is not None:
-          tensor._gm_grad.norm = None
-    session.release_use(use, stream)
+    """Runs a function as one operator, with what it uses on the device.
+
+    read: tensors that it is not expected to write.
+    """
+    session.brackets.op_begin(use.forward_name)
+    stream = session.holds.stream()
+    versions = [tensor._version for tensor in read]
+    session.holds.acquire_use(use, stream)
+    try:
+        return func(*args, **kwargs)
+    finally:
+        written = [tensor for tensor, version in zip(read, versions) if tensor._version != version]
+        if written:  # such as relu(inplace=True) and embedding(max_norm=1.0)
+            session.holds.note_writes(use.accesses, stream)
+            for tensor in written:
+                tensor._gm_place.written = True
+                if tensor._gm_grad is not None:
+                    tensor._gm_grad.norm = None
+        session.holds.release_use(use, stream)
 
 
 def hook_nodes(session, use, nodes):
-  """When the backward pass reaches one of the nodes, what is used is there again."""
-  for node in nodes:
-    node.register_prehook(lambda _, graph=session.graph: session.backward_op(use))  # which keeps the graph's mark alive
+    """Has the backward pass acquire a use when it reaches one of the nodes."""
+    for node in nodes:
+        node.register_prehook(
+            lambda _, graph=session.brackets.graph: session.backward.operator(use)
+        )  # which keeps the graph's mark alive
 
 
 def _one_by_one(func, args, kwargs):
-  """A function of lists, for each of their elements: all of them together need not fit on the device."""
-  count = len(args[0])
-  outs = []
-  for i in range(count):
-    part = [[value[i]] if isinstance(value, (list, tuple)) and len(value) == count else value for value in args]
-    out = _dispatch(func, part, kwargs)
-    outs += list(out) if isinstance(out, (list, tuple)) else []
-  return outs or None
+    """Runs a function of lists once for each element, so that the elements need not fit on the device together."""
+    count = len(args[0])
+    outs = []
+    for i in range(count):
+        part = [[value[i]] if isinstance(value, (list, tuple)) and len(value) == count else value for value in args]
+        out = _dispatch(func, part, kwargs)
+        outs += list(out) if isinstance(out, (list, tuple)) else []
+    return outs or None
 
 
 def _gradient_of(tensor):
-  """The record whose gradient a tensor is, or is a part of; or None."""
-  record = getattr(tensor, "_gm_grad", None)
-  if record is not None and tensor._gm_generation != record.generation:
-    raise GeminiError(f"{record.name}.grad: this gradient was cleared or replaced (by zero_grad(), or by setting it) "
-                      "since it was read, and its memory holds another one: clone() a gradient that is to be kept")
-  return record
+    """The record of the parameter whose gradient, or part of a gradient, a tensor is; otherwise None."""
+    record = getattr(tensor, "_gm_grad", None)
+    if record is not None and tensor._gm_generation != record.generation:
+        raise GeminiError(
+            f"{record.name}.grad: this gradient was cleared or replaced (by zero_grad(), or by setting it) "
+            "since it was read, and its memory holds another one: clone() a gradient that is to be kept"
+        )
+    return record
 
 
 def _copy(tensor):
-  """A copy in torch's own memory."""
-  return _run(_Tensor.clone, (tensor,), {})
+    """Copies a managed tensor to torch's own memory."""
+    return _run(_Tensor.clone, (tensor,), {})
 
 
 def refuse_tracing(name):
-  """Of a parameter, before it is used."""
-  if internals.is_tracing():
-    raise GeminiError(f"{name}: torch.jit.trace() would keep the parameter's address, and read what may not be there: "
-                      "trace before libgemini.torch.prepare()")
+    """Raises GeminiError if the use of a parameter is being traced."""
+    if internals.is_tracing():
+        raise GeminiError(
+            f"{name}: torch.jit.trace() would keep the parameter's address, and read what may not be there: "
+            "trace before libgemini.torch.prepare()"
+        )
 
 
 def host_copy(tensor):
-  """A copy in plain memory of the CPU. The bytes are read where they are: nothing comes to the device for it."""
-  place = tensor._gm_place
-  session = place.session
-  session.refuse_closed(place.name)
-  with _plain(), torch.no_grad():
-    record = _gradient_of(tensor)
-    pending = record is not None and record.scale != 1.0
-    whole = tensor.numel() and tensor.dtype == place.dtype and is_dense(tensor.shape, tensor.stride())
-    if not whole or pending or session.holds:  # inside an operator what is read is the operator's
-      return _copy(tensor).detach().cpu()
-    _, offset, _ = _where(tensor)
-    session.op_end()
-    out = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
-    place.read_to(out.as_strided((tensor.numel(),), (1,)), offset // tensor.dtype.itemsize)
-    return out
+    """Copies a managed tensor to plain CPU memory.
+
+    The bytes are read where they are, without moving them to the device.
+    """
+    place = tensor._gm_place
+    session = place.session
+    session.refuse_closed(place.name)
+    with _plain(), torch.no_grad():
+        record = _gradient_of(tensor)
+        pending = record is not None and record.scale != 1.0
+        whole = tensor.numel() and tensor.dtype == place.dtype and is_dense(tensor.shape, tensor.stride())
+        # What is read within an operator belongs to the operator.
+        if not whole or pending or session.holds.noted:
+            return _copy(tensor).detach().cpu()
+        _, offset, _ = _where(tensor)
+        session.brackets.op_end()
+        out = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+        place.read_to(out.as_strided((tensor.numel(),), (1,)), offset // tensor.dtype.itemsize)
+        return out
 
 
 def _replaced(value, copies):
-  """A value with copies in the place of managed tensors; copies: (tensor, copy) of each."""
-  if isinstance(value, ManagedTensor):
-    return next((copy for tensor, copy in copies if tensor is value), value)
-  if isinstance(value, (list, tuple)):
-    values = [_replaced(one, copies) for one in value]
-    return type(value)(*values) if hasattr(value, "_fields") else type(value)(values)
-  if isinstance(value, dict):
-    return {key: _replaced(one, copies) for key, one in value.items()}
-  return value
+    """Replaces managed tensors in a value by copies. copies: collects (tensor, copy) pairs."""
+    if isinstance(value, ManagedTensor):
+        return next((copy for tensor, copy in copies if tensor is value), value)
+    if isinstance(value, (list, tuple)):
+        values = [_replaced(one, copies) for one in value]
+        return type(value)(*values) if hasattr(value, "_fields") else type(value)(values)
+    if isinstance(value, dict):
+        return {key: _replaced(one, copies) for key, one in value.items()}
+    return value
 
 
 def _run_on_copies(func, name, args, kwargs, tensors, changed):
-  """Within transforms of torch.func, whose backward passes come when they like, and differentiate one another: the
-  function gets copies in torch's own memory."""
-  for tensor in tensors:
-    if any(tensor is one for one in changed):
-      raise GeminiError(f"{tensor._gm_place.name}: {name}() would write it within a transform of torch.func: do that outside")
-  copies = []
-  for tensor in tensors:
-    if tensor.numel():
-      session = tensor._gm_place.session
-      record = _gradient_of(tensor)
-      if record is not None:
-        record.settle(abi.READ)
-      use = session.use(((*_where(tensor), abi.READ),), "clone")
-      copies.append((tensor, run_with(session, use, _Tensor.clone, (tensor,), {})))
-  return func(*_replaced(tuple(args), copies), **_replaced(kwargs, copies))
+    """Runs a function within a torch.func transform on copies in torch's memory.
+
+    The backward passes of a transform can run at any time and can themselves be differentiated, so that acquired bytes
+    could not be held for them.
+    """
+    for tensor in tensors:
+        if any(tensor is one for one in changed):
+            raise GeminiError(
+                f"{tensor._gm_place.name}: {name}() would write it within a transform of torch.func: do that outside"
+            )
+    copies = []
+    for tensor in tensors:
+        if tensor.numel():
+            session = tensor._gm_place.session
+            record = _gradient_of(tensor)
+            if record is not None:
+                record.settle(abi.READ)
+            use = session.holds.use(((*_where(tensor), abi.READ),), "clone")
+            copies.append((tensor, run_with(session, use, _Tensor.clone, (tensor,), {})))
+    return func(*_replaced(tuple(args), copies), **_replaced(kwargs, copies))
 
 
 def _attributes(tensor):
-  """What its user has set."""
-  return {name: value for name, value in tensor.__dict__.items() if not name.startswith("_gm_")}
+    """The attributes that the user has set on a tensor."""
+    return {name: value for name, value in tensor.__dict__.items() if not name.startswith("_gm_")}
 
 
-_saving = None  # while torch.save() runs: copies of whole places, by place and what becomes of a gradient
+# While torch.save() runs: copies of whole places, by place and what becomes of a gradient.
+_saving: dict[typing.Any, torch.Tensor] | None = None
 
 
 def _saved_copy(tensor):
-  """As host_copy(). Within torch.save(), those of tensors that share bytes share them, too."""
-  place, record = tensor._gm_place, _gradient_of(tensor)
-  if _saving is None or not tensor.numel() or tensor.dtype != place.dtype:
-    return host_copy(tensor)
-  key = place.number, record and tensor._gm_generation
-  if key not in _saving:
-    whole = managed_view(place)
-    whole._gm_grad, whole._gm_generation = tensor._gm_grad, tensor._gm_generation
-    _saving[key] = host_copy(whole)
-  _, offset, _ = _where(tensor)
-  return _saving[key].as_strided(tensor.shape, tensor.stride(), offset // place.dtype.itemsize)
+    """As host_copy(), but within torch.save() tensors that share bytes get copies that share bytes."""
+    place, record = tensor._gm_place, _gradient_of(tensor)
+    if _saving is None or not tensor.numel() or tensor.dtype != place.dtype:
+        return host_copy(tensor)
+    key = place.number, record and tensor._gm_generation
+    if key not in _saving:
+        whole = managed_view(place)
+        whole._gm_grad, whole._gm_generation = tensor._gm_grad, tensor._gm_generation
+        _saving[key] = host_copy(whole)
+    _, offset, _ = _where(tensor)
+    return _saving[key].as_strided(tensor.shape, tensor.stride(), offset // place.dtype.itemsize)
 
 
 def _sharing(replaced):
-  """Of torch.save()."""
+    """Wraps a function that torch.save() calls."""
 
-  @functools.wraps(replaced.original)
-  def save(*args, **kwargs):
-    global _saving
-    outer, _saving = _saving, {} if _saving is None else _saving
-    try:
-      return replaced.original(*args, **kwargs)
-    finally:
-      _saving = outer
+    @functools.wraps(replaced.original)
+    def save(*args, **kwargs):
+        global _saving
+        outer = _saving
+        _saving = {} if outer is None else outer
+        try:
+            return replaced.original(*args, **kwargs)
+        finally:
+            _saving = outer
 
-  return save
+    return save
 
 
 # ---- functions that write all of their first argument without reading it
 # Its old bytes need not come for it. But they are lost then, also if torch refuses the call: so each check says
 # whether torch takes it for sure. Where that is not sure the old bytes come.
 _FLOATS = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
-_MOST = 32768.0  # which each of these dtypes can hold twice
-_USUAL = {_Tensor, nn.Parameter}  # and those that are managed, below
+_MOST = 32768.0  # twice this value is finite in each of these dtypes
+_USUAL = {_Tensor, nn.Parameter}  # the managed classes are added below
 
 
 def _takes_zero(tensor):
-  return True
+    return True
 
 
 def _takes_number(tensor, value):
-  return tensor.dtype in _FLOATS and isinstance(value, (int, float)) and abs(value) <= _MOST
+    return tensor.dtype in _FLOATS and isinstance(value, (int, float)) and abs(value) <= _MOST
 
 
 def _takes_copy(tensor, source, non_blocking=False):
-  """What needs memory for the moment, as a copy between devices that changes the dtype, is not sure either."""
-  if type(source) not in _USUAL or source.layout is not torch.strided or source.is_nested or source.is_quantized or \
-      source.shape != tensor.shape or source.is_complex() or tensor.dtype not in _FLOATS:
-    return False
-  try:
-    place, at = tensor._gm_place, source.data_ptr()
-  except RuntimeError:  # it has none: torch.func's transforms
-    return False
-  if not at or place.address <= at < place.address + place.size_bytes:  # the meta device; it is read
-    return False
-  return source.device == tensor.device or source.dtype == tensor.dtype and source.stride() == tensor.stride()
+    """What needs memory for the moment, as a copy between devices that changes the dtype, is not sure either."""
+    if (
+        type(source) not in _USUAL
+        or source.layout is not torch.strided
+        or source.is_nested
+        or source.is_quantized
+        or source.shape != tensor.shape
+        or source.is_complex()
+        or tensor.dtype not in _FLOATS
+    ):
+        return False
+    try:
+        place, at = tensor._gm_place, source.data_ptr()
+    except RuntimeError:  # a torch.func transform has wrapped it: no address
+        return False
+    if not at or place.address <= at < place.address + place.size_bytes:  # on the meta device, or it reads the place
+        return False
+    return source.device == tensor.device or source.dtype == tensor.dtype and source.stride() == tensor.stride()
 
 
 def _takes_normal(tensor, mean=0.0, std=1.0, *, generator=None):
-  return generator is None and _takes_number(tensor, mean) and _takes_number(tensor, std) and std >= 0
+    return generator is None and _takes_number(tensor, mean) and _takes_number(tensor, std) and std >= 0
 
 
 def _takes_uniform(tensor, low=0.0, high=1.0, /, *, generator=None):
-  return generator is None and _takes_number(tensor, low) and _takes_number(tensor, high) and low <= high
+    return generator is None and _takes_number(tensor, low) and _takes_number(tensor, high) and low <= high
 
 
 _OVERWRITES = {
-    _Tensor.zero_: _takes_zero, _Tensor.fill_: _takes_number, _Tensor.copy_: _takes_copy,
-    _Tensor.normal_: _takes_normal, _Tensor.uniform_: _takes_uniform,
+    _Tensor.zero_: _takes_zero,
+    _Tensor.fill_: _takes_number,
+    _Tensor.copy_: _takes_copy,
+    _Tensor.normal_: _takes_normal,
+    _Tensor.uniform_: _takes_uniform,
     nn.init.normal_: lambda tensor, mean, std, generator: _takes_normal(tensor, mean, std, generator=generator),
-    nn.init.uniform_: lambda tensor, a, b, generator: _takes_uniform(tensor, a, b, generator=generator)}
+    nn.init.uniform_: lambda tensor, a, b, generator: _takes_uniform(tensor, a, b, generator=generator),
+}
 _WITHOUT_GRAD = {nn.init.normal_, nn.init.uniform_}
 
 
-def _overwrites(func, tensor, args, kwargs):
-  """Whether a function writes all of a tensor, its first argument, for sure, and reads nothing of it."""
-  takes = _OVERWRITES.get(func)
-  if takes is None or not is_dense(tensor.shape, tensor.stride()) or tensor.is_inference() or internals.is_watched():
-    return False
-  if torch.is_grad_enabled() and func not in _WITHOUT_GRAD and \
-      any(isinstance(one, _Tensor) and one.requires_grad for one in (tensor, *args[1:])):
-    return False
-  try:
-    return takes(*args, **kwargs)
-  except TypeError:  # other arguments than it takes
-    return False
+def _overwrites(func: typing.Any, tensor: torch.Tensor, args: typing.Any, kwargs: typing.Any) -> bool:
+    """Whether a function certainly writes every element of its first argument and reads none of them."""
+    takes: typing.Any = _OVERWRITES.get(func)
+    if takes is None or not is_dense(tensor.shape, tensor.stride()) or tensor.is_inference() or internals.is_watched():
+        return False
+    if (
+        torch.is_grad_enabled()
+        and func not in _WITHOUT_GRAD
+        and any(isinstance(one, _Tensor) and one.requires_grad for one in (tensor, *args[1:]))
+    ):
+        return False
+    try:
+        return takes(*args, **kwargs)
+    except TypeError:  # wrong arguments: torch will raise
+        return False
 
 
 def _run(func, args, kwargs):
-  tensors = []
-  _collect(args, tensors)
-  _collect(kwargs.values(), tensors)
-  if not tensors:
-    return func(*args, **kwargs)
-  session = tensors[0]._gm_place.session
-  session.refuse_closed(tensors[0]._gm_place.name)
-  refuse_tracing(tensors[0]._gm_place.name)
-  name = getattr(func, "__name__", "function")
-  first = args[0] if args else next(iter(kwargs.values()))
-  if len(tensors) > 4 and isinstance(first, (list, tuple)) and name.startswith("_foreach_"):
-    return _one_by_one(func, args, kwargs)
-  changed = []
-  if _changes_first(name):
-    changed = [first] if isinstance(first, _Tensor) else list(first) if isinstance(first, (list, tuple)) else []
-  if kwargs.get("out") is not None:
-    out = kwargs["out"]
-    changed += [out] if isinstance(out, _Tensor) else list(out)
-  if internals.transform_level() is not None:
-    return _run_on_copies(func, name, args, kwargs, tensors, changed)
-  ranges, read, written, replaced = [], [], [], None
-  for tensor in tensors:
-    if not tensor.numel():
-      continue
-    place, offset, size = _where(tensor)
-    mode, record = abi.READ, _gradient_of(tensor)
-    if any(tensor is one for one in changed):
-      mode = abi.READ_WRITE
-      if tensor is first and _overwrites(func, tensor, args, kwargs):
-        mode, replaced = abi.WRITE, record
-      written.append(place)
-    elif tensor.is_inference():  # torch does not tell whether such a one was written
-      mode = abi.READ_WRITE
-      written.append(place)
-    else:
-      read.append(tensor)
-    if record is not None and mode != abi.WRITE:
-      record.settle(mode)
-    ranges.append((place, offset, size, mode))
-  if not ranges:
-    return func(*args, **kwargs)
-  use = session.use(tuple(ranges), name)
-  try:
-    out = run_with(session, use, func, args, kwargs, read)
-  except BaseException:
+    tensors: list[ManagedTensor] = []
+    _collect(args, tensors)
+    _collect(kwargs.values(), tensors)
+    if not tensors:
+        return func(*args, **kwargs)
+    session = tensors[0]._gm_place.session
+    session.refuse_closed(tensors[0]._gm_place.name)
+    refuse_tracing(tensors[0]._gm_place.name)
+    name = getattr(func, "__name__", "function")
+    first = args[0] if args else next(iter(kwargs.values()))
+    if len(tensors) > 4 and isinstance(first, (list, tuple)) and name.startswith("_foreach_"):
+        return _one_by_one(func, args, kwargs)
+    changed = []
+    if _changes_first(name):
+        changed = [first] if isinstance(first, _Tensor) else list(first) if isinstance(first, (list, tuple)) else []
+    if kwargs.get("out") is not None:
+        out = kwargs["out"]
+        changed += [out] if isinstance(out, _Tensor) else list(out)
+    if internals.transform_level() is not None:
+        return _run_on_copies(func, name, args, kwargs, tensors, changed)
+    ranges, read, written, replaced = [], [], [], None
+    for tensor in tensors:
+        if not tensor.numel():
+            continue
+        place, offset, size = _where(tensor)
+        mode, record = abi.READ, _gradient_of(tensor)
+        if any(tensor is one for one in changed):
+            mode = abi.READ_WRITE
+            if tensor is first and _overwrites(func, tensor, args, kwargs):
+                mode, replaced = abi.WRITE, record
+            written.append(place)
+        elif tensor.is_inference():  # inference tensors have no versions to tell whether they were written
+            mode = abi.READ_WRITE
+            written.append(place)
+        else:
+            read.append(tensor)
+        if record is not None and mode != abi.WRITE:
+            record.settle(mode)
+        ranges.append((place, offset, size, mode))
+    if not ranges:
+        return func(*args, **kwargs)
+    use = session.holds.use(tuple(ranges), name)
+    try:
+        out = run_with(session, use, func, args, kwargs, read)
+    except BaseException:
+        for place in written:
+            place.written = place.written or UNSURE
+        raise
     for place in written:
-      place.written = place.written or UNSURE
-    raise
-  for place in written:
-    place.written = True
-  if replaced is not None:
-    replaced.settle(abi.WRITE)
-  mark_views(out, tensors)
-  if torch.is_grad_enabled():
-    nodes = set()
-    grad_nodes(out, nodes)
-    if nodes:
-      if any(mode != abi.READ for *_, mode in ranges):
-        use = session.use(tuple((*where, abi.READ) for *where, _ in ranges), name)
-      hook_nodes(session, use, nodes)
-  return out
+        place.written = True
+    if replaced is not None:
+        replaced.settle(abi.WRITE)
+    mark_views(out, tensors)
+    if torch.is_grad_enabled():
+        nodes: set[typing.Any] = set()
+        grad_nodes(out, nodes)
+        if nodes:
+            if any(mode != abi.READ for *_, mode in ranges):
+                use = session.holds.use(tuple((*where, abi.READ) for *where, _ in ranges), name)
+            hook_nodes(session, use, nodes)
+    return out
 
 
 # ---- functions that need no bytes, or other ones than their arguments say
 def _names(*names):
-  return {getattr(_Tensor, name) for name in names if hasattr(_Tensor, name)}
+    return {getattr(_Tensor, name) for name in names if hasattr(_Tensor, name)}
 
 
-# Answered from what torch knows of the tensor; properties are, too, except those in _SPECIAL.
-_NO_BYTES = _names("size", "dim", "ndimension", "numel", "nelement", "stride", "element_size", "is_contiguous",
-                   "is_floating_point", "is_complex", "data_ptr", "storage_offset", "register_hook",
-                   "register_post_accumulate_grad_hook", "requires_grad_", "__len__", "__hash__", "get_device",
-                   "is_same_size", "is_inference", "is_pinned", "has_names", "retain_grad", "_is_view", "is_shared",
-                   "is_signed") | {
-                       torch.is_floating_point, torch.is_complex, torch.numel, torch.is_same_size, torch.is_inference,
-                       internals.same_kind, torch.empty_like, torch.zeros_like, torch.ones_like,
-                       torch.full_like, torch.rand_like, torch.randn_like, torch.result_type}
-# Give a view, without looking at the bytes.
-_VIEWS = _names("detach", "view", "view_as", "t", "transpose", "permute", "narrow", "select", "unsqueeze", "squeeze",
-                "expand", "expand_as", "chunk", "split", "unbind", "unflatten", "diagonal", "swapaxes", "as_strided",
-                "unfold", "movedim") | {
-                    torch.detach, torch.t, torch.transpose, torch.permute, torch.narrow, torch.select, torch.unsqueeze,
-                    torch.squeeze, torch.chunk, torch.split, torch.unbind, torch.diagonal, torch.as_strided,
-                    _Tensor.T.__get__, _Tensor.mT.__get__, _Tensor.data.__get__}
+# Functions that read no bytes. Properties read none either, except those in _SPECIAL.
+_NO_BYTES = _names(
+    "size",
+    "dim",
+    "ndimension",
+    "numel",
+    "nelement",
+    "stride",
+    "element_size",
+    "is_contiguous",
+    "is_floating_point",
+    "is_complex",
+    "data_ptr",
+    "storage_offset",
+    "register_hook",
+    "register_post_accumulate_grad_hook",
+    "requires_grad_",
+    "__len__",
+    "__hash__",
+    "get_device",
+    "is_same_size",
+    "is_inference",
+    "is_pinned",
+    "has_names",
+    "retain_grad",
+    "_is_view",
+    "is_shared",
+    "is_signed",
+) | {
+    torch.is_floating_point,
+    torch.is_complex,
+    torch.numel,
+    torch.is_same_size,
+    torch.is_inference,
+    internals.same_kind,
+    torch.empty_like,
+    torch.zeros_like,
+    torch.ones_like,
+    torch.full_like,
+    torch.rand_like,
+    torch.randn_like,
+    torch.result_type,
+}
+# Functions that return a view and read no bytes.
+_VIEWS = _names(
+    "detach",
+    "view",
+    "view_as",
+    "t",
+    "transpose",
+    "permute",
+    "narrow",
+    "select",
+    "unsqueeze",
+    "squeeze",
+    "expand",
+    "expand_as",
+    "chunk",
+    "split",
+    "unbind",
+    "unflatten",
+    "diagonal",
+    "swapaxes",
+    "as_strided",
+    "unfold",
+    "movedim",
+) | {
+    torch.detach,
+    torch.t,
+    torch.transpose,
+    torch.permute,
+    torch.narrow,
+    torch.select,
+    torch.unsqueeze,
+    torch.squeeze,
+    torch.chunk,
+    torch.split,
+    torch.unbind,
+    torch.diagonal,
+    torch.as_strided,
+    _Tensor.T.__get__,
+    _Tensor.mT.__get__,
+    _Tensor.data.__get__,
+}
 
 
 def _view(func, args, kwargs):
-  out = func(*args, **kwargs)
-  tensors = []
-  _collect(args, tensors)
-  mark_views(out, tensors)
-  return out
+    out = func(*args, **kwargs)
+    tensors: list[ManagedTensor] = []
+    _collect(args, tensors)
+    mark_views(out, tensors)
+    return out
 
 
 def _is_number(index):
-  """Whether torch takes a tensor in an index as it takes an int."""
-  return isinstance(index, _Tensor) and index.dim() == 0 and index.dtype in (torch.int64, torch.int32, torch.int16,
-                                                                              torch.int8)
+    """Whether torch treats a tensor in an index like an int."""
+    return (
+        isinstance(index, _Tensor)
+        and index.dim() == 0
+        and index.dtype in (torch.int64, torch.int32, torch.int16, torch.int8)
+    )
 
 
 def _getitem(func, args, kwargs):
-  index = args[1] if isinstance(args[1], tuple) else (args[1],)
-  plain = all(i is None or i is Ellipsis or isinstance(i, (int, slice)) and not isinstance(i, bool) or _is_number(i)
-              for i in index)
-  return _view(func, args, kwargs) if plain else _run(func, args, kwargs)
+    index = args[1] if isinstance(args[1], tuple) else (args[1],)
+    plain = all(
+        i is None or i is Ellipsis or isinstance(i, (int, slice)) and not isinstance(i, bool) or _is_number(i)
+        for i in index
+    )
+    return _view(func, args, kwargs) if plain else _run(func, args, kwargs)
 
 
 def _copied(func, args, kwargs):
-  """What leaves torch with a pointer gets a copy."""
-  if kwargs.get("copy") is False:
-    raise GeminiError(f"{args[0]._gm_place.name}: {func.__name__}(copy=False): only a copy of it can leave torch")
-  return func(_copy(args[0]), *args[1:], **kwargs)
+    """Serves functions that hand out a pointer: they get a copy."""
+    if kwargs.get("copy") is False:
+        raise GeminiError(f"{args[0]._gm_place.name}: {func.__name__}(copy=False): only a copy of it can leave torch")
+    return func(_copy(args[0]), *args[1:], **kwargs)
 
 
 def _read_only(func, args, kwargs):
-  """To NumPy, too, but nobody may take what is written there for written here."""
-  out = _copied(func, args, kwargs)
-  out.flags.writeable = False
-  return out
+    """Serves conversions to NumPy: they get a read-only copy, so that nobody takes a write to it for a write to the
+    parameter.
+    """
+    out = _copied(func, args, kwargs)
+    out.flags.writeable = False
+    return out
 
 
 class Storage(torch.UntypedStorage):
-  """Of a managed tensor that was asked for its storage. It tells where that is and how long; its bytes may be elsewhere."""
-  _TOLD = {"data_ptr", "device", "element_size", "filename", "get_device", "is_cuda", "is_hpu", "is_pinned", "is_shared",
-           "is_sparse", "is_sparse_csr", "nbytes", "resizable", "size", "type", "untyped"} | {
-               name for name in dir(torch.UntypedStorage) if "weak" in name}
+    """The storage of a managed tensor.
+
+    It has an address and a size; reading its bytes is an error, as they may be elsewhere.
+    """
+
+    _TOLD = {
+        "data_ptr",
+        "device",
+        "element_size",
+        "filename",
+        "get_device",
+        "is_cuda",
+        "is_hpu",
+        "is_pinned",
+        "is_shared",
+        "is_sparse",
+        "is_sparse_csr",
+        "nbytes",
+        "resizable",
+        "size",
+        "type",
+        "untyped",
+    } | {name for name in dir(torch.UntypedStorage) if "weak" in name}
 
 
 def _refuse_bytes(storage, *_, **__):
-  raise GeminiError(f"{storage._gm_name}: the bytes of its storage may be elsewhere, and cannot be used as a storage: take the "
-                    "storage of a clone()")
+    raise GeminiError(
+        f"{storage._gm_name}: the bytes of its storage may be elsewhere, and cannot be used as a storage: take the "
+        "storage of a clone()"
+    )
 
 
 for _name in {"__copy__", "__deepcopy__", "__delitem__", "__getitem__", "__iter__", "__reduce_ex__", "__setitem__"} | {
-    name for name in dir(torch.UntypedStorage) if not name.startswith("__") and name not in Storage._TOLD and
-    callable(getattr(torch.UntypedStorage, name))}:
-  setattr(Storage, _name, _refuse_bytes)
+    name
+    for name in dir(torch.UntypedStorage)
+    if not name.startswith("__") and name not in Storage._TOLD and callable(getattr(torch.UntypedStorage, name))
+}:
+    setattr(Storage, _name, _refuse_bytes)
 
 
 def _storage(func, args, kwargs):
-  """untyped_storage(), storage()"""
-  out = func(*args, **kwargs)
-  storage = internals.untyped(out)
-  storage.__class__ = Storage
-  storage._gm_name = args[0]._gm_place.name
-  return out
+    """untyped_storage(), storage()"""
+    out = func(*args, **kwargs)
+    storage = internals.untyped(out)
+    storage.__class__ = Storage
+    storage._gm_name = args[0]._gm_place.name
+    return out
 
 
 def _come_over(tensor, source):
-  """A plain tensor has been put over the bytes of another one, which may be managed: it is, then, too."""
-  if isinstance(source, ManagedTensor) and tensor.numel():
-    if type(tensor) not in (_Tensor, nn.Parameter):
-      _refuse_class(source, type(tensor))
-    is_parameter = isinstance(tensor, nn.Parameter)
-    mark_views(tensor, (source,))
-    if is_parameter:
-      tensor.__class__ = ManagedParameter
+    """A plain tensor was put over the bytes of another tensor. It becomes managed if those are."""
+    if isinstance(source, ManagedTensor) and tensor.numel():
+        if type(tensor) not in (_Tensor, nn.Parameter):
+            _refuse_class(source, type(tensor))
+        is_parameter = isinstance(tensor, nn.Parameter)
+        mark_views(tensor, (source,))
+        if is_parameter:
+            tensor.__class__ = ManagedParameter
 
 
 def _refuse_class(tensor, kind):
-  raise GeminiError(f"{tensor._gm_place.name}: a {kind.__name__} over its bytes would not know when these are elsewhere: make "
-                    "it of a clone()")
+    raise GeminiError(
+        f"{tensor._gm_place.name}: a {kind.__name__} over its bytes would not know when these are elsewhere: make "
+        "it of a clone()"
+    )
 
 
-_set = internals.set_.original
+_set = patches.set_.original
 
 
 def _set_source(tensor, source=None, *args, **kwargs):
-  """Tensor.set_(), which is no torch function."""
-  if isinstance(internals.untyped(source), Storage):
-    _refuse_bytes(internals.untyped(source))
-  if not isinstance(tensor, ManagedTensor):
-    out = _set(tensor, *(() if source is None else (source,)), *args, **kwargs)
-    _come_over(tensor, source)
-    return out
-  if args or kwargs or not isinstance(source, _Tensor):
-    _refuse(_set, (tensor,), {})
-  tensor.data = source
-  return tensor
+    """Replaces Tensor.set_(), which does not ask __torch_function__."""
+    if isinstance(internals.untyped(source), Storage):
+        _refuse_bytes(internals.untyped(source))
+    if not isinstance(tensor, ManagedTensor):
+        out = _set(tensor, *(() if source is None else (source,)), *args, **kwargs)
+        _come_over(tensor, source)
+        return out
+    if args or kwargs or not isinstance(source, _Tensor):
+        _refuse(_set, (tensor,), {})
+    tensor.data = source
+    return tensor
 
 
 def _refuse(func, args, kwargs):
-  raise GeminiError(f"{args[0]._gm_place.name}: {func.__name__}() would give it other memory, but its address is "
-                    "libgemini's: do it with a clone()")
+    raise GeminiError(
+        f"{args[0]._gm_place.name}: {func.__name__}() would give it other memory, but its address is "
+        "libgemini's: do it with a clone()"
+    )
 
 
 def _autograd(func, args, kwargs):
-  """torch.autograd.grad() and backward(), which call hooks and recompute checkpoints: outside of all this, where these
-  are served, and with what stands for managed tensors there. No byte of those is read."""
-  grad = func is torch.autograd.grad
-  outputs, inputs = args[0], list(args[1] if grad else kwargs.get("inputs") or ())
-  kwargs = dict(kwargs)
-  materialize = kwargs.pop("materialize_grads", False)
-  with _plain(), torch.enable_grad():
-    plain = [out.view_as(out) if isinstance(out, ManagedTensor) else out
-             for out in ([outputs] if isinstance(outputs, _Tensor) else outputs)]
-    edges = [torch.autograd.graph.get_gradient_edge(one) if isinstance(one, ManagedTensor) else one for one in inputs]
-  if func is _Tensor.backward:
-    return func(plain[0], **kwargs)
-  if not grad:
-    return func(plain, **{**kwargs, "inputs": edges or None})
-  if materialize:
-    kwargs["allow_unused"] = True
-  found = func(plain, edges, **kwargs)
-  if materialize:
-    found = tuple(torch.zeros_like(one) if value is None else value for one, value in zip(inputs, found))
-  return found
+    """Runs torch.autograd.grad() and backward(), which call hooks and recompute checkpoints.
+
+    They run outside of this dispatch, with stand-ins for managed tensors. They read no bytes of managed tensors
+    themselves.
+    """
+    grad = func is torch.autograd.grad
+    outputs, inputs = args[0], list(args[1] if grad else kwargs.get("inputs") or ())
+    kwargs = dict(kwargs)
+    materialize = kwargs.pop("materialize_grads", False)
+    with _plain(), torch.enable_grad():
+        plain = [
+            out.view_as(out) if isinstance(out, ManagedTensor) else out
+            for out in ([outputs] if isinstance(outputs, _Tensor) else outputs)
+        ]
+        edges = [
+            torch.autograd.graph.get_gradient_edge(one) if isinstance(one, ManagedTensor) else one for one in inputs
+        ]
+    if func is _Tensor.backward:
+        return func(plain[0], **kwargs)
+    if not grad:
+        return func(plain, **{**kwargs, "inputs": edges or None})
+    if materialize:
+        kwargs["allow_unused"] = True
+    found = func(plain, edges, **kwargs)
+    if materialize:
+        found = tuple(torch.zeros_like(one) if value is None else value for one, value in zip(inputs, found))
+    return found
 
 
 def _to(func, args, kwargs):
-  """Who moves a model to where it is already, as trainers do, gets each tensor itself, whose bytes stay where they are."""
-  if len(args) > 4 or "copy" in kwargs or kwargs.get("memory_format"):
-    return _run(func, args, kwargs)
-  tensor = args[0]
-  device, dtype, _, _ = internals.parse_to(*args[1:], **kwargs)
-  if device is not None and device.type == "cuda" and device.index is None:
-    device = torch.device("cuda", torch.cuda.current_device())
-  there = device is None or device == tensor.device or device.type == tensor.device.type == "cpu"  # "cpu:0" is "cpu"
-  return tensor if there and dtype in (None, tensor.dtype) else _run(func, args, kwargs)
+    """Serves Tensor.to(). A model that a trainer moves to where it already is keeps its tensors."""
+    if len(args) > 4 or "copy" in kwargs or kwargs.get("memory_format"):
+        return _run(func, args, kwargs)
+    tensor = args[0]
+    device, dtype, _, _ = internals.parse_to(*args[1:], **kwargs)
+    if device is not None and device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    # "cpu:0" is the same device as "cpu".
+    there = device is None or device == tensor.device or device.type == tensor.device.type == "cpu"
+    return tensor if there and dtype in (None, tensor.dtype) else _run(func, args, kwargs)
 
 
 def _grad_get(func, args, kwargs):
-  record = args[0]._gm_record
-  return func(*args, **kwargs) if record is None else record.gradient()
+    record = args[0]._gm_record
+    return func(*args, **kwargs) if record is None else record.gradient()
 
 
 def _grad_set(func, args, kwargs):
-  record = args[0]._gm_record
-  if record is None:
-    return func(*args, **kwargs)
-  return record.set_gradient(args[1] if len(args) > 1 else None)  # del param.grad
+    record = args[0]._gm_record
+    if record is None:
+        return func(*args, **kwargs)
+    return record.set_gradient(args[1] if len(args) > 1 else None)  # del param.grad
 
 
 def _data_set(func, args, kwargs):
-  old, new = args
-  record = old._gm_record
-  if isinstance(new, ManagedTensor) and new.data_ptr() == old.data_ptr() and new.shape == old.shape and \
-      new.dtype == old.dtype and new.stride() == old.stride():
-    return None
-  if record is None and isinstance(old, nn.Parameter):  # over another one's bytes, as it was not prepared yet
-    from .model import Record
-    record = Record(old._gm_place.session, old, old._gm_place.name)
-  if record is None:
-    raise GeminiError(f"{old._gm_place.name}: the data of a gradient or of a view cannot be replaced: copy_() into it")
-  return record.replace(new)
+    old: ManagedTensor = args[0]
+    new = args[1]
+    record = old._gm_record
+    if (
+        isinstance(new, ManagedTensor)
+        and new.data_ptr() == old.data_ptr()
+        and new.shape == old.shape
+        and new.dtype == old.dtype
+        and new.stride() == old.stride()
+    ):
+        return None
+    # It shares the bytes of another parameter, as the model was not prepared yet.
+    if record is None and isinstance(old, nn.Parameter):
+        from .model import Record
+
+        record = Record(old._gm_place.session, old, old._gm_place.name)
+    if record is None:
+        raise GeminiError(
+            f"{old._gm_place.name}: the data of a gradient or of a view cannot be replaced: copy_() into it"
+        )
+    return record.replace(new)
 
 
-LEAST_NORM = 1e-10  # squares that vanish in fp32 beside that of a larger one would not change its last bit
+# Squares of smaller values vanish in fp32 beside larger ones without a change of the last bit.
+LEAST_NORM = 1e-10
 
 
 def is_exact(factor):
-  """Whether nothing is rounded that is multiplied by a factor: a power of two that makes it smaller. Elements that become
-  smaller than 2**-126, which have fewer digits in fp32, are left out of account."""
-  return 2.0**-64 <= factor <= 1.0 and math.frexp(factor)[0] == 0.5
+    """Whether a multiplication by the factor rounds nothing: the factor is a power of two from 2**-64 to 1.
+
+    Results below 2**-126, which lose digits in fp32, are disregarded.
+    """
+    return 2.0**-64 <= factor <= 1.0 and math.frexp(factor)[0] == 0.5
 
 
 def _norm(grad):
-  """The norm of a parameter's gradient, or of a part of it, in fp32."""
-  record = _gradient_of(grad)
-  if record.norm is not None and grad.numel() == record.place.elements:
-    return record.norm
-  return _dispatch(torch.linalg.vector_norm, (grad, 2), {"dtype": torch.float32})
+    """The fp32 norm of a parameter's gradient, or of a part of it."""
+    record = _gradient_of(grad)
+    if record.norm is not None and grad.numel() == record.place.elements:
+        return record.norm
+    return _dispatch(torch.linalg.vector_norm, (grad, 2), {"dtype": torch.float32})
 
 
 def _vector_norm(func, args, kwargs):
-  record = _gradient_of(args[0])
-  order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
-  if record is not None and record.norm is not None and args[0].numel() == record.place.elements and order == 2 and \
-      len(args) < 3 and not set(kwargs) - {"ord"}:
-    return record.norm.to(args[0].dtype)
-  return _run(func, args, kwargs)
+    record = _gradient_of(args[0])
+    order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
+    if (
+        record is not None
+        and record.norm is not None
+        and args[0].numel() == record.place.elements
+        and order == 2
+        and len(args) < 3
+        and not set(kwargs) - {"ord"}
+    ):
+        return record.norm.to(args[0].dtype)
+    return _run(func, args, kwargs)
 
 
 def _number(value):
-  """The number that a tensor is now: what it is later, and through which alias, torch does not tell."""
-  if isinstance(value, (int, float)) and not isinstance(value, bool):
-    return float(value)
-  if isinstance(value, _Tensor) and not isinstance(value, ManagedTensor) and not value.dim() and not value.requires_grad:
-    return float(value.item())
-  return None
+    """The value of a scalar now, or None if it is not one. Later values of the same tensor are not known."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    if (
+        isinstance(value, _Tensor)
+        and not isinstance(value, ManagedTensor)
+        and not value.dim()
+        and not value.requires_grad
+    ):
+        return float(value.item())
+    return None
 
 
 def _mul(func, args, kwargs):
-  """Gradients that are scaled, as by clipping, are scaled when they are read: no byte moves for it."""
-  record = _gradient_of(args[0])
-  factor = _number(args[1]) if record is not None and len(args) == 2 and not kwargs else None
-  if factor is None or args[0].numel() != record.place.elements or not record.multiply(factor):
-    return _run(func, args, kwargs)
-  return args[0]
+    """Multiplies a gradient, as clipping does, when it is read next. No bytes move for it."""
+    record = _gradient_of(args[0])
+    factor = _number(args[1]) if record is not None and len(args) == 2 and not kwargs else None
+    if factor is None or args[0].numel() != record.place.elements or not record.multiply(factor):
+        return _run(func, args, kwargs)
+    return args[0]
 
 
 def _foreach_mul(func, args, kwargs):
-  factors = args[1]
-  if not isinstance(factors, (list, tuple)):
-    number = _number(factors)  # once for all of them: on a GPU it waits
-    factors = [factors if number is None else number] * len(args[0])
-  for tensor, factor in zip(args[0], factors):
-    _dispatch(_Tensor.mul_, (tensor, factor), kwargs)
+    factors = args[1]
+    if not isinstance(factors, (list, tuple)):
+        number = _number(factors)  # read once for all of them, as reading waits for a GPU
+        factors = [factors if number is None else number] * len(args[0])
+    for tensor, factor in zip(args[0], factors):
+        _dispatch(_Tensor.mul_, (tensor, factor), kwargs)
 
 
 def _foreach_norm(func, args, kwargs):
-  order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
-  return [_dispatch(torch.linalg.vector_norm, (tensor, order), {}) for tensor in args[0]]
+    order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
+    return [_dispatch(torch.linalg.vector_norm, (tensor, order), {}) for tensor in args[0]]
 
 
 def _unscale(func, args, kwargs):
-  """torch.amp.GradScaler's: divides gradients by the loss scale, and tells if one is infinite or no number."""
-  grads, found, inverse = args
-  managed = [grad for grad in grads if getattr(grad, "_gm_grad", None) is not None]
-  others = [grad for grad in grads if getattr(grad, "_gm_grad", None) is None]
-  if others:
-    func(others, found, inverse)
-  if not managed:
-    return
-  # No element is larger than the norm; but where elements are finite, their squares may not be.
-  norms = [_norm(grad) for grad in managed]
-  factor, *sizes = torch.stack([inverse.float().reshape(()), *norms]).tolist()  # at once: on a GPU it waits
-  if not all(math.isfinite(size) or bool(_dispatch(torch.isfinite, (grad,), {}).all()) for grad, size in zip(managed, sizes)):
-    found.fill_(1.0)
-  if factor == 1.0:
-    return
-  for grad, norm, size in zip(managed, norms, sizes):
-    _dispatch(_Tensor.mul_, (grad, factor), {})
-    # The norm of what has been multiplied is this, to the bit, if no square was or becomes too large or too small.
-    if grad._gm_grad.scale == factor and is_exact(factor) and (not size or LEAST_NORM <= size * factor < math.inf):
-      grad._gm_grad.norm = norm * factor
+    """Serves torch.amp.GradScaler: divides gradients by the loss scale, and reports infinities and NaN."""
+    grads, found, inverse = args
+    managed = [grad for grad in grads if getattr(grad, "_gm_grad", None) is not None]
+    others = [grad for grad in grads if getattr(grad, "_gm_grad", None) is None]
+    if others:
+        func(others, found, inverse)
+    if not managed:
+        return
+    # A finite norm means finite elements. An infinite one does not mean infinite elements: squares may overflow.
+    norms = [_norm(grad) for grad in managed]
+    # In one read, as reading waits for a GPU.
+    factor, *sizes = torch.stack([inverse.float().reshape(()), *norms]).tolist()
+    if not all(
+        math.isfinite(size) or bool(_dispatch(torch.isfinite, (grad,), {}).all()) for grad, size in zip(managed, sizes)
+    ):
+        found.fill_(1.0)
+    if factor == 1.0:
+        return
+    for grad, norm, size in zip(managed, norms, sizes):
+        _dispatch(_Tensor.mul_, (grad, factor), {})
+        # The norm of the product has exactly this value if no square overflows or vanishes before or afterwards.
+        if grad._gm_grad.scale == factor and is_exact(factor) and (not size or LEAST_NORM <= size * factor < math.inf):
+            grad._gm_grad.norm = norm * factor
 
 
 def _like(func, args, kwargs):
-  """What an optimizer's own step makes like a parameter is its state, and lives where states do."""
-  session = args[0]._gm_place.session if isinstance(args[0], ManagedTensor) else None
-  if session is None or session.in_optimizer is None:
-    return func(*args, **kwargs)
-  if kwargs.get("device", args[0].device) not in (None, args[0].device):
-    return func(*args, **kwargs)
-  out = session.in_optimizer(args[0], kwargs.get("dtype") or args[0].dtype)
-  if func is not torch.zeros_like and func is not torch.empty_like:
-    _dispatch(_Tensor.copy_, (out, func(*args, **kwargs)), {})
-  return out
+    """Serves zeros_like() and its kind.
+
+    Within an optimizer's own step, what is made like a parameter is a state and is stored in an arena.
+    """
+    session = args[0]._gm_place.session if isinstance(args[0], ManagedTensor) else None
+    if session is None or session.in_optimizer is None:
+        return func(*args, **kwargs)
+    if kwargs.get("device", args[0].device) not in (None, args[0].device):
+        return func(*args, **kwargs)
+    out = session.in_optimizer(args[0], kwargs.get("dtype") or args[0].dtype)
+    if func is not torch.zeros_like and func is not torch.empty_like:
+        _dispatch(_Tensor.copy_, (out, func(*args, **kwargs)), {})
+    return out
 
 
 _SPECIAL = {
-    _Tensor.grad.__get__: _grad_get, _Tensor.grad.__set__: _grad_set, _Tensor.grad.__delete__: _grad_set,
+    _Tensor.grad.__get__: _grad_get,
+    _Tensor.grad.__set__: _grad_set,
+    _Tensor.grad.__delete__: _grad_set,
     _Tensor.data.__set__: _data_set,
-    _Tensor.__getitem__: _getitem, torch.linalg.vector_norm: _vector_norm, _Tensor.mul_: _mul,
-    internals.foreach_mul: _foreach_mul, internals.foreach_norm: _foreach_norm,
-    internals.unscale: _unscale, _Tensor.to: _to, _Tensor.numpy: _read_only, _Tensor.__array__: _read_only,
-    _Tensor.__dlpack__: _copied, _Tensor.__format__: _copied, _Tensor.untyped_storage: _storage,
-    _Tensor.storage: _storage, _Tensor.resize_: _refuse, _Tensor.resize_as_: _refuse, _Tensor.share_memory_: _refuse, torch.zeros_like: _like,
-    torch.empty_like: _like, torch.full_like: _like, torch.ones_like: _like, **{view: _view for view in _VIEWS},
+    _Tensor.__getitem__: _getitem,
+    torch.linalg.vector_norm: _vector_norm,
+    _Tensor.mul_: _mul,
+    internals.foreach_mul: _foreach_mul,
+    internals.foreach_norm: _foreach_norm,
+    internals.unscale: _unscale,
+    _Tensor.to: _to,
+    _Tensor.numpy: _read_only,
+    _Tensor.__array__: _read_only,
+    _Tensor.__dlpack__: _copied,
+    _Tensor.__format__: _copied,
+    _Tensor.untyped_storage: _storage,
+    _Tensor.storage: _storage,
+    _Tensor.resize_: _refuse,
+    _Tensor.resize_as_: _refuse,
+    _Tensor.share_memory_: _refuse,
+    torch.zeros_like: _like,
+    torch.empty_like: _like,
+    torch.full_like: _like,
+    torch.ones_like: _like,
+    **{view: _view for view in _VIEWS},
 }
 
 
 @internals.not_traced
 def _data(tensor):
-  """tensor.data, while there is a session: of a plain tensor, too, as units that run look whether it is written."""
-  out = internals.data.original.__get__(tensor)
-  if units:
-    if type(out) not in _USUAL:  # a fake one
-      internals.compiles_data()
-    for unit in units:
-      unit.took_data(out)
-  return out
+    """Replaces the getter of Tensor.data. Units that are running watch whether the result is written."""
+    out = patches.data.original.__get__(tensor)
+    if units:
+        if type(out) not in _USUAL:  # a fake tensor: torch.compile() is tracing
+            patches.compiles_data()
+        for unit in units:
+            unit.took_data(out)
+    return out
 
 
 def _set_data(tensor, values):
-  """tensor.data = values: a plain tensor can be put over the bytes of a managed one."""
-  internals.data.original.__set__(tensor, values)
-  if not isinstance(tensor, ManagedTensor):
-    _come_over(tensor, values)
+    """Replaces the setter of Tensor.data. A plain tensor can be put over the bytes of a managed one."""
+    patches.data.original.__set__(tensor, values)
+    if not isinstance(tensor, ManagedTensor):
+        _come_over(tensor, values)
 
 
 _DATA = property(_data, _set_data)
@@ -714,230 +949,264 @@ _AUTOGRAD = {torch.autograd.grad, torch.autograd.backward, _Tensor.backward}
 
 
 def _dispatch(func, args, kwargs):
-  special = _SPECIAL.get(func)
-  if special is not None:
-    return special(func, args, kwargs)
-  if func in _NO_BYTES:
-    return func(*args, **kwargs)
-  if getattr(func, "__name__", "") in ("__get__", "__set__"):
-    out = func(*args, **kwargs)
-    if type(out) is _Tensor:
-      mark_views(out, args[:1])
-    return out
-  return _run(func, args, kwargs)
+    special = _SPECIAL.get(func)
+    if special is not None:
+        return special(func, args, kwargs)
+    if func in _NO_BYTES:
+        return func(*args, **kwargs)
+    if getattr(func, "__name__", "") in ("__get__", "__set__"):
+        out = func(*args, **kwargs)
+        if type(out) is _Tensor:
+            mark_views(out, args[:1])
+        return out
+    return _run(func, args, kwargs)
 
 
-class ManagedTensor(_Tensor):
-  """A tensor, or a view of one, in an arena."""
-  _gm_place = None  # where its bytes are: the place that holds all of it
-  _gm_record = None  # of a parameter: torch.model.Record
-  _gm_grad = None  # of a parameter's gradient: the same
-  _gm_generation = 0  # of a parameter's gradient: how many gradients the parameter had before
+class ManagedTensor(torch.Tensor):
+    """A tensor in an arena, or a view of one."""
 
-  @classmethod
-  def __torch_function__(cls, func, types, args=(), kwargs=None):
-    if func in _AUTOGRAD:
-      return _autograd(func, args, kwargs or {})
-    with _plain():
-      return _dispatch(func, args, kwargs or {})
+    _gm_place: Place = typing.cast("Place", None)  # the place that has its bytes
+    _gm_record: Record | None = None  # of a parameter
+    _gm_grad: Record | None = None  # of a parameter's gradient: the record of the parameter
+    _gm_generation = 0  # of a parameter's gradient: how many gradients the parameter had before
 
-  def as_subclass(self, cls):
-    """A view. torch's own is no torch function."""
-    if cls not in (_Tensor, ManagedTensor):
-      _refuse_class(self, cls)
-    return self.view_as(self)
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func in _AUTOGRAD:
+            return _autograd(func, args, kwargs or {})
+        with _plain():
+            return _dispatch(func, args, kwargs or {})
 
-  def __deepcopy__(self, memo):
-    """As torch copies: of parameters each has its own bytes, which within init(), where models are built, are in the session;
-    other tensors that share bytes have copies that do so. All else is in torch's memory."""
-    place = self._gm_place
-    with torch.no_grad():
-      if isinstance(self, nn.Parameter):
-        kind = "param" if self.requires_grad else "frozen"
-        copy = managed_view(place.session.place_of(self, kind)) if place.session.building else self.detach().clone()
-        copy = nn.Parameter(copy, self.requires_grad)
-      elif self._gm_grad is not None or self.dtype != place.dtype:
-        copy = self.detach().clone()
-      else:
-        key = "libgemini", place.number
-        if key not in memo:
-          memo[key] = _copy(managed_view(place))
-        first = (self.data_ptr() - place.address) // self.dtype.itemsize
-        copy = memo[key].as_strided(self.shape, self.stride(), first).detach()
-    memo[id(self)] = copy
-    return copy
+    def as_subclass(self, cls):
+        """A view. torch's own as_subclass() does not ask __torch_function__."""
+        if cls not in (_Tensor, ManagedTensor):
+            _refuse_class(self, cls)
+        return self.view_as(self)
 
-  def __copy__(self):
-    """Another tensor over the same bytes, as torch's."""
-    out = self.detach()
-    if isinstance(self, nn.Parameter):
-      out = nn.Parameter(out, self.requires_grad)
-    elif self.requires_grad:
-      out.requires_grad_()
-    out.__dict__.update(_attributes(self))
-    return out
+    def __deepcopy__(self, memo):
+        """Copies as torch does.
 
-  def __reduce_ex__(self, protocol):
-    copy = _saved_copy(self)
-    copy = nn.Parameter(copy, self.requires_grad) if isinstance(self, nn.Parameter) else copy
-    copy.__dict__.update(_attributes(self))
-    return copy.__reduce_ex__(protocol)
+        Each parameter gets bytes of its own; within init(), where models are built, these are in the session. Other
+        tensors that share bytes get copies that share bytes. Everything else is copied to torch's memory.
+        """
+        place = self._gm_place
+        with torch.no_grad():
+            if isinstance(self, nn.Parameter):
+                kind = "param" if self.requires_grad else "frozen"
+                copy = (
+                    managed_view(place.session.arenas.place_of(self, kind))
+                    if place.session.building
+                    else self.detach().clone()
+                )
+                copy = nn.Parameter(copy, self.requires_grad)
+            elif self._gm_grad is not None or self.dtype != place.dtype:
+                copy = self.detach().clone()
+            else:
+                key = "libgemini", place.number
+                if key not in memo:
+                    memo[key] = _copy(managed_view(place))
+                first = (self.data_ptr() - place.address) // self.dtype.itemsize
+                copy = memo[key].as_strided(self.shape, self.stride(), first).detach()
+        memo[id(self)] = copy
+        return copy
+
+    def __copy__(self):
+        """Another tensor over the same bytes, as torch's copy.copy() gives."""
+        out = self.detach()
+        if isinstance(self, nn.Parameter):
+            out = nn.Parameter(out, self.requires_grad)
+        elif self.requires_grad:
+            out.requires_grad_()
+        out.__dict__.update(_attributes(self))
+        return out
+
+    def __reduce_ex__(self, protocol):
+        copy = _saved_copy(self)
+        copy = nn.Parameter(copy, self.requires_grad) if isinstance(self, nn.Parameter) else copy
+        copy.__dict__.update(_attributes(self))
+        return copy.__reduce_ex__(protocol)
 
 
 class ManagedParameter(ManagedTensor, nn.Parameter):
-  """A parameter in an arena."""
+    """A parameter in an arena."""
 
 
 _USUAL |= {ManagedTensor, ManagedParameter}
 
 
 def _loaded(data):
-  return torch.load(io.BytesIO(data), weights_only=True)
+    return torch.load(io.BytesIO(data), weights_only=True)
 
 
 def _saved(tensor):
-  """For another process: by value. What torch would share is the memory of a copy that is gone when the other one looks."""
-  file = io.BytesIO()
-  torch.save(tensor, file)
-  return _loaded, (file.getvalue(),)
+    """Pickles a tensor for another process by value.
+
+    torch would share the memory of a temporary copy, which is freed before the other process reads it.
+    """
+    file = io.BytesIO()
+    torch.save(tensor, file)
+    return _loaded, (file.getvalue(),)
 
 
 for _kind in (ManagedTensor, ManagedParameter):
-  ForkingPickler.register(_kind, _saved)
+    ForkingPickler.register(_kind, _saved)
 
 
 def _function_apply(cls, *args, **kwargs):
-  """torch's own."""
-  return internals.function_apply.original.__get__(None, cls)(*args, **kwargs)
+    """torch's own autograd.Function.apply()."""
+    return patches.function_apply.original.__get__(None, cls)(*args, **kwargs)
 
 
 def with_managed(function, name, args, kwargs):
-  """Calls what is no torch function, but is given parameters, as one of that name."""
-  tensors = []
-  _collect(args, tensors)
-  _collect(kwargs.values(), tensors)
-  if not tensors:
-    return function(*args, **kwargs)
+    """Calls a function that does not ask __torch_function__, but takes parameters, as if it were a torch function of
+    that name.
+    """
+    tensors: list[ManagedTensor] = []
+    _collect(args, tensors)
+    _collect(kwargs.values(), tensors)
+    if not tensors:
+        return function(*args, **kwargs)
 
-  def apply(*args, **kwargs):
-    with internals.as_usual():
-      return function(*args, **kwargs)
+    def apply(*args, **kwargs):
+        with internals.as_usual():
+            return function(*args, **kwargs)
 
-  apply.__name__ = name
-  with _plain():
-    return _run(apply, args, kwargs)
+    apply.__name__ = name
+    with _plain():
+        return _run(apply, args, kwargs)
 
 
 def _apply(cls, *args, **kwargs):
-  """torch.autograd.Function.apply(): what it is given is there while forward and backward of a custom function run, as
-  these may hand pointers to kernels of their own."""
-  return with_managed(functools.partial(_function_apply, cls), cls.__name__, args, kwargs)
+    """Replaces torch.autograd.Function.apply().
+
+    The bytes are acquired while forward and backward of a custom function run, as these may pass pointers to kernels.
+    """
+    return with_managed(functools.partial(_function_apply, cls), cls.__name__, args, kwargs)
 
 
 def _refuse_managed(wrap):
-  """Of what torch.func's transforms wrap their arguments with: what runs on these is no torch function any more."""
+    """Wraps a function by which torch.func transforms wrap their arguments.
 
-  def refuse(value, *args):
-    if isinstance(value, ManagedTensor):
-      raise GeminiError(f"{value._gm_place.name}: a transform of torch.func cannot take it: give it a clone()")
-    return wrap(value, *args)
+    Managed tensors are refused: __torch_function__ is not asked for what runs on the wrapped ones.
+    """
 
-  return refuse
+    def refuse(value, *args):
+        if isinstance(value, ManagedTensor):
+            raise GeminiError(f"{value._gm_place.name}: a transform of torch.func cannot take it: give it a clone()")
+        return wrap(value, *args)
+
+    return refuse
 
 
 def _marked(unwrap):
-  """Of what torch.func's transforms take from their results again: a view of a managed tensor stays one."""
+    """Wraps a function by which torch.func transforms unwrap their results.
 
-  def of(value, *args):
-    out = unwrap(value, *args)
-    if isinstance(value, ManagedTensor):
-      mark_views(out, (value,))
-    return out
+    A view of a managed tensor stays managed.
+    """
 
-  return of
+    def of(value, *args):
+        out = unwrap(value, *args)
+        if isinstance(value, ManagedTensor):
+            mark_views(out, (value,))
+        return out
+
+    return of
 
 
-_new_parameter = internals.new_parameter.original
+_new_parameter = patches.new_parameter.original
 
 
 def _parameter(cls, data=None, requires_grad=True):
-  """nn.Parameter(data): over the bytes of data, as always, which stay managed."""
-  if not isinstance(data, ManagedTensor):
-    return _new_parameter.__get__(None, cls)(cls, data, requires_grad)
-  if cls not in (nn.Parameter, ManagedParameter):
-    _refuse_class(data, cls)
-  out = data.detach()
-  with _plain():
-    out.requires_grad_(requires_grad)
-  out.__class__ = ManagedParameter
-  return out
+    """Replaces nn.Parameter.__new__(). A parameter over managed bytes stays managed."""
+    if not isinstance(data, ManagedTensor):
+        return _new_parameter.__get__(None, cls)(cls, data, requires_grad)
+    if cls not in (nn.Parameter, ManagedParameter):
+        _refuse_class(data, cls)
+    out = data.detach()
+    with _plain():
+        out.requires_grad_(requires_grad)
+    out.__class__ = ManagedParameter
+    return out
 
 
-_make_subclass = internals.make_subclass.original
+_make_subclass = patches.make_subclass.original
 
 
 def _subclass(cls, data, requires_grad=False, **kwargs):
-  """Tensor._make_subclass(), with the signature that torch.compile() wants it to have."""
-  if not isinstance(data, ManagedTensor):
-    return _make_subclass(cls, data, requires_grad, **kwargs)
-  requires_grad = kwargs.get("require_grad", requires_grad)
-  if issubclass(cls, nn.Parameter):
-    return _parameter(cls, data, requires_grad)
-  if cls is not _Tensor:
-    _refuse_class(data, cls)
-  return data.detach().requires_grad_(requires_grad)
+    """Replaces Tensor._make_subclass(), with the signature that torch.compile() expects."""
+    if not isinstance(data, ManagedTensor):
+        return _make_subclass(cls, data, requires_grad, **kwargs)
+    requires_grad = kwargs.get("require_grad", requires_grad)
+    if issubclass(cls, nn.Parameter):
+        return _parameter(cls, data, requires_grad)
+    if cls is not _Tensor:
+        _refuse_class(data, cls)
+    return data.detach().requires_grad_(requires_grad)
 
 
 _KINDS = {ManagedTensor, ManagedParameter}
 
 
 def _have_managed(values):
-  """Whether there is a managed tensor among arguments, or in a list that is one; lists of numbers may be long."""
-  return any(isinstance(value, ManagedTensor) or isinstance(value, (list, tuple)) and not _KINDS.isdisjoint(map(type, value))
-             for value in values)
+    """Whether there is a managed tensor among arguments, or in lists among them.
+
+    Lists of numbers, which may be long, are not searched one by one.
+    """
+    return any(
+        isinstance(value, ManagedTensor) or isinstance(value, (list, tuple)) and not _KINDS.isdisjoint(map(type, value))
+        for value in values
+    )
 
 
 def _served(replaced):
-  """Of a function that makes tensors of tensors: as if it were a torch function, as it is to its own tensor if it is bound
-  to one."""
-  function, bound = replaced.original, isinstance(replaced.owner, type)
+    """Wraps a function that makes tensors from tensors, so that it is served like a torch function."""
+    function, bound = replaced.original, isinstance(replaced.owner, type)
 
-  @functools.wraps(function)
-  def make(*args, **kwargs):
-    if bound and isinstance(args[0], ManagedTensor) or not _have_managed(args) and not _have_managed(kwargs.values()):
-      return function(*args, **kwargs)
-    return with_managed(function, replaced.name, args, kwargs)
+    @functools.wraps(function)
+    def make(*args, **kwargs):
+        if (
+            bound
+            and isinstance(args[0], ManagedTensor)
+            or not _have_managed(args)
+            and not _have_managed(kwargs.values())
+        ):
+            return function(*args, **kwargs)
+        return with_managed(function, replaced.name, args, kwargs)
 
-  if not bound:
-    return internals.Standing(function, make)
-  return staticmethod(make) if replaced.name == "__new__" else make
+    if not bound:
+        return patches.Standing(function, make)
+    return staticmethod(make) if replaced.name == "__new__" else make
 
 
 def _make_grads(outputs, grads, *args, **kwargs):
-  """Gradients of outputs go to functions that do not know managed tensors."""
-  grads = [one.clone() if isinstance(one, ManagedTensor) else one for one in grads]
-  return internals.make_grads.original(outputs, grads, *args, **kwargs)
+    """Replaces autograd._make_grads(), which does not know managed tensors."""
+    grads = [one.clone() if isinstance(one, ManagedTensor) else one for one in grads]
+    return patches.make_grads.original(outputs, grads, *args, **kwargs)
 
 
-_REPLACED = {internals.function_apply: classmethod(_apply), internals.new_parameter: staticmethod(_parameter),
-             internals.set_: _set_source, internals.data: _DATA, internals.make_subclass: staticmethod(_subclass),
-             internals.make_grads: _make_grads, **{one: _served(one) for one in internals.makers},
-             **{one: _sharing(one) for one in internals.savers},
-             internals.wrap_for_grad: _refuse_managed(internals.wrap_for_grad.original),
-             internals.unwrap_for_grad: _marked(internals.unwrap_for_grad.original),
-             internals.add_batch_dim: _refuse_managed(internals.add_batch_dim.original),
-             internals.remove_batch_dim: _marked(internals.remove_batch_dim.original)}
-
-
-def watch_functions(on):
-  """Custom functions, transforms, .data of a plain tensor, and what makes tensors over the bytes of others or of their values,
-  are not torch functions: they are replaced while there is a session."""
-  internals.replace(_REPLACED, on)
+@functools.cache
+def replacements() -> dict[patches.Replaced, typing.Any]:
+    """See patches.py: what is no torch function. Custom functions, transforms, .data of a plain tensor, and what makes
+    tensors over the bytes of others or of their values."""
+    return {
+        patches.function_apply: classmethod(_apply),
+        patches.new_parameter: staticmethod(_parameter),
+        patches.set_: _set_source,
+        patches.data: _DATA,
+        patches.make_subclass: staticmethod(_subclass),
+        patches.make_grads: _make_grads,
+        **{one: _served(one) for one in patches.makers},
+        **{one: _sharing(one) for one in patches.savers},
+        patches.wrap_for_grad: _refuse_managed(patches.wrap_for_grad.original),
+        patches.unwrap_for_grad: _marked(patches.unwrap_for_grad.original),
+        patches.add_batch_dim: _refuse_managed(patches.add_batch_dim.original),
+        patches.remove_batch_dim: _marked(patches.remove_batch_dim.original),
+    }
 
 
 def managed_view(place):
-  """A managed tensor over all of a place."""
-  out = place.tensor.detach()
-  out.__class__ = ManagedTensor
-  out._gm_place = place
-  return out
+    """A managed tensor over the whole of a place."""
+    out = place.tensor.detach()
+    out.__class__ = ManagedTensor
+    out._gm_place = place
+    return out

@@ -1,82 +1,105 @@
-"""Modules whose parameters come and go as one: for torch.compile, TorchScript, CUDA graphs, and small modules.
+"""Units: modules whose parameters come and go together, for torch.compile, TorchScript, CUDA graphs and small modules.
 
-To torch.compile a module is one function, and what it traces must be torch's own; what torch.jit made of one runs
-without Python. So around each call of a unit all its parameters are acquired in one batch, as one operator, and are
-plain nn.Parameters; in the backward pass again, from the first node that the call made until the first one of another
-operator.
+torch.compile() makes one function of a module and has to trace plain tensors. What torch.jit makes of a module runs
+without Python. So around each call of a unit all its parameters are acquired in one batch, as one operator, and become
+plain nn.Parameters. In the backward pass the same happens from the first node that the call made until the first node
+of another operator.
 
-Nobody sees what is done with plain tensors meanwhile. So afterwards the unit looks for what was written, at the
-versions that torch counts, and for the views that somebody has kept, which are managed from then on.
+libgemini does not see what is done with plain tensors. So the unit afterwards compares the versions that torch counts,
+to find what was written, and looks for views that somebody has kept. These become managed.
 
 SPDX-License-Identifier: Apache-2.0
 """
+
+from __future__ import annotations
+
 import contextlib
 import functools
 import gc
 import itertools
 import operator
 import sys
+import typing
 
 import torch
 from torch import nn
 
 from .. import abi
 from ..abi import GeminiError
-from . import internals
-from .tensors import UNSURE, ManagedParameter, ManagedTensor, Use, grad_nodes, hook_nodes, refuse_tracing
-from .tensors import run_with, units, with_managed
+from . import internals, patches
+from .tensors import (
+    UNSURE,
+    ManagedParameter,
+    ManagedTensor,
+    Use,
+    grad_nodes,
+    hook_nodes,
+    refuse_tracing,
+    run_with,
+    units,
+    with_managed,
+)
 
-_YOUNG = sys.version_info < (3, 14)  # whether objects that a collection has left are those of the next generation
+if typing.TYPE_CHECKING:
+    from .arenas import Place
+
+# Whether a collection moves the objects that survive it to the next generation.
+_YOUNG = sys.version_info < (3, 14)
 
 
 def optimized(module):
-  """Whether torch.compile() returned it; its hooks are not compiled, what it calls forward is."""
-  return isinstance(module, internals.optimized_module())
+    """Whether torch.compile() returned the module.
+
+    Its hooks are not compiled; the forward function that it calls is.
+    """
+    return isinstance(module, internals.optimized_module())
 
 
 def compiled_in_place(module):
-  """By module.compile(), with its hooks."""
-  return hasattr(internals.compiled_call_of(module), "_torchdynamo_orig_callable")
+    """Whether module.compile() compiled it, together with its hooks."""
+    return hasattr(internals.compiled_call_of(module), "_torchdynamo_orig_callable")
 
 
 def scripted(module):
-  """Whether torch.jit.script() or trace() made it: all of its methods run in C++, and those of the modules within."""
-  return isinstance(module, torch.jit.ScriptModule)
+    """Whether torch.jit.script() or trace() made it. All its methods, and those of its children, run in C++."""
+    return isinstance(module, torch.jit.ScriptModule)
 
 
 def graphed(module):
-  """Whether torch.compile() was told to make CUDA graphs of it."""
-  of = module if optimized(module) else internals.compiled_call_of(module)
-  config = getattr(of, "get_compiler_config", lambda: None)() or {}
-  return bool(config.get("triton.cudagraphs"))
+    """Whether torch.compile() was told to make CUDA graphs of it."""
+    of = module if optimized(module) else internals.compiled_call_of(module)
+    config = getattr(of, "get_compiler_config", lambda: None)() or {}
+    return bool(config.get("triton.cudagraphs"))
 
 
-@internals.not_traced  # not every torch can trace what raises this
+@internals.not_traced  # some versions of torch cannot trace an exception
 def _refuse_compiling():
-  raise GeminiError("torch.compile() came after libgemini.torch.prepare(), or compiles a function that calls the model: "
-                    "compile the model's blocks, before prepare()")
+    raise GeminiError(
+        "torch.compile() came after libgemini.torch.prepare(), or compiles a function that calls the model: "
+        "compile the model's blocks, before prepare()"
+    )
 
 
 def refuse_compiling():
-  """The caller must not be part of what torch.compile() compiles."""
-  if internals.within_compiled():
-    _refuse_compiling()
+    """Raises GeminiError if torch.compile() compiles the caller."""
+    if internals.within_compiled():
+        _refuse_compiling()
 
 
 def find(module):
-  """The unit that a module is, or None."""
-  call = module.forward if optimized(module) or scripted(module) else internals.compiled_call_of(module)
-  return getattr(call, "_gm_unit", None)
+    """The unit that a module is, or None."""
+    call = module.forward if optimized(module) or scripted(module) else internals.compiled_call_of(module)
+    return getattr(call, "_gm_unit", None)
 
 
 class _Kinds(dict):
-  """Of a class: whether it is one of tensors that are not managed."""
+    """A cache: whether a class is one of tensors that are not managed."""
 
-  def __missing__(self, kind):
-    if len(self) > 4096:
-      self.clear()  # a program that makes classes
-    self[kind] = found = issubclass(kind, torch.Tensor) and not issubclass(kind, ManagedTensor)
-    return found
+    def __missing__(self, kind):
+        if len(self) > 4096:
+            self.clear()  # the program makes classes all the time
+        self[kind] = found = issubclass(kind, torch.Tensor) and not issubclass(kind, ManagedTensor)
+        return found
 
 
 _is_plain = _Kinds().__getitem__
@@ -84,259 +107,305 @@ _version = operator.attrgetter("_version")
 
 
 def collections():
-  """How often Python has collected each generation of its objects."""
-  return [generation["collections"] for generation in gc.get_stats()]
+    """How often Python's garbage collector has collected each generation."""
+    return [generation["collections"] for generation in gc.get_stats()]
 
 
 def tensors_since(before):
-  """Tensors that are not managed, at least those that were made since collections() was that."""
-  oldest = max((i for i, (old, new) in enumerate(zip(before, collections())) if new != old), default=-1)
-  if oldest > 0 or oldest == 0 and not _YOUNG:
-    generations = [gc.get_objects()]
-  else:
-    generations = [gc.get_objects(generation) for generation in range(oldest + 2)]
-  return [one for objects in generations for one in itertools.compress(objects, map(_is_plain, map(type, objects)))]
+    """Tensors that are not managed: at least those that were made since collections() returned `before`."""
+    oldest = max((i for i, (old, new) in enumerate(zip(before, collections())) if new != old), default=-1)
+    if oldest > 0 or oldest == 0 and not _YOUNG:
+        generations = [gc.get_objects()]
+    else:
+        generations = [gc.get_objects(generation) for generation in range(oldest + 2)]
+    return [one for objects in generations for one in itertools.compress(objects, map(_is_plain, map(type, objects)))]
 
 
 class Unit:
-  """A module of which everything is on the device while it runs."""
+    """A module whose parameters are all on the device while it runs."""
 
-  def __init__(self, session, module, name, unseen=False):
-    """unseen: it may write to its parameters so that torch counts no versions."""
-    self.session = session
-    tensors = [tensor for tensor in (*module.parameters(), *module.buffers()) if isinstance(tensor, ManagedTensor)]
-    self.kinds = [(tensor, type(tensor)) for tensor in tensors]  # parameters, and buffers over some
-    self.tensors = [tensor for tensor in tensors if tensor.numel()]
-    self.counted = [tensor for tensor in self.tensors if not tensor.is_inference()]  # others have no versions
-    self.unseen = unseen or len(self.counted) < len(self.tensors)
-    self.name = name
-    self.users = 0  # calls that run, a backward pass that has reached one
-    self.watched, self.versions = [], []  # what may be written, while it has users
-    self.before = [0]  # collections(), when it got its first user
-    self.graphed = False  # within resident(): nothing may be queued beside what is captured
-    self.captured = set()  # places that were written then, which graphs may write again
-    self.places = list(dict.fromkeys(tensor._gm_place for tensor in self.tensors))
-    self.begin = min((place.address for place in self.places), default=0)
-    self.end = max((place.address + place.size_bytes for place in self.places), default=0)
-    self.storages = {}  # number: (storage, place, how many tensors have it if nobody has made a view)
-    for place in self.places:
-      storage = place.tensor.untyped_storage()
-      known = 2 + sum(tensor._gm_place is place for tensor in self.tensors)  # the place's tensor, and this storage
-      self.storages[storage._cdata] = storage, place, known
-    ranges = tuple((place, 0, place.size_bytes, abi.READ) for place in self.places)
-    size = sum(size for _, _, size, _ in ranges)
-    limit = session.manager.stats()["budget_bytes"]["device"]
-    if size > limit:
-      raise GeminiError(f"{name} is compiled, scripted, or a unit, so that its parameters come as one: {size} bytes, "
-                        f"of which the device may hold {limit} (device_memory); compile or script its blocks instead")
-    self.use = Use(ranges, "unit", self) if ranges else None
+    def __init__(self, session, module, name, unseen=False):
+        """unseen: the module may write to its parameters without an increment of their versions."""
+        self.session = session
+        tensors = [tensor for tensor in (*module.parameters(), *module.buffers()) if isinstance(tensor, ManagedTensor)]
+        self.kinds = [(tensor, type(tensor)) for tensor in tensors]  # parameters, and buffers over parameters
+        self.tensors = [tensor for tensor in tensors if tensor.numel()]
+        # Inference tensors have no versions.
+        self.counted = [tensor for tensor in self.tensors if not tensor.is_inference()]
+        self.unseen = unseen or len(self.counted) < len(self.tensors)
+        self.name = name
+        self.users = 0  # running calls, and the backward pass that has reached one
+        self.watched, self.versions = [], []  # tensors that may be written, while there are users
+        self.before = [0]  # collections() when the first user came
+        self.graphed = False  # within resident(): nothing else may be queued during a capture
+        self.captured = set()  # places that were written then: replays may write them again
+        self.places = list(dict.fromkeys(tensor._gm_place for tensor in self.tensors))
+        self.begin = min((place.address for place in self.places), default=0)
+        self.end = max((place.address + place.size_bytes for place in self.places), default=0)
+        # By number of a storage: it, its place, and how many tensors refer to it if there is no view.
+        self.storages = {}
+        for place in self.places:
+            storage = place.tensor.untyped_storage()
+            # The place's tensor and this storage object are two references.
+            known = 2 + sum(tensor._gm_place is place for tensor in self.tensors)
+            self.storages[storage._cdata] = storage, place, known
+        ranges = tuple((place, 0, place.size_bytes, abi.READ) for place in self.places)
+        size = sum(size for _, _, size, _ in ranges)
+        limit = session.manager.stats()["budget_bytes"]["device"]
+        if size > limit:
+            raise GeminiError(
+                f"{name} is compiled, scripted, or a unit, so that its parameters come as one: {size} bytes, "
+                f"of which the device may hold {limit} (device_memory); compile or script its blocks instead"
+            )
+        self.use = Use(ranges, "unit", self) if ranges else None
 
-  def enter(self):
-    self.users += 1
-    if self.users > 1:
-      return
-    units.append(self)
-    for tensor, kind in self.kinds:
-      tensor.__class__ = nn.Parameter if kind is ManagedParameter else torch.Tensor
-    self.watched = list(self.counted)
-    self.versions = list(map(_version, self.watched))
-    self.before = collections()
-
-  def leave(self):
-    """While its parameters are still there."""
-    try:
-      self.note_writes()
-    finally:
-      self.users -= 1
-      if not self.users:
-        units[:] = [unit for unit in units if unit is not self]
-        self.watched, self.versions = [], []
+    def enter(self):
+        """Makes the tensors plain. They have been acquired before."""
+        self.users += 1
+        if self.users > 1:
+            return
+        units.append(self)
         for tensor, kind in self.kinds:
-          tensor.__class__ = kind
-        self.find_views()
+            tensor.__class__ = nn.Parameter if kind is ManagedParameter else torch.Tensor  # type: ignore[assignment]
+        self.watched = list(self.counted)
+        self.versions = list(map(_version, self.watched))
+        self.before = collections()
 
-  def reset(self):
-    """Nobody uses it."""
-    self.users = 1
-    self.leave()
-
-  def took_data(self, data):
-    """Somebody has asked for the .data of a tensor: torch counts its versions apart."""
-    if not data.is_inference() and internals.storage_number(data) in self.storages:
-      self.watched.append(data)
-      self.versions.append(data._version)
-
-  def note_writes(self):
-    versions, written = list(map(_version, self.watched)), {}
-    if versions != self.versions:
-      written = {self.storages[internals.storage_number(tensor)][1]: True
-                 for tensor, old, new in zip(self.watched, self.versions, versions) if old != new}
-      self.versions = versions
-    if self.graphed:
-      self.captured.update(written)
-    unsure = self.places if self.unseen or internals.data_is_compiled() else self.captured
-    if not written and not unsure:
-      return
-    written = {**dict.fromkeys(unsure, UNSURE), **written}
-    self.session.note_writes([place.access(abi.READ_WRITE) for place in written], self.session.stream())
-    for place, sure in written.items():
-      place.written = sure if sure is True else place.written or sure
-
-  def find_views(self):
-    """Tensors over the parameters' bytes that were made meanwhile and that somebody has."""
-    if all(internals.storage_users(storage) == known for storage, _, known in self.storages.values()):
-      return
-    found = []
-    with internals.plain():
-      for one in tensors_since(self.before):
+    def leave(self):
+        """Notes writes and makes the tensors managed again. They are still acquired."""
         try:
-          if not self.begin <= one.data_ptr() < self.end:
-            continue
-        except (NotImplementedError, RuntimeError):  # it has no bytes
-          continue
-        storage = internals.storage_number(one)
-        if storage in self.storages:
-          found.append((one, self.storages[storage][1]))
-    for one, place in found:
-      self.manage(one, place)
+            self.note_writes()
+        finally:
+            self.users -= 1
+            if not self.users:
+                units[:] = [unit for unit in units if unit is not self]
+                self.watched, self.versions = [], []
+                for tensor, kind in self.kinds:
+                    tensor.__class__ = kind
+                self.find_views()
 
-  def manage(self, tensor, place):
-    kind = {torch.Tensor: ManagedTensor, nn.Parameter: ManagedParameter}.get(type(tensor))
-    if kind is None:
-      raise GeminiError(f"{place.name}: a {type(tensor).__name__} over its bytes was made in unit {self.name}, and "
-                        "kept: make it of a clone()")
-    tensor.__class__ = kind
-    tensor._gm_place = place
+    def reset(self):
+        """Ends all uses, after an interrupt."""
+        self.users = 1
+        self.leave()
 
-  def run(self, call, args, kwargs):
-    if self.use is None or self.graphed:
-      return call(*args, **kwargs)
-    name = self.tensors[0]._gm_place.name
-    refuse_tracing(name)
-    if internals.transform_level() is not None:
-      raise GeminiError(f"{name}: it is of a unit, which cannot be called within a transform of torch.func: give that a "
-                        "deepcopy of the module")
-    internals.watch_compiler()
-    inputs = set()
-    if torch.is_grad_enabled():
-      grad_nodes((args, kwargs), inputs)
-    out = run_with(self.session, self.use, call, args, kwargs)
-    if torch.is_grad_enabled():
-      nodes = set()
-      grad_nodes((out, args, kwargs), nodes)  # arguments: what was changed in place
-      hook_nodes(self.session, self.use, nodes - inputs)
-    return out
+    def took_data(self, data):
+        """Watches the result of `tensor.data`, whose versions torch counts separately."""
+        if not data.is_inference() and internals.storage_number(data) in self.storages:
+            self.watched.append(data)
+            self.versions.append(data._version)
+
+    def note_writes(self):
+        """Finds the parameters that were written, by their versions, and marks their places."""
+        versions = list(map(_version, self.watched))
+        written: dict[Place, typing.Any] = {}
+        if versions != self.versions:
+            written = {
+                self.storages[internals.storage_number(tensor)][1]: True
+                for tensor, old, new in zip(self.watched, self.versions, versions)
+                if old != new
+            }
+            self.versions = versions
+        if self.graphed:
+            self.captured.update(written)
+        unsure = self.places if self.unseen or patches.data_is_compiled() else self.captured
+        if not written and not unsure:
+            return
+        written = {**dict.fromkeys(unsure, UNSURE), **written}
+        self.session.holds.note_writes([place.access(abi.READ_WRITE) for place in written], self.session.holds.stream())
+        for place, sure in written.items():
+            place.written = sure if sure is True else place.written or sure
+
+    def find_views(self):
+        """Makes tensors managed that were made over the parameters in the meantime and that somebody has kept."""
+        if all(internals.storage_users(storage) == known for storage, _, known in self.storages.values()):
+            return
+        found = []
+        with internals.plain():
+            for one in tensors_since(self.before):
+                try:
+                    if not self.begin <= one.data_ptr() < self.end:
+                        continue
+                except (NotImplementedError, RuntimeError):  # a tensor without storage
+                    continue
+                storage = internals.storage_number(one)
+                if storage in self.storages:
+                    found.append((one, self.storages[storage][1]))
+        for one, place in found:
+            self.manage(one, place)
+
+    def manage(self, tensor, place):
+        kinds: dict[typing.Any, type[ManagedTensor]] = {torch.Tensor: ManagedTensor, nn.Parameter: ManagedParameter}
+        kind = kinds.get(type(tensor))
+        if kind is None:
+            raise GeminiError(
+                f"{place.name}: a {type(tensor).__name__} over its bytes was made in unit {self.name}, and "
+                "kept: make it of a clone()"
+            )
+        tensor.__class__ = kind
+        tensor._gm_place = place
+
+    def run(self, call, args, kwargs):
+        """Runs a call of the module as one operator, and has the backward pass acquire the unit's parameters again."""
+        if self.use is None or self.graphed:
+            return call(*args, **kwargs)
+        name = self.tensors[0]._gm_place.name
+        refuse_tracing(name)
+        if internals.transform_level() is not None:
+            raise GeminiError(
+                f"{name}: it is of a unit, which cannot be called within a transform of torch.func: give that a "
+                "deepcopy of the module"
+            )
+        patches.watch_compiler()
+        inputs: set[typing.Any] = set()
+        if torch.is_grad_enabled():
+            grad_nodes((args, kwargs), inputs)
+        out = run_with(self.session, self.use, call, args, kwargs)
+        if torch.is_grad_enabled():
+            nodes: set[typing.Any] = set()
+            grad_nodes((out, args, kwargs), nodes)  # arguments may have been changed in place
+            hook_nodes(self.session, self.use, nodes - inputs)
+        return out
 
 
 def make_unit(session, module, name):
-  """Wraps what a module's call comes to; for one that torch.compile() made, what its hooks are around."""
-  if session.allocator and graphed(module):
-    raise GeminiError(f"{name} is compiled to CUDA graphs (mode=\"reduce-overhead\" or \"max-autotune\"), whose memory must "
-                      "be torch's own: call libgemini.torch.init(allocator=\"torch\")")
-  call = module.forward if optimized(module) else internals.call_of(module)
-  unit = Unit(session, module, name)
+    """Wraps the call of a module; for one that torch.compile() returned, the function inside its hooks."""
+    if session.allocator and graphed(module):
+        raise GeminiError(
+            f'{name} is compiled to CUDA graphs (mode="reduce-overhead" or "max-autotune"), whose memory must '
+            'be torch\'s own: call libgemini.torch.init(allocator="torch")'
+        )
+    call = module.forward if optimized(module) else internals.call_of(module)
+    unit = Unit(session, module, name)
 
-  def run(*args, **kwargs):
-    return unit.run(call, args, kwargs)
+    def call_unit(*args, **kwargs):
+        return unit.run(call, args, kwargs)
 
-  run._gm_unit = unit
-  if optimized(module):
-    module.forward = run
-  else:
-    internals.set_call(module, run)
-  return unit
+    run: typing.Any = call_unit
+    run._gm_unit = unit
+    if optimized(module):
+        module.forward = run
+    else:
+        internals.set_call(module, run)
+    return unit
 
 
-_SCRIPT_METHODS = ("save", "save_to_buffer", "_save_for_lite_interpreter", "_save_to_buffer_for_lite_interpreter",
-                   "__deepcopy__")  # which read its parameters, as those do that were scripted
+# Methods of torch.jit that read parameters, like the scripted methods do.
+_SCRIPT_METHODS = (
+    "save",
+    "save_to_buffer",
+    "_save_for_lite_interpreter",
+    "_save_to_buffer_for_lite_interpreter",
+    "__deepcopy__",
+)
 
 
 def make_scripted(session, module, name):
-  """Each method of a scripted module, and of those within, is called with the parameters there. The modules within are
-  units of their own, as methods may be called of them, too; the methods of the outer one do not call theirs."""
-  for path, inner in module.named_modules():
-    unit = Unit(session, inner, f"{name}.{path}" if path else name, unseen=internals.scripts_data(inner))
-    for method in (*internals.script_methods(inner), *_SCRIPT_METHODS):
-      call = getattr(inner, method)
+    """Wraps each method of a scripted module and of its children, which are units of their own, as the user may call
+    their methods, too.
 
-      def run(*args, _gm_unit=unit, _gm_call=call, **kwargs):
-        return _gm_unit.run(_gm_call, args, kwargs)
+    Methods of the outer module do not call the wrapped ones.
+    """
+    for path, inner in module.named_modules():
+        unit = Unit(session, inner, f"{name}.{path}" if path else name, unseen=internals.scripts_data(inner))
+        for method in (*internals.script_methods(inner), *_SCRIPT_METHODS):
+            call = getattr(inner, method)
 
-      run._gm_unit = unit
-      inner.__dict__[method] = run
+            def call_unit(*args, _gm_unit=unit, _gm_call=call, **kwargs):
+                return _gm_unit.run(_gm_call, args, kwargs)
+
+            run: typing.Any = call_unit
+            run._gm_unit = unit
+            inner.__dict__[method] = run
 
 
 def make_units(session, module, name=""):
-  """Makes each module in a tree that is compiled or scripted a unit, but those within one."""
-  if find(module):
-    return
-  if scripted(module):
-    make_scripted(session, module, name or type(module).__name__)
-    return
-  if optimized(module) or compiled_in_place(module):
-    make_unit(session, module, name or type(module).__name__)
-    return
-  for child, inner in module.named_children():
-    make_units(session, inner, f"{name}.{child}" if name else child)
+    """Makes units of the compiled and scripted modules in a tree, except those within another unit."""
+    if find(module):
+        return
+    if scripted(module):
+        make_scripted(session, module, name or type(module).__name__)
+        return
+    if optimized(module) or compiled_in_place(module):
+        make_unit(session, module, name or type(module).__name__)
+        return
+    for child, inner in module.named_children():
+        make_units(session, inner, f"{name}.{child}" if name else child)
 
 
 def unit(session, module):
-  """See libgemini.torch.unit()."""
-  tree, name = next(((model.module, name) for model in session.models for name, inner in model.module.named_modules()
-                     if inner is module and name), (None, None))
-  if not name:
-    raise GeminiError(f"the {type(module).__name__} is no module in the models that were prepared")
-  for other, inner in tree.named_modules():
-    if find(inner) and inner is not module and (module in inner.modules() or inner in module.modules()):
-      raise GeminiError(f"{name} and {other} cannot both be units: one is in the other")
-  return find(module) or make_unit(session, module, name)
+    """See libgemini.torch.unit()."""
+    found: tuple[nn.Module, str] | None = next(
+        (
+            (model.module, name)
+            for model in session.models
+            for name, inner in model.module.named_modules()
+            if inner is module and name
+        ),
+        None,
+    )
+    if found is None:
+        raise GeminiError(f"the {type(module).__name__} is no module in the models that were prepared")
+    tree, name = found
+    for other, inner in tree.named_modules():
+        if find(inner) and inner is not module and (module in inner.modules() or inner in module.modules()):
+            raise GeminiError(f"{name} and {other} cannot both be units: one is in the other")
+    return find(module) or make_unit(session, module, name)
 
 
 def _refuse_scripting(function):
-  """Of torch.jit: what makes a scripted module of a module. It would read them by itself."""
+    """Wraps a function of torch.jit that makes a scripted module.
 
-  @functools.wraps(function)
-  def call(module, *args, **kwargs):
-    for kind, tensors in ("parameter", module.named_parameters()), ("buffer", module.named_buffers()):
-      name = next((name for name, tensor in tensors if isinstance(tensor, ManagedTensor)), None)
-      if name is not None:
-        raise GeminiError(f"{kind} {name} of a {type(module).__name__} that torch.jit is to script, trace or freeze is "
-                          "in a session: do that before libgemini.torch.prepare(), and outside of init()")
-    return function(module, *args, **kwargs)
+    It reads parameters without libgemini, so managed ones are refused.
+    """
 
-  return call
+    @functools.wraps(function)
+    def call(module, *args, **kwargs):
+        for kind, tensors in ("parameter", module.named_parameters()), ("buffer", module.named_buffers()):
+            name = next((name for name, tensor in tensors if isinstance(tensor, ManagedTensor)), None)
+            if name is not None:
+                raise GeminiError(
+                    f"{kind} {name} of a {type(module).__name__} that torch.jit is to script, trace or freeze is "
+                    "in a session: do that before libgemini.torch.prepare(), and outside of init()"
+                )
+        return function(module, *args, **kwargs)
+
+    return call
 
 
 def _call_script(function, *args, **kwargs):
-  """A function that torch.jit made is no torch function either."""
-  return with_managed(functools.partial(internals.script_call.original, function), f"torch.jit.{function.name}", args, kwargs)
+    """Replaces ScriptFunction.__call__(), which does not ask __torch_function__."""
+    return with_managed(
+        functools.partial(patches.script_call.original, function), f"torch.jit.{function.name}", args, kwargs
+    )
 
 
-_REPLACED = {internals.script_module: _refuse_scripting(internals.script_module.original),
-             internals.freeze: _refuse_scripting(internals.freeze.original), internals.script_call: _call_script}
-
-
-def watch_scripting(on):
-  """Replaces these functions while there is a session."""
-  internals.replace(_REPLACED, on)
+@functools.cache
+def replacements() -> dict[patches.Replaced, typing.Any]:
+    """See patches.py: what torch.jit makes of modules and functions runs without Python."""
+    return {
+        patches.script_module: _refuse_scripting(patches.script_module.original),
+        patches.freeze: _refuse_scripting(patches.freeze.original),
+        patches.script_call: _call_script,
+    }
 
 
 @contextlib.contextmanager
 def resident(session, module):
-  """See libgemini.torch.resident()."""
-  one = unit(session, module)
-  if one.use is None:
-    yield
-    return
-  internals.watch_compiler()
-  stream = session.stream()
-  session.acquire_use(one.use, stream)
-  one.graphed = True
-  try:
-    with session.allocator.suspended() if session.allocator else contextlib.nullcontext():
-      yield
-  finally:
+    """See libgemini.torch.resident()."""
+    one = unit(session, module)
+    if one.use is None:
+        yield
+        return
+    patches.watch_compiler()
+    stream = session.holds.stream()
+    session.holds.acquire_use(one.use, stream)
+    one.graphed = True
     try:
-      session.release_use(one.use, stream)
+        with session.allocator.suspended() if session.allocator else contextlib.nullcontext():
+            yield
     finally:
-      one.graphed = False
+        try:
+            session.holds.release_use(one.use, stream)
+        finally:
+            one.graphed = False

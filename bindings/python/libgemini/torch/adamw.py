@@ -1,0 +1,321 @@
+"""AdamW and Adam by libgemini_update: chunk by chunk, where each chunk is, beside the next forward pass.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import ctypes
+import typing
+
+import torch
+
+from .. import abi
+from ..abi import GeminiError
+from . import internals
+from .arenas import ALIGNMENT, DTYPES
+from .rules import groups_of, master_place, own_step
+from .states import AdamwState, count_of
+
+if typing.TYPE_CHECKING:
+    from .model import Record
+
+# After so many backward passes that began with updates pending, the next one waits for them. A GPU may always be one
+# step behind.
+MOST_UNSURE = 16
+
+
+class AdamwRule:
+    """Runs AdamW and Adam by libgemini_update. Each chunk is updated where it is, beside the next forward pass.
+
+    States are fp32. Parameters of 16 bits have fp32 copies.
+    """
+
+    STATES = ("master", "momentum", "variance")
+    NAMES = {"master": "master", "exp_avg": "momentum", "exp_avg_sq": "variance"}  # kinds by torch's names of states
+    by_parameter = True
+
+    def __init__(self, session, decoupled):
+        self.session = session
+        self.decoupled = decoupled
+        self.kernels = abi.update_library()
+        # By arena of parameters: their records, in the order of their places.
+        self.arenas = {}
+        self.walks = []  # updates that may not be done: (walk, what it borrows)
+        self.unsure = 0  # backward passes since all updates were known to be done
+        self.group_of = {}
+        self.neighbours = {}  # by record: the records that share chunks with it, and itself
+        self.waiting = {}  # records whose gradients are complete, in their order
+
+    def prepare(self, records):
+        for record in records:
+            if not record.trainable or record.rule:
+                continue
+            record.rule = self
+            for kind in ("momentum", "variance"):
+                record.states[kind] = self.session.arenas.counterpart(record.place, kind, torch.float32)
+            if record.place.dtype != torch.float32:
+                master_place(self.session, record)
+            self.arenas.setdefault(record.place.arena, []).append(record)
+        for records in self.arenas.values():
+            records.sort(key=lambda record: record.place.offset)
+
+    def let_go(self, record):
+        self.arenas[record.place.arena].remove(record)
+        record.step = None
+        for kind in ("momentum", "variance"):
+            record.states.pop(kind).zero()
+        record.rule = None
+
+    def rule(self, record, group):
+        beta1, beta2 = map(float, group["betas"])
+        dtype = DTYPES[record.place.dtype]
+        step = 1 if record.step is None else 1 + int(record.step)
+        return (
+            0 if self.decoupled or group.get("decoupled_weight_decay") else abi.ADAMW_L2,
+            dtype,
+            dtype,
+            step,
+            float(group["lr"]),
+            beta1,
+            beta2,
+            float(group["eps"]),
+            float(group["weight_decay"]),
+            record.scale,
+        )
+
+    def step(self, groups):
+        self.check_options(groups)
+        group_of = groups_of(groups)
+        for arena, records in self.arenas.items():
+            given = [record for record in records if record.given]
+            for record in given:
+                record.store_given()
+            try:
+                self.submit(arena, records, group_of)
+            finally:
+                for record in given:
+                    record.drop()
+
+    # ---- updates in the backward pass
+    def step_in_backward(self, groups):
+        """Finds out, before the first step, which gradients the update of each parameter waits for.
+
+        An update makes chunks leave the device. A chunk that parameters share would have to come back at once for its
+        other parameters. So these are updated together, when all of them have their gradients.
+        """
+        self.group_of = groups_of(groups)
+        window = self.session.manager.config.window_bytes
+        for records in self.arenas.values():
+            lasts = [(record.place.offset + record.place.size_bytes - 1) // window for record in records]
+            for i, record in enumerate(records):
+                begin = end = i
+                while begin and lasts[begin - 1] >= record.place.offset // window:
+                    begin -= 1
+                while end + 1 < len(records) and records[end + 1].place.offset // window <= lasts[i]:
+                    end += 1
+                self.neighbours[record] = records[begin : end + 1]
+
+    def check_options(self, groups):
+        for number, group in enumerate(groups):
+            for option in ("amsgrad", "maximize"):
+                if group.get(option):
+                    raise GeminiError(
+                        f"group {number} of the optimizer has {option}={group[option]}, which it had not when it was "
+                        "prepared: make the optimizer with it, and prepare that"
+                    )
+
+    def groups_changed(self, groups):
+        if self.neighbours:
+            self.group_of = groups_of(groups)
+
+    def landed(self, record):
+        """A gradient was stored: updates the parameters that waited for nothing else."""
+        self.waiting[record] = None
+        record.spent = True
+        ready = [
+            other
+            for other in self.neighbours[record]
+            if other in self.waiting and all(one.spent for one in self.neighbours[other])
+        ]
+        self.update_landed(ready)
+
+    def backward_ends(self):
+        """Updates parameters that share chunks with parameters without a gradient."""
+        self.update_landed(list(self.waiting))
+
+    def update_landed(self, records):
+        """Submits one update for each run of neighbours."""
+        records.sort(key=lambda record: (record.place.arena, record.place.offset))
+        run: list[Record] = []
+        for record in records:
+            del self.waiting[record]
+            if run and (
+                record.place.arena != run[-1].place.arena
+                or record.place.offset - run[-1].place.offset - run[-1].place.size_bytes
+                >= ALIGNMENT * record.place.dtype.itemsize
+            ):
+                self.submit(run[0].place.arena, run, self.group_of)
+                run = []
+            run.append(record)
+        if run:
+            self.submit(run[0].place.arena, run, self.group_of)
+        for record in records:
+            record.has_grad = False
+
+    def submit(self, arena, records, group_of):
+        """Submits one update for parameters of an arena, from the first one with a gradient to the last."""
+        ready = [record for record in records if record.has_grad and record.place.elements and id(record) in group_of]
+        if not ready:
+            return
+        itemsize = ready[0].place.dtype.itemsize
+        start = ready[0].place.offset // itemsize
+        rules: dict[typing.Any, int] = {}
+        ranges, at = [(start, abi.UPDATE_SKIP)] if start else [], start
+        for record in ready:
+            internals.note_write(record.param)
+            rule = rules.setdefault(self.rule(record, group_of[id(record)]), len(rules))
+            first = record.place.offset // itemsize
+            if first - at >= ALIGNMENT:
+                ranges.append((first, abi.UPDATE_SKIP))
+            elif first > at:  # padding between parameters, which stays zero
+                ranges[-1] = first, ranges[-1][1]
+            at = first + record.place.elements
+            if ranges and ranges[-1][1] == rule:
+                ranges[-1] = at, rule
+            else:
+                ranges.append((at, rule))
+        whole = all(rule != abi.UPDATE_SKIP for end, rule in ranges if end > start)
+        self.run(arena, ready[0], start, at - start, list(rules), ranges, whole)
+        for record in ready:  # the library has accepted the update
+            record.step = count_of(0) if record.step is None else record.step
+            record.step += 1
+
+    def run(self, arena, record, start, count, rules, ranges, whole):
+        session = self.session
+        param = abi.WRITE if whole else abi.READ_WRITE
+        parts = [(arena, param), (record.grad_place.arena, abi.READ)]
+        parts += [(record.states[kind].arena, abi.READ_WRITE) for kind in self.STATES if kind in record.states]
+        walk = abi.UpdateWalk(rule_count=len(rules), range_count=len(ranges), mgr=session.handle)
+        walk.adamws = (abi.Adamw * len(rules))(*(abi.Adamw(**dict(zip(_RULE, rule))) for rule in rules))
+        walk.ranges = (abi.UpdateRange * len(ranges))(*ranges)
+        walk.stream_native = ctypes.cast(session.lib.stream_native, ctypes.c_void_p).value
+        walk.stream_call = ctypes.cast(session.lib.stream_call, ctypes.c_void_p).value
+        walk.param_index, walk.grad_index, walk.master_index = 0, 1, 2
+        walk.momentum_index, walk.variance_index = 3, 4
+        if "master" not in record.states:
+            parts[0] = arena, abi.READ_WRITE
+            walk.param_index, walk.master_index, walk.momentum_index, walk.variance_index = abi.INDEX_NONE, 0, 2, 3
+        update = abi.Update(
+            flags=abi.UPDATE_LATE,
+            arena_count=len(parts),
+            first_element=start,
+            element_count=count,
+            stream=session.holds.stream(),
+            fn=self.kernels.walk,
+            arenas=(ctypes.c_uint64 * len(parts))(*(part[0] for part in parts)),
+            modes=(ctypes.c_uint32 * len(parts))(*(part[1] for part in parts)),
+        )
+        update.user = ctypes.addressof(walk)
+        self.walks.append((walk, update))
+        self.kernels.walk_check(update)
+        session.lib.update(session.handle, update)
+
+    def forget_done(self):
+        """Frees what finished updates have borrowed, and raises their errors."""
+        if not self.walks:
+            return
+        for walk, _ in self.walks:
+            self.kernels.walk_status(walk)
+        self.unsure += 1
+        if self.unsure > MOST_UNSURE:
+            self.session.lib.update_wait(self.session.handle)
+        elif self.session.manager.stats()["pending_updates"]:
+            return
+        self.walks.clear()
+        self.unsure = 0
+
+    def states(self, record):
+        out = {name: record.states[kind] for name, kind in self.NAMES.items() if kind in record.states}
+        if record.step is None:
+            return {name: place for name, place in out.items() if name == "master"}
+        return {"step": record.step, **out}
+
+    def layout_of(self, record, state):
+        return {
+            name: torch.float32
+            if isinstance(value, torch.Tensor) and value.shape == record.place.shape and name != "step"
+            else value
+            for name, value in state.items()
+        }
+
+    def check(self, record, layout):
+        want = {name for name, kind in self.NAMES.items() if kind in record.states} | {"step"}
+        if set(layout) - {"master"} and set(layout) != want or ("master" in layout) != ("master" in record.states):
+            raise GeminiError(
+                f"parameter {record.name}: the state to be loaded has {', '.join(layout) or 'nothing'}, want "
+                f"{', '.join(sorted(want))}"
+            )
+        for name, value in layout.items():
+            if name != "step" and value != torch.float32:
+                raise GeminiError(
+                    f"parameter {record.name}: {name} to be loaded is of "
+                    f"{tuple(value.shape) if isinstance(value, torch.Tensor) else value}, want "
+                    f"{tuple(record.place.shape)} of torch.float32"
+                )
+
+    def renew(self, record, layout):
+        record.step = count_of(layout["step"]) if "step" in layout else None
+        for place in record.states.values():
+            place.zero()
+        return {name: record.states[kind] for name, kind in self.NAMES.items() if name in layout}
+
+    # ---- as the user sees it
+    def overrides(self, name):
+        return False
+
+    def refuse_saving(self):
+        """Nothing to do: a checkpoint has all of it."""
+
+    def adopt_states(self):
+        """Nothing to do: all states are in arenas."""
+
+    def others(self):
+        return {}
+
+    def check_others(self, values):
+        if values:
+            raise GeminiError(f"AdamW has states of its parameters only, and no {next(iter(values))!r}")
+
+    def set_others(self, values):
+        """There are no other states."""
+
+    def has_state(self, record):
+        return record.step is not None
+
+    def state_of(self, record):
+        return AdamwState(self, record)
+
+    def set_state(self, record, values):
+        values = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in values.items()}
+        layout = self.layout_of(record, values)
+        self.check(record, {**layout, "master": torch.float32} if "master" in record.states else layout)
+        self.session.backward.settle()
+        record.step = count_of(values["step"]) if values else None
+        for kind in ("momentum", "variance"):
+            record.states[kind].zero()
+        for name in set(values) - {"step"}:
+            record.states[self.NAMES[name]].write(values[name])
+
+
+_RULE = ("flags", "param_dtype", "grad_dtype", "step", "lr", "beta1", "beta2", "eps", "weight_decay", "grad_scale")
+
+
+def fused_rule(session, inner):
+    """The rule that uses the C library's update for an optimizer, or None if there is none."""
+    if type(inner) not in (torch.optim.AdamW, torch.optim.Adam) or not own_step(inner)[1]:
+        return None
+    for group in inner.param_groups:
+        if any(group.get(option) for option in ("amsgrad", "maximize", "capturable", "differentiable")):
+            return None
+    return AdamwRule(session, type(inner) is torch.optim.AdamW)
