@@ -2,7 +2,7 @@
  * SPDX-License-Identifier: Apache-2.0
  *
  * Through the functions that PyTorch calls, inside an open operator, so that its peak is counted. Fragmentation is told
- * in two figures: what the device had to give at most with room for everything, idle windows included, and the smallest
+ * in two figures: what the device had to give at most with room for everything, idle chunks included, and the smallest
  * budget in which the trace runs to its end; both over what is live at most. */
 #include <stdio.h>
 #include <stdlib.h>
@@ -16,7 +16,7 @@
 enum { ROUNDS = 7 };
 
 static const char *trace_path;
-static uint64_t pairs = 200000, scale = 1, window_bytes = UINT64_C(2) << 20, ordinal;
+static uint64_t pairs = 200000, scale = 1, chunk_bytes = UINT64_C(2) << 20, ordinal;
 static uint32_t device;
 static void *stream; /* as hooks take it */
 
@@ -76,7 +76,7 @@ static bool row_of_time(const char *name, uint64_t size_bytes, double seconds) {
   row_value(&row, seconds, "s");
   if (size_bytes) row_u64(&row, "size_bytes", size_bytes);
   row_text(&row, "device", device == GEMINI_DEVICE_CUDA ? "cuda" : "sim");
-  row_u64(&row, "window_bytes", window_bytes);
+  row_u64(&row, "chunk_bytes", chunk_bytes);
   return row_end(&row);
 }
 
@@ -111,7 +111,7 @@ static bool fragmentation(gemini_config_t config, const alloc_trace_t *trace) {
   row_text(&row, "trace", trace_path);
   row_text(&row, "device", device == GEMINI_DEVICE_CUDA ? "cuda" : "sim");
   row_u64(&row, "events", trace->count);
-  row_u64(&row, "window_bytes", window_bytes);
+  row_u64(&row, "chunk_bytes", chunk_bytes);
   row_u64(&row, "scale", scale);
   row_u64(&row, "live_peak_bytes", trace->live_peak_bytes);
   row_u64(&row, "held_peak_bytes", held);
@@ -126,7 +126,7 @@ int main(int argc, char **argv) {
     { "device", CLI_CHOICE, &device, "simulated device or GPU", 0, 0, devices },
     { "ordinal", CLI_U64, &ordinal, "which GPU", 0, 63, NULL },
     { "pairs", CLI_U64, &pairs, "allocations and frees a round", 1, 0, NULL },
-    { "window", CLI_SIZE, &window_bytes, "size of a window, a power of two", 0, 0, NULL },
+    { "chunk-size", CLI_SIZE, &chunk_bytes, "size of a chunk, a power of two", 0, 0, NULL },
     { "trace", CLI_STRING, &trace_path, "recorded trace (bench/data/gpt_1.3b.trace); none: no such rows", 0, 0, NULL },
     { "scale", CLI_U64, &scale, "the trace's sizes are divided by this: the simulated device has real memory", 1, 0,
       NULL },
@@ -143,7 +143,7 @@ int main(int argc, char **argv) {
   gemini_config_t config = GEMINI_CONFIG_INIT;
   config.device = device ? GEMINI_DEVICE_CUDA : GEMINI_DEVICE_SIMULATED;
   config.device_ordinal = (uint32_t)ordinal;
-  config.window_bytes = window_bytes;
+  config.chunk_bytes = chunk_bytes;
   config.device_bytes = trace.live_peak_bytes * 2 + (UINT64_C(256) << 20);
   config.host_bytes = UINT64_C(64) << 20;
   config.update_threads = 1;

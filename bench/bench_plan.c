@@ -59,7 +59,7 @@ typedef struct trace {
   gmi_plan_op_t *ops;
   gmi_plan_access_t *accesses;
   gmi_plan_piece_t *pieces;
-  uint32_t *piece_windows;
+  uint32_t *piece_chunks;
   uint8_t *kind;
 } trace_t;
 
@@ -78,7 +78,7 @@ static int compare_u32(const void *a, const void *b) {
 #define ACCESSES_PER_OP 30
 #define REUSE_PER_OP 2 /* of them anywhere in the model: tied weights, norms, experts */
 
-/* A training step of a transformer: layers forward, then backward. One tensor is one window; of four one is a
+/* A training step of a transformer: layers forward, then backward. One tensor is one chunk; of four one is a
  * parameter, whose gradient takes its place, and three are its optimizer states. An op uses a run of its layer's
  * parameters and a few of any layer. A parameter is updated when its last op backward has ended. */
 static int generate_trace(trace_t *t, uint32_t ops, uint32_t tensors, uint32_t frames) {
@@ -88,9 +88,9 @@ static int generate_trace(trace_t *t, uint32_t ops, uint32_t tensors, uint32_t f
   t->ops = calloc((size_t)ops + 1, sizeof *t->ops);
   t->accesses = calloc((size_t)ops * ACCESSES_PER_OP, sizeof *t->accesses);
   t->pieces = calloc((size_t)params + 1, sizeof *t->pieces);
-  t->piece_windows = calloc(tensors, sizeof *t->piece_windows);
+  t->piece_chunks = calloc(tensors, sizeof *t->piece_chunks);
   t->kind = calloc(tensors, 1);
-  if (t->ops == NULL || t->accesses == NULL || t->pieces == NULL || t->piece_windows == NULL || t->kind == NULL)
+  if (t->ops == NULL || t->accesses == NULL || t->pieces == NULL || t->piece_chunks == NULL || t->kind == NULL)
     return -1;
   uint32_t count = 0;
   for (uint32_t op = 0; op < ops; op++) {
@@ -98,47 +98,47 @@ static int generate_trace(trace_t *t, uint32_t ops, uint32_t tensors, uint32_t f
     uint32_t place = is_backward ? ops - 1 - op : op; /* mirrored */
     uint32_t layer = (uint32_t)((uint64_t)place * layers / (ops - half));
     uint32_t first = (uint32_t)((uint64_t)params * layer / layers);
-    uint32_t end = (uint32_t)((uint64_t)params * (layer + 1) / layers), windows[ACCESSES_PER_OP], used = 0;
+    uint32_t end = (uint32_t)((uint64_t)params * (layer + 1) / layers), chunks[ACCESSES_PER_OP], used = 0;
     uint32_t run = ACCESSES_PER_OP - REUSE_PER_OP, span = end - first;
     uint32_t offset = span > run ? (uint32_t)((uint64_t)(span - run) * (place % OPS_PER_LAYER) / OPS_PER_LAYER) : 0;
-    for (uint32_t w = 0; w < run && w < span; w++) windows[used++] = first + offset + w;
-    for (uint32_t w = 0; w < REUSE_PER_OP; w++) windows[used++] = (uint32_t)(random_next(&seed) % params);
-    qsort(windows, used, sizeof *windows, compare_u32);
+    for (uint32_t w = 0; w < run && w < span; w++) chunks[used++] = first + offset + w;
+    for (uint32_t w = 0; w < REUSE_PER_OP; w++) chunks[used++] = (uint32_t)(random_next(&seed) % params);
+    qsort(chunks, used, sizeof *chunks, compare_u32);
     t->ops[op].access_first = count;
     t->ops[op].compute_ns = 400000 + random_next(&seed) % 800000;
     t->ops[op].heap_frames = (uint32_t)(random_next(&seed) % (frames / 16 + 1));
     for (uint32_t w = 0; w < used; w++) {
-      if (w > 0 && windows[w] == windows[w - 1]) continue;
-      t->accesses[count].window = windows[w];
+      if (w > 0 && chunks[w] == chunks[w - 1]) continue;
+      t->accesses[count].chunk = chunks[w];
       t->accesses[count++].mode = is_backward ? GMI_ACCESS_READ | GMI_ACCESS_WRITE : GMI_ACCESS_READ;
-      t->pieces[windows[w]].after_op = op; /* the last one stays */
+      t->pieces[chunks[w]].after_op = op; /* the last one stays */
     }
   }
   t->ops[ops].access_first = count;
   uint32_t next = params, listed = 0;
   for (uint32_t p = 0; p < params; p++) {
     t->kind[p] = GEMINI_KIND_PARAM;
-    t->pieces[p].window_first = listed;
+    t->pieces[p].chunk_first = listed;
     t->pieces[p].shared_count = 1;
     t->pieces[p].host_ns = 120000;
     t->pieces[p].device_ns = 10000;
-    t->piece_windows[listed++] = p;
+    t->piece_chunks[listed++] = p;
     for (uint32_t k = 0; k < 3 && next < tensors; k++) {
       t->kind[next] = (uint8_t)(GEMINI_KIND_MASTER + k);
-      t->piece_windows[listed++] = next++;
+      t->piece_chunks[listed++] = next++;
     }
   }
-  t->pieces[params].window_first = listed;
+  t->pieces[params].chunk_first = listed;
   t->input = (gmi_plan_input_t){ .op_count = ops,
-                                 .window_count = tensors,
+                                 .chunk_count = tensors,
                                  .frame_count = frames,
                                  .piece_count = params,
                                  .ops = t->ops,
                                  .accesses = t->accesses,
                                  .pieces = t->pieces,
-                                 .piece_windows = t->piece_windows,
-                                 .window_kind = t->kind,
-                                 .window_bytes = 4u << 20,
+                                 .piece_chunks = t->piece_chunks,
+                                 .chunk_kind = t->kind,
+                                 .chunk_bytes = 4u << 20,
                                  .fetch_ns = 80000,
                                  .evict_ns = 80000 };
   return 0;
@@ -180,8 +180,8 @@ static int create_arena(gmi_manager_t *m, const char *line, char *error, size_t 
   return -1;
 }
 
-/* device_bytes, window_bytes: 0 = those that the trace was recorded with. */
-static int load_trace(trace_t *t, const char *path, uint64_t device_bytes, uint64_t window_bytes, uint32_t placement,
+/* device_bytes, chunk_bytes: 0 = those that the trace was recorded with. */
+static int load_trace(trace_t *t, const char *path, uint64_t device_bytes, uint64_t chunk_bytes, uint32_t placement,
                       char *error, size_t error_bytes) {
   FILE *file = fopen(path, "r");
   if (file == NULL) {
@@ -193,11 +193,11 @@ static int load_trace(trace_t *t, const char *path, uint64_t device_bytes, uint6
   char line[1024];
   int failed = 0;
   while (!failed && fgets(line, sizeof line, file) != NULL) {
-    uint64_t window, device;
-    if (trace_manager == 0 && sscanf(line, "budget %" SCNu64 " %" SCNu64, &window, &device) == 2) {
+    uint64_t chunk, device;
+    if (trace_manager == 0 && sscanf(line, "budget %" SCNu64 " %" SCNu64, &chunk, &device) == 2) {
       config.placement = placement;
       config.device_bytes = device_bytes != 0 ? device_bytes : device;
-      config.window_bytes = window_bytes != 0 ? window_bytes : window;
+      config.chunk_bytes = chunk_bytes != 0 ? chunk_bytes : chunk;
       config.host_bytes = UINT64_C(64) << 20; /* nothing is ever put there */
       failed = gemini_manager_open(&config, &trace_manager) != GEMINI_OK;
       if (failed) {
@@ -220,7 +220,7 @@ static int load_trace(trace_t *t, const char *path, uint64_t device_bytes, uint6
   gemini_status_t status = gmi_cut(m);
   if (status == GEMINI_OK) status = gmi_trace_read(m, &trace, path);
   if (status == GEMINI_OK) {
-    status = gmi_plan_bundle_make(m, &trace, m->window_shift, &trace_bundle);
+    status = gmi_plan_bundle_make(m, &trace, m->chunk_shift, &trace_bundle);
     gmi_trace_free(&trace);
   }
   gmi_unlock(m);
@@ -243,7 +243,7 @@ static void free_trace(trace_t *t) {
   free(t->ops);
   free(t->accesses);
   free(t->pieces);
-  free(t->piece_windows);
+  free(t->piece_chunks);
   free(t->kind);
 }
 
@@ -255,21 +255,21 @@ static void free_trace(trace_t *t) {
 int main(int argc, char **argv) {
   static const char *const policies[] = { "auto", "cuda", "cpu", NULL };
   static const uint32_t placements[] = { GEMINI_PLACEMENT_AUTO, GEMINI_PLACEMENT_CUDA, GEMINI_PLACEMENT_CPU };
-  uint64_t ops = 10000, tensors = 100000, frames = 0, runs = 3, device_bytes = 0, window_bytes = 0;
+  uint64_t ops = 10000, tensors = 100000, frames = 0, runs = 3, device_bytes = 0, chunk_bytes = 0;
   uint32_t policy = 0;
   const char *trace_path = NULL;
   bool explain = false;
   const cli_option_t options[] = {
     { "ops", CLI_U64, &ops, "operators of the generated trace", 1, 10000000, NULL },
-    { "tensors", CLI_U64, &tensors, "its tensors, one window each", 4, 100000000, NULL },
-    { "frames", CLI_U64, &frames, "device budget in windows; default: a fifth of the tensors, 80 at least", 1,
-      100000000, NULL },
+    { "tensors", CLI_U64, &tensors, "its tensors, one chunk each", 4, 100000000, NULL },
+    { "frames", CLI_U64, &frames, "device budget in chunks; default: a fifth of the tensors, 80 at least", 1, 100000000,
+      NULL },
     { "policy", CLI_CHOICE, &policy, "placement to plan", 0, 0, policies },
     { "runs", CLI_U64, &runs, "times the plan is made; times are their median", 1, 99, NULL },
     { "trace", CLI_STRING, &trace_path, "plan a recorded trace instead (train_gpt --trace writes one)", 0, 0, NULL },
     { "device-mem", CLI_SIZE, &device_bytes, "its device budget; default: as recorded", 65536, UINT64_C(1) << 45,
       NULL },
-    { "window", CLI_SIZE, &window_bytes, "its chunk size, a power of two; default: as recorded", 65536,
+    { "chunk-size", CLI_SIZE, &chunk_bytes, "its chunk size, a power of two; default: as recorded", 65536,
       UINT64_C(1) << 30, NULL },
     { "explain", CLI_FLAG, &explain, "also print the plan in words, on standard error", 0, 0, NULL },
     { NULL, 0, NULL, NULL, 0, 0, NULL },
@@ -282,7 +282,7 @@ int main(int argc, char **argv) {
   char error[512] = "out of memory, for the trace", name[96];
   if (frames == 0) frames = tensors / 5 > 80 ? tensors / 5 : 80;
   int failed = trace_path != NULL
-                   ? load_trace(&t, trace_path, device_bytes, window_bytes, placement, error, sizeof error)
+                   ? load_trace(&t, trace_path, device_bytes, chunk_bytes, placement, error, sizeof error)
                    : generate_trace(&t, (uint32_t)ops, (uint32_t)tensors, (uint32_t)frames);
   if (failed) {
     fprintf(stderr, "bench_plan: no trace: %s\n", error);
@@ -318,7 +318,7 @@ int main(int argc, char **argv) {
 
   uint64_t accesses = t.ops[t.input.op_count].access_first, optimum = plan.optimum_count;
   const char *optimum_from = "plan";
-  if ((accesses + t.pieces[t.input.piece_count].window_first) * (t.input.op_count + plan.device_piece_count) <=
+  if ((accesses + t.pieces[t.input.piece_count].chunk_first) * (t.input.op_count + plan.device_piece_count) <=
       REFERENCE_LIMIT) {
     optimum = min_fetch(&t.input, plan.piece_on_device);
     optimum_from = "reference";
@@ -330,26 +330,26 @@ int main(int argc, char **argv) {
   }
   row_t row;
   snprintf(name, sizeof name, "%s-%s-%" PRIu32 "x%" PRIu32, trace_path != NULL ? "recorded" : "generated",
-           policies[policy], t.input.op_count, t.input.window_count);
+           policies[policy], t.input.op_count, t.input.chunk_count);
   row_begin(&row, "plan", name);
   row_rounded(&row, "value", plan_seconds, 6);
   row_text(&row, "unit", "s");
   row_rounded(&row, "plan_seconds", plan_seconds, 6);
   row_rounded(&row, "plan_seconds_max", seconds[runs - 1], 6);
   row_u64(&row, "runs", runs);
-  row_u64(&row, "moved_bytes", plan.fetch_count * t.input.window_bytes);
-  row_u64(&row, "optimum_bytes", optimum * t.input.window_bytes);
+  row_u64(&row, "moved_bytes", plan.fetch_count * t.input.chunk_bytes);
+  row_u64(&row, "optimum_bytes", optimum * t.input.chunk_bytes);
   row_text(&row, "optimum_from", optimum_from);
-  row_u64(&row, "written_back_bytes", plan.evict_dirty_count * t.input.window_bytes);
+  row_u64(&row, "written_back_bytes", plan.evict_dirty_count * t.input.chunk_bytes);
   row_u64(&row, "ops", t.input.op_count);
-  row_u64(&row, "windows", t.input.window_count);
+  row_u64(&row, "chunks", t.input.chunk_count);
   row_u64(&row, "accesses", accesses);
   row_u64(&row, "frames", t.input.frame_count);
   row_u64(&row, "pieces", t.input.piece_count);
   row_u64(&row, "device_pieces", plan.device_piece_count);
   row_rounded(&row, "predicted_seconds", (double)plan.predicted_ns * 1e-9, 6);
   row_rounded(&row, "stall_seconds", (double)plan.stall_ns * 1e-9, 6);
-  double bytes_per_tensor = HEAP_IS_COUNTED ? (double)heap_bytes / (double)t.input.window_count : NAN;
+  double bytes_per_tensor = HEAP_IS_COUNTED ? (double)heap_bytes / (double)t.input.chunk_count : NAN;
   row_rounded(&row, "bytes_per_tensor", bytes_per_tensor, 1);
   gmi_plan_free(&plan);
   free_trace(&t);

@@ -42,7 +42,7 @@ enum { SIZE_7B = 3, ROWS_MAX = 1 << 20 };
 typedef struct options {
   const char *device_mem, *host_mem, *file_dir, *timeline, *trace, *cublas;
   uint32_t size, device, policy, against;
-  uint64_t batch, sequence, layers, file_mem_bytes, window_bytes, steps, warm_up, update_threads, seed;
+  uint64_t batch, sequence, layers, file_mem_bytes, chunk_bytes, steps, warm_up, update_threads, seed;
   double static_params, static_optim;
   bool explain, quiet, verbose;
 } options_t;
@@ -74,7 +74,7 @@ static int parse_options(options_t *o, int argc, char **argv) {
       NULL },
     { "static-optim", CLI_F64, &o->static_optim, "policy static: the same for optimizer states", 0, 0, NULL },
     { "against", CLI_CHOICE, &o->against, "run policy none first and compare, or skip that", 0, 0, against_names },
-    { "window", CLI_SIZE, &o->window_bytes, "chunk size; default: searched", 0, 0, NULL },
+    { "chunk-size", CLI_SIZE, &o->chunk_bytes, "chunk size; default: searched", 0, 0, NULL },
     { "steps", CLI_U64, &o->steps, "timed steps", 1, 100000, NULL },
     { "warm-up", CLI_U64, &o->warm_up, "steps before them; plans are made and corrected in the first four", 1, 100000,
       NULL },
@@ -364,7 +364,7 @@ static bool print_row(const bench_t *b, const result_t *r, const term_t *terms, 
   row_f64(&row, "file_written_bytes", r->moved[GEMINI_LINK_H2F]);
   row_u64(&row, "planned_fetch_bytes", s->planned_fetch_bytes);
   row_u64(&row, "planned_evict_bytes", s->planned_evict_bytes);
-  row_u64(&row, "window_bytes", s->window_bytes);
+  row_u64(&row, "chunk_bytes", s->chunk_bytes);
   row_u64(&row, "nonmodel_peak_bytes", r->nonmodel_peak_bytes);
   row_f64(&row, "host_updated_share", r->host_elements / (double)r->params);
   row_u64(&row, "planned_iterations", s->planned_iterations);
@@ -458,7 +458,7 @@ static int run_all(bench_t *b) {
   config.device_bytes = b->device_budget_bytes;
   config.host_bytes = b->host_budget_bytes;
   config.file_bytes = b->file_budget_bytes;
-  config.window_bytes = o->window_bytes;
+  config.chunk_bytes = o->chunk_bytes;
   config.static_param_fraction = o->static_params;
   config.static_optim_fraction = o->static_optim;
   config.file_dir = o->file_dir;

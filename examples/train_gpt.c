@@ -56,7 +56,7 @@ static gemini_config_t config_of(const trainer_t *t) {
   config.warmup_iterations = (uint32_t)o->warmup;
   config.update_threads = (uint32_t)o->update_threads;
   config.device_margin_bytes = o->margin_bytes;
-  config.window_bytes = o->window_bytes;
+  config.chunk_bytes = o->chunk_bytes;
   config.static_param_fraction = o->static_params;
   config.static_optim_fraction = o->static_optim;
   config.sim_h2d_bytes_per_s = o->sim_h2d_bytes_per_s;

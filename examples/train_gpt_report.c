@@ -48,7 +48,7 @@ int train_gpt_options(options_t *o, int argc, char **argv) {
     { "file", CLI_STRING, &o->file_dir,
       "directory, or several separated by ':', for what neither device nor host can hold", 0, 0, NULL },
     { "file-mem", CLI_SIZE, &o->file_mem_bytes, "file budget; default: as the host's", 0, 0, NULL },
-    { "window", CLI_SIZE, &o->window_bytes, "chunk size; default: searched", 0, 0, NULL },
+    { "chunk-size", CLI_SIZE, &o->chunk_bytes, "chunk size; default: searched", 0, 0, NULL },
     { "margin", CLI_SIZE, &o->margin_bytes, "of the device budget, left unused", 0, 0, NULL },
     { "static-params", CLI_F64, &o->static_params, "policy static: share of parameters kept on the device", 0, 0,
       NULL },
@@ -164,7 +164,7 @@ static void print_places(trainer_t *t, const gemini_stats_t *stats) {
   }
   printf("\nchunks of %s; %" PRIu64 " of %" PRIu64 " iterations under a plan, %" PRIu64 " departed, %" PRIu64
          " plans; acquires %" PRIu64 " hits, %" PRIu64 " misses; ops waited %.3f s in all\n",
-         cli_format_size(stats->window_bytes, a, sizeof a), stats->planned_iterations, stats->iterations,
+         cli_format_size(stats->chunk_bytes, a, sizeof a), stats->planned_iterations, stats->iterations,
          stats->departures, stats->plans, stats->acquire_hits, stats->acquire_misses, 1e-9 * (double)stats->stall_ns);
 }
 
@@ -212,7 +212,7 @@ bool train_gpt_report(trainer_t *t) {
   row_u64(&row, "evicted_bytes", moved_bytes(&stats, GEMINI_LINK_D2H));
   row_u64(&row, "file_read_bytes", moved_bytes(&stats, GEMINI_LINK_F2H));
   row_u64(&row, "file_written_bytes", moved_bytes(&stats, GEMINI_LINK_H2F));
-  row_u64(&row, "window_bytes", stats.window_bytes);
+  row_u64(&row, "chunk_bytes", stats.chunk_bytes);
   row_u64(&row, "nonmodel_peak_bytes", memory->nonmodel_peak_bytes);
   row_u64(&row, "working_set_bytes", memory->working_peak_bytes);
   row_u64(&row, "planned_iterations", stats.planned_iterations);

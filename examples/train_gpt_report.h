@@ -18,7 +18,7 @@ enum { DEVICE_SIM, DEVICE_CUDA };
 typedef struct options {
   const char *text, *device_mem, *host_mem, *file_dir, *trace, *load_trace, *timeline, *cublas;
   uint32_t policy, schedule, device;
-  uint64_t host_mem_bytes, file_mem_bytes, window_bytes, margin_bytes, sim_h2d_bytes_per_s, sim_d2h_bytes_per_s;
+  uint64_t host_mem_bytes, file_mem_bytes, chunk_bytes, margin_bytes, sim_h2d_bytes_per_s, sim_d2h_bytes_per_s;
   uint64_t layers, width, heads, context, batch, steps, seed, warmup, update_threads, device_ordinal;
   uint64_t lr_warmup, eval_every, context_every, skip_layer_every;
   double lr, weight_decay, clip, static_params, static_optim;

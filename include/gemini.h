@@ -123,7 +123,7 @@ enum {
 };
 enum { GEMINI_LOG_ERROR = 1, GEMINI_LOG_WARNING = 2, GEMINI_LOG_INFO = 3, GEMINI_LOG_DEBUG = 4 };
 enum {
-  GEMINI_CONFIG_STRICT = 1 /* unmap an evicted window at once, waiting for its users, so that a stale access faults */
+  GEMINI_CONFIG_STRICT = 1 /* unmap an evicted chunk at once, waiting for its users, so that a stale access faults */
 };
 
 /** @param level GEMINI_LOG_*  @param message borrowed until return; no newline at its end
@@ -141,9 +141,9 @@ typedef struct gemini_config {
   uint32_t log_level;           /* most verbose level delivered; 0 = GEMINI_LOG_WARNING */
   uint64_t device_bytes;        /* device budget, model and non-model data; required */
   uint64_t device_margin_bytes; /* of device_bytes, left unused as a safety margin */
-  uint64_t host_bytes;   /* host budget; 0 = four fifths of what the process may still take (its cgroup's limit) */
-  uint64_t file_bytes;   /* file budget; 0 = no file tier */
-  uint64_t window_bytes; /* chunk size, a power of two from 64 KiB to 1 GiB; 0 = searched */
+  uint64_t host_bytes;  /* host budget; 0 = four fifths of what the process may still take (its cgroup's limit) */
+  uint64_t file_bytes;  /* file budget; 0 = no file tier */
+  uint64_t chunk_bytes; /* chunk size, a power of two from 64 KiB to 1 GiB; 0 = searched */
   double static_param_fraction; /* GEMINI_PLACEMENT_STATIC: of parameter bytes, 0..1 */
   double static_optim_fraction; /* GEMINI_PLACEMENT_STATIC: of master, momentum and variance bytes, 0..1 */
   uint64_t sim_h2d_bytes_per_s; /* simulated device: copy rate to the device; 0 = as fast as memcpy */
@@ -155,7 +155,7 @@ typedef struct gemini_config {
   uint32_t file_engine;         /* GEMINI_FILE_ENGINE_* */
   uint32_t reserved;            /* 0 */
   const char *keep_name;        /* the file tier's files are kept under this name, for gemini_checkpoint(); needs
-                                   window_bytes; borrowed. NULL: they vanish with the process */
+                                   chunk_bytes; borrowed. NULL: they vanish with the process */
   uint64_t watchdog_ns; /* a call that waits for longer, for queued work, transfers, workers, the system or another
                                    call, is logged as a warning that says for what; again at twice that time, and so on.
                                    Needs log_fn; 0: no watchdog */
@@ -225,7 +225,7 @@ GEMINI_API gemini_status_t gemini_stream_synchronize(gemini_manager_t mgr, gemin
 
 /** @defgroup arenas Arenas and tensors
  *  An arena is a range of device addresses reserved for life. Tensors lie in it one after another and never move.
- *  The arena is cut into windows of one size, the chunks; a window is what becomes resident and moves.
+ *  The arena is cut into chunks of one size, the chunks; a chunk is what becomes resident and moves.
  *  Bytes that nobody has written read as zero.
  *  @{ */
 enum {
@@ -275,8 +275,8 @@ typedef struct gemini_arena_info_s {
   uint64_t base;        /* device address of its first byte */
   uint64_t size_bytes;  /* used so far: end of the last tensor or reserved range */
   uint64_t capacity_bytes;
-  uint64_t window_bytes;                  /* 0 before the size is chosen (the first access or iteration) */
-  uint64_t tier_bytes[GEMINI_TIER_COUNT]; /* bytes of its windows whose newest copy is in this tier */
+  uint64_t chunk_bytes;                   /* 0 before the size is chosen (the first access or iteration) */
+  uint64_t tier_bytes[GEMINI_TIER_COUNT]; /* bytes of its chunks whose newest copy is in this tier */
   uint64_t tensor_count;
 } gemini_arena_info_t;
 #define GEMINI_ARENA_INFO_INIT { sizeof(gemini_arena_info_t), 0, 0, 0, 0, 0, { 0, 0, 0 }, 0 }
@@ -419,14 +419,14 @@ GEMINI_API gemini_status_t gemini_release(gemini_manager_t mgr, const gemini_acc
  *  effect where there is none. mode is ignored. Since: 0.1 */
 GEMINI_API gemini_status_t gemini_hint(gemini_manager_t mgr, const gemini_access_t *accesses, uint64_t count)
     GEMINI_MUST_CHECK;
-/** Moves ranges to their tier (DEVICE, HOST or FILE) now, evicting for it where needed; windows are moved whole.
- *  Leaving the device is queued behind the work that uses the window. mode is ignored.
- *  @retval GEMINI_ERR_BUSY  a window is acquired or pinned where it must leave. Since: 0.1 */
+/** Moves ranges to their tier (DEVICE, HOST or FILE) now, evicting for it where needed; chunks are moved whole.
+ *  Leaving the device is queued behind the work that uses the chunk. mode is ignored.
+ *  @retval GEMINI_ERR_BUSY  a chunk is acquired or pinned where it must leave. Since: 0.1 */
 GEMINI_API gemini_status_t gemini_move(gemini_manager_t mgr, const gemini_access_t *accesses, uint64_t count)
     GEMINI_MUST_CHECK;
 /** Brings a range to the device and keeps it there until unpinned. Pins nest. Since: 0.1 */
 GEMINI_API gemini_status_t gemini_pin(gemini_manager_t mgr, const gemini_access_t *access) GEMINI_MUST_CHECK;
-/** @retval GEMINI_ERR_STATE  a window of the range is not pinned. Since: 0.1 */
+/** @retval GEMINI_ERR_STATE  a chunk of the range is not pinned. Since: 0.1 */
 GEMINI_API gemini_status_t gemini_unpin(gemini_manager_t mgr, const gemini_access_t *access) GEMINI_MUST_CHECK;
 /** @} */
 
@@ -451,13 +451,13 @@ typedef uint64_t gemini_graph_t;
  *  acquires and releases on this stream until gemini_graph_end() is read by the graph: the copies that it needs get
  *  into the capture, and nothing is computed or brought now. gemini_op_begin() and gemini_op_end() on a stream that is
  *  captured so give names to messages, and nothing else.
- *  @param device_bytes for chunks that take turns; whole windows of it count. A replay overlaps copies with kernels
+ *  @param device_bytes for chunks that take turns; whole chunks of it count. A replay overlaps copies with kernels
  *                      where it holds more than one operator's chunks
  *  @param graph_out    transferred to the caller; end with gemini_graph_destroy() or gemini_manager_close(). At most
  *                      256 exist at once
  *  @retval GEMINI_ERR_UNSUPPORTED  the simulated device has no graphs
  *  @retval GEMINI_ERR_STATE        the stream is being captured already, or another graph was begun on it and not ended
- *  @retval GEMINI_ERR_INVALID      device_bytes is less than a window, stream is GEMINI_STREAM_CALLER, or 256 exist
+ *  @retval GEMINI_ERR_INVALID      device_bytes is less than a chunk, stream is GEMINI_STREAM_CALLER, or 256 exist
  *  @retval GEMINI_ERR_OOM_DEVICE   they are not to be had beside what is acquired, pinned and allocated, or the plan
  *                                  cannot be made with what they leave. Since: 0.1 */
 GEMINI_API gemini_status_t gemini_graph_begin(gemini_manager_t mgr, gemini_stream_t stream, uint64_t device_bytes,
@@ -516,7 +516,7 @@ GEMINI_API gemini_status_t gemini_host_free(gemini_manager_t mgr, void *ptr);
 
 /** @defgroup data Zero, load, store, norm, update
  *  @{ */
-/** Makes a range read as zero; whole windows cost nothing until they are used.
+/** Makes a range read as zero; whole chunks cost nothing until they are used.
  *  @param access object and range; mode and tier are ignored
  *  @retval GEMINI_ERR_BUSY      a part of it is acquired
  *  @retval GEMINI_ERR_STATE     a part of a parameter whose bytes its gradient has taken
@@ -595,7 +595,7 @@ typedef struct gemini_update_s {
 #define GEMINI_UPDATE_INIT { sizeof(gemini_update_t), 0, NULL, NULL, 0, 0, 0, 0, 0, NULL, NULL }
 
 /** Walks arenas of one layout, span by span, and runs fn on each span where its chunks live. A span is a part of the
- *  range in one window of the arena with the smallest elements, and on the host in one window of every arena; spans do
+ *  range in one chunk of the arena with the smallest elements, and on the host in one chunk of every arena; spans do
  *  not overlap and cover the range. A tensor in a reusing arena whose gradient was not written since its parameter was
  *  is given a zero gradient. An arena written without READ must be written whole. Afterwards the tensors written to are
  *  in state HOLD and hold parameters again.
@@ -639,7 +639,7 @@ GEMINI_API gemini_status_t gemini_update_wait(gemini_manager_t mgr) GEMINI_MUST_
  *  Blocks. Since: 0.1 */
 GEMINI_API gemini_status_t gemini_checkpoint(gemini_manager_t mgr) GEMINI_MUST_CHECK;
 /** Takes up the last checkpoint in the kept files: no byte is read before it is used. Arenas and tensors must have been
- *  made as they were, by name, kind and size, and hold no bytes yet; window_bytes and file_dir must be the same.
+ *  made as they were, by name, kind and size, and hold no bytes yet; chunk_bytes and file_dir must be the same.
  *  @retval GEMINI_ERR_NOT_FOUND  there is no checkpoint
  *  @retval GEMINI_ERR_FORMAT     it is of other arenas or tensors: the message names one; nothing changed
  *  @retval GEMINI_ERR_STATE      no keep_name, an arena holds bytes, or a checkpoint was made or taken up before
@@ -818,11 +818,11 @@ typedef struct gemini_stats_s {
   uint64_t model_bytes;    /* of all arenas, reused bytes once */
   uint64_t nonmodel_bytes; /* live allocations now */
   uint64_t nonmodel_peak_bytes;
-  uint64_t window_bytes;
+  uint64_t chunk_bytes;
   uint64_t moved_bytes[GEMINI_LINK_COUNT][GEMINI_REASON_COUNT];
   uint64_t moved_chunks[GEMINI_LINK_COUNT][GEMINI_REASON_COUNT];
-  uint64_t acquire_hits;        /* windows found resident by an acquire on the device */
-  uint64_t acquire_misses;      /* windows fetched by the acquire itself */
+  uint64_t acquire_hits;        /* chunks found resident by an acquire on the device */
+  uint64_t acquire_misses;      /* chunks fetched by the acquire itself */
   uint64_t stall_ns;            /* streams stood still inside ops, waiting for chunks, in all */
   uint64_t iterations;          /* ended */
   uint64_t planned_iterations;  /* of these, run to their end under a plan */

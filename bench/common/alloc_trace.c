@@ -119,15 +119,15 @@ gemini_status_t alloc_trace_serve(const alloc_trace_t *trace, const gemini_confi
 
 uint64_t alloc_trace_least(const alloc_trace_t *trace, const gemini_config_t *config) {
   gemini_config_t c = *config;
-  uint64_t window = c.window_bytes, low = trace->live_peak_bytes / window, high = low * 4 + 4, held;
+  uint64_t chunk = c.chunk_bytes, low = trace->live_peak_bytes / chunk, high = low * 4 + 4, held;
   c.device_margin_bytes = 0;
-  c.device_bytes = high * window;
+  c.device_bytes = high * chunk;
   if (alloc_trace_serve(trace, &c, &held)) return 0;
-  while (high - low > 1) { /* it works in high windows; low are not known to be enough */
+  while (high - low > 1) { /* it works in high chunks; low are not known to be enough */
     uint64_t middle = low + (high - low) / 2;
-    c.device_bytes = middle * window;
+    c.device_bytes = middle * chunk;
     if (alloc_trace_serve(trace, &c, &held)) low = middle;
     else high = middle;
   }
-  return high * window;
+  return high * chunk;
 }

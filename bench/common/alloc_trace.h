@@ -37,9 +37,9 @@ typedef void (*alloc_put_fn)(void *user, void *ptr, uint64_t size_bytes);
 bool alloc_trace_play(const alloc_trace_t *trace, alloc_get_fn get, alloc_put_fn put, void *user);
 
 /* Plays it on a manager of that configuration, opened and closed here, by the allocator for PyTorch. held_out: most bytes
- * that the device gave for it, whole windows. The status of what failed. */
+ * that the device gave for it, whole chunks. The status of what failed. */
 gemini_status_t alloc_trace_serve(const alloc_trace_t *trace, const gemini_config_t *config, uint64_t *held_out);
-/* The smallest device budget in which that works, to a window; 0: there is none below four times what is live. */
+/* The smallest device budget in which that works, to a chunk; 0: there is none below four times what is live. */
 uint64_t alloc_trace_least(const alloc_trace_t *trace, const gemini_config_t *config);
 
 #endif

@@ -59,7 +59,7 @@ int peer_torch(int cuda, void *allocator) {
 int peer_open(int cuda, uint64_t device_bytes, gemini_manager_t *mgr_out, void **stream_out) {
   gemini_config_t config = GEMINI_CONFIG_INIT;
   config.device = cuda ? GEMINI_DEVICE_CUDA : GEMINI_DEVICE_SIMULATED;
-  config.window_bytes = 2 << 20;
+  config.chunk_bytes = 2 << 20;
   config.device_bytes = device_bytes;
   config.host_bytes = 64 << 20;
   config.update_threads = 1;

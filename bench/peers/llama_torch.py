@@ -54,7 +54,7 @@ arguments.add_argument("--file", default=None, help="of gemini: directory of the
 arguments.add_argument("--file-mem", default="0")
 arguments.add_argument("--placement", default="auto")
 arguments.add_argument("--allocator", default="pool", choices=["pool", "process", "torch"], help="of gemini")
-arguments.add_argument("--window", default="0", help="bytes of a chunk; 0: searched")
+arguments.add_argument("--chunk-size", default="0", help="bytes of a chunk; 0: searched")
 arguments.add_argument("--device", default=None, help="cpu: the simulated device")
 arguments.add_argument("--timeline", default=None, help="of gemini, the last step, to this file")
 arguments.add_argument("--trace", default=None, help="of gemini, saved to this file")
@@ -236,7 +236,7 @@ def main():
             host_memory=host,
             file=options.file,
             file_memory=options.file_mem,
-            window=options.window,
+            chunk_size=options.chunk_size,
             device=device,
             allocator=options.allocator if cuda else None,
         )
@@ -311,7 +311,7 @@ def main():
             file_peak=stats["peak_bytes"]["file"],
             predicted_sec_per_step=stats["predicted_step_ns"] / 1e9,
             measured_sec_per_step=stats["measured_step_ns"] / 1e9,
-            window_bytes=stats["window_bytes"],
+            chunk_bytes=stats["chunk_bytes"],
             departures=stats["departures"],
             plans=stats["plans"],
             op_peak_error_bytes=stats["op_peak_error_bytes"],

@@ -27,7 +27,7 @@ static inline __attribute__((always_inline)) void store_any(void *base, uint64_t
   }
 }
 
-/* Arithmetic, a busy divider above all, fills the processor's window with few loads, so that its own prefetching comes
+/* Arithmetic, a busy divider above all, fills the processor's chunk with few loads, so that its own prefetching comes
  * late: asking this far ahead makes the difference between 0.8 and 0.95 of a plain pass (AdamW). */
 #define AHEAD 512u
 static inline __attribute__((always_inline)) void prefetch(const void *base, uint64_t i, uint32_t dtype) {

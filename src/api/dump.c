@@ -18,7 +18,7 @@ static void write_figures(FILE *file, const gemini_stats_t *s) {
               s->budget_bytes[t], s->peak_bytes[t]);
   fprintf(file, "allocated: %" PRIu64 " bytes on the device, %" PRIu64 " on the host\n", s->nonmodel_bytes,
           s->host_block_bytes);
-  fprintf(file, "tensors: %" PRIu64 " bytes, in chunks of %" PRIu64 "\n", s->model_bytes, s->window_bytes);
+  fprintf(file, "tensors: %" PRIu64 " bytes, in chunks of %" PRIu64 "\n", s->model_bytes, s->chunk_bytes);
   fprintf(file, "iterations: %" PRIu64 " ended, %" PRIu64 " of them planned; %" PRIu64 " departures\n", s->iterations,
           s->planned_iterations, s->departures);
   fprintf(file, "updates: %" PRIu64 " parts pending\n", s->pending_updates);
@@ -65,14 +65,14 @@ static void write_records(gmi_manager_t *m, FILE *file) {
   uint64_t resident = 0, acquired = 0, dirty = 0, on_host = 0, in_files = 0, empty = 0;
   for (uint32_t i = 0; i < GMI_ARENAS; i++) {
     gmi_arena_t *a = gmi_arena_at(m, i);
-    for (uint32_t k = 0; a && a->windows && k < atomic_load(&a->window_count); k++) {
-      const gmi_window_t *w = &a->windows[k];
-      resident += gmi_window_is_resident(w);
-      dirty += gmi_window_has_only(w, GMI_VALID_DEVICE);
-      acquired += gmi_window_in_use(w);
-      on_host += gmi_window_has(w, GMI_VALID_HOST) != 0;
-      in_files += gmi_window_has(w, GMI_VALID_FILE) != 0;
-      empty += gmi_window_has_only(w, GMI_VALID_ZERO);
+    for (uint32_t k = 0; a && a->chunks && k < atomic_load(&a->chunk_count); k++) {
+      const gmi_chunk_t *c = &a->chunks[k];
+      resident += gmi_chunk_is_resident(c);
+      dirty += gmi_chunk_has_only(c, GMI_VALID_DEVICE);
+      acquired += gmi_chunk_in_use(c);
+      on_host += gmi_chunk_has(c, GMI_VALID_HOST) != 0;
+      in_files += gmi_chunk_has(c, GMI_VALID_FILE) != 0;
+      empty += gmi_chunk_has_only(c, GMI_VALID_ZERO);
     }
   }
   fprintf(file, "operator: %s; %s iteration is open\n", op ? op : "none", m->iteration_open ? "an" : "no");

@@ -56,9 +56,9 @@ static gemini_status_t config_check(gemini_config_t *c) {
   if (c->device_margin_bytes >= c->device_bytes)
     return gmi_fail(GEMINI_ERR_INVALID, 0, "device_margin_bytes is %llu, must be less than device_bytes, %llu",
                     (unsigned long long)c->device_margin_bytes, (unsigned long long)c->device_bytes);
-  if (c->keep_name && (!*c->keep_name || !c->file_bytes || !c->window_bytes))
+  if (c->keep_name && (!*c->keep_name || !c->file_bytes || !c->chunk_bytes))
     return gmi_fail(GEMINI_ERR_INVALID, 0, "keep_name is \"%.60s\": it must not be empty, and needs %s", c->keep_name,
-                    c->file_bytes ? "window_bytes" : "a file tier");
+                    c->file_bytes ? "chunk_bytes" : "a file tier");
   gemini_status_t status = gmi_log_environment(c);
   if (status) return status;
   if (c->watchdog_ns && (!c->log_fn || c->log_level == GEMINI_LOG_ERROR))
@@ -135,7 +135,7 @@ static gemini_status_t manager_open(const gemini_config_t *theirs, gemini_manage
   m->events = &gmi_tracer_events;
   m->advice = &gmi_tracer_advice;
   m->when_locked = gmi_hook_drain;
-  m->check = gmi_windows_check;
+  m->check = gmi_chunks_check;
   m->stats.budget_bytes[GEMINI_TIER_DEVICE] = config.device_bytes;
   m->stats.budget_bytes[GEMINI_TIER_FILE] = config.file_bytes;
   m->config.file_dir = m->config.keep_name = NULL;
@@ -169,14 +169,14 @@ static gemini_status_t manager_open(const gemini_config_t *theirs, gemini_manage
     return status;
   }
   m->granularity = m->dev->memory.granularity(m->dev_self);
-  uint64_t w = config.window_bytes;
-  if (w && ((w & (w - 1)) || w < 65536 || w < m->granularity || w > (UINT64_C(1) << 30))) {
-    status = gmi_fail(GEMINI_ERR_INVALID, 0, "window_bytes is %llu, must be a power of two from %llu to 1 GiB",
-                      (unsigned long long)w, (unsigned long long)(m->granularity > 65536 ? m->granularity : 65536));
-  } else if (w > config.device_bytes - config.device_margin_bytes) {
+  uint64_t c = config.chunk_bytes;
+  if (c && ((c & (c - 1)) || c < 65536 || c < m->granularity || c > (UINT64_C(1) << 30))) {
+    status = gmi_fail(GEMINI_ERR_INVALID, 0, "chunk_bytes is %llu, must be a power of two from %llu to 1 GiB",
+                      (unsigned long long)c, (unsigned long long)(m->granularity > 65536 ? m->granularity : 65536));
+  } else if (c > config.device_bytes - config.device_margin_bytes) {
     status =
-        gmi_fail(GEMINI_ERR_INVALID, 0, "window_bytes is %llu, more than the device budget without its margin, %llu",
-                 (unsigned long long)w, (unsigned long long)(config.device_bytes - config.device_margin_bytes));
+        gmi_fail(GEMINI_ERR_INVALID, 0, "chunk_bytes is %llu, more than the device budget without its margin, %llu",
+                 (unsigned long long)c, (unsigned long long)(config.device_bytes - config.device_margin_bytes));
   } else if (config.device_bytes - config.device_margin_bytes < 65536) {
     status = gmi_fail(GEMINI_ERR_INVALID, 0, "device_bytes without its margin is %llu, at least 65536",
                       (unsigned long long)(config.device_bytes - config.device_margin_bytes));
@@ -225,8 +225,8 @@ static gemini_status_t close_check(gmi_manager_t *m) {
                     gmi_arena_get(m, lease.key.object)->name);
   for (uint32_t a = 0; a < GMI_ARENAS; a++) {
     gmi_arena_t *arena = gmi_arena_at(m, a);
-    for (uint32_t i = 0; arena && arena->windows && i < atomic_load(&arena->window_count); i++)
-      if (gmi_window_device_users(&arena->windows[i]))
+    for (uint32_t i = 0; arena && arena->chunks && i < atomic_load(&arena->chunk_count); i++)
+      if (gmi_chunk_device_users(&arena->chunks[i]))
         return gmi_fail(GEMINI_ERR_BUSY, 0, "a range of arena %s is acquired", arena->name);
   }
   return GEMINI_OK;
@@ -256,14 +256,14 @@ gemini_status_t gemini_manager_close(gemini_manager_t mgr) { API_RETURN(manager_
 /* ---- budgets */
 static gemini_status_t budget_device(gmi_manager_t *m, uint64_t bytes) {
   uint64_t margin = m->config.device_margin_bytes;
-  uint64_t window = atomic_load(&m->window_bytes) ? atomic_load(&m->window_bytes) : 65536;
-  if (bytes <= margin || bytes - margin < window)
-    return gmi_fail(GEMINI_ERR_INVALID, 0, "device budget %llu without its margin %llu is less than one window, %llu",
-                    (unsigned long long)bytes, (unsigned long long)margin, (unsigned long long)window);
+  uint64_t chunk_bytes = atomic_load(&m->chunk_bytes) ? atomic_load(&m->chunk_bytes) : 65536;
+  if (bytes <= margin || bytes - margin < chunk_bytes)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "device budget %llu without its margin %llu is less than one chunk, %llu",
+                    (unsigned long long)bytes, (unsigned long long)margin, (unsigned long long)chunk_bytes);
   gemini_status_t status = GEMINI_OK;
   uint64_t old = m->config.device_bytes;
-  if (atomic_load(&m->window_bytes)) {
-    uint64_t frames = (bytes - margin) / window;
+  if (atomic_load(&m->chunk_bytes)) {
+    uint64_t frames = (bytes - margin) / chunk_bytes;
     if (frames > UINT32_MAX - 1) frames = UINT32_MAX - 1;
     status = gmi_frames_resize(m, (uint32_t)frames);
   } else {
@@ -281,7 +281,7 @@ static gemini_status_t budget_device(gmi_manager_t *m, uint64_t bytes) {
   int64_t code = gmi_fail_code();
   snprintf(message, sizeof message, "%s", gmi_fail_message());
   m->config.device_bytes = old;
-  if (atomic_load(&m->window_bytes) && gmi_frames_resize(m, (uint32_t)((old - margin) / window)) == GEMINI_OK)
+  if (atomic_load(&m->chunk_bytes) && gmi_frames_resize(m, (uint32_t)((old - margin) / chunk_bytes)) == GEMINI_OK)
     (void)gmi_tracer_replan(m);
   return gmi_fail(status, code, "%s", message);
 }

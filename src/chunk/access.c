@@ -2,7 +2,7 @@
  * SPDX-License-Identifier: Apache-2.0
  *
  * The fast path takes no lock, but for parts of tensors that of a table of leases, for a moment. It adds itself to the
- * words of windows that are resident and settled and of the tensor; whatever else is the case, the slow path sorts out
+ * words of chunks that are resident and settled and of the tensor; whatever else is the case, the slow path sorts out
  * under the manager's lock. */
 #include <errno.h>
 #include <stdlib.h>
@@ -131,13 +131,13 @@ static void fast_undo(gmi_manager_t *m, const fast_t *f, const gemini_access_t *
     gmi_lease_key_t key = lease_key(access, f->size);
     if (gmi_lease_claim(&m->leases, &key)) gmi_lease_end(&m->leases, &key);
   }
-  for (uint64_t i = f->first; i < end; i++) gmi_window_unhold_device(&f->store->windows[i], access->mode);
+  for (uint64_t i = f->first; i < end; i++) gmi_chunk_unhold_device(&f->store->chunks[i], access->mode);
   tensor_unhold(f->tensor, f->field);
 }
 
 /* With the tensor held, so that neither it nor its arena can go. alone: there is no other access in the batch, which
  * could be for the same bytes by another name. */
-static bool fast_windows(gmi_manager_t *m, const gemini_access_t *access, uint32_t stream, bool alone, fast_t *f) {
+static bool fast_chunks(gmi_manager_t *m, const gemini_access_t *access, uint32_t stream, bool alone, fast_t *f) {
   gmi_tensor_t *t = f->tensor;
   gmi_arena_t *a = f->arena = gmi_arena_at(m, t->arena);
   f->first = 0;
@@ -157,11 +157,11 @@ static bool fast_windows(gmi_manager_t *m, const gemini_access_t *access, uint32
   if (fine) {
     f->store = a->store == a->index ? a : gmi_arena_at(m, a->store);
     f->offset = t->offset + access->offset_bytes;
-    i = f->first = f->offset >> m->window_shift;
-    f->last = (f->offset + f->size - 1) >> m->window_shift;
-    if (f->last < atomic_load_explicit(&f->store->window_count, memory_order_acquire))
-      while (i <= f->last && gmi_window_hold_fast(m, &f->store->windows[i], access->mode, stream)) i++;
-    if (i > f->last && !whole) { /* last, as it takes a lock, and all is in vain where the windows cannot be had */
+    i = f->first = f->offset >> m->chunk_shift;
+    f->last = (f->offset + f->size - 1) >> m->chunk_shift;
+    if (f->last < atomic_load_explicit(&f->store->chunk_count, memory_order_acquire))
+      while (i <= f->last && gmi_chunk_hold_fast(m, &f->store->chunks[i], access->mode, stream)) i++;
+    if (i > f->last && !whole) { /* last, as it takes a lock, and all is in vain where the chunks cannot be had */
       gmi_lease_key_t key = lease_key(access, f->size);
       f->leased = gmi_lease_add(&m->leases, &key) == GEMINI_OK;
     }
@@ -171,20 +171,20 @@ static bool fast_windows(gmi_manager_t *m, const gemini_access_t *access, uint32
   return false;
 }
 
-/* Holds tensor and windows. false: not done, for whatever reason. */
+/* Holds tensor and chunks. false: not done, for whatever reason. */
 static bool fast_hold(gmi_manager_t *m, const gemini_access_t *access, uint32_t stream, bool alone, fast_t *f) {
   uint32_t index = (uint32_t)access->object & (GMI_TENSORS - 1);
   uint32_t generation = (uint32_t)(access->object >> GMI_TENSOR_INDEX_BITS) & GMI_TENSOR_GENERATIONS;
   if (access->tier != GEMINI_TIER_DEVICE || access->mode - 1 > 2 || access->object >> 60 != GMI_HANDLE_TENSOR ||
       ((access->object ^ m->handle) & GMI_HANDLE_MANAGER_MASK) || !generation ||
-      !atomic_load_explicit(&m->window_bytes, memory_order_acquire))
+      !atomic_load_explicit(&m->chunk_bytes, memory_order_acquire))
     return false;
   gmi_tensor_t *t = f->tensor = &m->tensors[index];
-  /* What names a size is a part, mostly; fast_windows() knows. */
+  /* What names a size is a part, mostly; fast_chunks() knows. */
   f->field = access->size_bytes ? field_others() : field_whole(access->mode);
   if (atomic_load_explicit(&t->life, memory_order_acquire) != generation || !tensor_hold(t, f->field)) return false;
   if (atomic_load_explicit(&t->life, memory_order_acquire) == generation)
-    return fast_windows(m, access, stream, alone, f);
+    return fast_chunks(m, access, stream, alone, f);
   tensor_unhold(t, f->field); /* it went, and its record serves another one by now */
   return false;
 }
@@ -208,12 +208,12 @@ static void *range_pointer(gmi_manager_t *m, const gemini_access_t *access, cons
   return r->size ? gmi_range_host(m, r->store, r->offset) : NULL;
 }
 
-static bool covers(gmi_manager_t *m, const gmi_range_t *r, uint32_t window) {
-  uint64_t begin = (uint64_t)window << m->window_shift, end = begin + atomic_load(&m->window_bytes);
+static bool covers(gmi_manager_t *m, const gmi_range_t *r, uint32_t chunk) {
+  uint64_t begin = (uint64_t)chunk << m->chunk_shift, end = begin + atomic_load(&m->chunk_bytes);
   return r->offset <= begin && r->offset + r->size >= end; /* behind the arena's end, too: it may grow, into zeros */
 }
 
-/* ---- slow acquire, in steps: hold every window so that none leaves; bring them; wait; commit */
+/* ---- slow acquire, in steps: hold every chunk so that none leaves; bring them; wait; commit */
 typedef struct {
   gmi_range_t range;
   int content;
@@ -242,33 +242,33 @@ static void uncount_acquire(gmi_manager_t *m, const gemini_access_t *access, con
   if (p->counted) tensor_unhold(p->range.tensor, p->field);
 }
 
-static gemini_status_t hold_window(gmi_manager_t *m, const gemini_access_t *access, const gmi_range_t *r,
-                                   gmi_window_t *w) {
-  gemini_status_t status = gmi_updates_queue(m, w);
-  const char *why = status ? NULL : gmi_window_hold(m, w, access->tier, access->mode);
+static gemini_status_t hold_chunk(gmi_manager_t *m, const gemini_access_t *access, const gmi_range_t *r,
+                                  gmi_chunk_t *c) {
+  gemini_status_t status = gmi_updates_queue(m, c);
+  const char *why = status ? NULL : gmi_chunk_hold(m, c, access->tier, access->mode);
   return why ? gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of %s is %s", gmi_range_name(m, r), why) : status;
 }
 
-static gemini_status_t bring_window(gmi_manager_t *m, const gemini_access_t *access, const gmi_range_t *r, uint32_t i) {
-  gmi_window_t *w = &r->store->windows[i];
+static gemini_status_t bring_chunk(gmi_manager_t *m, const gemini_access_t *access, const gmi_range_t *r, uint32_t i) {
+  gmi_chunk_t *c = &r->store->chunks[i];
   bool fresh = access->mode == GEMINI_WRITE && covers(m, r, i);
   if (access->tier == GEMINI_TIER_DEVICE) {
-    if (gmi_window_is_resident(w)) {
+    if (gmi_chunk_is_resident(c)) {
       count_hits(m, 1);
       return GEMINI_OK;
     }
     m->stats.acquire_misses += !fresh; /* for bytes that will all be overwritten nothing is fetched */
-    return gmi_window_fetch(m, w, fresh, GEMINI_REASON_DEMAND, GMI_TAKE_EVICT);
+    return gmi_chunk_fetch(m, c, fresh, GEMINI_REASON_DEMAND, GMI_TAKE_EVICT);
   }
   if (fresh) {
-    if (gmi_window_io(w)) { /* what is being read is dead already */
-      gmi_lane_wait_slot(m, &m->host.slots[gmi_window_slot(w)], m->host.slots[gmi_window_slot(w)].work_queued);
+    if (gmi_chunk_io(c)) { /* what is being read is dead already */
+      gmi_lane_wait_slot(m, &m->host.slots[gmi_chunk_slot(c)], m->host.slots[gmi_chunk_slot(c)].work_queued);
       gmi_files_poll(m);
     }
-    gmi_file_forgive(w);
-    return gmi_host_slot_take(m, w); /* dead bytes: dropped in commit */
+    gmi_file_forgive(c);
+    return gmi_host_slot_take(m, c); /* dead bytes: dropped in commit */
   }
-  return gmi_window_to_host(m, w, false, GEMINI_REASON_DEMAND);
+  return gmi_chunk_to_host(m, c, false, GEMINI_REASON_DEMAND);
 }
 
 /* One wait for each stream that something is awaited from, for its latest mark. */
@@ -283,23 +283,23 @@ static void await(gmi_manager_t *m, waits_t *waits, gmi_fence_t fence) {
   waits->set |= UINT64_C(1) << s;
 }
 
-static gemini_status_t wait_windows(gmi_manager_t *m, const gemini_access_t *accesses, const prepared_t *p,
-                                    uint64_t count, uint32_t stream) {
+static gemini_status_t wait_chunks(gmi_manager_t *m, const gemini_access_t *accesses, const prepared_t *p,
+                                   uint64_t count, uint32_t stream) {
   waits_t waits;
   waits.set = 0;
   for (uint64_t k = 0; k < count; k++) {
     const gmi_range_t *r = &p[k].range;
     for (uint64_t i = r->first; i <= r->last; i++) {
-      gmi_window_t *w = &r->store->windows[i];
+      gmi_chunk_t *c = &r->store->chunks[i];
       if (accesses[k].tier == GEMINI_TIER_HOST) {
-        gemini_status_t status = gmi_window_settle_host(m, w);
-        if (!status && (accesses[k].mode & GEMINI_WRITE)) status = gmi_fence_sync(m, gmi_window_arrive(w));
+        gemini_status_t status = gmi_chunk_settle_host(m, c);
+        if (!status && (accesses[k].mode & GEMINI_WRITE)) status = gmi_fence_sync(m, gmi_chunk_arrive(c));
         if (status) return status;
         continue;
       }
-      gmi_window_settle(m, w);
-      gmi_fence_t fences[GMI_WINDOW_FENCES];
-      uint32_t fence_count = gmi_window_fences(w, accesses[k].mode, fences);
+      gmi_chunk_settle(m, c);
+      gmi_fence_t fences[GMI_CHUNK_FENCES];
+      uint32_t fence_count = gmi_chunk_fences(c, accesses[k].mode, fences);
       for (uint32_t n = 0; n < fence_count; n++) await(m, &waits, fences[n]);
     }
   }
@@ -316,10 +316,10 @@ static gemini_status_t leave_device(gmi_manager_t *m, const gemini_access_t *acc
   if (access->tier == GEMINI_TIER_DEVICE || !(access->mode & GEMINI_WRITE)) return GEMINI_OK;
   gemini_status_t status = GEMINI_OK;
   for (uint64_t i = r->first; !status && i <= r->last; i++) {
-    gmi_window_t *w = &r->store->windows[i];
+    gmi_chunk_t *c = &r->store->chunks[i];
     /* Dead bytes stay until the whole batch has succeeded; then they leave without a copy. */
     if (!(access->mode == GEMINI_WRITE && covers(m, r, (uint32_t)i)))
-      status = gmi_window_to_host(m, w, true, GEMINI_REASON_DEMAND);
+      status = gmi_chunk_to_host(m, c, true, GEMINI_REASON_DEMAND);
   }
   return status;
 }
@@ -329,12 +329,12 @@ static void commit(gmi_manager_t *m, gemini_access_t *access, const prepared_t *
   const gmi_range_t *r = &p->range;
   bool write = access->mode & GEMINI_WRITE, device = access->tier == GEMINI_TIER_DEVICE;
   for (uint64_t i = r->first; write && i <= r->last; i++) {
-    gmi_window_t *w = &r->store->windows[i];
+    gmi_chunk_t *c = &r->store->chunks[i];
     if (device) {
-      gmi_window_wrote(m, w);
+      gmi_chunk_wrote(m, c);
     } else {
-      gmi_window_refilled(m, w);
-      gmi_window_host_wrote(m, w);
+      gmi_chunk_refilled(m, c);
+      gmi_chunk_host_wrote(m, c);
     }
   }
   if (r->tensor) {
@@ -349,7 +349,7 @@ static void commit(gmi_manager_t *m, gemini_access_t *access, const prepared_t *
   access->ptr = range_pointer(m, access, r);
 }
 
-/* Ranges of several windows on the host lie side by side there, with those that they overlap. */
+/* Ranges of several chunks on the host lie side by side there, with those that they overlap. */
 static gemini_status_t place_hosts(gmi_manager_t *m, const gemini_access_t *accesses, const prepared_t *p,
                                    uint64_t count) {
   gemini_status_t status = GEMINI_OK;
@@ -370,7 +370,7 @@ static gemini_status_t place_hosts(gmi_manager_t *m, const gemini_access_t *acce
       }
     }
     status = gmi_host_run(m, r->store, first, last - first + 1);
-    for (uint32_t i = first; i <= last; i++) gmi_window_batch_place(&r->store->windows[i], true);
+    for (uint32_t i = first; i <= last; i++) gmi_chunk_batch_place(&r->store->chunks[i], true);
   }
   return status;
 }
@@ -379,7 +379,7 @@ static void batch_forget(const gemini_access_t *accesses, const prepared_t *p, u
   for (uint64_t k = 0; k < count; k++) {
     const gmi_range_t *r = &p[k].range;
     for (uint64_t i = r->first; accesses[k].tier == GEMINI_TIER_HOST && i <= r->last; i++)
-      gmi_window_batch_end(&r->store->windows[i]);
+      gmi_chunk_batch_end(&r->store->chunks[i]);
   }
 }
 
@@ -389,9 +389,9 @@ static bool may_wait(const gemini_access_t *accesses, const prepared_t *p, uint6
   for (uint64_t k = 0; k < count; k++) {
     const gmi_range_t *r = &p[k].range;
     for (uint64_t i = r->first; accesses[k].tier == GEMINI_TIER_DEVICE && i <= r->last; i++) {
-      const gmi_window_t *w = &r->store->windows[i];
-      if (gmi_window_deferred(w)) return *for_updates_out = true;
-      may |= !gmi_window_is_resident(w);
+      const gmi_chunk_t *c = &r->store->chunks[i];
+      if (gmi_chunk_deferred(c)) return *for_updates_out = true;
+      may |= !gmi_chunk_is_resident(c);
     }
   }
   return may;
@@ -418,14 +418,14 @@ static uint64_t batch_lacks(const gmi_manager_t *m, const gemini_access_t *acces
     for (uint64_t k = 0; k < count; k++) {
       const gmi_range_t *r = &p[k].range;
       for (uint64_t i = r->first; accesses[k].tier == tier && i <= r->last; i++) {
-        gmi_window_t *w = &r->store->windows[i];
-        bool placed = tier == GEMINI_TIER_DEVICE ? gmi_window_frame(w) != GMI_NONE : gmi_window_has_slot(w);
-        lacking += !pass && !placed && !gmi_window_batch_placed(w);
-        gmi_window_batch_place(w, !pass);
+        gmi_chunk_t *c = &r->store->chunks[i];
+        bool placed = tier == GEMINI_TIER_DEVICE ? gmi_chunk_frame(c) != GMI_NONE : gmi_chunk_has_slot(c);
+        lacking += !pass && !placed && !gmi_chunk_batch_placed(c);
+        gmi_chunk_batch_place(c, !pass);
       }
     }
   }
-  return lacking << m->window_shift;
+  return lacking << m->chunk_shift;
 }
 
 /* What the tiers refused was one chunk: says what is lacking for the batch. Called before it is given up. */
@@ -445,7 +445,7 @@ static void batch_tell_lack(gmi_manager_t *m, const gemini_access_t *accesses, c
 static gemini_status_t acquire_slow(gmi_manager_t *m, gemini_access_t *accesses, uint64_t count, uint32_t stream) {
   prepared_t small[SMALL_BATCH], *p = small;
   gemini_status_t status = GEMINI_OK;
-  for (uint64_t k = 0; !status && k < count && !atomic_load(&m->window_bytes); k++) { /* nothing is cut for these */
+  for (uint64_t k = 0; !status && k < count && !atomic_load(&m->chunk_bytes); k++) { /* nothing is cut for these */
     status = access_check(&accesses[k]);
     if (!status) status = gmi_range_resolve(m, &accesses[k], &small[0].range);
   }
@@ -481,40 +481,40 @@ static gemini_status_t acquire_slow(gmi_manager_t *m, gemini_access_t *accesses,
   gmi_pause_t pause = { 0 };
   bool for_updates;
   if (!status && may_wait(accesses, p, count, &for_updates)) m->events->pause_begins(m, stream, for_updates, &pause);
-  uint64_t held = 0, held_windows = 0, touched = 0; /* accesses held whole; windows held of the next one */
+  uint64_t held = 0, held_chunks = 0, touched = 0; /* accesses held whole; chunks held of the next one */
   for (; !status && held < count; held += !status) {
     gmi_range_t *r = &p[held].range;
     touched = held + 1;
-    held_windows = 0;
+    held_chunks = 0;
     status = count_acquire(m, &accesses[held], &p[held]);
     for (uint64_t i = r->first; !status && i <= r->last; i++) {
-      status = hold_window(m, &accesses[held], r, &r->store->windows[i]);
-      held_windows += !status;
+      status = hold_chunk(m, &accesses[held], r, &r->store->chunks[i]);
+      held_chunks += !status;
     }
   }
   if (!status) status = place_hosts(m, accesses, p, count);
   batch_forget(accesses, p, touched);
   for (uint64_t k = 0; !status && k < count; k++)
     for (uint64_t i = p[k].range.first; !status && i <= p[k].range.last; i++)
-      status = bring_window(m, &accesses[k], &p[k].range, (uint32_t)i);
+      status = bring_chunk(m, &accesses[k], &p[k].range, (uint32_t)i);
   if (held == count && gmi_is_oom(status)) batch_tell_lack(m, accesses, p, count, status);
   if (!status) m->events->pause_ends(m, stream, &pause);
-  if (!status) status = wait_windows(m, accesses, p, count, stream);
+  if (!status) status = wait_chunks(m, accesses, p, count, stream);
   for (uint64_t k = 0; !status && k < count; k++) status = leave_device(m, &accesses[k], &p[k].range);
   for (uint64_t k = 0; !status && k < count; k++) commit(m, &accesses[k], &p[k]);
   if (status) {
     for (uint64_t k = 0; k < touched; k++) {
       gmi_range_t *r = &p[k].range;
       uncount_acquire(m, &accesses[k], &p[k]);
-      uint64_t n = k < held ? (r->first <= r->last ? (uint64_t)r->last - r->first + 1 : 0) : held_windows;
+      uint64_t n = k < held ? (r->first <= r->last ? (uint64_t)r->last - r->first + 1 : 0) : held_chunks;
       for (uint64_t i = 0; i < n; i++) {
-        gmi_window_t *w = &r->store->windows[r->first + i];
-        gmi_window_unhold(m, w, accesses[k].tier, accesses[k].mode);
+        gmi_chunk_t *c = &r->store->chunks[r->first + i];
+        gmi_chunk_unhold(m, c, accesses[k].tier, accesses[k].mode);
         /* A frame taken for bytes that are not written after all holds nothing. */
-        if (gmi_window_frame(w) != GMI_NONE && !gmi_window_has(w, GMI_VALID_DEVICE) && !gmi_window_device_users(w)) {
+        if (gmi_chunk_frame(c) != GMI_NONE && !gmi_chunk_has(c, GMI_VALID_DEVICE) && !gmi_chunk_device_users(c)) {
           char message[440];
           memcpy(message, gmi_fail_message(), sizeof message);
-          gmi_window_evict(m, w, GEMINI_REASON_DEMAND);
+          gmi_chunk_evict(m, c, GEMINI_REASON_DEMAND);
           gmi_fail(status, 0, "%s", message);
         }
       }
@@ -569,19 +569,19 @@ static gemini_status_t not_acquired(gmi_manager_t *m, const gemini_access_t *acc
                   (unsigned long long)r->size, (unsigned long long)access->offset_bytes, gmi_range_name(m, r));
 }
 
-/* A claim keeps the tensor in use, so that neither it nor its windows can go before the second pass. */
+/* A claim keeps the tensor in use, so that neither it nor its chunks can go before the second pass. */
 static gemini_status_t claim(gmi_manager_t *m, const gemini_access_t *access, gmi_range_t *r) {
   gemini_status_t status = access_check(access);
   if (!status) status = gmi_range_bytes(m, access, r);
   if (status) return status;
   if (is_whole(access, r->tensor, r->size)) {
     if (!tensor_rehold(r->tensor, field_whole(access->mode), field_others())) return not_acquired(m, access, r);
-    gmi_range_windows(m, r);
+    gmi_range_chunks(m, r);
     return GEMINI_OK;
   }
   gmi_lease_key_t key = lease_key(access, r->size);
   if (!gmi_lease_claim(&m->leases, &key)) return not_acquired(m, access, r);
-  gmi_range_windows(m, r);
+  gmi_range_chunks(m, r);
   void *ptr = range_pointer(m, access, r);
   if (access->tier == GEMINI_TIER_DEVICE || access->ptr == ptr) return GEMINI_OK;
   gmi_lease_unclaim(&m->leases, &key);
@@ -597,18 +597,18 @@ static void unclaim(gmi_manager_t *m, const gemini_access_t *access) {
   else (void)tensor_rehold(r.tensor, field_others(), field_whole(access->mode));
 }
 
-/* Lets the windows go. Fails when the stream could not be made to wait for another use of a window; they are let go all
+/* Lets the chunks go. Fails when the stream could not be made to wait for another use of a chunk; they are let go all
  * the same. */
-static gemini_status_t release_windows(gmi_manager_t *m, const gemini_access_t *access, const gmi_range_t *r,
-                                       uint32_t stream, bool locked) {
+static gemini_status_t release_chunks(gmi_manager_t *m, const gemini_access_t *access, const gmi_range_t *r,
+                                      uint32_t stream, bool locked) {
   gemini_status_t status = GEMINI_OK;
   for (uint64_t i = r->first; i <= r->last; i++) {
-    gmi_window_t *w = &r->store->windows[i];
+    gmi_chunk_t *c = &r->store->chunks[i];
     gemini_status_t used = GEMINI_OK;
-    if (access->tier == GEMINI_TIER_DEVICE) used = gmi_window_use(m, w, access->mode, stream, locked);
+    if (access->tier == GEMINI_TIER_DEVICE) used = gmi_chunk_use(m, c, access->mode, stream, locked);
     if (used) status = used;
-    gmi_window_unhold(m, w, access->tier, access->mode);
-    if (access->tier == GEMINI_TIER_HOST) gmi_host_released(m, w);
+    gmi_chunk_unhold(m, c, access->tier, access->mode);
+    if (access->tier == GEMINI_TIER_HOST) gmi_host_released(m, c);
   }
   return status;
 }
@@ -616,7 +616,7 @@ static gemini_status_t release_windows(gmi_manager_t *m, const gemini_access_t *
 /* Ends an acquire that was claimed. */
 static gemini_status_t end(gmi_manager_t *m, const gemini_access_t *access, const gmi_range_t *r, uint32_t stream,
                            bool locked, uint32_t phase) {
-  gemini_status_t status = release_windows(m, access, r, stream, locked);
+  gemini_status_t status = release_chunks(m, access, r, stream, locked);
   gmi_lease_key_t key = lease_key(access, r->size);
   if (!is_whole(access, r->tensor, r->size)) gmi_lease_end(&m->leases, &key);
   if (r->tensor) (void)tensor_release(r->tensor, field_others(), phase);
@@ -646,7 +646,7 @@ static gemini_status_t release_batch(gmi_manager_t *m, const gemini_access_t *ac
 }
 
 /* One whole tensor on the device, the frequent case, in one step. After the tensor's count is given back, the pins of
- * the windows keep arena and records alive. False: it is something else, or was not acquired; nothing changed. */
+ * the chunks keep arena and records alive. False: it is something else, or was not acquired; nothing changed. */
 static bool release_whole(gmi_manager_t *m, const gemini_access_t *access, uint32_t stream,
                           gemini_status_t *status_out) {
   if (access->tier != GEMINI_TIER_DEVICE || access->mode - 1 > 2 || access->object >> 60 != GMI_HANDLE_TENSOR)
@@ -655,8 +655,8 @@ static bool release_whole(gmi_manager_t *m, const gemini_access_t *access, uint3
   if (gmi_range_bytes(m, access, &r) || r.size != r.tensor->size) return false;
   uint32_t phase = atomic_load_explicit(&m->phase, memory_order_relaxed);
   if (!tensor_release(r.tensor, field_whole(access->mode), phase)) return false;
-  gmi_range_windows(m, &r);
-  *status_out = release_windows(m, access, &r, stream, false);
+  gmi_range_chunks(m, &r);
+  *status_out = release_chunks(m, access, &r, stream, false);
   return true;
 }
 

@@ -77,32 +77,32 @@ gmi_tensor_t *gmi_tensor_get(gmi_manager_t *m, gemini_tensor_t handle) {
   return NULL;
 }
 
-gmi_arena_t *gmi_window_arena(gmi_manager_t *m, const gmi_window_t *w) { return gmi_arena_at(m, w->arena); }
-uint8_t *gmi_window_device(gmi_manager_t *m, const gmi_window_t *w) {
-  return gmi_arena_at(m, w->arena)->base + ((uint64_t)w->index << m->window_shift);
+gmi_arena_t *gmi_chunk_arena(gmi_manager_t *m, const gmi_chunk_t *c) { return gmi_arena_at(m, c->arena); }
+uint8_t *gmi_chunk_device(gmi_manager_t *m, const gmi_chunk_t *c) {
+  return gmi_arena_at(m, c->arena)->base + ((uint64_t)c->index << m->chunk_shift);
 }
 
-/* ---- windows
+/* ---- chunks
  *
- * Their records exist once arenas are cut into windows (cut.c). */
+ * Their records exist once arenas are cut into chunks (cut.c). */
 gemini_status_t gmi_arena_grow(gmi_manager_t *m, gmi_arena_t *store) {
   GMI_ASSERT(gmi_lock_is_mine(m));
-  uint64_t window = atomic_load(&m->window_bytes);
-  if (!window || store->store != store->index) return GEMINI_OK;
-  if (!store->windows) {
-    uint64_t bytes = (store->capacity >> m->window_shift) * sizeof(gmi_window_t);
-    store->windows = gmi_space(bytes);
-    if (!store->windows)
-      return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no address space for the %llu windows of arena %s",
-                      (unsigned long long)(store->capacity >> m->window_shift), store->name);
-    store->window_map_bytes = bytes;
+  uint64_t chunk_bytes = atomic_load(&m->chunk_bytes);
+  if (!chunk_bytes || store->store != store->index) return GEMINI_OK;
+  if (!store->chunks) {
+    uint64_t bytes = (store->capacity >> m->chunk_shift) * sizeof(gmi_chunk_t);
+    store->chunks = gmi_space(bytes);
+    if (!store->chunks)
+      return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no address space for the %llu chunks of arena %s",
+                      (unsigned long long)(store->capacity >> m->chunk_shift), store->name);
+    store->chunk_map_bytes = bytes;
   }
-  uint32_t count = atomic_load(&store->window_count);
-  uint32_t want = (uint32_t)((atomic_load(&store->size) + window - 1) >> m->window_shift);
-  for (uint32_t i = count; i < want; i++) gmi_window_init(&store->windows[i], store->index, i);
+  uint32_t count = atomic_load(&store->chunk_count);
+  uint32_t want = (uint32_t)((atomic_load(&store->size) + chunk_bytes - 1) >> m->chunk_shift);
+  for (uint32_t i = count; i < want; i++) gmi_chunk_init(&store->chunks[i], store->index, i);
   if (want > count) {
-    m->window_total += want - count;
-    atomic_store_explicit(&store->window_count, want, memory_order_release);
+    m->chunk_total += want - count;
+    atomic_store_explicit(&store->chunk_count, want, memory_order_release);
   }
   return GEMINI_OK;
 }
@@ -140,20 +140,20 @@ gemini_status_t gmi_range_bytes(gmi_manager_t *m, const gemini_access_t *access,
   return GEMINI_OK;
 }
 
-void gmi_range_windows(gmi_manager_t *m, gmi_range_t *range) {
-  if (!range->size || !atomic_load(&m->window_bytes)) return;
-  range->first = (uint32_t)(range->offset >> m->window_shift);
-  range->last = (uint32_t)((range->offset + range->size - 1) >> m->window_shift);
+void gmi_range_chunks(gmi_manager_t *m, gmi_range_t *range) {
+  if (!range->size || !atomic_load(&m->chunk_bytes)) return;
+  range->first = (uint32_t)(range->offset >> m->chunk_shift);
+  range->last = (uint32_t)((range->offset + range->size - 1) >> m->chunk_shift);
 }
 
 gemini_status_t gmi_range_resolve(gmi_manager_t *m, const gemini_access_t *access, gmi_range_t *range_out) {
   gemini_status_t status = gmi_range_bytes(m, access, range_out);
-  if (!status) gmi_range_windows(m, range_out);
+  if (!status) gmi_range_chunks(m, range_out);
   return status;
 }
 
 gemini_status_t gmi_range_ready(gmi_manager_t *m, const gemini_access_t *access, gmi_range_t *range_out) {
-  bool cut = atomic_load(&m->window_bytes);
+  bool cut = atomic_load(&m->chunk_bytes);
   gemini_status_t status = gmi_range_resolve(m, access, range_out);
   if (!status && !cut) status = gmi_cut(m);
   return status || cut ? status : gmi_range_resolve(m, access, range_out);
@@ -194,11 +194,11 @@ static gemini_status_t arena_check(gmi_manager_t *m, gemini_arena_config_t *c, g
 static void arena_free(gmi_manager_t *m, gmi_arena_t *a) {
   if (a->store == a->index) {
     if (a->base) m->dev->memory.unreserve(m->dev_self, a->base, a->capacity);
-    for (uint32_t i = 0; m->file_dir && a->windows && i < atomic_load(&a->window_count); i++)
-      gmi_file_forgive(&a->windows[i]);
-    gmi_windows_check(m);
-    gmi_windows_forget_checks(m);
-    gmi_space_free(a->windows, a->window_map_bytes);
+    for (uint32_t i = 0; m->file_dir && a->chunks && i < atomic_load(&a->chunk_count); i++)
+      gmi_file_forgive(&a->chunks[i]);
+    gmi_chunks_check(m);
+    gmi_chunks_forget_checks(m);
+    gmi_space_free(a->chunks, a->chunk_map_bytes);
   }
   free(a->order);
   free(a);
@@ -232,7 +232,7 @@ static gemini_status_t arena_create(gmi_manager_t *m, const gemini_arena_config_
   uint64_t capacity = c.capacity_bytes;
   if (!capacity) capacity = base ? base->capacity_asked / base->element_bytes * a->element_bytes : total;
   a->capacity_asked = capacity - capacity % a->element_bytes;
-  a->capacity = round_up(capacity, m->config.window_bytes > GMI_WINDOW_MAX ? m->config.window_bytes : GMI_WINDOW_MAX);
+  a->capacity = round_up(capacity, m->config.chunk_bytes > GMI_CHUNK_MAX ? m->config.chunk_bytes : GMI_CHUNK_MAX);
   if (base) {
     a->like = base->index;
     atomic_store(&a->size, atomic_load(&base->size) / base->element_bytes * a->element_bytes);
@@ -329,12 +329,12 @@ static gemini_status_t arena_destroy(gmi_manager_t *m, gemini_arena_t handle) {
   gemini_status_t status = gmi_updates_queue(m, NULL); /* nothing of it may be left that names it */
   if (status) return status;
   gmi_lane_drain(m, NULL);
-  uint32_t count = a->store == a->index ? atomic_load(&a->window_count) : 0;
+  uint32_t count = a->store == a->index ? atomic_load(&a->chunk_count) : 0;
   for (uint32_t i = 0; i < count; i++) {
-    gmi_window_t *w = &a->windows[i];
-    if (gmi_window_device_users(w) || gmi_window_host_users(w) || gmi_window_is_pinned(w))
+    gmi_chunk_t *c = &a->chunks[i];
+    if (gmi_chunk_device_users(c) || gmi_chunk_host_users(c) || gmi_chunk_is_pinned(c))
       return gmi_fail(GEMINI_ERR_BUSY, 0, "a range of arena %s is acquired or pinned", a->name);
-    if (gmi_window_in_graphs(w))
+    if (gmi_chunk_in_graphs(c))
       return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is in a graph that lives", a->name);
   }
   status = tensors_kill(m, a);
@@ -343,7 +343,7 @@ static gemini_status_t arena_destroy(gmi_manager_t *m, gemini_arena_t handle) {
     for (uint32_t i = 0; status && i < a->tensor_count; i++) tensor_revive(&m->tensors[a->order[i]]);
   }
   if (status) return status;
-  for (uint32_t i = 0; i < count; i++) gmi_window_forget(m, &a->windows[i]);
+  for (uint32_t i = 0; i < count; i++) gmi_chunk_forget(m, &a->chunks[i]);
   gmi_host_forget(m);
   if (a->store == a->index) gmi_arena_unmap(m, a);
   while (a->tensor_count) {
@@ -351,7 +351,7 @@ static gemini_status_t arena_destroy(gmi_manager_t *m, gemini_arena_t handle) {
     if (m->tensors[index].base != index) counterpart_unlink(m, index);
     tensor_drop(m, index);
   }
-  m->window_total -= count;
+  m->chunk_total -= count;
   gmi_arena_t *base = gmi_arena_at(m, a->like);
   if (base != a) base->followers--;
   if (a->store != a->index) gmi_arena_at(m, a->store)->reused = false;
@@ -383,17 +383,17 @@ void gmi_arena_free_all(gmi_manager_t *m) {
   }
 }
 
-/* Bytes of a range of windows by the tier of their newest copy, device before host before file. */
+/* Bytes of a range of chunks by the tier of their newest copy, device before host before file. */
 static void tier_bytes(gmi_manager_t *m, const gmi_range_t *r, uint64_t out[GEMINI_TIER_COUNT]) {
   memset(out, 0, GEMINI_TIER_COUNT * sizeof *out);
-  for (uint64_t i = r->first; i <= r->last && i < atomic_load(&r->store->window_count); i++) {
-    const gmi_window_t *w = &r->store->windows[i];
-    uint64_t begin = i << m->window_shift, end = begin + atomic_load(&m->window_bytes);
+  for (uint64_t i = r->first; i <= r->last && i < atomic_load(&r->store->chunk_count); i++) {
+    const gmi_chunk_t *c = &r->store->chunks[i];
+    uint64_t begin = i << m->chunk_shift, end = begin + atomic_load(&m->chunk_bytes);
     if (begin < r->offset) begin = r->offset;
     if (end > r->offset + r->size) end = r->offset + r->size;
-    if (gmi_window_has(w, GMI_VALID_DEVICE)) out[GEMINI_TIER_DEVICE] += end - begin;
-    else if (gmi_window_has(w, GMI_VALID_HOST)) out[GEMINI_TIER_HOST] += end - begin;
-    else if (gmi_window_has(w, GMI_VALID_FILE)) out[GEMINI_TIER_FILE] += end - begin;
+    if (gmi_chunk_has(c, GMI_VALID_DEVICE)) out[GEMINI_TIER_DEVICE] += end - begin;
+    else if (gmi_chunk_has(c, GMI_VALID_HOST)) out[GEMINI_TIER_HOST] += end - begin;
+    else if (gmi_chunk_has(c, GMI_VALID_FILE)) out[GEMINI_TIER_FILE] += end - begin;
   }
 }
 
@@ -408,7 +408,7 @@ gemini_status_t gemini_arena_info(gemini_manager_t mgr, gemini_arena_t arena, ge
     info.base = (uint64_t)(uintptr_t)a->base;
     info.size_bytes = atomic_load(&a->size);
     info.capacity_bytes = a->capacity_asked;
-    info.window_bytes = atomic_load(&m->window_bytes);
+    info.chunk_bytes = atomic_load(&m->chunk_bytes);
     info.tensor_count = a->tensor_count;
     gemini_access_t all = { .object = arena };
     gmi_range_t r;

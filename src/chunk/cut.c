@@ -1,7 +1,7 @@
-/* The cut of arenas into windows: its size, its tables, and a new cut once the access order is known.
+/* The cut of arenas into chunks: its size, its tables, and a new cut once the access order is known.
  * SPDX-License-Identifier: Apache-2.0
  *
- * Everything that depends on the size of windows is a table of gmi_cut_t. A cut is prepared whole, which may fail and
+ * Everything that depends on the size of chunks is a table of gmi_cut_t. A cut is prepared whole, which may fail and
  * changes nothing, and then installed, which cannot fail. */
 #include "chunk/cut.h"
 #include "base/space.h"
@@ -18,38 +18,38 @@
 
 #include "policy/policy.h"
 
-#define WINDOW_MIN UINT64_C(65536)
+#define CHUNK_MIN UINT64_C(65536)
 
 static uint64_t round_up(uint64_t value, uint64_t to) { return (value + to - 1) / to * to; }
 
 /* ---- the size */
-uint64_t gmi_window_search(gmi_manager_t *m, const gmi_window_use_t *uses, uint64_t count, uint64_t nonmodel,
-                           uint64_t bytes_per_s) {
-  gmi_window_search_t search = { .uses = uses,
-                                 .use_count = count,
-                                 .min_bytes = WINDOW_MIN > m->granularity ? WINDOW_MIN : m->granularity,
-                                 .device_bytes = m->config.device_bytes - m->config.device_margin_bytes,
-                                 .overhead_ns = m->dev->window_overhead_ns,
-                                 .bytes_per_s = bytes_per_s ? bytes_per_s : m->dev->link_bytes_per_s };
+uint64_t gmi_chunk_search(gmi_manager_t *m, const gmi_chunk_use_t *uses, uint64_t count, uint64_t nonmodel,
+                          uint64_t bytes_per_s) {
+  gmi_chunk_search_t search = { .uses = uses,
+                                .use_count = count,
+                                .min_bytes = CHUNK_MIN > m->granularity ? CHUNK_MIN : m->granularity,
+                                .device_bytes = m->config.device_bytes - m->config.device_margin_bytes,
+                                .overhead_ns = m->dev->chunk_overhead_ns,
+                                .bytes_per_s = bytes_per_s ? bytes_per_s : m->dev->link_bytes_per_s };
   search.max_bytes = search.min_bytes;
-  while (search.max_bytes < GMI_WINDOW_MAX && search.max_bytes * 2 <= search.device_bytes / 16) search.max_bytes *= 2;
+  while (search.max_bytes < GMI_CHUNK_MAX && search.max_bytes * 2 <= search.device_bytes / 16) search.max_bytes *= 2;
   search.nonmodel_bytes = nonmodel < search.device_bytes ? nonmodel : 0;
-  return count ? gmi_window_size_search(&search) : search.min_bytes;
+  return count ? gmi_chunk_size_search(&search) : search.min_bytes;
 }
 
 /* Before anything is known of the access order, registration order stands for it, a tensor an operator. */
-static gemini_status_t first_window(gmi_manager_t *m, uint64_t *window_out) {
-  gmi_window_use_t *uses = calloc(m->tensor_alive ? m->tensor_alive : 1, sizeof *uses);
-  if (!uses) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory to search the window size");
+static gemini_status_t first_chunk(gmi_manager_t *m, uint64_t *chunk_out) {
+  gmi_chunk_use_t *uses = calloc(m->tensor_alive ? m->tensor_alive : 1, sizeof *uses);
+  if (!uses) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory to search the chunk size");
   uint64_t count = 0;
   for (uint32_t i = 0; i < m->tensor_high; i++) {
     gmi_tensor_t *t = &m->tensors[i];
     if (!gmi_tensor_alive(t) || t->base != i) continue;
-    uses[count] = (gmi_window_use_t){ ((uint64_t)t->arena << 46) + t->offset, t->size, (uint32_t)count, 0 };
+    uses[count] = (gmi_chunk_use_t){ ((uint64_t)t->arena << 46) + t->offset, t->size, (uint32_t)count, 0 };
     count++;
   }
   uint64_t usable = m->config.device_bytes - m->config.device_margin_bytes;
-  *window_out = gmi_window_search(m, uses, count, usable / 4, m->config.sim_d2h_bytes_per_s);
+  *chunk_out = gmi_chunk_search(m, uses, count, usable / 4, m->config.sim_d2h_bytes_per_s);
   free(uses);
   return GEMINI_OK;
 }
@@ -63,52 +63,52 @@ static void cut_discard(gmi_cut_t *cut) {
   gmi_space_free(cut->pages, cut->page_map_bytes);
   gmi_space_free(cut->slots, cut->slot_map_bytes);
   gmi_space_free(cut->free_map, cut->free_map_bytes);
-  for (uint32_t i = 0; i < GMI_ARENAS; i++) gmi_space_free(cut->windows[i], cut->window_map_bytes[i]);
+  for (uint32_t i = 0; i < GMI_ARENAS; i++) gmi_space_free(cut->chunks[i], cut->chunk_map_bytes[i]);
   free(cut);
 }
 
-static gemini_status_t windows_prepare(gmi_manager_t *m, gmi_cut_t *cut) {
+static gemini_status_t chunks_prepare(gmi_manager_t *m, gmi_cut_t *cut) {
   for (uint32_t i = 0; i < GMI_ARENAS; i++) {
     const gmi_arena_t *a = gmi_arena_at(m, i);
     if (!a || a->store != i) continue;
-    cut->window_map_bytes[i] = (a->capacity >> cut->shift) * sizeof(gmi_window_t);
-    cut->windows[i] = gmi_space(cut->window_map_bytes[i]);
-    if (!cut->windows[i])
-      return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no address space for the %llu windows of arena %s",
+    cut->chunk_map_bytes[i] = (a->capacity >> cut->shift) * sizeof(gmi_chunk_t);
+    cut->chunks[i] = gmi_space(cut->chunk_map_bytes[i]);
+    if (!cut->chunks[i])
+      return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no address space for the %llu chunks of arena %s",
                       (unsigned long long)(a->capacity >> cut->shift), a->name);
   }
   return GEMINI_OK;
 }
 
-static gemini_status_t cut_prepare(gmi_manager_t *m, uint64_t window, gmi_cut_t **cut_out) {
+static gemini_status_t cut_prepare(gmi_manager_t *m, uint64_t chunk_bytes, gmi_cut_t **cut_out) {
   gmi_cut_t *cut = calloc(1, sizeof *cut);
   if (!cut) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the tables of chunks");
-  cut->shift = (uint32_t)__builtin_ctzll(window);
+  cut->shift = (uint32_t)__builtin_ctzll(chunk_bytes);
   gemini_status_t status = gmi_frames_prepare(m, cut);
   if (!status) status = gmi_heap_prepare(m, cut);
   if (!status) status = gmi_host_prepare(m, cut);
-  if (!status) status = windows_prepare(m, cut);
+  if (!status) status = chunks_prepare(m, cut);
   if (status) cut_discard(cut);
   else *cut_out = cut;
   return status;
 }
 
-/* Takes the tables out of cut, which is discarded. The windows all read as zero. */
+/* Takes the tables out of cut, which is discarded. The chunks all read as zero. */
 static void cut_install(gmi_manager_t *m, gmi_cut_t *cut) {
-  m->window_shift = cut->shift;
-  m->window_total = 0;
+  m->chunk_shift = cut->shift;
+  m->chunk_total = 0;
   gmi_frames_install(m, cut);
   gmi_heap_install(m, cut);
   gmi_host_install(m, cut);
   for (uint32_t i = 0; i < GMI_ARENAS; i++) {
     gmi_arena_t *a = gmi_arena_at(m, i);
     if (!a || a->store != i) continue;
-    a->windows = cut->windows[i];
-    a->window_map_bytes = cut->window_map_bytes[i];
-    atomic_store(&a->window_count, 0);
-    cut->windows[i] = NULL;
+    a->chunks = cut->chunks[i];
+    a->chunk_map_bytes = cut->chunk_map_bytes[i];
+    atomic_store(&a->chunk_count, 0);
+    cut->chunks[i] = NULL;
   }
-  atomic_store_explicit(&m->window_bytes, UINT64_C(1) << cut->shift, memory_order_release);
+  atomic_store_explicit(&m->chunk_bytes, UINT64_C(1) << cut->shift, memory_order_release);
   for (uint32_t i = 0; i < GMI_ARENAS; i++) {
     gmi_arena_t *a = gmi_arena_at(m, i);
     if (a) (void)gmi_arena_grow(m, a); /* cannot fail: the records have their space */
@@ -118,26 +118,27 @@ static void cut_install(gmi_manager_t *m, gmi_cut_t *cut) {
 
 gemini_status_t gmi_cut(gmi_manager_t *m) {
   GMI_ASSERT(gmi_lock_is_mine(m));
-  if (atomic_load(&m->window_bytes)) return GEMINI_OK;
-  uint64_t window = m->config.window_bytes;
+  if (atomic_load(&m->chunk_bytes)) return GEMINI_OK;
+  uint64_t chunk_bytes = m->config.chunk_bytes;
   gmi_cut_t *cut;
-  gemini_status_t status = window ? GEMINI_OK : first_window(m, &window);
-  if (!status) status = cut_prepare(m, window, &cut);
+  gemini_status_t status = chunk_bytes ? GEMINI_OK : first_chunk(m, &chunk_bytes);
+  if (!status) status = cut_prepare(m, chunk_bytes, &cut);
   if (status) return status;
-  status = gmi_files_cut(m, window);
+  status = gmi_files_cut(m, chunk_bytes);
   if (status) {
     cut_discard(cut);
     return status;
   }
   cut_install(m, cut);
-  gmi_log(m, GEMINI_LOG_INFO, "windows of %llu bytes, %u device frames", (unsigned long long)window, m->frame_count);
+  gmi_log(m, GEMINI_LOG_INFO, "chunks of %llu bytes, %u device frames", (unsigned long long)chunk_bytes,
+          m->frame_count);
   return GEMINI_OK;
 }
 
 /* ---- a new cut */
 
-/* Acquires that take no lock reach windows only by a tensor that they have counted themselves at. So with all tensors
- * frozen and none in use, only the holder of the lock reaches windows; who comes meanwhile waits for the lock. False: a
+/* Acquires that take no lock reach chunks only by a tensor that they have counted themselves at. So with all tensors
+ * frozen and none in use, only the holder of the lock reaches chunks; who comes meanwhile waits for the lock. False: a
  * tensor is in use, and none is frozen. */
 static void tensors_thaw(gmi_manager_t *m, uint32_t count) {
   for (uint32_t i = 0; i < count; i++) atomic_fetch_and(&m->tensors[i].word, ~GMI_TENSOR_FROZEN);
@@ -152,35 +153,35 @@ static bool tensors_freeze(gmi_manager_t *m) {
 }
 
 /* Every byte must fit on the host, and nothing may be in use. */
-static bool recut_possible(gmi_manager_t *m, uint64_t window) {
+static bool recut_possible(gmi_manager_t *m, uint64_t chunk_bytes) {
   uint64_t need = 0;
-  if (m->config.window_bytes || m->files || m->graph_count || gmi_host_blocks(m) ||
+  if (m->config.chunk_bytes || m->files || m->graph_count || gmi_host_blocks(m) ||
       (m->heap && gmi_heap_blocks_used(m->heap)))
     return false;
   for (uint32_t i = 0; i < GMI_ARENAS; i++) {
     gmi_arena_t *a = gmi_arena_at(m, i);
-    for (uint32_t k = 0; a && a->windows && k < atomic_load(&a->window_count); k++) {
-      gmi_window_t *w = &a->windows[k];
-      if (gmi_window_device_users(w) || gmi_window_host_users(w) || gmi_window_is_pinned(w) || gmi_window_deferred(w))
+    for (uint32_t k = 0; a && a->chunks && k < atomic_load(&a->chunk_count); k++) {
+      gmi_chunk_t *c = &a->chunks[k];
+      if (gmi_chunk_device_users(c) || gmi_chunk_host_users(c) || gmi_chunk_is_pinned(c) || gmi_chunk_deferred(c))
         return false;
-      if (gmi_window_has_slot(w) && gmi_window_slot(w) >= m->host.slot_count) return false;
+      if (gmi_chunk_has_slot(c) && gmi_chunk_slot(c) >= m->host.slot_count) return false;
     }
     if (a && a->store == i) {
-      need += round_up(atomic_load(&a->size), window);
-      if (a->capacity % window) return false;
+      need += round_up(atomic_load(&a->size), chunk_bytes);
+      if (a->capacity % chunk_bytes) return false;
     }
   }
-  return need <= m->config.host_bytes && m->config.device_bytes - m->config.device_margin_bytes >= window;
+  return need <= m->config.host_bytes && m->config.device_bytes - m->config.device_margin_bytes >= chunk_bytes;
 }
 
-bool gmi_recut_possible(gmi_manager_t *m, uint64_t window) {
-  if (!atomic_load(&m->window_bytes) || !tensors_freeze(m)) return false;
-  bool possible = recut_possible(m, window);
+bool gmi_recut_possible(gmi_manager_t *m, uint64_t chunk_bytes) {
+  if (!atomic_load(&m->chunk_bytes) || !tensors_freeze(m)) return false;
+  bool possible = recut_possible(m, chunk_bytes);
   tensors_thaw(m, m->tensor_high);
   return possible;
 }
 
-/* Parts of the host tier, as long as the smaller of the two windows, and where what lies there belongs. */
+/* Parts of the host tier, as long as the smaller of the two chunks, and where what lies there belongs. */
 typedef struct {
   uint64_t bytes, count;
   uint32_t *goes;   /* [count] GMI_NONE: nothing lies here */
@@ -202,117 +203,118 @@ static void parts_move(gmi_manager_t *m, parts_t *p) {
 }
 
 typedef struct {
-  gmi_window_t *windows;
+  gmi_chunk_t *chunks;
   uint64_t map_bytes;
   uint32_t count;
 } old_cut_t;
 
 /* Every byte goes home under the new cut. */
 static void go_home(gmi_manager_t *m, const old_cut_t *old, uint32_t old_shift, parts_t *p) {
-  uint64_t window = UINT64_C(1) << m->window_shift, old_window = UINT64_C(1) << old_shift;
+  uint64_t chunk_bytes = UINT64_C(1) << m->chunk_shift, old_chunk = UINT64_C(1) << old_shift;
   memset(p->goes, 0xff, p->count * sizeof *p->goes);
   for (uint32_t i = 0; i < GMI_ARENAS; i++) {
     gmi_arena_t *a = gmi_arena_at(m, i);
     for (uint32_t k = 0; k < old[i].count; k++) {
-      if (!gmi_window_has(&old[i].windows[k], GMI_VALID_HOST)) continue;
-      uint64_t from = (uint64_t)gmi_window_slot(&old[i].windows[k]) << old_shift, offset = (uint64_t)k << old_shift;
-      uint64_t to = (uint64_t)a->home * window + offset, end = round_up(atomic_load(&a->size), window);
-      for (uint64_t at = 0; at < old_window && offset + at < end; at += p->bytes)
+      if (!gmi_chunk_has(&old[i].chunks[k], GMI_VALID_HOST)) continue;
+      uint64_t from = (uint64_t)gmi_chunk_slot(&old[i].chunks[k]) << old_shift, offset = (uint64_t)k << old_shift;
+      uint64_t to = (uint64_t)a->home * chunk_bytes + offset, end = round_up(atomic_load(&a->size), chunk_bytes);
+      for (uint64_t at = 0; at < old_chunk && offset + at < end; at += p->bytes)
         p->goes[(from + at) / p->bytes] = (uint32_t)((to + at) / p->bytes);
     }
   }
   parts_move(m, p);
 }
 
-/* The new records of one arena, whose bytes are home. What reads as zero becomes zeros where it shares a new window
- * with other bytes, and so does the part of the last new window that no old one covers: the arena may grow into it. */
+/* The new records of one arena, whose bytes are home. What reads as zero becomes zeros where it shares a new chunk
+ * with other bytes, and so does the part of the last new chunk that no old one covers: the arena may grow into it. */
 static void recut_arena(gmi_manager_t *m, gmi_arena_t *a, const old_cut_t *old, uint32_t old_shift) {
-  uint64_t window = UINT64_C(1) << m->window_shift, old_window = UINT64_C(1) << old_shift;
-  for (uint32_t k = 0; k < atomic_load(&a->window_count); k++) {
-    uint64_t begin = k * window, end = begin + window;
+  uint64_t chunk_bytes = UINT64_C(1) << m->chunk_shift, old_chunk = UINT64_C(1) << old_shift;
+  for (uint32_t k = 0; k < atomic_load(&a->chunk_count); k++) {
+    uint64_t begin = k * chunk_bytes, end = begin + chunk_bytes;
     bool any = false;
-    for (uint64_t o = begin >> old_shift; o < old->count && o * old_window < end; o++)
-      any |= !gmi_window_has(&old->windows[o], GMI_VALID_ZERO);
+    for (uint64_t o = begin >> old_shift; o < old->count && o * old_chunk < end; o++)
+      any |= !gmi_chunk_has(&old->chunks[o], GMI_VALID_ZERO);
     if (!any) continue;
-    gmi_host_slot_bind(m, &a->windows[k], a->home + k);
-    for (uint64_t o = begin >> old_shift; o < old->count && o * old_window < end; o++) {
-      uint64_t from = o * old_window > begin ? o * old_window : begin;
-      uint64_t to = (o + 1) * old_window < end ? (o + 1) * old_window : end;
-      if (gmi_window_has(&old->windows[o], GMI_VALID_ZERO)) memset(gmi_range_host(m, a, from), 0, to - from);
+    gmi_host_slot_bind(m, &a->chunks[k], a->home + k);
+    for (uint64_t o = begin >> old_shift; o < old->count && o * old_chunk < end; o++) {
+      uint64_t from = o * old_chunk > begin ? o * old_chunk : begin;
+      uint64_t to = (o + 1) * old_chunk < end ? (o + 1) * old_chunk : end;
+      if (gmi_chunk_has(&old->chunks[o], GMI_VALID_ZERO)) memset(gmi_range_host(m, a, from), 0, to - from);
     }
-    uint64_t covered = old->count * old_window;
+    uint64_t covered = old->count * old_chunk;
     if (covered < end) memset(gmi_range_host(m, a, covered), 0, end - covered);
-    gmi_window_host_wrote(m, &a->windows[k]);
+    gmi_chunk_host_wrote(m, &a->chunks[k]);
   }
 }
 
 /* All bytes come to the host, where homes for them exist. Where that fails, less may be resident, and nothing else is
  * different. */
-static gemini_status_t recut_gather(gmi_manager_t *m, uint64_t window) {
+static gemini_status_t recut_gather(gmi_manager_t *m, uint64_t chunk_bytes) {
   gemini_status_t status = GEMINI_OK;
   gmi_lane_drain(m, NULL);
   for (uint32_t i = 0; i < GMI_ARENAS && !status; i++) {
     gmi_arena_t *a = gmi_arena_at(m, i);
-    for (uint32_t k = 0; !status && a && a->windows && k < atomic_load(&a->window_count); k++) {
-      status = gmi_window_evict(m, &a->windows[k], GEMINI_REASON_PLAN);
-      if (!status) status = gmi_window_settle_host(m, &a->windows[k]);
+    for (uint32_t k = 0; !status && a && a->chunks && k < atomic_load(&a->chunk_count); k++) {
+      status = gmi_chunk_evict(m, &a->chunks[k], GEMINI_REASON_PLAN);
+      if (!status) status = gmi_chunk_settle_host(m, &a->chunks[k]);
     }
   }
-  gmi_reap(m); /* of copies of a window of this size */
-  gmi_host_homes(m, (uint32_t)__builtin_ctzll(window));
+  gmi_reap(m); /* of copies of a chunk of this size */
+  gmi_host_homes(m, (uint32_t)__builtin_ctzll(chunk_bytes));
   for (uint32_t i = 0; i < GMI_ARENAS && !status; i++) {
     gmi_arena_t *a = gmi_arena_at(m, i);
-    if (a && a->store == i) status = gmi_host_commit(m, a->home * window, round_up(atomic_load(&a->size), window));
+    if (a && a->store == i)
+      status = gmi_host_commit(m, a->home * chunk_bytes, round_up(atomic_load(&a->size), chunk_bytes));
   }
   return status;
 }
 
 /* From here on nothing fails. */
 static void recut_install(gmi_manager_t *m, gmi_cut_t *cut, parts_t *p, old_cut_t *old) {
-  uint64_t old_window = atomic_load(&m->window_bytes), window = UINT64_C(1) << cut->shift;
-  uint32_t old_shift = m->window_shift;
+  uint64_t old_chunk = atomic_load(&m->chunk_bytes), chunk = UINT64_C(1) << cut->shift;
+  uint32_t old_shift = m->chunk_shift;
   gmi_unmap_all(m);
   gmi_frames_free(m);
-  for (int link = 0; link < 2; link++) m->link_ns[link].mean *= (double)window / (double)old_window;
+  for (int link = 0; link < 2; link++) m->link_ns[link].mean *= (double)chunk / (double)old_chunk;
   for (uint32_t i = 0; i < GMI_ARENAS; i++) {
     gmi_arena_t *a = gmi_arena_at(m, i);
-    if (a && a->windows) old[i] = (old_cut_t){ a->windows, a->window_map_bytes, atomic_load(&a->window_count) };
+    if (a && a->chunks) old[i] = (old_cut_t){ a->chunks, a->chunk_map_bytes, atomic_load(&a->chunk_count) };
   }
-  gmi_windows_check(m);
-  gmi_windows_forget_checks(m); /* the old records go */
+  gmi_chunks_check(m);
+  gmi_chunks_forget_checks(m); /* the old records go */
   cut_install(m, cut);
   go_home(m, old, old_shift, p);
   for (uint32_t i = 0; i < GMI_ARENAS; i++) {
-    if (!old[i].windows) continue;
+    if (!old[i].chunks) continue;
     recut_arena(m, gmi_arena_at(m, i), &old[i], old_shift);
-    gmi_space_free(old[i].windows, old[i].map_bytes);
+    gmi_space_free(old[i].chunks, old[i].map_bytes);
   }
-  gmi_log(m, GEMINI_LOG_INFO, "windows of %llu bytes instead of %llu, by the access order", (unsigned long long)window,
-          (unsigned long long)old_window);
+  gmi_log(m, GEMINI_LOG_INFO, "chunks of %llu bytes instead of %llu, by the access order", (unsigned long long)chunk,
+          (unsigned long long)old_chunk);
 }
 
-gemini_status_t gmi_recut(gmi_manager_t *m, uint64_t window) {
-  uint64_t old_window = atomic_load(&m->window_bytes);
-  if (window == old_window || !tensors_freeze(m)) return GEMINI_OK;
-  if (!recut_possible(m, window)) {
+gemini_status_t gmi_recut(gmi_manager_t *m, uint64_t chunk_bytes) {
+  uint64_t old_chunk = atomic_load(&m->chunk_bytes);
+  if (chunk_bytes == old_chunk || !tensors_freeze(m)) return GEMINI_OK;
+  if (!recut_possible(m, chunk_bytes)) {
     tensors_thaw(m, m->tensor_high);
     return GEMINI_OK;
   }
   gmi_cut_t *cut = NULL;
-  parts_t p = { .bytes = window < old_window ? window : old_window };
+  parts_t p = { .bytes = chunk_bytes < old_chunk ? chunk_bytes : old_chunk };
   p.count = m->config.host_bytes / p.bytes;
   p.goes = malloc(p.count * sizeof *p.goes);
   p.scratch = malloc(p.bytes);
   old_cut_t *old = calloc(GMI_ARENAS, sizeof *old);
   gemini_status_t status = GEMINI_OK;
   if (!p.goes || !p.scratch || !old) status = gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory to cut anew");
-  if (!status) status = cut_prepare(m, window, &cut);
-  if (!status) status = recut_gather(m, window);
+  if (!status) status = cut_prepare(m, chunk_bytes, &cut);
+  if (!status) status = recut_gather(m, chunk_bytes);
   if (!status) {
     recut_install(m, cut, &p, old);
   } else {
     cut_discard(cut);
-    gmi_host_homes(m, m->window_shift);
+    gmi_host_homes(m, m->chunk_shift);
   }
   tensors_thaw(m, m->tensor_high);
   free(p.goes);

@@ -18,17 +18,17 @@
 
 #define NORM_BLOCK UINT64_C(65536) /* bytes summed on their own, at multiples of it in the arena */
 
-static void window_part(gmi_manager_t *m, const gmi_range_t *r, uint64_t i, uint64_t *begin, uint64_t *end) {
-  *begin = i << m->window_shift;
-  *end = *begin + (UINT64_C(1) << m->window_shift);
+static void chunk_part(gmi_manager_t *m, const gmi_range_t *r, uint64_t i, uint64_t *begin, uint64_t *end) {
+  *begin = i << m->chunk_shift;
+  *end = *begin + (UINT64_C(1) << m->chunk_shift);
   if (*begin < r->offset) *begin = r->offset;
   if (*end > r->offset + r->size) *end = r->offset + r->size;
 }
 
 static gemini_status_t free_to_change(gmi_manager_t *m, const gmi_range_t *r) {
   for (uint64_t i = r->first; i <= r->last; i++) {
-    gmi_window_t *w = &r->store->windows[i];
-    if (gmi_window_host_users(w) || !gmi_window_unsettle(w, GMI_WINDOW_PINS))
+    gmi_chunk_t *c = &r->store->chunks[i];
+    if (gmi_chunk_host_users(c) || !gmi_chunk_unsettle(c, GMI_CHUNK_PINS))
       return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is acquired", r->store->name);
   }
   (void)m;
@@ -114,9 +114,9 @@ static gemini_status_t parts_of(gmi_manager_t *m, const gmi_range_t *r, parts_t 
 
 /* ---- zero, in two passes: what can fail comes first and changes no byte */
 
-/* What is to be zero of one window. */
+/* What is to be zero of one chunk. */
 typedef struct {
-  gmi_window_t *window;
+  gmi_chunk_t *chunk;
   uint64_t begin, end; /* bytes of the arena */
   enum { ZERO_ALREADY, ZERO_WHOLE, ZERO_ON_DEVICE, ZERO_ON_HOST } how;
 } zero_t;
@@ -124,36 +124,36 @@ typedef struct {
 static uint64_t zeros_count(const gmi_manager_t *m, const parts_t *parts) {
   uint64_t count = 0;
   for (uint64_t k = 0; k < parts->count; k++)
-    count += ((parts->parts[k].end - 1) >> m->window_shift) - (parts->parts[k].begin >> m->window_shift) + 1;
+    count += ((parts->parts[k].end - 1) >> m->chunk_shift) - (parts->parts[k].begin >> m->chunk_shift) + 1;
   return count;
 }
 
-/* Whole windows are forgotten; of others the bytes come to where they will be zeroed, and stay there until they are. */
+/* Whole chunks are forgotten; of others the bytes come to where they will be zeroed, and stay there until they are. */
 static gemini_status_t zero_prepare(gmi_manager_t *m, const gmi_arena_t *store, zero_t *z) {
-  gmi_window_t *w = z->window;
-  uint64_t base = (uint64_t)w->index << m->window_shift, end = base + (UINT64_C(1) << m->window_shift);
+  gmi_chunk_t *c = z->chunk;
+  uint64_t base = (uint64_t)c->index << m->chunk_shift, end = base + (UINT64_C(1) << m->chunk_shift);
   uint64_t used = atomic_load(&store->size);
   gemini_status_t status = GEMINI_OK;
   bool whole = z->begin == base && z->end >= (end < used ? end : used);
-  z->how = whole && !gmi_window_is_pinned(w)   ? ZERO_WHOLE
-           : gmi_window_has(w, GMI_VALID_ZERO) ? ZERO_ALREADY
-           : gmi_window_is_resident(w)         ? ZERO_ON_DEVICE
-                                               : ZERO_ON_HOST;
+  z->how = whole && !gmi_chunk_is_pinned(c)   ? ZERO_WHOLE
+           : gmi_chunk_has(c, GMI_VALID_ZERO) ? ZERO_ALREADY
+           : gmi_chunk_is_resident(c)         ? ZERO_ON_DEVICE
+                                              : ZERO_ON_HOST;
   if (z->how == ZERO_ON_DEVICE) {
-    return gmi_window_wait(m, m->copy_in, w, GEMINI_READ_WRITE);
+    return gmi_chunk_wait(m, m->copy_in, c, GEMINI_READ_WRITE);
   }
   if (z->how != ZERO_ON_HOST) return GEMINI_OK;
-  status = gmi_window_to_host(m, w, false, GEMINI_REASON_CALLER);
-  return status ? status : gmi_window_settle_host(m, w);
+  status = gmi_chunk_to_host(m, c, false, GEMINI_REASON_CALLER);
+  return status ? status : gmi_chunk_settle_host(m, c);
 }
 
 static gemini_status_t zero_on_device(gmi_manager_t *m, const gmi_arena_t *store, const zero_t *z) {
-  gmi_window_t *w = z->window;
+  gmi_chunk_t *c = z->chunk;
   gmi_fence_t fence = 0;
   gemini_status_t status = gmi_device_zero(m, m->copy_in, store->base + z->begin, z->end - z->begin);
   if (!status) status = gmi_fence_now(m, m->copy_in, &fence);
-  gmi_window_fills(w, status ? gmi_fence_later(m, m->copy_in) : fence); /* it may be queued all the same */
-  gmi_window_wrote(m, w);
+  gmi_chunk_fills(c, status ? gmi_fence_later(m, m->copy_in) : fence); /* it may be queued all the same */
+  gmi_chunk_wrote(m, c);
   return status;
 }
 
@@ -163,12 +163,12 @@ static gemini_status_t zero_commit(gmi_manager_t *m, const gmi_arena_t *store, c
   for (uint64_t i = 0; !status && i < count; i++)
     if (zeros[i].how == ZERO_ON_DEVICE) status = zero_on_device(m, store, &zeros[i]);
   for (uint64_t i = 0; !status && i < count; i++) {
-    gmi_window_t *w = zeros[i].window;
+    gmi_chunk_t *c = zeros[i].chunk;
     if (zeros[i].how == ZERO_WHOLE) {
-      gmi_window_forget(m, w);
+      gmi_chunk_forget(m, c);
     } else if (zeros[i].how == ZERO_ON_HOST) {
       memset(gmi_range_host(m, store, zeros[i].begin), 0, zeros[i].end - zeros[i].begin);
-      gmi_window_host_wrote(m, w);
+      gmi_chunk_host_wrote(m, c);
     }
   }
   return status;
@@ -181,18 +181,18 @@ static gemini_status_t zero_parts(gmi_manager_t *m, const gmi_arena_t *store, co
   for (uint64_t k = 0; k < parts->count; k++) {
     uint64_t stop;
     for (uint64_t at = parts->parts[k].begin; at < parts->parts[k].end; at = stop) {
-      stop = ((at >> m->window_shift) + 1) << m->window_shift;
+      stop = ((at >> m->chunk_shift) + 1) << m->chunk_shift;
       if (stop > parts->parts[k].end) stop = parts->parts[k].end;
-      zeros[n++] = (zero_t){ .window = &store->windows[at >> m->window_shift], .begin = at, .end = stop };
+      zeros[n++] = (zero_t){ .chunk = &store->chunks[at >> m->chunk_shift], .begin = at, .end = stop };
     }
   }
   gemini_status_t status = GEMINI_OK;
-  for (uint64_t i = 0; !status && i < n; i++) status = gmi_updates_queue(m, zeros[i].window); /* may move any window */
+  for (uint64_t i = 0; !status && i < n; i++) status = gmi_updates_queue(m, zeros[i].chunk); /* may move any chunk */
   for (; !status && held < n; held += !status) {
     status = zero_prepare(m, store, &zeros[held]);
-    if (!status) gmi_window_keep_slot(m, zeros[held].window, false); /* it keeps its slot */
+    if (!status) gmi_chunk_keep_slot(m, zeros[held].chunk, false); /* it keeps its slot */
   }
-  while (held-- > 0) gmi_window_let_slot(m, zeros[held].window, false);
+  while (held-- > 0) gmi_chunk_let_slot(m, zeros[held].chunk, false);
   if (!status) status = zero_commit(m, store, zeros, n);
   free(zeros);
   return status;
@@ -247,8 +247,8 @@ gemini_status_t gmi_gradients_drop(gmi_manager_t *m, gmi_arena_t *a) {
   gmi_range_t r = { .arena = a, .store = gmi_arena_at(m, a->store), .size = atomic_load(&a->size) };
   gradients_t g = { .range = &r };
   content_walk_t flags = { .range = &r, .set = false };
-  if (!r.size || !atomic_load(&m->window_bytes)) return GEMINI_OK;
-  gmi_range_windows(m, &r);
+  if (!r.size || !atomic_load(&m->chunk_bytes)) return GEMINI_OK;
+  gmi_range_chunks(m, &r);
   gemini_status_t status = free_to_change(m, &r);
   if (status) return status;
   gmi_arena_each(m, r.store, 0, r.size, gradient_part, &g);
@@ -327,8 +327,8 @@ static gemini_status_t zeros_to_file(int fd, uint64_t size, uint64_t offset) {
   return status;
 }
 
-static gemini_status_t file_check(const gmi_range_t *r, const gmi_window_t *w, bool write_file) {
-  const char *why = gmi_window_busy(w, write_file ? GMI_TO_STORE : GMI_TO_LOAD);
+static gemini_status_t file_check(const gmi_range_t *r, const gmi_chunk_t *c, bool write_file) {
+  const char *why = gmi_chunk_busy(c, write_file ? GMI_TO_STORE : GMI_TO_LOAD);
   if (why) return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is %s", r->store->name, why);
   return GEMINI_OK;
 }
@@ -343,12 +343,12 @@ static void not_free(gmi_manager_t *m, gmi_tensor_t *t, void *user) {
   }
 }
 
-static bool in_range(const void *user, const gmi_window_t *w) {
+static bool in_range(const void *user, const gmi_chunk_t *c) {
   const gmi_range_t *r = user;
-  return w->arena == r->store->index && w->index >= r->first && w->index <= r->last;
+  return c->arena == r->store->index && c->index >= r->first && c->index <= r->last;
 }
 
-/* Window by window, so that a range larger than the host budget passes; the lock is not held during I/O. */
+/* Chunk by chunk, so that a range larger than the host budget passes; the lock is not held during I/O. */
 static gemini_status_t file_range(gmi_manager_t *m, const gemini_access_t *access, int fd, uint64_t fd_offset,
                                   bool write_file) {
   gmi_range_t r;
@@ -361,24 +361,24 @@ static gemini_status_t file_range(gmi_manager_t *m, const gemini_access_t *acces
                     (unsigned long long)fd_offset);
   status = content_check(m, &r, !write_file);
   if (!status && !write_file) status = free_to_change(m, &r);
-  for (uint64_t i = r.first; !status && i <= r.last; i++) status = file_check(&r, &r.store->windows[i], write_file);
+  for (uint64_t i = r.first; !status && i <= r.last; i++) status = file_check(&r, &r.store->chunks[i], write_file);
   if (!status && !write_file)
-    status = gmi_host_fits(m, "the range", ((uint64_t)r.last - r.first + 1) << m->window_shift, in_range, &r);
+    status = gmi_host_fits(m, "the range", ((uint64_t)r.last - r.first + 1) << m->chunk_shift, in_range, &r);
   /* Before the first byte: an update that cannot be done refuses a load while nothing has changed. */
-  for (uint64_t i = r.first; !status && i <= r.last; i++) status = gmi_updates_queue(m, &r.store->windows[i]);
+  for (uint64_t i = r.first; !status && i <= r.last; i++) status = gmi_updates_queue(m, &r.store->chunks[i]);
   for (uint64_t i = r.first; !status && i <= r.last; i++) {
-    gmi_window_t *w = &r.store->windows[i];
+    gmi_chunk_t *c = &r.store->chunks[i];
     uint64_t begin, end, done = 0;
-    window_part(m, &r, i, &begin, &end);
+    chunk_part(m, &r, i, &begin, &end);
     uint64_t at = fd_offset + (begin - r.offset);
-    status = file_check(&r, w, write_file); /* again: the lock was given up meanwhile */
-    if (!status) status = gmi_updates_queue(m, w);
+    status = file_check(&r, c, write_file); /* again: the lock was given up meanwhile */
+    if (!status) status = gmi_updates_queue(m, c);
     if (status) return status;
-    bool zeros = write_file && gmi_window_has(w, GMI_VALID_ZERO); /* which need no host memory */
-    if (!zeros) status = gmi_window_to_host(m, w, !write_file, GEMINI_REASON_UPDATE);
-    if (!status && !zeros) status = gmi_window_settle_host(m, w);
+    bool zeros = write_file && gmi_chunk_has(c, GMI_VALID_ZERO); /* which need no host memory */
+    if (!zeros) status = gmi_chunk_to_host(m, c, !write_file, GEMINI_REASON_UPDATE);
+    if (!status && !zeros) status = gmi_chunk_settle_host(m, c);
     if (status) return status;
-    gmi_window_keep_slot(m, w, !write_file);
+    gmi_chunk_keep_slot(m, c, !write_file);
     gmi_unlock(m);
     const char *function = write_file ? "gemini_store" : "gemini_load";
     gmi_wait_t wait;
@@ -387,9 +387,9 @@ static gemini_status_t file_range(gmi_manager_t *m, const gemini_access_t *acces
                    : transfer(fd, gmi_range_host(m, r.store, begin), end - begin, at, write_file, &done);
     gmi_wait_end(m, &wait);
     gmi_lock(m, function);
-    gmi_window_let_slot(m, w, !write_file);
+    gmi_chunk_let_slot(m, c, !write_file);
     if (!write_file) {
-      gmi_window_host_wrote(m, w);
+      gmi_chunk_host_wrote(m, c);
       if (done) gmi_arena_each(m, r.arena, begin, done, not_free, NULL);
     }
   }
@@ -453,9 +453,9 @@ static void sum_span(void *user, const gemini_update_span_t *span) {
     gmi_sum_squares_each((uint8_t *)span->ptr[0] + (b.begin - begin), n->dtype, b.bytes / n->width, b.count, b.sums);
 }
 
-/* What of a window is in the range, from a block's begin on. */
+/* What of a chunk is in the range, from a block's begin on. */
 static void norm_part(gmi_manager_t *m, const norm_t *n, uint64_t i, uint64_t *begin, uint64_t *end) {
-  window_part(m, n->range, i, begin, end);
+  chunk_part(m, n->range, i, begin, end);
   *begin -= *begin % NORM_BLOCK;
 }
 static bool first_blocks(gmi_manager_t *m, const norm_t *n, uint64_t i, blocks_t *b) {
@@ -482,7 +482,7 @@ typedef struct {
   uint64_t after;
 } norm_job_t;
 static gemini_status_t sum_by_workers(gmi_manager_t *m, norm_t *n, uint64_t i) {
-  gmi_slot_t *slot = &m->host.slots[gmi_window_slot(&n->range->store->windows[i])];
+  gmi_slot_t *slot = &m->host.slots[gmi_chunk_slot(&n->range->store->chunks[i])];
   norm_job_t *j = calloc(1, sizeof *j);
   if (!j) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for a norm's record");
   j->slot = slot;
@@ -502,16 +502,16 @@ static gemini_status_t sum_by_workers(gmi_manager_t *m, norm_t *n, uint64_t i) {
   return GEMINI_OK;
 }
 
-static gemini_status_t sum_window(gmi_manager_t *m, norm_t *n, uint64_t i) {
-  gmi_window_t *w = &n->range->store->windows[i];
-  gemini_status_t status = gmi_updates_queue(m, w);
+static gemini_status_t sum_chunk(gmi_manager_t *m, norm_t *n, uint64_t i) {
+  gmi_chunk_t *c = &n->range->store->chunks[i];
+  gemini_status_t status = gmi_updates_queue(m, c);
   uint64_t begin, end;
   blocks_t b;
-  if (status || gmi_window_has(w, GMI_VALID_ZERO)) return status;
+  if (status || gmi_chunk_has(c, GMI_VALID_ZERO)) return status;
   norm_part(m, n, i, &begin, &end);
-  bool device = gmi_window_has(w, GMI_VALID_DEVICE);
-  if (device) status = gmi_window_wait(m, m->update_stream, w, GEMINI_READ);
-  else if (!gmi_window_has(w, GMI_VALID_HOST)) status = gmi_window_to_host(m, w, false, GEMINI_REASON_UPDATE);
+  bool device = gmi_chunk_has(c, GMI_VALID_DEVICE);
+  if (device) status = gmi_chunk_wait(m, m->update_stream, c, GEMINI_READ);
+  else if (!gmi_chunk_has(c, GMI_VALID_HOST)) status = gmi_chunk_to_host(m, c, false, GEMINI_REASON_UPDATE);
   for (uint64_t at = begin; !status && next_blocks(n, at, end, &b); at = blocks_end(&b)) {
     for (uint64_t k = 0; !status && k < b.count; k++) {
       if (device)
@@ -523,18 +523,18 @@ static gemini_status_t sum_window(gmi_manager_t *m, norm_t *n, uint64_t i) {
   return status || device ? status : sum_by_workers(m, n, i);
 }
 
-static void norm_wait(gmi_manager_t *m, const gmi_window_t *w) {
-  if (!gmi_window_work_pending(m, w)) return;
-  gmi_slot_t *slot = &m->host.slots[gmi_window_slot(w)];
+static void norm_wait(gmi_manager_t *m, const gmi_chunk_t *c) {
+  if (!gmi_chunk_work_pending(m, c)) return;
+  gmi_slot_t *slot = &m->host.slots[gmi_chunk_slot(c)];
   gmi_lane_wait_slot(m, slot, slot->work_queued);
 }
 
 /* What a worker waited for failed: tried again on this thread, which is told why. */
 static gemini_status_t sum_again(gmi_manager_t *m, norm_t *n, uint64_t i) {
-  gmi_window_t *w = &n->range->store->windows[i];
+  gmi_chunk_t *c = &n->range->store->chunks[i];
   gemini_status_t status = GEMINI_OK;
-  if (!gmi_window_has(w, GMI_VALID_HOST)) status = gmi_window_to_host(m, w, false, GEMINI_REASON_UPDATE);
-  if (!status) status = gmi_window_settle_host(m, w);
+  if (!gmi_chunk_has(c, GMI_VALID_HOST)) status = gmi_chunk_to_host(m, c, false, GEMINI_REASON_UPDATE);
+  if (!status) status = gmi_chunk_settle_host(m, c);
   if (status) return status;
   gemini_update_span_t span = norm_span(m, n, i);
   sum_span(n, &span);
@@ -542,9 +542,9 @@ static gemini_status_t sum_again(gmi_manager_t *m, norm_t *n, uint64_t i) {
 }
 
 /* First what is above the files, on the device and on the host at once; then the rest, a few read ahead. */
-static gemini_status_t sum_windows(gmi_manager_t *m, norm_t *n) {
+static gemini_status_t sum_chunks(gmi_manager_t *m, norm_t *n) {
   const gmi_range_t *r = n->range;
-  gmi_window_t *windows = r->store->windows;
+  gmi_chunk_t *chunks = r->store->chunks;
   uint64_t count = 0, ahead = gmi_updates_ahead(m, 1);
   uint32_t *later = malloc(((uint64_t)r->last - r->first + 1) * sizeof *later);
   if (!later) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for a norm's record");
@@ -552,18 +552,18 @@ static gemini_status_t sum_windows(gmi_manager_t *m, norm_t *n) {
   blocks_t b;
   for (uint32_t i = r->first; !status && i <= r->last; i++) {
     if (!first_blocks(m, n, i, &b)) continue;
-    if (gmi_window_deferred(&windows[i]) || gmi_window_has_only(&windows[i], GMI_VALID_FILE)) later[count++] = i;
-    else status = sum_window(m, n, i);
+    if (gmi_chunk_deferred(&chunks[i]) || gmi_chunk_has_only(&chunks[i], GMI_VALID_FILE)) later[count++] = i;
+    else status = sum_chunk(m, n, i);
   }
   gmi_fence_t queued;
   if (!status) status = gmi_fence_now(m, m->update_stream, &queued); /* a device may keep sums back until then */
   for (uint64_t k = 0; !status && k < count; k++) {
-    if (k >= ahead) norm_wait(m, &windows[later[k - ahead]]);
-    status = sum_window(m, n, later[k]);
+    if (k >= ahead) norm_wait(m, &chunks[later[k - ahead]]);
+    status = sum_chunk(m, n, later[k]);
   }
   free(later);
   for (uint32_t i = r->first; i <= r->last; i++) /* the sums must outlive what is queued */
-    if (first_blocks(m, n, i, &b)) norm_wait(m, &windows[i]);
+    if (first_blocks(m, n, i, &b)) norm_wait(m, &chunks[i]);
   gemini_status_t synced = gmi_fence_now(m, m->update_stream, &queued);
   if (!synced) synced = gmi_fence_sync(m, queued);
   n->queued = synced != GEMINI_OK;
@@ -606,7 +606,7 @@ static gemini_status_t norm(gmi_manager_t *m, const gemini_access_t *access, uin
     status = gmi_fence_now(m, s, &n.after);
     if (!status) status = gmi_fence_wait(m, m->update_stream, n.after);
   }
-  if (!status && blocks) status = sum_windows(m, &n);
+  if (!status && blocks) status = sum_chunks(m, &n);
   double sum = 0;
   for (uint64_t i = 0; !status && i < blocks; i++) sum += n.sums[i];
   if (n.queued) gmi_leave_over(m, memory);

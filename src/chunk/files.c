@@ -1,8 +1,8 @@
-/* Windows in files: transfers between host slots and the blocks of the store, which go on by themselves.
+/* Chunks in files: transfers between host slots and the blocks of the store, which go on by themselves.
  * SPDX-License-Identifier: Apache-2.0
  *
  * A transfer counts as work on its slot, like an update: whoever wants the slot's bytes waits for it there. What it
- * did to the window is noted under the manager's lock, by whoever comes next (gmi_files_reap). Until then the window
+ * did to the chunk is noted under the manager's lock, by whoever comes next (gmi_files_reap). Until then the chunk
  * has io set, is not given up, and a block that it was read from is not given back: should the read fail, the bytes
  * are still there. */
 #include <errno.h>
@@ -21,21 +21,21 @@
 struct gmi_io {
   gmi_block_request_t request;
   gmi_manager_t *m;
-  gmi_window_t *window;
+  gmi_chunk_t *chunk;
   gmi_slot_t *slot;
   gmi_io_t *next; /* in the list of the finished */
   uint64_t begin_ns, end_ns;
   uint64_t work; /* the slot's work_done when it is over */
   uint32_t block;
-  bool superseded; /* the window has other bytes now, whatever became of these */
-  bool rewritten;  /* the window's bytes have changed since: read: queued to change; write: what was written is old */
+  bool superseded; /* the chunk has other bytes now, whatever became of these */
+  bool rewritten;  /* the chunk's bytes have changed since: read: queued to change; write: what was written is old */
   char owner[112];
 };
 
 const struct gmi_sys *gmi_files_sys;
 
 static uint32_t budget_blocks(const gmi_manager_t *m, uint64_t bytes) {
-  uint64_t count = bytes >> m->window_shift;
+  uint64_t count = bytes >> m->chunk_shift;
   return count < GMI_BLOCK_NONE ? (uint32_t)count : GMI_BLOCK_NONE - 1;
 }
 
@@ -60,22 +60,22 @@ static gemini_status_t store_open(gmi_manager_t *m, uint64_t block_bytes) {
 
 gemini_status_t gmi_files_open(gmi_manager_t *m) {
   if (!m->config.file_bytes) return GEMINI_OK;
-  /* With blocks as small as windows can be, so that a directory that is missing or full is met here; cut anew when the
-   * size of windows is known. */
-  uint64_t block = m->config.window_bytes ? m->config.window_bytes : 65536;
+  /* With blocks as small as chunks can be, so that a directory that is missing or full is met here; cut anew when the
+   * size of chunks is known. */
+  uint64_t block = m->config.chunk_bytes ? m->config.chunk_bytes : 65536;
   while (m->config.file_bytes / block >= GMI_BLOCK_NONE) block *= 2;
   return store_open(m, block);
 }
 
-gemini_status_t gmi_files_cut(gmi_manager_t *m, uint64_t window) {
+gemini_status_t gmi_files_cut(gmi_manager_t *m, uint64_t chunk_bytes) {
   if (!m->file_dir) return GEMINI_OK;
   gemini_status_t status = GEMINI_OK;
   gmi_wait_t wait;
   gmi_wait_begin(m, &wait, NULL, GMI_WAIT_SPACE, 0);
-  if (!m->files || m->file_block_bytes != window) {
+  if (!m->files || m->file_block_bytes != chunk_bytes) {
     gmi_store_close(m->files);
     m->files = NULL;
-    status = store_open(m, window);
+    status = store_open(m, chunk_bytes);
   }
   for (uint64_t part = 0; !status && part < m->host.part_count; part++)
     if (m->host.committed[part])
@@ -129,44 +129,44 @@ static void finished(gmi_block_request_t *request) {
 }
 
 /* The device's copy into or out of the slot is waited for here: it takes a fraction of what the transfer will. */
-static gemini_status_t transfer(gmi_manager_t *m, gmi_window_t *w, uint32_t block, bool write, uint32_t reason) {
-  gmi_slot_t *slot = &m->host.slots[gmi_window_slot(w)];
-  gmi_file_forgive(w); /* an earlier read: this is the next attempt */
-  gemini_status_t status = gmi_window_settle_host(m, w);
+static gemini_status_t transfer(gmi_manager_t *m, gmi_chunk_t *c, uint32_t block, bool write, uint32_t reason) {
+  gmi_slot_t *slot = &m->host.slots[gmi_chunk_slot(c)];
+  gmi_file_forgive(c); /* an earlier read: this is the next attempt */
+  gemini_status_t status = gmi_chunk_settle_host(m, c);
   if (status) return status;
   gmi_io_t *io = calloc(1, sizeof *io);
   if (!io) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for a transfer's record");
-  snprintf(io->owner, sizeof io->owner, "chunk %u of arena %s", w->index, gmi_window_arena(m, w)->name);
+  snprintf(io->owner, sizeof io->owner, "chunk %u of arena %s", c->index, gmi_chunk_arena(m, c)->name);
   io->m = m;
-  io->window = w;
+  io->chunk = c;
   io->slot = slot;
   io->block = block;
   io->begin_ns = m->dev->now(m->dev_self);
   io->request.block = block;
   io->request.write = write;
   io->request.urgent = !write;
-  io->request.buffer = gmi_window_host(m, w);
+  io->request.buffer = gmi_chunk_host(m, c);
   io->request.owner = io->owner;
   io->request.done = finished;
   io->request.user = io;
-  gmi_window_io_set(m, w, io);
+  gmi_chunk_io_set(m, c, io);
   m->io_count++;
   m->io_writes += write;
   io->work = ++slot->work_queued;
   slot->failure = GEMINI_OK;
   uint32_t link = write ? GEMINI_LINK_H2F : GEMINI_LINK_F2H;
-  m->stats.moved_bytes[link][reason] += gmi_window_bytes(m);
+  m->stats.moved_bytes[link][reason] += gmi_chunk_bytes(m);
   m->stats.moved_chunks[link][reason]++;
   gmi_store_submit(m->files, &io->request);
   return GEMINI_OK;
 }
 
-/* Time a window takes in the pipe: since the one before it was through, or since it was asked for. They come in
+/* Time a chunk takes in the pipe: since the one before it was through, or since it was asked for. They come in
  * bunches, so that many are averaged. */
 static void measure(gmi_manager_t *m, const gmi_io_t *io) {
   gmi_rate_t *rate = &m->file_ns[io->request.write];
   uint64_t from = io->begin_ns > m->io_last_ns ? io->begin_ns : m->io_last_ns;
-  if (io->end_ns > from) m->events->chunk_transferred(m, io->window, io->request.write, from, io->end_ns);
+  if (io->end_ns > from) m->events->chunk_transferred(m, io->chunk, io->request.write, from, io->end_ns);
   double ns = io->end_ns > from ? (double)(io->end_ns - from) : 0;
   rate->samples++;
   rate->mean += (ns - rate->mean) / (double)(rate->samples < 4096 ? rate->samples : 4096);
@@ -174,30 +174,30 @@ static void measure(gmi_manager_t *m, const gmi_io_t *io) {
 }
 
 static void give_block(gmi_manager_t *m, uint32_t block) {
-  GMI_ASSERT(gmi_lock_is_mine(m) && m->file_used >= gmi_window_bytes(m));
+  GMI_ASSERT(gmi_lock_is_mine(m) && m->file_used >= gmi_chunk_bytes(m));
   gmi_store_give(m->files, block);
-  m->file_used -= gmi_window_bytes(m);
+  m->file_used -= gmi_chunk_bytes(m);
 }
 
-void gmi_file_forgive(gmi_window_t *w) { free(gmi_window_failed_read_take(w)); }
+void gmi_file_forgive(gmi_chunk_t *c) { free(gmi_chunk_failed_read_take(c)); }
 
 /* What a finished transfer did. Returns its failure. */
 static gemini_status_t reap_one(gmi_manager_t *m, gmi_io_t *io) {
-  gmi_window_t *w = io->window;
+  gmi_chunk_t *c = io->chunk;
   gemini_status_t status = io->request.io.status;
   gmi_lane_wait_slot(m, io->slot, io->work); /* finished() is about to say so */
-  gmi_window_io_set(m, w, NULL);
+  gmi_chunk_io_set(m, c, NULL);
   m->io_count--;
   m->io_writes -= io->request.write;
   if (!status) measure(m, io);
   bool keep = false; /* for the next caller that wants the chunk */
   if (io->request.write) {
     if (status || io->rewritten) give_block(m, io->block);
-    else gmi_window_block_valid(m, w, io->block);
+    else gmi_chunk_block_valid(m, c, io->block);
   } else if (io->superseded) {
     if (io->rewritten) give_block(m, io->block);
   } else if (status) { /* the host copy is none; an update that was to change it does not run */
-    gmi_window_read_failed(m, w, io, io->rewritten ? io->block : GMI_NONE);
+    gmi_chunk_read_failed(m, c, io, io->rewritten ? io->block : GMI_NONE);
     keep = true;
   } else if (io->rewritten) {
     give_block(m, io->block);
@@ -222,11 +222,11 @@ void gmi_files_poll(gmi_manager_t *m) {
   }
 }
 
-gemini_status_t gmi_files_reap(gmi_manager_t *m, gmi_window_t *of) {
+gemini_status_t gmi_files_reap(gmi_manager_t *m, gmi_chunk_t *of) {
   gmi_files_poll(m);
   gemini_status_t status = GEMINI_OK; /* each is told once */
-  if (of && gmi_window_failed_read(of)) {
-    const gmi_block_request_t *request = &gmi_window_failed_read(of)->request;
+  if (of && gmi_chunk_failed_read(of)) {
+    const gmi_block_request_t *request = &gmi_chunk_failed_read(of)->request;
     status = gmi_fail(request->io.status, request->io.native_code, "%s", request->message);
     gmi_file_forgive(of);
   } else if (!of && m->io_failure) {
@@ -236,34 +236,34 @@ gemini_status_t gmi_files_reap(gmi_manager_t *m, gmi_window_t *of) {
   return status;
 }
 
-void gmi_file_supersede(gmi_window_t *w) {
-  if (gmi_window_io(w)) gmi_window_io(w)->superseded = true;
-  gmi_file_forgive(w);
+void gmi_file_supersede(gmi_chunk_t *c) {
+  if (gmi_chunk_io(c)) gmi_chunk_io(c)->superseded = true;
+  gmi_file_forgive(c);
 }
 
 /* ---- blocks */
-void gmi_file_drop_block(gmi_manager_t *m, gmi_window_t *w, uint32_t block) {
-  gmi_io_t *io = gmi_window_io(w);
+void gmi_file_drop_block(gmi_manager_t *m, gmi_chunk_t *c, uint32_t block) {
+  gmi_io_t *io = gmi_chunk_io(c);
   if (io) io->rewritten = true;
   if (io && !io->request.write) return; /* given back when it has been read */
   if (block != GMI_NONE) give_block(m, block);
 }
-void gmi_file_drop(gmi_manager_t *m, gmi_window_t *w) { gmi_file_drop_block(m, w, gmi_window_block_lost(m, w)); }
+void gmi_file_drop(gmi_manager_t *m, gmi_chunk_t *c) { gmi_file_drop_block(m, c, gmi_chunk_block_lost(m, c)); }
 
 /* Blocks whose bytes are in another tier as well give way. */
 void gmi_files_shrink(gmi_manager_t *m, uint64_t bytes) {
   gmi_files_poll(m);
   for (uint32_t i = 0; i < GMI_ARENAS && m->file_used > bytes; i++) {
     gmi_arena_t *a = gmi_arena_at(m, i);
-    for (uint32_t k = 0; a && a->windows && k < atomic_load(&a->window_count) && m->file_used > bytes; k++) {
-      gmi_window_t *w = &a->windows[k];
-      if (gmi_window_block(w) == GMI_NONE || gmi_window_has_only(w, GMI_VALID_FILE)) continue;
-      if (gmi_window_io(w)) { /* it is being read: the block goes when the bytes have come */
-        gmi_lane_wait_slot(m, gmi_window_io(w)->slot, gmi_window_io(w)->slot->work_queued);
+    for (uint32_t k = 0; a && a->chunks && k < atomic_load(&a->chunk_count) && m->file_used > bytes; k++) {
+      gmi_chunk_t *c = &a->chunks[k];
+      if (gmi_chunk_block(c) == GMI_NONE || gmi_chunk_has_only(c, GMI_VALID_FILE)) continue;
+      if (gmi_chunk_io(c)) { /* it is being read: the block goes when the bytes have come */
+        gmi_lane_wait_slot(m, gmi_chunk_io(c)->slot, gmi_chunk_io(c)->slot->work_queued);
         gmi_files_poll(m);
-        if (gmi_window_block(w) == GMI_NONE || gmi_window_has_only(w, GMI_VALID_FILE)) continue;
+        if (gmi_chunk_block(c) == GMI_NONE || gmi_chunk_has_only(c, GMI_VALID_FILE)) continue;
       }
-      gmi_file_drop(m, w);
+      gmi_file_drop(m, c);
     }
   }
 }
@@ -274,7 +274,7 @@ gemini_status_t gmi_files_resize(gmi_manager_t *m, uint64_t bytes) {
   if (bytes < m->file_used)
     return gmi_fail(GEMINI_ERR_OOM_FILE, 0, "%llu bytes are in files, more than the new budget, %llu",
                     (unsigned long long)m->file_used, (unsigned long long)bytes);
-  if (!atomic_load(&m->window_bytes)) return GEMINI_OK;
+  if (!atomic_load(&m->chunk_bytes)) return GEMINI_OK;
   gmi_wait_t wait;
   gmi_wait_begin(m, &wait, NULL, GMI_WAIT_SPACE, 0);
   gemini_status_t status = gmi_store_resize(m->files, budget_blocks(m, bytes));
@@ -283,32 +283,32 @@ gemini_status_t gmi_files_resize(gmi_manager_t *m, uint64_t bytes) {
 }
 
 static gemini_status_t block_take(gmi_manager_t *m, uint32_t *block_out) {
-  uint64_t window = gmi_window_bytes(m);
+  uint64_t chunk_bytes = gmi_chunk_bytes(m);
   if (!m->files) return gmi_fail(GEMINI_ERR_OOM_FILE, 0, "a chunk must go to a file, but file_bytes is 0");
-  if (m->config.file_bytes < m->file_used + window && m->config.file_bytes >= window && !m->checkpointing)
-    gmi_files_shrink(m, m->config.file_bytes - window);
-  if (m->config.file_bytes < m->file_used + window)
+  if (m->config.file_bytes < m->file_used + chunk_bytes && m->config.file_bytes >= chunk_bytes && !m->checkpointing)
+    gmi_files_shrink(m, m->config.file_bytes - chunk_bytes);
+  if (m->config.file_bytes < m->file_used + chunk_bytes)
     return gmi_fail(
         GEMINI_ERR_OOM_FILE, 0, "a chunk of %llu bytes does not fit in files: %llu of the budget %llu are in use",
-        (unsigned long long)window, (unsigned long long)m->file_used, (unsigned long long)m->config.file_bytes);
+        (unsigned long long)chunk_bytes, (unsigned long long)m->file_used, (unsigned long long)m->config.file_bytes);
   gemini_status_t status = gmi_store_take(m->files, block_out);
   if (status) return status;
-  m->file_used += window;
+  m->file_used += chunk_bytes;
   if (m->file_used > m->stats.peak_bytes[GEMINI_TIER_FILE]) m->stats.peak_bytes[GEMINI_TIER_FILE] = m->file_used;
   return GEMINI_OK;
 }
 
-gemini_status_t gmi_file_write(gmi_manager_t *m, gmi_window_t *w, uint32_t reason) {
+gemini_status_t gmi_file_write(gmi_manager_t *m, gmi_chunk_t *c, uint32_t reason) {
   uint32_t block;
   gemini_status_t status = block_take(m, &block);
   if (status) return status;
-  status = transfer(m, w, block, true, reason);
+  status = transfer(m, c, block, true, reason);
   if (status) give_block(m, block);
   return status;
 }
 
-gemini_status_t gmi_file_read(gmi_manager_t *m, gmi_window_t *w, uint32_t reason) {
-  gemini_status_t status = transfer(m, w, gmi_window_block(w), false, reason);
-  if (!status) gmi_window_host_valid(m, w);
+gemini_status_t gmi_file_read(gmi_manager_t *m, gmi_chunk_t *c, uint32_t reason) {
+  gemini_status_t status = transfer(m, c, gmi_chunk_block(c), false, reason);
+  if (!status) gmi_chunk_host_valid(m, c);
   return status;
 }

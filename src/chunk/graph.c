@@ -1,13 +1,13 @@
-/* CUDA graphs with fetches in them: windows that take turns in frames set aside for a graph.
+/* CUDA graphs with fetches in them: chunks that take turns in frames set aside for a graph.
  * SPDX-License-Identifier: Apache-2.0
  *
- * While a graph is captured, an acquire gives each window it reads a place, one of the graph's frames, for good: of
+ * While a graph is captured, an acquire gives each chunk it reads a place, one of the graph's frames, for good: of
  * those that nothing acquired lies in, the one used longest ago. A fetch into it gets into the capture, behind the last
  * use of what lay there before. Every replay begins with nothing in the places, so that it reads what host memory holds
  * then.
  *
- * The graph knows addresses only, on the device and on the host. So its windows keep their host slots as long as it
- * lives (gmi_window_t.graphs), and gemini_graph_enter() maps their addresses to the places, where they are mapped to
+ * The graph knows addresses only, on the device and on the host. So its chunks keep their host slots as long as it
+ * lives (gmi_chunk_t.graphs), and gemini_graph_enter() maps their addresses to the places, where they are mapped to
  * anything else by then. Meanwhile they are held as if written on the host: nobody else can have them on the device. */
 #include <errno.h>
 #include <stdlib.h>
@@ -25,9 +25,9 @@
 enum { NAME_LIMIT = 127 };
 enum { GRAPH_OPEN, GRAPH_READY, GRAPH_ENTERED };
 
-/* A window of a graph. */
+/* A chunk of a graph. */
 typedef struct {
-  gmi_window_t *window;
+  gmi_chunk_t *chunk;
   uint32_t place;            /* GMI_NONE: none yet */
   uint32_t readers, writers; /* acquires inside the capture, not yet released */
   bool kept;                 /* it was acquired before the capture, and stays where it is: no place */
@@ -58,7 +58,7 @@ typedef struct gmi_graph {
   gmi_fence_t left;       /* behind the last replay */
 } gmi_graph_t;
 
-static const char *name_of(gmi_manager_t *m, const gmi_window_t *w) { return gmi_window_arena(m, w)->name; }
+static const char *name_of(gmi_manager_t *m, const gmi_chunk_t *c) { return gmi_chunk_arena(m, c)->name; }
 
 static gmi_graph_t *graph_get(gmi_manager_t *m, gemini_graph_t handle) {
   uint32_t index;
@@ -94,9 +94,9 @@ bool gmi_graphs_busy(const gmi_manager_t *m) {
   return false;
 }
 
-static gemini_status_t free_for_graph(gmi_manager_t *m, const gmi_window_t *w) {
-  const char *why = gmi_window_busy(w, GMI_TO_USE_IN_GRAPH);
-  return why ? gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is %s", name_of(m, w), why) : GEMINI_OK;
+static gemini_status_t free_for_graph(gmi_manager_t *m, const gmi_chunk_t *c) {
+  const char *why = gmi_chunk_busy(c, GMI_TO_USE_IN_GRAPH);
+  return why ? gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is %s", name_of(m, c), why) : GEMINI_OK;
 }
 
 /* ---- begin, end, destroy */
@@ -104,7 +104,7 @@ static void graph_free(gmi_manager_t *m, gmi_graph_t *g) {
   if (g->capture) m->dev->capture.close(m->dev_self, g->capture);
   for (uint32_t i = 0; i < g->place_count; i++) gmi_frame_give(m, g->places[i].frame, g->left);
   m->graph_frames -= g->place_count;
-  for (uint32_t i = 0; i < g->part_count; i++) gmi_window_graphs_sub(g->parts[i].window);
+  for (uint32_t i = 0; i < g->part_count; i++) gmi_chunk_graphs_sub(g->parts[i].chunk);
   if (g->state == GRAPH_OPEN) atomic_fetch_and(&m->graph_streams, ~(UINT64_C(1) << g->stream));
   gmi_lease_drop_graph(&m->leases, g->index + 1);
   m->graphs[g->index] = NULL;
@@ -134,10 +134,10 @@ static gemini_status_t graph_begin(gmi_manager_t *m, gemini_stream_t stream, uin
     return gmi_fail(GEMINI_ERR_INVALID, 0, "%u graphs exist, the limit is %u", GMI_GRAPHS, GMI_GRAPHS);
   status = gmi_cut(m);
   if (status) return status;
-  uint64_t count = device_bytes >> m->window_shift;
+  uint64_t count = device_bytes >> m->chunk_shift;
   if (!count)
-    return gmi_fail(GEMINI_ERR_INVALID, 0, "device_bytes is %llu, less than a window, %llu",
-                    (unsigned long long)device_bytes, (unsigned long long)gmi_window_bytes(m));
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "device_bytes is %llu, less than a chunk, %llu",
+                    (unsigned long long)device_bytes, (unsigned long long)gmi_chunk_bytes(m));
   if (count > m->frame_count) return gmi_oom_device(m, device_bytes);
   gmi_fence_t end; /* what waits for this stream's work finds a mark: none can be placed while it is captured */
   status = gmi_fence_now(m, s, &end);
@@ -204,11 +204,11 @@ static gemini_status_t graph_end(gmi_manager_t *m, gemini_graph_t handle) {
   gmi_lease_drop_graph(&m->leases, g->index + 1);
   for (uint32_t i = 0; i < g->part_count; i++) {
     part_t *p = &g->parts[i];
-    if (p->readers && !p->kept) gmi_window_graph_unhold(m, p->window);
+    if (p->readers && !p->kept) gmi_chunk_graph_unhold(m, p->chunk);
     p->readers = p->writers = 0;
     if (p->place != GMI_NONE &&
-        gmi_window_mapping(p->window)->frame_1 == g->places[p->place].frame + 1) /* as after a replay */
-      gmi_map_leave(m, gmi_window_device(m, p->window), gmi_window_mapping(p->window), 0);
+        gmi_chunk_mapping(p->chunk)->frame_1 == g->places[p->place].frame + 1) /* as after a replay */
+      gmi_map_leave(m, gmi_chunk_device(m, p->chunk), gmi_chunk_mapping(p->chunk), 0);
   }
   return GEMINI_OK;
 }
@@ -221,10 +221,10 @@ static gemini_status_t graph_destroy(gmi_manager_t *m, gemini_graph_t handle) {
   gemini_status_t status = g->state == GRAPH_OPEN ? not_capturing(m, g, GEMINI_ERR_BUSY) : GEMINI_OK;
   if (status) return status;
   for (uint32_t i = 0; i < g->part_count; i++) {
-    gmi_window_t *w = g->parts[i].window;
-    if (g->parts[i].readers && !g->parts[i].kept) gmi_window_graph_unhold(m, w);
-    gmi_window_graphs_sub(w);
-    gmi_host_released(m, w);
+    gmi_chunk_t *c = g->parts[i].chunk;
+    if (g->parts[i].readers && !g->parts[i].kept) gmi_chunk_graph_unhold(m, c);
+    gmi_chunk_graphs_sub(c);
+    gmi_host_released(m, c);
   }
   g->part_count = 0;
   graph_free(m, g);
@@ -262,9 +262,9 @@ bool gmi_graph_op_end(gmi_manager_t *m) {
   return open;
 }
 
-static part_t *part_find(const gmi_graph_t *g, const gmi_window_t *w) {
+static part_t *part_find(const gmi_graph_t *g, const gmi_chunk_t *c) {
   for (uint32_t i = 0; i < g->part_count; i++)
-    if (g->parts[i].window == w) return &g->parts[i];
+    if (g->parts[i].chunk == c) return &g->parts[i];
   return NULL;
 }
 
@@ -282,43 +282,43 @@ static gemini_status_t no_memory(void) {
   return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for a graph's record");
 }
 
-/* The part of a window, which is added to the graph when it is none yet. */
-static gemini_status_t part_take(gmi_graph_t *g, gmi_window_t *w, part_t **part_out) {
-  *part_out = part_find(g, w);
+/* The part of a chunk, which is added to the graph when it is none yet. */
+static gemini_status_t part_take(gmi_graph_t *g, gmi_chunk_t *c, part_t **part_out) {
+  *part_out = part_find(g, c);
   if (*part_out) return GEMINI_OK;
   if (!grow((void **)&g->parts, &g->part_capacity, g->part_count, sizeof *g->parts)) return no_memory();
-  gmi_window_graphs_add(w);
+  gmi_chunk_graphs_add(c);
   *part_out = &g->parts[g->part_count++];
-  **part_out = (part_t){ .window = w, .place = GMI_NONE, .kept = gmi_window_device_users(w) };
+  **part_out = (part_t){ .chunk = c, .place = GMI_NONE, .kept = gmi_chunk_device_users(c) };
   return GEMINI_OK;
 }
 
 static bool still_acquired(const part_t *p, bool write) {
-  return write ? gmi_window_has_writers(p->window) : gmi_window_device_users(p->window) > 0;
+  return write ? gmi_chunk_has_writers(p->chunk) : gmi_chunk_device_users(p->chunk) > 0;
 }
 
-/* A use inside the capture begins. A window that takes turns leaves the device: its bytes are not wanted now, only its
+/* A use inside the capture begins. A chunk that takes turns leaves the device: its bytes are not wanted now, only its
  * places on both sides. */
-static gemini_status_t part_hold(gmi_manager_t *m, gmi_graph_t *g, const gemini_access_t *access, gmi_window_t *w) {
+static gemini_status_t part_hold(gmi_manager_t *m, gmi_graph_t *g, const gemini_access_t *access, gmi_chunk_t *c) {
   part_t *p;
   bool write = access->mode & GEMINI_WRITE;
-  gemini_status_t status = part_take(g, w, &p);
+  gemini_status_t status = part_take(g, c, &p);
   if (status) return status;
   if (write && !(p->kept && still_acquired(p, true)))
     return gmi_fail(
         GEMINI_ERR_STATE, 0,
         "%s: a chunk of arena %s that is written in a graph must stay for all of it: acquire it for writing "
         "before the capture",
-        op_name(m), name_of(m, w));
+        op_name(m), name_of(m, c));
   if (p->kept && !still_acquired(p, false))
     return gmi_fail(GEMINI_ERR_STATE, 0, "a chunk of arena %s was released in the middle of the capture",
-                    name_of(m, w));
+                    name_of(m, c));
   if (!p->kept && !p->readers) {
-    status = free_for_graph(m, w);
-    if (!status) status = gmi_window_evict(m, w, GEMINI_REASON_DEMAND);
-    if (!status) status = gmi_host_slot_take(m, w);
+    status = free_for_graph(m, c);
+    if (!status) status = gmi_chunk_evict(m, c, GEMINI_REASON_DEMAND);
+    if (!status) status = gmi_host_slot_take(m, c);
     if (status) return status;
-    gmi_window_graph_hold(m, w);
+    gmi_chunk_graph_hold(m, c);
   }
   p->readers += !write;
   p->writers += write;
@@ -326,12 +326,12 @@ static gemini_status_t part_hold(gmi_manager_t *m, gmi_graph_t *g, const gemini_
   return GEMINI_OK;
 }
 
-/* It ends: true when it was the last one of a window that takes turns. */
+/* It ends: true when it was the last one of a chunk that takes turns. */
 static bool part_drop(gmi_manager_t *m, part_t *p, uint32_t mode) {
   if (mode & GEMINI_WRITE) p->writers--;
   else p->readers--;
   if (p->kept || p->readers) return false;
-  gmi_window_graph_unhold(m, p->window);
+  gmi_chunk_graph_unhold(m, p->chunk);
   return true;
 }
 
@@ -344,31 +344,31 @@ static gemini_status_t too_small(gmi_manager_t *m, const gmi_graph_t *g) {
   for (uint32_t i = 0; i < g->part_count; i++) need += !g->parts[i].kept && g->parts[i].readers;
   return gmi_fail(GEMINI_ERR_OOM_DEVICE, 0,
                   "%s: the chunks acquired at once need %llu bytes, the graph was begun with %llu", op_name(m),
-                  (unsigned long long)(need << m->window_shift), (unsigned long long)g->place_count << m->window_shift);
+                  (unsigned long long)(need << m->chunk_shift), (unsigned long long)g->place_count << m->chunk_shift);
 }
 
-/* Gives the window a place for good, and queues its fetch in the capture. */
+/* Gives the chunk a place for good, and queues its fetch in the capture. */
 static gemini_status_t part_fetch(gmi_manager_t *m, gmi_graph_t *g, uint32_t part) {
   part_t *p = &g->parts[part];
-  gmi_window_t *w = p->window;
+  gmi_chunk_t *c = p->chunk;
   uint32_t at = p->place;
   for (uint32_t i = 0; p->place == GMI_NONE && i < g->place_count; i++)
     if (!place_is_used(g, &g->places[i]) && (at == GMI_NONE || g->places[i].used < g->places[at].used)) at = i;
   if (at == GMI_NONE) return too_small(m, g);
   place_t *place = &g->places[at];
   if (place_is_used(g, place)) {
-    const gmi_window_t *other = g->parts[place->part].window;
+    const gmi_chunk_t *other = g->parts[place->part].chunk;
     return gmi_fail(
         GEMINI_ERR_OOM_DEVICE, 0,
         "%s: chunks of arena %s at %llu and of %s at %llu have taken turns in one frame of the graph, and are "
         "wanted at once: begin it with more than %llu bytes",
-        op_name(m), name_of(m, w), (unsigned long long)w->index << m->window_shift, name_of(m, other),
-        (unsigned long long)other->index << m->window_shift, (unsigned long long)g->place_count << m->window_shift);
+        op_name(m), name_of(m, c), (unsigned long long)c->index << m->chunk_shift, name_of(m, other),
+        (unsigned long long)other->index << m->chunk_shift, (unsigned long long)g->place_count << m->chunk_shift);
   }
-  gemini_status_t status = gmi_map(m, gmi_window_device(m, w), place->frame, gmi_window_mapping(w));
+  gemini_status_t status = gmi_map(m, gmi_chunk_device(m, c), place->frame, gmi_chunk_mapping(c));
   if (status) return status;
-  status = m->dev->capture.fetch(m->dev_self, g->capture, at, gmi_window_device(m, w), gmi_window_host(m, w),
-                                 gmi_window_bytes(m));
+  status = m->dev->capture.fetch(m->dev_self, g->capture, at, gmi_chunk_device(m, c), gmi_chunk_host(m, c),
+                                 gmi_chunk_bytes(m));
   if (status && status != GEMINI_ERR_STATE) g->failure = status; /* a part of it may have got in */
   if (status) return status;
   p->place = at;
@@ -428,7 +428,7 @@ gemini_status_t gmi_graph_acquire(gmi_manager_t *m, gemini_access_t *accesses, u
   gmi_graph_t *g = graph_on(m, stream);
   gemini_status_t status = usable(g);
   gmi_range_t r = { 0 };
-  uint64_t held = 0, leased = 0; /* windows, in the order of the ranges; accesses */
+  uint64_t held = 0, leased = 0; /* chunks, in the order of the ranges; accesses */
   for (uint64_t k = 0; !status && k < count; k++) {
     status = resolve(m, &accesses[k], &r);
     if (!status && !(accesses[k].mode & GEMINI_WRITE)) status = content_add(m, g, &r);
@@ -436,7 +436,7 @@ gemini_status_t gmi_graph_acquire(gmi_manager_t *m, gemini_access_t *accesses, u
     if (!status) status = gmi_lease_add(&m->leases, &key);
     leased += !status;
     for (uint64_t i = r.first; !status && i <= r.last; i++) {
-      status = part_hold(m, g, &accesses[k], &r.store->windows[i]);
+      status = part_hold(m, g, &accesses[k], &r.store->chunks[i]);
       held += !status;
     }
   }
@@ -451,7 +451,7 @@ gemini_status_t gmi_graph_acquire(gmi_manager_t *m, gemini_access_t *accesses, u
     if (gmi_range_resolve(m, &accesses[k], &r)) break; /* never: the lock is held since the first time */
     if (!status) accesses[k].ptr = r.store->base + r.offset;
     for (uint64_t i = r.first; status && held && i <= r.last; i++, held--)
-      part_drop(m, part_find(g, &r.store->windows[i]), accesses[k].mode);
+      part_drop(m, part_find(g, &r.store->chunks[i]), accesses[k].mode);
     gmi_lease_key_t key = lease_of(g, &accesses[k], &r);
     if (status && gmi_lease_claim(&m->leases, &key)) gmi_lease_end(&m->leases, &key);
   }
@@ -484,7 +484,7 @@ gemini_status_t gmi_graph_release(gmi_manager_t *m, const gemini_access_t *acces
     gmi_lease_key_t key = lease_of(g, &accesses[k], &r);
     gmi_lease_end(&m->leases, &key);
     for (uint64_t i = r.first; i <= r.last; i++) {
-      part_t *p = part_find(g, &r.store->windows[i]);
+      part_t *p = part_find(g, &r.store->chunks[i]);
       if (!part_drop(m, p, accesses[k].mode)) continue;
       g->places[p->place].used = ++g->clock;
       if (status) continue; /* the others are released all the same */
@@ -505,28 +505,28 @@ static gemini_status_t enter_check(gmi_manager_t *m, const gmi_graph_t *g) {
   gemini_status_t status = GEMINI_OK;
   for (uint32_t i = 0; !status && i < g->part_count; i++) {
     const part_t *p = &g->parts[i];
-    if (!p->kept) status = free_for_graph(m, p->window);
+    if (!p->kept) status = free_for_graph(m, p->chunk);
     else if (!still_acquired(p, p->written))
       status = gmi_fail(GEMINI_ERR_STATE, 0,
                         "a chunk of arena %s was acquired%s when the graph was captured, and is not now",
-                        name_of(m, p->window), p->written ? " for writing" : "");
+                        name_of(m, p->chunk), p->written ? " for writing" : "");
   }
   return status;
 }
 
 /* Its newest bytes come to its host slot, and its address to its place, before what the stream does next. */
 static gemini_status_t part_ready(gmi_manager_t *m, const gmi_graph_t *g, const part_t *p, uint32_t stream) {
-  gmi_window_t *w = p->window;
-  gemini_status_t status = gmi_window_deferred(w) ? gmi_updates_queue(m, w) : GEMINI_OK;
-  if (!status && (!gmi_window_has(w, GMI_VALID_HOST) || gmi_window_is_resident(w) || gmi_window_io(w)))
-    status = gmi_window_to_host(m, w, true, GEMINI_REASON_DEMAND);
+  gmi_chunk_t *c = p->chunk;
+  gemini_status_t status = gmi_chunk_deferred(c) ? gmi_updates_queue(m, c) : GEMINI_OK;
+  if (!status && (!gmi_chunk_has(c, GMI_VALID_HOST) || gmi_chunk_is_resident(c) || gmi_chunk_io(c)))
+    status = gmi_chunk_to_host(m, c, true, GEMINI_REASON_DEMAND);
   /* What comes from a file is waited for here, as for a fetch: a copy of bytes that did not come could not be taken
    * back. */
-  if (!status && (gmi_window_io(w) || gmi_window_failed_read(w))) status = gmi_window_settle_host(m, w);
+  if (!status && (gmi_chunk_io(c) || gmi_chunk_failed_read(c))) status = gmi_chunk_settle_host(m, c);
   /* Where that changes, it waits for what used the address, and so for copies between its frame and its slot. */
-  if (!status) status = gmi_map(m, gmi_window_device(m, w), g->places[p->place].frame, gmi_window_mapping(w));
-  if (status || !gmi_window_work_pending(m, w)) return status;
-  gmi_slot_t *slot = &m->host.slots[gmi_window_slot(w)];
+  if (!status) status = gmi_map(m, gmi_chunk_device(m, c), g->places[p->place].frame, gmi_chunk_mapping(c));
+  if (status || !gmi_chunk_work_pending(m, c)) return status;
+  gmi_slot_t *slot = &m->host.slots[gmi_chunk_slot(c)];
   return m->dev->stream.wait_flag(m->dev_self, stream, &slot->work_done, slot->work_queued);
 }
 
@@ -545,7 +545,7 @@ static gemini_status_t graph_enter(gmi_manager_t *m, gemini_graph_t handle, gemi
   if (!status) status = m->events->stream_waits(m, s, g->left);
   if (status) return status;
   for (uint32_t i = 0; i < g->part_count; i++)
-    if (g->parts[i].place != GMI_NONE) gmi_window_graph_hold(m, g->parts[i].window);
+    if (g->parts[i].place != GMI_NONE) gmi_chunk_graph_hold(m, g->parts[i].chunk);
   g->stream = s;
   g->state = GRAPH_ENTERED;
   return GEMINI_OK;
@@ -564,14 +564,14 @@ static gemini_status_t graph_leave(gmi_manager_t *m, gemini_graph_t handle) {
   g->left = left;
   g->state = GRAPH_READY;
   for (uint32_t i = 0; i < g->part_count; i++) {
-    gmi_window_t *w = g->parts[i].window;
+    gmi_chunk_t *c = g->parts[i].chunk;
     if (g->parts[i].place == GMI_NONE) continue;
-    gmi_window_graph_unhold(m, w);
-    m->host.slots[gmi_window_slot(w)].fence = left; /* the replay is behind the older ones */
-    gmi_map_leave(m, gmi_window_device(m, w), gmi_window_mapping(w), left);
+    gmi_chunk_graph_unhold(m, c);
+    m->host.slots[gmi_chunk_slot(c)].fence = left; /* the replay is behind the older ones */
+    gmi_map_leave(m, gmi_chunk_device(m, c), gmi_chunk_mapping(c), left);
   }
   m->stats.moved_chunks[GEMINI_LINK_H2D][GEMINI_REASON_PLAN] += g->copies;
-  m->stats.moved_bytes[GEMINI_LINK_H2D][GEMINI_REASON_PLAN] += g->copies << m->window_shift;
+  m->stats.moved_bytes[GEMINI_LINK_H2D][GEMINI_REASON_PLAN] += g->copies << m->chunk_shift;
   gmi_updates_room(m);
   return GEMINI_OK;
 }

@@ -1,8 +1,8 @@
-/* Host slots: places for windows in the one range of page-locked host memory, and who leaves when it is full.
+/* Host slots: places for chunks in the one range of page-locked host memory, and who leaves when it is full.
  * SPDX-License-Identifier: Apache-2.0
  *
- * A window's place is any slot. At home, windows lie one after another as in their arenas, so that ranges of several
- * windows are contiguous; where the budget is too small for that, gmi_host_run() brings the windows of one range
+ * A chunk's place is any slot. At home, chunks lie one after another as in their arenas, so that ranges of several
+ * chunks are contiguous; where the budget is too small for that, gmi_host_run() brings the chunks of one range
  * together. What is queued on a slot's bytes is noted with the slot, so that whoever gets it next is behind it. */
 #include <errno.h>
 #include <stdio.h>
@@ -25,15 +25,15 @@
 
 /* ---- slots */
 uint8_t *gmi_slot_address(const gmi_manager_t *m, uint32_t slot) {
-  return m->host.base + ((uint64_t)slot << m->window_shift);
+  return m->host.base + ((uint64_t)slot << m->chunk_shift);
 }
-uint8_t *gmi_window_host(gmi_manager_t *m, const gmi_window_t *w) {
-  return !gmi_window_has_slot(w) ? NULL : gmi_slot_address(m, gmi_window_slot(w));
+uint8_t *gmi_chunk_host(gmi_manager_t *m, const gmi_chunk_t *c) {
+  return !gmi_chunk_has_slot(c) ? NULL : gmi_slot_address(m, gmi_chunk_slot(c));
 }
-static gmi_slot_t *slot_of(const gmi_manager_t *m, const gmi_window_t *w) { return &m->host.slots[gmi_window_slot(w)]; }
+static gmi_slot_t *slot_of(const gmi_manager_t *m, const gmi_chunk_t *c) { return &m->host.slots[gmi_chunk_slot(c)]; }
 
 static uint32_t budget_slots(const gmi_manager_t *m, uint64_t bytes) {
-  uint64_t count = bytes >> m->window_shift;
+  uint64_t count = bytes >> m->chunk_shift;
   return count < GMI_NONE ? (uint32_t)count : GMI_NONE - 1;
 }
 
@@ -49,7 +49,7 @@ static void mark_free(gmi_manager_t *m, uint32_t slot, bool free) {
 
 /* As many slots as a budget has room for. */
 static void use_slots(gmi_manager_t *m, uint64_t bytes) {
-  uint32_t count = budget_slots(m, bytes), most = (uint32_t)(gmi_reserve_size(m->host.reserve) >> m->window_shift);
+  uint32_t count = budget_slots(m, bytes), most = (uint32_t)(gmi_reserve_size(m->host.reserve) >> m->chunk_shift);
   if (count > most) count = most;
   uint32_t before = m->host.slot_count;
   for (uint32_t s = count; s < before; s++)
@@ -57,12 +57,12 @@ static void use_slots(gmi_manager_t *m, uint64_t bytes) {
   m->host.slot_count = count;
   if (count > m->host.slot_most) m->host.slot_most = count;
   for (uint32_t s = before; s < count; s++)
-    if (!m->host.slots[s].window && !m->host.slots[s].block) mark_free(m, s, true);
+    if (!m->host.slots[s].chunk && !m->host.slots[s].block) mark_free(m, s, true);
 }
 
-/* Windows that may get a slot without another leaving its own. */
+/* Chunks that may get a slot without another leaving its own. */
 uint32_t gmi_host_free(const gmi_manager_t *m) {
-  uint64_t used = m->host_used >> m->window_shift, left = m->host.slot_count > used ? m->host.slot_count - used : 0;
+  uint64_t used = m->host_used >> m->chunk_shift, left = m->host.slot_count > used ? m->host.slot_count - used : 0;
   return left < m->host.free_count ? (uint32_t)left : m->host.free_count;
 }
 
@@ -90,19 +90,19 @@ void gmi_host_install(gmi_manager_t *m, gmi_cut_t *cut) {
   m->host.slot_count = m->host.slot_most = m->host.free_count = m->host.hand = 0;
   m->host_used = 0;
   use_slots(m, m->config.host_bytes);
-  gmi_host_homes(m, m->window_shift);
+  gmi_host_homes(m, m->chunk_shift);
 }
 
 /* At home, arenas lie one after another, with room between them where there is some, so that they can grow. */
 void gmi_host_homes(gmi_manager_t *m, uint32_t shift) {
-  uint64_t windows = 0, arenas = 0, slots = m->config.host_bytes >> shift, home = 0;
+  uint64_t chunks = 0, arenas = 0, slots = m->config.host_bytes >> shift, home = 0;
   for (int pass = 0; pass < 2; pass++) {
-    uint64_t gap = slots > windows ? (slots - windows) / (2 * arenas + 2) : 0;
+    uint64_t gap = slots > chunks ? (slots - chunks) / (2 * arenas + 2) : 0;
     for (uint32_t i = 0; i < GMI_ARENAS; i++) {
       gmi_arena_t *a = gmi_arena_at(m, i);
       if (!a || a->store != i) continue;
       uint64_t count = (atomic_load(&a->size) + (UINT64_C(1) << shift) - 1) >> shift;
-      windows += count;
+      chunks += count;
       arenas++;
       a->home = (uint32_t)home;
       a->home_count = (uint32_t)(count + gap);
@@ -115,9 +115,9 @@ void gmi_host_homes(gmi_manager_t *m, uint32_t shift) {
 /* An arena that is new or has outgrown its home has one behind all others. Where no room is left there because others
  * have more than they need, all of them have new ones; what lies elsewhere moves when it has to (gmi_host_run). */
 static void home_extend(gmi_manager_t *m, gmi_arena_t *a) {
-  uint64_t count = atomic_load(&a->window_count), end = m->host.home_end;
+  uint64_t count = atomic_load(&a->chunk_count), end = m->host.home_end;
   if (end + count > m->host.slot_count) {
-    gmi_host_homes(m, m->window_shift);
+    gmi_host_homes(m, m->chunk_shift);
     if (count <= a->home_count) return;
     end = m->host.home_end;
   }
@@ -127,10 +127,10 @@ static void home_extend(gmi_manager_t *m, gmi_arena_t *a) {
   m->host.home_end = end + a->home_count;
 }
 
-static uint32_t home_of(gmi_manager_t *m, const gmi_window_t *w) {
-  gmi_arena_t *a = gmi_window_arena(m, w);
-  if (w->index >= a->home_count) home_extend(m, a);
-  return m->host.slot_count ? (uint32_t)(((uint64_t)a->home + w->index) % m->host.slot_count) : GMI_NONE;
+static uint32_t home_of(gmi_manager_t *m, const gmi_chunk_t *c) {
+  gmi_arena_t *a = gmi_chunk_arena(m, c);
+  if (c->index >= a->home_count) home_extend(m, a);
+  return m->host.slot_count ? (uint32_t)(((uint64_t)a->home + c->index) % m->host.slot_count) : GMI_NONE;
 }
 
 /* First of count free slots in a row, from hint on and then from the start; GMI_NONE. */
@@ -150,11 +150,11 @@ static uint32_t free_run(const gmi_manager_t *m, uint32_t hint, uint32_t count) 
   return GMI_NONE;
 }
 
-/* Where a window goes: home, beside its neighbours, or anywhere. There is a free slot. */
-static uint32_t choose_slot(gmi_manager_t *m, const gmi_window_t *w) {
-  gmi_arena_t *a = gmi_window_arena(m, w);
-  uint32_t home = home_of(m, w), below = w->index ? gmi_window_slot(&a->windows[w->index - 1]) : GMI_NONE;
-  uint32_t above = w->index + 1 < atomic_load(&a->window_count) ? gmi_window_slot(&a->windows[w->index + 1]) : GMI_NONE;
+/* Where a chunk goes: home, beside its neighbours, or anywhere. There is a free slot. */
+static uint32_t choose_slot(gmi_manager_t *m, const gmi_chunk_t *c) {
+  gmi_arena_t *a = gmi_chunk_arena(m, c);
+  uint32_t home = home_of(m, c), below = c->index ? gmi_chunk_slot(&a->chunks[c->index - 1]) : GMI_NONE;
+  uint32_t above = c->index + 1 < atomic_load(&a->chunk_count) ? gmi_chunk_slot(&a->chunks[c->index + 1]) : GMI_NONE;
   if (is_free(m, home)) return home;
   if (below != GMI_NONE && below + 1 < m->host.slot_count && is_free(m, below + 1)) return below + 1;
   if (above != GMI_NONE && above && is_free(m, above - 1)) return above - 1;
@@ -164,28 +164,28 @@ static uint32_t choose_slot(gmi_manager_t *m, const gmi_window_t *w) {
 
 static void decommit_from(gmi_manager_t *m, uint64_t budget);
 static void count_used(gmi_manager_t *m, uint32_t slots) {
-  m->host_used += (uint64_t)slots << m->window_shift;
+  m->host_used += (uint64_t)slots << m->chunk_shift;
   if (m->host_used > m->stats.peak_bytes[GEMINI_TIER_HOST]) m->stats.peak_bytes[GEMINI_TIER_HOST] = m->host_used;
 }
 
-void gmi_host_slot_bind(gmi_manager_t *m, gmi_window_t *w, uint32_t slot) {
+void gmi_host_slot_bind(gmi_manager_t *m, gmi_chunk_t *c, uint32_t slot) {
   mark_free(m, slot, false);
   m->host.slots[slot].failure = GEMINI_OK;
-  gmi_window_slot_set(m, w, slot);
+  gmi_chunk_slot_set(m, c, slot);
   count_used(m, 1);
 }
 
-void gmi_host_slot_drop(gmi_manager_t *m, gmi_window_t *w) {
-  if (!gmi_window_has_slot(w) || gmi_window_in_graphs(w)) return;
-  uint32_t slot = gmi_window_slot(w);
-  gmi_file_forgive(w);
-  gmi_window_slot_set(m, w, GMI_NONE);
+void gmi_host_slot_drop(gmi_manager_t *m, gmi_chunk_t *c) {
+  if (!gmi_chunk_has_slot(c) || gmi_chunk_in_graphs(c)) return;
+  uint32_t slot = gmi_chunk_slot(c);
+  gmi_file_forgive(c);
+  gmi_chunk_slot_set(m, c, GMI_NONE);
   mark_free(m, slot, true);
-  m->host_used -= gmi_window_bytes(m);
+  m->host_used -= gmi_chunk_bytes(m);
   if (slot >= m->host.slot_count) decommit_from(m, m->config.host_bytes);
 }
 
-/* Blocks until nothing uses a slot. What failed is for who wants its window. */
+/* Blocks until nothing uses a slot. What failed is for who wants its chunk. */
 static gemini_status_t slot_quiet(gmi_manager_t *m, gmi_slot_t *s) {
   if (atomic_load_explicit(&s->work_done, memory_order_acquire) < s->work_queued)
     gmi_lane_wait_slot(m, s, s->work_queued);
@@ -195,69 +195,69 @@ static gemini_status_t slot_quiet(gmi_manager_t *m, gmi_slot_t *s) {
   return status;
 }
 
-void gmi_window_refilled(gmi_manager_t *m, gmi_window_t *w) {
-  if (gmi_window_io(w))
-    (void)slot_quiet(m, &m->host.slots[gmi_window_slot(w)]); /* a read of bytes that are dead must not fail others */
-  m->host.slots[gmi_window_slot(w)].failure = GEMINI_OK;
-  gmi_file_forgive(w);
+void gmi_chunk_refilled(gmi_manager_t *m, gmi_chunk_t *c) {
+  if (gmi_chunk_io(c))
+    (void)slot_quiet(m, &m->host.slots[gmi_chunk_slot(c)]); /* a read of bytes that are dead must not fail others */
+  m->host.slots[gmi_chunk_slot(c)].failure = GEMINI_OK;
+  gmi_file_forgive(c);
 }
 
-bool gmi_window_work_pending(const gmi_manager_t *m, const gmi_window_t *w) {
-  if (!gmi_window_has_slot(w)) return false;
-  const gmi_slot_t *s = slot_of(m, w);
+bool gmi_chunk_work_pending(const gmi_manager_t *m, const gmi_chunk_t *c) {
+  if (!gmi_chunk_has_slot(c)) return false;
+  const gmi_slot_t *s = slot_of(m, c);
   return atomic_load_explicit(&s->work_done, memory_order_acquire) < s->work_queued;
 }
 
-gemini_status_t gmi_window_settle_host(gmi_manager_t *m, gmi_window_t *w) {
-  if (!gmi_window_has_slot(w)) return GEMINI_OK;
-  gemini_status_t status = slot_quiet(m, slot_of(m, w));
-  if (status || !gmi_window_failed_read(w) || !gmi_window_has(w, GMI_VALID_FILE))
-    return status ? status : gmi_files_reap(m, w);
-  /* Who wants the window hears of an attempt of his own: the one that failed may have been begun long ago. */
-  status = gmi_file_read(m, w, GEMINI_REASON_DEMAND);
-  if (!status) status = slot_quiet(m, slot_of(m, w));
-  return status ? status : gmi_files_reap(m, w);
+gemini_status_t gmi_chunk_settle_host(gmi_manager_t *m, gmi_chunk_t *c) {
+  if (!gmi_chunk_has_slot(c)) return GEMINI_OK;
+  gemini_status_t status = slot_quiet(m, slot_of(m, c));
+  if (status || !gmi_chunk_failed_read(c) || !gmi_chunk_has(c, GMI_VALID_FILE))
+    return status ? status : gmi_files_reap(m, c);
+  /* Who wants the chunk hears of an attempt of his own: the one that failed may have been begun long ago. */
+  status = gmi_file_read(m, c, GEMINI_REASON_DEMAND);
+  if (!status) status = slot_quiet(m, slot_of(m, c));
+  return status ? status : gmi_files_reap(m, c);
 }
 
-/* ---- reclaim: slots whose window can do without, from those that cost nothing to those that must go to a file
+/* ---- reclaim: slots whose chunk can do without, from those that cost nothing to those that must go to a file
  *
  * States are used once an iteration, in turn. Of what is used in turn, what was used last is used again last (Belady),
- * so the windows that were updated last go first; what stays is a set that needs no file. */
+ * so the chunks that were updated last go first; what stays is a set that needs no file. */
 enum { RECLAIM_STALE, RECLAIM_CLEAN, RECLAIM_STATES, RECLAIM_DEFERRED, RECLAIM_ANY, RECLAIM_LEVELS };
 
-void gmi_host_updated(gmi_manager_t *m, gmi_window_t *w) {
+void gmi_host_updated(gmi_manager_t *m, gmi_chunk_t *c) {
   gmi_host_t *h = &m->host;
-  h->updated[h->updated_end++ % GMI_UPDATED] = w;
+  h->updated[h->updated_end++ % GMI_UPDATED] = c;
   if (h->updated_end - h->updated_first > GMI_UPDATED) h->updated_first++;
 }
 void gmi_host_forget(gmi_manager_t *m) { m->host.updated_first = m->host.updated_end; }
 
-static bool reclaimable(gmi_manager_t *m, const gmi_window_t *w, int level) {
-  if (!w || gmi_window_host_users(w) || gmi_window_in_graphs(w) || gmi_window_io(w) || gmi_window_work_pending(m, w))
+static bool reclaimable(gmi_manager_t *m, const gmi_chunk_t *c, int level) {
+  if (!c || gmi_chunk_host_users(c) || gmi_chunk_in_graphs(c) || gmi_chunk_io(c) || gmi_chunk_work_pending(m, c))
     return false;
-  if (!gmi_window_has(w, GMI_VALID_HOST)) return level == RECLAIM_STALE;
-  if (gmi_window_has(w, GMI_VALID_DEVICE | GMI_VALID_FILE | GMI_VALID_ZERO)) return level == RECLAIM_CLEAN;
-  uint32_t kind = gmi_window_arena(m, w)->kind;
+  if (!gmi_chunk_has(c, GMI_VALID_HOST)) return level == RECLAIM_STALE;
+  if (gmi_chunk_has(c, GMI_VALID_DEVICE | GMI_VALID_FILE | GMI_VALID_ZERO)) return level == RECLAIM_CLEAN;
+  uint32_t kind = gmi_chunk_arena(m, c)->kind;
   if (kind == GEMINI_KIND_PARAM || kind == GEMINI_KIND_GRAD) return level == RECLAIM_ANY;
-  return level == (gmi_window_deferred(w) ? RECLAIM_DEFERRED : RECLAIM_STATES);
+  return level == (gmi_chunk_deferred(c) ? RECLAIM_DEFERRED : RECLAIM_STATES);
 }
 
 /* The host copy goes, whose bytes are elsewhere. */
-static void leave_slot(gmi_manager_t *m, gmi_window_t *w) {
-  gmi_window_host_lost(m, w);
-  gmi_host_slot_drop(m, w);
+static void leave_slot(gmi_manager_t *m, gmi_chunk_t *c) {
+  gmi_chunk_host_lost(m, c);
+  gmi_host_slot_drop(m, c);
 }
 
-/* The window updated last of those that can go. *busy_out: that will be one that is being updated. */
-static gmi_window_t *updated_last(gmi_manager_t *m, bool *busy_out) {
+/* The chunk updated last of those that can go. *busy_out: that will be one that is being updated. */
+static gmi_chunk_t *updated_last(gmi_manager_t *m, bool *busy_out) {
   gmi_host_t *h = &m->host;
   *busy_out = false;
   for (uint64_t i = h->updated_end; i-- > h->updated_first;) {
-    gmi_window_t *w = h->updated[i % GMI_UPDATED];
-    bool state = reclaimable(m, w, RECLAIM_STATES);
-    if (!state && i + 1 == h->updated_end && !gmi_window_has_slot(w)) h->updated_end--; /* gone since */
-    if (state) return w;
-    if (gmi_window_io(w) || gmi_window_deferred(w) || !gmi_window_work_pending(m, w)) continue;
+    gmi_chunk_t *c = h->updated[i % GMI_UPDATED];
+    bool state = reclaimable(m, c, RECLAIM_STATES);
+    if (!state && i + 1 == h->updated_end && !gmi_chunk_has_slot(c)) h->updated_end--; /* gone since */
+    if (state) return c;
+    if (gmi_chunk_io(c) || gmi_chunk_deferred(c) || !gmi_chunk_work_pending(m, c)) continue;
     *busy_out = true;
     return NULL;
   }
@@ -273,7 +273,7 @@ static gemini_status_t slot_reclaim(gmi_manager_t *m, bool *freed_out, bool *sta
     /* Before what is wanted soon goes, one waits for what is under way. */
     if (level > RECLAIM_STATES && (m->io_count || gmi_lane_pending(m))) break;
     bool busy = false;
-    gmi_window_t *last = level == RECLAIM_STATES ? updated_last(m, &busy) : NULL;
+    gmi_chunk_t *last = level == RECLAIM_STATES ? updated_last(m, &busy) : NULL;
     if (last) {
       *started_out = true;
       return gmi_file_write(m, last, GEMINI_REASON_PRESSURE);
@@ -281,17 +281,17 @@ static gemini_status_t slot_reclaim(gmi_manager_t *m, bool *freed_out, bool *sta
     if (busy) break;
     for (uint32_t step = 0; step < m->host.slot_most; step++) {
       uint32_t slot = (uint32_t)(((uint64_t)m->host.hand + step) % m->host.slot_most);
-      gmi_window_t *w = m->host.slots[slot].window;
-      if (!reclaimable(m, w, level)) continue;
+      gmi_chunk_t *c = m->host.slots[slot].chunk;
+      if (!reclaimable(m, c, level)) continue;
       m->host.hand = slot + 1;
       if (level <= RECLAIM_CLEAN) {
-        if (level == RECLAIM_CLEAN) leave_slot(m, w);
-        else gmi_host_slot_drop(m, w);
+        if (level == RECLAIM_CLEAN) leave_slot(m, c);
+        else gmi_host_slot_drop(m, c);
         *freed_out = true;
         return GEMINI_OK;
       }
       *started_out = true;
-      return gmi_file_write(m, w, GEMINI_REASON_PRESSURE);
+      return gmi_file_write(m, c, GEMINI_REASON_PRESSURE);
     }
   }
   return GEMINI_OK;
@@ -324,7 +324,7 @@ gemini_status_t gmi_host_room(gmi_manager_t *m, uint32_t count) {
       if (status) return status;
       return gmi_fail(GEMINI_ERR_OOM_HOST, 0,
                       "%s of %llu bytes does not fit in host memory: %llu of the budget %llu are in use%s",
-                      count > 1 ? "a range of chunks" : "a chunk", (unsigned long long)count << m->window_shift,
+                      count > 1 ? "a range of chunks" : "a chunk", (unsigned long long)count << m->chunk_shift,
                       (unsigned long long)m->host_used, (unsigned long long)m->config.host_bytes,
                       m->files ? " by chunks that are acquired" : " and there is no file tier");
     }
@@ -334,15 +334,15 @@ gemini_status_t gmi_host_room(gmi_manager_t *m, uint32_t count) {
 }
 
 gemini_status_t gmi_host_fits(gmi_manager_t *m, const char *what, uint64_t need_bytes,
-                              bool (*inside)(const void *user, const gmi_window_t *w), const void *user) {
+                              bool (*inside)(const void *user, const gmi_chunk_t *c), const void *user) {
   uint64_t taken = 0;
   if (m->files) return GEMINI_OK;
   for (uint32_t s = 0; s < m->host.slot_most; s++) {
-    const gmi_window_t *w = m->host.slots[s].window;
-    if (m->host.slots[s].block) taken += gmi_window_bytes(m);
-    if (!w || inside(user, w)) continue;
-    bool clean = !gmi_window_has(w, GMI_VALID_HOST) || gmi_window_has(w, GMI_VALID_DEVICE | GMI_VALID_ZERO);
-    if (!clean || gmi_window_host_users(w) || gmi_window_in_graphs(w)) taken += gmi_window_bytes(m);
+    const gmi_chunk_t *c = m->host.slots[s].chunk;
+    if (m->host.slots[s].block) taken += gmi_chunk_bytes(m);
+    if (!c || inside(user, c)) continue;
+    bool clean = !gmi_chunk_has(c, GMI_VALID_HOST) || gmi_chunk_has(c, GMI_VALID_DEVICE | GMI_VALID_ZERO);
+    if (!clean || gmi_chunk_host_users(c) || gmi_chunk_in_graphs(c)) taken += gmi_chunk_bytes(m);
   }
   if (taken + need_bytes <= m->config.host_bytes) return GEMINI_OK;
   return gmi_fail(GEMINI_ERR_OOM_HOST, 0,
@@ -350,40 +350,40 @@ gemini_status_t gmi_host_fits(gmi_manager_t *m, const char *what, uint64_t need_
                   (unsigned long long)need_bytes, (unsigned long long)m->config.host_bytes, (unsigned long long)taken);
 }
 
-static gemini_status_t slot_assign(gmi_manager_t *m, gmi_window_t *w, uint32_t slot) {
-  gemini_status_t status = gmi_host_commit(m, (uint64_t)slot << m->window_shift, gmi_window_bytes(m));
-  if (!status) gmi_host_slot_bind(m, w, slot);
+static gemini_status_t slot_assign(gmi_manager_t *m, gmi_chunk_t *c, uint32_t slot) {
+  gemini_status_t status = gmi_host_commit(m, (uint64_t)slot << m->chunk_shift, gmi_chunk_bytes(m));
+  if (!status) gmi_host_slot_bind(m, c, slot);
   return status;
 }
 
-gemini_status_t gmi_host_slot_take(gmi_manager_t *m, gmi_window_t *w) {
-  if (gmi_window_has_slot(w)) return GEMINI_OK;
+gemini_status_t gmi_host_slot_take(gmi_manager_t *m, gmi_chunk_t *c) {
+  if (gmi_chunk_has_slot(c)) return GEMINI_OK;
   gemini_status_t status = gmi_host_room(m, 1);
-  return status ? status : slot_assign(m, w, choose_slot(m, w));
+  return status ? status : slot_assign(m, c, choose_slot(m, c));
 }
 
-/* ---- runs: windows of one range side by side */
+/* ---- runs: chunks of one range side by side */
 static bool together(const gmi_arena_t *store, uint32_t first, uint32_t count) {
   for (uint32_t i = 0; i < count; i++)
-    if (!gmi_window_has_slot(&store->windows[first + i]) ||
-        gmi_window_slot(&store->windows[first + i]) != gmi_window_slot(&store->windows[first]) + i)
+    if (!gmi_chunk_has_slot(&store->chunks[first + i]) ||
+        gmi_chunk_slot(&store->chunks[first + i]) != gmi_chunk_slot(&store->chunks[first]) + i)
       return false;
   return true;
 }
 
-static bool movable(const gmi_window_t *w) { return !w || gmi_window_may_move(w); }
+static bool movable(const gmi_chunk_t *c) { return !c || gmi_chunk_may_move(c); }
 
-/* What it costs to let the run begin at slot, in moves of a window's bytes; UINT32_MAX: it cannot. Who lies there
+/* What it costs to let the run begin at slot, in moves of a chunk's bytes; UINT32_MAX: it cannot. Who lies there
  * moves, too, away from its neighbours, and may come back for that. */
 static uint32_t run_cost(const gmi_manager_t *m, const gmi_arena_t *store, uint32_t first, uint32_t count,
                          uint32_t slot) {
   if (slot > m->host.slot_count || count > m->host.slot_count - slot) return UINT32_MAX;
   uint32_t cost = 0;
   for (uint32_t i = 0; i < count; i++) {
-    const gmi_window_t *want = &store->windows[first + i], *is = m->host.slots[slot + i].window;
+    const gmi_chunk_t *want = &store->chunks[first + i], *is = m->host.slots[slot + i].chunk;
     if (is == want) continue;
     if (m->host.slots[slot + i].block || !movable(is) || !movable(want)) return UINT32_MAX;
-    cost += (gmi_window_has_slot(want) ? 1U : 0U) + (is ? 3U : 0U);
+    cost += (gmi_chunk_has_slot(want) ? 1U : 0U) + (is ? 3U : 0U);
   }
   return cost;
 }
@@ -401,19 +401,19 @@ static void swap_bytes(uint8_t *a, uint8_t *b, uint64_t bytes) {
 static gemini_status_t exchange(gmi_manager_t *m, uint32_t a, uint32_t b) {
   gemini_status_t status = slot_quiet(m, &m->host.slots[a]);
   if (!status) status = slot_quiet(m, &m->host.slots[b]);
-  gmi_window_t *wa = m->host.slots[a].window, *wb = m->host.slots[b].window;
+  gmi_chunk_t *wa = m->host.slots[a].chunk, *wb = m->host.slots[b].chunk;
   for (int i = 0; i < 2 && !status; i++) /* an empty one may lie where nothing is yet */
-    status = gmi_host_commit(m, (uint64_t)(i ? b : a) << m->window_shift, gmi_window_bytes(m));
+    status = gmi_host_commit(m, (uint64_t)(i ? b : a) << m->chunk_shift, gmi_chunk_bytes(m));
   if (status) return status;
-  bool bytes_a = wa && gmi_window_has(wa, GMI_VALID_HOST), bytes_b = wb && gmi_window_has(wb, GMI_VALID_HOST);
+  bool bytes_a = wa && gmi_chunk_has(wa, GMI_VALID_HOST), bytes_b = wb && gmi_chunk_has(wb, GMI_VALID_HOST);
   uint8_t *pa = gmi_slot_address(m, a), *pb = gmi_slot_address(m, b);
-  if (bytes_a && bytes_b) swap_bytes(pa, pb, gmi_window_bytes(m));
-  else if (bytes_a) memcpy(pb, pa, gmi_window_bytes(m));
-  else if (bytes_b) memcpy(pa, pb, gmi_window_bytes(m));
+  if (bytes_a && bytes_b) swap_bytes(pa, pb, gmi_chunk_bytes(m));
+  else if (bytes_a) memcpy(pb, pa, gmi_chunk_bytes(m));
+  else if (bytes_b) memcpy(pa, pb, gmi_chunk_bytes(m));
   gemini_status_t failure = m->host.slots[a].failure;
   m->host.slots[a].failure = m->host.slots[b].failure;
   m->host.slots[b].failure = failure;
-  gmi_window_slots_exchange(m, a, b);
+  gmi_chunk_slots_exchange(m, a, b);
   if (!wa != !wb) {
     mark_free(m, a, !wb);
     mark_free(m, b, !wa);
@@ -425,20 +425,20 @@ gemini_status_t gmi_host_run(gmi_manager_t *m, gmi_arena_t *store, uint32_t firs
   if (together(store, first, count)) return GEMINI_OK;
   uint32_t missing = 0;
   for (uint32_t i = 0; i < count; i++) {
-    gmi_window_t *w = &store->windows[first + i];
-    missing += !gmi_window_has_slot(w);
-    gmi_window_keep_slot(m, w, false); /* none of them may lose its slot while room is made for the others */
+    gmi_chunk_t *c = &store->chunks[first + i];
+    missing += !gmi_chunk_has_slot(c);
+    gmi_chunk_keep_slot(m, c, false); /* none of them may lose its slot while room is made for the others */
   }
   gemini_status_t status = gmi_host_room(m, missing);
-  for (uint32_t i = 0; i < count; i++) gmi_window_let_slot(m, &store->windows[first + i], false);
+  for (uint32_t i = 0; i < count; i++) gmi_chunk_let_slot(m, &store->chunks[first + i], false);
   if (status) return status;
-  uint32_t best = GMI_NONE, least = UINT32_MAX, home = home_of(m, &store->windows[first]);
-  /* Where every window has a home of its own, one that goes there stays there, and soon none moves any more. */
+  uint32_t best = GMI_NONE, least = UINT32_MAX, home = home_of(m, &store->chunks[first]);
+  /* Where every chunk has a home of its own, one that goes there stays there, and soon none moves any more. */
   if (m->host.home_end <= m->host.slot_count && run_cost(m, store, first, count, home) != UINT32_MAX) best = home;
   for (uint32_t i = 0; best == GMI_NONE && i < count + 2; i++) {
     uint32_t slot = i == count       ? home
                     : i == count + 1 ? free_run(m, home, count)
-                                     : gmi_window_slot(&store->windows[first + i]);
+                                     : gmi_chunk_slot(&store->chunks[first + i]);
     if (i < count && (slot == GMI_NONE || slot < i)) continue;
     if (i < count) slot -= i;
     uint32_t cost = slot == GMI_NONE ? UINT32_MAX : run_cost(m, store, first, count, slot);
@@ -454,20 +454,20 @@ gemini_status_t gmi_host_run(gmi_manager_t *m, gmi_arena_t *store, uint32_t firs
                     "between, in a budget of %llu bytes",
                     count, store->name, (unsigned long long)m->config.host_bytes);
   for (uint32_t i = 0; i < count && !status; i++) {
-    gmi_window_t *w = &store->windows[first + i];
+    gmi_chunk_t *c = &store->chunks[first + i];
     uint32_t slot = best + i;
-    if (gmi_window_slot(w) == slot) continue;
-    if (gmi_window_has_slot(w)) {
-      status = exchange(m, gmi_window_slot(w), slot);
+    if (gmi_chunk_slot(c) == slot) continue;
+    if (gmi_chunk_has_slot(c)) {
+      status = exchange(m, gmi_chunk_slot(c), slot);
       continue;
     }
     if (!is_free(m, slot)) {
-      /* A free one outside the run: there are as many as windows without a slot. */
+      /* A free one outside the run: there are as many as chunks without a slot. */
       uint32_t other = free_run(m, best + count < m->host.slot_count ? best + count : 0, 1);
       if (other >= best && other < best + count) other = free_run(m, 0, 1);
       status = exchange(m, slot, other);
     }
-    if (!status) status = slot_assign(m, w, slot);
+    if (!status) status = slot_assign(m, c, slot);
   }
   return status;
 }
@@ -481,8 +481,8 @@ static void decommit_from(gmi_manager_t *m, uint64_t budget) {
     if (m->host.committed[part] <= keep) continue;
     end += m->host.committed[part];
     bool used = false;
-    for (uint64_t s = (base + keep) >> m->window_shift; s << m->window_shift < end; s++)
-      used |= s >= m->host.slot_count && (m->host.slots[s].window || m->host.slots[s].block);
+    for (uint64_t s = (base + keep) >> m->chunk_shift; s << m->chunk_shift < end; s++)
+      used |= s >= m->host.slot_count && (m->host.slots[s].chunk || m->host.slots[s].block);
     if (!used) gmi_host_part_set(m, part, keep); /* refused: it stays, which does no harm */
   }
 }
@@ -498,12 +498,12 @@ gemini_status_t gmi_host_resize(gmi_manager_t *m, uint64_t bytes) {
       status = gmi_limits_check(&limits, "the growth of the host budget", bytes - m->config.host_bytes, false);
     if (status) return status;
   }
-  if (!atomic_load(&m->window_bytes)) return GEMINI_OK;
+  if (!atomic_load(&m->chunk_bytes)) return GEMINI_OK;
   uint32_t count = budget_slots(m, bytes);
   /* Updates that wait for room may need more than there will be. */
   gemini_status_t queued = count < m->host.slot_count ? gmi_updates_queue(m, NULL) : GEMINI_OK;
   if (queued) return queued;
-  while (m->host_used > (uint64_t)count << m->window_shift) {
+  while (m->host_used > (uint64_t)count << m->chunk_shift) {
     gemini_status_t status = gmi_host_room(m, gmi_host_free(m) + 1);
     if (status == GEMINI_ERR_OOM_HOST)
       return gmi_fail(status, 0, "%llu bytes must stay in host memory, more than the new budget, %llu",
@@ -513,8 +513,8 @@ gemini_status_t gmi_host_resize(gmi_manager_t *m, uint64_t bytes) {
   use_slots(m, bytes);
   for (uint32_t s = m->host.slot_count; s < m->host.slot_most;
        s++) { /* those that somebody has the address of stay as long as he has it */
-    gmi_window_t *w = m->host.slots[s].window;
-    uint32_t inside = w && movable(w) ? free_run(m, 0, 1) : GMI_NONE;
+    gmi_chunk_t *c = m->host.slots[s].chunk;
+    uint32_t inside = c && movable(c) ? free_run(m, 0, 1) : GMI_NONE;
     gemini_status_t status = inside != GMI_NONE ? exchange(m, s, inside) : GEMINI_OK;
     if (status) {
       use_slots(m, m->config.host_bytes);
@@ -525,9 +525,9 @@ gemini_status_t gmi_host_resize(gmi_manager_t *m, uint64_t bytes) {
   return GEMINI_OK;
 }
 
-void gmi_host_released(gmi_manager_t *m, gmi_window_t *w) {
-  if (gmi_window_has_slot(w) && gmi_window_slot(w) >= m->host.slot_count && movable(w)) {
-    uint32_t behind = gmi_window_slot(w), inside = free_run(m, 0, 1);
+void gmi_host_released(gmi_manager_t *m, gmi_chunk_t *c) {
+  if (gmi_chunk_has_slot(c) && gmi_chunk_slot(c) >= m->host.slot_count && movable(c)) {
+    uint32_t behind = gmi_chunk_slot(c), inside = free_run(m, 0, 1);
     if (inside != GMI_NONE && exchange(m, behind, inside) == GEMINI_OK) decommit_from(m, m->config.host_bytes);
   }
 }
@@ -535,7 +535,7 @@ void gmi_host_released(gmi_manager_t *m, gmi_window_t *w) {
 /* ---- blocks of any size, in whole slots from the top of the budget down */
 static gemini_status_t slots_to_blocks(void *user, uint64_t offset, uint64_t size) {
   gmi_manager_t *m = user;
-  uint32_t first = (uint32_t)(offset >> m->window_shift), end = (uint32_t)((offset + size) >> m->window_shift);
+  uint32_t first = (uint32_t)(offset >> m->chunk_shift), end = (uint32_t)((offset + size) >> m->chunk_shift);
   gemini_status_t status = GEMINI_OK;
   uint32_t slot = first;
   for (; !status && slot < end; slot++) {
@@ -545,13 +545,13 @@ static gemini_status_t slots_to_blocks(void *user, uint64_t offset, uint64_t siz
     if (!status) status = gmi_host_room(m, 1);
     if (!status && !is_free(m, slot)) {
       uint32_t other = free_run(m, 0, 1);
-      if (!movable(m->host.slots[slot].window))
+      if (!movable(m->host.slots[slot].chunk))
         status = gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s that cannot move lies where a block would",
-                          gmi_window_arena(m, m->host.slots[slot].window)->name);
+                          gmi_chunk_arena(m, m->host.slots[slot].chunk)->name);
       else status = exchange(m, slot, other);
     }
     if (!status) status = gmi_fence_sync(m, m->host.slots[slot].fence);
-    if (!status) status = gmi_host_commit(m, (uint64_t)slot << m->window_shift, gmi_window_bytes(m));
+    if (!status) status = gmi_host_commit(m, (uint64_t)slot << m->chunk_shift, gmi_chunk_bytes(m));
     if (status) break;
     mark_free(m, slot, false);
     m->host.slots[slot].block = true;
@@ -560,19 +560,19 @@ static gemini_status_t slots_to_blocks(void *user, uint64_t offset, uint64_t siz
   while (status && slot-- > first) {
     m->host.slots[slot].block = false;
     mark_free(m, slot, true);
-    m->host_used -= gmi_window_bytes(m);
+    m->host_used -= gmi_chunk_bytes(m);
   }
   return status;
 }
 
 static void slots_from_blocks(void *user, uint64_t offset, uint64_t size) {
   gmi_manager_t *m = user;
-  for (uint64_t slot = offset >> m->window_shift; slot < (offset + size) >> m->window_shift; slot++) {
+  for (uint64_t slot = offset >> m->chunk_shift; slot < (offset + size) >> m->chunk_shift; slot++) {
     m->host.slots[slot].block = false;
     mark_free(m, (uint32_t)slot, true);
-    m->host_used -= gmi_window_bytes(m);
+    m->host_used -= gmi_chunk_bytes(m);
   }
-  if ((offset + size) >> m->window_shift > m->host.slot_count) decommit_from(m, m->config.host_bytes);
+  if ((offset + size) >> m->chunk_shift > m->host.slot_count) decommit_from(m, m->config.host_bytes);
 }
 
 /* Live blocks, and their bytes. */
@@ -595,15 +595,15 @@ static gemini_status_t host_alloc(gmi_manager_t *m, uint64_t size, uint64_t alig
   gemini_status_t status = gmi_cut(m);
   if (!status && !m->host.slot_count)
     status = gmi_fail(GEMINI_ERR_OOM_HOST, 0, "the host budget, %llu bytes, holds no chunk of %llu bytes",
-                      (unsigned long long)m->config.host_bytes, (unsigned long long)gmi_window_bytes(m));
+                      (unsigned long long)m->config.host_bytes, (unsigned long long)gmi_chunk_bytes(m));
   if (!status && m->host.blocks && !blocks_figures(m).block_count && m->host.block_slots != m->host.slot_count) {
     gmi_host_blocks_close(m); /* the budget has changed */
   }
   if (!status && !m->host.blocks) {
     m->host.block_slots = m->host.slot_count;
     gmi_blocks_config_t config = { .base = m->host.base,
-                                   .size_bytes = (uint64_t)m->host.slot_count << m->window_shift,
-                                   .grain_bytes = gmi_window_bytes(m),
+                                   .size_bytes = (uint64_t)m->host.slot_count << m->chunk_shift,
+                                   .grain_bytes = gmi_chunk_bytes(m),
                                    .commit = slots_to_blocks,
                                    .decommit = slots_from_blocks,
                                    .user = m };

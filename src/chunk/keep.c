@@ -1,7 +1,7 @@
 /* Checkpoints in kept files: every chunk in a block, and what the blocks mean. SPDX-License-Identifier: Apache-2.0
  *
  * The store makes a commit whole or not at all, and leaves what the last one names as it is; here is only what it
- * names: windows by arena and index, and a text that says what arenas and tensors there were (docs/keep.md). */
+ * names: chunks by arena and index, and a text that says what arenas and tensors there were (docs/keep.md). */
 #include <errno.h>
 #include <inttypes.h>
 #include <stdio.h>
@@ -21,13 +21,13 @@
 
 enum { WRITES_AT_ONCE = 64 };
 
-static uint64_t window_key(const gmi_window_t *w) { return (uint64_t)w->arena << 32 | w->index; }
+static uint64_t chunk_key(const gmi_chunk_t *c) { return (uint64_t)c->arena << 32 | c->index; }
 
-/* The next window, in order of arenas, or NULL. */
-static gmi_window_t *next_window(gmi_manager_t *m, uint32_t *arena, uint32_t *index) {
+/* The next chunk, in order of arenas, or NULL. */
+static gmi_chunk_t *next_chunk(gmi_manager_t *m, uint32_t *arena, uint32_t *index) {
   for (; *arena < GMI_ARENAS; ++*arena, *index = 0) {
     gmi_arena_t *a = gmi_arena_at(m, *arena);
-    if (a && a->windows && *index < atomic_load(&a->window_count)) return &a->windows[(*index)++];
+    if (a && a->chunks && *index < atomic_load(&a->chunk_count)) return &a->chunks[(*index)++];
   }
   return NULL;
 }
@@ -62,43 +62,42 @@ static gemini_status_t wait_transfers(gmi_manager_t *m, uint32_t most) {
   return status;
 }
 
-static gemini_status_t write_windows(gmi_manager_t *m) {
+static gemini_status_t write_chunks(gmi_manager_t *m) {
   gemini_status_t status = GEMINI_OK;
   uint32_t arena = 0, index = 0;
-  for (gmi_window_t *w; !status && (w = next_window(m, &arena, &index));)
-    if (gmi_window_busy(w, GMI_TO_STORE))
-      status =
-          gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is acquired for writing", gmi_window_arena(m, w)->name);
+  for (gmi_chunk_t *c; !status && (c = next_chunk(m, &arena, &index));)
+    if (gmi_chunk_busy(c, GMI_TO_STORE))
+      status = gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is acquired for writing", gmi_chunk_arena(m, c)->name);
   arena = index = 0;
-  for (gmi_window_t *w; !status && (w = next_window(m, &arena, &index));) {
-    bool suspect = gmi_window_has(w, GMI_VALID_FILE) && gmi_store_is_suspect(m->files, gmi_window_block(w));
-    if (gmi_window_has(w, GMI_VALID_ZERO | GMI_VALID_FILE) && !suspect) continue;
-    status = gmi_window_to_host(m, w, false, GEMINI_REASON_CALLER);
+  for (gmi_chunk_t *c; !status && (c = next_chunk(m, &arena, &index));) {
+    bool suspect = gmi_chunk_has(c, GMI_VALID_FILE) && gmi_store_is_suspect(m->files, gmi_chunk_block(c));
+    if (gmi_chunk_has(c, GMI_VALID_ZERO | GMI_VALID_FILE) && !suspect) continue;
+    status = gmi_chunk_to_host(m, c, false, GEMINI_REASON_CALLER);
     if (status) break;
-    gmi_window_keep_slot(m, w, false); /* its slot stays until the write is under way */
-    if (gmi_window_io(w) || suspect) status = gmi_window_settle_host(m, w);
-    if (!status && suspect) gmi_file_drop(m, w); /* and written to another block */
-    if (!status && !gmi_window_has(w, GMI_VALID_FILE)) status = gmi_file_write(m, w, GEMINI_REASON_CALLER);
-    gmi_window_let_slot(m, w, false);
+    gmi_chunk_keep_slot(m, c, false); /* its slot stays until the write is under way */
+    if (gmi_chunk_io(c) || suspect) status = gmi_chunk_settle_host(m, c);
+    if (!status && suspect) gmi_file_drop(m, c); /* and written to another block */
+    if (!status && !gmi_chunk_has(c, GMI_VALID_FILE)) status = gmi_file_write(m, c, GEMINI_REASON_CALLER);
+    gmi_chunk_let_slot(m, c, false);
     if (!status) status = wait_transfers(m, WRITES_AT_ONCE);
   }
   gemini_status_t waited = wait_transfers(m, 0);
   return status ? status : waited;
 }
 
-static gemini_status_t commit_windows(gmi_manager_t *m, const void *blob, uint64_t blob_bytes) {
+static gemini_status_t commit_chunks(gmi_manager_t *m, const void *blob, uint64_t blob_bytes) {
   uint32_t arena = 0, index = 0, count = 0, old_count = 0;
   const gmi_kept_t *old = NULL;
   const void *old_blob;
   uint64_t old_blob_bytes;
-  gmi_kept_t *kept = calloc(m->window_total + 1, sizeof *kept), *before = NULL;
+  gmi_kept_t *kept = calloc(m->chunk_total + 1, sizeof *kept), *before = NULL;
   gemini_status_t status = kept ? GEMINI_OK : gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for a checkpoint");
-  for (gmi_window_t *w; !status && (w = next_window(m, &arena, &index));) {
-    if (gmi_window_has(w, GMI_VALID_ZERO)) continue;
-    if (!gmi_window_has(w, GMI_VALID_FILE))
-      status = gmi_fail(GEMINI_ERR_BUSY, 0, "chunk %u of arena %s changed during the checkpoint", w->index,
-                        gmi_window_arena(m, w)->name);
-    kept[count++] = (gmi_kept_t){ .block = gmi_window_block(w), .key = window_key(w) };
+  for (gmi_chunk_t *c; !status && (c = next_chunk(m, &arena, &index));) {
+    if (gmi_chunk_has(c, GMI_VALID_ZERO)) continue;
+    if (!gmi_chunk_has(c, GMI_VALID_FILE))
+      status = gmi_fail(GEMINI_ERR_BUSY, 0, "chunk %u of arena %s changed during the checkpoint", c->index,
+                        gmi_chunk_arena(m, c)->name);
+    kept[count++] = (gmi_kept_t){ .block = gmi_chunk_block(c), .key = chunk_key(c) };
   }
   /* Blocks of a checkpoint that this process has not taken up go with it. */
   if (!status && !m->kept_used &&
@@ -128,7 +127,7 @@ static gemini_status_t checkpoint(gmi_manager_t *m) {
   gmi_lane_drain(m, NULL);
   status = gmi_lane_failure(m);
   m->checkpointing = true;
-  if (!status) status = write_windows(m);
+  if (!status) status = write_chunks(m);
   m->checkpointing = false;
   if (status) return status;
   char *text = NULL;
@@ -139,7 +138,7 @@ static gemini_status_t checkpoint(gmi_manager_t *m) {
     free(text);
     return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for a checkpoint's description");
   }
-  status = commit_windows(m, text, size);
+  status = commit_chunks(m, text, size);
   free(text);
   return status;
 }
@@ -232,11 +231,11 @@ static gemini_status_t read_layout(reader_t *r, const char *blob, uint64_t bytes
   return status;
 }
 
-static gmi_window_t *kept_window(const reader_t *r, uint64_t key) {
+static gmi_chunk_t *kept_chunk(const reader_t *r, uint64_t key) {
   uint32_t number = (uint32_t)(key >> 32), index = (uint32_t)key;
   uint32_t mine = number < GMI_ARENAS ? r->arena_of[number] : GMI_NONE;
   gmi_arena_t *a = mine != GMI_NONE ? gmi_arena_at(r->m, mine) : NULL;
-  return a && a->store == mine && index < atomic_load(&a->window_count) ? &a->windows[index] : NULL;
+  return a && a->store == mine && index < atomic_load(&a->chunk_count) ? &a->chunks[index] : NULL;
 }
 
 static gemini_status_t resume(gmi_manager_t *m) {
@@ -249,30 +248,30 @@ static gemini_status_t resume(gmi_manager_t *m) {
   if (!status && m->kept_used) status = gmi_fail(GEMINI_ERR_STATE, 0, "a checkpoint was taken up or made already");
   if (!status) status = gmi_cut(m);
   if (!status) status = gmi_store_committed(m->files, &kept, &count, &blob, &blob_bytes);
-  if (!status && (uint64_t)count << m->window_shift > m->config.file_bytes)
+  if (!status && (uint64_t)count << m->chunk_shift > m->config.file_bytes)
     status = gmi_fail(GEMINI_ERR_OOM_FILE, 0, "the checkpoint has %llu bytes of chunks, the file budget is %llu",
-                      (unsigned long long)count << m->window_shift, (unsigned long long)m->config.file_bytes);
-  for (gmi_window_t *w; !status && (w = next_window(m, &arena, &index));)
-    if (!gmi_window_has(w, GMI_VALID_ZERO) || gmi_window_host_users(w) || !gmi_window_unsettle(w, GMI_WINDOW_PINS))
-      status = gmi_fail(GEMINI_ERR_STATE, 0, "arena %s holds bytes already", gmi_window_arena(m, w)->name);
+                      (unsigned long long)count << m->chunk_shift, (unsigned long long)m->config.file_bytes);
+  for (gmi_chunk_t *c; !status && (c = next_chunk(m, &arena, &index));)
+    if (!gmi_chunk_has(c, GMI_VALID_ZERO) || gmi_chunk_host_users(c) || !gmi_chunk_unsettle(c, GMI_CHUNK_PINS))
+      status = gmi_fail(GEMINI_ERR_STATE, 0, "arena %s holds bytes already", gmi_chunk_arena(m, c)->name);
   if (!status) status = read_layout(&r, blob, blob_bytes);
   uint32_t named = 0; /* chunks that have got their block */
   for (; !status && named < count; named += !status) {
-    gmi_window_t *w = kept_window(&r, kept[named].key);
-    if (!w || !gmi_window_block_claim(m, w, kept[named].block))
+    gmi_chunk_t *c = kept_chunk(&r, kept[named].key);
+    if (!c || !gmi_chunk_block_claim(m, c, kept[named].block))
       status = gmi_fail(GEMINI_ERR_FORMAT, 0, "the checkpoint has a chunk %#" PRIx64 " %s", kept[named].key,
-                        w ? "twice" : "of no arena");
+                        c ? "twice" : "of no arena");
   }
-  while (status && named-- > 0) gmi_window_block_unclaim(m, kept_window(&r, kept[named].key));
+  while (status && named-- > 0) gmi_chunk_block_unclaim(m, kept_chunk(&r, kept[named].key));
   if (status) return status;
   r.apply = true;
   read_layout(&r, blob, blob_bytes);
   for (uint32_t i = 0; i < count; i++) {
-    gmi_window_t *w = kept_window(&r, kept[i].key);
-    gmi_window_drop_device(m, w); /* zeros */
-    gmi_host_slot_drop(m, w);
-    gmi_window_resumed(m, w);
-    m->file_used += UINT64_C(1) << m->window_shift;
+    gmi_chunk_t *c = kept_chunk(&r, kept[i].key);
+    gmi_chunk_drop_device(m, c); /* zeros */
+    gmi_host_slot_drop(m, c);
+    gmi_chunk_resumed(m, c);
+    m->file_used += UINT64_C(1) << m->chunk_shift;
   }
   if (m->file_used > m->stats.peak_bytes[GEMINI_TIER_FILE]) m->stats.peak_bytes[GEMINI_TIER_FILE] = m->file_used;
   m->kept_used = true;

@@ -7,7 +7,7 @@
 #include "core/manager.h"
 
 /* ---- hint, move, pin */
-typedef gemini_status_t (*window_fn)(gmi_manager_t *m, gmi_window_t *w, uint32_t tier);
+typedef gemini_status_t (*chunk_fn)(gmi_manager_t *m, gmi_chunk_t *c, uint32_t tier);
 
 /* All are checked before the first moves. moves: as asked, or not at all. */
 static gemini_status_t each_check(gmi_manager_t *m, const gemini_access_t *accesses, uint64_t count, bool moves) {
@@ -19,18 +19,18 @@ static gemini_status_t each_check(gmi_manager_t *m, const gemini_access_t *acces
       return gmi_fail(GEMINI_ERR_INVALID, 0, "tier is %u, the last one is %d", tier, GEMINI_TIER_FILE);
     status = gmi_range_resolve(m, &accesses[k], &r);
     for (uint64_t i = r.first; !status && moves && tier != GEMINI_TIER_DEVICE && i <= r.last; i++) {
-      gmi_window_t *w = &r.store->windows[i];
-      const char *why = gmi_window_is_resident(w) ? gmi_window_busy(w, GMI_TO_EVICT) : NULL;
-      if (!why && tier == GEMINI_TIER_FILE && gmi_window_host_users(w)) why = "acquired";
+      gmi_chunk_t *c = &r.store->chunks[i];
+      const char *why = gmi_chunk_is_resident(c) ? gmi_chunk_busy(c, GMI_TO_EVICT) : NULL;
+      if (!why && tier == GEMINI_TIER_FILE && gmi_chunk_host_users(c)) why = "acquired";
       if (why) status = gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of %s is %s", gmi_range_name(m, &r), why);
     }
   }
   return status;
 }
 
-/* hold: windows that came to the device stay there until all have come. */
-static gemini_status_t each_window(gmi_manager_t *m, const gemini_access_t *accesses, uint64_t count, window_fn fn,
-                                   bool hold) {
+/* hold: chunks that came to the device stay there until all have come. */
+static gemini_status_t each_chunk(gmi_manager_t *m, const gemini_access_t *accesses, uint64_t count, chunk_fn fn,
+                                  bool hold) {
   if (!accesses && count)
     return gmi_fail(GEMINI_ERR_INVALID, 0, "accesses is NULL but count is %llu", (unsigned long long)count);
   if (count > GMI_BATCH_LIMIT)
@@ -43,12 +43,12 @@ static gemini_status_t each_window(gmi_manager_t *m, const gemini_access_t *acce
   for (uint64_t k = 0; !status && k < count; k++) {
     gmi_range_resolve(m, &accesses[k], &r);
     for (uint64_t i = r.first; !status && i <= r.last; i++) {
-      gmi_window_t *w = &r.store->windows[i];
-      if (hold) status = gmi_updates_queue(m, w);
-      else if (gmi_window_deferred(w)) continue;
-      if (!status) status = fn(m, w, accesses[k].tier);
+      gmi_chunk_t *c = &r.store->chunks[i];
+      if (hold) status = gmi_updates_queue(m, c);
+      else if (gmi_chunk_deferred(c)) continue;
+      if (!status) status = fn(m, c, accesses[k].tier);
       if (status || !hold || accesses[k].tier != GEMINI_TIER_DEVICE) continue;
-      const char *why = gmi_window_hold(m, w, GEMINI_TIER_DEVICE, GEMINI_READ);
+      const char *why = gmi_chunk_hold(m, c, GEMINI_TIER_DEVICE, GEMINI_READ);
       if (why) status = gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of %s is %s", gmi_range_name(m, &r), why);
       if (status) break;
       held++;
@@ -57,56 +57,56 @@ static gemini_status_t each_window(gmi_manager_t *m, const gemini_access_t *acce
   for (uint64_t k = 0; !status && hold && k < count; k++) { /* what comes from files has come */
     gmi_range_resolve(m, &accesses[k], &r);
     for (uint64_t i = r.first; !status && accesses[k].tier == GEMINI_TIER_HOST && i <= r.last; i++)
-      if (gmi_window_io(&r.store->windows[i]) || gmi_window_failed_read(&r.store->windows[i]))
-        status = gmi_window_settle_host(m, &r.store->windows[i]);
+      if (gmi_chunk_io(&r.store->chunks[i]) || gmi_chunk_failed_read(&r.store->chunks[i]))
+        status = gmi_chunk_settle_host(m, &r.store->chunks[i]);
   }
   for (uint64_t k = 0; held && k < count; k++) {
     if (accesses[k].tier != GEMINI_TIER_DEVICE) continue;
     gmi_range_resolve(m, &accesses[k], &r);
     for (uint64_t i = r.first; held && i <= r.last; i++, held--)
-      gmi_window_unhold_device(&r.store->windows[i], GEMINI_READ);
+      gmi_chunk_unhold_device(&r.store->chunks[i], GEMINI_READ);
   }
   return status;
 }
 
-static gemini_status_t hint_window(gmi_manager_t *m, gmi_window_t *w, uint32_t tier) {
+static gemini_status_t hint_chunk(gmi_manager_t *m, gmi_chunk_t *c, uint32_t tier) {
   uint64_t room = m->config.host_bytes > m->host_used ? m->config.host_bytes - m->host_used : 0;
   gemini_status_t status = GEMINI_OK;
-  bool acquired = gmi_window_device_users(w) || gmi_window_host_users(w);
-  if (tier == GEMINI_TIER_DEVICE && !gmi_window_host_writers(w)) {
-    if (!gmi_window_has(w, GMI_VALID_HOST | GMI_VALID_ZERO) && !gmi_window_has_slot(w) &&
-        room < atomic_load(&m->window_bytes))
+  bool acquired = gmi_chunk_device_users(c) || gmi_chunk_host_users(c);
+  if (tier == GEMINI_TIER_DEVICE && !gmi_chunk_host_writers(c)) {
+    if (!gmi_chunk_has(c, GMI_VALID_HOST | GMI_VALID_ZERO) && !gmi_chunk_has_slot(c) &&
+        room < atomic_load(&m->chunk_bytes))
       return GEMINI_OK;
-    status = gmi_window_fetch(m, w, false, GEMINI_REASON_CALLER, 0);
+    status = gmi_chunk_fetch(m, c, false, GEMINI_REASON_CALLER, 0);
     if (status == GEMINI_ERR_OOM_DEVICE) status = GEMINI_OK;
-  } else if (tier == GEMINI_TIER_HOST && (gmi_window_has_slot(w) || room >= atomic_load(&m->window_bytes)) &&
-             !gmi_window_has_writers(w) && !gmi_window_has(w, GMI_VALID_ZERO)) {
-    status = gmi_window_to_host(m, w, false, GEMINI_REASON_CALLER);
-  } else if (tier == GEMINI_TIER_FILE && m->files && !acquired && !gmi_window_is_pinned(w) &&
-             (gmi_window_has_slot(w) || room >= atomic_load(&m->window_bytes) ||
-              !gmi_window_has_only(w, GMI_VALID_DEVICE))) {
-    status = gmi_window_to_file(m, w, GEMINI_REASON_CALLER);
+  } else if (tier == GEMINI_TIER_HOST && (gmi_chunk_has_slot(c) || room >= atomic_load(&m->chunk_bytes)) &&
+             !gmi_chunk_has_writers(c) && !gmi_chunk_has(c, GMI_VALID_ZERO)) {
+    status = gmi_chunk_to_host(m, c, false, GEMINI_REASON_CALLER);
+  } else if (tier == GEMINI_TIER_FILE && m->files && !acquired && !gmi_chunk_is_pinned(c) &&
+             (gmi_chunk_has_slot(c) || room >= atomic_load(&m->chunk_bytes) ||
+              !gmi_chunk_has_only(c, GMI_VALID_DEVICE))) {
+    status = gmi_chunk_to_file(m, c, GEMINI_REASON_CALLER);
     if (status == GEMINI_ERR_OOM_FILE) status = GEMINI_OK;
   }
   if (status == GEMINI_ERR_BUSY) status = GEMINI_OK; /* somebody acquired it meanwhile */
   return status;
 }
 gemini_status_t gemini_hint(gemini_manager_t mgr, const gemini_access_t *accesses, uint64_t count) {
-  API_LOCKED(each_window(m, accesses, count, hint_window, false));
+  API_LOCKED(each_chunk(m, accesses, count, hint_chunk, false));
 }
 
-static gemini_status_t move_window(gmi_manager_t *m, gmi_window_t *w, uint32_t tier) {
+static gemini_status_t move_chunk(gmi_manager_t *m, gmi_chunk_t *c, uint32_t tier) {
   if (tier == GEMINI_TIER_DEVICE) {
-    return gmi_window_fetch(m, w, false, GEMINI_REASON_CALLER, GMI_TAKE_EVICT);
+    return gmi_chunk_fetch(m, c, false, GEMINI_REASON_CALLER, GMI_TAKE_EVICT);
   }
-  if (tier == GEMINI_TIER_FILE) return gmi_window_to_file(m, w, GEMINI_REASON_CALLER);
-  gemini_status_t status = gmi_window_evict(m, w, GEMINI_REASON_CALLER);
-  if (!status && !gmi_window_has(w, GMI_VALID_HOST | GMI_VALID_ZERO))
-    status = gmi_window_to_host(m, w, false, GEMINI_REASON_CALLER);
+  if (tier == GEMINI_TIER_FILE) return gmi_chunk_to_file(m, c, GEMINI_REASON_CALLER);
+  gemini_status_t status = gmi_chunk_evict(m, c, GEMINI_REASON_CALLER);
+  if (!status && !gmi_chunk_has(c, GMI_VALID_HOST | GMI_VALID_ZERO))
+    status = gmi_chunk_to_host(m, c, false, GEMINI_REASON_CALLER);
   return status;
 }
 gemini_status_t gemini_move(gemini_manager_t mgr, const gemini_access_t *accesses, uint64_t count) {
-  API_LOCKED(each_window(m, accesses, count, move_window, true));
+  API_LOCKED(each_chunk(m, accesses, count, move_chunk, true));
 }
 
 static gemini_status_t pin(gmi_manager_t *m, const gemini_access_t *access) {
@@ -116,16 +116,16 @@ static gemini_status_t pin(gmi_manager_t *m, const gemini_access_t *access) {
   if (status) return status;
   uint64_t pinned = 0;
   for (uint64_t i = r.first; !status && i <= r.last; i++) {
-    gmi_window_t *w = &r.store->windows[i];
-    status = gmi_updates_queue(m, w);
-    if (!status) status = move_window(m, w, GEMINI_TIER_DEVICE);
-    const char *why = status ? NULL : gmi_window_pin(m, w);
+    gmi_chunk_t *c = &r.store->chunks[i];
+    status = gmi_updates_queue(m, c);
+    if (!status) status = move_chunk(m, c, GEMINI_TIER_DEVICE);
+    const char *why = status ? NULL : gmi_chunk_pin(m, c);
     if (why) status = gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of %s is %s", gmi_range_name(m, &r), why);
     if (status) break;
     pinned++;
   }
   if (status)
-    for (uint64_t i = 0; i < pinned; i++) gmi_window_unpin(m, &r.store->windows[r.first + i]);
+    for (uint64_t i = 0; i < pinned; i++) gmi_chunk_unpin(m, &r.store->chunks[r.first + i]);
   return status;
 }
 gemini_status_t gemini_pin(gemini_manager_t mgr, const gemini_access_t *access) { API_LOCKED(pin(m, access)); }
@@ -136,9 +136,9 @@ static gemini_status_t unpin(gmi_manager_t *m, const gemini_access_t *access) {
   gemini_status_t status = gmi_range_ready(m, access, &r);
   if (status) return status;
   for (uint64_t i = r.first; i <= r.last; i++)
-    if (!gmi_window_is_pinned(&r.store->windows[i]))
+    if (!gmi_chunk_is_pinned(&r.store->chunks[i]))
       return gmi_fail(GEMINI_ERR_STATE, 0, "a chunk of %s is not pinned", gmi_range_name(m, &r));
-  for (uint64_t i = r.first; i <= r.last; i++) gmi_window_unpin(m, &r.store->windows[i]);
+  for (uint64_t i = r.first; i <= r.last; i++) gmi_chunk_unpin(m, &r.store->chunks[i]);
   return GEMINI_OK;
 }
 gemini_status_t gemini_unpin(gemini_manager_t mgr, const gemini_access_t *access) { API_LOCKED(unpin(m, access)); }

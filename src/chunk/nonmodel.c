@@ -122,7 +122,7 @@ bool gmi_heap_reclaim(gmi_manager_t *m, uint32_t *frame_out) {
     gmi_heap_tag_t tag = gmi_heap_page_tag(m->heap, page);
     for (int i = 0; i < GMI_HEAP_POINTS; i++)
       m->frames[frame].ready = gmi_fence_join(m, m->frames[frame].ready, tag.point[i]);
-    gmi_map_leave(m, m->heap_base + (page << m->window_shift), &m->pages[page].mapping, m->frames[frame].ready);
+    gmi_map_leave(m, m->heap_base + (page << m->chunk_shift), &m->pages[page].mapping, m->frames[frame].ready);
     *frame_out = frame;
     return true;
   }
@@ -130,10 +130,10 @@ bool gmi_heap_reclaim(gmi_manager_t *m, uint32_t *frame_out) {
 }
 
 static gemini_status_t back_block(gmi_manager_t *m, const gmi_heap_block_t *block, uint32_t stream) {
-  uint64_t last = (block->offset + block->size_bytes - 1) >> m->window_shift;
+  uint64_t last = (block->offset + block->size_bytes - 1) >> m->chunk_shift;
   gemini_status_t status = GEMINI_OK;
   for (int i = 0; !status && i < GMI_HEAP_POINTS; i++) status = gmi_fence_wait(m, stream, block->tag.point[i]);
-  for (uint64_t page = block->offset >> m->window_shift; !status && page <= last; page++) {
+  for (uint64_t page = block->offset >> m->chunk_shift; !status && page <= last; page++) {
     if (m->pages[page].settled) continue;
     if (m->pages[page].frame_1) { /* whoever mapped it may be another stream, or have failed since */
       gmi_fence_t before = m->frames[m->pages[page].frame_1 - 1].ready;
@@ -145,7 +145,7 @@ static gemini_status_t back_block(gmi_manager_t *m, const gmi_heap_block_t *bloc
     status = gmi_frame_take(m, &m->pages[page].mapping, GEMINI_REASON_PRESSURE, GMI_TAKE_EVICT, &frame);
     if (status) break;
     gmi_fence_t ready = m->frames[frame].ready;
-    status = gmi_map(m, m->heap_base + (page << m->window_shift), frame, &m->pages[page].mapping);
+    status = gmi_map(m, m->heap_base + (page << m->chunk_shift), frame, &m->pages[page].mapping);
     if (status) {
       gmi_frame_give(m, frame, ready);
       break;

@@ -1,4 +1,4 @@
-/* Where windows are: frames, fetches, evictions. Everything here runs under the manager's lock and only queues device
+/* Where chunks are: frames, fetches, evictions. Everything here runs under the manager's lock and only queues device
  * work; it decides nothing but which victim makes room when no plan says so.
  * SPDX-License-Identifier: Apache-2.0 */
 #include <errno.h>
@@ -25,7 +25,7 @@ void gmi_rate_add(gmi_rate_t *rate, double ns) {
 }
 
 static void count_move(gmi_manager_t *m, uint32_t link, uint32_t reason) {
-  m->stats.moved_bytes[link][reason] += gmi_window_bytes(m);
+  m->stats.moved_bytes[link][reason] += gmi_chunk_bytes(m);
   m->stats.moved_chunks[link][reason]++;
 }
 
@@ -58,17 +58,17 @@ gemini_status_t gmi_map(gmi_manager_t *m, void *address, uint32_t frame, gmi_map
   /* Work that uses the frame it has lost may still run: let it finish. */
   gemini_status_t status = mapping->frame_1 ? gmi_fence_sync(m, mapping->left) : GEMINI_OK;
   if (status) return status;
-  status = m->dev->memory.map(m->dev_self, address, m->frames[frame].handle, gmi_window_bytes(m));
-  if (status) m->dev->memory.unmap(m->dev_self, address, gmi_window_bytes(m));
+  status = m->dev->memory.map(m->dev_self, address, m->frames[frame].handle, gmi_chunk_bytes(m));
+  if (status) m->dev->memory.unmap(m->dev_self, address, gmi_chunk_bytes(m));
   mapping->frame_1 = status ? 0 : frame + 1;
-  return status ? gmi_fail(status, 0, "the device could not map %llu bytes", (unsigned long long)gmi_window_bytes(m))
+  return status ? gmi_fail(status, 0, "the device could not map %llu bytes", (unsigned long long)gmi_chunk_bytes(m))
                 : status;
 }
 
 static void unmap(gmi_manager_t *m, void *address, gmi_mapping_t *mapping) {
   if (!mapping->frame_1) return;
   gmi_fence_sync(m, mapping->left);
-  if (!m->dev->memory.unmap(m->dev_self, address, gmi_window_bytes(m))) mapping->frame_1 = 0;
+  if (!m->dev->memory.unmap(m->dev_self, address, gmi_chunk_bytes(m))) mapping->frame_1 = 0;
 }
 
 void gmi_map_leave(gmi_manager_t *m, void *address, gmi_mapping_t *mapping, gmi_fence_t fence) {
@@ -77,25 +77,25 @@ void gmi_map_leave(gmi_manager_t *m, void *address, gmi_mapping_t *mapping, gmi_
 }
 
 /* frame GMI_NONE: whatever it is mapped to. */
-static void unmap_windows(gmi_manager_t *m, const gmi_arena_t *store, uint32_t frame) {
-  uint32_t count = store->windows ? atomic_load(&store->window_count) : 0;
+static void unmap_chunks(gmi_manager_t *m, const gmi_arena_t *store, uint32_t frame) {
+  uint32_t count = store->chunks ? atomic_load(&store->chunk_count) : 0;
   for (uint32_t i = 0; i < count; i++) {
-    gmi_window_t *w = &store->windows[i];
-    if (frame == GMI_NONE || gmi_window_mapping(w)->frame_1 == frame + 1)
-      unmap(m, gmi_window_device(m, w), gmi_window_mapping(w));
+    gmi_chunk_t *c = &store->chunks[i];
+    if (frame == GMI_NONE || gmi_chunk_mapping(c)->frame_1 == frame + 1)
+      unmap(m, gmi_chunk_device(m, c), gmi_chunk_mapping(c));
   }
 }
 static void unmap_from(gmi_manager_t *m, uint32_t frame) {
   for (uint32_t i = 0; i < GMI_ARENAS; i++) {
     gmi_arena_t *a = gmi_arena_at(m, i);
-    if (a && a->store == i) unmap_windows(m, a, frame);
+    if (a && a->store == i) unmap_chunks(m, a, frame);
   }
   for (uint64_t page = 0; page < m->page_high; page++) {
     gmi_mapping_t *mapping = &m->pages[page].mapping;
-    if (frame == GMI_NONE || mapping->frame_1 == frame + 1) unmap(m, m->heap_base + (page << m->window_shift), mapping);
+    if (frame == GMI_NONE || mapping->frame_1 == frame + 1) unmap(m, m->heap_base + (page << m->chunk_shift), mapping);
   }
 }
-void gmi_arena_unmap(gmi_manager_t *m, const gmi_arena_t *store) { unmap_windows(m, store, GMI_NONE); }
+void gmi_arena_unmap(gmi_manager_t *m, const gmi_arena_t *store) { unmap_chunks(m, store, GMI_NONE); }
 void gmi_unmap_all(gmi_manager_t *m) { unmap_from(m, GMI_NONE); }
 
 /* ---- frames */
@@ -123,7 +123,7 @@ uint32_t gmi_frames_of(const gmi_manager_t *m, uint32_t shift) {
 gemini_status_t gmi_frames_prepare(gmi_manager_t *m, gmi_cut_t *cut) {
   uint32_t count = gmi_frames_of(m, cut->shift);
   if (!count)
-    return gmi_fail(GEMINI_ERR_OOM_DEVICE, 0, "the device budget without its margin holds no window of %llu bytes",
+    return gmi_fail(GEMINI_ERR_OOM_DEVICE, 0, "the device budget without its margin holds no chunk of %llu bytes",
                     1ull << cut->shift);
   cut->frame_count = count;
   cut->frames = calloc(count, sizeof *cut->frames);
@@ -144,7 +144,7 @@ void gmi_frames_install(gmi_manager_t *m, gmi_cut_t *cut) {
 
 void gmi_frames_free(gmi_manager_t *m) {
   for (uint32_t i = 0; i < m->frame_capacity; i++)
-    if (m->frames[i].handle) m->dev->memory.frame_destroy(m->dev_self, m->frames[i].handle, gmi_window_bytes(m));
+    if (m->frames[i].handle) m->dev->memory.frame_destroy(m->dev_self, m->frames[i].handle, gmi_chunk_bytes(m));
   free(m->frames);
   free(m->unmade);
   m->frames = NULL;
@@ -168,9 +168,9 @@ static uint32_t free_take(gmi_manager_t *m, uint32_t wish) {
 void gmi_frame_give(gmi_manager_t *m, uint32_t frame, gmi_fence_t ready) {
   gmi_frame_t *f = &m->frames[frame];
   GMI_ASSERT(gmi_lock_is_mine(m));
-  GMI_ASSERT(frame < m->frame_capacity && f->handle && !f->free && !f->window && m->frame_used);
+  GMI_ASSERT(frame < m->frame_capacity && f->handle && !f->free && !f->chunk && m->frame_used);
   f->ready = ready;
-  f->window = NULL;
+  f->chunk = NULL;
   f->free = true;
   f->next = GMI_NONE;
   f->previous = m->free_size ? m->free_last : GMI_NONE;
@@ -181,18 +181,18 @@ void gmi_frame_give(gmi_manager_t *m, uint32_t frame, gmi_fence_t ready) {
   m->frame_used--;
 }
 
-/* The resident window whose next use is furthest, as far as known; among the unknown, the one used longest ago.
+/* The resident chunk whose next use is furthest, as far as known; among the unknown, the one used longest ago.
  * clean: only one that leaves without a copy. */
-static gmi_window_t *choose_victim(gmi_manager_t *m, bool clean) {
-  gmi_window_t *best = NULL;
+static gmi_chunk_t *choose_victim(gmi_manager_t *m, bool clean) {
+  gmi_chunk_t *best = NULL;
   uint64_t best_next = 0, best_last = 0;
   for (uint32_t i = 0; i < m->frame_capacity; i++) {
-    gmi_window_t *w = m->frames[i].window;
-    if (!w || gmi_window_is_pinned(w) || gmi_window_device_users(w)) continue;
-    if (clean && gmi_window_has_only(w, GMI_VALID_DEVICE)) continue;
-    uint64_t next = m->advice->next_use(m, w), last = gmi_window_touched(w);
+    gmi_chunk_t *c = m->frames[i].chunk;
+    if (!c || gmi_chunk_is_pinned(c) || gmi_chunk_device_users(c)) continue;
+    if (clean && gmi_chunk_has_only(c, GMI_VALID_DEVICE)) continue;
+    uint64_t next = m->advice->next_use(m, c), last = gmi_chunk_touched(c);
     if (best && (next < best_next || (next == best_next && last >= best_last))) continue;
-    best = w;
+    best = c;
     best_next = next;
     best_last = last;
   }
@@ -200,12 +200,12 @@ static gmi_window_t *choose_victim(gmi_manager_t *m, bool clean) {
 }
 
 gemini_status_t gmi_oom_device(gmi_manager_t *m, uint64_t need_bytes) {
-  uint64_t pinned = 0, acquired = 0, window = gmi_window_bytes(m);
+  uint64_t pinned = 0, acquired = 0, chunk_bytes = gmi_chunk_bytes(m);
   for (uint32_t i = 0; i < m->frame_capacity; i++) {
-    gmi_window_t *w = m->frames[i].window;
-    if (!w) continue;
-    if (gmi_window_device_users(w)) acquired += window;
-    else if (gmi_window_is_pinned(w)) pinned += window;
+    gmi_chunk_t *c = m->frames[i].chunk;
+    if (!c) continue;
+    if (gmi_chunk_device_users(c)) acquired += chunk_bytes;
+    else if (gmi_chunk_is_pinned(c)) pinned += chunk_bytes;
   }
   const char *op = m->advice->op_name(m);
   return gmi_fail(GEMINI_ERR_OOM_DEVICE, 0,
@@ -214,7 +214,7 @@ gemini_status_t gmi_oom_device(gmi_manager_t *m, uint64_t need_bytes) {
                   op ? op : "", op ? ": " : "", (unsigned long long)need_bytes,
                   (unsigned long long)m->config.device_bytes, (unsigned long long)m->config.device_margin_bytes,
                   (unsigned long long)acquired, (unsigned long long)pinned,
-                  (unsigned long long)m->graph_frames * window, (unsigned long long)m->heap_frames * window,
+                  (unsigned long long)m->graph_frames * chunk_bytes, (unsigned long long)m->heap_frames * chunk_bytes,
                   (unsigned long long)(m->heap ? gmi_heap_bytes_used(m->heap) : 0));
 }
 
@@ -227,10 +227,10 @@ gemini_status_t gmi_frame_take(gmi_manager_t *m, const gmi_mapping_t *mapping, u
   } else if (m->frame_made < m->frame_count && m->unmade_size &&
              (!m->free_size || !gmi_fence_reached(m, m->frames[m->free_first].ready))) {
     frame = m->unmade[m->unmade_size - 1];
-    gemini_status_t status = m->dev->memory.frame_create(m->dev_self, gmi_window_bytes(m), &m->frames[frame].handle);
+    gemini_status_t status = m->dev->memory.frame_create(m->dev_self, gmi_chunk_bytes(m), &m->frames[frame].handle);
     if (status)
       return gmi_fail(status, 0, "the device could not create a frame of %llu bytes",
-                      (unsigned long long)gmi_window_bytes(m));
+                      (unsigned long long)gmi_chunk_bytes(m));
     m->unmade_size--;
     m->frame_made++;
     m->frames[frame].ready = 0;
@@ -243,10 +243,10 @@ gemini_status_t gmi_frame_take(gmi_manager_t *m, const gmi_mapping_t *mapping, u
     gemini_status_t status = GEMINI_OK;
     bool clean = false;
     do {
-      gmi_window_t *victim = choose_victim(m, clean);
+      gmi_chunk_t *victim = choose_victim(m, clean);
       if (!victim && clean) break;
-      if (!victim) return gmi_oom_device(m, gmi_window_bytes(m));
-      status = gmi_window_evict(m, victim, reason);
+      if (!victim) return gmi_oom_device(m, gmi_chunk_bytes(m));
+      status = gmi_chunk_evict(m, victim, reason);
       /* No place for its bytes below: then one that needs none. BUSY: somebody acquired it since it was chosen. */
       if (!clean && (status == GEMINI_ERR_OOM_HOST || status == GEMINI_ERR_OOM_FILE)) clean = true;
       else if (status != GEMINI_ERR_BUSY) break;
@@ -255,13 +255,13 @@ gemini_status_t gmi_frame_take(gmi_manager_t *m, const gmi_mapping_t *mapping, u
     frame = free_take(m, GMI_NONE);
   }
   m->frame_used++;
-  peak(m, GEMINI_TIER_DEVICE, m->frame_used * gmi_window_bytes(m));
+  peak(m, GEMINI_TIER_DEVICE, m->frame_used * gmi_chunk_bytes(m));
   *frame_out = frame;
   return GEMINI_OK;
 }
 
 gemini_status_t gmi_frames_resize(gmi_manager_t *m, uint32_t frame_count) {
-  uint64_t memory = (uint64_t)frame_count << m->window_shift;
+  uint64_t memory = (uint64_t)frame_count << m->chunk_shift;
   gemini_status_t status = frames_reserve(m, frame_count);
   if (status) return status;
   while (m->frame_made > frame_count) {
@@ -278,9 +278,9 @@ gemini_status_t gmi_frames_resize(gmi_manager_t *m, uint32_t frame_count) {
     }
     status = gmi_fence_sync(m, m->frames[frame].ready);
     unmap_from(m, frame); /* old addresses still map it */
-    if (!status && m->dev->memory.frame_destroy(m->dev_self, m->frames[frame].handle, gmi_window_bytes(m)))
+    if (!status && m->dev->memory.frame_destroy(m->dev_self, m->frames[frame].handle, gmi_chunk_bytes(m)))
       status = gmi_fail(GEMINI_ERR_DEVICE, 0, "the device could not free a frame of %llu bytes",
-                        (unsigned long long)gmi_window_bytes(m));
+                        (unsigned long long)gmi_chunk_bytes(m));
     if (status) {
       m->frame_used++; /* gmi_frame_give() counts it off again */
       gmi_frame_give(m, frame, m->frames[frame].ready);
@@ -296,99 +296,99 @@ gemini_status_t gmi_frames_resize(gmi_manager_t *m, uint32_t frame_count) {
 }
 
 /* ---- moves */
-void gmi_window_wrote(gmi_manager_t *m, gmi_window_t *w) {
-  gmi_file_supersede(w);
-  if (!gmi_window_has_only(w, GMI_VALID_DEVICE)) gmi_file_drop_block(m, w, gmi_window_wrote_device(m, w));
+void gmi_chunk_wrote(gmi_manager_t *m, gmi_chunk_t *c) {
+  gmi_file_supersede(c);
+  if (!gmi_chunk_has_only(c, GMI_VALID_DEVICE)) gmi_file_drop_block(m, c, gmi_chunk_wrote_device(m, c));
 }
 
 static void time_copy(gmi_manager_t *m, uint32_t link, gmi_fence_t begin, gmi_fence_t end) {
   if (m->timed_count == sizeof m->timed / sizeof *m->timed) return;
   m->timed[m->timed_count].begin = begin;
   m->timed[m->timed_count].end = end;
-  m->timed[m->timed_count].elements = 1; /* a window */
+  m->timed[m->timed_count].elements = 1; /* a chunk */
   m->timed[m->timed_count++].link = link;
 }
 
-static gemini_status_t queue_copy(gmi_manager_t *m, gmi_window_t *w, uint32_t link, uint32_t reason,
+static gemini_status_t queue_copy(gmi_manager_t *m, gmi_chunk_t *c, uint32_t link, uint32_t reason,
                                   gmi_fence_t *fence_out) {
   uint32_t stream = link == GEMINI_LINK_H2D ? m->copy_in : m->copy_out;
   gmi_fence_t begin, end;
-  gmi_slot_t *slot = &m->host.slots[gmi_window_slot(w)];
+  gmi_slot_t *slot = &m->host.slots[gmi_chunk_slot(c)];
   gemini_status_t status = gmi_fence_wait(m, stream, slot->fence);
-  if (!status && gmi_window_work_pending(m, w))
+  if (!status && gmi_chunk_work_pending(m, c))
     status = m->dev->stream.wait_flag(m->dev_self, stream, &slot->work_done, slot->work_queued);
   if (!status) status = gmi_fence_now(m, stream, &begin);
   bool queued = !status; /* else who uses the slot's bytes is still whom its fence says */
   if (queued) {
-    void *device = gmi_window_device(m, w), *host = gmi_window_host(m, w);
+    void *device = gmi_chunk_device(m, c), *host = gmi_chunk_host(m, c);
     status = link == GEMINI_LINK_H2D
-                 ? m->dev->queue.copy(m->dev_self, stream, device, host, gmi_window_bytes(m), GMI_COPY_H2D)
-                 : m->dev->queue.copy(m->dev_self, stream, host, device, gmi_window_bytes(m), GMI_COPY_D2H);
+                 ? m->dev->queue.copy(m->dev_self, stream, device, host, gmi_chunk_bytes(m), GMI_COPY_H2D)
+                 : m->dev->queue.copy(m->dev_self, stream, host, device, gmi_chunk_bytes(m), GMI_COPY_D2H);
   }
   if (!status) status = gmi_fence_now(m, stream, &end);
   if (status && queued) { /* it may be all the same */
     slot->fence = gmi_fence_later(m, stream);
-    if (link == GEMINI_LINK_D2H) gmi_window_copied(w, slot->fence);
+    if (link == GEMINI_LINK_D2H) gmi_chunk_copied(c, slot->fence);
   }
   if (status)
     return gmi_fail(status, 0, "the device could not queue a copy of %llu bytes",
-                    (unsigned long long)gmi_window_bytes(m));
+                    (unsigned long long)gmi_chunk_bytes(m));
   time_copy(m, link, begin, end);
   count_move(m, link, reason);
-  m->events->chunk_copied(m, w, link, reason, begin, end);
+  m->events->chunk_copied(m, c, link, reason, begin, end);
   slot->fence = end; /* the older ones are before it on the same stream, or it waited for them */
-  if (link == GEMINI_LINK_D2H) gmi_window_copied(w, end);
+  if (link == GEMINI_LINK_D2H) gmi_chunk_copied(c, end);
   *fence_out = end;
   return GEMINI_OK;
 }
 
-void gmi_move_name(gmi_manager_t *m, const gmi_window_t *w, uint32_t reason, char name_out[GMI_MOVE_NAME_BYTES]) {
+void gmi_move_name(gmi_manager_t *m, const gmi_chunk_t *c, uint32_t reason, char name_out[GMI_MOVE_NAME_BYTES]) {
   static const char *const reasons[] = { "demand", "plan", "pressure", "caller", "update" };
-  snprintf(name_out, GMI_MOVE_NAME_BYTES, "%s %u (%s)", gmi_window_arena(m, w)->name, w->index, reasons[reason]);
+  snprintf(name_out, GMI_MOVE_NAME_BYTES, "%s %u (%s)", gmi_chunk_arena(m, c)->name, c->index, reasons[reason]);
 }
 
-/* Queues one window's copy between its frame and its host slot; fence_out is reached when it is done. */
-static gemini_status_t copy_window(gmi_manager_t *m, gmi_window_t *w, uint32_t link, uint32_t reason,
-                                   gmi_fence_t *fence_out) {
-  if (!gmi_nvtx_on()) return queue_copy(m, w, link, reason, fence_out);
+/* Queues one chunk's copy between its frame and its host slot; fence_out is reached when it is done. */
+static gemini_status_t copy_chunk(gmi_manager_t *m, gmi_chunk_t *c, uint32_t link, uint32_t reason,
+                                  gmi_fence_t *fence_out) {
+  if (!gmi_nvtx_on()) return queue_copy(m, c, link, reason, fence_out);
   char name[GMI_MOVE_NAME_BYTES], range[GMI_MOVE_NAME_BYTES + 8];
-  gmi_move_name(m, w, reason, name);
+  gmi_move_name(m, c, reason, name);
   snprintf(range, sizeof range, "%s %s", link == GEMINI_LINK_H2D ? "fetch" : "evict", name);
   gmi_nvtx_push(range);
-  gemini_status_t status = queue_copy(m, w, link, reason, fence_out);
+  gemini_status_t status = queue_copy(m, c, link, reason, fence_out);
   gmi_nvtx_pop();
   return status;
 }
 
-gemini_status_t gmi_window_fetch(gmi_manager_t *m, gmi_window_t *w, bool fresh, uint32_t reason, uint32_t flags) {
-  if (gmi_window_is_resident(w)) return GEMINI_OK;
-  const char *why = gmi_window_busy(w, GMI_TO_FETCH);
-  if (why) return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is %s", gmi_window_arena(m, w)->name, why);
-  if (gmi_window_io(w)) gmi_files_poll(m);
+gemini_status_t gmi_chunk_fetch(gmi_manager_t *m, gmi_chunk_t *c, bool fresh, uint32_t reason, uint32_t flags) {
+  if (gmi_chunk_is_resident(c)) return GEMINI_OK;
+  const char *why = gmi_chunk_busy(c, GMI_TO_FETCH);
+  if (why) return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is %s", gmi_chunk_arena(m, c)->name, why);
+  if (gmi_chunk_io(c)) gmi_files_poll(m);
   gemini_status_t status = GEMINI_OK;
-  if (!fresh && !gmi_window_has(w, GMI_VALID_HOST | GMI_VALID_ZERO)) { /* in a file only */
-    status = gmi_host_slot_take(m, w);
-    if (!status) status = gmi_file_read(m, w, reason);
+  if (!fresh && !gmi_chunk_has(c, GMI_VALID_HOST | GMI_VALID_ZERO)) { /* in a file only */
+    status = gmi_host_slot_take(m, c);
+    if (!status) status = gmi_file_read(m, c, reason);
     if (status) return status;
   }
   /* What comes from a file is waited for here: a copy of bytes that did not come could not be taken back. */
-  if (!fresh && gmi_window_io(w) && !gmi_window_has(w, GMI_VALID_ZERO) && (status = gmi_window_settle_host(m, w)))
+  if (!fresh && gmi_chunk_io(c) && !gmi_chunk_has(c, GMI_VALID_ZERO) && (status = gmi_chunk_settle_host(m, c)))
     return status;
   uint32_t frame;
-  gmi_window_keep_slot(m, w, false); /* its slot must outlive the search for a frame */
-  status = gmi_frame_take(m, gmi_window_mapping(w), reason == GEMINI_REASON_DEMAND ? GEMINI_REASON_PRESSURE : reason,
+  gmi_chunk_keep_slot(m, c, false); /* its slot must outlive the search for a frame */
+  status = gmi_frame_take(m, gmi_chunk_mapping(c), reason == GEMINI_REASON_DEMAND ? GEMINI_REASON_PRESSURE : reason,
                           flags, &frame);
-  gmi_window_let_slot(m, w, false);
+  gmi_chunk_let_slot(m, c, false);
   if (status) return status;
   gmi_fence_t ready = m->frames[frame].ready, arrive = ready;
-  status = gmi_map(m, gmi_window_device(m, w), frame, gmi_window_mapping(w));
+  status = gmi_map(m, gmi_chunk_device(m, c), frame, gmi_chunk_mapping(c));
   bool mapped = !status;
   if (!status && !fresh) {
     status = gmi_fence_wait(m, m->copy_in, ready);
-    if (!status && gmi_window_has(w, GMI_VALID_HOST)) {
-      status = copy_window(m, w, GEMINI_LINK_H2D, reason, &arrive);
+    if (!status && gmi_chunk_has(c, GMI_VALID_HOST)) {
+      status = copy_chunk(m, c, GEMINI_LINK_H2D, reason, &arrive);
     } else if (!status) {
-      status = gmi_device_zero(m, m->copy_in, gmi_window_device(m, w), gmi_window_bytes(m));
+      status = gmi_device_zero(m, m->copy_in, gmi_chunk_device(m, c), gmi_chunk_bytes(m));
       if (!status) status = gmi_fence_now(m, m->copy_in, &arrive);
     }
   }
@@ -396,118 +396,117 @@ gemini_status_t gmi_window_fetch(gmi_manager_t *m, gmi_window_t *w, bool fresh, 
     /* A copy may be queued all the same, without having waited for who used the frame before. */
     ready = gmi_fence_join(m, ready, gmi_fence_later(m, m->copy_in));
     gmi_frame_give(m, frame, ready);
-    if (mapped) gmi_map_leave(m, gmi_window_device(m, w), gmi_window_mapping(w), ready);
+    if (mapped) gmi_map_leave(m, gmi_chunk_device(m, c), gmi_chunk_mapping(c), ready);
     return status;
   }
   /* Should a fresh chunk's batch fail before its writer has it, the copies elsewhere still count. */
-  gmi_window_arrived(m, w, frame, arrive, fresh);
+  gmi_chunk_arrived(m, c, frame, arrive, fresh);
   m->events->counters_change(m);
   return GEMINI_OK;
 }
 
 /* The frame that it had goes on behind fence, and so does the address. */
-static void give_frame(gmi_manager_t *m, gmi_window_t *w, uint32_t frame, gmi_fence_t fence) {
+static void give_frame(gmi_manager_t *m, gmi_chunk_t *c, uint32_t frame, gmi_fence_t fence) {
   gmi_frame_give(m, frame, fence);
-  gmi_map_leave(m, gmi_window_device(m, w), gmi_window_mapping(w), fence);
+  gmi_map_leave(m, gmi_chunk_device(m, c), gmi_chunk_mapping(c), fence);
   m->events->counters_change(m);
 }
 
-void gmi_window_drop_device(gmi_manager_t *m, gmi_window_t *w) {
+void gmi_chunk_drop_device(gmi_manager_t *m, gmi_chunk_t *c) {
   uint32_t word;
-  if (!gmi_window_is_resident(w)) return;
-  bool departs = gmi_window_departs(w, &word);
+  if (!gmi_chunk_is_resident(c)) return;
+  bool departs = gmi_chunk_departs(c, &word);
   GMI_ASSERT(departs);
   (void)departs;
-  gmi_fence_t used = gmi_window_used(m, w); /* copies out of the frame included */
-  give_frame(m, w, gmi_window_departed(m, w, 0, used), used);
+  gmi_fence_t used = gmi_chunk_used(m, c); /* copies out of the frame included */
+  give_frame(m, c, gmi_chunk_departed(m, c, 0, used), used);
 }
 
-void gmi_window_host_wrote(gmi_manager_t *m, gmi_window_t *w) {
+void gmi_chunk_host_wrote(gmi_manager_t *m, gmi_chunk_t *c) {
   uint32_t frame, block;
-  gmi_fence_t used = gmi_window_used(m, w);
-  gmi_window_wrote_host(m, w, &frame, &block);
-  if (frame != GMI_NONE) give_frame(m, w, frame, used);
-  gmi_file_drop_block(m, w, block);
+  gmi_fence_t used = gmi_chunk_used(m, c);
+  gmi_chunk_wrote_host(m, c, &frame, &block);
+  if (frame != GMI_NONE) give_frame(m, c, frame, used);
+  gmi_file_drop_block(m, c, block);
 }
 
-gemini_status_t gmi_window_evict(gmi_manager_t *m, gmi_window_t *w, uint32_t reason) {
-  if (!gmi_window_is_resident(w)) return GEMINI_OK;
-  const char *why = gmi_window_busy(w, GMI_TO_EVICT);
+gemini_status_t gmi_chunk_evict(gmi_manager_t *m, gmi_chunk_t *c, uint32_t reason) {
+  if (!gmi_chunk_is_resident(c)) return GEMINI_OK;
+  const char *why = gmi_chunk_busy(c, GMI_TO_EVICT);
   if (why)
-    return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s at offset %llu is %s", gmi_window_arena(m, w)->name,
-                    (unsigned long long)w->index << m->window_shift, why);
-  bool copy = gmi_window_has_only(w, GMI_VALID_DEVICE);
-  gemini_status_t status = copy ? gmi_host_slot_take(m, w) : GEMINI_OK;
+    return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s at offset %llu is %s", gmi_chunk_arena(m, c)->name,
+                    (unsigned long long)c->index << m->chunk_shift, why);
+  bool copy = gmi_chunk_has_only(c, GMI_VALID_DEVICE);
+  gemini_status_t status = copy ? gmi_host_slot_take(m, c) : GEMINI_OK;
   if (status) return status;
   uint32_t word;
-  if (!gmi_window_departs(w, &word)) /* from here on nobody can acquire it without the lock */
-    return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s was acquired meanwhile", gmi_window_arena(m, w)->name);
+  if (!gmi_chunk_departs(c, &word)) /* from here on nobody can acquire it without the lock */
+    return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s was acquired meanwhile", gmi_chunk_arena(m, c)->name);
   if (!copy) {
-    gmi_fence_t used = gmi_window_used(m, w);
-    give_frame(m, w, gmi_window_departed(m, w, 0, used), used);
+    gmi_fence_t used = gmi_chunk_used(m, c);
+    give_frame(m, c, gmi_chunk_departed(m, c, 0, used), used);
     return GEMINI_OK;
   }
-  gmi_window_refilled(m, w);
+  gmi_chunk_refilled(m, c);
   gmi_fence_t fence = 0; /* the copy is behind all uses, and so is what comes after it */
-  status = gmi_window_wait(m, m->copy_out, w, GEMINI_READ_WRITE);
-  if (!status) status = copy_window(m, w, GEMINI_LINK_D2H, reason, &fence);
+  status = gmi_chunk_wait(m, m->copy_out, c, GEMINI_READ_WRITE);
+  if (!status) status = copy_chunk(m, c, GEMINI_LINK_D2H, reason, &fence);
   if (status) {
-    gmi_window_departs_not(w, word);
+    gmi_chunk_departs_not(c, word);
     return status;
   }
-  give_frame(m, w, gmi_window_departed(m, w, GMI_VALID_HOST, fence), fence);
+  give_frame(m, c, gmi_chunk_departed(m, c, GMI_VALID_HOST, fence), fence);
   return GEMINI_OK;
 }
 
-gemini_status_t gmi_window_to_host(gmi_manager_t *m, gmi_window_t *w, bool drop, uint32_t reason) {
-  if (gmi_window_io(w)) gmi_files_poll(m);
-  if (!gmi_window_has(w, GMI_VALID_HOST)) {
-    gemini_status_t status = gmi_host_slot_take(m, w);
+gemini_status_t gmi_chunk_to_host(gmi_manager_t *m, gmi_chunk_t *c, bool drop, uint32_t reason) {
+  if (gmi_chunk_io(c)) gmi_files_poll(m);
+  if (!gmi_chunk_has(c, GMI_VALID_HOST)) {
+    gemini_status_t status = gmi_host_slot_take(m, c);
     if (status) return status;
-    if (gmi_window_has(w, GMI_VALID_ZERO | GMI_VALID_DEVICE)) gmi_window_refilled(m, w);
-    if (gmi_window_has(w, GMI_VALID_ZERO)) {
-      status = gmi_window_settle_host(m, w);
-      if (!status) memset(gmi_window_host(m, w), 0, gmi_window_bytes(m));
-    } else if (gmi_window_has(w, GMI_VALID_DEVICE)) {
+    if (gmi_chunk_has(c, GMI_VALID_ZERO | GMI_VALID_DEVICE)) gmi_chunk_refilled(m, c);
+    if (gmi_chunk_has(c, GMI_VALID_ZERO)) {
+      status = gmi_chunk_settle_host(m, c);
+      if (!status) memset(gmi_chunk_host(m, c), 0, gmi_chunk_bytes(m));
+    } else if (gmi_chunk_has(c, GMI_VALID_DEVICE)) {
       gmi_fence_t fence;
-      if (!gmi_window_unsettle(w, GMI_WINDOW_WRITERS)) /* nobody may write it on its way, nor when it counts as clean */
-        return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is acquired for writing",
-                        gmi_window_arena(m, w)->name);
-      status = gmi_window_wait(m, m->copy_out, w, GEMINI_READ);
-      if (!status) status = copy_window(m, w, GEMINI_LINK_D2H, reason, &fence);
+      if (!gmi_chunk_unsettle(c, GMI_CHUNK_WRITERS)) /* nobody may write it on its way, nor when it counts as clean */
+        return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is acquired for writing", gmi_chunk_arena(m, c)->name);
+      status = gmi_chunk_wait(m, m->copy_out, c, GEMINI_READ);
+      if (!status) status = copy_chunk(m, c, GEMINI_LINK_D2H, reason, &fence);
     } else {
-      status = gmi_file_read(m, w, reason);
+      status = gmi_file_read(m, c, reason);
     }
     if (status) return status;
-    gmi_window_host_valid(m, w);
+    gmi_chunk_host_valid(m, c);
   }
-  return drop ? gmi_window_evict(m, w, reason) : GEMINI_OK;
+  return drop ? gmi_chunk_evict(m, c, reason) : GEMINI_OK;
 }
 
-gemini_status_t gmi_window_to_file(gmi_manager_t *m, gmi_window_t *w, uint32_t reason) {
-  const char *why = gmi_window_busy(w, GMI_TO_LEAVE_HOST);
-  if (why) return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is %s", gmi_window_arena(m, w)->name, why);
+gemini_status_t gmi_chunk_to_file(gmi_manager_t *m, gmi_chunk_t *c, uint32_t reason) {
+  const char *why = gmi_chunk_busy(c, GMI_TO_LEAVE_HOST);
+  if (why) return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is %s", gmi_chunk_arena(m, c)->name, why);
   gmi_files_poll(m);
-  gmi_file_forgive(w); /* what could not be read is where it shall be */
-  gemini_status_t status = gmi_window_evict(m, w, reason);
-  if (!status) status = gmi_window_settle_host(m, w);
-  if (!status && !gmi_window_has(w, GMI_VALID_FILE | GMI_VALID_ZERO)) {
-    status = gmi_file_write(m, w, reason);
-    if (!status) status = gmi_window_settle_host(m, w);
-    if (!status && !gmi_window_has(w, GMI_VALID_FILE)) status = gmi_files_reap(m, NULL); /* which tells why */
+  gmi_file_forgive(c); /* what could not be read is where it shall be */
+  gemini_status_t status = gmi_chunk_evict(m, c, reason);
+  if (!status) status = gmi_chunk_settle_host(m, c);
+  if (!status && !gmi_chunk_has(c, GMI_VALID_FILE | GMI_VALID_ZERO)) {
+    status = gmi_file_write(m, c, reason);
+    if (!status) status = gmi_chunk_settle_host(m, c);
+    if (!status && !gmi_chunk_has(c, GMI_VALID_FILE)) status = gmi_files_reap(m, NULL); /* which tells why */
   }
   if (status) return status;
-  gmi_window_below_host(m, w);
-  gmi_host_slot_drop(m, w);
+  gmi_chunk_below_host(m, c);
+  gmi_host_slot_drop(m, c);
   return GEMINI_OK;
 }
 
-void gmi_window_forget(gmi_manager_t *m, gmi_window_t *w) {
+void gmi_chunk_forget(gmi_manager_t *m, gmi_chunk_t *c) {
   uint32_t frame, block;
-  gmi_window_settle_host(m, w);
-  gmi_fence_t used = gmi_window_used(m, w);
-  gmi_window_zeroed(m, w, &frame, &block);
-  if (frame != GMI_NONE) give_frame(m, w, frame, used);
-  gmi_host_slot_drop(m, w);
-  gmi_file_drop_block(m, w, block);
+  gmi_chunk_settle_host(m, c);
+  gmi_fence_t used = gmi_chunk_used(m, c);
+  gmi_chunk_zeroed(m, c, &frame, &block);
+  if (frame != GMI_NONE) give_frame(m, c, frame, used);
+  gmi_host_slot_drop(m, c);
+  gmi_file_drop_block(m, c, block);
 }

@@ -15,20 +15,20 @@
 #include "core/manager.h"
 #include "core/streams.h"
 
-enum { PIECE_WINDOWS = GMI_UPDATE_ARENAS * 32 }; /* arenas x largest ratio of element sizes, and a boundary more */
-enum { WINDOW_PIECES = 2 };                      /* of one update, that a window may be in */
+enum { PIECE_CHUNKS = GMI_UPDATE_ARENAS * 32 }; /* arenas x largest ratio of element sizes, and a boundary more */
+enum { CHUNK_PIECES = 2 };                      /* of one update, that a chunk may be in */
 
 typedef struct {
   uint64_t begin, end; /* elements whose gradient was not written */
 } gap_t;
 
-/* Consecutive pieces of an update that have not been queued yet. Each is counted in the deferred of its windows. */
+/* Consecutive pieces of an update that have not been queued yet. Each is counted in the deferred of its chunks. */
 typedef struct rest {
   struct rest *next, *previous;
   struct walk *walk;
   uint64_t begin, end; /* elements; begin is where a piece begins; the same: nothing is left, and it is in no list */
   uint64_t next_use;   /* as piece_use() of gmi_advice_t */
-  bool left;           /* by its call, and counted in the left of its windows; else its call is about to queue it */
+  bool left;           /* by its call, and counted in the left of its chunks; else its call is about to queue it */
   bool reserved[7];
 } rest_t;
 
@@ -52,8 +52,8 @@ typedef struct {
   uint64_t begin, end; /* elements */
   uint64_t next_use;   /* as piece_use() of gmi_advice_t */
   uint32_t count;
-  gmi_window_t *windows[PIECE_WINDOWS];
-  uint32_t modes[PIECE_WINDOWS];
+  gmi_chunk_t *chunks[PIECE_CHUNKS];
+  uint32_t modes[PIECE_CHUNKS];
 } piece_t;
 
 /* The first piece of what is left from an element on. */
@@ -63,14 +63,14 @@ static void piece_at(const walk_t *k, uint64_t begin, uint64_t end, piece_t *p) 
   p->count = 0;
   for (uint32_t i = 0; i < k->u.arena_count; i++) {
     gmi_arena_t *a = k->arenas[i], *store = gmi_arena_at(k->m, a->store);
-    uint64_t first = p->begin * a->element_bytes >> k->m->window_shift;
-    uint64_t last = (p->end * a->element_bytes - 1) >> k->m->window_shift;
-    for (uint64_t w = first; w <= last; w++) {
+    uint64_t first = p->begin * a->element_bytes >> k->m->chunk_shift;
+    uint64_t last = (p->end * a->element_bytes - 1) >> k->m->chunk_shift;
+    for (uint64_t c = first; c <= last; c++) {
       uint32_t n = 0;
-      while (n < p->count && p->windows[n] != &store->windows[w]) n++;
+      while (n < p->count && p->chunks[n] != &store->chunks[c]) n++;
       if (n == p->count) {
         p->modes[p->count] = 0;
-        p->windows[p->count++] = &store->windows[w];
+        p->chunks[p->count++] = &store->chunks[c];
       }
       p->modes[n] |= k->modes[i];
     }
@@ -106,42 +106,42 @@ static void gap_in_piece(const walk_t *k, const piece_t *p, uint64_t gap, uint64
   *count_out = end - *begin_out;
 }
 
-/* Windows of an arena in a piece. */
+/* Chunks of an arena in a piece. */
 static void piece_range(const walk_t *k, const piece_t *p, uint32_t i, uint32_t *first_out, uint32_t *count_out) {
   uint32_t bytes = k->arenas[i]->element_bytes;
-  *first_out = (uint32_t)(p->begin * bytes >> k->m->window_shift);
-  *count_out = (uint32_t)((p->end * bytes - 1) >> k->m->window_shift) - *first_out + 1;
+  *first_out = (uint32_t)(p->begin * bytes >> k->m->chunk_shift);
+  *count_out = (uint32_t)((p->end * bytes - 1) >> k->m->chunk_shift) - *first_out + 1;
 }
 
-/* Its windows' bytes come to the host, each window's anywhere. */
+/* Its chunks' bytes come to the host, each chunk's anywhere. */
 static gemini_status_t piece_to_host(walk_t *k, piece_t *p) {
   gmi_manager_t *m = k->m;
   uint32_t missing = 0;
   for (uint32_t i = 0; i < p->count; i++) {
-    gmi_window_keep_slot(m, p->windows[i], false); /* no slot goes while others look for theirs */
-    missing += !gmi_window_has_slot(p->windows[i]);
+    gmi_chunk_keep_slot(m, p->chunks[i], false); /* no slot goes while others look for theirs */
+    missing += !gmi_chunk_has_slot(p->chunks[i]);
   }
   gemini_status_t status = gmi_host_room(m, missing);    /* for all at once, before any transfer is under way */
   if (status == GEMINI_ERR_OOM_FILE) status = GEMINI_OK; /* one by one: what has come from a file leaves room there */
   for (uint32_t i = 0; !status && i < p->count; i++)
-    status = gmi_window_to_host(m, p->windows[i], p->modes[i] & GEMINI_WRITE, GEMINI_REASON_UPDATE);
+    status = gmi_chunk_to_host(m, p->chunks[i], p->modes[i] & GEMINI_WRITE, GEMINI_REASON_UPDATE);
   for (uint32_t i = 0; !status && i < p->count; i++) /* a read may have failed by now: then nothing is changed */
-    if (!gmi_window_has(p->windows[i], GMI_VALID_HOST)) status = gmi_files_reap(m, p->windows[i]);
-  for (uint32_t i = 0; i < p->count; i++) gmi_window_let_slot(m, p->windows[i], false);
+    if (!gmi_chunk_has(p->chunks[i], GMI_VALID_HOST)) status = gmi_files_reap(m, p->chunks[i]);
+  for (uint32_t i = 0; i < p->count; i++) gmi_chunk_let_slot(m, p->chunks[i], false);
   return status;
 }
 
-/* Where the bytes of gaps in a piece are, which become zeros, window by window. */
+/* Where the bytes of gaps in a piece are, which become zeros, chunk by chunk. */
 static void gap_zeros(const walk_t *k, const piece_t *p, uint64_t first_gap, uint64_t gaps, gmi_job_t *job) {
   gmi_manager_t *m = k->m;
-  uint64_t window = UINT64_C(1) << m->window_shift;
+  uint64_t chunk_bytes = UINT64_C(1) << m->chunk_shift;
   for (uint64_t i = 0; i < gaps; i++) {
     uint64_t begin, count;
     gap_in_piece(k, p, first_gap + i, &begin, &count);
     gmi_arena_t *a = k->arenas[k->gap_arena];
     uint64_t at = begin * a->element_bytes, end = at + count * a->element_bytes, stop;
     for (; at < end; at = stop) {
-      stop = (at / window + 1) * window < end ? (at / window + 1) * window : end;
+      stop = (at / chunk_bytes + 1) * chunk_bytes < end ? (at / chunk_bytes + 1) * chunk_bytes : end;
       job->zeros[job->zero_count].address = gmi_range_host(m, gmi_arena_at(m, a->store), at);
       job->zeros[job->zero_count++].bytes = stop - at;
     }
@@ -153,14 +153,14 @@ static gemini_status_t host_piece(walk_t *k, piece_t *p, bool deferred) {
   gemini_status_t status = piece_to_host(k, p);
   if (status) return status;
   uint64_t gaps, first_gap = piece_gaps(k, p, &gaps);
-  uint32_t first, count, windows = 0;
+  uint32_t first, count, chunks = 0;
   for (uint32_t i = 0; i < k->u.arena_count; i++) {
     piece_range(k, p, i, &first, &count);
-    windows += count;
+    chunks += count;
   }
-  uint64_t zeros = gaps ? gaps + windows : 0; /* a gap may go on in the next window */
+  uint64_t zeros = gaps ? gaps + chunks : 0; /* a gap may go on in the next chunk */
   size_t bytes = sizeof(gmi_job_t) + p->count * (sizeof(gmi_fence_t) + sizeof(gmi_slot_t *) + sizeof(uint64_t)) +
-                 windows * sizeof(uint8_t *) + zeros * sizeof *((gmi_job_t *)0)->zeros + sizeof(gmi_fence_t);
+                 chunks * sizeof(uint8_t *) + zeros * sizeof *((gmi_job_t *)0)->zeros + sizeof(gmi_fence_t);
   gmi_job_t *job = calloc(1, bytes);
   if (!job) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for an update's record");
   uint8_t *at = (uint8_t *)(job + 1);
@@ -181,22 +181,22 @@ static gemini_status_t host_piece(walk_t *k, piece_t *p, bool deferred) {
   for (uint32_t i = 0; i < k->u.arena_count; i++) {
     const gmi_arena_t *store = gmi_arena_at(m, k->arenas[i]->store);
     job->element_bytes[i] = k->arenas[i]->element_bytes;
-    job->windows[i] = addresses;
+    job->chunks[i] = addresses;
     piece_range(k, p, i, &first, &count);
-    for (uint32_t w = first; w < first + count; w++) *addresses++ = gmi_window_host(m, &store->windows[w]);
+    for (uint32_t c = first; c < first + count; c++) *addresses++ = gmi_chunk_host(m, &store->chunks[c]);
   }
   gap_zeros(k, p, first_gap, gaps, job);
   if (!gmi_fence_reached(m, k->after)) job->fences[job->fence_count++] = k->after;
   for (uint32_t i = 0; i < p->count; i++) {
-    gmi_window_t *w = p->windows[i];
-    gmi_slot_t *slot = &m->host.slots[gmi_window_slot(w)];
+    gmi_chunk_t *c = p->chunks[i];
+    gmi_slot_t *slot = &m->host.slots[gmi_chunk_slot(c)];
     if (!gmi_fence_reached(m, slot->fence)) job->fences[job->fence_count++] = slot->fence;
     job->after[job->slot_count] = slot->work_queued++;
     job->slots[job->slot_count++] = slot;
     if (!(p->modes[i] & GEMINI_WRITE)) continue;
-    gmi_window_host_wrote(m, w);
-    uint32_t kind = gmi_window_arena(m, w)->kind;
-    if (m->files && kind != GEMINI_KIND_PARAM && kind != GEMINI_KIND_GRAD) gmi_host_updated(m, w);
+    gmi_chunk_host_wrote(m, c);
+    uint32_t kind = gmi_chunk_arena(m, c)->kind;
+    if (m->files && kind != GEMINI_KIND_PARAM && kind != GEMINI_KIND_GRAD) gmi_host_updated(m, c);
   }
   gmi_lane_push(m, job);
   return GEMINI_OK;
@@ -204,10 +204,10 @@ static gemini_status_t host_piece(walk_t *k, piece_t *p, bool deferred) {
 
 /* ---- what is left to queue
  *
- * An accepted update is done as a whole: its tensors hold parameters from then on, and every use of one of its windows
- * queues the pieces of that window first. A piece that cannot be queued yet stays in a list. It is queued by the thread
- * of deferred updates (with a file tier), by a caller that wants one of its windows, or by gemini_update_wait(). The
- * list is in the order of submission, so the pieces of one window run in that order. */
+ * An accepted update is done as a whole: its tensors hold parameters from then on, and every use of one of its chunks
+ * queues the pieces of that chunk first. A piece that cannot be queued yet stays in a list. It is queued by the thread
+ * of deferred updates (with a file tier), by a caller that wants one of its chunks, or by gemini_update_wait(). The
+ * list is in the order of submission, so the pieces of one chunk run in that order. */
 typedef struct gmi_deferred {
   rest_t *first, *last; /* under the manager's lock, as all that is not Atomic */
   pthread_cond_t more;  /* with the manager's lock */
@@ -217,10 +217,10 @@ typedef struct gmi_deferred {
   bool told; /* that the first one cannot be queued; it is tried again all the same */
 } gmi_deferred_t;
 
-uint32_t gmi_updates_ahead(const gmi_manager_t *m, uint32_t windows) {
-  uint64_t most = UINT64_C(64) << 20 >> m->window_shift;
+uint32_t gmi_updates_ahead(const gmi_manager_t *m, uint32_t chunks) {
+  uint64_t most = UINT64_C(64) << 20 >> m->chunk_shift;
   if (most > m->host.slot_count / 8) most = m->host.slot_count / 8;
-  return most / windows > 2 ? (uint32_t)(most / windows) : 2;
+  return most / chunks > 2 ? (uint32_t)(most / chunks) : 2;
 }
 
 static void walk_unref(walk_t *k) {
@@ -248,7 +248,7 @@ static void rest_remove(gmi_deferred_t *d, rest_t *rest) {
 /* The piece that a rest begins with has been queued. */
 static void rest_queued(gmi_deferred_t *d, rest_t *rest, const piece_t *p) {
   for (uint32_t i = 0; i < p->count; i++) {
-    gmi_window_piece_queued(p->windows[i], rest->left);
+    gmi_chunk_piece_queued(p->chunks[i], rest->left);
   }
   d->count--;
   rest->begin = p->end;
@@ -261,7 +261,7 @@ static bool tail_leave_one(gmi_deferred_t *d, walk_t *k, const piece_t *p) {
   if (!rest) return false;
   *rest = (rest_t){ .walk = k, .begin = p->begin, .end = p->end, .next_use = p->next_use, .left = true };
   rest_insert(d, rest, k->tail);
-  for (uint32_t i = 0; i < p->count; i++) gmi_window_piece_left(p->windows[i]);
+  for (uint32_t i = 0; i < p->count; i++) gmi_chunk_piece_left(p->chunks[i]);
   k->tail->begin = p->end;
   if (k->tail->begin == k->tail->end) rest_remove(d, k->tail);
   return true;
@@ -274,7 +274,7 @@ static void tail_leave(walk_t *k) {
   k->tail->next_use = UINT64_MAX;
   for (uint64_t at = k->tail->begin; at < k->tail->end; at = p.end) {
     piece_at(k, at, k->tail->end, &p);
-    for (uint32_t i = 0; i < p.count; i++) gmi_window_piece_left(p.windows[i]);
+    for (uint32_t i = 0; i < p.count; i++) gmi_chunk_piece_left(p.chunks[i]);
   }
 }
 
@@ -283,9 +283,9 @@ static bool piece_is_ready(const walk_t *k, const piece_t *p) {
   uint32_t missing = 0;
   if (!k->m->files) return true;
   for (uint32_t i = 0; i < p->count; i++) {
-    const gmi_window_t *w = p->windows[i];
-    if (gmi_window_left(w) || gmi_window_has_only(w, GMI_VALID_FILE)) return false;
-    missing += !gmi_window_has_slot(w);
+    const gmi_chunk_t *c = p->chunks[i];
+    if (gmi_chunk_left(c) || gmi_chunk_has_only(c, GMI_VALID_FILE)) return false;
+    missing += !gmi_chunk_has_slot(c);
   }
   return missing <= gmi_host_free(k->m);
 }
@@ -307,11 +307,11 @@ static gemini_status_t device_piece(walk_t *k, piece_t *p, rest_t *rest) {
   gmi_manager_t *m = k->m;
   uint32_t stream = m->update_stream, held = 0;
   gemini_status_t status = GEMINI_OK;
-  for (; held < p->count; held++) gmi_window_hold_device(m, p->windows[held], p->modes[held]);
+  for (; held < p->count; held++) gmi_chunk_hold_device(m, p->chunks[held], p->modes[held]);
   for (uint32_t i = 0; !status && i < p->count; i++)
-    status = gmi_window_fetch(m, p->windows[i], false, GEMINI_REASON_UPDATE, GMI_TAKE_EVICT);
+    status = gmi_chunk_fetch(m, p->chunks[i], false, GEMINI_REASON_UPDATE, GMI_TAKE_EVICT);
   if (!status) status = gmi_fence_wait(m, stream, k->after);
-  for (uint32_t i = 0; !status && i < p->count; i++) status = gmi_window_wait(m, stream, p->windows[i], p->modes[i]);
+  for (uint32_t i = 0; !status && i < p->count; i++) status = gmi_chunk_wait(m, stream, p->chunks[i], p->modes[i]);
   gmi_fence_t begin = 0;
   if (!status) status = gmi_fence_now(m, stream, &begin);
   uint64_t gaps, first_gap = piece_gaps(k, p, &gaps);
@@ -327,11 +327,11 @@ static gemini_status_t device_piece(walk_t *k, piece_t *p, rest_t *rest) {
     for (uint32_t i = 0; i < k->u.arena_count; i++)
       span.ptr[i] = k->arenas[i]->base + p->begin * k->arenas[i]->element_bytes;
     for (uint32_t i = 0; i < p->count; i++)
-      if (p->modes[i] & GEMINI_WRITE) gmi_window_wrote(m, p->windows[i]);
+      if (p->modes[i] & GEMINI_WRITE) gmi_chunk_wrote(m, p->chunks[i]);
     k->refs++;
     rest_queued(m->deferred, rest, p);
     const char *function = atomic_load_explicit(&m->watch.holder, memory_order_relaxed);
-    gmi_callback_begin(m); /* never call out with the lock; the windows are held */
+    gmi_callback_begin(m); /* never call out with the lock; the chunks are held */
     gmi_wait_t wait;
     gmi_wait_begin(m, &wait, function, GMI_WAIT_CALLBACK, 0);
     k->u.fn(k->u.user, &span);
@@ -340,7 +340,7 @@ static gemini_status_t device_piece(walk_t *k, piece_t *p, rest_t *rest) {
     walk_unref(k);
     gmi_fence_t end = gmi_fence_later(m, stream);
     for (uint32_t i = 0; i < p->count; i++)
-      after_callback(m, gmi_window_use(m, p->windows[i], p->modes[i], stream, true), end);
+      after_callback(m, gmi_chunk_use(m, p->chunks[i], p->modes[i], stream, true), end);
     after_callback(m, gmi_fence_now(m, stream, &end), end);
     m->update_end = end;
     m->events->span_queued(m, "update", "update on the device", begin, end);
@@ -351,13 +351,13 @@ static gemini_status_t device_piece(walk_t *k, piece_t *p, rest_t *rest) {
       m->timed[m->timed_count++].elements = p->end - p->begin;
     }
   }
-  for (uint32_t i = 0; i < held; i++) gmi_window_unhold_device(p->windows[i], p->modes[i]);
+  for (uint32_t i = 0; i < held; i++) gmi_chunk_unhold_device(p->chunks[i], p->modes[i]);
   return status;
 }
 
 static bool is_pinned(const piece_t *p) {
   bool pinned = false;
-  for (uint32_t i = 0; i < p->count; i++) pinned |= gmi_window_is_pinned(p->windows[i]) && (p->modes[i] & GEMINI_WRITE);
+  for (uint32_t i = 0; i < p->count; i++) pinned |= gmi_chunk_is_pinned(p->chunks[i]) && (p->modes[i] & GEMINI_WRITE);
   return pinned;
 }
 
@@ -370,7 +370,7 @@ static gemini_status_t queue_first(gmi_manager_t *m, bool now, bool *waits_out) 
   piece_t p = { .next_use = rest->next_use };
   piece_at(k, rest->begin, rest->end, &p);
   uint32_t missing = 0;
-  for (uint32_t i = 0; i < p.count; i++) missing += !gmi_window_has_slot(p.windows[i]);
+  for (uint32_t i = 0; i < p.count; i++) missing += !gmi_chunk_has_slot(p.chunks[i]);
   gemini_status_t status = GEMINI_OK;
   *waits_out = false;
   if (!now) {
@@ -393,20 +393,20 @@ static gemini_status_t queue_first(gmi_manager_t *m, bool now, bool *waits_out) 
   return status;
 }
 
-gemini_status_t gmi_updates_queue(gmi_manager_t *m, const gmi_window_t *w) {
+gemini_status_t gmi_updates_queue(gmi_manager_t *m, const gmi_chunk_t *c) {
   GMI_ASSERT(gmi_lock_is_mine(m));
   gemini_status_t status = GEMINI_OK;
   bool waits;
-  while (!status && m->deferred->first && (!w || gmi_window_deferred(w))) status = queue_first(m, true, &waits);
+  while (!status && m->deferred->first && (!c || gmi_chunk_deferred(c))) status = queue_first(m, true, &waits);
   return status;
 }
 
-/* The same for what others have left of a piece's windows. */
+/* The same for what others have left of a piece's chunks. */
 static gemini_status_t queue_left(gmi_manager_t *m, const piece_t *p) {
   gemini_status_t status = GEMINI_OK;
   bool waits;
   for (uint32_t i = 0; i < p->count; i++)
-    while (!status && gmi_window_left(p->windows[i])) status = queue_first(m, true, &waits);
+    while (!status && gmi_chunk_left(p->chunks[i])) status = queue_first(m, true, &waits);
   return status;
 }
 
@@ -583,12 +583,12 @@ static gemini_status_t walk_check(walk_t *k, const gemini_update_t *theirs, uint
   return GEMINI_OK;
 }
 
-static bool in_walk(const void *user, const gmi_window_t *w) {
+static bool in_walk(const void *user, const gmi_chunk_t *c) {
   const walk_t *k = user;
   for (uint32_t i = 0; i < k->u.arena_count; i++) {
     const gmi_arena_t *a = k->arenas[i];
     uint64_t begin = k->u.first_element * a->element_bytes, end = begin + k->u.element_count * a->element_bytes;
-    if (a->store == w->arena && w->index >= begin >> k->m->window_shift && w->index <= (end - 1) >> k->m->window_shift)
+    if (a->store == c->arena && c->index >= begin >> k->m->chunk_shift && c->index <= (end - 1) >> k->m->chunk_shift)
       return true;
   }
   return false;
@@ -597,29 +597,29 @@ static bool in_walk(const void *user, const gmi_window_t *w) {
 /* Nothing in the range may be in use, and without a file tier the host must have room for what will be there. */
 static gemini_status_t walk_room(walk_t *k, uint32_t index) {
   gmi_manager_t *m = k->m;
-  uint64_t need = 0, window = atomic_load(&m->window_bytes), number = 0;
+  uint64_t need = 0, chunk_bytes = atomic_load(&m->chunk_bytes), number = 0;
   piece_t p;
   for (uint64_t at = k->u.first_element, end = at + k->u.element_count; at < end; at = p.end, number++) {
     piece_at(k, at, end, &p);
     if (m->files && p.count > m->host.slot_count)
       return gmi_fail(GEMINI_ERR_OOM_HOST, 0, "the update needs %llu bytes of host memory at once, the budget is %llu",
-                      (unsigned long long)p.count * window, (unsigned long long)m->config.host_bytes);
+                      (unsigned long long)p.count * chunk_bytes, (unsigned long long)m->config.host_bytes);
     bool on_device = index != GMI_NONE && m->advice->piece_on_device(m, index, (uint32_t)number);
     for (uint32_t i = 0; i < p.count; i++) {
-      gmi_window_t *w = p.windows[i];
-      if (gmi_window_host_users(w) || !gmi_window_unsettle(w, GMI_WINDOW_PINS))
-        return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is acquired", gmi_window_arena(m, w)->name);
-      if (gmi_window_deferred(w) >= UINT16_MAX - WINDOW_PIECES) {
-        gemini_status_t status = gmi_updates_queue(m, w);
+      gmi_chunk_t *c = p.chunks[i];
+      if (gmi_chunk_host_users(c) || !gmi_chunk_unsettle(c, GMI_CHUNK_PINS))
+        return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is acquired", gmi_chunk_arena(m, c)->name);
+      if (gmi_chunk_deferred(c) >= UINT16_MAX - CHUNK_PIECES) {
+        gemini_status_t status = gmi_updates_queue(m, c);
         if (status) return status;
       }
-      need += gmi_window_has_slot(w) || !(on_device || gmi_window_is_pinned(w)) ? window : 0;
+      need += gmi_chunk_has_slot(c) || !(on_device || gmi_chunk_is_pinned(c)) ? chunk_bytes : 0;
     }
   }
   return gmi_host_fits(m, "the update", need, in_walk, k);
 }
 
-/* From here on the update will be done: its tensors hold parameters, and its windows are deferred until each piece is
+/* From here on the update will be done: its tensors hold parameters, and its chunks are deferred until each piece is
  * queued. */
 static void walk_accept(walk_t *k) {
   gmi_manager_t *m = k->m;
@@ -630,7 +630,7 @@ static void walk_accept(walk_t *k) {
   rest_insert(m->deferred, k->tail, NULL);
   for (uint64_t at = k->tail->begin; at < k->tail->end; at = p.end, m->deferred->count++) {
     piece_at(k, at, k->tail->end, &p);
-    for (uint32_t i = 0; i < p.count; i++) gmi_window_piece_accepted(p.windows[i]);
+    for (uint32_t i = 0; i < p.count; i++) gmi_chunk_piece_accepted(p.chunks[i]);
   }
   for (uint32_t i = 0; i < k->u.arena_count; i++) {
     gmi_arena_t *a = k->arenas[i];
@@ -677,13 +677,13 @@ static void walk_run(walk_t *k, uint32_t index) {
   pthread_cond_signal(&m->deferred->more);
 }
 
-uint64_t gmi_piece_elements(gmi_manager_t *m, const uint32_t *arenas, uint32_t arena_count, uint64_t window_bytes) {
+uint64_t gmi_piece_elements(gmi_manager_t *m, const uint32_t *arenas, uint32_t arena_count, uint64_t chunk_bytes) {
   uint32_t smallest = 16;
   for (uint32_t i = 0; i < arena_count; i++) {
     uint32_t bytes = gmi_arena_at(m, arenas[i])->element_bytes;
     if (bytes < smallest) smallest = bytes;
   }
-  return window_bytes / smallest;
+  return chunk_bytes / smallest;
 }
 
 static gemini_status_t walk(walk_t *k, uint32_t stream) {
@@ -701,7 +701,7 @@ static gemini_status_t walk(walk_t *k, uint32_t stream) {
     indexes[i] = record.arenas[i] = k->arenas[i]->index;
     record.modes[i] = k->modes[i];
   }
-  k->unit = gmi_piece_elements(m, indexes, k->u.arena_count, atomic_load(&m->window_bytes));
+  k->unit = gmi_piece_elements(m, indexes, k->u.arena_count, atomic_load(&m->chunk_bytes));
   status = check_taken(k);
   if (status) return status;
   if (k->gap_arena != GMI_NONE) {

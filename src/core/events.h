@@ -12,7 +12,7 @@
 #include "gemini.h"
 
 struct gmi_manager;
-struct gmi_window;
+struct gmi_chunk;
 
 enum { GMI_UPDATE_ARENAS = 8 };
 
@@ -43,9 +43,9 @@ typedef struct gmi_events {
   void (*stream_ends)(struct gmi_manager *m); /* and its fences with it: whoever wants a time from them reads it now */
   void (*arenas_change)(struct gmi_manager *m); /* what is known of operators no longer fits */
   gemini_status_t (*budgets_change)(struct gmi_manager *m);
-  void (*chunk_copied)(struct gmi_manager *m, const struct gmi_window *w, uint32_t link, uint32_t reason,
+  void (*chunk_copied)(struct gmi_manager *m, const struct gmi_chunk *c, uint32_t link, uint32_t reason,
                        gmi_fence_t begin, gmi_fence_t end);
-  void (*chunk_transferred)(struct gmi_manager *m, const struct gmi_window *w, bool write, uint64_t begin_ns,
+  void (*chunk_transferred)(struct gmi_manager *m, const struct gmi_chunk *c, bool write, uint64_t begin_ns,
                             uint64_t end_ns);
   void (*span_queued)(struct gmi_manager *m, const char *kind, const char *name, gmi_fence_t begin, gmi_fence_t end);
   void (*counters_change)(struct gmi_manager *m); /* bytes in use of a tier */
@@ -60,7 +60,7 @@ typedef struct gmi_events {
 typedef struct gmi_advice {
   const char *(*op_name)(struct gmi_manager *m); /* NULL when no operator is open */
   /* When the chunk is used next: larger = later; UINT64_MAX = not known. */
-  uint64_t (*next_use)(struct gmi_manager *m, const struct gmi_window *w);
+  uint64_t (*next_use)(struct gmi_manager *m, const struct gmi_chunk *c);
   /* Shall span number piece of the update run on the device, and when is one of its chunks used next? */
   bool (*piece_on_device)(struct gmi_manager *m, uint32_t index, uint32_t piece);
   uint64_t (*piece_use)(struct gmi_manager *m, uint32_t index, uint32_t piece);

@@ -1,7 +1,7 @@
 /* Host workers: they run updates on chunks that live on the host, and sum these for norms.
  * SPDX-License-Identifier: Apache-2.0
  *
- * A job is cut into slices, each within one window of every arena, so that all workers share in the one that is wanted
+ * A job is cut into slices, each within one chunk of every arena, so that all workers share in the one that is wanted
  * soonest. Which that is: among jobs whose bytes are there and whose slots' earlier work is done, the one whose chunks
  * are used next soonest, of equals the oldest. When none is ready, the oldest one that nobody waits for is waited for,
  * by a few workers at once: those that wait cannot help.
@@ -157,17 +157,17 @@ static void prepare(gmi_lane_t *l, gmi_job_t *job) {
 }
 
 /* The bytes of the span's arenas from an element on, and how many elements from there on lie in one piece. */
-static uint64_t locate(const gmi_job_t *job, uint32_t window_shift, uint64_t at, gemini_update_span_t *span) {
-  uint64_t count = job->span.element_count - at, window = UINT64_C(1) << window_shift;
+static uint64_t locate(const gmi_job_t *job, uint32_t chunk_shift, uint64_t at, gemini_update_span_t *span) {
+  uint64_t count = job->span.element_count - at, chunk_bytes = UINT64_C(1) << chunk_shift;
   for (uint32_t i = 0; i < span->arena_count; i++) {
     uint64_t bytes = job->element_bytes[i], offset = at * bytes;
-    if (!job->windows[i]) {
+    if (!job->chunks[i]) {
       span->ptr[i] = (uint8_t *)job->span.ptr[i] + offset;
       continue;
     }
-    offset += job->span.first_element * bytes & (window - 1);
-    span->ptr[i] = job->windows[i][offset >> window_shift] + (offset & (window - 1));
-    uint64_t left = (window - (offset & (window - 1))) / bytes;
+    offset += job->span.first_element * bytes & (chunk_bytes - 1);
+    span->ptr[i] = job->chunks[i][offset >> chunk_shift] + (offset & (chunk_bytes - 1));
+    uint64_t left = (chunk_bytes - (offset & (chunk_bytes - 1))) / bytes;
     if (left < count) count = left;
   }
   return count;
@@ -177,7 +177,7 @@ static uint64_t locate(const gmi_job_t *job, uint32_t window_shift, uint64_t at,
 static void run_slice(gmi_lane_t *l, gmi_job_t *job, uint32_t worker) {
   gmi_manager_t *m = l->m;
   gemini_update_span_t span = job->span;
-  uint64_t at = job->next_element, count = locate(job, m->window_shift, at, &span);
+  uint64_t at = job->next_element, count = locate(job, m->chunk_shift, at, &span);
   if (count > GMI_LANE_SLICE) count = GMI_LANE_SLICE;
   job->next_element += count;
   if (job->next_element == job->span.element_count) take_first_ready(l); /* none is left for others */
@@ -245,9 +245,9 @@ gemini_status_t gmi_lane_open(gmi_manager_t *m, uint32_t threads) {
   l->m = m;
   m->lane = l;
   for (; l->thread_count < threads; l->thread_count++) {
-    worker_t *w = &l->workers[l->thread_count];
-    *w = (worker_t){ .lane = l, .index = l->thread_count };
-    int error = gmi_thread_start(&w->thread, work, w);
+    worker_t *c = &l->workers[l->thread_count];
+    *c = (worker_t){ .lane = l, .index = l->thread_count };
+    int error = gmi_thread_start(&c->thread, work, c);
     if (error)
       return gmi_fail(GEMINI_ERR_OOM_SYSTEM, error, "could not start update worker %u of %u", l->thread_count, threads);
   }

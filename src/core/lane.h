@@ -9,11 +9,11 @@ typedef struct gmi_job gmi_job_t;
 struct gmi_job {
   gmi_job_t *next, *previous;
   uint64_t number;   /* in the order of submission, from 1 */
-  uint64_t next_use; /* of the chunks, position as of gmi_window_t; set by the caller, as what follows */
+  uint64_t next_use; /* of the chunks, position as of gmi_chunk_t; set by the caller, as what follows */
   gemini_update_fn fn;
   void *user;
   gemini_update_span_t span;
-  uint8_t *const *windows[8]; /* of the span's arenas: where each lies, in the place of ptr; NULL: ptr has all */
+  uint8_t *const *chunks[8]; /* of the span's arenas: where each lies, in the place of ptr; NULL: ptr has all */
   uint32_t fence_count, slot_count, zero_count;
   bool deferred;       /* it was; gmi_lane_deferred() counts it */
   bool norm;           /* it changes nothing: who waits for it looks whether fn ran, and a failure is no update's */

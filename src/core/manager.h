@@ -2,7 +2,7 @@
  * SPDX-License-Identifier: Apache-2.0
  *
  * Lock: gmi_manager.lock guards everything that is not marked Atomic or Constant. Fast paths (acquire and release of
- * resident tensors) do not take it: they work on the atomic words of tensors and windows, which only the lock's holder
+ * resident tensors) do not take it: they work on the atomic words of tensors and chunks, which only the lock's holder
  * may change except for their counts; for parts of tensors they take the lock of a table of leases. User callbacks run
  * without the lock; logs are queued and sent after it. */
 #ifndef GMI_MANAGER_H
@@ -47,14 +47,14 @@ enum { GMI_ARENA_INDEX_BITS = 10, GMI_TENSOR_INDEX_BITS = 24, GMI_STREAM_INDEX_B
 /* Index of GEMINI_STREAM_CALLER where a stream index is wanted. */
 #define GMI_CALLER GMI_NONE
 
-/* Uses of a window by streams: fences behind the latest of two streams; a third one waits for one of them first, so
+/* Uses of a chunk by streams: fences behind the latest of two streams; a third one waits for one of them first, so
  * that its fence stands for both. Atomic. */
 enum { GMI_USES = 2 };
 typedef struct gmi_uses {
   _Atomic gmi_fence_t fence[GMI_USES];
 } gmi_uses_t;
 
-typedef struct gmi_window gmi_window_t; /* chunk/chunk.h */
+typedef struct gmi_chunk gmi_chunk_t; /* chunk/chunk.h */
 typedef struct gmi_io gmi_io_t;
 
 /* The frame mapped at a chunk's address. The mapping outlives residency, so a chunk that gets the same frame back, as
@@ -65,14 +65,14 @@ typedef struct gmi_mapping {
   gmi_fence_t left; /* after which queued work does not use the address any more; set when it loses the frame */
 } gmi_mapping_t;
 
-/* ---- host slots: places for windows in host memory. What uses a slot's bytes is noted here, whosever they are. */
+/* ---- host slots: places for chunks in host memory. What uses a slot's bytes is noted here, whosever they are. */
 typedef struct gmi_slot {
-  gmi_window_t *window;       /* or NULL */
+  gmi_chunk_t *chunk;         /* or NULL */
   gmi_fence_t fence;          /* queued copies that read or write it */
   _Atomic uint64_t work_done; /* Atomic: updates and transfers finished; work_queued when none is pending */
   uint64_t work_queued;
   _Atomic gemini_status_t failure; /* Atomic: of the last read into it */
-  bool block;                      /* holds blocks, no window */
+  bool block;                      /* holds blocks, no chunk */
 } gmi_slot_t;
 
 enum { GMI_UPDATED = 1024 };
@@ -86,11 +86,11 @@ typedef struct gmi_host {
   uint64_t slot_map_bytes, free_map_bytes;
   uint64_t home_end;                     /* slot behind the last home */
   uint32_t slot_count, free_count, hand; /* within the budget */
-  uint32_t slot_most;                    /* windows may still lie in as many, behind a smaller budget */
+  uint32_t slot_most;                    /* chunks may still lie in as many, behind a smaller budget */
   struct gmi_blocks *blocks;             /* NULL until the first one */
   uint32_t block_slots, reserved2;       /* slots that blocks may lie in */
-  uint64_t updated_first, updated_end;   /* the windows of states updated last, in a ring */
-  gmi_window_t *updated[GMI_UPDATED];
+  uint64_t updated_first, updated_end;   /* the chunks of states updated last, in a ring */
+  gmi_chunk_t *updated[GMI_UPDATED];
 } gmi_host_t;
 
 /* ---- tensors */
@@ -133,19 +133,19 @@ typedef struct gmi_arena {
   char name[GMI_ARENA_NAME];
   uint32_t index, kind, element_bytes;
   uint32_t like;      /* arena whose layout it follows; itself when none */
-  uint32_t store;     /* arena that owns the windows: itself, or the one it reuses */
+  uint32_t store;     /* arena that owns the chunks: itself, or the one it reuses */
   uint32_t followers; /* arenas whose like or store this is */
   bool reused;        /* some arena reuses this one */
   bool reserved[7];
   uint64_t generation;
   uint8_t *base;             /* device addresses */
-  uint32_t home, home_count; /* slot of its first window when all fit; how many have a place there */
-  uint64_t capacity;         /* bytes, a multiple of the largest window */
+  uint32_t home, home_count; /* slot of its first chunk when all fit; how many have a place there */
+  uint64_t capacity;         /* bytes, a multiple of the largest chunk */
   uint64_t capacity_asked;
   _Atomic uint64_t size; /* Atomic: used so far, bytes */
-  gmi_window_t *windows; /* address space for all windows of capacity; of the store only */
-  uint64_t window_map_bytes;
-  _Atomic uint32_t window_count;          /* Atomic: initialised so far */
+  gmi_chunk_t *chunks;   /* address space for all chunks of capacity; of the store only */
+  uint64_t chunk_map_bytes;
+  _Atomic uint32_t chunk_count;           /* Atomic: initialised so far */
   uint32_t tensor_count, tensor_capacity; /* of order */
   uint32_t *order;                        /* tensors of this arena, sorted by offset when sorted */
   bool order_sorted;
@@ -157,8 +157,8 @@ typedef struct gmi_frame {
   uint64_t handle;
   uint32_t next, previous; /* in the list of free ones; GMI_NONE ends it */
   bool free;
-  gmi_fence_t ready;    /* after which its bytes may be overwritten */
-  gmi_window_t *window; /* owner, or NULL: free or the heap's */
+  gmi_fence_t ready;  /* after which its bytes may be overwritten */
+  gmi_chunk_t *chunk; /* owner, or NULL: free or the heap's */
 } gmi_frame_t;
 typedef struct gmi_page { /* of the non-model heap */
   uint32_t frame_1;       /* index of its frame + 1; 0 = none */
@@ -179,7 +179,7 @@ typedef struct gmi_stream {
   uint64_t used; /* hooked: when last named, on hook_clock */
 } gmi_stream_t;
 
-/* Running mean of what a window's copy takes over one link, nanoseconds. */
+/* Running mean of what a chunk's copy takes over one link, nanoseconds. */
 typedef struct gmi_rate {
   double mean;
   uint64_t samples;
@@ -188,7 +188,7 @@ typedef struct gmi_rate {
 typedef struct gmi_heap gmi_heap_t;
 struct gmi_tracer;
 struct gmi_timeline;
-struct gmi_window_use;
+struct gmi_chunk_use;
 struct gmi_lane;
 struct gmi_store;
 struct gmi_sys;
@@ -227,19 +227,19 @@ typedef struct gmi_manager {
   _Atomic gmi_fence_t update_end;            /* Atomic: of the last span queued there */
 
   /* the cut: chosen by gmi_cut() at first need */
-  _Atomic uint64_t window_bytes; /* Atomic; 0 = not cut yet */
-  uint32_t window_shift;
-  uint64_t window_total; /* windows initialised in all arenas */
+  _Atomic uint64_t chunk_bytes; /* Atomic; 0 = not cut yet */
+  uint32_t chunk_shift;
+  uint64_t chunk_total; /* chunks initialised in all arenas */
 
   gmi_frame_t *frames;
   uint32_t frame_count;                      /* that the budget allows */
   uint32_t frame_capacity;                   /* of the array */
   uint32_t frame_made;                       /* that exist on the device */
-  _Atomic uint32_t frame_used;               /* Atomic: owned by windows or heap pages */
+  _Atomic uint32_t frame_used;               /* Atomic: owned by chunks or heap pages */
   uint32_t free_first, free_last, free_size; /* frames that exist and are unused, given up longest ago first */
   uint32_t *unmade, unmade_size;             /* places in frames[] without a device frame */
-  uint32_t resident;                         /* windows with frames */
-  _Atomic uint64_t clock;                    /* Atomic: fetches so far; tells which window was used longest ago */
+  uint32_t resident;                         /* chunks with frames */
+  _Atomic uint64_t clock;                    /* Atomic: fetches so far; tells which chunk was used longest ago */
   uint32_t clock_hand;                       /* for victims */
 
   gmi_heap_t *heap;
@@ -288,7 +288,7 @@ typedef struct gmi_manager {
   struct gmi_timeline *timeline;
 
   gmi_rate_t link_ns[2];    /* by GEMINI_LINK_H2D, D2H */
-  gmi_rate_t file_ns[2];    /* of a window: read, written */
+  gmi_rate_t file_ns[2];    /* of a chunk: read, written */
   gmi_rate_t device_update; /* nanoseconds an element of an update on the device */
   struct {
     gmi_fence_t begin, end;
@@ -319,7 +319,7 @@ typedef struct gmi_manager {
   struct gmi_leftover *leftovers;
 
   /* GEMINI_CHECK: what chunk.c has changed since the lock was taken, to be looked at before it is let go. */
-  gmi_window_t *changed[GMI_CHANGED];
+  gmi_chunk_t *changed[GMI_CHANGED];
   uint32_t blocks_held;                 /* blocks in files that chunks' records name */
   uint32_t changed_count;               /* more than GMI_CHANGED: all may have changed */
   _Atomic uintptr_t lock_owner;         /* Atomic: a mark of the thread that has the lock; 0: none */
@@ -333,7 +333,7 @@ typedef struct gmi_manager {
 } gmi_manager_t;
 
 /* Bytes of a chunk, once the arenas are cut. */
-static inline uint64_t gmi_window_bytes(const gmi_manager_t *m) { return UINT64_C(1) << m->window_shift; }
+static inline uint64_t gmi_chunk_bytes(const gmi_manager_t *m) { return UINT64_C(1) << m->chunk_shift; }
 
 /* core/handles.c */
 extern uint64_t

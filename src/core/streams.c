@@ -173,7 +173,7 @@ static gemini_status_t native_renew(gmi_manager_t *m, uint32_t index, bool may_b
 }
 
 gemini_status_t gmi_stream_end(gmi_manager_t *m, uint32_t index) {
-  /* Fences of this stream may still lie in windows: everything they could name gets placed and reached here. */
+  /* Fences of this stream may still lie in chunks: everything they could name gets placed and reached here. */
   gmi_fence_t end = 0;
   gemini_status_t status = fence_now(m, index, false, &end);
   if (!status) status = gmi_fence_sync(m, end);

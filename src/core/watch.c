@@ -147,12 +147,12 @@ static void *watchdog(void *user) {
     char texts[TOLD_AT_ONCE][sizeof prefix + 2 * LINE];
     uint32_t count = 0;
     uint64_t now = now_ns();
-    for (gmi_wait_t *w = watch->first; w && count < TOLD_AT_ONCE && !watch->stop; w = w->next) {
-      uint64_t waited = now - w->since_ns;
-      if (waited < limit || (w->told_ns && waited < 2 * w->told_ns)) continue; /* after limit, 2 limit, 4 limit... */
-      w->told_ns = waited;
+    for (gmi_wait_t *c = watch->first; c && count < TOLD_AT_ONCE && !watch->stop; c = c->next) {
+      uint64_t waited = now - c->since_ns;
+      if (waited < limit || (c->told_ns && waited < 2 * c->told_ns)) continue; /* after limit, 2 limit, 4 limit... */
+      c->told_ns = waited;
       memcpy(texts[count], prefix, sizeof prefix);
-      describe_wait(m, w, now, texts[count++] + sizeof prefix - 1);
+      describe_wait(m, c, now, texts[count++] + sizeof prefix - 1);
     }
     if (!count) continue;
     pthread_mutex_unlock(&watch->lock); /* never call out with a lock */
@@ -196,8 +196,8 @@ void gmi_watch_destroy(gmi_manager_t *m) {
 
 /* ---- for the dump */
 static bool someone_waits_with_lock(const gmi_watch_t *watch) {
-  for (const gmi_wait_t *w = watch->first; w; w = w->next)
-    if (w->has_lock) return true;
+  for (const gmi_wait_t *c = watch->first; c; c = c->next)
+    if (c->has_lock) return true;
   return false;
 }
 
@@ -229,8 +229,8 @@ void gmi_watch_write_waits(gmi_manager_t *m, gmi_reading_t reading, FILE *file) 
   char text[2 * LINE];
   if (reading != GMI_READING_FROZEN) pthread_mutex_lock(&m->watch.lock);
   if (!m->watch.first) fprintf(file, "waits: none\n");
-  for (const gmi_wait_t *w = m->watch.first; w; w = w->next) {
-    describe_wait(m, w, now, text);
+  for (const gmi_wait_t *c = m->watch.first; c; c = c->next) {
+    describe_wait(m, c, now, text);
     fprintf(file, "waits: %s\n", text);
   }
   if (reading != GMI_READING_FROZEN) pthread_mutex_unlock(&m->watch.lock);

@@ -84,7 +84,7 @@ typedef struct cu_allocation { /* CUmemAllocationProp */
   int type;                    /* CU_ALLOCATION_PINNED */
   int handle_types;            /* 0: not to be shared between processes */
   cu_location_t location;
-  void *windows_only;
+  void *chunks_only;
   unsigned char compression, rdma_capable;
   unsigned short usage;
   unsigned char reserved[4];

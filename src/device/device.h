@@ -37,9 +37,9 @@ typedef struct gmi_device_config {
 
 typedef struct gmi_device_ops {
   uint32_t struct_size, abi;
-  const char *name;            /* static storage */
-  uint64_t window_overhead_ns; /* of a window's way to the device or back, besides its bytes: mapping, marks */
-  uint64_t link_bytes_per_s;   /* to be expected of a copy, until one was measured */
+  const char *name;           /* static storage */
+  uint64_t chunk_overhead_ns; /* of a chunk's way to the device or back, besides its bytes: mapping, marks */
+  uint64_t link_bytes_per_s;  /* to be expected of a copy, until one was measured */
 
   /* What failed is in the thread's last error (gmi_fail). */
   gemini_status_t (*open)(const gmi_device_config_t *config, void **self_out);

@@ -27,7 +27,7 @@
 #endif
 
 enum { THREADS_LIMIT = 64 };
-#define ALIGN_BYTES (UINT64_C(64) << 10) /* the smallest window, and a whole number of the blocks' units */
+#define ALIGN_BYTES (UINT64_C(64) << 10) /* the smallest chunk, and a whole number of the blocks' units */
 #define SLICE_BYTES (UINT64_C(16) << 20) /* a thread takes so many at a time */
 #define OPEN_BYTES (UINT64_C(64) << 20)  /* access is opened for so many at a time, or mappings would be many */
 #define ALONE_BYTES (UINT64_C(64) << 20) /* up to so many, threads are not worth their start */

@@ -267,23 +267,23 @@ typedef struct waiter {
 } waiter_t;
 
 static void wake(gmi_block_request_t *r) {
-  waiter_t *w = r->user;
-  pthread_mutex_lock(&w->lock);
-  w->is_over = true;
-  pthread_cond_signal(&w->over);
-  pthread_mutex_unlock(&w->lock);
+  waiter_t *c = r->user;
+  pthread_mutex_lock(&c->lock);
+  c->is_over = true;
+  pthread_cond_signal(&c->over);
+  pthread_mutex_unlock(&c->lock);
 }
 
 gemini_status_t gmi_store_wait(gmi_store_t *store, gmi_block_request_t *request) {
-  waiter_t w = { PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, false };
+  waiter_t c = { PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, false };
   request->done = wake;
-  request->user = &w;
+  request->user = &c;
   gmi_store_submit(store, request);
-  pthread_mutex_lock(&w.lock);
-  while (!w.is_over) pthread_cond_wait(&w.over, &w.lock);
-  pthread_mutex_unlock(&w.lock);
-  pthread_cond_destroy(&w.over);
-  pthread_mutex_destroy(&w.lock);
+  pthread_mutex_lock(&c.lock);
+  while (!c.is_over) pthread_cond_wait(&c.over, &c.lock);
+  pthread_mutex_unlock(&c.lock);
+  pthread_cond_destroy(&c.over);
+  pthread_mutex_destroy(&c.lock);
   if (!request->io.status) return GEMINI_OK;
   return gmi_fail(request->io.status, request->io.native_code, "%s", request->message);
 }

@@ -1,19 +1,19 @@
-/* Belady's MIN over a cycle: which accesses find their window on the device when as few as possible do not.
+/* Belady's MIN over a cycle: which accesses find their chunk on the device when as few as possible do not.
  * SPDX-License-Identifier: Apache-2.0
  *
- * Between two accesses a window is kept or dropped; a kept one takes a frame in every step between. So an iteration is
- * a circle with a capacity at each step, and keeping as many windows as possible is choosing as many arcs as possible.
+ * Between two accesses a chunk is kept or dropped; a kept one takes a frame in every step between. So an iteration is
+ * a circle with a capacity at each step, and keeping as many chunks as possible is choosing as many arcs as possible.
  *
  * 1. MIN (L. A. Belady, "A study of replacement algorithms for a virtual-storage computer", IBM Systems Journal 5(2),
  *    1966) runs over one iteration after another. It is the best over any number of iterations, so once its state
  *    repeats after one iteration, that iteration is the best plan.
- * 2. Its state need not repeat that soon: three windows used in turn with two frames give 1, 2, 1, 2 fetches. Then the
+ * 2. Its state need not repeat that soon: three chunks used in turn with two frames give 1, 2, 1, 2 fetches. Then the
  *    question is asked as call control in a ring (U. Adamy, C. Ambuehl, R. S. Anand, T. Erlebach, "Call control in
  *    rings", Algorithmica 47(3), 2007): can k arcs be kept? Each round takes the k arcs begun in one iteration that end
  *    first and fit beside those that the round before left open. Rounds only move ends outward, so they come to a
  *    fixed point, which is a plan, or to a round that finds no k, which proves that there is none.
  *
- * Resident windows are known by the index of their next access, in bitmaps with summary levels: since indices ascend
+ * Resident chunks are known by the index of their next access, in bitmaps with summary levels: since indices ascend
  * with time, the furthest next use is the highest bit below the present one, or the highest of all. */
 #include <stdlib.h>
 #include <string.h>
@@ -110,7 +110,7 @@ typedef struct sweep {
   bits_t starts;                 /* first access of each step that has any */
   uint64_t *hit;                 /* of the round */
   uint64_t *saved;               /* clean, dirty and idle when the round began; or kept */
-  uint8_t *is_dirty;             /* [window_count] */
+  uint8_t *is_dirty;             /* [chunk_count] */
   uint64_t hit_count, own_count; /* accesses that hit and would have cost a fetch; of these, not in kept */
 } sweep_t;
 
@@ -136,7 +136,7 @@ static bool sweep_make(sweep_t *s, const gmi_model_t *model, uint32_t reduce) {
   made = bits_make(&s->starts, count) && made;
   s->hit = calloc(word_count(count) + 1, sizeof *s->hit);
   s->saved = calloc(3 * word_count(count) + 1, sizeof *s->saved);
-  s->is_dirty = calloc((size_t)model->facts->input->window_count + 1, 1);
+  s->is_dirty = calloc((size_t)model->facts->input->chunk_count + 1, 1);
   if (!made || s->hit == NULL || s->saved == NULL || s->is_dirty == NULL) {
     sweep_free(s);
     return false;
@@ -146,7 +146,7 @@ static bool sweep_make(sweep_t *s, const gmi_model_t *model, uint32_t reduce) {
   return true;
 }
 
-/* Frames for windows between accesses in this step. */
+/* Frames for chunks between accesses in this step. */
 static uint32_t slack(const sweep_t *s, uint32_t step) {
   uint32_t room = gmi_model_room(s->model, step);
   uint32_t need = s->model->step_first[step + 1] - s->model->step_first[step];
@@ -159,7 +159,7 @@ static uint32_t furthest(const bits_t *a, const bits_t *b, uint32_t end) {
   return x > y ? x : y;
 }
 
-/* Drops one window: an idle one, else of those whose next use is furthest a clean one, else the lowest. first is the
+/* Drops one chunk: an idle one, else of those whose next use is furthest a clean one, else the lowest. first is the
  * present step's first access; accesses below it come in the next iteration. */
 static void drop_one(sweep_t *s, uint32_t first) {
   uint32_t count = s->model->access_count;
@@ -181,7 +181,7 @@ static void drop_one(sweep_t *s, uint32_t first) {
   s->open--;
 }
 
-/* One iteration. With plain set, dirty windows are not told from clean ones. */
+/* One iteration. With plain set, dirty chunks are not told from clean ones. */
 static void sweep_iteration(sweep_t *s, bool plain) {
   const gmi_model_t *model = s->model;
   memset(s->hit, 0, word_count(model->access_count) * sizeof *s->hit);
@@ -190,7 +190,7 @@ static void sweep_iteration(sweep_t *s, bool plain) {
     uint32_t first = model->step_first[j], end = model->step_first[j + 1], room = slack(s, j);
     for (uint32_t x = first; x < end; x++) {
       uint32_t access = model->access[x];
-      uint8_t *is_dirty = &s->is_dirty[access & GMI_MODEL_WINDOW];
+      uint8_t *is_dirty = &s->is_dirty[access & GMI_MODEL_CHUNK];
       bits_t *in = bits_at(&s->clean, x)   ? &s->clean
                    : bits_at(&s->dirty, x) ? &s->dirty
                    : bits_at(&s->idle, x)  ? &s->idle
@@ -211,7 +211,7 @@ static void sweep_iteration(sweep_t *s, bool plain) {
     for (uint32_t x = first; x < end; x++) {
       uint32_t next = model->next[x];
       if ((next & GMI_MODEL_LEAVE) != 0) continue;
-      bool dirty = !plain && s->is_dirty[model->access[x] & GMI_MODEL_WINDOW];
+      bool dirty = !plain && s->is_dirty[model->access[x] & GMI_MODEL_CHUNK];
       bits_set((model->access[next] & GMI_MODEL_FRESH) != 0 ? &s->idle : dirty ? &s->dirty : &s->clean, next);
       s->open++;
     }
@@ -242,7 +242,7 @@ static bool sweep_tail(sweep_t *s, uint64_t k) {
   uint32_t count = model->access_count;
   bits_empty(&s->idle, count);
   uint64_t crossing = 0, alive, lowest;
-  for (uint64_t w = 0; w < word_count(count); w++) crossing += (uint64_t)__builtin_popcountll(s->clean.level[0][w]);
+  for (uint64_t c = 0; c < word_count(count); c++) crossing += (uint64_t)__builtin_popcountll(s->clean.level[0][c]);
   alive = crossing;
   lowest = bits_from(&s->clean, 0, count);
   for (uint32_t j = 0; j < model->step_count && alive > 0; j++) {
@@ -258,7 +258,7 @@ static bool sweep_tail(sweep_t *s, uint64_t k) {
 
 enum { DECIDE_NO, DECIDE_YES, DECIDE_UNKNOWN };
 
-/* Can k windows be kept? On yes the hits of the last round are a plan. A cut-short search says unknown. */
+/* Can k chunks be kept? On yes the hits of the last round are a plan. A cut-short search says unknown. */
 static int decide(sweep_t *s, uint64_t k, uint64_t *work) {
   const gmi_model_t *model = s->model;
   uint64_t words = word_count(model->access_count), bytes = words * sizeof(uint64_t);
@@ -351,7 +351,7 @@ gemini_status_t gmi_visit_make(const gmi_model_t *model, const uint8_t *sticky, 
     for (uint32_t x = model->step_first[j]; x < model->step_first[j + 1]; x++) {
       uint32_t next = model->next[x];
       if ((next & GMI_MODEL_LEAVE) != 0) continue;
-      bool stays = sticky != NULL && sticky[model->access[x] & GMI_MODEL_WINDOW];
+      bool stays = sticky != NULL && sticky[model->access[x] & GMI_MODEL_CHUNK];
       if (!stays && (next < model->step_first[adjacent] || next >= model->step_first[adjacent + 1])) continue;
       hits.words[next >> 6] |= UINT64_C(1) << (next & 63);
     }

@@ -25,20 +25,20 @@ void gmi_facts_free(gmi_facts_t *facts) {
 /* Fills piece_use. The first round, backwards, only learns what the next iteration begins with. */
 static void find_uses(const gmi_facts_t *facts, uint32_t *next_op) {
   const gmi_plan_input_t *input = facts->input;
-  memset(next_op, 0xff, input->window_count * sizeof *next_op);
+  memset(next_op, 0xff, input->chunk_count * sizeof *next_op);
   for (uint32_t round = 0; round < 2; round++) {
     uint32_t base = round == 0 ? input->op_count : 0;
     for (uint32_t op = input->op_count; op-- > 0;) {
       for (uint32_t i = facts->op_piece_first[op]; round == 1 && i < facts->op_piece_first[op + 1]; i++) {
         uint32_t piece = facts->op_pieces[i], soonest = NONE;
-        for (uint32_t w = 0; w < input->pieces[piece].shared_count; w++) {
-          uint32_t next = next_op[input->piece_windows[input->pieces[piece].window_first + w]];
+        for (uint32_t c = 0; c < input->pieces[piece].shared_count; c++) {
+          uint32_t next = next_op[input->piece_chunks[input->pieces[piece].chunk_first + c]];
           if (next < soonest) soonest = next;
         }
         facts->piece_use[piece] = soonest;
       }
       for (uint32_t x = input->ops[op].access_first; x < input->ops[op + 1].access_first; x++)
-        next_op[input->accesses[x].window] = op + base;
+        next_op[input->accesses[x].chunk] = op + base;
     }
   }
 }
@@ -46,7 +46,7 @@ static void find_uses(const gmi_facts_t *facts, uint32_t *next_op) {
 gemini_status_t gmi_facts_make(const gmi_plan_input_t *input, gmi_facts_t *facts_out) {
   gmi_facts_t facts = { .input = input };
   uint32_t ops = input->op_count, pieces = input->piece_count;
-  uint32_t *next_op = malloc((size_t)input->window_count * sizeof *next_op + 1);
+  uint32_t *next_op = malloc((size_t)input->chunk_count * sizeof *next_op + 1);
   uint64_t *begin_ns = malloc(((size_t)ops + 1) * sizeof *begin_ns);
   uint64_t(*keys)[2] = malloc((size_t)pieces * sizeof *keys + 1);
   facts.op_piece_first = calloc((size_t)ops + 2, sizeof(uint32_t));
@@ -115,40 +115,40 @@ static void add_step(gmi_model_t *model, uint32_t op, uint32_t piece) {
   model->step_first[model->step_count++] = model->access_count;
   if (piece == GMI_NO_PIECE) {
     for (uint32_t x = input->ops[op].access_first; x < input->ops[op + 1].access_first; x++) {
-      uint32_t window = input->accesses[x].window, mode = input->accesses[x].mode;
-      if (model->held[window]) continue;
-      if ((mode & (GMI_ACCESS_WRITE | GMI_ACCESS_FRESH)) != 0) window |= GMI_MODEL_WRITE;
-      if ((mode & GMI_ACCESS_FRESH) != 0) window |= GMI_MODEL_FRESH;
-      model->access[model->access_count++] = window;
+      uint32_t chunk = input->accesses[x].chunk, mode = input->accesses[x].mode;
+      if (model->held[chunk]) continue;
+      if ((mode & (GMI_ACCESS_WRITE | GMI_ACCESS_FRESH)) != 0) chunk |= GMI_MODEL_WRITE;
+      if ((mode & GMI_ACCESS_FRESH) != 0) chunk |= GMI_MODEL_FRESH;
+      model->access[model->access_count++] = chunk;
     }
   } else {
-    for (uint32_t i = input->pieces[piece].window_first; i < gmi_plan_piece_end(input, piece); i++) {
-      if (model->held[input->piece_windows[i]]) continue;
-      model->access[model->access_count++] = input->piece_windows[i] | GMI_MODEL_WRITE;
+    for (uint32_t i = input->pieces[piece].chunk_first; i < gmi_plan_piece_end(input, piece); i++) {
+      if (model->held[input->piece_chunks[i]]) continue;
+      model->access[model->access_count++] = input->piece_chunks[i] | GMI_MODEL_WRITE;
     }
   }
 }
 
 /* Twice backwards: the first round learns what the next iteration begins with. A host piece marks what lies ahead of
- * its windows; the mark goes with the first access behind it. */
+ * its chunks; the mark goes with the first access behind it. */
 static void link_accesses(gmi_model_t *model, uint32_t *ahead) {
   const gmi_plan_input_t *input = model->facts->input;
   const gmi_facts_t *facts = model->facts;
-  memset(ahead, 0xff, input->window_count * sizeof *ahead);
+  memset(ahead, 0xff, input->chunk_count * sizeof *ahead);
   for (uint32_t round = 0; round < 2; round++) {
     uint32_t step = model->step_count;
     for (uint32_t op = input->op_count; op-- > 0;) {
       for (uint32_t i = facts->op_piece_first[op]; i < facts->op_piece_first[op + 1]; i++) {
         uint32_t piece = facts->op_pieces[i];
         if (model->on_device[piece]) continue;
-        for (uint32_t j = input->pieces[piece].window_first; j < gmi_plan_piece_end(input, piece); j++)
-          ahead[input->piece_windows[j]] |= GMI_MODEL_LEAVE; /* NONE stays NONE */
+        for (uint32_t j = input->pieces[piece].chunk_first; j < gmi_plan_piece_end(input, piece); j++)
+          ahead[input->piece_chunks[j]] |= GMI_MODEL_LEAVE; /* NONE stays NONE */
       }
       for (; step > 0 && model->step_op[step - 1] == op; step--) {
         for (uint32_t x = model->step_first[step - 1]; x < model->step_first[step]; x++) {
-          uint32_t window = model->access[x] & GMI_MODEL_WINDOW;
-          model->next[x] = ahead[window];
-          ahead[window] = x;
+          uint32_t chunk = model->access[x] & GMI_MODEL_CHUNK;
+          model->next[x] = ahead[chunk];
+          ahead[chunk] = x;
         }
       }
     }
@@ -163,15 +163,15 @@ gemini_status_t gmi_model_make(const gmi_facts_t *facts, const uint8_t *on_devic
   for (uint32_t p = 0; p < input->piece_count; p++) {
     if (!on_device[p]) continue;
     steps++;
-    accesses += gmi_plan_piece_end(input, p) - input->pieces[p].window_first;
+    accesses += gmi_plan_piece_end(input, p) - input->pieces[p].chunk_first;
   }
-  for (uint32_t w = 0; w < input->window_count; w++) model.held_count += held[w] != 0;
+  for (uint32_t c = 0; c < input->chunk_count; c++) model.held_count += held[c] != 0;
   model.step_op = malloc(steps * sizeof(uint32_t));
   model.step_piece = malloc(steps * sizeof(uint32_t));
   model.step_first = malloc((steps + 1) * sizeof(uint32_t));
   model.access = malloc(accesses * sizeof(uint32_t) + 1);
   model.next = malloc(accesses * sizeof(uint32_t) + 1);
-  uint32_t *ahead = malloc((size_t)input->window_count * sizeof *ahead + 1);
+  uint32_t *ahead = malloc((size_t)input->chunk_count * sizeof *ahead + 1);
   if (model.step_op == NULL || model.step_piece == NULL || model.step_first == NULL || model.access == NULL ||
       model.next == NULL || ahead == NULL) {
     free(ahead);

@@ -11,31 +11,31 @@ typedef struct gmi_facts {
   uint32_t *op_piece_first;   /* [op_count + 1] into the next two */
   uint32_t *op_pieces;        /* [piece_count] by after_op, then index */
   uint32_t *op_pieces_by_use; /* [piece_count] by after_op, then soonest next use by an op, then index */
-  uint32_t *piece_use; /* [piece_count] next op that uses a shared window of it, + op_count when in the next iteration;
+  uint32_t *piece_use; /* [piece_count] next op that uses a shared chunk of it, + op_count when in the next iteration;
                               UINT32_MAX: none */
-  uint32_t *pieces_by_gap; /* [piece_count] shortest compute time between the piece and its windows' next use first */
+  uint32_t *pieces_by_gap; /* [piece_count] shortest compute time between the piece and its chunks' next use first */
 } gmi_facts_t;
 
-/* An iteration with its pieces placed: steps (ops and device pieces) and their accesses, held windows left out. */
+/* An iteration with its pieces placed: steps (ops and device pieces) and their accesses, held chunks left out. */
 #define GMI_MODEL_WRITE (UINT32_C(1) << 31)
 #define GMI_MODEL_FRESH (UINT32_C(1) << 30)
-#define GMI_MODEL_WINDOW (GMI_MODEL_FRESH - 1)
+#define GMI_MODEL_CHUNK (GMI_MODEL_FRESH - 1)
 #define GMI_MODEL_LEAVE (UINT32_C(1) << 31)
 #define GMI_MODEL_INDEX (GMI_MODEL_LEAVE - 1)
 typedef struct gmi_model {
   const gmi_facts_t *facts;
   const uint8_t *on_device; /* [piece_count] borrowed */
-  const uint8_t *held;      /* [window_count] windows that hold a frame for good and never move; borrowed */
+  const uint8_t *held;      /* [chunk_count] chunks that hold a frame for good and never move; borrowed */
   uint32_t step_count, access_count, held_count, reserved;
   uint32_t *step_op;    /* [step_count] */
   uint32_t *step_piece; /* [step_count] GMI_NO_PIECE for an op */
   uint32_t *step_first; /* [step_count + 1] into access and next */
-  uint32_t *access;     /* window | GMI_MODEL_WRITE | GMI_MODEL_FRESH */
-  uint32_t *next;       /* index of the same window's next access, cyclic (its own if there is one only)
-                           | GMI_MODEL_LEAVE when a host piece needs the window in between */
+  uint32_t *access;     /* chunk | GMI_MODEL_WRITE | GMI_MODEL_FRESH */
+  uint32_t *next;       /* index of the same chunk's next access, cyclic (its own if there is one only)
+                           | GMI_MODEL_LEAVE when a host piece needs the chunk in between */
 } gmi_model_t;
 
-/* Which accesses find their window on the device: decisions of MIN, or of a rule. */
+/* Which accesses find their chunk on the device: decisions of MIN, or of a rule. */
 typedef struct gmi_hits {
   uint64_t *words;      /* [access_count] bits */
   uint64_t fetch_count; /* accesses that find it elsewhere and need its bytes */
@@ -46,13 +46,13 @@ typedef struct gmi_hits {
 static inline bool gmi_hits_at(const gmi_hits_t *hits, uint32_t access) {
   return (hits->words[access >> 6] >> (access & 63) & 1) != 0;
 }
-/* Frames for windows that are not held in this step. The caller has checked that the step fits. */
+/* Frames for chunks that are not held in this step. The caller has checked that the step fits. */
 static inline uint32_t gmi_model_room(const gmi_model_t *model, uint32_t step) {
   const gmi_plan_input_t *input = model->facts->input;
   return input->frame_count - input->ops[model->step_op[step]].heap_frames - model->held_count;
 }
 static inline uint32_t gmi_plan_piece_end(const gmi_plan_input_t *input, uint32_t piece) {
-  return input->pieces[piece + 1].window_first;
+  return input->pieces[piece + 1].chunk_first;
 }
 
 gemini_status_t gmi_facts_make(const gmi_plan_input_t *input, gmi_facts_t *facts_out);
@@ -65,8 +65,8 @@ void gmi_model_free(gmi_model_t *model);
 /* Belady's MIN with reduce frames less than there are (but never less than a step needs). With reduce 0 it is the
  * optimum; above, where MIN itself does not settle, it may miss it by half a per cent. */
 gemini_status_t gmi_min_make(const gmi_model_t *model, uint32_t reduce, gmi_hits_t *hits_out);
-/* Every window leaves after each step that uses it, but stays for an adjacent step; windows marked in sticky
- * ([window_count] or NULL) leave for host pieces only. */
+/* Every chunk leaves after each step that uses it, but stays for an adjacent step; chunks marked in sticky
+ * ([chunk_count] or NULL) leave for host pieces only. */
 gemini_status_t gmi_visit_make(const gmi_model_t *model, const uint8_t *sticky, gmi_hits_t *hits_out);
 void gmi_hits_free(gmi_hits_t *hits);
 

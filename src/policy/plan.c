@@ -1,4 +1,4 @@
-/* Chooses where pieces run and how early windows move, and makes the plan.
+/* Chooses where pieces run and how early chunks move, and makes the plan.
  * SPDX-License-Identifier: Apache-2.0 */
 #include <stdlib.h>
 #include <string.h>
@@ -23,10 +23,10 @@ typedef struct planner {
   gmi_facts_t facts;
   uint32_t *order;                   /* [order_count] pieces that may run on the device, in order of preference */
   uint32_t order_count, model_count; /* model_count: pieces on the device in model; NONE: there is no model */
-  uint8_t *held;                     /* [window_count] 1: pinned; 2: state of a piece on the device, which stays */
+  uint8_t *held;                     /* [chunk_count] 1: pinned; 2: state of a piece on the device, which stays */
   bool files;         /* the host has no room for all states: those of device pieces stay on the device */
   uint8_t *on_device; /* [piece_count] */
-  uint32_t *stamp;    /* [window_count] scratch: counts windows once */
+  uint32_t *stamp;    /* [chunk_count] scratch: counts chunks once */
   uint32_t stamp_now, candidates;
   gmi_model_t model;
   gmi_hits_t optimum;   /* of model, with all frames */
@@ -57,50 +57,50 @@ static bool add_time(uint64_t *sum, uint64_t count, uint64_t ns) {
 }
 
 static bool scalars_are_valid(const gmi_plan_input_t *input) {
-  const uint32_t most = GMI_MODEL_WINDOW;
-  return input->op_count > 0 && input->op_count < most && input->window_count < most && input->piece_count < most &&
-         input->ops != NULL && (input->window_count == 0 || input->window_kind != NULL) &&
-         (input->piece_count == 0 || (input->pieces != NULL && input->piece_windows != NULL)) &&
+  const uint32_t most = GMI_MODEL_CHUNK;
+  return input->op_count > 0 && input->op_count < most && input->chunk_count < most && input->piece_count < most &&
+         input->ops != NULL && (input->chunk_count == 0 || input->chunk_kind != NULL) &&
+         (input->piece_count == 0 || (input->pieces != NULL && input->piece_chunks != NULL)) &&
          input->placement <= GEMINI_PLACEMENT_STATIC && input->static_param_fraction >= 0 &&
          input->static_param_fraction <= 1 && input->static_optim_fraction >= 0 && input->static_optim_fraction <= 1;
 }
 
-/* seen: [window_count] zeroed; used to find a window twice in a piece. */
+/* seen: [chunk_count] zeroed; used to find a chunk twice in a piece. */
 static bool input_is_valid(const gmi_plan_input_t *input, uint32_t *seen) {
   uint32_t accesses = input->ops[input->op_count].access_first;
-  uint64_t total_ns = 0, piece_windows = 0;
+  uint64_t total_ns = 0, piece_chunks = 0;
   if (input->ops[0].access_first != 0 || (accesses > 0 && input->accesses == NULL)) return false;
   for (uint32_t op = 0; op < input->op_count; op++) {
     uint32_t first = input->ops[op].access_first, end = input->ops[op + 1].access_first;
     if (first > end || end > accesses || !add_time(&total_ns, 1, input->ops[op].compute_ns)) return false;
     for (uint32_t x = first; x < end; x++) {
       uint32_t mode = input->accesses[x].mode;
-      if (input->accesses[x].window >= input->window_count || mode == 0 || mode > 7) return false;
-      if (x > first && input->accesses[x].window <= input->accesses[x - 1].window) return false;
+      if (input->accesses[x].chunk >= input->chunk_count || mode == 0 || mode > 7) return false;
+      if (x > first && input->accesses[x].chunk <= input->accesses[x - 1].chunk) return false;
     }
   }
   for (uint32_t p = 0; p < input->piece_count; p++) {
     const gmi_plan_piece_t *piece = &input->pieces[p];
-    if (piece->after_op >= input->op_count || (p == 0 && piece->window_first != 0)) return false;
-    if (piece->window_first > gmi_plan_piece_end(input, p)) return false;
-    if (piece->shared_count > gmi_plan_piece_end(input, p) - piece->window_first) return false;
+    if (piece->after_op >= input->op_count || (p == 0 && piece->chunk_first != 0)) return false;
+    if (piece->chunk_first > gmi_plan_piece_end(input, p)) return false;
+    if (piece->shared_count > gmi_plan_piece_end(input, p) - piece->chunk_first) return false;
     if (!add_time(&total_ns, 1, piece->host_ns) || !add_time(&total_ns, 1, piece->device_ns)) return false;
-    for (uint32_t i = piece->window_first; i < gmi_plan_piece_end(input, p); i++) {
-      if (input->piece_windows[i] >= input->window_count || seen[input->piece_windows[i]] == p + 1) return false;
-      seen[input->piece_windows[i]] = p + 1;
+    for (uint32_t i = piece->chunk_first; i < gmi_plan_piece_end(input, p); i++) {
+      if (input->piece_chunks[i] >= input->chunk_count || seen[input->piece_chunks[i]] == p + 1) return false;
+      seen[input->piece_chunks[i]] = p + 1;
     }
-    piece_windows += gmi_plan_piece_end(input, p) - piece->window_first;
+    piece_chunks += gmi_plan_piece_end(input, p) - piece->chunk_first;
   }
   /* Indices of accesses, pieces' included, need a bit for a mark. */
-  return accesses + piece_windows < GMI_MODEL_INDEX && add_time(&total_ns, accesses + piece_windows, input->fetch_ns) &&
-         add_time(&total_ns, accesses + piece_windows, input->evict_ns) &&
-         add_time(&total_ns, piece_windows, input->file_read_ns) &&
-         add_time(&total_ns, piece_windows, input->file_write_ns);
+  return accesses + piece_chunks < GMI_MODEL_INDEX && add_time(&total_ns, accesses + piece_chunks, input->fetch_ns) &&
+         add_time(&total_ns, accesses + piece_chunks, input->evict_ns) &&
+         add_time(&total_ns, piece_chunks, input->file_read_ns) &&
+         add_time(&total_ns, piece_chunks, input->file_write_ns);
 }
 
 static gemini_status_t check_input(const gmi_plan_input_t *input) {
   if (!scalars_are_valid(input)) return GEMINI_ERR_INVALID;
-  uint32_t *seen = calloc((size_t)input->window_count + 1, sizeof *seen);
+  uint32_t *seen = calloc((size_t)input->chunk_count + 1, sizeof *seen);
   if (seen == NULL) return GEMINI_ERR_OOM_SYSTEM;
   bool valid = input_is_valid(input, seen);
   free(seen);
@@ -117,27 +117,27 @@ gemini_status_t gmi_plan_simulate(const gmi_plan_input_t *input, gmi_plan_t *pla
   return status;
 }
 
-/* Frames that a step needs beside held windows: those of its windows that are not held. */
+/* Frames that a step needs beside held chunks: those of its chunks that are not held. */
 static uint64_t op_need(const gmi_plan_input_t *input, const uint8_t *held, uint32_t op) {
   uint64_t need = 0;
   for (uint32_t x = input->ops[op].access_first; x < input->ops[op + 1].access_first; x++)
-    need += !held[input->accesses[x].window];
+    need += !held[input->accesses[x].chunk];
   return need;
 }
 static uint64_t piece_need(const gmi_plan_input_t *input, const uint8_t *held, uint32_t piece) {
   uint64_t need = 0;
-  for (uint32_t i = input->pieces[piece].window_first; i < gmi_plan_piece_end(input, piece); i++)
-    need += !held[input->piece_windows[i]];
+  for (uint32_t i = input->pieces[piece].chunk_first; i < gmi_plan_piece_end(input, piece); i++)
+    need += !held[input->piece_chunks[i]];
   return need;
 }
 
-/* Does every op, and every piece marked on_device (NULL: none), fit beside the held windows? Fills failure_out (may be
+/* Does every op, and every piece marked on_device (NULL: none), fit beside the held chunks? Fills failure_out (may be
  * NULL) with the first op that does not. */
 static bool steps_fit(const gmi_plan_input_t *input, const uint8_t *held, const uint8_t *on_device,
                       gmi_plan_failure_t *failure_out) {
   uint64_t held_count = 0;
   gmi_plan_failure_t failure = { NONE, 0, 0, input->frame_count };
-  for (uint32_t w = 0; w < input->window_count; w++) held_count += held[w] != 0;
+  for (uint32_t c = 0; c < input->chunk_count; c++) held_count += held[c] != 0;
   for (uint32_t op = 0; op < input->op_count && failure.op == NONE; op++) {
     uint64_t need = op_need(input, held, op) + held_count + input->ops[op].heap_frames;
     if (need > input->frame_count) failure.op = op, failure.need_frames = need;
@@ -165,19 +165,19 @@ static void spend(planner_t *p, uint64_t visits) { p->work -= visits < p->work ?
 
 static void hold_states(planner_t *p, uint32_t piece) {
   const gmi_plan_piece_t *at = &p->input->pieces[piece];
-  for (uint32_t i = at->window_first + at->shared_count; i < gmi_plan_piece_end(p->input, piece); i++)
-    if (!p->held[p->input->piece_windows[i]]) p->held[p->input->piece_windows[i]] = 2;
+  for (uint32_t i = at->chunk_first + at->shared_count; i < gmi_plan_piece_end(p->input, piece); i++)
+    if (!p->held[p->input->piece_chunks[i]]) p->held[p->input->piece_chunks[i]] = 2;
 }
 
 /* Would all states and what is shared with ops find room on the host? */
 static bool host_is_short(const gmi_plan_input_t *input, uint8_t *seen) {
-  uint64_t windows = 0;
-  for (uint32_t i = 0; i < input->pieces[input->piece_count].window_first; i++) {
-    windows += !seen[input->piece_windows[i]];
-    seen[input->piece_windows[i]] = 1;
+  uint64_t chunks = 0;
+  for (uint32_t i = 0; i < input->pieces[input->piece_count].chunk_first; i++) {
+    chunks += !seen[input->piece_chunks[i]];
+    seen[input->piece_chunks[i]] = 1;
   }
-  memset(seen, 0, input->window_count);
-  return input->host_slots > 0 && windows > input->host_slots;
+  memset(seen, 0, input->chunk_count);
+  return input->host_slots > 0 && chunks > input->host_slots;
 }
 
 /* The model, and MIN with all frames, with the first device_count pieces of the order on the device. */
@@ -187,7 +187,7 @@ static gemini_status_t use_model(planner_t *p, uint32_t device_count) {
   memset(p->on_device, 0, p->input->piece_count);
   for (uint32_t i = 0; i < device_count; i++) p->on_device[p->order[i]] = 1;
   if (p->files) {
-    for (uint32_t w = 0; w < p->input->window_count; w++) p->held[w] = p->held[w] == 1;
+    for (uint32_t c = 0; c < p->input->chunk_count; c++) p->held[c] = p->held[c] == 1;
     for (uint32_t i = 0; i < device_count; i++) hold_states(p, p->order[i]);
   }
   gemini_status_t status = gmi_model_make(&p->facts, p->on_device, p->held, &p->model);
@@ -270,10 +270,10 @@ static gemini_status_t try_reductions(planner_t *p, uint32_t device_count, uint6
   return GEMINI_OK;
 }
 
-/* The most pieces of the order whose state windows can stay on the device beside every step. */
+/* The most pieces of the order whose state chunks can stay on the device beside every step. */
 static uint32_t count_that_fits(planner_t *p) {
   const gmi_plan_input_t *input = p->input;
-  uint8_t *held = p->held; /* lent: state windows are marked with 2 and unmarked again */
+  uint8_t *held = p->held; /* lent: state chunks are marked with 2 and unmarked again */
   uint32_t low = 0, high = p->order_count;
   while (low < high) {
     uint32_t middle = low + (high - low + 1) / 2;
@@ -284,8 +284,8 @@ static uint32_t count_that_fits(planner_t *p) {
     }
     if (steps_fit(input, held, p->on_device, NULL)) low = middle;
     else high = middle - 1;
-    for (uint32_t w = 0; w < input->window_count; w++) held[w] = held[w] == 1;
-    spend(p, (uint64_t)input->ops[input->op_count].access_first + 2 * input->window_count);
+    for (uint32_t c = 0; c < input->chunk_count; c++) held[c] = held[c] == 1;
+    spend(p, (uint64_t)input->ops[input->op_count].access_first + 2 * input->chunk_count);
   }
   p->model_count = NONE; /* on_device was used */
   return low;
@@ -295,7 +295,7 @@ static uint32_t count_that_fits(planner_t *p) {
 static void find_order(planner_t *p) {
   const gmi_plan_input_t *input = p->input;
   uint64_t held = 0;
-  for (uint32_t w = 0; w < input->window_count; w++) held += p->held[w];
+  for (uint32_t c = 0; c < input->chunk_count; c++) held += p->held[c];
   for (uint32_t i = 0; i < input->piece_count; i++) {
     uint32_t piece = p->facts.pieces_by_gap[i];
     uint64_t need = held + piece_need(input, p->held, piece) + input->ops[input->pieces[piece].after_op].heap_frames;
@@ -350,7 +350,7 @@ static gemini_status_t plan_auto(planner_t *p) {
   return status;
 }
 
-/* CPU, and STATIC with its sticky windows: by rule. */
+/* CPU, and STATIC with its sticky chunks: by rule. */
 static gemini_status_t plan_visit(planner_t *p, uint32_t device_count, const uint8_t *sticky, const uint8_t *held) {
   gemini_status_t status = use_model(p, device_count);
   if (status != GEMINI_OK) return status;
@@ -366,8 +366,8 @@ static gemini_status_t plan_visit(planner_t *p, uint32_t device_count, const uin
   return status;
 }
 
-static bool is_param(const gmi_plan_input_t *input, uint32_t window) {
-  return input->window_kind[window] == GEMINI_KIND_PARAM || input->window_kind[window] == GEMINI_KIND_GRAD;
+static bool is_param(const gmi_plan_input_t *input, uint32_t chunk) {
+  return input->chunk_kind[chunk] == GEMINI_KIND_PARAM || input->chunk_kind[chunk] == GEMINI_KIND_GRAD;
 }
 
 /* Of total the count that a fraction asks for, rounded up so that a fraction above 0 means one at least. */
@@ -378,25 +378,25 @@ static uint64_t fraction_of(uint64_t total, double fraction) {
   return count < total ? count : total;
 }
 
-/* STATIC. fixed: windows that stay for good, 1, or but for the updates of their host pieces, 2. */
+/* STATIC. fixed: chunks that stay for good, 1, or but for the updates of their host pieces, 2. */
 static gemini_status_t plan_static(planner_t *p, gmi_plan_failure_t *failure_out) {
   const gmi_plan_input_t *input = p->input;
-  uint8_t *fixed = calloc((size_t)input->window_count + 1, 1), *held = calloc((size_t)input->window_count + 1, 1);
+  uint8_t *fixed = calloc((size_t)input->chunk_count + 1, 1), *held = calloc((size_t)input->chunk_count + 1, 1);
   gemini_status_t status = GEMINI_ERR_OOM_SYSTEM;
   if (fixed == NULL || held == NULL) goto end;
   uint64_t params = 0, states = 0, placed = 0;
-  for (uint32_t w = 0; w < input->window_count; w++) params += is_param(input, w);
+  for (uint32_t c = 0; c < input->chunk_count; c++) params += is_param(input, c);
   params = fraction_of(params, input->static_param_fraction);
-  for (uint32_t w = 0; w < input->window_count && params > 0; w++)
-    if (is_param(input, w)) fixed[w] = 1, params--;
+  for (uint32_t c = 0; c < input->chunk_count && params > 0; c++)
+    if (is_param(input, c)) fixed[c] = 1, params--;
 
   /* Pieces in order of index until their states make up the fraction; a state of several pieces counts once. */
   p->stamp_now++;
   for (uint32_t piece = 0; piece < input->piece_count; piece++) {
-    for (uint32_t i = input->pieces[piece].window_first + input->pieces[piece].shared_count;
+    for (uint32_t i = input->pieces[piece].chunk_first + input->pieces[piece].shared_count;
          i < gmi_plan_piece_end(input, piece); i++) {
-      if (p->stamp[input->piece_windows[i]] != p->stamp_now) states++;
-      p->stamp[input->piece_windows[i]] = p->stamp_now;
+      if (p->stamp[input->piece_chunks[i]] != p->stamp_now) states++;
+      p->stamp[input->piece_chunks[i]] = p->stamp_now;
     }
   }
   states = fraction_of(states, input->static_optim_fraction);
@@ -404,24 +404,24 @@ static gemini_status_t plan_static(planner_t *p, gmi_plan_failure_t *failure_out
   p->order_count = 0;
   for (uint32_t piece = 0; piece < input->piece_count && placed < states; piece++) {
     p->order[p->order_count++] = piece;
-    for (uint32_t i = input->pieces[piece].window_first + input->pieces[piece].shared_count;
+    for (uint32_t i = input->pieces[piece].chunk_first + input->pieces[piece].shared_count;
          i < gmi_plan_piece_end(input, piece); i++) {
-      if (p->stamp[input->piece_windows[i]] != p->stamp_now) placed++;
-      p->stamp[input->piece_windows[i]] = p->stamp_now;
-      fixed[input->piece_windows[i]] = 1;
+      if (p->stamp[input->piece_chunks[i]] != p->stamp_now) placed++;
+      p->stamp[input->piece_chunks[i]] = p->stamp_now;
+      fixed[input->piece_chunks[i]] = 1;
     }
   }
   memset(p->on_device, 0, input->piece_count);
   for (uint32_t i = 0; i < p->order_count; i++) p->on_device[p->order[i]] = 1;
-  for (uint32_t w = 0; w < input->window_count; w++) held[w] = fixed[w] != 0 || p->held[w];
+  for (uint32_t c = 0; c < input->chunk_count; c++) held[c] = fixed[c] != 0 || p->held[c];
   status = GEMINI_ERR_OOM_DEVICE;
   if (!steps_fit(input, held, p->on_device, failure_out)) goto end;
   for (uint32_t piece = 0; piece < input->piece_count; piece++) {
-    for (uint32_t i = input->pieces[piece].window_first; !p->on_device[piece] && i < gmi_plan_piece_end(input, piece);
+    for (uint32_t i = input->pieces[piece].chunk_first; !p->on_device[piece] && i < gmi_plan_piece_end(input, piece);
          i++)
-      if (fixed[input->piece_windows[i]]) fixed[input->piece_windows[i]] = 2;
+      if (fixed[input->piece_chunks[i]]) fixed[input->piece_chunks[i]] = 2;
   }
-  for (uint32_t w = 0; w < input->window_count; w++) held[w] = fixed[w] == 1 || p->held[w];
+  for (uint32_t c = 0; c < input->chunk_count; c++) held[c] = fixed[c] == 1 || p->held[c];
   status = plan_visit(p, p->order_count, fixed, held);
 end:
   free(fixed);
@@ -429,7 +429,7 @@ end:
   return status;
 }
 
-/* Twice backwards, as the model's links are made, but for ops' accesses of all windows, held ones too. */
+/* Twice backwards, as the model's links are made, but for ops' accesses of all chunks, held ones too. */
 static gemini_status_t find_next_use(planner_t *p) {
   const gmi_plan_input_t *input = p->input;
   const gmi_facts_t *facts = &p->facts;
@@ -437,25 +437,25 @@ static gemini_status_t find_next_use(planner_t *p) {
   plan->next_use = malloc((size_t)input->ops[input->op_count].access_first * sizeof(uint32_t) + 1);
   if (plan->next_use == NULL) return GEMINI_ERR_OOM_SYSTEM;
   uint32_t *ahead = p->stamp;
-  memset(ahead, 0xff, input->window_count * sizeof *ahead);
+  memset(ahead, 0xff, input->chunk_count * sizeof *ahead);
   for (uint32_t round = 0; round < 2; round++) {
     uint32_t base = round == 0 ? input->op_count : 0;
     for (uint32_t op = input->op_count; op-- > 0;) {
       for (uint32_t i = facts->op_piece_first[op]; i < facts->op_piece_first[op + 1]; i++) {
         uint32_t piece = facts->op_pieces[i];
-        for (uint32_t j = input->pieces[piece].window_first; j < gmi_plan_piece_end(input, piece); j++)
-          if (!plan->piece_on_device[piece] && !p->held[input->piece_windows[j]])
-            ahead[input->piece_windows[j]] = UINT32_MAX;
+        for (uint32_t j = input->pieces[piece].chunk_first; j < gmi_plan_piece_end(input, piece); j++)
+          if (!plan->piece_on_device[piece] && !p->held[input->piece_chunks[j]])
+            ahead[input->piece_chunks[j]] = UINT32_MAX;
       }
-      /* Device pieces run before the host pieces take their windows, so they are met after them here. */
+      /* Device pieces run before the host pieces take their chunks, so they are met after them here. */
       for (uint32_t i = facts->op_piece_first[op]; i < facts->op_piece_first[op + 1]; i++) {
         uint32_t piece = facts->op_pieces[i];
-        for (uint32_t j = input->pieces[piece].window_first; j < gmi_plan_piece_end(input, piece); j++)
-          if (plan->piece_on_device[piece]) ahead[input->piece_windows[j]] = op + base;
+        for (uint32_t j = input->pieces[piece].chunk_first; j < gmi_plan_piece_end(input, piece); j++)
+          if (plan->piece_on_device[piece]) ahead[input->piece_chunks[j]] = op + base;
       }
       for (uint32_t x = input->ops[op].access_first; x < input->ops[op + 1].access_first; x++) {
-        if (round == 1) plan->next_use[x] = ahead[input->accesses[x].window];
-        ahead[input->accesses[x].window] = op + base;
+        if (round == 1) plan->next_use[x] = ahead[input->accesses[x].chunk];
+        ahead[input->accesses[x].chunk] = op + base;
       }
     }
   }
@@ -467,15 +467,15 @@ gemini_status_t gmi_plan_make(const gmi_plan_input_t *input, gmi_plan_t *plan_ou
   if (status != GEMINI_OK) return status;
   planner_t p = { .input = input, .model_count = NONE, .work = WORK_LIMIT };
   p.best.device_count = p.at.device_count = NONE;
-  p.stamp = calloc((size_t)input->window_count + 1, sizeof *p.stamp);
-  p.held = calloc((size_t)input->window_count + 1, 1);
+  p.stamp = calloc((size_t)input->chunk_count + 1, sizeof *p.stamp);
+  p.held = calloc((size_t)input->chunk_count + 1, 1);
   p.on_device = calloc((size_t)input->piece_count + 1, 1);
   p.order = malloc((size_t)input->piece_count * sizeof *p.order + 1);
   status = GEMINI_ERR_OOM_SYSTEM;
   if (p.stamp == NULL || p.held == NULL || p.on_device == NULL || p.order == NULL) goto end;
   p.files = input->piece_count > 0 && host_is_short(input, p.held);
-  for (uint32_t w = 0; w < input->window_count; w++)
-    p.held[w] = input->window_pinned != NULL && input->window_pinned[w] != 0;
+  for (uint32_t c = 0; c < input->chunk_count; c++)
+    p.held[c] = input->chunk_pinned != NULL && input->chunk_pinned[c] != 0;
   status = GEMINI_ERR_OOM_DEVICE;
   if (!steps_fit(input, p.held, NULL, failure_out)) goto end;
   status = gmi_facts_make(input, &p.facts);

@@ -26,7 +26,7 @@ static bool is_kept(const gmi_model_t *model, const gmi_hits_t *hits, uint32_t a
   return (model->next[access] & GMI_MODEL_LEAVE) == 0 && gmi_hits_at(hits, model->next[access]);
 }
 
-/* Frames that stay free in each step, were every fetch issued at its use. Returns how many windows are resident when
+/* Frames that stay free in each step, were every fetch issued at its use. Returns how many chunks are resident when
  * the iteration begins. */
 static void find_room(const gmi_model_t *model, const gmi_hits_t *hits, uint32_t *room) {
   /* Kept over the iteration's end: hits whose predecessor is not before them. Counted as those resident behind the
@@ -81,10 +81,10 @@ static gemini_status_t place(const gmi_model_t *model, const gmi_hits_t *hits, u
   const gmi_plan_input_t *input = model->facts->input;
   const gmi_facts_t *facts = model->facts;
   int32_t steps = (int32_t)model->step_count;
-  /* First step in which a window may be fetched again: behind its last use and its host pieces. */
-  int32_t *ready = malloc((size_t)input->window_count * sizeof *ready + 1);
+  /* First step in which a chunk may be fetched again: behind its last use and its host pieces. */
+  int32_t *ready = malloc((size_t)input->chunk_count * sizeof *ready + 1);
   if (ready == NULL) return GEMINI_ERR_OOM_SYSTEM;
-  memset(ready, 0, input->window_count * sizeof *ready);
+  memset(ready, 0, input->chunk_count * sizeof *ready);
   uint32_t f = 0;
   int32_t before = INT32_MIN; /* issue of the fetch before */
   for (int32_t round = 0; round < 2; round++) {
@@ -93,7 +93,7 @@ static gemini_status_t place(const gmi_model_t *model, const gmi_hits_t *hits, u
       uint32_t first = model->step_first[j], end = model->step_first[j + 1], op = model->step_op[j];
       for (uint32_t x = first; x < end; x++) {
         if (round == 0 || !is_fetch(model, hits, x)) continue;
-        int32_t lowest = ready[model->access[x] & GMI_MODEL_WINDOW], at = j;
+        int32_t lowest = ready[model->access[x] & GMI_MODEL_CHUNK], at = j;
         if (lowest < issue[f]) lowest = issue[f];
         if (lowest < before) lowest = before;
         for (; at > lowest; at--) {
@@ -103,13 +103,13 @@ static gemini_status_t place(const gmi_model_t *model, const gmi_hits_t *hits, u
         }
         issue[f++] = before = at;
       }
-      for (uint32_t x = first; x < end; x++) ready[model->access[x] & GMI_MODEL_WINDOW] = base + j + 1;
+      for (uint32_t x = first; x < end; x++) ready[model->access[x] & GMI_MODEL_CHUNK] = base + j + 1;
       if (j + 1 < steps && model->step_op[j + 1] == op) continue;
       for (uint32_t i = facts->op_piece_first[op]; i < facts->op_piece_first[op + 1]; i++) {
         uint32_t piece = facts->op_pieces[i];
         if (model->on_device[piece]) continue;
-        for (uint32_t w = input->pieces[piece].window_first; w < gmi_plan_piece_end(input, piece); w++)
-          ready[input->piece_windows[w]] = base + j + 1;
+        for (uint32_t c = input->pieces[piece].chunk_first; c < gmi_plan_piece_end(input, piece); c++)
+          ready[input->piece_chunks[c]] = base + j + 1;
       }
     }
   }
@@ -119,8 +119,8 @@ static gemini_status_t place(const gmi_model_t *model, const gmi_hits_t *hits, u
   return GEMINI_OK;
 }
 
-static void write_move(const gmi_model_t *model, gmi_plan_move_t *move, uint32_t window, uint32_t step) {
-  move->window = window;
+static void write_move(const gmi_model_t *model, gmi_plan_move_t *move, uint32_t chunk, uint32_t step) {
+  move->chunk = chunk;
   move->op = model->step_op[step];
   move->piece = model->step_piece[step];
   move->use_op = 0;
@@ -134,13 +134,13 @@ static void write_fetches(const gmi_model_t *model, const gmi_hits_t *hits, cons
   for (uint32_t j = 0; j < model->step_count; j++) {
     for (uint32_t x = model->step_first[j]; x < model->step_first[j + 1]; x++) {
       if (!is_fetch(model, hits, x)) continue;
-      uint32_t window = model->access[x] & GMI_MODEL_WINDOW;
+      uint32_t chunk = model->access[x] & GMI_MODEL_CHUNK;
       uint32_t at = f < wrapped ? count - wrapped + f : f - wrapped;
       gmi_plan_move_t *move = &plan->fetches[at];
-      write_move(model, move, window, (uint32_t)(issue[f] < 0 ? issue[f] + (int32_t)model->step_count : issue[f]));
+      write_move(model, move, chunk, (uint32_t)(issue[f] < 0 ? issue[f] + (int32_t)model->step_count : issue[f]));
       move->use_op = model->step_op[j];
       move->use_piece = model->step_piece[j];
-      if (f < wrapped) plan->resident_at_start[window] = 1;
+      if (f < wrapped) plan->resident_at_start[chunk] = 1;
       plan->fetch_first[move->op + 1]++;
       f++;
     }
@@ -148,22 +148,22 @@ static void write_fetches(const gmi_model_t *model, const gmi_hits_t *hits, cons
   for (uint32_t op = 0; op < model->facts->input->op_count; op++) plan->fetch_first[op + 1] += plan->fetch_first[op];
 }
 
-/* A window is dirty when its stay, from the access that brought it to this one, has written it. The first round learns
- * the state in which the iteration begins. Marks in stays windows that some access drops, by clearing. */
+/* A chunk is dirty when its stay, from the access that brought it to this one, has written it. The first round learns
+ * the state in which the iteration begins. Marks in stays chunks that some access drops, by clearing. */
 static void write_evicts(const gmi_model_t *model, const gmi_hits_t *hits, uint8_t *dirty, gmi_plan_t *plan) {
   uint32_t count = 0;
   for (uint32_t round = 0; round < 2; round++) {
     for (uint32_t j = 0; j < model->step_count; j++) {
       for (uint32_t x = model->step_first[j]; x < model->step_first[j + 1]; x++) {
-        uint32_t window = model->access[x] & GMI_MODEL_WINDOW;
-        if (!gmi_hits_at(hits, x)) dirty[window] = 0;
-        dirty[window] |= (model->access[x] & GMI_MODEL_WRITE) != 0;
+        uint32_t chunk = model->access[x] & GMI_MODEL_CHUNK;
+        if (!gmi_hits_at(hits, x)) dirty[chunk] = 0;
+        dirty[chunk] |= (model->access[x] & GMI_MODEL_WRITE) != 0;
         if (round == 0 || is_kept(model, hits, x)) continue;
         gmi_plan_move_t *move = &plan->evicts[count++];
-        write_move(model, move, window, j);
-        if (dirty[window]) move->flags |= GMI_EVICT_DIRTY, plan->evict_dirty_count++;
+        write_move(model, move, chunk, j);
+        if (dirty[chunk]) move->flags |= GMI_EVICT_DIRTY, plan->evict_dirty_count++;
         if ((model->next[x] & GMI_MODEL_LEAVE) != 0) move->flags |= GMI_EVICT_FOR_UPDATE;
-        plan->stays[window] = 0;
+        plan->stays[chunk] = 0;
       }
       if (round == 1) plan->evict_first[model->step_op[j] + 1] = count;
     }
@@ -176,7 +176,7 @@ gemini_status_t gmi_schedule_make(const gmi_model_t *model, const gmi_hits_t *hi
   uint64_t evicts = 0, fetches = hits->fetch_count;
   for (uint32_t x = 0; x < model->access_count; x++) evicts += !is_kept(model, hits, x);
   plan->op_count = input->op_count;
-  plan->window_count = input->window_count;
+  plan->chunk_count = input->chunk_count;
   plan->piece_count = input->piece_count;
   plan->fetch_count = fetches;
   plan->fetches = malloc(fetches * sizeof *plan->fetches + 1);
@@ -184,22 +184,22 @@ gemini_status_t gmi_schedule_make(const gmi_model_t *model, const gmi_hits_t *hi
   plan->evicts = malloc(evicts * sizeof *plan->evicts + 1);
   plan->evict_first = calloc((size_t)input->op_count + 1, sizeof(uint32_t));
   plan->piece_on_device = malloc((size_t)input->piece_count + 1);
-  plan->resident_at_start = malloc((size_t)input->window_count + 1);
-  plan->stays = malloc((size_t)input->window_count + 1);
+  plan->resident_at_start = malloc((size_t)input->chunk_count + 1);
+  plan->stays = malloc((size_t)input->chunk_count + 1);
   uint32_t *room = malloc((size_t)model->step_count * sizeof *room);
   int32_t *issue = malloc(fetches * sizeof *issue + 1);
-  uint8_t *dirty = calloc((size_t)input->window_count + 1, 1);
+  uint8_t *dirty = calloc((size_t)input->chunk_count + 1, 1);
   if (plan->fetches == NULL || plan->fetch_first == NULL || plan->evicts == NULL || plan->evict_first == NULL ||
       plan->piece_on_device == NULL || plan->resident_at_start == NULL || plan->stays == NULL || room == NULL ||
       issue == NULL || dirty == NULL)
     goto end;
   memcpy(plan->piece_on_device, model->on_device, input->piece_count);
   for (uint32_t p = 0; p < input->piece_count; p++) plan->device_piece_count += model->on_device[p] != 0;
-  for (uint32_t w = 0; w < input->window_count; w++) plan->resident_at_start[w] = plan->stays[w] = model->held[w] != 0;
+  for (uint32_t c = 0; c < input->chunk_count; c++) plan->resident_at_start[c] = plan->stays[c] = model->held[c] != 0;
   for (uint32_t x = 0; x < model->access_count; x++) {
-    uint32_t window = model->access[x] & GMI_MODEL_WINDOW;
-    plan->stays[window] = 1; /* until write_evicts() finds otherwise */
-    if (is_kept(model, hits, x) && (model->next[x] & GMI_MODEL_INDEX) <= x) plan->resident_at_start[window] = 1;
+    uint32_t chunk = model->access[x] & GMI_MODEL_CHUNK;
+    plan->stays[chunk] = 1; /* until write_evicts() finds otherwise */
+    if (is_kept(model, hits, x) && (model->next[x] & GMI_MODEL_INDEX) <= x) plan->resident_at_start[chunk] = 1;
   }
   find_room(model, hits, room);
   find_targets(model, hits, (uint32_t)fetches, issue);

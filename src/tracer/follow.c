@@ -12,54 +12,55 @@ const char *gmi_tracer_op_name(gmi_manager_t *m) {
   gmi_tracer_t *t = m->tracer;
   return t && t->op_open ? t->record.ops[t->op_index].name : NULL;
 }
-uint64_t gmi_tracer_next_use(gmi_manager_t *m, const gmi_window_t *w) {
+uint64_t gmi_tracer_next_use(gmi_manager_t *m, const gmi_chunk_t *c) {
   uint64_t now = m->tracer->iteration << 32 | m->tracer->op_index;
-  return gmi_window_next_use(w) < now ? UINT64_MAX : gmi_window_next_use(w);
+  return gmi_chunk_next_use(c) < now ? UINT64_MAX : gmi_chunk_next_use(c);
 }
 
 /* ---- plans */
 void gmi_tracer_publish_plan(gmi_manager_t *m, const variant_t *v) {
   const gmi_plan_t *p = &v->bundle.plan;
-  uint64_t window = v->bundle.input.window_bytes;
+  uint64_t chunk_bytes = v->bundle.input.chunk_bytes;
   m->stats.predicted_step_ns = v->bundle.made ? p->predicted_ns : 0;
-  m->stats.planned_fetch_bytes = v->bundle.made ? p->fetch_count * window : 0;
-  m->stats.planned_evict_bytes = v->bundle.made ? p->evict_dirty_count * window : 0;
+  m->stats.planned_fetch_bytes = v->bundle.made ? p->fetch_count * chunk_bytes : 0;
+  m->stats.planned_evict_bytes = v->bundle.made ? p->evict_dirty_count * chunk_bytes : 0;
 }
 
-/* The window size again, now that the access order is known. */
-static uint64_t search_window(gmi_manager_t *m, const gmi_trace_t *trace) {
-  uint64_t nonmodel = 0, count = 0, old = atomic_load(&m->window_bytes);
-  gmi_window_use_t *uses = calloc((size_t)trace->span_count + 1, sizeof *uses);
+/* The chunk size again, now that the access order is known. */
+static uint64_t search_chunk(gmi_manager_t *m, const gmi_trace_t *trace) {
+  uint64_t nonmodel = 0, count = 0, old = atomic_load(&m->chunk_bytes);
+  gmi_chunk_use_t *uses = calloc((size_t)trace->span_count + 1, sizeof *uses);
   if (!uses) return old; /* the size there is will do */
   for (uint32_t i = 0; i < trace->op_count; i++) {
     const gmi_trace_op_t *op = &trace->ops[i];
     if (op->nonmodel_peak > nonmodel) nonmodel = op->nonmodel_peak;
     for (uint32_t s = op->span_first; s < op->span_first + op->span_count; s++)
-      uses[count++] = (gmi_window_use_t){ ((uint64_t)trace->spans[s].arena << 46) + trace->spans[s].offset,
-                                          trace->spans[s].size, i, 0 };
+      uses[count++] = (gmi_chunk_use_t){ ((uint64_t)trace->spans[s].arena << 46) + trace->spans[s].offset,
+                                         trace->spans[s].size, i, 0 };
   }
   uint64_t rate = trace->link_bytes_per_s[0];
   if (trace->link_bytes_per_s[1] && trace->link_bytes_per_s[1] < rate) rate = trace->link_bytes_per_s[1];
   gmi_wait_t wait;
   gmi_wait_begin(m, &wait, NULL, GMI_WAIT_PLAN, 0);
-  uint64_t window = count ? gmi_window_search(m, uses, count, nonmodel, rate) : old;
+  uint64_t chunk_bytes = count ? gmi_chunk_search(m, uses, count, nonmodel, rate) : old;
   gmi_wait_end(m, &wait);
   free(uses);
-  return window;
+  return chunk_bytes;
 }
 
-/* Cuts arenas into windows of another size together with the first plan, which is made before anything is changed.
- * Plans name records of windows, which a new cut replaces: so only while there has been none. False: that is not
+/* Cuts arenas into chunks of another size together with the first plan, which is made before anything is changed.
+ * Plans name records of chunks, which a new cut replaces: so only while there has been none. False: that is not
  * possible, or there is no such plan; nothing has changed. */
-bool gmi_tracer_plan_with_window(gmi_manager_t *m, gmi_trace_t *trace, uint64_t window, gmi_plan_bundle_t *bundle_out) {
+bool gmi_tracer_plan_with_chunk(gmi_manager_t *m, gmi_trace_t *trace, uint64_t chunk_bytes,
+                                gmi_plan_bundle_t *bundle_out) {
   gmi_tracer_t *t = m->tracer;
-  uint32_t old_shift = m->window_shift, shift = (uint32_t)__builtin_ctzll(window);
-  if (shift == old_shift || t->planned || !gmi_recut_possible(m, window) ||
+  uint32_t old_shift = m->chunk_shift, shift = (uint32_t)__builtin_ctzll(chunk_bytes);
+  if (shift == old_shift || t->planned || !gmi_recut_possible(m, chunk_bytes) ||
       gmi_plan_bundle_make(m, trace, shift, bundle_out))
     return false;
-  gemini_status_t status = gmi_recut(m, window);
-  if (status || m->window_shift != shift) {
-    if (status) gmi_log(m, GEMINI_LOG_WARNING, "windows stay as they are: %s", gmi_fail_message());
+  gemini_status_t status = gmi_recut(m, chunk_bytes);
+  if (status || m->chunk_shift != shift) {
+    if (status) gmi_log(m, GEMINI_LOG_WARNING, "chunks stay as they are: %s", gmi_fail_message());
     gmi_plan_bundle_free(bundle_out);
     return false;
   }
@@ -84,9 +85,9 @@ gemini_status_t gmi_tracer_variant_plan(gmi_manager_t *m, variant_t *v) {
   gmi_plan_bundle_t bundle;
   gemini_status_t status = gmi_cut(m);
   gmi_trace_measure(m, &v->trace);
-  bool made = !status && !m->config.window_bytes && !m->tracer->planned &&
-              gmi_tracer_plan_with_window(m, &v->trace, search_window(m, &v->trace), &bundle);
-  if (!status && !made) status = gmi_plan_bundle_make(m, &v->trace, m->window_shift, &bundle);
+  bool made = !status && !m->config.chunk_bytes && !m->tracer->planned &&
+              gmi_tracer_plan_with_chunk(m, &v->trace, search_chunk(m, &v->trace), &bundle);
+  if (!status && !made) status = gmi_plan_bundle_make(m, &v->trace, m->chunk_shift, &bundle);
   gmi_plan_bundle_free(&v->bundle);
   v->refused = status != GEMINI_OK;
   if (m->tracer->entered == (uint32_t)(v - m->tracer->variants)) m->tracer->entered = GMI_NONE;
@@ -120,28 +121,28 @@ gemini_status_t gmi_tracer_replan(gmi_manager_t *m) {
 }
 
 /* An update that has not been queued yet comes before, or a graph's replay: then it is fetched on demand. */
-static gemini_status_t fetch_ahead(gmi_manager_t *m, gmi_window_t *w) {
-  return gmi_window_deferred(w) || gmi_window_graph_held(w) ? GEMINI_OK
-                                                            : gmi_window_fetch(m, w, false, GEMINI_REASON_PLAN, 0);
+static gemini_status_t fetch_ahead(gmi_manager_t *m, gmi_chunk_t *c) {
+  return gmi_chunk_deferred(c) || gmi_chunk_graph_held(c) ? GEMINI_OK
+                                                          : gmi_chunk_fetch(m, c, false, GEMINI_REASON_PLAN, 0);
 }
 
 /* Brings the device to where the plan's iteration begins: what the plan does not expect leaves, what it expects comes
  * into the free frames, in the order of use. */
 void gmi_tracer_enter_plan(gmi_manager_t *m, variant_t *v) {
   gmi_plan_bundle_t *b = &v->bundle;
-  for (uint32_t i = 0; i < b->input.window_count; i++) {
-    gmi_window_t *w = b->window_of[i];
-    if (b->plan.resident_at_start[i] || !gmi_window_is_resident(w) || gmi_window_busy(w, GMI_TO_EVICT)) continue;
-    if (gmi_window_evict(m, w, GEMINI_REASON_PLAN)) gmi_log(m, GEMINI_LOG_WARNING, "plan: %s", gmi_fail_message());
+  for (uint32_t i = 0; i < b->input.chunk_count; i++) {
+    gmi_chunk_t *c = b->chunk_of[i];
+    if (b->plan.resident_at_start[i] || !gmi_chunk_is_resident(c) || gmi_chunk_busy(c, GMI_TO_EVICT)) continue;
+    if (gmi_chunk_evict(m, c, GEMINI_REASON_PLAN)) gmi_log(m, GEMINI_LOG_WARNING, "plan: %s", gmi_fail_message());
   }
   uint32_t accesses = b->input.ops[b->input.op_count].access_first;
   for (uint32_t k = 0; k < accesses; k++) {
-    uint32_t i = b->input.accesses[k].window;
+    uint32_t i = b->input.accesses[k].chunk;
     if (!b->plan.resident_at_start[i]) continue;
-    if (fetch_ahead(m, b->window_of[i])) return;
+    if (fetch_ahead(m, b->chunk_of[i])) return;
   }
-  for (uint32_t i = 0; i < b->input.window_count; i++)
-    if (b->plan.resident_at_start[i] && fetch_ahead(m, b->window_of[i])) return;
+  for (uint32_t i = 0; i < b->input.chunk_count; i++)
+    if (b->plan.resident_at_start[i] && fetch_ahead(m, b->chunk_of[i])) return;
 }
 
 /* The first of an op's moves that belong to the op itself (GMI_NO_PIECE: they come first) or to one of its pieces. */
@@ -163,7 +164,7 @@ void gmi_tracer_plan_fetch(gmi_manager_t *m, variant_t *v, uint32_t op, uint32_t
   for (uint32_t i = first_move(b->plan.fetches, b->plan.fetch_first[op], end, piece); i < end; i++) {
     const gmi_plan_move_t *move = &b->plan.fetches[i];
     if (move->piece != piece) break;
-    gemini_status_t status = fetch_ahead(m, b->window_of[move->window]);
+    gemini_status_t status = fetch_ahead(m, b->chunk_of[move->chunk]);
     if (status == GEMINI_ERR_OOM_DEVICE) break; /* no frame is free yet: the acquire will fetch it */
     if (status) gmi_log(m, GEMINI_LOG_WARNING, "planned fetch: %s", gmi_fail_message());
   }
@@ -174,9 +175,9 @@ static void plan_evict(gmi_manager_t *m, variant_t *v, uint32_t op, uint32_t pie
   uint32_t end = b->plan.evict_first[op + 1];
   for (uint32_t i = first_move(b->plan.evicts, b->plan.evict_first[op], end, piece); i < end; i++) {
     if (b->plan.evicts[i].piece != piece) break;
-    gmi_window_t *w = b->window_of[b->plan.evicts[i].window];
-    if (gmi_window_device_users(w) || gmi_window_is_pinned(w)) continue; /* released later: pressure will find it */
-    if (gmi_window_evict(m, w, GEMINI_REASON_PLAN))
+    gmi_chunk_t *c = b->chunk_of[b->plan.evicts[i].chunk];
+    if (gmi_chunk_device_users(c) || gmi_chunk_is_pinned(c)) continue; /* released later: pressure will find it */
+    if (gmi_chunk_evict(m, c, GEMINI_REASON_PLAN))
       gmi_log(m, GEMINI_LOG_WARNING, "planned eviction: %s", gmi_fail_message());
   }
 }
@@ -215,7 +216,7 @@ void gmi_tracer_plan_after_op(gmi_manager_t *m, variant_t *v, uint32_t op) {
   gmi_plan_bundle_t *b = &v->bundle;
   for (uint32_t k = b->input.ops[op].access_first; k < b->input.ops[op + 1].access_first; k++) {
     uint32_t next = b->plan.next_use[k];
-    gmi_window_set_next_use(b->window_of[b->input.accesses[k].window], next == UINT32_MAX ? 0 : position(m, v, next));
+    gmi_chunk_set_next_use(b->chunk_of[b->input.accesses[k].chunk], next == UINT32_MAX ? 0 : position(m, v, next));
   }
   plan_evict(m, v, op, GMI_NO_PIECE);
 }

@@ -1,4 +1,4 @@
-/* A recorded iteration in the policy's terms: windows, frames, pieces, nanoseconds.
+/* A recorded iteration in the policy's terms: chunks, frames, pieces, nanoseconds.
  * SPDX-License-Identifier: Apache-2.0 */
 #include <errno.h>
 #include <stdlib.h>
@@ -10,29 +10,28 @@
 #include "core/lane.h"
 #include "tracer/tracer.h"
 
-static int by_window(const void *a, const void *b) {
-  uint32_t x = ((const gmi_plan_access_t *)a)->window, y = ((const gmi_plan_access_t *)b)->window;
+static int by_chunk(const void *a, const void *b) {
+  uint32_t x = ((const gmi_plan_access_t *)a)->chunk, y = ((const gmi_plan_access_t *)b)->chunk;
   return x < y ? -1 : x > y;
 }
 
 typedef struct {
   gmi_manager_t *m;
   const gmi_trace_t *trace;
-  uint32_t shift;             /* of the windows that the plan is for: may be another than the manager's */
-  uint32_t base[GMI_ARENAS];  /* first window of each storing arena */
-  uint32_t count[GMI_ARENAS]; /* windows of each */
+  uint32_t shift;             /* of the chunks that the plan is for: may be another than the manager's */
+  uint32_t base[GMI_ARENAS];  /* first chunk of each storing arena */
+  uint32_t count[GMI_ARENAS]; /* chunks of each */
   gmi_plan_op_t *ops;
   gmi_plan_access_t *accesses;
   uint64_t access_count;
   gmi_plan_piece_t *pieces;
   uint32_t piece_count;
-  uint32_t *piece_windows;
-  uint64_t piece_window_count;
+  uint32_t *piece_chunks;
+  uint64_t piece_chunk_count;
   uint8_t *kind, *pinned;
 } builder_t;
 
-static bool window_range(builder_t *b, uint32_t store, uint64_t offset, uint64_t size, uint32_t *first,
-                         uint32_t *last) {
+static bool chunk_range(builder_t *b, uint32_t store, uint64_t offset, uint64_t size, uint32_t *first, uint32_t *last) {
   if (!size || (offset + size - 1) >> b->shift >= b->count[store]) return false;
   *first = (uint32_t)(offset >> b->shift);
   *last = (uint32_t)((offset + size - 1) >> b->shift);
@@ -41,30 +40,30 @@ static bool window_range(builder_t *b, uint32_t store, uint64_t offset, uint64_t
 
 /* Pass 0 counts, pass 1 fills. */
 static bool build_accesses(builder_t *b, bool fill) {
-  uint64_t window = UINT64_C(1) << b->shift, n = 0;
+  uint64_t chunk_bytes = UINT64_C(1) << b->shift, n = 0;
   for (uint32_t i = 0; i < b->trace->op_count; i++) {
     const gmi_trace_op_t *op = &b->trace->ops[i];
     uint64_t begin = n;
-    uint32_t pages = gmi_trace_pages(op->heap_pages, b->m->window_shift, b->shift);
+    uint32_t pages = gmi_trace_pages(op->heap_pages, b->m->chunk_shift, b->shift);
     if (fill) b->ops[i] = (gmi_plan_op_t){ op->compute_ns, pages, (uint32_t)n };
     for (uint32_t s = op->span_first; s < op->span_first + op->span_count; s++) {
       const gmi_trace_span_t *span = &b->trace->spans[s];
       uint32_t first, last;
-      if (!window_range(b, span->arena, span->offset, span->size, &first, &last)) return false;
-      for (uint32_t w = first; w <= last; w++, n++) {
+      if (!chunk_range(b, span->arena, span->offset, span->size, &first, &last)) return false;
+      for (uint32_t c = first; c <= last; c++, n++) {
         if (!fill) continue;
-        uint64_t from = (uint64_t)w * window, to = from + window;
+        uint64_t from = (uint64_t)c * chunk_bytes, to = from + chunk_bytes;
         uint32_t mode = span->mode;
         if (mode == GMI_ACCESS_WRITE && span->offset <= from && span->offset + span->size >= to)
           mode |= GMI_ACCESS_FRESH;
-        b->accesses[n] = (gmi_plan_access_t){ b->base[span->arena] + w, mode };
+        b->accesses[n] = (gmi_plan_access_t){ b->base[span->arena] + c, mode };
       }
     }
     if (!fill) continue;
-    qsort(b->accesses + begin, n - begin, sizeof *b->accesses, by_window);
+    qsort(b->accesses + begin, n - begin, sizeof *b->accesses, by_chunk);
     uint64_t kept = begin;
     for (uint64_t k = begin; k < n; k++) {
-      if (kept > begin && b->accesses[kept - 1].window == b->accesses[k].window) {
+      if (kept > begin && b->accesses[kept - 1].chunk == b->accesses[k].chunk) {
         uint32_t fresh = b->accesses[kept - 1].mode & b->accesses[k].mode & GMI_ACCESS_FRESH;
         b->accesses[kept - 1].mode =
             ((b->accesses[kept - 1].mode | b->accesses[k].mode) & ~(uint32_t)GMI_ACCESS_FRESH) | fresh;
@@ -79,17 +78,17 @@ static bool build_accesses(builder_t *b, bool fill) {
   return n < UINT32_MAX;
 }
 
-static void add_window(uint32_t *list, uint64_t *count, uint64_t begin, uint32_t window) {
+static void add_chunk(uint32_t *list, uint64_t *count, uint64_t begin, uint32_t chunk) {
   for (uint64_t i = begin; i < *count; i++)
-    if (list[i] == window) return;
-  list[(*count)++] = window;
+    if (list[i] == chunk) return;
+  list[(*count)++] = chunk;
 }
 
 static bool is_shared(const gmi_arena_t *a) { return a->kind == GEMINI_KIND_PARAM || a->kind == GEMINI_KIND_GRAD; }
 
 static bool build_pieces(builder_t *b, uint32_t *piece_first, bool fill) {
   gmi_manager_t *m = b->m;
-  uint64_t pieces = 0, windows = 0;
+  uint64_t pieces = 0, chunks = 0;
   for (uint32_t u = 0; u < b->trace->update_count; u++) {
     const gmi_trace_update_t *update = &b->trace->updates[u];
     for (uint32_t k = 0; k < update->arena_count; k++)
@@ -99,56 +98,56 @@ static bool build_pieces(builder_t *b, uint32_t *piece_first, bool fill) {
     if (piece_first) piece_first[u] = (uint32_t)pieces;
     for (uint64_t at = update->first_element; at < end; pieces++) {
       uint64_t stop = (at / unit + 1) * unit < end ? (at / unit + 1) * unit : end;
-      uint64_t begin = windows;
+      uint64_t begin = chunks;
       uint32_t shared = 0;
       for (int pass = 0; pass < 2; pass++) {
         for (uint32_t k = 0; k < update->arena_count; k++) {
           gmi_arena_t *a = gmi_arena_at(m, update->arenas[k]);
           if (is_shared(a) != (pass == 0)) continue;
           uint32_t first, last;
-          if (!window_range(b, a->store, at * a->element_bytes, (stop - at) * a->element_bytes, &first, &last))
+          if (!chunk_range(b, a->store, at * a->element_bytes, (stop - at) * a->element_bytes, &first, &last))
             return false;
-          for (uint32_t w = first; w <= last; w++) {
-            if (fill) add_window(b->piece_windows, &windows, begin, b->base[a->store] + w);
-            else windows++;
+          for (uint32_t c = first; c <= last; c++) {
+            if (fill) add_chunk(b->piece_chunks, &chunks, begin, b->base[a->store] + c);
+            else chunks++;
           }
         }
-        if (pass == 0) shared = (uint32_t)(windows - begin);
+        if (pass == 0) shared = (uint32_t)(chunks - begin);
       }
       if (fill) {
         uint32_t after = update->after_op ? update->after_op - 1 : b->trace->op_count - 1;
         b->pieces[pieces] =
-            (gmi_plan_piece_t){ .after_op = after, .window_first = (uint32_t)begin, .shared_count = shared };
+            (gmi_plan_piece_t){ .after_op = after, .chunk_first = (uint32_t)begin, .shared_count = shared };
         b->pieces[pieces].host_ns = stop - at; /* elements, until gmi_plan_bundle_times() */
       }
       at = stop;
     }
   }
   if (piece_first) piece_first[b->trace->update_count] = (uint32_t)pieces;
-  if (fill) b->pieces[pieces].window_first = (uint32_t)windows;
+  if (fill) b->pieces[pieces].chunk_first = (uint32_t)chunks;
   b->piece_count = (uint32_t)pieces;
-  b->piece_window_count = windows;
-  return windows < UINT32_MAX && pieces < UINT32_MAX;
+  b->piece_chunk_count = chunks;
+  return chunks < UINT32_MAX && pieces < UINT32_MAX;
 }
 
 static uint32_t piece_length(const builder_t *b) {
-  uint64_t most = b->piece_count ? b->piece_window_count / b->piece_count : 0; /* they are alike but for the edges */
+  uint64_t most = b->piece_count ? b->piece_chunk_count / b->piece_count : 0; /* they are alike but for the edges */
   return most ? (uint32_t)most : 1;
 }
 
 void gmi_trace_measure(gmi_manager_t *m, gmi_trace_t *trace) {
-  double window = (double)(UINT64_C(1) << m->window_shift), host = gmi_lane_ns_per_element(m);
+  double chunk = (double)(UINT64_C(1) << m->chunk_shift), host = gmi_lane_ns_per_element(m);
   for (int link = 0; link < 2; link++)
-    if (m->link_ns[link].samples) trace->link_bytes_per_s[link] = (uint64_t)(window * 1e9 / m->link_ns[link].mean);
+    if (m->link_ns[link].samples) trace->link_bytes_per_s[link] = (uint64_t)(chunk * 1e9 / m->link_ns[link].mean);
   for (int write = 0; write < 2; write++)
-    if (m->file_ns[write].samples) trace->file_bytes_per_s[write] = (uint64_t)(window * 1e9 / m->file_ns[write].mean);
+    if (m->file_ns[write].samples) trace->file_bytes_per_s[write] = (uint64_t)(chunk * 1e9 / m->file_ns[write].mean);
   if (host > 0) trace->host_update_ps = (uint64_t)(host * 1e3) + 1;
   if (m->device_update.samples) trace->device_update_ps = (uint64_t)(m->device_update.mean * 1e3) + 1;
 }
 
-static uint64_t copy_ns(uint64_t window, uint64_t measured, uint64_t expected) {
+static uint64_t copy_ns(uint64_t chunk_bytes, uint64_t measured, uint64_t expected) {
   uint64_t rate = measured ? measured : expected; /* until one was measured */
-  return (uint64_t)((double)window * 1e9 / (double)rate) + 1;
+  return (uint64_t)((double)chunk_bytes * 1e9 / (double)rate) + 1;
 }
 
 /* Nanoseconds an element of an update takes on the device by its memory's rate, until one was measured; 0: not
@@ -167,14 +166,14 @@ void gmi_plan_bundle_times(gmi_manager_t *m, const gmi_trace_t *trace, gmi_plan_
   ops[in->op_count - 1].compute_ns += trace->outside_ns; /* nothing of the step's ops runs then */
   const uint64_t link = m->dev->link_bytes_per_s, file = UINT64_C(1000000000);
   const uint64_t h2d = m->config.sim_h2d_bytes_per_s, d2h = m->config.sim_d2h_bytes_per_s;
-  in->fetch_ns = copy_ns(in->window_bytes, trace->link_bytes_per_s[0], h2d ? h2d : link);
-  in->evict_ns = copy_ns(in->window_bytes, trace->link_bytes_per_s[1], d2h ? d2h : link);
-  in->file_read_ns = copy_ns(in->window_bytes, trace->file_bytes_per_s[0], file);
-  in->file_write_ns = copy_ns(in->window_bytes, trace->file_bytes_per_s[1], file);
+  in->fetch_ns = copy_ns(in->chunk_bytes, trace->link_bytes_per_s[0], h2d ? h2d : link);
+  in->evict_ns = copy_ns(in->chunk_bytes, trace->link_bytes_per_s[1], d2h ? d2h : link);
+  in->file_read_ns = copy_ns(in->chunk_bytes, trace->file_bytes_per_s[0], file);
+  in->file_write_ns = copy_ns(in->chunk_bytes, trace->file_bytes_per_s[1], file);
   double host = trace->host_update_ps ? (double)trace->host_update_ps * 1e-3 : 2.8; /* 28 bytes at 10 GB/s */
   in->host_delay_ns = 0;
   for (uint32_t u = 0, p = 0; u < trace->update_count; u++) {
-    uint64_t unit = gmi_piece_elements(m, trace->updates[u].arenas, trace->updates[u].arena_count, in->window_bytes);
+    uint64_t unit = gmi_piece_elements(m, trace->updates[u].arenas, trace->updates[u].arena_count, in->chunk_bytes);
     uint64_t at = trace->updates[u].first_element, end = at + trace->updates[u].element_count;
     double device =
         trace->device_update_ps ? (double)trace->device_update_ps * 1e-3 : device_update_ns(m, &trace->updates[u]);
@@ -196,52 +195,52 @@ void gmi_plan_bundle_bind(gmi_manager_t *m, gmi_plan_bundle_t *bundle) {
   uint32_t n = 0;
   for (uint32_t i = 0; i < GMI_ARENAS; i++) {
     gmi_arena_t *a = gmi_arena_at(m, i);
-    for (uint32_t k = 0; a && a->store == i && k < atomic_load(&a->window_count); k++)
-      bundle->window_of[n++] = &a->windows[k];
+    for (uint32_t k = 0; a && a->store == i && k < atomic_load(&a->chunk_count); k++)
+      bundle->chunk_of[n++] = &a->chunks[k];
   }
 }
 
 gemini_status_t gmi_plan_bundle_make(gmi_manager_t *m, const gmi_trace_t *trace, uint32_t shift,
                                      gmi_plan_bundle_t *out) {
   builder_t b = { .m = m, .trace = trace, .shift = shift };
-  const bool cut_so = shift == m->window_shift;
+  const bool cut_so = shift == m->chunk_shift;
   gmi_plan_bundle_t bundle = { 0 };
   gemini_status_t status = GEMINI_OK;
-  uint64_t windows = 0;
+  uint64_t chunks = 0;
   for (uint32_t i = 0; i < GMI_ARENAS; i++) {
     gmi_arena_t *a = gmi_arena_at(m, i);
-    b.base[i] = (uint32_t)windows;
+    b.base[i] = (uint32_t)chunks;
     if (!a || a->store != i) continue;
     b.count[i] = (uint32_t)((atomic_load(&a->size) + (UINT64_C(1) << shift) - 1) >> shift);
-    windows += b.count[i];
+    chunks += b.count[i];
   }
-  if (windows >= UINT32_MAX || !build_accesses(&b, false) || !build_pieces(&b, NULL, false))
+  if (chunks >= UINT32_MAX || !build_accesses(&b, false) || !build_pieces(&b, NULL, false))
     return gmi_fail(GEMINI_ERR_FORMAT, 0, "the trace does not fit the arenas");
   b.ops = calloc((size_t)trace->op_count + 1, sizeof *b.ops);
   b.accesses = calloc(b.access_count + 1, sizeof *b.accesses);
   b.pieces = calloc((size_t)b.piece_count + 1, sizeof *b.pieces);
-  b.piece_windows = calloc(b.piece_window_count + 1, sizeof *b.piece_windows);
-  b.kind = calloc(windows + 1, 1);
-  b.pinned = calloc(windows + 1, 1);
-  bundle.window_of = calloc(windows + 1, sizeof *bundle.window_of);
+  b.piece_chunks = calloc(b.piece_chunk_count + 1, sizeof *b.piece_chunks);
+  b.kind = calloc(chunks + 1, 1);
+  b.pinned = calloc(chunks + 1, 1);
+  bundle.chunk_of = calloc(chunks + 1, sizeof *bundle.chunk_of);
   bundle.piece_first = calloc((size_t)trace->update_count + 1, sizeof *bundle.piece_first);
   bundle.input = (gmi_plan_input_t){ .op_count = trace->op_count,
-                                     .window_count = (uint32_t)windows,
+                                     .chunk_count = (uint32_t)chunks,
                                      .frame_count = gmi_frames_of(m, shift) - m->graph_frames,
                                      .host_slots = m->files ? m->host.slot_count : 0,
                                      .host_pieces_ahead = gmi_updates_ahead(m, piece_length(&b)),
                                      .ops = b.ops,
                                      .accesses = b.accesses,
                                      .pieces = b.pieces,
-                                     .piece_windows = b.piece_windows,
-                                     .window_kind = b.kind,
-                                     .window_pinned = b.pinned,
-                                     .window_bytes = UINT64_C(1) << shift,
+                                     .piece_chunks = b.piece_chunks,
+                                     .chunk_kind = b.kind,
+                                     .chunk_pinned = b.pinned,
+                                     .chunk_bytes = UINT64_C(1) << shift,
                                      .placement = m->config.placement,
                                      .pieces_apart = m->config.device == GEMINI_DEVICE_SIMULATED,
                                      .static_param_fraction = m->config.static_param_fraction,
                                      .static_optim_fraction = m->config.static_optim_fraction };
-  if (!b.ops || !b.accesses || !b.pieces || !b.piece_windows || !b.kind || !b.pinned || !bundle.window_of ||
+  if (!b.ops || !b.accesses || !b.pieces || !b.piece_chunks || !b.kind || !b.pinned || !bundle.chunk_of ||
       !bundle.piece_first)
     status = gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory to make a plan");
   if (!status) {
@@ -252,7 +251,7 @@ gemini_status_t gmi_plan_bundle_make(gmi_manager_t *m, const gmi_trace_t *trace,
       gmi_arena_t *a = gmi_arena_at(m, i);
       for (uint32_t k = 0; a && k < b.count[i]; k++) {
         b.kind[b.base[i] + k] = (uint8_t)a->kind;
-        b.pinned[b.base[i] + k] = cut_so && gmi_window_is_pinned(&a->windows[k]) > 0;
+        b.pinned[b.base[i] + k] = cut_so && gmi_chunk_is_pinned(&a->chunks[k]) > 0;
       }
     }
     if (cut_so) gmi_plan_bundle_bind(m, &bundle);
@@ -262,15 +261,15 @@ gemini_status_t gmi_plan_bundle_make(gmi_manager_t *m, const gmi_trace_t *trace,
     gmi_wait_begin(m, &wait, NULL, GMI_WAIT_PLAN, 0);
     status = gmi_plan_make(&bundle.input, &bundle.plan, &failure);
     gmi_wait_end(m, &wait);
-    uint64_t window = bundle.input.window_bytes;
+    uint64_t chunk_bytes = bundle.input.chunk_bytes;
     if (status == GEMINI_ERR_OOM_DEVICE)
       gmi_fail(
           status, 0,
           "op %s: its chunks and non-model memory need %llu bytes of device memory, %llu more than the %llu there are",
           failure.op < trace->op_count ? trace->ops[failure.op].name : "?",
-          (unsigned long long)(failure.need_frames * window),
-          (unsigned long long)((failure.need_frames - failure.have_frames) * window),
-          (unsigned long long)(failure.have_frames * window));
+          (unsigned long long)(failure.need_frames * chunk_bytes),
+          (unsigned long long)((failure.need_frames - failure.have_frames) * chunk_bytes),
+          (unsigned long long)(failure.have_frames * chunk_bytes));
     else if (status) gmi_fail(status, 0, "no plan could be made: %s", gemini_status_string(status));
   }
   bundle.made = status == GEMINI_OK;
@@ -284,10 +283,10 @@ void gmi_plan_bundle_free(gmi_plan_bundle_t *bundle) {
   free((void *)(uintptr_t)bundle->input.ops);
   free((void *)(uintptr_t)bundle->input.accesses);
   free((void *)(uintptr_t)bundle->input.pieces);
-  free((void *)(uintptr_t)bundle->input.piece_windows);
-  free((void *)(uintptr_t)bundle->input.window_kind);
-  free((void *)(uintptr_t)bundle->input.window_pinned);
-  free(bundle->window_of);
+  free((void *)(uintptr_t)bundle->input.piece_chunks);
+  free((void *)(uintptr_t)bundle->input.chunk_kind);
+  free((void *)(uintptr_t)bundle->input.chunk_pinned);
+  free(bundle->chunk_of);
   free(bundle->piece_first);
   memset(bundle, 0, sizeof *bundle);
 }

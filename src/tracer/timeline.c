@@ -96,18 +96,18 @@ void gmi_timeline_span_ns(gmi_manager_t *m, const char *kind, const char *name, 
   if (m->timeline) add_span(m, kind, name, begin_ns, end_ns, true, LANE_CALLER);
 }
 
-void gmi_timeline_copy(gmi_manager_t *m, const gmi_window_t *w, uint32_t link, uint32_t reason, gmi_fence_t begin,
+void gmi_timeline_copy(gmi_manager_t *m, const gmi_chunk_t *c, uint32_t link, uint32_t reason, gmi_fence_t begin,
                        gmi_fence_t end) {
   if (!m->timeline) return;
   char name[GMI_MOVE_NAME_BYTES];
-  gmi_move_name(m, w, reason, name);
+  gmi_move_name(m, c, reason, name);
   gmi_timeline_span(m, link == GEMINI_LINK_H2D ? "fetch" : "evict", name, begin, end);
 }
 
-void gmi_timeline_transfer(gmi_manager_t *m, const gmi_window_t *w, bool write, uint64_t begin_ns, uint64_t end_ns) {
+void gmi_timeline_transfer(gmi_manager_t *m, const gmi_chunk_t *c, bool write, uint64_t begin_ns, uint64_t end_ns) {
   if (!m->timeline) return;
   char name[128];
-  snprintf(name, sizeof name, "%s %u", gmi_window_arena(m, w)->name, w->index);
+  snprintf(name, sizeof name, "%s %u", gmi_chunk_arena(m, c)->name, c->index);
   add_span(m, write ? "write" : "read", name, begin_ns, end_ns, true, LANE_FILES);
 }
 
@@ -120,7 +120,7 @@ void gmi_timeline_counters(gmi_manager_t *m) {
   e->type = 'C';
   e->known = true;
   e->begin = now;
-  e->values[0] = (uint64_t)m->frame_used << m->window_shift;
+  e->values[0] = (uint64_t)m->frame_used << m->chunk_shift;
   e->values[1] = m->heap ? gmi_heap_bytes_used(m->heap) : 0;
   e->values[2] = m->host_used;
   e->values[3] = m->file_used;

@@ -386,9 +386,9 @@ static gemini_status_t trace_load(gmi_manager_t *m, const char *path) {
   gemini_status_t status = gmi_cut(m);
   if (!status) status = gmi_trace_read(m, &loaded.trace, path);
   if (status) return status;
-  uint64_t window = loaded.trace.window_bytes;
-  if (!window || !gmi_tracer_plan_with_window(m, &loaded.trace, window, &loaded.bundle))
-    status = gmi_plan_bundle_make(m, &loaded.trace, m->window_shift, &loaded.bundle);
+  uint64_t chunk_bytes = loaded.trace.chunk_bytes;
+  if (!chunk_bytes || !gmi_tracer_plan_with_chunk(m, &loaded.trace, chunk_bytes, &loaded.bundle))
+    status = gmi_plan_bundle_make(m, &loaded.trace, m->chunk_shift, &loaded.bundle);
   if (status == GEMINI_ERR_INVALID)
     status =
         gmi_fail(GEMINI_ERR_FORMAT, 0, "trace %s: no plan can be made of it: its times or counts are too large", path);

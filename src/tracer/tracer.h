@@ -37,10 +37,10 @@ typedef struct gmi_trace {
   gmi_trace_update_t *updates;
   uint32_t op_count, op_capacity, span_count, span_capacity, update_count, update_capacity;
   /* Rates that the plan is made with; 0 = not measured yet. */
-  uint64_t link_bytes_per_s[2];              /* GEMINI_LINK_H2D, D2H; whole windows, their overhead included */
+  uint64_t link_bytes_per_s[2];              /* GEMINI_LINK_H2D, D2H; whole chunks, their overhead included */
   uint64_t file_bytes_per_s[2];              /* read, written; both directions share what the files can do */
   uint64_t host_update_ps, device_update_ps; /* picoseconds an element; on the host of one worker */
-  uint64_t window_bytes;                     /* of a trace read from a file: those that it was recorded with */
+  uint64_t chunk_bytes;                      /* of a trace read from a file: those that it was recorded with */
   uint64_t outside_ns; /* of a step, from begin to begin, outside its ops: the caller's own work, norms, read-backs */
 } gmi_trace_t;
 
@@ -55,12 +55,12 @@ gemini_status_t gmi_tracer_replan(gmi_manager_t *m); /* budgets changed */
 /* Lock held. */
 uint32_t gmi_tracer_op_stream(gmi_manager_t *m);  /* GMI_CALLER when no op is open, or it runs on the caller */
 const char *gmi_tracer_op_name(gmi_manager_t *m); /* NULL when no op is open */
-uint64_t gmi_tracer_next_use(gmi_manager_t *m, const gmi_window_t *w); /* larger = later; UINT64_MAX = not known */
+uint64_t gmi_tracer_next_use(gmi_manager_t *m, const gmi_chunk_t *c); /* larger = later; UINT64_MAX = not known */
 void gmi_tracer_update(gmi_manager_t *m, const gmi_trace_update_t *update, uint32_t *index_out);
 void gmi_tracer_update_refused(gmi_manager_t *m, uint32_t index); /* the last one: there was none */
 /* Shall span number piece of the update number index run on the device? */
 bool gmi_tracer_piece_on_device(gmi_manager_t *m, uint32_t index, uint32_t piece);
-/* When one of the windows that ops share with the span is used next: as gmi_window_t's next_use; UINT64_MAX = not
+/* When one of the chunks that ops share with the span is used next: as gmi_chunk_t's next_use; UINT64_MAX = not
  * known */
 uint64_t gmi_tracer_piece_use(gmi_manager_t *m, uint32_t index, uint32_t piece);
 /* Before and after such a span is queued: the plan's moves that belong to it. */
@@ -93,16 +93,16 @@ gmi_trace_update_t *gmi_trace_add_update(gmi_trace_t *trace);
 typedef struct gmi_plan_bundle {
   gmi_plan_input_t input;
   gmi_plan_t plan;
-  gmi_window_t **window_of; /* [input.window_count] */
-  uint32_t *piece_first;    /* [update_count + 1] into pieces */
+  gmi_chunk_t **chunk_of; /* [input.chunk_count] */
+  uint32_t *piece_first;  /* [update_count + 1] into pieces */
   bool made;
 } gmi_plan_bundle_t;
-/* shift: of the windows that the plan is for. Where that is not the manager's, the plan is of no use before arenas have
+/* shift: of the chunks that the plan is for. Where that is not the manager's, the plan is of no use before arenas have
  * been cut so, for which nothing may be pinned, and gmi_plan_bundle_bind() after it. */
 gemini_status_t gmi_plan_bundle_make(gmi_manager_t *m, const gmi_trace_t *trace, uint32_t shift,
                                      gmi_plan_bundle_t *bundle_out);
 void gmi_plan_bundle_bind(gmi_manager_t *m, gmi_plan_bundle_t *bundle);
-/* Pages of non-model memory, which are as long as windows, in pages of another length: as many bytes or a little
+/* Pages of non-model memory, which are as long as chunks, in pages of another length: as many bytes or a little
  * more. */
 static inline uint32_t gmi_trace_pages(uint32_t pages, uint32_t from_shift, uint32_t to_shift) {
   return (uint32_t)((((uint64_t)pages << from_shift) + (UINT64_C(1) << to_shift) - 1) >> to_shift);

@@ -46,7 +46,7 @@ typedef struct gmi_tracer {
   uint32_t previous;        /* variant of the last complete iteration */
   uint8_t history[HISTORY]; /* variants of the last iterations, the newest last; NO_VARIANT for one since forgotten */
   uint32_t history_size;
-  bool planned;              /* a plan was made: the size of windows stays from then on */
+  bool planned;              /* a plan was made: the size of chunks stays from then on */
   bool agrees[GMI_VARIANTS]; /* with this iteration so far */
   bool agreed[GMI_VARIANTS]; /* before the last update was recorded */
   bool departed;
@@ -74,7 +74,8 @@ variant_t *gmi_tracer_active_variant(gmi_tracer_t *t);
 
 /* tracer/follow.c */
 void gmi_tracer_publish_plan(gmi_manager_t *m, const variant_t *v);
-bool gmi_tracer_plan_with_window(gmi_manager_t *m, gmi_trace_t *trace, uint64_t window, gmi_plan_bundle_t *bundle_out);
+bool gmi_tracer_plan_with_chunk(gmi_manager_t *m, gmi_trace_t *trace, uint64_t chunk_bytes,
+                                gmi_plan_bundle_t *bundle_out);
 void gmi_tracer_take_plan(gmi_manager_t *m, variant_t *v, const gmi_plan_bundle_t *bundle);
 gemini_status_t gmi_tracer_variant_plan(gmi_manager_t *m, variant_t *v);
 void gmi_tracer_enter_plan(gmi_manager_t *m, variant_t *v);

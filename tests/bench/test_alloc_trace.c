@@ -12,9 +12,9 @@ static const char *path_of(const char *name) { /* beside this file, in the sourc
   return path;
 }
 
-/* Sizes, windows and budget are a thirty-second of what they would be on a GPU, with windows of 2 MiB there. Alignment
+/* Sizes, chunks and budget are a thirty-second of what they would be on a GPU, with chunks of 2 MiB there. Alignment
  * to 512 bytes is not, which makes it harder. */
-enum { SCALE = 32, WINDOW = (2 << 20) / SCALE };
+enum { SCALE = 32, CHUNK = (2 << 20) / SCALE };
 
 static void test_trace_of_a_training_wastes_less_than_pytorchs_rules(void) {
   alloc_trace_t trace;
@@ -23,9 +23,9 @@ static void test_trace_of_a_training_wastes_less_than_pytorchs_rules(void) {
   CHECK(trace.events);
   CHECK(trace.count > 10000 && trace.reserved_bytes > trace.live_peak_bytes);
   gemini_config_t c = GEMINI_CONFIG_INIT;
-  c.window_bytes = WINDOW;
-  c.device_bytes = trace.live_peak_bytes * 2 / WINDOW * WINDOW;
-  c.host_bytes = 16 * WINDOW;
+  c.chunk_bytes = CHUNK;
+  c.device_bytes = trace.live_peak_bytes * 2 / CHUNK * CHUNK;
+  c.host_bytes = 16 * CHUNK;
   c.update_threads = 1;
   uint64_t held = 0, least;
   CHECK_EQ(alloc_trace_serve(&trace, &c, &held), GEMINI_OK);
@@ -35,7 +35,7 @@ static void test_trace_of_a_training_wastes_less_than_pytorchs_rules(void) {
           (double)least / (double)trace.live_peak_bytes, (double)trace.reserved_bytes / (double)trace.live_peak_bytes);
   CHECK(held >= trace.live_peak_bytes && least >= trace.live_peak_bytes && least <= held);
   CHECK(held < trace.reserved_bytes); /* with room for everything */
-  /* PyTorch's segments cannot become others' while a block is live in them; windows can, all but those at the ends of
+  /* PyTorch's segments cannot become others' while a block is live in them; chunks can, all but those at the ends of
    * live blocks. So the least budget is held to half of its waste. */
   CHECK(least - trace.live_peak_bytes < (trace.reserved_bytes - trace.live_peak_bytes) / 2);
   alloc_trace_free(&trace);

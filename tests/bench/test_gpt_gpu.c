@@ -542,7 +542,7 @@ static void test_gpu_training_under_libgemini_equals_plain_memory(void) {
     config.placement = cases[i].placement;
     config.device_bytes = cases[i].device_bytes;
     config.host_bytes = UINT64_C(128) << 20;
-    config.window_bytes = UINT64_C(2) << 20;
+    config.chunk_bytes = UINT64_C(2) << 20;
     config.update_threads = 2;
     result_t managed = train(&gpt_cuda, &config);
     check_results(&plain, &managed);

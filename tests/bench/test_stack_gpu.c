@@ -268,7 +268,7 @@ static void test_stack_gpu_trains_to_the_bits_of_the_cpu(void) {
     config.placement = cases[i].placement;
     config.device_bytes = cases[i].chunks * CHUNK_BYTES;
     config.host_bytes = 64 * (uint64_t)CHUNK_BYTES;
-    config.window_bytes = CHUNK_BYTES;
+    config.chunk_bytes = CHUNK_BYTES;
     config.update_threads = 2;
     result_t managed = train(&config, &device_cuda);
     CHECK_EQ(managed.hash, cpu.hash);

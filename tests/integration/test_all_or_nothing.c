@@ -9,7 +9,7 @@
 #include "gemini.h"
 #include "world.h"
 
-#define W WORLD_WINDOW
+#define W WORLD_CHUNK
 enum { DEVICE = GEMINI_TIER_DEVICE, HOST = GEMINI_TIER_HOST, FILES = GEMINI_TIER_FILE };
 enum { READ = GEMINI_READ, WRITE = GEMINI_WRITE, BOTH = GEMINI_READ_WRITE };
 

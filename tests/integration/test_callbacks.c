@@ -6,7 +6,7 @@
 
 #include "world.h"
 
-#define W WORLD_WINDOW
+#define W WORLD_CHUNK
 enum { DEVICE = GEMINI_TIER_DEVICE, HOST = GEMINI_TIER_HOST, FRAMES = 8 };
 enum { READ = GEMINI_READ, BOTH = GEMINI_READ_WRITE };
 

@@ -9,16 +9,16 @@
 #include "world.h"
 
 #define W (UINT64_C(2) << 20)
-enum { WINDOWS = 40 };
+enum { CHUNKS = 40 };
 static const uint32_t HOST = GEMINI_TIER_HOST, DEVICE = GEMINI_TIER_DEVICE, FILES = GEMINI_TIER_FILE;
 
-static gemini_config_t gpu_config(uint64_t device_windows, uint64_t host_windows, uint64_t file_windows) {
+static gemini_config_t gpu_config(uint64_t device_chunks, uint64_t host_chunks, uint64_t file_chunks) {
   gemini_config_t c = world_config(1, 1, 0);
   c.device = GEMINI_DEVICE_CUDA;
-  c.window_bytes = W;
-  c.device_bytes = device_windows * W;
-  c.host_bytes = host_windows * W;
-  c.file_bytes = file_windows * W;
+  c.chunk_bytes = W;
+  c.device_bytes = device_chunks * W;
+  c.host_bytes = host_chunks * W;
+  c.file_bytes = file_chunks * W;
   c.update_threads = 3;
   return c;
 }
@@ -30,14 +30,14 @@ static void through_device(const world_t *w, uint64_t object, uint64_t offset, u
 
 static void test_gpu_bytes_come_back_through_every_tier(void) {
   for (uint64_t files = 0; files <= 60; files += 60) {
-    world_t w = world_open(gpu_config(8, files ? 12 : WINDOWS + 2, files));
+    world_t w = world_open(gpu_config(8, files ? 12 : CHUNKS + 2, files));
     gemini_arena_t arena = world_arena(&w, GEMINI_KIND_OTHER, 4, "a", 0, 0);
     uint64_t offset, random = 77;
-    CHECK_OK(gemini_arena_take(w.mgr, arena, WINDOWS / 2 * W, &offset));
-    uint64_t seed[WINDOWS / 2];
-    for (uint64_t i = 0; i < WINDOWS / 2; i++) world_fill(&w, arena, i * W, W, HOST, seed[i] = i + 1);
+    CHECK_OK(gemini_arena_take(w.mgr, arena, CHUNKS / 2 * W, &offset));
+    uint64_t seed[CHUNKS / 2];
+    for (uint64_t i = 0; i < CHUNKS / 2; i++) world_fill(&w, arena, i * W, W, HOST, seed[i] = i + 1);
     for (int step = 0; step < 200; step++) {
-      uint64_t i = check_random(&random) % (WINDOWS / 2);
+      uint64_t i = check_random(&random) % (CHUNKS / 2);
       switch (check_random(&random) % 5) {
       case 0:
       case 1: through_device(&w, arena, i * W, W); break;
@@ -53,7 +53,7 @@ static void test_gpu_bytes_come_back_through_every_tier(void) {
       }
       }
     }
-    for (uint64_t i = 0; i < WINDOWS / 2; i++) {
+    for (uint64_t i = 0; i < CHUNKS / 2; i++) {
       gemini_access_t a = world_part(arena, i * W, W, GEMINI_READ, HOST);
       CHECK_OK(gemini_acquire(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
       for (uint64_t k = 0; k < W; k += 997) CHECK_EQ(((uint8_t *)a.ptr)[k], world_byte(seed[i], i * W + k));
@@ -116,7 +116,7 @@ static void test_gpu_late_updates_follow_the_device(void) {
 }
 
 static void test_gpu_memory_storm_evicts(void) {
-  world_t w = world_open(gpu_config(10, WINDOWS, 0));
+  world_t w = world_open(gpu_config(10, CHUNKS, 0));
   gemini_arena_t arena = world_arena(&w, GEMINI_KIND_OTHER, 4, "a", 0, 0);
   uint64_t offset, random = 5;
   CHECK_OK(gemini_arena_take(w.mgr, arena, 20 * W, &offset));
@@ -170,8 +170,8 @@ static void *cuda(const char *symbol) {
 }
 #define CUDA(symbol, types, ...) CHECK_EQ(((int(*) types)(uintptr_t)cuda(symbol))(__VA_ARGS__), 0)
 
-static void move_all(const world_t *w, gemini_arena_t arena, uint32_t windows, uint32_t tier) {
-  for (uint64_t i = 0; i < windows; i++) {
+static void move_all(const world_t *w, gemini_arena_t arena, uint32_t chunks, uint32_t tier) {
+  for (uint64_t i = 0; i < chunks; i++) {
     gemini_access_t a = world_part(arena, i * W, W, 0, tier);
     CHECK_OK(gemini_move(w->mgr, &a, 1));
   }
@@ -203,7 +203,7 @@ static void test_gpu_graphs_outlive_the_moves_of_their_chunks(void) {
   CUDA("cuCtxSetCurrent", (void *), context);
   double before = remap_us(&w, others);
   before = remap_us(&w, others);
-  for (int i = 0; i < GRAPHS; i++) { /* the second window is made a copy of the first */
+  for (int i = 0; i < GRAPHS; i++) { /* the second chunk is made a copy of the first */
     gemini_access_t a[] = { world_part(arena, 0, W, GEMINI_READ, DEVICE),
                             world_part(arena, W, W, GEMINI_WRITE, DEVICE) };
     CHECK_OK(gemini_acquire(w.mgr, a, 2, w.stream));
@@ -264,25 +264,25 @@ static const char add_words_ptx[] =
     "done:\nred.global.add.u64 [%d3], %d6;\nret;\n}\n";
 
 #define LARGE (UINT64_C(16) << 20)
-enum { LARGE_WINDOWS = 64, LARGE_FRAMES = 16, ROUNDS = 40, REPLAYS = 20 };
+enum { LARGE_CHUNKS = 64, LARGE_FRAMES = 16, ROUNDS = 40, REPLAYS = 20 };
 typedef struct {
   world_t w;
   gemini_arena_t arena;
   void *stream, *kernel;
-  uint64_t *sums; /* on the device, one a window */
-  uint64_t seeds[LARGE_WINDOWS];
+  uint64_t *sums; /* on the device, one a chunk */
+  uint64_t seeds[LARGE_CHUNKS];
 } large_t;
 
 static uint32_t large_word(uint64_t seed, uint64_t i) { return (uint32_t)((i ^ seed) * 2654435761u >> 7); }
-static void large_fill(large_t *l, uint64_t window, uint64_t seed) {
-  gemini_access_t a = world_part(l->arena, window * LARGE, LARGE, GEMINI_WRITE, HOST);
+static void large_fill(large_t *l, uint64_t chunk, uint64_t seed) {
+  gemini_access_t a = world_part(l->arena, chunk * LARGE, LARGE, GEMINI_WRITE, HOST);
   CHECK_OK(gemini_acquire(l->w.mgr, &a, 1, GEMINI_STREAM_CALLER));
   for (uint64_t i = 0; i < LARGE / 4; i++) ((uint32_t *)a.ptr)[i] = large_word(seed, i);
   CHECK_OK(gemini_release(l->w.mgr, &a, 1, GEMINI_STREAM_CALLER));
-  l->seeds[window] = seed;
+  l->seeds[chunk] = seed;
 }
-static void large_kernel(large_t *l, uint64_t window, const void *words, uint32_t rounds) {
-  uint64_t count = LARGE / 4, sum = (uintptr_t)&l->sums[window];
+static void large_kernel(large_t *l, uint64_t chunk, const void *words, uint32_t rounds) {
+  uint64_t count = LARGE / 4, sum = (uintptr_t)&l->sums[chunk];
   void *parameters[] = { &words, &count, &rounds, &sum };
   CUDA("cuLaunchKernel",
        (void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **, void **),
@@ -290,7 +290,7 @@ static void large_kernel(large_t *l, uint64_t window, const void *words, uint32_
 }
 static void large_ops(large_t *l, uint32_t rounds, bool brackets) {
   if (brackets) CHECK_OK(gemini_iteration_begin(l->w.mgr));
-  for (uint64_t i = 0; i < LARGE_WINDOWS; i++) {
+  for (uint64_t i = 0; i < LARGE_CHUNKS; i++) {
     gemini_access_t a = world_part(l->arena, i * LARGE, LARGE, GEMINI_READ, DEVICE);
     if (brackets) CHECK_OK(gemini_op_begin(l->w.mgr, "op", l->w.stream));
     CHECK_OK(gemini_acquire(l->w.mgr, &a, 1, l->w.stream));
@@ -318,7 +318,7 @@ static double now_ms(void) {
 }
 static void large_clear(large_t *l) {
   CUDA("cuMemsetD8Async", (uintptr_t, unsigned char, size_t, void *), (uintptr_t)l->sums, 0,
-       LARGE_WINDOWS * sizeof *l->sums, l->stream);
+       LARGE_CHUNKS * sizeof *l->sums, l->stream);
 }
 static void large_replay(large_t *l, gemini_graph_t graph, void *exec) {
   CHECK_OK(gemini_graph_enter(l->w.mgr, graph, l->w.stream));
@@ -326,10 +326,10 @@ static void large_replay(large_t *l, gemini_graph_t graph, void *exec) {
   CHECK_OK(gemini_graph_leave(l->w.mgr, graph));
 }
 static void large_check(large_t *l, uint32_t rounds) {
-  uint64_t sums[LARGE_WINDOWS];
+  uint64_t sums[LARGE_CHUNKS];
   CHECK_OK(gemini_stream_synchronize(l->w.mgr, l->w.stream));
   CUDA("cuMemcpyDtoH_v2", (void *, uintptr_t, size_t), sums, (uintptr_t)l->sums, sizeof sums);
-  for (uint64_t i = 0; i < LARGE_WINDOWS; i++) {
+  for (uint64_t i = 0; i < LARGE_CHUNKS; i++) {
     uint64_t expected = 0;
     for (uint64_t k = 0; k < LARGE / 4; k++) expected += large_word(l->seeds[i], k);
     CHECK_EQ(sums[i], expected * rounds);
@@ -346,23 +346,23 @@ static double replays_ms(large_t *l, gemini_graph_t graph, void *exec, double *t
 
 static void test_gpu_graphs_fetch_what_does_not_fit(void) {
   gemini_config_t c = gpu_config(1, 1, 0);
-  c.window_bytes = LARGE;
+  c.chunk_bytes = LARGE;
   c.device_bytes = (LARGE_FRAMES + 2) * LARGE;
-  c.host_bytes = (LARGE_WINDOWS + 4) * LARGE;
+  c.host_bytes = (LARGE_CHUNKS + 4) * LARGE;
   large_t l = { .w = world_open(c) };
   gemini_arena_config_t arena = GEMINI_ARENA_CONFIG_INIT;
-  arena.capacity_bytes = LARGE_WINDOWS * LARGE;
+  arena.capacity_bytes = LARGE_CHUNKS * LARGE;
   uint64_t offset;
   CHECK_OK(gemini_arena_create(l.w.mgr, &arena, &l.arena));
-  CHECK_OK(gemini_arena_take(l.w.mgr, l.arena, LARGE_WINDOWS * LARGE, &offset));
-  for (uint64_t i = 0; i < LARGE_WINDOWS; i++) large_fill(&l, i, i + 1);
+  CHECK_OK(gemini_arena_take(l.w.mgr, l.arena, LARGE_CHUNKS * LARGE, &offset));
+  for (uint64_t i = 0; i < LARGE_CHUNKS; i++) large_fill(&l, i, i + 1);
   void *context, *module, *sums;
   CHECK_OK(gemini_stream_native(l.w.mgr, l.w.stream, &l.stream));
   CUDA("cuDevicePrimaryCtxRetain", (void **, int), &context, 0);
   CUDA("cuCtxSetCurrent", (void *), context);
   CUDA("cuModuleLoadData", (void **, const void *), &module, add_words_ptx);
   CUDA("cuModuleGetFunction", (void **, void *, const char *), &l.kernel, module, "add_words");
-  CHECK_OK(gemini_alloc(l.w.mgr, LARGE_WINDOWS * sizeof *l.sums, l.w.stream, &sums));
+  CHECK_OK(gemini_alloc(l.w.mgr, LARGE_CHUNKS * sizeof *l.sums, l.w.stream, &sums));
   l.sums = sums;
 
   for (int i = 0; i < 5; i++) { /* without a graph, under a plan at last */
@@ -379,7 +379,7 @@ static void test_gpu_graphs_fetch_what_does_not_fit(void) {
   CHECK_OK(gemini_acquire(l.w.mgr, &one, 1, l.w.stream));
   CHECK_OK(gemini_stream_synchronize(l.w.mgr, l.w.stream));
   begin = now_ms();
-  for (int i = 0; i < LARGE_WINDOWS; i++) large_kernel(&l, 0, one.ptr, ROUNDS);
+  for (int i = 0; i < LARGE_CHUNKS; i++) large_kernel(&l, 0, one.ptr, ROUNDS);
   CHECK_OK(gemini_stream_synchronize(l.w.mgr, l.w.stream));
   double kernels_ms = now_ms() - begin;
   CHECK_OK(gemini_release(l.w.mgr, &one, 1, l.w.stream));
@@ -398,16 +398,16 @@ static void test_gpu_graphs_fetch_what_does_not_fit(void) {
     large_clear(&l);
     large_replay(&l, graph, exec);
     large_check(&l, ROUNDS);
-    for (int k = 0; k < 3; k++) large_fill(&l, check_random(&random) % LARGE_WINDOWS, 1000 + step * 10 + (uint64_t)k);
+    for (int k = 0; k < 3; k++) large_fill(&l, check_random(&random) % LARGE_CHUNKS, 1000 + step * 10 + (uint64_t)k);
     if (step % 3 == 0) /* to another frame and back: the copies in the graph follow the address */
-      through_device(&l.w, l.arena, check_random(&random) % LARGE_WINDOWS * LARGE, LARGE);
+      through_device(&l.w, l.arena, check_random(&random) % LARGE_CHUNKS * LARGE, LARGE);
   }
   large_replay(&l, graph, exec);
   double graph_ms = replays_ms(&l, graph, exec, &thread_ms);
   fprintf(stderr,
           "    %d ops over %" PRIu64 " MiB in %" PRIu64 " MiB: %.2f ms without a graph (thread %.2f), %.2f ms replayed "
           "(thread %.3f); its copies alone %.2f ms, its kernels alone %.2f ms\n",
-          LARGE_WINDOWS, LARGE_WINDOWS * LARGE >> 20, LARGE_FRAMES * LARGE >> 20, ops_ms, ops_thread_ms, graph_ms,
+          LARGE_CHUNKS, LARGE_CHUNKS * LARGE >> 20, LARGE_FRAMES * LARGE >> 20, ops_ms, ops_thread_ms, graph_ms,
           thread_ms, copies_ms, kernels_ms);
   const char *times =
       getenv("GEMINI_TEST_TIMES"); /* 0: under a tool that makes kernels and copies wait for each other */

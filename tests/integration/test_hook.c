@@ -8,15 +8,15 @@
 #include "world.h"
 
 static bool on_gpu;
-static uint64_t W; /* bytes of a window */
+static uint64_t W; /* bytes of a chunk */
 static const uint32_t HOST = GEMINI_TIER_HOST, DEVICE = GEMINI_TIER_DEVICE;
 
-static gemini_config_t hook_config(uint64_t device_windows, uint64_t host_windows) {
+static gemini_config_t hook_config(uint64_t device_chunks, uint64_t host_chunks) {
   gemini_config_t c = world_config(1, 1, 0);
   if (on_gpu) c.device = GEMINI_DEVICE_CUDA;
-  c.window_bytes = W;
-  c.device_bytes = device_windows * W;
-  c.host_bytes = host_windows * W;
+  c.chunk_bytes = W;
+  c.device_bytes = device_chunks * W;
+  c.host_bytes = host_chunks * W;
   return c;
 }
 /* A stream of the manager's as hooks take it. */
@@ -30,17 +30,17 @@ static void through_device(const world_t *w, uint64_t object, uint64_t offset) {
   CHECK_OK(gemini_acquire(w->mgr, &a, 1, w->stream));
   CHECK_OK(gemini_release(w->mgr, &a, 1, w->stream));
 }
-/* An arena of so many windows with bytes of their own, each on the device as far as they fit. */
-static gemini_arena_t filled(const world_t *w, uint64_t windows) {
+/* An arena of so many chunks with bytes of their own, each on the device as far as they fit. */
+static gemini_arena_t filled(const world_t *w, uint64_t chunks) {
   gemini_arena_t arena = world_arena(w, GEMINI_KIND_OTHER, 16, "a", 0, 0);
   uint64_t offset;
-  CHECK_OK(gemini_arena_take(w->mgr, arena, windows * W, &offset));
-  for (uint64_t i = 0; i < windows; i++) world_fill(w, arena, i * W, W, HOST, i + 1);
-  for (uint64_t i = 0; i < windows; i++) through_device(w, arena, i * W);
+  CHECK_OK(gemini_arena_take(w->mgr, arena, chunks * W, &offset));
+  for (uint64_t i = 0; i < chunks; i++) world_fill(w, arena, i * W, W, HOST, i + 1);
+  for (uint64_t i = 0; i < chunks; i++) through_device(w, arena, i * W);
   return arena;
 }
-static void holds_all(const world_t *w, gemini_arena_t arena, uint64_t windows) {
-  for (uint64_t i = 0; i < windows; i++) CHECK(world_holds(w, arena, i * W, W, i + 1));
+static void holds_all(const world_t *w, gemini_arena_t arena, uint64_t chunks) {
+  for (uint64_t i = 0; i < chunks; i++) CHECK(world_holds(w, arena, i * W, W, i + 1));
 }
 static void check_error(const char *operation, gemini_status_t status, const char *says) {
   gemini_error_info_t e = world_error();
@@ -199,7 +199,7 @@ static void test_hook_serves_a_pool_that_asks_once_and_keeps_its_segments(void) 
   void *stream = as_argument(&w, w.stream), *segments[SEGMENTS];
   const ptrdiff_t size = (ptrdiff_t)(5 * W);
   for (int i = 0; i < SEGMENTS; i++) CHECK(segments[i] = gemini_torch_malloc(size, 0, stream));
-  CHECK_EQ(evicted(&w), (SEGMENTS * 5 - 2) * W);                          /* two windows were free */
+  CHECK_EQ(evicted(&w), (SEGMENTS * 5 - 2) * W);                          /* two chunks were free */
   for (uint64_t i = 0; i < CHUNKS; i++) through_device(&w, arena, i * W); /* through what the pool leaves them */
   CHECK_EQ(world_stats(&w).nonmodel_bytes, SEGMENTS * 5 * W);
   CHECK_EQ(log_count, 0);
@@ -295,7 +295,7 @@ static void *storm(void *user) {
   return NULL;
 }
 static void test_hook_storm_beyond_the_budget_never_fails(void) {
-  /* Live at most: a ring and one block in hand for each thread, of half a window, on two windows each at the worst. */
+  /* Live at most: a ring and one block in hand for each thread, of half a chunk, on two chunks each at the worst. */
   enum { CHUNKS = 60, LIVE = STORM_THREADS * (STORM_RING + 1) };
   world_t w = world_open(hook_config(LIVE * 2 + 2, CHUNKS + 4));
   gemini_arena_t arena = filled(&w, CHUNKS);
@@ -566,7 +566,7 @@ static void test_hook_misuse_is_refused_and_logged_once(void) {
 int main(void) {
   const char *device = getenv("GEMINI_TEST_DEVICE");
   on_gpu = device && !strcmp(device, "cuda");
-  W = on_gpu ? UINT64_C(2) << 20 : WORLD_WINDOW;
+  W = on_gpu ? UINT64_C(2) << 20 : WORLD_CHUNK;
   gemini_config_t c = hook_config(4, 4);
   gemini_manager_t mgr;
   gemini_status_t status = gemini_manager_open(&c, &mgr);

@@ -8,7 +8,7 @@
 
 #include "world.h"
 
-#define W WORLD_WINDOW
+#define W WORLD_CHUNK
 static const uint64_t mib = 1 << 20;
 
 typedef struct {
@@ -33,10 +33,10 @@ static void block_free(const world_t *w, block_t b) {
   CHECK(block_holds(b));
   CHECK_OK(gemini_host_free(w->mgr, b.ptr));
 }
-static gemini_arena_t arena_of(world_t *w, const char *name, uint64_t windows) {
+static gemini_arena_t arena_of(world_t *w, const char *name, uint64_t chunks) {
   gemini_arena_t arena = world_arena(w, GEMINI_KIND_OTHER, 1, name, 0, 0);
   uint64_t offset;
-  CHECK_OK(gemini_arena_take(w->mgr, arena, windows * W, &offset));
+  CHECK_OK(gemini_arena_take(w->mgr, arena, chunks * W, &offset));
   return arena;
 }
 
@@ -89,7 +89,7 @@ static void test_one_block_may_have_the_whole_budget_and_no_more(void) {
   CHECK_STATUS(gemini_host_alloc(w.mgr, UINT64_MAX - 5, 4096, &ptr), GEMINI_ERR_OOM_HOST);
   CHECK(ptr == &w);
   block_free(&w, all);
-  all = block_new(&w, 30 * W, 4096, 2); /* small blocks come in slabs of two windows of this size */
+  all = block_new(&w, 30 * W, 4096, 2); /* small blocks come in slabs of two chunks of this size */
   block_t rest = block_new(&w, 100, 0, 3);
   block_free(&w, all);
   block_free(&w, rest);

@@ -270,7 +270,7 @@ static void test_other_arenas_and_tensors_are_refused(void) {
   CHECK(strstr(world_error().message, "params"));
   world_close(&k.w);
   gemini_config_t c = keep_config();
-  c.window_bytes = 2 * W;
+  c.chunk_bytes = 2 * W;
   gemini_manager_t mgr;
   CHECK_STATUS(gemini_manager_open(&c, &mgr), GEMINI_ERR_FORMAT); /* blocks of another size */
   k = model_open();
@@ -309,7 +309,7 @@ static void test_calls_out_of_order_are_refused(void) {
   world_close(&k.w);
   gemini_manager_t mgr;
   c = keep_config();
-  c.window_bytes = 0;
+  c.chunk_bytes = 0;
   CHECK_STATUS(gemini_manager_open(&c, &mgr), GEMINI_ERR_INVALID);
   c = keep_config();
   c.keep_name = "";

@@ -41,7 +41,7 @@ static void test_log_in_the_environment_goes_to_stderr(void) {
   CHECK_SAYS(written("warning", NULL, NULL), "libgemini: warning: hook: ");
   CHECK(!strstr(text, "info"));
   for (int i = 0; i < 2; i++) {
-    CHECK_SAYS(written(i ? "debug" : "info", NULL, NULL), "libgemini: info: windows of 65536 bytes, 4 device frames\n");
+    CHECK_SAYS(written(i ? "debug" : "info", NULL, NULL), "libgemini: info: chunks of 65536 bytes, 4 device frames\n");
     CHECK_SAYS(text, "libgemini: warning: hook: ");
   }
 }
@@ -50,7 +50,7 @@ static void test_log_of_the_callers_own_comes_first(void) {
   char own[1000] = "";
   CHECK(!*written("info", remember, own));
   CHECK_SAYS(own, "2 hook: ");
-  CHECK(!strstr(own, "windows of")); /* the level is the configuration's, too */
+  CHECK(!strstr(own, "chunks of")); /* the level is the configuration's, too */
   CHECK(!*written("nonsense", remember, own));
 }
 

@@ -17,11 +17,11 @@
 #include "../touch.h"
 #define WORLD_MORE      \
   gemini_arena_t arena; \
-  gemini_tensor_t t[64]; /* an arena of byte elements, tensors of whole windows */
+  gemini_tensor_t t[64]; /* an arena of byte elements, tensors of whole chunks */
 #include "world.h"
 
 #define OK(call) CHECK_OK(call)
-#define WINDOW WORLD_WINDOW
+#define CHUNK WORLD_CHUNK
 enum { DEVICE = GEMINI_TIER_DEVICE, HOST = GEMINI_TIER_HOST, FILES = GEMINI_TIER_FILE };
 
 static world_t world_with_arena(gemini_config_t c) {
@@ -116,11 +116,11 @@ static void work_check(void *user) {
 
 /* ---- addresses and contents */
 static void test_addresses_across_evictions_stay(void) {
-  world_t w = world_of(world_config(4, 12, 16), 16, WINDOW);
+  world_t w = world_of(world_config(4, 12, 16), 16, CHUNK);
   uint64_t address[16], seed[16] = { 0 }, random = 7;
   for (int i = 0; i < 16; i++) {
     address[i] = world_tensor_info(&w, w.t[i]).address;
-    CHECK_EQ(address[i], address[0] + (uint64_t)i * WINDOW);
+    CHECK_EQ(address[i], address[0] + (uint64_t)i * CHUNK);
   }
   for (int round = 0; round < 400; round++) {
     int i = (int)(check_random(&random) % 16);
@@ -132,8 +132,8 @@ static void test_addresses_across_evictions_stay(void) {
       gemini_access_t a = world_whole(w.t[i], write ? GEMINI_WRITE : GEMINI_READ, DEVICE);
       OK(gemini_acquire(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
       CHECK_EQ((uintptr_t)a.ptr, address[i]);
-      if (write) world_write(a.ptr, 0, WINDOW, seed[i] = (uint64_t)round + 1);
-      else CHECK(world_reads(a.ptr, 0, WINDOW, seed[i]));
+      if (write) world_write(a.ptr, 0, CHUNK, seed[i] = (uint64_t)round + 1);
+      else CHECK(world_reads(a.ptr, 0, CHUNK, seed[i]));
       OK(gemini_release(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
     }
     CHECK_EQ(world_tensor_info(&w, w.t[i]).address, address[i]);
@@ -146,8 +146,8 @@ static void test_addresses_across_evictions_stay(void) {
 }
 
 static void test_contents_down_to_files_and_back_survive(void) {
-  world_t w = world_of(world_config(4, 4, 4), 1, 3 * WINDOW - 100);
-  uint64_t size = 3 * WINDOW - 100;
+  world_t w = world_of(world_config(4, 4, 4), 1, 3 * CHUNK - 100);
+  uint64_t size = 3 * CHUNK - 100;
   put(&w, w.t[0], DEVICE, 5);
   static const uint32_t way[] = { HOST, FILES, HOST, DEVICE, FILES, DEVICE, HOST, DEVICE };
   for (size_t k = 0; k < sizeof way / sizeof *way; k++) {
@@ -155,7 +155,7 @@ static void test_contents_down_to_files_and_back_survive(void) {
     gemini_tensor_info_t info = world_tensor_info(&w, w.t[0]);
     for (uint32_t tier = 0; tier < GEMINI_TIER_COUNT; tier++)
       CHECK_EQ(info.tier_bytes[tier], tier == way[k] ? size : 0);
-    if (way[k] != HOST) CHECK_EQ(used(&w, way[k]), 3 * WINDOW);
+    if (way[k] != HOST) CHECK_EQ(used(&w, way[k]), 3 * CHUNK);
     if (way[k] == FILES) CHECK_EQ(used(&w, DEVICE) + used(&w, HOST), 0);
     if (k % 3 == 2) expect(&w, w.t[0], way[k] == DEVICE ? DEVICE : HOST, 5 + k / 3);
     if (k % 3 == 2) put(&w, w.t[0], way[k] == DEVICE ? DEVICE : HOST, 6 + k / 3);
@@ -163,14 +163,14 @@ static void test_contents_down_to_files_and_back_survive(void) {
   expect(&w, w.t[0], DEVICE, 7);
   expect(&w, w.t[0], HOST, 7);
   gemini_stats_t s = world_stats(&w);
-  CHECK(s.moved_bytes[GEMINI_LINK_H2F][GEMINI_REASON_CALLER] >= 6 * WINDOW);
-  CHECK(s.moved_bytes[GEMINI_LINK_F2H][GEMINI_REASON_CALLER] >= 6 * WINDOW);
+  CHECK(s.moved_bytes[GEMINI_LINK_H2F][GEMINI_REASON_CALLER] >= 6 * CHUNK);
+  CHECK(s.moved_bytes[GEMINI_LINK_F2H][GEMINI_REASON_CALLER] >= 6 * CHUNK);
   world_close(&w);
 }
 
 /* A stale lower copy must never come back: written on the device after it was stored below. */
 static void test_contents_rewritten_above_an_older_copy_are_the_newer(void) {
-  world_t w = world_of(world_config(2, 4, 8), 3, WINDOW);
+  world_t w = world_of(world_config(2, 4, 8), 3, CHUNK);
   for (uint64_t round = 1; round <= 6; round++) {
     put(&w, w.t[0], DEVICE, round);
     OK(move(&w, w.t[0], round % 2 ? FILES : HOST));
@@ -184,18 +184,18 @@ static void test_contents_rewritten_above_an_older_copy_are_the_newer(void) {
     CHECK_EQ(bytes_in(&w, w.t[0], DEVICE), 0);
     expect_part(&w, w.t[0], 100, 50, HOST, round + 100);
     expect_part(&w, w.t[0], 0, 100, DEVICE, round);
-    expect_part(&w, w.t[0], 150, WINDOW - 150, DEVICE, round);
+    expect_part(&w, w.t[0], 150, CHUNK - 150, DEVICE, round);
   }
   world_close(&w);
 }
 
 /* Leaving the device comes after the queued work that writes it, whoever asks for it. */
 static void test_eviction_behind_queued_work_keeps_what_it_writes(void) {
-  world_t w = world_of(world_config(2, 8, 8), 4, WINDOW);
+  world_t w = world_of(world_config(2, 8, 8), 4, CHUNK);
   for (int how = 0; how < 4; how++) {
     gemini_access_t a = world_whole(w.t[0], GEMINI_WRITE, DEVICE);
     OK(gemini_acquire(w.mgr, &a, 1, w.stream));
-    work_t work = { .at = a.ptr, .size = WINDOW, .seed = 40 + (uint64_t)how, .delay_ms = 30 };
+    work_t work = { .at = a.ptr, .size = CHUNK, .seed = 40 + (uint64_t)how, .delay_ms = 30 };
     OK(gemini_stream_call(w.mgr, w.stream, work_fill, &work));
     OK(gemini_release(w.mgr, &a, 1, w.stream));
     if (how == 0) OK(move(&w, w.t[0], HOST));
@@ -210,17 +210,17 @@ static void test_eviction_behind_queued_work_keeps_what_it_writes(void) {
 
 /* An acquire on one stream waits for what another stream was told to do with the bytes. */
 static void test_acquire_on_another_stream_sees_the_first_ones_writes(void) {
-  world_t w = world_of(world_config(4, 8, 0), 2, WINDOW);
+  world_t w = world_of(world_config(4, 8, 0), 2, CHUNK);
   gemini_stream_t other;
   OK(gemini_stream_create(w.mgr, &other));
   for (uint64_t round = 1; round <= 6; round++) {
     gemini_access_t write = world_whole(w.t[0], GEMINI_WRITE, DEVICE), read = world_whole(w.t[0], GEMINI_READ, DEVICE);
     OK(gemini_acquire(w.mgr, &write, 1, w.stream));
-    work_t fills = { .at = write.ptr, .size = WINDOW, .seed = round, .delay_ms = 20 };
+    work_t fills = { .at = write.ptr, .size = CHUNK, .seed = round, .delay_ms = 20 };
     OK(gemini_stream_call(w.mgr, w.stream, work_fill, &fills));
     OK(gemini_release(w.mgr, &write, 1, w.stream));
     OK(gemini_acquire(w.mgr, &read, 1, other));
-    work_t checks = { .at = read.ptr, .size = WINDOW, .seed = round };
+    work_t checks = { .at = read.ptr, .size = CHUNK, .seed = round };
     OK(gemini_stream_call(w.mgr, other, work_check, &checks));
     OK(gemini_release(w.mgr, &read, 1, other));
     if (round % 2) OK(gemini_stream_synchronize(w.mgr, other));
@@ -233,23 +233,23 @@ static void test_acquire_on_another_stream_sees_the_first_ones_writes(void) {
 }
 
 static void test_never_written_reads_zero_in_used_frames(void) {
-  world_t w = world_of(world_config(2, 4, 4), 8, WINDOW);
+  world_t w = world_of(world_config(2, 4, 4), 8, CHUNK);
   put(&w, w.t[0], DEVICE, 1), put(&w, w.t[1], DEVICE, 2); /* frames and host slots get dirty */
   OK(move(&w, w.t[0], FILES));
   OK(move(&w, w.t[1], HOST));
   for (int i = 2; i < 8; i++) expect_zero(&w, w.t[i], i % 2 ? DEVICE : HOST);
   world_fill(&w, w.t[7], 10, 20, DEVICE, 3); /* a partial write leaves the rest zero */
   expect_part(&w, w.t[7], 10, 20, HOST, 3);
-  gemini_access_t rest = world_part(w.t[7], 30, WINDOW - 30, GEMINI_READ, HOST);
+  gemini_access_t rest = world_part(w.t[7], 30, CHUNK - 30, GEMINI_READ, HOST);
   OK(gemini_acquire(w.mgr, &rest, 1, GEMINI_STREAM_CALLER));
-  CHECK(is_zero(rest.ptr, WINDOW - 30));
+  CHECK(is_zero(rest.ptr, CHUNK - 30));
   OK(gemini_release(w.mgr, &rest, 1, GEMINI_STREAM_CALLER));
   world_close(&w);
 }
 
 /* ---- out of memory means evict */
 static void test_acquires_beyond_the_device_evict(void) {
-  world_t w = world_of(world_config(5, 24, 0), 24, WINDOW);
+  world_t w = world_of(world_config(5, 24, 0), 24, CHUNK);
   uint64_t random = 3, seed[24] = { 0 };
   for (int round = 0; round < 300; round++) {
     gemini_access_t batch[5];
@@ -265,21 +265,21 @@ static void test_acquires_beyond_the_device_evict(void) {
     for (k = 0; k < count; k++) {
       int i = 0;
       while (w.t[i] != batch[k].object) i++;
-      if (batch[k].mode == GEMINI_WRITE) world_write(batch[k].ptr, 0, WINDOW, seed[i] = (uint64_t)round + 9);
-      else CHECK(world_reads(batch[k].ptr, 0, WINDOW, seed[i]));
+      if (batch[k].mode == GEMINI_WRITE) world_write(batch[k].ptr, 0, CHUNK, seed[i] = (uint64_t)round + 9);
+      else CHECK(world_reads(batch[k].ptr, 0, CHUNK, seed[i]));
     }
     OK(gemini_release(w.mgr, batch, count, GEMINI_STREAM_CALLER));
-    CHECK(used(&w, DEVICE) <= 5 * WINDOW);
+    CHECK(used(&w, DEVICE) <= 5 * CHUNK);
   }
-  CHECK_EQ(world_stats(&w).peak_bytes[DEVICE], 5 * WINDOW);
+  CHECK_EQ(world_stats(&w).peak_bytes[DEVICE], 5 * CHUNK);
   world_close(&w);
 }
 
 static void test_acquire_with_nothing_evictable_says_what_holds_the_memory(void) {
-  world_t w = world_of(world_config(6, 16, 0), 10, WINDOW);
+  world_t w = world_of(world_config(6, 16, 0), 10, CHUNK);
   for (int i = 0; i < 10; i++) put(&w, w.t[i], HOST, 10 + (uint64_t)i);
   void *block;
-  OK(gemini_alloc(w.mgr, WINDOW, GEMINI_STREAM_CALLER, &block));
+  OK(gemini_alloc(w.mgr, CHUNK, GEMINI_STREAM_CALLER, &block));
   gemini_access_t pinned = world_whole(w.t[0], GEMINI_READ, DEVICE);
   OK(gemini_pin(w.mgr, &pinned));
   gemini_access_t held[3] = { world_whole(w.t[1], GEMINI_READ, DEVICE), world_whole(w.t[2], GEMINI_READ_WRITE, DEVICE),
@@ -292,11 +292,11 @@ static void test_acquire_with_nothing_evictable_says_what_holds_the_memory(void)
   for (int i = 0; i < 4; i++) four[i] = world_whole(w.t[4 + i], GEMINI_READ, DEVICE);
   four[4] = four[3];
   CHECK_EQ(gemini_acquire(w.mgr, four, 5, GEMINI_STREAM_CALLER), GEMINI_ERR_OOM_DEVICE);
-  CHECK_SAYS(world_error().message, "196608 more bytes of device memory are needed"); /* three windows: one has come */
+  CHECK_SAYS(world_error().message, "196608 more bytes of device memory are needed"); /* three chunks: one has come */
   CHECK_EQ(gemini_acquire(w.mgr, batch, 2, GEMINI_STREAM_CALLER), GEMINI_ERR_OOM_DEVICE);
   CHECK_SAYS(world_error().message, "65536 more bytes of device memory are needed");
-  CHECK(says_bytes("acquired hold ", 4 * WINDOW)); /* the batch's own first window counts */
-  CHECK(says_bytes("pinned ", WINDOW) && says_bytes("non-model memory ", WINDOW) && says_bytes("budget ", 6 * WINDOW));
+  CHECK(says_bytes("acquired hold ", 4 * CHUNK)); /* the batch's own first chunk counts */
+  CHECK(says_bytes("pinned ", CHUNK) && says_bytes("non-model memory ", CHUNK) && says_bytes("budget ", 6 * CHUNK));
   CHECK(!strcmp(world_error().operation, "gemini_acquire"));
   CHECK(batch[0].ptr == &w && batch[1].ptr == &w);
   for (int i = 4; i < 6; i++) {
@@ -306,11 +306,11 @@ static void test_acquire_with_nothing_evictable_says_what_holds_the_memory(void)
   void *more = &w;
   CHECK_EQ(gemini_release(w.mgr, batch, 1, GEMINI_STREAM_CALLER), GEMINI_ERR_STATE);
   OK(gemini_acquire(w.mgr, batch, 1, GEMINI_STREAM_CALLER)); /* one more does fit */
-  CHECK_EQ(gemini_alloc(w.mgr, WINDOW, GEMINI_STREAM_CALLER, &more), GEMINI_ERR_OOM_DEVICE);
-  CHECK(says_bytes("acquired hold ", 4 * WINDOW) && more == &w);
+  CHECK_EQ(gemini_alloc(w.mgr, CHUNK, GEMINI_STREAM_CALLER, &more), GEMINI_ERR_OOM_DEVICE);
+  CHECK(says_bytes("acquired hold ", 4 * CHUNK) && more == &w);
   OK(gemini_release(w.mgr, batch, 1, GEMINI_STREAM_CALLER));
-  OK(gemini_alloc(w.mgr, WINDOW, GEMINI_STREAM_CALLER, &more)); /* evicts what was released */
-  CHECK(world_reads(held[0].ptr, 0, WINDOW, 11) && world_reads(held[1].ptr, 0, WINDOW, 12));
+  OK(gemini_alloc(w.mgr, CHUNK, GEMINI_STREAM_CALLER, &more)); /* evicts what was released */
+  CHECK(world_reads(held[0].ptr, 0, CHUNK, 11) && world_reads(held[1].ptr, 0, CHUNK, 12));
   OK(gemini_release(w.mgr, held, 3, GEMINI_STREAM_CALLER));
   OK(gemini_free(w.mgr, more, GEMINI_STREAM_CALLER));
   OK(gemini_free(w.mgr, block, GEMINI_STREAM_CALLER));
@@ -321,7 +321,7 @@ static void test_acquire_with_nothing_evictable_says_what_holds_the_memory(void)
 
 /* A failed batch that was to overwrite everything must not have spoilt anything. */
 static void test_acquire_write_batch_refused_keeps_old_bytes(void) {
-  world_t w = world_of(world_config(3, 16, 0), 6, WINDOW);
+  world_t w = world_of(world_config(3, 16, 0), 6, CHUNK);
   for (int i = 0; i < 6; i++) put(&w, w.t[i], HOST, 20 + (uint64_t)i);
   OK(move(&w, w.t[5], DEVICE));
   gemini_access_t batch[4];
@@ -335,11 +335,11 @@ static void test_acquire_write_batch_refused_keeps_old_bytes(void) {
 
 static void test_allocation_storm_takes_all_but_what_is_held(void) {
   enum { BLOCK = 10000, ROUNDED = 10240 };
-  world_t w = world_of(world_config(8, 16, 0), 8, WINDOW);
+  world_t w = world_of(world_config(8, 16, 0), 8, CHUNK);
   for (int i = 0; i < 8; i++) put(&w, w.t[i], DEVICE, 30 + (uint64_t)i);
   gemini_access_t held = world_whole(w.t[3], GEMINI_READ, DEVICE);
   OK(gemini_acquire(w.mgr, &held, 1, GEMINI_STREAM_CALLER));
-  static void *block[8 * WINDOW / BLOCK + 1];
+  static void *block[8 * CHUNK / BLOCK + 1];
   uint64_t count = 0;
   gemini_status_t status;
   while (!(status = gemini_alloc(w.mgr, BLOCK, GEMINI_STREAM_CALLER, &block[count]))) {
@@ -348,30 +348,30 @@ static void test_allocation_storm_takes_all_but_what_is_held(void) {
     count++;
   }
   CHECK_EQ(status, GEMINI_ERR_OOM_DEVICE);
-  CHECK_EQ(count, 7 * WINDOW / ROUNDED); /* blocks lie in one piece across frames: nothing is lost but the end */
-  CHECK(says_bytes("non-model memory ", 7 * WINDOW) && says_bytes("acquired hold ", WINDOW));
+  CHECK_EQ(count, 7 * CHUNK / ROUNDED); /* blocks lie in one piece across frames: nothing is lost but the end */
+  CHECK(says_bytes("non-model memory ", 7 * CHUNK) && says_bytes("acquired hold ", CHUNK));
   gemini_stats_t s = world_stats(&w);
   CHECK_EQ(s.nonmodel_bytes, count * ROUNDED);
-  CHECK_EQ(s.used_bytes[DEVICE], 8 * WINDOW);
-  CHECK_EQ(s.peak_bytes[DEVICE], 8 * WINDOW);
+  CHECK_EQ(s.used_bytes[DEVICE], 8 * CHUNK);
+  CHECK_EQ(s.peak_bytes[DEVICE], 8 * CHUNK);
   for (uint64_t k = 0; k < count; k++) CHECK(world_reads(block[k], 0, BLOCK, 100 + k));
-  CHECK(world_reads(held.ptr, 0, WINDOW, 33));
+  CHECK(world_reads(held.ptr, 0, CHUNK, 33));
   for (uint64_t k = 0; k < count; k++) OK(gemini_free(w.mgr, block[k], GEMINI_STREAM_CALLER));
   CHECK_EQ(world_stats(&w).nonmodel_bytes, 0);
   OK(gemini_release(w.mgr, &held, 1, GEMINI_STREAM_CALLER));
   gemini_access_t all[8]; /* idle heap pages give way to chunks */
   for (int i = 0; i < 8; i++) all[i] = world_whole(w.t[i], GEMINI_READ, DEVICE);
   OK(gemini_acquire(w.mgr, all, 8, GEMINI_STREAM_CALLER));
-  for (int i = 0; i < 8; i++) CHECK(world_reads(all[i].ptr, 0, WINDOW, 30 + (uint64_t)i));
+  for (int i = 0; i < 8; i++) CHECK(world_reads(all[i].ptr, 0, CHUNK, 30 + (uint64_t)i));
   OK(gemini_release(w.mgr, all, 8, GEMINI_STREAM_CALLER));
   world_close(&w);
 }
 
 static void test_allocations_and_acquires_mixed_never_pass_the_budget(void) {
   gemini_config_t c = world_config(0, 32, 0);
-  c.device_bytes = 7 * WINDOW + 1000;
-  c.device_margin_bytes = WINDOW + 500; /* leaves 6 windows and 500 bytes: 6 frames */
-  world_t w = world_of(c, 16, WINDOW);
+  c.device_bytes = 7 * CHUNK + 1000;
+  c.device_margin_bytes = CHUNK + 500; /* leaves 6 chunks and 500 bytes: 6 frames */
+  world_t w = world_of(c, 16, CHUNK);
   uint64_t random = 11, seed[16] = { 0 };
   struct {
     void *at;
@@ -402,18 +402,18 @@ static void test_allocations_and_acquires_mixed_never_pass_the_budget(void) {
       gemini_status_t status = gemini_acquire(w.mgr, &a, 1, GEMINI_STREAM_CALLER);
       if (status) {
         CHECK_EQ(status, GEMINI_ERR_OOM_DEVICE);
-        CHECK(says_bytes("non-model memory ", 6 * WINDOW));
+        CHECK(says_bytes("non-model memory ", 6 * CHUNK));
       } else {
-        if (write) world_write(a.ptr, 0, WINDOW, seed[i] = (uint64_t)round + 1);
-        else CHECK(world_reads(a.ptr, 0, WINDOW, seed[i]));
+        if (write) world_write(a.ptr, 0, CHUNK, seed[i] = (uint64_t)round + 1);
+        else CHECK(world_reads(a.ptr, 0, CHUNK, seed[i]));
         OK(gemini_release(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
       }
     }
     gemini_stats_t s = world_stats(&w);
-    CHECK(s.used_bytes[DEVICE] <= 6 * WINDOW && s.peak_bytes[DEVICE] <= 6 * WINDOW);
+    CHECK(s.used_bytes[DEVICE] <= 6 * CHUNK && s.peak_bytes[DEVICE] <= 6 * CHUNK);
     if (round % 100 == 99) OK(gemini_iteration_end(w.mgr));
   }
-  CHECK_EQ(world_stats(&w).peak_bytes[DEVICE], 6 * WINDOW); /* and it used what it may */
+  CHECK_EQ(world_stats(&w).peak_bytes[DEVICE], 6 * CHUNK); /* and it used what it may */
   for (int k = 0; k < 12; k++) OK(gemini_free(w.mgr, block[k].at, GEMINI_STREAM_CALLER));
   for (int i = 0; i < 16; i++)
     if (seed[i]) expect(&w, w.t[i], DEVICE, seed[i]);
@@ -424,7 +424,7 @@ static void test_allocations_and_acquires_mixed_never_pass_the_budget(void) {
 static void test_margin_in_warmup_is_left_alone(void) {
   gemini_config_t c = world_config(6, 32, 0);
   c.device_margin_bytes = 1; /* one byte less: one frame less */
-  world_t w = world_of(c, 8, WINDOW);
+  world_t w = world_of(c, 8, CHUNK);
   OK(gemini_iteration_begin(w.mgr));
   OK(gemini_phase_set(w.mgr, GEMINI_PHASE_FORWARD));
   for (int i = 0; i < 8; i++) {
@@ -432,8 +432,8 @@ static void test_margin_in_warmup_is_left_alone(void) {
     gemini_access_t a = world_whole(w.t[i], GEMINI_WRITE, DEVICE);
     void *block;
     OK(gemini_acquire(w.mgr, &a, 1, w.stream));
-    OK(gemini_alloc(w.mgr, 3 * WINDOW, w.stream, &block));
-    CHECK(used(&w, DEVICE) <= 5 * WINDOW);
+    OK(gemini_alloc(w.mgr, 3 * CHUNK, w.stream, &block));
+    CHECK(used(&w, DEVICE) <= 5 * CHUNK);
     OK(gemini_free(w.mgr, block, w.stream));
     OK(gemini_release(w.mgr, &a, 1, w.stream));
     OK(gemini_op_end(w.mgr));
@@ -442,26 +442,26 @@ static void test_margin_in_warmup_is_left_alone(void) {
   gemini_access_t a = world_whole(w.t[0], GEMINI_READ, DEVICE);
   void *block = NULL;
   OK(gemini_acquire(w.mgr, &a, 1, w.stream));
-  CHECK_EQ(gemini_alloc(w.mgr, 4 * WINDOW + 512, w.stream, &block), GEMINI_ERR_OOM_DEVICE);
+  CHECK_EQ(gemini_alloc(w.mgr, 4 * CHUNK + 512, w.stream, &block), GEMINI_ERR_OOM_DEVICE);
   CHECK(says("too much") && says_bytes("margin ", 1));
-  OK(gemini_alloc(w.mgr, 4 * WINDOW, w.stream, &block));
+  OK(gemini_alloc(w.mgr, 4 * CHUNK, w.stream, &block));
   OK(gemini_free(w.mgr, block, w.stream));
   OK(gemini_release(w.mgr, &a, 1, w.stream));
   OK(gemini_op_end(w.mgr));
   OK(gemini_iteration_end(w.mgr));
-  CHECK_EQ(world_stats(&w).peak_bytes[DEVICE], 5 * WINDOW);
+  CHECK_EQ(world_stats(&w).peak_bytes[DEVICE], 5 * CHUNK);
   world_close(&w);
 }
 
 static void test_host_full_without_files_is_oom_host(void) {
-  world_t w = world_of(world_config(2, 3, 0), 8, WINDOW);
+  world_t w = world_of(world_config(2, 3, 0), 8, CHUNK);
   for (int i = 0; i < 5; i++) put(&w, w.t[i], DEVICE, 60 + (uint64_t)i); /* 2 up, 3 down: full */
-  CHECK_EQ(used(&w, DEVICE), 2 * WINDOW);
-  CHECK_EQ(used(&w, HOST), 3 * WINDOW);
+  CHECK_EQ(used(&w, DEVICE), 2 * CHUNK);
+  CHECK_EQ(used(&w, HOST), 3 * CHUNK);
   for (uint32_t tier = DEVICE; tier <= HOST; tier++) {
     gemini_access_t a = world_whole(w.t[5], GEMINI_WRITE, tier);
     CHECK_EQ(gemini_acquire(w.mgr, &a, 1, GEMINI_STREAM_CALLER), GEMINI_ERR_OOM_HOST);
-    CHECK(says_bytes("", 3 * WINDOW) && says_bytes("chunk of ", WINDOW) && says("no file tier"));
+    CHECK(says_bytes("", 3 * CHUNK) && says_bytes("chunk of ", CHUNK) && says("no file tier"));
     CHECK_SAYS(world_error().message,
                tier == HOST ? "the batch needs 65536 more bytes of host memory: "
                             : "the batch needs 65536 more bytes of device memory, for which other chunks must leave: ");
@@ -470,7 +470,7 @@ static void test_host_full_without_files_is_oom_host(void) {
   }
   void *block;
   CHECK_EQ(gemini_alloc(w.mgr, 100, GEMINI_STREAM_CALLER, &block), GEMINI_ERR_OOM_HOST);
-  CHECK_EQ(used(&w, DEVICE), 2 * WINDOW);
+  CHECK_EQ(used(&w, DEVICE), 2 * CHUNK);
   for (int i = 0; i < 5; i++) expect(&w, w.t[i], bytes_in(&w, w.t[i], DEVICE) ? DEVICE : HOST, 60 + (uint64_t)i);
   OK(gemini_tensor_state_set(w.mgr, w.t[0], GEMINI_STATE_FREE)); /* room for one, and it is found */
   put(&w, w.t[5], DEVICE, 65);
@@ -479,18 +479,18 @@ static void test_host_full_without_files_is_oom_host(void) {
 }
 
 static void test_all_tiers_full_is_oom_file(void) {
-  world_t w = world_of(world_config(2, 2, 2), 8, WINDOW);
+  world_t w = world_of(world_config(2, 2, 2), 8, CHUNK);
   for (int i = 0; i < 6; i++) put(&w, w.t[i], DEVICE, 70 + (uint64_t)i);
-  for (uint32_t tier = 0; tier < GEMINI_TIER_COUNT; tier++) CHECK_EQ(used(&w, tier), 2 * WINDOW);
+  for (uint32_t tier = 0; tier < GEMINI_TIER_COUNT; tier++) CHECK_EQ(used(&w, tier), 2 * CHUNK);
   gemini_access_t a = world_whole(w.t[6], GEMINI_WRITE, DEVICE);
   CHECK_EQ(gemini_acquire(w.mgr, &a, 1, GEMINI_STREAM_CALLER), GEMINI_ERR_OOM_FILE);
-  CHECK(says_bytes("", 2 * WINDOW) && says_bytes("budget ", 2 * WINDOW));
+  CHECK(says_bytes("", 2 * CHUNK) && says_bytes("budget ", 2 * CHUNK));
   CHECK_EQ(world_tensor_info(&w, w.t[6]).users, 0);
   for (uint32_t tier = 0; tier < GEMINI_TIER_COUNT; tier++) {
-    CHECK_EQ(used(&w, tier), 2 * WINDOW);
-    CHECK(world_stats(&w).peak_bytes[tier] <= 2 * WINDOW);
+    CHECK_EQ(used(&w, tier), 2 * CHUNK);
+    CHECK(world_stats(&w).peak_bytes[tier] <= 2 * CHUNK);
   }
-  OK(gemini_budget_set(w.mgr, FILES, 7 * WINDOW));
+  OK(gemini_budget_set(w.mgr, FILES, 7 * CHUNK));
   put(&w, w.t[6], DEVICE, 76);
   for (int i = 0; i < 7; i++) expect(&w, w.t[i], i % 2 ? HOST : DEVICE, 70 + (uint64_t)i);
   world_close(&w);
@@ -499,7 +499,7 @@ static void test_all_tiers_full_is_oom_file(void) {
 /* A chunk that can leave for nothing makes room although those before it in the order cannot leave. */
 static void test_clean_chunk_is_evicted_where_dirty_ones_cannot_be(void) {
   for (int order = 0; order < 2; order++) {
-    world_t w = world_of(world_config(2, 1, 0), 5, WINDOW);
+    world_t w = world_of(world_config(2, 1, 0), 5, CHUNK);
     put(&w, w.t[0], HOST, 1); /* fills the host */
     if (order) expect_zero(&w, w.t[2], DEVICE);
     put(&w, w.t[1], DEVICE, 2);                  /* dirty: cannot go down */
@@ -512,13 +512,13 @@ static void test_clean_chunk_is_evicted_where_dirty_ones_cannot_be(void) {
 
 /* A block in the file tier that only repeats what is above it gives way. */
 static void test_redundant_file_copies_give_way(void) {
-  world_t w = world_of(world_config(2, 3, 1), 3, WINDOW);
+  world_t w = world_of(world_config(2, 3, 1), 3, CHUNK);
   for (int i = 0; i < 3; i++) put(&w, w.t[i], HOST, 1 + (uint64_t)i);
   OK(move(&w, w.t[0], FILES));
   OK(move(&w, w.t[0], HOST)); /* its copy in the file may stay, but nobody needs it */
-  CHECK_EQ(bytes_in(&w, w.t[0], HOST), WINDOW);
+  CHECK_EQ(bytes_in(&w, w.t[0], HOST), CHUNK);
   OK(move(&w, w.t[1], FILES));
-  CHECK_EQ(bytes_in(&w, w.t[1], FILES), WINDOW);
+  CHECK_EQ(bytes_in(&w, w.t[1], FILES), CHUNK);
   for (int i = 0; i < 3; i++) expect(&w, w.t[i], DEVICE, 1 + (uint64_t)i);
   OK(move(&w, w.arena, HOST));
   OK(gemini_budget_set(w.mgr, FILES, 0)); /* nothing has to be there */
@@ -528,7 +528,7 @@ static void test_redundant_file_copies_give_way(void) {
 
 /* A file that cannot be written fails the call that needed it, and nothing else. */
 static void test_failing_file_changes_nothing(void) {
-  world_t w = world_of(world_config(2, 2, 8), 6, WINDOW);
+  world_t w = world_of(world_config(2, 2, 8), 6, CHUNK);
   for (int i = 0; i < 4; i++) put(&w, w.t[i], DEVICE, 40 + (uint64_t)i); /* device and host are full */
   struct rlimit before, none;
   CHECK_EQ(getrlimit(RLIMIT_FSIZE, &before), 0);
@@ -539,7 +539,7 @@ static void test_failing_file_changes_nothing(void) {
     gemini_access_t a = world_whole(w.t[4], GEMINI_WRITE, round == 1 ? HOST : DEVICE);
     gemini_status_t acquired = gemini_acquire(w.mgr, &a, 1, GEMINI_STREAM_CALLER);
     gemini_error_info_t error = world_error();
-    gemini_status_t budget = gemini_budget_set(w.mgr, HOST, WINDOW);
+    gemini_status_t budget = gemini_budget_set(w.mgr, HOST, CHUNK);
     CHECK_EQ(setrlimit(RLIMIT_FSIZE, &before), 0);
     CHECK_EQ(acquired, GEMINI_ERR_OOM_FILE);
     CHECK_EQ(error.native_code, EFBIG);
@@ -548,7 +548,7 @@ static void test_failing_file_changes_nothing(void) {
     CHECK_EQ(world_tensor_info(&w, w.t[4]).users, 0);
     CHECK_EQ(world_tensor_info(&w, w.t[4]).state, GEMINI_STATE_FREE);
     CHECK_EQ(used(&w, FILES), 0);
-    CHECK_EQ(world_stats(&w).budget_bytes[HOST], 2 * WINDOW);
+    CHECK_EQ(world_stats(&w).budget_bytes[HOST], 2 * CHUNK);
     for (int i = 0; i < 4; i++) expect(&w, w.t[i], bytes_in(&w, w.t[i], DEVICE) ? DEVICE : HOST, 40 + (uint64_t)i);
   }
   put(&w, w.t[4], DEVICE, 44);
@@ -564,7 +564,7 @@ static void test_limit_on_files_fails_calls_only(void) {
   CHECK(fd >= 0);
   CHECK_EQ(getrlimit(RLIMIT_FSIZE, &before), 0);
   small = before;
-  small.rlim_cur = 4 * WINDOW;
+  small.rlim_cur = 4 * CHUNK;
   CHECK_EQ(setrlimit(RLIMIT_FSIZE, &small), 0);
   gemini_config_t c = world_config(2, 8, 64);
   c.file_dir = "/tmp";
@@ -572,7 +572,7 @@ static void test_limit_on_files_fails_calls_only(void) {
   CHECK_EQ(gemini_manager_open(&c, &mgr), GEMINI_ERR_OOM_FILE);
   CHECK_EQ(setrlimit(RLIMIT_FSIZE, &before), 0);
 
-  world_t w = world_of(world_config(2, 8, 0), 2, 2 * WINDOW);
+  world_t w = world_of(world_config(2, 8, 0), 2, 2 * CHUNK);
   put(&w, w.t[0], DEVICE, 40);
   OK(gemini_iteration_begin(w.mgr));
   OK(gemini_op_begin(w.mgr, "op", GEMINI_STREAM_CALLER));
@@ -644,17 +644,17 @@ static void test_neighbours_on_the_host_can_be_written_together(void) {
 }
 
 static void test_tensor_larger_than_the_device_is_used_by_ranges(void) {
-  world_t w = world_of(world_config(3, 4, 16), 1, 11 * WINDOW + 5000);
-  uint64_t size = 11 * WINDOW + 5000, step = 100000; /* no multiple of anything */
+  world_t w = world_of(world_config(3, 4, 16), 1, 11 * CHUNK + 5000);
+  uint64_t size = 11 * CHUNK + 5000, step = 100000; /* no multiple of anything */
   gemini_access_t all = world_whole(w.t[0], GEMINI_READ, DEVICE);
   CHECK_EQ(gemini_acquire(w.mgr, &all, 1, GEMINI_STREAM_CALLER), GEMINI_ERR_OOM_DEVICE);
-  CHECK(says_bytes("budget ", 3 * WINDOW) && says_bytes("acquired hold ", 3 * WINDOW));
+  CHECK(says_bytes("budget ", 3 * CHUNK) && says_bytes("acquired hold ", 3 * CHUNK));
   all.tier = HOST;
   CHECK_EQ(gemini_acquire(w.mgr, &all, 1, GEMINI_STREAM_CALLER), GEMINI_ERR_OOM_HOST);
   CHECK_SAYS(world_error().message, "the batch needs 786432 more bytes of host memory: ");
   for (uint64_t at = 0; at < size; at += step)
     world_fill(&w, w.t[0], at, at + step < size ? step : size - at, at / step % 3 ? DEVICE : HOST, 8);
-  CHECK(bytes_in(&w, w.t[0], FILES) > 4 * WINDOW);
+  CHECK(bytes_in(&w, w.t[0], FILES) > 4 * CHUNK);
   for (uint64_t at = 0; at < size; at += step)
     expect_part(&w, w.t[0], at, at + step < size ? step : size - at, at / step % 2 ? DEVICE : HOST, 8);
   gemini_tensor_info_t info = world_tensor_info(&w, w.t[0]);
@@ -665,25 +665,25 @@ static void test_tensor_larger_than_the_device_is_used_by_ranges(void) {
 }
 
 static void test_tied_tensors_share_their_bytes(void) {
-  world_t w = world_of(world_config(4, 8, 8), 2, 2 * WINDOW);
+  world_t w = world_of(world_config(4, 8, 8), 2, 2 * CHUNK);
   uint64_t at = world_tensor_info(&w, w.t[0]).offset_bytes;
-  gemini_tensor_t tied = tensor_at(&w, "tied", 2 * WINDOW, at);
-  gemini_tensor_t across = tensor_at(&w, "across", 2 * WINDOW, at + WINDOW); /* half of t.0, half of t.1 */
+  gemini_tensor_t tied = tensor_at(&w, "tied", 2 * CHUNK, at);
+  gemini_tensor_t across = tensor_at(&w, "across", 2 * CHUNK, at + CHUNK); /* half of t.0, half of t.1 */
   CHECK_EQ(world_tensor_info(&w, tied).address, world_tensor_info(&w, w.t[0]).address);
   put(&w, w.t[0], DEVICE, 1);
   put(&w, w.t[1], HOST, 2);
   expect(&w, tied, DEVICE, 1);
   put(&w, across, DEVICE, 3);
-  expect_part(&w, tied, 0, WINDOW, HOST, 1);
-  gemini_access_t a = world_part(w.t[1], 0, WINDOW, GEMINI_READ, HOST);
+  expect_part(&w, tied, 0, CHUNK, HOST, 1);
+  gemini_access_t a = world_part(w.t[1], 0, CHUNK, GEMINI_READ, HOST);
   OK(gemini_acquire(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
-  CHECK(world_reads(a.ptr, WINDOW, WINDOW, 3)); /* the second half of across */
+  CHECK(world_reads(a.ptr, CHUNK, CHUNK, 3)); /* the second half of across */
   OK(gemini_release(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
-  /* All three at once, one of them twice: 4 windows hold them. */
+  /* All three at once, one of them twice: 4 chunks hold them. */
   gemini_access_t all[4] = { world_whole(w.t[0], GEMINI_READ_WRITE, DEVICE), world_whole(tied, GEMINI_READ, DEVICE),
                              world_whole(across, GEMINI_READ, DEVICE), world_whole(tied, GEMINI_READ_WRITE, DEVICE) };
   OK(gemini_acquire(w.mgr, all, 4, w.stream));
-  CHECK(all[0].ptr == all[1].ptr && (uint8_t *)all[2].ptr == (uint8_t *)all[0].ptr + WINDOW);
+  CHECK(all[0].ptr == all[1].ptr && (uint8_t *)all[2].ptr == (uint8_t *)all[0].ptr + CHUNK);
   CHECK_EQ(world_tensor_info(&w, tied).users, 2);
   CHECK_EQ(world_tensor_info(&w, w.t[0]).users, 1);
   OK(gemini_release(w.mgr, &all[1], 1, w.stream));
@@ -695,7 +695,7 @@ static void test_tied_tensors_share_their_bytes(void) {
   OK(gemini_release(w.mgr, all, 1, w.stream));
   OK(move(&w, tied, FILES));
   OK(gemini_tensor_unregister(w.mgr, tied));
-  expect_part(&w, w.t[0], 0, WINDOW, DEVICE, 1);
+  expect_part(&w, w.t[0], 0, CHUNK, DEVICE, 1);
   expect(&w, across, DEVICE, 3);
   world_close(&w);
 }
@@ -704,7 +704,7 @@ static void test_tied_tensors_share_their_bytes(void) {
 static void test_strict_stale_accesses_fault(void) {
   gemini_config_t c = world_config(2, 8, 8);
   c.flags = GEMINI_CONFIG_STRICT;
-  world_t w = world_of(c, 4, WINDOW);
+  world_t w = world_of(c, 4, CHUNK);
   uint8_t *address = (uint8_t *)(uintptr_t)world_tensor_info(&w, w.t[0]).address;
   CHECK(touch_faults(address)); /* never resident */
   put(&w, w.t[0], HOST, 1);
@@ -713,16 +713,16 @@ static void test_strict_stale_accesses_fault(void) {
   OK(gemini_acquire(w.mgr, &a, 1, w.stream));
   CHECK(a.ptr == address);
   OK(gemini_stream_synchronize(w.mgr, w.stream));
-  CHECK(touch_reads(address) && touch_reads(address + WINDOW - 1));
-  CHECK(touch_faults(address + WINDOW)); /* its neighbour is not there */
-  work_t work = { .at = a.ptr, .size = WINDOW, .seed = 2, .delay_ms = 30 };
+  CHECK(touch_reads(address) && touch_reads(address + CHUNK - 1));
+  CHECK(touch_faults(address + CHUNK)); /* its neighbour is not there */
+  work_t work = { .at = a.ptr, .size = CHUNK, .seed = 2, .delay_ms = 30 };
   OK(gemini_stream_call(w.mgr, w.stream, work_fill, &work));
   OK(gemini_release(w.mgr, &a, 1, w.stream));
   gemini_access_t both[2] = { world_whole(w.t[1], GEMINI_WRITE, DEVICE), world_whole(w.t[2], GEMINI_WRITE, DEVICE) };
   OK(gemini_acquire(w.mgr, both, 2, w.stream)); /* all of the device: t.0 leaves, behind its queued user */
   OK(gemini_release(w.mgr, both, 2, w.stream));
-  CHECK(touch_faults(address) && touch_faults(address + WINDOW - 1));
-  CHECK(touch_reads(address + WINDOW));
+  CHECK(touch_faults(address) && touch_faults(address + CHUNK - 1));
+  CHECK(touch_reads(address + CHUNK));
   expect(&w, w.t[0], DEVICE, 2);
   CHECK(touch_reads(address));
   OK(move(&w, w.t[0], HOST));
@@ -733,93 +733,93 @@ static void test_strict_stale_accesses_fault(void) {
   CHECK(touch_faults(address));
   OK(move(&w, w.t[1], DEVICE));
   OK(move(&w, w.t[2], DEVICE));
-  OK(gemini_budget_set(w.mgr, DEVICE, WINDOW));
-  CHECK(touch_faults(address + WINDOW) != touch_faults(address + 2 * WINDOW));
+  OK(gemini_budget_set(w.mgr, DEVICE, CHUNK));
+  CHECK(touch_faults(address + CHUNK) != touch_faults(address + 2 * CHUNK));
   world_close(&w);
 }
 
 /* ---- budgets */
 static void test_budget_device_down_and_up_moves_what_must(void) {
-  world_t w = world_of(world_config(6, 16, 0), 8, WINDOW);
+  world_t w = world_of(world_config(6, 16, 0), 8, CHUNK);
   for (int i = 0; i < 6; i++) put(&w, w.t[i], DEVICE, 80 + (uint64_t)i);
-  CHECK_EQ(used(&w, DEVICE), 6 * WINDOW);
-  OK(gemini_budget_set(w.mgr, DEVICE, 2 * WINDOW + 4000));
+  CHECK_EQ(used(&w, DEVICE), 6 * CHUNK);
+  OK(gemini_budget_set(w.mgr, DEVICE, 2 * CHUNK + 4000));
   gemini_stats_t s = world_stats(&w);
-  CHECK_EQ(s.used_bytes[DEVICE], 2 * WINDOW);
-  CHECK_EQ(s.budget_bytes[DEVICE], 2 * WINDOW + 4000);
+  CHECK_EQ(s.used_bytes[DEVICE], 2 * CHUNK);
+  CHECK_EQ(s.budget_bytes[DEVICE], 2 * CHUNK + 4000);
   CHECK_EQ(s.moved_chunks[GEMINI_LINK_D2H][GEMINI_REASON_CALLER], 4);
   OK(gemini_stats_reset(w.mgr));
   for (int i = 0; i < 6; i++) expect(&w, w.t[i], DEVICE, 80 + (uint64_t)i);
-  CHECK_EQ(world_stats(&w).peak_bytes[DEVICE], 2 * WINDOW);
+  CHECK_EQ(world_stats(&w).peak_bytes[DEVICE], 2 * CHUNK);
   gemini_access_t three[3] = { world_whole(w.t[0], GEMINI_READ, DEVICE), world_whole(w.t[1], GEMINI_READ, DEVICE),
                                world_whole(w.t[2], GEMINI_READ, DEVICE) };
   CHECK_EQ(gemini_acquire(w.mgr, three, 3, w.stream), GEMINI_ERR_OOM_DEVICE);
-  OK(gemini_budget_set(w.mgr, DEVICE, 9 * WINDOW));
+  OK(gemini_budget_set(w.mgr, DEVICE, 9 * CHUNK));
   OK(gemini_acquire(w.mgr, three, 3, w.stream));
   void *block;
-  OK(gemini_alloc(w.mgr, WINDOW, w.stream, &block));
+  OK(gemini_alloc(w.mgr, CHUNK, w.stream, &block));
   /* 3 acquired and 1 of non-model memory do not fit in 3. */
-  CHECK_EQ(gemini_budget_set(w.mgr, DEVICE, 3 * WINDOW), GEMINI_ERR_OOM_DEVICE);
-  CHECK(says_bytes("acquired hold ", 3 * WINDOW) && says_bytes("non-model memory ", WINDOW));
-  CHECK_EQ(world_stats(&w).budget_bytes[DEVICE], 9 * WINDOW);
+  CHECK_EQ(gemini_budget_set(w.mgr, DEVICE, 3 * CHUNK), GEMINI_ERR_OOM_DEVICE);
+  CHECK(says_bytes("acquired hold ", 3 * CHUNK) && says_bytes("non-model memory ", CHUNK));
+  CHECK_EQ(world_stats(&w).budget_bytes[DEVICE], 9 * CHUNK);
   gemini_access_t rest[5];
   for (int i = 0; i < 5; i++) rest[i] = world_whole(w.t[3 + i], GEMINI_READ, DEVICE);
   OK(gemini_acquire(w.mgr, rest, 5, w.stream)); /* the old budget still is all there: 3 + 1 + 5 */
-  CHECK_EQ(used(&w, DEVICE), 9 * WINDOW);
+  CHECK_EQ(used(&w, DEVICE), 9 * CHUNK);
   OK(gemini_release(w.mgr, rest, 5, w.stream));
-  OK(gemini_budget_set(w.mgr, DEVICE, 4 * WINDOW));
-  CHECK_EQ(used(&w, DEVICE), 4 * WINDOW);
+  OK(gemini_budget_set(w.mgr, DEVICE, 4 * CHUNK));
+  CHECK_EQ(used(&w, DEVICE), 4 * CHUNK);
   OK(gemini_free(w.mgr, block, w.stream));
-  OK(gemini_budget_set(w.mgr, DEVICE, 3 * WINDOW));
+  OK(gemini_budget_set(w.mgr, DEVICE, 3 * CHUNK));
   OK(gemini_stream_synchronize(w.mgr, w.stream));
-  for (int i = 0; i < 3; i++) CHECK(world_reads(three[i].ptr, 0, WINDOW, 80 + (uint64_t)i));
+  for (int i = 0; i < 3; i++) CHECK(world_reads(three[i].ptr, 0, CHUNK, 80 + (uint64_t)i));
   OK(gemini_release(w.mgr, three, 3, w.stream));
   for (int i = 0; i < 6; i++) expect(&w, w.t[i], HOST, 80 + (uint64_t)i);
   world_close(&w);
 }
 
 static void test_budget_host_down_goes_to_files_or_is_refused(void) {
-  world_t w = world_of(world_config(1, 6, 4), 8, WINDOW);
+  world_t w = world_of(world_config(1, 6, 4), 8, CHUNK);
   for (int i = 0; i < 6; i++) put(&w, w.t[i], HOST, 90 + (uint64_t)i);
   gemini_access_t held[2] = { world_whole(w.t[0], GEMINI_READ, HOST), world_whole(w.t[5], GEMINI_READ, HOST) };
   OK(gemini_acquire(w.mgr, held, 2, GEMINI_STREAM_CALLER));
-  OK(gemini_budget_set(w.mgr, HOST, 3 * WINDOW));
-  CHECK_EQ(used(&w, HOST), 3 * WINDOW);
-  CHECK_EQ(used(&w, FILES), 3 * WINDOW);
-  CHECK(world_reads(held[0].ptr, 0, WINDOW, 90) && world_reads(held[1].ptr, 0, WINDOW, 95));
-  CHECK_EQ(gemini_budget_set(w.mgr, HOST, WINDOW), GEMINI_ERR_OOM_HOST);
-  CHECK(says_bytes("", 2 * WINDOW) && says_bytes("budget, ", WINDOW));
-  CHECK_EQ(world_stats(&w).budget_bytes[HOST], 3 * WINDOW);
+  OK(gemini_budget_set(w.mgr, HOST, 3 * CHUNK));
+  CHECK_EQ(used(&w, HOST), 3 * CHUNK);
+  CHECK_EQ(used(&w, FILES), 3 * CHUNK);
+  CHECK(world_reads(held[0].ptr, 0, CHUNK, 90) && world_reads(held[1].ptr, 0, CHUNK, 95));
+  CHECK_EQ(gemini_budget_set(w.mgr, HOST, CHUNK), GEMINI_ERR_OOM_HOST);
+  CHECK(says_bytes("", 2 * CHUNK) && says_bytes("budget, ", CHUNK));
+  CHECK_EQ(world_stats(&w).budget_bytes[HOST], 3 * CHUNK);
   OK(gemini_release(w.mgr, held, 2, GEMINI_STREAM_CALLER));
-  OK(gemini_budget_set(w.mgr, HOST, 8 * WINDOW));
+  OK(gemini_budget_set(w.mgr, HOST, 8 * CHUNK));
   for (int i = 0; i < 6; i++) expect(&w, w.t[i], HOST, 90 + (uint64_t)i);
   world_close(&w);
 
-  w = world_of(world_config(1, 4, 0), 4, WINDOW); /* no files: nothing can go */
+  w = world_of(world_config(1, 4, 0), 4, CHUNK); /* no files: nothing can go */
   for (int i = 0; i < 4; i++) put(&w, w.t[i], HOST, 80 + (uint64_t)i);
-  CHECK_EQ(gemini_budget_set(w.mgr, HOST, 3 * WINDOW), GEMINI_ERR_OOM_HOST);
-  CHECK(says_bytes("", 4 * WINDOW) && says_bytes("", 3 * WINDOW));
+  CHECK_EQ(gemini_budget_set(w.mgr, HOST, 3 * CHUNK), GEMINI_ERR_OOM_HOST);
+  CHECK(says_bytes("", 4 * CHUNK) && says_bytes("", 3 * CHUNK));
   for (int i = 0; i < 4; i++) expect(&w, w.t[i], HOST, 80 + (uint64_t)i);
   OK(gemini_tensor_state_set(w.mgr, w.t[2], GEMINI_STATE_FREE));
-  OK(gemini_budget_set(w.mgr, HOST, 3 * WINDOW));
-  CHECK_EQ(gemini_budget_set(w.mgr, FILES, WINDOW), GEMINI_ERR_STATE); /* opened without files */
+  OK(gemini_budget_set(w.mgr, HOST, 3 * CHUNK));
+  CHECK_EQ(gemini_budget_set(w.mgr, FILES, CHUNK), GEMINI_ERR_STATE); /* opened without files */
   world_close(&w);
 }
 
 static void test_budget_file_down_is_refused_while_needed(void) {
-  world_t w = world_of(world_config(1, 2, 6), 5, WINDOW);
+  world_t w = world_of(world_config(1, 2, 6), 5, CHUNK);
   for (int i = 0; i < 5; i++) put(&w, w.t[i], DEVICE, 60 + (uint64_t)i);
   for (int i = 0; i < 5; i++) OK(move(&w, w.t[i], FILES));
-  CHECK_EQ(used(&w, FILES), 5 * WINDOW);
-  CHECK_EQ(gemini_budget_set(w.mgr, FILES, WINDOW), GEMINI_ERR_OOM_FILE);
-  CHECK(says_bytes("budget, ", WINDOW));
-  CHECK_EQ(world_stats(&w).budget_bytes[FILES], 6 * WINDOW);
-  OK(gemini_budget_set(w.mgr, FILES, 5 * WINDOW));
+  CHECK_EQ(used(&w, FILES), 5 * CHUNK);
+  CHECK_EQ(gemini_budget_set(w.mgr, FILES, CHUNK), GEMINI_ERR_OOM_FILE);
+  CHECK(says_bytes("budget, ", CHUNK));
+  CHECK_EQ(world_stats(&w).budget_bytes[FILES], 6 * CHUNK);
+  OK(gemini_budget_set(w.mgr, FILES, 5 * CHUNK));
   for (int i = 0; i < 5; i++) expect(&w, w.t[i], DEVICE, 60 + (uint64_t)i);
   OK(gemini_tensor_state_set(w.mgr, w.t[0], GEMINI_STATE_FREE));
   for (int i = 1; i < 5; i++) put(&w, w.t[i], DEVICE, 70 + (uint64_t)i); /* what lies in files is stale now */
-  CHECK(used(&w, FILES) <= 2 * WINDOW);
-  OK(gemini_budget_set(w.mgr, FILES, 2 * WINDOW));
+  CHECK(used(&w, FILES) <= 2 * CHUNK);
+  OK(gemini_budget_set(w.mgr, FILES, 2 * CHUNK));
   for (int i = 1; i < 5; i++) expect(&w, w.t[i], HOST, 70 + (uint64_t)i);
   world_close(&w);
 }
@@ -838,29 +838,29 @@ static uint64_t device_pages_bytes(void) {
 }
 
 static void test_memory_in_existence_stays_in_the_budget(void) {
-  world_t w = world_of(world_config(5, 64, 0), 12, WINDOW);
+  world_t w = world_of(world_config(5, 64, 0), 12, CHUNK);
   for (int round = 0; round < 12; round++) {
-    uint64_t windows = (uint64_t)(round % 3 ? 2 + round % 4 : 7);
-    OK(gemini_budget_set(w.mgr, DEVICE, windows * WINDOW));
-    CHECK(device_pages_bytes() <= windows * WINDOW);
+    uint64_t chunks = (uint64_t)(round % 3 ? 2 + round % 4 : 7);
+    OK(gemini_budget_set(w.mgr, DEVICE, chunks * CHUNK));
+    CHECK(device_pages_bytes() <= chunks * CHUNK);
     for (int i = 0; i < 12; i++) put(&w, w.t[i], DEVICE, (uint64_t)(1 + round + i));
-    CHECK_EQ(device_pages_bytes(), windows * WINDOW); /* all of it is used, and no more */
+    CHECK_EQ(device_pages_bytes(), chunks * CHUNK); /* all of it is used, and no more */
   }
   world_close(&w);
 }
 
 /* ---- pin, hint, move */
 static void test_pinned_stays_until_the_last_unpin(void) {
-  world_t w = world_of(world_config(3, 16, 4), 8, WINDOW);
+  world_t w = world_of(world_config(3, 16, 4), 8, CHUNK);
   put(&w, w.t[0], HOST, 1);
   gemini_access_t pin = world_part(w.t[0], 10, 20, GEMINI_READ, DEVICE),
                   other = world_whole(w.t[7], GEMINI_READ, DEVICE);
   OK(gemini_pin(w.mgr, &pin));
-  CHECK_EQ(bytes_in(&w, w.t[0], DEVICE), WINDOW);
+  CHECK_EQ(bytes_in(&w, w.t[0], DEVICE), CHUNK);
   OK(gemini_pin(w.mgr, &pin));
   for (int round = 0; round < 3; round++) {
     for (int i = 1; i < 7; i++) put(&w, w.t[i], DEVICE, (uint64_t)(10 * round + i));
-    CHECK_EQ(bytes_in(&w, w.t[0], DEVICE), round < 2 ? WINDOW : 0);
+    CHECK_EQ(bytes_in(&w, w.t[0], DEVICE), round < 2 ? CHUNK : 0);
     if (round < 2) {
       CHECK_EQ(move(&w, w.t[0], HOST), GEMINI_ERR_BUSY);
       CHECK_EQ(move(&w, w.t[0], FILES), GEMINI_ERR_BUSY);
@@ -875,7 +875,7 @@ static void test_pinned_stays_until_the_last_unpin(void) {
   CHECK_EQ(gemini_unpin(w.mgr, &other), GEMINI_ERR_STATE);
   /* More than fits beside what is held: nothing of it stays pinned. */
   gemini_access_t held = world_whole(w.t[1], GEMINI_READ, DEVICE),
-                  large = world_part(w.arena, 2 * WINDOW, 3 * WINDOW, 0, DEVICE);
+                  large = world_part(w.arena, 2 * CHUNK, 3 * CHUNK, 0, DEVICE);
   OK(gemini_acquire(w.mgr, &held, 1, w.stream));
   CHECK_EQ(gemini_pin(w.mgr, &large), GEMINI_ERR_OOM_DEVICE);
   CHECK_EQ(gemini_unpin(w.mgr, &large), GEMINI_ERR_STATE);
@@ -888,14 +888,14 @@ static void test_pinned_stays_until_the_last_unpin(void) {
 }
 
 static void test_hint_takes_free_memory_only(void) {
-  world_t w = world_of(world_config(3, 6, 6), 8, WINDOW);
+  world_t w = world_of(world_config(3, 6, 6), 8, CHUNK);
   for (int i = 0; i < 6; i++) put(&w, w.t[i], HOST, (uint64_t)i + 1);
   OK(move(&w, w.t[0], DEVICE));
   OK(gemini_stats_reset(w.mgr));
   gemini_access_t hints[4];
   for (int i = 0; i < 4; i++) hints[i] = world_whole(w.t[1 + i], 0, DEVICE);
   OK(gemini_hint(w.mgr, hints, 4)); /* room for two of the four */
-  CHECK_EQ(bytes_in(&w, w.t[0], DEVICE) + bytes_in(&w, w.t[1], DEVICE) + bytes_in(&w, w.t[2], DEVICE), 3 * WINDOW);
+  CHECK_EQ(bytes_in(&w, w.t[0], DEVICE) + bytes_in(&w, w.t[1], DEVICE) + bytes_in(&w, w.t[2], DEVICE), 3 * CHUNK);
   CHECK_EQ(bytes_in(&w, w.t[3], DEVICE) + bytes_in(&w, w.t[4], DEVICE), 0);
   gemini_stats_t s = world_stats(&w);
   CHECK_EQ(s.moved_chunks[GEMINI_LINK_H2D][GEMINI_REASON_CALLER], 2);
@@ -906,44 +906,44 @@ static void test_hint_takes_free_memory_only(void) {
   OK(move(&w, w.t[5], FILES));
   put(&w, w.t[6], HOST, 7);
   for (int i = 0; i < 3; i++) put(&w, w.t[i], DEVICE, (uint64_t)i + 1);
-  OK(gemini_budget_set(w.mgr, HOST, 3 * WINDOW)); /* t.3, t.4, t.6 */
+  OK(gemini_budget_set(w.mgr, HOST, 3 * CHUNK)); /* t.3, t.4, t.6 */
   uint64_t host = used(&w, HOST), files = used(&w, FILES);
-  CHECK_EQ(host, 3 * WINDOW);
+  CHECK_EQ(host, 3 * CHUNK);
   gemini_access_t up = world_whole(w.t[5], 0, HOST);
   OK(gemini_hint(w.mgr, &up, 1));
-  CHECK_EQ(bytes_in(&w, w.t[5], FILES), WINDOW);
+  CHECK_EQ(bytes_in(&w, w.t[5], FILES), CHUNK);
   CHECK_EQ(used(&w, HOST), host);
   CHECK_EQ(used(&w, FILES), files);
-  OK(gemini_budget_set(w.mgr, HOST, 8 * WINDOW));
+  OK(gemini_budget_set(w.mgr, HOST, 8 * CHUNK));
   OK(gemini_hint(w.mgr, &up, 1));
-  CHECK_EQ(bytes_in(&w, w.t[5], HOST), WINDOW);
+  CHECK_EQ(bytes_in(&w, w.t[5], HOST), CHUNK);
   expect(&w, w.t[5], DEVICE, 6);
   world_close(&w);
 }
 
 static void test_hint_to_files_brings_there(void) {
-  world_t w = world_of(world_config(3, 6, 1), 2, WINDOW);
+  world_t w = world_of(world_config(3, 6, 1), 2, CHUNK);
   put(&w, w.t[0], HOST, 1), put(&w, w.t[1], HOST, 2);
   gemini_access_t down[2] = { world_whole(w.t[0], 0, FILES), world_whole(w.t[1], 0, FILES) };
   OK(gemini_hint(w.mgr, down, 2)); /* room for one */
-  CHECK_EQ(used(&w, FILES), WINDOW);
+  CHECK_EQ(used(&w, FILES), CHUNK);
   expect(&w, w.t[0], DEVICE, 1), expect(&w, w.t[1], DEVICE, 2);
   world_close(&w);
 }
 
 /* What was moved in one call is all there after it, whoever had to leave for it. */
 static void test_move_of_many_does_not_evict_its_own(void) {
-  world_t w = world_of(world_config(4, 16, 0), 8, WINDOW);
+  world_t w = world_of(world_config(4, 16, 0), 8, CHUNK);
   for (int i = 0; i < 8; i++) put(&w, w.t[i], DEVICE, 1 + (uint64_t)i);
   gemini_access_t three[3] = { world_whole(w.t[0], 0, DEVICE), world_whole(w.t[1], 0, DEVICE),
                                world_whole(w.t[2], 0, DEVICE) };
   OK(gemini_move(w.mgr, three, 3));
-  for (int i = 0; i < 3; i++) CHECK_EQ(bytes_in(&w, w.t[i], DEVICE), WINDOW);
+  for (int i = 0; i < 3; i++) CHECK_EQ(bytes_in(&w, w.t[i], DEVICE), CHUNK);
   for (int i = 0; i < 8; i++) expect(&w, w.t[i], DEVICE, 1 + (uint64_t)i);
-  gemini_access_t four = world_part(w.arena, 2 * WINDOW, 4 * WINDOW, 0, DEVICE);
+  gemini_access_t four = world_part(w.arena, 2 * CHUNK, 4 * CHUNK, 0, DEVICE);
   OK(gemini_move(w.mgr, &four, 1));
-  for (int i = 2; i < 6; i++) CHECK_EQ(bytes_in(&w, w.t[i], DEVICE), WINDOW);
-  gemini_access_t five = world_part(w.arena, 0, 5 * WINDOW, 0, DEVICE); /* never all there at once */
+  for (int i = 2; i < 6; i++) CHECK_EQ(bytes_in(&w, w.t[i], DEVICE), CHUNK);
+  gemini_access_t five = world_part(w.arena, 0, 5 * CHUNK, 0, DEVICE); /* never all there at once */
   CHECK_EQ(gemini_move(w.mgr, &five, 1), GEMINI_ERR_OOM_DEVICE);
   for (int i = 0; i < 8; i++) expect(&w, w.t[i], DEVICE, 1 + (uint64_t)i);
   world_close(&w);
@@ -951,13 +951,13 @@ static void test_move_of_many_does_not_evict_its_own(void) {
 
 /* ---- zero */
 static void test_zero_whole_chunks_cost_nothing(void) {
-  world_t w = world_of(world_config(4, 4, 4), 1, 300 * WINDOW); /* far more than there is memory */
-  uint64_t size = 300 * WINDOW;
+  world_t w = world_of(world_config(4, 4, 4), 1, 300 * CHUNK); /* far more than there is memory */
+  uint64_t size = 300 * CHUNK;
   gemini_access_t all = world_whole(w.t[0], 0, 0);
   OK(gemini_zero(w.mgr, &all));
   for (uint32_t tier = 0; tier < GEMINI_TIER_COUNT; tier++) CHECK_EQ(used(&w, tier), 0);
-  for (uint64_t i = 0; i < 12; i++) world_fill(&w, w.t[0], i * 20 * WINDOW, WINDOW, DEVICE, 1 + i);
-  CHECK_EQ(used(&w, DEVICE) + used(&w, HOST) + used(&w, FILES), 12 * WINDOW);
+  for (uint64_t i = 0; i < 12; i++) world_fill(&w, w.t[0], i * 20 * CHUNK, CHUNK, DEVICE, 1 + i);
+  CHECK_EQ(used(&w, DEVICE) + used(&w, HOST) + used(&w, FILES), 12 * CHUNK);
   double norm = -1;
   OK(gemini_zero(w.mgr, &all));
   for (uint32_t tier = 0; tier < GEMINI_TIER_COUNT; tier++) {
@@ -968,13 +968,13 @@ static void test_zero_whole_chunks_cost_nothing(void) {
   CHECK(norm == 0);
   CHECK_EQ(used(&w, DEVICE) + used(&w, HOST), 0);
   for (uint64_t i = 0; i < 300; i += 17) {
-    gemini_access_t a = world_part(w.t[0], i * WINDOW, WINDOW, GEMINI_READ, i % 2 ? HOST : DEVICE);
+    gemini_access_t a = world_part(w.t[0], i * CHUNK, CHUNK, GEMINI_READ, i % 2 ? HOST : DEVICE);
     OK(gemini_acquire(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
-    CHECK(is_zero(a.ptr, WINDOW));
+    CHECK(is_zero(a.ptr, CHUNK));
     OK(gemini_release(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
   }
   /* A state set to FREE holds nothing either. */
-  world_fill(&w, w.t[0], 0, 2 * WINDOW, HOST, 4);
+  world_fill(&w, w.t[0], 0, 2 * CHUNK, HOST, 4);
   OK(gemini_tensor_state_set(w.mgr, w.t[0], GEMINI_STATE_FREE));
   CHECK_EQ(bytes_in(&w, w.t[0], DEVICE) + bytes_in(&w, w.t[0], HOST) + bytes_in(&w, w.t[0], FILES), 0);
   gemini_access_t end = world_part(w.t[0], size - 8, 8, GEMINI_READ, DEVICE);
@@ -988,10 +988,10 @@ static void test_zero_whole_chunks_cost_nothing(void) {
 /* Looking at zeros on the host takes room only as long as there is some. */
 static void test_zeros_read_on_the_host_give_way(void) {
   for (int files = 0; files < 2; files++) {
-    world_t w = world_of(world_config(2, 3, files ? 4 : 0), 20, WINDOW);
+    world_t w = world_of(world_config(2, 3, files ? 4 : 0), 20, CHUNK);
     put(&w, w.t[0], HOST, 1);
     for (int i = 1; i < 20; i++) expect_zero(&w, w.t[i], HOST);
-    CHECK(used(&w, HOST) <= 3 * WINDOW);
+    CHECK(used(&w, HOST) <= 3 * CHUNK);
     CHECK_EQ(used(&w, FILES), 0); /* nobody writes zeros to files */
     expect(&w, w.t[0], HOST, 1);
     world_close(&w);
@@ -1002,7 +1002,7 @@ static void test_zeros_read_on_the_host_give_way(void) {
 static void test_zero_parts_in_every_tier_spares_neighbours(void) {
   static const uint32_t tiers[] = { DEVICE, HOST, FILES };
   for (int k = 0; k < 5; k++) {
-    world_t w = world_of(world_config(4, 8, 8), 1, 3 * WINDOW);
+    world_t w = world_of(world_config(4, 8, 8), 1, 3 * CHUNK);
     put(&w, w.t[0], DEVICE, 9);
     gemini_access_t pin = world_whole(w.t[0], 0, DEVICE);
     if (k < 3) OK(move(&w, w.t[0], tiers[k]));
@@ -1010,23 +1010,23 @@ static void test_zero_parts_in_every_tier_spares_neighbours(void) {
     if (k == 4) {                            /* behind queued work */
       gemini_access_t a = world_whole(w.t[0], GEMINI_WRITE, DEVICE);
       OK(gemini_acquire(w.mgr, &a, 1, w.stream));
-      work_t work = { .at = a.ptr, .size = 3 * WINDOW, .seed = 9, .delay_ms = 20 };
+      work_t work = { .at = a.ptr, .size = 3 * CHUNK, .seed = 9, .delay_ms = 20 };
       OK(gemini_stream_call(w.mgr, w.stream, work_fill, &work));
       OK(gemini_release(w.mgr, &a, 1, w.stream));
-      gemini_access_t part = world_part(w.t[0], 1000, 2 * WINDOW, 0, 0);
+      gemini_access_t part = world_part(w.t[0], 1000, 2 * CHUNK, 0, 0);
       OK(gemini_zero(w.mgr, &part));
       OK(gemini_stream_synchronize(w.mgr, w.stream));
     } else {
-      gemini_access_t part = world_part(w.t[0], 1000, 2 * WINDOW, 0, 0); /* two ends and a whole chunk */
+      gemini_access_t part = world_part(w.t[0], 1000, 2 * CHUNK, 0, 0); /* two ends and a whole chunk */
       OK(gemini_zero(w.mgr, &part));
     }
-    if (k == 3) CHECK_EQ(bytes_in(&w, w.t[0], DEVICE), 3 * WINDOW);
+    if (k == 3) CHECK_EQ(bytes_in(&w, w.t[0], DEVICE), 3 * CHUNK);
     for (int where = 0; where < 2; where++) {
       gemini_access_t a = world_whole(w.t[0], GEMINI_READ, where ? HOST : DEVICE);
       OK(gemini_acquire(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
       CHECK(world_reads(a.ptr, 0, 1000, 9));
-      CHECK(is_zero((uint8_t *)a.ptr + 1000, 2 * WINDOW));
-      CHECK(world_reads((uint8_t *)a.ptr + 1000 + 2 * WINDOW, 1000 + 2 * WINDOW, WINDOW - 1000, 9));
+      CHECK(is_zero((uint8_t *)a.ptr + 1000, 2 * CHUNK));
+      CHECK(world_reads((uint8_t *)a.ptr + 1000 + 2 * CHUNK, 1000 + 2 * CHUNK, CHUNK - 1000, 9));
       OK(gemini_release(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
     }
     if (k == 3) OK(gemini_unpin(w.mgr, &pin));
@@ -1054,34 +1054,34 @@ static void expect_file(int fd, uint64_t at, uint64_t offset, uint64_t size, uin
 }
 
 static void test_load_and_store_pass_through_every_tier(void) {
-  world_t w = world_of(world_config(2, 3, 16), 1, 12 * WINDOW + 300); /* larger than device and host together */
-  uint64_t size = 12 * WINDOW + 300;
+  world_t w = world_of(world_config(2, 3, 16), 1, 12 * CHUNK + 300); /* larger than device and host together */
+  uint64_t size = 12 * CHUNK + 300;
   int in = temporary(size + 1000, 3), out = temporary(0, 0);
   gemini_access_t all = world_whole(w.t[0], 0, 0);
   OK(gemini_load(w.mgr, &all, in, 1000));
   CHECK_EQ(used(&w, DEVICE), 0);
   CHECK_EQ(bytes_in(&w, w.t[0], HOST) + bytes_in(&w, w.t[0], FILES), size);
-  gemini_access_t some = world_part(w.t[0], 5 * WINDOW, 2 * WINDOW, GEMINI_READ_WRITE, DEVICE);
+  gemini_access_t some = world_part(w.t[0], 5 * CHUNK, 2 * CHUNK, GEMINI_READ_WRITE, DEVICE);
   OK(gemini_acquire(w.mgr, &some, 1, w.stream)); /* newest bytes on the device, still being written */
   CHECK_EQ(lseek(in, 0, SEEK_CUR), 0);
   OK(gemini_stream_synchronize(w.mgr, w.stream));
-  for (uint64_t i = 0; i < 2 * WINDOW; i++) CHECK_EQ(((uint8_t *)some.ptr)[i], world_byte(3, 1000 + 5 * WINDOW + i));
-  work_t work = { .at = some.ptr, .size = 2 * WINDOW, .seed = 8, .delay_ms = 30 };
+  for (uint64_t i = 0; i < 2 * CHUNK; i++) CHECK_EQ(((uint8_t *)some.ptr)[i], world_byte(3, 1000 + 5 * CHUNK + i));
+  work_t work = { .at = some.ptr, .size = 2 * CHUNK, .seed = 8, .delay_ms = 30 };
   OK(gemini_stream_call(w.mgr, w.stream, work_fill, &work));
   OK(gemini_release(w.mgr, &some, 1, w.stream));
   OK(gemini_store(w.mgr, &all, out, 500));
   CHECK_EQ(lseek(out, 0, SEEK_END), size + 500);
-  expect_file(out, 500, 1000, 5 * WINDOW, 3);
-  expect_file(out, 500 + 5 * WINDOW, 0, 2 * WINDOW, 8);
-  expect_file(out, 500 + 7 * WINDOW, 1000 + 7 * WINDOW, size - 7 * WINDOW, 3);
+  expect_file(out, 500, 1000, 5 * CHUNK, 3);
+  expect_file(out, 500 + 5 * CHUNK, 0, 2 * CHUNK, 8);
+  expect_file(out, 500 + 7 * CHUNK, 1000 + 7 * CHUNK, size - 7 * CHUNK, 3);
   /* A part, not at chunk borders, over bytes that are in use nowhere else. */
-  gemini_access_t part = world_part(w.t[0], WINDOW - 50, WINDOW + 100, 0, 0);
+  gemini_access_t part = world_part(w.t[0], CHUNK - 50, CHUNK + 100, 0, 0);
   OK(gemini_load(w.mgr, &part, in, 0));
-  gemini_access_t a = world_part(w.t[0], WINDOW - 100, WINDOW + 200, GEMINI_READ, HOST);
+  gemini_access_t a = world_part(w.t[0], CHUNK - 100, CHUNK + 200, GEMINI_READ, HOST);
   OK(gemini_acquire(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
-  CHECK_EQ(((uint8_t *)a.ptr)[49], world_byte(3, 1000 + WINDOW - 51));
-  CHECK(world_reads((uint8_t *)a.ptr + 50, 0, WINDOW + 100, 3));
-  CHECK_EQ(((uint8_t *)a.ptr)[WINDOW + 150], world_byte(3, 1000 + 2 * WINDOW + 50));
+  CHECK_EQ(((uint8_t *)a.ptr)[49], world_byte(3, 1000 + CHUNK - 51));
+  CHECK(world_reads((uint8_t *)a.ptr + 50, 0, CHUNK + 100, 3));
+  CHECK_EQ(((uint8_t *)a.ptr)[CHUNK + 150], world_byte(3, 1000 + 2 * CHUNK + 50));
   OK(gemini_release(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
   gemini_stats_t s = world_stats(&w);
   for (uint32_t tier = 0; tier < GEMINI_TIER_COUNT; tier++) CHECK(s.peak_bytes[tier] <= s.budget_bytes[tier]);
@@ -1090,16 +1090,16 @@ static void test_load_and_store_pass_through_every_tier(void) {
 }
 
 static void test_load_and_store_failures_say_why(void) {
-  world_t w = world_of(world_config(2, 8, 0), 3, 2 * WINDOW);
+  world_t w = world_of(world_config(2, 8, 0), 3, 2 * CHUNK);
   put(&w, w.t[0], DEVICE, 1), put(&w, w.t[1], HOST, 2);
-  int in = temporary(WINDOW + 10, 5);
+  int in = temporary(CHUNK + 10, 5);
   gemini_access_t all = world_whole(w.t[0], 0, 0);
   CHECK_EQ(gemini_load(w.mgr, &all, in, 0), GEMINI_ERR_FORMAT);
   CHECK_EQ(world_error().native_code, 0);
   CHECK(!strcmp(world_error().operation, "gemini_load"));
-  CHECK(says_bytes("", WINDOW - 10));                 /* how many are missing */
-  expect_part(&w, w.t[0], 0, WINDOW + 10, DEVICE, 5); /* what was read is there, the rest is as it was */
-  expect_part(&w, w.t[0], WINDOW + 10, WINDOW - 10, DEVICE, 1);
+  CHECK(says_bytes("", CHUNK - 10));                 /* how many are missing */
+  expect_part(&w, w.t[0], 0, CHUNK + 10, DEVICE, 5); /* what was read is there, the rest is as it was */
+  expect_part(&w, w.t[0], CHUNK + 10, CHUNK - 10, DEVICE, 1);
   int closed = dup(in);
   close(closed);
   all = world_whole(w.t[1], 0, 0);
@@ -1128,12 +1128,12 @@ static void test_load_and_store_failures_say_why(void) {
   CHECK_EQ(gemini_load(w.mgr, &all, in, 0), GEMINI_ERR_BUSY);
   int out = temporary(0, 0);
   OK(gemini_store(w.mgr, &all, out, 0)); /* a reader is no harm */
-  expect_file(out, 0, 0, 2 * WINDOW, 2);
+  expect_file(out, 0, 0, 2 * CHUNK, 2);
   OK(gemini_release(w.mgr, &held, 1, w.stream));
   all = world_whole(w.t[2], 0, 0);
   OK(gemini_store(w.mgr, &all, out, 3)); /* never written: zeros */
   uint8_t zeros[100];
-  CHECK_EQ(pread(out, zeros, 100, 2 * WINDOW + 3 - 100), 100);
+  CHECK_EQ(pread(out, zeros, 100, 2 * CHUNK + 3 - 100), 100);
   CHECK(is_zero(zeros, 100));
   close(in), close(out);
   world_close(&w);
@@ -1165,7 +1165,7 @@ static void test_norm_is_the_same_to_the_bit_wherever_chunks_are(void) {
   uint64_t random = 17;
   for (int round = 0; round < 12; round++) {
     for (uint64_t i = 0; i < 6 && round; i++) { /* round 0: all on the host */
-      uint64_t begin = i * WINDOW, size = i < 5 ? WINDOW : ELEMENTS * 8 - 5 * WINDOW;
+      uint64_t begin = i * CHUNK, size = i < 5 ? CHUNK : ELEMENTS * 8 - 5 * CHUNK;
       uint32_t tier = round < 4 ? (uint32_t)round - 1 : (uint32_t)(check_random(&random) % 3);
       gemini_access_t one = world_part(w.t[0], begin, size, 0, tier);
       OK(gemini_move(w.mgr, &one, 1));
@@ -1184,7 +1184,7 @@ static void test_norm_is_the_same_to_the_bit_wherever_chunks_are(void) {
 }
 
 static void test_norm_of_short_types_and_refusals(void) {
-  world_t w = world_of(world_config(4, 8, 0), 1, 2 * WINDOW);
+  world_t w = world_of(world_config(4, 8, 0), 1, 2 * CHUNK);
   gemini_access_t a = world_part(w.t[0], 0, 16, GEMINI_WRITE, HOST);
   OK(gemini_acquire(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
   static const uint16_t halves[] = { 0x4200, 0xC400, 0x3C00, 0x0001 }; /* 3, -4, 1, 2^-24 */
@@ -1212,16 +1212,16 @@ static void test_norm_of_short_types_and_refusals(void) {
 }
 
 static void test_norm_after_queued_work_counts_it(void) {
-  world_t w = world_of(world_config(2, 8, 0), 3, WINDOW);
+  world_t w = world_of(world_config(2, 8, 0), 3, CHUNK);
   for (int round = 0; round < 3; round++) {
     gemini_access_t a = world_whole(w.t[0], GEMINI_WRITE, DEVICE);
     OK(gemini_acquire(w.mgr, &a, 1, w.stream));
-    work_t work = { .at = a.ptr, .size = WINDOW, .seed = 4 + (uint64_t)round, .delay_ms = 20 };
+    work_t work = { .at = a.ptr, .size = CHUNK, .seed = 4 + (uint64_t)round, .delay_ms = 20 };
     OK(gemini_stream_call(w.mgr, w.stream, work_fill, &work));
     OK(gemini_release(w.mgr, &a, 1, w.stream));
     if (round == 1) OK(move(&w, w.t[0], HOST));
     double sum = 0, norm = -1;
-    for (uint64_t i = 0; i < WINDOW; i += 2) {
+    for (uint64_t i = 0; i < CHUNK; i += 2) {
       uint16_t bits = (uint16_t)(world_byte(4 + (uint64_t)round, i) | world_byte(4 + (uint64_t)round, i + 1) << 8);
       uint32_t wide = (uint32_t)bits << 16;
       float x;
@@ -1237,14 +1237,14 @@ static void test_norm_after_queued_work_counts_it(void) {
 
 /* ---- non-model memory */
 static void test_freed_memory_is_reused_after_its_last_use(void) {
-  world_t w = world_of(world_config(2, 8, 0), 1, WINDOW);
+  world_t w = world_of(world_config(2, 8, 0), 1, CHUNK);
   gemini_stream_t other;
   OK(gemini_stream_create(w.mgr, &other));
   for (uint64_t round = 0; round < 4; round++) {
     void *first, *second;
-    OK(gemini_alloc(w.mgr, WINDOW + 1000, w.stream, &first));
-    work_t fills = { .at = first, .size = WINDOW + 1000, .seed = 1 + round };
-    work_t checks = { .at = first, .size = WINDOW + 1000, .seed = 1 + round, .delay_ms = 30 };
+    OK(gemini_alloc(w.mgr, CHUNK + 1000, w.stream, &first));
+    work_t fills = { .at = first, .size = CHUNK + 1000, .seed = 1 + round };
+    work_t checks = { .at = first, .size = CHUNK + 1000, .seed = 1 + round, .delay_ms = 30 };
     OK(gemini_stream_call(w.mgr, w.stream, work_fill, &fills));
     OK(gemini_stream_call(w.mgr, w.stream, work_check, &checks));
     OK(gemini_free(w.mgr, first, w.stream));
@@ -1253,8 +1253,8 @@ static void test_freed_memory_is_reused_after_its_last_use(void) {
       put(&w, w.t[0], DEVICE, 9); /* on the caller: blocks */
     } else {
       gemini_stream_t stream = round == 2 ? GEMINI_STREAM_CALLER : other;
-      OK(gemini_alloc(w.mgr, 2 * WINDOW, stream, &second));
-      work_t again = { .at = second, .size = 2 * WINDOW, .seed = 50 };
+      OK(gemini_alloc(w.mgr, 2 * CHUNK, stream, &second));
+      work_t again = { .at = second, .size = 2 * CHUNK, .seed = 50 };
       OK(gemini_stream_call(w.mgr, stream, work_fill, &again));
       OK(gemini_stream_synchronize(w.mgr, other));
       OK(gemini_free(w.mgr, second, stream));
@@ -1271,21 +1271,21 @@ static void test_freed_memory_is_reused_after_its_last_use(void) {
   OK(gemini_free(w.mgr, block, w.stream));
   CHECK_EQ(gemini_free(w.mgr, block, w.stream), GEMINI_ERR_INVALID);
   OK(gemini_free(w.mgr, NULL, w.stream));
-  CHECK_EQ(gemini_alloc(w.mgr, 2 * WINDOW + 1, w.stream, &block), GEMINI_ERR_OOM_DEVICE);
-  CHECK(says_bytes("", 2 * WINDOW));
+  CHECK_EQ(gemini_alloc(w.mgr, 2 * CHUNK + 1, w.stream, &block), GEMINI_ERR_OOM_DEVICE);
+  CHECK(says_bytes("", 2 * CHUNK));
   OK(gemini_stream_destroy(other));
   world_close(&w);
 }
 
 /* Two blocks share a frame that an evicted chunk has left behind, with work still to run on it. */
 static void test_second_block_in_a_frame_waits_for_it(void) {
-  world_t w = world_of(world_config(1, 8, 0), 1, WINDOW);
+  world_t w = world_of(world_config(1, 8, 0), 1, CHUNK);
   gemini_stream_t second, third;
   OK(gemini_stream_create(w.mgr, &second));
   OK(gemini_stream_create(w.mgr, &third));
   gemini_access_t a = world_whole(w.t[0], GEMINI_WRITE, DEVICE);
   OK(gemini_acquire(w.mgr, &a, 1, w.stream));
-  work_t write = { .at = a.ptr, .size = WINDOW, .seed = 1, .delay_ms = 50 };
+  work_t write = { .at = a.ptr, .size = CHUNK, .seed = 1, .delay_ms = 50 };
   OK(gemini_stream_call(w.mgr, w.stream, work_fill, &write));
   OK(gemini_release(w.mgr, &a, 1, w.stream));
   void *block[2];
@@ -1306,17 +1306,17 @@ static void test_second_block_in_a_frame_waits_for_it(void) {
 
 /* An allocation that fails half way has taken a frame from a chunk whose work still runs. */
 static void test_frame_of_a_failed_allocation_is_waited_for(void) {
-  world_t w = world_of(world_config(2, 8, 0), 3, WINDOW);
+  world_t w = world_of(world_config(2, 8, 0), 3, CHUNK);
   gemini_stream_t second;
   OK(gemini_stream_create(w.mgr, &second));
   gemini_access_t held = world_whole(w.t[1], GEMINI_WRITE, DEVICE), a = world_whole(w.t[0], GEMINI_WRITE, DEVICE);
   OK(gemini_acquire(w.mgr, &held, 1, GEMINI_STREAM_CALLER));
   OK(gemini_acquire(w.mgr, &a, 1, w.stream));
-  work_t write = { .at = a.ptr, .size = WINDOW, .seed = 1, .delay_ms = 50 };
+  work_t write = { .at = a.ptr, .size = CHUNK, .seed = 1, .delay_ms = 50 };
   OK(gemini_stream_call(w.mgr, w.stream, work_fill, &write));
   OK(gemini_release(w.mgr, &a, 1, w.stream));
   void *block;
-  CHECK_EQ(gemini_alloc(w.mgr, 2 * WINDOW, second, &block), GEMINI_ERR_OOM_DEVICE);
+  CHECK_EQ(gemini_alloc(w.mgr, 2 * CHUNK, second, &block), GEMINI_ERR_OOM_DEVICE);
   put(&w, w.t[2], DEVICE, 3);
   expect(&w, w.t[0], HOST, 1);
   expect(&w, w.t[2], DEVICE, 3);
@@ -1353,7 +1353,7 @@ static uint64_t count_maps(uint64_t *device_out, uint64_t *bytes_out) {
 }
 
 static void use_everything(void) {
-  world_t w = world_of(world_config(4, 6, 32), 12, 2 * WINDOW);
+  world_t w = world_of(world_config(4, 6, 32), 12, 2 * CHUNK);
   for (int i = 0; i < 12; i++) put(&w, w.t[i], DEVICE, 1 + (uint64_t)i);
   CHECK_EQ(count_entries(w.dir), 0); /* the file vanishes with the process, however it ends */
   gemini_arena_t follower;
@@ -1365,10 +1365,10 @@ static void use_everything(void) {
   OK(gemini_tensor_counterpart(w.mgr, w.t[3], follower, &counterpart));
   put(&w, counterpart, HOST, 5);
   void *block;
-  OK(gemini_alloc(w.mgr, WINDOW, w.stream, &block)); /* never freed: closing does */
+  OK(gemini_alloc(w.mgr, CHUNK, w.stream, &block)); /* never freed: closing does */
   gemini_access_t pin = world_whole(w.t[0], 0, DEVICE);
   OK(gemini_pin(w.mgr, &pin));
-  OK(gemini_budget_set(w.mgr, DEVICE, 6 * WINDOW));
+  OK(gemini_budget_set(w.mgr, DEVICE, 6 * CHUNK));
   expect(&w, w.t[5], DEVICE, 6);
   world_close(&w);
 }
@@ -1393,7 +1393,7 @@ static void test_close_leaves_nothing(void) {
 }
 
 static void test_arena_destroy_gives_everything_back(void) {
-  world_t w = world_of(world_config(4, 6, 16), 8, WINDOW);
+  world_t w = world_of(world_config(4, 6, 16), 8, CHUNK);
   uint64_t device, bytes, seen = 0;
   for (int i = 0; i < 8; i++) put(&w, w.t[i], DEVICE, 1 + (uint64_t)i);
   for (int round = 0; round < 10; round++) {
@@ -1403,7 +1403,7 @@ static void test_arena_destroy_gives_everything_back(void) {
     gemini_arena_t arena;
     OK(gemini_arena_create(w.mgr, &c, &arena));
     gemini_tensor_t t;
-    OK(gemini_tensor_register(w.mgr, arena, "there and gone", 3 * WINDOW, GEMINI_OFFSET_NEXT, &t));
+    OK(gemini_tensor_register(w.mgr, arena, "there and gone", 3 * CHUNK, GEMINI_OFFSET_NEXT, &t));
     put(&w, t, round % 2 ? DEVICE : HOST, 4);
     if (round % 3 == 0) OK(move(&w, t, FILES));
     gemini_stats_t before = world_stats(&w);

@@ -14,7 +14,7 @@
 #include "gemini.h"
 #include "world.h"
 
-#define W WORLD_WINDOW
+#define W WORLD_CHUNK
 #define UNTOUCHED UINT64_C(0xa5a5a5a5a5a5a5a5)
 enum { DEVICE = GEMINI_TIER_DEVICE, HOST = GEMINI_TIER_HOST, FILES = GEMINI_TIER_FILE };
 enum { READ = GEMINI_READ, WRITE = GEMINI_WRITE, BOTH = GEMINI_READ_WRITE };
@@ -785,16 +785,15 @@ static void test_manager_config_out_of_range_is_refused(void) {
   REFUSED_CONFIG(INVALID, "file_dir", c.file_bytes = W; c.file_dir = "");
   REFUSED_CONFIG(IO, "/nowhere/at/all", c.file_bytes = W; c.file_dir = "/nowhere/at/all");
   CHECK_EQ(world_error().native_code, ENOENT);
-  REFUSED_CONFIG(INVALID, "window_bytes is 1,|65536|1 GiB", c.window_bytes = 1);
-  REFUSED_CONFIG(INVALID, "window_bytes is 32768|65536|1 GiB", c.window_bytes = W / 2);
-  REFUSED_CONFIG(INVALID, "window_bytes is 98304|65536|1 GiB", c.window_bytes = W + W / 2);
-  REFUSED_CONFIG(INVALID, "window_bytes is 2147483648|1 GiB", c.window_bytes = UINT64_C(1) << 31;
-                 c.device_bytes = most);
-  REFUSED_CONFIG(INVALID, "window_bytes is 9223372036854775808|1 GiB", c.window_bytes = UINT64_C(1) << 63);
-  REFUSED_CONFIG(INVALID, "window_bytes is 1048576|524288", c.window_bytes = UINT64_C(1) << 20);
-  REFUSED_CONFIG(INVALID, "window_bytes is 65536|65535", c.device_margin_bytes = 7 * W + 1);
-  REFUSED_CONFIG(INVALID, "65535|65536", c.window_bytes = 0; c.device_bytes = W - 1);
-  REFUSED_CONFIG(INVALID, "|65536", c.window_bytes = 0; c.device_bytes = 1);
+  REFUSED_CONFIG(INVALID, "chunk_bytes is 1,|65536|1 GiB", c.chunk_bytes = 1);
+  REFUSED_CONFIG(INVALID, "chunk_bytes is 32768|65536|1 GiB", c.chunk_bytes = W / 2);
+  REFUSED_CONFIG(INVALID, "chunk_bytes is 98304|65536|1 GiB", c.chunk_bytes = W + W / 2);
+  REFUSED_CONFIG(INVALID, "chunk_bytes is 2147483648|1 GiB", c.chunk_bytes = UINT64_C(1) << 31; c.device_bytes = most);
+  REFUSED_CONFIG(INVALID, "chunk_bytes is 9223372036854775808|1 GiB", c.chunk_bytes = UINT64_C(1) << 63);
+  REFUSED_CONFIG(INVALID, "chunk_bytes is 1048576|524288", c.chunk_bytes = UINT64_C(1) << 20);
+  REFUSED_CONFIG(INVALID, "chunk_bytes is 65536|65535", c.device_margin_bytes = 7 * W + 1);
+  REFUSED_CONFIG(INVALID, "65535|65536", c.chunk_bytes = 0; c.device_bytes = W - 1);
+  REFUSED_CONFIG(INVALID, "|65536", c.chunk_bytes = 0; c.device_bytes = 1);
   const double fractions[] = { -1e-9, 1.0000001, -INFINITY, INFINITY, NAN };
   for (int i = 0; i < 5; i++) {
     REFUSED_CONFIG(INVALID, "static_param_fraction|0 to 1", c.static_param_fraction = fractions[i]);
@@ -819,7 +818,7 @@ static void test_manager_config_at_its_limits_is_accepted(void) {
   w = world_open(c);
   world_close(&w);
   c = world_config(1, 1, 0);
-  c.window_bytes = UINT64_C(1) << 30;
+  c.chunk_bytes = UINT64_C(1) << 30;
   c.device_bytes = UINT64_C(1) << 46;
   w = world_open(c);
   world_close(&w);
@@ -1934,7 +1933,7 @@ static void test_budget_of_a_tier_that_is_not_there_is_refused(void) {
 /* ---- before the first access */
 static void test_refused_before_the_first_access_chooses_nothing(void) {
   gemini_config_t c = world_config(64, 64, 0);
-  c.window_bytes = 0; /* searched at the first access */
+  c.chunk_bytes = 0; /* searched at the first access */
   world_t w = world_open(c);
   gemini_arena_t arena = world_arena(&w, GEMINI_KIND_OTHER, 1, NULL, 0, 0);
   gemini_tensor_t t = world_tensor(&w, arena, "t", 4 * W);
@@ -1942,7 +1941,7 @@ static void test_refused_before_the_first_access_chooses_nothing(void) {
   double norm;
   void *ptr;
   REFUSED(INVALID, "", gemini_acquire, w.mgr, &bad, 1, GEMINI_STREAM_CALLER);
-  CHECK_EQ(world_stats(&w).window_bytes, 0);
+  CHECK_EQ(world_stats(&w).chunk_bytes, 0);
   REFUSED(INVALID, "", gemini_acquire, w.mgr, &mode, 1, GEMINI_STREAM_CALLER);
   REFUSED(INVALID, "", gemini_hint, w.mgr, &bad, 1);
   REFUSED(INVALID, "", gemini_move, w.mgr, &bad, 1);
@@ -1953,7 +1952,7 @@ static void test_refused_before_the_first_access_chooses_nothing(void) {
   REFUSED(INVALID, "", gemini_store, w.mgr, &bad, 1, 0);
   REFUSED(INVALID, "", gemini_norm, w.mgr, &bad, 0, GEMINI_STREAM_CALLER, &norm);
   REFUSED(OOM_DEVICE, "", gemini_alloc, w.mgr, 65 * W, GEMINI_STREAM_CALLER, &ptr);
-  CHECK_EQ(world_stats(&w).window_bytes, 0);
+  CHECK_EQ(world_stats(&w).chunk_bytes, 0);
   gemini_access_t whole = world_whole(t, READ, DEVICE);
   REFUSED(STATE, "not pinned", gemini_unpin, w.mgr, &whole);
   REFUSED(STATE, "not acquired", gemini_release, w.mgr, &whole, 1, GEMINI_STREAM_CALLER);

@@ -8,8 +8,8 @@ static void test_ops_and_moves_are_ranges(void) {
   gemini_arena_t arena = world_arena(&w, GEMINI_KIND_PARAM, 4, "weights", 0, 0);
   gemini_tensor_t t[3];
   for (int i = 0; i < 3; i++) {
-    t[i] = world_tensor(&w, arena, (const char *[]){ "a", "b", "c" }[i], WORLD_WINDOW);
-    world_fill(&w, t[i], 0, WORLD_WINDOW, GEMINI_TIER_HOST, 1 + (uint64_t)i);
+    t[i] = world_tensor(&w, arena, (const char *[]){ "a", "b", "c" }[i], WORLD_CHUNK);
+    world_fill(&w, t[i], 0, WORLD_CHUNK, GEMINI_TIER_HOST, 1 + (uint64_t)i);
   }
   CHECK(!*fake_nvtx_log); /* nothing was copied yet */
   CHECK_OK(gemini_iteration_begin(w.mgr));

@@ -10,20 +10,20 @@
 #include <unistd.h>
 
 enum { THREADS = 6, OWN = 4, SHARED = 4 };
-#define WORLD_MORE                                       \
-  gemini_arena_t arena; /* of byte elements */           \
-  gemini_tensor_t shared[SHARED];                        \
-  gemini_tensor_t own[THREADS][OWN]; /* a window each */ \
-  pthread_mutex_t lock;                                  \
+#define WORLD_MORE                                      \
+  gemini_arena_t arena; /* of byte elements */          \
+  gemini_tensor_t shared[SHARED];                       \
+  gemini_tensor_t own[THREADS][OWN]; /* a chunk each */ \
+  pthread_mutex_t lock;                                 \
   _Atomic bool stop;
 #include "world.h"
 
 #define OK(call) CHECK_OK(call)
-#define WINDOW WORLD_WINDOW
+#define CHUNK WORLD_CHUNK
 enum { DEVICE = GEMINI_TIER_DEVICE, HOST = GEMINI_TIER_HOST, FILES = GEMINI_TIER_FILE };
 
-static gemini_config_t config_of(uint64_t device_windows, uint64_t host_windows, uint64_t file_windows) {
-  gemini_config_t c = world_config(device_windows, host_windows, file_windows);
+static gemini_config_t config_of(uint64_t device_chunks, uint64_t host_chunks, uint64_t file_chunks) {
+  gemini_config_t c = world_config(device_chunks, host_chunks, file_chunks);
   c.update_threads = 2;
   return c;
 }
@@ -32,7 +32,7 @@ static gemini_arena_t arena_of(gemini_manager_t mgr, gemini_arena_t like, const 
   gemini_arena_config_t a = GEMINI_ARENA_CONFIG_INIT;
   gemini_arena_t arena;
   a.kind = GEMINI_KIND_OTHER;
-  a.capacity_bytes = 512 * WINDOW;
+  a.capacity_bytes = 512 * CHUNK;
   a.like = like;
   a.name = name;
   OK(gemini_arena_create(mgr, &a, &arena));
@@ -68,13 +68,13 @@ static bool filled(const void *at, uint64_t words, uint64_t seed) {
 static void put(world_t *w, gemini_tensor_t t, uint32_t tier, uint64_t seed) {
   gemini_access_t a = world_whole(t, GEMINI_WRITE, tier);
   OK(gemini_acquire(w->mgr, &a, 1, GEMINI_STREAM_CALLER));
-  fill(a.ptr, WINDOW / 8, seed);
+  fill(a.ptr, CHUNK / 8, seed);
   OK(gemini_release(w->mgr, &a, 1, GEMINI_STREAM_CALLER));
 }
 static void expect(world_t *w, gemini_tensor_t t, uint32_t tier, uint64_t seed) {
   gemini_access_t a = world_whole(t, GEMINI_READ, tier);
   OK(gemini_acquire(w->mgr, &a, 1, GEMINI_STREAM_CALLER));
-  CHECK(filled(a.ptr, WINDOW / 8, seed));
+  CHECK(filled(a.ptr, CHUNK / 8, seed));
   OK(gemini_release(w->mgr, &a, 1, GEMINI_STREAM_CALLER));
 }
 
@@ -134,12 +134,12 @@ static void *body_mixed(void *user) {
     switch (check_random(&random) % 10) {
     case 0:
     case 1: { /* on the stream: write, then check what was there before */
-      work_t check = { .words = WINDOW / 8, .seed = seed[i] }, write = { .words = WINDOW / 8, .seed = fresh };
+      work_t check = { .words = CHUNK / 8, .seed = seed[i] }, write = { .words = CHUNK / 8, .seed = fresh };
       gemini_access_t a[2] = { world_whole(own, GEMINI_READ_WRITE, DEVICE),
                                world_whole(w->shared[k], GEMINI_READ, DEVICE) };
       OK(gemini_acquire(w->mgr, a, 2, m->stream));
       check.at = write.at = a[0].ptr;
-      work_t shared = { .at = a[1].ptr, .words = WINDOW / 8, .seed = 7 + (uint64_t)k };
+      work_t shared = { .at = a[1].ptr, .words = CHUNK / 8, .seed = 7 + (uint64_t)k };
       OK(gemini_stream_call(w->mgr, m->stream, work_check, &check));
       OK(gemini_stream_call(w->mgr, m->stream, work_fill, &write));
       OK(gemini_stream_call(w->mgr, m->stream, work_check, &shared));
@@ -201,11 +201,11 @@ static void test_threads_mixed_calls_lose_nothing(void) {
     world_t w;
     threads_open(&w, config_of(19, tight ? 16 : 48, 64)); /* at most two chunks and a block for each thread */
     for (int k = 0; k < SHARED; k++) {
-      w.shared[k] = tensor_of(w.mgr, w.arena, WINDOW, "shared", k, 0);
+      w.shared[k] = tensor_of(w.mgr, w.arena, CHUNK, "shared", k, 0);
       put(&w, w.shared[k], HOST, 7 + (uint64_t)k);
     }
     for (int t = 0; t < THREADS; t++)
-      for (int i = 0; i < OWN; i++) w.own[t][i] = tensor_of(w.mgr, w.arena, WINDOW, "own", t, i);
+      for (int i = 0; i < OWN; i++) w.own[t][i] = tensor_of(w.mgr, w.arena, CHUNK, "own", t, i);
     run_threads(&w, THREADS, body_mixed);
     for (int k = 0; k < SHARED; k++) expect(&w, w.shared[k], DEVICE, 7 + (uint64_t)k);
     threads_close(&w);
@@ -233,7 +233,7 @@ static void test_threads_neighbours_in_a_cache_line_are_apart(void) {
   world_t w;
   threads_open(&w, config_of(3, 16, 0));
   w.shared[0] = tensor_of(w.mgr, w.arena, 64, "line", 0, 0);
-  for (int i = 0; i < OWN; i++) w.own[0][i] = tensor_of(w.mgr, w.arena, WINDOW, "own", 0, i);
+  for (int i = 0; i < OWN; i++) w.own[0][i] = tensor_of(w.mgr, w.arena, CHUNK, "own", 0, i);
   run_threads(&w, COUNTERS + 1, body_count);
   gemini_access_t a = world_whole(w.shared[0], GEMINI_READ, HOST);
   OK(gemini_acquire(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
@@ -264,9 +264,9 @@ static void test_threads_streams_take_turns_on_one_tensor(void) {
   for (int room = 0; room < 2; room++) { /* it stays, or is pushed out between turns */
     world_t w;
     threads_open(&w, config_of(room ? 40 : THREADS + 2, 64, 0));
-    w.shared[0] = tensor_of(w.mgr, w.arena, WINDOW, "count", 0, 0);
+    w.shared[0] = tensor_of(w.mgr, w.arena, CHUNK, "count", 0, 0);
     for (int t = 0; t < THREADS; t++)
-      for (int i = 0; i < OWN; i++) w.own[t][i] = tensor_of(w.mgr, w.arena, WINDOW, "own", t, i);
+      for (int i = 0; i < OWN; i++) w.own[t][i] = tensor_of(w.mgr, w.arena, CHUNK, "own", t, i);
     run_threads(&w, THREADS, body_order);
     gemini_access_t a = world_part(w.shared[0], 0, 8, GEMINI_READ, DEVICE);
     OK(gemini_acquire(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
@@ -291,7 +291,7 @@ static void test_threads_readers_of_one_tensor_on_host_and_device(void) {
   world_t w;
   threads_open(&w, config_of(3, 8, 0));
   for (int k = 0; k < SHARED; k++) {
-    w.shared[k] = tensor_of(w.mgr, w.arena, WINDOW, "shared", k, 0);
+    w.shared[k] = tensor_of(w.mgr, w.arena, CHUNK, "shared", k, 0);
     put(&w, w.shared[k], DEVICE, 7 + (uint64_t)k);
   }
   run_threads(&w, THREADS, body_read);
@@ -314,7 +314,7 @@ static void *body_register(void *user) {
     switch (m->number % 3) {
     case 0: {
       gemini_arena_t arena = arena_of(w->mgr, 0, name);
-      gemini_tensor_t t = tensor_of(w->mgr, arena, WINDOW, "brief", m->number, round), found;
+      gemini_tensor_t t = tensor_of(w->mgr, arena, CHUNK, "brief", m->number, round), found;
       put(w, t, round % 2 ? DEVICE : HOST, 5);
       snprintf(name, sizeof name, "brief.%d.%d", m->number, round);
       OK(gemini_tensor_find(w->mgr, name, &found));
@@ -329,7 +329,7 @@ static void *body_register(void *user) {
       OK(gemini_stream_create(w->mgr, &stream));
       gemini_access_t a = world_whole(w->shared[0], GEMINI_READ, DEVICE);
       OK(gemini_acquire(w->mgr, &a, 1, stream));
-      work_t check = { a.ptr, WINDOW / 8, 7, false };
+      work_t check = { a.ptr, CHUNK / 8, 7, false };
       OK(gemini_stream_call(w->mgr, stream, work_check, &check));
       OK(gemini_release(w->mgr, &a, 1, stream));
       OK(gemini_stream_destroy(stream)); /* waits for its work */
@@ -337,7 +337,7 @@ static void *body_register(void *user) {
       break;
     }
     default: {
-      gemini_tensor_t t = tensor_of(w->mgr, w->arena, WINDOW, "loose", m->number, round);
+      gemini_tensor_t t = tensor_of(w->mgr, w->arena, CHUNK, "loose", m->number, round);
       put(w, t, DEVICE, (uint64_t)round);
       expect(w, t, HOST, (uint64_t)round);
       expect(w, w->shared[0], DEVICE, 7);
@@ -353,7 +353,7 @@ static void *body_register(void *user) {
 static void test_threads_objects_come_and_go(void) {
   world_t w;
   threads_open(&w, config_of(12, 64, 0));
-  w.shared[0] = tensor_of(w.mgr, w.arena, WINDOW, "shared", 0, 0);
+  w.shared[0] = tensor_of(w.mgr, w.arena, CHUNK, "shared", 0, 0);
   put(&w, w.shared[0], DEVICE, 7);
   run_threads(&w, THREADS, body_register);
   expect(&w, w.shared[0], DEVICE, 7);
@@ -414,17 +414,17 @@ static void *body_train(void *user) {
 static void test_threads_ask_while_one_trains(void) {
   world_t w;
   threads_open(&w, config_of(OWN + 4, 64, 0));
-  w.shared[0] = tensor_of(w.mgr, w.arena, WINDOW, "shared", 0, 0);
+  w.shared[0] = tensor_of(w.mgr, w.arena, CHUNK, "shared", 0, 0);
   put(&w, w.shared[0], HOST, 7);
   for (int t = 0; t < THREADS; t++)
-    for (int i = 0; i < OWN; i++) w.own[t][i] = tensor_of(w.mgr, w.arena, WINDOW, "own", t, i);
+    for (int i = 0; i < OWN; i++) w.own[t][i] = tensor_of(w.mgr, w.arena, CHUNK, "own", t, i);
   run_threads(&w, THREADS, body_train);
   for (int t = 1; t < THREADS; t++)
     for (int i = 0; i < OWN; i++) {
       gemini_access_t a = world_whole(w.own[t][i], GEMINI_READ, HOST);
       OK(gemini_acquire(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
       CHECK_EQ(*(uint64_t *)a.ptr, 7); /* incremented in steps 1 to 7 */
-      CHECK_EQ(((uint64_t *)a.ptr)[WINDOW / 8 - 1], WINDOW / 8 - 1);
+      CHECK_EQ(((uint64_t *)a.ptr)[CHUNK / 8 - 1], CHUNK / 8 - 1);
       OK(gemini_release(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
     }
   gemini_stats_t s = GEMINI_STATS_INIT;
@@ -458,7 +458,7 @@ static void *body_update(void *user) {
       expected++;
       if (round % 4 == 0) OK(gemini_update_wait(w->mgr));
       if (round % 5 == 0) {
-        gemini_access_t a = world_part(arena, WINDOW - 4, 8, GEMINI_READ, round % 2 ? HOST : DEVICE);
+        gemini_access_t a = world_part(arena, CHUNK - 4, 8, GEMINI_READ, round % 2 ? HOST : DEVICE);
         OK(gemini_acquire(w->mgr, &a, 1, GEMINI_STREAM_CALLER));
         for (int i = 0; i < 8; i++) CHECK_EQ(((uint8_t *)a.ptr)[i], expected);
         OK(gemini_release(w->mgr, &a, 1, GEMINI_STREAM_CALLER));
@@ -472,8 +472,8 @@ static void *body_update(void *user) {
       expect(w, w->shared[1], DEVICE, 7);
       close(fd);
     } else if (m->number == 4) {
-      OK(gemini_budget_set(w->mgr, DEVICE, (uint64_t)(round % 2 ? 8 : 20) * WINDOW));
-      OK(gemini_budget_set(w->mgr, HOST, (uint64_t)(round % 2 ? 40 : 24) * WINDOW));
+      OK(gemini_budget_set(w->mgr, DEVICE, (uint64_t)(round % 2 ? 8 : 20) * CHUNK));
+      OK(gemini_budget_set(w->mgr, HOST, (uint64_t)(round % 2 ? 40 : 24) * CHUNK));
     } else {
       double norm = -1;
       gemini_access_t a = world_whole(w->shared[2], 0, 0);
@@ -490,21 +490,21 @@ static void *body_update(void *user) {
 static void test_threads_update_load_and_resize(void) {
   world_t w;
   threads_open(&w, config_of(20, 40, 64));
-  for (int k = 0; k < 3; k++) w.shared[k] = tensor_of(w.mgr, w.arena, WINDOW, "shared", k, 0);
+  for (int k = 0; k < 3; k++) w.shared[k] = tensor_of(w.mgr, w.arena, CHUNK, "shared", k, 0);
   put(&w, w.shared[0], HOST, 7);
   for (int t = 0; t < 3; t++) {
     char name[32];
     snprintf(name, sizeof name, "update.%d", t);
     w.own[t][0] = arena_of(w.mgr, 0, name);
     uint64_t at;
-    OK(gemini_arena_take(w.mgr, w.own[t][0], 3 * WINDOW, &at));
+    OK(gemini_arena_take(w.mgr, w.own[t][0], 3 * CHUNK, &at));
   }
   run_threads(&w, THREADS, body_update);
   OK(gemini_update_wait(w.mgr));
   for (int t = 0; t < 3; t++) {
     gemini_access_t a = world_whole(w.own[t][0], GEMINI_READ, HOST);
     OK(gemini_acquire(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
-    for (uint64_t i = 0; i < 3 * WINDOW; i++) CHECK_EQ(((uint8_t *)a.ptr)[i], UPDATES);
+    for (uint64_t i = 0; i < 3 * CHUNK; i++) CHECK_EQ(((uint8_t *)a.ptr)[i], UPDATES);
     OK(gemini_release(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
   }
   threads_close(&w);
@@ -516,7 +516,7 @@ static void *body_manager(void *user) {
   for (int round = 0; round < 6; round++) {
     world_t w;
     threads_open(&w, config_of(2, 16, 8));
-    for (int i = 0; i < OWN; i++) w.own[0][i] = tensor_of(w.mgr, w.arena, WINDOW, "own", m->number, i);
+    for (int i = 0; i < OWN; i++) w.own[0][i] = tensor_of(w.mgr, w.arena, CHUNK, "own", m->number, i);
     for (int i = 0; i < OWN; i++) put(&w, w.own[0][i], DEVICE, (uint64_t)(10 * m->number + i));
     for (int i = 0; i < OWN; i++) expect(&w, w.own[0][i], DEVICE, (uint64_t)(10 * m->number + i));
     gemini_access_t a = world_whole(w.own[0][0], GEMINI_READ, DEVICE);
@@ -543,7 +543,7 @@ static void *body_recut(void *user) {
   }
   return NULL;
 }
-/* Loading a trace of larger windows cuts arenas anew, where nothing is in use: with two threads, and with so many that
+/* Loading a trace of larger chunks cuts arenas anew, where nothing is in use: with two threads, and with so many that
  * whatever is counted for each of them is shared, after a reset of the statistics, too. */
 static void test_threads_acquire_while_arenas_are_cut_anew(void) {
   char path[] = "/tmp/gemini-test.XXXXXX";
@@ -557,10 +557,10 @@ static void test_threads_acquire_while_arenas_are_cut_anew(void) {
   for (int round = 0; round < RECUT_ROUNDS; round++) {
     world_t w;
     gemini_config_t c = config_of(96, 512, 0);
-    c.window_bytes = 0;
+    c.chunk_bytes = 0;
     threads_open(&w, c);
     for (int i = 0; i < THREADS; i++)
-      for (int k = 0; k < OWN; k++) put(&w, w.own[i][k] = tensor_of(w.mgr, w.arena, WINDOW, "own", i, k), DEVICE, 7);
+      for (int k = 0; k < OWN; k++) put(&w, w.own[i][k] = tensor_of(w.mgr, w.arena, CHUNK, "own", i, k), DEVICE, 7);
     int count = round % 2 ? RECUT_THREADS : 1;
     member_t m[RECUT_THREADS];
     atomic_store(&recut_ready, 0);
@@ -573,14 +573,14 @@ static void test_threads_acquire_while_arenas_are_cut_anew(void) {
     OK(gemini_stats_reset(w.mgr));
     gemini_stats_t s = GEMINI_STATS_INIT;
     OK(gemini_stats(w.mgr, &s));
-    const uint64_t before = s.window_bytes;
+    const uint64_t before = s.chunk_bytes;
     CHECK(before != 131072);
-    for (int tries = 0; tries < RECUT_TRIES && s.window_bytes == before; tries++) { /* until nothing is in use */
+    for (int tries = 0; tries < RECUT_TRIES && s.chunk_bytes == before; tries++) { /* until nothing is in use */
       OK(gemini_trace_load(w.mgr, path));
       OK(gemini_stats(w.mgr, &s));
     }
-    CHECK(s.window_bytes == before || s.window_bytes == 131072);
-    cut += s.window_bytes != before;
+    CHECK(s.chunk_bytes == before || s.chunk_bytes == 131072);
+    cut += s.chunk_bytes != before;
     atomic_store(&w.stop, true);
     for (int i = 0; i < count; i++) CHECK_EQ(pthread_join(m[i].thread, NULL), 0);
     for (int i = 0; i < THREADS; i++)
@@ -629,7 +629,7 @@ static void *body_errors(void *user) {
 static void test_last_error_is_the_threads_own(void) {
   world_t w;
   threads_open(&w, config_of(4, 8, 0));
-  w.shared[0] = tensor_of(w.mgr, w.arena, WINDOW, "shared", 0, 0);
+  w.shared[0] = tensor_of(w.mgr, w.arena, CHUNK, "shared", 0, 0);
   put(&w, w.shared[0], HOST, 1);
   gemini_tensor_t none;
   CHECK_EQ(gemini_tensor_find(w.mgr, "nobody", &none), GEMINI_ERR_NOT_FOUND);
@@ -664,7 +664,7 @@ static void test_host_batch_against_a_device_reader_is_whole_or_nothing(void) {
   world_t w;
   threads_open(&w, config_of(4, 16, 0));
   for (int k = 0; k < 2; k++) {
-    w.shared[k] = tensor_of(w.mgr, w.arena, WINDOW, "shared", k, 0);
+    w.shared[k] = tensor_of(w.mgr, w.arena, CHUNK, "shared", k, 0);
     put(&w, w.shared[k], HOST, 7 + (uint64_t)k);
   }
   gemini_access_t second = world_whole(w.shared[1], GEMINI_READ, DEVICE);
@@ -677,7 +677,7 @@ static void test_host_batch_against_a_device_reader_is_whole_or_nothing(void) {
   u.arenas = &w.arena;
   u.modes = &mode;
   u.arena_count = 1;
-  u.element_count = WINDOW; /* the first tensor */
+  u.element_count = CHUNK; /* the first tensor */
   u.flags = GEMINI_UPDATE_LATE;
   u.fn = slow_span;
   OK(gemini_update(w.mgr, &u));
@@ -690,7 +690,7 @@ static void test_host_batch_against_a_device_reader_is_whole_or_nothing(void) {
   CHECK_EQ(pthread_join(thread, NULL), 0);
   CHECK(b.status == GEMINI_OK || b.status == GEMINI_ERR_BUSY);
   if (!status) {
-    CHECK(filled(second.ptr, WINDOW / 8, 8));
+    CHECK(filled(second.ptr, CHUNK / 8, 8));
     OK(gemini_release(w.mgr, &second, 1, GEMINI_STREAM_CALLER));
   }
   for (int k = 0; k < 2; k++) {

@@ -11,7 +11,7 @@
 #include "gemini.h"
 
 #define OK(call) CHECK_EQ(call, GEMINI_OK)
-enum { LAYERS = 8, WINDOW = 65536, LAYER_BYTES = 2 * WINDOW, SAVED = 2048, IDLE = 5 };
+enum { LAYERS = 8, CHUNK = 65536, LAYER_BYTES = 2 * CHUNK, SAVED = 2048, IDLE = 5 };
 
 /* ---- a network in miniature: each layer's op reads its weights, allocates, and (backward) writes its gradient */
 typedef struct {
@@ -25,7 +25,7 @@ typedef struct {
   bool forward_only;
   uint64_t scale;  /* of what is allocated; 0 = 1 */
   uint32_t skip;   /* layer + 1 */
-  uint32_t unused; /* layer + 1: its op touches only its first window */
+  uint32_t unused; /* layer + 1: its op touches only its first chunk */
   bool update;     /* at the end, of all parameters by their gradients */
 } step_t;
 static const step_t plain;
@@ -37,11 +37,11 @@ static const char *last_message(void) {
   return info.message;
 }
 
-static gemini_config_t config_of(uint64_t device_windows) {
+static gemini_config_t config_of(uint64_t device_chunks) {
   gemini_config_t c = GEMINI_CONFIG_INIT;
-  c.device_bytes = device_windows * WINDOW;
+  c.device_bytes = device_chunks * CHUNK;
   c.host_bytes = 64 << 20;
-  c.window_bytes = WINDOW;
+  c.chunk_bytes = CHUNK;
   c.update_threads = 1;
   return c;
 }
@@ -75,7 +75,7 @@ static void layer_op(net_t *n, const step_t *s, int layer, bool backward) {
   char name[32];
   snprintf(name, sizeof name, "%s.%d", backward ? "bwd" : "fwd", layer);
   OK(gemini_op_begin(n->mgr, name, n->stream));
-  uint64_t bytes = s->unused == (uint32_t)layer + 1 ? WINDOW : LAYER_BYTES;
+  uint64_t bytes = s->unused == (uint32_t)layer + 1 ? CHUNK : LAYER_BYTES;
   gemini_access_t use[2] = { { .object = n->weight[layer], .size_bytes = bytes, .mode = GEMINI_READ },
                              { .object = n->gradient[layer], .mode = GEMINI_WRITE } };
   OK(gemini_acquire(n->mgr, use, backward ? 2 : 1, n->stream));
@@ -308,7 +308,7 @@ static uint64_t bytes_lacking(const char *message, const char *op) {
 static void test_plan_op_too_large_names_op_and_bytes(void) {
   gemini_config_t c = config_of(4);
   net_t n = net_open(&c);
-  /* On demand it works, one tensor at a time; as one op's working set it is 2 windows too many. */
+  /* On demand it works, one tensor at a time; as one op's working set it is 2 chunks too many. */
   OK(gemini_iteration_begin(n.mgr));
   OK(gemini_op_begin(n.mgr, "wide op", n.stream));
   for (int i = 0; i < 3; i++) {
@@ -318,7 +318,7 @@ static void test_plan_op_too_large_names_op_and_bytes(void) {
   }
   OK(gemini_op_end(n.mgr));
   CHECK_EQ(gemini_iteration_end(n.mgr), GEMINI_ERR_OOM_DEVICE);
-  CHECK_EQ(bytes_lacking(last_message(), "wide op"), 2 * WINDOW);
+  CHECK_EQ(bytes_lacking(last_message(), "wide op"), 2 * CHUNK);
   char text[200];
   OK(gemini_plan_explain(n.mgr, text, sizeof text, NULL));
   CHECK(strstr(text, "No plan"));
@@ -331,18 +331,18 @@ static void test_budget_too_small_for_plan_is_refused_and_stays(void) {
   net_t n = net_open(&c);
   net_steps(&n, &plain, 3);
   gemini_stats_t before = stats_of(&n);
-  /* A backward op: weights, gradient, and a page of non-model memory make 5 windows. */
-  CHECK_EQ(gemini_budget_set(n.mgr, GEMINI_TIER_DEVICE, 3 * WINDOW), GEMINI_ERR_OOM_DEVICE);
-  CHECK_EQ(bytes_lacking(last_message(), "bwd."), 2 * WINDOW);
+  /* A backward op: weights, gradient, and a page of non-model memory make 5 chunks. */
+  CHECK_EQ(gemini_budget_set(n.mgr, GEMINI_TIER_DEVICE, 3 * CHUNK), GEMINI_ERR_OOM_DEVICE);
+  CHECK_EQ(bytes_lacking(last_message(), "bwd."), 2 * CHUNK);
   CHECK_EQ(stats_of(&n).budget_bytes[GEMINI_TIER_DEVICE], before.budget_bytes[GEMINI_TIER_DEVICE]);
   net_steps(&n, &plain, 1);
   CHECK_EQ(stats_of(&n).planned_iterations, before.planned_iterations + 1);
-  OK(gemini_budget_set(n.mgr, GEMINI_TIER_DEVICE, 5 * WINDOW));
+  OK(gemini_budget_set(n.mgr, GEMINI_TIER_DEVICE, 5 * CHUNK));
   OK(gemini_stats_reset(n.mgr));
   net_steps(&n, &plain, 2);
   gemini_stats_t s = stats_of(&n);
   CHECK_EQ(s.planned_iterations, before.planned_iterations + 3);
-  CHECK(s.peak_bytes[GEMINI_TIER_DEVICE] <= 5 * WINDOW);
+  CHECK(s.peak_bytes[GEMINI_TIER_DEVICE] <= 5 * CHUNK);
   CHECK(s.planned_fetch_bytes > before.planned_fetch_bytes);
   net_close(&n);
 }
@@ -357,7 +357,7 @@ static int child(const char *path) {
   char text[16384];
   OK(gemini_plan_explain(n.mgr, text, sizeof text, NULL));
   printf("%" PRIu64 " %" PRIu64 " %" PRIu64 " %" PRIu64 "\n%s", s.predicted_step_ns, s.planned_fetch_bytes,
-         s.planned_evict_bytes, s.window_bytes, text);
+         s.planned_evict_bytes, s.chunk_bytes, text);
   net_close(&n);
   return 0;
 }
@@ -429,15 +429,15 @@ static void test_trace_load_plans_the_first_iteration(void) {
   unlink(again);
 }
 
-/* Writes the trace at path again, as if it had been recorded with windows of another size. */
-static void with_windows_of(const char *path, uint64_t window) {
+/* Writes the trace at path again, as if it had been recorded with chunks of another size. */
+static void with_chunks_of(const char *path, uint64_t chunk) {
   size_t size;
   char *text = contents(path, &size), *budget = strstr(text, "\nbudget ");
   CHECK(budget);
   char *rest = strchr(budget + 8, ' ');
   FILE *f = fopen(path, "wb");
   CHECK(f && fwrite(text, 1, (size_t)(budget - text), f) == (size_t)(budget - text));
-  CHECK(fprintf(f, "\nbudget %" PRIu64 "%s", window, rest) > 0 && !fclose(f));
+  CHECK(fprintf(f, "\nbudget %" PRIu64 "%s", chunk, rest) > 0 && !fclose(f));
   free(text);
 }
 
@@ -450,19 +450,19 @@ static void check_weights(net_t *n) {
   }
 }
 
-/* A trace of other windows is planned with those that there are, once there are plans; before, with its own. */
+/* A trace of other chunks is planned with those that there are, once there are plans; before, with its own. */
 static void test_trace_load_of_another_chunk_size(void) {
   char path[4096];
   temporary(path, sizeof path);
   gemini_config_t c = config_of(16);
-  c.window_bytes = 0; /* the library may choose, and choose again */
+  c.chunk_bytes = 0; /* the library may choose, and choose again */
   net_t n = net_open(&c);
   net_steps(&n, &plain, 4);
-  uint64_t window = stats_of(&n).window_bytes;
+  uint64_t chunk = stats_of(&n).chunk_bytes;
   OK(gemini_trace_save(n.mgr, path));
-  with_windows_of(path, 2 * window);
+  with_chunks_of(path, 2 * chunk);
   OK(gemini_trace_load(n.mgr, path));
-  CHECK_EQ(stats_of(&n).window_bytes, window);
+  CHECK_EQ(stats_of(&n).chunk_bytes, chunk);
   net_steps(&n, &plain, 3);
   step_t shorter = { .forward_only = true };
   net_steps(&n, &shorter, 2);
@@ -472,19 +472,19 @@ static void test_trace_load_of_another_chunk_size(void) {
 
   n = net_open(&c);
   OK(gemini_trace_load(n.mgr, path));
-  CHECK_EQ(stats_of(&n).window_bytes, 2 * window);
+  CHECK_EQ(stats_of(&n).chunk_bytes, 2 * chunk);
   net_steps(&n, &plain, 3);
   CHECK_EQ(stats_of(&n).departures, 0);
   check_weights(&n);
   net_close(&n);
 
-  /* Where no plan can be made with the trace's windows, nor with those that there are, nothing changes. */
-  c.device_bytes = 4 * WINDOW;
-  with_windows_of(path, 4 * window);
+  /* Where no plan can be made with the trace's chunks, nor with those that there are, nothing changes. */
+  c.device_bytes = 4 * CHUNK;
+  with_chunks_of(path, 4 * chunk);
   n = net_open(&c);
   gemini_stats_t before = stats_of(&n);
   CHECK_EQ(gemini_trace_load(n.mgr, path), GEMINI_ERR_OOM_DEVICE);
-  CHECK_EQ(stats_of(&n).window_bytes, before.window_bytes);
+  CHECK_EQ(stats_of(&n).chunk_bytes, before.chunk_bytes);
   CHECK_EQ(stats_of(&n).plans, 0);
   check_weights(&n);
   net_close(&n);
@@ -509,15 +509,15 @@ static gemini_arena_t plain_arena(gemini_manager_t mgr, const char *name, uint64
 /* Behind the last byte of an arena, its last chunk is longer after a new cut than the bytes that came with it: what lay in
  * that host memory before is not the arena's. */
 static void test_new_cut_leaves_zeros_behind_the_last_byte(void) {
-  const uint64_t window = 1 << 20;
+  const uint64_t chunk = 1 << 20;
   char path[4096];
   temporary(path, sizeof path);
-  gemini_config_t c = config_of(4 * window / WINDOW);
-  c.host_bytes = 8 * window;
-  c.window_bytes = 0;
+  gemini_config_t c = config_of(4 * chunk / CHUNK);
+  c.host_bytes = 8 * chunk;
+  c.chunk_bytes = 0;
   gemini_manager_t mgr;
   OK(gemini_manager_open(&c, &mgr));
-  gemini_access_t all = { .object = plain_arena(mgr, "a", WINDOW, 1), .mode = GEMINI_READ };
+  gemini_access_t all = { .object = plain_arena(mgr, "a", CHUNK, 1), .mode = GEMINI_READ };
   OK(gemini_iteration_begin(mgr));
   OK(gemini_op_begin(mgr, "op", GEMINI_STREAM_CALLER));
   OK(gemini_acquire(mgr, &all, 1, GEMINI_STREAM_CALLER));
@@ -526,22 +526,22 @@ static void test_new_cut_leaves_zeros_behind_the_last_byte(void) {
   OK(gemini_iteration_end(mgr));
   OK(gemini_trace_save(mgr, path));
   OK(gemini_manager_close(mgr));
-  with_windows_of(path, window);
+  with_chunks_of(path, chunk);
 
   OK(gemini_manager_open(&c, &mgr));
-  gemini_arena_t a = plain_arena(mgr, "a", WINDOW, 1), b = plain_arena(mgr, "b", 7 * window, 0xEE);
+  gemini_arena_t a = plain_arena(mgr, "a", CHUNK, 1), b = plain_arena(mgr, "b", 7 * chunk, 0xEE);
   OK(gemini_arena_destroy(mgr, b));
   gemini_stats_t s = GEMINI_STATS_INIT;
   OK(gemini_stats(mgr, &s));
-  CHECK(s.window_bytes < window);
+  CHECK(s.chunk_bytes < chunk);
   OK(gemini_trace_load(mgr, path));
   OK(gemini_stats(mgr, &s));
-  CHECK_EQ(s.window_bytes, window);
+  CHECK_EQ(s.chunk_bytes, chunk);
   uint64_t at;
-  OK(gemini_arena_take(mgr, a, window - WINDOW, &at));
-  gemini_access_t later = { .object = a, .size_bytes = window, .mode = GEMINI_READ, .tier = GEMINI_TIER_HOST };
+  OK(gemini_arena_take(mgr, a, chunk - CHUNK, &at));
+  gemini_access_t later = { .object = a, .size_bytes = chunk, .mode = GEMINI_READ, .tier = GEMINI_TIER_HOST };
   OK(gemini_acquire(mgr, &later, 1, GEMINI_STREAM_CALLER));
-  for (uint64_t i = 0; i < window; i++) CHECK_EQ(((uint8_t *)later.ptr)[i], i < WINDOW);
+  for (uint64_t i = 0; i < chunk; i++) CHECK_EQ(((uint8_t *)later.ptr)[i], i < CHUNK);
   OK(gemini_release(mgr, &later, 1, GEMINI_STREAM_CALLER));
   OK(gemini_manager_close(mgr));
   unlink(path);
@@ -606,7 +606,7 @@ static void test_trace_load_bad_file_is_refused(void) {
   gemini_arena_config_t a = GEMINI_ARENA_CONFIG_INIT;
   gemini_arena_t other;
   a.kind = GEMINI_KIND_OTHER;
-  a.capacity_bytes = WINDOW;
+  a.capacity_bytes = CHUNK;
   OK(gemini_arena_create(n.mgr, &a, &other));
   OK(gemini_tensor_register(n.mgr, other, "more", 64, GEMINI_OFFSET_NEXT, &one_more));
   OK(gemini_trace_load(n.mgr, path)); /* more than the trace has: fine */
@@ -617,7 +617,7 @@ static void test_trace_load_bad_file_is_refused(void) {
   c = config_of(4);
   n = net_open(&c);
   CHECK_EQ(gemini_trace_load(n.mgr, path), GEMINI_ERR_OOM_DEVICE);
-  CHECK_EQ(bytes_lacking(last_message(), "bwd."), WINDOW);
+  CHECK_EQ(bytes_lacking(last_message(), "bwd."), CHUNK);
   net_close(&n);
   unlink(path);
   unlink(bad);
@@ -690,7 +690,7 @@ static void test_timeline_has_ops_moves_waits_and_counters(void) {
   CHECK_EQ(count_of(text, "\"name\":\"bwd.3\""), 4);
   CHECK_EQ(count_of(text, "\"args\":{\"phase\":\"forward\"}"), 4 * LAYERS);
   CHECK_EQ(count_of(text, "\"name\":\"bwd.3\",\"args\":{\"phase\":\"backward\"}"), 4);
-  CHECK_EQ(count_of(text, "\"cat\":\"update\""), LAYERS * LAYER_BYTES / WINDOW);
+  CHECK_EQ(count_of(text, "\"cat\":\"update\""), LAYERS * LAYER_BYTES / CHUNK);
   uint64_t fetched = 0, evicted = 0;
   for (int r = 0; r < GEMINI_REASON_COUNT; r++) {
     fetched += s.moved_chunks[GEMINI_LINK_H2D][r];

@@ -22,11 +22,11 @@ enum { MOST = 8 };
 #include "world.h"
 
 #define OK(call) CHECK_OK(call)
-#define WINDOW WORLD_WINDOW
+#define CHUNK WORLD_CHUNK
 enum { DEVICE = GEMINI_TIER_DEVICE, HOST = GEMINI_TIER_HOST, FILES = GEMINI_TIER_FILE };
 
-static gemini_config_t config_of(uint64_t device_windows, uint64_t host_windows, uint64_t file_windows) {
-  gemini_config_t c = world_config(device_windows, host_windows, file_windows);
+static gemini_config_t config_of(uint64_t device_chunks, uint64_t host_chunks, uint64_t file_chunks) {
+  gemini_config_t c = world_config(device_chunks, host_chunks, file_chunks);
   c.update_threads = 2;
   return c;
 }
@@ -41,7 +41,7 @@ static uint64_t mix(uint64_t x) {
   return x ^ x >> 31;
 }
 
-/* Arenas with these element sizes, count of them, filled with random bytes window by window. */
+/* Arenas with these element sizes, count of them, filled with random bytes chunk by chunk. */
 static world_t world_of(gemini_config_t c, const uint32_t *sizes, uint32_t count, uint64_t elements) {
   world_t w = world_open(c);
   w.count = count;
@@ -73,8 +73,8 @@ static world_t world_of(gemini_config_t c, const uint32_t *sizes, uint32_t count
       uint64_t x = check_random(&random);
       memcpy(w.plain[i] + k, &x, 8);
     }
-    for (uint64_t k = 0; k < size; k += WINDOW) {
-      gemini_access_t a = world_part(w.arena[i], k, k + WINDOW < size ? WINDOW : size - k, GEMINI_WRITE, HOST);
+    for (uint64_t k = 0; k < size; k += CHUNK) {
+      gemini_access_t a = world_part(w.arena[i], k, k + CHUNK < size ? CHUNK : size - k, GEMINI_WRITE, HOST);
       OK(gemini_acquire(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
       memcpy(a.ptr, w.plain[i] + k, a.size_bytes);
       OK(gemini_release(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
@@ -85,8 +85,8 @@ static world_t world_of(gemini_config_t c, const uint32_t *sizes, uint32_t count
 
 static void expect_arena(world_t *w, uint32_t i, uint32_t tier) {
   uint64_t size = w->elements * w->bytes[i];
-  for (uint64_t k = 0; k < size; k += WINDOW) {
-    gemini_access_t a = world_part(w->arena[i], k, k + WINDOW < size ? WINDOW : size - k, GEMINI_READ, tier);
+  for (uint64_t k = 0; k < size; k += CHUNK) {
+    gemini_access_t a = world_part(w->arena[i], k, k + CHUNK < size ? CHUNK : size - k, GEMINI_READ, tier);
     OK(gemini_acquire(w->mgr, &a, 1, GEMINI_STREAM_CALLER));
     if (memcmp(a.ptr, w->plain[i] + k, a.size_bytes)) {
       uint64_t at = 0;
@@ -148,10 +148,10 @@ static void span_run_and_free(void *user) {
 }
 static void rule_span(void *user, const gemini_update_span_t *span) {
   rule_t *r = user;
-  uint64_t end = span->first_element + span->element_count, unit = WINDOW / r->smallest;
+  uint64_t end = span->first_element + span->element_count, unit = CHUNK / r->smallest;
   bool right = span->struct_size == sizeof *span && span->arena_count == r->count && !span->reserved &&
                span->element_count && end <= r->w->elements &&
-               span->first_element / unit == (end - 1) / unit; /* in one window of the smallest elements */
+               span->first_element / unit == (end - 1) / unit; /* in one chunk of the smallest elements */
   if (!right) {
     atomic_fetch_add(&r->wrong, 1);
     return;
@@ -213,8 +213,8 @@ static void expect_seen(const rule_t *r, uint64_t first, uint64_t count) {
 static void place_randomly(world_t *w, uint64_t *random) {
   for (uint32_t i = 0; i < w->count; i++) {
     uint64_t size = w->elements * w->bytes[i];
-    for (uint64_t k = 0; k < size; k += WINDOW) {
-      gemini_access_t a = world_part(w->arena[i], k, k + WINDOW < size ? WINDOW : size - k, GEMINI_READ, 0);
+    for (uint64_t k = 0; k < size; k += CHUNK) {
+      gemini_access_t a = world_part(w->arena[i], k, k + CHUNK < size ? CHUNK : size - k, GEMINI_READ, 0);
       a.tier = (uint32_t)(check_random(random) % (*w->dir ? 3 : 2));
       OK(gemini_move(w->mgr, &a, 1));
     }
@@ -269,7 +269,7 @@ static void test_update_on_the_device_equals_the_host(void) {
   static const uint32_t sizes[] = { 2, 4, 4 };
   for (int late = 0; late < 2; late++) {
     world_t w = world_of(config_of(24, 64, 0), sizes, 3, 4 * 32768 + 100);
-    gemini_access_t pin = world_part(w.arena[0], WINDOW, 2 * WINDOW, 0, DEVICE); /* elements 32768 to 98304 */
+    gemini_access_t pin = world_part(w.arena[0], CHUNK, 2 * CHUNK, 0, DEVICE); /* elements 32768 to 98304 */
     OK(gemini_pin(w.mgr, &pin));
     rule_t r = rule_of(&w, 3);
     r.seen = calloc(w.elements, 1);
@@ -307,7 +307,7 @@ static void test_update_through_files_equals_a_plain_loop(void) {
   expect_all(&w, DEVICE);
   gemini_stats_t s = world_stats(&w);
   for (uint32_t tier = 0; tier < GEMINI_TIER_COUNT; tier++) CHECK(s.peak_bytes[tier] <= s.budget_bytes[tier]);
-  CHECK(s.moved_bytes[GEMINI_LINK_F2H][GEMINI_REASON_UPDATE] > 60 * WINDOW);
+  CHECK(s.moved_bytes[GEMINI_LINK_F2H][GEMINI_REASON_UPDATE] > 60 * CHUNK);
   arenas_close(&w);
 }
 
@@ -319,7 +319,7 @@ static void test_update_where_files_are_almost_full(void) {
   for (uint64_t round = 0; round < 20; round++) {
     rule_t r = rule_of(&w, round);
     OK(rule_submit(&r, 0, 0, GEMINI_UPDATE_LATE, w.stream));
-    gemini_access_t one = world_part(w.arena[0], round % PIECES * WINDOW, WINDOW, GEMINI_READ, DEVICE);
+    gemini_access_t one = world_part(w.arena[0], round % PIECES * CHUNK, CHUNK, GEMINI_READ, DEVICE);
     OK(gemini_acquire(w.mgr, &one, 1, w.stream));
     OK(gemini_release(w.mgr, &one, 1, w.stream));
     OK(gemini_update_wait(w.mgr));
@@ -333,7 +333,7 @@ static void test_update_where_files_are_almost_full(void) {
 /* ---- late */
 static void check_on_stream(void *user) {
   world_t *w = user;
-  if (memcmp((void *)(uintptr_t)w->base[0], w->plain[0], WINDOW)) w->elements = 0; /* read after the stream is done */
+  if (memcmp((void *)(uintptr_t)w->base[0], w->plain[0], CHUNK)) w->elements = 0; /* read after the stream is done */
 }
 
 static void test_late_update_is_done_before_the_next_use(void) {
@@ -348,12 +348,12 @@ static void test_late_update_is_done_before_the_next_use(void) {
     CHECK(atomic_load(&r.done) < 4); /* it returned at once */
     CHECK(world_stats(&w).pending_updates > 0);
     rule_plain(&r, 0, 0);
-    gemini_access_t first = world_part(w.arena[0], 0, WINDOW, GEMINI_READ, DEVICE), all = world_whole(w.arena[0], 0, 0);
+    gemini_access_t first = world_part(w.arena[0], 0, CHUNK, GEMINI_READ, DEVICE), all = world_whole(w.arena[0], 0, 0);
     gemini_stream_t other;
     int fd = memfd_create("test", MFD_CLOEXEC);
     CHECK(fd >= 0);
     double norm = 0;
-    uint8_t *copy = malloc(4 * WINDOW);
+    uint8_t *copy = malloc(4 * CHUNK);
     CHECK(copy);
     OK(gemini_stream_create(w.mgr, &other));
     switch (use) {
@@ -368,8 +368,8 @@ static void test_late_update_is_done_before_the_next_use(void) {
     case 2: expect_arena(&w, 0, HOST); break;
     case 3:
       OK(gemini_store(w.mgr, &all, fd, 0));
-      CHECK_EQ(pread(fd, copy, 4 * WINDOW, 0), 4 * WINDOW);
-      CHECK(!memcmp(copy, w.plain[0], 4 * WINDOW));
+      CHECK_EQ(pread(fd, copy, 4 * CHUNK, 0), 4 * CHUNK);
+      CHECK(!memcmp(copy, w.plain[0], 4 * CHUNK));
       break;
     case 4: {
       OK(gemini_norm(w.mgr, &all, GEMINI_DTYPE_F16, GEMINI_STREAM_CALLER, &norm));
@@ -380,31 +380,31 @@ static void test_late_update_is_done_before_the_next_use(void) {
       break;
     }
     case 5: /* a part written over it comes after it */
-      first = world_part(w.arena[0], 3 * WINDOW, 8, GEMINI_WRITE, HOST);
+      first = world_part(w.arena[0], 3 * CHUNK, 8, GEMINI_WRITE, HOST);
       OK(gemini_acquire(w.mgr, &first, 1, GEMINI_STREAM_CALLER));
-      memset(first.ptr, 0x11, 8), memset(w.plain[0] + 3 * WINDOW, 0x11, 8);
+      memset(first.ptr, 0x11, 8), memset(w.plain[0] + 3 * CHUNK, 0x11, 8);
       OK(gemini_release(w.mgr, &first, 1, GEMINI_STREAM_CALLER));
       break;
     case 6:
-      first = world_part(w.arena[0], 2 * WINDOW + 40, WINDOW, 0, 0);
+      first = world_part(w.arena[0], 2 * CHUNK + 40, CHUNK, 0, 0);
       OK(gemini_zero(w.mgr, &first));
-      memset(w.plain[0] + 2 * WINDOW + 40, 0, WINDOW);
+      memset(w.plain[0] + 2 * CHUNK + 40, 0, CHUNK);
       all = world_whole(w.arena[1], 0, 0);
       OK(gemini_zero(w.mgr, &all));
-      memset(w.plain[1], 0, 4 * WINDOW);
+      memset(w.plain[1], 0, 4 * CHUNK);
       break;
     case 7:
       all.tier = FILES;
       OK(gemini_move(w.mgr, &all, 1));
       break;
     case 8:
-      all = world_part(w.arena[0], 100, 3 * WINDOW, 0, 0);
-      CHECK_EQ(pwrite(fd, w.plain[1], 3 * WINDOW, 0), 3 * WINDOW);
+      all = world_part(w.arena[0], 100, 3 * CHUNK, 0, 0);
+      CHECK_EQ(pwrite(fd, w.plain[1], 3 * CHUNK, 0), 3 * CHUNK);
       OK(gemini_load(w.mgr, &all, fd, 0));
-      memcpy(w.plain[0] + 100, w.plain[1], 3 * WINDOW);
+      memcpy(w.plain[0] + 100, w.plain[1], 3 * CHUNK);
       break;
     default: /* a smaller budget pushes chunks with updates pending out */
-      OK(gemini_budget_set(w.mgr, HOST, 3 * WINDOW));
+      OK(gemini_budget_set(w.mgr, HOST, 3 * CHUNK));
       break;
     }
     expect_all(&w, use % 2 ? HOST : DEVICE);
@@ -433,11 +433,11 @@ static void test_update_comes_after_its_streams_work(void) {
     world_t w = world_of(config_of(4, 32, 0), sizes, 2, 2 * 16384);
     gemini_access_t a = world_whole(w.arena[1], GEMINI_WRITE, DEVICE);
     OK(gemini_acquire(w.mgr, &a, 1, w.stream));
-    for (uint64_t k = 0; k < 2 * WINDOW; k++) w.plain[1][k] = (uint8_t)(k * 7 + k / 256);
-    write_t write = { a.ptr, w.plain[1], 2 * WINDOW };
-    uint8_t *kept = malloc(2 * WINDOW);
+    for (uint64_t k = 0; k < 2 * CHUNK; k++) w.plain[1][k] = (uint8_t)(k * 7 + k / 256);
+    write_t write = { a.ptr, w.plain[1], 2 * CHUNK };
+    uint8_t *kept = malloc(2 * CHUNK);
     CHECK(kept);
-    memcpy(kept, w.plain[1], 2 * WINDOW);
+    memcpy(kept, w.plain[1], 2 * CHUNK);
     write.from = kept;
     OK(gemini_stream_call(w.mgr, w.stream, write_late, &write));
     OK(gemini_release(w.mgr, &a, 1, w.stream));
@@ -542,7 +542,7 @@ static void test_waiting_for_updates_that_are_not_queued_is_a_stall(void) {
     OK(gemini_iteration_begin(w.mgr));
     OK(rule_submit(&r, 0, 0, GEMINI_UPDATE_LATE, stream));
     rule_plain(&r, 0, 0);
-    gemini_access_t last = world_part(w.arena[0], 31 * WINDOW, WINDOW, GEMINI_READ, DEVICE);
+    gemini_access_t last = world_part(w.arena[0], 31 * CHUNK, CHUNK, GEMINI_READ, DEVICE);
     OK(gemini_op_begin(w.mgr, "op", stream));
     uint64_t begin_ns = now_ns();
     OK(gemini_acquire(w.mgr, &last, 1, stream));
@@ -572,7 +572,7 @@ typedef struct {
 static void pile_span(void *user, const gemini_update_span_t *span) { /* one worker: one at a time */
   pile_t *p = user;
   if (span->tier != HOST || p->count == BLOCKS) p->other++;
-  else p->blocks[p->count++] = span->first_element / (WINDOW / 4);
+  else p->blocks[p->count++] = span->first_element / (CHUNK / 4);
   while (atomic_load(&p->held)) sleep_ms(1);
 }
 /* Operators 0, 1, ... forward and ... 1, 0 backward, each of whose updates is submitted behind it. */
@@ -588,11 +588,11 @@ static void test_updates_that_pile_up_are_done_as_operators_want_them(void) {
     a.kind = kinds[i];
     a.element_bytes = 4;
     a.like = i ? w.arena[0] : 0;
-    a.capacity_bytes = (BLOCKS + 1) * WINDOW;
+    a.capacity_bytes = (BLOCKS + 1) * CHUNK;
     OK(gemini_arena_create(w.mgr, &a, &w.arena[i]));
   }
   uint64_t at;
-  OK(gemini_arena_take(w.mgr, w.arena[0], (BLOCKS + 1) * WINDOW, &at));
+  OK(gemini_arena_take(w.mgr, w.arena[0], (BLOCKS + 1) * CHUNK, &at));
   for (int step = 0; step < 6; step++) {
     pile_t pile = { 0 };
     bool planned = world_stats(&w).planned_iterations > 0;
@@ -604,7 +604,7 @@ static void test_updates_that_pile_up_are_done_as_operators_want_them(void) {
       char name[32];
       snprintf(name, sizeof name, "block %d%s", (int)block, backward ? " backward" : "");
       gemini_access_t a =
-          world_part(w.arena[0], block * WINDOW, WINDOW, backward ? GEMINI_READ_WRITE : GEMINI_READ, DEVICE);
+          world_part(w.arena[0], block * CHUNK, CHUNK, backward ? GEMINI_READ_WRITE : GEMINI_READ, DEVICE);
       OK(gemini_op_begin(w.mgr, name, w.stream));
       OK(gemini_acquire(w.mgr, &a, 1, w.stream));
       OK(gemini_release(w.mgr, &a, 1, w.stream));
@@ -615,18 +615,18 @@ static void test_updates_that_pile_up_are_done_as_operators_want_them(void) {
       u.arenas = w.arena;
       u.modes = modes;
       u.arena_count = 2;
-      u.first_element = block * (WINDOW / 4);
-      u.element_count = WINDOW / 4;
+      u.first_element = block * (CHUNK / 4);
+      u.element_count = CHUNK / 4;
       u.stream = w.stream;
       u.fn = pile_span;
       u.user = &pile;
       OK(gemini_update(w.mgr, &u));
     }
     OK(gemini_iteration_end(w.mgr));
-    gemini_access_t last = world_part(w.arena[0], BLOCKS * WINDOW, WINDOW, GEMINI_WRITE, DEVICE);
+    gemini_access_t last = world_part(w.arena[0], BLOCKS * CHUNK, CHUNK, GEMINI_WRITE, DEVICE);
     OK(gemini_acquire(w.mgr, &last, 1, w.stream)); /* its copy to the host comes behind those that updates wait for */
     OK(gemini_release(w.mgr, &last, 1, w.stream));
-    last = world_part(w.arena[0], BLOCKS * WINDOW, WINDOW, GEMINI_READ, HOST);
+    last = world_part(w.arena[0], BLOCKS * CHUNK, CHUNK, GEMINI_READ, HOST);
     OK(gemini_acquire(w.mgr, &last, 1, GEMINI_STREAM_CALLER));
     OK(gemini_release(w.mgr, &last, 1, GEMINI_STREAM_CALLER));
     sleep_ms(1); /* what came since the worker looked is seen a while later only */
@@ -664,7 +664,7 @@ static void test_update_wait_and_close_finish_what_is_pending(void) {
     rule_t r = rule_of(&w, 1);
     r.delay_ms = 10;
     OK(gemini_update_wait(w.mgr)); /* nothing pending */
-    gemini_access_t pin = world_part(w.arena[0], 0, WINDOW, 0, DEVICE);
+    gemini_access_t pin = world_part(w.arena[0], 0, CHUNK, 0, DEVICE);
     if (how == 2) OK(gemini_pin(w.mgr, &pin)); /* one span on the device */
     OK(rule_submit(&r, 0, 0, GEMINI_UPDATE_LATE, w.stream));
     if (how) {
@@ -699,7 +699,7 @@ static void test_update_puts_written_tensors_to_hold(void) {
   for (int i = 0; i < 3; i++) {
     char name[32];
     snprintf(name, sizeof name, "t.%d", i);
-    OK(gemini_tensor_register(w.mgr, w.arena[0], name, WINDOW, (uint64_t)i * WINDOW, &t[i]));
+    OK(gemini_tensor_register(w.mgr, w.arena[0], name, CHUNK, (uint64_t)i * CHUNK, &t[i]));
     OK(gemini_tensor_counterpart(w.mgr, t[i], w.arena[1], &other[i]));
   }
   OK(gemini_phase_set(w.mgr, GEMINI_PHASE_BACKWARD));
@@ -729,7 +729,7 @@ static void test_update_of_a_range_in_use_is_busy(void) {
   static const uint32_t sizes[] = { 4, 8 };
   world_t w = world_of(config_of(8, 64, 0), sizes, 2, 6 * 16384);
   for (int how = 0; how < 4; how++) {
-    gemini_access_t a = world_part(w.arena[1], 11 * WINDOW + 100, 8, how % 2 ? GEMINI_READ : GEMINI_READ_WRITE,
+    gemini_access_t a = world_part(w.arena[1], 11 * CHUNK + 100, 8, how % 2 ? GEMINI_READ : GEMINI_READ_WRITE,
                                    how < 2 ? DEVICE : HOST); /* in the last span */
     OK(gemini_acquire(w.mgr, &a, 1, w.stream));
     OK(gemini_stream_synchronize(w.mgr, w.stream));
@@ -748,8 +748,8 @@ static void test_update_of_a_range_in_use_is_busy(void) {
 
 static void test_update_without_room_on_the_host_is_oom_host(void) {
   static const uint32_t sizes[] = { 4, 4 };
-  world_t w = world_of(config_of(8, 8, 0), sizes, 2, 4 * 16384); /* eight windows in all */
-  gemini_access_t a = world_part(w.arena[0], 0, 4 * WINDOW, GEMINI_READ, DEVICE);
+  world_t w = world_of(config_of(8, 8, 0), sizes, 2, 4 * 16384); /* eight chunks in all */
+  gemini_access_t a = world_part(w.arena[0], 0, 4 * CHUNK, GEMINI_READ, DEVICE);
   OK(gemini_move(w.mgr, &a, 1));
   OK(gemini_acquire(w.mgr, &a, 1, w.stream));
   a.mode = GEMINI_READ_WRITE;
@@ -757,7 +757,7 @@ static void test_update_without_room_on_the_host_is_oom_host(void) {
   OK(gemini_release(w.mgr, &a, 1, w.stream));
   a.mode = GEMINI_READ;
   OK(gemini_release(w.mgr, &a, 1, w.stream));
-  OK(gemini_budget_set(w.mgr, HOST, 5 * WINDOW)); /* the four of the other arena, and one */
+  OK(gemini_budget_set(w.mgr, HOST, 5 * CHUNK)); /* the four of the other arena, and one */
   for (int late = 0; late < 2; late++) {
     rule_t r = rule_of(&w, 1);
     CHECK_EQ(rule_submit(&r, 0, 0, late ? GEMINI_UPDATE_LATE : 0, w.stream), GEMINI_ERR_OOM_HOST);
@@ -768,7 +768,7 @@ static void test_update_without_room_on_the_host_is_oom_host(void) {
     CHECK_EQ(atomic_load(&r.spans), 0);
   }
   expect_all(&w, DEVICE);
-  OK(gemini_budget_set(w.mgr, HOST, 8 * WINDOW));
+  OK(gemini_budget_set(w.mgr, HOST, 8 * CHUNK));
   rule_t r = rule_of(&w, 1);
   OK(rule_submit(&r, 0, 0, 0, w.stream));
   rule_plain(&r, 0, 0);
@@ -780,12 +780,12 @@ static void test_update_without_room_on_the_host_is_oom_host(void) {
 static void test_update_does_not_count_its_own_copies_as_room(void) {
   static const uint32_t sizes[] = { 4 };
   world_t w = world_of(config_of(4, 2, 0), sizes, 1, 2 * 16384);
-  gemini_access_t second = world_part(w.arena[0], WINDOW, WINDOW, GEMINI_READ_WRITE, DEVICE);
+  gemini_access_t second = world_part(w.arena[0], CHUNK, CHUNK, GEMINI_READ_WRITE, DEVICE);
   OK(gemini_acquire(w.mgr, &second, 1, w.stream)); /* only on the device */
   OK(gemini_release(w.mgr, &second, 1, w.stream));
-  gemini_access_t first = world_part(w.arena[0], 0, WINDOW, 0, DEVICE);
+  gemini_access_t first = world_part(w.arena[0], 0, CHUNK, 0, DEVICE);
   OK(gemini_move(w.mgr, &first, 1)); /* on both */
-  OK(gemini_budget_set(w.mgr, HOST, WINDOW));
+  OK(gemini_budget_set(w.mgr, HOST, CHUNK));
   rule_t r = rule_of(&w, 1);
   gemini_status_t status = rule_submit(&r, 0, 0, 0, w.stream);
   CHECK_EQ(status, GEMINI_ERR_OOM_HOST);
@@ -821,7 +821,7 @@ static void test_update_bad_arguments_are_refused(void) {
   CHECK_EQ(rule_submit(&r, 0, 0, 0, w.stream), GEMINI_ERR_HANDLE);
   gemini_arena_config_t c = GEMINI_ARENA_CONFIG_INIT;
   c.element_bytes = 4;
-  c.capacity_bytes = WINDOW;
+  c.capacity_bytes = CHUNK;
   OK(gemini_arena_create(w.mgr, &c, &w.arena[1])); /* not like the first */
   CHECK_EQ(rule_submit(&r, 0, 0, 0, w.stream), GEMINI_ERR_INVALID);
   w.arena[1] = kept;
@@ -840,9 +840,9 @@ typedef struct {
 } model_t;
 enum { MODEL_ELEMENTS = 20000 }; /* of each of four tensors; the last is tied into the third */
 
-static model_t model_open(uint64_t device_windows) {
+static model_t model_open(uint64_t device_chunks) {
   model_t m;
-  gemini_config_t c = config_of(device_windows, 64, 0);
+  gemini_config_t c = config_of(device_chunks, 64, 0);
   OK(gemini_manager_open(&c, &m.mgr));
   OK(gemini_stream_create(m.mgr, &m.stream));
   gemini_arena_config_t a = GEMINI_ARENA_CONFIG_INIT;
@@ -930,7 +930,7 @@ static void test_unwritten_gradients_count_as_zero(void) {
   for (int how = 0; how < 6; how++) { /* late or not; gradients on device, host; part of the work on the device */
     model_t m = model_open(how < 4 ? 8 : 24);
     uint32_t sum[4] = { 0 }, slope[4] = { 0 };
-    gemini_access_t pin = world_part(m.params, 0, 2 * WINDOW, 0, DEVICE);
+    gemini_access_t pin = world_part(m.params, 0, 2 * CHUNK, 0, DEVICE);
     if (how >= 4) OK(gemini_pin(m.mgr, &pin));
     for (uint32_t round = 0; round < 4; round++) {
       for (uint32_t i = 0; i < 4; i++) {

@@ -3,7 +3,7 @@
 #include "update/gemini_update.h"
 #include "world.h"
 
-enum { ELEMENTS = 5 * 32768 + 100, STEPS = 6, RULES = 2, RANGES = 7 }; /* more than five windows of bf16 */
+enum { ELEMENTS = 5 * 32768 + 100, STEPS = 6, RULES = 2, RANGES = 7 }; /* more than five chunks of bf16 */
 enum { HOST = GEMINI_TIER_HOST, DEVICE = GEMINI_TIER_DEVICE };
 enum { PARAM, GRAD, MASTER, MOMENTUM, VARIANCE, ARENAS };
 
@@ -26,7 +26,7 @@ static void count_span(void *user, const gemini_update_span_t *span) {
   gemini_update_walk(&s->walk, span);
 }
 
-/* Ends in the middle of windows and at one, the last beyond all. */
+/* Ends in the middle of chunks and at one, the last beyond all. */
 static const uint64_t ends[RANGES] = { 1, 777, 32768, 70001, 70002, 140000, UINT64_MAX };
 static void ranges_of(layout_t layout, gemini_update_range_t *ranges) {
   for (uint64_t r = 0; r < RANGES; r++)
@@ -95,7 +95,7 @@ static void train(layout_t layout, gemini_config_t config, uint32_t flags, bool 
   gemini_tensor_t tensor = world_tensor(&w, arenas[PARAM], "all", ELEMENTS * param_bytes), grad;
   CHECK_OK(gemini_tensor_counterpart(w.mgr, tensor, arenas[GRAD], &grad));
   if (pinned) {
-    gemini_access_t pin = world_part(arenas[PARAM], 0, 2 * WORLD_WINDOW, 0, DEVICE);
+    gemini_access_t pin = world_part(arenas[PARAM], 0, 2 * WORLD_CHUNK, 0, DEVICE);
     CHECK_OK(gemini_pin(w.mgr, &pin));
   }
   memset(&plain, 0, sizeof plain);
@@ -107,7 +107,7 @@ static void train(layout_t layout, gemini_config_t config, uint32_t flags, bool 
   for (uint64_t step = 1; step <= STEPS; step++) {
     step_t *s = &steps[step - 1];
     uint64_t random = step;
-    uint32_t tier = step % 2 || config.device_bytes > 20 * WORLD_WINDOW ? DEVICE : HOST;
+    uint32_t tier = step % 2 || config.device_bytes > 20 * WORLD_CHUNK ? DEVICE : HOST;
     begin_step(s, layout, step, w.mgr, ranges);
     gemini_access_t a = world_whole(grad, GEMINI_WRITE, tier);
     CHECK_OK(gemini_acquire(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
@@ -142,7 +142,7 @@ static void train(layout_t layout, gemini_config_t config, uint32_t flags, bool 
 }
 
 static void test_adamw_in_spans_equals_one_call_for_each_range(void) {
-  /* On the host; in part on the device, where two windows of parameters stay; the same late; from files, late. */
+  /* On the host; in part on the device, where two chunks of parameters stay; the same late; from files, late. */
   for (layout_t layout = IN_PLACE; layout <= ALONE; layout++) {
     train(layout, world_config(12, 90, 0), 0, false);
     train(layout, world_config(90, 90, 0), 0, true);

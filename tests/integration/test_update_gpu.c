@@ -159,16 +159,16 @@ static void test_sgd_on_the_gpu_equals_the_host(void) {
 }
 
 /* Arenas that stay on the GPU, updated by a table late, two steps one after the other. */
-enum { WINDOW = 2 << 20, ELEMENTS = (5 << 19) + 100, RANGES = 6 };
+enum { CHUNK = 2 << 20, ELEMENTS = (5 << 19) + 100, RANGES = 6 };
 static void walk_over_arenas(uint32_t device, bool sgd) {
   static uint16_t param[ELEMENTS], grad[ELEMENTS];
   static float states[3][ELEMENTS]; /* master, momentum, variance */
-  static const uint64_t ends[RANGES] = { 1, 777, WINDOW / 2, 2200001, 2200002, UINT64_MAX };
+  static const uint64_t ends[RANGES] = { 1, 777, CHUNK / 2, 2200001, 2200002, UINT64_MAX };
   const uint32_t count = sgd ? 4 : 5, modes[] = { GEMINI_READ_WRITE, GEMINI_READ, 3, 3, 3 };
   gemini_config_t config = world_config(0, 0, 0);
   config.device = device;
-  config.window_bytes = WINDOW; /* the least that a GPU maps */
-  config.device_bytes = config.host_bytes = UINT64_C(40) * WINDOW;
+  config.chunk_bytes = CHUNK; /* the least that a GPU maps */
+  config.device_bytes = config.host_bytes = UINT64_C(40) * CHUNK;
   world_t w = world_open(config);
   gemini_arena_t arenas[5];
   for (uint32_t i = 0; i < count; i++)

@@ -13,7 +13,7 @@
 
 #include "world.h"
 
-#define W WORLD_WINDOW
+#define W WORLD_CHUNK
 enum { DEVICE = GEMINI_TIER_DEVICE, HOST = GEMINI_TIER_HOST };
 enum { READ = GEMINI_READ, WRITE = GEMINI_WRITE, BOTH = GEMINI_READ_WRITE };
 
@@ -204,7 +204,7 @@ static void test_a_call_that_waits_with_the_lock_hides_nothing(void) {
   expect_line(&s.w, number);
   expect_line(&s.w, "stream 1: has work that has not ended; it copies from the device");
   gemini_stats_t stats = world_stats(&s.w);
-  CHECK(stats.used_bytes[DEVICE] == 2 * W && stats.model_bytes == 2 * W && stats.window_bytes == W);
+  CHECK(stats.used_bytes[DEVICE] == 2 * W && stats.model_bytes == 2 * W && stats.chunk_bytes == W);
   CHECK_EQ(stats.budget_bytes[HOST], before.budget_bytes[HOST]);
   expect_line(&s.w, "chunks: 2 on the device");
   expect_line(&s.w, "acquired: tensor first of arena main, 1 times");

@@ -27,7 +27,7 @@ static inline gemini_error_info_t world_error(void) { /* this thread's last fail
   } while (0)
 #define CHECK_OK(call) CHECK_STATUS(call, GEMINI_OK)
 
-#define WORLD_WINDOW UINT64_C(65536)
+#define WORLD_CHUNK UINT64_C(65536)
 
 /* A test that needs more in its world says so before it includes this file. */
 #ifndef WORLD_MORE
@@ -40,13 +40,13 @@ typedef struct {
   WORLD_MORE
 } world_t;
 
-/* Budgets in windows of 64 KiB; 0 file windows: no file tier. */
-static inline gemini_config_t world_config(uint64_t device_windows, uint64_t host_windows, uint64_t file_windows) {
+/* Budgets in chunks of 64 KiB; 0 file chunks: no file tier. */
+static inline gemini_config_t world_config(uint64_t device_chunks, uint64_t host_chunks, uint64_t file_chunks) {
   gemini_config_t c = GEMINI_CONFIG_INIT;
-  c.device_bytes = device_windows * WORLD_WINDOW;
-  c.host_bytes = host_windows * WORLD_WINDOW;
-  c.file_bytes = file_windows * WORLD_WINDOW;
-  c.window_bytes = WORLD_WINDOW;
+  c.device_bytes = device_chunks * WORLD_CHUNK;
+  c.host_bytes = host_chunks * WORLD_CHUNK;
+  c.file_bytes = file_chunks * WORLD_CHUNK;
+  c.chunk_bytes = WORLD_CHUNK;
   c.update_threads = 1;
   return c;
 }

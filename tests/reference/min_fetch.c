@@ -2,7 +2,7 @@
  * of the policy proves it by exhaustive search on small instances.
  * SPDX-License-Identifier: Apache-2.0
  *
- * Between two uses of a window that nothing forces it to leave for, it may stay on the device: an arc over the steps
+ * Between two uses of a chunk that nothing forces it to leave for, it may stay on the device: an arc over the steps
  * between. Every use that reads and is not at the end of a chosen arc is a fetch. Arcs are chosen as Belady's rule
  * chooses: the one that ends first, if it fits. On a line that is optimal. On a ring, chosen arcs run into the next
  * lap; so laps are repeated, k arcs in each, the arcs that enter a lap being those that left the one before, until a
@@ -25,7 +25,7 @@ static int by_end(const void *a, const void *b) {
 
 typedef struct ring {
   int64_t steps;
-  int64_t *spare;   /* [steps] frames beside the step's own windows */
+  int64_t *spare;   /* [steps] frames beside the step's own chunks */
   int64_t *entered; /* [steps] arcs over the step that the lap before left */
   int64_t *taken;   /* [2 * steps] arcs over the step, of this lap and into the next */
   arc_t *arcs;
@@ -56,42 +56,42 @@ static int can_keep(ring_t *r, uint64_t k) {
 enum { USED = 1, FRESH = 2, LEAVES = 4 };
 
 uint64_t min_fetch(const gmi_plan_input_t *input, const uint8_t *piece_on_device) {
-  uint64_t windows = input->window_count, steps = 0, uses = 0, fetches = UINT64_MAX, pinned = 0;
+  uint64_t chunks = input->chunk_count, steps = 0, uses = 0, fetches = UINT64_MAX, pinned = 0;
   for (uint32_t op = 0; op < input->op_count; op++) {
     steps++;
     for (uint32_t p = 0; p < input->piece_count; p++) steps += input->pieces[p].after_op == op && piece_on_device[p];
   }
-  /* What each step does with each window. */
-  uint8_t *table = calloc(steps * windows + 1, 1);
+  /* What each step does with each chunk. */
+  uint8_t *table = calloc(steps * chunks + 1, 1);
   ring_t r = { .steps = (int64_t)steps };
   r.spare = calloc(steps + 1, sizeof *r.spare);
   r.entered = calloc(steps + 1, sizeof *r.entered);
   r.taken = calloc(2 * steps + 1, sizeof *r.taken);
   if (table == NULL || r.spare == NULL || r.entered == NULL || r.taken == NULL) goto end;
-  for (uint64_t w = 0; w < windows; w++) pinned += input->window_pinned != NULL && input->window_pinned[w];
+  for (uint64_t w = 0; w < chunks; w++) pinned += input->chunk_pinned != NULL && input->chunk_pinned[w];
   uint64_t step = 0;
   for (uint32_t op = 0; op < input->op_count; op++) {
     int64_t frames = (int64_t)input->frame_count - input->ops[op].heap_frames - (int64_t)pinned;
     for (uint32_t x = input->ops[op].access_first; x < input->ops[op + 1].access_first; x++)
-      table[step * windows + input->accesses[x].window] |=
+      table[step * chunks + input->accesses[x].chunk] |=
           (input->accesses[x].mode & GMI_ACCESS_FRESH) != 0 ? USED | FRESH : USED;
     r.spare[step++] = frames;
     for (uint32_t p = 0; p < input->piece_count; p++) {
       if (input->pieces[p].after_op != op || !piece_on_device[p]) continue;
-      for (uint32_t i = input->pieces[p].window_first; i < input->pieces[p + 1].window_first; i++)
-        table[step * windows + input->piece_windows[i]] |= USED;
+      for (uint32_t i = input->pieces[p].chunk_first; i < input->pieces[p + 1].chunk_first; i++)
+        table[step * chunks + input->piece_chunks[i]] |= USED;
       r.spare[step++] = frames;
     }
     for (uint32_t p = 0; p < input->piece_count; p++) {
       if (input->pieces[p].after_op != op || piece_on_device[p]) continue;
-      for (uint32_t i = input->pieces[p].window_first; i < input->pieces[p + 1].window_first; i++)
-        table[(step - 1) * windows + input->piece_windows[i]] |= LEAVES;
+      for (uint32_t i = input->pieces[p].chunk_first; i < input->pieces[p + 1].chunk_first; i++)
+        table[(step - 1) * chunks + input->piece_chunks[i]] |= LEAVES;
     }
   }
-  for (uint64_t w = 0; w < windows; w++) {
+  for (uint64_t w = 0; w < chunks; w++) {
     for (uint64_t j = 0; j < steps; j++) {
-      if (input->window_pinned != NULL && input->window_pinned[w]) table[j * windows + w] = 0;
-      if ((table[j * windows + w] & USED) != 0) r.spare[j]--, uses++;
+      if (input->chunk_pinned != NULL && input->chunk_pinned[w]) table[j * chunks + w] = 0;
+      if ((table[j * chunks + w] & USED) != 0) r.spare[j]--, uses++;
     }
   }
   for (uint64_t j = 0; j < steps; j++)
@@ -100,18 +100,18 @@ uint64_t min_fetch(const gmi_plan_input_t *input, const uint8_t *piece_on_device
   r.arcs = malloc(uses * sizeof *r.arcs + 1);
   if (r.arcs == NULL) goto end;
   uint64_t reads = 0;
-  for (uint64_t w = 0; w < windows; w++) {
+  for (uint64_t w = 0; w < chunks; w++) {
     for (uint64_t j = 0; j < steps; j++) {
-      if ((table[j * windows + w] & USED) == 0) continue;
-      reads += (table[j * windows + w] & FRESH) == 0;
-      /* Walk to the next use; a host piece on the way, or right behind this use, makes the window leave. */
+      if ((table[j * chunks + w] & USED) == 0) continue;
+      reads += (table[j * chunks + w] & FRESH) == 0;
+      /* Walk to the next use; a host piece on the way, or right behind this use, makes the chunk leave. */
       uint64_t at = j;
       int leaves = 0;
       do {
-        leaves = leaves || (table[at % steps * windows + w] & LEAVES) != 0;
+        leaves = leaves || (table[at % steps * chunks + w] & LEAVES) != 0;
         at++;
-      } while ((table[at % steps * windows + w] & USED) == 0);
-      if (leaves || (table[at % steps * windows + w] & FRESH) != 0) continue;
+      } while ((table[at % steps * chunks + w] & USED) == 0);
+      if (leaves || (table[at % steps * chunks + w] & FRESH) != 0) continue;
       r.arcs[r.arc_count++] = (arc_t){ (int64_t)j, (int64_t)at };
     }
   }

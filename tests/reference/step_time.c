@@ -97,13 +97,13 @@ static void run_graph(graph_t *g) {
   for (uint32_t n = 0; n < g->node_count; n++) CHECK_EQ(g->nodes[n].state, DONE);
 }
 
-/* Ops from the piece to the next op that uses a shared window of it; NONE if there is none. */
+/* Ops from the piece to the next op that uses a shared chunk of it; NONE if there is none. */
 static uint32_t ops_until_use(const gmi_plan_input_t *in, uint32_t piece) {
   for (uint32_t ahead = 1; ahead <= in->op_count; ahead++) {
     uint32_t op = (in->pieces[piece].after_op + ahead) % in->op_count;
     for (uint32_t x = in->ops[op].access_first; x < in->ops[op + 1].access_first; x++)
       for (uint32_t i = 0; i < in->pieces[piece].shared_count; i++)
-        if (in->piece_windows[in->pieces[piece].window_first + i] == in->accesses[x].window) return ahead;
+        if (in->piece_chunks[in->pieces[piece].chunk_first + i] == in->accesses[x].chunk) return ahead;
   }
   return NONE;
 }
@@ -115,7 +115,7 @@ typedef struct program {
   graph_t g;
   uint32_t step, fetch, evict, begin;
   uint32_t *arrival;           /* [op_count + piece_count] */
-  uint32_t *written, *updated; /* [window_count] back to the host, there by a piece */
+  uint32_t *written, *updated; /* [chunk_count] back to the host, there by a piece */
   uint32_t *before;            /* [piece_count] */
   uint32_t fetch_at, evict_at; /* in the plan */
   uint8_t *resident;
@@ -127,23 +127,23 @@ static void add_fetches(program_t *s, uint32_t op, uint32_t piece) {
     uint32_t node = add_node(&s->g, s->in->fetch_ns, NONE);
     add_wait(&s->g, s->fetch);
     add_wait(&s->g, s->begin);
-    add_wait(&s->g, s->written[move->window]);
-    add_wait(&s->g, s->updated[move->window]);
+    add_wait(&s->g, s->written[move->chunk]);
+    add_wait(&s->g, s->updated[move->chunk]);
     wait_for_frames(&s->g, 1);
     s->arrival[move->use_piece == GMI_NO_PIECE ? move->use_op : s->in->op_count + move->use_piece] = s->fetch = node;
-    s->resident[move->window] = 1;
+    s->resident[move->chunk] = 1;
   }
 }
 
 static void add_evicts(program_t *s, uint32_t op, uint32_t piece) {
   for (; s->evict_at < s->plan->evict_first[op + 1] && s->plan->evicts[s->evict_at].piece == piece; s->evict_at++) {
     const gmi_plan_move_t *move = &s->plan->evicts[s->evict_at];
-    s->resident[move->window] = 0;
+    s->resident[move->chunk] = 0;
     if ((move->flags & GMI_EVICT_DIRTY) != 0) {
       uint32_t node = add_node(&s->g, s->in->evict_ns, NONE);
       add_wait(&s->g, s->evict);
       add_wait(&s->g, s->step);
-      s->written[move->window] = s->evict = node;
+      s->written[move->chunk] = s->evict = node;
       give(&s->g, node, 1);
     } else {
       give(&s->g, s->step, 1);
@@ -167,11 +167,11 @@ static void add_host_piece(program_t *s, uint32_t piece, uint64_t use) {
   add_wait(&s->g, s->before[piece]);
   add_wait(&s->g, s->step);
   s->before[piece] = node;
-  for (uint32_t i = s->in->pieces[piece].window_first; i < s->in->pieces[piece + 1].window_first; i++) {
-    uint32_t window = s->in->piece_windows[i];
-    add_wait(&s->g, s->written[window]);
-    add_wait(&s->g, s->updated[window]);
-    s->updated[window] = node;
+  for (uint32_t i = s->in->pieces[piece].chunk_first; i < s->in->pieces[piece + 1].chunk_first; i++) {
+    uint32_t chunk = s->in->piece_chunks[i];
+    add_wait(&s->g, s->written[chunk]);
+    add_wait(&s->g, s->updated[chunk]);
+    s->updated[chunk] = node;
   }
 }
 
@@ -182,8 +182,8 @@ static void add_op(program_t *s, uint32_t iteration, uint32_t op, uint32_t flags
   if (heap < before) give(&s->g, s->step, before - heap);
   add_fetches(s, op, GMI_NO_PIECE);
   for (uint32_t x = in->ops[op].access_first; x < in->ops[op + 1].access_first; x++) {
-    frames += !s->resident[in->accesses[x].window];
-    s->resident[in->accesses[x].window] = 1;
+    frames += !s->resident[in->accesses[x].chunk];
+    s->resident[in->accesses[x].chunk] = 1;
   }
   add_step(s, in->ops[op].compute_ns, op, frames);
   add_evicts(s, op, GMI_NO_PIECE);
@@ -215,22 +215,22 @@ bool step_time(const gmi_plan_input_t *input, const gmi_plan_t *plan, uint32_t i
                uint64_t *length_ns_out) {
   program_t s = { .in = input, .plan = plan, .step = NONE, .fetch = NONE, .evict = NONE, .begin = NONE };
   uint32_t fetches = plan->fetch_first[input->op_count], evicts = plan->evict_first[input->op_count];
-  uint32_t piece_windows = input->piece_count > 0 ? input->pieces[input->piece_count].window_first : 0;
+  uint32_t piece_chunks = input->piece_count > 0 ? input->pieces[input->piece_count].chunk_first : 0;
   s.g.node_room = iterations * (input->op_count + input->piece_count + fetches + evicts);
-  s.g.wait_room = iterations * (5 * fetches + 2 * evicts + 2 * piece_windows + 2 * input->piece_count +
+  s.g.wait_room = iterations * (5 * fetches + 2 * evicts + 2 * piece_chunks + 2 * input->piece_count +
                                 input->op_count * (2 + input->frame_count));
   s.g.nodes = filled(s.g.node_room, sizeof *s.g.nodes);
   s.g.waits = filled(s.g.wait_room, sizeof *s.g.waits);
   s.g.frames = filled(input->frame_count + (uint64_t)iterations * (evicts + input->op_count * input->frame_count),
                       sizeof *s.g.frames);
   s.arrival = filled((uint64_t)input->op_count + input->piece_count, sizeof *s.arrival);
-  s.written = filled(input->window_count, sizeof *s.written);
-  s.updated = filled(input->window_count, sizeof *s.updated);
+  s.written = filled(input->chunk_count, sizeof *s.written);
+  s.updated = filled(input->chunk_count, sizeof *s.updated);
   s.before = filled(input->piece_count, sizeof *s.before);
-  s.resident = filled(input->window_count, sizeof *s.resident);
-  memcpy(s.resident, plan->resident_at_start, input->window_count);
+  s.resident = filled(input->chunk_count, sizeof *s.resident);
+  memcpy(s.resident, plan->resident_at_start, input->chunk_count);
   uint32_t held = input->ops[input->op_count - 1].heap_frames;
-  for (uint32_t w = 0; w < input->window_count; w++) held += s.resident[w];
+  for (uint32_t w = 0; w < input->chunk_count; w++) held += s.resident[w];
   give(&s.g, NONE, input->frame_count - held);
   uint32_t begin = NONE;
   for (uint32_t k = 0; k < iterations; k++) {

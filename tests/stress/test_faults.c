@@ -21,7 +21,7 @@
 #include "gemini.h"
 #include "io/sys.h"
 
-enum { WINDOW = 65536, WINDOWS = 10, SIZE = WINDOWS * WINDOW - 1000, STEPS = 40 };
+enum { CHUNK = 65536, CHUNKS = 10, SIZE = CHUNKS * CHUNK - 1000, STEPS = 40 };
 enum {
   FAULT_COPY,
   FAULT_MAP,
@@ -163,7 +163,7 @@ static void job(void *user) {
 static void use(gemini_manager_t mgr, gemini_arena_t arena, gemini_stream_t stream, uint64_t *r) {
   gemini_access_t a = { .object = arena, .offset_bytes = below(r, SIZE) };
   a.size_bytes = 1 + below(r, SIZE - a.offset_bytes);
-  if (a.size_bytes > 2 * WINDOW) a.size_bytes = 2 * WINDOW;
+  if (a.size_bytes > 2 * CHUNK) a.size_bytes = 2 * CHUNK;
   a.mode = below(r, 2) ? GEMINI_READ : GEMINI_READ_WRITE;
   a.tier = (uint32_t)below(r, 2);
   if (!CALL(gemini_acquire(mgr, &a, 1, stream))) return;
@@ -187,10 +187,10 @@ static void program(const char *dir) {
   step = 0;
   memset(model, 0, sizeof model);
   gemini_config_t c = GEMINI_CONFIG_INIT;
-  c.window_bytes = WINDOW;
-  c.device_bytes = (6 + below(r, 4)) * WINDOW;
-  c.host_bytes = (5 + below(r, 8)) * WINDOW;
-  c.file_bytes = 40 * WINDOW;
+  c.chunk_bytes = CHUNK;
+  c.device_bytes = (6 + below(r, 4)) * CHUNK;
+  c.host_bytes = (5 + below(r, 8)) * CHUNK;
+  c.file_bytes = 40 * CHUNK;
   c.file_dir = dir;
   c.flags = below(r, 3) ? 0 : GEMINI_CONFIG_STRICT;
   c.file_engine = GEMINI_FILE_ENGINE_THREADS;
@@ -223,7 +223,7 @@ static void program(const char *dir) {
     switch (below(r, 8)) {
     case 0:
       a.tier = (uint32_t)below(r, 3);
-      if (a.size_bytes > 2 * WINDOW) a.size_bytes = 2 * WINDOW;
+      if (a.size_bytes > 2 * CHUNK) a.size_bytes = 2 * CHUNK;
       (void)CALL(gemini_move(mgr, &a, 1));
       break;
     case 1:
@@ -234,12 +234,12 @@ static void program(const char *dir) {
       if (block) {
         MUST(gemini_free(mgr, block, GEMINI_STREAM_CALLER));
         block = NULL;
-      } else if (CALL(gemini_alloc(mgr, 1 + below(r, WINDOW), GEMINI_STREAM_CALLER, &block))) {
+      } else if (CALL(gemini_alloc(mgr, 1 + below(r, CHUNK), GEMINI_STREAM_CALLER, &block))) {
         memset(block, 0x5a, 1);
       }
       break;
     case 3:
-      if (a.size_bytes > WINDOW) a.size_bytes = WINDOW;
+      if (a.size_bytes > CHUNK) a.size_bytes = CHUNK;
       if (CALL(gemini_pin(mgr, &a))) MUST(gemini_unpin(mgr, &a));
       break;
     default: use(mgr, arena, stream, r);
@@ -249,9 +249,9 @@ static void program(const char *dir) {
   countdown = -1;
   /* Everything works again, and nothing was lost. */
   if (block) MUST(gemini_free(mgr, block, GEMINI_STREAM_CALLER));
-  for (uint64_t at = 0; at < SIZE; at += WINDOW) {
+  for (uint64_t at = 0; at < SIZE; at += CHUNK) {
     gemini_access_t a = { .object = arena, .offset_bytes = at, .mode = GEMINI_READ };
-    a.size_bytes = SIZE - at < WINDOW ? SIZE - at : WINDOW;
+    a.size_bytes = SIZE - at < CHUNK ? SIZE - at : CHUNK;
     a.tier = (uint32_t)below(r, 2);
     MUST(gemini_acquire(mgr, &a, 1, GEMINI_STREAM_CALLER));
     if (memcmp(a.ptr, model + at, a.size_bytes)) fail(__LINE__, "wrong bytes in the end, at", (int64_t)at);
@@ -293,34 +293,34 @@ static void slow_job(void *user) {
 }
 static void queue(gemini_manager_t mgr, gemini_access_t a, uint64_t expected, uint64_t write, bool slow,
                   gemini_stream_t stream) {
-  job_t *j = calloc(1, sizeof *j + WINDOW);
+  job_t *j = calloc(1, sizeof *j + CHUNK);
   NEED(j);
-  *j = (job_t){ a.ptr, WINDOW, write };
-  if (expected) pattern(j->expected, WINDOW, expected);
+  *j = (job_t){ a.ptr, CHUNK, write };
+  if (expected) pattern(j->expected, CHUNK, expected);
   if (stream) MUST(gemini_stream_call(mgr, stream, slow ? slow_job : job, j));
   else job(j);
   MUST(gemini_release(mgr, &a, 1, stream));
 }
-static gemini_arena_t small_world(uint64_t device, uint64_t host, uint64_t windows, gemini_manager_t *mgr_out,
+static gemini_arena_t small_world(uint64_t device, uint64_t host, uint64_t chunks, gemini_manager_t *mgr_out,
                                   gemini_stream_t streams_out[3]) {
   gemini_config_t c = GEMINI_CONFIG_INIT;
-  c.window_bytes = WINDOW;
-  c.device_bytes = device * WINDOW;
-  c.host_bytes = host * WINDOW;
+  c.chunk_bytes = CHUNK;
+  c.device_bytes = device * CHUNK;
+  c.host_bytes = host * CHUNK;
   gemini_arena_t arena;
   gemini_arena_config_t ac = GEMINI_ARENA_CONFIG_INIT;
-  ac.capacity_bytes = windows * WINDOW;
+  ac.capacity_bytes = chunks * CHUNK;
   uint64_t offset;
   MUST(gemini_manager_open(&c, mgr_out));
   MUST(gemini_arena_create(*mgr_out, &ac, &arena));
-  MUST(gemini_arena_take(*mgr_out, arena, windows * WINDOW, &offset));
+  MUST(gemini_arena_take(*mgr_out, arena, chunks * CHUNK, &offset));
   for (int i = 0; i < 3; i++) MUST(gemini_stream_create(*mgr_out, &streams_out[i]));
   return arena;
 }
-static gemini_status_t hold(gemini_manager_t mgr, gemini_access_t *a, uint64_t window, uint32_t mode, uint32_t tier,
+static gemini_status_t hold(gemini_manager_t mgr, gemini_access_t *a, uint64_t chunk, uint32_t mode, uint32_t tier,
                             gemini_stream_t stream) {
-  a->offset_bytes = window * WINDOW;
-  a->size_bytes = WINDOW;
+  a->offset_bytes = chunk * CHUNK;
+  a->size_bytes = CHUNK;
   a->mode = mode;
   a->tier = tier;
   return gemini_acquire(mgr, a, 1, stream);
@@ -361,7 +361,7 @@ static void test_a_copy_that_is_not_queued_leaves_those_before_it_in_force(void)
 }
 
 /* Half of a chunk is to become zero, behind what waits for a slow job, and the mark behind that fails. */
-static void write_job(void *user) { pattern(user, WINDOW, 88); }
+static void write_job(void *user) { pattern(user, CHUNK, 88); }
 static void test_what_is_written_after_a_zero_that_failed_stays(void) {
   gemini_manager_t mgr;
   gemini_stream_t streams[3];
@@ -377,7 +377,7 @@ static void test_what_is_written_after_a_zero_that_failed_stays(void) {
   gmi_device_ops_t faulty;
   inject(mgr, &faulty, FAULT_MARK);
   countdown = 0;
-  gemini_access_t half = { .object = arena, .offset_bytes = WINDOW, .size_bytes = WINDOW / 2 };
+  gemini_access_t half = { .object = arena, .offset_bytes = CHUNK, .size_bytes = CHUNK / 2 };
   gemini_status_t status = gemini_zero(mgr, &half);
   NEED(status == GEMINI_ERR_DEVICE && failed && named(status));
   MUST(hold(mgr, &a, 1, GEMINI_READ_WRITE, GEMINI_TIER_DEVICE, streams[1]));

@@ -3,7 +3,7 @@
  * A program opens a manager with random settings and runs random steps on 1 to 4 threads. The model is the array
  * `bytes`: every arena has a place in it, and each call that changes bytes changes them there when it is made, whenever
  * the library does it. Work queued on a stream carries a copy of what it must find. Statuses are predicted: for one
- * thread exactly (which windows are held, how many frames that leaves), for several as far as a thread can know. A call
+ * thread exactly (which chunks are held, how many frames that leaves), for several as far as a thread can know. A call
  * that failed must have changed nothing, which what is checked later shows.
  *
  * GEMINI_STRESS_STEPS  steps in all, 2000 by default; whole programs are run until that many have been, at least one of
@@ -36,7 +36,7 @@ enum {
   THREADS = 4,
   SLOTS = 40,            /* arenas at once in a program */
   SLOT_BYTES = 2 << 20,  /* of the model, an arena */
-  WINDOWS = 32,          /* in a slot, with the smallest windows */
+  CHUNKS = 32,           /* in a slot, with the smallest chunks */
   SET_ELEMENTS = 160000, /* capacity of arenas that have others like them */
   ARENAS = 14,           /* of a thread, shared ones included */
   TENSORS = 40,
@@ -92,7 +92,7 @@ typedef struct {
   struct program *p;
   int id;
   uint64_t rng, step;
-  uint64_t window; /* as of this step; 0 = not cut */
+  uint64_t chunk; /* as of this step; 0 = not cut */
   arena_t arenas[ARENAS];
   tensor_t tensors[TENSORS];
   open_t opens[OPENS];
@@ -336,17 +336,17 @@ static void job_queue(thread_t *t, gemini_stream_t stream, void *ptr, uint8_t *i
   MUST(t, gemini_stream_call(t->p->mgr, stream, job_run, j));
 }
 
-/* ---- what is held, by windows */
+/* ---- what is held, by chunks */
 typedef struct {
   uint16_t readers, writers, host_users, pins;
   bool host_writer;
 } held_t;
 typedef struct {
-  held_t of[SLOTS][WINDOWS];
+  held_t of[SLOTS][CHUNKS];
 } holds_t;
 
 static void hold_add(const thread_t *t, holds_t *h, const open_t *o, bool pin) {
-  uint64_t first = o->offset / t->window, last = (o->offset + o->size - 1) / t->window;
+  uint64_t first = o->offset / t->chunk, last = (o->offset + o->size - 1) / t->chunk;
   for (uint64_t i = first; i <= last; i++) {
     held_t *x = &h->of[o->slot][i];
     if (pin) {
@@ -367,10 +367,10 @@ static void holds_get(const thread_t *t, holds_t *h) {
 }
 enum { FREE_TO, MAY_BE_BUSY, IS_BUSY };
 /* May this access be held beside the others? Two on the host of which one writes: the library may refuse where they
- * share a window, must where they share a byte. */
+ * share a chunk, must where they share a byte. */
 static int hold_check(const thread_t *t, const holds_t *h, const open_t *o) {
   int result = t->arenas[o->arena].shared ? MAY_BE_BUSY : FREE_TO;
-  uint64_t first = o->offset / t->window, last = (o->offset + o->size - 1) / t->window;
+  uint64_t first = o->offset / t->chunk, last = (o->offset + o->size - 1) / t->chunk;
   bool write = o->access.mode & GEMINI_WRITE;
   for (uint64_t i = first; i <= last; i++) {
     const held_t *x = &h->of[o->slot][i];
@@ -383,13 +383,13 @@ static int hold_check(const thread_t *t, const holds_t *h, const open_t *o) {
   }
   return result;
 }
-/* Is anything held in the windows of a range? device: only what is held there, pins included. */
+/* Is anything held in the chunks of a range? device: only what is held there, pins included. */
 static int range_check(thread_t *t, int arena, uint64_t offset, uint64_t size, bool (*busy)(const held_t *)) {
   int result = t->arenas[arena].shared ? MAY_BE_BUSY : FREE_TO;
-  if (!t->window || !size) return result;
+  if (!t->chunk || !size) return result;
   holds_t h;
   holds_get(t, &h);
-  for (uint64_t i = offset / t->window; i <= (offset + size - 1) / t->window; i++)
+  for (uint64_t i = offset / t->chunk; i <= (offset + size - 1) / t->chunk; i++)
     if (busy(&h.of[store_of(t, arena)->slot][i])) return IS_BUSY;
   return result;
 }
@@ -406,11 +406,11 @@ static uint32_t busy_mask(int busy, uint32_t others) {
 static uint64_t frames_held(const thread_t *t, const holds_t *h) {
   uint64_t count = 0;
   for (int s = 0; s < SLOTS; s++)
-    for (int i = 0; i < WINDOWS; i++) count += is_on_device(&h->of[s][i]);
+    for (int i = 0; i < CHUNKS; i++) count += is_on_device(&h->of[s][i]);
   uint64_t pages[ALLOCS * 16], n = 0; /* of live allocations */
   for (int i = 0; i < t->alloc_count; i++) {
-    uint64_t first = (uintptr_t)t->allocs[i].ptr / t->window;
-    uint64_t last = ((uintptr_t)t->allocs[i].ptr + t->allocs[i].size - 1) / t->window;
+    uint64_t first = (uintptr_t)t->allocs[i].ptr / t->chunk;
+    uint64_t last = ((uintptr_t)t->allocs[i].ptr + t->allocs[i].size - 1) / t->chunk;
     for (uint64_t page = first; page <= last; page++) {
       uint64_t k = 0;
       while (k < n && pages[k] != page) k++;
@@ -421,30 +421,30 @@ static uint64_t frames_held(const thread_t *t, const holds_t *h) {
 }
 static uint64_t frames(const thread_t *t) {
   uint64_t usable = atomic_load(&t->p->budget[GEMINI_TIER_DEVICE]) - t->p->config.device_margin_bytes;
-  return t->window ? usable / t->window : 0;
+  return t->chunk ? usable / t->chunk : 0;
 }
-/* Statuses of a call that may need room below the device, for `need` windows at once. */
+/* Statuses of a call that may need room below the device, for `need` chunks at once. */
 static uint32_t below_mask(const thread_t *t, uint64_t need) {
   const uint32_t full = BIT(GEMINI_ERR_OOM_HOST) | BIT(GEMINI_ERR_OOM_FILE);
   const program_t *p = t->p;
   if (!p->exact) return p->host_tight ? full : 0;
-  if (!t->window) return full;
+  if (!t->chunk) return full;
   uint64_t total = 0, held = 0;
   for (int i = 0; i < ARENAS; i++) {
     const arena_t *a = &t->arenas[i];
-    if (a->alive && a->reuse < 0) total += (a->size + t->window - 1) / t->window;
+    if (a->alive && a->reuse < 0) total += (a->size + t->chunk - 1) / t->chunk;
   }
-  if (atomic_load(&p->budget[GEMINI_TIER_HOST]) / t->window >= total) return 0;
-  if (atomic_load(&p->budget[GEMINI_TIER_FILE]) / t->window < total) return full;
+  if (atomic_load(&p->budget[GEMINI_TIER_HOST]) / t->chunk >= total) return 0;
+  if (atomic_load(&p->budget[GEMINI_TIER_FILE]) / t->chunk < total) return full;
   holds_t h;
   holds_get(t, &h);
   for (int s = 0; s < SLOTS; s++)
-    for (int i = 0; i < WINDOWS; i++) held += h.of[s][i].host_users > 0;
-  return atomic_load(&p->budget[GEMINI_TIER_HOST]) / t->window >= held + need + 2 ? 0 : full;
+    for (int i = 0; i < CHUNKS; i++) held += h.of[s][i].host_users > 0;
+  return atomic_load(&p->budget[GEMINI_TIER_HOST]) / t->chunk >= held + need + 2 ? 0 : full;
 }
 /* A call that needs `need` frames beside those held. */
 static uint32_t device_mask(const thread_t *t, uint64_t held_then) {
-  if (!t->p->exact || !t->window) return OK | BIT(GEMINI_ERR_OOM_DEVICE);
+  if (!t->p->exact || !t->chunk) return OK | BIT(GEMINI_ERR_OOM_DEVICE);
   return held_then <= frames(t) ? OK : BIT(GEMINI_ERR_OOM_DEVICE);
 }
 
@@ -496,17 +496,17 @@ static bool pick_range(thread_t *t, uint64_t *r, bool whole, open_t *o) {
     first = below(r, elements);
     count = 1 + below(r, elements - first);
   }
-  /* Now and then to the edge of a window, or an element beyond it or before it. */
-  if (!whole && t->window && elements > 2 && chance(r, 4)) {
-    uint64_t edges = (start + limit) / t->window, edge = edges ? (1 + below(r, edges)) * t->window : 0;
+  /* Now and then to the edge of a chunk, or an element beyond it or before it. */
+  if (!whole && t->chunk && elements > 2 && chance(r, 4)) {
+    uint64_t edges = (start + limit) / t->chunk, edge = edges ? (1 + below(r, edges)) * t->chunk : 0;
     uint64_t at = edge > start ? (edge - start) / a->element_bytes + below(r, 3) : 0;
     at = at ? at - 1 : 0;
     if (at && at < elements && chance(r, 2)) {
       first = at;
       count = 1 + below(r, elements - first);
     } else if (at && at <= elements) {
-      first = chance(r, 2) && start + limit > t->window ? below(r, at) : 0;
-      if (chance(r, 3) && edge - t->window >= start) first = (edge - t->window - start) / a->element_bytes;
+      first = chance(r, 2) && start + limit > t->chunk ? below(r, at) : 0;
+      if (chance(r, 3) && edge - t->chunk >= start) first = (edge - t->chunk - start) / a->element_bytes;
       count = at > first ? at - first : 1;
     }
   }
@@ -557,7 +557,7 @@ static void check_stats(thread_t *t) {
   uint64_t highest[GEMINI_TIER_COUNT];
   MUST(t, gemini_stats(p->mgr, &s));
   for (int i = 0; i < GEMINI_TIER_COUNT; i++) highest[i] = atomic_load(&p->highest[i]);
-  t->window = s.window_bytes;
+  t->chunk = s.chunk_bytes;
   for (int i = 0; i < GEMINI_TIER_COUNT; i++) {
     uint64_t margin = i == GEMINI_TIER_DEVICE ? p->config.device_margin_bytes : 0;
     uint64_t budget = p->exact ? s.budget_bytes[i] : highest[i]; /* another thread may have set it in between */
@@ -613,7 +613,7 @@ static bool content_wrong(thread_t *t, const open_t *o) {
 static bool check_by_store(thread_t *t, const open_t *o) {
   uint64_t at = below(&t->rng, 10000);
   int busy = range_check(t, o->arena, o->offset, o->size, is_written);
-  if (busy == IS_BUSY && below_mask(t, 1)) busy = MAY_BE_BUSY; /* no memory before it came to that window */
+  if (busy == IS_BUSY && below_mask(t, 1)) busy = MAY_BE_BUSY; /* no memory before it came to that chunk */
   uint32_t allowed = content_other(t, o) ? BIT(GEMINI_ERR_STATE) : busy_mask(busy, OK | below_mask(t, 1));
   gemini_status_t status = gemini_store(t->p->mgr, &o->access, t->fd, at);
   EXPECT(t, status, allowed, "gemini_store");
@@ -652,7 +652,7 @@ static gemini_status_t acquire_batch(thread_t *t, uint64_t *r, int most, gemini_
   bool wrong = false;
   int busy = FREE_TO;
   holds_t h;
-  if (t->window) holds_get(t, &h);
+  if (t->chunk) holds_get(t, &h);
   uint32_t tier = device_only || below(r, 10) < 7 ? GEMINI_TIER_DEVICE : GEMINI_TIER_HOST;
   for (int i = 0; i < want; i++) {
     open_t *o = &batch[count];
@@ -671,7 +671,7 @@ static gemini_status_t acquire_batch(thread_t *t, uint64_t *r, int most, gemini_
     if (twice) continue;
     bool is_wrong = content_wrong(t, o);
     int is_busy = MAY_BE_BUSY; /* inside the batch */
-    if (t->window) {
+    if (t->chunk) {
       is_busy = hold_check(t, &h, o);
       hold_add(t, &h, o, false);
     }
@@ -695,22 +695,22 @@ static gemini_status_t acquire_batch(thread_t *t, uint64_t *r, int most, gemini_
     }
   }
   gemini_access_t accesses[OPENS];
-  uint64_t host_windows = 0;
+  uint64_t host_chunks = 0;
   for (int i = 0; i < count; i++) {
     const open_t *o = &batch[i];
     accesses[i] = o->access;
     note(t, " %s%s%d+%" PRIu64 "+%" PRIu64 ":%u%s%s", o->access.tier ? "host:" : "", o->tensor < 0 ? "arena " : "t",
          o->tensor < 0 ? o->arena : o->tensor, o->access.offset_bytes, o->size, o->access.mode, o->later ? "later" : "",
          t->arenas[o->arena].reuse >= 0 ? "g" : "");
-    if (t->window && o->access.tier == GEMINI_TIER_HOST) host_windows += o->size / t->window + 2;
+    if (t->chunk && o->access.tier == GEMINI_TIER_HOST) host_chunks += o->size / t->chunk + 2;
   }
-  uint32_t allowed = OK | BIT(GEMINI_ERR_OOM_DEVICE) | below_mask(t, host_windows);
+  uint32_t allowed = OK | BIT(GEMINI_ERR_OOM_DEVICE) | below_mask(t, host_chunks);
   if (wrong) {
     allowed = BIT(GEMINI_ERR_STATE);
   } else if (busy == IS_BUSY) {
     allowed = BIT(GEMINI_ERR_BUSY);
   } else {
-    if (t->p->exact && t->window) allowed = device_mask(t, frames_held(t, &h)) | below_mask(t, host_windows);
+    if (t->p->exact && t->chunk) allowed = device_mask(t, frames_held(t, &h)) | below_mask(t, host_chunks);
     allowed = busy_mask(busy, allowed);
   }
   gemini_status_t status = gemini_acquire(t->p->mgr, accesses, (uint64_t)count, stream);
@@ -825,13 +825,13 @@ static void step_move(thread_t *t) {
   uint32_t allowed = OK;
   bool device = false, leaving = false;
   holds_t h;
-  if (t->window) holds_get(t, &h);
+  if (t->chunk) holds_get(t, &h);
   for (uint64_t i = 0; i < count; i++) {
     if (!pick_range(t, r, false, &o)) return;
     o.access.tier = (uint32_t)below(r, 3);
     o.access.mode = (uint32_t)below(r, 9); /* ignored */
     leaving |= o.access.tier != GEMINI_TIER_DEVICE;
-    if (t->window && o.access.tier == GEMINI_TIER_DEVICE) hold_add(t, &h, &o, true);
+    if (t->chunk && o.access.tier == GEMINI_TIER_DEVICE) hold_add(t, &h, &o, true);
     accesses[n++] = o.access;
     note(t, " t%d+%" PRIu64 "->%u", o.tensor, o.size, o.access.tier);
     bool (*const when[])(const held_t *) = { is_host_written, is_on_device, is_device_held_or_host };
@@ -844,9 +844,9 @@ static void step_move(thread_t *t) {
       allowed |= BIT(GEMINI_ERR_OOM_FILE);
   }
   allowed |= below_mask(t, 2);
-  if (device && (!t->p->exact || !t->window || frames_held(t, &h) > frames(t))) allowed |= BIT(GEMINI_ERR_OOM_DEVICE);
+  if (device && (!t->p->exact || !t->chunk || frames_held(t, &h) > frames(t))) allowed |= BIT(GEMINI_ERR_OOM_DEVICE);
   if (busy == IS_BUSY && allowed != OK) busy = MAY_BE_BUSY;
-  if (device && leaving && !busy) busy = MAY_BE_BUSY; /* one window to two places */
+  if (device && leaving && !busy) busy = MAY_BE_BUSY; /* one chunk to two places */
   EXPECT(t, gemini_move(t->p->mgr, accesses, n), busy_mask(busy, allowed), "gemini_move");
 }
 static void step_hint(thread_t *t) {
@@ -866,7 +866,7 @@ static void step_pin(thread_t *t) {
   if (t->pin_count == PINS || !pick_range(t, &t->rng, false, &o)) return;
   note(t, " t%d+%" PRIu64, o.tensor, o.size);
   uint32_t allowed = OK | BIT(GEMINI_ERR_OOM_DEVICE);
-  if (t->p->exact && t->window) {
+  if (t->p->exact && t->chunk) {
     holds_t h;
     holds_get(t, &h);
     hold_add(t, &h, &o, true);
@@ -932,12 +932,12 @@ static void alloc_one(thread_t *t, uint64_t *r, gemini_stream_t stream) {
   note(t, " %" PRIu64, size);
   uint64_t usable = atomic_load(&t->p->budget[GEMINI_TIER_DEVICE]) - t->p->config.device_margin_bytes;
   uint32_t allowed = OK | BIT(GEMINI_ERR_OOM_DEVICE);
-  if (t->p->exact && t->window) {
+  if (t->p->exact && t->chunk) {
     holds_t h;
     holds_get(t, &h);
     uint64_t held = frames_held(t, &h);
-    if (held + (size + t->window - 1) / t->window + 1 <= frames(t)) allowed = OK;
-    else if (size > 2 * t->window && held + size / t->window - 2 > frames(t)) allowed = BIT(GEMINI_ERR_OOM_DEVICE);
+    if (held + (size + t->chunk - 1) / t->chunk + 1 <= frames(t)) allowed = OK;
+    else if (size > 2 * t->chunk && held + size / t->chunk - 2 > frames(t)) allowed = BIT(GEMINI_ERR_OOM_DEVICE);
   }
   if (t->p->exact && size > usable) allowed = BIT(GEMINI_ERR_OOM_DEVICE);
   void *ptr = NULL;
@@ -991,8 +991,8 @@ static void step_zero(thread_t *t) {
   }
   note(t, " %s%d+%" PRIu64, o.tensor < 0 ? "arena " : "t", o.tensor < 0 ? o.arena : o.tensor, o.size);
   uint32_t allowed = busy_mask(range_check(t, o.arena, o.offset, o.size, is_acquired), OK | below_mask(t, 1));
-  /* Window after window: where one may not get room on the host, only one. */
-  if (below_mask(t, 1) && t->window && o.offset / t->window != (o.offset + o.size - 1) / t->window) return;
+  /* Chunk after chunk: where one may not get room on the host, only one. */
+  if (below_mask(t, 1) && t->chunk && o.offset / t->chunk != (o.offset + o.size - 1) / t->chunk) return;
   gemini_status_t status = gemini_zero(t->p->mgr, &o.access);
   note(t, " -> %d", status);
   EXPECT(t, status, allowed, "gemini_zero");
@@ -1008,10 +1008,10 @@ static void step_load(thread_t *t) {
     o.size = t->tensors[o.tensor].size;
     o.access.offset_bytes = o.access.size_bytes = 0;
   }
-  /* Window after window: where one may not get room on the host, only one. */
-  if (below_mask(t, 1) && (!t->window || o.offset / t->window != (o.offset + o.size - 1) / t->window)) return;
-  if (t->arenas[o.arena].shared && o.size > 60000) return; /* a window of it may be busy, after others were read */
-  if (t->arenas[o.arena].shared && t->window && o.offset / t->window != (o.offset + o.size - 1) / t->window) return;
+  /* Chunk after chunk: where one may not get room on the host, only one. */
+  if (below_mask(t, 1) && (!t->chunk || o.offset / t->chunk != (o.offset + o.size - 1) / t->chunk)) return;
+  if (t->arenas[o.arena].shared && o.size > 60000) return; /* a chunk of it may be busy, after others were read */
+  if (t->arenas[o.arena].shared && t->chunk && o.offset / t->chunk != (o.offset + o.size - 1) / t->chunk) return;
   uint64_t at = below(r, 5000), has = o.size;
   if (!in_reusing_set(t, o.arena) && chance(r, 8)) has = below(r, o.size);
   uint8_t *content = malloc(o.size + 1);
@@ -1025,7 +1025,7 @@ static void step_load(thread_t *t) {
   /* Pinned to the device: cannot be read into the host. */
   int pinned = range_check(t, o.arena, o.offset, o.size, is_acquired_or_pinned);
   if (pinned == IS_BUSY && allowed != BIT(GEMINI_ERR_BUSY)) {
-    if (!t->window || o.offset / t->window != (o.offset + o.size - 1) / t->window) goto done;
+    if (!t->chunk || o.offset / t->chunk != (o.offset + o.size - 1) / t->chunk) goto done;
     allowed |= BIT(GEMINI_ERR_BUSY);
   }
   gemini_status_t status = gemini_load(t->p->mgr, &o.access, t->fd, at);
@@ -1186,7 +1186,7 @@ static void model_update(thread_t *t, update_t *u, const int *arenas, int root, 
       tensor_t *x = &t->tensors[k];
       uint64_t bytes = t->arenas[arenas[i]].element_bytes;
       if (!x->alive || x->arena != arenas[i] || !overlap(x->offset, x->size, first * bytes, count * bytes)) continue;
-      x->state = x->users ? GEMINI_STATE_COMPUTE : GEMINI_STATE_HOLD; /* acquired elsewhere, in other windows */
+      x->state = x->users ? GEMINI_STATE_COMPUTE : GEMINI_STATE_HOLD; /* acquired elsewhere, in other chunks */
       if (t->arenas[x->arena].reused) base_of(t, x)->gradient = false;
     }
   }
@@ -1222,12 +1222,12 @@ static void update_set(thread_t *t, uint64_t *r, int root, bool all) {
     if (param && x->gradient && (from < first || from + size > first + span)) refused |= BIT(GEMINI_ERR_INVALID);
   }
   gemini_arena_t handles[8];
-  uint64_t windows = 0;
+  uint64_t chunks = 0;
   int busy = FREE_TO;
   for (int i = 0; i < count; i++) {
     const arena_t *a = &t->arenas[arenas[i]];
     handles[i] = a->handle;
-    windows += 10; /* of one piece, and of those that workers still hold */
+    chunks += 10; /* of one piece, and of those that workers still hold */
     int is_busy = range_check(t, arenas[i], first * a->element_bytes, span * a->element_bytes, is_acquired);
     if (is_busy > busy) busy = is_busy;
     note(t, " a%d:%u", arenas[i], u->modes[i]);
@@ -1239,9 +1239,9 @@ static void update_set(thread_t *t, uint64_t *r, int root, bool all) {
   if (pinned) {
     holds_t h;
     holds_get(t, &h);
-    if (!t->p->exact || frames_held(t, &h) + windows > frames(t) || below_mask(t, windows)) count = 0;
+    if (!t->p->exact || frames_held(t, &h) + chunks > frames(t) || below_mask(t, chunks)) count = 0;
   }
-  uint32_t room = below_mask(t, windows);
+  uint32_t room = below_mask(t, chunks);
   /* With a file tier, or with others who take what was there, it could fail in the middle. */
   if (!count || (room && (!t->p->exact || t->p->config.file_bytes))) {
     free(u);
@@ -1560,7 +1560,7 @@ static void step_state(thread_t *t) {
   } else if (!(legal[x->state] >> state & 1)) {
     allowed = BIT(GEMINI_ERR_STATE);
   } else if (state == GEMINI_STATE_FREE) {
-    if (below_mask(t, 1) && t->window && x->offset / t->window != (x->offset + x->size - 1) / t->window) return;
+    if (below_mask(t, 1) && t->chunk && x->offset / t->chunk != (x->offset + x->size - 1) / t->chunk) return;
     allowed = busy_mask(range_check(t, x->arena, x->offset, x->size, is_acquired), OK | below_mask(t, 1));
   }
   note(t, " t%d %u", index, state);
@@ -1612,11 +1612,11 @@ static void step_budget(thread_t *t) {
   if (tier == GEMINI_TIER_DEVICE) {
     bytes = p->config.device_margin_bytes + ((uint64_t)(1 + below(r, 40)) << 16) + below(r, 65536);
     allowed |= BIT(GEMINI_ERR_OOM_DEVICE) | below_mask(t, 1); /* also when no plan is possible with it */
-    if (bytes - p->config.device_margin_bytes < (t->window ? t->window : 65536)) allowed = BIT(GEMINI_ERR_INVALID);
-    if (p->exact && t->window && !(allowed & BIT(GEMINI_ERR_INVALID))) {
+    if (bytes - p->config.device_margin_bytes < (t->chunk ? t->chunk : 65536)) allowed = BIT(GEMINI_ERR_INVALID);
+    if (p->exact && t->chunk && !(allowed & BIT(GEMINI_ERR_INVALID))) {
       holds_t h;
       holds_get(t, &h);
-      if (frames_held(t, &h) > (bytes - p->config.device_margin_bytes) / t->window)
+      if (frames_held(t, &h) > (bytes - p->config.device_margin_bytes) / t->chunk)
         allowed = BIT(GEMINI_ERR_OOM_DEVICE) | below_mask(t, 1);
       else if (!t->iterations && !t->trace_saved) allowed = OK | below_mask(t, 1);
     }
@@ -1875,10 +1875,10 @@ static void program_open(program_t *p, uint64_t *r) {
   c.warmup_iterations = (uint32_t)below(r, 3);
   c.update_threads = (uint32_t)below(r, 4);
   uint64_t frame_count = (uint64_t)p->threads * 2 + 1 + below(r, 40);
-  if (chance(r, 3)) c.window_bytes = chance(r, 2) ? 131072 : 262144;
-  else if (!chance(r, 3)) c.window_bytes = 65536;
+  if (chance(r, 3)) c.chunk_bytes = chance(r, 2) ? 131072 : 262144;
+  else if (!chance(r, 3)) c.chunk_bytes = 65536;
   c.device_margin_bytes = chance(r, 3) ? below(r, 200000) : 0;
-  c.device_bytes = c.device_margin_bytes + frame_count * (c.window_bytes ? c.window_bytes : 65536) + below(r, 60000);
+  c.device_bytes = c.device_margin_bytes + frame_count * (c.chunk_bytes ? c.chunk_bytes : 65536) + below(r, 60000);
   p->host_tight = chance(r, 3);
   p->file_tight = chance(r, 3);
   c.host_bytes = p->host_tight ? ((uint64_t)(4 + below(r, 40)) << 16) : BIG_BYTES;
@@ -1896,7 +1896,7 @@ static void program_open(program_t *p, uint64_t *r) {
   MUST(&p->thread[0], gemini_manager_open(&c, &p->mgr));
 }
 
-/* Two arenas that threads share: one whose tensors belong to one thread each, though not its windows, and one that
+/* Two arenas that threads share: one whose tensors belong to one thread each, though not its chunks, and one that
  * everybody reads. */
 static void share(program_t *p) {
   thread_t *first = &p->thread[0];

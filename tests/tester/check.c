@@ -22,7 +22,7 @@ static void compare(actor_t *a, const arena_t *store, int slot, const uint8_t *g
           (unsigned long long)zeros, (unsigned long long)(at + i), got[i], expected[i]);
 }
 
-/* First by a store, which moves nothing to the device; then from the device, window by window; then from the host. */
+/* First by a store, which moves nothing to the device; then from the device, chunk by chunk; then from the host. */
 bool read_bytes(actor_t *a, manager_t *m, int store, uint64_t at, uint64_t size, uint8_t *to) {
   part_t *p = part_of(a, m);
   gemini_access_t access = { p->arenas[store].handle, at, size, GEMINI_READ, GEMINI_TIER_HOST, NULL };
@@ -30,10 +30,10 @@ bool read_bytes(actor_t *a, manager_t *m, int store, uint64_t at, uint64_t size,
     memcpy(to, a->file, size);
     return true;
   }
-  uint64_t window = window_bytes(a, m);
-  if (!window) window = a->w->unit;
+  uint64_t chunk = chunk_bytes(a, m);
+  if (!chunk) chunk = a->w->unit;
   for (uint64_t begin = at, end; begin < at + size; begin = end) {
-    end = (begin / window + 1) * window;
+    end = (begin / chunk + 1) * chunk;
     if (end > at + size) end = at + size;
     access.offset_bytes = begin;
     access.size_bytes = end - begin;
@@ -78,9 +78,9 @@ void look_at_bytes(actor_t *a, manager_t *m, int store, uint64_t at, uint64_t si
 bool check_bytes(actor_t *a, manager_t *m, int store, uint64_t at, uint64_t size) {
   part_t *p = part_of(a, m);
   range_t r = { .live = true, .is_arena = true, .arena = store, .store = store, .at = at, .size = size };
-  uint64_t window = window_bytes(a, m);
-  if (!size || !window) return true;
-  use_t use = range_use(p, &r, window);
+  uint64_t chunk = chunk_bytes(a, m);
+  if (!size || !chunk) return true;
+  use_t use = range_use(p, &r, chunk);
   if (use.device_writers || use.host_writers) return false;
   uint8_t *got = malloc(size);
   bool read = read_bytes(a, m, store, at, size, got);
@@ -132,7 +132,7 @@ void check_arena(actor_t *a, manager_t *m, int slot) {
             (unsigned long long)arena->size);
 }
 
-/* Windows that hold a byte which is not zero are in some tier, once all updates are done. */
+/* Chunks that hold a byte which is not zero are in some tier, once all updates are done. */
 static void check_tiers(actor_t *a, manager_t *m, int slot) {
   part_t *p = part_of(a, m);
   for (const update_t *u = a->updates; u; u = u->next)
@@ -140,16 +140,16 @@ static void check_tiers(actor_t *a, manager_t *m, int slot) {
   const arena_t *arena = &p->arenas[slot];
   gemini_arena_info_t info = GEMINI_ARENA_INFO_INIT;
   QUIET(a, OK, gemini_arena_info, m->handle, arena->handle, &info);
-  uint64_t window = info.window_bytes, least = 0;
+  uint64_t chunk = info.chunk_bytes, least = 0;
   const uint8_t *bytes = p->arenas[arena->store].bytes;
-  for (uint64_t at = 0; window && at < arena->size; at += window) {
-    uint64_t size = arena->size - at < window ? arena->size - at : window, i = 0;
+  for (uint64_t at = 0; chunk && at < arena->size; at += chunk) {
+    uint64_t size = arena->size - at < chunk ? arena->size - at : chunk, i = 0;
     while (i < size && !bytes[at + i]) i++;
     if (i < size) least += size;
   }
   uint64_t sum = info.tier_bytes[0] + info.tier_bytes[1] + info.tier_bytes[2];
   if (sum < least)
-    differs(a, "arena %d has %llu bytes in tiers, but %llu are in windows that hold bytes", slot,
+    differs(a, "arena %d has %llu bytes in tiers, but %llu are in chunks that hold bytes", slot,
             (unsigned long long)sum, (unsigned long long)least);
 }
 
@@ -196,9 +196,9 @@ void check_stats(actor_t *a, manager_t *m) {
         differs(a, "statistics: %llu bytes moved in %llu chunks", (unsigned long long)s.moved_bytes[link][reason],
                 (unsigned long long)s.moved_chunks[link][reason]);
   if (!updates) SAME("pending_updates", s.pending_updates, 0);
-  if (s.window_bytes || !w->options.faults) /* it is opened anew when the size of windows is known, if that works */
+  if (s.chunk_bytes || !w->options.faults) /* it is opened anew when the size of chunks is known, if that works */
     SAME("whether there is a file engine", s.file_engine != GEMINI_FILE_ENGINE_AUTO, m->has_files);
-  if (m->config.window_bytes) AT_MOST("window_bytes", s.window_bytes, m->config.window_bytes);
+  if (m->config.chunk_bytes) AT_MOST("chunk_bytes", s.chunk_bytes, m->config.chunk_bytes);
 #undef SAME
 #undef AT_MOST
 }
@@ -210,11 +210,11 @@ void check_part(actor_t *a, manager_t *m) {
     if (!p->arenas[i].live) continue;
     check_arena(a, m, i);
     check_tiers(a, m, i);
-    uint64_t window = window_bytes(a, m);
+    uint64_t chunk = chunk_bytes(a, m);
     if (p->arenas[i].store != i) continue;
-    if (!window || check_bytes(a, m, i, 0, p->arenas[i].size)) continue;
-    for (uint64_t at = 0; at < p->arenas[i].size; at += window) /* what can be read of it */
-      check_bytes(a, m, i, at, p->arenas[i].size - at < window ? p->arenas[i].size - at : window);
+    if (!chunk || check_bytes(a, m, i, 0, p->arenas[i].size)) continue;
+    for (uint64_t at = 0; at < p->arenas[i].size; at += chunk) /* what can be read of it */
+      check_bytes(a, m, i, at, p->arenas[i].size - at < chunk ? p->arenas[i].size - at : chunk);
   }
   for (int i = 0; i < TENSORS; i++)
     if (p->tensors[i].live) check_tensor(a, m, i);

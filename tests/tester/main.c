@@ -4,7 +4,7 @@
 #include "settings.h"
 
 static void tell_statistics(const shared_t *s) {
-  printf("windows got another size %llu times, and %llu times while other threads ran\n",
+  printf("chunks got another size %llu times, and %llu times while other threads ran\n",
          (unsigned long long)s->recuts[0], (unsigned long long)s->recuts[1]);
   for (int i = 0; i < OP_COUNT; i++) {
     bool any = false;

@@ -55,17 +55,17 @@ range_t range_of(const part_t *p, bool is_arena, int slot, uint64_t offset, uint
   return r;
 }
 
-uint64_t first_window(const range_t *r, uint64_t window_bytes) { return r->at / window_bytes; }
-uint64_t end_window(const range_t *r, uint64_t window_bytes) {
-  return r->size ? (r->at + r->size - 1) / window_bytes + 1 : r->at / window_bytes;
+uint64_t first_chunk(const range_t *r, uint64_t chunk_bytes) { return r->at / chunk_bytes; }
+uint64_t end_chunk(const range_t *r, uint64_t chunk_bytes) {
+  return r->size ? (r->at + r->size - 1) / chunk_bytes + 1 : r->at / chunk_bytes;
 }
 
-use_t window_use(const part_t *p, int store, uint64_t window, uint64_t window_bytes) {
-  use_t use = { .pins = p->arenas[store].pins[window % WINDOWS] };
+use_t chunk_use(const part_t *p, int store, uint64_t chunk, uint64_t chunk_bytes) {
+  use_t use = { .pins = p->arenas[store].pins[chunk % CHUNKS] };
   for (int i = 0; i < HOLDS; i++) {
     const hold_t *h = &p->holds[i];
-    if (!h->live || h->store != store || !h->size || h->at / window_bytes > window ||
-        (h->at + h->size - 1) / window_bytes < window)
+    if (!h->live || h->store != store || !h->size || h->at / chunk_bytes > chunk ||
+        (h->at + h->size - 1) / chunk_bytes < chunk)
       continue;
     bool writes = h->mode & GEMINI_WRITE;
     if (h->tier == GEMINI_TIER_DEVICE) use.device++, use.device_writers += writes;
@@ -74,11 +74,11 @@ use_t window_use(const part_t *p, int store, uint64_t window, uint64_t window_by
   return use;
 }
 
-use_t range_use(const part_t *p, const range_t *r, uint64_t window_bytes) {
+use_t range_use(const part_t *p, const range_t *r, uint64_t chunk_bytes) {
   use_t most = { 0 };
-  if (!window_bytes) return most;
-  for (uint64_t i = first_window(r, window_bytes); i < end_window(r, window_bytes); i++) {
-    use_t use = window_use(p, r->store, i, window_bytes);
+  if (!chunk_bytes) return most;
+  for (uint64_t i = first_chunk(r, chunk_bytes); i < end_chunk(r, chunk_bytes); i++) {
+    use_t use = chunk_use(p, r->store, i, chunk_bytes);
 #define MOST(field) most.field = use.field > most.field ? use.field : most.field
     MOST(device), MOST(device_writers), MOST(host), MOST(host_writers), MOST(pins);
 #undef MOST

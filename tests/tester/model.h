@@ -21,7 +21,7 @@ enum {
   HOLDS = 40,
   ALLOCS = 8,
   BLOCKS = 6,
-  WINDOWS = 256, /* of an arena, at most */
+  CHUNKS = 256, /* of an arena, at most */
   TRACES = 4
 };
 
@@ -34,9 +34,9 @@ typedef struct arena {
   int root;  /* arena whose layout it follows; itself */
   int store; /* arena that stores its bytes; itself */
   uint64_t base;
-  uint8_t *bytes;         /* [capacity], where it is its own store */
-  bool unknown;           /* a call failed that may have changed a part, and it could not be seen which */
-  uint16_t pins[WINDOWS]; /* by window, likewise */
+  uint8_t *bytes;        /* [capacity], where it is its own store */
+  bool unknown;          /* a call failed that may have changed a part, and it could not be seen which */
+  uint16_t pins[CHUNKS]; /* by chunk, likewise */
 } arena_t;
 
 typedef struct tensor {
@@ -149,15 +149,15 @@ typedef struct range {
 } range_t;
 range_t range_of(const part_t *p, bool is_arena, int slot, uint64_t offset, uint64_t size);
 
-/* Uses of one window of a store. */
+/* Uses of one chunk of a store. */
 typedef struct use {
   uint32_t device, device_writers, host, host_writers, pins;
 } use_t;
-use_t window_use(const part_t *p, int store, uint64_t window, uint64_t window_bytes);
-/* All windows of a range: the largest of each count. */
-use_t range_use(const part_t *p, const range_t *r, uint64_t window_bytes);
-uint64_t first_window(const range_t *r, uint64_t window_bytes);
-uint64_t end_window(const range_t *r, uint64_t window_bytes);
+use_t chunk_use(const part_t *p, int store, uint64_t chunk, uint64_t chunk_bytes);
+/* All chunks of a range: the largest of each count. */
+use_t range_use(const part_t *p, const range_t *r, uint64_t chunk_bytes);
+uint64_t first_chunk(const range_t *r, uint64_t chunk_bytes);
+uint64_t end_chunk(const range_t *r, uint64_t chunk_bytes);
 
 /* ---- gradients in their parameters' bytes */
 int reused_by(const part_t *p, int arena); /* the arena that reuses it, or -1 */

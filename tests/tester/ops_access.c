@@ -17,18 +17,18 @@ static gemini_access_t access_of(const spec_t *s, const range_t *r) {
   };
 }
 
-/* Can both be acquired, in any order, when one window has bytes of both? */
+/* Can both be acquired, in any order, when one chunk has bytes of both? */
 static bool excluded(uint32_t tier, uint32_t mode, uint32_t other_tier, uint32_t other_mode) {
   return tier != other_tier && (mode | other_mode) & GEMINI_WRITE;
 }
-static bool share_window(const range_t *a, const range_t *b, uint64_t window) {
-  return a->store == b->store && first_window(a, window) < end_window(b, window) &&
-         first_window(b, window) < end_window(a, window);
+static bool share_chunk(const range_t *a, const range_t *b, uint64_t chunk) {
+  return a->store == b->store && first_chunk(a, chunk) < end_chunk(b, chunk) &&
+         first_chunk(b, chunk) < end_chunk(a, chunk);
 }
 
-static bool is_busy(const part_t *p, const spec_t *s, const range_t *r, uint64_t window) {
-  for (uint64_t i = first_window(r, window); i < end_window(r, window); i++) {
-    use_t use = window_use(p, r->store, i, window);
+static bool is_busy(const part_t *p, const spec_t *s, const range_t *r, uint64_t chunk) {
+  for (uint64_t i = first_chunk(r, chunk); i < end_chunk(r, chunk); i++) {
+    use_t use = chunk_use(p, r->store, i, chunk);
     bool write = s->mode & GEMINI_WRITE;
     if (s->tier == GEMINI_TIER_DEVICE && (use.host_writers || (write && use.host))) return true;
     if (s->tier == GEMINI_TIER_HOST && (use.device_writers || (write && (use.device || use.pins)))) return true;
@@ -36,18 +36,18 @@ static bool is_busy(const part_t *p, const spec_t *s, const range_t *r, uint64_t
   return false;
 }
 
-/* Windows that a batch needs on the device, those held already left out; all: also these. */
-static uint64_t windows_wanted(const part_t *p, const spec_t *specs, const range_t *ranges, uint32_t n, uint64_t window,
-                               bool all) {
+/* Chunks that a batch needs on the device, those held already left out; all: also these. */
+static uint64_t chunks_wanted(const part_t *p, const spec_t *specs, const range_t *ranges, uint32_t n, uint64_t chunk,
+                              bool all) {
   uint64_t wanted = 0;
   for (uint32_t k = 0; k < n; k++) {
     if (specs[k].tier != GEMINI_TIER_DEVICE || ranges[k].wrong) continue;
-    for (uint64_t i = first_window(&ranges[k], window); i < end_window(&ranges[k], window); i++) {
+    for (uint64_t i = first_chunk(&ranges[k], chunk); i < end_chunk(&ranges[k], chunk); i++) {
       bool counted = false;
       for (uint32_t j = 0; j < k && !counted; j++)
         counted = specs[j].tier == GEMINI_TIER_DEVICE && !ranges[j].wrong && ranges[j].store == ranges[k].store &&
-                  i >= first_window(&ranges[j], window) && i < end_window(&ranges[j], window);
-      use_t use = window_use(p, ranges[k].store, i, window);
+                  i >= first_chunk(&ranges[j], chunk) && i < end_chunk(&ranges[j], chunk);
+      use_t use = chunk_use(p, ranges[k].store, i, chunk);
       wanted += !counted && (all || !(use.device || use.pins));
     }
   }
@@ -74,7 +74,7 @@ static bool both_written(const part_t *p, const spec_t *specs, const range_t *ra
 
 static statuses_t acquire_allowed(actor_t *a, manager_t *m, const spec_t *specs, const range_t *ranges, uint32_t n) {
   part_t *p = part_of(a, m);
-  uint64_t window = window_bytes(a, m);
+  uint64_t chunk = chunk_bytes(a, m);
   statuses_t wrong = 0, perhaps = 0;
   bool long_on_host = false;
   for (uint32_t k = 0; k < n; k++) {
@@ -84,23 +84,22 @@ static statuses_t acquire_allowed(actor_t *a, manager_t *m, const spec_t *specs,
     wrong |= r->wrong;
     if (r->wrong) continue;
     if (content_of(p, r, s->mode == GEMINI_WRITE) == CONTENT_WRONG) wrong |= STATE;
-    if (window && is_busy(p, s, r, window)) wrong |= BUSY;
+    if (chunk && is_busy(p, s, r, chunk)) wrong |= BUSY;
     for (uint32_t j = 0; j < k; j++) {
       if (ranges[j].wrong || ranges[j].store != r->store || !excluded(s->tier, s->mode, specs[j].tier, specs[j].mode))
         continue;
-      if (!window) perhaps |= BUSY;
-      else if (share_window(r, &ranges[j], window)) wrong |= BUSY;
+      if (!chunk) perhaps |= BUSY;
+      else if (share_chunk(r, &ranges[j], chunk)) wrong |= BUSY;
     }
-    if (s->tier == GEMINI_TIER_HOST && (!window || end_window(r, window) - first_window(r, window) > 1))
-      long_on_host = true;
+    if (s->tier == GEMINI_TIER_HOST && (!chunk || end_chunk(r, chunk) - first_chunk(r, chunk) > 1)) long_on_host = true;
   }
   if (both_written(p, specs, ranges, n)) wrong |= STATE;
-  perhaps |= no_room(a, m, window ? windows_wanted(p, specs, ranges, n, window, false) : 0);
+  perhaps |= no_room(a, m, chunk ? chunks_wanted(p, specs, ranges, n, chunk, false) : 0);
   if (long_on_host && (a->w->parallel || n > 1 || host_held(m, a->w->options.threads))) perhaps |= OOM_HOST;
   if (wrong) return wrong | perhaps;
   if (a->w->parallel) return OK | perhaps;
-  uint64_t frames = window ? (m->config.device_bytes - m->config.device_margin_bytes) / window : 0;
-  if (window && windows_wanted(p, specs, ranges, n, window, true) > frames) return perhaps; /* they never fit */
+  uint64_t frames = chunk ? (m->config.device_bytes - m->config.device_margin_bytes) / chunk : 0;
+  if (chunk && chunks_wanted(p, specs, ranges, n, chunk, true) > frames) return perhaps; /* they never fit */
   return OK | perhaps;
 }
 
@@ -425,14 +424,14 @@ void run_move(actor_t *a, const op_t *op) {
   range_t ranges[BATCH];
   gemini_access_t accesses[BATCH];
   uint32_t n = moves_read(a, op, specs, ranges, accesses);
-  uint64_t window = window_bytes(a, m);
+  uint64_t chunk = chunk_bytes(a, m);
   statuses_t wrong = 0, perhaps = 0;
   for (uint32_t k = 0; k < n; k++) {
     const range_t *r = &ranges[k];
     uint32_t tier = specs[k].tier;
     wrong |= r->wrong | (tier > GEMINI_TIER_FILE ? INVALID : 0);
     if (r->wrong) continue;
-    use_t use = range_use(p, r, window);
+    use_t use = range_use(p, r, chunk);
     if (tier == GEMINI_TIER_DEVICE && use.host_writers) wrong |= BUSY;
     if (tier != GEMINI_TIER_DEVICE && (use.device || use.pins)) wrong |= BUSY;
     if (tier == GEMINI_TIER_FILE && use.host) wrong |= BUSY;
@@ -441,7 +440,7 @@ void run_move(actor_t *a, const op_t *op) {
       if (specs[j].tier != tier && ranges[j].store == r->store) perhaps |= BUSY; /* as the one keeps the other */
   }
   if (!n) return;
-  perhaps |= no_room(a, m, window ? windows_wanted(p, specs, ranges, n, window, false) : 0);
+  perhaps |= no_room(a, m, chunk ? chunks_wanted(p, specs, ranges, n, chunk, false) : 0);
   CALL(a, wrong ? wrong | perhaps : OK | perhaps, gemini_move, m->handle, accesses, n);
 }
 bool make_move(actor_t *a, op_t *op) { return moves_make(a, op); }
@@ -453,18 +452,18 @@ void run_pin(actor_t *a, const op_t *op) {
   spec_t s = spec_at(op, 0);
   range_t r = range_of(p, s.is_arena, s.slot, s.offset, s.size);
   if (!m->open || !r.live) return;
-  uint64_t window = window_bytes(a, m), wanted = 0;
+  uint64_t chunk = chunk_bytes(a, m), wanted = 0;
   gemini_access_t access = access_of(&s, &r);
-  for (uint64_t i = first_window(&r, window ? window : 1); window && i < end_window(&r, window); i++) {
-    use_t use = window_use(p, r.store, i, window);
+  for (uint64_t i = first_chunk(&r, chunk ? chunk : 1); chunk && i < end_chunk(&r, chunk); i++) {
+    use_t use = chunk_use(p, r.store, i, chunk);
     wanted += !(use.device || use.pins);
   }
   statuses_t wrong = r.wrong, perhaps = no_room(a, m, wanted);
-  if (!wrong && range_use(p, &r, window).host_writers) wrong |= BUSY;
+  if (!wrong && range_use(p, &r, chunk).host_writers) wrong |= BUSY;
   gemini_status_t status = CALL(a, wrong ? wrong | perhaps : OK | perhaps, gemini_pin, m->handle, &access);
   if (status || !r.size) return;
-  window = window_bytes(a, m);
-  for (uint64_t i = first_window(&r, window); i < end_window(&r, window); i++) p->arenas[r.store].pins[i % WINDOWS]++;
+  chunk = chunk_bytes(a, m);
+  for (uint64_t i = first_chunk(&r, chunk); i < end_chunk(&r, chunk); i++) p->arenas[r.store].pins[i % CHUNKS]++;
 }
 bool make_pin(actor_t *a, op_t *op) {
   spec_t s;
@@ -480,30 +479,30 @@ void run_unpin(actor_t *a, const op_t *op) {
   spec_t s = spec_at(op, 0);
   range_t r = range_of(p, s.is_arena, s.slot, s.offset, s.size);
   if (!m->open || !r.live) return;
-  uint64_t window = window_bytes(a, m);
+  uint64_t chunk = chunk_bytes(a, m);
   gemini_access_t access = access_of(&s, &r);
-  bool pinned = window || !r.size;
-  for (uint64_t i = window ? first_window(&r, window) : 0; window && i < end_window(&r, window); i++)
-    pinned &= p->arenas[r.store].pins[i % WINDOWS] > 0;
+  bool pinned = chunk || !r.size;
+  for (uint64_t i = chunk ? first_chunk(&r, chunk) : 0; chunk && i < end_chunk(&r, chunk); i++)
+    pinned &= p->arenas[r.store].pins[i % CHUNKS] > 0;
   statuses_t allowed = r.wrong ? r.wrong : pinned ? OK : STATE;
   gemini_status_t status = CALL(a, allowed, gemini_unpin, m->handle, &access);
   if (status || !r.size) return;
-  for (uint64_t i = first_window(&r, window); i < end_window(&r, window); i++) p->arenas[r.store].pins[i % WINDOWS]--;
+  for (uint64_t i = first_chunk(&r, chunk); i < end_chunk(&r, chunk); i++) p->arenas[r.store].pins[i % CHUNKS]--;
 }
 bool make_unpin(actor_t *a, op_t *op) {
   manager_t *m = manager_of(a, op);
   part_t *p = part_of(a, m);
   if (chance(a, 20)) return make_pin(a, op);
-  uint64_t window = window_bytes(a, m);
-  for (int i = 0; window && i < ARENAS; i++) { /* a whole run of pinned windows */
+  uint64_t chunk = chunk_bytes(a, m);
+  for (int i = 0; chunk && i < ARENAS; i++) { /* a whole run of pinned chunks */
     const arena_t *arena = &p->arenas[i];
     if (!arena->live || arena->store != i) continue;
-    for (uint64_t k = 0; k * window < arena->size; k++) {
+    for (uint64_t k = 0; k * chunk < arena->size; k++) {
       if (!arena->pins[k]) continue;
       uint64_t end = k;
-      while (end * window < arena->size && arena->pins[end]) end++;
-      uint64_t last = end * window < arena->size ? end * window : arena->size;
-      spec_add(op, (spec_t){ .is_arena = true, .slot = i, .offset = k * window, .size = last - k * window });
+      while (end * chunk < arena->size && arena->pins[end]) end++;
+      uint64_t last = end * chunk < arena->size ? end * chunk : arena->size;
+      spec_add(op, (spec_t){ .is_arena = true, .slot = i, .offset = k * chunk, .size = last - k * chunk });
       return true;
     }
   }

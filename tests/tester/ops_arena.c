@@ -160,7 +160,7 @@ void run_arena_destroy(actor_t *a, const op_t *op) {
     if (of == slot || (arena->store == slot && h->store == slot)) wrong |= BUSY;
     else if (h->store == arena->store) perhaps |= BUSY; /* bytes that it shares are acquired as parameters */
   }
-  for (int i = 0; i < WINDOWS; i++)
+  for (int i = 0; i < CHUNKS; i++)
     if (arena->pins[i]) wrong |= BUSY;
   perhaps |= no_room(a, m, 0);
   if (CALL(a, wrong ? wrong | perhaps : OK | perhaps, gemini_arena_destroy, m->handle, arena->handle)) return;
@@ -416,9 +416,9 @@ static void zero_model(part_t *p, const range_t *r) {
   content_written(p, r->arena, r->at, r->size);
 }
 
-static statuses_t zero_wrong(const part_t *p, const range_t *r, uint64_t window) {
+static statuses_t zero_wrong(const part_t *p, const range_t *r, uint64_t chunk) {
   if (r->wrong) return r->wrong;
-  use_t use = range_use(p, r, window);
+  use_t use = range_use(p, r, chunk);
   statuses_t wrong = use.device || use.host ? BUSY : 0;
   if (r->store == r->arena && content_of(p, r, true) == CONTENT_WRONG) wrong |= STATE;
   return wrong;
@@ -445,7 +445,7 @@ void run_state_set(actor_t *a, const op_t *op) {
   statuses_t wrong = to >= GEMINI_STATE_COUNT ? INVALID : may_not ? STATE : 0, perhaps = 0;
   range_t r = range_of(p, false, slot, 0, 0);
   if (to == GEMINI_STATE_FREE) {
-    statuses_t zero = zero_wrong(p, &r, window_bytes(a, m));
+    statuses_t zero = zero_wrong(p, &r, chunk_bytes(a, m));
     if (zero) may = false;
     wrong |= zero;
     perhaps = no_room(a, m, 0);
@@ -474,7 +474,7 @@ void run_zero(actor_t *a, const op_t *op) {
   spec_t s = spec_at(op, 0);
   range_t r = range_of(p, s.is_arena, s.slot, s.offset, s.size);
   if (!m->open || !r.live) return;
-  statuses_t wrong = zero_wrong(p, &r, window_bytes(a, m)), perhaps = no_room(a, m, 0);
+  statuses_t wrong = zero_wrong(p, &r, chunk_bytes(a, m)), perhaps = no_room(a, m, 0);
   gemini_access_t access = { r.object, s.offset, s.size, s.mode, s.tier, NULL };
   gemini_status_t status = CALL(a, wrong ? wrong | perhaps : OK | perhaps, gemini_zero, m->handle, &access);
   if (status == GEMINI_ERR_DEVICE) zero_lost(a, m, &r);
@@ -488,8 +488,7 @@ bool make_zero(actor_t *a, op_t *op) {
   spec_t s;
   if (!spec_make(a, m, &s)) return false;
   uint64_t limit = s.is_arena ? part_of(a, m)->arenas[s.slot].size : part_of(a, m)->tensors[s.slot].size;
-  if (!s.offset && !s.size && chance(a, 40))
-    s.size = 1 + rnd(a, (uint32_t)limit); /* whole windows, and a part of one */
+  if (!s.offset && !s.size && chance(a, 40)) s.size = 1 + rnd(a, (uint32_t)limit); /* whole chunks, and a part of one */
   s.hold = 0;
   spec_add(op, s);
   return true;

@@ -28,7 +28,7 @@ void run_load(actor_t *a, const op_t *op) {
   uint64_t seed = op->arg[0], lacks = op->arg[1] < r.size ? op->arg[1] : r.size, from = op->arg[2];
   statuses_t wrong = r.wrong, perhaps = no_room(a, m, 0);
   if (!wrong) {
-    use_t use = range_use(p, &r, window_bytes(a, m));
+    use_t use = range_use(p, &r, chunk_bytes(a, m));
     if (use.device || use.host || use.pins) wrong |= BUSY;
     if (content_of(p, &r, true) == CONTENT_WRONG) wrong |= STATE;
     if (ftruncate(a->fd, 0) || ftruncate(a->fd, (off_t)(from + r.size - lacks))) abort();
@@ -76,7 +76,7 @@ void run_store(actor_t *a, const op_t *op) {
   if (!m->open || !r.live) return;
   statuses_t wrong = r.wrong, perhaps = no_room(a, m, 0);
   if (!wrong) {
-    use_t use = range_use(p, &r, window_bytes(a, m));
+    use_t use = range_use(p, &r, chunk_bytes(a, m));
     if (use.device_writers || use.host_writers) wrong |= BUSY;
     if (content_of(p, &r, false) == CONTENT_WRONG) wrong |= STATE;
   }
@@ -150,7 +150,7 @@ void run_norm(actor_t *a, const op_t *op) {
   if (!wrong) {
     if (r.at % dtype_bytes(dtype) || r.size % dtype_bytes(dtype)) wrong |= INVALID;
     if (r.store == r.arena && content_of(p, &r, false) == CONTENT_WRONG) wrong |= STATE;
-    use_t use = range_use(p, &r, window_bytes(a, m));
+    use_t use = range_use(p, &r, chunk_bytes(a, m));
     if (use.device_writers || use.host_writers) perhaps |= BUSY; /* the header is silent */
     sync_holds(a, m, r.store, r.at, r.size, true);
   }
@@ -281,7 +281,7 @@ void updates_lost(world_t *w) {
       if (u->accepted) update_lost(u);
 }
 
-static statuses_t update_wrong(const part_t *p, const update_t *u, const int *arenas, bool zero_count, uint64_t window,
+static statuses_t update_wrong(const part_t *p, const update_t *u, const int *arenas, bool zero_count, uint64_t chunk,
                                statuses_t *perhaps) {
   statuses_t wrong = 0;
   uint64_t least = UINT64_MAX;
@@ -302,7 +302,7 @@ static statuses_t update_wrong(const part_t *p, const update_t *u, const int *ar
     const arena_t *arena = &p->arenas[arenas[k]];
     uint64_t bytes = arena->element_bytes, at = u->first * bytes, size = u->elements * bytes;
     range_t r = { .arena = arenas[k], .store = arena->store, .at = at, .size = size };
-    use_t use = range_use(p, &r, window);
+    use_t use = range_use(p, &r, chunk);
     if (size && (use.device || use.host)) wrong |= BUSY;
     if (use.pins) *perhaps |= OOM_DEVICE;
     bool gradients = arena->store != arenas[k], reused = reused_by(p, arenas[k]) >= 0;
@@ -367,7 +367,7 @@ void run_update(actor_t *a, const op_t *op) {
   bool zero_count = !u->elements;
   if (zero_count) u->elements = least;
   statuses_t perhaps = no_room(a, m, 0) | (m->has_files ? OOM_HOST | OOM_FILE : 0);
-  statuses_t wrong = update_wrong(p, u, arenas, zero_count, window_bytes(a, m), &perhaps);
+  statuses_t wrong = update_wrong(p, u, arenas, zero_count, chunk_bytes(a, m), &perhaps);
   if (op->arg[1] & ~(uint32_t)GEMINI_UPDATE_LATE) wrong |= INVALID;
   uint8_t *results[UPDATE_ARENAS] = { NULL };
   if (!wrong) update_model(p, u, arenas, results);

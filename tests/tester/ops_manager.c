@@ -5,21 +5,8 @@
 
 #include "tester.h"
 
-/* ---- open: budgets in windows, and more as below */
-enum {
-  DEVICE_WINDOWS,
-  MARGIN,
-  HOST_WINDOWS,
-  FILE_WINDOWS,
-  WINDOW,
-  FLAGS,
-  PLACEMENT,
-  WARMUP,
-  WORKERS,
-  KEEP,
-  ENGINE,
-  RATE
-};
+/* ---- open: budgets in chunks, and more as below */
+enum { DEVICE_CHUNKS, MARGIN, HOST_CHUNKS, FILE_CHUNKS, CHUNK, FLAGS, PLACEMENT, WARMUP, WORKERS, KEEP, ENGINE, RATE };
 
 static uint32_t manager_index(const actor_t *a, const manager_t *m) { return (uint32_t)(m - a->w->managers); }
 
@@ -68,11 +55,11 @@ void run_open(actor_t *a, const op_t *op) {
   if (m->open) return;
   gemini_config_t c = GEMINI_CONFIG_INIT;
   c.device = a->w->options.cuda ? GEMINI_DEVICE_CUDA : GEMINI_DEVICE_SIMULATED;
-  c.device_bytes = op->arg[DEVICE_WINDOWS] * unit;
+  c.device_bytes = op->arg[DEVICE_CHUNKS] * unit;
   c.device_margin_bytes = op->arg[MARGIN] * unit;
-  c.host_bytes = op->arg[HOST_WINDOWS] * unit;
-  c.file_bytes = op->arg[FILE_WINDOWS] * unit;
-  c.window_bytes = op->arg[WINDOW] ? unit << (op->arg[WINDOW] - 1) : 0;
+  c.host_bytes = op->arg[HOST_CHUNKS] * unit;
+  c.file_bytes = op->arg[FILE_CHUNKS] * unit;
+  c.chunk_bytes = op->arg[CHUNK] ? unit << (op->arg[CHUNK] - 1) : 0;
   c.flags = op->arg[FLAGS];
   c.placement = op->arg[PLACEMENT];
   c.warmup_iterations = op->arg[WARMUP];
@@ -81,11 +68,11 @@ void run_open(actor_t *a, const op_t *op) {
   c.file_engine = op->arg[ENGINE];
   c.static_param_fraction = c.static_optim_fraction = 0.5;
   c.sim_h2d_bytes_per_s = c.sim_d2h_bytes_per_s = op->arg[RATE] ? UINT64_C(4) << 30 : 0;
-  uint64_t least = c.window_bytes ? c.window_bytes : unit;
+  uint64_t least = c.chunk_bytes ? c.chunk_bytes : unit;
   if (c.device_bytes < c.device_margin_bytes + least || !c.host_bytes) return;
   const kept_t *kept = &a->w->kept[manager_index(a, m)][0];
-  if (c.keep_name && (!c.file_bytes || !c.window_bytes)) return;
-  if (c.keep_name && a->w->kept_count[manager_index(a, m)] && kept->window_bytes != c.window_bytes) return;
+  if (c.keep_name && (!c.file_bytes || !c.chunk_bytes)) return;
+  if (c.keep_name && a->w->kept_count[manager_index(a, m)] && kept->chunk_bytes != c.chunk_bytes) return;
   open_manager(a, m, &c, false);
 }
 
@@ -94,18 +81,18 @@ bool make_open(actor_t *a, op_t *op) {
   const kept_t *kept = &a->w->kept[manager_index(a, m)][0];
   bool has_kept = a->w->kept_count[manager_index(a, m)] > 0;
   if (m->open || (manager_index(a, m) && chance(a, 90))) return false; /* mostly there is one */
-  /* As it comes: everything fits, and the size of windows may be searched again. Or with files. Or tight. */
+  /* As it comes: everything fits, and the size of chunks may be searched again. Or with files. Or tight. */
   bool easy = chance(a, 30), files = !easy && a->w->options.files && chance(a, 70);
   bool keep = files && chance(a, has_kept ? 80 : 50), ample = easy || chance(a, 20);
-  uint32_t window = keep ? 1 + rnd(a, 2) : easy || chance(a, 40) ? 0 : 1 + rnd(a, 2);
-  if (keep && has_kept) window = kept->window_bytes == a->w->unit ? 1 : 2;
-  if (a->w->options.cuda) window = window > 1 ? 1 : window;
+  uint32_t chunk = keep ? 1 + rnd(a, 2) : easy || chance(a, 40) ? 0 : 1 + rnd(a, 2);
+  if (keep && has_kept) chunk = kept->chunk_bytes == a->w->unit ? 1 : 2;
+  if (a->w->options.cuda) chunk = chunk > 1 ? 1 : chunk;
   bool wide = !a->w->options.cuda && (easy || chance(a, 20));
   op_add(op, wide ? 32 + rnd(a, 64) : 3 + rnd(a, 20));
   op_add(op, chance(a, 20) ? 1 : 0);
   op_add(op, ample ? 100 + 50 * a->w->options.threads + rnd(a, 100) : chance(a, 50) ? 2 + rnd(a, 10) : 10 + rnd(a, 40));
   op_add(op, files ? 16 + rnd(a, 300) : 0);
-  op_add(op, window);
+  op_add(op, chunk);
   op_add(op, chance(a, 30) ? GEMINI_CONFIG_STRICT : 0);
   op_add(op, chance(a, 50) ? GEMINI_PLACEMENT_AUTO : rnd(a, 4));
   op_add(op, rnd(a, 3));
@@ -241,13 +228,13 @@ bool make_reopen(actor_t *a, op_t *op) {
   return true;
 }
 
-/* ---- budgets: tier, windows, bytes more */
+/* ---- budgets: tier, chunks, bytes more */
 void run_budget(actor_t *a, const op_t *op) {
   manager_t *m = manager_of(a, op);
   uint32_t tier = op->arg[0];
-  uint64_t bytes = op->arg[1] * a->w->unit + op->arg[2], window = window_bytes(a, m);
+  uint64_t bytes = op->arg[1] * a->w->unit + op->arg[2], chunk = chunk_bytes(a, m);
   if (!m->open) return;
-  if (!window) window = a->w->unit;
+  if (!chunk) chunk = a->w->unit;
   pthread_mutex_lock(&a->w->budgets);
   uint64_t *budget = tier == GEMINI_TIER_DEVICE ? &m->config.device_bytes
                      : tier == GEMINI_TIER_HOST ? &m->config.host_bytes
@@ -256,7 +243,7 @@ void run_budget(actor_t *a, const op_t *op) {
   if (tier == GEMINI_TIER_HOST && m->cannot_grow) allowed |= OOM_HOST;
   if (m->traced || m->perhaps_traced) allowed |= OOM_DEVICE; /* the plan cannot be made with it */
   if (tier > GEMINI_TIER_FILE) allowed = INVALID;
-  else if (tier == GEMINI_TIER_DEVICE && bytes < m->config.device_margin_bytes + window) allowed = INVALID;
+  else if (tier == GEMINI_TIER_DEVICE && bytes < m->config.device_margin_bytes + chunk) allowed = INVALID;
   else if (tier == GEMINI_TIER_HOST && !bytes) allowed = INVALID;
   else if (tier == GEMINI_TIER_FILE && !m->has_files) allowed = bytes ? STATE : OK;
   if (!CALL(a, allowed, gemini_budget_set, m->handle, tier, bytes)) {
@@ -282,7 +269,7 @@ void kept_free(kept_t *k) {
 }
 
 static kept_t kept_of(actor_t *a, manager_t *m) {
-  kept_t k = { .window_bytes = m->config.window_bytes };
+  kept_t k = { .chunk_bytes = m->config.chunk_bytes };
   uint32_t threads = a->w->options.threads;
   k.arenas = calloc(threads * ARENAS, sizeof *k.arenas);
   k.tensors = calloc(threads * TENSORS, sizeof *k.tensors);
@@ -385,16 +372,16 @@ static statuses_t kept_fits(actor_t *a, manager_t *m, const kept_t *k) {
 
 /* Whether a checkpoint made now would fit beside the last one is known when there is much room. */
 static statuses_t checkpoint_room(actor_t *a, manager_t *m) {
-  uint64_t window = window_bytes(a, m), windows = 0;
+  uint64_t chunk = chunk_bytes(a, m), chunks = 0;
   statuses_t perhaps = no_room(a, m, 0);
-  for (uint32_t t = 0; window && t < a->w->options.threads; t++)
+  for (uint32_t t = 0; chunk && t < a->w->options.threads; t++)
     for (int i = 0; i < ARENAS; i++)
-      if (m->parts[t].arenas[i].live) windows += (m->parts[t].arenas[i].size + window - 1) / window;
-  for (int k = 0; window && k < 2; k++) {
+      if (m->parts[t].arenas[i].live) chunks += (m->parts[t].arenas[i].size + chunk - 1) / chunk;
+  for (int k = 0; chunk && k < 2; k++) {
     const kept_t *kept = &a->w->kept[manager_index(a, m)][k];
-    for (uint32_t i = 0; i < kept->arena_count; i++) windows += (kept->arenas[i].size + window - 1) / window;
+    for (uint32_t i = 0; i < kept->arena_count; i++) chunks += (kept->arenas[i].size + chunk - 1) / chunk;
   }
-  if (!window || m->config.file_bytes / window < 4 * windows) perhaps |= OOM_FILE;
+  if (!chunk || m->config.file_bytes / chunk < 4 * chunks) perhaps |= OOM_FILE;
   return perhaps;
 }
 
@@ -479,14 +466,14 @@ static bool is_kept(actor_t *a, manager_t *m, const kept_t *k) {
 
 /* Can what is kept be more than the file budget? Chunks that read as zero are not kept. */
 static statuses_t resume_room(const manager_t *m, const kept_t *k) {
-  uint64_t window = k->window_bytes, most = 0, least = 0;
+  uint64_t chunk = k->chunk_bytes, most = 0, least = 0;
   for (uint32_t i = 0; i < k->arena_count; i++)
-    for (uint64_t at = 0; k->arenas[i].bytes && at < k->arenas[i].size; at += window, most++) {
-      uint64_t size = k->arenas[i].size - at < window ? k->arenas[i].size - at : window, byte = 0;
+    for (uint64_t at = 0; k->arenas[i].bytes && at < k->arenas[i].size; at += chunk, most++) {
+      uint64_t size = k->arenas[i].size - at < chunk ? k->arenas[i].size - at : chunk, byte = 0;
       while (byte < size && !k->arenas[i].bytes[at + byte]) byte++;
       least += byte < size && !k->arenas[i].unknown;
     }
-  uint64_t blocks = m->config.file_bytes / window;
+  uint64_t blocks = m->config.file_bytes / chunk;
   return least > blocks ? OOM_FILE : most > blocks ? OK | OOM_FILE : OK;
 }
 

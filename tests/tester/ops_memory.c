@@ -22,12 +22,12 @@ void run_alloc(actor_t *a, const op_t *op) {
   manager_t *m = manager_of(a, op);
   part_t *p = part_of(a, m);
   int slot = (int)op->arg[0], stream = (int)op->arg[2] - 1;
-  uint64_t size = op->arg[1], window = window_bytes(a, m);
+  uint64_t size = op->arg[1], chunk = chunk_bytes(a, m);
   if (!m->open || slot >= ALLOCS || p->allocs[slot].live || stream >= STREAMS) return;
   gemini_stream_t handle = stream_handle(a, m, stream);
   if (!handle) stream = -1;
   bool hook = op->arg[3] && m->hooked && (handle || !a->w->options.cuda);
-  statuses_t perhaps = no_room(a, m, window ? (size + window - 1) / window + 1 : 0), allowed = OK | perhaps;
+  statuses_t perhaps = no_room(a, m, chunk ? (size + chunk - 1) / chunk + 1 : 0), allowed = OK | perhaps;
   if (!size) allowed = INVALID;
   else if (!a->w->parallel && size > usable(m)) allowed = OOM_DEVICE;
   void *ptr = NULL;

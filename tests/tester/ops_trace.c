@@ -160,7 +160,7 @@ bool make_trace_save(actor_t *a, op_t *op) {
   return true;
 }
 
-/* File, size of windows: as if it had been recorded with them. */
+/* File, size of chunks: as if it had been recorded with them. */
 void run_trace_rewrite(actor_t *a, const op_t *op) {
   char path[PATHS + 32], *text = NULL;
   size_t size = 0;
@@ -170,8 +170,8 @@ void run_trace_rewrite(actor_t *a, const op_t *op) {
   FILE *from = fopen(path, "r"), *to = open_memstream(&text, &size);
   if (!from || !to) abort();
   for (char line[2048]; fgets(line, sizeof line, from);) {
-    unsigned long long window, budget;
-    if (sscanf(line, "budget %llu %llu", &window, &budget) == 2)
+    unsigned long long chunk, budget;
+    if (sscanf(line, "budget %llu %llu", &chunk, &budget) == 2)
       fprintf(to, "budget %llu %llu\n", (unsigned long long)a->w->unit << op->arg[1], budget);
     else fputs(line, to);
   }
@@ -198,14 +198,14 @@ void run_trace_load(actor_t *a, const op_t *op) {
   if (!there) wrong |= IO;
   else if (!a->w->parallel && !layout_fits(a, m, &a->w->traces[file])) wrong |= FORMAT;
   statuses_t perhaps = NO_ROOM | (a->w->parallel ? FORMAT : 0);
-  uint64_t before = window_bytes(a, m);
+  uint64_t before = chunk_bytes(a, m);
   gemini_status_t status = CALL(a, wrong ? wrong : OK | perhaps, gemini_trace_load, m->handle, path);
   if (!status) atomic_store(&m->traced, true);
-  if (before && window_bytes(a, m) != before) atomic_fetch_add(&a->w->shared->recuts[a->w->parallel], 1);
+  if (before && chunk_bytes(a, m) != before) atomic_fetch_add(&a->w->shared->recuts[a->w->parallel], 1);
   if (!status) return;
-  if (before && window_bytes(a, m) != before)
-    differs(a, "a trace that was refused has changed the size of windows from %llu to %llu", (unsigned long long)before,
-            (unsigned long long)window_bytes(a, m));
+  if (before && chunk_bytes(a, m) != before)
+    differs(a, "a trace that was refused has changed the size of chunks from %llu to %llu", (unsigned long long)before,
+            (unsigned long long)chunk_bytes(a, m));
 }
 bool make_trace_load(actor_t *a, op_t *op) {
   if (!manager_of(a, op)->open) return false;
@@ -276,7 +276,7 @@ bool make_stats_reset(actor_t *a, op_t *op) { return manager_of(a, op)->open; }
 /* ---- everything is given back, by all threads, and statistics begin anew: the end of a step, or of a training */
 static void settle_part(actor_t *a, manager_t *m, uint8_t manager) {
   part_t *p = part_of(a, m);
-  uint64_t window = window_bytes(a, m);
+  uint64_t chunk = chunk_bytes(a, m);
   for (int i = 0; i < HOLDS; i++) {
     op_t op = { .manager = manager };
     if (!p->holds[i].live) continue;
@@ -299,10 +299,10 @@ static void settle_part(actor_t *a, manager_t *m, uint8_t manager) {
     op_add(&op, 0);
     run_host_free(a, &op);
   }
-  for (int i = 0; window && i < ARENAS; i++)
-    for (uint64_t k = 0; p->arenas[i].live && p->arenas[i].store == i && k * window < p->arenas[i].size; k++) {
-      uint64_t left = p->arenas[i].size - k * window;
-      gemini_access_t access = { p->arenas[i].handle, k * window, left < window ? left : window, 0, 0, NULL };
+  for (int i = 0; chunk && i < ARENAS; i++)
+    for (uint64_t k = 0; p->arenas[i].live && p->arenas[i].store == i && k * chunk < p->arenas[i].size; k++) {
+      uint64_t left = p->arenas[i].size - k * chunk;
+      gemini_access_t access = { p->arenas[i].handle, k * chunk, left < chunk ? left : chunk, 0, 0, NULL };
       for (; p->arenas[i].pins[k]; p->arenas[i].pins[k]--) QUIET(a, OK, gemini_unpin, m->handle, &access);
     }
 }
@@ -326,7 +326,7 @@ bool make_settle(actor_t *a, op_t *op) {
   a->w->calm = 1 + rnd(a, 4); /* then training, by plans that were made elsewhere */
   plan_iterations(a, op->manager);
   uint32_t file = rnd(a, TRACES), size = rnd(a, 5);
-  for (uint32_t i = 0; i < 2; i++) { /* two that want windows of other sizes */
+  for (uint32_t i = 0; i < 2; i++) { /* two that want chunks of other sizes */
     op_t *save = plan(a, OP_trace_save, op->manager), *rewrite = plan(a, OP_trace_rewrite, op->manager);
     if (save) op_add(save, (file + i) % TRACES);
     if (rewrite) op_add(rewrite, (file + i) % TRACES), op_add(rewrite, (size + i) % 5);

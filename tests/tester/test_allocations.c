@@ -5,7 +5,7 @@
 #include "../integration/world.h"
 #include "faults.h"
 
-#define W WORLD_WINDOW
+#define W WORLD_CHUNK
 enum { DEVICE = GEMINI_TIER_DEVICE };
 
 /* Lets so many allocations of the call fail, from number `skip` on. Returns false when the call had none of these any more. */

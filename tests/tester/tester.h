@@ -65,7 +65,7 @@ typedef struct shared {
   char message[4096];
   _Atomic uint64_t statuses[OP_COUNT][16]; /* calls of an operation by status */
   _Atomic uint64_t faults_hit[FAULT_KINDS], bytes_checked, unread;
-  _Atomic uint64_t recuts[2]; /* changes of the size of windows: alone, while other threads ran */
+  _Atomic uint64_t recuts[2]; /* changes of the size of chunks: alone, while other threads ran */
   struct {
     _Atomic uint64_t count; /* operations begun */
     _Atomic uint32_t calls; /* calls begun */
@@ -96,7 +96,7 @@ typedef struct kept {
   kept_arena_t *arenas;
   kept_tensor_t *tensors;
   uint32_t arena_count, tensor_count;
-  uint64_t window_bytes;
+  uint64_t chunk_bytes;
 } kept_t;
 
 /* ---- updates: what is done with elements, for the library's callback and for the model */
@@ -144,7 +144,7 @@ struct world {
   options_t options;
   shared_t *shared;
   char directory[PATHS];
-  uint64_t unit; /* smallest window */
+  uint64_t unit; /* smallest chunk */
   bool uring;    /* io_uring can be had */
   bool parallel; /* all threads run at once */
   uint32_t
@@ -195,14 +195,14 @@ gemini_status_t call_end(actor_t *a, const char *function, statuses_t allowed, g
 
 static inline manager_t *manager_of(actor_t *a, const op_t *op) { return &a->w->managers[op->manager % MANAGERS]; }
 static inline part_t *part_of(actor_t *a, manager_t *m) { return &m->parts[a->index]; }
-uint64_t window_bytes(actor_t *a, manager_t *m); /* 0: not chosen yet */
-void gone(actor_t *a, uint64_t handle);          /* must be refused from now on */
+uint64_t chunk_bytes(actor_t *a, manager_t *m); /* 0: not chosen yet */
+void gone(actor_t *a, uint64_t handle);         /* must be refused from now on */
 
 /* ---- room: can a call fail because a tier is full? */
-/* What may be said of a lack of room by a call that needs so many windows on the device at once. */
-statuses_t no_room(actor_t *a, manager_t *m, uint64_t device_windows);
-/* Windows that are held on the device or pinned there. */
-uint64_t held_windows(actor_t *a, const manager_t *m, uint64_t window);
+/* What may be said of a lack of room by a call that needs so many chunks on the device at once. */
+statuses_t no_room(actor_t *a, manager_t *m, uint64_t device_chunks);
+/* Chunks that are held on the device or pinned there. */
+uint64_t held_chunks(actor_t *a, const manager_t *m, uint64_t chunk);
 
 /* ---- streams and the work on them */
 /* A stream's handle by slot; -1, and one that is none: the caller. */

@@ -172,22 +172,22 @@ gemini_status_t call_end(actor_t *a, const char *function, statuses_t allowed, g
 
 void gone(actor_t *a, uint64_t handle) { a->gone[a->gone_count++ % GONE] = handle; }
 
-uint64_t window_bytes(actor_t *a, manager_t *m) {
+uint64_t chunk_bytes(actor_t *a, manager_t *m) {
   gemini_stats_t s = GEMINI_STATS_INIT;
   if (!m->open) return 0;
   QUIET(a, OK, gemini_stats, m->handle, &s);
-  return s.window_bytes;
+  return s.chunk_bytes;
 }
 
 /* ---- room */
-uint64_t held_windows(actor_t *a, const manager_t *m, uint64_t window) {
+uint64_t held_chunks(actor_t *a, const manager_t *m, uint64_t chunk) {
   uint64_t held = 0;
   for (uint32_t t = 0; t < a->w->options.threads; t++) {
     const part_t *p = &m->parts[t];
     for (int i = 0; i < ARENAS; i++) {
       const arena_t *arena = &p->arenas[i];
-      for (uint64_t k = 0; arena->live && arena->store == i && k * window < arena->size; k++) {
-        use_t use = window_use(p, i, k, window);
+      for (uint64_t k = 0; arena->live && arena->store == i && k * chunk < arena->size; k++) {
+        use_t use = chunk_use(p, i, k, chunk);
         held += use.device || use.pins;
       }
     }
@@ -201,26 +201,26 @@ static bool may_wait_for_device(const actor_t *a, const manager_t *m) {
   for (uint32_t t = 0; t < a->w->options.threads; t++) {
     for (const update_t *u = a->w->actors[t].updates; u; u = u->next) updates |= u->mgr == m->handle;
     for (int i = 0; i < ARENAS; i++)
-      for (int k = 0; k < WINDOWS; k++) pins |= m->parts[t].arenas[i].live && m->parts[t].arenas[i].pins[k];
+      for (int k = 0; k < CHUNKS; k++) pins |= m->parts[t].arenas[i].live && m->parts[t].arenas[i].pins[k];
   }
   return updates && pins;
 }
 
-statuses_t no_room(actor_t *a, manager_t *m, uint64_t device_windows) {
-  uint64_t window = a->w->parallel ? 0 : window_bytes(a, m), model = 0, nonmodel = 0;
-  if (!window || may_wait_for_device(a, m)) return NO_ROOM;
+statuses_t no_room(actor_t *a, manager_t *m, uint64_t device_chunks) {
+  uint64_t chunk = a->w->parallel ? 0 : chunk_bytes(a, m), model = 0, nonmodel = 0;
+  if (!chunk || may_wait_for_device(a, m)) return NO_ROOM;
   for (uint32_t t = 0; t < a->w->options.threads; t++) {
     const part_t *p = &m->parts[t];
     for (int i = 0; i < BLOCKS; i++)
       if (p->blocks[i].live) return NO_ROOM;
     for (int i = 0; i < ALLOCS; i++)
-      if (p->allocs[i].live) nonmodel += (p->allocs[i].size + window - 1) / window + 1;
+      if (p->allocs[i].live) nonmodel += (p->allocs[i].size + chunk - 1) / chunk + 1;
     for (int i = 0; i < ARENAS; i++)
-      if (p->arenas[i].live && p->arenas[i].store == i) model += (p->arenas[i].size + window - 1) / window;
+      if (p->arenas[i].live && p->arenas[i].store == i) model += (p->arenas[i].size + chunk - 1) / chunk;
   }
-  uint64_t frames = (m->config.device_bytes - m->config.device_margin_bytes) / window;
-  bool ample = model <= m->config.host_bytes / window && m->config.host_bytes == m->host_bytes_most &&
-               held_windows(a, m, window) + device_windows + nonmodel <= frames;
+  uint64_t frames = (m->config.device_bytes - m->config.device_margin_bytes) / chunk;
+  bool ample = model <= m->config.host_bytes / chunk && m->config.host_bytes == m->host_bytes_most &&
+               held_chunks(a, m, chunk) + device_chunks + nonmodel <= frames;
   return ample ? 0 : NO_ROOM;
 }
 

@@ -4,7 +4,7 @@
 
 #include "tiers_world.h"
 
-#define W WORLD_WINDOW
+#define W WORLD_CHUNK
 enum { CHUNKS = 6 };
 
 static _Atomic int syncs_fail; /* how many fdatasync() are still to fail */
@@ -71,7 +71,7 @@ static void test_checkpoint_after_a_sync_that_failed(void) {
         }
       }
       CHECK_OK(gemini_checkpoint(w.mgr));
-      CHECK(windows_right(&w));
+      CHECK(chunks_right(&w));
       fill(&w, 30); /* which nobody keeps */
       world_close(&w);
       w = open_kept();

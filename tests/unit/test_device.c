@@ -293,7 +293,7 @@ static void test_device_map_replaces_what_was_mapped(void) {
   ops->close(device);
 }
 
-/* While copies to and from one window are queued and running, another window is remapped over and over. */
+/* While copies to and from one chunk are queued and running, another chunk is remapped over and over. */
 static void test_device_remap_beside_running_copies_disturbs_nothing(void) {
   enum { COPIES = 4 };
   void *device = device_open(64 * MIB, 0, 0), *base = NULL;

@@ -17,7 +17,7 @@ static gpu_t start(void) {
   gmi_cuda_driver_replace(fake_cuda_symbol);
   gemini_config_t c = world_config(1, 1, 0);
   c.device = GEMINI_DEVICE_CUDA;
-  c.window_bytes = W;
+  c.chunk_bytes = W;
   c.device_bytes = 4 * W;
   c.host_bytes = 8 * W;
   gpu_t g = { .w = world_open(c) };

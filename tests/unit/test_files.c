@@ -1,4 +1,4 @@
-/* Windows in files, at the manager's level: updates with states in files, with every fault that the system calls below
+/* Chunks in files, at the manager's level: updates with states in files, with every fault that the system calls below
  * can have, by both engines. SPDX-License-Identifier: Apache-2.0 */
 #define _GNU_SOURCE
 #include "tiers_world.h"
@@ -15,7 +15,7 @@ static void test_updates_in_three_tiers_are_those_of_plain_arrays(void) {
       if (step % 2) continue; /* a second one on top of what still waits */
       for (int k = 0; k < 12; k++) {
         int a = (int)below(&r, OPT_ARENAS);
-        uint64_t size = o->n * opt_bytes[a], at = below(&r, size), part = 1 + below(&r, 2 * WORLD_WINDOW);
+        uint64_t size = o->n * opt_bytes[a], at = below(&r, size), part = 1 + below(&r, 2 * WORLD_CHUNK);
         if (part > size - at) part = size - at;
         opt_check_range(o, a, at, part, a == PARAMS && k % 2 ? GEMINI_TIER_DEVICE : GEMINI_TIER_HOST);
       }
@@ -26,7 +26,7 @@ static void test_updates_in_three_tiers_are_those_of_plain_arrays(void) {
     gemini_stats_t s = world_stats(&o->w);
     CHECK(s.moved_chunks[GEMINI_LINK_H2F][GEMINI_REASON_PRESSURE] > 20);
     CHECK(s.moved_chunks[GEMINI_LINK_F2H][GEMINI_REASON_UPDATE] > 20);
-    CHECK(s.peak_bytes[GEMINI_TIER_HOST] <= 14 * WORLD_WINDOW);
+    CHECK(s.peak_bytes[GEMINI_TIER_HOST] <= 14 * WORLD_CHUNK);
     CHECK_EQ(s.file_engine, engine);
     opt_close(o);
   }
@@ -64,46 +64,46 @@ static void test_an_acquire_whose_read_fails_says_so_and_loses_nothing(void) {
   opt_to_files(o, MASTER);
   for (uint32_t tier = GEMINI_TIER_DEVICE; tier <= GEMINI_TIER_HOST; tier++) {
     break_files(false, EIO, 0, -1);
-    gemini_access_t x = world_part(o->arenas[MASTER], 3 * WORLD_WINDOW, WORLD_WINDOW + 5, GEMINI_READ, tier);
+    gemini_access_t x = world_part(o->arenas[MASTER], 3 * WORLD_CHUNK, WORLD_CHUNK + 5, GEMINI_READ, tier);
     CHECK_STATUS(gemini_acquire(o->w.mgr, &x, 1, GEMINI_STREAM_CALLER), GEMINI_ERR_IO);
     CHECK_EQ(world_error().native_code, EIO);
     check_names_a_chunk(GEMINI_ERR_IO, "could not read");
     CHECK_SAYS(world_error().message, "of arena master");
-    CHECK(windows_right(&o->w));
+    CHECK(chunks_right(&o->w));
     int out = open("/dev/null", O_WRONLY);
-    gemini_access_t whole = world_part(o->arenas[MASTER], 6 * WORLD_WINDOW, 100, GEMINI_READ, 0);
+    gemini_access_t whole = world_part(o->arenas[MASTER], 6 * WORLD_CHUNK, 100, GEMINI_READ, 0);
     CHECK_STATUS(gemini_store(o->w.mgr, &whole, out, 0), GEMINI_ERR_IO);
     close(out);
     double norm;
     CHECK_STATUS(gemini_norm(o->w.mgr, &whole, GEMINI_DTYPE_F32, GEMINI_STREAM_CALLER, &norm), GEMINI_ERR_IO);
-    gemini_access_t move = world_part(o->arenas[MASTER], 9 * WORLD_WINDOW, 1, 0, tier);
+    gemini_access_t move = world_part(o->arenas[MASTER], 9 * WORLD_CHUNK, 1, 0, tier);
     CHECK_STATUS(gemini_move(o->w.mgr, &move, 1), GEMINI_ERR_IO);
     mend_files();
     CHECK_OK(gemini_move(o->w.mgr, &move, 1));
-    opt_check_range(o, MASTER, 3 * WORLD_WINDOW, WORLD_WINDOW + 5, tier);
+    opt_check_range(o, MASTER, 3 * WORLD_CHUNK, WORLD_CHUNK + 5, tier);
     opt_to_files(o, MASTER);
   }
   opt_check(o);
   opt_close(o);
 }
 
-/* One of a range's windows cannot be read, while the call is at the next ones. */
-static void test_a_move_tells_of_each_window_that_did_not_come(void) {
+/* One of a range's chunks cannot be read, while the call is at the next ones. */
+static void test_a_move_tells_of_each_chunk_that_did_not_come(void) {
   for (int failing = 0; failing < 4; failing++) {
     opt_t *o = opt_open(tiers_config(6, 20, 120), 4);
     opt_to_files(o, MASTER);
     faults.delay_us[0] = engine == GEMINI_FILE_ENGINE_THREADS ? 2000 : 0;
-    uint32_t block = window_of(&o->w, o->arenas[MASTER], (uint64_t)failing * WORLD_WINDOW)->block_;
-    faults.only_at[0] = (long long)(block * WORLD_WINDOW) + 1;
+    uint32_t block = chunk_of(&o->w, o->arenas[MASTER], (uint64_t)failing * WORLD_CHUNK)->block_;
+    faults.only_at[0] = (long long)(block * WORLD_CHUNK) + 1;
     break_files(false, EIO, 0, -1);
-    gemini_access_t x = world_part(o->arenas[MASTER], 0, 6 * WORLD_WINDOW, 0, GEMINI_TIER_HOST);
+    gemini_access_t x = world_part(o->arenas[MASTER], 0, 6 * WORLD_CHUNK, 0, GEMINI_TIER_HOST);
     CHECK_STATUS(gemini_move(o->w.mgr, &x, 1), GEMINI_ERR_IO);
-    CHECK(windows_right(&o->w));
+    CHECK(chunks_right(&o->w));
     faults.only_at[0] = 0;
     mend_files();
     CHECK_OK(gemini_move(o->w.mgr, &x, 1));
-    for (uint64_t at = 0; at < x.size_bytes; at += WORLD_WINDOW)
-      CHECK(gmi_window_has(window_of(&o->w, o->arenas[MASTER], at), GMI_VALID_HOST));
+    for (uint64_t at = 0; at < x.size_bytes; at += WORLD_CHUNK)
+      CHECK(gmi_chunk_has(chunk_of(&o->w, o->arenas[MASTER], at), GMI_VALID_HOST));
     opt_check(o);
     opt_close(o);
   }
@@ -117,10 +117,10 @@ static void test_a_read_ahead_that_fails_is_tried_again_by_who_wants_it(void) {
       opt_to_files(o, MASTER);
       faults.delay_us[0] = 20000;
       break_files(false, EIO, 0, 1);
-      gemini_access_t x = world_part(o->arenas[MASTER], 0, WORLD_WINDOW, GEMINI_READ, GEMINI_TIER_HOST);
+      gemini_access_t x = world_part(o->arenas[MASTER], 0, WORLD_CHUNK, GEMINI_READ, GEMINI_TIER_HOST);
       CHECK_OK(gemini_hint(o->w.mgr, &x, 1));
       if (over) sleep_us(60000);
-      opt_check_range(o, MASTER, 0, WORLD_WINDOW, tier);
+      opt_check_range(o, MASTER, 0, WORLD_CHUNK, tier);
       CHECK_EQ(faults.left[0], 0);
       mend_files();
       faults.delay_us[0] = 0;
@@ -137,22 +137,22 @@ static void test_a_read_ahead_that_fails_harms_nobody_who_overwrites(void) {
     opt_to_files(o, MASTER);
     faults.delay_us[0] = 20000;
     break_files(false, EIO, 0, -1);
-    gemini_access_t hint = world_part(o->arenas[MASTER], 0, 2 * WORLD_WINDOW, 0, GEMINI_TIER_HOST);
+    gemini_access_t hint = world_part(o->arenas[MASTER], 0, 2 * WORLD_CHUNK, 0, GEMINI_TIER_HOST);
     CHECK_OK(gemini_hint(o->w.mgr, &hint, 1));
-    for (uint64_t at = 0; at < 2 * WORLD_WINDOW; at += WORLD_WINDOW) { /* while it is read */
-      for (uint64_t i = 0; i < WORLD_WINDOW; i++) o->model[MASTER][at + i] = world_byte(77, at + i);
-      gemini_access_t x = world_part(o->arenas[MASTER], at, WORLD_WINDOW, GEMINI_WRITE,
-                                     on_host ? GEMINI_TIER_HOST : GEMINI_TIER_DEVICE);
+    for (uint64_t at = 0; at < 2 * WORLD_CHUNK; at += WORLD_CHUNK) { /* while it is read */
+      for (uint64_t i = 0; i < WORLD_CHUNK; i++) o->model[MASTER][at + i] = world_byte(77, at + i);
+      gemini_access_t x =
+          world_part(o->arenas[MASTER], at, WORLD_CHUNK, GEMINI_WRITE, on_host ? GEMINI_TIER_HOST : GEMINI_TIER_DEVICE);
       gemini_status_t status = gemini_acquire(o->w.mgr, &x, 1, GEMINI_STREAM_CALLER);
       CHECK_EQ(status, GEMINI_OK);
-      memcpy(x.ptr, o->model[MASTER] + at, WORLD_WINDOW);
+      memcpy(x.ptr, o->model[MASTER] + at, WORLD_CHUNK);
       CHECK_OK(gemini_release(o->w.mgr, &x, 1, GEMINI_STREAM_CALLER));
     }
     sleep_us(60000); /* now it has failed */
-    CHECK(windows_right(&o->w));
-    gemini_access_t down = world_part(o->arenas[MASTER], 0, 2 * WORLD_WINDOW, 0, GEMINI_TIER_HOST);
+    CHECK(chunks_right(&o->w));
+    gemini_access_t down = world_part(o->arenas[MASTER], 0, 2 * WORLD_CHUNK, 0, GEMINI_TIER_HOST);
     CHECK_OK(gemini_move(o->w.mgr, &down, 1));
-    CHECK(windows_right(&o->w));
+    CHECK(chunks_right(&o->w));
     mend_files();
     faults.delay_us[0] = 0;
     opt_check(o);
@@ -162,7 +162,7 @@ static void test_a_read_ahead_that_fails_harms_nobody_who_overwrites(void) {
 
 /* What an update that did not run left: each piece is old or new, as a whole. Returns how many are old. */
 static uint64_t settle_model(opt_t *o) {
-  uint64_t unit = WORLD_WINDOW / 2, old = 0;
+  uint64_t unit = WORLD_CHUNK / 2, old = 0;
   for (uint64_t at = 0; at < o->n; at += unit) {
     uint64_t count = o->n - at < unit ? o->n - at : unit;
     gemini_access_t x = world_part(o->arenas[MASTER], at * 4, 4, GEMINI_READ, GEMINI_TIER_HOST);
@@ -198,7 +198,7 @@ static void test_an_update_whose_reads_fail_is_reported_and_loses_nothing(void) 
           stays = gemini_update_wait(o->w.mgr);
         CHECK(stays == GEMINI_ERR_IO || !stays);
         CHECK_EQ(opt_waits(o), 0);
-        CHECK(windows_right(&o->w));
+        CHECK(chunks_right(&o->w));
         uint64_t old = settle_model(o);
         CHECK(!old || status || waited);
         CHECK(!stays || old);
@@ -223,9 +223,9 @@ static void check_waiting_are_refused(opt_t *o, gemini_status_t expected) {
   int waiting = 0;
   for (int round = 0; round < 3; round++) {
     for (int a = 0; a < OPT_ARENAS; a++) {
-      for (uint64_t at = 0; at < o->n * opt_bytes[a]; at += WORLD_WINDOW) {
+      for (uint64_t at = 0; at < o->n * opt_bytes[a]; at += WORLD_CHUNK) {
         gmi_lock(m, __func__);
-        bool waits = window_of(&o->w, o->arenas[a], at)->deferred_;
+        bool waits = chunk_of(&o->w, o->arenas[a], at)->deferred_;
         gmi_unlock(m);
         if (!waits) continue;
         waiting++;
@@ -236,7 +236,7 @@ static void check_waiting_are_refused(opt_t *o, gemini_status_t expected) {
     }
   }
   CHECK(waiting > 6);
-  CHECK(windows_right(&o->w));
+  CHECK(chunks_right(&o->w));
 }
 
 static void test_writes_that_fail_lose_nothing_and_updates_catch_up(void) {
@@ -252,7 +252,7 @@ static void test_writes_that_fail_lose_nothing_and_updates_catch_up(void) {
       CHECK_STATUS(gemini_update_wait(o->w.mgr), expected);
       check_names_a_chunk(expected, "could not write");
       CHECK_EQ(world_error().native_code, errors[e]);
-      CHECK(windows_right(&o->w));
+      CHECK(chunks_right(&o->w));
       check_waiting_are_refused(o, expected);
       mend_files();
       gemini_status_t mended = gemini_update_wait(o->w.mgr); /* what failed before is told once */
@@ -269,11 +269,11 @@ static void test_writes_that_fail_lose_nothing_and_updates_catch_up(void) {
   }
 }
 
-/* The host copy of a window whose write failed is as good as before: its updates run. */
-static void test_a_window_that_could_not_be_written_can_be_updated(void) {
+/* The host copy of a chunk whose write failed is as good as before: its updates run. */
+static void test_a_chunk_that_could_not_be_written_can_be_updated(void) {
   opt_t *o = opt_open(tiers_config(6, 40, 120), 4);
   break_files(true, ENOSPC, 0, -1);
-  gemini_access_t x = world_part(o->arenas[MASTER], 0, 3 * WORLD_WINDOW, 0, GEMINI_TIER_FILE);
+  gemini_access_t x = world_part(o->arenas[MASTER], 0, 3 * WORLD_CHUNK, 0, GEMINI_TIER_FILE);
   CHECK_STATUS(gemini_move(o->w.mgr, &x, 1), GEMINI_ERR_OOM_FILE);
   check_names_a_chunk(GEMINI_ERR_OOM_FILE, "could not write");
   mend_files();
@@ -289,17 +289,17 @@ static void test_a_failed_read_does_not_follow_its_slot(void) {
     opt_t *o = opt_open(tiers_config(6, 20, 120), 4);
     opt_to_files(o, MASTER);
     break_files(false, EIO, 0, -1);
-    gemini_access_t x = world_part(o->arenas[MASTER], 0, WORLD_WINDOW, GEMINI_READ, GEMINI_TIER_HOST);
+    gemini_access_t x = world_part(o->arenas[MASTER], 0, WORLD_CHUNK, GEMINI_READ, GEMINI_TIER_HOST);
     CHECK_STATUS(gemini_acquire(o->w.mgr, &x, 1, GEMINI_STREAM_CALLER), GEMINI_ERR_IO);
     mend_files();
     if (how == 3) {
       CHECK_OK(gemini_zero(o->w.mgr, &x));
-      memset(o->model[MASTER], 0, WORLD_WINDOW);
+      memset(o->model[MASTER], 0, WORLD_CHUNK);
     } else { /* written whole, so that nothing is read; on the device, from where it comes down into the same slot */
       x.mode = GEMINI_WRITE;
       x.tier = how == 2 ? GEMINI_TIER_HOST : GEMINI_TIER_DEVICE;
       CHECK_OK(gemini_acquire(o->w.mgr, &x, 1, GEMINI_STREAM_CALLER));
-      memcpy(x.ptr, o->model[MASTER], WORLD_WINDOW);
+      memcpy(x.ptr, o->model[MASTER], WORLD_CHUNK);
       CHECK_OK(gemini_release(o->w.mgr, &x, 1, GEMINI_STREAM_CALLER));
       x.tier = GEMINI_TIER_HOST;
       if (how == 1) CHECK_OK(gemini_move(o->w.mgr, &x, 1));
@@ -316,12 +316,12 @@ typedef struct {
   int fd; /* a second descriptor of the chunks' file */
   off_t offset;
 } place_t;
-/* Where a window's block lies: the file is found among the process's own. */
+/* Where a chunk's block lies: the file is found among the process's own. */
 static place_t place_of(opt_t *o, int a, uint64_t offset) {
   place_t p = { -1, 0 };
-  uint32_t block = window_of(&o->w, o->arenas[a], offset)->block_;
+  uint32_t block = chunk_of(&o->w, o->arenas[a], offset)->block_;
   CHECK(block != GMI_NONE);
-  p.offset = (off_t)(block * WORLD_WINDOW);
+  p.offset = (off_t)(block * WORLD_CHUNK);
   for (int fd = 0; fd < 1024 && p.fd < 0; fd++) {
     char link[64], target[256] = "";
     snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
@@ -332,20 +332,19 @@ static place_t place_of(opt_t *o, int a, uint64_t offset) {
   return p;
 }
 static void put_back(place_t p, uint8_t *bytes, bool write) {
-  CHECK_EQ(write ? pwrite(p.fd, bytes, WORLD_WINDOW, p.offset) : pread(p.fd, bytes, WORLD_WINDOW, p.offset),
-           WORLD_WINDOW);
+  CHECK_EQ(write ? pwrite(p.fd, bytes, WORLD_CHUNK, p.offset) : pread(p.fd, bytes, WORLD_CHUNK, p.offset), WORLD_CHUNK);
 }
 
 static void test_damaged_and_stale_blocks_are_named_and_never_used(void) {
   opt_t *o = opt_open(tiers_config(6, 16, 120), 4);
-  uint8_t *good = malloc(WORLD_WINDOW), *bad = malloc(WORLD_WINDOW);
+  uint8_t *good = malloc(WORLD_CHUNK), *bad = malloc(WORLD_CHUNK);
   CHECK(good && bad);
-  uint64_t at = 5 * WORLD_WINDOW;
+  uint64_t at = 5 * WORLD_CHUNK;
   opt_to_files(o, MASTER);
   place_t p = place_of(o, MASTER, at);
   put_back(p, good, false);
-  CHECK(!memcmp(good, o->model[MASTER] + at, WORLD_WINDOW)); /* it is the place */
-  memcpy(bad, good, WORLD_WINDOW);
+  CHECK(!memcmp(good, o->model[MASTER] + at, WORLD_CHUNK)); /* it is the place */
+  memcpy(bad, good, WORLD_CHUNK);
   bad[54321] ^= 0x10;
   put_back(p, bad, true);
   for (uint32_t tier = 0; tier < 2; tier++) {
@@ -371,23 +370,23 @@ static void test_damaged_and_stale_blocks_are_named_and_never_used(void) {
   o = opt_open(tiers_config(6, 16, 120), 4);
   opt_to_files(o, MASTER);
   p = place_of(o, MASTER, at);
-  uint32_t block = window_of(&o->w, o->arenas[MASTER], at)->block_;
+  uint32_t block = chunk_of(&o->w, o->arenas[MASTER], at)->block_;
   put_back(p, bad, false);
   for (int i = 0; i < 50; i++) { /* until the same block has a newer generation of it */
-    for (uint64_t k = 0; k < WORLD_WINDOW; k++) o->model[MASTER][at + k]++;
-    gemini_access_t x = world_part(o->arenas[MASTER], at, WORLD_WINDOW, GEMINI_WRITE, GEMINI_TIER_HOST);
+    for (uint64_t k = 0; k < WORLD_CHUNK; k++) o->model[MASTER][at + k]++;
+    gemini_access_t x = world_part(o->arenas[MASTER], at, WORLD_CHUNK, GEMINI_WRITE, GEMINI_TIER_HOST);
     CHECK_OK(gemini_acquire(o->w.mgr, &x, 1, GEMINI_STREAM_CALLER));
-    memcpy(x.ptr, o->model[MASTER] + at, WORLD_WINDOW);
+    memcpy(x.ptr, o->model[MASTER] + at, WORLD_CHUNK);
     CHECK_OK(gemini_release(o->w.mgr, &x, 1, GEMINI_STREAM_CALLER));
     opt_to_files(o, MASTER);
-    if (window_of(&o->w, o->arenas[MASTER], at)->block_ == block && i > 0) break;
+    if (chunk_of(&o->w, o->arenas[MASTER], at)->block_ == block && i > 0) break;
   }
-  CHECK_EQ(window_of(&o->w, o->arenas[MASTER], at)->block_, block);
+  CHECK_EQ(chunk_of(&o->w, o->arenas[MASTER], at)->block_, block);
   put_back(p, good, false);
-  memcpy(bad, good, WORLD_WINDOW);
-  for (uint64_t k = 0; k < WORLD_WINDOW; k++) bad[k]--; /* what it held one generation before */
+  memcpy(bad, good, WORLD_CHUNK);
+  for (uint64_t k = 0; k < WORLD_CHUNK; k++) bad[k]--; /* what it held one generation before */
   put_back(p, bad, true);
-  gemini_access_t x = world_part(o->arenas[MASTER], at, WORLD_WINDOW, GEMINI_READ, GEMINI_TIER_HOST);
+  gemini_access_t x = world_part(o->arenas[MASTER], at, WORLD_CHUNK, GEMINI_READ, GEMINI_TIER_HOST);
   CHECK_STATUS(gemini_acquire(o->w.mgr, &x, 1, GEMINI_STREAM_CALLER), GEMINI_ERR_FORMAT);
   check_names_a_chunk(GEMINI_ERR_FORMAT, "stale");
   put_back(p, good, true);
@@ -440,16 +439,16 @@ static void test_directories_that_are_not_there_are_refused(void) {
 }
 
 static void test_a_directory_that_disappears_takes_nothing_along(void) {
-  for (uint64_t window = 0; window <= WORLD_WINDOW; window += WORLD_WINDOW) {
+  for (uint64_t chunk = 0; chunk <= WORLD_CHUNK; chunk += WORLD_CHUNK) {
     gemini_config_t c = tiers_config(16, 16, 100);
-    c.window_bytes = WORLD_WINDOW;
+    c.chunk_bytes = WORLD_CHUNK;
     opt_t *o = opt_open(c, 4);
     opt_to_files(o, MASTER);
     CHECK_EQ(rmdir(o->w.dir), 0); /* the files have no names */
     CHECK_OK(opt_update(o, GEMINI_UPDATE_LATE));
     opt_model(o, 0, o->n);
-    CHECK_OK(gemini_budget_set(o->w.mgr, GEMINI_TIER_FILE, 130 * WORLD_WINDOW));
-    CHECK_OK(gemini_budget_set(o->w.mgr, GEMINI_TIER_FILE, 60 * WORLD_WINDOW));
+    CHECK_OK(gemini_budget_set(o->w.mgr, GEMINI_TIER_FILE, 130 * WORLD_CHUNK));
+    CHECK_OK(gemini_budget_set(o->w.mgr, GEMINI_TIER_FILE, 60 * WORLD_CHUNK));
     opt_to_files(o, MOMENTUM);
     opt_check(o);
     CHECK_OK(gemini_manager_close(o->w.mgr));
@@ -459,7 +458,7 @@ static void test_a_directory_that_disappears_takes_nothing_along(void) {
   char dir[64];
   dir_make(dir);
   gemini_config_t c = tiers_config(16, 16, 100);
-  c.window_bytes = 0;
+  c.chunk_bytes = 0;
   c.device_bytes = 16 << 20; /* where larger chunks than the smallest are chosen */
   c.host_bytes = 16 << 20;
   c.file_dir = dir;
@@ -478,7 +477,7 @@ static void test_a_directory_that_disappears_takes_nothing_along(void) {
   }
   CHECK_OK(gemini_release(w.mgr, &x, 1, GEMINI_STREAM_CALLER));
   CHECK(world_stats(&w).file_engine != GEMINI_FILE_ENGINE_AUTO);
-  CHECK(world_stats(&w).window_bytes > WORLD_WINDOW);
+  CHECK(world_stats(&w).chunk_bytes > WORLD_CHUNK);
   CHECK_OK(gemini_manager_close(w.mgr));
   rmdir(dir);
 }
@@ -500,11 +499,11 @@ static void test_space_that_cannot_be_reserved_is_refused(void) {
   opt_t *o = opt_open(c = tiers_config(6, 16, 40), 4);
   opt_to_files(o, MASTER);
   faults.fallocate_error = ENOSPC;
-  CHECK_STATUS(gemini_budget_set(o->w.mgr, GEMINI_TIER_FILE, 400 * WORLD_WINDOW), GEMINI_ERR_OOM_FILE);
-  CHECK_EQ(world_stats(&o->w).budget_bytes[GEMINI_TIER_FILE], 40 * WORLD_WINDOW);
+  CHECK_STATUS(gemini_budget_set(o->w.mgr, GEMINI_TIER_FILE, 400 * WORLD_CHUNK), GEMINI_ERR_OOM_FILE);
+  CHECK_EQ(world_stats(&o->w).budget_bytes[GEMINI_TIER_FILE], 40 * WORLD_CHUNK);
   opt_to_files(o, MOMENTUM);
   faults.fallocate_error = 0;
-  CHECK_OK(gemini_budget_set(o->w.mgr, GEMINI_TIER_FILE, 400 * WORLD_WINDOW));
+  CHECK_OK(gemini_budget_set(o->w.mgr, GEMINI_TIER_FILE, 400 * WORLD_CHUNK));
   opt_check(o);
   opt_close(o);
 }
@@ -521,8 +520,8 @@ static void test_chunks_are_spread_over_several_directories(void) {
   for (int a = 0; a < OPT_ARENAS; a++) opt_to_files(o, a);
   uint32_t spread[3] = { 0, 0, 0 };
   for (int a = 0; a < OPT_ARENAS; a++)
-    for (uint64_t at = 0; at < o->n * opt_bytes[a]; at += WORLD_WINDOW)
-      spread[window_of(&o->w, o->arenas[a], at)->block_ % 3]++;
+    for (uint64_t at = 0; at < o->n * opt_bytes[a]; at += WORLD_CHUNK)
+      spread[chunk_of(&o->w, o->arenas[a], at)->block_ % 3]++;
   for (int d = 0; d < 3; d++) CHECK(spread[d] >= 16 && spread[d] <= 17);
   for (int step = 0; step < 3; step++) {
     CHECK_OK(opt_update(o, GEMINI_UPDATE_LATE));
@@ -549,7 +548,7 @@ static opt_t *opt_waiting(void) { /* the last of two updates, or most of it, wai
 static void test_whoever_wants_a_chunk_gets_it_updated(void) {
   for (int what = 0; what < 9; what++) {
     opt_t *o = opt_waiting();
-    uint64_t size = 3 * WORLD_WINDOW / 2, at = (what % 2 ? o->n * 4 - size - 64 : WORLD_WINDOW / 2 + 64) / 4096 * 4096;
+    uint64_t size = 3 * WORLD_CHUNK / 2, at = (what % 2 ? o->n * 4 - size - 64 : WORLD_CHUNK / 2 + 64) / 4096 * 4096;
     gemini_access_t x = world_part(o->arenas[MASTER], at, size, GEMINI_READ, GEMINI_TIER_HOST);
     double norm;
     uint8_t *bytes = malloc(size);
@@ -615,31 +614,31 @@ static void test_whoever_wants_a_chunk_gets_it_updated(void) {
 
 static void test_budgets_change_while_updates_wait(void) {
   opt_t *o = opt_waiting();
-  CHECK_OK(gemini_budget_set(o->w.mgr, GEMINI_TIER_HOST, 8 * WORLD_WINDOW));
-  CHECK(world_stats(&o->w).used_bytes[GEMINI_TIER_HOST] <= 8 * WORLD_WINDOW);
-  CHECK_OK(gemini_budget_set(o->w.mgr, GEMINI_TIER_DEVICE, 6 * WORLD_WINDOW));
+  CHECK_OK(gemini_budget_set(o->w.mgr, GEMINI_TIER_HOST, 8 * WORLD_CHUNK));
+  CHECK(world_stats(&o->w).used_bytes[GEMINI_TIER_HOST] <= 8 * WORLD_CHUNK);
+  CHECK_OK(gemini_budget_set(o->w.mgr, GEMINI_TIER_DEVICE, 6 * WORLD_CHUNK));
   CHECK_OK(opt_update(o, GEMINI_UPDATE_LATE));
   opt_model(o, 0, o->n);
-  CHECK_OK(gemini_budget_set(o->w.mgr, GEMINI_TIER_HOST, 20 * WORLD_WINDOW));
-  CHECK_OK(gemini_budget_set(o->w.mgr, GEMINI_TIER_FILE, 60 * WORLD_WINDOW));
-  CHECK_OK(gemini_budget_set(o->w.mgr, GEMINI_TIER_FILE, 200 * WORLD_WINDOW));
+  CHECK_OK(gemini_budget_set(o->w.mgr, GEMINI_TIER_HOST, 20 * WORLD_CHUNK));
+  CHECK_OK(gemini_budget_set(o->w.mgr, GEMINI_TIER_FILE, 60 * WORLD_CHUNK));
+  CHECK_OK(gemini_budget_set(o->w.mgr, GEMINI_TIER_FILE, 200 * WORLD_CHUNK));
   faults.delay_us[0] = faults.delay_us[1] = 0;
   /* Less than one piece needs: it is refused, or waits until there is more. */
   CHECK_OK(gemini_update_wait(o->w.mgr));
-  CHECK_OK(gemini_budget_set(o->w.mgr, GEMINI_TIER_HOST, 4 * WORLD_WINDOW));
+  CHECK_OK(gemini_budget_set(o->w.mgr, GEMINI_TIER_HOST, 4 * WORLD_CHUNK));
   CHECK_STATUS(opt_update(o, GEMINI_UPDATE_LATE), GEMINI_ERR_OOM_HOST);
   o->step_count--;
-  CHECK_OK(gemini_budget_set(o->w.mgr, GEMINI_TIER_HOST, 16 * WORLD_WINDOW));
+  CHECK_OK(gemini_budget_set(o->w.mgr, GEMINI_TIER_HOST, 16 * WORLD_CHUNK));
   opt_check(o);
   faults.delay_us[0] = faults.delay_us[1] = 2000;
   CHECK_OK(opt_update(o, GEMINI_UPDATE_LATE));
   opt_model(o, 0, o->n);
-  gemini_status_t shrunk = gemini_budget_set(o->w.mgr, GEMINI_TIER_HOST, 4 * WORLD_WINDOW);
+  gemini_status_t shrunk = gemini_budget_set(o->w.mgr, GEMINI_TIER_HOST, 4 * WORLD_CHUNK);
   faults.delay_us[0] = faults.delay_us[1] = 0;
   if (!shrunk) {
     gemini_status_t status = gemini_update_wait(o->w.mgr);
     CHECK(!status || status == GEMINI_ERR_OOM_HOST);
-    CHECK_OK(gemini_budget_set(o->w.mgr, GEMINI_TIER_HOST, 16 * WORLD_WINDOW));
+    CHECK_OK(gemini_budget_set(o->w.mgr, GEMINI_TIER_HOST, 16 * WORLD_CHUNK));
   }
   CHECK_OK(gemini_update_wait(o->w.mgr));
   opt_check(o);
@@ -683,7 +682,7 @@ static void test_updates_of_a_chunk_run_in_their_order(void) {
 static void test_chunks_of_an_update_that_cannot_run_do_not_change_later(void) {
   for (int round = 0; round < 6; round++) {
     opt_t *o = opt_open(tiers_config(6, 40, 120), 4);
-    uint64_t unit = WORLD_WINDOW / 2;
+    uint64_t unit = WORLD_CHUNK / 2;
     bool given[4] = { false };
     opt_to_files(o, MASTER);
     break_files(false, EIO, round, -1);
@@ -723,18 +722,18 @@ static void test_a_smaller_file_budget_drops_only_what_is_there_twice(void) {
   opt_t *o = opt_open(tiers_config(6, 40, 60), 4);
   opt_to_files(o, MASTER);
   opt_to_files(o, MOMENTUM);
-  CHECK_EQ(world_stats(&o->w).used_bytes[GEMINI_TIER_FILE], 16 * WORLD_WINDOW);
+  CHECK_EQ(world_stats(&o->w).used_bytes[GEMINI_TIER_FILE], 16 * WORLD_CHUNK);
   for (uint64_t budget = 15; budget < 16; budget--) {
-    CHECK_STATUS(gemini_budget_set(o->w.mgr, GEMINI_TIER_FILE, budget * WORLD_WINDOW), GEMINI_ERR_OOM_FILE);
-    CHECK_EQ(world_stats(&o->w).budget_bytes[GEMINI_TIER_FILE], 60 * WORLD_WINDOW);
+    CHECK_STATUS(gemini_budget_set(o->w.mgr, GEMINI_TIER_FILE, budget * WORLD_CHUNK), GEMINI_ERR_OOM_FILE);
+    CHECK_EQ(world_stats(&o->w).budget_bytes[GEMINI_TIER_FILE], 60 * WORLD_CHUNK);
   }
-  CHECK(windows_right(&o->w));
-  opt_check_range(o, MASTER, 0, 5 * WORLD_WINDOW, GEMINI_TIER_HOST);     /* five on the host as well */
-  opt_check_range(o, MASTER, 5 * WORLD_WINDOW, 100, GEMINI_TIER_DEVICE); /* one on the device, and on the host */
-  CHECK_STATUS(gemini_budget_set(o->w.mgr, GEMINI_TIER_FILE, 9 * WORLD_WINDOW), GEMINI_ERR_OOM_FILE);
-  CHECK_OK(gemini_budget_set(o->w.mgr, GEMINI_TIER_FILE, 10 * WORLD_WINDOW));
-  CHECK_EQ(world_stats(&o->w).used_bytes[GEMINI_TIER_FILE], 10 * WORLD_WINDOW);
-  CHECK(windows_right(&o->w));
+  CHECK(chunks_right(&o->w));
+  opt_check_range(o, MASTER, 0, 5 * WORLD_CHUNK, GEMINI_TIER_HOST);     /* five on the host as well */
+  opt_check_range(o, MASTER, 5 * WORLD_CHUNK, 100, GEMINI_TIER_DEVICE); /* one on the device, and on the host */
+  CHECK_STATUS(gemini_budget_set(o->w.mgr, GEMINI_TIER_FILE, 9 * WORLD_CHUNK), GEMINI_ERR_OOM_FILE);
+  CHECK_OK(gemini_budget_set(o->w.mgr, GEMINI_TIER_FILE, 10 * WORLD_CHUNK));
+  CHECK_EQ(world_stats(&o->w).used_bytes[GEMINI_TIER_FILE], 10 * WORLD_CHUNK);
+  CHECK(chunks_right(&o->w));
   opt_check(o);
   CHECK_OK(opt_update(o, 0)); /* what is written anew frees its block */
   opt_model(o, 0, o->n);
@@ -752,8 +751,8 @@ static void test_arenas_and_managers_end_while_updates_wait(void) {
   opt_t *o = opt_waiting();
   for (int a = OPT_ARENAS; a-- > 1;) CHECK_OK(gemini_arena_destroy(o->w.mgr, o->arenas[a]));
   uint64_t size = o->n * 2;
-  for (uint64_t at = 0; at < size; at += WORLD_WINDOW)
-    opt_check_range(o, PARAMS, at, size - at < WORLD_WINDOW ? size - at : WORLD_WINDOW, GEMINI_TIER_HOST);
+  for (uint64_t at = 0; at < size; at += WORLD_CHUNK)
+    opt_check_range(o, PARAMS, at, size - at < WORLD_CHUNK ? size - at : WORLD_CHUNK, GEMINI_TIER_HOST);
   CHECK_OK(gemini_arena_destroy(o->w.mgr, o->arenas[0]));
   gemini_stats_t s = world_stats(&o->w);
   CHECK_EQ(s.used_bytes[GEMINI_TIER_HOST] + s.used_bytes[GEMINI_TIER_FILE], 0);
@@ -784,7 +783,7 @@ static void *train(void *user) {
     opt_model(o, 0, o->n);
     for (int k = 0; k < 10; k++) {
       int a = (int)below(&r, OPT_ARENAS);
-      uint64_t size = o->n * opt_bytes[a], at = below(&r, size), part = 1 + below(&r, WORLD_WINDOW);
+      uint64_t size = o->n * opt_bytes[a], at = below(&r, size), part = 1 + below(&r, WORLD_CHUNK);
       if (part > size - at) part = size - at;
       gemini_access_t x = world_part(o->arenas[a], at, part, GEMINI_READ, (uint32_t)below(&r, 2));
       gemini_status_t status = gemini_acquire(o->w.mgr, &x, 1, GEMINI_STREAM_CALLER);
@@ -801,10 +800,10 @@ static void *change_budgets(void *user) {
   const world_t *w = user;
   uint64_t r = 5;
   while (!stop_budgets) {
-    gemini_status_t status = gemini_budget_set(w->mgr, GEMINI_TIER_HOST, (24 + below(&r, 30)) * WORLD_WINDOW);
+    gemini_status_t status = gemini_budget_set(w->mgr, GEMINI_TIER_HOST, (24 + below(&r, 30)) * WORLD_CHUNK);
     CHECK(status == GEMINI_OK || status == GEMINI_ERR_OOM_HOST);
     void *block;
-    status = gemini_host_alloc(w->mgr, 1 + below(&r, 3 * WORLD_WINDOW), 0, &block);
+    status = gemini_host_alloc(w->mgr, 1 + below(&r, 3 * WORLD_CHUNK), 0, &block);
     CHECK(status == GEMINI_OK || status == GEMINI_ERR_OOM_HOST);
     world_stats(w);
     sleep_us(300);
@@ -829,19 +828,19 @@ static void test_threads_train_side_by_side(void) {
   for (int i = 0; i < THREADS; i++) CHECK_EQ(pthread_join(threads[i], NULL), 0);
   stop_budgets = true;
   CHECK_EQ(pthread_join(threads[THREADS], NULL), 0);
-  CHECK_OK(gemini_budget_set(w.mgr, GEMINI_TIER_HOST, 40 * WORLD_WINDOW));
+  CHECK_OK(gemini_budget_set(w.mgr, GEMINI_TIER_HOST, 40 * WORLD_CHUNK));
   CHECK_OK(gemini_update_wait(w.mgr));
   for (int i = 0; i < THREADS; i++) {
     opt_check(trainers[i].o);
     opt_free(trainers[i].o);
   }
-  CHECK(windows_right(&w));
+  CHECK(chunks_right(&w));
   world_close(&w);
 }
 
 /* Room for one piece is made by as many writes as it needs, not by writing all that is there. */
-static void test_room_for_a_piece_costs_no_more_writes_than_windows(void) {
-  opt_t *o = opt_open(tiers_config(6, 46, 200), 16); /* 16 + 32 + 32 windows */
+static void test_room_for_a_piece_costs_no_more_writes_than_chunks(void) {
+  opt_t *o = opt_open(tiers_config(6, 46, 200), 16); /* 16 + 32 + 32 chunks */
   CHECK_OK(opt_update(o, 0));
   opt_model(o, 0, o->n);
   CHECK_OK(gemini_stats_reset(o->w.mgr));
@@ -855,7 +854,7 @@ static void test_room_for_a_piece_costs_no_more_writes_than_windows(void) {
   uint64_t writes = s.moved_chunks[GEMINI_LINK_H2F][GEMINI_REASON_PRESSURE], least = 80 - 46;
   fprintf(stderr, "    %" PRIu64 " writes a step, at least %" PRIu64 " of 80\n", writes / 3, least);
   /* Those that were updated last go, and one waits for them where they still are being updated: half as many more go if
-   * others do, and in any other order all 80. Another piece of 5 windows is under way, and one has just ended. */
+   * others do, and in any other order all 80. Another piece of 5 chunks is under way, and one has just ended. */
   CHECK(writes <= 3 * (least + 10));
   faults.delay_us[1] = 0;
   opt_check(o);
@@ -863,12 +862,12 @@ static void test_room_for_a_piece_costs_no_more_writes_than_windows(void) {
 
   /* One piece only, whose states are in files, beside many that are not touched. */
   o = opt_open(tiers_config(6, 46, 200), 16);
-  uint64_t unit = WORLD_WINDOW / 2;
+  uint64_t unit = WORLD_CHUNK / 2;
   for (int a = MASTER; a <= MOMENTUM; a++) {
-    gemini_access_t x = world_part(o->arenas[a], 0, 2 * WORLD_WINDOW, 0, GEMINI_TIER_FILE);
+    gemini_access_t x = world_part(o->arenas[a], 0, 2 * WORLD_CHUNK, 0, GEMINI_TIER_FILE);
     CHECK_OK(gemini_move(o->w.mgr, &x, 1));
   }
-  for (uint64_t at = 2 * WORLD_WINDOW; world_stats(&o->w).used_bytes[GEMINI_TIER_HOST] < 46 * WORLD_WINDOW; at += 100)
+  for (uint64_t at = 2 * WORLD_CHUNK; world_stats(&o->w).used_bytes[GEMINI_TIER_HOST] < 46 * WORLD_CHUNK; at += 100)
     opt_check_range(o, MASTER, at, 100, GEMINI_TIER_HOST); /* until the host is full */
   CHECK_OK(gemini_stats_reset(o->w.mgr));
   faults.delay_us[1] = 3000;
@@ -880,7 +879,7 @@ static void test_room_for_a_piece_costs_no_more_writes_than_windows(void) {
   opt_model(o, 0, unit);
   s = world_stats(&o->w);
   writes = s.moved_chunks[GEMINI_LINK_H2F][GEMINI_REASON_PRESSURE];
-  fprintf(stderr, "    %" PRIu64 " writes for a piece of 5 windows\n", writes);
+  fprintf(stderr, "    %" PRIu64 " writes for a piece of 5 chunks\n", writes);
   CHECK(writes <= 10);
   faults.delay_us[1] = 0;
   opt_check(o);
@@ -895,12 +894,12 @@ int main(void) {
     RUN_TIMED(test_updates_in_three_tiers_are_those_of_plain_arrays);
     RUN_TIMED(test_short_and_interrupted_transfers_go_on);
     RUN_TIMED(test_an_acquire_whose_read_fails_says_so_and_loses_nothing);
-    RUN_TIMED(test_a_move_tells_of_each_window_that_did_not_come);
+    RUN_TIMED(test_a_move_tells_of_each_chunk_that_did_not_come);
     RUN_TIMED(test_a_read_ahead_that_fails_is_tried_again_by_who_wants_it);
     RUN_TIMED(test_a_read_ahead_that_fails_harms_nobody_who_overwrites);
     RUN_TIMED(test_an_update_whose_reads_fail_is_reported_and_loses_nothing);
     RUN_TIMED(test_writes_that_fail_lose_nothing_and_updates_catch_up);
-    RUN_TIMED(test_a_window_that_could_not_be_written_can_be_updated);
+    RUN_TIMED(test_a_chunk_that_could_not_be_written_can_be_updated);
     RUN_TIMED(test_a_failed_read_does_not_follow_its_slot);
     RUN_TIMED(test_damaged_and_stale_blocks_are_named_and_never_used);
     RUN_TIMED(test_io_uring_refused_falls_back_or_says_so);
@@ -915,7 +914,7 @@ int main(void) {
     RUN_TIMED(test_a_smaller_file_budget_drops_only_what_is_there_twice);
     RUN_TIMED(test_arenas_and_managers_end_while_updates_wait);
     RUN_TIMED(test_threads_train_side_by_side);
-    RUN_TIMED(test_room_for_a_piece_costs_no_more_writes_than_windows);
+    RUN_TIMED(test_room_for_a_piece_costs_no_more_writes_than_chunks);
   }
   return check_done();
 }

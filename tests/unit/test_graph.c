@@ -18,7 +18,7 @@ static struct cu_stream *native; /* of the world's stream */
 static gemini_arena_t arena;
 static const char *lacking; /* of the driver's functions */
 
-static world_t start_with(gemini_config_t c, uint64_t windows) {
+static world_t start_with(gemini_config_t c, uint64_t chunks) {
   fake_cuda_reset();
   fake_cuda.lacking_symbol = lacking;
   gmi_cuda_driver_replace(fake_cuda_symbol);
@@ -32,20 +32,20 @@ static world_t start_with(gemini_config_t c, uint64_t windows) {
   native = stream;
   arena = world_arena(&w, GEMINI_KIND_PARAM, 2, "a", 0, 0);
   uint64_t offset;
-  CHECK_OK(gemini_arena_take(w.mgr, arena, windows * W, &offset));
+  CHECK_OK(gemini_arena_take(w.mgr, arena, chunks * W, &offset));
   return w;
 }
-static gemini_config_t config(uint64_t device_windows, uint64_t host_windows, uint64_t file_windows) {
+static gemini_config_t config(uint64_t device_chunks, uint64_t host_chunks, uint64_t file_chunks) {
   gemini_config_t c = world_config(1, 1, 0);
   c.device = GEMINI_DEVICE_CUDA;
-  c.window_bytes = W;
-  c.device_bytes = device_windows * W;
-  c.host_bytes = host_windows * W;
-  c.file_bytes = file_windows * W;
+  c.chunk_bytes = W;
+  c.device_bytes = device_chunks * W;
+  c.host_bytes = host_chunks * W;
+  c.file_bytes = file_chunks * W;
   return c;
 }
-static world_t start(uint64_t device_windows, uint64_t windows) {
-  return start_with(config(device_windows, windows + 4, 0), windows);
+static world_t start(uint64_t device_chunks, uint64_t chunks) {
+  return start_with(config(device_chunks, chunks + 4, 0), chunks);
 }
 static void finish(world_t *w) {
   world_close(w);
@@ -54,37 +54,37 @@ static void finish(world_t *w) {
   CHECK_EQ(fake_cuda_violations(), 0);
 }
 
-/* ---- what a window holds: one number, in many places */
+/* ---- what a chunk holds: one number, in many places */
 enum { STAMPS = 16 };
 static const uint64_t TORN = UINT64_MAX;
-static void stamp(void *window, uint64_t value) {
-  for (uint64_t i = 0; i < STAMPS; i++) *(uint64_t *)((uint8_t *)window + i * (W / STAMPS)) = value ? value + i : 0;
+static void stamp(void *chunk, uint64_t value) {
+  for (uint64_t i = 0; i < STAMPS; i++) *(uint64_t *)((uint8_t *)chunk + i * (W / STAMPS)) = value ? value + i : 0;
 }
-static uint64_t stamped(const void *window) {
-  uint64_t value = *(const uint64_t *)window;
+static uint64_t stamped(const void *chunk) {
+  uint64_t value = *(const uint64_t *)chunk;
   for (uint64_t i = 1; i < STAMPS; i++)
-    if (*(const uint64_t *)((const uint8_t *)window + i * (W / STAMPS)) != (value ? value + i : 0)) return TORN;
+    if (*(const uint64_t *)((const uint8_t *)chunk + i * (W / STAMPS)) != (value ? value + i : 0)) return TORN;
   return value;
 }
-static gemini_access_t window_of(gemini_arena_t of, uint64_t i, uint64_t count, uint32_t mode, uint32_t tier) {
+static gemini_access_t chunk_of(gemini_arena_t of, uint64_t i, uint64_t count, uint32_t mode, uint32_t tier) {
   return world_part(of, i * W, count * W, mode, tier);
 }
 static void set_on_host(const world_t *w, uint64_t i, uint64_t value) {
-  gemini_access_t a = window_of(arena, i, 1, WRITE, HOST);
+  gemini_access_t a = chunk_of(arena, i, 1, WRITE, HOST);
   CHECK_OK(gemini_acquire(w->mgr, &a, 1, GEMINI_STREAM_CALLER));
   stamp(a.ptr, value);
   CHECK_OK(gemini_release(w->mgr, &a, 1, GEMINI_STREAM_CALLER));
 }
 typedef struct {
-  void *window;
+  void *chunk;
   uint64_t value;
 } set_t;
 static void set_now(void *user) {
   set_t *set = user;
-  stamp(set->window, set->value);
+  stamp(set->chunk, set->value);
 }
 static void set_on_device(const world_t *w, uint64_t i, uint64_t value) {
-  gemini_access_t a = window_of(arena, i, 1, READ_WRITE, DEVICE);
+  gemini_access_t a = chunk_of(arena, i, 1, READ_WRITE, DEVICE);
   CHECK_OK(gemini_acquire(w->mgr, &a, 1, w->stream));
   set_t set = { a.ptr, value };
   CHECK_OK(gemini_stream_call(w->mgr, w->stream, set_now, &set));
@@ -94,7 +94,7 @@ static void set_on_device(const world_t *w, uint64_t i, uint64_t value) {
 
 /* ---- kernels: what they see is compared when they have run */
 typedef struct {
-  const void *window;
+  const void *chunk;
   uint64_t index, seen;
 } kernel_t;
 typedef struct {
@@ -106,18 +106,18 @@ typedef struct {
 
 static void look(void *user) {
   kernel_t *k = user;
-  k->seen = stamped(k->window);
+  k->seen = stamped(k->chunk);
 }
-static void launch_kernel(graph_t *g, uint64_t index, const void *window) {
+static void launch_kernel(graph_t *g, uint64_t index, const void *chunk) {
   CHECK(g->count < g->capacity);
   kernel_t *k = &g->kernels[g->count++];
-  *k = (kernel_t){ window, index, 0 };
+  *k = (kernel_t){ chunk, index, 0 };
   CHECK_EQ(driver->host_call(native, look, k), CU_SUCCESS);
 }
-static void graph_begin(const world_t *w, graph_t *g, uint64_t windows, uint32_t capacity) {
+static void graph_begin(const world_t *w, graph_t *g, uint64_t chunks, uint32_t capacity) {
   *g = (graph_t){ .kernels = calloc(capacity, sizeof *g->kernels), .capacity = capacity };
   CHECK(g->kernels);
-  CHECK_OK(gemini_graph_begin(w->mgr, w->stream, windows * W, &g->handle));
+  CHECK_OK(gemini_graph_begin(w->mgr, w->stream, chunks * W, &g->handle));
   CHECK_EQ(cuStreamBeginCapture_v2(native, 0), CU_SUCCESS);
 }
 static void graph_end(const world_t *w, graph_t *g) {
@@ -133,9 +133,9 @@ static void graph_destroy(const world_t *w, graph_t *g) { /* its last replay may
   CHECK_OK(gemini_stream_synchronize(w->mgr, w->stream));
   free(g->kernels);
 }
-/* An operator of windows side by side. */
+/* An operator of chunks side by side. */
 static void capture_op(const world_t *w, graph_t *g, uint64_t first, uint64_t count) {
-  gemini_access_t a = window_of(arena, first, count, READ, DEVICE);
+  gemini_access_t a = chunk_of(arena, first, count, READ, DEVICE);
   CHECK_OK(gemini_acquire(w->mgr, &a, 1, w->stream));
   for (uint64_t i = 0; i < count; i++) launch_kernel(g, first + i, (uint8_t *)a.ptr + i * W);
   CHECK_OK(gemini_release(w->mgr, &a, 1, w->stream));
@@ -151,15 +151,15 @@ static void check_seen(const world_t *w, const graph_t *g, const uint64_t *value
 }
 
 static void larger_than_its_frames(void) {
-  enum { WINDOWS = 12, FRAMES = 3 };
-  world_t w = start(FRAMES + 1, WINDOWS);
-  uint64_t values[WINDOWS];
-  for (uint64_t i = 0; i < WINDOWS; i++) set_on_host(&w, i, values[i] = 1000 * (i + 1));
+  enum { CHUNKS = 12, FRAMES = 3 };
+  world_t w = start(FRAMES + 1, CHUNKS);
+  uint64_t values[CHUNKS];
+  for (uint64_t i = 0; i < CHUNKS; i++) set_on_host(&w, i, values[i] = 1000 * (i + 1));
   set_on_device(&w, 5, values[5] = 77);
   graph_t g;
-  graph_begin(&w, &g, FRAMES, 2 * WINDOWS);
-  for (uint64_t i = 0; i < WINDOWS; i++) capture_op(&w, &g, i, 1);
-  for (uint64_t i = WINDOWS; i-- > 0;) capture_op(&w, &g, i, 1); /* and backward */
+  graph_begin(&w, &g, FRAMES, 2 * CHUNKS);
+  for (uint64_t i = 0; i < CHUNKS; i++) capture_op(&w, &g, i, 1);
+  for (uint64_t i = CHUNKS; i-- > 0;) capture_op(&w, &g, i, 1); /* and backward */
   graph_end(&w, &g);
   uint64_t moved = world_stats(&w).moved_chunks[GEMINI_LINK_H2D][GEMINI_REASON_PLAN];
   for (uint64_t step = 0; step < 9; step++) {
@@ -168,21 +168,21 @@ static void larger_than_its_frames(void) {
     set_on_host(&w, step, values[step] = 5000 + step * 100);
     if (step % 2) set_on_device(&w, 3, values[3] = 9000 + step);
     if (step % 3 == 2) {
-      gemini_access_t zero = window_of(arena, 7, 1, WRITE, HOST);
+      gemini_access_t zero = chunk_of(arena, 7, 1, WRITE, HOST);
       CHECK_OK(gemini_zero(w.mgr, &zero));
       values[7] = 0;
     }
   }
   /* Each way but for what is still there at the turn. */
-  CHECK_EQ(world_stats(&w).moved_chunks[GEMINI_LINK_H2D][GEMINI_REASON_PLAN] - moved, 9 * (2 * WINDOWS - FRAMES));
+  CHECK_EQ(world_stats(&w).moved_chunks[GEMINI_LINK_H2D][GEMINI_REASON_PLAN] - moved, 9 * (2 * CHUNKS - FRAMES));
   graph_destroy(&w, &g);
-  for (uint64_t i = 0; i < WINDOWS; i++) { /* the frames serve others again */
-    gemini_access_t a = window_of(arena, i, 1, READ, HOST);
+  for (uint64_t i = 0; i < CHUNKS; i++) { /* the frames serve others again */
+    gemini_access_t a = chunk_of(arena, i, 1, READ, HOST);
     CHECK_OK(gemini_acquire(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
     CHECK_EQ(stamped(a.ptr), values[i]);
     CHECK_OK(gemini_release(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
   }
-  gemini_access_t all = window_of(arena, 0, FRAMES + 1, READ, DEVICE);
+  gemini_access_t all = chunk_of(arena, 0, FRAMES + 1, READ, DEVICE);
   CHECK_OK(gemini_acquire(w.mgr, &all, 1, w.stream));
   CHECK_OK(gemini_release(w.mgr, &all, 1, w.stream));
   finish(&w);
@@ -197,27 +197,27 @@ static void test_graph_larger_than_its_frames_reads_the_newest_bytes(void) {
 
 /* A copy need not wait for the operator captured before it, when there is a frame besides that one's. */
 static void test_graph_copies_run_beside_kernels(void) {
-  enum { WINDOWS = 8 };
+  enum { CHUNKS = 8 };
   for (uint64_t frames = 1; frames <= 3; frames++) {
-    world_t w = start(4, WINDOWS);
+    world_t w = start(4, CHUNKS);
     graph_t g;
     uint32_t copies, beside;
-    graph_begin(&w, &g, frames, WINDOWS);
-    for (uint64_t i = 0; i < WINDOWS; i++) capture_op(&w, &g, i, 1);
+    graph_begin(&w, &g, frames, CHUNKS);
+    for (uint64_t i = 0; i < CHUNKS; i++) capture_op(&w, &g, i, 1);
     graph_end(&w, &g);
     fake_cuda_graph_nodes(g.exec, &copies, &beside);
-    CHECK_EQ(copies, WINDOWS);
-    CHECK_EQ(beside, frames == 1 ? 0 : WINDOWS - 1);
+    CHECK_EQ(copies, CHUNKS);
+    CHECK_EQ(beside, frames == 1 ? 0 : CHUNKS - 1);
     graph_destroy(&w, &g);
     finish(&w);
   }
 }
 
-/* ---- random graphs against a model: what a window holds, and what can be beside what */
+/* ---- random graphs against a model: what a chunk holds, and what can be beside what */
 typedef struct {
   uint64_t first, count;
 } held_t;
-enum { RANDOM_WINDOWS = 14, RANDOM_HELD = 3 };
+enum { RANDOM_CHUNKS = 14, RANDOM_HELD = 3 };
 
 static uint64_t distinct(const held_t *held, uint32_t count) {
   uint64_t set = 0;
@@ -228,25 +228,25 @@ static uint64_t distinct(const held_t *held, uint32_t count) {
 static void random_capture(const world_t *w, graph_t *g, uint64_t frames, uint64_t *random) {
   held_t held[RANDOM_HELD + 1];
   uint32_t count = 0;
-  uint64_t known = 0; /* windows that have a frame */
+  uint64_t known = 0; /* chunks that have a frame */
   for (int step = 0; step < 40; step++) {
     if (count == RANDOM_HELD || (count && check_random(random) % 2)) {
       uint32_t i = (uint32_t)(check_random(random) % count);
-      gemini_access_t a = window_of(arena, held[i].first, held[i].count, READ, DEVICE);
+      gemini_access_t a = chunk_of(arena, held[i].first, held[i].count, READ, DEVICE);
       CHECK_OK(gemini_release(w->mgr, &a, 1, w->stream));
       held[i] = held[--count];
       continue;
     }
-    held_t op = { check_random(random) % RANDOM_WINDOWS, 1 + check_random(random) % 2 };
-    if (op.first + op.count > RANDOM_WINDOWS) op.count = 1;
+    held_t op = { check_random(random) % RANDOM_CHUNKS, 1 + check_random(random) % 2 };
+    if (op.first + op.count > RANDOM_CHUNKS) op.count = 1;
     held[count] = op;
     uint64_t set = distinct(held, count + 1);
     bool fits = (uint64_t)__builtin_popcountll(set) <= frames;
-    gemini_access_t a = window_of(arena, op.first, op.count, READ, DEVICE);
+    gemini_access_t a = chunk_of(arena, op.first, op.count, READ, DEVICE);
     gemini_status_t status = gemini_acquire(w->mgr, &a, 1, w->stream);
     if (!fits) {
       CHECK_EQ(status, GEMINI_ERR_OOM_DEVICE);
-    } else if (status) { /* windows that had taken turns before: never the new ones alone */
+    } else if (status) { /* chunks that had taken turns before: never the new ones alone */
       CHECK_EQ(status, GEMINI_ERR_OOM_DEVICE);
       CHECK_SAYS(world_error().message, "taken turns");
       CHECK(__builtin_popcountll(set & known) >= 2);
@@ -256,36 +256,36 @@ static void random_capture(const world_t *w, graph_t *g, uint64_t frames, uint64
     count++;
     for (uint32_t h = 0; h < count; h++) /* a kernel sees all that is acquired */
       for (uint64_t i = 0; i < held[h].count && g->count < g->capacity; i++) {
-        gemini_access_t again = window_of(arena, held[h].first + i, 1, READ, DEVICE);
+        gemini_access_t again = chunk_of(arena, held[h].first + i, 1, READ, DEVICE);
         CHECK_OK(gemini_acquire(w->mgr, &again, 1, w->stream));
         launch_kernel(g, held[h].first + i, again.ptr);
         CHECK_OK(gemini_release(w->mgr, &again, 1, w->stream));
       }
   }
   for (uint32_t i = 0; i + 1 < count; i++) { /* the last one is left to gemini_graph_end() */
-    gemini_access_t a = window_of(arena, held[i].first, held[i].count, READ, DEVICE);
+    gemini_access_t a = chunk_of(arena, held[i].first, held[i].count, READ, DEVICE);
     CHECK_OK(gemini_release(w->mgr, &a, 1, w->stream));
   }
 }
 
-/* A span is a part of a window, of whole stamps. */
+/* A span is a part of a chunk, of whole stamps. */
 static void add_one(void *user, const gemini_update_span_t *span) {
   (void)user;
   for (uint64_t at = 0; at < span->element_count * 2; at += W / STAMPS) ++*(uint64_t *)((uint8_t *)span->ptr[0] + at);
 }
 
 static void random_change(const world_t *w, uint64_t *values, uint64_t *random) {
-  uint64_t i = check_random(random) % RANDOM_WINDOWS, value = 1 + (check_random(random) >> 8);
+  uint64_t i = check_random(random) % RANDOM_CHUNKS, value = 1 + (check_random(random) >> 8);
   switch (check_random(random) % 7) {
   case 0: set_on_device(w, i, values[i] = value); break;
   case 1: {
-    gemini_access_t move = window_of(arena, i, 1, READ, DEVICE);
+    gemini_access_t move = chunk_of(arena, i, 1, READ, DEVICE);
     gemini_status_t status = gemini_hint(w->mgr, &move, 1);
     CHECK_OK(status);
     break;
   }
   case 2: {
-    gemini_access_t zero = window_of(arena, i, 1, READ, DEVICE);
+    gemini_access_t zero = chunk_of(arena, i, 1, READ, DEVICE);
     CHECK_OK(gemini_zero(w->mgr, &zero));
     values[i] = 0;
     break;
@@ -313,15 +313,15 @@ static void random_change(const world_t *w, uint64_t *values, uint64_t *random) 
 
 static void test_graph_random_replays_are_right(void) {
   for (uint64_t seed = 1; seed <= 8; seed++) {
-    uint64_t random = seed * 77, frames = 2 + seed % 4, values[RANDOM_WINDOWS];
+    uint64_t random = seed * 77, frames = 2 + seed % 4, values[RANDOM_CHUNKS];
     bool files = seed % 3 == 0;
-    gemini_config_t c = config(12, files ? RANDOM_WINDOWS + 1 : RANDOM_WINDOWS + 2, files ? 30 : 0);
+    gemini_config_t c = config(12, files ? RANDOM_CHUNKS + 1 : RANDOM_CHUNKS + 2, files ? 30 : 0);
     if (seed % 4 == 0) c.flags = GEMINI_CONFIG_STRICT;
-    world_t w = start_with(c, RANDOM_WINDOWS);
-    for (uint64_t i = 0; i < RANDOM_WINDOWS; i++) set_on_host(&w, i, values[i] = 1 + (check_random(&random) >> 8));
+    world_t w = start_with(c, RANDOM_CHUNKS);
+    for (uint64_t i = 0; i < RANDOM_CHUNKS; i++) set_on_host(&w, i, values[i] = 1 + (check_random(&random) >> 8));
     if (files)
-      for (uint64_t i = 0; i < RANDOM_WINDOWS; i += 2) {
-        gemini_access_t a = window_of(arena, i, 1, READ, FILES);
+      for (uint64_t i = 0; i < RANDOM_CHUNKS; i += 2) {
+        gemini_access_t a = chunk_of(arena, i, 1, READ, FILES);
         CHECK_OK(gemini_move(w.mgr, &a, 1));
       }
     graph_t g[2];
@@ -339,8 +339,8 @@ static void test_graph_random_replays_are_right(void) {
     }
     for (int k = 0; k < 2; k++) graph_destroy(&w, &g[k]);
     CHECK_OK(gemini_update_wait(w.mgr));
-    for (uint64_t i = 0; i < RANDOM_WINDOWS; i++) {
-      gemini_access_t a = window_of(arena, i, 1, READ, HOST);
+    for (uint64_t i = 0; i < RANDOM_CHUNKS; i++) {
+      gemini_access_t a = chunk_of(arena, i, 1, READ, HOST);
       CHECK_OK(gemini_acquire(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
       CHECK_EQ(stamped(a.ptr), values[i]);
       CHECK_OK(gemini_release(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
@@ -359,7 +359,7 @@ typedef struct {
   const world_t *w;
   _Atomic bool done;
 } writer_t;
-static void *write_window(void *user) {
+static void *write_chunk(void *user) {
   writer_t *writer = user;
   set_on_host(writer->w, 0, 2);
   writer->done = true;
@@ -379,7 +379,7 @@ static void test_graph_running_replay_keeps_writers_waiting(void) {
   replay(&w, &g);
   writer_t writer = { &w, false };
   pthread_t thread;
-  CHECK_EQ(pthread_create(&thread, NULL, write_window, &writer), 0);
+  CHECK_EQ(pthread_create(&thread, NULL, write_chunk, &writer), 0);
   usleep(30000);
   CHECK(!writer.done);
   gate = true;
@@ -445,8 +445,8 @@ static void test_graph_replays_keep_their_order_with_other_streams(void) {
   CHECK_OK(gemini_stream_create(w.mgr, &second));
   CHECK_OK(gemini_stream_native(w.mgr, second, &second_native));
   for (uint64_t i = 0; i < 6; i++) set_on_host(&w, i, values[i]);
-  kernel_t before[3], after[2]; /* three windows fill the device, and are being read when they leave */
-  gemini_access_t a = window_of(arena, 3, 3, READ, DEVICE);
+  kernel_t before[3], after[2]; /* three chunks fill the device, and are being read when they leave */
+  gemini_access_t a = chunk_of(arena, 3, 3, READ, DEVICE);
   CHECK_OK(gemini_acquire(w.mgr, &a, 1, second));
   hold_stream(second_native);
   for (uint64_t i = 0; i < 3; i++) {
@@ -481,7 +481,7 @@ static void test_graph_replays_keep_their_order_with_other_streams(void) {
   replay(&w, &g);
   CHECK_EQ(cuGraphExecDestroy(g.exec), CU_SUCCESS);
   CHECK_OK(gemini_graph_destroy(g.handle));
-  a = window_of(arena, 3, 2, READ, DEVICE);
+  a = chunk_of(arena, 3, 2, READ, DEVICE);
   CHECK_OK(gemini_acquire(w.mgr, &a, 1, second)); /* in the frames of a replay that has not run */
   let_go();
   CHECK_OK(gemini_stream_synchronize(w.mgr, w.stream));
@@ -501,29 +501,29 @@ static void test_graph_replays_keep_their_order_with_other_streams(void) {
 
 /* ---- what is acquired before the capture stays, and may be written */
 static void copy_stamp(void *user) {
-  void **windows = user;
-  stamp(windows[1], stamped(windows[0]));
+  void **chunks = user;
+  stamp(chunks[1], stamped(chunks[0]));
 }
 static void test_graph_writes_what_was_acquired_before(void) {
   world_t w = start(4, 6);
   for (uint64_t i = 0; i < 6; i++) set_on_host(&w, i, 10 * (i + 1));
-  gemini_access_t out = window_of(arena, 5, 1, READ_WRITE, DEVICE), in;
+  gemini_access_t out = chunk_of(arena, 5, 1, READ_WRITE, DEVICE), in;
   CHECK_OK(gemini_acquire(w.mgr, &out, 1, w.stream));
   graph_t g;
-  void *windows[5][2];
+  void *chunks[5][2];
   graph_begin(&w, &g, 2, 4);
   for (uint64_t i = 0; i < 5; i++) {
-    in = window_of(arena, i, 1, READ, DEVICE);
-    gemini_access_t again = window_of(arena, 5, 1, READ_WRITE, DEVICE), wrong = window_of(arena, i, 1, WRITE, DEVICE);
+    in = chunk_of(arena, i, 1, READ, DEVICE);
+    gemini_access_t again = chunk_of(arena, 5, 1, READ_WRITE, DEVICE), wrong = chunk_of(arena, i, 1, WRITE, DEVICE);
     CHECK_OK(gemini_op_begin(w.mgr, "layer", w.stream));
     CHECK_STATUS(gemini_acquire(w.mgr, &wrong, 1, w.stream), GEMINI_ERR_STATE);
     CHECK_SAYS(world_error().message, "layer: a chunk of arena a that is written in a graph must stay for all of it");
     CHECK_OK(gemini_acquire(w.mgr, &in, 1, w.stream));
     CHECK_OK(gemini_acquire(w.mgr, &again, 1, w.stream));
     CHECK(again.ptr == out.ptr);
-    windows[i][0] = in.ptr;
-    windows[i][1] = again.ptr;
-    CHECK_EQ(driver->host_call(native, copy_stamp, windows[i]), CU_SUCCESS);
+    chunks[i][0] = in.ptr;
+    chunks[i][1] = again.ptr;
+    CHECK_EQ(driver->host_call(native, copy_stamp, chunks[i]), CU_SUCCESS);
     CHECK_OK(gemini_release(w.mgr, &in, 1, w.stream));
     CHECK_OK(gemini_release(w.mgr, &again, 1, w.stream));
     CHECK_STATUS(gemini_release(w.mgr, &again, 1, w.stream), GEMINI_ERR_STATE);
@@ -541,7 +541,7 @@ static void test_graph_writes_what_was_acquired_before(void) {
     CHECK_OK(gemini_acquire(w.mgr, &out, 1, w.stream));
     replay(&w, &g);
     CHECK_OK(gemini_release(w.mgr, &out, 1, w.stream));
-    in = window_of(arena, 5, 1, READ, HOST);
+    in = chunk_of(arena, 5, 1, READ, HOST);
     CHECK_OK(gemini_acquire(w.mgr, &in, 1, GEMINI_STREAM_CALLER));
     CHECK_EQ(stamped(in.ptr), 500 + step);
     CHECK_OK(gemini_release(w.mgr, &in, 1, GEMINI_STREAM_CALLER));
@@ -581,7 +581,7 @@ static void test_graph_that_is_too_small_names_operator_and_bytes(void) {
   graph_t g;
   char says[200];
   graph_begin(&w, &g, 2, 16);
-  gemini_access_t a = window_of(arena, 2, 3, READ, DEVICE); /* 4 is known from now on, and has no frame yet */
+  gemini_access_t a = chunk_of(arena, 2, 3, READ, DEVICE); /* 4 is known from now on, and has no frame yet */
   CHECK_OK(gemini_op_begin(w.mgr, "attention", w.stream));
   CHECK_STATUS(gemini_op_begin(w.mgr, "mlp", w.stream), GEMINI_ERR_STATE);
   CHECK_STATUS(gemini_acquire(w.mgr, &a, 1, w.stream), GEMINI_ERR_OOM_DEVICE);
@@ -590,13 +590,13 @@ static void test_graph_that_is_too_small_names_operator_and_bytes(void) {
   CHECK_SAYS(world_error().message, says);
   CHECK_OK(gemini_op_end(w.mgr));
   for (uint64_t i = 0; i < 4; i++) capture_op(&w, &g, i, 1); /* 0 and 2 in one frame, 1 and 3 in the other */
-  gemini_access_t both[] = { window_of(arena, 1, 1, READ, DEVICE), window_of(arena, 3, 1, READ, DEVICE) };
+  gemini_access_t both[] = { chunk_of(arena, 1, 1, READ, DEVICE), chunk_of(arena, 3, 1, READ, DEVICE) };
   CHECK_STATUS(gemini_acquire(w.mgr, both, 2, w.stream), GEMINI_ERR_OOM_DEVICE);
   CHECK_SAYS(world_error().message, "a captured operator: chunks of arena a at ");
   capture_op(&w, &g, 1, 2);                                  /* it is as it was */
   for (uint64_t i = 5; i < 8; i++) capture_op(&w, &g, i, 1); /* 5 and 7 in one frame, 7 there last, but before 6 */
   capture_op(&w, &g, 6, 1);
-  gemini_access_t late[] = { window_of(arena, 4, 1, READ, DEVICE), window_of(arena, 5, 1, READ, DEVICE) };
+  gemini_access_t late[] = { chunk_of(arena, 4, 1, READ, DEVICE), chunk_of(arena, 5, 1, READ, DEVICE) };
   CHECK_OK(gemini_acquire(w.mgr, late, 2, w.stream)); /* 4 gets its frame after 5 has its own */
   launch_kernel(&g, 5, late[1].ptr);
   CHECK_OK(gemini_release(w.mgr, late, 2, w.stream));
@@ -636,7 +636,7 @@ static void test_graph_misuse_is_refused(void) {
   CHECK_STATUS(gemini_graph_leave(w.mgr, g.handle), GEMINI_ERR_STATE);
   CHECK_STATUS(gemini_stream_destroy(w.stream), GEMINI_ERR_BUSY);
   CHECK_STATUS(gemini_manager_close(w.mgr), GEMINI_ERR_BUSY);
-  gemini_access_t a = window_of(arena, 0, 1, READ, HOST);
+  gemini_access_t a = chunk_of(arena, 0, 1, READ, HOST);
   CHECK_STATUS(gemini_acquire(w.mgr, &a, 1, w.stream), GEMINI_ERR_STATE);
   a.tier = DEVICE;
   CHECK_STATUS(gemini_release(w.mgr, &a, 1, w.stream), GEMINI_ERR_STATE);
@@ -645,7 +645,7 @@ static void test_graph_misuse_is_refused(void) {
   a.mode = READ;
   CHECK_STATUS(gemini_op_begin(w.mgr, "", w.stream), GEMINI_ERR_INVALID);
   CHECK_OK(gemini_acquire(w.mgr, &a, 1, w.stream));
-  gemini_access_t elsewhere = window_of(arena, 0, 1, READ, DEVICE);
+  gemini_access_t elsewhere = chunk_of(arena, 0, 1, READ, DEVICE);
   CHECK_STATUS(gemini_acquire(w.mgr, &elsewhere, 1, second), GEMINI_ERR_BUSY); /* while it is acquired in the capture */
   CHECK_SAYS(world_error().message, "in use by a graph");
   CHECK_OK(gemini_release(w.mgr, &a, 1, w.stream));
@@ -662,13 +662,13 @@ static void test_graph_misuse_is_refused(void) {
   /* Captured again with the same handle: the second would have no copies of what is there by then. */
   CHECK_OK(gemini_graph_begin(w.mgr, w.stream, W, &other));
   CHECK_EQ(cuStreamBeginCapture_v2(native, 0), CU_SUCCESS);
-  a = window_of(arena, 4, 1, READ, DEVICE);
+  a = chunk_of(arena, 4, 1, READ, DEVICE);
   CHECK_OK(gemini_acquire(w.mgr, &a, 1, w.stream));
   CHECK_OK(gemini_release(w.mgr, &a, 1, w.stream));
   CHECK_EQ(cuStreamEndCapture(native, &graph), CU_SUCCESS);
   CHECK_EQ(cuGraphDestroy(graph), CU_SUCCESS);
   CHECK_EQ(cuStreamBeginCapture_v2(native, 0), CU_SUCCESS);
-  gemini_access_t next = window_of(arena, 5, 1, READ, DEVICE);
+  gemini_access_t next = chunk_of(arena, 5, 1, READ, DEVICE);
   CHECK_STATUS(gemini_acquire(w.mgr, &next, 1, w.stream), GEMINI_ERR_STATE);
   CHECK_SAYS(world_error().message, "captured again");
   CHECK_STATUS(gemini_acquire(w.mgr, &a, 1, w.stream), GEMINI_ERR_STATE);
@@ -682,7 +682,7 @@ static void test_graph_misuse_is_refused(void) {
   CHECK_STATUS(gemini_stream_destroy(w.stream), GEMINI_ERR_BUSY);
   CHECK_STATUS(gemini_manager_close(w.mgr), GEMINI_ERR_BUSY);
   CHECK_STATUS(gemini_acquire(w.mgr, &elsewhere, 1, second), GEMINI_ERR_BUSY);
-  gemini_access_t host = window_of(arena, 0, 1, WRITE, HOST), reader = window_of(arena, 0, 1, READ, HOST);
+  gemini_access_t host = chunk_of(arena, 0, 1, WRITE, HOST), reader = chunk_of(arena, 0, 1, READ, HOST);
   CHECK_STATUS(gemini_acquire(w.mgr, &host, 1, GEMINI_STREAM_CALLER), GEMINI_ERR_BUSY);
   CHECK_STATUS(gemini_release(w.mgr, &host, 1, GEMINI_STREAM_CALLER), GEMINI_ERR_STATE);
   CHECK_OK(gemini_acquire(w.mgr, &reader, 1, GEMINI_STREAM_CALLER));
@@ -714,7 +714,7 @@ static void test_graph_misuse_is_refused(void) {
 static void test_graph_is_refused_on_the_simulated_device(void) {
   world_t w = world_open(world_config(4, 4, 0));
   gemini_graph_t g = 5;
-  CHECK_STATUS(gemini_graph_begin(w.mgr, w.stream, WORLD_WINDOW, &g), GEMINI_ERR_UNSUPPORTED);
+  CHECK_STATUS(gemini_graph_begin(w.mgr, w.stream, WORLD_CHUNK, &g), GEMINI_ERR_UNSUPPORTED);
   CHECK_EQ(g, 5);
   world_close(&w);
 }
@@ -732,9 +732,9 @@ static void test_graph_frames_and_slots_stay_the_graphs(void) {
   char says[64];
   snprintf(says, sizeof says, "graphs %llu", (unsigned long long)(3 * W));
   CHECK_SAYS(world_error().message, says);
-  gemini_access_t a = window_of(arena, 4, 4, READ, DEVICE);
+  gemini_access_t a = chunk_of(arena, 4, 4, READ, DEVICE);
   CHECK_STATUS(gemini_acquire(w.mgr, &a, 1, w.stream), GEMINI_ERR_OOM_DEVICE); /* 3 frames are left */
-  gemini_access_t file = window_of(arena, 0, 1, READ, FILES);
+  gemini_access_t file = chunk_of(arena, 0, 1, READ, FILES);
   CHECK_STATUS(gemini_move(w.mgr, &file, 1), GEMINI_ERR_BUSY);
   CHECK_SAYS(world_error().message, "for which it stays on the host");
   gemini_arena_t more = world_arena(&w, GEMINI_KIND_OTHER, 2, "b", 0, 0);
@@ -742,19 +742,19 @@ static void test_graph_frames_and_slots_stay_the_graphs(void) {
   CHECK_OK(gemini_arena_take(w.mgr, more, 8 * W, &offset));
   for (int round = 0; round < 2; round++)
     for (uint64_t i = 0; i < 8; i++) { /* others leave for files, these stay */
-      gemini_access_t b = window_of(more, i, 1, WRITE, HOST);
+      gemini_access_t b = chunk_of(more, i, 1, WRITE, HOST);
       CHECK_OK(gemini_acquire(w.mgr, &b, 1, GEMINI_STREAM_CALLER));
       stamp(b.ptr, 100 + i);
       CHECK_OK(gemini_release(w.mgr, &b, 1, GEMINI_STREAM_CALLER));
     }
   CHECK(world_stats(&w).moved_chunks[GEMINI_LINK_H2F][GEMINI_REASON_PRESSURE] > 0);
-  gemini_access_t zero = window_of(arena, 0, 1, WRITE, HOST);
+  gemini_access_t zero = chunk_of(arena, 0, 1, WRITE, HOST);
   CHECK_OK(gemini_zero(w.mgr, &zero));
   values[0] = 0;
   void *block;
   CHECK_STATUS(gemini_host_alloc(w.mgr, 7 * W, 0, &block), GEMINI_ERR_OOM_HOST); /* not through the graph's */
   for (uint64_t i = 0; i < 8; i++) {
-    gemini_access_t b = window_of(more, i, 1, READ_WRITE, HOST);
+    gemini_access_t b = chunk_of(more, i, 1, READ_WRITE, HOST);
     CHECK_OK(gemini_acquire(w.mgr, &b, 1, GEMINI_STREAM_CALLER));
     CHECK_OK(gemini_release(w.mgr, &b, 1, GEMINI_STREAM_CALLER));
   }
@@ -771,14 +771,14 @@ static void test_graph_frames_and_slots_stay_the_graphs(void) {
 
 /* Memory that a graph copies from stays page-locked as it is, though the budget shrinks in the middle of its part. */
 static void test_graph_memory_stays_locked_when_the_budget_shrinks(void) {
-  world_t w = start_with(config(4, 512, 0), 4); /* parts of two windows */
+  world_t w = start_with(config(4, 512, 0), 4); /* parts of two chunks */
   uint64_t values[4];
   for (uint64_t i = 0; i < 4; i++) set_on_host(&w, i, values[i] = i + 1);
   graph_t g;
   graph_begin(&w, &g, 1, 4);
   for (uint64_t i = 0; i < 3; i++) capture_op(&w, &g, i, 1);
   graph_end(&w, &g);
-  gemini_access_t last = window_of(arena, 3, 1, READ, DEVICE);
+  gemini_access_t last = chunk_of(arena, 3, 1, READ, DEVICE);
   CHECK_OK(gemini_move(w.mgr, &last, 1));
   fake_cuda_fail_function("cuMemHostRegister", CU_OUT_OF_MEMORY); /* what is unlocked stays so */
   CHECK_OK(gemini_budget_set(w.mgr, HOST, 3 * W));
@@ -797,7 +797,7 @@ static void test_graph_leaves_less_to_plans(void) {
     CHECK_OK(gemini_iteration_begin(w.mgr));
     for (uint64_t i = 0; i < 4; i++) {
       CHECK_OK(gemini_op_begin(w.mgr, "op", w.stream));
-      gemini_access_t a = window_of(arena, i, 2, READ, DEVICE);
+      gemini_access_t a = chunk_of(arena, i, 2, READ, DEVICE);
       CHECK_OK(gemini_acquire(w.mgr, &a, 1, w.stream));
       CHECK_OK(gemini_release(w.mgr, &a, 1, w.stream));
       CHECK_OK(gemini_op_end(w.mgr));
@@ -831,7 +831,7 @@ static void test_graph_every_driver_call_may_fail_once(void) {
     gemini_status_t status = gemini_graph_begin(w.mgr, w.stream, 2 * W, &g);
     bool capturing = !status && cuStreamBeginCapture_v2(native, 0) == CU_SUCCESS;
     for (uint64_t i = 0; capturing && !status && i < 6; i++) {
-      gemini_access_t a = window_of(arena, i, 1, READ, DEVICE);
+      gemini_access_t a = chunk_of(arena, i, 1, READ, DEVICE);
       status = gemini_acquire(w.mgr, &a, 1, w.stream);
       if (status) break;
       kernel_t *k = &run.kernels[run.count++];
@@ -883,7 +883,7 @@ static void *others_work(void *user) {
   other_t *o = user;
   uint64_t random = o->seed;
   while (!stop) {
-    gemini_access_t a = window_of(arena, check_random(&random) % 8, 1, READ, check_random(&random) % 2 ? DEVICE : HOST);
+    gemini_access_t a = chunk_of(arena, check_random(&random) % 8, 1, READ, check_random(&random) % 2 ? DEVICE : HOST);
     gemini_stream_t stream = a.tier == DEVICE ? o->stream : GEMINI_STREAM_CALLER;
     gemini_status_t status = gemini_acquire(o->w->mgr, &a, 1, stream);
     if (status != GEMINI_ERR_BUSY) { /* no replay has it */

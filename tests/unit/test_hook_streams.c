@@ -14,7 +14,7 @@
 static const gmi_cuda_driver_t *driver;
 static cu_context_t context;
 
-static gemini_manager_t start_with(uint64_t windows, const char *lacking_symbol) {
+static gemini_manager_t start_with(uint64_t chunks, const char *lacking_symbol) {
   fake_cuda_reset();
   fake_cuda.lacking_symbol = lacking_symbol;
   gmi_cuda_driver_replace(fake_cuda_symbol);
@@ -24,8 +24,8 @@ static gemini_manager_t start_with(uint64_t windows, const char *lacking_symbol)
   CHECK_EQ(driver->current_set(context), CU_SUCCESS);
   gemini_config_t c = GEMINI_CONFIG_INIT;
   c.device = GEMINI_DEVICE_CUDA;
-  c.window_bytes = W;
-  c.device_bytes = windows * W;
+  c.chunk_bytes = W;
+  c.device_bytes = chunks * W;
   c.host_bytes = 8 * W;
   c.update_threads = 1;
   gemini_manager_t mgr;
@@ -33,7 +33,7 @@ static gemini_manager_t start_with(uint64_t windows, const char *lacking_symbol)
   CHECK_EQ(gemini_hook_set(mgr, 0), GEMINI_OK);
   return mgr;
 }
-static gemini_manager_t start(uint64_t windows) { return start_with(windows, NULL); }
+static gemini_manager_t start(uint64_t chunks) { return start_with(chunks, NULL); }
 static void finish(gemini_manager_t mgr, const cu_stream_t *streams, int count) { /* streams: to be destroyed */
   CHECK_EQ(gemini_manager_close(mgr), GEMINI_OK);
   for (int i = 0; i < count; i++) CHECK_EQ(driver->stream_destroy(streams[i]), CU_SUCCESS);

@@ -8,14 +8,14 @@
 #include "gemini.h"
 
 #define OK(call) CHECK_EQ(call, GEMINI_OK)
-enum { WINDOW = 65536, JOBS = 40 };
+enum { CHUNK = 65536, JOBS = 40 };
 
 static gemini_manager_t open_manager(uint32_t workers, gemini_arena_t *arena_out) {
   gemini_config_t c = GEMINI_CONFIG_INIT;
   gemini_manager_t mgr;
-  c.device_bytes = 8 * WINDOW;
-  c.host_bytes = 16 * WINDOW;
-  c.window_bytes = WINDOW;
+  c.device_bytes = 8 * CHUNK;
+  c.host_bytes = 16 * CHUNK;
+  c.chunk_bytes = CHUNK;
   c.update_threads = workers;
   OK(gemini_manager_open(&c, &mgr));
   gemini_arena_config_t a = GEMINI_ARENA_CONFIG_INIT;
@@ -212,10 +212,10 @@ static void test_update_after_failed_copy_does_not_run_and_says_so(void) {
   gemini_manager_t mgr = open_manager(1, &arena);
   gmi_manager_t *m = gmi_manager_get(mgr);
   gemini_tensor_t tensor;
-  OK(gemini_tensor_register(mgr, arena, "t", WINDOW, GEMINI_OFFSET_NEXT, &tensor));
+  OK(gemini_tensor_register(mgr, arena, "t", CHUNK, GEMINI_OFFSET_NEXT, &tensor));
   gemini_access_t a = { .object = tensor, .mode = GEMINI_WRITE };
   OK(gemini_acquire(mgr, &a, 1, GEMINI_STREAM_CALLER));
-  memset(a.ptr, 1, WINDOW);
+  memset(a.ptr, 1, CHUNK);
   OK(gemini_release(mgr, &a, 1, GEMINI_STREAM_CALLER));
   _Atomic int spans = 0;
   uint32_t mode = GEMINI_READ_WRITE;
@@ -243,17 +243,17 @@ static void test_stats_reset_starts_peaks_at_what_is_used(void) {
   gemini_manager_t mgr = open_manager(1, &arena);
   gemini_stats_t s = GEMINI_STATS_INIT;
   void *small, *large;
-  OK(gemini_alloc(mgr, WINDOW, GEMINI_STREAM_CALLER, &small));
-  OK(gemini_alloc(mgr, 5 * WINDOW, GEMINI_STREAM_CALLER, &large));
+  OK(gemini_alloc(mgr, CHUNK, GEMINI_STREAM_CALLER, &small));
+  OK(gemini_alloc(mgr, 5 * CHUNK, GEMINI_STREAM_CALLER, &large));
   OK(gemini_free(mgr, large, GEMINI_STREAM_CALLER));
-  OK(gemini_budget_set(mgr, GEMINI_TIER_DEVICE, 2 * WINDOW)); /* idle pages are given up */
+  OK(gemini_budget_set(mgr, GEMINI_TIER_DEVICE, 2 * CHUNK)); /* idle pages are given up */
   OK(gemini_stats(mgr, &s));
-  CHECK(s.peak_bytes[GEMINI_TIER_DEVICE] >= 6 * WINDOW && s.nonmodel_peak_bytes == 6 * WINDOW);
+  CHECK(s.peak_bytes[GEMINI_TIER_DEVICE] >= 6 * CHUNK && s.nonmodel_peak_bytes == 6 * CHUNK);
   OK(gemini_stats_reset(mgr));
   OK(gemini_stats(mgr, &s));
   CHECK_EQ(s.peak_bytes[GEMINI_TIER_DEVICE], s.used_bytes[GEMINI_TIER_DEVICE]);
-  CHECK(s.used_bytes[GEMINI_TIER_DEVICE] >= WINDOW && s.used_bytes[GEMINI_TIER_DEVICE] <= 2 * WINDOW);
-  CHECK_EQ(s.nonmodel_peak_bytes, WINDOW);
+  CHECK(s.used_bytes[GEMINI_TIER_DEVICE] >= CHUNK && s.used_bytes[GEMINI_TIER_DEVICE] <= 2 * CHUNK);
+  CHECK_EQ(s.nonmodel_peak_bytes, CHUNK);
   OK(gemini_free(mgr, small, GEMINI_STREAM_CALLER));
   OK(gemini_manager_close(mgr));
 }

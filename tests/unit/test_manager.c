@@ -84,9 +84,9 @@ static void test_an_acquire_waits_for_the_lock_while_its_tensor_is_frozen(void) 
   static char text[8192];
   frozen_t f = { .w = world_open(world_config(4, 8, 0)) };
   gemini_arena_t arena = world_arena(&f.w, GEMINI_KIND_OTHER, 1, "main", 0, 0);
-  gemini_tensor_t t = world_tensor(&f.w, arena, "t", WORLD_WINDOW);
+  gemini_tensor_t t = world_tensor(&f.w, arena, "t", WORLD_CHUNK);
   for (int part = 0; part < 2; part++) {
-    f.access = world_part(t, 0, part ? 64 : WORLD_WINDOW, GEMINI_READ, GEMINI_TIER_DEVICE);
+    f.access = world_part(t, 0, part ? 64 : WORLD_CHUNK, GEMINI_READ, GEMINI_TIER_DEVICE);
     CHECK_OK(gemini_acquire(f.w.mgr, &f.access, 1, f.w.stream)); /* its chunk comes, and stays */
     CHECK_OK(gemini_release(f.w.mgr, &f.access, 1, f.w.stream));
     gmi_manager_t *m = gmi_manager_get(f.w.mgr);
@@ -117,7 +117,7 @@ static gemini_status_t no_frame(void *self, uint64_t size_bytes, uint64_t *frame
 static void test_a_batch_that_the_device_refuses_does_not_blame_the_budget(void) {
   world_t w = world_open(world_config(4, 8, 0));
   gemini_arena_t arena = world_arena(&w, GEMINI_KIND_OTHER, 1, "main", 0, 0);
-  gemini_tensor_t t = world_tensor(&w, arena, "t", 2 * WORLD_WINDOW);
+  gemini_tensor_t t = world_tensor(&w, arena, "t", 2 * WORLD_CHUNK);
   gemini_access_t a = world_whole(t, GEMINI_READ, GEMINI_TIER_DEVICE);
   gmi_manager_t *m = gmi_manager_get(w.mgr);
   const gmi_device_ops_t *real = m->dev;

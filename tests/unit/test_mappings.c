@@ -5,31 +5,31 @@
 #include "fake_cuda.h"
 
 #define W (UINT64_C(2) << 20)
-enum { FRAMES = 4, WINDOWS = 8 };
+enum { FRAMES = 4, CHUNKS = 8 };
 
 static world_t start(gemini_arena_t *arena_out) {
   fake_cuda_reset();
   gmi_cuda_driver_replace(fake_cuda_symbol);
   gemini_config_t c = world_config(1, 1, 0);
   c.device = GEMINI_DEVICE_CUDA;
-  c.window_bytes = W;
+  c.chunk_bytes = W;
   c.device_bytes = FRAMES * W;
-  c.host_bytes = (WINDOWS + 1) * W;
+  c.host_bytes = (CHUNKS + 1) * W;
   world_t w = world_open(c);
   uint64_t offset;
   *arena_out = world_arena(&w, GEMINI_KIND_OTHER, 4, "a", 0, 0);
-  CHECK_OK(gemini_arena_take(w.mgr, *arena_out, WINDOWS * W, &offset));
-  for (uint64_t i = 0; i < WINDOWS; i++) world_fill(&w, *arena_out, i * W, W, GEMINI_TIER_HOST, i + 1);
+  CHECK_OK(gemini_arena_take(w.mgr, *arena_out, CHUNKS * W, &offset));
+  for (uint64_t i = 0; i < CHUNKS; i++) world_fill(&w, *arena_out, i * W, W, GEMINI_TIER_HOST, i + 1);
   return w;
 }
-/* Each window goes to the device and comes back changed, since who writes nothing leaves what was there. */
+/* Each chunk goes to the device and comes back changed, since who writes nothing leaves what was there. */
 static void through_device(const world_t *w, gemini_arena_t arena, uint64_t i) {
   gemini_access_t a = world_part(arena, i * W, W, GEMINI_READ_WRITE, GEMINI_TIER_DEVICE);
   CHECK_OK(gemini_acquire(w->mgr, &a, 1, w->stream));
   CHECK_OK(gemini_release(w->mgr, &a, 1, w->stream));
 }
 static void round_trip(const world_t *w, gemini_arena_t arena) {
-  for (uint64_t i = 0; i < WINDOWS; i++) through_device(w, arena, i);
+  for (uint64_t i = 0; i < CHUNKS; i++) through_device(w, arena, i);
 }
 static void finish(world_t *w) {
   world_close(w);
@@ -50,7 +50,7 @@ static void test_who_comes_again_is_mapped_already(void) {
     for (uint64_t i = FRAMES; i-- > 0;) through_device(&w, arena, i);
   }
   fake_cuda_fail_function(NULL, 0);
-  for (uint64_t i = 0; i < WINDOWS; i++) CHECK(world_holds(&w, arena, i * W, W, i + 1));
+  for (uint64_t i = 0; i < CHUNKS; i++) CHECK(world_holds(&w, arena, i * W, W, i + 1));
   finish(&w);
 }
 
@@ -66,7 +66,7 @@ static void test_frames_that_end_leave_no_address_behind(void) {
   CHECK_OK(gemini_alloc(w.mgr, 2 * W, w.stream, &block)); /* other addresses get frames that chunks had */
   round_trip(&w, arena);
   CHECK_OK(gemini_free(w.mgr, block, w.stream));
-  for (uint64_t i = 0; i < WINDOWS; i++) CHECK(world_holds(&w, arena, i * W, W, i + 1));
+  for (uint64_t i = 0; i < CHUNKS; i++) CHECK(world_holds(&w, arena, i * W, W, i + 1));
   CHECK_OK(gemini_arena_destroy(w.mgr, arena));
   finish(&w);
 }

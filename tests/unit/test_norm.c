@@ -93,21 +93,21 @@ static void test_blocks_summed_side_by_side_are_summed_each(void) {
 typedef struct {
   world_t w;
   gemini_arena_t arena;
-  uint64_t size, window;
+  uint64_t size, chunk;
   uint8_t *model;
 } bytes_t;
-static gemini_config_t norm_config(uint64_t window, uint64_t device, uint64_t host, uint64_t file, uint32_t threads) {
+static gemini_config_t norm_config(uint64_t chunk, uint64_t device, uint64_t host, uint64_t file, uint32_t threads) {
   gemini_config_t c = tiers_config(device, host, file);
-  c.device_bytes = device * window;
-  c.host_bytes = host * window;
-  c.file_bytes = file * window;
-  c.window_bytes = window;
+  c.device_bytes = device * chunk;
+  c.host_bytes = host * chunk;
+  c.file_bytes = file * chunk;
+  c.chunk_bytes = chunk;
   c.update_threads = threads;
   return c;
 }
 static void bytes_put(bytes_t *b) { /* as the model says */
-  for (uint64_t at = 0; at < b->size; at += b->window) {
-    uint64_t size = b->size - at < b->window ? b->size - at : b->window;
+  for (uint64_t at = 0; at < b->size; at += b->chunk) {
+    uint64_t size = b->size - at < b->chunk ? b->size - at : b->chunk;
     gemini_access_t x = world_part(b->arena, at, size, GEMINI_WRITE, GEMINI_TIER_HOST);
     CHECK_OK(gemini_acquire(b->w.mgr, &x, 1, GEMINI_STREAM_CALLER));
     memcpy(x.ptr, b->model + at, size);
@@ -115,7 +115,7 @@ static void bytes_put(bytes_t *b) { /* as the model says */
   }
 }
 static bytes_t bytes_open(gemini_config_t c, uint64_t size) {
-  bytes_t b = { .w = world_open(c), .size = size, .window = c.window_bytes, .model = malloc(size) };
+  bytes_t b = { .w = world_open(c), .size = size, .chunk = c.chunk_bytes, .model = malloc(size) };
   CHECK(b.model);
   b.arena = world_arena(&b.w, GEMINI_KIND_MASTER, 4, "bytes", 0, 0);
   uint64_t offset;
@@ -128,14 +128,14 @@ static void bytes_close(bytes_t *b) {
   world_close(&b->w);
   free(b->model);
 }
-static gmi_window_t *bytes_window(const bytes_t *b, uint64_t i) {
-  return &gmi_arena_get(gmi_manager_get(b->w.mgr), b->arena)->windows[i];
+static gmi_chunk_t *bytes_chunk(const bytes_t *b, uint64_t i) {
+  return &gmi_arena_get(gmi_manager_get(b->w.mgr), b->arena)->chunks[i];
 }
-static uint64_t bytes_windows(const bytes_t *b) { return (b->size + b->window - 1) / b->window; }
+static uint64_t bytes_chunks(const bytes_t *b) { return (b->size + b->chunk - 1) / b->chunk; }
 static void bytes_move(const bytes_t *b, uint64_t i, uint32_t tier) {
-  gemini_access_t x = world_part(b->arena, i * b->window, 1, 0, tier);
+  gemini_access_t x = world_part(b->arena, i * b->chunk, 1, 0, tier);
   CHECK_OK(gemini_move(b->w.mgr, &x, 1));
-  uint8_t valid = bytes_window(b, i)->valid_;
+  uint8_t valid = bytes_chunk(b, i)->valid_;
   CHECK(tier == GEMINI_TIER_DEVICE ? valid & GMI_VALID_DEVICE
         : tier == GEMINI_TIER_HOST ? (valid & (GMI_VALID_DEVICE | GMI_VALID_HOST)) == GMI_VALID_HOST
                                    : valid == GMI_VALID_FILE);
@@ -149,23 +149,23 @@ static double bytes_norm(const bytes_t *b, uint64_t offset, uint64_t size, uint3
 
 enum { EVERYWHERE = GEMINI_TIER_COUNT };
 static void place(const bytes_t *b, uint32_t tier, uint64_t *random) {
-  for (uint64_t i = 0; i < bytes_windows(b); i++)
+  for (uint64_t i = 0; i < bytes_chunks(b); i++)
     bytes_move(b, i, tier == EVERYWHERE ? (uint32_t)below(random, GEMINI_TIER_COUNT) : tier);
 }
 
 static const uint32_t thread_counts[] = { 1, 2, 7 };
 enum { THREAD_COUNTS = 3 };
 
-/* Ranges whose bounds are beside those of blocks and windows. */
-static void run_placements(uint64_t window, uint64_t size) {
+/* Ranges whose bounds are beside those of blocks and chunks. */
+static void run_placements(uint64_t chunk, uint64_t size) {
   const uint64_t u = 8;
-  const uint64_t offsets[] = { 0, u, 2 * BLOCK - u, window - u, window, size - u };
+  const uint64_t offsets[] = { 0, u, 2 * BLOCK - u, chunk - u, chunk, size - u };
   const uint64_t sizes[] = { u, BLOCK, BLOCK + u, 9 * BLOCK + u, size };
   enum { OFFSETS = sizeof offsets / sizeof *offsets, SIZES = sizeof sizes / sizeof *sizes };
   static double expected[4][OFFSETS][SIZES];
-  uint64_t random = 5, windows = (size + window - 1) / window;
+  uint64_t random = 5, chunks = (size + chunk - 1) / chunk;
   for (int t = 0; t < THREAD_COUNTS; t++) {
-    bytes_t b = bytes_open(norm_config(window, windows, windows, 2 * windows, thread_counts[t]), size);
+    bytes_t b = bytes_open(norm_config(chunk, chunks, chunks, 2 * chunks, thread_counts[t]), size);
     for (uint32_t tier = 0; tier <= EVERYWHERE; tier++) {
       place(&b, tier, &random);
       for (uint32_t dtype = 0; dtype < 4; dtype++) {
@@ -181,16 +181,16 @@ static void run_placements(uint64_t window, uint64_t size) {
       }
     }
     /* What was never written is zero, and so is what was zeroed. */
-    gemini_access_t zero = world_part(b.arena, window, window, 0, 0);
+    gemini_access_t zero = world_part(b.arena, chunk, chunk, 0, 0);
     CHECK_OK(gemini_zero(b.w.mgr, &zero));
-    memset(b.model + window, 0, window);
+    memset(b.model + chunk, 0, chunk);
     CHECK_BITS(bytes_norm(&b, 0, size, GEMINI_DTYPE_BF16), norm_of(b.model, 0, size, GEMINI_DTYPE_BF16));
     bytes_close(&b);
   }
 }
 static void test_bits_depend_on_neither_workers_nor_places(void) { run_placements(BLOCK, 6 * BLOCK - 24); }
-static void test_bits_are_the_same_in_large_windows(void) {
-  /* A worker takes 8 blocks of halves at once: more than one slice a window, and the last one in part. */
+static void test_bits_are_the_same_in_large_chunks(void) {
+  /* A worker takes 8 blocks of halves at once: more than one slice a chunk, and the last one in part. */
   run_placements(1 << 20, (2 << 20) + 11 * BLOCK - 24);
 }
 
@@ -212,10 +212,10 @@ static void test_infinities_and_no_numbers_are_the_same_everywhere(void) {
 
 /* Gradients in their parameters' bytes, of which some were written. */
 static void test_gradients_among_parameters_have_the_same_bits(void) {
-  enum { TENSORS = 60, WINDOWS = 40 };
+  enum { TENSORS = 60, CHUNKS = 40 };
   double first = -1;
   for (int t = 0; t < THREAD_COUNTS; t++) {
-    world_t w = world_open(norm_config(BLOCK, WINDOWS, WINDOWS, 2 * WINDOWS, thread_counts[t]));
+    world_t w = world_open(norm_config(BLOCK, CHUNKS, CHUNKS, 2 * CHUNKS, thread_counts[t]));
     gemini_arena_t params = world_arena(&w, GEMINI_KIND_PARAM, 2, "params", 0, 0);
     gemini_arena_t grads = world_arena(&w, GEMINI_KIND_GRAD, 2, "grads", 0, params);
     uint64_t random = 21;
@@ -246,22 +246,22 @@ static void test_gradients_among_parameters_have_the_same_bits(void) {
       if (first < 0) first = norm;
       CHECK_BITS(norm, first);
     }
-    CHECK(windows_right(&w));
+    CHECK(chunks_right(&w));
     world_close(&w);
   }
 }
 
 /* ---- who works */
 static void test_workers_sum_the_host_and_times_of_updates_are_left_alone(void) {
-  enum { WINDOW = 1 << 20, WINDOWS = 5, SPANS = 64 };
-  bytes_t b = bytes_open(norm_config(WINDOW, 2, WINDOWS, 0, 2), WINDOWS * WINDOW - 3 * BLOCK);
+  enum { CHUNK = 1 << 20, CHUNKS = 5, SPANS = 64 };
+  bytes_t b = bytes_open(norm_config(CHUNK, 2, CHUNKS, 0, 2), CHUNKS * CHUNK - 3 * BLOCK);
   gmi_manager_t *m = gmi_manager_get(b.w.mgr);
   gmi_lane_record(m, true);
   bytes_move(&b, 1, GEMINI_TIER_DEVICE);
   CHECK_BITS(bytes_norm(&b, 0, b.size, GEMINI_DTYPE_BF16), norm_of(b.model, 0, b.size, GEMINI_DTYPE_BF16));
   gmi_lane_span_t spans[SPANS];
   uint32_t count = gmi_lane_recorded(m, spans, SPANS);
-  CHECK_EQ(count, 2 * (WINDOWS - 1)); /* slices of 512 KiB, but of the window on the device */
+  CHECK_EQ(count, 2 * (CHUNKS - 1)); /* slices of 512 KiB, but of the chunk on the device */
   for (uint32_t i = 0; i < count; i++) CHECK(spans[i].norm && spans[i].begin_ns <= spans[i].end_ns);
   CHECK(gmi_lane_ns_per_element(m) == 0); /* the planner counts on updates being updates */
   CHECK_EQ(gmi_lane_pending(m), 0);
@@ -271,12 +271,12 @@ static void test_workers_sum_the_host_and_times_of_updates_are_left_alone(void) 
 
 /* Bytes on their way from the device are summed as they come. */
 static void test_copies_under_way_are_summed_as_they_land(void) {
-  enum { WINDOWS = 16, COPY_MS = 10 };
-  gemini_config_t c = norm_config(BLOCK, WINDOWS, WINDOWS, 0, 1);
+  enum { CHUNKS = 16, COPY_MS = 10 };
+  gemini_config_t c = norm_config(BLOCK, CHUNKS, CHUNKS, 0, 1);
   c.sim_d2h_bytes_per_s = BLOCK * 1000 / COPY_MS;
-  bytes_t b = bytes_open(c, WINDOWS * BLOCK);
+  bytes_t b = bytes_open(c, CHUNKS * BLOCK);
   gmi_manager_t *m = gmi_manager_get(b.w.mgr);
-  for (uint64_t i = 0; i < WINDOWS; i++) {
+  for (uint64_t i = 0; i < CHUNKS; i++) {
     gemini_access_t x = world_part(b.arena, i * BLOCK, BLOCK, GEMINI_WRITE, GEMINI_TIER_DEVICE);
     CHECK_OK(gemini_acquire(b.w.mgr, &x, 1, GEMINI_STREAM_CALLER));
     fill(x.ptr, BLOCK, 100 + i);
@@ -284,18 +284,18 @@ static void test_copies_under_way_are_summed_as_they_land(void) {
     CHECK_OK(gemini_release(b.w.mgr, &x, 1, GEMINI_STREAM_CALLER));
   }
   gmi_lane_record(m, true);
-  for (uint64_t i = 0; i < WINDOWS; i++) bytes_move(&b, i, GEMINI_TIER_HOST);
-  gmi_fence_t last = m->host.slots[bytes_window(&b, WINDOWS - 1)->slot_].fence;
+  for (uint64_t i = 0; i < CHUNKS; i++) bytes_move(&b, i, GEMINI_TIER_HOST);
+  gmi_fence_t last = m->host.slots[bytes_chunk(&b, CHUNKS - 1)->slot_].fence;
   CHECK(!gmi_fence_reached(m, last));
   CHECK_BITS(bytes_norm(&b, 0, b.size, GEMINI_DTYPE_F32), norm_of(b.model, 0, b.size, GEMINI_DTYPE_F32));
   uint64_t last_ns;
   CHECK(gmi_fence_reached(m, last));
   CHECK_OK(m->dev->stream.mark_time(m->dev_self, gmi_fence_stream(last), gmi_fence_mark(last), &last_ns));
-  gmi_lane_span_t spans[WINDOWS];
-  CHECK_EQ(gmi_lane_recorded(m, spans, WINDOWS), WINDOWS);
+  gmi_lane_span_t spans[CHUNKS];
+  CHECK_EQ(gmi_lane_recorded(m, spans, CHUNKS), CHUNKS);
   uint32_t early = 0;
-  for (uint32_t i = 0; i < WINDOWS; i++) early += spans[i].end_ns < last_ns;
-  CHECK(early >= WINDOWS / 2);
+  for (uint32_t i = 0; i < CHUNKS; i++) early += spans[i].end_ns < last_ns;
+  CHECK(early >= CHUNKS / 2);
   bytes_close(&b);
 }
 
@@ -378,7 +378,7 @@ static void test_pending_updates_come_first(void) {
                    norm_of(b.model, at, b.size - at, GEMINI_DTYPE_F32));
       }
       CHECK_OK(gemini_update_wait(b.w.mgr));
-      CHECK(windows_right(&b.w));
+      CHECK(chunks_right(&b.w));
       CHECK(world_stats(&b.w).peak_bytes[GEMINI_TIER_HOST] <= (tight ? 10u : 40u) * BLOCK);
       faults.delay_us[0] = faults.delay_us[1] = 0;
       bytes_close(&b);
@@ -413,10 +413,10 @@ static ssize_t counted_pread(int fd, void *buffer, size_t size, off_t offset) {
 }
 
 static void test_files_are_read_ahead_but_not_more_than_fits(void) {
-  enum { WINDOWS = 48 };
+  enum { CHUNKS = 48 };
   static const uint64_t hosts[] = { 64, 24, 5, 1 };
   for (int h = 0; h < 4; h++) {
-    bytes_t b = bytes_open(norm_config(BLOCK, 4, hosts[h], 3 * WINDOWS, 2), WINDOWS * BLOCK);
+    bytes_t b = bytes_open(norm_config(BLOCK, 4, hosts[h], 3 * CHUNKS, 2), CHUNKS * BLOCK);
     place(&b, GEMINI_TIER_FILE, NULL);
     CHECK_OK(gemini_stats_reset(b.w.mgr));
     if (engine == GEMINI_FILE_ENGINE_THREADS) fault_sys.pread = counted_pread;
@@ -424,7 +424,7 @@ static void test_files_are_read_ahead_but_not_more_than_fits(void) {
     CHECK_BITS(bytes_norm(&b, 0, b.size, GEMINI_DTYPE_F16), norm_of(b.model, 0, b.size, GEMINI_DTYPE_F16));
     fault_sys.pread = fault_pread;
     gemini_stats_t s = world_stats(&b.w);
-    CHECK_EQ(s.moved_chunks[GEMINI_LINK_F2H][GEMINI_REASON_UPDATE], WINDOWS); /* each once */
+    CHECK_EQ(s.moved_chunks[GEMINI_LINK_F2H][GEMINI_REASON_UPDATE], CHUNKS); /* each once */
     CHECK_EQ(s.moved_chunks[GEMINI_LINK_H2F][GEMINI_REASON_PRESSURE], 0);
     CHECK(s.peak_bytes[GEMINI_TIER_HOST] <= hosts[h] * BLOCK);
     uint32_t ahead = gmi_updates_ahead(gmi_manager_get(b.w.mgr), 1);
@@ -432,20 +432,20 @@ static void test_files_are_read_ahead_but_not_more_than_fits(void) {
       CHECK(reading_most <= (int)ahead);
       CHECK(reading_most >= (hosts[h] > 1 ? 2 : 1) && (hosts[h] < 64 || reading_most >= (int)ahead / 2));
     }
-    CHECK(windows_right(&b.w));
+    CHECK(chunks_right(&b.w));
     bytes_close(&b);
   }
 }
 
-/* One of its windows cannot be read: the call says which, and leaves nothing behind; it is tried once more. */
+/* One of its chunks cannot be read: the call says which, and leaves nothing behind; it is tried once more. */
 static void test_a_read_that_fails_is_told_and_leaves_nothing_held(void) {
-  enum { WINDOWS = 12 };
-  for (uint64_t failing = 0; failing < WINDOWS; failing += failing % 3 + 1) {
+  enum { CHUNKS = 12 };
+  for (uint64_t failing = 0; failing < CHUNKS; failing += failing % 3 + 1) {
     for (int fleeting = 0; fleeting < 2; fleeting++) {
-      bytes_t b = bytes_open(norm_config(BLOCK, 4, failing % 2 ? 5 : 40, 60, failing % 2 + 1), WINDOWS * BLOCK);
+      bytes_t b = bytes_open(norm_config(BLOCK, 4, failing % 2 ? 5 : 40, 60, failing % 2 + 1), CHUNKS * BLOCK);
       double expected = norm_of(b.model, 0, b.size, GEMINI_DTYPE_F32), norm = -7;
       place(&b, GEMINI_TIER_FILE, NULL);
-      faults.only_at[0] = (long long)(bytes_window(&b, failing)->block_ * BLOCK) + 1;
+      faults.only_at[0] = (long long)(bytes_chunk(&b, failing)->block_ * BLOCK) + 1;
       break_files(false, EIO, 0, fleeting ? 1 : -1);
       gemini_access_t all = world_whole(b.arena, 0, 0);
       gemini_status_t status = gemini_norm(b.w.mgr, &all, GEMINI_DTYPE_F32, GEMINI_STREAM_CALLER, &norm);
@@ -462,9 +462,8 @@ static void test_a_read_that_fails_is_told_and_leaves_nothing_held(void) {
       }
       faults.only_at[0] = 0;
       mend_files();
-      CHECK(windows_right(&b.w));
-      for (uint64_t i = 0; i < WINDOWS; i++)
-        CHECK(!bytes_window(&b, i)->host_users_ && !bytes_window(&b, i)->user_pins_);
+      CHECK(chunks_right(&b.w));
+      for (uint64_t i = 0; i < CHUNKS; i++) CHECK(!bytes_chunk(&b, i)->host_users_ && !bytes_chunk(&b, i)->user_pins_);
       CHECK_BITS(bytes_norm(&b, 0, b.size, GEMINI_DTYPE_F32), expected);
       CHECK_OK(gemini_update_wait(b.w.mgr)); /* that a norm failed is no update's failure */
       update_late(&b, b.arena, NULL);        /* and nothing is in use */
@@ -490,7 +489,7 @@ static void test_a_read_that_somebody_else_began_is_tried_again(void) {
     CHECK_EQ(faults.left[0], 0);
     mend_files();
     faults.delay_us[0] = 0;
-    CHECK(windows_right(&b.w));
+    CHECK(chunks_right(&b.w));
   }
   bytes_close(&b);
 }
@@ -525,7 +524,7 @@ int main(void) {
   RUN_TIMED(test_norm_comes_after_its_streams_work);
   RUN_TIMED(test_other_chunks_updates_are_not_waited_for);
   RUN_TIMED(test_a_copy_that_fails_is_told_and_is_no_updates_failure);
-  RUN_TIMED(test_bits_are_the_same_in_large_windows);
+  RUN_TIMED(test_bits_are_the_same_in_large_chunks);
   RUN_TIMED(test_gradients_among_parameters_have_the_same_bits);
   for (engine = GEMINI_FILE_ENGINE_THREADS; engine; engine = engine == GEMINI_FILE_ENGINE_THREADS && uring ? 1 : 0) {
     fprintf(stderr, "  engine: %s\n", engine == GEMINI_FILE_ENGINE_THREADS ? "threads" : "io_uring");

@@ -11,7 +11,7 @@
 
 #define W (UINT64_C(2) << 20)
 enum { DEVICE = GEMINI_TIER_DEVICE, HOST = GEMINI_TIER_HOST };
-enum { WINDOWS = 4, BLOCKS = WINDOWS * (2 << 20) / 65536, GUARDS = 64 };
+enum { CHUNKS = 4, BLOCKS = CHUNKS * (2 << 20) / 65536, GUARDS = 64 };
 
 static const gmi_cuda_driver_t *driver;
 static cu_context_t context;
@@ -26,14 +26,14 @@ static world_t start(void) {
   CHECK_EQ(driver->current_set(context), CU_SUCCESS);
   gemini_config_t c = world_config(1, 1, 0);
   c.device = GEMINI_DEVICE_CUDA;
-  c.window_bytes = W;
-  c.device_bytes = WINDOWS * W;
-  c.host_bytes = 2 * WINDOWS * W;
+  c.chunk_bytes = W;
+  c.device_bytes = CHUNKS * W;
+  c.host_bytes = 2 * CHUNKS * W;
   world_t w = world_open(c);
-  tensor = world_tensor(&w, world_arena(&w, GEMINI_KIND_PARAM, 4, "a", 0, 0), "t", WINDOWS * W);
+  tensor = world_tensor(&w, world_arena(&w, GEMINI_KIND_PARAM, 4, "a", 0, 0), "t", CHUNKS * W);
   gemini_access_t a = world_whole(tensor, GEMINI_WRITE, HOST);
   CHECK_OK(gemini_acquire(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
-  for (uint64_t i = 0; i < WINDOWS * W / 4; i++) ((float *)a.ptr)[i] = (float)(i % 5);
+  for (uint64_t i = 0; i < CHUNKS * W / 4; i++) ((float *)a.ptr)[i] = (float)(i % 5);
   CHECK_OK(gemini_release(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
   gemini_access_t up = world_whole(tensor, 0, DEVICE);
   CHECK_OK(gemini_move(w.mgr, &up, 1));
@@ -53,7 +53,7 @@ static gemini_status_t norm(world_t *w, double *norm_out) {
 }
 static double expected(void) {
   double sum = 0;
-  for (uint64_t i = 0; i < WINDOWS * W / 4; i++) sum += (double)((i % 5) * (i % 5));
+  for (uint64_t i = 0; i < CHUNKS * W / 4; i++) sum += (double)((i % 5) * (i % 5));
   return sqrt(sum);
 }
 

@@ -11,31 +11,31 @@
 /* ---- instances ---- */
 
 #define MAX_OPS 48
-#define MAX_WINDOWS 40
+#define MAX_CHUNKS 40
 #define MAX_PIECES 24
-#define MAX_ACCESSES (MAX_OPS * MAX_WINDOWS)
-#define MAX_PIECE_WINDOWS (MAX_PIECES * 6)
+#define MAX_ACCESSES (MAX_OPS * MAX_CHUNKS)
+#define MAX_PIECE_CHUNKS (MAX_PIECES * 6)
 
 typedef struct instance {
   gmi_plan_input_t input;
   gmi_plan_op_t ops[MAX_OPS + 1];
   gmi_plan_access_t accesses[MAX_ACCESSES];
   gmi_plan_piece_t pieces[MAX_PIECES + 1];
-  uint32_t piece_windows[MAX_PIECE_WINDOWS];
-  uint8_t kind[MAX_WINDOWS], pinned[MAX_WINDOWS];
+  uint32_t piece_chunks[MAX_PIECE_CHUNKS];
+  uint8_t kind[MAX_CHUNKS], pinned[MAX_CHUNKS];
 } instance_t;
 
-static void instance_begin(instance_t *i, uint32_t windows, uint32_t frames, uint64_t fetch_ns, uint64_t evict_ns) {
+static void instance_begin(instance_t *i, uint32_t chunks, uint32_t frames, uint64_t fetch_ns, uint64_t evict_ns) {
   memset(i, 0, sizeof *i);
-  i->input.window_count = windows;
+  i->input.chunk_count = chunks;
   i->input.frame_count = frames;
   i->input.ops = i->ops;
   i->input.accesses = i->accesses;
   i->input.pieces = i->pieces;
-  i->input.piece_windows = i->piece_windows;
-  i->input.window_kind = i->kind;
-  i->input.window_pinned = i->pinned;
-  i->input.window_bytes = 2097152;
+  i->input.piece_chunks = i->piece_chunks;
+  i->input.chunk_kind = i->kind;
+  i->input.chunk_pinned = i->pinned;
+  i->input.chunk_bytes = 2097152;
   i->input.fetch_ns = fetch_ns;
   i->input.evict_ns = evict_ns;
   i->input.placement = GEMINI_PLACEMENT_CUDA;
@@ -47,11 +47,11 @@ static void add_op(instance_t *i, uint64_t compute_ns, uint32_t heap_frames) {
   op->heap_frames = heap_frames;
   op[1].access_first = op->access_first;
 }
-/* To the last op; in ascending order of window. */
-static void add_access(instance_t *i, uint32_t window, uint32_t mode) {
+/* To the last op; in ascending order of chunk. */
+static void add_access(instance_t *i, uint32_t chunk, uint32_t mode) {
   uint32_t *end = &i->ops[i->input.op_count].access_first;
   CHECK(*end < MAX_ACCESSES);
-  i->accesses[*end].window = window;
+  i->accesses[*end].chunk = chunk;
   i->accesses[(*end)++].mode = mode;
 }
 static void add_piece(instance_t *i, uint32_t after_op, uint64_t host_ns, uint64_t device_ns) {
@@ -60,26 +60,26 @@ static void add_piece(instance_t *i, uint32_t after_op, uint64_t host_ns, uint64
   piece->after_op = after_op;
   piece->host_ns = host_ns;
   piece->device_ns = device_ns;
-  piece[1].window_first = piece->window_first;
+  piece[1].chunk_first = piece->chunk_first;
 }
-/* Shared windows come first. */
-static void add_piece_window(instance_t *i, uint32_t window, bool shared) {
+/* Shared chunks come first. */
+static void add_piece_chunk(instance_t *i, uint32_t chunk, bool shared) {
   gmi_plan_piece_t *piece = &i->pieces[i->input.piece_count - 1];
-  i->piece_windows[piece[1].window_first++] = window;
+  i->piece_chunks[piece[1].chunk_first++] = chunk;
   if (shared) piece->shared_count++;
 }
 
 static uint32_t below(uint64_t *seed, uint32_t limit) { return (uint32_t)(check_random(seed) % limit); }
 
 typedef struct shape {
-  uint32_t ops, windows, pieces, per_op, heap, pin_one_in, fresh_one_in; /* the last two: 0 = none */
+  uint32_t ops, chunks, pieces, per_op, heap, pin_one_in, fresh_one_in; /* the last two: 0 = none */
 } shape_t;
 
 /* Random, but such that every op fits. slack: frames above what the largest op needs, at most. */
 static void instance_random(instance_t *i, uint64_t *seed, const shape_t *shape, uint32_t slack) {
-  uint32_t windows = 1 + below(seed, shape->windows), ops = 1 + below(seed, shape->ops), need = 0, pinned = 0;
-  instance_begin(i, windows, 0, 1 + below(seed, 200), 1 + below(seed, 200));
-  for (uint32_t w = 0; w < windows; w++) {
+  uint32_t chunks = 1 + below(seed, shape->chunks), ops = 1 + below(seed, shape->ops), need = 0, pinned = 0;
+  instance_begin(i, chunks, 0, 1 + below(seed, 200), 1 + below(seed, 200));
+  for (uint32_t w = 0; w < chunks; w++) {
     i->pinned[w] = shape->pin_one_in > 0 && below(seed, shape->pin_one_in) == 0;
     pinned += i->pinned[w];
     i->kind[w] = (uint8_t)below(seed, 6);
@@ -88,8 +88,8 @@ static void instance_random(instance_t *i, uint64_t *seed, const shape_t *shape,
     uint32_t heap = shape->heap > 0 ? below(seed, shape->heap + 1) : 0, used = 0;
     add_op(i, below(seed, 500), heap);
     uint32_t wanted = below(seed, shape->per_op + 1);
-    for (uint32_t w = 0; w < windows; w++) {
-      if (below(seed, windows) >= wanted) continue;
+    for (uint32_t w = 0; w < chunks; w++) {
+      if (below(seed, chunks) >= wanted) continue;
       uint32_t mode = 1 + below(seed, 3);
       if (shape->fresh_one_in > 0 && below(seed, shape->fresh_one_in) == 0) mode = GMI_ACCESS_WRITE | GMI_ACCESS_FRESH;
       add_access(i, w, mode);
@@ -100,9 +100,9 @@ static void instance_random(instance_t *i, uint64_t *seed, const shape_t *shape,
   uint32_t pieces = shape->pieces > 0 ? below(seed, shape->pieces + 1) : 0;
   for (uint32_t p = 0; p < pieces; p++) {
     add_piece(i, below(seed, ops), below(seed, 300), below(seed, 100));
-    uint32_t window = below(seed, windows), count = 1 + below(seed, windows < 5 ? windows : 5),
+    uint32_t chunk = below(seed, chunks), count = 1 + below(seed, chunks < 5 ? chunks : 5),
              shared = below(seed, count + 1);
-    for (uint32_t w = 0; w < count; w++) add_piece_window(i, (window + w) % windows, w < shared);
+    for (uint32_t w = 0; w < count; w++) add_piece_chunk(i, (chunk + w) % chunks, w < shared);
   }
   i->input.frame_count = need + (slack > 0 ? below(seed, slack + 1) : 0);
   i->input.pieces_apart = below(seed, 2);
@@ -110,8 +110,8 @@ static void instance_random(instance_t *i, uint64_t *seed, const shape_t *shape,
   i->input.static_optim_fraction = 0.25 * below(seed, 5);
 }
 
-/* A training step: forward, backward over layers of windows; each layer's update after its backward op or at the end.
- * Gradients take the parameters' windows. Always the same for the same numbers. */
+/* A training step: forward, backward over layers of chunks; each layer's update after its backward op or at the end.
+ * Gradients take the parameters' chunks. Always the same for the same numbers. */
 static void instance_training(instance_t *i, uint32_t layers, uint32_t frames, bool update_at_end) {
   instance_begin(i, 4 * layers, frames, 100, 100);
   for (uint32_t l = 0; l < layers; l++) {
@@ -126,8 +126,8 @@ static void instance_training(instance_t *i, uint32_t layers, uint32_t frames, b
   }
   for (uint32_t l = 0; l < layers; l++) {
     add_piece(i, update_at_end ? 2 * layers - 1 : 2 * layers - 1 - l, 120, 10);
-    add_piece_window(i, l, true);
-    for (uint32_t k = 1; k < 4; k++) add_piece_window(i, layers * k + l, false);
+    add_piece_chunk(i, l, true);
+    for (uint32_t k = 1; k < 4; k++) add_piece_chunk(i, layers * k + l, false);
   }
 }
 
@@ -152,35 +152,35 @@ static uint32_t find_step(const step_t *steps, uint32_t count, uint32_t op, uint
   fprintf(stderr, "no step is piece %u of op %u, which a move names\n", piece, op);
   exit(1);
 }
-/* 0: the step does not use the window; else GMI_ACCESS_*. */
-static uint32_t step_mode(const gmi_plan_input_t *in, step_t step, uint32_t window) {
+/* 0: the step does not use the chunk; else GMI_ACCESS_*. */
+static uint32_t step_mode(const gmi_plan_input_t *in, step_t step, uint32_t chunk) {
   if (step.piece != GMI_NO_PIECE) {
-    for (uint32_t k = in->pieces[step.piece].window_first; k < in->pieces[step.piece + 1].window_first; k++)
-      if (in->piece_windows[k] == window) return GMI_ACCESS_READ | GMI_ACCESS_WRITE;
+    for (uint32_t k = in->pieces[step.piece].chunk_first; k < in->pieces[step.piece + 1].chunk_first; k++)
+      if (in->piece_chunks[k] == chunk) return GMI_ACCESS_READ | GMI_ACCESS_WRITE;
     return 0;
   }
   for (uint32_t x = in->ops[step.op].access_first; x < in->ops[step.op + 1].access_first; x++)
-    if (in->accesses[x].window == window) return in->accesses[x].mode;
+    if (in->accesses[x].chunk == chunk) return in->accesses[x].mode;
   return 0;
 }
 static bool is_pinned(const gmi_plan_input_t *in, uint32_t w) {
-  return in->window_pinned != NULL && in->window_pinned[w];
+  return in->chunk_pinned != NULL && in->chunk_pinned[w];
 }
-/* Does a host piece take this window right behind this step? */
+/* Does a host piece take this chunk right behind this step? */
 static bool is_taken(const gmi_plan_input_t *in, const gmi_plan_t *plan, const step_t *steps, uint32_t count,
-                     uint32_t j, uint32_t window) {
+                     uint32_t j, uint32_t chunk) {
   if (j + 1 < count && steps[j + 1].op == steps[j].op) return false;
   for (uint32_t p = 0; p < in->piece_count; p++) {
     if (plan->piece_on_device[p] || in->pieces[p].after_op != steps[j].op) continue;
-    for (uint32_t k = in->pieces[p].window_first; k < in->pieces[p + 1].window_first; k++)
-      if (in->piece_windows[k] == window) return true;
+    for (uint32_t k = in->pieces[p].chunk_first; k < in->pieces[p + 1].chunk_first; k++)
+      if (in->piece_chunks[k] == chunk) return true;
   }
   return false;
 }
 
 static void check_shape(const gmi_plan_input_t *in, const gmi_plan_t *plan, const step_t *steps, uint32_t count) {
   CHECK_EQ(plan->op_count, in->op_count);
-  CHECK_EQ(plan->window_count, in->window_count);
+  CHECK_EQ(plan->chunk_count, in->chunk_count);
   CHECK_EQ(plan->piece_count, in->piece_count);
   CHECK_EQ(plan->fetch_first[0], 0);
   CHECK_EQ(plan->evict_first[0], 0);
@@ -202,8 +202,8 @@ static void check_shape(const gmi_plan_input_t *in, const gmi_plan_t *plan, cons
       if (first_use < 0) first_use = use;
       last_use = use;
       CHECK(use < first_use + count || (use == first_use + count));
-      CHECK(step_mode(in, steps[use % count], move->window) != 0);
-      for (int64_t j = at; j < use; j++) CHECK_EQ(step_mode(in, steps[j % count], move->window), 0);
+      CHECK(step_mode(in, steps[use % count], move->chunk) != 0);
+      for (int64_t j = at; j < use; j++) CHECK_EQ(step_mode(in, steps[j % count], move->chunk), 0);
     }
   }
   uint64_t dirty = 0, devices = 0;
@@ -216,12 +216,12 @@ static void check_shape(const gmi_plan_input_t *in, const gmi_plan_t *plan, cons
       int64_t at = find_step(steps, count, op, move->piece);
       CHECK(at >= before);
       before = at;
-      CHECK(step_mode(in, steps[at], move->window) != 0); /* right behind the last use */
+      CHECK(step_mode(in, steps[at], move->chunk) != 0); /* right behind the last use */
       dirty += (move->flags & GMI_EVICT_DIRTY) != 0;
       bool taken = false;
       for (uint32_t j = (uint32_t)at; !taken; j = (j + 1) % count) {
-        taken = is_taken(in, plan, steps, count, j, move->window);
-        if (step_mode(in, steps[(j + 1) % count], move->window) != 0) break;
+        taken = is_taken(in, plan, steps, count, j, move->chunk);
+        if (step_mode(in, steps[(j + 1) % count], move->chunk) != 0) break;
       }
       CHECK_EQ((move->flags & GMI_EVICT_FOR_UPDATE) != 0, taken);
     }
@@ -240,10 +240,10 @@ static void check_shape(const gmi_plan_input_t *in, const gmi_plan_t *plan, cons
 
 /* Follows the plan's moves over three iterations. In the first, what was written before it is not known. */
 static void check_replay(const gmi_plan_input_t *in, const gmi_plan_t *plan, const step_t *steps, uint32_t count) {
-  uint8_t resident[MAX_WINDOWS], dirty[MAX_WINDOWS];
-  memcpy(resident, plan->resident_at_start, in->window_count);
+  uint8_t resident[MAX_CHUNKS], dirty[MAX_CHUNKS];
+  memcpy(resident, plan->resident_at_start, in->chunk_count);
   memset(dirty, 0, sizeof dirty);
-  for (uint32_t w = 0; w < in->window_count; w++) {
+  for (uint32_t w = 0; w < in->chunk_count; w++) {
     CHECK(!is_pinned(in, w) || (plan->stays[w] && resident[w]));
     CHECK(!plan->stays[w] || resident[w]);
   }
@@ -252,11 +252,11 @@ static void check_replay(const gmi_plan_input_t *in, const gmi_plan_t *plan, con
     for (uint32_t j = 0; j < count; j++) {
       for (; f < plan->fetch_count && plan->fetches[f].op == steps[j].op && plan->fetches[f].piece == steps[j].piece;
            f++) {
-        uint32_t w = plan->fetches[f].window;
+        uint32_t w = plan->fetches[f].chunk;
         CHECK(!resident[w] && !plan->stays[w] && !is_pinned(in, w));
         resident[w] = 1, dirty[w] = 0;
       }
-      for (uint32_t w = 0; w < in->window_count; w++) {
+      for (uint32_t w = 0; w < in->chunk_count; w++) {
         uint32_t mode = step_mode(in, steps[j], w);
         if (mode == 0) continue;
         if (!resident[w]) CHECK((mode & GMI_ACCESS_FRESH) != 0 && !plan->stays[w]);
@@ -264,26 +264,26 @@ static void check_replay(const gmi_plan_input_t *in, const gmi_plan_t *plan, con
         if ((mode & (GMI_ACCESS_WRITE | GMI_ACCESS_FRESH)) != 0) dirty[w] = 1;
       }
       uint32_t taken = in->ops[steps[j].op].heap_frames;
-      for (uint32_t w = 0; w < in->window_count; w++) taken += resident[w];
+      for (uint32_t w = 0; w < in->chunk_count; w++) taken += resident[w];
       CHECK(taken <= in->frame_count);
       for (; e < plan->evict_first[in->op_count] && plan->evicts[e].op == steps[j].op &&
              plan->evicts[e].piece == steps[j].piece;
            e++) {
-        uint32_t w = plan->evicts[e].window;
+        uint32_t w = plan->evicts[e].chunk;
         CHECK(resident[w] && !plan->stays[w] && !is_pinned(in, w));
         if (iteration > 0) CHECK_EQ((plan->evicts[e].flags & GMI_EVICT_DIRTY) != 0, dirty[w]);
         resident[w] = 0, dirty[w] = 0;
       }
-      for (uint32_t w = 0; w < in->window_count; w++)
+      for (uint32_t w = 0; w < in->chunk_count; w++)
         if (is_taken(in, plan, steps, count, j, w)) CHECK(!resident[w] || is_pinned(in, w));
     }
     CHECK_EQ(f, plan->fetch_count);
     CHECK_EQ(e, plan->evict_first[in->op_count]);
-    CHECK(memcmp(resident, plan->resident_at_start, in->window_count) == 0);
+    CHECK(memcmp(resident, plan->resident_at_start, in->chunk_count) == 0);
   }
-  for (uint32_t w = 0; w < in->window_count; w++) { /* stays is not missing where it holds */
+  for (uint32_t w = 0; w < in->chunk_count; w++) { /* stays is not missing where it holds */
     bool moves = !resident[w];
-    for (uint32_t e = 0; e < plan->evict_first[in->op_count]; e++) moves = moves || plan->evicts[e].window == w;
+    for (uint32_t e = 0; e < plan->evict_first[in->op_count]; e++) moves = moves || plan->evicts[e].chunk == w;
     CHECK_EQ(plan->stays[w], !moves);
   }
 }
@@ -292,7 +292,7 @@ static void check_next_use(const gmi_plan_input_t *in, const gmi_plan_t *plan, c
   for (uint32_t op = 0; op < in->op_count; op++) {
     uint32_t begin = find_step(steps, count, op, GMI_NO_PIECE);
     for (uint32_t x = in->ops[op].access_first; x < in->ops[op + 1].access_first; x++) {
-      uint32_t w = in->accesses[x].window, expected = UINT32_MAX;
+      uint32_t w = in->accesses[x].chunk, expected = UINT32_MAX;
       for (uint32_t j = begin; j < begin + count; j++) {
         if (is_taken(in, plan, steps, count, j % count, w) && !is_pinned(in, w)) break;
         uint32_t next = j + 1;
@@ -312,8 +312,8 @@ static void check_piece_use(const gmi_plan_input_t *in, const gmi_plan_t *plan) 
     for (uint32_t i = 1; expected == UINT32_MAX && i <= in->op_count; i++) {
       uint32_t op = (piece->after_op + i) % in->op_count;
       for (uint32_t x = in->ops[op].access_first; x < in->ops[op + 1].access_first; x++)
-        for (uint32_t w = piece->window_first; w < piece->window_first + piece->shared_count; w++)
-          if (in->accesses[x].window == in->piece_windows[w]) expected = piece->after_op + i;
+        for (uint32_t w = piece->chunk_first; w < piece->chunk_first + piece->shared_count; w++)
+          if (in->accesses[x].chunk == in->piece_chunks[w]) expected = piece->after_op + i;
     }
     CHECK_EQ(plan->piece_use[p], expected);
   }
@@ -336,24 +336,24 @@ static void make(const gmi_plan_input_t *in, gmi_plan_t *plan) {
 
 /* ---- the reference ---- */
 
-#define TINY_WINDOWS 5
+#define TINY_CHUNKS 5
 
 /* The fewest fetches an iteration, over every way to fill the frames in every step: for each set resident at the
  * begin, the cheapest way to come back to it. */
 static uint64_t exhaustive(const gmi_plan_input_t *in, const uint8_t *on_device) {
-  enum { SETS = 1 << TINY_WINDOWS };
+  enum { SETS = 1 << TINY_CHUNKS };
   gmi_plan_t placed = { .piece_on_device = (uint8_t *)(uintptr_t)on_device };
   step_t steps[MAX_OPS + MAX_PIECES];
-  uint32_t count = list_steps(in, &placed, steps), sets = 1u << in->window_count, pinned = 0;
+  uint32_t count = list_steps(in, &placed, steps), sets = 1u << in->chunk_count, pinned = 0;
   uint64_t best = UINT64_MAX;
-  CHECK(in->window_count <= TINY_WINDOWS);
-  for (uint32_t w = 0; w < in->window_count; w++) pinned |= (uint32_t)is_pinned(in, w) << w;
+  CHECK(in->chunk_count <= TINY_CHUNKS);
+  for (uint32_t w = 0; w < in->chunk_count; w++) pinned |= (uint32_t)is_pinned(in, w) << w;
   for (uint32_t start = 0; start < sets; start++) {
     uint64_t cost[SETS], after[SETS];
     for (uint32_t s = 0; s < sets; s++) cost[s] = s == start ? 0 : UINT64_MAX;
     for (uint32_t j = 0; j < count; j++) {
       uint32_t need = pinned, fresh = 0, leave = 0;
-      for (uint32_t w = 0; w < in->window_count; w++) {
+      for (uint32_t w = 0; w < in->chunk_count; w++) {
         uint32_t mode = step_mode(in, steps[j], w);
         need |= (uint32_t)(mode != 0) << w;
         fresh |= (uint32_t)((mode & GMI_ACCESS_FRESH) != 0) << w;
@@ -378,7 +378,7 @@ static uint64_t exhaustive(const gmi_plan_input_t *in, const uint8_t *on_device)
 
 static void test_reference_tiny_instances_equals_exhaustive_search(void) {
   static instance_t i;
-  const shape_t shape = { 7, TINY_WINDOWS, 3, 3, 2, 8, 6 };
+  const shape_t shape = { 7, TINY_CHUNKS, 3, 3, 2, 8, 6 };
   uint64_t seed = 11, above_zero = 0;
   for (uint32_t n = 0; n < 3000; n++) {
     uint8_t on_device[MAX_PIECES];
@@ -394,7 +394,7 @@ static void test_reference_tiny_instances_equals_exhaustive_search(void) {
 static void test_reference_cyclic_use_of_too_few_frames_rounds_up(void) {
   static instance_t i;
   uint8_t none[1] = { 0 };
-  /* Three windows in turn, two frames: MIN alone takes 1 and 2 fetches in turn; a plan that repeats takes 2. */
+  /* Three chunks in turn, two frames: MIN alone takes 1 and 2 fetches in turn; a plan that repeats takes 2. */
   instance_begin(&i, 3, 2, 1, 1);
   for (uint32_t w = 0; w < 3; w++) add_op(&i, 1, 0), add_access(&i, w, GMI_ACCESS_READ);
   CHECK_EQ(min_fetch(&i.input, none), 2);
@@ -438,9 +438,9 @@ static void test_plan_small_random_instances_are_optimal_and_consistent(void) {
 
 static void test_plan_medium_random_instances_are_optimal_and_consistent(void) {
   static instance_t i;
-  const shape_t shapes[] = { { MAX_OPS, MAX_WINDOWS, MAX_PIECES, 6, 4, 20, 8 },
+  const shape_t shapes[] = { { MAX_OPS, MAX_CHUNKS, MAX_PIECES, 6, 4, 20, 8 },
                              { 40, 30, 0, 3, 0, 0, 0 },
-                             { 20, MAX_WINDOWS, 10, 2, 2, 0, 5 } };
+                             { 20, MAX_CHUNKS, 10, 2, 2, 0, 5 } };
   uint64_t seed = 2, fetching = 0;
   for (uint32_t n = 0; n < 3000; n++) {
     instance_random(&i, &seed, &shapes[n % 3], 16);
@@ -449,13 +449,13 @@ static void test_plan_medium_random_instances_are_optimal_and_consistent(void) {
   CHECK(fetching > 3000);
 }
 
-static void test_plan_windows_used_in_turn_reaches_reference(void) {
+static void test_plan_chunks_used_in_turn_reaches_reference(void) {
   static instance_t i;
   uint64_t fetching = 0; /* where MIN's state does not repeat from one iteration to the next */
-  for (uint32_t windows = 2; windows <= MAX_WINDOWS; windows += 3) {
-    for (uint32_t frames = 1; frames <= windows; frames++) {
-      instance_begin(&i, windows, frames, 10, 10);
-      for (uint32_t w = 0; w < windows; w++) add_op(&i, 100, 0), add_access(&i, w, GMI_ACCESS_READ);
+  for (uint32_t chunks = 2; chunks <= MAX_CHUNKS; chunks += 3) {
+    for (uint32_t frames = 1; frames <= chunks; frames++) {
+      instance_begin(&i, chunks, frames, 10, 10);
+      for (uint32_t w = 0; w < chunks; w++) add_op(&i, 100, 0), add_access(&i, w, GMI_ACCESS_READ);
       check_against_reference(&i, &fetching);
     }
   }
@@ -512,14 +512,14 @@ static void test_plan_static_keeps_the_fractions(void) {
   for (uint32_t l = 0; l < 8; l++)
     for (uint32_t k = 1; k < 4; k++) CHECK_EQ(plan.stays[8 * k + l], l < 2);
   uint32_t evicts[32] = { 0 };
-  for (uint32_t e = 0; e < plan.evict_first[i.input.op_count]; e++) evicts[plan.evicts[e].window]++;
+  for (uint32_t e = 0; e < plan.evict_first[i.input.op_count]; e++) evicts[plan.evicts[e].chunk]++;
   CHECK_EQ(evicts[2], 1); /* once an iteration, for the update */
   CHECK_EQ(evicts[3], 1);
   CHECK_EQ(evicts[4], 2); /* after each use */
   gmi_plan_free(&plan);
 
   gmi_plan_failure_t failure;
-  i.input.frame_count = 10; /* 4 parameters, 6 states, and an op's own window from op 4 on */
+  i.input.frame_count = 10; /* 4 parameters, 6 states, and an op's own chunk from op 4 on */
   CHECK_EQ(gmi_plan_make(&i.input, &plan, &failure), GEMINI_ERR_OOM_DEVICE);
   CHECK_EQ(failure.op, 4);
   CHECK_EQ(failure.need_frames, 11);
@@ -546,7 +546,7 @@ static void test_plan_infeasible_names_the_first_op(void) {
     gmi_plan_t plan;
     gmi_plan_failure_t failure;
     CHECK_EQ(gmi_plan_make(&i.input, &plan, &failure), GEMINI_ERR_OOM_DEVICE);
-    CHECK_EQ(failure.op, 2); /* 2 windows, 2 of heap, 1 pinned */
+    CHECK_EQ(failure.op, 2); /* 2 chunks, 2 of heap, 1 pinned */
     CHECK_EQ(failure.need_frames, 5);
     CHECK_EQ(failure.have_frames, 4);
     i.ops[2].heap_frames = 1;
@@ -574,7 +574,7 @@ static void test_plan_contradictory_input_is_refused(void) {
   REFUSED(i.input.placement = 4);
   REFUSED(i.input.static_param_fraction = 1.01);
   REFUSED(i.input.static_optim_fraction = 0.0 / (double)(i.input.pieces_apart));
-  REFUSED(i.accesses[3].window = 16);
+  REFUSED(i.accesses[3].chunk = 16);
   REFUSED(i.accesses[3].mode = 0);
   REFUSED(i.accesses[3].mode = 8);
   REFUSED(i.ops[2].access_first = 4);
@@ -583,14 +583,14 @@ static void test_plan_contradictory_input_is_refused(void) {
   REFUSED(i.input.fetch_ns = UINT64_MAX / 8);
   REFUSED(i.pieces[1].after_op = 8);
   REFUSED(i.pieces[1].shared_count = 5);
-  REFUSED(i.pieces[1].window_first = 9);
-  REFUSED(i.piece_windows[1] = i.piece_windows[0]);
-  REFUSED(i.piece_windows[1] = 16);
-  REFUSED(i.ops[1].access_first = 0; i.ops[2].access_first = 2; i.accesses[1].window = 0);
+  REFUSED(i.pieces[1].chunk_first = 9);
+  REFUSED(i.piece_chunks[1] = i.piece_chunks[0]);
+  REFUSED(i.piece_chunks[1] = 16);
+  REFUSED(i.ops[1].access_first = 0; i.ops[2].access_first = 2; i.accesses[1].chunk = 0);
 #undef REFUSED
 }
 
-static void test_plan_no_windows_is_made(void) {
+static void test_plan_no_chunks_is_made(void) {
   static instance_t i;
   for (uint32_t placement = 0; placement < 4; placement++) {
     instance_begin(&i, 0, 0, 10, 10);
@@ -604,14 +604,14 @@ static void test_plan_no_windows_is_made(void) {
   }
 }
 
-/* A window of two pieces, one on each side: the device piece goes first, then the window leaves for the host piece. */
-static void test_plan_window_of_pieces_on_both_sides_is_consistent(void) {
+/* A chunk of two pieces, one on each side: the device piece goes first, then the chunk leaves for the host piece. */
+static void test_plan_chunk_of_pieces_on_both_sides_is_consistent(void) {
   static instance_t i;
   instance_begin(&i, 6, 6, 10, 10);
   add_op(&i, 100, 0), add_access(&i, 0, GMI_ACCESS_READ | GMI_ACCESS_WRITE);
   for (uint32_t p = 0; p < 2; p++) {
     add_piece(&i, 0, 5, 5);
-    add_piece_window(&i, 0, true), add_piece_window(&i, 1 + p, false);
+    add_piece_chunk(&i, 0, true), add_piece_chunk(&i, 1 + p, false);
   }
   i.input.placement = GEMINI_PLACEMENT_STATIC;
   i.input.static_optim_fraction = 0.5;
@@ -622,7 +622,7 @@ static void test_plan_window_of_pieces_on_both_sides_is_consistent(void) {
   CHECK_EQ(plan.piece_on_device[1], 0);
   CHECK_EQ(plan.fetch_count, 1);
   CHECK_EQ(plan.optimum_count, 1);
-  CHECK_EQ(plan.evicts[0].window, 0);
+  CHECK_EQ(plan.evicts[0].chunk, 0);
   CHECK_EQ(plan.evicts[0].piece, 0);
   CHECK_EQ(plan.evicts[0].flags, GMI_EVICT_DIRTY | GMI_EVICT_FOR_UPDATE);
   gmi_plan_free(&plan);
@@ -699,7 +699,7 @@ static void test_simulate_update_bound(void) {
   instance_begin(&i, 1, 1, 100, 50);
   i.input.placement = GEMINI_PLACEMENT_CPU;
   add_op(&i, 10, 0), add_access(&i, 0, GMI_ACCESS_READ | GMI_ACCESS_WRITE);
-  add_piece(&i, 0, 1000, 200), add_piece_window(&i, 0, true);
+  add_piece(&i, 0, 1000, 200), add_piece_chunk(&i, 0, true);
   check_times(&i.input, 1160, 10, 100, 50, 1000);
   /* Evictions of no time: both pieces are ready. B is used first, so its piece goes first: 0..1000, then A's ..2000. B
    * comes 1000..1100 for op 0 and is dropped; A comes 2000..2100 for op 1 and stays for op 2; B comes again 2100..2200,
@@ -711,8 +711,8 @@ static void test_simulate_update_bound(void) {
     add_op(&i, 10, 0), add_access(&i, 1, GMI_ACCESS_READ);
     add_op(&i, 10, 0), add_access(&i, 0, GMI_ACCESS_READ);
     add_op(&i, 0, 0), add_access(&i, 0, GMI_ACCESS_WRITE), add_access(&i, 1, GMI_ACCESS_WRITE);
-    add_piece(&i, 2, 1000, 200), add_piece_window(&i, 0, true);
-    add_piece(&i, 2, 1000, 200), add_piece_window(&i, 1, true);
+    add_piece(&i, 2, 1000, 200), add_piece_chunk(&i, 0, true);
+    add_piece(&i, 2, 1000, 200), add_piece_chunk(&i, 1, true);
     check_times(&i.input, evict_ns == 0 ? 2200 : 2350, 20, 300, 2 * evict_ns, 2000);
   }
 }
@@ -726,7 +726,7 @@ static void test_simulate_first_layer_is_updated_before_those_submitted_earlier(
   i.input.placement = GEMINI_PLACEMENT_CPU;
   for (uint32_t w = 0; w < 3; w++) add_op(&i, 1000, 0), add_access(&i, w, GMI_ACCESS_READ);
   for (uint32_t w = 3; w-- > 0;) add_op(&i, 10, 0), add_access(&i, w, GMI_ACCESS_READ | GMI_ACCESS_WRITE);
-  for (uint32_t w = 0; w < 3; w++) add_piece(&i, 5 - w, 1000, 200), add_piece_window(&i, w, true);
+  for (uint32_t w = 0; w < 3; w++) add_piece(&i, 5 - w, 1000, 200), add_piece_chunk(&i, w, true);
   check_times(&i.input, 5160, 3030, 500, 150, 3000);
 }
 
@@ -744,7 +744,7 @@ static uint32_t iterations_of(const instance_t *i) {
 
 static void test_simulate_goes_on_while_more_work_is_left_behind(void) {
   static instance_t i;
-  /* Pieces on pinned windows, which no op waits for. Two in each 100: at the end both are owed, and it is steady; of 60,
+  /* Pieces on pinned chunks, which no op waits for. Two in each 100: at the end both are owed, and it is steady; of 60,
    * the workers are 20 later each time. Three of 100 in 200: two are owed at the end, then three, as the workers end
    * one exactly then. */
   static const struct {
@@ -759,7 +759,7 @@ static void test_simulate_goes_on_while_more_work_is_left_behind(void) {
     if (cases[k].more_compute_ns > 0) add_op(&i, cases[k].more_compute_ns, 0);
     for (uint32_t p = 0; p < cases[k].pieces; p++) {
       add_piece(&i, 0, cases[k].host_ns, 1);
-      add_piece_window(&i, p, true);
+      add_piece_chunk(&i, p, true);
     }
     CHECK_EQ(iterations_of(&i), cases[k].iterations);
   }
@@ -784,13 +784,13 @@ static void test_simulate_random_instances_equal_events(void) {
     uint64_t length_ns, other_ns;
     if (n % 4 == 0) {
       instance_random(&i, &seed, &shape, 8);
-    } else { /* steps whose updates lag; some take a window of their neighbour's as well */
+    } else { /* steps whose updates lag; some take a chunk of their neighbour's as well */
       uint32_t layers = 2 + below(&seed, 6);
       instance_training(&i, layers, 2 + below(&seed, 2 * layers), false);
       for (uint32_t op = 0; op < i.input.op_count; op++) i.ops[op].compute_ns = below(&seed, 500);
       for (uint32_t p = 0; p < layers; p++) {
         i.pieces[p].host_ns = below(&seed, 600);
-        if (below(&seed, 3) == 0) i.piece_windows[4 * p + 1] = layers + (p + 1) % layers;
+        if (below(&seed, 3) == 0) i.piece_chunks[4 * p + 1] = layers + (p + 1) % layers;
         if (n % 4 != 1) continue;
         i.pieces[p].after_op = below(&seed, i.input.op_count); /* and some of the iteration before */
         i.pieces[p].host_ns = below(&seed, 2000);
@@ -821,10 +821,10 @@ static void test_simulate_updates_are_current_after_a_delay(void) {
   i.input.placement = GEMINI_PLACEMENT_CPU;
   i.input.host_delay_ns = 300;
   add_op(&i, 10, 0), add_access(&i, 0, GMI_ACCESS_READ | GMI_ACCESS_WRITE);
-  add_piece(&i, 0, 1000, 200), add_piece_window(&i, 0, true);
+  add_piece(&i, 0, 1000, 200), add_piece_chunk(&i, 0, true);
   check_times(&i.input, 50 + 1000 + 300 + 100 + 10, 10, 100, 50, 1000);
-  /* A second piece of the window starts when it is current, though the workers are free before. */
-  add_piece(&i, 0, 500, 200), add_piece_window(&i, 0, true);
+  /* A second piece of the chunk starts when it is current, though the workers are free before. */
+  add_piece(&i, 0, 500, 200), add_piece_chunk(&i, 0, true);
   check_times(&i.input, 50 + 1000 + 300 + 500 + 300 + 100 + 10, 10, 100, 50, 1500);
 }
 
@@ -832,7 +832,7 @@ static void test_simulate_device_piece_runs_on_the_stream(void) {
   static instance_t i;
   instance_begin(&i, 2, 2, 100, 50);
   add_op(&i, 10, 0), add_access(&i, 0, GMI_ACCESS_READ | GMI_ACCESS_WRITE);
-  add_piece(&i, 0, 1000, 200), add_piece_window(&i, 0, true), add_piece_window(&i, 1, false);
+  add_piece(&i, 0, 1000, 200), add_piece_chunk(&i, 0, true), add_piece_chunk(&i, 1, false);
   check_times(&i.input, 210, 210, 0, 0, 0);
 }
 
@@ -843,7 +843,7 @@ static void test_simulate_device_pieces_apart_run_beside_ops(void) {
     i.input.pieces_apart = 1;
     add_op(&i, 500, 0), add_access(&i, 0, GMI_ACCESS_READ | GMI_ACCESS_WRITE);
     add_op(&i, 500, 0), add_access(&i, used ? 0 : 1, GMI_ACCESS_READ);
-    add_piece(&i, 0, 5000, 300), add_piece_window(&i, 0, true);
+    add_piece(&i, 0, 5000, 300), add_piece_chunk(&i, 0, true);
     check_times(&i.input, used ? 1300 : 1000, 1000, 0, 0, 0);
   }
   /* One behind the other: the next iteration's op waits for the first one, or for neither, but they fall behind. */
@@ -851,16 +851,16 @@ static void test_simulate_device_pieces_apart_run_beside_ops(void) {
     instance_begin(&i, 3, 3, 100, 50);
     i.input.pieces_apart = 1;
     add_op(&i, 10, 0), add_access(&i, used ? 0 : 2, GMI_ACCESS_READ | GMI_ACCESS_WRITE);
-    add_piece(&i, 0, 5000, 200), add_piece_window(&i, 0, true);
-    add_piece(&i, 0, 5000, 300), add_piece_window(&i, 1, false);
+    add_piece(&i, 0, 5000, 200), add_piece_chunk(&i, 0, true);
+    add_piece(&i, 0, 5000, 300), add_piece_chunk(&i, 1, false);
     check_times(&i.input, 500, 10, 0, 0, 0);
   }
-  /* The window leaves its frame to op 1's memory behind the piece and the copy: 10..210..260. */
+  /* The chunk leaves its frame to op 1's memory behind the piece and the copy: 10..210..260. */
   instance_begin(&i, 1, 1, 100, 50);
   i.input.pieces_apart = 1;
   add_op(&i, 10, 0), add_access(&i, 0, GMI_ACCESS_READ | GMI_ACCESS_WRITE);
   add_op(&i, 20, 1);
-  add_piece(&i, 0, 5000, 200), add_piece_window(&i, 0, true);
+  add_piece(&i, 0, 5000, 200), add_piece_chunk(&i, 0, true);
   check_times(&i.input, 100 + 10 + 200 + 50 + 20, 30, 100, 50, 0);
 }
 
@@ -882,7 +882,7 @@ static void test_simulate_heap_growth_waits_for_write_back(void) {
   check_times(&i.input, 170, 20, 100, 50, 0);
 }
 
-static void test_simulate_fresh_window_waits_for_its_frame(void) {
+static void test_simulate_fresh_chunk_waits_for_its_frame(void) {
   static instance_t i;
   /* A comes 0..100, runs ..110, goes ..160; B takes its frame, runs ..170, goes ..220, when A can come again: the next
    * iteration begins at 170, so A comes 50 later. */
@@ -944,22 +944,22 @@ static uint64_t hash_plan(const gmi_plan_input_t *in, const gmi_plan_t *p) {
   uint64_t hash = UINT64_C(14695981039346656037);
   const uint64_t numbers[] = { p->fetch_count,    p->optimum_count, p->evict_dirty_count, p->device_piece_count,
                                p->predicted_ns,   p->compute_ns,    p->fetch_busy_ns,     p->evict_busy_ns,
-                               p->update_busy_ns, p->stall_ns,      p->file_windows,      p->file_busy_ns };
+                               p->update_busy_ns, p->stall_ns,      p->file_chunks,       p->file_busy_ns };
   hash_bytes(&hash, numbers, sizeof numbers);
   hash_bytes(&hash, p->fetches, p->fetch_count * sizeof *p->fetches);
   hash_bytes(&hash, p->fetch_first, (p->op_count + 1) * sizeof *p->fetch_first);
   hash_bytes(&hash, p->evicts, p->evict_first[p->op_count] * sizeof *p->evicts);
   hash_bytes(&hash, p->evict_first, (p->op_count + 1) * sizeof *p->evict_first);
   hash_bytes(&hash, p->piece_on_device, p->piece_count);
-  hash_bytes(&hash, p->resident_at_start, p->window_count);
-  hash_bytes(&hash, p->stays, p->window_count);
+  hash_bytes(&hash, p->resident_at_start, p->chunk_count);
+  hash_bytes(&hash, p->stays, p->chunk_count);
   hash_bytes(&hash, p->next_use, in->ops[in->op_count].access_first * sizeof *p->next_use);
   hash_bytes(&hash, p->piece_use, in->piece_count * sizeof *p->piece_use);
   return hash;
 }
 static uint64_t hash_many(void) {
   static instance_t i;
-  const shape_t shape = { MAX_OPS, MAX_WINDOWS, MAX_PIECES, 6, 4, 20, 8 };
+  const shape_t shape = { MAX_OPS, MAX_CHUNKS, MAX_PIECES, 6, 4, 20, 8 };
   uint64_t seed = 5, hash = 0;
   for (uint32_t n = 0; n < 100; n++) {
     gmi_plan_t plan;
@@ -1008,16 +1008,16 @@ static void test_plan_same_input_same_plan(void) {
 
 /* ---- states in files */
 
-/* Ops of one shared window each, and after the last one a piece for each of them: its window, and two of states. */
+/* Ops of one shared chunk each, and after the last one a piece for each of them: its chunk, and two of states. */
 static void instance_streamed(instance_t *i, uint32_t pieces, uint64_t compute_ns, uint32_t host_slots) {
   instance_begin(i, 3 * pieces, 3, 100, 50);
   i->input.placement = GEMINI_PLACEMENT_CPU;
   for (uint32_t p = 0; p < pieces; p++) add_op(i, compute_ns, 0), add_access(i, p, GMI_ACCESS_READ | GMI_ACCESS_WRITE);
   for (uint32_t p = 0; p < pieces; p++) {
-    add_piece(i, pieces - 1, 5, 1), add_piece_window(i, p, true);
+    add_piece(i, pieces - 1, 5, 1), add_piece_chunk(i, p, true);
     for (uint32_t k = 0; k < 2; k++) {
       i->kind[pieces + 2 * p + k] = (uint8_t)(GEMINI_KIND_MASTER + k);
-      add_piece_window(i, pieces + 2 * p + k, false);
+      add_piece_chunk(i, pieces + 2 * p + k, false);
     }
   }
   i->input.host_slots = host_slots;
@@ -1026,18 +1026,18 @@ static void instance_streamed(instance_t *i, uint32_t pieces, uint64_t compute_n
   i->input.file_write_ns = 700;
 }
 
-static void check_streamed(const instance_t *i, uint64_t windows) {
+static void check_streamed(const instance_t *i, uint64_t chunks) {
   gmi_plan_t plan;
   make(&i->input, &plan);
   check_plan(&i->input, &plan);
-  CHECK_EQ(plan.file_windows, windows);
-  CHECK_EQ(plan.file_busy_ns, windows * (i->input.file_read_ns + i->input.file_write_ns));
+  CHECK_EQ(plan.file_chunks, chunks);
+  CHECK_EQ(plan.file_busy_ns, chunks * (i->input.file_read_ns + i->input.file_write_ns));
   CHECK(plan.predicted_ns >= plan.file_busy_ns);
   CHECK_EQ(plan.stall_ns, plan.predicted_ns - plan.compute_ns);
   uint64_t predicted = plan.predicted_ns;
-  plan.file_windows = plan.file_busy_ns = plan.predicted_ns = 77;
+  plan.file_chunks = plan.file_busy_ns = plan.predicted_ns = 77;
   CHECK_EQ(gmi_plan_simulate(&i->input, &plan), GEMINI_OK);
-  CHECK_EQ(plan.file_windows, windows);
+  CHECK_EQ(plan.file_chunks, chunks);
   CHECK_EQ(plan.predicted_ns, predicted);
   gmi_plan_free(&plan);
 }
@@ -1048,7 +1048,7 @@ static void test_simulate_files_bound_is_the_sum_of_reads_and_writes(void) {
   /* Read P0 ..2000, P1 ..4000, write P0 ..5400, read P2 ..7400, write P1 ..8800, P2 ..10200: and so on, without a gap. */
   instance_streamed(&i, 3, 10, 5);
   make(&i.input, &plan);
-  CHECK_EQ(plan.file_windows, 6);
+  CHECK_EQ(plan.file_chunks, 6);
   CHECK_EQ(plan.file_busy_ns, 6 * 1700);
   CHECK_EQ(plan.predicted_ns, 6 * 1700);
   CHECK_EQ(plan.compute_ns, 30);
@@ -1071,7 +1071,7 @@ static void test_simulate_files_bound_is_the_sum_of_reads_and_writes(void) {
 static void test_simulate_only_what_the_host_has_no_room_for_is_streamed(void) {
   static instance_t i;
   static const struct {
-    uint32_t host_slots, ahead, windows;
+    uint32_t host_slots, ahead, chunks;
   } cases[] = {
     { 0, 1, 0 },               /* no files */
     { 9, 1, 0 },               /* 3 shared and 6 of states: all */
@@ -1082,11 +1082,11 @@ static void test_simulate_only_what_the_host_has_no_room_for_is_streamed(void) {
   for (uint32_t k = 0; k < sizeof cases / sizeof *cases; k++) {
     instance_streamed(&i, 3, 10, cases[k].host_slots);
     i.input.host_pieces_ahead = cases[k].ahead;
-    check_streamed(&i, cases[k].windows);
+    check_streamed(&i, cases[k].chunks);
   }
-  /* A window of states that two pieces share is there once. */
+  /* A chunk of states that two pieces share is there once. */
   instance_streamed(&i, 3, 10, 5);
-  i.piece_windows[i.pieces[1].window_first + 1] = i.piece_windows[i.pieces[0].window_first + 2];
+  i.piece_chunks[i.pieces[1].chunk_first + 1] = i.piece_chunks[i.pieces[0].chunk_first + 2];
   check_streamed(&i, 5);
   /* One that stays on the device, pinned, needs neither. */
   instance_streamed(&i, 3, 10, 5);
@@ -1102,7 +1102,7 @@ static void test_simulate_pieces_that_fit_wait_for_no_file(void) {
    * would wait for 2000 more. */
   instance_streamed(&i, 3, 5000, 7);
   make(&i.input, &plan);
-  CHECK_EQ(plan.file_windows, 4);
+  CHECK_EQ(plan.file_chunks, 4);
   uint64_t some = plan.predicted_ns;
   gmi_plan_free(&plan);
   i.input.host_slots = 0;
@@ -1140,11 +1140,11 @@ static void test_plan_states_of_device_pieces_stay_where_the_host_is_short(void)
         none += !plan.piece_on_device[p];
         if (!plan.piece_on_device[p]) continue;
         some++;
-        for (uint32_t w = i.pieces[p].window_first + i.pieces[p].shared_count; w < i.pieces[p + 1].window_first; w++)
-          CHECK(plan.stays[i.piece_windows[w]]);
+        for (uint32_t w = i.pieces[p].chunk_first + i.pieces[p].shared_count; w < i.pieces[p + 1].chunk_first; w++)
+          CHECK(plan.stays[i.piece_chunks[w]]);
       }
       if (slots >= 32) {
-        CHECK_EQ(plan.file_windows, 0);
+        CHECK_EQ(plan.file_chunks, 0);
         CHECK_EQ(plan.predicted_ns, free_plan.predicted_ns);
       }
       gmi_plan_free(&plan);
@@ -1156,14 +1156,14 @@ static void test_plan_states_of_device_pieces_stay_where_the_host_is_short(void)
 
 /* States of a device piece that a host piece takes as well come and go by demand. */
 static bool pieces_share_states(const gmi_plan_input_t *in, const gmi_plan_t *plan) {
-  uint8_t device[MAX_WINDOWS] = { 0 };
+  uint8_t device[MAX_CHUNKS] = { 0 };
   for (uint32_t p = 0; p < in->piece_count; p++)
-    for (uint32_t k = in->pieces[p].window_first; plan->piece_on_device[p] && k < in->pieces[p + 1].window_first; k++)
-      device[in->piece_windows[k]] |= k >= in->pieces[p].window_first + in->pieces[p].shared_count;
+    for (uint32_t k = in->pieces[p].chunk_first; plan->piece_on_device[p] && k < in->pieces[p + 1].chunk_first; k++)
+      device[in->piece_chunks[k]] |= k >= in->pieces[p].chunk_first + in->pieces[p].shared_count;
   bool share = false;
   for (uint32_t p = 0; p < in->piece_count; p++)
-    for (uint32_t k = in->pieces[p].window_first; !plan->piece_on_device[p] && k < in->pieces[p + 1].window_first; k++)
-      share |= device[in->piece_windows[k]];
+    for (uint32_t k = in->pieces[p].chunk_first; !plan->piece_on_device[p] && k < in->pieces[p + 1].chunk_first; k++)
+      share |= device[in->piece_chunks[k]];
   return share;
 }
 
@@ -1183,24 +1183,24 @@ static void test_plan_random_inputs_with_files_are_consistent(void) {
     bool share = pieces_share_states(&i.input, &plan);
     if (!share) check_plan(&i.input, &plan);
     checked += !share;
-    CHECK_EQ(plan.file_busy_ns, plan.file_windows * (i.input.file_read_ns + i.input.file_write_ns));
+    CHECK_EQ(plan.file_busy_ns, plan.file_chunks * (i.input.file_read_ns + i.input.file_write_ns));
     CHECK(plan.predicted_ns >= plan.file_busy_ns && plan.predicted_ns >= plan.update_busy_ns);
     make(&i.input, &other); /* the same input, the same plan */
     CHECK(hash_plan(&i.input, &plan) == hash_plan(&i.input, &other));
-    CHECK(plan.file_windows == other.file_windows && plan.predicted_ns == other.predicted_ns);
+    CHECK(plan.file_chunks == other.file_chunks && plan.predicted_ns == other.predicted_ns);
     gmi_plan_free(&other);
-    streaming += plan.file_windows > 0;
-    /* The same moves with more room on the host: never more windows from files. */
-    uint64_t windows = plan.file_windows;
+    streaming += plan.file_chunks > 0;
+    /* The same moves with more room on the host: never more chunks from files. */
+    uint64_t chunks = plan.file_chunks;
     for (uint32_t slots = i.input.host_slots; slots <= 26; slots += 5) {
       i.input.host_slots = slots;
       CHECK_EQ(gmi_plan_simulate(&i.input, &plan), GEMINI_OK);
-      CHECK(plan.file_windows <= windows);
-      windows = plan.file_windows;
+      CHECK(plan.file_chunks <= chunks);
+      chunks = plan.file_chunks;
     }
     i.input.host_slots = 0;
     CHECK_EQ(gmi_plan_simulate(&i.input, &plan), GEMINI_OK);
-    CHECK_EQ(plan.file_windows, 0);
+    CHECK_EQ(plan.file_chunks, 0);
     gmi_plan_free(&plan);
   }
   CHECK(streaming > 50 && checked > 200);
@@ -1225,7 +1225,7 @@ static void test_explain_tells_of_files(void) {
   instance_streamed(&i, 3, 10, 5);
   make(&i.input, &plan);
   CHECK(gmi_plan_explain(&i.input, &plan, NULL, text, sizeof text) < sizeof text);
-  CHECK(strstr(text, "\nfiles: 6 windows of states, 12.0 MiB, read and written a step, busy for 0.010 ms\n") != NULL);
+  CHECK(strstr(text, "\nfiles: 6 chunks of states, 12.0 MiB, read and written a step, busy for 0.010 ms\n") != NULL);
   CHECK(strstr(text, "\nbinds: files, busy for 100 % of the step\n") != NULL);
   gmi_plan_free(&plan);
   i.input.host_slots = 9;
@@ -1253,7 +1253,7 @@ static void test_explain_names_what_matters(void) {
   CHECK_EQ(gmi_plan_explain(&i.input, &plan, names, part, 20), length);
   CHECK(memcmp(part, text, 19) == 0 && part[19] == 0 && part[20] == 'x');
   CHECK(strstr(text, "largest op: op 3 (attention.3) needs 3 frames, 6.0 MiB") != NULL);
-  CHECK(strstr(text, "placement: cuda, 12 ops, 24 windows of 2.0 MiB\n") != NULL);
+  CHECK(strstr(text, "placement: cuda, 12 ops, 24 chunks of 2.0 MiB\n") != NULL);
   CHECK(strstr(text, "budget: 8 frames, 16.0 MiB") != NULL);
   CHECK(strstr(text, "\nstays: ") != NULL && strstr(text, "parameters ") != NULL);
   CHECK(strstr(text, "\nbinds: ") != NULL && strstr(text, "\nlongest wait: ") != NULL);
@@ -1263,9 +1263,9 @@ static void test_explain_names_what_matters(void) {
   gmi_plan_free(&plan);
 }
 
-/* ---- window size ---- */
+/* ---- chunk size ---- */
 
-static uint64_t search_by_marking(const gmi_window_search_t *s) {
+static uint64_t search_by_marking(const gmi_chunk_search_t *s) {
   uint64_t best = s->min_bytes, least = UINT64_MAX;
   bool found = false;
   for (uint64_t bytes = s->min_bytes; bytes <= s->max_bytes; bytes *= 2) {
@@ -1290,38 +1290,38 @@ static uint64_t search_by_marking(const gmi_window_search_t *s) {
   return best;
 }
 
-static void test_window_search_random_uses_equals_marking(void) {
+static void test_chunk_search_random_uses_equals_marking(void) {
   uint64_t seed = 3, sizes[16] = { 0 };
   for (uint32_t n = 0; n < 2000; n++) {
-    gmi_window_use_t uses[12];
-    gmi_window_search_t s = { .uses = uses, .use_count = below(&seed, 13), .min_bytes = 4, .max_bytes = 64 };
+    gmi_chunk_use_t uses[12];
+    gmi_chunk_search_t s = { .uses = uses, .use_count = below(&seed, 13), .min_bytes = 4, .max_bytes = 64 };
     uint32_t op = 0;
     for (uint64_t i = 0; i < s.use_count; i++) {
       op += below(&seed, 2);
-      uses[i] = (gmi_window_use_t){ below(&seed, 500), below(&seed, 100), op, 0 };
+      uses[i] = (gmi_chunk_use_t){ below(&seed, 500), below(&seed, 100), op, 0 };
     }
     s.device_bytes = 100 + below(&seed, 1500);
     s.nonmodel_bytes = below(&seed, 100);
     s.overhead_ns = below(&seed, 40);
     s.bytes_per_s = 1000000000;
     uint64_t expected = search_by_marking(&s);
-    CHECK_EQ(gmi_window_size_search(&s), expected);
+    CHECK_EQ(gmi_chunk_size_search(&s), expected);
     sizes[__builtin_ctzll(expected)]++;
   }
   for (uint32_t k = 2; k <= 6; k++) CHECK(sizes[k] > 20);
 }
 
-static void test_window_search_limits(void) {
-  gmi_window_use_t use = { 0, 100, 0, 0 };
-  gmi_window_search_t s = { &use, 0, 16, 256, 1000, 0, 10, 1000000000 };
-  CHECK_EQ(gmi_window_size_search(&s), 256); /* nothing touched: all cost the same */
+static void test_chunk_search_limits(void) {
+  gmi_chunk_use_t use = { 0, 100, 0, 0 };
+  gmi_chunk_search_t s = { &use, 0, 16, 256, 1000, 0, 10, 1000000000 };
+  CHECK_EQ(gmi_chunk_size_search(&s), 256); /* nothing touched: all cost the same */
   s.use_count = 1;
   s.overhead_ns = 1000000;
-  CHECK_EQ(gmi_window_size_search(&s), 128); /* 128 and 256 take one copy each, of 128 a shorter one */
+  CHECK_EQ(gmi_chunk_size_search(&s), 128); /* 128 and 256 take one copy each, of 128 a shorter one */
   s.overhead_ns = 0;
-  CHECK_EQ(gmi_window_size_search(&s), 16); /* 7 windows of 16 are 112 bytes */
+  CHECK_EQ(gmi_chunk_size_search(&s), 16); /* 7 chunks of 16 are 112 bytes */
   s.device_bytes = 223;
-  CHECK_EQ(gmi_window_size_search(&s), 16); /* nothing fits: the smallest */
+  CHECK_EQ(gmi_chunk_size_search(&s), 16); /* nothing fits: the smallest */
 }
 
 int main(int argc, char **argv) {
@@ -1333,14 +1333,14 @@ int main(int argc, char **argv) {
   RUN(test_reference_cyclic_use_of_too_few_frames_rounds_up);
   RUN(test_plan_small_random_instances_are_optimal_and_consistent);
   RUN(test_plan_medium_random_instances_are_optimal_and_consistent);
-  RUN(test_plan_windows_used_in_turn_reaches_reference);
+  RUN(test_plan_chunks_used_in_turn_reaches_reference);
   RUN(test_plan_everything_fits_moves_nothing);
   RUN(test_plan_cpu_drops_all_but_for_adjacent_ops);
   RUN(test_plan_static_keeps_the_fractions);
   RUN(test_plan_infeasible_names_the_first_op);
   RUN(test_plan_contradictory_input_is_refused);
-  RUN(test_plan_no_windows_is_made);
-  RUN(test_plan_window_of_pieces_on_both_sides_is_consistent);
+  RUN(test_plan_no_chunks_is_made);
+  RUN(test_plan_chunk_of_pieces_on_both_sides_is_consistent);
   RUN(test_plan_auto_is_never_slower_than_cuda_or_host_pieces_only);
   RUN(test_simulate_compute_only_is_the_sum);
   RUN(test_simulate_fetch_bound);
@@ -1354,7 +1354,7 @@ int main(int argc, char **argv) {
   RUN(test_simulate_device_pieces_apart_run_beside_ops);
   RUN(test_simulate_prefetch_hides_fetches);
   RUN(test_simulate_heap_growth_waits_for_write_back);
-  RUN(test_simulate_fresh_window_waits_for_its_frame);
+  RUN(test_simulate_fresh_chunk_waits_for_its_frame);
   RUN(test_simulate_nothing_is_issued_before_the_iteration_begins);
   RUN(test_simulate_foreign_plan_is_refused);
   RUN(test_plan_same_input_same_plan);
@@ -1366,7 +1366,7 @@ int main(int argc, char **argv) {
   RUN(test_plan_times_of_files_that_are_too_long_are_refused);
   RUN(test_explain_names_what_matters);
   RUN(test_explain_tells_of_files);
-  RUN(test_window_search_random_uses_equals_marking);
-  RUN(test_window_search_limits);
+  RUN(test_chunk_search_random_uses_equals_marking);
+  RUN(test_chunk_search_limits);
   return check_done();
 }

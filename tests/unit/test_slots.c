@@ -1,21 +1,21 @@
-/* Host slots: ranges of several windows side by side, under budgets that are tight and change, with bytes and memory
+/* Host slots: ranges of several chunks side by side, under budgets that are tight and change, with bytes and memory
  * looked at after each step. SPDX-License-Identifier: Apache-2.0 */
 #define _GNU_SOURCE
 #include "chunk/cut.h"
 #include "host/reserve.h"
 #include "tiers_world.h"
 
-#define W WORLD_WINDOW
+#define W WORLD_CHUNK
 
 /* Bytes of arena i are those of seed[i], up to size. */
-static gemini_arena_t arena_of(world_t *w, const char *name, uint64_t windows) {
+static gemini_arena_t arena_of(world_t *w, const char *name, uint64_t chunks) {
   gemini_arena_t arena = world_arena(w, GEMINI_KIND_OTHER, 1, name, 0, 0);
   uint64_t offset;
-  if (windows) CHECK_OK(gemini_arena_take(w->mgr, arena, windows * W, &offset));
+  if (chunks) CHECK_OK(gemini_arena_take(w->mgr, arena, chunks * W, &offset));
   return arena;
 }
-static void fill_on_host(world_t *w, gemini_arena_t arena, uint64_t windows, uint64_t seed) {
-  for (uint64_t i = 0; i < windows; i++) world_fill(w, arena, i * W, W, GEMINI_TIER_HOST, seed);
+static void fill_on_host(world_t *w, gemini_arena_t arena, uint64_t chunks, uint64_t seed) {
+  for (uint64_t i = 0; i < chunks; i++) world_fill(w, arena, i * W, W, GEMINI_TIER_HOST, seed);
 }
 static gemini_access_t hold(world_t *w, gemini_arena_t arena, uint64_t first, uint64_t count, uint32_t mode) {
   gemini_access_t a = world_part(arena, first * W, count * W, mode, GEMINI_TIER_HOST);
@@ -47,7 +47,7 @@ static void test_ranges_of_any_length_lie_side_by_side(void) {
         gemini_access_t x = hold(&w, first & 1 ? a : b, first, count, GEMINI_READ);
         CHECK(right(x.ptr, first * W, count * W, first & 1 ? 1 : 2));
         let_go(&w, x);
-        CHECK(windows_right(&w));
+        CHECK(chunks_right(&w));
       }
     }
     CHECK(world_stats(&w).peak_bytes[GEMINI_TIER_HOST] <= 8 * W);
@@ -86,7 +86,7 @@ static void test_ranges_find_their_place_and_stay(void) {
         if (round == 2) CHECK(now[i][first] == before[i][first]);
       }
   }
-  CHECK(windows_right(&w));
+  CHECK(chunks_right(&w));
   world_close(&w);
 }
 
@@ -114,10 +114,10 @@ static void test_ranges_beside_acquired_ones(void) {
       CHECK(right(x.ptr, first * W, 4 * W, 1));
       let_go(&w, x);
     }
-    CHECK(windows_right(&w));
+    CHECK(chunks_right(&w));
   }
   CHECK(fine > 0);
-  /* Another arena's window in the middle of everything: four in a row beside it are not to be had if it lies there. */
+  /* Another arena's chunk in the middle of everything: four in a row beside it are not to be had if it lies there. */
   let_go(&w, middle);
   CHECK_OK(gemini_budget_set(w.mgr, GEMINI_TIER_HOST, 5 * W));
   uint8_t *base = gmi_manager_get(w.mgr)->host.base;
@@ -136,7 +136,7 @@ static void test_ranges_beside_acquired_ones(void) {
   CHECK_STATUS(gemini_acquire(w.mgr, &wide, 1, GEMINI_STREAM_CALLER), GEMINI_ERR_OOM_HOST);
   CHECK_SAYS(world_error().message, "side by side");
   full++;
-  CHECK(windows_right(&w));
+  CHECK(chunks_right(&w));
   CHECK_EQ(world_stats(&w).used_bytes[GEMINI_TIER_HOST] > 5 * W, 0);
   CHECK_EQ(world_stats(&w).model_bytes, before.model_bytes);
   CHECK(right(other.ptr, other.offset_bytes, W, 2));
@@ -150,7 +150,7 @@ static void test_ranges_beside_acquired_ones(void) {
   /* More than there is at all. */
   wide.size_bytes = 6 * W;
   CHECK_STATUS(gemini_acquire(w.mgr, &wide, 1, GEMINI_STREAM_CALLER), GEMINI_ERR_OOM_HOST);
-  CHECK(windows_right(&w));
+  CHECK(chunks_right(&w));
   for (uint64_t i = 0; i < 12; i++) CHECK(world_holds(&w, a, i * W, W, 1));
   CHECK(full > 0);
   world_close(&w);
@@ -180,7 +180,7 @@ static void test_overlapping_ranges_of_a_batch_share_their_bytes(void) {
       }
     }
     CHECK_OK(gemini_release(w.mgr, x, 4, GEMINI_STREAM_CALLER));
-    CHECK(windows_right(&w));
+    CHECK(chunks_right(&w));
   }
   world_close(&w);
 }
@@ -192,13 +192,13 @@ static void test_ranges_after_arenas_grew(void) {
   for (int i = 0; i < 3; i++) arenas[i] = arena_of(&w, i == 0 ? "a" : i == 1 ? "b" : "c", 0);
   for (int round = 0; round < 10; round++) {
     int i = round % 3;
-    CHECK_OK(gemini_arena_take(w.mgr, arenas[i], W + W / 2, &offset)); /* grows by halves of windows */
+    CHECK_OK(gemini_arena_take(w.mgr, arenas[i], W + W / 2, &offset)); /* grows by halves of chunks */
     uint64_t end = offset + W + W / 2;
     world_fill(&w, arenas[i], offset, end - offset, round % 2 ? GEMINI_TIER_HOST : GEMINI_TIER_DEVICE, (uint64_t)i + 1);
     sizes[i] = end;
     for (int k = 0; k < 3; k++)
       if (sizes[k]) CHECK(world_holds(&w, arenas[k], 0, sizes[k], (uint64_t)k + 1));
-    CHECK(windows_right(&w));
+    CHECK(chunks_right(&w));
   }
   /* One goes, another takes its place. */
   CHECK_OK(gemini_arena_destroy(w.mgr, arenas[1]));
@@ -207,19 +207,19 @@ static void test_ranges_after_arenas_grew(void) {
   CHECK(world_holds(&w, arenas[1], 0, 5 * W, 9));
   CHECK(world_holds(&w, arenas[0], 0, sizes[0], 1));
   CHECK(world_holds(&w, arenas[2], 0, sizes[2], 3));
-  CHECK(windows_right(&w));
+  CHECK(chunks_right(&w));
   world_close(&w);
 }
 
 /* ---- a new cut */
-static void recut_to(world_t *w, uint64_t window) {
+static void recut_to(world_t *w, uint64_t chunk) {
   gmi_manager_t *m = gmi_manager_get(w->mgr);
   gmi_lock(m, __func__);
-  m->config.window_bytes = 0; /* as if the library had chosen the size */
-  gemini_status_t status = gmi_recut(m, window);
+  m->config.chunk_bytes = 0; /* as if the library had chosen the size */
+  gemini_status_t status = gmi_recut(m, chunk);
   gmi_unlock(m);
   CHECK_EQ(status, GEMINI_OK);
-  CHECK_EQ(world_stats(w).window_bytes, window);
+  CHECK_EQ(world_stats(w).chunk_bytes, chunk);
 }
 static void test_bytes_are_right_after_a_new_cut_wherever_they_were(void) {
   for (int shrunk = 0; shrunk < 3; shrunk++) {
@@ -233,21 +233,21 @@ static void test_bytes_are_right_after_a_new_cut_wherever_they_were(void) {
       gemini_access_t x[3] = { hold(&w, a, 8, 1, GEMINI_READ), hold(&w, b, 6, 1, GEMINI_READ),
                                hold(&w, c, 3, 2, GEMINI_READ) };
       CHECK_OK(gemini_budget_set(w.mgr, GEMINI_TIER_HOST, 28 * W));
-      CHECK(windows_right(&w));
+      CHECK(chunks_right(&w));
       CHECK(right(x[0].ptr, 8 * W, W, 1) && right(x[1].ptr, 6 * W, W, 2) && right(x[2].ptr, 3 * W, 2 * W, 3));
       for (int k = 0; k < 3; k++) let_go(&w, x[k]);
       if (shrunk == 2) CHECK_OK(gemini_budget_set(w.mgr, GEMINI_TIER_HOST, 40 * W));
     }
-    static const uint64_t windows[] = { 2 * W, 4 * W, W, 4 * W, 2 * W, W };
+    static const uint64_t chunks[] = { 2 * W, 4 * W, W, 4 * W, 2 * W, W };
     for (int i = 0; i < 6; i++) {
-      recut_to(&w, windows[i]);
+      recut_to(&w, chunks[i]);
       for (uint64_t k = 0; k < 9; k++) CHECK(world_holds(&w, a, ((k * 5) % 9) * W, W, k % 4 != 1 ? 1 : 0));
       CHECK(world_holds(&w, b, 0, 7 * W, 2));
       CHECK(world_holds(&w, c, 0, 5 * W, shrunk ? 3 : 0));
       if (i % 2) world_fill(&w, b, W, W, GEMINI_TIER_DEVICE, 2);
       if (i % 2) CHECK(world_holds(&w, a, 0, 2 * W, 1) || true); /* side by side again, wherever */
     }
-    CHECK(windows_right(&w));
+    CHECK(chunks_right(&w));
     world_close(&w);
   }
 }
@@ -259,7 +259,7 @@ static uint64_t resident(world_t *w) {
   return f.resident_bytes;
 }
 static void test_budgets_shrink_and_grow_with_files_beneath(void) {
-  /* Parts of several windows, so that registered memory is registered anew again and again. */
+  /* Parts of several chunks, so that registered memory is registered anew again and again. */
   world_t w = world_open(tiers_config(4, 100, 300));
   gemini_arena_t a = arena_of(&w, "a", 140);
   fill_on_host(&w, a, 140, 1);
@@ -267,7 +267,7 @@ static void test_budgets_shrink_and_grow_with_files_beneath(void) {
   for (int round = 0; round < 2; round++) {
     for (int i = 0; i < 10; i++) {
       CHECK_OK(gemini_budget_set(w.mgr, GEMINI_TIER_HOST, budgets[i] * W + (round ? 5000 : 0)));
-      CHECK(windows_right(&w));
+      CHECK(chunks_right(&w));
       gemini_stats_t s = world_stats(&w);
       CHECK(s.used_bytes[GEMINI_TIER_HOST] <= s.budget_bytes[GEMINI_TIER_HOST]);
       CHECK(resident(&w) <= s.budget_bytes[GEMINI_TIER_HOST] + 4096); /* whole pages */
@@ -278,7 +278,7 @@ static void test_budgets_shrink_and_grow_with_files_beneath(void) {
         CHECK(right(x.ptr, x.offset_bytes, x.size_bytes, 1));
         let_go(&w, x);
       }
-      CHECK(windows_right(&w));
+      CHECK(chunks_right(&w));
       CHECK(resident(&w) <= budgets[i] * W + (round ? 5000 + 4096 : 0));
     }
   }
@@ -302,18 +302,18 @@ static void test_a_budget_that_cannot_be_met_stays(void) {
   CHECK(right(x.ptr, 2 * W, 3 * W, 1));
   let_go(&w, x);
   CHECK(world_holds(&w, a, 0, 8 * W, 1));
-  CHECK(windows_right(&w));
+  CHECK(chunks_right(&w));
   world_close(&w);
 }
 
-/* Who has the address of a window has it as long as he wants; then the memory behind the budget goes. */
+/* Who has the address of a chunk has it as long as he wants; then the memory behind the budget goes. */
 static void test_what_was_acquired_behind_a_smaller_budget_goes_when_released(void) {
   world_t w = world_open(tiers_config(4, 128, 300));
   gemini_arena_t a = arena_of(&w, "a", 120);
   fill_on_host(&w, a, 120, 1);
   gemini_access_t x = hold(&w, a, 60, 2, GEMINI_READ_WRITE), y = hold(&w, a, 118, 2, GEMINI_READ);
   CHECK_OK(gemini_budget_set(w.mgr, GEMINI_TIER_HOST, 16 * W));
-  CHECK(windows_right(&w));
+  CHECK(chunks_right(&w));
   CHECK(right(x.ptr, 60 * W, 2 * W, 1) && right(y.ptr, 118 * W, 2 * W, 1));
   CHECK_EQ(world_stats(&w).used_bytes[GEMINI_TIER_HOST] <= 16 * W, 1);
   for (uint64_t i = 0; i < 2 * W; i++) ((uint8_t *)x.ptr)[i] = world_byte(4, 60 * W + i);
@@ -323,7 +323,7 @@ static void test_what_was_acquired_behind_a_smaller_budget_goes_when_released(vo
   let_go(&w, y);
   CHECK(world_holds(&w, a, 60 * W, 2 * W, 4));
   CHECK_OK(gemini_budget_set(w.mgr, GEMINI_TIER_HOST, 16 * W));
-  CHECK(windows_right(&w));
+  CHECK(chunks_right(&w));
   CHECK(resident(&w) <= 16 * W);
   for (uint64_t i = 0; i < 120; i += 2) CHECK(world_holds(&w, a, i * W, 2 * W, i == 60 ? 4 : 1));
   world_close(&w);
@@ -346,24 +346,24 @@ static void test_memory_is_the_budget_and_comes_back(void) {
   static const uint64_t hosts[] = { 48 * mib, 320 * mib };
   for (int i = 0; i < 2; i++) {
     gemini_config_t c = tiers_config(1, 1, 0);
-    c.window_bytes = i ? 4 * mib : W;
-    c.device_bytes = 2 * c.window_bytes;
+    c.chunk_bytes = i ? 4 * mib : W;
+    c.device_bytes = 2 * c.chunk_bytes;
     c.host_bytes = hosts[i];
     c.file_bytes = hosts[i];
     uint64_t before = process_bytes();
     world_t w = world_open(c);
     gemini_arena_t a = arena_of(&w, "a", 4 * mib / W), b;
-    uint64_t offset, window = c.window_bytes;
+    uint64_t offset, chunk = c.chunk_bytes;
     gemini_arena_config_t ac = GEMINI_ARENA_CONFIG_INIT;
     ac.kind = GEMINI_KIND_OTHER;
     ac.name = "b";
     CHECK_OK(gemini_arena_create(w.mgr, &ac, &b));
     CHECK_OK(gemini_arena_take(w.mgr, b, hosts[i], &offset));
-    CHECK(process_bytes() - before < little);            /* nothing has been touched */
-    for (uint64_t at = 0; at < hosts[i]; at += window) { /* as much as the budget, and then more */
-      gemini_access_t x = world_part(b, at, window, GEMINI_WRITE, GEMINI_TIER_HOST);
+    CHECK(process_bytes() - before < little);           /* nothing has been touched */
+    for (uint64_t at = 0; at < hosts[i]; at += chunk) { /* as much as the budget, and then more */
+      gemini_access_t x = world_part(b, at, chunk, GEMINI_WRITE, GEMINI_TIER_HOST);
       CHECK_OK(gemini_acquire(w.mgr, &x, 1, GEMINI_STREAM_CALLER));
-      memset(x.ptr, (int)(at / window) + 1, window);
+      memset(x.ptr, (int)(at / chunk) + 1, chunk);
       CHECK_OK(gemini_release(w.mgr, &x, 1, GEMINI_STREAM_CALLER));
     }
     world_fill(&w, a, 0, 4 * mib, GEMINI_TIER_HOST, 7);
@@ -374,11 +374,11 @@ static void test_memory_is_the_budget_and_comes_back(void) {
     CHECK_OK(gemini_budget_set(w.mgr, GEMINI_TIER_HOST, hosts[i] / 4));
     held = process_bytes() - before;
     CHECK(held <= hosts[i] / 4 + hosts[i] / 100 + little);
-    for (uint64_t at = 0; at < hosts[i]; at += window) {
-      gemini_access_t x = world_part(b, at, window, GEMINI_READ, GEMINI_TIER_HOST);
+    for (uint64_t at = 0; at < hosts[i]; at += chunk) {
+      gemini_access_t x = world_part(b, at, chunk, GEMINI_READ, GEMINI_TIER_HOST);
       CHECK_OK(gemini_acquire(w.mgr, &x, 1, GEMINI_STREAM_CALLER));
-      CHECK(((uint8_t *)x.ptr)[0] == (uint8_t)(at / window + 1) &&
-            ((uint8_t *)x.ptr)[window - 1] == (uint8_t)(at / window + 1));
+      CHECK(((uint8_t *)x.ptr)[0] == (uint8_t)(at / chunk + 1) &&
+            ((uint8_t *)x.ptr)[chunk - 1] == (uint8_t)(at / chunk + 1));
       CHECK_OK(gemini_release(w.mgr, &x, 1, GEMINI_STREAM_CALLER));
     }
     held = process_bytes() - before;
@@ -389,7 +389,7 @@ static void test_memory_is_the_budget_and_comes_back(void) {
   }
 }
 
-/* ---- updates whose windows lie anywhere */
+/* ---- updates whose chunks lie anywhere */
 static void quadruple(void *user, const gemini_update_span_t *span) { /* one byte of a, four of b */
   (void)user;
   uint8_t *a = span->ptr[0], *b = span->ptr[1];
@@ -408,7 +408,7 @@ static void check_quadrupled(world_t *w, gemini_arena_t b, uint64_t pieces) {
     let_go(w, x);
   }
 }
-/* With an acquired window of another arena in each of the slots. */
+/* With an acquired chunk of another arena in each of the slots. */
 static void test_an_update_is_done_whatever_lies_in_the_way(void) {
   enum { PIECES = 2 };
   for (uint64_t files = 0; files <= 40; files += 40) {
@@ -440,14 +440,14 @@ static void test_an_update_is_done_whatever_lies_in_the_way(void) {
       u.arena_count = 2;
       u.fn = quadruple;
       gemini_status_t status = gemini_update(w.mgr, &u);
-      CHECK_EQ(status, GEMINI_OK); /* each window lies where there is room */
+      CHECK_EQ(status, GEMINI_OK); /* each chunk lies where there is room */
       if (wall.ptr) {
         CHECK(right(wall.ptr, 0, W, 3));
         let_go(&w, wall);
       }
       CHECK_OK(gemini_update_wait(w.mgr));
       check_quadrupled(&w, b, PIECES);
-      CHECK(windows_right(&w));
+      CHECK(chunks_right(&w));
       world_close(&w);
     }
   }
@@ -461,7 +461,7 @@ static void random_program(uint64_t seed, bool files) {
   uint64_t host = 5 + below(&r, 20);
   world_t w = world_open(tiers_config(2 + below(&r, 5), files ? host : 60, files ? 100 : 0));
   gemini_arena_t arenas[ARENAS];
-  uint64_t windows[ARENAS] = { 0 }, offset;
+  uint64_t chunks[ARENAS] = { 0 }, offset;
   uint8_t *model[ARENAS];
   gemini_access_t held[HELD];
   void *block = NULL;
@@ -475,15 +475,15 @@ static void random_program(uint64_t seed, bool files) {
   }
   for (int step = 0; step < 60; step++) {
     int i = (int)below(&r, ARENAS);
-    if (windows[i] < 2 || (below(&r, 8) == 0 && windows[i] < most)) {
+    if (chunks[i] < 2 || (below(&r, 8) == 0 && chunks[i] < most)) {
       uint64_t more = 1 + below(&r, 4);
-      if (windows[i] + more > most) more = most - windows[i];
+      if (chunks[i] + more > most) more = most - chunks[i];
       CHECK_OK(gemini_arena_take(w.mgr, arenas[i], more * W, &offset));
-      CHECK_EQ(offset, windows[i] * W);
-      windows[i] += more;
+      CHECK_EQ(offset, chunks[i] * W);
+      chunks[i] += more;
       continue;
     }
-    uint64_t size = windows[i] * W, at = below(&r, size), length = 1 + below(&r, 3 * W);
+    uint64_t size = chunks[i] * W, at = below(&r, size), length = 1 + below(&r, 3 * W);
     if (length > size - at) length = size - at;
     gemini_access_t x = world_part(arenas[i], at, length, 1 + (uint32_t)below(&r, 3), GEMINI_TIER_HOST);
     gemini_status_t status;
@@ -500,7 +500,7 @@ static void random_program(uint64_t seed, bool files) {
             (status == GEMINI_ERR_OOM_HOST && block));
       break;
     case 2:
-    case 3: /* the device; one window, as there are few frames */
+    case 3: /* the device; one chunk, as there are few frames */
       if (length > W) x.size_bytes = W;
       x.tier = GEMINI_TIER_DEVICE;
       status = gemini_acquire(w.mgr, &x, 1, GEMINI_STREAM_CALLER);
@@ -547,7 +547,7 @@ static void random_program(uint64_t seed, bool files) {
       if (count < HELD && below(&r, 3) == 0) held[count++] = x;
       else let_go(&w, x);
     }
-    CHECK(windows_right(&w));
+    CHECK(chunks_right(&w));
     gemini_stats_t s = world_stats(&w);
     CHECK(s.used_bytes[GEMINI_TIER_HOST] <= s.budget_bytes[GEMINI_TIER_HOST]);
   }
@@ -555,7 +555,7 @@ static void random_program(uint64_t seed, bool files) {
   if (block) CHECK_OK(gemini_host_free(w.mgr, block));
   CHECK_OK(gemini_budget_set(w.mgr, GEMINI_TIER_HOST, 80 * W));
   for (int i = 0; i < ARENAS; i++) {
-    for (uint64_t k = 0; k < windows[i]; k++) {
+    for (uint64_t k = 0; k < chunks[i]; k++) {
       gemini_access_t x = hold(&w, arenas[i], k, 1, GEMINI_READ);
       CHECK(!memcmp(x.ptr, model[i] + k * W, W));
       let_go(&w, x);

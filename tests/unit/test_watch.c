@@ -6,7 +6,7 @@
 #include "../integration/world.h"
 #include "core/manager.h"
 
-enum { W = WORLD_WINDOW, HOST = GEMINI_TIER_HOST, DEVICE = GEMINI_TIER_DEVICE };
+enum { W = WORLD_CHUNK, HOST = GEMINI_TIER_HOST, DEVICE = GEMINI_TIER_DEVICE };
 
 static const gmi_device_ops_t *real;
 static gmi_device_ops_t held; /* real, with calls that wait until the test has seen them */

@@ -154,8 +154,8 @@ static inline bool has_uring(void) {
   gmi_store_close(store);
   return true;
 }
-static inline gemini_config_t tiers_config(uint64_t device_windows, uint64_t host_windows, uint64_t file_windows) {
-  gemini_config_t c = world_config(device_windows, host_windows, file_windows);
+static inline gemini_config_t tiers_config(uint64_t device_chunks, uint64_t host_chunks, uint64_t file_chunks) {
+  gemini_config_t c = world_config(device_chunks, host_chunks, file_chunks);
   c.file_engine = engine;
   return c;
 }
@@ -183,30 +183,30 @@ static inline void tiers_begin(void) {
   } while (0)
 
 /* ---- inside a manager */
-static inline gmi_window_t *window_of(const world_t *w, gemini_arena_t arena, uint64_t offset) {
+static inline gmi_chunk_t *chunk_of(const world_t *w, gemini_arena_t arena, uint64_t offset) {
   gmi_manager_t *m = gmi_manager_get(w->mgr);
-  return &gmi_arena_get(m, arena)->windows[offset / WORLD_WINDOW];
+  return &gmi_arena_get(m, arena)->chunks[offset / WORLD_CHUNK];
 }
-static inline bool windows_right(const world_t *w) {
+static inline bool chunks_right(const world_t *w) {
   gmi_manager_t *m = gmi_manager_get(w->mgr);
   uint64_t slots = 0, blocks = 0;
   gmi_lock(m, __func__);
   gmi_files_poll(m);
   for (uint32_t i = 0; i < GMI_ARENAS; i++) {
     gmi_arena_t *a = gmi_arena_at(m, i);
-    for (uint32_t k = 0; a && a->windows && k < atomic_load(&a->window_count); k++) {
-      if (!gmi_window_invariant(m, &a->windows[k])) {
-        fprintf(stderr, "window %u of arena %s: valid %#x, word %#x\n", k, a->name, a->windows[k].valid_,
-                atomic_load(&a->windows[k].word_));
+    for (uint32_t k = 0; a && a->chunks && k < atomic_load(&a->chunk_count); k++) {
+      if (!gmi_chunk_invariant(m, &a->chunks[k])) {
+        fprintf(stderr, "chunk %u of arena %s: valid %#x, word %#x\n", k, a->name, a->chunks[k].valid_,
+                atomic_load(&a->chunks[k].word_));
         return false;
       }
-      slots += a->windows[k].slot_ != GMI_NONE;
-      blocks += a->windows[k].block_ != GMI_NONE;
+      slots += a->chunks[k].slot_ != GMI_NONE;
+      blocks += a->chunks[k].block_ != GMI_NONE;
     }
   }
   uint64_t free = 0, used = 0;
   for (uint32_t s = 0; s < m->host.slot_count; s++) {
-    bool taken = m->host.slots[s].window || m->host.slots[s].block;
+    bool taken = m->host.slots[s].chunk || m->host.slots[s].block;
     used += m->host.slots[s].block;
     free += !taken;
     if (taken == (m->host.free_map[s / 64] >> s % 64 & 1)) {
@@ -214,10 +214,10 @@ static inline bool windows_right(const world_t *w) {
       return false;
     }
   }
-  bool right = free == m->host.free_count && (m->io_count || blocks * WORLD_WINDOW == m->file_used) &&
-               m->host_used >= (slots + used) * WORLD_WINDOW;
+  bool right = free == m->host.free_count && (m->io_count || blocks * WORLD_CHUNK == m->file_used) &&
+               m->host_used >= (slots + used) * WORLD_CHUNK;
   if (!right)
-    fprintf(stderr, "%" PRIu64 " slots are free, counted %u; host_used %" PRIu64 " of %" PRIu64 " windows\n", free,
+    fprintf(stderr, "%" PRIu64 " slots are free, counted %u; host_used %" PRIu64 " of %" PRIu64 " chunks\n", free,
             m->host.free_count, m->host_used, slots);
   gmi_unlock(m);
   return right;
@@ -260,13 +260,13 @@ static inline void opt_span(void *user, const gemini_update_span_t *span) {
   else CHECK_OK(gemini_stream_call(opt_mgr, span->stream, opt_call, c));
 }
 
-/* Arenas of so many parameter windows, filled; states at first on the host or wherever they went from there. */
-static inline opt_t *opt_in(const world_t *w, uint64_t param_windows, const char *prefix) {
+/* Arenas of so many parameter chunks, filled; states at first on the host or wherever they went from there. */
+static inline opt_t *opt_in(const world_t *w, uint64_t param_chunks, const char *prefix) {
   opt_t *o = calloc(1, sizeof *o);
   CHECK(o);
   o->w = *w;
   opt_mgr = w->mgr;
-  o->n = param_windows * WORLD_WINDOW / 2 - 300; /* the last windows are not full */
+  o->n = param_chunks * WORLD_CHUNK / 2 - 300; /* the last chunks are not full */
   static const uint32_t kinds[] = { GEMINI_KIND_PARAM, GEMINI_KIND_MASTER, GEMINI_KIND_MOMENTUM };
   static const char *const names[] = { "params", "master", "momentum" };
   for (int a = 0; a < OPT_ARENAS; a++) {
@@ -281,15 +281,15 @@ static inline opt_t *opt_in(const world_t *w, uint64_t param_windows, const char
     o->model[a] = malloc(size);
     CHECK(o->model[a]);
     for (uint64_t i = 0; i < size; i++) o->model[a][i] = world_byte((uint64_t)a + 1, i);
-    for (uint64_t at = 0; at < size; at += WORLD_WINDOW)
-      world_fill(w, o->arenas[a], at, size - at < WORLD_WINDOW ? size - at : WORLD_WINDOW, GEMINI_TIER_HOST,
+    for (uint64_t at = 0; at < size; at += WORLD_CHUNK)
+      world_fill(w, o->arenas[a], at, size - at < WORLD_CHUNK ? size - at : WORLD_CHUNK, GEMINI_TIER_HOST,
                  (uint64_t)a + 1);
   }
   return o;
 }
-static inline opt_t *opt_open(gemini_config_t c, uint64_t param_windows) {
+static inline opt_t *opt_open(gemini_config_t c, uint64_t param_chunks) {
   world_t w = world_open(c);
-  return opt_in(&w, param_windows, "");
+  return opt_in(&w, param_chunks, "");
 }
 static inline void opt_free(opt_t *o) {
   for (int a = 0; a < OPT_ARENAS; a++) free(o->model[a]);
@@ -334,18 +334,18 @@ static inline void opt_check_range(opt_t *o, int a, uint64_t offset, uint64_t si
 }
 static inline void opt_check(opt_t *o) {
   for (int a = 0; a < OPT_ARENAS; a++) {
-    uint64_t size = o->n * opt_bytes[a], part = 2 * WORLD_WINDOW;
+    uint64_t size = o->n * opt_bytes[a], part = 2 * WORLD_CHUNK;
     for (uint64_t at = 0; at < size; at += part)
       opt_check_range(o, a, at, size - at < part ? size - at : part, GEMINI_TIER_HOST);
   }
-  CHECK(windows_right(&o->w));
+  CHECK(chunks_right(&o->w));
 }
-/* Puts all of an arena into files, window by window. */
+/* Puts all of an arena into files, chunk by chunk. */
 static inline void opt_to_files(opt_t *o, int a) {
   uint64_t size = o->n * opt_bytes[a];
-  for (uint64_t at = 0; at < size; at += WORLD_WINDOW) {
+  for (uint64_t at = 0; at < size; at += WORLD_CHUNK) {
     gemini_access_t x =
-        world_part(o->arenas[a], at, size - at < WORLD_WINDOW ? size - at : WORLD_WINDOW, 0, GEMINI_TIER_FILE);
+        world_part(o->arenas[a], at, size - at < WORLD_CHUNK ? size - at : WORLD_CHUNK, 0, GEMINI_TIER_FILE);
     CHECK_OK(gemini_move(o->w.mgr, &x, 1));
   }
 }

@@ -86,7 +86,7 @@ class Config(_Sized):
         ]
         + [
             (name, c_uint64)
-            for name in ("device_bytes", "device_margin_bytes", "host_bytes", "file_bytes", "window_bytes")
+            for name in ("device_bytes", "device_margin_bytes", "host_bytes", "file_bytes", "chunk_bytes")
         ]
         + [
             ("static_param_fraction", c_double),
@@ -124,7 +124,7 @@ class ArenaInfo(_Sized):
         ("base", c_uint64),
         ("size_bytes", c_uint64),
         ("capacity_bytes", c_uint64),
-        ("window_bytes", c_uint64),
+        ("chunk_bytes", c_uint64),
         ("tier_bytes", c_uint64 * 3),
         ("tensor_count", c_uint64),
     ]
@@ -191,7 +191,7 @@ class Stats(_Sized):
     _fields_: typing.ClassVar[typing.Any] = (
         [("struct_size", c_uint32), ("reserved", c_uint32)]
         + [(name, c_uint64 * 3) for name in ("budget_bytes", "used_bytes", "peak_bytes")]
-        + [(name, c_uint64) for name in ("model_bytes", "nonmodel_bytes", "nonmodel_peak_bytes", "window_bytes")]
+        + [(name, c_uint64) for name in ("model_bytes", "nonmodel_bytes", "nonmodel_peak_bytes", "chunk_bytes")]
         + [("moved_bytes", (c_uint64 * 5) * 4), ("moved_chunks", (c_uint64 * 5) * 4)]
         + [
             (name, c_uint64)

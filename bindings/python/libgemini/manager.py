@@ -179,7 +179,7 @@ class Manager:
         cuda: bool = False,
         device_ordinal: int = 0,
         device_margin: int | str = 0,
-        window: int | str = 0,
+        chunk_size: int | str = 0,
         warmup_iterations: int = 1,
         update_threads: int = 0,
         strict: bool = False,
@@ -201,13 +201,13 @@ class Manager:
             cuda: Use a GPU. Otherwise the simulated device, which is host memory.
             device_ordinal: Which GPU; 0 on the simulated device.
             device_margin: Bytes of device_memory that stay unused.
-            window: Bytes of a chunk, a power of two from 64 KiB to 1 GiB. 0: the library chooses.
+            chunk_size: Bytes of a chunk, a power of two from 64 KiB to 1 GiB. 0: the library chooses.
             warmup_iterations: Iterations that are recorded before the first plan, at most 1000.
             update_threads: Workers for updates and norms on the host, at most 256. 0: the library chooses.
             strict: Unmap each chunk as soon as it leaves the device, so that a stray access faults. For tests.
             static_param_fraction: For "static": the share of parameters on the device, from 0 to 1.
             static_optim_fraction: For "static": the share of master copies and moments on the device, from 0 to 1.
-            keep_name: Keep the files under this name, for checkpoint() and resume(). Needs window.
+            keep_name: Keep the files under this name, for checkpoint() and resume(). Needs chunk_size.
             watchdog: Seconds. A call that waits longer is reported in the log "libgemini". 0: never.
             file_engine: "auto", "uring" or "threads".
 
@@ -233,7 +233,7 @@ class Manager:
             device_margin_bytes=parse_bytes(device_margin, "device_margin"),
             host_bytes=parse_bytes(host_memory, "host_memory"),
             file_bytes=parse_bytes(file_memory, "file_memory"),
-            window_bytes=parse_bytes(window, "window"),
+            chunk_bytes=parse_bytes(chunk_size, "chunk_size"),
             static_param_fraction=static_param_fraction,
             static_optim_fraction=static_optim_fraction,
             file_dir=str(file).encode() if file else None,

@@ -32,7 +32,7 @@ def session():
             **{
                 "device": "cpu",
                 "strict": True,
-                "window": "64KiB",
+                "chunk_size": "64KiB",
                 "host_memory": "256MiB",
                 "device_memory": device_memory,
                 **more,

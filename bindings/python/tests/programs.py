@@ -216,7 +216,7 @@ class Runner:
                 opened = gm.init(
                     device="cpu",
                     strict=self.program.strict,
-                    window="64KiB",
+                    chunk_size="64KiB",
                     device_memory=self.program.memory,
                     host_memory="256MiB",
                     placement=self.program.placement,

@@ -19,8 +19,8 @@ from libgemini import abi
 from libgemini.torch.layout import Space
 
 KIB, MIB = 1 << 10, 1 << 20
-WINDOW = 64 * KIB
-WIDTH, ROWS = 64, 512  # an activation has 2 windows
+CHUNK = 64 * KIB
+WIDTH, ROWS = 64, 512  # an activation has 2 chunks
 
 
 class Block(nn.Module):
@@ -75,20 +75,20 @@ def make(blocks=4, reentrant=None):
 
 @pytest.fixture
 def offloading(session):
-    """offloading(model, optimizer, device_memory, **more) prepares them to save activations of a window or more; gives
+    """offloading(model, optimizer, device_memory, **more) prepares them to save activations of a chunk or more; gives
     a function that tells bytes by tier of the activations' arena."""
 
     def start(model, optimizer=None, device_memory="16MiB", **more):
         session(device_memory, **more)
         prepared = gm.prepare(model, optimizer) if optimizer else (gm.prepare(model), None)
-        gm.session().model.saving = lambda: gm.offload_activations(WINDOW)
+        gm.session().model.saving = lambda: gm.offload_activations(CHUNK)
         return *prepared, lambda: list(gm.session().manager.arena_info(gm.session().activations.arena).tier_bytes)
 
     return start
 
 
 def live():
-    """Windows in use, once torch's notes are worked off; those of two places twice."""
+    """Chunks in use, once torch's notes are worked off; those of two places twice."""
     state = gm.session().activations
     state.drain()
     return sum(state.users.values())
@@ -214,7 +214,7 @@ def test_gradients_that_add_up_over_passes(offloading):
 
 
 # ---- what is saved
-def saved_by(session_start, function, *tensors, least=WINDOW):
+def saved_by(session_start, function, *tensors, least=CHUNK):
     """Runs a function of tensors with and without; returns both results' gradients, and how many storages were
     saved."""
     function(*tensors).square().sum().backward()
@@ -254,7 +254,7 @@ def test_tensors_that_change_are_saved_again(session):
         change(tensor(128, 128)).sum().backward()
     session()
     a = tensor(128, 128)
-    with gm.offload_activations(WINDOW):
+    with gm.offload_activations(CHUNK):
         out = change(a)
         assert len(gm.session().activations.stored) == 1 and live() == 2  # the storage's number tells the newer one
     out.sum().backward()
@@ -266,7 +266,7 @@ def test_tensors_that_change_are_saved_again(session):
 
 def test_what_stays_with_torch_must_not_change(session):
     session()
-    with gm.offload_activations(WINDOW):
+    with gm.offload_activations(CHUNK):
         a = tensor(8, 8) * 1
         b = a.sin()
         a.add_(1)
@@ -326,7 +326,7 @@ def test_what_gains_nothing_stays_with_torch(session):
             return a * self.mask * self.weight
 
     model = gm.prepare(Model())
-    with gm.offload_activations(WINDOW):
+    with gm.offload_activations(CHUNK):
 
         def count(function, a):
             out = function(a)
@@ -407,7 +407,7 @@ def test_gradients_of_gradients(session):
 
     plain = run()
     session()
-    with gm.offload_activations(WINDOW):
+    with gm.offload_activations(CHUNK):
         ours = run()
     same_bits(ours, plain)
     assert nothing_left()
@@ -427,7 +427,7 @@ def test_a_forward_pass_without_a_backward_pass_leaves_nothing(offloading):
 
 def test_a_tensor_that_backward_got_stays_while_somebody_has_it(session):
     session("1MiB")
-    with gm.offload_activations(WINDOW):
+    with gm.offload_activations(CHUNK):
         a = tensor(128, 128)
         b = (a * 1).sin()
     saved = b.grad_fn._saved_self
@@ -435,7 +435,7 @@ def test_a_tensor_that_backward_got_stays_while_somebody_has_it(session):
     del b
     gc.collect()
     assert live() == 1 and len(gm.session().activations.held) == 1  # not even its graph is left
-    with gm.offload_activations(WINDOW):
+    with gm.offload_activations(CHUNK):
         others = [(a * i).sin() for i in range(30)]  # takes all of the device but that
     assert torch.equal(saved, expected)
     del saved, others
@@ -462,7 +462,7 @@ def test_a_pass_that_fails_leaves_nothing(offloading, where):
 
 def test_a_device_that_is_too_small_for_one_is_named(session):
     session("256KiB")
-    with gm.offload_activations(WINDOW):
+    with gm.offload_activations(CHUNK):
         a = tensor(512, 512)
         with pytest.raises(gm.GeminiError) as error:
             (a * 1).sin()
@@ -473,7 +473,7 @@ def test_a_device_that_is_too_small_for_one_is_named(session):
 
 def test_a_session_closes_with_what_is_left(session):
     session()
-    with gm.offload_activations(WINDOW):
+    with gm.offload_activations(CHUNK):
         graph = (tensor(128, 128) * 1).sin()
     saved = graph.grad_fn._saved_self
     assert len(gm.session().activations.held) == 1
@@ -520,7 +520,7 @@ def test_divided_operators_use_what_is_held_beside_them(offloading, tmp_path):
         "0.weight:unit.backward",
         *["saved"] * 6,
     ]
-    weight, each = "\nuse 0 0 16384 1\n", 2 * WINDOW
+    weight, each = "\nuse 0 0 16384 1\n", 2 * CHUNK
     for name, text in zip(names, operators):
         if name == "saved":
             assert weight in text and text.count("\nuse 2 ") == 1 and f" {each} " in text
@@ -537,4 +537,4 @@ def test_prepare_has_the_option(session):
     with torch.no_grad():
         model(x)
     out.sum().backward()
-    assert state.window == WINDOW and abi.TIERS[0] == "device"
+    assert state.chunk_size == CHUNK and abi.TIERS[0] == "device"

@@ -244,7 +244,7 @@ def in_session(send, name, share, strict, inside, size, defect=None):
     with tempfile.TemporaryDirectory() as folder:
         budget = size * share // 100
         model = None if inside else make(name)
-        opened = gm.init(device="cpu", strict=strict, window="64KiB", device_memory=budget, host_memory="256MiB")
+        opened = gm.init(device="cpu", strict=strict, chunk_size="64KiB", device_memory=budget, host_memory="256MiB")
         if inside:
             with opened:
                 model = make(name)

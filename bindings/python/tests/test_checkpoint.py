@@ -36,7 +36,7 @@ def open_session(**more):
         **{
             "device": "cpu",
             "strict": True,
-            "window": "64KiB",
+            "chunk_size": "64KiB",
             "device_memory": "32MiB",
             "host_memory": "128MiB",
             **more,
@@ -200,7 +200,7 @@ def test_resume_where_device_and_host_hold_the_model_only_together(tmp_path, mon
 @pytest.mark.parametrize("loads", (gm.load, lambda folder, model: gm.load_weights(model, folder)))
 def test_backward_pass_over_what_load_has_replaced_is_refused(tmp_path, loads):
     """As it is after load_state_dict()."""
-    gm.init(device="cpu", strict=True, window="64KiB", device_memory="1MiB", host_memory="16MiB")
+    gm.init(device="cpu", strict=True, chunk_size="64KiB", device_memory="1MiB", host_memory="16MiB")
     model = gm.prepare(nn.Sequential(nn.Linear(96, 96), nn.Linear(96, 96)))
     gm.save(tmp_path / "c", model)
     loss = model(torch.ones(2, 96)).sum()
@@ -713,7 +713,7 @@ if where == "renames":
 
 
 def save(number):
-  gm.init(device="cpu", window="64KiB", device_memory="1MiB", host_memory="8MiB")
+  gm.init(device="cpu", chunk_size="64KiB", device_memory="1MiB", host_memory="8MiB")
   model = gm.prepare(torch.nn.Linear(64, 64))
   with torch.no_grad():
     model.weight.fill_(float(number))
@@ -780,7 +780,7 @@ assert second == 1, second
 
 
 def look(number):
-  gm.init(device="cpu", window="64KiB", device_memory="1MiB", host_memory="8MiB")
+  gm.init(device="cpu", chunk_size="64KiB", device_memory="1MiB", host_memory="8MiB")
   model = gm.prepare(torch.nn.Linear(64, 64))
   assert gm.load(folder, model) == number and (model.weight == number).all()
 
@@ -867,7 +867,7 @@ random.seed(int(os.environ["GEMINI_STRESS_SEED"]))
 def start(number=0):
   if files:
     files["file_engine"] = "threads" if number % 2 else "auto"
-  gm.init(device="cpu", strict=True, window="64KiB", device_memory="192KiB" if files else "1MiB",
+  gm.init(device="cpu", strict=True, chunk_size="64KiB", device_memory="192KiB" if files else "1MiB",
           host_memory="128KiB" if files else "8MiB", **files)
   model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(24 if files else 2)))
   return gm.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
@@ -1019,7 +1019,7 @@ def model_of(layers):
 
 
 if what == "same":
-  with gm.init(device="cpu", strict=True, window="1MiB", device_memory="40MiB", host_memory="400MiB"):
+  with gm.init(device="cpu", strict=True, chunk_size="1MiB", device_memory="40MiB", host_memory="400MiB"):
     model = model_of(50)
   gm.prepare(model)
   gm.save(folder, model)
@@ -1027,8 +1027,8 @@ if what == "same":
   print(peak(lambda: gm.save(folder, model, max_shard="100MB")))
   print(peak(lambda: gm.load(folder, model)))
 else:
-  gm.init(device="cpu", strict=True, window="1MiB", device_memory="24MiB", host_memory="24MiB", file_memory="400MiB",
-          file=os.path.dirname(folder))
+  gm.init(device="cpu", strict=True, chunk_size="1MiB", device_memory="24MiB", host_memory="24MiB",
+          file_memory="400MiB", file=os.path.dirname(folder))
   with torch.device("meta"):
     model = model_of(50)
   print(peak(lambda: gm.load_weights(model, folder)))

@@ -83,7 +83,7 @@ def run(name="llama", budget=0.4, dtype=torch.float32, steps=STEPS, before_step=
     if change:
         change(model)
     memory = int(budget * model_data_bytes(model)) + (400 << 20)
-    gm.init(**{"device_memory": memory, "host_memory": "4GiB", "window": "2MiB", "strict": True, **more})
+    gm.init(**{"device_memory": memory, "host_memory": "4GiB", "chunk_size": "2MiB", "strict": True, **more})
     try:
         model, optimizer = gm.prepare(model, adamw(model), step_in_backward=early)
         losses = [loss.cpu() for loss in train(model, optimizer, steps, loss_of, before_step)]
@@ -168,7 +168,7 @@ def test_allocator_of_the_process():
 def test_allocations_push_chunks_out():
     model = make("llama")
     memory = int(0.8 * model_data_bytes(model))
-    gm.init(device_memory=memory, host_memory="4GiB", window="2MiB", allocator="pool")
+    gm.init(device_memory=memory, host_memory="4GiB", chunk_size="2MiB", allocator="pool")
     try:
         model, optimizer = gm.prepare(model, adamw(model))
         train(model, optimizer, 3, loss_of)
@@ -186,7 +186,10 @@ def test_offloaded_activations():
     plain_losses, plain_params, _ = run()
     model = make("llama")
     gm.init(
-        device_memory=int(0.4 * model_data_bytes(model)) + (400 << 20), host_memory="4GiB", window="2MiB", strict=True
+        device_memory=int(0.4 * model_data_bytes(model)) + (400 << 20),
+        host_memory="4GiB",
+        chunk_size="2MiB",
+        strict=True,
     )
     try:
         model, optimizer = gm.prepare(model, adamw(model))
@@ -222,7 +225,7 @@ def test_graphs_of_blocks():
         torch.manual_seed(0)
         model = torch.nn.Sequential(*(Block() for _ in range(8)))
         memory = int(budget * model_data_bytes(model)) + (64 << 20)
-        gm.init(device_memory=memory, host_memory="4GiB", window="2MiB", allocator="torch")
+        gm.init(device_memory=memory, host_memory="4GiB", chunk_size="2MiB", allocator="torch")
         try:
             model, optimizer = gm.prepare(model, adamw(model))
             for block in model:
@@ -259,7 +262,7 @@ def test_a_checkpoint_goes_on(tmp_path):
     memory = int(0.4 * model_data_bytes(model)) + (400 << 20)
     halves = []
     for half in range(2):
-        gm.init(device_memory=memory, host_memory="4GiB", window="2MiB", strict=True)
+        gm.init(device_memory=memory, host_memory="4GiB", chunk_size="2MiB", strict=True)
         try:
             model = make("llama")
             model, optimizer = gm.prepare(model, adamw(model))
@@ -293,7 +296,7 @@ def test_weights_come_from_files(tmp_path, way):
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    building = gm.init(device_memory=size // 4 + (400 << 20), host_memory="4GiB", window="2MiB", strict=True)
+    building = gm.init(device_memory=size // 4 + (400 << 20), host_memory="4GiB", chunk_size="2MiB", strict=True)
     try:
         if way == "meta":
             with torch.device("meta"):

@@ -50,7 +50,7 @@ def test_page_names_what_there_is():
     }
     stats = text[text.index("| in `gm.stats()`") : text.index("`gm.explain()` says")]
     keys = {name for row in re.findall(r"^\| (`.*?) \|", stats, re.MULTILINE) for name in re.findall(r"`(\w+)", row)}
-    gm.init(device="cpu", device_memory="1MiB", host_memory="1MiB", window="64KiB")
+    gm.init(device="cpu", device_memory="1MiB", host_memory="1MiB", chunk_size="64KiB")
     assert keys and keys <= set(gm.stats())
 
 

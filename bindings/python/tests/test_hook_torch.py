@@ -13,7 +13,7 @@ import subprocess
 import sys
 
 MIB = 1 << 20
-WINDOW = 2 * MIB
+CHUNK = 2 * MIB
 READ, READ_WRITE, HOST, DEVICE = 1, 3, 1, 0
 
 
@@ -66,9 +66,9 @@ class Manager:
             0,
             device_mib * MIB,
             0,
-            (chunks + 8) * WINDOW,
+            (chunks + 8) * CHUNK,
             0,
-            WINDOW,
+            CHUNK,
             0,
             0,
             0,
@@ -89,10 +89,10 @@ class Manager:
         self.chunks = chunks
         if not chunks:
             return
-        self.check(self.lib.gemini_arena_take(self.mgr, self.arena, chunks * WINDOW, ctypes.byref(offset)))
+        self.check(self.lib.gemini_arena_take(self.mgr, self.arena, chunks * CHUNK, ctypes.byref(offset)))
         for i in range(chunks):
             with_bytes = self.acquire(i, READ_WRITE, HOST, 0)
-            ctypes.memset(with_bytes.ptr, i + 1, WINDOW)
+            ctypes.memset(with_bytes.ptr, i + 1, CHUNK)
             self.release(with_bytes, 0)
         self.touch()
 
@@ -103,7 +103,7 @@ class Manager:
             raise AssertionError((status, info.raw[16:80].split(b"\0")[0], info.raw[80:].split(b"\0")[0]))
 
     def acquire(self, i, mode, tier, stream):
-        access = Access(self.arena.value, i * WINDOW, WINDOW, mode, tier, None)
+        access = Access(self.arena.value, i * CHUNK, CHUNK, mode, tier, None)
         self.check(self.lib.gemini_acquire(self.mgr, ctypes.byref(access), 1, stream))
         return access
 
@@ -117,7 +117,7 @@ class Manager:
     def holds(self):
         for i in range(self.chunks):
             access = self.acquire(i, READ, HOST, 0)
-            assert ctypes.string_at(access.ptr, WINDOW) == bytes([i + 1]) * WINDOW, i
+            assert ctypes.string_at(access.ptr, CHUNK) == bytes([i + 1]) * CHUNK, i
             self.release(access, 0)
 
     def stats(self):

@@ -20,12 +20,12 @@ import pytest
 from libgemini import GeminiError, Manager, abi, parse_bytes, updates
 
 KIB, MIB = 2**10, 2**20
-WINDOW = 64 * KIB
+CHUNK = 64 * KIB
 
 
 @pytest.fixture
 def manager():
-    with Manager(device_memory="1MiB", host_memory="4MiB", window=WINDOW, strict=True) as manager:
+    with Manager(device_memory="1MiB", host_memory="4MiB", chunk_size=CHUNK, strict=True) as manager:
         yield manager
 
 
@@ -78,8 +78,8 @@ def test_parse_bytes_refuses_what_is_no_size(value):
 @pytest.mark.parametrize("value", [-1, 2**64, "16777216TiB"])
 def test_parse_bytes_refuses_what_does_not_fit(value):
     with pytest.raises(ValueError) as error:
-        parse_bytes(value, "window")
-    assert str(error.value) == f"window is {value!r}: want 0 to 2**64 - 1 bytes"
+        parse_bytes(value, "chunk_size")
+    assert str(error.value) == f"chunk_size is {value!r}: want 0 to 2**64 - 1 bytes"
 
 
 # ---- opening and closing
@@ -87,8 +87,8 @@ def test_parse_bytes_refuses_what_does_not_fit(value):
     "arguments, message",
     [
         ({"device_memory": 0}, "device_bytes is 0"),
-        ({"device_memory": "1KiB", "window": WINDOW}, "window_bytes is 65536, more than .* 1024"),
-        ({"device_memory": "1MiB", "window": 1000}, "window_bytes is 1000, must be a power of two"),
+        ({"device_memory": "1KiB", "chunk_size": CHUNK}, "chunk_bytes is 65536, more than .* 1024"),
+        ({"device_memory": "1MiB", "chunk_size": 1000}, "chunk_bytes is 1000, must be a power of two"),
         ({"device_memory": "1MiB", "file_memory": "1MiB"}, "file_dir is not set"),
         ({"device_memory": "1MiB", "device_ordinal": 7}, "device_ordinal is 7"),
         ({"device_memory": "1MiB", "warmup_iterations": 1001}, "warmup_iterations is 1001, at most 1000"),
@@ -116,7 +116,7 @@ def test_refused_before():
 def test_a_failure_of_the_system_has_its_number(tmp_path):
     path = tmp_path / "nowhere"
     with pytest.raises(GeminiError, match=str(path)) as error:
-        Manager(device_memory="1MiB", host_memory="1MiB", window=WINDOW, file=path, file_memory="1MiB")
+        Manager(device_memory="1MiB", host_memory="1MiB", chunk_size=CHUNK, file=path, file_memory="1MiB")
     assert error.value.status == "IO" and error.value.native_code == 2  # ENOENT
 
 
@@ -128,7 +128,7 @@ def test_arguments_arrive(tmp_path):
         host_memory="2MiB",
         file_memory="3MiB",
         file=tmp_path,
-        window="128KiB",
+        chunk_size="128KiB",
         update_threads=1,
         keep_name="kept",
     ) as manager:
@@ -137,7 +137,7 @@ def test_arguments_arrive(tmp_path):
         arena = manager.arena(abi.KIND_OTHER)
         manager.take(arena, 1)
         release(manager, acquire(manager, arena, 0, 1))
-        assert manager.arena_info(arena).window_bytes == 128 * KIB
+        assert manager.arena_info(arena).chunk_bytes == 128 * KIB
         manager.lib.checkpoint(manager.handle)
         assert [path.name for path in tmp_path.iterdir() if "kept" in path.name]
 
@@ -152,10 +152,10 @@ def test_close_twice_is_once():
 
 
 def test_close_is_refused_while_something_is_acquired():
-    manager = Manager(device_memory="1MiB", host_memory="1MiB", window=WINDOW)
+    manager = Manager(device_memory="1MiB", host_memory="1MiB", chunk_size=CHUNK)
     arena = manager.arena(abi.KIND_PARAM, name="weights")
-    manager.take(arena, WINDOW)
-    access = acquire(manager, arena, 0, WINDOW)
+    manager.take(arena, CHUNK)
+    access = acquire(manager, arena, 0, CHUNK)
     with pytest.raises(GeminiError, match="weights") as error:
         manager.close()
     assert error.value.status == "BUSY"
@@ -178,7 +178,7 @@ def test_arena(manager):
     assert manager.take(params, 24) == 1024  # places begin at multiples of 256 elements
     info = manager.arena_info(params)
     assert info.kind == abi.KIND_PARAM and info.capacity_bytes == 2 * MIB
-    assert info.size_bytes == 1048 and info.base % WINDOW == 0
+    assert info.size_bytes == 1048 and info.base % CHUNK == 0
     masters = manager.arena(abi.KIND_MASTER, element_bytes=4, like=params)
     assert manager.arena_info(masters).size_bytes == 2 * info.size_bytes
     grads = manager.arena(abi.KIND_GRAD, element_bytes=2, reuse=params)
@@ -188,33 +188,33 @@ def test_arena(manager):
     assert error.value.status == "INVALID"
 
 
-def step(manager, arena, windows):
+def step(manager, arena, chunks):
     manager.lib.iteration_begin(manager.handle)
-    for i in range(windows):
+    for i in range(chunks):
         manager.lib.op_begin(manager.handle, f"op{i}".encode(), abi.STREAM_CALLER)
-        release(manager, acquire(manager, arena, i * WINDOW, WINDOW))
+        release(manager, acquire(manager, arena, i * CHUNK, CHUNK))
         manager.lib.op_end(manager.handle)
     manager.lib.iteration_end(manager.handle)
 
 
 def test_stats_and_explain(manager):
     assert manager.explain().startswith("No plan yet")
-    windows = 20  # of which 16 fit on the device
+    chunks = 20  # of which 16 fit on the device
     arena = manager.arena(abi.KIND_PARAM)
-    manager.take(arena, windows * WINDOW)
-    step(manager, arena, windows)
+    manager.take(arena, chunks * CHUNK)
+    step(manager, arena, chunks)
     stats = manager.stats()
     assert not any(name.startswith(("struct", "reserved")) for name in stats)
-    assert stats["model_bytes"] == windows * WINDOW and stats["window_bytes"] == WINDOW
-    assert stats["used_bytes"]["device"] <= MIB and stats["used_bytes"]["host"] >= 4 * WINDOW
+    assert stats["model_bytes"] == chunks * CHUNK and stats["chunk_bytes"] == CHUNK
+    assert stats["used_bytes"]["device"] <= MIB and stats["used_bytes"]["host"] >= 4 * CHUNK
     assert stats["peak_bytes"]["device"] == MIB and stats["iterations"] == 1 and stats["plans"] == 1
     out = stats["moved_bytes"]["device to host"]
-    assert sum(out.values()) == sum(stats["moved_chunks"]["device to host"].values()) * WINDOW > 0
+    assert sum(out.values()) == sum(stats["moved_chunks"]["device to host"].values()) * CHUNK > 0
     assert out["demand"] + out["caller"] + out["update"] == 0  # it was pressed out, or planned out at the end
     assert set(stats["moved_bytes"]) == set(abi.LINKS) and set(out) == set(abi.REASONS)
     text = manager.explain()
-    assert "placement: auto" in text and f"of {windows} windows" in text and text.endswith("\n")
-    step(manager, arena, windows)
+    assert "placement: auto" in text and f"of {chunks} chunks" in text and text.endswith("\n")
+    step(manager, arena, chunks)
     assert manager.stats()["planned_iterations"] == 1
     manager.lib.stats_reset(manager.handle)
     assert not any(map(any, (row.values() for row in manager.stats()["moved_bytes"].values())))
@@ -232,7 +232,7 @@ def test_a_call_that_waits_is_in_the_dump_and_in_the_log(caplog):
         Manager(device_memory="1MiB", host_memory="4MiB", file_engine="aio")
     with pytest.raises(ValueError, match="watchdog is -1"):
         Manager(device_memory="1MiB", host_memory="4MiB", watchdog=-1)
-    with Manager(device_memory="1MiB", host_memory="4MiB", window=WINDOW, watchdog=0.05) as manager:
+    with Manager(device_memory="1MiB", host_memory="4MiB", chunk_size=CHUNK, watchdog=0.05) as manager:
         stream = ctypes.c_uint64()
         manager.lib.stream_create(manager.handle, stream)
         manager.lib.stream_call(manager.handle, stream.value, wait, None)
@@ -369,7 +369,7 @@ class Model:
 @pytest.mark.parametrize("late", (False, True))
 def test_numpy_trains_a_model_that_does_not_fit(placement, late):
     with Manager(
-        placement=placement, device_memory=BUDGET, host_memory="4MiB", window=WINDOW, strict=True, update_threads=2
+        placement=placement, device_memory=BUDGET, host_memory="4MiB", chunk_size=CHUNK, strict=True, update_threads=2
     ) as manager:
         model = Model(manager)
         model.fill()
@@ -393,7 +393,7 @@ def test_torch_is_not_needed():
     program = """
 import sys
 from libgemini import Manager
-with Manager(device_memory="1MiB", host_memory="1MiB", window="64KiB") as manager:
+with Manager(device_memory="1MiB", host_memory="1MiB", chunk_size="64KiB") as manager:
     arena = manager.arena("other")
     manager.take(arena, 100)
     with manager.acquired(manager.range(arena, "write")) as (buffer,):
@@ -410,14 +410,14 @@ print(sorted({"torch", "numpy"} & set(sys.modules)))
 @pytest.fixture
 def arena(manager):
     arena = manager.arena("param", element_bytes=4, name="weights")
-    manager.take(arena, 20 * WINDOW)
+    manager.take(arena, 20 * CHUNK)
     return arena
 
 
 def test_ranges_are_checked(manager, arena):
     whole = manager.range(arena, "write")
-    assert (whole.offset_bytes, whole.size_bytes) == (0, 20 * WINDOW)
-    assert manager.range(arena, offset=WINDOW).size_bytes == 19 * WINDOW
+    assert (whole.offset_bytes, whole.size_bytes) == (0, 20 * CHUNK)
+    assert manager.range(arena, offset=CHUNK).size_bytes == 19 * CHUNK
     with pytest.raises(ValueError, match="mode is 'modify': want one of read, write, read_write"):
         manager.range(arena, "modify")
     with pytest.raises(ValueError, match="tier is 'disk': want one of device, host, file"):
@@ -430,7 +430,7 @@ def test_ranges_are_checked(manager, arena):
     with pytest.raises(GeminiError) as error:
         manager.acquire(whole)  # 20 chunks, of which the device has 16
     assert error.value.status == "OOM_DEVICE" and whole.address is None
-    part = manager.range(arena, "read", 0, WINDOW)
+    part = manager.range(arena, "read", 0, CHUNK)
     manager.acquire(part)
     address = part.address
     with pytest.raises(GeminiError, match="acquired already") as error:
@@ -441,7 +441,7 @@ def test_ranges_are_checked(manager, arena):
 
 
 def test_the_end_of_a_block_releases(manager, arena):
-    part = manager.range(arena, "read_write", 0, WINDOW)
+    part = manager.range(arena, "read_write", 0, CHUNK)
     with pytest.raises(KeyError), manager.iteration(), manager.operator("op"), manager.acquired(part):
         raise KeyError
     manager.move(part, tier="host")  # which is refused while it is acquired
@@ -456,15 +456,15 @@ def test_the_end_of_a_block_releases(manager, arena):
 
 
 def test_pin_hint_move_and_budget(manager, arena):
-    part, info = manager.range(arena, "write", 0, 4 * WINDOW), manager.arena_info
+    part, info = manager.range(arena, "write", 0, 4 * CHUNK), manager.arena_info
     with manager.acquired(part):
         pass
     manager.move(part, tier="host")
     assert manager.stats()["used_bytes"]["device"] == 0
     with manager.pinned(part):
-        assert manager.stats()["used_bytes"]["device"] == 4 * WINDOW
+        assert manager.stats()["used_bytes"]["device"] == 4 * CHUNK
         with pytest.raises(GeminiError) as error:
-            manager.budget_set("device", 2 * WINDOW)
+            manager.budget_set("device", 2 * CHUNK)
         assert error.value.status == "OOM_DEVICE"
     with pytest.raises(GeminiError) as error:
         manager.unpin(part)
@@ -472,7 +472,7 @@ def test_pin_hint_move_and_budget(manager, arena):
     manager.budget_set("device", "128KiB")
     assert manager.stats()["budget_bytes"]["device"] == 128 * KIB
     manager.hint(part, tier="device")
-    assert info(arena).size_bytes == 20 * WINDOW
+    assert info(arena).size_bytes == 20 * CHUNK
 
 
 # ---- tensors
@@ -566,15 +566,15 @@ def test_memory(manager, arena):
 
 # ---- data
 def test_zero_load_and_store(manager, arena, tmp_path):
-    values = np.arange(20 * WINDOW // 4, dtype=np.int32)
+    values = np.arange(20 * CHUNK // 4, dtype=np.int32)
     (tmp_path / "in").write_bytes(b"head" + values.tobytes())
     with open(tmp_path / "in", "rb") as file:
         manager.load(manager.range(arena), file, 4)
-    manager.zero(manager.range(arena, offset=WINDOW, size_bytes=WINDOW + 8))
-    values[WINDOW // 4 : WINDOW // 2 + 2] = 0
+    manager.zero(manager.range(arena, offset=CHUNK, size_bytes=CHUNK + 8))
+    values[CHUNK // 4 : CHUNK // 2 + 2] = 0
     with open(tmp_path / "out", "wb") as file:
         manager.store(manager.range(arena), file)
-        manager.store(manager.range(arena, size_bytes=8), file.fileno(), 20 * WINDOW)
+        manager.store(manager.range(arena, size_bytes=8), file.fileno(), 20 * CHUNK)
     assert (tmp_path / "out").read_bytes() == values.tobytes() + values[:2].tobytes()
     with open(tmp_path / "in", "rb") as file, pytest.raises(GeminiError) as error:
         manager.load(manager.range(arena), file, 8)  # which ends early
@@ -595,7 +595,7 @@ def test_updates_cover_the_range_once(manager, arena):
         sums += values
         spans.append((span.first_element, span.element_count))
 
-    first, size = 1000, 5 * WINDOW // 4
+    first, size = 1000, 5 * CHUNK // 4
     for late in False, True, True:
         manager.update(
             count, {arena: "read_write", other: "read_write"}, first_element=first, element_count=size, late=late
@@ -612,9 +612,9 @@ def test_updates_cover_the_range_once(manager, arena):
 def test_late_updates_on_the_device_wait_for_their_turn():
     """A part whose chunks are on the device is computed there, behind the work of the stream."""
     tiers = set()
-    with Manager(placement="cuda", device_memory="1MiB", host_memory="2MiB", window=WINDOW) as manager:
+    with Manager(placement="cuda", device_memory="1MiB", host_memory="2MiB", chunk_size=CHUNK) as manager:
         arena = manager.arena("param", element_bytes=4)
-        manager.take(arena, 4 * WINDOW)
+        manager.take(arena, 4 * CHUNK)
 
         def update(span):
             tiers.add(span.tier)
@@ -635,9 +635,9 @@ def test_late_updates_on_the_device_wait_for_their_turn():
 
 @pytest.mark.parametrize("late", (False, True))
 def test_an_exception_in_an_update_is_not_lost(late, tmp_path):
-    manager = Manager(device_memory="1MiB", host_memory="2MiB", window=WINDOW)
+    manager = Manager(device_memory="1MiB", host_memory="2MiB", chunk_size=CHUNK)
     arena = manager.arena("param", element_bytes=4)
-    manager.take(arena, 4 * WINDOW)
+    manager.take(arena, 4 * CHUNK)
 
     def fail(span):
         raise ZeroDivisionError("nothing to divide")
@@ -692,7 +692,12 @@ def test_late_updates_that_nobody_waits_for_do_not_pile_up(manager, arena):
 def test_checkpoint_and_resume(tmp_path):
     def start():
         manager = Manager(
-            device_memory="1MiB", host_memory="1MiB", file_memory="4MiB", file=tmp_path, window=WINDOW, keep_name="kept"
+            device_memory="1MiB",
+            host_memory="1MiB",
+            file_memory="4MiB",
+            file=tmp_path,
+            chunk_size=CHUNK,
+            keep_name="kept",
         )
         return manager, Model(manager)
 
@@ -709,7 +714,7 @@ def test_checkpoint_and_resume(tmp_path):
         for got, one in zip(model.read(model.weights) + model.read(model.variance), wanted):
             assert got.tobytes() == one.tobytes()
     with (
-        Manager(device_memory="1MiB", host_memory="1MiB", window=WINDOW) as manager,
+        Manager(device_memory="1MiB", host_memory="1MiB", chunk_size=CHUNK) as manager,
         pytest.raises(GeminiError) as error,
     ):
         manager.checkpoint()
@@ -718,7 +723,7 @@ def test_checkpoint_and_resume(tmp_path):
 
 def test_trace_and_timeline(tmp_path):
     def start():
-        manager = Manager(device_memory=BUDGET, host_memory="4MiB", window=WINDOW)
+        manager = Manager(device_memory=BUDGET, host_memory="4MiB", chunk_size=CHUNK)
         return manager, Model(manager)
 
     manager, model = start()

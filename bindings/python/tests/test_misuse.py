@@ -53,7 +53,7 @@ def test_second_session(session):
         ({"device_memory": "much"}, "device_memory is 'much'"),
         ({"device_memory": -1}, "device_memory is -1"),
         ({"placement": "gpu"}, "placement is 'gpu': want one of auto, cuda, cpu, static"),
-        ({"window": 100}, "window"),
+        ({"chunk_size": 100}, "chunk_size"),
         ({"host_memory": "1GiX"}, "host_memory is '1GiX'"),
     ),
 )
@@ -65,7 +65,7 @@ def test_bad_settings(wrong, match):
 
 
 def test_closed_session():
-    gm.init(device="cpu", device_memory="1MiB", host_memory="64MiB", window="64KiB")
+    gm.init(device="cpu", device_memory="1MiB", host_memory="64MiB", chunk_size="64KiB")
     model = gm.prepare(mlp())
     weight = model[0].weight
     gm.close()
@@ -79,7 +79,7 @@ def test_closed_session():
         with pytest.raises(gm.GeminiError, match="session.*closed"):
             use()
     assert weight.shape == (SIZE, SIZE)
-    gm.init(device="cpu", device_memory="1MiB", host_memory="64MiB", window="64KiB")
+    gm.init(device="cpu", device_memory="1MiB", host_memory="64MiB", chunk_size="64KiB")
     with pytest.raises(gm.GeminiError, match="0.weight belongs to a session that was closed"):
         gm.prepare(model)
     works(gm.prepare(mlp()))

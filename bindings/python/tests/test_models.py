@@ -48,7 +48,9 @@ def managed(name, dtype=torch.float32, steps=STEPS):
 @functools.cache
 def resident(name, dtype=torch.float32):
     """The same where everything fits on the device: nothing is offloaded."""
-    gm.init(device="cpu", strict=True, window="64KiB", device_memory="64MiB", host_memory="256MiB", placement="cuda")
+    gm.init(
+        device="cpu", strict=True, chunk_size="64KiB", device_memory="64MiB", host_memory="256MiB", placement="cuda"
+    )
     try:
         return managed(name, dtype)
     finally:
@@ -114,7 +116,7 @@ def test_bf16(session, name):
 
 
 def test_weight_that_tying_leaves_behind_costs_nothing(session):
-    with session(window="64KiB") as owner:
+    with session(chunk_size="64KiB") as owner:
         model = torch.nn.ModuleDict({"in": torch.nn.Embedding(512, 512), "out": torch.nn.Linear(512, 512, bias=False)})
         kept = model["out"].weight
         model["out"].weight = model["in"].weight

@@ -111,7 +111,7 @@ def test_installed_wheel_works_elsewhere(wheel, tmp_path):
     program = """
 import libgemini
 from libgemini import abi
-with libgemini.Manager(device_memory="1MiB", host_memory="1MiB", window="64KiB") as manager:
+with libgemini.Manager(device_memory="1MiB", host_memory="1MiB", chunk_size="64KiB") as manager:
   assert manager.take(manager.arena(abi.KIND_PARAM), 100) == 0
   print(libgemini.version(), libgemini.__file__, abi.library().path, abi.update_library().path, sep="\\n")
 """

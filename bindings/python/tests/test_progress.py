@@ -109,7 +109,7 @@ def test_building_and_preparing_a_model_count_its_bytes(monkeypatch):
         return torch.nn.Sequential(torch.nn.Linear(30, 50), torch.nn.Linear(50, 2, bias=False))
 
     size = 4 * (30 * 50 + 50 + 50 * 2)
-    with gm.init(device="cpu", device_memory="16MiB", host_memory="16MiB", window="64KiB", progress=True):
+    with gm.init(device="cpu", device_memory="16MiB", host_memory="16MiB", chunk_size="64KiB", progress=True):
         inside = build()
     gm.prepare(torch.nn.Sequential(inside, build()))
     gm.close()

@@ -297,7 +297,7 @@ def peak(function):
   return resident("VmHWM") - before
 
 
-with gm.init(device="cpu", window="1MiB", device_memory="40MiB", host_memory="300MiB"):
+with gm.init(device="cpu", chunk_size="1MiB", device_memory="40MiB", host_memory="300MiB"):
   model = nn.Sequential(*(nn.Linear(1023, 1024) for _ in range(32)))
 gm.prepare(model)
 state = model.state_dict()

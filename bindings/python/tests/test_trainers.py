@@ -64,13 +64,13 @@ def ours(code, monkeypatch, size):
     options = {
         "device": "cpu",
         "strict": True,
-        "window": "64KiB",
+        "chunk_size": "64KiB",
         "device_memory": size * 2 // 5,
         "host_memory": "64MiB",
     }
     if torch.cuda.is_available():
         options = {
-            "window": "2MiB",
+            "chunk_size": "2MiB",
             "device_memory": max(size * 2 // 5, 32 << 20),
             "host_memory": "256MiB",
             "allocator": "torch",
@@ -152,7 +152,7 @@ def test_lightning_goes_on_from_a_checkpoint_of_its_own_to_the_bit(monkeypatch):
 
 
 def test_moving_a_model_to_where_it_is_moves_nothing():
-    gm.init(device="cpu", strict=True, window="64KiB", device_memory="1MiB", host_memory="4MiB")
+    gm.init(device="cpu", strict=True, chunk_size="64KiB", device_memory="1MiB", host_memory="4MiB")
     model = gm.prepare(torch.nn.Linear(64, 64))
     weight = model.weight
     assert model.to("cpu:0") is model and model.weight is weight
@@ -172,7 +172,7 @@ import libgemini.torch as gm
 if "RANK" in os.environ:
   dist.init_process_group("gloo")
 torch.manual_seed(0)
-gm.init(device="cpu", strict=True, window="64KiB", device_memory="512KiB", host_memory="16MiB")
+gm.init(device="cpu", strict=True, chunk_size="64KiB", device_memory="512KiB", host_memory="16MiB")
 model = torch.nn.Sequential(*(torch.nn.Linear(128, 128) for _ in range(6)))
 model, optimizer = gm.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
 if dist.is_initialized():
@@ -219,7 +219,7 @@ def test_accelerate_is_the_same_under_torchrun(tmp_path, monkeypatch):
     """It wraps the model in DistributedDataParallel there, also of one process."""
     code = source_of("accelerate", "SGD")
     losses, weights = plain(code)
-    budget = 'device="cpu", strict=True, window="64KiB", host_memory="64MiB", device_memory='
+    budget = 'device="cpu", strict=True, chunk_size="64KiB", host_memory="64MiB", device_memory='
     script = tmp_path / "script.py"
     monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
     script.write_text(code.replace("device_memory=", budget).replace('"20GiB"', str(data_bytes(weights) * 2 // 5)))

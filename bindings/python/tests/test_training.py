@@ -32,7 +32,7 @@ def data(step=0, rows=5):
 
 
 @pytest.mark.parametrize(
-    "memory, cuda, window",
+    "memory, cuda, chunk_size",
     [
         (1 << 30, False, 1 << 20),
         (1 << 30, True, 2 << 20),
@@ -43,9 +43,9 @@ def data(step=0, rows=5):
         (1 << 40, True, 32 << 20),
     ],
 )
-def test_chunks_are_a_thousandth_of_the_budget_within_bounds(memory, cuda, window):
+def test_chunks_are_a_thousandth_of_the_budget_within_bounds(memory, cuda, chunk_size):
     """A GPU maps 2 MiB at least."""
-    assert sys.modules["libgemini.torch.arenas"].window_bytes(memory, cuda) == window
+    assert sys.modules["libgemini.torch.arenas"].chunk_bytes(memory, cuda) == chunk_size
 
 
 def square(model, step):

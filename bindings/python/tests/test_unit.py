@@ -55,7 +55,7 @@ def closed():
 def start(model, share=0.4):
     """A session whose device holds a share of a model's data, under SGD with momentum: 12 bytes an element."""
     size = sum(param.numel() for param in model.parameters()) * 12
-    gm.init(device="cpu", strict=True, window="64KiB", host_memory="64MiB", device_memory=int(size * share))
+    gm.init(device="cpu", strict=True, chunk_size="64KiB", host_memory="64MiB", device_memory=int(size * share))
 
 
 def loss_of(model, step):
@@ -430,7 +430,7 @@ def test_cuda_graphs_of_blocks_train_alike(how, allocator):
             gm.init(
                 device=device,
                 strict=True,
-                window="2MiB",
+                chunk_size="2MiB",
                 host_memory="256MiB",
                 device_memory=size // 2 + room,
                 allocator=allocator,

@@ -1233,7 +1233,10 @@ def test_p12_gradients_without_any_call_of_the_model_are_said(session):
             {"device_memory": "256KiB", "margin": "200KiB"},
             "device_memory is 262144 bytes, of which margin leaves 57344: want",
         ),
-        ({"device_memory": "1MiB", "window": "2MiB"}, "device_memory is 1048576 bytes, .* chunk, which has 2097152"),
+        (
+            {"device_memory": "1MiB", "chunk_size": "2MiB"},
+            "device_memory is 1048576 bytes, .* chunk, which has 2097152",
+        ),
     ),
 )
 def test_p12_a_device_without_room_for_a_chunk_is_refused(settings, match):

@@ -126,7 +126,7 @@ def init(
     file_memory: int | str = 0,
     device: _torch.device | str | None = None,
     margin: int | str = 0,
-    window: int | str = 0,
+    chunk_size: int | str = 0,
     warmup_iterations: int = 1,
     update_threads: int = 0,
     strict: bool = False,
@@ -156,7 +156,7 @@ def init(
         device: A torch device. None: the current GPU if there is one; otherwise the simulated device, which is host
             memory with a budget, and whose tensors are CPU tensors.
         margin: Bytes of device_memory that stay unused.
-        window: Bytes of a chunk, a power of two from 64 KiB to 1 GiB. 0: about a thousandth of device_memory.
+        chunk_size: Bytes of a chunk, a power of two from 64 KiB to 1 GiB. 0: about a thousandth of device_memory.
         warmup_iterations: Training steps that are watched before the first plan is made.
         update_threads: Threads that run optimizer updates on the host. 0: the library chooses.
         strict: Unmap each chunk as soon as it has left the device, so that a stray access faults. For tests.
@@ -199,7 +199,7 @@ def init(
         file=file,
         file_memory=file_memory,
         device_margin=margin,
-        window=window,
+        chunk_size=chunk_size,
         warmup_iterations=warmup_iterations,
         update_threads=update_threads,
         strict=strict,
@@ -286,7 +286,7 @@ def prepare(
         if least > room:
             _warnings.warn(
                 f"device_memory leaves {room} bytes: a step that uses all of parameter {record.name} at once{what} "
-                f"needs {least}, in chunks of {owner.manager.config.window_bytes}, and {then}",
+                f"needs {least}, in chunks of {owner.manager.config.chunk_bytes}, and {then}",
                 stacklevel=2,
             )
             break

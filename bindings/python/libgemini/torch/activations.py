@@ -26,7 +26,7 @@ from .memory import wrap
 from .tensors import ManagedParameter, ManagedTensor
 
 ALIGNMENT = 512  # bytes, of places
-WHOLE_WINDOWS = 4  # places of at least so many windows share none with others
+WHOLE_CHUNKS = 4  # places of at least so many chunks share none with others
 # A view of less than 1/VIEW_SHARE of its storage stays with torch: the whole storage would be saved.
 VIEW_SHARE = 4
 # An operator that saves or unpacks more than 1/OPERATOR_SHARE of the device budget is split.
@@ -96,8 +96,8 @@ class Activations:
         self.operator = None  # the number of the operator that op_bytes counts
         self.op_bytes = 0
         self.space = Space()
-        self.window = self.first_window()
-        self.users: collections.Counter[int] = collections.Counter()  # how many places lie in a window
+        self.chunk_size = self.first_chunk()
+        self.users: collections.Counter[int] = collections.Counter()  # how many places lie in a chunk
         # By the number of a storage: where its bytes are stored.
         self.stored: weakref.WeakValueDictionary[int, _Stored] = weakref.WeakValueDictionary()
         # What is acquired for tensors that the backward pass has got: (storage, access, stream, range).
@@ -106,15 +106,15 @@ class Activations:
         self.arenas = []  # (base, end, handle) of all arenas
 
     # ---- places
-    def first_window(self):
-        """Takes the first window and returns the window size, which the library may choose only now."""
+    def first_chunk(self):
+        """Takes the first chunk and returns the chunk size, which the library may choose only now."""
         manager, lib = self.session.manager, self.session.lib
         manager.take(self.arena, ALIGNMENT)
         lib.zero(self.session.handle, ctypes.byref(abi.Access(self.arena, 0, ALIGNMENT, 0, 0, None)))
-        window = manager.arena_info(self.arena).window_bytes
-        manager.take(self.arena, window - ALIGNMENT)
-        self.space.give(0, window)
-        return window
+        chunk_size = manager.arena_info(self.arena).chunk_bytes
+        manager.take(self.arena, chunk_size - ALIGNMENT)
+        self.space.give(0, chunk_size)
+        return chunk_size
 
     def place(self, size):
         """Takes a new place.
@@ -122,23 +122,23 @@ class Activations:
         Returns:
             The arena, the offset, the size, which may be larger than the argument, and the device address.
         """
-        large = size >= WHOLE_WINDOWS * self.window
-        alignment = self.window if large else ALIGNMENT
+        large = size >= WHOLE_CHUNKS * self.chunk_size
+        alignment = self.chunk_size if large else ALIGNMENT
         size = -(-size // alignment) * alignment
         offset = self.space.take(size, alignment)
         if offset is None:
-            more = -(-size // self.window) * self.window
+            more = -(-size // self.chunk_size) * self.chunk_size
             self.space.give(self.session.manager.take(self.arena, more), more)
             offset = self.space.take(size, alignment)
-        self.users.update(self.windows(offset, size))
+        self.users.update(self.chunks(offset, size))
         return self.arena, offset, size, self.session.arenas.arena_base(self.arena) + offset
 
-    def windows(self, offset, size):
-        """The numbers of the windows that a range lies in."""
-        return range(offset // self.window, -(-(offset + size) // self.window))
+    def chunks(self, offset, size):
+        """The numbers of the chunks that a range lies in."""
+        return range(offset // self.chunk_size, -(-(offset + size) // self.chunk_size))
 
     def drain(self):
-        """Handles what torch has freed: releases it, makes places free, and zeroes windows without places."""
+        """Handles what torch has freed: releases it, makes places free, and zeroes chunks without places."""
         held, self.held = self.held, []
         for storage, access, stream, where in held:
             if storage.expired():
@@ -151,15 +151,15 @@ class Activations:
         while self.dead:
             offset, size = self.dead.popleft()
             self.space.give(offset, size)
-            for window in self.windows(offset, size):
-                self.users[window] -= 1
-                if not self.users[window]:
-                    del self.users[window]
-                    empty.append(window)
+            for chunk in self.chunks(offset, size):
+                self.users[chunk] -= 1
+                if not self.users[chunk]:
+                    del self.users[chunk]
+                    empty.append(chunk)
         empty.sort()
         while empty:
             count = next((i for i in range(1, len(empty)) if empty[i] != empty[0] + i), len(empty))
-            whole = abi.Access(self.arena, empty[0] * self.window, count * self.window, 0, 0, None)
+            whole = abi.Access(self.arena, empty[0] * self.chunk_size, count * self.chunk_size, 0, 0, None)
             self.session.lib.zero(self.session.handle, ctypes.byref(whole))
             del empty[:count]
 

@@ -105,14 +105,14 @@ class AdamwRule:
         other parameters. So these are updated together, when all of them have their gradients.
         """
         self.group_of = groups_of(groups)
-        window = self.session.manager.config.window_bytes
+        chunk_size = self.session.manager.config.chunk_bytes
         for records in self.arenas.values():
-            lasts = [(record.place.offset + record.place.size_bytes - 1) // window for record in records]
+            lasts = [(record.place.offset + record.place.size_bytes - 1) // chunk_size for record in records]
             for i, record in enumerate(records):
                 begin = end = i
-                while begin and lasts[begin - 1] >= record.place.offset // window:
+                while begin and lasts[begin - 1] >= record.place.offset // chunk_size:
                     begin -= 1
-                while end + 1 < len(records) and records[end + 1].place.offset // window <= lasts[i]:
+                while end + 1 < len(records) and records[end + 1].place.offset // chunk_size <= lasts[i]:
                     end += 1
                 self.neighbours[record] = records[begin : end + 1]
 

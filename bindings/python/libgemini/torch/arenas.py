@@ -238,7 +238,7 @@ class Place:
             self.session.lib.zero(self.session.handle, ctypes.byref(self.access(0)))
 
 
-def window_bytes(device_memory: int, cuda: bool) -> int:
+def chunk_bytes(device_memory: int, cuda: bool) -> int:
     """Chooses the chunk size: about a thousandth of the device budget.
 
     Fewer chunks cost less; smaller chunks waste less around what an operator needs. A GPU maps at least 2 MiB at once.

@@ -642,16 +642,16 @@ class Model:
         Returns:
             Bytes, and the record of that parameter.
         """
-        window = self.session.manager.config.window_bytes
+        chunk_size = self.session.manager.config.chunk_bytes
 
         def needs(record):
             place = record.place
-            chunks = (place.offset + place.size_bytes - 1) // window - place.offset // window + 1
+            chunks = (place.offset + place.size_bytes - 1) // chunk_size - place.offset // chunk_size + 1
             with _plain():
                 beside = (
                     gradients and record.param.requires_grad and not (record.early and place.dtype != torch.float32)
                 )
-            return chunks * window * (2 if beside else 1)
+            return chunks * chunk_size * (2 if beside else 1)
 
         return max(
             ((needs(record), record) for record in self.records.values() if record.place.elements),

@@ -132,7 +132,7 @@ def report(owner):
     steps = stats["iterations"] - owner.reset_iterations
     where = str(owner.device) if owner.cuda else "the host-simulated device"
     parts = [
-        [f"libgemini {owner.lib.version().decode()} on {where}, chunks of {bytes_text(stats['window_bytes'])}"],
+        [f"libgemini {owner.lib.version().decode()} on {where}, chunks of {bytes_text(stats['chunk_bytes'])}"],
         _memory(owner, stats),
         _moves(stats, steps),
         _times(stats, steps),

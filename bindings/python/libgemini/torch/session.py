@@ -18,7 +18,7 @@ import torch
 
 from ..abi import GeminiError
 from ..manager import Manager, parse_bytes
-from .arenas import Arenas, window_bytes
+from .arenas import Arenas, chunk_bytes
 from .backward import Backward
 from .brackets import Brackets
 from .holds import Holds
@@ -56,7 +56,7 @@ class Session:
         file: str | os.PathLike[str] | None,
         file_memory: int | str,
         device_margin: int | str,
-        window: int | str,
+        chunk_size: int | str,
         warmup_iterations: int,
         update_threads: int,
         strict: bool,
@@ -71,11 +71,11 @@ class Session:
         self.progress = progress
         self.cuda = device.type == "cuda"
         memory, margin = parse_bytes(device_memory, "device_memory"), parse_bytes(device_margin, "device_margin")
-        window = parse_bytes(window, "window") or window_bytes(memory, self.cuda)
-        if memory - margin < window:
+        chunk_size = parse_bytes(chunk_size, "chunk_size") or chunk_bytes(memory, self.cuda)
+        if memory - margin < chunk_size:
             raise GeminiError(
                 f"device_memory is {memory} bytes, of which margin leaves {max(memory - margin, 0)}: want at least a "
-                f"chunk, which has {window} bytes (window), and for a step all of a parameter and its gradient",
+                f"chunk, which has {chunk_size} bytes (chunk_size), and for a step all of a parameter and its gradient",
                 "INVALID",
             )
         self.manager = Manager(
@@ -87,7 +87,7 @@ class Session:
             file=file,
             file_memory=file_memory,
             device_margin=margin,
-            window=window,
+            chunk_size=chunk_size,
             warmup_iterations=warmup_iterations,
             update_threads=update_threads,
             strict=strict,

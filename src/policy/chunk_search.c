@@ -1,4 +1,4 @@
-/* Chooses the window size from what the warm-up's ops touched.
+/* Chooses the chunk size from what the warm-up's ops touched.
  * SPDX-License-Identifier: Apache-2.0 */
 #include <stdlib.h>
 #include <string.h>
@@ -8,33 +8,33 @@
 __extension__ typedef unsigned __int128 wide_t; /* counts times nanoseconds times bytes */
 
 static int compare_use(const void *a, const void *b) {
-  const gmi_window_use_t *x = a, *y = b;
+  const gmi_chunk_use_t *x = a, *y = b;
   if (x->op != y->op) return x->op < y->op ? -1 : 1;
   if (x->offset != y->offset) return x->offset < y->offset ? -1 : 1;
   return x->size_bytes < y->size_bytes ? -1 : x->size_bytes > y->size_bytes;
 }
 
-/* uses: sorted by compare_use(). Counts windows touched in all ops, each once an op, and those of the largest op. */
-static void count_windows(const gmi_window_use_t *uses, uint64_t count, uint64_t window_bytes, uint64_t *touched_out,
-                          uint64_t *largest_out) {
-  uint64_t touched = 0, largest = 0, in_op = 0, free_window = 0; /* windows below free_window are counted */
+/* uses: sorted by compare_use(). Counts chunks touched in all ops, each once an op, and those of the largest op. */
+static void count_chunks(const gmi_chunk_use_t *uses, uint64_t count, uint64_t chunk_bytes, uint64_t *touched_out,
+                         uint64_t *largest_out) {
+  uint64_t touched = 0, largest = 0, in_op = 0, free_chunk = 0; /* chunks below free_chunk are counted */
   for (uint64_t i = 0; i < count; i++) {
-    if (i == 0 || uses[i].op != uses[i - 1].op) in_op = free_window = 0;
+    if (i == 0 || uses[i].op != uses[i - 1].op) in_op = free_chunk = 0;
     if (uses[i].size_bytes == 0) continue;
-    uint64_t first = uses[i].offset / window_bytes;
-    uint64_t end = (uint64_t)(((wide_t)uses[i].offset + uses[i].size_bytes - 1) / window_bytes) + 1;
-    if (first < free_window) first = free_window;
-    if (end > first) in_op += end - first, touched += end - first, free_window = end;
+    uint64_t first = uses[i].offset / chunk_bytes;
+    uint64_t end = (uint64_t)(((wide_t)uses[i].offset + uses[i].size_bytes - 1) / chunk_bytes) + 1;
+    if (first < free_chunk) first = free_chunk;
+    if (end > first) in_op += end - first, touched += end - first, free_chunk = end;
     if (in_op > largest) largest = in_op;
   }
   *touched_out = touched;
   *largest_out = largest;
 }
 
-uint64_t gmi_window_size_search(const gmi_window_search_t *search) {
+uint64_t gmi_chunk_size_search(const gmi_chunk_search_t *search) {
   uint64_t best_bytes = search->min_bytes;
   if (search->min_bytes == 0) return best_bytes;
-  gmi_window_use_t *uses = malloc(search->use_count * sizeof *uses + 1);
+  gmi_chunk_use_t *uses = malloc(search->use_count * sizeof *uses + 1);
   if (uses == NULL) return best_bytes; /* any size works; this one fits best */
   if (search->use_count > 0) memcpy(uses, search->uses, search->use_count * sizeof *uses);
   if (search->use_count > 1) qsort(uses, search->use_count, sizeof *uses, compare_use);
@@ -45,7 +45,7 @@ uint64_t gmi_window_size_search(const gmi_window_search_t *search) {
   bool found = false;
   for (uint64_t bytes = search->min_bytes; bytes <= search->max_bytes; bytes *= 2) {
     uint64_t touched, largest;
-    count_windows(uses, search->use_count, bytes, &touched, &largest);
+    count_chunks(uses, search->use_count, bytes, &touched, &largest);
     /* In nanoseconds times the rate, so that no rounding decides. */
     wide_t cost = (wide_t)touched * ((wide_t)search->overhead_ns * rate + (wide_t)bytes * 1000000000u);
     if ((wide_t)largest * bytes * 2 <= model_bytes && (!found || cost <= least)) {
