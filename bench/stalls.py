@@ -34,7 +34,7 @@ def between(events, begin, end):
     return [e for e in events if e["ts"] < end and e["ts"] + e["dur"] > begin]
 
 
-def explain(lanes, kinds, begin, end, outside):
+def explain(tracks, kinds, begin, end, outside):
     """(what ended the wait, {reason: microseconds}) for one wait; outside: of operators."""
     enders = [e for kind in ("fetch", "evict", "device update") for e in kinds[kind]]
     near = [(abs(e["ts"] + e["dur"] - end), e) for e in enders if abs(e["ts"] + e["dur"] - end) <= NEAR_US]
@@ -44,7 +44,7 @@ def explain(lanes, kinds, begin, end, outside):
     shares = collections.OrderedDict()
     start = min(max(ender["ts"], begin), end)
     shares["its own " + ender["kind"]] = end - start
-    others = [e for e in between(lanes[ender["tid"]], begin, start) if e is not ender]
+    others = [e for e in between(tracks[ender["tid"]], begin, start) if e is not ender]
     queue = busy(others, begin, start)
     shares["others of its queue"] = queue
     idle = start - begin - queue
@@ -71,11 +71,11 @@ def main():
     except (OSError, ValueError, KeyError) as error:
         print(f"stalls.py: cannot read the timeline: {arguments.file}: {error}", file=sys.stderr)
         return 1
-    kinds, lanes = collections.defaultdict(list), collections.defaultdict(list)
+    kinds, tracks = collections.defaultdict(list), collections.defaultdict(list)
     for e in events:
         e["kind"] = e["cat"] if e["cat"] != "update" else "device update" if "device" in e["name"] else "host update"
         kinds[e["kind"]].append(e)
-        lanes[e["tid"]].append(e)
+        tracks[e["tid"]].append(e)
     ops = sorted(kinds["op"], key=lambda e: e["ts"])
     if not ops:
         print(f"stalls.py: no operator in the timeline: {arguments.file}", file=sys.stderr)
@@ -100,7 +100,7 @@ def main():
         if end - begin < arguments.least:
             small += end - begin
             continue
-        ender, shares = explain(lanes, kinds, begin, end, name.startswith("before "))
+        ender, shares = explain(tracks, kinds, begin, end, name.startswith("before "))
         sums.update(shares)
         text = ", ".join(f"{reason} {us / 1e3:.3f}" for reason, us in shares.items())
         print(f"{(begin - step_begin) / 1e3:9.3f} {(end - begin) / 1e3:8.3f}  {name:<28} {ender:<28} {text}")

@@ -154,7 +154,7 @@ typedef struct gemini_config {
   void *log_user;               /* passed to log_fn */
   uint32_t file_engine;         /* GEMINI_FILE_ENGINE_* */
   uint32_t reserved;            /* 0 */
-  const char *keep_name;        /* the file tier's files are kept under this name, for gemini_checkpoint(); needs
+  const char *checkpoint_name;  /* the file tier's files are kept under this name, for gemini_checkpoint(); needs
                                    chunk_bytes; borrowed. NULL: they vanish with the process */
   uint64_t watchdog_ns; /* a call that waits for longer, for queued work, transfers, workers, the system or another
                                    call, is logged as a warning that says for what; again at twice that time, and so on.
@@ -633,7 +633,7 @@ GEMINI_API gemini_status_t gemini_update_wait(gemini_manager_t mgr) GEMINI_MUST_
  *  process finds in the kept files, once every pending update is done. Chunks that have not changed since they went to a
  *  file are not written again. After a kill at any time the previous checkpoint or this one is there, whole. Files need
  *  room for both, until this returns.
- *  @retval GEMINI_ERR_STATE     the manager was opened without keep_name
+ *  @retval GEMINI_ERR_STATE     the manager was opened without checkpoint_name
  *  @retval GEMINI_ERR_BUSY      a range is acquired for writing
  *  @retval GEMINI_ERR_OOM_FILE, GEMINI_ERR_IO  the previous checkpoint stays
  *  Blocks. Since: 0.1 */
@@ -642,7 +642,7 @@ GEMINI_API gemini_status_t gemini_checkpoint(gemini_manager_t mgr) GEMINI_MUST_C
  *  made as they were, by name, kind and size, and hold no bytes yet; chunk_bytes and file_dir must be the same.
  *  @retval GEMINI_ERR_NOT_FOUND  there is no checkpoint
  *  @retval GEMINI_ERR_FORMAT     it is of other arenas or tensors: the message names one; nothing changed
- *  @retval GEMINI_ERR_STATE      no keep_name, an arena holds bytes, or a checkpoint was made or taken up before
+ *  @retval GEMINI_ERR_STATE      no checkpoint_name, an arena holds bytes, or a checkpoint was made or taken up before
  *  @retval GEMINI_ERR_OOM_FILE   its chunks are more than the file budget; nothing changed
  *  Since: 0.1 */
 GEMINI_API gemini_status_t gemini_resume(gemini_manager_t mgr) GEMINI_MUST_CHECK;
@@ -837,7 +837,7 @@ typedef struct gemini_stats_s {
   uint64_t pending_updates;     /* parts of updates submitted and not done; those on the device count as one */
   uint32_t file_engine;         /* GEMINI_FILE_ENGINE_URING, _THREADS; _AUTO: there is no file tier */
   uint32_t reserved2;
-  uint64_t host_block_bytes; /* live, of gemini_host_alloc() */
+  uint64_t host_alloc_bytes; /* live, of gemini_host_alloc() */
 } gemini_stats_t;
 #define GEMINI_STATS_INIT   \
   { sizeof(gemini_stats_t), \

@@ -94,8 +94,8 @@ FAULTS = [
     Fault(
         "a record changes without the lock",
         "chunk/data.c",
-        "    gmi_lock(m, function);\n    gmi_chunk_let_slot(m, w, !write_file);\n",
-        "    gmi_chunk_let_slot(m, w, !write_file);\n    gmi_lock(m, function);\n",
+        "    gmi_lock(m, function);\n    gmi_chunk_unhold_host(m, w, !write_file);\n",
+        "    gmi_chunk_unhold_host(m, w, !write_file);\n    gmi_lock(m, function);\n",
         "integration_test_states",
         "changed",
     ),

@@ -17,7 +17,7 @@ static void write_figures(FILE *file, const gemini_stats_t *s) {
       fprintf(file, "%s: %" PRIu64 " of %" PRIu64 " bytes used, at most %" PRIu64 "\n", tier_names[t], s->used_bytes[t],
               s->budget_bytes[t], s->peak_bytes[t]);
   fprintf(file, "allocated: %" PRIu64 " bytes on the device, %" PRIu64 " on the host\n", s->nonmodel_bytes,
-          s->host_block_bytes);
+          s->host_alloc_bytes);
   fprintf(file, "tensors: %" PRIu64 " bytes, in chunks of %" PRIu64 "\n", s->model_bytes, s->chunk_bytes);
   fprintf(file, "iterations: %" PRIu64 " ended, %" PRIu64 " of them planned; %" PRIu64 " departures\n", s->iterations,
           s->planned_iterations, s->departures);
@@ -54,7 +54,7 @@ static void write_streams(gmi_manager_t *m, FILE *file) {
   for (uint32_t i = 0; i < GMI_DEVICE_MAX_STREAMS; i++) {
     const char *job = gmi_stream_job(m, i);
     if (!atomic_load(&m->streams[i].life) ||
-        m->dev->stream.reached(m->dev_self, i, atomic_load_explicit(&m->streams[i].placed, memory_order_acquire)))
+        m->dev->stream.reached(m->dev_self, i, atomic_load_explicit(&m->streams[i].recorded, memory_order_acquire)))
       continue;
     fprintf(file, "stream %u: has work that has not ended%s%s\n", i, job ? "; it " : "", job ? job : "");
   }

@@ -15,9 +15,9 @@
 #include "chunk/nonmodel.h"
 #include "chunk/residency.h"
 #include "chunk/update.h"
-#include "core/lane.h"
 #include "core/manager.h"
 #include "core/streams.h"
+#include "core/workers.h"
 #include "tracer/timeline.h"
 #include "tracer/tracer.h"
 
@@ -56,9 +56,9 @@ static gemini_status_t config_check(gemini_config_t *c) {
   if (c->device_margin_bytes >= c->device_bytes)
     return gmi_fail(GEMINI_ERR_INVALID, 0, "device_margin_bytes is %llu, must be less than device_bytes, %llu",
                     (unsigned long long)c->device_margin_bytes, (unsigned long long)c->device_bytes);
-  if (c->keep_name && (!*c->keep_name || !c->file_bytes || !c->chunk_bytes))
-    return gmi_fail(GEMINI_ERR_INVALID, 0, "keep_name is \"%.60s\": it must not be empty, and needs %s", c->keep_name,
-                    c->file_bytes ? "chunk_bytes" : "a file tier");
+  if (c->checkpoint_name && (!*c->checkpoint_name || !c->file_bytes || !c->chunk_bytes))
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "checkpoint_name is \"%.60s\": it must not be empty, and needs %s",
+                    c->checkpoint_name, c->file_bytes ? "chunk_bytes" : "a file tier");
   gemini_status_t status = gmi_log_environment(c);
   if (status) return status;
   if (c->watchdog_ns && (!c->log_fn || c->log_level == GEMINI_LOG_ERROR))
@@ -81,9 +81,9 @@ static gemini_status_t config_check(gemini_config_t *c) {
 
 static void manager_free(gmi_manager_t *m) {
   gmi_updates_close(m);
-  if (m->lane) gmi_lane_drain(m, "gemini_manager_close");
+  if (m->workers) gmi_workers_drain(m, "gemini_manager_close");
   gmi_files_close(m); /* its transfers tell the lane */
-  gmi_lane_close(m);
+  gmi_workers_close(m);
   if (m->dev_self) gmi_streams_drain(m);
   gmi_timeline_close(m);
   if (m->dev_self) {
@@ -91,7 +91,7 @@ static void manager_free(gmi_manager_t *m) {
     gmi_lock(m, "gemini_manager_close");
     gmi_graphs_free(m);
     gmi_heap_close(m);
-    gmi_host_blocks_close(m);
+    gmi_host_heap_end(m);
     gmi_unlock(m);
     gmi_balance_check(m);
     gmi_arena_free_all(m);
@@ -107,7 +107,7 @@ static void manager_free(gmi_manager_t *m) {
   free(m->name_buckets);
   free(m->hook_frees);
   free(m->file_dir);
-  free(m->keep_name);
+  free(m->checkpoint_name);
   gmi_leases_free(&m->leases);
   pthread_mutex_destroy(&m->hook_lock);
   pthread_cond_destroy(&m->callback_ended);
@@ -132,13 +132,13 @@ static gemini_status_t manager_open(const gemini_config_t *theirs, gemini_manage
   gmi_leases_init(&m->leases);
   gmi_watch_init(m);
   m->config = config;
-  m->events = &gmi_tracer_events;
+  m->observer = &gmi_tracer_events;
   m->advice = &gmi_tracer_advice;
   m->when_locked = gmi_hook_drain;
   m->check = gmi_chunks_check;
   m->stats.budget_bytes[GEMINI_TIER_DEVICE] = config.device_bytes;
   m->stats.budget_bytes[GEMINI_TIER_FILE] = config.file_bytes;
-  m->config.file_dir = m->config.keep_name = NULL;
+  m->config.file_dir = m->config.checkpoint_name = NULL;
   m->file_sys = gmi_files_sys;
   m->dev = config.device == GEMINI_DEVICE_CUDA ? &gmi_device_cuda : &gmi_device_sim;
   m->tensor_free = GMI_NONE;
@@ -146,8 +146,9 @@ static gemini_status_t manager_open(const gemini_config_t *theirs, gemini_manage
   m->name_bucket_count = 1024;
   m->name_buckets = malloc(m->name_bucket_count * sizeof *m->name_buckets);
   if (config.file_bytes) m->file_dir = strdup(config.file_dir);
-  if (config.keep_name) m->keep_name = strdup(config.keep_name);
-  if (!m->tensors || !m->name_buckets || (config.file_bytes && !m->file_dir) || (config.keep_name && !m->keep_name)) {
+  if (config.checkpoint_name) m->checkpoint_name = strdup(config.checkpoint_name);
+  if (!m->tensors || !m->name_buckets || (config.file_bytes && !m->file_dir) ||
+      (config.checkpoint_name && !m->checkpoint_name)) {
     manager_free(m);
     return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for a manager's tables");
   }
@@ -188,7 +189,7 @@ static gemini_status_t manager_open(const gemini_config_t *theirs, gemini_manage
   if (!status) status = gmi_host_open(m);
   if (!status) status = gmi_files_open(m);
   if (!status) status = gmi_tracer_open(m);
-  if (!status) status = gmi_lane_open(m, config.update_threads);
+  if (!status) status = gmi_workers_open(m, config.update_threads);
   if (!status) status = gmi_updates_open(m);
   if (!status) status = gmi_watchdog_start(m);
   gmi_unlock(m);

@@ -3,8 +3,8 @@
 #include "chunk/files.h"
 #include "chunk/residency.h"
 #include "chunk/update.h"
-#include "core/lane.h"
 #include "core/streams.h"
+#include "core/workers.h"
 
 #include "core/manager.h"
 #include "tracer/tracer.h"
@@ -44,10 +44,10 @@ void gmi_stats_read(gmi_manager_t *m, gemini_stats_t *stats_out) {
   s.planned_fetch_bytes = atomic_load(&from->planned_fetch_bytes);
   s.planned_evict_bytes = atomic_load(&from->planned_evict_bytes);
   s.op_peak_error_bytes = atomic_load(&from->op_peak_error_bytes);
-  s.pending_updates = gmi_lane_pending(m) + gmi_updates_deferred(m) + atomic_load(&m->callbacks) +
+  s.pending_updates = gmi_workers_pending(m) + gmi_updates_deferred(m) + atomic_load(&m->callbacks) +
                       !gmi_fence_reached(m, atomic_load(&m->update_end));
   s.file_engine = gmi_files_engine(m);
-  s.host_block_bytes = atomic_load(&from->host_block_bytes);
+  s.host_alloc_bytes = atomic_load(&from->host_alloc_bytes);
   *stats_out = s;
 }
 

@@ -73,7 +73,7 @@ static void replace(int from, int to) {
 void gmi_fork_close(int fd) {
   if (fd >= 0) replace(-1, fd);
 }
-void gmi_fork_keep(int fd) {
+void gmi_fork_close_not(int fd) {
   if (fd >= 0) replace(fd, -1);
 }
 void gmi_fork_hold(void) { pthread_mutex_lock(&held); }

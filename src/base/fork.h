@@ -23,9 +23,9 @@ void gmi_fork_watch(const gmi_fork_ops_t *ops);
 /* Descriptors that are closed in a child, from the call on and until the other. Those below 0 are ignored. A descriptor
  * that there is no memory to remember stays open in a child. Any thread. */
 void gmi_fork_close(int fd);
-void gmi_fork_keep(int fd);
+void gmi_fork_close_not(int fd);
 /* Between these two calls, which may be nested, no thread forks: so that a descriptor is open only where it is
- * remembered, both are within them, its open() and gmi_fork_close(), and likewise gmi_fork_keep() and its close(). */
+ * remembered, both are within them, its open() and gmi_fork_close(), and likewise gmi_fork_close_not() and its close(). */
 void gmi_fork_hold(void);
 void gmi_fork_let(void);
 

@@ -15,9 +15,9 @@
 #include "chunk/host.h"
 #include "chunk/residency.h"
 #include "chunk/update.h"
-#include "core/lane.h"
 #include "core/manager.h"
 #include "core/streams.h"
+#include "core/workers.h"
 
 enum { SMALL_BATCH = 16 };
 
@@ -114,7 +114,7 @@ static inline void trace_tensor(gmi_manager_t *m, gmi_tensor_t *t, gmi_arena_t *
     if ((modes & mode) == mode) return;
     atomic_store_explicit(&t->seen, serial << 2 | modes | mode, memory_order_relaxed);
   }
-  m->events->touched(m, a->store, offset, size, mode);
+  m->observer->touched(m, a->store, offset, size, mode);
 }
 
 /* What the fast path has of one access. */
@@ -262,7 +262,7 @@ static gemini_status_t bring_chunk(gmi_manager_t *m, const gemini_access_t *acce
   }
   if (fresh) {
     if (gmi_chunk_io(c)) { /* what is being read is dead already */
-      gmi_lane_wait_slot(m, &m->host.slots[gmi_chunk_slot(c)], m->host.slots[gmi_chunk_slot(c)].work_queued);
+      gmi_workers_wait_slot(m, &m->host.slots[gmi_chunk_slot(c)], m->host.slots[gmi_chunk_slot(c)].work_queued);
       gmi_files_poll(m);
     }
     gmi_file_forgive(c);
@@ -305,7 +305,7 @@ static gemini_status_t wait_chunks(gmi_manager_t *m, const gemini_access_t *acce
   }
   for (uint32_t s = 0; waits.set; s++, waits.set >>= 1) {
     gemini_status_t status =
-        waits.set & 1 ? m->events->stream_waits(m, stream, gmi_fence(s, waits.mark[s])) : GEMINI_OK;
+        waits.set & 1 ? m->observer->stream_waits(m, stream, gmi_fence(s, waits.mark[s])) : GEMINI_OK;
     if (status) return status;
   }
   return GEMINI_OK;
@@ -344,7 +344,7 @@ static void commit(gmi_manager_t *m, gemini_access_t *access, const prepared_t *
     else if (p->content == CONTENT_FLIPS) atomic_fetch_and(&base->word, ~GMI_TENSOR_GRADIENT);
     if (device) trace_tensor(m, r->tensor, r->arena, r->offset, r->size, access->mode);
   } else if (device && atomic_load(&m->op_serial)) {
-    m->events->touched(m, r->store->index, r->offset, r->size, access->mode);
+    m->observer->touched(m, r->store->index, r->offset, r->size, access->mode);
   }
   access->ptr = range_pointer(m, access, r);
 }
@@ -370,7 +370,7 @@ static gemini_status_t place_hosts(gmi_manager_t *m, const gemini_access_t *acce
       }
     }
     status = gmi_host_run(m, r->store, first, last - first + 1);
-    for (uint32_t i = first; i <= last; i++) gmi_chunk_batch_place(&r->store->chunks[i], true);
+    for (uint32_t i = first; i <= last; i++) gmi_chunk_batch_join(&r->store->chunks[i], true);
   }
   return status;
 }
@@ -420,8 +420,8 @@ static uint64_t batch_lacks(const gmi_manager_t *m, const gemini_access_t *acces
       for (uint64_t i = r->first; accesses[k].tier == tier && i <= r->last; i++) {
         gmi_chunk_t *c = &r->store->chunks[i];
         bool placed = tier == GEMINI_TIER_DEVICE ? gmi_chunk_frame(c) != GMI_NONE : gmi_chunk_has_slot(c);
-        lacking += !pass && !placed && !gmi_chunk_batch_placed(c);
-        gmi_chunk_batch_place(c, !pass);
+        lacking += !pass && !placed && !gmi_chunk_batch_joined(c);
+        gmi_chunk_batch_join(c, !pass);
       }
     }
   }
@@ -480,7 +480,7 @@ static gemini_status_t acquire_slow(gmi_manager_t *m, gemini_access_t *accesses,
   for (uint64_t k = 0; k < marked; k++) batch_unmark(m, &p[k].range);
   gmi_pause_t pause = { 0 };
   bool for_updates;
-  if (!status && may_wait(accesses, p, count, &for_updates)) m->events->pause_begins(m, stream, for_updates, &pause);
+  if (!status && may_wait(accesses, p, count, &for_updates)) m->observer->pause_begins(m, stream, for_updates, &pause);
   uint64_t held = 0, held_chunks = 0, touched = 0; /* accesses held whole; chunks held of the next one */
   for (; !status && held < count; held += !status) {
     gmi_range_t *r = &p[held].range;
@@ -498,7 +498,7 @@ static gemini_status_t acquire_slow(gmi_manager_t *m, gemini_access_t *accesses,
     for (uint64_t i = p[k].range.first; !status && i <= p[k].range.last; i++)
       status = bring_chunk(m, &accesses[k], &p[k].range, (uint32_t)i);
   if (held == count && gmi_is_oom(status)) batch_tell_lack(m, accesses, p, count, status);
-  if (!status) m->events->pause_ends(m, stream, &pause);
+  if (!status) m->observer->pause_ends(m, stream, &pause);
   if (!status) status = wait_chunks(m, accesses, p, count, stream);
   for (uint64_t k = 0; !status && k < count; k++) status = leave_device(m, &accesses[k], &p[k].range);
   for (uint64_t k = 0; !status && k < count; k++) commit(m, &accesses[k], &p[k]);

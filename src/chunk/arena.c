@@ -16,8 +16,8 @@
 #include "chunk/host.h"
 #include "chunk/residency.h"
 #include "chunk/update.h"
-#include "core/lane.h"
 #include "core/manager.h"
+#include "core/workers.h"
 
 enum { ELEMENT_ALIGN = 256, NAME_LIMIT = 127 };
 static uint64_t round_up(uint64_t value, uint64_t to) { return (value + to - 1) / to * to; }
@@ -266,7 +266,7 @@ static gemini_status_t arena_create(gmi_manager_t *m, const gemini_arena_config_
   else m->stats.model_bytes += atomic_load(&a->size);
   a->generation = ++m->arena_generations[index];
   atomic_store_explicit(&m->arenas[index], a, memory_order_release);
-  m->events->arenas_change(m);
+  m->observer->arenas_change(m);
   *arena_out = gmi_handle(m, GMI_HANDLE_ARENA, a->generation, index);
   return GEMINI_OK;
 }
@@ -328,7 +328,7 @@ static gemini_status_t arena_destroy(gmi_manager_t *m, gemini_arena_t handle) {
                     (unsigned long long)lease.key.size, (unsigned long long)lease.key.offset, a->name);
   gemini_status_t status = gmi_updates_queue(m, NULL); /* nothing of it may be left that names it */
   if (status) return status;
-  gmi_lane_drain(m, NULL);
+  gmi_workers_drain(m, NULL);
   uint32_t count = a->store == a->index ? atomic_load(&a->chunk_count) : 0;
   for (uint32_t i = 0; i < count; i++) {
     gmi_chunk_t *c = &a->chunks[i];
@@ -358,7 +358,7 @@ static gemini_status_t arena_destroy(gmi_manager_t *m, gemini_arena_t handle) {
   else m->stats.model_bytes -= atomic_load(&a->size);
   atomic_store_explicit(&m->arenas[a->index], NULL, memory_order_release);
   arena_free(m, a);
-  m->events->arenas_change(m);
+  m->observer->arenas_change(m);
   return GEMINI_OK;
 }
 gemini_status_t gemini_arena_destroy(gemini_manager_t mgr, gemini_arena_t arena) {

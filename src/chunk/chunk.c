@@ -27,7 +27,7 @@ bool gmi_chunk_invariant(gmi_manager_t *m, const gmi_chunk_t *c) {
   if (!sound(m, c) || ((word & GMI_CHUNK_RESIDENT) != 0) != resident) return false;
   if (!resident && (word & (GMI_CHUNK_PINS | GMI_CHUNK_WRITERS))) return false;
   if (((word & GMI_CHUNK_DIRTY) != 0) != (c->valid_ == GMI_VALID_DEVICE)) return false;
-  return !(c->host_writers_ && resident) && !c->batch_users_ && !c->batch_placed_;
+  return !(c->host_writers_ && resident) && !c->batch_users_ && !c->batch_joined_;
 }
 
 #ifdef GEMINI_CHECK
@@ -185,12 +185,12 @@ void gmi_chunk_unpin(gmi_manager_t *m, gmi_chunk_t *c) {
   changed(m, c);
 }
 
-void gmi_chunk_keep_slot(gmi_manager_t *m, gmi_chunk_t *c, bool writes) {
+void gmi_chunk_hold_host(gmi_manager_t *m, gmi_chunk_t *c, bool writes) {
   c->host_users_++;
   c->host_writers_ += writes;
   changed(m, c);
 }
-void gmi_chunk_let_slot(gmi_manager_t *m, gmi_chunk_t *c, bool writes) {
+void gmi_chunk_unhold_host(gmi_manager_t *m, gmi_chunk_t *c, bool writes) {
   GMI_ASSERT(c->host_users_ && c->host_writers_ >= writes);
   c->host_users_--;
   c->host_writers_ -= writes;
@@ -208,12 +208,12 @@ bool gmi_chunk_unsettle(gmi_chunk_t *c, uint32_t unless) {
 void gmi_chunk_graph_hold(gmi_manager_t *m, gmi_chunk_t *c) {
   GMI_ASSERT(!c->graph_held_);
   c->graph_held_ = true;
-  gmi_chunk_keep_slot(m, c, true);
+  gmi_chunk_hold_host(m, c, true);
 }
 void gmi_chunk_graph_unhold(gmi_manager_t *m, gmi_chunk_t *c) {
   GMI_ASSERT(c->graph_held_);
   c->graph_held_ = false;
-  gmi_chunk_let_slot(m, c, true);
+  gmi_chunk_unhold_host(m, c, true);
 }
 void gmi_chunk_graphs_add(gmi_chunk_t *c) { c->graphs_++; }
 void gmi_chunk_graphs_sub(gmi_chunk_t *c) {

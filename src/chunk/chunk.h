@@ -51,7 +51,7 @@ struct gmi_chunk {
   uint16_t deferred_;         /* pieces of accepted updates of it that have not been queued yet */
   uint16_t left_;             /* of these, those that no call under way is about to queue */
   uint32_t batch_users_;      /* of host_users_, those of the acquire under way: until it is done the chunk may move */
-  bool batch_placed_;         /* but for one that has got its place beside its neighbours */
+  bool batch_joined_;         /* but for one that has got its place beside its neighbours */
 };
 
 /* ---- what it is. The first four read the word alone and need no lock. */
@@ -83,7 +83,7 @@ static inline gmi_fence_t gmi_chunk_copied_out(const gmi_chunk_t *c) { return c-
 static inline bool gmi_chunk_in_use(const gmi_chunk_t *c) { return gmi_chunk_device_users(c) || c->host_users_; }
 /* May its bytes go to another slot? Not while a caller or a graph has their address. */
 static inline bool gmi_chunk_may_move(const gmi_chunk_t *c) {
-  return c->host_users_ == c->batch_users_ && !c->batch_placed_ && !c->graphs_;
+  return c->host_users_ == c->batch_users_ && !c->batch_joined_ && !c->graphs_;
 }
 /* All invariants, those with the records of frames and slots included. */
 bool gmi_chunk_invariant(gmi_manager_t *m, const gmi_chunk_t *c);
@@ -122,8 +122,8 @@ void gmi_chunk_hold_device(gmi_manager_t *m, gmi_chunk_t *c, uint32_t mode);
 const char *gmi_chunk_pin(gmi_manager_t *m, gmi_chunk_t *c);
 void gmi_chunk_unpin(gmi_manager_t *m, gmi_chunk_t *c);
 /* A call needs its slot to stay; writes: and changes the bytes there. */
-void gmi_chunk_keep_slot(gmi_manager_t *m, gmi_chunk_t *c, bool writes);
-void gmi_chunk_let_slot(gmi_manager_t *m, gmi_chunk_t *c, bool writes);
+void gmi_chunk_hold_host(gmi_manager_t *m, gmi_chunk_t *c, bool writes);
+void gmi_chunk_unhold_host(gmi_manager_t *m, gmi_chunk_t *c, bool writes);
 /* From now on only callers with the lock can acquire it on the device. false, and nothing changed: the word has one of
  * the bits of unless. */
 bool gmi_chunk_unsettle(gmi_chunk_t *c, uint32_t unless);
@@ -132,9 +132,9 @@ void gmi_chunk_graph_unhold(gmi_manager_t *m, gmi_chunk_t *c);
 void gmi_chunk_graphs_add(gmi_chunk_t *c); /* one more graph knows its slot's address; at most GMI_GRAPHS do */
 void gmi_chunk_graphs_sub(gmi_chunk_t *c);
 /* The acquire under way has placed it beside its neighbours; is done. */
-static inline bool gmi_chunk_batch_placed(const gmi_chunk_t *c) { return c->batch_placed_; }
-static inline void gmi_chunk_batch_place(gmi_chunk_t *c, bool placed) { c->batch_placed_ = placed; }
-static inline void gmi_chunk_batch_end(gmi_chunk_t *c) { c->batch_users_ = 0, c->batch_placed_ = false; }
+static inline bool gmi_chunk_batch_joined(const gmi_chunk_t *c) { return c->batch_joined_; }
+static inline void gmi_chunk_batch_join(gmi_chunk_t *c, bool placed) { c->batch_joined_ = placed; }
+static inline void gmi_chunk_batch_end(gmi_chunk_t *c) { c->batch_users_ = 0, c->batch_joined_ = false; }
 /* Pieces of accepted updates: one is accepted; is queued (left: it was counted as left); is left by its call. */
 void gmi_chunk_piece_accepted(gmi_chunk_t *c);
 void gmi_chunk_piece_queued(gmi_chunk_t *c, bool left);
@@ -224,7 +224,7 @@ static inline void gmi_chunk_unhold_device(gmi_chunk_t *c, uint32_t mode) {
 
 static inline void gmi_chunk_unhold(gmi_manager_t *m, gmi_chunk_t *c, uint32_t tier, uint32_t mode) {
   if (tier == GEMINI_TIER_DEVICE) gmi_chunk_unhold_device(c, mode);
-  else gmi_chunk_let_slot(m, c, mode & GEMINI_WRITE);
+  else gmi_chunk_unhold_host(m, c, mode & GEMINI_WRITE);
 }
 /* In a place that is the stream's own or no longer counts, else after waiting for one of the others. */
 static inline gemini_status_t gmi_chunk_use(gmi_manager_t *m, gmi_chunk_t *c, uint32_t mode, uint32_t stream,

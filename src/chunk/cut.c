@@ -10,7 +10,7 @@
 #include "chunk/heap.h"
 #include "chunk/host.h"
 #include "chunk/residency.h"
-#include "core/lane.h"
+#include "core/workers.h"
 
 #include <errno.h>
 #include <stdlib.h>
@@ -155,7 +155,7 @@ static bool tensors_freeze(gmi_manager_t *m) {
 /* Every byte must fit on the host, and nothing may be in use. */
 static bool recut_possible(gmi_manager_t *m, uint64_t chunk_bytes) {
   uint64_t need = 0;
-  if (m->config.chunk_bytes || m->files || m->graph_count || gmi_host_blocks(m) ||
+  if (m->config.chunk_bytes || m->files || m->graph_count || gmi_host_allocs(m) ||
       (m->heap && gmi_heap_blocks_used(m->heap)))
     return false;
   for (uint32_t i = 0; i < GMI_ARENAS; i++) {
@@ -251,7 +251,7 @@ static void recut_arena(gmi_manager_t *m, gmi_arena_t *a, const old_cut_t *old, 
  * different. */
 static gemini_status_t recut_gather(gmi_manager_t *m, uint64_t chunk_bytes) {
   gemini_status_t status = GEMINI_OK;
-  gmi_lane_drain(m, NULL);
+  gmi_workers_drain(m, NULL);
   for (uint32_t i = 0; i < GMI_ARENAS && !status; i++) {
     gmi_arena_t *a = gmi_arena_at(m, i);
     for (uint32_t k = 0; !status && a && a->chunks && k < atomic_load(&a->chunk_count); k++) {

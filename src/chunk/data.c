@@ -12,11 +12,11 @@
 #include "chunk/host.h"
 #include "chunk/residency.h"
 #include "chunk/update.h"
-#include "core/lane.h"
 #include "core/manager.h"
 #include "core/streams.h"
+#include "core/workers.h"
 
-#define NORM_BLOCK UINT64_C(65536) /* bytes summed on their own, at multiples of it in the arena */
+#define NORM_TILE UINT64_C(65536) /* bytes summed on their own, at multiples of it in the arena */
 
 static void chunk_part(gmi_manager_t *m, const gmi_range_t *r, uint64_t i, uint64_t *begin, uint64_t *end) {
   *begin = i << m->chunk_shift;
@@ -53,7 +53,7 @@ static gemini_status_t content_check(gmi_manager_t *m, const gmi_range_t *r, boo
 /* ---- ranges of bytes, in order and without overlap */
 typedef struct {
   uint64_t begin, end; /* bytes of the arena */
-  uint64_t sum;        /* of a norm: index of its first block's sum */
+  uint64_t sum;        /* of a norm: index of its first tile's sum */
 } part_t;
 typedef struct {
   part_t *parts;
@@ -95,7 +95,7 @@ static void gradient_part(gmi_manager_t *m, gmi_tensor_t *t, void *user) {
     if (g->other_end < end) g->other_end = end;
     return;
   }
-  /* The gap between two gradients holds zeros; with it, chunks and blocks stay whole. */
+  /* The gap between two gradients holds zeros; with it, chunks and tiles stay whole. */
   if (p->count && last < begin && begin - last < 4096 && g->other_end <= last) begin = last;
   if (begin < g->range->offset) begin = g->range->offset;
   if (end > g->range->offset + g->range->size) end = g->range->offset + g->range->size;
@@ -190,9 +190,9 @@ static gemini_status_t zero_parts(gmi_manager_t *m, const gmi_arena_t *store, co
   for (uint64_t i = 0; !status && i < n; i++) status = gmi_updates_queue(m, zeros[i].chunk); /* may move any chunk */
   for (; !status && held < n; held += !status) {
     status = zero_prepare(m, store, &zeros[held]);
-    if (!status) gmi_chunk_keep_slot(m, zeros[held].chunk, false); /* it keeps its slot */
+    if (!status) gmi_chunk_hold_host(m, zeros[held].chunk, false); /* it keeps its slot */
   }
-  while (held-- > 0) gmi_chunk_let_slot(m, zeros[held].chunk, false);
+  while (held-- > 0) gmi_chunk_unhold_host(m, zeros[held].chunk, false);
   if (!status) status = zero_commit(m, store, zeros, n);
   free(zeros);
   return status;
@@ -378,7 +378,7 @@ static gemini_status_t file_range(gmi_manager_t *m, const gemini_access_t *acces
     if (!zeros) status = gmi_chunk_to_host(m, c, !write_file, GEMINI_REASON_UPDATE);
     if (!status && !zeros) status = gmi_chunk_settle_host(m, c);
     if (status) return status;
-    gmi_chunk_keep_slot(m, c, !write_file);
+    gmi_chunk_hold_host(m, c, !write_file);
     gmi_unlock(m);
     const char *function = write_file ? "gemini_store" : "gemini_load";
     gmi_wait_t wait;
@@ -387,7 +387,7 @@ static gemini_status_t file_range(gmi_manager_t *m, const gemini_access_t *acces
                    : transfer(fd, gmi_range_host(m, r.store, begin), end - begin, at, write_file, &done);
     gmi_wait_end(m, &wait);
     gmi_lock(m, function);
-    gmi_chunk_let_slot(m, c, !write_file);
+    gmi_chunk_unhold_host(m, c, !write_file);
     if (!write_file) {
       gmi_chunk_host_wrote(m, c);
       if (done) gmi_arena_each(m, r.arena, begin, done, not_free, NULL);
@@ -405,27 +405,27 @@ gemini_status_t gemini_store(gemini_manager_t mgr, const gemini_access_t *access
 
 /* ---- norm
  *
- * The range is cut into blocks at multiples of NORM_BLOCK. Each is summed on its own, wherever it is, and the sums are
- * added up in the order of the blocks: so neither placement nor the number of workers changes a bit. */
+ * The range is cut into tiles at multiples of NORM_TILE. Each is summed on its own, wherever it is, and the sums are
+ * added up in the order of the tiles: so neither placement nor the number of workers changes a bit. */
 typedef struct {
   const gmi_range_t *range;
   parts_t parts; /* what counts */
   uint32_t dtype, width;
   gmi_fence_t after; /* the caller's stream */
-  double *sums;      /* of blocks; NOT_SUMMED: a worker is to sum it */
+  double *sums;      /* of tiles; NOT_SUMMED: a worker is to sum it */
   bool queued;       /* the device may still write sums: it could not be waited for */
 } norm_t;
 #define NOT_SUMMED (-1.0)
 
-/* Blocks of one size, one after another. */
+/* Tiles of one size, one after another. */
 typedef struct {
   uint64_t begin, bytes, count; /* bytes: of each */
   double *sums;
-} blocks_t;
-static uint64_t blocks_end(const blocks_t *b) { return b->begin + b->bytes * b->count; }
+} tiles_t;
+static uint64_t tiles_end(const tiles_t *b) { return b->begin + b->bytes * b->count; }
 
-/* The first blocks of [at, limit), whose bounds are those of blocks or parts; false: there are none. */
-static bool next_blocks(const norm_t *n, uint64_t at, uint64_t limit, blocks_t *b) {
+/* The first tiles of [at, limit), whose bounds are those of tiles or parts; false: there are none. */
+static bool next_tiles(const norm_t *n, uint64_t at, uint64_t limit, tiles_t *b) {
   const part_t *parts = n->parts.parts;
   uint64_t low = 0, high = n->parts.count;
   while (low < high) {
@@ -436,32 +436,32 @@ static bool next_blocks(const norm_t *n, uint64_t at, uint64_t limit, blocks_t *
   if (at >= limit || low == n->parts.count || parts[low].begin >= limit) return false;
   const part_t *part = &parts[low];
   uint64_t begin = part->begin > at ? part->begin : at, end = part->end < limit ? part->end : limit;
-  uint64_t left = NORM_BLOCK - begin % NORM_BLOCK; /* of its block */
-  *b = (blocks_t){ .begin = begin,
-                   .bytes = left < end - begin ? left : end - begin,
-                   .count = left == NORM_BLOCK && end - begin > NORM_BLOCK ? (end - begin) / NORM_BLOCK : 1,
-                   .sums = &n->sums[part->sum + begin / NORM_BLOCK - part->begin / NORM_BLOCK] };
+  uint64_t left = NORM_TILE - begin % NORM_TILE; /* of its tile */
+  *b = (tiles_t){ .begin = begin,
+                  .bytes = left < end - begin ? left : end - begin,
+                  .count = left == NORM_TILE && end - begin > NORM_TILE ? (end - begin) / NORM_TILE : 1,
+                  .sums = &n->sums[part->sum + begin / NORM_TILE - part->begin / NORM_TILE] };
   return true;
 }
 
-_Static_assert(GMI_LANE_SLICE * 2 % NORM_BLOCK == 0, "a worker's slice of the narrowest values is whole blocks");
+_Static_assert(GMI_WORKERS_SLICE * 2 % NORM_TILE == 0, "a worker's slice of the narrowest values is whole tiles");
 static void sum_span(void *user, const gemini_update_span_t *span) {
   const norm_t *n = user;
   uint64_t begin = span->first_element * n->width, limit = begin + span->element_count * n->width;
-  blocks_t b;
-  for (uint64_t at = begin; next_blocks(n, at, limit, &b); at = blocks_end(&b))
+  tiles_t b;
+  for (uint64_t at = begin; next_tiles(n, at, limit, &b); at = tiles_end(&b))
     gmi_sum_squares_each((uint8_t *)span->ptr[0] + (b.begin - begin), n->dtype, b.bytes / n->width, b.count, b.sums);
 }
 
-/* What of a chunk is in the range, from a block's begin on. */
+/* What of a chunk is in the range, from a tile's begin on. */
 static void norm_part(gmi_manager_t *m, const norm_t *n, uint64_t i, uint64_t *begin, uint64_t *end) {
   chunk_part(m, n->range, i, begin, end);
-  *begin -= *begin % NORM_BLOCK;
+  *begin -= *begin % NORM_TILE;
 }
-static bool first_blocks(gmi_manager_t *m, const norm_t *n, uint64_t i, blocks_t *b) {
+static bool first_tiles(gmi_manager_t *m, const norm_t *n, uint64_t i, tiles_t *b) {
   uint64_t begin, end;
   norm_part(m, n, i, &begin, &end);
-  return next_blocks(n, begin, end, b);
+  return next_tiles(n, begin, end, b);
 }
 static gemini_update_span_t norm_span(gmi_manager_t *m, const norm_t *n, uint64_t i) {
   uint64_t begin, end;
@@ -498,7 +498,7 @@ static gemini_status_t sum_by_workers(gmi_manager_t *m, norm_t *n, uint64_t i) {
                         .slot_count = 1 };
   if (!gmi_fence_reached(m, n->after)) j->fences[j->job.fence_count++] = n->after;
   if (!gmi_fence_reached(m, slot->fence)) j->fences[j->job.fence_count++] = slot->fence;
-  gmi_lane_push(m, &j->job);
+  gmi_workers_push(m, &j->job);
   return GEMINI_OK;
 }
 
@@ -506,13 +506,13 @@ static gemini_status_t sum_chunk(gmi_manager_t *m, norm_t *n, uint64_t i) {
   gmi_chunk_t *c = &n->range->store->chunks[i];
   gemini_status_t status = gmi_updates_queue(m, c);
   uint64_t begin, end;
-  blocks_t b;
+  tiles_t b;
   if (status || gmi_chunk_has(c, GMI_VALID_ZERO)) return status;
   norm_part(m, n, i, &begin, &end);
   bool device = gmi_chunk_has(c, GMI_VALID_DEVICE);
   if (device) status = gmi_chunk_wait(m, m->update_stream, c, GEMINI_READ);
   else if (!gmi_chunk_has(c, GMI_VALID_HOST)) status = gmi_chunk_to_host(m, c, false, GEMINI_REASON_UPDATE);
-  for (uint64_t at = begin; !status && next_blocks(n, at, end, &b); at = blocks_end(&b)) {
+  for (uint64_t at = begin; !status && next_tiles(n, at, end, &b); at = tiles_end(&b)) {
     for (uint64_t k = 0; !status && k < b.count; k++) {
       if (device)
         status = m->dev->queue.sum_squares(m->dev_self, m->update_stream, n->range->store->base + b.begin + k * b.bytes,
@@ -526,7 +526,7 @@ static gemini_status_t sum_chunk(gmi_manager_t *m, norm_t *n, uint64_t i) {
 static void norm_wait(gmi_manager_t *m, const gmi_chunk_t *c) {
   if (!gmi_chunk_work_pending(m, c)) return;
   gmi_slot_t *slot = &m->host.slots[gmi_chunk_slot(c)];
-  gmi_lane_wait_slot(m, slot, slot->work_queued);
+  gmi_workers_wait_slot(m, slot, slot->work_queued);
 }
 
 /* What a worker waited for failed: tried again on this thread, which is told why. */
@@ -549,9 +549,9 @@ static gemini_status_t sum_chunks(gmi_manager_t *m, norm_t *n) {
   uint32_t *later = malloc(((uint64_t)r->last - r->first + 1) * sizeof *later);
   if (!later) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for a norm's record");
   gemini_status_t status = GEMINI_OK;
-  blocks_t b;
+  tiles_t b;
   for (uint32_t i = r->first; !status && i <= r->last; i++) {
-    if (!first_blocks(m, n, i, &b)) continue;
+    if (!first_tiles(m, n, i, &b)) continue;
     if (gmi_chunk_deferred(&chunks[i]) || gmi_chunk_has_only(&chunks[i], GMI_VALID_FILE)) later[count++] = i;
     else status = sum_chunk(m, n, i);
   }
@@ -563,13 +563,13 @@ static gemini_status_t sum_chunks(gmi_manager_t *m, norm_t *n) {
   }
   free(later);
   for (uint32_t i = r->first; i <= r->last; i++) /* the sums must outlive what is queued */
-    if (first_blocks(m, n, i, &b)) norm_wait(m, &chunks[i]);
+    if (first_tiles(m, n, i, &b)) norm_wait(m, &chunks[i]);
   gemini_status_t synced = gmi_fence_now(m, m->update_stream, &queued);
   if (!synced) synced = gmi_fence_sync(m, queued);
   n->queued = synced != GEMINI_OK;
   if (!status) status = synced;
   for (uint32_t i = r->first; !status && i <= r->last; i++)
-    if (first_blocks(m, n, i, &b) && *b.sums == NOT_SUMMED) status = sum_again(m, n, i);
+    if (first_tiles(m, n, i, &b) && *b.sums == NOT_SUMMED) status = sum_again(m, n, i);
   return status;
 }
 
@@ -593,22 +593,22 @@ static gemini_status_t norm(gmi_manager_t *m, const gemini_access_t *access, uin
   norm_t n = { .range = &r, .dtype = dtype, .width = width };
   status = parts_of(m, &r, &n.parts);
   if (status) return status;
-  uint64_t blocks = 0;
+  uint64_t tiles = 0;
   for (uint64_t k = 0; k < n.parts.count; k++) {
     part_t *part = &n.parts.parts[k];
-    part->sum = blocks;
-    blocks += (part->end - 1) / NORM_BLOCK - part->begin / NORM_BLOCK + 1;
+    part->sum = tiles;
+    tiles += (part->end - 1) / NORM_TILE - part->begin / NORM_TILE + 1;
   }
-  gmi_leftover_t *memory = calloc(1, sizeof *memory + blocks * sizeof *n.sums);
+  gmi_leftover_t *memory = calloc(1, sizeof *memory + tiles * sizeof *n.sums);
   n.sums = memory ? (double *)(memory + 1) : NULL;
   if (!n.sums) status = gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the sums of a norm");
   if (!status && s != GMI_CALLER) {
     status = gmi_fence_now(m, s, &n.after);
     if (!status) status = gmi_fence_wait(m, m->update_stream, n.after);
   }
-  if (!status && blocks) status = sum_chunks(m, &n);
+  if (!status && tiles) status = sum_chunks(m, &n);
   double sum = 0;
-  for (uint64_t i = 0; !status && i < blocks; i++) sum += n.sums[i];
+  for (uint64_t i = 0; !status && i < tiles; i++) sum += n.sums[i];
   if (n.queued) gmi_leave_over(m, memory);
   else free(memory);
   free(n.parts.parts);

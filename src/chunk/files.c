@@ -14,8 +14,8 @@
 #include "chunk/files.h"
 #include "chunk/host.h"
 #include "chunk/residency.h"
-#include "core/lane.h"
 #include "core/manager.h"
+#include "core/workers.h"
 #include "io/store.h"
 
 struct gmi_io {
@@ -46,8 +46,8 @@ static gemini_status_t store_open(gmi_manager_t *m, uint64_t block_bytes) {
                                 .block_count = (uint32_t)(m->config.file_bytes / block_bytes),
                                 .engine_kind = m->config.file_engine,
                                 .checksum = true,
-                                .keep = m->keep_name != NULL,
-                                .keep_name = m->keep_name,
+                                .keep = m->checkpoint_name != NULL,
+                                .checkpoint_name = m->checkpoint_name,
                                 .sys = m->file_sys };
 #ifdef __SANITIZE_THREAD__ /* it does not see what the kernel does, nor what liburing closes, and takes it for races */
   if (config.engine_kind == GMI_ENGINE_AUTO) config.engine_kind = GMI_ENGINE_THREADS;
@@ -125,7 +125,7 @@ static void finished(gmi_block_request_t *request) {
   do io->next = head;
   while (!atomic_compare_exchange_weak(&m->io_finished, &head, io));
   /* From here on io may be gone. */
-  gmi_lane_work_done(m, slot, status, message);
+  gmi_workers_work_done(m, slot, status, message);
 }
 
 /* The device's copy into or out of the slot is waited for here: it takes a fraction of what the transfer will. */
@@ -166,7 +166,7 @@ static gemini_status_t transfer(gmi_manager_t *m, gmi_chunk_t *c, uint32_t block
 static void measure(gmi_manager_t *m, const gmi_io_t *io) {
   gmi_rate_t *rate = &m->file_ns[io->request.write];
   uint64_t from = io->begin_ns > m->io_last_ns ? io->begin_ns : m->io_last_ns;
-  if (io->end_ns > from) m->events->chunk_transferred(m, io->chunk, io->request.write, from, io->end_ns);
+  if (io->end_ns > from) m->observer->chunk_transferred(m, io->chunk, io->request.write, from, io->end_ns);
   double ns = io->end_ns > from ? (double)(io->end_ns - from) : 0;
   rate->samples++;
   rate->mean += (ns - rate->mean) / (double)(rate->samples < 4096 ? rate->samples : 4096);
@@ -185,7 +185,7 @@ void gmi_file_forgive(gmi_chunk_t *c) { free(gmi_chunk_failed_read_take(c)); }
 static gemini_status_t reap_one(gmi_manager_t *m, gmi_io_t *io) {
   gmi_chunk_t *c = io->chunk;
   gemini_status_t status = io->request.io.status;
-  gmi_lane_wait_slot(m, io->slot, io->work); /* finished() is about to say so */
+  gmi_workers_wait_slot(m, io->slot, io->work); /* finished() is about to say so */
   gmi_chunk_io_set(m, c, NULL);
   m->io_count--;
   m->io_writes -= io->request.write;
@@ -259,7 +259,7 @@ void gmi_files_shrink(gmi_manager_t *m, uint64_t bytes) {
       gmi_chunk_t *c = &a->chunks[k];
       if (gmi_chunk_block(c) == GMI_NONE || gmi_chunk_has_only(c, GMI_VALID_FILE)) continue;
       if (gmi_chunk_io(c)) { /* it is being read: the block goes when the bytes have come */
-        gmi_lane_wait_slot(m, gmi_chunk_io(c)->slot, gmi_chunk_io(c)->slot->work_queued);
+        gmi_workers_wait_slot(m, gmi_chunk_io(c)->slot, gmi_chunk_io(c)->slot->work_queued);
         gmi_files_poll(m);
         if (gmi_chunk_block(c) == GMI_NONE || gmi_chunk_has_only(c, GMI_VALID_FILE)) continue;
       }

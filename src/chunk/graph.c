@@ -28,7 +28,7 @@ enum { GRAPH_OPEN, GRAPH_READY, GRAPH_ENTERED };
 /* A chunk of a graph. */
 typedef struct {
   gmi_chunk_t *chunk;
-  uint32_t place;            /* GMI_NONE: none yet */
+  uint32_t ring_index;       /* GMI_NONE: none yet */
   uint32_t readers, writers; /* acquires inside the capture, not yet released */
   bool kept;                 /* it was acquired before the capture, and stays where it is: no place */
   bool written;
@@ -37,7 +37,7 @@ typedef struct {
 typedef struct {
   uint32_t frame, part; /* part: what lies in it; GMI_NONE: nothing yet */
   uint64_t used;        /* on the graph's clock, when it was released last */
-} place_t;
+} ring_frame_t;
 /* A tensor whose bytes may be its counterpart's. */
 typedef struct {
   uint32_t index, life;
@@ -50,8 +50,8 @@ typedef struct gmi_graph {
   uint32_t index, state, stream, reserved; /* stream: of the capture, then of the last replay */
   void *capture;                           /* the device's, until the graph has ended */
   gemini_status_t failure;                 /* of the capture: the graph is of no use */
-  uint32_t place_count, part_count, part_capacity, content_count, content_capacity;
-  place_t *places;
+  uint32_t ring_count, part_count, part_capacity, content_count, content_capacity;
+  ring_frame_t *ring;
   part_t *parts;
   content_t *contents;
   uint64_t clock, copies; /* copies: in the capture */
@@ -102,14 +102,14 @@ static gemini_status_t free_for_graph(gmi_manager_t *m, const gmi_chunk_t *c) {
 /* ---- begin, end, destroy */
 static void graph_free(gmi_manager_t *m, gmi_graph_t *g) {
   if (g->capture) m->dev->capture.close(m->dev_self, g->capture);
-  for (uint32_t i = 0; i < g->place_count; i++) gmi_frame_give(m, g->places[i].frame, g->left);
-  m->graph_frames -= g->place_count;
+  for (uint32_t i = 0; i < g->ring_count; i++) gmi_frame_give(m, g->ring[i].frame, g->left);
+  m->graph_frames -= g->ring_count;
   for (uint32_t i = 0; i < g->part_count; i++) gmi_chunk_graphs_sub(g->parts[i].chunk);
   if (g->state == GRAPH_OPEN) atomic_fetch_and(&m->graph_streams, ~(UINT64_C(1) << g->stream));
   gmi_lease_drop_graph(&m->leases, g->index + 1);
   m->graphs[g->index] = NULL;
   m->graph_count--;
-  free(g->places);
+  free(g->ring);
   free(g->parts);
   free(g->contents);
   free(g);
@@ -145,33 +145,33 @@ static gemini_status_t graph_begin(gmi_manager_t *m, gemini_stream_t stream, uin
     return gmi_fail(status, 0, "the stream is being captured: a graph begins before its capture");
   if (status) return status;
   gmi_graph_t *g = calloc(1, sizeof *g);
-  place_t *places = calloc(count, sizeof *places);
-  if (!g || !places) {
+  ring_frame_t *ring = calloc(count, sizeof *ring);
+  if (!g || !ring) {
     free(g);
-    free(places);
+    free(ring);
     return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for a graph's record");
   }
   g->index = index;
   g->generation = ++m->graph_generations[index];
-  g->places = places;
+  g->ring = ring;
   g->stream = s;
   m->graphs[index] = g;
   m->graph_count++;
   atomic_fetch_or(&m->graph_streams, UINT64_C(1) << s);
   status = m->dev->capture.open(m->dev_self, s, (uint32_t)count, &g->capture);
-  for (; !status && g->place_count < count; g->place_count += !status) {
-    place_t *p = &places[g->place_count];
+  for (; !status && g->ring_count < count; g->ring_count += !status) {
+    ring_frame_t *p = &ring[g->ring_count];
     p->part = GMI_NONE;
     status = gmi_frame_take(m, NULL, GEMINI_REASON_CALLER, GMI_TAKE_EVICT, &p->frame);
     m->graph_frames += !status;
   }
   bool taken = !status;
-  if (taken) status = m->events->budgets_change(m);
+  if (taken) status = m->observer->budgets_change(m);
   if (status) {
     char message[440];
     memcpy(message, gmi_fail_message(), sizeof message);
     graph_free(m, g);
-    if (taken) (void)m->events->budgets_change(m);
+    if (taken) (void)m->observer->budgets_change(m);
     return gmi_fail(status, 0, "%s", message);
   }
   *graph_out = gmi_handle(m, GMI_HANDLE_GRAPH, g->generation, g->index);
@@ -206,8 +206,8 @@ static gemini_status_t graph_end(gmi_manager_t *m, gemini_graph_t handle) {
     part_t *p = &g->parts[i];
     if (p->readers && !p->kept) gmi_chunk_graph_unhold(m, p->chunk);
     p->readers = p->writers = 0;
-    if (p->place != GMI_NONE &&
-        gmi_chunk_mapping(p->chunk)->frame_1 == g->places[p->place].frame + 1) /* as after a replay */
+    if (p->ring_index != GMI_NONE &&
+        gmi_chunk_mapping(p->chunk)->frame_1 == g->ring[p->ring_index].frame + 1) /* as after a replay */
       gmi_map_leave(m, gmi_chunk_device(m, p->chunk), gmi_chunk_mapping(p->chunk), 0);
   }
   return GEMINI_OK;
@@ -229,7 +229,7 @@ static gemini_status_t graph_destroy(gmi_manager_t *m, gemini_graph_t handle) {
   g->part_count = 0;
   graph_free(m, g);
   gmi_updates_room(m);
-  if (m->events->budgets_change(m)) gmi_log(m, GEMINI_LOG_WARNING, "without a graph: %s", gmi_fail_message());
+  if (m->observer->budgets_change(m)) gmi_log(m, GEMINI_LOG_WARNING, "without a graph: %s", gmi_fail_message());
   return GEMINI_OK;
 }
 gemini_status_t gemini_graph_destroy(gemini_graph_t graph) {
@@ -289,7 +289,7 @@ static gemini_status_t part_take(gmi_graph_t *g, gmi_chunk_t *c, part_t **part_o
   if (!grow((void **)&g->parts, &g->part_capacity, g->part_count, sizeof *g->parts)) return no_memory();
   gmi_chunk_graphs_add(c);
   *part_out = &g->parts[g->part_count++];
-  **part_out = (part_t){ .chunk = c, .place = GMI_NONE, .kept = gmi_chunk_device_users(c) };
+  **part_out = (part_t){ .chunk = c, .ring_index = GMI_NONE, .kept = gmi_chunk_device_users(c) };
   return GEMINI_OK;
 }
 
@@ -335,8 +335,8 @@ static bool part_drop(gmi_manager_t *m, part_t *p, uint32_t mode) {
   return true;
 }
 
-static bool place_is_used(const gmi_graph_t *g, const place_t *place) {
-  return place->part != GMI_NONE && g->parts[place->part].readers;
+static bool ring_frame_is_used(const gmi_graph_t *g, const ring_frame_t *taken) {
+  return taken->part != GMI_NONE && g->parts[taken->part].readers;
 }
 
 static gemini_status_t too_small(gmi_manager_t *m, const gmi_graph_t *g) {
@@ -344,35 +344,35 @@ static gemini_status_t too_small(gmi_manager_t *m, const gmi_graph_t *g) {
   for (uint32_t i = 0; i < g->part_count; i++) need += !g->parts[i].kept && g->parts[i].readers;
   return gmi_fail(GEMINI_ERR_OOM_DEVICE, 0,
                   "%s: the chunks acquired at once need %llu bytes, the graph was begun with %llu", op_name(m),
-                  (unsigned long long)(need << m->chunk_shift), (unsigned long long)g->place_count << m->chunk_shift);
+                  (unsigned long long)(need << m->chunk_shift), (unsigned long long)g->ring_count << m->chunk_shift);
 }
 
 /* Gives the chunk a place for good, and queues its fetch in the capture. */
 static gemini_status_t part_fetch(gmi_manager_t *m, gmi_graph_t *g, uint32_t part) {
   part_t *p = &g->parts[part];
   gmi_chunk_t *c = p->chunk;
-  uint32_t at = p->place;
-  for (uint32_t i = 0; p->place == GMI_NONE && i < g->place_count; i++)
-    if (!place_is_used(g, &g->places[i]) && (at == GMI_NONE || g->places[i].used < g->places[at].used)) at = i;
+  uint32_t at = p->ring_index;
+  for (uint32_t i = 0; p->ring_index == GMI_NONE && i < g->ring_count; i++)
+    if (!ring_frame_is_used(g, &g->ring[i]) && (at == GMI_NONE || g->ring[i].used < g->ring[at].used)) at = i;
   if (at == GMI_NONE) return too_small(m, g);
-  place_t *place = &g->places[at];
-  if (place_is_used(g, place)) {
-    const gmi_chunk_t *other = g->parts[place->part].chunk;
+  ring_frame_t *taken = &g->ring[at];
+  if (ring_frame_is_used(g, taken)) {
+    const gmi_chunk_t *other = g->parts[taken->part].chunk;
     return gmi_fail(
         GEMINI_ERR_OOM_DEVICE, 0,
         "%s: chunks of arena %s at %llu and of %s at %llu have taken turns in one frame of the graph, and are "
         "wanted at once: begin it with more than %llu bytes",
         op_name(m), name_of(m, c), (unsigned long long)c->index << m->chunk_shift, name_of(m, other),
-        (unsigned long long)other->index << m->chunk_shift, (unsigned long long)g->place_count << m->chunk_shift);
+        (unsigned long long)other->index << m->chunk_shift, (unsigned long long)g->ring_count << m->chunk_shift);
   }
-  gemini_status_t status = gmi_map(m, gmi_chunk_device(m, c), place->frame, gmi_chunk_mapping(c));
+  gemini_status_t status = gmi_map(m, gmi_chunk_device(m, c), taken->frame, gmi_chunk_mapping(c));
   if (status) return status;
   status = m->dev->capture.fetch(m->dev_self, g->capture, at, gmi_chunk_device(m, c), gmi_chunk_host(m, c),
                                  gmi_chunk_bytes(m));
   if (status && status != GEMINI_ERR_STATE) g->failure = status; /* a part of it may have got in */
   if (status) return status;
-  p->place = at;
-  place->part = part;
+  p->ring_index = at;
+  taken->part = part;
   g->copies++;
   return GEMINI_OK;
 }
@@ -443,8 +443,8 @@ gemini_status_t gmi_graph_acquire(gmi_manager_t *m, gemini_access_t *accesses, u
   for (int pass = 0; pass < 2; pass++) { /* those that have a place come before those that look for one */
     for (uint32_t i = 0; !status && i < g->part_count; i++) {
       const part_t *p = &g->parts[i];
-      bool there = p->place != GMI_NONE && g->places[p->place].part == i;
-      if (p->readers && !p->kept && !there && (pass || p->place != GMI_NONE)) status = part_fetch(m, g, i);
+      bool there = p->ring_index != GMI_NONE && g->ring[p->ring_index].part == i;
+      if (p->readers && !p->kept && !there && (pass || p->ring_index != GMI_NONE)) status = part_fetch(m, g, i);
     }
   }
   for (uint64_t k = 0; k < (status ? leased : count); k++) {
@@ -486,9 +486,9 @@ gemini_status_t gmi_graph_release(gmi_manager_t *m, const gemini_access_t *acces
     for (uint64_t i = r.first; i <= r.last; i++) {
       part_t *p = part_find(g, &r.store->chunks[i]);
       if (!part_drop(m, p, accesses[k].mode)) continue;
-      g->places[p->place].used = ++g->clock;
+      g->ring[p->ring_index].used = ++g->clock;
       if (status) continue; /* the others are released all the same */
-      status = m->dev->capture.used(m->dev_self, g->capture, p->place);
+      status = m->dev->capture.used(m->dev_self, g->capture, p->ring_index);
       if (status && status != GEMINI_ERR_STATE) g->failure = status;
     }
   }
@@ -524,7 +524,7 @@ static gemini_status_t part_ready(gmi_manager_t *m, const gmi_graph_t *g, const 
    * back. */
   if (!status && (gmi_chunk_io(c) || gmi_chunk_failed_read(c))) status = gmi_chunk_settle_host(m, c);
   /* Where that changes, it waits for what used the address, and so for copies between its frame and its slot. */
-  if (!status) status = gmi_map(m, gmi_chunk_device(m, c), g->places[p->place].frame, gmi_chunk_mapping(c));
+  if (!status) status = gmi_map(m, gmi_chunk_device(m, c), g->ring[p->ring_index].frame, gmi_chunk_mapping(c));
   if (status || !gmi_chunk_work_pending(m, c)) return status;
   gmi_slot_t *slot = &m->host.slots[gmi_chunk_slot(c)];
   return m->dev->stream.wait_flag(m->dev_self, stream, &slot->work_done, slot->work_queued);
@@ -539,13 +539,13 @@ static gemini_status_t graph_enter(gmi_manager_t *m, gemini_graph_t handle, gemi
     status = gmi_fail(GEMINI_ERR_INVALID, 0, "a graph is launched on a stream, not on GEMINI_STREAM_CALLER");
   if (!status) status = enter_check(m, g);
   for (uint32_t i = 0; !status && i < g->part_count; i++)
-    if (g->parts[i].place != GMI_NONE) status = part_ready(m, g, &g->parts[i], s);
-  for (uint32_t i = 0; !status && i < g->place_count; i++) /* who had the frames before */
-    status = m->events->stream_waits(m, s, m->frames[g->places[i].frame].ready);
-  if (!status) status = m->events->stream_waits(m, s, g->left);
+    if (g->parts[i].ring_index != GMI_NONE) status = part_ready(m, g, &g->parts[i], s);
+  for (uint32_t i = 0; !status && i < g->ring_count; i++) /* who had the frames before */
+    status = m->observer->stream_waits(m, s, m->frames[g->ring[i].frame].ready);
+  if (!status) status = m->observer->stream_waits(m, s, g->left);
   if (status) return status;
   for (uint32_t i = 0; i < g->part_count; i++)
-    if (g->parts[i].place != GMI_NONE) gmi_chunk_graph_hold(m, g->parts[i].chunk);
+    if (g->parts[i].ring_index != GMI_NONE) gmi_chunk_graph_hold(m, g->parts[i].chunk);
   g->stream = s;
   g->state = GRAPH_ENTERED;
   return GEMINI_OK;
@@ -565,7 +565,7 @@ static gemini_status_t graph_leave(gmi_manager_t *m, gemini_graph_t handle) {
   g->state = GRAPH_READY;
   for (uint32_t i = 0; i < g->part_count; i++) {
     gmi_chunk_t *c = g->parts[i].chunk;
-    if (g->parts[i].place == GMI_NONE) continue;
+    if (g->parts[i].ring_index == GMI_NONE) continue;
     gmi_chunk_graph_unhold(m, c);
     m->host.slots[gmi_chunk_slot(c)].fence = left; /* the replay is behind the older ones */
     gmi_map_leave(m, gmi_chunk_device(m, c), gmi_chunk_mapping(c), left);

@@ -12,7 +12,7 @@ typedef gmi_heap_node_t node_t;
 /* Blocks of the request's own class that are looked at before a larger class is cut. */
 #define FIT_TRIES 8u
 #define NODES_FIRST 64u
-#define SLOTS_FIRST_LOG2 7u
+#define BUCKETS_FIRST_LOG2 7u
 
 /* --- classes --- */
 
@@ -117,45 +117,46 @@ static uint32_t fit_find(const gmi_heap_t *heap, uint64_t units, uint32_t stream
 
 /* --- live blocks by offset --- */
 
-static uint64_t slot_of(const gmi_heap_t *heap, uint64_t first) {
-  return (first * UINT64_C(0x9E3779B97F4A7C15)) >> heap->slot_shift;
+static uint64_t bucket_of(const gmi_heap_t *heap, uint64_t first) {
+  return (first * UINT64_C(0x9E3779B97F4A7C15)) >> heap->bucket_shift;
 }
 
-/* The slot of the live block that starts at a unit, or the empty slot where it would be. */
-static uint64_t slot_find(const gmi_heap_t *heap, uint64_t first) {
-  uint64_t slot = slot_of(heap, first);
-  while (heap->slots[slot] && heap->nodes[heap->slots[slot]].first != first) slot = (slot + 1) & heap->slot_mask;
-  return slot;
+/* The bucket of the live block that starts at a unit, or the empty bucket where it would be. */
+static uint64_t bucket_find(const gmi_heap_t *heap, uint64_t first) {
+  uint64_t bucket = bucket_of(heap, first);
+  while (heap->buckets[bucket] && heap->nodes[heap->buckets[bucket]].first != first)
+    bucket = (bucket + 1) & heap->bucket_mask;
+  return bucket;
 }
 
-static void slot_clear(gmi_heap_t *heap, uint64_t hole) {
+static void bucket_clear(gmi_heap_t *heap, uint64_t hole) {
   /* Move back what had been pushed past the hole, so that no search ends at it too early. */
-  for (uint64_t slot = hole;;) {
-    slot = (slot + 1) & heap->slot_mask;
-    uint32_t index = heap->slots[slot];
+  for (uint64_t bucket = hole;;) {
+    bucket = (bucket + 1) & heap->bucket_mask;
+    uint32_t index = heap->buckets[bucket];
     if (!index) break;
-    uint64_t home = slot_of(heap, heap->nodes[index].first);
-    if (((slot - home) & heap->slot_mask) >= ((slot - hole) & heap->slot_mask)) {
-      heap->slots[hole] = index;
-      hole = slot;
+    uint64_t home = bucket_of(heap, heap->nodes[index].first);
+    if (((bucket - home) & heap->bucket_mask) >= ((bucket - hole) & heap->bucket_mask)) {
+      heap->buckets[hole] = index;
+      hole = bucket;
     }
   }
-  heap->slots[hole] = 0;
+  heap->buckets[hole] = 0;
 }
 
 /* --- room for records, taken before anything changes --- */
 
-static bool slots_reserve(gmi_heap_t *heap) {
-  uint64_t old_count = heap->slot_mask + 1;
+static bool buckets_reserve(gmi_heap_t *heap) {
+  uint64_t old_count = heap->bucket_mask + 1;
   if ((heap->blocks_used + 1) * 2 <= old_count) return true;
-  uint32_t *old = heap->slots;
+  uint32_t *old = heap->buckets;
   uint32_t *grown = calloc(old_count * 2, sizeof *grown);
   if (!grown) return false;
-  heap->slots = grown;
-  heap->slot_mask = old_count * 2 - 1;
-  heap->slot_shift--;
+  heap->buckets = grown;
+  heap->bucket_mask = old_count * 2 - 1;
+  heap->bucket_shift--;
   for (uint64_t i = 0; i < old_count; i++)
-    if (old[i]) grown[slot_find(heap, heap->nodes[old[i]].first)] = old[i];
+    if (old[i]) grown[bucket_find(heap, heap->nodes[old[i]].first)] = old[i];
   free(old);
   return true;
 }
@@ -242,10 +243,10 @@ gemini_status_t gmi_heap_create(uint64_t range_bytes, uint64_t page_bytes, gmi_h
   heap->nodes = calloc(NODES_FIRST, sizeof *heap->nodes);
   heap->node_capacity = NODES_FIRST;
   heap->node_count = 1;
-  heap->slots = calloc(UINT64_C(1) << SLOTS_FIRST_LOG2, sizeof *heap->slots);
-  heap->slot_mask = (UINT64_C(1) << SLOTS_FIRST_LOG2) - 1;
-  heap->slot_shift = 64 - SLOTS_FIRST_LOG2;
-  if (!heap->nodes || !heap->slots || !pages_reserve(heap, 1)) {
+  heap->buckets = calloc(UINT64_C(1) << BUCKETS_FIRST_LOG2, sizeof *heap->buckets);
+  heap->bucket_mask = (UINT64_C(1) << BUCKETS_FIRST_LOG2) - 1;
+  heap->bucket_shift = 64 - BUCKETS_FIRST_LOG2;
+  if (!heap->nodes || !heap->buckets || !pages_reserve(heap, 1)) {
     gmi_heap_destroy(heap);
     return GEMINI_ERR_OOM_SYSTEM;
   }
@@ -260,7 +261,7 @@ gemini_status_t gmi_heap_create(uint64_t range_bytes, uint64_t page_bytes, gmi_h
 void gmi_heap_destroy(gmi_heap_t *heap) {
   if (!heap) return;
   free(heap->nodes);
-  free(heap->slots);
+  free(heap->buckets);
   free(heap->pages);
   free(heap);
 }
@@ -279,7 +280,8 @@ gemini_status_t gmi_heap_alloc(gmi_heap_t *heap, uint64_t size_bytes, uint32_t s
   if (!index) return GEMINI_ERR_OOM_DEVICE;
   /* One page more than is touched: the rest's first whole page may be the next one. */
   uint64_t last_page = page_of(heap, heap->nodes[index].first + units - 1);
-  if (!slots_reserve(heap) || !spare_reserve(heap) || !pages_reserve(heap, last_page + 2)) return GEMINI_ERR_OOM_SYSTEM;
+  if (!buckets_reserve(heap) || !spare_reserve(heap) || !pages_reserve(heap, last_page + 2))
+    return GEMINI_ERR_OOM_SYSTEM;
 
   free_remove(heap, index);
   if (heap->nodes[index].units > units) {
@@ -297,7 +299,7 @@ gemini_status_t gmi_heap_alloc(gmi_heap_t *heap, uint64_t size_bytes, uint32_t s
   }
   node_t *node = &heap->nodes[index];
   node->state = GMI_HEAP_LIVE;
-  heap->slots[slot_find(heap, node->first)] = index;
+  heap->buckets[bucket_find(heap, node->first)] = index;
   pages_enter(heap, node);
   heap->blocks_used++;
   heap->units_used += units;
@@ -307,7 +309,7 @@ gemini_status_t gmi_heap_alloc(gmi_heap_t *heap, uint64_t size_bytes, uint32_t s
 
 bool gmi_heap_find(const gmi_heap_t *heap, uint64_t offset, gmi_heap_block_t *block_out) {
   if (offset % GMI_HEAP_ALIGN) return false;
-  uint32_t index = heap->slots[slot_find(heap, offset / GMI_HEAP_ALIGN)];
+  uint32_t index = heap->buckets[bucket_find(heap, offset / GMI_HEAP_ALIGN)];
   if (!index) return false;
   block_fill(&heap->nodes[index], block_out);
   return true;
@@ -329,10 +331,10 @@ static void merge(gmi_heap_t *heap, uint32_t lower_index, uint32_t upper_index) 
 
 bool gmi_heap_free(gmi_heap_t *heap, uint64_t offset, gmi_heap_tag_t tag) {
   if (offset % GMI_HEAP_ALIGN) return false;
-  uint64_t slot = slot_find(heap, offset / GMI_HEAP_ALIGN);
-  uint32_t index = heap->slots[slot];
+  uint64_t bucket = bucket_find(heap, offset / GMI_HEAP_ALIGN);
+  uint32_t index = heap->buckets[bucket];
   if (!index) return false;
-  slot_clear(heap, slot);
+  bucket_clear(heap, bucket);
   node_t *node = &heap->nodes[index];
   pages_leave(heap, node);
   heap->blocks_used--;
@@ -403,7 +405,7 @@ static bool check_blocks(const gmi_heap_t *heap, uint64_t *free_count, uint64_t 
       }
       (*free_count)++;
     } else if (node->state == GMI_HEAP_LIVE) {
-      if (heap->slots[slot_find(heap, node->first)] != index) return false;
+      if (heap->buckets[bucket_find(heap, node->first)] != index) return false;
       live++;
       live_units += node->units;
       uint64_t first = page_of(heap, node->first), last = page_of(heap, unit - 1);
@@ -451,13 +453,13 @@ static bool check_lists(const gmi_heap_t *heap, uint64_t free_count) {
 
 bool gmi_heap_check(const gmi_heap_t *heap) {
   /* The table first: searches in it must end, and reach nodes only. */
-  uint64_t slots_used = 0;
-  for (uint64_t slot = 0; slot <= heap->slot_mask; slot++) {
-    if (!heap->slots[slot]) continue;
-    if (!node_in_use(heap, heap->slots[slot])) return false;
-    slots_used++;
+  uint64_t buckets_used = 0;
+  for (uint64_t bucket = 0; bucket <= heap->bucket_mask; bucket++) {
+    if (!heap->buckets[bucket]) continue;
+    if (!node_in_use(heap, heap->buckets[bucket])) return false;
+    buckets_used++;
   }
-  if (slots_used != heap->blocks_used || slots_used * 2 > heap->slot_mask + 1) return false;
+  if (buckets_used != heap->blocks_used || buckets_used * 2 > heap->bucket_mask + 1) return false;
 
   uint64_t free_count = 0, cover_count = 0, covers = 0, spares = 0;
   if (!check_blocks(heap, &free_count, &cover_count) || !check_lists(heap, free_count)) return false;

@@ -43,9 +43,9 @@ struct gmi_heap {
   uint32_t spare;                     /* list of spare nodes */
   uint32_t lowest;                    /* the block at offset 0 */
 
-  uint32_t *slots; /* open addressing, live blocks by first unit; a power of two, at most half full */
-  uint64_t slot_mask;
-  uint32_t slot_shift; /* 64 - log2 of their number */
+  uint32_t *buckets; /* open addressing, live blocks by first unit; a power of two, at most half full */
+  uint64_t bucket_mask;
+  uint32_t bucket_shift; /* 64 - log2 of their number */
   uint32_t reserved2;
 
   gmi_heap_page_t *pages; /* pages [page_count, range_pages) have no user, and no cover starts there */

@@ -23,14 +23,14 @@ typedef struct gmi_hook_free {
   void *ptr, *native;
 } gmi_hook_free_t;
 
-/* By the manager's slot. */
+/* By the manager's entry. */
 static struct {
   gmi_manager_t *_Atomic manager; /* Atomic: NULL = none, or closing */
   _Atomic uint32_t users;         /* Atomic: calls inside */
   _Atomic uintptr_t base;         /* Atomic: where its allocations lie */
   _Atomic uint64_t range;
 } entries[GMI_MANAGERS];
-static _Atomic uint32_t serving[DEVICES]; /* Atomic: slot + 1 of the manager that allocates for a device; 0 = none */
+static _Atomic uint32_t serving[DEVICES]; /* Atomic: entry + 1 of the manager that allocates for a device; 0 = none */
 
 /* Address ranges with allocations that the framework still has: of closed managers, and in a forked child those of the
  * parent's managers. */
@@ -43,17 +43,17 @@ static left_t *left;                                           /* Guarded by tab
 static pthread_mutex_t table_lock = PTHREAD_MUTEX_INITIALIZER; /* and for changes of serving[] */
 
 /* ---- entries: who announces himself before he looks is waited for by who empties before he counts */
-static gmi_manager_t *enter(uint32_t slot) {
-  atomic_fetch_add(&entries[slot].users, 1);
-  gmi_manager_t *m = atomic_load(&entries[slot].manager);
-  if (!m) atomic_fetch_sub(&entries[slot].users, 1);
+static gmi_manager_t *enter(uint32_t entry) {
+  atomic_fetch_add(&entries[entry].users, 1);
+  gmi_manager_t *m = atomic_load(&entries[entry].manager);
+  if (!m) atomic_fetch_sub(&entries[entry].users, 1);
   return m;
 }
-static void leave(uint32_t slot) { atomic_fetch_sub_explicit(&entries[slot].users, 1, memory_order_release); }
+static void leave(uint32_t entry) { atomic_fetch_sub_explicit(&entries[entry].users, 1, memory_order_release); }
 
-static bool lies_in(uint32_t slot, const void *ptr) {
-  uintptr_t base = atomic_load_explicit(&entries[slot].base, memory_order_relaxed);
-  return base && (uintptr_t)ptr - base < atomic_load_explicit(&entries[slot].range, memory_order_relaxed);
+static bool lies_in(uint32_t entry, const void *ptr) {
+  uintptr_t base = atomic_load_explicit(&entries[entry].base, memory_order_relaxed);
+  return base && (uintptr_t)ptr - base < atomic_load_explicit(&entries[entry].range, memory_order_relaxed);
 }
 
 /* ---- fork: in a child nothing is served, and what it frees of the parent's stays the parent's */
@@ -83,10 +83,10 @@ static gemini_status_t hook_set(gmi_manager_t *m, uint32_t flags) {
   gmi_fork_watch(&fork_ops);
   pthread_mutex_lock(&table_lock);
   uint32_t has = atomic_load(&serving[m->config.device_ordinal]);
-  bool taken = has && has != m->slot + 1;
+  bool taken = has && has != m->entry + 1;
   if (!taken) {
-    atomic_store(&entries[m->slot].manager, m);
-    atomic_store(&serving[m->config.device_ordinal], m->slot + 1);
+    atomic_store(&entries[m->entry].manager, m);
+    atomic_store(&serving[m->config.device_ordinal], m->entry + 1);
   }
   pthread_mutex_unlock(&table_lock);
   return taken ? gmi_fail(GEMINI_ERR_EXISTS, 0, "another manager serves device %u", m->config.device_ordinal)
@@ -98,7 +98,7 @@ gemini_status_t gemini_hook_set(gemini_manager_t mgr, uint32_t flags) {
 }
 
 static bool serve_no_more(gmi_manager_t *m) { /* called with table_lock held */
-  uint32_t mine = m->slot + 1;
+  uint32_t mine = m->entry + 1;
   return m->config.device_ordinal < DEVICES &&
          atomic_compare_exchange_strong(&serving[m->config.device_ordinal], &mine, 0);
 }
@@ -114,22 +114,22 @@ gemini_status_t gemini_hook_clear(gemini_manager_t mgr) {
 }
 
 void gmi_hook_close(gmi_manager_t *m) {
-  if (atomic_load(&entries[m->slot].manager) != m) return;
+  if (atomic_load(&entries[m->entry].manager) != m) return;
   pthread_mutex_lock(&table_lock);
   serve_no_more(m);
   pthread_mutex_unlock(&table_lock);
-  atomic_store(&entries[m->slot].manager, NULL);
-  while (atomic_load(&entries[m->slot].users)) sched_yield();
+  atomic_store(&entries[m->entry].manager, NULL);
+  while (atomic_load(&entries[m->entry].users)) sched_yield();
   gmi_lock(m, "gemini_manager_close"); /* frees what was put aside, as far as it can be without waiting */
   uint64_t waiting = atomic_load(&m->hook_waiting), live = m->hook_live > waiting ? m->hook_live - waiting : 0;
   gmi_unlock(m);
   left_t *l = live ? malloc(sizeof *l) : NULL;
   pthread_mutex_lock(&table_lock);
   if (l) {
-    *l = (left_t){ left, atomic_load(&entries[m->slot].base), atomic_load(&entries[m->slot].range), live };
+    *l = (left_t){ left, atomic_load(&entries[m->entry].base), atomic_load(&entries[m->entry].range), live };
     left = l;
   }
-  atomic_store(&entries[m->slot].base, 0);
+  atomic_store(&entries[m->entry].base, 0);
   pthread_mutex_unlock(&table_lock);
 }
 
@@ -220,9 +220,9 @@ static gemini_status_t hook_alloc(gmi_manager_t *m, uint64_t size, void *native,
   if (status) return status;
   m->hook_live++;
   /* Stored before anybody can have the pointer, so that whoever frees it finds the entry. */
-  if (!lies_in(m->slot, *ptr_out)) {
-    atomic_store_explicit(&entries[m->slot].range, m->heap_range, memory_order_relaxed);
-    atomic_store_explicit(&entries[m->slot].base, (uintptr_t)m->heap_base, memory_order_relaxed);
+  if (!lies_in(m->entry, *ptr_out)) {
+    atomic_store_explicit(&entries[m->entry].range, m->heap_range, memory_order_relaxed);
+    atomic_store_explicit(&entries[m->entry].base, (uintptr_t)m->heap_base, memory_order_relaxed);
   }
   return status;
 }
@@ -230,9 +230,9 @@ static gemini_status_t hook_alloc(gmi_manager_t *m, uint64_t size, void *native,
 static void *hook_malloc(const char *operation, uint64_t size, bool negative, int device, void *native) {
   gemini_status_t status = GEMINI_OK;
   void *ptr = NULL;
-  uint32_t slot = device >= 0 && device < DEVICES ? atomic_load_explicit(&serving[device], memory_order_acquire) : 0;
+  uint32_t entry = device >= 0 && device < DEVICES ? atomic_load_explicit(&serving[device], memory_order_acquire) : 0;
   if (!size) return NULL;
-  gmi_manager_t *m = slot ? enter(slot - 1) : NULL;
+  gmi_manager_t *m = entry ? enter(entry - 1) : NULL;
   if (!m) {
     status = gmi_fail(GEMINI_ERR_STATE, 0, "no manager serves device %d: gemini_hook_set() comes first", device);
   } else {
@@ -241,7 +241,7 @@ static void *hook_malloc(const char *operation, uint64_t size, bool negative, in
     else status = hook_alloc(m, size, native, &ptr);
     if (status) tell(m);
     gmi_unlock_quietly(m);
-    leave(slot - 1);
+    leave(entry - 1);
   }
   if (status) gmi_fail_operation(operation);
   return ptr;
@@ -265,12 +265,12 @@ static void hook_free(const char *operation, void *ptr, int device, void *native
   if (!ptr) return;
   uint32_t served = device >= 0 && device < DEVICES ? atomic_load_explicit(&serving[device], memory_order_acquire) : 0;
   for (uint32_t i = served ? 0 : 1; i <= GMI_MANAGERS; i++) { /* the one that serves now, then any */
-    uint32_t slot = i ? i - 1 : served - 1;
-    gmi_manager_t *m = lies_in(slot, ptr) ? enter(slot) : NULL;
+    uint32_t entry = i ? i - 1 : served - 1;
+    gmi_manager_t *m = lies_in(entry, ptr) ? enter(entry) : NULL;
     if (!m) continue;
-    bool mine = lies_in(slot, ptr); /* still */
+    bool mine = lies_in(entry, ptr); /* still */
     gemini_status_t status = mine ? hook_free_in(m, operation, ptr, native) : GEMINI_OK;
-    leave(slot);
+    leave(entry);
     if (status) gmi_fail_operation(operation);
     if (mine) return;
   }

@@ -16,10 +16,10 @@
 #include "chunk/host.h"
 #include "chunk/residency.h"
 #include "chunk/update.h"
-#include "core/lane.h"
 #include "core/manager.h"
 #include "core/streams.h"
-#include "host/blocks.h"
+#include "core/workers.h"
+#include "host/host_heap.h"
 #include "host/limits.h"
 #include "host/reserve.h"
 
@@ -39,7 +39,7 @@ static uint32_t budget_slots(const gmi_manager_t *m, uint64_t bytes) {
 
 static bool is_free(const gmi_manager_t *m, uint32_t slot) { return m->host.free_map[slot >> 6] >> (slot & 63) & 1; }
 /* Slots behind the budget (gmi_host_resize) are never free. */
-static void mark_free(gmi_manager_t *m, uint32_t slot, bool free) {
+static void set_free(gmi_manager_t *m, uint32_t slot, bool free) {
   if (slot >= m->host.slot_count) return;
   GMI_ASSERT(is_free(m, slot) != free);
   if (free) m->host.free_map[slot >> 6] |= UINT64_C(1) << (slot & 63);
@@ -53,11 +53,11 @@ static void use_slots(gmi_manager_t *m, uint64_t bytes) {
   if (count > most) count = most;
   uint32_t before = m->host.slot_count;
   for (uint32_t s = count; s < before; s++)
-    if (is_free(m, s)) mark_free(m, s, false);
+    if (is_free(m, s)) set_free(m, s, false);
   m->host.slot_count = count;
   if (count > m->host.slot_most) m->host.slot_most = count;
   for (uint32_t s = before; s < count; s++)
-    if (!m->host.slots[s].chunk && !m->host.slots[s].block) mark_free(m, s, true);
+    if (!m->host.slots[s].chunk && !m->host.slots[s].block) set_free(m, s, true);
 }
 
 /* Chunks that may get a slot without another leaving its own. */
@@ -78,7 +78,7 @@ gemini_status_t gmi_host_prepare(gmi_manager_t *m, gmi_cut_t *cut) {
 }
 
 void gmi_host_install(gmi_manager_t *m, gmi_cut_t *cut) {
-  gmi_host_blocks_close(m); /* none is live */
+  gmi_host_heap_end(m); /* none is live */
   gmi_space_free(m->host.slots, m->host.slot_map_bytes);
   gmi_space_free(m->host.free_map, m->host.free_map_bytes);
   m->host.slots = cut->slots;
@@ -169,7 +169,7 @@ static void count_used(gmi_manager_t *m, uint32_t slots) {
 }
 
 void gmi_host_slot_bind(gmi_manager_t *m, gmi_chunk_t *c, uint32_t slot) {
-  mark_free(m, slot, false);
+  set_free(m, slot, false);
   m->host.slots[slot].failure = GEMINI_OK;
   gmi_chunk_slot_set(m, c, slot);
   count_used(m, 1);
@@ -180,7 +180,7 @@ void gmi_host_slot_drop(gmi_manager_t *m, gmi_chunk_t *c) {
   uint32_t slot = gmi_chunk_slot(c);
   gmi_file_forgive(c);
   gmi_chunk_slot_set(m, c, GMI_NONE);
-  mark_free(m, slot, true);
+  set_free(m, slot, true);
   m->host_used -= gmi_chunk_bytes(m);
   if (slot >= m->host.slot_count) decommit_from(m, m->config.host_bytes);
 }
@@ -188,7 +188,7 @@ void gmi_host_slot_drop(gmi_manager_t *m, gmi_chunk_t *c) {
 /* Blocks until nothing uses a slot. What failed is for who wants its chunk. */
 static gemini_status_t slot_quiet(gmi_manager_t *m, gmi_slot_t *s) {
   if (atomic_load_explicit(&s->work_done, memory_order_acquire) < s->work_queued)
-    gmi_lane_wait_slot(m, s, s->work_queued);
+    gmi_workers_wait_slot(m, s, s->work_queued);
   gemini_status_t status = gmi_fence_sync(m, s->fence);
   if (!status) s->fence = 0;
   gmi_files_poll(m);
@@ -271,7 +271,7 @@ static gemini_status_t slot_reclaim(gmi_manager_t *m, bool *freed_out, bool *sta
   if (status) return status;
   for (int level = 0; level < (m->files ? RECLAIM_LEVELS : RECLAIM_STATES); level++) {
     /* Before what is wanted soon goes, one waits for what is under way. */
-    if (level > RECLAIM_STATES && (m->io_count || gmi_lane_pending(m))) break;
+    if (level > RECLAIM_STATES && (m->io_count || gmi_workers_pending(m))) break;
     bool busy = false;
     gmi_chunk_t *last = level == RECLAIM_STATES ? updated_last(m, &busy) : NULL;
     if (last) {
@@ -314,12 +314,12 @@ gemini_status_t gmi_host_room(gmi_manager_t *m, uint32_t count) {
   if (gmi_files_reap(m, NULL)) gmi_log(m, GEMINI_LOG_WARNING, "%s", gmi_fail_message()); /* of earlier writes */
   while (gmi_host_free(m) < count) {
     bool freed, started;
-    uint64_t events = gmi_lane_events(m);
+    uint64_t events = gmi_workers_finished(m);
     gemini_status_t status = slot_reclaim(m, &freed, &started);
     if (status && status != GEMINI_ERR_OOM_FILE) return status;
     if (!status && (freed || (started && m->io_writes < count - gmi_host_free(m)))) continue;
-    bool busy = gmi_lane_pending(m) || m->io_count; /* before the events, of which the end of the last one is one */
-    if (gmi_lane_events(m) != events) continue;
+    bool busy = gmi_workers_pending(m) || m->io_count; /* before the events, of which the end of the last one is one */
+    if (gmi_workers_finished(m) != events) continue;
     if (!busy) {
       if (status) return status;
       return gmi_fail(GEMINI_ERR_OOM_HOST, 0,
@@ -328,7 +328,7 @@ gemini_status_t gmi_host_room(gmi_manager_t *m, uint32_t count) {
                       (unsigned long long)m->host_used, (unsigned long long)m->config.host_bytes,
                       m->files ? " by chunks that are acquired" : " and there is no file tier");
     }
-    gmi_lane_wait_event(m, events, GMI_WAIT_ROOM, 0); /* updates and transfers hold slots; one of them ends */
+    gmi_workers_wait(m, events, GMI_WAIT_ROOM, 0); /* updates and transfers hold slots; one of them ends */
   }
   return GEMINI_OK;
 }
@@ -415,8 +415,8 @@ static gemini_status_t exchange(gmi_manager_t *m, uint32_t a, uint32_t b) {
   m->host.slots[b].failure = failure;
   gmi_chunk_slots_exchange(m, a, b);
   if (!wa != !wb) {
-    mark_free(m, a, !wb);
-    mark_free(m, b, !wa);
+    set_free(m, a, !wb);
+    set_free(m, b, !wa);
   }
   return GEMINI_OK;
 }
@@ -427,10 +427,10 @@ gemini_status_t gmi_host_run(gmi_manager_t *m, gmi_arena_t *store, uint32_t firs
   for (uint32_t i = 0; i < count; i++) {
     gmi_chunk_t *c = &store->chunks[first + i];
     missing += !gmi_chunk_has_slot(c);
-    gmi_chunk_keep_slot(m, c, false); /* none of them may lose its slot while room is made for the others */
+    gmi_chunk_hold_host(m, c, false); /* none of them may lose its slot while room is made for the others */
   }
   gemini_status_t status = gmi_host_room(m, missing);
-  for (uint32_t i = 0; i < count; i++) gmi_chunk_let_slot(m, &store->chunks[first + i], false);
+  for (uint32_t i = 0; i < count; i++) gmi_chunk_unhold_host(m, &store->chunks[first + i], false);
   if (status) return status;
   uint32_t best = GMI_NONE, least = UINT32_MAX, home = home_of(m, &store->chunks[first]);
   /* Where every chunk has a home of its own, one that goes there stays there, and soon none moves any more. */
@@ -553,13 +553,13 @@ static gemini_status_t slots_to_blocks(void *user, uint64_t offset, uint64_t siz
     if (!status) status = gmi_fence_sync(m, m->host.slots[slot].fence);
     if (!status) status = gmi_host_commit(m, (uint64_t)slot << m->chunk_shift, gmi_chunk_bytes(m));
     if (status) break;
-    mark_free(m, slot, false);
+    set_free(m, slot, false);
     m->host.slots[slot].block = true;
     count_used(m, 1);
   }
   while (status && slot-- > first) {
     m->host.slots[slot].block = false;
-    mark_free(m, slot, true);
+    set_free(m, slot, true);
     m->host_used -= gmi_chunk_bytes(m);
   }
   return status;
@@ -569,19 +569,19 @@ static void slots_from_blocks(void *user, uint64_t offset, uint64_t size) {
   gmi_manager_t *m = user;
   for (uint64_t slot = offset >> m->chunk_shift; slot < (offset + size) >> m->chunk_shift; slot++) {
     m->host.slots[slot].block = false;
-    mark_free(m, (uint32_t)slot, true);
+    set_free(m, (uint32_t)slot, true);
     m->host_used -= gmi_chunk_bytes(m);
   }
   if ((offset + size) >> m->chunk_shift > m->host.slot_count) decommit_from(m, m->config.host_bytes);
 }
 
 /* Live blocks, and their bytes. */
-static gmi_blocks_figures_t blocks_figures(const gmi_manager_t *m) {
-  gmi_blocks_figures_t figures = { 0 };
-  if (m->host.blocks) gmi_blocks_figures(m->host.blocks, &figures);
+static gmi_host_heap_figures_t blocks_figures(const gmi_manager_t *m) {
+  gmi_host_heap_figures_t figures = { 0 };
+  if (m->host.heap) gmi_host_heap_figures(m->host.heap, &figures);
   return figures;
 }
-uint64_t gmi_host_blocks(gmi_manager_t *m) { return blocks_figures(m).block_bytes; }
+uint64_t gmi_host_allocs(gmi_manager_t *m) { return blocks_figures(m).block_bytes; }
 
 static gemini_status_t host_alloc(gmi_manager_t *m, uint64_t size, uint64_t alignment, void **ptr_out) {
   if (!ptr_out) return gmi_fail(GEMINI_ERR_INVALID, 0, "ptr_out is NULL");
@@ -596,24 +596,24 @@ static gemini_status_t host_alloc(gmi_manager_t *m, uint64_t size, uint64_t alig
   if (!status && !m->host.slot_count)
     status = gmi_fail(GEMINI_ERR_OOM_HOST, 0, "the host budget, %llu bytes, holds no chunk of %llu bytes",
                       (unsigned long long)m->config.host_bytes, (unsigned long long)gmi_chunk_bytes(m));
-  if (!status && m->host.blocks && !blocks_figures(m).block_count && m->host.block_slots != m->host.slot_count) {
-    gmi_host_blocks_close(m); /* the budget has changed */
+  if (!status && m->host.heap && !blocks_figures(m).block_count && m->host.block_slots != m->host.slot_count) {
+    gmi_host_heap_end(m); /* the budget has changed */
   }
-  if (!status && !m->host.blocks) {
+  if (!status && !m->host.heap) {
     m->host.block_slots = m->host.slot_count;
-    gmi_blocks_config_t config = { .base = m->host.base,
-                                   .size_bytes = (uint64_t)m->host.slot_count << m->chunk_shift,
-                                   .grain_bytes = gmi_chunk_bytes(m),
-                                   .commit = slots_to_blocks,
-                                   .decommit = slots_from_blocks,
-                                   .user = m };
-    status = gmi_blocks_open(&config, &m->host.blocks);
+    gmi_host_heap_config_t config = { .base = m->host.base,
+                                      .size_bytes = (uint64_t)m->host.slot_count << m->chunk_shift,
+                                      .grain_bytes = gmi_chunk_bytes(m),
+                                      .commit = slots_to_blocks,
+                                      .decommit = slots_from_blocks,
+                                      .user = m };
+    status = gmi_host_heap_open(&config, &m->host.heap);
   }
   void *block = NULL;
-  if (!status) status = gmi_blocks_alloc(m->host.blocks, size, alignment, &block);
+  if (!status) status = gmi_host_heap_alloc(m->host.heap, size, alignment, &block);
   if (status == GEMINI_ERR_BUSY) status = gmi_fail(GEMINI_ERR_OOM_HOST, 0, "%s", gmi_fail_message());
   if (status) return status;
-  gmi_stat_set(&m->stats.host_block_bytes, gmi_host_blocks(m));
+  gmi_stat_set(&m->stats.host_alloc_bytes, gmi_host_allocs(m));
   *ptr_out = block;
   return GEMINI_OK;
 }
@@ -623,9 +623,9 @@ gemini_status_t gemini_host_alloc(gemini_manager_t mgr, uint64_t size_bytes, uin
 
 static gemini_status_t host_free(gmi_manager_t *m, void *ptr) {
   if (!ptr) return GEMINI_OK;
-  gemini_status_t status = m->host.blocks ? gmi_blocks_free(m->host.blocks, ptr) : GEMINI_ERR_INVALID;
+  gemini_status_t status = m->host.heap ? gmi_host_heap_free(m->host.heap, ptr) : GEMINI_ERR_INVALID;
   if (status == GEMINI_ERR_INVALID) return gmi_fail(status, 0, "%p is no live block of this manager", ptr);
-  gmi_stat_set(&m->stats.host_block_bytes, gmi_host_blocks(m));
+  gmi_stat_set(&m->stats.host_alloc_bytes, gmi_host_allocs(m));
   gmi_updates_room(m);
   return status;
 }

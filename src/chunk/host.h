@@ -8,7 +8,7 @@
 #include "core/manager.h"
 
 gemini_status_t gmi_host_open(gmi_manager_t *m);
-void gmi_host_blocks_close(
+void gmi_host_heap_end(
     gmi_manager_t *m);                 /* ends all blocks; arenas still exist, as slots that come back look at them */
 void gmi_host_close(gmi_manager_t *m); /* nothing uses the memory any more */
 gemini_status_t gmi_host_resize(gmi_manager_t *m, uint64_t bytes); /* what lies behind a smaller budget moves */
@@ -25,7 +25,7 @@ gemini_status_t gmi_host_room(gmi_manager_t *m, uint32_t count);
  * free. */
 gemini_status_t gmi_host_room_soon(gmi_manager_t *m, uint32_t count, uint32_t ahead);
 void gmi_host_updated(gmi_manager_t *m, gmi_chunk_t *c);  /* its states will not be wanted for an iteration */
-uint64_t gmi_host_blocks(gmi_manager_t *m);               /* bytes in live blocks */
+uint64_t gmi_host_allocs(gmi_manager_t *m);               /* bytes in live blocks */
 void gmi_host_released(gmi_manager_t *m, gmi_chunk_t *c); /* nobody has its address any more */
 void gmi_host_forget(gmi_manager_t *m);                   /* chunks are about to go */
 uint32_t gmi_host_free(const gmi_manager_t *m);           /* slots that chunks may get with none leaving */

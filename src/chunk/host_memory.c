@@ -5,7 +5,7 @@
 #include "chunk/host.h"
 #include "core/manager.h"
 #include "core/streams.h"
-#include "host/blocks.h"
+#include "host/host_heap.h"
 #include "host/limits.h"
 #include "host/reserve.h"
 #include "host/topology.h"
@@ -99,9 +99,9 @@ gemini_status_t gmi_host_open(gmi_manager_t *m) {
   return GEMINI_OK;
 }
 
-void gmi_host_blocks_close(gmi_manager_t *m) {
-  gmi_blocks_close(m->host.blocks); /* gives its slots back */
-  m->host.blocks = NULL;
+void gmi_host_heap_end(gmi_manager_t *m) {
+  gmi_host_heap_close(m->host.heap); /* gives its slots back */
+  m->host.heap = NULL;
 }
 
 void gmi_host_close(gmi_manager_t *m) {

@@ -183,7 +183,7 @@ gemini_status_t gmi_nonmodel_alloc(gmi_manager_t *m, uint64_t size, uint32_t str
   if (bytes > m->nonmodel_peak_op) m->nonmodel_peak_op = bytes;
   uint64_t pages = gmi_heap_pages_used(m->heap);
   if (pages > m->heap_pages_peak_op) m->heap_pages_peak_op = (uint32_t)pages;
-  m->events->counters_change(m);
+  m->observer->counters_change(m);
   *ptr_out = m->heap_base + block.offset;
   return GEMINI_OK;
 }
@@ -197,7 +197,7 @@ bool gmi_nonmodel_free(gmi_manager_t *m, void *ptr, uint32_t stream) {
     return false;
   }
   gmi_stat_set(&m->stats.nonmodel_bytes, gmi_heap_bytes_used(m->heap));
-  m->events->counters_change(m);
+  m->observer->counters_change(m);
   return true;
 }
 

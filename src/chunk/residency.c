@@ -335,7 +335,7 @@ static gemini_status_t queue_copy(gmi_manager_t *m, gmi_chunk_t *c, uint32_t lin
                     (unsigned long long)gmi_chunk_bytes(m));
   time_copy(m, link, begin, end);
   count_move(m, link, reason);
-  m->events->chunk_copied(m, c, link, reason, begin, end);
+  m->observer->chunk_copied(m, c, link, reason, begin, end);
   slot->fence = end; /* the older ones are before it on the same stream, or it waited for them */
   if (link == GEMINI_LINK_D2H) gmi_chunk_copied(c, end);
   *fence_out = end;
@@ -375,10 +375,10 @@ gemini_status_t gmi_chunk_fetch(gmi_manager_t *m, gmi_chunk_t *c, bool fresh, ui
   if (!fresh && gmi_chunk_io(c) && !gmi_chunk_has(c, GMI_VALID_ZERO) && (status = gmi_chunk_settle_host(m, c)))
     return status;
   uint32_t frame;
-  gmi_chunk_keep_slot(m, c, false); /* its slot must outlive the search for a frame */
+  gmi_chunk_hold_host(m, c, false); /* its slot must outlive the search for a frame */
   status = gmi_frame_take(m, gmi_chunk_mapping(c), reason == GEMINI_REASON_DEMAND ? GEMINI_REASON_PRESSURE : reason,
                           flags, &frame);
-  gmi_chunk_let_slot(m, c, false);
+  gmi_chunk_unhold_host(m, c, false);
   if (status) return status;
   gmi_fence_t ready = m->frames[frame].ready, arrive = ready;
   status = gmi_map(m, gmi_chunk_device(m, c), frame, gmi_chunk_mapping(c));
@@ -401,7 +401,7 @@ gemini_status_t gmi_chunk_fetch(gmi_manager_t *m, gmi_chunk_t *c, bool fresh, ui
   }
   /* Should a fresh chunk's batch fail before its writer has it, the copies elsewhere still count. */
   gmi_chunk_arrived(m, c, frame, arrive, fresh);
-  m->events->counters_change(m);
+  m->observer->counters_change(m);
   return GEMINI_OK;
 }
 
@@ -409,7 +409,7 @@ gemini_status_t gmi_chunk_fetch(gmi_manager_t *m, gmi_chunk_t *c, bool fresh, ui
 static void give_frame(gmi_manager_t *m, gmi_chunk_t *c, uint32_t frame, gmi_fence_t fence) {
   gmi_frame_give(m, frame, fence);
   gmi_map_leave(m, gmi_chunk_device(m, c), gmi_chunk_mapping(c), fence);
-  m->events->counters_change(m);
+  m->observer->counters_change(m);
 }
 
 void gmi_chunk_drop_device(gmi_manager_t *m, gmi_chunk_t *c) {

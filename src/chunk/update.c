@@ -11,9 +11,9 @@
 #include "chunk/host.h"
 #include "chunk/residency.h"
 #include "chunk/update.h"
-#include "core/lane.h"
 #include "core/manager.h"
 #include "core/streams.h"
+#include "core/workers.h"
 
 enum { PIECE_CHUNKS = GMI_UPDATE_ARENAS * 32 }; /* arenas x largest ratio of element sizes, and a boundary more */
 enum { CHUNK_PIECES = 2 };                      /* of one update, that a chunk may be in */
@@ -118,7 +118,7 @@ static gemini_status_t piece_to_host(walk_t *k, piece_t *p) {
   gmi_manager_t *m = k->m;
   uint32_t missing = 0;
   for (uint32_t i = 0; i < p->count; i++) {
-    gmi_chunk_keep_slot(m, p->chunks[i], false); /* no slot goes while others look for theirs */
+    gmi_chunk_hold_host(m, p->chunks[i], false); /* no slot goes while others look for theirs */
     missing += !gmi_chunk_has_slot(p->chunks[i]);
   }
   gemini_status_t status = gmi_host_room(m, missing);    /* for all at once, before any transfer is under way */
@@ -127,7 +127,7 @@ static gemini_status_t piece_to_host(walk_t *k, piece_t *p) {
     status = gmi_chunk_to_host(m, p->chunks[i], p->modes[i] & GEMINI_WRITE, GEMINI_REASON_UPDATE);
   for (uint32_t i = 0; !status && i < p->count; i++) /* a read may have failed by now: then nothing is changed */
     if (!gmi_chunk_has(p->chunks[i], GMI_VALID_HOST)) status = gmi_files_reap(m, p->chunks[i]);
-  for (uint32_t i = 0; i < p->count; i++) gmi_chunk_let_slot(m, p->chunks[i], false);
+  for (uint32_t i = 0; i < p->count; i++) gmi_chunk_unhold_host(m, p->chunks[i], false);
   return status;
 }
 
@@ -198,7 +198,7 @@ static gemini_status_t host_piece(walk_t *k, piece_t *p, bool deferred) {
     uint32_t kind = gmi_chunk_arena(m, c)->kind;
     if (m->files && kind != GEMINI_KIND_PARAM && kind != GEMINI_KIND_GRAD) gmi_host_updated(m, c);
   }
-  gmi_lane_push(m, job);
+  gmi_workers_push(m, job);
   return GEMINI_OK;
 }
 
@@ -343,7 +343,7 @@ static gemini_status_t device_piece(walk_t *k, piece_t *p, rest_t *rest) {
       after_callback(m, gmi_chunk_use(m, p->chunks[i], p->modes[i], stream, true), end);
     after_callback(m, gmi_fence_now(m, stream, &end), end);
     m->update_end = end;
-    m->events->span_queued(m, "update", "update on the device", begin, end);
+    m->observer->span_queued(m, "update", "update on the device", begin, end);
     if (m->timed_count < sizeof m->timed / sizeof *m->timed) {
       m->timed[m->timed_count].begin = begin;
       m->timed[m->timed_count].end = end;
@@ -374,7 +374,7 @@ static gemini_status_t queue_first(gmi_manager_t *m, bool now, bool *waits_out) 
   gemini_status_t status = GEMINI_OK;
   *waits_out = false;
   if (!now) {
-    *waits_out = gmi_lane_deferred(m) >= gmi_updates_ahead(m, p.count);
+    *waits_out = gmi_workers_deferred(m) >= gmi_updates_ahead(m, p.count);
     /* Those behind it will want room too: what they take it from is written while this one is read. */
     uint64_t ahead = gmi_updates_ahead(m, p.count);
     if (!*waits_out) status = gmi_host_room_soon(m, missing, missing * (uint32_t)(d->count < ahead ? d->count : ahead));
@@ -416,7 +416,7 @@ static void *defer_work(void *user) {
   gmi_deferred_t *d = m->deferred;
   gmi_lock(m, THREAD_NAME);
   while (!d->stop) {
-    uint64_t events = gmi_lane_events(m);
+    uint64_t events = gmi_workers_finished(m);
     bool waits = !d->first || !d->first->left;
     gemini_status_t status = GEMINI_OK;
     while (!waits && !status) {
@@ -433,7 +433,7 @@ static void *defer_work(void *user) {
     }
     gmi_unlock(m);             /* sends logs */
     if (status) usleep(10000); /* until somebody gives up what is in the way, or wants the update and is told */
-    else gmi_lane_idle(m, events);
+    else gmi_workers_idle(m, events);
     gmi_lock(m, THREAD_NAME);
   }
   gmi_unlock_quietly(m);
@@ -443,7 +443,7 @@ static void *defer_work(void *user) {
 uint64_t gmi_updates_deferred(const gmi_manager_t *m) { return m->deferred->count; }
 
 void gmi_updates_room(gmi_manager_t *m) {
-  if (m->deferred->first) gmi_lane_nudge(m);
+  if (m->deferred->first) gmi_workers_nudge(m);
 }
 
 gemini_status_t gmi_updates_open(gmi_manager_t *m) {
@@ -464,7 +464,7 @@ void gmi_updates_close(gmi_manager_t *m) {
   pthread_cond_signal(&d->more);
   gmi_unlock(m);
   if (d->started) {
-    gmi_lane_nudge(m);
+    gmi_workers_nudge(m);
     pthread_join(d->thread, NULL);
   }
   while (d->first) rest_remove(d, d->first);
@@ -540,7 +540,7 @@ static void after_update(gmi_manager_t *m, gmi_tensor_t *t, void *user) {
 static gemini_status_t walk_check(walk_t *k, const gemini_update_t *theirs, uint32_t *stream_out) {
   gmi_manager_t *m = k->m;
   gemini_status_t status = gmi_struct_in(&k->u, sizeof k->u, theirs, sizeof k->u, "update");
-  if (!status) status = gmi_lane_failure(m); /* the model is not what it should be, and no update makes it so */
+  if (!status) status = gmi_workers_failure(m); /* the model is not what it should be, and no update makes it so */
   if (status) return status;
   gemini_update_t *u = &k->u;
   if (u->flags & ~(uint32_t)GEMINI_UPDATE_LATE)
@@ -668,9 +668,9 @@ static void walk_run(walk_t *k, uint32_t index) {
     uint32_t number = (uint32_t)(p.begin / k->unit - k->u.first_element / k->unit);
     bool device = m->advice->piece_on_device(m, index, number);
     p.next_use = m->advice->piece_use(m, index, number);
-    if (device) m->events->piece_begins(m, index, number);
+    if (device) m->observer->piece_begins(m, index, number);
     status = tail_queue_one(k, &p, device);
-    if (device) m->events->piece_ends(m, index, number);
+    if (device) m->observer->piece_ends(m, index, number);
   }
   if (status) gmi_log(m, GEMINI_LOG_WARNING, "an update waits: %s", gmi_fail_message());
   if (k->tail) tail_leave(k);
@@ -729,11 +729,11 @@ static gemini_status_t walk(walk_t *k, uint32_t stream) {
   if (status && status != GEMINI_ERR_OOM_HOST) return status;
   gemini_status_t room = status;
   uint32_t index;
-  m->events->update_comes(m, &record, &index);
+  m->observer->update_comes(m, &record, &index);
   status = room ? walk_room(k, index) : GEMINI_OK;
   if (!status && stream != GMI_CALLER) status = gmi_fence_now(m, stream, &k->after);
   if (status) {
-    m->events->update_refused(m, index);
+    m->observer->update_refused(m, index);
     return status;
   }
   walk_accept(k);
@@ -746,7 +746,7 @@ gemini_status_t gmi_updates_finish(gmi_manager_t *m, const char *function) {
   gemini_status_t queued = gmi_updates_queue(m, NULL);
   gmi_unlock(m);
   if (queued) return queued;
-  gmi_lane_drain(m, function);
+  gmi_workers_drain(m, function);
   gmi_lock(m, function);
   gmi_fence_t end;
   gemini_status_t status = gmi_fence_now(m, m->update_stream, &end);
@@ -758,7 +758,7 @@ gemini_status_t gmi_updates_finish(gmi_manager_t *m, const char *function) {
     gmi_wait_end(m, &wait);
     if (status) gmi_fail(status, 0, "an update on the device failed");
   }
-  return status ? status : gmi_lane_failure(m);
+  return status ? status : gmi_workers_failure(m);
 }
 
 static gemini_status_t update(gmi_manager_t *m, const gemini_update_t *theirs) {

@@ -6,7 +6,7 @@
 #include "base/fork.h"
 #include "core/manager.h"
 
-/* ---- live managers: a slot's handle is 0 while it is free, so that a handle of a closed manager never matches */
+/* ---- live managers: an entry's handle is 0 while it is free, so that a handle of a closed manager never matches */
 static struct {
   _Atomic uint64_t handle;
   gmi_manager_t *manager;
@@ -17,16 +17,16 @@ static pthread_mutex_t live_lock = PTHREAD_MUTEX_INITIALIZER;
 
 uint64_t gmi_manager_serial; /* Guarded by live_lock. */
 
-/* Handles of objects name their manager by its slot and the last bits of its serial number. Two managers may have both
+/* Handles of objects name their manager by its entry and the last bits of its serial number. Two managers may have both
  * in common; then the objects of the later one have generations above all those of the earlier one, so that a handle of
- * a closed manager's object never matches. By slot and last bits: the highest generation that any object has had.
+ * a closed manager's object never matches. By entry and last bits: the highest generation that any object has had.
  * Guarded by live_lock. */
 enum { SERIALS = 1 << 12 };
 
 static uint32_t generations_given[GMI_MANAGERS][SERIALS];
 
 static uint32_t *generations_of(const gmi_manager_t *m) {
-  return &generations_given[m->slot][m->handle & (SERIALS - 1)];
+  return &generations_given[m->entry][m->handle & (SERIALS - 1)];
 }
 
 static uint32_t generations_highest(const gmi_manager_t *m) {
@@ -56,7 +56,7 @@ static void generations_begin(gmi_manager_t *m, uint32_t before) {
 
 /* ---- fork: a child has no manager of its parent's, and says so */
 static struct {
-  uint64_t handle; /* of the manager that another process had in this slot; 0: none */
+  uint64_t handle; /* of the manager that another process had in this entry; 0: none */
   pid_t opener;    /* that process */
 } forked[GMI_MANAGERS];
 
@@ -67,14 +67,14 @@ static void fork_parent(void) { pthread_mutex_unlock(&live_lock); }
 static void fork_child(void) {
   pthread_mutex_init(&live_lock, NULL);
   gmi_watch_forked();
-  for (uint32_t slot = 0; slot < GMI_MANAGERS; slot++) {
-    uint64_t handle = atomic_exchange(&live[slot].handle, 0);
+  for (uint32_t entry = 0; entry < GMI_MANAGERS; entry++) {
+    uint64_t handle = atomic_exchange(&live[entry].handle, 0);
     if (handle) {
-      forked[slot].handle = handle;
-      forked[slot].opener = live[slot].opener;
-      generations_given[slot][handle & (SERIALS - 1)] = GMI_TENSOR_GENERATIONS; /* the parent goes on giving them */
+      forked[entry].handle = handle;
+      forked[entry].opener = live[entry].opener;
+      generations_given[entry][handle & (SERIALS - 1)] = GMI_TENSOR_GENERATIONS; /* the parent goes on giving them */
     }
-    live[slot].manager = NULL;
+    live[entry].manager = NULL;
   }
 }
 
@@ -82,12 +82,12 @@ static const gmi_fork_ops_t fork_ops = { fork_prepare, fork_parent, fork_child }
 
 /* Is it a handle of a manager, or of its objects, that this process has by a fork? Then the error is recorded. */
 static bool is_forked(uint64_t handle) {
-  uint32_t slot = (uint32_t)(handle >> 54) & 63;
-  uint64_t of = forked[slot].handle;
+  uint32_t entry = (uint32_t)(handle >> 54) & 63;
+  uint64_t of = forked[entry].handle;
   if (!of || ((of ^ handle) & GMI_HANDLE_MANAGER_MASK)) return false;
   gmi_fail(GEMINI_ERR_HANDLE, 0,
            "%#llx belongs to a manager of process %ld, from which this process was forked: only that one can use it",
-           (unsigned long long)handle, (long)forked[slot].opener);
+           (unsigned long long)handle, (long)forked[entry].opener);
   return true;
 }
 
@@ -106,31 +106,31 @@ void gmi_handle_wrong(uint64_t handle, uint32_t type) {
 }
 
 gmi_manager_t *gmi_manager_get(gemini_manager_t handle) {
-  uint32_t slot = (uint32_t)(handle >> 54) & 63;
-  if (handle && atomic_load_explicit(&live[slot].handle, memory_order_acquire) == handle) return live[slot].manager;
+  uint32_t entry = (uint32_t)(handle >> 54) & 63;
+  if (handle && atomic_load_explicit(&live[entry].handle, memory_order_acquire) == handle) return live[entry].manager;
   if (!is_forked(handle)) gmi_fail(GEMINI_ERR_HANDLE, 0, "%#llx is no open manager", (unsigned long long)handle);
   return NULL;
 }
 
 gmi_manager_t *gmi_manager_of(uint64_t handle) {
-  uint32_t slot = (uint32_t)(handle >> 54) & 63;
-  uint64_t of = atomic_load_explicit(&live[slot].handle, memory_order_acquire);
-  if (of && !((of ^ handle) & GMI_HANDLE_MANAGER_MASK)) return live[slot].manager;
+  uint32_t entry = (uint32_t)(handle >> 54) & 63;
+  uint64_t of = atomic_load_explicit(&live[entry].handle, memory_order_acquire);
+  if (of && !((of ^ handle) & GMI_HANDLE_MANAGER_MASK)) return live[entry].manager;
   if (!is_forked(handle))
     gmi_fail(GEMINI_ERR_HANDLE, 0, "%#llx is no object of an open manager", (unsigned long long)handle);
   return NULL;
 }
 
-/* Finds a slot and a serial number whose generations are not used up, and gives both to the manager. False: there is
+/* Finds an entry and a serial number whose generations are not used up, and gives both to the manager. False: there is
  * none. Called with live_lock held. */
 static bool place_take(gmi_manager_t *m) {
-  for (uint32_t slot = 0; slot < GMI_MANAGERS; slot++) {
-    for (uint32_t i = 1; i <= SERIALS && !atomic_load(&live[slot].handle); i++) {
+  for (uint32_t entry = 0; entry < GMI_MANAGERS; entry++) {
+    for (uint32_t i = 1; i <= SERIALS && !atomic_load(&live[entry].handle); i++) {
       uint64_t serial = gmi_manager_serial + i, end = serial & (SERIALS - 1);
-      if (generations_given[slot][end] >= GMI_TENSOR_GENERATIONS) continue;
+      if (generations_given[entry][end] >= GMI_TENSOR_GENERATIONS) continue;
       gmi_manager_serial = serial;
-      m->slot = slot;
-      m->handle = (uint64_t)GMI_HANDLE_MANAGER << 60 | (uint64_t)slot << 54 | end << 42 | serial;
+      m->entry = entry;
+      m->handle = (uint64_t)GMI_HANDLE_MANAGER << 60 | (uint64_t)entry << 54 | end << 42 | serial;
       generations_begin(m, *generations_of(m));
       return true;
     }
@@ -143,9 +143,9 @@ bool gmi_manager_enter(gmi_manager_t *m) {
   pthread_mutex_lock(&live_lock);
   bool placed = place_take(m);
   if (placed) {
-    live[m->slot].manager = m;
-    live[m->slot].opener = getpid();
-    atomic_store_explicit(&live[m->slot].handle, m->handle, memory_order_release);
+    live[m->entry].manager = m;
+    live[m->entry].opener = getpid();
+    atomic_store_explicit(&live[m->entry].handle, m->handle, memory_order_release);
   }
   pthread_mutex_unlock(&live_lock);
   return placed;
@@ -154,13 +154,13 @@ bool gmi_manager_enter(gmi_manager_t *m) {
 void gmi_manager_leave(gmi_manager_t *m) {
   pthread_mutex_lock(&live_lock);
   *generations_of(m) = generations_highest(m);
-  atomic_store_explicit(&live[m->slot].handle, 0, memory_order_release);
-  live[m->slot].manager = NULL;
+  atomic_store_explicit(&live[m->entry].handle, 0, memory_order_release);
+  live[m->entry].manager = NULL;
   pthread_mutex_unlock(&live_lock);
 }
 
 uint32_t gmi_managers_open(void) {
   uint32_t open = 0;
-  for (uint32_t slot = 0; slot < GMI_MANAGERS; slot++) open += atomic_load(&live[slot].handle) != 0;
+  for (uint32_t entry = 0; entry < GMI_MANAGERS; entry++) open += atomic_load(&live[entry].handle) != 0;
   return open;
 }

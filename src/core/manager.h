@@ -15,14 +15,15 @@
 #include <stdio.h>
 
 #include "base/status.h"
-#include "core/events.h"
 #include "core/lease.h"
+#include "core/observer.h"
 #include "core/stats.h"
 #include "core/watch.h"
 #include "device/device.h"
 #include "gemini.h"
 
-/* ---- handles: [63:60] type, [59:42] which manager (its slot and the end of its serial number), [41:0] which object.
+/* ---- handles: [63:60] type, [59:42] which manager (its entry in the table of managers and the end of its
+ * serial number), [41:0] which object.
  * An object is told by its index, in as many bits as its type needs, and above it by a generation, which counts the
  * objects that have had this index. Generations never start anew, not even in a later manager whose handles begin
  * alike: an index whose generations are used up is not given again. */
@@ -87,7 +88,7 @@ typedef struct gmi_host {
   uint64_t home_end;                     /* slot behind the last home */
   uint32_t slot_count, free_count, hand; /* within the budget */
   uint32_t slot_most;                    /* chunks may still lie in as many, behind a smaller budget */
-  struct gmi_blocks *blocks;             /* NULL until the first one */
+  struct gmi_host_heap *heap;            /* NULL until the first one */
   uint32_t block_slots, reserved2;       /* slots that blocks may lie in */
   uint64_t updated_first, updated_end;   /* the chunks of states updated last, in a ring */
   gmi_chunk_t *updated[GMI_UPDATED];
@@ -174,7 +175,7 @@ typedef struct gmi_stream {
   bool named;  /* native is known to others: adopted, or told to the caller */
   bool hooked; /* adopted by a hook, and ended when others need its place */
   bool reserved[5];
-  _Atomic uint64_t placed; /* Atomic: last mark claimed; a claim comes before the mark is placed */
+  _Atomic uint64_t recorded; /* Atomic: last mark claimed; a claim comes before the mark is recorded */
   void *native;
   uint64_t used; /* hooked: when last named, on hook_clock */
 } gmi_stream_t;
@@ -189,7 +190,7 @@ typedef struct gmi_heap gmi_heap_t;
 struct gmi_tracer;
 struct gmi_timeline;
 struct gmi_chunk_use;
-struct gmi_lane;
+struct gmi_workers;
 struct gmi_store;
 struct gmi_sys;
 struct gmi_reserve;
@@ -204,13 +205,13 @@ typedef struct gmi_stripe {
 
 typedef struct gmi_manager {
   uint64_t handle;
-  uint32_t slot, generation_before; /* generation_before: of all objects, those of earlier managers */
+  uint32_t entry, generation_before; /* generation_before: of all objects, those of earlier managers */
   pthread_mutex_t lock;
-  gemini_config_t config;     /* Constant, but the budgets */
-  char *file_dir, *keep_name; /* NULL: no files; not kept */
+  gemini_config_t config;           /* Constant, but the budgets */
+  char *file_dir, *checkpoint_name; /* NULL: no files; not kept */
   const gmi_device_ops_t *dev;
   void *dev_self;
-  const gmi_events_t *events; /* Constant, as the next two */
+  const gmi_observer_t *observer; /* Constant, as the next two */
   const gmi_advice_t *advice;
   void (*when_locked)(struct gmi_manager *m); /* called with the lock, when hook_waiting is not 0 */
   uint64_t granularity;
@@ -282,7 +283,7 @@ typedef struct gmi_manager {
   int io_native_code;
   char io_message[384];
   uint64_t io_last_ns; /* when the last one ended */
-  struct gmi_lane *lane;
+  struct gmi_workers *workers;
   struct gmi_deferred *deferred; /* what is left of updates */
   struct gmi_tracer *tracer;
   struct gmi_timeline *timeline;

@@ -15,7 +15,7 @@ typedef struct gmi_stats {
   _Atomic uint64_t budget_bytes[GEMINI_TIER_COUNT], peak_bytes[GEMINI_TIER_COUNT];
   _Atomic uint64_t moved_bytes[GEMINI_LINK_COUNT][GEMINI_REASON_COUNT];
   _Atomic uint64_t moved_chunks[GEMINI_LINK_COUNT][GEMINI_REASON_COUNT];
-  _Atomic uint64_t model_bytes, nonmodel_bytes, host_block_bytes;
+  _Atomic uint64_t model_bytes, nonmodel_bytes, host_alloc_bytes;
   _Atomic uint64_t acquire_misses, stall_ns, op_peak_error_bytes;
   _Atomic uint64_t iterations, planned_iterations, departures, plans;
   _Atomic uint64_t predicted_step_ns, measured_step_ns, planned_fetch_bytes, planned_evict_bytes;

@@ -7,17 +7,17 @@
 
 /* ---- fences */
 static gemini_status_t fence_now(gmi_manager_t *m, uint32_t stream, bool timed, gmi_fence_t *fence_out) {
-  /* Claim first: a release that reads the old number names a mark that is placed after its own work. */
-  uint64_t mark = atomic_load_explicit(&m->streams[stream].placed, memory_order_relaxed) + 1;
-  atomic_store_explicit(&m->streams[stream].placed, mark, memory_order_seq_cst);
+  /* Claim first: a release that reads the old number names a mark that is recorded after its own work. */
+  uint64_t mark = atomic_load_explicit(&m->streams[stream].recorded, memory_order_relaxed) + 1;
+  atomic_store_explicit(&m->streams[stream].recorded, mark, memory_order_seq_cst);
   uint64_t got = 0;
   gemini_status_t status = (timed ? m->dev->stream.mark : m->dev->stream.mark_untimed)(m->dev_self, stream, &got);
-  if (status) { /* whoever named a later one meanwhile gets it placed when it is needed */
-    atomic_store_explicit(&m->streams[stream].placed, mark - 1, memory_order_seq_cst);
+  if (status) { /* whoever named a later one meanwhile gets it recorded when it is needed */
+    atomic_store_explicit(&m->streams[stream].recorded, mark - 1, memory_order_seq_cst);
     if (status == GEMINI_ERR_STATE) return status; /* it is being captured, as the message says */
     return gmi_fail(status, 0, "device %s could not mark stream %u", m->dev->name, stream);
   }
-  atomic_store_explicit(&m->streams[stream].placed, got, memory_order_seq_cst);
+  atomic_store_explicit(&m->streams[stream].recorded, got, memory_order_seq_cst);
   *fence_out = gmi_fence(stream, got);
   return GEMINI_OK;
 }
@@ -33,15 +33,15 @@ gemini_status_t gmi_fence_now_untimed(gmi_manager_t *m, uint32_t stream, gmi_fen
 
 gmi_fence_t gmi_fence_later(gmi_manager_t *m, uint32_t stream) {
   if (stream == GMI_CALLER) return 0;
-  return gmi_fence(stream, atomic_load_explicit(&m->streams[stream].placed, memory_order_seq_cst) + 1);
+  return gmi_fence(stream, atomic_load_explicit(&m->streams[stream].recorded, memory_order_seq_cst) + 1);
 }
 
-static gemini_status_t fence_place(gmi_manager_t *m, gmi_fence_t fence) {
+static gemini_status_t fence_record(gmi_manager_t *m, gmi_fence_t fence) {
   uint32_t stream = gmi_fence_stream(fence);
   gemini_status_t status = GEMINI_OK;
-  gmi_fence_t placed;
-  while (!status && atomic_load_explicit(&m->streams[stream].placed, memory_order_relaxed) < gmi_fence_mark(fence))
-    status = fence_now(m, stream, false, &placed);
+  gmi_fence_t recorded;
+  while (!status && atomic_load_explicit(&m->streams[stream].recorded, memory_order_relaxed) < gmi_fence_mark(fence))
+    status = fence_now(m, stream, false, &recorded);
   return status;
 }
 
@@ -51,7 +51,7 @@ bool gmi_fence_reached(gmi_manager_t *m, gmi_fence_t fence) {
 
 gemini_status_t gmi_fence_sync(gmi_manager_t *m, gmi_fence_t fence) {
   if (gmi_fence_reached(m, fence)) return GEMINI_OK;
-  gemini_status_t status = fence_place(m, fence);
+  gemini_status_t status = fence_record(m, fence);
   if (status) return status;
   gmi_wait_t wait;
   gmi_wait_begin(m, &wait, NULL, GMI_WAIT_STREAM, gmi_fence_stream(fence));
@@ -64,7 +64,7 @@ gemini_status_t gmi_fence_sync(gmi_manager_t *m, gmi_fence_t fence) {
 gemini_status_t gmi_fence_wait(gmi_manager_t *m, uint32_t stream, gmi_fence_t fence) {
   if (!fence || gmi_fence_stream(fence) == stream || gmi_fence_reached(m, fence)) return GEMINI_OK;
   if (stream == GMI_CALLER) return gmi_fence_sync(m, fence);
-  gemini_status_t status = fence_place(m, fence);
+  gemini_status_t status = fence_record(m, fence);
   if (status) return status;
   status = m->dev->stream.wait(m->dev_self, stream, gmi_fence_stream(fence), gmi_fence_mark(fence));
   return status ? gmi_fail(status, 0, "device %s could not make stream %u wait for stream %u", m->dev->name, stream,
@@ -173,12 +173,12 @@ static gemini_status_t native_renew(gmi_manager_t *m, uint32_t index, bool may_b
 }
 
 gemini_status_t gmi_stream_end(gmi_manager_t *m, uint32_t index) {
-  /* Fences of this stream may still lie in chunks: everything they could name gets placed and reached here. */
+  /* Fences of this stream may still lie in chunks: everything they could name gets recorded and reached here. */
   gmi_fence_t end = 0;
   gemini_status_t status = fence_now(m, index, false, &end);
   if (!status) status = gmi_fence_sync(m, end);
   if (status) return status;
-  m->events->stream_ends(m);
+  m->observer->stream_ends(m);
   status = native_destroy(m, index);
   if (status) return gmi_fail(status, 0, "device %s could not destroy stream %u", m->dev->name, index);
   atomic_store(&m->streams[index].life, 0);

@@ -41,7 +41,7 @@ gemini_status_t gmi_fence_sync(gmi_manager_t *m, gmi_fence_t fence);            
 bool gmi_fence_reached(gmi_manager_t *m, gmi_fence_t fence);                          /* any thread, no lock */
 /* A fence after both; may make one stream wait for the other. */
 gmi_fence_t gmi_fence_join(gmi_manager_t *m, gmi_fence_t a, gmi_fence_t b);
-/* Fence behind what has been queued on stream so far, placed only when somebody needs it; no lock. 0 for the caller. */
+/* Fence behind what has been queued on stream so far, recorded only when somebody needs it; no lock. 0 for the caller. */
 gmi_fence_t gmi_fence_later(gmi_manager_t *m, uint32_t stream);
 
 #endif

@@ -32,7 +32,7 @@ enum { STREAM_NONE, STREAM_LIVE, STREAM_CLOSING };
 enum { UNTIMED, TIMED, POINT_KINDS };
 typedef struct point {
   cu_event_t events[POINT_KINDS]; /* NULL: not made yet */
-  uint64_t placed_ns;
+  uint64_t recorded_ns;
   uint32_t kind;  /* the event that counts */
   uint32_t users; /* threads that queue waits for it: it must not be recorded again */
 } point_t;
@@ -54,10 +54,10 @@ typedef struct stream {
   bool adopted;         /* somebody else's */
   bool shared;          /* somebody else may queue on it, and capture it */
   cu_stream_t native;
-  unsigned long long id;   /* adopted: of native, that of no other stream ever; 0 = not known */
-  cu_event_t idle;         /* for the end of the stream */
-  sum_batch_t *sums;       /* not yet queued */
-  _Atomic uint64_t placed; /* Written under lock */
+  unsigned long long id;     /* adopted: of native, that of no other stream ever; 0 = not known */
+  cu_event_t idle;           /* for the end of the stream */
+  sum_batch_t *sums;         /* not yet queued */
+  _Atomic uint64_t recorded; /* Written under lock */
 
   pthread_mutex_t points_lock;
   point_t *points; /* capacity of them, a power of two. Guarded by points_lock, as all of these */

@@ -19,7 +19,7 @@ static void note_reached(stream_t *stream, uint64_t mark) {
   atomic_store_explicit(&stream->reached, mark, memory_order_release);
 }
 
-/* Looks at a placed mark's event. Called with points_lock held, in the context. */
+/* Looks at a recorded mark's event. Called with points_lock held, in the context. */
 static cu_result_t look(cuda_t *cuda, stream_t *stream, uint64_t mark) {
   if (atomic_load_explicit(&stream->reached, memory_order_relaxed) >= mark) return CU_SUCCESS;
   cu_result_t result = cuda->driver->event_query(event_of(stream, mark));
@@ -32,19 +32,20 @@ static cu_result_t look(cuda_t *cuda, stream_t *stream, uint64_t mark) {
 static bool point_is_free(cuda_t *cuda, stream_t *stream, uint64_t mark) {
   if (point_of(stream, mark)->users) return false;
   uint64_t needed = mark + MARK_TIMES;
-  uint64_t placed = atomic_load_explicit(&stream->placed, memory_order_relaxed);
+  uint64_t recorded = atomic_load_explicit(&stream->recorded, memory_order_relaxed);
   if (atomic_load_explicit(&stream->reached, memory_order_relaxed) >= needed) return true;
   /* Far ahead first, so that the answer lasts for many marks. */
-  return look(cuda, stream, needed + (placed - needed) / 2) == CU_SUCCESS || look(cuda, stream, needed) == CU_SUCCESS;
+  return look(cuda, stream, needed + (recorded - needed) / 2) == CU_SUCCESS || look(cuda, stream, needed) == CU_SUCCESS;
 }
 
 static gemini_status_t points_grow(stream_t *stream) {
   uint64_t capacity = stream->capacity ? stream->capacity * 2 : POINTS_FIRST;
   point_t *points = capacity <= POINTS_MAX ? calloc(capacity, sizeof *points) : NULL;
   if (!points) return gmi_cuda_no_memory("marks");
-  uint64_t placed = atomic_load_explicit(&stream->placed, memory_order_relaxed);
+  uint64_t recorded = atomic_load_explicit(&stream->recorded, memory_order_relaxed);
   /* It grows when it is full, or not there: every entry is a mark's. */
-  for (uint64_t i = 0; i < stream->capacity; i++) points[(placed - i) & (capacity - 1)] = *point_of(stream, placed - i);
+  for (uint64_t i = 0; i < stream->capacity; i++)
+    points[(recorded - i) & (capacity - 1)] = *point_of(stream, recorded - i);
   free(stream->points);
   stream->points = points;
   stream->capacity = capacity;
@@ -69,8 +70,8 @@ stream_t *gmi_cuda_stream_of(cuda_t *cuda, uint32_t index) {
   if (index >= GMI_DEVICE_MAX_STREAMS) return NULL;
   return atomic_load_explicit(&cuda->streams[index].made, memory_order_acquire) ? &cuda->streams[index] : NULL;
 }
-static bool mark_placed(const stream_t *stream, uint64_t mark) {
-  return mark <= atomic_load_explicit(&stream->placed, memory_order_acquire);
+static bool mark_recorded(const stream_t *stream, uint64_t mark) {
+  return mark <= atomic_load_explicit(&stream->recorded, memory_order_acquire);
 }
 
 /* Runs in the driver's thread, which must not call the driver. */
@@ -295,7 +296,7 @@ gemini_status_t gmi_cuda_stream_destroy(void *self, uint32_t index) {
       stream->native = NULL;
       stream->sums = NULL; /* of a lost device: freed when it is closed */
       pthread_mutex_lock(&stream->points_lock);
-      if (!gmi_cuda_is_lost(cuda)) note_reached(stream, atomic_load(&stream->placed));
+      if (!gmi_cuda_is_lost(cuda)) note_reached(stream, atomic_load(&stream->recorded));
       pthread_mutex_unlock(&stream->points_lock);
     } else {
       stream->state = STREAM_LIVE;
@@ -306,39 +307,39 @@ gemini_status_t gmi_cuda_stream_destroy(void *self, uint32_t index) {
   return status;
 }
 
-static gemini_status_t mark_place(cuda_t *cuda, uint32_t index, uint32_t kind, uint64_t *mark_out) {
+static gemini_status_t mark_record(cuda_t *cuda, uint32_t index, uint32_t kind, uint64_t *mark_out) {
   queue_t queue;
   if (!mark_out) return GEMINI_ERR_INVALID;
   gemini_status_t status = gmi_cuda_queue_begin(cuda, index, &queue);
   if (status) return status;
   stream_t *stream = queue.stream;
-  uint64_t mark = atomic_load_explicit(&stream->placed, memory_order_relaxed) + 1;
+  uint64_t mark = atomic_load_explicit(&stream->recorded, memory_order_relaxed) + 1;
   cu_event_t event = NULL;
   pthread_mutex_lock(&stream->points_lock);
   status = point_prepare(cuda, stream, mark, kind);
   if (!status) {
-    point_t *point = point_of(stream, mark); /* nobody else's until the mark is placed */
+    point_t *point = point_of(stream, mark); /* nobody else's until the mark is recorded */
     point->kind = kind;
-    point->placed_ns = gmi_cuda_now_ns();
+    point->recorded_ns = gmi_cuda_now_ns();
     event = point->events[kind];
   }
   pthread_mutex_unlock(&stream->points_lock);
   if (!status) status = gmi_cuda_done(cuda, cuda->driver->event_record(event, stream->native), "cuEventRecord");
   if (!status) {
-    atomic_store_explicit(&stream->placed, mark, memory_order_release);
+    atomic_store_explicit(&stream->recorded, mark, memory_order_release);
     *mark_out = mark;
   }
   gmi_cuda_queue_end(cuda, &queue);
   return status;
 }
 gemini_status_t gmi_cuda_mark(void *self, uint32_t index, uint64_t *mark_out) {
-  return mark_place(self, index, TIMED, mark_out);
+  return mark_record(self, index, TIMED, mark_out);
 }
 gemini_status_t gmi_cuda_mark_untimed(void *self, uint32_t index, uint64_t *mark_out) {
-  return mark_place(self, index, UNTIMED, mark_out);
+  return mark_record(self, index, UNTIMED, mark_out);
 }
 
-/* A placed mark's event, held so that it is not used again, until point_drop(); NULL: it is reached. Called in the
+/* A recorded mark's event, held so that it is not used again, until point_drop(); NULL: it is reached. Called in the
  * context. */
 static cu_event_t point_take(cuda_t *cuda, stream_t *stream, uint64_t mark) {
   cu_event_t event = NULL;
@@ -360,7 +361,7 @@ gemini_status_t gmi_cuda_wait(void *self, uint32_t index, uint32_t other_index, 
   cuda_t *cuda = self;
   queue_t queue;
   stream_t *other = gmi_cuda_stream_of(cuda, other_index);
-  if (!other || !mark_placed(other, mark)) return GEMINI_ERR_INVALID;
+  if (!other || !mark_recorded(other, mark)) return GEMINI_ERR_INVALID;
   gemini_status_t status = gmi_cuda_queue_begin(cuda, index, &queue);
   if (status) return status;
   cu_event_t event = other == queue.stream ? NULL : point_take(cuda, other, mark);
@@ -377,7 +378,7 @@ bool gmi_cuda_reached(void *self, uint32_t index, uint64_t mark) {
   stream_t *stream = gmi_cuda_stream_of(cuda, index);
   if (!stream) return false;
   if (atomic_load_explicit(&stream->reached, memory_order_acquire) >= mark) return !mark || !gmi_cuda_is_lost(cuda);
-  if (!mark_placed(stream, mark)) return false;
+  if (!mark_recorded(stream, mark)) return false;
   entry_t had = gmi_cuda_enter(cuda);
   pthread_mutex_lock(&stream->points_lock);
   bool reached = look(cuda, stream, mark) == CU_SUCCESS;
@@ -389,7 +390,7 @@ bool gmi_cuda_reached(void *self, uint32_t index, uint64_t mark) {
 gemini_status_t gmi_cuda_sync(void *self, uint32_t index, uint64_t mark) {
   cuda_t *cuda = self;
   stream_t *stream = gmi_cuda_stream_of(cuda, index);
-  if (!stream || !mark_placed(stream, mark)) return GEMINI_ERR_INVALID;
+  if (!stream || !mark_recorded(stream, mark)) return GEMINI_ERR_INVALID;
   cu_result_t result = CU_SUCCESS;
   if (atomic_load_explicit(&stream->reached, memory_order_acquire) < mark && !gmi_cuda_is_lost(cuda)) {
     entry_t had = gmi_cuda_enter(cuda);
@@ -466,7 +467,7 @@ gemini_status_t gmi_cuda_base_open(cuda_t *cuda) {
 gemini_status_t gmi_cuda_mark_time(void *self, uint32_t index, uint64_t mark, uint64_t *ns_out) {
   cuda_t *cuda = self;
   stream_t *stream = gmi_cuda_stream_of(cuda, index);
-  if (!stream || !ns_out || !mark || !mark_placed(stream, mark)) return GEMINI_ERR_INVALID;
+  if (!stream || !ns_out || !mark || !mark_recorded(stream, mark)) return GEMINI_ERR_INVALID;
   gemini_status_t status = GEMINI_ERR_INVALID;
   float ms = 0;
   entry_t had = gmi_cuda_enter(cuda);
@@ -482,8 +483,8 @@ gemini_status_t gmi_cuda_mark_time(void *self, uint32_t index, uint64_t mark, ui
     uint64_t ns = ns_of(cuda->clock.base_ns, ms);
     pthread_mutex_unlock(&cuda->clock.lock);
     if (!status) {
-      /* What is certain wins: not before it was placed, not after it was seen, and not before an earlier mark. */
-      if (ns < point->placed_ns) ns = point->placed_ns;
+      /* What is certain wins: not before it was recorded, not after it was seen, and not before an earlier mark. */
+      if (ns < point->recorded_ns) ns = point->recorded_ns;
       if (ns > stream->noted_ns) ns = stream->noted_ns;
       if (mark < stream->timed_mark) {
         if (ns > stream->timed_ns) ns = stream->timed_ns;

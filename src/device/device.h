@@ -93,14 +93,14 @@ typedef struct gmi_device_ops {
      * that, or BUSY when it may not, and nothing changed. Cheap when it does not. Which is not known with drivers before
      * CUDA 12. */
     gemini_status_t (*renew)(void *self, uint32_t stream, bool may_block);
-    /* Places a mark at the stream's end. */
+    /* Records a mark at the stream's end. */
     gemini_status_t (*mark)(void *self, uint32_t stream, uint64_t *mark_out);
     /* As mark(), for one whose time is not asked for: mark_time() of it may be INVALID. Much cheaper on a GPU. */
     gemini_status_t (*mark_untimed)(void *self, uint32_t stream, uint64_t *mark_out);
     /* When a mark was reached, on the clock of now(). Only for reached marks of the stream's latest 4,096;
      * otherwise INVALID. */
     gemini_status_t (*mark_time)(void *self, uint32_t stream, uint64_t mark, uint64_t *ns_out);
-    /* Makes stream wait until other has reached mark, which has been placed. other may be destroyed since. When other has
+    /* Makes stream wait until other has reached mark, which has been recorded. other may be destroyed since. When other has
      * failed, so does stream. */
     gemini_status_t (*wait)(void *self, uint32_t stream, uint32_t other, uint64_t mark);
     /* Makes stream wait until *flag >= value. Whoever stores the flag (release order) calls flag_wake after it.
@@ -110,7 +110,7 @@ typedef struct gmi_device_ops {
     /* Has stream reached mark, and has nothing on it failed so far? A few nanoseconds. Who is told no waits by sync,
      * which says what failed: so what is behind a failure is never taken for done. */
     bool (*reached)(void *self, uint32_t stream, uint64_t mark);
-    /* Blocks until stream has reached mark, which has been placed; returns the stream's stored failure, which stays
+    /* Blocks until stream has reached mark, which has been recorded; returns the stream's stored failure, which stays
      * until the stream is destroyed. */
     gemini_status_t (*sync)(void *self, uint32_t stream, uint64_t mark);
   } stream;
@@ -160,7 +160,7 @@ gemini_status_t gmi_device_sim_fail(void *self, uint32_t stream, gemini_status_t
  * - a mapping can be replaced or removed as a whole only: a map() or unmap() that cuts one is INVALID, and so is
  *   destroying a frame that is still mapped;
  * - the driver's queues are finite: with about a thousand copies, kernels and timed marks waiting on a stream, whoever
- *   queues more blocks until the GPU has caught up, and meanwhile others may block who place marks or lock host memory
+ *   queues more blocks until the GPU has caught up, and meanwhile others may block that record marks or lock host memory
  *   (never those who sync or wake flags); a copy from or to host memory that is not locked blocks, too;
  * - one copy's host memory must lie within one host_lock();
  * - a failure on one stream is one on all, and stays until the process ends;

@@ -216,8 +216,8 @@ static gemini_status_t enqueue(sim_t *sim, uint32_t index, task_t *task, uint64_
   bool wake = false;
   if (status == GEMINI_OK) {
     if (task->kind == TASK_MARK) {
-      task->u.mark = atomic_load_explicit(&stream->placed, memory_order_relaxed) + 1;
-      atomic_store_explicit(&stream->placed, task->u.mark, memory_order_release);
+      task->u.mark = atomic_load_explicit(&stream->recorded, memory_order_relaxed) + 1;
+      atomic_store_explicit(&stream->recorded, task->u.mark, memory_order_release);
       *mark_out = task->u.mark;
     }
     stream->ring[stream->tail++ & (stream->capacity - 1)] = *task;
@@ -323,13 +323,13 @@ static gemini_status_t sim_mark(void *self, uint32_t stream, uint64_t *mark_out)
   return enqueue(self, stream, &task, mark_out);
 }
 
-static bool mark_placed(const stream_t *stream, uint64_t mark) {
-  return mark <= atomic_load_explicit(&stream->placed, memory_order_acquire);
+static bool mark_recorded(const stream_t *stream, uint64_t mark) {
+  return mark <= atomic_load_explicit(&stream->recorded, memory_order_acquire);
 }
 
 static gemini_status_t sim_wait(void *self, uint32_t stream, uint32_t other_index, uint64_t mark) {
   stream_t *other = stream_of(self, other_index);
-  if (!other || !mark_placed(other, mark)) return GEMINI_ERR_INVALID;
+  if (!other || !mark_recorded(other, mark)) return GEMINI_ERR_INVALID;
   task_t task = { .kind = TASK_WAIT, .u.wait = { other, mark } };
   return enqueue(self, stream, &task, NULL);
 }
@@ -348,7 +348,7 @@ static bool sim_reached(void *self, uint32_t index, uint64_t mark) {
 
 static gemini_status_t sim_sync(void *self, uint32_t index, uint64_t mark) {
   stream_t *stream = stream_of(self, index);
-  if (!stream || !mark_placed(stream, mark)) return GEMINI_ERR_INVALID;
+  if (!stream || !mark_recorded(stream, mark)) return GEMINI_ERR_INVALID;
   mark_wait(stream, mark);
   return atomic_load(&stream->failure);
 }
@@ -427,7 +427,7 @@ static void sim_close(void *self) {
   pthread_mutex_destroy(&sim->streams_lock);
   pthread_cond_destroy(&sim->flag_changed);
   gmi_fork_hold();
-  gmi_fork_keep(sim->memory_fd);
+  gmi_fork_close_not(sim->memory_fd);
   close(sim->memory_fd);
   gmi_fork_let();
   free(sim->ranges);

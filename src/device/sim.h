@@ -71,8 +71,8 @@ typedef struct stream {
   pthread_cond_t more; /* the ring is no longer empty, or the stream is closing */
   task_t *ring;        /* capacity entries, a power of two. Guarded by lock, as the next four */
   uint64_t capacity, head, tail;
-  bool asleep;             /* the thread waits for more */
-  _Atomic uint64_t placed; /* last mark placed. Written under lock */
+  bool asleep;               /* the thread waits for more */
+  _Atomic uint64_t recorded; /* last mark recorded. Written under lock */
 
   pthread_mutex_t reach_lock;
   pthread_cond_t reach;    /* wanted has been reached */

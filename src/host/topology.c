@@ -31,31 +31,31 @@ typedef struct {
   gemini_topology_object_t info;
   hwloc_obj_t obj;
   hwloc_const_nodeset_t near; /* nodes that it is local to; NULL: not known */
-} place_t;
+} object_t;
 
 typedef struct {
-  place_t *items;
+  object_t *items;
   uint32_t count, capacity;
-} places_t;
+} objects_t;
 
 struct gmi_topology {
   hwloc_topology_t hwloc;
-  places_t places[GEMINI_OBJECT_COUNT];
+  objects_t objects[GEMINI_OBJECT_COUNT];
 };
 
 static const char *const kind_names[GEMINI_OBJECT_COUNT] = { "NUMA node", "GPU", "disk" };
 
 /* ---- loading */
 
-static place_t *place_add(places_t *places, uint32_t kind, hwloc_obj_t obj) {
-  if (places->count == places->capacity) {
-    uint32_t capacity = places->capacity ? places->capacity * 2 : 8;
-    place_t *items = realloc(places->items, capacity * sizeof *items);
+static object_t *object_add(objects_t *objects, uint32_t kind, hwloc_obj_t obj) {
+  if (objects->count == objects->capacity) {
+    uint32_t capacity = objects->capacity ? objects->capacity * 2 : 8;
+    object_t *items = realloc(objects->items, capacity * sizeof *items);
     if (!items) return NULL;
-    places->items = items;
-    places->capacity = capacity;
+    objects->items = items;
+    objects->capacity = capacity;
   }
-  place_t *p = &places->items[places->count++];
+  object_t *p = &objects->items[objects->count++];
   memset(p, 0, sizeof *p);
   p->obj = obj;
   p->info.struct_size = sizeof p->info;
@@ -66,15 +66,15 @@ static place_t *place_add(places_t *places, uint32_t kind, hwloc_obj_t obj) {
 }
 
 static uint32_t node_index(const gmi_topology_t *t, unsigned system_index) {
-  const places_t *nodes = &t->places[GEMINI_OBJECT_NODE];
+  const objects_t *nodes = &t->objects[GEMINI_OBJECT_NODE];
   for (uint32_t i = 0; i < nodes->count; i++)
     if (nodes->items[i].info.system_index == system_index) return i;
   return GEMINI_INDEX_NONE;
 }
 
 /* Where an I/O object is attached, and its nearest node: the first of these that has memory. */
-static void place_locate(gmi_topology_t *t, place_t *p) {
-  const places_t *nodes = &t->places[GEMINI_OBJECT_NODE];
+static void object_locate(gmi_topology_t *t, object_t *p) {
+  const objects_t *nodes = &t->objects[GEMINI_OBJECT_NODE];
   hwloc_obj_t at = hwloc_get_non_io_ancestor_obj(t->hwloc, p->obj);
   hwloc_const_nodeset_t all = hwloc_topology_get_topology_nodeset(t->hwloc);
   /* What hangs at the root of a machine with several nodes is there because the firmware did not say better. */
@@ -96,7 +96,7 @@ static hwloc_obj_t pci_of(hwloc_obj_t obj) {
   return obj;
 }
 
-static void place_pci(place_t *p) {
+static void object_pci(object_t *p) {
   hwloc_obj_t pci = pci_of(p->obj);
   if (!pci) return;
   const struct hwloc_pcidev_attr_s *a = &pci->attr->pcidev;
@@ -118,12 +118,12 @@ static bool is_disk(hwloc_obj_t obj) {
 static gemini_status_t nodes_collect(gmi_topology_t *t) {
   hwloc_obj_t obj = NULL;
   while ((obj = hwloc_get_next_obj_by_type(t->hwloc, HWLOC_OBJ_NUMANODE, obj))) {
-    place_t *p = place_add(&t->places[GEMINI_OBJECT_NODE], GEMINI_OBJECT_NODE, obj);
+    object_t *p = object_add(&t->objects[GEMINI_OBJECT_NODE], GEMINI_OBJECT_NODE, obj);
     if (!p) return GEMINI_ERR_OOM_SYSTEM;
     int cpus = obj->cpuset ? hwloc_bitmap_weight(obj->cpuset) : 0;
     p->near = obj->nodeset;
     p->info.system_index = obj->os_index;
-    p->info.node = t->places[GEMINI_OBJECT_NODE].count - 1;
+    p->info.node = t->objects[GEMINI_OBJECT_NODE].count - 1;
     p->info.cpus = cpus > 0 ? (uint32_t)cpus : 0;
     p->info.size_bytes = obj->attr->numanode.local_memory;
     snprintf(p->info.name, sizeof p->info.name, "node%u", obj->os_index);
@@ -135,13 +135,13 @@ static gemini_status_t gpus_collect(gmi_topology_t *t) {
   hwloc_obj_t obj = NULL;
   while ((obj = hwloc_get_next_pcidev(t->hwloc, obj))) {
     if (!is_gpu(obj)) continue;
-    place_t *p = place_add(&t->places[GEMINI_OBJECT_GPU], GEMINI_OBJECT_GPU, obj);
+    object_t *p = object_add(&t->objects[GEMINI_OBJECT_GPU], GEMINI_OBJECT_GPU, obj);
     if (!p) return GEMINI_ERR_OOM_SYSTEM;
     const struct hwloc_pcidev_attr_s *a = &obj->attr->pcidev;
     if (obj->name) snprintf(p->info.name, sizeof p->info.name, "%s", obj->name);
     else snprintf(p->info.name, sizeof p->info.name, "%04x:%04x", a->vendor_id, a->device_id);
-    place_pci(p);
-    place_locate(t, p);
+    object_pci(p);
+    object_locate(t, p);
   }
   return GEMINI_OK;
 }
@@ -150,14 +150,14 @@ static gemini_status_t disks_collect(gmi_topology_t *t) {
   hwloc_obj_t obj = NULL;
   while ((obj = hwloc_get_next_osdev(t->hwloc, obj))) {
     if (!is_disk(obj) || !obj->name) continue;
-    place_t *p = place_add(&t->places[GEMINI_OBJECT_DISK], GEMINI_OBJECT_DISK, obj);
+    object_t *p = object_add(&t->objects[GEMINI_OBJECT_DISK], GEMINI_OBJECT_DISK, obj);
     if (!p) return GEMINI_ERR_OOM_SYSTEM;
     snprintf(p->info.name, sizeof p->info.name, "%s", obj->name);
     const char *kib = hwloc_obj_get_info_by_name(obj, "Size");
     uint64_t size = kib ? strtoull(kib, NULL, 10) : 0;
     if (size <= UINT64_MAX >> 10) p->info.size_bytes = size << 10;
-    place_pci(p);
-    place_locate(t, p);
+    object_pci(p);
+    object_locate(t, p);
   }
   return GEMINI_OK;
 }
@@ -310,7 +310,7 @@ gemini_status_t gmi_topology_load(const char *path, gmi_topology_t **topology_ou
 
 void gmi_topology_free(gmi_topology_t *t) {
   if (!t) return;
-  for (uint32_t i = 0; i < GEMINI_OBJECT_COUNT; i++) free(t->places[i].items);
+  for (uint32_t i = 0; i < GEMINI_OBJECT_COUNT; i++) free(t->objects[i].items);
   hwloc_topology_destroy(t->hwloc);
   free(t);
 }
@@ -318,7 +318,7 @@ void gmi_topology_free(gmi_topology_t *t) {
 /* ---- questions */
 
 uint32_t gmi_topology_count(const gmi_topology_t *t, uint32_t kind) {
-  return kind < GEMINI_OBJECT_COUNT ? t->places[kind].count : 0;
+  return kind < GEMINI_OBJECT_COUNT ? t->objects[kind].count : 0;
 }
 
 static gemini_status_t kind_check(uint32_t kind) {
@@ -326,22 +326,22 @@ static gemini_status_t kind_check(uint32_t kind) {
   return gmi_fail(GEMINI_ERR_INVALID, 0, "kind is %u, the last one is %d", kind, GEMINI_OBJECT_COUNT - 1);
 }
 
-static const place_t *place_get(const gmi_topology_t *t, uint32_t kind, uint32_t index) {
+static const object_t *object_get(const gmi_topology_t *t, uint32_t kind, uint32_t index) {
   if (kind_check(kind)) return NULL;
-  if (index < t->places[kind].count) return &t->places[kind].items[index];
-  gmi_fail(GEMINI_ERR_INVALID, 0, "%s %u: there are %u", kind_names[kind], index, t->places[kind].count);
+  if (index < t->objects[kind].count) return &t->objects[kind].items[index];
+  gmi_fail(GEMINI_ERR_INVALID, 0, "%s %u: there are %u", kind_names[kind], index, t->objects[kind].count);
   return NULL;
 }
 
 gemini_status_t gmi_topology_object(const gmi_topology_t *t, uint32_t kind, uint32_t index,
                                     gemini_topology_object_t *object_out) {
-  const place_t *p = place_get(t, kind, index);
+  const object_t *p = object_get(t, kind, index);
   if (!p) return GEMINI_ERR_INVALID;
   gemini_topology_object_t info = p->info;
   return gmi_struct_out(object_out, &info, sizeof info, sizeof info, "object_out");
 }
 
-static uint32_t distance(const gmi_topology_t *t, const place_t *a, const place_t *b) {
+static uint32_t distance(const gmi_topology_t *t, const object_t *a, const object_t *b) {
   if (a == b) return GEMINI_DISTANCE_SAME;
   /* The deepest object that both hang under. Objects of I/O have no depth to compare by. */
   hwloc_obj_t common = a->obj;
@@ -364,7 +364,7 @@ static uint32_t distance(const gmi_topology_t *t, const place_t *a, const place_
 
 gemini_status_t gmi_topology_distance(const gmi_topology_t *t, uint32_t kind, uint32_t index, uint32_t other_kind,
                                       uint32_t other_index, uint32_t *distance_out) {
-  const place_t *a = place_get(t, kind, index), *b = a ? place_get(t, other_kind, other_index) : NULL;
+  const object_t *a = object_get(t, kind, index), *b = a ? object_get(t, other_kind, other_index) : NULL;
   if (!b) return GEMINI_ERR_INVALID;
   if (!distance_out) return gmi_fail(GEMINI_ERR_INVALID, 0, "distance_out is NULL");
   *distance_out = distance(t, a, b);
@@ -372,20 +372,20 @@ gemini_status_t gmi_topology_distance(const gmi_topology_t *t, uint32_t kind, ui
 }
 
 uint32_t gmi_topology_gpu_at(const gmi_topology_t *t, const char *pci) {
-  for (uint32_t i = 0; i < t->places[GEMINI_OBJECT_GPU].count; i++)
-    if (!strcasecmp(t->places[GEMINI_OBJECT_GPU].items[i].info.pci, pci)) return i;
+  for (uint32_t i = 0; i < t->objects[GEMINI_OBJECT_GPU].count; i++)
+    if (!strcasecmp(t->objects[GEMINI_OBJECT_GPU].items[i].info.pci, pci)) return i;
   return GEMINI_INDEX_NONE;
 }
 
 gemini_status_t gmi_topology_nearest(const gmi_topology_t *t, uint32_t kind, uint32_t index, uint32_t wanted_kind,
                                      uint32_t *index_out) {
-  const place_t *p = place_get(t, kind, index);
+  const object_t *p = object_get(t, kind, index);
   if (!p || kind_check(wanted_kind)) return GEMINI_ERR_INVALID;
   if (!index_out) return gmi_fail(GEMINI_ERR_INVALID, 0, "index_out is NULL");
   uint32_t best = GEMINI_INDEX_NONE, best_distance = GEMINI_DISTANCE_UNKNOWN;
   if (wanted_kind == GEMINI_OBJECT_NODE) best = p->info.node;
-  for (uint32_t i = 0; wanted_kind != GEMINI_OBJECT_NODE && i < t->places[wanted_kind].count; i++) {
-    const place_t *other = &t->places[wanted_kind].items[i];
+  for (uint32_t i = 0; wanted_kind != GEMINI_OBJECT_NODE && i < t->objects[wanted_kind].count; i++) {
+    const object_t *other = &t->objects[wanted_kind].items[i];
     uint32_t d = other == p ? GEMINI_DISTANCE_UNKNOWN : distance(t, p, other);
     if (d >= best_distance) continue;
     best = i;
@@ -464,10 +464,10 @@ gemini_status_t gmi_topology_disks_of(const gmi_topology_t *t, const char *root,
     length = snprintf(directory, sizeof directory, "%s/sys/class/block/%s", root, name);
   if (length > 0 && (size_t)length < sizeof directory) leaves_collect(directory, 0, &leaves);
   uint32_t disks[DISKS_LIMIT], count = 0;
-  const places_t *places = &t->places[GEMINI_OBJECT_DISK];
-  for (uint32_t k = 0; k < places->count && count < DISKS_LIMIT; k++)
+  const objects_t *objects = &t->objects[GEMINI_OBJECT_DISK];
+  for (uint32_t k = 0; k < objects->count && count < DISKS_LIMIT; k++)
     for (uint32_t i = 0; i < leaves.count; i++)
-      if (!strcmp(places->items[k].info.name, leaves.names[i])) disks[count++] = k;
+      if (!strcmp(objects->items[k].info.name, leaves.names[i])) disks[count++] = k;
   if (!count)
     return gmi_fail(GEMINI_ERR_NOT_FOUND, 0, "block device %u:%u (%s): no disk of this topology is below it",
                     major_number, minor_number, leaves.count ? leaves.names[0] : "unknown to the system");
@@ -480,7 +480,7 @@ gemini_status_t gmi_topology_disks_of(const gmi_topology_t *t, const char *root,
 uint32_t gmi_topology_node_of(const gmi_topology_t *t, const uint32_t *disks, uint32_t count) {
   uint32_t node = GEMINI_INDEX_NONE;
   for (uint32_t i = 0; i < count; i++) {
-    uint32_t one = t->places[GEMINI_OBJECT_DISK].items[disks[i]].info.node;
+    uint32_t one = t->objects[GEMINI_OBJECT_DISK].items[disks[i]].info.node;
     if (i && one != node) return GEMINI_INDEX_NONE;
     node = one;
   }
@@ -493,8 +493,8 @@ uint32_t gmi_topology_node_of(const gmi_topology_t *t, const uint32_t *disks, ui
 static hwloc_nodeset_t nodeset_make(const gmi_topology_t *t, const uint32_t *nodes, uint32_t node_count) {
   hwloc_nodeset_t set = hwloc_bitmap_alloc();
   for (uint32_t i = 0; set && i < node_count; i++) {
-    if (nodes[i] < t->places[GEMINI_OBJECT_NODE].count &&
-        !hwloc_bitmap_set(set, t->places[GEMINI_OBJECT_NODE].items[nodes[i]].info.system_index))
+    if (nodes[i] < t->objects[GEMINI_OBJECT_NODE].count &&
+        !hwloc_bitmap_set(set, t->objects[GEMINI_OBJECT_NODE].items[nodes[i]].info.system_index))
       continue;
     hwloc_bitmap_free(set);
     set = NULL;
@@ -524,8 +524,8 @@ bool gmi_topology_bind(const gmi_topology_t *t, void *begin, uint64_t size_bytes
 bool gmi_topology_cpus(const gmi_topology_t *t, const uint32_t *nodes, uint32_t node_count, cpu_set_t *cpus_out) {
   CPU_ZERO(cpus_out);
   for (uint32_t i = 0; i < node_count; i++) {
-    if (nodes[i] >= t->places[GEMINI_OBJECT_NODE].count) return false;
-    hwloc_obj_t obj = t->places[GEMINI_OBJECT_NODE].items[nodes[i]].obj;
+    if (nodes[i] >= t->objects[GEMINI_OBJECT_NODE].count) return false;
+    hwloc_obj_t obj = t->objects[GEMINI_OBJECT_NODE].items[nodes[i]].obj;
     for (int cpu = -1; obj->cpuset && (cpu = hwloc_bitmap_next(obj->cpuset, cpu)) >= 0;) {
       if (cpu >= CPU_SETSIZE) return false;
       CPU_SET((unsigned)cpu, cpus_out);
@@ -534,20 +534,20 @@ bool gmi_topology_cpus(const gmi_topology_t *t, const uint32_t *nodes, uint32_t 
   return CPU_COUNT(cpus_out) > 0;
 }
 
-/* ---- handles: [63:60] type, [59:8] generation, [7:0] slot */
+/* ---- handles: [63:60] type, [59:8] generation, [7:0] entry */
 
-enum { SLOTS = 64 };
+enum { ENTRIES = 64 };
 static struct {
   _Atomic uint64_t handle; /* 0: free, so that the handle of a closed topology never matches */
   gmi_topology_t *topology;
-} live[SLOTS];
+} live[ENTRIES];
 static pthread_mutex_t live_lock = PTHREAD_MUTEX_INITIALIZER;
 static uint64_t live_generation; /* Guarded by live_lock */
 
 static gmi_topology_t *topology_get(gemini_topology_t handle) {
-  uint32_t slot = (uint32_t)handle & 255;
-  if (handle && slot < SLOTS && atomic_load_explicit(&live[slot].handle, memory_order_acquire) == handle)
-    return live[slot].topology;
+  uint32_t entry = (uint32_t)handle & 255;
+  if (handle && entry < ENTRIES && atomic_load_explicit(&live[entry].handle, memory_order_acquire) == handle)
+    return live[entry].topology;
   gmi_fail(GEMINI_ERR_HANDLE, 0, "%#" PRIx64 " is no open topology", handle);
   return NULL;
 }
@@ -565,17 +565,17 @@ static gemini_status_t topology_open(const char *path, gemini_topology_t *topolo
   gemini_status_t status = gmi_topology_load(path, &t);
   if (status) return status;
   pthread_mutex_lock(&live_lock);
-  uint32_t slot = 0;
-  while (slot < SLOTS && live[slot].topology) slot++;
-  uint64_t handle = (uint64_t)GMI_HANDLE_TOPOLOGY << 60 | ++live_generation << 8 | slot;
-  if (slot < SLOTS) {
-    live[slot].topology = t;
-    atomic_store_explicit(&live[slot].handle, handle, memory_order_release);
+  uint32_t entry = 0;
+  while (entry < ENTRIES && live[entry].topology) entry++;
+  uint64_t handle = (uint64_t)GMI_HANDLE_TOPOLOGY << 60 | ++live_generation << 8 | entry;
+  if (entry < ENTRIES) {
+    live[entry].topology = t;
+    atomic_store_explicit(&live[entry].handle, handle, memory_order_release);
   }
   pthread_mutex_unlock(&live_lock);
-  if (slot == SLOTS) {
+  if (entry == ENTRIES) {
     gmi_topology_free(t);
-    return gmi_fail(GEMINI_ERR_INVALID, 0, "%d topologies are open, the limit is %d", SLOTS, SLOTS);
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "%d topologies are open, the limit is %d", ENTRIES, ENTRIES);
   }
   *topology_out = handle;
   return GEMINI_OK;

@@ -51,7 +51,7 @@ static int open_again(const gmi_sys_t *sys, const char *path, int flags) {
 
 static void close_fd(gmi_blockfile_t *file) {
   gmi_fork_hold();
-  gmi_fork_keep(file->fd);
+  gmi_fork_close_not(file->fd);
   if (file->fd >= 0) file->sys->close(file->fd);
   file->fd = -1;
   gmi_fork_let();

@@ -213,9 +213,10 @@ static gemini_status_t check_config(const gmi_store_config_t *c, uint32_t *files
   if (c->block_count == GMI_BLOCK_NONE || c->block_count > (uint64_t)INT64_MAX / c->block_bytes)
     return gmi_fail(GEMINI_ERR_INVALID, 0, "file tier: %u blocks of %llu bytes", c->block_count,
                     (unsigned long long)c->block_bytes);
-  if (c->keep && (!c->keep_name || !*c->keep_name || strchr(c->keep_name, '/') || strlen(c->keep_name) > 200))
+  if (c->keep && (!c->checkpoint_name || !*c->checkpoint_name || strchr(c->checkpoint_name, '/') ||
+                  strlen(c->checkpoint_name) > 200))
     return gmi_fail(GEMINI_ERR_INVALID, 0, "file tier: '%.60s' cannot be the name of kept files",
-                    c->keep_name ? c->keep_name : "");
+                    c->checkpoint_name ? c->checkpoint_name : "");
   uint32_t count = 0;
   for (const char *at = c->directories;; at++) {
     size_t length = strcspn(at, ":");
@@ -247,8 +248,8 @@ static gemini_status_t open_files(gmi_store_t *s, const gmi_store_config_t *c) {
       return gmi_fail(GEMINI_ERR_INVALID, 0, "file tier: the name of a directory is too long");
     memcpy(first, c->directories, length);
     first[length] = 0;
-    s->index_path = name_in(first, c->keep_name, ".index");
-    s->index_beside = name_in(first, c->keep_name, ".index.new");
+    s->index_path = name_in(first, c->checkpoint_name, ".index");
+    s->index_beside = name_in(first, c->checkpoint_name, ".index.new");
     if (!s->index_path || !s->index_beside)
       return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the name of a file");
     gmi_index_t index = { 0 };
@@ -262,7 +263,7 @@ static gemini_status_t open_files(gmi_store_t *s, const gmi_store_config_t *c) {
     gmi_stripe_t *stripe = &s->stripes[f];
     size_t length = strcspn(directory, ":");
     char name[240];
-    if (c->keep) snprintf(name, sizeof name, "%s.%u.chunks", c->keep_name, f);
+    if (c->keep) snprintf(name, sizeof name, "%s.%u.chunks", c->checkpoint_name, f);
     gemini_status_t status = gmi_blockfile_open(&stripe->file, s->sys, directory, length, c->keep ? name : NULL, flags,
                                                 s->block_bytes, &s->note);
     if (!status) status = gmi_engine_file_add(s->engine, stripe->file.fd, stripe->file.direct, &stripe->engine_file);

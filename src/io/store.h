@@ -29,9 +29,10 @@ typedef struct gmi_store_config {
   uint32_t depth;          /* of the engine; 0 = default */
   bool checksum;           /* false: nothing is summed or compared */
   bool keep;
-  const char *keep_name; /* files are <directory n>/<keep_name>.<n>.chunks and <first directory>/<keep_name>.index; NULL
+  const char *
+      checkpoint_name; /* files are <directory n>/<checkpoint_name>.<n>.chunks and <first directory>/<checkpoint_name>.index; NULL
                             unless keep; borrowed until return */
-  const gmi_sys_t *sys;  /* NULL = gmi_sys_real */
+  const gmi_sys_t *sys; /* NULL = gmi_sys_real */
 } gmi_store_config_t;
 
 typedef struct gmi_block_request gmi_block_request_t;

@@ -35,8 +35,8 @@
 #endif
 
 enum {
-  SLOTS_MOST = 1 << 14, /* registered buffers: as many as the kernel has */
-  SLOTS_LEAST = 16,
+  ENTRIES_MOST = 1 << 14, /* registered buffers: as many as the kernel has */
+  ENTRIES_LEAST = 16,
   RESULTS_AT_ONCE = 64,
   /* Calls of the kernel in a row that bring nothing, a millisecond apart but for the first, before parts that it does
    * not take are given up. */
@@ -44,13 +44,13 @@ enum {
   STALLS_LIMIT = 1000
 };
 static const uint64_t BUFFER_LIMIT_BYTES = UINT64_C(1) << 30; /* the kernel's, of one registered buffer */
-static const uint64_t OF_WAKE = UINT64_MAX;                   /* user_data; of parts it is their slot */
+static const uint64_t OF_WAKE = UINT64_MAX;                   /* user_data; of parts it is their entry */
 
-typedef struct slot {
+typedef struct entry {
   gmi_part_t part;
   struct __kernel_timespec pause;
   bool pausing; /* what the kernel has, or shall get, is a timer before the next try */
-} slot_t;
+} entry_t;
 
 typedef struct buffer {
   uintptr_t base;
@@ -87,11 +87,11 @@ typedef struct uring {
   uint64_t wake_word;
   bool wake_armed;
   uint32_t stalls;
-  slot_t *slots;       /* depth of them */
-  uint32_t *free_list; /* slots in no use */
+  entry_t *entries;    /* depth of them */
+  uint32_t *free_list; /* entries in no use */
   uint32_t free_count;
   struct {
-    uint32_t *slots; /* that wait for room in the submission queue; first in, first out */
+    uint32_t *entries; /* that wait for room in the submission queue; first in, first out */
     uint32_t first, count;
   } ready;
   bool files_registered;
@@ -139,8 +139,8 @@ static void make_indices(uring_t *u) {
   if (u->buffers.indices_tried) return;
   u->buffers.indices_tried = true;
   int error = -EINVAL;
-  uint32_t count = SLOTS_MOST;
-  for (; count >= SLOTS_LEAST; count /= 2) {
+  uint32_t count = ENTRIES_MOST;
+  for (; count >= ENTRIES_LEAST; count /= 2) {
     error = u->e->sys->ring_register_buffers_sparse(&u->ring, count);
     if (error >= 0) break;
   }
@@ -183,15 +183,15 @@ static gemini_status_t add_buffers(uring_t *u, uintptr_t base, uint64_t size_byt
   if (at < u->buffers.count && u->buffers.list[at].base < base + size_bytes) return GEMINI_ERR_INVALID;
   make_indices(u);
   while (size_bytes) {
-    uint64_t piece = size_bytes < BUFFER_LIMIT_BYTES ? size_bytes : BUFFER_LIMIT_BYTES;
-    int error = add_one_buffer(u, base, piece);
+    uint64_t part = size_bytes < BUFFER_LIMIT_BYTES ? size_bytes : BUFFER_LIMIT_BYTES;
+    int error = add_one_buffer(u, base, part);
     if (error) {
       u->buffers_error = error;
       u->buffers_refused_bytes += size_bytes;
       break;
     }
-    base += piece;
-    size_bytes -= piece;
+    base += part;
+    size_bytes -= part;
   }
   return GEMINI_OK;
 }
@@ -253,12 +253,12 @@ static void execute(uring_t *u, command_t *c) {
 
 /* --- parts --- */
 
-static void push_ready(uring_t *u, uint32_t slot) {
-  u->ready.slots[(u->ready.first + u->ready.count++) % u->e->depth] = slot;
+static void push_ready(uring_t *u, uint32_t entry) {
+  u->ready.entries[(u->ready.first + u->ready.count++) % u->e->depth] = entry;
 }
 
-static void prepare(uring_t *u, uint32_t slot, struct io_uring_sqe *sqe) {
-  slot_t *s = &u->slots[slot];
+static void prepare(uring_t *u, uint32_t entry, struct io_uring_sqe *sqe) {
+  entry_t *s = &u->entries[entry];
   const gmi_part_t *p = &s->part;
   if (s->pausing) {
     io_uring_prep_timeout(sqe, &s->pause, 0, 0);
@@ -271,7 +271,7 @@ static void prepare(uring_t *u, uint32_t slot, struct io_uring_sqe *sqe) {
     else io_uring_prep_read(sqe, fd, p->buffer, p->size_bytes, p->offset_bytes);
     if (u->files_registered) io_uring_sqe_set_flags(sqe, IOSQE_FIXED_FILE);
   }
-  sqe->user_data = slot;
+  sqe->user_data = entry;
 }
 
 /* Fills the submission queue. False: something is left that did not fit. */
@@ -285,10 +285,10 @@ static bool fill(uring_t *u) {
   }
   while (u->ready.count) {
     if (!(sqe = io_uring_get_sqe(&u->ring))) return false;
-    uint32_t slot = u->ready.slots[u->ready.first];
+    uint32_t entry = u->ready.entries[u->ready.first];
     u->ready.first = (u->ready.first + 1) % u->e->depth;
     u->ready.count--;
-    prepare(u, slot, sqe);
+    prepare(u, entry, sqe);
   }
   return true;
 }
@@ -298,20 +298,20 @@ static void result(uring_t *u, uint64_t user_data, int32_t moved) {
     u->wake_armed = false;
     return;
   }
-  uint32_t slot = (uint32_t)user_data;
-  slot_t *s = &u->slots[slot];
+  uint32_t entry = (uint32_t)user_data;
+  entry_t *s = &u->entries[entry];
   if (s->pausing) {
     s->pausing = false;
-    push_ready(u, slot);
+    push_ready(u, entry);
     return;
   }
   uint32_t delay_us;
   if (gmi_engine_result(u->e, &s->part, moved, &delay_us)) {
     s->pausing = delay_us > 0;
     s->pause = (struct __kernel_timespec){ 0, (long long)delay_us * 1000 };
-    push_ready(u, slot);
+    push_ready(u, entry);
   } else {
-    u->free_list[u->free_count++] = slot;
+    u->free_list[u->free_count++] = entry;
   }
 }
 
@@ -348,16 +348,16 @@ static void give_up(uring_t *u, int error) {
   for (unsigned i = 0; i < count; i++) {
     uint64_t user_data = sq->sqes[(head + i) & *sq->kring_mask].user_data;
     if (user_data == OF_WAKE) u->wake_armed = false;
-    else u->ready.slots[(from + parts++) % u->e->depth] = (uint32_t)user_data;
+    else u->ready.entries[(from + parts++) % u->e->depth] = (uint32_t)user_data;
   }
   *sq->ktail = head; /* which the kernel reads in a call from this thread only */
   sq->sqe_head = sq->sqe_tail = head;
   for (uint32_t i = 0; i < parts; i++) {
     /* Nothing is pushed to ready before all are read: what is given up is over. */
-    uint32_t slot = u->ready.slots[(from + i) % u->e->depth];
-    u->slots[slot].pausing = false;
-    gmi_engine_give_up(u->e, &u->slots[slot].part, error, "io_uring_enter");
-    u->free_list[u->free_count++] = slot;
+    uint32_t entry = u->ready.entries[(from + i) % u->e->depth];
+    u->entries[entry].pausing = false;
+    gmi_engine_give_up(u->e, &u->entries[entry].part, error, "io_uring_enter");
+    u->free_list[u->free_count++] = entry;
   }
 }
 
@@ -387,7 +387,7 @@ static void turn(uring_t *u, bool wait) {
 
 static void ring_exit(uring_t *u) {
   gmi_fork_hold();
-  gmi_fork_keep(u->ring.ring_fd);
+  gmi_fork_close_not(u->ring.ring_fd);
   u->e->sys->ring_exit(&u->ring);
   gmi_fork_let();
 }
@@ -483,11 +483,11 @@ static void *run(void *user) {
     }
     gmi_request_t *refused = gmi_engine_refused(e);
     while (u->free_count) {
-      uint32_t slot = u->free_list[u->free_count - 1];
-      if (!gmi_engine_next(e, &u->slots[slot].part)) break;
-      u->slots[slot].pausing = false;
+      uint32_t entry = u->free_list[u->free_count - 1];
+      if (!gmi_engine_next(e, &u->entries[entry].part)) break;
+      u->entries[entry].pausing = false;
       u->free_count--;
-      push_ready(u, slot);
+      push_ready(u, entry);
     }
     if (e->stop && !refused && u->free_count == e->depth && gmi_engine_idle(e)) break;
     bool wait = !refused && fill(u);
@@ -546,15 +546,15 @@ static void ring_buffer_remove(gmi_engine_t *e, void *base, uint64_t size_bytes)
 
 static void dispose(uring_t *u) {
   gmi_fork_hold();
-  gmi_fork_keep(u->wake_fd);
+  gmi_fork_close_not(u->wake_fd);
   if (u->wake_fd >= 0) u->e->sys->close(u->wake_fd);
   gmi_fork_let();
   pthread_cond_destroy(&u->news);
   free(u->buffers.list);
   free(u->buffers.free_indices);
-  free(u->ready.slots);
+  free(u->ready.entries);
   free(u->free_list);
-  free(u->slots);
+  free(u->entries);
   free(u);
 }
 
@@ -596,10 +596,10 @@ gemini_status_t gmi_uring_open(gmi_engine_t *engine) {
     status = gmi_fail(GEMINI_ERR_UNSUPPORTED, errno, "io_uring is not to be had (eventfd: %s)", strerror(errno));
     goto fail;
   }
-  u->slots = calloc(e->depth, sizeof *u->slots);
+  u->entries = calloc(e->depth, sizeof *u->entries);
   u->free_list = calloc(e->depth, sizeof *u->free_list);
-  u->ready.slots = calloc(e->depth, sizeof *u->ready.slots);
-  if (!u->slots || !u->free_list || !u->ready.slots) {
+  u->ready.entries = calloc(e->depth, sizeof *u->ready.entries);
+  if (!u->entries || !u->free_list || !u->ready.entries) {
     status = gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the file engine");
     goto fail;
   }

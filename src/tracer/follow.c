@@ -29,14 +29,14 @@ void gmi_tracer_publish_plan(gmi_manager_t *m, const variant_t *v) {
 /* The chunk size again, now that the access order is known. */
 static uint64_t search_chunk(gmi_manager_t *m, const gmi_trace_t *trace) {
   uint64_t nonmodel = 0, count = 0, old = atomic_load(&m->chunk_bytes);
-  gmi_chunk_use_t *uses = calloc((size_t)trace->span_count + 1, sizeof *uses);
+  gmi_chunk_use_t *uses = calloc((size_t)trace->use_count + 1, sizeof *uses);
   if (!uses) return old; /* the size there is will do */
   for (uint32_t i = 0; i < trace->op_count; i++) {
     const gmi_trace_op_t *op = &trace->ops[i];
     if (op->nonmodel_peak > nonmodel) nonmodel = op->nonmodel_peak;
-    for (uint32_t s = op->span_first; s < op->span_first + op->span_count; s++)
-      uses[count++] = (gmi_chunk_use_t){ ((uint64_t)trace->spans[s].arena << 46) + trace->spans[s].offset,
-                                         trace->spans[s].size, i, 0 };
+    for (uint32_t s = op->use_first; s < op->use_first + op->use_count; s++)
+      uses[count++] = (gmi_chunk_use_t){ ((uint64_t)trace->uses[s].arena << 46) + trace->uses[s].offset,
+                                         trace->uses[s].size, i, 0 };
   }
   uint64_t rate = trace->link_bytes_per_s[0];
   if (trace->link_bytes_per_s[1] && trace->link_bytes_per_s[1] < rate) rate = trace->link_bytes_per_s[1];

@@ -7,7 +7,7 @@
 #include "chunk/arena.h"
 #include "chunk/residency.h"
 #include "chunk/update.h"
-#include "core/lane.h"
+#include "core/workers.h"
 #include "tracer/tracer.h"
 
 static int by_chunk(const void *a, const void *b) {
@@ -46,8 +46,8 @@ static bool build_accesses(builder_t *b, bool fill) {
     uint64_t begin = n;
     uint32_t pages = gmi_trace_pages(op->heap_pages, b->m->chunk_shift, b->shift);
     if (fill) b->ops[i] = (gmi_plan_op_t){ op->compute_ns, pages, (uint32_t)n };
-    for (uint32_t s = op->span_first; s < op->span_first + op->span_count; s++) {
-      const gmi_trace_span_t *span = &b->trace->spans[s];
+    for (uint32_t s = op->use_first; s < op->use_first + op->use_count; s++) {
+      const gmi_trace_use_t *span = &b->trace->uses[s];
       uint32_t first, last;
       if (!chunk_range(b, span->arena, span->offset, span->size, &first, &last)) return false;
       for (uint32_t c = first; c <= last; c++, n++) {
@@ -136,7 +136,7 @@ static uint32_t piece_length(const builder_t *b) {
 }
 
 void gmi_trace_measure(gmi_manager_t *m, gmi_trace_t *trace) {
-  double chunk = (double)(UINT64_C(1) << m->chunk_shift), host = gmi_lane_ns_per_element(m);
+  double chunk = (double)(UINT64_C(1) << m->chunk_shift), host = gmi_workers_ns_per_element(m);
   for (int link = 0; link < 2; link++)
     if (m->link_ns[link].samples) trace->link_bytes_per_s[link] = (uint64_t)(chunk * 1e9 / m->link_ns[link].mean);
   for (int write = 0; write < 2; write++)
@@ -182,7 +182,7 @@ void gmi_plan_bundle_times(gmi_manager_t *m, const gmi_trace_t *trace, gmi_plan_
       uint64_t stop = (at / unit + 1) * unit < end ? (at / unit + 1) * unit : end;
       gmi_plan_piece_t *piece = &((gmi_plan_piece_t *)(uintptr_t)in->pieces)[p];
       /* Workers look around between slices, are there after one more, and do not end their last ones at once. */
-      uint64_t slice_ns = (uint64_t)((double)(stop - at < GMI_LANE_SLICE ? stop - at : GMI_LANE_SLICE) * host);
+      uint64_t slice_ns = (uint64_t)((double)(stop - at < GMI_WORKERS_SLICE ? stop - at : GMI_WORKERS_SLICE) * host);
       if (m->config.update_threads > 1 && in->host_delay_ns < 3 * slice_ns) in->host_delay_ns = 3 * slice_ns;
       piece->host_ns = (uint64_t)((double)(stop - at) * host / m->config.update_threads);
       piece->device_ns = (uint64_t)((double)(stop - at) * device);

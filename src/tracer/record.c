@@ -6,7 +6,7 @@
 
 /* ---- recording */
 static int by_place(const void *a, const void *b) {
-  const gmi_trace_span_t *x = a, *y = b;
+  const gmi_trace_use_t *x = a, *y = b;
   if (x->arena != y->arena) return x->arena < y->arena ? -1 : 1;
   if (x->offset != y->offset) return x->offset < y->offset ? -1 : 1;
   if (x->size != y->size) return x->size < y->size ? -1 : 1;
@@ -17,8 +17,8 @@ void gmi_tracer_touch(gmi_manager_t *m, uint32_t store, uint64_t offset, uint64_
   gmi_tracer_t *t = m->tracer;
   pthread_mutex_lock(&t->touch_lock);
   if (t->op_open && !t->record_lost) {
-    gmi_trace_span_t *span = gmi_trace_add_span(&t->record);
-    if (span) *span = (gmi_trace_span_t){ store, mode, offset, size };
+    gmi_trace_use_t *span = gmi_trace_add_use(&t->record);
+    if (span) *span = (gmi_trace_use_t){ store, mode, offset, size };
     else t->record_lost = true;
   }
   pthread_mutex_unlock(&t->touch_lock);
@@ -28,25 +28,24 @@ void gmi_tracer_touch(gmi_manager_t *m, uint32_t store, uint64_t offset, uint64_
  * acquires is read first as far as anybody knows. */
 void gmi_tracer_canonical(gmi_trace_t *trace) {
   gmi_trace_op_t *op = &trace->ops[trace->op_count - 1];
-  gmi_trace_span_t *spans = trace->spans + op->span_first;
-  if (op->span_count > 1) qsort(spans, op->span_count, sizeof *spans, by_place);
+  gmi_trace_use_t *spans = trace->uses + op->use_first;
+  if (op->use_count > 1) qsort(spans, op->use_count, sizeof *spans, by_place);
   uint32_t kept = 0;
-  for (uint32_t i = 0; i < op->span_count; i++) {
-    gmi_trace_span_t *last = kept ? &spans[kept - 1] : NULL;
+  for (uint32_t i = 0; i < op->use_count; i++) {
+    gmi_trace_use_t *last = kept ? &spans[kept - 1] : NULL;
     if (last && last->arena == spans[i].arena && last->offset == spans[i].offset && last->size == spans[i].size)
       last->mode |= spans[i].mode;
     else spans[kept++] = spans[i];
   }
-  op->span_count = kept;
-  trace->span_count = op->span_first + kept;
+  op->use_count = kept;
+  trace->use_count = op->use_first + kept;
 }
 
 bool gmi_tracer_same_op(const gmi_trace_t *a, const gmi_trace_t *b, uint32_t i) {
   const gmi_trace_op_t *x = &a->ops[i], *y = &b->ops[i];
   return x->name == y->name && x->phase == y->phase && x->nonmodel_peak == y->nonmodel_peak &&
-         x->span_count == y->span_count &&
-         (!x->span_count ||
-          !memcmp(a->spans + x->span_first, b->spans + y->span_first, x->span_count * sizeof *a->spans));
+         x->use_count == y->use_count &&
+         (!x->use_count || !memcmp(a->uses + x->use_first, b->uses + y->use_first, x->use_count * sizeof *a->uses));
 }
 
 bool gmi_tracer_same_update(const gmi_trace_update_t *a, const gmi_trace_update_t *b) {
@@ -125,7 +124,7 @@ static void count_stall(gmi_manager_t *m, stall_t stall) {
   timing_t *k = &t->timings[t->op_index];
   if (!k->stall_count++) k->stall_first = t->stall_count;
   t->stalls[t->stall_count++] = stall;
-  gmi_timeline_span(m, "wait", "wait for chunk", stall.before, stall.after);
+  gmi_timeline_slice(m, "wait", "wait for chunk", stall.before, stall.after);
 }
 
 gemini_status_t gmi_tracer_wait(gmi_manager_t *m, uint32_t stream, gmi_fence_t fence) {

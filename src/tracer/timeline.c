@@ -3,8 +3,8 @@
 #include "tracer/timeline.h"
 #include "chunk/heap.h"
 #include "chunk/residency.h"
-#include "core/lane.h"
 #include "core/streams.h"
+#include "core/workers.h"
 
 #include <errno.h>
 #include <inttypes.h>
@@ -17,7 +17,7 @@
 typedef struct {
   uint8_t type; /* 'X' a span, 'C' counters */
   bool known;   /* begin and end are times, not fences */
-  uint16_t lane;
+  uint16_t track;
   uint32_t name; /* of a span: offset in text */
   uint32_t phase;
   uint64_t begin, end;
@@ -34,11 +34,11 @@ typedef struct gmi_timeline {
 } gmi_timeline_t;
 
 enum {
-  LANE_CALLER = 1,
-  LANE_STREAMS = 2,
-  LANE_FILES = 98,
-  LANE_WAITS = 100,
-  LANE_WORKERS = 101,
+  TRACK_CALLER = 1,
+  TRACK_STREAMS = 2,
+  TRACK_FILES = 98,
+  TRACK_WAITS = 100,
+  TRACK_WORKERS = 101,
   EVENTS_LIMIT = 4000000
 };
 
@@ -72,8 +72,8 @@ static uint32_t add_text(gmi_timeline_t *t, const char *kind, const char *name) 
   return at;
 }
 
-static void add_span(gmi_manager_t *m, const char *kind, const char *name, uint64_t begin, uint64_t end, bool known,
-                     uint32_t lane) {
+static void add_slice(gmi_manager_t *m, const char *kind, const char *name, uint64_t begin, uint64_t end, bool known,
+                      uint32_t track) {
   gmi_timeline_t *t = m->timeline;
   event_t *e = t ? add_event(t) : NULL;
   if (!e) return;
@@ -81,19 +81,19 @@ static void add_span(gmi_manager_t *m, const char *kind, const char *name, uint6
   e->known = known;
   e->begin = begin;
   e->end = end;
-  e->lane = (uint16_t)lane;
+  e->track = (uint16_t)track;
   e->phase = atomic_load(&m->phase);
   e->name = add_text(t, kind, name);
 }
 
-void gmi_timeline_span(gmi_manager_t *m, const char *kind, const char *name, gmi_fence_t begin, gmi_fence_t end) {
+void gmi_timeline_slice(gmi_manager_t *m, const char *kind, const char *name, gmi_fence_t begin, gmi_fence_t end) {
   if (!m->timeline) return;
-  uint32_t lane = LANE_STREAMS + gmi_fence_stream(begin);
-  if (!strcmp(kind, "wait")) lane = LANE_WAITS;
-  add_span(m, kind, name, begin, end, false, lane);
+  uint32_t track = TRACK_STREAMS + gmi_fence_stream(begin);
+  if (!strcmp(kind, "wait")) track = TRACK_WAITS;
+  add_slice(m, kind, name, begin, end, false, track);
 }
-void gmi_timeline_span_ns(gmi_manager_t *m, const char *kind, const char *name, uint64_t begin_ns, uint64_t end_ns) {
-  if (m->timeline) add_span(m, kind, name, begin_ns, end_ns, true, LANE_CALLER);
+void gmi_timeline_slice_ns(gmi_manager_t *m, const char *kind, const char *name, uint64_t begin_ns, uint64_t end_ns) {
+  if (m->timeline) add_slice(m, kind, name, begin_ns, end_ns, true, TRACK_CALLER);
 }
 
 void gmi_timeline_copy(gmi_manager_t *m, const gmi_chunk_t *c, uint32_t link, uint32_t reason, gmi_fence_t begin,
@@ -101,14 +101,14 @@ void gmi_timeline_copy(gmi_manager_t *m, const gmi_chunk_t *c, uint32_t link, ui
   if (!m->timeline) return;
   char name[GMI_MOVE_NAME_BYTES];
   gmi_move_name(m, c, reason, name);
-  gmi_timeline_span(m, link == GEMINI_LINK_H2D ? "fetch" : "evict", name, begin, end);
+  gmi_timeline_slice(m, link == GEMINI_LINK_H2D ? "fetch" : "evict", name, begin, end);
 }
 
 void gmi_timeline_transfer(gmi_manager_t *m, const gmi_chunk_t *c, bool write, uint64_t begin_ns, uint64_t end_ns) {
   if (!m->timeline) return;
   char name[128];
   snprintf(name, sizeof name, "%s %u", gmi_chunk_arena(m, c)->name, c->index);
-  add_span(m, write ? "write" : "read", name, begin_ns, end_ns, true, LANE_FILES);
+  add_slice(m, write ? "write" : "read", name, begin_ns, end_ns, true, TRACK_FILES);
 }
 
 void gmi_timeline_counters(gmi_manager_t *m) {
@@ -151,11 +151,11 @@ static void poll_events(gmi_manager_t *m, bool block) {
   }
 }
 static void poll_workers(gmi_manager_t *m) {
-  gmi_lane_span_t spans[64];
-  for (uint32_t count; (count = gmi_lane_recorded(m, spans, 64)) > 0;)
+  gmi_workers_interval_t spans[64];
+  for (uint32_t count; (count = gmi_workers_recorded(m, spans, 64)) > 0;)
     for (uint32_t i = 0; i < count; i++)
-      add_span(m, spans[i].norm ? "norm" : "update", spans[i].norm ? "norm on the host" : "update on the host",
-               spans[i].begin_ns, spans[i].end_ns, true, LANE_WORKERS + spans[i].worker);
+      add_slice(m, spans[i].norm ? "norm" : "update", spans[i].norm ? "norm on the host" : "update on the host",
+                spans[i].begin_ns, spans[i].end_ns, true, TRACK_WORKERS + spans[i].worker);
 }
 
 void gmi_timeline_poll(gmi_manager_t *m) {
@@ -173,8 +173,8 @@ static void write_text(FILE *f, const char *text) {
   }
 }
 
-static void write_lane(FILE *f, uint32_t lane, const char *name) {
-  fprintf(f, ",\n{\"ph\":\"M\",\"pid\":1,\"tid\":%u,\"name\":\"thread_name\",\"args\":{\"name\":\"%s\"}}", lane, name);
+static void write_track(FILE *f, uint32_t track, const char *name) {
+  fprintf(f, ",\n{\"ph\":\"M\",\"pid\":1,\"tid\":%u,\"name\":\"thread_name\",\"args\":{\"name\":\"%s\"}}", track, name);
 }
 
 static gemini_status_t write_file(gmi_manager_t *m) {
@@ -188,23 +188,23 @@ static gemini_status_t write_file(gmi_manager_t *m) {
           "\",\"budget_bytes\":{\"device\":%" PRIu64 ",\"host\":%" PRIu64 ",\"file\":%" PRIu64 "}},\"traceEvents\":[\n",
           GEMINI_VERSION_STRING, t->lost, m->config.device_bytes, m->config.host_bytes, m->config.file_bytes);
   fprintf(f, "{\"ph\":\"M\",\"pid\":1,\"name\":\"process_name\",\"args\":{\"name\":\"libgemini\"}}");
-  write_lane(f, LANE_CALLER, "ops on the caller's thread");
-  if (m->files) write_lane(f, LANE_FILES, "files");
-  write_lane(f, LANE_WAITS, "streams waiting for chunks");
+  write_track(f, TRACK_CALLER, "ops on the caller's thread");
+  if (m->files) write_track(f, TRACK_FILES, "files");
+  write_track(f, TRACK_WAITS, "streams waiting for chunks");
   for (uint32_t i = 0; i < m->config.update_threads; i++) {
     char name[32];
     snprintf(name, sizeof name, "update worker %u", i);
-    write_lane(f, LANE_WORKERS + i, name);
+    write_track(f, TRACK_WORKERS + i, name);
   }
   for (uint32_t s = 0; s < GMI_DEVICE_MAX_STREAMS; s++) {
     if (!m->streams[s].life) continue;
     char name[32];
     snprintf(name, sizeof name, "stream %u", s);
-    write_lane(f, LANE_STREAMS + s,
-               s == m->copy_in         ? "copies to the device"
-               : s == m->copy_out      ? "copies from the device"
-               : s == m->update_stream ? "updates on the device"
-                                       : name);
+    write_track(f, TRACK_STREAMS + s,
+                s == m->copy_in         ? "copies to the device"
+                : s == m->copy_out      ? "copies from the device"
+                : s == m->update_stream ? "updates on the device"
+                                        : name);
   }
   for (uint64_t i = 0; i < t->count; i++) {
     const event_t *e = &t->events[i];
@@ -212,8 +212,8 @@ static gemini_status_t write_file(gmi_manager_t *m) {
     if (e->type == 'X') {
       const char *text = t->text + e->name;
       size_t kind = strcspn(text, "\1");
-      fprintf(f, ",\n{\"ph\":\"X\",\"pid\":1,\"tid\":%u,\"ts\":%.3f,\"dur\":%.3f,\"cat\":\"%.*s\",\"name\":\"", e->lane,
-              ts, (double)(e->end - e->begin) * 1e-3, (int)kind, text);
+      fprintf(f, ",\n{\"ph\":\"X\",\"pid\":1,\"tid\":%u,\"ts\":%.3f,\"dur\":%.3f,\"cat\":\"%.*s\",\"name\":\"",
+              e->track, ts, (double)(e->end - e->begin) * 1e-3, (int)kind, text);
       write_text(f, text + kind);
       fputc('"', f);
       if (kind == 2 && !memcmp(text, "op", 2)) fprintf(f, ",\"args\":{\"phase\":\"%s\"}", phases[e->phase]);
@@ -245,10 +245,10 @@ void gmi_timeline_close(gmi_manager_t *m) {
 }
 
 gemini_status_t gmi_timeline_finish(gmi_manager_t *m) {
-  gmi_lane_drain(m, "gemini_timeline_stop");
+  gmi_workers_drain(m, "gemini_timeline_stop");
   gmi_lock(m, "gemini_timeline_stop");
   poll_workers(m);
-  gmi_lane_record(m, false);
+  gmi_workers_record(m, false);
   poll_events(m, true);
   gmi_timeline_counters(m);
   gmi_wait_t wait;
@@ -282,7 +282,7 @@ static gemini_status_t timeline_start(gmi_manager_t *m, const char *path) {
   t->begun_ns = m->dev->now(m->dev_self);
   m->timeline = t;
   gmi_timeline_counters(m);
-  gmi_lane_record(m, true);
+  gmi_workers_record(m, true);
   return GEMINI_OK;
 }
 gemini_status_t gemini_timeline_start(gemini_manager_t mgr, const char *path) { API_LOCKED(timeline_start(m, path)); }

@@ -23,15 +23,15 @@ gmi_trace_op_t *gmi_trace_add_op(gmi_trace_t *t) {
   gmi_trace_op_t *ops = grow(t->ops, t->op_count, &t->op_capacity, sizeof *ops);
   if (!ops) return NULL;
   t->ops = ops;
-  ops[t->op_count] = (gmi_trace_op_t){ .span_first = t->span_count };
+  ops[t->op_count] = (gmi_trace_op_t){ .use_first = t->use_count };
   return &ops[t->op_count++];
 }
-gmi_trace_span_t *gmi_trace_add_span(gmi_trace_t *t) {
-  gmi_trace_span_t *spans = grow(t->spans, t->span_count, &t->span_capacity, sizeof *spans);
+gmi_trace_use_t *gmi_trace_add_use(gmi_trace_t *t) {
+  gmi_trace_use_t *spans = grow(t->uses, t->use_count, &t->use_capacity, sizeof *spans);
   if (!spans) return NULL;
-  t->spans = spans;
-  t->ops[t->op_count - 1].span_count++;
-  return &spans[t->span_count++];
+  t->uses = spans;
+  t->ops[t->op_count - 1].use_count++;
+  return &spans[t->use_count++];
 }
 gmi_trace_update_t *gmi_trace_add_update(gmi_trace_t *t) {
   gmi_trace_update_t *updates = grow(t->updates, t->update_count, &t->update_capacity, sizeof *updates);
@@ -43,12 +43,12 @@ gmi_trace_update_t *gmi_trace_add_update(gmi_trace_t *t) {
 void gmi_trace_clear(gmi_trace_t *t) {
   for (uint32_t i = 0; i < t->op_count; i++)
     if (t->ops[i].name) gmi_op_name_drop(t->names, t->ops[i].name);
-  t->op_count = t->span_count = t->update_count = 0;
+  t->op_count = t->use_count = t->update_count = 0;
 }
 void gmi_trace_free(gmi_trace_t *t) {
   gmi_trace_clear(t);
   free(t->ops);
-  free(t->spans);
+  free(t->uses);
   free(t->updates);
   memset(t, 0, sizeof *t);
 }
@@ -78,9 +78,9 @@ static gemini_status_t trace_write(gmi_manager_t *m, const gmi_trace_t *t, const
             (uint64_t)op->heap_pages << m->chunk_shift);
     gmi_name_write(file, op->name);
     fputc('\n', file);
-    for (uint32_t s = op->span_first; s < op->span_first + op->span_count; s++)
-      fprintf(file, "use %u %" PRIu64 " %" PRIu64 " %u\n", t->spans[s].arena, t->spans[s].offset, t->spans[s].size,
-              t->spans[s].mode);
+    for (uint32_t s = op->use_first; s < op->use_first + op->use_count; s++)
+      fprintf(file, "use %u %" PRIu64 " %" PRIu64 " %u\n", t->uses[s].arena, t->uses[s].offset, t->uses[s].size,
+              t->uses[s].mode);
   }
   fprintf(file, "end\n");
   bool bad = ferror(file);
@@ -167,9 +167,9 @@ static const char *read_line(reader_t *r, const char *line) {
     size = arena ? atomic_load(&arena->size) : 0;
     if (!arena || arena->store != arena->index || !v[2] || v[1] > size || v[2] > size - v[1])
       return "use outside its arena";
-    gmi_trace_span_t *span = gmi_trace_add_span(r->trace);
+    gmi_trace_use_t *span = gmi_trace_add_use(r->trace);
     if (!span) return no_memory(r);
-    *span = (gmi_trace_span_t){ arena->index, (uint32_t)v[3], v[1], v[2] };
+    *span = (gmi_trace_use_t){ arena->index, (uint32_t)v[3], v[1], v[2] };
     return NULL;
   }
   if (gmi_word_at(&at, "update")) { /* first, count, then arenas and modes */

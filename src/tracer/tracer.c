@@ -216,8 +216,8 @@ static gemini_status_t op_end(gmi_manager_t *m) {
   variant_t *v = gmi_tracer_active_variant(t);
   if (v && v->bundle.made) gmi_tracer_plan_after_op(m, v, t->op_index);
   const char *name = op->name;
-  if (k->end) gmi_timeline_span(m, "op", name, k->begin, k->end);
-  else gmi_timeline_span_ns(m, "op", name, k->begin_ns, k->end_ns);
+  if (k->end) gmi_timeline_slice(m, "op", name, k->begin, k->end);
+  else gmi_timeline_slice_ns(m, "op", name, k->begin_ns, k->end_ns);
   gmi_nvtx_pop();
   t->op_index++;
   gmi_tracer_resolve(m, false);
@@ -432,10 +432,10 @@ gemini_status_t gemini_plan_explain(gemini_manager_t mgr, char *text_out, uint64
   API_LOCKED(plan_explain(m, text_out, size_bytes, length_out));
 }
 
-/* ---- what chunks and streams report and ask (core/events.h) */
+/* ---- what chunks and streams report and ask (core/observer.h) */
 static void stream_ends(gmi_manager_t *m) { gmi_tracer_resolve(m, true); }
 
-const gmi_events_t gmi_tracer_events = {
+const gmi_observer_t gmi_tracer_events = {
   .touched = gmi_tracer_touch,
   .pause_begins = gmi_tracer_pause,
   .pause_ends = gmi_tracer_resume,
@@ -445,7 +445,7 @@ const gmi_events_t gmi_tracer_events = {
   .budgets_change = gmi_tracer_replan,
   .chunk_copied = gmi_timeline_copy,
   .chunk_transferred = gmi_timeline_transfer,
-  .span_queued = gmi_timeline_span,
+  .span_queued = gmi_timeline_slice,
   .counters_change = gmi_timeline_counters,
   .update_comes = gmi_tracer_update,
   .update_refused = gmi_tracer_update_refused,

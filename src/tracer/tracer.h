@@ -14,10 +14,10 @@
 
 enum { GMI_VARIANTS = 8 };
 
-typedef struct gmi_trace_span { /* what an op touches: bytes of the arena that stores them */
+typedef struct gmi_trace_use { /* what an op touches: bytes of the arena that stores them */
   uint32_t arena, mode;
   uint64_t offset, size;
-} gmi_trace_span_t;
+} gmi_trace_use_t;
 
 typedef struct gmi_trace_op {
   const char *name;       /* one of the trace's names, taken; NULL: it has none yet */
@@ -26,16 +26,16 @@ typedef struct gmi_trace_op {
   uint32_t phase;
   uint32_t heap_pages; /* most pages under live blocks */
   uint32_t samples;
-  uint32_t span_first, span_count;
+  uint32_t use_first, use_count;
   uint32_t reserved;
 } gmi_trace_op_t;
 
 typedef struct gmi_trace {
   gmi_op_names_t *names; /* the tracer's */
   gmi_trace_op_t *ops;
-  gmi_trace_span_t *spans;
+  gmi_trace_use_t *uses;
   gmi_trace_update_t *updates;
-  uint32_t op_count, op_capacity, span_count, span_capacity, update_count, update_capacity;
+  uint32_t op_count, op_capacity, use_count, use_capacity, update_count, update_capacity;
   /* Rates that the plan is made with; 0 = not measured yet. */
   uint64_t link_bytes_per_s[2];              /* GEMINI_LINK_H2D, D2H; whole chunks, their overhead included */
   uint64_t file_bytes_per_s[2];              /* read, written; both directions share what the files can do */
@@ -44,7 +44,7 @@ typedef struct gmi_trace {
   uint64_t outside_ns; /* of a step, from begin to begin, outside its ops: the caller's own work, norms, read-backs */
 } gmi_trace_t;
 
-extern const gmi_events_t gmi_tracer_events;
+extern const gmi_observer_t gmi_tracer_events;
 extern const gmi_advice_t gmi_tracer_advice;
 
 gemini_status_t gmi_tracer_open(gmi_manager_t *m);
@@ -85,8 +85,8 @@ gemini_status_t gmi_trace_read(gmi_manager_t *m, gmi_trace_t *trace_out, const c
 void gmi_trace_clear(gmi_trace_t *trace); /* nothing is recorded any more; what it has allocated stays for what comes */
 void gmi_trace_free(gmi_trace_t *trace);
 gmi_op_names_t *gmi_tracer_names(gmi_manager_t *m);
-gmi_trace_op_t *gmi_trace_add_op(gmi_trace_t *trace);     /* NULL: no memory */
-gmi_trace_span_t *gmi_trace_add_span(gmi_trace_t *trace); /* to the last op */
+gmi_trace_op_t *gmi_trace_add_op(gmi_trace_t *trace);   /* NULL: no memory */
+gmi_trace_use_t *gmi_trace_add_use(gmi_trace_t *trace); /* to the last op */
 gmi_trace_update_t *gmi_trace_add_update(gmi_trace_t *trace);
 
 /* plan_input.c: a trace in the policy's terms */

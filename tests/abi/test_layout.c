@@ -50,7 +50,7 @@ OFFSET(gemini_config_t, log_fn, 112);
 OFFSET(gemini_config_t, log_user, 120);
 OFFSET(gemini_config_t, file_engine, 128);
 OFFSET(gemini_config_t, reserved, 132);
-OFFSET(gemini_config_t, keep_name, 136);
+OFFSET(gemini_config_t, checkpoint_name, 136);
 OFFSET(gemini_config_t, watchdog_ns, 144);
 
 SIZE(gemini_arena_config_t, 48);
@@ -153,7 +153,7 @@ OFFSET(gemini_stats_t, op_peak_error_bytes, 520);
 OFFSET(gemini_stats_t, pending_updates, 528);
 OFFSET(gemini_stats_t, file_engine, 536);
 OFFSET(gemini_stats_t, reserved2, 540);
-OFFSET(gemini_stats_t, host_block_bytes, 544);
+OFFSET(gemini_stats_t, host_alloc_bytes, 544);
 
 VALUE(GEMINI_OK, 0);
 VALUE(GEMINI_ERR_INVALID, -1);

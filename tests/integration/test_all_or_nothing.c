@@ -411,7 +411,7 @@ static void test_checkpoint_without_room_is_oom_file(void) {
   dir_make(dir);
   gemini_config_t c = world_config(4, 8, 16);
   c.file_dir = dir;
-  c.keep_name = "run";
+  c.checkpoint_name = "run";
   world_t w = world_open(c);
   gemini_tensor_t t = world_tensor(&w, world_arena(&w, GEMINI_KIND_OTHER, 1, "main", 0, 0), "t", 6 * W);
   world_fill(&w, t, 0, 6 * W, HOST, 4);

@@ -246,7 +246,7 @@ static void keep_and_be_killed(uint32_t engine) {
   dir_make(dir);
   gemini_config_t c = world_config(4, 6, 40);
   c.file_dir = dir;
-  c.keep_name = "run";
+  c.checkpoint_name = "run";
   c.file_engine = engine;
   int told[2], worker_told[2]; /* the trainer's checkpoint is made; the worker may end */
   CHECK_EQ(pipe(told), 0);

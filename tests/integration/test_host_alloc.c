@@ -62,14 +62,14 @@ static void test_blocks_of_all_sizes_and_alignments_have_their_own_bytes(void) {
       sum += blocks[i].size;
     }
     gemini_stats_t s = world_stats(&w);
-    CHECK(s.host_block_bytes >= sum);
-    CHECK(s.used_bytes[GEMINI_TIER_HOST] >= s.host_block_bytes);
+    CHECK(s.host_alloc_bytes >= sum);
+    CHECK(s.used_bytes[GEMINI_TIER_HOST] >= s.host_alloc_bytes);
     CHECK(s.used_bytes[GEMINI_TIER_HOST] <= s.budget_bytes[GEMINI_TIER_HOST]);
     CHECK(s.peak_bytes[GEMINI_TIER_HOST] >= s.used_bytes[GEMINI_TIER_HOST]);
     for (int i = 0; i < n; i += 2) block_free(&w, blocks[i]);
     for (int i = 1; i < n; i += 2) block_free(&w, blocks[i]);
     s = world_stats(&w);
-    CHECK_EQ(s.host_block_bytes, 0);
+    CHECK_EQ(s.host_alloc_bytes, 0);
     CHECK_EQ(s.used_bytes[GEMINI_TIER_HOST], 0);
   }
   CHECK_OK(gemini_host_free(w.mgr, NULL));
@@ -114,7 +114,7 @@ static void test_chunks_make_room_and_keep_their_bytes(void) {
     if (!files) {
       CHECK_STATUS(gemini_host_alloc(w.mgr, W, 0, &ptr), GEMINI_ERR_OOM_HOST);
       CHECK(ptr == &w);
-      CHECK_EQ(world_stats(&w).host_block_bytes, 2 * W);
+      CHECK_EQ(world_stats(&w).host_alloc_bytes, 2 * W);
       /* A chunk whose bytes are on the device as well can do without its place. */
       gemini_access_t x = world_part(a, 0, 4 * W, GEMINI_READ, GEMINI_TIER_DEVICE);
       CHECK_OK(gemini_acquire(w.mgr, &x, 1, GEMINI_STREAM_CALLER));
@@ -127,7 +127,7 @@ static void test_chunks_make_room_and_keep_their_bytes(void) {
       gemini_stats_t s = world_stats(&w);
       CHECK(s.used_bytes[GEMINI_TIER_FILE] >= 20 * W);
       CHECK(s.used_bytes[GEMINI_TIER_HOST] <= 32 * W);
-      CHECK(s.host_block_bytes >= 22 * W + 700);
+      CHECK(s.host_alloc_bytes >= 22 * W + 700);
       for (uint64_t i = 0; i < 29; i++) CHECK(world_holds(&w, a, i * W, 2 * W, 7)); /* in what is left */
       CHECK(block_holds(second) && block_holds(third));
       CHECK_STATUS(gemini_host_alloc(w.mgr, 12 * W, 0, &ptr), GEMINI_ERR_OOM_HOST);
@@ -135,7 +135,7 @@ static void test_chunks_make_room_and_keep_their_bytes(void) {
       block_free(&w, second);
     }
     block_free(&w, first);
-    CHECK_EQ(world_stats(&w).host_block_bytes, 0);
+    CHECK_EQ(world_stats(&w).host_alloc_bytes, 0);
     for (uint64_t i = 0; i < 30; i++) CHECK(world_holds(&w, a, i * W, W, 7));
     world_close(&w);
   }
@@ -189,7 +189,7 @@ static void test_budgets_change_with_blocks_alive(void) {
   block_free(&w, small);
   block_free(&w, slab);
   block_free(&w, more);
-  CHECK_EQ(world_stats(&w).host_block_bytes, 0);
+  CHECK_EQ(world_stats(&w).host_alloc_bytes, 0);
   more = block_new(&w, 24 * W, 0, 5); /* all of the smaller budget */
   block_free(&w, more);
   CHECK_OK(gemini_budget_set(w.mgr, GEMINI_TIER_HOST, 100 * W)); /* all of a larger one */
@@ -295,7 +295,7 @@ static void test_what_is_no_live_block_is_refused(void) {
     CHECK_SAYS(world_error().operation, "gemini_host_free");
     CHECK(world_error().message[0]);
   }
-  CHECK_EQ(world_stats(&w).host_block_bytes, before.host_block_bytes);
+  CHECK_EQ(world_stats(&w).host_alloc_bytes, before.host_alloc_bytes);
   CHECK_OK(gemini_release(w.mgr, &x, 1, GEMINI_STREAM_CALLER));
   CHECK_OK(gemini_free(w.mgr, device, GEMINI_STREAM_CALLER));
   free(heap);
@@ -376,7 +376,7 @@ static void test_threads_allocate_beside_those_who_use_chunks(void) {
     made += workers[i].made;
   }
   CHECK(made > 200);
-  CHECK_EQ(world_stats(&w).host_block_bytes, 0);
+  CHECK_EQ(world_stats(&w).host_alloc_bytes, 0);
   for (uint64_t i = 0; i < 40; i++) CHECK(world_holds(&w, a, i * W, W, 7));
   world_close(&w);
 }

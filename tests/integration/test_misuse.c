@@ -774,8 +774,8 @@ static void test_manager_config_out_of_range_is_refused(void) {
   REFUSED_CONFIG(OOM_HOST, text("host_bytes|%llu", 0ull + most), c.host_bytes = most); /* more than there is */
   REFUSED_CONFIG(INVALID, "file_engine is 3|2", c.file_engine = 3);
   REFUSED_CONFIG(INVALID, "reserved is 1", c.reserved = 1);
-  REFUSED_CONFIG(INVALID, "keep_name is \"kept\"|file tier", c.keep_name = "kept");
-  REFUSED_CONFIG(INVALID, "keep_name is \"\"", c.keep_name = "");
+  REFUSED_CONFIG(INVALID, "checkpoint_name is \"kept\"|file tier", c.checkpoint_name = "kept");
+  REFUSED_CONFIG(INVALID, "checkpoint_name is \"\"", c.checkpoint_name = "");
   REFUSED_CONFIG(INVALID, text("device_bytes is %llu|%llu", 1ull + most, 0ull + most), c.device_bytes = most + 1);
   REFUSED_CONFIG(INVALID, text("host_bytes is %llu|%llu", UINT64_MAX + 0ull, 0ull + most), c.host_bytes = UINT64_MAX);
   REFUSED_CONFIG(INVALID, text("file_bytes is %llu|%llu", UINT64_MAX + 0ull, 0ull + most), c.file_bytes = UINT64_MAX);
@@ -1590,8 +1590,8 @@ static void test_host_blocks_out_of_range_are_refused(void) {
 
 static void test_checkpoints_of_a_manager_that_keeps_nothing_are_refused(void) {
   bed_open();
-  REFUSED(STATE, "keep_name", gemini_checkpoint, bed.w.mgr);
-  REFUSED(STATE, "keep_name", gemini_resume, bed.w.mgr);
+  REFUSED(STATE, "checkpoint_name", gemini_checkpoint, bed.w.mgr);
+  REFUSED(STATE, "checkpoint_name", gemini_resume, bed.w.mgr);
   bed_close();
 }
 

@@ -521,7 +521,7 @@ static gemini_status_t open_kept(gmi_store_t **store_out) {
                                 .depth = 2,
                                 .checksum = true,
                                 .keep = true,
-                                .keep_name = "fuzz" };
+                                .checkpoint_name = "fuzz" };
   return gmi_store_open(&config, store_out);
 }
 static void block_bytes(uint8_t *buffer, uint32_t block) {

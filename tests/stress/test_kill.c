@@ -114,7 +114,7 @@ static gmi_store_config_t kept_config(const gmi_sys_t *sys) {
                                .engine_kind = engine_kind,
                                .checksum = true,
                                .keep = true,
-                               .keep_name = "model",
+                               .checkpoint_name = "model",
                                .sys = sys };
 }
 

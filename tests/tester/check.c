@@ -186,8 +186,8 @@ void check_stats(actor_t *a, manager_t *m) {
   SAME("model_bytes", s.model_bytes, model);
   SAME("nonmodel_bytes", s.nonmodel_bytes, live);
   AT_MOST("nonmodel_bytes beside its peak", s.nonmodel_bytes, s.nonmodel_peak_bytes);
-  AT_MOST("live host blocks", blocks, s.host_block_bytes);
-  AT_MOST("host_block_bytes", s.host_block_bytes, blocks ? s.used_bytes[GEMINI_TIER_HOST] : 0);
+  AT_MOST("live host blocks", blocks, s.host_alloc_bytes);
+  AT_MOST("host_alloc_bytes", s.host_alloc_bytes, blocks ? s.used_bytes[GEMINI_TIER_HOST] : 0);
   SAME("iterations", s.iterations, m->iterations);
   AT_MOST("planned_iterations", s.planned_iterations, s.iterations);
   for (int link = 0; link < GEMINI_LINK_COUNT; link++)

@@ -31,8 +31,8 @@ static gemini_status_t open_manager(actor_t *a, manager_t *m, const gemini_confi
   gemini_manager_t handle = 0;
   folders(a, m, paths, keep);
   c.file_dir = c.file_bytes ? paths : NULL;
-  c.keep_name = c.keep_name ? keep : NULL;
-  statuses_t allowed = open_allowed(a, &c, c.keep_name && a->w->kept_count[manager_index(a, m)]);
+  c.checkpoint_name = c.checkpoint_name ? keep : NULL;
+  statuses_t allowed = open_allowed(a, &c, c.checkpoint_name && a->w->kept_count[manager_index(a, m)]);
   gemini_status_t status =
       quiet ? QUIET(a, allowed, gemini_manager_open, &c, &handle) : CALL(a, allowed, gemini_manager_open, &c, &handle);
   if (status) {
@@ -64,15 +64,15 @@ void run_open(actor_t *a, const op_t *op) {
   c.placement = op->arg[PLACEMENT];
   c.warmup_iterations = op->arg[WARMUP];
   c.update_threads = op->arg[WORKERS];
-  c.keep_name = op->arg[KEEP] ? "kept" : NULL;
+  c.checkpoint_name = op->arg[KEEP] ? "kept" : NULL;
   c.file_engine = op->arg[ENGINE];
   c.static_param_fraction = c.static_optim_fraction = 0.5;
   c.sim_h2d_bytes_per_s = c.sim_d2h_bytes_per_s = op->arg[RATE] ? UINT64_C(4) << 30 : 0;
   uint64_t least = c.chunk_bytes ? c.chunk_bytes : unit;
   if (c.device_bytes < c.device_margin_bytes + least || !c.host_bytes) return;
   const kept_t *kept = &a->w->kept[manager_index(a, m)][0];
-  if (c.keep_name && (!c.file_bytes || !c.chunk_bytes)) return;
-  if (c.keep_name && a->w->kept_count[manager_index(a, m)] && kept->chunk_bytes != c.chunk_bytes) return;
+  if (c.checkpoint_name && (!c.file_bytes || !c.chunk_bytes)) return;
+  if (c.checkpoint_name && a->w->kept_count[manager_index(a, m)] && kept->chunk_bytes != c.chunk_bytes) return;
   open_manager(a, m, &c, false);
 }
 
@@ -390,8 +390,8 @@ void run_checkpoint(actor_t *a, const op_t *op) {
   world_t *w = a->w;
   if (!m->open) return;
   uint32_t i = manager_index(a, m);
-  statuses_t wrong = !m->config.keep_name ? STATE : any_hold(a, m, true) ? BUSY : 0, perhaps = 0;
-  if (m->config.keep_name) perhaps = checkpoint_room(a, m);
+  statuses_t wrong = !m->config.checkpoint_name ? STATE : any_hold(a, m, true) ? BUSY : 0, perhaps = 0;
+  if (m->config.checkpoint_name) perhaps = checkpoint_room(a, m);
   uint64_t untold = faults_untold(w, FAULT_FILE) + faults_untold(w, FAULT_RING);
   gemini_status_t status = CALL(a, (wrong ? wrong : OK) | perhaps, gemini_checkpoint, m->handle);
   if (wrong) return;
@@ -413,7 +413,7 @@ void run_checkpoint(actor_t *a, const op_t *op) {
 }
 bool make_checkpoint(actor_t *a, op_t *op) {
   manager_t *m = manager_of(a, op);
-  if (!m->open || (!m->config.keep_name && chance(a, 90))) return false;
+  if (!m->open || (!m->config.checkpoint_name && chance(a, 90))) return false;
   if (chance(a, 40)) { /* what is a checkpoint worth that is not taken up */
     plan(a, OP_checkpoint, op->manager);
     plan_made(a, OP_reopen, op->manager);
@@ -483,7 +483,7 @@ void run_resume(actor_t *a, const op_t *op) {
   if (!m->open) return;
   uint32_t i = manager_index(a, m);
   statuses_t wrong = 0, perhaps = 0, fits = 0, room = 0;
-  if (!m->config.keep_name || m->resumed) wrong |= STATE;
+  if (!m->config.checkpoint_name || m->resumed) wrong |= STATE;
   if (!w->kept_count[i]) wrong |= NOT_FOUND;
   if (w->kept_count[i] == 2) perhaps |= NOT_FOUND | STATE;
   if (any_byte(a, m) || any_hold(a, m, false)) wrong |= STATE;
@@ -492,7 +492,7 @@ void run_resume(actor_t *a, const op_t *op) {
   for (uint32_t k = 0; k < w->kept_count[i]; k++)
     if (w->kept[i][k].arenas) {
       fits |= kept_fits(a, m, &w->kept[i][k]);
-      room |= m->config.keep_name ? resume_room(m, &w->kept[i][k]) : OK;
+      room |= m->config.checkpoint_name ? resume_room(m, &w->kept[i][k]) : OK;
     }
   if (fits == FORMAT) wrong |= FORMAT;
   if (room == OOM_FILE) wrong |= OOM_FILE;
@@ -512,5 +512,5 @@ void run_resume(actor_t *a, const op_t *op) {
 }
 bool make_resume(actor_t *a, op_t *op) {
   manager_t *m = manager_of(a, op);
-  return m->open && (m->config.keep_name || chance(a, 10));
+  return m->open && (m->config.checkpoint_name || chance(a, 10));
 }

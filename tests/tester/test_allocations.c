@@ -154,7 +154,7 @@ static void test_open_of_kept_files_that_fail_is_io(void) {
   dir_make(dir);
   gemini_config_t c = world_config(4, 8, 16);
   c.file_dir = dir;
-  c.keep_name = "run";
+  c.checkpoint_name = "run";
   gemini_manager_t mgr = 0;
   gemini_status_t status;
   uint64_t failed = 0, refused = 0;

@@ -21,7 +21,7 @@ static gemini_tensor_t tensors[CHUNKS];
 static world_t open_kept(void) {
   gemini_config_t c = tiers_config(4, 8, 64);
   c.file_dir = dir;
-  c.keep_name = "run";
+  c.checkpoint_name = "run";
   fault_sys.fdatasync = fault_fdatasync;
   world_t w = world_open(c);
   gemini_arena_t arena = world_arena(&w, GEMINI_KIND_OTHER, 1, "a", 0, 0);

@@ -493,12 +493,12 @@ static void test_heap_check_notices_every_damaged_field(void) {
     DAMAGE(h->heads[row][column], 0);
     DAMAGE(h->heads[row][column], damage_live);
   }
-  for (uint64_t slot = 0; slot <= h->slot_mask; slot++) {
-    if (!h->slots[slot]) {
-      DAMAGE(h->slots[slot], damage_live);
+  for (uint64_t slot = 0; slot <= h->bucket_mask; slot++) {
+    if (!h->buckets[slot]) {
+      DAMAGE(h->buckets[slot], damage_live);
     } else {
-      DAMAGE(h->slots[slot], 0);
-      DAMAGE(h->slots[slot], 1000000);
+      DAMAGE(h->buckets[slot], 0);
+      DAMAGE(h->buckets[slot], 1000000);
     }
   }
   DAMAGE(h->node_count, h->node_count + 1);
@@ -512,7 +512,7 @@ static void test_heap_check_notices_free_neighbours(void) {
   /* Free the block by hand, without joining it to its neighbour. */
   uint32_t index = h->lowest;
   h->nodes[index].state = GMI_HEAP_FREE;
-  for (uint64_t slot = 0; slot <= h->slot_mask; slot++) h->slots[slot] = 0;
+  for (uint64_t slot = 0; slot <= h->bucket_mask; slot++) h->buckets[slot] = 0;
   h->pages[0].users = 0;
   h->pages[0].cover = index;
   h->pages_used = h->units_used = h->blocks_used = 0;

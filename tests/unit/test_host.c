@@ -18,7 +18,7 @@
 
 #include "../check.h"
 #include "base/status.h"
-#include "host/blocks.h"
+#include "host/host_heap.h"
 #include "host/limits.h"
 #include "host/reserve.h"
 #include "host/topology.h"
@@ -614,15 +614,15 @@ typedef struct {
   uint64_t commits, decommits, busy;
   bool ready[GRAINS_MAX];
   bool held[GRAINS_MAX]; /* others have it */
-  gmi_blocks_t *used_inside;
+  gmi_host_heap_t *used_inside;
   sem_t *begun, *go_on; /* NULL, or: a commit posts begun and waits for go_on */
 } range_t;
 
-static void blocks_refuse_inside(gmi_blocks_t *b) {
+static void blocks_refuse_inside(gmi_host_heap_t *b) {
   void *block = NULL;
   if (!b) return;
-  CHECK_EQ(gmi_blocks_alloc(b, 100, 0, &block), GEMINI_ERR_STATE);
-  CHECK_EQ(gmi_blocks_alloc(b, MIB, 0, &block), GEMINI_ERR_STATE);
+  CHECK_EQ(gmi_host_heap_alloc(b, 100, 0, &block), GEMINI_ERR_STATE);
+  CHECK_EQ(gmi_host_heap_alloc(b, MIB, 0, &block), GEMINI_ERR_STATE);
   CHECK(!block);
 }
 
@@ -680,7 +680,7 @@ static void range_decommit(void *user, uint64_t offset, uint64_t size) {
   pthread_mutex_unlock(&range->lock);
 }
 
-static gmi_blocks_t *blocks_new(range_t *range, uint64_t size, uint64_t grain) {
+static gmi_host_heap_t *blocks_new(range_t *range, uint64_t size, uint64_t grain) {
   CHECK((size + grain - 1) / grain <= GRAINS_MAX);
   *range =
       (range_t){ .size_bytes = size, .grain_bytes = grain, .budget_bytes = UINT64_MAX, .map_bytes = size + 2 * MIB };
@@ -688,23 +688,23 @@ static gmi_blocks_t *blocks_new(range_t *range, uint64_t size, uint64_t grain) {
   range->map = mmap(NULL, range->map_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   CHECK(range->map != MAP_FAILED);
   range->base = (uint8_t *)(((uintptr_t)range->map + 2 * MIB - 1) & ~(uintptr_t)(2 * MIB - 1));
-  gmi_blocks_config_t config = { range->base, size, grain, range_commit, range_decommit, range };
-  gmi_blocks_t *b = NULL;
-  CHECK_EQ(gmi_blocks_open(&config, &b), GEMINI_OK);
+  gmi_host_heap_config_t config = { range->base, size, grain, range_commit, range_decommit, range };
+  gmi_host_heap_t *b = NULL;
+  CHECK_EQ(gmi_host_heap_open(&config, &b), GEMINI_OK);
   return b;
 }
 
-static void blocks_drop(gmi_blocks_t *b, range_t *range) {
-  gmi_blocks_close(b);
+static void blocks_drop(gmi_host_heap_t *b, range_t *range) {
+  gmi_host_heap_close(b);
   CHECK_EQ(range->committed_bytes, 0);
   CHECK_EQ(range->commits, range->decommits);
   munmap(range->map, range->map_bytes);
   pthread_mutex_destroy(&range->lock);
 }
 
-static void expect_empty(gmi_blocks_t *b, const range_t *range) {
-  gmi_blocks_figures_t f;
-  gmi_blocks_figures(b, &f);
+static void expect_empty(gmi_host_heap_t *b, const range_t *range) {
+  gmi_host_heap_figures_t f;
+  gmi_host_heap_figures(b, &f);
   CHECK_EQ(f.block_count, 0);
   CHECK_EQ(f.block_bytes, 0);
   CHECK_EQ(f.extent_bytes, 0);
@@ -712,9 +712,9 @@ static void expect_empty(gmi_blocks_t *b, const range_t *range) {
   CHECK_EQ(range->committed_bytes, 0);
 }
 
-static uint8_t *block_new(gmi_blocks_t *b, uint64_t size) {
+static uint8_t *block_new(gmi_host_heap_t *b, uint64_t size) {
   void *block = NULL;
-  CHECK_EQ(gmi_blocks_alloc(b, size, 0, &block), GEMINI_OK);
+  CHECK_EQ(gmi_host_heap_alloc(b, size, 0, &block), GEMINI_OK);
   CHECK(block);
   return block;
 }
@@ -731,7 +731,7 @@ typedef struct {
   uint8_t value;
 } slot_t;
 typedef struct {
-  gmi_blocks_t *blocks;
+  gmi_host_heap_t *blocks;
   range_t *range;
   slot_t slots[SLOTS];
   _Atomic uint64_t live_bytes, refused, allocated; /* Atomic */
@@ -758,7 +758,7 @@ static void *act(void *user) {
     pthread_mutex_lock(&slot->lock);
     if (slot->block) {
       CHECK(all_are(slot->block, slot->size_bytes, slot->value));
-      CHECK_EQ(gmi_blocks_free(p->blocks, slot->block), GEMINI_OK);
+      CHECK_EQ(gmi_host_heap_free(p->blocks, slot->block), GEMINI_OK);
       atomic_fetch_sub(&p->live_bytes, slot->size_bytes);
       slot->block = NULL;
     } else {
@@ -766,7 +766,7 @@ static void *act(void *user) {
       uint64_t size = 1 + (check_random(&seed) & ((UINT64_C(1) << shift) - 1));
       uint64_t alignment = check_random(&seed) % 4 ? 0 : UINT64_C(1) << check_random(&seed) % 17;
       void *block = NULL;
-      gemini_status_t status = gmi_blocks_alloc(p->blocks, size, alignment, &block);
+      gemini_status_t status = gmi_host_heap_alloc(p->blocks, size, alignment, &block);
       if (status) {
         CHECK_EQ(status, GEMINI_ERR_OOM_HOST);
         CHECK(!block);
@@ -791,7 +791,7 @@ static void *act(void *user) {
 static void test_blocks_of_many_threads_never_overlap_and_all_come_back(void) {
   /* Too small for all slots, with a last grain that is short. */
   range_t range;
-  gmi_blocks_t *b = blocks_new(&range, 13 * MIB + 64 * KIB, MIB);
+  gmi_host_heap_t *b = blocks_new(&range, 13 * MIB + 64 * KIB, MIB);
   static program_t p;
   p = (program_t){ .blocks = b, .range = &range, .steps = SANITIZED || getenv("GEMINI_VALGRIND") ? 6000 : 60000 };
   for (int i = 0; i < SLOTS; i++) pthread_mutex_init(&p.slots[i].lock, NULL);
@@ -802,8 +802,8 @@ static void test_blocks_of_many_threads_never_overlap_and_all_come_back(void) {
     CHECK_EQ(pthread_create(&threads[i], NULL, act, &actors[i]), 0);
   }
   for (uint32_t i = 0; i < THREADS; i++) pthread_join(threads[i], NULL);
-  gmi_blocks_figures_t f;
-  gmi_blocks_figures(b, &f);
+  gmi_host_heap_figures_t f;
+  gmi_host_heap_figures(b, &f);
   fprintf(stderr,
           "    %" PRIu64 " blocks, %" PRIu64 " refused, %" PRIu64 " commits, %" PRIu64 " busy; at the end %" PRIu64
           " bytes in %" PRIu64 " of extents\n",
@@ -818,7 +818,7 @@ static void test_blocks_of_many_threads_never_overlap_and_all_come_back(void) {
   for (int i = 0; i < SLOTS; i++) {
     if (p.slots[i].block) {
       CHECK(all_are(p.slots[i].block, p.slots[i].size_bytes, p.slots[i].value));
-      CHECK_EQ(gmi_blocks_free(b, p.slots[i].block), GEMINI_OK);
+      CHECK_EQ(gmi_host_heap_free(b, p.slots[i].block), GEMINI_OK);
     }
     pthread_mutex_destroy(&p.slots[i].lock);
   }
@@ -830,12 +830,12 @@ static void test_blocks_beyond_the_range_are_refused_with_both_numbers(void) {
   const uint64_t sizes[] = { 250, 4096, 60000, MIB };
   for (size_t k = 0; k < sizeof sizes / sizeof *sizes; k++) {
     range_t range;
-    gmi_blocks_t *b = blocks_new(&range, 8 * MIB, 2 * MIB);
+    gmi_host_heap_t *b = blocks_new(&range, 8 * MIB, 2 * MIB);
     uint64_t count = 0, limit = 8 * MIB / sizes[k];
     void **blocks = calloc(limit + 1, sizeof *blocks);
     CHECK(blocks);
     gemini_status_t status;
-    while (!(status = gmi_blocks_alloc(b, sizes[k], 0, &blocks[count]))) {
+    while (!(status = gmi_host_heap_alloc(b, sizes[k], 0, &blocks[count]))) {
       count++;
       CHECK(count <= limit);
     }
@@ -845,15 +845,15 @@ static void test_blocks_beyond_the_range_are_refused_with_both_numbers(void) {
     snprintf(asked, sizeof asked, "a host block of %" PRIu64 " bytes does not fit", sizes[k]);
     CHECK(strstr(gmi_fail_message(), asked) && strstr(gmi_fail_message(), "of 8388608 bytes"));
     CHECK(!blocks[count]);
-    CHECK_EQ(gmi_blocks_free(b, blocks[count / 2]), GEMINI_OK);
-    CHECK_EQ(gmi_blocks_alloc(b, sizes[k], 0, &blocks[count / 2]), GEMINI_OK);
-    for (uint64_t i = 0; i < count; i++) CHECK_EQ(gmi_blocks_free(b, blocks[i]), GEMINI_OK);
+    CHECK_EQ(gmi_host_heap_free(b, blocks[count / 2]), GEMINI_OK);
+    CHECK_EQ(gmi_host_heap_alloc(b, sizes[k], 0, &blocks[count / 2]), GEMINI_OK);
+    for (uint64_t i = 0; i < count; i++) CHECK_EQ(gmi_host_heap_free(b, blocks[i]), GEMINI_OK);
     expect_empty(b, &range);
-    CHECK_EQ(gmi_blocks_alloc(b, 8 * MIB, 0, &blocks[0]), GEMINI_OK); /* in one piece again */
-    CHECK_EQ(gmi_blocks_free(b, blocks[0]), GEMINI_OK);
-    CHECK_EQ(gmi_blocks_alloc(b, 8 * MIB + 1, 0, &blocks[0]), GEMINI_ERR_OOM_HOST);
-    CHECK_EQ(gmi_blocks_alloc(b, UINT64_MAX, 0, &blocks[0]), GEMINI_ERR_OOM_HOST);
-    CHECK_EQ(gmi_blocks_alloc(b, 1, UINT64_C(1) << 40, &blocks[0]), GEMINI_ERR_OOM_HOST);
+    CHECK_EQ(gmi_host_heap_alloc(b, 8 * MIB, 0, &blocks[0]), GEMINI_OK); /* in one piece again */
+    CHECK_EQ(gmi_host_heap_free(b, blocks[0]), GEMINI_OK);
+    CHECK_EQ(gmi_host_heap_alloc(b, 8 * MIB + 1, 0, &blocks[0]), GEMINI_ERR_OOM_HOST);
+    CHECK_EQ(gmi_host_heap_alloc(b, UINT64_MAX, 0, &blocks[0]), GEMINI_ERR_OOM_HOST);
+    CHECK_EQ(gmi_host_heap_alloc(b, 1, UINT64_C(1) << 40, &blocks[0]), GEMINI_ERR_OOM_HOST);
     blocks_drop(b, &range);
     free(blocks);
   }
@@ -861,33 +861,33 @@ static void test_blocks_beyond_the_range_are_refused_with_both_numbers(void) {
 
 static void test_blocks_whose_memory_does_not_come_return_its_status(void) {
   range_t range;
-  gmi_blocks_t *b = blocks_new(&range, 16 * MIB, MIB);
+  gmi_host_heap_t *b = blocks_new(&range, 16 * MIB, MIB);
   void *small, *large = NULL;
-  CHECK_EQ(gmi_blocks_alloc(b, 100, 0, &small), GEMINI_OK);
+  CHECK_EQ(gmi_host_heap_alloc(b, 100, 0, &small), GEMINI_OK);
   range.budget_bytes = 3 * MIB;
-  CHECK_EQ(gmi_blocks_alloc(b, 5 * MIB, 0, &large), GEMINI_ERR_OOM_HOST);
+  CHECK_EQ(gmi_host_heap_alloc(b, 5 * MIB, 0, &large), GEMINI_ERR_OOM_HOST);
   CHECK(!large && strstr(gmi_fail_message(), "the test gives no more"));
   CHECK_EQ(range.committed_bytes, MIB); /* what had come already went back */
-  gmi_blocks_figures_t f;
-  gmi_blocks_figures(b, &f);
+  gmi_host_heap_figures_t f;
+  gmi_host_heap_figures(b, &f);
   CHECK_EQ(f.grain_bytes_used, MIB);
   CHECK_EQ(f.block_count, 1);
   range.budget_bytes = UINT64_MAX;
-  CHECK_EQ(gmi_blocks_alloc(b, 5 * MIB, 0, &large), GEMINI_OK);
+  CHECK_EQ(gmi_host_heap_alloc(b, 5 * MIB, 0, &large), GEMINI_OK);
   memset(large, 1, 5 * MIB);
-  CHECK_EQ(gmi_blocks_free(b, large), GEMINI_OK);
-  CHECK_EQ(gmi_blocks_free(b, small), GEMINI_OK);
+  CHECK_EQ(gmi_host_heap_free(b, large), GEMINI_OK);
+  CHECK_EQ(gmi_host_heap_free(b, small), GEMINI_OK);
   expect_empty(b, &range);
   blocks_drop(b, &range);
 }
 
 static void test_blocks_crowd_at_the_end(void) {
   range_t range;
-  gmi_blocks_t *b = blocks_new(&range, 64 * MIB, MIB);
+  gmi_host_heap_t *b = blocks_new(&range, 64 * MIB, MIB);
   uint8_t *blocks[16], *low = range.base + (64 - 17) * MIB;
   for (int i = 0; i < 16; i++) blocks[i] = block_new(b, MIB - 100 * (uint64_t)i);
   for (int i = 0; i < 16; i++) CHECK(blocks[i] >= low);
-  for (int i = 0; i < 16; i += 2) CHECK_EQ(gmi_blocks_free(b, blocks[i]), GEMINI_OK);
+  for (int i = 0; i < 16; i += 2) CHECK_EQ(gmi_host_heap_free(b, blocks[i]), GEMINI_OK);
   for (int i = 0; i < 16; i += 2) blocks[i] = block_new(b, MIB / 3);
   for (int i = 0; i < 16; i++) CHECK(blocks[i] >= low);
   CHECK(range.committed_bytes <= 17 * MIB);
@@ -896,12 +896,12 @@ static void test_blocks_crowd_at_the_end(void) {
 
 static void test_blocks_fill_backed_grains_before_they_ask_for_others(void) {
   range_t range;
-  gmi_blocks_t *b = blocks_new(&range, 16 * MIB, MIB);
+  gmi_host_heap_t *b = blocks_new(&range, 16 * MIB, MIB);
   uint8_t *top = block_new(b, MIB), *next = block_new(b, MIB), *third = block_new(b, MIB / 8 * 5);
   CHECK_EQ(grain_of(&range, top), 15);
   CHECK_EQ(grain_of(&range, next), 14);
   CHECK_EQ(grain_of(&range, third), 13);
-  CHECK_EQ(gmi_blocks_free(b, top), GEMINI_OK);
+  CHECK_EQ(gmi_host_heap_free(b, top), GEMINI_OK);
   CHECK(!range.ready[15]);
   uint64_t commits = range.commits;
   uint8_t *small = block_new(b, 5000), *medium = block_new(b, MIB / 4);
@@ -916,7 +916,7 @@ static void test_blocks_fill_backed_grains_before_they_ask_for_others(void) {
   block_new(b, 3 * MIB - 64 * KIB);
   uint8_t *gap = block_new(b, 3 * MIB), *below = block_new(b, MIB / 2);
   CHECK_EQ(grain_of(&range, below), 9);
-  CHECK_EQ(gmi_blocks_free(b, gap), GEMINI_OK);
+  CHECK_EQ(gmi_host_heap_free(b, gap), GEMINI_OK);
   CHECK(range.ready[13] && !range.ready[12] && !range.ready[11] && range.ready[10]);
   commits = range.commits;
   CHECK(block_new(b, MIB / 2) == range.base + 11 * MIB - MIB / 2);
@@ -930,8 +930,8 @@ static void test_blocks_fill_backed_grains_before_they_ask_for_others(void) {
   gap = block_new(b, MIB / 2);
   below = block_new(b, MIB / 4 * 3);
   CHECK(below == range.base + 13 * MIB);
-  CHECK_EQ(gmi_blocks_free(b, gap), GEMINI_OK);
-  CHECK_EQ(gmi_blocks_free(b, top), GEMINI_OK);
+  CHECK_EQ(gmi_host_heap_free(b, gap), GEMINI_OK);
+  CHECK_EQ(gmi_host_heap_free(b, top), GEMINI_OK);
   CHECK(block_new(b, MIB / 2 - 16 * KIB) == gap + 16 * KIB);
   CHECK_EQ(range.commits, 3);
   blocks_drop(b, &range);
@@ -940,16 +940,16 @@ static void test_blocks_fill_backed_grains_before_they_ask_for_others(void) {
 static void test_blocks_in_many_pieces_come_together_again(void) {
   enum { BLOCKS = 1000 };
   range_t range;
-  gmi_blocks_t *b = blocks_new(&range, 64 * MIB, MIB);
+  gmi_host_heap_t *b = blocks_new(&range, 64 * MIB, MIB);
   uint8_t *blocks[BLOCKS];
   for (int i = 0; i < BLOCKS; i++) blocks[i] = block_new(b, 64 * KIB);
-  for (int i = 0; i < BLOCKS; i += 2) CHECK_EQ(gmi_blocks_free(b, blocks[i]), GEMINI_OK);
-  gmi_blocks_figures_t f;
-  gmi_blocks_figures(b, &f);
+  for (int i = 0; i < BLOCKS; i += 2) CHECK_EQ(gmi_host_heap_free(b, blocks[i]), GEMINI_OK);
+  gmi_host_heap_figures_t f;
+  gmi_host_heap_figures(b, &f);
   CHECK_EQ(f.extent_bytes, BLOCKS / 2 * 64 * KIB);
   void *large = NULL;
-  CHECK_EQ(gmi_blocks_alloc(b, 2 * MIB, 0, &large), GEMINI_ERR_OOM_HOST);
-  for (int i = 1; i < BLOCKS; i += 2) CHECK_EQ(gmi_blocks_free(b, blocks[i]), GEMINI_OK);
+  CHECK_EQ(gmi_host_heap_alloc(b, 2 * MIB, 0, &large), GEMINI_ERR_OOM_HOST);
+  for (int i = 1; i < BLOCKS; i += 2) CHECK_EQ(gmi_host_heap_free(b, blocks[i]), GEMINI_OK);
   expect_empty(b, &range);
   CHECK(block_new(b, 64 * MIB) == range.base);
   blocks_drop(b, &range);
@@ -957,7 +957,7 @@ static void test_blocks_in_many_pieces_come_together_again(void) {
 
 static void test_blocks_pass_over_grains_that_others_hold(void) {
   range_t range;
-  gmi_blocks_t *b = blocks_new(&range, 16 * MIB, MIB);
+  gmi_host_heap_t *b = blocks_new(&range, 16 * MIB, MIB);
   range.held[15] = range.held[13] = true;
   uint8_t *small = block_new(b, 100), *one = block_new(b, MIB), *three = block_new(b, 3 * MIB);
   CHECK_EQ(grain_of(&range, small), 14);
@@ -966,13 +966,13 @@ static void test_blocks_pass_over_grains_that_others_hold(void) {
   CHECK_EQ(range.committed_bytes, 5 * MIB); /* what was tried in vain has gone back */
   range.held[4] = true;
   void *large = NULL;
-  CHECK_EQ(gmi_blocks_alloc(b, 5 * MIB, 0, &large), GEMINI_ERR_OOM_HOST); /* 9 grains are free, 4 in one piece */
+  CHECK_EQ(gmi_host_heap_alloc(b, 5 * MIB, 0, &large), GEMINI_ERR_OOM_HOST); /* 9 grains are free, 4 in one piece */
   CHECK(strstr(gmi_fail_message(), "held by others"));
   CHECK_EQ(range.committed_bytes, 5 * MIB);
   CHECK_EQ(grain_of(&range, block_new(b, 4 * MIB)), 5);
   for (int i = 0; i < 16; i++) range.held[i] = true;
-  CHECK_EQ(gmi_blocks_alloc(b, MIB, 0, &large), GEMINI_ERR_OOM_HOST);
-  CHECK_EQ(gmi_blocks_alloc(b, 200000, 0, &large), GEMINI_OK); /* beside the small one */
+  CHECK_EQ(gmi_host_heap_alloc(b, MIB, 0, &large), GEMINI_ERR_OOM_HOST);
+  CHECK_EQ(gmi_host_heap_alloc(b, 200000, 0, &large), GEMINI_OK); /* beside the small one */
   CHECK_EQ(grain_of(&range, large), 14);
   range.held[15] = false;
   CHECK_EQ(grain_of(&range, block_new(b, MIB)), 15);
@@ -981,7 +981,7 @@ static void test_blocks_pass_over_grains_that_others_hold(void) {
 
 static void test_blocks_that_are_large_are_not_rounded_to_classes(void) {
   range_t range;
-  gmi_blocks_t *b = blocks_new(&range, 32 * MIB, 4 * MIB);
+  gmi_host_heap_t *b = blocks_new(&range, 32 * MIB, 4 * MIB);
   const uint64_t sizes[][2] = {
     { 57345, 64 * KIB }, { 512 * KIB + 1, 528 * KIB }, { 5 * MIB + 1, 5 * MIB + 16 * KIB }, { 6 * MIB, 6 * MIB }
   };
@@ -991,15 +991,15 @@ static void test_blocks_that_are_large_are_not_rounded_to_classes(void) {
     CHECK_EQ((uintptr_t)block % (16 * KIB), 0);
     memset(block, 1, sizes[i][0]);
     bytes += sizes[i][1];
-    gmi_blocks_figures_t f;
-    gmi_blocks_figures(b, &f);
+    gmi_host_heap_figures_t f;
+    gmi_host_heap_figures(b, &f);
     CHECK_EQ(f.block_bytes, bytes);
     CHECK_EQ(f.extent_bytes, bytes);
   }
   void *aligned;
-  CHECK_EQ(gmi_blocks_alloc(b, 700000, 2 * MIB, &aligned), GEMINI_OK);
+  CHECK_EQ(gmi_host_heap_alloc(b, 700000, 2 * MIB, &aligned), GEMINI_OK);
   CHECK_EQ((uintptr_t)aligned % (2 * MIB), 0);
-  CHECK_EQ(gmi_blocks_alloc(b, 100, MIB, &aligned), GEMINI_OK);
+  CHECK_EQ(gmi_host_heap_alloc(b, 100, MIB, &aligned), GEMINI_OK);
   CHECK_EQ((uintptr_t)aligned % MIB, 0);
   blocks_drop(b, &range);
 }
@@ -1009,7 +1009,7 @@ static void test_blocks_work_in_grains_of_any_pages(void) {
   for (size_t k = 0; k < sizeof grains / sizeof *grains; k++) {
     range_t range;
     uint64_t size = 8 * MIB + 5 * page; /* its end is of no use to jemalloc */
-    gmi_blocks_t *b = blocks_new(&range, size, grains[k] ? grains[k] : size);
+    gmi_host_heap_t *b = blocks_new(&range, size, grains[k] ? grains[k] : size);
     uint8_t *blocks[40];
     uint64_t seed = k + 1, bytes = 0;
     for (int round = 0; round < 20; round++) {
@@ -1019,13 +1019,13 @@ static void test_blocks_work_in_grains_of_any_pages(void) {
         memset(blocks[i], i, one);
         bytes += one;
       }
-      gmi_blocks_figures_t f;
-      gmi_blocks_figures(b, &f);
+      gmi_host_heap_figures_t f;
+      gmi_host_heap_figures(b, &f);
       CHECK_EQ(f.grain_bytes_used, range.committed_bytes);
       CHECK(f.grain_bytes_used >= f.extent_bytes && f.extent_bytes >= f.block_bytes);
       if (grains[k] == page) CHECK_EQ(f.grain_bytes_used, f.extent_bytes);
       for (int i = 0; i < 40; i++) CHECK_EQ(*blocks[i], i);
-      for (int i = 0; i < 40; i++) CHECK_EQ(gmi_blocks_free(b, blocks[i * 7 % 40]), GEMINI_OK);
+      for (int i = 0; i < 40; i++) CHECK_EQ(gmi_host_heap_free(b, blocks[i * 7 % 40]), GEMINI_OK);
       expect_empty(b, &range);
     }
     CHECK(bytes > 8 * MIB);
@@ -1034,21 +1034,21 @@ static void test_blocks_work_in_grains_of_any_pages(void) {
 }
 
 typedef struct {
-  gmi_blocks_t *blocks;
+  gmi_host_heap_t *blocks;
   uint64_t size_bytes;
   void *block;
   gemini_status_t status;
 } request_t;
 static void *request_main(void *user) {
   request_t *r = user;
-  r->status = gmi_blocks_alloc(r->blocks, r->size_bytes, 0, &r->block);
+  r->status = gmi_host_heap_alloc(r->blocks, r->size_bytes, 0, &r->block);
   return NULL;
 }
 
 static void test_blocks_go_on_while_a_grain_is_being_committed(void) {
   for (int refuse = 0; refuse < 2; refuse++) {
     range_t range;
-    gmi_blocks_t *b = blocks_new(&range, 16 * MIB, MIB);
+    gmi_host_heap_t *b = blocks_new(&range, 16 * MIB, MIB);
     sem_t begun, go_on;
     sem_init(&begun, 0, 0);
     sem_init(&go_on, 0, 0);
@@ -1063,12 +1063,12 @@ static void test_blocks_go_on_while_a_grain_is_being_committed(void) {
       CHECK_EQ(pthread_create(&threads[i], NULL, request_main, &requests[i]), 0);
       if (!i) wait_for(&begun); /* the first is in commit */
     }
-    CHECK_EQ(gmi_blocks_free(b, old), GEMINI_OK); /* does not wait for it */
+    CHECK_EQ(gmi_host_heap_free(b, old), GEMINI_OK); /* does not wait for it */
     CHECK(!range.ready[15]);
     CHECK_EQ(grain_of(&range, block_new(b, 3000)), 14); /* neither does this */
-    CHECK_EQ(gmi_blocks_free(b, small), GEMINI_OK);
-    gmi_blocks_figures_t f;
-    gmi_blocks_figures(b, &f);
+    CHECK_EQ(gmi_host_heap_free(b, small), GEMINI_OK);
+    gmi_host_heap_figures_t f;
+    gmi_host_heap_figures(b, &f);
     CHECK_EQ(f.grain_bytes_used, MIB);
     pthread_mutex_lock(&range.lock);
     if (refuse) range.budget_bytes = MIB;
@@ -1076,9 +1076,9 @@ static void test_blocks_go_on_while_a_grain_is_being_committed(void) {
     for (int i = 0; i < 4; i++) sem_post(&go_on);
     for (int i = 0; i < 2; i++) pthread_join(threads[i], NULL);
     for (int i = 0; i < 2; i++) CHECK_EQ(requests[i].status, refuse ? GEMINI_ERR_OOM_HOST : GEMINI_OK);
-    gmi_blocks_figures(b, &f);
+    gmi_host_heap_figures(b, &f);
     CHECK_EQ(f.grain_bytes_used, range.committed_bytes);
-    CHECK_EQ(gmi_blocks_free(b, other), GEMINI_OK);
+    CHECK_EQ(gmi_host_heap_free(b, other), GEMINI_OK);
     range.begun = NULL;
     blocks_drop(b, &range);
     sem_destroy(&begun);
@@ -1088,59 +1088,59 @@ static void test_blocks_go_on_while_a_grain_is_being_committed(void) {
 
 static void test_blocks_cannot_be_used_inside_their_callbacks(void) {
   range_t range, other_range;
-  gmi_blocks_t *b = blocks_new(&range, 4 * MIB, MIB), *other = blocks_new(&other_range, 4 * MIB, MIB);
+  gmi_host_heap_t *b = blocks_new(&range, 4 * MIB, MIB), *other = blocks_new(&other_range, 4 * MIB, MIB);
   range.used_inside = other; /* not those of another range either: jemalloc would take them from anywhere */
   uint8_t *block = block_new(b, 100);
-  CHECK_EQ(gmi_blocks_free(b, block), GEMINI_OK);
+  CHECK_EQ(gmi_host_heap_free(b, block), GEMINI_OK);
   CHECK(range.commits == 1 && range.decommits == 1);
   block = block_new(other, 100);
-  CHECK_EQ(gmi_blocks_free(other, block), GEMINI_OK);
+  CHECK_EQ(gmi_host_heap_free(other, block), GEMINI_OK);
   blocks_drop(b, &range);
   blocks_drop(other, &other_range);
 }
 
 static void test_blocks_misused_are_refused(void) {
   range_t range, other_range;
-  gmi_blocks_t *b = blocks_new(&range, 4 * MIB, MIB), *other = blocks_new(&other_range, 4 * MIB, MIB);
+  gmi_host_heap_t *b = blocks_new(&range, 4 * MIB, MIB), *other = blocks_new(&other_range, 4 * MIB, MIB);
   void *block = NULL, *others = NULL;
-  CHECK_EQ(gmi_blocks_alloc(b, 0, 0, &block), GEMINI_ERR_INVALID);
-  CHECK_EQ(gmi_blocks_alloc(b, 16, 24, &block), GEMINI_ERR_INVALID);
-  CHECK_EQ(gmi_blocks_alloc(other, 16, 0, &others), GEMINI_OK);
-  CHECK_EQ(gmi_blocks_free(b, others), GEMINI_ERR_INVALID);
-  CHECK_EQ(gmi_blocks_free(b, &block), GEMINI_ERR_INVALID);
+  CHECK_EQ(gmi_host_heap_alloc(b, 0, 0, &block), GEMINI_ERR_INVALID);
+  CHECK_EQ(gmi_host_heap_alloc(b, 16, 24, &block), GEMINI_ERR_INVALID);
+  CHECK_EQ(gmi_host_heap_alloc(other, 16, 0, &others), GEMINI_OK);
+  CHECK_EQ(gmi_host_heap_free(b, others), GEMINI_ERR_INVALID);
+  CHECK_EQ(gmi_host_heap_free(b, &block), GEMINI_ERR_INVALID);
   const uint64_t sizes[] = { 1, 300, 57344, 57345, MIB };
   for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) { /* inside a block, and after its end */
     uint8_t *live = block_new(b, sizes[i]), *neighbour = block_new(b, sizes[i]);
     for (uint64_t at = 1; at < sizes[i]; at = at == 1 ? 256 : at * 2)
-      CHECK_EQ(gmi_blocks_free(b, live + at), GEMINI_ERR_INVALID);
-    CHECK_EQ(gmi_blocks_free(b, live), GEMINI_OK);
-    CHECK_EQ(gmi_blocks_free(b, live), GEMINI_ERR_INVALID);
+      CHECK_EQ(gmi_host_heap_free(b, live + at), GEMINI_ERR_INVALID);
+    CHECK_EQ(gmi_host_heap_free(b, live), GEMINI_OK);
+    CHECK_EQ(gmi_host_heap_free(b, live), GEMINI_ERR_INVALID);
     CHECK(strstr(gmi_fail_message(), "live"));
-    CHECK_EQ(gmi_blocks_free(b, neighbour), GEMINI_OK);
+    CHECK_EQ(gmi_host_heap_free(b, neighbour), GEMINI_OK);
   }
-  CHECK_EQ(gmi_blocks_free(b, range.base + range.size_bytes), GEMINI_ERR_INVALID);
-  CHECK_EQ(gmi_blocks_free(b, NULL), GEMINI_OK);
-  CHECK_EQ(gmi_blocks_free(other, others), GEMINI_OK);
+  CHECK_EQ(gmi_host_heap_free(b, range.base + range.size_bytes), GEMINI_ERR_INVALID);
+  CHECK_EQ(gmi_host_heap_free(b, NULL), GEMINI_OK);
+  CHECK_EQ(gmi_host_heap_free(other, others), GEMINI_OK);
   CHECK(!block);
   expect_empty(b, &range);
   expect_empty(other, &other_range);
   blocks_drop(b, &range);
   blocks_drop(other, &other_range);
-  gmi_blocks_close(NULL);
-  gmi_blocks_config_t bad = { range.base, 4 * MIB + 1, 0, NULL, NULL, NULL };
-  CHECK_EQ(gmi_blocks_open(&bad, &b), GEMINI_ERR_INVALID);
-  bad = (gmi_blocks_config_t){ range.base + 1, 4 * MIB, 0, NULL, NULL, NULL };
-  CHECK_EQ(gmi_blocks_open(&bad, &b), GEMINI_ERR_INVALID);
-  bad = (gmi_blocks_config_t){ NULL, 4 * MIB, 0, NULL, NULL, NULL };
-  CHECK_EQ(gmi_blocks_open(&bad, &b), GEMINI_ERR_INVALID);
+  gmi_host_heap_close(NULL);
+  gmi_host_heap_config_t bad = { range.base, 4 * MIB + 1, 0, NULL, NULL, NULL };
+  CHECK_EQ(gmi_host_heap_open(&bad, &b), GEMINI_ERR_INVALID);
+  bad = (gmi_host_heap_config_t){ range.base + 1, 4 * MIB, 0, NULL, NULL, NULL };
+  CHECK_EQ(gmi_host_heap_open(&bad, &b), GEMINI_ERR_INVALID);
+  bad = (gmi_host_heap_config_t){ NULL, 4 * MIB, 0, NULL, NULL, NULL };
+  CHECK_EQ(gmi_host_heap_open(&bad, &b), GEMINI_ERR_INVALID);
 }
 
 static void test_blocks_can_be_opened_again_and_again(void) {
   for (int i = 0; i < (SANITIZED || getenv("GEMINI_VALGRIND") ? 300 : 5000); i++) { /* more than arenas exist */
     range_t range;
-    gmi_blocks_t *b = blocks_new(&range, 4 * MIB, MIB);
+    gmi_host_heap_t *b = blocks_new(&range, 4 * MIB, MIB);
     void *block;
-    CHECK_EQ(gmi_blocks_alloc(b, 1000, 0, &block), GEMINI_OK);
+    CHECK_EQ(gmi_host_heap_alloc(b, 1000, 0, &block), GEMINI_OK);
     blocks_drop(b, &range);
   }
 }
@@ -1154,18 +1154,18 @@ static void reserve_decommit(void *user, uint64_t offset, uint64_t size) {
 
 static void test_blocks_of_a_reservation_hold_what_they_use(void) {
   gmi_reserve_t *r = reserve_new(64 * MIB, 0, 1, NULL);
-  gmi_blocks_config_t config = { gmi_reserve_base(r), gmi_reserve_size(r), gmi_reserve_grain(r),
-                                 reserve_commit,      reserve_decommit,    r };
-  gmi_blocks_t *b;
-  CHECK_EQ(gmi_blocks_open(&config, &b), GEMINI_OK);
+  gmi_host_heap_config_t config = { gmi_reserve_base(r), gmi_reserve_size(r), gmi_reserve_grain(r),
+                                    reserve_commit,      reserve_decommit,    r };
+  gmi_host_heap_t *b;
+  CHECK_EQ(gmi_host_heap_open(&config, &b), GEMINI_OK);
   void *blocks[30];
-  for (int i = 0; i < 30; i++) CHECK_EQ(gmi_blocks_alloc(b, MIB, 4096, &blocks[i]), GEMINI_OK);
+  for (int i = 0; i < 30; i++) CHECK_EQ(gmi_host_heap_alloc(b, MIB, 4096, &blocks[i]), GEMINI_OK);
   gmi_reserve_figures_t f = figures_of(r);
   CHECK(f.committed_bytes >= 30 * MIB && f.committed_bytes <= 30 * MIB + gmi_reserve_grain(r));
   CHECK_EQ(f.resident_bytes, f.committed_bytes);
-  for (int i = 0; i < 30; i++) CHECK_EQ(gmi_blocks_free(b, blocks[i]), GEMINI_OK);
+  for (int i = 0; i < 30; i++) CHECK_EQ(gmi_host_heap_free(b, blocks[i]), GEMINI_OK);
   CHECK_EQ(figures_of(r).resident_bytes, 0);
-  gmi_blocks_close(b);
+  gmi_host_heap_close(b);
   gmi_reserve_close(r);
 }
 
@@ -1194,11 +1194,11 @@ static void expect_held(uint64_t baseline, uint64_t budget, uint64_t more, const
 /* In a process of its own, where nothing that was freed hides what is new. What a process brings in once, such as code and
  * jemalloc's own state, is there before it begins, by one block of a small budget. */
 static void budget_program(uint64_t budget, uint32_t flags, uint64_t block_bytes) {
-  gmi_blocks_t *small;
+  gmi_host_heap_t *small;
   void *one;
   range_t range;
   small = blocks_new(&range, 4 * MIB, MIB);
-  CHECK_EQ(gmi_blocks_alloc(small, block_bytes ? block_bytes : 1, 0, &one), GEMINI_OK);
+  CHECK_EQ(gmi_host_heap_alloc(small, block_bytes ? block_bytes : 1, 0, &one), GEMINI_OK);
   blocks_drop(small, &range);
   uint64_t baseline = held_bytes();
   gmi_reserve_t *r = reserve_new(budget, flags, 0, NULL);
@@ -1211,12 +1211,12 @@ static void budget_program(uint64_t budget, uint32_t flags, uint64_t block_bytes
     CHECK_EQ(gmi_reserve_decommit(r, half, budget - half), GEMINI_OK);
     expect_held(baseline, half, budget / 100, "half of them");
   } else {
-    gmi_blocks_config_t config = { base, budget, 2 * MIB, reserve_commit, reserve_decommit, r };
-    gmi_blocks_t *b;
-    CHECK_EQ(gmi_blocks_open(&config, &b), GEMINI_OK);
+    gmi_host_heap_config_t config = { base, budget, 2 * MIB, reserve_commit, reserve_decommit, r };
+    gmi_host_heap_t *b;
+    CHECK_EQ(gmi_host_heap_open(&config, &b), GEMINI_OK);
     void *block = NULL, *last = NULL;
     uint64_t count = 0;
-    while (!gmi_blocks_alloc(b, block_bytes, 0, &block)) {
+    while (!gmi_host_heap_alloc(b, block_bytes, 0, &block)) {
       memset(block, 3, block_bytes);
       *(void **)block = last; /* a list through them: notes of our own would count */
       last = block;
@@ -1228,10 +1228,10 @@ static void budget_program(uint64_t budget, uint32_t flags, uint64_t block_bytes
     expect_held(baseline, budget, budget / 100, what);
     for (; last; last = block) {
       block = *(void **)last;
-      CHECK_EQ(gmi_blocks_free(b, last), GEMINI_OK);
+      CHECK_EQ(gmi_host_heap_free(b, last), GEMINI_OK);
     }
     CHECK_EQ(figures_of(r).resident_bytes, 0);
-    gmi_blocks_close(b);
+    gmi_host_heap_close(b);
   }
   gmi_reserve_close(r);
 }

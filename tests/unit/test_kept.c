@@ -9,7 +9,7 @@
 static world_t kept_world(int directories) {
   world_t w = world(directories);
   w.config.keep = true;
-  w.config.keep_name = "model";
+  w.config.checkpoint_name = "model";
   return w;
 }
 static void remove_files(world_t *w) {

@@ -3,8 +3,8 @@
 #define _GNU_SOURCE
 #include "chunk/arena.h"
 #include "chunk/update.h"
-#include "core/lane.h"
 #include "core/streams.h"
+#include "core/workers.h"
 #include "device/device.h"
 #include "tiers_world.h"
 
@@ -256,16 +256,16 @@ static void test_workers_sum_the_host_and_times_of_updates_are_left_alone(void) 
   enum { CHUNK = 1 << 20, CHUNKS = 5, SPANS = 64 };
   bytes_t b = bytes_open(norm_config(CHUNK, 2, CHUNKS, 0, 2), CHUNKS * CHUNK - 3 * BLOCK);
   gmi_manager_t *m = gmi_manager_get(b.w.mgr);
-  gmi_lane_record(m, true);
+  gmi_workers_record(m, true);
   bytes_move(&b, 1, GEMINI_TIER_DEVICE);
   CHECK_BITS(bytes_norm(&b, 0, b.size, GEMINI_DTYPE_BF16), norm_of(b.model, 0, b.size, GEMINI_DTYPE_BF16));
-  gmi_lane_span_t spans[SPANS];
-  uint32_t count = gmi_lane_recorded(m, spans, SPANS);
+  gmi_workers_interval_t spans[SPANS];
+  uint32_t count = gmi_workers_recorded(m, spans, SPANS);
   CHECK_EQ(count, 2 * (CHUNKS - 1)); /* slices of 512 KiB, but of the chunk on the device */
   for (uint32_t i = 0; i < count; i++) CHECK(spans[i].norm && spans[i].begin_ns <= spans[i].end_ns);
-  CHECK(gmi_lane_ns_per_element(m) == 0); /* the planner counts on updates being updates */
-  CHECK_EQ(gmi_lane_pending(m), 0);
-  gmi_lane_record(m, false);
+  CHECK(gmi_workers_ns_per_element(m) == 0); /* the planner counts on updates being updates */
+  CHECK_EQ(gmi_workers_pending(m), 0);
+  gmi_workers_record(m, false);
   bytes_close(&b);
 }
 
@@ -283,7 +283,7 @@ static void test_copies_under_way_are_summed_as_they_land(void) {
     fill(b.model + i * BLOCK, BLOCK, 100 + i);
     CHECK_OK(gemini_release(b.w.mgr, &x, 1, GEMINI_STREAM_CALLER));
   }
-  gmi_lane_record(m, true);
+  gmi_workers_record(m, true);
   for (uint64_t i = 0; i < CHUNKS; i++) bytes_move(&b, i, GEMINI_TIER_HOST);
   gmi_fence_t last = m->host.slots[bytes_chunk(&b, CHUNKS - 1)->slot_].fence;
   CHECK(!gmi_fence_reached(m, last));
@@ -291,8 +291,8 @@ static void test_copies_under_way_are_summed_as_they_land(void) {
   uint64_t last_ns;
   CHECK(gmi_fence_reached(m, last));
   CHECK_OK(m->dev->stream.mark_time(m->dev_self, gmi_fence_stream(last), gmi_fence_mark(last), &last_ns));
-  gmi_lane_span_t spans[CHUNKS];
-  CHECK_EQ(gmi_lane_recorded(m, spans, CHUNKS), CHUNKS);
+  gmi_workers_interval_t spans[CHUNKS];
+  CHECK_EQ(gmi_workers_recorded(m, spans, CHUNKS), CHUNKS);
   uint32_t early = 0;
   for (uint32_t i = 0; i < CHUNKS; i++) early += spans[i].end_ns < last_ns;
   CHECK(early >= CHUNKS / 2);

@@ -411,7 +411,7 @@ static void test_open_of_bad_config_is_refused(void) {
   w.config.keep = true;
   static const char *const names[] = { NULL, "", "a/b" };
   for (int i = 0; i < 3; i++) {
-    w.config.keep_name = names[i];
+    w.config.checkpoint_name = names[i];
     CHECK_STATUS(try_open(&w), GEMINI_ERR_INVALID);
   }
   end(&w);
@@ -451,7 +451,7 @@ static void test_open_without_space_leaves_nothing(void) {
     for (int at = 0; at < 3; at++) {
       world_t w = world(3);
       w.config.keep = kept;
-      w.config.keep_name = kept ? "kept" : NULL;
+      w.config.checkpoint_name = kept ? "kept" : NULL;
       sim.fallocate_error = at == 2 ? EDQUOT : ENOSPC;
       sim.fallocate_after = at;
       CHECK_STATUS(try_open(&w), GEMINI_ERR_OOM_FILE);

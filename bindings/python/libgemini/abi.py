@@ -98,7 +98,7 @@ class Config(_Sized):
             ("log_user", c_void_p),
             ("file_engine", c_uint32),
             ("reserved", c_uint32),
-            ("keep_name", c_char_p),
+            ("checkpoint_name", c_char_p),
             ("watchdog_ns", c_uint64),
         ]
     )
@@ -211,7 +211,7 @@ class Stats(_Sized):
                 "pending_updates",
             )
         ]
-        + [("file_engine", c_uint32), ("reserved2", c_uint32), ("host_block_bytes", c_uint64)]
+        + [("file_engine", c_uint32), ("reserved2", c_uint32), ("host_alloc_bytes", c_uint64)]
     )
 
 

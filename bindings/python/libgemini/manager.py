@@ -185,7 +185,7 @@ class Manager:
         strict: bool = False,
         static_param_fraction: float = 0.0,
         static_optim_fraction: float = 0.0,
-        keep_name: str | None = None,
+        checkpoint_name: str | None = None,
         watchdog: float = 0.0,
         file_engine: str = "auto",
     ) -> None:
@@ -207,7 +207,7 @@ class Manager:
             strict: Unmap each chunk as soon as it leaves the device, so that a stray access faults. For tests.
             static_param_fraction: For "static": the share of parameters on the device, from 0 to 1.
             static_optim_fraction: For "static": the share of master copies and moments on the device, from 0 to 1.
-            keep_name: Keep the files under this name, for checkpoint() and resume(). Needs chunk_size.
+            checkpoint_name: Keep the files under this name, for checkpoint() and resume(). Needs chunk_size.
             watchdog: Seconds. A call that waits longer is reported in the log "libgemini". 0: never.
             file_engine: "auto", "uring" or "threads".
 
@@ -239,7 +239,7 @@ class Manager:
             file_dir=str(file).encode() if file else None,
             log_fn=_log,
             file_engine=abi.FILE_ENGINES[file_engine],
-            keep_name=keep_name.encode() if keep_name else None,
+            checkpoint_name=checkpoint_name.encode() if checkpoint_name else None,
             watchdog_ns=round(watchdog * 1e9),
         )
         handle = ctypes.c_uint64()
@@ -1008,8 +1008,8 @@ class Manager:
         After a kill at any time the previous checkpoint or this one is there, whole.
 
         Raises:
-            GeminiError: Status "STATE": the manager was opened without keep_name, or an update has failed. "BUSY": a
-                range is acquired for writing. "OOM_FILE" or "IO": the previous checkpoint stays.
+            GeminiError: Status "STATE": the manager was opened without checkpoint_name, or an update has failed.
+                "BUSY": a range is acquired for writing. "OOM_FILE" or "IO": the previous checkpoint stays.
         """
         self._calls.check()
         self.lib.checkpoint(self.handle)
@@ -1021,7 +1021,7 @@ class Manager:
 
         Raises:
             GeminiError: Status "NOT_FOUND": there is no checkpoint. "FORMAT": it is of other arenas or tensors.
-                "STATE": there is no keep_name, or an arena holds bytes.
+                "STATE": there is no checkpoint_name, or an arena holds bytes.
         """
         self.lib.resume(self.handle)
 

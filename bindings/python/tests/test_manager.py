@@ -130,7 +130,7 @@ def test_arguments_arrive(tmp_path):
         file=tmp_path,
         chunk_size="128KiB",
         update_threads=1,
-        keep_name="kept",
+        checkpoint_name="kept",
     ) as manager:
         assert manager.stats()["budget_bytes"] == {"device": MIB, "host": 2 * MIB, "file": 3 * MIB}
         assert manager.config.device_margin_bytes == 128 * KIB and manager.config.placement == abi.PLACEMENTS["cpu"]
@@ -557,8 +557,8 @@ def test_memory(manager, arena):
     with manager.host_block("64KiB", 4096) as block:
         assert ctypes.addressof(block) % 4096 == 0 and len(block) == 64 * KIB
         block[:3] = b"abc"
-        assert block[:3] == b"abc" and manager.stats()["host_block_bytes"] >= 64 * KIB
-    assert manager.stats()["host_block_bytes"] == 0
+        assert block[:3] == b"abc" and manager.stats()["host_alloc_bytes"] >= 64 * KIB
+    assert manager.stats()["host_alloc_bytes"] == 0
     with pytest.raises(GeminiError) as error:
         manager.host_alloc("1GiB")
     assert error.value.status == "OOM_HOST"
@@ -697,7 +697,7 @@ def test_checkpoint_and_resume(tmp_path):
             file_memory="4MiB",
             file=tmp_path,
             chunk_size=CHUNK,
-            keep_name="kept",
+            checkpoint_name="kept",
         )
         return manager, Model(manager)
 

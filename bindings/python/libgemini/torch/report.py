@@ -59,9 +59,9 @@ def _memory(owner, stats):
     other = stats["nonmodel_bytes"], stats["nonmodel_peak_bytes"]
     rows.append(["  allocations", _bytes(other[0]), _bytes(other[0]), "", ""])
     rows.append(["  allocations at most", _bytes(other[1]), _bytes(other[1]), "", ""])
-    if stats["host_block_bytes"]:
+    if stats["host_alloc_bytes"]:
         rows.append(
-            ["  blocks on the host", _bytes(stats["host_block_bytes"]), "", _bytes(stats["host_block_bytes"]), ""]
+            ["  blocks on the host", _bytes(stats["host_alloc_bytes"]), "", _bytes(stats["host_alloc_bytes"]), ""]
         )
     return _table(["memory", "size", *abi.TIERS], rows) + [
         "Kinds are listed where their newest bytes are; bytes that nobody has written are nowhere."

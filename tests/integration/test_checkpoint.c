@@ -39,7 +39,7 @@ static int clear_dir(void) { /* files that were in it */
 static gemini_config_t keep_config(void) {
   gemini_config_t c = world_config(6, 12, 120);
   c.file_dir = dir;
-  c.keep_name = "run";
+  c.checkpoint_name = "run";
   return c;
 }
 static model_t model_open_sized(gemini_config_t c, uint64_t size) {
@@ -302,7 +302,7 @@ static void test_a_checkpoint_larger_than_the_file_budget_is_refused(void) {
 static void test_calls_out_of_order_are_refused(void) {
   dir_make(dir);
   gemini_config_t c = keep_config();
-  c.keep_name = NULL;
+  c.checkpoint_name = NULL;
   model_t k = model_open_sized(c, SIZE);
   CHECK_STATUS(gemini_checkpoint(k.w.mgr), GEMINI_ERR_STATE);
   CHECK_STATUS(gemini_resume(k.w.mgr), GEMINI_ERR_STATE);
@@ -312,9 +312,9 @@ static void test_calls_out_of_order_are_refused(void) {
   c.chunk_bytes = 0;
   CHECK_STATUS(gemini_manager_open(&c, &mgr), GEMINI_ERR_INVALID);
   c = keep_config();
-  c.keep_name = "";
+  c.checkpoint_name = "";
   CHECK_STATUS(gemini_manager_open(&c, &mgr), GEMINI_ERR_INVALID);
-  c.keep_name = "a/b";
+  c.checkpoint_name = "a/b";
   CHECK_STATUS(gemini_manager_open(&c, &mgr), GEMINI_ERR_INVALID);
   k = model_open();
   gemini_access_t held = world_whole(k.m[2], GEMINI_READ_WRITE, HOST);

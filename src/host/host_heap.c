@@ -8,7 +8,7 @@
  * Lock: one, held around every call into jemalloc, so that hooks run with it held, and so that no other thread keeps
  * jemalloc from giving back what is freed. It is let go of only while a grain is committed, inside the allocation hook:
  * there jemalloc holds no lock of its own (arena_malloc_small(), large_palloc(), pac_alloc_real() of 5.3). */
-#include "host/blocks.h"
+#include "host/host_heap.h"
 
 #include <errno.h>
 #include <inttypes.h>
@@ -29,11 +29,11 @@ enum { ALIGN_LEAST = 256 };                   /* as device allocators have it */
 
 typedef struct {
   uint64_t offset, size_bytes;
-} span_t;
+} range_t;
 typedef struct {
-  span_t *items; /* by offset */
+  range_t *items; /* by offset */
   uint64_t count, capacity;
-} spans_t;
+} ranges_t;
 
 enum { GRAIN_EMPTY = 0, GRAIN_COMING = 1, GRAIN_READY = 2 }; /* COMING: a thread is in commit */
 typedef struct {
@@ -41,19 +41,19 @@ typedef struct {
   uint32_t state; /* READY => pages; COMING => pages, those of the thread in commit */
 } grain_t;
 
-struct gmi_blocks {
+struct gmi_host_heap {
   extent_hooks_t hooks; /* first: what jemalloc passes to a hook is the blocks */
-  gmi_blocks_config_t config;
+  gmi_host_heap_config_t config;
   uint64_t page_bytes;
   uint64_t unit_bytes;  /* jemalloc's pages */
   uint64_t small_bytes; /* the largest that lie in slabs */
   unsigned arena;
   pthread_mutex_t lock; /* guards the rest */
   pthread_cond_t came;  /* a commit has ended */
-  spans_t holes;        /* free; no two touch, so there is at most one more than pieces */
-  spans_t large;        /* live blocks without jemalloc */
+  ranges_t holes;       /* free; no two touch, so there is at most one more than parts */
+  ranges_t large;       /* live blocks without jemalloc */
   uint64_t *small_live; /* a bit for each place where a block of jemalloc's can begin: one does */
-  uint64_t pieces;      /* extents and large blocks; holes has room for two more than these */
+  uint64_t parts;       /* extents and large blocks; holes has room for two more than these */
   uint64_t extent_bytes;
   uint64_t ready_bytes; /* of grains */
   uint64_t block_bytes, block_count;
@@ -67,10 +67,10 @@ enum { RANGE_FULL = 1 };
 static _Thread_local gemini_status_t refusal;
 static _Thread_local bool in_callback; /* jemalloc would serve it from another arena */
 
-/* ---- spans */
+/* ---- ranges */
 
-/* The first span at or behind offset. */
-static uint64_t span_search(const spans_t *s, uint64_t offset) {
+/* The first range at or behind offset. */
+static uint64_t range_search(const ranges_t *s, uint64_t offset) {
   uint64_t low = 0, high = s->count;
   while (low < high) {
     uint64_t middle = low + (high - low) / 2;
@@ -80,74 +80,74 @@ static uint64_t span_search(const spans_t *s, uint64_t offset) {
   return low;
 }
 
-static bool spans_reserve(spans_t *s, uint64_t count) {
+static bool ranges_reserve(ranges_t *s, uint64_t count) {
   if (count <= s->capacity) return true;
   uint64_t capacity = count < 32 ? 64 : count * 2;
-  span_t *items = realloc(s->items, capacity * sizeof *items);
+  range_t *items = realloc(s->items, capacity * sizeof *items);
   if (!items) return false;
   s->items = items;
   s->capacity = capacity;
   return true;
 }
 
-static void span_insert(spans_t *s, uint64_t at, span_t span) {
-  memmove(s->items + at + 1, s->items + at, (s->count - at) * sizeof span);
-  s->items[at] = span;
+static void range_insert(ranges_t *s, uint64_t at, range_t range) {
+  memmove(s->items + at + 1, s->items + at, (s->count - at) * sizeof range);
+  s->items[at] = range;
   s->count++;
 }
 
-static void span_remove(spans_t *s, uint64_t at) {
+static void range_remove(ranges_t *s, uint64_t at) {
   s->count--;
   memmove(s->items + at, s->items + at + 1, (s->count - at) * sizeof *s->items);
 }
 
 /* Takes size bytes at offset out of the hole that holds them. */
-static void hole_cut(spans_t *holes, uint64_t offset, uint64_t size) {
-  uint64_t at = span_search(holes, offset + 1) - 1; /* the last that begins at or before offset */
-  span_t *h = &holes->items[at];
-  span_t behind = { offset + size, h->offset + h->size_bytes - offset - size };
+static void hole_cut(ranges_t *holes, uint64_t offset, uint64_t size) {
+  uint64_t at = range_search(holes, offset + 1) - 1; /* the last that begins at or before offset */
+  range_t *h = &holes->items[at];
+  range_t behind = { offset + size, h->offset + h->size_bytes - offset - size };
   uint64_t before = offset - h->offset;
   if (before) h->size_bytes = before;
-  if (before && behind.size_bytes) span_insert(holes, at + 1, behind);
+  if (before && behind.size_bytes) range_insert(holes, at + 1, behind);
   else if (behind.size_bytes) *h = behind;
-  else if (!before) span_remove(holes, at);
+  else if (!before) range_remove(holes, at);
 }
 
-static void hole_add(spans_t *holes, uint64_t offset, uint64_t size) {
-  uint64_t at = span_search(holes, offset);
-  span_t *before = at ? &holes->items[at - 1] : NULL, *behind = at < holes->count ? &holes->items[at] : NULL;
+static void hole_add(ranges_t *holes, uint64_t offset, uint64_t size) {
+  uint64_t at = range_search(holes, offset);
+  range_t *before = at ? &holes->items[at - 1] : NULL, *behind = at < holes->count ? &holes->items[at] : NULL;
   bool joins_before = before && before->offset + before->size_bytes == offset;
   bool joins_behind = behind && offset + size == behind->offset;
   if (joins_before) {
     before->size_bytes += size;
     if (joins_behind) {
       before->size_bytes += behind->size_bytes;
-      span_remove(holes, at);
+      range_remove(holes, at);
     }
   } else if (joins_behind) {
     behind->offset = offset;
     behind->size_bytes += size;
   } else {
-    span_insert(holes, at, (span_t){ offset, size });
+    range_insert(holes, at, (range_t){ offset, size });
   }
 }
 
 /* ---- grains */
 
-static uint64_t grain_size(const gmi_blocks_t *b, uint64_t grain) {
+static uint64_t grain_size(const gmi_host_heap_t *b, uint64_t grain) {
   uint64_t begin = grain * b->config.grain_bytes;
   uint64_t left = b->config.size_bytes - begin;
   return left < b->config.grain_bytes ? left : b->config.grain_bytes;
 }
 
-static uint32_t pages_within(const gmi_blocks_t *b, uint64_t grain, uint64_t offset, uint64_t size) {
+static uint32_t pages_within(const gmi_host_heap_t *b, uint64_t grain, uint64_t offset, uint64_t size) {
   uint64_t begin = grain * b->config.grain_bytes, end = begin + grain_size(b, grain);
   if (offset > begin) begin = offset;
   if (offset + size < end) end = offset + size;
   return (uint32_t)((end - begin) / b->page_bytes);
 }
 
-static void grains_leave(gmi_blocks_t *b, uint64_t offset, uint64_t size) {
+static void grains_leave(gmi_host_heap_t *b, uint64_t offset, uint64_t size) {
   if (!size) return;
   uint64_t first = offset / b->config.grain_bytes, last = (offset + size - 1) / b->config.grain_bytes;
   for (uint64_t g = first; g <= last; g++) {
@@ -164,7 +164,7 @@ static void grains_leave(gmi_blocks_t *b, uint64_t offset, uint64_t size) {
 }
 
 /* Lets go of the lock meanwhile. */
-static gemini_status_t grain_commit(gmi_blocks_t *b, uint64_t g) {
+static gemini_status_t grain_commit(gmi_host_heap_t *b, uint64_t g) {
   gemini_status_t status = GEMINI_OK;
   b->grains[g].state = GRAIN_COMING;
   if (b->config.commit) {
@@ -180,9 +180,9 @@ static gemini_status_t grain_commit(gmi_blocks_t *b, uint64_t g) {
   return status;
 }
 
-/* Makes all grains of a piece ready; on failure none of them is in use by it, and *refused_out is the one that was
+/* Makes all grains of a part ready; on failure none of them is in use by it, and *refused_out is the one that was
  * refused. What of them is ready cannot go: its pages are counted first. */
-static gemini_status_t grains_enter(gmi_blocks_t *b, uint64_t offset, uint64_t size, uint64_t *refused_out) {
+static gemini_status_t grains_enter(gmi_host_heap_t *b, uint64_t offset, uint64_t size, uint64_t *refused_out) {
   uint64_t first = offset / b->config.grain_bytes, last = (offset + size - 1) / b->config.grain_bytes;
   for (uint64_t g = first; g <= last; g++) {
     uint32_t pages = pages_within(b, g, offset, size);
@@ -201,7 +201,7 @@ static gemini_status_t grains_enter(gmi_blocks_t *b, uint64_t offset, uint64_t s
 /* ---- places in the range */
 
 /* The highest place between two offsets; alignment is that of the address. */
-static bool place_within(const gmi_blocks_t *b, uint64_t begin, uint64_t end, uint64_t size, uint64_t alignment,
+static bool place_within(const gmi_host_heap_t *b, uint64_t begin, uint64_t end, uint64_t size, uint64_t alignment,
                          uint64_t *offset_out) {
   if (begin >= end || end - begin < size) return false;
   uintptr_t base = (uintptr_t)b->config.base;
@@ -212,10 +212,10 @@ static bool place_within(const gmi_blocks_t *b, uint64_t begin, uint64_t end, ui
 }
 
 /* The highest place that ends at or before below. */
-static bool place_highest(const gmi_blocks_t *b, uint64_t below, uint64_t size, uint64_t alignment,
+static bool place_highest(const gmi_host_heap_t *b, uint64_t below, uint64_t size, uint64_t alignment,
                           uint64_t *offset_out) {
   for (uint64_t i = b->holes.count; i--;) {
-    const span_t *h = &b->holes.items[i];
+    const range_t *h = &b->holes.items[i];
     uint64_t end = h->offset + h->size_bytes;
     if (place_within(b, h->offset, end < below ? end : below, size, alignment, offset_out)) return true;
   }
@@ -224,7 +224,7 @@ static bool place_highest(const gmi_blocks_t *b, uint64_t below, uint64_t size, 
 
 /* The highest place in grains that are ready. Each holds an extent, so that only the first and the last grain of a hole
  * can be. */
-static bool place_ready(const gmi_blocks_t *b, uint64_t size, uint64_t alignment, uint64_t *offset_out) {
+static bool place_ready(const gmi_host_heap_t *b, uint64_t size, uint64_t alignment, uint64_t *offset_out) {
   uint64_t grain_bytes = b->config.grain_bytes;
   if (b->ready_bytes < b->extent_bytes + size) return false;
   for (uint64_t i = b->holes.count; i--;) {
@@ -239,15 +239,15 @@ static bool place_ready(const gmi_blocks_t *b, uint64_t size, uint64_t alignment
   return false;
 }
 
-/* Takes a piece out of the range, whose grains are ready then. Besides a status: RANGE_FULL. */
-static gemini_status_t range_take(gmi_blocks_t *b, uint64_t size, uint64_t alignment, uint64_t *offset_out) {
+/* Takes a part out of the range, whose grains are ready then. Besides a status: RANGE_FULL. */
+static gemini_status_t range_take(gmi_host_heap_t *b, uint64_t size, uint64_t alignment, uint64_t *offset_out) {
   uint64_t offset, refused = 0, below = b->config.size_bytes;
   bool ready = place_ready(b, size, alignment, &offset);
   while (ready || place_highest(b, below, size, alignment, &offset)) {
-    if (!spans_reserve(&b->holes, b->pieces + 3))
+    if (!ranges_reserve(&b->holes, b->parts + 3))
       return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the records of host blocks");
     hole_cut(&b->holes, offset, size);
-    b->pieces++;
+    b->parts++;
     b->extent_bytes += size;
     gemini_status_t status = grains_enter(b, offset, size, &refused);
     if (!status) {
@@ -255,7 +255,7 @@ static gemini_status_t range_take(gmi_blocks_t *b, uint64_t size, uint64_t align
       return GEMINI_OK;
     }
     hole_add(&b->holes, offset, size);
-    b->pieces--;
+    b->parts--;
     b->extent_bytes -= size;
     if (status != GEMINI_ERR_BUSY) return status;
     /* No place above it was free, and all others that end above it have it in them. */
@@ -265,20 +265,20 @@ static gemini_status_t range_take(gmi_blocks_t *b, uint64_t size, uint64_t align
   return RANGE_FULL;
 }
 
-static void range_give(gmi_blocks_t *b, uint64_t offset, uint64_t size) {
+static void range_give(gmi_host_heap_t *b, uint64_t offset, uint64_t size) {
   hole_add(&b->holes, offset, size);
-  b->pieces--;
+  b->parts--;
   b->extent_bytes -= size;
   grains_leave(b, offset, size);
 }
 
 /* ---- hooks: what jemalloc does with extents. They return NULL or true for "no". */
 
-static gmi_blocks_t *blocks_of(extent_hooks_t *hooks) { return (gmi_blocks_t *)hooks; }
+static gmi_host_heap_t *blocks_of(extent_hooks_t *hooks) { return (gmi_host_heap_t *)hooks; }
 
 static void *extent_alloc(extent_hooks_t *hooks, void *wanted, size_t size, size_t alignment, bool *zero, bool *commit,
                           unsigned arena) {
-  gmi_blocks_t *b = blocks_of(hooks);
+  gmi_host_heap_t *b = blocks_of(hooks);
   (void)arena;
   if (wanted) return NULL; /* only to grow a block in place, which nobody asks for */
   uint64_t offset;
@@ -294,7 +294,7 @@ static void *extent_alloc(extent_hooks_t *hooks, void *wanted, size_t size, size
 }
 
 static bool extent_dalloc(extent_hooks_t *hooks, void *extent, size_t size, bool committed, unsigned arena) {
-  gmi_blocks_t *b = blocks_of(hooks);
+  gmi_host_heap_t *b = blocks_of(hooks);
   (void)committed, (void)arena;
   range_give(b, (uint64_t)((uint8_t *)extent - (uint8_t *)b->config.base), size);
   return false;
@@ -306,23 +306,23 @@ static void extent_destroy(extent_hooks_t *hooks, void *extent, size_t size, boo
 
 static bool extent_split(extent_hooks_t *hooks, void *extent, size_t size, size_t size_a, size_t size_b, bool committed,
                          unsigned arena) {
-  gmi_blocks_t *b = blocks_of(hooks);
+  gmi_host_heap_t *b = blocks_of(hooks);
   (void)extent, (void)size, (void)size_a, (void)size_b, (void)committed, (void)arena;
-  if (!spans_reserve(&b->holes, b->pieces + 3)) return true;
-  b->pieces++;
+  if (!ranges_reserve(&b->holes, b->parts + 3)) return true;
+  b->parts++;
   return false;
 }
 
 static bool extent_merge(extent_hooks_t *hooks, void *a, size_t size_a, void *b, size_t size_b, bool committed,
                          unsigned arena) {
   (void)a, (void)size_a, (void)b, (void)size_b, (void)committed, (void)arena;
-  blocks_of(hooks)->pieces--;
+  blocks_of(hooks)->parts--;
   return false;
 }
 
 /* ---- blocks */
 
-static gemini_status_t config_check(const gmi_blocks_config_t *c, uint64_t page) {
+static gemini_status_t config_check(const gmi_host_heap_config_t *c, uint64_t page) {
   uint64_t grain = c->grain_bytes ? c->grain_bytes : c->size_bytes;
   if (!c->base || (uintptr_t)c->base % page || !c->size_bytes || c->size_bytes % page || c->grain_bytes % page ||
       c->size_bytes > UINT64_C(1) << 46)
@@ -341,7 +341,7 @@ typedef struct {
   bool metadata_use_hooks;
 } arena_config_t;
 
-static int arena_create(gmi_blocks_t *b) {
+static int arena_create(gmi_host_heap_t *b) {
   arena_config_t config = { &b->hooks, false };
   char name[64];
   unsigned bins = 0;
@@ -363,9 +363,11 @@ static int arena_create(gmi_blocks_t *b) {
 }
 
 /* Only the words of grains that were used come to exist. */
-static uint64_t small_live_bytes(const gmi_blocks_t *b) { return (b->config.size_bytes / ALIGN_LEAST + 63) / 64 * 8; }
+static uint64_t small_live_bytes(const gmi_host_heap_t *b) {
+  return (b->config.size_bytes / ALIGN_LEAST + 63) / 64 * 8;
+}
 
-static void blocks_free(gmi_blocks_t *b) {
+static void blocks_free(gmi_host_heap_t *b) {
   if (b->small_live) munmap(b->small_live, small_live_bytes(b));
   pthread_cond_destroy(&b->came);
   pthread_mutex_destroy(&b->lock);
@@ -375,11 +377,11 @@ static void blocks_free(gmi_blocks_t *b) {
   free(b);
 }
 
-gemini_status_t gmi_blocks_open(const gmi_blocks_config_t *config, gmi_blocks_t **blocks_out) {
+gemini_status_t gmi_host_heap_open(const gmi_host_heap_config_t *config, gmi_host_heap_t **blocks_out) {
   uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE);
   gemini_status_t status = config_check(config, page);
   if (status) return status;
-  gmi_blocks_t *b = calloc(1, sizeof *b);
+  gmi_host_heap_t *b = calloc(1, sizeof *b);
   if (!b) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the records of host blocks");
   b->config = *config;
   if (!b->config.grain_bytes) b->config.grain_bytes = config->size_bytes;
@@ -399,8 +401,8 @@ gemini_status_t gmi_blocks_open(const gmi_blocks_config_t *config, gmi_blocks_t 
       mmap(NULL, small_live_bytes(b), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (b->small_live == MAP_FAILED) b->small_live = NULL;
   int error = ENOMEM;
-  if (b->small_live && b->grains && spans_reserve(&b->holes, 2)) {
-    span_insert(&b->holes, 0, (span_t){ 0, config->size_bytes });
+  if (b->small_live && b->grains && ranges_reserve(&b->holes, 2)) {
+    range_insert(&b->holes, 0, (range_t){ 0, config->size_bytes });
     error = arena_create(b);
   }
   if (error) {
@@ -411,14 +413,14 @@ gemini_status_t gmi_blocks_open(const gmi_blocks_config_t *config, gmi_blocks_t 
   return GEMINI_OK;
 }
 
-void gmi_blocks_close(gmi_blocks_t *b) {
+void gmi_host_heap_close(gmi_host_heap_t *b) {
   if (!b) return;
   char name[64];
   snprintf(name, sizeof name, "arena.%u.destroy", b->arena);
   pthread_mutex_lock(&b->lock);
   gmi_je_mallctl(name, NULL, NULL, NULL, 0);
   while (b->large.count) {
-    span_t last = b->large.items[--b->large.count];
+    range_t last = b->large.items[--b->large.count];
     range_give(b, last.offset, last.size_bytes);
   }
   pthread_mutex_unlock(&b->lock);
@@ -426,32 +428,32 @@ void gmi_blocks_close(gmi_blocks_t *b) {
 }
 
 /* ready_bytes and the rest are those of now; the lock is held. */
-static gemini_status_t range_full(const gmi_blocks_t *b, uint64_t size) {
+static gemini_status_t range_full(const gmi_host_heap_t *b, uint64_t size) {
   uint64_t longest = 0;
   for (uint64_t i = 0; i < b->holes.count; i++)
     if (b->holes.items[i].size_bytes > longest) longest = b->holes.items[i].size_bytes;
   return gmi_fail(GEMINI_ERR_OOM_HOST, 0,
                   "a host block of %" PRIu64 " bytes does not fit: of %" PRIu64 " bytes, %" PRIu64
-                  " are in use, the longest free piece has %" PRIu64 "%s",
+                  " are in use, the longest free part has %" PRIu64 "%s",
                   size, b->config.size_bytes, b->extent_bytes, longest,
                   longest >= size ? ", but not aligned, or held by others" : "");
 }
 
-static gemini_status_t large_alloc(gmi_blocks_t *b, uint64_t size, uint64_t alignment, void **block_out) {
+static gemini_status_t large_alloc(gmi_host_heap_t *b, uint64_t size, uint64_t alignment, void **block_out) {
   uint64_t offset, whole = (size + b->unit_bytes - 1) / b->unit_bytes * b->unit_bytes;
   gemini_status_t status = range_take(b, whole, alignment > b->unit_bytes ? alignment : b->unit_bytes, &offset);
   if (status) return status;
-  if (!spans_reserve(&b->large, b->large.count + 1)) {
+  if (!ranges_reserve(&b->large, b->large.count + 1)) {
     range_give(b, offset, whole);
     return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the records of host blocks");
   }
-  span_insert(&b->large, span_search(&b->large, offset), (span_t){ offset, whole });
+  range_insert(&b->large, range_search(&b->large, offset), (range_t){ offset, whole });
   b->block_bytes += whole;
   *block_out = (uint8_t *)b->config.base + offset;
   return GEMINI_OK;
 }
 
-static gemini_status_t small_alloc(gmi_blocks_t *b, uint64_t size, uint64_t alignment, void **block_out) {
+static gemini_status_t small_alloc(gmi_host_heap_t *b, uint64_t size, uint64_t alignment, void **block_out) {
   refusal = 0;
   void *block =
       gmi_je_mallocx(size, MALLOCX_ARENA((int)b->arena) | MALLOCX_TCACHE_NONE | (int)MALLOCX_ALIGN(alignment));
@@ -464,7 +466,7 @@ static gemini_status_t small_alloc(gmi_blocks_t *b, uint64_t size, uint64_t alig
   return GEMINI_OK;
 }
 
-gemini_status_t gmi_blocks_alloc(gmi_blocks_t *b, uint64_t size, uint64_t alignment, void **block_out) {
+gemini_status_t gmi_host_heap_alloc(gmi_host_heap_t *b, uint64_t size, uint64_t alignment, void **block_out) {
   if (!size || (alignment & (alignment - 1)))
     return gmi_fail(GEMINI_ERR_INVALID, 0,
                     "a host block of %" PRIu64 " bytes, aligned to %" PRIu64
@@ -483,13 +485,13 @@ gemini_status_t gmi_blocks_alloc(gmi_blocks_t *b, uint64_t size, uint64_t alignm
   return status;
 }
 
-static gemini_status_t block_free(gmi_blocks_t *b, void *block) {
+static gemini_status_t block_free(gmi_host_heap_t *b, void *block) {
   uint64_t offset = (uint64_t)((uintptr_t)block - (uintptr_t)b->config.base), place = offset / ALIGN_LEAST;
   if (offset < b->config.size_bytes && (uintptr_t)block % ALIGN_LEAST == 0) {
-    uint64_t at = span_search(&b->large, offset), bit = UINT64_C(1) << place % 64;
+    uint64_t at = range_search(&b->large, offset), bit = UINT64_C(1) << place % 64;
     if (at < b->large.count && b->large.items[at].offset == offset) {
       uint64_t size = b->large.items[at].size_bytes;
-      span_remove(&b->large, at);
+      range_remove(&b->large, at);
       b->block_bytes -= size;
       b->block_count--;
       range_give(b, offset, size);
@@ -506,7 +508,7 @@ static gemini_status_t block_free(gmi_blocks_t *b, void *block) {
   return gmi_fail(GEMINI_ERR_INVALID, 0, "%p is not where a live host block begins", block);
 }
 
-gemini_status_t gmi_blocks_free(gmi_blocks_t *b, void *block) {
+gemini_status_t gmi_host_heap_free(gmi_host_heap_t *b, void *block) {
   if (!block) return GEMINI_OK;
   if (in_callback) return gmi_fail(GEMINI_ERR_STATE, 0, "a host block is freed while memory for one is made");
   pthread_mutex_lock(&b->lock);
@@ -515,9 +517,9 @@ gemini_status_t gmi_blocks_free(gmi_blocks_t *b, void *block) {
   return status;
 }
 
-void gmi_blocks_figures(gmi_blocks_t *b, gmi_blocks_figures_t *figures_out) {
+void gmi_host_heap_figures(gmi_host_heap_t *b, gmi_host_heap_figures_t *figures_out) {
   pthread_mutex_lock(&b->lock);
-  *figures_out = (gmi_blocks_figures_t){
+  *figures_out = (gmi_host_heap_figures_t){
     .range_bytes = b->config.size_bytes,
     .grain_bytes_used = b->ready_bytes,
     .extent_bytes = b->extent_bytes,

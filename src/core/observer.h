@@ -2,8 +2,8 @@
  *
  * The tracer answers both tables (gmi_manager.events, gmi_manager.advice), which are there as long as the manager is. Below it
  * nobody calls it, or includes its headers. The manager's lock is held in every call, unless said otherwise. */
-#ifndef GMI_EVENTS_H
-#define GMI_EVENTS_H
+#ifndef GMI_OBSERVER_H
+#define GMI_OBSERVER_H
 
 #include <stdbool.h>
 #include <stdint.h>
@@ -31,7 +31,7 @@ typedef struct gmi_pause {
   bool foreseen;     /* the planner's model has it, as it has updates'; else it stays a part of the operator's time */
 } gmi_pause_t;
 
-typedef struct gmi_events {
+typedef struct gmi_observer {
   /* An operator touches a range of the arena that stores it. Any thread, lock held or not. */
   void (*touched)(struct gmi_manager *m, uint32_t store, uint64_t offset, uint64_t size, uint32_t mode);
   /* The calling thread begins to wait, and goes on, for work that is to come on stream. Where the open operator runs on it, the
@@ -55,7 +55,7 @@ typedef struct gmi_events {
   /* Before and after a span of it is queued on the device. */
   void (*piece_begins)(struct gmi_manager *m, uint32_t index, uint32_t piece);
   void (*piece_ends)(struct gmi_manager *m, uint32_t index, uint32_t piece);
-} gmi_events_t;
+} gmi_observer_t;
 
 typedef struct gmi_advice {
   const char *(*op_name)(struct gmi_manager *m); /* NULL when no operator is open */

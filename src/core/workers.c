@@ -13,12 +13,12 @@
 #include <unistd.h>
 
 #include "base/thread.h"
-#include "core/lane.h"
 #include "core/manager.h"
+#include "core/workers.h"
 
 enum {
   WORKERS_LIMIT = 256,
-  SPANS_LIMIT = 16384,
+  INTERVALS_LIMIT = 16384,
   LOOK = 32,        /* jobs that are not ready yet, at either end of the queue, that are looked at */
   LOOK_NS = 200000, /* how often, while there is other work */
   WAITERS = 2
@@ -31,12 +31,12 @@ enum {
 };
 
 typedef struct {
-  struct gmi_lane *lane;
+  struct gmi_workers *workers;
   pthread_t thread;
   uint32_t index;
 } worker_t;
 
-typedef struct gmi_lane {
+typedef struct gmi_workers {
   pthread_mutex_t lock; /* after the manager's, never the other way round */
   pthread_cond_t more, done;
   gmi_job_t *first, *last;       /* not done yet, in the order of submission */
@@ -47,7 +47,7 @@ typedef struct gmi_lane {
   uint64_t pending;              /* queued or running */
   uint64_t deferred;             /* of these, those that were deferred */
   uint64_t submitted;            /* in all */
-  uint64_t events;               /* jobs and other work finished */
+  uint64_t finished;             /* jobs and other work finished */
   gemini_status_t failure;       /* of the first update that did not run */
   char failure_text[384];        /* why */
   char last_text[384];           /* of the last read that failed */
@@ -57,13 +57,13 @@ typedef struct gmi_lane {
   uint64_t samples;
   gmi_manager_t *m;
   bool recording;
-  uint32_t span_count;
-  gmi_lane_span_t spans[SPANS_LIMIT];
+  uint32_t interval_count;
+  gmi_workers_interval_t intervals[INTERVALS_LIMIT];
   worker_t workers[WORKERS_LIMIT];
-} gmi_lane_t;
+} gmi_workers_t;
 
 /* Can it run without waiting? Called with the lock. */
-static bool is_ready(const gmi_lane_t *l, const gmi_job_t *job) {
+static bool is_ready(const gmi_workers_t *l, const gmi_job_t *job) {
   const gmi_manager_t *m = l->m;
   for (uint32_t i = 0; i < job->slot_count; i++)
     if (atomic_load_explicit(&job->slots[i]->work_done, memory_order_acquire) < job->after[i]) return false;
@@ -77,7 +77,7 @@ static bool is_ready(const gmi_lane_t *l, const gmi_job_t *job) {
 static bool goes_before(const gmi_job_t *a, const gmi_job_t *b) {
   return a->next_use != b->next_use ? a->next_use < b->next_use : a->number < b->number;
 }
-static void add_ready(gmi_lane_t *l, gmi_job_t *job) {
+static void add_ready(gmi_workers_t *l, gmi_job_t *job) {
   gmi_job_t **link = &l->ready; /* a backward pass adds at the begin, an update of all at the end */
   if (l->ready && goes_before(l->ready_last, job)) link = &l->ready_last->next_ready;
   while (*link && goes_before(*link, job)) link = &(*link)->next_ready;
@@ -85,17 +85,17 @@ static void add_ready(gmi_lane_t *l, gmi_job_t *job) {
   *link = job;
   if (!job->next_ready) l->ready_last = job;
 }
-static void take_first_ready(gmi_lane_t *l) {
+static void take_first_ready(gmi_workers_t *l) {
   l->ready = l->ready->next_ready;
   if (!l->ready) l->ready_last = NULL;
 }
-static void leave_queue(gmi_lane_t *l, gmi_job_t *job, uint32_t state) {
+static void leave_queue(gmi_workers_t *l, gmi_job_t *job, uint32_t state) {
   job->state = state;
   while (l->queued && l->queued->state != JOB_QUEUED) l->queued = l->queued->next;
 }
 
 /* Finds jobs that have become ready. */
-static void look(gmi_lane_t *l, bool from_end) {
+static void look(gmi_workers_t *l, bool from_end) {
   uint32_t waiting = 0;
   for (gmi_job_t *job = from_end ? l->last : l->queued; l->queued && job && waiting < LOOK;
        job = from_end ? job->previous : job->next) {
@@ -108,7 +108,7 @@ static void look(gmi_lane_t *l, bool from_end) {
 }
 
 /* The job to work on, or to wait for; NULL: neither. */
-static gmi_job_t *pick(gmi_lane_t *l) {
+static gmi_job_t *pick(gmi_workers_t *l) {
   if (!l->first) return NULL;
   uint64_t now_ns = l->m->dev->now(l->m->dev_self);
   if (!l->ready || now_ns - l->looked_ns >= LOOK_NS) {
@@ -121,7 +121,7 @@ static gmi_job_t *pick(gmi_lane_t *l) {
 
 /* Waits for what the job waits for, and makes it ready. A job whose bytes did not come has no slices: on these, nothing
  * is computed. Called with the lock, which it gives up meanwhile. */
-static void prepare(gmi_lane_t *l, gmi_job_t *job) {
+static void prepare(gmi_workers_t *l, gmi_job_t *job) {
   gmi_manager_t *m = l->m;
   gemini_status_t status = GEMINI_OK;
   if (job->state == JOB_CAME) take_first_ready(l);
@@ -174,11 +174,11 @@ static uint64_t locate(const gmi_job_t *job, uint32_t chunk_shift, uint64_t at, 
 }
 
 /* Called with the lock, which it gives up meanwhile. */
-static void run_slice(gmi_lane_t *l, gmi_job_t *job, uint32_t worker) {
+static void run_slice(gmi_workers_t *l, gmi_job_t *job, uint32_t worker) {
   gmi_manager_t *m = l->m;
   gemini_update_span_t span = job->span;
   uint64_t at = job->next_element, count = locate(job, m->chunk_shift, at, &span);
-  if (count > GMI_LANE_SLICE) count = GMI_LANE_SLICE;
+  if (count > GMI_WORKERS_SLICE) count = GMI_WORKERS_SLICE;
   job->next_element += count;
   if (job->next_element == job->span.element_count) take_first_ready(l); /* none is left for others */
   pthread_mutex_unlock(&l->lock);
@@ -190,22 +190,22 @@ static void run_slice(gmi_lane_t *l, gmi_job_t *job, uint32_t worker) {
   double ns = (double)(end - begin) / (double)count;
   pthread_mutex_lock(&l->lock);
   job->done_elements += count;
-  if (l->recording && l->span_count < SPANS_LIMIT)
-    l->spans[l->span_count++] = (gmi_lane_span_t){ begin, end, worker, job->norm };
+  if (l->recording && l->interval_count < INTERVALS_LIMIT)
+    l->intervals[l->interval_count++] = (gmi_workers_interval_t){ begin, end, worker, job->norm };
   if (job->norm) return;
   l->samples++;
   l->ns_per_element += (ns - l->ns_per_element) / (double)(l->samples < 64 ? l->samples : 64);
 }
 
 /* Called with the lock, which it gives up meanwhile. */
-static void finish(gmi_lane_t *l, gmi_job_t *job) {
+static void finish(gmi_workers_t *l, gmi_job_t *job) {
   *(job->previous ? &job->previous->next : &l->first) = job->next;
   *(job->next ? &job->next->previous : &l->last) = job->previous;
   for (uint32_t i = 0; i < job->slot_count; i++)
     atomic_fetch_add_explicit(&job->slots[i]->work_done, 1, memory_order_release);
   l->pending--;
   l->deferred -= job->deferred;
-  l->events++;
+  l->finished++;
   pthread_cond_broadcast(&l->done);
   if (!l->first) pthread_cond_broadcast(&l->more); /* who ends waits for that */
   pthread_mutex_unlock(&l->lock);
@@ -216,7 +216,7 @@ static void finish(gmi_lane_t *l, gmi_job_t *job) {
 
 static void *work(void *user) {
   worker_t *me = user;
-  gmi_lane_t *l = me->lane;
+  gmi_workers_t *l = me->workers;
   pthread_mutex_lock(&l->lock);
   while (!l->stop || l->first) {
     gmi_job_t *job = pick(l);
@@ -232,21 +232,21 @@ static void *work(void *user) {
   return NULL;
 }
 
-gemini_status_t gmi_lane_open(gmi_manager_t *m, uint32_t threads) {
+gemini_status_t gmi_workers_open(gmi_manager_t *m, uint32_t threads) {
   if (!threads) {
     long cores = sysconf(_SC_NPROCESSORS_ONLN);
     threads = cores > WORKERS_LIMIT ? WORKERS_LIMIT : cores > 1 ? (uint32_t)cores - 1 : 1;
   }
-  gmi_lane_t *l = calloc(1, sizeof *l);
+  gmi_workers_t *l = calloc(1, sizeof *l);
   if (!l) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the update workers");
   pthread_mutex_init(&l->lock, NULL);
   pthread_cond_init(&l->more, NULL);
   pthread_cond_init(&l->done, NULL);
   l->m = m;
-  m->lane = l;
+  m->workers = l;
   for (; l->thread_count < threads; l->thread_count++) {
     worker_t *c = &l->workers[l->thread_count];
-    *c = (worker_t){ .lane = l, .index = l->thread_count };
+    *c = (worker_t){ .workers = l, .index = l->thread_count };
     int error = gmi_thread_start(&c->thread, work, c);
     if (error)
       return gmi_fail(GEMINI_ERR_OOM_SYSTEM, error, "could not start update worker %u of %u", l->thread_count, threads);
@@ -255,8 +255,8 @@ gemini_status_t gmi_lane_open(gmi_manager_t *m, uint32_t threads) {
   return GEMINI_OK;
 }
 
-void gmi_lane_close(gmi_manager_t *m) {
-  gmi_lane_t *l = m->lane;
+void gmi_workers_close(gmi_manager_t *m) {
+  gmi_workers_t *l = m->workers;
   if (!l) return;
   pthread_mutex_lock(&l->lock);
   l->stop = true;
@@ -267,11 +267,11 @@ void gmi_lane_close(gmi_manager_t *m) {
   pthread_cond_destroy(&l->done);
   pthread_mutex_destroy(&l->lock);
   free(l);
-  m->lane = NULL;
+  m->workers = NULL;
 }
 
-void gmi_lane_push(gmi_manager_t *m, gmi_job_t *job) {
-  gmi_lane_t *l = m->lane;
+void gmi_workers_push(gmi_manager_t *m, gmi_job_t *job) {
+  gmi_workers_t *l = m->workers;
   pthread_mutex_lock(&l->lock);
   job->next = NULL;
   job->previous = l->last;
@@ -287,30 +287,30 @@ void gmi_lane_push(gmi_manager_t *m, gmi_job_t *job) {
   pthread_mutex_unlock(&l->lock);
 }
 
-uint64_t gmi_lane_pending(gmi_manager_t *m) {
-  pthread_mutex_lock(&m->lane->lock);
-  uint64_t pending = m->lane->pending;
-  pthread_mutex_unlock(&m->lane->lock);
+uint64_t gmi_workers_pending(gmi_manager_t *m) {
+  pthread_mutex_lock(&m->workers->lock);
+  uint64_t pending = m->workers->pending;
+  pthread_mutex_unlock(&m->workers->lock);
   return pending;
 }
 
-uint64_t gmi_lane_deferred(gmi_manager_t *m) {
-  pthread_mutex_lock(&m->lane->lock);
-  uint64_t deferred = m->lane->deferred;
-  pthread_mutex_unlock(&m->lane->lock);
+uint64_t gmi_workers_deferred(gmi_manager_t *m) {
+  pthread_mutex_lock(&m->workers->lock);
+  uint64_t deferred = m->workers->deferred;
+  pthread_mutex_unlock(&m->workers->lock);
   return deferred;
 }
 
-void gmi_lane_nudge(gmi_manager_t *m) {
-  pthread_mutex_lock(&m->lane->lock);
-  m->lane->events++;
-  pthread_cond_broadcast(&m->lane->done);
-  pthread_mutex_unlock(&m->lane->lock);
+void gmi_workers_nudge(gmi_manager_t *m) {
+  pthread_mutex_lock(&m->workers->lock);
+  m->workers->finished++;
+  pthread_cond_broadcast(&m->workers->done);
+  pthread_mutex_unlock(&m->workers->lock);
 }
 
-void gmi_lane_drain(gmi_manager_t *m, const char *function) {
-  gmi_lane_t *l = m->lane;
-  uint64_t pending = gmi_lane_pending(m);
+void gmi_workers_drain(gmi_manager_t *m, const char *function) {
+  gmi_workers_t *l = m->workers;
+  uint64_t pending = gmi_workers_pending(m);
   if (!pending) return;
   gmi_wait_t wait;
   gmi_wait_begin(m, &wait, function, GMI_WAIT_WORKERS, pending);
@@ -321,8 +321,8 @@ void gmi_lane_drain(gmi_manager_t *m, const char *function) {
   gmi_wait_end(m, &wait);
 }
 
-void gmi_lane_wait_slot(gmi_manager_t *m, gmi_slot_t *slot, uint64_t count) {
-  gmi_lane_t *l = m->lane;
+void gmi_workers_wait_slot(gmi_manager_t *m, gmi_slot_t *slot, uint64_t count) {
+  gmi_workers_t *l = m->workers;
   gmi_wait_t wait;
   if (atomic_load_explicit(&slot->work_done, memory_order_acquire) >= count) return;
   gmi_wait_begin(m, &wait, NULL, GMI_WAIT_CHUNK, (uint64_t)(slot - m->host.slots));
@@ -332,69 +332,69 @@ void gmi_lane_wait_slot(gmi_manager_t *m, gmi_slot_t *slot, uint64_t count) {
   gmi_wait_end(m, &wait);
 }
 
-void gmi_lane_work_done(gmi_manager_t *m, gmi_slot_t *slot, gemini_status_t status, const char *message) {
-  gmi_lane_t *l = m->lane;
+void gmi_workers_work_done(gmi_manager_t *m, gmi_slot_t *slot, gemini_status_t status, const char *message) {
+  gmi_workers_t *l = m->workers;
   pthread_mutex_lock(&l->lock);
   slot->failure = status;
   if (status) snprintf(l->last_text, sizeof l->last_text, "%s", message);
   atomic_fetch_add_explicit(&slot->work_done, 1, memory_order_release);
-  l->events++;
+  l->finished++;
   pthread_cond_broadcast(&l->done);
   pthread_mutex_unlock(&l->lock);
   m->dev->stream.flag_wake(m->dev_self);
 }
 
-uint64_t gmi_lane_events(gmi_manager_t *m) {
-  pthread_mutex_lock(&m->lane->lock);
-  uint64_t events = m->lane->events;
-  pthread_mutex_unlock(&m->lane->lock);
-  return events;
+uint64_t gmi_workers_finished(gmi_manager_t *m) {
+  pthread_mutex_lock(&m->workers->lock);
+  uint64_t finished = m->workers->finished;
+  pthread_mutex_unlock(&m->workers->lock);
+  return finished;
 }
 
-void gmi_lane_wait_event(gmi_manager_t *m, uint64_t events, gmi_wait_kind_t kind, uint64_t number) {
+void gmi_workers_wait(gmi_manager_t *m, uint64_t finished, gmi_wait_kind_t kind, uint64_t number) {
   gmi_wait_t wait;
   gmi_wait_begin(m, &wait, NULL, kind, number);
-  gmi_lane_idle(m, events);
+  gmi_workers_idle(m, finished);
   gmi_wait_end(m, &wait);
 }
 
-void gmi_lane_idle(gmi_manager_t *m, uint64_t events) {
-  gmi_lane_t *l = m->lane;
+void gmi_workers_idle(gmi_manager_t *m, uint64_t finished) {
+  gmi_workers_t *l = m->workers;
   pthread_mutex_lock(&l->lock);
-  while (l->events == events) pthread_cond_wait(&l->done, &l->lock);
+  while (l->finished == finished) pthread_cond_wait(&l->done, &l->lock);
   pthread_mutex_unlock(&l->lock);
 }
 
-double gmi_lane_ns_per_element(gmi_manager_t *m) {
-  pthread_mutex_lock(&m->lane->lock);
-  double ns = m->lane->ns_per_element;
-  pthread_mutex_unlock(&m->lane->lock);
+double gmi_workers_ns_per_element(gmi_manager_t *m) {
+  pthread_mutex_lock(&m->workers->lock);
+  double ns = m->workers->ns_per_element;
+  pthread_mutex_unlock(&m->workers->lock);
   return ns;
 }
 
-void gmi_lane_record(gmi_manager_t *m, bool on) {
-  pthread_mutex_lock(&m->lane->lock);
-  m->lane->recording = on;
-  m->lane->span_count = 0;
-  pthread_mutex_unlock(&m->lane->lock);
+void gmi_workers_record(gmi_manager_t *m, bool on) {
+  pthread_mutex_lock(&m->workers->lock);
+  m->workers->recording = on;
+  m->workers->interval_count = 0;
+  pthread_mutex_unlock(&m->workers->lock);
 }
 
-uint32_t gmi_lane_recorded(gmi_manager_t *m, gmi_lane_span_t *spans_out, uint32_t limit) {
-  gmi_lane_t *l = m->lane;
+uint32_t gmi_workers_recorded(gmi_manager_t *m, gmi_workers_interval_t *intervals_out, uint32_t limit) {
+  gmi_workers_t *l = m->workers;
   pthread_mutex_lock(&l->lock);
-  uint32_t count = l->span_count < limit ? l->span_count : limit;
-  l->span_count -= count;
-  memcpy(spans_out, l->spans, count * sizeof *spans_out);
-  memmove(l->spans, l->spans + count, l->span_count * sizeof *l->spans);
+  uint32_t count = l->interval_count < limit ? l->interval_count : limit;
+  l->interval_count -= count;
+  memcpy(intervals_out, l->intervals, count * sizeof *intervals_out);
+  memmove(l->intervals, l->intervals + count, l->interval_count * sizeof *l->intervals);
   pthread_mutex_unlock(&l->lock);
   return count;
 }
 
-gemini_status_t gmi_lane_failure(gmi_manager_t *m) {
-  pthread_mutex_lock(&m->lane->lock);
-  gemini_status_t failure = m->lane->failure;
-  pthread_mutex_unlock(&m->lane->lock);
+gemini_status_t gmi_workers_failure(gmi_manager_t *m) {
+  pthread_mutex_lock(&m->workers->lock);
+  gemini_status_t failure = m->workers->failure;
+  pthread_mutex_unlock(&m->workers->lock);
   if (!failure) return GEMINI_OK;
   return gmi_fail(failure, 0, "an update did not run: %s",
-                  failure != GEMINI_ERR_DEVICE ? m->lane->failure_text : "the device work before it failed");
+                  failure != GEMINI_ERR_DEVICE ? m->workers->failure_text : "the device work before it failed");
 }

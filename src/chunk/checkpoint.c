@@ -1,7 +1,7 @@
 /* Checkpoints in kept files: every chunk in a block, and what the blocks mean. SPDX-License-Identifier: Apache-2.0
  *
  * The store makes a commit whole or not at all, and leaves what the last one names as it is; here is only what it
- * names: chunks by arena and index, and a text that says what arenas and tensors there were (docs/keep.md). */
+ * names: chunks by arena and index, and a text that says what arenas and tensors there were (docs/checkpoint.md). */
 #include <errno.h>
 #include <inttypes.h>
 #include <stdio.h>
@@ -15,8 +15,8 @@
 #include "chunk/host.h"
 #include "chunk/residency.h"
 #include "chunk/update.h"
-#include "core/lane.h"
 #include "core/manager.h"
+#include "core/workers.h"
 #include "io/store.h"
 
 enum { WRITES_AT_ONCE = 64 };
@@ -33,7 +33,8 @@ static gmi_chunk_t *next_chunk(gmi_manager_t *m, uint32_t *arena, uint32_t *inde
 }
 
 static gemini_status_t check_kept(gmi_manager_t *m) {
-  return m->keep_name ? GEMINI_OK : gmi_fail(GEMINI_ERR_STATE, 0, "the manager was opened without keep_name");
+  return m->checkpoint_name ? GEMINI_OK
+                            : gmi_fail(GEMINI_ERR_STATE, 0, "the manager was opened without checkpoint_name");
 }
 
 /* ---- checkpoint */
@@ -55,9 +56,9 @@ static void write_layout(gmi_manager_t *m, FILE *file) {
 static gemini_status_t wait_transfers(gmi_manager_t *m, uint32_t most) {
   gemini_status_t status = GEMINI_OK;
   while (!status && m->io_count > most) {
-    uint64_t events = gmi_lane_events(m);
+    uint64_t events = gmi_workers_finished(m);
     status = gmi_files_reap(m, NULL);
-    if (!status && m->io_count > most) gmi_lane_wait_event(m, events, GMI_WAIT_FILES, m->io_count);
+    if (!status && m->io_count > most) gmi_workers_wait(m, events, GMI_WAIT_FILES, m->io_count);
   }
   return status;
 }
@@ -74,11 +75,11 @@ static gemini_status_t write_chunks(gmi_manager_t *m) {
     if (gmi_chunk_has(c, GMI_VALID_ZERO | GMI_VALID_FILE) && !suspect) continue;
     status = gmi_chunk_to_host(m, c, false, GEMINI_REASON_CALLER);
     if (status) break;
-    gmi_chunk_keep_slot(m, c, false); /* its slot stays until the write is under way */
+    gmi_chunk_hold_host(m, c, false); /* its slot stays until the write is under way */
     if (gmi_chunk_io(c) || suspect) status = gmi_chunk_settle_host(m, c);
     if (!status && suspect) gmi_file_drop(m, c); /* and written to another block */
     if (!status && !gmi_chunk_has(c, GMI_VALID_FILE)) status = gmi_file_write(m, c, GEMINI_REASON_CALLER);
-    gmi_chunk_let_slot(m, c, false);
+    gmi_chunk_unhold_host(m, c, false);
     if (!status) status = wait_transfers(m, WRITES_AT_ONCE);
   }
   gemini_status_t waited = wait_transfers(m, 0);
@@ -124,8 +125,8 @@ static gemini_status_t checkpoint(gmi_manager_t *m) {
   if (!status) status = gmi_cut(m);
   if (!status) status = gmi_updates_queue(m, NULL);
   if (status) return status;
-  gmi_lane_drain(m, NULL);
-  status = gmi_lane_failure(m);
+  gmi_workers_drain(m, NULL);
+  status = gmi_workers_failure(m);
   m->checkpointing = true;
   if (!status) status = write_chunks(m);
   m->checkpointing = false;

@@ -3,8 +3,8 @@
 #include <time.h>
 
 #include "../check.h"
-#include "core/lane.h"
 #include "core/manager.h"
+#include "core/workers.h"
 #include "gemini.h"
 
 #define OK(call) CHECK_EQ(call, GEMINI_OK)
@@ -50,7 +50,7 @@ static gmi_manager_t *flooded;
 static _Atomic bool flooding;
 static void *flood(void *user) { /* short jobs, so that many end while the long one runs */
   while (atomic_load(&flooding)) {
-    if (gmi_lane_pending(flooded) < 8) gmi_lane_push(flooded, nap_job(user));
+    if (gmi_workers_pending(flooded) < 8) gmi_workers_push(flooded, nap_job(user));
     else pause_ms(1);
   }
   return NULL;
@@ -63,10 +63,10 @@ static void test_drain_waits_for_the_jobs_before_it_and_no_others(void) {
   _Atomic int long_done = 0, short_done = 0;
   nap_t slow = { 60, &long_done }, quick = { 0, &short_done };
   pthread_t thread;
-  gmi_lane_push(flooded, nap_job(&slow));
+  gmi_workers_push(flooded, nap_job(&slow));
   atomic_store(&flooding, true);
   CHECK(!pthread_create(&thread, NULL, flood, &quick));
-  gmi_lane_drain(flooded, __func__);
+  gmi_workers_drain(flooded, __func__);
   CHECK_EQ(atomic_load(&long_done), 1);
   CHECK(atomic_load(&flooding)); /* it returned although jobs were still being submitted */
   atomic_store(&flooding, false);
@@ -105,9 +105,9 @@ static void test_jobs_on_one_slot_run_in_their_order(void) {
     jobs[i]->job.after = jobs[i]->after;
     jobs[i]->job.span.first_element = i;
     jobs[i]->job.span.element_count = 1;
-    gmi_lane_push(m, &jobs[i]->job);
+    gmi_workers_push(m, &jobs[i]->job);
   }
-  gmi_lane_wait_slot(m, &slot, JOBS);
+  gmi_workers_wait_slot(m, &slot, JOBS);
   CHECK_EQ(atomic_load(&order.next), JOBS);
   CHECK_EQ(atomic_load(&order.wrong), 0);
   OK(gemini_manager_close(mgr));
@@ -137,18 +137,18 @@ static void test_what_is_used_soonest_overtakes(void) {
     gmi_job_t *first = calloc(1, sizeof *first);
     CHECK(first);
     *first = (gmi_job_t){ .fn = wait_for, .user = &all_queued, .span.element_count = 1 };
-    gmi_lane_push(m, first);
+    gmi_workers_push(m, first);
     for (uint64_t i = 0; i < MANY; i++) {
       gmi_job_t *job = calloc(1, sizeof *job);
       CHECK(job);
       *job = (gmi_job_t){ .fn = note, .user = &o, .next_use = i * (MANY - stride) % MANY / 2 };
       job->span.first_element = job->next_use * MANY + i; /* of equals, the oldest first */
       job->span.element_count = 1;
-      gmi_lane_push(m, job);
+      gmi_workers_push(m, job);
     }
     pause_ms(1); /* what came since the worker looked is seen a while later only */
     atomic_store(&all_queued, 1);
-    gmi_lane_drain(m, __func__);
+    gmi_workers_drain(m, __func__);
     CHECK_EQ(o.count, MANY);
     for (int i = 1; i < MANY; i++) CHECK(o.uses[i - 1] < o.uses[i]);
   }
@@ -192,8 +192,8 @@ static void test_workers_share_a_job(void) {
   job->span = (gemini_update_span_t){
     .first_element = 77, .element_count = ELEMENTS, .arena_count = 2, .ptr = { bytes, words }
   };
-  gmi_lane_push(m, job);
-  gmi_lane_drain(m, __func__);
+  gmi_workers_push(m, job);
+  gmi_workers_drain(m, __func__);
   for (uint32_t k = 0; k < ELEMENTS; k++) CHECK(bytes[k] == 1 && words[k] == 77 + k);
   CHECK_EQ(o.slices, 4);
   CHECK(o.thread_count > 1);
