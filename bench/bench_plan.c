@@ -220,7 +220,7 @@ static int load_trace(trace_t *t, const char *path, uint64_t device_bytes, uint6
   gemini_status_t status = gmi_cut(m);
   if (status == GEMINI_OK) status = gmi_trace_read(m, &trace, path);
   if (status == GEMINI_OK) {
-    status = gmi_plan_bundle_make(m, &trace, m->chunk_shift, &trace_bundle);
+    status = gmi_plan_bundle_make(m, &trace, m->cut.chunk_shift, &trace_bundle);
     gmi_trace_free(&trace);
   }
   gmi_unlock(m);

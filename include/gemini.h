@@ -630,9 +630,9 @@ GEMINI_API gemini_status_t gemini_update_wait(gemini_manager_t mgr) GEMINI_MUST_
 /** @defgroup keep Checkpoints in kept files
  *  @{ */
 /** Makes what all arenas hold now, and the states of their tensors (HOLD of those that are acquired), what a later
- *  process finds in the kept files, once every pending update is done. Chunks that have not changed since they went to a
- *  file are not written again. After a kill at any time the previous checkpoint or this one is there, whole. Files need
- *  room for both, until this returns.
+ *  process finds in the kept files, once every pending update is done. Chunks that have not changed since they went to
+ *  a file are not written again. After a kill at any time the previous checkpoint or this one is there, whole. Files
+ *  need room for both, until this returns.
  *  @retval GEMINI_ERR_STATE     the manager was opened without checkpoint_name
  *  @retval GEMINI_ERR_BUSY      a range is acquired for writing
  *  @retval GEMINI_ERR_OOM_FILE, GEMINI_ERR_IO  the previous checkpoint stays

@@ -31,8 +31,8 @@ static const char *mode_name(uint32_t mode) {
 static void write_acquired(gmi_manager_t *m, FILE *file) {
   uint32_t shown = 0;
   uint64_t more = 0;
-  for (uint32_t i = 0; i < m->tensor_high; i++) {
-    gmi_tensor_t *t = &m->tensors[i];
+  for (uint32_t i = 0; i < m->tensors.high; i++) {
+    gmi_tensor_t *t = &m->tensors.at[i];
     uint64_t word = atomic_load(&t->word);
     if (!gmi_tensor_alive(t) || !(word & GMI_TENSOR_USERS)) continue;
     if (shown++ >= SHOWN) {
@@ -54,14 +54,15 @@ static void write_streams(gmi_manager_t *m, FILE *file) {
   for (uint32_t i = 0; i < GMI_DEVICE_MAX_STREAMS; i++) {
     const char *job = gmi_stream_job(m, i);
     if (!atomic_load(&m->streams[i].life) ||
-        m->dev->stream.reached(m->dev_self, i, atomic_load_explicit(&m->streams[i].recorded, memory_order_acquire)))
+        m->device.ops->stream.reached(m->device.self, i,
+                                      atomic_load_explicit(&m->streams[i].recorded, memory_order_acquire)))
       continue;
     fprintf(file, "stream %u: has work that has not ended%s%s\n", i, job ? "; it " : "", job ? job : "");
   }
 }
 
 static void write_records(gmi_manager_t *m, FILE *file) {
-  const char *op = m->advice->op_name(m);
+  const char *op = m->trace.advice->op_name(m);
   uint64_t resident = 0, acquired = 0, dirty = 0, on_host = 0, in_files = 0, empty = 0;
   for (uint32_t i = 0; i < GMI_ARENAS; i++) {
     gmi_arena_t *a = gmi_arena_at(m, i);
@@ -75,13 +76,13 @@ static void write_records(gmi_manager_t *m, FILE *file) {
       empty += gmi_chunk_has_only(c, GMI_VALID_ZERO);
     }
   }
-  fprintf(file, "operator: %s; %s iteration is open\n", op ? op : "none", m->iteration_open ? "an" : "no");
+  fprintf(file, "operator: %s; %s iteration is open\n", op ? op : "none", m->bracket.iteration_open ? "an" : "no");
   fprintf(file,
           "chunks: %" PRIu64 " on the device, of %" PRIu64 " of these the only copy; %" PRIu64 " on the host; %" PRIu64
           " in files; %" PRIu64 " without bytes; %" PRIu64 " acquired, or in use by the library\n",
           resident, dirty, on_host, in_files, empty, acquired);
-  fprintf(file, "transfers: %u to and from files under way, %u of them writes\n", m->io_count, m->io_writes);
-  if (m->async_status) fprintf(file, "failed: %s\n", m->async_message);
+  fprintf(file, "transfers: %u to and from files under way, %u of them writes\n", m->io.count, m->io.writes);
+  if (m->failure.status) fprintf(file, "failed: %s\n", m->failure.message);
   write_acquired(m, file);
 }
 
@@ -92,7 +93,7 @@ static gemini_status_t dump(gmi_manager_t *m, char *text_out, uint64_t size_byte
   size_t length = 0;
   FILE *file = open_memstream(&text, &length);
   if (!file) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for a dump");
-  fprintf(file, "manager %#llx on device %s\n", (unsigned long long)m->handle, m->dev->name);
+  fprintf(file, "manager %#llx on device %s\n", (unsigned long long)m->id.handle, m->device.ops->name);
   gemini_stats_t stats;
   gmi_stats_read(m, &stats);
   write_figures(file, &stats);

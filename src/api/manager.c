@@ -81,12 +81,12 @@ static gemini_status_t config_check(gemini_config_t *c) {
 
 static void manager_free(gmi_manager_t *m) {
   gmi_updates_close(m);
-  if (m->workers) gmi_workers_drain(m, "gemini_manager_close");
+  if (m->update.workers) gmi_workers_drain(m, "gemini_manager_close");
   gmi_files_close(m); /* its transfers tell the lane */
   gmi_workers_close(m);
-  if (m->dev_self) gmi_streams_drain(m);
+  if (m->device.self) gmi_streams_drain(m);
   gmi_timeline_close(m);
-  if (m->dev_self) {
+  if (m->device.self) {
     gmi_tracer_close(m);
     gmi_lock(m, "gemini_manager_close");
     gmi_graphs_free(m);
@@ -97,20 +97,20 @@ static void manager_free(gmi_manager_t *m) {
     gmi_arena_free_all(m);
     gmi_frames_free(m);
     gmi_host_close(m);
-    m->dev->close(m->dev_self);
+    m->device.ops->close(m->device.self);
   }
   for (gmi_leftover_t *l = m->leftovers, *next; l; l = next) {
     next = l->next;
     free(l);
   }
-  gmi_space_free(m->tensors, (uint64_t)GMI_TENSORS * sizeof *m->tensors);
-  free(m->name_buckets);
-  free(m->hook_frees);
-  free(m->file_dir);
-  free(m->checkpoint_name);
+  gmi_space_free(m->tensors.at, (uint64_t)GMI_TENSORS * sizeof *m->tensors.at);
+  free(m->tensors.buckets);
+  free(m->hook.frees);
+  free(m->file.dir);
+  free(m->file.checkpoint_name);
   gmi_leases_free(&m->leases);
-  pthread_mutex_destroy(&m->hook_lock);
-  pthread_cond_destroy(&m->callback_ended);
+  pthread_mutex_destroy(&m->hook.lock);
+  pthread_cond_destroy(&m->callback.ended);
   gmi_watchdog_stop(m);
   gmi_watch_destroy(m);
   pthread_mutex_destroy(&m->lock);
@@ -127,32 +127,32 @@ static gemini_status_t manager_open(const gemini_config_t *theirs, gemini_manage
   if (!m) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for a manager (%zu bytes)", sizeof *m);
   memset(m, 0, sizeof *m);
   pthread_mutex_init(&m->lock, NULL);
-  pthread_mutex_init(&m->hook_lock, NULL);
-  pthread_cond_init(&m->callback_ended, NULL);
+  pthread_mutex_init(&m->hook.lock, NULL);
+  pthread_cond_init(&m->callback.ended, NULL);
   gmi_leases_init(&m->leases);
   gmi_watch_init(m);
   m->config = config;
-  m->observer = &gmi_tracer_events;
-  m->advice = &gmi_tracer_advice;
-  m->when_locked = gmi_hook_drain;
-  m->check = gmi_chunks_check;
+  m->trace.observer = &gmi_tracer_events;
+  m->trace.advice = &gmi_tracer_advice;
+  m->hook.when_locked = gmi_hook_drain;
+  m->check.call = gmi_chunks_check;
   m->stats.budget_bytes[GEMINI_TIER_DEVICE] = config.device_bytes;
   m->stats.budget_bytes[GEMINI_TIER_FILE] = config.file_bytes;
   m->config.file_dir = m->config.checkpoint_name = NULL;
-  m->file_sys = gmi_files_sys;
-  m->dev = config.device == GEMINI_DEVICE_CUDA ? &gmi_device_cuda : &gmi_device_sim;
-  m->tensor_free = GMI_NONE;
-  m->tensors = gmi_space((uint64_t)GMI_TENSORS * sizeof *m->tensors);
-  m->name_bucket_count = 1024;
-  m->name_buckets = malloc(m->name_bucket_count * sizeof *m->name_buckets);
-  if (config.file_bytes) m->file_dir = strdup(config.file_dir);
-  if (config.checkpoint_name) m->checkpoint_name = strdup(config.checkpoint_name);
-  if (!m->tensors || !m->name_buckets || (config.file_bytes && !m->file_dir) ||
-      (config.checkpoint_name && !m->checkpoint_name)) {
+  m->file.sys = gmi_files_sys;
+  m->device.ops = config.device == GEMINI_DEVICE_CUDA ? &gmi_device_cuda : &gmi_device_sim;
+  m->tensors.free = GMI_NONE;
+  m->tensors.at = gmi_space((uint64_t)GMI_TENSORS * sizeof *m->tensors.at);
+  m->tensors.bucket_count = 1024;
+  m->tensors.buckets = malloc(m->tensors.bucket_count * sizeof *m->tensors.buckets);
+  if (config.file_bytes) m->file.dir = strdup(config.file_dir);
+  if (config.checkpoint_name) m->file.checkpoint_name = strdup(config.checkpoint_name);
+  if (!m->tensors.at || !m->tensors.buckets || (config.file_bytes && !m->file.dir) ||
+      (config.checkpoint_name && !m->file.checkpoint_name)) {
     manager_free(m);
     return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for a manager's tables");
   }
-  memset(m->name_buckets, 0xff, m->name_bucket_count * sizeof *m->name_buckets);
+  memset(m->tensors.buckets, 0xff, m->tensors.bucket_count * sizeof *m->tensors.buckets);
   gmi_device_config_t device = { .ordinal = config.device_ordinal,
                                  .memory_bytes = config.device_bytes,
                                  .h2d_bytes_per_s = config.sim_h2d_bytes_per_s,
@@ -161,19 +161,20 @@ static gemini_status_t manager_open(const gemini_config_t *theirs, gemini_manage
   device.memory_bytes -= device.memory_bytes % unit;
   if (!device.memory_bytes) device.memory_bytes = unit;
   gmi_nvtx_open();
-  status = m->dev->open(&device, &m->dev_self);
+  status = m->device.ops->open(&device, &m->device.self);
   if (status) {
-    m->dev_self = NULL;
-    gmi_fail_prefix("device %s could not be opened with %llu bytes: ", m->dev->name,
+    m->device.self = NULL;
+    gmi_fail_prefix("device %s could not be opened with %llu bytes: ", m->device.ops->name,
                     (unsigned long long)device.memory_bytes);
     manager_free(m);
     return status;
   }
-  m->granularity = m->dev->memory.granularity(m->dev_self);
+  m->device.granularity = m->device.ops->memory.granularity(m->device.self);
   uint64_t c = config.chunk_bytes;
-  if (c && ((c & (c - 1)) || c < 65536 || c < m->granularity || c > (UINT64_C(1) << 30))) {
+  if (c && ((c & (c - 1)) || c < 65536 || c < m->device.granularity || c > (UINT64_C(1) << 30))) {
     status = gmi_fail(GEMINI_ERR_INVALID, 0, "chunk_bytes is %llu, must be a power of two from %llu to 1 GiB",
-                      (unsigned long long)c, (unsigned long long)(m->granularity > 65536 ? m->granularity : 65536));
+                      (unsigned long long)c,
+                      (unsigned long long)(m->device.granularity > 65536 ? m->device.granularity : 65536));
   } else if (c > config.device_bytes - config.device_margin_bytes) {
     status =
         gmi_fail(GEMINI_ERR_INVALID, 0, "chunk_bytes is %llu, more than the device budget without its margin, %llu",
@@ -183,9 +184,9 @@ static gemini_status_t manager_open(const gemini_config_t *theirs, gemini_manage
                       (unsigned long long)(config.device_bytes - config.device_margin_bytes));
   }
   gmi_lock(m, "gemini_manager_open");
-  if (!status) status = gmi_stream_open(m, true, NULL, &m->copy_in);
-  if (!status) status = gmi_stream_open(m, true, NULL, &m->copy_out);
-  if (!status) status = gmi_stream_open(m, true, NULL, &m->update_stream);
+  if (!status) status = gmi_stream_open(m, true, NULL, &m->copy.in);
+  if (!status) status = gmi_stream_open(m, true, NULL, &m->copy.out);
+  if (!status) status = gmi_stream_open(m, true, NULL, &m->update.stream);
   if (!status) status = gmi_host_open(m);
   if (!status) status = gmi_files_open(m);
   if (!status) status = gmi_tracer_open(m);
@@ -198,7 +199,7 @@ static gemini_status_t manager_open(const gemini_config_t *theirs, gemini_manage
     return status;
   }
   if (gmi_manager_enter(m)) {
-    *mgr_out = m->handle;
+    *mgr_out = m->id.handle;
     return GEMINI_OK;
   }
   manager_free(m);
@@ -213,11 +214,11 @@ gemini_status_t gemini_manager_open(const gemini_config_t *config, gemini_manage
 
 static gemini_status_t close_check(gmi_manager_t *m) {
   if (gmi_graphs_busy(m)) return gmi_fail(GEMINI_ERR_BUSY, 0, "a graph was begun and has not ended, or is entered");
-  for (uint32_t i = 0; i < m->tensor_high; i++) {
-    uint64_t users = gmi_tensor_users(atomic_load(&m->tensors[i].word));
-    if (gmi_tensor_alive(&m->tensors[i]) && users)
-      return gmi_fail(GEMINI_ERR_BUSY, 0, "tensor %s is acquired %llu times", gmi_tensor_base(m, &m->tensors[i])->name,
-                      (unsigned long long)users);
+  for (uint32_t i = 0; i < m->tensors.high; i++) {
+    uint64_t users = gmi_tensor_users(atomic_load(&m->tensors.at[i].word));
+    if (gmi_tensor_alive(&m->tensors.at[i]) && users)
+      return gmi_fail(GEMINI_ERR_BUSY, 0, "tensor %s is acquired %llu times",
+                      gmi_tensor_base(m, &m->tensors.at[i])->name, (unsigned long long)users);
   }
   gmi_lease_t lease;
   if (gmi_lease_find(&m->leases, 0, &lease)) /* of an arena: tensors' are among their users */
@@ -242,11 +243,11 @@ static gemini_status_t manager_close(gemini_manager_t mgr) {
   gmi_unlock(m);
   if (status) return status;
   gmi_updates_finish(m, "gemini_manager_close");
-  gemini_status_t timeline = m->timeline ? gmi_timeline_finish(m) : GEMINI_OK;
+  gemini_status_t timeline = m->trace.timeline ? gmi_timeline_finish(m) : GEMINI_OK;
   gmi_hook_close(m);
   gmi_manager_leave(m);
-  status = m->async_status;
-  if (status) gmi_fail(status, 0, "an earlier asynchronous failure: %s", m->async_message);
+  status = m->failure.status;
+  if (status) gmi_fail(status, 0, "an earlier asynchronous failure: %s", m->failure.message);
   else status = gmi_updates_finish(m, "gemini_manager_close"); /* its failure, if any, is the one to report */
   manager_free(m);
   return status ? status : timeline;
@@ -257,20 +258,20 @@ gemini_status_t gemini_manager_close(gemini_manager_t mgr) { API_RETURN(manager_
 /* ---- budgets */
 static gemini_status_t budget_device(gmi_manager_t *m, uint64_t bytes) {
   uint64_t margin = m->config.device_margin_bytes;
-  uint64_t chunk_bytes = atomic_load(&m->chunk_bytes) ? atomic_load(&m->chunk_bytes) : 65536;
+  uint64_t chunk_bytes = atomic_load(&m->cut.chunk_bytes) ? atomic_load(&m->cut.chunk_bytes) : 65536;
   if (bytes <= margin || bytes - margin < chunk_bytes)
     return gmi_fail(GEMINI_ERR_INVALID, 0, "device budget %llu without its margin %llu is less than one chunk, %llu",
                     (unsigned long long)bytes, (unsigned long long)margin, (unsigned long long)chunk_bytes);
   gemini_status_t status = GEMINI_OK;
   uint64_t old = m->config.device_bytes;
-  if (atomic_load(&m->chunk_bytes)) {
+  if (atomic_load(&m->cut.chunk_bytes)) {
     uint64_t frames = (bytes - margin) / chunk_bytes;
     if (frames > UINT32_MAX - 1) frames = UINT32_MAX - 1;
     status = gmi_frames_resize(m, (uint32_t)frames);
   } else {
-    uint64_t memory = bytes - bytes % m->granularity;
+    uint64_t memory = bytes - bytes % m->device.granularity;
     status = gmi_device_resize(m, memory);
-    if (status) gmi_fail(status, 0, "device %s refused to change its memory", m->dev->name);
+    if (status) gmi_fail(status, 0, "device %s refused to change its memory", m->device.ops->name);
   }
   if (status == GEMINI_ERR_OOM_DEVICE) gmi_fail_prefix("a device budget of %llu: ", (unsigned long long)bytes);
   if (status) return status;
@@ -282,7 +283,7 @@ static gemini_status_t budget_device(gmi_manager_t *m, uint64_t bytes) {
   int64_t code = gmi_fail_code();
   snprintf(message, sizeof message, "%s", gmi_fail_message());
   m->config.device_bytes = old;
-  if (atomic_load(&m->chunk_bytes) && gmi_frames_resize(m, (uint32_t)((old - margin) / chunk_bytes)) == GEMINI_OK)
+  if (atomic_load(&m->cut.chunk_bytes) && gmi_frames_resize(m, (uint32_t)((old - margin) / chunk_bytes)) == GEMINI_OK)
     (void)gmi_tracer_replan(m);
   return gmi_fail(status, code, "%s", message);
 }

@@ -16,20 +16,20 @@ static void copy_figures(const _Atomic uint64_t *figures, uint64_t *out, size_t 
 void gmi_stats_read(gmi_manager_t *m, gemini_stats_t *stats_out) {
   const gmi_stats_t *from = &m->stats;
   gemini_stats_t s = GEMINI_STATS_INIT;
-  uint64_t chunk_bytes = atomic_load(&m->chunk_bytes);
+  uint64_t chunk_bytes = atomic_load(&m->cut.chunk_bytes);
   copy_figures(from->budget_bytes, s.budget_bytes, GEMINI_TIER_COUNT);
   copy_figures(from->peak_bytes, s.peak_bytes, GEMINI_TIER_COUNT);
   copy_figures(from->moved_bytes[0], s.moved_bytes[0], GEMINI_LINK_COUNT * GEMINI_REASON_COUNT);
   copy_figures(from->moved_chunks[0], s.moved_chunks[0], GEMINI_LINK_COUNT * GEMINI_REASON_COUNT);
-  s.used_bytes[GEMINI_TIER_DEVICE] = atomic_load(&m->frame_used) * chunk_bytes;
-  s.used_bytes[GEMINI_TIER_HOST] = atomic_load(&m->host_used);
-  s.used_bytes[GEMINI_TIER_FILE] = atomic_load(&m->file_used);
+  s.used_bytes[GEMINI_TIER_DEVICE] = atomic_load(&m->frames.used) * chunk_bytes;
+  s.used_bytes[GEMINI_TIER_HOST] = atomic_load(&m->host.used);
+  s.used_bytes[GEMINI_TIER_FILE] = atomic_load(&m->file.used);
   for (int i = 0; i < GEMINI_TIER_COUNT;
        i++) /* a chunk may have come since the peak was read, or its peak not be noted */
     if (s.peak_bytes[i] < s.used_bytes[i]) s.peak_bytes[i] = s.used_bytes[i];
   s.model_bytes = atomic_load(&from->model_bytes);
   s.nonmodel_bytes = atomic_load(&from->nonmodel_bytes);
-  s.nonmodel_peak_bytes = atomic_load(&m->nonmodel_peak);
+  s.nonmodel_peak_bytes = atomic_load(&m->nonmodel.peak);
   s.chunk_bytes = chunk_bytes;
   for (int i = 0; i < GMI_HIT_STRIPES; i++)
     s.acquire_hits += atomic_load_explicit(&m->stripes[i].hits, memory_order_relaxed);
@@ -44,8 +44,8 @@ void gmi_stats_read(gmi_manager_t *m, gemini_stats_t *stats_out) {
   s.planned_fetch_bytes = atomic_load(&from->planned_fetch_bytes);
   s.planned_evict_bytes = atomic_load(&from->planned_evict_bytes);
   s.op_peak_error_bytes = atomic_load(&from->op_peak_error_bytes);
-  s.pending_updates = gmi_workers_pending(m) + gmi_updates_deferred(m) + atomic_load(&m->callbacks) +
-                      !gmi_fence_reached(m, atomic_load(&m->update_end));
+  s.pending_updates = gmi_workers_pending(m) + gmi_updates_deferred(m) + atomic_load(&m->callback.depth) +
+                      !gmi_fence_reached(m, atomic_load(&m->update.end));
   s.file_engine = gmi_files_engine(m);
   s.host_alloc_bytes = atomic_load(&from->host_alloc_bytes);
   *stats_out = s;
@@ -77,10 +77,10 @@ gemini_status_t gemini_stats_reset(gemini_manager_t mgr) {
       s->moved_bytes[link][reason] = s->moved_chunks[link][reason] = 0;
   s->acquire_misses = s->stall_ns = s->departures = s->op_peak_error_bytes = 0;
   for (int i = 0; i < GMI_HIT_STRIPES; i++) atomic_store_explicit(&m->stripes[i].hits, 0, memory_order_relaxed);
-  s->peak_bytes[GEMINI_TIER_DEVICE] = m->frame_used * atomic_load(&m->chunk_bytes);
-  s->peak_bytes[GEMINI_TIER_HOST] = m->host_used;
-  s->peak_bytes[GEMINI_TIER_FILE] = m->file_used;
-  m->nonmodel_peak = s->nonmodel_bytes;
+  s->peak_bytes[GEMINI_TIER_DEVICE] = m->frames.used * atomic_load(&m->cut.chunk_bytes);
+  s->peak_bytes[GEMINI_TIER_HOST] = m->host.used;
+  s->peak_bytes[GEMINI_TIER_FILE] = m->file.used;
+  m->nonmodel.peak = s->nonmodel_bytes;
   gmi_unlock(m);
   return GEMINI_OK;
 }

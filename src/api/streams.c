@@ -36,8 +36,9 @@ static gemini_status_t stream_native(gmi_manager_t *m, gemini_stream_t stream, v
   if (status) return status;
   if (index == GMI_CALLER) return gmi_fail(GEMINI_ERR_INVALID, 0, "GEMINI_STREAM_CALLER is no stream of the device's");
   void *native;
-  status = m->dev->stream.native(m->dev_self, index, &native);
-  if (status == GEMINI_ERR_UNSUPPORTED) return gmi_fail(status, 0, "device %s has no streams of an API", m->dev->name);
+  status = m->device.ops->stream.native(m->device.self, index, &native);
+  if (status == GEMINI_ERR_UNSUPPORTED)
+    return gmi_fail(status, 0, "device %s has no streams of an API", m->device.ops->name);
   if (status) return status;
   gmi_lock_beside(m, "gemini_stream_native");
   m->streams[index].native = *native_out = native;
@@ -80,7 +81,7 @@ static gemini_status_t stream_call(gmi_manager_t *m, gemini_stream_t stream, gem
     fn(user);
     return GEMINI_OK;
   }
-  status = m->dev->queue.call(m->dev_self, index, fn, user);
+  status = m->device.ops->queue.call(m->device.self, index, fn, user);
   return status ? gmi_fail(status, 0, "the device could not queue the call") : GEMINI_OK;
 }
 
@@ -100,7 +101,7 @@ static gemini_status_t stream_synchronize(gmi_manager_t *m, gemini_stream_t stre
   if (status) return status;
   gmi_wait_t wait;
   gmi_wait_begin(m, &wait, "gemini_stream_synchronize", GMI_WAIT_STREAM, index);
-  status = m->dev->stream.sync(m->dev_self, index, gmi_fence_mark(end)); /* others go on meanwhile */
+  status = m->device.ops->stream.sync(m->device.self, index, gmi_fence_mark(end)); /* others go on meanwhile */
   gmi_wait_end(m, &wait);
   return status;
 }

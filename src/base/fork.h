@@ -24,8 +24,8 @@ void gmi_fork_watch(const gmi_fork_ops_t *ops);
  * that there is no memory to remember stays open in a child. Any thread. */
 void gmi_fork_close(int fd);
 void gmi_fork_close_not(int fd);
-/* Between these two calls, which may be nested, no thread forks: so that a descriptor is open only where it is
- * remembered, both are within them, its open() and gmi_fork_close(), and likewise gmi_fork_close_not() and its close(). */
+/* No thread forks between these two calls, which may be nested. Callers put open() and gmi_fork_close() between them,
+ * and likewise gmi_fork_close_not() and close(), so that every descriptor that is open is also remembered. */
 void gmi_fork_hold(void);
 void gmi_fork_let(void);
 

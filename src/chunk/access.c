@@ -105,7 +105,7 @@ static inline bool is_whole(const gemini_access_t *access, const gmi_tensor_t *t
 /* Recorded once an op for each tensor and mode. */
 static inline void trace_tensor(gmi_manager_t *m, gmi_tensor_t *t, gmi_arena_t *a, uint64_t offset, uint64_t size,
                                 uint32_t mode) {
-  uint64_t serial = atomic_load_explicit(&m->op_serial, memory_order_relaxed);
+  uint64_t serial = atomic_load_explicit(&m->bracket.op_serial, memory_order_relaxed);
   if (!serial) return;
   bool whole = size == t->size;
   if (whole) {
@@ -114,7 +114,7 @@ static inline void trace_tensor(gmi_manager_t *m, gmi_tensor_t *t, gmi_arena_t *
     if ((modes & mode) == mode) return;
     atomic_store_explicit(&t->seen, serial << 2 | modes | mode, memory_order_relaxed);
   }
-  m->observer->touched(m, a->store, offset, size, mode);
+  m->trace.observer->touched(m, a->store, offset, size, mode);
 }
 
 /* What the fast path has of one access. */
@@ -157,8 +157,8 @@ static bool fast_chunks(gmi_manager_t *m, const gemini_access_t *access, uint32_
   if (fine) {
     f->store = a->store == a->index ? a : gmi_arena_at(m, a->store);
     f->offset = t->offset + access->offset_bytes;
-    i = f->first = f->offset >> m->chunk_shift;
-    f->last = (f->offset + f->size - 1) >> m->chunk_shift;
+    i = f->first = f->offset >> m->cut.chunk_shift;
+    f->last = (f->offset + f->size - 1) >> m->cut.chunk_shift;
     if (f->last < atomic_load_explicit(&f->store->chunk_count, memory_order_acquire))
       while (i <= f->last && gmi_chunk_hold_fast(m, &f->store->chunks[i], access->mode, stream)) i++;
     if (i > f->last && !whole) { /* last, as it takes a lock, and all is in vain where the chunks cannot be had */
@@ -176,10 +176,10 @@ static bool fast_hold(gmi_manager_t *m, const gemini_access_t *access, uint32_t 
   uint32_t index = (uint32_t)access->object & (GMI_TENSORS - 1);
   uint32_t generation = (uint32_t)(access->object >> GMI_TENSOR_INDEX_BITS) & GMI_TENSOR_GENERATIONS;
   if (access->tier != GEMINI_TIER_DEVICE || access->mode - 1 > 2 || access->object >> 60 != GMI_HANDLE_TENSOR ||
-      ((access->object ^ m->handle) & GMI_HANDLE_MANAGER_MASK) || !generation ||
-      !atomic_load_explicit(&m->chunk_bytes, memory_order_acquire))
+      ((access->object ^ m->id.handle) & GMI_HANDLE_MANAGER_MASK) || !generation ||
+      !atomic_load_explicit(&m->cut.chunk_bytes, memory_order_acquire))
     return false;
-  gmi_tensor_t *t = f->tensor = &m->tensors[index];
+  gmi_tensor_t *t = f->tensor = &m->tensors.at[index];
   /* What names a size is a part, mostly; fast_chunks() knows. */
   f->field = access->size_bytes ? field_others() : field_whole(access->mode);
   if (atomic_load_explicit(&t->life, memory_order_acquire) != generation || !tensor_hold(t, f->field)) return false;
@@ -209,7 +209,7 @@ static void *range_pointer(gmi_manager_t *m, const gemini_access_t *access, cons
 }
 
 static bool covers(gmi_manager_t *m, const gmi_range_t *r, uint32_t chunk) {
-  uint64_t begin = (uint64_t)chunk << m->chunk_shift, end = begin + atomic_load(&m->chunk_bytes);
+  uint64_t begin = (uint64_t)chunk << m->cut.chunk_shift, end = begin + atomic_load(&m->cut.chunk_bytes);
   return r->offset <= begin && r->offset + r->size >= end; /* behind the arena's end, too: it may grow, into zeros */
 }
 
@@ -305,7 +305,7 @@ static gemini_status_t wait_chunks(gmi_manager_t *m, const gemini_access_t *acce
   }
   for (uint32_t s = 0; waits.set; s++, waits.set >>= 1) {
     gemini_status_t status =
-        waits.set & 1 ? m->observer->stream_waits(m, stream, gmi_fence(s, waits.mark[s])) : GEMINI_OK;
+        waits.set & 1 ? m->trace.observer->stream_waits(m, stream, gmi_fence(s, waits.mark[s])) : GEMINI_OK;
     if (status) return status;
   }
   return GEMINI_OK;
@@ -343,8 +343,8 @@ static void commit(gmi_manager_t *m, gemini_access_t *access, const prepared_t *
       atomic_fetch_or(&base->word, GMI_TENSOR_GRADIENT);
     else if (p->content == CONTENT_FLIPS) atomic_fetch_and(&base->word, ~GMI_TENSOR_GRADIENT);
     if (device) trace_tensor(m, r->tensor, r->arena, r->offset, r->size, access->mode);
-  } else if (device && atomic_load(&m->op_serial)) {
-    m->observer->touched(m, r->store->index, r->offset, r->size, access->mode);
+  } else if (device && atomic_load(&m->bracket.op_serial)) {
+    m->trace.observer->touched(m, r->store->index, r->offset, r->size, access->mode);
   }
   access->ptr = range_pointer(m, access, r);
 }
@@ -425,7 +425,7 @@ static uint64_t batch_lacks(const gmi_manager_t *m, const gemini_access_t *acces
       }
     }
   }
-  return lacking << m->chunk_shift;
+  return lacking << m->cut.chunk_shift;
 }
 
 /* What the tiers refused was one chunk: says what is lacking for the batch. Called before it is given up. */
@@ -433,7 +433,7 @@ static void batch_tell_lack(gmi_manager_t *m, const gemini_access_t *accesses, c
                             gemini_status_t status) {
   uint64_t device = batch_lacks(m, accesses, p, count, GEMINI_TIER_DEVICE);
   uint64_t host = batch_lacks(m, accesses, p, count, GEMINI_TIER_HOST);
-  if (status == GEMINI_ERR_OOM_DEVICE && m->frame_made < m->frame_count) /* the device has less than the budget */
+  if (status == GEMINI_ERR_OOM_DEVICE && m->frames.made < m->frames.count) /* the device has less than the budget */
     gmi_fail_prefix("the batch needs %llu more bytes of device memory: ", (unsigned long long)device);
   else if (status == GEMINI_ERR_OOM_DEVICE) gmi_oom_device(m, device);
   else if (host) gmi_fail_prefix("the batch needs %llu more bytes of host memory: ", (unsigned long long)host);
@@ -445,7 +445,7 @@ static void batch_tell_lack(gmi_manager_t *m, const gemini_access_t *accesses, c
 static gemini_status_t acquire_slow(gmi_manager_t *m, gemini_access_t *accesses, uint64_t count, uint32_t stream) {
   prepared_t small[SMALL_BATCH], *p = small;
   gemini_status_t status = GEMINI_OK;
-  for (uint64_t k = 0; !status && k < count && !atomic_load(&m->chunk_bytes); k++) { /* nothing is cut for these */
+  for (uint64_t k = 0; !status && k < count && !atomic_load(&m->cut.chunk_bytes); k++) { /* nothing is cut for these */
     status = access_check(&accesses[k]);
     if (!status) status = gmi_range_resolve(m, &accesses[k], &small[0].range);
   }
@@ -480,7 +480,8 @@ static gemini_status_t acquire_slow(gmi_manager_t *m, gemini_access_t *accesses,
   for (uint64_t k = 0; k < marked; k++) batch_unmark(m, &p[k].range);
   gmi_pause_t pause = { 0 };
   bool for_updates;
-  if (!status && may_wait(accesses, p, count, &for_updates)) m->observer->pause_begins(m, stream, for_updates, &pause);
+  if (!status && may_wait(accesses, p, count, &for_updates))
+    m->trace.observer->pause_begins(m, stream, for_updates, &pause);
   uint64_t held = 0, held_chunks = 0, touched = 0; /* accesses held whole; chunks held of the next one */
   for (; !status && held < count; held += !status) {
     gmi_range_t *r = &p[held].range;
@@ -498,7 +499,7 @@ static gemini_status_t acquire_slow(gmi_manager_t *m, gemini_access_t *accesses,
     for (uint64_t i = p[k].range.first; !status && i <= p[k].range.last; i++)
       status = bring_chunk(m, &accesses[k], &p[k].range, (uint32_t)i);
   if (held == count && gmi_is_oom(status)) batch_tell_lack(m, accesses, p, count, status);
-  if (!status) m->observer->pause_ends(m, stream, &pause);
+  if (!status) m->trace.observer->pause_ends(m, stream, &pause);
   if (!status) status = wait_chunks(m, accesses, p, count, stream);
   for (uint64_t k = 0; !status && k < count; k++) status = leave_device(m, &accesses[k], &p[k].range);
   for (uint64_t k = 0; !status && k < count; k++) commit(m, &accesses[k], &p[k]);
@@ -626,7 +627,7 @@ static gemini_status_t end(gmi_manager_t *m, const gemini_access_t *access, cons
 /* Locked: an arena or the host is named, and the lock is held. */
 static gemini_status_t release_batch(gmi_manager_t *m, const gemini_access_t *accesses, uint64_t count, uint32_t stream,
                                      bool locked) {
-  uint32_t phase = atomic_load_explicit(&m->phase, memory_order_relaxed);
+  uint32_t phase = atomic_load_explicit(&m->bracket.phase, memory_order_relaxed);
   gemini_status_t status = GEMINI_OK;
   gmi_range_t small[SMALL_BATCH], one; /* of the first ones; the others' are resolved again */
   uint64_t claimed = 0;
@@ -653,7 +654,7 @@ static bool release_whole(gmi_manager_t *m, const gemini_access_t *access, uint3
     return false;
   gmi_range_t r;
   if (gmi_range_bytes(m, access, &r) || r.size != r.tensor->size) return false;
-  uint32_t phase = atomic_load_explicit(&m->phase, memory_order_relaxed);
+  uint32_t phase = atomic_load_explicit(&m->bracket.phase, memory_order_relaxed);
   if (!tensor_release(r.tensor, field_whole(access->mode), phase)) return false;
   gmi_range_chunks(m, &r);
   *status_out = release_chunks(m, access, &r, stream, false);

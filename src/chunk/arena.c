@@ -71,15 +71,15 @@ gmi_tensor_t *gmi_tensor_get(gmi_manager_t *m, gemini_tensor_t handle) {
   uint32_t index;
   uint64_t generation;
   if (!gmi_handle_open(m, handle, GMI_HANDLE_TENSOR, &index, &generation)) return NULL;
-  if (generation && atomic_load_explicit(&m->tensors[index].life, memory_order_acquire) == generation)
-    return &m->tensors[index];
+  if (generation && atomic_load_explicit(&m->tensors.at[index].life, memory_order_acquire) == generation)
+    return &m->tensors.at[index];
   gmi_fail(GEMINI_ERR_HANDLE, 0, "%#llx is an unregistered tensor", (unsigned long long)handle);
   return NULL;
 }
 
 gmi_arena_t *gmi_chunk_arena(gmi_manager_t *m, const gmi_chunk_t *c) { return gmi_arena_at(m, c->arena); }
 uint8_t *gmi_chunk_device(gmi_manager_t *m, const gmi_chunk_t *c) {
-  return gmi_arena_at(m, c->arena)->base + ((uint64_t)c->index << m->chunk_shift);
+  return gmi_arena_at(m, c->arena)->base + ((uint64_t)c->index << m->cut.chunk_shift);
 }
 
 /* ---- chunks
@@ -87,21 +87,21 @@ uint8_t *gmi_chunk_device(gmi_manager_t *m, const gmi_chunk_t *c) {
  * Their records exist once arenas are cut into chunks (cut.c). */
 gemini_status_t gmi_arena_grow(gmi_manager_t *m, gmi_arena_t *store) {
   GMI_ASSERT(gmi_lock_is_mine(m));
-  uint64_t chunk_bytes = atomic_load(&m->chunk_bytes);
+  uint64_t chunk_bytes = atomic_load(&m->cut.chunk_bytes);
   if (!chunk_bytes || store->store != store->index) return GEMINI_OK;
   if (!store->chunks) {
-    uint64_t bytes = (store->capacity >> m->chunk_shift) * sizeof(gmi_chunk_t);
+    uint64_t bytes = (store->capacity >> m->cut.chunk_shift) * sizeof(gmi_chunk_t);
     store->chunks = gmi_space(bytes);
     if (!store->chunks)
       return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no address space for the %llu chunks of arena %s",
-                      (unsigned long long)(store->capacity >> m->chunk_shift), store->name);
+                      (unsigned long long)(store->capacity >> m->cut.chunk_shift), store->name);
     store->chunk_map_bytes = bytes;
   }
   uint32_t count = atomic_load(&store->chunk_count);
-  uint32_t want = (uint32_t)((atomic_load(&store->size) + chunk_bytes - 1) >> m->chunk_shift);
+  uint32_t want = (uint32_t)((atomic_load(&store->size) + chunk_bytes - 1) >> m->cut.chunk_shift);
   for (uint32_t i = count; i < want; i++) gmi_chunk_init(&store->chunks[i], store->index, i);
   if (want > count) {
-    m->chunk_total += want - count;
+    m->cut.chunk_count += want - count;
     atomic_store_explicit(&store->chunk_count, want, memory_order_release);
   }
   return GEMINI_OK;
@@ -141,9 +141,9 @@ gemini_status_t gmi_range_bytes(gmi_manager_t *m, const gemini_access_t *access,
 }
 
 void gmi_range_chunks(gmi_manager_t *m, gmi_range_t *range) {
-  if (!range->size || !atomic_load(&m->chunk_bytes)) return;
-  range->first = (uint32_t)(range->offset >> m->chunk_shift);
-  range->last = (uint32_t)((range->offset + range->size - 1) >> m->chunk_shift);
+  if (!range->size || !atomic_load(&m->cut.chunk_bytes)) return;
+  range->first = (uint32_t)(range->offset >> m->cut.chunk_shift);
+  range->last = (uint32_t)((range->offset + range->size - 1) >> m->cut.chunk_shift);
 }
 
 gemini_status_t gmi_range_resolve(gmi_manager_t *m, const gemini_access_t *access, gmi_range_t *range_out) {
@@ -153,7 +153,7 @@ gemini_status_t gmi_range_resolve(gmi_manager_t *m, const gemini_access_t *acces
 }
 
 gemini_status_t gmi_range_ready(gmi_manager_t *m, const gemini_access_t *access, gmi_range_t *range_out) {
-  bool cut = atomic_load(&m->chunk_bytes);
+  bool cut = atomic_load(&m->cut.chunk_bytes);
   gemini_status_t status = gmi_range_resolve(m, access, range_out);
   if (!status && !cut) status = gmi_cut(m);
   return status || cut ? status : gmi_range_resolve(m, access, range_out);
@@ -193,8 +193,8 @@ static gemini_status_t arena_check(gmi_manager_t *m, gemini_arena_config_t *c, g
 
 static void arena_free(gmi_manager_t *m, gmi_arena_t *a) {
   if (a->store == a->index) {
-    if (a->base) m->dev->memory.unreserve(m->dev_self, a->base, a->capacity);
-    for (uint32_t i = 0; m->file_dir && a->chunks && i < atomic_load(&a->chunk_count); i++)
+    if (a->base) m->device.ops->memory.unreserve(m->device.self, a->base, a->capacity);
+    for (uint32_t i = 0; m->file.dir && a->chunks && i < atomic_load(&a->chunk_count); i++)
       gmi_file_forgive(&a->chunks[i]);
     gmi_chunks_check(m);
     gmi_chunks_forget_checks(m);
@@ -248,7 +248,7 @@ static gemini_status_t arena_create(gmi_manager_t *m, const gemini_arena_config_
     a->base = reuse->base;
   } else {
     void *address = NULL;
-    status = m->dev->memory.reserve(m->dev_self, a->capacity, &address);
+    status = m->device.ops->memory.reserve(m->device.self, a->capacity, &address);
     a->base = status ? NULL : address;
     if (status) {
       arena_free(m, a);
@@ -264,9 +264,9 @@ static gemini_status_t arena_create(gmi_manager_t *m, const gemini_arena_config_
   if (base) base->followers++;
   if (reuse) reuse->reused = true;
   else m->stats.model_bytes += atomic_load(&a->size);
-  a->generation = ++m->arena_generations[index];
-  atomic_store_explicit(&m->arenas[index], a, memory_order_release);
-  m->observer->arenas_change(m);
+  a->generation = ++m->arenas.generations[index];
+  atomic_store_explicit(&m->arenas.at[index], a, memory_order_release);
+  m->trace.observer->arenas_change(m);
   *arena_out = gmi_handle(m, GMI_HANDLE_ARENA, a->generation, index);
   return GEMINI_OK;
 }
@@ -277,20 +277,20 @@ gemini_status_t gemini_arena_create(gemini_manager_t mgr, const gemini_arena_con
 
 static void name_remove(gmi_manager_t *m, uint32_t index);
 static void tensor_drop(gmi_manager_t *m, uint32_t index) {
-  gmi_tensor_t *t = &m->tensors[index];
+  gmi_tensor_t *t = &m->tensors.at[index];
   if (t->base == index) name_remove(m, index);
   free(t->name);
   atomic_store_explicit(&t->life, 0, memory_order_release);
   t->name = NULL;
-  m->tensor_alive--;
+  m->tensors.alive--;
   if (t->generation == GMI_TENSOR_GENERATIONS) return; /* its handles are used up */
-  t->hash_next = m->tensor_free;
-  m->tensor_free = index;
+  t->hash_next = m->tensors.free;
+  m->tensors.free = index;
 }
 
 static void counterpart_unlink(gmi_manager_t *m, uint32_t index) {
-  gmi_tensor_t *t = &m->tensors[index];
-  for (uint32_t *link = &m->tensors[t->base].next; *link != GMI_NONE; link = &m->tensors[*link].next) {
+  gmi_tensor_t *t = &m->tensors.at[index];
+  for (uint32_t *link = &m->tensors.at[t->base].next; *link != GMI_NONE; link = &m->tensors.at[*link].next) {
     if (*link == index) {
       *link = t->next;
       return;
@@ -310,9 +310,9 @@ static void tensor_revive(gmi_tensor_t *t) { atomic_fetch_and(&t->word, ~GMI_TEN
 
 static gemini_status_t tensors_kill(gmi_manager_t *m, gmi_arena_t *a) {
   for (uint32_t i = 0; i < a->tensor_count; i++) {
-    gmi_tensor_t *t = &m->tensors[a->order[i]];
+    gmi_tensor_t *t = &m->tensors.at[a->order[i]];
     if (tensor_kill(t)) continue;
-    while (i-- > 0) tensor_revive(&m->tensors[a->order[i]]);
+    while (i-- > 0) tensor_revive(&m->tensors.at[a->order[i]]);
     return gmi_fail(GEMINI_ERR_BUSY, 0, "tensor %s is acquired", gmi_tensor_base(m, t)->name);
   }
   return GEMINI_OK;
@@ -340,7 +340,7 @@ static gemini_status_t arena_destroy(gmi_manager_t *m, gemini_arena_t handle) {
   status = tensors_kill(m, a);
   if (!status && a->store != a->index) { /* the parameters whose bytes it has taken cannot come back: they are zero */
     status = gmi_gradients_drop(m, a);
-    for (uint32_t i = 0; status && i < a->tensor_count; i++) tensor_revive(&m->tensors[a->order[i]]);
+    for (uint32_t i = 0; status && i < a->tensor_count; i++) tensor_revive(&m->tensors.at[a->order[i]]);
   }
   if (status) return status;
   for (uint32_t i = 0; i < count; i++) gmi_chunk_forget(m, &a->chunks[i]);
@@ -348,17 +348,17 @@ static gemini_status_t arena_destroy(gmi_manager_t *m, gemini_arena_t handle) {
   if (a->store == a->index) gmi_arena_unmap(m, a);
   while (a->tensor_count) {
     uint32_t index = a->order[--a->tensor_count];
-    if (m->tensors[index].base != index) counterpart_unlink(m, index);
+    if (m->tensors.at[index].base != index) counterpart_unlink(m, index);
     tensor_drop(m, index);
   }
-  m->chunk_total -= count;
+  m->cut.chunk_count -= count;
   gmi_arena_t *base = gmi_arena_at(m, a->like);
   if (base != a) base->followers--;
   if (a->store != a->index) gmi_arena_at(m, a->store)->reused = false;
   else m->stats.model_bytes -= atomic_load(&a->size);
-  atomic_store_explicit(&m->arenas[a->index], NULL, memory_order_release);
+  atomic_store_explicit(&m->arenas.at[a->index], NULL, memory_order_release);
   arena_free(m, a);
-  m->observer->arenas_change(m);
+  m->trace.observer->arenas_change(m);
   return GEMINI_OK;
 }
 gemini_status_t gemini_arena_destroy(gemini_manager_t mgr, gemini_arena_t arena) {
@@ -372,12 +372,12 @@ gemini_status_t gemini_arena_destroy(gemini_manager_t mgr, gemini_arena_t arena)
 }
 
 void gmi_arena_free_all(gmi_manager_t *m) {
-  for (uint32_t i = 0; i < m->tensor_high; i++) free(m->tensors[i].name);
+  for (uint32_t i = 0; i < m->tensors.high; i++) free(m->tensors.at[i].name);
   for (int pass = 0; pass < 2; pass++) { /* reusing arenas first */
     for (uint32_t i = 0; i < GMI_ARENAS; i++) {
       gmi_arena_t *a = gmi_arena_at(m, i);
       if (!a || (pass == 0 && a->store == i)) continue;
-      atomic_store(&m->arenas[i], NULL);
+      atomic_store(&m->arenas.at[i], NULL);
       arena_free(m, a);
     }
   }
@@ -388,7 +388,7 @@ static void tier_bytes(gmi_manager_t *m, const gmi_range_t *r, uint64_t out[GEMI
   memset(out, 0, GEMINI_TIER_COUNT * sizeof *out);
   for (uint64_t i = r->first; i <= r->last && i < atomic_load(&r->store->chunk_count); i++) {
     const gmi_chunk_t *c = &r->store->chunks[i];
-    uint64_t begin = i << m->chunk_shift, end = begin + atomic_load(&m->chunk_bytes);
+    uint64_t begin = i << m->cut.chunk_shift, end = begin + atomic_load(&m->cut.chunk_bytes);
     if (begin < r->offset) begin = r->offset;
     if (end > r->offset + r->size) end = r->offset + r->size;
     if (gmi_chunk_has(c, GMI_VALID_DEVICE)) out[GEMINI_TIER_DEVICE] += end - begin;
@@ -408,7 +408,7 @@ gemini_status_t gemini_arena_info(gemini_manager_t mgr, gemini_arena_t arena, ge
     info.base = (uint64_t)(uintptr_t)a->base;
     info.size_bytes = atomic_load(&a->size);
     info.capacity_bytes = a->capacity_asked;
-    info.chunk_bytes = atomic_load(&m->chunk_bytes);
+    info.chunk_bytes = atomic_load(&m->cut.chunk_bytes);
     info.tensor_count = a->tensor_count;
     gemini_access_t all = { .object = arena };
     gmi_range_t r;
@@ -471,35 +471,35 @@ static uint64_t name_hash(const char *name) {
   return h;
 }
 uint32_t gmi_tensor_named(gmi_manager_t *m, const char *name) {
-  uint32_t i = m->name_buckets[name_hash(name) % m->name_bucket_count];
-  while (i != GMI_NONE && strcmp(m->tensors[i].name, name)) i = m->tensors[i].hash_next;
+  uint32_t i = m->tensors.buckets[name_hash(name) % m->tensors.bucket_count];
+  while (i != GMI_NONE && strcmp(m->tensors.at[i].name, name)) i = m->tensors.at[i].hash_next;
   return i;
 }
 static void name_remove(gmi_manager_t *m, uint32_t index) {
-  uint32_t *link = &m->name_buckets[name_hash(m->tensors[index].name) % m->name_bucket_count];
-  while (*link != index) link = &m->tensors[*link].hash_next;
-  *link = m->tensors[index].hash_next;
+  uint32_t *link = &m->tensors.buckets[name_hash(m->tensors.at[index].name) % m->tensors.bucket_count];
+  while (*link != index) link = &m->tensors.at[*link].hash_next;
+  *link = m->tensors.at[index].hash_next;
 }
 static void name_insert(gmi_manager_t *m, uint32_t index) {
-  uint32_t *link = &m->name_buckets[name_hash(m->tensors[index].name) % m->name_bucket_count];
-  m->tensors[index].hash_next = *link;
+  uint32_t *link = &m->tensors.buckets[name_hash(m->tensors.at[index].name) % m->tensors.bucket_count];
+  m->tensors.at[index].hash_next = *link;
   *link = index;
 }
 static void names_grow(gmi_manager_t *m) { /* a failure only leaves chains longer */
-  uint32_t count = m->name_bucket_count * 4;
+  uint32_t count = m->tensors.bucket_count * 4;
   uint32_t *buckets = malloc(count * sizeof *buckets);
   if (!buckets) return;
   memset(buckets, 0xff, count * sizeof *buckets);
-  free(m->name_buckets);
-  m->name_buckets = buckets;
-  m->name_bucket_count = count;
-  for (uint32_t i = 0; i < m->tensor_high; i++)
-    if (gmi_tensor_alive(&m->tensors[i]) && m->tensors[i].base == i) name_insert(m, i);
+  free(m->tensors.buckets);
+  m->tensors.buckets = buckets;
+  m->tensors.bucket_count = count;
+  for (uint32_t i = 0; i < m->tensors.high; i++)
+    if (gmi_tensor_alive(&m->tensors.at[i]) && m->tensors.at[i].base == i) name_insert(m, i);
 }
 
 /* Makes sure that tensor_new() finds room for one more record in arena a. */
 static gemini_status_t tensor_room(gmi_manager_t *m, gmi_arena_t *a) {
-  if (m->tensor_free == GMI_NONE && m->tensor_high == GMI_TENSORS)
+  if (m->tensors.free == GMI_NONE && m->tensors.high == GMI_TENSORS)
     return gmi_fail(GEMINI_ERR_INVALID, 0, "%u tensors exist, the limit is %u", GMI_TENSORS, GMI_TENSORS);
   if (a->tensor_count == a->tensor_capacity) {
     uint32_t capacity = a->tensor_capacity ? a->tensor_capacity * 2 : 16;
@@ -513,11 +513,11 @@ static gemini_status_t tensor_room(gmi_manager_t *m, gmi_arena_t *a) {
 
 /* Takes a record in arena a, after tensor_room(); its name and chains are the caller's to set. */
 static uint32_t tensor_new(gmi_manager_t *m, gmi_arena_t *a, uint64_t offset, uint64_t size) {
-  uint32_t index = m->tensor_free;
-  if (index != GMI_NONE) m->tensor_free = m->tensors[index].hash_next;
-  else index = m->tensor_high++;
-  gmi_tensor_t *t = &m->tensors[index];
-  if (!t->generation) t->generation = m->generation_before;
+  uint32_t index = m->tensors.free;
+  if (index != GMI_NONE) m->tensors.free = m->tensors.at[index].hash_next;
+  else index = m->tensors.high++;
+  gmi_tensor_t *t = &m->tensors.at[index];
+  if (!t->generation) t->generation = m->id.generation_before;
   t->generation++;
   t->arena = a->index;
   t->offset = offset;
@@ -528,10 +528,10 @@ static uint32_t tensor_new(gmi_manager_t *m, gmi_arena_t *a, uint64_t offset, ui
   atomic_store(&t->seen, 0);
   atomic_store_explicit(&t->life, t->generation, memory_order_release);
   a->order_sorted =
-      a->tensor_count == 0 || (a->order_sorted && m->tensors[a->order[a->tensor_count - 1]].offset <= offset);
+      a->tensor_count == 0 || (a->order_sorted && m->tensors.at[a->order[a->tensor_count - 1]].offset <= offset);
   a->order[a->tensor_count++] = index;
   if (size > a->longest) a->longest = size;
-  m->tensor_alive++;
+  m->tensors.alive++;
   return index;
 }
 
@@ -567,10 +567,10 @@ static gemini_status_t tensor_register(gmi_manager_t *m, gemini_arena_t arena, c
     return status;
   }
   uint32_t index = tensor_new(m, a, offset, size);
-  m->tensors[index].name = copy;
-  if (m->tensor_alive > (uint64_t)m->name_bucket_count * 2) names_grow(m);
+  m->tensors.at[index].name = copy;
+  if (m->tensors.alive > (uint64_t)m->tensors.bucket_count * 2) names_grow(m);
   if (gmi_tensor_named(m, copy) == GMI_NONE) name_insert(m, index); /* names_grow() may have put it in */
-  *tensor_out = gmi_handle(m, GMI_HANDLE_TENSOR, m->tensors[index].generation, index);
+  *tensor_out = gmi_handle(m, GMI_HANDLE_TENSOR, m->tensors.at[index].generation, index);
   return GEMINI_OK;
 }
 gemini_status_t gemini_tensor_register(gemini_manager_t mgr, gemini_arena_t arena, const char *name,
@@ -579,7 +579,7 @@ gemini_status_t gemini_tensor_register(gemini_manager_t mgr, gemini_arena_t aren
 }
 
 static void order_remove(gmi_manager_t *m, uint32_t index) {
-  gmi_arena_t *a = gmi_arena_at(m, m->tensors[index].arena);
+  gmi_arena_t *a = gmi_arena_at(m, m->tensors.at[index].arena);
   for (uint32_t i = 0; i < a->tensor_count; i++) {
     if (a->order[i] != index) continue;
     memmove(&a->order[i], &a->order[i + 1], (a->tensor_count - i - 1) * sizeof *a->order);
@@ -591,18 +591,18 @@ static void order_remove(gmi_manager_t *m, uint32_t index) {
 static gemini_status_t tensor_unregister(gmi_manager_t *m, gemini_tensor_t handle) {
   gmi_tensor_t *t = gmi_tensor_get(m, handle);
   if (!t) return GEMINI_ERR_HANDLE;
-  uint32_t index = (uint32_t)(t - m->tensors);
+  uint32_t index = (uint32_t)(t - m->tensors.at);
   bool base = t->base == index;
-  for (uint32_t i = index; i != GMI_NONE; i = base ? m->tensors[i].next : GMI_NONE) {
-    if (tensor_kill(&m->tensors[i])) continue;
-    for (uint32_t k = index; k != i; k = m->tensors[k].next) tensor_revive(&m->tensors[k]);
+  for (uint32_t i = index; i != GMI_NONE; i = base ? m->tensors.at[i].next : GMI_NONE) {
+    if (tensor_kill(&m->tensors.at[i])) continue;
+    for (uint32_t k = index; k != i; k = m->tensors.at[k].next) tensor_revive(&m->tensors.at[k]);
     return gmi_fail(GEMINI_ERR_BUSY, 0, "tensor %s%s is acquired", gmi_tensor_base(m, t)->name,
                     i == index ? "" : ", in another arena,");
   }
   if (!base) counterpart_unlink(m, index);
   uint32_t next;
   for (uint32_t i = index; i != GMI_NONE; i = next) {
-    next = base ? m->tensors[i].next : GMI_NONE;
+    next = base ? m->tensors.at[i].next : GMI_NONE;
     order_remove(m, i);
     tensor_drop(m, i);
   }
@@ -624,7 +624,7 @@ gemini_status_t gemini_tensor_find(gemini_manager_t mgr, const char *name, gemin
   if (!name || !tensor_out) API_RETURN(gmi_fail(GEMINI_ERR_INVALID, 0, "%s is NULL", name ? "tensor_out" : "name"));
   gmi_lock(m, __func__);
   uint32_t index = gmi_tensor_named(m, name);
-  if (index != GMI_NONE) *tensor_out = gmi_handle(m, GMI_HANDLE_TENSOR, m->tensors[index].generation, index);
+  if (index != GMI_NONE) *tensor_out = gmi_handle(m, GMI_HANDLE_TENSOR, m->tensors.at[index].generation, index);
   gmi_unlock(m);
   API_RETURN(index != GMI_NONE ? GEMINI_OK : gmi_fail(GEMINI_ERR_NOT_FOUND, 0, "no tensor is named %.127s", name));
 }
@@ -638,7 +638,7 @@ static gemini_status_t tensor_counterpart(gmi_manager_t *m, gemini_tensor_t hand
   gmi_tensor_t *base = gmi_tensor_base(m, t);
   gmi_arena_t *from = gmi_arena_at(m, base->arena);
   uint32_t index = t->base;
-  while (index != GMI_NONE && m->tensors[index].arena != a->index) index = m->tensors[index].next;
+  while (index != GMI_NONE && m->tensors.at[index].arena != a->index) index = m->tensors.at[index].next;
   if (index == GMI_NONE) {
     if (a->like != from->index)
       return gmi_fail(GEMINI_ERR_INVALID, 0, "arena %s is not like %s, where tensor %s is", a->name, from->name,
@@ -647,11 +647,11 @@ static gemini_status_t tensor_counterpart(gmi_manager_t *m, gemini_tensor_t hand
     if (status) return status;
     index = tensor_new(m, a, base->offset / from->element_bytes * a->element_bytes,
                        base->size / from->element_bytes * a->element_bytes);
-    m->tensors[index].base = t->base;
-    m->tensors[index].next = base->next;
+    m->tensors.at[index].base = t->base;
+    m->tensors.at[index].next = base->next;
     base->next = index;
   }
-  *tensor_out = gmi_handle(m, GMI_HANDLE_TENSOR, m->tensors[index].generation, index);
+  *tensor_out = gmi_handle(m, GMI_HANDLE_TENSOR, m->tensors.at[index].generation, index);
   return GEMINI_OK;
 }
 gemini_status_t gemini_tensor_counterpart(gemini_manager_t mgr, gemini_tensor_t tensor, gemini_arena_t arena,
@@ -685,7 +685,7 @@ gemini_status_t gemini_tensor_info(gemini_manager_t mgr, gemini_tensor_t tensor,
 
 static int by_offset(const void *a, const void *b, void *user) {
   const gmi_manager_t *m = user;
-  const gmi_tensor_t *x = &m->tensors[*(const uint32_t *)a], *y = &m->tensors[*(const uint32_t *)b];
+  const gmi_tensor_t *x = &m->tensors.at[*(const uint32_t *)a], *y = &m->tensors.at[*(const uint32_t *)b];
   if (x->offset != y->offset) return x->offset < y->offset ? -1 : 1;
   return x < y ? -1 : x > y;
 }
@@ -703,11 +703,11 @@ void gmi_arena_each(gmi_manager_t *m, gmi_arena_t *a, uint64_t offset, uint64_t 
   uint32_t low = 0, high = a->tensor_count;
   while (low < high) {
     uint32_t mid = low + (high - low) / 2;
-    if (m->tensors[a->order[mid]].offset < from) low = mid + 1;
+    if (m->tensors.at[a->order[mid]].offset < from) low = mid + 1;
     else high = mid;
   }
   for (uint32_t i = low; i < a->tensor_count; i++) {
-    gmi_tensor_t *t = &m->tensors[a->order[i]];
+    gmi_tensor_t *t = &m->tensors.at[a->order[i]];
     if (t->offset >= offset + size) break;
     if (t->offset + t->size > offset) fn(m, t, user);
   }

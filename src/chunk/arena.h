@@ -11,9 +11,9 @@ gmi_tensor_t *gmi_tensor_get(gmi_manager_t *m, gemini_tensor_t handle);
 uint32_t gmi_tensor_named(gmi_manager_t *m, const char *name); /* index of the registered one, or GMI_NONE */
 static inline bool gmi_tensor_alive(const gmi_tensor_t *t) { return atomic_load(&t->life) != 0; }
 static inline gmi_arena_t *gmi_arena_at(gmi_manager_t *m, uint32_t index) {
-  return atomic_load_explicit(&m->arenas[index], memory_order_acquire);
+  return atomic_load_explicit(&m->arenas.at[index], memory_order_acquire);
 }
-static inline gmi_tensor_t *gmi_tensor_base(gmi_manager_t *m, gmi_tensor_t *t) { return &m->tensors[t->base]; }
+static inline gmi_tensor_t *gmi_tensor_base(gmi_manager_t *m, gmi_tensor_t *t) { return &m->tensors.at[t->base]; }
 /* A range of chunks of the arena that stores it. */
 typedef struct gmi_range {
   gmi_arena_t *arena; /* as named by the caller */

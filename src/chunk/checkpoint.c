@@ -33,16 +33,16 @@ static gmi_chunk_t *next_chunk(gmi_manager_t *m, uint32_t *arena, uint32_t *inde
 }
 
 static gemini_status_t check_kept(gmi_manager_t *m) {
-  return m->checkpoint_name ? GEMINI_OK
-                            : gmi_fail(GEMINI_ERR_STATE, 0, "the manager was opened without checkpoint_name");
+  return m->file.checkpoint_name ? GEMINI_OK
+                                 : gmi_fail(GEMINI_ERR_STATE, 0, "the manager was opened without checkpoint_name");
 }
 
 /* ---- checkpoint */
 static void write_layout(gmi_manager_t *m, FILE *file) {
   fprintf(file, "gemini-keep 1\n");
   gmi_arenas_write(m, file);
-  for (uint32_t i = 0; i < m->tensor_high; i++) {
-    gmi_tensor_t *t = &m->tensors[i];
+  for (uint32_t i = 0; i < m->tensors.high; i++) {
+    gmi_tensor_t *t = &m->tensors.at[i];
     if (!gmi_tensor_alive(t)) continue;
     uint64_t word = atomic_load(&t->word);
     fprintf(file, "tensor %u %" PRIu64 " %" PRIu64 " %u %d ", t->arena, t->offset, t->size,
@@ -55,10 +55,10 @@ static void write_layout(gmi_manager_t *m, FILE *file) {
 
 static gemini_status_t wait_transfers(gmi_manager_t *m, uint32_t most) {
   gemini_status_t status = GEMINI_OK;
-  while (!status && m->io_count > most) {
+  while (!status && m->io.count > most) {
     uint64_t events = gmi_workers_finished(m);
     status = gmi_files_reap(m, NULL);
-    if (!status && m->io_count > most) gmi_workers_wait(m, events, GMI_WAIT_FILES, m->io_count);
+    if (!status && m->io.count > most) gmi_workers_wait(m, events, GMI_WAIT_FILES, m->io.count);
   }
   return status;
 }
@@ -71,7 +71,7 @@ static gemini_status_t write_chunks(gmi_manager_t *m) {
       status = gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is acquired for writing", gmi_chunk_arena(m, c)->name);
   arena = index = 0;
   for (gmi_chunk_t *c; !status && (c = next_chunk(m, &arena, &index));) {
-    bool suspect = gmi_chunk_has(c, GMI_VALID_FILE) && gmi_store_is_suspect(m->files, gmi_chunk_block(c));
+    bool suspect = gmi_chunk_has(c, GMI_VALID_FILE) && gmi_store_is_suspect(m->file.store, gmi_chunk_block(c));
     if (gmi_chunk_has(c, GMI_VALID_ZERO | GMI_VALID_FILE) && !suspect) continue;
     status = gmi_chunk_to_host(m, c, false, GEMINI_REASON_CALLER);
     if (status) break;
@@ -91,7 +91,7 @@ static gemini_status_t commit_chunks(gmi_manager_t *m, const void *blob, uint64_
   const gmi_kept_t *old = NULL;
   const void *old_blob;
   uint64_t old_blob_bytes;
-  gmi_kept_t *kept = calloc(m->chunk_total + 1, sizeof *kept), *before = NULL;
+  gmi_kept_t *kept = calloc(m->cut.chunk_count + 1, sizeof *kept), *before = NULL;
   gemini_status_t status = kept ? GEMINI_OK : gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for a checkpoint");
   for (gmi_chunk_t *c; !status && (c = next_chunk(m, &arena, &index));) {
     if (gmi_chunk_has(c, GMI_VALID_ZERO)) continue;
@@ -101,8 +101,8 @@ static gemini_status_t commit_chunks(gmi_manager_t *m, const void *blob, uint64_
     kept[count++] = (gmi_kept_t){ .block = gmi_chunk_block(c), .key = chunk_key(c) };
   }
   /* Blocks of a checkpoint that this process has not taken up go with it. */
-  if (!status && !m->kept_used &&
-      gmi_store_committed(m->files, &old, &old_count, &old_blob, &old_blob_bytes) == GEMINI_OK) {
+  if (!status && !m->file.checkpoint_is_ours &&
+      gmi_store_committed(m->file.store, &old, &old_count, &old_blob, &old_blob_bytes) == GEMINI_OK) {
     before = malloc(((size_t)old_count + 1) * sizeof *before);
     if (before) memcpy(before, old, old_count * sizeof *before);
     else status = gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for a checkpoint");
@@ -110,11 +110,11 @@ static gemini_status_t commit_chunks(gmi_manager_t *m, const void *blob, uint64_
   if (!status) {
     gmi_wait_t wait;
     gmi_wait_begin(m, &wait, NULL, GMI_WAIT_COMMIT, 0);
-    status = gmi_store_commit(m->files, kept, count, blob, blob_bytes);
+    status = gmi_store_commit(m->file.store, kept, count, blob, blob_bytes);
     gmi_wait_end(m, &wait);
   }
-  for (uint32_t i = 0; !status && before && i < old_count; i++) gmi_store_give(m->files, before[i].block);
-  if (!status) m->kept_used = true;
+  for (uint32_t i = 0; !status && before && i < old_count; i++) gmi_store_give(m->file.store, before[i].block);
+  if (!status) m->file.checkpoint_is_ours = true;
   free(before);
   free(kept);
   return status;
@@ -127,9 +127,9 @@ static gemini_status_t checkpoint(gmi_manager_t *m) {
   if (status) return status;
   gmi_workers_drain(m, NULL);
   status = gmi_workers_failure(m);
-  m->checkpointing = true;
+  m->file.checkpointing = true;
   if (!status) status = write_chunks(m);
-  m->checkpointing = false;
+  m->file.checkpointing = false;
   if (status) return status;
   char *text = NULL;
   size_t size = 0;
@@ -170,15 +170,15 @@ static gemini_status_t read_tensor(reader_t *r, const char *at) {
                     "the checkpoint's description has tensor %s in an arena that it does not have", name);
   gmi_manager_t *m = r->m;
   uint32_t index = gmi_tensor_named(m, name);
-  bool registered = index != GMI_NONE && m->tensors[index].arena == r->arena_of[arena];
-  while (index != GMI_NONE && m->tensors[index].arena != r->arena_of[arena]) index = m->tensors[index].next;
+  bool registered = index != GMI_NONE && m->tensors.at[index].arena == r->arena_of[arena];
+  while (index != GMI_NONE && m->tensors.at[index].arena != r->arena_of[arena]) index = m->tensors.at[index].next;
   if (index == GMI_NONE && gmi_tensor_named(m, name) != GMI_NONE)
     return GEMINI_OK; /* a counterpart nobody asked for yet */
-  if (index == GMI_NONE || m->tensors[index].offset != range[0] || m->tensors[index].size != range[1])
+  if (index == GMI_NONE || m->tensors.at[index].offset != range[0] || m->tensors.at[index].size != range[1])
     return differs("tensor", name);
   r->tensors += registered;
   if (!r->apply) return GEMINI_OK;
-  gmi_tensor_t *t = &m->tensors[index];
+  gmi_tensor_t *t = &m->tensors.at[index];
   uint64_t word = atomic_load(&t->word), mine = gradient ? GMI_TENSOR_GRADIENT : 0;
   while (!atomic_compare_exchange_weak(&t->word, &word, /* an acquire may count itself, and undo that, at any time */
                                        gmi_tensor_word(word & ~GMI_TENSOR_GRADIENT, (uint32_t)state) | mine)) {
@@ -224,8 +224,8 @@ static gemini_status_t read_layout(reader_t *r, const char *blob, uint64_t bytes
       status = gmi_fail(GEMINI_ERR_FORMAT, 0, "arena %s of this manager is not in the checkpoint", a->name);
   }
   uint64_t registered = 0;
-  for (uint32_t i = 0; i < r->m->tensor_high; i++)
-    registered += gmi_tensor_alive(&r->m->tensors[i]) && r->m->tensors[i].base == i;
+  for (uint32_t i = 0; i < r->m->tensors.high; i++)
+    registered += gmi_tensor_alive(&r->m->tensors.at[i]) && r->m->tensors.at[i].base == i;
   if (!status && r->tensors != registered)
     status = gmi_fail(GEMINI_ERR_FORMAT, 0, "the checkpoint has %" PRIu64 " tensors, this manager %" PRIu64, r->tensors,
                       registered);
@@ -246,12 +246,13 @@ static gemini_status_t resume(gmi_manager_t *m) {
   uint64_t blob_bytes;
   reader_t r = { .m = m };
   gemini_status_t status = check_kept(m);
-  if (!status && m->kept_used) status = gmi_fail(GEMINI_ERR_STATE, 0, "a checkpoint was taken up or made already");
+  if (!status && m->file.checkpoint_is_ours)
+    status = gmi_fail(GEMINI_ERR_STATE, 0, "a checkpoint was taken up or made already");
   if (!status) status = gmi_cut(m);
-  if (!status) status = gmi_store_committed(m->files, &kept, &count, &blob, &blob_bytes);
-  if (!status && (uint64_t)count << m->chunk_shift > m->config.file_bytes)
+  if (!status) status = gmi_store_committed(m->file.store, &kept, &count, &blob, &blob_bytes);
+  if (!status && (uint64_t)count << m->cut.chunk_shift > m->config.file_bytes)
     status = gmi_fail(GEMINI_ERR_OOM_FILE, 0, "the checkpoint has %llu bytes of chunks, the file budget is %llu",
-                      (unsigned long long)count << m->chunk_shift, (unsigned long long)m->config.file_bytes);
+                      (unsigned long long)count << m->cut.chunk_shift, (unsigned long long)m->config.file_bytes);
   for (gmi_chunk_t *c; !status && (c = next_chunk(m, &arena, &index));)
     if (!gmi_chunk_has(c, GMI_VALID_ZERO) || gmi_chunk_host_users(c) || !gmi_chunk_unsettle(c, GMI_CHUNK_PINS))
       status = gmi_fail(GEMINI_ERR_STATE, 0, "arena %s holds bytes already", gmi_chunk_arena(m, c)->name);
@@ -272,10 +273,10 @@ static gemini_status_t resume(gmi_manager_t *m) {
     gmi_chunk_drop_device(m, c); /* zeros */
     gmi_host_slot_drop(m, c);
     gmi_chunk_resumed(m, c);
-    m->file_used += UINT64_C(1) << m->chunk_shift;
+    m->file.used += UINT64_C(1) << m->cut.chunk_shift;
   }
-  if (m->file_used > m->stats.peak_bytes[GEMINI_TIER_FILE]) m->stats.peak_bytes[GEMINI_TIER_FILE] = m->file_used;
-  m->kept_used = true;
+  if (m->file.used > m->stats.peak_bytes[GEMINI_TIER_FILE]) m->stats.peak_bytes[GEMINI_TIER_FILE] = m->file.used;
+  m->file.checkpoint_is_ours = true;
   return GEMINI_OK;
 }
 gemini_status_t gemini_resume(gemini_manager_t mgr) { API_LOCKED(resume(m)); }

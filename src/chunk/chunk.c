@@ -11,7 +11,7 @@ static bool sound(gmi_manager_t *m, const gmi_chunk_t *c) {
   uint32_t word = atomic_load(&c->word_);
   bool resident = c->frame_ != GMI_NONE;
   if (!c->valid_ || ((word & GMI_CHUNK_RESIDENT) && !resident)) return false;
-  if (resident && m->frames[c->frame_].chunk != c) return false;
+  if (resident && m->frames.at[c->frame_].chunk != c) return false;
   if (!resident && ((c->valid_ & GMI_VALID_DEVICE) || (word & GMI_CHUNK_SETTLED))) return false;
   if ((word & GMI_CHUNK_RESIDENT) && ((word & GMI_CHUNK_DIRTY) != 0) != (c->valid_ == GMI_VALID_DEVICE)) return false;
   if (((c->valid_ & GMI_VALID_HOST) || c->io_) && c->slot_ == GMI_NONE) return false;
@@ -35,21 +35,21 @@ bool gmi_chunk_invariant(gmi_manager_t *m, const gmi_chunk_t *c) {
 static void changed(gmi_manager_t *m, gmi_chunk_t *c) {
   GMI_ASSERT(gmi_lock_is_mine(m));
   GMI_ASSERT(sound(m, c));
-  for (uint32_t i = 0; i < m->changed_count && i < GMI_CHANGED; i++)
-    if (m->changed[i] == c) return;
-  if (m->changed_count < GMI_CHANGED) m->changed[m->changed_count] = c;
-  m->changed_count++;
+  for (uint32_t i = 0; i < m->check.changed_count && i < GMI_CHANGED; i++)
+    if (m->check.changed[i] == c) return;
+  if (m->check.changed_count < GMI_CHANGED) m->check.changed[m->check.changed_count] = c;
+  m->check.changed_count++;
 }
 #else
 static void changed(gmi_manager_t *m, gmi_chunk_t *c) { (void)m, (void)c; }
 #endif
 
 void gmi_chunks_check(gmi_manager_t *m) {
-  GMI_ASSERT(m->frame_used + m->free_size == m->frame_made);
-  GMI_ASSERT(m->io_count ||
-             (uint64_t)m->blocks_held << m->chunk_shift == m->file_used); /* else some are in transfers */
-  if (m->changed_count <= GMI_CHANGED) {
-    for (uint32_t i = 0; i < m->changed_count; i++) GMI_ASSERT(gmi_chunk_invariant(m, m->changed[i]));
+  GMI_ASSERT(m->frames.used + m->frames.free_count == m->frames.made);
+  GMI_ASSERT(m->io.count ||
+             (uint64_t)m->check.blocks_held << m->cut.chunk_shift == m->file.used); /* else some are in transfers */
+  if (m->check.changed_count <= GMI_CHANGED) {
+    for (uint32_t i = 0; i < m->check.changed_count; i++) GMI_ASSERT(gmi_chunk_invariant(m, m->check.changed[i]));
   } else {
     for (uint32_t i = 0; i < GMI_ARENAS; i++) {
       gmi_arena_t *a = gmi_arena_at(m, i);
@@ -57,9 +57,9 @@ void gmi_chunks_check(gmi_manager_t *m) {
         GMI_ASSERT(gmi_chunk_invariant(m, &a->chunks[k]));
     }
   }
-  m->changed_count = 0;
+  m->check.changed_count = 0;
 }
-void gmi_chunks_forget_checks(gmi_manager_t *m) { m->changed_count = 0; }
+void gmi_chunks_forget_checks(gmi_manager_t *m) { m->check.changed_count = 0; }
 
 #ifdef GEMINI_CHECK
 void gmi_balance_check(gmi_manager_t *m) {
@@ -76,13 +76,13 @@ void gmi_balance_check(gmi_manager_t *m) {
       blocks += c->block_ != GMI_NONE;
     }
   }
-  for (uint32_t i = 0; i < m->frame_capacity; i++) used_frames += m->frames[i].chunk != NULL;
+  for (uint32_t i = 0; i < m->frames.capacity; i++) used_frames += m->frames.at[i].chunk != NULL;
   GMI_ASSERT(frames == used_frames);
-  GMI_ASSERT(frames == m->resident);
+  GMI_ASSERT(frames == m->frames.resident);
   for (uint32_t s = 0; s < m->host.slot_count; s++) free_slots += m->host.free_map[s >> 6] >> (s & 63) & 1;
   GMI_ASSERT(free_slots == m->host.free_count);
-  if (!m->io_count) GMI_ASSERT((uint64_t)slots << m->chunk_shift == m->host_used);
-  if (!m->io_count) GMI_ASSERT((uint64_t)blocks << m->chunk_shift == m->file_used);
+  if (!m->io.count) GMI_ASSERT((uint64_t)slots << m->cut.chunk_shift == m->host.used);
+  if (!m->io.count) GMI_ASSERT((uint64_t)blocks << m->cut.chunk_shift == m->file.used);
 }
 #else
 void gmi_balance_check(gmi_manager_t *m) { (void)m; }
@@ -284,15 +284,15 @@ void gmi_chunk_fills(gmi_chunk_t *c, gmi_fence_t fence) {
 
 /* ---- where its bytes are */
 void gmi_chunk_arrived(gmi_manager_t *m, gmi_chunk_t *c, uint32_t frame, gmi_fence_t arrive, bool fresh) {
-  GMI_ASSERT(c->frame_ == GMI_NONE && !m->frames[frame].chunk && !m->frames[frame].free);
+  GMI_ASSERT(c->frame_ == GMI_NONE && !m->frames.at[frame].chunk && !m->frames.at[frame].free);
   c->frame_ = frame;
-  m->frames[frame].chunk = c;
-  m->resident++;
+  m->frames.at[frame].chunk = c;
+  m->frames.resident++;
   c->arrive_ = arrive;
   c->copied_out_ = 0;
   uses_clear(&c->reads_);
   uses_clear(&c->writes_);
-  atomic_store_explicit(&c->touched_, atomic_fetch_add_explicit(&m->clock, 1, memory_order_relaxed) + 1,
+  atomic_store_explicit(&c->touched_, atomic_fetch_add_explicit(&m->frames.clock, 1, memory_order_relaxed) + 1,
                         memory_order_relaxed);
   if (!fresh) set_valid(c, c->valid_ | GMI_VALID_DEVICE);
   uint32_t word = GMI_CHUNK_RESIDENT;
@@ -314,9 +314,9 @@ void gmi_chunk_departs_not(gmi_chunk_t *c, uint32_t word) { atomic_fetch_or(&c->
 
 static uint32_t leave_frame(gmi_manager_t *m, gmi_chunk_t *c) {
   uint32_t frame = c->frame_;
-  GMI_ASSERT(m->frames[frame].chunk == c);
-  m->frames[frame].chunk = NULL;
-  m->resident--;
+  GMI_ASSERT(m->frames.at[frame].chunk == c);
+  m->frames.at[frame].chunk = NULL;
+  m->frames.resident--;
   c->frame_ = GMI_NONE;
   c->arrive_ = 0;
   uses_clear(&c->reads_);
@@ -346,12 +346,12 @@ uint32_t gmi_chunk_departed(gmi_manager_t *m, gmi_chunk_t *c, uint32_t becomes, 
 static void block_set(gmi_manager_t *m, gmi_chunk_t *c, uint32_t block) {
   GMI_ASSERT(c->block_ == GMI_NONE);
   c->block_ = block;
-  m->blocks_held++;
+  m->check.blocks_held++;
 }
 static uint32_t block_take(gmi_manager_t *m, gmi_chunk_t *c) {
   uint32_t block = c->block_;
   c->block_ = GMI_NONE;
-  m->blocks_held -= block != GMI_NONE;
+  m->check.blocks_held -= block != GMI_NONE;
   return block;
 }
 uint32_t gmi_chunk_wrote_device(gmi_manager_t *m, gmi_chunk_t *c) {

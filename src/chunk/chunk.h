@@ -109,8 +109,8 @@ typedef enum {
 } gmi_purpose_t;
 const char *gmi_chunk_busy(const gmi_chunk_t *c, gmi_purpose_t purpose);
 
-/* ---- users. Functions that return words return NULL when done; else the words say why not ("a chunk of x is ..."), and
- * nothing has changed. */
+/* ---- users. Functions that return words return NULL when done; else the words say why not ("a chunk of x is ..."),
+ * and nothing has changed. */
 const char *gmi_chunk_hold(gmi_manager_t *m, gmi_chunk_t *c, uint32_t tier, uint32_t mode);
 static inline void gmi_chunk_unhold(gmi_manager_t *m, gmi_chunk_t *c, uint32_t tier, uint32_t mode);
 /* The same on the device for a chunk that is there and whose earlier uses stream need not wait for; false: the lock is
@@ -163,7 +163,7 @@ static inline gmi_mapping_t *gmi_chunk_mapping(gmi_chunk_t *c) { return &c->mapp
 /* It has a frame, whose bytes are there behind arrive. fresh: the frame holds nothing yet, and what is valid elsewhere
  * stays so until gmi_chunk_wrote_device(). */
 void gmi_chunk_arrived(gmi_manager_t *m, gmi_chunk_t *c, uint32_t frame, gmi_fence_t arrive, bool fresh);
-/* Takes away its flags, so that no acquire without the lock succeeds. false: it is acquired, and nothing has changed. */
+/* Clears its flags, so that no acquire without the lock succeeds. false: it is acquired, and nothing has changed. */
 bool gmi_chunk_departs(gmi_chunk_t *c, uint32_t *word_out);
 void gmi_chunk_departs_not(gmi_chunk_t *c, uint32_t word); /* it stays after all, with the flags that it had */
 /* After gmi_chunk_departs(): it has no frame. becomes: GMI_VALID_*, where its bytes are alone; 0: where they are, too.
@@ -229,7 +229,8 @@ static inline void gmi_chunk_unhold(gmi_manager_t *m, gmi_chunk_t *c, uint32_t t
 /* In a place that is the stream's own or no longer counts, else after waiting for one of the others. */
 static inline gemini_status_t gmi_chunk_use(gmi_manager_t *m, gmi_chunk_t *c, uint32_t mode, uint32_t stream,
                                             bool locked) {
-  atomic_store_explicit(&c->touched_, atomic_load_explicit(&m->clock, memory_order_relaxed), memory_order_relaxed);
+  atomic_store_explicit(&c->touched_, atomic_load_explicit(&m->frames.clock, memory_order_relaxed),
+                        memory_order_relaxed);
   gmi_uses_t *uses = mode & GEMINI_WRITE ? &c->writes_ : &c->reads_;
   while (stream != GMI_CALLER) {
     gmi_fence_t seen[GMI_USES];

@@ -27,10 +27,10 @@ uint64_t gmi_chunk_search(gmi_manager_t *m, const gmi_chunk_use_t *uses, uint64_
                           uint64_t bytes_per_s) {
   gmi_chunk_search_t search = { .uses = uses,
                                 .use_count = count,
-                                .min_bytes = CHUNK_MIN > m->granularity ? CHUNK_MIN : m->granularity,
+                                .min_bytes = CHUNK_MIN > m->device.granularity ? CHUNK_MIN : m->device.granularity,
                                 .device_bytes = m->config.device_bytes - m->config.device_margin_bytes,
-                                .overhead_ns = m->dev->chunk_overhead_ns,
-                                .bytes_per_s = bytes_per_s ? bytes_per_s : m->dev->link_bytes_per_s };
+                                .overhead_ns = m->device.ops->chunk_overhead_ns,
+                                .bytes_per_s = bytes_per_s ? bytes_per_s : m->device.ops->link_bytes_per_s };
   search.max_bytes = search.min_bytes;
   while (search.max_bytes < GMI_CHUNK_MAX && search.max_bytes * 2 <= search.device_bytes / 16) search.max_bytes *= 2;
   search.nonmodel_bytes = nonmodel < search.device_bytes ? nonmodel : 0;
@@ -39,11 +39,11 @@ uint64_t gmi_chunk_search(gmi_manager_t *m, const gmi_chunk_use_t *uses, uint64_
 
 /* Before anything is known of the access order, registration order stands for it, a tensor an operator. */
 static gemini_status_t first_chunk(gmi_manager_t *m, uint64_t *chunk_out) {
-  gmi_chunk_use_t *uses = calloc(m->tensor_alive ? m->tensor_alive : 1, sizeof *uses);
+  gmi_chunk_use_t *uses = calloc(m->tensors.alive ? m->tensors.alive : 1, sizeof *uses);
   if (!uses) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory to search the chunk size");
   uint64_t count = 0;
-  for (uint32_t i = 0; i < m->tensor_high; i++) {
-    gmi_tensor_t *t = &m->tensors[i];
+  for (uint32_t i = 0; i < m->tensors.high; i++) {
+    gmi_tensor_t *t = &m->tensors.at[i];
     if (!gmi_tensor_alive(t) || t->base != i) continue;
     uses[count] = (gmi_chunk_use_t){ ((uint64_t)t->arena << 46) + t->offset, t->size, (uint32_t)count, 0 };
     count++;
@@ -95,8 +95,8 @@ static gemini_status_t cut_prepare(gmi_manager_t *m, uint64_t chunk_bytes, gmi_c
 
 /* Takes the tables out of cut, which is discarded. The chunks all read as zero. */
 static void cut_install(gmi_manager_t *m, gmi_cut_t *cut) {
-  m->chunk_shift = cut->shift;
-  m->chunk_total = 0;
+  m->cut.chunk_shift = cut->shift;
+  m->cut.chunk_count = 0;
   gmi_frames_install(m, cut);
   gmi_heap_install(m, cut);
   gmi_host_install(m, cut);
@@ -108,7 +108,7 @@ static void cut_install(gmi_manager_t *m, gmi_cut_t *cut) {
     atomic_store(&a->chunk_count, 0);
     cut->chunks[i] = NULL;
   }
-  atomic_store_explicit(&m->chunk_bytes, UINT64_C(1) << cut->shift, memory_order_release);
+  atomic_store_explicit(&m->cut.chunk_bytes, UINT64_C(1) << cut->shift, memory_order_release);
   for (uint32_t i = 0; i < GMI_ARENAS; i++) {
     gmi_arena_t *a = gmi_arena_at(m, i);
     if (a) (void)gmi_arena_grow(m, a); /* cannot fail: the records have their space */
@@ -118,7 +118,7 @@ static void cut_install(gmi_manager_t *m, gmi_cut_t *cut) {
 
 gemini_status_t gmi_cut(gmi_manager_t *m) {
   GMI_ASSERT(gmi_lock_is_mine(m));
-  if (atomic_load(&m->chunk_bytes)) return GEMINI_OK;
+  if (atomic_load(&m->cut.chunk_bytes)) return GEMINI_OK;
   uint64_t chunk_bytes = m->config.chunk_bytes;
   gmi_cut_t *cut;
   gemini_status_t status = chunk_bytes ? GEMINI_OK : first_chunk(m, &chunk_bytes);
@@ -131,7 +131,7 @@ gemini_status_t gmi_cut(gmi_manager_t *m) {
   }
   cut_install(m, cut);
   gmi_log(m, GEMINI_LOG_INFO, "chunks of %llu bytes, %u device frames", (unsigned long long)chunk_bytes,
-          m->frame_count);
+          m->frames.count);
   return GEMINI_OK;
 }
 
@@ -141,11 +141,11 @@ gemini_status_t gmi_cut(gmi_manager_t *m) {
  * frozen and none in use, only the holder of the lock reaches chunks; who comes meanwhile waits for the lock. False: a
  * tensor is in use, and none is frozen. */
 static void tensors_thaw(gmi_manager_t *m, uint32_t count) {
-  for (uint32_t i = 0; i < count; i++) atomic_fetch_and(&m->tensors[i].word, ~GMI_TENSOR_FROZEN);
+  for (uint32_t i = 0; i < count; i++) atomic_fetch_and(&m->tensors.at[i].word, ~GMI_TENSOR_FROZEN);
 }
 static bool tensors_freeze(gmi_manager_t *m) {
-  for (uint32_t i = 0; i < m->tensor_high; i++) {
-    if (!(atomic_fetch_or(&m->tensors[i].word, GMI_TENSOR_FROZEN) & GMI_TENSOR_USERS)) continue;
+  for (uint32_t i = 0; i < m->tensors.high; i++) {
+    if (!(atomic_fetch_or(&m->tensors.at[i].word, GMI_TENSOR_FROZEN) & GMI_TENSOR_USERS)) continue;
     tensors_thaw(m, i + 1);
     return false;
   }
@@ -155,8 +155,8 @@ static bool tensors_freeze(gmi_manager_t *m) {
 /* Every byte must fit on the host, and nothing may be in use. */
 static bool recut_possible(gmi_manager_t *m, uint64_t chunk_bytes) {
   uint64_t need = 0;
-  if (m->config.chunk_bytes || m->files || m->graph_count || gmi_host_allocs(m) ||
-      (m->heap && gmi_heap_blocks_used(m->heap)))
+  if (m->config.chunk_bytes || m->file.store || m->graphs.count || gmi_host_allocs(m) ||
+      (m->nonmodel.heap && gmi_heap_blocks_used(m->nonmodel.heap)))
     return false;
   for (uint32_t i = 0; i < GMI_ARENAS; i++) {
     gmi_arena_t *a = gmi_arena_at(m, i);
@@ -175,9 +175,9 @@ static bool recut_possible(gmi_manager_t *m, uint64_t chunk_bytes) {
 }
 
 bool gmi_recut_possible(gmi_manager_t *m, uint64_t chunk_bytes) {
-  if (!atomic_load(&m->chunk_bytes) || !tensors_freeze(m)) return false;
+  if (!atomic_load(&m->cut.chunk_bytes) || !tensors_freeze(m)) return false;
   bool possible = recut_possible(m, chunk_bytes);
-  tensors_thaw(m, m->tensor_high);
+  tensors_thaw(m, m->tensors.high);
   return possible;
 }
 
@@ -210,7 +210,7 @@ typedef struct {
 
 /* Every byte goes home under the new cut. */
 static void go_home(gmi_manager_t *m, const old_cut_t *old, uint32_t old_shift, parts_t *p) {
-  uint64_t chunk_bytes = UINT64_C(1) << m->chunk_shift, old_chunk = UINT64_C(1) << old_shift;
+  uint64_t chunk_bytes = UINT64_C(1) << m->cut.chunk_shift, old_chunk = UINT64_C(1) << old_shift;
   memset(p->goes, 0xff, p->count * sizeof *p->goes);
   for (uint32_t i = 0; i < GMI_ARENAS; i++) {
     gmi_arena_t *a = gmi_arena_at(m, i);
@@ -228,7 +228,7 @@ static void go_home(gmi_manager_t *m, const old_cut_t *old, uint32_t old_shift, 
 /* The new records of one arena, whose bytes are home. What reads as zero becomes zeros where it shares a new chunk
  * with other bytes, and so does the part of the last new chunk that no old one covers: the arena may grow into it. */
 static void recut_arena(gmi_manager_t *m, gmi_arena_t *a, const old_cut_t *old, uint32_t old_shift) {
-  uint64_t chunk_bytes = UINT64_C(1) << m->chunk_shift, old_chunk = UINT64_C(1) << old_shift;
+  uint64_t chunk_bytes = UINT64_C(1) << m->cut.chunk_shift, old_chunk = UINT64_C(1) << old_shift;
   for (uint32_t k = 0; k < atomic_load(&a->chunk_count); k++) {
     uint64_t begin = k * chunk_bytes, end = begin + chunk_bytes;
     bool any = false;
@@ -271,11 +271,11 @@ static gemini_status_t recut_gather(gmi_manager_t *m, uint64_t chunk_bytes) {
 
 /* From here on nothing fails. */
 static void recut_install(gmi_manager_t *m, gmi_cut_t *cut, parts_t *p, old_cut_t *old) {
-  uint64_t old_chunk = atomic_load(&m->chunk_bytes), chunk = UINT64_C(1) << cut->shift;
-  uint32_t old_shift = m->chunk_shift;
+  uint64_t old_chunk = atomic_load(&m->cut.chunk_bytes), chunk = UINT64_C(1) << cut->shift;
+  uint32_t old_shift = m->cut.chunk_shift;
   gmi_unmap_all(m);
   gmi_frames_free(m);
-  for (int link = 0; link < 2; link++) m->link_ns[link].mean *= (double)chunk / (double)old_chunk;
+  for (int link = 0; link < 2; link++) m->rate.link_ns[link].mean *= (double)chunk / (double)old_chunk;
   for (uint32_t i = 0; i < GMI_ARENAS; i++) {
     gmi_arena_t *a = gmi_arena_at(m, i);
     if (a && a->chunks) old[i] = (old_cut_t){ a->chunks, a->chunk_map_bytes, atomic_load(&a->chunk_count) };
@@ -294,10 +294,10 @@ static void recut_install(gmi_manager_t *m, gmi_cut_t *cut, parts_t *p, old_cut_
 }
 
 gemini_status_t gmi_recut(gmi_manager_t *m, uint64_t chunk_bytes) {
-  uint64_t old_chunk = atomic_load(&m->chunk_bytes);
+  uint64_t old_chunk = atomic_load(&m->cut.chunk_bytes);
   if (chunk_bytes == old_chunk || !tensors_freeze(m)) return GEMINI_OK;
   if (!recut_possible(m, chunk_bytes)) {
-    tensors_thaw(m, m->tensor_high);
+    tensors_thaw(m, m->tensors.high);
     return GEMINI_OK;
   }
   gmi_cut_t *cut = NULL;
@@ -314,9 +314,9 @@ gemini_status_t gmi_recut(gmi_manager_t *m, uint64_t chunk_bytes) {
     recut_install(m, cut, &p, old);
   } else {
     cut_discard(cut);
-    gmi_host_homes(m, m->chunk_shift);
+    gmi_host_homes(m, m->cut.chunk_shift);
   }
-  tensors_thaw(m, m->tensor_high);
+  tensors_thaw(m, m->tensors.high);
   free(p.goes);
   free(p.scratch);
   free(old);

@@ -19,8 +19,8 @@
 #define NORM_TILE UINT64_C(65536) /* bytes summed on their own, at multiples of it in the arena */
 
 static void chunk_part(gmi_manager_t *m, const gmi_range_t *r, uint64_t i, uint64_t *begin, uint64_t *end) {
-  *begin = i << m->chunk_shift;
-  *end = *begin + (UINT64_C(1) << m->chunk_shift);
+  *begin = i << m->cut.chunk_shift;
+  *end = *begin + (UINT64_C(1) << m->cut.chunk_shift);
   if (*begin < r->offset) *begin = r->offset;
   if (*end > r->offset + r->size) *end = r->offset + r->size;
 }
@@ -124,14 +124,14 @@ typedef struct {
 static uint64_t zeros_count(const gmi_manager_t *m, const parts_t *parts) {
   uint64_t count = 0;
   for (uint64_t k = 0; k < parts->count; k++)
-    count += ((parts->parts[k].end - 1) >> m->chunk_shift) - (parts->parts[k].begin >> m->chunk_shift) + 1;
+    count += ((parts->parts[k].end - 1) >> m->cut.chunk_shift) - (parts->parts[k].begin >> m->cut.chunk_shift) + 1;
   return count;
 }
 
 /* Whole chunks are forgotten; of others the bytes come to where they will be zeroed, and stay there until they are. */
 static gemini_status_t zero_prepare(gmi_manager_t *m, const gmi_arena_t *store, zero_t *z) {
   gmi_chunk_t *c = z->chunk;
-  uint64_t base = (uint64_t)c->index << m->chunk_shift, end = base + (UINT64_C(1) << m->chunk_shift);
+  uint64_t base = (uint64_t)c->index << m->cut.chunk_shift, end = base + (UINT64_C(1) << m->cut.chunk_shift);
   uint64_t used = atomic_load(&store->size);
   gemini_status_t status = GEMINI_OK;
   bool whole = z->begin == base && z->end >= (end < used ? end : used);
@@ -140,7 +140,7 @@ static gemini_status_t zero_prepare(gmi_manager_t *m, const gmi_arena_t *store, 
            : gmi_chunk_is_resident(c)         ? ZERO_ON_DEVICE
                                               : ZERO_ON_HOST;
   if (z->how == ZERO_ON_DEVICE) {
-    return gmi_chunk_wait(m, m->copy_in, c, GEMINI_READ_WRITE);
+    return gmi_chunk_wait(m, m->copy.in, c, GEMINI_READ_WRITE);
   }
   if (z->how != ZERO_ON_HOST) return GEMINI_OK;
   status = gmi_chunk_to_host(m, c, false, GEMINI_REASON_CALLER);
@@ -150,9 +150,9 @@ static gemini_status_t zero_prepare(gmi_manager_t *m, const gmi_arena_t *store, 
 static gemini_status_t zero_on_device(gmi_manager_t *m, const gmi_arena_t *store, const zero_t *z) {
   gmi_chunk_t *c = z->chunk;
   gmi_fence_t fence = 0;
-  gemini_status_t status = gmi_device_zero(m, m->copy_in, store->base + z->begin, z->end - z->begin);
-  if (!status) status = gmi_fence_now(m, m->copy_in, &fence);
-  gmi_chunk_fills(c, status ? gmi_fence_later(m, m->copy_in) : fence); /* it may be queued all the same */
+  gemini_status_t status = gmi_device_zero(m, m->copy.in, store->base + z->begin, z->end - z->begin);
+  if (!status) status = gmi_fence_now(m, m->copy.in, &fence);
+  gmi_chunk_fills(c, status ? gmi_fence_later(m, m->copy.in) : fence); /* it may be queued all the same */
   gmi_chunk_wrote(m, c);
   return status;
 }
@@ -181,9 +181,9 @@ static gemini_status_t zero_parts(gmi_manager_t *m, const gmi_arena_t *store, co
   for (uint64_t k = 0; k < parts->count; k++) {
     uint64_t stop;
     for (uint64_t at = parts->parts[k].begin; at < parts->parts[k].end; at = stop) {
-      stop = ((at >> m->chunk_shift) + 1) << m->chunk_shift;
+      stop = ((at >> m->cut.chunk_shift) + 1) << m->cut.chunk_shift;
       if (stop > parts->parts[k].end) stop = parts->parts[k].end;
-      zeros[n++] = (zero_t){ .chunk = &store->chunks[at >> m->chunk_shift], .begin = at, .end = stop };
+      zeros[n++] = (zero_t){ .chunk = &store->chunks[at >> m->cut.chunk_shift], .begin = at, .end = stop };
     }
   }
   gemini_status_t status = GEMINI_OK;
@@ -247,7 +247,7 @@ gemini_status_t gmi_gradients_drop(gmi_manager_t *m, gmi_arena_t *a) {
   gmi_range_t r = { .arena = a, .store = gmi_arena_at(m, a->store), .size = atomic_load(&a->size) };
   gradients_t g = { .range = &r };
   content_walk_t flags = { .range = &r, .set = false };
-  if (!r.size || !atomic_load(&m->chunk_bytes)) return GEMINI_OK;
+  if (!r.size || !atomic_load(&m->cut.chunk_bytes)) return GEMINI_OK;
   gmi_range_chunks(m, &r);
   gemini_status_t status = free_to_change(m, &r);
   if (status) return status;
@@ -363,7 +363,7 @@ static gemini_status_t file_range(gmi_manager_t *m, const gemini_access_t *acces
   if (!status && !write_file) status = free_to_change(m, &r);
   for (uint64_t i = r.first; !status && i <= r.last; i++) status = file_check(&r, &r.store->chunks[i], write_file);
   if (!status && !write_file)
-    status = gmi_host_fits(m, "the range", ((uint64_t)r.last - r.first + 1) << m->chunk_shift, in_range, &r);
+    status = gmi_host_fits(m, "the range", ((uint64_t)r.last - r.first + 1) << m->cut.chunk_shift, in_range, &r);
   /* Before the first byte: an update that cannot be done refuses a load while nothing has changed. */
   for (uint64_t i = r.first; !status && i <= r.last; i++) status = gmi_updates_queue(m, &r.store->chunks[i]);
   for (uint64_t i = r.first; !status && i <= r.last; i++) {
@@ -510,13 +510,14 @@ static gemini_status_t sum_chunk(gmi_manager_t *m, norm_t *n, uint64_t i) {
   if (status || gmi_chunk_has(c, GMI_VALID_ZERO)) return status;
   norm_part(m, n, i, &begin, &end);
   bool device = gmi_chunk_has(c, GMI_VALID_DEVICE);
-  if (device) status = gmi_chunk_wait(m, m->update_stream, c, GEMINI_READ);
+  if (device) status = gmi_chunk_wait(m, m->update.stream, c, GEMINI_READ);
   else if (!gmi_chunk_has(c, GMI_VALID_HOST)) status = gmi_chunk_to_host(m, c, false, GEMINI_REASON_UPDATE);
   for (uint64_t at = begin; !status && next_tiles(n, at, end, &b); at = tiles_end(&b)) {
     for (uint64_t k = 0; !status && k < b.count; k++) {
       if (device)
-        status = m->dev->queue.sum_squares(m->dev_self, m->update_stream, n->range->store->base + b.begin + k * b.bytes,
-                                           n->dtype, b.bytes / n->width, &b.sums[k]);
+        status = m->device.ops->queue.sum_squares(m->device.self, m->update.stream,
+                                                  n->range->store->base + b.begin + k * b.bytes, n->dtype,
+                                                  b.bytes / n->width, &b.sums[k]);
       else b.sums[k] = NOT_SUMMED;
     }
   }
@@ -556,7 +557,7 @@ static gemini_status_t sum_chunks(gmi_manager_t *m, norm_t *n) {
     else status = sum_chunk(m, n, i);
   }
   gmi_fence_t queued;
-  if (!status) status = gmi_fence_now(m, m->update_stream, &queued); /* a device may keep sums back until then */
+  if (!status) status = gmi_fence_now(m, m->update.stream, &queued); /* a device may keep sums back until then */
   for (uint64_t k = 0; !status && k < count; k++) {
     if (k >= ahead) norm_wait(m, &chunks[later[k - ahead]]);
     status = sum_chunk(m, n, later[k]);
@@ -564,7 +565,7 @@ static gemini_status_t sum_chunks(gmi_manager_t *m, norm_t *n) {
   free(later);
   for (uint32_t i = r->first; i <= r->last; i++) /* the sums must outlive what is queued */
     if (first_tiles(m, n, i, &b)) norm_wait(m, &chunks[i]);
-  gemini_status_t synced = gmi_fence_now(m, m->update_stream, &queued);
+  gemini_status_t synced = gmi_fence_now(m, m->update.stream, &queued);
   if (!synced) synced = gmi_fence_sync(m, queued);
   n->queued = synced != GEMINI_OK;
   if (!status) status = synced;
@@ -604,7 +605,7 @@ static gemini_status_t norm(gmi_manager_t *m, const gemini_access_t *access, uin
   if (!n.sums) status = gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the sums of a norm");
   if (!status && s != GMI_CALLER) {
     status = gmi_fence_now(m, s, &n.after);
-    if (!status) status = gmi_fence_wait(m, m->update_stream, n.after);
+    if (!status) status = gmi_fence_wait(m, m->update.stream, n.after);
   }
   if (!status && tiles) status = sum_chunks(m, &n);
   double sum = 0;

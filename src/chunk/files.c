@@ -35,26 +35,26 @@ struct gmi_io {
 const struct gmi_sys *gmi_files_sys;
 
 static uint32_t budget_blocks(const gmi_manager_t *m, uint64_t bytes) {
-  uint64_t count = bytes >> m->chunk_shift;
+  uint64_t count = bytes >> m->cut.chunk_shift;
   return count < GMI_BLOCK_NONE ? (uint32_t)count : GMI_BLOCK_NONE - 1;
 }
 
 /* ---- open and close */
 static gemini_status_t store_open(gmi_manager_t *m, uint64_t block_bytes) {
-  gmi_store_config_t config = { .directories = m->file_dir,
+  gmi_store_config_t config = { .directories = m->file.dir,
                                 .block_bytes = block_bytes,
                                 .block_count = (uint32_t)(m->config.file_bytes / block_bytes),
                                 .engine_kind = m->config.file_engine,
                                 .checksum = true,
-                                .keep = m->checkpoint_name != NULL,
-                                .checkpoint_name = m->checkpoint_name,
-                                .sys = m->file_sys };
+                                .keep = m->file.checkpoint_name != NULL,
+                                .checkpoint_name = m->file.checkpoint_name,
+                                .sys = m->file.sys };
 #ifdef __SANITIZE_THREAD__ /* it does not see what the kernel does, nor what liburing closes, and takes it for races */
   if (config.engine_kind == GMI_ENGINE_AUTO) config.engine_kind = GMI_ENGINE_THREADS;
 #endif
-  gemini_status_t status = gmi_store_open(&config, &m->files);
-  if (status) m->files = NULL;
-  m->file_block_bytes = block_bytes;
+  gemini_status_t status = gmi_store_open(&config, &m->file.store);
+  if (status) m->file.store = NULL;
+  m->file.block_bytes = block_bytes;
   return status;
 }
 
@@ -68,13 +68,13 @@ gemini_status_t gmi_files_open(gmi_manager_t *m) {
 }
 
 gemini_status_t gmi_files_cut(gmi_manager_t *m, uint64_t chunk_bytes) {
-  if (!m->file_dir) return GEMINI_OK;
+  if (!m->file.dir) return GEMINI_OK;
   gemini_status_t status = GEMINI_OK;
   gmi_wait_t wait;
   gmi_wait_begin(m, &wait, NULL, GMI_WAIT_SPACE, 0);
-  if (!m->files || m->file_block_bytes != chunk_bytes) {
-    gmi_store_close(m->files);
-    m->files = NULL;
+  if (!m->file.store || m->file.block_bytes != chunk_bytes) {
+    gmi_store_close(m->file.store);
+    m->file.store = NULL;
     status = store_open(m, chunk_bytes);
   }
   for (uint64_t part = 0; !status && part < m->host.part_count; part++)
@@ -83,8 +83,8 @@ gemini_status_t gmi_files_cut(gmi_manager_t *m, uint64_t chunk_bytes) {
   gmi_wait_end(m, &wait);
   if (!status) {
     gmi_store_figures_t figures;
-    gmi_store_figures(m->files, &figures);
-    gmi_log(m, GEMINI_LOG_INFO, "files in %s: %s%s%s", m->file_dir, figures.engine.features, *figures.note ? "; " : "",
+    gmi_store_figures(m->file.store, &figures);
+    gmi_log(m, GEMINI_LOG_INFO, "files in %s: %s%s%s", m->file.dir, figures.engine.features, *figures.note ? "; " : "",
             figures.note);
   }
   return status;
@@ -92,20 +92,20 @@ gemini_status_t gmi_files_cut(gmi_manager_t *m, uint64_t chunk_bytes) {
 
 uint32_t gmi_files_engine(gmi_manager_t *m) {
   gmi_store_figures_t figures;
-  if (!m->files) return GEMINI_FILE_ENGINE_AUTO;
-  gmi_store_figures(m->files, &figures);
+  if (!m->file.store) return GEMINI_FILE_ENGINE_AUTO;
+  gmi_store_figures(m->file.store, &figures);
   return figures.engine.kind;
 }
 
 void gmi_files_buffer(gmi_manager_t *m, void *base, uint64_t size, bool add) {
-  if (m->files && add) (void)gmi_store_buffer_add(m->files, base, size); /* refused: it goes without */
-  if (m->files && !add) gmi_store_buffer_remove(m->files, base, size);
+  if (m->file.store && add) (void)gmi_store_buffer_add(m->file.store, base, size); /* refused: it goes without */
+  if (m->file.store && !add) gmi_store_buffer_remove(m->file.store, base, size);
 }
 
 void gmi_files_close(gmi_manager_t *m) {
-  gmi_store_close(m->files);
-  m->files = NULL;
-  for (gmi_io_t *io = atomic_exchange(&m->io_finished, NULL), *next; io; io = next) {
+  gmi_store_close(m->file.store);
+  m->file.store = NULL;
+  for (gmi_io_t *io = atomic_exchange(&m->io.finished, NULL), *next; io; io = next) {
     next = io->next;
     free(io);
   }
@@ -120,10 +120,10 @@ static void finished(gmi_block_request_t *request) {
   gemini_status_t status = request->write ? GEMINI_OK : request->io.status; /* the slot's bytes are as good as before */
   char message[sizeof request->message];
   memcpy(message, request->message, sizeof message);
-  io->end_ns = m->dev->now(m->dev_self);
-  gmi_io_t *head = atomic_load(&m->io_finished);
+  io->end_ns = m->device.ops->now(m->device.self);
+  gmi_io_t *head = atomic_load(&m->io.finished);
   do io->next = head;
-  while (!atomic_compare_exchange_weak(&m->io_finished, &head, io));
+  while (!atomic_compare_exchange_weak(&m->io.finished, &head, io));
   /* From here on io may be gone. */
   gmi_workers_work_done(m, slot, status, message);
 }
@@ -141,7 +141,7 @@ static gemini_status_t transfer(gmi_manager_t *m, gmi_chunk_t *c, uint32_t block
   io->chunk = c;
   io->slot = slot;
   io->block = block;
-  io->begin_ns = m->dev->now(m->dev_self);
+  io->begin_ns = m->device.ops->now(m->device.self);
   io->request.block = block;
   io->request.write = write;
   io->request.urgent = !write;
@@ -150,33 +150,33 @@ static gemini_status_t transfer(gmi_manager_t *m, gmi_chunk_t *c, uint32_t block
   io->request.done = finished;
   io->request.user = io;
   gmi_chunk_io_set(m, c, io);
-  m->io_count++;
-  m->io_writes += write;
+  m->io.count++;
+  m->io.writes += write;
   io->work = ++slot->work_queued;
   slot->failure = GEMINI_OK;
   uint32_t link = write ? GEMINI_LINK_H2F : GEMINI_LINK_F2H;
   m->stats.moved_bytes[link][reason] += gmi_chunk_bytes(m);
   m->stats.moved_chunks[link][reason]++;
-  gmi_store_submit(m->files, &io->request);
+  gmi_store_submit(m->file.store, &io->request);
   return GEMINI_OK;
 }
 
 /* Time a chunk takes in the pipe: since the one before it was through, or since it was asked for. They come in
  * bunches, so that many are averaged. */
 static void measure(gmi_manager_t *m, const gmi_io_t *io) {
-  gmi_rate_t *rate = &m->file_ns[io->request.write];
-  uint64_t from = io->begin_ns > m->io_last_ns ? io->begin_ns : m->io_last_ns;
-  if (io->end_ns > from) m->observer->chunk_transferred(m, io->chunk, io->request.write, from, io->end_ns);
+  gmi_rate_t *rate = &m->rate.file_ns[io->request.write];
+  uint64_t from = io->begin_ns > m->io.last_ns ? io->begin_ns : m->io.last_ns;
+  if (io->end_ns > from) m->trace.observer->chunk_transferred(m, io->chunk, io->request.write, from, io->end_ns);
   double ns = io->end_ns > from ? (double)(io->end_ns - from) : 0;
   rate->samples++;
   rate->mean += (ns - rate->mean) / (double)(rate->samples < 4096 ? rate->samples : 4096);
-  if (io->end_ns > m->io_last_ns) m->io_last_ns = io->end_ns;
+  if (io->end_ns > m->io.last_ns) m->io.last_ns = io->end_ns;
 }
 
 static void give_block(gmi_manager_t *m, uint32_t block) {
-  GMI_ASSERT(gmi_lock_is_mine(m) && m->file_used >= gmi_chunk_bytes(m));
-  gmi_store_give(m->files, block);
-  m->file_used -= gmi_chunk_bytes(m);
+  GMI_ASSERT(gmi_lock_is_mine(m) && m->file.used >= gmi_chunk_bytes(m));
+  gmi_store_give(m->file.store, block);
+  m->file.used -= gmi_chunk_bytes(m);
 }
 
 void gmi_file_forgive(gmi_chunk_t *c) { free(gmi_chunk_failed_read_take(c)); }
@@ -187,8 +187,8 @@ static gemini_status_t reap_one(gmi_manager_t *m, gmi_io_t *io) {
   gemini_status_t status = io->request.io.status;
   gmi_workers_wait_slot(m, io->slot, io->work); /* finished() is about to say so */
   gmi_chunk_io_set(m, c, NULL);
-  m->io_count--;
-  m->io_writes -= io->request.write;
+  m->io.count--;
+  m->io.writes -= io->request.write;
   if (!status) measure(m, io);
   bool keep = false; /* for the next caller that wants the chunk */
   if (io->request.write) {
@@ -208,17 +208,17 @@ static gemini_status_t reap_one(gmi_manager_t *m, gmi_io_t *io) {
 }
 
 void gmi_files_poll(gmi_manager_t *m) {
-  if (!atomic_load_explicit(&m->io_finished, memory_order_relaxed)) return;
-  gmi_io_t *list = atomic_exchange(&m->io_finished, NULL), *next;
+  if (!atomic_load_explicit(&m->io.finished, memory_order_relaxed)) return;
+  gmi_io_t *list = atomic_exchange(&m->io.finished, NULL), *next;
   for (gmi_io_t *io = list; io; io = next) {
     next = io->next;
     bool write = io->request.write;
     int native_code = io->request.io.native_code;
     gemini_status_t status = reap_one(m, io);
     if (!status || !write) continue;
-    m->io_failure = status; /* for who wants room */
-    m->io_native_code = native_code;
-    snprintf(m->io_message, sizeof m->io_message, "%s", gmi_fail_message());
+    m->io.failure = status; /* for who wants room */
+    m->io.native_code = native_code;
+    snprintf(m->io.message, sizeof m->io.message, "%s", gmi_fail_message());
   }
 }
 
@@ -229,9 +229,9 @@ gemini_status_t gmi_files_reap(gmi_manager_t *m, gmi_chunk_t *of) {
     const gmi_block_request_t *request = &gmi_chunk_failed_read(of)->request;
     status = gmi_fail(request->io.status, request->io.native_code, "%s", request->message);
     gmi_file_forgive(of);
-  } else if (!of && m->io_failure) {
-    status = gmi_fail(m->io_failure, m->io_native_code, "%s", m->io_message);
-    m->io_failure = GEMINI_OK;
+  } else if (!of && m->io.failure) {
+    status = gmi_fail(m->io.failure, m->io.native_code, "%s", m->io.message);
+    m->io.failure = GEMINI_OK;
   }
   return status;
 }
@@ -253,9 +253,9 @@ void gmi_file_drop(gmi_manager_t *m, gmi_chunk_t *c) { gmi_file_drop_block(m, c,
 /* Blocks whose bytes are in another tier as well give way. */
 void gmi_files_shrink(gmi_manager_t *m, uint64_t bytes) {
   gmi_files_poll(m);
-  for (uint32_t i = 0; i < GMI_ARENAS && m->file_used > bytes; i++) {
+  for (uint32_t i = 0; i < GMI_ARENAS && m->file.used > bytes; i++) {
     gmi_arena_t *a = gmi_arena_at(m, i);
-    for (uint32_t k = 0; a && a->chunks && k < atomic_load(&a->chunk_count) && m->file_used > bytes; k++) {
+    for (uint32_t k = 0; a && a->chunks && k < atomic_load(&a->chunk_count) && m->file.used > bytes; k++) {
       gmi_chunk_t *c = &a->chunks[k];
       if (gmi_chunk_block(c) == GMI_NONE || gmi_chunk_has_only(c, GMI_VALID_FILE)) continue;
       if (gmi_chunk_io(c)) { /* it is being read: the block goes when the bytes have come */
@@ -269,32 +269,34 @@ void gmi_files_shrink(gmi_manager_t *m, uint64_t bytes) {
 }
 
 gemini_status_t gmi_files_resize(gmi_manager_t *m, uint64_t bytes) {
-  if (!m->files) return bytes ? gmi_fail(GEMINI_ERR_STATE, 0, "the manager was opened without a file tier") : GEMINI_OK;
+  if (!m->file.store)
+    return bytes ? gmi_fail(GEMINI_ERR_STATE, 0, "the manager was opened without a file tier") : GEMINI_OK;
   gmi_files_shrink(m, bytes);
-  if (bytes < m->file_used)
+  if (bytes < m->file.used)
     return gmi_fail(GEMINI_ERR_OOM_FILE, 0, "%llu bytes are in files, more than the new budget, %llu",
-                    (unsigned long long)m->file_used, (unsigned long long)bytes);
-  if (!atomic_load(&m->chunk_bytes)) return GEMINI_OK;
+                    (unsigned long long)m->file.used, (unsigned long long)bytes);
+  if (!atomic_load(&m->cut.chunk_bytes)) return GEMINI_OK;
   gmi_wait_t wait;
   gmi_wait_begin(m, &wait, NULL, GMI_WAIT_SPACE, 0);
-  gemini_status_t status = gmi_store_resize(m->files, budget_blocks(m, bytes));
+  gemini_status_t status = gmi_store_resize(m->file.store, budget_blocks(m, bytes));
   gmi_wait_end(m, &wait);
   return status;
 }
 
 static gemini_status_t block_take(gmi_manager_t *m, uint32_t *block_out) {
   uint64_t chunk_bytes = gmi_chunk_bytes(m);
-  if (!m->files) return gmi_fail(GEMINI_ERR_OOM_FILE, 0, "a chunk must go to a file, but file_bytes is 0");
-  if (m->config.file_bytes < m->file_used + chunk_bytes && m->config.file_bytes >= chunk_bytes && !m->checkpointing)
+  if (!m->file.store) return gmi_fail(GEMINI_ERR_OOM_FILE, 0, "a chunk must go to a file, but file_bytes is 0");
+  if (m->config.file_bytes < m->file.used + chunk_bytes && m->config.file_bytes >= chunk_bytes &&
+      !m->file.checkpointing)
     gmi_files_shrink(m, m->config.file_bytes - chunk_bytes);
-  if (m->config.file_bytes < m->file_used + chunk_bytes)
+  if (m->config.file_bytes < m->file.used + chunk_bytes)
     return gmi_fail(
         GEMINI_ERR_OOM_FILE, 0, "a chunk of %llu bytes does not fit in files: %llu of the budget %llu are in use",
-        (unsigned long long)chunk_bytes, (unsigned long long)m->file_used, (unsigned long long)m->config.file_bytes);
-  gemini_status_t status = gmi_store_take(m->files, block_out);
+        (unsigned long long)chunk_bytes, (unsigned long long)m->file.used, (unsigned long long)m->config.file_bytes);
+  gemini_status_t status = gmi_store_take(m->file.store, block_out);
   if (status) return status;
-  m->file_used += chunk_bytes;
-  if (m->file_used > m->stats.peak_bytes[GEMINI_TIER_FILE]) m->stats.peak_bytes[GEMINI_TIER_FILE] = m->file_used;
+  m->file.used += chunk_bytes;
+  if (m->file.used > m->stats.peak_bytes[GEMINI_TIER_FILE]) m->stats.peak_bytes[GEMINI_TIER_FILE] = m->file.used;
   return GEMINI_OK;
 }
 

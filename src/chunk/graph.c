@@ -64,7 +64,7 @@ static gmi_graph_t *graph_get(gmi_manager_t *m, gemini_graph_t handle) {
   uint32_t index;
   uint64_t generation;
   if (!gmi_handle_open(m, handle, GMI_HANDLE_GRAPH, &index, &generation)) return NULL;
-  gmi_graph_t *g = m->graphs[index];
+  gmi_graph_t *g = m->graphs.at[index];
   if (g && g->generation == generation) return g;
   gmi_fail(GEMINI_ERR_HANDLE, 0, "%#llx is a destroyed graph", (unsigned long long)handle);
   return NULL;
@@ -73,24 +73,25 @@ static gmi_graph_t *graph_get(gmi_manager_t *m, gemini_graph_t handle) {
 /* The one that is begun on the stream and not ended, or NULL. */
 static gmi_graph_t *graph_on(gmi_manager_t *m, uint32_t stream) {
   for (uint32_t i = 0; i < GMI_GRAPHS; i++)
-    if (m->graphs[i] && m->graphs[i]->state == GRAPH_OPEN && m->graphs[i]->stream == stream) return m->graphs[i];
+    if (m->graphs.at[i] && m->graphs.at[i]->state == GRAPH_OPEN && m->graphs.at[i]->stream == stream)
+      return m->graphs.at[i];
   return NULL;
 }
 
 gemini_status_t gmi_graph_captures(gmi_manager_t *m, uint32_t stream, bool *captures_out) {
   gmi_graph_t *g = gmi_graph_begun(m, stream) ? graph_on(m, stream) : NULL;
   *captures_out = false;
-  return g ? m->dev->capture.active(m->dev_self, g->capture, captures_out) : GEMINI_OK;
+  return g ? m->device.ops->capture.active(m->device.self, g->capture, captures_out) : GEMINI_OK;
 }
 
 bool gmi_graph_uses_stream(const gmi_manager_t *m, uint32_t stream) {
   for (uint32_t i = 0; i < GMI_GRAPHS; i++)
-    if (m->graphs[i] && m->graphs[i]->state != GRAPH_READY && m->graphs[i]->stream == stream) return true;
+    if (m->graphs.at[i] && m->graphs.at[i]->state != GRAPH_READY && m->graphs.at[i]->stream == stream) return true;
   return false;
 }
 bool gmi_graphs_busy(const gmi_manager_t *m) {
   for (uint32_t i = 0; i < GMI_GRAPHS; i++)
-    if (m->graphs[i] && m->graphs[i]->state != GRAPH_READY) return true;
+    if (m->graphs.at[i] && m->graphs.at[i]->state != GRAPH_READY) return true;
   return false;
 }
 
@@ -101,14 +102,14 @@ static gemini_status_t free_for_graph(gmi_manager_t *m, const gmi_chunk_t *c) {
 
 /* ---- begin, end, destroy */
 static void graph_free(gmi_manager_t *m, gmi_graph_t *g) {
-  if (g->capture) m->dev->capture.close(m->dev_self, g->capture);
+  if (g->capture) m->device.ops->capture.close(m->device.self, g->capture);
   for (uint32_t i = 0; i < g->ring_count; i++) gmi_frame_give(m, g->ring[i].frame, g->left);
-  m->graph_frames -= g->ring_count;
+  m->graphs.frames -= g->ring_count;
   for (uint32_t i = 0; i < g->part_count; i++) gmi_chunk_graphs_sub(g->parts[i].chunk);
-  if (g->state == GRAPH_OPEN) atomic_fetch_and(&m->graph_streams, ~(UINT64_C(1) << g->stream));
+  if (g->state == GRAPH_OPEN) atomic_fetch_and(&m->graphs.streams, ~(UINT64_C(1) << g->stream));
   gmi_lease_drop_graph(&m->leases, g->index + 1);
-  m->graphs[g->index] = NULL;
-  m->graph_count--;
+  m->graphs.at[g->index] = NULL;
+  m->graphs.count--;
   free(g->ring);
   free(g->parts);
   free(g->contents);
@@ -117,28 +118,29 @@ static void graph_free(gmi_manager_t *m, gmi_graph_t *g) {
 
 void gmi_graphs_free(gmi_manager_t *m) {
   for (uint32_t i = 0; i < GMI_GRAPHS; i++)
-    if (m->graphs[i]) graph_free(m, m->graphs[i]);
+    if (m->graphs.at[i]) graph_free(m, m->graphs.at[i]);
 }
 
 static gemini_status_t graph_begin(gmi_manager_t *m, gemini_stream_t stream, uint64_t device_bytes,
                                    gemini_graph_t *graph_out) {
   uint32_t s, index = 0;
   if (!graph_out) return gmi_fail(GEMINI_ERR_INVALID, 0, "graph_out is NULL");
-  if (!m->dev->capture.open) return gmi_fail(GEMINI_ERR_UNSUPPORTED, 0, "device %s has no graphs", m->dev->name);
+  if (!m->device.ops->capture.open)
+    return gmi_fail(GEMINI_ERR_UNSUPPORTED, 0, "device %s has no graphs", m->device.ops->name);
   gemini_status_t status = gmi_stream_resolve(m, stream, &s);
   if (status) return status;
   if (s == GMI_CALLER) return gmi_fail(GEMINI_ERR_INVALID, 0, "GEMINI_STREAM_CALLER cannot be captured");
   if (graph_on(m, s)) return gmi_fail(GEMINI_ERR_STATE, 0, "another graph was begun on this stream and has not ended");
-  while (index < GMI_GRAPHS && m->graphs[index]) index++;
+  while (index < GMI_GRAPHS && m->graphs.at[index]) index++;
   if (index == GMI_GRAPHS)
     return gmi_fail(GEMINI_ERR_INVALID, 0, "%u graphs exist, the limit is %u", GMI_GRAPHS, GMI_GRAPHS);
   status = gmi_cut(m);
   if (status) return status;
-  uint64_t count = device_bytes >> m->chunk_shift;
+  uint64_t count = device_bytes >> m->cut.chunk_shift;
   if (!count)
     return gmi_fail(GEMINI_ERR_INVALID, 0, "device_bytes is %llu, less than a chunk, %llu",
                     (unsigned long long)device_bytes, (unsigned long long)gmi_chunk_bytes(m));
-  if (count > m->frame_count) return gmi_oom_device(m, device_bytes);
+  if (count > m->frames.count) return gmi_oom_device(m, device_bytes);
   gmi_fence_t end; /* what waits for this stream's work finds a mark: none can be placed while it is captured */
   status = gmi_fence_now(m, s, &end);
   if (status == GEMINI_ERR_STATE)
@@ -152,26 +154,26 @@ static gemini_status_t graph_begin(gmi_manager_t *m, gemini_stream_t stream, uin
     return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for a graph's record");
   }
   g->index = index;
-  g->generation = ++m->graph_generations[index];
+  g->generation = ++m->graphs.generations[index];
   g->ring = ring;
   g->stream = s;
-  m->graphs[index] = g;
-  m->graph_count++;
-  atomic_fetch_or(&m->graph_streams, UINT64_C(1) << s);
-  status = m->dev->capture.open(m->dev_self, s, (uint32_t)count, &g->capture);
+  m->graphs.at[index] = g;
+  m->graphs.count++;
+  atomic_fetch_or(&m->graphs.streams, UINT64_C(1) << s);
+  status = m->device.ops->capture.open(m->device.self, s, (uint32_t)count, &g->capture);
   for (; !status && g->ring_count < count; g->ring_count += !status) {
     ring_frame_t *p = &ring[g->ring_count];
     p->part = GMI_NONE;
     status = gmi_frame_take(m, NULL, GEMINI_REASON_CALLER, GMI_TAKE_EVICT, &p->frame);
-    m->graph_frames += !status;
+    m->graphs.frames += !status;
   }
   bool taken = !status;
-  if (taken) status = m->observer->budgets_change(m);
+  if (taken) status = m->trace.observer->budgets_change(m);
   if (status) {
     char message[440];
     memcpy(message, gmi_fail_message(), sizeof message);
     graph_free(m, g);
-    if (taken) (void)m->observer->budgets_change(m);
+    if (taken) (void)m->trace.observer->budgets_change(m);
     return gmi_fail(status, 0, "%s", message);
   }
   *graph_out = gmi_handle(m, GMI_HANDLE_GRAPH, g->generation, g->index);
@@ -184,7 +186,7 @@ gemini_status_t gemini_graph_begin(gemini_manager_t mgr, gemini_stream_t stream,
 
 static gemini_status_t not_capturing(gmi_manager_t *m, const gmi_graph_t *g, gemini_status_t refusal) {
   bool active = false;
-  gemini_status_t status = m->dev->capture.active(m->dev_self, g->capture, &active);
+  gemini_status_t status = m->device.ops->capture.active(m->device.self, g->capture, &active);
   return active || status == GEMINI_ERR_STATE ? gmi_fail(refusal, 0, "its stream is still being captured") : status;
 }
 
@@ -196,11 +198,11 @@ static gemini_status_t graph_end(gmi_manager_t *m, gemini_graph_t handle) {
     return gmi_fail(GEMINI_ERR_STATE, 0, "the device refused a part of the capture: it can only be destroyed");
   gemini_status_t status = not_capturing(m, g, GEMINI_ERR_STATE);
   if (status) return status;
-  m->dev->capture.close(m->dev_self, g->capture);
+  m->device.ops->capture.close(m->device.self, g->capture);
   g->capture = NULL;
   g->state = GRAPH_READY;
-  atomic_fetch_and(&m->graph_streams, ~(UINT64_C(1) << g->stream));
-  m->graph_op[0] = '\0';
+  atomic_fetch_and(&m->graphs.streams, ~(UINT64_C(1) << g->stream));
+  m->graphs.op[0] = '\0';
   gmi_lease_drop_graph(&m->leases, g->index + 1);
   for (uint32_t i = 0; i < g->part_count; i++) {
     part_t *p = &g->parts[i];
@@ -229,7 +231,7 @@ static gemini_status_t graph_destroy(gmi_manager_t *m, gemini_graph_t handle) {
   g->part_count = 0;
   graph_free(m, g);
   gmi_updates_room(m);
-  if (m->observer->budgets_change(m)) gmi_log(m, GEMINI_LOG_WARNING, "without a graph: %s", gmi_fail_message());
+  if (m->trace.observer->budgets_change(m)) gmi_log(m, GEMINI_LOG_WARNING, "without a graph: %s", gmi_fail_message());
   return GEMINI_OK;
 }
 gemini_status_t gemini_graph_destroy(gemini_graph_t graph) {
@@ -244,7 +246,7 @@ gemini_status_t gemini_graph_destroy(gemini_graph_t graph) {
 
 /* ---- inside a capture */
 static const char *op_name(gmi_manager_t *m) {
-  const char *op = *m->graph_op ? m->graph_op : m->advice->op_name(m);
+  const char *op = *m->graphs.op ? m->graphs.op : m->trace.advice->op_name(m);
   return op ? op : "a captured operator";
 }
 
@@ -252,13 +254,13 @@ gemini_status_t gmi_graph_op_begin(gmi_manager_t *m, const char *name) {
   size_t length = name ? strnlen(name, NAME_LIMIT + 1) : 0;
   if (!length || length > NAME_LIMIT)
     return gmi_fail(GEMINI_ERR_INVALID, 0, "an operator's name must have 1 to %d bytes", NAME_LIMIT);
-  if (*m->graph_op) return gmi_fail(GEMINI_ERR_STATE, 0, "operator %s is open already", m->graph_op);
-  memcpy(m->graph_op, name, length + 1);
+  if (*m->graphs.op) return gmi_fail(GEMINI_ERR_STATE, 0, "operator %s is open already", m->graphs.op);
+  memcpy(m->graphs.op, name, length + 1);
   return GEMINI_OK;
 }
 bool gmi_graph_op_end(gmi_manager_t *m) {
-  bool open = *m->graph_op;
-  m->graph_op[0] = '\0';
+  bool open = *m->graphs.op;
+  m->graphs.op[0] = '\0';
   return open;
 }
 
@@ -344,7 +346,8 @@ static gemini_status_t too_small(gmi_manager_t *m, const gmi_graph_t *g) {
   for (uint32_t i = 0; i < g->part_count; i++) need += !g->parts[i].kept && g->parts[i].readers;
   return gmi_fail(GEMINI_ERR_OOM_DEVICE, 0,
                   "%s: the chunks acquired at once need %llu bytes, the graph was begun with %llu", op_name(m),
-                  (unsigned long long)(need << m->chunk_shift), (unsigned long long)g->ring_count << m->chunk_shift);
+                  (unsigned long long)(need << m->cut.chunk_shift),
+                  (unsigned long long)g->ring_count << m->cut.chunk_shift);
 }
 
 /* Gives the chunk a place for good, and queues its fetch in the capture. */
@@ -362,13 +365,14 @@ static gemini_status_t part_fetch(gmi_manager_t *m, gmi_graph_t *g, uint32_t par
         GEMINI_ERR_OOM_DEVICE, 0,
         "%s: chunks of arena %s at %llu and of %s at %llu have taken turns in one frame of the graph, and are "
         "wanted at once: begin it with more than %llu bytes",
-        op_name(m), name_of(m, c), (unsigned long long)c->index << m->chunk_shift, name_of(m, other),
-        (unsigned long long)other->index << m->chunk_shift, (unsigned long long)g->ring_count << m->chunk_shift);
+        op_name(m), name_of(m, c), (unsigned long long)c->index << m->cut.chunk_shift, name_of(m, other),
+        (unsigned long long)other->index << m->cut.chunk_shift,
+        (unsigned long long)g->ring_count << m->cut.chunk_shift);
   }
   gemini_status_t status = gmi_map(m, gmi_chunk_device(m, c), taken->frame, gmi_chunk_mapping(c));
   if (status) return status;
-  status = m->dev->capture.fetch(m->dev_self, g->capture, at, gmi_chunk_device(m, c), gmi_chunk_host(m, c),
-                                 gmi_chunk_bytes(m));
+  status = m->device.ops->capture.fetch(m->device.self, g->capture, at, gmi_chunk_device(m, c), gmi_chunk_host(m, c),
+                                        gmi_chunk_bytes(m));
   if (status && status != GEMINI_ERR_STATE) g->failure = status; /* a part of it may have got in */
   if (status) return status;
   p->ring_index = at;
@@ -391,12 +395,12 @@ static gemini_status_t resolve(gmi_manager_t *m, const gemini_access_t *access, 
 }
 
 static bool has_content(gmi_manager_t *m, const content_t *c) {
-  gmi_tensor_t *t = &m->tensors[c->index];
+  gmi_tensor_t *t = &m->tensors.at[c->index];
   if (atomic_load(&t->life) != c->life) return true; /* unregistered: its bytes are the caller's to know */
   return !(atomic_load(&gmi_tensor_base(m, t)->word) & GMI_TENSOR_GRADIENT) == !c->gradient;
 }
 static gemini_status_t wrong_content(gmi_manager_t *m, const content_t *c) {
-  const char *name = gmi_tensor_base(m, &m->tensors[c->index])->name;
+  const char *name = gmi_tensor_base(m, &m->tensors.at[c->index])->name;
   return gmi_fail(GEMINI_ERR_STATE, 0,
                   c->gradient ? "gradient of %s cannot be used: its parameter has been written since"
                               : "parameter %s cannot be used: its gradient has taken its bytes",
@@ -404,7 +408,7 @@ static gemini_status_t wrong_content(gmi_manager_t *m, const content_t *c) {
 }
 static gemini_status_t content_add(gmi_manager_t *m, gmi_graph_t *g, const gmi_range_t *r) {
   if (!r->tensor || (r->arena->store == r->arena->index && !r->arena->reused)) return GEMINI_OK;
-  content_t c = { .index = (uint32_t)(r->tensor - m->tensors),
+  content_t c = { .index = (uint32_t)(r->tensor - m->tensors.at),
                   .life = atomic_load(&r->tensor->life),
                   .gradient = r->arena->store != r->arena->index };
   if (!has_content(m, &c)) return wrong_content(m, &c);
@@ -488,7 +492,7 @@ gemini_status_t gmi_graph_release(gmi_manager_t *m, const gemini_access_t *acces
       if (!part_drop(m, p, accesses[k].mode)) continue;
       g->ring[p->ring_index].used = ++g->clock;
       if (status) continue; /* the others are released all the same */
-      status = m->dev->capture.used(m->dev_self, g->capture, p->ring_index);
+      status = m->device.ops->capture.used(m->device.self, g->capture, p->ring_index);
       if (status && status != GEMINI_ERR_STATE) g->failure = status;
     }
   }
@@ -527,7 +531,7 @@ static gemini_status_t part_ready(gmi_manager_t *m, const gmi_graph_t *g, const 
   if (!status) status = gmi_map(m, gmi_chunk_device(m, c), g->ring[p->ring_index].frame, gmi_chunk_mapping(c));
   if (status || !gmi_chunk_work_pending(m, c)) return status;
   gmi_slot_t *slot = &m->host.slots[gmi_chunk_slot(c)];
-  return m->dev->stream.wait_flag(m->dev_self, stream, &slot->work_done, slot->work_queued);
+  return m->device.ops->stream.wait_flag(m->device.self, stream, &slot->work_done, slot->work_queued);
 }
 
 static gemini_status_t graph_enter(gmi_manager_t *m, gemini_graph_t handle, gemini_stream_t stream) {
@@ -541,8 +545,8 @@ static gemini_status_t graph_enter(gmi_manager_t *m, gemini_graph_t handle, gemi
   for (uint32_t i = 0; !status && i < g->part_count; i++)
     if (g->parts[i].ring_index != GMI_NONE) status = part_ready(m, g, &g->parts[i], s);
   for (uint32_t i = 0; !status && i < g->ring_count; i++) /* who had the frames before */
-    status = m->observer->stream_waits(m, s, m->frames[g->ring[i].frame].ready);
-  if (!status) status = m->observer->stream_waits(m, s, g->left);
+    status = m->trace.observer->stream_waits(m, s, m->frames.at[g->ring[i].frame].ready);
+  if (!status) status = m->trace.observer->stream_waits(m, s, g->left);
   if (status) return status;
   for (uint32_t i = 0; i < g->part_count; i++)
     if (g->parts[i].ring_index != GMI_NONE) gmi_chunk_graph_hold(m, g->parts[i].chunk);
@@ -571,7 +575,7 @@ static gemini_status_t graph_leave(gmi_manager_t *m, gemini_graph_t handle) {
     gmi_map_leave(m, gmi_chunk_device(m, c), gmi_chunk_mapping(c), left);
   }
   m->stats.moved_chunks[GEMINI_LINK_H2D][GEMINI_REASON_PLAN] += g->copies;
-  m->stats.moved_bytes[GEMINI_LINK_H2D][GEMINI_REASON_PLAN] += g->copies << m->chunk_shift;
+  m->stats.moved_bytes[GEMINI_LINK_H2D][GEMINI_REASON_PLAN] += g->copies << m->cut.chunk_shift;
   gmi_updates_room(m);
   return GEMINI_OK;
 }

@@ -6,7 +6,7 @@
 #include "core/manager.h"
 
 static inline bool gmi_graph_begun(gmi_manager_t *m, uint32_t stream) { /* any thread, no lock */
-  return stream != GMI_CALLER && atomic_load_explicit(&m->graph_streams, memory_order_relaxed) >> stream & 1;
+  return stream != GMI_CALLER && atomic_load_explicit(&m->graphs.streams, memory_order_relaxed) >> stream & 1;
 }
 /* Is the stream being captured for a graph that was begun on it? Then acquires and releases on it are these: */
 gemini_status_t gmi_graph_captures(gmi_manager_t *m, uint32_t stream, bool *captures_out);

@@ -83,10 +83,10 @@ static gemini_status_t hook_set(gmi_manager_t *m, uint32_t flags) {
   gmi_fork_watch(&fork_ops);
   pthread_mutex_lock(&table_lock);
   uint32_t has = atomic_load(&serving[m->config.device_ordinal]);
-  bool taken = has && has != m->entry + 1;
+  bool taken = has && has != m->id.entry + 1;
   if (!taken) {
-    atomic_store(&entries[m->entry].manager, m);
-    atomic_store(&serving[m->config.device_ordinal], m->entry + 1);
+    atomic_store(&entries[m->id.entry].manager, m);
+    atomic_store(&serving[m->config.device_ordinal], m->id.entry + 1);
   }
   pthread_mutex_unlock(&table_lock);
   return taken ? gmi_fail(GEMINI_ERR_EXISTS, 0, "another manager serves device %u", m->config.device_ordinal)
@@ -98,7 +98,7 @@ gemini_status_t gemini_hook_set(gemini_manager_t mgr, uint32_t flags) {
 }
 
 static bool serve_no_more(gmi_manager_t *m) { /* called with table_lock held */
-  uint32_t mine = m->entry + 1;
+  uint32_t mine = m->id.entry + 1;
   return m->config.device_ordinal < DEVICES &&
          atomic_compare_exchange_strong(&serving[m->config.device_ordinal], &mine, 0);
 }
@@ -114,22 +114,22 @@ gemini_status_t gemini_hook_clear(gemini_manager_t mgr) {
 }
 
 void gmi_hook_close(gmi_manager_t *m) {
-  if (atomic_load(&entries[m->entry].manager) != m) return;
+  if (atomic_load(&entries[m->id.entry].manager) != m) return;
   pthread_mutex_lock(&table_lock);
   serve_no_more(m);
   pthread_mutex_unlock(&table_lock);
-  atomic_store(&entries[m->entry].manager, NULL);
-  while (atomic_load(&entries[m->entry].users)) sched_yield();
+  atomic_store(&entries[m->id.entry].manager, NULL);
+  while (atomic_load(&entries[m->id.entry].users)) sched_yield();
   gmi_lock(m, "gemini_manager_close"); /* frees what was put aside, as far as it can be without waiting */
-  uint64_t waiting = atomic_load(&m->hook_waiting), live = m->hook_live > waiting ? m->hook_live - waiting : 0;
+  uint64_t waiting = atomic_load(&m->hook.waiting), live = m->hook.live > waiting ? m->hook.live - waiting : 0;
   gmi_unlock(m);
   left_t *l = live ? malloc(sizeof *l) : NULL;
   pthread_mutex_lock(&table_lock);
   if (l) {
-    *l = (left_t){ left, atomic_load(&entries[m->entry].base), atomic_load(&entries[m->entry].range), live };
+    *l = (left_t){ left, atomic_load(&entries[m->id.entry].base), atomic_load(&entries[m->id.entry].range), live };
     left = l;
   }
-  atomic_store(&entries[m->entry].base, 0);
+  atomic_store(&entries[m->id.entry].base, 0);
   pthread_mutex_unlock(&table_lock);
 }
 
@@ -156,33 +156,33 @@ static bool left_freed(const void *ptr) {
 
 /* ---- allocation */
 static void tell(gmi_manager_t *m) { /* called with the manager's lock held; the failure is recorded */
-  if (!m->hook_told) gmi_log(m, GEMINI_LOG_WARNING, "hook: %s (later ones are not logged)", gmi_fail_message());
-  m->hook_told = true;
+  if (!m->hook.warned) gmi_log(m, GEMINI_LOG_WARNING, "hook: %s (later ones are not logged)", gmi_fail_message());
+  m->hook.warned = true;
 }
 
 static gemini_status_t free_one(gmi_manager_t *m, void *ptr, void *native, bool may_block) {
   uint32_t stream;
   gemini_status_t status = gmi_stream_of_native(m, native, may_block, &stream);
   if (!status) status = gmi_nonmodel_free(m, ptr, stream) ? GEMINI_OK : GEMINI_ERR_INVALID;
-  if (!status) m->hook_live -= m->hook_live > 0; /* it may be gemini_alloc()'s */
+  if (!status) m->hook.live -= m->hook.live > 0; /* it may be gemini_alloc()'s */
   else if (status != GEMINI_ERR_BUSY) tell(m);
   return status;
 }
 
 static bool put_aside(gmi_manager_t *m, void *ptr, void *native) {
-  pthread_mutex_lock(&m->hook_lock);
-  uint32_t count = atomic_load_explicit(&m->hook_waiting, memory_order_relaxed);
-  bool room = count < m->hook_capacity;
+  pthread_mutex_lock(&m->hook.lock);
+  uint32_t count = atomic_load_explicit(&m->hook.waiting, memory_order_relaxed);
+  bool room = count < m->hook.capacity;
   if (!room) {
-    uint32_t capacity = m->hook_capacity ? m->hook_capacity * 2 : 256;
-    gmi_hook_free_t *grown = realloc(m->hook_frees, capacity * sizeof *grown);
-    if (grown) m->hook_frees = grown, m->hook_capacity = capacity, room = true;
+    uint32_t capacity = m->hook.capacity ? m->hook.capacity * 2 : 256;
+    gmi_hook_free_t *grown = realloc(m->hook.frees, capacity * sizeof *grown);
+    if (grown) m->hook.frees = grown, m->hook.capacity = capacity, room = true;
   }
   if (room) {
-    m->hook_frees[count] = (gmi_hook_free_t){ ptr, native };
-    atomic_store_explicit(&m->hook_waiting, count + 1, memory_order_relaxed);
+    m->hook.frees[count] = (gmi_hook_free_t){ ptr, native };
+    atomic_store_explicit(&m->hook.waiting, count + 1, memory_order_relaxed);
   }
-  pthread_mutex_unlock(&m->hook_lock);
+  pthread_mutex_unlock(&m->hook.lock);
   return room;
 }
 
@@ -193,36 +193,36 @@ static gemini_status_t free_or_put_aside(gmi_manager_t *m, void *ptr, void *nati
 }
 
 static void drain(gmi_manager_t *m, bool may_block) {
-  pthread_mutex_lock(&m->hook_lock);
-  gmi_hook_free_t *frees = m->hook_frees;
-  uint32_t count = atomic_load_explicit(&m->hook_waiting, memory_order_relaxed), capacity = m->hook_capacity;
-  m->hook_frees = NULL;
-  m->hook_capacity = 0;
-  atomic_store_explicit(&m->hook_waiting, 0, memory_order_relaxed);
-  pthread_mutex_unlock(&m->hook_lock);
+  pthread_mutex_lock(&m->hook.lock);
+  gmi_hook_free_t *frees = m->hook.frees;
+  uint32_t count = atomic_load_explicit(&m->hook.waiting, memory_order_relaxed), capacity = m->hook.capacity;
+  m->hook.frees = NULL;
+  m->hook.capacity = 0;
+  atomic_store_explicit(&m->hook.waiting, 0, memory_order_relaxed);
+  pthread_mutex_unlock(&m->hook.lock);
   for (uint32_t i = 0; i < count; i++) free_or_put_aside(m, frees[i].ptr, frees[i].native, may_block);
-  pthread_mutex_lock(&m->hook_lock);
-  if (!m->hook_frees) {
-    m->hook_frees = frees;
-    m->hook_capacity = capacity;
+  pthread_mutex_lock(&m->hook.lock);
+  if (!m->hook.frees) {
+    m->hook.frees = frees;
+    m->hook.capacity = capacity;
     frees = NULL;
   }
-  pthread_mutex_unlock(&m->hook_lock);
+  pthread_mutex_unlock(&m->hook.lock);
   free(frees);
 }
 void gmi_hook_drain(gmi_manager_t *m) { drain(m, false); }
 
 static gemini_status_t hook_alloc(gmi_manager_t *m, uint64_t size, void *native, void **ptr_out) {
   uint32_t stream;
-  if (atomic_load_explicit(&m->hook_waiting, memory_order_relaxed)) drain(m, true);
+  if (atomic_load_explicit(&m->hook.waiting, memory_order_relaxed)) drain(m, true);
   gemini_status_t status = gmi_stream_of_native(m, native, true, &stream);
   if (!status) status = gmi_nonmodel_alloc(m, size, stream, ptr_out);
   if (status) return status;
-  m->hook_live++;
+  m->hook.live++;
   /* Stored before anybody can have the pointer, so that whoever frees it finds the entry. */
-  if (!lies_in(m->entry, *ptr_out)) {
-    atomic_store_explicit(&entries[m->entry].range, m->heap_range, memory_order_relaxed);
-    atomic_store_explicit(&entries[m->entry].base, (uintptr_t)m->heap_base, memory_order_relaxed);
+  if (!lies_in(m->id.entry, *ptr_out)) {
+    atomic_store_explicit(&entries[m->id.entry].range, m->nonmodel.range, memory_order_relaxed);
+    atomic_store_explicit(&entries[m->id.entry].base, (uintptr_t)m->nonmodel.base, memory_order_relaxed);
   }
   return status;
 }
@@ -255,7 +255,7 @@ static gemini_status_t hook_free_in(gmi_manager_t *m, const char *operation, voi
   } else {
     gmi_watch_locked(m, operation);
   }
-  if (atomic_load_explicit(&m->hook_waiting, memory_order_relaxed)) drain(m, false);
+  if (atomic_load_explicit(&m->hook.waiting, memory_order_relaxed)) drain(m, false);
   gemini_status_t status = free_or_put_aside(m, ptr, native, false);
   gmi_unlock_quietly(m);
   return status;

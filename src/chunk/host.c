@@ -25,7 +25,7 @@
 
 /* ---- slots */
 uint8_t *gmi_slot_address(const gmi_manager_t *m, uint32_t slot) {
-  return m->host.base + ((uint64_t)slot << m->chunk_shift);
+  return m->host.base + ((uint64_t)slot << m->cut.chunk_shift);
 }
 uint8_t *gmi_chunk_host(gmi_manager_t *m, const gmi_chunk_t *c) {
   return !gmi_chunk_has_slot(c) ? NULL : gmi_slot_address(m, gmi_chunk_slot(c));
@@ -33,7 +33,7 @@ uint8_t *gmi_chunk_host(gmi_manager_t *m, const gmi_chunk_t *c) {
 static gmi_slot_t *slot_of(const gmi_manager_t *m, const gmi_chunk_t *c) { return &m->host.slots[gmi_chunk_slot(c)]; }
 
 static uint32_t budget_slots(const gmi_manager_t *m, uint64_t bytes) {
-  uint64_t count = bytes >> m->chunk_shift;
+  uint64_t count = bytes >> m->cut.chunk_shift;
   return count < GMI_NONE ? (uint32_t)count : GMI_NONE - 1;
 }
 
@@ -49,7 +49,7 @@ static void set_free(gmi_manager_t *m, uint32_t slot, bool free) {
 
 /* As many slots as a budget has room for. */
 static void use_slots(gmi_manager_t *m, uint64_t bytes) {
-  uint32_t count = budget_slots(m, bytes), most = (uint32_t)(gmi_reserve_size(m->host.reserve) >> m->chunk_shift);
+  uint32_t count = budget_slots(m, bytes), most = (uint32_t)(gmi_reserve_size(m->host.reserve) >> m->cut.chunk_shift);
   if (count > most) count = most;
   uint32_t before = m->host.slot_count;
   for (uint32_t s = count; s < before; s++)
@@ -62,7 +62,7 @@ static void use_slots(gmi_manager_t *m, uint64_t bytes) {
 
 /* Chunks that may get a slot without another leaving its own. */
 uint32_t gmi_host_free(const gmi_manager_t *m) {
-  uint64_t used = m->host_used >> m->chunk_shift, left = m->host.slot_count > used ? m->host.slot_count - used : 0;
+  uint64_t used = m->host.used >> m->cut.chunk_shift, left = m->host.slot_count > used ? m->host.slot_count - used : 0;
   return left < m->host.free_count ? (uint32_t)left : m->host.free_count;
 }
 
@@ -88,9 +88,9 @@ void gmi_host_install(gmi_manager_t *m, gmi_cut_t *cut) {
   cut->slots = NULL;
   cut->free_map = NULL;
   m->host.slot_count = m->host.slot_most = m->host.free_count = m->host.hand = 0;
-  m->host_used = 0;
+  m->host.used = 0;
   use_slots(m, m->config.host_bytes);
-  gmi_host_homes(m, m->chunk_shift);
+  gmi_host_homes(m, m->cut.chunk_shift);
 }
 
 /* At home, arenas lie one after another, with room between them where there is some, so that they can grow. */
@@ -117,7 +117,7 @@ void gmi_host_homes(gmi_manager_t *m, uint32_t shift) {
 static void home_extend(gmi_manager_t *m, gmi_arena_t *a) {
   uint64_t count = atomic_load(&a->chunk_count), end = m->host.home_end;
   if (end + count > m->host.slot_count) {
-    gmi_host_homes(m, m->chunk_shift);
+    gmi_host_homes(m, m->cut.chunk_shift);
     if (count <= a->home_count) return;
     end = m->host.home_end;
   }
@@ -164,8 +164,8 @@ static uint32_t choose_slot(gmi_manager_t *m, const gmi_chunk_t *c) {
 
 static void decommit_from(gmi_manager_t *m, uint64_t budget);
 static void count_used(gmi_manager_t *m, uint32_t slots) {
-  m->host_used += (uint64_t)slots << m->chunk_shift;
-  if (m->host_used > m->stats.peak_bytes[GEMINI_TIER_HOST]) m->stats.peak_bytes[GEMINI_TIER_HOST] = m->host_used;
+  m->host.used += (uint64_t)slots << m->cut.chunk_shift;
+  if (m->host.used > m->stats.peak_bytes[GEMINI_TIER_HOST]) m->stats.peak_bytes[GEMINI_TIER_HOST] = m->host.used;
 }
 
 void gmi_host_slot_bind(gmi_manager_t *m, gmi_chunk_t *c, uint32_t slot) {
@@ -181,7 +181,7 @@ void gmi_host_slot_drop(gmi_manager_t *m, gmi_chunk_t *c) {
   gmi_file_forgive(c);
   gmi_chunk_slot_set(m, c, GMI_NONE);
   set_free(m, slot, true);
-  m->host_used -= gmi_chunk_bytes(m);
+  m->host.used -= gmi_chunk_bytes(m);
   if (slot >= m->host.slot_count) decommit_from(m, m->config.host_bytes);
 }
 
@@ -269,9 +269,9 @@ static gemini_status_t slot_reclaim(gmi_manager_t *m, bool *freed_out, bool *sta
   *freed_out = *started_out = false;
   gemini_status_t status = gmi_files_reap(m, NULL);
   if (status) return status;
-  for (int level = 0; level < (m->files ? RECLAIM_LEVELS : RECLAIM_STATES); level++) {
+  for (int level = 0; level < (m->file.store ? RECLAIM_LEVELS : RECLAIM_STATES); level++) {
     /* Before what is wanted soon goes, one waits for what is under way. */
-    if (level > RECLAIM_STATES && (m->io_count || gmi_workers_pending(m))) break;
+    if (level > RECLAIM_STATES && (m->io.count || gmi_workers_pending(m))) break;
     bool busy = false;
     gmi_chunk_t *last = level == RECLAIM_STATES ? updated_last(m, &busy) : NULL;
     if (last) {
@@ -299,7 +299,7 @@ static gemini_status_t slot_reclaim(gmi_manager_t *m, bool *freed_out, bool *sta
 
 gemini_status_t gmi_host_room_soon(gmi_manager_t *m, uint32_t count, uint32_t ahead) {
   if (ahead < count) ahead = count;
-  while (gmi_host_free(m) + m->io_writes < ahead) {
+  while (gmi_host_free(m) + m->io.writes < ahead) {
     bool freed, started;
     gemini_status_t status = slot_reclaim(m, &freed, &started);
     if (status == GEMINI_ERR_OOM_FILE) break; /* who needs the room now hears of it */
@@ -317,16 +317,16 @@ gemini_status_t gmi_host_room(gmi_manager_t *m, uint32_t count) {
     uint64_t events = gmi_workers_finished(m);
     gemini_status_t status = slot_reclaim(m, &freed, &started);
     if (status && status != GEMINI_ERR_OOM_FILE) return status;
-    if (!status && (freed || (started && m->io_writes < count - gmi_host_free(m)))) continue;
-    bool busy = gmi_workers_pending(m) || m->io_count; /* before the events, of which the end of the last one is one */
+    if (!status && (freed || (started && m->io.writes < count - gmi_host_free(m)))) continue;
+    bool busy = gmi_workers_pending(m) || m->io.count; /* before the events, of which the end of the last one is one */
     if (gmi_workers_finished(m) != events) continue;
     if (!busy) {
       if (status) return status;
       return gmi_fail(GEMINI_ERR_OOM_HOST, 0,
                       "%s of %llu bytes does not fit in host memory: %llu of the budget %llu are in use%s",
-                      count > 1 ? "a range of chunks" : "a chunk", (unsigned long long)count << m->chunk_shift,
-                      (unsigned long long)m->host_used, (unsigned long long)m->config.host_bytes,
-                      m->files ? " by chunks that are acquired" : " and there is no file tier");
+                      count > 1 ? "a range of chunks" : "a chunk", (unsigned long long)count << m->cut.chunk_shift,
+                      (unsigned long long)m->host.used, (unsigned long long)m->config.host_bytes,
+                      m->file.store ? " by chunks that are acquired" : " and there is no file tier");
     }
     gmi_workers_wait(m, events, GMI_WAIT_ROOM, 0); /* updates and transfers hold slots; one of them ends */
   }
@@ -336,7 +336,7 @@ gemini_status_t gmi_host_room(gmi_manager_t *m, uint32_t count) {
 gemini_status_t gmi_host_fits(gmi_manager_t *m, const char *what, uint64_t need_bytes,
                               bool (*inside)(const void *user, const gmi_chunk_t *c), const void *user) {
   uint64_t taken = 0;
-  if (m->files) return GEMINI_OK;
+  if (m->file.store) return GEMINI_OK;
   for (uint32_t s = 0; s < m->host.slot_most; s++) {
     const gmi_chunk_t *c = m->host.slots[s].chunk;
     if (m->host.slots[s].block) taken += gmi_chunk_bytes(m);
@@ -351,7 +351,7 @@ gemini_status_t gmi_host_fits(gmi_manager_t *m, const char *what, uint64_t need_
 }
 
 static gemini_status_t slot_assign(gmi_manager_t *m, gmi_chunk_t *c, uint32_t slot) {
-  gemini_status_t status = gmi_host_commit(m, (uint64_t)slot << m->chunk_shift, gmi_chunk_bytes(m));
+  gemini_status_t status = gmi_host_commit(m, (uint64_t)slot << m->cut.chunk_shift, gmi_chunk_bytes(m));
   if (!status) gmi_host_slot_bind(m, c, slot);
   return status;
 }
@@ -403,7 +403,7 @@ static gemini_status_t exchange(gmi_manager_t *m, uint32_t a, uint32_t b) {
   if (!status) status = slot_quiet(m, &m->host.slots[b]);
   gmi_chunk_t *wa = m->host.slots[a].chunk, *wb = m->host.slots[b].chunk;
   for (int i = 0; i < 2 && !status; i++) /* an empty one may lie where nothing is yet */
-    status = gmi_host_commit(m, (uint64_t)(i ? b : a) << m->chunk_shift, gmi_chunk_bytes(m));
+    status = gmi_host_commit(m, (uint64_t)(i ? b : a) << m->cut.chunk_shift, gmi_chunk_bytes(m));
   if (status) return status;
   bool bytes_a = wa && gmi_chunk_has(wa, GMI_VALID_HOST), bytes_b = wb && gmi_chunk_has(wb, GMI_VALID_HOST);
   uint8_t *pa = gmi_slot_address(m, a), *pb = gmi_slot_address(m, b);
@@ -481,7 +481,7 @@ static void decommit_from(gmi_manager_t *m, uint64_t budget) {
     if (m->host.committed[part] <= keep) continue;
     end += m->host.committed[part];
     bool used = false;
-    for (uint64_t s = (base + keep) >> m->chunk_shift; s << m->chunk_shift < end; s++)
+    for (uint64_t s = (base + keep) >> m->cut.chunk_shift; s << m->cut.chunk_shift < end; s++)
       used |= s >= m->host.slot_count && (m->host.slots[s].chunk || m->host.slots[s].block);
     if (!used) gmi_host_part_set(m, part, keep); /* refused: it stays, which does no harm */
   }
@@ -498,16 +498,16 @@ gemini_status_t gmi_host_resize(gmi_manager_t *m, uint64_t bytes) {
       status = gmi_limits_check(&limits, "the growth of the host budget", bytes - m->config.host_bytes, false);
     if (status) return status;
   }
-  if (!atomic_load(&m->chunk_bytes)) return GEMINI_OK;
+  if (!atomic_load(&m->cut.chunk_bytes)) return GEMINI_OK;
   uint32_t count = budget_slots(m, bytes);
   /* Updates that wait for room may need more than there will be. */
   gemini_status_t queued = count < m->host.slot_count ? gmi_updates_queue(m, NULL) : GEMINI_OK;
   if (queued) return queued;
-  while (m->host_used > (uint64_t)count << m->chunk_shift) {
+  while (m->host.used > (uint64_t)count << m->cut.chunk_shift) {
     gemini_status_t status = gmi_host_room(m, gmi_host_free(m) + 1);
     if (status == GEMINI_ERR_OOM_HOST)
       return gmi_fail(status, 0, "%llu bytes must stay in host memory, more than the new budget, %llu",
-                      (unsigned long long)m->host_used, (unsigned long long)bytes);
+                      (unsigned long long)m->host.used, (unsigned long long)bytes);
     if (status) return status;
   }
   use_slots(m, bytes);
@@ -535,7 +535,7 @@ void gmi_host_released(gmi_manager_t *m, gmi_chunk_t *c) {
 /* ---- blocks of any size, in whole slots from the top of the budget down */
 static gemini_status_t slots_to_blocks(void *user, uint64_t offset, uint64_t size) {
   gmi_manager_t *m = user;
-  uint32_t first = (uint32_t)(offset >> m->chunk_shift), end = (uint32_t)((offset + size) >> m->chunk_shift);
+  uint32_t first = (uint32_t)(offset >> m->cut.chunk_shift), end = (uint32_t)((offset + size) >> m->cut.chunk_shift);
   gemini_status_t status = GEMINI_OK;
   uint32_t slot = first;
   for (; !status && slot < end; slot++) {
@@ -551,7 +551,7 @@ static gemini_status_t slots_to_blocks(void *user, uint64_t offset, uint64_t siz
       else status = exchange(m, slot, other);
     }
     if (!status) status = gmi_fence_sync(m, m->host.slots[slot].fence);
-    if (!status) status = gmi_host_commit(m, (uint64_t)slot << m->chunk_shift, gmi_chunk_bytes(m));
+    if (!status) status = gmi_host_commit(m, (uint64_t)slot << m->cut.chunk_shift, gmi_chunk_bytes(m));
     if (status) break;
     set_free(m, slot, false);
     m->host.slots[slot].block = true;
@@ -560,19 +560,19 @@ static gemini_status_t slots_to_blocks(void *user, uint64_t offset, uint64_t siz
   while (status && slot-- > first) {
     m->host.slots[slot].block = false;
     set_free(m, slot, true);
-    m->host_used -= gmi_chunk_bytes(m);
+    m->host.used -= gmi_chunk_bytes(m);
   }
   return status;
 }
 
 static void slots_from_blocks(void *user, uint64_t offset, uint64_t size) {
   gmi_manager_t *m = user;
-  for (uint64_t slot = offset >> m->chunk_shift; slot < (offset + size) >> m->chunk_shift; slot++) {
+  for (uint64_t slot = offset >> m->cut.chunk_shift; slot < (offset + size) >> m->cut.chunk_shift; slot++) {
     m->host.slots[slot].block = false;
     set_free(m, (uint32_t)slot, true);
-    m->host_used -= gmi_chunk_bytes(m);
+    m->host.used -= gmi_chunk_bytes(m);
   }
-  if ((offset + size) >> m->chunk_shift > m->host.slot_count) decommit_from(m, m->config.host_bytes);
+  if ((offset + size) >> m->cut.chunk_shift > m->host.slot_count) decommit_from(m, m->config.host_bytes);
 }
 
 /* Live blocks, and their bytes. */
@@ -602,7 +602,7 @@ static gemini_status_t host_alloc(gmi_manager_t *m, uint64_t size, uint64_t alig
   if (!status && !m->host.heap) {
     m->host.block_slots = m->host.slot_count;
     gmi_host_heap_config_t config = { .base = m->host.base,
-                                      .size_bytes = (uint64_t)m->host.slot_count << m->chunk_shift,
+                                      .size_bytes = (uint64_t)m->host.slot_count << m->cut.chunk_shift,
                                       .grain_bytes = gmi_chunk_bytes(m),
                                       .commit = slots_to_blocks,
                                       .decommit = slots_from_blocks,

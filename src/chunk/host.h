@@ -39,8 +39,8 @@ uint8_t *gmi_slot_address(const gmi_manager_t *m, uint32_t slot);
 uint8_t *gmi_chunk_host(gmi_manager_t *m, const gmi_chunk_t *c); /* NULL: it has no slot */
 /* Where a range lies on the host, whose chunks are side by side there. */
 static inline uint8_t *gmi_range_host(gmi_manager_t *m, const gmi_arena_t *store, uint64_t offset) {
-  uint8_t *chunk = gmi_chunk_host(m, &store->chunks[offset >> m->chunk_shift]);
-  return chunk ? chunk + (offset & ((UINT64_C(1) << m->chunk_shift) - 1)) : NULL;
+  uint8_t *chunk = gmi_chunk_host(m, &store->chunks[offset >> m->cut.chunk_shift]);
+  return chunk ? chunk + (offset & ((UINT64_C(1) << m->cut.chunk_shift) - 1)) : NULL;
 }
 void gmi_chunk_refilled(gmi_manager_t *m, gmi_chunk_t *c); /* its slot gets other bytes than the last read's */
 bool gmi_chunk_work_pending(const gmi_manager_t *m, const gmi_chunk_t *c);

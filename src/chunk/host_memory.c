@@ -38,10 +38,10 @@ static bool near_node(gmi_manager_t *m, const gmi_topology_t *topology, uint32_t
   *node_out = GEMINI_INDEX_NONE;
   char pci[GMI_DEVICE_PCI_BYTES]; /* the driver counts GPUs in an order of its own */
   gemini_topology_object_t gpu = GEMINI_TOPOLOGY_OBJECT_INIT;
-  if (m->dev->pci(m->dev_self, pci) == GEMINI_OK &&
+  if (m->device.ops->pci(m->device.self, pci) == GEMINI_OK &&
       gmi_topology_object(topology, GEMINI_OBJECT_GPU, gmi_topology_gpu_at(topology, pci), &gpu) == GEMINI_OK)
     *node_out = gpu.node;
-  for (const char *dir = m->file_dir; *node_out == GEMINI_INDEX_NONE && dir && *dir;) {
+  for (const char *dir = m->file.dir; *node_out == GEMINI_INDEX_NONE && dir && *dir;) {
     char path[4096];
     size_t length = strcspn(dir, ":");
     snprintf(path, sizeof path, "%.*s", (int)length, dir);
@@ -107,7 +107,8 @@ void gmi_host_heap_end(gmi_manager_t *m) {
 void gmi_host_close(gmi_manager_t *m) {
   for (uint64_t part = 0; m->host.committed && part < m->host.part_count; part++)
     if (m->host.committed[part])
-      m->dev->memory.host_unlock(m->dev_self, m->host.base + part * m->host.part_bytes, m->host.committed[part]);
+      m->device.ops->memory.host_unlock(m->device.self, m->host.base + part * m->host.part_bytes,
+                                        m->host.committed[part]);
   gmi_space_free(m->host.committed, m->host.part_count * sizeof *m->host.committed);
   gmi_space_free(m->host.slots, m->host.slot_map_bytes);
   gmi_space_free(m->host.free_map, m->host.free_map_bytes);
@@ -117,7 +118,7 @@ void gmi_host_close(gmi_manager_t *m) {
 
 /* Nothing may copy from or to memory whose lock changes. */
 static gemini_status_t copies_finish(gmi_manager_t *m) {
-  const uint32_t streams[] = { m->copy_in, m->copy_out };
+  const uint32_t streams[] = { m->copy.in, m->copy.out };
   gemini_status_t status = GEMINI_OK;
   for (int i = 0; i < 2 && !status; i++) {
     gmi_fence_t end;
@@ -138,7 +139,7 @@ gemini_status_t gmi_host_part_set(gmi_manager_t *m, uint64_t part, uint64_t want
   uint8_t *base = m->host.base + part * m->host.part_bytes;
   uint64_t begin = part * m->host.part_bytes, has = m->host.committed[part];
   gemini_status_t status = GEMINI_OK, changed;
-  for (uint64_t s = begin >> m->chunk_shift; s << m->chunk_shift < begin + has; s++)
+  for (uint64_t s = begin >> m->cut.chunk_shift; s << m->cut.chunk_shift < begin + has; s++)
     if (m->host.slots && m->host.slots[s].chunk && gmi_chunk_in_graphs(m->host.slots[s].chunk))
       return gmi_fail(GEMINI_ERR_OOM_HOST, 0, "%llu bytes of host memory stay as they are while graphs copy from them",
                       (unsigned long long)has);
@@ -150,19 +151,19 @@ gemini_status_t gmi_host_part_set(gmi_manager_t *m, uint64_t part, uint64_t want
   gmi_wait_begin(m, &wait, NULL, GMI_WAIT_MEMORY, 0);
   if (has) {
     gmi_files_buffer(m, base, has, false);
-    m->dev->memory.host_unlock(m->dev_self, base, has);
+    m->device.ops->memory.host_unlock(m->device.self, base, has);
   }
   changed = want > has   ? gmi_reserve_commit(m->host.reserve, begin + has, want - has)
             : want < has ? gmi_reserve_decommit(m->host.reserve, begin + want, has - want)
                          : GEMINI_OK;
   uint64_t now = changed ? has : want;
-  status = now ? m->dev->memory.host_lock(m->dev_self, base, now) : GEMINI_OK;
+  status = now ? m->device.ops->memory.host_lock(m->device.self, base, now) : GEMINI_OK;
   if (status) {
     if (status == GEMINI_ERR_INVALID) status = GEMINI_ERR_DEVICE; /* to the device; the caller's values were right */
     changed = gmi_fail(status, 0, "the device could not page-lock %llu bytes", (unsigned long long)now);
     if (now > has && gmi_reserve_decommit(m->host.reserve, begin + has, now - has) == GEMINI_OK) now = has;
-    if (now &&
-        m->dev->memory.host_lock(m->dev_self, base, now)) /* as it was; without, copies from it are slow, or fail */
+    if (now && m->device.ops->memory.host_lock(m->device.self, base,
+                                               now)) /* as it was; without, copies from it are slow, or fail */
       gmi_log(m, GEMINI_LOG_WARNING, "%llu bytes of host memory are not page-locked", (unsigned long long)now);
   }
   if (now) gmi_files_buffer(m, base, now, true);

@@ -46,17 +46,17 @@ static gemini_status_t reserve_new(gmi_manager_t *m, uint64_t range, void **base
   void **held = NULL, *base;
   uint32_t held_count = 0;
   gemini_status_t status;
-  while (!(status = m->dev->memory.reserve(m->dev_self, range, &base)) && gmi_hook_left(base, range)) {
+  while (!(status = m->device.ops->memory.reserve(m->device.self, range, &base)) && gmi_hook_left(base, range)) {
     void **grown = realloc(held, (held_count + 1) * sizeof *held);
     if (!grown) {
-      m->dev->memory.unreserve(m->dev_self, base, range);
+      m->device.ops->memory.unreserve(m->device.self, base, range);
       status = GEMINI_ERR_OOM_SYSTEM;
       break;
     }
     held = grown;
     held[held_count++] = base;
   }
-  while (held_count) m->dev->memory.unreserve(m->dev_self, held[--held_count], range);
+  while (held_count) m->device.ops->memory.unreserve(m->device.self, held[--held_count], range);
   free(held);
   if (!status) *base_out = base;
   return status;
@@ -64,65 +64,66 @@ static gemini_status_t reserve_new(gmi_manager_t *m, uint64_t range, void **base
 
 /* Address space is cheap, and a range much longer than the budget always has a hole for a large block. */
 static gemini_status_t reserve_once(gmi_manager_t *m) {
-  if (m->heap_base) return GEMINI_OK;
+  if (m->nonmodel.base) return GEMINI_OK;
   uint64_t range = UINT64_C(1) << 30;
   while (range < m->config.device_bytes * 8 && range < (UINT64_C(1) << 44)) range *= 2;
   void *base = NULL;
   gemini_status_t status = reserve_new(m, range, &base);
   if (status)
     return gmi_fail(status, 0, "no address range of %llu bytes for non-model memory", (unsigned long long)range);
-  m->heap_base = base;
-  m->heap_range = range;
+  m->nonmodel.base = base;
+  m->nonmodel.range = range;
   return GEMINI_OK;
 }
 
 gemini_status_t gmi_heap_prepare(gmi_manager_t *m, gmi_cut_t *cut) {
   gemini_status_t status = reserve_once(m);
   if (status) return status;
-  cut->page_map_bytes = (m->heap_range >> cut->shift) * sizeof *cut->pages;
+  cut->page_map_bytes = (m->nonmodel.range >> cut->shift) * sizeof *cut->pages;
   cut->pages = gmi_space(cut->page_map_bytes);
-  if (cut->pages) status = gmi_heap_create(m->heap_range, UINT64_C(1) << cut->shift, join_tags, m, &cut->heap);
+  if (cut->pages) status = gmi_heap_create(m->nonmodel.range, UINT64_C(1) << cut->shift, join_tags, m, &cut->heap);
   if (!cut->pages || status)
     return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the records of non-model memory");
   return GEMINI_OK;
 }
 
 static void tables_free(gmi_manager_t *m) {
-  gmi_heap_destroy(m->heap);
-  gmi_space_free(m->pages, m->page_map_bytes);
-  m->heap = NULL;
-  m->pages = NULL;
-  m->heap_frames = 0;
-  m->page_high = 0;
+  gmi_heap_destroy(m->nonmodel.heap);
+  gmi_space_free(m->nonmodel.pages, m->nonmodel.page_map_bytes);
+  m->nonmodel.heap = NULL;
+  m->nonmodel.pages = NULL;
+  m->nonmodel.frames = 0;
+  m->nonmodel.page_high = 0;
 }
 
 void gmi_heap_install(gmi_manager_t *m, gmi_cut_t *cut) {
   tables_free(m);
-  m->heap = cut->heap;
-  m->pages = cut->pages;
-  m->page_map_bytes = cut->page_map_bytes;
+  m->nonmodel.heap = cut->heap;
+  m->nonmodel.pages = cut->pages;
+  m->nonmodel.page_map_bytes = cut->page_map_bytes;
   cut->heap = NULL;
   cut->pages = NULL;
 }
 
 void gmi_heap_close(gmi_manager_t *m) {
   tables_free(m);
-  if (m->heap_base) m->dev->memory.unreserve(m->dev_self, m->heap_base, m->heap_range);
-  m->heap_base = NULL;
+  if (m->nonmodel.base) m->device.ops->memory.unreserve(m->device.self, m->nonmodel.base, m->nonmodel.range);
+  m->nonmodel.base = NULL;
 }
 
 bool gmi_heap_reclaim(gmi_manager_t *m, uint32_t *frame_out) {
-  if (!m->heap || m->heap_frames == 0) return false;
-  for (uint64_t page = m->page_high; page-- > 0;) {
-    if (!m->pages[page].frame_1 || gmi_heap_page_users(m->heap, page)) continue;
-    uint32_t frame = m->pages[page].frame_1 - 1;
-    m->pages[page].frame_1 = 0;
-    m->heap_frames--;
-    m->pages[page].settled = false;
-    gmi_heap_tag_t tag = gmi_heap_page_tag(m->heap, page);
+  if (!m->nonmodel.heap || m->nonmodel.frames == 0) return false;
+  for (uint64_t page = m->nonmodel.page_high; page-- > 0;) {
+    if (!m->nonmodel.pages[page].frame_1 || gmi_heap_page_users(m->nonmodel.heap, page)) continue;
+    uint32_t frame = m->nonmodel.pages[page].frame_1 - 1;
+    m->nonmodel.pages[page].frame_1 = 0;
+    m->nonmodel.frames--;
+    m->nonmodel.pages[page].settled = false;
+    gmi_heap_tag_t tag = gmi_heap_page_tag(m->nonmodel.heap, page);
     for (int i = 0; i < GMI_HEAP_POINTS; i++)
-      m->frames[frame].ready = gmi_fence_join(m, m->frames[frame].ready, tag.point[i]);
-    gmi_map_leave(m, m->heap_base + (page << m->chunk_shift), &m->pages[page].mapping, m->frames[frame].ready);
+      m->frames.at[frame].ready = gmi_fence_join(m, m->frames.at[frame].ready, tag.point[i]);
+    gmi_map_leave(m, m->nonmodel.base + (page << m->cut.chunk_shift), &m->nonmodel.pages[page].mapping,
+                  m->frames.at[frame].ready);
     *frame_out = frame;
     return true;
   }
@@ -130,29 +131,29 @@ bool gmi_heap_reclaim(gmi_manager_t *m, uint32_t *frame_out) {
 }
 
 static gemini_status_t back_block(gmi_manager_t *m, const gmi_heap_block_t *block, uint32_t stream) {
-  uint64_t last = (block->offset + block->size_bytes - 1) >> m->chunk_shift;
+  uint64_t last = (block->offset + block->size_bytes - 1) >> m->cut.chunk_shift;
   gemini_status_t status = GEMINI_OK;
   for (int i = 0; !status && i < GMI_HEAP_POINTS; i++) status = gmi_fence_wait(m, stream, block->tag.point[i]);
-  for (uint64_t page = block->offset >> m->chunk_shift; !status && page <= last; page++) {
-    if (m->pages[page].settled) continue;
-    if (m->pages[page].frame_1) { /* whoever mapped it may be another stream, or have failed since */
-      gmi_fence_t before = m->frames[m->pages[page].frame_1 - 1].ready;
-      m->pages[page].settled = gmi_fence_reached(m, before);
-      if (!m->pages[page].settled) status = gmi_fence_wait(m, stream, before);
+  for (uint64_t page = block->offset >> m->cut.chunk_shift; !status && page <= last; page++) {
+    if (m->nonmodel.pages[page].settled) continue;
+    if (m->nonmodel.pages[page].frame_1) { /* whoever mapped it may be another stream, or have failed since */
+      gmi_fence_t before = m->frames.at[m->nonmodel.pages[page].frame_1 - 1].ready;
+      m->nonmodel.pages[page].settled = gmi_fence_reached(m, before);
+      if (!m->nonmodel.pages[page].settled) status = gmi_fence_wait(m, stream, before);
       continue;
     }
     uint32_t frame;
-    status = gmi_frame_take(m, &m->pages[page].mapping, GEMINI_REASON_PRESSURE, GMI_TAKE_EVICT, &frame);
+    status = gmi_frame_take(m, &m->nonmodel.pages[page].mapping, GEMINI_REASON_PRESSURE, GMI_TAKE_EVICT, &frame);
     if (status) break;
-    gmi_fence_t ready = m->frames[frame].ready;
-    status = gmi_map(m, m->heap_base + (page << m->chunk_shift), frame, &m->pages[page].mapping);
+    gmi_fence_t ready = m->frames.at[frame].ready;
+    status = gmi_map(m, m->nonmodel.base + (page << m->cut.chunk_shift), frame, &m->nonmodel.pages[page].mapping);
     if (status) {
       gmi_frame_give(m, frame, ready);
       break;
     }
-    m->pages[page].frame_1 = frame + 1;
-    m->heap_frames++;
-    if (page >= m->page_high) m->page_high = page + 1;
+    m->nonmodel.pages[page].frame_1 = frame + 1;
+    m->nonmodel.frames++;
+    if (page >= m->nonmodel.page_high) m->nonmodel.page_high = page + 1;
     status = gmi_fence_wait(m, stream, ready);
   }
   return status;
@@ -169,35 +170,36 @@ gemini_status_t gmi_nonmodel_alloc(gmi_manager_t *m, uint64_t size, uint32_t str
   gemini_status_t status = gmi_cut(m);
   if (status) return status;
   gmi_heap_block_t block;
-  status = gmi_heap_alloc(m->heap, size, stream == GMI_CALLER ? 0 : stream + 1, &block);
+  status = gmi_heap_alloc(m->nonmodel.heap, size, stream == GMI_CALLER ? 0 : stream + 1, &block);
   if (status == GEMINI_ERR_OOM_DEVICE) return gmi_oom_device(m, size);
   if (status) return gmi_fail(status, ENOMEM, "no memory for an allocation's record");
   status = back_block(m, &block, stream);
   if (status) {
-    gmi_heap_free(m->heap, block.offset, block.tag);
+    gmi_heap_free(m->nonmodel.heap, block.offset, block.tag);
     return status;
   }
-  uint64_t bytes = gmi_heap_bytes_used(m->heap);
+  uint64_t bytes = gmi_heap_bytes_used(m->nonmodel.heap);
   gmi_stat_set(&m->stats.nonmodel_bytes, bytes);
-  if (bytes > m->nonmodel_peak) gmi_stat_set(&m->nonmodel_peak, bytes);
-  if (bytes > m->nonmodel_peak_op) m->nonmodel_peak_op = bytes;
-  uint64_t pages = gmi_heap_pages_used(m->heap);
-  if (pages > m->heap_pages_peak_op) m->heap_pages_peak_op = (uint32_t)pages;
-  m->observer->counters_change(m);
-  *ptr_out = m->heap_base + block.offset;
+  if (bytes > m->nonmodel.peak) gmi_stat_set(&m->nonmodel.peak, bytes);
+  if (bytes > m->nonmodel.peak_op) m->nonmodel.peak_op = bytes;
+  uint64_t pages = gmi_heap_pages_used(m->nonmodel.heap);
+  if (pages > m->nonmodel.pages_peak_op) m->nonmodel.pages_peak_op = (uint32_t)pages;
+  m->trace.observer->counters_change(m);
+  *ptr_out = m->nonmodel.base + block.offset;
   return GEMINI_OK;
 }
 
 bool gmi_nonmodel_free(gmi_manager_t *m, void *ptr, uint32_t stream) {
   GMI_ASSERT(gmi_lock_is_mine(m));
-  uint64_t offset = (uint64_t)((uintptr_t)ptr - (uintptr_t)m->heap_base);
+  uint64_t offset = (uint64_t)((uintptr_t)ptr - (uintptr_t)m->nonmodel.base);
   gmi_heap_tag_t tag = { { gmi_fence_later(m, stream) } };
-  if (!m->heap || (uint8_t *)ptr < m->heap_base || offset >= m->heap_range || !gmi_heap_free(m->heap, offset, tag)) {
+  if (!m->nonmodel.heap || (uint8_t *)ptr < m->nonmodel.base || offset >= m->nonmodel.range ||
+      !gmi_heap_free(m->nonmodel.heap, offset, tag)) {
     gmi_fail(GEMINI_ERR_INVALID, 0, "%p is not the start of a live allocation", ptr);
     return false;
   }
-  gmi_stat_set(&m->stats.nonmodel_bytes, gmi_heap_bytes_used(m->heap));
-  m->observer->counters_change(m);
+  gmi_stat_set(&m->stats.nonmodel_bytes, gmi_heap_bytes_used(m->nonmodel.heap));
+  m->trace.observer->counters_change(m);
   return true;
 }
 

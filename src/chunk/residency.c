@@ -36,19 +36,20 @@ static void peak(gmi_manager_t *m, uint32_t tier, uint64_t used) {
 /* ---- measured times */
 void gmi_reap(gmi_manager_t *m) {
   uint32_t kept = 0;
-  for (uint32_t i = 0; i < m->timed_count; i++) {
-    if (!gmi_fence_reached(m, m->timed[i].end)) {
-      m->timed[kept++] = m->timed[i];
+  for (uint32_t i = 0; i < m->rate.timed_count; i++) {
+    if (!gmi_fence_reached(m, m->rate.timed[i].end)) {
+      m->rate.timed[kept++] = m->rate.timed[i];
       continue;
     }
     uint64_t begin, end;
-    gmi_fence_t b = m->timed[i].begin, e = m->timed[i].end;
-    if (m->dev->stream.mark_time(m->dev_self, gmi_fence_stream(b), gmi_fence_mark(b), &begin) == GEMINI_OK &&
-        m->dev->stream.mark_time(m->dev_self, gmi_fence_stream(e), gmi_fence_mark(e), &end) == GEMINI_OK)
-      gmi_rate_add(m->timed[i].link == GMI_TIMED_UPDATE ? &m->device_update : &m->link_ns[m->timed[i].link],
-                   (double)(end - begin) / (double)m->timed[i].elements);
+    gmi_fence_t b = m->rate.timed[i].begin, e = m->rate.timed[i].end;
+    if (m->device.ops->stream.mark_time(m->device.self, gmi_fence_stream(b), gmi_fence_mark(b), &begin) == GEMINI_OK &&
+        m->device.ops->stream.mark_time(m->device.self, gmi_fence_stream(e), gmi_fence_mark(e), &end) == GEMINI_OK)
+      gmi_rate_add(m->rate.timed[i].link == GMI_TIMED_UPDATE ? &m->rate.device_update
+                                                             : &m->rate.link_ns[m->rate.timed[i].link],
+                   (double)(end - begin) / (double)m->rate.timed[i].elements);
   }
-  m->timed_count = kept;
+  m->rate.timed_count = kept;
 }
 
 /* ---- mapping */
@@ -58,8 +59,8 @@ gemini_status_t gmi_map(gmi_manager_t *m, void *address, uint32_t frame, gmi_map
   /* Work that uses the frame it has lost may still run: let it finish. */
   gemini_status_t status = mapping->frame_1 ? gmi_fence_sync(m, mapping->left) : GEMINI_OK;
   if (status) return status;
-  status = m->dev->memory.map(m->dev_self, address, m->frames[frame].handle, gmi_chunk_bytes(m));
-  if (status) m->dev->memory.unmap(m->dev_self, address, gmi_chunk_bytes(m));
+  status = m->device.ops->memory.map(m->device.self, address, m->frames.at[frame].handle, gmi_chunk_bytes(m));
+  if (status) m->device.ops->memory.unmap(m->device.self, address, gmi_chunk_bytes(m));
   mapping->frame_1 = status ? 0 : frame + 1;
   return status ? gmi_fail(status, 0, "the device could not map %llu bytes", (unsigned long long)gmi_chunk_bytes(m))
                 : status;
@@ -68,7 +69,7 @@ gemini_status_t gmi_map(gmi_manager_t *m, void *address, uint32_t frame, gmi_map
 static void unmap(gmi_manager_t *m, void *address, gmi_mapping_t *mapping) {
   if (!mapping->frame_1) return;
   gmi_fence_sync(m, mapping->left);
-  if (!m->dev->memory.unmap(m->dev_self, address, gmi_chunk_bytes(m))) mapping->frame_1 = 0;
+  if (!m->device.ops->memory.unmap(m->device.self, address, gmi_chunk_bytes(m))) mapping->frame_1 = 0;
 }
 
 void gmi_map_leave(gmi_manager_t *m, void *address, gmi_mapping_t *mapping, gmi_fence_t fence) {
@@ -90,9 +91,10 @@ static void unmap_from(gmi_manager_t *m, uint32_t frame) {
     gmi_arena_t *a = gmi_arena_at(m, i);
     if (a && a->store == i) unmap_chunks(m, a, frame);
   }
-  for (uint64_t page = 0; page < m->page_high; page++) {
-    gmi_mapping_t *mapping = &m->pages[page].mapping;
-    if (frame == GMI_NONE || mapping->frame_1 == frame + 1) unmap(m, m->heap_base + (page << m->chunk_shift), mapping);
+  for (uint64_t page = 0; page < m->nonmodel.page_high; page++) {
+    gmi_mapping_t *mapping = &m->nonmodel.pages[page].mapping;
+    if (frame == GMI_NONE || mapping->frame_1 == frame + 1)
+      unmap(m, m->nonmodel.base + (page << m->cut.chunk_shift), mapping);
   }
 }
 void gmi_arena_unmap(gmi_manager_t *m, const gmi_arena_t *store) { unmap_chunks(m, store, GMI_NONE); }
@@ -100,18 +102,18 @@ void gmi_unmap_all(gmi_manager_t *m) { unmap_from(m, GMI_NONE); }
 
 /* ---- frames */
 static gemini_status_t frames_reserve(gmi_manager_t *m, uint32_t count) {
-  if (count <= m->frame_capacity) return GEMINI_OK;
-  gmi_frame_t *frames = realloc(m->frames, count * sizeof *frames);
-  if (frames) m->frames = frames;
-  uint32_t *unmade = realloc(m->unmade, count * sizeof *unmade);
-  if (unmade) m->unmade = unmade;
+  if (count <= m->frames.capacity) return GEMINI_OK;
+  gmi_frame_t *frames = realloc(m->frames.at, count * sizeof *frames);
+  if (frames) m->frames.at = frames;
+  uint32_t *unmade = realloc(m->frames.unmade, count * sizeof *unmade);
+  if (unmade) m->frames.unmade = unmade;
   if (!frames || !unmade)
     return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the records of %u frames", count);
-  for (uint32_t i = count; i-- > m->frame_capacity;) {
-    m->frames[i] = (gmi_frame_t){ 0 };
-    m->unmade[m->unmade_size++] = i;
+  for (uint32_t i = count; i-- > m->frames.capacity;) {
+    m->frames.at[i] = (gmi_frame_t){ 0 };
+    m->frames.unmade[m->frames.unmade_count++] = i;
   }
-  m->frame_capacity = count;
+  m->frames.capacity = count;
   return GEMINI_OK;
 }
 
@@ -134,51 +136,53 @@ gemini_status_t gmi_frames_prepare(gmi_manager_t *m, gmi_cut_t *cut) {
 }
 
 void gmi_frames_install(gmi_manager_t *m, gmi_cut_t *cut) {
-  m->frames = cut->frames;
-  m->unmade = cut->unmade;
-  m->frame_capacity = m->frame_count = cut->frame_count;
+  m->frames.at = cut->frames;
+  m->frames.unmade = cut->unmade;
+  m->frames.capacity = m->frames.count = cut->frame_count;
   cut->frames = NULL;
   cut->unmade = NULL;
-  for (uint32_t i = m->frame_count; i-- > 0;) m->unmade[m->unmade_size++] = i;
+  for (uint32_t i = m->frames.count; i-- > 0;) m->frames.unmade[m->frames.unmade_count++] = i;
 }
 
 void gmi_frames_free(gmi_manager_t *m) {
-  for (uint32_t i = 0; i < m->frame_capacity; i++)
-    if (m->frames[i].handle) m->dev->memory.frame_destroy(m->dev_self, m->frames[i].handle, gmi_chunk_bytes(m));
-  free(m->frames);
-  free(m->unmade);
-  m->frames = NULL;
-  m->unmade = NULL;
-  m->frame_used = m->frame_capacity = m->frame_count = m->frame_made = m->free_size = m->unmade_size = 0;
+  for (uint32_t i = 0; i < m->frames.capacity; i++)
+    if (m->frames.at[i].handle)
+      m->device.ops->memory.frame_destroy(m->device.self, m->frames.at[i].handle, gmi_chunk_bytes(m));
+  free(m->frames.at);
+  free(m->frames.unmade);
+  m->frames.at = NULL;
+  m->frames.unmade = NULL;
+  m->frames.used = m->frames.capacity = m->frames.count = m->frames.made = m->frames.free_count =
+      m->frames.unmade_count = 0;
 }
 
 /* The frame that is wished for, when it is free; else the one given up longest ago. */
 static uint32_t free_take(gmi_manager_t *m, uint32_t wish) {
-  uint32_t frame = wish < m->frame_capacity && m->frames[wish].free ? wish : m->free_first;
-  gmi_frame_t *f = &m->frames[frame];
-  if (frame == m->free_first) m->free_first = f->next;
-  else m->frames[f->previous].next = f->next;
-  if (frame == m->free_last) m->free_last = f->previous;
-  else m->frames[f->next].previous = f->previous;
+  uint32_t frame = wish < m->frames.capacity && m->frames.at[wish].free ? wish : m->frames.free_first;
+  gmi_frame_t *f = &m->frames.at[frame];
+  if (frame == m->frames.free_first) m->frames.free_first = f->next;
+  else m->frames.at[f->previous].next = f->next;
+  if (frame == m->frames.free_last) m->frames.free_last = f->previous;
+  else m->frames.at[f->next].previous = f->previous;
   f->free = false;
-  m->free_size--;
+  m->frames.free_count--;
   return frame;
 }
 
 void gmi_frame_give(gmi_manager_t *m, uint32_t frame, gmi_fence_t ready) {
-  gmi_frame_t *f = &m->frames[frame];
+  gmi_frame_t *f = &m->frames.at[frame];
   GMI_ASSERT(gmi_lock_is_mine(m));
-  GMI_ASSERT(frame < m->frame_capacity && f->handle && !f->free && !f->chunk && m->frame_used);
+  GMI_ASSERT(frame < m->frames.capacity && f->handle && !f->free && !f->chunk && m->frames.used);
   f->ready = ready;
   f->chunk = NULL;
   f->free = true;
   f->next = GMI_NONE;
-  f->previous = m->free_size ? m->free_last : GMI_NONE;
-  if (m->free_size) m->frames[m->free_last].next = frame;
-  else m->free_first = frame;
-  m->free_last = frame;
-  m->free_size++;
-  m->frame_used--;
+  f->previous = m->frames.free_count ? m->frames.free_last : GMI_NONE;
+  if (m->frames.free_count) m->frames.at[m->frames.free_last].next = frame;
+  else m->frames.free_first = frame;
+  m->frames.free_last = frame;
+  m->frames.free_count++;
+  m->frames.used--;
 }
 
 /* The resident chunk whose next use is furthest, as far as known; among the unknown, the one used longest ago.
@@ -186,11 +190,11 @@ void gmi_frame_give(gmi_manager_t *m, uint32_t frame, gmi_fence_t ready) {
 static gmi_chunk_t *choose_victim(gmi_manager_t *m, bool clean) {
   gmi_chunk_t *best = NULL;
   uint64_t best_next = 0, best_last = 0;
-  for (uint32_t i = 0; i < m->frame_capacity; i++) {
-    gmi_chunk_t *c = m->frames[i].chunk;
+  for (uint32_t i = 0; i < m->frames.capacity; i++) {
+    gmi_chunk_t *c = m->frames.at[i].chunk;
     if (!c || gmi_chunk_is_pinned(c) || gmi_chunk_device_users(c)) continue;
     if (clean && gmi_chunk_has_only(c, GMI_VALID_DEVICE)) continue;
-    uint64_t next = m->advice->next_use(m, c), last = gmi_chunk_touched(c);
+    uint64_t next = m->trace.advice->next_use(m, c), last = gmi_chunk_touched(c);
     if (best && (next < best_next || (next == best_next && last >= best_last))) continue;
     best = c;
     best_next = next;
@@ -201,43 +205,44 @@ static gmi_chunk_t *choose_victim(gmi_manager_t *m, bool clean) {
 
 gemini_status_t gmi_oom_device(gmi_manager_t *m, uint64_t need_bytes) {
   uint64_t pinned = 0, acquired = 0, chunk_bytes = gmi_chunk_bytes(m);
-  for (uint32_t i = 0; i < m->frame_capacity; i++) {
-    gmi_chunk_t *c = m->frames[i].chunk;
+  for (uint32_t i = 0; i < m->frames.capacity; i++) {
+    gmi_chunk_t *c = m->frames.at[i].chunk;
     if (!c) continue;
     if (gmi_chunk_device_users(c)) acquired += chunk_bytes;
     else if (gmi_chunk_is_pinned(c)) pinned += chunk_bytes;
   }
-  const char *op = m->advice->op_name(m);
-  return gmi_fail(GEMINI_ERR_OOM_DEVICE, 0,
-                  "%s%s%llu more bytes of device memory are needed: of the budget %llu less margin %llu, chunks "
-                  "acquired hold %llu, pinned %llu, graphs %llu, non-model memory %llu (%llu of it live)",
-                  op ? op : "", op ? ": " : "", (unsigned long long)need_bytes,
-                  (unsigned long long)m->config.device_bytes, (unsigned long long)m->config.device_margin_bytes,
-                  (unsigned long long)acquired, (unsigned long long)pinned,
-                  (unsigned long long)m->graph_frames * chunk_bytes, (unsigned long long)m->heap_frames * chunk_bytes,
-                  (unsigned long long)(m->heap ? gmi_heap_bytes_used(m->heap) : 0));
+  const char *op = m->trace.advice->op_name(m);
+  return gmi_fail(
+      GEMINI_ERR_OOM_DEVICE, 0,
+      "%s%s%llu more bytes of device memory are needed: of the budget %llu less margin %llu, chunks "
+      "acquired hold %llu, pinned %llu, graphs %llu, non-model memory %llu (%llu of it live)",
+      op ? op : "", op ? ": " : "", (unsigned long long)need_bytes, (unsigned long long)m->config.device_bytes,
+      (unsigned long long)m->config.device_margin_bytes, (unsigned long long)acquired, (unsigned long long)pinned,
+      (unsigned long long)m->graphs.frames * chunk_bytes, (unsigned long long)m->nonmodel.frames * chunk_bytes,
+      (unsigned long long)(m->nonmodel.heap ? gmi_heap_bytes_used(m->nonmodel.heap) : 0));
 }
 
 gemini_status_t gmi_frame_take(gmi_manager_t *m, const gmi_mapping_t *mapping, uint32_t reason, uint32_t flags,
                                uint32_t *frame_out) {
   GMI_ASSERT(gmi_lock_is_mine(m));
   uint32_t frame, wish = mapping && mapping->frame_1 ? mapping->frame_1 - 1 : GMI_NONE;
-  if (wish != GMI_NONE && m->frames[wish].free) {
+  if (wish != GMI_NONE && m->frames.at[wish].free) {
     frame = free_take(m, wish);
-  } else if (m->frame_made < m->frame_count && m->unmade_size &&
-             (!m->free_size || !gmi_fence_reached(m, m->frames[m->free_first].ready))) {
-    frame = m->unmade[m->unmade_size - 1];
-    gemini_status_t status = m->dev->memory.frame_create(m->dev_self, gmi_chunk_bytes(m), &m->frames[frame].handle);
+  } else if (m->frames.made < m->frames.count && m->frames.unmade_count &&
+             (!m->frames.free_count || !gmi_fence_reached(m, m->frames.at[m->frames.free_first].ready))) {
+    frame = m->frames.unmade[m->frames.unmade_count - 1];
+    gemini_status_t status =
+        m->device.ops->memory.frame_create(m->device.self, gmi_chunk_bytes(m), &m->frames.at[frame].handle);
     if (status)
       return gmi_fail(status, 0, "the device could not create a frame of %llu bytes",
                       (unsigned long long)gmi_chunk_bytes(m));
-    m->unmade_size--;
-    m->frame_made++;
-    m->frames[frame].ready = 0;
-  } else if (m->free_size) {
+    m->frames.unmade_count--;
+    m->frames.made++;
+    m->frames.at[frame].ready = 0;
+  } else if (m->frames.free_count) {
     frame = free_take(m, GMI_NONE);
   } else if (gmi_heap_reclaim(m, &frame)) {
-    m->frame_used--; /* counted again below */
+    m->frames.used--; /* counted again below */
   } else {
     if (!(flags & GMI_TAKE_EVICT)) return GEMINI_ERR_OOM_DEVICE; /* the caller goes without: no message */
     gemini_status_t status = GEMINI_OK;
@@ -254,44 +259,44 @@ gemini_status_t gmi_frame_take(gmi_manager_t *m, const gmi_mapping_t *mapping, u
     if (status) return status;
     frame = free_take(m, GMI_NONE);
   }
-  m->frame_used++;
-  peak(m, GEMINI_TIER_DEVICE, m->frame_used * gmi_chunk_bytes(m));
+  m->frames.used++;
+  peak(m, GEMINI_TIER_DEVICE, m->frames.used * gmi_chunk_bytes(m));
   *frame_out = frame;
   return GEMINI_OK;
 }
 
 gemini_status_t gmi_frames_resize(gmi_manager_t *m, uint32_t frame_count) {
-  uint64_t memory = (uint64_t)frame_count << m->chunk_shift;
+  uint64_t memory = (uint64_t)frame_count << m->cut.chunk_shift;
   gemini_status_t status = frames_reserve(m, frame_count);
   if (status) return status;
-  while (m->frame_made > frame_count) {
+  while (m->frames.made > frame_count) {
     uint32_t frame;
-    if (m->free_size) {
+    if (m->frames.free_count) {
       frame = free_take(m, GMI_NONE);
     } else {
-      uint32_t before = m->frame_count;
-      m->frame_count = m->frame_made; /* no new ones meanwhile */
+      uint32_t before = m->frames.count;
+      m->frames.count = m->frames.made; /* no new ones meanwhile */
       status = gmi_frame_take(m, NULL, GEMINI_REASON_CALLER, GMI_TAKE_EVICT, &frame);
-      m->frame_count = before;
+      m->frames.count = before;
       if (status) return status; /* those evicted so far stay out; nothing is lost */
-      m->frame_used--;
+      m->frames.used--;
     }
-    status = gmi_fence_sync(m, m->frames[frame].ready);
+    status = gmi_fence_sync(m, m->frames.at[frame].ready);
     unmap_from(m, frame); /* old addresses still map it */
-    if (!status && m->dev->memory.frame_destroy(m->dev_self, m->frames[frame].handle, gmi_chunk_bytes(m)))
+    if (!status && m->device.ops->memory.frame_destroy(m->device.self, m->frames.at[frame].handle, gmi_chunk_bytes(m)))
       status = gmi_fail(GEMINI_ERR_DEVICE, 0, "the device could not free a frame of %llu bytes",
                         (unsigned long long)gmi_chunk_bytes(m));
     if (status) {
-      m->frame_used++; /* gmi_frame_give() counts it off again */
-      gmi_frame_give(m, frame, m->frames[frame].ready);
+      m->frames.used++; /* gmi_frame_give() counts it off again */
+      gmi_frame_give(m, frame, m->frames.at[frame].ready);
       return status;
     }
-    m->frames[frame] = (gmi_frame_t){ 0 };
-    m->unmade[m->unmade_size++] = frame;
-    m->frame_made--;
+    m->frames.at[frame] = (gmi_frame_t){ 0 };
+    m->frames.unmade[m->frames.unmade_count++] = frame;
+    m->frames.made--;
   }
   status = gmi_device_resize(m, memory);
-  if (!status) m->frame_count = frame_count;
+  if (!status) m->frames.count = frame_count;
   return status;
 }
 
@@ -302,28 +307,28 @@ void gmi_chunk_wrote(gmi_manager_t *m, gmi_chunk_t *c) {
 }
 
 static void time_copy(gmi_manager_t *m, uint32_t link, gmi_fence_t begin, gmi_fence_t end) {
-  if (m->timed_count == sizeof m->timed / sizeof *m->timed) return;
-  m->timed[m->timed_count].begin = begin;
-  m->timed[m->timed_count].end = end;
-  m->timed[m->timed_count].elements = 1; /* a chunk */
-  m->timed[m->timed_count++].link = link;
+  if (m->rate.timed_count == sizeof m->rate.timed / sizeof *m->rate.timed) return;
+  m->rate.timed[m->rate.timed_count].begin = begin;
+  m->rate.timed[m->rate.timed_count].end = end;
+  m->rate.timed[m->rate.timed_count].elements = 1; /* a chunk */
+  m->rate.timed[m->rate.timed_count++].link = link;
 }
 
 static gemini_status_t queue_copy(gmi_manager_t *m, gmi_chunk_t *c, uint32_t link, uint32_t reason,
                                   gmi_fence_t *fence_out) {
-  uint32_t stream = link == GEMINI_LINK_H2D ? m->copy_in : m->copy_out;
+  uint32_t stream = link == GEMINI_LINK_H2D ? m->copy.in : m->copy.out;
   gmi_fence_t begin, end;
   gmi_slot_t *slot = &m->host.slots[gmi_chunk_slot(c)];
   gemini_status_t status = gmi_fence_wait(m, stream, slot->fence);
   if (!status && gmi_chunk_work_pending(m, c))
-    status = m->dev->stream.wait_flag(m->dev_self, stream, &slot->work_done, slot->work_queued);
+    status = m->device.ops->stream.wait_flag(m->device.self, stream, &slot->work_done, slot->work_queued);
   if (!status) status = gmi_fence_now(m, stream, &begin);
   bool queued = !status; /* else who uses the slot's bytes is still whom its fence says */
   if (queued) {
     void *device = gmi_chunk_device(m, c), *host = gmi_chunk_host(m, c);
     status = link == GEMINI_LINK_H2D
-                 ? m->dev->queue.copy(m->dev_self, stream, device, host, gmi_chunk_bytes(m), GMI_COPY_H2D)
-                 : m->dev->queue.copy(m->dev_self, stream, host, device, gmi_chunk_bytes(m), GMI_COPY_D2H);
+                 ? m->device.ops->queue.copy(m->device.self, stream, device, host, gmi_chunk_bytes(m), GMI_COPY_H2D)
+                 : m->device.ops->queue.copy(m->device.self, stream, host, device, gmi_chunk_bytes(m), GMI_COPY_D2H);
   }
   if (!status) status = gmi_fence_now(m, stream, &end);
   if (status && queued) { /* it may be all the same */
@@ -335,7 +340,7 @@ static gemini_status_t queue_copy(gmi_manager_t *m, gmi_chunk_t *c, uint32_t lin
                     (unsigned long long)gmi_chunk_bytes(m));
   time_copy(m, link, begin, end);
   count_move(m, link, reason);
-  m->observer->chunk_copied(m, c, link, reason, begin, end);
+  m->trace.observer->chunk_copied(m, c, link, reason, begin, end);
   slot->fence = end; /* the older ones are before it on the same stream, or it waited for them */
   if (link == GEMINI_LINK_D2H) gmi_chunk_copied(c, end);
   *fence_out = end;
@@ -380,28 +385,28 @@ gemini_status_t gmi_chunk_fetch(gmi_manager_t *m, gmi_chunk_t *c, bool fresh, ui
                           flags, &frame);
   gmi_chunk_unhold_host(m, c, false);
   if (status) return status;
-  gmi_fence_t ready = m->frames[frame].ready, arrive = ready;
+  gmi_fence_t ready = m->frames.at[frame].ready, arrive = ready;
   status = gmi_map(m, gmi_chunk_device(m, c), frame, gmi_chunk_mapping(c));
   bool mapped = !status;
   if (!status && !fresh) {
-    status = gmi_fence_wait(m, m->copy_in, ready);
+    status = gmi_fence_wait(m, m->copy.in, ready);
     if (!status && gmi_chunk_has(c, GMI_VALID_HOST)) {
       status = copy_chunk(m, c, GEMINI_LINK_H2D, reason, &arrive);
     } else if (!status) {
-      status = gmi_device_zero(m, m->copy_in, gmi_chunk_device(m, c), gmi_chunk_bytes(m));
-      if (!status) status = gmi_fence_now(m, m->copy_in, &arrive);
+      status = gmi_device_zero(m, m->copy.in, gmi_chunk_device(m, c), gmi_chunk_bytes(m));
+      if (!status) status = gmi_fence_now(m, m->copy.in, &arrive);
     }
   }
   if (status) {
     /* A copy may be queued all the same, without having waited for who used the frame before. */
-    ready = gmi_fence_join(m, ready, gmi_fence_later(m, m->copy_in));
+    ready = gmi_fence_join(m, ready, gmi_fence_later(m, m->copy.in));
     gmi_frame_give(m, frame, ready);
     if (mapped) gmi_map_leave(m, gmi_chunk_device(m, c), gmi_chunk_mapping(c), ready);
     return status;
   }
   /* Should a fresh chunk's batch fail before its writer has it, the copies elsewhere still count. */
   gmi_chunk_arrived(m, c, frame, arrive, fresh);
-  m->observer->counters_change(m);
+  m->trace.observer->counters_change(m);
   return GEMINI_OK;
 }
 
@@ -409,7 +414,7 @@ gemini_status_t gmi_chunk_fetch(gmi_manager_t *m, gmi_chunk_t *c, bool fresh, ui
 static void give_frame(gmi_manager_t *m, gmi_chunk_t *c, uint32_t frame, gmi_fence_t fence) {
   gmi_frame_give(m, frame, fence);
   gmi_map_leave(m, gmi_chunk_device(m, c), gmi_chunk_mapping(c), fence);
-  m->observer->counters_change(m);
+  m->trace.observer->counters_change(m);
 }
 
 void gmi_chunk_drop_device(gmi_manager_t *m, gmi_chunk_t *c) {
@@ -435,7 +440,7 @@ gemini_status_t gmi_chunk_evict(gmi_manager_t *m, gmi_chunk_t *c, uint32_t reaso
   const char *why = gmi_chunk_busy(c, GMI_TO_EVICT);
   if (why)
     return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s at offset %llu is %s", gmi_chunk_arena(m, c)->name,
-                    (unsigned long long)c->index << m->chunk_shift, why);
+                    (unsigned long long)c->index << m->cut.chunk_shift, why);
   bool copy = gmi_chunk_has_only(c, GMI_VALID_DEVICE);
   gemini_status_t status = copy ? gmi_host_slot_take(m, c) : GEMINI_OK;
   if (status) return status;
@@ -449,7 +454,7 @@ gemini_status_t gmi_chunk_evict(gmi_manager_t *m, gmi_chunk_t *c, uint32_t reaso
   }
   gmi_chunk_refilled(m, c);
   gmi_fence_t fence = 0; /* the copy is behind all uses, and so is what comes after it */
-  status = gmi_chunk_wait(m, m->copy_out, c, GEMINI_READ_WRITE);
+  status = gmi_chunk_wait(m, m->copy.out, c, GEMINI_READ_WRITE);
   if (!status) status = copy_chunk(m, c, GEMINI_LINK_D2H, reason, &fence);
   if (status) {
     gmi_chunk_departs_not(c, word);
@@ -472,7 +477,7 @@ gemini_status_t gmi_chunk_to_host(gmi_manager_t *m, gmi_chunk_t *c, bool drop, u
       gmi_fence_t fence;
       if (!gmi_chunk_unsettle(c, GMI_CHUNK_WRITERS)) /* nobody may write it on its way, nor when it counts as clean */
         return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is acquired for writing", gmi_chunk_arena(m, c)->name);
-      status = gmi_chunk_wait(m, m->copy_out, c, GEMINI_READ);
+      status = gmi_chunk_wait(m, m->copy.out, c, GEMINI_READ);
       if (!status) status = copy_chunk(m, c, GEMINI_LINK_D2H, reason, &fence);
     } else {
       status = gmi_file_read(m, c, reason);

@@ -63,8 +63,8 @@ static void piece_at(const walk_t *k, uint64_t begin, uint64_t end, piece_t *p) 
   p->count = 0;
   for (uint32_t i = 0; i < k->u.arena_count; i++) {
     gmi_arena_t *a = k->arenas[i], *store = gmi_arena_at(k->m, a->store);
-    uint64_t first = p->begin * a->element_bytes >> k->m->chunk_shift;
-    uint64_t last = (p->end * a->element_bytes - 1) >> k->m->chunk_shift;
+    uint64_t first = p->begin * a->element_bytes >> k->m->cut.chunk_shift;
+    uint64_t last = (p->end * a->element_bytes - 1) >> k->m->cut.chunk_shift;
     for (uint64_t c = first; c <= last; c++) {
       uint32_t n = 0;
       while (n < p->count && p->chunks[n] != &store->chunks[c]) n++;
@@ -109,8 +109,8 @@ static void gap_in_piece(const walk_t *k, const piece_t *p, uint64_t gap, uint64
 /* Chunks of an arena in a piece. */
 static void piece_range(const walk_t *k, const piece_t *p, uint32_t i, uint32_t *first_out, uint32_t *count_out) {
   uint32_t bytes = k->arenas[i]->element_bytes;
-  *first_out = (uint32_t)(p->begin * bytes >> k->m->chunk_shift);
-  *count_out = (uint32_t)((p->end * bytes - 1) >> k->m->chunk_shift) - *first_out + 1;
+  *first_out = (uint32_t)(p->begin * bytes >> k->m->cut.chunk_shift);
+  *count_out = (uint32_t)((p->end * bytes - 1) >> k->m->cut.chunk_shift) - *first_out + 1;
 }
 
 /* Its chunks' bytes come to the host, each chunk's anywhere. */
@@ -134,7 +134,7 @@ static gemini_status_t piece_to_host(walk_t *k, piece_t *p) {
 /* Where the bytes of gaps in a piece are, which become zeros, chunk by chunk. */
 static void gap_zeros(const walk_t *k, const piece_t *p, uint64_t first_gap, uint64_t gaps, gmi_job_t *job) {
   gmi_manager_t *m = k->m;
-  uint64_t chunk_bytes = UINT64_C(1) << m->chunk_shift;
+  uint64_t chunk_bytes = UINT64_C(1) << m->cut.chunk_shift;
   for (uint64_t i = 0; i < gaps; i++) {
     uint64_t begin, count;
     gap_in_piece(k, p, first_gap + i, &begin, &count);
@@ -196,7 +196,7 @@ static gemini_status_t host_piece(walk_t *k, piece_t *p, bool deferred) {
     if (!(p->modes[i] & GEMINI_WRITE)) continue;
     gmi_chunk_host_wrote(m, c);
     uint32_t kind = gmi_chunk_arena(m, c)->kind;
-    if (m->files && kind != GEMINI_KIND_PARAM && kind != GEMINI_KIND_GRAD) gmi_host_updated(m, c);
+    if (m->file.store && kind != GEMINI_KIND_PARAM && kind != GEMINI_KIND_GRAD) gmi_host_updated(m, c);
   }
   gmi_workers_push(m, job);
   return GEMINI_OK;
@@ -218,7 +218,7 @@ typedef struct gmi_deferred {
 } gmi_deferred_t;
 
 uint32_t gmi_updates_ahead(const gmi_manager_t *m, uint32_t chunks) {
-  uint64_t most = UINT64_C(64) << 20 >> m->chunk_shift;
+  uint64_t most = UINT64_C(64) << 20 >> m->cut.chunk_shift;
   if (most > m->host.slot_count / 8) most = m->host.slot_count / 8;
   return most / chunks > 2 ? (uint32_t)(most / chunks) : 2;
 }
@@ -281,7 +281,7 @@ static void tail_leave(walk_t *k) {
 /* Can the piece be queued at once, without waiting for room or a file? */
 static bool piece_is_ready(const walk_t *k, const piece_t *p) {
   uint32_t missing = 0;
-  if (!k->m->files) return true;
+  if (!k->m->file.store) return true;
   for (uint32_t i = 0; i < p->count; i++) {
     const gmi_chunk_t *c = p->chunks[i];
     if (gmi_chunk_left(c) || gmi_chunk_has_only(c, GMI_VALID_FILE)) return false;
@@ -294,9 +294,9 @@ static bool piece_is_ready(const walk_t *k, const piece_t *p) {
  * work, and what could not be put in order is waited for. */
 static void after_callback(gmi_manager_t *m, gemini_status_t status, gmi_fence_t fence) {
   if (!status) return;
-  if (!m->async_status) {
-    m->async_status = status;
-    snprintf(m->async_message, sizeof m->async_message, "%s", gmi_fail_message());
+  if (!m->failure.status) {
+    m->failure.status = status;
+    snprintf(m->failure.message, sizeof m->failure.message, "%s", gmi_fail_message());
   }
   (void)gmi_fence_sync(m, fence);
 }
@@ -305,7 +305,7 @@ static void after_callback(gmi_manager_t *m, gemini_status_t status, gmi_fence_t
  * without the lock, while calls of other threads that look at chunks wait. */
 static gemini_status_t device_piece(walk_t *k, piece_t *p, rest_t *rest) {
   gmi_manager_t *m = k->m;
-  uint32_t stream = m->update_stream, held = 0;
+  uint32_t stream = m->update.stream, held = 0;
   gemini_status_t status = GEMINI_OK;
   for (; held < p->count; held++) gmi_chunk_hold_device(m, p->chunks[held], p->modes[held]);
   for (uint32_t i = 0; !status && i < p->count; i++)
@@ -323,13 +323,13 @@ static gemini_status_t device_piece(walk_t *k, piece_t *p, rest_t *rest) {
   }
   if (!status) {
     gemini_update_span_t span = piece_span(k, p, GEMINI_TIER_DEVICE);
-    span.stream = gmi_handle(m, GMI_HANDLE_STREAM, m->streams[m->update_stream].generation, m->update_stream);
+    span.stream = gmi_handle(m, GMI_HANDLE_STREAM, m->streams[m->update.stream].generation, m->update.stream);
     for (uint32_t i = 0; i < k->u.arena_count; i++)
       span.ptr[i] = k->arenas[i]->base + p->begin * k->arenas[i]->element_bytes;
     for (uint32_t i = 0; i < p->count; i++)
       if (p->modes[i] & GEMINI_WRITE) gmi_chunk_wrote(m, p->chunks[i]);
     k->refs++;
-    rest_queued(m->deferred, rest, p);
+    rest_queued(m->update.deferred, rest, p);
     const char *function = atomic_load_explicit(&m->watch.holder, memory_order_relaxed);
     gmi_callback_begin(m); /* never call out with the lock; the chunks are held */
     gmi_wait_t wait;
@@ -342,13 +342,13 @@ static gemini_status_t device_piece(walk_t *k, piece_t *p, rest_t *rest) {
     for (uint32_t i = 0; i < p->count; i++)
       after_callback(m, gmi_chunk_use(m, p->chunks[i], p->modes[i], stream, true), end);
     after_callback(m, gmi_fence_now(m, stream, &end), end);
-    m->update_end = end;
-    m->observer->span_queued(m, "update", "update on the device", begin, end);
-    if (m->timed_count < sizeof m->timed / sizeof *m->timed) {
-      m->timed[m->timed_count].begin = begin;
-      m->timed[m->timed_count].end = end;
-      m->timed[m->timed_count].link = GMI_TIMED_UPDATE;
-      m->timed[m->timed_count++].elements = p->end - p->begin;
+    m->update.end = end;
+    m->trace.observer->span_queued(m, "update", "update on the device", begin, end);
+    if (m->rate.timed_count < sizeof m->rate.timed / sizeof *m->rate.timed) {
+      m->rate.timed[m->rate.timed_count].begin = begin;
+      m->rate.timed[m->rate.timed_count].end = end;
+      m->rate.timed[m->rate.timed_count].link = GMI_TIMED_UPDATE;
+      m->rate.timed[m->rate.timed_count++].elements = p->end - p->begin;
     }
   }
   for (uint32_t i = 0; i < held; i++) gmi_chunk_unhold_device(p->chunks[i], p->modes[i]);
@@ -364,7 +364,7 @@ static bool is_pinned(const piece_t *p) {
 /* Queues the first piece of all that are left. now: blocks until there is room; else *waits_out says that there is none
  * yet. */
 static gemini_status_t queue_first(gmi_manager_t *m, bool now, bool *waits_out) {
-  gmi_deferred_t *d = m->deferred;
+  gmi_deferred_t *d = m->update.deferred;
   rest_t *rest = d->first;
   walk_t *k = rest->walk;
   piece_t p = { .next_use = rest->next_use };
@@ -397,7 +397,7 @@ gemini_status_t gmi_updates_queue(gmi_manager_t *m, const gmi_chunk_t *c) {
   GMI_ASSERT(gmi_lock_is_mine(m));
   gemini_status_t status = GEMINI_OK;
   bool waits;
-  while (!status && m->deferred->first && (!c || gmi_chunk_deferred(c))) status = queue_first(m, true, &waits);
+  while (!status && m->update.deferred->first && (!c || gmi_chunk_deferred(c))) status = queue_first(m, true, &waits);
   return status;
 }
 
@@ -413,7 +413,7 @@ static gemini_status_t queue_left(gmi_manager_t *m, const piece_t *p) {
 static const char THREAD_NAME[] = "deferred updates"; /* where who waits for it sees a function */
 static void *defer_work(void *user) {
   gmi_manager_t *m = user;
-  gmi_deferred_t *d = m->deferred;
+  gmi_deferred_t *d = m->update.deferred;
   gmi_lock(m, THREAD_NAME);
   while (!d->stop) {
     uint64_t events = gmi_workers_finished(m);
@@ -440,24 +440,24 @@ static void *defer_work(void *user) {
   return NULL;
 }
 
-uint64_t gmi_updates_deferred(const gmi_manager_t *m) { return m->deferred->count; }
+uint64_t gmi_updates_deferred(const gmi_manager_t *m) { return m->update.deferred->count; }
 
 void gmi_updates_room(gmi_manager_t *m) {
-  if (m->deferred->first) gmi_workers_nudge(m);
+  if (m->update.deferred->first) gmi_workers_nudge(m);
 }
 
 gemini_status_t gmi_updates_open(gmi_manager_t *m) {
-  gmi_deferred_t *d = m->deferred = calloc(1, sizeof *d);
+  gmi_deferred_t *d = m->update.deferred = calloc(1, sizeof *d);
   if (!d) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for deferred updates");
   pthread_cond_init(&d->more, NULL);
-  if (!m->files) return GEMINI_OK;
+  if (!m->file.store) return GEMINI_OK;
   int error = gmi_thread_start(&d->thread, defer_work, m);
   d->started = !error;
   return error ? gmi_fail(GEMINI_ERR_OOM_SYSTEM, error, "could not start the thread of deferred updates") : GEMINI_OK;
 }
 
 void gmi_updates_close(gmi_manager_t *m) {
-  gmi_deferred_t *d = m->deferred;
+  gmi_deferred_t *d = m->update.deferred;
   if (!d) return;
   gmi_lock(m, "gemini_manager_close");
   d->stop = true;
@@ -470,7 +470,7 @@ void gmi_updates_close(gmi_manager_t *m) {
   while (d->first) rest_remove(d, d->first);
   pthread_cond_destroy(&d->more);
   free(d);
-  m->deferred = NULL;
+  m->update.deferred = NULL;
 }
 
 static void add_gap(gmi_manager_t *m, gmi_tensor_t *t, void *user) {
@@ -588,7 +588,8 @@ static bool in_walk(const void *user, const gmi_chunk_t *c) {
   for (uint32_t i = 0; i < k->u.arena_count; i++) {
     const gmi_arena_t *a = k->arenas[i];
     uint64_t begin = k->u.first_element * a->element_bytes, end = begin + k->u.element_count * a->element_bytes;
-    if (a->store == c->arena && c->index >= begin >> k->m->chunk_shift && c->index <= (end - 1) >> k->m->chunk_shift)
+    if (a->store == c->arena && c->index >= begin >> k->m->cut.chunk_shift &&
+        c->index <= (end - 1) >> k->m->cut.chunk_shift)
       return true;
   }
   return false;
@@ -597,14 +598,14 @@ static bool in_walk(const void *user, const gmi_chunk_t *c) {
 /* Nothing in the range may be in use, and without a file tier the host must have room for what will be there. */
 static gemini_status_t walk_room(walk_t *k, uint32_t index) {
   gmi_manager_t *m = k->m;
-  uint64_t need = 0, chunk_bytes = atomic_load(&m->chunk_bytes), number = 0;
+  uint64_t need = 0, chunk_bytes = atomic_load(&m->cut.chunk_bytes), number = 0;
   piece_t p;
   for (uint64_t at = k->u.first_element, end = at + k->u.element_count; at < end; at = p.end, number++) {
     piece_at(k, at, end, &p);
-    if (m->files && p.count > m->host.slot_count)
+    if (m->file.store && p.count > m->host.slot_count)
       return gmi_fail(GEMINI_ERR_OOM_HOST, 0, "the update needs %llu bytes of host memory at once, the budget is %llu",
                       (unsigned long long)p.count * chunk_bytes, (unsigned long long)m->config.host_bytes);
-    bool on_device = index != GMI_NONE && m->advice->piece_on_device(m, index, (uint32_t)number);
+    bool on_device = index != GMI_NONE && m->trace.advice->piece_on_device(m, index, (uint32_t)number);
     for (uint32_t i = 0; i < p.count; i++) {
       gmi_chunk_t *c = p.chunks[i];
       if (gmi_chunk_host_users(c) || !gmi_chunk_unsettle(c, GMI_CHUNK_PINS))
@@ -627,8 +628,8 @@ static void walk_accept(walk_t *k) {
   k->tail->walk = k;
   k->tail->begin = k->u.first_element;
   k->tail->end = k->u.first_element + k->u.element_count;
-  rest_insert(m->deferred, k->tail, NULL);
-  for (uint64_t at = k->tail->begin; at < k->tail->end; at = p.end, m->deferred->count++) {
+  rest_insert(m->update.deferred, k->tail, NULL);
+  for (uint64_t at = k->tail->begin; at < k->tail->end; at = p.end, m->update.deferred->count++) {
     piece_at(k, at, k->tail->end, &p);
     for (uint32_t i = 0; i < p.count; i++) gmi_chunk_piece_accepted(p.chunks[i]);
   }
@@ -645,16 +646,16 @@ static gemini_status_t tail_queue_one(walk_t *k, piece_t *p, bool device) {
   gmi_manager_t *m = k->m;
   bool pinned = is_pinned(p);
   gemini_status_t status = GEMINI_OK;
-  if (device || pinned || !m->files) status = queue_left(m, p);
+  if (device || pinned || !m->file.store) status = queue_left(m, p);
   if (status || !k->tail || k->tail->begin != p->begin) return status; /* a callback has queued it meanwhile */
   status = device || pinned ? device_piece(k, p, k->tail) : GEMINI_ERR_OOM_DEVICE;
   if (pinned || !gmi_is_oom(status)) return status;
   if (!piece_is_ready(k, p))
-    return tail_leave_one(m->deferred, k, p)
+    return tail_leave_one(m->update.deferred, k, p)
                ? GEMINI_OK
                : gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for an update's record");
   status = host_piece(k, p, false);
-  if (!status) rest_queued(m->deferred, k->tail, p);
+  if (!status) rest_queued(m->update.deferred, k->tail, p);
   return status;
 }
 
@@ -666,15 +667,15 @@ static void walk_run(walk_t *k, uint32_t index) {
   while (!status && k->tail) {
     piece_at(k, k->tail->begin, k->tail->end, &p);
     uint32_t number = (uint32_t)(p.begin / k->unit - k->u.first_element / k->unit);
-    bool device = m->advice->piece_on_device(m, index, number);
-    p.next_use = m->advice->piece_use(m, index, number);
-    if (device) m->observer->piece_begins(m, index, number);
+    bool device = m->trace.advice->piece_on_device(m, index, number);
+    p.next_use = m->trace.advice->piece_use(m, index, number);
+    if (device) m->trace.observer->piece_begins(m, index, number);
     status = tail_queue_one(k, &p, device);
-    if (device) m->observer->piece_ends(m, index, number);
+    if (device) m->trace.observer->piece_ends(m, index, number);
   }
   if (status) gmi_log(m, GEMINI_LOG_WARNING, "an update waits: %s", gmi_fail_message());
   if (k->tail) tail_leave(k);
-  pthread_cond_signal(&m->deferred->more);
+  pthread_cond_signal(&m->update.deferred->more);
 }
 
 uint64_t gmi_piece_elements(gmi_manager_t *m, const uint32_t *arenas, uint32_t arena_count, uint64_t chunk_bytes) {
@@ -701,7 +702,7 @@ static gemini_status_t walk(walk_t *k, uint32_t stream) {
     indexes[i] = record.arenas[i] = k->arenas[i]->index;
     record.modes[i] = k->modes[i];
   }
-  k->unit = gmi_piece_elements(m, indexes, k->u.arena_count, atomic_load(&m->chunk_bytes));
+  k->unit = gmi_piece_elements(m, indexes, k->u.arena_count, atomic_load(&m->cut.chunk_bytes));
   status = check_taken(k);
   if (status) return status;
   if (k->gap_arena != GMI_NONE) {
@@ -729,11 +730,11 @@ static gemini_status_t walk(walk_t *k, uint32_t stream) {
   if (status && status != GEMINI_ERR_OOM_HOST) return status;
   gemini_status_t room = status;
   uint32_t index;
-  m->observer->update_comes(m, &record, &index);
+  m->trace.observer->update_comes(m, &record, &index);
   status = room ? walk_room(k, index) : GEMINI_OK;
   if (!status && stream != GMI_CALLER) status = gmi_fence_now(m, stream, &k->after);
   if (status) {
-    m->observer->update_refused(m, index);
+    m->trace.observer->update_refused(m, index);
     return status;
   }
   walk_accept(k);
@@ -749,12 +750,12 @@ gemini_status_t gmi_updates_finish(gmi_manager_t *m, const char *function) {
   gmi_workers_drain(m, function);
   gmi_lock(m, function);
   gmi_fence_t end;
-  gemini_status_t status = gmi_fence_now(m, m->update_stream, &end);
+  gemini_status_t status = gmi_fence_now(m, m->update.stream, &end);
   gmi_unlock(m);
   if (!status && !gmi_fence_reached(m, end)) {
     gmi_wait_t wait;
-    gmi_wait_begin(m, &wait, function, GMI_WAIT_STREAM, m->update_stream);
-    status = m->dev->stream.sync(m->dev_self, m->update_stream, gmi_fence_mark(end));
+    gmi_wait_begin(m, &wait, function, GMI_WAIT_STREAM, m->update.stream);
+    status = m->device.ops->stream.sync(m->device.self, m->update.stream, gmi_fence_mark(end));
     gmi_wait_end(m, &wait);
     if (status) gmi_fail(status, 0, "an update on the device failed");
   }

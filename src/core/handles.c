@@ -26,27 +26,27 @@ enum { SERIALS = 1 << 12 };
 static uint32_t generations_given[GMI_MANAGERS][SERIALS];
 
 static uint32_t *generations_of(const gmi_manager_t *m) {
-  return &generations_given[m->entry][m->handle & (SERIALS - 1)];
+  return &generations_given[m->id.entry][m->id.handle & (SERIALS - 1)];
 }
 
 static uint32_t generations_highest(const gmi_manager_t *m) {
-  uint64_t highest = m->generation_before;
+  uint64_t highest = m->id.generation_before;
   for (uint32_t i = 0; i < GMI_ARENAS; i++)
-    if (m->arena_generations[i] > highest) highest = m->arena_generations[i];
+    if (m->arenas.generations[i] > highest) highest = m->arenas.generations[i];
   for (uint32_t i = 0; i < GMI_DEVICE_MAX_STREAMS; i++)
     if (m->streams[i].generation > highest) highest = m->streams[i].generation;
   for (uint32_t i = 0; i < GMI_GRAPHS; i++)
-    if (m->graph_generations[i] > highest) highest = m->graph_generations[i];
-  for (uint32_t i = 0; i < m->tensor_high; i++)
-    if (m->tensors[i].generation > highest) highest = m->tensors[i].generation;
+    if (m->graphs.generations[i] > highest) highest = m->graphs.generations[i];
+  for (uint32_t i = 0; i < m->tensors.high; i++)
+    if (m->tensors.at[i].generation > highest) highest = m->tensors.at[i].generation;
   return highest < GMI_TENSOR_GENERATIONS ? (uint32_t)highest : GMI_TENSOR_GENERATIONS;
 }
 
 /* The generations of all objects, which nobody has a handle of yet, go on from before. */
 static void generations_begin(gmi_manager_t *m, uint32_t before) {
-  m->generation_before = before;
-  for (uint32_t i = 0; i < GMI_ARENAS; i++) m->arena_generations[i] = before;
-  for (uint32_t i = 0; i < GMI_GRAPHS; i++) m->graph_generations[i] = before;
+  m->id.generation_before = before;
+  for (uint32_t i = 0; i < GMI_ARENAS; i++) m->arenas.generations[i] = before;
+  for (uint32_t i = 0; i < GMI_GRAPHS; i++) m->graphs.generations[i] = before;
   for (uint32_t i = 0; i < GMI_DEVICE_MAX_STREAMS; i++) {
     gmi_stream_t *s = &m->streams[i];
     s->generation += before;
@@ -96,7 +96,7 @@ _Static_assert(GMI_DEVICE_MAX_STREAMS <= 1u << GMI_STREAM_INDEX_BITS && GMI_AREN
                "a handle has room for each index");
 
 uint64_t gmi_handle(const gmi_manager_t *m, uint32_t type, uint64_t generation, uint32_t index) {
-  return (uint64_t)type << 60 | (m->handle & GMI_HANDLE_MANAGER_MASK) | generation << gmi_handle_index_bits(type) |
+  return (uint64_t)type << 60 | (m->id.handle & GMI_HANDLE_MANAGER_MASK) | generation << gmi_handle_index_bits(type) |
          index;
 }
 
@@ -129,8 +129,8 @@ static bool place_take(gmi_manager_t *m) {
       uint64_t serial = gmi_manager_serial + i, end = serial & (SERIALS - 1);
       if (generations_given[entry][end] >= GMI_TENSOR_GENERATIONS) continue;
       gmi_manager_serial = serial;
-      m->entry = entry;
-      m->handle = (uint64_t)GMI_HANDLE_MANAGER << 60 | (uint64_t)entry << 54 | end << 42 | serial;
+      m->id.entry = entry;
+      m->id.handle = (uint64_t)GMI_HANDLE_MANAGER << 60 | (uint64_t)entry << 54 | end << 42 | serial;
       generations_begin(m, *generations_of(m));
       return true;
     }
@@ -143,9 +143,9 @@ bool gmi_manager_enter(gmi_manager_t *m) {
   pthread_mutex_lock(&live_lock);
   bool placed = place_take(m);
   if (placed) {
-    live[m->entry].manager = m;
-    live[m->entry].opener = getpid();
-    atomic_store_explicit(&live[m->entry].handle, m->handle, memory_order_release);
+    live[m->id.entry].manager = m;
+    live[m->id.entry].opener = getpid();
+    atomic_store_explicit(&live[m->id.entry].handle, m->id.handle, memory_order_release);
   }
   pthread_mutex_unlock(&live_lock);
   return placed;
@@ -154,8 +154,8 @@ bool gmi_manager_enter(gmi_manager_t *m) {
 void gmi_manager_leave(gmi_manager_t *m) {
   pthread_mutex_lock(&live_lock);
   *generations_of(m) = generations_highest(m);
-  atomic_store_explicit(&live[m->entry].handle, 0, memory_order_release);
-  live[m->entry].manager = NULL;
+  atomic_store_explicit(&live[m->id.entry].handle, 0, memory_order_release);
+  live[m->id.entry].manager = NULL;
   pthread_mutex_unlock(&live_lock);
 }
 

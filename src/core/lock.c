@@ -13,12 +13,12 @@ static uintptr_t me(void) {
   static _Thread_local char mine;
   return (uintptr_t)&mine;
 }
-bool gmi_lock_is_mine(gmi_manager_t *m) { return atomic_load(&m->lock_owner) == me(); }
-static void taken(gmi_manager_t *m) { atomic_store(&m->lock_owner, me()); }
+bool gmi_lock_is_mine(gmi_manager_t *m) { return atomic_load(&m->check.lock_owner) == me(); }
+static void taken(gmi_manager_t *m) { atomic_store(&m->check.lock_owner, me()); }
 static void about_to_give(gmi_manager_t *m) {
   GMI_ASSERT(gmi_lock_is_mine(m));
-  m->check(m);
-  atomic_store(&m->lock_owner, 0);
+  m->check.call(m);
+  atomic_store(&m->check.lock_owner, 0);
 }
 #else
 bool gmi_lock_is_mine(gmi_manager_t *m) { return m != NULL; }
@@ -52,14 +52,14 @@ void gmi_lock_beside(gmi_manager_t *m, const char *function) {
     taken(m);
   }
   gmi_watch_locked(m, function);
-  if (atomic_load_explicit(&m->hook_waiting, memory_order_relaxed)) m->when_locked(m);
+  if (atomic_load_explicit(&m->hook.waiting, memory_order_relaxed)) m->hook.when_locked(m);
 }
 
 void gmi_callbacks_wait(gmi_manager_t *m, const char *function) {
-  if (!m->callbacks || pthread_equal(m->callback_thread, pthread_self())) return;
+  if (!m->callback.depth || pthread_equal(m->callback.thread, pthread_self())) return;
   gmi_wait_t wait;
   gmi_wait_begin(m, &wait, function, GMI_WAIT_CALLBACK, 0);
-  while (m->callbacks) gmi_lock_wait(m, &m->callback_ended);
+  while (m->callback.depth) gmi_lock_wait(m, &m->callback.ended);
   gmi_wait_end(m, &wait);
   gmi_watch_locked(m, function);
 }
@@ -70,39 +70,39 @@ void gmi_lock(gmi_manager_t *m, const char *function) {
 }
 
 void gmi_callback_begin(gmi_manager_t *m) {
-  m->callback_thread = pthread_self();
-  m->callbacks++;
+  m->callback.thread = pthread_self();
+  m->callback.depth++;
   give(m);
 }
 
 void gmi_callback_end(gmi_manager_t *m, const char *function) {
   gmi_lock_beside(m, function);
-  if (!--m->callbacks) pthread_cond_broadcast(&m->callback_ended);
+  if (!--m->callback.depth) pthread_cond_broadcast(&m->callback.ended);
 }
 
 void gmi_unlock(gmi_manager_t *m) {
-  uint32_t count = m->log_count;
+  uint32_t count = m->log.count;
   if (!count) {
     give(m);
     return;
   }
   int32_t levels[GMI_LOG_QUEUE];
-  char texts[GMI_LOG_QUEUE][sizeof m->logs[0].text];
+  char texts[GMI_LOG_QUEUE][sizeof m->log.queue[0].text];
   for (uint32_t i = 0; i < count; i++) {
-    levels[i] = m->logs[i].level;
-    memcpy(texts[i], m->logs[i].text, sizeof texts[i]);
+    levels[i] = m->log.queue[i].level;
+    memcpy(texts[i], m->log.queue[i].text, sizeof texts[i]);
   }
-  m->log_count = 0;
+  m->log.count = 0;
   give(m);
   for (uint32_t i = 0; i < count; i++) m->config.log_fn(m->config.log_user, levels[i], texts[i]);
 }
 
 void gmi_log(gmi_manager_t *m, int32_t level, const char *format, ...) {
   GMI_ASSERT(gmi_lock_is_mine(m));
-  if (!m->config.log_fn || level > (int32_t)m->config.log_level || m->log_count == GMI_LOG_QUEUE) return;
+  if (!m->config.log_fn || level > (int32_t)m->config.log_level || m->log.count == GMI_LOG_QUEUE) return;
   va_list args;
   va_start(args, format);
-  vsnprintf(m->logs[m->log_count].text, sizeof m->logs[0].text, format, args);
+  vsnprintf(m->log.queue[m->log.count].text, sizeof m->log.queue[0].text, format, args);
   va_end(args);
-  m->logs[m->log_count++].level = level;
+  m->log.queue[m->log.count++].level = level;
 }

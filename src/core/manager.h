@@ -80,6 +80,7 @@ enum { GMI_UPDATED = 1024 };
 typedef struct gmi_host {
   struct gmi_reserve *reserve;
   uint8_t *base;
+  _Atomic uint64_t used; /* Atomic: bytes of slots */
   uint64_t grain_bytes, part_bytes, part_count;
   uint64_t *committed; /* [part_count] bytes at the part's start that exist and are locked */
   gmi_slot_t *slots;   /* address space for all there can be */
@@ -203,138 +204,174 @@ typedef struct gmi_stripe {
   _Alignas(128) _Atomic uint64_t hits;
 } gmi_stripe_t;
 
+/* Fields are grouped by the file that changes them; the comment at a group names it. */
 typedef struct gmi_manager {
-  uint64_t handle;
-  uint32_t entry, generation_before; /* generation_before: of all objects, those of earlier managers */
+  struct { /* core/handles.c; Constant once it is open */
+    uint64_t handle;
+    uint32_t entry, generation_before; /* generation_before: of all objects, those of earlier managers */
+  } id;
   pthread_mutex_t lock;
-  gemini_config_t config;           /* Constant, but the budgets */
-  char *file_dir, *checkpoint_name; /* NULL: no files; not kept */
-  const gmi_device_ops_t *dev;
-  void *dev_self;
-  const gmi_observer_t *observer; /* Constant, as the next two */
-  const gmi_advice_t *advice;
-  void (*when_locked)(struct gmi_manager *m); /* called with the lock, when hook_waiting is not 0 */
-  uint64_t granularity;
+  gemini_config_t config; /* Constant, but the budgets */
+  struct {                /* Constant */
+    const gmi_device_ops_t *ops;
+    void *self;
+    uint64_t granularity;
+  } device;
+  struct { /* Constant: where reports go, and where advice comes from */
+    const gmi_observer_t *observer;
+    const gmi_advice_t *advice;
+    struct gmi_tracer *tracer;
+    struct gmi_timeline *timeline;
+  } trace;
 
-  gmi_arena_t *_Atomic arenas[GMI_ARENAS]; /* Atomic */
-  uint64_t arena_generations[GMI_ARENAS];  /* the last ones given */
-  gmi_tensor_t *tensors;                   /* address space for GMI_TENSORS; Constant */
-  uint32_t tensor_high, tensor_free;
-  uint32_t *name_buckets, name_bucket_count;
-  uint64_t tensor_alive;
+  struct {                               /* chunk/arena.c */
+    gmi_arena_t *_Atomic at[GMI_ARENAS]; /* Atomic */
+    uint64_t generations[GMI_ARENAS];    /* the last ones given */
+  } arenas;
+  struct {            /* chunk/arena.c */
+    gmi_tensor_t *at; /* address space for GMI_TENSORS; Constant */
+    uint32_t high, free;
+    uint32_t *buckets, bucket_count; /* by name */
+    uint64_t alive;
+  } tensors;
 
   gmi_stream_t streams[GMI_DEVICE_MAX_STREAMS];
-  uint32_t copy_in, copy_out, update_stream; /* internal streams */
-  _Atomic gmi_fence_t update_end;            /* Atomic: of the last span queued there */
+  struct { /* internal streams; Constant */
+    uint32_t in, out;
+  } copy;
 
-  /* the cut: chosen by gmi_cut() at first need */
-  _Atomic uint64_t chunk_bytes; /* Atomic; 0 = not cut yet */
-  uint32_t chunk_shift;
-  uint64_t chunk_total; /* chunks initialised in all arenas */
+  struct {                        /* chosen by gmi_cut() at first need */
+    _Atomic uint64_t chunk_bytes; /* Atomic; 0 = not cut yet */
+    uint32_t chunk_shift;
+    uint64_t chunk_count; /* chunks initialised in all arenas */
+  } cut;
 
-  gmi_frame_t *frames;
-  uint32_t frame_count;                      /* that the budget allows */
-  uint32_t frame_capacity;                   /* of the array */
-  uint32_t frame_made;                       /* that exist on the device */
-  _Atomic uint32_t frame_used;               /* Atomic: owned by chunks or heap pages */
-  uint32_t free_first, free_last, free_size; /* frames that exist and are unused, given up longest ago first */
-  uint32_t *unmade, unmade_size;             /* places in frames[] without a device frame */
-  uint32_t resident;                         /* chunks with frames */
-  _Atomic uint64_t clock;                    /* Atomic: fetches so far; tells which chunk was used longest ago */
-  uint32_t clock_hand;                       /* for victims */
+  struct { /* chunk/residency.c */
+    gmi_frame_t *at;
+    uint32_t count;                             /* that the budget allows */
+    uint32_t capacity;                          /* of the array */
+    uint32_t made;                              /* that exist on the device */
+    _Atomic uint32_t used;                      /* Atomic: owned by chunks or heap pages */
+    uint32_t free_first, free_last, free_count; /* that exist and are unused, given up longest ago first */
+    uint32_t *unmade, unmade_count;             /* indices in at[] without a device frame */
+    uint32_t resident;                          /* chunks with frames */
+    _Atomic uint64_t clock;                     /* Atomic: fetches so far; tells which chunk was used longest ago */
+    uint32_t clock_hand;                        /* for victims */
+  } frames;
 
-  gmi_heap_t *heap;
-  uint8_t *heap_base;
-  uint64_t heap_range, page_map_bytes;
-  gmi_page_t *pages;
-  uint64_t page_high;             /* pages ever touched */
-  uint32_t heap_frames;           /* frames under the heap, idle ones included */
-  uint64_t nonmodel_peak_op;      /* peak of live bytes since the op began */
-  _Atomic uint64_t nonmodel_peak; /* Atomic */
-  uint32_t heap_pages_peak_op;
+  struct { /* chunk/nonmodel.c */
+    gmi_heap_t *heap;
+    uint8_t *base;
+    uint64_t range, page_map_bytes;
+    gmi_page_t *pages;
+    uint64_t page_high;     /* pages ever touched */
+    uint32_t frames;        /* frames under the heap, idle ones included */
+    uint64_t peak_op;       /* peak of live bytes since the op began */
+    _Atomic uint64_t peak;  /* Atomic */
+    uint32_t pages_peak_op; /* peak of pages in use since the op began */
+  } nonmodel;
 
-  /* chunk/hook.c */
-  pthread_mutex_t hook_lock;        /* guards the next three; after lock, and held for moments only */
-  struct gmi_hook_free *hook_frees; /* came while lock was taken, or could not be carried out without waiting */
-  uint32_t hook_capacity;
-  _Atomic uint32_t hook_waiting;  /* Atomic: of hook_frees; written under hook_lock */
-  uint32_t hook_stream;           /* index named last */
-  uint64_t hook_clock, hook_live; /* calls that named another stream than the one before; allocations not yet freed */
-  bool hook_told;                 /* a failure has been logged */
+  struct {                                      /* chunk/hook.c */
+    void (*when_locked)(struct gmi_manager *m); /* Constant: called with the manager's lock, when waiting is not 0 */
+    pthread_mutex_t lock;        /* guards the next three; after the manager's lock, and held for moments only */
+    struct gmi_hook_free *frees; /* came while the manager's lock was taken, or could not be carried out at once */
+    uint32_t capacity;
+    _Atomic uint32_t waiting; /* Atomic: of frees; written under this lock */
+    uint32_t stream;          /* index named last */
+    uint64_t clock, live;     /* calls that named another stream than the one before; allocations not yet freed */
+    bool warned;              /* a failure has been logged */
+  } hook;
 
-  /* chunk/graph.c */
-  struct gmi_graph *graphs[GMI_GRAPHS];
-  uint64_t graph_generations[GMI_GRAPHS]; /* the last ones given */
-  uint32_t graph_count, graph_frames;     /* graph_frames: of frame_used, those of graphs */
-  _Atomic uint64_t graph_streams;         /* Atomic: bit per stream on which one is begun; written under lock */
-  char graph_op[128];                     /* operator that is open in a capture; "": none */
+  struct { /* chunk/graph.c */
+    struct gmi_graph *at[GMI_GRAPHS];
+    uint64_t generations[GMI_GRAPHS]; /* the last ones given */
+    uint32_t count, frames;           /* frames: of frames.used, those of graphs */
+    _Atomic uint64_t streams;         /* Atomic: bit per stream on which one is begun; written under lock */
+    char op[128];                     /* operator that is open in a capture; "": none */
+  } graphs;
 
-  _Atomic uint64_t host_used; /* Atomic: bytes of host slots */
-  _Atomic uint64_t file_used; /* Atomic */
-  gmi_host_t host;
-  struct gmi_store *files;
-  const struct gmi_sys *file_sys; /* NULL: the system's own calls */
-  uint64_t file_block_bytes;      /* of files */
-  bool checkpointing;             /* blocks in files stay, whatever else their chunks' bytes are in */
-  bool kept_used;                 /* the last checkpoint in the files is this process's, or was taken up by it */
-  uint32_t io_count, io_writes;   /* transfers not yet noted */
-  gmi_io_t *_Atomic io_finished;  /* Atomic: list */
-  gemini_status_t io_failure;     /* of a write, to be told once */
-  int io_native_code;
-  char io_message[384];
-  uint64_t io_last_ns; /* when the last one ended */
-  struct gmi_workers *workers;
-  struct gmi_deferred *deferred; /* what is left of updates */
-  struct gmi_tracer *tracer;
-  struct gmi_timeline *timeline;
+  gmi_host_t host;               /* chunk/host.c */
+  struct {                       /* chunk/files.c, chunk/checkpoint.c */
+    char *dir, *checkpoint_name; /* Constant; NULL: no files; they vanish with the process */
+    struct gmi_store *store;
+    const struct gmi_sys *sys; /* NULL: the system's own calls */
+    _Atomic uint64_t used;     /* Atomic: bytes */
+    uint64_t block_bytes;
+    bool checkpointing;      /* blocks stay, whatever else their chunks' bytes are in */
+    bool checkpoint_is_ours; /* the last checkpoint in the files is this process's, or was resumed by it */
+  } file;
+  struct {                      /* chunk/files.c: transfers */
+    uint32_t count, writes;     /* not yet noted; of these, those that write */
+    gmi_io_t *_Atomic finished; /* Atomic: list */
+    gemini_status_t failure;    /* of a write, to be reported once */
+    int native_code;
+    char message[384];
+    uint64_t last_ns; /* when the last one ended */
+  } io;
+  struct { /* chunk/update.c */
+    struct gmi_workers *workers;
+    struct gmi_deferred *deferred; /* what is left of updates */
+    uint32_t stream;               /* internal */
+    _Atomic gmi_fence_t end;       /* Atomic: of the last span queued there */
+  } update;
 
-  gmi_rate_t link_ns[2];    /* by GEMINI_LINK_H2D, D2H */
-  gmi_rate_t file_ns[2];    /* of a chunk: read, written */
-  gmi_rate_t device_update; /* nanoseconds an element of an update on the device */
   struct {
-    gmi_fence_t begin, end;
-    uint64_t elements;
-    uint32_t link, reserved;
-  } timed[64]; /* to be measured */
-  uint32_t timed_count;
+    gmi_rate_t link_ns[2];    /* by GEMINI_LINK_H2D, D2H */
+    gmi_rate_t file_ns[2];    /* of a chunk: read, written */
+    gmi_rate_t device_update; /* nanoseconds an element of an update on the device */
+    struct {
+      gmi_fence_t begin, end;
+      uint64_t elements;
+      uint32_t link, reserved;
+    } timed[64]; /* to be measured */
+    uint32_t timed_count;
+  } rate;
 
   /* A device span's callback runs without the lock, in the middle of a call: until it has ended, the calls of other
    * threads that look at chunks wait (gmi_lock()). */
-  pthread_cond_t callback_ended; /* with lock */
-  pthread_t callback_thread;
-  _Atomic uint32_t callbacks; /* Atomic: nested, of that thread; 0: none runs */
+  struct {
+    pthread_cond_t ended; /* with lock */
+    pthread_t thread;
+    _Atomic uint32_t depth; /* Atomic: nested, of that thread; 0: none runs */
+  } callback;
 
-  /* brackets */
-  _Atomic uint64_t op_serial; /* Atomic: 0 = no op open */
-  uint64_t op_serial_next;
-  _Atomic uint32_t phase; /* Atomic */
-  bool iteration_open;
+  struct {
+    _Atomic uint64_t op_serial; /* Atomic: 0 = no op open */
+    uint64_t op_serial_next;
+    _Atomic uint32_t phase; /* Atomic */
+    bool iteration_open;
+  } bracket;
   bool closing;
 
   gmi_stripe_t stripes[GMI_HIT_STRIPES]; /* Atomic */
   gmi_stats_t stats;                     /* Atomic */
   gmi_watch_t watch;
-  gemini_status_t async_status;
-  char async_message[256];
+  struct { /* of asynchronous work; the first one stays */
+    gemini_status_t status;
+    char message[256];
+  } failure;
   gmi_leases_t leases;
   struct gmi_leftover *leftovers;
 
-  /* GEMINI_CHECK: what chunk.c has changed since the lock was taken, to be looked at before it is let go. */
-  gmi_chunk_t *changed[GMI_CHANGED];
-  uint32_t blocks_held;                 /* blocks in files that chunks' records name */
-  uint32_t changed_count;               /* more than GMI_CHANGED: all may have changed */
-  _Atomic uintptr_t lock_owner;         /* Atomic: a mark of the thread that has the lock; 0: none */
-  void (*check)(struct gmi_manager *m); /* called before the lock is let go */
+  struct {                               /* GEMINI_CHECK */
+    gmi_chunk_t *changed[GMI_CHANGED];   /* by chunk.c since the lock was taken, checked before it is let go */
+    uint32_t changed_count;              /* more than GMI_CHANGED: all may have changed */
+    uint32_t blocks_held;                /* blocks in files that chunks' records name */
+    _Atomic uintptr_t lock_owner;        /* Atomic: identifies the thread that has the lock; 0: none */
+    void (*call)(struct gmi_manager *m); /* called before the lock is let go */
+  } check;
 
   struct {
-    int32_t level;
-    char text[240];
-  } logs[GMI_LOG_QUEUE];
-  uint32_t log_count;
+    struct {
+      int32_t level;
+      char text[240];
+    } queue[GMI_LOG_QUEUE];
+    uint32_t count;
+  } log;
 } gmi_manager_t;
 
 /* Bytes of a chunk, once the arenas are cut. */
-static inline uint64_t gmi_chunk_bytes(const gmi_manager_t *m) { return UINT64_C(1) << m->chunk_shift; }
+static inline uint64_t gmi_chunk_bytes(const gmi_manager_t *m) { return UINT64_C(1) << m->cut.chunk_shift; }
 
 /* core/handles.c */
 extern uint64_t
@@ -357,7 +394,7 @@ static inline uint32_t gmi_handle_index_bits(uint32_t type) {
  * acquire and release asks it several times, with a type that is constant there. */
 static inline bool gmi_handle_open(const gmi_manager_t *m, uint64_t handle, uint32_t type, uint32_t *index_out,
                                    uint64_t *generation_out) {
-  if (handle >> 60 != type || ((handle ^ m->handle) & GMI_HANDLE_MANAGER_MASK)) {
+  if (handle >> 60 != type || ((handle ^ m->id.handle) & GMI_HANDLE_MANAGER_MASK)) {
     gmi_handle_wrong(handle, type);
     return false;
   }

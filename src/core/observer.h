@@ -1,7 +1,8 @@
-/* What chunks and streams report as it happens, and what they ask before they choose. SPDX-License-Identifier: Apache-2.0
+/* What chunks and streams report as it happens, and what they ask before they choose.
+ * SPDX-License-Identifier: Apache-2.0
  *
- * The tracer answers both tables (gmi_manager.events, gmi_manager.advice), which are there as long as the manager is. Below it
- * nobody calls it, or includes its headers. The manager's lock is held in every call, unless said otherwise. */
+ * The tracer implements both tables (gmi_manager_t.trace), which live as long as the manager. No module below the
+ * tracer calls it or includes its headers. The manager's lock is held in every call, unless said otherwise. */
 #ifndef GMI_OBSERVER_H
 #define GMI_OBSERVER_H
 
@@ -34,8 +35,8 @@ typedef struct gmi_pause {
 typedef struct gmi_observer {
   /* An operator touches a range of the arena that stores it. Any thread, lock held or not. */
   void (*touched)(struct gmi_manager *m, uint32_t store, uint64_t offset, uint64_t size, uint32_t mode);
-  /* The calling thread begins to wait, and goes on, for work that is to come on stream. Where the open operator runs on it, the
-   * time in which that has nothing else to do is counted as a stall. */
+  /* The calling thread begins to wait, and goes on, for work that is to come on stream. Where the open operator runs on
+   * it, the time in which that has nothing else to do is counted as a stall. */
   void (*pause_begins)(struct gmi_manager *m, uint32_t stream, bool foreseen, gmi_pause_t *pause_out);
   void (*pause_ends)(struct gmi_manager *m, uint32_t stream, const gmi_pause_t *pause);
   /* stream shall wait for fence: makes it, and counts the wait as a stall of the open operator. */

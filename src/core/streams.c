@@ -11,11 +11,12 @@ static gemini_status_t fence_now(gmi_manager_t *m, uint32_t stream, bool timed, 
   uint64_t mark = atomic_load_explicit(&m->streams[stream].recorded, memory_order_relaxed) + 1;
   atomic_store_explicit(&m->streams[stream].recorded, mark, memory_order_seq_cst);
   uint64_t got = 0;
-  gemini_status_t status = (timed ? m->dev->stream.mark : m->dev->stream.mark_untimed)(m->dev_self, stream, &got);
+  gemini_status_t status =
+      (timed ? m->device.ops->stream.mark : m->device.ops->stream.mark_untimed)(m->device.self, stream, &got);
   if (status) { /* whoever named a later one meanwhile gets it recorded when it is needed */
     atomic_store_explicit(&m->streams[stream].recorded, mark - 1, memory_order_seq_cst);
     if (status == GEMINI_ERR_STATE) return status; /* it is being captured, as the message says */
-    return gmi_fail(status, 0, "device %s could not mark stream %u", m->dev->name, stream);
+    return gmi_fail(status, 0, "device %s could not mark stream %u", m->device.ops->name, stream);
   }
   atomic_store_explicit(&m->streams[stream].recorded, got, memory_order_seq_cst);
   *fence_out = gmi_fence(stream, got);
@@ -46,7 +47,7 @@ static gemini_status_t fence_record(gmi_manager_t *m, gmi_fence_t fence) {
 }
 
 bool gmi_fence_reached(gmi_manager_t *m, gmi_fence_t fence) {
-  return !fence || m->dev->stream.reached(m->dev_self, gmi_fence_stream(fence), gmi_fence_mark(fence));
+  return !fence || m->device.ops->stream.reached(m->device.self, gmi_fence_stream(fence), gmi_fence_mark(fence));
 }
 
 gemini_status_t gmi_fence_sync(gmi_manager_t *m, gmi_fence_t fence) {
@@ -55,9 +56,10 @@ gemini_status_t gmi_fence_sync(gmi_manager_t *m, gmi_fence_t fence) {
   if (status) return status;
   gmi_wait_t wait;
   gmi_wait_begin(m, &wait, NULL, GMI_WAIT_STREAM, gmi_fence_stream(fence));
-  status = m->dev->stream.sync(m->dev_self, gmi_fence_stream(fence), gmi_fence_mark(fence));
+  status = m->device.ops->stream.sync(m->device.self, gmi_fence_stream(fence), gmi_fence_mark(fence));
   gmi_wait_end(m, &wait);
-  return status ? gmi_fail(status, 0, "work on stream %u of device %s failed", gmi_fence_stream(fence), m->dev->name)
+  return status ? gmi_fail(status, 0, "work on stream %u of device %s failed", gmi_fence_stream(fence),
+                           m->device.ops->name)
                 : GEMINI_OK;
 }
 
@@ -66,9 +68,9 @@ gemini_status_t gmi_fence_wait(gmi_manager_t *m, uint32_t stream, gmi_fence_t fe
   if (stream == GMI_CALLER) return gmi_fence_sync(m, fence);
   gemini_status_t status = fence_record(m, fence);
   if (status) return status;
-  status = m->dev->stream.wait(m->dev_self, stream, gmi_fence_stream(fence), gmi_fence_mark(fence));
-  return status ? gmi_fail(status, 0, "device %s could not make stream %u wait for stream %u", m->dev->name, stream,
-                           gmi_fence_stream(fence))
+  status = m->device.ops->stream.wait(m->device.self, stream, gmi_fence_stream(fence), gmi_fence_mark(fence));
+  return status ? gmi_fail(status, 0, "device %s could not make stream %u wait for stream %u", m->device.ops->name,
+                           stream, gmi_fence_stream(fence))
                 : GEMINI_OK;
 }
 
@@ -78,8 +80,8 @@ gmi_fence_t gmi_fence_join(gmi_manager_t *m, gmi_fence_t a, gmi_fence_t b) {
   if (gmi_fence_reached(m, b)) return a;
   gmi_fence_t joined = b;
   if (gmi_fence_wait(m, gmi_fence_stream(b), a) || fence_now(m, gmi_fence_stream(b), false, &joined)) {
-    m->async_status = GEMINI_ERR_DEVICE; /* then both are waited for, by the caller */
-    snprintf(m->async_message, sizeof m->async_message, "%s", gmi_fail_message());
+    m->failure.status = GEMINI_ERR_DEVICE; /* then both are waited for, by the caller */
+    snprintf(m->failure.message, sizeof m->failure.message, "%s", gmi_fail_message());
     gmi_fence_sync(m, a);
     gmi_fence_sync(m, b);
     return 0;
@@ -95,14 +97,15 @@ void gmi_leave_over(gmi_manager_t *m, gmi_leftover_t *memory) {
 gemini_status_t gmi_device_resize(gmi_manager_t *m, uint64_t memory_bytes) {
   gmi_wait_t wait;
   gmi_wait_begin(m, &wait, NULL, GMI_WAIT_DRIVER, 0);
-  gemini_status_t status = m->dev->memory.resize(m->dev_self, memory_bytes);
+  gemini_status_t status = m->device.ops->memory.resize(m->device.self, memory_bytes);
   gmi_wait_end(m, &wait);
   return status;
 }
 
 gemini_status_t gmi_device_zero(gmi_manager_t *m, uint32_t stream, void *address, uint64_t bytes) {
-  gemini_status_t status = m->dev->queue.zero(m->dev_self, stream, address, bytes);
-  return status ? gmi_fail(status, 0, "device %s could not zero %llu bytes", m->dev->name, (unsigned long long)bytes)
+  gemini_status_t status = m->device.ops->queue.zero(m->device.self, stream, address, bytes);
+  return status ? gmi_fail(status, 0, "device %s could not zero %llu bytes", m->device.ops->name,
+                           (unsigned long long)bytes)
                 : GEMINI_OK;
 }
 
@@ -129,10 +132,11 @@ gemini_status_t gmi_stream_open(gmi_manager_t *m, bool internal, void *const *na
   if (!internal && open >= GMI_STREAMS_LIMIT)
     return gmi_fail(GEMINI_ERR_INVALID, 0, "%u streams exist, the limit is %d", open, GMI_STREAMS_LIMIT);
   uint32_t index;
-  gemini_status_t status =
-      native ? m->dev->stream.adopt(m->dev_self, *native, &index) : m->dev->stream.create(m->dev_self, &index);
-  if (status && native) return gmi_fail(status, 0, "device %s could not adopt the stream %p", m->dev->name, *native);
-  if (status) return gmi_fail(status, 0, "device %s could not create a stream", m->dev->name);
+  gemini_status_t status = native ? m->device.ops->stream.adopt(m->device.self, *native, &index)
+                                  : m->device.ops->stream.create(m->device.self, &index);
+  if (status && native)
+    return gmi_fail(status, 0, "device %s could not adopt the stream %p", m->device.ops->name, *native);
+  if (status) return gmi_fail(status, 0, "device %s could not create a stream", m->device.ops->name);
   gmi_stream_t *s = &m->streams[index];
   s->internal = internal;
   s->named = native != NULL;
@@ -143,7 +147,7 @@ gemini_status_t gmi_stream_open(gmi_manager_t *m, bool internal, void *const *na
   status = fence_now(m, index, false, &first); /* learns where the stream's numbers stand */
   if (status) {
     atomic_store(&s->life, 0);
-    m->dev->stream.destroy(m->dev_self, index);
+    m->device.ops->stream.destroy(m->device.self, index);
     return status;
   }
   *index_out = index;
@@ -159,7 +163,7 @@ bool gmi_stream_is_native(const gmi_stream_t *s, const void *native) {
 static gemini_status_t native_destroy(gmi_manager_t *m, uint32_t index) {
   gmi_wait_t wait;
   gmi_wait_begin(m, &wait, NULL, GMI_WAIT_DRIVER, 0);
-  gemini_status_t status = m->dev->stream.destroy(m->dev_self, index);
+  gemini_status_t status = m->device.ops->stream.destroy(m->device.self, index);
   gmi_wait_end(m, &wait);
   return status;
 }
@@ -167,7 +171,7 @@ static gemini_status_t native_destroy(gmi_manager_t *m, uint32_t index) {
 static gemini_status_t native_renew(gmi_manager_t *m, uint32_t index, bool may_block) {
   gmi_wait_t wait;
   if (may_block) gmi_wait_begin(m, &wait, NULL, GMI_WAIT_DRIVER, 0);
-  gemini_status_t status = m->dev->stream.renew(m->dev_self, index, may_block);
+  gemini_status_t status = m->device.ops->stream.renew(m->device.self, index, may_block);
   if (may_block) gmi_wait_end(m, &wait);
   return status;
 }
@@ -178,23 +182,23 @@ gemini_status_t gmi_stream_end(gmi_manager_t *m, uint32_t index) {
   gemini_status_t status = fence_now(m, index, false, &end);
   if (!status) status = gmi_fence_sync(m, end);
   if (status) return status;
-  m->observer->stream_ends(m);
+  m->trace.observer->stream_ends(m);
   status = native_destroy(m, index);
-  if (status) return gmi_fail(status, 0, "device %s could not destroy stream %u", m->dev->name, index);
+  if (status) return gmi_fail(status, 0, "device %s could not destroy stream %u", m->device.ops->name, index);
   atomic_store(&m->streams[index].life, 0);
   return GEMINI_OK;
 }
 
 gemini_status_t gmi_stream_of_native(gmi_manager_t *m, void *native, bool may_block, uint32_t *index_out) {
   if (m->config.device == GEMINI_DEVICE_SIMULATED) return gmi_stream_resolve(m, (uintptr_t)native, index_out);
-  uint32_t index = m->hook_stream, open = 0, oldest = GMI_NONE;
+  uint32_t index = m->hook.stream, open = 0, oldest = GMI_NONE;
   if (!gmi_stream_is_native(&m->streams[index], native)) {
     for (index = 0; index < GMI_DEVICE_MAX_STREAMS && !gmi_stream_is_native(&m->streams[index], native); index++) {
       const gmi_stream_t *s = &m->streams[index];
       open += s->life && !s->internal;
       if (s->life && s->hooked && (oldest == GMI_NONE || s->used < m->streams[oldest].used)) oldest = index;
     }
-    if (index < GMI_DEVICE_MAX_STREAMS) m->streams[index].used = ++m->hook_clock;
+    if (index < GMI_DEVICE_MAX_STREAMS) m->streams[index].used = ++m->hook.clock;
   }
   gemini_status_t status = GEMINI_OK;
   if (index < GMI_DEVICE_MAX_STREAMS) {
@@ -205,10 +209,10 @@ gemini_status_t gmi_stream_of_native(gmi_manager_t *m, void *native, bool may_bl
       status = gmi_stream_end(m, oldest);
     }
     if (!status) status = gmi_stream_open(m, false, &native, &index);
-    if (!status) m->streams[index].hooked = true, m->streams[index].used = ++m->hook_clock;
+    if (!status) m->streams[index].hooked = true, m->streams[index].used = ++m->hook.clock;
   }
   if (status) return status;
-  *index_out = m->hook_stream = index;
+  *index_out = m->hook.stream = index;
   return GEMINI_OK;
 }
 

@@ -10,8 +10,8 @@ gemini_status_t gmi_stream_resolve(gmi_manager_t *m, gemini_stream_t stream, uin
 enum { GMI_STREAMS_LIMIT = 48 }; /* open at once, without the library's own */
 /* native: NULL, or where a stream of the caller's own is, to be adopted. Lock held. */
 gemini_status_t gmi_stream_open(gmi_manager_t *m, bool internal, void *const *native, uint32_t *index_out);
-/* Is it the stream that the GPU's API calls native, adopted or told to the caller? Two names of a stream would be two streams
- * that wait for each other. */
+/* Is it the stream that the GPU's API calls native, adopted or told to the caller? Two names of a stream would be two
+ * streams that wait for each other. */
 bool gmi_stream_is_native(const gmi_stream_t *s, const void *native);
 void gmi_streams_drain(gmi_manager_t *m); /* waits for all work of all streams */
 
@@ -41,7 +41,8 @@ gemini_status_t gmi_fence_sync(gmi_manager_t *m, gmi_fence_t fence);            
 bool gmi_fence_reached(gmi_manager_t *m, gmi_fence_t fence);                          /* any thread, no lock */
 /* A fence after both; may make one stream wait for the other. */
 gmi_fence_t gmi_fence_join(gmi_manager_t *m, gmi_fence_t a, gmi_fence_t b);
-/* Fence behind what has been queued on stream so far, recorded only when somebody needs it; no lock. 0 for the caller. */
+/* Fence behind what has been queued on stream so far; its mark is recorded when it is first needed. 0 for the caller.
+ * No lock. */
 gmi_fence_t gmi_fence_later(gmi_manager_t *m, uint32_t stream);
 
 #endif

@@ -77,9 +77,9 @@ static void name_thread(uint32_t thread, char text_out[THREAD_TEXT]) {
 }
 
 const char *gmi_stream_job(const gmi_manager_t *m, uint32_t stream) {
-  return stream == m->copy_in         ? "copies to the device"
-         : stream == m->copy_out      ? "copies from the device"
-         : stream == m->update_stream ? "updates on the device"
+  return stream == m->copy.in         ? "copies to the device"
+         : stream == m->copy.out      ? "copies from the device"
+         : stream == m->update.stream ? "updates on the device"
                                       : NULL;
 }
 

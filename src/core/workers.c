@@ -68,7 +68,8 @@ static bool is_ready(const gmi_workers_t *l, const gmi_job_t *job) {
   for (uint32_t i = 0; i < job->slot_count; i++)
     if (atomic_load_explicit(&job->slots[i]->work_done, memory_order_acquire) < job->after[i]) return false;
   for (uint32_t i = 0; i < job->fence_count; i++)
-    if (!m->dev->stream.reached(m->dev_self, gmi_fence_stream(job->fences[i]), gmi_fence_mark(job->fences[i])))
+    if (!m->device.ops->stream.reached(m->device.self, gmi_fence_stream(job->fences[i]),
+                                       gmi_fence_mark(job->fences[i])))
       return false;
   return true;
 }
@@ -110,7 +111,7 @@ static void look(gmi_workers_t *l, bool from_end) {
 /* The job to work on, or to wait for; NULL: neither. */
 static gmi_job_t *pick(gmi_workers_t *l) {
   if (!l->first) return NULL;
-  uint64_t now_ns = l->m->dev->now(l->m->dev_self);
+  uint64_t now_ns = l->m->device.ops->now(l->m->device.self);
   if (!l->ready || now_ns - l->looked_ns >= LOOK_NS) {
     l->looked_ns = now_ns;
     look(l, false);
@@ -130,7 +131,7 @@ static void prepare(gmi_workers_t *l, gmi_job_t *job) {
   pthread_mutex_unlock(&l->lock);
   for (uint32_t i = 0; i < job->fence_count; i++) {
     gemini_status_t one =
-        m->dev->stream.sync(m->dev_self, gmi_fence_stream(job->fences[i]), gmi_fence_mark(job->fences[i]));
+        m->device.ops->stream.sync(m->device.self, gmi_fence_stream(job->fences[i]), gmi_fence_mark(job->fences[i]));
     if (one) status = GEMINI_ERR_DEVICE; /* whatever the device says of a mark that it has not placed */
   }
   pthread_mutex_lock(&l->lock);
@@ -177,16 +178,16 @@ static uint64_t locate(const gmi_job_t *job, uint32_t chunk_shift, uint64_t at, 
 static void run_slice(gmi_workers_t *l, gmi_job_t *job, uint32_t worker) {
   gmi_manager_t *m = l->m;
   gemini_update_span_t span = job->span;
-  uint64_t at = job->next_element, count = locate(job, m->chunk_shift, at, &span);
+  uint64_t at = job->next_element, count = locate(job, m->cut.chunk_shift, at, &span);
   if (count > GMI_WORKERS_SLICE) count = GMI_WORKERS_SLICE;
   job->next_element += count;
   if (job->next_element == job->span.element_count) take_first_ready(l); /* none is left for others */
   pthread_mutex_unlock(&l->lock);
   span.first_element += at;
   span.element_count = count;
-  uint64_t begin = m->dev->now(m->dev_self);
+  uint64_t begin = m->device.ops->now(m->device.self);
   job->fn(job->user, &span);
-  uint64_t end = m->dev->now(m->dev_self);
+  uint64_t end = m->device.ops->now(m->device.self);
   double ns = (double)(end - begin) / (double)count;
   pthread_mutex_lock(&l->lock);
   job->done_elements += count;
@@ -209,7 +210,7 @@ static void finish(gmi_workers_t *l, gmi_job_t *job) {
   pthread_cond_broadcast(&l->done);
   if (!l->first) pthread_cond_broadcast(&l->more); /* who ends waits for that */
   pthread_mutex_unlock(&l->lock);
-  l->m->dev->stream.flag_wake(l->m->dev_self);
+  l->m->device.ops->stream.flag_wake(l->m->device.self);
   free(job);
   pthread_mutex_lock(&l->lock);
 }
@@ -243,7 +244,7 @@ gemini_status_t gmi_workers_open(gmi_manager_t *m, uint32_t threads) {
   pthread_cond_init(&l->more, NULL);
   pthread_cond_init(&l->done, NULL);
   l->m = m;
-  m->workers = l;
+  m->update.workers = l;
   for (; l->thread_count < threads; l->thread_count++) {
     worker_t *c = &l->workers[l->thread_count];
     *c = (worker_t){ .workers = l, .index = l->thread_count };
@@ -256,7 +257,7 @@ gemini_status_t gmi_workers_open(gmi_manager_t *m, uint32_t threads) {
 }
 
 void gmi_workers_close(gmi_manager_t *m) {
-  gmi_workers_t *l = m->workers;
+  gmi_workers_t *l = m->update.workers;
   if (!l) return;
   pthread_mutex_lock(&l->lock);
   l->stop = true;
@@ -267,11 +268,11 @@ void gmi_workers_close(gmi_manager_t *m) {
   pthread_cond_destroy(&l->done);
   pthread_mutex_destroy(&l->lock);
   free(l);
-  m->workers = NULL;
+  m->update.workers = NULL;
 }
 
 void gmi_workers_push(gmi_manager_t *m, gmi_job_t *job) {
-  gmi_workers_t *l = m->workers;
+  gmi_workers_t *l = m->update.workers;
   pthread_mutex_lock(&l->lock);
   job->next = NULL;
   job->previous = l->last;
@@ -288,28 +289,28 @@ void gmi_workers_push(gmi_manager_t *m, gmi_job_t *job) {
 }
 
 uint64_t gmi_workers_pending(gmi_manager_t *m) {
-  pthread_mutex_lock(&m->workers->lock);
-  uint64_t pending = m->workers->pending;
-  pthread_mutex_unlock(&m->workers->lock);
+  pthread_mutex_lock(&m->update.workers->lock);
+  uint64_t pending = m->update.workers->pending;
+  pthread_mutex_unlock(&m->update.workers->lock);
   return pending;
 }
 
 uint64_t gmi_workers_deferred(gmi_manager_t *m) {
-  pthread_mutex_lock(&m->workers->lock);
-  uint64_t deferred = m->workers->deferred;
-  pthread_mutex_unlock(&m->workers->lock);
+  pthread_mutex_lock(&m->update.workers->lock);
+  uint64_t deferred = m->update.workers->deferred;
+  pthread_mutex_unlock(&m->update.workers->lock);
   return deferred;
 }
 
 void gmi_workers_nudge(gmi_manager_t *m) {
-  pthread_mutex_lock(&m->workers->lock);
-  m->workers->finished++;
-  pthread_cond_broadcast(&m->workers->done);
-  pthread_mutex_unlock(&m->workers->lock);
+  pthread_mutex_lock(&m->update.workers->lock);
+  m->update.workers->finished++;
+  pthread_cond_broadcast(&m->update.workers->done);
+  pthread_mutex_unlock(&m->update.workers->lock);
 }
 
 void gmi_workers_drain(gmi_manager_t *m, const char *function) {
-  gmi_workers_t *l = m->workers;
+  gmi_workers_t *l = m->update.workers;
   uint64_t pending = gmi_workers_pending(m);
   if (!pending) return;
   gmi_wait_t wait;
@@ -322,7 +323,7 @@ void gmi_workers_drain(gmi_manager_t *m, const char *function) {
 }
 
 void gmi_workers_wait_slot(gmi_manager_t *m, gmi_slot_t *slot, uint64_t count) {
-  gmi_workers_t *l = m->workers;
+  gmi_workers_t *l = m->update.workers;
   gmi_wait_t wait;
   if (atomic_load_explicit(&slot->work_done, memory_order_acquire) >= count) return;
   gmi_wait_begin(m, &wait, NULL, GMI_WAIT_CHUNK, (uint64_t)(slot - m->host.slots));
@@ -333,7 +334,7 @@ void gmi_workers_wait_slot(gmi_manager_t *m, gmi_slot_t *slot, uint64_t count) {
 }
 
 void gmi_workers_work_done(gmi_manager_t *m, gmi_slot_t *slot, gemini_status_t status, const char *message) {
-  gmi_workers_t *l = m->workers;
+  gmi_workers_t *l = m->update.workers;
   pthread_mutex_lock(&l->lock);
   slot->failure = status;
   if (status) snprintf(l->last_text, sizeof l->last_text, "%s", message);
@@ -341,13 +342,13 @@ void gmi_workers_work_done(gmi_manager_t *m, gmi_slot_t *slot, gemini_status_t s
   l->finished++;
   pthread_cond_broadcast(&l->done);
   pthread_mutex_unlock(&l->lock);
-  m->dev->stream.flag_wake(m->dev_self);
+  m->device.ops->stream.flag_wake(m->device.self);
 }
 
 uint64_t gmi_workers_finished(gmi_manager_t *m) {
-  pthread_mutex_lock(&m->workers->lock);
-  uint64_t finished = m->workers->finished;
-  pthread_mutex_unlock(&m->workers->lock);
+  pthread_mutex_lock(&m->update.workers->lock);
+  uint64_t finished = m->update.workers->finished;
+  pthread_mutex_unlock(&m->update.workers->lock);
   return finished;
 }
 
@@ -359,28 +360,28 @@ void gmi_workers_wait(gmi_manager_t *m, uint64_t finished, gmi_wait_kind_t kind,
 }
 
 void gmi_workers_idle(gmi_manager_t *m, uint64_t finished) {
-  gmi_workers_t *l = m->workers;
+  gmi_workers_t *l = m->update.workers;
   pthread_mutex_lock(&l->lock);
   while (l->finished == finished) pthread_cond_wait(&l->done, &l->lock);
   pthread_mutex_unlock(&l->lock);
 }
 
 double gmi_workers_ns_per_element(gmi_manager_t *m) {
-  pthread_mutex_lock(&m->workers->lock);
-  double ns = m->workers->ns_per_element;
-  pthread_mutex_unlock(&m->workers->lock);
+  pthread_mutex_lock(&m->update.workers->lock);
+  double ns = m->update.workers->ns_per_element;
+  pthread_mutex_unlock(&m->update.workers->lock);
   return ns;
 }
 
 void gmi_workers_record(gmi_manager_t *m, bool on) {
-  pthread_mutex_lock(&m->workers->lock);
-  m->workers->recording = on;
-  m->workers->interval_count = 0;
-  pthread_mutex_unlock(&m->workers->lock);
+  pthread_mutex_lock(&m->update.workers->lock);
+  m->update.workers->recording = on;
+  m->update.workers->interval_count = 0;
+  pthread_mutex_unlock(&m->update.workers->lock);
 }
 
 uint32_t gmi_workers_recorded(gmi_manager_t *m, gmi_workers_interval_t *intervals_out, uint32_t limit) {
-  gmi_workers_t *l = m->workers;
+  gmi_workers_t *l = m->update.workers;
   pthread_mutex_lock(&l->lock);
   uint32_t count = l->interval_count < limit ? l->interval_count : limit;
   l->interval_count -= count;
@@ -391,10 +392,10 @@ uint32_t gmi_workers_recorded(gmi_manager_t *m, gmi_workers_interval_t *interval
 }
 
 gemini_status_t gmi_workers_failure(gmi_manager_t *m) {
-  pthread_mutex_lock(&m->workers->lock);
-  gemini_status_t failure = m->workers->failure;
-  pthread_mutex_unlock(&m->workers->lock);
+  pthread_mutex_lock(&m->update.workers->lock);
+  gemini_status_t failure = m->update.workers->failure;
+  pthread_mutex_unlock(&m->update.workers->lock);
   if (!failure) return GEMINI_OK;
   return gmi_fail(failure, 0, "an update did not run: %s",
-                  failure != GEMINI_ERR_DEVICE ? m->workers->failure_text : "the device work before it failed");
+                  failure != GEMINI_ERR_DEVICE ? m->update.workers->failure_text : "the device work before it failed");
 }

@@ -31,8 +31,8 @@
  * Failures. An error of a kernel, of the user's too, loses the context: all streams fail from then on, until the
  * process ends. It is stored for the device (lost) and every sync() returns it.
  *
- * Lock order: streams_lock, stream.lock, stream.points_lock. clock.renew_lock comes before clock.lock. These, and those of
- * memory, host, flags and sums, are otherwise innermost. A host function of the user's takes none of them. */
+ * Lock order: streams_lock, stream.lock, stream.points_lock. clock.renew_lock comes before clock.lock. These, and those
+ * of memory, host, flags and sums, are otherwise innermost. A host function of the user's takes none of them. */
 #include <stdlib.h>
 #include <time.h>
 
@@ -163,8 +163,8 @@ static void cuda_close(void *self) {
   const gmi_cuda_driver_t *driver = cuda->driver;
   if (cuda->context) {
     entry_t had = gmi_cuda_enter(cuda);
-    /* Streams may wait for one another: each ends when its own work is gmi_cuda_done, whatever the order. But adopted ones may
-     * be ours by another name. */
+    /* Streams may wait for one another: each ends when its own work is gmi_cuda_done, whatever the order. But adopted
+     * ones may be ours by another name. */
     for (int ours = 0; ours < 2; ours++)
       for (uint32_t i = 0; i < GMI_DEVICE_MAX_STREAMS; i++)
         if (ours || cuda->streams[i].adopted) (void)gmi_cuda_stream_destroy(cuda, i);

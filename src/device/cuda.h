@@ -217,10 +217,10 @@ gemini_status_t gmi_cuda_call(void *self, uint32_t index, void (*fn)(void *user)
 gemini_status_t gmi_cuda_sum_squares(void *self, uint32_t index, const void *src, uint32_t dtype, uint64_t count,
                                      double *sum);
 void gmi_cuda_capture_close(void *self, void *opened);
-gemini_status_t gmi_cuda_capture_open(void *self, uint32_t index, uint32_t places, void **capture_out);
+gemini_status_t gmi_cuda_capture_open(void *self, uint32_t index, uint32_t frames, void **capture_out);
 gemini_status_t gmi_cuda_capture_active(void *self, void *opened, bool *active_out);
-gemini_status_t gmi_cuda_capture_fetch(void *self, void *opened, uint32_t place, void *dst, const void *src,
+gemini_status_t gmi_cuda_capture_fetch(void *self, void *opened, uint32_t frame, void *dst, const void *src,
                                        uint64_t size_bytes);
-gemini_status_t gmi_cuda_capture_used(void *self, void *opened, uint32_t place);
+gemini_status_t gmi_cuda_capture_used(void *self, void *opened, uint32_t frame);
 
 #endif

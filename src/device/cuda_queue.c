@@ -1,4 +1,5 @@
-/* The CUDA device: waits for flags, copies, sums, and what is captured for graphs. SPDX-License-Identifier: Apache-2.0 */
+/* The CUDA device: waits for flags, copies, sums, and what is captured for graphs.
+ * SPDX-License-Identifier: Apache-2.0 */
 #include <stdlib.h>
 
 #include "device/cuda.h"
@@ -145,20 +146,20 @@ typedef struct capture {
   cu_stream_t side;
   bool begun;  /* something is in it */
   uint64_t id; /* of the driver's capture, then */
-  uint32_t places;
+  uint32_t frames;
   uint32_t reserved;
   cu_event_t begin, copied;
   struct {
     cu_event_t event;
     bool recorded;
-  } used[]; /* [places] */
+  } used[]; /* [frames] */
 } capture_t;
 
 static void capture_free(cuda_t *cuda, capture_t *capture) {
   if (capture->side) cuda->driver->stream_destroy(capture->side);
   if (capture->begin) cuda->driver->event_destroy(capture->begin);
   if (capture->copied) cuda->driver->event_destroy(capture->copied);
-  for (uint32_t i = 0; i < capture->places; i++)
+  for (uint32_t i = 0; i < capture->frames; i++)
     if (capture->used[i].event) cuda->driver->event_destroy(capture->used[i].event);
   free(capture);
 }
@@ -170,14 +171,14 @@ void gmi_cuda_capture_close(void *self, void *opened) {
   gmi_cuda_leave(self, had);
 }
 
-gemini_status_t gmi_cuda_capture_open(void *self, uint32_t index, uint32_t places, void **capture_out) {
+gemini_status_t gmi_cuda_capture_open(void *self, uint32_t index, uint32_t frames, void **capture_out) {
   cuda_t *cuda = self;
   stream_t *stream = gmi_cuda_stream_of(cuda, index);
-  if (!stream || !places || !capture_out) return GEMINI_ERR_INVALID;
-  capture_t *capture = calloc(1, sizeof *capture + (size_t)places * sizeof *capture->used);
+  if (!stream || !frames || !capture_out) return GEMINI_ERR_INVALID;
+  capture_t *capture = calloc(1, sizeof *capture + (size_t)frames * sizeof *capture->used);
   if (!capture) return gmi_cuda_no_memory("a capture");
   capture->stream = stream;
-  capture->places = places;
+  capture->frames = frames;
   entry_t had = gmi_cuda_enter(cuda);
   const gmi_cuda_driver_t *driver = cuda->driver;
   gemini_status_t status =
@@ -185,7 +186,7 @@ gemini_status_t gmi_cuda_capture_open(void *self, uint32_t index, uint32_t place
   if (status) capture->side = NULL;
   cu_result_t result = driver->event_create(&capture->begin, CU_EVENT_NO_TIME);
   if (result == CU_SUCCESS) result = driver->event_create(&capture->copied, CU_EVENT_NO_TIME);
-  for (uint32_t i = 0; result == CU_SUCCESS && i < places; i++)
+  for (uint32_t i = 0; result == CU_SUCCESS && i < frames; i++)
     result = driver->event_create(&capture->used[i].event, CU_EVENT_NO_TIME);
   if (!status) status = gmi_cuda_done(cuda, result, "cuEventCreate");
   if (status) capture_free(cuda, capture);
@@ -247,17 +248,17 @@ static void capture_end(cuda_t *cuda, capture_t *capture, entry_t had) {
   pthread_mutex_unlock(&capture->stream->lock);
 }
 
-gemini_status_t gmi_cuda_capture_fetch(void *self, void *opened, uint32_t place, void *dst, const void *src,
+gemini_status_t gmi_cuda_capture_fetch(void *self, void *opened, uint32_t frame, void *dst, const void *src,
                                        uint64_t size_bytes) {
   cuda_t *cuda = self;
   capture_t *capture = opened;
   const gmi_cuda_driver_t *driver = cuda->driver;
   entry_t had;
-  if (place >= capture->places) return GEMINI_ERR_INVALID;
+  if (frame >= capture->frames) return GEMINI_ERR_INVALID;
   gemini_status_t status = capture_begin(cuda, capture, &had);
-  if (!status && capture->used[place].recorded)
+  if (!status && capture->used[frame].recorded)
     status =
-        gmi_cuda_done(cuda, driver->stream_wait(capture->side, capture->used[place].event, 0), "cuStreamWaitEvent");
+        gmi_cuda_done(cuda, driver->stream_wait(capture->side, capture->used[frame].event, 0), "cuStreamWaitEvent");
   if (!status)
     status = gmi_cuda_done(cuda, driver->copy_h2d((uintptr_t)dst, src, size_bytes, capture->side), "cuMemcpyHtoDAsync");
   if (!status) status = gmi_cuda_done(cuda, driver->event_record(capture->copied, capture->side), "cuEventRecord");
@@ -267,16 +268,16 @@ gemini_status_t gmi_cuda_capture_fetch(void *self, void *opened, uint32_t place,
   return status;
 }
 
-gemini_status_t gmi_cuda_capture_used(void *self, void *opened, uint32_t place) {
+gemini_status_t gmi_cuda_capture_used(void *self, void *opened, uint32_t frame) {
   cuda_t *cuda = self;
   capture_t *capture = opened;
   entry_t had;
-  if (place >= capture->places) return GEMINI_ERR_INVALID;
+  if (frame >= capture->frames) return GEMINI_ERR_INVALID;
   gemini_status_t status = capture_begin(cuda, capture, &had);
   if (!status)
-    status = gmi_cuda_done(cuda, cuda->driver->event_record(capture->used[place].event, capture->stream->native),
+    status = gmi_cuda_done(cuda, cuda->driver->event_record(capture->used[frame].event, capture->stream->native),
                            "cuEventRecord");
-  capture->used[place].recorded |= !status;
+  capture->used[frame].recorded |= !status;
   capture_end(cuda, capture, had);
   return status;
 }

@@ -81,17 +81,17 @@ typedef struct gmi_device_ops {
     gemini_status_t (*create)(void *self, uint32_t *stream_out);
     /* Blocks until the stream is idle. Its index may be handed out again, with its marks going on, not restarting. */
     gemini_status_t (*destroy)(void *self, uint32_t stream);
-    /* Makes a stream of the caller's own (a cudaStream_t or CUstream of the device's primary context; NULL is its default
-     * stream) usable by an index. It stays the caller's: destroying the index waits for what is queued so far and leaves
-     * the stream as it is. It must outlive the index. UNSUPPORTED where there are no such streams, INVALID when it
-     * belongs to another device, OOM_SYSTEM as stream_create. */
+    /* Makes a stream of the caller's own (a cudaStream_t or CUstream of the device's primary context; NULL is its
+     * default stream) usable by an index. It stays the caller's: destroying the index waits for what is queued so far
+     * and leaves the stream as it is. It must outlive the index. UNSUPPORTED where there are no such streams, INVALID
+     * when it belongs to another device, OOM_SYSTEM as stream_create. */
     gemini_status_t (*adopt)(void *self, void *native, uint32_t *stream_out);
     /* The stream as the device's own API names it. */
     gemini_status_t (*native)(void *self, uint32_t stream, void **native_out);
     /* Looks whether an adopted stream's handle names another stream now, because its owner destroyed it and got the
-     * handle again. Then the index is that one's from here on, behind everything queued on the device so far: blocks for
-     * that, or BUSY when it may not, and nothing changed. Cheap when it does not. Which is not known with drivers before
-     * CUDA 12. */
+     * handle again. Then the index is that one's from here on, behind everything queued on the device so far: blocks
+     * for that, or BUSY when it may not, and nothing changed. Cheap when it does not. Which is not known with drivers
+     * before CUDA 12. */
     gemini_status_t (*renew)(void *self, uint32_t stream, bool may_block);
     /* Records a mark at the stream's end. */
     gemini_status_t (*mark)(void *self, uint32_t stream, uint64_t *mark_out);
@@ -100,8 +100,8 @@ typedef struct gmi_device_ops {
     /* When a mark was reached, on the clock of now(). Only for reached marks of the stream's latest 4,096;
      * otherwise INVALID. */
     gemini_status_t (*mark_time)(void *self, uint32_t stream, uint64_t mark, uint64_t *ns_out);
-    /* Makes stream wait until other has reached mark, which has been recorded. other may be destroyed since. When other has
-     * failed, so does stream. */
+    /* Makes stream wait until other has reached mark, which has been recorded. other may be destroyed since. When other
+     * has failed, so does stream. */
     gemini_status_t (*wait)(void *self, uint32_t stream, uint32_t other, uint64_t mark);
     /* Makes stream wait until *flag >= value. Whoever stores the flag (release order) calls flag_wake after it.
      * flag must stay valid until a later mark of stream is reached. */
@@ -115,8 +115,8 @@ typedef struct gmi_device_ops {
     gemini_status_t (*sync)(void *self, uint32_t stream, uint64_t mark);
   } stream;
 
-  /* Queued work. STATE on a stream of which somebody else is capturing a graph (CUDA), as for marks and waits. Buffers are
-   * the device's until a later mark is reached. kind is GMI_COPY_*. A size or count of 0 is accepted. */
+  /* Queued work. STATE on a stream of which somebody else is capturing a graph (CUDA), as for marks and waits. Buffers
+   * are the device's until a later mark is reached. kind is GMI_COPY_*. A size or count of 0 is accepted. */
   struct {
     gemini_status_t (*copy)(void *self, uint32_t stream, void *dst, const void *src, uint64_t size_bytes,
                             uint32_t kind);
@@ -131,18 +131,18 @@ typedef struct gmi_device_ops {
   /* Copies in a graph that somebody else captures of a stream; all NULL where a device has no graphs. */
   struct {
     /* The stream is not
-     * being captured yet. places: parts of device memory that what is copied takes in turns. */
-    gemini_status_t (*open)(void *self, uint32_t stream, uint32_t places, void **capture_out);
+     * being captured yet. frames: how many parts of device memory the copies take in turns. */
+    gemini_status_t (*open)(void *self, uint32_t stream, uint32_t frames, void **capture_out);
     void (*close)(void *self, void *capture); /* the capture has ended; NULL is accepted */
     /* Is the stream being captured? STATE: for another graph than the one that has copies by now. */
     gemini_status_t (*active)(void *self, void *capture, bool *active_out);
-    /* Adds a copy from the host, beside what the stream does: behind what had been captured at the place's last
-     * capture_used(), or at the first fetch. The stream goes on behind the copy. STATE: it is not being captured, or for
-     * another graph. After any other failure the capture is of no use. */
-    gemini_status_t (*fetch)(void *self, void *capture, uint32_t place, void *dst, const void *src,
+    /* Adds a copy from the host, beside what the stream does: behind what had been captured at the frame's last
+     * capture_used(), or at the first fetch. The stream goes on behind the copy. STATE: it is not being captured, or
+     * for another graph. After any other failure the capture is of no use. */
+    gemini_status_t (*fetch)(void *self, void *capture, uint32_t frame, void *dst, const void *src,
                              uint64_t size_bytes);
-    /* What has been captured so far uses the place, and what comes does not, until its next fetch. As capture_fetch(). */
-    gemini_status_t (*used)(void *self, void *capture, uint32_t place);
+    /* What has been captured so far uses the frame; what follows does not, until its next fetch. As capture_fetch(). */
+    gemini_status_t (*used)(void *self, void *capture, uint32_t frame);
   } capture;
 } gmi_device_ops_t;
 
@@ -160,7 +160,8 @@ gemini_status_t gmi_device_sim_fail(void *self, uint32_t stream, gemini_status_t
  * - a mapping can be replaced or removed as a whole only: a map() or unmap() that cuts one is INVALID, and so is
  *   destroying a frame that is still mapped;
  * - the driver's queues are finite: with about a thousand copies, kernels and timed marks waiting on a stream, whoever
- *   queues more blocks until the GPU has caught up, and meanwhile others may block that record marks or lock host memory
+ *   queues more blocks until the GPU has caught up, and meanwhile others may block that record marks or lock host
+ *   memory
  *   (never those who sync or wake flags); a copy from or to host memory that is not locked blocks, too;
  * - one copy's host memory must lie within one host_lock();
  * - a failure on one stream is one on all, and stays until the process ends;

@@ -1,4 +1,5 @@
-/* Inside the simulated device: its records, and what its files call of each other. SPDX-License-Identifier: Apache-2.0 */
+/* Inside the simulated device: its records, and what its files call of each other.
+ * SPDX-License-Identifier: Apache-2.0 */
 #ifndef GMI_SIM_H
 #define GMI_SIM_H
 

@@ -29,9 +29,9 @@ typedef struct gmi_store_config {
   uint32_t depth;          /* of the engine; 0 = default */
   bool checksum;           /* false: nothing is summed or compared */
   bool keep;
-  const char *
-      checkpoint_name; /* files are <directory n>/<checkpoint_name>.<n>.chunks and <first directory>/<checkpoint_name>.index; NULL
-                            unless keep; borrowed until return */
+  /* Files are <directory n>/<checkpoint_name>.<n>.chunks and <first directory>/<checkpoint_name>.index. NULL unless
+   * keep; borrowed until return. */
+  const char *checkpoint_name;
   const gmi_sys_t *sys; /* NULL = gmi_sys_real */
 } gmi_store_config_t;
 

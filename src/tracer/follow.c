@@ -1,4 +1,5 @@
-/* Following a plan: what comes and leaves between operators, and what the plan answers. SPDX-License-Identifier: Apache-2.0 */
+/* Following a plan: what comes and leaves between operators, and what the plan answers.
+ * SPDX-License-Identifier: Apache-2.0 */
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -6,14 +7,14 @@
 
 /* ---- questions */
 uint32_t gmi_tracer_op_stream(gmi_manager_t *m) {
-  return m->tracer && m->tracer->op_open ? m->tracer->op_stream : GMI_CALLER;
+  return m->trace.tracer && m->trace.tracer->op_open ? m->trace.tracer->op_stream : GMI_CALLER;
 }
 const char *gmi_tracer_op_name(gmi_manager_t *m) {
-  gmi_tracer_t *t = m->tracer;
+  gmi_tracer_t *t = m->trace.tracer;
   return t && t->op_open ? t->record.ops[t->op_index].name : NULL;
 }
 uint64_t gmi_tracer_next_use(gmi_manager_t *m, const gmi_chunk_t *c) {
-  uint64_t now = m->tracer->iteration << 32 | m->tracer->op_index;
+  uint64_t now = m->trace.tracer->iteration << 32 | m->trace.tracer->op_index;
   return gmi_chunk_next_use(c) < now ? UINT64_MAX : gmi_chunk_next_use(c);
 }
 
@@ -28,7 +29,7 @@ void gmi_tracer_publish_plan(gmi_manager_t *m, const variant_t *v) {
 
 /* The chunk size again, now that the access order is known. */
 static uint64_t search_chunk(gmi_manager_t *m, const gmi_trace_t *trace) {
-  uint64_t nonmodel = 0, count = 0, old = atomic_load(&m->chunk_bytes);
+  uint64_t nonmodel = 0, count = 0, old = atomic_load(&m->cut.chunk_bytes);
   gmi_chunk_use_t *uses = calloc((size_t)trace->use_count + 1, sizeof *uses);
   if (!uses) return old; /* the size there is will do */
   for (uint32_t i = 0; i < trace->op_count; i++) {
@@ -53,13 +54,13 @@ static uint64_t search_chunk(gmi_manager_t *m, const gmi_trace_t *trace) {
  * possible, or there is no such plan; nothing has changed. */
 bool gmi_tracer_plan_with_chunk(gmi_manager_t *m, gmi_trace_t *trace, uint64_t chunk_bytes,
                                 gmi_plan_bundle_t *bundle_out) {
-  gmi_tracer_t *t = m->tracer;
-  uint32_t old_shift = m->chunk_shift, shift = (uint32_t)__builtin_ctzll(chunk_bytes);
+  gmi_tracer_t *t = m->trace.tracer;
+  uint32_t old_shift = m->cut.chunk_shift, shift = (uint32_t)__builtin_ctzll(chunk_bytes);
   if (shift == old_shift || t->planned || !gmi_recut_possible(m, chunk_bytes) ||
       gmi_plan_bundle_make(m, trace, shift, bundle_out))
     return false;
   gemini_status_t status = gmi_recut(m, chunk_bytes);
-  if (status || m->chunk_shift != shift) {
+  if (status || m->cut.chunk_shift != shift) {
     if (status) gmi_log(m, GEMINI_LOG_WARNING, "chunks stay as they are: %s", gmi_fail_message());
     gmi_plan_bundle_free(bundle_out);
     return false;
@@ -76,7 +77,7 @@ bool gmi_tracer_plan_with_chunk(gmi_manager_t *m, gmi_trace_t *trace, uint64_t c
 
 void gmi_tracer_take_plan(gmi_manager_t *m, variant_t *v, const gmi_plan_bundle_t *bundle) {
   v->bundle = *bundle;
-  m->tracer->planned = true;
+  m->trace.tracer->planned = true;
   m->stats.plans++;
   gmi_tracer_publish_plan(m, v);
 }
@@ -85,12 +86,12 @@ gemini_status_t gmi_tracer_variant_plan(gmi_manager_t *m, variant_t *v) {
   gmi_plan_bundle_t bundle;
   gemini_status_t status = gmi_cut(m);
   gmi_trace_measure(m, &v->trace);
-  bool made = !status && !m->config.chunk_bytes && !m->tracer->planned &&
+  bool made = !status && !m->config.chunk_bytes && !m->trace.tracer->planned &&
               gmi_tracer_plan_with_chunk(m, &v->trace, search_chunk(m, &v->trace), &bundle);
-  if (!status && !made) status = gmi_plan_bundle_make(m, &v->trace, m->chunk_shift, &bundle);
+  if (!status && !made) status = gmi_plan_bundle_make(m, &v->trace, m->cut.chunk_shift, &bundle);
   gmi_plan_bundle_free(&v->bundle);
   v->refused = status != GEMINI_OK;
-  if (m->tracer->entered == (uint32_t)(v - m->tracer->variants)) m->tracer->entered = GMI_NONE;
+  if (m->trace.tracer->entered == (uint32_t)(v - m->trace.tracer->variants)) m->trace.tracer->entered = GMI_NONE;
   if (status) return status;
   gmi_tracer_take_plan(m, v, &bundle);
   gmi_log(m, GEMINI_LOG_INFO, "plan %llu: %u ops, %llu chunks fetched a step, predicted step %.6f s",
@@ -101,9 +102,9 @@ gemini_status_t gmi_tracer_variant_plan(gmi_manager_t *m, variant_t *v) {
 
 gemini_status_t gmi_tracer_replan(gmi_manager_t *m) {
   GMI_ASSERT(gmi_lock_is_mine(m));
-  gmi_tracer_t *t = m->tracer;
+  gmi_tracer_t *t = m->trace.tracer;
   gemini_status_t status = GEMINI_OK;
-  bool inside = m->iteration_open;
+  bool inside = m->bracket.iteration_open;
   char message[440] = "";
   int64_t code = 0;
   for (uint32_t i = 0; i < GMI_VARIANTS; i++) {
@@ -185,11 +186,11 @@ static void plan_evict(gmi_manager_t *m, variant_t *v, uint32_t op, uint32_t pie
 /* Iteration and op, of an op of the plan that runs now; + op_count: of the iteration after it. */
 static uint64_t position(const gmi_manager_t *m, const variant_t *v, uint32_t op) {
   uint32_t ops = v->bundle.input.op_count;
-  return op < ops ? m->tracer->iteration << 32 | op : (m->tracer->iteration + 1) << 32 | (op - ops);
+  return op < ops ? m->trace.tracer->iteration << 32 | op : (m->trace.tracer->iteration + 1) << 32 | (op - ops);
 }
 
 static variant_t *planned_piece(gmi_manager_t *m, uint32_t index, uint32_t *piece) {
-  variant_t *v = gmi_tracer_active_variant(m->tracer);
+  variant_t *v = gmi_tracer_active_variant(m->trace.tracer);
   if (!v || !v->bundle.made || index >= v->trace.update_count) return NULL;
   *piece += v->bundle.piece_first[index];
   return *piece < v->bundle.piece_first[index + 1] ? v : NULL;

@@ -44,7 +44,7 @@ static bool build_accesses(builder_t *b, bool fill) {
   for (uint32_t i = 0; i < b->trace->op_count; i++) {
     const gmi_trace_op_t *op = &b->trace->ops[i];
     uint64_t begin = n;
-    uint32_t pages = gmi_trace_pages(op->heap_pages, b->m->chunk_shift, b->shift);
+    uint32_t pages = gmi_trace_pages(op->heap_pages, b->m->cut.chunk_shift, b->shift);
     if (fill) b->ops[i] = (gmi_plan_op_t){ op->compute_ns, pages, (uint32_t)n };
     for (uint32_t s = op->use_first; s < op->use_first + op->use_count; s++) {
       const gmi_trace_use_t *span = &b->trace->uses[s];
@@ -136,13 +136,15 @@ static uint32_t piece_length(const builder_t *b) {
 }
 
 void gmi_trace_measure(gmi_manager_t *m, gmi_trace_t *trace) {
-  double chunk = (double)(UINT64_C(1) << m->chunk_shift), host = gmi_workers_ns_per_element(m);
+  double chunk = (double)(UINT64_C(1) << m->cut.chunk_shift), host = gmi_workers_ns_per_element(m);
   for (int link = 0; link < 2; link++)
-    if (m->link_ns[link].samples) trace->link_bytes_per_s[link] = (uint64_t)(chunk * 1e9 / m->link_ns[link].mean);
+    if (m->rate.link_ns[link].samples)
+      trace->link_bytes_per_s[link] = (uint64_t)(chunk * 1e9 / m->rate.link_ns[link].mean);
   for (int write = 0; write < 2; write++)
-    if (m->file_ns[write].samples) trace->file_bytes_per_s[write] = (uint64_t)(chunk * 1e9 / m->file_ns[write].mean);
+    if (m->rate.file_ns[write].samples)
+      trace->file_bytes_per_s[write] = (uint64_t)(chunk * 1e9 / m->rate.file_ns[write].mean);
   if (host > 0) trace->host_update_ps = (uint64_t)(host * 1e3) + 1;
-  if (m->device_update.samples) trace->device_update_ps = (uint64_t)(m->device_update.mean * 1e3) + 1;
+  if (m->rate.device_update.samples) trace->device_update_ps = (uint64_t)(m->rate.device_update.mean * 1e3) + 1;
 }
 
 static uint64_t copy_ns(uint64_t chunk_bytes, uint64_t measured, uint64_t expected) {
@@ -153,7 +155,7 @@ static uint64_t copy_ns(uint64_t chunk_bytes, uint64_t measured, uint64_t expect
 /* Nanoseconds an element of an update takes on the device by its memory's rate, until one was measured; 0: not
  * known. */
 static double device_update_ns(gmi_manager_t *m, const gmi_trace_update_t *update) {
-  uint64_t rate = m->dev->memory_bytes_per_s(m->dev_self), bytes = 0;
+  uint64_t rate = m->device.ops->memory_bytes_per_s(m->device.self), bytes = 0;
   for (uint32_t i = 0; i < update->arena_count; i++)
     bytes += gmi_arena_at(m, update->arenas[i])->element_bytes * (update->modes[i] == GEMINI_READ_WRITE ? 2 : 1);
   return rate ? (double)bytes * 1e9 / (double)rate : 0;
@@ -164,7 +166,7 @@ void gmi_plan_bundle_times(gmi_manager_t *m, const gmi_trace_t *trace, gmi_plan_
   gmi_plan_op_t *ops = (gmi_plan_op_t *)(uintptr_t)in->ops;
   for (uint32_t i = 0; i < in->op_count; i++) ops[i].compute_ns = trace->ops[i].compute_ns;
   ops[in->op_count - 1].compute_ns += trace->outside_ns; /* nothing of the step's ops runs then */
-  const uint64_t link = m->dev->link_bytes_per_s, file = UINT64_C(1000000000);
+  const uint64_t link = m->device.ops->link_bytes_per_s, file = UINT64_C(1000000000);
   const uint64_t h2d = m->config.sim_h2d_bytes_per_s, d2h = m->config.sim_d2h_bytes_per_s;
   in->fetch_ns = copy_ns(in->chunk_bytes, trace->link_bytes_per_s[0], h2d ? h2d : link);
   in->evict_ns = copy_ns(in->chunk_bytes, trace->link_bytes_per_s[1], d2h ? d2h : link);
@@ -203,7 +205,7 @@ void gmi_plan_bundle_bind(gmi_manager_t *m, gmi_plan_bundle_t *bundle) {
 gemini_status_t gmi_plan_bundle_make(gmi_manager_t *m, const gmi_trace_t *trace, uint32_t shift,
                                      gmi_plan_bundle_t *out) {
   builder_t b = { .m = m, .trace = trace, .shift = shift };
-  const bool cut_so = shift == m->chunk_shift;
+  const bool cut_so = shift == m->cut.chunk_shift;
   gmi_plan_bundle_t bundle = { 0 };
   gemini_status_t status = GEMINI_OK;
   uint64_t chunks = 0;
@@ -226,8 +228,8 @@ gemini_status_t gmi_plan_bundle_make(gmi_manager_t *m, const gmi_trace_t *trace,
   bundle.piece_first = calloc((size_t)trace->update_count + 1, sizeof *bundle.piece_first);
   bundle.input = (gmi_plan_input_t){ .op_count = trace->op_count,
                                      .chunk_count = (uint32_t)chunks,
-                                     .frame_count = gmi_frames_of(m, shift) - m->graph_frames,
-                                     .host_slots = m->files ? m->host.slot_count : 0,
+                                     .frame_count = gmi_frames_of(m, shift) - m->graphs.frames,
+                                     .host_slots = m->file.store ? m->host.slot_count : 0,
                                      .host_pieces_ahead = gmi_updates_ahead(m, piece_length(&b)),
                                      .ops = b.ops,
                                      .accesses = b.accesses,

@@ -14,7 +14,7 @@ static int by_place(const void *a, const void *b) {
 }
 
 void gmi_tracer_touch(gmi_manager_t *m, uint32_t store, uint64_t offset, uint64_t size, uint32_t mode) {
-  gmi_tracer_t *t = m->tracer;
+  gmi_tracer_t *t = m->trace.tracer;
   pthread_mutex_lock(&t->touch_lock);
   if (t->op_open && !t->record_lost) {
     gmi_trace_use_t *span = gmi_trace_add_use(&t->record);
@@ -24,8 +24,8 @@ void gmi_tracer_touch(gmi_manager_t *m, uint32_t store, uint64_t offset, uint64_
   pthread_mutex_unlock(&t->touch_lock);
 }
 
-/* One gmi_tracer_canonical list: sorted, each range once with all its modes. A range both read and written in one op by separate
- * acquires is read first as far as anybody knows. */
+/* One gmi_tracer_canonical list: sorted, each range once with all its modes. A range both read and written in one op by
+ * separate acquires is read first as far as anybody knows. */
 void gmi_tracer_canonical(gmi_trace_t *trace) {
   gmi_trace_op_t *op = &trace->ops[trace->op_count - 1];
   gmi_trace_use_t *spans = trace->uses + op->use_first;
@@ -55,7 +55,7 @@ bool gmi_tracer_same_update(const gmi_trace_update_t *a, const gmi_trace_update_
 /* The active variant no longer fits: the first other one that agrees so far takes over. wants_op: and whose next op
  * has this name and phase. */
 void gmi_tracer_choose_active(gmi_manager_t *m, const gmi_trace_op_t *wants_op) {
-  gmi_tracer_t *t = m->tracer;
+  gmi_tracer_t *t = m->trace.tracer;
   uint32_t best = GMI_NONE;
   for (uint32_t i = 0; i < GMI_VARIANTS; i++) {
     variant_t *v = &t->variants[i];
@@ -88,11 +88,12 @@ bool gmi_tracer_timings_reserve(gmi_tracer_t *t, uint32_t count) {
 }
 
 static bool time_of(gmi_manager_t *m, gmi_fence_t fence, uint64_t *ns_out) {
-  return m->dev->stream.mark_time(m->dev_self, gmi_fence_stream(fence), gmi_fence_mark(fence), ns_out) == GEMINI_OK;
+  return m->device.ops->stream.mark_time(m->device.self, gmi_fence_stream(fence), gmi_fence_mark(fence), ns_out) ==
+         GEMINI_OK;
 }
 
 void gmi_tracer_resolve(gmi_manager_t *m, bool block) {
-  gmi_tracer_t *t = m->tracer;
+  gmi_tracer_t *t = m->trace.tracer;
   uint32_t ended = t->record.op_count - (t->op_open && t->record.op_count ? 1 : 0);
   for (; t->resolved < ended; t->resolved++) {
     timing_t *k = &t->timings[t->resolved];
@@ -120,7 +121,7 @@ static bool is_stall(const gmi_tracer_t *t, uint32_t stream) {
 }
 
 static void count_stall(gmi_manager_t *m, stall_t stall) {
-  gmi_tracer_t *t = m->tracer;
+  gmi_tracer_t *t = m->trace.tracer;
   timing_t *k = &t->timings[t->op_index];
   if (!k->stall_count++) k->stall_first = t->stall_count;
   t->stalls[t->stall_count++] = stall;
@@ -128,14 +129,14 @@ static void count_stall(gmi_manager_t *m, stall_t stall) {
 }
 
 gemini_status_t gmi_tracer_wait(gmi_manager_t *m, uint32_t stream, gmi_fence_t fence) {
-  gmi_tracer_t *t = m->tracer;
+  gmi_tracer_t *t = m->trace.tracer;
   if (gmi_fence_reached(m, fence) || (stream != GMI_CALLER && gmi_fence_stream(fence) == stream)) return GEMINI_OK;
   bool count = is_stall(t, stream);
   timing_t *k = count ? &t->timings[t->op_index] : NULL;
   if (count && stream == GMI_CALLER) {
-    uint64_t begin = m->dev->now(m->dev_self);
+    uint64_t begin = m->device.ops->now(m->device.self);
     gemini_status_t status = gmi_fence_sync(m, fence);
-    k->stall_ns += m->dev->now(m->dev_self) - begin;
+    k->stall_ns += m->device.ops->now(m->device.self) - begin;
     return status;
   }
   stall_t stall = { 0 };
@@ -148,16 +149,16 @@ gemini_status_t gmi_tracer_wait(gmi_manager_t *m, uint32_t stream, gmi_fence_t f
 }
 
 void gmi_tracer_pause(gmi_manager_t *m, uint32_t stream, bool foreseen, gmi_pause_t *pause_out) {
-  gmi_tracer_t *t = m->tracer;
+  gmi_tracer_t *t = m->trace.tracer;
   *pause_out = (gmi_pause_t){ .foreseen = foreseen };
   if (!is_stall(t, stream) || t->stall_count == STALLS_LIMIT) return;
   if (stream != GMI_CALLER && gmi_fence_now(m, stream, &pause_out->before)) return; /* then it is not counted */
-  pause_out->begin_ns = m->dev->now(m->dev_self);
+  pause_out->begin_ns = m->device.ops->now(m->device.self);
 }
 
 void gmi_tracer_resume(gmi_manager_t *m, uint32_t stream, const gmi_pause_t *pause) {
-  gmi_tracer_t *t = m->tracer;
-  uint64_t now = pause->begin_ns ? m->dev->now(m->dev_self) : 0;
+  gmi_tracer_t *t = m->trace.tracer;
+  uint64_t now = pause->begin_ns ? m->device.ops->now(m->device.self) : 0;
   if (!now || now - pause->begin_ns < PAUSE_NS) return;
   timing_t *k = &t->timings[t->op_index];
   stall_t stall = { .before = pause->before, .unforeseen = !pause->foreseen };

@@ -74,7 +74,7 @@ static uint32_t add_text(gmi_timeline_t *t, const char *kind, const char *name) 
 
 static void add_slice(gmi_manager_t *m, const char *kind, const char *name, uint64_t begin, uint64_t end, bool known,
                       uint32_t track) {
-  gmi_timeline_t *t = m->timeline;
+  gmi_timeline_t *t = m->trace.timeline;
   event_t *e = t ? add_event(t) : NULL;
   if (!e) return;
   e->type = 'X';
@@ -82,53 +82,53 @@ static void add_slice(gmi_manager_t *m, const char *kind, const char *name, uint
   e->begin = begin;
   e->end = end;
   e->track = (uint16_t)track;
-  e->phase = atomic_load(&m->phase);
+  e->phase = atomic_load(&m->bracket.phase);
   e->name = add_text(t, kind, name);
 }
 
 void gmi_timeline_slice(gmi_manager_t *m, const char *kind, const char *name, gmi_fence_t begin, gmi_fence_t end) {
-  if (!m->timeline) return;
+  if (!m->trace.timeline) return;
   uint32_t track = TRACK_STREAMS + gmi_fence_stream(begin);
   if (!strcmp(kind, "wait")) track = TRACK_WAITS;
   add_slice(m, kind, name, begin, end, false, track);
 }
 void gmi_timeline_slice_ns(gmi_manager_t *m, const char *kind, const char *name, uint64_t begin_ns, uint64_t end_ns) {
-  if (m->timeline) add_slice(m, kind, name, begin_ns, end_ns, true, TRACK_CALLER);
+  if (m->trace.timeline) add_slice(m, kind, name, begin_ns, end_ns, true, TRACK_CALLER);
 }
 
 void gmi_timeline_copy(gmi_manager_t *m, const gmi_chunk_t *c, uint32_t link, uint32_t reason, gmi_fence_t begin,
                        gmi_fence_t end) {
-  if (!m->timeline) return;
+  if (!m->trace.timeline) return;
   char name[GMI_MOVE_NAME_BYTES];
   gmi_move_name(m, c, reason, name);
   gmi_timeline_slice(m, link == GEMINI_LINK_H2D ? "fetch" : "evict", name, begin, end);
 }
 
 void gmi_timeline_transfer(gmi_manager_t *m, const gmi_chunk_t *c, bool write, uint64_t begin_ns, uint64_t end_ns) {
-  if (!m->timeline) return;
+  if (!m->trace.timeline) return;
   char name[128];
   snprintf(name, sizeof name, "%s %u", gmi_chunk_arena(m, c)->name, c->index);
   add_slice(m, write ? "write" : "read", name, begin_ns, end_ns, true, TRACK_FILES);
 }
 
 void gmi_timeline_counters(gmi_manager_t *m) {
-  gmi_timeline_t *t = m->timeline;
+  gmi_timeline_t *t = m->trace.timeline;
   if (!t) return;
-  uint64_t now = m->dev->now(m->dev_self);
+  uint64_t now = m->device.ops->now(m->device.self);
   event_t *e = add_event(t);
   if (!e) return;
   e->type = 'C';
   e->known = true;
   e->begin = now;
-  e->values[0] = (uint64_t)m->frame_used << m->chunk_shift;
-  e->values[1] = m->heap ? gmi_heap_bytes_used(m->heap) : 0;
-  e->values[2] = m->host_used;
-  e->values[3] = m->file_used;
+  e->values[0] = (uint64_t)m->frames.used << m->cut.chunk_shift;
+  e->values[1] = m->nonmodel.heap ? gmi_heap_bytes_used(m->nonmodel.heap) : 0;
+  e->values[2] = m->host.used;
+  e->values[3] = m->file.used;
 }
 
 /* Marks are readable for a while only, so their times are taken as soon as they are reached. */
 static void poll_events(gmi_manager_t *m, bool block) {
-  gmi_timeline_t *t = m->timeline;
+  gmi_timeline_t *t = m->trace.timeline;
   for (; t->polled < t->count; t->polled++) {
     event_t *e = &t->events[t->polled];
     if (e->known) continue;
@@ -137,10 +137,10 @@ static void poll_events(gmi_manager_t *m, bool block) {
       gmi_fence_sync(m, e->end);
     }
     uint64_t begin, end;
-    e->known =
-        m->dev->stream.mark_time(m->dev_self, gmi_fence_stream(e->begin), gmi_fence_mark(e->begin), &begin) ==
-            GEMINI_OK &&
-        m->dev->stream.mark_time(m->dev_self, gmi_fence_stream(e->end), gmi_fence_mark(e->end), &end) == GEMINI_OK;
+    e->known = m->device.ops->stream.mark_time(m->device.self, gmi_fence_stream(e->begin), gmi_fence_mark(e->begin),
+                                               &begin) == GEMINI_OK &&
+               m->device.ops->stream.mark_time(m->device.self, gmi_fence_stream(e->end), gmi_fence_mark(e->end),
+                                               &end) == GEMINI_OK;
     if (!e->known) {
       e->type = 0;
       t->lost++;
@@ -159,7 +159,7 @@ static void poll_workers(gmi_manager_t *m) {
 }
 
 void gmi_timeline_poll(gmi_manager_t *m) {
-  if (!m->timeline) return;
+  if (!m->trace.timeline) return;
   poll_workers(m);
   poll_events(m, false);
 }
@@ -179,7 +179,7 @@ static void write_track(FILE *f, uint32_t track, const char *name) {
 
 static gemini_status_t write_file(gmi_manager_t *m) {
   static const char *const phases[] = { "none", "forward", "backward", "update" };
-  gmi_timeline_t *t = m->timeline;
+  gmi_timeline_t *t = m->trace.timeline;
   FILE *f = fopen(t->path, "we");
   if (!f) return gmi_fail(GEMINI_ERR_IO, errno, "timeline %s: could not open it: %s", t->path, strerror(errno));
   gmi_file_limit_t limit = gmi_file_limit_begin();
@@ -189,7 +189,7 @@ static gemini_status_t write_file(gmi_manager_t *m) {
           GEMINI_VERSION_STRING, t->lost, m->config.device_bytes, m->config.host_bytes, m->config.file_bytes);
   fprintf(f, "{\"ph\":\"M\",\"pid\":1,\"name\":\"process_name\",\"args\":{\"name\":\"libgemini\"}}");
   write_track(f, TRACK_CALLER, "ops on the caller's thread");
-  if (m->files) write_track(f, TRACK_FILES, "files");
+  if (m->file.store) write_track(f, TRACK_FILES, "files");
   write_track(f, TRACK_WAITS, "streams waiting for chunks");
   for (uint32_t i = 0; i < m->config.update_threads; i++) {
     char name[32];
@@ -201,9 +201,9 @@ static gemini_status_t write_file(gmi_manager_t *m) {
     char name[32];
     snprintf(name, sizeof name, "stream %u", s);
     write_track(f, TRACK_STREAMS + s,
-                s == m->copy_in         ? "copies to the device"
-                : s == m->copy_out      ? "copies from the device"
-                : s == m->update_stream ? "updates on the device"
+                s == m->copy.in         ? "copies to the device"
+                : s == m->copy.out      ? "copies from the device"
+                : s == m->update.stream ? "updates on the device"
                                         : name);
   }
   for (uint64_t i = 0; i < t->count; i++) {
@@ -235,13 +235,13 @@ static gemini_status_t write_file(gmi_manager_t *m) {
 }
 
 void gmi_timeline_close(gmi_manager_t *m) {
-  gmi_timeline_t *t = m->timeline;
+  gmi_timeline_t *t = m->trace.timeline;
   if (!t) return;
   free(t->events);
   free(t->text);
   free(t->path);
   free(t);
-  m->timeline = NULL;
+  m->trace.timeline = NULL;
 }
 
 gemini_status_t gmi_timeline_finish(gmi_manager_t *m) {
@@ -262,8 +262,8 @@ gemini_status_t gmi_timeline_finish(gmi_manager_t *m) {
 
 static gemini_status_t timeline_start(gmi_manager_t *m, const char *path) {
   if (!path || !*path) return gmi_fail(GEMINI_ERR_INVALID, 0, "path is %s", path ? "empty" : "NULL");
-  if (m->timeline)
-    return gmi_fail(GEMINI_ERR_STATE, 0, "a timeline is being recorded already, to %s", m->timeline->path);
+  if (m->trace.timeline)
+    return gmi_fail(GEMINI_ERR_STATE, 0, "a timeline is being recorded already, to %s", m->trace.timeline->path);
   gmi_timeline_t *t = calloc(1, sizeof *t);
   if (t) t->path = strdup(path);
   gmi_wait_t wait;
@@ -279,8 +279,8 @@ static gemini_status_t timeline_start(gmi_manager_t *m, const char *path) {
     return gmi_fail(GEMINI_ERR_IO, error, "timeline %s: could not open it: %s", path, strerror(error));
   }
   fclose(f);
-  t->begun_ns = m->dev->now(m->dev_self);
-  m->timeline = t;
+  t->begun_ns = m->device.ops->now(m->device.self);
+  m->trace.timeline = t;
   gmi_timeline_counters(m);
   gmi_workers_record(m, true);
   return GEMINI_OK;
@@ -290,7 +290,7 @@ gemini_status_t gemini_timeline_stop(gemini_manager_t mgr) {
   gmi_manager_t *m = gmi_manager_get(mgr);
   if (!m) API_RETURN(GEMINI_ERR_HANDLE);
   gmi_lock(m, __func__);
-  bool recording = m->timeline != NULL;
+  bool recording = m->trace.timeline != NULL;
   gmi_unlock(m);
   API_RETURN(recording ? gmi_timeline_finish(m) : gmi_fail(GEMINI_ERR_STATE, 0, "no timeline is being recorded"));
 }

@@ -9,7 +9,7 @@
 
 variant_t *gmi_tracer_active_variant(gmi_tracer_t *t) { return t->active == GMI_NONE ? NULL : &t->variants[t->active]; }
 
-gmi_op_names_t *gmi_tracer_names(gmi_manager_t *m) { return m->tracer->names; }
+gmi_op_names_t *gmi_tracer_names(gmi_manager_t *m) { return m->trace.tracer->names; }
 
 /* ---- open, close */
 gemini_status_t gmi_tracer_open(gmi_manager_t *m) {
@@ -22,7 +22,7 @@ gemini_status_t gmi_tracer_open(gmi_manager_t *m) {
   t->record.names = t->names;
   pthread_mutex_init(&t->touch_lock, NULL);
   t->active = t->previous = t->entered = GMI_NONE;
-  m->tracer = t;
+  m->trace.tracer = t;
   return GEMINI_OK;
 }
 
@@ -33,7 +33,7 @@ static void variant_clear(variant_t *v) {
 }
 
 void gmi_tracer_close(gmi_manager_t *m) {
-  gmi_tracer_t *t = m->tracer;
+  gmi_tracer_t *t = m->trace.tracer;
   if (!t) return;
   for (uint32_t i = 0; i < GMI_VARIANTS; i++) variant_clear(&t->variants[i]);
   gmi_trace_free(&t->record);
@@ -42,23 +42,23 @@ void gmi_tracer_close(gmi_manager_t *m) {
   gmi_op_names_free(t->names);
   pthread_mutex_destroy(&t->touch_lock);
   free(t);
-  m->tracer = NULL;
+  m->trace.tracer = NULL;
 }
 
 void gmi_tracer_forget(gmi_manager_t *m) {
-  gmi_tracer_t *t = m->tracer;
+  gmi_tracer_t *t = m->trace.tracer;
   if (!t) return;
   for (uint32_t i = 0; i < GMI_VARIANTS; i++) variant_clear(&t->variants[i]);
   t->active = t->previous = t->entered = GMI_NONE;
   t->history_size = 0;
-  t->record_lost = m->iteration_open;
+  t->record_lost = m->bracket.iteration_open;
   memset(t->agrees, 0, sizeof t->agrees);
 }
 
 /* ---- brackets */
 /* The step that ended took this long from begin to begin; what was not in its ops was outside. */
 static void learn_outside(gmi_manager_t *m, uint64_t step_ns) {
-  gmi_tracer_t *t = m->tracer;
+  gmi_tracer_t *t = m->trace.tracer;
   variant_t *v = t->previous == GMI_NONE ? NULL : &t->variants[t->previous];
   gmi_tracer_resolve(m, false);
   if (!v || v->last_used != t->iteration || !t->resolved || t->resolved != v->trace.op_count || t->in_ops_ns >= step_ns)
@@ -96,17 +96,17 @@ static uint32_t expected_variant(const gmi_tracer_t *t) {
 }
 
 static gemini_status_t iteration_begin(gmi_manager_t *m) {
-  gmi_tracer_t *t = m->tracer;
-  if (m->iteration_open) return gmi_fail(GEMINI_ERR_STATE, 0, "an iteration is open already");
+  gmi_tracer_t *t = m->trace.tracer;
+  if (m->bracket.iteration_open) return gmi_fail(GEMINI_ERR_STATE, 0, "an iteration is open already");
   gemini_status_t status = gmi_cut(m);
   if (status) return status;
-  uint64_t now = m->dev->now(m->dev_self);
+  uint64_t now = m->device.ops->now(m->device.self);
   if (t->begun_ns) {
     m->stats.measured_step_ns = now - t->begun_ns;
     learn_outside(m, now - t->begun_ns);
   }
   t->begun_ns = now;
-  m->iteration_open = true;
+  m->bracket.iteration_open = true;
   t->iteration++;
   gmi_trace_clear(&t->record);
   t->resolved = t->stall_count = t->op_index = 0;
@@ -124,16 +124,16 @@ static gemini_status_t iteration_begin(gmi_manager_t *m) {
 }
 
 static gemini_status_t op_begin(gmi_manager_t *m, const char *name, gemini_stream_t stream) {
-  gmi_tracer_t *t = m->tracer;
+  gmi_tracer_t *t = m->trace.tracer;
   uint32_t s;
   bool captures = false;
   gemini_status_t status = GEMINI_OK;
-  if (atomic_load(&m->graph_streams)) {
+  if (atomic_load(&m->graphs.streams)) {
     status = gmi_stream_resolve(m, stream, &s);
     if (!status) status = gmi_graph_captures(m, s, &captures);
     if (status || captures) return status ? status : gmi_graph_op_begin(m, name);
   }
-  if (!m->iteration_open) return gmi_fail(GEMINI_ERR_STATE, 0, "no iteration is open");
+  if (!m->bracket.iteration_open) return gmi_fail(GEMINI_ERR_STATE, 0, "no iteration is open");
   if (t->op_open) return gmi_fail(GEMINI_ERR_STATE, 0, "operator %s is open already", gmi_tracer_op_name(m));
   if (!name) return gmi_fail(GEMINI_ERR_INVALID, 0, "name is NULL");
   size_t length = strnlen(name, NAME_LIMIT + 1);
@@ -155,10 +155,10 @@ static gemini_status_t op_begin(gmi_manager_t *m, const char *name, gemini_strea
   }
   t->op_index = t->record.op_count - 1;
   op->name = kept;
-  op->phase = atomic_load(&m->phase);
+  op->phase = atomic_load(&m->bracket.phase);
   timing_t *k = &t->timings[t->op_index];
   memset(k, 0, sizeof *k);
-  if (s == GMI_CALLER) k->begin_ns = m->dev->now(m->dev_self);
+  if (s == GMI_CALLER) k->begin_ns = m->device.ops->now(m->device.self);
   else status = gmi_fence_now(m, s, &k->begin);
   if (status) {
     t->record.op_count--;
@@ -172,13 +172,13 @@ static gemini_status_t op_begin(gmi_manager_t *m, const char *name, gemini_strea
     v = gmi_tracer_active_variant(t);
   }
   t->op_stream = s;
-  m->nonmodel_peak_op = m->heap ? gmi_heap_bytes_used(m->heap) : 0;
-  m->heap_pages_peak_op = m->heap ? (uint32_t)gmi_heap_pages_used(m->heap) : 0;
+  m->nonmodel.peak_op = m->nonmodel.heap ? gmi_heap_bytes_used(m->nonmodel.heap) : 0;
+  m->nonmodel.pages_peak_op = m->nonmodel.heap ? (uint32_t)gmi_heap_pages_used(m->nonmodel.heap) : 0;
   t->predicted_peak = v && v->bundle.made ? v->trace.ops[t->op_index].nonmodel_peak : UINT64_MAX;
   pthread_mutex_lock(&t->touch_lock);
   t->op_open = true;
   pthread_mutex_unlock(&t->touch_lock);
-  atomic_store(&m->op_serial, ++m->op_serial_next);
+  atomic_store(&m->bracket.op_serial, ++m->bracket.op_serial_next);
   gmi_reap(m);
   gmi_nvtx_push(name);
   if (v && v->bundle.made) gmi_tracer_plan_fetch(m, v, t->op_index, GMI_NO_PIECE);
@@ -186,22 +186,22 @@ static gemini_status_t op_begin(gmi_manager_t *m, const char *name, gemini_strea
 }
 
 static gemini_status_t op_end(gmi_manager_t *m) {
-  gmi_tracer_t *t = m->tracer;
+  gmi_tracer_t *t = m->trace.tracer;
   if (gmi_graph_op_end(m)) return GEMINI_OK;
   if (!t->op_open) return gmi_fail(GEMINI_ERR_STATE, 0, "no operator is open");
   timing_t *k = &t->timings[t->op_index];
   gemini_status_t status = GEMINI_OK;
-  if (t->op_stream == GMI_CALLER) k->end_ns = m->dev->now(m->dev_self);
+  if (t->op_stream == GMI_CALLER) k->end_ns = m->device.ops->now(m->device.self);
   else status = gmi_fence_now(m, t->op_stream, &k->end);
   if (status) return status;
-  atomic_store(&m->op_serial, 0);
+  atomic_store(&m->bracket.op_serial, 0);
   pthread_mutex_lock(&t->touch_lock);
   t->op_open = false;
   gmi_tracer_canonical(&t->record);
   pthread_mutex_unlock(&t->touch_lock);
   gmi_trace_op_t *op = &t->record.ops[t->op_index];
-  op->nonmodel_peak = m->nonmodel_peak_op;
-  op->heap_pages = m->heap_pages_peak_op;
+  op->nonmodel_peak = m->nonmodel.peak_op;
+  op->heap_pages = m->nonmodel.pages_peak_op;
   if (t->predicted_peak != UINT64_MAX) {
     uint64_t error = t->predicted_peak > op->nonmodel_peak ? t->predicted_peak - op->nonmodel_peak
                                                            : op->nonmodel_peak - t->predicted_peak;
@@ -226,9 +226,9 @@ static gemini_status_t op_end(gmi_manager_t *m) {
 }
 
 void gmi_tracer_update(gmi_manager_t *m, const gmi_trace_update_t *update, uint32_t *index_out) {
-  gmi_tracer_t *t = m->tracer;
+  gmi_tracer_t *t = m->trace.tracer;
   *index_out = GMI_NONE;
-  if (!m->iteration_open || !t->record.op_count) return;
+  if (!m->bracket.iteration_open || !t->record.op_count) return;
   gmi_trace_update_t *record = gmi_trace_add_update(&t->record);
   if (!record) {
     t->record_lost = true;
@@ -248,7 +248,7 @@ void gmi_tracer_update(gmi_manager_t *m, const gmi_trace_update_t *update, uint3
 }
 
 void gmi_tracer_update_refused(gmi_manager_t *m, uint32_t index) {
-  gmi_tracer_t *t = m->tracer;
+  gmi_tracer_t *t = m->trace.tracer;
   if (index == GMI_NONE) return;
   t->record.update_count--;
   memcpy(t->agrees, t->agreed, sizeof t->agrees); /* what took over meanwhile stays active: it agreed, too */
@@ -286,7 +286,7 @@ static uint32_t free_variant(gmi_tracer_t *t) {
 }
 
 static void add_variant(gmi_manager_t *m, uint32_t *index_out) {
-  gmi_tracer_t *t = m->tracer;
+  gmi_tracer_t *t = m->trace.tracer;
   uint32_t index = free_variant(t);
   variant_t *v = &t->variants[index];
   variant_clear(v);
@@ -302,17 +302,17 @@ static void add_variant(gmi_manager_t *m, uint32_t *index_out) {
 }
 
 static gemini_status_t iteration_end(gmi_manager_t *m) {
-  gmi_tracer_t *t = m->tracer;
-  if (!m->iteration_open) return gmi_fail(GEMINI_ERR_STATE, 0, "no iteration is open");
+  gmi_tracer_t *t = m->trace.tracer;
+  if (!m->bracket.iteration_open) return gmi_fail(GEMINI_ERR_STATE, 0, "no iteration is open");
   if (t->op_open) return gmi_fail(GEMINI_ERR_STATE, 0, "operator %s is open", gmi_tracer_op_name(m));
   uint64_t ended = m->stats.iterations + 1;
   bool warm = ended >= m->config.warmup_iterations;
   gmi_tracer_resolve(m, ended <= m->config.warmup_iterations || t->active == GMI_NONE);
   gmi_reap(m);
-  m->iteration_open = false;
+  m->bracket.iteration_open = false;
   m->stats.iterations = ended;
-  m->stats.measured_step_ns = m->dev->now(m->dev_self) - t->begun_ns;
-  atomic_store(&m->phase, GEMINI_PHASE_NONE);
+  m->stats.measured_step_ns = m->device.ops->now(m->device.self) - t->begun_ns;
+  atomic_store(&m->bracket.phase, GEMINI_PHASE_NONE);
   variant_t *v = gmi_tracer_active_variant(t);
   bool whole = v && t->record.op_count == v->trace.op_count && t->record.update_count == v->trace.update_count;
   uint32_t index = t->active;
@@ -356,8 +356,8 @@ static gemini_status_t iteration_end(gmi_manager_t *m) {
 static gemini_status_t phase_set(gmi_manager_t *m, uint32_t phase) {
   if (phase > GEMINI_PHASE_UPDATE)
     return gmi_fail(GEMINI_ERR_INVALID, 0, "phase is %u, the last one is %d", phase, GEMINI_PHASE_UPDATE);
-  if (m->tracer->op_open) return gmi_fail(GEMINI_ERR_STATE, 0, "operator %s is open", gmi_tracer_op_name(m));
-  atomic_store(&m->phase, phase);
+  if (m->trace.tracer->op_open) return gmi_fail(GEMINI_ERR_STATE, 0, "operator %s is open", gmi_tracer_op_name(m));
+  atomic_store(&m->bracket.phase, phase);
   return GEMINI_OK;
 }
 
@@ -371,7 +371,7 @@ gemini_status_t gemini_op_end(gemini_manager_t mgr) { API_LOCKED(op_end(m)); }
 
 /* ---- trace files and the plan in words */
 static gemini_status_t trace_save(gmi_manager_t *m, const char *path) {
-  gmi_tracer_t *t = m->tracer;
+  gmi_tracer_t *t = m->trace.tracer;
   if (!path) return gmi_fail(GEMINI_ERR_INVALID, 0, "path is NULL");
   if (t->previous == GMI_NONE) return gmi_fail(GEMINI_ERR_STATE, 0, "no complete iteration has been recorded");
   return gmi_trace_write(m, &t->variants[t->previous].trace, path);
@@ -379,16 +379,16 @@ static gemini_status_t trace_save(gmi_manager_t *m, const char *path) {
 gemini_status_t gemini_trace_save(gemini_manager_t mgr, const char *path) { API_LOCKED(trace_save(m, path)); }
 
 static gemini_status_t trace_load(gmi_manager_t *m, const char *path) {
-  gmi_tracer_t *t = m->tracer;
+  gmi_tracer_t *t = m->trace.tracer;
   if (!path) return gmi_fail(GEMINI_ERR_INVALID, 0, "path is NULL");
-  if (m->iteration_open) return gmi_fail(GEMINI_ERR_STATE, 0, "an iteration is open");
+  if (m->bracket.iteration_open) return gmi_fail(GEMINI_ERR_STATE, 0, "an iteration is open");
   variant_t loaded = { .used = true };
   gemini_status_t status = gmi_cut(m);
   if (!status) status = gmi_trace_read(m, &loaded.trace, path);
   if (status) return status;
   uint64_t chunk_bytes = loaded.trace.chunk_bytes;
   if (!chunk_bytes || !gmi_tracer_plan_with_chunk(m, &loaded.trace, chunk_bytes, &loaded.bundle))
-    status = gmi_plan_bundle_make(m, &loaded.trace, m->chunk_shift, &loaded.bundle);
+    status = gmi_plan_bundle_make(m, &loaded.trace, m->cut.chunk_shift, &loaded.bundle);
   if (status == GEMINI_ERR_INVALID)
     status =
         gmi_fail(GEMINI_ERR_FORMAT, 0, "trace %s: no plan can be made of it: its times or counts are too large", path);
@@ -407,7 +407,7 @@ static gemini_status_t trace_load(gmi_manager_t *m, const char *path) {
 gemini_status_t gemini_trace_load(gemini_manager_t mgr, const char *path) { API_LOCKED(trace_load(m, path)); }
 
 static gemini_status_t plan_explain(gmi_manager_t *m, char *text_out, uint64_t size_bytes, uint64_t *length_out) {
-  gmi_tracer_t *t = m->tracer;
+  gmi_tracer_t *t = m->trace.tracer;
   if (!text_out && size_bytes)
     return gmi_fail(GEMINI_ERR_INVALID, 0, "text_out is NULL but size_bytes is %llu", (unsigned long long)size_bytes);
   variant_t *v = t->previous == GMI_NONE ? NULL : &t->variants[t->previous];

@@ -1,4 +1,5 @@
-/* Inside the tracer: variants of iterations, and what its files call of each other. SPDX-License-Identifier: Apache-2.0 */
+/* Inside the tracer: variants of iterations, and what its files call of each other.
+ * SPDX-License-Identifier: Apache-2.0 */
 #ifndef GMI_VARIANTS_H
 #define GMI_VARIANTS_H
 

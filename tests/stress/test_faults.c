@@ -74,7 +74,7 @@ static gemini_status_t frame_create(void *self, uint64_t size, uint64_t *frame_o
 /* The manager's device gets them; faulty lives as long as it. The countdown begins when the caller sets it. */
 static void inject(gemini_manager_t mgr, gmi_device_ops_t *faulty, uint32_t kind) {
   gmi_manager_t *m = gmi_manager_get(mgr);
-  real = m->dev;
+  real = m->device.ops;
   *faulty = *real;
   faulty->queue.copy = copy;
   faulty->memory.map = map;
@@ -83,7 +83,7 @@ static void inject(gemini_manager_t mgr, gmi_device_ops_t *faulty, uint32_t kind
   faulty->queue.zero = zero;
   faulty->stream.wait = wait;
   faulty->memory.frame_create = frame_create;
-  m->dev = faulty;
+  m->device.ops = faulty;
   fault = kind;
   failed = false;
   countdown = -1;

@@ -90,7 +90,7 @@ static void test_an_acquire_waits_for_the_lock_while_its_tensor_is_frozen(void) 
     CHECK_OK(gemini_acquire(f.w.mgr, &f.access, 1, f.w.stream)); /* its chunk comes, and stays */
     CHECK_OK(gemini_release(f.w.mgr, &f.access, 1, f.w.stream));
     gmi_manager_t *m = gmi_manager_get(f.w.mgr);
-    gmi_tensor_t *record = &m->tensors[t & (GMI_TENSORS - 1)];
+    gmi_tensor_t *record = &m->tensors.at[t & (GMI_TENSORS - 1)];
     atomic_store(&f.acquired, false);
     gmi_lock(m, "the_cut");
     CHECK(!(atomic_fetch_or(&record->word, GMI_TENSOR_FROZEN) & GMI_TENSOR_USERS));
@@ -120,12 +120,12 @@ static void test_a_batch_that_the_device_refuses_does_not_blame_the_budget(void)
   gemini_tensor_t t = world_tensor(&w, arena, "t", 2 * WORLD_CHUNK);
   gemini_access_t a = world_whole(t, GEMINI_READ, GEMINI_TIER_DEVICE);
   gmi_manager_t *m = gmi_manager_get(w.mgr);
-  const gmi_device_ops_t *real = m->dev;
+  const gmi_device_ops_t *real = m->device.ops;
   gmi_device_ops_t full = *real;
   full.memory.frame_create = no_frame;
-  m->dev = &full;
+  m->device.ops = &full;
   CHECK_EQ(gemini_acquire(w.mgr, &a, 1, w.stream), GEMINI_ERR_OOM_DEVICE);
-  m->dev = real;
+  m->device.ops = real;
   CHECK_SAYS(world_error().message,
              "the batch needs 131072 more bytes of device memory: the device could not create a");
   CHECK(!strstr(world_error().message, "budget"));

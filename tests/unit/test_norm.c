@@ -290,7 +290,7 @@ static void test_copies_under_way_are_summed_as_they_land(void) {
   CHECK_BITS(bytes_norm(&b, 0, b.size, GEMINI_DTYPE_F32), norm_of(b.model, 0, b.size, GEMINI_DTYPE_F32));
   uint64_t last_ns;
   CHECK(gmi_fence_reached(m, last));
-  CHECK_OK(m->dev->stream.mark_time(m->dev_self, gmi_fence_stream(last), gmi_fence_mark(last), &last_ns));
+  CHECK_OK(m->device.ops->stream.mark_time(m->device.self, gmi_fence_stream(last), gmi_fence_mark(last), &last_ns));
   gmi_workers_interval_t spans[CHUNKS];
   CHECK_EQ(gmi_workers_recorded(m, spans, CHUNKS), CHUNKS);
   uint32_t early = 0;
@@ -501,7 +501,7 @@ static void test_a_copy_that_fails_is_told_and_is_no_updates_failure(void) {
                   all = world_whole(b.arena, 0, 0);
   CHECK_OK(gemini_acquire(b.w.mgr, &x, 1, GEMINI_STREAM_CALLER));
   CHECK_OK(gemini_release(b.w.mgr, &x, 1, GEMINI_STREAM_CALLER));
-  CHECK_OK(gmi_device_sim_fail(m->dev_self, m->copy_out, GEMINI_ERR_DEVICE));
+  CHECK_OK(gmi_device_sim_fail(m->device.self, m->copy.out, GEMINI_ERR_DEVICE));
   x.tier = GEMINI_TIER_HOST;
   CHECK_OK(gemini_move(b.w.mgr, &x, 1));
   double norm = -7;

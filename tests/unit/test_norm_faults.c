@@ -123,16 +123,16 @@ static bool not_reached(void *self, uint32_t stream, uint64_t mark) {
 static void test_norm_that_could_not_be_waited_for_leaves_its_memory_over(void) {
   world_t w = start();
   gmi_manager_t *m = gmi_manager_get(w.mgr);
-  const gmi_device_ops_t *real = m->dev;
+  const gmi_device_ops_t *real = m->device.ops;
   gmi_device_ops_t mute = *real;
   mute.stream.sync = no_sync;
   mute.stream.reached = not_reached;
   double found = -1;
   CHECK_OK(norm(&w, &found));
   CHECK(!m->leftovers); /* it was waited for */
-  m->dev = &mute;
+  m->device.ops = &mute;
   CHECK_EQ(norm(&w, &found), GEMINI_ERR_DEVICE);
-  m->dev = real;
+  m->device.ops = real;
   CHECK(m->leftovers && !m->leftovers->next);
   CHECK_OK(norm(&w, &found));
   CHECK(found == expected());

@@ -72,13 +72,13 @@ static void test_what_the_device_keeps_waiting_is_seen(void) {
     world_fill(&w, t, 0, W, HOST, 1);
     gmi_manager_t *m = gmi_manager_get(w.mgr);
     CHECK(!sem_init(&seen, 0, 0));
-    real = m->dev;
+    real = m->device.ops;
     held = *real;
     if (cases[i].ops.memory.resize) held.memory.resize = cases[i].ops.memory.resize;
     if (cases[i].ops.stream.destroy) held.stream.destroy = cases[i].ops.stream.destroy;
     if (cases[i].ops.memory.host_lock) held.memory.host_lock = cases[i].ops.memory.host_lock;
     if (cases[i].ops.memory.host_unlock) held.memory.host_unlock = cases[i].ops.memory.host_unlock;
-    m->dev = &held;
+    m->device.ops = &held;
     pthread_t thread;
     CHECK_EQ(pthread_create(&thread, NULL, cases[i].call, NULL), 0);
     for (int tries = 0;; tries++) { /* until the thread has come so far */
@@ -91,7 +91,7 @@ static void test_what_the_device_keeps_waiting_is_seen(void) {
     CHECK(strstr(text, "chunks: 0 on the device")); /* the records can be read */
     for (int k = 0; k < 64; k++) CHECK(!sem_post(&seen));
     CHECK_EQ(pthread_join(thread, NULL), 0);
-    m->dev = real;
+    m->device.ops = real;
     CHECK(world_holds(&w, t, 0, W, 1));
     world_close(&w);
     CHECK(!sem_destroy(&seen));

@@ -226,7 +226,7 @@ static void test_update_after_failed_copy_does_not_run_and_says_so(void) {
   u.arena_count = 1;
   u.fn = count_span;
   u.user = (void *)&spans;
-  OK(gmi_device_sim_fail(m->dev_self, m->copy_out, GEMINI_ERR_DEVICE));
+  OK(gmi_device_sim_fail(m->device.self, m->copy.out, GEMINI_ERR_DEVICE));
   OK(gemini_update(mgr, &u)); /* its bytes leave the device by the stream that fails */
   CHECK_EQ(gemini_update_wait(mgr), GEMINI_ERR_DEVICE);
   gemini_error_info_t error = GEMINI_ERROR_INFO_INIT;
