@@ -392,7 +392,7 @@ def recurrent_gemma():
         num_attention_heads=HEADS,
         intermediate_size=INNER,
         lru_width=WIDTH,
-        attention_chunk_size=8,
+        attention_window_size=8,
         **TOKENS,
     )
 
@@ -567,7 +567,7 @@ def swin():
         embed_dim=16,
         depths=[2, 4, 5],
         num_heads=[1, 2, 4],
-        chunk_size=4,
+        window_size=4,
         mlp_ratio=2.0,
         num_labels=CLASSES,
     )

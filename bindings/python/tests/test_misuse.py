@@ -53,7 +53,7 @@ def test_second_session(session):
         ({"device_memory": "much"}, "device_memory is 'much'"),
         ({"device_memory": -1}, "device_memory is -1"),
         ({"placement": "gpu"}, "placement is 'gpu': want one of auto, cuda, cpu, static"),
-        ({"chunk_size": 100}, "chunk_size"),
+        ({"chunk_size": 100}, "chunk_bytes"),
         ({"host_memory": "1GiX"}, "host_memory is '1GiX'"),
     ),
 )
