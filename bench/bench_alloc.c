@@ -10,6 +10,7 @@
 #include "alloc_trace.h"
 #include "cli.h"
 #include "gemini.h"
+#include "gemini/hook.h"
 #include "row.h"
 
 #define PROGRAM "bench_alloc"

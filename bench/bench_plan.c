@@ -164,7 +164,7 @@ static int create_arena(gmi_manager_t *m, const char *line, char *error, size_t 
   for (uint32_t i = 0; i < GMI_ARENAS; i++) {
     gmi_arena_t *a = gmi_arena_at(m, i);
     if (a == NULL) continue;
-    uint64_t handle = gmi_handle(m, GMI_HANDLE_ARENA, a->generation, i);
+    gemini_arena_t handle = gmi_handle(m, GMI_HANDLE_ARENA, a->generation, i);
     if (i == like && like != number) config.like = handle;
     if (i == store && store != number) config.reuse = handle;
   }
@@ -172,7 +172,7 @@ static int create_arena(gmi_manager_t *m, const char *line, char *error, size_t 
   uint64_t offset;
   gemini_error_info_t info = GEMINI_ERROR_INFO_INIT;
   gemini_status_t status = gemini_arena_create(trace_manager, &config, &arena);
-  if (status == GEMINI_OK && config.like == 0 && config.reuse == 0 && size != 0)
+  if (status == GEMINI_OK && config.like == NULL && config.reuse == NULL && size != 0)
     status = gemini_arena_take(trace_manager, arena, size, &offset);
   if (status == GEMINI_OK) return 0;
   (void)gemini_last_error(&info);

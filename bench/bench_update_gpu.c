@@ -78,8 +78,8 @@ int main(int argc, char **argv) {
       if (kind == COPY) {
         TRY(driver->copy_d2d(at[TO], at[FROM], elements * PARAM_BYTES, stream));
       } else if (gemini_adamw_cuda(&adamw, elements, (void *)at[GRAD], (void *)at[GRAD], (float *)at[MASTER],
-                                   (float *)at[MOMENTUM], (float *)at[VARIANCE],
-                                   kind == UPDATE ? NULL : (double *)at[SUMS], stream)) {
+                                   (float *)at[MOMENTUM], (float *)at[VARIANCE], stream,
+                                   kind == UPDATE ? NULL : (double *)at[SUMS])) {
         gemini_error_info_t info = GEMINI_ERROR_INFO_INIT;
         (void)gemini_last_error(&info);
         cli_error(PROGRAM, "%s: %s", info.operation, info.message);

@@ -184,7 +184,8 @@ static void acquire(memory_t *memory, uint32_t tier, uint32_t kind, uint32_t mod
     /* All at once: one call moves what has to move, and fails as a whole. */
     gemini_access_t *accesses = memory->held + memory->held_count;
     for (int i = 0; i < count; i++) {
-      accesses[i] = (gemini_access_t){ .object = memory->tensors[first + i].handles[kind], .mode = mode, .tier = tier };
+      accesses[i] =
+          (gemini_access_t){ .object.tensor = memory->tensors[first + i].handles[kind], .mode = mode, .tier = tier };
     }
     if (!memory_check(memory, gemini_acquire(memory->manager, accesses, (uint64_t)count, stream_of(memory, tier)))) {
       return;
@@ -219,7 +220,7 @@ static void release(memory_t *memory, uint32_t tier, uint32_t kind, int first, i
     }
     uint64_t at = 0;
     while (at < memory->held_count &&
-           (memory->held[at].object != tensor->handles[kind] || memory->held[at].tier != tier)) {
+           (memory->held[at].object.tensor != tensor->handles[kind] || memory->held[at].tier != tier)) {
       at++;
     }
     if (at == memory->held_count) {
@@ -380,7 +381,7 @@ double memory_gradient_norm(memory_t *memory,
     check_device(memory);
     return norm;
   }
-  gemini_access_t all = { .object = memory->arenas[GEMINI_KIND_GRAD] };
+  gemini_access_t all = { .object.arena = memory->arenas[GEMINI_KIND_GRAD] };
   memory_check(memory, gemini_norm(memory->manager, &all, GEMINI_DTYPE_BF16, memory->stream, &norm));
   return norm;
 }
@@ -429,10 +430,10 @@ void memory_print_log(void *user, int32_t level, const char *message) {
 
 bool memory_print_plan(memory_t *memory) {
   uint64_t length = 0;
-  if (!memory_check(memory, gemini_plan_explain(memory->manager, NULL, 0, &length))) return false;
+  if (!memory_check(memory, gemini_plan_explain(memory->manager, 0, NULL, &length))) return false;
   char *text = malloc(length + 1);
   if (text == NULL) return memory_fail(memory, "out of memory for the plan's text");
-  bool explained = memory_check(memory, gemini_plan_explain(memory->manager, text, length + 1, NULL));
+  bool explained = memory_check(memory, gemini_plan_explain(memory->manager, length + 1, text, NULL));
   if (explained) printf("\n%s\n", text);
   free(text);
   return explained;
@@ -447,7 +448,7 @@ void memory_close(memory_t *memory) {
       status = gemini_release(memory->manager, memory->held, memory->held_count, memory->stream);
     }
     if (status == GEMINI_OK && memory->op_open) status = gemini_op_end(memory->manager); /* likewise */
-    if (status == GEMINI_OK) status = gemini_stream_destroy(memory->stream);
+    if (status == GEMINI_OK) status = gemini_stream_destroy(memory->manager, memory->stream);
     if (status == GEMINI_OK) status = gemini_manager_close(memory->manager); /* the rest goes with it */
     memory_check(memory, status);
   }

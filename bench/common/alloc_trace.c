@@ -1,5 +1,6 @@
 /* Recorded sequences of allocations (see alloc_trace.h). SPDX-License-Identifier: Apache-2.0 */
 #include "alloc_trace.h"
+#include "gemini/hook.h"
 
 #include <errno.h>
 #include <inttypes.h>

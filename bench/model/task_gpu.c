@@ -41,8 +41,8 @@ static uint32_t blocks_of(uint64_t count, uint32_t threads) { return (uint32_t)(
 
 static bool adamw(const task_t *t, void *stream) {
   gemini_error_info_t info = GEMINI_ERROR_INFO_INIT;
-  if (gemini_adamw_cuda(&t->with.adamw, t->count, t->out[0], t->out[0], t->out[1], t->out[2], t->out[3], NULL,
-                        stream) == GEMINI_OK) {
+  if (gemini_adamw_cuda(&t->with.adamw, t->count, t->out[0], t->out[0], t->out[1], t->out[2], t->out[3], stream,
+                        NULL) == GEMINI_OK) {
     return true;
   }
   if (gemini_last_error(&info) == GEMINI_OK) cli_error("bench_stack", "%s: %s", info.operation, info.message);

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "gemini.h"
+#include "gemini/hook.h"
 
 namespace {
 struct peer {

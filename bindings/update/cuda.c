@@ -181,21 +181,21 @@ static gemini_status_t queue(int kernel, void *k, gmi_arrays_t *a, uint64_t coun
 }
 
 gemini_status_t gemini_adamw_cuda(const gemini_adamw_t *adamw, uint64_t count, void *param, const void *grad,
-                                  float *master, float *momentum, float *variance, double *sums, void *stream) {
+                                  float *master, float *momentum, float *variance, void *stream, double *sums_out) {
   gmi_arrays_t a = { param, grad, master, momentum, variance };
   gmi_adamw_t k;
   operation = __func__;
   gemini_status_t status = gmi_adamw_prepare(operation, adamw, count, &a, &k);
-  return status ? status : queue(ADAMW, &k, &a, count, sums, stream);
+  return status ? status : queue(ADAMW, &k, &a, count, sums_out, stream);
 }
 
 gemini_status_t gemini_sgd_cuda(const gemini_sgd_t *sgd, uint64_t count, void *param, const void *grad, float *master,
-                                float *momentum, double *sums, void *stream) {
+                                float *momentum, void *stream, double *sums_out) {
   gmi_arrays_t a = { param, grad, master, momentum, NULL };
   gmi_sgd_t k;
   operation = __func__;
   gemini_status_t status = gmi_sgd_prepare(operation, sgd, count, &a, &k);
-  return status ? status : queue(SGD, &k, &a, count, sums, stream);
+  return status ? status : queue(SGD, &k, &a, count, sums_out, stream);
 }
 
 void gmi_update_cuda_replace(void *(*symbol)(const char *name)) {

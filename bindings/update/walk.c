@@ -74,10 +74,10 @@ typedef struct place {
 static gemini_status_t update_arrays(const rule_t *rule, place_t on, uint64_t count, void *const *ptr) {
   if (rule->adamw)
     return on.gpu ? gemini_adamw_cuda(rule->adamw, count, ptr[PARAM], ptr[GRAD], ptr[MASTER], ptr[MOMENTUM],
-                                      ptr[VARIANCE], NULL, on.stream)
+                                      ptr[VARIANCE], on.stream, NULL)
                   : gemini_adamw_host(rule->adamw, count, ptr[PARAM], ptr[GRAD], ptr[MASTER], ptr[MOMENTUM],
                                       ptr[VARIANCE], NULL);
-  return on.gpu ? gemini_sgd_cuda(rule->sgd, count, ptr[PARAM], ptr[GRAD], ptr[MASTER], ptr[MOMENTUM], NULL, on.stream)
+  return on.gpu ? gemini_sgd_cuda(rule->sgd, count, ptr[PARAM], ptr[GRAD], ptr[MASTER], ptr[MOMENTUM], on.stream, NULL)
                 : gemini_sgd_host(rule->sgd, count, ptr[PARAM], ptr[GRAD], ptr[MASTER], ptr[MOMENTUM], NULL);
 }
 

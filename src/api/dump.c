@@ -86,14 +86,14 @@ static void write_records(gmi_manager_t *m, FILE *file) {
   write_acquired(m, file);
 }
 
-static gemini_status_t dump(gmi_manager_t *m, char *text_out, uint64_t size_bytes, uint64_t *length_out) {
+static gemini_status_t dump(gmi_manager_t *m, uint64_t size_bytes, char *text_out, uint64_t *length_out) {
   if (!text_out && size_bytes)
     return gmi_fail(GEMINI_ERR_INVALID, 0, "text_out is NULL but size_bytes is %llu", (unsigned long long)size_bytes);
   char *text = NULL;
   size_t length = 0;
   FILE *file = open_memstream(&text, &length);
   if (!file) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for a dump");
-  fprintf(file, "manager %#llx on device %s\n", (unsigned long long)m->id.handle, m->device.ops->name);
+  fprintf(file, "manager %#llx on device %s\n", (unsigned long long)m->identity.id, m->device.ops->name);
   gemini_stats_t stats;
   gmi_stats_read(m, &stats);
   write_figures(file, &stats);
@@ -117,7 +117,7 @@ static gemini_status_t dump(gmi_manager_t *m, char *text_out, uint64_t size_byte
   free(text);
   return GEMINI_OK;
 }
-gemini_status_t gemini_manager_dump(gemini_manager_t mgr, char *text_out, uint64_t size_bytes, uint64_t *length_out) {
+gemini_status_t gemini_manager_dump(gemini_manager_t mgr, uint64_t size_bytes, char *text_out, uint64_t *length_out) {
   gmi_manager_t *m = gmi_manager_get(mgr);
-  API_RETURN(m ? dump(m, text_out, size_bytes, length_out) : GEMINI_ERR_HANDLE);
+  API_RETURN(m ? dump(m, size_bytes, text_out, length_out) : GEMINI_ERR_HANDLE);
 }

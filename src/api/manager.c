@@ -199,7 +199,7 @@ static gemini_status_t manager_open(const gemini_config_t *theirs, gemini_manage
     return status;
   }
   if (gmi_manager_enter(m)) {
-    *mgr_out = m->id.handle;
+    *mgr_out = gmi_handle_of(m->identity.id);
     return GEMINI_OK;
   }
   manager_free(m);
@@ -224,7 +224,7 @@ static gemini_status_t close_check(gmi_manager_t *m) {
   if (gmi_lease_find(&m->leases, 0, &lease)) /* of an arena: tensors' are among their users */
     return gmi_fail(GEMINI_ERR_BUSY, 0, "%llu bytes at offset %llu of arena %s are acquired",
                     (unsigned long long)lease.key.size, (unsigned long long)lease.key.offset,
-                    gmi_arena_get(m, lease.key.object)->name);
+                    gmi_arena_get(m, gmi_handle_of(lease.key.object))->name);
   for (uint32_t a = 0; a < GMI_ARENAS; a++) {
     gmi_arena_t *arena = gmi_arena_at(m, a);
     for (uint32_t i = 0; arena && arena->chunks && i < atomic_load(&arena->chunk_count); i++)

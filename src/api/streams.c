@@ -52,10 +52,8 @@ gemini_status_t gemini_stream_native(gemini_manager_t mgr, gemini_stream_t strea
   API_RETURN(m ? stream_native(m, stream, native_out) : GEMINI_ERR_HANDLE);
 }
 
-static gemini_status_t stream_destroy(gemini_stream_t stream) {
+static gemini_status_t stream_destroy(gmi_manager_t *m, gemini_stream_t stream) {
   if (!stream) return GEMINI_OK;
-  gmi_manager_t *m = gmi_manager_of(stream);
-  if (!m) return GEMINI_ERR_HANDLE;
   gmi_lock(m, "gemini_stream_destroy");
   uint32_t index;
   gemini_status_t status = gmi_stream_resolve(m, stream, &index);
@@ -70,7 +68,10 @@ static gemini_status_t stream_destroy(gemini_stream_t stream) {
   return status;
 }
 
-gemini_status_t gemini_stream_destroy(gemini_stream_t stream) { API_RETURN(stream_destroy(stream)); }
+gemini_status_t gemini_stream_destroy(gemini_manager_t mgr, gemini_stream_t stream) {
+  gmi_manager_t *m = gmi_manager_get(mgr);
+  API_RETURN(m ? stream_destroy(m, stream) : GEMINI_ERR_HANDLE);
+}
 
 static gemini_status_t stream_call(gmi_manager_t *m, gemini_stream_t stream, gemini_call_fn fn, void *user) {
   uint32_t index = 0;

@@ -91,7 +91,7 @@ static inline bool tensor_release(gmi_tensor_t *t, field_t field, uint32_t phase
 
 /* The lease of a range whose size in the object is known. */
 static gmi_lease_key_t lease_key(const gemini_access_t *access, uint64_t size) {
-  return (gmi_lease_key_t){ .object = access->object,
+  return (gmi_lease_key_t){ .object = gmi_object_id(access),
                             .offset = access->offset_bytes,
                             .size = size,
                             .mode = (uint16_t)access->mode,
@@ -173,10 +173,11 @@ static bool fast_chunks(gmi_manager_t *m, const gemini_access_t *access, uint32_
 
 /* Holds tensor and chunks. false: not done, for whatever reason. */
 static bool fast_hold(gmi_manager_t *m, const gemini_access_t *access, uint32_t stream, bool alone, fast_t *f) {
-  uint32_t index = (uint32_t)access->object & (GMI_TENSORS - 1);
-  uint32_t generation = (uint32_t)(access->object >> GMI_TENSOR_INDEX_BITS) & GMI_TENSOR_GENERATIONS;
-  if (access->tier != GEMINI_TIER_DEVICE || access->mode - 1 > 2 || access->object >> 60 != GMI_HANDLE_TENSOR ||
-      ((access->object ^ m->id.handle) & GMI_HANDLE_MANAGER_MASK) || !generation ||
+  uint64_t object = gmi_object_id(access);
+  uint32_t index = (uint32_t)object & (GMI_TENSORS - 1);
+  uint32_t generation = (uint32_t)(object >> GMI_TENSOR_INDEX_BITS) & GMI_TENSOR_GENERATIONS;
+  if (access->tier != GEMINI_TIER_DEVICE || access->mode - 1 > 2 || object >> 60 != GMI_HANDLE_TENSOR ||
+      ((object ^ m->identity.id) & GMI_HANDLE_MANAGER_MASK) || !generation ||
       !atomic_load_explicit(&m->cut.chunk_bytes, memory_order_acquire))
     return false;
   gmi_tensor_t *t = f->tensor = &m->tensors.at[index];
@@ -650,7 +651,7 @@ static gemini_status_t release_batch(gmi_manager_t *m, const gemini_access_t *ac
  * the chunks keep arena and records alive. False: it is something else, or was not acquired; nothing changed. */
 static bool release_whole(gmi_manager_t *m, const gemini_access_t *access, uint32_t stream,
                           gemini_status_t *status_out) {
-  if (access->tier != GEMINI_TIER_DEVICE || access->mode - 1 > 2 || access->object >> 60 != GMI_HANDLE_TENSOR)
+  if (access->tier != GEMINI_TIER_DEVICE || access->mode - 1 > 2 || gmi_object_id(access) >> 60 != GMI_HANDLE_TENSOR)
     return false;
   gmi_range_t r;
   if (gmi_range_bytes(m, access, &r) || r.size != r.tensor->size) return false;
@@ -675,7 +676,7 @@ static gemini_status_t release(gmi_manager_t *m, const gemini_access_t *accesses
   bool locked = false, host = false;
   for (uint64_t k = 0; k < count; k++) {
     host |= accesses[k].tier != GEMINI_TIER_DEVICE;
-    locked |= host || accesses[k].object >> 60 != GMI_HANDLE_TENSOR;
+    locked |= host || gmi_object_id(&accesses[k]) >> 60 != GMI_HANDLE_TENSOR;
   }
   if (locked) gmi_lock(m, "gemini_release");
   status = release_batch(m, accesses, count, stream, locked);

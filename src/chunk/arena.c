@@ -110,12 +110,12 @@ gemini_status_t gmi_arena_grow(gmi_manager_t *m, gmi_arena_t *store) {
 gemini_status_t gmi_range_bytes(gmi_manager_t *m, const gemini_access_t *access, gmi_range_t *range_out) {
   gmi_range_t r = { 0 };
   uint64_t start = 0, limit;
-  if (access->object >> 60 == GMI_HANDLE_ARENA) {
-    r.arena = gmi_arena_get(m, access->object);
+  if (gmi_object_id(access) >> 60 == GMI_HANDLE_ARENA) {
+    r.arena = gmi_arena_get(m, access->object.arena);
     if (!r.arena) return GEMINI_ERR_HANDLE;
     limit = atomic_load_explicit(&r.arena->size, memory_order_acquire);
   } else {
-    r.tensor = gmi_tensor_get(m, access->object);
+    r.tensor = gmi_tensor_get(m, access->object.tensor);
     if (!r.tensor) return GEMINI_ERR_HANDLE;
     r.arena = gmi_arena_at(m, r.tensor->arena);
     start = r.tensor->offset;
@@ -323,7 +323,7 @@ static gemini_status_t arena_destroy(gmi_manager_t *m, gemini_arena_t handle) {
   if (!a) return GEMINI_ERR_HANDLE;
   if (a->followers) return gmi_fail(GEMINI_ERR_BUSY, 0, "%u arenas follow or reuse arena %s", a->followers, a->name);
   gmi_lease_t lease;
-  if (gmi_lease_find(&m->leases, handle, &lease))
+  if (gmi_lease_find(&m->leases, gmi_id(handle), &lease))
     return gmi_fail(GEMINI_ERR_BUSY, 0, "%llu bytes at offset %llu of arena %s are acquired",
                     (unsigned long long)lease.key.size, (unsigned long long)lease.key.offset, a->name);
   gemini_status_t status = gmi_updates_queue(m, NULL); /* nothing of it may be left that names it */
@@ -410,7 +410,7 @@ gemini_status_t gemini_arena_info(gemini_manager_t mgr, gemini_arena_t arena, ge
     info.capacity_bytes = a->capacity_asked;
     info.chunk_bytes = atomic_load(&m->cut.chunk_bytes);
     info.tensor_count = a->tensor_count;
-    gemini_access_t all = { .object = arena };
+    gemini_access_t all = { .object.arena = arena };
     gmi_range_t r;
     if (gmi_range_resolve(m, &all, &r) == GEMINI_OK) tier_bytes(m, &r, info.tier_bytes);
   }
@@ -517,7 +517,7 @@ static uint32_t tensor_new(gmi_manager_t *m, gmi_arena_t *a, uint64_t offset, ui
   if (index != GMI_NONE) m->tensors.free = m->tensors.at[index].hash_next;
   else index = m->tensors.high++;
   gmi_tensor_t *t = &m->tensors.at[index];
-  if (!t->generation) t->generation = m->id.generation_before;
+  if (!t->generation) t->generation = m->identity.generation_before;
   t->generation++;
   t->arena = a->index;
   t->offset = offset;
@@ -675,7 +675,7 @@ gemini_status_t gemini_tensor_info(gemini_manager_t mgr, gemini_tensor_t tensor,
     info.offset_bytes = t->offset;
     info.arena = gmi_handle(m, GMI_HANDLE_ARENA, a->generation, a->index);
     snprintf(info.name, sizeof info.name, "%s", gmi_tensor_base(m, t)->name);
-    gemini_access_t all = { .object = tensor };
+    gemini_access_t all = { .object.tensor = tensor };
     gmi_range_t r;
     if (gmi_range_resolve(m, &all, &r) == GEMINI_OK) tier_bytes(m, &r, info.tier_bytes);
   }

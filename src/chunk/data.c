@@ -274,7 +274,7 @@ static gemini_status_t state_set(gmi_manager_t *m, gemini_tensor_t tensor, uint3
     return gmi_fail(GEMINI_ERR_STATE, 0, "tensor %s cannot go from %s to %s", gmi_tensor_base(m, t)->name, names[from],
                     names[state]);
   if (state == GEMINI_STATE_FREE) {
-    gemini_access_t all = { .object = tensor };
+    gemini_access_t all = { .object.tensor = tensor };
     gemini_status_t status = zero_range(m, &all);
     if (status) return status;
   }

@@ -21,6 +21,7 @@
 #include "chunk/update.h"
 #include "core/manager.h"
 #include "core/streams.h"
+#include "gemini/graph.h"
 
 enum { NAME_LIMIT = 127 };
 enum { GRAPH_OPEN, GRAPH_READY, GRAPH_ENTERED };
@@ -217,6 +218,7 @@ static gemini_status_t graph_end(gmi_manager_t *m, gemini_graph_t handle) {
 gemini_status_t gemini_graph_end(gemini_manager_t mgr, gemini_graph_t graph) { API_LOCKED(graph_end(m, graph)); }
 
 static gemini_status_t graph_destroy(gmi_manager_t *m, gemini_graph_t handle) {
+  if (!handle) return GEMINI_OK;
   gmi_graph_t *g = graph_get(m, handle);
   if (!g) return GEMINI_ERR_HANDLE;
   if (g->state == GRAPH_ENTERED) return gmi_fail(GEMINI_ERR_BUSY, 0, "the graph is entered");
@@ -234,14 +236,8 @@ static gemini_status_t graph_destroy(gmi_manager_t *m, gemini_graph_t handle) {
   if (m->trace.observer->budgets_change(m)) gmi_log(m, GEMINI_LOG_WARNING, "without a graph: %s", gmi_fail_message());
   return GEMINI_OK;
 }
-gemini_status_t gemini_graph_destroy(gemini_graph_t graph) {
-  if (!graph) return GEMINI_OK;
-  gmi_manager_t *m = gmi_manager_of(graph);
-  if (!m) API_RETURN(GEMINI_ERR_HANDLE);
-  gmi_lock(m, __func__);
-  gemini_status_t status = graph_destroy(m, graph);
-  gmi_unlock(m);
-  API_RETURN(status);
+gemini_status_t gemini_graph_destroy(gemini_manager_t mgr, gemini_graph_t graph) {
+  API_LOCKED(graph_destroy(m, graph));
 }
 
 /* ---- inside a capture */
@@ -420,7 +416,7 @@ static gemini_status_t content_add(gmi_manager_t *m, gmi_graph_t *g, const gmi_r
 }
 
 static gmi_lease_key_t lease_of(const gmi_graph_t *g, const gemini_access_t *access, const gmi_range_t *r) {
-  return (gmi_lease_key_t){ .object = access->object,
+  return (gmi_lease_key_t){ .object = gmi_object_id(access),
                             .offset = access->offset_bytes,
                             .size = r->size,
                             .mode = (uint16_t)access->mode,

@@ -16,6 +16,7 @@
 #include "chunk/nonmodel.h"
 #include "core/manager.h"
 #include "core/streams.h"
+#include "gemini/hook.h"
 
 enum { DEVICES = 64 };
 
@@ -83,10 +84,10 @@ static gemini_status_t hook_set(gmi_manager_t *m, uint32_t flags) {
   gmi_fork_watch(&fork_ops);
   pthread_mutex_lock(&table_lock);
   uint32_t has = atomic_load(&serving[m->config.device_ordinal]);
-  bool taken = has && has != m->id.entry + 1;
+  bool taken = has && has != m->identity.entry + 1;
   if (!taken) {
-    atomic_store(&entries[m->id.entry].manager, m);
-    atomic_store(&serving[m->config.device_ordinal], m->id.entry + 1);
+    atomic_store(&entries[m->identity.entry].manager, m);
+    atomic_store(&serving[m->config.device_ordinal], m->identity.entry + 1);
   }
   pthread_mutex_unlock(&table_lock);
   return taken ? gmi_fail(GEMINI_ERR_EXISTS, 0, "another manager serves device %u", m->config.device_ordinal)
@@ -98,7 +99,7 @@ gemini_status_t gemini_hook_set(gemini_manager_t mgr, uint32_t flags) {
 }
 
 static bool serve_no_more(gmi_manager_t *m) { /* called with table_lock held */
-  uint32_t mine = m->id.entry + 1;
+  uint32_t mine = m->identity.entry + 1;
   return m->config.device_ordinal < DEVICES &&
          atomic_compare_exchange_strong(&serving[m->config.device_ordinal], &mine, 0);
 }
@@ -114,22 +115,23 @@ gemini_status_t gemini_hook_clear(gemini_manager_t mgr) {
 }
 
 void gmi_hook_close(gmi_manager_t *m) {
-  if (atomic_load(&entries[m->id.entry].manager) != m) return;
+  if (atomic_load(&entries[m->identity.entry].manager) != m) return;
   pthread_mutex_lock(&table_lock);
   serve_no_more(m);
   pthread_mutex_unlock(&table_lock);
-  atomic_store(&entries[m->id.entry].manager, NULL);
-  while (atomic_load(&entries[m->id.entry].users)) sched_yield();
+  atomic_store(&entries[m->identity.entry].manager, NULL);
+  while (atomic_load(&entries[m->identity.entry].users)) sched_yield();
   gmi_lock(m, "gemini_manager_close"); /* frees what was put aside, as far as it can be without waiting */
   uint64_t waiting = atomic_load(&m->hook.waiting), live = m->hook.live > waiting ? m->hook.live - waiting : 0;
   gmi_unlock(m);
   left_t *l = live ? malloc(sizeof *l) : NULL;
   pthread_mutex_lock(&table_lock);
   if (l) {
-    *l = (left_t){ left, atomic_load(&entries[m->id.entry].base), atomic_load(&entries[m->id.entry].range), live };
+    *l = (left_t){ left, atomic_load(&entries[m->identity.entry].base), atomic_load(&entries[m->identity.entry].range),
+                   live };
     left = l;
   }
-  atomic_store(&entries[m->id.entry].base, 0);
+  atomic_store(&entries[m->identity.entry].base, 0);
   pthread_mutex_unlock(&table_lock);
 }
 
@@ -220,9 +222,9 @@ static gemini_status_t hook_alloc(gmi_manager_t *m, uint64_t size, void *native,
   if (status) return status;
   m->hook.live++;
   /* Stored before anybody can have the pointer, so that whoever frees it finds the entry. */
-  if (!lies_in(m->id.entry, *ptr_out)) {
-    atomic_store_explicit(&entries[m->id.entry].range, m->nonmodel.range, memory_order_relaxed);
-    atomic_store_explicit(&entries[m->id.entry].base, (uintptr_t)m->nonmodel.base, memory_order_relaxed);
+  if (!lies_in(m->identity.entry, *ptr_out)) {
+    atomic_store_explicit(&entries[m->identity.entry].range, m->nonmodel.range, memory_order_relaxed);
+    atomic_store_explicit(&entries[m->identity.entry].base, (uintptr_t)m->nonmodel.base, memory_order_relaxed);
   }
   return status;
 }

@@ -6,9 +6,9 @@
 #include "base/fork.h"
 #include "core/manager.h"
 
-/* ---- live managers: an entry's handle is 0 while it is free, so that a handle of a closed manager never matches */
+/* ---- live managers: an entry's id is 0 while it is free, so that a handle of a closed manager never matches */
 static struct {
-  _Atomic uint64_t handle;
+  _Atomic uint64_t id;
   gmi_manager_t *manager;
   pid_t opener; /* the process that opened it */
 } live[GMI_MANAGERS];
@@ -26,11 +26,11 @@ enum { SERIALS = 1 << 12 };
 static uint32_t generations_given[GMI_MANAGERS][SERIALS];
 
 static uint32_t *generations_of(const gmi_manager_t *m) {
-  return &generations_given[m->id.entry][m->id.handle & (SERIALS - 1)];
+  return &generations_given[m->identity.entry][m->identity.id & (SERIALS - 1)];
 }
 
 static uint32_t generations_highest(const gmi_manager_t *m) {
-  uint64_t highest = m->id.generation_before;
+  uint64_t highest = m->identity.generation_before;
   for (uint32_t i = 0; i < GMI_ARENAS; i++)
     if (m->arenas.generations[i] > highest) highest = m->arenas.generations[i];
   for (uint32_t i = 0; i < GMI_DEVICE_MAX_STREAMS; i++)
@@ -44,7 +44,7 @@ static uint32_t generations_highest(const gmi_manager_t *m) {
 
 /* The generations of all objects, which nobody has a handle of yet, go on from before. */
 static void generations_begin(gmi_manager_t *m, uint32_t before) {
-  m->id.generation_before = before;
+  m->identity.generation_before = before;
   for (uint32_t i = 0; i < GMI_ARENAS; i++) m->arenas.generations[i] = before;
   for (uint32_t i = 0; i < GMI_GRAPHS; i++) m->graphs.generations[i] = before;
   for (uint32_t i = 0; i < GMI_DEVICE_MAX_STREAMS; i++) {
@@ -56,8 +56,8 @@ static void generations_begin(gmi_manager_t *m, uint32_t before) {
 
 /* ---- fork: a child has no manager of its parent's, and says so */
 static struct {
-  uint64_t handle; /* of the manager that another process had in this entry; 0: none */
-  pid_t opener;    /* that process */
+  uint64_t id;  /* of the manager that another process had in this entry; 0: none */
+  pid_t opener; /* that process */
 } forked[GMI_MANAGERS];
 
 static void fork_prepare(void) { pthread_mutex_lock(&live_lock); }
@@ -68,11 +68,11 @@ static void fork_child(void) {
   pthread_mutex_init(&live_lock, NULL);
   gmi_watch_forked();
   for (uint32_t entry = 0; entry < GMI_MANAGERS; entry++) {
-    uint64_t handle = atomic_exchange(&live[entry].handle, 0);
-    if (handle) {
-      forked[entry].handle = handle;
+    uint64_t id = atomic_exchange(&live[entry].id, 0);
+    if (id) {
+      forked[entry].id = id;
       forked[entry].opener = live[entry].opener;
-      generations_given[entry][handle & (SERIALS - 1)] = GMI_TENSOR_GENERATIONS; /* the parent goes on giving them */
+      generations_given[entry][id & (SERIALS - 1)] = GMI_TENSOR_GENERATIONS; /* the parent goes on giving them */
     }
     live[entry].manager = NULL;
   }
@@ -81,13 +81,13 @@ static void fork_child(void) {
 static const gmi_fork_ops_t fork_ops = { fork_prepare, fork_parent, fork_child };
 
 /* Is it a handle of a manager, or of its objects, that this process has by a fork? Then the error is recorded. */
-static bool is_forked(uint64_t handle) {
-  uint32_t entry = (uint32_t)(handle >> 54) & 63;
-  uint64_t of = forked[entry].handle;
-  if (!of || ((of ^ handle) & GMI_HANDLE_MANAGER_MASK)) return false;
+static bool is_forked(uint64_t id) {
+  uint32_t entry = (uint32_t)(id >> 54) & 63;
+  uint64_t of = forked[entry].id;
+  if (!of || ((of ^ id) & GMI_HANDLE_MANAGER_MASK)) return false;
   gmi_fail(GEMINI_ERR_HANDLE, 0,
            "%#llx belongs to a manager of process %ld, from which this process was forked: only that one can use it",
-           (unsigned long long)handle, (long)forked[entry].opener);
+           (unsigned long long)id, (long)forked[entry].opener);
   return true;
 }
 
@@ -95,29 +95,21 @@ _Static_assert(GMI_DEVICE_MAX_STREAMS <= 1u << GMI_STREAM_INDEX_BITS && GMI_AREN
                    GMI_TENSORS <= 1u << GMI_TENSOR_INDEX_BITS && GMI_GRAPHS <= 1u << GMI_GRAPH_INDEX_BITS,
                "a handle has room for each index");
 
-uint64_t gmi_handle(const gmi_manager_t *m, uint32_t type, uint64_t generation, uint32_t index) {
-  return (uint64_t)type << 60 | (m->id.handle & GMI_HANDLE_MANAGER_MASK) | generation << gmi_handle_index_bits(type) |
-         index;
+void *gmi_handle(const gmi_manager_t *m, uint32_t type, uint64_t generation, uint32_t index) {
+  return gmi_handle_of((uint64_t)type << 60 | (m->identity.id & GMI_HANDLE_MANAGER_MASK) |
+                       generation << gmi_handle_index_bits(type) | index);
 }
 
-void gmi_handle_wrong(uint64_t handle, uint32_t type) {
+void gmi_handle_wrong(uint64_t id, uint32_t type) {
   static const char *const names[] = { "", "manager", "arena", "tensor", "stream", "graph" };
-  gmi_fail(GEMINI_ERR_HANDLE, 0, "%#llx is no %s of this manager", (unsigned long long)handle, names[type]);
+  gmi_fail(GEMINI_ERR_HANDLE, 0, "%#llx is no %s of this manager", (unsigned long long)id, names[type]);
 }
 
 gmi_manager_t *gmi_manager_get(gemini_manager_t handle) {
-  uint32_t entry = (uint32_t)(handle >> 54) & 63;
-  if (handle && atomic_load_explicit(&live[entry].handle, memory_order_acquire) == handle) return live[entry].manager;
-  if (!is_forked(handle)) gmi_fail(GEMINI_ERR_HANDLE, 0, "%#llx is no open manager", (unsigned long long)handle);
-  return NULL;
-}
-
-gmi_manager_t *gmi_manager_of(uint64_t handle) {
-  uint32_t entry = (uint32_t)(handle >> 54) & 63;
-  uint64_t of = atomic_load_explicit(&live[entry].handle, memory_order_acquire);
-  if (of && !((of ^ handle) & GMI_HANDLE_MANAGER_MASK)) return live[entry].manager;
-  if (!is_forked(handle))
-    gmi_fail(GEMINI_ERR_HANDLE, 0, "%#llx is no object of an open manager", (unsigned long long)handle);
+  uint64_t id = gmi_id(handle);
+  uint32_t entry = (uint32_t)(id >> 54) & 63;
+  if (id && atomic_load_explicit(&live[entry].id, memory_order_acquire) == id) return live[entry].manager;
+  if (!is_forked(id)) gmi_fail(GEMINI_ERR_HANDLE, 0, "%#llx is no open manager", (unsigned long long)id);
   return NULL;
 }
 
@@ -125,12 +117,12 @@ gmi_manager_t *gmi_manager_of(uint64_t handle) {
  * none. Called with live_lock held. */
 static bool place_take(gmi_manager_t *m) {
   for (uint32_t entry = 0; entry < GMI_MANAGERS; entry++) {
-    for (uint32_t i = 1; i <= SERIALS && !atomic_load(&live[entry].handle); i++) {
+    for (uint32_t i = 1; i <= SERIALS && !atomic_load(&live[entry].id); i++) {
       uint64_t serial = gmi_manager_serial + i, end = serial & (SERIALS - 1);
       if (generations_given[entry][end] >= GMI_TENSOR_GENERATIONS) continue;
       gmi_manager_serial = serial;
-      m->id.entry = entry;
-      m->id.handle = (uint64_t)GMI_HANDLE_MANAGER << 60 | (uint64_t)entry << 54 | end << 42 | serial;
+      m->identity.entry = entry;
+      m->identity.id = (uint64_t)GMI_HANDLE_MANAGER << 60 | (uint64_t)entry << 54 | end << 42 | serial;
       generations_begin(m, *generations_of(m));
       return true;
     }
@@ -143,9 +135,9 @@ bool gmi_manager_enter(gmi_manager_t *m) {
   pthread_mutex_lock(&live_lock);
   bool placed = place_take(m);
   if (placed) {
-    live[m->id.entry].manager = m;
-    live[m->id.entry].opener = getpid();
-    atomic_store_explicit(&live[m->id.entry].handle, m->id.handle, memory_order_release);
+    live[m->identity.entry].manager = m;
+    live[m->identity.entry].opener = getpid();
+    atomic_store_explicit(&live[m->identity.entry].id, m->identity.id, memory_order_release);
   }
   pthread_mutex_unlock(&live_lock);
   return placed;
@@ -154,13 +146,13 @@ bool gmi_manager_enter(gmi_manager_t *m) {
 void gmi_manager_leave(gmi_manager_t *m) {
   pthread_mutex_lock(&live_lock);
   *generations_of(m) = generations_highest(m);
-  atomic_store_explicit(&live[m->id.entry].handle, 0, memory_order_release);
-  live[m->id.entry].manager = NULL;
+  atomic_store_explicit(&live[m->identity.entry].id, 0, memory_order_release);
+  live[m->identity.entry].manager = NULL;
   pthread_mutex_unlock(&live_lock);
 }
 
 uint32_t gmi_managers_open(void) {
   uint32_t open = 0;
-  for (uint32_t entry = 0; entry < GMI_MANAGERS; entry++) open += atomic_load(&live[entry].handle) != 0;
+  for (uint32_t entry = 0; entry < GMI_MANAGERS; entry++) open += atomic_load(&live[entry].id) != 0;
   return open;
 }

@@ -14,6 +14,7 @@
 #include <stdint.h>
 #include <stdio.h>
 
+#include "base/handle.h"
 #include "base/status.h"
 #include "core/lease.h"
 #include "core/observer.h"
@@ -43,6 +44,7 @@ enum {
 #define GMI_HANDLE_MANAGER_MASK UINT64_C(0x0ffffc0000000000)
 enum { GMI_ARENA_INDEX_BITS = 10, GMI_TENSOR_INDEX_BITS = 24, GMI_STREAM_INDEX_BITS = 6, GMI_GRAPH_INDEX_BITS = 8 };
 #define GMI_TENSOR_GENERATIONS ((1u << (GMI_HANDLE_OBJECT_BITS - GMI_TENSOR_INDEX_BITS)) - 1) /* 1 to this */
+static inline uint64_t gmi_object_id(const gemini_access_t *access) { return gmi_id(access->object.tensor); }
 
 /* ---- fences and streams */
 /* Index of GEMINI_STREAM_CALLER where a stream index is wanted. */
@@ -206,10 +208,10 @@ typedef struct gmi_stripe {
 
 /* Fields are grouped by the file that changes them; the comment at a group names it. */
 typedef struct gmi_manager {
-  struct { /* core/handles.c; Constant once it is open */
-    uint64_t handle;
+  struct {                             /* core/handles.c; Constant once it is open */
+    uint64_t id;                       /* the value of its handle */
     uint32_t entry, generation_before; /* generation_before: of all objects, those of earlier managers */
-  } id;
+  } identity;
   pthread_mutex_t lock;
   gemini_config_t config; /* Constant, but the budgets */
   struct {                /* Constant */
@@ -380,9 +382,8 @@ bool gmi_manager_enter(gmi_manager_t *m); /* gives it a handle, which is valid f
 void gmi_manager_leave(gmi_manager_t *m); /* its handle, and those of its objects, are not valid any more */
 uint32_t gmi_managers_open(void);
 gmi_manager_t *gmi_manager_get(gemini_manager_t handle); /* NULL, with the error recorded */
-gmi_manager_t *gmi_manager_of(uint64_t handle);          /* of any object's handle; likewise */
-uint64_t gmi_handle(const gmi_manager_t *m, uint32_t type, uint64_t generation, uint32_t index);
-void gmi_handle_wrong(uint64_t handle, uint32_t type); /* records the error */
+void *gmi_handle(const gmi_manager_t *m, uint32_t type, uint64_t generation, uint32_t index);
+void gmi_handle_wrong(uint64_t id, uint32_t type); /* records the error */
 static inline uint32_t gmi_handle_index_bits(uint32_t type) {
   return type == GMI_HANDLE_TENSOR   ? GMI_TENSOR_INDEX_BITS
          : type == GMI_HANDLE_ARENA  ? GMI_ARENA_INDEX_BITS
@@ -392,13 +393,14 @@ static inline uint32_t gmi_handle_index_bits(uint32_t type) {
 }
 /* Is handle of this type and manager? Then its index and generation. Otherwise the error is recorded. Inline, as each
  * acquire and release asks it several times, with a type that is constant there. */
-static inline bool gmi_handle_open(const gmi_manager_t *m, uint64_t handle, uint32_t type, uint32_t *index_out,
+static inline bool gmi_handle_open(const gmi_manager_t *m, const void *handle, uint32_t type, uint32_t *index_out,
                                    uint64_t *generation_out) {
-  if (handle >> 60 != type || ((handle ^ m->id.handle) & GMI_HANDLE_MANAGER_MASK)) {
-    gmi_handle_wrong(handle, type);
+  uint64_t id = gmi_id(handle);
+  if (id >> 60 != type || ((id ^ m->identity.id) & GMI_HANDLE_MANAGER_MASK)) {
+    gmi_handle_wrong(id, type);
     return false;
   }
-  uint64_t object = handle & ((UINT64_C(1) << GMI_HANDLE_OBJECT_BITS) - 1);
+  uint64_t object = id & ((UINT64_C(1) << GMI_HANDLE_OBJECT_BITS) - 1);
   uint32_t bits = gmi_handle_index_bits(type);
   *index_out = (uint32_t)(object & ((1u << bits) - 1));
   *generation_out = object >> bits;

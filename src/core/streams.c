@@ -190,7 +190,7 @@ gemini_status_t gmi_stream_end(gmi_manager_t *m, uint32_t index) {
 }
 
 gemini_status_t gmi_stream_of_native(gmi_manager_t *m, void *native, bool may_block, uint32_t *index_out) {
-  if (m->config.device == GEMINI_DEVICE_SIMULATED) return gmi_stream_resolve(m, (uintptr_t)native, index_out);
+  if (m->config.device == GEMINI_DEVICE_SIMULATED) return gmi_stream_resolve(m, native, index_out);
   uint32_t index = m->hook.stream, open = 0, oldest = GMI_NONE;
   if (!gmi_stream_is_native(&m->streams[index], native)) {
     for (index = 0; index < GMI_DEVICE_MAX_STREAMS && !gmi_stream_is_native(&m->streams[index], native); index++) {

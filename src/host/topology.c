@@ -23,6 +23,7 @@
 #include <unistd.h>
 
 #include "base/fork.h"
+#include "base/handle.h"
 #include "base/status.h"
 
 enum { DISKS_LIMIT = 64, STACK_LIMIT = 16 };
@@ -538,17 +539,18 @@ bool gmi_topology_cpus(const gmi_topology_t *t, const uint32_t *nodes, uint32_t 
 
 enum { ENTRIES = 64 };
 static struct {
-  _Atomic uint64_t handle; /* 0: free, so that the handle of a closed topology never matches */
+  _Atomic uint64_t id; /* of its handle; 0: free, so that the handle of a closed topology never matches */
   gmi_topology_t *topology;
 } live[ENTRIES];
 static pthread_mutex_t live_lock = PTHREAD_MUTEX_INITIALIZER;
 static uint64_t live_generation; /* Guarded by live_lock */
 
 static gmi_topology_t *topology_get(gemini_topology_t handle) {
-  uint32_t entry = (uint32_t)handle & 255;
-  if (handle && entry < ENTRIES && atomic_load_explicit(&live[entry].handle, memory_order_acquire) == handle)
+  uint64_t id = gmi_id(handle);
+  uint32_t entry = (uint32_t)id & 255;
+  if (id && entry < ENTRIES && atomic_load_explicit(&live[entry].id, memory_order_acquire) == id)
     return live[entry].topology;
-  gmi_fail(GEMINI_ERR_HANDLE, 0, "%#" PRIx64 " is no open topology", handle);
+  gmi_fail(GEMINI_ERR_HANDLE, 0, "%#" PRIx64 " is no open topology", id);
   return NULL;
 }
 
@@ -567,17 +569,17 @@ static gemini_status_t topology_open(const char *path, gemini_topology_t *topolo
   pthread_mutex_lock(&live_lock);
   uint32_t entry = 0;
   while (entry < ENTRIES && live[entry].topology) entry++;
-  uint64_t handle = (uint64_t)GMI_HANDLE_TOPOLOGY << 60 | ++live_generation << 8 | entry;
+  uint64_t id = (uint64_t)GMI_HANDLE_TOPOLOGY << 60 | ++live_generation << 8 | entry;
   if (entry < ENTRIES) {
     live[entry].topology = t;
-    atomic_store_explicit(&live[entry].handle, handle, memory_order_release);
+    atomic_store_explicit(&live[entry].id, id, memory_order_release);
   }
   pthread_mutex_unlock(&live_lock);
   if (entry == ENTRIES) {
     gmi_topology_free(t);
     return gmi_fail(GEMINI_ERR_INVALID, 0, "%d topologies are open, the limit is %d", ENTRIES, ENTRIES);
   }
-  *topology_out = handle;
+  *topology_out = gmi_handle_of(id);
   return GEMINI_OK;
 }
 gemini_status_t gemini_topology_open(const char *xml_path, gemini_topology_t *topology_out) {
@@ -589,8 +591,8 @@ static gemini_status_t topology_close(gemini_topology_t handle) {
   pthread_mutex_lock(&live_lock); /* of two that close the same one, one does */
   gmi_topology_t *t = topology_get(handle);
   if (t) {
-    atomic_store_explicit(&live[handle & 255].handle, 0, memory_order_release);
-    live[handle & 255].topology = NULL;
+    atomic_store_explicit(&live[gmi_id(handle) & 255].id, 0, memory_order_release);
+    live[gmi_id(handle) & 255].topology = NULL;
   }
   pthread_mutex_unlock(&live_lock);
   gmi_topology_free(t);
@@ -628,8 +630,8 @@ gemini_status_t gemini_topology_nearest(gemini_topology_t topology, uint32_t kin
   API_RETURN(t ? gmi_topology_nearest(t, kind, index, wanted_kind, index_out) : GEMINI_ERR_HANDLE);
 }
 
-static gemini_status_t topology_directory(gemini_topology_t topology, const char *path, uint32_t *disks_out,
-                                          uint32_t capacity, uint32_t *count_out, uint32_t *node_out) {
+static gemini_status_t topology_directory(gemini_topology_t topology, const char *path, uint32_t capacity,
+                                          uint32_t *disks_out, uint32_t *count_out, uint32_t *node_out) {
   const gmi_topology_t *t = topology_get(topology);
   if (!t) return GEMINI_ERR_HANDLE;
   if (!path || !disks_out || !count_out)
@@ -644,7 +646,7 @@ static gemini_status_t topology_directory(gemini_topology_t topology, const char
   else if (node_out) *node_out = gmi_topology_node_of(t, disks_out, *count_out);
   return status;
 }
-gemini_status_t gemini_topology_directory(gemini_topology_t topology, const char *path, uint32_t *disks_out,
-                                          uint32_t capacity, uint32_t *count_out, uint32_t *node_out) {
-  API_RETURN(topology_directory(topology, path, disks_out, capacity, count_out, node_out));
+gemini_status_t gemini_topology_directory(gemini_topology_t topology, const char *path, uint32_t capacity,
+                                          uint32_t *disks_out, uint32_t *count_out, uint32_t *node_out) {
+  API_RETURN(topology_directory(topology, path, capacity, disks_out, count_out, node_out));
 }

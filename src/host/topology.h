@@ -10,6 +10,7 @@
 #include <stdint.h>
 
 #include "gemini.h"
+#include "gemini/topology.h"
 
 enum { GMI_HANDLE_TOPOLOGY = 6 }; /* beside those of core/manager.h */
 

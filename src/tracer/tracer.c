@@ -406,7 +406,7 @@ static gemini_status_t trace_load(gmi_manager_t *m, const char *path) {
 }
 gemini_status_t gemini_trace_load(gemini_manager_t mgr, const char *path) { API_LOCKED(trace_load(m, path)); }
 
-static gemini_status_t plan_explain(gmi_manager_t *m, char *text_out, uint64_t size_bytes, uint64_t *length_out) {
+static gemini_status_t plan_explain(gmi_manager_t *m, uint64_t size_bytes, char *text_out, uint64_t *length_out) {
   gmi_tracer_t *t = m->trace.tracer;
   if (!text_out && size_bytes)
     return gmi_fail(GEMINI_ERR_INVALID, 0, "text_out is NULL but size_bytes is %llu", (unsigned long long)size_bytes);
@@ -428,8 +428,8 @@ static gemini_status_t plan_explain(gmi_manager_t *m, char *text_out, uint64_t s
   if (length_out) *length_out = length;
   return GEMINI_OK;
 }
-gemini_status_t gemini_plan_explain(gemini_manager_t mgr, char *text_out, uint64_t size_bytes, uint64_t *length_out) {
-  API_LOCKED(plan_explain(m, text_out, size_bytes, length_out));
+gemini_status_t gemini_plan_explain(gemini_manager_t mgr, uint64_t size_bytes, char *text_out, uint64_t *length_out) {
+  API_LOCKED(plan_explain(m, size_bytes, text_out, length_out));
 }
 
 /* ---- what chunks and streams report and ask (core/observer.h) */

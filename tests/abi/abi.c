@@ -1,8 +1,8 @@
-/* Checks that the public header, the linker's map and the built library agree with what is written down here.
+/* Checks that public headers, the linker's map and the built library agree with what is written down here.
  * SPDX-License-Identifier: Apache-2.0
  *
- * symbols  functions of the header, of the map, of symbols.txt and of the built library are the same
- * header   the header alone compiles as C99 and C++11 without a warning or a padded struct, every function is explained
+ * symbols  functions of the headers, of the map, of symbols.txt and of the built library are the same
+ * header   each header alone compiles as C99 and C++11 without a warning or a padded struct, every function is explained
  * layout   sizes, offsets and values of test_layout.c hold, and it knows every struct, field and constant
  * update   writes symbols.txt, test_layout.c and the map anew: only for a release that nobody has yet
  *
@@ -22,7 +22,11 @@ extern char **environ;
 
 #define ENTRIES "/* --- entries --- */\n"
 
-static const char *header_path, *map_path, *golden_dir, *library_path, *cc = "cc", *cxx = "c++", *nm = "nm";
+/* The first header names the folder; the others are in it or below it. */
+enum { HEADERS = 8 };
+static const char *headers[HEADERS];
+static size_t header_count;
+static const char *map_path, *golden_dir, *library_path, *cc = "cc", *cxx = "c++", *nm = "nm";
 static const char *include_dir; /* where gemini.h is, for a header that includes it; NULL */
 static const char *node;        /* of the map, in which update puts everything */
 
@@ -178,17 +182,26 @@ static void end(void) {
   drop_all();
 }
 
-static const char *header_name(void) {
-  const char *slash = strrchr(header_path, '/');
-  return slash ? slash + 1 : header_path;
+/* The folder of the first header, with its slash, has so many characters. */
+static size_t folder_length(void) {
+  const char *slash = strrchr(headers[0], '/');
+  return slash ? (size_t)(slash + 1 - headers[0]) : 0;
+}
+/* As programs include it. */
+static const char *header_name(size_t i) {
+  size_t n = folder_length();
+  if (strncmp(headers[i], headers[0], n) != 0) die("%s is not below the folder of %s", headers[i], headers[0]);
+  return headers[i] + n;
+}
+static void add_includes(text_t *source) {
+  for (size_t i = 0; i < header_count; i++) add(source, "#include \"%s\"\n", header_name(i));
 }
 
 /* Compiles source beside the header with the words of options; prints what was wrong. false: it does not compile. */
 static bool compiles(const char *compiler, const char *options, const text_t *source, int output) {
   list_t l = { 0 };
   text_t said, dir = { 0 };
-  size_t length = (size_t)(header_name() - header_path);
-  add(&dir, "%.*s.", (int)length, header_path);
+  add(&dir, "%.*s.", (int)folder_length(), headers[0]);
   push_word(&l, compiler);
   while (*options) {
     size_t n = strcspn(options, " ");
@@ -261,7 +274,7 @@ static char *word_of(token_t t) {
   return memcpy(word, t.at, t.size);
 }
 
-/* ---- what the header declares; its structs are not nested and hold no pointers to functions but by typedefs */
+/* ---- what the header declares; its structs and unions are not nested and hold no pointers to functions but by typedefs */
 typedef struct {
   char *name;
   list_t fields;
@@ -319,7 +332,10 @@ static bool is_documented(const header_t *h, size_t place) {
 
 static header_t *read_header(void) {
   header_t *h = keep(sizeof *h);
-  h->text = read_file(header_path);
+  for (size_t i = 0; i < header_count; i++) {
+    text_t text = read_file(headers[i]);
+    add_bytes(&h->text, text.bytes, text.size);
+  }
   text_t plain = without_comments(&h->text);
   take_directives(&plain, &h->macros);
   list_t named = { 0 };
@@ -334,7 +350,8 @@ static header_t *read_header(void) {
       push(&h->exported, name.at, name.size);
       if (!is_documented(h, (size_t)(t.at - plain.bytes))) push(&h->undocumented, name.at, name.size);
     }
-    if (is(t, "typedef") && is(next, "struct") && is(after(after(next)), "{")) read_struct(h, after(next));
+    if (is(t, "typedef") && (is(next, "struct") || is(next, "union")) && is(after(after(next)), "{"))
+      read_struct(h, after(next));
     if (is(t, "enum") && is(next, "{")) read_enum(h, next);
     if (is(t, "enum") && is(after(next), "{")) read_enum(h, after(next));
   }
@@ -343,7 +360,7 @@ static header_t *read_header(void) {
     if (!i || strcmp(named.word[i - 1], named.word[i])) push_word(&h->functions, named.word[i]);
   sort(&h->exported);
   if (!h->functions.count || !h->struct_count || !h->constants.count)
-    die("%s: found no functions, structs or constants", header_path);
+    die("%s: found no functions, structs or constants", headers[0]);
   return h;
 }
 
@@ -437,7 +454,7 @@ static bool check_symbols(const header_t *h) {
   return bad;
 }
 
-/* The header's includes, in comments, too. */
+/* The headers' includes, in comments, too. */
 static bool includes_more(const text_t *text) {
   bool more = false;
   for (const char *at = text->bytes; (at = strchr(at, '#'));) {
@@ -446,8 +463,8 @@ static bool includes_more(const text_t *text) {
     at += 7 + strspn(at + 7, " \t");
     size_t n = *at ? strcspn(at + 1, ">\"\n") : 0;
     if (!strncmp(at, "<stddef.h>", 10) || !strncmp(at, "<stdint.h>", 10)) continue;
-    if (include_dir && !strncmp(at, "\"gemini.h\"", 10)) continue;
-    printf("%s includes more than it may: %.*s\n", header_name(), (int)n, at + 1);
+    if (!strncmp(at, "<gemini.h>", 10) || (include_dir && !strncmp(at, "\"gemini.h\"", 10))) continue;
+    printf("a header includes more than it may: %.*s\n", (int)n, at + 1);
     more = true;
   }
   return more;
@@ -456,8 +473,8 @@ static bool includes_more(const text_t *text) {
 static bool check_header(const header_t *h) {
   /* Every struct, with the macro that initialises it, and every function are used once; twice included. */
   text_t source = { 0 };
-  add(&source, "#include \"%s\"\n#include \"%s\"\nint use(const void *bytes);\nint use_all(void);\n", header_name(),
-      header_name());
+  add_includes(&source), add_includes(&source);
+  add(&source, "int use(const void *bytes);\nint use_all(void);\n");
   add(&source, "int use_all(void) {\n  int sum = 0;\n");
   for (size_t i = 0; i < h->struct_count; i++) {
     const char *name = h->structs[i].name;
@@ -474,6 +491,12 @@ static bool check_header(const header_t *h) {
 #define STRICT "-Wall -Wextra -pedantic -Wpadded -Wundef -Werror -Wno-address -O1"
   bool bad = !compiles(cc, "-std=c99 -Wstrict-prototypes " STRICT, &source, SCRATCH_OBJECT);
   bad |= !compiles(cxx, "-x c++ -std=c++11 " STRICT, &source, SCRATCH_OBJECT);
+  for (size_t i = 0; header_count > 1 && i < header_count; i++) {
+    text_t alone = { 0 };
+    add(&alone, "#include \"%s\"\nint none;\n", header_name(i));
+    bad |= !compiles(cc, "-std=c99 -Wstrict-prototypes " STRICT, &alone, SCRATCH_OBJECT);
+    bad |= !compiles(cxx, "-x c++ -std=c++11 " STRICT, &alone, SCRATCH_OBJECT);
+  }
   bad |= includes_more(&h->text);
   for (size_t i = 0; i < h->undocumented.count; i++)
     printf("%s: no /** comment with 'Since:' right before it\n", h->undocumented.word[i]);
@@ -550,7 +573,9 @@ static bool update(const header_t *h) {
   }
   add(&map, "  local:\n    *;\n};\n");
 
-  add(&probe, "#include <stdio.h>\n#include \"%s\"\nint main(void) {\n", header_name());
+  add(&probe, "#include <stdio.h>\n");
+  add_includes(&probe);
+  add(&probe, "int main(void) {\n");
   each_entry(h, probe_entry, &probe);
   add(&probe, "  return 0;\n}\n");
   if (!compiles(cc, "-Wall", &probe, SCRATCH_PROGRAM)) return true;
@@ -578,8 +603,7 @@ int main(int argc, char **argv) {
   static const struct {
     const char *name;
     const char **value;
-  } options[] = { { "--header", &header_path },
-                  { "--map", &map_path },
+  } options[] = { { "--map", &map_path },
                   { "--golden", &golden_dir },
                   { "--library", &library_path },
                   { "--include", &include_dir },
@@ -591,6 +615,10 @@ int main(int argc, char **argv) {
   atexit(end);
   for (int i = 1; i < argc; i++) {
     bool known = false;
+    if (!strcmp(argv[i], "--header") && i + 1 < argc && header_count < HEADERS) {
+      headers[header_count++] = argv[++i];
+      known = true;
+    }
     for (size_t k = 0; k < sizeof options / sizeof *options && i + 1 < argc; k++) {
       if (known || strcmp(argv[i], options[k].name)) continue;
       *options[k].value = argv[++i];
@@ -603,8 +631,8 @@ int main(int argc, char **argv) {
     }
     if (!known) die("%s: unknown, or without its value", argv[i]);
   }
-  if (!fn || !header_path || !map_path || !golden_dir)
-    die("usage: abi symbols|header|layout|update --header HEADER --map MAP --golden FOLDER [--library LIBRARY]\n"
+  if (!fn || !header_count || !map_path || !golden_dir)
+    die("usage: abi symbols|header|layout|update --header HEADER... --map MAP --golden FOLDER [--library LIBRARY]\n"
         "  [--include FOLDER] [--node NODE] [--cc COMPILER] [--cxx COMPILER] [--nm NM]\n"
         "  The golden folder has symbols.txt and test_layout.c; symbols needs the library, update the map's node;\n"
         "  a header that includes gemini.h needs the folder where that is");

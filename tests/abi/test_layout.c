@@ -4,6 +4,9 @@
 #include <stddef.h>
 
 #include "gemini.h"
+#include "gemini/graph.h"
+#include "gemini/hook.h"
+#include "gemini/topology.h"
 
 #ifndef __LP64__
 #error "these numbers are of LP64 machines"
@@ -84,6 +87,10 @@ OFFSET(gemini_tensor_info_t, users, 40);
 OFFSET(gemini_tensor_info_t, tier_bytes, 48);
 OFFSET(gemini_tensor_info_t, name, 72);
 
+SIZE(gemini_object_t, 8);
+OFFSET(gemini_object_t, tensor, 0);
+OFFSET(gemini_object_t, arena, 0);
+
 SIZE(gemini_access_t, 40);
 OFFSET(gemini_access_t, object, 0);
 OFFSET(gemini_access_t, offset_bytes, 8);
@@ -115,17 +122,6 @@ OFFSET(gemini_update_t, stream, 48);
 OFFSET(gemini_update_t, fn, 56);
 OFFSET(gemini_update_t, user, 64);
 
-SIZE(gemini_topology_object_t, 176);
-OFFSET(gemini_topology_object_t, struct_size, 0);
-OFFSET(gemini_topology_object_t, kind, 4);
-OFFSET(gemini_topology_object_t, system_index, 8);
-OFFSET(gemini_topology_object_t, node, 12);
-OFFSET(gemini_topology_object_t, cpus, 16);
-OFFSET(gemini_topology_object_t, reserved, 20);
-OFFSET(gemini_topology_object_t, size_bytes, 24);
-OFFSET(gemini_topology_object_t, pci, 32);
-OFFSET(gemini_topology_object_t, name, 48);
-
 SIZE(gemini_stats_t, 552);
 OFFSET(gemini_stats_t, struct_size, 0);
 OFFSET(gemini_stats_t, reserved, 4);
@@ -154,6 +150,17 @@ OFFSET(gemini_stats_t, pending_updates, 528);
 OFFSET(gemini_stats_t, file_engine, 536);
 OFFSET(gemini_stats_t, reserved2, 540);
 OFFSET(gemini_stats_t, host_alloc_bytes, 544);
+
+SIZE(gemini_topology_object_t, 176);
+OFFSET(gemini_topology_object_t, struct_size, 0);
+OFFSET(gemini_topology_object_t, kind, 4);
+OFFSET(gemini_topology_object_t, system_index, 8);
+OFFSET(gemini_topology_object_t, node, 12);
+OFFSET(gemini_topology_object_t, cpus, 16);
+OFFSET(gemini_topology_object_t, reserved, 20);
+OFFSET(gemini_topology_object_t, size_bytes, 24);
+OFFSET(gemini_topology_object_t, pci, 32);
+OFFSET(gemini_topology_object_t, name, 48);
 
 VALUE(GEMINI_OK, 0);
 VALUE(GEMINI_ERR_INVALID, -1);
@@ -214,17 +221,6 @@ VALUE(GEMINI_DTYPE_BF16, 1);
 VALUE(GEMINI_DTYPE_F16, 2);
 VALUE(GEMINI_DTYPE_F64, 3);
 VALUE(GEMINI_UPDATE_LATE, 1);
-VALUE(GEMINI_OBJECT_NODE, 0);
-VALUE(GEMINI_OBJECT_GPU, 1);
-VALUE(GEMINI_OBJECT_DISK, 2);
-VALUE(GEMINI_OBJECT_COUNT, 3);
-VALUE(GEMINI_DISTANCE_SAME, 0);
-VALUE(GEMINI_DISTANCE_SWITCH, 1);
-VALUE(GEMINI_DISTANCE_BRIDGE, 2);
-VALUE(GEMINI_DISTANCE_NODE, 3);
-VALUE(GEMINI_DISTANCE_PACKAGE, 4);
-VALUE(GEMINI_DISTANCE_MACHINE, 5);
-VALUE(GEMINI_DISTANCE_UNKNOWN, 6);
 VALUE(GEMINI_LINK_H2D, 0);
 VALUE(GEMINI_LINK_D2H, 1);
 VALUE(GEMINI_LINK_H2F, 2);
@@ -236,3 +232,14 @@ VALUE(GEMINI_REASON_PRESSURE, 2);
 VALUE(GEMINI_REASON_CALLER, 3);
 VALUE(GEMINI_REASON_UPDATE, 4);
 VALUE(GEMINI_REASON_COUNT, 5);
+VALUE(GEMINI_OBJECT_NODE, 0);
+VALUE(GEMINI_OBJECT_GPU, 1);
+VALUE(GEMINI_OBJECT_DISK, 2);
+VALUE(GEMINI_OBJECT_COUNT, 3);
+VALUE(GEMINI_DISTANCE_SAME, 0);
+VALUE(GEMINI_DISTANCE_SWITCH, 1);
+VALUE(GEMINI_DISTANCE_BRIDGE, 2);
+VALUE(GEMINI_DISTANCE_NODE, 3);
+VALUE(GEMINI_DISTANCE_PACKAGE, 4);
+VALUE(GEMINI_DISTANCE_MACHINE, 5);
+VALUE(GEMINI_DISTANCE_UNKNOWN, 6);

@@ -34,7 +34,7 @@ static void *run_other(void *user) {
 }
 static bool somebody_waits(scene_t *s) {
   static char text[65536];
-  CHECK_OK(gemini_manager_dump(s->w.mgr, text, sizeof text, NULL));
+  CHECK_OK(gemini_manager_dump(s->w.mgr, sizeof text, text, NULL));
   for (char *line = strtok(text, "\n"); line; line = strtok(NULL, "\n"))
     if (!strncmp(line, "waits: ", 7) && strstr(line, "for the caller's update callback")) s->seen++;
   return s->seen > 1; /* the caller itself is in its callback, too */

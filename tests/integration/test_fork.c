@@ -10,6 +10,9 @@
 #include "../fork.h"
 #include "../process.h"
 #include "../touch.h"
+#include "gemini/graph.h"
+#include "gemini/hook.h"
+#include "gemini/topology.h"
 #include "world.h"
 
 enum { W = 65536, DEVICE = GEMINI_TIER_DEVICE, HOST = GEMINI_TIER_HOST, FILES = GEMINI_TIER_FILE };

@@ -6,6 +6,8 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "gemini/graph.h"
+#include "gemini/hook.h"
 #include "world.h"
 
 #define W (UINT64_C(2) << 20)
@@ -22,11 +24,12 @@ static gemini_config_t gpu_config(uint64_t device_chunks, uint64_t host_chunks, 
   c.update_threads = 3;
   return c;
 }
-static void through_device(const world_t *w, uint64_t object, uint64_t offset, uint64_t size) {
+static void through_device(const world_t *w, gemini_object_t object, uint64_t offset, uint64_t size) {
   gemini_access_t a = world_part(object, offset, size, GEMINI_READ_WRITE, DEVICE);
   CHECK_OK(gemini_acquire(w->mgr, &a, 1, w->stream));
   CHECK_OK(gemini_release(w->mgr, &a, 1, w->stream));
 }
+#define through_device(w, object, ...) through_device(w, OBJECT(object), __VA_ARGS__)
 
 static void test_gpu_bytes_come_back_through_every_tier(void) {
   for (uint64_t files = 0; files <= 60; files += 60) {
@@ -153,8 +156,8 @@ static void test_gpu_streams_of_the_caller_are_adopted(void) {
   CHECK_OK(gemini_acquire(w.mgr, &a, 1, adopted));
   CHECK_OK(gemini_release(w.mgr, &a, 1, adopted));
   CHECK(world_holds(&w, t, 0, W, 3));
-  CHECK_OK(gemini_stream_destroy(adopted));
-  CHECK_OK(gemini_stream_destroy(own));
+  CHECK_OK(gemini_stream_destroy(w.mgr, adopted));
+  CHECK_OK(gemini_stream_destroy(w.mgr, own));
   world_close(&w);
 }
 
@@ -390,7 +393,7 @@ static void test_gpu_graphs_fetch_what_does_not_fit(void) {
   large_replay(&l, graph, exec);
   double copies_ms = replays_ms(&l, graph, exec, &copies_thread_ms);
   CUDA("cuGraphExecDestroy", (void *), exec);
-  CHECK_OK(gemini_graph_destroy(graph));
+  CHECK_OK(gemini_graph_destroy(l.w.mgr, graph));
 
   exec = large_capture(&l, ROUNDS, &graph);
   uint64_t random = 11;
@@ -413,7 +416,7 @@ static void test_gpu_graphs_fetch_what_does_not_fit(void) {
       getenv("GEMINI_TEST_TIMES"); /* 0: under a tool that makes kernels and copies wait for each other */
   if (!times || *times != '0') CHECK(graph_ms < copies_ms + kernels_ms); /* they overlap */
   CUDA("cuGraphExecDestroy", (void *), exec);
-  CHECK_OK(gemini_graph_destroy(graph));
+  CHECK_OK(gemini_graph_destroy(l.w.mgr, graph));
   CHECK_OK(gemini_free(l.w.mgr, sums, l.w.stream));
   CUDA("cuModuleUnload", (void *), module);
   CUDA("cuDevicePrimaryCtxRelease_v2", (int), 0);

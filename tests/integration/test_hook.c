@@ -5,6 +5,7 @@
 #include <stdatomic.h>
 #include <unistd.h>
 
+#include "gemini/hook.h"
 #include "world.h"
 
 static bool on_gpu;
@@ -25,11 +26,12 @@ static void *as_argument(const world_t *w, gemini_stream_t stream) {
   if (on_gpu) CHECK_OK(gemini_stream_native(w->mgr, stream, &native));
   return native;
 }
-static void through_device(const world_t *w, uint64_t object, uint64_t offset) {
+static void through_device(const world_t *w, gemini_object_t object, uint64_t offset) {
   gemini_access_t a = world_part(object, offset, W, GEMINI_READ_WRITE, DEVICE);
   CHECK_OK(gemini_acquire(w->mgr, &a, 1, w->stream));
   CHECK_OK(gemini_release(w->mgr, &a, 1, w->stream));
 }
+#define through_device(w, object, offset) through_device(w, OBJECT(object), offset)
 /* An arena of so many chunks with bytes of their own, each on the device as far as they fit. */
 static gemini_arena_t filled(const world_t *w, uint64_t chunks) {
   gemini_arena_t arena = world_arena(w, GEMINI_KIND_OTHER, 16, "a", 0, 0);

@@ -1,6 +1,7 @@
 /* The log of a manager without a log_fn: GEMINI_LOG in the environment. SPDX-License-Identifier: Apache-2.0 */
 #include <sys/mman.h>
 
+#include "gemini/hook.h"
 #include "world.h"
 
 /* What a manager writes to stderr that opens, cuts its arenas into chunks (information) and refuses a block for a

@@ -79,9 +79,11 @@ static bool is_zero(const void *at, uint64_t size) {
 static void put(world_t *w, gemini_tensor_t t, uint32_t tier, uint64_t seed) {
   world_fill(w, t, 0, world_tensor_info(w, t).size_bytes, tier, seed);
 }
-static void expect_part(world_t *w, uint64_t object, uint64_t offset, uint64_t size, uint32_t tier, uint64_t seed) {
+static void expect_part(world_t *w, gemini_object_t object, uint64_t offset, uint64_t size, uint32_t tier,
+                        uint64_t seed) {
   CHECK(world_holds_on(w, object, offset, size, tier, seed));
 }
+#define expect_part(w, object, ...) expect_part(w, OBJECT(object), __VA_ARGS__)
 static void expect(world_t *w, gemini_tensor_t t, uint32_t tier, uint64_t seed) {
   expect_part(w, t, 0, world_tensor_info(w, t).size_bytes, tier, seed);
 }
@@ -91,10 +93,11 @@ static void expect_zero(world_t *w, gemini_tensor_t t, uint32_t tier) {
   CHECK(is_zero(a.ptr, world_tensor_info(w, t).size_bytes));
   OK(gemini_release(w->mgr, &a, 1, GEMINI_STREAM_CALLER));
 }
-static gemini_status_t move(world_t *w, uint64_t object, uint32_t tier) {
+static gemini_status_t move(world_t *w, gemini_object_t object, uint32_t tier) {
   gemini_access_t a = world_whole(object, GEMINI_READ, tier);
   return gemini_move(w->mgr, &a, 1);
 }
+#define move(w, object, tier) move(w, OBJECT(object), tier)
 
 /* ---- work on streams */
 typedef struct {
@@ -228,7 +231,7 @@ static void test_acquire_on_another_stream_sees_the_first_ones_writes(void) {
     OK(gemini_stream_synchronize(w.mgr, other));
     CHECK(checks.right);
   }
-  OK(gemini_stream_destroy(other));
+  OK(gemini_stream_destroy(w.mgr, other));
   world_close(&w);
 }
 
@@ -264,7 +267,7 @@ static void test_acquires_beyond_the_device_evict(void) {
     OK(gemini_acquire(w.mgr, batch, count, GEMINI_STREAM_CALLER));
     for (k = 0; k < count; k++) {
       int i = 0;
-      while (w.t[i] != batch[k].object) i++;
+      while (w.t[i] != batch[k].object.tensor) i++;
       if (batch[k].mode == GEMINI_WRITE) world_write(batch[k].ptr, 0, CHUNK, seed[i] = (uint64_t)round + 9);
       else CHECK(world_reads(batch[k].ptr, 0, CHUNK, seed[i]));
     }
@@ -1273,7 +1276,7 @@ static void test_freed_memory_is_reused_after_its_last_use(void) {
   OK(gemini_free(w.mgr, NULL, w.stream));
   CHECK_EQ(gemini_alloc(w.mgr, 2 * CHUNK + 1, w.stream, &block), GEMINI_ERR_OOM_DEVICE);
   CHECK(says_bytes("", 2 * CHUNK));
-  OK(gemini_stream_destroy(other));
+  OK(gemini_stream_destroy(w.mgr, other));
   world_close(&w);
 }
 
@@ -1299,8 +1302,8 @@ static void test_second_block_in_a_frame_waits_for_it(void) {
   OK(gemini_stream_synchronize(w.mgr, third));
   CHECK(world_reads(block[0], 0, 4096, 2) && world_reads(block[1], 0, 4096, 3));
   for (int i = 0; i < 2; i++) OK(gemini_free(w.mgr, block[i], third));
-  OK(gemini_stream_destroy(second));
-  OK(gemini_stream_destroy(third));
+  OK(gemini_stream_destroy(w.mgr, second));
+  OK(gemini_stream_destroy(w.mgr, third));
   world_close(&w);
 }
 
@@ -1321,7 +1324,7 @@ static void test_frame_of_a_failed_allocation_is_waited_for(void) {
   expect(&w, w.t[0], HOST, 1);
   expect(&w, w.t[2], DEVICE, 3);
   OK(gemini_release(w.mgr, &held, 1, GEMINI_STREAM_CALLER));
-  OK(gemini_stream_destroy(second));
+  OK(gemini_stream_destroy(w.mgr, second));
   world_close(&w);
 }
 

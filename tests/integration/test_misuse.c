@@ -12,6 +12,9 @@
 #include "../check.h"
 #include "../fork.h"
 #include "gemini.h"
+#include "gemini/graph.h"
+#include "gemini/hook.h"
+#include "gemini/topology.h"
 #include "world.h"
 
 #define W WORLD_CHUNK
@@ -71,7 +74,7 @@ static void bed_open(void) {
     bed.o[i] = world_tensor(w, bed.other, name, other_bytes[i]);
   }
   CHECK_OK(gemini_stream_create(w->mgr, &bed.dead_stream));
-  CHECK_OK(gemini_stream_destroy(bed.dead_stream));
+  CHECK_OK(gemini_stream_destroy(w->mgr, bed.dead_stream));
   bed.x_arena = world_arena(&bed.x, GEMINI_KIND_OTHER, 1, "x", 0, 0);
   bed.x_tensor = world_tensor(&bed.x, bed.x_arena, "x", 2 * W);
   world_fill(&bed.x, bed.x_tensor, 0, 2 * W, DEVICE, 31);
@@ -132,7 +135,7 @@ static picture_t picture(void) {
     p.tensors[3 * TRIPLE + i] = world_tensor_info(&bed.w, bed.o[i]);
   }
   p.tensors[4 * TRIPLE] = world_tensor_info(&bed.x, bed.x_tensor);
-  CHECK_OK(gemini_plan_explain(bed.w.mgr, p.plan, sizeof p.plan, &p.plan_length));
+  CHECK_OK(gemini_plan_explain(bed.w.mgr, sizeof p.plan, p.plan, &p.plan_length));
   return p;
 }
 
@@ -178,13 +181,13 @@ static void check_unchanged(int line, const char *function, const picture_t *bef
 }
 
 /* Calls fn, which must refuse with a message of its own that has all texts, and must change nothing. */
-#define REFUSED(expected, texts, fn, ...)                                                         \
-  do {                                                                                            \
-    picture_t check_before = picture();                                                           \
-    CHECK_EQ(gemini_phase_set(UINT64_C(0xdeadbeef), 0), GEMINI_ERR_HANDLE); /* an older record */ \
-    check_refused(__LINE__, fn(__VA_ARGS__), GEMINI_ERR_##expected, #fn, texts);                  \
-    check_unchanged(__LINE__, #fn, &check_before);                                                \
-    cover(#fn);                                                                                   \
+#define REFUSED(expected, texts, fn, ...)                                                          \
+  do {                                                                                             \
+    picture_t check_before = picture();                                                            \
+    CHECK_EQ(gemini_phase_set(handle_of(0xdeadbeef), 0), GEMINI_ERR_HANDLE); /* an older record */ \
+    check_refused(__LINE__, fn(__VA_ARGS__), GEMINI_ERR_##expected, #fn, texts);                   \
+    check_unchanged(__LINE__, #fn, &check_before);                                                 \
+    cover(#fn);                                                                                    \
   } while (0)
 
 /* Texts made of numbers; the newest 16 stay. */
@@ -198,7 +201,7 @@ static const char *text(const char *format, ...) {
   va_end(args);
   return at;
 }
-static const char *hex(uint64_t handle) { return text("%#llx", (unsigned long long)handle); }
+static const char *hex(const void *handle) { return text("%#llx", (unsigned long long)handle_id(handle)); }
 
 /* ---- every function with a manager that is none */
 static void nothing(void *user) { (void)user; }
@@ -217,7 +220,7 @@ static void refuse_manager(gemini_manager_t mgr, const char *why) {
   update.arena_count = 1;
   update.fn = no_span;
   gemini_access_t a = world_whole(bed.o[2], READ, HOST);
-  uint64_t out = UNTOUCHED, kept = out;
+  any_handle_t out = { UNTOUCHED };
   void *ptr = NULL;
   double norm = -1;
   if (mgr) REFUSED(HANDLE, says, gemini_manager_close, mgr);
@@ -225,21 +228,23 @@ static void refuse_manager(gemini_manager_t mgr, const char *why) {
   REFUSED(HANDLE, says, gemini_hook_set, mgr, 0);
   REFUSED(HANDLE, says, gemini_hook_clear, mgr);
   REFUSED(HANDLE, says, gemini_hook_forget, mgr, NULL);
-  REFUSED(HANDLE, says, gemini_stream_create, mgr, &out);
-  REFUSED(HANDLE, says, gemini_stream_adopt, mgr, &out, &out);
+  REFUSED(HANDLE, says, gemini_stream_create, mgr, &out.stream);
+  REFUSED(HANDLE, says, gemini_stream_adopt, mgr, &out.stream, &out.stream);
   REFUSED(HANDLE, says, gemini_stream_native, mgr, GEMINI_STREAM_CALLER, &ptr);
+  REFUSED(HANDLE, says, gemini_stream_destroy, mgr, bed.w.stream);
+  REFUSED(HANDLE, says, gemini_stream_destroy, mgr, NULL);
   REFUSED(HANDLE, says, gemini_stream_call, mgr, GEMINI_STREAM_CALLER, nothing, NULL);
   REFUSED(HANDLE, says, gemini_stream_synchronize, mgr, GEMINI_STREAM_CALLER);
-  REFUSED(HANDLE, says, gemini_arena_create, mgr, &arena_config, &out);
+  REFUSED(HANDLE, says, gemini_arena_create, mgr, &arena_config, &out.arena);
   REFUSED(HANDLE, says, gemini_arena_destroy, mgr, bed.other);
   REFUSED(HANDLE, says, gemini_arena_destroy, mgr, 0);
   REFUSED(HANDLE, says, gemini_arena_info, mgr, bed.other, &arena_info);
-  REFUSED(HANDLE, says, gemini_arena_take, mgr, bed.other, 64, &out);
-  REFUSED(HANDLE, says, gemini_tensor_register, mgr, bed.other, "new", 64, GEMINI_OFFSET_NEXT, &out);
+  REFUSED(HANDLE, says, gemini_arena_take, mgr, bed.other, 64, &out.id);
+  REFUSED(HANDLE, says, gemini_tensor_register, mgr, bed.other, "new", 64, GEMINI_OFFSET_NEXT, &out.tensor);
   REFUSED(HANDLE, says, gemini_tensor_unregister, mgr, bed.o[0]);
   REFUSED(HANDLE, says, gemini_tensor_unregister, mgr, 0);
-  REFUSED(HANDLE, says, gemini_tensor_find, mgr, "p0", &out);
-  REFUSED(HANDLE, says, gemini_tensor_counterpart, mgr, bed.p[0], bed.master, &out);
+  REFUSED(HANDLE, says, gemini_tensor_find, mgr, "p0", &out.tensor);
+  REFUSED(HANDLE, says, gemini_tensor_counterpart, mgr, bed.p[0], bed.master, &out.tensor);
   REFUSED(HANDLE, says, gemini_tensor_state_set, mgr, bed.o[0], GEMINI_STATE_FREE);
   REFUSED(HANDLE, says, gemini_tensor_info, mgr, bed.o[0], &tensor_info);
   REFUSED(HANDLE, says, gemini_iteration_begin, mgr);
@@ -255,10 +260,11 @@ static void refuse_manager(gemini_manager_t mgr, const char *why) {
   REFUSED(HANDLE, says, gemini_move, mgr, &a, 1);
   REFUSED(HANDLE, says, gemini_pin, mgr, &a);
   REFUSED(HANDLE, says, gemini_unpin, mgr, &a);
-  REFUSED(HANDLE, says, gemini_graph_begin, mgr, GEMINI_STREAM_CALLER, W, &out);
+  REFUSED(HANDLE, says, gemini_graph_begin, mgr, GEMINI_STREAM_CALLER, W, &out.graph);
   REFUSED(HANDLE, says, gemini_graph_end, mgr, 0);
   REFUSED(HANDLE, says, gemini_graph_enter, mgr, 0, GEMINI_STREAM_CALLER);
   REFUSED(HANDLE, says, gemini_graph_leave, mgr, 0);
+  REFUSED(HANDLE, says, gemini_graph_destroy, mgr, NULL);
   REFUSED(HANDLE, says, gemini_alloc, mgr, 512, GEMINI_STREAM_CALLER, &ptr);
   REFUSED(HANDLE, says, gemini_free, mgr, bed.block, GEMINI_STREAM_CALLER);
   REFUSED(HANDLE, says, gemini_free, mgr, NULL, GEMINI_STREAM_CALLER);
@@ -275,21 +281,27 @@ static void refuse_manager(gemini_manager_t mgr, const char *why) {
   REFUSED(HANDLE, says, gemini_update_wait, mgr);
   REFUSED(HANDLE, says, gemini_stats, mgr, &stats);
   REFUSED(HANDLE, says, gemini_stats_reset, mgr);
-  REFUSED(HANDLE, says, gemini_manager_dump, mgr, NULL, 0, &out);
-  REFUSED(HANDLE, says, gemini_plan_explain, mgr, NULL, 0, &out);
+  REFUSED(HANDLE, says, gemini_manager_dump, mgr, 0, NULL, &out.id);
+  REFUSED(HANDLE, says, gemini_plan_explain, mgr, 0, NULL, &out.id);
   REFUSED(HANDLE, says, gemini_trace_save, mgr, "/nowhere/trace");
   REFUSED(HANDLE, says, gemini_trace_load, mgr, "/nowhere/trace");
   REFUSED(HANDLE, says, gemini_timeline_start, mgr, "/nowhere/timeline");
   REFUSED(HANDLE, says, gemini_timeline_stop, mgr);
-  CHECK_EQ(out, kept);
+  CHECK_EQ(out.id, UNTOUCHED);
   CHECK(!ptr && norm == -1 && !a.ptr);
 }
 
 static void test_manager_that_is_none_is_refused_everywhere(void) {
   bed_open();
-  const uint64_t none[] = {
-    0, 1, UINT64_MAX, bed.dead_mgr, bed.w.mgr ^ UINT64_C(1) << 42, bed.w.mgr | 1, bed.w.stream, bed.other, bed.o[0]
-  };
+  void *const none[] = { NULL,
+                         handle_of(1),
+                         handle_of(UINT64_MAX),
+                         bed.dead_mgr,
+                         handle_of(handle_id(bed.w.mgr) ^ UINT64_C(1) << 42),
+                         handle_of(handle_id(bed.w.mgr) | 1),
+                         bed.w.stream,
+                         bed.other,
+                         bed.o[0] };
   for (size_t i = 0; i < sizeof none / sizeof *none; i++) refuse_manager(none[i], "is no open manager");
   CHECK_OK(gemini_manager_close(0));
   bed_close();
@@ -306,8 +318,6 @@ static void test_manager_of_a_parent_is_refused_everywhere(void) {
     bed.w.mgr = 0; /* there is nothing to be seen of them */
     for (int i = 0; i < 2; i++) refuse_manager(managers[i], why);
     refuse_manager(bed.dead_mgr, "is no open manager");
-    REFUSED(HANDLE, text("%s|%s", hex(bed.w.stream), why), gemini_stream_destroy, bed.w.stream);
-    REFUSED(HANDLE, text("%s|%s", hex(bed.w.stream), why), gemini_graph_destroy, bed.w.stream);
     _exit(0);
   }
   fork_expect_end(child);
@@ -318,40 +328,40 @@ static void test_manager_of_a_parent_is_refused_everywhere(void) {
 static void test_arena_that_is_none_is_refused_everywhere(void) {
   bed_open();
   const gemini_manager_t mgr = bed.w.mgr;
-  const uint64_t none[] = { 0,
-                            1,
-                            UINT64_MAX,
-                            bed.dead_arena,
-                            bed.x_arena,
-                            mgr,
-                            bed.x.mgr,
-                            bed.dead_mgr,
-                            bed.w.stream,
-                            bed.o[0],
-                            bed.p[0],
-                            bed.x_tensor,
-                            bed.other ^ UINT64_C(1) << 32,
-                            bed.other | UINT32_MAX };
+  void *const none[] = { NULL,
+                         handle_of(1),
+                         handle_of(UINT64_MAX),
+                         bed.dead_arena,
+                         bed.x_arena,
+                         mgr,
+                         bed.x.mgr,
+                         bed.dead_mgr,
+                         bed.w.stream,
+                         bed.o[0],
+                         bed.p[0],
+                         bed.x_tensor,
+                         handle_of(handle_id(bed.other) ^ UINT64_C(1) << 32),
+                         handle_of(handle_id(bed.other) | UINT32_MAX) };
   const uint32_t modes[] = { READ, READ };
   for (size_t i = 0; i < sizeof none / sizeof *none; i++) {
     const char *says = hex(none[i]);
-    uint64_t out = UNTOUCHED;
+    any_handle_t out = { UNTOUCHED };
     gemini_arena_info_t info = GEMINI_ARENA_INFO_INIT;
     info.base = UNTOUCHED;
     gemini_arena_config_t c = GEMINI_ARENA_CONFIG_INIT;
     if (none[i]) {
       REFUSED(HANDLE, says, gemini_arena_destroy, mgr, none[i]);
       c.like = none[i];
-      REFUSED(HANDLE, says, gemini_arena_create, mgr, &c, &out);
+      REFUSED(HANDLE, says, gemini_arena_create, mgr, &c, &out.arena);
       c.like = 0;
       c.kind = GEMINI_KIND_GRAD;
       c.reuse = none[i];
-      REFUSED(HANDLE, says, gemini_arena_create, mgr, &c, &out);
+      REFUSED(HANDLE, says, gemini_arena_create, mgr, &c, &out.arena);
     }
     REFUSED(HANDLE, says, gemini_arena_info, mgr, none[i], &info);
-    REFUSED(HANDLE, says, gemini_arena_take, mgr, none[i], 64, &out);
-    REFUSED(HANDLE, says, gemini_tensor_register, mgr, none[i], "new", 64, GEMINI_OFFSET_NEXT, &out);
-    REFUSED(HANDLE, says, gemini_tensor_counterpart, mgr, bed.p[0], none[i], &out);
+    REFUSED(HANDLE, says, gemini_arena_take, mgr, none[i], 64, &out.id);
+    REFUSED(HANDLE, says, gemini_tensor_register, mgr, none[i], "new", 64, GEMINI_OFFSET_NEXT, &out.tensor);
+    REFUSED(HANDLE, says, gemini_tensor_counterpart, mgr, bed.p[0], none[i], &out.tensor);
     const gemini_arena_t arenas[] = { bed.params, none[i] };
     gemini_update_t update = GEMINI_UPDATE_INIT;
     update.arenas = arenas;
@@ -359,7 +369,7 @@ static void test_arena_that_is_none_is_refused_everywhere(void) {
     update.arena_count = 2;
     update.fn = no_span;
     REFUSED(HANDLE, says, gemini_update, mgr, &update);
-    CHECK(out == UNTOUCHED && info.base == UNTOUCHED);
+    CHECK(out.id == UNTOUCHED && info.base == UNTOUCHED);
   }
   CHECK_OK(gemini_arena_destroy(mgr, 0));
   bed_close();
@@ -368,30 +378,30 @@ static void test_arena_that_is_none_is_refused_everywhere(void) {
 static void test_tensor_that_is_none_is_refused_everywhere(void) {
   bed_open();
   const gemini_manager_t mgr = bed.w.mgr;
-  const uint64_t none[] = { 0,
-                            1,
-                            UINT64_MAX,
-                            bed.dead_tensor,
-                            bed.x_arena,
-                            bed.x.mgr,
-                            bed.dead_mgr,
-                            bed.w.stream,
-                            mgr,
-                            bed.other,
-                            bed.x_tensor,
-                            bed.o[0] ^ UINT64_C(1) << 32,
-                            bed.o[0] | UINT32_MAX };
+  void *const none[] = { NULL,
+                         handle_of(1),
+                         handle_of(UINT64_MAX),
+                         bed.dead_tensor,
+                         bed.x_arena,
+                         bed.x.mgr,
+                         bed.dead_mgr,
+                         bed.w.stream,
+                         mgr,
+                         bed.other,
+                         bed.x_tensor,
+                         handle_of(handle_id(bed.o[0]) ^ UINT64_C(1) << 32),
+                         handle_of(handle_id(bed.o[0]) | UINT32_MAX) };
   for (size_t i = 0; i < sizeof none / sizeof *none; i++) {
     const char *says = hex(none[i]);
-    uint64_t out = UNTOUCHED;
+    any_handle_t out = { UNTOUCHED };
     gemini_tensor_info_t info = GEMINI_TENSOR_INFO_INIT;
     info.address = UNTOUCHED;
     if (none[i]) REFUSED(HANDLE, says, gemini_tensor_unregister, mgr, none[i]);
-    REFUSED(HANDLE, says, gemini_tensor_counterpart, mgr, none[i], bed.master, &out);
+    REFUSED(HANDLE, says, gemini_tensor_counterpart, mgr, none[i], bed.master, &out.tensor);
     for (uint32_t state = 0; state <= GEMINI_STATE_COUNT; state++)
       REFUSED(HANDLE, says, gemini_tensor_state_set, mgr, none[i], state);
     REFUSED(HANDLE, says, gemini_tensor_info, mgr, none[i], &info);
-    CHECK(out == UNTOUCHED && info.address == UNTOUCHED);
+    CHECK(out.id == UNTOUCHED && info.address == UNTOUCHED);
   }
   CHECK_OK(gemini_tensor_unregister(mgr, 0));
   bed_close();
@@ -400,19 +410,19 @@ static void test_tensor_that_is_none_is_refused_everywhere(void) {
 static void test_stream_that_is_none_is_refused_everywhere(void) {
   bed_open();
   const gemini_manager_t mgr = bed.w.mgr;
-  const uint64_t none[] = { 1,
-                            UINT64_MAX,
-                            bed.dead_stream,
-                            bed.x.stream,
-                            bed.x_arena,
-                            bed.x.mgr,
-                            bed.x_tensor,
-                            mgr,
-                            bed.other,
-                            bed.o[0],
-                            bed.dead_mgr,
-                            bed.w.stream ^ UINT64_C(1) << 32,
-                            bed.w.stream | UINT32_MAX };
+  void *const none[] = { handle_of(1),
+                         handle_of(UINT64_MAX),
+                         bed.dead_stream,
+                         bed.x.stream,
+                         bed.x_arena,
+                         bed.x.mgr,
+                         bed.x_tensor,
+                         mgr,
+                         bed.other,
+                         bed.o[0],
+                         bed.dead_mgr,
+                         handle_of(handle_id(bed.w.stream) ^ UINT64_C(1) << 32),
+                         handle_of(handle_id(bed.w.stream) | UINT32_MAX) };
   const uint32_t modes[] = { READ };
   gemini_update_t update = GEMINI_UPDATE_INIT;
   update.arenas = &bed.other;
@@ -426,7 +436,7 @@ static void test_stream_that_is_none_is_refused_everywhere(void) {
     void *ptr = NULL;
     double norm = -1;
     update.stream = none[i];
-    if (none[i] != bed.x.stream) REFUSED(HANDLE, says, gemini_stream_destroy, none[i]);
+    REFUSED(HANDLE, says, gemini_stream_destroy, mgr, none[i]);
     REFUSED(HANDLE, says, gemini_stream_call, mgr, none[i], nothing, NULL);
     REFUSED(HANDLE, says, gemini_stream_synchronize, mgr, none[i]);
     REFUSED(HANDLE, says, gemini_op_begin, mgr, "op", none[i]);
@@ -444,26 +454,26 @@ static void test_stream_that_is_none_is_refused_everywhere(void) {
   CHECK_EQ(gemini_op_end(mgr), GEMINI_ERR_STATE); /* none of them opened */
   CHECK_OK(gemini_iteration_end(mgr));
   CHECK_OK(gemini_free(mgr, bed.block, GEMINI_STREAM_CALLER)); /* still there */
-  CHECK_OK(gemini_stream_destroy(0));
+  CHECK_OK(gemini_stream_destroy(mgr, NULL));
   bed_close();
 }
 
 static void test_object_that_is_none_is_refused_everywhere(void) {
   bed_open();
   const gemini_manager_t mgr = bed.w.mgr;
-  const uint64_t none[] = { 0,
-                            1,
-                            UINT64_MAX,
-                            bed.dead_tensor,
-                            bed.dead_arena,
-                            bed.x_tensor,
-                            bed.x_arena,
-                            mgr,
-                            bed.dead_mgr,
-                            bed.w.stream,
-                            bed.o[0] ^ UINT64_C(1) << 32,
-                            bed.o[0] | UINT32_MAX,
-                            bed.other | UINT32_MAX };
+  void *const none[] = { NULL,
+                         handle_of(1),
+                         handle_of(UINT64_MAX),
+                         bed.dead_tensor,
+                         bed.dead_arena,
+                         bed.x_tensor,
+                         bed.x_arena,
+                         mgr,
+                         bed.dead_mgr,
+                         bed.w.stream,
+                         handle_of(handle_id(bed.o[0]) ^ UINT64_C(1) << 32),
+                         handle_of(handle_id(bed.o[0]) | UINT32_MAX),
+                         handle_of(handle_id(bed.other) | UINT32_MAX) };
   FILE *file = tmpfile();
   CHECK(file && fputs("some text that is long enough for any of these ranges: sixty-four bytes", file) >= 0);
   CHECK(!fflush(file));
@@ -501,20 +511,20 @@ static void test_null_arguments_are_refused(void) {
   gemini_config_t config = world_config(4, 4, 0);
   gemini_arena_config_t arena_config = GEMINI_ARENA_CONFIG_INIT;
   gemini_access_t a = world_whole(bed.o[2], READ, HOST);
-  uint64_t out = UNTOUCHED;
+  any_handle_t out = { UNTOUCHED };
   double norm = -1;
-  REFUSED(INVALID, "config is NULL", gemini_manager_open, NULL, &out);
+  REFUSED(INVALID, "config is NULL", gemini_manager_open, NULL, &out.manager);
   REFUSED(INVALID, "mgr_out is NULL", gemini_manager_open, &config, NULL);
   REFUSED(INVALID, "stream_out is NULL", gemini_stream_create, mgr, NULL);
   REFUSED(INVALID, "fn is NULL", gemini_stream_call, mgr, GEMINI_STREAM_CALLER, NULL, NULL);
   REFUSED(INVALID, "fn is NULL", gemini_stream_call, mgr, bed.w.stream, NULL, NULL);
-  REFUSED(INVALID, "config is NULL", gemini_arena_create, mgr, NULL, &out);
+  REFUSED(INVALID, "config is NULL", gemini_arena_create, mgr, NULL, &out.arena);
   REFUSED(INVALID, "arena_out is NULL", gemini_arena_create, mgr, &arena_config, NULL);
   REFUSED(INVALID, "info_out is NULL", gemini_arena_info, mgr, bed.other, NULL);
   REFUSED(INVALID, "offset_out is NULL", gemini_arena_take, mgr, bed.other, 64, NULL);
-  REFUSED(INVALID, "name is NULL", gemini_tensor_register, mgr, bed.other, NULL, 64, GEMINI_OFFSET_NEXT, &out);
+  REFUSED(INVALID, "name is NULL", gemini_tensor_register, mgr, bed.other, NULL, 64, GEMINI_OFFSET_NEXT, &out.tensor);
   REFUSED(INVALID, "tensor_out is NULL", gemini_tensor_register, mgr, bed.other, "new", 64, GEMINI_OFFSET_NEXT, NULL);
-  REFUSED(INVALID, "name is NULL", gemini_tensor_find, mgr, NULL, &out);
+  REFUSED(INVALID, "name is NULL", gemini_tensor_find, mgr, NULL, &out.tensor);
   REFUSED(INVALID, "tensor_out is NULL", gemini_tensor_find, mgr, "p0", NULL);
   REFUSED(INVALID, "tensor_out is NULL", gemini_tensor_counterpart, mgr, bed.p[0], bed.master, NULL);
   REFUSED(INVALID, "info_out is NULL", gemini_tensor_info, mgr, bed.p[0], NULL);
@@ -532,19 +542,19 @@ static void test_null_arguments_are_refused(void) {
   REFUSED(INVALID, "norm_out is NULL", gemini_norm, mgr, &a, GEMINI_DTYPE_F32, GEMINI_STREAM_CALLER, NULL);
   REFUSED(INVALID, "update is NULL", gemini_update, mgr, NULL);
   REFUSED(INVALID, "stats_out is NULL", gemini_stats, mgr, NULL);
-  REFUSED(INVALID, "text_out is NULL|16", gemini_plan_explain, mgr, NULL, 16, &out);
-  REFUSED(INVALID, "text_out is NULL|16", gemini_manager_dump, mgr, NULL, 16, &out);
+  REFUSED(INVALID, "text_out is NULL|16", gemini_plan_explain, mgr, 16, NULL, &out.id);
+  REFUSED(INVALID, "text_out is NULL|16", gemini_manager_dump, mgr, 16, NULL, &out.id);
   REFUSED(INVALID, "path is NULL", gemini_trace_save, mgr, NULL);
   REFUSED(INVALID, "path is NULL", gemini_trace_load, mgr, NULL);
   REFUSED(INVALID, "path is NULL", gemini_timeline_start, mgr, NULL);
-  CHECK(out == UNTOUCHED && norm == -1);
+  CHECK(out.id == UNTOUCHED && norm == -1);
   /* NULL that the header allows. */
   CHECK_OK(gemini_acquire(mgr, NULL, 0, bed.w.stream));
   CHECK_OK(gemini_release(mgr, NULL, 0, bed.w.stream));
   CHECK_OK(gemini_hint(mgr, NULL, 0));
   CHECK_OK(gemini_move(mgr, NULL, 0));
   CHECK_OK(gemini_free(mgr, NULL, bed.w.stream));
-  CHECK_OK(gemini_plan_explain(mgr, NULL, 0, NULL));
+  CHECK_OK(gemini_plan_explain(mgr, 0, NULL, NULL));
   bed_close();
 }
 
@@ -575,21 +585,21 @@ static void test_input_structs_of_wrong_size_are_refused(void) {
   update.modes = modes;
   update.arena_count = 1;
   update.fn = no_span;
-  uint64_t out = UNTOUCHED;
+  any_handle_t out = { UNTOUCHED };
   for (size_t i = 0; i <= sizeof wrong_sizes / sizeof *wrong_sizes; i++) {
     bool below = i == sizeof wrong_sizes / sizeof *wrong_sizes; /* one byte too small */
     uint32_t wrong = below ? 0 : wrong_sizes[i];
     page_t p = page_of(&config, sizeof config, below ? sizeof config - 1 : wrong, 0);
     REFUSED(INVALID, text("struct_size is %u|%zu to 4096", p.struct_size, sizeof config), gemini_manager_open,
-            (const gemini_config_t *)p.bytes, &out);
+            (const gemini_config_t *)p.bytes, &out.manager);
     p = page_of(&arena_config, sizeof arena_config, below ? sizeof arena_config - 1 : wrong, 0);
     REFUSED(INVALID, text("struct_size is %u|%zu to 4096", p.struct_size, sizeof arena_config), gemini_arena_create,
-            mgr, (const gemini_arena_config_t *)p.bytes, &out);
+            mgr, (const gemini_arena_config_t *)p.bytes, &out.arena);
     p = page_of(&update, sizeof update, below ? sizeof update - 1 : wrong, 0);
     REFUSED(INVALID, text("struct_size is %u|%zu to 4096", p.struct_size, sizeof update), gemini_update, mgr,
             (const gemini_update_t *)p.bytes);
   }
-  CHECK_EQ(out, UNTOUCHED);
+  CHECK_EQ(out.id, UNTOUCHED);
   bed_close();
 }
 
@@ -606,32 +616,33 @@ static void test_longer_input_structs_are_fine_while_the_rest_is_zero(void) {
   update.fn = no_span;
   for (int i = 0; i < 3; i++) { /* how much longer: by a byte, by some, as much as there may be */
     uint32_t longer[] = { 1, 64, 4096 };
-    uint64_t out = UNTOUCHED, size, at;
+    uint64_t size, at;
+    any_handle_t out = { UNTOUCHED };
     page_t p;
 #define SIZE_OF(type) (size = longer[i] == 4096 ? 4096 : sizeof(type) + longer[i])
     for (int first = 0; first < 2; first++) { /* the first byte behind what is known is set, or the last */
       p = page_of(&config, sizeof config, (uint32_t)SIZE_OF(config), 0);
       p.bytes[at = first ? sizeof config : size - 1] = 1;
       REFUSED(INVALID, text("byte %d|%zu", (int)at, sizeof config), gemini_manager_open,
-              (const gemini_config_t *)p.bytes, &out);
+              (const gemini_config_t *)p.bytes, &out.manager);
       p = page_of(&arena_config, sizeof arena_config, (uint32_t)SIZE_OF(arena_config), 0);
       p.bytes[at = first ? sizeof arena_config : size - 1] = 1;
       REFUSED(INVALID, text("byte %d|%zu", (int)at, sizeof arena_config), gemini_arena_create, mgr,
-              (const gemini_arena_config_t *)p.bytes, &out);
+              (const gemini_arena_config_t *)p.bytes, &out.arena);
       p = page_of(&update, sizeof update, (uint32_t)SIZE_OF(update), 0);
       p.bytes[at = first ? sizeof update : size - 1] = 1;
       REFUSED(INVALID, text("byte %d|%zu", (int)at, sizeof update), gemini_update, mgr,
               (const gemini_update_t *)p.bytes);
     }
-    CHECK_EQ(out, UNTOUCHED);
+    CHECK_EQ(out.id, UNTOUCHED);
     p = page_of(&config, sizeof config, (uint32_t)SIZE_OF(config), 0);
     memset(p.bytes + size, 0xff, sizeof p.bytes - size); /* not looked at */
-    CHECK_OK(gemini_manager_open((const gemini_config_t *)p.bytes, &out));
-    CHECK_OK(gemini_manager_close(out));
+    CHECK_OK(gemini_manager_open((const gemini_config_t *)p.bytes, &out.manager));
+    CHECK_OK(gemini_manager_close(out.manager));
     p = page_of(&arena_config, sizeof arena_config, (uint32_t)SIZE_OF(arena_config), 0);
     memset(p.bytes + size, 0xff, sizeof p.bytes - size);
-    CHECK_OK(gemini_arena_create(mgr, (const gemini_arena_config_t *)p.bytes, &out));
-    CHECK_OK(gemini_arena_destroy(mgr, out));
+    CHECK_OK(gemini_arena_create(mgr, (const gemini_arena_config_t *)p.bytes, &out.arena));
+    CHECK_OK(gemini_arena_destroy(mgr, out.arena));
     p = page_of(&update, sizeof update, (uint32_t)SIZE_OF(update), 0);
     memset(p.bytes + size, 0xff, sizeof p.bytes - size);
     CHECK_OK(gemini_update(mgr, (const gemini_update_t *)p.bytes));
@@ -703,7 +714,7 @@ static void test_error_set_takes_errors_only(void) {
   }
 }
 static void test_last_error_keeps_its_record(void) {
-  CHECK_EQ(gemini_phase_set(UINT64_C(0xdeadbeef), 0), GEMINI_ERR_HANDLE);
+  CHECK_EQ(gemini_phase_set(handle_of(0xdeadbeef), 0), GEMINI_ERR_HANDLE);
   const gemini_error_info_t first = world_error();
   CHECK(!strcmp(first.operation, "gemini_phase_set") && strstr(first.message, "0xdeadbeef"));
   CHECK_EQ(gemini_last_error(NULL), GEMINI_ERR_INVALID);
@@ -751,9 +762,9 @@ static void test_statuses_have_words_of_their_own(void) {
   do {                                                       \
     gemini_config_t c = world_config(8, 8, 0);               \
     __VA_ARGS__;                                             \
-    gemini_manager_t mgr = UNTOUCHED;                        \
+    gemini_manager_t mgr = handle_of(UNTOUCHED);             \
     REFUSED(expected, texts, gemini_manager_open, &c, &mgr); \
-    CHECK_EQ(mgr, UNTOUCHED);                                \
+    CHECK_EQ(handle_id(mgr), UNTOUCHED);                     \
   } while (0)
 
 static void test_manager_config_out_of_range_is_refused(void) {
@@ -833,7 +844,7 @@ static void test_manager_sixty_fifth_is_refused(void) {
   CHECK_EQ(mgr[MANAGERS], 0);
   CHECK_OK(gemini_manager_close(mgr[30]));
   REFUSED(HANDLE, hex(mgr[30]), gemini_manager_close, mgr[30]);
-  uint64_t old = mgr[30];
+  gemini_manager_t old = mgr[30];
   CHECK_OK(gemini_manager_open(&c, &mgr[30]));
   CHECK(mgr[30] != old);
   REFUSED(HANDLE, hex(old), gemini_manager_close, old);
@@ -845,9 +856,9 @@ static void test_manager_sixty_fifth_is_refused(void) {
   do {                                                                    \
     gemini_arena_config_t c = GEMINI_ARENA_CONFIG_INIT;                   \
     __VA_ARGS__;                                                          \
-    gemini_arena_t arena = UNTOUCHED;                                     \
+    gemini_arena_t arena = handle_of(UNTOUCHED);                          \
     REFUSED(expected, texts, gemini_arena_create, bed.w.mgr, &c, &arena); \
-    CHECK_EQ(arena, UNTOUCHED);                                           \
+    CHECK_EQ(handle_id(arena), UNTOUCHED);                                \
   } while (0)
 
 static void test_arena_config_out_of_range_is_refused(void) {
@@ -867,7 +878,7 @@ static void test_arena_config_out_of_range_is_refused(void) {
   REFUSED_ARENA(INVALID, "capacity_bytes is 35184372088833|35184372088832", c.capacity_bytes = (UINT64_C(1) << 45) + 1);
   REFUSED_ARENA(INVALID, "capacity_bytes is 18446744073709551615", c.capacity_bytes = UINT64_MAX);
   /* like and reuse */
-  const uint64_t followers[] = { bed.grads, bed.master };
+  const gemini_arena_t followers[] = { bed.grads, bed.master };
   for (int i = 0; i < 2; i++) {
     REFUSED_ARENA(INVALID, i ? "master" : "grads", c.like = followers[i]);
     REFUSED_ARENA(INVALID, i ? "master" : "grads", c.reuse = followers[i]; c.kind = GEMINI_KIND_GRAD);
@@ -957,7 +968,7 @@ static void test_handle_of_what_was_destroyed_stays_dead(void) {
   CHECK_OK(gemini_stream_create(mgr, &stream));
   CHECK_OK(gemini_tensor_unregister(mgr, tensor));
   CHECK_OK(gemini_arena_destroy(mgr, arena));
-  CHECK_OK(gemini_stream_destroy(stream));
+  CHECK_OK(gemini_stream_destroy(mgr, stream));
   for (int i = 0; i < TIMES; i++) {
     gemini_tensor_t t = 0;
     CHECK_OK(gemini_tensor_register(mgr, bed.other, "again", 64, 0, &t));
@@ -973,7 +984,7 @@ static void test_handle_of_what_was_destroyed_stays_dead(void) {
     CHECK_OK(gemini_stream_create(mgr, &next));
     CHECK(next != stream);
     REFUSED(HANDLE, "", gemini_stream_synchronize, mgr, stream);
-    CHECK_OK(gemini_stream_destroy(next));
+    CHECK_OK(gemini_stream_destroy(mgr, next));
   }
   bed_close(); /* of closed managers: unit.test_manager */
 }
@@ -983,7 +994,7 @@ static void test_take_and_register_out_of_range_are_refused(void) {
   const gemini_manager_t mgr = bed.w.mgr;
   const gemini_arena_info_t params = world_arena_info(&bed.w, bed.params);
   const uint64_t next = (params.size_bytes + 511) / 512 * 512, left = params.capacity_bytes - next;
-  uint64_t out = UNTOUCHED;
+  any_handle_t out = { UNTOUCHED };
   const struct {
     uint64_t size;
     const char *says;
@@ -994,9 +1005,9 @@ static void test_take_and_register_out_of_range_are_refused(void) {
                 { UINT64_MAX - 1, "size_bytes is 18446744073709551614|params" },
                 { left + 2, text("size_bytes is %" PRIu64 "|%" PRIu64 " left", left + 2, left) } };
   for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
-    REFUSED(INVALID, sizes[i].says, gemini_arena_take, mgr, bed.params, sizes[i].size, &out);
+    REFUSED(INVALID, sizes[i].says, gemini_arena_take, mgr, bed.params, sizes[i].size, &out.id);
     REFUSED(INVALID, sizes[i].says, gemini_tensor_register, mgr, bed.params, "new", sizes[i].size, GEMINI_OFFSET_NEXT,
-            &out);
+            &out.tensor);
   }
   const struct {
     uint64_t offset, size;
@@ -1013,32 +1024,32 @@ static void test_take_and_register_out_of_range_are_refused(void) {
   for (size_t i = 0; i < sizeof ranges / sizeof *ranges; i++)
     REFUSED(INVALID,
             text("%" PRIu64 "|%" PRIu64 "|%" PRIu64 "|params", ranges[i].offset, ranges[i].size, params.size_bytes),
-            gemini_tensor_register, mgr, bed.params, "new", ranges[i].size, ranges[i].offset, &out);
+            gemini_tensor_register, mgr, bed.params, "new", ranges[i].size, ranges[i].offset, &out.tensor);
   const gemini_arena_t followers[] = { bed.grads, bed.master };
   for (int i = 0; i < 2; i++) { /* what follows another arena takes nothing itself */
-    REFUSED(INVALID, "params", gemini_arena_take, mgr, followers[i], 512, &out);
-    REFUSED(INVALID, "params", gemini_tensor_register, mgr, followers[i], "new", 512, GEMINI_OFFSET_NEXT, &out);
-    REFUSED(INVALID, "params", gemini_tensor_register, mgr, followers[i], "new", 512, 0, &out);
+    REFUSED(INVALID, "params", gemini_arena_take, mgr, followers[i], 512, &out.id);
+    REFUSED(INVALID, "params", gemini_tensor_register, mgr, followers[i], "new", 512, GEMINI_OFFSET_NEXT, &out.tensor);
+    REFUSED(INVALID, "params", gemini_tensor_register, mgr, followers[i], "new", 512, 0, &out.tensor);
   }
   char name[129];
   memset(name, 'n', 128);
   name[128] = 0;
-  REFUSED(INVALID, "name|127", gemini_tensor_register, mgr, bed.other, "", 64, GEMINI_OFFSET_NEXT, &out);
-  REFUSED(INVALID, "name|127", gemini_tensor_register, mgr, bed.other, name, 64, GEMINI_OFFSET_NEXT, &out);
-  REFUSED(EXISTS, "p0", gemini_tensor_register, mgr, bed.other, "p0", 64, GEMINI_OFFSET_NEXT, &out);
-  REFUSED(EXISTS, "o0", gemini_tensor_register, mgr, bed.other, "o0", 64, 0, &out);
-  REFUSED(NOT_FOUND, "new", gemini_tensor_find, mgr, "new", &out);
-  REFUSED(NOT_FOUND, "", gemini_tensor_find, mgr, "", &out);
-  REFUSED(NOT_FOUND, "dead", gemini_tensor_find, mgr, "dead", &out);
-  REFUSED(NOT_FOUND, "nnnn", gemini_tensor_find, mgr, name, &out);
+  REFUSED(INVALID, "name|127", gemini_tensor_register, mgr, bed.other, "", 64, GEMINI_OFFSET_NEXT, &out.tensor);
+  REFUSED(INVALID, "name|127", gemini_tensor_register, mgr, bed.other, name, 64, GEMINI_OFFSET_NEXT, &out.tensor);
+  REFUSED(EXISTS, "p0", gemini_tensor_register, mgr, bed.other, "p0", 64, GEMINI_OFFSET_NEXT, &out.tensor);
+  REFUSED(EXISTS, "o0", gemini_tensor_register, mgr, bed.other, "o0", 64, 0, &out.tensor);
+  REFUSED(NOT_FOUND, "new", gemini_tensor_find, mgr, "new", &out.tensor);
+  REFUSED(NOT_FOUND, "", gemini_tensor_find, mgr, "", &out.tensor);
+  REFUSED(NOT_FOUND, "dead", gemini_tensor_find, mgr, "dead", &out.tensor);
+  REFUSED(NOT_FOUND, "nnnn", gemini_tensor_find, mgr, name, &out.tensor);
   /* An arena that is not like the tensor's. */
-  REFUSED(INVALID, "other|params|p0", gemini_tensor_counterpart, mgr, bed.p[0], bed.other, &out);
-  REFUSED(INVALID, "params|other|o0", gemini_tensor_counterpart, mgr, bed.o[0], bed.params, &out);
-  REFUSED(INVALID, "empty", gemini_tensor_counterpart, mgr, bed.s[0], bed.empty, &out);
-  CHECK_EQ(out, UNTOUCHED);
-  CHECK_OK(gemini_arena_take(mgr, bed.params, left, &out)); /* all of it, nothing was lost to the refusals */
-  CHECK_EQ(out, next);
-  REFUSED(INVALID, "size_bytes is 2,|0 left", gemini_arena_take, mgr, bed.params, 2, &out);
+  REFUSED(INVALID, "other|params|p0", gemini_tensor_counterpart, mgr, bed.p[0], bed.other, &out.tensor);
+  REFUSED(INVALID, "params|other|o0", gemini_tensor_counterpart, mgr, bed.o[0], bed.params, &out.tensor);
+  REFUSED(INVALID, "empty", gemini_tensor_counterpart, mgr, bed.s[0], bed.empty, &out.tensor);
+  CHECK_EQ(out.id, UNTOUCHED);
+  CHECK_OK(gemini_arena_take(mgr, bed.params, left, &out.id)); /* all of it, nothing was lost to the refusals */
+  CHECK_EQ(out.id, next);
+  REFUSED(INVALID, "size_bytes is 2,|0 left", gemini_arena_take, mgr, bed.params, 2, &out.id);
   bed_close();
 }
 
@@ -1051,12 +1062,13 @@ static void test_take_beyond_a_followers_room_is_refused(void) {
   c.like = bed.params;
   c.capacity_bytes = 2 * world_arena_info(&bed.w, bed.params).size_bytes + 4096;
   gemini_arena_t follower;
-  uint64_t out = UNTOUCHED;
+  any_handle_t out = { UNTOUCHED };
   CHECK_OK(gemini_arena_create(bed.w.mgr, &c, &follower));
-  REFUSED(INVALID, "short", gemini_arena_take, bed.w.mgr, bed.params, 4 * W, &out);
-  REFUSED(INVALID, "short", gemini_tensor_register, bed.w.mgr, bed.params, "new", 4 * W, GEMINI_OFFSET_NEXT, &out);
-  CHECK_EQ(out, UNTOUCHED);
-  CHECK_EQ(gemini_tensor_find(bed.w.mgr, "new", &out), GEMINI_ERR_NOT_FOUND);
+  REFUSED(INVALID, "short", gemini_arena_take, bed.w.mgr, bed.params, 4 * W, &out.id);
+  REFUSED(INVALID, "short", gemini_tensor_register, bed.w.mgr, bed.params, "new", 4 * W, GEMINI_OFFSET_NEXT,
+          &out.tensor);
+  CHECK_EQ(out.id, UNTOUCHED);
+  CHECK_EQ(gemini_tensor_find(bed.w.mgr, "new", &out.tensor), GEMINI_ERR_NOT_FOUND);
   CHECK_OK(gemini_arena_destroy(bed.w.mgr, follower));
   bed_close();
 }
@@ -1070,17 +1082,17 @@ static void test_streams_beyond_the_limit_and_in_use_are_refused(void) {
   for (int i = 1; i < STREAMS; i++) CHECK_OK(gemini_stream_create(mgr, &stream[i])); /* and the bed's */
   REFUSED(INVALID, "48", gemini_stream_create, mgr, &stream[STREAMS]);
   CHECK_EQ(stream[STREAMS], 0);
-  for (int i = 2; i < STREAMS; i++) CHECK_OK(gemini_stream_destroy(stream[i]));
-  REFUSED(HANDLE, hex(stream[2]), gemini_stream_destroy, stream[2]);
+  for (int i = 2; i < STREAMS; i++) CHECK_OK(gemini_stream_destroy(mgr, stream[i]));
+  REFUSED(HANDLE, hex(stream[2]), gemini_stream_destroy, mgr, stream[2]);
   CHECK_OK(gemini_iteration_begin(mgr));
   CHECK_OK(gemini_op_begin(mgr, "op", stream[1]));
-  REFUSED(BUSY, "operator", gemini_stream_destroy, stream[1]);
+  REFUSED(BUSY, "operator", gemini_stream_destroy, mgr, stream[1]);
   CHECK_OK(gemini_op_end(mgr));
   CHECK_OK(gemini_iteration_end(mgr));
-  CHECK_OK(gemini_stream_destroy(stream[1]));
+  CHECK_OK(gemini_stream_destroy(mgr, stream[1]));
   world_t gone = world_open(world_config(2, 2, 0));
   world_close(&gone);
-  REFUSED(HANDLE, hex(gone.stream), gemini_stream_destroy, gone.stream); /* it went with its manager */
+  REFUSED(HANDLE, hex(gone.stream), gemini_stream_destroy, mgr, gone.stream); /* it went with its manager */
   bed_close();
 }
 
@@ -1099,7 +1111,8 @@ static void test_access_ranges_outside_their_object_are_refused(void) {
   const uint64_t used = world_arena_info(&bed.w, bed.other).size_bytes;
   const int fd = file_of("sixteen bytes.. and more");
   const struct {
-    uint64_t object, offset, size, limit;
+    void *object;
+    uint64_t offset, size, limit;
   } ranges[] = { { bed.o[1], 0, 2 * W + 1, 2 * W },
                  { bed.o[1], 2 * W, 1, 2 * W },
                  { bed.o[1], 2 * W, 0, 2 * W },
@@ -1246,7 +1259,7 @@ static void refuse_releases_like(gemini_access_t a, gemini_tensor_t neighbour) {
   gemini_access_t twice[2] = { a, a }, others[2] = { a, world_whole(bed.s[1], READ, a.tier) };
   REFUSED(STATE, "", gemini_release, mgr, twice, 2, bed.w.stream);
   REFUSED(STATE, "not acquired", gemini_release, mgr, others, 2, bed.w.stream);
-  others[1].object = bed.dead_tensor;
+  others[1].object.tensor = bed.dead_tensor;
   REFUSED(HANDLE, hex(bed.dead_tensor), gemini_release, mgr, others, 2, bed.w.stream);
 }
 
@@ -1325,12 +1338,12 @@ static void test_release_of_a_long_batch_is_all_or_none(void) {
 static void test_release_of_a_part_or_of_several_at_once_is_refused(void) {
   bed_open();
   const gemini_manager_t mgr = bed.w.mgr;
-  const uint64_t objects[] = { bed.o[1], bed.other };
+  const gemini_object_t objects[] = { OBJECT(bed.o[1]), OBJECT(bed.other) };
   const uint64_t end = 2 * W;
   for (uint32_t tier = DEVICE; tier <= HOST; tier++) {
     for (uint32_t mode = READ; mode <= BOTH; mode += 2) {
       for (int i = 0; i < 2; i++) {
-        const uint64_t o = objects[i];
+        const gemini_object_t o = objects[i];
         gemini_access_t all = world_part(o, 0, end, mode, tier), half = world_part(o, 0, W, mode, tier),
                         rest = world_part(o, W, W, mode, tier), other = all;
         CHECK_OK(gemini_acquire(mgr, &all, 1, GEMINI_STREAM_CALLER));
@@ -1598,19 +1611,19 @@ static void test_checkpoints_of_a_manager_that_keeps_nothing_are_refused(void) {
 /* ---- topologies: of this machine, if it is described */
 static void test_topology_of_nothing_is_refused(void) {
   bed_open();
-  gemini_topology_t t = UNTOUCHED, closed = 0;
+  gemini_topology_t t = handle_of(UNTOUCHED), closed = NULL;
   uint32_t out = 77, disks[64] = { 77 }, node = 77;
   REFUSED(INVALID, "topology_out is NULL", gemini_topology_open, NULL, NULL);
   REFUSED(IO, "/nowhere/at/all", gemini_topology_open, "/nowhere/at/all", &t);
   REFUSED(FORMAT, "topology", gemini_topology_open, __FILE__, &t);
-  CHECK(t == UNTOUCHED);
+  CHECK(handle_id(t) == UNTOUCHED);
   gemini_status_t status = gemini_topology_open(NULL, &t);
   if (!status) {
     CHECK_OK(gemini_topology_open(NULL, &closed));
     CHECK_OK(gemini_topology_close(closed));
   }
   CHECK_OK(gemini_topology_close(0));
-  const uint64_t none[] = { 1, UINT64_MAX, closed, bed.w.mgr, bed.other, bed.w.stream };
+  void *const none[] = { handle_of(1), handle_of(UINT64_MAX), closed, bed.w.mgr, bed.other, bed.w.stream };
   gemini_topology_object_t object = GEMINI_TOPOLOGY_OBJECT_INIT;
   object.size_bytes = UNTOUCHED;
   for (size_t i = 0; i < sizeof none / sizeof *none; i++) {
@@ -1620,7 +1633,7 @@ static void test_topology_of_nothing_is_refused(void) {
     REFUSED(HANDLE, "topology", gemini_topology_object, none[i], GEMINI_OBJECT_NODE, 0, &object);
     REFUSED(HANDLE, "topology", gemini_topology_distance, none[i], GEMINI_OBJECT_NODE, 0, GEMINI_OBJECT_NODE, 0, &out);
     REFUSED(HANDLE, "topology", gemini_topology_nearest, none[i], GEMINI_OBJECT_NODE, 0, GEMINI_OBJECT_NODE, &out);
-    REFUSED(HANDLE, "topology", gemini_topology_directory, none[i], ".", disks, 64, &out, &node);
+    REFUSED(HANDLE, "topology", gemini_topology_directory, none[i], ".", 64, disks, &out, &node);
   }
   const uint32_t kinds[] = { GEMINI_OBJECT_COUNT, GEMINI_OBJECT_COUNT + 1, UINT32_MAX };
   for (int i = 0; !status && i < 3; i++) {
@@ -1649,11 +1662,11 @@ static void test_topology_of_nothing_is_refused(void) {
     REFUSED(INVALID, "distance_out is NULL", gemini_topology_distance, t, GEMINI_OBJECT_NODE, 0, GEMINI_OBJECT_NODE, 0,
             NULL);
     REFUSED(INVALID, "index_out is NULL", gemini_topology_nearest, t, GEMINI_OBJECT_NODE, 0, GEMINI_OBJECT_NODE, NULL);
-    REFUSED(INVALID, "path is NULL", gemini_topology_directory, t, NULL, disks, 64, &out, &node);
-    REFUSED(INVALID, "disks_out is NULL", gemini_topology_directory, t, ".", NULL, 64, &out, &node);
-    REFUSED(INVALID, "count_out is NULL", gemini_topology_directory, t, ".", disks, 64, NULL, &node);
-    REFUSED(IO, "/nowhere/at/all", gemini_topology_directory, t, "/nowhere/at/all", disks, 64, &out, &node);
-    REFUSED(NOT_FOUND, "/proc", gemini_topology_directory, t, "/proc", disks, 64, &out, &node);
+    REFUSED(INVALID, "path is NULL", gemini_topology_directory, t, NULL, 64, disks, &out, &node);
+    REFUSED(INVALID, "disks_out is NULL", gemini_topology_directory, t, ".", 64, NULL, &out, &node);
+    REFUSED(INVALID, "count_out is NULL", gemini_topology_directory, t, ".", 64, disks, NULL, &node);
+    REFUSED(IO, "/nowhere/at/all", gemini_topology_directory, t, "/nowhere/at/all", 64, disks, &out, &node);
+    REFUSED(NOT_FOUND, "/proc", gemini_topology_directory, t, "/proc", 64, disks, &out, &node);
     for (size_t i = 0; i <= sizeof wrong_sizes / sizeof *wrong_sizes; i++) {
       uint32_t wrong = i < sizeof wrong_sizes / sizeof *wrong_sizes ? wrong_sizes[i] : (uint32_t)sizeof object - 1;
       page_t p = page_of(&wrong, 4, wrong, 0xa5);
@@ -1875,13 +1888,13 @@ static void test_insight_out_of_order_is_refused(void) {
   REFUSED(IO, "", gemini_trace_save, mgr, "");
   /* The words that fit, and always an end. */
   uint64_t length = 0;
-  CHECK_OK(gemini_plan_explain(mgr, NULL, 0, &length));
+  CHECK_OK(gemini_plan_explain(mgr, 0, NULL, &length));
   CHECK(length > 16);
   for (uint64_t size = 0; size <= 16; size++) {
     char words[20];
     memset(words, '!', sizeof words);
     uint64_t again = 0;
-    CHECK_OK(gemini_plan_explain(mgr, words, size, &again));
+    CHECK_OK(gemini_plan_explain(mgr, size, words, &again));
     CHECK_EQ(again, length);
     if (size) CHECK_EQ(strlen(words), size - 1);
     CHECK(all_are((uint8_t *)words, size, sizeof words, '!'));
@@ -1978,19 +1991,19 @@ static void test_streams_of_an_api_that_is_not_there_are_refused(void) {
 /* The simulated device has no graphs: more in unit/test_graph.c. */
 static void test_graphs_that_are_not_there_are_refused(void) {
   bed_open();
-  gemini_graph_t graph = UNTOUCHED;
+  gemini_graph_t graph = handle_of(UNTOUCHED);
   REFUSED(UNSUPPORTED, "graphs", gemini_graph_begin, bed.w.mgr, bed.w.stream, W, &graph);
   REFUSED(INVALID, "graph_out", gemini_graph_begin, bed.w.mgr, bed.w.stream, W, NULL);
-  CHECK(graph == UNTOUCHED);
-  const uint64_t none[] = { bed.w.stream, bed.x.stream, bed.other, UNTOUCHED };
+  CHECK(handle_id(graph) == UNTOUCHED);
+  void *const none[] = { bed.w.stream, bed.x.stream, bed.other, handle_of(UNTOUCHED) };
   for (size_t i = 0; i < sizeof none / sizeof *none; i++) {
     REFUSED(HANDLE, hex(none[i]), gemini_graph_end, bed.w.mgr, none[i]);
     REFUSED(HANDLE, hex(none[i]), gemini_graph_enter, bed.w.mgr, none[i], bed.w.stream);
     REFUSED(HANDLE, hex(none[i]), gemini_graph_leave, bed.w.mgr, none[i]);
-    REFUSED(HANDLE, hex(none[i]), gemini_graph_destroy, none[i]);
+    REFUSED(HANDLE, hex(none[i]), gemini_graph_destroy, bed.w.mgr, none[i]);
   }
-  REFUSED(HANDLE, "", gemini_graph_destroy, bed.dead_mgr);
-  CHECK_OK(gemini_graph_destroy(0));
+  REFUSED(HANDLE, "", gemini_graph_destroy, bed.w.mgr, (void *)bed.dead_mgr);
+  CHECK_OK(gemini_graph_destroy(bed.w.mgr, NULL));
   bed_close();
 }
 

@@ -89,11 +89,11 @@ static subject_t bring(int kind, uint32_t state, uint32_t place) {
 /* Through the arena, which changes no tensor's state. */
 static bool has_bytes(const subject_t *s, uint64_t seed) {
   uint64_t offset = world_tensor_info(&s->w, s->t).offset_bytes, i = 0;
-  gemini_access_t a = world_part(s->arena, offset, BYTES, READ, s->held.object ? s->held.tier : HOST);
-  if (s->held.object && s->held.tier == HOST) a.ptr = s->held.ptr; /* who has it for writing sees it */
+  gemini_access_t a = world_part(s->arena, offset, BYTES, READ, s->held.object.tensor ? s->held.tier : HOST);
+  if (s->held.object.tensor && s->held.tier == HOST) a.ptr = s->held.ptr; /* who has it for writing sees it */
   else CHECK_OK(gemini_acquire(s->w.mgr, &a, 1, GEMINI_STREAM_CALLER));
   while (i < BYTES && ((uint8_t *)a.ptr)[i] == world_byte(seed, i)) i++;
-  if (!s->held.object || s->held.tier == DEVICE) CHECK_OK(gemini_release(s->w.mgr, &a, 1, GEMINI_STREAM_CALLER));
+  if (!s->held.object.tensor || s->held.tier == DEVICE) CHECK_OK(gemini_release(s->w.mgr, &a, 1, GEMINI_STREAM_CALLER));
   return i == BYTES;
 }
 
@@ -101,7 +101,7 @@ static void finish(subject_t *s, uint64_t seed) {
   uint32_t state = state_of(s);
   CHECK(has_bytes(s, seed));
   CHECK_EQ(state_of(s), state);
-  if (s->held.object) CHECK_OK(gemini_release(s->w.mgr, &s->held, 1, GEMINI_STREAM_CALLER));
+  if (s->held.object.tensor) CHECK_OK(gemini_release(s->w.mgr, &s->held, 1, GEMINI_STREAM_CALLER));
   CHECK(world_holds(&s->w, s->next, 0, 4096, SEED_NEXT));
   world_close(&s->w);
 }
@@ -169,10 +169,10 @@ static gemini_status_t by_acquire(subject_t *s, uint32_t mode, uint32_t tier) {
   gemini_access_t a = whole_of(s->t, mode, tier);
   gemini_status_t status = gemini_acquire(s->w.mgr, &a, 1, GEMINI_STREAM_CALLER);
   if (status) return status;
-  CHECK_EQ(world_tensor_info(&s->w, s->t).users, s->held.object ? 2 : 1);
-  if (mode == WRITE && !s->held.object) /* its old bytes need not have come */
+  CHECK_EQ(world_tensor_info(&s->w, s->t).users, s->held.object.tensor ? 2 : 1);
+  if (mode == WRITE && !s->held.object.tensor) /* its old bytes need not have come */
     for (uint64_t i = 0; i < BYTES; i++) ((uint8_t *)a.ptr)[i] = world_byte(SEED, i);
-  if (s->held.object) { /* the second of two: it stays COMPUTE as long as one is left */
+  if (s->held.object.tensor) { /* the second of two: it stays COMPUTE as long as one is left */
     CHECK_OK(gemini_release(s->w.mgr, &a, 1, GEMINI_STREAM_CALLER));
     CHECK_EQ(state_of(s), COMPUTE);
   } else {
@@ -182,10 +182,10 @@ static gemini_status_t by_acquire(subject_t *s, uint32_t mode, uint32_t tier) {
 }
 static gemini_status_t by_release(subject_t *s, uint32_t phase, uint32_t unused) {
   (void)unused;
-  gemini_access_t a = s->held.object ? s->held : whole_of(s->t, READ, DEVICE);
+  gemini_access_t a = s->held.object.tensor ? s->held : whole_of(s->t, READ, DEVICE);
   CHECK_OK(gemini_phase_set(s->w.mgr, phase));
   gemini_status_t status = gemini_release(s->w.mgr, &a, 1, GEMINI_STREAM_CALLER);
-  if (!status) s->held.object = 0;
+  if (!status) s->held.object.tensor = NULL;
   return status;
 }
 static gemini_status_t by_update(subject_t *s, uint32_t mode, uint32_t flags) {

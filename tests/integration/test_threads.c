@@ -10,11 +10,12 @@
 #include <unistd.h>
 
 enum { THREADS = 6, OWN = 4, SHARED = 4 };
-#define WORLD_MORE                                      \
-  gemini_arena_t arena; /* of byte elements */          \
-  gemini_tensor_t shared[SHARED];                       \
-  gemini_tensor_t own[THREADS][OWN]; /* a chunk each */ \
-  pthread_mutex_t lock;                                 \
+#define WORLD_MORE                                                \
+  gemini_arena_t arena; /* of byte elements */                    \
+  gemini_tensor_t shared[SHARED];                                 \
+  gemini_tensor_t own[THREADS][OWN]; /* a chunk each */           \
+  gemini_arena_t arenas[THREADS];    /* in the test of updates */ \
+  pthread_mutex_t lock;                                           \
   _Atomic bool stop;
 #include "world.h"
 
@@ -93,7 +94,7 @@ static void run_threads(world_t *w, int count, void *(*body)(void *)) {
   }
   for (int i = 0; i < count; i++) CHECK_EQ(pthread_create(&m[i].thread, NULL, body, &m[i]), 0);
   for (int i = 0; i < count; i++) CHECK_EQ(pthread_join(m[i].thread, NULL), 0);
-  for (int i = 0; i < count; i++) OK(gemini_stream_destroy(m[i].stream));
+  for (int i = 0; i < count; i++) OK(gemini_stream_destroy(w->mgr, m[i].stream));
 }
 
 /* The thread's last failure is its own: it names what only this thread asked for. */
@@ -183,7 +184,7 @@ static void *body_mixed(void *user) {
       CHECK(s.used_bytes[HOST] <= s.budget_bytes[HOST] && s.used_bytes[FILES] <= s.budget_bytes[FILES]);
       char text[2000];
       uint64_t length = 0;
-      OK(gemini_plan_explain(w->mgr, text, sizeof text, &length));
+      OK(gemini_plan_explain(w->mgr, sizeof text, text, &length));
       CHECK(strnlen(text, sizeof text) < sizeof text);
       gemini_arena_info_t info = GEMINI_ARENA_INFO_INIT;
       OK(gemini_arena_info(w->mgr, w->arena, &info));
@@ -332,7 +333,7 @@ static void *body_register(void *user) {
       work_t check = { a.ptr, CHUNK / 8, 7, false };
       OK(gemini_stream_call(w->mgr, stream, work_check, &check));
       OK(gemini_release(w->mgr, &a, 1, stream));
-      OK(gemini_stream_destroy(stream)); /* waits for its work */
+      OK(gemini_stream_destroy(w->mgr, stream)); /* waits for its work */
       CHECK(check.right);
       break;
     }
@@ -398,7 +399,7 @@ static void *body_train(void *user) {
     CHECK(s.used_bytes[DEVICE] <= s.budget_bytes[DEVICE]);
     uint64_t length = 0;
     char text[512];
-    OK(gemini_plan_explain(w->mgr, text, sizeof text, &length));
+    OK(gemini_plan_explain(w->mgr, sizeof text, text, &length));
     gemini_access_t a = world_whole(w->own[m->number][0], 0, m->number % 2 ? DEVICE : HOST);
     OK(gemini_hint(w->mgr, &a, 1));
     gemini_tensor_info_t info = GEMINI_TENSOR_INFO_INIT;
@@ -444,8 +445,8 @@ static void *body_update(void *user) {
   world_t *w = m->w;
   uint64_t expected = 0;
   for (int round = 0; round < UPDATES; round++) {
-    if (m->number < 3) { /* each over its own arena; own[..][0] is the arena here */
-      gemini_arena_t arena = w->own[m->number][0];
+    if (m->number < 3) { /* each over its own arena */
+      gemini_arena_t arena = w->arenas[m->number];
       uint32_t mode = GEMINI_READ_WRITE;
       gemini_update_t u = GEMINI_UPDATE_INIT;
       u.arenas = &arena;
@@ -495,14 +496,14 @@ static void test_threads_update_load_and_resize(void) {
   for (int t = 0; t < 3; t++) {
     char name[32];
     snprintf(name, sizeof name, "update.%d", t);
-    w.own[t][0] = arena_of(w.mgr, 0, name);
+    w.arenas[t] = arena_of(w.mgr, 0, name);
     uint64_t at;
-    OK(gemini_arena_take(w.mgr, w.own[t][0], 3 * CHUNK, &at));
+    OK(gemini_arena_take(w.mgr, w.arenas[t], 3 * CHUNK, &at));
   }
   run_threads(&w, THREADS, body_update);
   OK(gemini_update_wait(w.mgr));
   for (int t = 0; t < 3; t++) {
-    gemini_access_t a = world_whole(w.own[t][0], GEMINI_READ, HOST);
+    gemini_access_t a = world_whole(w.arenas[t], GEMINI_READ, HOST);
     OK(gemini_acquire(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
     for (uint64_t i = 0; i < 3 * CHUNK; i++) CHECK_EQ(((uint8_t *)a.ptr)[i], UPDATES);
     OK(gemini_release(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
@@ -585,7 +586,7 @@ static void test_threads_acquire_while_arenas_are_cut_anew(void) {
     for (int i = 0; i < count; i++) CHECK_EQ(pthread_join(m[i].thread, NULL), 0);
     for (int i = 0; i < THREADS; i++)
       for (int k = 0; k < OWN; k++) expect(&w, w.own[i][k], k % 2 ? HOST : DEVICE, 7);
-    for (int i = 0; i < count; i++) OK(gemini_stream_destroy(m[i].stream));
+    for (int i = 0; i < count; i++) OK(gemini_stream_destroy(w.mgr, m[i].stream));
     threads_close(&w);
   }
   fprintf(stderr, "    cut anew %d times of %d\n", cut, RECUT_ROUNDS);

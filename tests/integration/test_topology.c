@@ -16,7 +16,9 @@
 
 #include "../check.h"
 #include "../fork.h"
+#include "../handles.h"
 #include "gemini.h"
+#include "gemini/topology.h"
 #include "host/topology.h"
 
 #define NODE GEMINI_OBJECT_NODE
@@ -243,7 +245,7 @@ static void test_no_io_has_nodes_only(void) {
 /* --- misuse --- */
 
 static void test_open_of_what_is_no_topology_is_refused(void) {
-  gemini_topology_t t = 77;
+  gemini_topology_t t = handle_of(77);
   CHECK_EQ(gemini_topology_open("/nonexistent/machine.xml", &t), GEMINI_ERR_IO);
   CHECK(strstr(message(), "/nonexistent/machine.xml"));
   char path[] = "/tmp/gemini_test_XXXXXX";
@@ -253,7 +255,7 @@ static void test_open_of_what_is_no_topology_is_refused(void) {
   CHECK_EQ(gemini_topology_open(path, &t), GEMINI_ERR_FORMAT);
   CHECK(strstr(message(), path));
   unlink(path);
-  CHECK_EQ(t, 77);
+  CHECK_EQ(handle_id(t), 77);
   CHECK_EQ(gemini_topology_open(NULL, NULL), GEMINI_ERR_INVALID);
 }
 
@@ -287,14 +289,14 @@ static void test_damaged_topology_ends_no_process(void) {
       damaged[check_random(&random) % size] = (char)(' ' + check_random(&random) % 95);
     size_t length = round % 10 == 9 ? check_random(&random) % size : size;
     CHECK(!ftruncate(fd, 0) && pwrite(fd, damaged, length, 0) == (ssize_t)length);
-    gemini_topology_t t = 77;
+    gemini_topology_t t = handle_of(77);
     dies = round == 0;
     gemini_status_t status = gemini_topology_open(changed, &t);
     dies = false;
     CHECK(status == GEMINI_OK || status == GEMINI_ERR_FORMAT);
-    CHECK(status || t != 77);
+    CHECK(status || handle_id(t) != 77);
     if (!status) done(t);
-    else CHECK(t == 77 && strstr(message(), changed));
+    else CHECK(handle_id(t) == 77 && strstr(message(), changed));
     refused += status != GEMINI_OK;
     CHECK(round || status == GEMINI_ERR_FORMAT); /* the damage that hwloc does not survive, whichever version it is */
   }
@@ -326,7 +328,7 @@ static void test_handles_and_indices_are_checked(void) {
   gemini_topology_t next = saved("no_io"); /* takes the place, but not the handle */
   CHECK(next != t);
   CHECK_EQ(gemini_topology_count(t, NODE, &n), GEMINI_ERR_HANDLE);
-  CHECK_EQ(gemini_topology_count(t ^ UINT64_C(0xff), NODE, &n), GEMINI_ERR_HANDLE);
+  CHECK_EQ(gemini_topology_count(handle_of(handle_id(t) ^ UINT64_C(0xff)), NODE, &n), GEMINI_ERR_HANDLE);
   done(next);
   CHECK_EQ(count(other, NODE), 1);
   done(other);
@@ -342,8 +344,8 @@ static void test_handles_and_indices_are_checked(void) {
 static void test_saved_topology_knows_no_directories_and_binds_nothing(void) {
   gemini_topology_t t = saved("one_node");
   uint32_t disks[64], n = 77;
-  CHECK_EQ(gemini_topology_directory(t, "/", disks, 64, &n, NULL), GEMINI_ERR_UNSUPPORTED);
-  CHECK_EQ(gemini_topology_directory(t, NULL, disks, 64, &n, NULL), GEMINI_ERR_INVALID);
+  CHECK_EQ(gemini_topology_directory(t, "/", 64, disks, &n, NULL), GEMINI_ERR_UNSUPPORTED);
+  CHECK_EQ(gemini_topology_directory(t, NULL, 64, disks, &n, NULL), GEMINI_ERR_INVALID);
   done(t);
   char path[1024], reason[160] = "";
   data_path("one_node", path, sizeof path);
@@ -494,7 +496,7 @@ static void test_this_machine_agrees_with_the_system(void) {
     CHECK_EQ(object(t, DISK, i).size_bytes, sectors * 512 / 1024 * 1024);
   }
   uint32_t disks[64], n = 0, node = 77;
-  gemini_status_t status = gemini_topology_directory(t, ".", disks, 64, &n, &node);
+  gemini_status_t status = gemini_topology_directory(t, ".", 64, disks, &n, &node);
   if (status == GEMINI_OK) {
     CHECK(n >= 1);
     for (uint32_t i = 0; i < n; i++) CHECK(disks[i] < count(t, DISK));
@@ -504,9 +506,9 @@ static void test_this_machine_agrees_with_the_system(void) {
     CHECK_EQ(status, GEMINI_ERR_NOT_FOUND);
     fprintf(stderr, "    %s\n", message());
   }
-  CHECK_EQ(gemini_topology_directory(t, "/proc", disks, 64, &n, &node), GEMINI_ERR_NOT_FOUND);
+  CHECK_EQ(gemini_topology_directory(t, "/proc", 64, disks, &n, &node), GEMINI_ERR_NOT_FOUND);
   CHECK(strstr(message(), "/proc"));
-  CHECK_EQ(gemini_topology_directory(t, "/nonexistent", disks, 64, &n, &node), GEMINI_ERR_IO);
+  CHECK_EQ(gemini_topology_directory(t, "/nonexistent", 64, disks, &n, &node), GEMINI_ERR_IO);
   done(t);
 }
 

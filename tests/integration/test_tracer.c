@@ -62,7 +62,7 @@ static net_t net_open(const gemini_config_t *config) {
     snprintf(name, sizeof name, "layer.%d", i);
     OK(gemini_tensor_register(n.mgr, n.params, name, LAYER_BYTES, GEMINI_OFFSET_NEXT, &n.weight[i]));
     OK(gemini_tensor_counterpart(n.mgr, n.weight[i], n.grads, &n.gradient[i]));
-    gemini_access_t w = { .object = n.weight[i], .mode = GEMINI_WRITE, .tier = GEMINI_TIER_HOST };
+    gemini_access_t w = { .object.tensor = n.weight[i], .mode = GEMINI_WRITE, .tier = GEMINI_TIER_HOST };
     OK(gemini_acquire(n.mgr, &w, 1, GEMINI_STREAM_CALLER));
     for (uint32_t k = 0; k < LAYER_BYTES / 4; k++) ((uint32_t *)w.ptr)[k] = (uint32_t)i << 24 | k;
     OK(gemini_release(n.mgr, &w, 1, GEMINI_STREAM_CALLER));
@@ -76,8 +76,8 @@ static void layer_op(net_t *n, const step_t *s, int layer, bool backward) {
   snprintf(name, sizeof name, "%s.%d", backward ? "bwd" : "fwd", layer);
   OK(gemini_op_begin(n->mgr, name, n->stream));
   uint64_t bytes = s->unused == (uint32_t)layer + 1 ? CHUNK : LAYER_BYTES;
-  gemini_access_t use[2] = { { .object = n->weight[layer], .size_bytes = bytes, .mode = GEMINI_READ },
-                             { .object = n->gradient[layer], .mode = GEMINI_WRITE } };
+  gemini_access_t use[2] = { { .object.tensor = n->weight[layer], .size_bytes = bytes, .mode = GEMINI_READ },
+                             { .object.tensor = n->gradient[layer], .mode = GEMINI_WRITE } };
   OK(gemini_acquire(n->mgr, use, backward ? 2 : 1, n->stream));
   void *work = NULL, *more = NULL;
   uint64_t scale = s->scale ? s->scale : 1;
@@ -280,7 +280,7 @@ static void test_departures_random_router_reads_right_bytes(void) {
       char name[32];
       snprintf(name, sizeof name, "expert.%d", i);
       OK(gemini_op_begin(n.mgr, name, n.stream));
-      gemini_access_t a = { .object = n.weight[i], .mode = GEMINI_READ };
+      gemini_access_t a = { .object.tensor = n.weight[i], .mode = GEMINI_READ };
       OK(gemini_acquire(n.mgr, &a, 1, n.stream));
       looks[i] = (look_t){ a.ptr, (uint32_t)i << 24, 0 };
       OK(gemini_stream_call(n.mgr, n.stream, look, &looks[i]));
@@ -312,7 +312,7 @@ static void test_plan_op_too_large_names_op_and_bytes(void) {
   OK(gemini_iteration_begin(n.mgr));
   OK(gemini_op_begin(n.mgr, "wide op", n.stream));
   for (int i = 0; i < 3; i++) {
-    gemini_access_t a = { .object = n.weight[i], .mode = GEMINI_READ };
+    gemini_access_t a = { .object.tensor = n.weight[i], .mode = GEMINI_READ };
     OK(gemini_acquire(n.mgr, &a, 1, n.stream));
     OK(gemini_release(n.mgr, &a, 1, n.stream));
   }
@@ -320,7 +320,7 @@ static void test_plan_op_too_large_names_op_and_bytes(void) {
   CHECK_EQ(gemini_iteration_end(n.mgr), GEMINI_ERR_OOM_DEVICE);
   CHECK_EQ(bytes_lacking(last_message(), "wide op"), 2 * CHUNK);
   char text[200];
-  OK(gemini_plan_explain(n.mgr, text, sizeof text, NULL));
+  OK(gemini_plan_explain(n.mgr, sizeof text, text, NULL));
   CHECK(strstr(text, "No plan"));
   OK(net_step(&n, &(step_t){ .forward_only = true })); /* and what fits is planned as ever */
   net_close(&n);
@@ -355,7 +355,7 @@ static int child(const char *path) {
   OK(gemini_trace_load(n.mgr, path));
   gemini_stats_t s = stats_of(&n);
   char text[16384];
-  OK(gemini_plan_explain(n.mgr, text, sizeof text, NULL));
+  OK(gemini_plan_explain(n.mgr, sizeof text, text, NULL));
   printf("%" PRIu64 " %" PRIu64 " %" PRIu64 " %" PRIu64 "\n%s", s.predicted_step_ns, s.planned_fetch_bytes,
          s.planned_evict_bytes, s.chunk_bytes, text);
   net_close(&n);
@@ -443,7 +443,7 @@ static void with_chunks_of(const char *path, uint64_t chunk) {
 
 static void check_weights(net_t *n) {
   for (int i = 0; i < LAYERS; i++) {
-    gemini_access_t w = { .object = n->weight[i], .mode = GEMINI_READ, .tier = GEMINI_TIER_HOST };
+    gemini_access_t w = { .object.tensor = n->weight[i], .mode = GEMINI_READ, .tier = GEMINI_TIER_HOST };
     OK(gemini_acquire(n->mgr, &w, 1, GEMINI_STREAM_CALLER));
     for (uint32_t k = 0; k < LAYER_BYTES / 4; k++) CHECK_EQ(((uint32_t *)w.ptr)[k], (uint32_t)i << 24 | k);
     OK(gemini_release(n->mgr, &w, 1, GEMINI_STREAM_CALLER));
@@ -499,7 +499,7 @@ static gemini_arena_t plain_arena(gemini_manager_t mgr, const char *name, uint64
   c.capacity_bytes = 8 << 20;
   OK(gemini_arena_create(mgr, &c, &arena));
   OK(gemini_arena_take(mgr, arena, bytes, &at));
-  gemini_access_t all = { .object = arena, .mode = GEMINI_WRITE, .tier = GEMINI_TIER_HOST };
+  gemini_access_t all = { .object.arena = arena, .mode = GEMINI_WRITE, .tier = GEMINI_TIER_HOST };
   OK(gemini_acquire(mgr, &all, 1, GEMINI_STREAM_CALLER));
   memset(all.ptr, value, bytes);
   OK(gemini_release(mgr, &all, 1, GEMINI_STREAM_CALLER));
@@ -517,7 +517,7 @@ static void test_new_cut_leaves_zeros_behind_the_last_byte(void) {
   c.chunk_bytes = 0;
   gemini_manager_t mgr;
   OK(gemini_manager_open(&c, &mgr));
-  gemini_access_t all = { .object = plain_arena(mgr, "a", CHUNK, 1), .mode = GEMINI_READ };
+  gemini_access_t all = { .object.arena = plain_arena(mgr, "a", CHUNK, 1), .mode = GEMINI_READ };
   OK(gemini_iteration_begin(mgr));
   OK(gemini_op_begin(mgr, "op", GEMINI_STREAM_CALLER));
   OK(gemini_acquire(mgr, &all, 1, GEMINI_STREAM_CALLER));
@@ -539,7 +539,7 @@ static void test_new_cut_leaves_zeros_behind_the_last_byte(void) {
   CHECK_EQ(s.chunk_bytes, chunk);
   uint64_t at;
   OK(gemini_arena_take(mgr, a, chunk - CHUNK, &at));
-  gemini_access_t later = { .object = a, .size_bytes = chunk, .mode = GEMINI_READ, .tier = GEMINI_TIER_HOST };
+  gemini_access_t later = { .object.arena = a, .size_bytes = chunk, .mode = GEMINI_READ, .tier = GEMINI_TIER_HOST };
   OK(gemini_acquire(mgr, &later, 1, GEMINI_STREAM_CALLER));
   for (uint64_t i = 0; i < chunk; i++) CHECK_EQ(((uint8_t *)later.ptr)[i], i < CHUNK);
   OK(gemini_release(mgr, &later, 1, GEMINI_STREAM_CALLER));
@@ -722,13 +722,13 @@ static void test_explain_length_and_cut(void) {
   net_t n = net_open(&c);
   net_steps(&n, &plain, 2);
   uint64_t length = 0;
-  OK(gemini_plan_explain(n.mgr, NULL, 0, &length));
+  OK(gemini_plan_explain(n.mgr, 0, NULL, &length));
   CHECK(length > 50);
   char *whole = malloc(length + 1), part[20];
   CHECK(whole);
-  OK(gemini_plan_explain(n.mgr, whole, length + 1, NULL));
+  OK(gemini_plan_explain(n.mgr, length + 1, whole, NULL));
   CHECK_EQ(strlen(whole), length);
-  OK(gemini_plan_explain(n.mgr, part, sizeof part, NULL));
+  OK(gemini_plan_explain(n.mgr, sizeof part, part, NULL));
   CHECK_EQ(strlen(part), sizeof part - 1);
   CHECK(!strncmp(part, whole, sizeof part - 1));
   free(whole);

@@ -185,13 +185,13 @@ static void test_adamw_in_spans_fails_on_both_tiers_and_is_told(void) {
 static void test_errors_of_both_libraries_are_one_record(void) {
   gemini_update_t u = GEMINI_UPDATE_INIT;
   gemini_error_info_t info = GEMINI_ERROR_INFO_INIT;
-  CHECK_EQ(gemini_phase_set(UINT64_C(0xdeadbeef), 0), GEMINI_ERR_HANDLE);
+  CHECK_EQ(gemini_phase_set(handle_of(0xdeadbeef), 0), GEMINI_ERR_HANDLE);
   CHECK_EQ(gemini_update_walk_check(&u), GEMINI_ERR_INVALID);
   CHECK_OK(gemini_last_error(&info));
   CHECK_SAYS(info.operation, "gemini_update_walk_check");
   CHECK_EQ(info.status, GEMINI_ERR_INVALID);
   CHECK(info.message[0]);
-  CHECK_EQ(gemini_phase_set(UINT64_C(0xdeadbeef), 0), GEMINI_ERR_HANDLE);
+  CHECK_EQ(gemini_phase_set(handle_of(0xdeadbeef), 0), GEMINI_ERR_HANDLE);
   CHECK_OK(gemini_last_error(&info));
   CHECK_SAYS(info.operation, "gemini_phase_set");
 }

@@ -102,7 +102,7 @@ static void test_update_on_the_gpu_equals_the_host(void) {
       if (alone) param = NULL;
       float *p = at(s, MASTER, first), *m = at(s, MOMENTUM, first), *v = at(s, VARIANCE, first);
       s->sums[0] = -1;
-      CHECK_EQ(on_gpu ? gemini_adamw_cuda(&c, count, param, grad, p, m, v, s->sums, stream)
+      CHECK_EQ(on_gpu ? gemini_adamw_cuda(&c, count, param, grad, p, m, v, stream, s->sums)
                       : gemini_adamw_host(&c, count, param, grad, p, m, v, s->sums),
                GEMINI_OK);
     }
@@ -145,7 +145,7 @@ static void test_sgd_on_the_gpu_equals_the_host(void) {
       void *grad = low(s, GRAD, c.grad_dtype, first), *param = alone ? NULL : low(s, PARAM, c.param_dtype, first);
       float *p = at(s, MASTER, first), *m = mode ? at(s, MOMENTUM, first) : NULL;
       s->sums[0] = -1;
-      CHECK_EQ(on_gpu ? gemini_sgd_cuda(&c, count, param, grad, p, m, summed ? s->sums : NULL, stream)
+      CHECK_EQ(on_gpu ? gemini_sgd_cuda(&c, count, param, grad, p, m, stream, summed ? s->sums : NULL)
                       : gemini_sgd_host(&c, count, param, grad, p, m, summed ? s->sums : NULL),
                GEMINI_OK);
     }
@@ -252,7 +252,7 @@ static void test_update_on_the_gpu_needs_no_context_and_no_sum(void) {
   for (int i = 0; i < 2; i++) { /* by the stream's context, and by GPU 0's */
     cu_stream_t on = i ? NULL : stream;
     CHECK_EQ(gemini_adamw_cuda(&c, 4096, gpu.arrays[PARAM], gpu.arrays[GRAD], at(&gpu, MASTER, 0),
-                               at(&gpu, MOMENTUM, 0), at(&gpu, VARIANCE, 0), NULL, on),
+                               at(&gpu, MOMENTUM, 0), at(&gpu, VARIANCE, 0), on, NULL),
              GEMINI_OK);
     CHECK_EQ(driver->current_get(&now), CU_SUCCESS);
     CHECK(!now);

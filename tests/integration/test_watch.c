@@ -60,7 +60,7 @@ static int logged(const char *parts) {
 static char dump_text[65536];
 static const char *dump(const world_t *w) {
   uint64_t length;
-  CHECK_OK(gemini_manager_dump(w->mgr, dump_text, sizeof dump_text, &length));
+  CHECK_OK(gemini_manager_dump(w->mgr, sizeof dump_text, dump_text, &length));
   CHECK_EQ(length, strlen(dump_text));
   return dump_text;
 }
@@ -183,10 +183,10 @@ static void test_nothing_waits_and_the_dump_says_what_is_where(void) {
   expect_line(&s.w, "iterations: 1 ended");
   char few[8];
   uint64_t length = 0;
-  CHECK_OK(gemini_manager_dump(s.w.mgr, few, sizeof few, &length));
+  CHECK_OK(gemini_manager_dump(s.w.mgr, sizeof few, few, &length));
   CHECK(length > sizeof few && strlen(few) == sizeof few - 1);
-  CHECK_OK(gemini_manager_dump(s.w.mgr, NULL, 0, &length));
-  CHECK_OK(gemini_manager_dump(s.w.mgr, NULL, 0, NULL));
+  CHECK_OK(gemini_manager_dump(s.w.mgr, 0, NULL, &length));
+  CHECK_OK(gemini_manager_dump(s.w.mgr, 0, NULL, NULL));
   scene_close(&s);
 }
 
@@ -551,7 +551,7 @@ static void *work(void *user) {
       CHECK_OK(gemini_arena_destroy(s->w.mgr, arena));
     }
   }
-  CHECK_OK(gemini_stream_destroy(stream));
+  CHECK_OK(gemini_stream_destroy(s->w.mgr, stream));
   return NULL;
 }
 static void test_looks_at_any_moment_of_other_threads(void) {

@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include "../check.h"
+#include "../handles.h"
 #include "../system.h"
 #include "gemini.h"
 
@@ -105,13 +106,16 @@ static inline gemini_arena_info_t world_arena_info(const world_t *w, gemini_aren
 }
 
 /* ---- accesses and contents; offset 0 and size 0: the whole object */
-static inline gemini_access_t world_part(uint64_t object, uint64_t offset, uint64_t size, uint32_t mode,
+/* Functions below that take an object are macros, too, for which a tensor or an arena will do. */
+static inline gemini_access_t world_part(gemini_object_t object, uint64_t offset, uint64_t size, uint32_t mode,
                                          uint32_t tier) {
   return (gemini_access_t){ .object = object, .offset_bytes = offset, .size_bytes = size, .mode = mode, .tier = tier };
 }
-static inline gemini_access_t world_whole(uint64_t object, uint32_t mode, uint32_t tier) {
+#define world_part(object, ...) world_part(OBJECT(object), __VA_ARGS__)
+static inline gemini_access_t world_whole(gemini_object_t object, uint32_t mode, uint32_t tier) {
   return world_part(object, 0, 0, mode, tier);
 }
+#define world_whole(object, ...) world_whole(OBJECT(object), __VA_ARGS__)
 
 /* Byte i of an object is a function of a seed and i; seed 0: zero. */
 static inline uint8_t world_byte(uint64_t seed, uint64_t i) {
@@ -134,23 +138,27 @@ static inline bool world_reads(const void *at, uint64_t offset, uint64_t size, u
 }
 
 /* Writes size bytes of an object (a tensor or an arena), acquired on tier, by this thread. */
-static inline void world_fill(const world_t *w, uint64_t object, uint64_t offset, uint64_t size, uint32_t tier,
+static inline void world_fill(const world_t *w, gemini_object_t object, uint64_t offset, uint64_t size, uint32_t tier,
                               uint64_t seed) {
   gemini_access_t a = world_part(object, offset, size, GEMINI_WRITE, tier);
   CHECK_OK(gemini_acquire(w->mgr, &a, 1, GEMINI_STREAM_CALLER));
   world_write(a.ptr, offset, size, seed);
   CHECK_OK(gemini_release(w->mgr, &a, 1, GEMINI_STREAM_CALLER));
 }
+#define world_fill(w, object, ...) world_fill(w, OBJECT(object), __VA_ARGS__)
 /* Are they what world_fill() wrote? Read on tier, where they move to. */
-static inline bool world_holds_on(const world_t *w, uint64_t object, uint64_t offset, uint64_t size, uint32_t tier,
-                                  uint64_t seed) {
+static inline bool world_holds_on(const world_t *w, gemini_object_t object, uint64_t offset, uint64_t size,
+                                  uint32_t tier, uint64_t seed) {
   gemini_access_t a = world_part(object, offset, size, GEMINI_READ, tier);
   CHECK_OK(gemini_acquire(w->mgr, &a, 1, GEMINI_STREAM_CALLER));
   bool right = world_reads(a.ptr, offset, size, seed);
   CHECK_OK(gemini_release(w->mgr, &a, 1, GEMINI_STREAM_CALLER));
   return right;
 }
-static inline bool world_holds(const world_t *w, uint64_t object, uint64_t offset, uint64_t size, uint64_t seed) {
+#define world_holds_on(w, object, ...) world_holds_on(w, OBJECT(object), __VA_ARGS__)
+static inline bool world_holds(const world_t *w, gemini_object_t object, uint64_t offset, uint64_t size,
+                               uint64_t seed) {
   return world_holds_on(w, object, offset, size, GEMINI_TIER_HOST, seed);
 }
+#define world_holds(w, object, ...) world_holds(w, OBJECT(object), __VA_ARGS__)
 #endif

@@ -161,7 +161,7 @@ static void job(void *user) {
 }
 
 static void use(gemini_manager_t mgr, gemini_arena_t arena, gemini_stream_t stream, uint64_t *r) {
-  gemini_access_t a = { .object = arena, .offset_bytes = below(r, SIZE) };
+  gemini_access_t a = { .object.arena = arena, .offset_bytes = below(r, SIZE) };
   a.size_bytes = 1 + below(r, SIZE - a.offset_bytes);
   if (a.size_bytes > 2 * CHUNK) a.size_bytes = 2 * CHUNK;
   a.mode = below(r, 2) ? GEMINI_READ : GEMINI_READ_WRITE;
@@ -218,7 +218,7 @@ static void program(const char *dir) {
     gemini_stream_t stream = streams[below(r, 3)];
     if (file && step == break_at) file_break(fault == FAULT_WRITE), failed = true;
     if (file && step == break_at + 4) file_mend();
-    gemini_access_t a = { .object = arena, .offset_bytes = below(r, SIZE), .mode = GEMINI_READ };
+    gemini_access_t a = { .object.arena = arena, .offset_bytes = below(r, SIZE), .mode = GEMINI_READ };
     a.size_bytes = 1 + below(r, SIZE - a.offset_bytes);
     switch (below(r, 8)) {
     case 0:
@@ -250,7 +250,7 @@ static void program(const char *dir) {
   /* Everything works again, and nothing was lost. */
   if (block) MUST(gemini_free(mgr, block, GEMINI_STREAM_CALLER));
   for (uint64_t at = 0; at < SIZE; at += CHUNK) {
-    gemini_access_t a = { .object = arena, .offset_bytes = at, .mode = GEMINI_READ };
+    gemini_access_t a = { .object.arena = arena, .offset_bytes = at, .mode = GEMINI_READ };
     a.size_bytes = SIZE - at < CHUNK ? SIZE - at : CHUNK;
     a.tier = (uint32_t)below(r, 2);
     MUST(gemini_acquire(mgr, &a, 1, GEMINI_STREAM_CALLER));
@@ -333,7 +333,7 @@ static void test_a_copy_that_is_not_queued_leaves_those_before_it_in_force(void)
     gemini_manager_t mgr;
     gemini_stream_t streams[3];
     gemini_arena_t arena = small_world(2, 1, 4, &mgr, streams);
-    gemini_access_t a = { .object = arena };
+    gemini_access_t a = { .object.arena = arena };
     MUST(hold(mgr, &a, 0, GEMINI_READ_WRITE, GEMINI_TIER_HOST, GEMINI_STREAM_CALLER));
     queue(mgr, a, 0, 77, false, GEMINI_STREAM_CALLER);
     MUST(hold(mgr, &a, 1, GEMINI_READ, GEMINI_TIER_DEVICE, streams[0]));
@@ -366,7 +366,7 @@ static void test_what_is_written_after_a_zero_that_failed_stays(void) {
   gemini_manager_t mgr;
   gemini_stream_t streams[3];
   gemini_arena_t arena = small_world(2, 4, 3, &mgr, streams);
-  gemini_access_t a = { .object = arena };
+  gemini_access_t a = { .object.arena = arena };
   MUST(hold(mgr, &a, 0, GEMINI_READ, GEMINI_TIER_DEVICE, streams[0]));
   queue(mgr, a, 0, 0, true, streams[0]);
   MUST(hold(mgr, &a, 1, GEMINI_READ_WRITE, GEMINI_TIER_DEVICE, streams[1]));
@@ -377,7 +377,7 @@ static void test_what_is_written_after_a_zero_that_failed_stays(void) {
   gmi_device_ops_t faulty;
   inject(mgr, &faulty, FAULT_MARK);
   countdown = 0;
-  gemini_access_t half = { .object = arena, .offset_bytes = CHUNK, .size_bytes = CHUNK / 2 };
+  gemini_access_t half = { .object.arena = arena, .offset_bytes = CHUNK, .size_bytes = CHUNK / 2 };
   gemini_status_t status = gemini_zero(mgr, &half);
   NEED(status == GEMINI_ERR_DEVICE && failed && named(status));
   MUST(hold(mgr, &a, 1, GEMINI_READ_WRITE, GEMINI_TIER_DEVICE, streams[1]));

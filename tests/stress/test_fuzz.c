@@ -366,7 +366,7 @@ static void check_trace(net_t *n, const uint8_t *bytes, uint64_t size, uint64_t 
   NEED(read_file(again, twice) == once_size && !memcmp(once, twice, once_size));
   unlink(again);
   uint64_t length;
-  NEED(!gemini_plan_explain(n->w.mgr, NULL, 0, &length));
+  NEED(!gemini_plan_explain(n->w.mgr, 0, NULL, &length));
   /* And its plan, which may be of another iteration, does no harm. */
   if (below(random, 8) == 0) {
     net_step(n, (int)below(random, TRACES));

@@ -479,14 +479,14 @@ static bool pick_range(thread_t *t, uint64_t *r, bool whole, open_t *o) {
   int arena = chance(r, 7) ? pick_arena(t, r) : -1;
   if (arena >= 0 && in_reusing_set(t, arena)) arena = -1;
   if (arena >= 0) {
-    o->access.object = t->arenas[arena].handle;
+    o->access.object.arena = t->arenas[arena].handle;
     limit = t->arenas[arena].size;
   } else {
     o->tensor = pick_tensor(t, r);
     if (o->tensor < 0) return false;
     const tensor_t *x = &t->tensors[o->tensor];
     arena = x->arena;
-    o->access.object = x->handle;
+    o->access.object.tensor = x->handle;
     start = x->offset;
     limit = x->size;
   }
@@ -1083,7 +1083,7 @@ static void step_norm(thread_t *t) {
   if (chance(&t->rng, 2) && t->arenas[all].alive && t->arenas[all].reuse >= 0 && t->arenas[all].size) {
     /* All gradients at once. */
     memset(&o, 0, sizeof o);
-    o.access.object = t->arenas[all].handle;
+    o.access.object.arena = t->arenas[all].handle;
     o.arena = all;
     o.tensor = -1;
     o.slot = store_of(t, all)->slot;
@@ -1462,7 +1462,7 @@ static void step_unregister(thread_t *t) {
   for (int i = 0; i < t->pin_count; i++) /* the pin names it */
     for (int k = 0; k < TENSORS; k++)
       if (t->tensors[k].alive && (k == index || (base && t->tensors[k].base == index)) &&
-          t->pins[i].access.object == t->tensors[k].handle)
+          t->pins[i].access.object.tensor == t->tensors[k].handle)
         return;
   note(t, " t%d", index);
   gemini_status_t status = gemini_tensor_unregister(t->p->mgr, t->tensors[index].handle);
@@ -1597,7 +1597,7 @@ static void step_stream(thread_t *t) {
     if (t->opens[k].stream == old) return;
   for (int k = 0; k < t->alloc_count; k++)
     if (t->allocs[k].stream == old) t->allocs[k].stream = GEMINI_STREAM_CALLER; /* its work is done then */
-  MUST(t, gemini_stream_destroy(old));
+  MUST(t, gemini_stream_destroy(t->p->mgr, old));
   EXPECT(t, gemini_stream_synchronize(t->p->mgr, old), BIT(GEMINI_ERR_HANDLE), "gemini_stream_synchronize");
   MUST(t, gemini_stream_create(t->p->mgr, &t->streams[i]));
 }
@@ -1664,7 +1664,7 @@ static void script_op(thread_t *t) {
   note(t, " %s", name);
   MUST(t, gemini_op_begin(p->mgr, name, stream));
   if (stream && chance(&t->rng, 30))
-    EXPECT(t, gemini_stream_destroy(stream), BIT(GEMINI_ERR_BUSY), "gemini_stream_destroy");
+    EXPECT(t, gemini_stream_destroy(p->mgr, stream), BIT(GEMINI_ERR_BUSY), "gemini_stream_destroy");
   int allocs = t->alloc_count;
   if (chance(r, 3)) alloc_one(t, r, stream);
   int first = t->open_count;
@@ -1721,10 +1721,10 @@ static void step_insight(thread_t *t) {
   gemini_status_t status;
   switch (below(r, 5)) {
   case 0:
-    MUST(t, gemini_plan_explain(p->mgr, NULL, 0, &length));
+    MUST(t, gemini_plan_explain(p->mgr, 0, NULL, &length));
     text = malloc(length + 1);
     NEED(t, text);
-    MUST(t, gemini_plan_explain(p->mgr, text, length + 1, &again));
+    MUST(t, gemini_plan_explain(p->mgr, length + 1, text, &again));
     NEED(t, strlen(text) <= length && (!p->exact || (again == length && strlen(text) == length)));
     free(text);
     return;
@@ -1811,7 +1811,7 @@ static void check_all(thread_t *t) {
     uint64_t part = chance(&t->rng, 2) ? 65536 : 200000;
     for (uint64_t at = 0; at < a->size; at += part / 16 * 16) {
       uint64_t size = a->size - at < part / 16 * 16 ? a->size - at : part / 16 * 16;
-      open_t o = { .access = { .object = a->handle, .offset_bytes = at, .size_bytes = size },
+      open_t o = { .access = { .object.arena = a->handle, .offset_bytes = at, .size_bytes = size },
                    .arena = i,
                    .tensor = -1 };
       o.slot = a->slot;
@@ -1909,7 +1909,7 @@ static void share(program_t *p) {
     uint8_t *content = model(p, c->slot, 0);
     fill(content, c->size, check_random(&first->rng), c->dtype);
     NEED(first, pwrite(first->fd, content, c->size, 0) == (ssize_t)c->size);
-    gemini_access_t all = { .object = c->handle };
+    gemini_access_t all = { .object.arena = c->handle };
     gemini_status_t status = gemini_load(p->mgr, &all, first->fd, 0);
     if (status) { /* no room: it stays zero, as far as it was not read */
       EXPECT(first, status, below_mask(first, 1), "gemini_load");

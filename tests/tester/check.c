@@ -25,7 +25,7 @@ static void compare(actor_t *a, const arena_t *store, int slot, const uint8_t *g
 /* First by a store, which moves nothing to the device; then from the device, chunk by chunk; then from the host. */
 bool read_bytes(actor_t *a, manager_t *m, int store, uint64_t at, uint64_t size, uint8_t *to) {
   part_t *p = part_of(a, m);
-  gemini_access_t access = { p->arenas[store].handle, at, size, GEMINI_READ, GEMINI_TIER_HOST, NULL };
+  gemini_access_t access = { OBJECT(p->arenas[store].handle), at, size, GEMINI_READ, GEMINI_TIER_HOST, NULL };
   if (!QUIET(a, OK | no_room(a, m, 0), gemini_store, m->handle, &access, a->fd, 0)) {
     memcpy(to, a->file, size);
     return true;

@@ -35,13 +35,13 @@ range_t range_of(const part_t *p, bool is_arena, int slot, uint64_t offset, uint
   if (is_arena) {
     const arena_t *a = &p->arenas[slot % ARENAS];
     r.live = a->live;
-    r.object = a->handle;
+    r.object.arena = a->handle;
     r.arena = slot;
     limit = a->size;
   } else {
     const tensor_t *t = &p->tensors[slot % TENSORS];
     r.live = t->live;
-    r.object = t->handle;
+    r.object.tensor = t->handle;
     r.arena = t->arena;
     start = t->offset;
     limit = t->size;

@@ -10,6 +10,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 
+#include "../handles.h"
 #include "gemini.h"
 
 enum {
@@ -144,7 +145,7 @@ typedef struct range {
   int slot, arena, store;
   uint64_t offset, size; /* in the object; size 0: an arena's range without bytes */
   uint64_t at;           /* in the store */
-  uint64_t object;       /* handle */
+  gemini_object_t object;
   bool whole;
 } range_t;
 range_t range_of(const part_t *p, bool is_arena, int slot, uint64_t offset, uint64_t size);

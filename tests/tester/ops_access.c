@@ -222,7 +222,8 @@ bool make_acquire(actor_t *a, op_t *op) {
 /* ---- release */
 static gemini_access_t access_again(const part_t *p, const hold_t *h, bool by_zero) {
   bool all = by_zero && !h->offset && h->size == (h->is_arena ? p->arenas[h->slot].size : p->tensors[h->slot].size);
-  return (gemini_access_t){ .object = h->is_arena ? p->arenas[h->slot].handle : p->tensors[h->slot].handle,
+  return (gemini_access_t){ .object =
+                                h->is_arena ? OBJECT(p->arenas[h->slot].handle) : OBJECT(p->tensors[h->slot].handle),
                             .offset_bytes = h->offset,
                             .size_bytes = all ? 0 : h->size,
                             .mode = h->mode,

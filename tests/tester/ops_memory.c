@@ -1,6 +1,8 @@
 /* Non-model memory, host blocks, streams. SPDX-License-Identifier: Apache-2.0 */
 #include <stdio.h>
 
+#include "gemini/graph.h"
+#include "gemini/hook.h"
 #include "tester.h"
 
 static void check_apart(actor_t *a, const uint8_t *ptr, uint64_t size, const uint8_t *other, uint64_t other_size) {
@@ -230,7 +232,7 @@ void run_stream_destroy(actor_t *a, const op_t *op) {
   int slot = stream_arg(a, op);
   if (slot < 0) return;
   bool used = a->index == 0 && m->op && m->op_stream == slot;
-  if (CALL(a, used ? BUSY : OK, gemini_stream_destroy, p->streams[slot].handle)) return;
+  if (CALL(a, used ? BUSY : OK, gemini_stream_destroy, m->handle, p->streams[slot].handle)) return;
   gone(a, p->streams[slot].handle);
   p->streams[slot].live = false;
   for (int i = 0; i < HOLDS; i++) /* it has waited for its work */

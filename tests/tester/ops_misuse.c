@@ -16,25 +16,25 @@ void run_dead(actor_t *a, const op_t *op) {
   part_t *p = part_of(a, m);
   uint32_t count = a->gone_count < GONE ? a->gone_count : GONE;
   if (!m->open || !count) return;
-  uint64_t dead = a->gone[op->arg[0] % count];
+  void *dead = a->gone[op->arg[0] % count];
   int tensor = -1;
   for (int i = 0; i < TENSORS && tensor < 0; i++)
     if (p->tensors[i].live) tensor = i;
-  uint64_t live = tensor < 0 ? 0 : p->tensors[tensor].handle;
-  gemini_access_t access = { dead, 0, 0, GEMINI_READ, op->arg[1] & 1, NULL };
-  gemini_access_t two[2] = { { live, 0, 0, GEMINI_READ, 0, NULL }, access };
+  gemini_tensor_t live = tensor < 0 ? NULL : p->tensors[tensor].handle;
+  gemini_access_t access = { OBJECT(dead), 0, 0, GEMINI_READ, op->arg[1] & 1, NULL };
+  gemini_access_t two[2] = { { OBJECT(live), 0, 0, GEMINI_READ, 0, NULL }, access };
   gemini_tensor_info_t tensor_info = GEMINI_TENSOR_INFO_INIT;
   gemini_arena_info_t arena_info = GEMINI_ARENA_INFO_INIT;
   gemini_arena_config_t config = GEMINI_ARENA_CONFIG_INIT;
   gemini_update_t update = GEMINI_UPDATE_INIT;
   gemini_stats_t stats = GEMINI_STATS_INIT;
   uint32_t mode = GEMINI_READ_WRITE;
-  uint64_t out = 0;
+  any_handle_t out = { 0 };
   void *ptr = NULL;
   double norm;
   config.name = "follows nobody";
   config.like = dead;
-  update.arenas = &dead;
+  update.arenas = &config.like;
   update.modes = &mode;
   update.arena_count = 1;
   update.fn = no_span;
@@ -51,19 +51,19 @@ void run_dead(actor_t *a, const op_t *op) {
   case 8: CALL(a, HANDLE, gemini_stream_call, h, dead, nothing, NULL); break;
   case 9: CALL(a, HANDLE, gemini_arena_destroy, h, dead); break;
   case 10: CALL(a, HANDLE, gemini_tensor_unregister, h, dead); break;
-  case 11: CALL(a, HANDLE, gemini_stream_destroy, dead); break;
+  case 11: CALL(a, HANDLE, gemini_stream_destroy, h, dead); break;
   case 12: CALL(a, HANDLE, gemini_stats, dead, &stats); break;
   case 13: CALL(a, HANDLE, gemini_alloc, h, 100, dead, &ptr); break;
-  case 14: CALL(a, HANDLE, gemini_arena_create, h, &config, &out); break;
-  case 15: CALL(a, HANDLE, gemini_tensor_counterpart, h, dead, dead, &out); break;
+  case 14: CALL(a, HANDLE, gemini_arena_create, h, &config, &out.arena); break;
+  case 15: CALL(a, HANDLE, gemini_tensor_counterpart, h, dead, dead, &out.tensor); break;
   case 16: CALL(a, HANDLE, gemini_update, h, &update); break;
   case 17: CALL(a, HANDLE, gemini_norm, h, &access, GEMINI_DTYPE_F32, 0, &norm); break;
   case 18: CALL(a, HANDLE, gemini_manager_close, dead); break;
-  case 19: CALL(a, HANDLE, gemini_tensor_register, h, dead, "nobody's", 16, GEMINI_OFFSET_NEXT, &out); break;
+  case 19: CALL(a, HANDLE, gemini_tensor_register, h, dead, "nobody's", 16, GEMINI_OFFSET_NEXT, &out.tensor); break;
   default:
     if (live) CALL(a, HANDLE, gemini_move, h, two, 2); /* none moves */
   }
-  if (out || ptr) differs(a, "a failed call has set its result");
+  if (out.id || ptr) differs(a, "a failed call has set its result");
 }
 bool make_dead(actor_t *a, op_t *op) {
   if (!manager_of(a, op)->open || !a->gone_count) return false;
@@ -86,8 +86,8 @@ void run_bad(actor_t *a, const op_t *op) {
   gemini_update_t update = GEMINI_UPDATE_INIT;
   gemini_stats_t stats = GEMINI_STATS_INIT;
   gemini_error_info_t info = GEMINI_ERROR_INFO_INIT;
-  gemini_access_t access = { 0, 0, 0, GEMINI_READ, 0, NULL };
-  uint64_t out = 0;
+  gemini_access_t access = { { NULL }, 0, 0, GEMINI_READ, 0, NULL };
+  any_handle_t out = { 0 };
   switch (op->arg[0] % BAD_CALLS) {
   case 0: CALL(a, INVALID, gemini_acquire, h, NULL, 1, 0); break;
   case 1: CALL(a, INVALID, gemini_acquire, h, &access, (1 << 20) + 1, 0); break;
@@ -98,22 +98,22 @@ void run_bad(actor_t *a, const op_t *op) {
   case 6: CALL(a, INVALID, gemini_pin, h, NULL); break;
   case 7: CALL(a, INVALID, gemini_zero, h, NULL); break;
   case 8: CALL(a, INVALID, gemini_load, h, &access, -1, 0); break;
-  case 9: CALL(a, INVALID, gemini_arena_create, h, NULL, &out); break;
+  case 9: CALL(a, INVALID, gemini_arena_create, h, NULL, &out.arena); break;
   case 10:
     config.struct_size = 4;
-    CALL(a, INVALID, gemini_arena_create, h, &config, &out);
+    CALL(a, INVALID, gemini_arena_create, h, &config, &out.arena);
     break;
   case 11:
     config.flags = 1;
-    CALL(a, INVALID, gemini_arena_create, h, &config, &out);
+    CALL(a, INVALID, gemini_arena_create, h, &config, &out.arena);
     break;
   case 12:
     config.name = long_name;
-    CALL(a, INVALID, gemini_arena_create, h, &config, &out);
+    CALL(a, INVALID, gemini_arena_create, h, &config, &out.arena);
     break;
   case 13:
     config.name = "";
-    CALL(a, INVALID, gemini_arena_create, h, &config, &out);
+    CALL(a, INVALID, gemini_arena_create, h, &config, &out.arena);
     break;
   case 14: CALL(a, INVALID, gemini_update, h, &update); break;
   case 15:
@@ -122,13 +122,13 @@ void run_bad(actor_t *a, const op_t *op) {
     break;
   case 16: CALL(a, OK, gemini_tensor_unregister, h, 0); break;
   case 17: CALL(a, OK, gemini_arena_destroy, h, 0); break;
-  case 18: CALL(a, OK, gemini_stream_destroy, 0); break;
+  case 18: CALL(a, OK, gemini_stream_destroy, h, NULL); break;
   case 19: CALL(a, OK, gemini_manager_close, 0); break;
-  case 20: CALL(a, INVALID, gemini_manager_open, &open, &out); break; /* without a device budget */
+  case 20: CALL(a, INVALID, gemini_manager_open, &open, &out.manager); break; /* without a device budget */
   case 21:
     open.device_bytes = 1 << 20;
     open.flags = 1u << 30;
-    CALL(a, INVALID, gemini_manager_open, &open, &out);
+    CALL(a, INVALID, gemini_manager_open, &open, &out.manager);
     break;
   case 22: CALL(a, OK, gemini_free, h, NULL, 0); break;
   case 23: CALL(a, OK, gemini_host_free, h, NULL); break;
@@ -139,7 +139,7 @@ void run_bad(actor_t *a, const op_t *op) {
     info.struct_size = 1;
     if (gemini_last_error(&info) != GEMINI_ERR_INVALID) differs(a, "gemini_last_error() takes any struct_size");
   }
-  if (out) differs(a, "a failed call has set its result");
+  if (out.id) differs(a, "a failed call has set its result");
 }
 bool make_bad(actor_t *a, op_t *op) {
   op_add(op, rnd(a, BAD_CALLS));
@@ -160,7 +160,7 @@ void run_churn(actor_t *a, const op_t *op) {
     if (p->arenas[i].live && p->arenas[i].root == i && p->arenas[i].size >= p->arenas[i].element_bytes) in = i;
   if (!m->open || (kind == 0 && in < 0) || n > 100000) return;
   if (kind == 1 && (a->w->parallel || a->updates)) return; /* an arena may have to wait for updates to be destroyed */
-  uint64_t *handles = calloc(n + 1, sizeof *handles);
+  any_handle_t *handles = calloc(n + 1, sizeof *handles);
   for (uint32_t i = 0; i < n; i++) {
     char name[32];
     snprintf(name, sizeof name, "churn %u", a->index);
@@ -169,26 +169,26 @@ void run_churn(actor_t *a, const op_t *op) {
     config.capacity_bytes = a->w->unit;
     if (kind == 0) {
       QUIET(a, OK, gemini_tensor_register, m->handle, p->arenas[in].handle, name, p->arenas[in].element_bytes, 0,
-            &handles[i]);
-      QUIET(a, OK, gemini_tensor_unregister, m->handle, handles[i]);
+            &handles[i].tensor);
+      QUIET(a, OK, gemini_tensor_unregister, m->handle, handles[i].tensor);
     } else if (kind == 1) {
-      QUIET(a, OK, gemini_arena_create, m->handle, &config, &handles[i]);
-      QUIET(a, OK, gemini_arena_destroy, m->handle, handles[i]);
+      QUIET(a, OK, gemini_arena_create, m->handle, &config, &handles[i].arena);
+      QUIET(a, OK, gemini_arena_destroy, m->handle, handles[i].arena);
       if (atomic_load(&m->traced)) atomic_store(&m->perhaps_traced, true);
       atomic_store(&m->traced, false);
       atomic_store(&m->record_lost, true);
     } else {
-      QUIET(a, OK, gemini_stream_create, m->handle, &handles[i]);
-      QUIET(a, OK, gemini_stream_destroy, handles[i]);
+      QUIET(a, OK, gemini_stream_create, m->handle, &handles[i].stream);
+      QUIET(a, OK, gemini_stream_destroy, m->handle, handles[i].stream);
     }
   }
-  uint64_t first = n ? handles[0] : 0;
+  any_handle_t first = n ? handles[0] : (any_handle_t){ 0 };
   qsort(handles, n, sizeof *handles, by_value);
   for (uint32_t i = 1; i < n; i++)
-    if (handles[i] == handles[i - 1])
-      differs(a, "handle %#llx was given twice within %u uses", (unsigned long long)handles[i], n);
+    if (handles[i].id == handles[i - 1].id)
+      differs(a, "handle %#llx was given twice within %u uses", (unsigned long long)handles[i].id, n);
   free(handles);
-  if (first) gone(a, first);
+  if (first.id) gone(a, first.tensor);
 }
 bool make_churn(actor_t *a, op_t *op) {
   if (!manager_of(a, op)->open) return false;

@@ -218,11 +218,11 @@ bool make_trace_load(actor_t *a, op_t *op) {
 void run_explain(actor_t *a, const op_t *op) {
   manager_t *m = manager_of(a, op);
   uint64_t length = 0, again = 0;
-  if (!m->open || CALL(a, OK, gemini_plan_explain, m->handle, NULL, 0, &length)) return;
+  if (!m->open || CALL(a, OK, gemini_plan_explain, m->handle, 0, NULL, &length)) return;
   char *text = malloc(length + 65);
   memset(text, 1, length + 65);
   uint64_t room = op->arg[0] ? 1 + op->arg[0] % (length + 64) : length + 1;
-  QUIET(a, OK, gemini_plan_explain, m->handle, text, room, &again);
+  QUIET(a, OK, gemini_plan_explain, m->handle, room, text, &again);
   if (strnlen(text, room) == room) differs(a, "the plan in words has no end");
   if (!a->w->parallel && again != length) differs(a, "the plan in words has another length than it was said to have");
   if (!a->w->parallel && strlen(text) != (length < room ? length : room - 1))
@@ -302,7 +302,7 @@ static void settle_part(actor_t *a, manager_t *m, uint8_t manager) {
   for (int i = 0; chunk && i < ARENAS; i++)
     for (uint64_t k = 0; p->arenas[i].live && p->arenas[i].store == i && k * chunk < p->arenas[i].size; k++) {
       uint64_t left = p->arenas[i].size - k * chunk;
-      gemini_access_t access = { p->arenas[i].handle, k * chunk, left < chunk ? left : chunk, 0, 0, NULL };
+      gemini_access_t access = { OBJECT(p->arenas[i].handle), k * chunk, left < chunk ? left : chunk, 0, 0, NULL };
       for (; p->arenas[i].pins[k]; p->arenas[i].pins[k]--) QUIET(a, OK, gemini_unpin, m->handle, &access);
     }
 }

@@ -45,7 +45,8 @@ static void test_open_without_memory_says_what_failed_now(void) {
   gemini_status_t status;
   uint64_t failed = 0, refused = 0;
   for (;; failed++) {
-    CHECK_STATUS(gemini_manager_close(12345), GEMINI_ERR_HANDLE); /* a failure of before, of which nothing is told */
+    CHECK_STATUS(gemini_manager_close(handle_of(12345)),
+                 GEMINI_ERR_HANDLE); /* a failure of before, of which nothing is told */
     if (!WITH_FAILURE(failed, status, gemini_manager_open(&c, &mgr))) break;
     if (!status) { /* what it wanted the memory for can be done without */
       CHECK_OK(gemini_manager_close(mgr));
@@ -90,21 +91,21 @@ static void test_trace_load_and_explain_without_memory_change_nothing(void) {
   world_t w = planned(&arena, path);
   gemini_status_t status;
   uint64_t failed = 0, length = 0;
-  CHECK_OK(gemini_plan_explain(w.mgr, text, sizeof text, &length));
+  CHECK_OK(gemini_plan_explain(w.mgr, sizeof text, text, &length));
   CHECK(length < sizeof text);
   uint64_t plans = world_stats(&w).plans;
   for (; WITH_FAILURE(failed, status, gemini_trace_load(w.mgr, path)); failed++) {
     check_refused("gemini_trace_load", status);
     CHECK_EQ(world_stats(&w).plans, plans);
-    CHECK_OK(gemini_plan_explain(w.mgr, again, sizeof again, NULL));
+    CHECK_OK(gemini_plan_explain(w.mgr, sizeof again, again, NULL));
     CHECK(!strcmp(text, again));
   }
   CHECK_OK(status);
   CHECK(failed >= 20);
-  CHECK_OK(gemini_plan_explain(w.mgr, text, sizeof text, &length));
+  CHECK_OK(gemini_plan_explain(w.mgr, sizeof text, text, &length));
   for (failed = 0;; failed++) { /* all of it, or an error */
     uint64_t needs = UINT64_MAX;
-    if (!WITH_FAILURE(failed, status, gemini_plan_explain(w.mgr, again, sizeof again, &needs))) break;
+    if (!WITH_FAILURE(failed, status, gemini_plan_explain(w.mgr, sizeof again, again, &needs))) break;
     check_refused("gemini_plan_explain", status);
     CHECK_EQ(needs, UINT64_MAX);
   }

@@ -126,11 +126,11 @@ typedef struct actor {
   uint32_t queue_first, queue_end;
   const op_t *op; /* that is being run */
   bool fault_used, own_call, armed;
-  gemini_status_t own_status;  /* of its own call */
-  bool site_failed;            /* a call of the system failed in it, by SITES_FAIL */
-  uint64_t fired;              /* calls that failed during its call, by fault */
-  bool refused;                /* a call of it failed for want of something, or by an error of the system */
-  gemini_manager_t gone[GONE]; /* handles that were destroyed, of every kind */
+  gemini_status_t own_status; /* of its own call */
+  bool site_failed;           /* a call of the system failed in it, by SITES_FAIL */
+  uint64_t fired;             /* calls that failed during its call, by fault */
+  bool refused;               /* a call of it failed for want of something, or by an error of the system */
+  void *gone[GONE];           /* handles that were destroyed, of every kind */
   uint32_t gone_count;
   int fd; /* memory file for load and store */
   uint8_t *file;
@@ -196,7 +196,7 @@ gemini_status_t call_end(actor_t *a, const char *function, statuses_t allowed, g
 static inline manager_t *manager_of(actor_t *a, const op_t *op) { return &a->w->managers[op->manager % MANAGERS]; }
 static inline part_t *part_of(actor_t *a, manager_t *m) { return &m->parts[a->index]; }
 uint64_t chunk_bytes(actor_t *a, manager_t *m); /* 0: not chosen yet */
-void gone(actor_t *a, uint64_t handle);         /* must be refused from now on */
+void gone(actor_t *a, void *handle);            /* must be refused from now on */
 
 /* ---- room: can a call fail because a tier is full? */
 /* What may be said of a lack of room by a call that needs so many chunks on the device at once. */

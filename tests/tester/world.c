@@ -170,7 +170,7 @@ gemini_status_t call_end(actor_t *a, const char *function, statuses_t allowed, g
           status ? "\n  it says: " : "", info.message);
 }
 
-void gone(actor_t *a, uint64_t handle) { a->gone[a->gone_count++ % GONE] = handle; }
+void gone(actor_t *a, void *handle) { a->gone[a->gone_count++ % GONE] = handle; }
 
 uint64_t chunk_bytes(actor_t *a, manager_t *m) {
   gemini_stats_t s = GEMINI_STATS_INIT;

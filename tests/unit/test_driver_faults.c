@@ -53,7 +53,7 @@ static void test_stream_that_could_not_be_destroyed_stays(void) {
     use_stream(&g);
     uint64_t first = fake_cuda_calls() + 1 + n;
     fake_cuda_fail(first, first, CU_UNKNOWN);
-    gemini_status_t status = gemini_stream_destroy(g.stream);
+    gemini_status_t status = gemini_stream_destroy(g.w.mgr, g.stream);
     reached = fake_cuda_calls() >= first;
     fake_cuda_fail(0, 0, 0);
     if (status) {
@@ -61,7 +61,7 @@ static void test_stream_that_could_not_be_destroyed_stays(void) {
       CHECK_EQ(status, GEMINI_ERR_DEVICE);
       use_stream(&g);
       CHECK_OK(gemini_stream_synchronize(g.w.mgr, g.stream));
-      CHECK_OK(gemini_stream_destroy(g.stream));
+      CHECK_OK(gemini_stream_destroy(g.w.mgr, g.stream));
     }
     CHECK_STATUS(gemini_stream_synchronize(g.w.mgr, g.stream), GEMINI_ERR_HANDLE);
     use_elsewhere(&g);

@@ -741,7 +741,7 @@ static void test_a_smaller_file_budget_drops_only_what_is_there_twice(void) {
   /* A full one: moving there is refused, and loses nothing. */
   gemini_access_t x = world_part(o->arenas[MASTER], 0, 0, 0, GEMINI_TIER_FILE);
   CHECK_OK(gemini_move(o->w.mgr, &x, 1));
-  x.object = o->arenas[MOMENTUM];
+  x.object.arena = o->arenas[MOMENTUM];
   CHECK_STATUS(gemini_move(o->w.mgr, &x, 1), GEMINI_ERR_OOM_FILE);
   opt_check(o);
   opt_close(o);

@@ -284,7 +284,7 @@ static void test_sgd_cuda_gives_the_kernels_what_the_host_computes_with(void) {
     expected = actual = start;
     update(&expected, &c, 0, count, false);
     fake.call_count = 0;
-    CHECK_EQ(gemini_sgd_cuda(&c, count, actual.param, actual.grad, actual.master, actual.momentum, sums, NULL),
+    CHECK_EQ(gemini_sgd_cuda(&c, count, actual.param, actual.grad, actual.master, actual.momentum, NULL, sums),
              GEMINI_OK);
     actual.sum = sums[0];
     check_same(&actual, &expected, c.param_dtype);
@@ -292,7 +292,7 @@ static void test_sgd_cuda_gives_the_kernels_what_the_host_computes_with(void) {
   CHECK_EQ(fake.loads, 1);
   fake.call_count = 0;
   const gemini_sgd_t c = config_of(LATER, BF16, BF16);
-  CHECK_EQ(gemini_sgd_cuda(&c, 9, actual.param, actual.grad, actual.master, actual.momentum, NULL, contexts[0]),
+  CHECK_EQ(gemini_sgd_cuda(&c, 9, actual.param, actual.grad, actual.master, actual.momentum, contexts[0], NULL),
            GEMINI_OK);
   CALLED("cuCtxGetCurrent", "cuStreamGetCtx", "cuCtxSetCurrent", "gmi_sgd", "cuCtxSetCurrent");
   gemini_error_info_t info = GEMINI_ERROR_INFO_INIT;

@@ -454,7 +454,7 @@ static void test_update_bad_values_are_refused_by_name(void) {
 /* --- on the GPU, as far as a machine without one can tell: which functions are called with what --- */
 
 static gemini_status_t update_cuda(state_t *s, const gemini_adamw_t *c, uint64_t count, double *sums, void *stream) {
-  return gemini_adamw_cuda(c, count, s->param, s->grad, s->master, s->momentum, s->variance, sums, stream);
+  return gemini_adamw_cuda(c, count, s->param, s->grad, s->master, s->momentum, s->variance, stream, sums);
 }
 
 static void test_update_cuda_gives_the_kernels_what_the_host_computes_with(void) {

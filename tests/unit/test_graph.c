@@ -7,6 +7,7 @@
 #include "../integration/world.h"
 #include "device/cuda_driver.h"
 #include "fake_cuda.h"
+#include "gemini/graph.h"
 
 #define W (UINT64_C(2) << 20)
 enum { DEVICE = GEMINI_TIER_DEVICE, HOST = GEMINI_TIER_HOST, FILES = GEMINI_TIER_FILE };
@@ -129,7 +130,7 @@ static void graph_end(const world_t *w, graph_t *g) {
 }
 static void graph_destroy(const world_t *w, graph_t *g) { /* its last replay may still run */
   CHECK_EQ(cuGraphExecDestroy(g->exec), CU_SUCCESS);
-  CHECK_OK(gemini_graph_destroy(g->handle));
+  CHECK_OK(gemini_graph_destroy(w->mgr, g->handle));
   CHECK_OK(gemini_stream_synchronize(w->mgr, w->stream));
   free(g->kernels);
 }
@@ -480,7 +481,7 @@ static void test_graph_replays_keep_their_order_with_other_streams(void) {
   hold_stream(native);
   replay(&w, &g);
   CHECK_EQ(cuGraphExecDestroy(g.exec), CU_SUCCESS);
-  CHECK_OK(gemini_graph_destroy(g.handle));
+  CHECK_OK(gemini_graph_destroy(w.mgr, g.handle));
   a = chunk_of(arena, 3, 2, READ, DEVICE);
   CHECK_OK(gemini_acquire(w.mgr, &a, 1, second)); /* in the frames of a replay that has not run */
   let_go();
@@ -610,31 +611,31 @@ static void test_graph_that_is_too_small_names_operator_and_bytes(void) {
 
 static void test_graph_misuse_is_refused(void) {
   world_t w = start(6, 8);
-  uint64_t handle = 5, other = 5;
+  gemini_graph_t handle = handle_of(5), other = NULL;
   gemini_stream_t second;
   CHECK_OK(gemini_stream_create(w.mgr, &second));
   CHECK_STATUS(gemini_graph_begin(w.mgr, w.stream, W, NULL), GEMINI_ERR_INVALID);
   CHECK_STATUS(gemini_graph_begin(w.mgr, GEMINI_STREAM_CALLER, W, &handle), GEMINI_ERR_INVALID);
   CHECK_STATUS(gemini_graph_begin(w.mgr, w.stream, W - 1, &handle), GEMINI_ERR_INVALID);
   CHECK_STATUS(gemini_graph_begin(w.mgr, w.stream, 7 * W, &handle), GEMINI_ERR_OOM_DEVICE);
-  CHECK_STATUS(gemini_graph_begin(w.mgr, arena, W, &handle), GEMINI_ERR_HANDLE);
+  CHECK_STATUS(gemini_graph_begin(w.mgr, (void *)arena, W, &handle), GEMINI_ERR_HANDLE);
   CHECK_EQ(cuStreamBeginCapture_v2(native, 0), CU_SUCCESS);
   CHECK_STATUS(gemini_graph_begin(w.mgr, w.stream, W, &handle), GEMINI_ERR_STATE);
   CHECK_SAYS(world_error().message, "begins before its capture");
   struct cu_graph *graph;
   CHECK_EQ(cuStreamEndCapture(native, &graph), CU_SUCCESS);
   CHECK_EQ(cuGraphDestroy(graph), CU_SUCCESS);
-  CHECK_EQ(handle, 5);
+  CHECK_EQ(handle_id(handle), 5);
 
   graph_t g;
   graph_begin(&w, &g, 2, 16);
   CHECK_STATUS(gemini_graph_begin(w.mgr, w.stream, W, &handle), GEMINI_ERR_STATE);
   CHECK_STATUS(gemini_graph_end(w.mgr, g.handle), GEMINI_ERR_STATE);
   CHECK_SAYS(world_error().message, "still being captured");
-  CHECK_STATUS(gemini_graph_destroy(g.handle), GEMINI_ERR_BUSY);
+  CHECK_STATUS(gemini_graph_destroy(w.mgr, g.handle), GEMINI_ERR_BUSY);
   CHECK_STATUS(gemini_graph_enter(w.mgr, g.handle, second), GEMINI_ERR_STATE);
   CHECK_STATUS(gemini_graph_leave(w.mgr, g.handle), GEMINI_ERR_STATE);
-  CHECK_STATUS(gemini_stream_destroy(w.stream), GEMINI_ERR_BUSY);
+  CHECK_STATUS(gemini_stream_destroy(w.mgr, w.stream), GEMINI_ERR_BUSY);
   CHECK_STATUS(gemini_manager_close(w.mgr), GEMINI_ERR_BUSY);
   gemini_access_t a = chunk_of(arena, 0, 1, READ, HOST);
   CHECK_STATUS(gemini_acquire(w.mgr, &a, 1, w.stream), GEMINI_ERR_STATE);
@@ -678,8 +679,8 @@ static void test_graph_misuse_is_refused(void) {
 
   CHECK_OK(gemini_graph_enter(w.mgr, g.handle, w.stream));
   CHECK_STATUS(gemini_graph_enter(w.mgr, g.handle, w.stream), GEMINI_ERR_STATE);
-  CHECK_STATUS(gemini_graph_destroy(g.handle), GEMINI_ERR_BUSY);
-  CHECK_STATUS(gemini_stream_destroy(w.stream), GEMINI_ERR_BUSY);
+  CHECK_STATUS(gemini_graph_destroy(w.mgr, g.handle), GEMINI_ERR_BUSY);
+  CHECK_STATUS(gemini_stream_destroy(w.mgr, w.stream), GEMINI_ERR_BUSY);
   CHECK_STATUS(gemini_manager_close(w.mgr), GEMINI_ERR_BUSY);
   CHECK_STATUS(gemini_acquire(w.mgr, &elsewhere, 1, second), GEMINI_ERR_BUSY);
   gemini_access_t host = chunk_of(arena, 0, 1, WRITE, HOST), reader = chunk_of(arena, 0, 1, READ, HOST);
@@ -701,21 +702,21 @@ static void test_graph_misuse_is_refused(void) {
   CHECK_STATUS(gemini_graph_enter(w.mgr, g.handle, w.stream), GEMINI_ERR_BUSY);
   CHECK_OK(gemini_release(w.mgr, &host, 1, GEMINI_STREAM_CALLER));
 
-  uint64_t gone = g.handle;
+  gemini_graph_t gone = g.handle;
   graph_destroy(&w, &g);
-  CHECK_STATUS(gemini_graph_destroy(gone), GEMINI_ERR_HANDLE);
+  CHECK_STATUS(gemini_graph_destroy(w.mgr, gone), GEMINI_ERR_HANDLE);
   CHECK_STATUS(gemini_graph_enter(w.mgr, gone, w.stream), GEMINI_ERR_HANDLE);
   CHECK_STATUS(gemini_graph_leave(w.mgr, gone), GEMINI_ERR_HANDLE);
   CHECK_STATUS(gemini_graph_end(w.mgr, gone), GEMINI_ERR_HANDLE);
-  CHECK_OK(gemini_graph_destroy(0));
+  CHECK_OK(gemini_graph_destroy(w.mgr, NULL));
   finish(&w); /* the other one goes with the manager */
 }
 
 static void test_graph_is_refused_on_the_simulated_device(void) {
   world_t w = world_open(world_config(4, 4, 0));
-  gemini_graph_t g = 5;
+  gemini_graph_t g = handle_of(5);
   CHECK_STATUS(gemini_graph_begin(w.mgr, w.stream, WORLD_CHUNK, &g), GEMINI_ERR_UNSUPPORTED);
-  CHECK_EQ(g, 5);
+  CHECK_EQ(handle_id(g), 5);
   world_close(&w);
 }
 
@@ -805,14 +806,14 @@ static void test_graph_leaves_less_to_plans(void) {
     CHECK_OK(gemini_iteration_end(w.mgr));
   }
   CHECK_EQ(world_stats(&w).planned_fetch_bytes, 0);
-  gemini_graph_t g, none = 5;
+  gemini_graph_t g, none = handle_of(5);
   CHECK_STATUS(gemini_graph_begin(w.mgr, w.stream, 5 * W, &none), GEMINI_ERR_OOM_DEVICE);
   CHECK_SAYS(world_error().message, "op op: its chunks");
-  CHECK_EQ(none, 5);
+  CHECK_EQ(handle_id(none), 5);
   CHECK_EQ(world_stats(&w).planned_fetch_bytes, 0);
   CHECK_OK(gemini_graph_begin(w.mgr, w.stream, 3 * W, &g));
   CHECK(world_stats(&w).planned_fetch_bytes > 0);
-  CHECK_OK(gemini_graph_destroy(g));
+  CHECK_OK(gemini_graph_destroy(w.mgr, g));
   CHECK_EQ(world_stats(&w).planned_fetch_bytes, 0);
   finish(&w);
 }
@@ -863,7 +864,7 @@ static void test_graph_every_driver_call_may_fail_once(void) {
     }
     reached = fake_cuda_calls() >= first;
     fake_cuda_fail(0, 0, 0);
-    if (g) CHECK_OK(gemini_graph_destroy(g));
+    if (g) CHECK_OK(gemini_graph_destroy(w.mgr, g));
     if (graph) CHECK_EQ(cuGraphDestroy(graph), CU_SUCCESS);
     if (run.exec) CHECK_EQ(cuGraphExecDestroy(run.exec), CU_SUCCESS);
     free(run.kernels);

@@ -7,6 +7,7 @@
 #include "device/cuda_driver.h"
 #include "fake_cuda.h"
 #include "gemini.h"
+#include "gemini/hook.h"
 
 #define MIB (UINT64_C(1) << 20)
 #define W (2 * MIB)
@@ -143,7 +144,7 @@ static void test_hook_stream_that_the_caller_adopts_too_is_one_stream(void) {
   gemini_stream_t rest[46]; /* two of the 48 are taken, no more */
   for (int i = 0; i < 46; i++) CHECK_EQ(gemini_stream_create(mgr, &rest[i]), GEMINI_OK);
   CHECK_EQ(gemini_stream_create(mgr, &handle), GEMINI_ERR_INVALID);
-  CHECK_EQ(gemini_stream_destroy(other), GEMINI_OK);
+  CHECK_EQ(gemini_stream_destroy(mgr, other), GEMINI_OK);
   put(get(512, second), second); /* the hook's again */
   CHECK_EQ(gemini_hook_forget(mgr, second), GEMINI_OK);
   CHECK_EQ(gemini_hook_forget(mgr, second), GEMINI_ERR_NOT_FOUND);

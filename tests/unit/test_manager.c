@@ -37,7 +37,7 @@ static void test_handles_of_closed_managers_stay_dead(void) {
   objects_t gone[MANAGERS];
   for (int i = 0; i < MANAGERS; i++) {
     gone[i] = objects_open();
-    CHECK_EQ(gone[i].w.mgr >> 42, gone[0].w.mgr >> 42); /* what is tested */
+    CHECK_EQ(handle_id(gone[i].w.mgr) >> 42, handle_id(gone[0].w.mgr) >> 42); /* what is tested */
     for (int k = 0; k < i; k++) {
       CHECK(gone[i].w.mgr != gone[k].w.mgr);
       check_dead(&gone[k], gone[i].w.mgr);
@@ -59,11 +59,11 @@ static void test_numbers_whose_generations_are_used_up_are_not_given_again(void)
     CHECK_OK(gemini_tensor_register(w.mgr, arena, "again", 64, 0, &tensor));
     CHECK_OK(gemini_tensor_unregister(w.mgr, tensor));
   }
-  const uint64_t used_up = w.mgr >> 42;
+  const uint64_t used_up = handle_id(w.mgr) >> 42;
   world_close(&w);
   gmi_manager_serial += SERIALS - 1;
   w = world_open(world_config(2, 2, 0));
-  CHECK(w.mgr >> 42 != used_up);
+  CHECK(handle_id(w.mgr) >> 42 != used_up);
   world_close(&w);
 }
 
@@ -90,7 +90,7 @@ static void test_an_acquire_waits_for_the_lock_while_its_tensor_is_frozen(void) 
     CHECK_OK(gemini_acquire(f.w.mgr, &f.access, 1, f.w.stream)); /* its chunk comes, and stays */
     CHECK_OK(gemini_release(f.w.mgr, &f.access, 1, f.w.stream));
     gmi_manager_t *m = gmi_manager_get(f.w.mgr);
-    gmi_tensor_t *record = &m->tensors.at[t & (GMI_TENSORS - 1)];
+    gmi_tensor_t *record = &m->tensors.at[handle_id(t) & (GMI_TENSORS - 1)];
     atomic_store(&f.acquired, false);
     gmi_lock(m, "the_cut");
     CHECK(!(atomic_fetch_or(&record->word, GMI_TENSOR_FROZEN) & GMI_TENSOR_USERS));
@@ -98,7 +98,7 @@ static void test_an_acquire_waits_for_the_lock_while_its_tensor_is_frozen(void) 
     CHECK_EQ(pthread_create(&thread, NULL, acquire_frozen, &f), 0);
     do { /* until it waits */
       CHECK(!atomic_load(&f.acquired));
-      CHECK_OK(gemini_manager_dump(f.w.mgr, text, sizeof text, NULL));
+      CHECK_OK(gemini_manager_dump(f.w.mgr, sizeof text, text, NULL));
     } while (!strstr(text, "in gemini_acquire() for the manager's lock, which the_cut()"));
     CHECK(!(atomic_load(&record->word) & GMI_TENSOR_USERS));
     atomic_fetch_and(&record->word, ~GMI_TENSOR_FROZEN);

@@ -528,7 +528,7 @@ static void random_program(uint64_t seed, bool files) {
     case 5:
       while (count > 0) {
         count--;
-        int j = held[count].object == arenas[0] ? 0 : held[count].object == arenas[1] ? 1 : 2;
+        int j = held[count].object.arena == arenas[0] ? 0 : held[count].object.arena == arenas[1] ? 1 : 2;
         CHECK(!memcmp(held[count].ptr, model[j] + held[count].offset_bytes, held[count].size_bytes));
         let_go(&w, held[count]);
       }

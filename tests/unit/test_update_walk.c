@@ -4,6 +4,7 @@
 #include <stdbool.h>
 
 #include "check.h"
+#include "handles.h"
 #include "update/update.h"
 #include "update_driver.h"
 
@@ -121,12 +122,12 @@ static struct {
 } manager;
 
 static gemini_status_t stream_native(gemini_manager_t mgr, gemini_stream_t stream, void **native_out) {
-  CHECK(mgr == MGR && stream == STREAM);
+  CHECK(handle_id(mgr) == MGR && handle_id(stream) == STREAM);
   if (!manager.native_status) *native_out = contexts[1];
   return manager.native_status;
 }
 static gemini_status_t stream_call(gemini_manager_t mgr, gemini_stream_t stream, gemini_call_fn fn, void *user) {
-  CHECK(mgr == MGR && stream == STREAM && manager.waiting < CALLS_WAITING);
+  CHECK(handle_id(mgr) == MGR && handle_id(stream) == STREAM && manager.waiting < CALLS_WAITING);
   if (manager.call_status) return manager.call_status;
   manager.calls[manager.waiting].fn = fn;
   manager.calls[manager.waiting++].user = user;
@@ -154,7 +155,7 @@ static gemini_update_walk_t walk_of(const table_t *t) {
   w.master_index = t->index[MASTER];
   w.momentum_index = t->index[MOMENTUM];
   w.variance_index = t->sgd ? 99 : t->index[VARIANCE]; /* ignored */
-  w.mgr = MGR;
+  w.mgr = handle_of(MGR);
   w.stream_native = stream_native;
   w.stream_call = stream_call;
   return w;
@@ -165,7 +166,7 @@ static void run_span(gemini_update_walk_t *w, const table_t *t, bool in_place, u
                                 .tier = place == HOST ? GEMINI_TIER_HOST : GEMINI_TIER_DEVICE,
                                 .first_element = first,
                                 .element_count = count,
-                                .stream = place == HOST ? 0 : STREAM,
+                                .stream = place == HOST ? NULL : handle_of(STREAM),
                                 .arena_count = ARENAS };
   for (uint32_t a = 0; a < ARENAS; a++) span.ptr[a] = element(&actual, t, a, first);
   if (t->index[PARAM] != GEMINI_INDEX_NONE) span.ptr[t->index[PARAM]] = low_param(&actual, t, in_place, first);
@@ -260,7 +261,7 @@ static void test_walk_queues_neighbours_with_one_rule_as_one(void) {
   fill(&actual, &t, &random);
   run_span(&w, &t, false, 0, 1, GPU); /* loads the kernels */
   gemini_update_span_t span = { .tier = GEMINI_TIER_DEVICE, .first_element = 5, .element_count = 98 };
-  span.stream = STREAM, span.arena_count = ARENAS;
+  span.stream = handle_of(STREAM), span.arena_count = ARENAS;
   for (uint32_t a = 0; a < ARENAS; a++) span.ptr[a] = element(&actual, &t, a, 5);
   gemini_update_walk(&w, &span);
 #define PART "cuCtxGetCurrent", "cuStreamGetCtx", "cuCtxSetCurrent", "gmi_adamw", "cuCtxSetCurrent"

@@ -37,7 +37,7 @@ static void *shrink_device(void *user) {
   return user;
 }
 static void *destroy_stream(void *user) {
-  CHECK_OK(gemini_stream_destroy(w.stream));
+  CHECK_OK(gemini_stream_destroy(w.mgr, w.stream));
   return user;
 }
 static void *shrink_host(void *user) {
@@ -82,7 +82,7 @@ static void test_what_the_device_keeps_waiting_is_seen(void) {
     pthread_t thread;
     CHECK_EQ(pthread_create(&thread, NULL, cases[i].call, NULL), 0);
     for (int tries = 0;; tries++) { /* until the thread has come so far */
-      CHECK_OK(gemini_manager_dump(w.mgr, text, sizeof text, NULL));
+      CHECK_OK(gemini_manager_dump(w.mgr, sizeof text, text, NULL));
       if (strstr(text, cases[i].says)) break;
       if (tries == 3000) fprintf(stderr, "no \"%s\" in:\n%s", cases[i].says, text);
       CHECK(tries < 3000);

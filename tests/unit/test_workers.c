@@ -213,7 +213,7 @@ static void test_update_after_failed_copy_does_not_run_and_says_so(void) {
   gmi_manager_t *m = gmi_manager_get(mgr);
   gemini_tensor_t tensor;
   OK(gemini_tensor_register(mgr, arena, "t", CHUNK, GEMINI_OFFSET_NEXT, &tensor));
-  gemini_access_t a = { .object = tensor, .mode = GEMINI_WRITE };
+  gemini_access_t a = { .object.tensor = tensor, .mode = GEMINI_WRITE };
   OK(gemini_acquire(mgr, &a, 1, GEMINI_STREAM_CALLER));
   memset(a.ptr, 1, CHUNK);
   OK(gemini_release(mgr, &a, 1, GEMINI_STREAM_CALLER));

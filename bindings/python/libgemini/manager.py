@@ -147,7 +147,7 @@ class Range:
 class Manager:
     """One device, one set of budgets, one sequence of iterations: gemini_manager_t.
 
-    close(), or the end of a with block, ends it. Handles of arenas, tensors and streams are numbers, as in C. A method
+    close(), or the end of a with block, ends it. Handles of arenas, tensors and streams are numbers. A method
     raises GeminiError where the C library refuses; its status says why, and nothing has changed. Methods may be called
     from any thread, unless they say otherwise.
 
@@ -764,7 +764,7 @@ class Manager:
         Raises:
             GeminiError: Status "BUSY": the open operator runs on it.
         """
-        self.lib.stream_destroy(stream)
+        self.lib.stream_destroy(self.handle, stream)
 
     @contextlib.contextmanager
     def stream(self) -> typing.Iterator[int]:
@@ -1103,9 +1103,9 @@ class Manager:
             What stays on the device, what comes and goes, and what a step waits for; several lines.
         """
         length = ctypes.c_uint64()
-        self.lib.plan_explain(self.handle, None, 0, length)
+        self.lib.plan_explain(self.handle, 0, None, length)
         text = ctypes.create_string_buffer(length.value + 1)
-        self.lib.plan_explain(self.handle, text, length.value + 1, None)
+        self.lib.plan_explain(self.handle, length.value + 1, text, None)
         return text.value.decode()
 
     def dump(self) -> str:
@@ -1117,7 +1117,7 @@ class Manager:
         size, length = 1 << 16, ctypes.c_uint64()
         while True:
             text = ctypes.create_string_buffer(size)
-            self.lib.manager_dump(self.handle, text, size, length)
+            self.lib.manager_dump(self.handle, size, text, length)
             if length.value < size:
                 return text.value.decode(errors="replace")
             size = 2 * length.value  # it may have grown meanwhile

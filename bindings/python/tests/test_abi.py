@@ -16,7 +16,8 @@ import libgemini
 from libgemini import abi
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
-HEADERS = {"gemini.h": ROOT / "include", "gemini_update.h": ROOT / "bindings" / "update"}
+CORE = ["gemini.h", "gemini/graph.h", "gemini/hook.h", "gemini/topology.h"]  # of the library itself
+HEADERS = {**dict.fromkeys(CORE, ROOT / "include"), "gemini_update.h": ROOT / "bindings" / "update"}
 CONSTANTS = [
     name for name, value in vars(abi).items() if isinstance(value, int) and re.fullmatch("[A-Z][A-Z0-9_]*", name)
 ]
@@ -33,6 +34,7 @@ NUMBERS = {
     ctypes.c_uint64: "uint64_t",
     ctypes.c_double: "double",
 }
+HANDLES = [f"gemini_{name}_t" for name in ("manager", "arena", "tensor", "stream", "graph", "topology")]
 
 
 def header(name):
@@ -64,7 +66,7 @@ def ask(tmp_path_factory):
         )
         compiler = shlex.split(os.environ.get("CC", "cc"))
         subprocess.run(
-            [*compiler, "-std=c11", *(f"-I{path}" for path in HEADERS.values()), "ask.c", "-o", "ask"],
+            [*compiler, "-std=c11", *(f"-I{path}" for path in set(HEADERS.values())), "ask.c", "-o", "ask"],
             cwd=folder,
             check=True,
         )
@@ -81,6 +83,7 @@ def same(ask, expected):
 
 def test_every_struct_is_declared():
     named = {f"gemini_{name}_t" for file in HEADERS for name in re.findall(r"^} gemini_(\w+)_t;", header(file), re.M)}
+    named.remove("gemini_object_t")  # a union of handles: a number
     assert named == {c_type(struct) for struct in STRUCTS}
 
 
@@ -95,7 +98,11 @@ def test_layout(ask, struct):
         expected[f"offsetof({name}, {field})"] = at.offset
         expected[f"sizeof((({name} *)0)->{field})"] = at.size
         if kind in NUMBERS:
-            expected[f"_Generic((({name} *)0)->{field}, {NUMBERS[kind]}: 1, default: 0)"] = 1
+            types = [NUMBERS[kind]]
+            if kind is ctypes.c_uint64:  # handles are pointers in C, and numbers here
+                types += [*HANDLES, "gemini_object_t"]
+            known = ", ".join(f"{one}: 1" for one in types)
+            expected[f"_Generic((({name} *)0)->{field}, {known}, default: 0)"] = 1
     assert end == ctypes.sizeof(struct)
     same(ask, expected)
 
@@ -141,7 +148,7 @@ SCALARS = {
     "ptrdiff_t": ctypes.c_ssize_t,
     "gemini_status_t": ctypes.c_int32,
     "void": None,
-    **{f"gemini_{name}_t": ctypes.c_uint64 for name in ("manager", "arena", "tensor", "stream", "graph", "topology")},
+    **{name: ctypes.c_uint64 for name in HANDLES},
 }
 
 
@@ -178,7 +185,7 @@ def check(function, types, arguments):
 
 
 def test_every_function_is_declared():
-    want = prototypes("gemini.h")
+    want = {name: found for file in CORE for name, found in prototypes(file).items()}
     exported = [
         line.split()[0]
         for line in (ROOT / "tests/abi/symbols.txt").read_text().splitlines()

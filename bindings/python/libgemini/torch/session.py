@@ -168,7 +168,7 @@ class Session:
         if self.cuda:
             torch.cuda.synchronize(self.device)
         for stream in self.holds.streams.values():
-            self.lib.stream_destroy(stream)
+            self.lib.stream_destroy(self.handle, stream)
         self.manager.close()
 
     def close_allocator(self, force: bool) -> None:

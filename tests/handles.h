@@ -1,0 +1,41 @@
+/* Handles in tests: as numbers, so that wrong ones can be made, and as objects of accesses.
+ * SPDX-License-Identifier: Apache-2.0 */
+#ifndef HANDLES_H
+#define HANDLES_H
+
+#include <stdint.h>
+
+#include "gemini.h"
+#include "gemini/graph.h"
+#include "gemini/topology.h"
+
+static inline uint64_t handle_id(const void *handle) { return (uintptr_t)handle; }
+/* A handle of any kind: what takes it sees what it would see of a wrong cast. */
+static inline void *handle_of(uint64_t id) { return (void *)(uintptr_t)id; }
+
+/* A result for any kind of handle, and the number that it was before or is now. */
+typedef union any_handle {
+  uint64_t id;
+  gemini_manager_t manager;
+  gemini_arena_t arena;
+  gemini_tensor_t tensor;
+  gemini_stream_t stream;
+  gemini_graph_t graph;
+  gemini_topology_t topology;
+} any_handle_t;
+
+static inline gemini_object_t object_of_tensor(gemini_tensor_t tensor) { return (gemini_object_t){ .tensor = tensor }; }
+static inline gemini_object_t object_of_arena(gemini_arena_t arena) { return (gemini_object_t){ .arena = arena }; }
+static inline gemini_object_t object_of_any(const void *handle) {
+  return object_of_tensor(handle_of(handle_id(handle)));
+}
+static inline gemini_object_t object_itself(gemini_object_t object) { return object; }
+/* The object of a tensor, an arena, a wrong handle or an object. */
+#define OBJECT(of)                       \
+  _Generic((of),                         \
+      gemini_tensor_t: object_of_tensor, \
+      gemini_arena_t: object_of_arena,   \
+      void *: object_of_any,             \
+      gemini_object_t: object_itself)(of)
+
+#endif
