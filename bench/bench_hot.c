@@ -67,7 +67,7 @@ static bool run_worker(worker_t *w) {
     uint64_t begin = cli_now_ns();
     double cpu_begin = thread_cpu_s();
     for (uint64_t i = 0, k = 0; i < pairs; i++) {
-      gemini_access_t access = { .object.tensor = tensors[order[k]], .mode = GEMINI_READ, .tier = GEMINI_TIER_DEVICE };
+      gemini_access_t access = gemini_tensor_access(tensors[order[k]], 0, 0, GEMINI_READ, GEMINI_TIER_DEVICE);
       fine &= gemini_acquire(manager, &access, 1, stream) == GEMINI_OK;
       fine &= gemini_release(manager, &access, 1, stream) == GEMINI_OK;
       if (++k == w->count) k = 0;
@@ -175,7 +175,7 @@ int main(int argc, char **argv) {
       return CLI_EXIT_FAILURE;
   }
   uint64_t record_bytes = resident_bytes() - before;
-  gemini_access_t all = { .object.arena = arena, .mode = GEMINI_READ_WRITE, .tier = GEMINI_TIER_DEVICE };
+  gemini_access_t all = gemini_arena_access(arena, 0, 0, GEMINI_READ_WRITE, GEMINI_TIER_DEVICE);
   if (!ok(gemini_pin(manager, &all), "pin")) return CLI_EXIT_FAILURE;
   if (!ok(gemini_acquire(manager, &all, 1, GEMINI_STREAM_CALLER), "acquire") ||
       !ok(gemini_release(manager, &all, 1, GEMINI_STREAM_CALLER), "release"))

@@ -109,15 +109,21 @@ static int parse_options(options_t *o, int argc, char **argv) {
 
 /* ---- One run ---- */
 
+enum { LINK_IN, LINK_OUT, LINK_WRITE, LINK_READ, LINKS };
+static const uint32_t links[LINKS][2] = { { GEMINI_TIER_HOST, GEMINI_TIER_DEVICE },
+                                          { GEMINI_TIER_DEVICE, GEMINI_TIER_HOST },
+                                          { GEMINI_TIER_HOST, GEMINI_TIER_FILE },
+                                          { GEMINI_TIER_FILE, GEMINI_TIER_HOST } };
+
 typedef struct result {
   double *losses, *seconds; /* (steps), owned; seconds of the timed steps */
   uint64_t loss_count, params, model_bytes, hash;
   double sec_per_step;
   double queue_seconds; /* of it, the calling thread was queueing; median */
   uint64_t device_peak_bytes, host_peak_bytes, file_peak_bytes, nonmodel_peak_bytes, resident_bytes;
-  double host_elements;            /* updated on the host, a step */
-  gemini_stats_t stats;            /* of the timed steps */
-  double moved[GEMINI_LINK_COUNT]; /* bytes a step */
+  double host_elements; /* updated on the host, a step */
+  gemini_stats_t stats; /* of the timed steps */
+  double moved[LINKS];  /* bytes a step, as links[] */
 } result_t;
 
 typedef struct bench {
@@ -158,10 +164,13 @@ static void keep_peaks(result_t *r, memory_t *memory) {
   }
   r->stats = (gemini_stats_t)GEMINI_STATS_INIT;
   if (!memory_check(memory, gemini_stats(memory->manager, &r->stats))) return;
-  const uint64_t *peaks = r->stats.peak_bytes;
-  if (peaks[GEMINI_TIER_DEVICE] > r->device_peak_bytes) r->device_peak_bytes = peaks[GEMINI_TIER_DEVICE];
-  if (peaks[GEMINI_TIER_HOST] > r->host_peak_bytes) r->host_peak_bytes = peaks[GEMINI_TIER_HOST];
-  if (peaks[GEMINI_TIER_FILE] > r->file_peak_bytes) r->file_peak_bytes = peaks[GEMINI_TIER_FILE];
+  uint64_t *const peaks[] = { &r->device_peak_bytes, &r->host_peak_bytes, &r->file_peak_bytes };
+  for (uint32_t tier = 0; tier < sizeof peaks / sizeof *peaks; tier++) {
+    uint64_t peak = memory_tier(memory, tier).peak_bytes;
+    if (peak > *peaks[tier]) *peaks[tier] = peak;
+  }
+  for (int i = 0; i < LINKS; i++)
+    r->moved[i] = (double)memory_moved_bytes(memory, links[i][0], links[i][1], GEMINI_REASON_ALL);
   if (r->stats.nonmodel_peak_bytes > r->nonmodel_peak_bytes) r->nonmodel_peak_bytes = r->stats.nonmodel_peak_bytes;
 }
 
@@ -252,11 +261,7 @@ static bool run(bench_t *b, const gemini_config_t *config, result_t *r) {
   } else {
     r->sec_per_step = median(r->seconds, o->steps);
     r->queue_seconds = median(queue_seconds, o->steps);
-    for (int link = 0; link < GEMINI_LINK_COUNT; link++) {
-      for (int i = 0; i < GEMINI_REASON_COUNT; i++) {
-        r->moved[link] += (double)r->stats.moved_bytes[link][i] / (double)o->steps;
-      }
-    }
+    for (int link = 0; link < LINKS; link++) r->moved[link] /= (double)o->steps;
   }
   free(queue_seconds);
   return memory_error(&memory) == NULL;
@@ -276,9 +281,9 @@ static int find_bound(const bench_t *b, term_t terms[TERMS]) {
   const result_t *r = &b->managed;
   const rates_t *rates = &b->rates;
   bool planned = r->stats.predicted_step_ns > 0;
-  double in = planned ? (double)r->stats.planned_fetch_bytes : r->moved[GEMINI_LINK_H2D];
-  double out = planned ? (double)r->stats.planned_evict_bytes : r->moved[GEMINI_LINK_D2H];
-  double read = r->moved[GEMINI_LINK_F2H], written = r->moved[GEMINI_LINK_H2F];
+  double in = planned ? (double)r->stats.planned_fetch_bytes : r->moved[LINK_IN];
+  double out = planned ? (double)r->stats.planned_evict_bytes : r->moved[LINK_OUT];
+  double read = r->moved[LINK_READ], written = r->moved[LINK_WRITE];
   terms[TERM_GPU] = (term_t){ "all on the GPU", 0, 0, b->all_resident.sec_per_step };
   terms[TERM_TO_DEVICE] = (term_t){ "copies to the device", in, rates->to_device, 0 };
   terms[TERM_FROM_DEVICE] = (term_t){ "copies from the device", out, rates->from_device, 0 };
@@ -358,10 +363,10 @@ static bool print_row(const bench_t *b, const result_t *r, const term_t *terms, 
   row_u64(&row, "resident_bytes", r->resident_bytes);
   row_u64(&row, "file_budget", terms != NULL ? b->file_budget_bytes : 0);
   row_u64(&row, "file_bytes", r->file_peak_bytes);
-  row_f64(&row, "fetched_bytes", r->moved[GEMINI_LINK_H2D]);
-  row_f64(&row, "evicted_bytes", r->moved[GEMINI_LINK_D2H]);
-  row_f64(&row, "file_read_bytes", r->moved[GEMINI_LINK_F2H]);
-  row_f64(&row, "file_written_bytes", r->moved[GEMINI_LINK_H2F]);
+  row_f64(&row, "fetched_bytes", r->moved[LINK_IN]);
+  row_f64(&row, "evicted_bytes", r->moved[LINK_OUT]);
+  row_f64(&row, "file_read_bytes", r->moved[LINK_READ]);
+  row_f64(&row, "file_written_bytes", r->moved[LINK_WRITE]);
   row_u64(&row, "planned_fetch_bytes", s->planned_fetch_bytes);
   row_u64(&row, "planned_evict_bytes", s->planned_evict_bytes);
   row_u64(&row, "chunk_bytes", s->chunk_bytes);

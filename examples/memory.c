@@ -184,8 +184,7 @@ static void acquire(memory_t *memory, uint32_t tier, uint32_t kind, uint32_t mod
     /* All at once: one call moves what has to move, and fails as a whole. */
     gemini_access_t *accesses = memory->held + memory->held_count;
     for (int i = 0; i < count; i++) {
-      accesses[i] =
-          (gemini_access_t){ .object.tensor = memory->tensors[first + i].handles[kind], .mode = mode, .tier = tier };
+      accesses[i] = gemini_tensor_access(memory->tensors[first + i].handles[kind], 0, 0, mode, tier);
     }
     if (!memory_check(memory, gemini_acquire(memory->manager, accesses, (uint64_t)count, stream_of(memory, tier)))) {
       return;
@@ -381,7 +380,7 @@ double memory_gradient_norm(memory_t *memory,
     check_device(memory);
     return norm;
   }
-  gemini_access_t all = { .object.arena = memory->arenas[GEMINI_KIND_GRAD] };
+  gemini_access_t all = gemini_arena_access(memory->arenas[GEMINI_KIND_GRAD], 0, 0, 0, 0);
   memory_check(memory, gemini_norm(memory->manager, &all, GEMINI_DTYPE_BF16, memory->stream, &norm));
   return norm;
 }
@@ -426,6 +425,31 @@ void memory_print_log(void *user, int32_t level, const char *message) {
   static const char *const levels[] = { "", "error", "warning", "info", "debug" };
   (void)user;
   fprintf(stderr, "libgemini %s: %s\n", level >= 1 && level <= 4 ? levels[level] : "", message);
+}
+
+uint64_t memory_moved_bytes(memory_t *memory, uint32_t from_tier, uint32_t to_tier, uint32_t reason) {
+  uint64_t bytes = 0;
+  uint32_t count = 0;
+  memory_check(memory, gemini_link_count(memory->manager, &count));
+  for (uint32_t link = 0; link < count; link++) { /* there may be several between two tiers */
+    gemini_link_stats_t stats = GEMINI_LINK_STATS_INIT;
+    if (!memory_check(memory, gemini_link_stats(memory->manager, link, reason, &stats))) return 0;
+    if (stats.from_tier == from_tier && stats.to_tier == to_tier) bytes += stats.moved_bytes;
+  }
+  return bytes;
+}
+
+gemini_tier_stats_t memory_tier(memory_t *memory, uint32_t tier) {
+  gemini_tier_stats_t stats = GEMINI_TIER_STATS_INIT;
+  memory_check(memory, gemini_tier_stats(memory->manager, tier, &stats));
+  return stats;
+}
+
+uint64_t memory_tier_bytes(memory_t *memory, int kind, uint32_t tier) {
+  gemini_access_t all = gemini_arena_access(memory->arenas[kind], 0, 0, 0, tier);
+  uint64_t bytes = 0;
+  memory_check(memory, gemini_tier_bytes(memory->manager, &all, &bytes));
+  return bytes;
 }
 
 bool memory_print_plan(memory_t *memory) {

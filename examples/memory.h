@@ -85,6 +85,12 @@ uint64_t memory_model_bytes(uint64_t elements);
 
 /* For gemini_config_t.log_fn: the library never prints, so this prints what it logs, to standard error. */
 void memory_print_log(void *user, int32_t level, const char *message);
+/* Bytes that moved from tier to tier for a reason (GEMINI_REASON_*, GEMINI_REASON_ALL), of a memory under libgemini. */
+uint64_t memory_moved_bytes(memory_t *memory, uint32_t from_tier, uint32_t to_tier, uint32_t reason);
+/* Statistics of a tier, likewise; zeros after a failure. */
+gemini_tier_stats_t memory_tier(memory_t *memory, uint32_t tier);
+/* Bytes of all tensors of a kind that are in a tier, likewise. */
+uint64_t memory_tier_bytes(memory_t *memory, int kind, uint32_t tier);
 /* Prints the plan of the next iterations in words. False when that failed. */
 bool memory_print_plan(memory_t *memory);
 

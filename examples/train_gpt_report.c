@@ -131,36 +131,42 @@ static double median_seconds(trainer_t *t) {
   return count % 2 == 1 ? upper : 0.5 * (upper + t->seconds[first + count / 2 - 1]);
 }
 
-static uint64_t moved_bytes(const gemini_stats_t *stats, int link) {
-  uint64_t bytes = 0;
-  for (int reason = 0; reason < GEMINI_REASON_COUNT; reason++) bytes += stats->moved_bytes[link][reason];
-  return bytes;
-}
+/* The links of a manager, as this program prints them. */
+static const struct {
+  uint32_t from_tier, to_tier;
+  const char *name, *row;
+} links[] = { { GEMINI_TIER_HOST, GEMINI_TIER_DEVICE, "host to device", "fetched_bytes" },
+              { GEMINI_TIER_DEVICE, GEMINI_TIER_HOST, "device to host", "evicted_bytes" },
+              { GEMINI_TIER_HOST, GEMINI_TIER_FILE, "host to file", "file_written_bytes" },
+              { GEMINI_TIER_FILE, GEMINI_TIER_HOST, "file to host", "file_read_bytes" } };
+enum { LINKS = sizeof links / sizeof *links };
 
 static void print_places(trainer_t *t, const gemini_stats_t *stats) {
-  static const char *const links[GEMINI_LINK_COUNT] = { "host to device", "device to host", "host to file",
-                                                        "file to host" };
-  char a[32], b[32], c[32], d[32], e[32];
+  memory_t *memory = &t->memory;
+  char a[32], b[32], c[32], d[32];
   printf("\n%-14s %12s %12s %12s %12s\n", "lives in", "arena", "device", "host", "file");
   static const char *const kinds[MEMORY_KINDS] = { "parameters", "(gradients)", "masters", "momenta", "variances" };
   for (int kind = 0; kind < MEMORY_KINDS; kind++) {
     gemini_arena_info_t info = GEMINI_ARENA_INFO_INIT;
-    if (!memory_check(&t->memory, gemini_arena_info(t->memory.manager, t->memory.arenas[kind], &info))) return;
+    if (!memory_check(memory, gemini_arena_info(memory->manager, memory->arenas[kind], &info))) return;
     printf("%-14s %12s %12s %12s %12s\n", kinds[kind], cli_format_size(info.size_bytes, a, sizeof a),
-           cli_format_size(info.tier_bytes[GEMINI_TIER_DEVICE], b, sizeof b),
-           cli_format_size(info.tier_bytes[GEMINI_TIER_HOST], c, sizeof c),
-           cli_format_size(info.tier_bytes[GEMINI_TIER_FILE], d, sizeof d));
+           cli_format_size(memory_tier_bytes(memory, kind, GEMINI_TIER_DEVICE), b, sizeof b),
+           cli_format_size(memory_tier_bytes(memory, kind, GEMINI_TIER_HOST), c, sizeof c),
+           cli_format_size(memory_tier_bytes(memory, kind, GEMINI_TIER_FILE), d, sizeof d));
   }
-  printf("%-14s %12s %12s %12s %12s\n", "budget", "", cli_format_size(stats->budget_bytes[0], a, sizeof a),
-         cli_format_size(stats->budget_bytes[1], b, sizeof b), cli_format_size(stats->budget_bytes[2], c, sizeof c));
-  printf("%-14s %12s %12s %12s %12s\n", "peak", "", cli_format_size(stats->peak_bytes[0], a, sizeof a),
-         cli_format_size(stats->peak_bytes[1], b, sizeof b), cli_format_size(stats->peak_bytes[2], c, sizeof c));
+  const gemini_tier_stats_t device = memory_tier(memory, GEMINI_TIER_DEVICE),
+                            host = memory_tier(memory, GEMINI_TIER_HOST), file = memory_tier(memory, GEMINI_TIER_FILE);
+  printf("%-14s %12s %12s %12s %12s\n", "budget", "", cli_format_size(device.budget_bytes, a, sizeof a),
+         cli_format_size(host.budget_bytes, b, sizeof b), cli_format_size(file.budget_bytes, c, sizeof c));
+  printf("%-14s %12s %12s %12s %12s\n", "peak", "", cli_format_size(device.peak_bytes, a, sizeof a),
+         cli_format_size(host.peak_bytes, b, sizeof b), cli_format_size(file.peak_bytes, c, sizeof c));
   printf("\n%-14s %12s %12s %12s %12s %12s\n", "moved", "demand", "plan", "pressure", "caller", "update");
-  for (int link = 0; link < GEMINI_LINK_COUNT; link++) {
-    const uint64_t *bytes = stats->moved_bytes[link];
-    printf("%-14s %12s %12s %12s %12s %12s\n", links[link], cli_format_size(bytes[0], a, sizeof a),
-           cli_format_size(bytes[1], b, sizeof b), cli_format_size(bytes[2], c, sizeof c),
-           cli_format_size(bytes[3], d, sizeof d), cli_format_size(bytes[4], e, sizeof e));
+  for (int i = 0; i < LINKS; i++) {
+    printf("%-14s", links[i].name);
+    for (uint32_t reason = 0; reason < GEMINI_REASON_COUNT; reason++)
+      printf(" %12s",
+             cli_format_size(memory_moved_bytes(memory, links[i].from_tier, links[i].to_tier, reason), a, sizeof a));
+    printf("\n");
   }
   printf("\nchunks of %s; %" PRIu64 " of %" PRIu64 " iterations under a plan, %" PRIu64 " departed, %" PRIu64
          " plans; acquires %" PRIu64 " hits, %" PRIu64 " misses; ops waited %.3f s in all\n",
@@ -172,7 +178,11 @@ bool train_gpt_report(trainer_t *t) {
   memory_t *memory = &t->memory;
   char a[32], b[32], c[32], hash[17];
   gemini_stats_t stats = GEMINI_STATS_INIT;
+  uint64_t peaks[GEMINI_TIER_COUNT] = { 0 }, moved[LINKS] = { 0 };
   if (memory->managed) {
+    for (uint32_t tier = 0; tier < GEMINI_TIER_COUNT; tier++) peaks[tier] = memory_tier(memory, tier).peak_bytes;
+    for (int i = 0; i < LINKS; i++)
+      moved[i] = memory_moved_bytes(memory, links[i].from_tier, links[i].to_tier, GEMINI_REASON_ALL);
     if (!memory_check(memory, gemini_stats(memory->manager, &stats))) return false;
     if (t->o.trace != NULL && !memory_check(memory, gemini_trace_save(memory->manager, t->o.trace))) return false;
     if (!t->o.quiet) print_places(t, &stats);
@@ -180,7 +190,7 @@ bool train_gpt_report(trainer_t *t) {
     if (t->o.timeline != NULL && !memory_check(memory, gemini_timeline_stop(memory->manager))) return false;
   } else {
     stats.model_bytes = memory_model_bytes(memory->elements);
-    stats.peak_bytes[GEMINI_TIER_DEVICE] = stats.model_bytes + memory->nonmodel_peak_bytes;
+    peaks[GEMINI_TIER_DEVICE] = stats.model_bytes + memory->nonmodel_peak_bytes;
   }
   snprintf(hash, sizeof hash, "%016" PRIx64, model_hash(&t->model));
   if (memory_error(memory) != NULL) return false;
@@ -203,15 +213,12 @@ bool train_gpt_report(trainer_t *t) {
   row_u64(&row, "params", memory->tensor_elements);
   row_u64(&row, "model_bytes", stats.model_bytes);
   row_u64(&row, "device_budget", t->device_budget_bytes);
-  row_u64(&row, "device_peak", stats.peak_bytes[GEMINI_TIER_DEVICE]);
+  row_u64(&row, "device_peak", peaks[GEMINI_TIER_DEVICE]);
   row_u64(&row, "host_budget", t->host_budget_bytes);
-  row_u64(&row, "host_peak", stats.peak_bytes[GEMINI_TIER_HOST]);
+  row_u64(&row, "host_peak", peaks[GEMINI_TIER_HOST]);
   row_u64(&row, "file_budget", t->file_budget_bytes);
-  row_u64(&row, "file_bytes", stats.peak_bytes[GEMINI_TIER_FILE]);
-  row_u64(&row, "fetched_bytes", moved_bytes(&stats, GEMINI_LINK_H2D));
-  row_u64(&row, "evicted_bytes", moved_bytes(&stats, GEMINI_LINK_D2H));
-  row_u64(&row, "file_read_bytes", moved_bytes(&stats, GEMINI_LINK_F2H));
-  row_u64(&row, "file_written_bytes", moved_bytes(&stats, GEMINI_LINK_H2F));
+  row_u64(&row, "file_bytes", peaks[GEMINI_TIER_FILE]);
+  for (int i = 0; i < LINKS; i++) row_u64(&row, links[i].row, moved[i]);
   row_u64(&row, "chunk_bytes", stats.chunk_bytes);
   row_u64(&row, "nonmodel_peak_bytes", memory->nonmodel_peak_bytes);
   row_u64(&row, "working_set_bytes", memory->working_peak_bytes);

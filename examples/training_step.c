@@ -84,7 +84,7 @@ static gemini_status_t train(float *trained_out) {
     TRY(gemini_iteration_begin(mgr));
     TRY(gemini_phase_set(mgr, GEMINI_PHASE_FORWARD));
     for (int i = 0; i < LAYERS; i++) {
-      gemini_access_t use = { .object.tensor = weight[i], .mode = GEMINI_READ, .tier = GEMINI_TIER_DEVICE };
+      gemini_access_t use = gemini_tensor_access(weight[i], 0, 0, GEMINI_READ, GEMINI_TIER_DEVICE); // all of it
       snprintf(name, sizeof name, "forward %d", i);
       TRY(gemini_op_begin(mgr, name, stream));
       TRY(gemini_acquire(mgr, &use, 1, stream));
@@ -94,8 +94,8 @@ static gemini_status_t train(float *trained_out) {
     }
     TRY(gemini_phase_set(mgr, GEMINI_PHASE_BACKWARD));
     for (int i = LAYERS; i-- > 0;) {
-      gemini_access_t uses[2] = { { .object.tensor = weight[i], .mode = GEMINI_READ, .tier = GEMINI_TIER_DEVICE },
-                                  { .object.tensor = grad[i], .mode = GEMINI_WRITE, .tier = GEMINI_TIER_DEVICE } };
+      gemini_access_t uses[2] = { gemini_tensor_access(weight[i], 0, 0, GEMINI_READ, GEMINI_TIER_DEVICE),
+                                  gemini_tensor_access(grad[i], 0, 0, GEMINI_WRITE, GEMINI_TIER_DEVICE) };
       snprintf(name, sizeof name, "backward %d", i);
       TRY(gemini_op_begin(mgr, name, stream));
       TRY(gemini_acquire(mgr, uses, 2, stream));
@@ -120,7 +120,7 @@ static gemini_status_t train(float *trained_out) {
   }
 
   // The caller's own thread reads a weight on the host.
-  gemini_access_t last = { .object.tensor = weight[0], .mode = GEMINI_READ, .tier = GEMINI_TIER_HOST };
+  gemini_access_t last = gemini_tensor_access(weight[0], 0, 0, GEMINI_READ, GEMINI_TIER_HOST);
   TRY(gemini_acquire(mgr, &last, 1, GEMINI_STREAM_CALLER));
   *trained_out = *(const float *)last.ptr;
   TRY(gemini_release(mgr, &last, 1, GEMINI_STREAM_CALLER));

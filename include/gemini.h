@@ -38,7 +38,7 @@
  *       TRY(gemini_iteration_begin(mgr));
  *       TRY(gemini_phase_set(mgr, GEMINI_PHASE_FORWARD));
  *       for (int i = 0; i < LAYERS; i++) {
- *         gemini_access_t use = { .object.tensor = weight[i], .mode = GEMINI_READ, .tier = GEMINI_TIER_DEVICE };
+ *         gemini_access_t use = gemini_tensor_access(weight[i], 0, 0, GEMINI_READ, GEMINI_TIER_DEVICE); // all of it
  *         snprintf(name, sizeof name, "forward %d", i);
  *         TRY(gemini_op_begin(mgr, name, stream));
  *         TRY(gemini_acquire(mgr, &use, 1, stream));
@@ -48,8 +48,8 @@
  *       }
  *       TRY(gemini_phase_set(mgr, GEMINI_PHASE_BACKWARD));
  *       for (int i = LAYERS; i-- > 0;) {
- *         gemini_access_t uses[2] = { { .object.tensor = weight[i], .mode = GEMINI_READ, .tier = GEMINI_TIER_DEVICE },
- *                                     { .object.tensor = grad[i], .mode = GEMINI_WRITE, .tier = GEMINI_TIER_DEVICE } };
+ *         gemini_access_t uses[2] = { gemini_tensor_access(weight[i], 0, 0, GEMINI_READ, GEMINI_TIER_DEVICE),
+ *                                     gemini_tensor_access(grad[i], 0, 0, GEMINI_WRITE, GEMINI_TIER_DEVICE) };
  *         snprintf(name, sizeof name, "backward %d", i);
  *         TRY(gemini_op_begin(mgr, name, stream));
  *         TRY(gemini_acquire(mgr, uses, 2, stream));
@@ -74,7 +74,7 @@
  *     }
  *
  *     // The caller's own thread reads a weight on the host.
- *     gemini_access_t last = { .object.tensor = weight[0], .mode = GEMINI_READ, .tier = GEMINI_TIER_HOST };
+ *     gemini_access_t last = gemini_tensor_access(weight[0], 0, 0, GEMINI_READ, GEMINI_TIER_HOST);
  *     TRY(gemini_acquire(mgr, &last, 1, GEMINI_STREAM_CALLER));
  *     *trained_out = *(const float *)last.ptr;
  *     TRY(gemini_release(mgr, &last, 1, GEMINI_STREAM_CALLER));
@@ -115,7 +115,10 @@
  *   own, but no CUDA ones if the parent has used CUDA, whose driver does not work in forked processes. Topologies stay
  *   usable in both.
  * - Structs that the caller allocates begin with struct_size; use the GEMINI_*_INIT macros. A field that is 0 means the
- *   default.
+ *   default. Later versions append fields. The library accepts every size from version 1's up to 4,096 bytes. Of a
+ *   struct that it reads, it refuses bytes behind the fields that it knows if they are not 0 (GEMINI_ERR_INVALID). Of a
+ *   struct for results, it fills the fields that both sides know and sets struct_size to the bytes filled. All structs
+ *   of an array have the same size.
  */
 #ifndef GEMINI_H
 #define GEMINI_H
@@ -216,6 +219,7 @@ typedef struct gemini_stream_s *gemini_stream_t;
 /** An index that names nothing. */
 #define GEMINI_INDEX_NONE UINT32_MAX
 
+/** Later versions may have more tiers; GEMINI_TIER_COUNT is how many this one has. */
 enum { GEMINI_TIER_DEVICE = 0, GEMINI_TIER_HOST = 1, GEMINI_TIER_FILE = 2, GEMINI_TIER_COUNT = 3 };
 enum {
   GEMINI_PLACEMENT_AUTO = 0,  /* chosen by predicted step time */
@@ -392,12 +396,11 @@ typedef struct gemini_arena_info_s {
   uint64_t base;        /* device address of its first byte */
   uint64_t size_bytes;  /* used so far: end of the last tensor or reserved range */
   uint64_t capacity_bytes;
-  uint64_t chunk_bytes;                   /* 0 before the size is chosen (the first access or iteration) */
-  uint64_t tier_bytes[GEMINI_TIER_COUNT]; /* bytes of its chunks whose newest copy is in this tier */
+  uint64_t chunk_bytes; /* 0 before the size is chosen (the first access or iteration) */
   uint64_t tensor_count;
 } gemini_arena_info_t;
-#define GEMINI_ARENA_INFO_INIT { sizeof(gemini_arena_info_t), 0, 0, 0, 0, 0, { 0, 0, 0 }, 0 }
-/** Says what an arena is and where its bytes are.
+#define GEMINI_ARENA_INFO_INIT { sizeof(gemini_arena_info_t), 0, 0, 0, 0, 0, 0 }
+/** Says what an arena is; gemini_tier_bytes() says where its bytes are.
  *  @param info_out  allocated by the caller, struct_size set; borrowed until return
  *  Since: 0.1 */
 GEMINI_API gemini_status_t gemini_arena_info(gemini_manager_t mgr, gemini_arena_t arena, gemini_arena_info_t *info_out)
@@ -465,12 +468,11 @@ typedef struct gemini_tensor_info_s {
   uint64_t size_bytes;
   uint64_t offset_bytes; /* in its arena */
   gemini_arena_t arena;
-  uint64_t users;                         /* acquires not yet released */
-  uint64_t tier_bytes[GEMINI_TIER_COUNT]; /* its bytes by the tier of their newest copy */
-  char name[128];                         /* of a counterpart: the registered tensor's name */
+  uint64_t users; /* acquires not yet released */
+  char name[128]; /* of a counterpart: the registered tensor's name */
 } gemini_tensor_info_t;
-#define GEMINI_TENSOR_INFO_INIT { sizeof(gemini_tensor_info_t), 0, 0, 0, 0, NULL, 0, { 0, 0, 0 }, "" }
-/** Says what a tensor is, its state, and where its bytes are.
+#define GEMINI_TENSOR_INFO_INIT { sizeof(gemini_tensor_info_t), 0, 0, 0, 0, NULL, 0, "" }
+/** Says what a tensor is, and its state; gemini_tier_bytes() says where its bytes are.
  *  @param info_out  allocated by the caller, struct_size set; borrowed until return
  *  Since: 0.1 */
 GEMINI_API gemini_status_t gemini_tensor_info(gemini_manager_t mgr, gemini_tensor_t tensor,
@@ -529,20 +531,50 @@ typedef union gemini_object {
   gemini_arena_t arena;
 } gemini_object_t;
 typedef struct gemini_access {
+  uint32_t struct_size; /* bytes; set by GEMINI_ACCESS_INIT and the functions below; in an array the same in all */
+  uint32_t mode;        /* GEMINI_READ, GEMINI_WRITE, GEMINI_READ_WRITE */
+  uint32_t tier;        /* where the bytes are wanted: GEMINI_TIER_DEVICE or GEMINI_TIER_HOST */
+  uint32_t reserved;    /* 0 */
   gemini_object_t object;
   uint64_t offset_bytes; /* in the object */
   uint64_t size_bytes;   /* 0 with offset 0: the whole tensor, or all of the arena that is used at this call. If the
                             arena has grown since an acquire, the release names the size at the acquire */
-  uint32_t mode;         /* GEMINI_READ, GEMINI_WRITE, GEMINI_READ_WRITE */
-  uint32_t tier;         /* where the bytes are wanted: GEMINI_TIER_DEVICE or GEMINI_TIER_HOST */
   void *ptr;             /* out: first byte of the range, valid until release. A range's device address never changes;
                             its host address may differ next time */
 } gemini_access_t;
+#define GEMINI_ACCESS_INIT { sizeof(gemini_access_t), 0, 0, 0, { NULL }, 0, 0, NULL }
+/** An access to a range of a tensor. Parameters are the fields of the same names. Compiled into the caller, so that it
+ *  has the caller's size of the struct; no symbol of the library.
+ *  Since: 0.1 */
+static inline gemini_access_t gemini_tensor_access(gemini_tensor_t tensor, uint64_t offset_bytes, uint64_t size_bytes,
+                                                   uint32_t mode, uint32_t tier) {
+  gemini_access_t access = GEMINI_ACCESS_INIT;
+  access.mode = mode;
+  access.tier = tier;
+  access.object.tensor = tensor;
+  access.offset_bytes = offset_bytes;
+  access.size_bytes = size_bytes;
+  return access;
+}
+/** An access to a range of an arena, otherwise as gemini_tensor_access().
+ *  Since: 0.1 */
+static inline gemini_access_t gemini_arena_access(gemini_arena_t arena, uint64_t offset_bytes, uint64_t size_bytes,
+                                                  uint32_t mode, uint32_t tier) {
+  gemini_access_t access = GEMINI_ACCESS_INIT;
+  access.mode = mode;
+  access.tier = tier;
+  access.object.arena = arena;
+  access.offset_bytes = offset_bytes;
+  access.size_bytes = size_bytes;
+  return access;
+}
 
 /** Makes a batch of ranges usable, all or none. On the device, work queued on the stream after this call sees the
  *  bytes. On the host, the call blocks until they are there.
  *  @param accesses  borrowed until return; on success, ptr of each is set
  *  @param count  0 to 2^20
+ *  @retval GEMINI_ERR_INVALID  a value is out of range, or an access has another struct_size than the first; the
+ *           message names its index
  *  @retval GEMINI_ERR_BUSY  a range is acquired on the host for writing and wanted on the device, or the other way
  *           round
  *  @retval GEMINI_ERR_STATE  the batch reads a parameter whose bytes its gradient has taken, or a gradient whose bytes
@@ -655,7 +687,7 @@ GEMINI_API gemini_status_t gemini_norm(gemini_manager_t mgr, const gemini_access
                                        gemini_stream_t stream, double *norm_out) GEMINI_MUST_CHECK;
 
 typedef struct gemini_update_span {
-  uint32_t struct_size;   /* bytes the library filled */
+  uint32_t struct_size;   /* bytes the library filled: fields behind them are not there */
   uint32_t tier;          /* GEMINI_TIER_HOST: compute now. GEMINI_TIER_DEVICE: only queue work on stream */
   uint64_t first_element; /* of the arenas */
   uint64_t element_count;
@@ -751,33 +783,25 @@ GEMINI_API gemini_status_t gemini_resume(gemini_manager_t mgr) GEMINI_MUST_CHECK
 
 /** @defgroup insight Statistics, plan, trace, timeline
  *  @{ */
-enum {
-  GEMINI_LINK_H2D = 0, /* host to device */
-  GEMINI_LINK_D2H = 1,
-  GEMINI_LINK_H2F = 2, /* host to file */
-  GEMINI_LINK_F2H = 3,
-  GEMINI_LINK_COUNT = 4
-};
+/** Why a chunk moved. Later versions may have more reasons. */
 enum {
   GEMINI_REASON_DEMAND = 0,   /* an acquire found the chunk in another tier */
   GEMINI_REASON_PLAN = 1,     /* the plan moved it ahead of time, or a graph fetched it in a replay */
   GEMINI_REASON_PRESSURE = 2, /* evicted to make room for an acquire or an allocation outside the plan */
   GEMINI_REASON_CALLER = 3,   /* hint, move, pin, budget change */
   GEMINI_REASON_UPDATE = 4,   /* an update, a norm, a load or a store needed it on the host */
-  GEMINI_REASON_COUNT = 5
+  GEMINI_REASON_COUNT = 5     /* how many this version has */
 };
+/** All reasons, those of later versions included. */
+#define GEMINI_REASON_ALL UINT32_MAX
+
 typedef struct gemini_stats_s {
-  uint32_t struct_size; /* bytes; set by GEMINI_STATS_INIT; on return, bytes filled */
-  uint32_t reserved;
-  uint64_t budget_bytes[GEMINI_TIER_COUNT];
-  uint64_t used_bytes[GEMINI_TIER_COUNT]; /* device: frames of chunks and of non-model memory */
-  uint64_t peak_bytes[GEMINI_TIER_COUNT];
+  uint32_t struct_size;    /* bytes; set by GEMINI_STATS_INIT; on return, bytes filled */
+  uint32_t file_engine;    /* GEMINI_FILE_ENGINE_URING, _THREADS; _AUTO: there is no file tier */
   uint64_t model_bytes;    /* of all arenas, reused bytes once */
   uint64_t nonmodel_bytes; /* live allocations now */
   uint64_t nonmodel_peak_bytes;
   uint64_t chunk_bytes;
-  uint64_t moved_bytes[GEMINI_LINK_COUNT][GEMINI_REASON_COUNT];
-  uint64_t moved_chunks[GEMINI_LINK_COUNT][GEMINI_REASON_COUNT];
   uint64_t acquire_hits;        /* chunks that an acquire on the device found resident */
   uint64_t acquire_misses;      /* chunks that an acquire fetched itself */
   uint64_t stall_ns;            /* time that streams waited for chunks inside operators, in all */
@@ -792,43 +816,59 @@ typedef struct gemini_stats_s {
   uint64_t op_peak_error_bytes; /* largest difference of predicted and actual non-model peak of an op, over all ops
                                     that began under a plan since the last gemini_stats_reset() */
   uint64_t pending_updates;     /* parts of updates submitted and not done; those on the device count as one */
-  uint32_t file_engine;         /* GEMINI_FILE_ENGINE_URING, _THREADS; _AUTO: there is no file tier */
-  uint32_t reserved2;
-  uint64_t host_alloc_bytes; /* live, of gemini_host_alloc() */
+  uint64_t host_alloc_bytes;    /* live, of gemini_host_alloc() */
 } gemini_stats_t;
-#define GEMINI_STATS_INIT   \
-  { sizeof(gemini_stats_t), \
-    0,                      \
-    { 0, 0, 0 },            \
-    { 0, 0, 0 },            \
-    { 0, 0, 0 },            \
-    0,                      \
-    0,                      \
-    0,                      \
-    0,                      \
-    { { 0 } },              \
-    { { 0 } },              \
-    0,                      \
-    0,                      \
-    0,                      \
-    0,                      \
-    0,                      \
-    0,                      \
-    0,                      \
-    0,                      \
-    0,                      \
-    0,                      \
-    0,                      \
-    0,                      \
-    0,                      \
-    0,                      \
-    0,                      \
-    0 }
+#define GEMINI_STATS_INIT { sizeof(gemini_stats_t), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
 /** Copies the statistics. The call never waits, whatever other threads' calls wait for. While another call is under
- *  way, the figures may not all be of one moment; a peak is never below what is in use.
+ *  way, the figures may not all be of one moment.
  *  @param stats_out  allocated by the caller, struct_size set; borrowed until return
  *  Since: 0.1 */
 GEMINI_API gemini_status_t gemini_stats(gemini_manager_t mgr, gemini_stats_t *stats_out) GEMINI_MUST_CHECK;
+
+typedef struct gemini_tier_stats_s {
+  uint32_t struct_size; /* bytes; set by GEMINI_TIER_STATS_INIT; on return, bytes filled */
+  uint32_t tier;        /* GEMINI_TIER_*, as asked for */
+  uint64_t budget_bytes;
+  uint64_t used_bytes; /* device: frames of chunks and of non-model memory */
+  uint64_t peak_bytes; /* never below used_bytes */
+} gemini_tier_stats_t;
+#define GEMINI_TIER_STATS_INIT { sizeof(gemini_tier_stats_t), 0, 0, 0, 0 }
+/** Copies the statistics of a tier. Never waits, as gemini_stats().
+ *  @param tier      GEMINI_TIER_*
+ *  @param stats_out allocated by the caller, struct_size set; borrowed until return
+ *  @retval GEMINI_ERR_INVALID  there is no such tier. Since: 0.1 */
+GEMINI_API gemini_status_t gemini_tier_stats(gemini_manager_t mgr, uint32_t tier, gemini_tier_stats_t *stats_out)
+    GEMINI_MUST_CHECK;
+
+typedef struct gemini_link_stats_s {
+  uint32_t struct_size;    /* bytes; set by GEMINI_LINK_STATS_INIT; on return, bytes filled */
+  uint32_t reason;         /* GEMINI_REASON_*, as asked for */
+  uint32_t from_tier;      /* GEMINI_TIER_* */
+  uint32_t to_tier;        /* GEMINI_TIER_* */
+  uint32_t from_ordinal;   /* which GPU, where from_tier is the device; otherwise 0 */
+  uint32_t to_ordinal;     /* which GPU, where to_tier is the device; otherwise 0 */
+  uint64_t bw_bytes_per_s; /* measured with whole chunks, or else as configured; 0 = not known */
+  uint64_t moved_bytes;    /* for that reason, since the last gemini_stats_reset() */
+  uint64_t moved_chunks;
+} gemini_link_stats_t;
+#define GEMINI_LINK_STATS_INIT { sizeof(gemini_link_stats_t), 0, 0, 0, 0, 0, 0, 0, 0 }
+/** How many links the manager moves chunks over; they are numbered from 0. A link has one direction. Later versions may
+ *  have more of them, and others first: a caller looks at the ends of each, not at its number. Never waits.
+ *  @param count_out links, which stay the same while the manager is open. Since: 0.1 */
+GEMINI_API gemini_status_t gemini_link_count(gemini_manager_t mgr, uint32_t *count_out) GEMINI_MUST_CHECK;
+/** Copies the statistics of a link. Never waits, as gemini_stats().
+ *  @param link      below gemini_link_count()
+ *  @param reason    GEMINI_REASON_*; GEMINI_REASON_ALL: the sum
+ *  @param stats_out allocated by the caller, struct_size set; borrowed until return
+ *  @retval GEMINI_ERR_INVALID  there is no such link or reason. Since: 0.1 */
+GEMINI_API gemini_status_t gemini_link_stats(gemini_manager_t mgr, uint32_t link, uint32_t reason,
+                                             gemini_link_stats_t *stats_out) GEMINI_MUST_CHECK;
+/** The bytes of a range whose newest copy is in range->tier: the device where the device has it, otherwise the host,
+ *  otherwise files. Bytes that nobody has written are nowhere.
+ *  @param range     object, range and tier (any); mode is ignored; borrowed until return
+ *  @retval GEMINI_ERR_INVALID  a value is out of range. Since: 0.1 */
+GEMINI_API gemini_status_t gemini_tier_bytes(gemini_manager_t mgr, const gemini_access_t *range, uint64_t *bytes_out)
+    GEMINI_MUST_CHECK;
 /** Starts peaks, moved bytes, hits, stalls and errors again from now. What is in use stays counted. Since: 0.1 */
 GEMINI_API gemini_status_t gemini_stats_reset(gemini_manager_t mgr) GEMINI_MUST_CHECK;
 

@@ -37,5 +37,8 @@ static inline gemini_object_t object_itself(gemini_object_t object) { return obj
       gemini_arena_t: object_of_arena,   \
       void *: object_of_any,             \
       gemini_object_t: object_itself)(of)
+/* Initialises an access to any of these. */
+#define ACCESS(of, offset_bytes, size_bytes, mode, tier) \
+  { sizeof(gemini_access_t), mode, tier, 0, OBJECT(of), offset_bytes, size_bytes, NULL }
 
 #endif

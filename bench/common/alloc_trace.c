@@ -104,16 +104,16 @@ static void put(void *user, void *ptr, uint64_t size_bytes) {
 gemini_status_t alloc_trace_serve(const alloc_trace_t *trace, const gemini_config_t *config, uint64_t *held_out) {
   gemini_manager_t mgr;
   gemini_stream_t stream = 0; /* on a GPU: its default stream */
-  gemini_stats_t stats = GEMINI_STATS_INIT;
+  gemini_tier_stats_t stats = GEMINI_TIER_STATS_INIT;
   gemini_status_t status = gemini_manager_open(config, &mgr);
   if (status) return status;
   if (config->device == GEMINI_DEVICE_SIMULATED) status = gemini_stream_create(mgr, &stream);
   if (!status) status = gemini_hook_set(mgr, 0);
   hook_t hook = { (int)config->device_ordinal, (void *)(uintptr_t)stream };
   if (!status && !alloc_trace_play(trace, get, put, &hook)) status = GEMINI_ERR_OOM_DEVICE;
-  gemini_status_t told = gemini_stats(mgr, &stats);
+  gemini_status_t told = gemini_tier_stats(mgr, GEMINI_TIER_DEVICE, &stats);
   if (!status) status = told;
-  if (!status) *held_out = stats.peak_bytes[GEMINI_TIER_DEVICE];
+  if (!status) *held_out = stats.peak_bytes;
   told = gemini_manager_close(mgr);
   return status ? status : told;
 }

@@ -74,9 +74,9 @@ int peer_open(int cuda, uint64_t device_bytes, gemini_manager_t *mgr_out, void *
   return status;
 }
 int peer_close(gemini_manager_t mgr, uint64_t *held_out) {
-  gemini_stats_t stats = GEMINI_STATS_INIT;
-  gemini_status_t status = gemini_stats(mgr, &stats);
-  *held_out = stats.peak_bytes[GEMINI_TIER_DEVICE];
+  gemini_tier_stats_t stats = GEMINI_TIER_STATS_INIT;
+  gemini_status_t status = gemini_tier_stats(mgr, GEMINI_TIER_DEVICE, &stats);
+  *held_out = stats.peak_bytes;
   if (!status) status = gemini_op_end(mgr);
   if (!status) status = gemini_iteration_end(mgr);
   gemini_status_t closed = gemini_manager_close(mgr);

@@ -133,6 +133,7 @@ GEMINI_API gemini_status_t gemini_update_force_isa(const char *name) GEMINI_MUST
  *  @{ */
 /** The rule of elements that are not updated. */
 #define GEMINI_UPDATE_SKIP UINT64_MAX
+/** Two words for good: this struct does not grow. */
 typedef struct gemini_update_range {
   uint64_t end_element; /* in the arenas; ascending. A range begins where the one before it ends, the first at 0 */
   uint64_t rule;        /* index in the walk's table, or GEMINI_UPDATE_SKIP */

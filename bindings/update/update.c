@@ -12,7 +12,8 @@
 #include <cpuid.h>
 #endif
 
-#define STRUCT_BYTES_MAX 4096u
+#include "base/abi.h"
+
 #define COUNT_MAX (UINT64_C(1) << 40)
 
 /* --- errors --- */
@@ -44,18 +45,23 @@ gemini_status_t gmi_update_fail_in(const char *operation, const char *format, ..
 
 /* --- checks and coefficients --- */
 
-gemini_status_t gmi_update_struct(const char *operation, const char *name, const void *theirs, size_t ours) {
+gemini_status_t gmi_update_struct(const char *operation, const char *name, const void *theirs, size_t v1_size,
+                                  void *ours, size_t our_size) {
   uint32_t size;
   if (!theirs) return gmi_update_fail(operation, GEMINI_ERR_INVALID, 0, "%s is NULL", name);
   memcpy(&size, theirs, sizeof size);
-  if (size < ours || size > STRUCT_BYTES_MAX)
-    return gmi_update_fail(operation, GEMINI_ERR_INVALID, 0, "%s: struct_size is %" PRIu32 ", want %zu to %u", name,
-                           size, ours, STRUCT_BYTES_MAX);
-  for (size_t i = ours; i < size; i++) {
+  if (size < v1_size || size > GMI_STRUCT_BYTES_MAX)
+    return gmi_update_fail(operation, GEMINI_ERR_INVALID, 0, "%s: struct_size is %" PRIu32 ", want %zu to %d", name,
+                           size, v1_size, GMI_STRUCT_BYTES_MAX);
+  for (size_t i = our_size; i < size; i++) {
     if (((const unsigned char *)theirs)[i])
       return gmi_update_fail(operation, GEMINI_ERR_INVALID, 0,
-                             "byte %zu of %s is set, which this version does not know", i, name);
+                             "%s: byte %zu of %" PRIu32 " is not 0, but this library (%s) knows the first %zu only",
+                             name, i, size, GEMINI_VERSION_STRING, our_size);
   }
+  if (!ours) return GEMINI_OK;
+  memset(ours, 0, our_size);
+  memcpy(ours, theirs, size < our_size ? size : our_size);
   return GEMINI_OK;
 }
 
@@ -121,9 +127,8 @@ static gemini_status_t check_shared(const char *operation, uint32_t unknown_flag
 gemini_status_t gmi_adamw_prepare(const char *operation, const gemini_adamw_t *theirs, uint64_t count,
                                   const gmi_arrays_t *a, gmi_adamw_t *k_out) {
   gemini_adamw_t adamw;
-  gemini_status_t status = gmi_update_struct(operation, "adamw", theirs, sizeof adamw);
+  gemini_status_t status = gmi_update_struct(operation, "adamw", theirs, GMI_V1_ADAMW, &adamw, sizeof adamw);
   if (status) return status;
-  memcpy(&adamw, theirs, sizeof adamw);
   status = check_shared(operation, adamw.flags & ~(uint32_t)GEMINI_ADAMW_L2, adamw.param_dtype, adamw.grad_dtype,
                         adamw.step, count, a);
   if (status) return status;
@@ -161,9 +166,8 @@ gemini_status_t gmi_adamw_prepare(const char *operation, const gemini_adamw_t *t
 gemini_status_t gmi_sgd_prepare(const char *operation, const gemini_sgd_t *theirs, uint64_t count,
                                 const gmi_arrays_t *a, gmi_sgd_t *k_out) {
   gemini_sgd_t sgd;
-  gemini_status_t status = gmi_update_struct(operation, "sgd", theirs, sizeof sgd);
+  gemini_status_t status = gmi_update_struct(operation, "sgd", theirs, GMI_V1_SGD, &sgd, sizeof sgd);
   if (status) return status;
-  memcpy(&sgd, theirs, sizeof sgd);
   status = check_shared(operation, sgd.flags & ~(uint32_t)GEMINI_SGD_NESTEROV, sgd.param_dtype, sgd.grad_dtype,
                         sgd.step, count, a);
   if (status) return status;

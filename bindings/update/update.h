@@ -58,8 +58,10 @@ gemini_status_t gmi_update_fail(const char *operation, gemini_status_t status, i
 gemini_status_t gmi_update_fail_in(const char *operation, const char *format, ...)
     __attribute__((format(printf, 2, 3)));
 
-/* Is what a caller allocated of a size that can be, with nothing set that this version does not know? */
-gemini_status_t gmi_update_struct(const char *operation, const char *name, const void *theirs, size_t ours);
+/* Is what a caller allocated of a size that can be, at least v1_size (GMI_V1_*), with nothing set that this version does
+ * not know? Then ours, unless it is NULL, becomes a copy of our_size bytes, with zeros for what theirs lacks. */
+gemini_status_t gmi_update_struct(const char *operation, const char *name, const void *theirs, size_t v1_size,
+                                  void *ours, size_t our_size);
 
 /* Of a dtype that updates know. */
 static inline uint64_t gmi_dtype_bytes(uint32_t dtype) { return dtype == GEMINI_DTYPE_F32 ? 4 : 2; }

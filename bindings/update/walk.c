@@ -4,6 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/abi.h"
 #include "update/update.h"
 
 #define WALK "gemini_update_walk"
@@ -29,11 +30,17 @@ typedef struct rule {
   const gemini_sgd_t *sgd;
   uint32_t param_dtype, grad_dtype;
 } rule_t;
+static uint32_t size_of(const void *sized) {
+  uint32_t struct_size;
+  memcpy(&struct_size, sized, sizeof struct_size);
+  return struct_size;
+}
+static const void *table_of(const gemini_update_walk_t *walk) {
+  return walk->adamws ? (const void *)walk->adamws : walk->sgds;
+}
 static rule_t rule_at(const gemini_update_walk_t *walk, uint64_t index) {
-  const void *table = walk->adamws ? (const void *)walk->adamws : walk->sgds;
-  uint32_t struct_size; /* of the first, which all have */
-  memcpy(&struct_size, table, sizeof struct_size);
-  const void *at = (const char *)table + index * struct_size;
+  const void *table = table_of(walk);
+  const void *at = (const char *)table + index * size_of(table); /* of the first, which all have */
   const gemini_adamw_t *adamw = walk->adamws ? at : NULL;
   const gemini_sgd_t *sgd = walk->adamws ? NULL : at;
   return (rule_t){ adamw, sgd, adamw ? adamw->param_dtype : sgd->param_dtype,
@@ -147,7 +154,9 @@ static gemini_status_t queue_call(gemini_update_walk_t *walk, const gemini_updat
     return gmi_update_fail(WALK, GEMINI_ERR_INVALID, 0, "they are on the simulated device, and stream_call is NULL");
   queued_span_t *queued = malloc(sizeof *queued);
   if (!queued) return gmi_update_fail(WALK, GEMINI_ERR_OOM_SYSTEM, 0, "no memory for the record of a span");
-  *queued = (queued_span_t){ walk, *span };
+  queued->walk = walk;
+  memset(&queued->span, 0, sizeof queued->span); /* the library may be of another version than this one */
+  memcpy(&queued->span, span, span->struct_size < sizeof *span ? span->struct_size : sizeof *span);
   gemini_status_t status = walk->stream_call(walk->mgr, span->stream, run_queued, queued);
   if (!status) return GEMINI_OK;
   free(queued);
@@ -191,6 +200,10 @@ static gemini_status_t check_rules(const gemini_update_walk_t *walk) {
   const rule_t first = rule_at(walk, 0);
   for (uint64_t i = 0; i < walk->rule_count; i++) {
     const rule_t rule = rule_at(walk, i);
+    const uint32_t stride = size_of(table_of(walk)), size = size_of(rule.adamw ? (const void *)rule.adamw : rule.sgd);
+    if (i && size != stride)
+      REFUSE("%s[%" PRIu64 "]: struct_size is %" PRIu32 ", in %s[0] %" PRIu32 ": all must be the same", table, i, size,
+             table, stride);
     if (rule.adamw ? gmi_adamw_prepare(WALK_CHECK, rule.adamw, 0, &a, &adamw)
                    : gmi_sgd_prepare(WALK_CHECK, rule.sgd, 0, &a, &sgd))
       return gmi_update_fail_in(WALK_CHECK, "%s[%" PRIu64 "]", table, i);
@@ -259,11 +272,13 @@ static gemini_status_t check_elements(const gemini_update_walk_t *walk, const ge
   return GEMINI_OK;
 }
 
-gemini_status_t gemini_update_walk_check(const gemini_update_t *update) {
-  gemini_status_t status = gmi_update_struct(WALK_CHECK, "update", update, sizeof *update);
+gemini_status_t gemini_update_walk_check(const gemini_update_t *theirs) {
+  gemini_update_t ours;
+  const gemini_update_t *update = &ours;
+  gemini_status_t status = gmi_update_struct(WALK_CHECK, "update", theirs, GMI_V1_UPDATE, &ours, sizeof ours);
   if (status) return status;
-  const gemini_update_walk_t *walk = update->user;
-  status = gmi_update_struct(WALK_CHECK, "walk", walk, sizeof *walk);
+  const gemini_update_walk_t *walk = ours.user; /* stays where it is: fields behind version 1's may not be there */
+  status = gmi_update_struct(WALK_CHECK, "walk", walk, GMI_V1_UPDATE_WALK, NULL, sizeof *walk);
   if (status) return status;
   if (walk->flags) REFUSE("walk: flags has unknown bits: %#" PRIx32, walk->flags);
   if (walk->reserved) REFUSE("walk: reserved is %" PRIu32 ", want 0", walk->reserved);

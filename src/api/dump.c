@@ -11,11 +11,14 @@ enum { SHOWN = 20 }; /* acquired tensors, at most */
 
 static const char *const tier_names[GEMINI_TIER_COUNT] = { "device", "host", "files" };
 
-static void write_figures(FILE *file, const gemini_stats_t *s) {
-  for (int t = 0; t < GEMINI_TIER_COUNT; t++)
-    if (s->budget_bytes[t])
-      fprintf(file, "%s: %" PRIu64 " of %" PRIu64 " bytes used, at most %" PRIu64 "\n", tier_names[t], s->used_bytes[t],
-              s->budget_bytes[t], s->peak_bytes[t]);
+static void write_figures(gmi_manager_t *m, FILE *file, const gemini_stats_t *s) {
+  for (uint32_t t = 0; t < GEMINI_TIER_COUNT; t++) {
+    gemini_tier_stats_t tier;
+    gmi_tier_stats_read(m, t, &tier);
+    if (tier.budget_bytes)
+      fprintf(file, "%s: %" PRIu64 " of %" PRIu64 " bytes used, at most %" PRIu64 "\n", tier_names[t], tier.used_bytes,
+              tier.budget_bytes, tier.peak_bytes);
+  }
   fprintf(file, "allocated: %" PRIu64 " bytes on the device, %" PRIu64 " on the host\n", s->nonmodel_bytes,
           s->host_alloc_bytes);
   fprintf(file, "tensors: %" PRIu64 " bytes, in chunks of %" PRIu64 "\n", s->model_bytes, s->chunk_bytes);
@@ -96,7 +99,7 @@ static gemini_status_t dump(gmi_manager_t *m, uint64_t size_bytes, char *text_ou
   fprintf(file, "manager %#llx on device %s\n", (unsigned long long)m->identity.id, m->device.ops->name);
   gemini_stats_t stats;
   gmi_stats_read(m, &stats);
-  write_figures(file, &stats);
+  write_figures(m, file, &stats);
   write_streams(m, file);
   gmi_reading_t reading = gmi_reading_begin(m);
   if (reading == GMI_READING_NOT) {

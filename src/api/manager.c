@@ -4,6 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/abi.h"
 #include "base/log.h"
 #include "base/nvtx.h"
 #include "base/space.h"
@@ -120,7 +121,7 @@ static void manager_free(gmi_manager_t *m) {
 static gemini_status_t manager_open(const gemini_config_t *theirs, gemini_manager_t *mgr_out) {
   if (!mgr_out) return gmi_fail(GEMINI_ERR_INVALID, 0, "mgr_out is NULL");
   gemini_config_t config;
-  gemini_status_t status = gmi_struct_in(&config, sizeof config, theirs, sizeof config, "config");
+  gemini_status_t status = gmi_struct_in(&config, sizeof config, theirs, GMI_V1_CONFIG, "config");
   if (!status) status = config_check(&config);
   if (status) return status;
   gmi_manager_t *m = aligned_alloc(_Alignof(gmi_manager_t), sizeof *m);
@@ -138,6 +139,7 @@ static gemini_status_t manager_open(const gemini_config_t *theirs, gemini_manage
   m->check.call = gmi_chunks_check;
   m->stats.budget_bytes[GEMINI_TIER_DEVICE] = config.device_bytes;
   m->stats.budget_bytes[GEMINI_TIER_FILE] = config.file_bytes;
+  gmi_links_open(m);
   m->config.file_dir = m->config.checkpoint_name = NULL;
   m->file.sys = gmi_files_sys;
   m->device.ops = config.device == GEMINI_DEVICE_CUDA ? &gmi_device_cuda : &gmi_device_sim;
@@ -184,8 +186,8 @@ static gemini_status_t manager_open(const gemini_config_t *theirs, gemini_manage
                       (unsigned long long)(config.device_bytes - config.device_margin_bytes));
   }
   gmi_lock(m, "gemini_manager_open");
-  if (!status) status = gmi_stream_open(m, true, NULL, &m->copy.in);
-  if (!status) status = gmi_stream_open(m, true, NULL, &m->copy.out);
+  if (!status) status = gmi_stream_open(m, true, NULL, &gmi_link_in(m)->stream);
+  if (!status) status = gmi_stream_open(m, true, NULL, &gmi_link_out(m)->stream);
   if (!status) status = gmi_stream_open(m, true, NULL, &m->update.stream);
   if (!status) status = gmi_host_open(m);
   if (!status) status = gmi_files_open(m);

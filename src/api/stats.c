@@ -1,5 +1,6 @@
 /* Statistics. SPDX-License-Identifier: Apache-2.0 */
 #include "core/stats.h"
+#include "base/abi.h"
 #include "chunk/files.h"
 #include "chunk/residency.h"
 #include "chunk/update.h"
@@ -9,28 +10,26 @@
 #include "core/manager.h"
 #include "tracer/tracer.h"
 
-static void copy_figures(const _Atomic uint64_t *figures, uint64_t *out, size_t count) {
-  for (size_t i = 0; i < count; i++) out[i] = atomic_load_explicit(&figures[i], memory_order_relaxed);
+void gmi_tier_stats_read(gmi_manager_t *m, uint32_t tier, gemini_tier_stats_t *stats_out) {
+  gemini_tier_stats_t s = GEMINI_TIER_STATS_INIT;
+  s.tier = tier;
+  s.budget_bytes = atomic_load(&m->stats.budget_bytes[tier]);
+  s.peak_bytes = atomic_load(&m->stats.peak_bytes[tier]);
+  s.used_bytes = tier == GEMINI_TIER_DEVICE ? atomic_load(&m->frames.used) * atomic_load(&m->cut.chunk_bytes)
+                 : tier == GEMINI_TIER_HOST ? atomic_load(&m->host.used)
+                                            : atomic_load(&m->file.used);
+  /* A chunk may have come since the peak was read, or its peak not be noted. */
+  if (s.peak_bytes < s.used_bytes) s.peak_bytes = s.used_bytes;
+  *stats_out = s;
 }
 
 void gmi_stats_read(gmi_manager_t *m, gemini_stats_t *stats_out) {
   const gmi_stats_t *from = &m->stats;
   gemini_stats_t s = GEMINI_STATS_INIT;
-  uint64_t chunk_bytes = atomic_load(&m->cut.chunk_bytes);
-  copy_figures(from->budget_bytes, s.budget_bytes, GEMINI_TIER_COUNT);
-  copy_figures(from->peak_bytes, s.peak_bytes, GEMINI_TIER_COUNT);
-  copy_figures(from->moved_bytes[0], s.moved_bytes[0], GEMINI_LINK_COUNT * GEMINI_REASON_COUNT);
-  copy_figures(from->moved_chunks[0], s.moved_chunks[0], GEMINI_LINK_COUNT * GEMINI_REASON_COUNT);
-  s.used_bytes[GEMINI_TIER_DEVICE] = atomic_load(&m->frames.used) * chunk_bytes;
-  s.used_bytes[GEMINI_TIER_HOST] = atomic_load(&m->host.used);
-  s.used_bytes[GEMINI_TIER_FILE] = atomic_load(&m->file.used);
-  for (int i = 0; i < GEMINI_TIER_COUNT;
-       i++) /* a chunk may have come since the peak was read, or its peak not be noted */
-    if (s.peak_bytes[i] < s.used_bytes[i]) s.peak_bytes[i] = s.used_bytes[i];
   s.model_bytes = atomic_load(&from->model_bytes);
   s.nonmodel_bytes = atomic_load(&from->nonmodel_bytes);
   s.nonmodel_peak_bytes = atomic_load(&m->nonmodel.peak);
-  s.chunk_bytes = chunk_bytes;
+  s.chunk_bytes = atomic_load(&m->cut.chunk_bytes);
   for (int i = 0; i < GMI_HIT_STRIPES; i++)
     s.acquire_hits += atomic_load_explicit(&m->stripes[i].hits, memory_order_relaxed);
   s.acquire_misses = atomic_load(&from->acquire_misses);
@@ -51,20 +50,74 @@ void gmi_stats_read(gmi_manager_t *m, gemini_stats_t *stats_out) {
   *stats_out = s;
 }
 
-static gemini_status_t stats_get(gmi_manager_t *m, gemini_stats_t *stats_out) {
-  gemini_stats_t s;
-  bool locked = gmi_lock_try(m);
-  if (locked) { /* what has been done meanwhile is counted first */
-    gmi_reap(m);
-    gmi_tracer_resolve(m, false);
-  }
-  gmi_stats_read(m, &s);
-  if (locked) gmi_unlock(m);
-  return gmi_struct_out(stats_out, &s, sizeof s, sizeof s, "stats_out");
+/* Has the lock, unless another call has it: then false. What has been done meanwhile is counted first. */
+static bool begin(gmi_manager_t *m) {
+  if (!gmi_lock_try(m)) return false;
+  gmi_reap(m);
+  gmi_tracer_resolve(m, false);
+  return true;
 }
+static void end(gmi_manager_t *m, bool locked) {
+  if (locked) gmi_unlock(m);
+}
+
 gemini_status_t gemini_stats(gemini_manager_t mgr, gemini_stats_t *stats_out) {
   gmi_manager_t *m = gmi_manager_get(mgr);
-  API_RETURN(m ? stats_get(m, stats_out) : GEMINI_ERR_HANDLE);
+  if (!m) API_RETURN(GEMINI_ERR_HANDLE);
+  gemini_stats_t s;
+  bool locked = begin(m);
+  gmi_stats_read(m, &s);
+  end(m, locked);
+  API_RETURN(gmi_struct_out(stats_out, &s, sizeof s, GMI_V1_STATS, "stats_out"));
+}
+
+static gemini_status_t tier_stats(gmi_manager_t *m, uint32_t tier, gemini_tier_stats_t *stats_out) {
+  gemini_tier_stats_t s;
+  if (tier >= GEMINI_TIER_COUNT)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "tier is %u, the last one is %d", tier, GEMINI_TIER_COUNT - 1);
+  bool locked = begin(m);
+  gmi_tier_stats_read(m, tier, &s);
+  end(m, locked);
+  return gmi_struct_out(stats_out, &s, sizeof s, GMI_V1_TIER_STATS, "stats_out");
+}
+gemini_status_t gemini_tier_stats(gemini_manager_t mgr, uint32_t tier, gemini_tier_stats_t *stats_out) {
+  gmi_manager_t *m = gmi_manager_get(mgr);
+  API_RETURN(m ? tier_stats(m, tier, stats_out) : GEMINI_ERR_HANDLE);
+}
+
+gemini_status_t gemini_link_count(gemini_manager_t mgr, uint32_t *count_out) {
+  gmi_manager_t *m = gmi_manager_get(mgr);
+  if (!m) API_RETURN(GEMINI_ERR_HANDLE);
+  if (!count_out) API_RETURN(gmi_fail(GEMINI_ERR_INVALID, 0, "count_out is NULL"));
+  *count_out = GMI_LINKS;
+  return GEMINI_OK;
+}
+
+static gemini_status_t link_stats(gmi_manager_t *m, uint32_t index, uint32_t reason, gemini_link_stats_t *stats_out) {
+  gemini_link_stats_t s = GEMINI_LINK_STATS_INIT;
+  if (index >= GMI_LINKS) return gmi_fail(GEMINI_ERR_INVALID, 0, "link is %u, there are %d", index, GMI_LINKS);
+  if (reason >= GEMINI_REASON_COUNT && reason != GEMINI_REASON_ALL)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "reason is %u, the last one is %d", reason, GEMINI_REASON_COUNT - 1);
+  bool locked = begin(m);
+  const gmi_link_t *link = &m->links[index];
+  s.reason = reason;
+  s.from_tier = link->from_tier;
+  s.to_tier = link->to_tier;
+  s.from_ordinal = link->from_ordinal;
+  s.to_ordinal = link->to_ordinal;
+  s.bw_bytes_per_s = atomic_load_explicit(&link->bw_bytes_per_s, memory_order_relaxed);
+  for (uint32_t r = 0; r < GEMINI_REASON_COUNT; r++) {
+    if (reason != GEMINI_REASON_ALL && reason != r) continue;
+    s.moved_bytes += atomic_load_explicit(&link->moved_bytes[r], memory_order_relaxed);
+    s.moved_chunks += atomic_load_explicit(&link->moved_chunks[r], memory_order_relaxed);
+  }
+  end(m, locked);
+  return gmi_struct_out(stats_out, &s, sizeof s, GMI_V1_LINK_STATS, "stats_out");
+}
+gemini_status_t gemini_link_stats(gemini_manager_t mgr, uint32_t link, uint32_t reason,
+                                  gemini_link_stats_t *stats_out) {
+  gmi_manager_t *m = gmi_manager_get(mgr);
+  API_RETURN(m ? link_stats(m, link, reason, stats_out) : GEMINI_ERR_HANDLE);
 }
 
 gemini_status_t gemini_stats_reset(gemini_manager_t mgr) {
@@ -72,9 +125,9 @@ gemini_status_t gemini_stats_reset(gemini_manager_t mgr) {
   if (!m) API_RETURN(GEMINI_ERR_HANDLE);
   gmi_lock(m, __func__);
   gmi_stats_t *s = &m->stats;
-  for (int link = 0; link < GEMINI_LINK_COUNT; link++)
+  for (int link = 0; link < GMI_LINKS; link++)
     for (int reason = 0; reason < GEMINI_REASON_COUNT; reason++)
-      s->moved_bytes[link][reason] = s->moved_chunks[link][reason] = 0;
+      m->links[link].moved_bytes[reason] = m->links[link].moved_chunks[reason] = 0;
   s->acquire_misses = s->stall_ns = s->departures = s->op_peak_error_bytes = 0;
   for (int i = 0; i < GMI_HIT_STRIPES; i++) atomic_store_explicit(&m->stripes[i].hits, 0, memory_order_relaxed);
   s->peak_bytes[GEMINI_TIER_DEVICE] = m->frames.used * atomic_load(&m->cut.chunk_bytes);

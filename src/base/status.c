@@ -1,6 +1,7 @@
 /* Errors: a thread's last failure, and how functions report one.
  * SPDX-License-Identifier: Apache-2.0 */
 #include "base/status.h"
+#include "base/abi.h"
 
 #include <stdarg.h>
 #include <stdio.h>
@@ -66,12 +67,10 @@ const char *gemini_status_string(gemini_status_t status) {
 
 const char *gemini_version(void) { return GEMINI_VERSION_STRING; }
 
-enum { STRUCT_LIMIT = 4096 };
-
 static gemini_status_t check_size(uint32_t size, size_t v1_size, const char *name) {
-  if (size < v1_size || size > STRUCT_LIMIT) {
+  if (size < v1_size || size > GMI_STRUCT_BYTES_MAX) {
     return gmi_fail(GEMINI_ERR_INVALID, 0, "%s: struct_size is %u, must be %zu to %d (was it set by its INIT macro?)",
-                    name, size, v1_size, STRUCT_LIMIT);
+                    name, size, v1_size, GMI_STRUCT_BYTES_MAX);
   }
   return GEMINI_OK;
 }
@@ -84,12 +83,15 @@ gemini_status_t gmi_struct_in(void *ours, size_t our_size, const void *theirs, s
   if (status) return status;
   for (size_t i = our_size; i < size; i++) {
     if (((const unsigned char *)theirs)[i]) {
-      return gmi_fail(GEMINI_ERR_INVALID, 0, "%s: byte %zu is set, but this library knows %zu bytes only", name, i,
-                      our_size);
+      return gmi_fail(GEMINI_ERR_INVALID, 0,
+                      "%s: byte %zu of %u is not 0, but this library (%s) knows the first %zu only", name, i, size,
+                      GEMINI_VERSION_STRING, our_size);
     }
   }
   memset(ours, 0, our_size);
   memcpy(ours, theirs, size < our_size ? size : our_size);
+  size = (uint32_t)our_size;
+  memcpy(ours, &size, sizeof size);
   return GEMINI_OK;
 }
 
@@ -107,7 +109,7 @@ gemini_status_t gmi_struct_out(void *theirs, void *ours, size_t our_size, size_t
 
 gemini_status_t gemini_error_set(const gemini_error_info_t *info) {
   gemini_error_info_t ours;
-  gemini_status_t status = gmi_struct_in(&ours, sizeof ours, info, sizeof ours, "info");
+  gemini_status_t status = gmi_struct_in(&ours, sizeof ours, info, GMI_V1_ERROR_INFO, "info");
   if (status) API_RETURN(status);
   if (ours.status >= 0)
     API_RETURN(gmi_fail(GEMINI_ERR_INVALID, 0, "info: status is %d, which is no error", ours.status));
@@ -124,7 +126,7 @@ gemini_status_t gemini_last_error(gemini_error_info_t *info_out) {
   memcpy(info.operation, last.operation, sizeof info.operation);
   memcpy(info.message, last.message, sizeof info.message);
   /* A bad info_out must not overwrite the record that it asks for. */
-  if (!info_out || info_out->struct_size < sizeof info || info_out->struct_size > STRUCT_LIMIT)
+  if (!info_out || info_out->struct_size < GMI_V1_ERROR_INFO || info_out->struct_size > GMI_STRUCT_BYTES_MAX)
     return GEMINI_ERR_INVALID;
-  return gmi_struct_out(info_out, &info, sizeof info, sizeof info, "info_out");
+  return gmi_struct_out(info_out, &info, sizeof info, GMI_V1_ERROR_INFO, "info_out");
 }

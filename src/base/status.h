@@ -29,8 +29,8 @@ static inline bool gmi_is_oom(gemini_status_t status) { /* a tier is full */
     return api_status;                                         \
   } while (0)
 
-/* Copies min(theirs, ours) of a caller's struct and zeroes the rest; refuses sizes below v1_size or above 4 KiB, and
- * bytes past ours that are not zero. */
+/* Copies min(theirs, ours) of a caller's struct, zeroes the rest, and sets ours->struct_size to our_size; refuses sizes
+ * below v1_size (GMI_V1_*) or above 4 KiB, and bytes past ours that are not zero. */
 gemini_status_t gmi_struct_in(void *ours, size_t our_size, const void *theirs, size_t v1_size, const char *name);
 /* Copies min(theirs, ours) out; theirs->struct_size receives the bytes filled. */
 gemini_status_t gmi_struct_out(void *theirs, void *ours, size_t our_size, size_t v1_size, const char *name);

@@ -8,6 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "chunk/accesses.h"
 #include "chunk/arena.h"
 #include "chunk/cut.h"
 #include "chunk/files.h"
@@ -18,8 +19,6 @@
 #include "core/manager.h"
 #include "core/streams.h"
 #include "core/workers.h"
-
-enum { SMALL_BATCH = 16 };
 
 static uint32_t my_stripe(void) {
   static _Atomic uint32_t threads;
@@ -444,7 +443,7 @@ static void batch_tell_lack(gmi_manager_t *m, const gemini_access_t *accesses, c
 }
 
 static gemini_status_t acquire_slow(gmi_manager_t *m, gemini_access_t *accesses, uint64_t count, uint32_t stream) {
-  prepared_t small[SMALL_BATCH], *p = small;
+  prepared_t small[GMI_SMALL_BATCH], *p = small;
   gemini_status_t status = GEMINI_OK;
   for (uint64_t k = 0; !status && k < count && !atomic_load(&m->cut.chunk_bytes); k++) { /* nothing is cut for these */
     status = access_check(&accesses[k]);
@@ -452,7 +451,7 @@ static gemini_status_t acquire_slow(gmi_manager_t *m, gemini_access_t *accesses,
   }
   if (!status) status = gmi_cut(m);
   if (status) return status;
-  if (count > SMALL_BATCH && !(p = malloc(count * sizeof *p)))
+  if (count > GMI_SMALL_BATCH && !(p = malloc(count * sizeof *p)))
     return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for a batch of %llu accesses", (unsigned long long)count);
   uint64_t marked = 0;
   for (uint64_t k = 0; !status && k < count; k++) {
@@ -526,14 +525,8 @@ static gemini_status_t acquire_slow(gmi_manager_t *m, gemini_access_t *accesses,
   return status;
 }
 
-static gemini_status_t acquire(gmi_manager_t *m, gemini_access_t *accesses, uint64_t count, gemini_stream_t stream) {
-  uint32_t s;
-  if (!accesses && count)
-    return gmi_fail(GEMINI_ERR_INVALID, 0, "accesses is NULL but count is %llu", (unsigned long long)count);
-  if (count > GMI_BATCH_LIMIT)
-    return gmi_fail(GEMINI_ERR_INVALID, 0, "count is %llu, at most %d", (unsigned long long)count, GMI_BATCH_LIMIT);
-  gemini_status_t status = gmi_stream_resolve(m, stream, &s);
-  if (status) return status;
+static gemini_status_t acquire(gmi_manager_t *m, gemini_access_t *accesses, uint64_t count, uint32_t s) {
+  gemini_status_t status = GEMINI_OK;
   if (gmi_graph_begun(m, s)) {
     bool captures;
     gmi_lock(m, "gemini_acquire");
@@ -542,9 +535,9 @@ static gemini_status_t acquire(gmi_manager_t *m, gemini_access_t *accesses, uint
     gmi_unlock(m);
     if (status || captures) return status;
   }
-  fast_t fast[SMALL_BATCH];
+  fast_t fast[GMI_SMALL_BATCH];
   uint64_t n = 0;
-  while (n < count && n < SMALL_BATCH && fast_hold(m, &accesses[n], s, count == 1, &fast[n])) n++;
+  while (n < count && n < GMI_SMALL_BATCH && fast_hold(m, &accesses[n], s, count == 1, &fast[n])) n++;
   if (n < count) {
     gmi_lock(m, "gemini_acquire");
     status = acquire_slow(m, accesses + n, count - n, s);
@@ -556,10 +549,27 @@ static gemini_status_t acquire(gmi_manager_t *m, gemini_access_t *accesses, uint
   }
   return status;
 }
+
+/* A batch that cannot be used where it is: copies of this version's size are. Apart, for the hot path's sake. */
+static __attribute__((noinline)) gemini_status_t acquire_copies(gemini_manager_t mgr, gemini_access_t *theirs,
+                                                                uint64_t count, gemini_stream_t stream) {
+  gmi_accesses_t accesses;
+  gemini_status_t status = gmi_accesses_in(&accesses, theirs, count);
+  if (status) return status;
+  status = gemini_acquire(mgr, accesses.copies, count, stream);
+  if (!status) gmi_accesses_out(&accesses, theirs, count);
+  gmi_accesses_free(&accesses);
+  return status;
+}
 gemini_status_t gemini_acquire(gemini_manager_t mgr, gemini_access_t *accesses, uint64_t count,
                                gemini_stream_t stream) {
   gmi_manager_t *m = gmi_manager_get(mgr);
-  API_RETURN(m ? acquire(m, accesses, count, stream) : GEMINI_ERR_HANDLE);
+  if (!m) API_RETURN(GEMINI_ERR_HANDLE);
+  if ((!accesses && count) || count > GMI_BATCH_LIMIT || !gmi_accesses_are_ours(accesses, count))
+    API_RETURN(acquire_copies(mgr, accesses, count, stream));
+  uint32_t s;
+  gemini_status_t status = gmi_stream_resolve(m, stream, &s);
+  API_RETURN(status ? status : acquire(m, accesses, count, s));
 }
 
 /* ---- release, in two passes: each access claims an acquire, or the claims are given up and nothing has changed; then
@@ -630,17 +640,17 @@ static gemini_status_t release_batch(gmi_manager_t *m, const gemini_access_t *ac
                                      bool locked) {
   uint32_t phase = atomic_load_explicit(&m->bracket.phase, memory_order_relaxed);
   gemini_status_t status = GEMINI_OK;
-  gmi_range_t small[SMALL_BATCH], one; /* of the first ones; the others' are resolved again */
+  gmi_range_t small[GMI_SMALL_BATCH], one; /* of the first ones; the others' are resolved again */
   uint64_t claimed = 0;
   for (; !status && claimed < count; claimed += !status)
-    status = claim(m, &accesses[claimed], claimed < SMALL_BATCH ? &small[claimed] : &one);
+    status = claim(m, &accesses[claimed], claimed < GMI_SMALL_BATCH ? &small[claimed] : &one);
   if (status) {
     while (claimed-- > 0) unclaim(m, &accesses[claimed]);
     return status;
   }
   for (uint64_t k = 0; k < count; k++) {
-    gmi_range_t *r = k < SMALL_BATCH ? &small[k] : &one;
-    if (k >= SMALL_BATCH && gmi_range_resolve(m, &accesses[k], r)) continue; /* never: the claim keeps the object */
+    gmi_range_t *r = k < GMI_SMALL_BATCH ? &small[k] : &one;
+    if (k >= GMI_SMALL_BATCH && gmi_range_resolve(m, &accesses[k], r)) continue; /* never: the claim keeps the object */
     gemini_status_t ended = end(m, &accesses[k], r, stream, locked, phase);
     if (ended) status = ended;
   }
@@ -685,17 +695,22 @@ static gemini_status_t release(gmi_manager_t *m, const gemini_access_t *accesses
   return status;
 }
 
+static __attribute__((noinline)) gemini_status_t release_copies(gemini_manager_t mgr, const gemini_access_t *theirs,
+                                                                uint64_t count, gemini_stream_t stream) {
+  gmi_accesses_t accesses;
+  gemini_status_t status = gmi_accesses_in(&accesses, theirs, count);
+  if (status) return status;
+  status = gemini_release(mgr, accesses.list, count, stream);
+  gmi_accesses_free(&accesses);
+  return status;
+}
 gemini_status_t gemini_release(gemini_manager_t mgr, const gemini_access_t *accesses, uint64_t count,
                                gemini_stream_t stream) {
   gmi_manager_t *m = gmi_manager_get(mgr);
   if (!m) API_RETURN(GEMINI_ERR_HANDLE);
-  if (!accesses && count)
-    API_RETURN(gmi_fail(GEMINI_ERR_INVALID, 0, "accesses is NULL but count is %llu", (unsigned long long)count));
-  if (count > GMI_BATCH_LIMIT)
-    API_RETURN(
-        gmi_fail(GEMINI_ERR_INVALID, 0, "count is %llu, at most %d", (unsigned long long)count, GMI_BATCH_LIMIT));
+  if ((!accesses && count) || count > GMI_BATCH_LIMIT || !gmi_accesses_are_ours(accesses, count))
+    API_RETURN(release_copies(mgr, accesses, count, stream));
   uint32_t s;
   gemini_status_t status = gmi_stream_resolve(m, stream, &s);
-  if (!status) status = release(m, accesses, count, s);
-  API_RETURN(status);
+  API_RETURN(status ? status : release(m, accesses, count, s));
 }

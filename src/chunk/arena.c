@@ -6,9 +6,11 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/abi.h"
 #include "base/check.h"
 #include "base/names.h"
 #include "base/space.h"
+#include "chunk/accesses.h"
 #include "chunk/arena.h"
 #include "chunk/cut.h"
 #include "chunk/data.h"
@@ -208,7 +210,7 @@ static gemini_status_t arena_create(gmi_manager_t *m, const gemini_arena_config_
   static const char *const kinds[] = { "param", "grad", "master", "momentum", "variance", "other" };
   if (!arena_out) return gmi_fail(GEMINI_ERR_INVALID, 0, "arena_out is NULL");
   gemini_arena_config_t c;
-  gemini_status_t status = gmi_struct_in(&c, sizeof c, theirs, sizeof c, "config");
+  gemini_status_t status = gmi_struct_in(&c, sizeof c, theirs, GMI_V1_ARENA_CONFIG, "config");
   if (status) return status;
   gmi_arena_t *like = NULL, *reuse = NULL;
   status = arena_check(m, &c, &like, &reuse);
@@ -383,18 +385,36 @@ void gmi_arena_free_all(gmi_manager_t *m) {
   }
 }
 
-/* Bytes of a range of chunks by the tier of their newest copy, device before host before file. */
-static void tier_bytes(gmi_manager_t *m, const gmi_range_t *r, uint64_t out[GEMINI_TIER_COUNT]) {
-  memset(out, 0, GEMINI_TIER_COUNT * sizeof *out);
+/* The tier of a chunk's newest copy, device before host before file; GMI_NONE: it is nowhere. */
+static uint32_t newest_tier(const gmi_chunk_t *c) {
+  return gmi_chunk_has(c, GMI_VALID_DEVICE) ? GEMINI_TIER_DEVICE
+         : gmi_chunk_has(c, GMI_VALID_HOST) ? GEMINI_TIER_HOST
+         : gmi_chunk_has(c, GMI_VALID_FILE) ? GEMINI_TIER_FILE
+                                            : GMI_NONE;
+}
+
+static gemini_status_t tier_bytes(gmi_manager_t *m, const gemini_access_t *theirs, uint64_t *bytes_out) {
+  gemini_access_t range;
+  gmi_range_t resolved, *r = &resolved;
+  if (!bytes_out) return gmi_fail(GEMINI_ERR_INVALID, 0, "bytes_out is NULL");
+  gemini_status_t status = gmi_access_in(&range, theirs, "range");
+  if (!status && range.tier >= GEMINI_TIER_COUNT)
+    status = gmi_fail(GEMINI_ERR_INVALID, 0, "tier is %u, the last one is %d", range.tier, GEMINI_TIER_COUNT - 1);
+  if (!status) status = gmi_range_resolve(m, &range, r);
+  if (status) return status;
+  uint64_t bytes = 0;
   for (uint64_t i = r->first; i <= r->last && i < atomic_load(&r->store->chunk_count); i++) {
     const gmi_chunk_t *c = &r->store->chunks[i];
     uint64_t begin = i << m->cut.chunk_shift, end = begin + atomic_load(&m->cut.chunk_bytes);
     if (begin < r->offset) begin = r->offset;
     if (end > r->offset + r->size) end = r->offset + r->size;
-    if (gmi_chunk_has(c, GMI_VALID_DEVICE)) out[GEMINI_TIER_DEVICE] += end - begin;
-    else if (gmi_chunk_has(c, GMI_VALID_HOST)) out[GEMINI_TIER_HOST] += end - begin;
-    else if (gmi_chunk_has(c, GMI_VALID_FILE)) out[GEMINI_TIER_FILE] += end - begin;
+    if (newest_tier(c) == range.tier) bytes += end - begin;
   }
+  *bytes_out = bytes;
+  return GEMINI_OK;
+}
+gemini_status_t gemini_tier_bytes(gemini_manager_t mgr, const gemini_access_t *range, uint64_t *bytes_out) {
+  API_LOCKED(tier_bytes(m, range, bytes_out));
 }
 
 gemini_status_t gemini_arena_info(gemini_manager_t mgr, gemini_arena_t arena, gemini_arena_info_t *info_out) {
@@ -410,12 +430,9 @@ gemini_status_t gemini_arena_info(gemini_manager_t mgr, gemini_arena_t arena, ge
     info.capacity_bytes = a->capacity_asked;
     info.chunk_bytes = atomic_load(&m->cut.chunk_bytes);
     info.tensor_count = a->tensor_count;
-    gemini_access_t all = { .object.arena = arena };
-    gmi_range_t r;
-    if (gmi_range_resolve(m, &all, &r) == GEMINI_OK) tier_bytes(m, &r, info.tier_bytes);
   }
   gmi_unlock(m);
-  API_RETURN(a ? gmi_struct_out(info_out, &info, sizeof info, sizeof info, "info_out") : GEMINI_ERR_HANDLE);
+  API_RETURN(a ? gmi_struct_out(info_out, &info, sizeof info, GMI_V1_ARENA_INFO, "info_out") : GEMINI_ERR_HANDLE);
 }
 
 /* Grows the arena and those that follow it to hold size_bytes more; the place it got is in offset_out. */
@@ -675,12 +692,9 @@ gemini_status_t gemini_tensor_info(gemini_manager_t mgr, gemini_tensor_t tensor,
     info.offset_bytes = t->offset;
     info.arena = gmi_handle(m, GMI_HANDLE_ARENA, a->generation, a->index);
     snprintf(info.name, sizeof info.name, "%s", gmi_tensor_base(m, t)->name);
-    gemini_access_t all = { .object.tensor = tensor };
-    gmi_range_t r;
-    if (gmi_range_resolve(m, &all, &r) == GEMINI_OK) tier_bytes(m, &r, info.tier_bytes);
   }
   gmi_unlock(m);
-  API_RETURN(t ? gmi_struct_out(info_out, &info, sizeof info, sizeof info, "info_out") : GEMINI_ERR_HANDLE);
+  API_RETURN(t ? gmi_struct_out(info_out, &info, sizeof info, GMI_V1_TENSOR_INFO, "info_out") : GEMINI_ERR_HANDLE);
 }
 
 static int by_offset(const void *a, const void *b, void *user) {

@@ -22,7 +22,6 @@ typedef struct gmi_range {
   uint64_t offset, size;
   uint32_t first, last; /* chunks; first > last when not cut yet or empty */
 } gmi_range_t;
-enum { GMI_BATCH_LIMIT = 1 << 20 }; /* accesses in one call */
 /* What messages call the range: its tensor, or its arena. */
 static inline const char *gmi_range_name(gmi_manager_t *m, const gmi_range_t *r) {
   return r->tensor ? gmi_tensor_base(m, r->tensor)->name : r->arena->name;

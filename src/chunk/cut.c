@@ -275,7 +275,8 @@ static void recut_install(gmi_manager_t *m, gmi_cut_t *cut, parts_t *p, old_cut_
   uint32_t old_shift = m->cut.chunk_shift;
   gmi_unmap_all(m);
   gmi_frames_free(m);
-  for (int link = 0; link < 2; link++) m->rate.link_ns[link].mean *= (double)chunk / (double)old_chunk;
+  gmi_link_in(m)->chunk_ns.mean *= (double)chunk / (double)old_chunk;
+  gmi_link_out(m)->chunk_ns.mean *= (double)chunk / (double)old_chunk;
   for (uint32_t i = 0; i < GMI_ARENAS; i++) {
     gmi_arena_t *a = gmi_arena_at(m, i);
     if (a && a->chunks) old[i] = (old_cut_t){ a->chunks, a->chunk_map_bytes, atomic_load(&a->chunk_count) };

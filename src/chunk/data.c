@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include "base/file_limit.h"
+#include "chunk/accesses.h"
 #include "chunk/arena.h"
 #include "chunk/data.h"
 #include "chunk/host.h"
@@ -140,7 +141,7 @@ static gemini_status_t zero_prepare(gmi_manager_t *m, const gmi_arena_t *store, 
            : gmi_chunk_is_resident(c)         ? ZERO_ON_DEVICE
                                               : ZERO_ON_HOST;
   if (z->how == ZERO_ON_DEVICE) {
-    return gmi_chunk_wait(m, m->copy.in, c, GEMINI_READ_WRITE);
+    return gmi_chunk_wait(m, gmi_link_in(m)->stream, c, GEMINI_READ_WRITE);
   }
   if (z->how != ZERO_ON_HOST) return GEMINI_OK;
   status = gmi_chunk_to_host(m, c, false, GEMINI_REASON_CALLER);
@@ -150,9 +151,9 @@ static gemini_status_t zero_prepare(gmi_manager_t *m, const gmi_arena_t *store, 
 static gemini_status_t zero_on_device(gmi_manager_t *m, const gmi_arena_t *store, const zero_t *z) {
   gmi_chunk_t *c = z->chunk;
   gmi_fence_t fence = 0;
-  gemini_status_t status = gmi_device_zero(m, m->copy.in, store->base + z->begin, z->end - z->begin);
-  if (!status) status = gmi_fence_now(m, m->copy.in, &fence);
-  gmi_chunk_fills(c, status ? gmi_fence_later(m, m->copy.in) : fence); /* it may be queued all the same */
+  gemini_status_t status = gmi_device_zero(m, gmi_link_in(m)->stream, store->base + z->begin, z->end - z->begin);
+  if (!status) status = gmi_fence_now(m, gmi_link_in(m)->stream, &fence);
+  gmi_chunk_fills(c, status ? gmi_fence_later(m, gmi_link_in(m)->stream) : fence); /* it may be queued all the same */
   gmi_chunk_wrote(m, c);
   return status;
 }
@@ -222,11 +223,12 @@ static void count_tensor(gmi_manager_t *m, gmi_tensor_t *t, void *user) {
   ++*(uint64_t *)user;
 }
 
-static gemini_status_t zero_range(gmi_manager_t *m, const gemini_access_t *access) {
+static gemini_status_t zero_range(gmi_manager_t *m, const gemini_access_t *theirs) {
+  gemini_access_t access;
   gmi_range_t r;
   parts_t parts;
-  if (!access) return gmi_fail(GEMINI_ERR_INVALID, 0, "access is NULL");
-  gemini_status_t status = gmi_range_ready(m, access, &r);
+  gemini_status_t status = gmi_access_in(&access, theirs, "access");
+  if (!status) status = gmi_range_ready(m, &access, &r);
   if (!status) status = free_to_change(m, &r);
   if (status || !r.size) return status;
   /* In a reusing arena with tensors, only where a gradient is there is something to zero. */
@@ -274,7 +276,7 @@ static gemini_status_t state_set(gmi_manager_t *m, gemini_tensor_t tensor, uint3
     return gmi_fail(GEMINI_ERR_STATE, 0, "tensor %s cannot go from %s to %s", gmi_tensor_base(m, t)->name, names[from],
                     names[state]);
   if (state == GEMINI_STATE_FREE) {
-    gemini_access_t all = { .object.tensor = tensor };
+    gemini_access_t all = gemini_tensor_access(tensor, 0, 0, 0, 0);
     gemini_status_t status = zero_range(m, &all);
     if (status) return status;
   }
@@ -349,12 +351,13 @@ static bool in_range(const void *user, const gmi_chunk_t *c) {
 }
 
 /* Chunk by chunk, so that a range larger than the host budget passes; the lock is not held during I/O. */
-static gemini_status_t file_range(gmi_manager_t *m, const gemini_access_t *access, int fd, uint64_t fd_offset,
+static gemini_status_t file_range(gmi_manager_t *m, const gemini_access_t *theirs, int fd, uint64_t fd_offset,
                                   bool write_file) {
+  gemini_access_t access;
   gmi_range_t r;
-  if (!access) return gmi_fail(GEMINI_ERR_INVALID, 0, "access is NULL");
-  if (fd < 0) return gmi_fail(GEMINI_ERR_INVALID, EBADF, "fd is %d", fd);
-  gemini_status_t status = gmi_range_ready(m, access, &r);
+  gemini_status_t status = gmi_access_in(&access, theirs, "access");
+  if (!status && fd < 0) status = gmi_fail(GEMINI_ERR_INVALID, EBADF, "fd is %d", fd);
+  if (!status) status = gmi_range_ready(m, &access, &r);
   if (status || !r.size) return status;
   if (fd_offset > (uint64_t)INT64_MAX - r.size)
     return gmi_fail(GEMINI_ERR_INVALID, 0, "fd_offset is %llu, past what a file can have",
@@ -574,16 +577,19 @@ static gemini_status_t sum_chunks(gmi_manager_t *m, norm_t *n) {
   return status;
 }
 
-static gemini_status_t norm(gmi_manager_t *m, const gemini_access_t *access, uint32_t dtype, gemini_stream_t stream,
+static gemini_status_t norm(gmi_manager_t *m, const gemini_access_t *theirs, uint32_t dtype, gemini_stream_t stream,
                             double *norm_out) {
   static const uint32_t widths[] = { 4, 2, 2, 8 };
+  gemini_access_t access;
   gmi_range_t r;
   uint32_t s;
-  if (!access || !norm_out) return gmi_fail(GEMINI_ERR_INVALID, 0, "%s is NULL", access ? "norm_out" : "access");
+  gemini_status_t status = gmi_access_in(&access, theirs, "access");
+  if (status) return status;
+  if (!norm_out) return gmi_fail(GEMINI_ERR_INVALID, 0, "norm_out is NULL");
   if (dtype > GEMINI_DTYPE_F64)
     return gmi_fail(GEMINI_ERR_INVALID, 0, "dtype is %u, the last one is %d", dtype, GEMINI_DTYPE_F64);
-  gemini_status_t status = gmi_stream_resolve(m, stream, &s);
-  if (!status) status = gmi_range_ready(m, access, &r);
+  status = gmi_stream_resolve(m, stream, &s);
+  if (!status) status = gmi_range_ready(m, &access, &r);
   if (!status && r.arena->reused)
     status = content_check(m, &r, false); /* a gradient that is not there counts as zero */
   if (status) return status;

@@ -154,9 +154,7 @@ static gemini_status_t transfer(gmi_manager_t *m, gmi_chunk_t *c, uint32_t block
   m->io.writes += write;
   io->work = ++slot->work_queued;
   slot->failure = GEMINI_OK;
-  uint32_t link = write ? GEMINI_LINK_H2F : GEMINI_LINK_F2H;
-  m->stats.moved_bytes[link][reason] += gmi_chunk_bytes(m);
-  m->stats.moved_chunks[link][reason]++;
+  gmi_link_count(m, gmi_link_file(m, write), reason, 1);
   gmi_store_submit(m->file.store, &io->request);
   return GEMINI_OK;
 }
@@ -164,12 +162,14 @@ static gemini_status_t transfer(gmi_manager_t *m, gmi_chunk_t *c, uint32_t block
 /* Time a chunk takes in the pipe: since the one before it was through, or since it was asked for. They come in
  * bunches, so that many are averaged. */
 static void measure(gmi_manager_t *m, const gmi_io_t *io) {
-  gmi_rate_t *rate = &m->rate.file_ns[io->request.write];
+  gmi_link_t *link = gmi_link_file(m, io->request.write);
+  gmi_rate_t *rate = &link->chunk_ns;
   uint64_t from = io->begin_ns > m->io.last_ns ? io->begin_ns : m->io.last_ns;
   if (io->end_ns > from) m->trace.observer->chunk_transferred(m, io->chunk, io->request.write, from, io->end_ns);
   double ns = io->end_ns > from ? (double)(io->end_ns - from) : 0;
   rate->samples++;
   rate->mean += (ns - rate->mean) / (double)(rate->samples < 4096 ? rate->samples : 4096);
+  gmi_link_measured(m, link);
   if (io->end_ns > m->io.last_ns) m->io.last_ns = io->end_ns;
 }
 

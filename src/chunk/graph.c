@@ -570,8 +570,7 @@ static gemini_status_t graph_leave(gmi_manager_t *m, gemini_graph_t handle) {
     m->host.slots[gmi_chunk_slot(c)].fence = left; /* the replay is behind the older ones */
     gmi_map_leave(m, gmi_chunk_device(m, c), gmi_chunk_mapping(c), left);
   }
-  m->stats.moved_chunks[GEMINI_LINK_H2D][GEMINI_REASON_PLAN] += g->copies;
-  m->stats.moved_bytes[GEMINI_LINK_H2D][GEMINI_REASON_PLAN] += g->copies << m->cut.chunk_shift;
+  gmi_link_count(m, gmi_link_in(m), GEMINI_REASON_PLAN, g->copies);
   gmi_updates_room(m);
   return GEMINI_OK;
 }

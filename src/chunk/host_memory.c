@@ -118,7 +118,7 @@ void gmi_host_close(gmi_manager_t *m) {
 
 /* Nothing may copy from or to memory whose lock changes. */
 static gemini_status_t copies_finish(gmi_manager_t *m) {
-  const uint32_t streams[] = { m->copy.in, m->copy.out };
+  const uint32_t streams[] = { gmi_link_in(m)->stream, gmi_link_out(m)->stream };
   gemini_status_t status = GEMINI_OK;
   for (int i = 0; i < 2 && !status; i++) {
     gmi_fence_t end;

@@ -1,4 +1,5 @@
 /* Hints, moves and pins: what moves ranges at the caller's word. SPDX-License-Identifier: Apache-2.0 */
+#include "chunk/accesses.h"
 #include "chunk/arena.h"
 #include "chunk/cut.h"
 #include "chunk/host.h"
@@ -31,10 +32,6 @@ static gemini_status_t each_check(gmi_manager_t *m, const gemini_access_t *acces
 /* hold: chunks that came to the device stay there until all have come. */
 static gemini_status_t each_chunk(gmi_manager_t *m, const gemini_access_t *accesses, uint64_t count, chunk_fn fn,
                                   bool hold) {
-  if (!accesses && count)
-    return gmi_fail(GEMINI_ERR_INVALID, 0, "accesses is NULL but count is %llu", (unsigned long long)count);
-  if (count > GMI_BATCH_LIMIT)
-    return gmi_fail(GEMINI_ERR_INVALID, 0, "count is %llu, at most %d", (unsigned long long)count, GMI_BATCH_LIMIT);
   gemini_status_t status = each_check(m, accesses, count, hold);
   if (!status) status = gmi_cut(m);
   gmi_range_t r;
@@ -69,6 +66,15 @@ static gemini_status_t each_chunk(gmi_manager_t *m, const gemini_access_t *acces
   return status;
 }
 
+static gemini_status_t batch(gmi_manager_t *m, const gemini_access_t *theirs, uint64_t count, chunk_fn fn, bool hold) {
+  gmi_accesses_t accesses;
+  gemini_status_t status = gmi_accesses_in(&accesses, theirs, count);
+  if (status) return status;
+  status = each_chunk(m, accesses.list, count, fn, hold);
+  gmi_accesses_free(&accesses);
+  return status;
+}
+
 static gemini_status_t hint_chunk(gmi_manager_t *m, gmi_chunk_t *c, uint32_t tier) {
   uint64_t room = m->config.host_bytes > m->host.used ? m->config.host_bytes - m->host.used : 0;
   gemini_status_t status = GEMINI_OK;
@@ -92,7 +98,7 @@ static gemini_status_t hint_chunk(gmi_manager_t *m, gmi_chunk_t *c, uint32_t tie
   return status;
 }
 gemini_status_t gemini_hint(gemini_manager_t mgr, const gemini_access_t *accesses, uint64_t count) {
-  API_LOCKED(each_chunk(m, accesses, count, hint_chunk, false));
+  API_LOCKED(batch(m, accesses, count, hint_chunk, false));
 }
 
 static gemini_status_t move_chunk(gmi_manager_t *m, gmi_chunk_t *c, uint32_t tier) {
@@ -106,13 +112,14 @@ static gemini_status_t move_chunk(gmi_manager_t *m, gmi_chunk_t *c, uint32_t tie
   return status;
 }
 gemini_status_t gemini_move(gemini_manager_t mgr, const gemini_access_t *accesses, uint64_t count) {
-  API_LOCKED(each_chunk(m, accesses, count, move_chunk, true));
+  API_LOCKED(batch(m, accesses, count, move_chunk, true));
 }
 
-static gemini_status_t pin(gmi_manager_t *m, const gemini_access_t *access) {
+static gemini_status_t pin(gmi_manager_t *m, const gemini_access_t *theirs) {
+  gemini_access_t access;
   gmi_range_t r;
-  if (!access) return gmi_fail(GEMINI_ERR_INVALID, 0, "access is NULL");
-  gemini_status_t status = gmi_range_ready(m, access, &r);
+  gemini_status_t status = gmi_access_in(&access, theirs, "access");
+  if (!status) status = gmi_range_ready(m, &access, &r);
   if (status) return status;
   uint64_t pinned = 0;
   for (uint64_t i = r.first; !status && i <= r.last; i++) {
@@ -130,10 +137,11 @@ static gemini_status_t pin(gmi_manager_t *m, const gemini_access_t *access) {
 }
 gemini_status_t gemini_pin(gemini_manager_t mgr, const gemini_access_t *access) { API_LOCKED(pin(m, access)); }
 
-static gemini_status_t unpin(gmi_manager_t *m, const gemini_access_t *access) {
+static gemini_status_t unpin(gmi_manager_t *m, const gemini_access_t *theirs) {
+  gemini_access_t access;
   gmi_range_t r;
-  if (!access) return gmi_fail(GEMINI_ERR_INVALID, 0, "access is NULL");
-  gemini_status_t status = gmi_range_ready(m, access, &r);
+  gemini_status_t status = gmi_access_in(&access, theirs, "access");
+  if (!status) status = gmi_range_ready(m, &access, &r);
   if (status) return status;
   for (uint64_t i = r.first; i <= r.last; i++)
     if (!gmi_chunk_is_pinned(&r.store->chunks[i]))

@@ -24,11 +24,6 @@ void gmi_rate_add(gmi_rate_t *rate, double ns) {
   rate->mean += (ns - rate->mean) * weight;
 }
 
-static void count_move(gmi_manager_t *m, uint32_t link, uint32_t reason) {
-  m->stats.moved_bytes[link][reason] += gmi_chunk_bytes(m);
-  m->stats.moved_chunks[link][reason]++;
-}
-
 static void peak(gmi_manager_t *m, uint32_t tier, uint64_t used) {
   if (used > m->stats.peak_bytes[tier]) m->stats.peak_bytes[tier] = used;
 }
@@ -43,11 +38,13 @@ void gmi_reap(gmi_manager_t *m) {
     }
     uint64_t begin, end;
     gmi_fence_t b = m->rate.timed[i].begin, e = m->rate.timed[i].end;
+    gmi_link_t *link = m->rate.timed[i].link;
     if (m->device.ops->stream.mark_time(m->device.self, gmi_fence_stream(b), gmi_fence_mark(b), &begin) == GEMINI_OK &&
-        m->device.ops->stream.mark_time(m->device.self, gmi_fence_stream(e), gmi_fence_mark(e), &end) == GEMINI_OK)
-      gmi_rate_add(m->rate.timed[i].link == GMI_TIMED_UPDATE ? &m->rate.device_update
-                                                             : &m->rate.link_ns[m->rate.timed[i].link],
+        m->device.ops->stream.mark_time(m->device.self, gmi_fence_stream(e), gmi_fence_mark(e), &end) == GEMINI_OK) {
+      gmi_rate_add(link ? &link->chunk_ns : &m->rate.device_update,
                    (double)(end - begin) / (double)m->rate.timed[i].elements);
+      if (link) gmi_link_measured(m, link);
+    }
   }
   m->rate.timed_count = kept;
 }
@@ -306,7 +303,7 @@ void gmi_chunk_wrote(gmi_manager_t *m, gmi_chunk_t *c) {
   if (!gmi_chunk_has_only(c, GMI_VALID_DEVICE)) gmi_file_drop_block(m, c, gmi_chunk_wrote_device(m, c));
 }
 
-static void time_copy(gmi_manager_t *m, uint32_t link, gmi_fence_t begin, gmi_fence_t end) {
+static void time_copy(gmi_manager_t *m, gmi_link_t *link, gmi_fence_t begin, gmi_fence_t end) {
   if (m->rate.timed_count == sizeof m->rate.timed / sizeof *m->rate.timed) return;
   m->rate.timed[m->rate.timed_count].begin = begin;
   m->rate.timed[m->rate.timed_count].end = end;
@@ -314,9 +311,9 @@ static void time_copy(gmi_manager_t *m, uint32_t link, gmi_fence_t begin, gmi_fe
   m->rate.timed[m->rate.timed_count++].link = link;
 }
 
-static gemini_status_t queue_copy(gmi_manager_t *m, gmi_chunk_t *c, uint32_t link, uint32_t reason,
+static gemini_status_t queue_copy(gmi_manager_t *m, gmi_chunk_t *c, gmi_link_t *link, uint32_t reason,
                                   gmi_fence_t *fence_out) {
-  uint32_t stream = link == GEMINI_LINK_H2D ? m->copy.in : m->copy.out;
+  const uint32_t stream = link->stream;
   gmi_fence_t begin, end;
   gmi_slot_t *slot = &m->host.slots[gmi_chunk_slot(c)];
   gemini_status_t status = gmi_fence_wait(m, stream, slot->fence);
@@ -326,23 +323,23 @@ static gemini_status_t queue_copy(gmi_manager_t *m, gmi_chunk_t *c, uint32_t lin
   bool queued = !status; /* else who uses the slot's bytes is still whom its fence says */
   if (queued) {
     void *device = gmi_chunk_device(m, c), *host = gmi_chunk_host(m, c);
-    status = link == GEMINI_LINK_H2D
+    status = gmi_link_is_fetch(link)
                  ? m->device.ops->queue.copy(m->device.self, stream, device, host, gmi_chunk_bytes(m), GMI_COPY_H2D)
                  : m->device.ops->queue.copy(m->device.self, stream, host, device, gmi_chunk_bytes(m), GMI_COPY_D2H);
   }
   if (!status) status = gmi_fence_now(m, stream, &end);
   if (status && queued) { /* it may be all the same */
     slot->fence = gmi_fence_later(m, stream);
-    if (link == GEMINI_LINK_D2H) gmi_chunk_copied(c, slot->fence);
+    if (!gmi_link_is_fetch(link)) gmi_chunk_copied(c, slot->fence);
   }
   if (status)
     return gmi_fail(status, 0, "the device could not queue a copy of %llu bytes",
                     (unsigned long long)gmi_chunk_bytes(m));
   time_copy(m, link, begin, end);
-  count_move(m, link, reason);
+  gmi_link_count(m, link, reason, 1);
   m->trace.observer->chunk_copied(m, c, link, reason, begin, end);
   slot->fence = end; /* the older ones are before it on the same stream, or it waited for them */
-  if (link == GEMINI_LINK_D2H) gmi_chunk_copied(c, end);
+  if (!gmi_link_is_fetch(link)) gmi_chunk_copied(c, end);
   *fence_out = end;
   return GEMINI_OK;
 }
@@ -353,12 +350,12 @@ void gmi_move_name(gmi_manager_t *m, const gmi_chunk_t *c, uint32_t reason, char
 }
 
 /* Queues one chunk's copy between its frame and its host slot; fence_out is reached when it is done. */
-static gemini_status_t copy_chunk(gmi_manager_t *m, gmi_chunk_t *c, uint32_t link, uint32_t reason,
+static gemini_status_t copy_chunk(gmi_manager_t *m, gmi_chunk_t *c, gmi_link_t *link, uint32_t reason,
                                   gmi_fence_t *fence_out) {
   if (!gmi_nvtx_on()) return queue_copy(m, c, link, reason, fence_out);
   char name[GMI_MOVE_NAME_BYTES], range[GMI_MOVE_NAME_BYTES + 8];
   gmi_move_name(m, c, reason, name);
-  snprintf(range, sizeof range, "%s %s", link == GEMINI_LINK_H2D ? "fetch" : "evict", name);
+  snprintf(range, sizeof range, "%s %s", gmi_link_is_fetch(link) ? "fetch" : "evict", name);
   gmi_nvtx_push(range);
   gemini_status_t status = queue_copy(m, c, link, reason, fence_out);
   gmi_nvtx_pop();
@@ -388,18 +385,19 @@ gemini_status_t gmi_chunk_fetch(gmi_manager_t *m, gmi_chunk_t *c, bool fresh, ui
   gmi_fence_t ready = m->frames.at[frame].ready, arrive = ready;
   status = gmi_map(m, gmi_chunk_device(m, c), frame, gmi_chunk_mapping(c));
   bool mapped = !status;
+  gmi_link_t *link = gmi_link_in(m);
   if (!status && !fresh) {
-    status = gmi_fence_wait(m, m->copy.in, ready);
+    status = gmi_fence_wait(m, link->stream, ready);
     if (!status && gmi_chunk_has(c, GMI_VALID_HOST)) {
-      status = copy_chunk(m, c, GEMINI_LINK_H2D, reason, &arrive);
+      status = copy_chunk(m, c, link, reason, &arrive);
     } else if (!status) {
-      status = gmi_device_zero(m, m->copy.in, gmi_chunk_device(m, c), gmi_chunk_bytes(m));
-      if (!status) status = gmi_fence_now(m, m->copy.in, &arrive);
+      status = gmi_device_zero(m, link->stream, gmi_chunk_device(m, c), gmi_chunk_bytes(m));
+      if (!status) status = gmi_fence_now(m, link->stream, &arrive);
     }
   }
   if (status) {
     /* A copy may be queued all the same, without having waited for who used the frame before. */
-    ready = gmi_fence_join(m, ready, gmi_fence_later(m, m->copy.in));
+    ready = gmi_fence_join(m, ready, gmi_fence_later(m, link->stream));
     gmi_frame_give(m, frame, ready);
     if (mapped) gmi_map_leave(m, gmi_chunk_device(m, c), gmi_chunk_mapping(c), ready);
     return status;
@@ -454,8 +452,8 @@ gemini_status_t gmi_chunk_evict(gmi_manager_t *m, gmi_chunk_t *c, uint32_t reaso
   }
   gmi_chunk_refilled(m, c);
   gmi_fence_t fence = 0; /* the copy is behind all uses, and so is what comes after it */
-  status = gmi_chunk_wait(m, m->copy.out, c, GEMINI_READ_WRITE);
-  if (!status) status = copy_chunk(m, c, GEMINI_LINK_D2H, reason, &fence);
+  status = gmi_chunk_wait(m, gmi_link_out(m)->stream, c, GEMINI_READ_WRITE);
+  if (!status) status = copy_chunk(m, c, gmi_link_out(m), reason, &fence);
   if (status) {
     gmi_chunk_departs_not(c, word);
     return status;
@@ -477,8 +475,8 @@ gemini_status_t gmi_chunk_to_host(gmi_manager_t *m, gmi_chunk_t *c, bool drop, u
       gmi_fence_t fence;
       if (!gmi_chunk_unsettle(c, GMI_CHUNK_WRITERS)) /* nobody may write it on its way, nor when it counts as clean */
         return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is acquired for writing", gmi_chunk_arena(m, c)->name);
-      status = gmi_chunk_wait(m, m->copy.out, c, GEMINI_READ);
-      if (!status) status = copy_chunk(m, c, GEMINI_LINK_D2H, reason, &fence);
+      status = gmi_chunk_wait(m, gmi_link_out(m)->stream, c, GEMINI_READ);
+      if (!status) status = copy_chunk(m, c, gmi_link_out(m), reason, &fence);
     } else {
       status = gmi_file_read(m, c, reason);
     }

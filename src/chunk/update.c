@@ -4,6 +4,7 @@
 #include <stdlib.h>
 #include <unistd.h>
 
+#include "base/abi.h"
 #include "base/thread.h"
 #include "chunk/arena.h"
 #include "chunk/cut.h"
@@ -347,7 +348,7 @@ static gemini_status_t device_piece(walk_t *k, piece_t *p, rest_t *rest) {
     if (m->rate.timed_count < sizeof m->rate.timed / sizeof *m->rate.timed) {
       m->rate.timed[m->rate.timed_count].begin = begin;
       m->rate.timed[m->rate.timed_count].end = end;
-      m->rate.timed[m->rate.timed_count].link = GMI_TIMED_UPDATE;
+      m->rate.timed[m->rate.timed_count].link = NULL;
       m->rate.timed[m->rate.timed_count++].elements = p->end - p->begin;
     }
   }
@@ -539,7 +540,7 @@ static void after_update(gmi_manager_t *m, gmi_tensor_t *t, void *user) {
 
 static gemini_status_t walk_check(walk_t *k, const gemini_update_t *theirs, uint32_t *stream_out) {
   gmi_manager_t *m = k->m;
-  gemini_status_t status = gmi_struct_in(&k->u, sizeof k->u, theirs, sizeof k->u, "update");
+  gemini_status_t status = gmi_struct_in(&k->u, sizeof k->u, theirs, GMI_V1_UPDATE, "update");
   if (!status) status = gmi_workers_failure(m); /* the model is not what it should be, and no update makes it so */
   if (status) return status;
   gemini_update_t *u = &k->u;

@@ -189,6 +189,19 @@ typedef struct gmi_rate {
   uint64_t samples;
 } gmi_rate_t;
 
+/* One direction between two tiers. What is marked Atomic is written under the lock and read without it. */
+typedef struct gmi_link {
+  uint32_t from_tier, to_tier;       /* GEMINI_TIER_*; Constant, as the next three */
+  uint32_t from_ordinal, to_ordinal; /* of devices */
+  uint32_t stream;                   /* that its copies are queued on; GMI_NONE: transfers of files, which have none */
+  uint32_t reserved;
+  gmi_rate_t chunk_ns;
+  _Atomic uint64_t bw_bytes_per_s;                    /* Atomic: by chunk_ns, or as configured; 0: not known */
+  _Atomic uint64_t moved_bytes[GEMINI_REASON_COUNT];  /* Atomic */
+  _Atomic uint64_t moved_chunks[GEMINI_REASON_COUNT]; /* Atomic */
+} gmi_link_t;
+enum { GMI_LINKS = 4 };
+
 typedef struct gmi_heap gmi_heap_t;
 struct gmi_tracer;
 struct gmi_timeline;
@@ -199,7 +212,6 @@ struct gmi_sys;
 struct gmi_reserve;
 struct gmi_deferred;
 
-enum { GMI_TIMED_UPDATE = GEMINI_LINK_COUNT /* beside links: an update on the device */ };
 enum { GMI_HIT_STRIPES = 16, GMI_LOG_QUEUE = 8, GMI_CHANGED = 64 };
 /* A cache line of its own, and its neighbour's, which processors fetch in pairs. */
 typedef struct gmi_stripe {
@@ -238,9 +250,7 @@ typedef struct gmi_manager {
   } tensors;
 
   gmi_stream_t streams[GMI_DEVICE_MAX_STREAMS];
-  struct { /* internal streams; Constant */
-    uint32_t in, out;
-  } copy;
+  gmi_link_t links[GMI_LINKS]; /* core/links.c; gmi_link() finds one */
 
   struct {                        /* chosen by gmi_cut() at first need */
     _Atomic uint64_t chunk_bytes; /* Atomic; 0 = not cut yet */
@@ -318,14 +328,12 @@ typedef struct gmi_manager {
   } update;
 
   struct {
-    gmi_rate_t link_ns[2];    /* by GEMINI_LINK_H2D, D2H */
-    gmi_rate_t file_ns[2];    /* of a chunk: read, written */
     gmi_rate_t device_update; /* nanoseconds an element of an update on the device */
     struct {
       gmi_fence_t begin, end;
       uint64_t elements;
-      uint32_t link, reserved;
-    } timed[64]; /* to be measured */
+      gmi_link_t *link; /* NULL: an update on the device */
+    } timed[64];        /* to be measured */
     uint32_t timed_count;
   } rate;
 
@@ -374,6 +382,22 @@ typedef struct gmi_manager {
 
 /* Bytes of a chunk, once the arenas are cut. */
 static inline uint64_t gmi_chunk_bytes(const gmi_manager_t *m) { return UINT64_C(1) << m->cut.chunk_shift; }
+
+/* core/links.c */
+void gmi_links_open(gmi_manager_t *m); /* all but the streams */
+/* The link between two tiers, which there is. */
+gmi_link_t *gmi_link(gmi_manager_t *m, uint32_t from_tier, uint32_t to_tier);
+/* The two directions of the device's link, which has streams. */
+static inline gmi_link_t *gmi_link_in(gmi_manager_t *m) { return gmi_link(m, GEMINI_TIER_HOST, GEMINI_TIER_DEVICE); }
+static inline gmi_link_t *gmi_link_out(gmi_manager_t *m) { return gmi_link(m, GEMINI_TIER_DEVICE, GEMINI_TIER_HOST); }
+/* That of a transfer of files. */
+static inline gmi_link_t *gmi_link_file(gmi_manager_t *m, bool write) {
+  return write ? gmi_link(m, GEMINI_TIER_HOST, GEMINI_TIER_FILE) : gmi_link(m, GEMINI_TIER_FILE, GEMINI_TIER_HOST);
+}
+static inline bool gmi_link_is_fetch(const gmi_link_t *link) { return link->to_tier == GEMINI_TIER_DEVICE; }
+void gmi_link_count(gmi_manager_t *m, gmi_link_t *link, uint32_t reason, uint64_t chunks); /* chunks were moved */
+void gmi_link_measured(gmi_manager_t *m, gmi_link_t *link);             /* chunk_ns has changed: publishes the rate */
+uint64_t gmi_link_rate(const gmi_manager_t *m, const gmi_link_t *link); /* measured, bytes a second; 0: not yet */
 
 /* core/handles.c */
 extern uint64_t

@@ -13,6 +13,7 @@
 #include "gemini.h"
 
 struct gmi_manager;
+struct gmi_link;
 struct gmi_chunk;
 
 enum { GMI_UPDATE_ARENAS = 8 };
@@ -44,7 +45,7 @@ typedef struct gmi_observer {
   void (*stream_ends)(struct gmi_manager *m); /* and its fences with it: whoever wants a time from them reads it now */
   void (*arenas_change)(struct gmi_manager *m); /* what is known of operators no longer fits */
   gemini_status_t (*budgets_change)(struct gmi_manager *m);
-  void (*chunk_copied)(struct gmi_manager *m, const struct gmi_chunk *c, uint32_t link, uint32_t reason,
+  void (*chunk_copied)(struct gmi_manager *m, const struct gmi_chunk *c, const struct gmi_link *link, uint32_t reason,
                        gmi_fence_t begin, gmi_fence_t end);
   void (*chunk_transferred)(struct gmi_manager *m, const struct gmi_chunk *c, bool write, uint64_t begin_ns,
                             uint64_t end_ns);

@@ -10,11 +10,10 @@
 
 #include "gemini.h"
 
-/* As those of gemini_stats_t, whose other figures are kept by their modules (frames, host slots, files). */
+/* As those of gemini_stats_t and gemini_tier_stats_t, whose other figures are kept by their modules (frames, host
+ * slots, files); those of links are in their records (gmi_link_t). */
 typedef struct gmi_stats {
   _Atomic uint64_t budget_bytes[GEMINI_TIER_COUNT], peak_bytes[GEMINI_TIER_COUNT];
-  _Atomic uint64_t moved_bytes[GEMINI_LINK_COUNT][GEMINI_REASON_COUNT];
-  _Atomic uint64_t moved_chunks[GEMINI_LINK_COUNT][GEMINI_REASON_COUNT];
   _Atomic uint64_t model_bytes, nonmodel_bytes, host_alloc_bytes;
   _Atomic uint64_t acquire_misses, stall_ns, op_peak_error_bytes;
   _Atomic uint64_t iterations, planned_iterations, departures, plans;
@@ -27,6 +26,8 @@ static inline void gmi_stat_set(_Atomic uint64_t *figure, uint64_t value) {
 }
 
 struct gmi_manager;
-void gmi_stats_read(struct gmi_manager *m, gemini_stats_t *stats_out); /* any thread, lock held or not; never waits */
+/* Any thread, lock held or not; they never wait. */
+void gmi_stats_read(struct gmi_manager *m, gemini_stats_t *stats_out);
+void gmi_tier_stats_read(struct gmi_manager *m, uint32_t tier, gemini_tier_stats_t *stats_out);
 
 #endif

@@ -76,11 +76,11 @@ static void name_thread(uint32_t thread, char text_out[THREAD_TEXT]) {
   snprintf(text_out, THREAD_TEXT, *name ? "%u (%s)" : "%u", thread, name);
 }
 
-const char *gmi_stream_job(const gmi_manager_t *m, uint32_t stream) {
-  return stream == m->copy.in         ? "copies to the device"
-         : stream == m->copy.out      ? "copies from the device"
-         : stream == m->update.stream ? "updates on the device"
-                                      : NULL;
+const char *gmi_stream_job(gmi_manager_t *m, uint32_t stream) {
+  return stream == gmi_link_in(m)->stream    ? "copies to the device"
+         : stream == gmi_link_out(m)->stream ? "copies from the device"
+         : stream == m->update.stream        ? "updates on the device"
+                                             : NULL;
 }
 
 static void describe_object(gmi_manager_t *m, const gmi_wait_t *wait, char text_out[LINE]) {

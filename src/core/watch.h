@@ -78,6 +78,6 @@ void gmi_reading_end(struct gmi_manager *m, gmi_reading_t reading);
 void gmi_watch_write_holder(struct gmi_manager *m, FILE *file); /* the function that has the lock, and its thread */
 void gmi_watch_write_waits(struct gmi_manager *m, gmi_reading_t reading, FILE *file); /* a line for each */
 /* What a stream of the library's own does; NULL: it is the caller's. */
-const char *gmi_stream_job(const struct gmi_manager *m, uint32_t stream);
+const char *gmi_stream_job(struct gmi_manager *m, uint32_t stream);
 
 #endif

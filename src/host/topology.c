@@ -22,6 +22,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "base/abi.h"
 #include "base/fork.h"
 #include "base/handle.h"
 #include "base/status.h"
@@ -339,7 +340,7 @@ gemini_status_t gmi_topology_object(const gmi_topology_t *t, uint32_t kind, uint
   const object_t *p = object_get(t, kind, index);
   if (!p) return GEMINI_ERR_INVALID;
   gemini_topology_object_t info = p->info;
-  return gmi_struct_out(object_out, &info, sizeof info, sizeof info, "object_out");
+  return gmi_struct_out(object_out, &info, sizeof info, GMI_V1_TOPOLOGY_OBJECT, "object_out");
 }
 
 static uint32_t distance(const gmi_topology_t *t, const object_t *a, const object_t *b) {

@@ -136,13 +136,16 @@ static uint32_t piece_length(const builder_t *b) {
 }
 
 void gmi_trace_measure(gmi_manager_t *m, gmi_trace_t *trace) {
-  double chunk = (double)(UINT64_C(1) << m->cut.chunk_shift), host = gmi_workers_ns_per_element(m);
-  for (int link = 0; link < 2; link++)
-    if (m->rate.link_ns[link].samples)
-      trace->link_bytes_per_s[link] = (uint64_t)(chunk * 1e9 / m->rate.link_ns[link].mean);
-  for (int write = 0; write < 2; write++)
-    if (m->rate.file_ns[write].samples)
-      trace->file_bytes_per_s[write] = (uint64_t)(chunk * 1e9 / m->rate.file_ns[write].mean);
+  const double host = gmi_workers_ns_per_element(m);
+  const struct {
+    const gmi_link_t *link;
+    uint64_t *rate;
+  } rates[] = { { gmi_link_in(m), &trace->link_bytes_per_s[0] },
+                { gmi_link_out(m), &trace->link_bytes_per_s[1] },
+                { gmi_link_file(m, false), &trace->file_bytes_per_s[0] },
+                { gmi_link_file(m, true), &trace->file_bytes_per_s[1] } };
+  for (size_t i = 0; i < sizeof rates / sizeof *rates; i++)
+    if (rates[i].link->chunk_ns.samples) *rates[i].rate = gmi_link_rate(m, rates[i].link);
   if (host > 0) trace->host_update_ps = (uint64_t)(host * 1e3) + 1;
   if (m->rate.device_update.samples) trace->device_update_ps = (uint64_t)(m->rate.device_update.mean * 1e3) + 1;
 }

@@ -96,12 +96,12 @@ void gmi_timeline_slice_ns(gmi_manager_t *m, const char *kind, const char *name,
   if (m->trace.timeline) add_slice(m, kind, name, begin_ns, end_ns, true, TRACK_CALLER);
 }
 
-void gmi_timeline_copy(gmi_manager_t *m, const gmi_chunk_t *c, uint32_t link, uint32_t reason, gmi_fence_t begin,
-                       gmi_fence_t end) {
+void gmi_timeline_copy(gmi_manager_t *m, const gmi_chunk_t *c, const gmi_link_t *link, uint32_t reason,
+                       gmi_fence_t begin, gmi_fence_t end) {
   if (!m->trace.timeline) return;
   char name[GMI_MOVE_NAME_BYTES];
   gmi_move_name(m, c, reason, name);
-  gmi_timeline_slice(m, link == GEMINI_LINK_H2D ? "fetch" : "evict", name, begin, end);
+  gmi_timeline_slice(m, gmi_link_is_fetch(link) ? "fetch" : "evict", name, begin, end);
 }
 
 void gmi_timeline_transfer(gmi_manager_t *m, const gmi_chunk_t *c, bool write, uint64_t begin_ns, uint64_t end_ns) {
@@ -201,10 +201,10 @@ static gemini_status_t write_file(gmi_manager_t *m) {
     char name[32];
     snprintf(name, sizeof name, "stream %u", s);
     write_track(f, TRACK_STREAMS + s,
-                s == m->copy.in         ? "copies to the device"
-                : s == m->copy.out      ? "copies from the device"
-                : s == m->update.stream ? "updates on the device"
-                                        : name);
+                s == gmi_link_in(m)->stream    ? "copies to the device"
+                : s == gmi_link_out(m)->stream ? "copies from the device"
+                : s == m->update.stream        ? "updates on the device"
+                                               : name);
   }
   for (uint64_t i = 0; i < t->count; i++) {
     const event_t *e = &t->events[i];

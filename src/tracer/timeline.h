@@ -5,8 +5,8 @@
 
 #include "core/manager.h"
 
-void gmi_timeline_copy(gmi_manager_t *m, const gmi_chunk_t *c, uint32_t link, uint32_t reason, gmi_fence_t begin,
-                       gmi_fence_t end);
+void gmi_timeline_copy(gmi_manager_t *m, const gmi_chunk_t *c, const gmi_link_t *link, uint32_t reason,
+                       gmi_fence_t begin, gmi_fence_t end);
 void gmi_timeline_transfer(gmi_manager_t *m, const gmi_chunk_t *c, bool write, uint64_t begin_ns, uint64_t end_ns);
 void gmi_timeline_slice(gmi_manager_t *m, const char *kind, const char *name, gmi_fence_t begin, gmi_fence_t end);
 void gmi_timeline_slice_ns(gmi_manager_t *m, const char *kind, const char *name, uint64_t begin_ns, uint64_t end_ns);

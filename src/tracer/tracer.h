@@ -37,7 +37,7 @@ typedef struct gmi_trace {
   gmi_trace_update_t *updates;
   uint32_t op_count, op_capacity, use_count, use_capacity, update_count, update_capacity;
   /* Rates that the plan is made with; 0 = not measured yet. */
-  uint64_t link_bytes_per_s[2];              /* GEMINI_LINK_H2D, D2H; whole chunks, their overhead included */
+  uint64_t link_bytes_per_s[2];              /* to the device, from it; whole chunks, their overhead included */
   uint64_t file_bytes_per_s[2];              /* read, written; both directions share what the files can do */
   uint64_t host_update_ps, device_update_ps; /* picoseconds an element; on the host of one worker */
   uint64_t chunk_bytes;                      /* of a trace read from a file: those that it was recorded with */

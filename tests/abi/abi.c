@@ -338,7 +338,7 @@ static header_t *read_header(void) {
   }
   text_t plain = without_comments(&h->text);
   take_directives(&plain, &h->macros);
-  list_t named = { 0 };
+  list_t named = { 0 }, inlines = { 0 };
   for (token_t t = token_next(plain.bytes); t.size; t = after(t)) {
     token_t next = after(t);
     /* A name before a parenthesis is a function, unless it is what a pointer to one returns: those are in "(*name)". */
@@ -350,6 +350,13 @@ static header_t *read_header(void) {
       push(&h->exported, name.at, name.size);
       if (!is_documented(h, (size_t)(t.at - plain.bytes))) push(&h->undocumented, name.at, name.size);
     }
+    /* Functions of the header's own, which the library does not export. */
+    if (is(t, "static") && is(next, "inline")) {
+      token_t name = next;
+      while (name.size && !(is_name(name) && is(after(name), "("))) name = after(name);
+      push(&inlines, name.at, name.size);
+      if (!is_documented(h, (size_t)(t.at - plain.bytes))) push(&h->undocumented, name.at, name.size);
+    }
     if (is(t, "typedef") && (is(next, "struct") || is(next, "union")) && is(after(after(next)), "{"))
       read_struct(h, after(next));
     if (is(t, "enum") && is(next, "{")) read_enum(h, next);
@@ -357,7 +364,8 @@ static header_t *read_header(void) {
   }
   sort(&named);
   for (size_t i = 0; i < named.count; i++)
-    if (!i || strcmp(named.word[i - 1], named.word[i])) push_word(&h->functions, named.word[i]);
+    if ((!i || strcmp(named.word[i - 1], named.word[i])) && !has(&inlines, named.word[i]))
+      push_word(&h->functions, named.word[i]);
   sort(&h->exported);
   if (!h->functions.count || !h->struct_count || !h->constants.count)
     die("%s: found no functions, structs or constants", headers[0]);

@@ -8,6 +8,7 @@
 #include <math.h>
 
 #include "check.h"
+#include "figures.h"
 
 #define PANEL_FLOATS 65536 /* GPT_PANEL_FLOATS: the CPU's panels */
 #include "../../bench/model/gpt_cuda.c"
@@ -488,10 +489,10 @@ static result_t train(const gpt_operators_t *operators, const gemini_config_t *c
   r.device_spans = training.device_spans;
   r.host_spans = training.host_spans;
   if (config != NULL) {
-    gemini_stats_t stats = GEMINI_STATS_INIT;
-    CHECK_OK(gemini_stats(memory.manager, &stats));
+    figures_t stats = { 0 };
+    CHECK_OK(figures_read(memory.manager, &stats));
     CHECK(stats.peak_bytes[0] <= stats.budget_bytes[0]);
-    for (int i = 0; i < GEMINI_REASON_COUNT; i++) r.moved_bytes += stats.moved_bytes[GEMINI_LINK_H2D][i];
+    for (int i = 0; i < GEMINI_REASON_COUNT; i++) r.moved_bytes += stats.moved_bytes[LINK_H2D][i];
   }
   if (memory_error(&memory) != NULL) fprintf(stderr, "%s\n", memory_error(&memory));
   CHECK(memory_error(&memory) == NULL);

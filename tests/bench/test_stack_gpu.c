@@ -7,6 +7,7 @@
 #include <stdlib.h>
 
 #include "check.h"
+#include "figures.h"
 
 #define gemini_adamw_cuda played_adamw_cuda /* that one would open the real driver */
 #include "../../bench/model/task_gpu.c"
@@ -226,9 +227,9 @@ static result_t train(const gemini_config_t *config, const device_t *device) {
   r.hash = walk_hash(&memory);
   for (int step = 0; step < STEPS; step++) r.host_elements += atomic_load(&llama.updates[step].host_elements);
   if (config != NULL && !memory.failed) {
-    gemini_stats_t stats = GEMINI_STATS_INIT;
-    CHECK_EQ(gemini_stats(memory.manager, &stats), GEMINI_OK);
-    for (int i = 0; i < GEMINI_REASON_COUNT; i++) r.fetched_bytes += stats.moved_bytes[GEMINI_LINK_H2D][i];
+    figures_t stats = { 0 };
+    CHECK_EQ(figures_read(memory.manager, &stats), GEMINI_OK);
+    for (int i = 0; i < GEMINI_REASON_COUNT; i++) r.fetched_bytes += stats.moved_bytes[LINK_H2D][i];
     CHECK_EQ(stats.op_peak_error_bytes, 0);
     CHECK(stats.peak_bytes[GEMINI_TIER_DEVICE] <= config->device_bytes);
   }

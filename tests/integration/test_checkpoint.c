@@ -110,13 +110,13 @@ static void test_unchanged_chunks_are_not_written_again(void) {
   uint64_t used = world_stats(&k.w).used_bytes[GEMINI_TIER_FILE];
   CHECK_OK(gemini_stats_reset(k.w.mgr));
   CHECK_OK(gemini_checkpoint(k.w.mgr));
-  gemini_stats_t s = world_stats(&k.w);
-  for (int r = 0; r < GEMINI_REASON_COUNT; r++) CHECK_EQ(s.moved_bytes[GEMINI_LINK_H2F][r], 0);
+  figures_t s = world_stats(&k.w);
+  for (int r = 0; r < GEMINI_REASON_COUNT; r++) CHECK_EQ(s.moved_bytes[LINK_H2F][r], 0);
   world_fill(&k.w, k.m[5], 0, 64, HOST, 9); /* one chunk, or two when it lies on a boundary */
   CHECK_OK(gemini_checkpoint(k.w.mgr));
   s = world_stats(&k.w);
   uint64_t written = 0;
-  for (int r = 0; r < GEMINI_REASON_COUNT; r++) written += s.moved_bytes[GEMINI_LINK_H2F][r];
+  for (int r = 0; r < GEMINI_REASON_COUNT; r++) written += s.moved_bytes[LINK_H2F][r];
   CHECK(written >= W && written <= 2 * W);
   CHECK_EQ(s.used_bytes[GEMINI_TIER_FILE], used);
   world_close(&k.w);

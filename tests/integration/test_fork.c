@@ -220,7 +220,7 @@ static void test_a_child_and_its_child_have_managers_of_their_own(void) {
   if (!child) {
     expect_refusal(k.w.mgr, parent);
     model_t mine = model_open(world_config(4, 6, 16), 50); /* in the place of the other one */
-    gemini_stats_t stats = world_stats(&mine.w);
+    figures_t stats = world_stats(&mine.w);
     CHECK(stats.used_bytes[DEVICE] && stats.used_bytes[HOST] && stats.used_bytes[FILES]);
     CHECK_EQ(gemini_manager_close(k.w.mgr), GEMINI_ERR_HANDLE);
     expect_refusal(k.w.mgr, parent);

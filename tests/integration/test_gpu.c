@@ -62,7 +62,7 @@ static void test_gpu_bytes_come_back_through_every_tier(void) {
       for (uint64_t k = 0; k < W; k += 997) CHECK_EQ(((uint8_t *)a.ptr)[k], world_byte(seed[i], i * W + k));
       CHECK_OK(gemini_release(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
     }
-    gemini_stats_t s = world_stats(&w);
+    figures_t s = world_stats(&w);
     CHECK(s.peak_bytes[DEVICE] <= s.budget_bytes[DEVICE] && s.peak_bytes[HOST] <= s.budget_bytes[HOST]);
     world_close(&w);
   }

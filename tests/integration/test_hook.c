@@ -51,8 +51,8 @@ static void check_error(const char *operation, gemini_status_t status, const cha
   CHECK(!strcmp(e.operation, operation) && strstr(e.message, says));
 }
 static uint64_t evicted(const world_t *w) {
-  gemini_stats_t s = world_stats(w);
-  return s.moved_bytes[GEMINI_LINK_D2H][GEMINI_REASON_PRESSURE];
+  figures_t s = world_stats(w);
+  return s.moved_bytes[LINK_D2H][GEMINI_REASON_PRESSURE];
 }
 
 /* ---- shapes */
@@ -153,7 +153,7 @@ static void test_hook_counts_each_operators_peak_to_the_byte(void) {
     if (hook) CHECK_OK(gemini_hook_set(w.mgr, 0));
     for (int i = 0; i < 4; i++) run_ops(&w, as_argument(&w, w.stream), hook, peaks[hook]);
     trace_ops(&w, traced[hook]);
-    gemini_stats_t s = world_stats(&w);
+    figures_t s = world_stats(&w);
     CHECK_EQ(s.op_peak_error_bytes, 0);
     CHECK(s.planned_iterations > 0);
     world_close(&w);
@@ -214,7 +214,7 @@ static void test_hook_serves_a_pool_that_asks_once_and_keeps_its_segments(void) 
   CHECK(last);
   gemini_torch_free(last, size * 5, 0, stream);
   for (int i = 0; i < SEGMENTS; i++) gemini_torch_free(segments[i], size, 0, stream);
-  gemini_stats_t s = world_stats(&w);
+  figures_t s = world_stats(&w);
   CHECK_EQ(s.nonmodel_bytes, 0);
   CHECK(s.peak_bytes[DEVICE] <= s.budget_bytes[DEVICE]);
   CHECK_EQ(log_count, 1);
@@ -326,7 +326,7 @@ static void test_hook_storm_beyond_the_budget_never_fails(void) {
     CHECK_EQ(storms[i].wrong, 0);
     pthread_mutex_destroy(&storms[i].lock);
   }
-  gemini_stats_t s = world_stats(&w);
+  figures_t s = world_stats(&w);
   CHECK_EQ(s.nonmodel_bytes, 0);
   CHECK(s.peak_bytes[DEVICE] <= s.budget_bytes[DEVICE]);
   CHECK(evicted(&w) > 0);

@@ -52,7 +52,7 @@ static void test_blocks_of_all_sizes_and_alignments_have_their_own_bytes(void) {
     int n = 0;
     for (int i = 0; i < SIZES; i++, n++) blocks[n] = block_new(&w, sizes[i], 0, (uint64_t)n + 1);
     for (uint64_t a = 0; a <= 21; a++, n++) {
-      gemini_stats_t s = world_stats(&w);
+      figures_t s = world_stats(&w);
       if (s.budget_bytes[GEMINI_TIER_HOST] - s.used_bytes[GEMINI_TIER_HOST] < (UINT64_C(2) << a)) break;
       blocks[n] = block_new(&w, 100 + a, UINT64_C(1) << a, (uint64_t)n + 1);
     }
@@ -61,7 +61,7 @@ static void test_blocks_of_all_sizes_and_alignments_have_their_own_bytes(void) {
       CHECK(block_holds(blocks[i])); /* nobody wrote into another's */
       sum += blocks[i].size;
     }
-    gemini_stats_t s = world_stats(&w);
+    figures_t s = world_stats(&w);
     CHECK(s.host_alloc_bytes >= sum);
     CHECK(s.used_bytes[GEMINI_TIER_HOST] >= s.host_alloc_bytes);
     CHECK(s.used_bytes[GEMINI_TIER_HOST] <= s.budget_bytes[GEMINI_TIER_HOST]);
@@ -124,7 +124,7 @@ static void test_chunks_make_room_and_keep_their_bytes(void) {
       block_free(&w, second);
     } else {
       block_t second = block_new(&w, 20 * W, W, 2), third = block_new(&w, 700, 0, 3);
-      gemini_stats_t s = world_stats(&w);
+      figures_t s = world_stats(&w);
       CHECK(s.used_bytes[GEMINI_TIER_FILE] >= 20 * W);
       CHECK(s.used_bytes[GEMINI_TIER_HOST] <= 32 * W);
       CHECK(s.host_alloc_bytes >= 22 * W + 700);
@@ -289,7 +289,7 @@ static void test_what_is_no_live_block_is_refused(void) {
                           large.ptr + W, large.ptr - 256, theirs.ptr,    heap,
                           &heap,         (void *)16,      x.ptr,         device,
                           (void *)wrong, (void *)-1,      small.ptr - 1, (void *)UINT64_C(0x7fff00000000) };
-  gemini_stats_t before = world_stats(&w);
+  figures_t before = world_stats(&w);
   for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
     CHECK_STATUS(gemini_host_free(w.mgr, wrong[i]), GEMINI_ERR_INVALID);
     CHECK_SAYS(world_error().operation, "gemini_host_free");

@@ -65,9 +65,7 @@ static bool says_bytes(const char *before, uint64_t bytes) {
 
 static uint64_t used(const world_t *w, uint32_t tier) { return world_stats(w).used_bytes[tier]; }
 
-static uint64_t bytes_in(const world_t *w, gemini_tensor_t t, uint32_t tier) {
-  return world_tensor_info(w, t).tier_bytes[tier];
-}
+static uint64_t bytes_in(const world_t *w, gemini_tensor_t t, uint32_t tier) { return world_tier_bytes(w, t, tier); }
 
 static bool is_zero(const void *at, uint64_t size) {
   const uint8_t *bytes = at;
@@ -141,8 +139,8 @@ static void test_addresses_across_evictions_stay(void) {
     }
     CHECK_EQ(world_tensor_info(&w, w.t[i]).address, address[i]);
   }
-  gemini_stats_t s = world_stats(&w);
-  CHECK(s.moved_chunks[GEMINI_LINK_D2H][GEMINI_REASON_PRESSURE] > 50); /* it did evict */
+  figures_t s = world_stats(&w);
+  CHECK(s.moved_chunks[LINK_D2H][GEMINI_REASON_PRESSURE] > 50); /* it did evict */
   for (int i = 0; i < 16; i++)
     if (seed[i]) expect(&w, w.t[i], i % 2 ? HOST : DEVICE, seed[i]);
   world_close(&w);
@@ -155,9 +153,8 @@ static void test_contents_down_to_files_and_back_survive(void) {
   static const uint32_t way[] = { HOST, FILES, HOST, DEVICE, FILES, DEVICE, HOST, DEVICE };
   for (size_t k = 0; k < sizeof way / sizeof *way; k++) {
     OK(move(&w, w.t[0], way[k]));
-    gemini_tensor_info_t info = world_tensor_info(&w, w.t[0]);
     for (uint32_t tier = 0; tier < GEMINI_TIER_COUNT; tier++)
-      CHECK_EQ(info.tier_bytes[tier], tier == way[k] ? size : 0);
+      CHECK_EQ(bytes_in(&w, w.t[0], tier), tier == way[k] ? size : 0);
     if (way[k] != HOST) CHECK_EQ(used(&w, way[k]), 3 * CHUNK);
     if (way[k] == FILES) CHECK_EQ(used(&w, DEVICE) + used(&w, HOST), 0);
     if (k % 3 == 2) expect(&w, w.t[0], way[k] == DEVICE ? DEVICE : HOST, 5 + k / 3);
@@ -165,9 +162,9 @@ static void test_contents_down_to_files_and_back_survive(void) {
   }
   expect(&w, w.t[0], DEVICE, 7);
   expect(&w, w.t[0], HOST, 7);
-  gemini_stats_t s = world_stats(&w);
-  CHECK(s.moved_bytes[GEMINI_LINK_H2F][GEMINI_REASON_CALLER] >= 6 * CHUNK);
-  CHECK(s.moved_bytes[GEMINI_LINK_F2H][GEMINI_REASON_CALLER] >= 6 * CHUNK);
+  figures_t s = world_stats(&w);
+  CHECK(s.moved_bytes[LINK_H2F][GEMINI_REASON_CALLER] >= 6 * CHUNK);
+  CHECK(s.moved_bytes[LINK_F2H][GEMINI_REASON_CALLER] >= 6 * CHUNK);
   world_close(&w);
 }
 
@@ -353,7 +350,7 @@ static void test_allocation_storm_takes_all_but_what_is_held(void) {
   CHECK_EQ(status, GEMINI_ERR_OOM_DEVICE);
   CHECK_EQ(count, 7 * CHUNK / ROUNDED); /* blocks lie in one piece across frames: nothing is lost but the end */
   CHECK(says_bytes("non-model memory ", 7 * CHUNK) && says_bytes("acquired hold ", CHUNK));
-  gemini_stats_t s = world_stats(&w);
+  figures_t s = world_stats(&w);
   CHECK_EQ(s.nonmodel_bytes, count * ROUNDED);
   CHECK_EQ(s.used_bytes[DEVICE], 8 * CHUNK);
   CHECK_EQ(s.peak_bytes[DEVICE], 8 * CHUNK);
@@ -392,9 +389,7 @@ static void test_allocations_and_acquires_mixed_never_pass_the_budget(void) {
       gemini_status_t status = gemini_alloc(w.mgr, block[k].size, GEMINI_STREAM_CALLER, &block[k].at);
       if (status) { /* then and only then: no chunk is left on the device */
         CHECK_EQ(status, GEMINI_ERR_OOM_DEVICE);
-        gemini_arena_info_t info = GEMINI_ARENA_INFO_INIT;
-        OK(gemini_arena_info(w.mgr, w.arena, &info));
-        CHECK_EQ(info.tier_bytes[DEVICE], 0);
+        CHECK_EQ(world_tier_bytes(&w, w.arena, DEVICE), 0);
         block[k].at = NULL;
       } else {
         world_write(block[k].at, 0, block[k].size, block[k].seed = (uint64_t)round);
@@ -412,7 +407,7 @@ static void test_allocations_and_acquires_mixed_never_pass_the_budget(void) {
         OK(gemini_release(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
       }
     }
-    gemini_stats_t s = world_stats(&w);
+    figures_t s = world_stats(&w);
     CHECK(s.used_bytes[DEVICE] <= 6 * CHUNK && s.peak_bytes[DEVICE] <= 6 * CHUNK);
     if (round % 100 == 99) OK(gemini_iteration_end(w.mgr));
   }
@@ -660,9 +655,8 @@ static void test_tensor_larger_than_the_device_is_used_by_ranges(void) {
   CHECK(bytes_in(&w, w.t[0], FILES) > 4 * CHUNK);
   for (uint64_t at = 0; at < size; at += step)
     expect_part(&w, w.t[0], at, at + step < size ? step : size - at, at / step % 2 ? DEVICE : HOST, 8);
-  gemini_tensor_info_t info = world_tensor_info(&w, w.t[0]);
-  CHECK_EQ(info.tier_bytes[DEVICE] + info.tier_bytes[HOST] + info.tier_bytes[FILES], size);
-  gemini_stats_t s = world_stats(&w);
+  CHECK_EQ(bytes_in(&w, w.t[0], DEVICE) + bytes_in(&w, w.t[0], HOST) + bytes_in(&w, w.t[0], FILES), size);
+  figures_t s = world_stats(&w);
   for (uint32_t tier = 0; tier < GEMINI_TIER_COUNT; tier++) CHECK(s.peak_bytes[tier] <= s.budget_bytes[tier]);
   world_close(&w);
 }
@@ -747,10 +741,10 @@ static void test_budget_device_down_and_up_moves_what_must(void) {
   for (int i = 0; i < 6; i++) put(&w, w.t[i], DEVICE, 80 + (uint64_t)i);
   CHECK_EQ(used(&w, DEVICE), 6 * CHUNK);
   OK(gemini_budget_set(w.mgr, DEVICE, 2 * CHUNK + 4000));
-  gemini_stats_t s = world_stats(&w);
+  figures_t s = world_stats(&w);
   CHECK_EQ(s.used_bytes[DEVICE], 2 * CHUNK);
   CHECK_EQ(s.budget_bytes[DEVICE], 2 * CHUNK + 4000);
-  CHECK_EQ(s.moved_chunks[GEMINI_LINK_D2H][GEMINI_REASON_CALLER], 4);
+  CHECK_EQ(s.moved_chunks[LINK_D2H][GEMINI_REASON_CALLER], 4);
   OK(gemini_stats_reset(w.mgr));
   for (int i = 0; i < 6; i++) expect(&w, w.t[i], DEVICE, 80 + (uint64_t)i);
   CHECK_EQ(world_stats(&w).peak_bytes[DEVICE], 2 * CHUNK);
@@ -900,9 +894,9 @@ static void test_hint_takes_free_memory_only(void) {
   OK(gemini_hint(w.mgr, hints, 4)); /* room for two of the four */
   CHECK_EQ(bytes_in(&w, w.t[0], DEVICE) + bytes_in(&w, w.t[1], DEVICE) + bytes_in(&w, w.t[2], DEVICE), 3 * CHUNK);
   CHECK_EQ(bytes_in(&w, w.t[3], DEVICE) + bytes_in(&w, w.t[4], DEVICE), 0);
-  gemini_stats_t s = world_stats(&w);
-  CHECK_EQ(s.moved_chunks[GEMINI_LINK_H2D][GEMINI_REASON_CALLER], 2);
-  for (int r = 0; r < GEMINI_REASON_COUNT; r++) CHECK_EQ(s.moved_chunks[GEMINI_LINK_D2H][r], 0);
+  figures_t s = world_stats(&w);
+  CHECK_EQ(s.moved_chunks[LINK_H2D][GEMINI_REASON_CALLER], 2);
+  for (int r = 0; r < GEMINI_REASON_COUNT; r++) CHECK_EQ(s.moved_chunks[LINK_D2H][r], 0);
   expect(&w, w.t[1], DEVICE, 2);
   CHECK_EQ(world_stats(&w).acquire_misses, 0); /* it was there */
   /* The host is full as well: a hint brings nothing up from a file, and throws nothing out. */
@@ -1086,7 +1080,7 @@ static void test_load_and_store_pass_through_every_tier(void) {
   CHECK(world_reads((uint8_t *)a.ptr + 50, 0, CHUNK + 100, 3));
   CHECK_EQ(((uint8_t *)a.ptr)[CHUNK + 150], world_byte(3, 1000 + 2 * CHUNK + 50));
   OK(gemini_release(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
-  gemini_stats_t s = world_stats(&w);
+  figures_t s = world_stats(&w);
   for (uint32_t tier = 0; tier < GEMINI_TIER_COUNT; tier++) CHECK(s.peak_bytes[tier] <= s.budget_bytes[tier]);
   close(in), close(out);
   world_close(&w);
@@ -1409,13 +1403,12 @@ static void test_arena_destroy_gives_everything_back(void) {
     OK(gemini_tensor_register(w.mgr, arena, "there and gone", 3 * CHUNK, GEMINI_OFFSET_NEXT, &t));
     put(&w, t, round % 2 ? DEVICE : HOST, 4);
     if (round % 3 == 0) OK(move(&w, t, FILES));
-    gemini_stats_t before = world_stats(&w);
-    gemini_arena_info_t info = GEMINI_ARENA_INFO_INIT;
-    OK(gemini_arena_info(w.mgr, arena, &info));
+    figures_t before = world_stats(&w);
+    uint64_t on_device = world_tier_bytes(&w, arena, DEVICE), in_files = world_tier_bytes(&w, arena, FILES);
     OK(gemini_arena_destroy(w.mgr, arena));
-    gemini_stats_t after = world_stats(&w);
-    CHECK_EQ(after.used_bytes[DEVICE], before.used_bytes[DEVICE] - info.tier_bytes[DEVICE]);
-    CHECK(after.used_bytes[FILES] <= before.used_bytes[FILES] - info.tier_bytes[FILES]);
+    figures_t after = world_stats(&w);
+    CHECK_EQ(after.used_bytes[DEVICE], before.used_bytes[DEVICE] - on_device);
+    CHECK(after.used_bytes[FILES] <= before.used_bytes[FILES] - in_files);
     CHECK_EQ(gemini_tensor_find(w.mgr, "there and gone", &t), GEMINI_ERR_NOT_FOUND);
     uint64_t maps = count_maps(&device, &bytes);
     if (round == 2) seen = maps;

@@ -112,13 +112,17 @@ static void bed_close(void) {
 
 /* ---- everything about both managers that can be seen without moving a byte */
 typedef struct {
-  gemini_stats_t stats[2];
+  figures_t stats[2];
   gemini_arena_info_t arenas[6];
   gemini_tensor_info_t tensors[4 * TRIPLE + 1];
+  uint64_t arena_bytes[6][GEMINI_TIER_COUNT], tensor_bytes[4 * TRIPLE + 1][GEMINI_TIER_COUNT];
   uint64_t plan_length;
   char plan[256];
 } picture_t;
 
+static void picture_tiers(const world_t *w, gemini_object_t object, uint64_t bytes_out[GEMINI_TIER_COUNT]) {
+  for (uint32_t tier = 0; tier < GEMINI_TIER_COUNT; tier++) bytes_out[tier] = world_tier_bytes(w, object, tier);
+}
 static picture_t picture(void) {
   picture_t p;
   memset(&p, 0, sizeof p);
@@ -126,8 +130,12 @@ static picture_t picture(void) {
   p.stats[0] = world_stats(&bed.w);
   p.stats[1] = world_stats(&bed.x);
   const gemini_arena_t arenas[] = { bed.params, bed.grads, bed.master, bed.other, bed.empty };
-  for (int i = 0; i < 5; i++) p.arenas[i] = world_arena_info(&bed.w, arenas[i]);
+  for (int i = 0; i < 5; i++) {
+    p.arenas[i] = world_arena_info(&bed.w, arenas[i]);
+    picture_tiers(&bed.w, OBJECT(arenas[i]), p.arena_bytes[i]);
+  }
   p.arenas[5] = world_arena_info(&bed.x, bed.x_arena);
+  picture_tiers(&bed.x, OBJECT(bed.x_arena), p.arena_bytes[5]);
   for (int i = 0; i < TRIPLE; i++) {
     p.tensors[i] = world_tensor_info(&bed.w, bed.p[i]);
     p.tensors[TRIPLE + i] = world_tensor_info(&bed.w, bed.g[i]);
@@ -135,6 +143,11 @@ static picture_t picture(void) {
     p.tensors[3 * TRIPLE + i] = world_tensor_info(&bed.w, bed.o[i]);
   }
   p.tensors[4 * TRIPLE] = world_tensor_info(&bed.x, bed.x_tensor);
+  for (int i = 0; i < 4 * TRIPLE; i++) {
+    const gemini_tensor_t *const tensors[] = { bed.p, bed.g, bed.s, bed.o };
+    picture_tiers(&bed.w, OBJECT(tensors[i / TRIPLE][i % TRIPLE]), p.tensor_bytes[i]);
+  }
+  picture_tiers(&bed.x, OBJECT(bed.x_tensor), p.tensor_bytes[4 * TRIPLE]);
   CHECK_OK(gemini_plan_explain(bed.w.mgr, sizeof p.plan, p.plan, &p.plan_length));
   return p;
 }
@@ -152,9 +165,10 @@ static bool same_picture(const picture_t *before) {
     { "stats", offsetof(picture_t, stats), sizeof now.stats[0] },
     { "arena", offsetof(picture_t, arenas), sizeof now.arenas[0] },
     { "tensor", offsetof(picture_t, tensors), sizeof now.tensors[0] },
+    { "bytes of a tier", offsetof(picture_t, arena_bytes), sizeof(uint64_t) },
     { "plan", offsetof(picture_t, plan_length), sizeof now },
   };
-  int k = 3;
+  int k = 4;
   while (i < parts[k].begin) k--;
   fprintf(stderr, "  changed: %s %zu, byte %zu\n", parts[k].name, (i - parts[k].begin) / parts[k].size,
           (i - parts[k].begin) % parts[k].size);
@@ -213,6 +227,9 @@ static void refuse_manager(gemini_manager_t mgr, const char *why) {
   gemini_arena_info_t arena_info = GEMINI_ARENA_INFO_INIT;
   gemini_tensor_info_t tensor_info = GEMINI_TENSOR_INFO_INIT;
   gemini_stats_t stats = GEMINI_STATS_INIT;
+  gemini_tier_stats_t tier_stats = GEMINI_TIER_STATS_INIT;
+  gemini_link_stats_t link_stats = GEMINI_LINK_STATS_INIT;
+  uint32_t links = 77;
   const uint32_t modes[] = { READ };
   gemini_update_t update = GEMINI_UPDATE_INIT;
   update.arenas = &bed.other;
@@ -280,6 +297,10 @@ static void refuse_manager(gemini_manager_t mgr, const char *why) {
   REFUSED(HANDLE, says, gemini_update, mgr, &update);
   REFUSED(HANDLE, says, gemini_update_wait, mgr);
   REFUSED(HANDLE, says, gemini_stats, mgr, &stats);
+  REFUSED(HANDLE, says, gemini_tier_stats, mgr, HOST, &tier_stats);
+  REFUSED(HANDLE, says, gemini_link_count, mgr, &links);
+  REFUSED(HANDLE, says, gemini_link_stats, mgr, 0, GEMINI_REASON_ALL, &link_stats);
+  REFUSED(HANDLE, says, gemini_tier_bytes, mgr, &a, &out.id);
   REFUSED(HANDLE, says, gemini_stats_reset, mgr);
   REFUSED(HANDLE, says, gemini_manager_dump, mgr, 0, NULL, &out.id);
   REFUSED(HANDLE, says, gemini_plan_explain, mgr, 0, NULL, &out.id);
@@ -288,7 +309,7 @@ static void refuse_manager(gemini_manager_t mgr, const char *why) {
   REFUSED(HANDLE, says, gemini_timeline_start, mgr, "/nowhere/timeline");
   REFUSED(HANDLE, says, gemini_timeline_stop, mgr);
   CHECK_EQ(out.id, UNTOUCHED);
-  CHECK(!ptr && norm == -1 && !a.ptr);
+  CHECK(!ptr && norm == -1 && !a.ptr && links == 77);
 }
 
 static void test_manager_that_is_none_is_refused_everywhere(void) {
@@ -542,6 +563,11 @@ static void test_null_arguments_are_refused(void) {
   REFUSED(INVALID, "norm_out is NULL", gemini_norm, mgr, &a, GEMINI_DTYPE_F32, GEMINI_STREAM_CALLER, NULL);
   REFUSED(INVALID, "update is NULL", gemini_update, mgr, NULL);
   REFUSED(INVALID, "stats_out is NULL", gemini_stats, mgr, NULL);
+  REFUSED(INVALID, "stats_out is NULL", gemini_tier_stats, mgr, HOST, NULL);
+  REFUSED(INVALID, "count_out is NULL", gemini_link_count, mgr, NULL);
+  REFUSED(INVALID, "stats_out is NULL", gemini_link_stats, mgr, 0, GEMINI_REASON_PLAN, NULL);
+  REFUSED(INVALID, "range is NULL", gemini_tier_bytes, mgr, NULL, &out.id);
+  REFUSED(INVALID, "bytes_out is NULL", gemini_tier_bytes, mgr, &a, NULL);
   REFUSED(INVALID, "text_out is NULL|16", gemini_plan_explain, mgr, 16, NULL, &out.id);
   REFUSED(INVALID, "text_out is NULL|16", gemini_manager_dump, mgr, 16, NULL, &out.id);
   REFUSED(INVALID, "path is NULL", gemini_trace_save, mgr, NULL);
@@ -659,8 +685,9 @@ static bool all_are(const uint8_t *bytes, size_t begin, size_t end, uint8_t valu
 static void test_output_structs_of_wrong_size_are_refused_and_longer_ones_are_filled_in_part(void) {
   bed_open();
   const gemini_manager_t mgr = bed.w.mgr;
-  const size_t sizes[] = { sizeof(gemini_arena_info_t), sizeof(gemini_tensor_info_t), sizeof(gemini_stats_t) };
-  for (int what = 0; what < 3; what++) {
+  const size_t sizes[] = { sizeof(gemini_arena_info_t), sizeof(gemini_tensor_info_t), sizeof(gemini_stats_t),
+                           sizeof(gemini_tier_stats_t), sizeof(gemini_link_stats_t) };
+  for (int what = 0; what < 5; what++) {
     for (size_t i = 0; i <= sizeof wrong_sizes / sizeof *wrong_sizes; i++) {
       uint32_t wrong = i < sizeof wrong_sizes / sizeof *wrong_sizes ? wrong_sizes[i] : (uint32_t)sizes[what] - 1;
       page_t p = page_of(&wrong, 4, wrong, 0xa5);
@@ -668,6 +695,8 @@ static void test_output_structs_of_wrong_size_are_refused_and_longer_ones_are_fi
       if (what == 0) REFUSED(INVALID, says, gemini_arena_info, mgr, bed.other, (gemini_arena_info_t *)p.bytes);
       if (what == 1) REFUSED(INVALID, says, gemini_tensor_info, mgr, bed.o[0], (gemini_tensor_info_t *)p.bytes);
       if (what == 2) REFUSED(INVALID, says, gemini_stats, mgr, (gemini_stats_t *)p.bytes);
+      if (what == 3) REFUSED(INVALID, says, gemini_tier_stats, mgr, HOST, (gemini_tier_stats_t *)p.bytes);
+      if (what == 4) REFUSED(INVALID, says, gemini_link_stats, mgr, 0, 0, (gemini_link_stats_t *)p.bytes);
       CHECK_EQ(p.struct_size, wrong);
       CHECK(all_are(p.bytes, 4, sizeof p.bytes, 0xa5));
     }
@@ -677,6 +706,8 @@ static void test_output_structs_of_wrong_size_are_refused_and_longer_ones_are_fi
       if (what == 0) CHECK_OK(gemini_arena_info(mgr, bed.other, (gemini_arena_info_t *)p.bytes));
       if (what == 1) CHECK_OK(gemini_tensor_info(mgr, bed.o[0], (gemini_tensor_info_t *)p.bytes));
       if (what == 2) CHECK_OK(gemini_stats(mgr, (gemini_stats_t *)p.bytes));
+      if (what == 3) CHECK_OK(gemini_tier_stats(mgr, HOST, (gemini_tier_stats_t *)p.bytes));
+      if (what == 4) CHECK_OK(gemini_link_stats(mgr, 0, 0, (gemini_link_stats_t *)p.bytes));
       CHECK_EQ(p.struct_size, sizes[what]);
       CHECK(!all_are(p.bytes, sizes[what] - 8, sizes[what], 0xa5));
       CHECK(all_are(p.bytes, sizes[what], sizeof p.bytes, 0xa5));
@@ -1151,12 +1182,81 @@ static void test_access_ranges_outside_their_object_are_refused(void) {
       REFUSED(INVALID, says, gemini_store, mgr, &a[1], fd, 0);
       REFUSED(INVALID, says, gemini_norm, mgr, &a[1], GEMINI_DTYPE_F32, GEMINI_STREAM_CALLER, &norm);
       CHECK(norm == -1);
+      uint64_t bytes = UNTOUCHED;
+      REFUSED(INVALID, says, gemini_tier_bytes, mgr, &a[1], &bytes);
+      CHECK_EQ(bytes, UNTOUCHED);
     }
   }
   char text_of_file[32] = "";
   CHECK_EQ(pread(fd, text_of_file, sizeof text_of_file - 1, 0), 24);
   CHECK(!strcmp(text_of_file, "sixteen bytes.. and more"));
   CHECK(!close(fd));
+  bed_close();
+}
+
+/* An access that cannot be, wherever one is taken: batch[which] of three, then it alone. */
+static void refuse_access(gemini_access_t batch[3], int which, const char *says) {
+  const gemini_manager_t mgr = bed.w.mgr;
+  gemini_access_t *a = &batch[which];
+  uint64_t bytes = UNTOUCHED;
+  double norm = -1;
+  int here;
+  batch[0].ptr = batch[1].ptr = batch[2].ptr = &here;
+  REFUSED(INVALID, says, gemini_acquire, mgr, batch, 3, GEMINI_STREAM_CALLER);
+  REFUSED(INVALID, says, gemini_release, mgr, batch, 3, GEMINI_STREAM_CALLER);
+  REFUSED(INVALID, says, gemini_hint, mgr, batch, 3);
+  REFUSED(INVALID, says, gemini_move, mgr, batch, 3);
+  CHECK(batch[0].ptr == &here && batch[1].ptr == &here && batch[2].ptr == &here);
+  if (strstr(says, "all must be the same")) return; /* which one alone is */
+  REFUSED(INVALID, says, gemini_acquire, mgr, a, 1, GEMINI_STREAM_CALLER);
+  REFUSED(INVALID, says, gemini_pin, mgr, a);
+  REFUSED(INVALID, says, gemini_unpin, mgr, a);
+  REFUSED(INVALID, says, gemini_zero, mgr, a);
+  REFUSED(INVALID, says, gemini_load, mgr, a, 0, 0);
+  REFUSED(INVALID, says, gemini_store, mgr, a, 1, 0);
+  REFUSED(INVALID, says, gemini_norm, mgr, a, GEMINI_DTYPE_F32, GEMINI_STREAM_CALLER, &norm);
+  REFUSED(INVALID, says, gemini_tier_bytes, mgr, a, &bytes);
+  CHECK(norm == -1 && bytes == UNTOUCHED);
+}
+static void test_accesses_of_wrong_size_are_refused(void) {
+  bed_open();
+  for (size_t i = 0; i <= sizeof wrong_sizes / sizeof *wrong_sizes; i++) {
+    uint32_t wrong = i < sizeof wrong_sizes / sizeof *wrong_sizes ? wrong_sizes[i] : sizeof(gemini_access_t) - 1;
+    gemini_access_t a[3] = { world_whole(bed.o[2], READ, HOST), world_whole(bed.o[1], READ, HOST),
+                             world_whole(bed.p[0], READ, HOST) };
+    a[0].struct_size = wrong;
+    refuse_access(a, 0, text("struct_size is %u|%zu to 4096", wrong, sizeof a[0]));
+    a[0].struct_size = sizeof a[0];
+    a[2].struct_size = wrong;
+    refuse_access(a, 2,
+                  text("accesses[2]: struct_size is %u|accesses[0] is %zu|all must be the same", wrong, sizeof a[0]));
+  }
+  for (int which = 0; which < 3; which++) {
+    gemini_access_t a[3] = { world_whole(bed.o[2], READ, HOST), world_whole(bed.o[1], READ, HOST),
+                             world_whole(bed.p[0], READ, HOST) };
+    a[which].reserved = 5;
+    refuse_access(a, which, "reserved is 5|must be 0");
+  }
+  bed_close();
+}
+
+static void test_statistics_of_what_there_is_not_are_refused(void) {
+  bed_open();
+  const gemini_manager_t mgr = bed.w.mgr;
+  gemini_tier_stats_t tier = GEMINI_TIER_STATS_INIT;
+  gemini_link_stats_t link = GEMINI_LINK_STATS_INIT;
+  gemini_access_t range = world_whole(bed.o[2], READ, GEMINI_TIER_COUNT);
+  uint64_t bytes = UNTOUCHED;
+  uint32_t links;
+  CHECK_OK(gemini_link_count(mgr, &links));
+  CHECK_EQ(links, 4);
+  REFUSED(INVALID, "tier is 3|2", gemini_tier_stats, mgr, GEMINI_TIER_COUNT, &tier);
+  REFUSED(INVALID, "tier is 4294967295|2", gemini_tier_stats, mgr, UINT32_MAX, &tier);
+  REFUSED(INVALID, "link is 4|4", gemini_link_stats, mgr, links, GEMINI_REASON_ALL, &link);
+  REFUSED(INVALID, "link is 4294967295|4", gemini_link_stats, mgr, UINT32_MAX, GEMINI_REASON_ALL, &link);
+  REFUSED(INVALID, "reason is 5|4", gemini_link_stats, mgr, 0, GEMINI_REASON_COUNT, &link);
+  REFUSED(INVALID, "tier is 3|2", gemini_tier_bytes, mgr, &range, &bytes);
+  CHECK(bytes == UNTOUCHED && !tier.budget_bytes && link.from_tier == link.to_tier);
   bed_close();
 }
 
@@ -2033,6 +2133,8 @@ static void test_graphs_that_are_not_there_are_refused(void) {
   X(test_take_beyond_a_followers_room_is_refused)                                     \
   X(test_streams_beyond_the_limit_and_in_use_are_refused)                             \
   X(test_access_ranges_outside_their_object_are_refused)                              \
+  X(test_accesses_of_wrong_size_are_refused)                                          \
+  X(test_statistics_of_what_there_is_not_are_refused)                                 \
   X(test_access_modes_tiers_and_counts_out_of_range_are_refused)                      \
   X(test_acquire_of_contents_that_are_not_there_is_refused)                           \
   X(test_release_of_what_is_not_acquired_is_refused)                                  \

@@ -108,7 +108,7 @@ static void finish(subject_t *s, uint64_t seed) {
 
 /* Everything that can be seen of the tensor and its manager. */
 typedef struct {
-  gemini_stats_t stats;
+  figures_t stats;
   gemini_tensor_info_t t, next;
 } seen_t;
 static seen_t look(const subject_t *s) {
@@ -391,6 +391,12 @@ static void test_load_makes_free_what_it_reaches_hold(void) {
   }
 }
 
+static bool is_nowhere(const world_t *w, gemini_tensor_t t) {
+  uint64_t bytes = 0;
+  for (uint32_t tier = 0; tier < GEMINI_TIER_COUNT; tier++) bytes += world_tier_bytes(w, t, tier);
+  return !bytes;
+}
+
 /* ---- FREE reads as zero and holds no memory */
 static void test_free_reads_as_zero_and_holds_no_memory(void) {
   for (uint32_t place = DEVICE; place <= FILES; place++) {
@@ -400,21 +406,21 @@ static void test_free_reads_as_zero_and_holds_no_memory(void) {
                     after = world_tensor(&w, arena, "after", W);
     gemini_access_t a = world_whole(t, READ, place);
     gemini_tensor_info_t info = world_tensor_info(&w, t);
-    CHECK(info.state == FREE && !info.tier_bytes[DEVICE] && !info.tier_bytes[HOST] && !info.tier_bytes[FILES]);
+    CHECK(info.state == FREE && is_nowhere(&w, t));
     CHECK_EQ(world_stats(&w).used_bytes[DEVICE] + world_stats(&w).used_bytes[HOST] + world_stats(&w).used_bytes[FILES],
              0);
     world_fill(&w, before, 0, W, HOST, 1);
     world_fill(&w, after, 0, W, HOST, 2);
-    gemini_stats_t without = world_stats(&w);
+    figures_t without = world_stats(&w);
     world_fill(&w, t, 0, 3 * W, HOST, 3);
     CHECK_OK(gemini_move(w.mgr, &a, 1));
     info = world_tensor_info(&w, t);
-    CHECK_EQ(info.tier_bytes[place], 3 * W);
+    CHECK_EQ(world_tier_bytes(&w, t, place), 3 * W);
     CHECK_EQ(world_stats(&w).used_bytes[place], without.used_bytes[place] + 3 * W);
     CHECK_OK(gemini_tensor_state_set(w.mgr, t, FREE));
     info = world_tensor_info(&w, t);
-    CHECK(info.state == FREE && !info.tier_bytes[DEVICE] && !info.tier_bytes[HOST] && !info.tier_bytes[FILES]);
-    gemini_stats_t now = world_stats(&w);
+    CHECK(info.state == FREE && is_nowhere(&w, t));
+    figures_t now = world_stats(&w);
     for (int tier = 0; tier < GEMINI_TIER_COUNT; tier++) CHECK_EQ(now.used_bytes[tier], without.used_bytes[tier]);
     uint32_t readers[] = { DEVICE, HOST };
     for (uint32_t i = 0; i < 2; i++) { /* on both tiers, also after the other one */
@@ -512,7 +518,7 @@ static void check_taken(pair_t *k, gemini_tensor_t t) {
                                 world_part(t, 0, PAIR_BYTES - 2, WRITE, tier), world_part(t, 2, 64, READ, tier),
                                 world_part(t, PAIR_BYTES - 2, 2, WRITE, tier) };
     for (int i = 0; i < 5; i++) {
-      gemini_stats_t stats = world_stats(&k->w), after;
+      figures_t stats = world_stats(&k->w), after;
       gemini_tensor_info_t info = world_tensor_info(&k->w, t), now;
       CHECK_STATUS(gemini_acquire(k->w.mgr, &wrong[i], 1, k->w.stream), GEMINI_ERR_STATE);
       CHECK(strstr(world_error().message, info.name) && strstr(world_error().message, "gradient"));

@@ -178,8 +178,8 @@ static void *body_mixed(void *user) {
       break;
     }
     case 8: {
-      gemini_stats_t s = GEMINI_STATS_INIT;
-      OK(gemini_stats(w->mgr, &s));
+      figures_t s = { 0 };
+      OK(figures_read(w->mgr, &s));
       CHECK(s.used_bytes[DEVICE] <= s.budget_bytes[DEVICE] && s.peak_bytes[DEVICE] <= s.budget_bytes[DEVICE]);
       CHECK(s.used_bytes[HOST] <= s.budget_bytes[HOST] && s.used_bytes[FILES] <= s.budget_bytes[FILES]);
       char text[2000];
@@ -394,8 +394,8 @@ static void *body_train(void *user) {
     return NULL;
   }
   while (!atomic_load(&w->stop)) {
-    gemini_stats_t s = GEMINI_STATS_INIT;
-    OK(gemini_stats(w->mgr, &s));
+    figures_t s = { 0 };
+    OK(figures_read(w->mgr, &s));
     CHECK(s.used_bytes[DEVICE] <= s.budget_bytes[DEVICE]);
     uint64_t length = 0;
     char text[512];
@@ -428,8 +428,8 @@ static void test_threads_ask_while_one_trains(void) {
       CHECK_EQ(((uint64_t *)a.ptr)[CHUNK / 8 - 1], CHUNK / 8 - 1);
       OK(gemini_release(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
     }
-  gemini_stats_t s = GEMINI_STATS_INIT;
-  OK(gemini_stats(w.mgr, &s));
+  figures_t s = { 0 };
+  OK(figures_read(w.mgr, &s));
   CHECK_EQ(s.iterations, 8);
   threads_close(&w);
 }
@@ -572,13 +572,13 @@ static void test_threads_acquire_while_arenas_are_cut_anew(void) {
     }
     while (atomic_load(&recut_ready) < count) sched_yield();
     OK(gemini_stats_reset(w.mgr));
-    gemini_stats_t s = GEMINI_STATS_INIT;
-    OK(gemini_stats(w.mgr, &s));
+    figures_t s = { 0 };
+    OK(figures_read(w.mgr, &s));
     const uint64_t before = s.chunk_bytes;
     CHECK(before != 131072);
     for (int tries = 0; tries < RECUT_TRIES && s.chunk_bytes == before; tries++) { /* until nothing is in use */
       OK(gemini_trace_load(w.mgr, path));
-      OK(gemini_stats(w.mgr, &s));
+      OK(figures_read(w.mgr, &s));
     }
     CHECK(s.chunk_bytes == before || s.chunk_bytes == 131072);
     cut += s.chunk_bytes != before;

@@ -8,6 +8,8 @@
 
 #include "../check.h"
 #include "../fork.h"
+#include "../handles.h"
+#include "figures.h"
 #include "gemini.h"
 
 #define OK(call) CHECK_EQ(call, GEMINI_OK)
@@ -62,7 +64,7 @@ static net_t net_open(const gemini_config_t *config) {
     snprintf(name, sizeof name, "layer.%d", i);
     OK(gemini_tensor_register(n.mgr, n.params, name, LAYER_BYTES, GEMINI_OFFSET_NEXT, &n.weight[i]));
     OK(gemini_tensor_counterpart(n.mgr, n.weight[i], n.grads, &n.gradient[i]));
-    gemini_access_t w = { .object.tensor = n.weight[i], .mode = GEMINI_WRITE, .tier = GEMINI_TIER_HOST };
+    gemini_access_t w = ACCESS(n.weight[i], 0, 0, GEMINI_WRITE, GEMINI_TIER_HOST);
     OK(gemini_acquire(n.mgr, &w, 1, GEMINI_STREAM_CALLER));
     for (uint32_t k = 0; k < LAYER_BYTES / 4; k++) ((uint32_t *)w.ptr)[k] = (uint32_t)i << 24 | k;
     OK(gemini_release(n.mgr, &w, 1, GEMINI_STREAM_CALLER));
@@ -76,8 +78,8 @@ static void layer_op(net_t *n, const step_t *s, int layer, bool backward) {
   snprintf(name, sizeof name, "%s.%d", backward ? "bwd" : "fwd", layer);
   OK(gemini_op_begin(n->mgr, name, n->stream));
   uint64_t bytes = s->unused == (uint32_t)layer + 1 ? CHUNK : LAYER_BYTES;
-  gemini_access_t use[2] = { { .object.tensor = n->weight[layer], .size_bytes = bytes, .mode = GEMINI_READ },
-                             { .object.tensor = n->gradient[layer], .mode = GEMINI_WRITE } };
+  gemini_access_t use[2] = { ACCESS(n->weight[layer], 0, bytes, GEMINI_READ, 0),
+                             ACCESS(n->gradient[layer], 0, 0, GEMINI_WRITE, 0) };
   OK(gemini_acquire(n->mgr, use, backward ? 2 : 1, n->stream));
   void *work = NULL, *more = NULL;
   uint64_t scale = s->scale ? s->scale : 1;
@@ -122,9 +124,9 @@ static void net_steps(net_t *n, const step_t *s, int count) {
   while (count-- > 0) OK(net_step(n, s));
 }
 
-static gemini_stats_t stats_of(const net_t *n) {
-  gemini_stats_t s = GEMINI_STATS_INIT;
-  OK(gemini_stats(n->mgr, &s));
+static figures_t stats_of(const net_t *n) {
+  figures_t s = { 0 };
+  OK(figures_read(n->mgr, &s));
   return s;
 }
 
@@ -165,13 +167,13 @@ static void test_peaks_fixed_graph_are_exact(void) {
   net_steps(&n, &plain, 4); /* the plan is made anew when its second iteration has shown the times */
   OK(gemini_stats_reset(n.mgr));
   net_steps(&n, &plain, 6);
-  gemini_stats_t s = stats_of(&n);
+  figures_t s = stats_of(&n);
   CHECK_EQ(s.nonmodel_peak_bytes, peak_of(LAYERS - 1, true));
   CHECK_EQ(s.op_peak_error_bytes, 0);
   CHECK_EQ(s.departures, 0);
   CHECK_EQ(s.planned_iterations, 3 + 6);
   CHECK(s.predicted_step_ns > 0 && s.planned_fetch_bytes > 0);
-  CHECK_EQ(s.moved_bytes[GEMINI_LINK_H2D][GEMINI_REASON_PLAN], 6 * s.planned_fetch_bytes);
+  CHECK_EQ(s.moved_bytes[LINK_H2D][GEMINI_REASON_PLAN], 6 * s.planned_fetch_bytes);
   CHECK_EQ(s.acquire_misses, 0);
   char path[4096], what[64];
   temporary(path, sizeof path);
@@ -210,7 +212,7 @@ static void interrupted(const step_t *other, int times, bool peak_differs) {
   net_steps(&n, &plain, 4);
   OK(gemini_stats_reset(n.mgr));
   net_steps(&n, other, times);
-  gemini_stats_t s = stats_of(&n);
+  figures_t s = stats_of(&n);
   CHECK(s.departures >= 1 && s.departures <= (times > 1 ? 2 : 1)); /* the second one tells that it goes on */
   CHECK(s.op_peak_error_bytes > 0 || !peak_differs);
   OK(gemini_stats_reset(n.mgr));
@@ -251,7 +253,7 @@ static void test_departures_that_recur_are_expected(void) {
   OK(gemini_stats_reset(n.mgr));
   uint64_t planned = stats_of(&n).planned_iterations;
   for (int i = 1; i <= 16; i++) net_steps(&n, i % 4 ? &plain : &other, 1);
-  gemini_stats_t s = stats_of(&n);
+  figures_t s = stats_of(&n);
   CHECK_EQ(s.departures, 0);
   CHECK_EQ(s.op_peak_error_bytes, 0);
   CHECK_EQ(s.planned_iterations, planned + 16);
@@ -280,7 +282,7 @@ static void test_departures_random_router_reads_right_bytes(void) {
       char name[32];
       snprintf(name, sizeof name, "expert.%d", i);
       OK(gemini_op_begin(n.mgr, name, n.stream));
-      gemini_access_t a = { .object.tensor = n.weight[i], .mode = GEMINI_READ };
+      gemini_access_t a = ACCESS(n.weight[i], 0, 0, GEMINI_READ, 0);
       OK(gemini_acquire(n.mgr, &a, 1, n.stream));
       looks[i] = (look_t){ a.ptr, (uint32_t)i << 24, 0 };
       OK(gemini_stream_call(n.mgr, n.stream, look, &looks[i]));
@@ -312,7 +314,7 @@ static void test_plan_op_too_large_names_op_and_bytes(void) {
   OK(gemini_iteration_begin(n.mgr));
   OK(gemini_op_begin(n.mgr, "wide op", n.stream));
   for (int i = 0; i < 3; i++) {
-    gemini_access_t a = { .object.tensor = n.weight[i], .mode = GEMINI_READ };
+    gemini_access_t a = ACCESS(n.weight[i], 0, 0, GEMINI_READ, 0);
     OK(gemini_acquire(n.mgr, &a, 1, n.stream));
     OK(gemini_release(n.mgr, &a, 1, n.stream));
   }
@@ -330,7 +332,7 @@ static void test_budget_too_small_for_plan_is_refused_and_stays(void) {
   gemini_config_t c = config_of(8);
   net_t n = net_open(&c);
   net_steps(&n, &plain, 3);
-  gemini_stats_t before = stats_of(&n);
+  figures_t before = stats_of(&n);
   /* A backward op: weights, gradient, and a page of non-model memory make 5 chunks. */
   CHECK_EQ(gemini_budget_set(n.mgr, GEMINI_TIER_DEVICE, 3 * CHUNK), GEMINI_ERR_OOM_DEVICE);
   CHECK_EQ(bytes_lacking(last_message(), "bwd."), 2 * CHUNK);
@@ -340,7 +342,7 @@ static void test_budget_too_small_for_plan_is_refused_and_stays(void) {
   OK(gemini_budget_set(n.mgr, GEMINI_TIER_DEVICE, 5 * CHUNK));
   OK(gemini_stats_reset(n.mgr));
   net_steps(&n, &plain, 2);
-  gemini_stats_t s = stats_of(&n);
+  figures_t s = stats_of(&n);
   CHECK_EQ(s.planned_iterations, before.planned_iterations + 3);
   CHECK(s.peak_bytes[GEMINI_TIER_DEVICE] <= 5 * CHUNK);
   CHECK(s.planned_fetch_bytes > before.planned_fetch_bytes);
@@ -353,7 +355,7 @@ static int child(const char *path) {
   gemini_config_t c = config_of(7);
   net_t n = net_open(&c);
   OK(gemini_trace_load(n.mgr, path));
-  gemini_stats_t s = stats_of(&n);
+  figures_t s = stats_of(&n);
   char text[16384];
   OK(gemini_plan_explain(n.mgr, sizeof text, text, NULL));
   printf("%" PRIu64 " %" PRIu64 " %" PRIu64 " %" PRIu64 "\n%s", s.predicted_step_ns, s.planned_fetch_bytes,
@@ -418,7 +420,7 @@ static void test_trace_load_plans_the_first_iteration(void) {
   free(one);
   free(two);
   net_steps(&n, &updating, 1);
-  gemini_stats_t s = stats_of(&n);
+  figures_t s = stats_of(&n);
   CHECK_EQ(s.planned_iterations, 1);
   CHECK_EQ(s.departures, 0);
   CHECK_EQ(s.op_peak_error_bytes, 0);
@@ -443,7 +445,7 @@ static void with_chunks_of(const char *path, uint64_t chunk) {
 
 static void check_weights(net_t *n) {
   for (int i = 0; i < LAYERS; i++) {
-    gemini_access_t w = { .object.tensor = n->weight[i], .mode = GEMINI_READ, .tier = GEMINI_TIER_HOST };
+    gemini_access_t w = ACCESS(n->weight[i], 0, 0, GEMINI_READ, GEMINI_TIER_HOST);
     OK(gemini_acquire(n->mgr, &w, 1, GEMINI_STREAM_CALLER));
     for (uint32_t k = 0; k < LAYER_BYTES / 4; k++) CHECK_EQ(((uint32_t *)w.ptr)[k], (uint32_t)i << 24 | k);
     OK(gemini_release(n->mgr, &w, 1, GEMINI_STREAM_CALLER));
@@ -482,7 +484,7 @@ static void test_trace_load_of_another_chunk_size(void) {
   c.device_bytes = 4 * CHUNK;
   with_chunks_of(path, 4 * chunk);
   n = net_open(&c);
-  gemini_stats_t before = stats_of(&n);
+  figures_t before = stats_of(&n);
   CHECK_EQ(gemini_trace_load(n.mgr, path), GEMINI_ERR_OOM_DEVICE);
   CHECK_EQ(stats_of(&n).chunk_bytes, before.chunk_bytes);
   CHECK_EQ(stats_of(&n).plans, 0);
@@ -499,7 +501,7 @@ static gemini_arena_t plain_arena(gemini_manager_t mgr, const char *name, uint64
   c.capacity_bytes = 8 << 20;
   OK(gemini_arena_create(mgr, &c, &arena));
   OK(gemini_arena_take(mgr, arena, bytes, &at));
-  gemini_access_t all = { .object.arena = arena, .mode = GEMINI_WRITE, .tier = GEMINI_TIER_HOST };
+  gemini_access_t all = ACCESS(arena, 0, 0, GEMINI_WRITE, GEMINI_TIER_HOST);
   OK(gemini_acquire(mgr, &all, 1, GEMINI_STREAM_CALLER));
   memset(all.ptr, value, bytes);
   OK(gemini_release(mgr, &all, 1, GEMINI_STREAM_CALLER));
@@ -517,7 +519,7 @@ static void test_new_cut_leaves_zeros_behind_the_last_byte(void) {
   c.chunk_bytes = 0;
   gemini_manager_t mgr;
   OK(gemini_manager_open(&c, &mgr));
-  gemini_access_t all = { .object.arena = plain_arena(mgr, "a", CHUNK, 1), .mode = GEMINI_READ };
+  gemini_access_t all = ACCESS(plain_arena(mgr, "a", CHUNK, 1), 0, 0, GEMINI_READ, 0);
   OK(gemini_iteration_begin(mgr));
   OK(gemini_op_begin(mgr, "op", GEMINI_STREAM_CALLER));
   OK(gemini_acquire(mgr, &all, 1, GEMINI_STREAM_CALLER));
@@ -531,15 +533,15 @@ static void test_new_cut_leaves_zeros_behind_the_last_byte(void) {
   OK(gemini_manager_open(&c, &mgr));
   gemini_arena_t a = plain_arena(mgr, "a", CHUNK, 1), b = plain_arena(mgr, "b", 7 * chunk, 0xEE);
   OK(gemini_arena_destroy(mgr, b));
-  gemini_stats_t s = GEMINI_STATS_INIT;
-  OK(gemini_stats(mgr, &s));
+  figures_t s = { 0 };
+  OK(figures_read(mgr, &s));
   CHECK(s.chunk_bytes < chunk);
   OK(gemini_trace_load(mgr, path));
-  OK(gemini_stats(mgr, &s));
+  OK(figures_read(mgr, &s));
   CHECK_EQ(s.chunk_bytes, chunk);
   uint64_t at;
   OK(gemini_arena_take(mgr, a, chunk - CHUNK, &at));
-  gemini_access_t later = { .object.arena = a, .size_bytes = chunk, .mode = GEMINI_READ, .tier = GEMINI_TIER_HOST };
+  gemini_access_t later = ACCESS(a, 0, chunk, GEMINI_READ, GEMINI_TIER_HOST);
   OK(gemini_acquire(mgr, &later, 1, GEMINI_STREAM_CALLER));
   for (uint64_t i = 0; i < chunk; i++) CHECK_EQ(((uint8_t *)later.ptr)[i], i < CHUNK);
   OK(gemini_release(mgr, &later, 1, GEMINI_STREAM_CALLER));
@@ -681,7 +683,7 @@ static void test_timeline_has_ops_moves_waits_and_counters(void) {
   net_steps(&n, &(step_t){ .update = true }, 1);
   OK(gemini_stream_synchronize(n.mgr, n.stream));
   OK(gemini_update_wait(n.mgr));
-  gemini_stats_t s = stats_of(&n);
+  figures_t s = stats_of(&n);
   OK(gemini_timeline_stop(n.mgr));
   char *text = contents(path, NULL);
   const char *end = json_value(text);
@@ -693,8 +695,8 @@ static void test_timeline_has_ops_moves_waits_and_counters(void) {
   CHECK_EQ(count_of(text, "\"cat\":\"update\""), LAYERS * LAYER_BYTES / CHUNK);
   uint64_t fetched = 0, evicted = 0;
   for (int r = 0; r < GEMINI_REASON_COUNT; r++) {
-    fetched += s.moved_chunks[GEMINI_LINK_H2D][r];
-    evicted += s.moved_chunks[GEMINI_LINK_D2H][r];
+    fetched += s.moved_chunks[LINK_H2D][r];
+    evicted += s.moved_chunks[LINK_D2H][r];
   }
   CHECK(fetched > 0 && evicted > 0);
   CHECK_EQ(count_of(text, "\"cat\":\"fetch\""), fetched);

@@ -258,7 +258,7 @@ static void test_update_of_any_arenas_equals_a_plain_loop(void) {
       free(r.seen);
       expect_all(&w, round % 2 ? HOST : DEVICE);
     }
-    gemini_stats_t s = world_stats(&w);
+    figures_t s = world_stats(&w);
     for (uint32_t tier = 0; tier < GEMINI_TIER_COUNT; tier++) CHECK(s.peak_bytes[tier] <= s.budget_bytes[tier]);
     arenas_close(&w);
   }
@@ -305,9 +305,9 @@ static void test_update_through_files_equals_a_plain_loop(void) {
   }
   expect_all(&w, HOST);
   expect_all(&w, DEVICE);
-  gemini_stats_t s = world_stats(&w);
+  figures_t s = world_stats(&w);
   for (uint32_t tier = 0; tier < GEMINI_TIER_COUNT; tier++) CHECK(s.peak_bytes[tier] <= s.budget_bytes[tier]);
-  CHECK(s.moved_bytes[GEMINI_LINK_F2H][GEMINI_REASON_UPDATE] > 60 * CHUNK);
+  CHECK(s.moved_bytes[LINK_F2H][GEMINI_REASON_UPDATE] > 60 * CHUNK);
   arenas_close(&w);
 }
 

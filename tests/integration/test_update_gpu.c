@@ -224,7 +224,7 @@ static void walk_over_arenas(uint32_t device, bool sgd) {
   CHECK_OK(gemini_update_wait(w.mgr));
   for (uint32_t i = 0; i < count; i++) {
     if (i < 2) CHECK_EQ(gemini_update_walk_status(&walks[i]), GEMINI_OK);
-    CHECK_EQ(world_arena_info(&w, arenas[i]).tier_bytes[GEMINI_TIER_DEVICE], ELEMENTS * (i < 2 ? 2u : 4u));
+    CHECK_EQ(world_tier_bytes(&w, arenas[i], GEMINI_TIER_DEVICE), ELEMENTS * (i < 2 ? 2u : 4u));
     gemini_access_t a = world_part(arenas[i], 0, ELEMENTS * (i < 2 ? 2 : 4), 0, GEMINI_TIER_DEVICE);
     CHECK_OK(gemini_unpin(w.mgr, &a));
     a.mode = GEMINI_READ, a.tier = GEMINI_TIER_HOST;

@@ -194,7 +194,7 @@ static void test_a_call_that_waits_with_the_lock_hides_nothing(void) {
   scene_t s;
   scene_open(&s, 0);
   hold_first(&s);
-  gemini_stats_t before = world_stats(&s.w);
+  figures_t before = world_stats(&s.w);
   pthread_t waiter = start(acquire_first, &s);
   expect_line(&s.w, "waits: thread|in gemini_acquire(), with the manager's lock, for the work queued on stream");
   char number[32];
@@ -203,7 +203,7 @@ static void test_a_call_that_waits_with_the_lock_hides_nothing(void) {
   snprintf(number, sizeof number, "stream %u: has work", 3u); /* behind the library's three */
   expect_line(&s.w, number);
   expect_line(&s.w, "stream 1: has work that has not ended; it copies from the device");
-  gemini_stats_t stats = world_stats(&s.w);
+  figures_t stats = world_stats(&s.w);
   CHECK(stats.used_bytes[DEVICE] == 2 * W && stats.model_bytes == 2 * W && stats.chunk_bytes == W);
   CHECK_EQ(stats.budget_bytes[HOST], before.budget_bytes[HOST]);
   expect_line(&s.w, "chunks: 2 on the device");
@@ -562,7 +562,7 @@ static void test_looks_at_any_moment_of_other_threads(void) {
   for (int i = 0; i < 4; i++) threads[i] = start(work, &s);
   for (int i = 0; i < 400; i++) {
     CHECK(strstr(dump(&s.w), "waits: "));
-    gemini_stats_t stats = world_stats(&s.w);
+    figures_t stats = world_stats(&s.w);
     CHECK(stats.model_bytes == 2 * W && stats.used_bytes[DEVICE] <= 4 * W && stats.used_bytes[HOST] <= 8 * W);
   }
   atomic_store(&stop, true);

@@ -9,6 +9,7 @@
 #include "../check.h"
 #include "../handles.h"
 #include "../system.h"
+#include "figures.h"
 #include "gemini.h"
 
 static inline gemini_error_info_t world_error(void) { /* this thread's last failure */
@@ -89,9 +90,9 @@ static inline gemini_tensor_t world_tensor(const world_t *w, gemini_arena_t aren
   return t;
 }
 
-static inline gemini_stats_t world_stats(const world_t *w) {
-  gemini_stats_t s = GEMINI_STATS_INIT;
-  CHECK_OK(gemini_stats(w->mgr, &s));
+static inline figures_t world_stats(const world_t *w) {
+  figures_t s = { 0 };
+  CHECK_OK(figures_read(w->mgr, &s));
   return s;
 }
 static inline gemini_tensor_info_t world_tensor_info(const world_t *w, gemini_tensor_t t) {
@@ -99,6 +100,14 @@ static inline gemini_tensor_info_t world_tensor_info(const world_t *w, gemini_te
   CHECK_OK(gemini_tensor_info(w->mgr, t, &info));
   return info;
 }
+/* Bytes of an object whose newest copy is in a tier. */
+static inline uint64_t world_tier_bytes(const world_t *w, gemini_object_t object, uint32_t tier) {
+  gemini_access_t all = ACCESS(object, 0, 0, 0, tier);
+  uint64_t bytes;
+  CHECK_OK(gemini_tier_bytes(w->mgr, &all, &bytes));
+  return bytes;
+}
+#define world_tier_bytes(w, object, tier) world_tier_bytes(w, OBJECT(object), tier)
 static inline gemini_arena_info_t world_arena_info(const world_t *w, gemini_arena_t a) {
   gemini_arena_info_t info = GEMINI_ARENA_INFO_INIT;
   CHECK_OK(gemini_arena_info(w->mgr, a, &info));
@@ -109,7 +118,7 @@ static inline gemini_arena_info_t world_arena_info(const world_t *w, gemini_aren
 /* Functions below that take an object are macros, too, for which a tensor or an arena will do. */
 static inline gemini_access_t world_part(gemini_object_t object, uint64_t offset, uint64_t size, uint32_t mode,
                                          uint32_t tier) {
-  return (gemini_access_t){ .object = object, .offset_bytes = offset, .size_bytes = size, .mode = mode, .tier = tier };
+  return (gemini_access_t)ACCESS(object, offset, size, mode, tier);
 }
 #define world_part(object, ...) world_part(OBJECT(object), __VA_ARGS__)
 static inline gemini_access_t world_whole(gemini_object_t object, uint32_t mode, uint32_t tier) {

@@ -14,10 +14,12 @@
 #include <unistd.h>
 
 #include "../check.h"
+#include "../handles.h"
 #include "../seed.h"
 #include "../system.h"
 #include "chunk/files.h"
 #include "core/manager.h"
+#include "figures.h"
 #include "gemini.h"
 #include "io/sys.h"
 
@@ -161,7 +163,7 @@ static void job(void *user) {
 }
 
 static void use(gemini_manager_t mgr, gemini_arena_t arena, gemini_stream_t stream, uint64_t *r) {
-  gemini_access_t a = { .object.arena = arena, .offset_bytes = below(r, SIZE) };
+  gemini_access_t a = ACCESS(arena, below(r, SIZE), 0, 0, 0);
   a.size_bytes = 1 + below(r, SIZE - a.offset_bytes);
   if (a.size_bytes > 2 * CHUNK) a.size_bytes = 2 * CHUNK;
   a.mode = below(r, 2) ? GEMINI_READ : GEMINI_READ_WRITE;
@@ -218,7 +220,7 @@ static void program(const char *dir) {
     gemini_stream_t stream = streams[below(r, 3)];
     if (file && step == break_at) file_break(fault == FAULT_WRITE), failed = true;
     if (file && step == break_at + 4) file_mend();
-    gemini_access_t a = { .object.arena = arena, .offset_bytes = below(r, SIZE), .mode = GEMINI_READ };
+    gemini_access_t a = ACCESS(arena, below(r, SIZE), 0, GEMINI_READ, 0);
     a.size_bytes = 1 + below(r, SIZE - a.offset_bytes);
     switch (below(r, 8)) {
     case 0:
@@ -250,7 +252,7 @@ static void program(const char *dir) {
   /* Everything works again, and nothing was lost. */
   if (block) MUST(gemini_free(mgr, block, GEMINI_STREAM_CALLER));
   for (uint64_t at = 0; at < SIZE; at += CHUNK) {
-    gemini_access_t a = { .object.arena = arena, .offset_bytes = at, .mode = GEMINI_READ };
+    gemini_access_t a = ACCESS(arena, at, 0, GEMINI_READ, 0);
     a.size_bytes = SIZE - at < CHUNK ? SIZE - at : CHUNK;
     a.tier = (uint32_t)below(r, 2);
     MUST(gemini_acquire(mgr, &a, 1, GEMINI_STREAM_CALLER));
@@ -258,8 +260,8 @@ static void program(const char *dir) {
     MUST(gemini_release(mgr, &a, 1, GEMINI_STREAM_CALLER));
   }
   MUST(gemini_arena_destroy(mgr, arena));
-  gemini_stats_t s = GEMINI_STATS_INIT;
-  MUST(gemini_stats(mgr, &s));
+  figures_t s = { 0 };
+  MUST(figures_read(mgr, &s));
   NEED(s.used_bytes[1] == 0 && s.used_bytes[2] == 0 && s.nonmodel_bytes == 0);
   gemini_status_t closed = gemini_manager_close(mgr);
   if (closed && !failed) fail(__LINE__, "gemini_manager_close", closed);
@@ -333,7 +335,7 @@ static void test_a_copy_that_is_not_queued_leaves_those_before_it_in_force(void)
     gemini_manager_t mgr;
     gemini_stream_t streams[3];
     gemini_arena_t arena = small_world(2, 1, 4, &mgr, streams);
-    gemini_access_t a = { .object.arena = arena };
+    gemini_access_t a = ACCESS(arena, 0, 0, 0, 0);
     MUST(hold(mgr, &a, 0, GEMINI_READ_WRITE, GEMINI_TIER_HOST, GEMINI_STREAM_CALLER));
     queue(mgr, a, 0, 77, false, GEMINI_STREAM_CALLER);
     MUST(hold(mgr, &a, 1, GEMINI_READ, GEMINI_TIER_DEVICE, streams[0]));
@@ -366,7 +368,7 @@ static void test_what_is_written_after_a_zero_that_failed_stays(void) {
   gemini_manager_t mgr;
   gemini_stream_t streams[3];
   gemini_arena_t arena = small_world(2, 4, 3, &mgr, streams);
-  gemini_access_t a = { .object.arena = arena };
+  gemini_access_t a = ACCESS(arena, 0, 0, 0, 0);
   MUST(hold(mgr, &a, 0, GEMINI_READ, GEMINI_TIER_DEVICE, streams[0]));
   queue(mgr, a, 0, 0, true, streams[0]);
   MUST(hold(mgr, &a, 1, GEMINI_READ_WRITE, GEMINI_TIER_DEVICE, streams[1]));
@@ -377,7 +379,7 @@ static void test_what_is_written_after_a_zero_that_failed_stays(void) {
   gmi_device_ops_t faulty;
   inject(mgr, &faulty, FAULT_MARK);
   countdown = 0;
-  gemini_access_t half = { .object.arena = arena, .offset_bytes = CHUNK, .size_bytes = CHUNK / 2 };
+  gemini_access_t half = ACCESS(arena, CHUNK, CHUNK / 2, 0, 0);
   gemini_status_t status = gemini_zero(mgr, &half);
   NEED(status == GEMINI_ERR_DEVICE && failed && named(status));
   MUST(hold(mgr, &a, 1, GEMINI_READ_WRITE, GEMINI_TIER_DEVICE, streams[1]));

@@ -28,8 +28,10 @@
 #include <unistd.h>
 
 #include "../check.h"
+#include "../handles.h"
 #include "../seed.h"
 #include "../system.h"
+#include "figures.h"
 #include "gemini.h"
 
 enum {
@@ -474,6 +476,7 @@ static int pick_arena(thread_t *t, uint64_t *r) {
 /* An object and a range of it. whole: all of it. */
 static bool pick_range(thread_t *t, uint64_t *r, bool whole, open_t *o) {
   memset(o, 0, sizeof *o);
+  o->access = (gemini_access_t)GEMINI_ACCESS_INIT;
   o->tensor = -1;
   uint64_t start = 0, limit;
   int arena = chance(r, 7) ? pick_arena(t, r) : -1;
@@ -534,6 +537,17 @@ static bool opens_overlap(const thread_t *t, const open_t *o, bool write) {
 }
 
 /* ---- checks */
+/* Other threads move chunks between the calls: then each tier has at most all bytes, but not all tiers together. */
+static void check_tiers(thread_t *t, gemini_object_t object, uint64_t size, uint64_t bytes_out[GEMINI_TIER_COUNT]) {
+  uint64_t sum = 0;
+  for (uint32_t tier = 0; tier < GEMINI_TIER_COUNT; tier++) {
+    gemini_access_t all = ACCESS(object, 0, 0, 0, tier);
+    MUST(t, gemini_tier_bytes(t->p->mgr, &all, &bytes_out[tier]));
+    sum = t->p->exact ? sum + bytes_out[tier] : bytes_out[tier];
+    if (sum > size) FAIL(t, "%" PRIu64 " of %" PRIu64 " bytes are in tiers, up to tier %u", sum, size, tier);
+  }
+}
+
 static void check_tensor(thread_t *t, int index) {
   const tensor_t *x = &t->tensors[index];
   const arena_t *a = &t->arenas[x->arena];
@@ -547,15 +561,15 @@ static void check_tensor(thread_t *t, int index) {
   bool any = x->state == ANY_HOLD && info.state >= GEMINI_STATE_HOLD && info.state <= GEMINI_STATE_HOLD_AFTER_BWD;
   if (info.state != x->state && !any)
     FAIL(t, "tensor %s is in state %u, the model says %u", x->name, info.state, x->state);
-  if (info.tier_bytes[0] + info.tier_bytes[1] + info.tier_bytes[2] > x->size)
-    FAIL(t, "tensor %s has more bytes in tiers than bytes", x->name);
+  uint64_t bytes[GEMINI_TIER_COUNT];
+  check_tiers(t, OBJECT(x->handle), x->size, bytes);
 }
 
 static void check_stats(thread_t *t) {
   program_t *p = t->p;
-  gemini_stats_t s = GEMINI_STATS_INIT;
+  figures_t s = { 0 };
   uint64_t highest[GEMINI_TIER_COUNT];
-  MUST(t, gemini_stats(p->mgr, &s));
+  MUST(t, figures_read(p->mgr, &s));
   for (int i = 0; i < GEMINI_TIER_COUNT; i++) highest[i] = atomic_load(&p->highest[i]);
   t->chunk = s.chunk_bytes;
   for (int i = 0; i < GEMINI_TIER_COUNT; i++) {
@@ -579,9 +593,9 @@ static void check_stats(thread_t *t) {
     if (info.size_bytes != a->size || info.base != (uintptr_t)a->base || info.capacity_bytes != a->capacity ||
         info.kind != a->kind)
       FAIL(t, "arena %d is not what the model knows: %" PRIu64 " bytes, not %" PRIu64, i, info.size_bytes, a->size);
-    if (info.tier_bytes[0] + info.tier_bytes[1] + info.tier_bytes[2] > a->size)
-      FAIL(t, "arena %d has more bytes in tiers than bytes", i);
-    for (int k = 0; k < GEMINI_TIER_COUNT; k++) used[k] += info.tier_bytes[k];
+    uint64_t bytes[GEMINI_TIER_COUNT];
+    check_tiers(t, OBJECT(a->handle), a->size, bytes);
+    for (int k = 0; k < GEMINI_TIER_COUNT; k++) used[k] += bytes[k];
     sizes += a->size;
   }
   if (!p->exact) return;
@@ -1083,6 +1097,7 @@ static void step_norm(thread_t *t) {
   if (chance(&t->rng, 2) && t->arenas[all].alive && t->arenas[all].reuse >= 0 && t->arenas[all].size) {
     /* All gradients at once. */
     memset(&o, 0, sizeof o);
+    o.access = (gemini_access_t)GEMINI_ACCESS_INIT;
     o.access.object.arena = t->arenas[all].handle;
     o.arena = all;
     o.tensor = -1;
@@ -1811,9 +1826,7 @@ static void check_all(thread_t *t) {
     uint64_t part = chance(&t->rng, 2) ? 65536 : 200000;
     for (uint64_t at = 0; at < a->size; at += part / 16 * 16) {
       uint64_t size = a->size - at < part / 16 * 16 ? a->size - at : part / 16 * 16;
-      open_t o = { .access = { .object.arena = a->handle, .offset_bytes = at, .size_bytes = size },
-                   .arena = i,
-                   .tensor = -1 };
+      open_t o = { .access = ACCESS(a->handle, at, size, 0, 0), .arena = i, .tensor = -1 };
       o.slot = a->slot;
       o.offset = at;
       o.size = size;
@@ -1909,7 +1922,7 @@ static void share(program_t *p) {
     uint8_t *content = model(p, c->slot, 0);
     fill(content, c->size, check_random(&first->rng), c->dtype);
     NEED(first, pwrite(first->fd, content, c->size, 0) == (ssize_t)c->size);
-    gemini_access_t all = { .object.arena = c->handle };
+    gemini_access_t all = ACCESS(c->handle, 0, 0, 0, 0);
     gemini_status_t status = gemini_load(p->mgr, &all, first->fd, 0);
     if (status) { /* no room: it stays zero, as far as it was not read */
       EXPECT(first, status, below_mask(first, 1), "gemini_load");
@@ -1981,8 +1994,8 @@ static void program_run(uint64_t seed) {
         if (t->arenas[k].alive && !t->arenas[k].shared && (pass || t->arenas[k].like >= 0)) destroy_arena(t, k);
   }
   thread_t *t = &p->thread[0];
-  gemini_stats_t s = GEMINI_STATS_INIT;
-  MUST(t, gemini_stats(p->mgr, &s));
+  figures_t s = { 0 };
+  MUST(t, figures_read(p->mgr, &s));
   if (s.used_bytes[1] || s.used_bytes[2] || s.model_bytes || s.nonmodel_bytes || s.pending_updates)
     FAIL(t,
          "left behind: %" PRIu64 " bytes on the host, %" PRIu64 " in files, %" PRIu64 " of arenas, %" PRIu64

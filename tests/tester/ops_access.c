@@ -12,9 +12,7 @@ static uint32_t batch_read(const op_t *op, uint32_t first, spec_t *specs) {
   return n;
 }
 static gemini_access_t access_of(const spec_t *s, const range_t *r) {
-  return (gemini_access_t){
-    .object = r->object, .offset_bytes = s->offset, .size_bytes = s->size, .mode = s->mode, .tier = s->tier
-  };
+  return (gemini_access_t)ACCESS(r->object, s->offset, s->size, s->mode, s->tier);
 }
 
 /* Can both be acquired, in any order, when one chunk has bytes of both? */
@@ -222,7 +220,8 @@ bool make_acquire(actor_t *a, op_t *op) {
 /* ---- release */
 static gemini_access_t access_again(const part_t *p, const hold_t *h, bool by_zero) {
   bool all = by_zero && !h->offset && h->size == (h->is_arena ? p->arenas[h->slot].size : p->tensors[h->slot].size);
-  return (gemini_access_t){ .object =
+  return (gemini_access_t){ .struct_size = sizeof(gemini_access_t),
+                            .object =
                                 h->is_arena ? OBJECT(p->arenas[h->slot].handle) : OBJECT(p->tensors[h->slot].handle),
                             .offset_bytes = h->offset,
                             .size_bytes = all ? 0 : h->size,

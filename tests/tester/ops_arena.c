@@ -475,7 +475,7 @@ void run_zero(actor_t *a, const op_t *op) {
   range_t r = range_of(p, s.is_arena, s.slot, s.offset, s.size);
   if (!m->open || !r.live) return;
   statuses_t wrong = zero_wrong(p, &r, chunk_bytes(a, m)), perhaps = no_room(a, m, 0);
-  gemini_access_t access = { r.object, s.offset, s.size, s.mode, s.tier, NULL };
+  gemini_access_t access = ACCESS(r.object, s.offset, s.size, s.mode, s.tier);
   gemini_status_t status = CALL(a, wrong ? wrong | perhaps : OK | perhaps, gemini_zero, m->handle, &access);
   if (status == GEMINI_ERR_DEVICE) zero_lost(a, m, &r);
   if (status || !r.size) return;

@@ -37,7 +37,7 @@ void run_load(actor_t *a, const op_t *op) {
     if (pwrite(a->fd, bytes, r.size - lacks, (off_t)from) != (ssize_t)(r.size - lacks)) abort();
     free(bytes);
   }
-  gemini_access_t access = { r.object, s.offset, s.size, s.mode, s.tier, NULL };
+  gemini_access_t access = ACCESS(r.object, s.offset, s.size, s.mode, s.tier);
   gemini_status_t status =
       CALL(a, wrong ? wrong | perhaps : (lacks ? FORMAT : OK) | perhaps, gemini_load, m->handle, &access, a->fd, from);
   bool no_room_midway = ONE(status) & NO_ROOM && (m->has_files || a->w->parallel || a->fired);
@@ -80,7 +80,7 @@ void run_store(actor_t *a, const op_t *op) {
     if (use.device_writers || use.host_writers) wrong |= BUSY;
     if (content_of(p, &r, false) == CONTENT_WRONG) wrong |= STATE;
   }
-  gemini_access_t access = { r.object, s.offset, s.size, s.mode, s.tier, NULL };
+  gemini_access_t access = ACCESS(r.object, s.offset, s.size, s.mode, s.tier);
   if (op->arg[1] == 1) { /* a disk that is full */
     int full = open("/dev/full", O_WRONLY | O_CLOEXEC);
     if (full >= 0) {
@@ -154,7 +154,7 @@ void run_norm(actor_t *a, const op_t *op) {
     if (use.device_writers || use.host_writers) perhaps |= BUSY; /* the header is silent */
     sync_holds(a, m, r.store, r.at, r.size, true);
   }
-  gemini_access_t access = { r.object, s.offset, s.size, s.mode, s.tier, NULL };
+  gemini_access_t access = ACCESS(r.object, s.offset, s.size, s.mode, s.tier);
   double norm = -1;
   if (CALL(a, wrong ? wrong | perhaps : OK | perhaps, gemini_norm, m->handle, &access, dtype,
            stream_handle(a, m, stream), &norm)) {

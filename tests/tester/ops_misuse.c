@@ -21,8 +21,8 @@ void run_dead(actor_t *a, const op_t *op) {
   for (int i = 0; i < TENSORS && tensor < 0; i++)
     if (p->tensors[i].live) tensor = i;
   gemini_tensor_t live = tensor < 0 ? NULL : p->tensors[tensor].handle;
-  gemini_access_t access = { OBJECT(dead), 0, 0, GEMINI_READ, op->arg[1] & 1, NULL };
-  gemini_access_t two[2] = { { OBJECT(live), 0, 0, GEMINI_READ, 0, NULL }, access };
+  gemini_access_t access = ACCESS(dead, 0, 0, GEMINI_READ, op->arg[1] & 1);
+  gemini_access_t two[2] = { ACCESS(live, 0, 0, GEMINI_READ, 0), access };
   gemini_tensor_info_t tensor_info = GEMINI_TENSOR_INFO_INIT;
   gemini_arena_info_t arena_info = GEMINI_ARENA_INFO_INIT;
   gemini_arena_config_t config = GEMINI_ARENA_CONFIG_INIT;
@@ -86,7 +86,7 @@ void run_bad(actor_t *a, const op_t *op) {
   gemini_update_t update = GEMINI_UPDATE_INIT;
   gemini_stats_t stats = GEMINI_STATS_INIT;
   gemini_error_info_t info = GEMINI_ERROR_INFO_INIT;
-  gemini_access_t access = { { NULL }, 0, 0, GEMINI_READ, 0, NULL };
+  gemini_access_t access = ACCESS((void *)NULL, 0, 0, GEMINI_READ, 0);
   any_handle_t out = { 0 };
   switch (op->arg[0] % BAD_CALLS) {
   case 0: CALL(a, INVALID, gemini_acquire, h, NULL, 1, 0); break;

@@ -302,7 +302,7 @@ static void settle_part(actor_t *a, manager_t *m, uint8_t manager) {
   for (int i = 0; chunk && i < ARENAS; i++)
     for (uint64_t k = 0; p->arenas[i].live && p->arenas[i].store == i && k * chunk < p->arenas[i].size; k++) {
       uint64_t left = p->arenas[i].size - k * chunk;
-      gemini_access_t access = { OBJECT(p->arenas[i].handle), k * chunk, left < chunk ? left : chunk, 0, 0, NULL };
+      gemini_access_t access = ACCESS(p->arenas[i].handle, k * chunk, left < chunk ? left : chunk, 0, 0);
       for (; p->arenas[i].pins[k]; p->arenas[i].pins[k]--) QUIET(a, OK, gemini_unpin, m->handle, &access);
     }
 }

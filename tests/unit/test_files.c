@@ -23,9 +23,9 @@ static void test_updates_in_three_tiers_are_those_of_plain_arrays(void) {
     CHECK_OK(gemini_update_wait(o->w.mgr));
     CHECK_EQ(opt_waits(o), 0);
     opt_check(o);
-    gemini_stats_t s = world_stats(&o->w);
-    CHECK(s.moved_chunks[GEMINI_LINK_H2F][GEMINI_REASON_PRESSURE] > 20);
-    CHECK(s.moved_chunks[GEMINI_LINK_F2H][GEMINI_REASON_UPDATE] > 20);
+    figures_t s = world_stats(&o->w);
+    CHECK(s.moved_chunks[LINK_H2F][GEMINI_REASON_PRESSURE] > 20);
+    CHECK(s.moved_chunks[LINK_F2H][GEMINI_REASON_UPDATE] > 20);
     CHECK(s.peak_bytes[GEMINI_TIER_HOST] <= 14 * WORLD_CHUNK);
     CHECK_EQ(s.file_engine, engine);
     opt_close(o);
@@ -754,7 +754,7 @@ static void test_arenas_and_managers_end_while_updates_wait(void) {
   for (uint64_t at = 0; at < size; at += WORLD_CHUNK)
     opt_check_range(o, PARAMS, at, size - at < WORLD_CHUNK ? size - at : WORLD_CHUNK, GEMINI_TIER_HOST);
   CHECK_OK(gemini_arena_destroy(o->w.mgr, o->arenas[0]));
-  gemini_stats_t s = world_stats(&o->w);
+  figures_t s = world_stats(&o->w);
   CHECK_EQ(s.used_bytes[GEMINI_TIER_HOST] + s.used_bytes[GEMINI_TIER_FILE], 0);
   opt_close(o);
   o = opt_waiting();
@@ -850,8 +850,8 @@ static void test_room_for_a_piece_costs_no_more_writes_than_chunks(void) {
     opt_model(o, 0, o->n);
     CHECK_OK(gemini_update_wait(o->w.mgr));
   }
-  gemini_stats_t s = world_stats(&o->w);
-  uint64_t writes = s.moved_chunks[GEMINI_LINK_H2F][GEMINI_REASON_PRESSURE], least = 80 - 46;
+  figures_t s = world_stats(&o->w);
+  uint64_t writes = s.moved_chunks[LINK_H2F][GEMINI_REASON_PRESSURE], least = 80 - 46;
   fprintf(stderr, "    %" PRIu64 " writes a step, at least %" PRIu64 " of 80\n", writes / 3, least);
   /* Those that were updated last go, and one waits for them where they still are being updated: half as many more go if
    * others do, and in any other order all 80. Another piece of 5 chunks is under way, and one has just ended. */
@@ -878,7 +878,7 @@ static void test_room_for_a_piece_costs_no_more_writes_than_chunks(void) {
   CHECK_OK(gemini_update_wait(o->w.mgr));
   opt_model(o, 0, unit);
   s = world_stats(&o->w);
-  writes = s.moved_chunks[GEMINI_LINK_H2F][GEMINI_REASON_PRESSURE];
+  writes = s.moved_chunks[LINK_H2F][GEMINI_REASON_PRESSURE];
   fprintf(stderr, "    %" PRIu64 " writes for a piece of 5 chunks\n", writes);
   CHECK(writes <= 10);
   faults.delay_us[1] = 0;

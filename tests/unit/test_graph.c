@@ -162,7 +162,7 @@ static void larger_than_its_frames(void) {
   for (uint64_t i = 0; i < CHUNKS; i++) capture_op(&w, &g, i, 1);
   for (uint64_t i = CHUNKS; i-- > 0;) capture_op(&w, &g, i, 1); /* and backward */
   graph_end(&w, &g);
-  uint64_t moved = world_stats(&w).moved_chunks[GEMINI_LINK_H2D][GEMINI_REASON_PLAN];
+  uint64_t moved = world_stats(&w).moved_chunks[LINK_H2D][GEMINI_REASON_PLAN];
   for (uint64_t step = 0; step < 9; step++) {
     replay(&w, &g);
     check_seen(&w, &g, values);
@@ -175,7 +175,7 @@ static void larger_than_its_frames(void) {
     }
   }
   /* Each way but for what is still there at the turn. */
-  CHECK_EQ(world_stats(&w).moved_chunks[GEMINI_LINK_H2D][GEMINI_REASON_PLAN] - moved, 9 * (2 * CHUNKS - FRAMES));
+  CHECK_EQ(world_stats(&w).moved_chunks[LINK_H2D][GEMINI_REASON_PLAN] - moved, 9 * (2 * CHUNKS - FRAMES));
   graph_destroy(&w, &g);
   for (uint64_t i = 0; i < CHUNKS; i++) { /* the frames serve others again */
     gemini_access_t a = chunk_of(arena, i, 1, READ, HOST);
@@ -748,7 +748,7 @@ static void test_graph_frames_and_slots_stay_the_graphs(void) {
       stamp(b.ptr, 100 + i);
       CHECK_OK(gemini_release(w.mgr, &b, 1, GEMINI_STREAM_CALLER));
     }
-  CHECK(world_stats(&w).moved_chunks[GEMINI_LINK_H2F][GEMINI_REASON_PRESSURE] > 0);
+  CHECK(world_stats(&w).moved_chunks[LINK_H2F][GEMINI_REASON_PRESSURE] > 0);
   gemini_access_t zero = chunk_of(arena, 0, 1, WRITE, HOST);
   CHECK_OK(gemini_zero(w.mgr, &zero));
   values[0] = 0;

@@ -6,6 +6,7 @@
 #include "../check.h"
 #include "device/cuda_driver.h"
 #include "fake_cuda.h"
+#include "figures.h"
 #include "gemini.h"
 #include "gemini/hook.h"
 
@@ -50,8 +51,8 @@ static cu_stream_t native_new(void) {
 static void *get(uint64_t size, cu_stream_t stream) { return gemini_torch_malloc((ptrdiff_t)size, 0, stream); }
 static void put(void *ptr, cu_stream_t stream) { gemini_torch_free(ptr, 0, 0, stream); }
 static uint64_t live_bytes(gemini_manager_t mgr) {
-  gemini_stats_t s = GEMINI_STATS_INIT;
-  CHECK_EQ(gemini_stats(mgr, &s), GEMINI_OK);
+  figures_t s = { 0 };
+  CHECK_EQ(figures_read(mgr, &s), GEMINI_OK);
   return s.nonmodel_bytes;
 }
 

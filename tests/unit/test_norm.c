@@ -423,9 +423,9 @@ static void test_files_are_read_ahead_but_not_more_than_fits(void) {
     reading_most = 0;
     CHECK_BITS(bytes_norm(&b, 0, b.size, GEMINI_DTYPE_F16), norm_of(b.model, 0, b.size, GEMINI_DTYPE_F16));
     fault_sys.pread = fault_pread;
-    gemini_stats_t s = world_stats(&b.w);
-    CHECK_EQ(s.moved_chunks[GEMINI_LINK_F2H][GEMINI_REASON_UPDATE], CHUNKS); /* each once */
-    CHECK_EQ(s.moved_chunks[GEMINI_LINK_H2F][GEMINI_REASON_PRESSURE], 0);
+    figures_t s = world_stats(&b.w);
+    CHECK_EQ(s.moved_chunks[LINK_F2H][GEMINI_REASON_UPDATE], CHUNKS); /* each once */
+    CHECK_EQ(s.moved_chunks[LINK_H2F][GEMINI_REASON_PRESSURE], 0);
     CHECK(s.peak_bytes[GEMINI_TIER_HOST] <= hosts[h] * BLOCK);
     uint32_t ahead = gmi_updates_ahead(gmi_manager_get(b.w.mgr), 1);
     if (engine == GEMINI_FILE_ENGINE_THREADS) {
@@ -501,7 +501,7 @@ static void test_a_copy_that_fails_is_told_and_is_no_updates_failure(void) {
                   all = world_whole(b.arena, 0, 0);
   CHECK_OK(gemini_acquire(b.w.mgr, &x, 1, GEMINI_STREAM_CALLER));
   CHECK_OK(gemini_release(b.w.mgr, &x, 1, GEMINI_STREAM_CALLER));
-  CHECK_OK(gmi_device_sim_fail(m->device.self, m->copy.out, GEMINI_ERR_DEVICE));
+  CHECK_OK(gmi_device_sim_fail(m->device.self, gmi_link_out(m)->stream, GEMINI_ERR_DEVICE));
   x.tier = GEMINI_TIER_HOST;
   CHECK_OK(gemini_move(b.w.mgr, &x, 1));
   double norm = -7;

@@ -131,7 +131,7 @@ static void test_ranges_beside_acquired_ones(void) {
     other.ptr = NULL;
   }
   CHECK(other.ptr);
-  gemini_stats_t before = world_stats(&w);
+  figures_t before = world_stats(&w);
   gemini_access_t wide = world_part(a, 0, 4 * W, GEMINI_READ_WRITE, GEMINI_TIER_HOST);
   CHECK_STATUS(gemini_acquire(w.mgr, &wide, 1, GEMINI_STREAM_CALLER), GEMINI_ERR_OOM_HOST);
   CHECK_SAYS(world_error().message, "side by side");
@@ -268,7 +268,7 @@ static void test_budgets_shrink_and_grow_with_files_beneath(void) {
     for (int i = 0; i < 10; i++) {
       CHECK_OK(gemini_budget_set(w.mgr, GEMINI_TIER_HOST, budgets[i] * W + (round ? 5000 : 0)));
       CHECK(chunks_right(&w));
-      gemini_stats_t s = world_stats(&w);
+      figures_t s = world_stats(&w);
       CHECK(s.used_bytes[GEMINI_TIER_HOST] <= s.budget_bytes[GEMINI_TIER_HOST]);
       CHECK(resident(&w) <= s.budget_bytes[GEMINI_TIER_HOST] + 4096); /* whole pages */
       uint64_t count = budgets[i] < 20 ? budgets[i] : 20;
@@ -548,7 +548,7 @@ static void random_program(uint64_t seed, bool files) {
       else let_go(&w, x);
     }
     CHECK(chunks_right(&w));
-    gemini_stats_t s = world_stats(&w);
+    figures_t s = world_stats(&w);
     CHECK(s.used_bytes[GEMINI_TIER_HOST] <= s.budget_bytes[GEMINI_TIER_HOST]);
   }
   while (count > 0) let_go(&w, held[--count]);
@@ -563,7 +563,7 @@ static void random_program(uint64_t seed, bool files) {
     CHECK_OK(gemini_arena_destroy(w.mgr, arenas[i]));
     free(model[i]);
   }
-  gemini_stats_t s = world_stats(&w);
+  figures_t s = world_stats(&w);
   CHECK_EQ(s.used_bytes[GEMINI_TIER_HOST] + s.used_bytes[GEMINI_TIER_FILE], 0);
   CHECK(resident(&w) <= 80 * W);
   world_close(&w);

@@ -5,6 +5,7 @@
 #include "../check.h"
 #include "core/manager.h"
 #include "core/workers.h"
+#include "figures.h"
 #include "gemini.h"
 
 #define OK(call) CHECK_EQ(call, GEMINI_OK)
@@ -213,7 +214,7 @@ static void test_update_after_failed_copy_does_not_run_and_says_so(void) {
   gmi_manager_t *m = gmi_manager_get(mgr);
   gemini_tensor_t tensor;
   OK(gemini_tensor_register(mgr, arena, "t", CHUNK, GEMINI_OFFSET_NEXT, &tensor));
-  gemini_access_t a = { .object.tensor = tensor, .mode = GEMINI_WRITE };
+  gemini_access_t a = gemini_tensor_access(tensor, 0, 0, GEMINI_WRITE, 0);
   OK(gemini_acquire(mgr, &a, 1, GEMINI_STREAM_CALLER));
   memset(a.ptr, 1, CHUNK);
   OK(gemini_release(mgr, &a, 1, GEMINI_STREAM_CALLER));
@@ -226,7 +227,7 @@ static void test_update_after_failed_copy_does_not_run_and_says_so(void) {
   u.arena_count = 1;
   u.fn = count_span;
   u.user = (void *)&spans;
-  OK(gmi_device_sim_fail(m->device.self, m->copy.out, GEMINI_ERR_DEVICE));
+  OK(gmi_device_sim_fail(m->device.self, gmi_link_out(m)->stream, GEMINI_ERR_DEVICE));
   OK(gemini_update(mgr, &u)); /* its bytes leave the device by the stream that fails */
   CHECK_EQ(gemini_update_wait(mgr), GEMINI_ERR_DEVICE);
   gemini_error_info_t error = GEMINI_ERROR_INFO_INIT;
@@ -241,16 +242,16 @@ static void test_update_after_failed_copy_does_not_run_and_says_so(void) {
 static void test_stats_reset_starts_peaks_at_what_is_used(void) {
   gemini_arena_t arena;
   gemini_manager_t mgr = open_manager(1, &arena);
-  gemini_stats_t s = GEMINI_STATS_INIT;
+  figures_t s = { 0 };
   void *small, *large;
   OK(gemini_alloc(mgr, CHUNK, GEMINI_STREAM_CALLER, &small));
   OK(gemini_alloc(mgr, 5 * CHUNK, GEMINI_STREAM_CALLER, &large));
   OK(gemini_free(mgr, large, GEMINI_STREAM_CALLER));
   OK(gemini_budget_set(mgr, GEMINI_TIER_DEVICE, 2 * CHUNK)); /* idle pages are given up */
-  OK(gemini_stats(mgr, &s));
+  OK(figures_read(mgr, &s));
   CHECK(s.peak_bytes[GEMINI_TIER_DEVICE] >= 6 * CHUNK && s.nonmodel_peak_bytes == 6 * CHUNK);
   OK(gemini_stats_reset(mgr));
-  OK(gemini_stats(mgr, &s));
+  OK(figures_read(mgr, &s));
   CHECK_EQ(s.peak_bytes[GEMINI_TIER_DEVICE], s.used_bytes[GEMINI_TIER_DEVICE]);
   CHECK(s.used_bytes[GEMINI_TIER_DEVICE] >= CHUNK && s.used_bytes[GEMINI_TIER_DEVICE] <= 2 * CHUNK);
   CHECK_EQ(s.nonmodel_peak_bytes, CHUNK);

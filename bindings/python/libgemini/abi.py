@@ -45,6 +45,7 @@ PHASE_NONE, PHASE_FORWARD, PHASE_BACKWARD, PHASE_UPDATE = range(4)
 READ, WRITE, READ_WRITE = 1, 2, 3
 DTYPE_F32, DTYPE_BF16, DTYPE_F16, DTYPE_F64 = range(4)
 UPDATE_LATE = 1
+REASON_ALL = 2**32 - 1
 LINKS = ("host to device", "device to host", "host to file", "file to host")
 REASONS = ("demand", "plan", "pressure", "caller", "update")
 
@@ -125,7 +126,6 @@ class ArenaInfo(_Sized):
         ("size_bytes", c_uint64),
         ("capacity_bytes", c_uint64),
         ("chunk_bytes", c_uint64),
-        ("tier_bytes", c_uint64 * 3),
         ("tensor_count", c_uint64),
     ]
 
@@ -139,20 +139,34 @@ class TensorInfo(_Sized):
         ("offset_bytes", c_uint64),
         ("arena", c_uint64),
         ("users", c_uint64),
-        ("tier_bytes", c_uint64 * 3),
         ("name", c_char * 128),
     ]
 
 
 class Access(ctypes.Structure):
+    """Arrays of it are made of such structs, or each one's struct_size is set: ctypes starts with zeros there."""
+
     _fields_ = [
+        ("struct_size", c_uint32),
+        ("mode", c_uint32),
+        ("tier", c_uint32),
+        ("reserved", c_uint32),
         ("object", c_uint64),
         ("offset_bytes", c_uint64),
         ("size_bytes", c_uint64),
-        ("mode", c_uint32),
-        ("tier", c_uint32),
         ("ptr", c_void_p),
     ]
+
+    def __init__(
+        self,
+        object: int = 0,
+        offset_bytes: int = 0,
+        size_bytes: int = 0,
+        mode: int = 0,
+        tier: int = 0,
+        ptr: int | None = None,
+    ) -> None:
+        super().__init__(ctypes.sizeof(self), mode, tier, 0, object, offset_bytes, size_bytes, ptr)
 
 
 class UpdateSpan(ctypes.Structure):
@@ -188,31 +202,45 @@ class Update(_Sized):
 
 
 class Stats(_Sized):
-    _fields_: typing.ClassVar[typing.Any] = (
-        [("struct_size", c_uint32), ("reserved", c_uint32)]
-        + [(name, c_uint64 * 3) for name in ("budget_bytes", "used_bytes", "peak_bytes")]
-        + [(name, c_uint64) for name in ("model_bytes", "nonmodel_bytes", "nonmodel_peak_bytes", "chunk_bytes")]
-        + [("moved_bytes", (c_uint64 * 5) * 4), ("moved_chunks", (c_uint64 * 5) * 4)]
-        + [
-            (name, c_uint64)
-            for name in (
-                "acquire_hits",
-                "acquire_misses",
-                "stall_ns",
-                "iterations",
-                "planned_iterations",
-                "departures",
-                "plans",
-                "predicted_step_ns",
-                "measured_step_ns",
-                "planned_fetch_bytes",
-                "planned_evict_bytes",
-                "op_peak_error_bytes",
-                "pending_updates",
-            )
-        ]
-        + [("file_engine", c_uint32), ("reserved2", c_uint32), ("host_alloc_bytes", c_uint64)]
-    )
+    _fields_: typing.ClassVar[typing.Any] = [("struct_size", c_uint32), ("file_engine", c_uint32)] + [
+        (name, c_uint64)
+        for name in (
+            "model_bytes",
+            "nonmodel_bytes",
+            "nonmodel_peak_bytes",
+            "chunk_bytes",
+            "acquire_hits",
+            "acquire_misses",
+            "stall_ns",
+            "iterations",
+            "planned_iterations",
+            "departures",
+            "plans",
+            "predicted_step_ns",
+            "measured_step_ns",
+            "planned_fetch_bytes",
+            "planned_evict_bytes",
+            "op_peak_error_bytes",
+            "pending_updates",
+            "host_alloc_bytes",
+        )
+    ]
+
+
+class TierStats(_Sized):
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("tier", c_uint32),
+        ("budget_bytes", c_uint64),
+        ("used_bytes", c_uint64),
+        ("peak_bytes", c_uint64),
+    ]
+
+
+class LinkStats(_Sized):
+    _fields_: typing.ClassVar[typing.Any] = [
+        (name, c_uint32) for name in ("struct_size", "reason", "from_tier", "to_tier", "from_ordinal", "to_ordinal")
+    ] + [(name, c_uint64) for name in ("bw_bytes_per_s", "moved_bytes", "moved_chunks")]
 
 
 class TopologyObject(_Sized):
@@ -345,6 +373,10 @@ _FUNCTIONS: dict[str, list[typing.Any]] = {  # name: arguments; all return a sta
     "topology_directory": [_H, c_char_p, _U32, POINTER(_U32), POINTER(_U32), POINTER(_U32)],
     "stats": [_M, POINTER(Stats)],
     "stats_reset": [_M],
+    "tier_stats": [_M, _U32, POINTER(TierStats)],
+    "link_count": [_M, POINTER(_U32)],
+    "link_stats": [_M, _U32, _U32, POINTER(LinkStats)],
+    "tier_bytes": [_M, c_void_p, POINTER(_U64)],
     "plan_explain": [_M, _U64, c_char_p, POINTER(_U64)],
     "manager_dump": [_M, _U64, c_char_p, POINTER(_U64)],
     "trace_save": [_M, c_char_p],

@@ -354,7 +354,7 @@ class Manager:
         self._element_bytes.pop(arena, None)
 
     def arena_info(self, arena: int) -> abi.ArenaInfo:
-        """What an arena is and where its bytes are.
+        """What an arena is. tier_bytes() says where its bytes are.
 
         Args:
             arena: The arena.
@@ -464,7 +464,7 @@ class Manager:
         self.lib.tensor_state_set(self.handle, tensor, _code(STATES, state, "state"))
 
     def tensor_info(self, tensor: int) -> abi.TensorInfo:
-        """What a tensor is, its state, and where its bytes are.
+        """What a tensor is, and its state. tier_bytes() says where its bytes are.
 
         Args:
             tensor: The tensor.
@@ -478,6 +478,28 @@ class Manager:
         info = abi.TensorInfo()
         self.lib.tensor_info(self.handle, tensor, info)
         return info
+
+    def tier_bytes(self, object: int, offset: int = 0, size_bytes: int = 0) -> dict[str, int]:
+        """Where the bytes of a range are.
+
+        Args:
+            object: A tensor or an arena.
+            offset: Where the range begins in it, in bytes.
+            size_bytes: Length in bytes. 0, with offset 0: all of the object.
+
+        Returns:
+            By tier ("device", "host", "file"), the bytes whose newest copy is there. Bytes that nobody has written are
+            nowhere. Chunks that other threads move meanwhile may be counted twice, or not at all.
+
+        Raises:
+            GeminiError: Status "HANDLE": there is no such object; "INVALID": the range is not inside it.
+        """
+        out, count = {}, ctypes.c_uint64()
+        for number, name in enumerate(abi.TIERS):
+            access = abi.Access(object, offset, size_bytes, tier=number)
+            self.lib.tier_bytes(self.handle, ctypes.byref(access), count)
+            out[name] = count.value
+        return out
 
     # ---- iterations, phases, operators
     def iteration_begin(self) -> None:
@@ -1080,20 +1102,29 @@ class Manager:
         """Statistics. Never waits.
 
         Returns:
-            The fields of gemini_stats_t by name, in bytes and nanoseconds; what it has by tier, link or reason as a
-            dict by abi.TIERS, abi.LINKS and abi.REASONS.
+            The fields of gemini_stats_t by name, in bytes and nanoseconds; those of gemini_tier_stats_t as a dict by
+            abi.TIERS; moved_bytes and moved_chunks of gemini_link_stats_t as a dict by abi.LINKS and abi.REASONS,
+            where several links join the same two tiers, their sums.
         """
-        stats = abi.Stats()
+        out: dict[str, typing.Any] = {"budget_bytes": {}, "used_bytes": {}, "peak_bytes": {}}
+        tier, link, stats, links = abi.TierStats(), abi.LinkStats(), abi.Stats(), ctypes.c_uint32()
         self.lib.stats(self.handle, stats)
-        out = {}
-        for name, _ in abi.Stats._fields_:
-            value = getattr(stats, name)
-            if name in ("budget_bytes", "used_bytes", "peak_bytes"):
-                value = dict(zip(abi.TIERS, value))
-            elif name in ("moved_bytes", "moved_chunks"):
-                value = {link: dict(zip(abi.REASONS, row)) for link, row in zip(abi.LINKS, value)}
-            if not name.startswith(("struct", "reserved")):
-                out[name] = value
+        for number, name in enumerate(abi.TIERS):
+            self.lib.tier_stats(self.handle, number, tier)
+            for key in "budget_bytes", "used_bytes", "peak_bytes":
+                out[key][name] = getattr(tier, key)
+        for name, *_ in abi.Stats._fields_:
+            if name != "struct_size":
+                out[name] = getattr(stats, name)
+        for key in "moved_bytes", "moved_chunks":
+            out[key] = {name: dict.fromkeys(abi.REASONS, 0) for name in abi.LINKS}
+        self.lib.link_count(self.handle, links)
+        for number in range(links.value):
+            for reason, cause in enumerate(abi.REASONS):
+                self.lib.link_stats(self.handle, number, reason, link)
+                name = f"{abi.TIERS[link.from_tier]} to {abi.TIERS[link.to_tier]}"
+                out["moved_bytes"][name][cause] += link.moved_bytes
+                out["moved_chunks"][name][cause] += link.moved_chunks
         return out
 
     def explain(self) -> str:

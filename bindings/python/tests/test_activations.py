@@ -82,7 +82,7 @@ def offloading(session):
         session(device_memory, **more)
         prepared = gm.prepare(model, optimizer) if optimizer else (gm.prepare(model), None)
         gm.session().model.saving = lambda: gm.offload_activations(CHUNK)
-        return *prepared, lambda: list(gm.session().manager.arena_info(gm.session().activations.arena).tier_bytes)
+        return *prepared, lambda: list(gm.session().manager.tier_bytes(gm.session().activations.arena).values())
 
     return start
 
@@ -98,7 +98,7 @@ def nothing_left():
     gc.collect()
     state = gm.session().activations
     assert live() == 0 and not state.held and not state.stored
-    return gm.session().manager.arena_info(state.arena).tier_bytes[:] == [0, 0, 0]
+    return not any(gm.session().manager.tier_bytes(state.arena).values())
 
 
 # ---- places

@@ -14,16 +14,18 @@ import sys
 
 MIB = 1 << 20
 CHUNK = 2 * MIB
-READ, READ_WRITE, HOST, DEVICE = 1, 3, 1, 0
+READ, READ_WRITE, HOST, DEVICE, PRESSURE = 1, 3, 1, 0, 2
 
 
 class Access(ctypes.Structure):
     _fields_ = [
+        ("struct_size", ctypes.c_uint32),
+        ("mode", ctypes.c_uint32),
+        ("tier", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
         ("object", ctypes.c_uint64),
         ("offset", ctypes.c_uint64),
         ("size", ctypes.c_uint64),
-        ("mode", ctypes.c_uint32),
-        ("tier", ctypes.c_uint32),
         ("ptr", ctypes.c_void_p),
     ]
 
@@ -40,6 +42,9 @@ class Manager:
             "gemini_hook_clear",
             "gemini_manager_close",
             "gemini_stats",
+            "gemini_tier_stats",
+            "gemini_link_count",
+            "gemini_link_stats",
             "gemini_arena_take",
             "gemini_arena_create",
             "gemini_stream_create",
@@ -48,6 +53,9 @@ class Manager:
             getattr(self.lib, name).argtypes = {
                 "gemini_hook_set": [u64, ctypes.c_uint32],
                 "gemini_stats": [u64, ctypes.c_void_p],
+                "gemini_tier_stats": [u64, ctypes.c_uint32, ctypes.c_void_p],
+                "gemini_link_count": [u64, ctypes.c_void_p],
+                "gemini_link_stats": [u64, ctypes.c_uint32, ctypes.c_uint32, ctypes.c_void_p],
                 "gemini_arena_take": [u64, u64, u64, ctypes.c_void_p],
                 "gemini_arena_create": [u64] + [ctypes.c_void_p] * 2,
                 "gemini_stream_create": [u64, ctypes.c_void_p],
@@ -103,7 +111,7 @@ class Manager:
             raise AssertionError((status, info.raw[16:80].split(b"\0")[0], info.raw[80:].split(b"\0")[0]))
 
     def acquire(self, i, mode, tier, stream):
-        access = Access(self.arena.value, i * CHUNK, CHUNK, mode, tier, None)
+        access = Access(ctypes.sizeof(Access), mode, tier, 0, self.arena.value, i * CHUNK, CHUNK, None)
         self.check(self.lib.gemini_acquire(self.mgr, ctypes.byref(access), 1, stream))
         return access
 
@@ -122,15 +130,17 @@ class Manager:
 
     def stats(self):
         """Bytes of allocations now, at most, and evicted under pressure; what the device's budget is and its peak."""
-        words = (ctypes.c_uint64 * 128)(128 * 8)
-        self.check(self.lib.gemini_stats(self.mgr, words))
-        return {
-            "live": words[11],
-            "most": words[12],
-            "evicted": words[14 + 1 * 5 + 2],
-            "budget": words[1],
-            "peak": words[7],
-        }
+        stats, device, link = ((ctypes.c_uint64 * 128)(128 * 8) for _ in range(3))
+        links, evicted = ctypes.c_uint32(), 0
+        self.check(self.lib.gemini_stats(self.mgr, stats))
+        self.check(self.lib.gemini_tier_stats(self.mgr, DEVICE, device))
+        self.check(self.lib.gemini_link_count(self.mgr, ctypes.byref(links)))
+        for number in range(links.value):
+            self.check(self.lib.gemini_link_stats(self.mgr, number, PRESSURE, link))
+            if link[1] == DEVICE | HOST << 32:  # from the one to the other
+                evicted += link[4]
+            link[0] = 128 * 8
+        return {"live": stats[2], "most": stats[3], "evicted": evicted, "budget": device[1], "peak": device[3]}
 
 
 def allocator(torch, library):

@@ -212,6 +212,11 @@ def test_stats_and_explain(manager):
     assert sum(out.values()) == sum(stats["moved_chunks"]["device to host"].values()) * CHUNK > 0
     assert out["demand"] + out["caller"] + out["update"] == 0  # it was pressed out, or planned out at the end
     assert set(stats["moved_bytes"]) == set(abi.LINKS) and set(out) == set(abi.REASONS)
+    assert sum(manager.tier_bytes(arena).values()) == chunks * CHUNK
+    for at in range(chunks):  # a chunk is in one tier
+        assert sorted(manager.tier_bytes(arena, at * CHUNK, CHUNK).values()) == [0, 0, CHUNK]
+    with pytest.raises(GeminiError, match="is not inside"):
+        manager.tier_bytes(arena, chunks * CHUNK, 1)
     text = manager.explain()
     assert "placement: auto" in text and f"of {chunks} chunks" in text and text.endswith("\n")
     step(manager, arena, chunks)

@@ -79,7 +79,7 @@ def test_report_memory_is_that_of_the_statistics(train):
     held = {"param": [0, 0, 0], "state": [0, 0, 0]}
     for (kind, *_), arena in gm.session().arenas.handles.items():
         if kind in held:
-            held[kind] = list(manager.arena_info(arena).tier_bytes)
+            held[kind] = list(manager.tier_bytes(arena).values())
     assert sum(held["state"][1:]) > 0 and held["state"][2] > 0  # the case is one where all tiers are used
     for name, kind in ("parameters", "param"), ("optimizer states", "state"):
         assert [table[name][tier] for tier in abi.TIERS] == [said(n) for n in held[kind]]

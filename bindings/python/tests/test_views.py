@@ -65,7 +65,7 @@ def bytes_of(kind):
     gc.collect()  # modules refer to themselves
     gm.session().arenas.free_places()
     return sum(
-        sum(gm.session().manager.arena_info(arena).tier_bytes)
+        sum(gm.session().manager.tier_bytes(arena).values())
         for (name, *_), arena in gm.session().arenas.handles.items()
         if name == kind
     )

@@ -6,7 +6,6 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 
 from .. import abi
@@ -53,7 +52,7 @@ def _memory(owner, stats):
     for (kind, *_), arena in owner.arenas.handles.items():
         info = owner.manager.arena_info(arena)
         sums = kinds.setdefault(TITLES.get(kind, kind), [0, 0, 0, 0])
-        for i, count in enumerate([info.size_bytes, *info.tier_bytes]):
+        for i, count in enumerate([info.size_bytes, *owner.manager.tier_bytes(arena).values()]):
             sums[i] += count
     rows += [["  " + kind, *map(_bytes, sums)] for kind, sums in kinds.items()]
     other = stats["nonmodel_bytes"], stats["nonmodel_peak_bytes"]
@@ -94,18 +93,6 @@ def _times(stats, steps):
     return lines
 
 
-def _tier_bytes(owner, place):
-    """A place's bytes by tier. The library tells them of tensors, so one is registered for the question."""
-    tensor, info = ctypes.c_uint64(), abi.TensorInfo()
-    name = b"libgemini.torch.report"
-    owner.lib.tensor_register(owner.handle, place.arena, name, place.size_bytes, place.offset, tensor)
-    try:
-        owner.lib.tensor_info(owner.handle, tensor, info)
-    finally:
-        owner.lib.tensor_unregister(owner.handle, tensor)
-    return list(info.tier_bytes)
-
-
 def _biggest(owner):
     records = sorted(
         (record for record in owner.records if record.place.size_bytes), key=lambda record: -record.place.size_bytes
@@ -119,7 +106,7 @@ def _biggest(owner):
                 record.name,
                 f"{shape} {str(place.dtype).removeprefix('torch.')}",
                 _bytes(place.size_bytes),
-                *map(_bytes, _tier_bytes(owner, place)),
+                *map(_bytes, owner.manager.tier_bytes(place.arena, place.offset, place.size_bytes).values()),
             ]
         )
     return _table(["biggest parameters", "shape", "size", *abi.TIERS], rows)

@@ -57,9 +57,9 @@ class Use:
         self.unit = unit
         first = ranges[0][0].name
         self.count = len(ranges)
-        self.accesses = (abi.Access * self.count)()
-        for at, (place, offset, size, mode) in zip(self.accesses, ranges):
-            at.object, at.offset_bytes, at.size_bytes, at.mode = place.object, place.base + offset, size, mode
+        self.accesses = (abi.Access * self.count)(
+            *(abi.Access(place.object, place.base + offset, size, mode) for place, offset, size, mode in ranges)
+        )
         self.pointer = ctypes.cast(self.accesses, ctypes.c_void_p)
         name = f"{first}:{name}"[-118:]
         self.forward_name = name.encode()[:127]

@@ -1,0 +1,29 @@
+/* Sizes of the public structs in version 1. SPDX-License-Identifier: Apache-2.0
+ *
+ * Callers of version 1 hand over structs of these sizes for as long as the major version stays: a constant never
+ * changes, whatever is appended to its struct. A struct that is new gets its constant here with its first release. */
+#ifndef GMI_ABI_H
+#define GMI_ABI_H
+
+enum {
+  GMI_V1_ERROR_INFO = 520,
+  GMI_V1_CONFIG = 152,
+  GMI_V1_ARENA_CONFIG = 48,
+  GMI_V1_ARENA_INFO = 48,
+  GMI_V1_TENSOR_INFO = 176,
+  GMI_V1_ACCESS = 48,
+  GMI_V1_UPDATE_SPAN = 104,
+  GMI_V1_UPDATE = 72,
+  GMI_V1_TOPOLOGY_OBJECT = 176,
+  GMI_V1_STATS = 152,
+  GMI_V1_TIER_STATS = 32,
+  GMI_V1_LINK_STATS = 48,
+  /* gemini_update.h */
+  GMI_V1_ADAMW = 72,
+  GMI_V1_SGD = 64,
+  GMI_V1_UPDATE_WALK = 552,
+  /* The largest size that a struct may ever have: what is larger was never set. */
+  GMI_STRUCT_BYTES_MAX = 4096
+};
+
+#endif
