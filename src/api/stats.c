@@ -1,4 +1,9 @@
-/* Statistics. SPDX-License-Identifier: Apache-2.0 */
+/* Reads and resets statistics: gemini_stats(), gemini_stats_reset(). Called by users and by dump.c.
+ * SPDX-License-Identifier: Apache-2.0
+ *
+ * gmi_stats_read() takes no lock, so that statistics can be read during a hang. Each figure is one atomic word and
+ * correct by itself; figures read while another call runs may belong to different moments. No figure publishes other
+ * data, so relaxed order suffices; the single loads keep the default order because they are rare. */
 #include "core/stats.h"
 #include "chunk/files.h"
 #include "chunk/residency.h"
@@ -51,10 +56,12 @@ void gmi_stats_read(gmi_manager_t *m, gemini_stats_t *stats_out) {
   *stats_out = s;
 }
 
+/* Reads statistics. If the lock is free, finished copies and ops are counted first; if not, the figures are as of
+ * the last call that did so, because gemini_stats() never waits. */
 static gemini_status_t stats_get(gmi_manager_t *m, gemini_stats_t *stats_out) {
   gemini_stats_t s;
   bool locked = gmi_lock_try(m);
-  if (locked) { /* what has been done meanwhile is counted first */
+  if (locked) { /* counts the copies and ops that have ended since */
     gmi_reap(m);
     gmi_tracer_resolve(m, false);
   }
