@@ -215,7 +215,7 @@ static gemini_status_t manager_open(const gemini_config_t *theirs, gemini_manage
   }
   manager_free(m);
   return gmi_fail(GEMINI_ERR_INVALID, 0,
-                  "%u managers are open, the limit, or the handles of the other places are used up",
+                  "%u managers are open, which is the limit, or all handles for further managers have been used",
                   gmi_managers_open());
 }
 
@@ -247,8 +247,9 @@ static gemini_status_t close_check(gmi_manager_t *m) {
   return GEMINI_OK;
 }
 
-/* Finishes updates and the timeline while other threads may still call, withdraws the handle (gmi_manager_leave()
- * waits for calls inside), then reports the first asynchronous failure and frees everything. */
+/* Finishes updates and the timeline while the handle is still valid, waits for allocator calls (gmi_hook_close()),
+ * withdraws the handle, then reports the first asynchronous failure and frees everything. No other call of this
+ * manager may run meanwhile, except frees of allocator hooks. */
 static gemini_status_t manager_close(gemini_manager_t mgr) {
   if (!mgr) return GEMINI_OK;
   gmi_manager_t *m = gmi_manager_get(mgr);

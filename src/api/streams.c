@@ -40,7 +40,7 @@ static gemini_status_t stream_native(gmi_manager_t *m, gemini_stream_t stream, v
   void *native;
   status = m->device.ops->stream.native(m->device.self, index, &native);
   if (status == GEMINI_ERR_UNSUPPORTED)
-    return gmi_fail(status, 0, "device %s has no streams of an API", m->device.ops->name);
+    return gmi_fail(status, 0, "device %s has no native streams", m->device.ops->name);
   if (status) return status;
   gmi_lock_beside(m, "gemini_stream_native");
   m->streams[index].native = *native_out = native;
