@@ -1,5 +1,5 @@
-/* Policy: turns the description of one iteration into a plan of fetches and evictions. Called by tracer/follow.c
- * through tracer/plan_input.c. SPDX-License-Identifier: Apache-2.0
+/* Policy: turns the description of one iteration into a plan of fetches and evictions. Called by src/tracer,
+ * and by chunk/cut.c for the chunk size. SPDX-License-Identifier: Apache-2.0
  *
  * Every function is pure: no I/O, no clock, no device, no globals. The same input gives the same output in every
  * process. The caller owns every array.

@@ -409,7 +409,8 @@ static gemini_status_t trace_save(gmi_manager_t *m, const char *path) {
 gemini_status_t gemini_trace_save(gemini_manager_t mgr, const char *path) { API_LOCKED(trace_save(m, path)); }
 
 /* Loads a trace as a new variant with a plan, as if its iteration had been the last one. If no plan was made yet,
- * the arenas are cut to the trace's chunk size where that is possible. On failure nothing changes. */
+ * the arenas are cut to the trace's chunk size where that is possible. On failure all variants and plans stay as
+ * they are. */
 static gemini_status_t trace_load(gmi_manager_t *m, const char *path) {
   gmi_tracer_t *t = m->trace.tracer;
   if (!path) return gmi_fail(GEMINI_ERR_INVALID, 0, "path is NULL");

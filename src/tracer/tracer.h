@@ -43,7 +43,7 @@ typedef struct gmi_trace_op {
 } gmi_trace_op_t;
 
 /* A recorded iteration. Invariants: uses and updates are in the order of ops; every op's name comes from names. The
- * arrays outlive gmi_trace_clear(), so that recording the next iteration allocates nothing. */
+ * arrays outlive gmi_trace_clear(), so that recording an iteration seldom allocates. */
 typedef struct gmi_trace {
   gmi_op_names_t *names; /* the tracer's; shared by all its traces, so equal names have equal addresses */
   gmi_trace_op_t *ops;
