@@ -1,4 +1,9 @@
-/* The manager's state in words, for people. SPDX-License-Identifier: Apache-2.0 */
+/* Writes the manager's state as text for people, in particular during a hang: gemini_manager_dump().
+ * SPDX-License-Identifier: Apache-2.0
+ *
+ * The dump must not wait for the manager's lock. Statistics and streams are read from atomic words. Records of
+ * chunks are read if the lock is free, or while its holder itself waits, when the records are consistent
+ * (gmi_reading_begin() of core/watch.h); otherwise the dump says who is changing them. */
 #include <errno.h>
 #include <inttypes.h>
 #include <stdio.h>
@@ -7,7 +12,7 @@
 #include "chunk/arena.h"
 #include "core/manager.h"
 
-enum { SHOWN = 20 }; /* acquired tensors, at most */
+enum { SHOWN = 20 }; /* acquired tensors listed at most */
 
 static const char *const tier_names[GEMINI_TIER_COUNT] = { "device", "host", "files" };
 
@@ -53,6 +58,8 @@ static void write_acquired(gmi_manager_t *m, FILE *file) {
   if (more) fprintf(file, "acquired: %" PRIu64 " more tensors\n", more);
 }
 
+/* Lists the streams with work that has not ended. The acquire load of recorded pairs with the stores of fence_now()
+ * (core/streams.c). */
 static void write_streams(gmi_manager_t *m, FILE *file) {
   for (uint32_t i = 0; i < GMI_DEVICE_MAX_STREAMS; i++) {
     const char *job = gmi_stream_job(m, i);

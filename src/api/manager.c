@@ -1,4 +1,10 @@
-/* Opening and closing managers, and their budgets. SPDX-License-Identifier: Apache-2.0 */
+/* Opens and closes managers, and changes their budgets: gemini_manager_open(), gemini_manager_close(),
+ * gemini_budget_set().
+ * SPDX-License-Identifier: Apache-2.0
+ *
+ * Opening builds a manager from the bottom up (device, streams, host, files, tracer, workers, updates, watchdog) and
+ * publishes its handle last. A failure on the way, like closing, ends in manager_free(), which takes a manager apart
+ * in the order that its threads and its queued work require, and copes with parts that were never opened. */
 #include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -28,6 +34,8 @@ static gemini_status_t check_fraction(const char *name, double value) {
   return gmi_fail(GEMINI_ERR_INVALID, 0, "%s is %g, must be 0 to 1", name, value);
 }
 
+/* Checks a configuration and replaces zeros by defaults. The values that depend on the device (chunk_bytes) are
+ * checked by manager_open(). */
 static gemini_status_t config_check(gemini_config_t *c) {
   if (c->flags & ~(uint32_t)GEMINI_CONFIG_STRICT)
     return gmi_fail(GEMINI_ERR_INVALID, 0, "flags has unknown bits %#x", c->flags & ~(uint32_t)GEMINI_CONFIG_STRICT);
@@ -80,10 +88,13 @@ static gemini_status_t config_check(gemini_config_t *c) {
   return status;
 }
 
+/* Takes the manager apart; no other thread uses it any more. Order: the threads that queue work (deferred updates,
+ * files, workers) end first, then all streams are drained, and only then the memory that queued work may access is
+ * freed, the device last. */
 static void manager_free(gmi_manager_t *m) {
   gmi_updates_close(m);
   if (m->update.workers) gmi_workers_drain(m, "gemini_manager_close");
-  gmi_files_close(m); /* its transfers tell the lane */
+  gmi_files_close(m); /* before the workers close: transfers that end notify them */
   gmi_workers_close(m);
   if (m->device.self) gmi_streams_drain(m);
   gmi_timeline_close(m);
@@ -206,7 +217,7 @@ static gemini_status_t manager_open(const gemini_config_t *theirs, gemini_manage
   }
   manager_free(m);
   return gmi_fail(GEMINI_ERR_INVALID, 0,
-                  "%u managers are open, the limit, or the handles of the other places are used up",
+                  "%u managers are open, which is the limit, or all handles for further managers have been used",
                   gmi_managers_open());
 }
 
@@ -214,6 +225,7 @@ gemini_status_t gemini_manager_open(const gemini_config_t *config, gemini_manage
   API_RETURN(manager_open(config, mgr_out));
 }
 
+/* Refuses to close a manager that is in use (GEMINI_ERR_BUSY); nothing has changed then. */
 static gemini_status_t close_check(gmi_manager_t *m) {
   if (gmi_graphs_busy(m)) return gmi_fail(GEMINI_ERR_BUSY, 0, "a graph was begun and has not ended, or is entered");
   for (uint32_t i = 0; i < m->tensors.high; i++) {
@@ -223,7 +235,8 @@ static gemini_status_t close_check(gmi_manager_t *m) {
                       gmi_tensor_base(m, &m->tensors.at[i])->name, (unsigned long long)users);
   }
   gmi_lease_t lease;
-  if (gmi_lease_find(&m->leases, 0, &lease)) /* of an arena: tensors' are among their users */
+  /* only leases of arena ranges can be left: those of tensors count as the tensors' users, checked above */
+  if (gmi_lease_find(&m->leases, 0, &lease))
     return gmi_fail(GEMINI_ERR_BUSY, 0, "%llu bytes at offset %llu of arena %s are acquired",
                     (unsigned long long)lease.key.size, (unsigned long long)lease.key.offset,
                     gmi_arena_get(m, gmi_handle_of(lease.key.object))->name);
@@ -236,6 +249,9 @@ static gemini_status_t close_check(gmi_manager_t *m) {
   return GEMINI_OK;
 }
 
+/* Finishes updates and the timeline while the handle is still valid, waits for allocator calls (gmi_hook_close()),
+ * withdraws the handle, then reports the first asynchronous failure and frees everything. No other call of this
+ * manager may run meanwhile, except frees of allocator hooks. */
 static gemini_status_t manager_close(gemini_manager_t mgr) {
   if (!mgr) return GEMINI_OK;
   gmi_manager_t *m = gmi_manager_get(mgr);
@@ -250,7 +266,7 @@ static gemini_status_t manager_close(gemini_manager_t mgr) {
   gmi_manager_leave(m);
   status = m->failure.status;
   if (status) gmi_fail(status, 0, "an earlier asynchronous failure: %s", m->failure.message);
-  else status = gmi_updates_finish(m, "gemini_manager_close"); /* its failure, if any, is the one to report */
+  else status = gmi_updates_finish(m, "gemini_manager_close"); /* reports a failure of an update that ended since */
   manager_free(m);
   return status ? status : timeline;
 }
@@ -258,6 +274,8 @@ static gemini_status_t manager_close(gemini_manager_t mgr) {
 gemini_status_t gemini_manager_close(gemini_manager_t mgr) { API_RETURN(manager_close(mgr)); }
 
 /* ---- budgets */
+/* Changes the device budget and makes all plans again. Before the first cut into chunks only the device's memory
+ * changes; afterwards the number of frames does. */
 static gemini_status_t budget_device(gmi_manager_t *m, uint64_t bytes) {
   uint64_t margin = m->config.device_margin_bytes;
   uint64_t chunk_bytes = atomic_load(&m->cut.chunk_bytes) ? atomic_load(&m->cut.chunk_bytes) : 65536;
@@ -280,7 +298,8 @@ static gemini_status_t budget_device(gmi_manager_t *m, uint64_t bytes) {
   m->config.device_bytes = bytes;
   status = gmi_tracer_replan(m);
   if (!status) return GEMINI_OK;
-  /* The plan cannot be made: the budget stays as it was. Growing back, or shrinking what was not yet used, works. */
+  /* No plan fits the new budget: restores the old budget and its plans. Restoring works, because it grows back what
+   * was just freed, or gives up frames that are not used yet. */
   char message[440];
   int64_t code = gmi_fail_code();
   snprintf(message, sizeof message, "%s", gmi_fail_message());

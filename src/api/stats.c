@@ -1,4 +1,9 @@
-/* Statistics. SPDX-License-Identifier: Apache-2.0 */
+/* Reads and resets statistics: gemini_stats(), gemini_stats_reset(). Called by users and by dump.c.
+ * SPDX-License-Identifier: Apache-2.0
+ *
+ * gmi_stats_read() takes no lock, so that statistics can be read during a hang. Each figure is one atomic word and
+ * correct by itself; figures read while another call runs may belong to different moments. No figure publishes other
+ * data, so relaxed order suffices; the single loads keep the default order because they are rare. */
 #include "core/stats.h"
 #include "base/abi.h"
 #include "chunk/files.h"
@@ -50,7 +55,8 @@ void gmi_stats_read(gmi_manager_t *m, gemini_stats_t *stats_out) {
   *stats_out = s;
 }
 
-/* Has the lock, unless another call has it: then false. What has been done meanwhile is counted first. */
+/* Takes the lock if it is free, and counts the copies and ops that have ended since. Returns false if another call has
+ * the lock: the figures then are as of the last call that counted, because statistics never wait. */
 static bool begin(gmi_manager_t *m) {
   if (!gmi_lock_try(m)) return false;
   gmi_reap(m);

@@ -1,4 +1,6 @@
-/* Streams as callers see them. SPDX-License-Identifier: Apache-2.0 */
+/* Streams as users see them: gemini_stream_create(), _adopt(), _native(), _destroy(), _call(), _synchronize().
+ * core/streams.c does the work; these functions check arguments and the uses of a stream by ops and graphs.
+ * SPDX-License-Identifier: Apache-2.0 */
 #include "core/streams.h"
 #include "chunk/graph.h"
 #include "core/manager.h"
@@ -9,7 +11,7 @@ static gemini_status_t stream_create(gmi_manager_t *m, void *const *native, gemi
   gmi_lock_beside(m, "gemini_stream_create");
   uint32_t index = GMI_DEVICE_MAX_STREAMS;
   gemini_status_t status = GEMINI_OK;
-  if (native) /* what a hook has adopted becomes the caller's */
+  if (native) /* a stream that a hook has adopted becomes the caller's: one native stream has one index */
     for (index = 0; index < GMI_DEVICE_MAX_STREAMS; index++)
       if (m->streams[index].hooked && gmi_stream_is_native(&m->streams[index], *native)) break;
   if (index == GMI_DEVICE_MAX_STREAMS) status = gmi_stream_open(m, false, native, &index);
@@ -38,7 +40,7 @@ static gemini_status_t stream_native(gmi_manager_t *m, gemini_stream_t stream, v
   void *native;
   status = m->device.ops->stream.native(m->device.self, index, &native);
   if (status == GEMINI_ERR_UNSUPPORTED)
-    return gmi_fail(status, 0, "device %s has no streams of an API", m->device.ops->name);
+    return gmi_fail(status, 0, "device %s has no native streams", m->device.ops->name);
   if (status) return status;
   gmi_lock_beside(m, "gemini_stream_native");
   m->streams[index].native = *native_out = native;
@@ -102,7 +104,8 @@ static gemini_status_t stream_synchronize(gmi_manager_t *m, gemini_stream_t stre
   if (status) return status;
   gmi_wait_t wait;
   gmi_wait_begin(m, &wait, "gemini_stream_synchronize", GMI_WAIT_STREAM, index);
-  status = m->device.ops->stream.sync(m->device.self, index, gmi_fence_mark(end)); /* others go on meanwhile */
+  /* without the lock, so that other threads continue */
+  status = m->device.ops->stream.sync(m->device.self, index, gmi_fence_mark(end));
   gmi_wait_end(m, &wait);
   return status;
 }

@@ -1,33 +1,40 @@
-/* Belady's MIN over a cycle: which accesses find their chunk on the device when as few as possible do not.
+/* Belady's MIN over a cycle: decides which accesses find their chunk on the device such that as few as possible do not.
+ * Called by plan.c for every candidate plan.
  * SPDX-License-Identifier: Apache-2.0
  *
- * Between two accesses a chunk is kept or dropped; a kept one takes a frame in every step between. So an iteration is
- * a circle with a capacity at each step, and keeping as many chunks as possible is choosing as many arcs as possible.
+ * Between two consecutive accesses a chunk is either kept or dropped. A kept chunk occupies a frame in every step
+ * between the two accesses. So an iteration is a circle with a capacity at each step, a kept chunk is an arc of that
+ * circle, and minimising fetches means choosing as many arcs as the capacities allow.
  *
  * 1. MIN (L. A. Belady, "A study of replacement algorithms for a virtual-storage computer", IBM Systems Journal 5(2),
- *    1966) runs over one iteration after another. It is the best over any number of iterations, so once its state
- *    repeats after one iteration, that iteration is the best plan.
- * 2. Its state need not repeat that soon: three chunks used in turn with two frames give 1, 2, 1, 2 fetches. Then the
- *    question is asked as call control in a ring (U. Adamy, C. Ambuehl, R. S. Anand, T. Erlebach, "Call control in
- *    rings", Algorithmica 47(3), 2007): can k arcs be kept? Each round takes the k arcs begun in one iteration that end
- *    first and fit beside those that the round before left open. Rounds only move ends outward, so they come to a
- *    fixed point, which is a plan, or to a round that finds no k, which proves that there is none.
+ *    1966) runs over one iteration after another and evicts the chunk whose next use is furthest away. MIN is optimal
+ *    over any number of iterations, so if its state repeats after one iteration, that iteration is the best plan of one
+ *    iteration.
+ * 2. The state may repeat only after several iterations: three chunks used in turn with two frames give 1, 2, 1, 2
+ *    fetches. Then the problem is solved as call control in a ring (U. Adamy, C. Ambuehl, R. S. Anand, T. Erlebach,
+ *    "Call control in rings", Algorithmica 47(3), 2007), which decides whether k arcs can be kept: each round greedily
+ *    takes the k arcs begun in one iteration that end first and that fit beside the arcs which the round before left
+ *    open. From round to round the ends of the arcs only move outward, so the rounds reach either a fixed point, which
+ *    is a plan, or a round that finds fewer than k arcs, which proves that no plan keeps k.
  *
- * Resident chunks are known by the index of their next access, in bitmaps with summary levels: since indices ascend
- * with time, the furthest next use is the highest bit below the present one, or the highest of all. */
+ * A resident chunk is represented by the index of its next access, as a bit in a bitmap with summary levels. Indices
+ * ascend with time within an iteration; those below the current access belong to the next iteration. So the furthest
+ * next use is the highest bit below the current access or, if there is none, the highest bit of all. */
 #include <stdlib.h>
 #include <string.h>
 
 #include "policy/model.h"
 
 #define NONE UINT32_MAX
-#define LEVELS 6 /* 64^6 > 2^31 */
+#define LEVELS 6 /* enough for 2^31 accesses: 64^6 > 2^31 */
 #define CONVERGE_ROUNDS 4
-/* The search may visit this many accesses or take this many rounds, whichever is more. It is a limit of each call, not
- * what is left of the planner's: the same candidate made again must come out the same. */
+/* The search for k stops after this many visits or rounds, whichever is more. The limit applies to each call and
+ * does not depend on the planner's remaining work: making the same candidate twice must give the same plan. */
 #define SEARCH_VISITS UINT64_C(4000000)
 #define SEARCH_ROUNDS 16
 
+/* A set of integers below bit_count. Level 0 has one bit per member; a bit of level l + 1 is set if and only if its
+ * word of level l is not 0. Finding a neighbour looks at two words per level: O(log64 bit_count). */
 typedef struct bits {
   uint64_t *level[LEVELS];
   uint32_t level_count, reserved;
@@ -36,7 +43,8 @@ typedef struct bits {
 static uint64_t word_count(uint64_t bit_count) { return (bit_count + 63) / 64; }
 
 static bool bits_make(bits_t *bits, uint32_t bit_count) {
-  uint64_t total = 0, words = (uint64_t)bit_count + 1; /* one more, so that bits_below() can ask for all of them */
+  /* one bit more than members, so that bits_below() accepts end == bit_count */
+  uint64_t total = 0, words = (uint64_t)bit_count + 1;
   memset(bits, 0, sizeof *bits);
   do {
     words = word_count(words);
@@ -71,10 +79,10 @@ static void bits_clear(bits_t *bits, uint32_t i) {
   }
 }
 
-/* The highest set bit below end, or NONE. */
+/* Returns the highest set bit below end, or NONE. */
 static uint32_t bits_below(const bits_t *bits, uint32_t end) {
   for (uint32_t l = 0; l < bits->level_count; l++, end >>= 6) {
-    if ((end & 63) == 0) continue; /* also keeps an end behind the last word from being read */
+    if ((end & 63) == 0) continue; /* no lower bit in this word; this also avoids a read behind the last word */
     uint64_t word = bits->level[l][end >> 6] & ((UINT64_C(1) << (end & 63)) - 1);
     if (word == 0) continue;
     uint32_t found = (end & ~UINT32_C(63)) + 63 - (uint32_t)__builtin_clzll(word);
@@ -84,7 +92,7 @@ static uint32_t bits_below(const bits_t *bits, uint32_t end) {
   return NONE;
 }
 
-/* The lowest set bit from begin on, or NONE; begin must lie inside the bitmap or count bits behind its last. */
+/* Returns the lowest set bit at begin or above, or NONE. begin may equal bit_count. */
 static uint32_t bits_from(const bits_t *bits, uint32_t begin, uint64_t bit_count) {
   for (uint32_t l = 0; l < bits->level_count; l++) {
     if (begin >= bit_count) return NONE;
@@ -100,18 +108,19 @@ static uint32_t bits_from(const bits_t *bits, uint32_t begin, uint64_t bit_count
   return NONE;
 }
 
-/* Invariant: open is the number of bits in clean, dirty, idle and kept together. */
+/* State of a sweep over an iteration, and scratch memory of the call-control search. Invariants: open is the number
+ * of bits in clean, dirty, idle and kept together; the four are disjoint, because each access has one predecessor. */
 typedef struct sweep {
   const gmi_model_t *model;
   uint32_t reduce, open;
-  bits_t clean, dirty;           /* resident, by next access */
-  bits_t idle;                   /* resident, and overwritten at the next access: dropping it costs no fetch */
-  bits_t kept;                   /* of call control: open arcs of the round before, which this round must not drop */
-  bits_t starts;                 /* first access of each step that has any */
-  uint64_t *hit;                 /* of the round */
-  uint64_t *saved;               /* clean, dirty and idle when the round began; or kept */
-  uint8_t *is_dirty;             /* [chunk_count] */
-  uint64_t hit_count, own_count; /* accesses that hit and would have cost a fetch; of these, not in kept */
+  bits_t clean, dirty; /* resident chunks by the index of their next access */
+  bits_t idle;         /* resident chunks that the next access overwrites: dropping one costs no fetch */
+  bits_t kept;         /* call control only: arcs that the round before left open; this round must not drop them */
+  bits_t starts;       /* the index of the first access of each step that has accesses */
+  uint64_t *hit;       /* accesses that hit in this iteration */
+  uint64_t *saved;     /* copy of clean, dirty and idle at the begin of the iteration; in call control, of kept */
+  uint8_t *is_dirty;   /* [chunk_count] 1: written since it was fetched */
+  uint64_t hit_count, own_count; /* hits that save a fetch; own_count: those of them whose arc was not in kept */
 } sweep_t;
 
 static void sweep_free(sweep_t *s) {
@@ -146,21 +155,25 @@ static bool sweep_make(sweep_t *s, const gmi_model_t *model, uint32_t reduce) {
   return true;
 }
 
-/* Frames for chunks between accesses in this step. */
+/* Frames left for chunks that this step does not access, after its own chunks and the held-back frames are
+ * subtracted. 0 at least: a step always gets the frames that it needs itself. */
 static uint32_t slack(const sweep_t *s, uint32_t step) {
   uint32_t room = gmi_model_room(s->model, step);
   uint32_t need = s->model->step_first[step + 1] - s->model->step_first[step];
   return room > need + (uint64_t)s->reduce ? room - need - s->reduce : 0;
 }
 
+/* The highest member below end of a and b together, or NONE. b may be NULL. */
 static uint32_t furthest(const bits_t *a, const bits_t *b, uint32_t end) {
   uint32_t x = bits_below(a, end), y = b == NULL ? NONE : bits_below(b, end);
   if (x == NONE || y == NONE) return x == NONE ? y : x;
   return x > y ? x : y;
 }
 
-/* Drops one chunk: an idle one, else of those whose next use is furthest a clean one, else the lowest. first is the
- * present step's first access; accesses below it come in the next iteration. */
+/* Drops one resident chunk that this step does not access. Order of choice: an idle chunk (its drop costs no fetch);
+ * then, among the chunks whose next use lies in the furthest step, a clean one (its drop costs no write-back); then
+ * the lowest index. first is the index of the current step's first access; accesses below it come in the next
+ * iteration and are therefore later than all others. */
 static void drop_one(sweep_t *s, uint32_t first) {
   uint32_t count = s->model->access_count;
   uint32_t victim = furthest(&s->idle, NULL, first);
@@ -181,7 +194,10 @@ static void drop_one(sweep_t *s, uint32_t first) {
   s->open--;
 }
 
-/* One iteration. With plain set, dirty chunks are not told from clean ones. */
+/* Runs MIN over one iteration. In each step: its accesses leave the sets (hits), then chunks are dropped until the
+ * rest fit, then the step's chunks enter the sets under their next access. Dropping comes before the insertion
+ * because room excludes the step's own chunks. With plain set, clean and dirty chunks are not distinguished: call
+ * control counts arcs only. */
 static void sweep_iteration(sweep_t *s, bool plain) {
   const gmi_model_t *model = s->model;
   memset(s->hit, 0, word_count(model->access_count) * sizeof *s->hit);
@@ -235,8 +251,9 @@ static void bits_empty(bits_t *bits, uint32_t count) {
   for (uint32_t i; (i = bits_below(bits, count)) != NONE;) bits_clear(bits, i);
 }
 
-/* Of call control: the arcs that the iteration has left open (all in clean) go on into the next; drops what does not
- * fit there beside its accesses, then what exceeds k. Returns whether k are left. */
+/* Call control: the arcs left open at the end of the iteration (all in clean) continue into the next iteration.
+ * Drops the arcs that end last until the others fit beside the accesses of that iteration, then the arcs in excess
+ * of k. Idle arcs save no fetch and do not count. Returns whether k arcs are left. */
 static bool sweep_tail(sweep_t *s, uint64_t k) {
   const gmi_model_t *model = s->model;
   uint32_t count = model->access_count;
@@ -258,7 +275,8 @@ static bool sweep_tail(sweep_t *s, uint64_t k) {
 
 enum { DECIDE_NO, DECIDE_YES, DECIDE_UNKNOWN };
 
-/* Can k chunks be kept? On yes the hits of the last round are a plan. A cut-short search says unknown. */
+/* Decides whether k arcs can be kept. On DECIDE_YES, the hits of the last round are a plan. DECIDE_UNKNOWN: *work
+ * ran out. */
 static int decide(sweep_t *s, uint64_t k, uint64_t *work) {
   const gmi_model_t *model = s->model;
   uint64_t words = word_count(model->access_count), bytes = words * sizeof(uint64_t);
@@ -269,7 +287,7 @@ static int decide(sweep_t *s, uint64_t k, uint64_t *work) {
   bits_empty(&s->kept, model->access_count);
   s->open = 0;
   for (;;) {
-    if (k > 0 && *work < visits) return DECIDE_UNKNOWN; /* k = 0 is settled by the first round */
+    if (k > 0 && *work < visits) return DECIDE_UNKNOWN; /* k = 0 always ends after the first round */
     *work -= *work < visits ? *work : visits;
     memcpy(s->saved, s->kept.level[0], bytes);
     sweep_iteration(s, true);
@@ -280,8 +298,10 @@ static int decide(sweep_t *s, uint64_t k, uint64_t *work) {
   }
 }
 
-/* Searches the largest k, from a guess in steps that double. With frames held back the plan is one of several to choose
- * from, so there half a per cent of its fetches is near enough. */
+/* Searches the largest k that decide() confirms: from guess with a stride that doubles until k is bracketed, then by
+ * bisection. [yes, no) brackets it; proven is the smallest k shown to be impossible, and a k that ran out of work
+ * lowers no but not proven. With frames held back the plan is one of several candidates, so the search ends within
+ * half a per cent of the fetches. */
 static void search(sweep_t *s, uint64_t guess, uint64_t most, uint64_t *work, gmi_hits_t *hits) {
   uint64_t bytes = word_count(s->model->access_count) * sizeof(uint64_t);
   uint64_t no = most + 1, proven = most + 1, yes = 0, k = guess < most ? guess : most, stride = 1;
@@ -320,6 +340,7 @@ gemini_status_t gmi_min_make(const gmi_model_t *model, uint32_t reduce, gmi_hits
     free(hits.words);
     return GEMINI_ERR_OOM_SYSTEM;
   }
+  /* most: accesses that need the chunk's bytes, so most - hits is the number of fetches */
   uint64_t most = 0, guess = 0;
   for (uint32_t x = 0; x < model->access_count; x++) most += (model->access[x] & GMI_MODEL_FRESH) == 0;
   bool repeats = false;
@@ -332,6 +353,7 @@ gemini_status_t gmi_min_make(const gmi_model_t *model, uint32_t reduce, gmi_hits
   }
   if (repeats) {
     memcpy(hits.words, s.hit, words * sizeof *hits.words);
+    /* The state repeats after one iteration: MIN's plan is optimal (point 1 of the header). */
     hits.fetch_count = hits.bound_count = most - s.hit_count;
   } else {
     uint64_t limit = visits * SEARCH_ROUNDS > SEARCH_VISITS ? visits * SEARCH_ROUNDS : SEARCH_VISITS, work = limit;

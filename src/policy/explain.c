@@ -1,4 +1,4 @@
-/* A plan in words.
+/* Writes a plan as text for people: gemini_plan_explain() of tracer/tracer.c calls gmi_plan_explain().
  * SPDX-License-Identifier: Apache-2.0 */
 #include <inttypes.h>
 #include <stdarg.h>
@@ -11,7 +11,7 @@
 
 typedef struct writer {
   char *text;
-  uint64_t size, length; /* length goes on where size ends */
+  uint64_t size, length; /* length counts also what did not fit in size */
 } writer_t;
 
 __attribute__((format(printf, 2, 3))) static void say(writer_t *c, const char *format, ...) {
@@ -57,6 +57,8 @@ static void say_stays(writer_t *c, const gmi_plan_input_t *input, const gmi_plan
   say(c, "\n");
 }
 
+/* The resource with the longest busy time limits the step. If even that resource is idle for more than a tenth of
+ * the step, dependencies between resources cost time as well, and the text says so. */
 static void say_binding(writer_t *c, const gmi_plan_t *plan) {
   const char *const names[] = { "compute", "the link to the device", "the link from the device", "updates on the host",
                                 "files" };

@@ -1,4 +1,5 @@
-/* Derives steps, their accesses and each access's successor from the planner's input.
+/* Derives the planner's tables from its input: facts (gmi_facts_make(), once per input) and the model of a candidate
+ * (gmi_model_make(): steps, their accesses, and each access's successor). Called by plan.c.
  * SPDX-License-Identifier: Apache-2.0 */
 #include "policy/model.h"
 
@@ -10,7 +11,8 @@
 static int compare_key(const void *a, const void *b) {
   const uint64_t *x = a, *y = b;
   if (x[0] != y[0]) return x[0] < y[0] ? -1 : 1;
-  return x[1] < y[1] ? -1 : x[1] > y[1]; /* the piece's index: a total order, so the sort is deterministic */
+  /* the piece's index makes the order total, so qsort() gives the same result everywhere */
+  return x[1] < y[1] ? -1 : x[1] > y[1];
 }
 
 void gmi_facts_free(gmi_facts_t *facts) {
@@ -22,7 +24,9 @@ void gmi_facts_free(gmi_facts_t *facts) {
   memset(facts, 0, sizeof *facts);
 }
 
-/* Fills piece_use. The first round, backwards, only learns what the next iteration begins with. */
+/* Fills piece_use by walking the iteration backwards twice, with next_op[chunk] holding the next op that accesses
+ * the chunk. The first round only establishes the state at the end of the iteration: what the next iteration
+ * accesses first. */
 static void find_uses(const gmi_facts_t *facts, uint32_t *next_op) {
   const gmi_plan_input_t *input = facts->input;
   memset(next_op, 0xff, input->chunk_count * sizeof *next_op);
@@ -59,7 +63,8 @@ gemini_status_t gmi_facts_make(const gmi_plan_input_t *input, gmi_facts_t *facts
               facts.pieces_by_gap != NULL;
   if (!done) goto end;
 
-  /* Counting sort by after_op: first[op + 1] is the next free place of op, and ends as the begin of op + 1. */
+  /* Counting sort by after_op. While the list is filled, op_piece_first[op + 1] is the next free position of op; in
+   * the end it has become the begin of op + 1. */
   for (uint32_t p = 0; p < pieces; p++) facts.op_piece_first[input->pieces[p].after_op + 2]++;
   for (uint32_t op = 1; op <= ops; op++) facts.op_piece_first[op + 1] += facts.op_piece_first[op];
   for (uint32_t p = 0; p < pieces; p++) facts.op_pieces[facts.op_piece_first[input->pieces[p].after_op + 1]++] = p;
@@ -75,6 +80,8 @@ gemini_status_t gmi_facts_make(const gmi_plan_input_t *input, gmi_facts_t *facts
     for (uint32_t i = 0; i < count; i++) facts.op_pieces_by_use[first + i] = (uint32_t)keys[i][1];
   }
 
+  /* Sorts pieces by compute time until the next use of their shared chunks. The sums start at the end of the op
+   * after which the piece runs; a use in the next iteration (use >= ops) adds the rest of this one. */
   begin_ns[0] = 0;
   for (uint32_t op = 0; op < ops; op++) begin_ns[op + 1] = begin_ns[op] + input->ops[op].compute_ns;
   for (uint32_t p = 0; p < pieces; p++) {
@@ -108,6 +115,8 @@ void gmi_model_free(gmi_model_t *model) {
   memset(model, 0, sizeof *model);
 }
 
+/* Appends a step and its accesses. A device piece writes all its chunks; none is FRESH, because an update reads what
+ * it writes. */
 static void add_step(gmi_model_t *model, uint32_t op, uint32_t piece) {
   const gmi_plan_input_t *input = model->facts->input;
   model->step_op[model->step_count] = op;
@@ -129,8 +138,9 @@ static void add_step(gmi_model_t *model, uint32_t op, uint32_t piece) {
   }
 }
 
-/* Twice backwards: the first round learns what the next iteration begins with. A host piece marks what lies ahead of
- * its chunks; the mark goes with the first access behind it. */
+/* Links each access to the same chunk's next one by walking the steps backwards twice; ahead[chunk] is the next
+ * access. The first round only establishes what the next iteration accesses first. A host piece after an op sets
+ * GMI_MODEL_LEAVE in ahead of its chunks; the flag ends up in next of the last access before the piece. */
 static void link_accesses(gmi_model_t *model, uint32_t *ahead) {
   const gmi_plan_input_t *input = model->facts->input;
   const gmi_facts_t *facts = model->facts;
@@ -142,7 +152,8 @@ static void link_accesses(gmi_model_t *model, uint32_t *ahead) {
         uint32_t piece = facts->op_pieces[i];
         if (model->on_device[piece]) continue;
         for (uint32_t j = input->pieces[piece].chunk_first; j < gmi_plan_piece_end(input, piece); j++)
-          ahead[input->piece_chunks[j]] |= GMI_MODEL_LEAVE; /* NONE stays NONE */
+          /* NONE has the bit set already, so a chunk without accesses stays NONE */
+          ahead[input->piece_chunks[j]] |= GMI_MODEL_LEAVE;
       }
       for (; step > 0 && model->step_op[step - 1] == op; step--) {
         for (uint32_t x = model->step_first[step - 1]; x < model->step_first[step]; x++) {

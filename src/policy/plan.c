@@ -1,38 +1,50 @@
-/* Chooses where pieces run and how early chunks move, and makes the plan.
- * SPDX-License-Identifier: Apache-2.0 */
+/* Makes the plan: chooses which pieces run on the device and how many frames to hold back for early fetches. Implements
+ * gmi_plan_make() and gmi_plan_simulate(), which tracer/plan_input.c and tracer/tracer.c call; docs/policy.md describes
+ * the choice.
+ * SPDX-License-Identifier: Apache-2.0
+ *
+ * A candidate is a pair (device_count, reduce): the first device_count pieces of an order of preference run on the
+ * device, and MIN works with reduce frames less than available. Holding frames back costs fetches, but leaves frames
+ * for fetches that start earlier. Each candidate is planned (belady.c, schedule.c) and simulated (simulate.c), and
+ * the one with the shortest predicted iteration wins. Only one plan exists at a time; the best one is made again at
+ * the end. */
 #include <stdlib.h>
 #include <string.h>
 
 #include "policy/model.h"
 
-/* Visits of accesses, steps and moves that all candidates together may cost: planning must end within a second on one
- * core for 300,000 accesses. No clock, so that the same input gives the same plan. */
+/* The budget of visits (of accesses, steps and moves) for all candidates together: planning must end within a second
+ * on one core for 300,000 accesses. The budget counts visits instead of time, so that the same input gives the same
+ * plan. */
 #define WORK_LIMIT UINT64_C(40000000)
-#define SIMULATE_VISITS 5 /* a candidate's schedule and simulation, in units of its accesses and moves */
+#define SIMULATE_VISITS 5 /* cost of a candidate's schedule and simulation, in visits per access and move */
 #define MAX_CANDIDATES 64
 #define TIME_LIMIT_NS (UINT64_C(1) << 59)
 
 typedef struct candidate {
-  uint32_t device_count; /* pieces of the order of preference that run on the device */
-  uint32_t reduce;       /* frames that MIN goes without, so that fetches can start earlier */
+  uint32_t device_count; /* number of pieces that run on the device: the first ones of planner_t.order */
+  uint32_t reduce;       /* frames that MIN does not use, so that fetches can start earlier */
   uint64_t predicted_ns, fetch_count;
 } candidate_t;
 
+/* State of gmi_plan_make(). Invariants: model and optimum belong to model_count pieces on the device (use_model())
+ * and are zeroed if it is NONE; plan belongs to the candidate at. */
 typedef struct planner {
   const gmi_plan_input_t *input;
   gmi_facts_t facts;
-  uint32_t *order;                   /* [order_count] pieces that may run on the device, in order of preference */
+  uint32_t *order;                   /* [order_count] pieces that may run on the device, most preferred first */
   uint32_t order_count, model_count; /* model_count: pieces on the device in model; NONE: there is no model */
-  uint8_t *held;                     /* [chunk_count] 1: pinned; 2: state of a piece on the device, which stays */
-  bool files;         /* the host has no room for all states: those of device pieces stay on the device */
+  /* [chunk_count] 1: pinned; 2: state chunk of a device piece that stays for good (only if files is set); 0: neither */
+  uint8_t *held;
+  bool files; /* the host has no room for all states, so the states of device pieces stay on the device for good */
   uint8_t *on_device; /* [piece_count] */
-  uint32_t *stamp;    /* [chunk_count] scratch: counts chunks once */
+  uint32_t *stamp;    /* [chunk_count] scratch: marks chunks that were counted */
   uint32_t stamp_now, candidates;
   gmi_model_t model;
-  gmi_hits_t optimum;   /* of model, with all frames */
-  uint64_t work;        /* left */
-  gmi_plan_t plan;      /* the last candidate's */
-  candidate_t at, best; /* of plan; the best so far, device_count NONE when there is none */
+  gmi_hits_t optimum;   /* MIN's decisions for model, with all frames */
+  uint64_t work;        /* visits left of WORK_LIMIT */
+  gmi_plan_t plan;      /* plan of the candidate at */
+  candidate_t at, best; /* at: the candidate of plan; best: the best so far, device_count NONE if there is none */
 } planner_t;
 #define NONE UINT32_MAX
 
@@ -50,6 +62,8 @@ void gmi_plan_free(gmi_plan_t *plan) {
   memset(plan, 0, sizeof *plan);
 }
 
+/* Adds count * ns to *sum. False: overflow, or the sum exceeds TIME_LIMIT_NS. The simulation adds up to six
+ * iterations and relies on this limit. */
 static bool add_time(uint64_t *sum, uint64_t count, uint64_t ns) {
   uint64_t product;
   return !__builtin_mul_overflow(count, ns, &product) && !__builtin_add_overflow(*sum, product, sum) &&
@@ -65,7 +79,8 @@ static bool scalars_are_valid(const gmi_plan_input_t *input) {
          input->static_param_fraction <= 1 && input->static_optim_fraction >= 0 && input->static_optim_fraction <= 1;
 }
 
-/* seen: [chunk_count] zeroed; used to find a chunk twice in a piece. */
+/* seen: [chunk_count] zeroed; holds the piece (+ 1) that named the chunk last, to find a chunk named twice in a
+ * piece */
 static bool input_is_valid(const gmi_plan_input_t *input, uint32_t *seen) {
   uint32_t accesses = input->ops[input->op_count].access_first;
   uint64_t total_ns = 0, piece_chunks = 0;
@@ -91,7 +106,7 @@ static bool input_is_valid(const gmi_plan_input_t *input, uint32_t *seen) {
     }
     piece_chunks += gmi_plan_piece_end(input, p) - piece->chunk_first;
   }
-  /* Indices of accesses, pieces' included, need a bit for a mark. */
+  /* Indices of accesses, including those of pieces, need one bit for GMI_MODEL_LEAVE. */
   return accesses + piece_chunks < GMI_MODEL_INDEX && add_time(&total_ns, accesses + piece_chunks, input->fetch_ns) &&
          add_time(&total_ns, accesses + piece_chunks, input->evict_ns) &&
          add_time(&total_ns, piece_chunks, input->file_read_ns) &&
@@ -117,7 +132,7 @@ gemini_status_t gmi_plan_simulate(const gmi_plan_input_t *input, gmi_plan_t *pla
   return status;
 }
 
-/* Frames that a step needs beside held chunks: those of its chunks that are not held. */
+/* Frames that an op or a piece needs for chunks that are not held. */
 static uint64_t op_need(const gmi_plan_input_t *input, const uint8_t *held, uint32_t op) {
   uint64_t need = 0;
   for (uint32_t x = input->ops[op].access_first; x < input->ops[op + 1].access_first; x++)
@@ -131,8 +146,9 @@ static uint64_t piece_need(const gmi_plan_input_t *input, const uint8_t *held, u
   return need;
 }
 
-/* Does every op, and every piece marked on_device (NULL: none), fit beside the held chunks? Fills failure_out (may be
- * NULL) with the first op that does not. */
+/* Returns whether every op, and every piece marked in on_device (NULL: none), fits beside the held chunks. If not,
+ * fills failure_out (may be NULL) with the first op that does not fit; of that op and its device pieces, with the
+ * largest need. */
 static bool steps_fit(const gmi_plan_input_t *input, const uint8_t *held, const uint8_t *on_device,
                       gmi_plan_failure_t *failure_out) {
   uint64_t held_count = 0;
@@ -159,17 +175,20 @@ static void drop_model(planner_t *p) {
   p->model_count = NONE;
 }
 
+/* Visits of one pass over the model: the unit in which costs are estimated. */
 static uint64_t model_visits(const gmi_model_t *model) { return (uint64_t)model->access_count + model->step_count; }
 
 static void spend(planner_t *p, uint64_t visits) { p->work -= visits < p->work ? visits : p->work; }
 
+/* Marks the state chunks of a piece as held for good. */
 static void hold_states(planner_t *p, uint32_t piece) {
   const gmi_plan_piece_t *at = &p->input->pieces[piece];
   for (uint32_t i = at->chunk_first + at->shared_count; i < gmi_plan_piece_end(p->input, piece); i++)
     if (!p->held[p->input->piece_chunks[i]]) p->held[p->input->piece_chunks[i]] = 2;
 }
 
-/* Would all states and what is shared with ops find room on the host? */
+/* Returns whether the host lacks room for the chunks of all pieces (states and shared ones). seen: [chunk_count]
+ * zeroed; zeroed again on return. */
 static bool host_is_short(const gmi_plan_input_t *input, uint8_t *seen) {
   uint64_t chunks = 0;
   for (uint32_t i = 0; i < input->pieces[input->piece_count].chunk_first; i++) {
@@ -180,7 +199,8 @@ static bool host_is_short(const gmi_plan_input_t *input, uint8_t *seen) {
   return input->host_slots > 0 && chunks > input->host_slots;
 }
 
-/* The model, and MIN with all frames, with the first device_count pieces of the order on the device. */
+/* Makes p->model and p->optimum for the first device_count pieces of the order on the device, unless they are there
+ * already. */
 static gemini_status_t use_model(planner_t *p, uint32_t device_count) {
   if (p->model_count == device_count) return GEMINI_OK;
   drop_model(p);
@@ -203,7 +223,7 @@ static gemini_status_t use_model(planner_t *p, uint32_t device_count) {
   return GEMINI_OK;
 }
 
-/* Makes p->plan of the decisions hits, and simulates it. */
+/* Makes p->plan from the decisions in hits, and simulates it. */
 static gemini_status_t make_moves(planner_t *p, const gmi_model_t *model, const gmi_hits_t *hits) {
   gmi_plan_free(&p->plan);
   gemini_status_t status = gmi_schedule_make(model, hits, &p->plan);
@@ -213,6 +233,8 @@ static gemini_status_t make_moves(planner_t *p, const gmi_model_t *model, const 
   return status;
 }
 
+/* Total order of candidates: predicted time, then fewer device pieces, fewer fetches, fewer frames held back. Being
+ * total, it does not depend on the order of trials. */
 static bool is_better(const candidate_t *a, const candidate_t *b) {
   if (b->device_count == NONE) return true;
   if (a->predicted_ns != b->predicted_ns) return a->predicted_ns < b->predicted_ns;
@@ -221,8 +243,9 @@ static bool is_better(const candidate_t *a, const candidate_t *b) {
   return a->reduce < b->reduce;
 }
 
-/* Makes and weighs one candidate. It stays out of the choice, with *kept_out false, when it fetches more than 1.05
- * times what it must. */
+/* Plans and simulates one candidate, and updates best. If reduce makes it fetch more than 1.05 times the lower
+ * bound, the candidate is dropped and *kept_out is false: traffic beyond that is not worth an earlier start of
+ * fetches. */
 static gemini_status_t try_candidate(planner_t *p, uint32_t device_count, uint32_t reduce, bool *kept_out) {
   *kept_out = false;
   gemini_status_t status = use_model(p, device_count);
@@ -247,14 +270,14 @@ static gemini_status_t try_candidate(planner_t *p, uint32_t device_count, uint32
   return GEMINI_OK;
 }
 
-/* May another candidate be tried, so that reserve is left? */
+/* Returns whether another candidate may be tried with reserve visits left afterwards. */
 static bool may_go_on(const planner_t *p, uint64_t reserve) {
   /* A candidate costs about two runs of MIN, a schedule and a simulation. */
   return p->candidates < MAX_CANDIDATES && p->work > reserve + (8 + SIMULATE_VISITS) * model_visits(&p->model);
 }
 
-/* Tries reductions 0, 1, 2, 4, ... with device_count pieces on the device; goes on while the plan may fetch that much,
- * until three in a row are no better. */
+/* Tries reductions 0, 1, 2, 4, ... with device_count pieces on the device. Stops at the first one that fetches too
+ * much (try_candidate()), after three in a row that are no faster, or if nothing is fetched. */
 static gemini_status_t try_reductions(planner_t *p, uint32_t device_count, uint64_t reserve) {
   uint64_t least_ns = UINT64_MAX;
   uint32_t worse = 0;
@@ -270,10 +293,11 @@ static gemini_status_t try_reductions(planner_t *p, uint32_t device_count, uint6
   return GEMINI_OK;
 }
 
-/* The most pieces of the order whose state chunks can stay on the device beside every step. */
+/* Returns the largest number of pieces of the order whose state chunks can stay on the device beside every step.
+ * More pieces need more frames, so bisection finds it. */
 static uint32_t count_that_fits(planner_t *p) {
   const gmi_plan_input_t *input = p->input;
-  uint8_t *held = p->held; /* lent: state chunks are marked with 2 and unmarked again */
+  uint8_t *held = p->held; /* used as scratch: state chunks are marked with 2, then unmarked */
   uint32_t low = 0, high = p->order_count;
   while (low < high) {
     uint32_t middle = low + (high - low + 1) / 2;
@@ -287,11 +311,12 @@ static uint32_t count_that_fits(planner_t *p) {
     for (uint32_t c = 0; c < input->chunk_count; c++) held[c] = held[c] == 1;
     spend(p, (uint64_t)input->ops[input->op_count].access_first + 2 * input->chunk_count);
   }
-  p->model_count = NONE; /* on_device was used */
+  p->model_count = NONE; /* on_device no longer matches the model */
   return low;
 }
 
-/* Pieces that fit on the device at all, those that are needed again soonest first. */
+/* Fills order with the pieces that fit on the device at all, those whose chunks are needed again soonest first: on
+ * the host their write-back, update and fetch have the least time to hide. */
 static void find_order(planner_t *p) {
   const gmi_plan_input_t *input = p->input;
   uint64_t held = 0;
@@ -308,15 +333,20 @@ static int compare_count(const void *a, const void *b) {
   return *x < *y ? -1 : *x > *y;
 }
 
-/* AUTO. Counts tried: none, quarters of those whose states fit for good, halfway to all and all (whose states then come
- * and go); then halfway between the best and its neighbours; then the best one's reductions. */
+/* AUTO: searches the number of device pieces with the shortest predicted time. fits is the number of pieces whose
+ * states can stay on the device for good.
+ * 1. Tries 0, with all reductions.
+ * 2. Tries fits, quarters of it, all, and halfway between fits and all. With more than fits pieces on the device some
+ *    states come and go. If the host is short of room, all is fits.
+ * 3. Tries halfway between the best count and its neighbours, until they are adjacent or the work is used up.
+ * 4. Tries all reductions with the best count. */
 static gemini_status_t plan_auto(planner_t *p) {
   uint32_t fits = count_that_fits(p), all = p->files ? fits : p->order_count, count = 0, tried[MAX_CANDIDATES + 8];
   const uint32_t grid[] = {
     fits, fits / 2, all, fits / 4, (uint32_t)(((uint64_t)fits * 3) / 4), fits + (all - fits) / 2
   };
   gemini_status_t status = try_reductions(p, 0, WORK_LIMIT / 4 * 3);
-  uint32_t reduce = p->best.reduce; /* what is good without pieces is a fair start with some */
+  uint32_t reduce = p->best.reduce; /* a reduction that suits no device pieces is a reasonable start with some */
   tried[count++] = 0;
   for (uint32_t i = 0; i < sizeof grid / sizeof *grid && status == GEMINI_OK && may_go_on(p, 0); i++) {
     bool known = false, kept;
@@ -350,7 +380,8 @@ static gemini_status_t plan_auto(planner_t *p) {
   return status;
 }
 
-/* CPU, and STATIC with its sticky chunks: by rule. */
+/* CPU, and STATIC with its sticky chunks: the only candidate follows the rule of gmi_visit_make(). held may differ
+ * from p->held; then it needs a model of its own. */
 static gemini_status_t plan_visit(planner_t *p, uint32_t device_count, const uint8_t *sticky, const uint8_t *held) {
   gemini_status_t status = use_model(p, device_count);
   if (status != GEMINI_OK) return status;
@@ -370,7 +401,7 @@ static bool is_param(const gmi_plan_input_t *input, uint32_t chunk) {
   return input->chunk_kind[chunk] == GEMINI_KIND_PARAM || input->chunk_kind[chunk] == GEMINI_KIND_GRAD;
 }
 
-/* Of total the count that a fraction asks for, rounded up so that a fraction above 0 means one at least. */
+/* The number that a fraction of total stands for, rounded up: a fraction above 0 gives at least 1. */
 static uint64_t fraction_of(uint64_t total, double fraction) {
   double wanted = (double)total * fraction;
   uint64_t count = (uint64_t)wanted;
@@ -378,7 +409,9 @@ static uint64_t fraction_of(uint64_t total, double fraction) {
   return count < total ? count : total;
 }
 
-/* STATIC. fixed: chunks that stay for good, 1, or but for the updates of their host pieces, 2. */
+/* STATIC: parameters and gradients in order of index, up to static_param_fraction, and the states of pieces in order
+ * of index, up to static_optim_fraction, stay on the device. fixed: 1, the chunk stays for good; 2, it stays except
+ * for the updates of its host pieces. */
 static gemini_status_t plan_static(planner_t *p, gmi_plan_failure_t *failure_out) {
   const gmi_plan_input_t *input = p->input;
   uint8_t *fixed = calloc((size_t)input->chunk_count + 1, 1), *held = calloc((size_t)input->chunk_count + 1, 1);
@@ -390,7 +423,8 @@ static gemini_status_t plan_static(planner_t *p, gmi_plan_failure_t *failure_out
   for (uint32_t c = 0; c < input->chunk_count && params > 0; c++)
     if (is_param(input, c)) fixed[c] = 1, params--;
 
-  /* Pieces in order of index until their states make up the fraction; a state of several pieces counts once. */
+  /* Pieces in order of index run on the device until their states make up the fraction. A state chunk of several
+   * pieces counts once. */
   p->stamp_now++;
   for (uint32_t piece = 0; piece < input->piece_count; piece++) {
     for (uint32_t i = input->pieces[piece].chunk_first + input->pieces[piece].shared_count;
@@ -429,7 +463,8 @@ end:
   return status;
 }
 
-/* Twice backwards, as the model's links are made, but for ops' accesses of all chunks, held ones too. */
+/* Fills plan->next_use by walking the ops backwards twice, like link_accesses() of model.c, but for all accesses of
+ * ops, including those of held chunks. The first round only establishes what the next iteration accesses first. */
 static gemini_status_t find_next_use(planner_t *p) {
   const gmi_plan_input_t *input = p->input;
   const gmi_facts_t *facts = &p->facts;
@@ -447,7 +482,8 @@ static gemini_status_t find_next_use(planner_t *p) {
           if (!plan->piece_on_device[piece] && !p->held[input->piece_chunks[j]])
             ahead[input->piece_chunks[j]] = UINT32_MAX;
       }
-      /* Device pieces run before the host pieces take their chunks, so they are met after them here. */
+      /* Device pieces run before the op's host pieces take their chunks, so the backward walk meets the host pieces
+       * first. */
       for (uint32_t i = facts->op_piece_first[op]; i < facts->op_piece_first[op + 1]; i++) {
         uint32_t piece = facts->op_pieces[i];
         for (uint32_t j = input->pieces[piece].chunk_first; j < gmi_plan_piece_end(input, piece); j++)
@@ -491,7 +527,7 @@ gemini_status_t gmi_plan_make(const gmi_plan_input_t *input, gmi_plan_t *plan_ou
     else status = plan_auto(&p);
   }
   if (status == GEMINI_OK && (p.at.device_count != p.best.device_count || p.at.reduce != p.best.reduce)) {
-    /* Only one plan is held at a time, to bound memory: the best is made again. */
+    /* The last candidate is not the best: make the best again. Keeping one plan at a time bounds memory. */
     bool kept;
     status = try_candidate(&p, p.best.device_count, p.best.reduce, &kept);
   }

@@ -1,10 +1,14 @@
-/* Turns hits into moves: when each fetch and each eviction is issued.
+/* Turns hits into moves: decides when each fetch and each eviction is issued. Called by plan.c for every candidate,
+ * before it is simulated.
  * SPDX-License-Identifier: Apache-2.0
  *
- * An eviction is issued when the last use before it has ended. A fetch may be issued early into frames that nothing
- * else needs until its use, so that the number of fetches stays what it was. Fetches share one link, so they are
- * issued in order of need; each goes back until the link, were it idle before, would be done in time for this fetch
- * and all behind it, with SLACK_FETCHES to spare, or by LOOKBACK_STEPS, which bounds the work. */
+ * An eviction is issued when the chunk's last use before it has ended. A fetch may be issued early, but only into
+ * frames that nothing else needs until the fetched chunk is used, so the number of fetches does not change.
+ *
+ * All fetches share one link, so they are issued in order of need. The target of a fetch is the latest step at whose
+ * begin the link, if idle before, has enough time for this fetch and for all fetches behind it, with SLACK_FETCHES
+ * to spare (find_targets()). From its use, the fetch is moved back towards the target as long as a frame is free
+ * (place()). LOOKBACK_STEPS bounds the work. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -19,6 +23,8 @@ static uint64_t step_ns(const gmi_model_t *model, uint32_t step) {
   return piece == GMI_NO_PIECE ? input->ops[model->step_op[step]].compute_ns : input->pieces[piece].device_ns;
 }
 
+/* is_fetch: the access misses and needs the chunk's bytes. is_kept: the chunk stays resident after this access until
+ * its next one. */
 static bool is_fetch(const gmi_model_t *model, const gmi_hits_t *hits, uint32_t access) {
   return !gmi_hits_at(hits, access) && (model->access[access] & GMI_MODEL_FRESH) == 0;
 }
@@ -26,11 +32,11 @@ static bool is_kept(const gmi_model_t *model, const gmi_hits_t *hits, uint32_t a
   return (model->next[access] & GMI_MODEL_LEAVE) == 0 && gmi_hits_at(hits, model->next[access]);
 }
 
-/* Frames that stay free in each step, were every fetch issued at its use. Returns how many chunks are resident when
- * the iteration begins. */
+/* Fills room: the frames that stay free in each step if every fetch is issued at its use. */
 static void find_room(const gmi_model_t *model, const gmi_hits_t *hits, uint32_t *room) {
-  /* Kept over the iteration's end: hits whose predecessor is not before them. Counted as those resident behind the
-   * last step: every access adds one unless it hits, and takes one away unless it is kept. */
+  /* Starts with the chunks that stay resident over the end of the iteration: kept accesses whose successor is not
+   * behind them. Within a step, an access that misses adds one chunk; after it, an access that is not kept takes one
+   * away. */
   int64_t resident = 0;
   for (uint32_t x = 0; x < model->access_count; x++)
     resident += is_kept(model, hits, x) && (model->next[x] & GMI_MODEL_INDEX) <= x;
@@ -42,14 +48,17 @@ static void find_room(const gmi_model_t *model, const gmi_hits_t *hits, uint32_t
   }
 }
 
-/* The step, perhaps before 0 (in the iteration before), in which each fetch ought to be issued, were there room. */
+/* Fills issue with each fetch's target: the step in which the fetch is issued if frames allow. A negative step is in
+ * the iteration before. Walks the fetches backwards from the last; latest_ns is the latest time at which the link
+ * must start the fetch at hand. */
 static void find_targets(const gmi_model_t *model, const gmi_hits_t *hits, uint32_t fetch_count, int32_t *issue) {
   const gmi_plan_input_t *input = model->facts->input;
   int64_t steps = model->step_count, iteration_ns = 0, slack_ns = SLACK_FETCHES * (int64_t)input->fetch_ns;
   for (uint32_t j = 0; j < model->step_count; j++) iteration_ns += (int64_t)step_ns(model, j);
-  int64_t latest_ns = INT64_MAX / 4; /* by when the link must be free for the fetches behind */
+  int64_t latest_ns = INT64_MAX / 4; /* when the link must be free for the fetches behind; starts as no limit */
   for (uint32_t round = 0; round < 2; round++) {
-    /* The first round only finds how far the next iteration's fetches reach back into this one. */
+    /* The first round only finds how far the next iteration's fetches reach back into this one: it leaves latest_ns
+     * for the second. */
     int64_t begin_ns = iteration_ns, back_ns = iteration_ns, back = steps;
     uint32_t f = fetch_count;
     for (uint32_t j = model->step_count; j-- > 0;) {
@@ -69,24 +78,27 @@ static void find_targets(const gmi_model_t *model, const gmi_hits_t *hits, uint3
     }
     if (latest_ns < INT64_MAX / 8) {
       latest_ns += iteration_ns;
-      /* A link that cannot keep up falls behind without bound; two iterations behind is far enough. */
+      /* If the link cannot keep up, latest_ns falls without bound from round to round; two iterations back suffice. */
       if (latest_ns < -iteration_ns) latest_ns = -iteration_ns;
     }
   }
 }
 
-/* Moves each issue from its target to where there is room, taking that room, in order of need. */
+/* Replaces each target in issue by the step in which the fetch is issued, in order of need: starting at the use,
+ * goes back one step at a time while that step has a free frame, takes the frame, and stops at the target, at the
+ * fetch before it, or at the first step in which the chunk may be fetched again. */
 static gemini_status_t place(const gmi_model_t *model, const gmi_hits_t *hits, uint32_t fetch_count, uint32_t *room,
                              int32_t *issue) {
   const gmi_plan_input_t *input = model->facts->input;
   const gmi_facts_t *facts = model->facts;
   int32_t steps = (int32_t)model->step_count;
-  /* First step in which a chunk may be fetched again: behind its last use and its host pieces. */
+  /* ready[chunk]: the first step in which the chunk may be fetched again, after its last use and after its host
+   * pieces were submitted. The first round only fills it with the steps of the iteration before. */
   int32_t *ready = malloc((size_t)input->chunk_count * sizeof *ready + 1);
   if (ready == NULL) return GEMINI_ERR_OOM_SYSTEM;
   memset(ready, 0, input->chunk_count * sizeof *ready);
   uint32_t f = 0;
-  int32_t before = INT32_MIN; /* issue of the fetch before */
+  int32_t before = INT32_MIN; /* step in which the fetch before this one is issued */
   for (int32_t round = 0; round < 2; round++) {
     int32_t base = round == 0 ? -steps : 0;
     for (int32_t j = 0; j < steps; j++) {
@@ -114,7 +126,8 @@ static gemini_status_t place(const gmi_model_t *model, const gmi_hits_t *hits, u
     }
   }
   free(ready);
-  /* The next iteration's first fetches come behind this one's last in order of need too. */
+  /* The order of need also holds across the end of the iteration: no fetch is issued before the last fetch of the
+   * iteration before it. */
   for (f = 0; f < fetch_count && issue[f] < before - steps; f++) issue[f] = before - steps;
   return GEMINI_OK;
 }
@@ -128,9 +141,13 @@ static void write_move(const gmi_model_t *model, gmi_plan_move_t *move, uint32_t
   move->flags = 0;
 }
 
+/* Writes plan->fetches and fetch_first. The plan is one iteration that repeats, so a fetch issued in the iteration
+ * before its use becomes one of the last fetches of the list, and its chunk counts as resident (arriving) at the
+ * start. */
 static void write_fetches(const gmi_model_t *model, const gmi_hits_t *hits, const int32_t *issue, gmi_plan_t *plan) {
   uint32_t count = (uint32_t)plan->fetch_count, wrapped = 0, f = 0;
-  while (wrapped < count && issue[wrapped] < 0) wrapped++; /* issued in the iteration before its use: these come last */
+  /* fetches issued in the iteration before their use come last */
+  while (wrapped < count && issue[wrapped] < 0) wrapped++;
   for (uint32_t j = 0; j < model->step_count; j++) {
     for (uint32_t x = model->step_first[j]; x < model->step_first[j + 1]; x++) {
       if (!is_fetch(model, hits, x)) continue;
@@ -148,8 +165,9 @@ static void write_fetches(const gmi_model_t *model, const gmi_hits_t *hits, cons
   for (uint32_t op = 0; op < model->facts->input->op_count; op++) plan->fetch_first[op + 1] += plan->fetch_first[op];
 }
 
-/* A chunk is dirty when its stay, from the access that brought it to this one, has written it. The first round learns
- * the state in which the iteration begins. Marks in stays chunks that some access drops, by clearing. */
+/* Writes plan->evicts and evict_first: an eviction follows every access that does not keep its chunk. The eviction
+ * is dirty if an access wrote the chunk since it was fetched. The first round only establishes which chunks are
+ * dirty when the iteration begins. Clears stays for every chunk that is evicted. */
 static void write_evicts(const gmi_model_t *model, const gmi_hits_t *hits, uint8_t *dirty, gmi_plan_t *plan) {
   uint32_t count = 0;
   for (uint32_t round = 0; round < 2; round++) {
@@ -198,7 +216,7 @@ gemini_status_t gmi_schedule_make(const gmi_model_t *model, const gmi_hits_t *hi
   for (uint32_t c = 0; c < input->chunk_count; c++) plan->resident_at_start[c] = plan->stays[c] = model->held[c] != 0;
   for (uint32_t x = 0; x < model->access_count; x++) {
     uint32_t chunk = model->access[x] & GMI_MODEL_CHUNK;
-    plan->stays[chunk] = 1; /* until write_evicts() finds otherwise */
+    plan->stays[chunk] = 1; /* write_evicts() clears it if the chunk is ever evicted */
     if (is_kept(model, hits, x) && (model->next[x] & GMI_MODEL_INDEX) <= x) plan->resident_at_start[chunk] = 1;
   }
   find_room(model, hits, room);

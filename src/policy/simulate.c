@@ -1,27 +1,31 @@
-/* Predicts the step time of a plan: one compute stream, one link each way, the update workers as one resource.
+/* Predicts the duration of an iteration under a plan, by simulating the resources: one compute stream, one link in each
+ * direction, the update workers as one resource, and the files as one resource. Called by plan.c for every candidate,
+ * and by tracer/tracer.c (gmi_plan_simulate()) when times were measured anew.
  * SPDX-License-Identifier: Apache-2.0
  *
- * - A step starts when the one before has ended, its chunks have arrived and the frames it takes itself (chunks it
- *   overwrites, growth of non-model memory) are free.
- * - A fetch starts when the link has done those before it, a frame is free and the bytes on the host are current.
- *   Frames are taken in the order in which they were given back: a clean chunk's when the step ended, a dirty one's
- *   when it is written back, non-model memory's when the op before ended.
- * - A host piece is ready when its op has ended, its chunks are written back and the pieces before it that take one
- *   of them are done. The workers, when free, take of the ready pieces the one whose shared chunks an op uses next
- *   soonest, of equals the lowest index; when none is ready they wait for the first that becomes so. Its chunks are
- *   current a delay after its work, as each worker has other work to end first. A piece ends before it is submitted
- *   again.
- * - Where the host has no room for all states, the last pieces of an iteration are streamed: their states are read
- *   from files ahead of the update and written after it, a few pieces at once, by one resource. They wait for nothing
- *   else, and run behind the other host pieces.
- * - A device piece is a step of the compute stream, behind its op; or, where pieces run apart, it starts when its op
- *   and the device piece before have ended, and whoever uses its chunks next waits for it.
- * - The host issues ahead of the device at no cost, but at an iteration's begin it waits for the compute stream, since
- *   users read the loss there; so nothing that this iteration issues starts earlier. What is in flight goes on.
- * One pass in program order suffices: everything waits for earlier things only. What depends on which piece the workers
- * took is put off until a step waits for it: fetches, and with them the pieces that update what they bring. All pieces
- * submitted later are ready only behind that step, so they change nothing. (Nearly so where device pieces run
- * apart.) */
+ * Rules:
+ * - A step starts when the step before it has ended, its chunks have arrived, and the frames that it takes itself (for
+ *   chunks that it overwrites, and for growth of non-model memory) are free.
+ * - A fetch starts when the link has done the fetches before it, a frame is free, and the bytes on the host are
+ *   current. Frames are taken in the order in which they were given back. The frame of a clean chunk is given back when
+ *   the step ends, that of a dirty chunk when the write-back ends, that of non-model memory when the op ends.
+ * - A host piece is ready when its op has ended, its chunks are written back, and the earlier pieces that use one of
+ *   its chunks are done. Of the ready pieces, the workers take the one whose shared chunks an op uses next soonest,
+ *   then the lowest index. If none is ready, they wait for the first that becomes ready. The chunks of a piece are
+ *   current host_delay_ns after its work, because each worker finishes other work first. A piece is done before it is
+ *   submitted again in the next iteration.
+ * - If the host lacks room for all states, the last pieces of an iteration are streamed: their states are read from
+ *   files before the update and written after it, a few pieces at a time. They run after the other host
+ *   pieces, in order; an update waits for its read and for the write-backs of its chunks.
+ * - A device piece is a step of the compute stream, after its op. If pieces run apart (input->pieces_apart), it instead
+ *   starts when its op and the device piece before it have ended, and the next use of its chunks waits for it.
+ * - The host issues work ahead of the device at no cost, but waits for the compute stream at the begin of an iteration,
+ *   where users read the loss. So nothing that an iteration issues starts before its begin. Work in flight continues.
+ *
+ * One pass in program order suffices, because everything waits only for earlier things. One thing depends on later
+ * events: which piece the workers take. Therefore fetches, and the pieces that update the fetched chunks, are
+ * evaluated only when a step waits for them (machine_t.arriving). Every piece submitted later is ready only after
+ * that step and changes nothing before it. (If device pieces run apart, this is an approximation.) */
 #include <stdlib.h>
 #include <string.h>
 
@@ -31,13 +35,14 @@
 #define NONE UINT32_MAX
 #define NOT_SUBMITTED UINT64_MAX
 
-/* Free frames, oldest first, in runs with one time. Invariant: total is the sum of counts. */
+/* Free frames in the order in which they were given back, oldest first, grouped by the time at which they become
+ * ready. Invariant: free_frames of machine_t is the sum of the counts. */
 typedef struct frame_run {
   uint64_t ready_ns;
   uint64_t count;
 } frame_run_t;
 
-/* Binary heap of pieces: least key first, of equals the lowest index. */
+/* Binary min-heap of pieces, by key, then by index. */
 typedef struct waiting {
   uint64_t key;
   uint32_t piece;
@@ -47,6 +52,9 @@ typedef struct heap {
   uint32_t count;
 } heap_t;
 
+/* State of the simulation; times count from the begin of the first iteration. Invariants: a piece is in at most one
+ * of coming and ready; owed_ns is the sum of host_ns over submitted pieces that are not done; arriving_count is at
+ * most the number of fetches of the plan. */
 typedef struct machine {
   const gmi_facts_t *facts;
   const gmi_plan_t *plan;
@@ -55,36 +63,44 @@ typedef struct machine {
     uint64_t capacity, first, count;
   } runs;
   uint64_t free_frames;
-  uint64_t *host_ready_ns;  /* [chunk_count] when the copy on the host is current, but for pieces not done yet */
-  uint64_t *fetch_start_ns; /* [fetches] of one that is issued: when it has its frame */
-  uint32_t arriving;        /* the first fetch issued and put off; they come in order of need, so in this order */
+  uint64_t *host_ready_ns;  /* [chunk_count] when the host copy is current, not counting pieces that are not done */
+  uint64_t *fetch_start_ns; /* [fetches] when an issued fetch gets its frame */
+  /* the first fetch that is issued but not evaluated yet; fetches are in order of need, so they are evaluated in
+   * that order */
+  uint32_t arriving;
   uint32_t arriving_count;
-  heap_t coming, ready; /* pieces not blocked, by when they are ready; of these, those seen to be ready, by next use */
-  uint64_t *ready_ns; /* [piece_count] NOT_SUBMITTED unless submitted and not done; blocked: of what is known so far */
-  uint64_t *next_use; /* [piece_count] then: op, counted over all iterations */
-  uint32_t *blocked;  /* [piece_count] then: pieces before it to be done, counted for each chunk */
-  uint32_t *last_taker; /* [chunk_count] the last piece not done that takes it, as an index of piece_chunks; NONE */
-  uint32_t *next_taker; /* [piece_chunks] then: the piece that takes the chunk next; NONE */
-  uint64_t owed_ns;     /* work of pieces not done */
-  uint64_t ops_before;  /* this iteration */
-  uint64_t *updated_ns; /* [chunk_count] when its last device piece is done; only where pieces run apart */
-  uint32_t *fresh;      /* [op_count] chunks that arrive by being overwritten */
-  uint32_t *streamed;   /* [piece_count] state chunks that are read and written for this piece; 0: none */
+  /* submitted pieces that are not blocked. coming: by the time at which they become ready; ready: those seen to be
+   * ready, by next use */
+  heap_t coming, ready;
+  /* [piece_count] NOT_SUBMITTED unless submitted and not done; while the piece is blocked, the maximum known so far */
+  uint64_t *ready_ns;
+  uint64_t *next_use; /* [piece_count] of a submitted piece: the op of its next use, counted over all iterations */
+  uint32_t *blocked;  /* [piece_count] of a submitted piece: the earlier pieces it waits for, counted once per chunk */
+  /* [chunk_count] the last submitted piece that uses the chunk and is not done, as an index into piece_chunks; NONE */
+  uint32_t *last_taker;
+  uint32_t *next_taker; /* [piece_chunks] of a submitted piece: the piece that uses the chunk next; NONE */
+  uint64_t owed_ns;     /* work of submitted pieces that are not done */
+  uint64_t ops_before;  /* ops of all iterations before this one */
+  uint64_t *updated_ns; /* [chunk_count] when the chunk's last device piece is done; NULL unless pieces run apart */
+  uint32_t *fresh;      /* [op_count] chunks that get a frame without a fetch, because the op overwrites them */
+  /* [piece_count] state chunks that are read from and written to files for this piece; 0: the piece is not streamed */
+  uint32_t *streamed;
   struct {
-    uint32_t *pieces; /* [piece_count] the iteration's streamed ones */
-    uint64_t *ns;     /* [piece_count] when they were submitted; then when they were done */
+    uint32_t *pieces; /* [piece_count] the streamed pieces of this iteration */
+    uint64_t *ns;     /* [piece_count] when each was submitted; later, when each was done */
     uint32_t count;
   } queue;
-  uint64_t file_chunks; /* read, and written, in an iteration */
-  uint64_t begin_ns;    /* of the iteration */
-  struct {              /* when each resource is free */
+  uint64_t file_chunks; /* read from files per iteration; as many are written */
+  uint64_t begin_ns;    /* begin of this iteration */
+  struct {              /* when each resource becomes free */
     uint64_t stream_ns, device_update_ns, fetch_ns, evict_ns, update_ns, file_ns;
   } idle;
-  uint64_t worst_stall_ns, stall_ns; /* of this iteration; of this op */
+  uint64_t worst_stall_ns, stall_ns; /* the longest stall of an op in this iteration; the stall of the current op */
   uint32_t worst_op;
-  bool starved; /* a frame was wanted and none is free: the plan is not of this input */
+  bool starved; /* a frame was needed and none was free: the plan was not made from this input */
 } machine_t;
 
+/* Appends count free frames that become ready at ready_ns. */
 static void give_frames(machine_t *m, uint64_t ready_ns, uint64_t count) {
   if (count == 0) return;
   m->free_frames += count;
@@ -95,7 +111,8 @@ static void give_frames(machine_t *m, uint64_t ready_ns, uint64_t count) {
       return;
     }
   }
-  if (m->runs.count == m->runs.capacity) { /* join the two oldest: frames that wait this long are ready anyway */
+  /* merge the two oldest groups: frames that waited this long are ready anyway */
+  if (m->runs.count == m->runs.capacity) {
     frame_run_t *oldest = &m->runs.ring[m->runs.first], *second = &m->runs.ring[(m->runs.first + 1) % m->runs.capacity];
     second->count += oldest->count;
     if (second->ready_ns < oldest->ready_ns) second->ready_ns = oldest->ready_ns;
@@ -105,7 +122,7 @@ static void give_frames(machine_t *m, uint64_t ready_ns, uint64_t count) {
   m->runs.ring[(m->runs.first + m->runs.count++) % m->runs.capacity] = (frame_run_t){ ready_ns, count };
 }
 
-/* Takes frames; returns when the last of them is ready. */
+/* Takes the oldest count frames; returns when the last of them is ready. */
 static uint64_t take_frames(machine_t *m, uint64_t count) {
   uint64_t ready_ns = 0;
   if (count > m->free_frames) {
@@ -152,7 +169,8 @@ static uint32_t pop(heap_t *heap) {
   return piece;
 }
 
-/* Runs the piece that the workers take next, if it starts before that time; false if there is none. */
+/* Runs the piece that the workers take next if it starts before before_ns. Returns false if there is no such piece.
+ * The piece is chosen among all pieces that are ready at its start, hence the move from coming to ready. */
 static bool run_piece(machine_t *m, uint64_t before_ns) {
   const gmi_plan_input_t *input = m->facts->input;
   if (m->ready.count == 0 && m->coming.count == 0) return false;
@@ -180,6 +198,8 @@ static bool run_piece(machine_t *m, uint64_t before_ns) {
   return true;
 }
 
+/* Submits a host piece at the end of its op. Chains it behind the last submitted piece of each of its chunks; it is
+ * blocked until those are done. */
 static void submit(machine_t *m, uint32_t piece) {
   const gmi_plan_input_t *input = m->facts->input;
   while (m->ready_ns[piece] != NOT_SUBMITTED) run_piece(m, UINT64_MAX);
@@ -198,20 +218,24 @@ static void submit(machine_t *m, uint32_t piece) {
   if (m->blocked[piece] == 0) push(&m->coming, ready_ns, piece);
 }
 
+/* Issues the fetches of the current op that belong to piece: each takes a frame. They are evaluated later, by
+ * arrived_for(). */
 static void issue_fetches(machine_t *m, uint32_t *next, uint32_t end, uint32_t piece) {
   for (; *next < end && m->plan->fetches[*next].piece == piece; ++*next) {
     m->fetch_start_ns[*next] = later(m->begin_ns, take_frames(m, 1));
-    if (m->arriving_count++ == m->plan->fetch_first[m->plan->op_count]) m->starved = true; /* one is for no step */
+    /* more fetches are outstanding than the plan has: one of them is for no step */
+    if (m->arriving_count++ == m->plan->fetch_first[m->plan->op_count]) m->starved = true;
   }
 }
 
-/* When this fetch is done, if the one before it is done at fetch_ns. */
+/* Returns when fetch f is done if the fetch before it is done at fetch_ns. */
 static uint64_t fetched(const machine_t *m, uint32_t f, uint64_t fetch_ns) {
   uint64_t host_ready_ns = m->host_ready_ns[m->plan->fetches[f].chunk];
   return later(later(fetch_ns, m->fetch_start_ns[f]), host_ready_ns) + m->facts->input->fetch_ns;
 }
 
-/* When the last fetch for this step is done. */
+/* Evaluates the outstanding fetches for this step, after the pieces that still update their chunks; returns when the
+ * last of them is done. */
 static uint64_t arrived_for(machine_t *m, uint32_t op, uint32_t piece) {
   uint64_t ready_ns = 0;
   for (; m->arriving_count > 0; m->arriving_count--) {
@@ -224,6 +248,8 @@ static uint64_t arrived_for(machine_t *m, uint32_t op, uint32_t piece) {
   return ready_ns;
 }
 
+/* Issues the evictions of the current op that belong to piece: a dirty chunk occupies the link and gives its frame
+ * back after the write-back, a clean one gives it back at once. */
 static void issue_evicts(machine_t *m, uint32_t *next, uint32_t end, uint32_t piece) {
   const gmi_plan_input_t *input = m->facts->input;
   for (; *next < end && m->plan->evicts[*next].piece == piece; ++*next) {
@@ -239,6 +265,7 @@ static void issue_evicts(machine_t *m, uint32_t *next, uint32_t end, uint32_t pi
   }
 }
 
+/* Advances the compute stream by a step that can start at ready_ns; the wait counts as a stall. */
 static void run_step(machine_t *m, uint64_t ready_ns, uint64_t duration_ns) {
   if (ready_ns > m->idle.stream_ns) {
     m->stall_ns += ready_ns - m->idle.stream_ns;
@@ -247,7 +274,7 @@ static void run_step(machine_t *m, uint64_t ready_ns, uint64_t duration_ns) {
   m->idle.stream_ns += duration_ns;
 }
 
-/* On a stream of its own, where there is one, behind the op; else as a step of the compute stream. */
+/* Runs a device piece: as a step of the compute stream, or on its own stream after its op if pieces run apart. */
 static void update_on_device(machine_t *m, uint32_t piece) {
   const gmi_plan_input_t *input = m->facts->input;
   uint64_t ready_ns = arrived_for(m, input->pieces[piece].after_op, piece);
@@ -261,7 +288,7 @@ static void update_on_device(machine_t *m, uint32_t piece) {
     m->updated_ns[input->piece_chunks[i]] = m->idle.device_update_ns;
 }
 
-/* When the pieces are done whose chunks the op uses. */
+/* Returns when the device pieces that update the op's chunks are done; 0 unless pieces run apart. */
 static uint64_t updated_for(const machine_t *m, uint32_t op) {
   const gmi_plan_input_t *input = m->facts->input;
   uint64_t ready_ns = 0;
@@ -270,6 +297,7 @@ static uint64_t updated_for(const machine_t *m, uint32_t op) {
   return ready_ns;
 }
 
+/* Runs a streamed piece whose states have been read at idle.file_ns. */
 static void update_read(machine_t *m, uint32_t piece) {
   const gmi_plan_input_t *input = m->facts->input;
   uint32_t first = input->pieces[piece].chunk_first, end = gmi_plan_piece_end(input, piece);
@@ -279,7 +307,8 @@ static void update_read(machine_t *m, uint32_t piece) {
   for (uint32_t i = first; i < end; i++) m->host_ready_ns[input->piece_chunks[i]] = m->idle.update_ns;
 }
 
-/* Reads go on as far ahead as pieces may be under way; a piece's write comes when that many later ones were read. */
+/* Runs the streamed pieces of the iteration, after all other host pieces. At most ahead pieces are in progress, so
+ * the write of a piece follows the read of the piece ahead positions later. */
 static void update_streamed(machine_t *m) {
   const gmi_plan_input_t *input = m->facts->input;
   uint32_t ahead = input->host_pieces_ahead > 0 ? input->host_pieces_ahead : 1;
@@ -297,8 +326,9 @@ static void update_streamed(machine_t *m) {
   m->queue.count = 0;
 }
 
-/* States that have no place on the device for good and for which the host has no room. Those of host pieces are
- * streamed; those that come and go for device pieces only count as work of the files. */
+/* Finds the states that neither stay on the device nor fit on the host beside the shared chunks and the slots of the
+ * pieces in progress. They are assigned to host pieces from the last one backwards, which become streamed. The rest,
+ * states that come and go for device pieces, counts only as work of the files. */
 static void find_streamed(machine_t *m, uint8_t *seen) {
   const gmi_plan_input_t *input = m->facts->input;
   uint64_t states = 0, shared = 0, largest = 0;
@@ -318,7 +348,7 @@ static void find_streamed(machine_t *m, uint8_t *seen) {
   }
   uint64_t room = input->host_slots > shared ? input->host_slots - shared : 0;
   if (input->host_slots == 0 || states <= room) return;
-  uint64_t ring = largest * input->host_pieces_ahead; /* slots of pieces under way */
+  uint64_t ring = largest * input->host_pieces_ahead; /* slots of the pieces in progress */
   room = room > ring ? room - ring : 0;
   uint64_t left = states - room;
   m->file_chunks = left;
@@ -363,15 +393,18 @@ static void run_iteration(machine_t *m) {
         m->queue.ns[m->queue.count++] = m->idle.stream_ns;
       }
     }
-    while (run_piece(m, m->idle.stream_ns)) continue; /* so that what is left is work behind, and little */
+    /* leaves only the work that is really behind, which keeps the heaps small */
+    while (run_piece(m, m->idle.stream_ns)) continue;
     if (m->stall_ns > m->worst_stall_ns) m->worst_op = op, m->worst_stall_ns = m->stall_ns;
-    if (fetch != fetch_end || evict != evict_end) m->starved = true; /* a move names a piece that does not run here */
+    /* a move names a piece that does not run on the device after this op */
+    if (fetch != fetch_end || evict != evict_end) m->starved = true;
   }
   update_streamed(m);
   m->ops_before += input->op_count;
 }
 
-/* Counts for each op the chunks that get a frame without a fetch, by following the plan's moves. */
+/* Counts, for each op, the chunks that get a frame without a fetch, by following the plan's moves through one
+ * iteration. */
 static void find_fresh(machine_t *m, uint8_t *resident) {
   const gmi_plan_input_t *input = m->facts->input;
   const gmi_plan_t *plan = m->plan;
@@ -388,8 +421,8 @@ static void find_fresh(machine_t *m, uint8_t *resident) {
     }
     for (; evict < plan->evict_first[op + 1] && plan->evicts[evict].piece == GMI_NO_PIECE; evict++)
       resident[plan->evicts[evict].chunk] = 0;
-    /* The pieces' moves: a chunk may be fetched for one and leave after it, never the other way round, unless it
-     * leaves after one piece and comes for a later one. The order of pieces tells. */
+    /* Moves of device pieces, in the order of pieces. A chunk may be fetched for a piece and leave after it, or
+     * leave after one piece and be fetched for a later one; at the same piece the fetch comes first. */
     while (fetch < plan->fetch_first[op + 1] || evict < plan->evict_first[op + 1]) {
       bool fetch_first = evict == plan->evict_first[op + 1] ||
                          (fetch < plan->fetch_first[op + 1] && plan->fetches[fetch].piece <= plan->evicts[evict].piece);
@@ -399,6 +432,8 @@ static void find_fresh(machine_t *m, uint8_t *resident) {
   }
 }
 
+/* Returns whether the plan's sizes and indices match the input, so that a plan of another input is refused instead
+ * of read out of bounds. */
 static bool moves_fit(const gmi_plan_input_t *input, const gmi_plan_t *plan) {
   if (plan->op_count != input->op_count || plan->chunk_count != input->chunk_count ||
       plan->piece_count != input->piece_count)
@@ -454,7 +489,7 @@ gemini_status_t gmi_simulate(const gmi_facts_t *facts, gmi_plan_t *plan, uint32_
   memset(m.ready_ns, 0xff, input->piece_count * sizeof *m.ready_ns);
   memset(m.last_taker, 0xff, input->chunk_count * sizeof *m.last_taker);
   give_frames(&m, 0, input->frame_count - held);
-  /* Steady when an iteration lasts as long as the one before and leaves the same work behind. */
+  /* Steady: an iteration lasts as long as the one before and leaves the same work behind on every resource. */
   uint64_t length_ns = 0, behind_ns[5] = { 0 };
   uint32_t iteration = 0;
   for (bool steady = false; iteration < MAX_ITERATIONS && !steady; iteration++) {
@@ -486,7 +521,8 @@ gemini_status_t gmi_simulate(const gmi_facts_t *facts, gmi_plan_t *plan, uint32_
   plan->file_busy_ns = plan->file_chunks * (input->file_read_ns + input->file_write_ns);
   plan->fetch_busy_ns = fetches * input->fetch_ns;
   plan->evict_busy_ns = dirty * input->evict_ns;
-  /* A resource that nothing waits for yet can still be the one that falls behind a little in each iteration. */
+  /* A resource that nothing waits for yet may still fall behind a little in each iteration, so the busy time of each
+   * resource is a lower bound. */
   plan->predicted_ns = later(later(length_ns, plan->update_busy_ns), later(plan->fetch_busy_ns, plan->evict_busy_ns));
   plan->predicted_ns = later(plan->predicted_ns, later(plan->file_busy_ns, apart_ns));
   plan->stall_ns = plan->predicted_ns - plan->compute_ns;

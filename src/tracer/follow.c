@@ -1,5 +1,13 @@
-/* Following a plan: what comes and leaves between operators, and what the plan answers.
- * SPDX-License-Identifier: Apache-2.0 */
+/* Carries out a plan: issues its fetches and evictions between ops, establishes the resident set at the begin of an
+ * iteration, and answers questions about the plan (next uses, side of a piece). Also makes the plan of a variant.
+ * Called by tracer.c and, through gmi_observer_t and gmi_advice_t, by src/chunk.
+ * SPDX-License-Identifier: Apache-2.0
+ *
+ * A plan is advice. A planned move that is impossible at the moment (no free frame, a chunk still acquired) is left
+ * out, and the chunk is fetched or evicted on demand. So a wrong plan costs time, never correctness.
+ *
+ * Next uses are stored in chunks as iteration << 32 | op, so that they can be compared across iterations, and a
+ * value below the present position is recognised as outdated. */
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -19,6 +27,7 @@ uint64_t gmi_tracer_next_use(gmi_manager_t *m, const gmi_chunk_t *c) {
 }
 
 /* ---- plans */
+/* Copies the figures of the variant's plan into the statistics. */
 void gmi_tracer_publish_plan(gmi_manager_t *m, const variant_t *v) {
   const gmi_plan_t *p = &v->bundle.plan;
   uint64_t chunk_bytes = v->bundle.input.chunk_bytes;
@@ -27,11 +36,12 @@ void gmi_tracer_publish_plan(gmi_manager_t *m, const variant_t *v) {
   m->stats.planned_evict_bytes = v->bundle.made ? p->evict_dirty_count * chunk_bytes : 0;
 }
 
-/* The chunk size again, now that the access order is known. */
+/* Searches the chunk size with the recorded ops as uses; without memory, returns the current size. Each arena gets
+ * 2^46 bytes of the search's address space, more than the largest arena. */
 static uint64_t search_chunk(gmi_manager_t *m, const gmi_trace_t *trace) {
   uint64_t nonmodel = 0, count = 0, old = atomic_load(&m->cut.chunk_bytes);
   gmi_chunk_use_t *uses = calloc((size_t)trace->use_count + 1, sizeof *uses);
-  if (!uses) return old; /* the size there is will do */
+  if (!uses) return old; /* the current size works, too */
   for (uint32_t i = 0; i < trace->op_count; i++) {
     const gmi_trace_op_t *op = &trace->ops[i];
     if (op->nonmodel_peak > nonmodel) nonmodel = op->nonmodel_peak;
@@ -49,9 +59,10 @@ static uint64_t search_chunk(gmi_manager_t *m, const gmi_trace_t *trace) {
   return chunk_bytes;
 }
 
-/* Cuts arenas into chunks of another size together with the first plan, which is made before anything is changed.
- * Plans name records of chunks, which a new cut replaces: so only while there has been none. False: that is not
- * possible, or there is no such plan; nothing has changed. */
+/* Makes the first plan for chunks of another size and then cuts the arenas to that size. The plan is made first, so
+ * that nothing has changed if it fails. Possible only before any other plan exists: plans refer to chunk records,
+ * which a new cut replaces. Returns false if the size is the current one, if the cut or the plan is impossible;
+ * nothing has changed then. Heap pages have the size of chunks, so the page counts in all traces are converted. */
 bool gmi_tracer_plan_with_chunk(gmi_manager_t *m, gmi_trace_t *trace, uint64_t chunk_bytes,
                                 gmi_plan_bundle_t *bundle_out) {
   gmi_tracer_t *t = m->trace.tracer;
@@ -75,6 +86,7 @@ bool gmi_tracer_plan_with_chunk(gmi_manager_t *m, gmi_trace_t *trace, uint64_t c
   return true;
 }
 
+/* Makes bundle the variant's plan; the variant owns it from then on. The caller has freed an earlier plan. */
 void gmi_tracer_take_plan(gmi_manager_t *m, variant_t *v, const gmi_plan_bundle_t *bundle) {
   v->bundle = *bundle;
   m->trace.tracer->planned = true;
@@ -82,6 +94,8 @@ void gmi_tracer_take_plan(gmi_manager_t *m, variant_t *v, const gmi_plan_bundle_
   gmi_tracer_publish_plan(m, v);
 }
 
+/* Makes the variant's plan (again) with the newest rates. The first plan also chooses the chunk size, unless the
+ * caller configured it. On failure the variant has no plan and is refused until budgets change. */
 gemini_status_t gmi_tracer_variant_plan(gmi_manager_t *m, variant_t *v) {
   gmi_plan_bundle_t bundle;
   gemini_status_t status = gmi_cut(m);
@@ -100,6 +114,9 @@ gemini_status_t gmi_tracer_variant_plan(gmi_manager_t *m, variant_t *v) {
   return GEMINI_OK;
 }
 
+/* Makes all plans again after a change of budgets. Fails if the variant of the last iteration has no plan under the
+ * new budgets; any other variant is refused when it comes. Every variant is tried, hence the copy of the first
+ * relevant error. */
 gemini_status_t gmi_tracer_replan(gmi_manager_t *m) {
   GMI_ASSERT(gmi_lock_is_mine(m));
   gmi_tracer_t *t = m->trace.tracer;
@@ -111,24 +128,26 @@ gemini_status_t gmi_tracer_replan(gmi_manager_t *m) {
     variant_t *v = &t->variants[i];
     if (!v->used || !(v->bundle.made || v->refused)) continue;
     gemini_status_t made = gmi_tracer_variant_plan(m, v);
-    /* What must work is the step that was run last; another one is refused when it comes. */
+    /* only a failure of the last iteration's variant is reported */
     if (!made || (i != t->previous && t->previous != GMI_NONE)) continue;
     status = made;
     code = gmi_fail_code();
     snprintf(message, sizeof message, "%s", gmi_fail_message());
   }
   if (inside && t->active != GMI_NONE && !t->variants[t->active].bundle.made) t->active = GMI_NONE;
-  return status ? gmi_fail(status, code, "%s", message) : status; /* not of another one, which failed later */
+  /* restores the error that a later variant's failure replaced */
+  return status ? gmi_fail(status, code, "%s", message) : status;
 }
 
-/* An update that has not been queued yet comes before, or a graph's replay: then it is fetched on demand. */
+/* Fetches a chunk ahead of its use. A chunk with a deferred update piece, or held by a graph's replay, is left to be
+ * fetched on demand: what precedes it is not queued yet. */
 static gemini_status_t fetch_ahead(gmi_manager_t *m, gmi_chunk_t *c) {
   return gmi_chunk_deferred(c) || gmi_chunk_graph_held(c) ? GEMINI_OK
                                                           : gmi_chunk_fetch(m, c, false, GEMINI_REASON_PLAN, 0);
 }
 
-/* Brings the device to where the plan's iteration begins: what the plan does not expect leaves, what it expects comes
- * into the free frames, in the order of use. */
+/* Establishes the resident set with which the plan's iteration begins: evicts chunks that the plan does not expect,
+ * then fetches expected ones in the order of use until frames run out. */
 void gmi_tracer_enter_plan(gmi_manager_t *m, variant_t *v) {
   gmi_plan_bundle_t *b = &v->bundle;
   for (uint32_t i = 0; i < b->input.chunk_count; i++) {
@@ -146,7 +165,8 @@ void gmi_tracer_enter_plan(gmi_manager_t *m, variant_t *v) {
     if (b->plan.resident_at_start[i] && fetch_ahead(m, b->chunk_of[i])) return;
 }
 
-/* The first of an op's moves that belong to the op itself (GMI_NO_PIECE: they come first) or to one of its pieces. */
+/* Returns the first of an op's moves in [low, high) that belong to piece (GMI_NO_PIECE: to the op itself). The moves
+ * of an op are sorted: first the op's own, then those of its pieces in order of index. */
 static uint32_t first_move(const gmi_plan_move_t *moves, uint32_t low, uint32_t high, uint32_t piece) {
   uint64_t wanted = piece == GMI_NO_PIECE ? 0 : (uint64_t)piece + 1;
   while (low < high) {
@@ -158,7 +178,7 @@ static uint32_t first_move(const gmi_plan_move_t *moves, uint32_t low, uint32_t 
   return low;
 }
 
-/* piece: GMI_NO_PIECE for the op itself. */
+/* Issues the plan's fetches at the begin of op, or of one of its device pieces (piece not GMI_NO_PIECE). */
 void gmi_tracer_plan_fetch(gmi_manager_t *m, variant_t *v, uint32_t op, uint32_t piece) {
   gmi_plan_bundle_t *b = &v->bundle;
   uint32_t end = b->plan.fetch_first[op + 1];
@@ -166,29 +186,35 @@ void gmi_tracer_plan_fetch(gmi_manager_t *m, variant_t *v, uint32_t op, uint32_t
     const gmi_plan_move_t *move = &b->plan.fetches[i];
     if (move->piece != piece) break;
     gemini_status_t status = fetch_ahead(m, b->chunk_of[move->chunk]);
-    if (status == GEMINI_ERR_OOM_DEVICE) break; /* no frame is free yet: the acquire will fetch it */
+    /* no frame is free yet: the acquire fetches this chunk and the later ones */
+    if (status == GEMINI_ERR_OOM_DEVICE) break;
     if (status) gmi_log(m, GEMINI_LOG_WARNING, "planned fetch: %s", gmi_fail_message());
   }
 }
 
+/* Issues the plan's evictions at the end of op, or of one of its device pieces. */
 static void plan_evict(gmi_manager_t *m, variant_t *v, uint32_t op, uint32_t piece) {
   gmi_plan_bundle_t *b = &v->bundle;
   uint32_t end = b->plan.evict_first[op + 1];
   for (uint32_t i = first_move(b->plan.evicts, b->plan.evict_first[op], end, piece); i < end; i++) {
     if (b->plan.evicts[i].piece != piece) break;
     gmi_chunk_t *c = b->chunk_of[b->plan.evicts[i].chunk];
-    if (gmi_chunk_device_users(c) || gmi_chunk_is_pinned(c)) continue; /* released later: pressure will find it */
+    /* still in use: it is evicted when its frame is needed */
+    if (gmi_chunk_device_users(c) || gmi_chunk_is_pinned(c)) continue;
     if (gmi_chunk_evict(m, c, GEMINI_REASON_PLAN))
       gmi_log(m, GEMINI_LOG_WARNING, "planned eviction: %s", gmi_fail_message());
   }
 }
 
-/* Iteration and op, of an op of the plan that runs now; + op_count: of the iteration after it. */
+/* Encodes an op of the plan as iteration << 32 | op, counted from the current iteration; op + op_count is an op of
+ * the next one. */
 static uint64_t position(const gmi_manager_t *m, const variant_t *v, uint32_t op) {
   uint32_t ops = v->bundle.input.op_count;
   return op < ops ? m->trace.tracer->iteration << 32 | op : (m->trace.tracer->iteration + 1) << 32 | (op - ops);
 }
 
+/* Returns the active variant if it has a plan for this piece, and turns *piece from an index within update number
+ * index into an index of input.pieces; otherwise NULL. piece is out of range if this update was cut differently. */
 static variant_t *planned_piece(gmi_manager_t *m, uint32_t index, uint32_t *piece) {
   variant_t *v = gmi_tracer_active_variant(m->trace.tracer);
   if (!v || !v->bundle.made || index >= v->trace.update_count) return NULL;
@@ -213,6 +239,8 @@ uint64_t gmi_tracer_piece_use(gmi_manager_t *m, uint32_t index, uint32_t piece) 
                                                             : UINT64_MAX;
 }
 
+/* After op: stores the next use of each chunk that it accessed, for the choice of victims (0, i.e. outdated, if the
+ * chunk must leave first), and issues the planned evictions. */
 void gmi_tracer_plan_after_op(gmi_manager_t *m, variant_t *v, uint32_t op) {
   gmi_plan_bundle_t *b = &v->bundle;
   for (uint32_t k = b->input.ops[op].access_first; k < b->input.ops[op + 1].access_first; k++) {

@@ -1,4 +1,4 @@
-/* Names of operators. SPDX-License-Identifier: Apache-2.0 */
+/* Names of ops: a hash table with chaining. Called by tracer.c and trace_file.c. SPDX-License-Identifier: Apache-2.0 */
 #include "tracer/op_names.h"
 
 #include <stddef.h>
@@ -7,12 +7,14 @@
 
 enum { FIRST_BUCKETS = 256 };
 
+/* A name. Callers hold the address of text; entry_of() finds the entry before it. */
 typedef struct entry {
-  struct entry *next; /* in its bucket */
+  struct entry *next; /* in the same bucket */
   uint64_t hash, refs;
   char text[];
 } entry_t;
 
+/* Invariant: count is the number of entries in all buckets; each has at least one reference. */
 struct gmi_op_names {
   entry_t **buckets; /* [bucket_count] */
   uint64_t bucket_count, count;
@@ -51,7 +53,7 @@ void gmi_op_names_free(gmi_op_names_t *names) {
 
 uint64_t gmi_op_names_count(const gmi_op_names_t *names) { return names->count; }
 
-static void grow(gmi_op_names_t *n) { /* without memory, chains only get longer */
+static void grow(gmi_op_names_t *n) { /* without memory the table keeps its size and chains get longer */
   uint64_t count = n->bucket_count * 4;
   entry_t **buckets = calloc(count, sizeof *buckets);
   if (!buckets) return;

@@ -1,5 +1,10 @@
-/* A recorded iteration in the policy's terms: chunks, frames, pieces, nanoseconds.
- * SPDX-License-Identifier: Apache-2.0 */
+/* Translates a recorded iteration into the policy's terms (chunks, frames, pieces, nanoseconds) and makes its plan.
+ * Called by follow.c and tracer.c.
+ * SPDX-License-Identifier: Apache-2.0
+ *
+ * Chunks of all storing arenas are numbered consecutively: arena i's first chunk is builder_t.base[i]. Uses become
+ * accesses, updates become pieces, cut exactly as chunk/update.c cuts them. Rates become times per chunk and per
+ * piece. */
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
@@ -15,12 +20,14 @@ static int by_chunk(const void *a, const void *b) {
   return x < y ? -1 : x > y;
 }
 
+/* Scratch state of gmi_plan_bundle_make(). The arrays are handed to the bundle. build_accesses() and build_pieces()
+ * run twice: the first pass counts, the arrays are allocated, the second pass fills them. */
 typedef struct {
   gmi_manager_t *m;
   const gmi_trace_t *trace;
-  uint32_t shift;             /* of the chunks that the plan is for: may be another than the manager's */
-  uint32_t base[GMI_ARENAS];  /* first chunk of each storing arena */
-  uint32_t count[GMI_ARENAS]; /* chunks of each */
+  uint32_t shift;             /* log2 of the chunk size that the plan is for; may differ from the manager's */
+  uint32_t base[GMI_ARENAS];  /* number of the first chunk of each storing arena */
+  uint32_t count[GMI_ARENAS]; /* number of chunks of each */
   gmi_plan_op_t *ops;
   gmi_plan_access_t *accesses;
   uint64_t access_count;
@@ -31,6 +38,7 @@ typedef struct {
   uint8_t *kind, *pinned;
 } builder_t;
 
+/* Chunks of a byte range of a storing arena; false: the range is empty or exceeds the arena. */
 static bool chunk_range(builder_t *b, uint32_t store, uint64_t offset, uint64_t size, uint32_t *first, uint32_t *last) {
   if (!size || (offset + size - 1) >> b->shift >= b->count[store]) return false;
   *first = (uint32_t)(offset >> b->shift);
@@ -38,7 +46,8 @@ static bool chunk_range(builder_t *b, uint32_t store, uint64_t offset, uint64_t 
   return true;
 }
 
-/* Pass 0 counts, pass 1 fills. */
+/* Turns uses into accesses. fill false: only counts them, before merging. A write that covers a whole chunk is
+ * FRESH. Accesses of the same chunk in one op are merged; the result is FRESH only if all of them are. */
 static bool build_accesses(builder_t *b, bool fill) {
   uint64_t chunk_bytes = UINT64_C(1) << b->shift, n = 0;
   for (uint32_t i = 0; i < b->trace->op_count; i++) {
@@ -78,14 +87,20 @@ static bool build_accesses(builder_t *b, bool fill) {
   return n < UINT32_MAX;
 }
 
+/* Appends chunk to the piece's list that begins at begin, unless it is there already: arenas that share bytes have
+ * common chunks. */
 static void add_chunk(uint32_t *list, uint64_t *count, uint64_t begin, uint32_t chunk) {
   for (uint64_t i = begin; i < *count; i++)
     if (list[i] == chunk) return;
   list[(*count)++] = chunk;
 }
 
+/* Chunks of parameters and gradients are the ones that ops use as well. */
 static bool is_shared(const gmi_arena_t *a) { return a->kind == GEMINI_KIND_PARAM || a->kind == GEMINI_KIND_GRAD; }
 
+/* Turns updates into pieces: consecutive elements up to the next multiple of gmi_piece_elements(), the unit in which
+ * chunk/update.c runs an update. Within a piece, pass 0 adds the shared chunks and pass 1 the states, the order that
+ * the policy expects. */
 static bool build_pieces(builder_t *b, uint32_t *piece_first, bool fill) {
   gmi_manager_t *m = b->m;
   uint64_t pieces = 0, chunks = 0;
@@ -118,7 +133,8 @@ static bool build_pieces(builder_t *b, uint32_t *piece_first, bool fill) {
         uint32_t after = update->after_op ? update->after_op - 1 : b->trace->op_count - 1;
         b->pieces[pieces] =
             (gmi_plan_piece_t){ .after_op = after, .chunk_first = (uint32_t)begin, .shared_count = shared };
-        b->pieces[pieces].host_ns = stop - at; /* elements, until gmi_plan_bundle_times() */
+        /* holds the number of elements until gmi_plan_bundle_times() sets the time */
+        b->pieces[pieces].host_ns = stop - at;
       }
       at = stop;
     }
@@ -130,8 +146,10 @@ static bool build_pieces(builder_t *b, uint32_t *piece_first, bool fill) {
   return chunks < UINT32_MAX && pieces < UINT32_MAX;
 }
 
+/* Mean number of chunks of a piece. */
 static uint32_t piece_length(const builder_t *b) {
-  uint64_t most = b->piece_count ? b->piece_chunk_count / b->piece_count : 0; /* they are alike but for the edges */
+  /* all pieces are alike except at the edges of an update */
+  uint64_t most = b->piece_count ? b->piece_chunk_count / b->piece_count : 0;
   return most ? (uint32_t)most : 1;
 }
 
@@ -151,12 +169,12 @@ void gmi_trace_measure(gmi_manager_t *m, gmi_trace_t *trace) {
 }
 
 static uint64_t copy_ns(uint64_t chunk_bytes, uint64_t measured, uint64_t expected) {
-  uint64_t rate = measured ? measured : expected; /* until one was measured */
+  uint64_t rate = measured ? measured : expected; /* the expected rate serves until one has been measured */
   return (uint64_t)((double)chunk_bytes * 1e9 / (double)rate) + 1;
 }
 
-/* Nanoseconds an element of an update takes on the device by its memory's rate, until one was measured; 0: not
- * known. */
+/* Estimates the nanoseconds per element of an update on the device from the rate of its memory, until one has been
+ * measured: each read and each write of an element counts. 0: unknown. */
 static double device_update_ns(gmi_manager_t *m, const gmi_trace_update_t *update) {
   uint64_t rate = m->device.ops->memory_bytes_per_s(m->device.self), bytes = 0;
   for (uint32_t i = 0; i < update->arena_count; i++)
@@ -168,14 +186,16 @@ void gmi_plan_bundle_times(gmi_manager_t *m, const gmi_trace_t *trace, gmi_plan_
   gmi_plan_input_t *in = &bundle->input;
   gmi_plan_op_t *ops = (gmi_plan_op_t *)(uintptr_t)in->ops;
   for (uint32_t i = 0; i < in->op_count; i++) ops[i].compute_ns = trace->ops[i].compute_ns;
-  ops[in->op_count - 1].compute_ns += trace->outside_ns; /* nothing of the step's ops runs then */
+  /* no op runs during that time, so it counts as compute time of the last op */
+  ops[in->op_count - 1].compute_ns += trace->outside_ns;
   const uint64_t link = m->device.ops->link_bytes_per_s, file = UINT64_C(1000000000);
   const uint64_t h2d = m->config.sim_h2d_bytes_per_s, d2h = m->config.sim_d2h_bytes_per_s;
   in->fetch_ns = copy_ns(in->chunk_bytes, trace->link_bytes_per_s[0], h2d ? h2d : link);
   in->evict_ns = copy_ns(in->chunk_bytes, trace->link_bytes_per_s[1], d2h ? d2h : link);
   in->file_read_ns = copy_ns(in->chunk_bytes, trace->file_bytes_per_s[0], file);
   in->file_write_ns = copy_ns(in->chunk_bytes, trace->file_bytes_per_s[1], file);
-  double host = trace->host_update_ps ? (double)trace->host_update_ps * 1e-3 : 2.8; /* 28 bytes at 10 GB/s */
+  /* until measured: 28 bytes at 10 GB/s, in ns */
+  double host = trace->host_update_ps ? (double)trace->host_update_ps * 1e-3 : 2.8;
   in->host_delay_ns = 0;
   for (uint32_t u = 0, p = 0; u < trace->update_count; u++) {
     uint64_t unit = gmi_piece_elements(m, trace->updates[u].arenas, trace->updates[u].arena_count, in->chunk_bytes);
@@ -186,7 +206,8 @@ void gmi_plan_bundle_times(gmi_manager_t *m, const gmi_trace_t *trace, gmi_plan_
     for (; at < end; p++) {
       uint64_t stop = (at / unit + 1) * unit < end ? (at / unit + 1) * unit : end;
       gmi_plan_piece_t *piece = &((gmi_plan_piece_t *)(uintptr_t)in->pieces)[p];
-      /* Workers look around between slices, are there after one more, and do not end their last ones at once. */
+      /* A worker looks for other work between slices only, takes part for one more slice, and slices of several
+       * workers do not end at the same time: 3 slices of delay. */
       uint64_t slice_ns = (uint64_t)((double)(stop - at < GMI_WORKERS_SLICE ? stop - at : GMI_WORKERS_SLICE) * host);
       if (m->config.update_threads > 1 && in->host_delay_ns < 3 * slice_ns) in->host_delay_ns = 3 * slice_ns;
       piece->host_ns = (uint64_t)((double)(stop - at) * host / m->config.update_threads);
@@ -196,6 +217,7 @@ void gmi_plan_bundle_times(gmi_manager_t *m, const gmi_trace_t *trace, gmi_plan_
   }
 }
 
+/* Fills chunk_of from the manager's arenas, in the numbering of the plan. */
 void gmi_plan_bundle_bind(gmi_manager_t *m, gmi_plan_bundle_t *bundle) {
   uint32_t n = 0;
   for (uint32_t i = 0; i < GMI_ARENAS; i++) {

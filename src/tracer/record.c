@@ -1,10 +1,19 @@
-/* Recording what an operator touches, how long it takes and what it allocates. SPDX-License-Identifier: Apache-2.0 */
+/* Records what an op accesses and how long it takes, and compares ops and updates of traces. Called by tracer.c;
+ * gmi_tracer_touch(), gmi_tracer_wait(), gmi_tracer_pause() and gmi_tracer_resume() are called by src/chunk and
+ * src/core through gmi_observer_t.
+ * SPDX-License-Identifier: Apache-2.0
+ *
+ * The time of an op is the time between two marks in its stream minus its stalls, or the calling thread's time if
+ * the op runs there. A stall is the time in which the op's stream waits for a chunk: either for a fence
+ * (gmi_tracer_wait()), or because the calling thread had to wait before it could queue work (gmi_tracer_pause()).
+ * Marks are read later, when they have been reached (gmi_tracer_resolve()). */
 #include <stdlib.h>
 #include <string.h>
 
 #include "tracer/variants.h"
 
 /* ---- recording */
+/* Order of uses: arena, offset, size, mode. */
 static int by_place(const void *a, const void *b) {
   const gmi_trace_use_t *x = a, *y = b;
   if (x->arena != y->arena) return x->arena < y->arena ? -1 : 1;
@@ -13,6 +22,8 @@ static int by_place(const void *a, const void *b) {
   return x->mode < y->mode ? -1 : x->mode > y->mode;
 }
 
+/* Appends a use to the open op. A range that is acquired several times within one op is appended several times;
+ * gmi_tracer_canonical() merges them. */
 void gmi_tracer_touch(gmi_manager_t *m, uint32_t store, uint64_t offset, uint64_t size, uint32_t mode) {
   gmi_tracer_t *t = m->trace.tracer;
   pthread_mutex_lock(&t->touch_lock);
@@ -24,8 +35,9 @@ void gmi_tracer_touch(gmi_manager_t *m, uint32_t store, uint64_t offset, uint64_
   pthread_mutex_unlock(&t->touch_lock);
 }
 
-/* One gmi_tracer_canonical list: sorted, each range once with all its modes. A range both read and written in one op by
- * separate acquires is read first as far as anybody knows. */
+/* Sorts the last op's uses and merges uses of the same range into one with all their modes, so that ops can be
+ * compared with memcmp() whatever the order of their acquires. A range that separate acquires read and write counts
+ * as read before it is written, since the order is not recorded. */
 void gmi_tracer_canonical(gmi_trace_t *trace) {
   gmi_trace_op_t *op = &trace->ops[trace->op_count - 1];
   gmi_trace_use_t *spans = trace->uses + op->use_first;
@@ -41,6 +53,8 @@ void gmi_tracer_canonical(gmi_trace_t *trace) {
   trace->use_count = op->use_first + kept;
 }
 
+/* Returns whether op i of two traces is the same: name (equal names have equal addresses), phase, non-model peak and
+ * uses. Times do not count. Both lists of uses are canonical. */
 bool gmi_tracer_same_op(const gmi_trace_t *a, const gmi_trace_t *b, uint32_t i) {
   const gmi_trace_op_t *x = &a->ops[i], *y = &b->ops[i];
   return x->name == y->name && x->phase == y->phase && x->nonmodel_peak == y->nonmodel_peak &&
@@ -52,8 +66,9 @@ bool gmi_tracer_same_update(const gmi_trace_update_t *a, const gmi_trace_update_
   return !memcmp(a, b, sizeof *a);
 }
 
-/* The active variant no longer fits: the first other one that agrees so far takes over. wants_op: and whose next op
- * has this name and phase. */
+/* The active variant no longer agrees with this iteration: makes the most recently used variant that agrees so far
+ * active, or none. wants_op: the variant's next op must also have this op's name and phase. The caller has cleared
+ * the old variant's agrees. entered is reset, because the resident set now belongs to no plan. */
 void gmi_tracer_choose_active(gmi_manager_t *m, const gmi_trace_op_t *wants_op) {
   gmi_tracer_t *t = m->trace.tracer;
   uint32_t best = GMI_NONE;
@@ -75,6 +90,8 @@ void gmi_tracer_choose_active(gmi_manager_t *m, const gmi_trace_op_t *wants_op) 
   t->entered = GMI_NONE;
 }
 
+/* Makes room for the times of count ops; false: no memory. Both arrays grow before the capacity does, so a failure
+ * in between leaves them usable. */
 bool gmi_tracer_timings_reserve(gmi_tracer_t *t, uint32_t count) {
   if (count <= t->timing_capacity) return true;
   uint32_t capacity = t->timing_capacity ? t->timing_capacity * 2 : 256;
@@ -87,11 +104,15 @@ bool gmi_tracer_timings_reserve(gmi_tracer_t *t, uint32_t count) {
   return true;
 }
 
+/* Reads the time of a mark; false if the device no longer has it. */
 static bool time_of(gmi_manager_t *m, gmi_fence_t fence, uint64_t *ns_out) {
   return m->device.ops->stream.mark_time(m->device.self, gmi_fence_stream(fence), gmi_fence_mark(fence), ns_out) ==
          GEMINI_OK;
 }
 
+/* Reads the times of all ended ops whose end has been reached, in order. A time is unknown (UINT64_MAX) if a mark is
+ * too old to be read. Foreseen stalls are subtracted from the op's time; unforeseen ones remain part of it, because
+ * the planner's model lacks them. Both count in gemini_stats_t.stall_ns. */
 void gmi_tracer_resolve(gmi_manager_t *m, bool block) {
   gmi_tracer_t *t = m->trace.tracer;
   uint32_t ended = t->record.op_count - (t->op_open && t->record.op_count ? 1 : 0);
@@ -115,11 +136,12 @@ void gmi_tracer_resolve(gmi_manager_t *m, bool block) {
   }
 }
 
-/* Is what stream waits for a stall of the open op? */
+/* Returns whether a wait of stream counts as a stall of the open op. */
 static bool is_stall(const gmi_tracer_t *t, uint32_t stream) {
   return t->op_open && t->op_stream == stream && !t->record_lost;
 }
 
+/* Appends a stall of the open op. The stalls of an op are adjacent, because one op is open at a time. */
 static void count_stall(gmi_manager_t *m, stall_t stall) {
   gmi_tracer_t *t = m->trace.tracer;
   timing_t *k = &t->timings[t->op_index];
@@ -128,6 +150,8 @@ static void count_stall(gmi_manager_t *m, stall_t stall) {
   gmi_timeline_slice(m, "wait", "wait for chunk", stall.before, stall.after);
 }
 
+/* Makes stream wait for fence. If the open op runs on stream, marks before and after the wait measure the stall; on
+ * the calling thread the clock does. Without room for another stall the wait happens uncounted. */
 gemini_status_t gmi_tracer_wait(gmi_manager_t *m, uint32_t stream, gmi_fence_t fence) {
   gmi_tracer_t *t = m->trace.tracer;
   if (gmi_fence_reached(m, fence) || (stream != GMI_CALLER && gmi_fence_stream(fence) == stream)) return GEMINI_OK;
@@ -152,7 +176,8 @@ void gmi_tracer_pause(gmi_manager_t *m, uint32_t stream, bool foreseen, gmi_paus
   gmi_tracer_t *t = m->trace.tracer;
   *pause_out = (gmi_pause_t){ .foreseen = foreseen };
   if (!is_stall(t, stream) || t->stall_count == STALLS_LIMIT) return;
-  if (stream != GMI_CALLER && gmi_fence_now(m, stream, &pause_out->before)) return; /* then it is not counted */
+  /* without a mark the pause is not counted */
+  if (stream != GMI_CALLER && gmi_fence_now(m, stream, &pause_out->before)) return;
   pause_out->begin_ns = m->device.ops->now(m->device.self);
 }
 

@@ -1,5 +1,9 @@
-/* The timeline as Chrome trace events (docs/timeline.md), which ui.perfetto.dev opens.
- * SPDX-License-Identifier: Apache-2.0 */
+/* Records a timeline and writes it as Chrome trace events, the JSON format that ui.perfetto.dev opens. docs/timeline.md
+ * describes tracks and categories. Implements gemini_timeline_start() and gemini_timeline_stop().
+ * SPDX-License-Identifier: Apache-2.0
+ *
+ * A slice is recorded with the fences of its begin and end; their times are read by gmi_timeline_poll() at the end
+ * of ops, once the end has been reached, because the device keeps the times of a limited number of marks. */
 #include "tracer/timeline.h"
 #include "chunk/heap.h"
 #include "chunk/residency.h"
@@ -15,15 +19,16 @@
 #include "base/file_limit.h"
 
 typedef struct {
-  uint8_t type; /* 'X' a span, 'C' counters */
-  bool known;   /* begin and end are times, not fences */
+  uint8_t type; /* 'X': slice; 'C': counters; 0: lost */
+  bool known;   /* begin and end are times; otherwise fences */
   uint16_t track;
-  uint32_t name; /* of a span: offset in text */
+  uint32_t name; /* slice: offset of "KIND\1NAME" in gmi_timeline_t.text */
   uint32_t phase;
   uint64_t begin, end;
-  uint64_t values[4]; /* of counters: bytes on device, non-model live, host, file */
+  uint64_t values[4]; /* counters: bytes on device, live non-model, host, file */
 } event_t;
 
+/* A timeline under recording. Invariant: the times of events below polled are known, or the event is lost. */
 typedef struct gmi_timeline {
   char *path;
   event_t *events;
@@ -33,6 +38,7 @@ typedef struct gmi_timeline {
   uint64_t begun_ns, counters_ns;
 } gmi_timeline_t;
 
+/* Numbers of tracks; a stream's is TRACK_STREAMS plus its index, a worker's TRACK_WORKERS plus its index. */
 enum {
   TRACK_CALLER = 1,
   TRACK_STREAMS = 2,
@@ -42,6 +48,8 @@ enum {
   EVENTS_LIMIT = 4000000
 };
 
+/* Appends a zeroed event; counts it as lost if the limit is reached or there is no memory. The capacity doubles from
+ * 4,096, so 4,194,304 events is the largest that passes the limit. */
 static event_t *add_event(gmi_timeline_t *t) {
   if (t->count == t->capacity) {
     uint64_t capacity = t->capacity ? t->capacity * 2 : 4096;
@@ -58,6 +66,7 @@ static event_t *add_event(gmi_timeline_t *t) {
   return e;
 }
 
+/* Appends "KIND\1NAME" and returns its offset. Without memory, returns 0: the slice shows the first text. */
 static uint32_t add_text(gmi_timeline_t *t, const char *kind, const char *name) {
   size_t need = strlen(kind) + strlen(name) + 3;
   if (t->text_size + need > t->text_capacity) {
@@ -126,7 +135,8 @@ void gmi_timeline_counters(gmi_manager_t *m) {
   e->values[3] = m->file.used;
 }
 
-/* Marks are readable for a while only, so their times are taken as soon as they are reached. */
+/* Reads the times of recorded slices in order, up to the first whose end has not been reached (block: waits for it).
+ * Times of marks are available for a while only; a slice whose times are gone is lost. */
 static void poll_events(gmi_manager_t *m, bool block) {
   gmi_timeline_t *t = m->trace.timeline;
   for (; t->polled < t->count; t->polled++) {
@@ -150,6 +160,7 @@ static void poll_events(gmi_manager_t *m, bool block) {
     e->end = end;
   }
 }
+/* Appends the intervals that the workers recorded since the last call. */
 static void poll_workers(gmi_manager_t *m) {
   gmi_workers_interval_t spans[64];
   for (uint32_t count; (count = gmi_workers_recorded(m, spans, 64)) > 0;)
@@ -164,6 +175,7 @@ void gmi_timeline_poll(gmi_manager_t *m) {
   poll_events(m, false);
 }
 
+/* Writes text as the content of a JSON string; leaves out the separator \1. */
 static void write_text(FILE *f, const char *text) {
   for (; *text; text++) {
     unsigned char c = (unsigned char)*text;
@@ -268,7 +280,8 @@ static gemini_status_t timeline_start(gmi_manager_t *m, const char *path) {
   if (t) t->path = strdup(path);
   gmi_wait_t wait;
   gmi_wait_begin(m, &wait, NULL, GMI_WAIT_TEXT, 0);
-  FILE *f = t && t->path ? fopen(path, "we") : NULL; /* a place that cannot be written is better known now */
+  /* opens the file now, so that a path that cannot be written is reported by this call */
+  FILE *f = t && t->path ? fopen(path, "we") : NULL;
   int error = errno;
   gmi_wait_end(m, &wait);
   if (!f) {

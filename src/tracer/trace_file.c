@@ -1,4 +1,4 @@
-/* Traces in memory and in files. docs/trace.md describes the file.
+/* Traces in memory (growing arrays) and in files. docs/trace.md describes the format. Called by tracer.c and record.c.
  * SPDX-License-Identifier: Apache-2.0 */
 #include <errno.h>
 #include <inttypes.h>
@@ -11,6 +11,7 @@
 #include "chunk/arena.h"
 #include "tracer/tracer.h"
 
+/* Returns array with room for one more element, or NULL without memory; the array then stays as it is. */
 static void *grow(void *array, uint32_t count, uint32_t *capacity, size_t size) {
   if (count < *capacity) return array;
   uint32_t more = *capacity ? *capacity * 2 : 64;
@@ -53,6 +54,7 @@ void gmi_trace_free(gmi_trace_t *t) {
   memset(t, 0, sizeof *t);
 }
 
+/* Writes the trace. gmi_file_limit_begin() turns the signal of a file that exceeds RLIMIT_FSIZE into an error. */
 static gemini_status_t trace_write(gmi_manager_t *m, const gmi_trace_t *t, const char *path) {
   FILE *file = fopen(path, "we");
   if (!file) return gmi_fail(GEMINI_ERR_IO, errno, "trace %s: could not open it: %s", path, strerror(errno));
@@ -97,12 +99,13 @@ gemini_status_t gmi_trace_write(gmi_manager_t *m, const gmi_trace_t *t, const ch
   return status;
 }
 
+/* State of a reader. */
 typedef struct {
   gmi_manager_t *m;
   gmi_trace_t *trace;
-  uint32_t arena_of[GMI_ARENAS]; /* the file's arena number to this manager's */
+  uint32_t arena_of[GMI_ARENAS]; /* maps the file's arena numbers to the manager's; GMI_NONE: not seen */
   bool ended;
-  bool lost; /* there was no memory for a line */
+  bool lost; /* memory for a line ran out */
 } reader_t;
 
 static const char *no_memory(reader_t *r) {
@@ -110,7 +113,8 @@ static const char *no_memory(reader_t *r) {
   return "no memory for it";
 }
 
-/* One line into the trace; NULL when it is right, else what is wrong. */
+/* Adds one line to the trace. Returns NULL, or what is wrong with the line. Every number is checked against its
+ * range before it is used: files may come from anywhere. */
 static const char *read_line(reader_t *r, const char *line) {
   const uint64_t most = UINT64_C(1) << 50;
   gmi_manager_t *m = r->m;
@@ -194,7 +198,8 @@ static const char *read_line(reader_t *r, const char *line) {
   return "not a line of a trace";
 }
 
-/* What is read changes records of the tracer, so that each access to the file is a wait of its own. */
+/* Opening and reading are separate waits (core/watch.h), because the tracer's records change between them and a dump
+ * reads records only during a wait. */
 static FILE *open_trace(gmi_manager_t *m, const char *path) {
   gmi_wait_t wait;
   gmi_wait_begin(m, &wait, NULL, GMI_WAIT_TEXT, 0);

@@ -1,5 +1,12 @@
-/* The tracer: iterations, phases and operators; recording, comparing, and carrying out the plan.
- * SPDX-License-Identifier: Apache-2.0 */
+/* The tracer's brackets: iterations, phases and ops. Records and compares iterations, chooses the variant to follow,
+ * decides when to plan, and implements the public functions gemini_iteration_*(), gemini_phase_set(), gemini_op_*(),
+ * gemini_trace_*() and gemini_plan_explain(). Lower modules call it through the tables at the end of this file.
+ * SPDX-License-Identifier: Apache-2.0
+ *
+ * An iteration: iteration_begin() predicts the variant and establishes its resident set. op_begin() records the op
+ * and issues the plan's fetches; op_end() compares the op with all variants that agree so far and issues the plan's
+ * evictions. iteration_end() stores the record as a new variant or updates the times of a known one, and makes
+ * plans. */
 #include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -56,7 +63,8 @@ void gmi_tracer_forget(gmi_manager_t *m) {
 }
 
 /* ---- brackets */
-/* The step that ended took this long from begin to begin; what was not in its ops was outside. */
+/* Learns the time that the last iteration spent outside its ops, given its duration from begin to begin: a running
+ * mean over at most 8 samples. */
 static void learn_outside(gmi_manager_t *m, uint64_t step_ns) {
   gmi_tracer_t *t = m->trace.tracer;
   variant_t *v = t->previous == GMI_NONE ? NULL : &t->variants[t->previous];
@@ -69,17 +77,20 @@ static void learn_outside(gmi_manager_t *m, uint64_t step_ns) {
   v->trace.outside_ns = (uint64_t)((int64_t)v->trace.outside_ns + error / weight);
 }
 
+/* Appends a variant to the history and drops the oldest entry of a full one. */
 static void remember(gmi_tracer_t *t, uint32_t index) {
   if (t->history_size == HISTORY) memmove(t->history, t->history + 1, --t->history_size);
   t->history[t->history_size++] = (uint8_t)index;
 }
 
-/* The variant to expect: what most often came after iterations like the newest ones, as many of them as possible, if it
- * did so twice at least. Else the one before the newest: what a first interruption interrupted. */
+/* Predicts the variant of the next iteration: finds the longest suffix of the history that occurred before, and
+ * returns the variant that followed it most often, if it did so at least twice; otherwise tries shorter suffixes. If
+ * no suffix qualifies, returns the variant before the newest one: after a first interruption (an evaluation, say)
+ * the interrupted kind is expected to continue. */
 static uint32_t expected_variant(const gmi_tracer_t *t) {
   uint32_t n = t->history_size, alike[HISTORY], longest = 0;
   const uint8_t *history = t->history;
-  for (uint32_t p = 1; p < n; p++) { /* newest iterations that are those before p */
+  for (uint32_t p = 1; p < n; p++) { /* alike[p]: how many of the newest iterations equal those before p */
     for (alike[p] = 0; alike[p] < p && history[p - 1 - alike[p]] == history[n - 1 - alike[p]]; alike[p]++) {
     }
     if (alike[p] > longest) longest = alike[p];
@@ -123,6 +134,9 @@ static gemini_status_t iteration_begin(gmi_manager_t *m) {
   return GEMINI_OK;
 }
 
+/* Opens an op. A stream under capture for a graph bypasses the tracer: its op only names what is captured in errors.
+ * The op is compared with the active variant by name and phase now, so that the right plan's fetches are issued, and
+ * in full by op_end(). */
 static gemini_status_t op_begin(gmi_manager_t *m, const char *name, gemini_stream_t stream) {
   gmi_tracer_t *t = m->trace.tracer;
   uint32_t s;
@@ -145,6 +159,7 @@ static gemini_status_t op_begin(gmi_manager_t *m, const char *name, gemini_strea
   const char *expected = v && t->op_index < v->trace.op_count ? v->trace.ops[t->op_index].name : NULL;
   const char *kept =
       expected && !strcmp(name, expected) ? gmi_op_name_again(expected) : gmi_op_name_take(t->names, name);
+  /* gmi_trace_add_op() may move the array that gmi_tracer_touch() writes to, hence touch_lock. */
   pthread_mutex_lock(&t->touch_lock);
   gmi_trace_op_t *op = gmi_tracer_timings_reserve(t, t->record.op_count + 1) ? gmi_trace_add_op(&t->record) : NULL;
   pthread_mutex_unlock(&t->touch_lock);
@@ -178,6 +193,9 @@ static gemini_status_t op_begin(gmi_manager_t *m, const char *name, gemini_strea
   pthread_mutex_lock(&t->touch_lock);
   t->op_open = true;
   pthread_mutex_unlock(&t->touch_lock);
+  /* A new serial makes each tensor's `seen` word stale, so the fast path of acquire reports its first access in this
+   * op (gmi_tensor_t). Relaxed loads in chunk/access.c read it: it publishes no other data, since gmi_tracer_touch()
+   * takes touch_lock. */
   atomic_store(&m->bracket.op_serial, ++m->bracket.op_serial_next);
   gmi_reap(m);
   gmi_nvtx_push(name);
@@ -185,6 +203,8 @@ static gemini_status_t op_begin(gmi_manager_t *m, const char *name, gemini_strea
   return GEMINI_OK;
 }
 
+/* Closes the op: its uses become canonical, every variant that agreed so far is compared with it, and the plan's
+ * evictions after it are issued. */
 static gemini_status_t op_end(gmi_manager_t *m) {
   gmi_tracer_t *t = m->trace.tracer;
   if (gmi_graph_op_end(m)) return GEMINI_OK;
@@ -225,6 +245,8 @@ static gemini_status_t op_end(gmi_manager_t *m) {
   return GEMINI_OK;
 }
 
+/* Records an update that is about to be accepted, and compares it like an op. agreed keeps the state before, for
+ * gmi_tracer_update_refused(). */
 void gmi_tracer_update(gmi_manager_t *m, const gmi_trace_update_t *update, uint32_t *index_out) {
   gmi_tracer_t *t = m->trace.tracer;
   *index_out = GMI_NONE;
@@ -251,12 +273,12 @@ void gmi_tracer_update_refused(gmi_manager_t *m, uint32_t index) {
   gmi_tracer_t *t = m->trace.tracer;
   if (index == GMI_NONE) return;
   t->record.update_count--;
-  memcpy(t->agrees, t->agreed, sizeof t->agrees); /* what took over meanwhile stays active: it agreed, too */
+  /* a variant that became active through the refused update stays active: it agreed before it, too */
+  memcpy(t->agrees, t->agreed, sizeof t->agrees);
 }
 
-/* Newest op times into the variant; the first iterations weigh as much as they are, later ones an eighth. Times of
- * warm-up, with its first touches and its waits in other places, are forgotten when the first planned iteration
- * ends. */
+/* Updates the variant's op times with those of this iteration: a running mean over at most 8 samples. The times of
+ * warm-up, which include first touches and other waits, are dropped when the first planned iteration ends. */
 static void learn_times(gmi_tracer_t *t, variant_t *v) {
   if (v->bundle.made && !v->planned_runs && t->resolved == v->trace.op_count)
     for (uint32_t i = 0; i < v->trace.op_count; i++) v->trace.ops[i].samples = 0;
@@ -271,6 +293,7 @@ static void learn_times(gmi_tracer_t *t, variant_t *v) {
   }
 }
 
+/* Returns an unused variant, or forgets the one used least recently. */
 static uint32_t free_variant(gmi_tracer_t *t) {
   uint32_t oldest = 0;
   for (uint32_t i = 0; i < GMI_VARIANTS; i++) {
@@ -285,6 +308,8 @@ static uint32_t free_variant(gmi_tracer_t *t) {
   return oldest;
 }
 
+/* Turns the record of this iteration into a new variant. Its ops have the times of this iteration; 1 ns stands for
+ * an unknown one. */
 static void add_variant(gmi_manager_t *m, uint32_t *index_out) {
   gmi_tracer_t *t = m->trace.tracer;
   uint32_t index = free_variant(t);
@@ -293,7 +318,8 @@ static void add_variant(gmi_manager_t *m, uint32_t *index_out) {
   v->used = true;
   v->trace = t->record;
   t->record = (gmi_trace_t){ .names = t->names };
-  for (uint32_t i = 0; i < v->trace.op_count; i++) { /* same number of ops as resolved() saw */
+  /* the trace has the ops of the record, to which resolved and durations belong */
+  for (uint32_t i = 0; i < v->trace.op_count; i++) {
     v->trace.ops[i].samples = i < t->resolved && t->durations[i] != UINT64_MAX;
     v->trace.ops[i].compute_ns = v->trace.ops[i].samples ? t->durations[i] : 1;
   }
@@ -301,6 +327,9 @@ static void add_variant(gmi_manager_t *m, uint32_t *index_out) {
   (void)m;
 }
 
+/* Closes the iteration. If it followed the active variant to its end, that variant's times are updated. Otherwise it
+ * was a known, shorter variant or becomes a new one. Then, after warm-up, makes the variant's plan if it has none,
+ * makes it again once its times under a plan are known, and later only updates the prediction. */
 static gemini_status_t iteration_end(gmi_manager_t *m) {
   gmi_tracer_t *t = m->trace.tracer;
   if (!m->bracket.iteration_open) return gmi_fail(GEMINI_ERR_STATE, 0, "no iteration is open");
@@ -320,7 +349,7 @@ static gemini_status_t iteration_end(gmi_manager_t *m) {
     if (v && !t->departed) m->stats.departures++;
     t->entered = GMI_NONE;
     index = GMI_NONE;
-    for (uint32_t i = 0; i < GMI_VARIANTS; i++) { /* it may be a shorter one that was known */
+    for (uint32_t i = 0; i < GMI_VARIANTS; i++) { /* a known variant that is a prefix of the active one */
       gmi_trace_t *other = &t->variants[i].trace;
       if (t->variants[i].used && t->agrees[i] && other->op_count == t->record.op_count &&
           other->update_count == t->record.update_count)
@@ -343,7 +372,8 @@ static gemini_status_t iteration_end(gmi_manager_t *m) {
   t->previous = index;
   if (!warm) return GEMINI_OK;
   if (!v->bundle.made && !v->refused) return gmi_tracer_variant_plan(m, v);
-  /* Times measured under a plan differ from those of warm-up: plan once more with them, then only predict anew. */
+  /* Times measured under a plan differ from those of warm-up, so the plan is made again after SETTLE_RUNS planned
+   * iterations. Later the plan stays, and only the prediction is updated, after 4, 8, 16, ... planned iterations. */
   if (v->bundle.made && whole && v->planned_runs == SETTLE_RUNS) return gmi_tracer_variant_plan(m, v);
   if (v->bundle.made && whole && v->planned_runs > SETTLE_RUNS && (v->planned_runs & (v->planned_runs - 1)) == 0) {
     gmi_trace_measure(m, &v->trace);
@@ -378,6 +408,9 @@ static gemini_status_t trace_save(gmi_manager_t *m, const char *path) {
 }
 gemini_status_t gemini_trace_save(gemini_manager_t mgr, const char *path) { API_LOCKED(trace_save(m, path)); }
 
+/* Loads a trace as a new variant with a plan, as if its iteration had been the last one. If no plan was made yet,
+ * the arenas are cut to the trace's chunk size where that is possible. On failure all variants and plans stay as
+ * they are. */
 static gemini_status_t trace_load(gmi_manager_t *m, const char *path) {
   gmi_tracer_t *t = m->trace.tracer;
   if (!path) return gmi_fail(GEMINI_ERR_INVALID, 0, "path is NULL");
@@ -432,7 +465,7 @@ gemini_status_t gemini_plan_explain(gemini_manager_t mgr, uint64_t size_bytes, c
   API_LOCKED(plan_explain(m, size_bytes, text_out, length_out));
 }
 
-/* ---- what chunks and streams report and ask (core/observer.h) */
+/* ---- tables for lower modules (core/observer.h) */
 static void stream_ends(gmi_manager_t *m) { gmi_tracer_resolve(m, true); }
 
 const gmi_observer_t gmi_tracer_events = {

@@ -1,10 +1,20 @@
-/* The tracer: what an iteration did, op by op, and whether this one does the same.
+/* The tracer: records what an iteration does, op by op, compares it with the iterations seen before, and carries out
+ * plans.
  * SPDX-License-Identifier: Apache-2.0
  *
- * It keeps a few *variants*: distinct iterations seen so far (a training step, an evaluation, a longer sequence), each
- * with its plan. While an iteration runs it is compared with all of them; the active one is the variant whose plan is
- * being carried out. When the iteration leaves it, another variant that agrees so far takes over; when none does, the
- * rest is served on demand, and what was recorded becomes a variant with a plan of its own. */
+ * The tracer keeps up to GMI_VARIANTS *variants*: kinds of iterations seen so far (a training step, an evaluation, a
+ * longer sequence), each with its plan. A running iteration is compared with all of them. The active variant is the one
+ * whose plan is being carried out. When the iteration departs from it, another variant that agrees so far becomes
+ * active. If none agrees, the rest of the iteration is served on demand, and its record becomes a new variant with a
+ * plan of its own.
+ *
+ * Files: tracer.c brackets (iterations, phases, ops) and learns times; record.c records uses and stalls and compares
+ * ops; follow.c carries out plans and answers questions about them; plan_input.c translates a trace for the policy;
+ * trace_file.c stores traces in memory and in files; timeline.c records events for gemini_timeline_start(); op_names.c
+ * keeps the names of ops.
+ *
+ * Threads: the manager's lock is held in every call, unless the comment at a function says otherwise. Lower modules
+ * reach the tracer through gmi_tracer_events and gmi_tracer_advice only (core/observer.h). */
 #ifndef GMI_TRACER_H
 #define GMI_TRACER_H
 
@@ -14,34 +24,39 @@
 
 enum { GMI_VARIANTS = 8 };
 
-typedef struct gmi_trace_use { /* what an op touches: bytes of the arena that stores them */
+typedef struct gmi_trace_use { /* a use: bytes that an op accesses, in the arena that stores them */
   uint32_t arena, mode;
   uint64_t offset, size;
 } gmi_trace_use_t;
 
+/* An op of a trace. Its uses are use_count adjacent elements of gmi_trace_t.uses, sorted and unique once the op has
+ * ended. */
 typedef struct gmi_trace_op {
-  const char *name;       /* one of the trace's names, taken; NULL: it has none yet */
-  uint64_t nonmodel_peak; /* bytes live at most while it was open */
-  uint64_t compute_ns;    /* mean over the iterations seen; 0 = not measured yet */
+  const char *name;       /* a name of gmi_trace_t.names, of which this op holds a reference; NULL: not set yet */
+  uint64_t nonmodel_peak; /* peak of live non-model bytes while the op was open */
+  uint64_t compute_ns;    /* mean over the iterations seen; 0: not measured yet */
   uint32_t phase;
-  uint32_t heap_pages; /* most pages under live blocks */
-  uint32_t samples;
+  uint32_t heap_pages; /* peak of heap pages under live non-model memory; a page is as large as a chunk */
+  uint32_t samples;    /* measurements in compute_ns */
   uint32_t use_first, use_count;
   uint32_t reserved;
 } gmi_trace_op_t;
 
+/* A recorded iteration. Invariants: uses and updates are in the order of ops; every op's name comes from names. The
+ * arrays outlive gmi_trace_clear(), so that recording an iteration seldom allocates. */
 typedef struct gmi_trace {
-  gmi_op_names_t *names; /* the tracer's */
+  gmi_op_names_t *names; /* the tracer's; shared by all its traces, so equal names have equal addresses */
   gmi_trace_op_t *ops;
   gmi_trace_use_t *uses;
   gmi_trace_update_t *updates;
   uint32_t op_count, op_capacity, use_count, use_capacity, update_count, update_capacity;
-  /* Rates that the plan is made with; 0 = not measured yet. */
-  uint64_t link_bytes_per_s[2];              /* to the device, from it; whole chunks, their overhead included */
-  uint64_t file_bytes_per_s[2];              /* read, written; both directions share what the files can do */
-  uint64_t host_update_ps, device_update_ps; /* picoseconds an element; on the host of one worker */
-  uint64_t chunk_bytes;                      /* of a trace read from a file: those that it was recorded with */
-  uint64_t outside_ns; /* of a step, from begin to begin, outside its ops: the caller's own work, norms, read-backs */
+  /* Rates for the plan; 0: not measured yet. */
+  uint64_t link_bytes_per_s[2]; /* to the device, from it; of whole chunks, including the overhead of a copy */
+  uint64_t file_bytes_per_s[2]; /* read, written; both directions share the bandwidth of the files */
+  uint64_t host_update_ps, device_update_ps; /* picoseconds per element; host: of one worker */
+  uint64_t chunk_bytes; /* of a trace read from a file: the chunk size with which it was recorded */
+  /* time of an iteration, from begin to begin, outside its ops: the caller's own work, norms, reads of results */
+  uint64_t outside_ns;
 } gmi_trace_t;
 
 extern const gmi_observer_t gmi_tracer_events;
@@ -49,66 +64,73 @@ extern const gmi_advice_t gmi_tracer_advice;
 
 gemini_status_t gmi_tracer_open(gmi_manager_t *m);
 void gmi_tracer_close(gmi_manager_t *m);
-void gmi_tracer_forget(gmi_manager_t *m);            /* arenas changed: what is known no longer fits */
-gemini_status_t gmi_tracer_replan(gmi_manager_t *m); /* budgets changed */
+/* the arenas changed: drops all variants, because traces and plans name arenas and chunks */
+void gmi_tracer_forget(gmi_manager_t *m);
+gemini_status_t gmi_tracer_replan(gmi_manager_t *m); /* the budgets changed: makes all plans again */
 
-/* Lock held. */
-uint32_t gmi_tracer_op_stream(gmi_manager_t *m);  /* GMI_CALLER when no op is open, or it runs on the caller */
-const char *gmi_tracer_op_name(gmi_manager_t *m); /* NULL when no op is open */
-uint64_t gmi_tracer_next_use(gmi_manager_t *m, const gmi_chunk_t *c); /* larger = later; UINT64_MAX = not known */
+/* Lock held, as in all functions of this header unless noted. */
+uint32_t gmi_tracer_op_stream(gmi_manager_t *m);  /* GMI_CALLER if no op is open or the op runs on the calling thread */
+const char *gmi_tracer_op_name(gmi_manager_t *m); /* NULL if no op is open */
+uint64_t gmi_tracer_next_use(gmi_manager_t *m, const gmi_chunk_t *c); /* larger = later; UINT64_MAX = unknown */
 void gmi_tracer_update(gmi_manager_t *m, const gmi_trace_update_t *update, uint32_t *index_out);
-void gmi_tracer_update_refused(gmi_manager_t *m, uint32_t index); /* the last one: there was none */
-/* Shall span number piece of the update number index run on the device? */
+/* undoes the last gmi_tracer_update(): the update was refused */
+void gmi_tracer_update_refused(gmi_manager_t *m, uint32_t index);
+/* Returns whether the plan runs piece number piece of update number index on the device. */
 bool gmi_tracer_piece_on_device(gmi_manager_t *m, uint32_t index, uint32_t piece);
-/* When one of the chunks that ops share with the span is used next: as gmi_chunk_t's next_use; UINT64_MAX = not
- * known */
+/* The next use of one of the chunks that the piece shares with ops, in the encoding of gmi_chunk_t's next_use;
+ * UINT64_MAX: unknown. */
 uint64_t gmi_tracer_piece_use(gmi_manager_t *m, uint32_t index, uint32_t piece);
-/* Before and after such a span is queued: the plan's moves that belong to it. */
+/* Called before and after a piece is queued on the device; carry out the plan's moves that belong to it. */
 void gmi_tracer_piece_begin(gmi_manager_t *m, uint32_t index, uint32_t piece);
 void gmi_tracer_piece_end(gmi_manager_t *m, uint32_t index, uint32_t piece);
-void gmi_tracer_resolve(gmi_manager_t *m, bool block); /* reads the times of ops that are done */
-/* Makes stream wait for fence, and counts the wait as a stall of the open op. */
+/* reads the times of ops whose work has ended; block: waits for all */
+void gmi_tracer_resolve(gmi_manager_t *m, bool block);
+/* Makes stream wait for fence and counts the wait as a stall of the open op if the op runs on stream. */
 gemini_status_t gmi_tracer_wait(gmi_manager_t *m, uint32_t stream, gmi_fence_t fence);
 
-/* Around what may make the calling thread wait before it can queue an op's work. Where the op is on stream, the time in
- * which that has nothing else to do is counted as a stall and is in the timeline. foreseen: the planner's model has
- * such a wait, as for updates; else it stays a part of what the op takes, to the planner. */
+/* Bracket a wait of the calling thread that may keep it from queueing the work of an op. If the open op runs on
+ * stream, the time during which stream has no other work is counted as a stall and shown in the timeline. foreseen:
+ * the planner's model contains this wait (the wait for room that an update needs); any other wait remains part of
+ * the op's compute time for the planner. */
 void gmi_tracer_pause(gmi_manager_t *m, uint32_t stream, bool foreseen, gmi_pause_t *pause_out);
 void gmi_tracer_resume(gmi_manager_t *m, uint32_t stream, const gmi_pause_t *pause);
 
-/* Any thread, lock held or not: an op touches a range. */
+/* Records that the open op accesses a range. Any thread, with or without the lock. */
 void gmi_tracer_touch(gmi_manager_t *m, uint32_t store, uint64_t offset, uint64_t size, uint32_t mode);
 
 /* trace_file.c */
 gemini_status_t gmi_trace_write(gmi_manager_t *m, const gmi_trace_t *trace, const char *path);
 gemini_status_t gmi_trace_read(gmi_manager_t *m, gmi_trace_t *trace_out, const char *path);
-void gmi_trace_clear(gmi_trace_t *trace); /* nothing is recorded any more; what it has allocated stays for what comes */
+void gmi_trace_clear(gmi_trace_t *trace); /* empties the trace; keeps its allocations for the next iteration */
 void gmi_trace_free(gmi_trace_t *trace);
 gmi_op_names_t *gmi_tracer_names(gmi_manager_t *m);
-gmi_trace_op_t *gmi_trace_add_op(gmi_trace_t *trace);   /* NULL: no memory */
-gmi_trace_use_t *gmi_trace_add_use(gmi_trace_t *trace); /* to the last op */
+gmi_trace_op_t *gmi_trace_add_op(gmi_trace_t *trace);   /* appends; NULL: no memory */
+gmi_trace_use_t *gmi_trace_add_use(gmi_trace_t *trace); /* appends a use of the last op */
 gmi_trace_update_t *gmi_trace_add_update(gmi_trace_t *trace);
 
-/* plan_input.c: a trace in the policy's terms */
+/* plan_input.c: translates a trace for the policy */
+/* A plan and the input it was made from. Owns the arrays of input and plan. Invariants: made says that plan is
+ * valid; chunk_of maps the policy's chunk indices to records and is valid until arenas are cut anew. */
 typedef struct gmi_plan_bundle {
   gmi_plan_input_t input;
   gmi_plan_t plan;
   gmi_chunk_t **chunk_of; /* [input.chunk_count] */
-  uint32_t *piece_first;  /* [update_count + 1] into pieces */
+  uint32_t *piece_first;  /* [update_count + 1] an update's first piece in input.pieces */
   bool made;
 } gmi_plan_bundle_t;
-/* shift: of the chunks that the plan is for. Where that is not the manager's, the plan is of no use before arenas have
- * been cut so, for which nothing may be pinned, and gmi_plan_bundle_bind() after it. */
+/* Makes a plan for chunks of 1 << shift bytes. If the manager's chunks have another size, the plan cannot be used
+ * before the arenas have been cut to that size and gmi_plan_bundle_bind() has been called; it then assumes that no
+ * chunk is pinned. */
 gemini_status_t gmi_plan_bundle_make(gmi_manager_t *m, const gmi_trace_t *trace, uint32_t shift,
                                      gmi_plan_bundle_t *bundle_out);
 void gmi_plan_bundle_bind(gmi_manager_t *m, gmi_plan_bundle_t *bundle);
-/* Pages of non-model memory, which are as long as chunks, in pages of another length: as many bytes or a little
- * more. */
+/* Converts a count of heap pages to pages of another size, rounded up. Heap pages are as large as chunks, so their
+ * number changes with the chunk size. */
 static inline uint32_t gmi_trace_pages(uint32_t pages, uint32_t from_shift, uint32_t to_shift) {
   return (uint32_t)((((uint64_t)pages << from_shift) + (UINT64_C(1) << to_shift) - 1) >> to_shift);
 }
-/* The trace's times and rates into the input of a plan made before. */
+/* Copies the trace's times and rates into the input of a plan made before. */
 void gmi_plan_bundle_times(gmi_manager_t *m, const gmi_trace_t *trace, gmi_plan_bundle_t *bundle);
-void gmi_trace_measure(gmi_manager_t *m, gmi_trace_t *trace); /* the newest rates into the trace */
+void gmi_trace_measure(gmi_manager_t *m, gmi_trace_t *trace); /* copies the manager's newest rates into the trace */
 void gmi_plan_bundle_free(gmi_plan_bundle_t *bundle);
 #endif

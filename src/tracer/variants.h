@@ -1,4 +1,5 @@
-/* Inside the tracer: variants of iterations, and what its files call of each other.
+/* The tracer's internal records, and the functions that its files call of each other. Included by tracer.c, record.c
+ * and follow.c only.
  * SPDX-License-Identifier: Apache-2.0 */
 #ifndef GMI_VARIANTS_H
 #define GMI_VARIANTS_H
@@ -13,61 +14,75 @@
 #include "tracer/timeline.h"
 #include "tracer/tracer.h"
 
+/* NAME_LIMIT: bytes of an op's name. STALLS_LIMIT: timed stalls per iteration; later ones are not counted.
+ * SETTLE_RUNS: planned iterations after which the plan is made again. HISTORY: iterations remembered. NO_VARIANT:
+ * marks a forgotten variant in the history. */
 enum { NAME_LIMIT = 127, STALLS_LIMIT = 4096, SETTLE_RUNS = 2, HISTORY = 128, NO_VARIANT = 255 };
-enum { PAUSE_NS = 50000 }; /* a pause that is shorter is not worth two marks */
+enum { PAUSE_NS = 50000 }; /* a shorter pause is not worth two marks */
 
+/* A variant: a kind of iteration. Invariants: used is false if and only if the record is zeroed; bundle.made and
+ * refused exclude each other; the plan was made from trace. */
 typedef struct {
   gmi_trace_t trace;
-  gmi_plan_bundle_t bundle; /* bundle.made: there is a plan */
+  gmi_plan_bundle_t bundle; /* bundle.made: the variant has a plan */
   bool used;
-  bool refused;  /* no plan is possible with the budgets there are */
-  uint64_t runs; /* iterations that did this */
-  uint64_t planned_runs;
-  uint64_t last_used; /* iteration number */
+  bool refused;          /* no plan exists for the current budgets */
+  uint64_t runs;         /* iterations of this kind so far */
+  uint64_t planned_runs; /* of them, those that followed the plan to their end */
+  uint64_t last_used;    /* number of the last such iteration */
 } variant_t;
 
-typedef struct { /* an op whose times are still to be read */
+typedef struct { /* the times of an op, read when its end has been reached (gmi_tracer_resolve()) */
   gmi_fence_t begin, end;
-  uint64_t begin_ns, end_ns; /* on the caller's thread instead of fences */
-  uint64_t stall_ns, unforeseen_ns;
-  uint32_t stall_first, stall_count; /* in stalls */
+  uint64_t begin_ns, end_ns;         /* of an op on the calling thread; the fences are 0 then */
+  uint64_t stall_ns, unforeseen_ns;  /* stalls measured on the calling thread, by gmi_pause_t.foreseen */
+  uint32_t stall_first, stall_count; /* index into gmi_tracer_t.stalls */
 } timing_t;
+/* A stall of a stream: the time between two marks. */
 typedef struct {
   gmi_fence_t before, after;
-  bool unforeseen; /* gmi_tracer_pause() */
+  bool unforeseen; /* see gmi_tracer_pause(): the planner's model lacks this wait */
 } stall_t;
 
+/* State of the tracer. Guarded by the manager's lock; op_open and the arrays of record are also written under
+ * touch_lock, because gmi_tracer_touch() runs on any thread without the manager's lock. Invariants: active, entered
+ * and previous are GMI_NONE or the index of a used variant; during an iteration agrees[i] implies variants[i].used;
+ * op_index is the open op or, between ops, the number of ops recorded. */
 typedef struct gmi_tracer {
-  pthread_mutex_t touch_lock; /* guards the open op's spans; after the manager's lock */
+  pthread_mutex_t touch_lock; /* guards the open op's uses; taken after the manager's lock */
   gmi_op_names_t *names;
 
   variant_t variants[GMI_VARIANTS];
-  uint32_t active;          /* variant that this iteration follows so far, or GMI_NONE */
-  uint32_t entered;         /* variant whose resident set was put in place last */
-  uint32_t previous;        /* variant of the last complete iteration */
-  uint8_t history[HISTORY]; /* variants of the last iterations, the newest last; NO_VARIANT for one since forgotten */
+  uint32_t active; /* the variant that this iteration follows so far, or GMI_NONE */
+  /* the variant whose resident set was established last, so that its next iteration need not do so again; or
+   * GMI_NONE */
+  uint32_t entered;
+  uint32_t previous;        /* the variant of the last complete iteration, or GMI_NONE */
+  uint8_t history[HISTORY]; /* variants of the last iterations, newest last; NO_VARIANT for one forgotten since */
   uint32_t history_size;
-  bool planned;              /* a plan was made: the size of chunks stays from then on */
-  bool agrees[GMI_VARIANTS]; /* with this iteration so far */
-  bool agreed[GMI_VARIANTS]; /* before the last update was recorded */
-  bool departed;
-  uint64_t iteration; /* begun so far */
+  bool planned;              /* a plan was made: the chunk size is final, because plans refer to chunk records */
+  bool agrees[GMI_VARIANTS]; /* the variant equals this iteration so far */
+  bool agreed[GMI_VARIANTS]; /* agrees before the last update was recorded, to undo it if the update is refused */
+  bool departed;             /* this iteration departed from a variant; counted once per iteration */
+  uint64_t iteration;        /* iterations begun so far; the number of this one */
   uint64_t begun_ns;
 
-  gmi_trace_t record;  /* this iteration */
-  timing_t *timings;   /* [record.op_capacity] */
-  uint64_t *durations; /* [record.op_capacity] compute_ns, UINT64_MAX when not known */
-  uint32_t timing_capacity, resolved;
-  uint64_t in_ops_ns; /* of the resolved ops, stalls included; UINT64_MAX when one is not known */
+  gmi_trace_t record;  /* the trace of this iteration */
+  timing_t *timings;   /* [timing_capacity] by op */
+  uint64_t *durations; /* [timing_capacity] by op: its compute time in this iteration; UINT64_MAX: unknown */
+  uint32_t timing_capacity, resolved; /* resolved: ops whose times have been read */
+  uint64_t in_ops_ns;                 /* duration of the resolved ops, including stalls; UINT64_MAX if one is unknown */
   stall_t stalls[STALLS_LIMIT];
   uint32_t stall_count;
-  uint32_t updates_checked; /* updates of this iteration */
+  uint32_t updates_checked; /* unused */
 
   bool op_open;
   uint32_t op_stream;
   uint32_t op_index;
-  uint64_t predicted_peak;  /* of the open op; UINT64_MAX when none was predicted */
-  _Atomic bool record_lost; /* Atomic: memory ran out: this iteration cannot become a variant */
+  uint64_t predicted_peak; /* non-model peak that the plan expects of the open op; UINT64_MAX: no prediction */
+  /* Atomic: memory for a record ran out, or the arenas changed: this iteration cannot become a variant. Set from any
+   * thread, reset by the begin of an iteration; it orders no other memory. */
+  _Atomic bool record_lost;
 } gmi_tracer_t;
 
 /* tracer/tracer.c */
