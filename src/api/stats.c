@@ -21,7 +21,7 @@ void gmi_stats_read(gmi_manager_t *m, gemini_stats_t *stats_out) {
   copy_figures(from->peak_bytes, s.peak_bytes, GEMINI_TIER_COUNT);
   copy_figures(from->moved_bytes[0], s.moved_bytes[0], GEMINI_LINK_COUNT * GEMINI_REASON_COUNT);
   copy_figures(from->moved_chunks[0], s.moved_chunks[0], GEMINI_LINK_COUNT * GEMINI_REASON_COUNT);
-  s.used_bytes[GEMINI_TIER_DEVICE] = atomic_load(&m->frames.used) * chunk_bytes;
+  s.used_bytes[GEMINI_TIER_DEVICE] = atomic_load(&m->frames.used) * gmi_frame_bytes(m);
   s.used_bytes[GEMINI_TIER_HOST] = atomic_load(&m->host.used);
   s.used_bytes[GEMINI_TIER_FILE] = atomic_load(&m->file.used);
   for (int i = 0; i < GEMINI_TIER_COUNT;
@@ -77,7 +77,7 @@ gemini_status_t gemini_stats_reset(gemini_manager_t mgr) {
       s->moved_bytes[link][reason] = s->moved_chunks[link][reason] = 0;
   s->acquire_misses = s->stall_ns = s->departures = s->op_peak_error_bytes = 0;
   for (int i = 0; i < GMI_HIT_STRIPES; i++) atomic_store_explicit(&m->stripes[i].hits, 0, memory_order_relaxed);
-  s->peak_bytes[GEMINI_TIER_DEVICE] = m->frames.used * atomic_load(&m->cut.chunk_bytes);
+  s->peak_bytes[GEMINI_TIER_DEVICE] = m->frames.used * gmi_frame_bytes(m);
   s->peak_bytes[GEMINI_TIER_HOST] = m->host.used;
   s->peak_bytes[GEMINI_TIER_FILE] = m->file.used;
   m->nonmodel.peak = s->nonmodel_bytes;

@@ -250,9 +250,9 @@ static gemini_status_t resume(gmi_manager_t *m) {
     status = gmi_fail(GEMINI_ERR_STATE, 0, "a checkpoint was taken up or made already");
   if (!status) status = gmi_cut(m);
   if (!status) status = gmi_store_committed(m->file.store, &kept, &count, &blob, &blob_bytes);
-  if (!status && (uint64_t)count << m->cut.chunk_shift > m->config.file_bytes)
-    status = gmi_fail(GEMINI_ERR_OOM_FILE, 0, "the checkpoint has %llu bytes of chunks, the file budget is %llu",
-                      (unsigned long long)count << m->cut.chunk_shift, (unsigned long long)m->config.file_bytes);
+  if (!status && count * gmi_block_bytes(m) > m->config.file_bytes)
+    status = gmi_fail(GEMINI_ERR_OOM_FILE, 0, "the checkpoint has %llu bytes of blocks, the file budget is %llu",
+                      (unsigned long long)(count * gmi_block_bytes(m)), (unsigned long long)m->config.file_bytes);
   for (gmi_chunk_t *c; !status && (c = next_chunk(m, &arena, &index));)
     if (!gmi_chunk_has(c, GMI_VALID_ZERO) || gmi_chunk_host_users(c) || !gmi_chunk_unsettle(c, GMI_CHUNK_PINS))
       status = gmi_fail(GEMINI_ERR_STATE, 0, "arena %s holds bytes already", gmi_chunk_arena(m, c)->name);
@@ -273,7 +273,7 @@ static gemini_status_t resume(gmi_manager_t *m) {
     gmi_chunk_drop_device(m, c); /* zeros */
     gmi_host_slot_drop(m, c);
     gmi_chunk_resumed(m, c);
-    m->file.used += UINT64_C(1) << m->cut.chunk_shift;
+    m->file.used += gmi_block_bytes(m);
   }
   if (m->file.used > m->stats.peak_bytes[GEMINI_TIER_FILE]) m->stats.peak_bytes[GEMINI_TIER_FILE] = m->file.used;
   m->file.checkpoint_is_ours = true;

@@ -56,11 +56,12 @@ typedef struct gmi_plan_input {
   const gmi_plan_piece_t *pieces; /* [piece_count + 1]; the last holds only chunk_first */
   const uint32_t *piece_chunks;
   const uint8_t *chunk_kind; /* [chunk_count] GEMINI_KIND_* */
-  uint64_t chunk_bytes;
-  uint64_t fetch_ns, evict_ns; /* one chunk over each link */
-  uint64_t host_delay_ns;      /* from a piece's work to its being current: the workers share in it as they come free */
-  uint32_t host_slots;         /* chunks that the host tier has room for when there are files below it; 0: for all */
-  uint32_t host_pieces_ahead;  /* pieces that are read, updated and written at once when their states are in files */
+  uint64_t chunk_bytes, frame_bytes;
+  uint64_t link_bytes, file_bytes; /* that a copy of a chunk moves over the links, and into or out of a file */
+  uint64_t fetch_ns, evict_ns;     /* one chunk over each link */
+  uint64_t host_delay_ns;     /* from a piece's work to its being current: the workers share in it as they come free */
+  uint32_t host_slots;        /* chunks that the host tier has room for when there are files below it; 0: for all */
+  uint32_t host_pieces_ahead; /* pieces that are read, updated and written at once when their states are in files */
   uint64_t file_read_ns, file_write_ns; /* one chunk; both share what the files can do */
   uint32_t placement;                   /* GEMINI_PLACEMENT_* */
   uint32_t pieces_apart;                /* 1: device pieces run beside ops; 0: in turn with them, as on one stream */
@@ -141,7 +142,7 @@ typedef struct gmi_chunk_use {
 typedef struct gmi_chunk_search {
   const gmi_chunk_use_t *uses;
   uint64_t use_count;
-  uint64_t min_bytes, max_bytes; /* powers of two */
+  uint64_t min_bytes, max_bytes; /* of a chunk, whose frame and whose copies are as large; powers of two */
   uint64_t device_bytes, nonmodel_bytes;
   uint64_t overhead_ns; /* of one copy and its mapping */
   uint64_t bytes_per_s; /* of the slower link */

@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "chunk/arena.h"
+#include "chunk/cut.h"
 #include "chunk/residency.h"
 #include "chunk/update.h"
 #include "core/workers.h"
@@ -18,7 +19,8 @@ static int by_chunk(const void *a, const void *b) {
 typedef struct {
   gmi_manager_t *m;
   const gmi_trace_t *trace;
-  uint32_t shift;             /* of the chunks that the plan is for: may be another than the manager's */
+  gmi_sizes_t sizes;          /* of the chunks that the plan is for: may be others than the manager's */
+  uint32_t shift;             /* log2 of sizes.chunk_bytes */
   uint32_t base[GMI_ARENAS];  /* first chunk of each storing arena */
   uint32_t count[GMI_ARENAS]; /* chunks of each */
   gmi_plan_op_t *ops;
@@ -40,11 +42,11 @@ static bool chunk_range(builder_t *b, uint32_t store, uint64_t offset, uint64_t 
 
 /* Pass 0 counts, pass 1 fills. */
 static bool build_accesses(builder_t *b, bool fill) {
-  uint64_t chunk_bytes = UINT64_C(1) << b->shift, n = 0;
+  uint64_t chunk_bytes = b->sizes.chunk_bytes, n = 0;
   for (uint32_t i = 0; i < b->trace->op_count; i++) {
     const gmi_trace_op_t *op = &b->trace->ops[i];
     uint64_t begin = n;
-    uint32_t pages = gmi_trace_pages(op->heap_pages, b->m->cut.chunk_shift, b->shift);
+    uint32_t pages = gmi_trace_pages(op->heap_pages, gmi_frame_bytes(b->m), b->sizes.frame_bytes);
     if (fill) b->ops[i] = (gmi_plan_op_t){ op->compute_ns, pages, (uint32_t)n };
     for (uint32_t s = op->use_first; s < op->use_first + op->use_count; s++) {
       const gmi_trace_use_t *span = &b->trace->uses[s];
@@ -93,7 +95,7 @@ static bool build_pieces(builder_t *b, uint32_t *piece_first, bool fill) {
     const gmi_trace_update_t *update = &b->trace->updates[u];
     for (uint32_t k = 0; k < update->arena_count; k++)
       if (!gmi_arena_at(m, update->arenas[k])) return false;
-    uint64_t unit = gmi_piece_elements(m, update->arenas, update->arena_count, UINT64_C(1) << b->shift);
+    uint64_t unit = gmi_piece_elements(m, update->arenas, update->arena_count, b->sizes.chunk_bytes);
     uint64_t end = update->first_element + update->element_count;
     if (piece_first) piece_first[u] = (uint32_t)pieces;
     for (uint64_t at = update->first_element; at < end; pieces++) {
@@ -136,20 +138,22 @@ static uint32_t piece_length(const builder_t *b) {
 }
 
 void gmi_trace_measure(gmi_manager_t *m, gmi_trace_t *trace) {
-  double chunk = (double)(UINT64_C(1) << m->cut.chunk_shift), host = gmi_workers_ns_per_element(m);
+  double link_bytes = (double)gmi_copy_bytes(m, GEMINI_TIER_DEVICE, GEMINI_TIER_HOST);
+  double file_bytes = (double)gmi_copy_bytes(m, GEMINI_TIER_HOST, GEMINI_TIER_FILE);
+  double host = gmi_workers_ns_per_element(m);
   for (int link = 0; link < 2; link++)
     if (m->rate.link_ns[link].samples)
-      trace->link_bytes_per_s[link] = (uint64_t)(chunk * 1e9 / m->rate.link_ns[link].mean);
+      trace->link_bytes_per_s[link] = (uint64_t)(link_bytes * 1e9 / m->rate.link_ns[link].mean);
   for (int write = 0; write < 2; write++)
     if (m->rate.file_ns[write].samples)
-      trace->file_bytes_per_s[write] = (uint64_t)(chunk * 1e9 / m->rate.file_ns[write].mean);
+      trace->file_bytes_per_s[write] = (uint64_t)(file_bytes * 1e9 / m->rate.file_ns[write].mean);
   if (host > 0) trace->host_update_ps = (uint64_t)(host * 1e3) + 1;
   if (m->rate.device_update.samples) trace->device_update_ps = (uint64_t)(m->rate.device_update.mean * 1e3) + 1;
 }
 
-static uint64_t copy_ns(uint64_t chunk_bytes, uint64_t measured, uint64_t expected) {
+static uint64_t copy_ns(uint64_t bytes, uint64_t measured, uint64_t expected) {
   uint64_t rate = measured ? measured : expected; /* until one was measured */
-  return (uint64_t)((double)chunk_bytes * 1e9 / (double)rate) + 1;
+  return (uint64_t)((double)bytes * 1e9 / (double)rate) + 1;
 }
 
 /* Nanoseconds an element of an update takes on the device by its memory's rate, until one was measured; 0: not
@@ -168,10 +172,10 @@ void gmi_plan_bundle_times(gmi_manager_t *m, const gmi_trace_t *trace, gmi_plan_
   ops[in->op_count - 1].compute_ns += trace->outside_ns; /* nothing of the step's ops runs then */
   const uint64_t link = m->device.ops->link_bytes_per_s, file = UINT64_C(1000000000);
   const uint64_t h2d = m->config.sim_h2d_bytes_per_s, d2h = m->config.sim_d2h_bytes_per_s;
-  in->fetch_ns = copy_ns(in->chunk_bytes, trace->link_bytes_per_s[0], h2d ? h2d : link);
-  in->evict_ns = copy_ns(in->chunk_bytes, trace->link_bytes_per_s[1], d2h ? d2h : link);
-  in->file_read_ns = copy_ns(in->chunk_bytes, trace->file_bytes_per_s[0], file);
-  in->file_write_ns = copy_ns(in->chunk_bytes, trace->file_bytes_per_s[1], file);
+  in->fetch_ns = copy_ns(in->link_bytes, trace->link_bytes_per_s[0], h2d ? h2d : link);
+  in->evict_ns = copy_ns(in->link_bytes, trace->link_bytes_per_s[1], d2h ? d2h : link);
+  in->file_read_ns = copy_ns(in->file_bytes, trace->file_bytes_per_s[0], file);
+  in->file_write_ns = copy_ns(in->file_bytes, trace->file_bytes_per_s[1], file);
   double host = trace->host_update_ps ? (double)trace->host_update_ps * 1e-3 : 2.8; /* 28 bytes at 10 GB/s */
   in->host_delay_ns = 0;
   for (uint32_t u = 0, p = 0; u < trace->update_count; u++) {
@@ -204,7 +208,7 @@ void gmi_plan_bundle_bind(gmi_manager_t *m, gmi_plan_bundle_t *bundle) {
 
 gemini_status_t gmi_plan_bundle_make(gmi_manager_t *m, const gmi_trace_t *trace, uint32_t shift,
                                      gmi_plan_bundle_t *out) {
-  builder_t b = { .m = m, .trace = trace, .shift = shift };
+  builder_t b = { .m = m, .trace = trace, .shift = shift, .sizes = gmi_sizes_of(m, UINT64_C(1) << shift) };
   const bool cut_so = shift == m->cut.chunk_shift;
   gmi_plan_bundle_t bundle = { 0 };
   gemini_status_t status = GEMINI_OK;
@@ -213,7 +217,7 @@ gemini_status_t gmi_plan_bundle_make(gmi_manager_t *m, const gmi_trace_t *trace,
     gmi_arena_t *a = gmi_arena_at(m, i);
     b.base[i] = (uint32_t)chunks;
     if (!a || a->store != i) continue;
-    b.count[i] = (uint32_t)((atomic_load(&a->size) + (UINT64_C(1) << shift) - 1) >> shift);
+    b.count[i] = (uint32_t)((atomic_load(&a->size) + b.sizes.chunk_bytes - 1) >> shift);
     chunks += b.count[i];
   }
   if (chunks >= UINT32_MAX || !build_accesses(&b, false) || !build_pieces(&b, NULL, false))
@@ -228,7 +232,7 @@ gemini_status_t gmi_plan_bundle_make(gmi_manager_t *m, const gmi_trace_t *trace,
   bundle.piece_first = calloc((size_t)trace->update_count + 1, sizeof *bundle.piece_first);
   bundle.input = (gmi_plan_input_t){ .op_count = trace->op_count,
                                      .chunk_count = (uint32_t)chunks,
-                                     .frame_count = gmi_frames_of(m, shift) - m->graphs.frames,
+                                     .frame_count = gmi_frames_of(m, b.sizes.frame_bytes) - m->graphs.frames,
                                      .host_slots = m->file.store ? m->host.slot_count : 0,
                                      .host_pieces_ahead = gmi_updates_ahead(m, piece_length(&b)),
                                      .ops = b.ops,
@@ -237,7 +241,10 @@ gemini_status_t gmi_plan_bundle_make(gmi_manager_t *m, const gmi_trace_t *trace,
                                      .piece_chunks = b.piece_chunks,
                                      .chunk_kind = b.kind,
                                      .chunk_pinned = b.pinned,
-                                     .chunk_bytes = UINT64_C(1) << shift,
+                                     .chunk_bytes = b.sizes.chunk_bytes,
+                                     .frame_bytes = b.sizes.frame_bytes,
+                                     .link_bytes = gmi_sizes_copy_bytes(&b.sizes, GEMINI_TIER_DEVICE, GEMINI_TIER_HOST),
+                                     .file_bytes = gmi_sizes_copy_bytes(&b.sizes, GEMINI_TIER_HOST, GEMINI_TIER_FILE),
                                      .placement = m->config.placement,
                                      .pieces_apart = m->config.device == GEMINI_DEVICE_SIMULATED,
                                      .static_param_fraction = m->config.static_param_fraction,
@@ -263,15 +270,15 @@ gemini_status_t gmi_plan_bundle_make(gmi_manager_t *m, const gmi_trace_t *trace,
     gmi_wait_begin(m, &wait, NULL, GMI_WAIT_PLAN, 0);
     status = gmi_plan_make(&bundle.input, &bundle.plan, &failure);
     gmi_wait_end(m, &wait);
-    uint64_t chunk_bytes = bundle.input.chunk_bytes;
+    uint64_t frame_bytes = bundle.input.frame_bytes;
     if (status == GEMINI_ERR_OOM_DEVICE)
       gmi_fail(
           status, 0,
           "op %s: its chunks and non-model memory need %llu bytes of device memory, %llu more than the %llu there are",
           failure.op < trace->op_count ? trace->ops[failure.op].name : "?",
-          (unsigned long long)(failure.need_frames * chunk_bytes),
-          (unsigned long long)((failure.need_frames - failure.have_frames) * chunk_bytes),
-          (unsigned long long)(failure.have_frames * chunk_bytes));
+          (unsigned long long)(failure.need_frames * frame_bytes),
+          (unsigned long long)((failure.need_frames - failure.have_frames) * frame_bytes),
+          (unsigned long long)(failure.have_frames * frame_bytes));
     else if (status) gmi_fail(status, 0, "no plan could be made: %s", gemini_status_string(status));
   }
   bundle.made = status == GEMINI_OK;

@@ -102,10 +102,9 @@ typedef struct gmi_plan_bundle {
 gemini_status_t gmi_plan_bundle_make(gmi_manager_t *m, const gmi_trace_t *trace, uint32_t shift,
                                      gmi_plan_bundle_t *bundle_out);
 void gmi_plan_bundle_bind(gmi_manager_t *m, gmi_plan_bundle_t *bundle);
-/* Pages of non-model memory, which are as long as chunks, in pages of another length: as many bytes or a little
- * more. */
-static inline uint32_t gmi_trace_pages(uint32_t pages, uint32_t from_shift, uint32_t to_shift) {
-  return (uint32_t)((((uint64_t)pages << from_shift) + (UINT64_C(1) << to_shift) - 1) >> to_shift);
+/* Pages of non-model memory, which are frames, in frames of another length: as many bytes or a little more. */
+static inline uint32_t gmi_trace_pages(uint32_t pages, uint64_t from_bytes, uint64_t to_bytes) {
+  return (uint32_t)((pages * from_bytes + to_bytes - 1) / to_bytes);
 }
 /* The trace's times and rates into the input of a plan made before. */
 void gmi_plan_bundle_times(gmi_manager_t *m, const gmi_trace_t *trace, gmi_plan_bundle_t *bundle);
