@@ -5,6 +5,7 @@
 #include "chunk/cut.h"
 
 #include "tiers_world.h"
+#include "tracer/tracer.h"
 
 enum { W = WORLD_CHUNK, DEVICE = GEMINI_TIER_DEVICE, HOST = GEMINI_TIER_HOST, FILES = GEMINI_TIER_FILE, CHUNKS = 12 };
 static const gmi_sizes_padding_t paddings[] = { { 0, 0 }, { 0, 4096 }, { 0, 65536 }, { 1, 0 }, { 1, 12288 } };
@@ -151,11 +152,90 @@ static void test_files_hold_as_many_blocks_as_their_own_size_says(void) {
     CHECK_STATUS(gemini_budget_set(o.w.mgr, FILES, 4 * block_bytes() - 1), GEMINI_ERR_OOM_FILE);
     CHECK_OK(gemini_budget_set(o.w.mgr, FILES, 4 * block_bytes()));
     CHECK_STATUS(one_move(&o, 4, FILES), GEMINI_ERR_OOM_FILE);
-    CHECK_OK(gemini_budget_set(o.w.mgr, FILES, 5 * block_bytes()));
+    CHECK_OK(gemini_budget_set(o.w.mgr, FILES, 6 * block_bytes() - 1));
+    gmi_store_figures_t figures;
+    gmi_store_figures(gmi_manager_get(o.w.mgr)->file.store, &figures);
+    CHECK_EQ(figures.block_count, 5);
     CHECK_OK(one_move(&o, 4, FILES));
     for (uint32_t k = 0; k < 5; k++) CHECK(one_holds(&o, k, HOST));
     one_settle(&o);
     figures_right(&o);
+    /* Rates are of what was moved. */
+    gmi_manager_t *m = gmi_manager_get(o.w.mgr);
+    gmi_trace_t trace = { 0 };
+    gmi_lock(m, __func__);
+    gmi_trace_measure(m, &trace);
+    for (int write = 0; write < 2; write++)
+      CHECK_EQ(trace.file_bytes_per_s[write], (uint64_t)((double)slot_bytes() * 1e9 / m->rate.file_ns[write].mean));
+    gmi_unlock(m);
+    world_close(&o.w);
+  }
+}
+
+/* Without files, a call that needs more slots than the budget has is refused before it changes a byte. */
+static void test_what_does_not_fit_in_slots_is_refused_at_once(void) {
+  for (int p = 0; p < PADDINGS; p++) {
+    pad(paddings[p]);
+    char text[200];
+    one_t o = one_open(config_of(3, 4, 0));
+    FILE *file = tmpfile();
+    CHECK(file && !ftruncate(fileno(file), CHUNKS * W));
+    one_fill(&o, 11, HOST, 3);
+    one_fill(&o, 0, DEVICE, 4);
+    gemini_access_t four = world_part(o.arena, 0, 4 * W, 0, 0);
+    CHECK_STATUS(gemini_load(o.w.mgr, &four, fileno(file), 0), GEMINI_ERR_OOM_HOST);
+    snprintf(text, sizeof text,
+             "the range needs %" PRIu64 " bytes of host memory, of the budget %" PRIu64
+             " other chunks and blocks must keep %" PRIu64,
+             4 * slot_bytes(), 4 * slot_bytes(), slot_bytes());
+    CHECK_SAYS(world_error().message, text);
+    CHECK(one_holds(&o, 0, DEVICE));
+    CHECK_OK(one_move(&o, 11, DEVICE));
+    CHECK_OK(gemini_load(o.w.mgr, &four, fileno(file), 0)); /* its host copy can go */
+    fclose(file);
+    world_close(&o.w);
+
+    opt_t *opt = opt_open(config_of(20, 5, 0), 1); /* five chunks */
+    for (int a = 0; a < OPT_ARENAS; a++) {
+      gemini_access_t all = world_whole(opt->arenas[a], 0, DEVICE);
+      CHECK_OK(gemini_move(opt->w.mgr, &all, 1));
+      for (uint64_t at = 0; at < opt->n * opt_bytes[a]; at += W) {
+        gemini_access_t x = world_part(opt->arenas[a], at, 4, GEMINI_READ_WRITE, DEVICE); /* the host copy goes */
+        CHECK_OK(gemini_acquire(opt->w.mgr, &x, 1, GEMINI_STREAM_CALLER));
+        CHECK_OK(gemini_release(opt->w.mgr, &x, 1, GEMINI_STREAM_CALLER));
+      }
+    }
+    CHECK_OK(gemini_budget_set(opt->w.mgr, HOST, 5 * slot_bytes() - 1));
+    CHECK_STATUS(opt_update(opt, 0), GEMINI_ERR_OOM_HOST);
+    snprintf(text, sizeof text, "the update needs %" PRIu64 " bytes of host memory", 5 * slot_bytes());
+    CHECK_SAYS(world_error().message, text);
+    opt_close(opt);
+  }
+}
+
+/* A slot behind a smaller budget stays as long as somebody has its address, and so does its memory. */
+static void test_memory_behind_the_budget_stays_while_it_is_acquired(void) {
+  for (int p = 0; p < PADDINGS; p++) {
+    pad(paddings[p]);
+    one_t o = one_open(config_of(12, 12, 0));
+    gmi_manager_t *m = gmi_manager_get(o.w.mgr);
+    for (uint32_t k = 0; k < CHUNKS; k++) one_fill(&o, k, HOST, 50 + k);
+    gmi_chunk_t *c = m->host.slots[2].chunk;
+    CHECK(c);
+    gemini_access_t held = world_part(o.arena, (uint64_t)c->index * W, W, GEMINI_READ_WRITE, HOST);
+    CHECK_OK(gemini_acquire(o.w.mgr, &held, 1, GEMINI_STREAM_CALLER));
+    for (uint32_t k = 0; k < CHUNKS; k++) {
+      gemini_access_t x = world_part(o.arena, (uint64_t)k * W, 4, GEMINI_READ_WRITE, DEVICE);
+      if (k == c->index) continue;
+      CHECK_OK(gemini_acquire(o.w.mgr, &x, 1, GEMINI_STREAM_CALLER));
+      CHECK_OK(gemini_release(o.w.mgr, &x, 1, GEMINI_STREAM_CALLER));
+    }
+    CHECK_OK(gemini_budget_set(o.w.mgr, HOST, 2 * slot_bytes()));
+    CHECK_EQ(c->slot_, 2);
+    CHECK(world_reads(held.ptr, (uint64_t)c->index * W, W, o.seeds[c->index]));
+    CHECK_OK(gemini_release(o.w.mgr, &held, 1, GEMINI_STREAM_CALLER));
+    CHECK(one_holds(&o, c->index, HOST));
+    CHECK(c->slot_ < 2);
     world_close(&o.w);
   }
 }
@@ -199,6 +279,19 @@ static void test_host_blocks_take_whole_slots(void) {
     for (uint32_t k = 0; k < 4; k++) CHECK(one_holds(&o, k, HOST));
     CHECK_OK(gemini_host_free(o.w.mgr, block));
     world_close(&o.w);
+    /* Whatever is given back, the slots that a block reaches into stay its own. */
+    o = one_open(config_of(3, 8, 0));
+    gmi_manager_t *m = gmi_manager_get(o.w.mgr);
+    void *blocks[3];
+    for (int i = 0; i < 3; i++) CHECK_OK(gemini_host_alloc(o.w.mgr, W, 0, &blocks[i]));
+    for (int gone = 0; gone < 3; gone++) {
+      for (int i = gone; i < 3; i++) {
+        uint64_t first = (uint64_t)((uint8_t *)blocks[i] - m->host.base), last = first + W - 1;
+        for (uint64_t s = first / slot_bytes(); s <= last / slot_bytes(); s++) CHECK(m->host.slots[s].block);
+      }
+      CHECK_OK(gemini_host_free(o.w.mgr, blocks[gone]));
+    }
+    world_close(&o.w);
   }
 }
 
@@ -206,8 +299,25 @@ static void test_host_blocks_take_whole_slots(void) {
 static void test_a_plan_counts_frames_and_copies(void) {
   for (int p = 0; p < PADDINGS; p++) {
     pad(paddings[p]);
-    one_t o = one_open(config_of(4, CHUNKS, CHUNKS));
+    one_t o = one_open(config_of(4, CHUNKS + 4, CHUNKS));
     for (uint32_t k = 0; k < CHUNKS; k++) one_fill(&o, k, HOST, 40 + k);
+    const gmi_manager_t *m = gmi_manager_get(o.w.mgr);
+    CHECK(m->host.home_end <= CHUNKS + 4); /* every chunk has a slot of its own */
+    void *blocks[3];
+    for (int i = 0; i < 3; i++) {
+      CHECK_OK(gemini_alloc(o.w.mgr, W, GEMINI_STREAM_CALLER, &blocks[i]));
+      memset(blocks[i], i + 1, W);
+    }
+    gemini_access_t two[2] = { world_part(o.arena, 0, W, GEMINI_READ, DEVICE),
+                               world_part(o.arena, W, W, GEMINI_READ, DEVICE) };
+    CHECK_STATUS(gemini_acquire(o.w.mgr, two, 2, GEMINI_STREAM_CALLER), GEMINI_ERR_OOM_DEVICE);
+    CHECK_SAYS(world_error().message,
+               "65536 more bytes of device memory are needed: of the budget 262144 less margin 0, "
+               "chunks acquired hold 65536, pinned 0, graphs 0, non-model memory 196608");
+    for (int i = 0; i < 3; i++) {
+      for (uint64_t at = 0; at < W; at++) CHECK(((uint8_t *)blocks[i])[at] == i + 1);
+      CHECK_OK(gemini_free(o.w.mgr, blocks[i], GEMINI_STREAM_CALLER));
+    }
     gemini_stats_t before = world_stats(&o.w);
     for (int i = 0; i < 4; i++) {
       before = world_stats(&o.w);
@@ -346,6 +456,8 @@ int main(void) {
     RUN_TIMED(test_a_checkpoint_is_taken_up_with_its_own_sizes_only);
   }
   RUN_TIMED(test_a_budget_holds_as_many_places_as_its_own_size_says);
+  RUN_TIMED(test_what_does_not_fit_in_slots_is_refused_at_once);
+  RUN_TIMED(test_memory_behind_the_budget_stays_while_it_is_acquired);
   RUN_TIMED(test_host_blocks_take_whole_slots);
   RUN_TIMED(test_a_plan_counts_frames_and_copies);
   RUN_TIMED(test_several_chunks_have_one_host_address_only_in_slots_without_gaps);
