@@ -36,8 +36,8 @@ static bool is_power_of_2(uint64_t value) { return value && !(value & (value - 1
  * - a slot is a power of two, so that none lies in two parts that are page-locked each on its own;
  * - a block holds all that a slot does, and is a multiple of what direct I/O needs.
  * Where a slot holds a part of its chunk (a chunk shared by several processes), these have to change: copies between
- * frame and slot, which then name the part (queue_copy(), gmi_graph's fetches); what turns an offset of the arena into a
- * host address (gmi_range_host(), locate() of workers); zeroing, load and store of a chunk on the host (data.c). */
+ * frame and slot, which then name the part (queue_copy(), the fetches of graphs); what turns an offset of the arena
+ * into a host address (gmi_range_host(), locate() of workers); zeroing, load and store of a chunk on the host. */
 static void gmi_cut_check(const gmi_sizes_t *s) {
   GMI_ASSERT(is_power_of_2(s->chunk_bytes));
   GMI_ASSERT(s->frame_bytes == s->chunk_bytes);

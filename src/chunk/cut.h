@@ -41,9 +41,9 @@ uint64_t gmi_chunk_search(gmi_manager_t *m, const struct gmi_chunk_use *uses, ui
                           uint64_t bytes_per_s);
 gemini_status_t gmi_cut(gmi_manager_t *m); /* chooses the chunk size if that is still to be done */
 /* Cuts anew where that is possible: nothing in use, every byte fits on the host, no file tier, slots as large as
- * chunks, and the caller did not choose the size. Otherwise, and when it is that size already, nothing changes. After it no record of a chunk is
- * where it was: nobody may keep one, and plans do. OOM_SYSTEM, or what moving bytes to the host fails with: nothing
- * changed. */
+ * chunks, and the caller did not choose the size. Otherwise, and when it is that size already, nothing changes. After
+ * it no record of a chunk is where it was: nobody may keep one, and plans do. OOM_SYSTEM, or what moving bytes to the
+ * host fails with: nothing changed. */
 bool gmi_recut_possible(gmi_manager_t *m, uint64_t chunk_bytes);
 gemini_status_t gmi_recut(gmi_manager_t *m, uint64_t chunk_bytes);
 
