@@ -139,6 +139,9 @@ static int generate_trace(trace_t *t, uint32_t ops, uint32_t tensors, uint32_t f
                                  .piece_chunks = t->piece_chunks,
                                  .chunk_kind = t->kind,
                                  .chunk_bytes = 4u << 20,
+                                 .frame_bytes = 4u << 20,
+                                 .link_bytes = 4u << 20,
+                                 .file_bytes = 4u << 20,
                                  .fetch_ns = 80000,
                                  .evict_ns = 80000 };
   return 0;
@@ -337,10 +340,10 @@ int main(int argc, char **argv) {
   row_rounded(&row, "plan_seconds", plan_seconds, 6);
   row_rounded(&row, "plan_seconds_max", seconds[runs - 1], 6);
   row_u64(&row, "runs", runs);
-  row_u64(&row, "moved_bytes", plan.fetch_count * t.input.chunk_bytes);
-  row_u64(&row, "optimum_bytes", optimum * t.input.chunk_bytes);
+  row_u64(&row, "moved_bytes", plan.fetch_count * t.input.link_bytes);
+  row_u64(&row, "optimum_bytes", optimum * t.input.link_bytes);
   row_text(&row, "optimum_from", optimum_from);
-  row_u64(&row, "written_back_bytes", plan.evict_dirty_count * t.input.chunk_bytes);
+  row_u64(&row, "written_back_bytes", plan.evict_dirty_count * t.input.link_bytes);
   row_u64(&row, "ops", t.input.op_count);
   row_u64(&row, "chunks", t.input.chunk_count);
   row_u64(&row, "accesses", accesses);

@@ -15,6 +15,7 @@
 #include "base/nvtx.h"
 #include "base/space.h"
 #include "chunk/arena.h"
+#include "chunk/cut.h"
 #include "chunk/files.h"
 #include "chunk/graph.h"
 #include "chunk/hook.h"
@@ -153,6 +154,7 @@ static gemini_status_t manager_open(const gemini_config_t *theirs, gemini_manage
   gmi_links_open(m);
   m->config.file_dir = m->config.checkpoint_name = NULL;
   m->file.sys = gmi_files_sys;
+  m->cut.padding = gmi_sizes_padding;
   m->device.ops = config.device == GEMINI_DEVICE_CUDA ? &gmi_device_cuda : &gmi_device_sim;
   m->tensors.free = GMI_NONE;
   m->tensors.at = gmi_space((uint64_t)GMI_TENSORS * sizeof *m->tensors.at);
@@ -188,7 +190,7 @@ static gemini_status_t manager_open(const gemini_config_t *theirs, gemini_manage
     status = gmi_fail(GEMINI_ERR_INVALID, 0, "chunk_bytes is %llu, must be a power of two from %llu to 1 GiB",
                       (unsigned long long)c,
                       (unsigned long long)(m->device.granularity > 65536 ? m->device.granularity : 65536));
-  } else if (c > config.device_bytes - config.device_margin_bytes) {
+  } else if (c && gmi_sizes_of(m, c).frame_bytes > config.device_bytes - config.device_margin_bytes) {
     status =
         gmi_fail(GEMINI_ERR_INVALID, 0, "chunk_bytes is %llu, more than the device budget without its margin, %llu",
                  (unsigned long long)c, (unsigned long long)(config.device_bytes - config.device_margin_bytes));
@@ -278,14 +280,14 @@ gemini_status_t gemini_manager_close(gemini_manager_t mgr) { API_RETURN(manager_
  * changes; afterwards the number of frames does. */
 static gemini_status_t budget_device(gmi_manager_t *m, uint64_t bytes) {
   uint64_t margin = m->config.device_margin_bytes;
-  uint64_t chunk_bytes = atomic_load(&m->cut.chunk_bytes) ? atomic_load(&m->cut.chunk_bytes) : 65536;
-  if (bytes <= margin || bytes - margin < chunk_bytes)
+  uint64_t frame_bytes = gmi_frame_bytes(m) ? gmi_frame_bytes(m) : gmi_sizes_of(m, 65536).frame_bytes;
+  if (bytes <= margin || bytes - margin < frame_bytes)
     return gmi_fail(GEMINI_ERR_INVALID, 0, "device budget %llu without its margin %llu is less than one chunk, %llu",
-                    (unsigned long long)bytes, (unsigned long long)margin, (unsigned long long)chunk_bytes);
+                    (unsigned long long)bytes, (unsigned long long)margin, (unsigned long long)frame_bytes);
   gemini_status_t status = GEMINI_OK;
   uint64_t old = m->config.device_bytes;
   if (atomic_load(&m->cut.chunk_bytes)) {
-    uint64_t frames = (bytes - margin) / chunk_bytes;
+    uint64_t frames = (bytes - margin) / frame_bytes;
     if (frames > UINT32_MAX - 1) frames = UINT32_MAX - 1;
     status = gmi_frames_resize(m, (uint32_t)frames);
   } else {
@@ -304,7 +306,7 @@ static gemini_status_t budget_device(gmi_manager_t *m, uint64_t bytes) {
   int64_t code = gmi_fail_code();
   snprintf(message, sizeof message, "%s", gmi_fail_message());
   m->config.device_bytes = old;
-  if (atomic_load(&m->cut.chunk_bytes) && gmi_frames_resize(m, (uint32_t)((old - margin) / chunk_bytes)) == GEMINI_OK)
+  if (atomic_load(&m->cut.chunk_bytes) && gmi_frames_resize(m, (uint32_t)((old - margin) / frame_bytes)) == GEMINI_OK)
     (void)gmi_tracer_replan(m);
   return gmi_fail(status, code, "%s", message);
 }

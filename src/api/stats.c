@@ -20,7 +20,7 @@ void gmi_tier_stats_read(gmi_manager_t *m, uint32_t tier, gemini_tier_stats_t *s
   s.tier = tier;
   s.budget_bytes = atomic_load(&m->stats.budget_bytes[tier]);
   s.peak_bytes = atomic_load(&m->stats.peak_bytes[tier]);
-  s.used_bytes = tier == GEMINI_TIER_DEVICE ? atomic_load(&m->frames.used) * atomic_load(&m->cut.chunk_bytes)
+  s.used_bytes = tier == GEMINI_TIER_DEVICE ? atomic_load(&m->frames.used) * gmi_frame_bytes(m)
                  : tier == GEMINI_TIER_HOST ? atomic_load(&m->host.used)
                                             : atomic_load(&m->file.used);
   /* A chunk may have come since the peak was read, or its peak not be noted. */
@@ -136,7 +136,7 @@ gemini_status_t gemini_stats_reset(gemini_manager_t mgr) {
       m->links[link].moved_bytes[reason] = m->links[link].moved_chunks[reason] = 0;
   s->acquire_misses = s->stall_ns = s->departures = s->op_peak_error_bytes = 0;
   for (int i = 0; i < GMI_HIT_STRIPES; i++) atomic_store_explicit(&m->stripes[i].hits, 0, memory_order_relaxed);
-  s->peak_bytes[GEMINI_TIER_DEVICE] = m->frames.used * atomic_load(&m->cut.chunk_bytes);
+  s->peak_bytes[GEMINI_TIER_DEVICE] = m->frames.used * gmi_frame_bytes(m);
   s->peak_bytes[GEMINI_TIER_HOST] = m->host.used;
   s->peak_bytes[GEMINI_TIER_FILE] = m->file.used;
   m->nonmodel.peak = s->nonmodel_bytes;

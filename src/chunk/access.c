@@ -425,7 +425,7 @@ static uint64_t batch_lacks(const gmi_manager_t *m, const gemini_access_t *acces
       }
     }
   }
-  return lacking << m->cut.chunk_shift;
+  return lacking * gmi_tier_bytes(m, tier);
 }
 
 /* What the tiers refused was one chunk: says what is lacking for the batch. Called before it is given up. */

@@ -40,6 +40,9 @@ static gemini_status_t check_kept(gmi_manager_t *m) {
 /* ---- checkpoint */
 static void write_layout(gmi_manager_t *m, FILE *file) {
   fprintf(file, "gemini-keep 1\n");
+  uint64_t held = gmi_copy_bytes(m, GEMINI_TIER_HOST, GEMINI_TIER_FILE);
+  if (gmi_chunk_bytes(m) != gmi_block_bytes(m) || held != gmi_block_bytes(m))
+    fprintf(file, "sizes %" PRIu64 " %" PRIu64 "\n", gmi_chunk_bytes(m), held);
   gmi_arenas_write(m, file);
   for (uint32_t i = 0; i < m->tensors.high; i++) {
     gmi_tensor_t *t = &m->tensors.at[i];
@@ -150,6 +153,7 @@ typedef struct {
   gmi_manager_t *m;
   uint32_t arena_of[GMI_ARENAS]; /* the checkpoint's arena number to this manager's */
   uint64_t tensors;
+  uint64_t sizes[2]; /* of a chunk, and of what a block holds of it; the block's where the checkpoint does not say */
   bool apply, ended;
 } reader_t;
 
@@ -191,9 +195,11 @@ static gemini_status_t read_layout(reader_t *r, const char *blob, uint64_t bytes
   char line[1024];
   char arena[GMI_ARENA_NAME];
   const char *rest, *wrong = NULL;
+  bool wrong_sizes = false;
   memset(r->arena_of, 0xff, sizeof r->arena_of);
   r->tensors = 0;
   r->ended = false;
+  r->sizes[0] = r->sizes[1] = gmi_block_bytes(r->m);
   for (uint64_t at = 0, number = 0; !status && at < bytes; number++) {
     const char *end = memchr(blob + at, '\n', bytes - at);
     uint64_t length = end ? (uint64_t)(end - blob) - at : bytes - at;
@@ -209,13 +215,21 @@ static gemini_status_t read_layout(reader_t *r, const char *blob, uint64_t bytes
       status = gmi_fail(GEMINI_ERR_FORMAT, 0, "the kept files are of another version: %.60s", line);
     else if (gmi_word_at(&rest, "arena")) wrong = gmi_arena_read(r->m, rest, r->arena_of, arena);
     else if (gmi_word_at(&rest, "tensor")) status = read_tensor(r, rest);
+    else if (gmi_word_at(&rest, "sizes")) wrong_sizes = !gmi_numbers_at(&rest, 0, UINT64_MAX, 2, r->sizes);
     else if (number && !r->ended)
       status = gmi_fail(GEMINI_ERR_FORMAT, 0, "the checkpoint's description has a line \"%.60s\"", line);
+    if (wrong_sizes) status = gmi_fail(GEMINI_ERR_FORMAT, 0, "the checkpoint's description has malformed sizes");
     if (wrong)
       status = gmi_fail(GEMINI_ERR_FORMAT, 0, "the checkpoint's description, line %" PRIu64 ", arena %s: %s",
                         number + 1, arena, wrong);
   }
   if (!status && !r->ended) status = gmi_fail(GEMINI_ERR_FORMAT, 0, "the checkpoint's description ends early");
+  uint64_t sizes[2] = { gmi_chunk_bytes(r->m), gmi_copy_bytes(r->m, GEMINI_TIER_HOST, GEMINI_TIER_FILE) };
+  if (!status && memcmp(r->sizes, sizes, sizeof sizes) != 0)
+    status = gmi_fail(GEMINI_ERR_FORMAT, 0,
+                      "the checkpoint has chunks of %" PRIu64 " bytes, of which blocks hold %" PRIu64
+                      ", this manager of %" PRIu64 ", of which they hold %" PRIu64,
+                      r->sizes[0], r->sizes[1], sizes[0], sizes[1]);
   for (uint32_t i = 0; !status && i < GMI_ARENAS; i++) {
     const gmi_arena_t *a = gmi_arena_at(r->m, i);
     uint32_t number = 0;
@@ -250,9 +264,9 @@ static gemini_status_t resume(gmi_manager_t *m) {
     status = gmi_fail(GEMINI_ERR_STATE, 0, "a checkpoint was taken up or made already");
   if (!status) status = gmi_cut(m);
   if (!status) status = gmi_store_committed(m->file.store, &kept, &count, &blob, &blob_bytes);
-  if (!status && (uint64_t)count << m->cut.chunk_shift > m->config.file_bytes)
-    status = gmi_fail(GEMINI_ERR_OOM_FILE, 0, "the checkpoint has %llu bytes of chunks, the file budget is %llu",
-                      (unsigned long long)count << m->cut.chunk_shift, (unsigned long long)m->config.file_bytes);
+  if (!status && count * gmi_block_bytes(m) > m->config.file_bytes)
+    status = gmi_fail(GEMINI_ERR_OOM_FILE, 0, "the checkpoint has %llu bytes of blocks, the file budget is %llu",
+                      (unsigned long long)(count * gmi_block_bytes(m)), (unsigned long long)m->config.file_bytes);
   for (gmi_chunk_t *c; !status && (c = next_chunk(m, &arena, &index));)
     if (!gmi_chunk_has(c, GMI_VALID_ZERO) || gmi_chunk_host_users(c) || !gmi_chunk_unsettle(c, GMI_CHUNK_PINS))
       status = gmi_fail(GEMINI_ERR_STATE, 0, "arena %s holds bytes already", gmi_chunk_arena(m, c)->name);
@@ -273,7 +287,7 @@ static gemini_status_t resume(gmi_manager_t *m) {
     gmi_chunk_drop_device(m, c); /* zeros */
     gmi_host_slot_drop(m, c);
     gmi_chunk_resumed(m, c);
-    m->file.used += UINT64_C(1) << m->cut.chunk_shift;
+    m->file.used += gmi_block_bytes(m);
   }
   if (m->file.used > m->stats.peak_bytes[GEMINI_TIER_FILE]) m->stats.peak_bytes[GEMINI_TIER_FILE] = m->file.used;
   m->file.checkpoint_is_ours = true;

@@ -46,8 +46,7 @@ static void changed(gmi_manager_t *m, gmi_chunk_t *c) { (void)m, (void)c; }
 
 void gmi_chunks_check(gmi_manager_t *m) {
   GMI_ASSERT(m->frames.used + m->frames.free_count == m->frames.made);
-  GMI_ASSERT(m->io.count ||
-             (uint64_t)m->check.blocks_held << m->cut.chunk_shift == m->file.used); /* else some are in transfers */
+  GMI_ASSERT(m->io.count || m->check.blocks_held * gmi_block_bytes(m) == m->file.used); /* else some are in transfers */
   if (m->check.changed_count <= GMI_CHANGED) {
     for (uint32_t i = 0; i < m->check.changed_count; i++) GMI_ASSERT(gmi_chunk_invariant(m, m->check.changed[i]));
   } else {
@@ -81,8 +80,8 @@ void gmi_balance_check(gmi_manager_t *m) {
   GMI_ASSERT(frames == m->frames.resident);
   for (uint32_t s = 0; s < m->host.slot_count; s++) free_slots += m->host.free_map[s >> 6] >> (s & 63) & 1;
   GMI_ASSERT(free_slots == m->host.free_count);
-  if (!m->io.count) GMI_ASSERT((uint64_t)slots << m->cut.chunk_shift == m->host.used);
-  if (!m->io.count) GMI_ASSERT((uint64_t)blocks << m->cut.chunk_shift == m->file.used);
+  if (!m->io.count) GMI_ASSERT(slots * gmi_slot_bytes(m) == m->host.used);
+  if (!m->io.count) GMI_ASSERT(blocks * gmi_block_bytes(m) == m->file.used);
 }
 #else
 void gmi_balance_check(gmi_manager_t *m) { (void)m; }

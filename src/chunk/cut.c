@@ -19,10 +19,41 @@
 #include "policy/policy.h"
 
 #define CHUNK_MIN UINT64_C(65536)
+#define BLOCK_UNIT UINT64_C(4096) /* what direct I/O wants multiples of, at most */
 
 static uint64_t round_up(uint64_t value, uint64_t to) { return (value + to - 1) / to * to; }
 
-/* ---- the size */
+/* ---- the sizes */
+gmi_sizes_padding_t gmi_sizes_padding;
+
+static bool is_power_of_2(uint64_t value) { return value && !(value & (value - 1)); }
+
+/* What must hold between the sizes today, and who relies on it:
+ * - a chunk is a power of two: addresses are cut by shifts;
+ * - a frame is mapped over its chunk's whole span, so it is as large;
+ * - a slot holds all bytes of its chunk, host addresses of a chunk being its slot's (gmi_chunk_host()). With larger
+ *   slots, chunks in slots side by side leave gaps: gmi_host_run() refuses several, and gmi_recut() is not possible;
+ * - a slot is a power of two, so that none lies in two parts that are page-locked each on its own;
+ * - a block holds all that a slot does, and is a multiple of what direct I/O needs.
+ * Where a slot holds a part of its chunk (a chunk shared by several processes), these have to change: copies between
+ * frame and slot, which then name the part (queue_copy(), the fetches of graphs); what turns an offset of the arena
+ * into a host address (gmi_range_host(), locate() of workers); zeroing, load and store of a chunk on the host. */
+static void gmi_cut_check(const gmi_sizes_t *s) {
+  GMI_ASSERT(is_power_of_2(s->chunk_bytes));
+  GMI_ASSERT(s->frame_bytes == s->chunk_bytes);
+  GMI_ASSERT(is_power_of_2(s->slot_bytes) && s->slot_bytes >= s->frame_bytes);
+  GMI_ASSERT(s->block_bytes % BLOCK_UNIT == 0 && s->block_bytes >= s->slot_bytes);
+  GMI_ASSERT(gmi_sizes_copy_bytes(s, GEMINI_TIER_DEVICE, GEMINI_TIER_HOST) == s->chunk_bytes);
+}
+
+gmi_sizes_t gmi_sizes_of(const gmi_manager_t *m, uint64_t chunk_bytes) {
+  gmi_sizes_t s = { .chunk_bytes = chunk_bytes, .frame_bytes = chunk_bytes };
+  s.slot_bytes = s.frame_bytes << m->cut.padding.slot_shift;
+  s.block_bytes = round_up(s.slot_bytes, BLOCK_UNIT) + m->cut.padding.block_bytes;
+  gmi_cut_check(&s);
+  return s;
+}
+
 uint64_t gmi_chunk_search(gmi_manager_t *m, const gmi_chunk_use_t *uses, uint64_t count, uint64_t nonmodel,
                           uint64_t bytes_per_s) {
   gmi_chunk_search_t search = { .uses = uses,
@@ -83,6 +114,7 @@ static gemini_status_t chunks_prepare(gmi_manager_t *m, gmi_cut_t *cut) {
 static gemini_status_t cut_prepare(gmi_manager_t *m, uint64_t chunk_bytes, gmi_cut_t **cut_out) {
   gmi_cut_t *cut = calloc(1, sizeof *cut);
   if (!cut) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the tables of chunks");
+  cut->sizes = gmi_sizes_of(m, chunk_bytes);
   cut->shift = (uint32_t)__builtin_ctzll(chunk_bytes);
   gemini_status_t status = gmi_frames_prepare(m, cut);
   if (!status) status = gmi_heap_prepare(m, cut);
@@ -97,6 +129,9 @@ static gemini_status_t cut_prepare(gmi_manager_t *m, uint64_t chunk_bytes, gmi_c
 static void cut_install(gmi_manager_t *m, gmi_cut_t *cut) {
   m->cut.chunk_shift = cut->shift;
   m->cut.chunk_count = 0;
+  atomic_store(&m->cut.frame_bytes, cut->sizes.frame_bytes);
+  m->cut.slot_bytes = cut->sizes.slot_bytes;
+  m->cut.block_bytes = cut->sizes.block_bytes;
   gmi_frames_install(m, cut);
   gmi_heap_install(m, cut);
   gmi_host_install(m, cut);
@@ -108,7 +143,7 @@ static void cut_install(gmi_manager_t *m, gmi_cut_t *cut) {
     atomic_store(&a->chunk_count, 0);
     cut->chunks[i] = NULL;
   }
-  atomic_store_explicit(&m->cut.chunk_bytes, UINT64_C(1) << cut->shift, memory_order_release);
+  atomic_store_explicit(&m->cut.chunk_bytes, cut->sizes.chunk_bytes, memory_order_release);
   for (uint32_t i = 0; i < GMI_ARENAS; i++) {
     gmi_arena_t *a = gmi_arena_at(m, i);
     if (a) (void)gmi_arena_grow(m, a); /* cannot fail: the records have their space */
@@ -124,7 +159,7 @@ gemini_status_t gmi_cut(gmi_manager_t *m) {
   gemini_status_t status = chunk_bytes ? GEMINI_OK : first_chunk(m, &chunk_bytes);
   if (!status) status = cut_prepare(m, chunk_bytes, &cut);
   if (status) return status;
-  status = gmi_files_cut(m, chunk_bytes);
+  status = gmi_files_cut(m, cut->sizes.block_bytes);
   if (status) {
     cut_discard(cut);
     return status;
@@ -152,9 +187,11 @@ static bool tensors_freeze(gmi_manager_t *m) {
   return true;
 }
 
-/* Every byte must fit on the host, and nothing may be in use. */
+/* Every byte must fit on the host, and nothing may be in use. Bytes go home as one range, so slots leave no gaps. */
 static bool recut_possible(gmi_manager_t *m, uint64_t chunk_bytes) {
+  gmi_sizes_t new = gmi_sizes_of(m, chunk_bytes);
   uint64_t need = 0;
+  if (new.slot_bytes != chunk_bytes || gmi_slot_bytes(m) != gmi_chunk_bytes(m)) return false;
   if (m->config.chunk_bytes || m->file.store || m->graphs.count || gmi_host_allocs(m) ||
       (m->nonmodel.heap && gmi_heap_blocks_used(m->nonmodel.heap)))
     return false;
@@ -167,11 +204,11 @@ static bool recut_possible(gmi_manager_t *m, uint64_t chunk_bytes) {
       if (gmi_chunk_has_slot(c) && gmi_chunk_slot(c) >= m->host.slot_count) return false;
     }
     if (a && a->store == i) {
-      need += round_up(atomic_load(&a->size), chunk_bytes);
+      need += round_up(atomic_load(&a->size), chunk_bytes) / chunk_bytes * new.slot_bytes;
       if (a->capacity % chunk_bytes) return false;
     }
   }
-  return need <= m->config.host_bytes && m->config.device_bytes - m->config.device_margin_bytes >= chunk_bytes;
+  return need <= m->config.host_bytes && m->config.device_bytes - m->config.device_margin_bytes >= new.frame_bytes;
 }
 
 bool gmi_recut_possible(gmi_manager_t *m, uint64_t chunk_bytes) {
@@ -217,7 +254,7 @@ static void go_home(gmi_manager_t *m, const old_cut_t *old, uint32_t old_shift, 
     for (uint32_t k = 0; k < old[i].count; k++) {
       if (!gmi_chunk_has(&old[i].chunks[k], GMI_VALID_HOST)) continue;
       uint64_t from = (uint64_t)gmi_chunk_slot(&old[i].chunks[k]) << old_shift, offset = (uint64_t)k << old_shift;
-      uint64_t to = (uint64_t)a->home * chunk_bytes + offset, end = round_up(atomic_load(&a->size), chunk_bytes);
+      uint64_t to = a->home * gmi_slot_bytes(m) + offset, end = round_up(atomic_load(&a->size), chunk_bytes);
       for (uint64_t at = 0; at < old_chunk && offset + at < end; at += p->bytes)
         p->goes[(from + at) / p->bytes] = (uint32_t)((to + at) / p->bytes);
     }
@@ -260,11 +297,12 @@ static gemini_status_t recut_gather(gmi_manager_t *m, uint64_t chunk_bytes) {
     }
   }
   gmi_reap(m); /* of copies of a chunk of this size */
-  gmi_host_homes(m, (uint32_t)__builtin_ctzll(chunk_bytes));
+  gmi_sizes_t new = gmi_sizes_of(m, chunk_bytes);
+  gmi_host_homes(m, &new);
   for (uint32_t i = 0; i < GMI_ARENAS && !status; i++) {
     gmi_arena_t *a = gmi_arena_at(m, i);
     if (a && a->store == i)
-      status = gmi_host_commit(m, a->home * chunk_bytes, round_up(atomic_load(&a->size), chunk_bytes));
+      status = gmi_host_commit(m, a->home * new.slot_bytes, round_up(atomic_load(&a->size), new.slot_bytes));
   }
   return status;
 }
@@ -273,10 +311,12 @@ static gemini_status_t recut_gather(gmi_manager_t *m, uint64_t chunk_bytes) {
 static void recut_install(gmi_manager_t *m, gmi_cut_t *cut, parts_t *p, old_cut_t *old) {
   uint64_t old_chunk = atomic_load(&m->cut.chunk_bytes), chunk = UINT64_C(1) << cut->shift;
   uint32_t old_shift = m->cut.chunk_shift;
+  double copy = (double)gmi_copy_bytes(m, GEMINI_TIER_DEVICE, GEMINI_TIER_HOST);
   gmi_unmap_all(m);
   gmi_frames_free(m);
-  gmi_link_in(m)->chunk_ns.mean *= (double)chunk / (double)old_chunk;
-  gmi_link_out(m)->chunk_ns.mean *= (double)chunk / (double)old_chunk;
+  const double ratio = (double)gmi_sizes_copy_bytes(&cut->sizes, GEMINI_TIER_DEVICE, GEMINI_TIER_HOST) / copy;
+  gmi_link_in(m)->chunk_ns.mean *= ratio;
+  gmi_link_out(m)->chunk_ns.mean *= ratio;
   for (uint32_t i = 0; i < GMI_ARENAS; i++) {
     gmi_arena_t *a = gmi_arena_at(m, i);
     if (a && a->chunks) old[i] = (old_cut_t){ a->chunks, a->chunk_map_bytes, atomic_load(&a->chunk_count) };
@@ -315,7 +355,8 @@ gemini_status_t gmi_recut(gmi_manager_t *m, uint64_t chunk_bytes) {
     recut_install(m, cut, &p, old);
   } else {
     cut_discard(cut);
-    gmi_host_homes(m, m->cut.chunk_shift);
+    gmi_sizes_t sizes = gmi_sizes(m);
+    gmi_host_homes(m, &sizes);
   }
   tensors_thaw(m, m->tensors.high);
   free(p.goes);

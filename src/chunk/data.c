@@ -366,7 +366,7 @@ static gemini_status_t file_range(gmi_manager_t *m, const gemini_access_t *their
   if (!status && !write_file) status = free_to_change(m, &r);
   for (uint64_t i = r.first; !status && i <= r.last; i++) status = file_check(&r, &r.store->chunks[i], write_file);
   if (!status && !write_file)
-    status = gmi_host_fits(m, "the range", ((uint64_t)r.last - r.first + 1) << m->cut.chunk_shift, in_range, &r);
+    status = gmi_host_fits(m, "the range", ((uint64_t)r.last - r.first + 1) * gmi_slot_bytes(m), in_range, &r);
   /* Before the first byte: an update that cannot be done refuses a load while nothing has changed. */
   for (uint64_t i = r.first; !status && i <= r.last; i++) status = gmi_updates_queue(m, &r.store->chunks[i]);
   for (uint64_t i = r.first; !status && i <= r.last; i++) {

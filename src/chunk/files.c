@@ -11,6 +11,7 @@
 #include <string.h>
 
 #include "chunk/arena.h"
+#include "chunk/cut.h"
 #include "chunk/files.h"
 #include "chunk/host.h"
 #include "chunk/residency.h"
@@ -35,7 +36,7 @@ struct gmi_io {
 const struct gmi_sys *gmi_files_sys;
 
 static uint32_t budget_blocks(const gmi_manager_t *m, uint64_t bytes) {
-  uint64_t count = bytes >> m->cut.chunk_shift;
+  uint64_t count = bytes / gmi_block_bytes(m);
   return count < GMI_BLOCK_NONE ? (uint32_t)count : GMI_BLOCK_NONE - 1;
 }
 
@@ -54,7 +55,7 @@ static gemini_status_t store_open(gmi_manager_t *m, uint64_t block_bytes) {
 #endif
   gemini_status_t status = gmi_store_open(&config, &m->file.store);
   if (status) m->file.store = NULL;
-  m->file.block_bytes = block_bytes;
+  m->file.opened_bytes = block_bytes;
   return status;
 }
 
@@ -62,20 +63,20 @@ gemini_status_t gmi_files_open(gmi_manager_t *m) {
   if (!m->config.file_bytes) return GEMINI_OK;
   /* With blocks as small as chunks can be, so that a directory that is missing or full is met here; cut anew when the
    * size of chunks is known. */
-  uint64_t block = m->config.chunk_bytes ? m->config.chunk_bytes : 65536;
+  uint64_t block = gmi_sizes_of(m, m->config.chunk_bytes ? m->config.chunk_bytes : 65536).block_bytes;
   while (m->config.file_bytes / block >= GMI_BLOCK_NONE) block *= 2;
   return store_open(m, block);
 }
 
-gemini_status_t gmi_files_cut(gmi_manager_t *m, uint64_t chunk_bytes) {
+gemini_status_t gmi_files_cut(gmi_manager_t *m, uint64_t block_bytes) {
   if (!m->file.dir) return GEMINI_OK;
   gemini_status_t status = GEMINI_OK;
   gmi_wait_t wait;
   gmi_wait_begin(m, &wait, NULL, GMI_WAIT_SPACE, 0);
-  if (!m->file.store || m->file.block_bytes != chunk_bytes) {
+  if (!m->file.store || m->file.opened_bytes != block_bytes) {
     gmi_store_close(m->file.store);
     m->file.store = NULL;
-    status = store_open(m, chunk_bytes);
+    status = store_open(m, block_bytes);
   }
   for (uint64_t part = 0; !status && part < m->host.part_count; part++)
     if (m->host.committed[part])
@@ -146,6 +147,7 @@ static gemini_status_t transfer(gmi_manager_t *m, gmi_chunk_t *c, uint32_t block
   io->request.write = write;
   io->request.urgent = !write;
   io->request.buffer = gmi_chunk_host(m, c);
+  io->request.size_bytes = gmi_copy_bytes(m, GEMINI_TIER_HOST, GEMINI_TIER_FILE);
   io->request.owner = io->owner;
   io->request.done = finished;
   io->request.user = io;
@@ -174,9 +176,9 @@ static void measure(gmi_manager_t *m, const gmi_io_t *io) {
 }
 
 static void give_block(gmi_manager_t *m, uint32_t block) {
-  GMI_ASSERT(gmi_lock_is_mine(m) && m->file.used >= gmi_chunk_bytes(m));
+  GMI_ASSERT(gmi_lock_is_mine(m) && m->file.used >= gmi_block_bytes(m));
   gmi_store_give(m->file.store, block);
-  m->file.used -= gmi_chunk_bytes(m);
+  m->file.used -= gmi_block_bytes(m);
 }
 
 void gmi_file_forgive(gmi_chunk_t *c) { free(gmi_chunk_failed_read_take(c)); }
@@ -284,18 +286,18 @@ gemini_status_t gmi_files_resize(gmi_manager_t *m, uint64_t bytes) {
 }
 
 static gemini_status_t block_take(gmi_manager_t *m, uint32_t *block_out) {
-  uint64_t chunk_bytes = gmi_chunk_bytes(m);
+  uint64_t block_bytes = gmi_block_bytes(m);
   if (!m->file.store) return gmi_fail(GEMINI_ERR_OOM_FILE, 0, "a chunk must go to a file, but file_bytes is 0");
-  if (m->config.file_bytes < m->file.used + chunk_bytes && m->config.file_bytes >= chunk_bytes &&
+  if (m->config.file_bytes < m->file.used + block_bytes && m->config.file_bytes >= block_bytes &&
       !m->file.checkpointing)
-    gmi_files_shrink(m, m->config.file_bytes - chunk_bytes);
-  if (m->config.file_bytes < m->file.used + chunk_bytes)
+    gmi_files_shrink(m, m->config.file_bytes - block_bytes);
+  if (m->config.file_bytes < m->file.used + block_bytes)
     return gmi_fail(
         GEMINI_ERR_OOM_FILE, 0, "a chunk of %llu bytes does not fit in files: %llu of the budget %llu are in use",
-        (unsigned long long)chunk_bytes, (unsigned long long)m->file.used, (unsigned long long)m->config.file_bytes);
+        (unsigned long long)block_bytes, (unsigned long long)m->file.used, (unsigned long long)m->config.file_bytes);
   gemini_status_t status = gmi_store_take(m->file.store, block_out);
   if (status) return status;
-  m->file.used += chunk_bytes;
+  m->file.used += block_bytes;
   if (m->file.used > m->stats.peak_bytes[GEMINI_TIER_FILE]) m->stats.peak_bytes[GEMINI_TIER_FILE] = m->file.used;
   return GEMINI_OK;
 }

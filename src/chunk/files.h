@@ -10,7 +10,7 @@ extern const struct gmi_sys *gmi_files_sys; /* of managers opened from now on; f
 gemini_status_t gmi_files_open(gmi_manager_t *m);
 uint32_t gmi_files_engine(gmi_manager_t *m); /* GEMINI_FILE_ENGINE_*; AUTO: there is no file tier */
 void gmi_files_close(gmi_manager_t *m);
-gemini_status_t gmi_files_cut(gmi_manager_t *m, uint64_t chunk_bytes); /* no chunk has a block */
+gemini_status_t gmi_files_cut(gmi_manager_t *m, uint64_t block_bytes); /* no chunk has a block */
 /* Start a transfer between the chunk's slot and its block, or a new one. It counts as work on the slot. */
 gemini_status_t gmi_file_write(gmi_manager_t *m, gmi_chunk_t *c, uint32_t reason);
 gemini_status_t gmi_file_read(gmi_manager_t *m, gmi_chunk_t *c, uint32_t reason);

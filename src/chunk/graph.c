@@ -137,10 +137,10 @@ static gemini_status_t graph_begin(gmi_manager_t *m, gemini_stream_t stream, uin
     return gmi_fail(GEMINI_ERR_INVALID, 0, "%u graphs exist, the limit is %u", GMI_GRAPHS, GMI_GRAPHS);
   status = gmi_cut(m);
   if (status) return status;
-  uint64_t count = device_bytes >> m->cut.chunk_shift;
+  uint64_t count = device_bytes / gmi_frame_bytes(m);
   if (!count)
     return gmi_fail(GEMINI_ERR_INVALID, 0, "device_bytes is %llu, less than a chunk, %llu",
-                    (unsigned long long)device_bytes, (unsigned long long)gmi_chunk_bytes(m));
+                    (unsigned long long)device_bytes, (unsigned long long)gmi_frame_bytes(m));
   if (count > m->frames.count) return gmi_oom_device(m, device_bytes);
   gmi_fence_t end; /* what waits for this stream's work finds a mark: none can be placed while it is captured */
   status = gmi_fence_now(m, s, &end);
@@ -342,8 +342,8 @@ static gemini_status_t too_small(gmi_manager_t *m, const gmi_graph_t *g) {
   for (uint32_t i = 0; i < g->part_count; i++) need += !g->parts[i].kept && g->parts[i].readers;
   return gmi_fail(GEMINI_ERR_OOM_DEVICE, 0,
                   "%s: the chunks acquired at once need %llu bytes, the graph was begun with %llu", op_name(m),
-                  (unsigned long long)(need << m->cut.chunk_shift),
-                  (unsigned long long)g->ring_count << m->cut.chunk_shift);
+                  (unsigned long long)(need * gmi_frame_bytes(m)),
+                  (unsigned long long)(g->ring_count * gmi_frame_bytes(m)));
 }
 
 /* Gives the chunk a place for good, and queues its fetch in the capture. */
@@ -363,12 +363,12 @@ static gemini_status_t part_fetch(gmi_manager_t *m, gmi_graph_t *g, uint32_t par
         "wanted at once: begin it with more than %llu bytes",
         op_name(m), name_of(m, c), (unsigned long long)c->index << m->cut.chunk_shift, name_of(m, other),
         (unsigned long long)other->index << m->cut.chunk_shift,
-        (unsigned long long)g->ring_count << m->cut.chunk_shift);
+        (unsigned long long)(g->ring_count * gmi_frame_bytes(m)));
   }
   gemini_status_t status = gmi_map(m, gmi_chunk_device(m, c), taken->frame, gmi_chunk_mapping(c));
   if (status) return status;
   status = m->device.ops->capture.fetch(m->device.self, g->capture, at, gmi_chunk_device(m, c), gmi_chunk_host(m, c),
-                                        gmi_chunk_bytes(m));
+                                        gmi_copy_bytes(m, GEMINI_TIER_HOST, GEMINI_TIER_DEVICE));
   if (status && status != GEMINI_ERR_STATE) g->failure = status; /* a part of it may have got in */
   if (status) return status;
   p->ring_index = at;

@@ -24,16 +24,14 @@
 #include "host/reserve.h"
 
 /* ---- slots */
-uint8_t *gmi_slot_address(const gmi_manager_t *m, uint32_t slot) {
-  return m->host.base + ((uint64_t)slot << m->cut.chunk_shift);
-}
+uint8_t *gmi_slot_address(const gmi_manager_t *m, uint32_t slot) { return m->host.base + slot * gmi_slot_bytes(m); }
 uint8_t *gmi_chunk_host(gmi_manager_t *m, const gmi_chunk_t *c) {
   return !gmi_chunk_has_slot(c) ? NULL : gmi_slot_address(m, gmi_chunk_slot(c));
 }
 static gmi_slot_t *slot_of(const gmi_manager_t *m, const gmi_chunk_t *c) { return &m->host.slots[gmi_chunk_slot(c)]; }
 
 static uint32_t budget_slots(const gmi_manager_t *m, uint64_t bytes) {
-  uint64_t count = bytes >> m->cut.chunk_shift;
+  uint64_t count = bytes / gmi_slot_bytes(m);
   return count < GMI_NONE ? (uint32_t)count : GMI_NONE - 1;
 }
 
@@ -49,7 +47,7 @@ static void set_free(gmi_manager_t *m, uint32_t slot, bool free) {
 
 /* As many slots as a budget has room for. */
 static void use_slots(gmi_manager_t *m, uint64_t bytes) {
-  uint32_t count = budget_slots(m, bytes), most = (uint32_t)(gmi_reserve_size(m->host.reserve) >> m->cut.chunk_shift);
+  uint32_t count = budget_slots(m, bytes), most = (uint32_t)(gmi_reserve_size(m->host.reserve) / gmi_slot_bytes(m));
   if (count > most) count = most;
   uint32_t before = m->host.slot_count;
   for (uint32_t s = count; s < before; s++)
@@ -62,12 +60,13 @@ static void use_slots(gmi_manager_t *m, uint64_t bytes) {
 
 /* Chunks that may get a slot without another leaving its own. */
 uint32_t gmi_host_free(const gmi_manager_t *m) {
-  uint64_t used = m->host.used >> m->cut.chunk_shift, left = m->host.slot_count > used ? m->host.slot_count - used : 0;
+  uint64_t used = m->host.used ? m->host.used / gmi_slot_bytes(m) : 0,
+           left = m->host.slot_count > used ? m->host.slot_count - used : 0;
   return left < m->host.free_count ? (uint32_t)left : m->host.free_count;
 }
 
 gemini_status_t gmi_host_prepare(gmi_manager_t *m, gmi_cut_t *cut) {
-  uint64_t most = gmi_reserve_size(m->host.reserve) >> cut->shift;
+  uint64_t most = gmi_reserve_size(m->host.reserve) / cut->sizes.slot_bytes;
   cut->slot_map_bytes = (most + 1) * sizeof(gmi_slot_t);
   cut->free_map_bytes = (most / 64 + 1) * sizeof(uint64_t);
   cut->slots = gmi_space(cut->slot_map_bytes);
@@ -90,18 +89,18 @@ void gmi_host_install(gmi_manager_t *m, gmi_cut_t *cut) {
   m->host.slot_count = m->host.slot_most = m->host.free_count = m->host.hand = 0;
   m->host.used = 0;
   use_slots(m, m->config.host_bytes);
-  gmi_host_homes(m, m->cut.chunk_shift);
+  gmi_host_homes(m, &cut->sizes);
 }
 
 /* At home, arenas lie one after another, with room between them where there is some, so that they can grow. */
-void gmi_host_homes(gmi_manager_t *m, uint32_t shift) {
-  uint64_t chunks = 0, arenas = 0, slots = m->config.host_bytes >> shift, home = 0;
+void gmi_host_homes(gmi_manager_t *m, const gmi_sizes_t *sizes) {
+  uint64_t chunks = 0, arenas = 0, slots = m->config.host_bytes / sizes->slot_bytes, home = 0;
   for (int pass = 0; pass < 2; pass++) {
     uint64_t gap = slots > chunks ? (slots - chunks) / (2 * arenas + 2) : 0;
     for (uint32_t i = 0; i < GMI_ARENAS; i++) {
       gmi_arena_t *a = gmi_arena_at(m, i);
       if (!a || a->store != i) continue;
-      uint64_t count = (atomic_load(&a->size) + (UINT64_C(1) << shift) - 1) >> shift;
+      uint64_t count = (atomic_load(&a->size) + sizes->chunk_bytes - 1) / sizes->chunk_bytes;
       chunks += count;
       arenas++;
       a->home = (uint32_t)home;
@@ -117,7 +116,8 @@ void gmi_host_homes(gmi_manager_t *m, uint32_t shift) {
 static void home_extend(gmi_manager_t *m, gmi_arena_t *a) {
   uint64_t count = atomic_load(&a->chunk_count), end = m->host.home_end;
   if (end + count > m->host.slot_count) {
-    gmi_host_homes(m, m->cut.chunk_shift);
+    gmi_sizes_t sizes = gmi_sizes(m);
+    gmi_host_homes(m, &sizes);
     if (count <= a->home_count) return;
     end = m->host.home_end;
   }
@@ -164,7 +164,7 @@ static uint32_t choose_slot(gmi_manager_t *m, const gmi_chunk_t *c) {
 
 static void decommit_from(gmi_manager_t *m, uint64_t budget);
 static void count_used(gmi_manager_t *m, uint32_t slots) {
-  m->host.used += (uint64_t)slots << m->cut.chunk_shift;
+  m->host.used += slots * gmi_slot_bytes(m);
   if (m->host.used > m->stats.peak_bytes[GEMINI_TIER_HOST]) m->stats.peak_bytes[GEMINI_TIER_HOST] = m->host.used;
 }
 
@@ -181,7 +181,7 @@ void gmi_host_slot_drop(gmi_manager_t *m, gmi_chunk_t *c) {
   gmi_file_forgive(c);
   gmi_chunk_slot_set(m, c, GMI_NONE);
   set_free(m, slot, true);
-  m->host.used -= gmi_chunk_bytes(m);
+  m->host.used -= gmi_slot_bytes(m);
   if (slot >= m->host.slot_count) decommit_from(m, m->config.host_bytes);
 }
 
@@ -324,7 +324,7 @@ gemini_status_t gmi_host_room(gmi_manager_t *m, uint32_t count) {
       if (status) return status;
       return gmi_fail(GEMINI_ERR_OOM_HOST, 0,
                       "%s of %llu bytes does not fit in host memory: %llu of the budget %llu are in use%s",
-                      count > 1 ? "a range of chunks" : "a chunk", (unsigned long long)count << m->cut.chunk_shift,
+                      count > 1 ? "a range of chunks" : "a chunk", (unsigned long long)(count * gmi_slot_bytes(m)),
                       (unsigned long long)m->host.used, (unsigned long long)m->config.host_bytes,
                       m->file.store ? " by chunks that are acquired" : " and there is no file tier");
     }
@@ -339,10 +339,10 @@ gemini_status_t gmi_host_fits(gmi_manager_t *m, const char *what, uint64_t need_
   if (m->file.store) return GEMINI_OK;
   for (uint32_t s = 0; s < m->host.slot_most; s++) {
     const gmi_chunk_t *c = m->host.slots[s].chunk;
-    if (m->host.slots[s].block) taken += gmi_chunk_bytes(m);
+    if (m->host.slots[s].block) taken += gmi_slot_bytes(m);
     if (!c || inside(user, c)) continue;
     bool clean = !gmi_chunk_has(c, GMI_VALID_HOST) || gmi_chunk_has(c, GMI_VALID_DEVICE | GMI_VALID_ZERO);
-    if (!clean || gmi_chunk_host_users(c) || gmi_chunk_in_graphs(c)) taken += gmi_chunk_bytes(m);
+    if (!clean || gmi_chunk_host_users(c) || gmi_chunk_in_graphs(c)) taken += gmi_slot_bytes(m);
   }
   if (taken + need_bytes <= m->config.host_bytes) return GEMINI_OK;
   return gmi_fail(GEMINI_ERR_OOM_HOST, 0,
@@ -351,7 +351,7 @@ gemini_status_t gmi_host_fits(gmi_manager_t *m, const char *what, uint64_t need_
 }
 
 static gemini_status_t slot_assign(gmi_manager_t *m, gmi_chunk_t *c, uint32_t slot) {
-  gemini_status_t status = gmi_host_commit(m, (uint64_t)slot << m->cut.chunk_shift, gmi_chunk_bytes(m));
+  gemini_status_t status = gmi_host_commit(m, slot * gmi_slot_bytes(m), gmi_slot_bytes(m));
   if (!status) gmi_host_slot_bind(m, c, slot);
   return status;
 }
@@ -403,13 +403,13 @@ static gemini_status_t exchange(gmi_manager_t *m, uint32_t a, uint32_t b) {
   if (!status) status = slot_quiet(m, &m->host.slots[b]);
   gmi_chunk_t *wa = m->host.slots[a].chunk, *wb = m->host.slots[b].chunk;
   for (int i = 0; i < 2 && !status; i++) /* an empty one may lie where nothing is yet */
-    status = gmi_host_commit(m, (uint64_t)(i ? b : a) << m->cut.chunk_shift, gmi_chunk_bytes(m));
+    status = gmi_host_commit(m, (i ? b : a) * gmi_slot_bytes(m), gmi_slot_bytes(m));
   if (status) return status;
   bool bytes_a = wa && gmi_chunk_has(wa, GMI_VALID_HOST), bytes_b = wb && gmi_chunk_has(wb, GMI_VALID_HOST);
   uint8_t *pa = gmi_slot_address(m, a), *pb = gmi_slot_address(m, b);
-  if (bytes_a && bytes_b) swap_bytes(pa, pb, gmi_chunk_bytes(m));
-  else if (bytes_a) memcpy(pb, pa, gmi_chunk_bytes(m));
-  else if (bytes_b) memcpy(pa, pb, gmi_chunk_bytes(m));
+  if (bytes_a && bytes_b) swap_bytes(pa, pb, gmi_slot_bytes(m));
+  else if (bytes_a) memcpy(pb, pa, gmi_slot_bytes(m));
+  else if (bytes_b) memcpy(pa, pb, gmi_slot_bytes(m));
   gemini_status_t failure = m->host.slots[a].failure;
   m->host.slots[a].failure = m->host.slots[b].failure;
   m->host.slots[b].failure = failure;
@@ -422,6 +422,10 @@ static gemini_status_t exchange(gmi_manager_t *m, uint32_t a, uint32_t b) {
 }
 
 gemini_status_t gmi_host_run(gmi_manager_t *m, gmi_arena_t *store, uint32_t first, uint32_t count) {
+  if (count > 1 && gmi_slot_bytes(m) != gmi_chunk_bytes(m)) /* side by side, there are gaps between them */
+    return gmi_fail(GEMINI_ERR_UNSUPPORTED, 0,
+                    "%u chunks of arena %s have no common range of host memory: a slot has %llu bytes, a chunk %llu",
+                    count, store->name, (unsigned long long)gmi_slot_bytes(m), (unsigned long long)gmi_chunk_bytes(m));
   if (together(store, first, count)) return GEMINI_OK;
   uint32_t missing = 0;
   for (uint32_t i = 0; i < count; i++) {
@@ -481,7 +485,7 @@ static void decommit_from(gmi_manager_t *m, uint64_t budget) {
     if (m->host.committed[part] <= keep) continue;
     end += m->host.committed[part];
     bool used = false;
-    for (uint64_t s = (base + keep) >> m->cut.chunk_shift; s << m->cut.chunk_shift < end; s++)
+    for (uint64_t s = (base + keep) / gmi_slot_bytes(m); s * gmi_slot_bytes(m) < end; s++)
       used |= s >= m->host.slot_count && (m->host.slots[s].chunk || m->host.slots[s].block);
     if (!used) gmi_host_part_set(m, part, keep); /* refused: it stays, which does no harm */
   }
@@ -503,7 +507,7 @@ gemini_status_t gmi_host_resize(gmi_manager_t *m, uint64_t bytes) {
   /* Updates that wait for room may need more than there will be. */
   gemini_status_t queued = count < m->host.slot_count ? gmi_updates_queue(m, NULL) : GEMINI_OK;
   if (queued) return queued;
-  while (m->host.used > (uint64_t)count << m->cut.chunk_shift) {
+  while (m->host.used > count * gmi_slot_bytes(m)) {
     gemini_status_t status = gmi_host_room(m, gmi_host_free(m) + 1);
     if (status == GEMINI_ERR_OOM_HOST)
       return gmi_fail(status, 0, "%llu bytes must stay in host memory, more than the new budget, %llu",
@@ -535,7 +539,7 @@ void gmi_host_released(gmi_manager_t *m, gmi_chunk_t *c) {
 /* ---- blocks of any size, in whole slots from the top of the budget down */
 static gemini_status_t slots_to_blocks(void *user, uint64_t offset, uint64_t size) {
   gmi_manager_t *m = user;
-  uint32_t first = (uint32_t)(offset >> m->cut.chunk_shift), end = (uint32_t)((offset + size) >> m->cut.chunk_shift);
+  uint32_t first = (uint32_t)(offset / gmi_slot_bytes(m)), end = (uint32_t)((offset + size) / gmi_slot_bytes(m));
   gemini_status_t status = GEMINI_OK;
   uint32_t slot = first;
   for (; !status && slot < end; slot++) {
@@ -551,7 +555,7 @@ static gemini_status_t slots_to_blocks(void *user, uint64_t offset, uint64_t siz
       else status = exchange(m, slot, other);
     }
     if (!status) status = gmi_fence_sync(m, m->host.slots[slot].fence);
-    if (!status) status = gmi_host_commit(m, (uint64_t)slot << m->cut.chunk_shift, gmi_chunk_bytes(m));
+    if (!status) status = gmi_host_commit(m, slot * gmi_slot_bytes(m), gmi_slot_bytes(m));
     if (status) break;
     set_free(m, slot, false);
     m->host.slots[slot].block = true;
@@ -560,19 +564,19 @@ static gemini_status_t slots_to_blocks(void *user, uint64_t offset, uint64_t siz
   while (status && slot-- > first) {
     m->host.slots[slot].block = false;
     set_free(m, slot, true);
-    m->host.used -= gmi_chunk_bytes(m);
+    m->host.used -= gmi_slot_bytes(m);
   }
   return status;
 }
 
 static void slots_from_blocks(void *user, uint64_t offset, uint64_t size) {
   gmi_manager_t *m = user;
-  for (uint64_t slot = offset >> m->cut.chunk_shift; slot < (offset + size) >> m->cut.chunk_shift; slot++) {
+  for (uint64_t slot = offset / gmi_slot_bytes(m); slot < (offset + size) / gmi_slot_bytes(m); slot++) {
     m->host.slots[slot].block = false;
     set_free(m, (uint32_t)slot, true);
-    m->host.used -= gmi_chunk_bytes(m);
+    m->host.used -= gmi_slot_bytes(m);
   }
-  if ((offset + size) >> m->cut.chunk_shift > m->host.slot_count) decommit_from(m, m->config.host_bytes);
+  if ((offset + size) / gmi_slot_bytes(m) > m->host.slot_count) decommit_from(m, m->config.host_bytes);
 }
 
 /* Live blocks, and their bytes. */
@@ -595,15 +599,15 @@ static gemini_status_t host_alloc(gmi_manager_t *m, uint64_t size, uint64_t alig
   gemini_status_t status = gmi_cut(m);
   if (!status && !m->host.slot_count)
     status = gmi_fail(GEMINI_ERR_OOM_HOST, 0, "the host budget, %llu bytes, holds no chunk of %llu bytes",
-                      (unsigned long long)m->config.host_bytes, (unsigned long long)gmi_chunk_bytes(m));
+                      (unsigned long long)m->config.host_bytes, (unsigned long long)gmi_slot_bytes(m));
   if (!status && m->host.heap && !blocks_figures(m).block_count && m->host.block_slots != m->host.slot_count) {
     gmi_host_heap_end(m); /* the budget has changed */
   }
   if (!status && !m->host.heap) {
     m->host.block_slots = m->host.slot_count;
     gmi_host_heap_config_t config = { .base = m->host.base,
-                                      .size_bytes = (uint64_t)m->host.slot_count << m->cut.chunk_shift,
-                                      .grain_bytes = gmi_chunk_bytes(m),
+                                      .size_bytes = m->host.slot_count * gmi_slot_bytes(m),
+                                      .grain_bytes = gmi_slot_bytes(m),
                                       .commit = slots_to_blocks,
                                       .decommit = slots_from_blocks,
                                       .user = m };

@@ -24,16 +24,15 @@ gemini_status_t gmi_host_room(gmi_manager_t *m, uint32_t count);
 /* The same without blocking: what there is free may be less. Writes go on until ahead slots, not fewer, will be
  * free. */
 gemini_status_t gmi_host_room_soon(gmi_manager_t *m, uint32_t count, uint32_t ahead);
-void gmi_host_updated(gmi_manager_t *m, gmi_chunk_t *c);  /* its states will not be wanted for an iteration */
-uint64_t gmi_host_allocs(gmi_manager_t *m);               /* bytes in live blocks */
-void gmi_host_released(gmi_manager_t *m, gmi_chunk_t *c); /* nobody has its address any more */
-void gmi_host_forget(gmi_manager_t *m);                   /* chunks are about to go */
-uint32_t gmi_host_free(const gmi_manager_t *m);           /* slots that chunks may get with none leaving */
-void gmi_host_homes(gmi_manager_t *m,
-                    uint32_t shift); /* says where arenas lie when all fits, by chunks of 1 << shift */
+void gmi_host_updated(gmi_manager_t *m, gmi_chunk_t *c);         /* its states will not be wanted for an iteration */
+uint64_t gmi_host_allocs(gmi_manager_t *m);                      /* bytes in live blocks */
+void gmi_host_released(gmi_manager_t *m, gmi_chunk_t *c);        /* nobody has its address any more */
+void gmi_host_forget(gmi_manager_t *m);                          /* chunks are about to go */
+uint32_t gmi_host_free(const gmi_manager_t *m);                  /* slots that chunks may get with none leaving */
+void gmi_host_homes(gmi_manager_t *m, const gmi_sizes_t *sizes); /* says where arenas lie when all fits */
 gemini_status_t gmi_host_commit(gmi_manager_t *m, uint64_t begin, uint64_t size); /* makes bytes of it exist */
 /* Gives chunks slots side by side; their bytes, and others' in the way, move. Blocks until these are quiet.
- * OOM_HOST: no room, or chunks that are acquired lie in the way. */
+ * OOM_HOST: no room, or chunks that are acquired lie in the way. UNSUPPORTED: slots are larger than chunks. */
 gemini_status_t gmi_host_run(gmi_manager_t *m, gmi_arena_t *store, uint32_t first, uint32_t count);
 uint8_t *gmi_slot_address(const gmi_manager_t *m, uint32_t slot);
 uint8_t *gmi_chunk_host(gmi_manager_t *m, const gmi_chunk_t *c); /* NULL: it has no slot */

@@ -1,6 +1,7 @@
 /* The memory of the host tier: reserved at open, committed and page-locked in parts as slots come into use.
  * SPDX-License-Identifier: Apache-2.0 */
 #include "base/space.h"
+#include "chunk/cut.h"
 #include "chunk/files.h"
 #include "chunk/host.h"
 #include "core/manager.h"
@@ -19,7 +20,6 @@
 /* Memory is committed and page-locked in parts of at most so many bytes, as slots come into use. */
 #define PART_MAX (UINT64_C(256) << 20)
 #define PART_MIN (UINT64_C(1) << 20)
-#define PART_GPU (UINT64_C(64) << 20)   /* the largest chunk that is searched */
 #define HUGE_FROM (UINT64_C(256) << 20) /* budgets from here on: a huge page is less than 1 % */
 
 static bool has_several_nodes(void) {
@@ -87,9 +87,11 @@ gemini_status_t gmi_host_open(gmi_manager_t *m) {
   if (status) return status;
   m->host.base = gmi_reserve_base(m->host.reserve);
   m->host.grain_bytes = m->host.part_bytes = gmi_reserve_grain(m->host.reserve);
-  /* A GPU copies from and to memory locked in one go: no chunk may lie in two parts. */
-  uint64_t least = m->config.chunk_bytes > PART_MIN ? m->config.chunk_bytes : PART_MIN;
-  if (!m->config.chunk_bytes && m->config.device == GEMINI_DEVICE_CUDA) least = PART_GPU;
+  /* A GPU copies from and to memory locked in one go: no slot may lie in two parts. */
+  uint64_t least = m->config.chunk_bytes ? gmi_sizes_of(m, m->config.chunk_bytes).slot_bytes : PART_MIN;
+  if (!m->config.chunk_bytes && m->config.device == GEMINI_DEVICE_CUDA)
+    least = gmi_sizes_of(m, GMI_CHUNK_MAX).slot_bytes;
+  if (least < PART_MIN) least = PART_MIN;
   while (m->host.part_bytes < least ||
          (m->host.part_bytes < PART_MAX && m->host.part_bytes * 2 <= m->config.host_bytes / 256))
     m->host.part_bytes *= 2;
@@ -139,8 +141,9 @@ gemini_status_t gmi_host_part_set(gmi_manager_t *m, uint64_t part, uint64_t want
   uint8_t *base = m->host.base + part * m->host.part_bytes;
   uint64_t begin = part * m->host.part_bytes, has = m->host.committed[part];
   gemini_status_t status = GEMINI_OK, changed;
-  for (uint64_t s = begin >> m->cut.chunk_shift; s << m->cut.chunk_shift < begin + has; s++)
-    if (m->host.slots && m->host.slots[s].chunk && gmi_chunk_in_graphs(m->host.slots[s].chunk))
+  for (uint64_t s = m->host.slots ? begin / gmi_slot_bytes(m) : 0; m->host.slots && s * gmi_slot_bytes(m) < begin + has;
+       s++)
+    if (m->host.slots[s].chunk && gmi_chunk_in_graphs(m->host.slots[s].chunk))
       return gmi_fail(GEMINI_ERR_OOM_HOST, 0, "%llu bytes of host memory stay as they are while graphs copy from them",
                       (unsigned long long)has);
   if (has) {

@@ -80,17 +80,15 @@ static gemini_status_t hint_chunk(gmi_manager_t *m, gmi_chunk_t *c, uint32_t tie
   gemini_status_t status = GEMINI_OK;
   bool acquired = gmi_chunk_device_users(c) || gmi_chunk_host_users(c);
   if (tier == GEMINI_TIER_DEVICE && !gmi_chunk_host_writers(c)) {
-    if (!gmi_chunk_has(c, GMI_VALID_HOST | GMI_VALID_ZERO) && !gmi_chunk_has_slot(c) &&
-        room < atomic_load(&m->cut.chunk_bytes))
+    if (!gmi_chunk_has(c, GMI_VALID_HOST | GMI_VALID_ZERO) && !gmi_chunk_has_slot(c) && room < gmi_slot_bytes(m))
       return GEMINI_OK;
     status = gmi_chunk_fetch(m, c, false, GEMINI_REASON_CALLER, 0);
     if (status == GEMINI_ERR_OOM_DEVICE) status = GEMINI_OK;
-  } else if (tier == GEMINI_TIER_HOST && (gmi_chunk_has_slot(c) || room >= atomic_load(&m->cut.chunk_bytes)) &&
+  } else if (tier == GEMINI_TIER_HOST && (gmi_chunk_has_slot(c) || room >= gmi_slot_bytes(m)) &&
              !gmi_chunk_has_writers(c) && !gmi_chunk_has(c, GMI_VALID_ZERO)) {
     status = gmi_chunk_to_host(m, c, false, GEMINI_REASON_CALLER);
   } else if (tier == GEMINI_TIER_FILE && m->file.store && !acquired && !gmi_chunk_is_pinned(c) &&
-             (gmi_chunk_has_slot(c) || room >= atomic_load(&m->cut.chunk_bytes) ||
-              !gmi_chunk_has_only(c, GMI_VALID_DEVICE))) {
+             (gmi_chunk_has_slot(c) || room >= gmi_slot_bytes(m) || !gmi_chunk_has_only(c, GMI_VALID_DEVICE))) {
     status = gmi_chunk_to_file(m, c, GEMINI_REASON_CALLER);
     if (status == GEMINI_ERR_OOM_FILE) status = GEMINI_OK;
   }

@@ -79,9 +79,9 @@ static gemini_status_t reserve_once(gmi_manager_t *m) {
 gemini_status_t gmi_heap_prepare(gmi_manager_t *m, gmi_cut_t *cut) {
   gemini_status_t status = reserve_once(m);
   if (status) return status;
-  cut->page_map_bytes = (m->nonmodel.range >> cut->shift) * sizeof *cut->pages;
+  cut->page_map_bytes = m->nonmodel.range / cut->sizes.frame_bytes * sizeof *cut->pages;
   cut->pages = gmi_space(cut->page_map_bytes);
-  if (cut->pages) status = gmi_heap_create(m->nonmodel.range, UINT64_C(1) << cut->shift, join_tags, m, &cut->heap);
+  if (cut->pages) status = gmi_heap_create(m->nonmodel.range, cut->sizes.frame_bytes, join_tags, m, &cut->heap);
   if (!cut->pages || status)
     return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the records of non-model memory");
   return GEMINI_OK;
@@ -122,7 +122,7 @@ bool gmi_heap_reclaim(gmi_manager_t *m, uint32_t *frame_out) {
     gmi_heap_tag_t tag = gmi_heap_page_tag(m->nonmodel.heap, page);
     for (int i = 0; i < GMI_HEAP_POINTS; i++)
       m->frames.at[frame].ready = gmi_fence_join(m, m->frames.at[frame].ready, tag.point[i]);
-    gmi_map_leave(m, m->nonmodel.base + (page << m->cut.chunk_shift), &m->nonmodel.pages[page].mapping,
+    gmi_map_leave(m, m->nonmodel.base + page * gmi_frame_bytes(m), &m->nonmodel.pages[page].mapping,
                   m->frames.at[frame].ready);
     *frame_out = frame;
     return true;
@@ -131,10 +131,10 @@ bool gmi_heap_reclaim(gmi_manager_t *m, uint32_t *frame_out) {
 }
 
 static gemini_status_t back_block(gmi_manager_t *m, const gmi_heap_block_t *block, uint32_t stream) {
-  uint64_t last = (block->offset + block->size_bytes - 1) >> m->cut.chunk_shift;
+  uint64_t last = (block->offset + block->size_bytes - 1) / gmi_frame_bytes(m);
   gemini_status_t status = GEMINI_OK;
   for (int i = 0; !status && i < GMI_HEAP_POINTS; i++) status = gmi_fence_wait(m, stream, block->tag.point[i]);
-  for (uint64_t page = block->offset >> m->cut.chunk_shift; !status && page <= last; page++) {
+  for (uint64_t page = block->offset / gmi_frame_bytes(m); !status && page <= last; page++) {
     if (m->nonmodel.pages[page].settled) continue;
     if (m->nonmodel.pages[page].frame_1) { /* whoever mapped it may be another stream, or have failed since */
       gmi_fence_t before = m->frames.at[m->nonmodel.pages[page].frame_1 - 1].ready;
@@ -146,7 +146,7 @@ static gemini_status_t back_block(gmi_manager_t *m, const gmi_heap_block_t *bloc
     status = gmi_frame_take(m, &m->nonmodel.pages[page].mapping, GEMINI_REASON_PRESSURE, GMI_TAKE_EVICT, &frame);
     if (status) break;
     gmi_fence_t ready = m->frames.at[frame].ready;
-    status = gmi_map(m, m->nonmodel.base + (page << m->cut.chunk_shift), frame, &m->nonmodel.pages[page].mapping);
+    status = gmi_map(m, m->nonmodel.base + page * gmi_frame_bytes(m), frame, &m->nonmodel.pages[page].mapping);
     if (status) {
       gmi_frame_give(m, frame, ready);
       break;

@@ -56,17 +56,17 @@ gemini_status_t gmi_map(gmi_manager_t *m, void *address, uint32_t frame, gmi_map
   /* Work that uses the frame it has lost may still run: let it finish. */
   gemini_status_t status = mapping->frame_1 ? gmi_fence_sync(m, mapping->left) : GEMINI_OK;
   if (status) return status;
-  status = m->device.ops->memory.map(m->device.self, address, m->frames.at[frame].handle, gmi_chunk_bytes(m));
-  if (status) m->device.ops->memory.unmap(m->device.self, address, gmi_chunk_bytes(m));
+  status = m->device.ops->memory.map(m->device.self, address, m->frames.at[frame].handle, gmi_frame_bytes(m));
+  if (status) m->device.ops->memory.unmap(m->device.self, address, gmi_frame_bytes(m));
   mapping->frame_1 = status ? 0 : frame + 1;
-  return status ? gmi_fail(status, 0, "the device could not map %llu bytes", (unsigned long long)gmi_chunk_bytes(m))
+  return status ? gmi_fail(status, 0, "the device could not map %llu bytes", (unsigned long long)gmi_frame_bytes(m))
                 : status;
 }
 
 static void unmap(gmi_manager_t *m, void *address, gmi_mapping_t *mapping) {
   if (!mapping->frame_1) return;
   gmi_fence_sync(m, mapping->left);
-  if (!m->device.ops->memory.unmap(m->device.self, address, gmi_chunk_bytes(m))) mapping->frame_1 = 0;
+  if (!m->device.ops->memory.unmap(m->device.self, address, gmi_frame_bytes(m))) mapping->frame_1 = 0;
 }
 
 void gmi_map_leave(gmi_manager_t *m, void *address, gmi_mapping_t *mapping, gmi_fence_t fence) {
@@ -91,7 +91,7 @@ static void unmap_from(gmi_manager_t *m, uint32_t frame) {
   for (uint64_t page = 0; page < m->nonmodel.page_high; page++) {
     gmi_mapping_t *mapping = &m->nonmodel.pages[page].mapping;
     if (frame == GMI_NONE || mapping->frame_1 == frame + 1)
-      unmap(m, m->nonmodel.base + (page << m->cut.chunk_shift), mapping);
+      unmap(m, m->nonmodel.base + page * gmi_frame_bytes(m), mapping);
   }
 }
 void gmi_arena_unmap(gmi_manager_t *m, const gmi_arena_t *store) { unmap_chunks(m, store, GMI_NONE); }
@@ -114,16 +114,16 @@ static gemini_status_t frames_reserve(gmi_manager_t *m, uint32_t count) {
   return GEMINI_OK;
 }
 
-uint32_t gmi_frames_of(const gmi_manager_t *m, uint32_t shift) {
-  uint64_t count = (m->config.device_bytes - m->config.device_margin_bytes) >> shift;
+uint32_t gmi_frames_of(const gmi_manager_t *m, uint64_t frame_bytes) {
+  uint64_t count = (m->config.device_bytes - m->config.device_margin_bytes) / frame_bytes;
   return count < UINT32_MAX - 1 ? (uint32_t)count : UINT32_MAX - 1;
 }
 
 gemini_status_t gmi_frames_prepare(gmi_manager_t *m, gmi_cut_t *cut) {
-  uint32_t count = gmi_frames_of(m, cut->shift);
+  uint32_t count = gmi_frames_of(m, cut->sizes.frame_bytes);
   if (!count)
     return gmi_fail(GEMINI_ERR_OOM_DEVICE, 0, "the device budget without its margin holds no chunk of %llu bytes",
-                    1ull << cut->shift);
+                    (unsigned long long)cut->sizes.frame_bytes);
   cut->frame_count = count;
   cut->frames = calloc(count, sizeof *cut->frames);
   cut->unmade = malloc(count * sizeof *cut->unmade);
@@ -144,7 +144,7 @@ void gmi_frames_install(gmi_manager_t *m, gmi_cut_t *cut) {
 void gmi_frames_free(gmi_manager_t *m) {
   for (uint32_t i = 0; i < m->frames.capacity; i++)
     if (m->frames.at[i].handle)
-      m->device.ops->memory.frame_destroy(m->device.self, m->frames.at[i].handle, gmi_chunk_bytes(m));
+      m->device.ops->memory.frame_destroy(m->device.self, m->frames.at[i].handle, gmi_frame_bytes(m));
   free(m->frames.at);
   free(m->frames.unmade);
   m->frames.at = NULL;
@@ -201,12 +201,12 @@ static gmi_chunk_t *choose_victim(gmi_manager_t *m, bool clean) {
 }
 
 gemini_status_t gmi_oom_device(gmi_manager_t *m, uint64_t need_bytes) {
-  uint64_t pinned = 0, acquired = 0, chunk_bytes = gmi_chunk_bytes(m);
+  uint64_t pinned = 0, acquired = 0, frame_bytes = gmi_frame_bytes(m);
   for (uint32_t i = 0; i < m->frames.capacity; i++) {
     gmi_chunk_t *c = m->frames.at[i].chunk;
     if (!c) continue;
-    if (gmi_chunk_device_users(c)) acquired += chunk_bytes;
-    else if (gmi_chunk_is_pinned(c)) pinned += chunk_bytes;
+    if (gmi_chunk_device_users(c)) acquired += frame_bytes;
+    else if (gmi_chunk_is_pinned(c)) pinned += frame_bytes;
   }
   const char *op = m->trace.advice->op_name(m);
   return gmi_fail(
@@ -215,7 +215,7 @@ gemini_status_t gmi_oom_device(gmi_manager_t *m, uint64_t need_bytes) {
       "acquired hold %llu, pinned %llu, graphs %llu, non-model memory %llu (%llu of it live)",
       op ? op : "", op ? ": " : "", (unsigned long long)need_bytes, (unsigned long long)m->config.device_bytes,
       (unsigned long long)m->config.device_margin_bytes, (unsigned long long)acquired, (unsigned long long)pinned,
-      (unsigned long long)m->graphs.frames * chunk_bytes, (unsigned long long)m->nonmodel.frames * chunk_bytes,
+      (unsigned long long)m->graphs.frames * frame_bytes, (unsigned long long)m->nonmodel.frames * frame_bytes,
       (unsigned long long)(m->nonmodel.heap ? gmi_heap_bytes_used(m->nonmodel.heap) : 0));
 }
 
@@ -229,10 +229,10 @@ gemini_status_t gmi_frame_take(gmi_manager_t *m, const gmi_mapping_t *mapping, u
              (!m->frames.free_count || !gmi_fence_reached(m, m->frames.at[m->frames.free_first].ready))) {
     frame = m->frames.unmade[m->frames.unmade_count - 1];
     gemini_status_t status =
-        m->device.ops->memory.frame_create(m->device.self, gmi_chunk_bytes(m), &m->frames.at[frame].handle);
+        m->device.ops->memory.frame_create(m->device.self, gmi_frame_bytes(m), &m->frames.at[frame].handle);
     if (status)
       return gmi_fail(status, 0, "the device could not create a frame of %llu bytes",
-                      (unsigned long long)gmi_chunk_bytes(m));
+                      (unsigned long long)gmi_frame_bytes(m));
     m->frames.unmade_count--;
     m->frames.made++;
     m->frames.at[frame].ready = 0;
@@ -247,7 +247,7 @@ gemini_status_t gmi_frame_take(gmi_manager_t *m, const gmi_mapping_t *mapping, u
     do {
       gmi_chunk_t *victim = choose_victim(m, clean);
       if (!victim && clean) break;
-      if (!victim) return gmi_oom_device(m, gmi_chunk_bytes(m));
+      if (!victim) return gmi_oom_device(m, gmi_frame_bytes(m));
       status = gmi_chunk_evict(m, victim, reason);
       /* No place for its bytes below: then one that needs none. BUSY: somebody acquired it since it was chosen. */
       if (!clean && (status == GEMINI_ERR_OOM_HOST || status == GEMINI_ERR_OOM_FILE)) clean = true;
@@ -257,13 +257,13 @@ gemini_status_t gmi_frame_take(gmi_manager_t *m, const gmi_mapping_t *mapping, u
     frame = free_take(m, GMI_NONE);
   }
   m->frames.used++;
-  peak(m, GEMINI_TIER_DEVICE, m->frames.used * gmi_chunk_bytes(m));
+  peak(m, GEMINI_TIER_DEVICE, m->frames.used * gmi_frame_bytes(m));
   *frame_out = frame;
   return GEMINI_OK;
 }
 
 gemini_status_t gmi_frames_resize(gmi_manager_t *m, uint32_t frame_count) {
-  uint64_t memory = (uint64_t)frame_count << m->cut.chunk_shift;
+  uint64_t memory = frame_count * gmi_frame_bytes(m);
   gemini_status_t status = frames_reserve(m, frame_count);
   if (status) return status;
   while (m->frames.made > frame_count) {
@@ -280,9 +280,9 @@ gemini_status_t gmi_frames_resize(gmi_manager_t *m, uint32_t frame_count) {
     }
     status = gmi_fence_sync(m, m->frames.at[frame].ready);
     unmap_from(m, frame); /* old addresses still map it */
-    if (!status && m->device.ops->memory.frame_destroy(m->device.self, m->frames.at[frame].handle, gmi_chunk_bytes(m)))
+    if (!status && m->device.ops->memory.frame_destroy(m->device.self, m->frames.at[frame].handle, gmi_frame_bytes(m)))
       status = gmi_fail(GEMINI_ERR_DEVICE, 0, "the device could not free a frame of %llu bytes",
-                        (unsigned long long)gmi_chunk_bytes(m));
+                        (unsigned long long)gmi_frame_bytes(m));
     if (status) {
       m->frames.used++; /* gmi_frame_give() counts it off again */
       gmi_frame_give(m, frame, m->frames.at[frame].ready);
@@ -316,6 +316,7 @@ static gemini_status_t queue_copy(gmi_manager_t *m, gmi_chunk_t *c, gmi_link_t *
   const uint32_t stream = link->stream;
   gmi_fence_t begin, end;
   gmi_slot_t *slot = &m->host.slots[gmi_chunk_slot(c)];
+  uint64_t bytes = gmi_copy_bytes(m, GEMINI_TIER_DEVICE, GEMINI_TIER_HOST);
   gemini_status_t status = gmi_fence_wait(m, stream, slot->fence);
   if (!status && gmi_chunk_work_pending(m, c))
     status = m->device.ops->stream.wait_flag(m->device.self, stream, &slot->work_done, slot->work_queued);
@@ -324,17 +325,15 @@ static gemini_status_t queue_copy(gmi_manager_t *m, gmi_chunk_t *c, gmi_link_t *
   if (queued) {
     void *device = gmi_chunk_device(m, c), *host = gmi_chunk_host(m, c);
     status = gmi_link_is_fetch(link)
-                 ? m->device.ops->queue.copy(m->device.self, stream, device, host, gmi_chunk_bytes(m), GMI_COPY_H2D)
-                 : m->device.ops->queue.copy(m->device.self, stream, host, device, gmi_chunk_bytes(m), GMI_COPY_D2H);
+                 ? m->device.ops->queue.copy(m->device.self, stream, device, host, bytes, GMI_COPY_H2D)
+                 : m->device.ops->queue.copy(m->device.self, stream, host, device, bytes, GMI_COPY_D2H);
   }
   if (!status) status = gmi_fence_now(m, stream, &end);
   if (status && queued) { /* it may be all the same */
     slot->fence = gmi_fence_later(m, stream);
     if (!gmi_link_is_fetch(link)) gmi_chunk_copied(c, slot->fence);
   }
-  if (status)
-    return gmi_fail(status, 0, "the device could not queue a copy of %llu bytes",
-                    (unsigned long long)gmi_chunk_bytes(m));
+  if (status) return gmi_fail(status, 0, "the device could not queue a copy of %llu bytes", (unsigned long long)bytes);
   time_copy(m, link, begin, end);
   gmi_link_count(m, link, reason, 1);
   m->trace.observer->chunk_copied(m, c, link, reason, begin, end);
@@ -391,7 +390,7 @@ gemini_status_t gmi_chunk_fetch(gmi_manager_t *m, gmi_chunk_t *c, bool fresh, ui
     if (!status && gmi_chunk_has(c, GMI_VALID_HOST)) {
       status = copy_chunk(m, c, link, reason, &arrive);
     } else if (!status) {
-      status = gmi_device_zero(m, link->stream, gmi_chunk_device(m, c), gmi_chunk_bytes(m));
+      status = gmi_device_zero(m, link->stream, gmi_chunk_device(m, c), gmi_frame_bytes(m));
       if (!status) status = gmi_fence_now(m, link->stream, &arrive);
     }
   }
@@ -470,7 +469,7 @@ gemini_status_t gmi_chunk_to_host(gmi_manager_t *m, gmi_chunk_t *c, bool drop, u
     if (gmi_chunk_has(c, GMI_VALID_ZERO | GMI_VALID_DEVICE)) gmi_chunk_refilled(m, c);
     if (gmi_chunk_has(c, GMI_VALID_ZERO)) {
       status = gmi_chunk_settle_host(m, c);
-      if (!status) memset(gmi_chunk_host(m, c), 0, gmi_chunk_bytes(m));
+      if (!status) memset(gmi_chunk_host(m, c), 0, gmi_slot_bytes(m));
     } else if (gmi_chunk_has(c, GMI_VALID_DEVICE)) {
       gmi_fence_t fence;
       if (!gmi_chunk_unsettle(c, GMI_CHUNK_WRITERS)) /* nobody may write it on its way, nor when it counts as clean */

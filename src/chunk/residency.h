@@ -37,8 +37,8 @@ void gmi_map_leave(gmi_manager_t *m, void *address, gmi_mapping_t *mapping, gmi_
 /* Waits for queued work, and takes away access: from all chunks of an arena, or from everything that is mapped. */
 void gmi_arena_unmap(gmi_manager_t *m, const gmi_arena_t *store);
 void gmi_unmap_all(gmi_manager_t *m);
-void gmi_reap(gmi_manager_t *m);                                /* reads the times of finished copies */
-uint32_t gmi_frames_of(const gmi_manager_t *m, uint32_t shift); /* that the budget allows, of chunks of 1 << shift */
+void gmi_reap(gmi_manager_t *m);                                      /* reads the times of finished copies */
+uint32_t gmi_frames_of(const gmi_manager_t *m, uint64_t frame_bytes); /* that the budget allows, of so many bytes */
 gemini_status_t gmi_frames_resize(gmi_manager_t *m, uint32_t frame_count);
 void gmi_frames_free(gmi_manager_t *m);
 gemini_status_t gmi_oom_device(gmi_manager_t *m, uint64_t need_bytes);

@@ -219,7 +219,7 @@ typedef struct gmi_deferred {
 } gmi_deferred_t;
 
 uint32_t gmi_updates_ahead(const gmi_manager_t *m, uint32_t chunks) {
-  uint64_t most = UINT64_C(64) << 20 >> m->cut.chunk_shift;
+  uint64_t most = (UINT64_C(64) << 20) / gmi_slot_bytes(m);
   if (most > m->host.slot_count / 8) most = m->host.slot_count / 8;
   return most / chunks > 2 ? (uint32_t)(most / chunks) : 2;
 }
@@ -599,13 +599,13 @@ static bool in_walk(const void *user, const gmi_chunk_t *c) {
 /* Nothing in the range may be in use, and without a file tier the host must have room for what will be there. */
 static gemini_status_t walk_room(walk_t *k, uint32_t index) {
   gmi_manager_t *m = k->m;
-  uint64_t need = 0, chunk_bytes = atomic_load(&m->cut.chunk_bytes), number = 0;
+  uint64_t need = 0, slot_bytes = gmi_slot_bytes(m), number = 0;
   piece_t p;
   for (uint64_t at = k->u.first_element, end = at + k->u.element_count; at < end; at = p.end, number++) {
     piece_at(k, at, end, &p);
     if (m->file.store && p.count > m->host.slot_count)
       return gmi_fail(GEMINI_ERR_OOM_HOST, 0, "the update needs %llu bytes of host memory at once, the budget is %llu",
-                      (unsigned long long)p.count * chunk_bytes, (unsigned long long)m->config.host_bytes);
+                      (unsigned long long)p.count * slot_bytes, (unsigned long long)m->config.host_bytes);
     bool on_device = index != GMI_NONE && m->trace.advice->piece_on_device(m, index, (uint32_t)number);
     for (uint32_t i = 0; i < p.count; i++) {
       gmi_chunk_t *c = p.chunks[i];
@@ -615,7 +615,7 @@ static gemini_status_t walk_room(walk_t *k, uint32_t index) {
         gemini_status_t status = gmi_updates_queue(m, c);
         if (status) return status;
       }
-      need += gmi_chunk_has_slot(c) || !(on_device || gmi_chunk_is_pinned(c)) ? chunk_bytes : 0;
+      need += gmi_chunk_has_slot(c) || !(on_device || gmi_chunk_is_pinned(c)) ? slot_bytes : 0;
     }
   }
   return gmi_host_fits(m, "the update", need, in_walk, k);

@@ -30,12 +30,14 @@ gmi_link_t *gmi_link(gmi_manager_t *m, uint32_t from_tier, uint32_t to_tier) {
 }
 
 void gmi_link_count(gmi_manager_t *m, gmi_link_t *link, uint32_t reason, uint64_t chunks) {
-  link->moved_bytes[reason] += chunks << m->cut.chunk_shift;
+  link->moved_bytes[reason] += chunks * gmi_copy_bytes(m, link->from_tier, link->to_tier);
   link->moved_chunks[reason] += chunks;
 }
 
 uint64_t gmi_link_rate(const gmi_manager_t *m, const gmi_link_t *link) {
-  return link->chunk_ns.samples ? (uint64_t)((double)gmi_chunk_bytes(m) * 1e9 / link->chunk_ns.mean) : 0;
+  return link->chunk_ns.samples
+             ? (uint64_t)((double)gmi_copy_bytes(m, link->from_tier, link->to_tier) * 1e9 / link->chunk_ns.mean)
+             : 0;
 }
 
 void gmi_link_measured(gmi_manager_t *m, gmi_link_t *link) {

@@ -156,6 +156,29 @@ typedef struct gmi_arena {
   uint64_t longest; /* size of the longest tensor it ever had, bytes */
 } gmi_arena_t;
 
+/* ---- sizes: of a chunk, and of its place in each tier */
+typedef struct gmi_sizes {
+  uint64_t chunk_bytes; /* its span of the arena's addresses, which alone says which chunk an address lies in */
+  uint64_t frame_bytes; /* device: what is created, mapped and handed on; pages of the non-model heap are frames */
+  uint64_t slot_bytes;  /* host: from one slot to the next */
+  uint64_t block_bytes; /* file: from one block to the next */
+} gmi_sizes_t;
+/* How much larger slots and blocks are than they have to be: 0 but in tests, which so tell the sizes apart. */
+typedef struct gmi_sizes_padding {
+  uint32_t slot_shift;  /* slots are frames << slot_shift */
+  uint32_t block_bytes; /* added to each block */
+} gmi_sizes_padding_t;
+
+/* Of a chunk's place in a tier, GEMINI_TIER_*. */
+static inline uint64_t gmi_sizes_tier_bytes(const gmi_sizes_t *s, uint32_t tier) {
+  return tier == GEMINI_TIER_DEVICE ? s->frame_bytes : tier == GEMINI_TIER_HOST ? s->slot_bytes : s->block_bytes;
+}
+/* What a copy of a chunk between two tiers moves: all that the smaller of its two places holds. */
+static inline uint64_t gmi_sizes_copy_bytes(const gmi_sizes_t *s, uint32_t from, uint32_t to) {
+  uint64_t a = gmi_sizes_tier_bytes(s, from), b = gmi_sizes_tier_bytes(s, to);
+  return a < b ? a : b;
+}
+
 /* ---- frames */
 typedef struct gmi_frame {
   uint64_t handle;
@@ -252,10 +275,13 @@ typedef struct gmi_manager {
   gmi_stream_t streams[GMI_DEVICE_MAX_STREAMS];
   gmi_link_t links[GMI_LINKS]; /* core/links.c; gmi_link() finds one */
 
-  struct {                        /* chosen by gmi_cut() at first need */
+  struct {                        /* chunk/cut.c; chosen by gmi_cut() at first need. Sizes: gmi_sizes_t */
     _Atomic uint64_t chunk_bytes; /* Atomic; 0 = not cut yet */
-    uint32_t chunk_shift;
-    uint64_t chunk_count; /* chunks initialised in all arenas */
+    uint32_t chunk_shift;         /* log2 of it */
+    uint64_t chunk_count;         /* chunks initialised in all arenas */
+    _Atomic uint64_t frame_bytes; /* Atomic */
+    uint64_t slot_bytes, block_bytes;
+    gmi_sizes_padding_t padding; /* Constant */
   } cut;
 
   struct { /* chunk/residency.c */
@@ -307,10 +333,10 @@ typedef struct gmi_manager {
     char *dir, *checkpoint_name; /* Constant; NULL: no files; they vanish with the process */
     struct gmi_store *store;
     const struct gmi_sys *sys; /* NULL: the system's own calls */
-    _Atomic uint64_t used;     /* Atomic: bytes */
-    uint64_t block_bytes;
-    bool checkpointing;      /* blocks stay, whatever else their chunks' bytes are in */
-    bool checkpoint_is_ours; /* the last checkpoint in the files is this process's, or was resumed by it */
+    _Atomic uint64_t used;     /* Atomic: bytes of blocks */
+    uint64_t opened_bytes;     /* size of the store's blocks; before the cut they may be others than it will want */
+    bool checkpointing;        /* blocks stay, whatever else their chunks' bytes are in */
+    bool checkpoint_is_ours;   /* the last checkpoint in the files is this process's, or was resumed by it */
   } file;
   struct {                      /* chunk/files.c: transfers */
     uint32_t count, writes;     /* not yet noted; of these, those that write */
@@ -380,8 +406,24 @@ typedef struct gmi_manager {
   } log;
 } gmi_manager_t;
 
-/* Bytes of a chunk, once the arenas are cut. */
+/* Once the arenas are cut; the lock is held. */
 static inline uint64_t gmi_chunk_bytes(const gmi_manager_t *m) { return UINT64_C(1) << m->cut.chunk_shift; }
+static inline uint64_t gmi_frame_bytes(const gmi_manager_t *m) {
+  return atomic_load_explicit(&m->cut.frame_bytes, memory_order_relaxed);
+}
+static inline uint64_t gmi_slot_bytes(const gmi_manager_t *m) { return m->cut.slot_bytes; }
+static inline uint64_t gmi_block_bytes(const gmi_manager_t *m) { return m->cut.block_bytes; }
+static inline gmi_sizes_t gmi_sizes(const gmi_manager_t *m) {
+  return (gmi_sizes_t){ gmi_chunk_bytes(m), gmi_frame_bytes(m), m->cut.slot_bytes, m->cut.block_bytes };
+}
+static inline uint64_t gmi_tier_bytes(const gmi_manager_t *m, uint32_t tier) {
+  gmi_sizes_t sizes = gmi_sizes(m);
+  return gmi_sizes_tier_bytes(&sizes, tier);
+}
+static inline uint64_t gmi_copy_bytes(const gmi_manager_t *m, uint32_t from, uint32_t to) {
+  gmi_sizes_t sizes = gmi_sizes(m);
+  return gmi_sizes_copy_bytes(&sizes, from, to);
+}
 
 /* core/links.c */
 void gmi_links_open(gmi_manager_t *m); /* all but the streams */

@@ -42,20 +42,22 @@ struct gmi_block_request {
   uint32_t block;
   bool write, urgent;
   bool reserved[2];
-  void *buffer;      /* block_bytes, aligned to 4096 */
+  void *buffer;      /* size_bytes, aligned to 4096 */
   const char *owner; /* for messages: "chunk 3 of arena master"; NULL: nobody */
   void (*done)(
       gmi_block_request_t *request); /* on a thread of the engine or store, once; may submit others and free the
                                                  request; must not wait for the store */
   void *user;
+  uint64_t
+      size_bytes; /* at the block's begin, a multiple of 4096; 0: the whole block. A read: as many as were written */
   /* Result: when io.status is not OK, what happened, which file, offset, block, owner, checksums and generations. */
   char message[440];
   /* The store's own: */
   gmi_store_t *store;
-  gmi_block_request_t *next; /* in the list of those to be summed */
-  uint64_t generation, summed_bytes;
-  uint32_t checksum;           /* of the bytes seen so far */
-  uint32_t expected, previous; /* reads: of the block's generation, and of the one before */
+  gmi_block_request_t *next;                      /* in the list of those to be summed */
+  uint64_t generation, moved_bytes, summed_bytes; /* moved_bytes: size_bytes, or the block's */
+  uint32_t checksum;                              /* of the bytes seen so far */
+  uint32_t expected, previous;                    /* reads: of the block's generation, and of the one before */
   uint32_t private_flags;
   atomic_uint halves; /* transfer and sum, where they are done side by side, that are not over */
   gemini_status_t refusal;

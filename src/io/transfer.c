@@ -27,7 +27,7 @@ static void describe_damage(gmi_block_request_t *r) {
   unsigned long long offset = offset_of(s, r->block), generation = r->generation;
   gmi_blockfile_name(&s->stripes[r->block % s->file_count].file, name);
   /* Are they the bytes before the last write, which never reached the disk? */
-  uint32_t older = gmi_crc32c(gmi_crc32c_generation(r->generation - 1), r->buffer, s->block_bytes);
+  uint32_t older = gmi_crc32c(gmi_crc32c_generation(r->generation - 1), r->buffer, r->moved_bytes);
   if (r->private_flags & REQUEST_PREVIOUS && older == r->previous) {
     snprintf(r->message, sizeof r->message,
              "%.112s: block %u at offset %llu of %s is stale: it holds generation %llu (checksum %08x), not generation "
@@ -92,7 +92,7 @@ static void half_done(gmi_block_request_t *r) {
 
 /* ---- sums */
 static void sum(gmi_block_request_t *r, uint64_t most_bytes) {
-  uint64_t left = r->store->block_bytes - r->summed_bytes, size = left < most_bytes ? left : most_bytes;
+  uint64_t left = r->moved_bytes - r->summed_bytes, size = left < most_bytes ? left : most_bytes;
   r->checksum = gmi_crc32c(r->checksum, (const char *)r->buffer + r->summed_bytes, size);
   r->summed_bytes += size;
 }
@@ -128,7 +128,7 @@ static void *sum_blocks(void *user) {
     if (!r->next) q->end[urgent] = &q->first[urgent];
     pthread_mutex_unlock(&q->lock);
     sum(r, SLICE_BYTES);
-    bool over = r->summed_bytes == s->block_bytes;
+    bool over = r->summed_bytes == r->moved_bytes;
     if (over) half_done(r);
     pthread_mutex_lock(&q->lock);
     if (!over) queue(q, r, true);
@@ -194,6 +194,8 @@ static gemini_status_t check(const gmi_store_t *s, gmi_block_request_t *r) {
   const gmi_blockfile_t *file = &s->stripes[r->block % s->file_count].file;
   if (!r->buffer || (file->direct && (uintptr_t)r->buffer % file->alignment_bytes))
     return refuse(r, GEMINI_ERR_INVALID, "the buffer is NULL or not aligned");
+  if (r->size_bytes > s->block_bytes || r->size_bytes % 4096)
+    return refuse(r, GEMINI_ERR_INVALID, "its size is larger than the block, or no multiple of 4096");
   if (!(b->flags & BLOCK_TAKEN)) return refuse(r, GEMINI_ERR_STATE, "it was not taken");
   if (b->flags & BLOCK_WRITING) return refuse(r, GEMINI_ERR_BUSY, "it is being written");
   if (r->write) {
@@ -233,6 +235,7 @@ void gmi_store_submit(gmi_store_t *store, gmi_block_request_t *request) {
   r->store = s;
   r->message[0] = 0;
   r->private_flags = 0;
+  r->moved_bytes = r->size_bytes ? r->size_bytes : s->block_bytes;
   r->summed_bytes = 0;
   r->next = NULL;
   pthread_mutex_lock(&s->lock);
@@ -243,7 +246,7 @@ void gmi_store_submit(gmi_store_t *store, gmi_block_request_t *request) {
 
   uint32_t file = r->block % s->file_count;
   r->io = (gmi_request_t){ .buffer = r->buffer,
-                           .size_bytes = s->block_bytes,
+                           .size_bytes = r->moved_bytes,
                            .offset_bytes = offset_of(s, r->block),
                            .file = s->stripes[file].engine_file,
                            .write = r->write,

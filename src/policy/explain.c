@@ -33,9 +33,7 @@ static const char *placement_name(uint32_t placement) {
   return names[placement <= GEMINI_PLACEMENT_STATIC ? placement : 0];
 }
 
-static double mib(const gmi_plan_input_t *input, uint64_t chunks) {
-  return (double)chunks * (double)input->chunk_bytes / 1048576.0;
-}
+static double mib(uint64_t count, uint64_t bytes) { return (double)count * (double)bytes / 1048576.0; }
 static double ms(uint64_t ns) { return (double)ns / 1e6; }
 
 static void say_op(writer_t *c, const char *const *op_names, uint32_t op) {
@@ -53,7 +51,8 @@ static void say_stays(writer_t *c, const gmi_plan_input_t *input, const gmi_plan
   say(c, "stays: %" PRIu64 " of %" PRIu32 " chunks for good", total, input->chunk_count);
   for (uint32_t kind = 0; kind < KIND_COUNT; kind++)
     if (in_all[kind] > 0)
-      say(c, "; %s %.1f of %.1f MiB", kind_name(kind), mib(input, stays[kind]), mib(input, in_all[kind]));
+      say(c, "; %s %.1f of %.1f MiB", kind_name(kind), mib(stays[kind], input->chunk_bytes),
+          mib(in_all[kind], input->chunk_bytes));
   say(c, "\n");
 }
 
@@ -87,28 +86,28 @@ uint64_t gmi_plan_explain(const gmi_plan_input_t *input, const gmi_plan_t *plan,
   }
 
   say(&c, "placement: %s, %" PRIu32 " ops, %" PRIu32 " chunks of %.1f MiB\n", placement_name(input->placement),
-      input->op_count, input->chunk_count, mib(input, 1));
+      input->op_count, input->chunk_count, mib(1, input->chunk_bytes));
   say(&c, "budget: %" PRIu32 " frames, %.1f MiB, with non-model memory\n", input->frame_count,
-      mib(input, input->frame_count));
+      mib(input->frame_count, input->frame_bytes));
   say(&c, "largest op: ");
   say_op(&c, op_names, largest_op);
   say(&c, " needs %" PRIu64 " frames, %.1f MiB: %" PRIu64 " chunks and %" PRIu32 " of non-model memory\n", largest,
-      mib(input, largest), largest_chunks, input->ops[largest_op].heap_frames);
+      mib(largest, input->frame_bytes), largest_chunks, input->ops[largest_op].heap_frames);
   say_stays(&c, input, plan);
   say(&c, "fetched a step: %" PRIu64 " chunks, %.1f MiB; the optimum is %" PRIu64, plan->fetch_count,
-      mib(input, plan->fetch_count), plan->optimum_count);
+      mib(plan->fetch_count, input->link_bytes), plan->optimum_count);
   if (plan->fetch_count == plan->optimum_count) say(&c, ", met\n");
   else if (plan->optimum_count == 0) say(&c, "\n");
   else say(&c, ", exceeded by %.1f %%\n", 100.0 * ((double)plan->fetch_count / (double)plan->optimum_count - 1.0));
   say(&c,
       "evicted a step: %" PRIu64 " chunks, of them %" PRIu64 " written back (%.1f MiB), %" PRIu64
       " for updates on the host\n",
-      evicts, plan->evict_dirty_count, mib(input, plan->evict_dirty_count), for_update);
+      evicts, plan->evict_dirty_count, mib(plan->evict_dirty_count, input->link_bytes), for_update);
   say(&c, "updates: %" PRIu64 " pieces on the device, %" PRIu64 " on the host\n", plan->device_piece_count,
       plan->piece_count - plan->device_piece_count);
   if (plan->file_chunks > 0)
     say(&c, "files: %" PRIu64 " chunks of states, %.1f MiB, read and written a step, busy for %.3f ms\n",
-        plan->file_chunks, mib(input, plan->file_chunks), ms(plan->file_busy_ns));
+        plan->file_chunks, mib(plan->file_chunks, input->file_bytes), ms(plan->file_busy_ns));
   say(&c, "predicted step: %.3f ms, of it %.3f ms waiting\n", ms(plan->predicted_ns), ms(plan->stall_ns));
   say(&c, "busy: compute %.3f ms, fetches %.3f ms, write-backs %.3f ms, updates on the host %.3f ms\n",
       ms(plan->compute_ns), ms(plan->fetch_busy_ns), ms(plan->evict_busy_ns), ms(plan->update_busy_ns));

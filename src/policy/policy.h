@@ -62,8 +62,9 @@ typedef struct gmi_plan_input {
   const gmi_plan_piece_t *pieces; /* [piece_count + 1]; of the last, only chunk_first is set */
   const uint32_t *piece_chunks;
   const uint8_t *chunk_kind; /* [chunk_count] GEMINI_KIND_* */
-  uint64_t chunk_bytes;
-  uint64_t fetch_ns, evict_ns; /* duration of one chunk's copy, host to device and device to host */
+  uint64_t chunk_bytes, frame_bytes;
+  uint64_t link_bytes, file_bytes; /* bytes that a copy of one chunk moves over the links, and to or from a file */
+  uint64_t fetch_ns, evict_ns;     /* duration of one chunk's copy, host to device and device to host */
   /* from the end of a piece's work until its results count as done: each worker finishes other work first */
   uint64_t host_delay_ns;
   uint32_t host_slots; /* chunks that fit on the host; set only when there is a file tier below. 0: all chunks fit */
@@ -166,7 +167,7 @@ typedef struct gmi_chunk_use {
 typedef struct gmi_chunk_search {
   const gmi_chunk_use_t *uses;
   uint64_t use_count;
-  uint64_t min_bytes, max_bytes; /* powers of two */
+  uint64_t min_bytes, max_bytes; /* of a chunk, whose frame and whose copies are as large; powers of two */
   uint64_t device_bytes, nonmodel_bytes;
   uint64_t overhead_ns; /* of one copy, including mapping the chunk */
   uint64_t bytes_per_s; /* rate of the slower link */

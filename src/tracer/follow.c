@@ -30,10 +30,10 @@ uint64_t gmi_tracer_next_use(gmi_manager_t *m, const gmi_chunk_t *c) {
 /* Copies the figures of the variant's plan into the statistics. */
 void gmi_tracer_publish_plan(gmi_manager_t *m, const variant_t *v) {
   const gmi_plan_t *p = &v->bundle.plan;
-  uint64_t chunk_bytes = v->bundle.input.chunk_bytes;
+  uint64_t link_bytes = v->bundle.input.link_bytes;
   m->stats.predicted_step_ns = v->bundle.made ? p->predicted_ns : 0;
-  m->stats.planned_fetch_bytes = v->bundle.made ? p->fetch_count * chunk_bytes : 0;
-  m->stats.planned_evict_bytes = v->bundle.made ? p->evict_dirty_count * chunk_bytes : 0;
+  m->stats.planned_fetch_bytes = v->bundle.made ? p->fetch_count * link_bytes : 0;
+  m->stats.planned_evict_bytes = v->bundle.made ? p->evict_dirty_count * link_bytes : 0;
 }
 
 /* Searches the chunk size with the recorded ops as uses; without memory, returns the current size. Each arena gets
@@ -67,6 +67,7 @@ bool gmi_tracer_plan_with_chunk(gmi_manager_t *m, gmi_trace_t *trace, uint64_t c
                                 gmi_plan_bundle_t *bundle_out) {
   gmi_tracer_t *t = m->trace.tracer;
   uint32_t old_shift = m->cut.chunk_shift, shift = (uint32_t)__builtin_ctzll(chunk_bytes);
+  uint64_t old_frame = gmi_frame_bytes(m);
   if (shift == old_shift || t->planned || !gmi_recut_possible(m, chunk_bytes) ||
       gmi_plan_bundle_make(m, trace, shift, bundle_out))
     return false;
@@ -81,7 +82,7 @@ bool gmi_tracer_plan_with_chunk(gmi_manager_t *m, gmi_trace_t *trace, uint64_t c
     gmi_trace_t *other = k < GMI_VARIANTS ? &t->variants[k].trace : trace;
     if (k < GMI_VARIANTS && other == trace) continue;
     for (uint32_t i = 0; i < other->op_count; i++)
-      other->ops[i].heap_pages = gmi_trace_pages(other->ops[i].heap_pages, old_shift, shift);
+      other->ops[i].heap_pages = gmi_trace_pages(other->ops[i].heap_pages, old_frame, gmi_frame_bytes(m));
   }
   return true;
 }

@@ -10,6 +10,7 @@
 #include <string.h>
 
 #include "chunk/arena.h"
+#include "chunk/cut.h"
 #include "chunk/residency.h"
 #include "chunk/update.h"
 #include "core/workers.h"
@@ -25,7 +26,8 @@ static int by_chunk(const void *a, const void *b) {
 typedef struct {
   gmi_manager_t *m;
   const gmi_trace_t *trace;
-  uint32_t shift;             /* log2 of the chunk size that the plan is for; may differ from the manager's */
+  gmi_sizes_t sizes;          /* of the chunks that the plan is for; may differ from the manager's */
+  uint32_t shift;             /* log2 of sizes.chunk_bytes */
   uint32_t base[GMI_ARENAS];  /* number of the first chunk of each storing arena */
   uint32_t count[GMI_ARENAS]; /* number of chunks of each */
   gmi_plan_op_t *ops;
@@ -49,11 +51,11 @@ static bool chunk_range(builder_t *b, uint32_t store, uint64_t offset, uint64_t 
 /* Turns uses into accesses. fill false: only counts them, before merging. A write that covers a whole chunk is
  * FRESH. Accesses of the same chunk in one op are merged; the result is FRESH only if all of them are. */
 static bool build_accesses(builder_t *b, bool fill) {
-  uint64_t chunk_bytes = UINT64_C(1) << b->shift, n = 0;
+  uint64_t chunk_bytes = b->sizes.chunk_bytes, n = 0;
   for (uint32_t i = 0; i < b->trace->op_count; i++) {
     const gmi_trace_op_t *op = &b->trace->ops[i];
     uint64_t begin = n;
-    uint32_t pages = gmi_trace_pages(op->heap_pages, b->m->cut.chunk_shift, b->shift);
+    uint32_t pages = gmi_trace_pages(op->heap_pages, gmi_frame_bytes(b->m), b->sizes.frame_bytes);
     if (fill) b->ops[i] = (gmi_plan_op_t){ op->compute_ns, pages, (uint32_t)n };
     for (uint32_t s = op->use_first; s < op->use_first + op->use_count; s++) {
       const gmi_trace_use_t *span = &b->trace->uses[s];
@@ -108,7 +110,7 @@ static bool build_pieces(builder_t *b, uint32_t *piece_first, bool fill) {
     const gmi_trace_update_t *update = &b->trace->updates[u];
     for (uint32_t k = 0; k < update->arena_count; k++)
       if (!gmi_arena_at(m, update->arenas[k])) return false;
-    uint64_t unit = gmi_piece_elements(m, update->arenas, update->arena_count, UINT64_C(1) << b->shift);
+    uint64_t unit = gmi_piece_elements(m, update->arenas, update->arena_count, b->sizes.chunk_bytes);
     uint64_t end = update->first_element + update->element_count;
     if (piece_first) piece_first[u] = (uint32_t)pieces;
     for (uint64_t at = update->first_element; at < end; pieces++) {
@@ -168,9 +170,9 @@ void gmi_trace_measure(gmi_manager_t *m, gmi_trace_t *trace) {
   if (m->rate.device_update.samples) trace->device_update_ps = (uint64_t)(m->rate.device_update.mean * 1e3) + 1;
 }
 
-static uint64_t copy_ns(uint64_t chunk_bytes, uint64_t measured, uint64_t expected) {
+static uint64_t copy_ns(uint64_t bytes, uint64_t measured, uint64_t expected) {
   uint64_t rate = measured ? measured : expected; /* the expected rate serves until one has been measured */
-  return (uint64_t)((double)chunk_bytes * 1e9 / (double)rate) + 1;
+  return (uint64_t)((double)bytes * 1e9 / (double)rate) + 1;
 }
 
 /* Estimates the nanoseconds per element of an update on the device from the rate of its memory, until one has been
@@ -190,10 +192,10 @@ void gmi_plan_bundle_times(gmi_manager_t *m, const gmi_trace_t *trace, gmi_plan_
   ops[in->op_count - 1].compute_ns += trace->outside_ns;
   const uint64_t link = m->device.ops->link_bytes_per_s, file = UINT64_C(1000000000);
   const uint64_t h2d = m->config.sim_h2d_bytes_per_s, d2h = m->config.sim_d2h_bytes_per_s;
-  in->fetch_ns = copy_ns(in->chunk_bytes, trace->link_bytes_per_s[0], h2d ? h2d : link);
-  in->evict_ns = copy_ns(in->chunk_bytes, trace->link_bytes_per_s[1], d2h ? d2h : link);
-  in->file_read_ns = copy_ns(in->chunk_bytes, trace->file_bytes_per_s[0], file);
-  in->file_write_ns = copy_ns(in->chunk_bytes, trace->file_bytes_per_s[1], file);
+  in->fetch_ns = copy_ns(in->link_bytes, trace->link_bytes_per_s[0], h2d ? h2d : link);
+  in->evict_ns = copy_ns(in->link_bytes, trace->link_bytes_per_s[1], d2h ? d2h : link);
+  in->file_read_ns = copy_ns(in->file_bytes, trace->file_bytes_per_s[0], file);
+  in->file_write_ns = copy_ns(in->file_bytes, trace->file_bytes_per_s[1], file);
   /* until measured: 28 bytes at 10 GB/s, in ns */
   double host = trace->host_update_ps ? (double)trace->host_update_ps * 1e-3 : 2.8;
   in->host_delay_ns = 0;
@@ -229,7 +231,7 @@ void gmi_plan_bundle_bind(gmi_manager_t *m, gmi_plan_bundle_t *bundle) {
 
 gemini_status_t gmi_plan_bundle_make(gmi_manager_t *m, const gmi_trace_t *trace, uint32_t shift,
                                      gmi_plan_bundle_t *out) {
-  builder_t b = { .m = m, .trace = trace, .shift = shift };
+  builder_t b = { .m = m, .trace = trace, .shift = shift, .sizes = gmi_sizes_of(m, UINT64_C(1) << shift) };
   const bool cut_so = shift == m->cut.chunk_shift;
   gmi_plan_bundle_t bundle = { 0 };
   gemini_status_t status = GEMINI_OK;
@@ -238,7 +240,7 @@ gemini_status_t gmi_plan_bundle_make(gmi_manager_t *m, const gmi_trace_t *trace,
     gmi_arena_t *a = gmi_arena_at(m, i);
     b.base[i] = (uint32_t)chunks;
     if (!a || a->store != i) continue;
-    b.count[i] = (uint32_t)((atomic_load(&a->size) + (UINT64_C(1) << shift) - 1) >> shift);
+    b.count[i] = (uint32_t)((atomic_load(&a->size) + b.sizes.chunk_bytes - 1) >> shift);
     chunks += b.count[i];
   }
   if (chunks >= UINT32_MAX || !build_accesses(&b, false) || !build_pieces(&b, NULL, false))
@@ -253,7 +255,7 @@ gemini_status_t gmi_plan_bundle_make(gmi_manager_t *m, const gmi_trace_t *trace,
   bundle.piece_first = calloc((size_t)trace->update_count + 1, sizeof *bundle.piece_first);
   bundle.input = (gmi_plan_input_t){ .op_count = trace->op_count,
                                      .chunk_count = (uint32_t)chunks,
-                                     .frame_count = gmi_frames_of(m, shift) - m->graphs.frames,
+                                     .frame_count = gmi_frames_of(m, b.sizes.frame_bytes) - m->graphs.frames,
                                      .host_slots = m->file.store ? m->host.slot_count : 0,
                                      .host_pieces_ahead = gmi_updates_ahead(m, piece_length(&b)),
                                      .ops = b.ops,
@@ -262,7 +264,10 @@ gemini_status_t gmi_plan_bundle_make(gmi_manager_t *m, const gmi_trace_t *trace,
                                      .piece_chunks = b.piece_chunks,
                                      .chunk_kind = b.kind,
                                      .chunk_pinned = b.pinned,
-                                     .chunk_bytes = UINT64_C(1) << shift,
+                                     .chunk_bytes = b.sizes.chunk_bytes,
+                                     .frame_bytes = b.sizes.frame_bytes,
+                                     .link_bytes = gmi_sizes_copy_bytes(&b.sizes, GEMINI_TIER_DEVICE, GEMINI_TIER_HOST),
+                                     .file_bytes = gmi_sizes_copy_bytes(&b.sizes, GEMINI_TIER_HOST, GEMINI_TIER_FILE),
                                      .placement = m->config.placement,
                                      .pieces_apart = m->config.device == GEMINI_DEVICE_SIMULATED,
                                      .static_param_fraction = m->config.static_param_fraction,
@@ -288,15 +293,15 @@ gemini_status_t gmi_plan_bundle_make(gmi_manager_t *m, const gmi_trace_t *trace,
     gmi_wait_begin(m, &wait, NULL, GMI_WAIT_PLAN, 0);
     status = gmi_plan_make(&bundle.input, &bundle.plan, &failure);
     gmi_wait_end(m, &wait);
-    uint64_t chunk_bytes = bundle.input.chunk_bytes;
+    uint64_t frame_bytes = bundle.input.frame_bytes;
     if (status == GEMINI_ERR_OOM_DEVICE)
       gmi_fail(
           status, 0,
           "op %s: its chunks and non-model memory need %llu bytes of device memory, %llu more than the %llu there are",
           failure.op < trace->op_count ? trace->ops[failure.op].name : "?",
-          (unsigned long long)(failure.need_frames * chunk_bytes),
-          (unsigned long long)((failure.need_frames - failure.have_frames) * chunk_bytes),
-          (unsigned long long)(failure.have_frames * chunk_bytes));
+          (unsigned long long)(failure.need_frames * frame_bytes),
+          (unsigned long long)((failure.need_frames - failure.have_frames) * frame_bytes),
+          (unsigned long long)(failure.have_frames * frame_bytes));
     else if (status) gmi_fail(status, 0, "no plan could be made: %s", gemini_status_string(status));
   }
   bundle.made = status == GEMINI_OK;

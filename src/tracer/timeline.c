@@ -129,7 +129,7 @@ void gmi_timeline_counters(gmi_manager_t *m) {
   e->type = 'C';
   e->known = true;
   e->begin = now;
-  e->values[0] = (uint64_t)m->frames.used << m->cut.chunk_shift;
+  e->values[0] = m->frames.used * gmi_frame_bytes(m);
   e->values[1] = m->nonmodel.heap ? gmi_heap_bytes_used(m->nonmodel.heap) : 0;
   e->values[2] = m->host.used;
   e->values[3] = m->file.used;

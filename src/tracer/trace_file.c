@@ -60,7 +60,7 @@ static gemini_status_t trace_write(gmi_manager_t *m, const gmi_trace_t *t, const
   if (!file) return gmi_fail(GEMINI_ERR_IO, errno, "trace %s: could not open it: %s", path, strerror(errno));
   gmi_file_limit_t limit = gmi_file_limit_begin();
   fprintf(file, "gemini-trace 1\n");
-  fprintf(file, "budget %" PRIu64 " %" PRIu64 "\n", UINT64_C(1) << m->cut.chunk_shift,
+  fprintf(file, "budget %" PRIu64 " %" PRIu64 "\n", gmi_chunk_bytes(m),
           m->config.device_bytes - m->config.device_margin_bytes);
   fprintf(file, "rates %" PRIu64 " %" PRIu64 " %" PRIu64 " %" PRIu64 "\n", t->link_bytes_per_s[0],
           t->link_bytes_per_s[1], t->host_update_ps, t->device_update_ps);
@@ -77,7 +77,7 @@ static gemini_status_t trace_write(gmi_manager_t *m, const gmi_trace_t *t, const
     if (i == t->op_count) break;
     const gmi_trace_op_t *op = &t->ops[i];
     fprintf(file, "op %u %" PRIu64 " %" PRIu64 " %" PRIu64 " ", op->phase, op->compute_ns, op->nonmodel_peak,
-            (uint64_t)op->heap_pages << m->cut.chunk_shift);
+            op->heap_pages * gmi_frame_bytes(m));
     gmi_name_write(file, op->name);
     fputc('\n', file);
     for (uint32_t s = op->use_first; s < op->use_first + op->use_count; s++)
@@ -160,7 +160,7 @@ static const char *read_line(reader_t *r, const char *line) {
     op->compute_ns = v[1];
     op->samples = 1;
     op->nonmodel_peak = v[2];
-    op->heap_pages = (uint32_t)((v[3] + (UINT64_C(1) << m->cut.chunk_shift) - 1) >> m->cut.chunk_shift);
+    op->heap_pages = (uint32_t)((v[3] + gmi_frame_bytes(m) - 1) / gmi_frame_bytes(m));
     return NULL;
   }
   if (gmi_word_at(&at, "use")) { /* arena, offset, size, mode */

@@ -124,10 +124,10 @@ typedef struct gmi_plan_bundle {
 gemini_status_t gmi_plan_bundle_make(gmi_manager_t *m, const gmi_trace_t *trace, uint32_t shift,
                                      gmi_plan_bundle_t *bundle_out);
 void gmi_plan_bundle_bind(gmi_manager_t *m, gmi_plan_bundle_t *bundle);
-/* Converts a count of heap pages to pages of another size, rounded up. Heap pages are as large as chunks, so their
- * number changes with the chunk size. */
-static inline uint32_t gmi_trace_pages(uint32_t pages, uint32_t from_shift, uint32_t to_shift) {
-  return (uint32_t)((((uint64_t)pages << from_shift) + (UINT64_C(1) << to_shift) - 1) >> to_shift);
+/* Converts a count of heap pages to pages of another size, rounded up. Heap pages are frames, so their number changes
+ * with the frame size. */
+static inline uint32_t gmi_trace_pages(uint32_t pages, uint64_t from_bytes, uint64_t to_bytes) {
+  return (uint32_t)((pages * from_bytes + to_bytes - 1) / to_bytes);
 }
 /* Copies the trace's times and rates into the input of a plan made before. */
 void gmi_plan_bundle_times(gmi_manager_t *m, const gmi_trace_t *trace, gmi_plan_bundle_t *bundle);

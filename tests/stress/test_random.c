@@ -14,7 +14,10 @@
  * GEMINI_STRESS_LOG    not empty: every step is printed when it has been done.
  *
  * Arithmetic: each arena has a dtype, and patterns are made so that every element is a number of that dtype with
- * magnitude from 0.5 to 1, or zero: so norms can be compared, and updates are exact integer arithmetic on them. */
+ * magnitude from 0.5 to 1, or zero: so norms can be compared, and updates are exact integer arithmetic on them.
+ *
+ * Sizes: in half of the programs blocks are larger than slots, in a quarter slots are twice as large as frames, so that
+ * a place that takes one size for another is wrong about bytes, or about room. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
@@ -31,6 +34,7 @@
 #include "../handles.h"
 #include "../seed.h"
 #include "../system.h"
+#include "chunk/cut.h"
 #include "figures.h"
 #include "gemini.h"
 
@@ -133,6 +137,7 @@ typedef struct program {
   int threads;
   bool exact;                  /* one thread: statuses can be told exactly */
   bool host_tight, file_tight; /* several threads: budgets that may not hold all bytes */
+  gmi_sizes_padding_t padding; /* of slots and blocks */
   _Atomic uint64_t budget[GEMINI_TIER_COUNT], highest[GEMINI_TIER_COUNT];
   uint8_t *bytes; /* the model: SLOTS * SLOT_BYTES */
   pthread_mutex_t lock;
@@ -425,6 +430,9 @@ static uint64_t frames(const thread_t *t) {
   uint64_t usable = atomic_load(&t->p->budget[GEMINI_TIER_DEVICE]) - t->p->config.device_margin_bytes;
   return t->chunk ? usable / t->chunk : 0;
 }
+/* What a chunk takes of the tiers below. */
+static uint64_t slot_of(const thread_t *t) { return t->chunk << t->p->padding.slot_shift; }
+static uint64_t block_of(const thread_t *t) { return slot_of(t) + t->p->padding.block_bytes; }
 /* Statuses of a call that may need room below the device, for `need` chunks at once. */
 static uint32_t below_mask(const thread_t *t, uint64_t need) {
   const uint32_t full = BIT(GEMINI_ERR_OOM_HOST) | BIT(GEMINI_ERR_OOM_FILE);
@@ -436,13 +444,13 @@ static uint32_t below_mask(const thread_t *t, uint64_t need) {
     const arena_t *a = &t->arenas[i];
     if (a->alive && a->reuse < 0) total += (a->size + t->chunk - 1) / t->chunk;
   }
-  if (atomic_load(&p->budget[GEMINI_TIER_HOST]) / t->chunk >= total) return 0;
-  if (atomic_load(&p->budget[GEMINI_TIER_FILE]) / t->chunk < total) return full;
+  if (atomic_load(&p->budget[GEMINI_TIER_HOST]) / slot_of(t) >= total) return 0;
+  if (atomic_load(&p->budget[GEMINI_TIER_FILE]) / block_of(t) < total) return full;
   holds_t h;
   holds_get(t, &h);
   for (int s = 0; s < SLOTS; s++)
     for (int i = 0; i < CHUNKS; i++) held += h.of[s][i].host_users > 0;
-  return atomic_load(&p->budget[GEMINI_TIER_HOST]) / t->chunk >= held + need + 2 ? 0 : full;
+  return atomic_load(&p->budget[GEMINI_TIER_HOST]) / slot_of(t) >= held + need + 2 ? 0 : full;
 }
 /* A call that needs `need` frames beside those held. */
 static uint32_t device_mask(const thread_t *t, uint64_t held_then) {
@@ -710,9 +718,12 @@ static gemini_status_t acquire_batch(thread_t *t, uint64_t *r, int most, gemini_
   }
   gemini_access_t accesses[OPENS];
   uint64_t host_chunks = 0;
+  bool run = false; /* of slots side by side, which must have no gaps */
   for (int i = 0; i < count; i++) {
     const open_t *o = &batch[i];
     accesses[i] = o->access;
+    run |= t->p->padding.slot_shift && o->access.tier == GEMINI_TIER_HOST &&
+           (!t->chunk || o->offset / t->chunk != (o->offset + o->size - 1) / t->chunk);
     note(t, " %s%s%d+%" PRIu64 "+%" PRIu64 ":%u%s%s", o->access.tier ? "host:" : "", o->tensor < 0 ? "arena " : "t",
          o->tensor < 0 ? o->arena : o->tensor, o->access.offset_bytes, o->size, o->access.mode, o->later ? "later" : "",
          t->arenas[o->arena].reuse >= 0 ? "g" : "");
@@ -725,6 +736,8 @@ static gemini_status_t acquire_batch(thread_t *t, uint64_t *r, int most, gemini_
     allowed = BIT(GEMINI_ERR_BUSY);
   } else {
     if (t->p->exact && t->chunk) allowed = device_mask(t, frames_held(t, &h)) | below_mask(t, host_chunks);
+    if (run && t->p->exact && t->chunk) allowed = BIT(GEMINI_ERR_UNSUPPORTED) | below_mask(t, host_chunks);
+    else if (run) allowed |= BIT(GEMINI_ERR_UNSUPPORTED);
     allowed = busy_mask(busy, allowed);
   }
   gemini_status_t status = gemini_acquire(t->p->mgr, accesses, (uint64_t)count, stream);
@@ -1902,6 +1915,9 @@ static void program_open(program_t *p, uint64_t *r) {
   c.sim_d2h_bytes_per_s = link_rate(r);
   c.file_dir = p->dir;
   p->config = c;
+  p->padding.slot_shift = chance(r, 4);
+  p->padding.block_bytes = chance(r, 2) ? 4096 * (1 + (uint32_t)below(r, 16)) : 0;
+  gmi_sizes_padding = p->padding;
   atomic_store(&p->budget[0], c.device_bytes);
   atomic_store(&p->budget[1], c.host_bytes);
   atomic_store(&p->budget[2], c.file_bytes);

@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include "../integration/world.h"
+#include "chunk/cut.h"
 #include "device/cuda_driver.h"
 #include "fake_cuda.h"
 #include "gemini/graph.h"
@@ -41,7 +42,7 @@ static gemini_config_t config(uint64_t device_chunks, uint64_t host_chunks, uint
   c.device = GEMINI_DEVICE_CUDA;
   c.chunk_bytes = W;
   c.device_bytes = device_chunks * W;
-  c.host_bytes = host_chunks * W;
+  c.host_bytes = host_chunks * W << gmi_sizes_padding.slot_shift;
   c.file_bytes = file_chunks * W;
   return c;
 }
@@ -49,6 +50,9 @@ static world_t start(uint64_t device_chunks, uint64_t chunks) {
   return start_with(config(device_chunks, chunks + 4, 0), chunks);
 }
 static void finish(world_t *w) {
+  figures_t s = world_stats(w);
+  for (int link = LINK_H2D; link <= LINK_D2H; link++) /* frames' bytes, however large a slot is */
+    for (int r = 0; r < GEMINI_REASON_COUNT; r++) CHECK_EQ(s.moved_bytes[link][r], s.moved_chunks[link][r] * W);
   world_close(w);
   CHECK_EQ(driver->primary_release(0), CU_SUCCESS);
   CHECK_EQ(fake_cuda_live(true), 0);
@@ -943,6 +947,10 @@ int main(void) {
   RUN(test_graph_leaves_less_to_plans);
   RUN(test_graph_every_driver_call_may_fail_once);
   RUN(test_graph_replays_beside_other_threads);
+  gmi_sizes_padding.slot_shift = 1; /* slots larger than the frames that are copied to */
+  RUN(test_graph_larger_than_its_frames_reads_the_newest_bytes);
+  RUN(test_graph_random_replays_are_right);
+  RUN(test_graph_that_is_too_small_names_operator_and_bytes);
   fake_cuda_reset();
   return check_done();
 }

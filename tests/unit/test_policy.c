@@ -35,7 +35,7 @@ static void instance_begin(instance_t *i, uint32_t chunks, uint32_t frames, uint
   i->input.piece_chunks = i->piece_chunks;
   i->input.chunk_kind = i->kind;
   i->input.chunk_pinned = i->pinned;
-  i->input.chunk_bytes = 2097152;
+  i->input.chunk_bytes = i->input.frame_bytes = i->input.link_bytes = i->input.file_bytes = 2097152;
   i->input.fetch_ns = fetch_ns;
   i->input.evict_ns = evict_ns;
   i->input.placement = GEMINI_PLACEMENT_CUDA;

@@ -287,6 +287,47 @@ static void test_long_blocks_keep_their_bytes(void) {
 }
 
 /* ---- free blocks */
+/* A block may hold less than it has room for: the rest of it is left as it is, and so are its neighbours. */
+static void test_requests_move_a_part_of_their_block(void) {
+  static const uint64_t blocks[] = { 16384, (1 << 20) + 8192 }; /* summed where they end, and by a thread */
+  for (int i = 0; i < 2; i++) {
+    world_t w = world(1);
+    w.config.block_bytes = blocks[i];
+    open_store(&w);
+    uint64_t part = blocks[i] - 8192;
+    uint8_t *bytes = buffer_of(&w), *rest = buffer_of(&w);
+    for (int b = 0; b < 3; b++) CHECK_OK(put(&w, take(&w), 30 + (uint64_t)b));
+    fill(bytes, part, 77);
+    memset(bytes + part, 0x55, blocks[i] - part); /* does not go into the file */
+    gmi_block_request_t r = { .block = 1, .write = true, .buffer = bytes, .size_bytes = part };
+    CHECK_OK(gmi_store_wait(w.store, &r));
+    memset(bytes, 0xee, blocks[i]);
+    r = (gmi_block_request_t){ .block = 1, .buffer = bytes, .size_bytes = part };
+    CHECK_OK(gmi_store_wait(w.store, &r));
+    CHECK(holds(bytes, part, 77));
+    for (uint64_t at = part; at < blocks[i]; at++) CHECK(bytes[at] == 0xee); /* not behind the part */
+    raw(&w, 1, part, rest, 8192, false);
+    fill(bytes, blocks[i], 31);
+    CHECK(!memcmp(rest, bytes + part, 8192)); /* of the write before */
+    CHECK_OK(get(&w, 0, 30));
+    CHECK_OK(get(&w, 2, 32));
+    /* More or fewer bytes than were written are not what was written. */
+    r = (gmi_block_request_t){ .block = 1, .buffer = bytes };
+    CHECK_STATUS(gmi_store_wait(w.store, &r), GEMINI_ERR_FORMAT);
+    r = (gmi_block_request_t){ .block = 1, .buffer = bytes, .size_bytes = part - 4096 };
+    CHECK_STATUS(gmi_store_wait(w.store, &r), GEMINI_ERR_FORMAT);
+    const uint64_t wrong[] = { blocks[i] + 4096, part - 512 };
+    for (int k = 0; k < 2; k++) {
+      r = (gmi_block_request_t){ .block = 1, .buffer = bytes, .size_bytes = wrong[k] };
+      CHECK_STATUS(gmi_store_wait(w.store, &r), GEMINI_ERR_INVALID);
+      CHECK_SAYS(gmi_fail_message(), "its size is");
+    }
+    free(bytes);
+    free(rest);
+    end(&w);
+  }
+}
+
 static void test_take_keeps_files_even_and_low(void) {
   world_t w = world(3);
   w.config.block_count = 300;
@@ -741,6 +782,7 @@ int main(void) {
   look();
   RUN(test_suite_over_engines_and_files);
   RUN(test_long_blocks_keep_their_bytes);
+  RUN(test_requests_move_a_part_of_their_block);
   RUN(test_take_keeps_files_even_and_low);
   RUN(test_resize_moves_the_space_with_it);
   RUN(test_resize_without_space_changes_nothing);

@@ -214,8 +214,8 @@ static inline bool chunks_right(const world_t *w) {
       return false;
     }
   }
-  bool right = free == m->host.free_count && (m->io.count || blocks * WORLD_CHUNK == m->file.used) &&
-               m->host.used >= (slots + used) * WORLD_CHUNK;
+  bool right = free == m->host.free_count && (m->io.count || blocks * gmi_block_bytes(m) == m->file.used) &&
+               m->host.used >= (slots + used) * gmi_slot_bytes(m);
   if (!right)
     fprintf(stderr, "%" PRIu64 " slots are free, counted %u; host_used %" PRIu64 " of %" PRIu64 " chunks\n", free,
             m->host.free_count, m->host.used, slots);
