@@ -1,4 +1,6 @@
-/* The update kernels with AVX2 and F16C; built with -mavx2 -mf16c. SPDX-License-Identifier: Apache-2.0 */
+/* The update kernels with AVX2 and F16C; built with -mavx2 -mf16c. SPDX-License-Identifier: Apache-2.0
+ *
+ * Empty where it is compiled without these flags. Conversions give the bits of plain.c. */
 #ifdef __AVX2__
 #include <immintrin.h>
 
@@ -18,7 +20,7 @@ static inline void vec_store(float *dst, __m256 v) { _mm256_storeu_ps(dst, v); }
 
 static inline __m128i load_half(const uint16_t *src) { return _mm_loadu_si128((const __m128i *)src); }
 static inline void store_half(uint16_t *dst, __m128i v) { _mm_storeu_si128((__m128i *)dst, v); }
-/* The low 16 bits of each element; these are at most 65535, or all of their bits are the same. */
+/* The low 16 bits of each element. packus saturates; elements are at most 65535 here, so it does not change them. */
 static inline __m128i narrow(__m256i v) {
   return _mm_packus_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
 }

@@ -1,5 +1,7 @@
-/* The update kernels with AVX-512 as of Skylake servers; built with -mavx512f, bw, dq, vl.
- * SPDX-License-Identifier: Apache-2.0 */
+/* The update kernels with AVX-512 as Skylake servers have it; built with -mavx512f, bw, dq, vl.
+ * SPDX-License-Identifier: Apache-2.0
+ *
+ * Empty where it is compiled without these flags. Conversions give the bits of plain.c. */
 #ifdef __AVX512F__
 #include <immintrin.h>
 

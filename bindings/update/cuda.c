@@ -1,4 +1,10 @@
-/* Fused updates on the GPU, over the CUDA driver opened at run time. SPDX-License-Identifier: Apache-2.0 */
+/* Fused updates on the GPU, through the CUDA driver opened at run time. SPDX-License-Identifier: Apache-2.0
+ *
+ * A call finds the context that its stream belongs to, loads the kernels into that context at first use, makes it
+ * current, launches, and restores the thread's context. It does not wait for the GPU. Any thread.
+ *
+ * The lock guards the driver's table and the list of contexts. It is released before the launch, which may block while
+ * the driver's queue is full: what the launch needs does not change once it is in the list. */
 #include <dlfcn.h>
 #include <inttypes.h>
 #include <pthread.h>
@@ -10,9 +16,9 @@
 #include "update/update.h"
 
 #define LIBRARY "libcuda.so.1"
-#define THREADS 256u /* the kernel's */
+#define THREADS 256u /* in a block; kernels.cu has the same number */
 
-/* X(field, symbol): what is used of gmi_cuda_driver_t. */
+/* X(field, symbol): the functions of gmi_cuda_driver_t that are used. */
 #define FUNCTIONS(X)                            \
   X(init, "cuInit")                             \
   X(error_name, "cuGetErrorName")               \
@@ -29,23 +35,24 @@
 enum { ADAMW, SGD, SUM, KERNELS };
 static const char *const kernel_names[KERNELS] = { "gmi_adamw", "gmi_sgd", "gmi_update_sum" };
 
+/* A context in which the kernels are loaded. Records and modules are kept until the process ends. */
 typedef struct context {
   struct context *next;
   cu_context_t handle;
   cu_function_t kernels[KERNELS];
 } context_t;
 
-static _Thread_local const char *operation; /* the public function that this thread is in */
+static _Thread_local const char *operation; /* the public function that this thread is in, for error messages */
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static bool loaded; /* Guarded by lock, as all of these; driver does not change once loaded */
+static bool loaded; /* Guarded by lock, as the next five; driver does not change once loaded, and needs no lock then */
 static gmi_cuda_driver_t driver;
 static void *library; /* never closed: the driver's threads run its code to the end of the process */
 static void *(*replacement)(const char *name);
 static context_t *contexts;
-static cu_context_t primary; /* GPU 0's, once retained */
+static cu_context_t primary; /* of GPU 0, once retained; never released */
 
-/* A fork waits for the lock's holder, so that a child does not inherit a lock that nobody will give back. */
+/* fork() waits for the lock: a child would otherwise inherit it locked by a thread that does not exist there. */
 static void fork_prepare(void) { pthread_mutex_lock(&lock); }
 static void fork_parent(void) { pthread_mutex_unlock(&lock); }
 static void fork_child(void) { pthread_mutex_init(&lock, NULL); }
@@ -77,7 +84,7 @@ static gemini_status_t load_driver(void) {
   }
   const char *missing = NULL;
   void *address;
-  /* A function pointer out of an object pointer: ISO C has no cast for it, POSIX lets it be copied. */
+  /* dlsym() returns an object pointer. ISO C has no cast from that to a function pointer; POSIX allows copying it. */
 #define FIND(field, symbol)                                             \
   address = replacement ? replacement(symbol) : dlsym(library, symbol); \
   if (!address && !missing) missing = symbol;                           \
@@ -92,7 +99,8 @@ static gemini_status_t load_driver(void) {
   return GEMINI_OK;
 }
 
-/* The context that the work is for. A real stream knows its own. Called with lock held. */
+/* The context to launch in: that of the stream; for a default stream the thread's current one, or, if it has none, the
+ * primary context of GPU 0. Called with lock held. */
 static gemini_status_t context_of(cu_stream_t stream, cu_context_t current, cu_context_t *context_out) {
   if ((uintptr_t)stream > CU_STREAM_PER_THREAD_HANDLE) {
     TRY(driver.stream_context(stream, context_out), "cuStreamGetCtx");
@@ -109,7 +117,8 @@ static gemini_status_t context_of(cu_stream_t stream, cu_context_t current, cu_c
   return GEMINI_OK;
 }
 
-/* The kernels of the current context, handle. Called with lock held. */
+/* The record of the current context, whose handle is given; loads the kernels if there is none. Called with lock
+ * held. */
 static gemini_status_t load_kernels(cu_context_t handle, const context_t **context_out) {
   for (context_t *c = contexts; c; c = c->next) {
     if (c->handle == handle) {
@@ -137,7 +146,8 @@ static gemini_status_t load_kernels(cu_context_t handle, const context_t **conte
   return GEMINI_OK;
 }
 
-/* Makes the stream's context the thread's, with its kernels loaded. Called with lock held. */
+/* Makes the stream's context current and loads its kernels. *had_out: the context to restore. A failure restores it
+ * here. Called with lock held. */
 static gemini_status_t enter(cu_stream_t stream, cu_context_t *had_out, const context_t **context_out) {
   cu_context_t had = NULL, wanted;
   TRY(driver.current_get(&had), "cuCtxGetCurrent");

@@ -1,5 +1,8 @@
-/* The update kernels in plain C: every machine has them, and the last elements of a span are theirs everywhere.
- * SPDX-License-Identifier: Apache-2.0 */
+/* The update kernels in plain C, one element at a time: for processors without AVX2, and everywhere for the last
+ * elements of a span, which do not fill a vector. SPDX-License-Identifier: Apache-2.0
+ *
+ * They define the results: the vector kernels must be bit-equal, including the conversions from and to bf16 and f16
+ * (round to nearest even; every NaN becomes 0x7fc0 or 0x7e00). */
 #include <float.h>
 #include <math.h>
 #include <string.h>
@@ -37,23 +40,23 @@ static void vec_store_bf16(uint16_t *dst, float v) {
   *dst = v != v ? 0x7fc0 : (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-/* The exponent's field of a half, read as that of a float, is 112 too low: subnormal halves become subnormal floats,
- * which the multiplication makes right, exactly. */
+/* A half's bits shifted into a float give an exponent that is 112 too low, and a subnormal half gives a subnormal
+ * float. Multiplying by 2^112 corrects both, exactly. */
 static float vec_load_f16(const uint16_t *src) {
   uint32_t half = *src, sign = (half & 0x8000) << 16;
   uint32_t bits = bits_of(float_of((half & 0x7fff) << 13) * 0x1p112f);
-  if ((half & 0x7c00) == 0x7c00) bits |= 0x7f800000; /* infinity, NaN */
+  if ((half & 0x7c00) == 0x7c00) bits |= 0x7f800000; /* infinity and NaN keep the highest exponent */
   return float_of(bits | sign);
 }
 static void vec_store_f16(uint16_t *dst, float v) {
   uint32_t bits = bits_of(v) & 0x7fffffff, sign = bits_of(v) >> 16 & 0x8000, half;
   if (v != v) {
     half = 0x7e00, sign = 0;
-  } else if (bits >= 0x47800000) { /* 2^16 */
+  } else if (bits >= 0x47800000) { /* at least 2^16: infinity */
     half = 0x7c00;
-  } else if (bits < 0x38800000) { /* 2^-14: the addition rounds to a multiple of 2^-24, the least half */
+  } else if (bits < 0x38800000) { /* below 2^-14: subnormal. Adding 0.5 rounds to a multiple of 2^-24, the least half */
     half = bits_of(float_of(bits) + 0.5f) - bits_of(0.5f);
-  } else {
+  } else { /* subtracts 112 from the exponent and rounds to even; a carry into the exponent is right, up to infinity */
     half = (bits - (112u << 23) + 0xfff + (bits >> 13 & 1)) >> 13;
   }
   *dst = (uint16_t)(half | sign);

@@ -1,4 +1,8 @@
-/* Fused updates: checks, coefficients, and the host's choice of instructions. SPDX-License-Identifier: Apache-2.0 */
+/* Fused updates: argument checks, coefficients, the choice of an instruction set, and updates on the host.
+ * SPDX-License-Identifier: Apache-2.0
+ *
+ * An update runs to its end on the calling thread. The only shared state is the chosen instruction set; all of them
+ * give bit-equal results, so the choice affects speed only. */
 #include "update/update.h"
 
 #include <inttypes.h>
@@ -70,7 +74,9 @@ typedef struct array {
   uint64_t base, width;
 } array_t;
 
-/* used: how many of them the update has, in this order. */
+/* Checks that the first `used` arrays are set (param may be NULL), aligned to their elements, and do not overlap. The
+ * gradient may be the parameter's own array if the elements have one size: each element is read before it is
+ * written. */
 static gemini_status_t check_arrays(const char *operation, uint32_t param_dtype, uint32_t grad_dtype, uint64_t count,
                                     const gmi_arrays_t *a, size_t used) {
   const array_t arrays[] = {
@@ -104,7 +110,7 @@ static bool is_low_or_f32(uint32_t dtype) {
   return dtype == GEMINI_DTYPE_F32 || dtype == GEMINI_DTYPE_BF16 || dtype == GEMINI_DTYPE_F16;
 }
 
-/* A coefficient for the kernels; failed_out names the first that is none. */
+/* Rounds a coefficient to fp32. *failed_out becomes the name of the first one that is not finite then. */
 static float rounded(double value, const char *name, const char **failed_out) {
   float result = (float)value;
   if (!isfinite(result) && !*failed_out) *failed_out = name;
@@ -113,7 +119,7 @@ static float rounded(double value, const char *name, const char **failed_out) {
 
 #define REFUSE(...) return gmi_update_fail(operation, GEMINI_ERR_INVALID, 0, __VA_ARGS__)
 
-/* What all updates have. */
+/* Checks the fields that all updates have. */
 static gemini_status_t check_shared(const char *operation, uint32_t unknown_flags, uint32_t param_dtype,
                                     uint32_t grad_dtype, uint64_t step, uint64_t count, const gmi_arrays_t *a) {
   if (unknown_flags) REFUSE("flags has unknown bits: %#" PRIx32, unknown_flags);
@@ -132,7 +138,7 @@ gemini_status_t gmi_adamw_prepare(const char *operation, const gemini_adamw_t *t
   status = check_shared(operation, adamw.flags & ~(uint32_t)GEMINI_ADAMW_L2, adamw.param_dtype, adamw.grad_dtype,
                         adamw.step, count, a);
   if (status) return status;
-  /* Written so that NaN is refused, too. */
+  /* Negated comparisons, so that NaN is refused, too. */
   if (!(adamw.lr >= 0)) REFUSE("lr is %g, want at least 0", adamw.lr);
   if (!(adamw.beta1 >= 0 && adamw.beta1 < 1)) REFUSE("beta1 is %.17g, want 0 <= beta1 < 1", adamw.beta1);
   if (!(adamw.beta2 >= 0 && adamw.beta2 < 1)) REFUSE("beta2 is %.17g, want 0 <= beta2 < 1", adamw.beta2);
@@ -140,7 +146,8 @@ gemini_status_t gmi_adamw_prepare(const char *operation, const gemini_adamw_t *t
   if (!(adamw.weight_decay >= 0)) REFUSE("weight_decay is %g, want at least 0", adamw.weight_decay);
   status = count ? check_arrays(operation, adamw.param_dtype, adamw.grad_dtype, count, a, 5) : GEMINI_OK;
   if (status) return status;
-  /* 1 - beta^step without the loss of digits that the subtraction has for a beta near 1. */
+  /* 1 - beta^step = -expm1(step * log(beta)). The plain subtraction would lose digits when beta^step is near 1. With
+   * beta 0 the logarithm is -infinity and the result 1, as it should be. */
   const double correction1 = -expm1((double)adamw.step * log(adamw.beta1));
   const double correction2 = -expm1((double)adamw.step * log(adamw.beta2));
   const bool l2 = adamw.flags & GEMINI_ADAMW_L2;
@@ -201,7 +208,7 @@ typedef struct isa {
   const char *name;
   gmi_kernel_fn *kernels[UPDATES];
 } isa_t;
-/* The best one last. */
+/* From the slowest to the fastest. [0] runs everywhere, and does the last elements of a span for the others. */
 static const isa_t isas[] = {
   { "plain", { gmi_adamw_plain, gmi_sgd_plain } },
 #ifdef __x86_64__
@@ -215,7 +222,7 @@ static bool machine_has(size_t i) {
   if (i == 0) return true;
 #ifdef __x86_64__
   __builtin_cpu_init();
-  if (i == 1) { /* clang before 18 knows no "f16c" */
+  if (i == 1) { /* F16C is looked up in CPUID, as __builtin_cpu_supports() of clang before 18 does not know it */
     unsigned eax, ebx, ecx = 0, edx;
     return __builtin_cpu_supports("avx2") && __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C);
   }
@@ -226,7 +233,9 @@ static bool machine_has(size_t i) {
 #endif
 }
 
-static const isa_t *_Atomic chosen; /* NULL: not yet */
+/* Atomic: NULL: not chosen yet. Relaxed: it points to constant data, and threads that choose at the same time choose
+ * the same. */
+static const isa_t *_Atomic chosen;
 
 static const isa_t *isa(void) {
   const isa_t *result = atomic_load_explicit(&chosen, memory_order_relaxed);
@@ -261,7 +270,8 @@ static double sum_of(const double *lanes, uint64_t count) {
   return sum;
 }
 
-/* sum_out: of the gradient's squares, or NULL. */
+/* Updates count elements tile by tile, with the plain kernel for the rest of the last tile that is no multiple of
+ * GMI_LANES. sum_out: receives the sum of the gradient's squares; may be NULL. */
 static void run(int update, const void *k, const gmi_arrays_t *a, uint64_t count, double *sum_out) {
   gmi_kernel_fn *kernel = isa()->kernels[update], *rest = isas[0].kernels[update];
   double tiles[GMI_TILE_LANES] = { 0 };
@@ -272,7 +282,7 @@ static void run(int update, const void *k, const gmi_arrays_t *a, uint64_t count
     if (whole < here) rest(k, a, first + whole, here - whole, lanes);
     tiles[first / GMI_TILE % GMI_TILE_LANES] += sum_of(lanes, GMI_LANES);
   }
-  /* What no tile was added to is 0, which changes no sum of squares. */
+  /* Only the tile lanes that tiles were added to; the others are 0 and would not change the sum. */
   const uint64_t used = gemini_update_sums(count) - 1;
   if (sum_out) *sum_out = sum_of(tiles, used < 1 ? 1 : used < GMI_TILE_LANES ? used : GMI_TILE_LANES);
 }

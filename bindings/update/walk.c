@@ -1,4 +1,10 @@
-/* Updates of arenas: each span's elements with what the walk's table says. SPDX-License-Identifier: Apache-2.0 */
+/* The update callback for whole arenas: applies to each element of a span the rule that the walk's table names for it.
+ * SPDX-License-Identifier: Apache-2.0
+ *
+ * The table is a sorted list of ranges, each with the index of a rule (an AdamW or SGD), so that parameter groups share
+ * one update. gemini_update_walk() is called for spans in any order, by several workers of the library at once and, for
+ * spans on a GPU, by the thread that queues the update. The walk is read only, except for its first failure, which is
+ * stored without a lock; gemini_update_walk_status() returns it. */
 #include <inttypes.h>
 #include <stdbool.h>
 #include <stdlib.h>
@@ -10,11 +16,12 @@
 #define WALK "gemini_update_walk"
 #define WALK_CHECK "gemini_update_walk_check"
 
+/* The role of an arena in an update. */
 enum { PARAM, GRAD, MASTER, MOMENTUM, VARIANCE, ROLES };
 static const char *const role_names[ROLES] = { "param", "grad", "master", "momentum", "variance" };
 
 typedef struct roles {
-  uint32_t index[ROLES]; /* in the update's arenas; GEMINI_INDEX_NONE: the update has no such array */
+  uint32_t index[ROLES]; /* in the update's list of arenas; GEMINI_INDEX_NONE: the update has no arena in this role */
 } roles_t;
 static roles_t roles_of(const gemini_update_walk_t *walk) {
   return (roles_t){ { walk->param_index, walk->grad_index, walk->master_index, walk->momentum_index,
@@ -24,7 +31,7 @@ static bool may_lack(const gemini_update_walk_t *walk, int role) {
   return role == PARAM || (!walk->adamws && role >= MOMENTUM);
 }
 
-/* A rule of either table, with the dtypes that its arenas must have. */
+/* A rule of either table: adamw or sgd is set. With the dtypes that its arenas must have. */
 typedef struct rule {
   const gemini_adamw_t *adamw;
   const gemini_sgd_t *sgd;
@@ -40,15 +47,16 @@ static const void *table_of(const gemini_update_walk_t *walk) {
 }
 static rule_t rule_at(const gemini_update_walk_t *walk, uint64_t index) {
   const void *table = table_of(walk);
-  const void *at = (const char *)table + index * size_of(table); /* of the first, which all have */
+  /* The stride is the first entry's size: all entries have the same, which may be larger than ours. */
+  const void *at = (const char *)table + index * size_of(table);
   const gemini_adamw_t *adamw = walk->adamws ? at : NULL;
   const gemini_sgd_t *sgd = walk->adamws ? NULL : at;
   return (rule_t){ adamw, sgd, adamw ? adamw->param_dtype : sgd->param_dtype,
                    adamw ? adamw->grad_dtype : sgd->grad_dtype };
 }
 
-/* The first range that ends after element; range_count: none. What it tells of a table that is not ascending is wrong,
- * but lies in it, and update_span() sees it. */
+/* Index of the first range that ends after element; range_count: there is none. In a table that is not ascending the
+ * answer is wrong, but still an index of the table, and update_span() detects the error. */
 static uint64_t range_of(const gemini_update_walk_t *walk, uint64_t element) {
   uint64_t low = 0, high = walk->range_count;
   while (low < high) {
@@ -61,7 +69,9 @@ static uint64_t range_of(const gemini_update_walk_t *walk, uint64_t element) {
 
 /* --- spans --- */
 
-/* This thread's last failure becomes the walk's, unless it has one. */
+/* Stores this thread's last failure in the walk, unless it has one. The compare-and-swap on `failing` selects the one
+ * thread that may write message and code; relaxed, as it only selects. status is stored last, with release; it pairs
+ * with the acquire load in gemini_update_walk_status(), so a thread that sees it sees the message, too. */
 static void note_failure(gemini_update_walk_t *walk) {
   gemini_error_info_t info = GEMINI_ERROR_INFO_INIT;
   uint32_t none = 0;
@@ -69,7 +79,7 @@ static void note_failure(gemini_update_walk_t *walk) {
   (void)gemini_last_error(&info);
   walk->native_code = info.native_code;
   memcpy(walk->message, info.message, sizeof walk->message);
-  __atomic_store_n(&walk->status, info.status, __ATOMIC_RELEASE); /* last: who sees it sees the rest */
+  __atomic_store_n(&walk->status, info.status, __ATOMIC_RELEASE);
 }
 
 /* Where a span is computed: on the calling thread, or on a GPU's stream. */
@@ -88,7 +98,7 @@ static gemini_status_t update_arrays(const rule_t *rule, place_t on, uint64_t co
                 : gemini_sgd_host(rule->sgd, count, ptr[PARAM], ptr[GRAD], ptr[MASTER], ptr[MOMENTUM], NULL);
 }
 
-/* Elements begin to end, all of one rule. */
+/* Applies one rule to elements begin to end of a span. */
 static gemini_status_t update_part(const gemini_update_walk_t *walk, const gemini_update_span_t *span, place_t on,
                                    uint64_t index, uint64_t begin, uint64_t end) {
   const roles_t roles = roles_of(walk);
@@ -116,6 +126,8 @@ static gemini_status_t update_part(const gemini_update_walk_t *walk, const gemin
   return update_arrays(&rule, on, end - begin, ptr);
 }
 
+/* Goes through the ranges that the span overlaps, up to the first failure. The callback has no result, so a failure is
+ * noted in the walk; elements behind it are not updated. */
 static void update_span(gemini_update_walk_t *walk, const gemini_update_span_t *span, place_t on) {
   const gemini_update_range_t *ranges = walk->ranges;
   uint64_t begin = span->first_element, end = begin + span->element_count, stop;
@@ -123,9 +135,9 @@ static void update_span(gemini_update_walk_t *walk, const gemini_update_span_t *
   for (uint64_t r = range_of(walk, begin); !status && begin < end; begin = stop, r++) {
     stop = end;
     if (r == walk->range_count) {
-      status = gmi_update_fail(WALK, GEMINI_ERR_INVALID, 0, "there is no range for them");
+      status = gmi_update_fail(WALK, GEMINI_ERR_INVALID, 0, "no range of the walk covers them");
     } else {
-      /* Neighbours with one rule, as tensors of one group are, are one part. */
+      /* Neighbouring ranges with the same rule, such as the tensors of a group, are updated in one call. */
       while (r + 1 < walk->range_count && ranges[r + 1].rule == ranges[r].rule && ranges[r].end_element < end) r++;
       if (ranges[r].end_element < end) stop = ranges[r].end_element;
       status = stop > begin ? update_part(walk, span, on, ranges[r].rule, begin, stop)
@@ -139,7 +151,8 @@ static void update_span(gemini_update_walk_t *walk, const gemini_update_span_t *
   }
 }
 
-/* On the simulated device a span waits for its turn. */
+/* On the simulated device a span is queued on the stream, as its bytes are valid only when the stream gets there. The
+ * record is freed by the queued function. */
 typedef struct queued_span {
   gemini_update_walk_t *walk;
   gemini_update_span_t span;
@@ -255,7 +268,8 @@ static gemini_status_t check_arenas(const gemini_update_walk_t *walk, const gemi
   return GEMINI_OK;
 }
 
-/* The ranges in the update's elements. */
+/* Checks that the ranges cover the update's elements, and that none is skipped whose parameters would be lost: with
+ * mode WRITE the old bytes are not brought, so a skipped range would keep undefined ones. */
 static gemini_status_t check_elements(const gemini_update_walk_t *walk, const gemini_update_t *update) {
   const uint64_t first = update->first_element, last = walk->ranges[walk->range_count - 1].end_element;
   const uint64_t count = update->element_count ? update->element_count : last > first ? last - first : 0;

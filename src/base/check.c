@@ -4,7 +4,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-/* Without GEMINI_CHECK nothing calls it; it is there so that no build has an empty file. */
+/* Builds without GEMINI_CHECK never call it. It is compiled in all builds, as ISO C forbids an empty source file. */
 _Noreturn void gmi_assert_failed(const char *file, int line, const char *function, const char *condition);
 void gmi_assert_failed(const char *file, int line, const char *function, const char *condition) {
   fprintf(stderr, "libgemini: %s:%d: %s: assertion failed: %s\n", file, line, function, condition);

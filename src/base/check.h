@@ -1,7 +1,8 @@
-/* Assertions that a build with GEMINI_CHECK makes, and no other. SPDX-License-Identifier: Apache-2.0
+/* Assertions, in builds with GEMINI_CHECK only. SPDX-License-Identifier: Apache-2.0
  *
- * GMI_ASSERT states what is always true unless the library itself is wrong; it never depends on what a caller does. A
- * failed one names file, line and condition on stderr and aborts. Its condition has no side effects. */
+ * GMI_ASSERT states a condition that is false only if the library itself has a bug; it never depends on what a caller
+ * does. A failed assertion prints file, line, function and condition to stderr and aborts. The condition must have no
+ * side effects: other builds do not evaluate it. */
 #ifndef GMI_CHECK_H
 #define GMI_CHECK_H
 

@@ -1,4 +1,6 @@
-/* Writing beside a limit on the size of files. SPDX-License-Identifier: Apache-2.0 */
+/* Blocks SIGXFSZ around writes of files, and discards one that the writes raised. SPDX-License-Identifier: Apache-2.0
+ *
+ * Works on the calling thread's signal mask only, so it needs no lock and does not affect the program's handlers. */
 #include "base/file_limit.h"
 
 #include <errno.h>
@@ -29,6 +31,7 @@ void gmi_file_limit_end(const gmi_file_limit_t *limit) {
     sigset_t own;
     sigemptyset(&own);
     sigaddset(&own, SIGXFSZ);
+    /* Removes the pending signal without delivering it, and without waiting. */
     while (sigtimedwait(&own, NULL, &(struct timespec){ 0, 0 }) < 0 && errno == EINTR) continue;
   }
   pthread_sigmask(SIG_SETMASK, &limit->mask, NULL);

@@ -1,4 +1,12 @@
-/* What a forked child must not keep of its parent. SPDX-License-Identifier: Apache-2.0 */
+/* The library's fork handlers: locks of static storage, and descriptors that a child must close.
+ * SPDX-License-Identifier: Apache-2.0
+ *
+ * fork() runs prepare() on the forking thread: the watchers take their locks, then `held` and `lock` are taken. With
+ * all of them held no other thread is in a critical section that the child would inherit half done. parent() releases
+ * them in reverse order. child() initialises them anew instead: a recursive mutex compares its owner's thread id when
+ * it is unlocked, and that id is another one in the child.
+ *
+ * Lock order: locks of watchers, held, lock. */
 #include "base/fork.h"
 
 #include <pthread.h>
@@ -8,16 +16,17 @@
 
 enum { WATCHERS = 8 };
 
-static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* Guards what follows; taken last by fork(). */
-static pthread_mutex_t held =
-    PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP; /* by gmi_fork_hold(); before lock, after theirs */
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* Guards what follows; the last lock that fork() takes */
+/* Held by a thread between gmi_fork_hold() and gmi_fork_let(), which keeps fork() waiting. Recursive, as these nest. */
+static pthread_mutex_t held = PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP;
 static const gmi_fork_ops_t *watchers[WATCHERS];
-static uint32_t watcher_count, prepared; /* prepared: of the fork() under way */
-static int *fds;                         /* [fd_capacity]; -1: an empty place */
+static uint32_t watcher_count, prepared; /* prepared: how many watchers the current fork() has prepared */
+static int *fds;                         /* [fd_capacity]; -1: an unused entry */
 static uint32_t fd_capacity;
 
-/* A thread that registers a descriptor may hold a watcher's lock, so the lock is not kept while watchers are
- * prepared. */
+/* `lock` is released while watchers are prepared: a thread may call gmi_fork_close() while it holds a watcher's lock,
+ * so waiting for that lock with `lock` held could deadlock. A watcher that is registered meanwhile is not prepared, and
+ * `prepared` keeps parent() from releasing its lock. */
 static void prepare(void) {
   uint32_t count;
   pthread_mutex_lock(&lock);
@@ -58,11 +67,12 @@ void gmi_fork_watch(const gmi_fork_ops_t *ops) {
   pthread_mutex_unlock(&lock);
 }
 
+/* Replaces an entry of fds; -1 stands for an unused one. The array grows when a descriptor finds no unused entry. */
 static void replace(int from, int to) {
   uint32_t i = 0;
   pthread_mutex_lock(&lock);
   while (i < fd_capacity && fds[i] != from) i++;
-  if (i == fd_capacity && from < 0) { /* no place is empty */
+  if (i == fd_capacity && from < 0) {
     int *grown = realloc(fds, (fd_capacity + 64) * sizeof *fds);
     for (uint32_t k = 0; grown && k < 64; k++) grown[fd_capacity + k] = -1;
     if (grown) fds = grown, fd_capacity += 64;

@@ -1,31 +1,32 @@
-/* What a forked child must not keep of its parent. SPDX-License-Identifier: Apache-2.0
+/* Keeps forked children from holding resources of their parent. SPDX-License-Identifier: Apache-2.0
  *
- * A child made by fork() has copies of the library's records, without the threads that work on them, and shares its
- * open files with the parent: a kept file's lock, the ring of transfers and the memory of the simulated device would
- * live until both have ended. So in the child such descriptors are closed, and no handle of the parent's is valid. The
- * memory that chunks lie in does not exist there (MADV_DONTFORK). The child can open managers of its own.
+ * A child made by fork() has copies of the library's records, but none of the threads that work on them, and shares
+ * open files with the parent: the lock of a kept file, the ring of transfers and the memory of the simulated device
+ * would live until both processes have ended. In the child these descriptors are therefore closed, and no handle of the
+ * parent is valid. The memory of chunks does not exist there (MADV_DONTFORK). The child can open managers of its own.
  *
- * Nothing of this is needed for, or done to, a child that goes on with exec(): descriptors are closed on exec. */
+ * A child that calls exec() needs none of this: all descriptors are closed on exec. */
 #ifndef GMI_FORK_H
 #define GMI_FORK_H
 
-/* Called by fork(), on the thread that forks: prepare before it, in the order of registration, and then in the reverse
- * order parent or child. For locks of static storage: prepare takes them, parent gives them back, child makes them
- * anew. */
+/* Called by fork() on the thread that forks: prepare before the fork, in the order of registration; afterwards parent
+ * in the parent or child in the child, in reverse order. They serve locks in static storage: prepare takes a lock,
+ * parent releases it, child initialises it anew. */
 typedef struct gmi_fork_ops {
   void (*prepare)(void);
   void (*parent)(void);
   void (*child)(void);
 } gmi_fork_ops_t;
 
-/* ops: static storage; the same again has no effect. Any thread. */
+/* Registers a watcher. ops is in static storage; registering it again has no effect. Threads: any. */
 void gmi_fork_watch(const gmi_fork_ops_t *ops);
-/* Descriptors that are closed in a child, from the call on and until the other. Those below 0 are ignored. A descriptor
- * that there is no memory to remember stays open in a child. Any thread. */
+/* gmi_fork_close() adds a descriptor to those that a child closes, gmi_fork_close_not() removes it. Negative ones are
+ * ignored. If there is no memory to record a descriptor, a child keeps it open. Threads: any. */
 void gmi_fork_close(int fd);
 void gmi_fork_close_not(int fd);
-/* No thread forks between these two calls, which may be nested. Callers put open() and gmi_fork_close() between them,
- * and likewise gmi_fork_close_not() and close(), so that every descriptor that is open is also remembered. */
+/* Between these two calls no thread can fork. They may be nested. Put open() and gmi_fork_close() between them, and
+ * likewise gmi_fork_close_not() and close(): then a child never misses an open descriptor, nor closes one whose number
+ * belongs to another file by now. */
 void gmi_fork_hold(void);
 void gmi_fork_let(void);
 

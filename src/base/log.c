@@ -1,4 +1,4 @@
-/* The log of those who set none. SPDX-License-Identifier: Apache-2.0 */
+/* A log function that prints to stderr, for GEMINI_LOG. SPDX-License-Identifier: Apache-2.0 */
 #include "base/log.h"
 
 #include <stdio.h>

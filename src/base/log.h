@@ -1,11 +1,12 @@
-/* The log of those who set none: GEMINI_LOG in the environment. SPDX-License-Identifier: Apache-2.0 */
+/* Logging by the environment variable GEMINI_LOG, for programs that set no log function.
+ * SPDX-License-Identifier: Apache-2.0 */
 #ifndef GMI_LOG_H
 #define GMI_LOG_H
 
 #include "gemini.h"
 
-/* When the configuration has no log_fn and GEMINI_LOG is error, warning, info or debug, messages up to that level go to
- * stderr, a line each. Any other word is refused with GEMINI_ERR_INVALID; an empty one counts as none. */
+/* If config has no log_fn and GEMINI_LOG is error, warning, info or debug, makes messages up to that level go to
+ * stderr, one line each. INVALID: the variable has another value. An empty value counts as unset. */
 gemini_status_t gmi_log_environment(gemini_config_t *config);
 
 #endif

@@ -1,4 +1,5 @@
-/* Names and numbers in text files. SPDX-License-Identifier: Apache-2.0 */
+/* Writes and parses names and numbers of text files; strict, as such files may be damaged or edited by hand.
+ * SPDX-License-Identifier: Apache-2.0 */
 #include "base/names.h"
 
 #include <string.h>
@@ -43,7 +44,7 @@ bool gmi_number_at(const char **at, char end, uint64_t most, uint64_t *value_out
   const char *c = *at;
   for (; *c >= '0' && *c <= '9'; c++) {
     uint64_t digit = (uint64_t)(*c - '0');
-    if (value > (most - digit) / 10 || digit > most) return false;
+    if (value > (most - digit) / 10 || digit > most) return false; /* value * 10 + digit would exceed most */
     value = value * 10 + digit;
   }
   if (c == *at || *c != end) return false;

@@ -1,5 +1,7 @@
-/* Names and numbers in text files. Names: every byte outside ! to ~, and %, as %XX. SPDX-License-Identifier:
- * Apache-2.0 */
+/* Names and numbers in the library's text files. SPDX-License-Identifier: Apache-2.0
+ *
+ * A name is written with every byte outside the range ! to ~, and %, as %XX, so that it is a single word. Threads:
+ * any. */
 #ifndef GMI_NAMES_H
 #define GMI_NAMES_H
 
@@ -9,15 +11,16 @@
 #include <stdio.h>
 
 void gmi_name_write(FILE *file, const char *name);
-/* False when text is no such name, is empty, or does not fit. */
+/* Decodes a name. False: text is malformed or empty, or the name does not fit into size bytes. */
 bool gmi_name_read(const char *text, char *name_out, size_t size);
 
-/* What scanf() would take is more than a file may have: signs, blanks, numbers that do not fit. */
-/* Is this the first word of what is left of a line? Then what is left begins behind it and a space. */
+/* The following parse a line from *at on and advance *at behind what they accept; on false *at stays (except for
+ * gmi_numbers_at()). scanf() will not do: it accepts signs, blanks, and numbers that overflow. */
+/* Accepts a word and the space behind it. */
 bool gmi_word_at(const char **at, const char *word);
-/* The next number, of digits only, which is at most most and followed by end; what is left begins behind that. */
+/* Accepts a number of digits only, of at most `most`, and the character `end` behind it (0: the end of the line). */
 bool gmi_number_at(const char **at, char end, uint64_t most, uint64_t *value_out);
-/* So many numbers, separated by single spaces. */
+/* Accepts count numbers, separated by single spaces, with `end` behind the last. */
 bool gmi_numbers_at(const char **at, char end, uint64_t most, uint32_t count, uint64_t *values_out);
 
 #endif

@@ -1,4 +1,4 @@
-/* NVTX, opened at run time. SPDX-License-Identifier: Apache-2.0 */
+/* Opens NVTX at run time and forwards ranges to it. SPDX-License-Identifier: Apache-2.0 */
 #include "base/nvtx.h"
 
 #include <dlfcn.h>
@@ -6,17 +6,19 @@
 #include <stdatomic.h>
 #include <string.h>
 
-/* nvToolsExt was NVTX's library up to CUDA 12, nvtx3interop is since. */
+/* CUDA up to 12 has NVTX in nvToolsExt, later versions in nvtx3interop. */
 static const char *const names[] = { "libnvToolsExt.so.1", "libnvtx3interop.so.1", "libnvtx3interop.so" };
 static int (*push)(const char *name);
 static int (*pop)(void);
+/* Atomic: push and pop are set. Stored after them; pairs with the acquire load in gmi_nvtx_on(), so that a thread which
+ * sees true may call them without a lock. */
 static atomic_bool on;
 
 static void load(void) {
   for (size_t i = 0; i < sizeof names / sizeof *names && !atomic_load(&on); i++) {
-    void *library = dlopen(names[i], RTLD_NOW | RTLD_LOCAL); /* never closed: a tool may run its code later */
+    void *library = dlopen(names[i], RTLD_NOW | RTLD_LOCAL); /* never closed: a profiler may call into it later */
     if (!library) continue;
-    /* A function pointer out of an object pointer: ISO C has no cast for it, POSIX lets it be copied. */
+    /* dlsym() returns an object pointer. ISO C has no cast from that to a function pointer; POSIX allows copying it. */
     void *found[] = { dlsym(library, "nvtxRangePushA"), dlsym(library, "nvtxRangePop") };
     if (!found[0] || !found[1]) continue;
     memcpy(&push, &found[0], sizeof push);

@@ -1,15 +1,16 @@
-/* Ranges that Nsight Systems shows, for ops and moves: NVTX, by a library of the CUDA Toolkit or of PyTorch's packages
- * that is opened at run time. Without one, nothing. SPDX-License-Identifier: Apache-2.0 */
+/* NVTX ranges, which Nsight Systems shows, for operators and moves. The NVTX library of the CUDA Toolkit or of
+ * PyTorch's packages is opened at run time; without one, ranges have no effect. SPDX-License-Identifier: Apache-2.0 */
 #ifndef GMI_NVTX_H
 #define GMI_NVTX_H
 
 #include <stdbool.h>
 
-/* Looks for the library, once a process. Threads: any. */
+/* Looks for the library, once per process. Threads: any. */
 void gmi_nvtx_open(void);
-/* Do ranges go anywhere? */
+/* Was a library found? */
 bool gmi_nvtx_on(void);
-/* Ranges nest, on each thread by itself; name is copied. Without gmi_nvtx_on() they do nothing. Threads: any. */
+/* Begin and end a range. Ranges nest, separately for each thread; name is copied. No effect unless gmi_nvtx_on().
+ * Threads: any. */
 void gmi_nvtx_push(const char *name);
 void gmi_nvtx_pop(void);
 

@@ -1,4 +1,4 @@
-/* Address space that costs memory only where it is touched. SPDX-License-Identifier: Apache-2.0 */
+/* Address space by mmap() without reservation of memory. SPDX-License-Identifier: Apache-2.0 */
 #include "base/space.h"
 
 #include <stddef.h>

@@ -1,5 +1,6 @@
-/* Errors: a thread's last failure, and how functions report one.
- * SPDX-License-Identifier: Apache-2.0 */
+/* The record of each thread's last failure, and checks of callers' structs. SPDX-License-Identifier: Apache-2.0
+ *
+ * The record is thread-local: no lock, and a thread sees only its own failures. It is never cleared by success. */
 #include "base/status.h"
 #include "base/abi.h"
 
@@ -17,7 +18,7 @@ static _Thread_local struct {
 gemini_status_t gmi_fail(gemini_status_t status, int64_t native_code, const char *format, ...) {
   va_list args;
   va_start(args, format);
-  char message[sizeof last.message]; /* the recorded message may be one of the arguments */
+  char message[sizeof last.message]; /* formatted aside: the recorded message may be one of the arguments */
   vsnprintf(message, sizeof message, format, args);
   va_end(args);
   memcpy(last.message, message, sizeof message);
@@ -125,7 +126,7 @@ gemini_status_t gemini_last_error(gemini_error_info_t *info_out) {
   info.native_code = last.native_code;
   memcpy(info.operation, last.operation, sizeof info.operation);
   memcpy(info.message, last.message, sizeof info.message);
-  /* A bad info_out must not overwrite the record that it asks for. */
+  /* A bad info_out is refused without recording a failure, which would overwrite the record that was asked for. */
   if (!info_out || info_out->struct_size < GMI_V1_ERROR_INFO || info_out->struct_size > GMI_STRUCT_BYTES_MAX)
     return GEMINI_ERR_INVALID;
   return gmi_struct_out(info_out, &info, sizeof info, GMI_V1_ERROR_INFO, "info_out");

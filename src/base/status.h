@@ -1,4 +1,4 @@
-/* Errors: a thread's last failure, and how functions report one.
+/* Errors: the record of a thread's last failure, and checks of callers' structs.
  * SPDX-License-Identifier: Apache-2.0 */
 #ifndef GMI_STATUS_H
 #define GMI_STATUS_H
@@ -7,21 +7,24 @@
 
 #include "gemini.h"
 
-/* Records status, native code and message for this thread and returns status. Internal functions call it where they
- * know most; the public function adds its name with API_RETURN. */
+/* Records status, native code and message for this thread and returns status. The internal function that detects a
+ * failure calls it, as it knows the details; the public function adds its own name with API_RETURN. */
 gemini_status_t gmi_fail(gemini_status_t status, int64_t native_code, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
-/* Puts more words before the recorded message ("op h.3.fwd: "). */
+/* Prefixes the recorded message with context ("op h.3.fwd: "). */
 void gmi_fail_prefix(const char *format, ...) __attribute__((format(printf, 1, 2)));
+/* Sets the recorded name of the public function. */
 void gmi_fail_operation(const char *operation);
-/* The recorded message, for logs and for failures that are stored to be returned later. */
+/* The recorded message and native code, for logs and for failures that are stored to be returned later. The message is
+ * valid until this thread's next failure. */
 const char *gmi_fail_message(void);
-int64_t gmi_fail_code(void); /* its native code */
+int64_t gmi_fail_code(void);
 
 static inline bool gmi_is_oom(gemini_status_t status) { /* a tier is full */
   return status == GEMINI_ERR_OOM_DEVICE || status == GEMINI_ERR_OOM_HOST || status == GEMINI_ERR_OOM_FILE;
 }
 
+/* Returns a public function's status; a failure gets the function's name. */
 #define API_RETURN(expression)                                 \
   do {                                                         \
     gemini_status_t api_status = (expression);                 \
@@ -29,10 +32,11 @@ static inline bool gmi_is_oom(gemini_status_t status) { /* a tier is full */
     return api_status;                                         \
   } while (0)
 
-/* Copies min(theirs, ours) of a caller's struct, zeroes the rest, and sets ours->struct_size to our_size; refuses sizes
- * below v1_size (GMI_V1_*) or above 4 KiB, and bytes past ours that are not zero. */
+/* Copies in the struct of a caller compiled against another version of the header: min(theirs, ours) bytes, the rest
+ * zeroed. INVALID: its struct_size is below v1_size or above 4 KiB, or a byte past ours is not zero, which would be a
+ * setting that this version does not know. name: for the message. */
 gemini_status_t gmi_struct_in(void *ours, size_t our_size, const void *theirs, size_t v1_size, const char *name);
-/* Copies min(theirs, ours) out; theirs->struct_size receives the bytes filled. */
+/* Copies a result out: min(theirs, ours) bytes; theirs->struct_size becomes the number of bytes filled. */
 gemini_status_t gmi_struct_out(void *theirs, void *ours, size_t our_size, size_t v1_size, const char *name);
 
 #endif

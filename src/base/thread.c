@@ -1,4 +1,7 @@
-/* Threads of the library's own. SPDX-License-Identifier: Apache-2.0 */
+/* Starts threads with most signals blocked. SPDX-License-Identifier: Apache-2.0
+ *
+ * A thread inherits the mask of its creator, so the mask is set around pthread_create(): there is no moment in which
+ * the new thread could run one of the program's handlers. */
 #include "base/thread.h"
 
 #include <signal.h>

@@ -1,38 +1,40 @@
-/* The CUDA device, over the CUDA driver opened at run time. SPDX-License-Identifier: Apache-2.0
+/* The CUDA device, over the CUDA driver opened at run time: open, close, the context and errors.
+ * SPDX-License-Identifier: Apache-2.0
  *
  * Context. Everything lives in the GPU's primary context, which other users of the process (a framework, the CUDA
- * runtime) share: it is retained, never configured and never reset. Each operation looks at what the thread has
- * current (a few nanoseconds); only where that is another context it sets ours and afterwards puts the other one back.
+ * runtime) share: it is retained, never configured and never reset. Each operation reads the thread's current context
+ * (a few nanoseconds); if that is another one, it sets ours and restores the other one afterwards.
  *
- * Marks are events: mark m of a stream is an event at m % capacity of the stream's ring. An event is used again once
- * its mark has been passed by MARK_TIMES reached ones; while the stream is further behind than that, the ring grows. A
- * mark that has left the ring is therefore always known to be reached. An event that takes the time costs the GPU a
- * microsecond and the host another one, one that does not costs next to nothing: so there are two kinds of marks.
+ * Marks are events: mark m of a stream is an event in entry m % capacity of the stream's ring. An event is reused once
+ * MARK_TIMES marks after its own have been reached; if the stream lags further behind than that, the ring grows. A mark
+ * that has left the ring is therefore always known to be reached. An event that records the time costs the GPU one
+ * microsecond and the host another; one that does not costs next to nothing. So there are two kinds of marks.
  *
- * Waiting is looking again and again, with sleeps in between. The driver's own ways are worse: it spins, or, for
- * events made for blocking, pays 20 us an event and takes no more than 55 of them on a held stream; and a thread that
- * waits in the driver may wait for others that are held up in it.
+ * Waiting. A thread that waits polls, with sleeps in between. The driver's own ways are worse: it spins, or, for events
+ * made for blocking, costs 20 us an event and accepts no more than 55 of them on a held stream; and a thread that waits
+ * in the driver may wait for other threads that are blocked in it.
  *
- * Flags. A GPU cannot watch any word of the host's, so the stream waits for a *gate*, a word of page-locked memory of
- * this device's, which wait_flag() and flag_wake() open when the flag they stand for has its value. Nothing of it runs
- * on the driver's callback thread, which serves all streams and must not wait. Streams share the GPU's few hardware
- * queues, so that a stream held by a gate may hold others behind it. That cannot become a deadlock as long as what
- * stores a flag waits only for device work that was queued before the wait for the flag: then everything waits for
- * what was queued before it, in whatever queues that is.
+ * Flags. A GPU cannot wait for an arbitrary word of host memory. The stream waits for a *gate* instead, a word in this
+ * device's page-locked memory, which wait_flag() or flag_wake() opens when the flag that it stands for has its value.
+ * None of this runs on the driver's callback thread, which serves all streams and must not wait. Streams share the
+ * GPU's few hardware queues, so a stream held by a gate may hold others behind it. That cannot become a deadlock as
+ * long as the code that stores a flag waits only for device work queued before the wait for that flag: then everything
+ * waits only for work queued before it, in whatever hardware queue that is.
  *
- * Sums of squares are collected and run together when anything else is queued on the stream; their results go to where
- * they were asked for in a host function, queued behind them.
+ * Sums of squares are collected per stream and run in one kernel when anything else is queued on the stream; a host
+ * function queued behind the kernel delivers the results.
  *
- * Queues. The driver holds about a thousand copies, kernels and timed events per stream (of calls, waits and other
- * events any number): whoever queues more waits for the GPU, and meanwhile whoever makes an event or locks host memory
- * waits for him. Copies from or to host memory that is not locked also wait. So a stream's lock may be held for long,
- * and looking at marks, waiting for them and waking flags does without it.
+ * Queues. The driver holds about a thousand copies, kernels and timed events per stream (of calls, waits and untimed
+ * events any number). A thread that queues more blocks until the GPU has caught up, and meanwhile threads that create
+ * events or lock host memory block behind it. Copies from or to host memory that is not page-locked block as well. A
+ * stream's lock may therefore be held for long; looking at marks, waiting for them and waking flags does not take it.
  *
- * Failures. An error of a kernel, of the user's too, loses the context: all streams fail from then on, until the
- * process ends. It is stored for the device (lost) and every sync() returns it.
+ * Failures. An error in a kernel, the user's included, loses the context: all streams fail from then on, until the
+ * process ends. The error is stored for the device (lost), and every sync() returns it.
  *
- * Lock order: streams_lock, stream.lock, stream.points_lock. clock.renew_lock comes before clock.lock. These, and those
- * of memory, host, flags and sums, are otherwise innermost. A host function of the user's takes none of them. */
+ * Lock order: streams_lock, stream.lock, stream.points_lock; clock.renew_lock before clock.lock, and clock.lock may be
+ * taken in points_lock. The locks of memory, host, flags and sums are innermost. A host function of the user takes none
+ * of these. */
 #include <stdlib.h>
 #include <time.h>
 
@@ -48,7 +50,8 @@ static uint64_t cuda_now(void *self) {
   return gmi_cuda_now_ns();
 }
 
-/* Between two looks at something waited for since begin_ns. */
+/* The pause between two polls of something that has been waited for since begin_ns: none at first, then an eighth of
+ * the time waited so far, so that polling neither delays short waits nor burns the processor in long ones. */
 void gmi_cuda_wait_a_little(uint64_t begin_ns) {
   uint64_t waited_ns = gmi_cuda_now_ns() - begin_ns, ns = waited_ns / 8;
   if (waited_ns < WAIT_SPIN_NS) return;
@@ -59,7 +62,7 @@ void gmi_cuda_wait_a_little(uint64_t begin_ns) {
 
 /* --- errors and the context --- */
 
-/* Does this error stay until the process ends? */
+/* Does this error lose the context, so that every later call of the process fails with it? */
 static bool loses_context(cu_result_t result) {
   switch (result) {
   case CU_DEINITIALIZED:
@@ -77,7 +80,9 @@ static bool loses_context(cu_result_t result) {
   }
 }
 
-void gmi_cuda_note(cuda_t *cuda, cu_result_t result) { /* the first one stays */
+/* Stores an error that lost the context. compare_exchange keeps the first one: it is the cause, later ones follow from
+ * it. The value stands alone, so no order with other memory is needed anywhere that `lost` is read. */
+void gmi_cuda_note(cuda_t *cuda, cu_result_t result) {
   int none = CU_SUCCESS;
   if (loses_context(result)) atomic_compare_exchange_strong(&cuda->lost, &none, result);
 }
@@ -89,7 +94,7 @@ gemini_status_t gmi_cuda_failed(cuda_t *cuda, cu_result_t result, const char *fu
 gemini_status_t gmi_cuda_done(cuda_t *cuda, cu_result_t result, const char *function) {
   return result == CU_SUCCESS ? GEMINI_OK : gmi_cuda_failed(cuda, result, function);
 }
-/* As gmi_cuda_failed(), but memory that ran out has a status of its own. */
+/* As gmi_cuda_failed(), but CU_OUT_OF_MEMORY becomes the status `full`. */
 gemini_status_t gmi_cuda_failed_or_full(cuda_t *cuda, cu_result_t result, const char *function, gemini_status_t full) {
   gemini_status_t status = gmi_cuda_failed(cuda, result, function);
   if (result != CU_OUT_OF_MEMORY) return status;
@@ -105,8 +110,9 @@ gemini_status_t gmi_cuda_stored_failure(cuda_t *cuda) {
   return gmi_fail(GEMINI_ERR_DEVICE, lost, "the GPU's context was lost by %s", gmi_cuda_error_name(cuda->driver, lost));
 }
 
-/* Makes our context the thread's, and lets it do what would otherwise end another thread's capture of a graph; what it
- * had goes to gmi_cuda_leave(). What cannot be set is noticed by the call that needs it. */
+/* Makes our context current for the thread, and sets its capture mode to relaxed: in the other modes some driver calls
+ * would invalidate a capture that another thread has begun. Returns what gmi_cuda_leave() restores. A failure here is
+ * not reported: the driver call that follows fails, too. */
 entry_t gmi_cuda_enter(cuda_t *cuda) {
   entry_t had = { NULL, CU_CAPTURE_MODE_RELAXED };
   cuda->driver->current_get(&had.context);
@@ -128,7 +134,7 @@ gemini_status_t gmi_cuda_event_wait(cuda_t *cuda, cu_event_t event) {
 
 /* --- the device --- */
 
-/* What the device has been found to lack, or NULL. */
+/* The name of a required feature that the device lacks, or NULL. */
 static const char *device_lacks(const gmi_cuda_driver_t *driver, cu_device_t device) {
   static const struct {
     int attribute;
@@ -156,15 +162,16 @@ static void stream_free(cuda_t *cuda, stream_t *stream) {
   free(stream->points);
 }
 
-/* Also of a device that has been opened only in part. */
+/* Also closes a device whose open() failed halfway: what was not made is NULL or 0. */
 static void cuda_close(void *self) {
   cuda_t *cuda = self;
   if (!cuda) return;
   const gmi_cuda_driver_t *driver = cuda->driver;
   if (cuda->context) {
     entry_t had = gmi_cuda_enter(cuda);
-    /* Streams may wait for one another: each ends when its own work is gmi_cuda_done, whatever the order. But adopted
-     * ones may be ours by another name. */
+    /* The order does not matter for streams that wait for one another, as destroying one only waits for its own work.
+     * But an adopted stream may be one of ours under another index: adopted ones go first, while the handle is
+     * valid. */
     for (int ours = 0; ours < 2; ours++)
       for (uint32_t i = 0; i < GMI_DEVICE_MAX_STREAMS; i++)
         if (ours || cuda->streams[i].adopted) (void)gmi_cuda_stream_destroy(cuda, i);
@@ -229,7 +236,7 @@ static gemini_status_t gates_open(cuda_t *cuda) {
                        "cuMemHostGetDevicePointer");
 }
 
-/* What needs the context, in it. */
+/* The part of open() that needs the context. Called in it. */
 static gemini_status_t context_open(cuda_t *cuda) {
   const gmi_cuda_driver_t *driver = cuda->driver;
   gemini_status_t status = gates_open(cuda);

@@ -1,4 +1,6 @@
-/* Inside the CUDA device: its records, and what its files call of each other. SPDX-License-Identifier: Apache-2.0 */
+/* The CUDA device's records, and the functions that its files call of each other. SPDX-License-Identifier: Apache-2.0
+ *
+ * How it works, and the order of its locks, is described in cuda.c. */
 #ifndef GMI_CUDA_H
 #define GMI_CUDA_H
 
@@ -15,67 +17,82 @@
 #define POINTS_MAX (UINT64_C(1) << 24)
 #define GATES 16384u
 #define SUMS 4096u
-#define SUM_THREADS 32u /* the kernel's */
+#define SUM_THREADS 32u /* threads in a block of the kernel in sum_squares.cu */
 #define NS_PER_S UINT64_C(1000000000)
-/* Times are counted from an event whose host time is known. The driver gives the distance as a float of milliseconds:
- * 15 ns fine when it is less than this. A new base costs some 20 us, when times are asked for. */
+/* Times of marks are counted from a base event whose host time is known. The driver tells the distance as a float in
+ * milliseconds, which is accurate to 15 ns up to BASE_LIFE_NS. Taking a new base costs some 20 us, and happens only
+ * when times are asked for. */
 #define BASE_LIFE_NS (NS_PER_S / 4)
 #define BASE_WAIT_NS UINT64_C(100000)
 #define BASE_RETRY_NS (BASE_LIFE_NS / 16)
-/* Waiting: without sleep at first, then sleeping for an eighth of the time waited so far, within limits. */
+/* Polling: without sleep for WAIT_SPIN_NS, then sleeping an eighth of the time waited so far, within these limits. */
 #define WAIT_SPIN_NS UINT64_C(30000)
 #define WAIT_SLEEP_MIN_NS UINT64_C(20000)
 #define WAIT_SLEEP_MAX_NS UINT64_C(500000)
 
 enum { STREAM_NONE, STREAM_LIVE, STREAM_CLOSING };
 
+/* An entry of a stream's ring of marks. A point has an event of each kind, made at first use, as timed events cost more
+ * to record. */
 enum { UNTIMED, TIMED, POINT_KINDS };
 typedef struct point {
   cu_event_t events[POINT_KINDS]; /* NULL: not made yet */
-  uint64_t recorded_ns;
-  uint32_t kind;  /* the event that counts */
-  uint32_t users; /* threads that queue waits for it: it must not be recorded again */
+  uint64_t recorded_ns;           /* host time just before the event was recorded */
+  uint32_t kind;                  /* which event holds the current mark */
+  uint32_t users;                 /* threads that are queueing a wait for the event: it must not be recorded again */
 } point_t;
 
+/* Sums of squares that one launch computes. While a stream collects it, it is guarded by the stream's lock; once queued
+ * it belongs to the GPU and then to the callback thread, until it is back on the free list. */
 typedef struct sum_batch {
-  struct sum_batch *next, *next_of_all;
-  gmi_cuda_sum_t *items; /* page-locked */
-  cu_address_t address;  /* the GPU's name of items */
+  struct sum_batch *next;        /* in sums.free */
+  struct sum_batch *next_of_all; /* in sums.all, for close */
+  gmi_cuda_sum_t *items;         /* [SUMS], page-locked: arguments and results of the kernel */
+  cu_address_t address;          /* device address of items */
   struct cuda *cuda;
   uint32_t count, reserved;
-  double *sums[SUMS];
+  double *sums[SUMS]; /* where the callers want the results */
 } sum_batch_t;
 
 typedef struct stream {
-  _Atomic bool made; /* marks of it can be asked for */
+  /* Atomic: the index has been used, so its marks can be asked for. Set with release under lock, loaded with acquire;
+   * never cleared. */
+  _Atomic bool made;
 
-  pthread_mutex_t lock; /* held while something is queued */
-  uint32_t state;       /* STREAM_*. Guarded by lock, as the next five */
-  bool adopted;         /* somebody else's */
-  bool shared;          /* somebody else may queue on it, and capture it */
+  pthread_mutex_t lock; /* held while something is queued; taken before points_lock */
+  uint32_t state;       /* STREAM_*. Guarded by lock, as the next six */
+  bool adopted;         /* the caller's stream: not destroyed here */
+  bool shared;          /* others may queue on it and capture it: adopted, or its native handle was given out */
   cu_stream_t native;
-  unsigned long long id;     /* adopted: of native, that of no other stream ever; 0 = not known */
-  cu_event_t idle;           /* for the end of the stream */
-  sum_batch_t *sums;         /* not yet queued */
-  _Atomic uint64_t recorded; /* Written under lock */
+  unsigned long long id; /* adopted: the driver's id of native, unique for all time; 0 = unknown */
+  cu_event_t idle;       /* recorded at the end of the stream when it is destroyed */
+  sum_batch_t *sums;     /* collected, not yet queued; NULL: none */
+  /* Atomic: the last mark that was recorded. Written under lock, with release, after the mark's point is complete;
+   * pairs with the acquire load in mark_recorded(). */
+  _Atomic uint64_t recorded;
 
-  pthread_mutex_t points_lock;
-  point_t *points; /* capacity of them, a power of two. Guarded by points_lock, as all of these */
+  pthread_mutex_t points_lock; /* guards the rest */
+  point_t *points;             /* [capacity], a power of two; NULL before the first mark */
   uint64_t capacity;
-  _Atomic uint64_t reached;      /* what is known. Written under points_lock */
-  uint64_t noted_ns;             /* when it was written */
-  uint64_t timed_mark, timed_ns; /* the latest mark whose time was told */
+  /* Atomic: the last mark known to be reached. Written under points_lock, with release; pairs with the acquire loads of
+   * those who look without the lock. */
+  _Atomic uint64_t reached;
+  uint64_t noted_ns;             /* when `reached` was last raised: an upper bound of the time of all marks up to it */
+  uint64_t timed_mark, timed_ns; /* the highest mark whose time was told, and that time: times never decrease */
 } stream_t;
 
+/* Physical memory. A destroyed frame's record stays, with size 0, until the array is compacted. */
 typedef struct frame {
   uint64_t name;
   uint64_t size_bytes; /* 0: destroyed */
   cu_memory_t memory;
-  uint64_t mappings;
+  uint64_t mappings; /* addresses it is mapped at; it can be destroyed only when 0 */
 } frame_t;
-typedef struct page { /* a granule of a range */
-  uint64_t frame;     /* mapped here; 0 = none */
-  uint64_t first;     /* the mapping's first page */
+/* A granule of a reserved range. All pages of a mapping name its frame and its first page, as the driver can unmap
+ * mappings only as a whole. */
+typedef struct page {
+  uint64_t frame; /* mapped here; 0 = none */
+  uint64_t first; /* the mapping's first page */
 } page_t;
 typedef struct range {
   uint64_t base, size_bytes;
@@ -85,8 +102,10 @@ typedef struct locked {
   uint64_t base, size_bytes;
 } locked_t;
 
+/* A stream that waits until *flag >= value: it waits on a gate, which flag_wake() opens. The flag may be gone as soon
+ * as the gate is open, so the waiter is removed in the same critical section. */
 typedef struct waiter {
-  const _Atomic uint64_t *flag;
+  const _Atomic uint64_t *flag; /* Atomic, the caller's: loaded with acquire, pairs with the caller's release store */
   uint64_t value;
   uint32_t gate;
   uint32_t reserved;
@@ -95,33 +114,40 @@ typedef struct waiter {
 typedef struct cuda {
   const gmi_cuda_driver_t *driver;
   cu_context_t context;
-  _Atomic int lost; /* the error that lost the context */
+  /* Atomic: the error that lost the context; CU_SUCCESS: none. Set once. A single word that nothing else depends on, so
+   * relaxed order suffices. */
+  _Atomic int lost;
   cu_device_t device;
   uint64_t granule;
 
   struct {
     pthread_mutex_t lock; /* guards what follows */
     uint64_t budget_bytes, used_bytes, frames_made;
-    frame_t *frames; /* in the order of name, which is the order of creation */
+    frame_t *frames; /* sorted by name: names are given in the order of creation */
     size_t frame_count, frame_capacity, frames_destroyed;
-    range_t *ranges; /* in the order of base */
+    range_t *ranges; /* sorted by base */
     size_t range_count, range_capacity;
   } memory;
 
   struct {
     pthread_mutex_t lock; /* guards what follows */
-    locked_t *ranges;     /* page-locked; in the order of base */
+    locked_t *ranges;     /* page-locked memory; sorted by base */
     size_t count, capacity;
   } host;
 
   struct {
-    pthread_mutex_t lock;    /* guards what follows, but for what is said */
-    _Atomic uint64_t *gates; /* page-locked. A gate's number only grows: so it can serve again as soon as it is open */
+    pthread_mutex_t lock; /* guards the free gates and the waiters */
+    /* Atomic: [GATES], page-locked; the GPU polls them. A gate's number only grows and a stream waits for "at least",
+     * so a gate can be reused as soon as it is open, even if the stream has not noticed yet. Written by the owner of
+     * the gate, with release, so that the GPU sees what was stored before the flag. */
+    _Atomic uint64_t *gates;
     cu_address_t gates_address;
     uint32_t free_gates[GATES];
     uint32_t free_gate_count, waiter_count;
     waiter_t waiters[GATES];
-    _Atomic uint32_t waiting; /* waiter_count, for a look without the lock */
+    /* Atomic: waiter_count, plus a waiter that is being added. flag_wake() reads it without the lock; see there for the
+     * ordering. */
+    _Atomic uint32_t waiting;
   } flags;
 
   struct {
@@ -132,26 +158,27 @@ typedef struct cuda {
   } sums;
 
   struct {
-    pthread_mutex_t renew_lock; /* held by the thread that takes a new base; no thread waits for it */
+    pthread_mutex_t renew_lock; /* held by the thread that takes a new base; others only try it. Before lock */
     cu_stream_t stream;
-    cu_event_t bases[2]; /* the one that counts, and the one that will */
+    cu_event_t bases[2]; /* [base] is current, the other one is recorded next */
     pthread_mutex_t lock;
-    uint32_t base;           /* guarded by lock, as base_ns */
-    uint64_t base_ns;        /* bases[base] on the host's clock */
-    _Atomic uint64_t due_ns; /* when to take a new one */
+    uint32_t base;    /* written with both locks held, as base_ns: either lock suffices to read it */
+    uint64_t base_ns; /* time of bases[base] on the host's clock */
+    /* Atomic: host time from which on a new base is taken. Relaxed: a hint, the bases are guarded by the locks. */
+    _Atomic uint64_t due_ns;
   } clock;
 
-  pthread_mutex_t streams_lock; /* held to create and to destroy */
+  pthread_mutex_t streams_lock; /* held while an index is chosen for a new stream; taken before stream.lock */
   stream_t streams[GMI_DEVICE_MAX_STREAMS];
 } cuda_t;
 
-/* What a thread had before gmi_cuda_enter(). */
+/* What gmi_cuda_enter() replaced, for gmi_cuda_leave(). */
 typedef struct entry {
   cu_context_t context;
   int capture_mode;
 } entry_t;
 
-/* A stream about to be queued on: locked, in the context, with its sums queued. */
+/* A stream that is being queued on: its lock is held, the context is current, its collected sums are queued. */
 typedef struct queue {
   stream_t *stream;
   entry_t had;

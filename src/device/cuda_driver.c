@@ -1,4 +1,7 @@
-/* Finds the CUDA driver at run time. SPDX-License-Identifier: Apache-2.0 */
+/* Opens the CUDA driver at run time and looks up its functions. SPDX-License-Identifier: Apache-2.0
+ *
+ * The first caller opens the library, under a lock; the table stays for the life of the process, so callers use it
+ * without the lock. The lock is taken around fork(), so that a child never inherits it locked. */
 #include <dlfcn.h>
 #include <pthread.h>
 #include <stdbool.h>
@@ -12,10 +15,10 @@
 #define LIBRARY "libcuda.so.1"
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static bool loaded; /* Guarded by lock, as the next three */
-static gmi_cuda_driver_t driver;
-static void *library; /* never closed: the driver's threads run its code to the end of the process */
-static void *(*replacement)(const char *name);
+static bool loaded;              /* driver is filled in. Guarded by lock, as the next three */
+static gmi_cuda_driver_t driver; /* does not change once loaded */
+static void *library;            /* never closed: the driver's threads run its code to the end of the process */
+static void *(*replacement)(const char *name); /* for tests: looks up functions instead of dlsym() */
 
 static void fork_prepare(void) { pthread_mutex_lock(&lock); }
 static void fork_parent(void) { pthread_mutex_unlock(&lock); }
@@ -37,7 +40,7 @@ static bool load(void) {
   gmi_cuda_driver_t found;
   const char *missing = NULL;
   void *address;
-  /* A function pointer out of an object pointer: ISO C has no cast for it, POSIX lets it be copied. */
+  /* dlsym() returns an object pointer. ISO C has no cast from that to a function pointer; POSIX allows copying it. */
 #define FIND(field, symbol, parameters)       \
   address = symbol_of(symbol);                \
   if (!address && !missing) missing = symbol; \

@@ -1,9 +1,9 @@
-/* What the CUDA device uses of the CUDA driver: types, values and functions, declared here so that a machine without
- * the toolkit builds the same library. SPDX-License-Identifier: Apache-2.0
+/* The part of the CUDA driver's interface that the CUDA device uses: types, values and functions. Declared here so that
+ * a machine without the toolkit builds the same library. SPDX-License-Identifier: Apache-2.0
  *
  * Values and layouts are the driver's binary interface, the same in every version since CUDA 11.7 (the youngest
  * function used, cuStreamWaitValue64_v2, came with it). Names are the driver's without its prefix; functions carry the
- * versioned name that cuda.h would choose, so that each means what it means there. */
+ * versioned name that cuda.h would choose, so that each has the meaning it has there. */
 #ifndef GMI_CUDA_DRIVER_H
 #define GMI_CUDA_DRIVER_H
 
@@ -23,7 +23,7 @@ typedef void (*cu_host_fn_t)(void *user);
 enum { CU_CAPTURE_NONE = 0, CU_CAPTURE_ACTIVE = 1 }; /* CUstreamCaptureStatus */
 enum { CU_CAPTURE_MODE_GLOBAL = 0, CU_CAPTURE_MODE_RELAXED = 2 };
 
-enum { /* CUresult: those that are told apart */
+enum { /* CUresult: the values that are distinguished */
        CU_SUCCESS = 0,
        CU_INVALID_VALUE = 1,
        CU_OUT_OF_MEMORY = 2,
@@ -38,8 +38,9 @@ enum { /* CUresult: those that are told apart */
        CU_INVALID_HANDLE = 400,
        CU_NOT_FOUND = 500,
        CU_NOT_READY = 600,
-       /* From here to LAUNCH_FAILED and beside TENSOR_MEMORY_LEAK: what a kernel did wrong. The context is lost: every
-   * later call of it returns the same, and only the end of the process helps. */
+       /* From here to LAUNCH_FAILED, and TENSOR_MEMORY_LEAK: mostly errors of a kernel. Those for which cuda.c's
+        * loses_context() is true make every later call in the context fail with the same value, until the process
+        * ends. */
        CU_ILLEGAL_ADDRESS = 700,
        CU_LAUNCH_TIMEOUT = 702,
        CU_CONTEXT_IS_DESTROYED = 709,
@@ -51,7 +52,7 @@ enum { /* CUresult: those that are told apart */
        CU_TENSOR_MEMORY_LEAK = 721,
        CU_NOT_SUPPORTED = 801,
        CU_MPS_CLIENT_TERMINATED = 810,
-       CU_STREAM_CAPTURE_IMPLICIT = 906, /* another stream's capture forbids it to the default stream */
+       CU_STREAM_CAPTURE_IMPLICIT = 906, /* the call would involve the default stream while another one is captured */
        CU_EXTERNAL_DEVICE = 911,
        CU_UNKNOWN = 999
 };
@@ -84,7 +85,7 @@ typedef struct cu_allocation { /* CUmemAllocationProp */
   int type;                    /* CU_ALLOCATION_PINNED */
   int handle_types;            /* 0: not to be shared between processes */
   cu_location_t location;
-  void *chunks_only;
+  void *windows_only;
   unsigned char compression, rdma_capable;
   unsigned short usage;
   unsigned char reserved[4];
@@ -149,7 +150,7 @@ typedef struct cu_access { /* CUmemAccessDesc */
   X(module_function, "cuModuleGetFunction", (cu_function_t * function_out, cu_module_t module, const char *name))      \
   X(module_unload, "cuModuleUnload", (cu_module_t module))                                                             \
   X(context_wait, "cuCtxSynchronize", (void))
-/* NULL where the driver is older than they are. */
+/* Functions that an older driver may lack: NULL then. */
 #define GMI_CUDA_OPTIONAL(X)                                                                                 \
   X(stream_id, "cuStreamGetId", (cu_stream_t stream, unsigned long long *id_out))                            \
   X(capture_info, "cuStreamGetCaptureInfo_v2",                                                               \
@@ -166,7 +167,8 @@ typedef struct gmi_cuda_driver {
 /* The PTX of sum_squares.cu, which the build embeds. */
 extern const char gmi_sum_squares_ptx[];
 
-/* What the kernel of sum_squares.cu is given, in host memory that the device can reach; there a struct item. */
+/* Arguments and result of one sum, in page-locked host memory that the kernel of sum_squares.cu reads and writes. The
+ * kernel declares the same layout as struct item. */
 typedef struct gmi_cuda_sum {
   uint64_t src;
   uint64_t count;
@@ -175,13 +177,15 @@ typedef struct gmi_cuda_sum {
   uint32_t reserved;
 } gmi_cuda_sum_t;
 
-/* The driver of this machine, opened at the first call and kept, or NULL: then the thread's last error says what is
- * missing. */
+/* The driver of this machine, opened at the first call and kept. NULL: there is none that can be used; the thread's
+ * last error says what is missing. Threads: any. */
 const gmi_cuda_driver_t *gmi_cuda_driver(void);
-/* "CUDA_ERROR_OUT_OF_MEMORY", or a number's own words. Static storage of the driver's, or a thread's own. */
+/* "CUDA_ERROR_OUT_OF_MEMORY", or "CUDA error 1234" where the driver has no name for it. In static storage of the
+ * driver, or in the calling thread's own, until its next call. */
 const char *gmi_cuda_error_name(const gmi_cuda_driver_t *driver, cu_result_t result);
 
-/* For tests: where functions are found by name, instead of libcuda.so.1; NULL = there again. No device may be open. */
+/* For tests: looks up functions by this one instead of in libcuda.so.1; NULL: in libcuda.so.1 again. No device may be
+ * open. */
 void gmi_cuda_driver_replace(void *(*symbol)(const char *name));
 
 #endif

@@ -1,4 +1,17 @@
-/* The CUDA device: addresses, frames and mappings; page-locked host memory. SPDX-License-Identifier: Apache-2.0 */
+/* The CUDA device: address ranges, frames and mappings; page-locked host memory. SPDX-License-Identifier: Apache-2.0
+ *
+ * The driver offers physical memory, address ranges and mappings between them, and fails when they are used wrongly,
+ * but does not tell what is mapped where. The records here do: every reserved range has an array of pages (granules),
+ * which name the frame mapped there. They are what makes checking, replacing and undoing possible.
+ *
+ * Replacing a mapping takes two steps, since the driver refuses to map over a mapping: clear() unmaps in the driver but
+ * keeps the records, then the new mapping is made, then forget() drops the old records. If a step in between fails,
+ * restore() maps again what the records say: a failed call has changed nothing. During the replacement the addresses
+ * are unmapped for a moment; the caller makes sure that no queued work uses them.
+ *
+ * All runs on the caller's thread. memory.lock guards budget, frames, ranges and pages, and is held across driver
+ * calls, so that records and driver agree at any time; host.lock guards the list of locked memory only, and is not held
+ * across driver calls, as these may wait for the GPU. Both are innermost. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -25,7 +38,8 @@ gemini_status_t gmi_cuda_no_memory(const char *what) {
   return gmi_fail(GEMINI_ERR_OOM_SYSTEM, 0, "no memory for records of %s", what);
 }
 
-/* The live frame of that name, or NULL. Called with memory.lock held. */
+/* The live frame of that name, or NULL. The pointer is valid until a frame is created or destroyed. Called with
+ * memory.lock held. */
 frame_t *gmi_cuda_frame_named(cuda_t *cuda, uint64_t name) {
   size_t low = 0, high = cuda->memory.frame_count;
   while (low < high) {
@@ -75,6 +89,7 @@ static bool pages_are_whole(cuda_t *cuda, const range_t *range, uint64_t first, 
   return !tail->frame || tail->first + gmi_cuda_frame_named(cuda, tail->frame)->size_bytes / cuda->granule <= end;
 }
 
+/* Maps a frame at unmapped addresses. A new mapping has no access until it is granted. */
 static cu_result_t map_here(cuda_t *cuda, uint64_t va, const frame_t *frame) {
   const cu_access_t access = { { CU_LOCATION_DEVICE, cuda->device }, CU_ACCESS_READ_WRITE };
   cu_result_t result = cuda->driver->memory_map(va, frame->size_bytes, 0, frame->memory, 0);
@@ -84,13 +99,15 @@ static cu_result_t map_here(cuda_t *cuda, uint64_t va, const frame_t *frame) {
   return result;
 }
 
+/* Drops the records of the mapping that begins at page first. */
 static void pages_forget(cuda_t *cuda, range_t *range, uint64_t first) {
   frame_t *frame = gmi_cuda_frame_named(cuda, range->pages[first].frame);
   frame->mappings--;
   memset(&range->pages[first], 0, frame->size_bytes / cuda->granule * sizeof *range->pages);
 }
 
-/* Puts back what clear() took away from first up to end. What cannot be put back is forgotten. */
+/* Maps again what clear() unmapped from page first up to end. A mapping that the driver refuses to restore is dropped
+ * from the records: they never name a mapping that does not exist. */
 static void restore(cuda_t *cuda, range_t *range, uint64_t first, uint64_t end) {
   for (uint64_t at = first; at < end;) {
     const frame_t *frame = range->pages[at].frame ? gmi_cuda_frame_named(cuda, range->pages[at].frame) : NULL;
@@ -100,8 +117,8 @@ static void restore(cuda_t *cuda, range_t *range, uint64_t first, uint64_t end) 
   }
 }
 
-/* Unmaps what is mapped from page first up to end, but keeps its records, so that restore() can undo it. Called with
- * memory.lock held. */
+/* Unmaps whatever is mapped from page first up to end in the driver, but keeps the records, so that restore() can undo
+ * it. On failure everything is mapped as before. Called with memory.lock held, as forget(). */
 static gemini_status_t clear(cuda_t *cuda, range_t *range, uint64_t first, uint64_t end) {
   for (uint64_t at = first; at < end;) {
     const frame_t *frame = range->pages[at].frame ? gmi_cuda_frame_named(cuda, range->pages[at].frame) : NULL;
@@ -121,6 +138,7 @@ static void forget(cuda_t *cuda, range_t *range, uint64_t first, uint64_t end) {
     if (range->pages[at].frame) pages_forget(cuda, range, at);
 }
 
+/* The address range is reserved before the lock is taken: until it is in the list no other call can name it. */
 gemini_status_t gmi_cuda_reserve(void *self, uint64_t size_bytes, void **base_out) {
   cuda_t *cuda = self;
   if (!size_ok(cuda, size_bytes) || !base_out) return GEMINI_ERR_INVALID;
@@ -155,6 +173,7 @@ gemini_status_t gmi_cuda_reserve(void *self, uint64_t size_bytes, void **base_ou
   return status;
 }
 
+/* base and size must be those of a whole range. Frames that are mapped in it are unmapped, not destroyed. */
 gemini_status_t gmi_cuda_unreserve(void *self, void *base, uint64_t size_bytes) {
   cuda_t *cuda = self;
   entry_t had = gmi_cuda_enter(cuda);
@@ -189,6 +208,8 @@ cu_allocation_t gmi_cuda_allocation_of(cu_device_t device) {
   return allocation;
 }
 
+/* Names are never reused (frames_made only grows), so the name of a destroyed frame is always recognised as stale, and
+ * appending keeps the array sorted. */
 gemini_status_t gmi_cuda_frame_create(void *self, uint64_t size_bytes, uint64_t *frame_out) {
   cuda_t *cuda = self;
   if (!size_ok(cuda, size_bytes) || !frame_out) return GEMINI_ERR_INVALID;
@@ -218,7 +239,8 @@ gemini_status_t gmi_cuda_frame_create(void *self, uint64_t size_bytes, uint64_t 
   return status;
 }
 
-/* Called with memory.lock held. */
+/* Marks a frame's record as destroyed. The array is compacted only when more than half of it (and 32) is destroyed:
+ * that makes destroying cheap on average. Pointers to frames are invalid afterwards. Called with memory.lock held. */
 static void frame_forget(cuda_t *cuda, frame_t *frame) {
   frame->size_bytes = 0;
   if (++cuda->memory.frames_destroyed <= cuda->memory.frame_count / 2 + 32) return;
@@ -235,7 +257,8 @@ gemini_status_t gmi_cuda_frame_destroy(void *self, uint64_t name, uint64_t size_
   entry_t had = gmi_cuda_enter(cuda);
   pthread_mutex_lock(&cuda->memory.lock);
   frame_t *frame = gmi_cuda_frame_named(cuda, name);
-  /* Mapped memory would live on, uncounted. */
+  /* The driver would accept the release of a mapped frame and keep the memory until it is unmapped: memory that the
+   * budget does not count. */
   if (frame && frame->size_bytes == size_bytes && !frame->mappings) {
     status = gmi_cuda_done(cuda, cuda->driver->memory_release(frame->memory), "cuMemRelease");
     if (!status) {
@@ -248,6 +271,8 @@ gemini_status_t gmi_cuda_frame_destroy(void *self, uint64_t name, uint64_t size_
   return status;
 }
 
+/* Replaces what is mapped at va; see the top of this file. Pages that are partly covered by another mapping are
+ * INVALID, as the driver cannot cut a mapping. */
 gemini_status_t gmi_cuda_map(void *self, void *va, uint64_t name, uint64_t size_bytes) {
   cuda_t *cuda = self;
   gemini_status_t status = GEMINI_ERR_INVALID;
@@ -259,7 +284,7 @@ gemini_status_t gmi_cuda_map(void *self, void *va, uint64_t name, uint64_t size_
     uint64_t first = ((uintptr_t)va - range->base) / cuda->granule, end = first + size_bytes / cuda->granule;
     page_t *head = &range->pages[first];
     if (head->frame == name && head->first == first) {
-      status = GEMINI_OK; /* as it was */
+      status = GEMINI_OK; /* the frame is mapped here already */
     } else if (pages_are_whole(cuda, range, first, end)) {
       status = clear(cuda, range, first, end);
       if (!status) {
@@ -327,7 +352,8 @@ static size_t locked_at(const cuda_t *cuda, uint64_t base) {
   return low;
 }
 
-/* Records base as locked; false: no memory. known_out: it was recorded before. */
+/* Records memory as locked. False: no memory for the record. *known_out: memory at base was recorded before; nothing is
+ * added then. */
 static bool locked_add(cuda_t *cuda, uint64_t base, uint64_t size_bytes, bool *known_out) {
   pthread_mutex_lock(&cuda->host.lock);
   size_t at = locked_at(cuda, base);
@@ -356,6 +382,8 @@ static bool locked_remove(cuda_t *cuda, uint64_t base, uint64_t size_bytes) {
   return found;
 }
 
+/* The record is made before the driver is called, so that of two threads that lock the same memory one is refused here;
+ * it is removed again if the driver fails. Overlapping memory with another base is refused by the driver. */
 gemini_status_t gmi_cuda_host_lock(void *self, void *base, uint64_t size_bytes) {
   cuda_t *cuda = self;
   bool known;
@@ -372,6 +400,7 @@ gemini_status_t gmi_cuda_host_lock(void *self, void *base, uint64_t size_bytes) 
   return wrong ? GEMINI_ERR_INVALID : status;
 }
 
+/* May wait for the GPU, within the driver. If it fails, the record is put back, so that the call can be repeated. */
 gemini_status_t gmi_cuda_host_unlock(void *self, void *base, uint64_t size_bytes) {
   cuda_t *cuda = self;
   bool known;

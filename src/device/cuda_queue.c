@@ -1,22 +1,28 @@
-/* The CUDA device: waits for flags, copies, sums, and what is captured for graphs.
- * SPDX-License-Identifier: Apache-2.0 */
+/* The CUDA device: waits for flags, copies, sums, and copies captured into graphs. SPDX-License-Identifier: Apache-2.0
+ *
+ * Every operation locks its stream, enters the context, queues, and leaves (gmi_cuda_queue_begin() to _end()). All runs
+ * on the caller's thread; queueing blocks only where the driver's queue is full. */
 #include <stdlib.h>
 
 #include "device/cuda.h"
 
 /* --- flags --- */
 
-/* Called with flags.lock held. */
+/* Lets the stream that waits for a gate continue, and returns the gate to the free ones. The release store makes what
+ * the host wrote before the flag visible to the GPU before the gate opens. Called with flags.lock held. */
 static void gate_open(cuda_t *cuda, uint32_t gate) {
   uint64_t number = atomic_load_explicit(&cuda->flags.gates[gate], memory_order_relaxed);
   atomic_store_explicit(&cuda->flags.gates[gate], number + 1, memory_order_release);
   cuda->flags.free_gates[cuda->flags.free_gate_count++] = gate;
 }
 
+/* Opens the gates of all waiters whose flags have their values. Takes flags.lock only when there are waiters. */
 void gmi_cuda_flag_wake(void *self) {
   cuda_t *cuda = self;
-  /* A read that is also a write: in the order of these, either it follows a waiter's increment and sees it, or the
-   * waiter's increment follows it and then the waiter sees the flag that was stored before. */
+  /* Pairs with the atomic_fetch_add() in gmi_cuda_wait_flag(). Both are read-modify-writes of one word, so one comes
+   * first. If the waiter's increment does, this one sees it and looks at the waiters. If this one does, the waiter's
+   * increment synchronises with it, and the waiter's next load of the flag sees the value stored before this call. A
+   * plain load would allow neither to see the other. */
   if (!atomic_fetch_add(&cuda->flags.waiting, 0)) return;
   pthread_mutex_lock(&cuda->flags.lock);
   for (uint32_t i = 0; i < cuda->flags.waiter_count;) {
@@ -25,13 +31,17 @@ void gmi_cuda_flag_wake(void *self) {
       i++;
       continue;
     }
-    gate_open(cuda, waiter->gate); /* from here on the flag may be gone */
+    gate_open(cuda, waiter->gate); /* the flag must not be read from here on: its owner may free it */
     *waiter = cuda->flags.waiters[--cuda->flags.waiter_count];
     atomic_fetch_sub(&cuda->flags.waiting, 1);
   }
   pthread_mutex_unlock(&cuda->flags.lock);
 }
 
+/* Nothing is queued when the flag has its value already. Otherwise: take a gate, queue the wait for it, then register
+ * as a waiter and look at the flag once more, as it may have been stored between the two looks; if so, open the gate
+ * here. The waiter is registered after the wait has been queued, since the driver may refuse that; flags.lock is not
+ * held meanwhile, as queueing may block and flag_wake() must not. */
 gemini_status_t gmi_cuda_wait_flag(void *self, uint32_t index, const _Atomic uint64_t *flag, uint64_t value) {
   cuda_t *cuda = self;
   queue_t queue;
@@ -46,6 +56,7 @@ gemini_status_t gmi_cuda_wait_flag(void *self, uint32_t index, const _Atomic uin
     if (gate == GATES) {
       status = gmi_cuda_no_memory("waits for flags");
     } else {
+      /* Relaxed: the gate belongs to this call, and its last change happened under the lock just taken. */
       uint64_t open = atomic_load_explicit(&cuda->flags.gates[gate], memory_order_relaxed) + 1;
       status = gmi_cuda_done(cuda,
                              cuda->driver->stream_wait_value(
@@ -57,7 +68,7 @@ gemini_status_t gmi_cuda_wait_flag(void *self, uint32_t index, const _Atomic uin
         cuda->flags.free_gates[cuda->flags.free_gate_count++] = gate;
       } else {
         atomic_fetch_add(&cuda->flags.waiting, 1);
-        if (atomic_load(flag) >= value) { /* stored meanwhile */
+        if (atomic_load(flag) >= value) { /* stored since the first look */
           gate_open(cuda, gate);
           atomic_fetch_sub(&cuda->flags.waiting, 1);
         } else {
@@ -140,12 +151,15 @@ gemini_status_t gmi_cuda_sum_squares(void *self, uint32_t index, const void *src
 
 /* --- graphs --- */
 
-/* Copies get into a capture on a stream of their own, which an event forks off and another joins after each copy. */
+/* Copies that are added to a graph which somebody else captures of a stream. They go to a side stream: a wait for
+ * `begin` brings it into the capture, copies queued on it become nodes beside the captured kernels, and the captured
+ * stream waits for `copied` after each of them. A copy into a frame first waits for that frame's `used` event, recorded
+ * behind its last reader. Guarded by the stream's lock. */
 typedef struct capture {
   stream_t *stream;
   cu_stream_t side;
-  bool begun;  /* something is in it */
-  uint64_t id; /* of the driver's capture, then */
+  bool begun;  /* the side stream is in the capture */
+  uint64_t id; /* the driver's id of that capture; 0 where the driver cannot tell it */
   uint32_t frames;
   uint32_t reserved;
   cu_event_t begin, copied;
@@ -202,7 +216,7 @@ static gemini_status_t capture_look(cuda_t *cuda, const capture_t *capture, bool
   int state = CU_CAPTURE_NONE;
   cu_result_t result = CU_SUCCESS;
   *id_out = 0;
-  if (stream->state == STREAM_LIVE && stream->shared) /* of others nobody knows */
+  if (stream->state == STREAM_LIVE && stream->shared) /* others do not know a stream's handle: it cannot be captured */
     result = driver->capture_info ? driver->capture_info(stream->native, &state, id_out, NULL, NULL, NULL)
                                   : driver->stream_capturing(stream->native, &state);
   *active_out = state != CU_CAPTURE_NONE;
@@ -224,7 +238,8 @@ gemini_status_t gmi_cuda_capture_active(void *self, void *opened, bool *active_o
   return status;
 }
 
-/* The stream, locked and in the context, with the side stream in the capture: until capture_end(). */
+/* Locks the stream, enters the context, and brings the side stream into the capture the first time. End with
+ * capture_end() also after a failure. STATE: the stream is not being captured, or is for another graph. */
 static gemini_status_t capture_begin(cuda_t *cuda, capture_t *capture, entry_t *had_out) {
   const gmi_cuda_driver_t *driver = cuda->driver;
   stream_t *stream = capture->stream;

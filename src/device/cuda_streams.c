@@ -1,4 +1,16 @@
-/* The CUDA device: streams, their marks, and times. SPDX-License-Identifier: Apache-2.0 */
+/* The CUDA device: streams, their marks, and the times of marks. SPDX-License-Identifier: Apache-2.0
+ *
+ * Marks. Mark m of a stream is an event in entry m % capacity of the stream's ring of points. `recorded` is the last
+ * mark that was recorded, `reached` the last that is known to be reached; both only grow. A mark not above `reached`
+ * needs no event any more: its entry may have been reused, and nothing but the number is looked at.
+ *
+ * Threads. Any thread may call any operation. A thread that queues work holds stream.lock, possibly for long (the
+ * driver's queue may be full). Threads that look at marks take points_lock only; its holders query or create events,
+ * but queue nothing. `recorded` and `reached` are atomic, so that the most frequent question, "is this mark reached?",
+ * is mostly answered without a lock.
+ *
+ * Failures. A failed driver call leaves the stream's records as they were. An error that loses the context is stored
+ * for the device (gmi_cuda_note()). */
 #include <stdlib.h>
 #include <string.h>
 
@@ -6,6 +18,7 @@
 
 /* --- marks --- */
 
+/* The point that holds this mark, or did, or will. Called with points_lock held, as event_of() and note_reached(). */
 static point_t *point_of(stream_t *stream, uint64_t mark) { return &stream->points[mark & (stream->capacity - 1)]; }
 
 static cu_event_t event_of(stream_t *stream, uint64_t mark) {
@@ -13,13 +26,17 @@ static cu_event_t event_of(stream_t *stream, uint64_t mark) {
   return point->events[point->kind];
 }
 
+/* Raises `reached`. The load is relaxed: only holders of points_lock write it. The store releases what the driver made
+ * visible to this thread (the results of finished work); it pairs with the acquire loads in gmi_cuda_reached() and
+ * gmi_cuda_sync(). */
 static void note_reached(stream_t *stream, uint64_t mark) {
   if (atomic_load_explicit(&stream->reached, memory_order_relaxed) >= mark) return;
   stream->noted_ns = gmi_cuda_now_ns();
   atomic_store_explicit(&stream->reached, mark, memory_order_release);
 }
 
-/* Looks at a recorded mark's event. Called with points_lock held, in the context. */
+/* Queries a recorded mark: CU_SUCCESS (reached), CU_NOT_READY, or a failure. Called with points_lock held, in the
+ * context. */
 static cu_result_t look(cuda_t *cuda, stream_t *stream, uint64_t mark) {
   if (atomic_load_explicit(&stream->reached, memory_order_relaxed) >= mark) return CU_SUCCESS;
   cu_result_t result = cuda->driver->event_query(event_of(stream, mark));
@@ -28,22 +45,27 @@ static cu_result_t look(cuda_t *cuda, stream_t *stream, uint64_t mark) {
   return result;
 }
 
-/* Is the event of this mark free to be used again? Nobody waits for it, and nobody may ask for its time any more. */
+/* May this mark's point be reused? No thread is queueing a wait for its event (users), and MARK_TIMES later marks have
+ * been reached, so that mark_time() refuses it anyway. Called with both locks held, in the context; `recorded` and
+ * `reached` are written under these locks, so relaxed loads suffice. */
 static bool point_is_free(cuda_t *cuda, stream_t *stream, uint64_t mark) {
   if (point_of(stream, mark)->users) return false;
   uint64_t needed = mark + MARK_TIMES;
   uint64_t recorded = atomic_load_explicit(&stream->recorded, memory_order_relaxed);
   if (atomic_load_explicit(&stream->reached, memory_order_relaxed) >= needed) return true;
-  /* Far ahead first, so that the answer lasts for many marks. */
+  /* A mark halfway to the newest one is queried first: if it is reached, the next many calls are answered above without
+   * a driver call. */
   return look(cuda, stream, needed + (recorded - needed) / 2) == CU_SUCCESS || look(cuda, stream, needed) == CU_SUCCESS;
 }
 
+/* Doubles the ring. Called with both locks held. */
 static gemini_status_t points_grow(stream_t *stream) {
   uint64_t capacity = stream->capacity ? stream->capacity * 2 : POINTS_FIRST;
   point_t *points = capacity <= POINTS_MAX ? calloc(capacity, sizeof *points) : NULL;
   if (!points) return gmi_cuda_no_memory("marks");
   uint64_t recorded = atomic_load_explicit(&stream->recorded, memory_order_relaxed);
-  /* It grows when it is full, or not there: every entry is a mark's. */
+  /* The ring grows only when it is full or does not exist yet, so its entries are those of the last `capacity`
+   * marks. */
   for (uint64_t i = 0; i < stream->capacity; i++)
     points[(recorded - i) & (capacity - 1)] = *point_of(stream, recorded - i);
   free(stream->points);
@@ -52,7 +74,8 @@ static gemini_status_t points_grow(stream_t *stream) {
   return GEMINI_OK;
 }
 
-/* Makes room for the mark and an event for it. Called with both locks held, in the context. */
+/* Gives the mark a free point, growing the ring if need be, and the point an event of this kind. Events are created at
+ * first use and kept. Called with both locks held, in the context. */
 static gemini_status_t point_prepare(cuda_t *cuda, stream_t *stream, uint64_t mark, uint32_t kind) {
   gemini_status_t status = GEMINI_OK;
   if (!stream->capacity || (mark > stream->capacity && !point_is_free(cuda, stream, mark - stream->capacity)))
@@ -65,16 +88,22 @@ static gemini_status_t point_prepare(cuda_t *cuda, stream_t *stream, uint64_t ma
 
 /* --- streams --- */
 
-/* The stream of that index if it was ever made, or NULL. */
+/* The stream of that index if it was ever created, or NULL. The acquire load pairs with the release store in
+ * stream_add(): a thread that sees `made` sees the record initialised. Whether the stream is live now is its state,
+ * under its lock. */
 stream_t *gmi_cuda_stream_of(cuda_t *cuda, uint32_t index) {
   if (index >= GMI_DEVICE_MAX_STREAMS) return NULL;
   return atomic_load_explicit(&cuda->streams[index].made, memory_order_acquire) ? &cuda->streams[index] : NULL;
 }
+/* The acquire load pairs with the release store in mark_record(): the mark's event has been recorded and its point is
+ * filled in. */
 static bool mark_recorded(const stream_t *stream, uint64_t mark) {
   return mark <= atomic_load_explicit(&stream->recorded, memory_order_acquire);
 }
 
-/* Runs in the driver's thread, which must not call the driver. */
+/* Host function behind a batch of sums: copies the results to where they were requested, and returns the batch to the
+ * free list. Runs on the driver's callback thread, which must not call the driver. Taking sums.lock there is safe: no
+ * holder of it calls the driver. */
 static void sums_deliver(void *user) {
   sum_batch_t *batch = user;
   cuda_t *cuda = batch->cuda;
@@ -85,7 +114,8 @@ static void sums_deliver(void *user) {
   pthread_mutex_unlock(&cuda->sums.lock);
 }
 
-/* Queues the collected sums. After a failure they are still there, to be queued, or queued again, by the next one.
+/* Queues the collected sums: one kernel for all, and the host function that delivers them. After a failure the batch
+ * stays with the stream and the next call queues it, possibly running the kernel a second time with the same results.
  * Called with the stream's lock held, in the context. */
 gemini_status_t gmi_cuda_sums_flush(cuda_t *cuda, stream_t *stream) {
   sum_batch_t *batch = stream->sums;
@@ -96,12 +126,13 @@ gemini_status_t gmi_cuda_sums_flush(cuda_t *cuda, stream_t *stream) {
                                                               0, stream->native, parameters, NULL),
                                          "cuLaunchKernel");
   if (status) return status;
-  stream->sums = NULL; /* from here on the driver's thread may have it */
+  stream->sums = NULL; /* before the call: the callback thread may free and reuse the batch before it returns */
   status = gmi_cuda_done(cuda, cuda->driver->host_call(stream->native, sums_deliver, batch), "cuLaunchHostFunc");
   if (status) stream->sums = batch;
   return status;
 }
 
+/* An empty batch: a delivered one, or a new one. Batches are reused, and freed only when the device is closed. */
 gemini_status_t gmi_cuda_sums_new(cuda_t *cuda, sum_batch_t **batch_out) {
   pthread_mutex_lock(&cuda->sums.lock);
   sum_batch_t *batch = cuda->sums.free;
@@ -138,7 +169,8 @@ void gmi_cuda_queue_end(cuda_t *cuda, queue_t *queue) {
   pthread_mutex_unlock(&queue->stream->lock);
 }
 
-/* Without the sums: they come with whatever is queued next. */
+/* Locks a live stream and enters the context, without queueing the collected sums: they go before whatever is queued
+ * next. STATE: a stream that others may capture is being captured. On success end with gmi_cuda_queue_end(). */
 gemini_status_t gmi_cuda_queue_begin_sum(cuda_t *cuda, uint32_t index, queue_t *queue) {
   stream_t *stream = gmi_cuda_stream_of(cuda, index);
   if (!stream) return GEMINI_ERR_INVALID;
@@ -148,7 +180,8 @@ gemini_status_t gmi_cuda_queue_begin_sum(cuda_t *cuda, uint32_t index, queue_t *
     return GEMINI_ERR_INVALID;
   }
   *queue = (queue_t){ stream, gmi_cuda_enter(cuda) };
-  /* What is queued now would run with every replay, and its marks never by themselves. */
+  /* Work queued during a capture becomes part of the graph: it would run with every replay, and marks would never be
+   * reached outside of one. IMPLICIT: the legacy default stream cannot be asked while another stream is captured. */
   int capturing = CU_CAPTURE_NONE;
   cu_result_t result = stream->shared ? cuda->driver->stream_capturing(stream->native, &capturing) : CU_SUCCESS;
   if (capturing == CU_CAPTURE_NONE && result != CU_STREAM_CAPTURE_IMPLICIT) return GEMINI_OK;
@@ -164,13 +197,15 @@ gemini_status_t gmi_cuda_queue_begin(cuda_t *cuda, uint32_t index, queue_t *queu
   return status;
 }
 
+/* The driver's id of a stream, which no later stream gets again; 0: unknown (default stream, driver before CUDA 12). */
 static unsigned long long id_of(const cuda_t *cuda, cu_stream_t native) {
   unsigned long long id = 0;
   if (!native || !cuda->driver->stream_id || cuda->driver->stream_id(native, &id) != CU_SUCCESS) id = 0;
   return id;
 }
 
-/* Takes a free index for the native stream, or for a new one. */
+/* Gives the native stream, or a newly created one, a free index. The index's marks continue from where its previous
+ * stream left off, so that an old mark never seems unreached. Takes streams_lock, then stream.lock. */
 static gemini_status_t stream_add(cuda_t *cuda, bool adopted, cu_stream_t native, uint32_t *stream_out) {
   gemini_status_t status = GEMINI_ERR_OOM_SYSTEM;
   entry_t had = gmi_cuda_enter(cuda);
@@ -233,7 +268,8 @@ gemini_status_t gmi_cuda_stream_renew(void *self, uint32_t index, bool may_block
   unsigned long long id = stream->id ? id_of(cuda, stream->native) : 0;
   if (id && id != stream->id) {
     if (!may_block) status = GEMINI_ERR_BUSY;
-    /* Nothing else waits for a stream that is gone. */
+    /* Work on the old stream can still run, but there is no handle left to wait for it: only waiting for the whole
+     * context covers it. */
     if (!status) status = gmi_cuda_done(cuda, cuda->driver->context_wait(), "cuCtxSynchronize");
     if (!status) stream->id = id;
   }
@@ -245,7 +281,7 @@ gemini_status_t gmi_cuda_stream_native(void *self, uint32_t index, void **native
   queue_t queue;
   if (!native_out) return GEMINI_ERR_INVALID;
   gemini_status_t status =
-      gmi_cuda_queue_begin(self, index, &queue); /* what is queued by others comes after our sums */
+      gmi_cuda_queue_begin(self, index, &queue); /* queues our sums: work that others queue later comes after them */
   if (status) return status;
   queue.stream->shared = true;
   *native_out = queue.stream->native;
@@ -271,9 +307,12 @@ uint64_t gmi_cuda_memory_bytes_per_s(void *self) {
     result = cuda->driver->device_attribute(&bus_bits, CU_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH, cuda->device);
   gmi_cuda_leave(cuda, had);
   if (result != CU_SUCCESS || clock_khz <= 0 || bus_bits <= 0) return 0;
-  return 2000 * (uint64_t)clock_khz * ((uint64_t)bus_bits / 8); /* twice a clock */
+  return 2000 * (uint64_t)clock_khz * ((uint64_t)bus_bits / 8); /* two transfers per clock */
 }
 
+/* Records the `idle` event at the stream's end and waits for it without the lock. CLOSING keeps others from queueing
+ * meanwhile; looking at marks goes on. A failure makes the stream live again. On a lost context nothing runs any more
+ * and every wait would fail, so the stream is given up at once and `reached` stays as it is. */
 gemini_status_t gmi_cuda_stream_destroy(void *self, uint32_t index) {
   cuda_t *cuda = self;
   queue_t queue;
@@ -282,7 +321,7 @@ gemini_status_t gmi_cuda_stream_destroy(void *self, uint32_t index) {
   stream_t *stream = queue.stream;
   status = gmi_cuda_sums_flush(cuda, stream);
   if (!status) status = gmi_cuda_done(cuda, cuda->driver->event_record(stream->idle, stream->native), "cuEventRecord");
-  if (gmi_cuda_is_lost(cuda)) status = GEMINI_OK; /* nothing will run, and nothing will be waited for */
+  if (gmi_cuda_is_lost(cuda)) status = GEMINI_OK;
   if (!status) stream->state = STREAM_CLOSING;
   pthread_mutex_unlock(&stream->lock);
   if (!status) {
@@ -294,7 +333,7 @@ gemini_status_t gmi_cuda_stream_destroy(void *self, uint32_t index) {
     if (!status) {
       stream->state = STREAM_NONE;
       stream->native = NULL;
-      stream->sums = NULL; /* of a lost device: freed when it is closed */
+      stream->sums = NULL; /* on a lost device a batch may be left; closing the device frees it */
       pthread_mutex_lock(&stream->points_lock);
       if (!gmi_cuda_is_lost(cuda)) note_reached(stream, atomic_load(&stream->recorded));
       pthread_mutex_unlock(&stream->points_lock);
@@ -307,6 +346,9 @@ gemini_status_t gmi_cuda_stream_destroy(void *self, uint32_t index) {
   return status;
 }
 
+/* Prepares the point under points_lock, records the event without it (the driver may block), and only then publishes
+ * the mark by raising `recorded`: until then no other thread looks at the point. stream.lock is held throughout, so
+ * marks are recorded in order. */
 static gemini_status_t mark_record(cuda_t *cuda, uint32_t index, uint32_t kind, uint64_t *mark_out) {
   queue_t queue;
   if (!mark_out) return GEMINI_ERR_INVALID;
@@ -318,7 +360,7 @@ static gemini_status_t mark_record(cuda_t *cuda, uint32_t index, uint32_t kind, 
   pthread_mutex_lock(&stream->points_lock);
   status = point_prepare(cuda, stream, mark, kind);
   if (!status) {
-    point_t *point = point_of(stream, mark); /* nobody else's until the mark is recorded */
+    point_t *point = point_of(stream, mark);
     point->kind = kind;
     point->recorded_ns = gmi_cuda_now_ns();
     event = point->events[kind];
@@ -339,8 +381,8 @@ gemini_status_t gmi_cuda_mark_untimed(void *self, uint32_t index, uint64_t *mark
   return mark_record(self, index, UNTIMED, mark_out);
 }
 
-/* A recorded mark's event, held so that it is not used again, until point_drop(); NULL: it is reached. Called in the
- * context. */
+/* A recorded mark's event, which is not reused before point_drop(); NULL: the mark is reached. `users` replaces holding
+ * points_lock while the wait is queued, which may block. Called in the context. */
 static cu_event_t point_take(cuda_t *cuda, stream_t *stream, uint64_t mark) {
   cu_event_t event = NULL;
   pthread_mutex_lock(&stream->points_lock);
@@ -353,7 +395,7 @@ static cu_event_t point_take(cuda_t *cuda, stream_t *stream, uint64_t mark) {
 }
 static void point_drop(stream_t *stream, uint64_t mark) {
   pthread_mutex_lock(&stream->points_lock);
-  point_of(stream, mark)->users--; /* the ring may have grown, but this mark is in it */
+  point_of(stream, mark)->users--; /* looked up again: the ring may have grown, which keeps points with users */
   pthread_mutex_unlock(&stream->points_lock);
 }
 
@@ -364,6 +406,7 @@ gemini_status_t gmi_cuda_wait(void *self, uint32_t index, uint32_t other_index, 
   if (!other || !mark_recorded(other, mark)) return GEMINI_ERR_INVALID;
   gemini_status_t status = gmi_cuda_queue_begin(cuda, index, &queue);
   if (status) return status;
+  /* A stream's own marks need no wait: it is in order. Only stream.lock of `index` is held, never that of other. */
   cu_event_t event = other == queue.stream ? NULL : point_take(cuda, other, mark);
   if (event) {
     status = gmi_cuda_done(cuda, cuda->driver->stream_wait(queue.stream->native, event, 0), "cuStreamWaitEvent");
@@ -373,6 +416,8 @@ gemini_status_t gmi_cuda_wait(void *self, uint32_t index, uint32_t other_index, 
   return status;
 }
 
+/* False on a lost device even for marks that were reached before, so that nothing on it is taken for done. Mark 0 stays
+ * reached. The acquire load pairs with note_reached(). */
 bool gmi_cuda_reached(void *self, uint32_t index, uint64_t mark) {
   cuda_t *cuda = self;
   stream_t *stream = gmi_cuda_stream_of(cuda, index);
@@ -387,6 +432,7 @@ bool gmi_cuda_reached(void *self, uint32_t index, uint64_t mark) {
   return reached && !gmi_cuda_is_lost(cuda);
 }
 
+/* Polls (see cuda.c, Waiting). points_lock is released between two looks, so that other threads can look and record. */
 gemini_status_t gmi_cuda_sync(void *self, uint32_t index, uint64_t mark) {
   cuda_t *cuda = self;
   stream_t *stream = gmi_cuda_stream_of(cuda, index);
@@ -406,21 +452,28 @@ gemini_status_t gmi_cuda_sync(void *self, uint32_t index, uint64_t mark) {
   return status ? status : gmi_cuda_stored_failure(cuda);
 }
 
-/* --- times --- */
+/* --- times ---
+ *
+ * The driver tells only the time between two events. Two base events, recorded on a stream of the clock's own, are used
+ * in turn: the current one's time on the host's clock is known, and marks are counted from it. */
 
 static uint64_t ns_of(uint64_t base_ns, float ms) {
   double ns = (double)ms * 1e6;
   return ns < 0 ? base_ns - (uint64_t)(-ns + 0.5) : base_ns + (uint64_t)(ns + 0.5);
 }
 
-/* Takes a new base when the old one has become too old to count from. It continues the old one's time, corrected by
- * what the host's clock says: the two clocks drift. Called in the context, without locks. */
+/* Takes a new base when the current one is older than BASE_LIFE_NS: distances are floats, which get coarser as they
+ * grow. The new base's time is the old one's plus the GPU's distance, clamped to the host times before and after the
+ * recording, because the two clocks drift apart.
+ *
+ * Only one thread renews; others do not wait for it (trylock) but count from the current base. due_ns is relaxed: it
+ * only decides when to try, the bases themselves are guarded by clock.lock. Called in the context, without locks. */
 static void base_renew(cuda_t *cuda) {
   uint64_t before = gmi_cuda_now_ns(), after = before;
   if (before < atomic_load_explicit(&cuda->clock.due_ns, memory_order_relaxed)) return;
   if (pthread_mutex_trylock(&cuda->clock.renew_lock)) return;
   cu_event_t old = cuda->clock.bases[cuda->clock.base],
-             event = cuda->clock.bases[1 - cuda->clock.base]; /* base changes under renew_lock, too */
+             event = cuda->clock.bases[1 - cuda->clock.base]; /* base is written with renew_lock and lock held */
   float ms = 0;
   cu_result_t result = cuda->driver->event_record(event, cuda->clock.stream);
   while (result == CU_SUCCESS || result == CU_NOT_READY) {
@@ -436,13 +489,15 @@ static void base_renew(cuda_t *cuda) {
     cuda->clock.base = 1 - cuda->clock.base;
     pthread_mutex_unlock(&cuda->clock.lock);
   }
-  /* The hardware queue may be shared with a stream that is held: then the old base serves on for a while. */
+  /* The base's event may be stuck behind a stream that waits for a gate, as streams share hardware queues. Then the old
+   * base stays in use, and the next try comes after BASE_RETRY_NS. */
   atomic_store_explicit(&cuda->clock.due_ns, after + (result == CU_SUCCESS ? BASE_LIFE_NS : BASE_RETRY_NS),
                         memory_order_relaxed);
   pthread_mutex_unlock(&cuda->clock.renew_lock);
 }
 
-/* The first base: of some tries, the one whose host time is known best. Called in the context. */
+/* The first base: of five tries, the one with the shortest time between recording and completion, which bounds the
+ * error of its host time. Called in the context, before other threads know the device. */
 gemini_status_t gmi_cuda_base_open(cuda_t *cuda) {
   gemini_status_t status = gmi_cuda_done(
       cuda, cuda->driver->stream_create(&cuda->clock.stream, CU_STREAM_NON_BLOCKING_FLAG), "cuStreamCreate");
@@ -464,6 +519,7 @@ gemini_status_t gmi_cuda_base_open(cuda_t *cuda) {
   return status;
 }
 
+/* Takes points_lock, then clock.lock. */
 gemini_status_t gmi_cuda_mark_time(void *self, uint32_t index, uint64_t mark, uint64_t *ns_out) {
   cuda_t *cuda = self;
   stream_t *stream = gmi_cuda_stream_of(cuda, index);
@@ -483,7 +539,8 @@ gemini_status_t gmi_cuda_mark_time(void *self, uint32_t index, uint64_t mark, ui
     uint64_t ns = ns_of(cuda->clock.base_ns, ms);
     pthread_mutex_unlock(&cuda->clock.lock);
     if (!status) {
-      /* What is certain wins: not before it was recorded, not after it was seen, and not before an earlier mark. */
+      /* Bounds that are certain override the estimate: a mark is not reached before it was recorded, not after it was
+       * seen to be reached, and not before an earlier mark whose time was told. */
       if (ns < point->recorded_ns) ns = point->recorded_ns;
       if (ns > stream->noted_ns) ns = stream->noted_ns;
       if (mark < stream->timed_mark) {

@@ -1,11 +1,17 @@
-/* The host-simulated device. SPDX-License-Identifier: Apache-2.0
+/* The device simulated in host memory: streams, marks and queued work. SPDX-License-Identifier: Apache-2.0
  *
- * Frames are extents of one memory file. An extent is never handed out twice: the file's offsets last for years, a
- * destroyed frame's memory is given back by punching a hole, and a stale frame name is always noticed.
+ * Frames are extents of one memory file (sim_memory.c). An extent is never handed out twice: file offsets last for
+ * years, a destroyed frame's memory is given back by punching a hole, and a stale frame name is always detected.
  *
- * A stream is a thread and a ring of tasks. A paced device (one with a link rate) keeps, per stream, the time at which
- * the stream's work ends in the simulation. It may lie a wake-up's latency before the clock, and the next task starts
- * from there: so the rates hold exactly over any number of copies instead of losing a wake-up with each.
+ * A stream is a thread and a ring of tasks. Calling threads append tasks; the stream's thread executes them in order,
+ * up to TASK_BATCH per critical section. Waits (for marks, for flags) block the stream's thread, never a caller.
+ *
+ * Pacing. A device with a link rate keeps, for each stream, the simulated time at which its work ends (at_ns). A thread
+ * wakes up a little after the time it slept for; at_ns does not include that latency, and the next task starts from
+ * at_ns. So the rates hold exactly over any number of copies instead of losing a wake-up's latency with each.
+ *
+ * Sleeping threads. Marks and flags are checked without a lock. Only a thread that has to sleep takes a lock, and the
+ * other side takes it only if a sleeper has announced itself; mark_reach() and sim_flag_wake() say why none is missed.
  *
  * Lock order: streams_lock, stream.lock. memory_lock, link.lock, flag_lock and stream.reach_lock are innermost. */
 #include <errno.h>
@@ -29,10 +35,14 @@ bool gmi_sim_size_ok(uint64_t size_bytes) {
 
 /* --- marks --- */
 
+/* Reads a mark's time without a lock. The ring is twice MARK_TIMES long. The thread overwrites entry m for mark
+ * m + TIME_RING only after it has stored reached = m + TIME_RING - 1, so a reader of the new value finds, on the second
+ * look, that m is too old. */
 static gemini_status_t mark_time(stream_t *stream, uint64_t mark, uint64_t *ns_out) {
   uint64_t reached = atomic_load_explicit(&stream->reached, memory_order_acquire);
   if (!mark || mark > reached || reached - mark >= MARK_TIMES) return GEMINI_ERR_INVALID;
-  /* Acquire, so that `reached` is looked at again after it. */
+  /* The acquire load pairs with the release store in mark_reach(): with a time it brings the `reached` stored before
+   * it, so that the relaxed load below cannot return an older one. */
   uint64_t ns = atomic_load_explicit(&stream->times_ns[mark % TIME_RING], memory_order_acquire);
   reached = atomic_load_explicit(&stream->reached, memory_order_relaxed);
   if (reached - mark >= MARK_TIMES) return GEMINI_ERR_INVALID;
@@ -40,8 +50,11 @@ static gemini_status_t mark_time(stream_t *stream, uint64_t mark, uint64_t *ns_o
   return GEMINI_OK;
 }
 
-/* Either the waiter below sees the mark reached, or this sees that the mark is wanted: both are sequentially
- * consistent, each side writing its word before it reads the other's. */
+/* Publishes that a mark is reached, and wakes waiters. This side stores `reached`, then loads `wanted`; a waiter stores
+ * `wanted`, then loads `reached`. All four are sequentially consistent, so at least one side sees the other's store:
+ * either the waiter finds the mark reached, or this finds it wanted. The lock is taken only in the latter case; taking
+ * it also makes sure that the waiter is asleep, not between its check and its sleep. All waiters are woken and announce
+ * their marks again, as they may wait for different ones. */
 static void mark_reach(stream_t *stream, uint64_t mark) {
   uint64_t ns = stream->sim->paced ? stream->at_ns : sim_now(NULL);
   atomic_store_explicit(&stream->times_ns[mark % TIME_RING], ns, memory_order_release);
@@ -53,6 +66,7 @@ static void mark_reach(stream_t *stream, uint64_t mark) {
   pthread_cond_broadcast(&stream->reach);
 }
 
+/* Blocks until the mark is reached. The first look is the common case; acquire pairs with the store in mark_reach(). */
 static void mark_wait(stream_t *stream, uint64_t mark) {
   if (atomic_load_explicit(&stream->reached, memory_order_acquire) >= mark) return;
   pthread_mutex_lock(&stream->reach_lock);
@@ -64,6 +78,8 @@ static void mark_wait(stream_t *stream, uint64_t mark) {
   pthread_mutex_unlock(&stream->reach_lock);
 }
 
+/* Blocks a stream's thread until *flag >= value. The acquire load pairs with the owner's release store of the flag. The
+ * counter is incremented before the flag is checked again; see sim_flag_wake(). */
 static void flag_wait(sim_t *sim, const _Atomic uint64_t *flag, uint64_t value) {
   if (atomic_load_explicit(flag, memory_order_acquire) >= value) return;
   pthread_mutex_lock(&sim->flag_lock);
@@ -75,9 +91,12 @@ static void flag_wait(sim_t *sim, const _Atomic uint64_t *flag, uint64_t value) 
 
 static void sim_flag_wake(void *self) {
   sim_t *sim = self;
-  /* A read that is also a write: in the order of these, either it follows a waiter's increment and sees it, or the
-   * waiter's increment follows it and then the waiter sees the flag that was stored before. */
+  /* Pairs with the increment in flag_wait(). Both are read-modify-writes of one word, so one comes first. If the
+   * increment does, this one sees it and wakes the waiter. If this one does, the increment synchronises with it, and
+   * the waiter's next load of the flag sees the value stored before this call. */
   if (!atomic_fetch_add(&sim->flag_waiters, 0)) return;
+  /* The empty critical section: a waiter that has seen the old value holds the lock until it sleeps on the
+   * condition. */
   pthread_mutex_lock(&sim->flag_lock);
   pthread_mutex_unlock(&sim->flag_lock);
   pthread_cond_broadcast(&sim->flag_changed);
@@ -90,11 +109,12 @@ static void sleep_until(uint64_t ns) {
   while (clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &ts, NULL) == EINTR) continue;
 }
 
-/* Real work takes real time. */
+/* Work other than paced copies takes as long as it takes: simulated time catches up with the clock. */
 static void work_done(stream_t *stream) {
   if (stream->sim->paced) stream->at_ns = sim_now(NULL);
 }
 
+/* Copies, and on a link with a rate sleeps until the copy would have ended on it. */
 static void run_copy(stream_t *stream, const task_t *task) {
   sim_t *sim = stream->sim;
   link_t *link = task->variant == GMI_COPY_D2D ? NULL : &sim->links[task->variant];
@@ -104,7 +124,8 @@ static void run_copy(stream_t *stream, const task_t *task) {
     work_done(stream);
     return;
   }
-  /* The link is taken for all of the copy at once, in the order in which copies come to it. */
+  /* The copy occupies the link from when stream and link are free, for its whole length: copies of several streams
+   * follow each other in the order in which they get here. */
   uint64_t need_ns = (uint64_t)(((unsigned __int128)size_bytes * NS_PER_S + link->bytes_per_s - 1) / link->bytes_per_s);
   pthread_mutex_lock(&link->lock);
   uint64_t end_ns = (stream->at_ns > link->free_ns ? stream->at_ns : link->free_ns) + need_ns;
@@ -113,7 +134,7 @@ static void run_copy(stream_t *stream, const task_t *task) {
   uint64_t begin_ns = sim_now(NULL);
   if (size_bytes) memcpy(task->u.copy.dst, task->u.copy.src, size_bytes);
   uint64_t now_ns = sim_now(NULL), took_ns = now_ns - begin_ns;
-  if (took_ns > need_ns) { /* memory is slower than the link */
+  if (took_ns > need_ns) { /* memcpy was slower than the link's rate: the link was occupied for that time */
     end_ns += took_ns - need_ns;
     pthread_mutex_lock(&link->lock);
     if (link->free_ns < end_ns) link->free_ns = end_ns;
@@ -123,11 +144,15 @@ static void run_copy(stream_t *stream, const task_t *task) {
   stream->at_ns = end_ns;
 }
 
-static void fail(stream_t *stream, int32_t status) { /* the first one stays */
+/* Stores a stream's first failure: later ones follow from it. Only the stream's thread calls it while the stream is
+ * live; the exchange expresses "unless there is one" in one step. */
+static void fail(stream_t *stream, int32_t status) {
   int32_t none = GEMINI_OK;
   if (status) atomic_compare_exchange_strong(&stream->failure, &none, status);
 }
 
+/* Executes one task on the stream's thread, without locks. A failed stream goes on: its marks are still reached, so
+ * that nobody waits forever, and sync() and reached() report the failure. */
 static void run_task(stream_t *stream, const task_t *task) {
   sim_t *sim = stream->sim;
   if (stream->at_ns < task->queued_ns) stream->at_ns = task->queued_ns;
@@ -143,7 +168,7 @@ static void run_task(stream_t *stream, const task_t *task) {
   }
   case TASK_WAIT_FLAG:
     flag_wait(sim, task->u.flag.flag, task->u.flag.value);
-    work_done(stream); /* nobody noted when the flag was stored: now at the latest */
+    work_done(stream); /* the time at which the flag was stored is unknown: now at the latest */
     break;
   case TASK_COPY: run_copy(stream, task); break;
   case TASK_ZERO:
@@ -163,10 +188,11 @@ static void run_task(stream_t *stream, const task_t *task) {
   }
 }
 
+/* A stream's thread. Ends when the stream is closing and its ring is empty: everything queued is still executed. */
 static void *stream_main(void *user) {
   stream_t *stream = user;
   task_t batch[TASK_BATCH];
-  prctl(PR_SET_TIMERSLACK, 1UL, 0UL, 0UL, 0UL); /* copies end on time, not 50 us later */
+  prctl(PR_SET_TIMERSLACK, 1UL, 0UL, 0UL, 0UL); /* ns; the default lets sleeps end 50 us late */
   pthread_mutex_lock(&stream->lock);
   for (;;) {
     while (stream->head == stream->tail && stream->state == STREAM_LIVE) {
@@ -192,7 +218,8 @@ static stream_t *stream_of(sim_t *sim, uint32_t index) {
   return index < GMI_DEVICE_MAX_STREAMS ? atomic_load_explicit(&sim->streams[index], memory_order_acquire) : NULL;
 }
 
-/* Puts a task at the stream's end. mark_out: for a mark, its number. */
+/* Appends a task to the stream, doubling the ring if it is full. *mark_out receives a mark's number, which is assigned
+ * under the lock, so that marks are numbered in the order of the ring. */
 static gemini_status_t enqueue(sim_t *sim, uint32_t index, task_t *task, uint64_t *mark_out) {
   stream_t *stream = stream_of(sim, index);
   if (!stream) return GEMINI_ERR_INVALID;
@@ -222,7 +249,7 @@ static gemini_status_t enqueue(sim_t *sim, uint32_t index, task_t *task, uint64_
     }
     stream->ring[stream->tail++ & (stream->capacity - 1)] = *task;
     wake = stream->asleep;
-    stream->asleep = false; /* one wake-up is enough */
+    stream->asleep = false; /* further tasks before it wakes up need no signal */
   }
   pthread_mutex_unlock(&stream->lock);
   if (wake) pthread_cond_signal(&stream->more);
@@ -268,6 +295,8 @@ static bool stream_start(stream_t *stream) {
   return ok;
 }
 
+/* Starts a thread for the lowest free index. A record that an earlier stream left is used again: it is idle, and its
+ * failure is cleared. */
 static gemini_status_t sim_stream_create(void *self, uint32_t *stream_out) {
   sim_t *sim = self;
   if (!stream_out) return GEMINI_ERR_INVALID;
@@ -300,6 +329,8 @@ static gemini_status_t sim_stream_create(void *self, uint32_t *stream_out) {
   return status;
 }
 
+/* CLOSING lets the thread end after its last task and refuses new ones. The state becomes NONE only after the join, so
+ * the index is not reused before. */
 static gemini_status_t sim_stream_destroy(void *self, uint32_t index) {
   stream_t *stream = stream_of(self, index);
   if (!stream) return GEMINI_ERR_INVALID;
@@ -323,6 +354,7 @@ static gemini_status_t sim_mark(void *self, uint32_t stream, uint64_t *mark_out)
   return enqueue(self, stream, &task, mark_out);
 }
 
+/* Acquire pairs with the release store in enqueue(). */
 static bool mark_recorded(const stream_t *stream, uint64_t mark) {
   return mark <= atomic_load_explicit(&stream->recorded, memory_order_acquire);
 }
@@ -340,6 +372,8 @@ static gemini_status_t sim_wait_flag(void *self, uint32_t stream, const _Atomic 
   return enqueue(self, stream, &task, NULL);
 }
 
+/* The acquire load of `reached` comes first: a failure of work before the mark was stored before it, so a relaxed load
+ * of the failure suffices. */
 static bool sim_reached(void *self, uint32_t index, uint64_t mark) {
   stream_t *stream = stream_of(self, index);
   return stream && atomic_load_explicit(&stream->reached, memory_order_acquire) >= mark &&
@@ -417,7 +451,7 @@ static uint64_t sim_memory_bytes_per_s(void *self) {
 static void sim_close(void *self) {
   sim_t *sim = self;
   if (!sim) return;
-  /* Streams may wait for one another: each ends when its own work is done, whatever the order of joining. */
+  /* Streams may wait for one another, but all their threads run until their work is done: any order of joining does. */
   for (uint32_t i = 0; i < GMI_DEVICE_MAX_STREAMS; i++) sim_stream_destroy(sim, i);
   for (uint32_t i = 0; i < GMI_DEVICE_MAX_STREAMS; i++) stream_free(stream_of(sim, i));
   for (size_t i = 0; i < sim->range_count; i++) munmap(sim->ranges[i].base, sim->ranges[i].size_bytes);
@@ -437,13 +471,14 @@ static void sim_close(void *self) {
 
 static gemini_status_t sim_open(const gmi_device_config_t *config, void **self_out) {
   if (!config || !self_out || config->reserved || !gmi_sim_memory_bytes_ok(config->memory_bytes))
-    return gmi_fail(GEMINI_ERR_INVALID, 0, "there is no memory of this size");
-  if (config->ordinal) return gmi_fail(GEMINI_ERR_UNSUPPORTED, 0, "there is one, number 0, not %u", config->ordinal);
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "the size of the device memory is too large, or no multiple of 4096");
+  if (config->ordinal)
+    return gmi_fail(GEMINI_ERR_UNSUPPORTED, 0, "the only device is number 0, not %u", config->ordinal);
   sim_t *sim = calloc(1, sizeof *sim);
   if (!sim) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for its records");
   gmi_fork_hold();
   sim->memory_fd = memfd_create("gemini-sim", MFD_CLOEXEC);
-  gmi_fork_close(sim->memory_fd); /* or its memory would live as long as a child does */
+  gmi_fork_close(sim->memory_fd); /* a child's copy would keep the memory alive as long as the child lives */
   gmi_fork_let();
   if (sim->memory_fd < 0) {
     int error = errno;
@@ -451,11 +486,11 @@ static gemini_status_t sim_open(const gmi_device_config_t *config, void **self_o
     return gmi_fail(error == ENOSYS ? GEMINI_ERR_UNSUPPORTED : GEMINI_ERR_OOM_SYSTEM, error, "memfd_create: %s",
                     strerror(error));
   }
-  /* A file that passes the process's limit would end the process by a signal. */
+  /* Extending a file beyond RLIMIT_FSIZE sends SIGXFSZ, which ends the process: frame_create() refuses before that. */
   struct rlimit limit = { RLIM_INFINITY, RLIM_INFINITY };
   getrlimit(RLIMIT_FSIZE, &limit);
   sim->file_limit_bytes = limit.rlim_cur < INT64_MAX ? limit.rlim_cur : INT64_MAX;
-  sim->file_bytes = BASE_ALIGN_BYTES; /* so no frame is named 0 */
+  sim->file_bytes = BASE_ALIGN_BYTES; /* the first frame begins here, so that none is named 0 */
   if (sim->file_limit_bytes < sim->file_bytes) sim->file_limit_bytes = sim->file_bytes;
   sim->memory_bytes = config->memory_bytes;
   sim->links[GMI_COPY_H2D].bytes_per_s = config->h2d_bytes_per_s;

@@ -1,4 +1,11 @@
-/* The simulated device: addresses, frames, mappings and host memory. SPDX-License-Identifier: Apache-2.0 */
+/* The simulated device: address ranges, frames, mappings and host memory. SPDX-License-Identifier: Apache-2.0
+ *
+ * A reserved range is a mapping without access. Mapping a frame replaces a part of it by a shared mapping of the
+ * frame's extent of the memory file; unmapping puts the mapping without access back. So the same addresses hold
+ * different frames over time, one frame can be mapped at several addresses, and touching an unmapped address faults.
+ *
+ * All runs on the caller's thread. memory_lock guards the records and is not held during system calls that may take
+ * long (mmap, fallocate): the caller does not map, unmap or destroy the same frame or address from two threads. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -106,7 +113,7 @@ gemini_status_t gmi_sim_unreserve(void *self, void *base, uint64_t size_bytes) {
 }
 
 #ifdef GEMINI_CHECK
-/* Contents are undefined; this makes a read of them show. */
+/* A new frame's contents are undefined. Filling it with a pattern makes tests find code that reads them. */
 static void frame_poison(sim_t *sim, uint64_t frame, uint64_t size_bytes) {
   void *bytes = mmap(NULL, size_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, sim->memory_fd, (off_t)frame);
   if (bytes == MAP_FAILED) return;
@@ -115,6 +122,8 @@ static void frame_poison(sim_t *sim, uint64_t frame, uint64_t size_bytes) {
 }
 #endif
 
+/* Appends an extent to the memory file. Offsets are never reused, so a stale frame name is always recognised; the file
+ * is sparse, and its size does not matter. */
 gemini_status_t gmi_sim_frame_create(void *self, uint64_t size_bytes, uint64_t *frame_out) {
   sim_t *sim = self;
   if (!gmi_sim_size_ok(size_bytes) || !frame_out) return GEMINI_ERR_INVALID;
@@ -142,7 +151,8 @@ gemini_status_t gmi_sim_frame_create(void *self, uint64_t size_bytes, uint64_t *
   return GEMINI_OK;
 }
 
-/* Called with memory_lock held. */
+/* Marks a frame's record as destroyed. The array is compacted only when more than half of it (and 32) is destroyed,
+ * which makes destroying cheap on average. Called with memory_lock held. */
 static void frame_forget(sim_t *sim, frame_t *frame) {
   frame->size_bytes = 0;
   if (++sim->frames_destroyed <= sim->frame_count / 2 + 32) return;
@@ -161,7 +171,7 @@ gemini_status_t gmi_sim_frame_destroy(void *self, uint64_t frame, uint64_t size_
   pthread_mutex_unlock(&sim->memory_lock);
   if (!found) return GEMINI_ERR_INVALID;
   fallocate(sim->memory_fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)frame, (off_t)size_bytes);
-  /* Counted until its memory is gone, so that memory in existence never passes the budget. */
+  /* The bytes count as used until the hole has been punched, so that existing memory never exceeds the budget. */
   pthread_mutex_lock(&sim->memory_lock);
   sim->used_bytes -= size_bytes;
   pthread_mutex_unlock(&sim->memory_lock);
@@ -177,7 +187,7 @@ gemini_status_t gmi_sim_map(void *self, void *va, uint64_t frame, uint64_t size_
   void *mapped =
       mmap(va, size_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED | MAP_POPULATE, sim->memory_fd, (off_t)frame);
   if (mapped == MAP_FAILED) return GEMINI_ERR_OOM_SYSTEM;
-  (void)madvise(mapped, size_bytes, MADV_DONTFORK); /* a child that wrote here would write to the parent's chunks */
+  (void)madvise(mapped, size_bytes, MADV_DONTFORK); /* the mapping is shared: a child would write to our chunks */
   return GEMINI_OK;
 }
 
@@ -187,7 +197,7 @@ gemini_status_t gmi_sim_unmap(void *self, void *va, uint64_t size_bytes) {
   bool ok = range_holds(sim, va, size_bytes);
   pthread_mutex_unlock(&sim->memory_lock);
   if (!ok) return GEMINI_ERR_INVALID;
-  /* Replaced in one step: a hole could be taken by another thread's mmap(). */
+  /* MAP_FIXED replaces the mapping in one step: between munmap() and mmap() another thread could take the addresses. */
   return map_nothing(va, size_bytes, MAP_FIXED) == MAP_FAILED ? GEMINI_ERR_OOM_SYSTEM : GEMINI_OK;
 }
 
@@ -210,7 +220,7 @@ gemini_status_t gmi_sim_resize(void *self, uint64_t memory_bytes) {
   return ok ? GEMINI_OK : GEMINI_ERR_OOM_DEVICE;
 }
 
-/* Host memory needs no locking here, but what a real device refuses is refused. */
+/* Host memory needs no page-locking here; arguments that a real device refuses are refused. */
 gemini_status_t gmi_sim_host_lock(void *self, void *base, uint64_t size_bytes) {
   (void)self;
   return base && size_bytes ? GEMINI_OK : GEMINI_ERR_INVALID;

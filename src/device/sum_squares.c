@@ -1,11 +1,12 @@
-/* Sum of squares in double, left to right. SPDX-License-Identifier: Apache-2.0
+/* Sums of squares in double, added from left to right. SPDX-License-Identifier: Apache-2.0
  *
- * Squares of F32, BF16 and F16 values are exact in double, so only the order of the additions decides the result. For
- * F64 the square is rounded first: this file must be compiled without contraction to fused multiply-add
- * (-ffp-contract=off).
+ * Squares of F32, BF16 and F16 values are exact in double, so only the order of additions determines the result, and
+ * sums are bit-equal on host and GPU. For F64 the square is rounded first: this file must be compiled without
+ * contraction to fused multiply-add (-ffp-contract=off).
  *
- * An addition waits for the one before it, some four cycles, so that one sum alone runs at a fraction of what memory
- * gives. Several blocks are therefore summed side by side, each in its own order. */
+ * Each addition depends on the one before it, with a latency of some four cycles, so a single sum runs at a fraction of
+ * the memory's bandwidth. Several blocks are therefore summed in an interleaved loop, each in its own order. Pure
+ * functions: any thread. */
 #include <string.h>
 
 #include "device/device.h"
@@ -20,10 +21,10 @@ static float float_of_bits(uint32_t bits) {
   return value;
 }
 
-/* Without its sign, which squares do not have; and without branches, so that several are converted at once. */
+/* The absolute value: the square needs no sign. Without branches, so that the compiler can convert several at once. */
 static float magnitude_of_f16(uint16_t half) {
   uint32_t magnitude = half & 0x7FFFu, is_tiny = magnitude < 0x0400u ? UINT32_MAX : 0, tiny;
-  uint32_t normal = (magnitude << 13) + ((magnitude < 0x7C00u ? 112u : 224u) << 23); /* or infinite, or no number */
+  uint32_t normal = (magnitude << 13) + ((magnitude < 0x7C00u ? 112u : 224u) << 23); /* normal, infinite or NaN */
   float small = (float)(int32_t)magnitude * 0x1p-24f;                                /* zero or subnormal: exact */
   memcpy(&tiny, &small, sizeof tiny);
   return float_of_bits((tiny & is_tiny) | (normal & ~is_tiny));
@@ -64,7 +65,8 @@ static void squares(const unsigned char *bytes, uint32_t dtype, uint32_t count, 
   }
 }
 
-/* blocks is a constant wherever this is called, and its loops are unrolled. */
+/* Sums `blocks` blocks side by side. Values are squared a tile at a time, which the compiler can vectorise; the
+ * additions cannot be reordered. blocks is a constant in every call, so its loops are unrolled. */
 static inline void sum_blocks(const unsigned char *bytes, uint32_t dtype, uint64_t count, const uint32_t blocks,
                               double *sums_out) {
   double tile[TOGETHER][TILE], sums[TOGETHER] = { 0 };

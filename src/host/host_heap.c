@@ -1,13 +1,18 @@
-/* Blocks from a private jemalloc, which takes extents from one range. SPDX-License-Identifier: Apache-2.0
+/* The heap: blocks from a private jemalloc, which takes its extents from one range. SPDX-License-Identifier: Apache-2.0
  *
- * tests/jemalloc.sh builds that jemalloc: every name of it begins with gmi_je_, none leaves the library, and the
- * process's malloc stays what it is. It has no caches of its own (no per-thread cache, no decay, nothing retained), as
- * what it would keep is page-locked memory that chunks could use. It serves what fits in slabs, of 128 KiB each, so
- * that its records of them are small beside them.
+ * tests/jemalloc.sh builds that jemalloc: all its names begin with gmi_je_, none is visible outside the library, and
+ * the process's malloc stays as it is. It has no caches (no per-thread cache, no decay, nothing retained), because what
+ * it would keep is page-locked memory that chunks could use. It serves sizes that fit in slabs of 128 KiB, so that its
+ * records of slabs are small compared to the slabs.
  *
- * Lock: one, held around every call into jemalloc, so that hooks run with it held, and so that no other thread keeps
- * jemalloc from giving back what is freed. It is let go of only while a grain is committed, inside the allocation hook:
- * there jemalloc holds no lock of its own (arena_malloc_small(), large_palloc(), pac_alloc_real() of 5.3). */
+ * Layers, from the bottom: holes (free parts of the range, sorted), grains (which parts are backed), range_take() and
+ * range_give() over both, jemalloc's extent hooks, and blocks. `parts` counts extents and large blocks; holes always
+ * has the capacity for that many parts plus two, so that giving a part back never needs memory and cannot fail.
+ *
+ * Lock. One mutex guards everything and is held around every call into jemalloc. The extent hooks therefore run with it
+ * held, and no other thread can keep jemalloc from giving back at once what is freed. It is released only inside the
+ * allocation hook, while this thread commits a grain or waits for another thread's commit: at that point jemalloc holds
+ * no lock of its own (arena_malloc_small(), large_palloc(), pac_alloc_real() of 5.3), so other threads may enter it. */
 #include "host/host_heap.h"
 
 #include <errno.h>
@@ -24,52 +29,59 @@
 
 #include "base/status.h"
 
-enum { ALIGN_LEAST = 256 };                   /* as device allocators have it */
+enum { ALIGN_LEAST = 256 };                   /* as device allocators guarantee it */
 #define GRAIN_PAGES_LIMIT (UINT64_C(1) << 32) /* grain_t counts them in 32 bits */
 
+/* A part of the range, by its offset from config.base. */
 typedef struct {
   uint64_t offset, size_bytes;
 } range_t;
 typedef struct {
-  range_t *items; /* by offset */
+  range_t *items; /* sorted by offset, disjoint */
   uint64_t count, capacity;
 } ranges_t;
 
-enum { GRAIN_EMPTY = 0, GRAIN_COMING = 1, GRAIN_READY = 2 }; /* COMING: a thread is in commit */
+/* EMPTY: not backed. COMING: a thread is in commit. READY: backed. */
+enum { GRAIN_EMPTY = 0, GRAIN_COMING = 1, GRAIN_READY = 2 };
+/* pages keeps a grain: a READY grain has pages > 0 and is decommitted when they become 0. A COMING grain has pages > 0,
+ * too: those of the thread in commit, and of threads that wait for it. */
 typedef struct {
-  uint32_t pages; /* in extents */
-  uint32_t state; /* READY => pages; COMING => pages, those of the thread in commit */
+  uint32_t pages; /* pages of the grain that lie in extents, or in parts that wait for the grain */
+  uint32_t state;
 } grain_t;
 
 struct gmi_host_heap {
-  extent_hooks_t hooks; /* first: what jemalloc passes to a hook is the blocks */
+  extent_hooks_t hooks; /* first: jemalloc passes its address to hooks, which cast it to the heap */
   gmi_host_heap_config_t config;
   uint64_t page_bytes;
-  uint64_t unit_bytes;  /* jemalloc's pages */
-  uint64_t small_bytes; /* the largest that lie in slabs */
+  uint64_t unit_bytes;  /* jemalloc's page size; large blocks are multiples of it */
+  uint64_t small_bytes; /* the largest size that jemalloc serves from slabs */
   unsigned arena;
   pthread_mutex_t lock; /* guards the rest */
   pthread_cond_t came;  /* a commit has ended */
-  ranges_t holes;       /* free; no two touch, so there is at most one more than parts */
-  ranges_t large;       /* live blocks without jemalloc */
-  uint64_t *small_live; /* a bit for each place where a block of jemalloc's can begin: one does */
-  uint64_t parts;       /* extents and large blocks; holes has room for two more than these */
+  ranges_t holes;       /* free parts; no two touch, so there are at most parts + 1 */
+  ranges_t large;       /* live blocks that are extents of their own */
+  uint64_t *small_live; /* bit map in units of ALIGN_LEAST: a live block of jemalloc's begins there */
+  uint64_t parts;       /* extents and large blocks; holes has capacity for parts + 2 */
   uint64_t extent_bytes;
-  uint64_t ready_bytes; /* of grains */
+  uint64_t ready_bytes; /* in READY grains */
   uint64_t block_bytes, block_count;
   grain_t *grains;
 };
 
-/* What range_take() says besides a status: the message is still to be written. */
+/* A result of range_take() that is no status: there is no space, and the caller has to record the error. */
 enum { RANGE_FULL = 1 };
-/* Why the last hook of this thread refused: 0 when none did, RANGE_FULL, or a status whose message is recorded. Hooks
- * run on the thread that allocates. */
+/* Why the allocation hook refused in this thread's current allocation: 0 (it did not), RANGE_FULL, or a status whose
+ * message is recorded. A variable, because jemalloc passes only "failed" from a hook to its caller; of the thread,
+ * because hooks run on the thread that allocates and the lock may be released meanwhile. */
 static _Thread_local gemini_status_t refusal;
-static _Thread_local bool in_callback; /* jemalloc would serve it from another arena */
+/* This thread is in commit or decommit. Using the heap there would enter jemalloc a second time on one thread, and it
+ * would serve the block from another arena. */
+static _Thread_local bool in_callback;
 
 /* ---- ranges */
 
-/* The first range at or behind offset. */
+/* Position of the first range that begins at or after offset. */
 static uint64_t range_search(const ranges_t *s, uint64_t offset) {
   uint64_t low = 0, high = s->count;
   while (low < high) {
@@ -101,7 +113,7 @@ static void range_remove(ranges_t *s, uint64_t at) {
   memmove(s->items + at, s->items + at + 1, (s->count - at) * sizeof *s->items);
 }
 
-/* Takes size bytes at offset out of the hole that holds them. */
+/* Removes size bytes at offset from the hole that contains them, which may leave a hole on either side. */
 static void hole_cut(ranges_t *holes, uint64_t offset, uint64_t size) {
   uint64_t at = range_search(holes, offset + 1) - 1; /* the last that begins at or before offset */
   range_t *h = &holes->items[at];
@@ -113,6 +125,7 @@ static void hole_cut(ranges_t *holes, uint64_t offset, uint64_t size) {
   else if (!before) range_remove(holes, at);
 }
 
+/* Adds a hole, joined with neighbours that it touches. Never allocates: holes has the capacity (see the top). */
 static void hole_add(ranges_t *holes, uint64_t offset, uint64_t size) {
   uint64_t at = range_search(holes, offset);
   range_t *before = at ? &holes->items[at - 1] : NULL, *behind = at < holes->count ? &holes->items[at] : NULL;
@@ -140,6 +153,7 @@ static uint64_t grain_size(const gmi_host_heap_t *b, uint64_t grain) {
   return left < b->config.grain_bytes ? left : b->config.grain_bytes;
 }
 
+/* How many pages of a part lie in this grain. */
 static uint32_t pages_within(const gmi_host_heap_t *b, uint64_t grain, uint64_t offset, uint64_t size) {
   uint64_t begin = grain * b->config.grain_bytes, end = begin + grain_size(b, grain);
   if (offset > begin) begin = offset;
@@ -147,6 +161,8 @@ static uint32_t pages_within(const gmi_host_heap_t *b, uint64_t grain, uint64_t 
   return (uint32_t)((end - begin) / b->page_bytes);
 }
 
+/* A part no longer uses its grains; grains without pages are decommitted. The lock stays held during decommit: if it
+ * were released, another thread could take the grain before it is gone. */
 static void grains_leave(gmi_host_heap_t *b, uint64_t offset, uint64_t size) {
   if (!size) return;
   uint64_t first = offset / b->config.grain_bytes, last = (offset + size - 1) / b->config.grain_bytes;
@@ -163,7 +179,8 @@ static void grains_leave(gmi_host_heap_t *b, uint64_t offset, uint64_t size) {
   }
 }
 
-/* Lets go of the lock meanwhile. */
+/* Commits a grain, with the lock released, as commit may block. COMING makes threads that need the same grain wait;
+ * they look at the state again when commit has ended, and commit themselves if it failed. */
 static gemini_status_t grain_commit(gmi_host_heap_t *b, uint64_t g) {
   gemini_status_t status = GEMINI_OK;
   b->grains[g].state = GRAIN_COMING;
@@ -180,8 +197,9 @@ static gemini_status_t grain_commit(gmi_host_heap_t *b, uint64_t g) {
   return status;
 }
 
-/* Makes all grains of a part ready; on failure none of them is in use by it, and *refused_out is the one that was
- * refused. What of them is ready cannot go: its pages are counted first. */
+/* Makes all grains of a part READY. Each grain's pages are counted before it is waited for or committed, so that no
+ * other thread decommits it meanwhile. On failure the part's pages are taken back from all its grains, and *refused_out
+ * is the grain that could not be committed. */
 static gemini_status_t grains_enter(gmi_host_heap_t *b, uint64_t offset, uint64_t size, uint64_t *refused_out) {
   uint64_t first = offset / b->config.grain_bytes, last = (offset + size - 1) / b->config.grain_bytes;
   for (uint64_t g = first; g <= last; g++) {
@@ -200,7 +218,7 @@ static gemini_status_t grains_enter(gmi_host_heap_t *b, uint64_t offset, uint64_
 
 /* ---- places in the range */
 
-/* The highest place between two offsets; alignment is that of the address. */
+/* The highest place between two offsets, aligned by address rather than by offset. */
 static bool place_within(const gmi_host_heap_t *b, uint64_t begin, uint64_t end, uint64_t size, uint64_t alignment,
                          uint64_t *offset_out) {
   if (begin >= end || end - begin < size) return false;
@@ -211,7 +229,7 @@ static bool place_within(const gmi_host_heap_t *b, uint64_t begin, uint64_t end,
   return true;
 }
 
-/* The highest place that ends at or before below. */
+/* The highest place in any hole that ends at or before below. */
 static bool place_highest(const gmi_host_heap_t *b, uint64_t below, uint64_t size, uint64_t alignment,
                           uint64_t *offset_out) {
   for (uint64_t i = b->holes.count; i--;) {
@@ -222,8 +240,8 @@ static bool place_highest(const gmi_host_heap_t *b, uint64_t below, uint64_t siz
   return false;
 }
 
-/* The highest place in grains that are ready. Each holds an extent, so that only the first and the last grain of a hole
- * can be. */
+/* The highest place that lies in READY grains only and so needs no commit. A READY grain contains a part of an extent,
+ * so within a hole only its first and last grain can be READY; they are tried together where they are neighbours. */
 static bool place_ready(const gmi_host_heap_t *b, uint64_t size, uint64_t alignment, uint64_t *offset_out) {
   uint64_t grain_bytes = b->config.grain_bytes;
   if (b->ready_bytes < b->extent_bytes + size) return false;
@@ -239,7 +257,9 @@ static bool place_ready(const gmi_host_heap_t *b, uint64_t size, uint64_t alignm
   return false;
 }
 
-/* Takes a part out of the range, whose grains are ready then. Besides a status: RANGE_FULL. */
+/* Takes a part from the range and makes its grains READY. Prefers places that need no commit, then the highest one. The
+ * part is cut out of its hole before the lock may be released, so no other thread can take it. If commit answers BUSY,
+ * the search continues below the refused grain. Returns RANGE_FULL when no place is left. */
 static gemini_status_t range_take(gmi_host_heap_t *b, uint64_t size, uint64_t alignment, uint64_t *offset_out) {
   uint64_t offset, refused = 0, below = b->config.size_bytes;
   bool ready = place_ready(b, size, alignment, &offset);
@@ -258,7 +278,8 @@ static gemini_status_t range_take(gmi_host_heap_t *b, uint64_t size, uint64_t al
     b->parts--;
     b->extent_bytes -= size;
     if (status != GEMINI_ERR_BUSY) return status;
-    /* No place above it was free, and all others that end above it have it in them. */
+    /* place_highest() found no higher place, and any other place that ends above the refused grain's beginning would
+     * contain it. */
     below = refused * b->config.grain_bytes;
     ready = false;
   }
@@ -272,7 +293,7 @@ static void range_give(gmi_host_heap_t *b, uint64_t offset, uint64_t size) {
   grains_leave(b, offset, size);
 }
 
-/* ---- hooks: what jemalloc does with extents. They return NULL or true for "no". */
+/* ---- jemalloc's extent hooks. Called by jemalloc with the heap's lock held; NULL or true means failure. */
 
 static gmi_host_heap_t *blocks_of(extent_hooks_t *hooks) { return (gmi_host_heap_t *)hooks; }
 
@@ -280,7 +301,7 @@ static void *extent_alloc(extent_hooks_t *hooks, void *wanted, size_t size, size
                           unsigned arena) {
   gmi_host_heap_t *b = blocks_of(hooks);
   (void)arena;
-  if (wanted) return NULL; /* only to grow a block in place, which nobody asks for */
+  if (wanted) return NULL; /* a wanted address serves to grow a block in place, which the heap never does */
   uint64_t offset;
   gemini_status_t status = range_take(b, size, alignment, &offset);
   if (status) {
@@ -304,6 +325,8 @@ static void extent_destroy(extent_hooks_t *hooks, void *extent, size_t size, boo
   extent_dalloc(hooks, extent, size, committed, arena);
 }
 
+/* One extent becomes two. Nothing changes in the range, but each may be given back by itself: the capacity of holes has
+ * to grow now, as extent_dalloc() must not fail. */
 static bool extent_split(extent_hooks_t *hooks, void *extent, size_t size, size_t size_a, size_t size_b, bool committed,
                          unsigned arena) {
   gmi_host_heap_t *b = blocks_of(hooks);
@@ -335,7 +358,8 @@ static gemini_status_t config_check(const gmi_host_heap_config_t *c, uint64_t pa
   return GEMINI_OK;
 }
 
-/* As jemalloc 5.3 has it, in a header that it does not install. */
+/* The argument of experimental.arenas_create_ext, as jemalloc 5.3 defines it in a header that it does not install.
+ * metadata_use_hooks false keeps jemalloc's records out of the range. */
 typedef struct {
   extent_hooks_t *hooks;
   bool metadata_use_hooks;
@@ -354,7 +378,7 @@ static int arena_create(gmi_host_heap_t *b) {
   b->small_bytes = small;
   if (!error) error = gmi_je_mallctl("experimental.arenas_create_ext", &b->arena, &arena_size, &config, sizeof config);
   static const char *const decays[] = { "dirty_decay_ms", "muzzy_decay_ms" };
-  for (int i = 0; !error && i < 2; i++) { /* whatever the build's own default is */
+  for (int i = 0; !error && i < 2; i++) { /* give empty extents back at once, whatever the build's default is */
     ssize_t at_once = 0;
     snprintf(name, sizeof name, "arena.%u.%s", b->arena, decays[i]);
     error = gmi_je_mallctl(name, NULL, NULL, &at_once, sizeof at_once);
@@ -362,7 +386,7 @@ static int arena_create(gmi_host_heap_t *b) {
   return error;
 }
 
-/* Only the words of grains that were used come to exist. */
+/* The bit map is mapped without reservation: only pages of it that are written take memory. */
 static uint64_t small_live_bytes(const gmi_host_heap_t *b) {
   return (b->config.size_bytes / ALIGN_LEAST + 63) / 64 * 8;
 }
@@ -427,7 +451,7 @@ void gmi_host_heap_close(gmi_host_heap_t *b) {
   blocks_free(b);
 }
 
-/* ready_bytes and the rest are those of now; the lock is held. */
+/* Records OOM_HOST with the figures of this moment. Called with the lock held. */
 static gemini_status_t range_full(const gmi_host_heap_t *b, uint64_t size) {
   uint64_t longest = 0;
   for (uint64_t i = 0; i < b->holes.count; i++)
@@ -472,7 +496,8 @@ gemini_status_t gmi_host_heap_alloc(gmi_host_heap_t *b, uint64_t size, uint64_t 
                     "a host block of %" PRIu64 " bytes, aligned to %" PRIu64
                     ": must be a size above 0 and a power of two",
                     size, alignment);
-  if (in_callback) return gmi_fail(GEMINI_ERR_STATE, 0, "a host block is asked for while memory for one is made");
+  if (in_callback)
+    return gmi_fail(GEMINI_ERR_STATE, 0, "a host block is allocated by a callback of the host heap itself");
   if (alignment < ALIGN_LEAST) alignment = ALIGN_LEAST;
   pthread_mutex_lock(&b->lock);
   gemini_status_t status = RANGE_FULL;
@@ -485,6 +510,8 @@ gemini_status_t gmi_host_heap_alloc(gmi_host_heap_t *b, uint64_t size, uint64_t 
   return status;
 }
 
+/* Called with the lock held. Looks in the heap's own records whether a live block begins at this address before
+ * jemalloc sees it: a wrong pointer would damage jemalloc's records. */
 static gemini_status_t block_free(gmi_host_heap_t *b, void *block) {
   uint64_t offset = (uint64_t)((uintptr_t)block - (uintptr_t)b->config.base), place = offset / ALIGN_LEAST;
   if (offset < b->config.size_bytes && (uintptr_t)block % ALIGN_LEAST == 0) {
@@ -510,7 +537,7 @@ static gemini_status_t block_free(gmi_host_heap_t *b, void *block) {
 
 gemini_status_t gmi_host_heap_free(gmi_host_heap_t *b, void *block) {
   if (!block) return GEMINI_OK;
-  if (in_callback) return gmi_fail(GEMINI_ERR_STATE, 0, "a host block is freed while memory for one is made");
+  if (in_callback) return gmi_fail(GEMINI_ERR_STATE, 0, "a host block is freed by a callback of the host heap itself");
   pthread_mutex_lock(&b->lock);
   gemini_status_t status = block_free(b, block);
   pthread_mutex_unlock(&b->lock);

@@ -1,12 +1,15 @@
 /* Limits on memory: cgroups of both versions, the machine, resource limits. SPDX-License-Identifier: Apache-2.0
  *
- * A cgroup is limited by every cgroup above it, so all of them up to the mount point are read. What counts against a
- * cgroup includes file cache that the kernel drops when it needs the room; that part is not counted here, or a process
- * that has read a large file would seem to have no memory left.
+ * A cgroup is limited by every cgroup above it, so all of them up to the mount point are read. The memory charged to a
+ * cgroup includes file cache, which the kernel drops when it needs the memory; that part is not counted as used here,
+ * or a process that has read a large file would seem to have no memory left.
  *
- * Some virtual machines give memory as it is touched. MemTotal and MemAvailable then tell of the part given so far,
- * while the zones already span all of it. Zones that are much larger than MemTotal can as well mean that the host has
- * taken memory away for good; so that is believed only where a cgroup's limit promises more than MemTotal, too. */
+ * Some virtual machines receive memory only as it is touched. MemTotal and MemAvailable then cover the part received so
+ * far, while the zones already span all of it. But zones much larger than MemTotal can also mean that the host has
+ * taken memory away for good. The zones are therefore believed only where a cgroup's limit promises more than MemTotal,
+ * too.
+ *
+ * Runs on the caller's thread, without shared state. */
 #include "host/limits.h"
 
 #include <errno.h>
@@ -22,8 +25,8 @@
 
 /* ---- files */
 
-/* The whole file, NUL-terminated, to be freed; *text_out NULL when there is none. Files of /proc do not know their
- * size. */
+/* Reads a whole file, NUL-terminated; free *text_out. NULL: there is no such file, or it may not be read. It is read
+ * until its end, as files in /proc report size 0. */
 static gemini_status_t file_read(const char *root, const char *path, char **text_out) {
   char full[PATH_MAX];
   int length = snprintf(full, sizeof full, "%s%s", root, path);
@@ -42,7 +45,7 @@ static gemini_status_t file_read(const char *root, const char *path, char **text
     if (n < 0 && errno == EINTR) continue;
     if (n == 0) break;
     if (n < 0) {
-      /* The cgroup went away between open and read. */
+      /* ENODEV: the cgroup was removed between open and read, and so limits nothing. */
       if (errno != ENODEV) status = gmi_fail(GEMINI_ERR_IO, errno, "%s: %s", full, strerror(errno));
       free(text);
       close(fd);
@@ -61,10 +64,10 @@ static gemini_status_t file_read(const char *root, const char *path, char **text
   return GEMINI_OK;
 }
 
-/* Cuts the first line off *rest; NULL at the end. */
+/* Removes the first line from *rest and returns it; NULL at the end. */
 static char *line_next(char **rest) { return *rest && **rest ? strsep(rest, "\n") : NULL; }
 
-/* "123", "max" or "unlimited", followed by white space or the end. */
+/* Parses "123", "max" or "unlimited", followed by white space or the end. */
 static bool number_parse(const char *text, uint64_t *value_out) {
   static const char *const words[] = { "max", "unlimited" };
   text += strspn(text, " \t");
@@ -103,7 +106,7 @@ static uint64_t field_or_0(const char *text, const char *key) {
 
 static const gmi_limit_t no_limit = { GMI_LIMIT_NONE, 0, GMI_LIMIT_NONE, "" };
 
-/* Keeps the tighter of the two. */
+/* Replaces a limit by another one that leaves fewer free bytes. */
 static void limit_narrow(gmi_limit_t *binding, const gmi_limit_t *other) {
   if (other->free_bytes < binding->free_bytes) *binding = *other;
 }
@@ -125,7 +128,7 @@ typedef struct {
   const char *reclaimable[3]; /* keys of memory.stat; NULL: none */
 } cgroup_files_t;
 
-/* memory.high is a limit as well: beyond it the kernel slows the process down until it is nearly still. */
+/* memory.high counts as a limit: beyond it the kernel throttles the process until it hardly runs. */
 static const cgroup_files_t version2 = { { "memory.max", "memory.high" },
                                          "memory.current",
                                          { "inactive_file ", "active_file ", "slab_reclaimable " } };
@@ -150,7 +153,8 @@ static gemini_status_t cgroup_number(const char *root, const char *directory, co
   return status;
 }
 
-/* directory: of the file system, without root; name: how the cgroup is called in messages. */
+/* Narrows the binding limit by those of one cgroup. directory: its path without root; name: its name for messages.
+ * Usage is read only if there is a limit. */
 static gemini_status_t cgroup_read(const char *root, const char *directory, const char *name,
                                    const cgroup_files_t *files, gmi_limit_t *binding) {
   uint64_t used = 0;
@@ -160,7 +164,7 @@ static gemini_status_t cgroup_read(const char *root, const char *directory, cons
     bool found;
     gemini_status_t status = cgroup_number(root, directory, files->limits[i], &found, &limit);
     if (status) return status;
-    /* Version 1 writes "none" as the largest multiple of a page. */
+    /* Version 1 expresses "no limit" as the largest multiple of a page. */
     if (!found || limit >= UINT64_C(1) << 62) continue;
     if (!used_known) {
       status = cgroup_number(root, directory, files->current, &used_known, &used);
@@ -183,7 +187,7 @@ static gemini_status_t cgroup_read(const char *root, const char *directory, cons
   return GEMINI_OK;
 }
 
-/* \040 of mountinfo to the byte that it stands for, in place. */
+/* Decodes the octal escapes of mountinfo (\040 for a space), in place. */
 static void octal_decode(char *text) {
   char *to = text;
   for (const char *from = text; *from; to++) {
@@ -198,7 +202,7 @@ static void octal_decode(char *text) {
   *to = 0;
 }
 
-/* Is word one of the words in a list that commas separate? */
+/* Does a comma-separated list contain word? */
 static bool list_has(const char *list, const char *word) {
   size_t length = strlen(word);
   for (const char *at = list; (at = strstr(at, word)); at += length)
@@ -206,7 +210,8 @@ static bool list_has(const char *list, const char *word) {
   return false;
 }
 
-/* The part of path below the cgroup that is mounted, "" for that one itself; NULL when path lies elsewhere. */
+/* The part of a cgroup's path below the cgroup that is mounted ("" for that one itself); NULL: it does not lie
+ * below. */
 static const char *path_below(const char *path, const char *mount_root) {
   size_t length = strcmp(mount_root, "/") ? strlen(mount_root) : 0;
   if (strncmp(path, mount_root, length) || (path[length] != '/' && path[length])) return NULL;
@@ -214,12 +219,12 @@ static const char *path_below(const char *path, const char *mount_root) {
   return strcmp(path, "/") ? path : "";
 }
 
-/* One mounted hierarchy: the cgroup at path in it, and all above. */
+/* Reads the cgroup at path in one mounted hierarchy, and all cgroups above it. */
 static gemini_status_t hierarchy_read(const char *root, const char *mount_point, const char *mount_root,
                                       const char *path, const cgroup_files_t *files, gmi_limit_t *binding) {
   char directory[PATH_MAX], full[PATH_MAX];
-  /* In a container the path may be named as the host sees it, or climb out of what can be seen (/..): then the mount
-   * point is the nearest that is known of the own cgroup. */
+  /* In a container the path may be the host's, or lead out of the visible hierarchy (/..). The mount point is then the
+   * closest cgroup to the process's own that can be read. */
   const char *below = strstr(path, "/..") ? NULL : path_below(path, mount_root);
   int length = snprintf(directory, sizeof directory, "%s%s", mount_point, below ? below : "");
   int full_length = snprintf(full, sizeof full, "%s%s%s", root, mount_point, below ? below : "");
@@ -230,7 +235,7 @@ static gemini_status_t hierarchy_read(const char *root, const char *mount_point,
   for (;;) {
     gemini_status_t status = cgroup_read(root, directory, directory + top, files, binding);
     if (status || strlen(directory) <= top) return status;
-    *strrchr(directory, '/') = 0; /* below the mount point there is one */
+    *strrchr(directory, '/') = 0; /* to the parent; longer than the mount point, so there is a slash */
   }
 }
 
@@ -272,7 +277,7 @@ static gemini_status_t cgroups_read(const char *root, gmi_limit_t *binding) {
 
 /* ---- the machine */
 
-/* Memory that the kernel's zones span, given to it or not; 0 when not known. */
+/* The memory that the kernel's zones span, whether the machine has received it or not; 0: unknown. */
 static gemini_status_t present_read(const char *root, uint64_t *bytes_out) {
   char *text = NULL;
   *bytes_out = 0;
@@ -301,7 +306,7 @@ static gemini_status_t machine_read(const char *root, uint64_t cgroup_limit_byte
   if (!status) status = present_read(root, &present);
   if (status) return status;
   uint64_t total = total_kib * 1024, used = available_kib < total_kib ? (total_kib - available_kib) * 1024 : 0;
-  /* An eighth is more than what a kernel keeps for itself of the memory that it was given. */
+  /* MemTotal lacks what the kernel reserves for itself, which is less than an eighth. Only a larger gap counts. */
   uint64_t much = total + total / 8;
   if (cgroup_limit_bytes != GMI_LIMIT_NONE && cgroup_limit_bytes > much && present > much)
     limit_add(available_out, present, used, "MemAvailable and memory not in MemTotal yet", NULL);
@@ -311,7 +316,7 @@ static gemini_status_t machine_read(const char *root, uint64_t cgroup_limit_byte
 
 /* ---- resource limits */
 
-/* The soft limit of a line of /proc/self/limits; names have blanks, so the column is found by the name's length. */
+/* Adds the soft limit in a line of /proc/self/limits. line_name is the whole name, as names contain spaces. */
 static void rlimit_add(gmi_limit_t *binding, const char *limits, const char *line_name, const char *name,
                        uint64_t used_kib) {
   uint64_t limit = GMI_LIMIT_NONE;
@@ -325,7 +330,7 @@ static gemini_status_t rlimits_read(const char *root, gmi_limits_t *limits_out) 
   if (!status) {
     rlimit_add(&limits_out->process, limits, "Max address space ", "RLIMIT_AS", field_or_0(self, "VmSize:"));
     rlimit_add(&limits_out->process, limits, "Max data size ", "RLIMIT_DATA", field_or_0(self, "VmData:"));
-    /* The capability CAP_IPC_LOCK, bit 14, stands above the limit. */
+    /* With the capability CAP_IPC_LOCK (bit 14) RLIMIT_MEMLOCK does not apply. */
     const char *caps = self ? strstr(self, "\nCapEff:") : NULL;
     if (!caps || !(strtoull(caps + 8, NULL, 16) >> 14 & 1))
       rlimit_add(&limits_out->locked, limits, "Max locked memory ", "RLIMIT_MEMLOCK", field_or_0(self, "VmLck:"));

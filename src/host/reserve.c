@@ -1,4 +1,14 @@
-/* Reserving, committing and measuring the host tier's memory. SPDX-License-Identifier: Apache-2.0 */
+/* Reserves, commits, decommits and measures the host tier's memory. SPDX-License-Identifier: Apache-2.0
+ *
+ * The range is mapped once, PROT_NONE, and never unmapped before close, so its addresses stay its own. Committing a
+ * part takes two steps: mprotect() gives access in sections of OPEN_BYTES, which stay accessible from then on; then
+ * every page is touched, so that a lack of memory shows as an error here and not as a signal or the OOM killer at a
+ * later access. Decommitting is madvise(MADV_DONTNEED): pages go, access stays.
+ *
+ * First touch also decides where pages lie and takes most of the time (the kernel zeroes them). Large parts are touched
+ * by several short-lived threads on the cores near the wanted NUMA nodes; the calling thread works, too.
+ *
+ * The lock is held through a whole commit or decommit, so these are serialised; nothing else is called in it. */
 #include "host/reserve.h"
 
 #include <errno.h>
@@ -27,11 +37,13 @@
 #endif
 
 enum { THREADS_LIMIT = 64 };
-#define ALIGN_BYTES (UINT64_C(64) << 10) /* the smallest chunk, and a whole number of the blocks' units */
-#define SLICE_BYTES (UINT64_C(16) << 20) /* a thread takes so many at a time */
-#define OPEN_BYTES (UINT64_C(64) << 20)  /* access is opened for so many at a time, or mappings would be many */
-#define ALONE_BYTES (UINT64_C(64) << 20) /* up to so many, threads are not worth their start */
+#define ALIGN_BYTES (UINT64_C(64) << 10) /* size of the smallest chunk, and a multiple of the heap's unit */
+#define SLICE_BYTES (UINT64_C(16) << 20) /* what a touching thread takes at a time */
+#define OPEN_BYTES (UINT64_C(64) << 20)  /* unit of mprotect(): smaller ones would split the range into many mappings */
+#define ALONE_BYTES (UINT64_C(64) << 20) /* up to this size, starting threads costs more than it saves */
 
+/* COMING marks the grains that the current commit adds, so that a failure undoes those and no others. It exists only
+ * while the lock is held. */
 enum { GRAIN_EMPTY = 0, GRAIN_COMMITTED = 1, GRAIN_COMING = 2 };
 
 struct gmi_reserve {
@@ -43,11 +55,11 @@ struct gmi_reserve {
   uint32_t threads;
   bool bound;
   bool cpus_known;
-  cpu_set_t cpus; /* where to touch from */
+  cpu_set_t cpus; /* for touching threads: the process's cores, of these the ones near the nodes if bound */
   char note[240];
-  pthread_mutex_t lock;
+  pthread_mutex_t lock;     /* guards what follows; what precedes does not change after open */
   uint64_t committed_bytes; /* Guarded by lock */
-  bool *opened;             /* of each OPEN_BYTES: may be read and written; Guarded by lock */
+  bool *opened;             /* by section of OPEN_BYTES: it is accessible. Guarded by lock */
   uint8_t grains[];         /* GRAIN_*; Guarded by lock */
 };
 
@@ -72,7 +84,7 @@ static bool line_read(const char *root, const char *path, char *line, size_t siz
   return ok;
 }
 
-/* Bytes of a huge page, 0 where the system has none for us; the reason goes to note. */
+/* The size of a transparent huge page; 0: they are not available, and note says why. */
 static uint64_t huge_page_bytes(const char *root, char *note, size_t note_size) {
   char line[128];
   if (!line_read(root, "/sys/kernel/mm/transparent_hugepage/enabled", line, sizeof line)) {
@@ -83,7 +95,7 @@ static uint64_t huge_page_bytes(const char *root, char *note, size_t note_size) 
     snprintf(note, note_size, "no huge pages: /sys/kernel/mm/transparent_hugepage/enabled says never");
     return 0;
   }
-  uint64_t bytes = UINT64_C(2) << 20; /* on x86; older kernels do not tell */
+  uint64_t bytes = UINT64_C(2) << 20; /* the size on x86, for older kernels, which do not tell it */
   if (line_read(root, "/sys/kernel/mm/transparent_hugepage/hpage_pmd_size", line, sizeof line))
     bytes = strtoull(line, NULL, 10);
   if (bytes < 4096 || bytes > UINT64_C(1) << 30 || bytes & (bytes - 1)) {
@@ -93,8 +105,8 @@ static uint64_t huge_page_bytes(const char *root, char *note, size_t note_size) 
   return bytes;
 }
 
-/* The range, without access, between guard pages that it keeps; they also keep the kernel from merging the range with
- * a neighbour, so that smaps tells of it alone. */
+/* Maps the range, aligned, without access, between two guard pages. The guard pages catch accesses beyond the range,
+ * and keep the kernel from merging its mappings with neighbours', so that smaps reports it separately. */
 static uint8_t *range_map(uint64_t size_bytes, uint64_t page_bytes, uint64_t align_bytes) {
   uint64_t total = size_bytes + align_bytes + 2 * page_bytes;
   uint8_t *raw = mmap(NULL, total, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -111,6 +123,7 @@ static void range_unmap(uint8_t *base, uint64_t size_bytes, uint64_t page_bytes)
   munmap(base - page_bytes, size_bytes + 2 * page_bytes);
 }
 
+/* Sets the memory policy before any page exists: it decides where pages are placed when they are first touched. */
 static void range_bind(gmi_reserve_t *r, const gmi_reserve_config_t *config) {
   if (!config->topology || !config->node_count) return;
   char reason[160] = "";
@@ -146,7 +159,7 @@ gemini_status_t gmi_reserve_open(const gmi_reserve_config_t *config, gmi_reserve
     huge = 0;
   }
 #ifdef MADV_NOHUGEPAGE
-  if (!huge) madvise(base, size, MADV_NOHUGEPAGE); /* or grains would come in sizes of a huge page nevertheless */
+  if (!huge) madvise(base, size, MADV_NOHUGEPAGE); /* else touching one page could make a whole huge page exist */
 #endif
   uint64_t grain = huge ? huge : page, count = (size + grain - 1) / grain;
   gmi_reserve_t *r = calloc(1, sizeof *r + count);
@@ -164,7 +177,7 @@ gemini_status_t gmi_reserve_open(const gmi_reserve_config_t *config, gmi_reserve
   r->grain_bytes = grain;
   r->grain_count = count;
   memcpy(r->note, note, sizeof note);
-  /* A child could do nothing with the range, and copies at its writes would pass the budget. */
+  /* A forked child has no use for the range, and copy-on-write after a fork would take memory beyond the budget. */
   madvise(base, size, MADV_DONTFORK);
   prctl(PR_SET_VMA, PR_SET_VMA_ANON_NAME, base, size, "gemini host"); /* seen in /proc/PID/maps */
   r->cpus_known = sched_getaffinity(0, sizeof r->cpus, &r->cpus) == 0;
@@ -194,18 +207,22 @@ uint64_t gmi_reserve_grain(const gmi_reserve_t *r) { return r->grain_bytes; }
 
 /* ---- first touch */
 
+/* A part that several threads touch. Lives on the stack of range_touch(), which joins all threads: the joins order
+ * everything that they did before its return, so the two atomics can be relaxed. */
 typedef struct {
   uint8_t *begin, *end;
   uint64_t page_bytes;
-  _Atomic uint64_t next; /* Atomic: offset of the first slice that nobody has taken */
-  _Atomic int error;     /* Atomic: errno of a failure; others stop then */
+  _Atomic uint64_t next; /* Atomic: offset of the first slice that no thread has taken. Relaxed: it only divides work */
+  _Atomic int error;     /* Atomic: errno of a failure, or 0. Relaxed: a hint to stop; returned after the joins */
 } touch_t;
 
+/* Makes the pages of a slice exist. MADV_POPULATE_WRITE reports a lack of memory as an error; touching by hand, which
+ * older kernels need, cannot. Returns 0 or an errno. */
 static int slice_touch(uint8_t *begin, uint64_t bytes, uint64_t page_bytes) {
   while (madvise(begin, bytes, MADV_POPULATE_WRITE)) {
     if (errno == EINTR || errno == EAGAIN) continue;
     if (errno != EINVAL) return errno;
-    /* An older kernel. Adding nothing changes no byte, whatever else is done to the page meanwhile. */
+    /* EINVAL: the kernel is older than 5.14. An atomic OR with 0 is a write that cannot change or lose a byte. */
     for (uint64_t at = 0; at < bytes; at += page_bytes) __atomic_fetch_or(begin + at, 0, __ATOMIC_RELAXED);
     break;
   }
@@ -224,7 +241,8 @@ static void *touch_main(void *user) {
   return NULL;
 }
 
-/* Returns an errno. The calling thread works, too: a thread that cannot be had is not missed. */
+/* Touches a part with as many threads as there are slices and cores. The calling thread works, too, so a thread that
+ * cannot be started only makes it slower. Returns 0 or an errno. */
 static int range_touch(gmi_reserve_t *r, uint8_t *begin, uint64_t bytes) {
   touch_t t = { begin, begin + bytes, r->page_bytes, 0, 0 };
   pthread_t threads[THREADS_LIMIT];
@@ -237,7 +255,7 @@ static int range_touch(gmi_reserve_t *r, uint8_t *begin, uint64_t bytes) {
     sigset_t all, before;
     pthread_attr_t attr;
     sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before); /* the program's signals are not for these threads */
+    pthread_sigmask(SIG_SETMASK, &all, &before); /* inherited by the threads: they take none of the program's signals */
     bool placed = !pthread_attr_init(&attr);
     if (placed && r->cpus_known) pthread_attr_setaffinity_np(&attr, sizeof r->cpus, &r->cpus);
     while (started < wanted && !pthread_create(&threads[started], placed ? &attr : NULL, touch_main, &t)) started++;
@@ -251,8 +269,8 @@ static int range_touch(gmi_reserve_t *r, uint8_t *begin, uint64_t bytes) {
 
 /* ---- parts */
 
-/* Only here are bytes promised, where the system counts promises (vm.overcommit_memory, RLIMIT_DATA). Returns an errno;
- * the lock is held. */
+/* Makes a part accessible. Where the system limits promised memory (vm.overcommit_memory, RLIMIT_DATA) this is what
+ * counts against the limit. Called with the lock held. Returns 0 or an errno. */
 static int range_open(gmi_reserve_t *r, uint64_t offset, uint64_t bytes) {
   for (uint64_t i = offset / OPEN_BYTES; i <= (offset + bytes - 1) / OPEN_BYTES; i++) {
     uint64_t begin = i * OPEN_BYTES, left = r->size_bytes - begin;
@@ -273,7 +291,7 @@ static gemini_status_t part_check(const gmi_reserve_t *r, uint64_t offset, uint6
   return GEMINI_OK;
 }
 
-/* The first run of grains from *first up to last that are in state. */
+/* Finds the first run of neighbouring grains in a state, from *first up to last (exclusive). */
 static bool run_find(const gmi_reserve_t *r, uint64_t *first, uint64_t last, uint8_t state, uint64_t *count_out) {
   uint64_t at = *first;
   while (at < last && r->grains[at] != state) at++;
@@ -289,6 +307,9 @@ static uint64_t run_bytes(const gmi_reserve_t *r, uint64_t first, uint64_t count
   return (end < r->size_bytes ? end : r->size_bytes) - begin; /* the last grain may be short */
 }
 
+/* First loop: mark the empty grains COMING and make their pages exist, run by run, up to the first failure. Second
+ * loop: turn COMING into COMMITTED, or, after a failure, give the pages back and turn it into EMPTY. Sections that were
+ * made accessible stay so. */
 gemini_status_t gmi_reserve_commit(gmi_reserve_t *r, uint64_t offset, uint64_t size) {
   gemini_status_t status = part_check(r, offset, size);
   if (status) return status;
@@ -335,7 +356,7 @@ gemini_status_t gmi_reserve_decommit(gmi_reserve_t *r, uint64_t offset, uint64_t
   return status;
 }
 
-/* ---- figures */
+/* ---- figures. Sums up the entries of smaps that lie within the range; mprotect() may have split it into several. */
 
 gemini_status_t gmi_reserve_figures(gmi_reserve_t *r, gmi_reserve_figures_t *figures_out) {
   gmi_reserve_figures_t f = { .size_bytes = r->size_bytes, .grain_bytes = r->grain_bytes, .bound = r->bound };

@@ -1,7 +1,8 @@
 /* Topologies from hwloc: this machine's, or a saved one. SPDX-License-Identifier: Apache-2.0
  *
- * What is asked for often is copied out of hwloc's tree when it is loaded; the tree stays for common ancestors and for
- * binding, both of which only read it. */
+ * Loading copies nodes, GPUs and disks out of hwloc's tree into arrays, in the public form. The tree is kept for
+ * finding common ancestors and for binding memory. Neither the arrays nor the tree change after loading, so queries
+ * take no lock. All runs on the caller's thread; a saved file is tried in a child process first. */
 #include "host/topology.h"
 
 #include <dirent.h>
@@ -32,7 +33,7 @@ enum { DISKS_LIMIT = 64, STACK_LIMIT = 16 };
 typedef struct {
   gemini_topology_object_t info;
   hwloc_obj_t obj;
-  hwloc_const_nodeset_t near; /* nodes that it is local to; NULL: not known */
+  hwloc_const_nodeset_t near; /* nodes that it is local to, in hwloc's tree; NULL: unknown */
 } object_t;
 
 typedef struct {
@@ -74,12 +75,13 @@ static uint32_t node_index(const gmi_topology_t *t, unsigned system_index) {
   return GEMINI_INDEX_NONE;
 }
 
-/* Where an I/O object is attached, and its nearest node: the first of these that has memory. */
+/* Sets the nodes that an I/O object is attached to, and its nearest node: the first of them that has memory, else the
+ * first. */
 static void object_locate(gmi_topology_t *t, object_t *p) {
   const objects_t *nodes = &t->objects[GEMINI_OBJECT_NODE];
   hwloc_obj_t at = hwloc_get_non_io_ancestor_obj(t->hwloc, p->obj);
   hwloc_const_nodeset_t all = hwloc_topology_get_topology_nodeset(t->hwloc);
-  /* What hangs at the root of a machine with several nodes is there because the firmware did not say better. */
+  /* On a machine with several nodes, an object attached to the root is one whose place the firmware did not tell. */
   if (!at || !at->nodeset || (nodes->count > 1 && hwloc_bitmap_isincluded(all, at->nodeset))) return;
   p->near = at->nodeset;
   int n = -1;
@@ -105,7 +107,8 @@ static void object_pci(object_t *p) {
   snprintf(p->info.pci, sizeof p->info.pci, "%04x:%02x:%02x.%x", a->domain, a->bus, a->dev, a->func);
 }
 
-/* Displays of management controllers are no GPUs: only makers of GPUs count. */
+/* A display controller or processing accelerator of NVIDIA, AMD or Intel. Other makers' displays are mostly those of
+ * management controllers. */
 static bool is_gpu(hwloc_obj_t obj) {
   const struct hwloc_pcidev_attr_s *a = &obj->attr->pcidev;
   bool maker = a->vendor_id == 0x10de || a->vendor_id == 0x1002 || a->vendor_id == 0x8086;
@@ -164,21 +167,21 @@ static gemini_status_t disks_collect(gmi_topology_t *t) {
   return GEMINI_OK;
 }
 
-/* A saved topology: the text of its file, with a NUL behind it. */
+/* A saved topology: the contents of its file, NUL-terminated. */
 typedef struct {
   const char *path;
   char *bytes;
-  size_t size; /* with the NUL */
+  size_t size; /* including the NUL */
 } saved_t;
 
 /* saved: NULL for this machine. */
 static gemini_status_t hwloc_load(const saved_t *saved, hwloc_topology_t *hwloc_out) {
-  /* What these find out, they find out by starting the GPU's driver in this process, which then cannot fork. */
+  /* These components start a GPU driver in this process, after which the process could not fork any more. */
   static const char *const unwanted[] = { "cuda", "nvml", "rsmi", "levelzero", "opencl", "gl" };
   hwloc_topology_t h;
   if (hwloc_topology_init(&h)) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, errno, "hwloc: %s", strerror(errno));
   for (size_t i = 0; i < sizeof unwanted / sizeof *unwanted; i++)
-    hwloc_topology_set_components(h, HWLOC_TOPOLOGY_COMPONENTS_FLAG_BLACKLIST, unwanted[i]); /* or it is not there */
+    hwloc_topology_set_components(h, HWLOC_TOPOLOGY_COMPONENTS_FLAG_BLACKLIST, unwanted[i]); /* may not be installed */
   gemini_status_t status = GEMINI_OK;
   if (hwloc_topology_set_io_types_filter(h, HWLOC_TYPE_FILTER_KEEP_IMPORTANT) ||
       (saved && hwloc_topology_set_xmlbuffer(h, saved->bytes, (int)saved->size)) || hwloc_topology_load(h)) {
@@ -212,8 +215,8 @@ static gemini_status_t load(const saved_t *saved, gmi_topology_t **topology_out)
 
 /* ---- saved topologies
  *
- * hwloc trusts what is in such a file: a damaged one can crash it. So a child process loads it first, and asks
- * everything that can be asked. */
+ * hwloc trusts the contents of such a file: a damaged one can crash it. So a child process loads the file first, and
+ * makes every query that the public functions can make. */
 enum { SAVED_MOST = 64 << 20, CHILD_SECONDS = 10 };
 
 static gemini_status_t saved_read(const char *path, saved_t *saved_out) {
@@ -259,7 +262,8 @@ static void ask_everything(const gmi_topology_t *t) {
   }
 }
 
-/* In the child, which must leave no trace: no output, no dump, no handler of the program's. */
+/* The child's part. It must have no effects of its own: no output, no core dump, no signal handlers or atexit functions
+ * of the program. alarm() ends it if hwloc hangs. */
 static void child_load(const saved_t *saved, int answer) {
   static const int faults[] = { SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT, SIGALRM, SIGSYS, SIGTRAP };
   for (size_t i = 0; i < sizeof faults / sizeof *faults; i++) signal(faults[i], SIG_DFL);
@@ -278,6 +282,7 @@ static void child_load(const saved_t *saved, int answer) {
   _exit(0);
 }
 
+/* Lets a child process try the file. It answers with one byte; the end of the pipe without one means that it died. */
 static gemini_status_t saved_check(const saved_t *saved) {
   int ends[2];
   if (pipe2(ends, O_CLOEXEC))
@@ -290,7 +295,7 @@ static gemini_status_t saved_check(const saved_t *saved) {
   while (child > 0 && read(ends[0], &said, 1) < 0 && errno == EINTR) continue;
   close(ends[0]);
   while (child > 0 && waitpid(child, NULL, 0) < 0 && errno == EINTR)
-    continue; /* or the program waits for all of its own */
+    continue; /* fails when the program's own wait() has reaped the child already, which does no harm */
   if (error)
     return gmi_fail(GEMINI_ERR_OOM_SYSTEM, error, "no process could be started to look at %s: %s", saved->path,
                     strerror(error));
@@ -343,9 +348,11 @@ gemini_status_t gmi_topology_object(const gmi_topology_t *t, uint32_t kind, uint
   return gmi_struct_out(object_out, &info, sizeof info, GMI_V1_TOPOLOGY_OBJECT, "object_out");
 }
 
+/* Judged by the deepest common ancestor if that is an I/O object, else by the nodes and packages of the two. */
 static uint32_t distance(const gmi_topology_t *t, const object_t *a, const object_t *b) {
   if (a == b) return GEMINI_DISTANCE_SAME;
-  /* The deepest object that both hang under. Objects of I/O have no depth to compare by. */
+  /* The deepest common ancestor. hwloc gives I/O objects no meaningful depth, so all pairs of ancestors are
+   * compared. */
   hwloc_obj_t common = a->obj;
   for (; common; common = common->parent) {
     hwloc_obj_t up = b->obj;
@@ -407,8 +414,9 @@ typedef struct {
   uint32_t count;
 } leaves_t;
 
-/* The whole disks below a block device, whose directory in sysfs is given: partitions lie in their disk's directory,
- * stacked devices (dm, md) have links to what they are made of in slaves/. */
+/* Collects the whole disks that a block device consists of. directory: the device's in sysfs. A partition's directory
+ * lies in its disk's; a stacked device (dm, md) has links to its components in slaves/. STACK_LIMIT ends the recursion
+ * in a broken tree. */
 static void leaves_collect(const char *directory, uint32_t depth, leaves_t *leaves) {
   char path[PATH_MAX], real[PATH_MAX];
   if (depth > STACK_LIMIT || !realpath(directory, real)) return;
@@ -432,7 +440,8 @@ static void leaves_collect(const char *directory, uint32_t depth, leaves_t *leav
   if (length > 0 && (size_t)length < sizeof *leaves->names) leaves->count++;
 }
 
-/* Some file systems (btrfs) have device numbers of their own: the mount table says what they were mounted from. */
+/* The name of the block device that a file system was mounted from, by the mount table. Some file systems (btrfs)
+ * report device numbers of their own, which no block device has. */
 static bool mount_source(const char *root, uint32_t major_number, uint32_t minor_number, char *name, size_t size) {
   char path[PATH_MAX], source[PATH_MAX], wanted[32], *line = NULL;
   size_t capacity = 0;
@@ -491,7 +500,7 @@ uint32_t gmi_topology_node_of(const gmi_topology_t *t, const uint32_t *disks, ui
 
 /* ---- memory and processors */
 
-/* The set of nodes' system numbers; NULL when an index is out of range or memory is short. */
+/* The set of the nodes' system numbers; NULL: an index is out of range, or there is no memory. */
 static hwloc_nodeset_t nodeset_make(const gmi_topology_t *t, const uint32_t *nodes, uint32_t node_count) {
   hwloc_nodeset_t set = hwloc_bitmap_alloc();
   for (uint32_t i = 0; set && i < node_count; i++) {
@@ -506,7 +515,7 @@ static hwloc_nodeset_t nodeset_make(const gmi_topology_t *t, const uint32_t *nod
 
 bool gmi_topology_bind(const gmi_topology_t *t, void *begin, uint64_t size_bytes, const uint32_t *nodes,
                        uint32_t node_count, char *reason, size_t reason_size) {
-  /* hwloc pretends to bind on a machine that is not this one. */
+  /* For a topology of another machine hwloc reports success without binding. */
   if (!hwloc_topology_is_thissystem(t->hwloc)) {
     snprintf(reason, reason_size, "the topology is a saved one, not this machine's");
     return false;
@@ -516,7 +525,7 @@ bool gmi_topology_bind(const gmi_topology_t *t, void *begin, uint64_t size_bytes
     snprintf(reason, reason_size, "a node's index is out of range, or memory is short");
     return false;
   }
-  /* Not strict: on full nodes, strict memory ends in the kernel killing the process. */
+  /* Not HWLOC_MEMBIND_STRICT: with strict binding the kernel kills the process when the nodes are full. */
   bool ok = !hwloc_set_area_membind(t->hwloc, begin, size_bytes, set, HWLOC_MEMBIND_BIND, HWLOC_MEMBIND_BYNODESET);
   if (!ok) snprintf(reason, reason_size, "%s", strerror(errno));
   hwloc_bitmap_free(set);
@@ -536,15 +545,19 @@ bool gmi_topology_cpus(const gmi_topology_t *t, const uint32_t *nodes, uint32_t 
   return CPU_COUNT(cpus_out) > 0;
 }
 
-/* ---- handles: [63:60] type, [59:8] generation, [7:0] entry */
+/* ---- handles: bits [63:60] type, [59:8] generation, [7:0] entry in live[]. The generation makes each handle unique,
+ * so that one of a closed topology is recognised although its entry is used again. */
 
 enum { ENTRIES = 64 };
 static struct {
-  _Atomic uint64_t id; /* of its handle; 0: free, so that the handle of a closed topology never matches */
+  /* Atomic: the id of its handle; 0: free, so that the handle of a closed topology never matches. Stored with release
+   * after topology; pairs with the acquire load in topology_get(), which then reads the topology that belongs to the
+   * handle, without the lock. Closing while another call uses the handle is the caller's error. */
+  _Atomic uint64_t id;
   gmi_topology_t *topology;
 } live[ENTRIES];
-static pthread_mutex_t live_lock = PTHREAD_MUTEX_INITIALIZER;
-static uint64_t live_generation; /* Guarded by live_lock */
+static pthread_mutex_t live_lock = PTHREAD_MUTEX_INITIALIZER; /* held to open and close; innermost */
+static uint64_t live_generation;                              /* Guarded by live_lock */
 
 static gmi_topology_t *topology_get(gemini_topology_t handle) {
   uint64_t id = gmi_id(handle);
@@ -555,7 +568,8 @@ static gmi_topology_t *topology_get(gemini_topology_t handle) {
   return NULL;
 }
 
-/* A forked child has topologies as they were: they are nothing but memory. */
+/* A forked child keeps its parent's topologies, as they are nothing but memory. Only the lock needs care: fork() waits
+ * for its holder, and the child makes it anew. */
 static void fork_prepare(void) { pthread_mutex_lock(&live_lock); }
 static void fork_parent(void) { pthread_mutex_unlock(&live_lock); }
 static void fork_child(void) { pthread_mutex_init(&live_lock, NULL); }
@@ -589,7 +603,7 @@ gemini_status_t gemini_topology_open(const char *xml_path, gemini_topology_t *to
 
 static gemini_status_t topology_close(gemini_topology_t handle) {
   if (!handle) return GEMINI_OK;
-  pthread_mutex_lock(&live_lock); /* of two that close the same one, one does */
+  pthread_mutex_lock(&live_lock); /* of two threads that close the same handle, one succeeds */
   gmi_topology_t *t = topology_get(handle);
   if (t) {
     atomic_store_explicit(&live[gmi_id(handle) & 255].id, 0, memory_order_release);

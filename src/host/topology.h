@@ -1,6 +1,6 @@
-/* The machine's NUMA nodes, GPUs and disks, and how near they are to each other. SPDX-License-Identifier: Apache-2.0
+/* The machine's NUMA nodes, GPUs and disks, and the distances between them. SPDX-License-Identifier: Apache-2.0
  *
- * A topology does not change once it is loaded. Threads: any, but for gmi_topology_free(). */
+ * A topology does not change once it is loaded. Threads: any; during gmi_topology_free() no other call may run. */
 #ifndef GMI_TOPOLOGY_H
 #define GMI_TOPOLOGY_H
 
@@ -16,11 +16,11 @@ enum { GMI_HANDLE_TOPOLOGY = 6 }; /* beside those of core/manager.h */
 
 typedef struct gmi_topology gmi_topology_t;
 
-/* path: as of gemini_topology_open(). Blocks: tens of milliseconds on a large machine. */
+/* path: as for gemini_topology_open(). This call blocks for tens of milliseconds on a large machine. */
 gemini_status_t gmi_topology_load(const char *path, gmi_topology_t **topology_out);
 void gmi_topology_free(gmi_topology_t *topology); /* NULL is accepted */
 
-/* What the public functions of the same names do, on a topology without a handle. */
+/* The public functions of the same names, for a topology without a handle. */
 uint32_t gmi_topology_count(const gmi_topology_t *topology, uint32_t kind);
 gemini_status_t gmi_topology_object(const gmi_topology_t *topology, uint32_t kind, uint32_t index,
                                     gemini_topology_object_t *object_out);
@@ -29,20 +29,21 @@ gemini_status_t gmi_topology_distance(const gmi_topology_t *topology, uint32_t k
 gemini_status_t gmi_topology_nearest(const gmi_topology_t *topology, uint32_t kind, uint32_t index,
                                      uint32_t wanted_kind, uint32_t *index_out);
 
-/* The GPU at this address on the PCI bus, GEMINI_INDEX_NONE when there is none. */
+/* The GPU at this PCI address; GEMINI_INDEX_NONE: there is none. */
 uint32_t gmi_topology_gpu_at(const gmi_topology_t *topology, const char *pci);
-/* The disks below the block device major:minor. root is put before /sys and /proc: "", or a test's directory. */
+/* The disks that the block device major:minor consists of. root is prefixed to /sys and /proc: "", or a test's
+ * directory. */
 gemini_status_t gmi_topology_disks_of(const gmi_topology_t *topology, const char *root, uint32_t major_number,
                                       uint32_t minor_number, uint32_t *disks_out, uint32_t capacity,
                                       uint32_t *count_out);
-/* The node near all of these disks, GEMINI_INDEX_NONE when they differ. */
+/* The node that is nearest to all of these disks; GEMINI_INDEX_NONE: they have different ones. */
 uint32_t gmi_topology_node_of(const gmi_topology_t *topology, const uint32_t *disks, uint32_t count);
 
-/* Lets pages of a range that do not exist yet come from these nodes first, from others when these are full. False
- * when the system refuses, or the topology is not this machine's: reason says why. */
+/* Makes pages of a range that do not exist yet come from these nodes, or from others when these are full. False: the
+ * system refuses, or the topology is not this machine's; reason says why. */
 bool gmi_topology_bind(const gmi_topology_t *topology, void *begin, uint64_t size_bytes, const uint32_t *nodes,
                        uint32_t node_count, char *reason, size_t reason_size);
-/* The processors of these nodes; false when there are none or one does not fit. */
+/* The processors of these nodes. False: they have none, or one has a number that cpu_set_t cannot hold. */
 bool gmi_topology_cpus(const gmi_topology_t *topology, const uint32_t *nodes, uint32_t node_count, cpu_set_t *cpus_out);
 
 #endif

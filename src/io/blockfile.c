@@ -1,5 +1,14 @@
-/* A file that blocks lie in: made without a name or with one, its space reserved. SPDX-License-Identifier:
- * Apache-2.0 */
+/* Opens, locks, resizes and closes the files that hold blocks. SPDX-License-Identifier: Apache-2.0
+ *
+ * An unnamed file is made with O_TMPFILE, or created and unlinked at once where the file system lacks that. A named
+ * file is opened twice: first without O_DIRECT, to check what it is, then with O_DIRECT, and the two must be the same
+ * file. O_DIRECT is given up, with a note, where the file system refuses it or demands an alignment that blocks do not
+ * have.
+ *
+ * Descriptors are opened and closed between gmi_fork_hold() and gmi_fork_let(), so that a child forked at any moment
+ * closes exactly those that are open: an open copy would hold the file's lock and space.
+ *
+ * Runs on the caller's thread: at open, or with the store's admin lock held. */
 #include "io/blockfile.h"
 
 #include <errno.h>
@@ -19,7 +28,7 @@
 #include "base/status.h"
 #include "io/engine.h"
 
-enum { BUFFER_ALIGNMENT = 4096 };                   /* of a store's buffers */
+enum { BUFFER_ALIGNMENT = 4096 };                   /* what callers of the store guarantee for buffers */
 enum { LOCK_TRIES = 400, LOCK_PAUSE_NS = 5000000 }; /* two seconds */
 
 void gmi_note_add(gmi_note_t *note, const char *format, ...) {
@@ -28,7 +37,7 @@ void gmi_note_add(gmi_note_t *note, const char *format, ...) {
   va_start(args, format);
   vsnprintf(part, sizeof part, format, args);
   va_end(args);
-  if (strstr(note->text, part)) return; /* each directory says it */
+  if (strstr(note->text, part)) return; /* several directories may report the same */
   size_t length = strlen(note->text);
   snprintf(note->text + length, sizeof note->text - length, "%s%s", length ? "; " : "", part);
 }
@@ -42,6 +51,7 @@ void gmi_blockfile_name(const gmi_blockfile_t *file, char text_out[GMI_BLOCKFILE
            cut ? name + length - MOST : name);
 }
 
+/* open(), repeated while a signal interrupts it. */
 static int open_again(const gmi_sys_t *sys, const char *path, int flags) {
   int fd;
   do fd = sys->open(path, flags | O_RDWR | O_CLOEXEC, 0600);
@@ -57,7 +67,8 @@ static void close_fd(gmi_blockfile_t *file) {
   gmi_fork_let();
 }
 
-/* Where the file system has no files without a name: one with a name that goes at once, while it is still empty. */
+/* For file systems without O_TMPFILE: creates a file under a random name and unlinks it at once, while it is empty, so
+ * that a kill in between leaves an empty file at most. It is opened again, with O_DIRECT, while it has its name. */
 static gemini_status_t open_and_unlink(gmi_blockfile_t *file, bool direct) {
   const gmi_sys_t *sys = file->sys;
   static const char template[] = "/.gemini.XXXXXX";
@@ -90,7 +101,7 @@ static gemini_status_t open_unnamed(gmi_blockfile_t *file, bool direct) {
   file->direct = file->fd >= 0;
   if (file->fd < 0) file->fd = open_again(file->sys, file->directory, O_TMPFILE | O_EXCL);
   if (file->fd >= 0) return GEMINI_OK;
-  /* What kernels and file systems answer that know no O_TMPFILE. */
+  /* The errors of kernels and file systems that do not know O_TMPFILE. */
   if (errno == EOPNOTSUPP || errno == EISDIR || errno == EINVAL || errno == ENOSYS)
     return open_and_unlink(file, direct);
   return gmi_fail(gmi_file_status(errno), errno, "file tier: could not make a file in %s: %s", file->directory,
@@ -110,6 +121,8 @@ gemini_status_t gmi_file_check_own(const gmi_sys_t *sys, int fd, const char *pat
   return GEMINI_OK;
 }
 
+/* O_NOFOLLOW: a symbolic link could lead to another user's file. O_NONBLOCK: opening a FIFO must not block; the check
+ * afterwards refuses it. */
 static gemini_status_t open_named(gmi_blockfile_t *file, bool direct, uint32_t flags) {
   const gmi_sys_t *sys = file->sys;
   struct stat info, again_info;
@@ -120,7 +133,8 @@ static gemini_status_t open_named(gmi_blockfile_t *file, bool direct, uint32_t f
   }
   if (fd < 0) fd = open_again(sys, file->path, O_NOFOLLOW | O_NONBLOCK);
   if (fd < 0 && errno == ENOENT && !(flags & GMI_BLOCKFILE_MAKE))
-    return gmi_fail(GEMINI_ERR_FORMAT, ENOENT, "file tier: %s is missing, of which the index speaks", file->path);
+    return gmi_fail(GEMINI_ERR_FORMAT, ENOENT, "file tier: %s is missing, but there is an index that needs it",
+                    file->path);
   if (fd < 0)
     return gmi_fail(gmi_file_status(errno), errno, "file tier: could not open %s: %s", file->path, strerror(errno));
   file->fd = fd;
@@ -143,8 +157,9 @@ static gemini_status_t open_named(gmi_blockfile_t *file, bool direct, uint32_t f
   return GEMINI_OK;
 }
 
-/* Locks the descriptor that transfers go through: the ring of a process that was killed holds it, and the lock with it,
- * until the last of that process's writes is over. That is waited for. */
+/* Locks the descriptor that transfers use. The ring of a killed process keeps its descriptor, and with it the lock,
+ * until that process's last write is over; the lock is therefore tried for two seconds. A file system without locks is
+ * noted. BUSY also when the file lost its name meanwhile: its owner removed it before this call got the lock. */
 static gemini_status_t lock_named(gmi_blockfile_t *file, gmi_note_t *note) {
   const gmi_sys_t *sys = file->sys;
   int result;
@@ -158,14 +173,15 @@ static gemini_status_t lock_named(gmi_blockfile_t *file, gmi_note_t *note) {
   struct stat info;
   if (sys->fstat(file->fd, &info))
     return gmi_fail(GEMINI_ERR_IO, errno, "file tier: could not look up %s: %s", file->path, strerror(errno));
-  if (others || !info.st_nlink) { /* or its owner removed it just now */
-    file->made = false;
+  if (others || !info.st_nlink) {
+    file->made = false; /* a file of this name is another process's now: it must not be unlinked */
     return gmi_fail(GEMINI_ERR_BUSY, EWOULDBLOCK, "file tier: %s is in use by another process or manager", file->path);
   }
   file->opened_bytes = file->size_bytes = (uint64_t)info.st_size;
   return GEMINI_OK;
 }
 
+/* The first length bytes of directory, and "/name" unless name is NULL; to be freed. */
 static char *joined(const char *directory, size_t length, const char *name) {
   size_t more = name ? strlen(name) + 1 : 0;
   char *path = malloc(length + more + 1);
@@ -188,6 +204,7 @@ gemini_status_t gmi_blockfile_open(gmi_blockfile_t *file, const gmi_sys_t *sys, 
   if (!file->directory || (name && !file->path))
     status = gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the name of a file");
 
+  /* At most two rounds: with O_DIRECT, and without it if its alignment does not suit. */
   bool direct = true;
   gmi_fork_hold();
   while (!status) {
@@ -206,7 +223,7 @@ gemini_status_t gmi_blockfile_open(gmi_blockfile_t *file, const gmi_sys_t *sys, 
     close_fd(file);
     file->direct = direct = false;
   }
-  gmi_fork_close(file->fd); /* a child would hold the lock, and the space */
+  gmi_fork_close(file->fd); /* a child's copy would hold the lock and the space */
   gmi_fork_let();
   if (!status && name) status = lock_named(file, note);
   struct statfs info;
@@ -219,7 +236,8 @@ gemini_status_t gmi_blockfile_open(gmi_blockfile_t *file, const gmi_sys_t *sys, 
   return status;
 }
 
-/* Asked before anything is touched: a reservation that fails in the end may take all there is until it does. */
+/* Is there space for size_bytes? Asked before fallocate(), which may take all free space of the file system before it
+ * fails, so that other programs run out of space meanwhile. An unknown answer counts as yes. */
 static gemini_status_t check_space(const gmi_blockfile_t *file, uint64_t size_bytes, uint64_t *free_out) {
   struct statfs info;
   struct stat now;
@@ -238,7 +256,8 @@ static int truncate_to(const gmi_blockfile_t *file, uint64_t size_bytes) {
   return result;
 }
 
-/* Makes the file longer, with space for it where that can be had. Returns an errno. */
+/* Extends the file to size_bytes, with its space reserved where the file system can do that; elsewhere only the size is
+ * set, and writes may find the disk full. Returns 0 or an errno. */
 static int lengthen(gmi_blockfile_t *file, uint64_t size_bytes, gmi_note_t *note) {
   int result = -1;
   uint64_t from = file->reserved_bytes;
@@ -255,6 +274,7 @@ static int lengthen(gmi_blockfile_t *file, uint64_t size_bytes, gmi_note_t *note
   return truncate_to(file, size_bytes) ? errno : 0;
 }
 
+/* gmi_file_limit_begin() blocks SIGXFSZ: passing RLIMIT_FSIZE must be an error here, not the end of the process. */
 gemini_status_t gmi_blockfile_resize(gmi_blockfile_t *file, uint64_t size_bytes, gmi_note_t *note) {
   char name[GMI_BLOCKFILE_NAME_BYTES];
   gmi_blockfile_name(file, name);
@@ -273,7 +293,7 @@ gemini_status_t gmi_blockfile_resize(gmi_blockfile_t *file, uint64_t size_bytes,
   int error = check_space(file, size_bytes, &free_bytes) ? ENOSPC : lengthen(file, size_bytes, note);
   gmi_file_limit_end(&limit);
   if (error) {
-    /* Part of it may have been reserved. */
+    /* fallocate() may have reserved a part before it failed. */
     if (truncate_to(file, file->size_bytes)) gmi_note_add(note, "%s could not be shortened again", name);
     char room[80] = "";
     if (free_bytes != UINT64_MAX)
@@ -292,7 +312,7 @@ gemini_status_t gmi_directory_sync(const gmi_sys_t *sys, const char *directory) 
   result = fd < 0 ? -1 : sys->fsync(fd);
   int error = result ? errno : 0;
   if (fd >= 0) sys->close(fd);
-  /* Some file systems do not sync directories; nothing can be done there. */
+  /* EINVAL: this file system does not sync directories. There is no other way, so this is no failure. */
   if (error && error != EINVAL)
     return gmi_fail(gmi_file_status(error), error, "file tier: could not sync the directory %s: %s", directory,
                     strerror(error));
@@ -304,7 +324,8 @@ void gmi_blockfile_remove(const gmi_blockfile_t *file) {
 }
 
 void gmi_blockfile_close(gmi_blockfile_t *file) {
-  /* A ring may hold the file, and its lock, for a while after the engine was closed. */
+  /* Closing the descriptor alone might not release the lock: a ring may keep the open file for a while after the engine
+   * was closed. */
   if (file->path && file->fd >= 0) (void)file->sys->flock(file->fd, LOCK_UN);
   close_fd(file);
   free(file->directory);

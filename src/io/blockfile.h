@@ -1,5 +1,8 @@
-/* A file that blocks lie in: made without a name or with one, its space reserved. SPDX-License-Identifier:
- * Apache-2.0 */
+/* A file that holds blocks, without a name or with one, and the reservation of its space.
+ * SPDX-License-Identifier: Apache-2.0
+ *
+ * A file without a name vanishes when its last descriptor is closed. A named one stays, and is locked with flock()
+ * while it is open. Threads: one at a time per file. */
 #ifndef GMI_BLOCKFILE_H
 #define GMI_BLOCKFILE_H
 
@@ -13,41 +16,43 @@ typedef struct gmi_blockfile {
   const gmi_sys_t *sys;
   int fd;                   /* -1: not open */
   bool direct;              /* opened with O_DIRECT */
-  uint32_t alignment_bytes; /* direct: of offsets, sizes and buffers */
-  bool reserves;            /* the file system can reserve space */
-  bool made;                /* has a name, and got it here */
+  uint32_t alignment_bytes; /* of offsets, sizes and buffers; set only when direct */
+  bool reserves;            /* the file system can reserve space (fallocate) */
+  bool made;                /* has a name, and was created by this open */
   char *directory;          /* owned */
   char *path;               /* owned; NULL: it has no name */
   uint64_t opened_bytes;    /* size when it was opened */
   uint64_t size_bytes;
-  uint64_t reserved_bytes; /* of these, known to have their space, or as much of it as can be known */
+  uint64_t reserved_bytes; /* from the start on, bytes whose space is reserved, as far as the file system can do that */
 } gmi_blockfile_t;
 
-/* What is not as wished is added to note, parts separated by "; ". */
+/* A text that collects limitations found while files are opened and resized, separated by "; ". */
 typedef struct gmi_note {
   char text[200];
 } gmi_note_t;
+/* Appends a text unless note contains it already. */
 void gmi_note_add(gmi_note_t *note, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
-enum { GMI_BLOCKFILE_MAKE = 1 /* a file with a name that is not there yet is made */ };
-/* directory: its first length bytes. name: of a file in it; NULL: none. O_DIRECT where the file system takes it and
- * block_bytes is a multiple of its alignment. A file with a name is locked against other processes: BUSY. IO, OOM_FILE,
- * OOM_SYSTEM; FORMAT: a name that is of something other than a file, or of none without GMI_BLOCKFILE_MAKE. On failure
- * file is as if closed. */
+enum { GMI_BLOCKFILE_MAKE = 1 /* create a named file that does not exist */ };
+/* directory: path of length bytes, not NUL-terminated. name: of a file in it; NULL: a file without a name. O_DIRECT is
+ * used where the file system accepts it and block_bytes is a multiple of its alignment. BUSY: another process or
+ * manager has locked the named file. FORMAT: what has this name is not a regular file of this user with a single name,
+ * or, without GMI_BLOCKFILE_MAKE, there is no file. IO, OOM_FILE, OOM_SYSTEM. After a failure file is as if closed. */
 gemini_status_t gmi_blockfile_open(gmi_blockfile_t *file, const gmi_sys_t *sys, const char *directory, size_t length,
                                    const char *name, uint32_t flags, uint64_t block_bytes, gmi_note_t *note);
-/* Is an open file one of the process's own: a regular file, of its user, with no other name? FORMAT: it is not, and the
- * message says why; IO. */
+/* Checks that an open file is a regular one, belongs to this process's user and has no second name: writing to it then
+ * cannot damage another user's file or one that is linked under another name. FORMAT: it is not; the message says why.
+ * IO. */
 gemini_status_t gmi_file_check_own(const gmi_sys_t *sys, int fd, const char *path, struct stat *info_out);
-/* Reserves more, or gives back what is behind size_bytes. OOM_FILE: the message names what was asked for and what there
- * is; IO. Nothing changed then. */
+/* Reserves space up to size_bytes, or gives back the space behind it. OOM_FILE: the message names the bytes asked for
+ * and the bytes free; IO. On failure nothing changed. */
 gemini_status_t gmi_blockfile_resize(gmi_blockfile_t *file, uint64_t size_bytes, gmi_note_t *note);
-/* Makes sure that the file itself can be found again. */
+/* fsync() of a directory: makes the names of files created or renamed in it durable. */
 gemini_status_t gmi_directory_sync(const gmi_sys_t *sys, const char *directory);
-/* Takes the name from a file that has one, so that it vanishes, too, when it is closed. */
+/* Unlinks a named file, so that it vanishes when it is closed. */
 void gmi_blockfile_remove(const gmi_blockfile_t *file);
 void gmi_blockfile_close(gmi_blockfile_t *file);
-/* For messages: "DIR/x.0.chunks" or "an unnamed file in DIR", of which the end of a long DIR is shown. */
+/* For messages: "DIR/x.0.chunks" or "an unnamed file in DIR"; of a long path the end is shown. */
 enum { GMI_BLOCKFILE_NAME_BYTES = 128 };
 void gmi_blockfile_name(const gmi_blockfile_t *file, char text_out[GMI_BLOCKFILE_NAME_BYTES]);
 

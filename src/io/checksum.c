@@ -1,10 +1,14 @@
-/* CRC-32C: by the processor's instruction in three streams, or by tables. SPDX-License-Identifier: Apache-2.0
+/* CRC-32C: by the processor's instruction in three interleaved streams, or by tables.
+ * SPDX-License-Identifier: Apache-2.0
  *
- * The instruction takes three cycles and a new one can begin each cycle, so that three independent streams keep it
- * busy. Each stream sums a stretch of its own; the sums are put together as polynomials over GF(2): a stretch that is
- * followed by n more bits counts x^n times. The carry-less product of a sum and x^(n-33) modulo the polynomial, fed to
- * the instruction as 64 bits, is just that (it reduces, and multiplies by x^32; reflected products have one bit
- * less). */
+ * The crc32 instruction has a latency of three cycles and a throughput of one per cycle, so three independent streams
+ * keep it busy. Each stream sums a stretch of its own. The sums are combined as polynomials over GF(2): the sum of a
+ * stretch that n more bits follow counts x^n times. To multiply by x^n modulo the polynomial, the sum is multiplied
+ * without carries by x^(n-33) modulo the polynomial, and the 64-bit product is fed to the crc32 instruction, which
+ * reduces it and multiplies by x^32; the one bit that is missing comes from reflection (a product of reflected
+ * polynomials is shifted by one).
+ *
+ * Tables are filled once, by the first caller (pthread_once). No other shared state; any thread. */
 #include "io/checksum.h"
 
 #include <pthread.h>
@@ -13,7 +17,8 @@
 #define POLYNOMIAL UINT32_C(0x82f63b78) /* reflected: x^31 is the lowest bit */
 
 static pthread_once_t once = PTHREAD_ONCE_INIT;
-/* tables[k][b]: what byte b does to the sum when k bytes follow it. */
+/* tables[k][b]: the contribution of byte b to the sum when k more bytes follow it. All these are written in prepare()
+ * only, before pthread_once() returns in any thread. */
 static uint32_t tables[8][256];
 static uint32_t (*best)(uint32_t crc, const void *bytes, size_t size_bytes);
 static void prepare(void);
@@ -21,10 +26,11 @@ static void prepare(void);
 #if defined(__x86_64__)
 #include <immintrin.h>
 
-/* Bytes of a stretch: long ones, as their end costs more than their beginning, and short ones for what is left. The
- * second of the three streams is followed by one stretch, the first by two. */
+/* Bytes of a stretch. Combining costs the same whatever the length, so long stretches are used first, then short ones
+ * for the rest. */
 enum { LONG_BYTES = 4096, SHORT_BYTES = 256 };
-static uint32_t after_long[2], after_short[2]; /* one, two */
+/* The factors x^(n-33): [0] for the second stream, which one stretch follows; [1] for the first, which two follow. */
+static uint32_t after_long[2], after_short[2];
 
 /* x^bits modulo the polynomial. */
 static uint32_t power_of_x(uint64_t bits) {
@@ -44,7 +50,8 @@ static inline uint64_t word_at(const uint8_t *bytes) {
   return word;
 }
 
-/* Three stretches; the end of the first two is folded into the last word of the third. */
+/* Sums three neighbouring stretches. The shifted sums of the first two are XORed into the last word of the third, where
+ * the instruction reduces them together with it. */
 __attribute__((target("sse4.2,pclmul"), always_inline)) static inline uint64_t three(uint64_t crc, const uint8_t *p,
                                                                                      size_t stretch_bytes,
                                                                                      const uint32_t after[2]) {

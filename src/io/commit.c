@@ -1,7 +1,19 @@
-/* What is kept: commits, and what a later process finds. SPDX-License-Identifier: Apache-2.0
+/* Commits of kept stores: how blocks become the state that a later process finds. SPDX-License-Identifier: Apache-2.0
  *
- * While a commit is being made, its blocks and those of the commit before are both held. They are when it failed after
- * the index had been replaced, too: whether a later process will find the one or the other is not known then. */
+ * A commit runs on the caller's thread, with admin held throughout:
+ *   1. Under lock: check the blocks and mark them PENDING; turn DIRTY blocks into SYNCING ones.
+ *   2. fdatasync() every file; the directories of the files once, the first time.
+ *   3. Write the new index beside the old one, fsync() it, rename() it over the old one.
+ *   4. fsync() the directory of the index, which makes the rename durable.
+ * Blocks are synced before the index that names them, so an index on the disk never names bytes that are not. Until
+ * step 3 succeeds the previous commit is in force; a failure releases the PENDING blocks, and blocks whose sync failed
+ * become SUSPECT.
+ *
+ * From the first step on, the blocks of the previous and of the new commit are both protected. If step 4 fails, a power
+ * failure may bring back either index, so both sets stay protected (COMMITTED) until a later commit succeeds.
+ *
+ * Other threads may take, write and read other blocks while a commit runs; a block written after step 1 is DIRTY again
+ * and belongs to the next sync. */
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
@@ -21,16 +33,17 @@ static gmi_kept_t *kept_of(const gmi_index_t *index) {
 gemini_status_t gmi_commit_read(gmi_store_t *store, uint32_t *block_count_io) {
   gmi_store_t *s = store;
   gmi_index_t *x = &s->committed;
-  s->sys->unlink(s->index_beside); /* of a process that was killed */
+  s->sys->unlink(s->index_beside); /* left by a process that was killed while it committed */
   gemini_status_t status = gmi_index_read(s->sys, s->index_path, x);
   if (status == GEMINI_ERR_NOT_FOUND) return GEMINI_OK;
-  s->index_there = true; /* also when it cannot be read: then somebody may want to know why */
+  s->index_there = true; /* also when it is unreadable: close must not remove files that may still be repaired */
   if (status) return status;
   if (x->block_bytes != s->block_bytes || x->file_count != s->file_count)
     return gmi_fail(GEMINI_ERR_FORMAT, 0,
                     "index %s, byte 12: blocks of %llu bytes in %u directories, not of %llu bytes in %u", s->index_path,
                     (unsigned long long)x->block_bytes, x->file_count, (unsigned long long)s->block_bytes,
                     s->file_count);
+  /* Files may have been truncated or exchanged since: a block beyond the end is found here, not at its first read. */
   for (uint32_t i = 0; i < x->entry_count; i++) {
     uint32_t block = x->entries[i].block;
     const gmi_blockfile_t *file = &s->stripes[block % s->file_count].file;
@@ -44,15 +57,17 @@ gemini_status_t gmi_commit_read(gmi_store_t *store, uint32_t *block_count_io) {
   s->kept = kept_of(x);
   if (!s->kept) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "index %s: no memory for it", s->index_path);
   s->number = x->number;
-  s->names_synced = true;
+  s->names_synced = true; /* the commit that made this index synced them */
   return GEMINI_OK;
 }
 
+/* The blocks keep the generations and checksums of the index, so that reading them compares what was committed. */
 void gmi_commit_adopt(gmi_store_t *store) {
   gmi_store_t *s = store;
   const gmi_index_t *x = &s->committed;
   pthread_mutex_lock(&s->lock);
-  /* Blocks that were written after the commit have generations that nobody knows; theirs go on from the highest. */
+  /* The process that made the commit may have written other blocks after it, with generations that are lost. All other
+   * blocks therefore start from the highest generation of the index. */
   for (uint32_t b = 0; b < s->block_count; b++) s->blocks[b].generation = x->generations;
   for (uint32_t i = 0; i < x->entry_count; i++) {
     const gmi_index_entry_t *e = &x->entries[i];
@@ -64,7 +79,8 @@ void gmi_commit_adopt(gmi_store_t *store) {
 }
 
 /* ---- commit */
-/* With the lock held: takes a block into the commit that is being made. */
+
+/* Checks one block, marks it PENDING and fills in its entry of the index. Called with lock held. */
 static gemini_status_t include(gmi_store_t *s, const gmi_kept_t *kept, gmi_index_entry_t *entry_out) {
   uint32_t block = kept->block;
   if (block >= s->block_count || !(s->blocks[block].flags & BLOCK_TAKEN))
@@ -83,7 +99,8 @@ static gemini_status_t include(gmi_store_t *s, const gmi_kept_t *kept, gmi_index
   return GEMINI_OK;
 }
 
-/* Ends a commit. in_force: it is what a later process finds; lasts: and nothing can bring back the one before. */
+/* Ends a commit. in_force: the new index has been renamed into place, so its blocks are protected from now on. lasts:
+ * the rename is durable, so the previous commit's blocks need no protection any more. */
 static void conclude(gmi_store_t *s, bool in_force, bool lasts) {
   pthread_mutex_lock(&s->lock);
   for (uint32_t b = 0; b < s->block_count; b++) {
@@ -96,8 +113,10 @@ static void conclude(gmi_store_t *s, bool in_force, bool lasts) {
   pthread_mutex_unlock(&s->lock);
 }
 
-/* What has been written so far reaches the disk. What could not is suspect: after a failed sync the system may take the
- * bytes for clean, so that the next sync says nothing of them. */
+/* Syncs all files. After a failed fdatasync() the kernel may mark the pages clean although they never reached the disk,
+ * so that the next call succeeds: the error is reported once only. The blocks that were being synced are therefore
+ * marked SUSPECT, and a commit refuses them until they are written again. All files are synced even after one has
+ * failed, so that each block's SYNCING flag is resolved. lock is not held during the system calls. */
 static gemini_status_t sync_blocks(gmi_store_t *s) {
   gemini_status_t status = GEMINI_OK;
   for (uint32_t f = 0; f < s->file_count; f++) {
@@ -121,6 +140,7 @@ static gemini_status_t sync_blocks(gmi_store_t *s) {
   return status;
 }
 
+/* Steps 1 to 4. x comes with its header, and its arrays allocated; entries are filled in here. */
 static gemini_status_t make(gmi_store_t *s, gmi_index_t *x, const gmi_kept_t *blocks) {
   gemini_status_t status = GEMINI_OK;
   pthread_mutex_lock(&s->lock);
@@ -130,12 +150,12 @@ static gemini_status_t make(gmi_store_t *s, gmi_index_t *x, const gmi_kept_t *bl
     status = include(s, &blocks[i], &x->entries[i]);
     if (!status) x->checksums &= !!(s->blocks[blocks[i].block].flags & BLOCK_SUMMED);
   }
-  /* Some were written by a store that takes no sums: then they all have none. */
+  /* An index has checksums for all entries or for none. Blocks adopted from a store without checksums have none. */
   for (uint32_t i = 0; i < x->entry_count && !x->checksums; i++) x->entries[i].checksum = 0;
   for (uint32_t b = 0; b < s->block_count && !status; b++) {
     gmi_block_t *block = &s->blocks[b];
     if (block->generation > x->generations) x->generations = block->generation;
-    if (block->flags & BLOCK_DIRTY) block->flags ^= BLOCK_DIRTY | BLOCK_SYNCING;
+    if (block->flags & BLOCK_DIRTY) block->flags ^= BLOCK_DIRTY | BLOCK_SYNCING; /* SYNCING is clear before */
   }
   pthread_mutex_unlock(&s->lock);
   if (!status) status = sync_blocks(s);
@@ -165,6 +185,8 @@ gemini_status_t gmi_store_commit(gmi_store_t *store, const gmi_kept_t *blocks, u
   x.blob = malloc(blob_bytes + 1);
   gemini_status_t status = GEMINI_OK;
   pthread_mutex_lock(&s->admin);
+  /* Everything that the committed state needs is allocated before the index is replaced: after that point no failure
+   * may leave the records behind the files. */
   if (!kept || !x.entries || !x.blob) {
     status = gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "commit: no memory for the index of %u blocks", count);
   } else {
@@ -185,7 +207,7 @@ gemini_status_t gmi_store_commit(gmi_store_t *store, const gmi_kept_t *blocks, u
   pthread_mutex_lock(&s->lock);
   bool behind = s->block_count > s->wanted;
   pthread_mutex_unlock(&s->lock);
-  if (behind && !status) (void)gmi_store_trim(s);
+  if (behind && !status) (void)gmi_store_trim(s); /* blocks of the previous commit may have become free */
   pthread_mutex_unlock(&s->admin);
   return status;
 }

@@ -1,5 +1,18 @@
-/* The engine's intake: requests that wait, the parts they are cut into, and what becomes of each part's result.
- * SPDX-License-Identifier: Apache-2.0 */
+/* The engine's front: queues requests, cuts them into parts for a backend, and turns the parts' results into requests'.
+ * SPDX-License-Identifier: Apache-2.0
+ *
+ * Submitting threads validate requests and append them to a list per file and urgency. A backend's threads take parts
+ * from these lists and report results here. Everything shared is guarded by the engine's lock; done is called without
+ * it, on a thread of the backend, so that it may submit further requests.
+ *
+ * Life of a request. It stays in its file's list until all of its bytes have been cut into parts (issued_bytes ==
+ * size_bytes) or a part fails; `parts` counts those that are not over. The request is done when it is out of the list
+ * and parts is 0. Parts are cut one at a time, when a backend asks: an urgent request can overtake the rest of a long
+ * one, and a long request does not fill the kernel's queue.
+ *
+ * Choice of the next part: urgent requests before others; among files of the same urgency round robin; within a file in
+ * the order of submission. Requests that are not urgent leave a quarter of the depth free and are limited to
+ * OTHERS_BYTES per file, so that an urgent request finds a short queue in the kernel and in the drive. */
 #include "io/engine.h"
 
 #include <errno.h>
@@ -19,19 +32,21 @@ enum {
   THREADS_DEPTH = 16,
   PART_BYTES = 2 << 20,
   PAGE_BYTES = 4096,
-  /* Tries in a row that move nothing: the first at once, then with pauses that double up to a limit, then no more;
-   * that is not quite a second in all. */
+  /* Tries in a row that move nothing: the first TRIES_AT_ONCE follow each other at once, the next have pauses that
+   * double from PAUSE_US to PAUSE_LIMIT_US, and after TRIES_LIMIT the part fails: after a little less than a second. */
   TRIES_AT_ONCE = 8,
   TRIES_LIMIT = 64,
   PAUSE_US = 1000,
   PAUSE_LIMIT_US = 16000
 };
-/* Of one file's requests that are not urgent, so many bytes are in the kernel at once: they are what an urgent one
- * has to wait for, and enough for a drive that moves 8 GB/s and takes 2 ms for each. */
+/* Most bytes of one file's requests that are not urgent which are in the kernel at once. An urgent request has to wait
+ * for them; they suffice to keep a drive busy that moves 8 GB/s with a latency of 2 ms. */
 static const uint64_t OTHERS_BYTES = UINT64_C(16) << 20;
 
 uint32_t gmi_direct_alignment_bytes(const gmi_sys_t *sys, int fd) {
-  /* STATX_DIOALIGN came with Linux 6.1; older headers know neither it nor the two fields. */
+  /* STATX_DIOALIGN came with Linux 6.1. Older headers have neither the flag nor the two fields, so both fields are read
+   * at their fixed offsets in struct statx. A kernel that does not set the flag in stx_mask gives no answer: a page is
+   * then assumed. */
   enum { DIOALIGN = 0x2000, MEMORY_AT = 0x98, OFFSET_AT = 0x9c };
   struct statx info;
   memset(&info, 0, sizeof info);
@@ -44,6 +59,7 @@ uint32_t gmi_direct_alignment_bytes(const gmi_sys_t *sys, int fd) {
   return larger && (larger & (larger - 1)) == 0 && larger <= GMI_PART_LIMIT_BYTES ? larger : PAGE_BYTES;
 }
 
+/* With AUTO, threads are used when io_uring cannot be; features then tells why. */
 gemini_status_t gmi_engine_open(const gmi_engine_config_t *config, gmi_engine_t **engine_out) {
   if (config->kind > GMI_ENGINE_THREADS)
     return gmi_fail(GEMINI_ERR_INVALID, 0, "file engine: kind is %u, must be 0 to %d", config->kind,
@@ -112,6 +128,7 @@ gemini_status_t gmi_engine_file_add(gmi_engine_t *engine, int fd, bool direct, u
   pthread_mutex_unlock(&e->lock);
   if (file >= GMI_ENGINE_FILES_LIMIT)
     return gmi_fail(GEMINI_ERR_INVALID, 0, "file engine: no more than %d files", GMI_ENGINE_FILES_LIMIT);
+  /* Called without the lock: the ring backend waits for its own thread, which takes the lock. */
   if (e->backend->file_add) e->backend->file_add(e, file);
   *file_out = file;
   return GEMINI_OK;
@@ -128,7 +145,7 @@ void gmi_engine_buffer_remove(gmi_engine_t *engine, void *base, uint64_t size_by
   if (size_bytes && engine->backend->buffer_remove) engine->backend->buffer_remove(engine, base, size_bytes);
 }
 
-/* What is wrong with a request, or NULL. */
+/* What is wrong with a request, in words for detail; NULL: nothing. Called with the lock held. */
 static const char *fault_of(const gmi_engine_t *e, const gmi_request_t *r) {
   if (r->file >= e->file_count) return "no such file";
   uint64_t mask = e->files[r->file].alignment_bytes - 1;
@@ -143,6 +160,8 @@ static const char *fault_of(const gmi_engine_t *e, const gmi_request_t *r) {
   return NULL;
 }
 
+/* An invalid request goes to the list of refused ones instead of failing the call: done must be called for it, too, and
+ * on the engine's threads, never within submit, where the caller may hold its own locks. */
 void gmi_engine_submit(gmi_engine_t *engine, gmi_request_t *const *requests, uint32_t count) {
   gmi_engine_t *e = engine;
   pthread_mutex_lock(&e->lock);
@@ -190,6 +209,8 @@ void gmi_engine_figures(gmi_engine_t *engine, gmi_engine_figures_t *figures_out)
   *figures_out = figures;
 }
 
+/* Size of a request's next part: the configured size, rounded down to the file's alignment but at least one unit of it,
+ * so that every part of a valid O_DIRECT request begins and ends at a multiple. */
 static uint32_t part_bytes_of(const gmi_engine_t *e, const gmi_engine_file_t *f, const gmi_request_t *r) {
   uint32_t longest = e->part_bytes / f->alignment_bytes * f->alignment_bytes;
   if (!longest) longest = f->alignment_bytes;
@@ -197,7 +218,9 @@ static uint32_t part_bytes_of(const gmi_engine_t *e, const gmi_engine_file_t *f,
   return left < longest ? (uint32_t)left : longest;
 }
 
-/* The file whose turn it is among those that have a request of this urgency which may go to the kernel now. */
+/* The next file, from turn[] on, that has a request of this urgency which may go to the kernel now;
+ * GMI_ENGINE_FILES_LIMIT: none. A file with nothing in flight (others_bytes 0) is never held back by the byte limit, or
+ * a part larger than the limit could not start at all. */
 static uint32_t file_next(const gmi_engine_t *e, uint32_t urgent) {
   if (!e->waiting[urgent] || (!urgent && e->others_parts >= e->others_parts_limit)) return GMI_ENGINE_FILES_LIMIT;
   for (uint32_t i = 0; i < e->file_count; i++) {
@@ -220,7 +243,8 @@ bool gmi_engine_idle(const gmi_engine_t *engine) {
   return !engine->refused && !engine->waiting[0] && !engine->waiting[1];
 }
 
-/* Takes a request from its file's list, where it mostly is the first. */
+/* Removes a request from its file's list. Parts are cut from the first request of a list only, so a request that is
+ * wholly cut, or has failed with bytes left to cut, is found at the head. */
 static void unlist(gmi_engine_t *e, gmi_request_t *r) {
   gmi_engine_file_t *f = &e->files[r->file];
   gmi_request_t **at = &f->first[r->urgent];
@@ -280,7 +304,10 @@ void gmi_engine_finish(gmi_engine_t *engine, gmi_request_t *list) {
   }
 }
 
-/* The part is over; error and detail say why when bytes of it are left. */
+/* Ends a part. Bytes that are left of it make the request fail with error and detail. The status that a request reports
+ * is that of its lowest failing offset, whichever part failed first in time: done_bytes then counts bytes without a
+ * hole. After the first failure no further parts are cut, but parts that a backend has are waited for, since the kernel
+ * may still access the buffer. The thread that ends the last part calls done. */
 static void over(gmi_engine_t *e, const gmi_part_t *part, int error, const char *detail) {
   gmi_request_t *r = part->request;
   gmi_engine_file_t *f = &e->files[part->file];
@@ -294,13 +321,13 @@ static void over(gmi_engine_t *e, const gmi_part_t *part, int error, const char 
   else e->read_bytes += moved;
   if (part->size_bytes) {
     uint64_t at = part->offset_bytes - r->offset_bytes;
-    if (at < r->failed_bytes) { /* the lowest failure is the one that counts, whichever came first */
+    if (at < r->failed_bytes) {
       r->failed_bytes = at;
       r->status = part->write ? gmi_file_status(error) : GEMINI_ERR_IO;
       r->native_code = error;
       r->detail = detail;
     }
-    if (r->issued_bytes < r->size_bytes) { /* the rest is not tried */
+    if (r->issued_bytes < r->size_bytes) {
       unlist(e, r);
       r->issued_bytes = r->size_bytes;
     }
@@ -311,19 +338,22 @@ static void over(gmi_engine_t *e, const gmi_part_t *part, int error, const char 
     e->in_flight--;
   }
   pthread_mutex_unlock(&e->lock);
-  if (last) r->done(r);
+  if (last) r->done(r); /* may free the request */
 }
 
 void gmi_engine_give_up(gmi_engine_t *engine, gmi_part_t *part, int error, const char *detail) {
   over(engine, part, error, detail);
 }
 
+/* Outcomes: all bytes moved: over. Some moved: advance, try the rest. EINTR or EAGAIN: try again, at first without a
+ * pause. 0 bytes (end of file, or a write that moves nothing) or another error: over, failed. */
 bool gmi_engine_result(gmi_engine_t *engine, gmi_part_t *part, int64_t result, uint32_t *delay_us_out) {
   gmi_engine_t *e = engine;
   int error = result < 0 ? (int)-result : 0;
   *delay_us_out = 0;
   if (result > 0) {
-    /* More than was asked for cannot be; a direct transfer goes on at a whole block. */
+    /* min() guards the arithmetic against a result larger than what was asked for. A short O_DIRECT transfer resumes at
+     * the last multiple of the alignment that was reached, as the next one must begin at a multiple. */
     uint64_t moved = (uint64_t)result < part->size_bytes ? (uint64_t)result : part->size_bytes;
     if (moved < part->size_bytes) moved -= moved % e->files[part->file].alignment_bytes;
     part->buffer += moved;
@@ -334,7 +364,7 @@ bool gmi_engine_result(gmi_engine_t *engine, gmi_part_t *part, int64_t result, u
       return false;
     }
     if (moved) part->tries = 0;
-    else if (!part->write) result = 0; /* less than a block, then nothing: that is where the file ends */
+    else if (!part->write) result = 0; /* a read of less than one unit of alignment: the file ends within it */
   }
   if (result == 0) {
     over(e, part, 0, part->write ? "nothing was written" : "the file ends early");
@@ -345,7 +375,7 @@ bool gmi_engine_result(gmi_engine_t *engine, gmi_part_t *part, int64_t result, u
     return false;
   }
   if (++part->tries > TRIES_LIMIT) {
-    over(e, part, error, error ? "tried again and again" : "less than a block was written, again and again");
+    over(e, part, error, error ? "gave up after many tries" : "each try wrote less than the file's alignment");
     return false;
   }
   if (part->tries > TRIES_AT_ONCE) {

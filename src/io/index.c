@@ -1,4 +1,8 @@
-/* The index of kept blocks: what a later process finds. SPDX-License-Identifier: Apache-2.0 */
+/* Reads and writes the index file of kept stores; its layout is in index.h. SPDX-License-Identifier: Apache-2.0
+ *
+ * Nothing in the file is trusted: header fields are checked against each other and against the file's size before
+ * memory is allocated by them, then the checksum of the whole file, then each entry. Numbers are converted byte by
+ * byte, so the format does not depend on the machine. Runs on the caller's thread; no shared state. */
 #include "io/index.h"
 
 #include <errno.h>
@@ -33,7 +37,7 @@ static gemini_status_t malformed(const char *path, uint64_t offset, const char *
   return gmi_fail(GEMINI_ERR_FORMAT, 0, "index %s, byte %llu: %s", path, (unsigned long long)offset, what);
 }
 
-/* Return an errno, or -1 where a file ends early. */
+/* Both return 0 or an errno; read_all() returns -1 when the file ends early. */
 static int read_all(const gmi_sys_t *sys, int fd, uint8_t *bytes, uint64_t size, uint64_t offset) {
   while (size) {
     ssize_t n = sys->pread(fd, bytes, size < 1 << 30 ? size : 1 << 30, (off_t)offset);
@@ -53,7 +57,8 @@ static int write_all(const gmi_sys_t *sys, int fd, const uint8_t *bytes, uint64_
   return 0;
 }
 
-/* The numbers of the header against each other and the file's size; afterwards entries and blob lie in it. */
+/* Checks the header's numbers against each other and the file's size. On success entries and blob lie within the file,
+ * and no size computed from the header overflows. */
 static gemini_status_t check_header(const char *path, const uint8_t *h, uint64_t file_bytes, gmi_index_t *x) {
   if (memcmp(h, magic, sizeof magic)) return malformed(path, 0, "this is no index of blocks");
   if (get(h + 8, 4) != VERSION) return malformed(path, 8, "another version of the index");
@@ -65,16 +70,17 @@ static gemini_status_t check_header(const char *path, const uint8_t *h, uint64_t
   x->blob_bytes = get(h + 48, 8);
   x->number = get(h + 56, 8);
   x->generations = get(h + 64, 8);
-  if (!x->file_count || x->file_count > GMI_ENGINE_FILES_LIMIT) return malformed(path, 12, "no such number of files");
+  if (!x->file_count || x->file_count > GMI_ENGINE_FILES_LIMIT)
+    return malformed(path, 12, "the number of files is out of range");
   if (!x->block_bytes || x->block_bytes % 512 || x->block_bytes > INT64_MAX)
-    return malformed(path, 24, "no size of a block");
+    return malformed(path, 24, "the size of a block is out of range");
   if (x->block_count == GMI_BLOCK_NONE || x->block_count > (uint64_t)INT64_MAX / x->block_bytes)
-    return malformed(path, 32, "no number of blocks");
+    return malformed(path, 32, "the number of blocks is out of range");
   if (get(h + 36, 4)) return malformed(path, 36, "not 0");
   if (x->entry_count > x->block_count) return malformed(path, 40, "more blocks are kept than there are");
   if (get(h + 44, 4) > 1) return malformed(path, 44, "neither 0 nor 1");
   if (x->blob_bytes > GMI_BLOB_LIMIT_BYTES) return malformed(path, 48, "the blob is too long");
-  if (!x->number) return malformed(path, 56, "no number of a commit");
+  if (!x->number) return malformed(path, 56, "the number of the commit is 0");
   if (get(h + 72, 8)) return malformed(path, 72, "not 0");
   uint64_t whole = HEADER_BYTES + (uint64_t)x->entry_count * ENTRY_BYTES + x->blob_bytes + SUM_BYTES;
   if (get(h + 16, 8) != whole) return malformed(path, 16, "its size does not agree with what is in it");
@@ -82,6 +88,7 @@ static gemini_status_t check_header(const char *path, const uint8_t *h, uint64_t
   return GEMINI_OK;
 }
 
+/* seen: a bit map of the blocks that earlier entries name. */
 static gemini_status_t read_entries(const char *path, const uint8_t *bytes, gmi_index_t *x) {
   uint64_t *seen = calloc(x->block_count / 64 + 1, sizeof *seen);
   x->entries = calloc((size_t)x->entry_count + 1, sizeof *x->entries);
@@ -97,16 +104,20 @@ static gemini_status_t read_entries(const char *path, const uint8_t *bytes, gmi_
     e->generation = get(bytes + at + 8, 8);
     e->block = (uint32_t)get(bytes + at + 16, 4);
     e->checksum = (uint32_t)get(bytes + at + 20, 4);
-    if (!e->generation || e->generation > x->generations) status = malformed(path, at + 8, "no generation");
+    if (!e->generation || e->generation > x->generations)
+      status = malformed(path, at + 8, "the generation is out of range");
     else if (e->block >= x->block_count) status = malformed(path, at + 16, "there is no such block");
     else if (seen[e->block / 64] >> e->block % 64 & 1) status = malformed(path, at + 16, "a block is kept twice");
-    else if (!x->checksums && e->checksum) status = malformed(path, at + 20, "a sum where none was taken");
+    else if (!x->checksums && e->checksum)
+      status = malformed(path, at + 20, "an entry has a checksum, but the index says that none has");
     else seen[e->block / 64] |= UINT64_C(1) << e->block % 64;
   }
   free(seen);
   return status;
 }
 
+/* The header is read twice, alone and with the whole file. The first reading bounds the allocation; the second must be
+ * equal, as the file may change in between. */
 static gemini_status_t read_file(const gmi_sys_t *sys, const char *path, int fd, gmi_index_t *x) {
   struct stat info;
   gemini_status_t status = gmi_file_check_own(sys, fd, path, &info);
@@ -178,10 +189,11 @@ gemini_status_t gmi_index_write(const gmi_sys_t *sys, const char *path, const ch
   if (index->blob_bytes) memcpy(at, index->blob, index->blob_bytes);
   put(bytes + size - SUM_BYTES, gmi_crc32c(0, bytes, size - SUM_BYTES), SUM_BYTES);
 
-  /* What has this name may be another file by a second name, or no file: the index is written to a new one. */
+  /* The name may exist: left by a killed process, or a second name of another file, or the name of no regular file. It
+   * is removed and created anew with O_EXCL, so that only a file of this call's own is written. */
   int fd;
   gmi_file_limit_t limit = gmi_file_limit_begin();
-  (void)sys->unlink(beside); /* a process that was killed leaves one; what cannot be removed fails the next call */
+  (void)sys->unlink(beside); /* if it cannot be removed, open() with O_EXCL fails and says so */
   do fd = sys->open(beside, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
   while (fd < 0 && errno == EINTR);
   int error = fd < 0 ? errno : 0;

@@ -1,6 +1,6 @@
-/* The index of kept blocks: what a later process finds. SPDX-License-Identifier: Apache-2.0
+/* The index file: names the blocks of a commit, for a later process. SPDX-License-Identifier: Apache-2.0
  *
- * All numbers have their lowest byte first:
+ * Layout; all numbers are little-endian:
  *
  *   0  "gmiblock"               40  uint32 kept blocks            80             their entries, 24 bytes each:
  *   8  uint32 version, 1        44  uint32 1: entries have sums                    uint64 key, the caller's
@@ -26,20 +26,22 @@ typedef struct gmi_index_entry {
 typedef struct gmi_index {
   uint64_t block_bytes;
   uint32_t file_count, block_count;
-  bool checksums;       /* the entries' are blocks' checksums, else 0 */
-  uint64_t number;      /* of the commit, from 1 on */
-  uint64_t generations; /* no block has a higher one */
+  bool checksums;       /* entries hold the blocks' checksums; false: each holds 0 */
+  uint64_t number;      /* of the commit, counted from 1 */
+  uint64_t generations; /* the highest generation of any block of the store */
   uint32_t entry_count;
   gmi_index_entry_t *entries;
   void *blob;
   uint64_t blob_bytes;
 } gmi_index_t;
 
-/* Reads and checks the whole file, where entries name each block once, and only blocks that there are. NOT_FOUND: there
- * is none. FORMAT: the message names file and offset. IO, OOM_SYSTEM. index_out owns what it points to. */
+/* Reads the whole file and checks it: checksum, ranges, and that entries name existing blocks, each once. NOT_FOUND:
+ * there is no file. FORMAT: the message names file and offset. IO, OOM_SYSTEM. index_out owns its arrays; free them
+ * with gmi_index_free(). */
 gemini_status_t gmi_index_read(const gmi_sys_t *sys, const char *path, gmi_index_t *index_out);
-/* Replaces the file: a new one at beside is written, synced and renamed. On failure the old one stays. IO, OOM_FILE,
- * OOM_SYSTEM. The directory is not synced. */
+/* Replaces the file: writes a new one at the path `beside`, syncs it and renames it to path. On failure the old file
+ * stays. IO, OOM_FILE, OOM_SYSTEM. The directory is not synced: the caller does that, and so can tell a failure that
+ * leaves the old file from one after which either may survive. */
 gemini_status_t gmi_index_write(const gmi_sys_t *sys, const char *path, const char *beside, const gmi_index_t *index);
 void gmi_index_free(gmi_index_t *index);
 

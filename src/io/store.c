@@ -1,4 +1,15 @@
-/* Blocks in files: which are free, and the space behind them. SPDX-License-Identifier: Apache-2.0 */
+/* The store's blocks and files: which blocks are free, space for them, open and close.
+ * SPDX-License-Identifier: Apache-2.0
+ *
+ * A bit map per file holds the blocks that can be taken. A block counts as used while a caller has taken it, a commit
+ * names it or a request is on it; gmi_block_settle() derives that from the block's record after every change.
+ *
+ * Two counts describe the size: `wanted` blocks can be taken, `block_count` blocks have space. They differ after a
+ * resize to fewer blocks, while used blocks lie behind the new end: the files are truncated block by block as these
+ * become free (gmi_store_trim()).
+ *
+ * No thread of its own: everything here runs on the caller's thread. Calls that only look at records take `lock`;
+ * resizing holds `admin` throughout, and `lock` only for the moments in which records change. */
 #include "io/store.h"
 
 #include <errno.h>
@@ -9,12 +20,12 @@
 #include "base/status.h"
 #include "io/store_internal.h"
 
-/* ---- free blocks; with the lock held */
+/* ---- free blocks. Called with lock held unless it says otherwise. */
 static bool in_use(const gmi_block_t *b) {
   return b->flags & (BLOCK_TAKEN | BLOCK_COMMITTED | BLOCK_PENDING | BLOCK_WRITING) || b->readers;
 }
 
-/* Says whether a block of no use can be taken. */
+/* Sets or clears a block's bit in its file's map of free blocks. */
 static void free_bit(gmi_store_t *s, uint32_t block, bool set) {
   gmi_stripe_t *stripe = &s->stripes[block % s->file_count];
   uint32_t at = block / s->file_count, word = at / 64;
@@ -38,11 +49,13 @@ void gmi_block_settle(gmi_store_t *store, uint32_t block) {
   free_bit(store, block, !used && block < store->wanted);
 }
 
+/* Of block_count blocks, how many lie in this file. */
 static uint32_t blocks_of(const gmi_store_t *s, uint32_t file, uint32_t block_count) {
   return block_count / s->file_count + (file < block_count % s->file_count);
 }
 
-/* Room for the records of so many blocks. Nothing changes otherwise. */
+/* Enlarges the arrays for the records of block_count blocks. Counts and bits stay as they are, so that a failure, or an
+ * enlargement that is not used in the end, has no visible effect. */
 static gemini_status_t make_room(gmi_store_t *s, uint32_t block_count) {
   gmi_block_t *blocks = realloc(s->blocks, ((size_t)block_count + 1) * sizeof *blocks);
   if (!blocks) goto none;
@@ -64,6 +77,7 @@ none:
   return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the records of %u blocks", block_count);
 }
 
+/* Sets how many blocks can be taken, and the bits of the blocks between the old and the new limit. */
 static void want(gmi_store_t *s, uint32_t block_count) {
   uint32_t from = block_count < s->wanted ? block_count : s->wanted;
   s->wanted = block_count;
@@ -71,6 +85,8 @@ static void want(gmi_store_t *s, uint32_t block_count) {
     free_bit(s, b, b < block_count && !(s->blocks[b].flags & BLOCK_USED));
 }
 
+/* The file with the fewest used blocks is chosen to spread transfers over the drives, and its lowest block to leave the
+ * end of the files free for shrinking. */
 gemini_status_t gmi_store_take(gmi_store_t *store, uint32_t *block_out) {
   gmi_store_t *s = store;
   pthread_mutex_lock(&s->lock);
@@ -85,7 +101,8 @@ gemini_status_t gmi_store_take(gmi_store_t *store, uint32_t *block_out) {
     gmi_stripe_t *stripe = &s->stripes[best];
     uint32_t at = stripe->first * 64 + (uint32_t)__builtin_ctzll(stripe->free[stripe->first]);
     uint32_t block = at * s->file_count + best;
-    s->blocks[block].flags &= BLOCK_SUMMED | BLOCK_PREVIOUS; /* what is known of the bytes that are there */
+    /* The checksum of the bytes on the disk stays known: if the first write is lost, the block is reported as stale. */
+    s->blocks[block].flags &= BLOCK_SUMMED | BLOCK_PREVIOUS;
     s->blocks[block].flags |= BLOCK_TAKEN;
     gmi_block_settle(s, block);
     *block_out = block;
@@ -106,16 +123,17 @@ void gmi_store_give(gmi_store_t *store, uint32_t block) {
     behind = block >= s->wanted;
   }
   pthread_mutex_unlock(&s->lock);
-  /* While a commit is being made, it is left to that. */
+  /* The block's space can go back to the file system, but this call must not wait for a commit or resize that holds
+   * admin; both trim, too. A failure to trim costs only disk space, so it is noted rather than returned. */
   if (behind && !pthread_mutex_trylock(&s->admin)) {
     if (gmi_store_trim(s)) gmi_note_add(&s->note, "%.120s", gmi_fail_message());
     pthread_mutex_unlock(&s->admin);
   }
 }
 
-/* ---- space; with admin held */
+/* ---- space. Called with admin held. */
 typedef gemini_error_info_t failure_t;
-/* The recorded failure, to be recorded again when what is done meanwhile may fail as well. */
+/* Saves the thread's recorded failure over clean-up that may record failures of its own; fail_again() restores it. */
 static failure_t failure(void) {
   failure_t why = GEMINI_ERROR_INFO_INIT;
   if (gemini_last_error(&why)) why.message[0] = 0;
@@ -125,6 +143,7 @@ static gemini_status_t fail_again(const failure_t *why) {
   return gmi_fail(why->status, why->native_code, "%s", why->message);
 }
 
+/* Stops at the first file that fails; the caller undoes the earlier ones. */
 static gemini_status_t resize_files(gmi_store_t *s, uint32_t block_count) {
   uint32_t f = 0;
   gemini_status_t status = GEMINI_OK;
@@ -133,7 +152,7 @@ static gemini_status_t resize_files(gmi_store_t *s, uint32_t block_count) {
   return status;
 }
 
-/* Lets figures see what has become of the files. */
+/* Updates the figures of the files, which admin guards, in the copy that lock guards. */
 static void show(gmi_store_t *s) {
   gmi_store_figures_t f = { .files = s->file_count, .direct = true, .reserved_up_front = true };
   for (uint32_t i = 0; i < s->file_count; i++) {
@@ -154,7 +173,8 @@ gemini_status_t gmi_store_trim(gmi_store_t *store) {
   pthread_mutex_lock(&s->lock);
   uint32_t before = s->block_count, count = before;
   while (count > s->wanted && !(s->blocks[count - 1].flags & BLOCK_USED)) count--;
-  /* Cannot be taken again, as they are not wanted; and only admin makes them wanted. */
+  /* From here on no request can use these blocks. They cannot be taken meanwhile: only a holder of admin, which is this
+   * thread, raises `wanted`. */
   s->block_count = count;
   pthread_mutex_unlock(&s->lock);
   if (count == before) return GEMINI_OK;
@@ -167,6 +187,8 @@ gemini_status_t gmi_store_trim(gmi_store_t *store) {
   return status;
 }
 
+/* Growing reserves space before the blocks can be taken; shrinking makes blocks unavailable before their space goes. On
+ * failure the counts return to what they were. */
 gemini_status_t gmi_store_resize(gmi_store_t *store, uint32_t block_count) {
   gmi_store_t *s = store;
   if (block_count == GMI_BLOCK_NONE || block_count > (uint64_t)INT64_MAX / s->block_bytes)
@@ -241,7 +263,8 @@ static char *name_in(const char *directory, const char *name, const char *end) {
 static gemini_status_t open_files(gmi_store_t *s, const gmi_store_config_t *c) {
   uint32_t flags = GMI_BLOCKFILE_MAKE;
   if (c->keep) {
-    /* Files of an index must be there. What the index says is read again when they are locked. */
+    /* If there is an index, its files must exist: a missing one is an error and is not created. The index itself is
+     * read again once the files are locked, when no other process can replace it any more. */
     char first[4096];
     size_t length = strcspn(c->directories, ":");
     if (length >= sizeof first)
@@ -289,8 +312,9 @@ static void free_store(gmi_store_t *s) {
   free(s);
 }
 
-/* Of kept files, a process that was killed may have left some without an index, which are of no use to anybody; those
- * of an index become what they were. */
+/* After a failed open: removes files that this call has created, and, if all files could be locked and there is no
+ * index, files that a killed process left behind, since no commit refers to them. Files of an index return to the size
+ * that they had. Without all the locks another process may be about to commit, so its files stay. */
 static void undo_files(gmi_store_t *s, bool all_locked) {
   for (uint32_t f = 0; f < s->file_count; f++) {
     gmi_blockfile_t *file = &s->stripes[f].file;
@@ -300,6 +324,8 @@ static void undo_files(gmi_store_t *s, bool all_locked) {
   }
 }
 
+/* Order: the engine, the files and their locks, the last commit, records, space, summing threads. The store is not
+ * published before all of it has succeeded, so locks are taken only where called functions expect them. */
 gemini_status_t gmi_store_open(const gmi_store_config_t *config, gmi_store_t **store_out) {
   uint32_t file_count = 0;
   gemini_status_t status = check_config(config, &file_count);
@@ -344,6 +370,7 @@ gemini_status_t gmi_store_open(const gmi_store_config_t *config, gmi_store_t **s
 
 void gmi_store_close(gmi_store_t *store) {
   if (!store) return;
+  /* The engine first: its threads may still queue blocks to be summed. The summing threads end last. */
   pthread_mutex_lock(&store->lock);
   while (store->outstanding) pthread_cond_wait(&store->idle, &store->lock);
   pthread_mutex_unlock(&store->lock);
@@ -362,7 +389,7 @@ void gmi_store_buffer_remove(gmi_store_t *store, void *base, uint64_t size_bytes
 
 void gmi_store_figures(gmi_store_t *store, gmi_store_figures_t *figures_out) {
   gmi_store_figures_t figures;
-  pthread_mutex_lock(&store->lock); /* not admin, which may be held for long */
+  pthread_mutex_lock(&store->lock); /* not admin, which is held throughout commits */
   figures = store->shown;
   figures.blocks_used = store->used;
   figures.block_count = store->wanted;

@@ -1,5 +1,8 @@
-/* What the parts of the store share: store.c (blocks and files), transfer.c (requests and sums), commit.c (what is
- * kept). SPDX-License-Identifier: Apache-2.0 */
+/* The records that the store's files share: store.c (blocks and files), transfer.c (requests and sums), commit.c
+ * (checkpoints). SPDX-License-Identifier: Apache-2.0
+ *
+ * Lock order: store.admin, then store.lock. sums.lock and the engine's lock are innermost; neither store lock is held
+ * when they are taken. */
 #ifndef GMI_STORE_INTERNAL_H
 #define GMI_STORE_INTERNAL_H
 
@@ -9,41 +12,45 @@
 #include "io/index.h"
 #include "io/store.h"
 
+/* Flags of a block. At most one of WRITING, READABLE and FAILED is set; none of them: taken and never written, or free.
+ * DIRTY, SYNCING and SUSPECT exist with keep only. */
 enum {
-  BLOCK_TAKEN = 1,
-  BLOCK_COMMITTED = 2, /* by the last commit */
-  BLOCK_PENDING = 4,   /* by the commit that is being made */
+  BLOCK_TAKEN = 1,     /* by a caller of gmi_store_take() that has not given it back */
+  BLOCK_COMMITTED = 2, /* named by the last commit: must not be overwritten or handed out */
+  BLOCK_PENDING = 4,   /* named by the commit that is being made */
   BLOCK_WRITING = 8,
   BLOCK_READABLE = 16,  /* its bytes are those of its generation */
-  BLOCK_FAILED = 32,    /* the last write did */
+  BLOCK_FAILED = 32,    /* its last write failed */
   BLOCK_SUMMED = 64,    /* checksum is that of its generation */
-  BLOCK_PREVIOUS = 128, /* previous is that of the generation before */
-  BLOCK_DIRTY = 256,    /* written since the last sync began; these three with keep only */
+  BLOCK_PREVIOUS = 128, /* previous is the checksum of the generation before */
+  BLOCK_DIRTY = 256,    /* written since the last sync began */
   BLOCK_SYNCING = 512,  /* written before the sync began that is under way */
-  BLOCK_SUSPECT = 1024, /* its sync failed: what the disk has is not known */
-  BLOCK_USED = 2048     /* counted, and not in the map of free ones */
+  BLOCK_SUSPECT = 1024, /* its sync failed: the bytes on the disk are unknown */
+  BLOCK_USED = 2048     /* counted as used, and its bit in the map of free blocks is clear */
 };
+/* A block's record. generation counts writes and is never reset while the store is open. */
 typedef struct gmi_block {
   uint64_t generation;
   uint32_t checksum, previous;
   uint16_t flags, readers;
 } gmi_block_t;
 
-/* Block b is the (b / files)th of file b % files. */
+/* One file of the store. Block b lies in file b % file_count, at position b / file_count: neighbouring blocks lie on
+ * different drives. */
 typedef struct gmi_stripe {
   gmi_blockfile_t file;
-  uint32_t engine_file;
-  uint32_t used;  /* blocks */
-  uint32_t words; /* of free */
-  uint32_t first; /* no word before has a bit */
-  uint64_t *free; /* a bit for each block of the file that can be taken */
+  uint32_t engine_file; /* the file's index in the engine */
+  uint32_t used;        /* blocks of this file with BLOCK_USED */
+  uint32_t words;       /* length of free */
+  uint32_t first;       /* no word of free before this one has a bit set */
+  uint64_t *free;       /* bit map by position: set for blocks that can be taken */
 } gmi_stripe_t;
 
 enum { GMI_SUMMING_THREADS_LIMIT = 4 };
-/* Requests whose blocks are to be summed, by urgency. */
+/* Requests whose blocks wait for a summing thread. Index 0: not urgent, 1: urgent. */
 typedef struct gmi_sums {
-  pthread_mutex_t lock; /* guards what follows, except threads */
-  pthread_cond_t more;
+  pthread_mutex_t lock; /* Guards stop and the lists. thread_count and threads change only at open */
+  pthread_cond_t more;  /* a request was queued, or stop was set */
   bool stop;
   gmi_block_request_t *first[2], **end[2];
   uint32_t thread_count;
@@ -58,36 +65,44 @@ struct gmi_store {
   gmi_sums_t sums;
   char *index_path, *index_beside; /* NULL unless keep */
 
-  pthread_mutex_t admin; /* Held through a resize or a commit; taken before lock. Guards what follows. */
+  /* Serialises resizes and commits, which block on I/O; held throughout them, and taken before lock. Guards what
+   * follows, and the sizes of the files. */
+  pthread_mutex_t admin;
   gmi_note_t note;
-  uint64_t number;       /* of the last commit that was tried */
-  bool index_there;      /* files and index are to stay */
-  bool names_synced;     /* of the chunks' files */
-  gmi_index_t committed; /* the last commit, when number in it is not 0 */
-  gmi_kept_t *kept;      /* its blocks, as the caller sees them */
+  uint64_t number;       /* of the last commit that was attempted */
+  bool index_there;      /* an index exists: close must leave it and the files in place */
+  bool names_synced;     /* the directory entries of the blocks' files are known to be on the disk */
+  gmi_index_t committed; /* the last commit; number 0: there is none */
+  gmi_kept_t *kept;      /* its blocks, in the form that callers see */
 
-  pthread_mutex_t lock; /* Guards what follows; never held while bytes move, nor in done */
-  pthread_cond_t idle;
+  /* Guards what follows, briefly: never held during I/O or while done runs. file_count and the stripes' file and
+   * engine_file do not change after open and need no lock. */
+  pthread_mutex_t lock;
+  pthread_cond_t idle;  /* outstanding has become 0 */
   uint64_t outstanding; /* requests whose done has not returned */
-  uint32_t block_count; /* that have space */
-  uint32_t wanted;      /* that can be taken: less than have space while taken ones are in the way */
-  uint32_t used;
+  uint32_t block_count; /* blocks that have records and space in the files */
+  uint32_t wanted;      /* blocks below this one can be taken; smaller than block_count after a resize to fewer blocks,
+                           until taken blocks behind it have been given back */
+  uint32_t used;        /* blocks with BLOCK_USED */
   gmi_block_t *blocks;
-  gmi_store_figures_t shown; /* what of the files is of interest */
+  gmi_store_figures_t shown; /* copy of the files' figures, for gmi_store_figures(), which must not wait for admin */
   uint32_t file_count;
   gmi_stripe_t stripes[];
 };
 
-/* With the lock held: a block's flags or readers have changed; is it free, or not any more? */
+/* Brings BLOCK_USED, the counts and the map of free blocks in line with a block's other flags and readers. Called with
+ * lock held after each change of these. */
 void gmi_block_settle(gmi_store_t *store, uint32_t block);
-/* With admin held: gives back to the file system what is wanted no more. */
+/* Gives the space of unused blocks behind `wanted` back to the file system. Called with admin held. On failure nothing
+ * has changed in the records. */
 gemini_status_t gmi_store_trim(gmi_store_t *store);
 
 gemini_status_t gmi_sums_open(gmi_store_t *store);
 void gmi_sums_close(gmi_store_t *store);
 
-/* At open, when the files are locked: reads the last commit, if there is one; block_count_io becomes at least what that
- * needs. Then, with space and records for so many: its blocks are taken. */
+/* For gmi_store_open(), once the files are locked. gmi_commit_read() reads the last commit, if there is one, and raises
+ * *block_count_io to the number of blocks that it needs. When records and space exist, gmi_commit_adopt() marks its
+ * blocks as taken. */
 gemini_status_t gmi_commit_read(gmi_store_t *store, uint32_t *block_count_io);
 void gmi_commit_adopt(gmi_store_t *store);
 

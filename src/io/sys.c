@@ -1,6 +1,7 @@
-/* The real system calls. SPDX-License-Identifier: Apache-2.0
+/* The table of real system calls. SPDX-License-Identifier: Apache-2.0
  *
- * Of liburing only what version 2.1 has. */
+ * Most entries are the C library's and liburing's own functions. Wrappers exist where those are variadic or macros, and
+ * where liburing 2.1, the oldest version supported, lacks a function. */
 #include "io/sys.h"
 
 #include <errno.h>
@@ -17,7 +18,8 @@
 
 static int real_open(const char *path, int flags, mode_t mode) { return open(path, flags, mode); }
 static int real_openat(int dir, const char *path, int flags, mode_t mode) { return openat(dir, path, flags, mode); }
-/* Without its memory in a forked child, which would keep the ring and all of its files. */
+/* io_uring_ring_dontfork() keeps the ring's memory out of forked children: a mapping in a child would keep the ring
+ * alive, and with it all its registered files. */
 static int real_ring_init(unsigned entries, struct io_uring *ring, struct io_uring_params *params) {
   int result = io_uring_queue_init_params(entries, ring, params);
   if (!result) (void)io_uring_ring_dontfork(ring);
@@ -25,7 +27,8 @@ static int real_ring_init(unsigned entries, struct io_uring *ring, struct io_uri
 }
 static int real_eventfd(unsigned value, int flags) { return eventfd(value, flags); }
 
-/* What io_uring_register_buffers_sparse does, on kernels before 5.19 as well: slots without an address are empty. */
+/* Does what io_uring_register_buffers_sparse() does, but also on kernels before 5.19: an entry without an address and
+ * without a tag counts as empty. */
 static int real_register_buffers_sparse(struct io_uring *ring, unsigned count) {
   struct iovec *empty = calloc(count, sizeof *empty);
   __u64 *tags = calloc(count, sizeof *tags);
@@ -48,7 +51,7 @@ static int real_get_events(struct io_uring *ring) {
 }
 
 static int real_register_files_update(struct io_uring *ring, unsigned first, const int *fds, unsigned count) {
-  /* Before 2.2 the library's parameter was not const. */
+  /* Before liburing 2.2 the parameter was not const; the call does not write to it. */
   return io_uring_register_files_update(ring, first, (int *)fds, count);
 }
 

@@ -1,4 +1,4 @@
-/* Every system call that the file tier makes, in one table, so that a test can make each of them fail or fall short.
+/* The system calls of the file tier in one table, so that a test can make each of them fail or transfer too little.
  * SPDX-License-Identifier: Apache-2.0
  *
  * The functions are the C library's and liburing's of the same names, with their conventions: the first group returns
@@ -39,12 +39,13 @@ typedef struct gmi_sys {
   void (*ring_exit)(struct io_uring *ring);
   int (*ring_register_files)(struct io_uring *ring, const int *fds, unsigned count);
   int (*ring_register_files_update)(struct io_uring *ring, unsigned first, const int *fds, unsigned count);
-  /* A table of empty slots, which ring_register_buffers_update fills and empties. */
+  /* Registers a table of count empty entries, which ring_register_buffers_update fills and clears. */
   int (*ring_register_buffers_sparse)(struct io_uring *ring, unsigned count);
   int (*ring_register_buffers_update)(struct io_uring *ring, unsigned first, const struct iovec *buffers,
                                       unsigned count);
   int (*ring_submit_and_wait)(struct io_uring *ring, unsigned completions);
-  /* Lets the kernel move to the completion queue what did not fit into it before. */
+  /* io_uring_enter with GETEVENTS and nothing to submit: the kernel moves completions that did not fit into the
+   * completion queue before. */
   int (*ring_get_events)(struct io_uring *ring);
 } gmi_sys_t;
 

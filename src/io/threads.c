@@ -1,5 +1,8 @@
-/* The engine where there is no io_uring: threads that read and write, one part at a time each.
- * SPDX-License-Identifier: Apache-2.0 */
+/* The fallback backend of the engine, for systems that forbid io_uring: a pool of depth threads, each of which moves
+ * one part at a time with pread() or pwrite(). SPDX-License-Identifier: Apache-2.0
+ *
+ * All state is the engine's and is guarded by the engine's lock, which a thread releases while it moves bytes or calls
+ * done. A thread sleeps on `more` when there is nothing to take. done functions run on the pool's threads. */
 #include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -11,11 +14,13 @@
 #include "io/backend.h"
 
 typedef struct pool {
-  pthread_cond_t more;
+  pthread_cond_t more; /* used with the engine's lock: there may be work, or the engine is closing */
   uint32_t thread_count;
   pthread_t threads[];
 } pool_t;
 
+/* Moves one part to its end, retries and pauses included: a pause costs this thread its time, but no other part waits
+ * for it. */
 static void transfer(gmi_engine_t *e, gmi_part_t *part) {
   const gmi_sys_t *sys = e->sys;
   for (;;) {
@@ -39,19 +44,22 @@ static void *work(void *user) {
       gmi_engine_finish(e, refused);
       pthread_mutex_lock(&e->lock);
     } else if (gmi_engine_next(e, &part)) {
-      /* Who is woken wakes the next one, so that a submit need not know how many it takes. */
+      /* Each thread that takes a part wakes the next one while work is left, so that a submit wakes one thread only and
+       * need not compute how many threads its parts can use. */
       if (e->asleep && gmi_engine_ready(e)) pthread_cond_signal(&pool->more);
       pthread_mutex_unlock(&e->lock);
       transfer(e, &part);
       pthread_mutex_lock(&e->lock);
     } else {
+      /* Idle means that nothing is left to take. Parts that other threads still move are theirs to finish: pool_close()
+       * joins them all. */
       if (e->stop && gmi_engine_idle(e)) break;
       e->asleep++;
       pthread_cond_wait(&pool->more, &e->lock);
       e->asleep--;
     }
   }
-  pthread_cond_broadcast(&pool->more); /* others may wait for the end of what this one took */
+  pthread_cond_broadcast(&pool->more); /* a thread that went to sleep while this one had work must see the end, too */
   pthread_mutex_unlock(&e->lock);
   return NULL;
 }
@@ -81,6 +89,7 @@ gemini_status_t gmi_threads_open(gmi_engine_t *engine) {
   for (; pool->thread_count < e->depth; pool->thread_count++) {
     int error = gmi_thread_start(&pool->threads[pool->thread_count], work, e);
     if (!error) continue;
+    /* The threads started so far find nothing to take and end; pool_close() joins just those. */
     uint32_t started = pool->thread_count;
     pthread_mutex_lock(&e->lock);
     e->stop = true;

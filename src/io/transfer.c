@@ -1,8 +1,17 @@
-/* Blocks on their way: requests to the engine, and the sums of their bytes. SPDX-License-Identifier: Apache-2.0
+/* Block requests: their transfers through the engine, and the checksums of their bytes.
+ * SPDX-License-Identifier: Apache-2.0
  *
- * A read is summed when its bytes are there, a write while they are under way, as the sum does not go into the file:
- * the request is over when both are. Small blocks are summed where the transfer ends, which costs less than to wake a
- * thread. */
+ * A block request consists of one engine request (the transfer) and, with checksums, a checksum over generation and
+ * bytes. A read is summed after its transfer. A write is summed while its transfer runs: the checksum does not go into
+ * the file, so neither has to wait for the other. The request ends when both are over; `halves` counts them.
+ *
+ * Threads. gmi_store_submit() runs on the caller's thread and never sums. transferred() runs on a thread of the engine
+ * when the transfer is over. Blocks of more than SMALL_BYTES are summed by up to GMI_SUMMING_THREADS_LIMIT threads of
+ * the store (sum_blocks()); smaller ones on the engine's thread, where the sum costs less than waking another thread.
+ * done is called on whichever of these threads ends the request.
+ *
+ * Locks. store.lock guards the blocks' records, sums.lock the queue of requests to be summed. Neither is held while the
+ * other is taken, while bytes are summed, or while done runs. */
 #include <stdio.h>
 #include <string.h>
 
@@ -12,12 +21,18 @@
 #include "io/store_internal.h"
 
 enum {
-  SMALL_BYTES = 256 << 10, /* some 20 microseconds */
-  SLICE_BYTES = 4 << 20    /* what an urgent block may have to wait for */
+  SMALL_BYTES = 256 << 10, /* summed in some 20 microseconds */
+  SLICE_BYTES = 4 << 20    /* summed in one go; the most that an urgent block waits for */
 };
-enum { REQUEST_REFUSED = 1, REQUEST_SUMMED = 2, REQUEST_COMPARED = 4, REQUEST_PREVIOUS = 8 };
+/* private_flags of a block request. */
+enum {
+  REQUEST_REFUSED = 1,  /* refusal holds the status; nothing is transferred */
+  REQUEST_SUMMED = 2,   /* a write whose checksum is taken */
+  REQUEST_COMPARED = 4, /* a read whose checksum must equal expected */
+  REQUEST_PREVIOUS = 8  /* previous is the checksum of the generation before */
+};
 
-/* ---- what is told of failures */
+/* ---- error messages */
 static uint64_t offset_of(const gmi_store_t *s, uint32_t block) { return block / s->file_count * s->block_bytes; }
 
 static void describe_damage(gmi_block_request_t *r) {
@@ -26,7 +41,8 @@ static void describe_damage(gmi_block_request_t *r) {
   const char *owner = r->owner ? r->owner : "file tier";
   unsigned long long offset = offset_of(s, r->block), generation = r->generation;
   gmi_blockfile_name(&s->stripes[r->block % s->file_count].file, name);
-  /* Are they the bytes before the last write, which never reached the disk? */
+  /* A lost write leaves the previous generation's bytes on the disk. They are recognised by their checksum, so that the
+   * message can tell a stale block from a damaged one. */
   uint32_t older = gmi_crc32c(gmi_crc32c_generation(r->generation - 1), r->buffer, r->moved_bytes);
   if (r->private_flags & REQUEST_PREVIOUS && older == r->previous) {
     snprintf(r->message, sizeof r->message,
@@ -51,6 +67,10 @@ static void describe_failure(gmi_block_request_t *r) {
 }
 
 /* ---- the end of a request */
+
+/* Notes the outcome in the block's record, then calls done. outstanding is decremented only after done has returned:
+ * gmi_store_close() waits for it, and the store's records must outlive everything that done calls. The request may be
+ * gone once done has been called, so the store's address is kept. */
 static void finish(gmi_block_request_t *r) {
   gmi_store_t *s = r->store;
   if (r->private_flags & REQUEST_REFUSED) {
@@ -85,19 +105,24 @@ static void finish(gmi_block_request_t *r) {
   pthread_mutex_unlock(&s->lock);
 }
 
-/* Transfer or sum is over; the later one ends the request. */
+/* Called once by the transfer and once by the sum, or once in all where one follows the other; the last call ends the
+ * request. The decrements synchronise with each other (the default order includes acquire and release), so that the
+ * thread that finishes sees what the other half wrote to the request. */
 static void half_done(gmi_block_request_t *r) {
   if (atomic_fetch_sub(&r->halves, 1) == 1) finish(r);
 }
 
 /* ---- sums */
+
+/* Sums the next most_bytes of a request's block. One thread at a time works on a request: the one that took it off the
+ * queue. */
 static void sum(gmi_block_request_t *r, uint64_t most_bytes) {
   uint64_t left = r->moved_bytes - r->summed_bytes, size = left < most_bytes ? left : most_bytes;
   r->checksum = gmi_crc32c(r->checksum, (const char *)r->buffer + r->summed_bytes, size);
   r->summed_bytes += size;
 }
 
-/* With its lock held. */
+/* Inserts a request at the front or the end of its urgency's list. Called with the queue's lock held. */
 static void queue(gmi_sums_t *q, gmi_block_request_t *r, bool in_front) {
   gmi_block_request_t **at = in_front ? &q->first[r->urgent] : q->end[r->urgent];
   r->next = *at;
@@ -112,6 +137,8 @@ static void queue_new(gmi_sums_t *q, gmi_block_request_t *r) {
   pthread_mutex_unlock(&q->lock);
 }
 
+/* A summing thread. It sums a slice, then puts the request back in front of its list: so the block is continued next
+ * unless an urgent one has arrived meanwhile. The threads end when stop is set and the queue is empty. */
 static void *sum_blocks(void *user) {
   gmi_store_t *s = user;
   gmi_sums_t *q = &s->sums;
@@ -143,7 +170,8 @@ gemini_status_t gmi_sums_open(gmi_store_t *store) {
   pthread_cond_init(&q->more, NULL);
   for (int urgent = 0; urgent < 2; urgent++) q->end[urgent] = &q->first[urgent];
   if (!store->checksum || store->block_bytes <= SMALL_BYTES) return GEMINI_OK;
-  /* One sums faster than a drive reads and writes. */
+  /* One thread per file suffices: it sums faster than a drive transfers. Fewer threads than planned still work, so only
+   * a failure to start the first one is an error. */
   uint32_t count = store->file_count < GMI_SUMMING_THREADS_LIMIT ? store->file_count : GMI_SUMMING_THREADS_LIMIT;
   for (; q->thread_count < count; q->thread_count++) {
     int error = gmi_thread_start(&q->threads[q->thread_count], sum_blocks, store);
@@ -167,6 +195,9 @@ void gmi_sums_close(gmi_store_t *store) {
 }
 
 /* ---- the beginning of a request */
+
+/* done of the engine's request. A failed transfer is not summed: its bytes are of no use. A write that is summed beside
+ * its transfer already has its sum under way. */
 static void transferred(gmi_request_t *io) {
   gmi_block_request_t *r = (gmi_block_request_t *)io; /* its first member */
   gmi_store_t *s = r->store;
@@ -187,7 +218,8 @@ static gemini_status_t refuse(gmi_block_request_t *r, gemini_status_t status, co
   return status;
 }
 
-/* With the lock held. */
+/* May the request begin? Called with the store's lock held, as is begin(), in one critical section: between the two no
+ * other request can change the block. */
 static gemini_status_t check(const gmi_store_t *s, gmi_block_request_t *r) {
   if (r->block >= s->block_count) return refuse(r, GEMINI_ERR_INVALID, "there is no such block");
   const gmi_block_t *b = &s->blocks[r->block];
@@ -209,7 +241,9 @@ static gemini_status_t check(const gmi_store_t *s, gmi_block_request_t *r) {
   return GEMINI_OK;
 }
 
-/* With the lock held: what the block is from now on. */
+/* Changes the block's record to "being written" or "one more reader". A write starts a new generation at once: from
+ * here on the old bytes count as lost, whether or not the write succeeds. Generation and checksums are copied into the
+ * request, so that comparing them later needs no lock. */
 static void begin(gmi_store_t *s, gmi_block_request_t *r) {
   gmi_block_t *b = &s->blocks[r->block];
   if (r->write) {
@@ -254,15 +288,20 @@ void gmi_store_submit(gmi_store_t *store, gmi_block_request_t *request) {
                            .done = transferred };
   if (r->refusal) {
     r->private_flags |= REQUEST_REFUSED;
-    r->io.size_bytes = 0; /* which the engine refuses, so that done is called where it should be */
+    /* The engine refuses size 0 and calls done on its own thread: a refused request ends like any other, and never
+     * within the caller's submit. */
+    r->io.size_bytes = 0;
   }
   bool side_by_side = s->sums.thread_count && r->private_flags & REQUEST_SUMMED;
+  /* Set before either half can start: queue_new() and gmi_engine_submit() publish it with the locks that they take. */
   atomic_init(&r->halves, side_by_side ? 2 : 1);
   if (r->private_flags & (REQUEST_SUMMED | REQUEST_COMPARED)) r->checksum = gmi_crc32c_generation(r->generation);
   if (side_by_side) queue_new(&s->sums, r);
   gmi_engine_submit(s->engine, (gmi_request_t *[]){ &r->io }, 1);
 }
 
+/* For gmi_store_wait(); lives on the waiting thread's stack. wake() signals with the lock held, so that the waiter
+ * cannot destroy the lock before wake() has left it. */
 typedef struct waiter {
   pthread_mutex_t lock;
   pthread_cond_t over;

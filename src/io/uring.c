@@ -1,10 +1,24 @@
-/* The engine over io_uring: one thread that owns a ring, hands it parts and takes results.
+/* The io_uring backend of the engine: one thread owns a ring, submits parts and reaps completions.
  * SPDX-License-Identifier: Apache-2.0
  *
- * The thread sleeps in the kernel until a part is over or a submit wakes it, which it does through an eventfd that the
- * ring always reads from. Only this thread touches the ring, so that the kernel may run completions in it and nowhere
- * else; what others want registered they ask it for. No more than depth parts and that one read are in the kernel, and
- * the completion queue has room for twice as many. Of liburing only what version 2.1 has is used. */
+ * Threads. The ring thread (run()) is the only one that touches the ring; the kernel may therefore run completion work
+ * in that thread alone (IORING_SETUP_SINGLE_ISSUER, DEFER_TASKRUN), which is the cheapest mode. Other threads only
+ * append requests to the engine's lists, or commands (register a file or a buffer) to the command list, and wake the
+ * ring thread. done functions run on the ring thread.
+ *
+ * Wake-up. The ring thread sleeps in io_uring_enter until a completion arrives. One read of an eventfd is kept
+ * outstanding in the ring at all times while the thread may sleep; writing to the eventfd completes that read and so
+ * ends the sleep. This needs no second wait primitive and no polling.
+ *
+ * Life of an entry. entries[] holds depth records, one per part that the backend has taken. An entry is on exactly one
+ * of: free_list; the ready queue (waits for space in the submission queue); the submission queue or the kernel. A part
+ * that must pause before its next try goes through the ring as a timeout and returns to the ready queue when the
+ * timeout completes.
+ *
+ * Bounds. At most depth parts and the one eventfd read are in the kernel, and the completion queue holds twice as many
+ * entries as the submission queue, so completions do not overflow in normal operation.
+ *
+ * Only functions that liburing 2.1 has are used. */
 #include <errno.h>
 #include <liburing.h>
 #include <stdio.h>
@@ -20,7 +34,7 @@
 #include "base/thread.h"
 #include "io/backend.h"
 
-/* Of the kernel's interface, where the system's headers are older. */
+/* Flags of the kernel's interface that older system headers lack. */
 #ifndef IORING_SETUP_SUBMIT_ALL
 #define IORING_SETUP_SUBMIT_ALL (1U << 7)
 #endif
@@ -35,29 +49,33 @@
 #endif
 
 enum {
-  ENTRIES_MOST = 1 << 14, /* registered buffers: as many as the kernel has */
-  ENTRIES_LEAST = 16,
-  RESULTS_AT_ONCE = 64,
-  /* Calls of the kernel in a row that bring nothing, a millisecond apart but for the first, before parts that it does
-   * not take are given up. */
+  ENTRIES_MOST = 1 << 14, /* size of the registered-buffer table: the kernel's limit */
+  ENTRIES_LEAST = 16,     /* smallest table worth having; less than this counts as refused */
+  RESULTS_AT_ONCE = 64,   /* completions copied out of the queue before their done functions run */
+  /* A stall is a kernel call that brought no completion although one was waited for or submissions are left. The first
+   * STALLS_AT_ONCE stalls in a row are retried at once, later ones a millisecond apart; after STALLS_LIMIT of them the
+   * parts that the kernel did not take fail. */
   STALLS_AT_ONCE = 8,
   STALLS_LIMIT = 1000
 };
-static const uint64_t BUFFER_LIMIT_BYTES = UINT64_C(1) << 30; /* the kernel's, of one registered buffer */
-static const uint64_t OF_WAKE = UINT64_MAX;                   /* user_data; of parts it is their entry */
+static const uint64_t BUFFER_LIMIT_BYTES = UINT64_C(1) << 30; /* the kernel's limit for one registered buffer */
+static const uint64_t OF_WAKE = UINT64_MAX; /* user_data of the eventfd read; a part's user_data is its entry index */
 
+/* A part that this backend has taken. Its address stays fixed while the kernel holds it: pause is read by the kernel
+ * when the timeout is submitted. */
 typedef struct entry {
   gmi_part_t part;
   struct __kernel_timespec pause;
-  bool pausing; /* what the kernel has, or shall get, is a timer before the next try */
+  bool pausing; /* the entry's next or current submission is a timeout, not the transfer */
 } entry_t;
 
 typedef struct buffer {
   uintptr_t base;
   uint64_t size_bytes;
-  uint32_t index; /* the kernel's */
+  uint32_t index; /* in the kernel's table of registered buffers */
 } buffer_t;
 
+/* A registration that the ring thread performs for another thread. Lives on the caller's stack until done is set. */
 enum { COMMAND_FILE_ADD, COMMAND_BUFFER_ADD, COMMAND_BUFFER_REMOVE };
 typedef struct command {
   struct command *next;
@@ -66,14 +84,14 @@ typedef struct command {
   uintptr_t base;
   uint64_t size_bytes;
   gemini_status_t status;
-  bool done; /* guarded by the engine's lock */
+  bool done; /* Guarded by the engine's lock; the command's memory is the caller's again once it is set */
 } command_t;
 
 typedef struct uring {
   gmi_engine_t *e;
   pthread_t thread;
-  int wake_fd;
-  pthread_cond_t news; /* with the engine's lock: the thread has started, or a command is done */
+  int wake_fd;         /* eventfd; a write ends the ring thread's sleep */
+  pthread_cond_t news; /* used with the engine's lock: state has left STARTING, or a command is done */
 
   /* Guarded by the engine's lock. */
   enum { STARTING, RUNNING, FAILED } state;
@@ -81,35 +99,39 @@ typedef struct uring {
   char failure[160];
   int failure_code;
 
-  /* The thread's own. */
+  /* Used by the ring thread only, without a lock. */
   struct io_uring ring;
-  uint32_t setup_flags;
-  uint64_t wake_word;
-  bool wake_armed;
-  uint32_t stalls;
-  entry_t *entries;    /* depth of them */
-  uint32_t *free_list; /* entries in no use */
+  uint32_t setup_flags; /* the IORING_SETUP_* combination that the kernel accepted */
+  uint64_t wake_word;   /* target of the eventfd read; the kernel may write it while wake_armed */
+  bool wake_armed;      /* the eventfd read is in the submission queue or the kernel */
+  uint32_t stalls;      /* in a row */
+  entry_t *entries;     /* [depth] */
+  uint32_t *free_list;  /* [depth]; a stack of unused entries */
   uint32_t free_count;
   struct {
-    uint32_t *entries; /* that wait for room in the submission queue; first in, first out */
+    uint32_t *entries; /* [depth]; circular FIFO of entries that wait for space in the submission queue */
     uint32_t first, count;
   } ready;
-  bool files_registered;
-  int files_error;
+  bool files_registered; /* submissions name files by their index; else by descriptor */
+  int files_error;       /* errno: why not */
   struct {
-    buffer_t *list; /* registered; by address */
-    uint32_t count, capacity, hint;
+    buffer_t *list; /* registered buffers, sorted by address, disjoint */
+    uint32_t count, capacity;
+    uint32_t hint; /* position of the last hit: neighbouring parts mostly lie in one buffer */
     uint32_t *free_indices;
     uint32_t free_index_count;
-    bool indices_tried;
+    bool indices_tried; /* the kernel's table has been requested once; it is not requested again */
   } buffers;
-  int buffers_error;
+  int buffers_error; /* errno of the last refused registration */
   uint64_t buffers_refused_bytes;
 } uring_t;
 
-/* --- registered buffers and files --- */
+/* --- registered buffers and files ---
+ *
+ * Registering saves the kernel from looking up the file and pinning the pages with each request. It is an optimisation:
+ * where the kernel refuses (RLIMIT_MEMLOCK, table full, old kernel) transfers work without, and features says why. */
 
-/* The index of the first buffer that ends after an address. */
+/* Position in buffers.list of the first buffer that ends after the address. */
 static uint32_t buffer_after(const uring_t *u, uintptr_t address) {
   uint32_t low = 0, high = u->buffers.count;
   while (low < high) {
@@ -120,7 +142,8 @@ static uint32_t buffer_after(const uring_t *u, uintptr_t address) {
   return low;
 }
 
-/* The kernel's index of the buffer in which all of this lies, or -1. */
+/* The kernel's index of the registered buffer that contains the whole part, or -1. A part that spans two registered
+ * buffers is transferred as unregistered memory: one submission can name one buffer only. */
 static int32_t buffer_of(uring_t *u, uintptr_t address, uint32_t size_bytes) {
   if (!u->buffers.count) return -1;
   const buffer_t *b = &u->buffers.list[u->buffers.hint < u->buffers.count ? u->buffers.hint : 0];
@@ -134,7 +157,8 @@ static int32_t buffer_of(uring_t *u, uintptr_t address, uint32_t size_bytes) {
   return within ? (int32_t)b->index : -1;
 }
 
-/* The kernel's table of buffers, at first use. */
+/* Requests an empty table of buffers from the kernel, at first use, halving its size while the kernel refuses: kernels
+ * differ in the largest table they accept. */
 static void make_indices(uring_t *u) {
   if (u->buffers.indices_tried) return;
   u->buffers.indices_tried = true;
@@ -156,7 +180,8 @@ static void make_indices(uring_t *u) {
   u->buffers.free_index_count = count;
 }
 
-/* 0 or an errno. */
+/* Registers one buffer of at most BUFFER_LIMIT_BYTES. Returns 0 or an errno; on failure nothing has changed, because
+ * the list is enlarged before the kernel is called and inserting afterwards cannot fail. */
 static int add_one_buffer(uring_t *u, uintptr_t base, uint64_t size_bytes) {
   if (!u->buffers.free_index_count) return u->buffers_error ? u->buffers_error : ENOSPC;
   if (u->buffers.count == u->buffers.capacity) {
@@ -178,6 +203,8 @@ static int add_one_buffer(uring_t *u, uintptr_t base, uint64_t size_bytes) {
   return 0;
 }
 
+/* INVALID: the memory overlaps a registered buffer. A refusal by the kernel is no failure: what could not be registered
+ * is counted for features. */
 static gemini_status_t add_buffers(uring_t *u, uintptr_t base, uint64_t size_bytes) {
   uint32_t at = buffer_after(u, base);
   if (at < u->buffers.count && u->buffers.list[at].base < base + size_bytes) return GEMINI_ERR_INVALID;
@@ -201,7 +228,7 @@ static void remove_buffers(uring_t *u, uintptr_t base, uint64_t size_bytes) {
   while (at < u->buffers.count && u->buffers.list[at].base < base + size_bytes) {
     struct iovec none = { NULL, 0 };
     uint32_t index = u->buffers.list[at].index;
-    /* An index that cannot be emptied is not used again. */
+    /* An index that the kernel does not release is never used again: it may still refer to the old pages. */
     if (u->e->sys->ring_register_buffers_update(&u->ring, index, &none, 1) >= 0)
       u->buffers.free_indices[u->buffers.free_index_count++] = index;
     u->buffers.count--;
@@ -213,11 +240,11 @@ static void register_file(uring_t *u, uint32_t file, int fd) {
   if (!u->files_registered) return;
   int result = u->e->sys->ring_register_files_update(&u->ring, file, &fd, 1);
   if (result >= 0) return;
-  u->files_registered = false; /* for all, so that one word says how it is */
+  u->files_registered = false; /* for all files: prepare() looks at this one flag, and describe() has one answer */
   u->files_error = -result;
 }
 
-/* Says in features how the ring is set up. Without the lock. */
+/* Writes into features how the ring is set up. Called without the lock, which it takes for the copy only. */
 static void describe(uring_t *u) {
   gmi_engine_t *e = u->e;
   char text[sizeof e->features];
@@ -242,6 +269,7 @@ static void describe(uring_t *u) {
   pthread_mutex_unlock(&e->lock);
 }
 
+/* Runs on the ring thread, without the lock: registering may pin pages and so take long. */
 static void execute(uring_t *u, command_t *c) {
   switch (c->kind) {
   case COMMAND_FILE_ADD: register_file(u, c->file, u->e->files[c->file].fd); break;
@@ -253,10 +281,12 @@ static void execute(uring_t *u, command_t *c) {
 
 /* --- parts --- */
 
+/* Cannot overflow: the queue has a place for each of the depth entries, and an entry is in it once at most. */
 static void push_ready(uring_t *u, uint32_t entry) {
   u->ready.entries[(u->ready.first + u->ready.count++) % u->e->depth] = entry;
 }
 
+/* Fills in the submission of an entry: its timeout, or its transfer. */
 static void prepare(uring_t *u, uint32_t entry, struct io_uring_sqe *sqe) {
   entry_t *s = &u->entries[entry];
   const gmi_part_t *p = &s->part;
@@ -274,7 +304,8 @@ static void prepare(uring_t *u, uint32_t entry, struct io_uring_sqe *sqe) {
   sqe->user_data = entry;
 }
 
-/* Fills the submission queue. False: something is left that did not fit. */
+/* Moves ready entries into the submission queue. The eventfd read goes first: without it the thread must not sleep.
+ * False: the queue is full and something is left. */
 static bool fill(uring_t *u) {
   struct io_uring_sqe *sqe;
   if (!u->wake_armed) {
@@ -293,6 +324,7 @@ static bool fill(uring_t *u) {
   return true;
 }
 
+/* Handles one completion. moved: bytes, or a negative errno; of no interest for the eventfd read and for timeouts. */
 static void result(uring_t *u, uint64_t user_data, int32_t moved) {
   if (user_data == OF_WAKE) {
     u->wake_armed = false;
@@ -300,7 +332,7 @@ static void result(uring_t *u, uint64_t user_data, int32_t moved) {
   }
   uint32_t entry = (uint32_t)user_data;
   entry_t *s = &u->entries[entry];
-  if (s->pausing) {
+  if (s->pausing) { /* the pause is over (or the timeout failed): try the transfer again */
     s->pausing = false;
     push_ready(u, entry);
     return;
@@ -315,7 +347,8 @@ static void result(uring_t *u, uint64_t user_data, int32_t moved) {
   }
 }
 
-/* Takes what is in the completion queue; each batch leaves the queue before done functions run. */
+/* Handles everything in the completion queue and returns the number of completions. Each batch is copied out and the
+ * queue advanced before done functions run: they take as long as they like, and meanwhile the kernel has the space. */
 static uint32_t reap(uring_t *u) {
   uint32_t total = 0, count;
   do {
@@ -338,22 +371,29 @@ static uint32_t reap(uring_t *u) {
   return total;
 }
 
-/* Takes back what the kernel will not have, and fails it. */
+/* Withdraws the submissions that the kernel has not consumed, and fails their parts with error.
+ *
+ * liburing has no call for this: the entries between the kernel's head and our tail are read back and the tail is reset
+ * to the head. The kernel reads the tail only within io_uring_enter, which only this thread calls (no
+ * IORING_SETUP_SQPOLL), so a plain store suffices.
+ *
+ * All submissions are read back before the first part fails, so that done functions find the ring in order. The unused
+ * space of the ready queue's array serves as the list: the entries to withdraw are not in that queue, so ready.count +
+ * parts is at most depth. */
 static void give_up(uring_t *u, int error) {
   struct io_uring_sq *sq = &u->ring.sq;
   unsigned head = *sq->khead, count = sq->sqe_tail - head;
-  uint32_t from =
-      u->ready.first + u->ready.count; /* the queue of those that are ready has room, as they are not in it */
+  uint32_t from = u->ready.first + u->ready.count;
   uint32_t parts = 0;
   for (unsigned i = 0; i < count; i++) {
     uint64_t user_data = sq->sqes[(head + i) & *sq->kring_mask].user_data;
     if (user_data == OF_WAKE) u->wake_armed = false;
     else u->ready.entries[(from + parts++) % u->e->depth] = (uint32_t)user_data;
   }
-  *sq->ktail = head; /* which the kernel reads in a call from this thread only */
+  *sq->ktail = head;
   sq->sqe_head = sq->sqe_tail = head;
   for (uint32_t i = 0; i < parts; i++) {
-    /* Nothing is pushed to ready before all are read: what is given up is over. */
+    /* gmi_engine_give_up() ends a part for good and pushes nothing to ready, so the rest of the list stays intact. */
     uint32_t entry = u->ready.entries[(from + i) % u->e->depth];
     u->entries[entry].pausing = false;
     gmi_engine_give_up(u->e, &u->entries[entry].part, error, "io_uring_enter");
@@ -361,12 +401,17 @@ static void give_up(uring_t *u, int error) {
   }
 }
 
-/* Hands over what is filled in, takes results, and waits for one where told to. */
+/* Submits what is in the submission queue and handles completions; with wait, sleeps until there is one.
+ *
+ * io_uring_enter can refuse: EINTR, EAGAIN, EBUSY and ENOMEM are transient, everything else ("hard") will not go away
+ * by trying again. Parts that the kernel never took are failed after a hard error or after STALLS_LIMIT stalls, rather
+ * than waited for forever; parts that are in the kernel are always waited for, since it may still write to their
+ * buffers. */
 static void turn(uring_t *u, bool wait) {
   const gmi_sys_t *sys = u->e->sys;
   int n = sys->ring_submit_and_wait(&u->ring, wait ? 1 : 0);
   uint32_t left = io_uring_sq_ready(&u->ring), taken = reap(u);
-  if (!taken && (n == -EAGAIN || n == -EBUSY)) { /* results may be where the queue is too short for them */
+  if (!taken && (n == -EAGAIN || n == -EBUSY)) { /* the completion queue overflowed: flush the kernel's backlog */
     (void)sys->ring_get_events(&u->ring);
     taken = reap(u);
   }
@@ -385,6 +430,8 @@ static void turn(uring_t *u, bool wait) {
 
 /* --- the thread --- */
 
+/* gmi_fork_hold() keeps fork() out between the two steps: a child that still had the number on its list of descriptors
+ * to close could close an unrelated file that got the same number. */
 static void ring_exit(uring_t *u) {
   gmi_fork_hold();
   gmi_fork_close_not(u->ring.ring_fd);
@@ -392,7 +439,12 @@ static void ring_exit(uring_t *u) {
   gmi_fork_let();
 }
 
-/* Makes the ring and tries it. False: failure says why not. */
+/* Creates the ring, in the best mode that the kernel knows and on the thread that will use it (SINGLE_ISSUER demands
+ * that), and tries it. False: failure says why io_uring cannot be used.
+ *
+ * The trial, one eventfd read, is needed because set-up alone proves little: seccomp filters and container policies may
+ * allow io_uring_setup and refuse io_uring_enter or the read. Without IORING_FEAT_NODROP the kernel could lose
+ * completions when the queue overflows, so such kernels are refused. */
 static bool make_ring(uring_t *u) {
   static const uint32_t choices[] = { IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN | IORING_SETUP_SUBMIT_ALL,
                                       IORING_SETUP_COOP_TASKRUN | IORING_SETUP_SUBMIT_ALL, 0 };
@@ -410,10 +462,9 @@ static bool make_ring(uring_t *u) {
   }
   if (result < 0) {
     u->failure_code = -result;
-    snprintf(u->failure, sizeof u->failure, "io_uring is not to be had (io_uring_setup: %s)", strerror(-result));
+    snprintf(u->failure, sizeof u->failure, "io_uring is unavailable (io_uring_setup: %s)", strerror(-result));
     return false;
   }
-  /* That it can be entered, knows reads and wakes this thread is tried once, here. */
   uint64_t one = 1;
   const char *what = "io_uring_enter";
   int got = params.features & IORING_FEAT_NODROP ? 0 : -EOPNOTSUPP;
@@ -436,7 +487,7 @@ static bool make_ring(uring_t *u) {
   }
   if (got != sizeof u->wake_word) {
     u->failure_code = got < 0 ? -got : EIO;
-    snprintf(u->failure, sizeof u->failure, "io_uring is not to be had (%s: %s)", what, strerror(u->failure_code));
+    snprintf(u->failure, sizeof u->failure, "io_uring is unavailable (%s: %s)", what, strerror(u->failure_code));
     ring_exit(u);
     return false;
   }
@@ -448,14 +499,21 @@ static bool make_ring(uring_t *u) {
   return true;
 }
 
+/* Completes the outstanding eventfd read before the ring goes: the kernel must not write to wake_word after *u has been
+ * freed. Closing a ring cancels its requests, but asynchronously. */
 static void end_ring(uring_t *u) {
-  /* The kernel is not to write to wake_word once this is over. */
   uint64_t one = 1;
   if (u->wake_armed && write(u->wake_fd, &one, sizeof one) == sizeof one)
     for (int tries = 0; u->wake_armed && tries < STALLS_AT_ONCE; tries++) turn(u, true);
   ring_exit(u);
 }
 
+/* The ring thread. Each round: execute commands, take parts from the engine into free entries, submit and reap.
+ *
+ * The decision to sleep is made with the lock held: asleep is set only when no command, no refused request and no part
+ * that this thread could take is left. A later submit sees asleep under the same lock and writes to the eventfd; a
+ * command always writes. A write that precedes the io_uring_enter makes the read complete at once, so that no wake-up
+ * is lost. */
 static void *run(void *user) {
   uring_t *u = user;
   gmi_engine_t *e = u->e;
@@ -490,7 +548,7 @@ static void *run(void *user) {
       push_ready(u, entry);
     }
     if (e->stop && !refused && u->free_count == e->depth && gmi_engine_idle(e)) break;
-    bool wait = !refused && fill(u);
+    bool wait = !refused && fill(u); /* with a full submission queue the eventfd read may be missing: do not sleep */
     e->asleep = wait;
     pthread_mutex_unlock(&e->lock);
     gmi_engine_finish(e, refused);
@@ -502,8 +560,9 @@ static void *run(void *user) {
   return NULL;
 }
 
-/* --- what others call --- */
+/* --- called by other threads --- */
 
+/* With the lock held. Clearing asleep spares the following submits the system call until the thread sleeps again. */
 static void ring_wake(gmi_engine_t *e) {
   uring_t *u = e->self;
   uint64_t one = 1;
@@ -512,9 +571,11 @@ static void ring_wake(gmi_engine_t *e) {
   }
 }
 
+/* Has the ring thread execute a command, and waits for it. Called by a done function it runs on the ring thread itself,
+ * which would wait for itself forever: then the command is executed in place. */
 static gemini_status_t order(gmi_engine_t *e, command_t *c) {
   uring_t *u = e->self;
-  if (pthread_equal(pthread_self(), u->thread)) { /* from done */
+  if (pthread_equal(pthread_self(), u->thread)) {
     execute(u, c);
     return c->status;
   }
@@ -535,7 +596,7 @@ static void ring_file_add(gmi_engine_t *e, uint32_t file) {
 static gemini_status_t ring_buffer_add(gmi_engine_t *e, void *base, uint64_t size_bytes) {
   command_t c = { .kind = COMMAND_BUFFER_ADD, .base = (uintptr_t)base, .size_bytes = size_bytes };
   if (!order(e, &c)) return GEMINI_OK;
-  return gmi_fail(c.status, 0, "file engine: %llu bytes at %p overlap memory it was told of before",
+  return gmi_fail(c.status, 0, "file engine: %llu bytes at %p overlap a buffer that is registered already",
                   (unsigned long long)size_bytes, base);
 }
 
@@ -544,6 +605,7 @@ static void ring_buffer_remove(gmi_engine_t *e, void *base, uint64_t size_bytes)
   (void)order(e, &c);
 }
 
+/* Frees the records. The ring thread has ended, or was never started. */
 static void dispose(uring_t *u) {
   gmi_fork_hold();
   gmi_fork_close_not(u->wake_fd);
@@ -570,8 +632,8 @@ static const gmi_backend_t backend = { .wake = ring_wake,
                                        .buffer_remove = ring_buffer_remove,
                                        .close = ring_close };
 
-/* Valgrind runs one thread at a time, and lets no other run while one waits in io_uring_enter, which it takes for a
- * call that does not block: a ring's thread would stop the program for ever. */
+/* Valgrind runs one thread at a time and takes io_uring_enter for a call that does not block: while the ring thread
+ * sleeps in it no other thread would run, and the program would hang. */
 static bool under_valgrind(void) {
   const char *preload = getenv("LD_PRELOAD");
   return preload && strstr(preload, "/vgpreload_core");
@@ -582,18 +644,18 @@ gemini_status_t gmi_uring_open(gmi_engine_t *engine) {
   gemini_status_t status;
   if (under_valgrind())
     return gmi_fail(GEMINI_ERR_UNSUPPORTED, 0,
-                    "io_uring is not to be had (valgrind stops all threads while one waits for it)");
+                    "io_uring is unavailable (valgrind stops all threads while one waits for it)");
   uring_t *u = calloc(1, sizeof *u);
   if (!u) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the file engine");
   u->e = e;
   u->commands_end = &u->commands;
   pthread_cond_init(&u->news, NULL);
   gmi_fork_hold();
-  u->wake_fd = e->sys->eventfd(0, EFD_CLOEXEC); /* not O_NONBLOCK: older kernels' rings would not wait for it */
+  u->wake_fd = e->sys->eventfd(0, EFD_CLOEXEC); /* not EFD_NONBLOCK: older kernels would end the ring's read at once */
   gmi_fork_close(u->wake_fd);
   gmi_fork_let();
   if (u->wake_fd < 0) {
-    status = gmi_fail(GEMINI_ERR_UNSUPPORTED, errno, "io_uring is not to be had (eventfd: %s)", strerror(errno));
+    status = gmi_fail(GEMINI_ERR_UNSUPPORTED, errno, "io_uring is unavailable (eventfd: %s)", strerror(errno));
     goto fail;
   }
   u->entries = calloc(e->depth, sizeof *u->entries);

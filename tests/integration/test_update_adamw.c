@@ -175,7 +175,7 @@ static void test_adamw_in_spans_fails_on_both_tiers_and_is_told(void) {
     gemini_error_info_t info = GEMINI_ERROR_INFO_INIT;
     CHECK_EQ(gemini_update_walk_status(&step.walk), GEMINI_ERR_INVALID);
     CHECK_EQ(gemini_last_error(&info), GEMINI_OK);
-    CHECK_SAYS(info.message, "there is no range for them");
+    CHECK_SAYS(info.message, "no range of the walk covers them");
     if (on_device) CHECK_OK(gemini_unpin(w.mgr, &pin));
   }
   world_close(&w);

@@ -896,7 +896,7 @@ static void refused_case(const char *word) {
   engine_make(0, PART);
   kind = asked;
   CHECK_EQ(figures().kind, GMI_ENGINE_THREADS);
-  CHECK(strstr(figures().features, "threads: io_uring is not to be had") && strstr(figures().features, word));
+  CHECK(strstr(figures().features, "threads: io_uring is unavailable") && strstr(figures().features, word));
   round_trip();
   world_end();
   process_check(before);

@@ -328,7 +328,7 @@ static void test_walk_that_fails_says_where_and_leaves_the_rest(void) {
 #define FAILS(change, done, words)                                                              \
   manager_start(place), bad = t, w = walk_of(&t), w.adamws = bad.adamws, w.ranges = bad.ranges; \
   change, failing(w, &t, place, done, GEMINI_ERR_INVALID, words)
-    FAILS(w.range_count = 1, 100, "elements 100 to 150: there is no range for them");
+    FAILS(w.range_count = 1, 100, "elements 100 to 150: no range of the walk covers them");
     FAILS(w.rule_count = 1, 100, "elements 100 to 150: rule 1 is not among the 1 there are");
     FAILS(w.rule_count = 0, 50, "elements 50 to 150: rule 0 is not among the 0 there are");
     FAILS((bad.ranges[0].end_element = 60, bad.ranges[1].end_element = 55), 60,
@@ -386,7 +386,7 @@ static void test_walk_tells_the_first_failure_and_does_the_other_spans(void) {
   run_waiting();
   plain_loop(&expected, &t, false, 0, 90);
   plain_loop(&expected, &t, false, 95, 105);
-  check_told(&w, GEMINI_ERR_INVALID, "elements 200 to 210: there is no range for them");
+  check_told(&w, GEMINI_ERR_INVALID, "elements 200 to 210: no range of the walk covers them");
   check_same();
   CHECK_EQ(gemini_update_walk_status(NULL), GEMINI_ERR_INVALID);
   CHECK_SAYS(message(), "walk is NULL");
