@@ -30,7 +30,7 @@ static bool is_power_of_2(uint64_t value) { return value && !(value & (value - 1
 
 /* What must hold between the sizes today, and who relies on it:
  * - a chunk is a power of two: addresses are cut by shifts;
- * - a frame is mapped over its chunk's whole span, so it is as large;
+ * - a frame is mapped over its chunk's whole span, so it is as large, and a power of two (page_of());
  * - a slot holds all bytes of its chunk, host addresses of a chunk being its slot's (gmi_chunk_host()). With larger
  *   slots, chunks in slots side by side leave gaps: gmi_host_run() refuses several, and gmi_recut() is not possible;
  * - a slot is a power of two, so that none lies in two parts that are page-locked each on its own;

@@ -141,8 +141,8 @@ gemini_status_t gmi_host_part_set(gmi_manager_t *m, uint64_t part, uint64_t want
   uint8_t *base = m->host.base + part * m->host.part_bytes;
   uint64_t begin = part * m->host.part_bytes, has = m->host.committed[part];
   gemini_status_t status = GEMINI_OK, changed;
-  for (uint64_t s = m->host.slots ? begin / gmi_slot_bytes(m) : 0; m->host.slots && s * gmi_slot_bytes(m) < begin + has;
-       s++)
+  uint64_t end = m->host.slots ? begin + has : 0; /* of what slots lie in */
+  for (uint64_t s = end ? begin / gmi_slot_bytes(m) : 0; s * gmi_slot_bytes(m) < end; s++)
     if (m->host.slots[s].chunk && gmi_chunk_in_graphs(m->host.slots[s].chunk))
       return gmi_fail(GEMINI_ERR_OOM_HOST, 0, "%llu bytes of host memory stay as they are while graphs copy from them",
                       (unsigned long long)has);

@@ -130,11 +130,16 @@ bool gmi_heap_reclaim(gmi_manager_t *m, uint32_t *frame_out) {
   return false;
 }
 
+/* A shift, as each allocation asks: frames are powers of two. */
+static uint64_t page_of(const gmi_manager_t *m, uint64_t offset) {
+  return offset >> __builtin_ctzll(gmi_frame_bytes(m));
+}
+
 static gemini_status_t back_block(gmi_manager_t *m, const gmi_heap_block_t *block, uint32_t stream) {
-  uint64_t last = (block->offset + block->size_bytes - 1) / gmi_frame_bytes(m);
+  uint64_t last = page_of(m, block->offset + block->size_bytes - 1);
   gemini_status_t status = GEMINI_OK;
   for (int i = 0; !status && i < GMI_HEAP_POINTS; i++) status = gmi_fence_wait(m, stream, block->tag.point[i]);
-  for (uint64_t page = block->offset / gmi_frame_bytes(m); !status && page <= last; page++) {
+  for (uint64_t page = page_of(m, block->offset); !status && page <= last; page++) {
     if (m->nonmodel.pages[page].settled) continue;
     if (m->nonmodel.pages[page].frame_1) { /* whoever mapped it may be another stream, or have failed since */
       gmi_fence_t before = m->frames.at[m->nonmodel.pages[page].frame_1 - 1].ready;
