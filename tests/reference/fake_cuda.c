@@ -646,7 +646,7 @@ API cu_result_t cuMemCreate(cu_memory_t *memory_out, size_t size, const cu_alloc
   int device = allocation->location.id;
   if (!size || size % GRANULE || flags || allocation->type != CU_ALLOCATION_PINNED || allocation->handle_types ||
       allocation->location.type != CU_LOCATION_DEVICE || device < 0 || device >= fake_cuda.device_count ||
-      memcmp(&allocation->chunks_only, &zero.chunks_only, sizeof zero - offsetof(cu_allocation_t, chunks_only)) != 0)
+      memcmp(&allocation->windows_only, &zero.windows_only, sizeof zero - offsetof(cu_allocation_t, windows_only)) != 0)
     return end(CU_INVALID_VALUE);
   if (size > fake_cuda.memory_bytes - memory_used[device]) return end(CU_OUT_OF_MEMORY);
   if (ftruncate(memory_fd, (off_t)(memory_end + size)) != 0) return end(CU_OUT_OF_MEMORY);
