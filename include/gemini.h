@@ -548,24 +548,15 @@ typedef struct gemini_access {
  *  Since: 0.1 */
 static inline gemini_access_t gemini_tensor_access(gemini_tensor_t tensor, uint64_t offset_bytes, uint64_t size_bytes,
                                                    uint32_t mode, uint32_t tier) {
-  gemini_access_t access = GEMINI_ACCESS_INIT;
-  access.mode = mode;
-  access.tier = tier;
-  access.object.tensor = tensor;
-  access.offset_bytes = offset_bytes;
-  access.size_bytes = size_bytes;
+  gemini_access_t access = { sizeof(gemini_access_t), mode, tier, 0, { tensor }, offset_bytes, size_bytes, NULL };
   return access;
 }
 /** An access to a range of an arena, otherwise as gemini_tensor_access().
  *  Since: 0.1 */
 static inline gemini_access_t gemini_arena_access(gemini_arena_t arena, uint64_t offset_bytes, uint64_t size_bytes,
                                                   uint32_t mode, uint32_t tier) {
-  gemini_access_t access = GEMINI_ACCESS_INIT;
-  access.mode = mode;
-  access.tier = tier;
+  gemini_access_t access = { sizeof(gemini_access_t), mode, tier, 0, { NULL }, offset_bytes, size_bytes, NULL };
   access.object.arena = arena;
-  access.offset_bytes = offset_bytes;
-  access.size_bytes = size_bytes;
   return access;
 }
 
