@@ -1,9 +1,17 @@
-/* Acquire and release, and what else moves ranges at the caller's word: hint, move, pin.
- * SPDX-License-Identifier: Apache-2.0
+/* Acquire and release. SPDX-License-Identifier: Apache-2.0
  *
- * The fast path takes no lock, but for parts of tensors that of a table of leases, for a moment. It adds itself to the
- * words of chunks that are resident and settled and of the tensor; whatever else is the case, the slow path sorts out
- * under the manager's lock. */
+ * Everything here runs on the caller's thread. Acquire has two paths. The fast path serves tensors on the device whose
+ * chunks are resident and settled: it takes no lock (for a part of a tensor one lease table's, for a moment) and adds a
+ * user to the tensor's word and to each chunk's word. It never reports an error: whatever it cannot serve, invalid
+ * arguments included, goes to the slow path, which works under the manager's lock and records the error.
+ *
+ * A user in the tensor's word keeps the tensor and its arena alive, and is therefore added first and removed last
+ * (except in release_whole()). A user in a chunk's word keeps the chunk's frame. An acquire succeeds for the whole
+ * batch or changes nothing: both paths undo their users on failure, and states and bytes change only after nothing can
+ * fail any more.
+ *
+ * The words are updated in compare-and-swap loops, as a plain fetch_add could overflow a field or add a user to a
+ * tensor that is being unregistered. */
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
@@ -20,6 +28,7 @@
 #include "core/streams.h"
 #include "core/workers.h"
 
+/* Threads take stripes in turn, so that few of them share a cache line of counters. Relaxed: only a statistic. */
 static uint32_t my_stripe(void) {
   static _Atomic uint32_t threads;
   static _Thread_local uint32_t stripe; /* + 1; 0 = not chosen yet */
@@ -31,7 +40,9 @@ static void count_hits(gmi_manager_t *m, uint64_t hits) {
   atomic_fetch_add_explicit(&m->stripes[my_stripe()].hits, hits, memory_order_relaxed);
 }
 
-/* Is this tensor's use by this mode one that its bytes allow? A gradient arena shares its bytes with parameters. */
+/* Parameters and the gradients that reuse their bytes: do the bytes hold what this access names? FLIPS: no, but the
+ * access overwrites the whole tensor, and the bytes then hold it. Relaxed: the flag changes under the lock, and a
+ * thread that relies on a write of another thread has synchronised with it. */
 enum { CONTENT_FINE, CONTENT_FLIPS, CONTENT_WRONG };
 static int content_check(gmi_manager_t *m, gmi_arena_t *a, gmi_tensor_t *t, uint32_t mode, bool whole) {
   if (a->store == a->index && !a->reused) return CONTENT_FINE;
@@ -43,7 +54,9 @@ static int content_check(gmi_manager_t *m, gmi_arena_t *a, gmi_tensor_t *t, uint
 
 /* ---- a tensor's users
  *
- * Each acquire counts itself in one field of the tensor's word: unit is 1 in that field, mask the field. */
+ * Each acquire is counted in one field of the tensor's word. unit is a count of 1 in that field, mask selects the
+ * field. All updates are acquire-release: the release of the last user pairs with tensor_kill() (arena.c) and
+ * tensors_freeze() (cut.c), which free or replace records once they have seen a word without users. */
 typedef struct {
   uint64_t unit, mask;
 } field_t;
@@ -54,7 +67,7 @@ static inline field_t field_others(void) {
   return (field_t){ UINT64_C(1) << GMI_TENSOR_OTHERS_SHIFT, GMI_TENSOR_OTHERS_MASK };
 }
 
-/* False: it is about to be unregistered, frozen, or acquired in this way as often as can be counted. */
+/* Adds a user. Returns false if the tensor is being unregistered, is frozen, or the field is full. */
 static inline bool tensor_hold(gmi_tensor_t *t, field_t field) {
   uint64_t word = atomic_load_explicit(&t->word, memory_order_relaxed);
   do {
@@ -63,11 +76,12 @@ static inline bool tensor_hold(gmi_tensor_t *t, field_t field) {
                                                   memory_order_relaxed));
   return true;
 }
-/* As if it had not been held. */
+/* Removes the user of a failed acquire, without a change of the tensor's state. */
 static inline void tensor_unhold(gmi_tensor_t *t, field_t field) {
   atomic_fetch_sub_explicit(&t->word, field.unit, memory_order_acq_rel);
 }
-/* Moves one user from a field to another. False: there is none in from, or to is full. */
+/* Moves one user from a field to another, so that the tensor is in use throughout. Returns false if the field from is
+ * empty or the field to is full. */
 static inline bool tensor_rehold(gmi_tensor_t *t, field_t from, field_t to) {
   uint64_t word = atomic_load_explicit(&t->word, memory_order_relaxed);
   do {
@@ -76,7 +90,9 @@ static inline bool tensor_rehold(gmi_tensor_t *t, field_t from, field_t to) {
                                                   memory_order_relaxed));
   return true;
 }
-/* False: the field counts nobody. The last release decides on the state: each one sets it. */
+/* Removes a user and sets the state that the phase calls for, in one step. The state shows only once there are no
+ * users: that of the last release remains. Returns false if the field is empty: the range was not acquired in this
+ * way. */
 static inline bool tensor_release(gmi_tensor_t *t, field_t field, uint32_t phase) {
   static const uint32_t after[] = { GEMINI_STATE_HOLD, GEMINI_STATE_HOLD_AFTER_FWD, GEMINI_STATE_HOLD_AFTER_BWD,
                                     GEMINI_STATE_HOLD };
@@ -88,7 +104,7 @@ static inline bool tensor_release(gmi_tensor_t *t, field_t field, uint32_t phase
   return true;
 }
 
-/* The lease of a range whose size in the object is known. */
+/* The key of a range's lease. size: of the range, never 0. */
 static gmi_lease_key_t lease_key(const gemini_access_t *access, uint64_t size) {
   return (gmi_lease_key_t){ .object = gmi_object_id(access),
                             .offset = access->offset_bytes,
@@ -96,12 +112,13 @@ static gmi_lease_key_t lease_key(const gemini_access_t *access, uint64_t size) {
                             .mode = (uint16_t)access->mode,
                             .tier = (uint16_t)access->tier };
 }
-/* Is the use counted in the tensor's word alone? */
+/* Is the acquire counted in the tensor's word alone, without a lease? */
 static inline bool is_whole(const gemini_access_t *access, const gmi_tensor_t *t, uint64_t size) {
   return t && access->tier == GEMINI_TIER_DEVICE && size == t->size;
 }
 
-/* Recorded once an op for each tensor and mode. */
+/* Reports a touch to the tracer, once per operator for each whole tensor and mode. Relaxed: a race between two threads
+ * only reports a touch twice, which the tracer merges. */
 static inline void trace_tensor(gmi_manager_t *m, gmi_tensor_t *t, gmi_arena_t *a, uint64_t offset, uint64_t size,
                                 uint32_t mode) {
   uint64_t serial = atomic_load_explicit(&m->bracket.op_serial, memory_order_relaxed);
@@ -116,15 +133,16 @@ static inline void trace_tensor(gmi_manager_t *m, gmi_tensor_t *t, gmi_arena_t *
   m->trace.observer->touched(m, a->store, offset, size, mode);
 }
 
-/* What the fast path has of one access. */
+/* One access on the fast path. */
 typedef struct {
   gmi_tensor_t *tensor;
   gmi_arena_t *arena, *store;
-  uint64_t offset, size, first, last;
-  field_t field; /* where the tensor counts it */
+  uint64_t offset, size, first, last; /* bytes of the arena; chunks */
+  field_t field;                      /* the field of the tensor's word that counts it */
   bool leased;
 } fast_t;
 
+/* Undoes the lease, the users of chunks before end, and the tensor's user, in this order: the tensor goes last. */
 static void fast_undo(gmi_manager_t *m, const fast_t *f, const gemini_access_t *access, uint64_t end) {
   if (f->leased) {
     gmi_lease_key_t key = lease_key(access, f->size);
@@ -134,8 +152,9 @@ static void fast_undo(gmi_manager_t *m, const fast_t *f, const gemini_access_t *
   tensor_unhold(f->tensor, f->field);
 }
 
-/* With the tensor held, so that neither it nor its arena can go. alone: there is no other access in the batch, which
- * could be for the same bytes by another name. */
+/* Holds the chunks of a held tensor. Returns false with everything undone, the tensor included. alone: the batch has no
+ * other access. Otherwise a write of a tensor that shares its bytes with a gradient takes the slow path, which checks
+ * that one batch does not write both. */
 static bool fast_chunks(gmi_manager_t *m, const gemini_access_t *access, uint32_t stream, bool alone, fast_t *f) {
   gmi_tensor_t *t = f->tensor;
   gmi_arena_t *a = f->arena = gmi_arena_at(m, t->arena);
@@ -158,9 +177,10 @@ static bool fast_chunks(gmi_manager_t *m, const gemini_access_t *access, uint32_
     f->offset = t->offset + access->offset_bytes;
     i = f->first = f->offset >> m->cut.chunk_shift;
     f->last = (f->offset + f->size - 1) >> m->cut.chunk_shift;
+    /* The acquire load pairs with the store in gmi_arena_grow(): records below the count are initialised. */
     if (f->last < atomic_load_explicit(&f->store->chunk_count, memory_order_acquire))
       while (i <= f->last && gmi_chunk_hold_fast(m, &f->store->chunks[i], access->mode, stream)) i++;
-    if (i > f->last && !whole) { /* last, as it takes a lock, and all is in vain where the chunks cannot be had */
+    if (i > f->last && !whole) { /* last, because it takes a lock, for nothing if a chunk cannot be held */
       gmi_lease_key_t key = lease_key(access, f->size);
       f->leased = gmi_lease_add(&m->leases, &key) == GEMINI_OK;
     }
@@ -170,7 +190,13 @@ static bool fast_chunks(gmi_manager_t *m, const gemini_access_t *access, uint32_
   return false;
 }
 
-/* Holds tensor and chunks. false: not done, for whatever reason. */
+/* Holds the tensor and its chunks. Returns false for any reason, without an error; nothing has changed then.
+ *
+ * The acquire load of chunk_bytes pairs with the store in cut_install(): chunk_shift and the tables are set. The record
+ * of an unregistered tensor may serve a new one at any time, so life is checked twice. The first check keeps stale
+ * handles from disturbing other tensors. The second one decides: once the user is in the word, the tensor cannot be
+ * dropped, so if the generation is still the handle's, it stays so. If not, another tensor had one user too many for a
+ * moment; code that changes words under the lock must therefore not assume that they are stable. */
 static bool fast_hold(gmi_manager_t *m, const gemini_access_t *access, uint32_t stream, bool alone, fast_t *f) {
   uint64_t object = gmi_object_id(access);
   uint32_t index = (uint32_t)object & (GMI_TENSORS - 1);
@@ -180,12 +206,13 @@ static bool fast_hold(gmi_manager_t *m, const gemini_access_t *access, uint32_t 
       !atomic_load_explicit(&m->cut.chunk_bytes, memory_order_acquire))
     return false;
   gmi_tensor_t *t = f->tensor = &m->tensors.at[index];
-  /* What names a size is a part, mostly; fast_chunks() knows. */
+  /* The record cannot be read before it is held, so whether size_bytes is the whole tensor is a guess here;
+   * fast_chunks() moves the user to the right field. */
   f->field = access->size_bytes ? field_others() : field_whole(access->mode);
   if (atomic_load_explicit(&t->life, memory_order_acquire) != generation || !tensor_hold(t, f->field)) return false;
   if (atomic_load_explicit(&t->life, memory_order_acquire) == generation)
     return fast_chunks(m, access, stream, alone, f);
-  tensor_unhold(t, f->field); /* it went, and its record serves another one by now */
+  tensor_unhold(t, f->field); /* the tensor was unregistered, and the record serves another one */
   return false;
 }
 
@@ -208,28 +235,31 @@ static void *range_pointer(gmi_manager_t *m, const gemini_access_t *access, cons
   return r->size ? gmi_range_host(m, r->store, r->offset) : NULL;
 }
 
+/* Does the range overwrite the whole chunk, so that its old bytes need not be brought? */
 static bool covers(gmi_manager_t *m, const gmi_range_t *r, uint32_t chunk) {
   uint64_t begin = (uint64_t)chunk << m->cut.chunk_shift, end = begin + atomic_load(&m->cut.chunk_bytes);
-  return r->offset <= begin && r->offset + r->size >= end; /* behind the arena's end, too: it may grow, into zeros */
+  return r->offset <= begin && r->offset + r->size >= end; /* also behind the arena's end: it may grow, into zeros */
 }
 
-/* ---- slow acquire, in steps: hold every chunk so that none leaves; bring them; wait; commit */
+/* ---- slow acquire, under the manager's lock, in steps: check the batch; hold every chunk, so that bringing one does
+ * not evict another; place host ranges; bring the bytes; make the stream wait; commit. Every step before the commit can
+ * fail and is undone. */
 typedef struct {
   gmi_range_t range;
-  int content;
-  field_t field; /* where the tensor counts it, if there is a tensor and it is counted */
+  int content;   /* CONTENT_* */
+  field_t field; /* the field of the tensor's word that counts it, if counted */
   bool counted, leased;
 } prepared_t;
 
-/* Counts the acquire, at its tensor and unless that is enough by a lease. */
+/* Counts the acquire in its tensor's word, if it names a tensor, and by a lease unless the word alone is enough. */
 static gemini_status_t count_acquire(gmi_manager_t *m, const gemini_access_t *access, prepared_t *p) {
   const gmi_range_t *r = &p->range;
   gmi_lease_key_t key = lease_key(access, r->size);
   bool whole = is_whole(access, r->tensor, r->size);
   p->field = whole ? field_whole(access->mode) : field_others();
-  if (r->tensor && !tensor_hold(r->tensor, p->field)) /* under the lock, it is neither dead nor frozen */
-    return gmi_fail(GEMINI_ERR_BUSY, 0, "tensor %s is acquired %llu times in this way, the limit", gmi_range_name(m, r),
-                    (unsigned long long)(p->field.mask / p->field.unit));
+  if (r->tensor && !tensor_hold(r->tensor, p->field)) /* full: under the lock it is neither dead nor frozen */
+    return gmi_fail(GEMINI_ERR_BUSY, 0, "tensor %s has %llu unreleased acquires of this kind, the limit",
+                    gmi_range_name(m, r), (unsigned long long)(p->field.mask / p->field.unit));
   p->counted = r->tensor != NULL;
   gemini_status_t status = whole ? GEMINI_OK : gmi_lease_add(&m->leases, &key);
   p->leased = !whole && !status;
@@ -242,6 +272,7 @@ static void uncount_acquire(gmi_manager_t *m, const gemini_access_t *access, con
   if (p->counted) tensor_unhold(p->range.tensor, p->field);
 }
 
+/* Updates of the chunk that were accepted but not queued yet come first: the acquire must see their results. */
 static gemini_status_t hold_chunk(gmi_manager_t *m, const gemini_access_t *access, const gmi_range_t *r,
                                   gmi_chunk_t *c) {
   gemini_status_t status = gmi_updates_queue(m, c);
@@ -249,6 +280,8 @@ static gemini_status_t hold_chunk(gmi_manager_t *m, const gemini_access_t *acces
   return why ? gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of %s is %s", gmi_range_name(m, r), why) : status;
 }
 
+/* Brings one chunk's bytes to the access's tier. fresh: the access overwrites all of them, so none are copied, and the
+ * old copies remain valid until commit(), in case the batch fails. */
 static gemini_status_t bring_chunk(gmi_manager_t *m, const gemini_access_t *access, const gmi_range_t *r, uint32_t i) {
   gmi_chunk_t *c = &r->store->chunks[i];
   bool fresh = access->mode == GEMINI_WRITE && covers(m, r, i);
@@ -257,21 +290,22 @@ static gemini_status_t bring_chunk(gmi_manager_t *m, const gemini_access_t *acce
       count_hits(m, 1);
       return GEMINI_OK;
     }
-    m->stats.acquire_misses += !fresh; /* for bytes that will all be overwritten nothing is fetched */
+    m->stats.acquire_misses += !fresh; /* a fresh chunk fetches nothing */
     return gmi_chunk_fetch(m, c, fresh, GEMINI_REASON_DEMAND, GMI_TAKE_EVICT);
   }
   if (fresh) {
-    if (gmi_chunk_io(c)) { /* what is being read is dead already */
+    if (gmi_chunk_io(c)) { /* a read whose bytes will be overwritten still writes into the slot */
       gmi_workers_wait_slot(m, &m->host.slots[gmi_chunk_slot(c)], m->host.slots[gmi_chunk_slot(c)].work_queued);
       gmi_files_poll(m);
     }
     gmi_file_forgive(c);
-    return gmi_host_slot_take(m, c); /* dead bytes: dropped in commit */
+    return gmi_host_slot_take(m, c); /* commit() drops the other copies */
   }
   return gmi_chunk_to_host(m, c, false, GEMINI_REASON_DEMAND);
 }
 
-/* One wait for each stream that something is awaited from, for its latest mark. */
+/* Fences to wait for, reduced to one per stream: a mark implies all earlier marks of its stream, and each wait is a
+ * call of the device. */
 typedef struct {
   uint64_t mark[GMI_DEVICE_MAX_STREAMS];
   uint64_t set; /* bit per stream */
@@ -311,20 +345,22 @@ static gemini_status_t wait_chunks(gmi_manager_t *m, const gemini_access_t *acce
   return GEMINI_OK;
 }
 
-/* What a write on the host still needs, and what can still fail: the device copy goes. */
+/* Before a write on the host commits, the device copy must go. This is the last step that can fail. */
 static gemini_status_t leave_device(gmi_manager_t *m, const gemini_access_t *access, const gmi_range_t *r) {
   if (access->tier == GEMINI_TIER_DEVICE || !(access->mode & GEMINI_WRITE)) return GEMINI_OK;
   gemini_status_t status = GEMINI_OK;
   for (uint64_t i = r->first; !status && i <= r->last; i++) {
     gmi_chunk_t *c = &r->store->chunks[i];
-    /* Dead bytes stay until the whole batch has succeeded; then they leave without a copy. */
+    /* A copy whose bytes will all be overwritten stays until the batch has succeeded; commit() drops it without a
+     * copy. */
     if (!(access->mode == GEMINI_WRITE && covers(m, r, (uint32_t)i)))
       status = gmi_chunk_to_host(m, c, true, GEMINI_REASON_DEMAND);
   }
   return status;
 }
 
-/* From here on nothing fails. */
+/* Makes the writer's copies the only valid ones, sets what the bytes hold, and returns the address. Cannot fail. The
+ * gradient flag is changed by read-modify-write, as acquires change the counts in the same word meanwhile. */
 static void commit(gmi_manager_t *m, gemini_access_t *access, const prepared_t *p) {
   const gmi_range_t *r = &p->range;
   bool write = access->mode & GEMINI_WRITE, device = access->tier == GEMINI_TIER_DEVICE;
@@ -349,7 +385,8 @@ static void commit(gmi_manager_t *m, gemini_access_t *access, const prepared_t *
   access->ptr = range_pointer(m, access, r);
 }
 
-/* Ranges of several chunks on the host lie side by side there, with those that they overlap. */
+/* A host range of several chunks needs adjacent slots, as the caller gets one pointer. Ranges of the batch that overlap
+ * share chunks, so their union gets one run; otherwise placing the second range would tear the first apart. */
 static gemini_status_t place_hosts(gmi_manager_t *m, const gemini_access_t *accesses, const prepared_t *p,
                                    uint64_t count) {
   gemini_status_t status = GEMINI_OK;
@@ -383,7 +420,7 @@ static void batch_forget(const gemini_access_t *accesses, const prepared_t *p, u
   }
 }
 
-/* Bytes must come, or updates of them are not even queued: who acquires may have to wait for either. */
+/* May this batch make the caller wait, for bytes that must come or for updates that are not queued yet? */
 static bool may_wait(const gemini_access_t *accesses, const prepared_t *p, uint64_t count, bool *for_updates_out) {
   bool may = *for_updates_out = false;
   for (uint64_t k = 0; k < count; k++) {
@@ -397,7 +434,8 @@ static bool may_wait(const gemini_access_t *accesses, const prepared_t *p, uint6
   return may;
 }
 
-/* A batch may write a parameter or its gradient, whose bytes are the same. Marks which it does; false: both. */
+/* A parameter and the gradient that reuses its bytes cannot be written in one batch. Marks in the registered tensor's
+ * word which of both the batch writes. Returns false if it is both. */
 static bool batch_mark(gmi_manager_t *m, const gemini_access_t *access, const gmi_range_t *r) {
   if (!r->tensor || !(access->mode & GEMINI_WRITE) || (r->arena->store == r->arena->index && !r->arena->reused))
     return true;
@@ -410,11 +448,12 @@ static void batch_unmark(gmi_manager_t *m, const gmi_range_t *r) {
     atomic_fetch_and(&gmi_tensor_base(m, r->tensor)->word, ~(GMI_TENSOR_BATCH_GRADIENT | GMI_TENSOR_BATCH_PARAMETER));
 }
 
-/* Bytes of the batch's chunks that have no place in a tier. */
+/* Bytes of the batch's chunks that have no frame, or no slot, in a tier. A chunk named by several accesses counts
+ * once. */
 static uint64_t batch_lacks(const gmi_manager_t *m, const gemini_access_t *accesses, const prepared_t *p,
                             uint64_t count, uint32_t tier) {
   uint64_t lacking = 0;
-  for (int pass = 0; pass < 2; pass++) { /* batch_placed: counted already; cleared in the second pass */
+  for (int pass = 0; pass < 2; pass++) { /* batch_joined marks counted chunks; the second pass clears it */
     for (uint64_t k = 0; k < count; k++) {
       const gmi_range_t *r = &p[k].range;
       for (uint64_t i = r->first; accesses[k].tier == tier && i <= r->last; i++) {
@@ -428,7 +467,8 @@ static uint64_t batch_lacks(const gmi_manager_t *m, const gemini_access_t *acces
   return lacking * gmi_tier_bytes(m, tier);
 }
 
-/* What the tiers refused was one chunk: says what is lacking for the batch. Called before it is given up. */
+/* The tiers report that one more chunk does not fit. Prefixes the message with what the whole batch lacks. Called
+ * before the batch is undone. */
 static void batch_tell_lack(gmi_manager_t *m, const gemini_access_t *accesses, const prepared_t *p, uint64_t count,
                             gemini_status_t status) {
   uint64_t device = batch_lacks(m, accesses, p, count, GEMINI_TIER_DEVICE);
@@ -445,7 +485,8 @@ static void batch_tell_lack(gmi_manager_t *m, const gemini_access_t *accesses, c
 static gemini_status_t acquire_slow(gmi_manager_t *m, gemini_access_t *accesses, uint64_t count, uint32_t stream) {
   prepared_t small[GMI_SMALL_BATCH], *p = small;
   gemini_status_t status = GEMINI_OK;
-  for (uint64_t k = 0; !status && k < count && !atomic_load(&m->cut.chunk_bytes); k++) { /* nothing is cut for these */
+  /* An invalid batch must not choose the chunk size: gmi_cut() comes after all checks. */
+  for (uint64_t k = 0; !status && k < count && !atomic_load(&m->cut.chunk_bytes); k++) {
     status = access_check(&accesses[k]);
     if (!status) status = gmi_range_resolve(m, &accesses[k], &small[0].range);
   }
@@ -482,7 +523,7 @@ static gemini_status_t acquire_slow(gmi_manager_t *m, gemini_access_t *accesses,
   bool for_updates;
   if (!status && may_wait(accesses, p, count, &for_updates))
     m->trace.observer->pause_begins(m, stream, for_updates, &pause);
-  uint64_t held = 0, held_chunks = 0, touched = 0; /* accesses held whole; chunks held of the next one */
+  uint64_t held = 0, held_chunks = 0, touched = 0; /* accesses held; chunks held of the access that failed; both */
   for (; !status && held < count; held += !status) {
     gmi_range_t *r = &p[held].range;
     touched = held + 1;
@@ -511,7 +552,7 @@ static gemini_status_t acquire_slow(gmi_manager_t *m, gemini_access_t *accesses,
       for (uint64_t i = 0; i < n; i++) {
         gmi_chunk_t *c = &r->store->chunks[r->first + i];
         gmi_chunk_unhold(m, c, accesses[k].tier, accesses[k].mode);
-        /* A frame taken for bytes that are not written after all holds nothing. */
+        /* A frame that was taken for a fresh write holds no bytes: it goes, and the first error stays. */
         if (gmi_chunk_frame(c) != GMI_NONE && !gmi_chunk_has(c, GMI_VALID_DEVICE) && !gmi_chunk_device_users(c)) {
           char message[440];
           memcpy(message, gmi_fail_message(), sizeof message);
@@ -525,6 +566,10 @@ static gemini_status_t acquire_slow(gmi_manager_t *m, gemini_access_t *accesses,
   return status;
 }
 
+/* The fast path takes accesses from the front until one fails; the slow path takes the rest. The slow path never waits
+ * for users of chunks to go, so holding the first part while it takes the lock cannot deadlock; it can only find these
+ * chunks busy, as with those of any other caller. A batch larger than GMI_SMALL_BATCH is cut there to bound the
+ * stack. */
 static gemini_status_t acquire(gmi_manager_t *m, gemini_access_t *accesses, uint64_t count, uint32_t s) {
   gemini_status_t status = GEMINI_OK;
   if (gmi_graph_begun(m, s)) {
@@ -550,7 +595,8 @@ static gemini_status_t acquire(gmi_manager_t *m, gemini_access_t *accesses, uint
   return status;
 }
 
-/* A batch that cannot be used where it is: copies of this version's size are. Apart, for the hot path's sake. */
+/* Accesses of another version's size are copied first. A function of its own, so that the hot path needs no large stack
+ * frame. */
 static __attribute__((noinline)) gemini_status_t acquire_copies(gemini_manager_t mgr, gemini_access_t *theirs,
                                                                 uint64_t count, gemini_stream_t stream) {
   gmi_accesses_t accesses;
@@ -572,8 +618,9 @@ gemini_status_t gemini_acquire(gemini_manager_t mgr, gemini_access_t *accesses, 
   API_RETURN(status ? status : acquire(m, accesses, count, s));
 }
 
-/* ---- release, in two passes: each access claims an acquire, or the claims are given up and nothing has changed; then
- * the claimed acquires end */
+/* ---- release, in two passes. In the first, each access claims one acquire; if one has none to claim, all claims are
+ * given up and nothing has changed. In the second, all claimed acquires end, even if the stream of one cannot be made
+ * to wait. */
 static gemini_status_t not_acquired(gmi_manager_t *m, const gemini_access_t *access, const gmi_range_t *r) {
   return gmi_fail(GEMINI_ERR_STATE, 0,
                   "%llu bytes at offset %llu of %s were not acquired with this mode and tier, or are released already: "
@@ -581,7 +628,9 @@ static gemini_status_t not_acquired(gmi_manager_t *m, const gemini_access_t *acc
                   (unsigned long long)r->size, (unsigned long long)access->offset_bytes, gmi_range_name(m, r));
 }
 
-/* A claim keeps the tensor in use, so that neither it nor its chunks can go before the second pass. */
+/* Claims the acquire that the access names. A claimed acquire still counts as a use, so the tensor and the chunks stay
+ * until the second pass. In the tensor's word a claim moves the use to the field OTHERS, where no other release of the
+ * whole tensor finds it. */
 static gemini_status_t claim(gmi_manager_t *m, const gemini_access_t *access, gmi_range_t *r) {
   gemini_status_t status = access_check(access);
   if (!status) status = gmi_range_bytes(m, access, r);
@@ -609,8 +658,9 @@ static void unclaim(gmi_manager_t *m, const gemini_access_t *access) {
   else (void)tensor_rehold(r.tensor, field_others(), field_whole(access->mode));
 }
 
-/* Lets the chunks go. Fails when the stream could not be made to wait for another use of a chunk; they are let go all
- * the same. */
+/* Ends the uses of the chunks. On the device it stores the stream's fence in the chunk before it drops the count: a
+ * thread that sees the decremented count must see the fence. If the stream cannot be made to wait for another use (all
+ * entries are taken), the error is returned, and the chunks are released all the same. */
 static gemini_status_t release_chunks(gmi_manager_t *m, const gemini_access_t *access, const gmi_range_t *r,
                                       uint32_t stream, bool locked) {
   gemini_status_t status = GEMINI_OK;
@@ -625,7 +675,7 @@ static gemini_status_t release_chunks(gmi_manager_t *m, const gemini_access_t *a
   return status;
 }
 
-/* Ends an acquire that was claimed. */
+/* Ends a claimed acquire: chunks first, the tensor's user last, as it keeps the records alive. */
 static gemini_status_t end(gmi_manager_t *m, const gemini_access_t *access, const gmi_range_t *r, uint32_t stream,
                            bool locked, uint32_t phase) {
   gemini_status_t status = release_chunks(m, access, r, stream, locked);
@@ -635,12 +685,12 @@ static gemini_status_t end(gmi_manager_t *m, const gemini_access_t *access, cons
   return status;
 }
 
-/* Locked: an arena or the host is named, and the lock is held. */
+/* locked: the manager's lock is held, because an access names an arena or the host tier. */
 static gemini_status_t release_batch(gmi_manager_t *m, const gemini_access_t *accesses, uint64_t count, uint32_t stream,
                                      bool locked) {
   uint32_t phase = atomic_load_explicit(&m->bracket.phase, memory_order_relaxed);
   gemini_status_t status = GEMINI_OK;
-  gmi_range_t small[GMI_SMALL_BATCH], one; /* of the first ones; the others' are resolved again */
+  gmi_range_t small[GMI_SMALL_BATCH], one; /* ranges of the first accesses; those of others are resolved again */
   uint64_t claimed = 0;
   for (; !status && claimed < count; claimed += !status)
     status = claim(m, &accesses[claimed], claimed < GMI_SMALL_BATCH ? &small[claimed] : &one);
@@ -657,8 +707,9 @@ static gemini_status_t release_batch(gmi_manager_t *m, const gemini_access_t *ac
   return status;
 }
 
-/* One whole tensor on the device, the frequent case, in one step. After the tensor's count is given back, the pins of
- * the chunks keep arena and records alive. False: it is something else, or was not acquired; nothing changed. */
+/* Releases one whole tensor on the device, the frequent case, in one step instead of two passes. The tensor's user goes
+ * first here, as finding it is the check; from then on the users in the chunks' words keep the arena and the records.
+ * Returns false, with nothing changed, if it is another case or was not acquired. */
 static bool release_whole(gmi_manager_t *m, const gemini_access_t *access, uint32_t stream,
                           gemini_status_t *status_out) {
   if (access->tier != GEMINI_TIER_DEVICE || access->mode - 1 > 2 || gmi_object_id(access) >> 60 != GMI_HANDLE_TENSOR)

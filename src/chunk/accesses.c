@@ -1,4 +1,8 @@
-/* Accesses as callers hand them over. SPDX-License-Identifier: Apache-2.0 */
+/* Batches of accesses from callers of any version. SPDX-License-Identifier: Apache-2.0
+ *
+ * A caller's gemini_access_t may be shorter or longer than this version's: struct_size says which, and is the stride of
+ * the caller's array. Accesses of this version's size are used in place; others are copied, and the one output field,
+ * ptr, is copied back. Runs on the caller's thread without locks. */
 #include "chunk/accesses.h"
 
 #include <errno.h>
@@ -18,7 +22,7 @@ gemini_status_t gmi_access_in(gemini_access_t *ours, const gemini_access_t *thei
 static gemini_status_t access_at_in(gemini_access_t *ours, const gemini_access_t *theirs, uint64_t index,
                                     uint32_t stride) {
   char name[40];
-  uint32_t size;
+  uint32_t size; /* copied: with another stride the struct may be misaligned */
   memcpy(&size, theirs, sizeof size);
   snprintf(name, sizeof name, "accesses[%llu]", (unsigned long long)index);
   if (index && size != stride)

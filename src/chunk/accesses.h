@@ -1,4 +1,4 @@
-/* Accesses as callers hand them over: of this version's size, or of another's. SPDX-License-Identifier: Apache-2.0 */
+/* Batches of accesses, in this version's size or in that of another version. SPDX-License-Identifier: Apache-2.0 */
 #ifndef GMI_ACCESSES_H
 #define GMI_ACCESSES_H
 
@@ -6,27 +6,27 @@
 
 enum { GMI_BATCH_LIMIT = 1 << 20 /* accesses in one call */, GMI_SMALL_BATCH = 16 };
 
-/* Accesses of this version's size: the caller's own, or copies of them. */
+/* A batch in this version's size: the caller's own array, or copies of it. Not movable: copies may point to small. */
 typedef struct gmi_accesses {
   const gemini_access_t *list;
-  gemini_access_t *copies; /* where list is; NULL: list is the caller's own */
+  gemini_access_t *copies; /* the same array as list; NULL: list is the caller's own */
   gemini_access_t small[GMI_SMALL_BATCH];
 } gmi_accesses_t;
 
-/* Copies one access, whatever version it is of; name: what messages call it. */
+/* Checks and copies one access of any version. name: its name in messages. */
 gemini_status_t gmi_access_in(gemini_access_t *ours, const gemini_access_t *theirs, const char *name);
 
-/* Are all of them of this version's size, so that they can be used where they are? The hot path of acquire asks. */
+/* Do all accesses have this version's size, so that they can be used in place? Inline: on the hot path of acquire. */
 static inline bool gmi_accesses_are_ours(const gemini_access_t *accesses, uint64_t count) {
-  for (uint64_t i = 0; i < count; i++) /* the first of another size ends it: behind that, the stride is another */
+  for (uint64_t i = 0; i < count; i++) /* stops at the first other size, behind which the stride is unknown */
     if ((accesses[i].struct_size ^ sizeof(gemini_access_t)) | accesses[i].reserved) return false;
   return true;
 }
 
-/* Checks a batch, whose stride is the first one's struct_size, and copies it where that is not ours. On success it is
- * ended by gmi_accesses_free(). */
+/* Checks a batch, whose stride is struct_size of the first access, and copies it if that is not this version's size. On
+ * success the caller ends it with gmi_accesses_free(). */
 gemini_status_t gmi_accesses_in(gmi_accesses_t *batch, const gemini_access_t *accesses, uint64_t count);
-/* Tells the caller where the ranges are. */
+/* Copies the resulting pointers to the caller's array. */
 void gmi_accesses_out(const gmi_accesses_t *batch, gemini_access_t *accesses, uint64_t count);
 void gmi_accesses_free(gmi_accesses_t *batch);
 

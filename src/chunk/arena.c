@@ -1,5 +1,11 @@
-/* Arenas and tensors: registration, layout, lookup.
- * SPDX-License-Identifier: Apache-2.0 */
+/* Arenas and tensors: registration, layout, lookup. SPDX-License-Identifier: Apache-2.0
+ *
+ * An arena reserves device addresses for its whole capacity when it is created, so that it can grow while tensors keep
+ * their addresses. Tensors lie in it one after another; an arena that follows another (like, reuse) has the same
+ * layout, scaled by the element size. All changes are made under the manager's lock on the caller's thread. Acquires
+ * and releases look arenas and tensors up without the lock, so the order of stores matters: a record is filled before
+ * its pointer or its generation is stored (release). Before a record is freed, its tensors are marked DEAD, which makes
+ * acquires fail. */
 #include <errno.h>
 #include <inttypes.h>
 #include <stdio.h>
@@ -69,6 +75,7 @@ const char *gmi_arena_read(gmi_manager_t *m, const char *at, uint32_t arena_of[G
   return NULL;
 }
 
+/* The acquire load of life pairs with the store in tensor_new(): the record's other fields are visible. */
 gmi_tensor_t *gmi_tensor_get(gmi_manager_t *m, gemini_tensor_t handle) {
   uint32_t index;
   uint64_t generation;
@@ -86,7 +93,8 @@ uint8_t *gmi_chunk_device(gmi_manager_t *m, const gmi_chunk_t *c) {
 
 /* ---- chunks
  *
- * Their records exist once arenas are cut into chunks (cut.c). */
+ * Their records exist once the chunk size has been chosen (cut.c). Address space is reserved for the records of the
+ * whole capacity, so that the array never moves under acquires that run without the lock. */
 gemini_status_t gmi_arena_grow(gmi_manager_t *m, gmi_arena_t *store) {
   GMI_ASSERT(gmi_lock_is_mine(m));
   uint64_t chunk_bytes = atomic_load(&m->cut.chunk_bytes);
@@ -104,7 +112,7 @@ gemini_status_t gmi_arena_grow(gmi_manager_t *m, gmi_arena_t *store) {
   for (uint32_t i = count; i < want; i++) gmi_chunk_init(&store->chunks[i], store->index, i);
   if (want > count) {
     m->cut.chunk_count += want - count;
-    atomic_store_explicit(&store->chunk_count, want, memory_order_release);
+    atomic_store_explicit(&store->chunk_count, want, memory_order_release); /* after the records: see fast_chunks() */
   }
   return GEMINI_OK;
 }
@@ -162,6 +170,8 @@ gemini_status_t gmi_range_ready(gmi_manager_t *m, const gemini_access_t *access,
 }
 
 /* ---- arenas */
+/* Checks the configuration and resolves its handles: like and reuse, NULL where none is named. An arena that follows
+ * another cannot be followed itself: layouts then have one source, which alone grows. */
 static gemini_status_t arena_check(gmi_manager_t *m, gemini_arena_config_t *c, gmi_arena_t **like,
                                    gmi_arena_t **reuse) {
   if (c->kind > GEMINI_KIND_OTHER)
@@ -180,7 +190,8 @@ static gemini_status_t arena_check(gmi_manager_t *m, gemini_arena_config_t *c, g
   if (c->reuse && !(*reuse = gmi_arena_get(m, c->reuse))) return GEMINI_ERR_HANDLE;
   gmi_arena_t *other = *reuse ? *reuse : *like;
   if (other && (other->like != other->index || other->store != other->index))
-    return gmi_fail(GEMINI_ERR_INVALID, 0, "arena %s follows another arena itself", other->name);
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "arena %s follows another arena: name that one in like or reuse",
+                    other->name);
   if (*reuse) {
     if (*like && *like != *reuse) return gmi_fail(GEMINI_ERR_INVALID, 0, "like and reuse name different arenas");
     if (c->kind != GEMINI_KIND_GRAD || (*reuse)->kind != GEMINI_KIND_PARAM)
@@ -300,7 +311,9 @@ static void counterpart_unlink(gmi_manager_t *m, uint32_t index) {
   }
 }
 
-/* From here on nobody can acquire it; false: somebody has it. */
+/* Marks a tensor DEAD: acquires fail from now on. Returns false if it has users. One compare-and-swap checks and marks,
+ * so it cannot miss an acquire, which adds its user in the same word; seeing the word without users makes all that
+ * their releases did visible. */
 static bool tensor_kill(gmi_tensor_t *t) {
   uint64_t word = atomic_load(&t->word);
   do {
@@ -310,6 +323,7 @@ static bool tensor_kill(gmi_tensor_t *t) {
 }
 static void tensor_revive(gmi_tensor_t *t) { atomic_fetch_and(&t->word, ~GMI_TENSOR_DEAD); }
 
+/* Marks all tensors of an arena, or none. */
 static gemini_status_t tensors_kill(gmi_manager_t *m, gmi_arena_t *a) {
   for (uint32_t i = 0; i < a->tensor_count; i++) {
     gmi_tensor_t *t = &m->tensors.at[a->order[i]];
@@ -328,7 +342,7 @@ static gemini_status_t arena_destroy(gmi_manager_t *m, gemini_arena_t handle) {
   if (gmi_lease_find(&m->leases, gmi_id(handle), &lease))
     return gmi_fail(GEMINI_ERR_BUSY, 0, "%llu bytes at offset %llu of arena %s are acquired",
                     (unsigned long long)lease.key.size, (unsigned long long)lease.key.offset, a->name);
-  gemini_status_t status = gmi_updates_queue(m, NULL); /* nothing of it may be left that names it */
+  gemini_status_t status = gmi_updates_queue(m, NULL); /* no piece that is left may name the arena */
   if (status) return status;
   gmi_workers_drain(m, NULL);
   uint32_t count = a->store == a->index ? atomic_load(&a->chunk_count) : 0;
@@ -337,10 +351,11 @@ static gemini_status_t arena_destroy(gmi_manager_t *m, gemini_arena_t handle) {
     if (gmi_chunk_device_users(c) || gmi_chunk_host_users(c) || gmi_chunk_is_pinned(c))
       return gmi_fail(GEMINI_ERR_BUSY, 0, "a range of arena %s is acquired or pinned", a->name);
     if (gmi_chunk_in_graphs(c))
-      return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is in a graph that lives", a->name);
+      return gmi_fail(GEMINI_ERR_BUSY, 0, "arena %s is used in a graph: destroy the graph first", a->name);
   }
   status = tensors_kill(m, a);
-  if (!status && a->store != a->index) { /* the parameters whose bytes it has taken cannot come back: they are zero */
+  if (!status &&
+      a->store != a->index) { /* the parameters whose bytes hold gradients become zeros: their values are lost */
     status = gmi_gradients_drop(m, a);
     for (uint32_t i = 0; status && i < a->tensor_count; i++) tensor_revive(&m->tensors.at[a->order[i]]);
   }
@@ -375,7 +390,7 @@ gemini_status_t gemini_arena_destroy(gemini_manager_t mgr, gemini_arena_t arena)
 
 void gmi_arena_free_all(gmi_manager_t *m) {
   for (uint32_t i = 0; i < m->tensors.high; i++) free(m->tensors.at[i].name);
-  for (int pass = 0; pass < 2; pass++) { /* reusing arenas first */
+  for (int pass = 0; pass < 2; pass++) { /* first the arenas that reuse another's chunks */
     for (uint32_t i = 0; i < GMI_ARENAS; i++) {
       gmi_arena_t *a = gmi_arena_at(m, i);
       if (!a || (pass == 0 && a->store == i)) continue;
@@ -385,7 +400,7 @@ void gmi_arena_free_all(gmi_manager_t *m) {
   }
 }
 
-/* The tier of a chunk's newest copy, device before host before file; GMI_NONE: it is nowhere. */
+/* The highest tier that holds a chunk's bytes: device, host, file; GMI_NONE: it reads as zeros and has no copy. */
 static uint32_t newest_tier(const gmi_chunk_t *c) {
   return gmi_chunk_has(c, GMI_VALID_DEVICE) ? GEMINI_TIER_DEVICE
          : gmi_chunk_has(c, GMI_VALID_HOST) ? GEMINI_TIER_HOST
@@ -435,7 +450,9 @@ gemini_status_t gemini_arena_info(gemini_manager_t mgr, gemini_arena_t arena, ge
   API_RETURN(a ? gmi_struct_out(info_out, &info, sizeof info, GMI_V1_ARENA_INFO, "info_out") : GEMINI_ERR_HANDLE);
 }
 
-/* Grows the arena and those that follow it to hold size_bytes more; the place it got is in offset_out. */
+/* Grows the arena, and all that follow it, by size_bytes at *offset_out, which is aligned to ELEMENT_ALIGN elements, so
+ * that the offset is aligned in every follower too. Checks all followers before it changes the first. After that
+ * nothing fails: gmi_arena_grow() has address space for the chunk records since the arena was created or cut. */
 static gemini_status_t arena_extend(gmi_manager_t *m, gmi_arena_t *a, uint64_t size_bytes, uint64_t *offset_out) {
   if (a->like != a->index || a->store != a->index)
     return gmi_fail(GEMINI_ERR_INVALID, 0, "arena %s follows %s: register there", a->name,
@@ -481,7 +498,8 @@ gemini_status_t gemini_arena_take(gemini_manager_t mgr, gemini_arena_t arena, ui
   API_RETURN(status);
 }
 
-/* ---- tensors */
+/* ---- tensors. Names are in a hash table with chains; FNV-1a. Only registered tensors have names, counterparts share
+ * that of their base. */
 static uint64_t name_hash(const char *name) {
   uint64_t h = UINT64_C(14695981039346656037);
   for (; *name; name++) h = (h ^ (unsigned char)*name) * UINT64_C(1099511628211);
@@ -502,7 +520,7 @@ static void name_insert(gmi_manager_t *m, uint32_t index) {
   m->tensors.at[index].hash_next = *link;
   *link = index;
 }
-static void names_grow(gmi_manager_t *m) { /* a failure only leaves chains longer */
+static void names_grow(gmi_manager_t *m) { /* without memory the chains only get longer */
   uint32_t count = m->tensors.bucket_count * 4;
   uint32_t *buckets = malloc(count * sizeof *buckets);
   if (!buckets) return;
@@ -514,7 +532,7 @@ static void names_grow(gmi_manager_t *m) { /* a failure only leaves chains longe
     if (gmi_tensor_alive(&m->tensors.at[i]) && m->tensors.at[i].base == i) name_insert(m, i);
 }
 
-/* Makes sure that tensor_new() finds room for one more record in arena a. */
+/* Makes room for one more tensor in arena a, so that tensor_new() cannot fail. */
 static gemini_status_t tensor_room(gmi_manager_t *m, gmi_arena_t *a) {
   if (m->tensors.free == GMI_NONE && m->tensors.high == GMI_TENSORS)
     return gmi_fail(GEMINI_ERR_INVALID, 0, "%u tensors exist, the limit is %u", GMI_TENSORS, GMI_TENSORS);
@@ -528,7 +546,9 @@ static gemini_status_t tensor_room(gmi_manager_t *m, gmi_arena_t *a) {
   return GEMINI_OK;
 }
 
-/* Takes a record in arena a, after tensor_room(); its name and chains are the caller's to set. */
+/* Creates a tensor in arena a after tensor_room(); the caller sets its name and links. life is stored last (release),
+ * as it makes the record visible to acquires without the lock. The plain store of word loses no count: the record was
+ * DEAD, or unused, so no acquire could add a user to it. */
 static uint32_t tensor_new(gmi_manager_t *m, gmi_arena_t *a, uint64_t offset, uint64_t size) {
   uint32_t index = m->tensors.free;
   if (index != GMI_NONE) m->tensors.free = m->tensors.at[index].hash_next;
@@ -586,7 +606,7 @@ static gemini_status_t tensor_register(gmi_manager_t *m, gemini_arena_t arena, c
   uint32_t index = tensor_new(m, a, offset, size);
   m->tensors.at[index].name = copy;
   if (m->tensors.alive > (uint64_t)m->tensors.bucket_count * 2) names_grow(m);
-  if (gmi_tensor_named(m, copy) == GMI_NONE) name_insert(m, index); /* names_grow() may have put it in */
+  if (gmi_tensor_named(m, copy) == GMI_NONE) name_insert(m, index); /* unless names_grow() has inserted it */
   *tensor_out = gmi_handle(m, GMI_HANDLE_TENSOR, m->tensors.at[index].generation, index);
   return GEMINI_OK;
 }
@@ -712,7 +732,7 @@ void gmi_arena_sort(gmi_manager_t *m, gmi_arena_t *a) {
 void gmi_arena_each(gmi_manager_t *m, gmi_arena_t *a, uint64_t offset, uint64_t size,
                     void (*fn)(gmi_manager_t *m, gmi_tensor_t *t, void *user), void *user) {
   gmi_arena_sort(m, a);
-  /* The first that can reach into the range begins no further before it than the longest tensor is long. */
+  /* A tensor that reaches into the range begins at most the longest tensor's size before it. */
   uint64_t from = offset > a->longest ? offset - a->longest : 0;
   uint32_t low = 0, high = a->tensor_count;
   while (low < high) {
@@ -727,7 +747,7 @@ void gmi_arena_each(gmi_manager_t *m, gmi_arena_t *a, uint64_t offset, uint64_t 
   }
 }
 
-/* The table of legal transitions; docs/states.md gives the reasons. */
+/* The legal transitions; docs/states.md gives the reasons. */
 bool gmi_state_legal(uint32_t from, uint32_t to) {
   static const uint8_t to_bits[GEMINI_STATE_COUNT] = {
 #define TO(state) (1u << GEMINI_STATE_##state)

@@ -1,7 +1,10 @@
-/* Checkpoints in kept files: every chunk in a block, and what the blocks mean. SPDX-License-Identifier: Apache-2.0
+/* Checkpoints: every chunk in a block of the files, and a description of what the blocks mean.
+ * SPDX-License-Identifier: Apache-2.0
  *
- * The store makes a commit whole or not at all, and leaves what the last one names as it is; here is only what it
- * names: chunks by arena and index, and a text that says what arenas and tensors there were (docs/checkpoint.md). */
+ * The store commits atomically: until a commit is complete, the blocks of the previous one stay unchanged. This file
+ * only decides what is committed: the block of each chunk, named by arena and index, and a text that describes the
+ * arenas and tensors (docs/checkpoint.md). Runs on the caller's thread under the manager's lock; transfers run on the
+ * engine's threads. */
 #include <errno.h>
 #include <inttypes.h>
 #include <stdio.h>
@@ -23,7 +26,7 @@ enum { WRITES_AT_ONCE = 64 };
 
 static uint64_t chunk_key(const gmi_chunk_t *c) { return (uint64_t)c->arena << 32 | c->index; }
 
-/* The next chunk, in order of arenas, or NULL. */
+/* Iterates over all chunks, arena by arena. NULL: there are no more. */
 static gmi_chunk_t *next_chunk(gmi_manager_t *m, uint32_t *arena, uint32_t *index) {
   for (; *arena < GMI_ARENAS; ++*arena, *index = 0) {
     gmi_arena_t *a = gmi_arena_at(m, *arena);
@@ -56,6 +59,7 @@ static void write_layout(gmi_manager_t *m, FILE *file) {
   fprintf(file, "end\n");
 }
 
+/* Waits until at most most transfers are under way, and processes their results. */
 static gemini_status_t wait_transfers(gmi_manager_t *m, uint32_t most) {
   gemini_status_t status = GEMINI_OK;
   while (!status && m->io.count > most) {
@@ -66,6 +70,8 @@ static gemini_status_t wait_transfers(gmi_manager_t *m, uint32_t most) {
   return status;
 }
 
+/* Gives every chunk with bytes a valid block. A block whose content the store suspects (a sync failed) is written
+ * again, to another block. */
 static gemini_status_t write_chunks(gmi_manager_t *m) {
   gemini_status_t status = GEMINI_OK;
   uint32_t arena = 0, index = 0;
@@ -78,9 +84,9 @@ static gemini_status_t write_chunks(gmi_manager_t *m) {
     if (gmi_chunk_has(c, GMI_VALID_ZERO | GMI_VALID_FILE) && !suspect) continue;
     status = gmi_chunk_to_host(m, c, false, GEMINI_REASON_CALLER);
     if (status) break;
-    gmi_chunk_hold_host(m, c, false); /* its slot stays until the write is under way */
+    gmi_chunk_hold_host(m, c, false); /* keeps its slot until the write is queued */
     if (gmi_chunk_io(c) || suspect) status = gmi_chunk_settle_host(m, c);
-    if (!status && suspect) gmi_file_drop(m, c); /* and written to another block */
+    if (!status && suspect) gmi_file_drop(m, c); /* written to another block below */
     if (!status && !gmi_chunk_has(c, GMI_VALID_FILE)) status = gmi_file_write(m, c, GEMINI_REASON_CALLER);
     gmi_chunk_unhold_host(m, c, false);
     if (!status) status = wait_transfers(m, WRITES_AT_ONCE);
@@ -103,7 +109,8 @@ static gemini_status_t commit_chunks(gmi_manager_t *m, const void *blob, uint64_
                         gmi_chunk_arena(m, c)->name);
     kept[count++] = (gmi_kept_t){ .block = gmi_chunk_block(c), .key = chunk_key(c) };
   }
-  /* Blocks of a checkpoint that this process has not taken up go with it. */
+  /* The new commit replaces the old checkpoint. If this process did not resume from it, no chunk record owns its
+   * blocks: they are freed here. */
   if (!status && !m->file.checkpoint_is_ours &&
       gmi_store_committed(m->file.store, &old, &old_count, &old_blob, &old_blob_bytes) == GEMINI_OK) {
     before = malloc(((size_t)old_count + 1) * sizeof *before);
@@ -158,8 +165,9 @@ typedef struct {
 } reader_t;
 
 static gemini_status_t differs(const char *what, const char *name) {
-  return gmi_fail(GEMINI_ERR_FORMAT, 0, "the checkpoint has %s %s, which is not there, or not so, in this manager",
-                  what, name);
+  return gmi_fail(GEMINI_ERR_FORMAT, 0,
+                  "the checkpoint has %s %s, but this manager has none of this name, arena, offset and size", what,
+                  name);
 }
 
 static gemini_status_t read_tensor(reader_t *r, const char *at) {
@@ -177,14 +185,14 @@ static gemini_status_t read_tensor(reader_t *r, const char *at) {
   bool registered = index != GMI_NONE && m->tensors.at[index].arena == r->arena_of[arena];
   while (index != GMI_NONE && m->tensors.at[index].arena != r->arena_of[arena]) index = m->tensors.at[index].next;
   if (index == GMI_NONE && gmi_tensor_named(m, name) != GMI_NONE)
-    return GEMINI_OK; /* a counterpart nobody asked for yet */
+    return GEMINI_OK; /* a counterpart that this process has not created yet */
   if (index == GMI_NONE || m->tensors.at[index].offset != range[0] || m->tensors.at[index].size != range[1])
     return differs("tensor", name);
   r->tensors += registered;
   if (!r->apply) return GEMINI_OK;
   gmi_tensor_t *t = &m->tensors.at[index];
   uint64_t word = atomic_load(&t->word), mine = gradient ? GMI_TENSOR_GRADIENT : 0;
-  while (!atomic_compare_exchange_weak(&t->word, &word, /* an acquire may count itself, and undo that, at any time */
+  while (!atomic_compare_exchange_weak(&t->word, &word, /* repeats when an acquire has changed a count meanwhile */
                                        gmi_tensor_word(word & ~GMI_TENSOR_GRADIENT, (uint32_t)state) | mine)) {
   }
   return GEMINI_OK;
@@ -212,7 +220,7 @@ static gemini_status_t read_layout(reader_t *r, const char *blob, uint64_t bytes
     r->ended = !strcmp(line, "end");
     rest = line;
     if (!number && strcmp(line, "gemini-keep 1"))
-      status = gmi_fail(GEMINI_ERR_FORMAT, 0, "the kept files are of another version: %.60s", line);
+      status = gmi_fail(GEMINI_ERR_FORMAT, 0, "the checkpoint has another format version: %.60s", line);
     else if (gmi_word_at(&rest, "arena")) wrong = gmi_arena_read(r->m, rest, r->arena_of, arena);
     else if (gmi_word_at(&rest, "tensor")) status = read_tensor(r, rest);
     else if (gmi_word_at(&rest, "sizes")) wrong_sizes = !gmi_numbers_at(&rest, 0, UINT64_MAX, 2, r->sizes);
@@ -261,7 +269,8 @@ static gemini_status_t resume(gmi_manager_t *m) {
   reader_t r = { .m = m };
   gemini_status_t status = check_kept(m);
   if (!status && m->file.checkpoint_is_ours)
-    status = gmi_fail(GEMINI_ERR_STATE, 0, "a checkpoint was taken up or made already");
+    status = gmi_fail(GEMINI_ERR_STATE, 0,
+                      "a checkpoint was resumed or made already: resume once, before the first checkpoint");
   if (!status) status = gmi_cut(m);
   if (!status) status = gmi_store_committed(m->file.store, &kept, &count, &blob, &blob_bytes);
   if (!status && count * gmi_block_bytes(m) > m->config.file_bytes)
@@ -269,9 +278,10 @@ static gemini_status_t resume(gmi_manager_t *m) {
                       (unsigned long long)(count * gmi_block_bytes(m)), (unsigned long long)m->config.file_bytes);
   for (gmi_chunk_t *c; !status && (c = next_chunk(m, &arena, &index));)
     if (!gmi_chunk_has(c, GMI_VALID_ZERO) || gmi_chunk_host_users(c) || !gmi_chunk_unsettle(c, GMI_CHUNK_PINS))
-      status = gmi_fail(GEMINI_ERR_STATE, 0, "arena %s holds bytes already", gmi_chunk_arena(m, c)->name);
+      status = gmi_fail(GEMINI_ERR_STATE, 0, "arena %s is in use or has been written: resume first",
+                        gmi_chunk_arena(m, c)->name);
   if (!status) status = read_layout(&r, blob, blob_bytes);
-  uint32_t named = 0; /* chunks that have got their block */
+  uint32_t named = 0; /* chunks that have claimed their block; all claims are given up on failure */
   for (; !status && named < count; named += !status) {
     gmi_chunk_t *c = kept_chunk(&r, kept[named].key);
     if (!c || !gmi_chunk_block_claim(m, c, kept[named].block))

@@ -1,4 +1,8 @@
-/* A chunk's record: every change of it. SPDX-License-Identifier: Apache-2.0 */
+/* All changes of a chunk's record. SPDX-License-Identifier: Apache-2.0
+ *
+ * The functions only keep records consistent (chunk, frame, slot); they move no bytes and free nothing, which is the
+ * task of residency.c, host.c and files.c. All run under the manager's lock, on the thread of the caller, except where
+ * chunk.h says otherwise. Changes of word_ are atomic, as acquires without the lock change its counts meanwhile. */
 #include "chunk/chunk.h"
 
 #include <string.h>
@@ -6,7 +10,7 @@
 #include "chunk/arena.h"
 
 /* ---- invariants */
-/* What holds between any two changes. */
+/* Invariants that hold after every single change, also within a call. */
 static bool sound(gmi_manager_t *m, const gmi_chunk_t *c) {
   uint32_t word = atomic_load(&c->word_);
   bool resident = c->frame_ != GMI_NONE;
@@ -21,6 +25,8 @@ static bool sound(gmi_manager_t *m, const gmi_chunk_t *c) {
          c->batch_users_ <= c->host_users_;
 }
 
+/* Invariants that hold whenever the lock is free. Within a call some are violated for a time: a chunk that departs has
+ * a frame without RESIDENT. */
 bool gmi_chunk_invariant(gmi_manager_t *m, const gmi_chunk_t *c) {
   uint32_t word = atomic_load(&c->word_);
   bool resident = c->frame_ != GMI_NONE;
@@ -31,7 +37,7 @@ bool gmi_chunk_invariant(gmi_manager_t *m, const gmi_chunk_t *c) {
 }
 
 #ifdef GEMINI_CHECK
-/* The record has changed: it is sound, and all its invariants are looked at when the lock is let go. */
+/* Called after each change: asserts that the record is sound, and lists it for a full check at the next unlock. */
 static void changed(gmi_manager_t *m, gmi_chunk_t *c) {
   GMI_ASSERT(gmi_lock_is_mine(m));
   GMI_ASSERT(sound(m, c));
@@ -46,7 +52,8 @@ static void changed(gmi_manager_t *m, gmi_chunk_t *c) { (void)m, (void)c; }
 
 void gmi_chunks_check(gmi_manager_t *m) {
   GMI_ASSERT(m->frames.used + m->frames.free_count == m->frames.made);
-  GMI_ASSERT(m->io.count || m->check.blocks_held * gmi_block_bytes(m) == m->file.used); /* else some are in transfers */
+  GMI_ASSERT(m->io.count ||
+             m->check.blocks_held * gmi_block_bytes(m) == m->file.used); /* else transfers own blocks too */
   if (m->check.changed_count <= GMI_CHANGED) {
     for (uint32_t i = 0; i < m->check.changed_count; i++) GMI_ASSERT(gmi_chunk_invariant(m, m->check.changed[i]));
   } else {
@@ -68,7 +75,7 @@ void gmi_balance_check(gmi_manager_t *m) {
     for (uint32_t k = 0; a && a->chunks && k < atomic_load(&a->chunk_count); k++) {
       const gmi_chunk_t *c = &a->chunks[k];
       GMI_ASSERT(!gmi_chunk_device_users(c) && !c->host_users_ && !c->graphs_);
-      if (c->io_) continue; /* its last transfer has not been noted, and never will be */
+      if (c->io_) continue; /* the result of its last transfer was not processed: its record is not final */
       GMI_ASSERT(gmi_chunk_invariant(m, c));
       frames += c->frame_ != GMI_NONE;
       slots += c->slot_ != GMI_NONE;
@@ -87,7 +94,8 @@ void gmi_balance_check(gmi_manager_t *m) {
 void gmi_balance_check(gmi_manager_t *m) { (void)m; }
 #endif
 
-/* The flag that acquires for writing look at follows what is valid. */
+/* Sets valid_, and DIRTY accordingly: the fast path cannot read valid_, which the lock guards, so it reads the flag.
+ * The load before the clear saves an atomic write in the usual case. */
 static void set_valid(gmi_chunk_t *c, uint32_t valid) {
   c->valid_ = (uint8_t)valid;
   if (valid == GMI_VALID_DEVICE) atomic_fetch_or(&c->word_, GMI_CHUNK_DIRTY);
@@ -106,6 +114,7 @@ void gmi_chunk_init(gmi_chunk_t *c, uint32_t arena, uint32_t index) {
 static const char *why_host_writers(const gmi_chunk_t *c) {
   return c->graph_held_ ? "in use by a graph" : c->host_writers_ ? "acquired on the host for writing" : NULL;
 }
+/* The counts' widths are the limits: one more user would carry into the next field of the word. */
 static const char *why_full(const gmi_chunk_t *c, uint32_t word) {
   return (word & GMI_CHUNK_PINS) == GMI_CHUNK_PINS         ? "acquired 65535 times, the limit"
          : (word & GMI_CHUNK_WRITERS) == GMI_CHUNK_WRITERS ? "acquired for writing 8191 times, the limit"
@@ -158,7 +167,9 @@ const char *gmi_chunk_hold(gmi_manager_t *m, gmi_chunk_t *c, uint32_t tier, uint
   }
   const char *why = gmi_chunk_busy(c, write ? GMI_TO_WRITE_ON_HOST : GMI_TO_READ_ON_HOST);
   if (why) return why;
-  /* An acquire on the device may have come meanwhile, without the lock. */
+  /* A device acquire without the lock may have come since gmi_chunk_busy() looked: this checks again and excludes
+   * further ones in one step. Readers on both tiers may coexist: with a valid host copy the chunk is not DIRTY, and the
+   * fast path refuses writes of it. */
   if (!gmi_chunk_unsettle(c, write ? GMI_CHUNK_PINS : GMI_CHUNK_WRITERS)) return "acquired on the device";
   c->host_users_++;
   c->batch_users_++;
@@ -196,6 +207,7 @@ void gmi_chunk_unhold_host(gmi_manager_t *m, gmi_chunk_t *c, bool writes) {
   changed(m, c);
 }
 
+/* Pairs with the compare-and-swap in gmi_chunk_hold_fast(): see the top of chunk.h. */
 bool gmi_chunk_unsettle(gmi_chunk_t *c, uint32_t unless) {
   uint32_t word = atomic_load(&c->word_);
   do {
@@ -239,7 +251,8 @@ static void uses_clear(gmi_uses_t *uses) {
   for (int i = 0; i < GMI_USES; i++) atomic_store(&uses->fence[i], 0);
 }
 
-/* Every place holds a use of another stream that has not ended: the stream waits for the first of them. */
+/* Every entry holds unfinished work of another stream: makes stream wait for the first. This is the only part of a
+ * release without the lock that may take the lock, as a wait may have to place a mark. */
 gemini_status_t gmi_chunk_use_full(gmi_manager_t *m, uint32_t stream, gmi_fence_t first, bool locked) {
   if (!locked) gmi_lock(m, "gemini_release");
   gemini_status_t status = gmi_fence_wait(m, stream, first);
@@ -272,6 +285,7 @@ gmi_fence_t gmi_chunk_used(gmi_manager_t *m, gmi_chunk_t *c) {
   return all;
 }
 
+/* The read-modify-write makes what precedes it visible to the acquire load in gmi_chunk_hold_fast(). */
 void gmi_chunk_settle(gmi_manager_t *m, gmi_chunk_t *c) {
   if (gmi_fence_reached(m, c->arrive_)) atomic_fetch_or(&c->word_, GMI_CHUNK_SETTLED);
 }
@@ -295,12 +309,15 @@ void gmi_chunk_arrived(gmi_manager_t *m, gmi_chunk_t *c, uint32_t frame, gmi_fen
                         memory_order_relaxed);
   if (!fresh) set_valid(c, c->valid_ | GMI_VALID_DEVICE);
   uint32_t word = GMI_CHUNK_RESIDENT;
-  /* The fast path of an acquire looks at nothing else: updates of the chunk that wait are done first. */
+  /* The fast path looks only at the flags: while updates of the chunk are left to queue, it must not find SETTLED, so
+   * that acquires take the lock and queue them first. */
   if (!c->deferred_ && gmi_fence_reached(m, arrive)) word |= GMI_CHUNK_SETTLED;
-  atomic_fetch_or(&c->word_, word);
+  atomic_fetch_or(&c->word_, word); /* last: publishes the fields above to acquires without the lock */
   changed(m, c);
 }
 
+/* Seeing no users in the word that is replaced makes the fences of all their releases visible, so that the eviction can
+ * wait for them. */
 bool gmi_chunk_departs(gmi_chunk_t *c, uint32_t *word_out) {
   uint32_t word = atomic_load(&c->word_);
   do {
@@ -323,7 +340,7 @@ static uint32_t leave_frame(gmi_manager_t *m, gmi_chunk_t *c) {
   return frame;
 }
 
-/* Has nothing been queued on the device copy that has not ended? */
+/* Has all work that was queued on the device copy ended? */
 static bool is_quiet(gmi_manager_t *m, const gmi_chunk_t *c) {
   gmi_fence_t fences[GMI_CHUNK_FENCES];
   uint32_t count = gmi_chunk_fences(c, GEMINI_READ_WRITE, fences);
@@ -360,7 +377,9 @@ uint32_t gmi_chunk_wrote_device(gmi_manager_t *m, gmi_chunk_t *c) {
   changed(m, c);
   return block;
 }
-/* Nobody has it on the device, and its bytes are in one place only. */
+/* Makes valid the only copy, and takes frame and block from the chunk. A plain store of the word loses no count:
+ * callers have excluded acquires without the lock (SETTLED is clear, or no tensor of the arena can be acquired), and
+ * there are no device users. */
 static void only(gmi_manager_t *m, gmi_chunk_t *c, uint32_t valid, uint32_t *frame_out, uint32_t *block_out) {
   GMI_ASSERT(!(atomic_load(&c->word_) & GMI_CHUNK_PINS));
   atomic_store(&c->word_, 0);

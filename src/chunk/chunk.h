@@ -1,11 +1,21 @@
-/* A chunk's record: where its bytes are, who uses them, and what is queued on them. SPDX-License-Identifier: Apache-2.0
+/* A chunk's record: where its bytes are, what uses them, and what is queued on them.
+ * SPDX-License-Identifier: Apache-2.0
  *
- * chunk.c and the inline functions below own the record. Nothing else reads or writes its fields, whose names end in _
- * (tests/layers.py fails on any other use). In builds with GEMINI_CHECK each transition asserts the invariants of the
- * record (gmi_chunk_invariant()), and so does the end of each call that held the manager's lock, for all records that
- * the call changed.
+ * A chunk is a fixed-size part of an arena, the unit that moves between tiers. chunk.c and the inline functions below
+ * own the record: no other file reads or writes the fields, whose names end in _ (tests/layers.py fails on any other
+ * use). In builds with GEMINI_CHECK each transition asserts that the record is sound, and each unlock asserts all
+ * invariants (gmi_chunk_invariant()) of the records that changed under the lock.
  *
- * Threads: the manager's lock is held in every call, unless said otherwise. */
+ * Threads: the manager's lock is held in every call, unless said otherwise.
+ *
+ * Acquire and release of a resident chunk take no lock; they change the counts in word_. The holder of the lock
+ * excludes such acquires in one of two ways, each a compare-and-swap on word_ that fails while unwanted users are
+ * counted:
+ *   - gmi_chunk_departs() clears all flags before the frame goes;
+ *   - gmi_chunk_unsettle() clears SETTLED before the bytes change, or are read, by other means.
+ * gmi_chunk_hold_fast() requires RESIDENT and SETTLED; it checks them and adds its count in one compare-and-swap.
+ * Either the acquire comes first and the lock's holder sees its count, or the flag is cleared first and the acquire
+ * takes the slow path, which takes the lock. */
 #ifndef GMI_CHUNK_H
 #define GMI_CHUNK_H
 
@@ -13,55 +23,57 @@
 #include "core/manager.h"
 #include "core/streams.h"
 
-#define GMI_CHUNK_RESIDENT (1u << 31) /* has a frame that holds, or will hold once arrive_ is reached, its bytes */
-#define GMI_CHUNK_SETTLED (1u << 30)  /* arrive_ has been reached, and no update waits */
-#define GMI_CHUNK_DIRTY (1u << 29)    /* the device copy is the only valid one */
-#define GMI_CHUNK_WRITERS 0x1fff0000u /* of the users, those that may write */
-#define GMI_CHUNK_WRITER 0x00010000u
-#define GMI_CHUNK_PINS 0x0000ffffu /* device acquires that have not been released */
+#define GMI_CHUNK_RESIDENT (1u << 31) /* the chunk has a frame, which holds its bytes once arrive_ is reached */
+#define GMI_CHUNK_SETTLED (1u << 30)  /* acquires may skip the lock: arrive_ is reached, no update is left to queue */
+#define GMI_CHUNK_DIRTY (1u << 29)    /* the device copy is the only valid copy */
+#define GMI_CHUNK_WRITERS 0x1fff0000u /* count of the users that may write */
+#define GMI_CHUNK_WRITER 0x00010000u  /* one such user */
+#define GMI_CHUNK_PINS 0x0000ffffu    /* count of users: device acquires that have not been released */
 enum { GMI_VALID_DEVICE = 1, GMI_VALID_HOST = 2, GMI_VALID_FILE = 4, GMI_VALID_ZERO = 8 };
 
 /* Invariants: valid_ != 0; RESIDENT <=> frame_ != GMI_NONE; DIRTY <=> valid_ == GMI_VALID_DEVICE; VALID_HOST => a slot;
  * VALID_FILE <=> block_ != GMI_NONE; io_ => a slot; host_writers_ => not RESIDENT; host_writers_ <= host_users_;
  * graph_held_ => one of the host_writers_; left_ <= deferred_. */
 struct gmi_chunk {
-  /* Atomic: GMI_CHUNK_* flags and counts. The flags change under the lock only. The counts change without it: an
-   * acquire's compare-and-swap (acquire-release) pairs with the compare-and-swap by which an eviction clears the word,
-   * so an acquire either sees the flags gone, or the eviction sees the acquire's count. */
+  /* Atomic: GMI_CHUNK_* flags and counts. Flags change under the lock only, counts also without it. The increment of an
+   * acquire and the decrement of a release are acquire-release operations: a thread that sees a release's decrement
+   * also sees the fence that the release stored before it, and an acquire sees all fields as they were when the flags
+   * were set. It is near the fences, which the fast path reads next. */
   _Atomic uint32_t word_;
-  uint32_t frame_;            /* or GMI_NONE */
-  gmi_mapping_t mapping_;     /* of its address */
-  gmi_fence_t arrive_;        /* what fills the device copy */
-  gmi_uses_t reads_, writes_; /* Atomic: of the device copy, since it was filled */
-  _Atomic uint64_t touched_;  /* Atomic: the manager's clock at its last release */
-  gmi_fence_t copied_out_;    /* queued copies out of the frame */
-  uint64_t next_use_;         /* position of the next use as far as known: iteration * 2^32 + op; 0 = unknown */
-  gmi_io_t *io_;              /* its transfer from or to a file that has not been noted, or NULL */
-  gmi_io_t *failed_read_;     /* its last transfer, a read that failed and that no caller has been told of */
-  uint32_t slot_;             /* on the host, or GMI_NONE */
-  uint32_t block_;            /* in the files, or GMI_NONE */
-  uint32_t arena;             /* Constant: index of the arena that stores it */
-  uint32_t index;             /* Constant: in that arena */
-  uint32_t host_users_;       /* acquires on the host, and calls that need its slot */
-  uint32_t host_writers_;     /* of these, those for writing */
-  uint16_t user_pins_;        /* gemini_pin() */
-  uint8_t valid_;             /* GMI_VALID_* */
-  bool graph_held_;           /* a graph uses it now: it is none of the callers' host_users_ and host_writers_ */
-  uint16_t graphs_;           /* that know the address of its slot, which stays its own */
-  uint16_t deferred_;         /* pieces of accepted updates of it that have not been queued yet */
-  uint16_t left_;             /* of these, those that no call under way is about to queue */
-  uint32_t batch_users_;      /* of host_users_, those of the acquire under way: until it is done the chunk may move */
-  bool batch_joined_;         /* but for one that has got its place beside its neighbours */
+  uint32_t frame_;            /* index of the chunk's frame, or GMI_NONE */
+  gmi_mapping_t mapping_;     /* of the chunk's device address */
+  gmi_fence_t arrive_;        /* behind the copy, or the zeroing, that fills the device copy */
+  gmi_uses_t reads_, writes_; /* Atomic: latest uses of the device copy since it arrived; see gmi_uses_t */
+  _Atomic uint64_t touched_;  /* Atomic: frames.clock at the last release; relaxed, a hint for choosing victims */
+  gmi_fence_t copied_out_;    /* behind the last queued copy out of the frame */
+  uint64_t next_use_;         /* position of the next use, if known: iteration * 2^32 + op; 0 = unknown */
+  gmi_io_t *io_;              /* transfer from or to a file whose result is not processed yet, or NULL */
+  gmi_io_t *failed_read_;     /* a failed read that no caller has been told of, if it was the last transfer; or NULL */
+  uint32_t slot_;             /* index of the chunk's host slot, or GMI_NONE */
+  uint32_t block_;            /* index of the chunk's block in the files, or GMI_NONE */
+  uint32_t arena;             /* Constant: index of the arena that owns the chunk */
+  uint32_t index;             /* Constant: of the chunk in that arena */
+  uint32_t host_users_;       /* acquires on the host, and calls that need the slot to stay */
+  uint32_t host_writers_;     /* the writers among the host_users_ */
+  uint16_t user_pins_;        /* number of gemini_pin() without gemini_unpin() */
+  uint8_t valid_;             /* GMI_VALID_*: the tiers that hold the current bytes */
+  bool graph_held_;           /* a graph uses the chunk now; it counts as one host user and writer, none of a caller */
+  uint16_t graphs_;           /* graphs that contain the slot's address: the chunk must keep this slot */
+  uint16_t deferred_;         /* pieces of accepted updates of the chunk that are not queued yet */
+  uint16_t left_;             /* those among deferred_ that no running call is about to queue */
+  uint32_t batch_users_;      /* host_users_ of the acquire under way: no caller has their addresses, so the chunk may
+                               * still move to another slot */
+  bool batch_joined_;         /* that acquire has placed the chunk beside its neighbours: it may not move any more */
 };
 
-/* ---- what it is. The first four read the word alone and need no lock. */
+/* ---- queries. The first four read only atomics and need no lock; without it the answer may be outdated at once. */
 static inline bool gmi_chunk_is_resident(const gmi_chunk_t *c) { return atomic_load(&c->word_) & GMI_CHUNK_RESIDENT; }
 static inline uint32_t gmi_chunk_device_users(const gmi_chunk_t *c) { return atomic_load(&c->word_) & GMI_CHUNK_PINS; }
 static inline bool gmi_chunk_has_writers(const gmi_chunk_t *c) { return atomic_load(&c->word_) & GMI_CHUNK_WRITERS; }
-static inline uint64_t gmi_chunk_touched(const gmi_chunk_t *c) { /* relaxed: a hint for choosing victims */
+static inline uint64_t gmi_chunk_touched(const gmi_chunk_t *c) { /* relaxed: only ranks victims */
   return atomic_load_explicit(&c->touched_, memory_order_relaxed);
 }
-static inline bool gmi_chunk_has(const gmi_chunk_t *c, uint32_t valid) { return c->valid_ & valid; } /* one of them */
+static inline bool gmi_chunk_has(const gmi_chunk_t *c, uint32_t valid) { return c->valid_ & valid; } /* any */
 static inline bool gmi_chunk_has_only(const gmi_chunk_t *c, uint32_t valid) { return c->valid_ == valid; }
 static inline uint32_t gmi_chunk_frame(const gmi_chunk_t *c) { return c->frame_; }
 static inline uint32_t gmi_chunk_slot(const gmi_chunk_t *c) { return c->slot_; }
@@ -79,21 +91,23 @@ static inline uint32_t gmi_chunk_left(const gmi_chunk_t *c) { return c->left_; }
 static inline uint64_t gmi_chunk_next_use(const gmi_chunk_t *c) { return c->next_use_; }
 static inline gmi_fence_t gmi_chunk_arrive(const gmi_chunk_t *c) { return c->arrive_; }
 static inline gmi_fence_t gmi_chunk_copied_out(const gmi_chunk_t *c) { return c->copied_out_; }
-/* Acquired by callers, on the device or on the host, or in use by a call or a graph. */
+/* Is it acquired on the device or on the host, or in use by a call or a graph? */
 static inline bool gmi_chunk_in_use(const gmi_chunk_t *c) { return gmi_chunk_device_users(c) || c->host_users_; }
-/* May its bytes go to another slot? Not while a caller or a graph has their address. */
+/* May its bytes move to another slot? Not while a caller or a graph has their host address. */
 static inline bool gmi_chunk_may_move(const gmi_chunk_t *c) {
   return c->host_users_ == c->batch_users_ && !c->batch_joined_ && !c->graphs_;
 }
-/* All invariants, those with the records of frames and slots included. */
+/* Do all invariants hold, including those with the records of frames and slots? */
 bool gmi_chunk_invariant(gmi_manager_t *m, const gmi_chunk_t *c);
-/* GEMINI_CHECK: asserts the invariants of what has changed since the last call. */
+/* GEMINI_CHECK: asserts the invariants of the records that changed since the last call. */
 void gmi_chunks_check(gmi_manager_t *m);
-void gmi_chunks_forget_checks(gmi_manager_t *m); /* the records are about to go */
-/* GEMINI_CHECK, when a manager is closed: nothing is in use, and frames, slots and blocks add up. No lock. */
+void gmi_chunks_forget_checks(gmi_manager_t *m); /* called before records are freed: does not look at them again */
+/* GEMINI_CHECK, when a manager closes: asserts that nothing is in use, and that frames, slots and blocks add up. No
+ * lock. */
 void gmi_balance_check(gmi_manager_t *m);
 
-/* ---- why it cannot be used so now: words for "a chunk of arena x is ...", or NULL */
+/* ---- gmi_chunk_busy() returns NULL if the chunk can be used for the purpose now, otherwise the reason, in words that
+ * complete "a chunk of arena x is ..." */
 typedef enum {
   GMI_TO_READ_ON_DEVICE,
   GMI_TO_WRITE_ON_DEVICE,
@@ -101,100 +115,106 @@ typedef enum {
   GMI_TO_WRITE_ON_HOST,
   GMI_TO_FETCH,      /* bring its bytes to the device */
   GMI_TO_EVICT,      /* take its frame */
-  GMI_TO_LEAVE_HOST, /* take its slot, for a file */
-  GMI_TO_CHANGE,     /* outside any acquire: an update, zeros, a load, a resume */
+  GMI_TO_LEAVE_HOST, /* move it to a file and take its slot */
+  GMI_TO_CHANGE,     /* change its bytes outside an acquire: an update, zeros, a load, a resume */
   GMI_TO_LOAD,       /* from a caller's file */
   GMI_TO_STORE,      /* to a caller's file, or in a checkpoint */
   GMI_TO_USE_IN_GRAPH
 } gmi_purpose_t;
 const char *gmi_chunk_busy(const gmi_chunk_t *c, gmi_purpose_t purpose);
 
-/* ---- users. Functions that return words return NULL when done; else the words say why not ("a chunk of x is ..."),
- * and nothing has changed. */
+/* ---- users. Functions that return a string return NULL on success; otherwise nothing has changed, and the string is a
+ * reason as of gmi_chunk_busy(). */
 const char *gmi_chunk_hold(gmi_manager_t *m, gmi_chunk_t *c, uint32_t tier, uint32_t mode);
 static inline void gmi_chunk_unhold(gmi_manager_t *m, gmi_chunk_t *c, uint32_t tier, uint32_t mode);
-/* The same on the device for a chunk that is there and whose earlier uses stream need not wait for; false: the lock is
- * needed. Any thread, no lock. */
+/* Holds a chunk on the device without the lock, if it is resident and settled and stream need not wait for earlier
+ * uses. Returns false otherwise: the caller takes the slow path. Any thread, no lock. */
 static inline bool gmi_chunk_hold_fast(gmi_manager_t *m, gmi_chunk_t *c, uint32_t mode, uint32_t stream);
 static inline void gmi_chunk_unhold_device(gmi_chunk_t *c, uint32_t mode); /* any thread, no lock */
-/* A call of the library's own holds it on the device, whatever others do. */
+/* Holds it on the device for the library's own use, without a check for conflicting users. */
 void gmi_chunk_hold_device(gmi_manager_t *m, gmi_chunk_t *c, uint32_t mode);
 const char *gmi_chunk_pin(gmi_manager_t *m, gmi_chunk_t *c);
 void gmi_chunk_unpin(gmi_manager_t *m, gmi_chunk_t *c);
-/* A call needs its slot to stay; writes: and changes the bytes there. */
+/* Keeps its slot in place for a call. writes: the call changes the bytes there. */
 void gmi_chunk_hold_host(gmi_manager_t *m, gmi_chunk_t *c, bool writes);
 void gmi_chunk_unhold_host(gmi_manager_t *m, gmi_chunk_t *c, bool writes);
-/* From now on only callers with the lock can acquire it on the device. false, and nothing changed: the word has one of
- * the bits of unless. */
+/* Clears SETTLED: from now on device acquires need the lock. Returns false, with nothing changed, if the word has any
+ * of the bits in unless. Check and change are one compare-and-swap, so no acquire can slip in between. */
 bool gmi_chunk_unsettle(gmi_chunk_t *c, uint32_t unless);
 void gmi_chunk_graph_hold(gmi_manager_t *m, gmi_chunk_t *c);
 void gmi_chunk_graph_unhold(gmi_manager_t *m, gmi_chunk_t *c);
-void gmi_chunk_graphs_add(gmi_chunk_t *c); /* one more graph knows its slot's address; at most GMI_GRAPHS do */
+void gmi_chunk_graphs_add(gmi_chunk_t *c); /* one more graph contains its slot's address; at most GMI_GRAPHS do */
 void gmi_chunk_graphs_sub(gmi_chunk_t *c);
-/* The acquire under way has placed it beside its neighbours; is done. */
+/* batch_join: the acquire under way has placed the chunk beside its neighbours. batch_end: that acquire has placed all
+ * its chunks. */
 static inline bool gmi_chunk_batch_joined(const gmi_chunk_t *c) { return c->batch_joined_; }
 static inline void gmi_chunk_batch_join(gmi_chunk_t *c, bool placed) { c->batch_joined_ = placed; }
 static inline void gmi_chunk_batch_end(gmi_chunk_t *c) { c->batch_users_ = 0, c->batch_joined_ = false; }
-/* Pieces of accepted updates: one is accepted; is queued (left: it was counted as left); is left by its call. */
+/* A piece of an update of the chunk: is accepted; is queued (left: it was counted in left_); is left to later calls by
+ * the call that accepted it. */
 void gmi_chunk_piece_accepted(gmi_chunk_t *c);
 void gmi_chunk_piece_queued(gmi_chunk_t *c, bool left);
 void gmi_chunk_piece_left(gmi_chunk_t *c);
 static inline void gmi_chunk_set_next_use(gmi_chunk_t *c, uint64_t position) { c->next_use_ = position; }
 
 /* ---- queued work on the device copy */
-/* Notes a use by what stream has queued so far. locked: the lock is held; else any thread. */
+/* Records a use by the work that stream has queued so far. Called before the user count is dropped. locked: the
+ * manager's lock is held; otherwise any thread, no lock. */
 static inline gemini_status_t gmi_chunk_use(gmi_manager_t *m, gmi_chunk_t *c, uint32_t mode, uint32_t stream,
                                             bool locked);
-gemini_status_t gmi_chunk_use_full(gmi_manager_t *m, uint32_t stream, gmi_fence_t first, bool locked); /* its part */
-/* Makes stream wait for what must come before its use: what fills the device copy, earlier writes, and before a write
- * earlier reads and copies out, too. */
+gemini_status_t gmi_chunk_use_full(gmi_manager_t *m, uint32_t stream, gmi_fence_t first,
+                                   bool locked); /* its slow part */
+/* Makes stream wait for all that must precede its use: the fill of the device copy and earlier writes; before a write
+ * also earlier reads and copies out. */
 gemini_status_t gmi_chunk_wait(gmi_manager_t *m, uint32_t stream, gmi_chunk_t *c, uint32_t mode);
-/* The same fences, for a caller that waits by itself. */
+/* Returns the fences of the same work, for a caller that waits by itself. */
 enum { GMI_CHUNK_FENCES = 2 + 2 * GMI_USES };
 uint32_t gmi_chunk_fences(const gmi_chunk_t *c, uint32_t mode, gmi_fence_t fences_out[GMI_CHUNK_FENCES]);
-gmi_fence_t gmi_chunk_used(gmi_manager_t *m, gmi_chunk_t *c); /* behind all of them; may make streams wait */
-void gmi_chunk_settle(gmi_manager_t *m, gmi_chunk_t *c);      /* if what fills it has been reached */
-void gmi_chunk_copied(gmi_chunk_t *c, gmi_fence_t fence);     /* a copy out is queued, done behind fence */
-void gmi_chunk_fills(gmi_chunk_t *c, gmi_fence_t fence);      /* what fills it is queued, done behind fence */
+gmi_fence_t gmi_chunk_used(gmi_manager_t *m, gmi_chunk_t *c); /* one fence behind all of them; may make streams wait */
+void gmi_chunk_settle(gmi_manager_t *m, gmi_chunk_t *c);      /* sets SETTLED if arrive_ has been reached */
+void gmi_chunk_copied(gmi_chunk_t *c, gmi_fence_t fence);     /* a copy out of the frame is queued before fence */
+void gmi_chunk_fills(gmi_chunk_t *c, gmi_fence_t fence);      /* new contents of the frame are queued before fence */
 
-/* ---- where its bytes are. After each of these the invariants hold. */
-void gmi_chunk_init(gmi_chunk_t *c, uint32_t arena, uint32_t index); /* zeros, nowhere */
+/* ---- where its bytes are. The record is sound after each of these. */
+void gmi_chunk_init(gmi_chunk_t *c, uint32_t arena, uint32_t index); /* the chunk reads as zeros and has no copy */
 static inline gmi_mapping_t *gmi_chunk_mapping(gmi_chunk_t *c) { return &c->mapping_; }
-/* It has a frame, whose bytes are there behind arrive. fresh: the frame holds nothing yet, and what is valid elsewhere
- * stays so until gmi_chunk_wrote_device(). */
+/* The chunk gets a frame, whose bytes are complete behind arrive. fresh: the frame holds no bytes of the chunk, because
+ * they will all be overwritten; copies elsewhere stay valid until gmi_chunk_wrote_device(). */
 void gmi_chunk_arrived(gmi_manager_t *m, gmi_chunk_t *c, uint32_t frame, gmi_fence_t arrive, bool fresh);
-/* Clears its flags, so that no acquire without the lock succeeds. false: it is acquired, and nothing has changed. */
+/* Clears all flags, so that no acquire without the lock succeeds. Returns false, with nothing changed, if the chunk is
+ * acquired. *word_out: the flags it had. */
 bool gmi_chunk_departs(gmi_chunk_t *c, uint32_t *word_out);
-void gmi_chunk_departs_not(gmi_chunk_t *c, uint32_t word); /* it stays after all, with the flags that it had */
-/* After gmi_chunk_departs(): it has no frame. becomes: GMI_VALID_*, where its bytes are alone; 0: where they are, too.
- * fence: behind
- * which nothing uses the frame any more. Returns the frame that it had. */
+void gmi_chunk_departs_not(gmi_chunk_t *c, uint32_t word); /* the eviction failed: sets the flags again */
+/* After gmi_chunk_departs(): the chunk loses its frame, which is returned. becomes: the GMI_VALID_* that alone is valid
+ * from now on; 0: the other copies that were valid. fence: no queued work behind it uses the frame. */
 uint32_t gmi_chunk_departed(gmi_manager_t *m, gmi_chunk_t *c, uint32_t becomes, gmi_fence_t fence);
-/* The copy on the device is the only one: it was written. Returns the block that it had, or GMI_NONE. */
+/* The device copy was written and is the only valid one. Returns the block that the chunk had, or GMI_NONE; the caller
+ * frees it. */
 uint32_t gmi_chunk_wrote_device(gmi_manager_t *m, gmi_chunk_t *c);
-/* The copy on the host is the only one, or it is zeros; no caller has it on the device. What frame and block it had, or
- * GMI_NONE, is the caller's to give back. */
+/* The host copy is the only valid one; the chunk reads as zeros. No device user may exist. The caller frees the frame
+ * and the block that the chunk had (GMI_NONE: none). */
 void gmi_chunk_wrote_host(gmi_manager_t *m, gmi_chunk_t *c, uint32_t *frame_out, uint32_t *block_out);
 void gmi_chunk_zeroed(gmi_manager_t *m, gmi_chunk_t *c, uint32_t *frame_out, uint32_t *block_out);
-void gmi_chunk_host_valid(gmi_manager_t *m, gmi_chunk_t *c); /* the host has a copy, too */
-void gmi_chunk_host_lost(gmi_manager_t *m, gmi_chunk_t *c);  /* the host has none; others are */
-void gmi_chunk_read_failed(gmi_manager_t *m, gmi_chunk_t *c, gmi_io_t *io,
-                           uint32_t block);                                   /* block: now, or GMI_NONE */
-void gmi_chunk_block_valid(gmi_manager_t *m, gmi_chunk_t *c, uint32_t block); /* the files have a copy, too */
-uint32_t gmi_chunk_block_lost(gmi_manager_t *m, gmi_chunk_t *c); /* they have none; others are. Returns the block. */
-void gmi_chunk_below_host(gmi_manager_t *m, gmi_chunk_t *c);     /* only in its block, or zeros */
-/* Resume: a block is claimed, or given up again; in the end it is the only copy. */
-bool gmi_chunk_block_claim(gmi_manager_t *m, gmi_chunk_t *c, uint32_t block); /* false: another one is */
+void gmi_chunk_host_valid(gmi_manager_t *m, gmi_chunk_t *c); /* the host copy becomes valid, besides others */
+void gmi_chunk_host_lost(gmi_manager_t *m, gmi_chunk_t *c);  /* the host copy goes; another one must be valid */
+/* A read from the files failed: the host copy is not valid. block: becomes the chunk's block; GMI_NONE: none. */
+void gmi_chunk_read_failed(gmi_manager_t *m, gmi_chunk_t *c, gmi_io_t *io, uint32_t block);
+void gmi_chunk_block_valid(gmi_manager_t *m, gmi_chunk_t *c, uint32_t block); /* gets a valid block, besides others */
+uint32_t gmi_chunk_block_lost(gmi_manager_t *m, gmi_chunk_t *c); /* the block, returned, goes; another copy is valid */
+void gmi_chunk_below_host(gmi_manager_t *m, gmi_chunk_t *c);     /* only its block, or zeros, are valid from now on */
+/* Resume: claims a block, gives the claim up, or makes the claimed block the only valid copy. */
+bool gmi_chunk_block_claim(gmi_manager_t *m, gmi_chunk_t *c, uint32_t block); /* false: the chunk has a block already */
 void gmi_chunk_block_unclaim(gmi_manager_t *m, gmi_chunk_t *c);
 void gmi_chunk_resumed(gmi_manager_t *m, gmi_chunk_t *c);
-/* Slots, in its record and in the slot's. */
-void gmi_chunk_slot_set(gmi_manager_t *m, gmi_chunk_t *c, uint32_t slot); /* GMI_NONE: it has none any more */
-void gmi_chunk_slots_exchange(gmi_manager_t *m, uint32_t a, uint32_t b);  /* either may be empty */
-void gmi_chunk_io_set(gmi_manager_t *m, gmi_chunk_t *c, gmi_io_t *io);    /* a transfer begins; NULL: has been noted */
-gmi_io_t *gmi_chunk_failed_read_take(gmi_chunk_t *c);                     /* the caller owns it; or NULL */
+/* These set the chunk's slot and the slot's chunk together. */
+void gmi_chunk_slot_set(gmi_manager_t *m, gmi_chunk_t *c, uint32_t slot); /* GMI_NONE: the chunk loses its slot */
+void gmi_chunk_slots_exchange(gmi_manager_t *m, uint32_t a, uint32_t b);  /* either slot may be empty */
+void gmi_chunk_io_set(gmi_manager_t *m, gmi_chunk_t *c, gmi_io_t *io); /* a transfer begins; NULL: it was processed */
+gmi_io_t *gmi_chunk_failed_read_take(gmi_chunk_t *c);                  /* or NULL; the caller owns it */
 
-/* ---- inline, as acquires of what is resident run through these */
-/* Is everything in uses before what stream will do next, without a wait? */
+/* ---- inline, because every acquire and release of a resident chunk runs them */
+/* Is all work in uses ahead of the next work of stream without a wait: on the same stream, or done? The relaxed loads
+ * are ordered behind the acquire load of word_ in gmi_chunk_hold_fast(). */
 static inline bool gmi_uses_allow(gmi_manager_t *m, gmi_uses_t *uses, uint32_t stream) {
   for (int i = 0; i < GMI_USES; i++) {
     gmi_fence_t f = atomic_load_explicit(&uses->fence[i], memory_order_relaxed);
@@ -202,6 +222,14 @@ static inline bool gmi_uses_allow(gmi_manager_t *m, gmi_uses_t *uses, uint32_t s
   }
   return true;
 }
+/* The acquire load of word_ pairs with the decrement of a release (gmi_chunk_unhold_device()) and with the operation
+ * that set the flags: it makes their fences visible. A failed exchange repeats the checks. An exchange can succeed
+ * although another thread acquired, released and restored the same word meanwhile; the two acquires then overlap in
+ * time, and the order of overlapping acquires is the callers' business. The flags that were checked hold, as the word
+ * is equal.
+ *
+ * A write requires DIRTY: a write of a chunk with other valid copies must invalidate them under the lock. It also waits
+ * for readers, which a read does not. */
 static inline bool gmi_chunk_hold_fast(gmi_manager_t *m, gmi_chunk_t *c, uint32_t mode, uint32_t stream) {
   uint32_t word = atomic_load_explicit(&c->word_, memory_order_acquire);
   uint32_t needs = GMI_CHUNK_RESIDENT | GMI_CHUNK_SETTLED | (mode & GEMINI_WRITE ? GMI_CHUNK_DIRTY : 0);
@@ -215,6 +243,7 @@ static inline bool gmi_chunk_hold_fast(gmi_manager_t *m, gmi_chunk_t *c, uint32_
       !atomic_compare_exchange_weak_explicit(&c->word_, &word, word + add, memory_order_acq_rel, memory_order_acquire));
   return true;
 }
+/* Release order: the next user, or an eviction, that sees the count without this use also sees its fence. */
 static inline void gmi_chunk_unhold_device(gmi_chunk_t *c, uint32_t mode) {
   uint32_t sub = mode & GEMINI_WRITE ? 1 + GMI_CHUNK_WRITER : 1;
   uint32_t before = atomic_fetch_sub_explicit(&c->word_, sub, memory_order_acq_rel);
@@ -226,7 +255,9 @@ static inline void gmi_chunk_unhold(gmi_manager_t *m, gmi_chunk_t *c, uint32_t t
   if (tier == GEMINI_TIER_DEVICE) gmi_chunk_unhold_device(c, mode);
   else gmi_chunk_unhold_host(m, c, mode & GEMINI_WRITE);
 }
-/* In a place that is the stream's own or no longer counts, else after waiting for one of the others. */
+/* Stores the fence in an entry that is empty, that belongs to the same stream, or whose work is done. If there is none,
+ * stream waits for the work of the first entry and replaces it. Several releases may run at the same time: the exchange
+ * fails if another one has changed the entry since it was examined, and the search starts again. */
 static inline gemini_status_t gmi_chunk_use(gmi_manager_t *m, gmi_chunk_t *c, uint32_t mode, uint32_t stream,
                                             bool locked) {
   atomic_store_explicit(&c->touched_, atomic_load_explicit(&m->frames.clock, memory_order_relaxed),
@@ -245,7 +276,7 @@ static inline gemini_status_t gmi_chunk_use(gmi_manager_t *m, gmi_chunk_t *c, ui
       if (status) return status;
     }
     gmi_fence_t now = gmi_fence_later(m, stream);
-    /* Pairs with the loads of whoever uses the chunk next: the release of the chunk's count comes after it. */
+    /* The fence becomes visible through the decrement of word_ that follows in gmi_chunk_unhold_device(). */
     if (atomic_compare_exchange_strong(&uses->fence[place], &seen[place], now)) break;
   }
   return GEMINI_OK;

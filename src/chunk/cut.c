@@ -1,8 +1,9 @@
-/* The cut of arenas into chunks: its size, its tables, and a new cut once the access order is known.
- * SPDX-License-Identifier: Apache-2.0
+/* The cut of arenas into chunks: the choice of the chunk size, the tables that depend on it, and a change of the size
+ * ("a new cut") once the access order is known. SPDX-License-Identifier: Apache-2.0
  *
- * Everything that depends on the size of chunks is a table of gmi_cut_t. A cut is prepared whole, which may fail and
- * changes nothing, and then installed, which cannot fail. */
+ * All tables that depend on the chunk size are in gmi_cut_t. A cut is prepared as a whole, which may fail and changes
+ * nothing, and is then installed, which cannot fail. Everything runs under the manager's lock on the caller's
+ * thread. */
 #include "chunk/cut.h"
 #include "base/space.h"
 #include "chunk/arena.h"
@@ -68,10 +69,11 @@ uint64_t gmi_chunk_search(gmi_manager_t *m, const gmi_chunk_use_t *uses, uint64_
   return count ? gmi_chunk_size_search(&search) : search.min_bytes;
 }
 
-/* Before anything is known of the access order, registration order stands for it, a tensor an operator. */
+/* The first choice, before any access order is recorded: assumes that each tensor is one operator, in the order of
+ * registration. */
 static gemini_status_t first_chunk(gmi_manager_t *m, uint64_t *chunk_out) {
   gmi_chunk_use_t *uses = calloc(m->tensors.alive ? m->tensors.alive : 1, sizeof *uses);
-  if (!uses) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory to search the chunk size");
+  if (!uses) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory to choose the chunk size");
   uint64_t count = 0;
   for (uint32_t i = 0; i < m->tensors.high; i++) {
     gmi_tensor_t *t = &m->tensors.at[i];
@@ -113,7 +115,7 @@ static gemini_status_t chunks_prepare(gmi_manager_t *m, gmi_cut_t *cut) {
 
 static gemini_status_t cut_prepare(gmi_manager_t *m, uint64_t chunk_bytes, gmi_cut_t **cut_out) {
   gmi_cut_t *cut = calloc(1, sizeof *cut);
-  if (!cut) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the tables of chunks");
+  if (!cut) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the chunk tables");
   cut->sizes = gmi_sizes_of(m, chunk_bytes);
   cut->shift = (uint32_t)__builtin_ctzll(chunk_bytes);
   gemini_status_t status = gmi_frames_prepare(m, cut);
@@ -125,7 +127,8 @@ static gemini_status_t cut_prepare(gmi_manager_t *m, uint64_t chunk_bytes, gmi_c
   return status;
 }
 
-/* Takes the tables out of cut, which is discarded. The chunks all read as zero. */
+/* Installs the tables of cut, and frees cut. All chunks read as zeros afterwards. chunk_bytes is stored (release)
+ * behind all tables: the fast path of acquire loads it (acquire) before it uses them. */
 static void cut_install(gmi_manager_t *m, gmi_cut_t *cut) {
   m->cut.chunk_shift = cut->shift;
   m->cut.chunk_count = 0;
@@ -172,9 +175,11 @@ gemini_status_t gmi_cut(gmi_manager_t *m) {
 
 /* ---- a new cut */
 
-/* Acquires that take no lock reach chunks only by a tensor that they have counted themselves at. So with all tensors
- * frozen and none in use, only the holder of the lock reaches chunks; who comes meanwhile waits for the lock. False: a
- * tensor is in use, and none is frozen. */
+/* An acquire without the lock uses chunks only after it has added a user to a tensor's word. While all tensors are
+ * frozen and have no users, only the lock's holder uses chunks; a new acquire finds FROZEN, takes the slow path and
+ * waits for the lock. fetch_or sets the bit and returns the users in one step, so no acquire can come in between. (A
+ * release may still have users in chunks' words: recut_possible() looks at these too.) tensors_freeze() returns false,
+ * with no tensor frozen, if a tensor has users. */
 static void tensors_thaw(gmi_manager_t *m, uint32_t count) {
   for (uint32_t i = 0; i < count; i++) atomic_fetch_and(&m->tensors.at[i].word, ~GMI_TENSOR_FROZEN);
 }
@@ -187,7 +192,8 @@ static bool tensors_freeze(gmi_manager_t *m) {
   return true;
 }
 
-/* Every byte must fit on the host, and nothing may be in use. Bytes go home as one range, so slots leave no gaps. */
+/* The bytes are moved to their new places through the host tier as one range, so all of them must fit there, slots must
+ * leave no gaps, and nothing may be in use. */
 static bool recut_possible(gmi_manager_t *m, uint64_t chunk_bytes) {
   gmi_sizes_t new = gmi_sizes_of(m, chunk_bytes);
   uint64_t need = 0;
@@ -218,16 +224,18 @@ bool gmi_recut_possible(gmi_manager_t *m, uint64_t chunk_bytes) {
   return possible;
 }
 
-/* Parts of the host tier, as long as the smaller of the two chunks, and where what lies there belongs. */
+/* The host tier in parts of the smaller of the two chunk sizes, and the permutation that moves them to their new
+ * places. */
 typedef struct {
   uint64_t bytes, count;
-  uint32_t *goes;   /* [count] GMI_NONE: nothing lies here */
-  uint8_t *scratch; /* bytes */
+  uint32_t *goes;   /* [count] index of the part's new place; GMI_NONE: the part holds nothing */
+  uint8_t *scratch; /* [bytes] */
 } parts_t;
 
+/* Applies the permutation in place, cycle by cycle, with one part of scratch memory. */
 static void parts_move(gmi_manager_t *m, parts_t *p) {
   for (uint64_t at = 0; at < p->count; at++) {
-    while (p->goes[at] != GMI_NONE && p->goes[at] != at) { /* until the one that belongs here has come */
+    while (p->goes[at] != GMI_NONE && p->goes[at] != at) { /* until the part that belongs here has come */
       uint32_t to = p->goes[at];
       uint8_t *a = m->host.base + at * p->bytes, *b = m->host.base + to * p->bytes;
       if (p->goes[to] != GMI_NONE) memcpy(p->scratch, b, p->bytes);
@@ -245,7 +253,7 @@ typedef struct {
   uint32_t count;
 } old_cut_t;
 
-/* Every byte goes home under the new cut. */
+/* Moves every valid host byte to the home slot that it has under the new cut. */
 static void go_home(gmi_manager_t *m, const old_cut_t *old, uint32_t old_shift, parts_t *p) {
   uint64_t chunk_bytes = UINT64_C(1) << m->cut.chunk_shift, old_chunk = UINT64_C(1) << old_shift;
   memset(p->goes, 0xff, p->count * sizeof *p->goes);
@@ -262,8 +270,9 @@ static void go_home(gmi_manager_t *m, const old_cut_t *old, uint32_t old_shift, 
   parts_move(m, p);
 }
 
-/* The new records of one arena, whose bytes are home. What reads as zero becomes zeros where it shares a new chunk
- * with other bytes, and so does the part of the last new chunk that no old one covers: the arena may grow into it. */
+/* Sets the new records of an arena, whose bytes are in their home slots. Old chunks that read as zeros are written as
+ * zeros where they share a new chunk with other bytes. So is the part of the last new chunk that no old chunk covers,
+ * as the arena may grow into it. */
 static void recut_arena(gmi_manager_t *m, gmi_arena_t *a, const old_cut_t *old, uint32_t old_shift) {
   uint64_t chunk_bytes = UINT64_C(1) << m->cut.chunk_shift, old_chunk = UINT64_C(1) << old_shift;
   for (uint32_t k = 0; k < atomic_load(&a->chunk_count); k++) {
@@ -284,8 +293,8 @@ static void recut_arena(gmi_manager_t *m, gmi_arena_t *a, const old_cut_t *old, 
   }
 }
 
-/* All bytes come to the host, where homes for them exist. Where that fails, less may be resident, and nothing else is
- * different. */
+/* Moves all bytes to the host and commits memory for their new home slots. After a failure fewer chunks are resident
+ * than before; nothing else has changed. */
 static gemini_status_t recut_gather(gmi_manager_t *m, uint64_t chunk_bytes) {
   gemini_status_t status = GEMINI_OK;
   gmi_workers_drain(m, NULL);
@@ -296,7 +305,7 @@ static gemini_status_t recut_gather(gmi_manager_t *m, uint64_t chunk_bytes) {
       if (!status) status = gmi_chunk_settle_host(m, &a->chunks[k]);
     }
   }
-  gmi_reap(m); /* of copies of a chunk of this size */
+  gmi_reap(m); /* reads the times of copies while their chunk size is the current one */
   gmi_sizes_t new = gmi_sizes_of(m, chunk_bytes);
   gmi_host_homes(m, &new);
   for (uint32_t i = 0; i < GMI_ARENAS && !status; i++) {
@@ -307,7 +316,7 @@ static gemini_status_t recut_gather(gmi_manager_t *m, uint64_t chunk_bytes) {
   return status;
 }
 
-/* From here on nothing fails. */
+/* Cannot fail. Rates of the links are per chunk, and are scaled to the new size. */
 static void recut_install(gmi_manager_t *m, gmi_cut_t *cut, parts_t *p, old_cut_t *old) {
   uint64_t old_chunk = atomic_load(&m->cut.chunk_bytes), chunk = UINT64_C(1) << cut->shift;
   uint32_t old_shift = m->cut.chunk_shift;
@@ -322,7 +331,7 @@ static void recut_install(gmi_manager_t *m, gmi_cut_t *cut, parts_t *p, old_cut_
     if (a && a->chunks) old[i] = (old_cut_t){ a->chunks, a->chunk_map_bytes, atomic_load(&a->chunk_count) };
   }
   gmi_chunks_check(m);
-  gmi_chunks_forget_checks(m); /* the old records go */
+  gmi_chunks_forget_checks(m); /* the old records are freed below */
   cut_install(m, cut);
   go_home(m, old, old_shift, p);
   for (uint32_t i = 0; i < GMI_ARENAS; i++) {
@@ -348,7 +357,8 @@ gemini_status_t gmi_recut(gmi_manager_t *m, uint64_t chunk_bytes) {
   p.scratch = malloc(p.bytes);
   old_cut_t *old = calloc(GMI_ARENAS, sizeof *old);
   gemini_status_t status = GEMINI_OK;
-  if (!p.goes || !p.scratch || !old) status = gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory to cut anew");
+  if (!p.goes || !p.scratch || !old)
+    status = gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory to change the chunk size");
   if (!status) status = cut_prepare(m, chunk_bytes, &cut);
   if (!status) status = recut_gather(m, chunk_bytes);
   if (!status) {

@@ -1,5 +1,8 @@
-/* Zero, load, store, norm, and the states a caller may set.
- * SPDX-License-Identifier: Apache-2.0 */
+/* Zero, load, store, norm, and the states that a caller may set. SPDX-License-Identifier: Apache-2.0
+ *
+ * These calls use ranges without an acquire, on the caller's thread under the manager's lock. Load and store release
+ * the lock while they access the caller's file. Calls that change bytes first make sure that no acquire uses the chunks
+ * and clear SETTLED, so that acquires without the lock cannot begin meanwhile. */
 #include <errno.h>
 #include <math.h>
 #include <stdlib.h>
@@ -17,8 +20,9 @@
 #include "core/streams.h"
 #include "core/workers.h"
 
-#define NORM_TILE UINT64_C(65536) /* bytes summed on their own, at multiples of it in the arena */
+#define NORM_TILE UINT64_C(65536) /* bytes that a norm sums as one tile, aligned to multiples of it in the arena */
 
+/* The part of chunk i that is in the range. */
 static void chunk_part(gmi_manager_t *m, const gmi_range_t *r, uint64_t i, uint64_t *begin, uint64_t *end) {
   *begin = i << m->cut.chunk_shift;
   *end = *begin + (UINT64_C(1) << m->cut.chunk_shift);
@@ -26,6 +30,7 @@ static void chunk_part(gmi_manager_t *m, const gmi_range_t *r, uint64_t i, uint6
   if (*end > r->offset + r->size) *end = r->offset + r->size;
 }
 
+/* Checks that no acquire uses the range's chunks, and sends device acquires to the slow path from now on. */
 static gemini_status_t free_to_change(gmi_manager_t *m, const gmi_range_t *r) {
   for (uint64_t i = r->first; i <= r->last; i++) {
     gmi_chunk_t *c = &r->store->chunks[i];
@@ -36,7 +41,8 @@ static gemini_status_t free_to_change(gmi_manager_t *m, const gmi_range_t *r) {
   return GEMINI_OK;
 }
 
-/* Of a tensor in a reused or reusing arena: are the bytes its own, or about to be, as all of it is written? */
+/* A parameter and the gradient that reuses its bytes: do the bytes hold what the range names, or does the call
+ * overwrite the whole tensor? */
 static gemini_status_t content_check(gmi_manager_t *m, const gmi_range_t *r, bool write) {
   bool is_gradient = r->arena->store != r->arena->index;
   if (!r->tensor || (!is_gradient && !r->arena->reused)) return GEMINI_OK;
@@ -51,15 +57,15 @@ static gemini_status_t content_check(gmi_manager_t *m, const gmi_range_t *r, boo
                   base->name);
 }
 
-/* ---- ranges of bytes, in order and without overlap */
+/* ---- lists of byte ranges, in ascending order and without overlap */
 typedef struct {
   uint64_t begin, end; /* bytes of the arena */
-  uint64_t sum;        /* of a norm: index of its first tile's sum */
+  uint64_t sum;        /* for a norm: index of the first tile's sum */
 } part_t;
 typedef struct {
   part_t *parts;
   uint64_t count, capacity;
-  bool lost; /* there was no memory for one */
+  bool lost; /* an allocation failed: the list is incomplete */
 } parts_t;
 
 static void parts_add(parts_t *p, uint64_t begin, uint64_t end) {
@@ -79,12 +85,12 @@ static void parts_add(parts_t *p, uint64_t begin, uint64_t end) {
   else p->parts[p->count++] = (part_t){ .begin = begin, .end = end };
 }
 
-/* Of a range in a reusing arena, the parts that hold gradients. */
+/* Collects the parts of a range in a reusing arena that hold gradients. */
 typedef struct {
   const gmi_range_t *range;
   parts_t parts;
-  uint64_t tensors;   /* in the range */
-  uint64_t other_end; /* of the last tensor that holds no gradient */
+  uint64_t tensors;   /* number of tensors in the range */
+  uint64_t other_end; /* end of the last tensor that holds no gradient */
 } gradients_t;
 static void gradient_part(gmi_manager_t *m, gmi_tensor_t *t, void *user) {
   gradients_t *g = user;
@@ -96,13 +102,14 @@ static void gradient_part(gmi_manager_t *m, gmi_tensor_t *t, void *user) {
     if (g->other_end < end) g->other_end = end;
     return;
   }
-  /* The gap between two gradients holds zeros; with it, chunks and tiles stay whole. */
+  /* Includes the gap between two gradients, which holds zeros, so that chunks and tiles are not split there. */
   if (p->count && last < begin && begin - last < 4096 && g->other_end <= last) begin = last;
   if (begin < g->range->offset) begin = g->range->offset;
   if (end > g->range->offset + g->range->size) end = g->range->offset + g->range->size;
   parts_add(p, begin, end);
 }
-/* The parts of a range that count: all of it, but of a reusing arena with tensors only where they hold gradients. */
+/* The parts of a range that hold bytes of its arena: all of it, except that in a reusing arena with tensors only the
+ * tensors that hold gradients count. */
 static gemini_status_t parts_of(gmi_manager_t *m, const gmi_range_t *r, parts_t *parts_out) {
   gradients_t g = { .range = r };
   if (r->arena->store != r->arena->index) gmi_arena_each(m, r->store, r->offset, r->size, gradient_part, &g);
@@ -113,9 +120,9 @@ static gemini_status_t parts_of(gmi_manager_t *m, const gmi_range_t *r, parts_t 
   return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the ranges of gradients");
 }
 
-/* ---- zero, in two passes: what can fail comes first and changes no byte */
+/* ---- zero, in two passes: the first does all that can fail and changes no byte */
 
-/* What is to be zero of one chunk. */
+/* The part of one chunk that becomes zero. */
 typedef struct {
   gmi_chunk_t *chunk;
   uint64_t begin, end; /* bytes of the arena */
@@ -129,7 +136,8 @@ static uint64_t zeros_count(const gmi_manager_t *m, const parts_t *parts) {
   return count;
 }
 
-/* Whole chunks are forgotten; of others the bytes come to where they will be zeroed, and stay there until they are. */
+/* Chooses how a chunk is zeroed, and brings the other bytes of the chunk to the tier where that happens. A chunk that
+ * is zeroed whole loses all its copies instead: it then reads as zeros. */
 static gemini_status_t zero_prepare(gmi_manager_t *m, const gmi_arena_t *store, zero_t *z) {
   gmi_chunk_t *c = z->chunk;
   uint64_t base = (uint64_t)c->index << m->cut.chunk_shift, end = base + (UINT64_C(1) << m->cut.chunk_shift);
@@ -153,12 +161,13 @@ static gemini_status_t zero_on_device(gmi_manager_t *m, const gmi_arena_t *store
   gmi_fence_t fence = 0;
   gemini_status_t status = gmi_device_zero(m, gmi_link_in(m)->stream, store->base + z->begin, z->end - z->begin);
   if (!status) status = gmi_fence_now(m, gmi_link_in(m)->stream, &fence);
-  gmi_chunk_fills(c, status ? gmi_fence_later(m, gmi_link_in(m)->stream) : fence); /* it may be queued all the same */
+  gmi_chunk_fills(c,
+                  status ? gmi_fence_later(m, gmi_link_in(m)->stream) : fence); /* a failed call may have queued it */
   gmi_chunk_wrote(m, c);
   return status;
 }
 
-/* Nothing fails any more but the device, which comes first. */
+/* Only the device can still fail, so its part comes first. */
 static gemini_status_t zero_commit(gmi_manager_t *m, const gmi_arena_t *store, const zero_t *zeros, uint64_t count) {
   gemini_status_t status = GEMINI_OK;
   for (uint64_t i = 0; !status && i < count; i++)
@@ -188,10 +197,11 @@ static gemini_status_t zero_parts(gmi_manager_t *m, const gmi_arena_t *store, co
     }
   }
   gemini_status_t status = GEMINI_OK;
-  for (uint64_t i = 0; !status && i < n; i++) status = gmi_updates_queue(m, zeros[i].chunk); /* may move any chunk */
+  for (uint64_t i = 0; !status && i < n; i++)
+    status = gmi_updates_queue(m, zeros[i].chunk); /* may move other chunks: comes before the choice */
   for (; !status && held < n; held += !status) {
     status = zero_prepare(m, store, &zeros[held]);
-    if (!status) gmi_chunk_hold_host(m, zeros[held].chunk, false); /* it keeps its slot */
+    if (!status) gmi_chunk_hold_host(m, zeros[held].chunk, false); /* bringing the next chunk must not take its slot */
   }
   while (held-- > 0) gmi_chunk_unhold_host(m, zeros[held].chunk, false);
   if (!status) status = zero_commit(m, store, zeros, n);
@@ -199,7 +209,8 @@ static gemini_status_t zero_parts(gmi_manager_t *m, const gmi_arena_t *store, co
   return status;
 }
 
-/* Tensors that lie in the range whole now hold a gradient, or do not. */
+/* Sets or clears GRADIENT of the tensors that lie completely in the range. Read-modify-writes, as acquires change the
+ * counts in the same words. */
 typedef struct {
   const gmi_range_t *range;
   bool set;
@@ -231,7 +242,7 @@ static gemini_status_t zero_range(gmi_manager_t *m, const gemini_access_t *their
   if (!status) status = gmi_range_ready(m, &access, &r);
   if (!status) status = free_to_change(m, &r);
   if (status || !r.size) return status;
-  /* In a reusing arena with tensors, only where a gradient is there is something to zero. */
+  /* In a reusing arena with tensors, only gradients are zeroed: the other bytes hold parameters. */
   uint64_t tensors = 0;
   bool gradients = r.arena->store != r.arena->index;
   if (gradients) gmi_arena_each(m, r.store, r.offset, r.size, count_tensor, &tensors);
@@ -261,6 +272,7 @@ gemini_status_t gmi_gradients_drop(gmi_manager_t *m, gmi_arena_t *a) {
   return status;
 }
 
+/* The exchange at the end fails if the word changed since the check: an acquire without the lock may have come. */
 static gemini_status_t state_set(gmi_manager_t *m, gemini_tensor_t tensor, uint32_t state) {
   static const char *const names[] = {
     "FREE", "HOLD", "HOLD_AFTER_FWD", "HOLD_AFTER_BWD", "COMPUTE", "READY_FOR_REDUCE"
@@ -291,6 +303,8 @@ gemini_status_t gemini_tensor_state_set(gemini_manager_t mgr, gemini_tensor_t te
 }
 
 /* ---- load and store */
+/* Reads or writes all of size, over short and interrupted system calls. *done_out: bytes transferred, also on
+ * failure. */
 static gemini_status_t transfer(int fd, uint8_t *bytes, uint64_t size, uint64_t offset, bool write,
                                 uint64_t *done_out) {
   static const uint64_t most = UINT64_C(1) << 30; /* one system call moves at most 2 GiB - 4 KiB */
@@ -335,7 +349,7 @@ static gemini_status_t file_check(const gmi_range_t *r, const gmi_chunk_t *c, bo
   return GEMINI_OK;
 }
 
-/* Bytes were read into it, be it in part: it is not FREE any more, as after an update. */
+/* A tensor that a load has written, even in part, leaves the state FREE, as after an update. */
 static void not_free(gmi_manager_t *m, gmi_tensor_t *t, void *user) {
   uint64_t word = atomic_load(&t->word);
   (void)m;
@@ -350,7 +364,9 @@ static bool in_range(const void *user, const gmi_chunk_t *c) {
   return c->arena == r->store->index && c->index >= r->first && c->index <= r->last;
 }
 
-/* Chunk by chunk, so that a range larger than the host budget passes; the lock is not held during I/O. */
+/* Works chunk by chunk, so that the range may exceed the host budget. The lock is released during I/O; the chunk is
+ * held on the host meanwhile, for a load as a writer, so that other calls refuse it. A load that fails half-way leaves
+ * the chunks before the failure loaded. */
 static gemini_status_t file_range(gmi_manager_t *m, const gemini_access_t *theirs, int fd, uint64_t fd_offset,
                                   bool write_file) {
   gemini_access_t access;
@@ -360,24 +376,24 @@ static gemini_status_t file_range(gmi_manager_t *m, const gemini_access_t *their
   if (!status) status = gmi_range_ready(m, &access, &r);
   if (status || !r.size) return status;
   if (fd_offset > (uint64_t)INT64_MAX - r.size)
-    return gmi_fail(GEMINI_ERR_INVALID, 0, "fd_offset is %llu, past what a file can have",
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "fd_offset is %llu: the range would end behind the largest file offset",
                     (unsigned long long)fd_offset);
   status = content_check(m, &r, !write_file);
   if (!status && !write_file) status = free_to_change(m, &r);
   for (uint64_t i = r.first; !status && i <= r.last; i++) status = file_check(&r, &r.store->chunks[i], write_file);
   if (!status && !write_file)
     status = gmi_host_fits(m, "the range", ((uint64_t)r.last - r.first + 1) * gmi_slot_bytes(m), in_range, &r);
-  /* Before the first byte: an update that cannot be done refuses a load while nothing has changed. */
+  /* Before the first byte is read: an update that cannot be queued fails a load while nothing has changed. */
   for (uint64_t i = r.first; !status && i <= r.last; i++) status = gmi_updates_queue(m, &r.store->chunks[i]);
   for (uint64_t i = r.first; !status && i <= r.last; i++) {
     gmi_chunk_t *c = &r.store->chunks[i];
     uint64_t begin, end, done = 0;
     chunk_part(m, &r, i, &begin, &end);
     uint64_t at = fd_offset + (begin - r.offset);
-    status = file_check(&r, c, write_file); /* again: the lock was given up meanwhile */
+    status = file_check(&r, c, write_file); /* again: the lock was released meanwhile */
     if (!status) status = gmi_updates_queue(m, c);
     if (status) return status;
-    bool zeros = write_file && gmi_chunk_has(c, GMI_VALID_ZERO); /* which need no host memory */
+    bool zeros = write_file && gmi_chunk_has(c, GMI_VALID_ZERO); /* a chunk of zeros is stored without host memory */
     if (!zeros) status = gmi_chunk_to_host(m, c, !write_file, GEMINI_REASON_UPDATE);
     if (!status && !zeros) status = gmi_chunk_settle_host(m, c);
     if (status) return status;
@@ -408,26 +424,28 @@ gemini_status_t gemini_store(gemini_manager_t mgr, const gemini_access_t *access
 
 /* ---- norm
  *
- * The range is cut into tiles at multiples of NORM_TILE. Each is summed on its own, wherever it is, and the sums are
- * added up in the order of the tiles: so neither placement nor the number of workers changes a bit. */
+ * The range is divided into tiles at multiples of NORM_TILE. Each tile is summed separately, by the device or by a
+ * worker on the host, and the sums are added in the order of the tiles. The result is therefore the same to the bit
+ * wherever the chunks are and however many workers there are. */
 typedef struct {
   const gmi_range_t *range;
-  parts_t parts; /* what counts */
+  parts_t parts; /* the parts of the range that count */
   uint32_t dtype, width;
-  gmi_fence_t after; /* the caller's stream */
-  double *sums;      /* of tiles; NOT_SUMMED: a worker is to sum it */
-  bool queued;       /* the device may still write sums: it could not be waited for */
+  gmi_fence_t after; /* behind the work of the caller's stream so far */
+  double *sums;      /* one per tile; NOT_SUMMED: no worker has summed it yet */
+  bool queued;       /* the device may still write sums, as the wait for it failed */
 } norm_t;
 #define NOT_SUMMED (-1.0)
 
-/* Tiles of one size, one after another. */
+/* Adjacent tiles of one size. */
 typedef struct {
   uint64_t begin, bytes, count; /* bytes: of each */
   double *sums;
 } tiles_t;
 static uint64_t tiles_end(const tiles_t *b) { return b->begin + b->bytes * b->count; }
 
-/* The first tiles of [at, limit), whose bounds are those of tiles or parts; false: there are none. */
+/* Finds the first tiles in [at, limit), which must begin and end at bounds of tiles or parts. Returns false if there
+ * are none. */
 static bool next_tiles(const norm_t *n, uint64_t at, uint64_t limit, tiles_t *b) {
   const part_t *parts = n->parts.parts;
   uint64_t low = 0, high = n->parts.count;
@@ -439,7 +457,7 @@ static bool next_tiles(const norm_t *n, uint64_t at, uint64_t limit, tiles_t *b)
   if (at >= limit || low == n->parts.count || parts[low].begin >= limit) return false;
   const part_t *part = &parts[low];
   uint64_t begin = part->begin > at ? part->begin : at, end = part->end < limit ? part->end : limit;
-  uint64_t left = NORM_TILE - begin % NORM_TILE; /* of its tile */
+  uint64_t left = NORM_TILE - begin % NORM_TILE; /* bytes to the end of the tile */
   *b = (tiles_t){ .begin = begin,
                   .bytes = left < end - begin ? left : end - begin,
                   .count = left == NORM_TILE && end - begin > NORM_TILE ? (end - begin) / NORM_TILE : 1,
@@ -456,7 +474,7 @@ static void sum_span(void *user, const gemini_update_span_t *span) {
     gmi_sum_squares_each((uint8_t *)span->ptr[0] + (b.begin - begin), n->dtype, b.bytes / n->width, b.count, b.sums);
 }
 
-/* What of a chunk is in the range, from a tile's begin on. */
+/* The part of chunk i that is in the range, extended down to the start of its first tile. */
 static void norm_part(gmi_manager_t *m, const norm_t *n, uint64_t i, uint64_t *begin, uint64_t *end) {
   chunk_part(m, n->range, i, begin, end);
   *begin -= *begin % NORM_TILE;
@@ -477,7 +495,7 @@ static gemini_update_span_t norm_span(gmi_manager_t *m, const norm_t *n, uint64_
                                  .ptr = { gmi_range_host(m, n->range->store, begin) } };
 }
 
-/* Workers sum it once its bytes are there, and what was queued on them before is done. */
+/* A job for the workers: sums a chunk once its bytes have come and earlier work on its slot is done. */
 typedef struct {
   gmi_job_t job;
   gmi_fence_t fences[2];
@@ -490,7 +508,7 @@ static gemini_status_t sum_by_workers(gmi_manager_t *m, norm_t *n, uint64_t i) {
   if (!j) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for a norm's record");
   j->slot = slot;
   j->after = slot->work_queued++;
-  j->job = (gmi_job_t){ .norm = true, /* with next_use 0: the caller waits for it */
+  j->job = (gmi_job_t){ .norm = true, /* next_use stays 0, the most urgent: the caller waits for it */
                         .fn = sum_span,
                         .user = n,
                         .span = norm_span(m, n, i),
@@ -533,7 +551,8 @@ static void norm_wait(gmi_manager_t *m, const gmi_chunk_t *c) {
   gmi_workers_wait_slot(m, slot, slot->work_queued);
 }
 
-/* What a worker waited for failed: tried again on this thread, which is told why. */
+/* A worker could not sum the chunk because work that it waited for failed. Tries again on this thread, which gets the
+ * error. */
 static gemini_status_t sum_again(gmi_manager_t *m, norm_t *n, uint64_t i) {
   gmi_chunk_t *c = &n->range->store->chunks[i];
   gemini_status_t status = GEMINI_OK;
@@ -545,7 +564,8 @@ static gemini_status_t sum_again(gmi_manager_t *m, norm_t *n, uint64_t i) {
   return GEMINI_OK;
 }
 
-/* First what is above the files, on the device and on the host at once; then the rest, a few read ahead. */
+/* First queues the chunks that are on the device or on the host, which are summed in parallel; then the chunks in
+ * files, with a few reads ahead. */
 static gemini_status_t sum_chunks(gmi_manager_t *m, norm_t *n) {
   const gmi_range_t *r = n->range;
   gmi_chunk_t *chunks = r->store->chunks;
@@ -560,13 +580,13 @@ static gemini_status_t sum_chunks(gmi_manager_t *m, norm_t *n) {
     else status = sum_chunk(m, n, i);
   }
   gmi_fence_t queued;
-  if (!status) status = gmi_fence_now(m, m->update.stream, &queued); /* a device may keep sums back until then */
+  if (!status) status = gmi_fence_now(m, m->update.stream, &queued); /* a device may delay sums until a mark */
   for (uint64_t k = 0; !status && k < count; k++) {
     if (k >= ahead) norm_wait(m, &chunks[later[k - ahead]]);
     status = sum_chunk(m, n, later[k]);
   }
   free(later);
-  for (uint32_t i = r->first; i <= r->last; i++) /* the sums must outlive what is queued */
+  for (uint32_t i = r->first; i <= r->last; i++) /* also after a failure: queued work still writes sums */
     if (first_tiles(m, n, i, &b)) norm_wait(m, &chunks[i]);
   gemini_status_t synced = gmi_fence_now(m, m->update.stream, &queued);
   if (!synced) synced = gmi_fence_sync(m, queued);
@@ -591,7 +611,7 @@ static gemini_status_t norm(gmi_manager_t *m, const gemini_access_t *theirs, uin
   status = gmi_stream_resolve(m, stream, &s);
   if (!status) status = gmi_range_ready(m, &access, &r);
   if (!status && r.arena->reused)
-    status = content_check(m, &r, false); /* a gradient that is not there counts as zero */
+    status = content_check(m, &r, false); /* of a gradient arena, bytes without a gradient count as zero */
   if (status) return status;
   uint32_t width = widths[dtype];
   if (r.offset % width || r.size % width)
@@ -619,7 +639,8 @@ static gemini_status_t norm(gmi_manager_t *m, const gemini_access_t *theirs, uin
   if (n.queued) gmi_leave_over(m, memory);
   else free(memory);
   free(n.parts.parts);
-  if (!status) *norm_out = isnan(sum) ? (double)NAN : sqrt(sum); /* which NaN that is would depend on the device */
+  if (!status)
+    *norm_out = isnan(sum) ? (double)NAN : sqrt(sum); /* one NaN for all: its bits would depend on the device */
   return status;
 }
 gemini_status_t gemini_norm(gemini_manager_t mgr, const gemini_access_t *access, uint32_t dtype, gemini_stream_t stream,

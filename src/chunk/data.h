@@ -1,11 +1,12 @@
-/* Gradients that share their parameters' bytes.
+/* Gradients that reuse their parameters' bytes.
  * SPDX-License-Identifier: Apache-2.0 */
 #ifndef GMI_DATA_H
 #define GMI_DATA_H
 
 #include "core/manager.h"
 
-/* Lock held: gradients in reusing arena a become zeros that are their parameters'. BUSY: some are acquired. */
+/* Zeros the bytes that hold gradients of the reusing arena a, which then hold their parameters again. BUSY: some of the
+ * chunks are acquired. Lock held. */
 gemini_status_t gmi_gradients_drop(gmi_manager_t *m, gmi_arena_t *a);
 
 #endif

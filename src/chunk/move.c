@@ -1,4 +1,7 @@
-/* Hints, moves and pins: what moves ranges at the caller's word. SPDX-License-Identifier: Apache-2.0 */
+/* Hints, moves and pins: calls that move ranges between tiers. SPDX-License-Identifier: Apache-2.0
+ *
+ * All run on the caller's thread under the manager's lock. A move does what was asked or fails; a hint does what is
+ * possible without pushing other data out, and conflicts or a lack of room are no errors. */
 #include "chunk/accesses.h"
 #include "chunk/arena.h"
 #include "chunk/cut.h"
@@ -10,7 +13,8 @@
 /* ---- hint, move, pin */
 typedef gemini_status_t (*chunk_fn)(gmi_manager_t *m, gmi_chunk_t *c, uint32_t tier);
 
-/* All are checked before the first moves. moves: as asked, or not at all. */
+/* Checks all accesses before the first chunk moves. moves: the caller is gemini_move(), for which a chunk that cannot
+ * leave its tier is an error; for a hint it is not. */
 static gemini_status_t each_check(gmi_manager_t *m, const gemini_access_t *accesses, uint64_t count, bool moves) {
   gemini_status_t status = GEMINI_OK;
   for (uint64_t k = 0; !status && k < count; k++) {
@@ -29,7 +33,8 @@ static gemini_status_t each_check(gmi_manager_t *m, const gemini_access_t *acces
   return status;
 }
 
-/* hold: chunks that came to the device stay there until all have come. */
+/* Calls fn for every chunk. hold: for a move; chunks that came to the device are held until all have come, so that a
+ * later one does not evict an earlier one. */
 static gemini_status_t each_chunk(gmi_manager_t *m, const gemini_access_t *accesses, uint64_t count, chunk_fn fn,
                                   bool hold) {
   gemini_status_t status = each_check(m, accesses, count, hold);
@@ -51,7 +56,7 @@ static gemini_status_t each_chunk(gmi_manager_t *m, const gemini_access_t *acces
       held++;
     }
   }
-  for (uint64_t k = 0; !status && hold && k < count; k++) { /* what comes from files has come */
+  for (uint64_t k = 0; !status && hold && k < count; k++) { /* waits for reads from files */
     gmi_range_resolve(m, &accesses[k], &r);
     for (uint64_t i = r.first; !status && accesses[k].tier == GEMINI_TIER_HOST && i <= r.last; i++)
       if (gmi_chunk_io(&r.store->chunks[i]) || gmi_chunk_failed_read(&r.store->chunks[i]))
@@ -92,7 +97,7 @@ static gemini_status_t hint_chunk(gmi_manager_t *m, gmi_chunk_t *c, uint32_t tie
     status = gmi_chunk_to_file(m, c, GEMINI_REASON_CALLER);
     if (status == GEMINI_ERR_OOM_FILE) status = GEMINI_OK;
   }
-  if (status == GEMINI_ERR_BUSY) status = GEMINI_OK; /* somebody acquired it meanwhile */
+  if (status == GEMINI_ERR_BUSY) status = GEMINI_OK; /* another thread acquired it meanwhile */
   return status;
 }
 gemini_status_t gemini_hint(gemini_manager_t mgr, const gemini_access_t *accesses, uint64_t count) {

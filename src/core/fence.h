@@ -1,10 +1,13 @@
-/* Fences: a mark of a stream in one word. SPDX-License-Identifier: Apache-2.0 */
+/* Fences: a stream and a mark in one word. SPDX-License-Identifier: Apache-2.0
+ *
+ * A fence is reached when the stream has finished all work queued before the mark. One word, so that acquires and
+ * releases can exchange fences by single atomic operations. */
 #ifndef GMI_FENCE_H
 #define GMI_FENCE_H
 
 #include <stdint.h>
 
-typedef uint64_t gmi_fence_t; /* "after this mark nothing touches it any more"; 0 = nothing to wait for */
+typedef uint64_t gmi_fence_t; /* stream index + 1 in the top 8 bits, mark below; 0 = nothing to wait for */
 #define GMI_FENCE_MARK_BITS 56
 static inline gmi_fence_t gmi_fence(uint32_t stream, uint64_t mark) {
   return ((uint64_t)(stream + 1) << GMI_FENCE_MARK_BITS) | mark;

@@ -1,4 +1,8 @@
-/* Handles, and which managers they belong to. SPDX-License-Identifier: Apache-2.0 */
+/* Handles of managers and of their objects. SPDX-License-Identifier: Apache-2.0
+ *
+ * A static table holds the open managers. Every public call looks its manager up here without a lock; opening and
+ * closing a manager change the table under live_lock. A handle is checked by comparing values and is never followed as
+ * a pointer, so stale and forged handles are refused. */
 #include <pthread.h>
 #include <stdatomic.h>
 #include <unistd.h>
@@ -6,21 +10,25 @@
 #include "base/fork.h"
 #include "core/manager.h"
 
-/* ---- live managers: an entry's id is 0 while it is free, so that a handle of a closed manager never matches */
+/* ---- open managers
+ *
+ * gmi_manager_enter() stores id (release) after manager; gmi_manager_get() loads id (acquire) and then reads manager.
+ * id is 0 while the entry is free, so a handle of a closed manager never matches. The caller must not close a manager
+ * while another call on it runs. */
 static struct {
   _Atomic uint64_t id;
   gmi_manager_t *manager;
   pid_t opener; /* the process that opened it */
 } live[GMI_MANAGERS];
 
-static pthread_mutex_t live_lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_mutex_t live_lock = PTHREAD_MUTEX_INITIALIZER; /* guards changes of live[], and the two below */
 
 uint64_t gmi_manager_serial; /* Guarded by live_lock. */
 
-/* Handles of objects name their manager by its entry and the last bits of its serial number. Two managers may have both
- * in common; then the objects of the later one have generations above all those of the earlier one, so that a handle of
- * a closed manager's object never matches. By entry and last bits: the highest generation that any object has had.
- * Guarded by live_lock. */
+/* An object's handle identifies its manager by the entry and the low bits of the serial number. Two managers can have
+ * both in common. The objects of the later one then get generations above all generations of the earlier one, so that
+ * a handle of a closed manager's object never matches. This table holds, by entry and low bits, the highest generation
+ * that any object has had. */
 enum { SERIALS = 1 << 12 };
 
 static uint32_t generations_given[GMI_MANAGERS][SERIALS];
@@ -42,7 +50,7 @@ static uint32_t generations_highest(const gmi_manager_t *m) {
   return highest < GMI_TENSOR_GENERATIONS ? (uint32_t)highest : GMI_TENSOR_GENERATIONS;
 }
 
-/* The generations of all objects, which nobody has a handle of yet, go on from before. */
+/* Lets the generations of all objects continue after before. Called before any handle of these objects exists. */
 static void generations_begin(gmi_manager_t *m, uint32_t before) {
   m->identity.generation_before = before;
   for (uint32_t i = 0; i < GMI_ARENAS; i++) m->arenas.generations[i] = before;
@@ -54,10 +62,10 @@ static void generations_begin(gmi_manager_t *m, uint32_t before) {
   }
 }
 
-/* ---- fork: a child has no manager of its parent's, and says so */
+/* ---- fork: a child cannot use its parent's managers; their handles get an error of their own */
 static struct {
-  uint64_t id;  /* of the manager that another process had in this entry; 0: none */
-  pid_t opener; /* that process */
+  uint64_t id;  /* of the parent's manager in this entry; 0: none. Written only in fork_child(). */
+  pid_t opener; /* the process that opened it */
 } forked[GMI_MANAGERS];
 
 static void fork_prepare(void) { pthread_mutex_lock(&live_lock); }
@@ -72,7 +80,7 @@ static void fork_child(void) {
     if (id) {
       forked[entry].id = id;
       forked[entry].opener = live[entry].opener;
-      generations_given[entry][id & (SERIALS - 1)] = GMI_TENSOR_GENERATIONS; /* the parent goes on giving them */
+      generations_given[entry][id & (SERIALS - 1)] = GMI_TENSOR_GENERATIONS; /* the parent goes on using them */
     }
     live[entry].manager = NULL;
   }
@@ -80,13 +88,13 @@ static void fork_child(void) {
 
 static const gmi_fork_ops_t fork_ops = { fork_prepare, fork_parent, fork_child };
 
-/* Is it a handle of a manager, or of its objects, that this process has by a fork? Then the error is recorded. */
+/* Returns true, and records the error, if id belongs to a manager that the parent opened before a fork. */
 static bool is_forked(uint64_t id) {
   uint32_t entry = (uint32_t)(id >> 54) & 63;
   uint64_t of = forked[entry].id;
   if (!of || ((of ^ id) & GMI_HANDLE_MANAGER_MASK)) return false;
   gmi_fail(GEMINI_ERR_HANDLE, 0,
-           "%#llx belongs to a manager of process %ld, from which this process was forked: only that one can use it",
+           "%#llx belongs to a manager of process %ld, which forked this process: only that process can use it",
            (unsigned long long)id, (long)forked[entry].opener);
   return true;
 }
@@ -113,8 +121,8 @@ gmi_manager_t *gmi_manager_get(gemini_manager_t handle) {
   return NULL;
 }
 
-/* Finds an entry and a serial number whose generations are not used up, and gives both to the manager. False: there is
- * none. Called with live_lock held. */
+/* Gives the manager a free entry and a serial number whose generations are not used up. Returns false if there is none.
+ * Called with live_lock held. */
 static bool place_take(gmi_manager_t *m) {
   for (uint32_t entry = 0; entry < GMI_MANAGERS; entry++) {
     for (uint32_t i = 1; i <= SERIALS && !atomic_load(&live[entry].id); i++) {

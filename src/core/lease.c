@@ -1,5 +1,10 @@
-/* Leases: which ranges are acquired, exactly as their callers named them.
- * SPDX-License-Identifier: Apache-2.0 */
+/* Leases: a count for each range that callers have acquired.
+ * SPDX-License-Identifier: Apache-2.0
+ *
+ * 16 hash tables with open addressing and linear probing, each with a mutex. The object chooses the table, so that a
+ * search for any lease of one object looks into one table. Every function runs on the caller's thread and holds one
+ * table's lock for a few probes; there are no atomics, as a lock that is rarely contended costs about as much as the
+ * compare-and-swap it replaces. Tables only grow: a program acquires about the same ranges in each iteration. */
 #include "core/lease.h"
 
 #include <errno.h>
@@ -22,6 +27,7 @@ void gmi_leases_free(gmi_leases_t *leases) {
   }
 }
 
+/* The upper bits of a product by an odd constant depend on all lower bits of the object (Fibonacci hashing). */
 static gmi_lease_table_t *table_of(gmi_leases_t *leases, uint64_t object) {
   return &leases->tables[object * UINT64_C(0x9e3779b97f4a7c15) >> 32 & (GMI_LEASE_TABLES - 1)];
 }
@@ -40,13 +46,15 @@ static uint64_t hash(const gmi_lease_key_t *key) {
   return h ^ h >> 32;
 }
 
-/* The key's entry, or the empty one where it belongs; the table has room. With the lock held, as all that follow. */
+/* Returns the key's entry, or the empty entry where it belongs. Ends because at least half of the entries are empty.
+ * Called with the table's lock held, as are grow() and empty(). */
 static gmi_lease_t *find(const gmi_lease_table_t *l, const gmi_lease_key_t *key) {
   uint64_t at = hash(key) & (l->capacity - 1);
   while (l->entries[at].count && !same(&l->entries[at].key, key)) at = (at + 1) & (l->capacity - 1);
   return &l->entries[at];
 }
 
+/* Doubles the table. On failure (no memory) the table is unchanged and remains usable. */
 static bool grow(gmi_lease_table_t *l) {
   gmi_lease_table_t larger = { .capacity = l->capacity ? l->capacity * 2 : FIRST_CAPACITY };
   larger.entries = calloc(larger.capacity, sizeof *larger.entries);
@@ -59,14 +67,15 @@ static bool grow(gmi_lease_table_t *l) {
   return true;
 }
 
-/* Empties an entry, and moves up those behind it that a search would no longer find (Knuth, The Art of Computer
- * Programming, volume 3, section 6.4, algorithm R). */
+/* Empties an entry, and moves later entries of the probe sequence into the hole where a search would otherwise stop
+ * before it finds them (Knuth, The Art of Computer Programming, volume 3, section 6.4, algorithm R). Tombstones would
+ * be simpler, but would fill a table whose ranges change, and searches for absent keys would get slower. */
 static void empty(gmi_lease_table_t *l, gmi_lease_t *entry) {
   uint64_t mask = l->capacity - 1, hole = (uint64_t)(entry - l->entries);
   l->used--;
   for (uint64_t at = (hole + 1) & mask; l->entries[at].count; at = (at + 1) & mask) {
     uint64_t home = hash(&l->entries[at].key) & mask;
-    if (((at - home) & mask) < ((at - hole) & mask)) continue; /* its search begins behind the hole */
+    if (((at - home) & mask) < ((at - hole) & mask)) continue; /* its probe sequence begins behind the hole */
     l->entries[hole] = l->entries[at];
     hole = at;
   }
@@ -79,12 +88,13 @@ gemini_status_t gmi_lease_add(gmi_leases_t *leases, const gmi_lease_key_t *key) 
   pthread_mutex_lock(&l->lock);
   gmi_lease_t *entry = l->used * 2 < l->capacity || grow(l) ? find(l, key) : NULL;
   if (!entry) {
-    status = gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory to note that a range is acquired");
+    status = gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory to record the acquire of a range");
   } else if (!entry->count) {
     *entry = (gmi_lease_t){ .key = *key, .count = 1 };
     l->used++;
   } else if (entry->count == UINT32_MAX) {
-    status = gmi_fail(GEMINI_ERR_BUSY, 0, "a range is acquired %u times, the limit", entry->count);
+    status =
+        gmi_fail(GEMINI_ERR_BUSY, 0, "the range is acquired %u times with this mode and tier, the limit", entry->count);
   } else {
     entry->count++;
   }
@@ -96,12 +106,13 @@ bool gmi_lease_claim(gmi_leases_t *leases, const gmi_lease_key_t *key) {
   gmi_lease_table_t *l = table_of(leases, key->object);
   pthread_mutex_lock(&l->lock);
   gmi_lease_t *entry = l->capacity ? find(l, key) : NULL;
-  bool found = entry && entry->claimed < entry->count;
+  bool found = entry && entry->claimed < entry->count; /* each acquire is released once, also by concurrent releases */
   if (found) entry->claimed++;
   pthread_mutex_unlock(&l->lock);
   return found;
 }
 
+/* A claimed entry cannot become empty before its claim ends, so find() returns that entry here and below. */
 void gmi_lease_unclaim(gmi_leases_t *leases, const gmi_lease_key_t *key) {
   gmi_lease_table_t *l = table_of(leases, key->object);
   pthread_mutex_lock(&l->lock);
@@ -138,7 +149,8 @@ bool gmi_lease_find(gmi_leases_t *leases, uint64_t object, gmi_lease_t *lease_ou
 
 static void drop_graph(gmi_lease_table_t *l, uint32_t graph_1) {
   pthread_mutex_lock(&l->lock);
-  /* An entry that moves up into the hole is looked at in the next round; one that wraps around is before it already. */
+  /* empty() can move an entry into index i, which this round has passed; the loop therefore repeats until a whole round
+   * removes nothing. */
   for (bool dropped = true; dropped;) {
     dropped = false;
     for (uint64_t i = 0; l->used && i < l->capacity; i++) {

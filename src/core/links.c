@@ -1,4 +1,7 @@
-/* Links between tiers: what moved over them, and how fast. SPDX-License-Identifier: Apache-2.0 */
+/* Links between tiers: how much moved over them, and how fast. SPDX-License-Identifier: Apache-2.0
+ *
+ * gmi_link() reads constant fields: any thread, no lock. The manager's lock is held in all other functions. Statistics
+ * read the figures without a lock: each figure is one atomic word. */
 #include "base/check.h"
 #include "core/manager.h"
 
@@ -15,6 +18,7 @@ void gmi_links_open(gmi_manager_t *m) {
     if (link->to_tier == GEMINI_TIER_DEVICE) link->to_ordinal = m->config.device_ordinal;
     link->stream = GMI_NONE;
   }
+  /* A simulated link's rate is configured; that of a real one is unknown until copies have been measured. */
   if (m->config.device != GEMINI_DEVICE_SIMULATED) return;
   gmi_stat_set(&gmi_link_in(m)->bw_bytes_per_s, m->config.sim_h2d_bytes_per_s);
   gmi_stat_set(&gmi_link_out(m)->bw_bytes_per_s, m->config.sim_d2h_bytes_per_s);

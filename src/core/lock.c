@@ -1,5 +1,9 @@
-/* The manager's lock, what runs in the middle of a call without it, and logs, which are sent after it.
- * SPDX-License-Identifier: Apache-2.0 */
+/* The manager's lock, update callbacks in the middle of a call, and the log.
+ * SPDX-License-Identifier: Apache-2.0
+ *
+ * A plain mutex: most calls that take it move data, which takes far longer. Three duties come with it. A blocked thread
+ * is listed as a wait (core/watch.h). A thread that gets the lock carries out frees that hooks have put aside. Log
+ * messages are queued under the lock and sent after it is released, as the log callback may call the library. */
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
@@ -7,7 +11,7 @@
 #include "base/check.h"
 #include "core/manager.h"
 
-/* In builds with GEMINI_CHECK the lock knows who has it: the address of something that each thread has for itself. */
+/* Builds with GEMINI_CHECK record the lock's holder, as the address of a thread-local variable. */
 #ifdef GEMINI_CHECK
 static uintptr_t me(void) {
   static _Thread_local char mine;
@@ -37,6 +41,7 @@ static inline void give(gmi_manager_t *m) {
   pthread_mutex_unlock(&m->lock);
 }
 void gmi_unlock_quietly(gmi_manager_t *m) { give(m); }
+/* The wait releases the mutex: the record checks and the recorded owner follow it. */
 void gmi_lock_wait(gmi_manager_t *m, pthread_cond_t *condition) {
   about_to_give(m);
   pthread_cond_wait(condition, &m->lock);
@@ -44,6 +49,7 @@ void gmi_lock_wait(gmi_manager_t *m, pthread_cond_t *condition) {
 }
 
 void gmi_lock_beside(gmi_manager_t *m, const char *function) {
+  /* The uncontended case costs one try and skips the list of waits. */
   if (!try_lock(m)) {
     gmi_wait_t wait;
     gmi_wait_begin(m, &wait, function, GMI_WAIT_LOCK, 0);
@@ -55,6 +61,7 @@ void gmi_lock_beside(gmi_manager_t *m, const char *function) {
   if (atomic_load_explicit(&m->hook.waiting, memory_order_relaxed)) m->hook.when_locked(m);
 }
 
+/* The thread that runs a callback may call the library from it; it must not wait for itself. */
 void gmi_callbacks_wait(gmi_manager_t *m, const char *function) {
   if (!m->callback.depth || pthread_equal(m->callback.thread, pthread_self())) return;
   gmi_wait_t wait;
@@ -69,6 +76,7 @@ void gmi_lock(gmi_manager_t *m, const char *function) {
   gmi_callbacks_wait(m, function);
 }
 
+/* depth can exceed 1: a library call from a callback may run further callbacks on the same thread. */
 void gmi_callback_begin(gmi_manager_t *m) {
   m->callback.thread = pthread_self();
   m->callback.depth++;
@@ -86,6 +94,7 @@ void gmi_unlock(gmi_manager_t *m) {
     give(m);
     return;
   }
+  /* Copies the queue: once the lock is released, another thread may fill it again. */
   int32_t levels[GMI_LOG_QUEUE];
   char texts[GMI_LOG_QUEUE][sizeof m->log.queue[0].text];
   for (uint32_t i = 0; i < count; i++) {

@@ -1,10 +1,21 @@
-/* The manager and what it is made of: the records that every module shares.
+/* The manager and the records that all modules share.
  * SPDX-License-Identifier: Apache-2.0
  *
- * Lock: gmi_manager.lock guards everything that is not marked Atomic or Constant. Fast paths (acquire and release of
- * resident tensors) do not take it: they work on the atomic words of tensors and chunks, which only the lock's holder
- * may change except for their counts; for parts of tensors they take the lock of a table of leases. User callbacks run
- * without the lock; logs are queued and sent after it. */
+ * gmi_manager.lock guards every field that is not marked Atomic or Constant. Acquire and release of resident tensors do
+ * not take it: they change only the counts (and a tensor's state) in the atomic words of tensors and chunks, while the
+ * flags of these words change under the lock; for a part of a tensor they also take the lock of one lease table. User
+ * callbacks and the log callback run without the lock.
+ *
+ * Lock order. A thread that holds one of these locks may take only locks further down:
+ *   1. gmi_manager.lock           the manager's records
+ *   2. gmi_manager.hook.lock      frees that hooks have put aside
+ *   3. gmi_watch.lock             the list of waits; every blocking wait takes it at its begin and its end
+ *   4. gmi_workers.lock           the queue of update and norm jobs
+ *   5. gmi_lease_table.lock and the tracer's touch_lock
+ * The locks inside src/device, src/io and src/host are taken under any of these. The modules that own them call back
+ * with none of them held, except the heap of host blocks, which decommits memory under its own lock. Outside fork(),
+ * the static locks of handles.c and hook.c are taken alone. gmi_reading_begin() tries lock 1, without blocking, before
+ * it takes lock 3. */
 #ifndef GMI_MANAGER_H
 #define GMI_MANAGER_H
 
@@ -23,11 +34,11 @@
 #include "device/device.h"
 #include "gemini.h"
 
-/* ---- handles: [63:60] type, [59:42] which manager (its entry in the table of managers and the end of its
- * serial number), [41:0] which object.
- * An object is told by its index, in as many bits as its type needs, and above it by a generation, which counts the
- * objects that have had this index. Generations never start anew, not even in a later manager whose handles begin
- * alike: an index whose generations are used up is not given again. */
+/* ---- handles: bits [63:60] type, [59:42] manager (entry in the table of managers, low bits of its serial number),
+ * [41:0] object.
+ * The object bits hold the object's index (as many bits as the type needs) and, above it, a generation that counts the
+ * objects that have had this index. Generations never restart, not even in a later manager with equal manager bits, so
+ * a stale handle never matches a newer object. An index whose generations are used up is retired. */
 enum {
   GMI_HANDLE_MANAGER = 1,
   GMI_HANDLE_ARENA = 2,
@@ -47,11 +58,13 @@ enum { GMI_ARENA_INDEX_BITS = 10, GMI_TENSOR_INDEX_BITS = 24, GMI_STREAM_INDEX_B
 static inline uint64_t gmi_object_id(const gemini_access_t *access) { return gmi_id(access->object.tensor); }
 
 /* ---- fences and streams */
-/* Index of GEMINI_STREAM_CALLER where a stream index is wanted. */
+/* The stream index that stands for GEMINI_STREAM_CALLER (the calling thread instead of a stream). */
 #define GMI_CALLER GMI_NONE
 
-/* Uses of a chunk by streams: fences behind the latest of two streams; a third one waits for one of them first, so
- * that its fence stands for both. Atomic. */
+/* Fences behind the latest uses of a chunk, for at most GMI_USES streams. When all entries belong to other streams with
+ * unfinished work, a further stream first waits for one of these and replaces its fence: the new fence then covers both
+ * uses. Atomic: gmi_chunk_use() writes an entry with a compare-and-swap before it drops the chunk's user count; readers
+ * see it because they read the count (acquire) first. */
 enum { GMI_USES = 2 };
 typedef struct gmi_uses {
   _Atomic gmi_fence_t fence[GMI_USES];
@@ -65,17 +78,23 @@ typedef struct gmi_io gmi_io_t;
 typedef struct gmi_mapping {
   uint32_t frame_1; /* index of the frame + 1; 0 = none */
   uint32_t reserved;
-  gmi_fence_t left; /* after which queued work does not use the address any more; set when it loses the frame */
+  gmi_fence_t left; /* behind the last queued work that uses the address; set when the chunk loses its frame */
 } gmi_mapping_t;
 
-/* ---- host slots: places for chunks in host memory. What uses a slot's bytes is noted here, whosever they are. */
+/* ---- host slots: host memory for one chunk each. Pending work on the bytes is recorded in the slot, not in the chunk,
+ * so that the next owner of the slot waits for it too.
+ *
+ * work_queued counts the updates, norms and transfers that were queued on the slot, work_done those that have finished;
+ * all are finished when both are equal. A thread that finishes work increments work_done with release order after its
+ * last access to the bytes; readers load it with acquire order before they touch the bytes. Devices wait for it in
+ * stream order (wait_flag). failure is stored before that increment and is therefore visible to the same readers. */
 typedef struct gmi_slot {
-  gmi_chunk_t *chunk;         /* or NULL */
-  gmi_fence_t fence;          /* queued copies that read or write it */
-  _Atomic uint64_t work_done; /* Atomic: updates and transfers finished; work_queued when none is pending */
+  gmi_chunk_t *chunk;         /* owner, or NULL */
+  gmi_fence_t fence;          /* behind the queued copies that read or write the slot */
+  _Atomic uint64_t work_done; /* Atomic: see above; at most work_queued */
   uint64_t work_queued;
-  _Atomic gemini_status_t failure; /* Atomic: of the last read into it */
-  bool block;                      /* holds blocks, no chunk */
+  _Atomic gemini_status_t failure; /* Atomic: of the last read from a file into the slot */
+  bool block;                      /* the slot holds heap blocks instead of a chunk */
 } gmi_slot_t;
 
 enum { GMI_UPDATED = 1024 };
@@ -84,32 +103,35 @@ typedef struct gmi_host {
   uint8_t *base;
   _Atomic uint64_t used; /* Atomic: bytes of slots */
   uint64_t grain_bytes, part_bytes, part_count;
-  uint64_t *committed; /* [part_count] bytes at the part's start that exist and are locked */
-  gmi_slot_t *slots;   /* address space for all there can be */
-  uint64_t *free_map;  /* bit per slot */
+  uint64_t *committed; /* [part_count] bytes at the start of each part that are committed and page-locked */
+  gmi_slot_t *slots;   /* address space for the largest number of slots */
+  uint64_t *free_map;  /* bit per slot, set while the slot is free */
   uint64_t slot_map_bytes, free_map_bytes;
-  uint64_t home_end;                     /* slot behind the last home */
-  uint32_t slot_count, free_count, hand; /* within the budget */
-  uint32_t slot_most;                    /* chunks may still lie in as many, behind a smaller budget */
-  struct gmi_host_heap *heap;            /* NULL until the first one */
-  uint32_t block_slots, reserved2;       /* slots that blocks may lie in */
-  uint64_t updated_first, updated_end;   /* the chunks of states updated last, in a ring */
+  uint64_t home_end;                     /* index of the slot behind the last home slot */
+  uint32_t slot_count, free_count, hand; /* slots within the budget */
+  uint32_t slot_most;                    /* slots that may hold chunks; more than slot_count after the budget shrank */
+  struct gmi_host_heap *heap;            /* NULL until the first heap block */
+  uint32_t block_slots, reserved2;       /* slots that may hold heap blocks */
+  uint64_t updated_first, updated_end;   /* ring of the state chunks that were updated last */
   gmi_chunk_t *updated[GMI_UPDATED];
 } gmi_host_t;
 
 /* ---- tensors */
-/* A tensor's word: who uses it, what its bytes are, and its state when nobody uses it. The users' fields count acquires
- * not yet released: of the whole tensor on the device, by mode; of all others, which have a lease (core/lease.h). */
-#define GMI_TENSOR_STATE_SHIFT 61                      /* GEMINI_STATE_*; COMPUTE is not among them */
-#define GMI_TENSOR_BATCH_GRADIENT (UINT64_C(1) << 60)  /* the acquire under way, under the lock, writes its gradient */
-#define GMI_TENSOR_BATCH_PARAMETER (UINT64_C(1) << 59) /* likewise itself (both kept in the registered tensor) */
-#define GMI_TENSOR_GRADIENT (UINT64_C(1) << 58)    /* a gradient has taken the bytes (kept in the registered tensor) */
-#define GMI_TENSOR_FROZEN (UINT64_C(1) << 57)      /* the holder of the lock cuts arenas anew: only it may acquire */
-#define GMI_TENSOR_DEAD (UINT64_C(1) << 56)        /* its record is about to go: nobody may acquire it any more */
-#define GMI_TENSOR_USERS ((UINT64_C(1) << 56) - 1) /* all users' fields */
-#define GMI_TENSOR_OTHERS_SHIFT 40                 /* 16 bits: acquires that have a lease */
+/* A tensor's word holds its user counts, flags about its bytes, and the state it has while it has no users. It is one
+ * word so that one compare-and-swap checks DEAD and FROZEN and adds a user. The user fields count acquires that have
+ * not been released: one field for each mode counts acquires of the whole tensor on the device; the field OTHERS counts
+ * all other acquires, each of which also has a lease (core/lease.h). A release moves a claimed use to OTHERS.
+ * The counts, and the state that a release sets, change without the manager's lock; the flags change only under it. */
+#define GMI_TENSOR_STATE_SHIFT 61                      /* GEMINI_STATE_*, never COMPUTE, which means "has users" */
+#define GMI_TENSOR_BATCH_GRADIENT (UINT64_C(1) << 60)  /* the slow acquire under way writes the gradient */
+#define GMI_TENSOR_BATCH_PARAMETER (UINT64_C(1) << 59) /* it writes the parameter (both: in the registered tensor) */
+#define GMI_TENSOR_GRADIENT (UINT64_C(1) << 58)        /* the bytes hold the gradient (kept in the registered tensor) */
+#define GMI_TENSOR_FROZEN (UINT64_C(1) << 57) /* the chunk size is being changed: only the lock's holder acquires */
+#define GMI_TENSOR_DEAD (UINT64_C(1) << 56)   /* the record is about to be freed: acquires fail */
+#define GMI_TENSOR_USERS ((UINT64_C(1) << 56) - 1) /* all user fields */
+#define GMI_TENSOR_OTHERS_SHIFT 40                 /* 16 bits: acquires that have a lease, and claimed releases */
 #define GMI_TENSOR_OTHERS_MASK (UINT64_C(0xffff) << 40)
-static inline unsigned gmi_tensor_mode_shift(uint32_t mode) { /* of the whole tensor's acquires with a GEMINI_READ... */
+static inline unsigned gmi_tensor_mode_shift(uint32_t mode) { /* of the field of whole acquires with this mode */
   return mode == GEMINI_READ ? 0 : mode == GEMINI_WRITE ? 16 : 28;
 }
 static inline uint64_t gmi_tensor_mode_mask(uint32_t mode) { /* 16, 12 and 12 bits */
@@ -118,17 +140,22 @@ static inline uint64_t gmi_tensor_mode_mask(uint32_t mode) { /* 16, 12 and 12 bi
 static inline uint64_t gmi_tensor_users(uint64_t word) {
   return (word & 0xffff) + (word >> 16 & 0xfff) + (word >> 28 & 0xfff) + (word >> 40 & 0xffff);
 }
+/* Records are reused, but their memory is never freed while the manager is open, so that any thread may read word and
+ * life of any record. life is stored last (release) when a tensor is created, and cleared when it is dropped: a thread
+ * that loads its handle's generation from life (acquire) sees the other fields. The thread checks life again after it
+ * has added itself to the word, as the record may have got another tensor in between. */
 typedef struct gmi_tensor {
   _Atomic uint64_t word; /* Atomic: GMI_TENSOR_* flags, state, users */
-  _Atomic uint32_t life; /* Atomic: its generation, from 1, while it lives; set last and cleared first */
-  uint32_t arena;        /* Constant while it lives */
-  uint64_t offset, size; /* bytes in the arena; Constant while it lives */
-  _Atomic uint64_t seen; /* Atomic: op serial << 2 | modes: recorded in this op already */
+  _Atomic uint32_t life; /* Atomic: the generation, from 1, while the tensor exists; else 0 */
+  uint32_t arena;        /* Constant while the tensor exists */
+  uint64_t offset, size; /* bytes in the arena; Constant while the tensor exists */
+  _Atomic uint64_t seen; /* Atomic: op serial << 2 | modes that this op has recorded. Relaxed: a stale value only makes
+                          * the tracer record the same touch again. */
   uint32_t base;         /* the registered tensor this is a counterpart of; itself when registered */
   uint32_t next;         /* next counterpart of the same base; GMI_NONE ends */
   char *name;            /* of registered tensors; owned */
   uint32_t hash_next;
-  uint32_t generation; /* the last one given */
+  uint32_t generation; /* of the record's latest tensor */
 } gmi_tensor_t;
 
 /* ---- arenas */
@@ -136,24 +163,24 @@ enum { GMI_ARENA_NAME = 64 }; /* bytes, with the NUL */
 typedef struct gmi_arena {
   char name[GMI_ARENA_NAME];
   uint32_t index, kind, element_bytes;
-  uint32_t like;      /* arena whose layout it follows; itself when none */
-  uint32_t store;     /* arena that owns the chunks: itself, or the one it reuses */
-  uint32_t followers; /* arenas whose like or store this is */
-  bool reused;        /* some arena reuses this one */
+  uint32_t like;      /* index of the arena whose layout this one follows; its own when it follows none */
+  uint32_t store;     /* index of the arena that owns the chunks: its own, or that of the arena it reuses */
+  uint32_t followers; /* number of arenas whose like or store is this one */
+  bool reused;        /* some arena reuses this one's bytes */
   bool reserved[7];
   uint64_t generation;
   uint8_t *base;             /* device addresses */
-  uint32_t home, home_count; /* slot of its first chunk when all fit; how many have a place there */
-  uint64_t capacity;         /* bytes, a multiple of the largest chunk */
-  uint64_t capacity_asked;
-  _Atomic uint64_t size; /* Atomic: used so far, bytes */
-  gmi_chunk_t *chunks;   /* address space for all chunks of capacity; of the store only */
+  uint32_t home, home_count; /* home slot of the first chunk; number of chunks that have a home slot */
+  uint64_t capacity;         /* bytes, a multiple of the largest chunk size */
+  uint64_t capacity_asked;   /* bytes, as the caller asked for */
+  _Atomic uint64_t size;     /* Atomic: bytes in use; written under the lock, stored (release) for gmi_range_bytes() */
+  gmi_chunk_t *chunks;       /* address space for all chunks of capacity; only in the arena that owns the chunks */
   uint64_t chunk_map_bytes;
-  _Atomic uint32_t chunk_count;           /* Atomic: initialised so far */
+  _Atomic uint32_t chunk_count; /* Atomic: initialised records; stored (release) after them, loaded (acquire) first */
   uint32_t tensor_count, tensor_capacity; /* of order */
-  uint32_t *order;                        /* tensors of this arena, sorted by offset when sorted */
+  uint32_t *order;                        /* tensors of this arena, sorted by offset while order_sorted is set */
   bool order_sorted;
-  uint64_t longest; /* size of the longest tensor it ever had, bytes */
+  uint64_t longest; /* bytes of the longest tensor the arena has ever had */
 } gmi_arena_t;
 
 /* ---- sizes: of a chunk, and of its place in each tier */
@@ -182,44 +209,46 @@ static inline uint64_t gmi_sizes_copy_bytes(const gmi_sizes_t *s, uint32_t from,
 /* ---- frames */
 typedef struct gmi_frame {
   uint64_t handle;
-  uint32_t next, previous; /* in the list of free ones; GMI_NONE ends it */
+  uint32_t next, previous; /* in the list of free frames; GMI_NONE ends the list */
   bool free;
-  gmi_fence_t ready;  /* after which its bytes may be overwritten */
-  gmi_chunk_t *chunk; /* owner, or NULL: free or the heap's */
+  gmi_fence_t ready;  /* work behind this fence may overwrite the frame */
+  gmi_chunk_t *chunk; /* owner; NULL: the frame is free or belongs to the heap */
 } gmi_frame_t;
 typedef struct gmi_page { /* of the non-model heap */
   uint32_t frame_1;       /* index of its frame + 1; 0 = none */
   gmi_mapping_t mapping;
-  bool settled; /* its frame's ready has been reached */
+  bool settled; /* the fence ready of its frame has been reached */
   bool reserved[2];
 } gmi_page_t;
 
 typedef struct gmi_stream {
-  _Atomic uint64_t life; /* Atomic: its generation, from 1, while it is open, else 0 */
-  uint64_t generation;   /* the last one given */
+  _Atomic uint64_t life; /* Atomic: the generation, from 1, while the stream is open, else 0; stored under the lock */
+  uint64_t generation;   /* of the latest stream with this index */
   bool internal;
-  bool named;  /* native is known to others: adopted, or told to the caller */
-  bool hooked; /* adopted by a hook, and ended when others need its place */
+  bool named;  /* the caller knows native: it was adopted, or told to the caller */
+  bool hooked; /* adopted by a hook: may be ended when another stream needs the index */
   bool reserved[5];
-  _Atomic uint64_t recorded; /* Atomic: last mark claimed; a claim comes before the mark is recorded */
+  _Atomic uint64_t recorded; /* Atomic: number of the last mark claimed; stored under the lock before the mark is placed
+                              * and loaded without it by gmi_fence_later(); both seq_cst, see fence_now() */
   void *native;
-  uint64_t used; /* hooked: when last named, on hook_clock */
+  uint64_t used; /* hooked: value of hook.clock at the last use */
 } gmi_stream_t;
 
-/* Running mean of what a chunk's copy takes over one link, nanoseconds. */
+/* Running mean of the time of one chunk's copy over a link, nanoseconds. */
 typedef struct gmi_rate {
   double mean;
   uint64_t samples;
 } gmi_rate_t;
 
-/* One direction between two tiers. What is marked Atomic is written under the lock and read without it. */
+/* One direction between two tiers. Atomic fields are written under the lock and read without it by statistics, which
+ * order no other memory. */
 typedef struct gmi_link {
   uint32_t from_tier, to_tier;       /* GEMINI_TIER_*; Constant, as the next three */
   uint32_t from_ordinal, to_ordinal; /* of devices */
-  uint32_t stream;                   /* that its copies are queued on; GMI_NONE: transfers of files, which have none */
+  uint32_t stream;                   /* stream of the copies; GMI_NONE: file transfers, which use no stream */
   uint32_t reserved;
   gmi_rate_t chunk_ns;
-  _Atomic uint64_t bw_bytes_per_s;                    /* Atomic: by chunk_ns, or as configured; 0: not known */
+  _Atomic uint64_t bw_bytes_per_s;                    /* Atomic: from chunk_ns, or as configured; 0 = unknown */
   _Atomic uint64_t moved_bytes[GEMINI_REASON_COUNT];  /* Atomic */
   _Atomic uint64_t moved_chunks[GEMINI_REASON_COUNT]; /* Atomic */
 } gmi_link_t;
@@ -236,25 +265,26 @@ struct gmi_reserve;
 struct gmi_deferred;
 
 enum { GMI_HIT_STRIPES = 16, GMI_LOG_QUEUE = 8, GMI_CHANGED = 64 };
-/* A cache line of its own, and its neighbour's, which processors fetch in pairs. */
+/* One of several counters of hits, so that threads seldom write the same cache line. 128 bytes, as processors prefetch
+ * lines in pairs. Relaxed increments: the sum is a statistic. */
 typedef struct gmi_stripe {
   _Alignas(128) _Atomic uint64_t hits;
 } gmi_stripe_t;
 
 /* Fields are grouped by the file that changes them; the comment at a group names it. */
 typedef struct gmi_manager {
-  struct {                             /* core/handles.c; Constant once it is open */
-    uint64_t id;                       /* the value of its handle */
-    uint32_t entry, generation_before; /* generation_before: of all objects, those of earlier managers */
+  struct {                             /* core/handles.c; Constant while the manager is open */
+    uint64_t id;                       /* the value of the manager's handle */
+    uint32_t entry, generation_before; /* generation_before: objects' generations start above it */
   } identity;
   pthread_mutex_t lock;
-  gemini_config_t config; /* Constant, but the budgets */
+  gemini_config_t config; /* Constant, except the budgets */
   struct {                /* Constant */
     const gmi_device_ops_t *ops;
     void *self;
     uint64_t granularity;
   } device;
-  struct { /* Constant: where reports go, and where advice comes from */
+  struct { /* Constant: the tracer's tables, and its own records */
     const gmi_observer_t *observer;
     const gmi_advice_t *advice;
     struct gmi_tracer *tracer;
@@ -262,39 +292,40 @@ typedef struct gmi_manager {
   } trace;
 
   struct {                               /* chunk/arena.c */
-    gmi_arena_t *_Atomic at[GMI_ARENAS]; /* Atomic */
-    uint64_t generations[GMI_ARENAS];    /* the last ones given */
+    gmi_arena_t *_Atomic at[GMI_ARENAS]; /* Atomic: stored (release) when the record is filled, loaded (acquire) */
+    uint64_t generations[GMI_ARENAS];    /* of the latest arena with each index */
   } arenas;
   struct {            /* chunk/arena.c */
     gmi_tensor_t *at; /* address space for GMI_TENSORS; Constant */
     uint32_t high, free;
-    uint32_t *buckets, bucket_count; /* by name */
+    uint32_t *buckets, bucket_count; /* hash table of names */
     uint64_t alive;
   } tensors;
 
   gmi_stream_t streams[GMI_DEVICE_MAX_STREAMS];
   gmi_link_t links[GMI_LINKS]; /* core/links.c; gmi_link() finds one */
 
-  struct {                        /* chunk/cut.c; chosen by gmi_cut() at first need. Sizes: gmi_sizes_t */
-    _Atomic uint64_t chunk_bytes; /* Atomic; 0 = not cut yet */
+  struct {                        /* chunk/cut.c: the sizes (gmi_sizes_t), which gmi_cut() chooses at first need */
+    _Atomic uint64_t chunk_bytes; /* Atomic: 0 = not chosen yet; stored (release) after the tables below depend on it,
+                                   * loaded (acquire) by the fast path before it uses chunk_shift and chunk records */
     uint32_t chunk_shift;         /* log2 of it */
-    uint64_t chunk_count;         /* chunks initialised in all arenas */
-    _Atomic uint64_t frame_bytes; /* Atomic */
+    uint64_t chunk_count;         /* initialised chunk records in all arenas */
+    _Atomic uint64_t frame_bytes; /* Atomic: read by statistics without the lock */
     uint64_t slot_bytes, block_bytes;
     gmi_sizes_padding_t padding; /* Constant */
   } cut;
 
   struct { /* chunk/residency.c */
     gmi_frame_t *at;
-    uint32_t count;                             /* that the budget allows */
-    uint32_t capacity;                          /* of the array */
-    uint32_t made;                              /* that exist on the device */
-    _Atomic uint32_t used;                      /* Atomic: owned by chunks or heap pages */
-    uint32_t free_first, free_last, free_count; /* that exist and are unused, given up longest ago first */
+    uint32_t count;                             /* frames that the budget allows */
+    uint32_t capacity;                          /* entries of at[] */
+    uint32_t made;                              /* frames that exist on the device */
+    _Atomic uint32_t used;                      /* Atomic: frames of chunks and heap pages; read by statistics */
+    uint32_t free_first, free_last, free_count; /* list of unused frames, the one freed longest ago first */
     uint32_t *unmade, unmade_count;             /* indices in at[] without a device frame */
     uint32_t resident;                          /* chunks with frames */
-    _Atomic uint64_t clock;                     /* Atomic: fetches so far; tells which chunk was used longest ago */
-    uint32_t clock_hand;                        /* for victims */
+    _Atomic uint64_t clock; /* Atomic: fetches so far, the clock of gmi_chunk_touched(); relaxed: only ranks victims */
+    uint32_t clock_hand;    /* where the search for a victim goes on */
   } frames;
 
   struct { /* chunk/nonmodel.c */
@@ -302,76 +333,80 @@ typedef struct gmi_manager {
     uint8_t *base;
     uint64_t range, page_map_bytes;
     gmi_page_t *pages;
-    uint64_t page_high;     /* pages ever touched */
-    uint32_t frames;        /* frames under the heap, idle ones included */
+    uint64_t page_high;     /* index behind the last page that was ever used */
+    uint32_t frames;        /* frames of the heap, including those without live blocks */
     uint64_t peak_op;       /* peak of live bytes since the op began */
     _Atomic uint64_t peak;  /* Atomic */
     uint32_t pages_peak_op; /* peak of pages in use since the op began */
   } nonmodel;
 
   struct {                                      /* chunk/hook.c */
-    void (*when_locked)(struct gmi_manager *m); /* Constant: called with the manager's lock, when waiting is not 0 */
-    pthread_mutex_t lock;        /* guards the next three; after the manager's lock, and held for moments only */
-    struct gmi_hook_free *frees; /* came while the manager's lock was taken, or could not be carried out at once */
+    void (*when_locked)(struct gmi_manager *m); /* Constant: called under the manager's lock when waiting is not 0 */
+    pthread_mutex_t lock;        /* guards the next three fields; taken after the manager's lock, held for moments */
+    struct gmi_hook_free *frees; /* frees that would have had to wait for the manager's lock or for the device */
     uint32_t capacity;
-    _Atomic uint32_t waiting; /* Atomic: of frees; written under this lock */
-    uint32_t stream;          /* index named last */
-    uint64_t clock, live;     /* calls that named another stream than the one before; allocations not yet freed */
+    _Atomic uint32_t waiting; /* Atomic: entries of frees; written under hook.lock. Relaxed: a missed free is carried
+                               * out by a later holder of the manager's lock */
+    uint32_t stream;          /* index of the stream that the last call named */
+    uint64_t clock, live;     /* number of calls that changed the stream; allocations not yet freed */
     bool warned;              /* a failure has been logged */
   } hook;
 
   struct { /* chunk/graph.c */
     struct gmi_graph *at[GMI_GRAPHS];
-    uint64_t generations[GMI_GRAPHS]; /* the last ones given */
-    uint32_t count, frames;           /* frames: of frames.used, those of graphs */
-    _Atomic uint64_t streams;         /* Atomic: bit per stream on which one is begun; written under lock */
+    uint64_t generations[GMI_GRAPHS]; /* of the latest graph with each index */
+    uint32_t count, frames;           /* frames: the part of frames.used that graphs own */
+    _Atomic uint64_t streams;         /* Atomic: bit per stream on which a graph is begun; written under the lock */
     char op[128];                     /* operator that is open in a capture; "": none */
   } graphs;
 
-  gmi_host_t host;               /* chunk/host.c */
-  struct {                       /* chunk/files.c, chunk/checkpoint.c */
-    char *dir, *checkpoint_name; /* Constant; NULL: no files; they vanish with the process */
+  gmi_host_t host; /* chunk/host.c */
+  struct {         /* chunk/files.c, chunk/checkpoint.c */
+    char *dir,
+        *checkpoint_name; /* Constant; dir NULL: no file tier; checkpoint_name NULL: files end with the process */
     struct gmi_store *store;
-    const struct gmi_sys *sys; /* NULL: the system's own calls */
-    _Atomic uint64_t used;     /* Atomic: bytes of blocks */
+    const struct gmi_sys *sys; /* system calls that tests replace; NULL: the system's own */
+    _Atomic uint64_t used;     /* Atomic: bytes of blocks, for statistics */
     uint64_t opened_bytes;     /* size of the store's blocks; before the cut they may be others than it will want */
-    bool checkpointing;        /* blocks stay, whatever else their chunks' bytes are in */
-    bool checkpoint_is_ours;   /* the last checkpoint in the files is this process's, or was resumed by it */
+    bool checkpointing;        /* a chunk keeps its block even while a tier above has a valid copy */
+    bool checkpoint_is_ours;   /* this process made the last checkpoint in the files, or resumed from it */
   } file;
   struct {                      /* chunk/files.c: transfers */
-    uint32_t count, writes;     /* not yet noted; of these, those that write */
-    gmi_io_t *_Atomic finished; /* Atomic: list */
-    gemini_status_t failure;    /* of a write, to be reported once */
+    uint32_t count, writes;     /* transfers whose result is not processed yet; the writes among them */
+    gmi_io_t *_Atomic finished; /* Atomic: stack; engine threads push with a compare-and-swap, the lock's holder takes
+                                 * the whole list by an exchange, so that no ABA can occur */
+    gemini_status_t failure;    /* of a write, reported to one caller */
     int native_code;
     char message[384];
-    uint64_t last_ns; /* when the last one ended */
+    uint64_t last_ns; /* end of the last transfer */
   } io;
   struct { /* chunk/update.c */
     struct gmi_workers *workers;
-    struct gmi_deferred *deferred; /* what is left of updates */
-    uint32_t stream;               /* internal */
-    _Atomic gmi_fence_t end;       /* Atomic: of the last span queued there */
+    struct gmi_deferred *deferred; /* pieces of accepted updates that are not queued yet */
+    uint32_t stream;               /* the library's own stream for updates on the device */
+    _Atomic gmi_fence_t end;       /* Atomic: behind the last span queued on that stream */
   } update;
 
   struct {
-    gmi_rate_t device_update; /* nanoseconds an element of an update on the device */
+    gmi_rate_t device_update; /* nanoseconds per element of updates on the device */
     struct {
       gmi_fence_t begin, end;
       uint64_t elements;
       gmi_link_t *link; /* NULL: an update on the device */
-    } timed[64];        /* to be measured */
+    } timed[64];        /* queued work whose time is read once end has been reached */
     uint32_t timed_count;
   } rate;
 
-  /* A device span's callback runs without the lock, in the middle of a call: until it has ended, the calls of other
-   * threads that look at chunks wait (gmi_lock()). */
+  /* The update callback of a device span runs without the lock, in the middle of a call that holds the span's chunks.
+   * Until it returns, other threads' calls that use chunks wait in gmi_lock(). */
   struct {
-    pthread_cond_t ended; /* with lock */
-    pthread_t thread;
-    _Atomic uint32_t depth; /* Atomic: nested, of that thread; 0: none runs */
+    pthread_cond_t ended;   /* used with the manager's lock */
+    pthread_t thread;       /* the thread that runs the callback */
+    _Atomic uint32_t depth; /* Atomic: nesting depth on that thread; 0 = none runs. Written under the lock, read without
+                             * it by statistics */
   } callback;
 
-  struct {
+  struct { /* written under the lock; acquires and releases read them relaxed, as they order no other memory */
     _Atomic uint64_t op_serial; /* Atomic: 0 = no op open */
     uint64_t op_serial_next;
     _Atomic uint32_t phase; /* Atomic */
@@ -382,7 +417,7 @@ typedef struct gmi_manager {
   gmi_stripe_t stripes[GMI_HIT_STRIPES]; /* Atomic */
   gmi_stats_t stats;                     /* Atomic */
   gmi_watch_t watch;
-  struct { /* of asynchronous work; the first one stays */
+  struct { /* a failure of asynchronous work, which gemini_manager_close() reports */
     gemini_status_t status;
     char message[256];
   } failure;
@@ -390,11 +425,12 @@ typedef struct gmi_manager {
   struct gmi_leftover *leftovers;
 
   struct {                               /* GEMINI_CHECK */
-    gmi_chunk_t *changed[GMI_CHANGED];   /* by chunk.c since the lock was taken, checked before it is let go */
-    uint32_t changed_count;              /* more than GMI_CHANGED: all may have changed */
-    uint32_t blocks_held;                /* blocks in files that chunks' records name */
-    _Atomic uintptr_t lock_owner;        /* Atomic: identifies the thread that has the lock; 0: none */
-    void (*call)(struct gmi_manager *m); /* called before the lock is let go */
+    gmi_chunk_t *changed[GMI_CHANGED];   /* records that changed since the lock was taken; checked at unlock */
+    uint32_t changed_count;              /* more than GMI_CHANGED: any record may have changed */
+    uint32_t blocks_held;                /* blocks that chunk records name */
+    _Atomic uintptr_t lock_owner;        /* Atomic: identifies the lock's holder, 0 = none; a thread compares it only
+                                          * with its own value, which no other thread stores */
+    void (*call)(struct gmi_manager *m); /* called before each unlock */
   } check;
 
   struct {
@@ -406,7 +442,7 @@ typedef struct gmi_manager {
   } log;
 } gmi_manager_t;
 
-/* Once the arenas are cut; the lock is held. */
+/* Sizes, valid once gmi_cut() has chosen them; the lock is held. */
 static inline uint64_t gmi_chunk_bytes(const gmi_manager_t *m) { return UINT64_C(1) << m->cut.chunk_shift; }
 static inline uint64_t gmi_frame_bytes(const gmi_manager_t *m) {
   return atomic_load_explicit(&m->cut.frame_bytes, memory_order_relaxed);
@@ -426,26 +462,25 @@ static inline uint64_t gmi_copy_bytes(const gmi_manager_t *m, uint32_t from, uin
 }
 
 /* core/links.c */
-void gmi_links_open(gmi_manager_t *m); /* all but the streams */
-/* The link between two tiers, which there is. */
+void gmi_links_open(gmi_manager_t *m); /* fills in all fields but stream */
+/* The link between two tiers. The link must exist. */
 gmi_link_t *gmi_link(gmi_manager_t *m, uint32_t from_tier, uint32_t to_tier);
-/* The two directions of the device's link, which has streams. */
+/* The two directions between host and device, whose copies run on streams. */
 static inline gmi_link_t *gmi_link_in(gmi_manager_t *m) { return gmi_link(m, GEMINI_TIER_HOST, GEMINI_TIER_DEVICE); }
 static inline gmi_link_t *gmi_link_out(gmi_manager_t *m) { return gmi_link(m, GEMINI_TIER_DEVICE, GEMINI_TIER_HOST); }
-/* That of a transfer of files. */
+/* The link of file reads or file writes. */
 static inline gmi_link_t *gmi_link_file(gmi_manager_t *m, bool write) {
   return write ? gmi_link(m, GEMINI_TIER_HOST, GEMINI_TIER_FILE) : gmi_link(m, GEMINI_TIER_FILE, GEMINI_TIER_HOST);
 }
 static inline bool gmi_link_is_fetch(const gmi_link_t *link) { return link->to_tier == GEMINI_TIER_DEVICE; }
 void gmi_link_count(gmi_manager_t *m, gmi_link_t *link, uint32_t reason, uint64_t chunks); /* chunks were moved */
 void gmi_link_measured(gmi_manager_t *m, gmi_link_t *link);             /* chunk_ns has changed: publishes the rate */
-uint64_t gmi_link_rate(const gmi_manager_t *m, const gmi_link_t *link); /* measured, bytes a second; 0: not yet */
+uint64_t gmi_link_rate(const gmi_manager_t *m, const gmi_link_t *link); /* measured bytes per second; 0 = unknown */
 
 /* core/handles.c */
-extern uint64_t
-    gmi_manager_serial; /* managers opened so far; for tests, which may add to it while no manager is being opened */
-bool gmi_manager_enter(gmi_manager_t *m); /* gives it a handle, which is valid from now on; false: too many are open */
-void gmi_manager_leave(gmi_manager_t *m); /* its handle, and those of its objects, are not valid any more */
+extern uint64_t gmi_manager_serial; /* managers opened so far; tests may add to it while no manager is being opened */
+bool gmi_manager_enter(gmi_manager_t *m); /* makes the manager's handle valid; false: too many managers are open */
+void gmi_manager_leave(gmi_manager_t *m); /* makes its handle and its objects' handles invalid */
 uint32_t gmi_managers_open(void);
 gmi_manager_t *gmi_manager_get(gemini_manager_t handle); /* NULL, with the error recorded */
 void *gmi_handle(const gmi_manager_t *m, uint32_t type, uint64_t generation, uint32_t index);
@@ -457,8 +492,8 @@ static inline uint32_t gmi_handle_index_bits(uint32_t type) {
          : type == GMI_HANDLE_GRAPH  ? GMI_GRAPH_INDEX_BITS
                                      : 0;
 }
-/* Is handle of this type and manager? Then its index and generation. Otherwise the error is recorded. Inline, as each
- * acquire and release asks it several times, with a type that is constant there. */
+/* Returns true, with index and generation, if handle has this type and belongs to this manager; otherwise records the
+ * error. Inline because each acquire and release calls it several times with a constant type. */
 static inline bool gmi_handle_open(const gmi_manager_t *m, const void *handle, uint32_t type, uint32_t *index_out,
                                    uint64_t *generation_out) {
   uint64_t id = gmi_id(handle);
@@ -474,19 +509,21 @@ static inline bool gmi_handle_open(const gmi_manager_t *m, const void *handle, u
 }
 
 /* core/lock.c */
-void gmi_lock(gmi_manager_t *m, const char *function); /* function: the public one, for who waits; static storage */
-/* The same in the middle of another thread's update callback: for calls that leave chunks' bytes and records alone. */
+/* Takes the lock and waits until no other thread's update callback runs. function: name of the public function, for
+ * reports of waits; static storage. */
+void gmi_lock(gmi_manager_t *m, const char *function);
+/* Takes the lock even while another thread's update callback runs. For calls that use no chunk's bytes or record. */
 void gmi_lock_beside(gmi_manager_t *m, const char *function);
-/* Lock held, and given up meanwhile: waits until no callback of another thread runs. */
+/* Waits until no other thread's update callback runs. Lock held; released while waiting. */
 void gmi_callbacks_wait(gmi_manager_t *m, const char *function);
-void gmi_callback_begin(gmi_manager_t *m); /* gives up the lock; logs are not sent */
+void gmi_callback_begin(gmi_manager_t *m); /* releases the lock for a callback; logs stay queued */
 void gmi_callback_end(gmi_manager_t *m, const char *function);
-void gmi_unlock(gmi_manager_t *m);                               /* then sends queued logs */
-bool gmi_lock_try(gmi_manager_t *m);                             /* false: somebody has it */
+void gmi_unlock(gmi_manager_t *m);                               /* then sends the queued logs */
+bool gmi_lock_try(gmi_manager_t *m);                             /* false: another thread holds it; never blocks */
 void gmi_unlock_quietly(gmi_manager_t *m);                       /* logs stay queued */
-void gmi_lock_wait(gmi_manager_t *m, pthread_cond_t *condition); /* lock held: waits without it, and has it again */
-bool gmi_lock_is_mine(gmi_manager_t *m);                         /* for assertions; without GEMINI_CHECK, true */
-/* All of a public function whose parameter mgr is the manager: call, with m, under its lock. */
+void gmi_lock_wait(gmi_manager_t *m, pthread_cond_t *condition); /* lock held; released while waiting */
+bool gmi_lock_is_mine(gmi_manager_t *m);                         /* for assertions; without GEMINI_CHECK always true */
+/* The body of a public function with the manager handle mgr: evaluates call, which may use m, under m's lock. */
 #define API_LOCKED(call)                   \
   gmi_manager_t *m = gmi_manager_get(mgr); \
   if (!m) API_RETURN(GEMINI_ERR_HANDLE);   \

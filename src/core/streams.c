@@ -1,4 +1,11 @@
-/* Streams, and fences: marks of streams in one word. SPDX-License-Identifier: Apache-2.0 */
+/* Streams and fences. SPDX-License-Identifier: Apache-2.0
+ *
+ * A fence names a stream and a mark, and need not have a mark on the device yet. Placing a mark is a device call, so a
+ * release does not place one: it names the next mark of the stream (gmi_fence_later()), and the mark is placed only if
+ * another stream or thread has to wait for it. Most releases are followed by more work on the same stream, and nothing
+ * ever waits for them.
+ *
+ * Threads: marks are placed under the manager's lock; gmi_fence_later() and gmi_fence_reached() run on any thread. */
 #include <stdio.h>
 
 #include "base/check.h"
@@ -6,16 +13,21 @@
 #include "core/streams.h"
 
 /* ---- fences */
+/* Claims the next mark number, then places the mark. The order matters because gmi_fence_later() runs without the lock:
+ * it queues nothing, reads recorded and names recorded + 1. If it reads the old number, its load precedes the claim in
+ * the order of seq_cst operations, so its stream's work was queued before the mark is placed, and the named mark is the
+ * one placed here. If it reads the claimed number, it names a later mark, which is placed when it is needed. Claiming
+ * after placing would let it name a mark that lies before its own work. The load may be relaxed: only the holder of the
+ * lock writes recorded. */
 static gemini_status_t fence_now(gmi_manager_t *m, uint32_t stream, bool timed, gmi_fence_t *fence_out) {
-  /* Claim first: a release that reads the old number names a mark that is recorded after its own work. */
   uint64_t mark = atomic_load_explicit(&m->streams[stream].recorded, memory_order_relaxed) + 1;
   atomic_store_explicit(&m->streams[stream].recorded, mark, memory_order_seq_cst);
   uint64_t got = 0;
   gemini_status_t status =
       (timed ? m->device.ops->stream.mark : m->device.ops->stream.mark_untimed)(m->device.self, stream, &got);
-  if (status) { /* whoever named a later one meanwhile gets it recorded when it is needed */
+  if (status) { /* a later mark that was named meanwhile is placed by fence_record() when it is needed */
     atomic_store_explicit(&m->streams[stream].recorded, mark - 1, memory_order_seq_cst);
-    if (status == GEMINI_ERR_STATE) return status; /* it is being captured, as the message says */
+    if (status == GEMINI_ERR_STATE) return status; /* the stream is being captured; the device has set the message */
     return gmi_fail(status, 0, "device %s could not mark stream %u", m->device.ops->name, stream);
   }
   atomic_store_explicit(&m->streams[stream].recorded, got, memory_order_seq_cst);
@@ -32,11 +44,14 @@ gemini_status_t gmi_fence_now_untimed(gmi_manager_t *m, uint32_t stream, gmi_fen
   return fence_now(m, stream, false, fence_out);
 }
 
+/* seq_cst: pairs with the claim in fence_now(). */
 gmi_fence_t gmi_fence_later(gmi_manager_t *m, uint32_t stream) {
   if (stream == GMI_CALLER) return 0;
   return gmi_fence(stream, atomic_load_explicit(&m->streams[stream].recorded, memory_order_seq_cst) + 1);
 }
 
+/* Places marks until the fence's mark exists. At most a few: a fence names at most one mark beyond the last claim, and
+ * the loop only repeats when a failed claim was taken back. */
 static gemini_status_t fence_record(gmi_manager_t *m, gmi_fence_t fence) {
   uint32_t stream = gmi_fence_stream(fence);
   gemini_status_t status = GEMINI_OK;
@@ -80,7 +95,7 @@ gmi_fence_t gmi_fence_join(gmi_manager_t *m, gmi_fence_t a, gmi_fence_t b) {
   if (gmi_fence_reached(m, b)) return a;
   gmi_fence_t joined = b;
   if (gmi_fence_wait(m, gmi_fence_stream(b), a) || fence_now(m, gmi_fence_stream(b), false, &joined)) {
-    m->failure.status = GEMINI_ERR_DEVICE; /* then both are waited for, by the caller */
+    m->failure.status = GEMINI_ERR_DEVICE; /* no fence covers both: the calling thread waits for both instead */
     snprintf(m->failure.message, sizeof m->failure.message, "%s", gmi_fail_message());
     gmi_fence_sync(m, a);
     gmi_fence_sync(m, b);
@@ -124,7 +139,7 @@ gemini_status_t gmi_stream_resolve(gmi_manager_t *m, gemini_stream_t stream, uin
   return GEMINI_OK;
 }
 
-/* native: NULL, or where a stream of the caller's own is, to be adopted. */
+/* native: address of the caller's own stream, which is adopted; NULL creates a new stream. */
 gemini_status_t gmi_stream_open(gmi_manager_t *m, bool internal, void *const *native, uint32_t *index_out) {
   GMI_ASSERT(gmi_lock_is_mine(m));
   uint32_t open = 0;
@@ -144,7 +159,7 @@ gemini_status_t gmi_stream_open(gmi_manager_t *m, bool internal, void *const *na
   s->native = native ? *native : NULL;
   atomic_store(&s->life, ++s->generation);
   gmi_fence_t first;
-  status = fence_now(m, index, false, &first); /* learns where the stream's numbers stand */
+  status = fence_now(m, index, false, &first); /* sets recorded: a device index that is reused continues its numbers */
   if (status) {
     atomic_store(&s->life, 0);
     m->device.ops->stream.destroy(m->device.self, index);
@@ -154,8 +169,9 @@ gemini_status_t gmi_stream_open(gmi_manager_t *m, bool internal, void *const *na
   return GEMINI_OK;
 }
 
-/* Two names of a stream would be two streams that wait for each other: one that the caller adopted or got serves,
- * too. */
+/* A native stream must have one index only: two would be treated as two streams that wait for each other. Therefore
+ * streams that the caller adopted, or whose native pointer was told to the caller, match too. Relaxed: life changes
+ * under the lock, which the caller holds. */
 bool gmi_stream_is_native(const gmi_stream_t *s, const void *native) {
   return atomic_load_explicit(&s->life, memory_order_relaxed) && s->named && s->native == native;
 }
@@ -177,7 +193,8 @@ static gemini_status_t native_renew(gmi_manager_t *m, uint32_t index, bool may_b
 }
 
 gemini_status_t gmi_stream_end(gmi_manager_t *m, uint32_t index) {
-  /* Fences of this stream may still lie in chunks: everything they could name gets recorded and reached here. */
+  /* Chunks may still hold fences of this stream. This mark covers every mark they can name, and once it is reached, all
+   * of them count as reached. */
   gmi_fence_t end = 0;
   gemini_status_t status = fence_now(m, index, false, &end);
   if (!status) status = gmi_fence_sync(m, end);
@@ -216,7 +233,7 @@ gemini_status_t gmi_stream_of_native(gmi_manager_t *m, void *native, bool may_bl
   return GEMINI_OK;
 }
 
-/* Queued copies and calls use frames, host slots and addresses: nothing of these goes before they are done. */
+/* Called before memory is freed: queued copies and callbacks use frames, host slots and addresses. */
 void gmi_streams_drain(gmi_manager_t *m) {
   for (uint32_t i = 0; i < GMI_DEVICE_MAX_STREAMS; i++) {
     gmi_fence_t end;

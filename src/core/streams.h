@@ -1,28 +1,28 @@
-/* Streams, and fences: marks of streams in one word.
+/* Streams, and operations on fences (core/fence.h).
  * SPDX-License-Identifier: Apache-2.0 */
 #ifndef GMI_STREAMS_H
 #define GMI_STREAMS_H
 
 #include "core/manager.h"
 
-/* Index of a user's stream, or GMI_CALLER. */
+/* Returns the index of the caller's stream, or GMI_CALLER. Any thread, no lock. */
 gemini_status_t gmi_stream_resolve(gmi_manager_t *m, gemini_stream_t stream, uint32_t *index_out);
-enum { GMI_STREAMS_LIMIT = 48 }; /* open at once, without the library's own */
-/* native: NULL, or where a stream of the caller's own is, to be adopted. Lock held. */
+enum { GMI_STREAMS_LIMIT = 48 }; /* streams open at once, not counting the library's own */
+/* native: address of the caller's own stream, which is adopted; NULL creates a new stream. Lock held. */
 gemini_status_t gmi_stream_open(gmi_manager_t *m, bool internal, void *const *native, uint32_t *index_out);
-/* Is it the stream that the GPU's API calls native, adopted or told to the caller? Two names of a stream would be two
- * streams that wait for each other. */
+/* Is this the stream that the GPU's API calls native, and does the caller know it by that name? A native stream must
+ * not get a second index: the two would wait for each other. */
 bool gmi_stream_is_native(const gmi_stream_t *s, const void *native);
-void gmi_streams_drain(gmi_manager_t *m); /* waits for all work of all streams */
+void gmi_streams_drain(gmi_manager_t *m); /* waits for all queued work of all streams */
 
-/* The index under which the caller's own stream is known, which adopts it at first; lock held. BUSY: that would wait
- * for the device, which may_block allows. On the simulated device native is a gemini_stream_t. */
+/* Returns the index of the caller's own stream, and adopts the stream if it has none yet; lock held. BUSY: adopting it
+ * would wait for the device, and may_block is false. On the simulated device native is a gemini_stream_t. */
 gemini_status_t gmi_stream_of_native(gmi_manager_t *m, void *native, bool may_block, uint32_t *index_out);
-/* Waits for a stream's work and lets go of it; lock held. A failure leaves the stream as it is. */
+/* Waits for a stream's work and destroys the stream; lock held. A failure leaves the stream open. */
 gemini_status_t gmi_stream_end(gmi_manager_t *m, uint32_t index);
 
-/* Memory that queued work may still write to, as the device could not be waited for: it goes when the device has been
- * closed. What is kept lies behind this header, in the same allocation. Lock held. */
+/* Memory that queued work may still write because a wait for the device failed. It is freed after the device has been
+ * closed. The memory follows this header in the same allocation. Lock held. */
 typedef struct gmi_leftover {
   struct gmi_leftover *next;
   uint64_t reserved;
@@ -38,11 +38,12 @@ gemini_status_t gmi_fence_now(gmi_manager_t *m, uint32_t stream, gmi_fence_t *fe
 gemini_status_t gmi_fence_now_untimed(gmi_manager_t *m, uint32_t stream, gmi_fence_t *fence_out); /* cheaper */
 gemini_status_t gmi_fence_wait(gmi_manager_t *m, uint32_t stream, gmi_fence_t fence); /* GMI_CALLER: blocks */
 gemini_status_t gmi_fence_sync(gmi_manager_t *m, gmi_fence_t fence);                  /* blocks; keeps the lock */
-bool gmi_fence_reached(gmi_manager_t *m, gmi_fence_t fence);                          /* any thread, no lock */
-/* A fence after both; may make one stream wait for the other. */
+/* Any thread, no lock. Returns false after a stream failure too; call gmi_fence_sync() for the error. */
+bool gmi_fence_reached(gmi_manager_t *m, gmi_fence_t fence);
+/* Returns a fence behind both; may make one stream wait for the other. */
 gmi_fence_t gmi_fence_join(gmi_manager_t *m, gmi_fence_t a, gmi_fence_t b);
-/* Fence behind what has been queued on stream so far; its mark is recorded when it is first needed. 0 for the caller.
- * No lock. */
+/* Returns a fence behind all work queued on stream so far, without a device call: its mark is placed when it is first
+ * waited for. Returns 0 for GMI_CALLER. Any thread, no lock. */
 gmi_fence_t gmi_fence_later(gmi_manager_t *m, uint32_t stream);
 
 #endif

@@ -1,4 +1,9 @@
-/* Who waits for what. SPDX-License-Identifier: Apache-2.0 */
+/* The list of threads that wait inside the library, and its readers: the dump and the watchdog.
+ * SPDX-License-Identifier: Apache-2.0
+ *
+ * Each blocked thread links a record on its own stack into the list, under watch.lock. The watchdog thread wakes up
+ * after each quarter of the time limit (at least once a second), logs waits that have exceeded the limit, and logs a
+ * wait again whenever its time has doubled. The dump runs on its caller's thread. */
 #include "core/watch.h"
 
 #include <inttypes.h>
@@ -12,16 +17,16 @@
 #include "core/manager.h"
 
 enum {
-  TOLD_AT_ONCE = 16,         /* waits that one look of the watchdog reports */
-  LOOKS = 20,                /* at most, for records that can be read */
-  LOOK_PAUSE_NS = 100000,    /* between them */
-  PERIOD_LEAST_NS = 1000000, /* between two looks of the watchdog */
+  TOLD_AT_ONCE = 16,         /* waits that one pass of the watchdog reports at most */
+  LOOKS = 20,                /* attempts of gmi_reading_begin() */
+  LOOK_PAUSE_NS = 100000,    /* between two attempts */
+  PERIOD_LEAST_NS = 1000000, /* bounds of the time between two passes of the watchdog */
   PERIOD_MOST_NS = 1000000000,
   LINE = 400,
   THREAD_TEXT = 48
 };
 
-static _Thread_local uint32_t this_thread; /* as the system numbers it; 0: not asked yet */
+static _Thread_local uint32_t this_thread; /* the thread id (gettid) of this thread; 0 = not asked yet */
 static uint32_t thread_number(void) {
   if (!this_thread) this_thread = (uint32_t)syscall(SYS_gettid);
   return this_thread;
@@ -58,13 +63,15 @@ void gmi_wait_end(gmi_manager_t *m, gmi_wait_t *wait) {
   pthread_mutex_unlock(&watch->lock);
 }
 
+/* Relaxed: the lock's holder writes both for its own reports and for those of other threads. A reader without the lock
+ * may combine two holders; it prints text for people, so the cost of a stronger order is not worth it. */
 void gmi_watch_locked(gmi_manager_t *m, const char *function) {
   atomic_store_explicit(&m->watch.holder, function, memory_order_relaxed);
   atomic_store_explicit(&m->watch.holder_thread, thread_number(), memory_order_relaxed);
 }
 
 /* ---- waits in words */
-/* "12345 (python)", or the number alone. */
+/* Writes "12345 (python)", or the number alone if the thread has ended. */
 static void name_thread(uint32_t thread, char text_out[THREAD_TEXT]) {
   char path[64], name[32] = "";
   snprintf(path, sizeof path, "/proc/self/task/%u/comm", thread);
@@ -106,10 +113,9 @@ static void describe_object(gmi_manager_t *m, const gmi_wait_t *wait, char text_
     snprintf(text_out, LINE, "transfers to and from files, which were %" PRIu64, wait->number);
     break;
   case GMI_WAIT_WORKERS:
-    snprintf(text_out, LINE, "the workers to end what was submitted, %" PRIu64 " parts of updates and norms",
-             wait->number);
+    snprintf(text_out, LINE, "the workers to finish %" PRIu64 " submitted parts of updates and norms", wait->number);
     break;
-  case GMI_WAIT_COMMIT: snprintf(text_out, LINE, "the kept files to be synced"); break;
+  case GMI_WAIT_COMMIT: snprintf(text_out, LINE, "the checkpoint files to be synced"); break;
   case GMI_WAIT_FD: snprintf(text_out, LINE, "the caller's file, descriptor %" PRIu64, wait->number); break;
   case GMI_WAIT_CALLBACK: snprintf(text_out, LINE, "the caller's update callback"); break;
   case GMI_WAIT_PLAN: snprintf(text_out, LINE, "the planner"); break;
@@ -149,13 +155,14 @@ static void *watchdog(void *user) {
     uint64_t now = now_ns();
     for (gmi_wait_t *c = watch->first; c && count < TOLD_AT_ONCE && !watch->stop; c = c->next) {
       uint64_t waited = now - c->since_ns;
-      if (waited < limit || (c->told_ns && waited < 2 * c->told_ns)) continue; /* after limit, 2 limit, 4 limit... */
+      if (waited < limit || (c->told_ns && waited < 2 * c->told_ns))
+        continue; /* reports at limit, 2 limit, 4 limit... */
       c->told_ns = waited;
       memcpy(texts[count], prefix, sizeof prefix);
       describe_wait(m, c, now, texts[count++] + sizeof prefix - 1);
     }
     if (!count) continue;
-    pthread_mutex_unlock(&watch->lock); /* never call out with a lock */
+    pthread_mutex_unlock(&watch->lock); /* the log callback may call the library, which takes the lock for its waits */
     for (uint32_t i = 0; i < count; i++) m->config.log_fn(m->config.log_user, GEMINI_LOG_WARNING, texts[i]);
     pthread_mutex_lock(&watch->lock);
   }
@@ -201,6 +208,10 @@ static bool someone_waits_with_lock(const gmi_watch_t *watch) {
   return false;
 }
 
+/* A dump must not block on a manager that hangs. The records can be read without the lock while its holder is in a
+ * wait: it made the records consistent before gmi_wait_begin(), which also published them through watch.lock, and it
+ * cannot leave gmi_wait_end() while this thread holds watch.lock. If the holder is computing instead, it is likely to
+ * unlock or to wait soon: hence a few attempts. */
 gmi_reading_t gmi_reading_begin(gmi_manager_t *m) {
   for (int look = 0; look < LOOKS; look++) {
     if (look) nanosleep(&(struct timespec){ 0, LOOK_PAUSE_NS }, NULL);
@@ -224,6 +235,7 @@ void gmi_watch_write_holder(gmi_manager_t *m, FILE *file) {
   fprintf(file, "%s() of thread %s", holder ? holder : "?", thread);
 }
 
+/* A frozen reading holds watch.lock already. */
 void gmi_watch_write_waits(gmi_manager_t *m, gmi_reading_t reading, FILE *file) {
   uint64_t now = now_ns();
   char text[2 * LINE];

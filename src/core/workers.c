@@ -1,11 +1,16 @@
-/* Host workers: they run updates on chunks that live on the host, and sum these for norms.
+/* Host workers: threads that run updates on chunks on the host, and sum such chunks for norms.
  * SPDX-License-Identifier: Apache-2.0
  *
- * A job is cut into slices, each within one chunk of every arena, so that all workers share in the one that is wanted
- * soonest. Which that is: among jobs whose bytes are there and whose slots' earlier work is done, the one whose chunks
- * are used next soonest, of equals the oldest. When none is ready, the oldest one that nobody waits for is waited for,
- * by a few workers at once: those that wait cannot help.
- * A job waits only for device work and for jobs queued before it, so one worker is enough for progress. */
+ * Callers push jobs under the manager's lock; workers run them under workers.lock alone, which they release while they
+ * compute or wait for the device. A job is divided into slices, each within one chunk of every arena, so that all
+ * workers work on the most urgent job at the same time. The most urgent job is the one whose chunks have the nearest
+ * next use, among the jobs that are ready: their bytes have come and the earlier work on their slots is done. The older
+ * of two equal jobs goes first. When no job is ready, up to WAITERS workers block on the oldest jobs that no worker
+ * waits for yet; the others stay free for jobs that become ready.
+ *
+ * A job waits only for device work, for transfers and for jobs queued before it, so one worker is enough for progress.
+ * A job's state: QUEUED -> CAME -> WAITED_FOR -> READY, or QUEUED -> WAITED_FOR -> READY; then its slices are handed
+ * out, and the worker that finishes the last slice frees the job. */
 #include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -19,15 +24,15 @@
 enum {
   WORKERS_LIMIT = 256,
   INTERVALS_LIMIT = 16384,
-  LOOK = 32,        /* jobs that are not ready yet, at either end of the queue, that are looked at */
-  LOOK_NS = 200000, /* how often, while there is other work */
-  WAITERS = 2
+  LOOK = 32,        /* unready jobs that one pass examines at either end of the queue: bounds its cost */
+  LOOK_NS = 200000, /* time between two passes while there is other work */
+  WAITERS = 2       /* workers that may block on unready jobs */
 };
 enum {
-  JOB_QUEUED,     /* its bytes may be on their way */
-  JOB_WAITED_FOR, /* by one worker */
-  JOB_CAME,       /* ready, but for what happens before its first slice */
-  JOB_READY
+  JOB_QUEUED,     /* its bytes may still be moving */
+  JOB_WAITED_FOR, /* one worker is in prepare() for it */
+  JOB_CAME,       /* its bytes have come; prepare() has yet to check for failures and clear gaps */
+  JOB_READY       /* its slices can run */
 };
 
 typedef struct {
@@ -36,21 +41,24 @@ typedef struct {
   uint32_t index;
 } worker_t;
 
+/* lock guards all fields that change after gmi_workers_open(), and the jobs' private fields. Invariants: every job in
+ * the ready list is also in the list from first to last; no job before queued is JOB_QUEUED. */
 typedef struct gmi_workers {
-  pthread_mutex_t lock; /* after the manager's, never the other way round */
+  pthread_mutex_t lock; /* taken after the manager's lock; the locks of the device are taken under it */
+  /* more: workers wait here for jobs. done: callers, and workers in prepare(), wait here for finished work. */
   pthread_cond_t more, done;
-  gmi_job_t *first, *last;       /* not done yet, in the order of submission */
-  gmi_job_t *queued;             /* of these: none before it is JOB_QUEUED; NULL: none is */
-  gmi_job_t *ready, *ready_last; /* JOB_CAME, or JOB_READY with slices left; by next use, of equals by age */
-  uint64_t looked_ns;            /* when the queue was looked at */
-  uint32_t waiters;              /* workers that wait for a job's bytes */
-  uint64_t pending;              /* queued or running */
-  uint64_t deferred;             /* of these, those that were deferred */
-  uint64_t submitted;            /* in all */
-  uint64_t finished;             /* jobs and other work finished */
-  gemini_status_t failure;       /* of the first update that did not run */
-  char failure_text[384];        /* why */
-  char last_text[384];           /* of the last read that failed */
+  gmi_job_t *first, *last;       /* unfinished jobs in the order of submission */
+  gmi_job_t *queued;             /* where a search for JOB_QUEUED starts; NULL: there is none */
+  gmi_job_t *ready, *ready_last; /* JOB_CAME, or JOB_READY with slices left; sorted by next use, then by age */
+  uint64_t looked_ns;            /* time of the last pass over the queue */
+  uint32_t waiters;              /* workers in prepare() */
+  uint64_t pending;              /* jobs queued or running */
+  uint64_t deferred;             /* the deferred ones among them */
+  uint64_t submitted;            /* jobs ever submitted */
+  uint64_t finished;             /* jobs and other work ever finished: an event counter for waits */
+  gemini_status_t failure;       /* of the first update that did not run; never reset */
+  char failure_text[384];        /* its cause */
+  char last_text[384];           /* cause of the last failed read */
   bool stop;
   uint32_t thread_count;
   double ns_per_element; /* of an update and one worker, running mean */
@@ -62,7 +70,8 @@ typedef struct gmi_workers {
   worker_t workers[WORKERS_LIMIT];
 } gmi_workers_t;
 
-/* Can it run without waiting? Called with the lock. */
+/* Can the job run without waiting? The acquire load of work_done pairs with the release increments in finish() and
+ * gmi_workers_work_done(): the worker that sees the count also sees the bytes. Called with the lock held. */
 static bool is_ready(const gmi_workers_t *l, const gmi_job_t *job) {
   const gmi_manager_t *m = l->m;
   for (uint32_t i = 0; i < job->slot_count; i++)
@@ -74,12 +83,12 @@ static bool is_ready(const gmi_workers_t *l, const gmi_job_t *job) {
   return true;
 }
 
-/* Called with the lock, as those below. */
+/* Called with the lock held, as are the functions up to pick(). */
 static bool goes_before(const gmi_job_t *a, const gmi_job_t *b) {
   return a->next_use != b->next_use ? a->next_use < b->next_use : a->number < b->number;
 }
 static void add_ready(gmi_workers_t *l, gmi_job_t *job) {
-  gmi_job_t **link = &l->ready; /* a backward pass adds at the begin, an update of all at the end */
+  gmi_job_t **link = &l->ready; /* short: backward passes add at the start of the list, whole updates at its end */
   if (l->ready && goes_before(l->ready_last, job)) link = &l->ready_last->next_ready;
   while (*link && goes_before(*link, job)) link = &(*link)->next_ready;
   job->next_ready = *link;
@@ -95,7 +104,7 @@ static void leave_queue(gmi_workers_t *l, gmi_job_t *job, uint32_t state) {
   while (l->queued && l->queued->state != JOB_QUEUED) l->queued = l->queued->next;
 }
 
-/* Finds jobs that have become ready. */
+/* Moves jobs that have become ready to the ready list. */
 static void look(gmi_workers_t *l, bool from_end) {
   uint32_t waiting = 0;
   for (gmi_job_t *job = from_end ? l->last : l->queued; l->queued && job && waiting < LOOK;
@@ -108,7 +117,8 @@ static void look(gmi_workers_t *l, bool from_end) {
   }
 }
 
-/* The job to work on, or to wait for; NULL: neither. */
+/* Returns the job to run or to wait for; NULL: there is none. Looks at both ends of the queue: old jobs usually become
+ * ready first, but the newest may concern chunks that are on the host already. */
 static gmi_job_t *pick(gmi_workers_t *l) {
   if (!l->first) return NULL;
   uint64_t now_ns = l->m->device.ops->now(l->m->device.self);
@@ -120,8 +130,9 @@ static gmi_job_t *pick(gmi_workers_t *l) {
   return l->ready ? l->ready : l->waiters < WAITERS ? l->queued : NULL;
 }
 
-/* Waits for what the job waits for, and makes it ready. A job whose bytes did not come has no slices: on these, nothing
- * is computed. Called with the lock, which it gives up meanwhile. */
+/* Waits for the device work and the slots' work that the job depends on, and makes the job ready. If a dependency
+ * failed, the job's bytes are unusable: all its elements count as done without a call of fn, and the failure is
+ * recorded. Called with the lock held, which it releases while it waits. */
 static void prepare(gmi_workers_t *l, gmi_job_t *job) {
   gmi_manager_t *m = l->m;
   gemini_status_t status = GEMINI_OK;
@@ -132,7 +143,7 @@ static void prepare(gmi_workers_t *l, gmi_job_t *job) {
   for (uint32_t i = 0; i < job->fence_count; i++) {
     gemini_status_t one =
         m->device.ops->stream.sync(m->device.self, gmi_fence_stream(job->fences[i]), gmi_fence_mark(job->fences[i]));
-    if (one) status = GEMINI_ERR_DEVICE; /* whatever the device says of a mark that it has not placed */
+    if (one) status = GEMINI_ERR_DEVICE; /* one status for all, as sync() has others for marks that were never placed */
   }
   pthread_mutex_lock(&l->lock);
   for (uint32_t i = 0; i < job->slot_count; i++) {
@@ -157,7 +168,8 @@ static void prepare(gmi_workers_t *l, gmi_job_t *job) {
   pthread_cond_broadcast(&l->more);
 }
 
-/* The bytes of the span's arenas from an element on, and how many elements from there on lie in one piece. */
+/* Sets span->ptr to element at of each arena, and returns the number of elements from there that are contiguous in
+ * every arena: host slots of adjacent chunks need not be adjacent. */
 static uint64_t locate(const gmi_job_t *job, uint32_t chunk_shift, uint64_t at, gemini_update_span_t *span) {
   uint64_t count = job->span.element_count - at, chunk_bytes = UINT64_C(1) << chunk_shift;
   for (uint32_t i = 0; i < span->arena_count; i++) {
@@ -174,14 +186,15 @@ static uint64_t locate(const gmi_job_t *job, uint32_t chunk_shift, uint64_t at, 
   return count;
 }
 
-/* Called with the lock, which it gives up meanwhile. */
+/* Takes the next slice of the job and runs it. Called with the lock held, which it releases while fn runs. Other
+ * workers may run other slices of the job meanwhile; the job stays allocated until done_elements covers all of them. */
 static void run_slice(gmi_workers_t *l, gmi_job_t *job, uint32_t worker) {
   gmi_manager_t *m = l->m;
   gemini_update_span_t span = job->span;
   uint64_t at = job->next_element, count = locate(job, m->cut.chunk_shift, at, &span);
   if (count > GMI_WORKERS_SLICE) count = GMI_WORKERS_SLICE;
   job->next_element += count;
-  if (job->next_element == job->span.element_count) take_first_ready(l); /* none is left for others */
+  if (job->next_element == job->span.element_count) take_first_ready(l); /* no slice is left for other workers */
   pthread_mutex_unlock(&l->lock);
   span.first_element += at;
   span.element_count = count;
@@ -198,7 +211,9 @@ static void run_slice(gmi_workers_t *l, gmi_job_t *job, uint32_t worker) {
   l->ns_per_element += (ns - l->ns_per_element) / (double)(l->samples < 64 ? l->samples : 64);
 }
 
-/* Called with the lock, which it gives up meanwhile. */
+/* Removes a job whose elements are all done, and frees it. The release increment of work_done publishes the written
+ * bytes to every thread that loads the count (acquire), with or without a lock. Called with the lock held, which it
+ * releases to wake streams, as the device takes its own locks. */
 static void finish(gmi_workers_t *l, gmi_job_t *job) {
   *(job->previous ? &job->previous->next : &l->first) = job->next;
   *(job->next ? &job->next->previous : &l->last) = job->previous;
@@ -208,7 +223,7 @@ static void finish(gmi_workers_t *l, gmi_job_t *job) {
   l->deferred -= job->deferred;
   l->finished++;
   pthread_cond_broadcast(&l->done);
-  if (!l->first) pthread_cond_broadcast(&l->more); /* who ends waits for that */
+  if (!l->first) pthread_cond_broadcast(&l->more); /* a worker that stops waits for an empty queue */
   pthread_mutex_unlock(&l->lock);
   l->m->device.ops->stream.flag_wake(l->m->device.self);
   free(job);
@@ -316,7 +331,7 @@ void gmi_workers_drain(gmi_manager_t *m, const char *function) {
   gmi_wait_t wait;
   gmi_wait_begin(m, &wait, function, GMI_WAIT_WORKERS, pending);
   pthread_mutex_lock(&l->lock);
-  uint64_t last = l->submitted; /* not for ever when others go on submitting */
+  uint64_t last = l->submitted; /* later jobs of other threads must not prolong the wait */
   while (l->first && l->first->number <= last) pthread_cond_wait(&l->done, &l->lock);
   pthread_mutex_unlock(&l->lock);
   gmi_wait_end(m, &wait);
@@ -333,6 +348,8 @@ void gmi_workers_wait_slot(gmi_manager_t *m, gmi_slot_t *slot, uint64_t count) {
   gmi_wait_end(m, &wait);
 }
 
+/* failure is stored before the release increment, so that a reader of the count sees it. The increment and the
+ * broadcast are under the lock, as the waiters check the count under it. */
 void gmi_workers_work_done(gmi_manager_t *m, gmi_slot_t *slot, gemini_status_t status, const char *message) {
   gmi_workers_t *l = m->update.workers;
   pthread_mutex_lock(&l->lock);
@@ -391,11 +408,13 @@ uint32_t gmi_workers_recorded(gmi_manager_t *m, gmi_workers_interval_t *interval
   return count;
 }
 
+/* failure_text is read without the lock: it does not change once failure is set. */
 gemini_status_t gmi_workers_failure(gmi_manager_t *m) {
   pthread_mutex_lock(&m->update.workers->lock);
   gemini_status_t failure = m->update.workers->failure;
   pthread_mutex_unlock(&m->update.workers->lock);
   if (!failure) return GEMINI_OK;
   return gmi_fail(failure, 0, "an update did not run: %s",
-                  failure != GEMINI_ERR_DEVICE ? m->update.workers->failure_text : "the device work before it failed");
+                  failure != GEMINI_ERR_DEVICE ? m->update.workers->failure_text
+                                               : "device work that it waits for failed");
 }

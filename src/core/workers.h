@@ -1,60 +1,63 @@
-/* Host workers: they run updates on chunks that live on the host, and sum these for norms.
+/* Host workers: threads that run updates on chunks on the host, and sum such chunks for norms.
  * SPDX-License-Identifier: Apache-2.0 */
 #ifndef GMI_WORKERS_H
 #define GMI_WORKERS_H
 
 #include "core/manager.h"
 
+/* One piece of an update, or one chunk of a norm. The pointers point into the job's own allocation or to records that
+ * outlive it. */
 typedef struct gmi_job gmi_job_t;
 struct gmi_job {
   gmi_job_t *next, *previous;
-  uint64_t number;   /* in the order of submission, from 1 */
-  uint64_t next_use; /* of the chunks, position as of gmi_chunk_t; set by the caller, as what follows */
+  uint64_t number;   /* order of submission, from 1 */
+  uint64_t next_use; /* earliest gmi_chunk_next_use() of the chunks; the caller sets this and what follows */
   gemini_update_fn fn;
   void *user;
   gemini_update_span_t span;
-  uint8_t *const *chunks[8]; /* of the span's arenas: where each lies, in the place of ptr; NULL: ptr has all */
+  uint8_t *const *chunks[8]; /* for each arena: addresses of its chunks; NULL: span.ptr is contiguous */
   uint32_t fence_count, slot_count, zero_count;
-  bool deferred;       /* it was; gmi_workers_deferred() counts it */
-  bool norm;           /* it changes nothing: who waits for it looks whether fn ran, and a failure is no update's */
-  gmi_fence_t *fences; /* device work to wait for */
-  gmi_slot_t **slots;  /* whose work_done grows when this is done */
-  uint64_t *after;     /* [slot_count] work_done to wait for first */
+  bool deferred;       /* counted by gmi_workers_deferred() */
+  bool norm;           /* reads only: a failure is not an update's, and the caller checks whether fn ran */
+  gmi_fence_t *fences; /* [fence_count] device work to wait for */
+  gmi_slot_t **slots;  /* [slot_count] slots whose work_done this job increments when it is done */
+  uint64_t *after;     /* [slot_count] value of work_done to wait for first */
   struct {
     void *address;
     uint64_t bytes;
-  } *zeros;                  /* to clear before fn runs */
-  uint32_t element_bytes[8]; /* of the span's arenas */
-  /* the workers' own */
-  uint64_t next_element, done_elements; /* of the span: handed to workers, done */
+  } *zeros;                  /* [zero_count] memory to clear before fn runs */
+  uint32_t element_bytes[8]; /* for each arena */
+  /* private to workers.c; guarded by its lock */
+  uint64_t next_element, done_elements; /* elements of the span handed to workers; finished */
   gmi_job_t *next_ready;
   uint32_t state, reserved;
 };
-enum {
-  GMI_WORKERS_SLICE = 1 << 18
-}; /* elements that a worker takes at once, at most: some 7 MB of memory, less than a millisecond */
+enum { GMI_WORKERS_SLICE = 1 << 18 }; /* most elements in one slice: some 7 MB of memory, less than a millisecond */
 gemini_status_t gmi_workers_open(gmi_manager_t *m, uint32_t threads);
-void gmi_workers_close(gmi_manager_t *m);                /* finishes what is queued */
-void gmi_workers_push(gmi_manager_t *m, gmi_job_t *job); /* takes the job: one allocation, freed when done */
+void gmi_workers_close(gmi_manager_t *m);                /* finishes all queued jobs, then joins the threads */
+void gmi_workers_push(gmi_manager_t *m, gmi_job_t *job); /* owns the job, one allocation, and frees it when done */
 uint64_t gmi_workers_pending(gmi_manager_t *m);
-uint64_t gmi_workers_deferred(gmi_manager_t *m); /* of these, those that were deferred */
-void gmi_workers_nudge(gmi_manager_t *m);        /* as if something had ended */
-/* Blocks until nothing is pending. function: that waits; NULL: the lock is held. */
+uint64_t gmi_workers_deferred(gmi_manager_t *m); /* pending jobs that were deferred */
+void gmi_workers_nudge(gmi_manager_t *m);        /* wakes waits for gmi_workers_finished() to change */
+/* Blocks until all jobs submitted so far are done. function: the public function that waits; NULL: the manager's lock
+ * is held. */
 void gmi_workers_drain(gmi_manager_t *m, const char *function);
 void gmi_workers_wait_slot(gmi_manager_t *m, gmi_slot_t *slot, uint64_t count); /* blocks; lock held */
-/* Other work on a slot is over: its user, its failure. Any thread, no lock. */
+/* A transfer on a slot has ended with status; message: why it failed. Any thread, no lock. */
 void gmi_workers_work_done(gmi_manager_t *m, gmi_slot_t *slot, gemini_status_t status, const char *message);
-uint64_t gmi_workers_finished(gmi_manager_t *m); /* jobs and other work that are over */
-/* Blocks until there are more; lock held, and kind says what for. The other is for threads of the library's own,
- * without. */
+uint64_t gmi_workers_finished(gmi_manager_t *m); /* jobs and transfers ever finished */
+/* Both block until gmi_workers_finished() differs from finished. The first is for threads that hold the manager's lock;
+ * kind and number describe the wait. The second is for the library's own threads, which do not hold it. */
 void gmi_workers_wait(gmi_manager_t *m, uint64_t finished, gmi_wait_kind_t kind, uint64_t number);
 void gmi_workers_idle(gmi_manager_t *m, uint64_t finished);
-double gmi_workers_ns_per_element(gmi_manager_t *m);   /* of updates */
-gemini_status_t gmi_workers_failure(gmi_manager_t *m); /* of an update; stays: bytes are wrong from then on */
-/* For timelines: when workers ran. Hands out the oldest ones and forgets them; what nobody asks for is lost. */
+double gmi_workers_ns_per_element(gmi_manager_t *m); /* of updates */
+gemini_status_t gmi_workers_failure(
+    gmi_manager_t *m); /* of an update; permanent, as the bytes are wrong from then on */
+/* For timelines: when workers ran. gmi_workers_recorded() removes the oldest intervals and returns them; intervals
+ * beyond the limit of the table are not recorded. */
 typedef struct gmi_workers_interval {
   uint64_t begin_ns, end_ns;
-  uint32_t worker, norm; /* norm: of one, else of an update */
+  uint32_t worker, norm; /* norm: 1 for a norm, 0 for an update */
 } gmi_workers_interval_t;
 void gmi_workers_record(gmi_manager_t *m, bool on);
 uint32_t gmi_workers_recorded(gmi_manager_t *m, gmi_workers_interval_t *intervals_out, uint32_t limit);

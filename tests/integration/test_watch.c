@@ -239,7 +239,7 @@ static void test_each_kind_of_wait_says_what_for(void) {
   u.element_count = W;
   CHECK_OK(gemini_update(s.w.mgr, &u));
   thread = start(wait_for_updates, &s);
-  expect_line(&s.w, "waits: thread|in gemini_update_wait() for the workers to end what was submitted, 1 parts");
+  expect_line(&s.w, "waits: thread|in gemini_update_wait() for the workers to finish 1 submitted parts of updates");
   CHECK_EQ(world_stats(&s.w).pending_updates, 1);
   pthread_t other = start(acquire_first, &s);
   expect_line(&s.w, "waits: thread|in gemini_acquire(), with the manager's lock, for an update of");
