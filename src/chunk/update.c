@@ -127,8 +127,7 @@ static gemini_status_t piece_to_host(walk_t *k, piece_t *p) {
     missing += !gmi_chunk_has_slot(p->chunks[i]);
   }
   gemini_status_t status = gmi_host_room(m, missing); /* for all, so that their reads overlap */
-  if (status == GEMINI_ERR_OOM_FILE)
-    status = GEMINI_OK; /* then one by one: each read leaves a block free for a write */
+  if (status == GEMINI_ERR_OOM_FILE) status = GEMINI_OK; /* then one by one: each read frees a block for a write */
   for (uint32_t i = 0; !status && i < p->count; i++)
     status = gmi_chunk_to_host(m, p->chunks[i], p->modes[i] & GEMINI_WRITE, GEMINI_REASON_UPDATE);
   for (uint32_t i = 0; !status && i < p->count; i++) /* a failed read leaves the piece unqueued */
