@@ -8,9 +8,9 @@
  * reads, so it sees what host memory holds then.
  *
  * The graph's nodes contain addresses, on the device and on the host, which must stay right. So its chunks keep their
- * host slots while it exists (gmi_chunk_t.graphs_), and gemini_graph_enter() maps ring frames at their device addresses
- * again where something else was mapped since. Between enter and leave the chunks are held as if written on the host,
- * so no other call can use them on the device.
+ * host slots while it exists (gmi_chunk_graphs_add()), and gemini_graph_enter() maps ring frames at their device
+ * addresses again where something else was mapped since. Between enter and leave the chunks are held as if written on
+ * the host, so no other call can use them on the device.
  *
  * Threads: any thread that holds the manager's lock. */
 #include <errno.h>
@@ -243,7 +243,8 @@ static gemini_status_t graph_destroy(gmi_manager_t *m, gemini_graph_t handle) {
   g->part_count = 0;
   graph_free(m, g);
   gmi_updates_room(m);
-  if (m->trace.observer->budgets_change(m)) gmi_log(m, GEMINI_LOG_WARNING, "without a graph: %s", gmi_fail_message());
+  if (m->trace.observer->budgets_change(m))
+    gmi_log(m, GEMINI_LOG_WARNING, "after a graph was destroyed: %s", gmi_fail_message());
   return GEMINI_OK;
 }
 gemini_status_t gemini_graph_destroy(gemini_manager_t mgr, gemini_graph_t graph) {
@@ -313,11 +314,9 @@ static gemini_status_t part_hold(gmi_manager_t *m, gmi_graph_t *g, const gemini_
   gemini_status_t status = part_take(g, c, &p);
   if (status) return status;
   if (write && !(p->kept && still_acquired(p, true)))
-    return gmi_fail(
-        GEMINI_ERR_STATE, 0,
-        "%s: a chunk of arena %s that is written in a graph must stay for all of it: acquire it for writing "
-        "before the capture",
-        op_name(m), name_of(m, c));
+    return gmi_fail(GEMINI_ERR_STATE, 0,
+                    "%s: a chunk of arena %s is written in a graph: acquire it for writing before the capture begins",
+                    op_name(m), name_of(m, c));
   if (p->kept && !still_acquired(p, false))
     return gmi_fail(GEMINI_ERR_STATE, 0, "a chunk of arena %s was released in the middle of the capture",
                     name_of(m, c));
@@ -369,13 +368,13 @@ static gemini_status_t part_fetch(gmi_manager_t *m, gmi_graph_t *g, uint32_t par
   ring_frame_t *taken = &g->ring[at];
   if (ring_frame_is_used(g, taken)) {
     const gmi_chunk_t *other = g->parts[taken->part].chunk;
-    return gmi_fail(
-        GEMINI_ERR_OOM_DEVICE, 0,
-        "%s: chunks of arena %s at %llu and of %s at %llu have taken turns in one frame of the graph, and are "
-        "wanted at once: begin it with more than %llu bytes",
-        op_name(m), name_of(m, c), (unsigned long long)c->index << m->cut.chunk_shift, name_of(m, other),
-        (unsigned long long)other->index << m->cut.chunk_shift,
-        (unsigned long long)g->ring_count << m->cut.chunk_shift);
+    return gmi_fail(GEMINI_ERR_OOM_DEVICE, 0,
+                    "%s: chunks of arena %s at %llu and of %s at %llu share one frame of the graph, and are acquired "
+                    "at once: begin "
+                    "it with more than %llu bytes",
+                    op_name(m), name_of(m, c), (unsigned long long)c->index << m->cut.chunk_shift, name_of(m, other),
+                    (unsigned long long)other->index << m->cut.chunk_shift,
+                    (unsigned long long)g->ring_count << m->cut.chunk_shift);
   }
   gemini_status_t status = gmi_map(m, gmi_chunk_device(m, c), taken->frame, gmi_chunk_mapping(c));
   if (status) return status;
@@ -398,7 +397,7 @@ static gemini_status_t resolve(gmi_manager_t *m, const gemini_access_t *access, 
   if (access->mode < GEMINI_READ || access->mode > GEMINI_READ_WRITE)
     return gmi_fail(GEMINI_ERR_INVALID, 0, "mode is %u, must be 1 to 3", access->mode);
   if (access->tier != GEMINI_TIER_DEVICE)
-    return gmi_fail(GEMINI_ERR_STATE, 0, "tier is %u: what a graph uses is on the device", access->tier);
+    return gmi_fail(GEMINI_ERR_STATE, 0, "tier is %u, must be GEMINI_TIER_DEVICE inside a capture", access->tier);
   return gmi_range_resolve(m, access, r);
 }
 
@@ -488,7 +487,7 @@ gemini_status_t gmi_graph_release(gmi_manager_t *m, const gemini_access_t *acces
     if (!gmi_lease_claim(&m->leases, &key))
       status = gmi_fail(GEMINI_ERR_STATE, 0,
                         "%llu bytes at offset %llu of arena %s were not acquired with this mode inside this capture; "
-                        "what was acquired before it is released after it",
+                        "ranges acquired before the capture must be released after it",
                         (unsigned long long)r.size, (unsigned long long)r.offset, r.arena->name);
   }
   while (status && claimed-- > 0) {
@@ -528,7 +527,7 @@ static gemini_status_t enter_check(gmi_manager_t *m, const gmi_graph_t *g) {
     if (!p->kept) status = free_for_graph(m, p->chunk);
     else if (!still_acquired(p, p->written))
       status = gmi_fail(GEMINI_ERR_STATE, 0,
-                        "a chunk of arena %s was acquired%s when the graph was captured, and is not now",
+                        "a chunk of arena %s must be acquired%s during replays, as it was during the capture",
                         name_of(m, p->chunk), p->written ? " for writing" : "");
   }
   return status;

@@ -307,7 +307,7 @@ static void hook_free(const char *operation, void *ptr, int device, void *native
     if (mine) return;
   }
   if (left_freed(ptr)) return;
-  gmi_fail(GEMINI_ERR_INVALID, 0, "%p is no address of a hooked manager's allocations", ptr);
+  gmi_fail(GEMINI_ERR_INVALID, 0, "%p does not point to memory that a hook has allocated", ptr);
   gmi_fail_operation(operation);
 }
 
@@ -327,6 +327,6 @@ void gemini_cupy_free(void *param, void *ptr, int device) { hook_free(__func__, 
 static gemini_status_t hook_forget(gmi_manager_t *m, const void *native) {
   for (uint32_t i = 0; i < GMI_DEVICE_MAX_STREAMS; i++)
     if (m->streams[i].life && m->streams[i].hooked && m->streams[i].native == native) return gmi_stream_end(m, i);
-  return gmi_fail(GEMINI_ERR_NOT_FOUND, 0, "%p is no stream that a hook has adopted", native);
+  return gmi_fail(GEMINI_ERR_NOT_FOUND, 0, "%p is not a stream that was passed to a hook", native);
 }
 gemini_status_t gemini_hook_forget(gemini_manager_t mgr, void *stream) { API_LOCKED(hook_forget(m, stream)); }

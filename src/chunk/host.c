@@ -222,8 +222,8 @@ void gmi_chunk_refilled(gmi_manager_t *m, gmi_chunk_t *c) {
 
 bool gmi_chunk_work_pending(const gmi_manager_t *m, const gmi_chunk_t *c) {
   if (!gmi_chunk_has_slot(c)) return false;
-  const gmi_slot_t *s =
-      slot_of(m, c); /* acquire: as in slot_quiet(); the caller may use the bytes when this is false */
+  const gmi_slot_t *s = slot_of(m, c);
+  /* Acquire: as in slot_quiet(); the caller may use the bytes when this is false. */
   return atomic_load_explicit(&s->work_done, memory_order_acquire) < s->work_queued;
 }
 
@@ -365,8 +365,7 @@ gemini_status_t gmi_host_room(gmi_manager_t *m, uint32_t count) {
                       (unsigned long long)m->host.used, (unsigned long long)m->config.host_bytes,
                       m->file.store ? " by chunks that are acquired" : " and there is no file tier");
     }
-    gmi_workers_wait(m, events, GMI_WAIT_ROOM,
-                     0); /* until an update or a transfer ends and frees its slots for reclaim */
+    gmi_workers_wait(m, events, GMI_WAIT_ROOM, 0); /* until an update or a transfer ends: reclaim can use its slots */
   }
   return GEMINI_OK;
 }
@@ -385,7 +384,7 @@ gemini_status_t gmi_host_fits(gmi_manager_t *m, const char *what, uint64_t need_
   }
   if (taken + need_bytes <= m->config.host_bytes) return GEMINI_OK;
   return gmi_fail(GEMINI_ERR_OOM_HOST, 0,
-                  "%s needs %llu bytes of host memory, of the budget %llu other chunks and blocks must keep %llu", what,
+                  "%s needs %llu bytes of host memory, but of the budget %llu, other chunks and blocks hold %llu", what,
                   (unsigned long long)need_bytes, (unsigned long long)m->config.host_bytes, (unsigned long long)taken);
 }
 
@@ -497,8 +496,8 @@ gemini_status_t gmi_host_run(gmi_manager_t *m, gmi_arena_t *store, uint32_t firs
   }
   if (best == GMI_NONE)
     return gmi_fail(GEMINI_ERR_OOM_HOST, 0,
-                    "%u chunks of arena %s cannot lie side by side in host memory: others that are acquired lie "
-                    "between, in a budget of %llu bytes",
+                    "%u chunks of arena %s cannot be adjacent in host memory: chunks that are acquired lie between, in "
+                    "a budget of %llu bytes",
                     count, store->name, (unsigned long long)m->config.host_bytes);
   for (uint32_t i = 0; i < count && !status; i++) {
     gmi_chunk_t *c = &store->chunks[first + i];
@@ -538,7 +537,8 @@ static void decommit_from(gmi_manager_t *m, uint64_t budget) {
  * returns the memory. A chunk whose address a caller or a graph has cannot move; gmi_host_released() moves it later. */
 gemini_status_t gmi_host_resize(gmi_manager_t *m, uint64_t bytes) {
   if (bytes > gmi_reserve_size(m->host.reserve))
-    return gmi_fail(GEMINI_ERR_OOM_HOST, 0, "a host budget of %llu bytes is more than the %llu there were at open",
+    return gmi_fail(GEMINI_ERR_OOM_HOST, 0,
+                    "a host budget of %llu bytes is more than %llu, the limit set when the manager was opened",
                     (unsigned long long)bytes, (unsigned long long)gmi_reserve_size(m->host.reserve));
   if (bytes > m->config.host_bytes) {
     gmi_limits_t limits;
@@ -593,13 +593,15 @@ static gemini_status_t slots_to_blocks(void *user, uint64_t offset, uint64_t siz
   uint32_t slot = first;
   for (; !status && slot < end; slot++) {
     if (slot >= m->host.slot_count)
-      status = gmi_fail(GEMINI_ERR_BUSY, 0, "the host budget, %llu bytes, has shrunk since the first block",
-                        (unsigned long long)m->config.host_bytes);
+      status =
+          gmi_fail(GEMINI_ERR_BUSY, 0, "the host budget was reduced to %llu bytes while blocks exist: free them first",
+                   (unsigned long long)m->config.host_bytes);
     if (!status) status = gmi_host_room(m, 1);
     if (!status && !is_free(m, slot)) {
       uint32_t other = free_run(m, 0, 1);
       if (!movable(m->host.slots[slot].chunk))
-        status = gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s that cannot move lies where a block would",
+        status = gmi_fail(GEMINI_ERR_BUSY, 0,
+                          "a chunk of arena %s, acquired or used by a graph, cannot make room for a block",
                           gmi_chunk_arena(m, m->host.slots[slot].chunk)->name);
       else status = exchange(m, slot, other);
     }

@@ -81,7 +81,8 @@ gemini_status_t gmi_host_open(gmi_manager_t *m) {
   if (!m->config.host_bytes) {
     m->config.host_bytes = gmi_limits_default_host_bytes(&limits, false);
     if (!m->config.host_bytes)
-      return gmi_fail(GEMINI_ERR_INVALID, 0, "host_bytes is 0, and what the system has free is not known: name it");
+      return gmi_fail(GEMINI_ERR_INVALID, 0,
+                      "host_bytes is 0, but the system does not tell how much memory is free: set it");
   }
   gmi_stat_set(&m->stats.budget_bytes[GEMINI_TIER_HOST], m->config.host_bytes);
   status = gmi_limits_check(&limits, "host_bytes", m->config.host_bytes, false);
@@ -152,7 +153,8 @@ gemini_status_t gmi_host_part_set(gmi_manager_t *m, uint64_t part, uint64_t want
   gemini_status_t status = GEMINI_OK, changed;
   for (uint64_t s = begin >> m->cut.chunk_shift; s << m->cut.chunk_shift < begin + has; s++)
     if (m->host.slots && m->host.slots[s].chunk && gmi_chunk_in_graphs(m->host.slots[s].chunk))
-      return gmi_fail(GEMINI_ERR_OOM_HOST, 0, "%llu bytes of host memory stay as they are while graphs copy from them",
+      return gmi_fail(GEMINI_ERR_OOM_HOST, 0,
+                      "%llu bytes of host memory cannot change while graphs that copy from them exist",
                       (unsigned long long)has);
   if (has) {
     status = copies_finish(m);

@@ -487,7 +487,8 @@ gemini_status_t gmi_chunk_evict(gmi_manager_t *m, gmi_chunk_t *c, uint32_t reaso
   /* Pairs with gmi_chunk_hold_fast(): either this fails because an acquire came first, or that acquire sees the cleared
    * flags and goes to the slow path, which waits for the lock. */
   if (!gmi_chunk_departs(c, &word))
-    return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s was acquired meanwhile", gmi_chunk_arena(m, c)->name);
+    return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s was acquired by another thread during this call",
+                    gmi_chunk_arena(m, c)->name);
   if (!copy) {
     gmi_fence_t used = gmi_chunk_used(m, c);
     give_frame(m, c, gmi_chunk_departed(m, c, 0, used), used);
@@ -542,8 +543,7 @@ gemini_status_t gmi_chunk_to_file(gmi_manager_t *m, gmi_chunk_t *c, uint32_t rea
   if (!status && !gmi_chunk_has(c, GMI_VALID_FILE | GMI_VALID_ZERO)) {
     status = gmi_file_write(m, c, reason);
     if (!status) status = gmi_chunk_settle_host(m, c);
-    if (!status && !gmi_chunk_has(c, GMI_VALID_FILE))
-      status = gmi_files_reap(m, NULL); /* the write failed: fetch its error */
+    if (!status && !gmi_chunk_has(c, GMI_VALID_FILE)) status = gmi_files_reap(m, NULL); /* the write's error */
   }
   if (status) return status;
   gmi_chunk_below_host(m, c);

@@ -126,7 +126,7 @@ static gemini_status_t piece_to_host(walk_t *k, piece_t *p) {
     gmi_chunk_hold_host(m, p->chunks[i], false); /* getting slots for the others must not reclaim this one's */
     missing += !gmi_chunk_has_slot(p->chunks[i]);
   }
-  gemini_status_t status = gmi_host_room(m, missing); /* for all, so that their reads overlap */
+  gemini_status_t status = gmi_host_room(m, missing);    /* for all, so that their reads overlap */
   if (status == GEMINI_ERR_OOM_FILE) status = GEMINI_OK; /* then one by one: each read frees a block for a write */
   for (uint32_t i = 0; !status && i < p->count; i++)
     status = gmi_chunk_to_host(m, p->chunks[i], p->modes[i] & GEMINI_WRITE, GEMINI_REASON_UPDATE);
@@ -395,7 +395,7 @@ static gemini_status_t queue_first(gmi_manager_t *m, bool now, bool *waits_out) 
     if (!status) rest_queued(d, rest, &p);
   }
   if (status)
-    gmi_fail_prefix("%llu parts of updates wait, the first of arena %s from element %llu on: ",
+    gmi_fail_prefix("%llu parts of updates are pending, the first of arena %s from element %llu on: ",
                     (unsigned long long)atomic_load(&d->count), k->arenas[0]->name, (unsigned long long)p.begin);
   return status;
 }
@@ -430,7 +430,7 @@ static void *defer_work(void *user) {
       status = queue_first(m, false, &waits);
       waits |= !d->first || !d->first->left;
     }
-    if (status && !d->told) gmi_log(m, GEMINI_LOG_WARNING, "an update waits: %s", gmi_fail_message());
+    if (status && !d->told) gmi_log(m, GEMINI_LOG_WARNING, "an update is pending: %s", gmi_fail_message());
     d->told = status != GEMINI_OK;
     bool idle = !d->first || !d->first->left;
     if (idle) {
@@ -529,7 +529,7 @@ static gemini_status_t check_taken(walk_t *k) {
       return gmi_fail(GEMINI_ERR_STATE, 0, "parameter %s cannot be read: its gradient has taken its bytes",
                       f.taken->name);
     if (f.cut && k->modes[i] & GEMINI_WRITE)
-      return gmi_fail(GEMINI_ERR_INVALID, 0, "elements %llu + %llu cut tensor %s, which holds a gradient",
+      return gmi_fail(GEMINI_ERR_INVALID, 0, "elements %llu + %llu split tensor %s, which holds a gradient",
                       (unsigned long long)k->u.first_element, (unsigned long long)k->u.element_count, f.cut->name);
   }
   return GEMINI_OK;
@@ -584,9 +584,9 @@ static gemini_status_t walk_check(walk_t *k, const gemini_update_t *theirs, uint
                     (unsigned long long)u->first_element);
   if (!u->element_count) u->element_count = elements;
   if (u->first_element > elements || u->element_count > elements - u->first_element)
-    return gmi_fail(GEMINI_ERR_INVALID, 0, "elements %llu + %llu are not among the %llu there are",
-                    (unsigned long long)u->first_element, (unsigned long long)u->element_count,
-                    (unsigned long long)elements);
+    return gmi_fail(
+        GEMINI_ERR_INVALID, 0, "first_element + element_count is %llu + %llu, more than the arenas' %llu elements",
+        (unsigned long long)u->first_element, (unsigned long long)u->element_count, (unsigned long long)elements);
   return GEMINI_OK;
 }
 
@@ -681,7 +681,7 @@ static void walk_run(walk_t *k, uint32_t index) {
     status = tail_queue_one(k, &p, device);
     if (device) m->trace.observer->piece_ends(m, index, number);
   }
-  if (status) gmi_log(m, GEMINI_LOG_WARNING, "an update waits: %s", gmi_fail_message());
+  if (status) gmi_log(m, GEMINI_LOG_WARNING, "an update is pending: %s", gmi_fail_message());
   if (k->tail) tail_leave(k);
   pthread_cond_signal(&m->update.deferred->more);
 }

@@ -100,7 +100,7 @@ static inline gemini_tensor_info_t world_tensor_info(const world_t *w, gemini_te
   CHECK_OK(gemini_tensor_info(w->mgr, t, &info));
   return info;
 }
-/* Bytes of an object with a valid copy in a tier. */
+/* Bytes of an object that a tier holds. Bytes with copies in several tiers count for the highest: device, host, file. */
 static inline uint64_t world_tier_bytes(const world_t *w, gemini_object_t object, uint32_t tier) {
   gemini_access_t all = ACCESS(object, 0, 0, 0, tier);
   uint64_t bytes;
