@@ -7,9 +7,8 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-enum {
-  NORM_BLOCK_BYTES = 65536
-}; /* libgemini adds up squares in blocks of this size, which determines the last bits */
+/* libgemini adds up squares in blocks of this size, which determines the last bits of the sum. */
+enum { NORM_BLOCK_BYTES = 65536 };
 
 static void *address(const memory_t *memory, uint32_t kind, uint64_t element) {
   if (kind == GEMINI_KIND_GRAD && !memory->own_gradients) kind = GEMINI_KIND_PARAM;
