@@ -1,4 +1,4 @@
-/* A GPT as operators over memory_t.
+/* The GPT's operators: each acquires its tensors, allocates its activations, queues its work and releases.
  * SPDX-License-Identifier: Apache-2.0 */
 #include "gpt_model.h"
 
@@ -10,10 +10,10 @@
 
 typedef struct tensor_shape {
   const char *name;
-  int rows, columns; /* in widths; 0: one element, not one width */
+  int rows, columns; /* in multiples of the width; 0: one element */
   float deviation;   /* of the initial values; 0: all equal to fill */
   float fill;
-  int residual; /* writes into the residual stream */
+  int residual; /* the weight's product is added to the residual stream, so its initial values are smaller */
 } tensor_shape_t;
 
 static const tensor_shape_t block_tensors[MODEL_BLOCK_TENSORS] = {
@@ -36,7 +36,7 @@ static uint64_t with_gap(uint64_t elements) { return (elements + 255) / 256 * 25
 uint64_t model_elements(const model_shape_t *shape) {
   uint64_t width = (uint64_t)shape->width, block = 0;
   for (int which = 0; which < MODEL_BLOCK_TENSORS; which++) block += with_gap(block_tensor_elements(shape, which));
-  /* No gap behind the last tensor. */
+  /* Tensors are aligned, so a gap may follow each of them but the last. */
   return with_gap(GPT_VOCABULARY * width) + with_gap((uint64_t)shape->positions * width) +
          (uint64_t)shape->layers * block + with_gap(width) + width;
 }
@@ -108,9 +108,9 @@ uint64_t model_hash(model_t *model) {
   return hash;
 }
 
-/* ---- What operators are made of ---- */
+/* ---- Parts of operators ---- */
 
-/* Queues an operator of gpt.h by its name; the fields of its argument follow. */
+/* Queues the operator of gpt.h with this name; the initializers of its argument struct follow. */
 #define CALL(model, name, type, ...) \
   memory_queue((model)->memory, (model)->operators->name, &(type){ __VA_ARGS__ }, sizeof(type))
 
@@ -118,7 +118,7 @@ static float *alloc_floats(model_t *model, uint64_t count) {
   return memory_alloc(model->memory, count * sizeof(float));
 }
 static int rows_of(const model_t *model) { return model->batch * model->context; }
-/* (B, C, columns * W) */
+/* Allocates activations of shape (B, C, columns * W). */
 static float *alloc_rows(model_t *model, int columns) {
   return alloc_floats(model, (uint64_t)rows_of(model) * (uint64_t)columns * (uint64_t)model->shape.width);
 }
@@ -126,7 +126,7 @@ static uint64_t panel_floats(const model_t *model) { return model->operators->pa
 static uint64_t attention_floats(const model_t *model) {
   return model->operators->attention_floats(model->context, model->shape.heads);
 }
-/* NULL where the device needs none. */
+/* Allocates workspace; NULL where the device's operators need none. */
 static void *alloc_workspace(model_t *model, uint64_t floats) {
   return floats == 0 ? NULL : alloc_floats(model, floats);
 }
@@ -136,7 +136,8 @@ static void norm(model_t *model, const float *x, void *const *weight_and_bias, f
        .weight = weight_and_bias[0], .bias = weight_and_bias[1], .y = y);
 }
 
-/* dx += what dy makes of it; the weight, which is acquired as parameter, gives way to its gradient. */
+/* dx += gradient of the norm's input, from dy. Then releases weight and bias as parameters and writes their gradients,
+ * which take the same bytes. */
 static void norm_backward(model_t *model, const float *x, int tensor, void *const *weight_and_bias, const float *dy,
                           float *dx) {
   memory_t *memory = model->memory;
@@ -155,7 +156,7 @@ static void norm_backward(model_t *model, const float *x, int tensor, void *cons
   memory_free(memory, dweight);
 }
 
-/* in and out are in widths. */
+/* in and out are in multiples of the width. */
 static void linear(model_t *model, int in, int out, const float *x, void *const *weight_and_bias, const float *residual,
                    float *y, float *workspace) {
   CALL(model, linear_forward, gpt_linear_t, .rows = rows_of(model), .in = in * model->shape.width,
@@ -163,7 +164,7 @@ static void linear(model_t *model, int in, int out, const float *x, void *const 
        .residual = residual, .y = y, .workspace = workspace);
 }
 
-/* The last use of the weight, after which the parameter is released. */
+/* Computes the gradient of the input, which is the last use of the weight, and releases the parameter. */
 static void linear_backward_x(model_t *model, int in, int out, const float *dy, int tensor,
                               void *const *weight_and_bias, float *dx, float *workspace) {
   CALL(model, linear_backward_x, gpt_linear_gradient_x_t, .rows = rows_of(model), .in = in * model->shape.width,
@@ -171,7 +172,7 @@ static void linear_backward_x(model_t *model, int in, int out, const float *dy, 
   memory_release(model->memory, GEMINI_KIND_PARAM, tensor, 2);
 }
 
-/* Writes the gradient into the place of the parameter. */
+/* Writes the gradients of weight and bias into the bytes of the parameters. */
 static void linear_backward_weight(model_t *model, int in, int out, const float *x, const float *dy, int tensor,
                                    float *workspace) {
   void *gradients[2];
@@ -277,7 +278,7 @@ void model_head(model_t *model, int with_gradient, double *loss) {
        .with_gradient = with_gradient, .loss = loss, .workspace = losses);
   memory_free(memory, losses);
   if (with_gradient) {
-    /* The token embedding's gradient waits for its other share, from model_embed_backward(). */
+    /* The token embedding's gradient has two parts: this one is kept until model_embed_backward() adds the other. */
     model->dwte = alloc_floats(model, (uint64_t)GPT_VOCABULARY * (uint64_t)width);
     CALL(model, linear_backward_weight, gpt_linear_gradient_weight_t, .rows = rows_of(model), .in = width,
          .out = GPT_VOCABULARY, .x = n, .dy = logits, .dweight_f32 = model->dwte, .workspace = workspace);
@@ -311,7 +312,7 @@ void model_block_backward(model_t *model, int layer) {
   memory_acquire(memory, GEMINI_KIND_PARAM, GEMINI_READ, tensor, MODEL_BLOCK_TENSORS, p);
   float *workspace = alloc_floats(model, panel_floats(model));
 
-  /* The forward pass again, up to the MLP's hidden layer. */
+  /* Recompute the forward pass from the block's input, up to the MLP's hidden layer. */
   float *n = alloc_rows(model, 1), *qkv = alloc_rows(model, 3), *att = alloc_rows(model, 1),
         *mid = alloc_rows(model, 1);
   norm(model, x, p + MODEL_LN1_WEIGHT, n);
@@ -349,7 +350,7 @@ void model_block_backward(model_t *model, int layer) {
   memory_free(memory, weights);
   memory_free(memory, qkv);
   linear_backward_x(model, 1, 3, dqkv, tensor + MODEL_QKV_WEIGHT, p + MODEL_QKV_WEIGHT, dn, workspace);
-  norm(model, x, p + MODEL_LN1_WEIGHT, n); /* once more: n has been the other norm's since */
+  norm(model, x, p + MODEL_LN1_WEIGHT, n); /* recomputed: n was overwritten by the second norm */
   linear_backward_weight(model, 1, 3, n, dqkv, tensor + MODEL_QKV_WEIGHT, workspace);
   memory_free(memory, dqkv);
   norm_backward(model, x, tensor + MODEL_LN1_WEIGHT, p + MODEL_LN1_WEIGHT, dn, dx);

@@ -1,9 +1,10 @@
-/* A GPT as operators over memory_t: what a training program brackets, acquires, allocates, queues and releases.
+/* A GPT whose operators use memory_t: each is bracketed, acquires tensors, allocates activations, queues work,
+ * releases.
  * SPDX-License-Identifier: Apache-2.0
  *
- * Learned token and position embeddings; blocks of layer norm, causal attention, layer norm, MLP with GELU of four
- * widths; final layer norm; head tied to the token embedding. Every block is checkpointed: the forward pass keeps only
- * each block's input, the backward pass computes the block again.
+ * Learned token and position embeddings; blocks of layer norm, causal attention, layer norm, and an MLP with GELU, four
+ * times as wide; a final layer norm; a head tied to the token embedding. Every block is checkpointed: the forward pass
+ * keeps only each block's input, and the backward pass recomputes the block.
  *
  * One step, between memory_iteration_begin() and memory_iteration_end():
  *   model_embed(), model_block() for each block upwards, model_head(),
@@ -41,7 +42,7 @@ enum {
   MODEL_BLOCK_TENSORS
 };
 
-/* Tensors by their index in memory_t: wte, wpe, the blocks', ln_f.weight, ln_f.bias. */
+/* Indices of tensors in memory_t, in this order: wte, wpe, those of the blocks, ln_f.weight, ln_f.bias. */
 enum { MODEL_WTE = 0, MODEL_WPE = 1, MODEL_FIRST_BLOCK = 2 };
 static inline int model_block_tensor(int layer, int which) {
   return MODEL_FIRST_BLOCK + layer * MODEL_BLOCK_TENSORS + which;
@@ -52,38 +53,39 @@ typedef struct model {
   const gpt_operators_t *operators;
   model_shape_t shape;
 
-  /* Of the pass under way; allocated with memory_alloc(). */
+  /* State of the current pass; the pointers come from memory_alloc(). */
   int batch, context;
   int32_t *tokens;  /* (B, C) */
   int32_t *targets; /* (B, C) */
   float **inputs;   /* layers + 1 of (B, C, W): each block's input, then the head's; NULL for a skipped block */
-  float *dx;        /* (B, C, W): gradient of the input of what was done last */
-  float *dwte;      /* (V, W): the head's share of the token embedding's gradient */
+  float *dx;        /* (B, C, W): gradient of the input of the operator that ran last in the backward pass */
+  float *dwte;      /* (V, W): the head's part of the token embedding's gradient */
 } model_t;
 
-/* Elements of all tensors with their gaps; also what memory->elements will be. Fits in 64 bits for any legal shape. */
+/* Elements of all tensors, with the gaps between them; equals memory->elements after model_open(). Fits in 64 bits for
+ * any legal shape. */
 uint64_t model_elements(const model_shape_t *shape);
 
-/* Registers the tensors. False when out of memory; failures of memory are in memory_error(). */
+/* Registers the tensors. False when out of memory; memory_error() tells of failures of the library. */
 bool model_open(model_t *model, memory_t *memory, const gpt_operators_t *operators, const model_shape_t *shape);
 void model_close(model_t *model);
-/* As GPT-2: weights normal with deviation 0.02, those into the residual stream smaller by sqrt(2 layers), biases 0,
- * norms 1. The master has the drawn value, the parameter the same rounded. */
+/* Initializes as GPT-2 does: weights are normal with deviation 0.02, divided by sqrt(2 layers) for those that add to
+ * the residual stream; biases are 0, norms 1. The master gets the drawn value, the parameter the same value rounded. */
 void model_initialise(model_t *model, uint64_t seed);
 /* gpt_hash() of the masters' bytes, tensor after tensor. */
 uint64_t model_hash(model_t *model);
 
-/* @param host_tokens (B, C + 1): each row's inputs and, one further, its targets; borrowed until
- *                    memory_synchronize(); of the device's host_alloc(), as loss of model_head() */
+/* @param host_tokens (B, C + 1): each row holds the inputs, and shifted by one, the targets; borrowed until
+ *                    memory_synchronize(); memory of the device's host_alloc(), as is loss of model_head() */
 void model_embed(model_t *model, int batch, int context, const int32_t *host_tokens);
 void model_block(model_t *model, int layer);
-/* Hands the input on as if the block were not there; its backward pass is skipped by not calling it. */
+/* Passes the input through, as if the block did not exist; the caller then skips the block's backward pass, too. */
 void model_block_skip(model_t *model, int layer);
-/* Loss, and when with_gradient also the head's backward pass. loss: valid after memory_synchronize(). */
+/* Computes the loss and, if with_gradient, the head's backward pass. loss: valid after memory_synchronize(). */
 void model_head(model_t *model, int with_gradient, double *loss);
 void model_block_backward(model_t *model, int layer);
 void model_embed_backward(model_t *model);
-/* Frees what a pass without backward has kept. */
+/* Frees the activations that a forward pass has kept, when no backward pass follows. */
 void model_drop(model_t *model);
 
 #endif

@@ -1,8 +1,8 @@
-/* What a training program asks of libgemini, in the order in which it needs it; memory.h tells it as a whole.
+/* A training program's calls of libgemini, in the order in which it makes them; memory.h has an overview.
  * SPDX-License-Identifier: Apache-2.0
  *
- * Each function has one or a few calls of the library. Where it calls plain_*() (plain.c), the program runs without
- * libgemini. A program of your own needs neither that nor the sums of bytes, which are for the report only. */
+ * Each function makes one or a few calls of the library. Calls of plain_*() (plain.c) are for runs without libgemini.
+ * Your own program needs neither these nor the sums of bytes, which only the report uses. */
 #define _GNU_SOURCE
 #include "memory.h"
 
@@ -13,7 +13,7 @@
 
 #include "plain.h"
 
-enum { ALIGN_ELEMENTS = 256 }; /* where a tensor begins: the library's default for arenas of one layout */
+enum { ALIGN_ELEMENTS = 256 }; /* tensors begin at multiples of it: the library's default for arenas of one layout */
 
 const uint32_t memory_element_bytes[MEMORY_KINDS] = { 2, 2, 4, 4, 4 };
 
@@ -45,7 +45,7 @@ bool memory_check(memory_t *memory, gemini_status_t status) {
   return memory_fail(memory, message);
 }
 
-/* The device has printed what failed when it did. */
+/* Notes a failure of the device, which has printed its cause. */
 static void check_device(memory_t *memory) {
   if (memory->device->failed()) memory_fail(memory, "the GPU failed, as said above");
 }
@@ -58,18 +58,18 @@ void memory_open(memory_t *memory, const device_t *device, const gemini_config_t
   memory->managed = config != NULL;
   memory->own_gradients = own_gradients;
   if (memory->managed) {
-    /* The manager has the budgets: how much of the device, the host and the files it may use. */
+    /* The manager is opened with budgets: how much of the device, the host and the files it may use. */
     if (!memory_check(memory, gemini_manager_open(config, &memory->manager))) return;
 
-    /* The operators' stream. A program that has a stream of its own passes it to gemini_stream_adopt() instead. */
+    /* The stream of the operators. A program with its own stream passes it to gemini_stream_adopt() instead. */
     if (!memory_check(memory, gemini_stream_create(memory->manager, &memory->stream))) return;
     if (device->is_gpu &&
         !memory_check(memory, gemini_stream_native(memory->manager, memory->stream, &memory->native_stream))) {
       return;
     }
 
-    /* Arenas of one layout: `like` gives a tensor the same place in all of them, so that an update can walk over all
-     * five side by side. `reuse` gives gradients the bytes of their parameters. */
+    /* Arenas of one layout: with `like`, a tensor has the same element offset in all five, so an update can walk them
+     * in parallel. With `reuse`, gradients take the bytes of their parameters. */
     static const char *const names[MEMORY_KINDS] = { "param", "grad", "master", "momentum", "variance" };
     for (uint32_t kind = 0; kind < MEMORY_KINDS; kind++) {
       gemini_arena_config_t arena = GEMINI_ARENA_CONFIG_INIT;
@@ -106,7 +106,7 @@ int memory_register(memory_t *memory, const char *name, uint64_t elements) {
   memory->elements = tensor->first_element + elements;
   memory->tensor_elements += elements;
   if (memory->managed) {
-    /* Registered in one arena, a tensor is in all arenas of the layout: there it is called its counterpart. */
+    /* A tensor is registered in one arena and exists in all arenas of the layout; in the others it is a counterpart. */
     gemini_tensor_t *handles = tensor->handles;
     uint64_t bytes = elements * memory_element_bytes[GEMINI_KIND_PARAM];
     if (!memory_check(memory, gemini_tensor_register(memory->manager, memory->arenas[GEMINI_KIND_PARAM], name, bytes,
@@ -124,12 +124,13 @@ int memory_register(memory_t *memory, const char *name, uint64_t elements) {
 }
 
 void memory_ready(memory_t *memory) {
-  if (memory->failed || memory->managed) return; /* libgemini's memory comes with the first acquire */
+  if (memory->failed || memory->managed) return; /* libgemini provides memory at the first acquire */
   plain_ready(memory);
   check_device(memory);
 }
 
-/* ---- Iterations, phases, operators: what libgemini records in the first iterations, and plans from ---- */
+/* ---- Iterations, phases, operators: libgemini records them in the first iterations, and makes its plans of that
+ * ---- */
 
 void memory_iteration_begin(memory_t *memory) {
   if (memory->failed) return;
@@ -166,8 +167,9 @@ static void note_working_set(memory_t *memory) {
 
 /* ---- Acquire and release: between the two, a tensor has an address ---- */
 
-/* An acquire for the device does not wait for copies: the stream does. So does a release: the chunks are free once the
- * stream is past it. One for the host waits, and gives what the calling thread itself may use. */
+/* An acquire on the device does not block: the stream waits for the copies. A release does not block either: the chunks
+ * are free once the stream has passed it. An acquire on the host blocks, and returns memory that the calling thread may
+ * use itself. */
 static gemini_stream_t stream_of(const memory_t *memory, uint32_t tier) {
   return tier == GEMINI_TIER_DEVICE ? memory->stream : GEMINI_STREAM_CALLER;
 }
@@ -181,7 +183,7 @@ static void acquire(memory_t *memory, uint32_t tier, uint32_t kind, uint32_t mod
     return;
   }
   if (memory->managed) {
-    /* All at once: one call moves what has to move, and fails as a whole. */
+    /* One call for all tensors: it makes all of them available, or fails and changes nothing. */
     gemini_access_t *accesses = memory->held + memory->held_count;
     for (int i = 0; i < count; i++) {
       accesses[i] = gemini_tensor_access(memory->tensors[first + i].handles[kind], 0, 0, mode, tier);
@@ -254,7 +256,7 @@ void memory_host_release(memory_t *memory, uint32_t kind, int tensor) {
   release(memory, GEMINI_TIER_HOST, kind, tensor, 1);
 }
 
-/* ---- Activations and workspace: of the same device budget ---- */
+/* ---- Activations and workspace, from the same device budget ---- */
 
 void *memory_alloc(memory_t *memory, uint64_t bytes) {
   if (memory->failed) return NULL;
@@ -287,7 +289,7 @@ void *memory_alloc(memory_t *memory, uint64_t bytes) {
 void memory_free(memory_t *memory, void *ptr) {
   if (memory->failed || ptr == NULL) return;
   uint64_t at = memory->block_count;
-  while (at > 0 && memory->blocks[at - 1].ptr != ptr) at--; /* from the newest: most are freed in reverse */
+  while (at > 0 && memory->blocks[at - 1].ptr != ptr) at--; /* newest first: most are freed in reverse order */
   if (at == 0) {
     memory_fail(memory, "memory is freed that was not allocated");
     return;
@@ -316,12 +318,12 @@ void *memory_host_alloc(memory_t *memory, uint64_t bytes) {
 }
 
 /* ---- Work ----
- * On a GPU, an operator queues kernels on the stream that it is told. Without a GPU, the simulated device has streams of
- * calls: a function and its argument, which the library runs in order. */
+ * On a GPU, an operator queues kernels on the stream it is given. Without a GPU, a stream of the simulated device holds
+ * function calls, which the library runs in order. */
 
 typedef struct job {
   device_work_fn fn;
-  max_align_t args[]; /* a copy, as the caller's struct is gone when the stream gets here */
+  max_align_t args[]; /* a copy: the caller's struct no longer exists when the stream runs the job */
 } job_t;
 
 static void job_run(void *user) {
@@ -413,13 +415,13 @@ void memory_update(memory_t *memory, const memory_arrays_t *arrays, uint64_t fir
   memory_check(memory, gemini_update(memory->manager, &update));
 }
 
-/* Waits also after a failure: what is under way uses fn and user. */
+/* Waits even after a failure, because pieces that are still running use fn and user. */
 void memory_update_wait(memory_t *memory) {
   if (memory->manager != 0) memory_check(memory, gemini_update_wait(memory->manager));
   check_device(memory);
 }
 
-/* ---- What the library says ---- */
+/* ---- Statistics and logs ---- */
 
 void memory_print_log(void *user, int32_t level, const char *message) {
   static const char *const levels[] = { "", "error", "warning", "info", "debug" };
@@ -468,12 +470,12 @@ bool memory_print_plan(memory_t *memory) {
 void memory_close(memory_t *memory) {
   if (memory->manager != 0) {
     gemini_status_t status = GEMINI_OK;
-    if (memory->held_count > 0) { /* after a failure only */
+    if (memory->held_count > 0) { /* only after a failure */
       status = gemini_release(memory->manager, memory->held, memory->held_count, memory->stream);
     }
-    if (status == GEMINI_OK && memory->op_open) status = gemini_op_end(memory->manager); /* likewise */
+    if (status == GEMINI_OK && memory->op_open) status = gemini_op_end(memory->manager); /* only after a failure */
     if (status == GEMINI_OK) status = gemini_stream_destroy(memory->manager, memory->stream);
-    if (status == GEMINI_OK) status = gemini_manager_close(memory->manager); /* the rest goes with it */
+    if (status == GEMINI_OK) status = gemini_manager_close(memory->manager); /* also destroys arenas and tensors */
     memory_check(memory, status);
   }
   if (!memory->managed && memory->device != NULL) plain_close(memory);

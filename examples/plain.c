@@ -1,4 +1,4 @@
-/* What memory.c does without libgemini: every arena is one allocation of the device's plain memory.
+/* memory.c's functions without libgemini: every arena is one allocation in device memory.
  * SPDX-License-Identifier: Apache-2.0 */
 #include "plain.h"
 
@@ -7,7 +7,8 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-enum { NORM_BLOCK_BYTES = 65536 }; /* as libgemini adds up squares */
+/* libgemini adds up squares in blocks of this size, which determines the last bits of the sum. */
+enum { NORM_BLOCK_BYTES = 65536 };
 
 static void *address(const memory_t *memory, uint32_t kind, uint64_t element) {
   if (kind == GEMINI_KIND_GRAD && !memory->own_gradients) kind = GEMINI_KIND_PARAM;
@@ -50,7 +51,7 @@ void plain_close(memory_t *memory) {
 
 /* ---- Acquire and release ---- */
 
-/* The host cannot use a GPU's memory: it gets a copy, which is there while it is acquired. */
+/* The host cannot access a GPU's memory: it gets a copy, which exists while the tensor is acquired. */
 static void *stage(memory_t *memory, uint32_t kind, uint32_t mode, int tensor) {
   memory_tensor_t *t = &memory->tensors[tensor];
   uint64_t bytes = t->elements * memory_element_bytes[kind];
@@ -84,8 +85,8 @@ void plain_release(memory_t *memory, uint32_t kind, int tensor) {
 
 /* ---- Norm and update ---- */
 
-/* A gradient that nobody wrote in this iteration still holds the last iteration's bytes. Without bytes of its own there
- * is nothing to clear: they are the parameter's. */
+/* A gradient that was not written in this iteration still holds the bytes of the last one, and must count as zero. With
+ * shared bytes there is nothing to clear: they hold the parameter. */
 static void zero_unwritten_gradients(memory_t *memory) {
   for (int i = 0; memory->own_gradients && i < memory->tensor_count; i++) {
     memory_tensor_t *tensor = &memory->tensors[i];

@@ -1,4 +1,4 @@
-/* What memory.c does without libgemini. SPDX-License-Identifier: Apache-2.0 */
+/* memory.c's functions without libgemini. SPDX-License-Identifier: Apache-2.0 */
 #ifndef EXAMPLES_PLAIN_H
 #define EXAMPLES_PLAIN_H
 
@@ -6,7 +6,7 @@
 
 void plain_ready(memory_t *memory);
 void plain_close(memory_t *memory);
-/* On the device, or, when host, for the calling thread. */
+/* Returns a tensor's address on the device or, with host, one that the calling thread can use. */
 void *plain_acquire(memory_t *memory, bool host, uint32_t kind, uint32_t mode, int tensor);
 void plain_release(memory_t *memory, uint32_t kind, int tensor);
 double plain_gradient_norm(memory_t *memory,

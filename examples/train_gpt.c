@@ -1,22 +1,21 @@
-/* train_gpt: trains a GPT on the bytes of a text, its model data under libgemini. An example to copy from.
+/* train_gpt: trains a GPT on the bytes of a text, with model data managed by libgemini. An example to copy from.
  * SPDX-License-Identifier: Apache-2.0
  *
  * How a training program uses libgemini, and where it does so here:
  *
- *   open a manager with budgets, make arenas, register tensors      set_up() below, memory_open() and memory_register()
- *   an iteration is forward, backward, update                       train_step() below
- *   an operator acquires its tensors, allocates its activations,    model_block() and its neighbours in gpt_model.c,
- *   queues its work, releases what it acquired                      memory_acquire() ... memory_release()
- *   an update walks over all parameters, on the device and on the   update_span() below, memory_update()
- *   host, wherever each chunk is
- *   close                                                           main() below, memory_close()
+ * open a manager with budgets, make arenas, register tensors      set_up() below, memory_open() and memory_register()
+ * an iteration is forward, backward, update                       train_step() below an operator acquires its tensors,
+ * allocates its activations,    model_block() and its neighbours in gpt_model.c, queues its work, releases what it
+ * acquired                      memory_acquire() ... memory_release() an update walks over all parameters, on the
+ * device and on the   update_span() below, memory_update() host, wherever each chunk is close
+ * main() below, memory_close()
  *
  * The functions memory_*() are in memory.c: most of them are one call of the library. gpt_model.c has the operators of
- * the model. train_gpt_report.c has the options and the report, which a program of your own does without.
+ * the model. train_gpt_report.c has the options and the report, which your own program does not need.
  *
- * Losses and parameters, to the last bit, do not depend on the placement, the budgets or the timing. Placement none,
- * which does without libgemini, is the reference for that. They do depend on what computes: a GPU adds the terms of
- * matrix products in another order than the CPU. */
+ * Losses and parameters do not depend, to the last bit, on the placement, the budgets or the timing. The placement
+ * "none", which runs without libgemini, is the reference for that. They do depend on the kind of device: a GPU adds the
+ * terms of matrix products in another order than the CPU. */
 #define _GNU_SOURCE
 #include <inttypes.h>
 #include <math.h>
@@ -33,14 +32,14 @@ static const char *const program = train_gpt_program;
 
 /* ---- Open ---- */
 
-/* What libgemini is opened with. A config starts as GEMINI_CONFIG_INIT; zero means the library's default everywhere. */
+/* The manager's configuration. It starts as GEMINI_CONFIG_INIT; a field that is zero means the library's default. */
 static gemini_config_t config_of(const trainer_t *t) {
   static const uint32_t placements[] = { 0, GEMINI_PLACEMENT_CUDA, GEMINI_PLACEMENT_CPU, GEMINI_PLACEMENT_AUTO,
                                          GEMINI_PLACEMENT_STATIC };
   const options_t *o = &t->o;
   gemini_config_t config = GEMINI_CONFIG_INIT;
 
-  /* What every program sets: the device, the bytes that may be used of each tier, and where model data shall live. */
+  /* Every program sets these: the device, the bytes it may use of each tier, and where model data is placed. */
   config.device = o->device == DEVICE_CUDA ? GEMINI_DEVICE_CUDA : GEMINI_DEVICE_SIMULATED;
   config.device_ordinal = o->device == DEVICE_CUDA ? (uint32_t)o->device_ordinal : 0;
   config.device_bytes = t->device_budget_bytes;
@@ -85,7 +84,7 @@ static int open_model(trainer_t *t, const model_shape_t *shape) {
     memory_check(memory, gemini_timeline_start(memory->manager, o->timeline));
   }
   model_initialise(&t->model, o->seed);
-  /* The plan of an earlier run: then there is no warm-up. */
+  /* Load the trace of an earlier run: plans are made from it, without iterations of warm-up. */
   if (memory_error(memory) == NULL && managed && o->load_trace != NULL) {
     memory_check(memory, gemini_trace_load(memory->manager, o->load_trace));
   }
@@ -94,9 +93,9 @@ static int open_model(trainer_t *t, const model_shape_t *shape) {
 
 /* ---- The optimizer ---- */
 
-/* Called by libgemini for each span of elements, whose gradient, parameter, master, momentum and variance are side by
- * side in span->ptr. On the host it computes now, on a worker of the library's, while the device goes on. On the device
- * it only queues. Both give the same bits, so it does not matter where a chunk is. */
+/* libgemini calls this for each span of elements; span->ptr has the addresses of gradient, parameter, master, momentum
+ * and variance. For a span on the host it computes, on one of the library's workers, while the device goes on. For a
+ * span on the device it only queues work. Both compute the same bits, so it does not matter where a chunk is. */
 static void update_span(void *user, const gemini_update_span_t *span) {
   step_update_t *update = user;
   gpt_adamw_span_t adamw = { update->adamw, span->element_count, span->ptr[0], span->ptr[1],
@@ -111,7 +110,7 @@ static void update_span(void *user, const gemini_update_span_t *span) {
 static float learning_rate(const options_t *o, uint64_t step) {
   if (step < o->lr_warmup) return (float)(o->lr * (double)(step + 1) / (double)o->lr_warmup);
   if (o->schedule == SCHEDULE_CONSTANT || o->steps <= o->lr_warmup) return (float)o->lr;
-  double progress = (double)(step - o->lr_warmup) / (double)(o->steps - o->lr_warmup); /* down to a tenth */
+  double progress = (double)(step - o->lr_warmup) / (double)(o->steps - o->lr_warmup); /* cosine decay to a tenth */
   return (float)(o->lr * (0.55 + 0.45 * cos(3.14159265358979323846 * progress)));
 }
 
@@ -119,7 +118,7 @@ static float learning_rate(const options_t *o, uint64_t step) {
 
 static bool every(uint64_t n, uint64_t step) { return n > 0 && (step + 1) % n == 0; }
 
-/* One iteration: forward, backward, norm, update. All of it is only queued, but for the norm. */
+/* One iteration: forward, backward, norm, update. All calls only queue work, except the norm, which waits. */
 static void train_step(trainer_t *t, uint64_t step) {
   const options_t *o = &t->o;
   memory_t *memory = &t->memory;
@@ -146,7 +145,8 @@ static void train_step(trainer_t *t, uint64_t step) {
   }
   model_embed_backward(model);
 
-  /* Clipping needs every gradient before the first parameter changes. Without it nothing waits here. */
+  /* Clipping needs the norm of all gradients before the first parameter changes. Without clipping nothing waits
+   * here. */
   t->norms[step] = o->clip > 0 ? memory_gradient_norm(memory, t->operators->squares) : 0;
   gpt_adamw_t adamw = { .learning_rate = learning_rate(o, step),
                         .beta1 = 0.9f,
@@ -162,10 +162,10 @@ static void train_step(trainer_t *t, uint64_t step) {
   memory_phase(memory, GEMINI_PHASE_UPDATE);
   memory_update(memory, &memory_optimizer, 0, 0, update_span, update);
   memory_iteration_end(memory);
-  memory_synchronize(memory); /* for the loss; updates may still be under way */
+  memory_synchronize(memory); /* waits for the loss; updates may still be running */
 }
 
-/* An iteration that departs from what was recorded: it ends behind the head. Always the same text. */
+/* Evaluates the loss, always on the same text: an iteration that ends after the head, unlike the recorded ones. */
 static void evaluate(trainer_t *t) {
   uint64_t random = t->o.seed ^ UINT64_C(0x5eed0fe7a1);
   text_batch(&t->text, &random, (int)t->o.batch, (int)t->o.context, t->tokens);
@@ -181,7 +181,8 @@ static void evaluate(trainer_t *t) {
 
 /* ---- The loop ---- */
 
-/* False: memory_error() tells why, unless the loss is at fault, which is told here. */
+/* False after a failure, which memory_error() describes, or when a loss is not finite or an update could not be queued,
+ * which is printed here. */
 static bool train(trainer_t *t) {
   for (uint64_t step = 0; step < t->o.steps; step++) {
     uint64_t start_ns = cli_now_ns();
@@ -214,7 +215,7 @@ static bool train(trainer_t *t) {
 
 /* ---- Setting up ---- */
 
-/* The status to exit with, or -1. */
+/* Returns the status to exit with, or -1 to go on. */
 static int set_up(trainer_t *t) {
   const options_t *o = &t->o;
   char message[512];

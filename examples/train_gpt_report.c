@@ -111,7 +111,7 @@ static bool parse_budget(const char *option, const char *text, uint64_t model_by
 int train_gpt_budgets(trainer_t *t, uint64_t model_bytes) {
   const options_t *o = &t->o;
   if (!parse_budget("device-mem", o->device_mem, model_bytes, &t->device_budget_bytes)) return CLI_EXIT_USAGE;
-  /* Each arena's last chunk is part empty, which counts when the model is tiny. */
+  /* The last chunk of each arena is partly unused, which matters for tiny models. */
   uint64_t roomy_bytes = model_bytes + model_bytes / 4 + (UINT64_C(8) << 20);
   t->host_budget_bytes = roomy_bytes;
   if (o->host_mem != NULL && !parse_budget("host-mem", o->host_mem, model_bytes, &t->host_budget_bytes)) {
@@ -123,7 +123,7 @@ int train_gpt_budgets(trainer_t *t, uint64_t model_bytes) {
 
 /* ---- Report ---- */
 
-/* Median of the steps after warm-up and two more, or of the last one if there are no more. */
+/* The median time of the steps from two after the warm-up on, or the last step's if there are none. */
 static double median_seconds(trainer_t *t) {
   uint64_t first = t->o.warmup + 2 < t->o.steps ? t->o.warmup + 2 : t->o.steps - 1, count = t->o.steps - first;
   cli_sort(t->seconds + first, count);
@@ -131,7 +131,7 @@ static double median_seconds(trainer_t *t) {
   return count % 2 == 1 ? upper : 0.5 * (upper + t->seconds[first + count / 2 - 1]);
 }
 
-/* The links of a manager, as this program prints them. */
+/* The links that the report prints, and their names. */
 static const struct {
   uint32_t from_tier, to_tier;
   const char *name, *row;

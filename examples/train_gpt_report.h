@@ -1,4 +1,4 @@
-/* The parts of train_gpt that have nothing to do with training: its options, and the report at its end.
+/* The parts of train_gpt that are not training: its options, and the report at its end.
  * SPDX-License-Identifier: Apache-2.0 */
 #ifndef EXAMPLES_TRAIN_GPT_REPORT_H
 #define EXAMPLES_TRAIN_GPT_REPORT_H
@@ -25,7 +25,7 @@ typedef struct options {
   bool strict, explain, quiet, verbose;
 } options_t;
 
-/* One step's update. Parts of it may still be under way when the next steps run, so each step has its own. */
+/* The arguments of one step's update. Parts of it may still run during the next steps, so each step has its own. */
 typedef struct step_update {
   const gpt_operators_t *operators;
   memory_t *memory;
@@ -41,7 +41,8 @@ typedef struct trainer {
   memory_t memory;
   model_t model;
   uint64_t random;        /* data order */
-  int32_t *tokens;        /* of the step: (batch, context + 1); of the device's host memory, as losses, eval_losses */
+  int32_t *tokens;        /* (batch, context + 1), of the current step; in memory of the device's host_alloc(), as are
+                             losses and eval_losses */
   step_update_t *updates; /* (steps) */
   double *losses, *norms; /* (steps) */
   double *seconds;        /* (steps) */
@@ -52,10 +53,10 @@ typedef struct trainer {
 
 /* Fills t->o. Returns -1 when the program should go on, else the status to exit with. */
 int train_gpt_options(options_t *o, int argc, char **argv);
-/* The budgets in bytes that the options ask for, into t. Likewise. */
+/* Computes the budgets in bytes that the options ask for, into t. Returns as train_gpt_options(). */
 int train_gpt_budgets(trainer_t *t, uint64_t model_bytes);
-/* Where everything was, what moved, and the ROW. False when something failed, which memory_error() tells or which has
- * been printed. */
+/* Prints where everything was, what moved, and the line that begins with ROW. False after a failure, which
+ * memory_error() describes or which has been printed. */
 bool train_gpt_report(trainer_t *t);
 
 #endif

@@ -1,7 +1,8 @@
-/* A training step on the simulated device: from opening a manager to closing it.
+/* One training step on the simulated device, from opening a manager to closing it.
  * SPDX-License-Identifier: Apache-2.0
  *
- * include/gemini.h begins with the lines between the two marks; lint.training_step compares them. */
+ * The lines between the two marker comments are also the introduction of include/gemini.h; lint.training_step compares
+ * the two. */
 #include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -10,7 +11,7 @@
 
 enum { LAYERS = 8, ELEMENTS = 1 << 16, STEPS = 4 };
 
-/* Stand-ins for kernels: a queued call gets what a launch would get. */
+/* Stand-ins for kernels: a queued call takes the same arguments as a kernel launch would. */
 static _Atomic long forwards;
 static void forward(void *weight) {
   const float *w = weight;
@@ -20,7 +21,7 @@ static void backward(void *grad) {
   for (int i = 0; i < ELEMENTS; i++) ((float *)grad)[i] = 1;
 }
 
-/* Plain gradient descent over one span, in the order of update.arenas: parameter, gradient, master copy. */
+/* Gradient descent over one span; span->ptr is in the order of update.arenas: parameter, gradient, master copy. */
 static void descend(const gemini_update_span_t *span) {
   float *param = span->ptr[0], *master = span->ptr[2];
   const float *grad = span->ptr[1];
@@ -36,12 +37,12 @@ static void sgd(void *mgr, const gemini_update_span_t *span) {
     descend(span);
     return;
   }
-  gemini_update_span_t *copy = malloc(sizeof *copy); /* a span is borrowed until return only */
+  gemini_update_span_t *copy = malloc(sizeof *copy); /* the span is only valid until this function returns */
   if (copy) *copy = *span;
   if (!copy || gemini_stream_call(*(gemini_manager_t *)mgr, span->stream, descend_queued, copy)) failed = true;
 }
 
-/* Leaves train() with the first failure. A program that goes on would close the manager. */
+/* Returns from train() at the first failure. A program that goes on after one would close the manager first. */
 #define TRY(call)                      \
   do {                                 \
     gemini_status_t try_status = call; \

@@ -1,11 +1,11 @@
-/* The whole test framework: a check that says where and what, and a runner of named functions.
+/* The test framework: checks that report file, line and values, and a runner of named test functions.
  *
  *   static void test_heap_free_twice_is_refused(void) { CHECK(!gmi_heap_free(h, 0, tag)); }
  *   int main(void) { RUN(test_heap_free_twice_is_refused); return check_done(); }
  *
  * `test_heap` runs all tests, `test_heap free_twice reset` those with "free_twice" or "reset" in their names, and
- * `test_heap --list` prints the names. A failed CHECK ends the process with status 1 after naming file, line, expression
- * and values. Exit 77: skipped. */
+ * `test_heap --list` prints the names. A failed CHECK prints file, line, expression and values, and ends the process
+ * with status 1. Exit status 77 means that the test was skipped. */
 #ifndef CHECK_H
 #define CHECK_H
 
@@ -40,17 +40,17 @@
     }                                                                                                   \
   } while (0)
 
-/* ---- which tests run: the arguments of the program, read once, so that main() need not pass them on */
+/* ---- which tests run: the program's arguments, read from /proc, so that main() need not pass them on */
 enum { CHECK_WORDS = 4096, CHECK_TESTS = 512 };
 static struct {
-  char words[CHECK_WORDS]; /* the command line: the program, then its arguments, each with its zero */
+  char words[CHECK_WORDS]; /* the command line: the program, then its arguments, each with its terminating zero */
   size_t words_size;
   bool begun, list;
-  const char *tests[CHECK_TESTS]; /* the names that RUN was given, each once */
+  const char *tests[CHECK_TESTS]; /* the names passed to RUN, each once */
   int test_count, run_count;
 } check_run;
 
-/* The word after this one; NULL at the end. */
+/* The word of the command line after this one; NULL after the last. */
 static inline const char *check_next_word(const char *word) {
   word += strlen(word) + 1;
   return word < check_run.words + check_run.words_size ? word : NULL;
@@ -74,7 +74,7 @@ static inline void check_begin(void) {
     exit(2);
   }
 }
-/* Is this test to be run? Yes, unless the command line has words, and the name contains none of them. */
+/* Shall this test run? Yes, unless the command line has words and the test's name contains none of them. */
 static inline bool check_wants(const char *test) {
   if (!check_run.begun) check_begin();
   int i = 0;
@@ -98,7 +98,8 @@ static inline bool check_wants(const char *test) {
       check_run.run_count++;            \
     }                                   \
   } while (0)
-/* Exit status. A program that ran no test has failed, and so has one with a word that no test's name contains. */
+/* The exit status. A program that ran no test has failed, and so has one with an argument that no test's name contains:
+ * a misspelt name must not pass. */
 static inline int check_done(void) {
   if (check_run.list) return 0;
   int status = check_run.run_count > 0 ? 0 : 1;
@@ -112,7 +113,7 @@ static inline int check_done(void) {
   return status;
 }
 
-/* xorshift64*: seeded, the same everywhere. */
+/* xorshift64*: the same sequence for a seed on every machine. state must not be 0. */
 static inline uint64_t check_random(uint64_t *state) {
   uint64_t x = *state;
   x ^= x >> 12, x ^= x << 25, x ^= x >> 27;

@@ -1,4 +1,4 @@
-/* Children of a test. SPDX-License-Identifier: Apache-2.0 */
+/* Forking child processes in tests. SPDX-License-Identifier: Apache-2.0 */
 #ifndef FORK_H
 #define FORK_H
 
@@ -7,12 +7,12 @@
 
 #include "check.h"
 
-/* To the thread sanitizer: a fork takes more locks at once (all of jemalloc's) than the search for deadlocks has room for, and
- * in a child the parent's other threads look like threads that nobody has joined. */
+/* Options for the thread sanitizer. A fork takes more locks at once (all of jemalloc's) than its deadlock detector can
+ * hold, and in a child it reports the parent's other threads as leaked. */
 const char *__tsan_default_options(void);
 const char *__tsan_default_options(void) { return "detect_deadlocks=0:report_thread_leaks=0"; }
 
-/* In the child, 0; one that hangs dies. */
+/* fork(): returns 0 in the child, which is killed after two minutes if it hangs. */
 static inline pid_t fork_child(void) {
   fflush(NULL);
   pid_t child = fork();
@@ -20,7 +20,7 @@ static inline pid_t fork_child(void) {
   if (!child) alarm(120);
   return child;
 }
-/* That the child ends, with status 0. */
+/* Waits for the child and checks that it exits with status 0. */
 static inline void fork_expect_end(pid_t child) {
   int end = 0;
   CHECK_EQ(waitpid(child, &end, 0), child);

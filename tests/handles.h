@@ -1,4 +1,4 @@
-/* Handles in tests: as numbers, so that wrong ones can be made, and as objects of accesses.
+/* Handles in tests: converting them to numbers, to make invalid ones, and to the objects of accesses.
  * SPDX-License-Identifier: Apache-2.0 */
 #ifndef HANDLES_H
 #define HANDLES_H
@@ -10,10 +10,10 @@
 #include "gemini/topology.h"
 
 static inline uint64_t handle_id(const void *handle) { return (uintptr_t)handle; }
-/* A handle of any kind: what takes it sees what it would see of a wrong cast. */
+/* A handle of any type, even the wrong one, as a caller's wrong cast would pass it. */
 static inline void *handle_of(uint64_t id) { return (void *)(uintptr_t)id; }
 
-/* A result for any kind of handle, and the number that it was before or is now. */
+/* Storage for a handle of any type, readable as a number. */
 typedef union any_handle {
   uint64_t id;
   gemini_manager_t manager;
@@ -30,14 +30,14 @@ static inline gemini_object_t object_of_any(const void *handle) {
   return object_of_tensor(handle_of(handle_id(handle)));
 }
 static inline gemini_object_t object_itself(gemini_object_t object) { return object; }
-/* The object of a tensor, an arena, a wrong handle or an object. */
+/* Makes a gemini_object_t of a tensor, an arena, an untyped handle or an object. */
 #define OBJECT(of)                       \
   _Generic((of),                         \
       gemini_tensor_t: object_of_tensor, \
       gemini_arena_t: object_of_arena,   \
       void *: object_of_any,             \
       gemini_object_t: object_itself)(of)
-/* Initialises an access to any of these. */
+/* Initializer of an access to any of these. */
 #define ACCESS(of, offset_bytes, size_bytes, mode, tier) \
   { sizeof(gemini_access_t), mode, tier, 0, OBJECT(of), offset_bytes, size_bytes, NULL }
 

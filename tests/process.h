@@ -1,8 +1,8 @@
-/* What a test process has open: file descriptors and threads, to see that nothing is left behind.
+/* Counts the file descriptors and threads of a test process, to detect leaks.
  * SPDX-License-Identifier: Apache-2.0
  *
- * A thread that was joined, and a ring that was closed, may be listed for a little longer, on a loaded machine for seconds.
- * So checks wait; and as one that is leaving may have been counted before, too, they ask that there are no more than then. */
+ * The kernel may list a joined thread or a closed ring for a little longer, on a loaded machine for seconds, so checks
+ * wait. The count taken before may include such a leftover, too, so checks accept fewer than before. */
 #ifndef PROCESS_H
 #define PROCESS_H
 
@@ -29,7 +29,7 @@ static inline process_t process_now(void) {
   return (process_t){ process_entries("/proc/self/fd"), process_entries("/proc/self/task") };
 }
 
-/* Waits until there is no more than before; what stays for a minute stays for ever. */
+/* Waits until there are no more than before; what is still there after a minute is a leak. */
 static inline void process_check(process_t before) {
   process_t now = process_now();
   for (int tries = 0; tries < 6000 && (now.fds > before.fds || now.threads > before.threads); tries++) {
@@ -43,7 +43,7 @@ static inline void process_check(process_t before) {
 }
 
 static inline void *process_nothing(void *user) { return user; }
-/* Before the first test: a sanitizer starts a thread of its own beside the first one that is started. */
+/* Call before the first test: a sanitizer starts a background thread together with the process's first thread. */
 static inline void process_begin(void) {
   pthread_t thread;
   CHECK_EQ(pthread_create(&thread, NULL, process_nothing, NULL), 0);

@@ -1,8 +1,8 @@
-/* The seed of a random test, and the command that runs the test with it again. SPDX-License-Identifier: Apache-2.0
+/* The seed of a random test, and the command that repeats the test with it. SPDX-License-Identifier: Apache-2.0
  *
  *   uint64_t seed = seed_begin(__func__); // GEMINI_STRESS_SEED, or from the clock; prints the command
  *
- * A test that runs several programs, with a seed each, prints the command once more for the one that fails. */
+ * A test that runs several programs, each with its own seed, prints the command again for the one that fails. */
 #ifndef SEED_H
 #define SEED_H
 
@@ -12,7 +12,7 @@
 
 #include "check.h"
 
-/* The number in an environment variable; what is no number is refused. */
+/* The number in an environment variable, or otherwise if it is unset; anything but a number ends the process. */
 static inline uint64_t seed_setting(const char *name, uint64_t otherwise) {
   const char *text = getenv(name);
   if (!text || !*text) return otherwise;
@@ -26,9 +26,10 @@ static inline uint64_t seed_setting(const char *name, uint64_t otherwise) {
   return value;
 }
 
-static char seed_rest[CHECK_WORDS + 512]; /* of the command, behind the seed */
+static char seed_rest[CHECK_WORDS + 512]; /* the command after the seed's assignment; set by seed_begin() */
 
-/* The line that says how to run the seed again; returns its length. For signal handlers, too, once the test has begun. */
+/* Formats the line with the command that repeats the seed; returns its length. Signal handlers may call it after
+ * seed_begin(). */
 static inline size_t seed_line(char *line, size_t size, uint64_t seed) {
   int length = snprintf(line, size, "  again: GEMINI_STRESS_SEED=%" PRIu64 " %s\n", seed, seed_rest);
   return length < 0 ? 0 : (size_t)length < size ? (size_t)length : size - 1;
@@ -38,7 +39,7 @@ static inline void seed_print(uint64_t seed) {
   fwrite(line, 1, seed_line(line, sizeof line, seed), stderr);
 }
 
-/* test: the name of the function, by which the program runs it alone. */
+/* Chooses and prints the seed. test: the function's name, with which the command runs this test alone. */
 static inline uint64_t seed_begin(const char *test) {
   static const char *const settings[] = { "GEMINI_STRESS_STEPS", "GEMINI_KILLS", "GEMINI_FUZZ_SECONDS" };
   size_t used = 0;
@@ -46,7 +47,7 @@ static inline uint64_t seed_begin(const char *test) {
     if (getenv(settings[i]))
       used +=
           (size_t)snprintf(seed_rest + used, sizeof seed_rest - used, "%s=%.40s ", settings[i], getenv(settings[i]));
-  /* As tests/CMakeLists.txt starts programs with the thread sanitizer. */
+  /* Under the thread sanitizer, tests/CMakeLists.txt starts programs by setarch -R: the command does the same. */
   int flags = personality(0xffffffff);
   snprintf(seed_rest + used, sizeof seed_rest - used, "%s%s %s",
            flags >= 0 && flags & ADDR_NO_RANDOMIZE ? "setarch -R " : "", check_run.words, test);

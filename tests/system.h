@@ -1,4 +1,4 @@
-/* What tests need of the system: directories to work in, time. SPDX-License-Identifier: Apache-2.0 */
+/* Temporary directories, time and sleeping for tests. SPDX-License-Identifier: Apache-2.0 */
 #ifndef SYSTEM_H
 #define SYSTEM_H
 
@@ -7,7 +7,7 @@
 
 #include "check.h"
 
-/* A new directory in TMPDIR, or /tmp; TMPDIR may be on a disk, of which tests then show more. */
+/* Makes a directory in TMPDIR, or in /tmp. Set TMPDIR to a directory on a disk to test with real file I/O. */
 static inline void dir_make(char dir[64]) {
   const char *tmp = getenv("TMPDIR");
   CHECK(snprintf(dir, 64, "%s/gemini.XXXXXX", tmp && *tmp ? tmp : "/tmp") < 64);
@@ -19,7 +19,7 @@ static inline uint64_t now_ns(void) {
   clock_gettime(CLOCK_MONOTONIC, &t);
   return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
 }
-/* Not shorter, also when signals come. */
+/* Sleeps for at least us microseconds, even if signals interrupt it. */
 static inline void sleep_us(uint64_t us) {
   struct timespec t = { (time_t)(us / 1000000), (long)(us % 1000000) * 1000 };
   while (nanosleep(&t, &t) && errno == EINTR) continue;

@@ -1,6 +1,6 @@
-/* Whether an address can be read, or written, found by trying in this process. SPDX-License-Identifier: Apache-2.0
+/* Tests whether an address can be read or written, by trying it in this process. SPDX-License-Identifier: Apache-2.0
  *
- * For one thread at a time. What it touches must be memory of nobody's but the test's. */
+ * One thread at a time may do this. No other thread may use the memory it touches. */
 #ifndef TOUCH_H
 #define TOUCH_H
 
@@ -13,8 +13,8 @@
 static sigjmp_buf touch_back;
 static inline void touch_signal(int number) { siglongjmp(touch_back, number); }
 
-/* Without the thread sanitizer's look: a byte that must not be there any more has had other users, whom nothing orders
- * before a read that is an error. */
+/* Not instrumented by the thread sanitizer: the test reads memory after its end of life on purpose, which no
+ * synchronization orders after earlier users. */
 #ifdef __SANITIZE_THREAD__
 __attribute__((no_sanitize("thread"), noinline))
 #endif
@@ -25,7 +25,7 @@ touch_byte(volatile unsigned char *at, bool writes) {
   return byte;
 }
 
-/* The signal that reading the byte, or adding 0 to it, raises; 0: none. */
+/* The signal that reading the byte raises, or with writes, reading it and writing it back; 0: none. */
 static inline int touch(volatile unsigned char *at, bool writes) {
   struct sigaction action = { .sa_handler = touch_signal }, segv, bus;
   sigemptyset(&action.sa_mask);

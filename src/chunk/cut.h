@@ -42,9 +42,10 @@ uint64_t gmi_chunk_search(gmi_manager_t *m, const struct gmi_chunk_use *uses, ui
                           uint64_t bytes_per_s);
 gemini_status_t gmi_cut(gmi_manager_t *m); /* chooses the chunk size, unless it has been chosen */
 /* gmi_recut() changes the chunk size if that is possible: nothing is in use, every byte fits on the host, there is no
- * file tier, slots are as large as chunks, and the caller did not configure the size. Otherwise, or if the size is the current one, it changes
- * nothing and returns GEMINI_OK. All chunk records move: pointers to them, such as plans hold, are invalid afterwards.
- * On failure (OOM_SYSTEM, or an error of moving bytes to the host) the size and all records are unchanged. */
+ * file tier, slots are as large as chunks, and the caller did not configure the size. Otherwise, or if the size is the
+ * current one, it changes nothing and returns GEMINI_OK. All chunk records move: pointers to them, such as plans hold,
+ * are invalid afterwards. On failure (OOM_SYSTEM, or an error of moving bytes to the host) the size and all records are
+ * unchanged. */
 bool gmi_recut_possible(gmi_manager_t *m, uint64_t chunk_bytes);
 gemini_status_t gmi_recut(gmi_manager_t *m, uint64_t chunk_bytes);
 

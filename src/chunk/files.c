@@ -1,10 +1,14 @@
-/* Chunks in files: transfers between host slots and the blocks of the store, which go on by themselves.
+/* The file tier: asynchronous transfers between host slots and the blocks of the store.
  * SPDX-License-Identifier: Apache-2.0
  *
- * A transfer counts as work on its slot, like an update: whoever wants the slot's bytes waits for it there. What it
- * did to the chunk is noted under the manager's lock, by whoever comes next (gmi_files_reap). Until then the chunk
- * has io set, is not given up, and a block that it was read from is not given back: should the read fail, the bytes
- * are still there. */
+ * A transfer counts as work on its slot, like an update: queued copies, updates and callers that need the slot's bytes
+ * wait for the slot's count. A transfer's effect on the chunk's record is applied later, under the manager's lock, by
+ * the next call that reaps finished transfers (gmi_files_poll, gmi_files_reap). Until then the chunk's record names the
+ * transfer, the chunk keeps its slot, and the block it is read from is not reused: if the read fails, the bytes are
+ * still in the file.
+ *
+ * Threads: any thread that holds the manager's lock; finished() alone runs on a thread of the I/O engine, without
+ * it. */
 #include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -19,17 +23,19 @@
 #include "core/workers.h"
 #include "io/store.h"
 
+/* A transfer. Created by transfer(), freed by reap_one(); a failed read lives on in the chunk's record until a caller
+ * has been told or the chunk has been read again. */
 struct gmi_io {
   gmi_block_request_t request;
   gmi_manager_t *m;
   gmi_chunk_t *chunk;
   gmi_slot_t *slot;
-  gmi_io_t *next; /* in the list of the finished */
+  gmi_io_t *next; /* in gmi_manager_t.io.finished */
   uint64_t begin_ns, end_ns;
-  uint64_t work; /* the slot's work_done when it is over */
+  uint64_t work; /* the slot's work_done once the transfer is over */
   uint32_t block;
-  bool superseded; /* the chunk has other bytes now, whatever became of these */
-  bool rewritten;  /* the chunk's bytes have changed since: read: queued to change; write: what was written is old */
+  bool superseded; /* the chunk has got other bytes: success or failure of this transfer no longer matters to it */
+  bool rewritten;  /* the record has given up the block: a write's bytes are outdated, a read's are about to change */
   char owner[112];
 };
 
@@ -50,7 +56,7 @@ static gemini_status_t store_open(gmi_manager_t *m, uint64_t block_bytes) {
                                 .keep = m->file.checkpoint_name != NULL,
                                 .checkpoint_name = m->file.checkpoint_name,
                                 .sys = m->file.sys };
-#ifdef __SANITIZE_THREAD__ /* it does not see what the kernel does, nor what liburing closes, and takes it for races */
+#ifdef __SANITIZE_THREAD__ /* it cannot see the kernel's side of io_uring, and would report races that are none */
   if (config.engine_kind == GMI_ENGINE_AUTO) config.engine_kind = GMI_ENGINE_THREADS;
 #endif
   gemini_status_t status = gmi_store_open(&config, &m->file.store);
@@ -61,8 +67,8 @@ static gemini_status_t store_open(gmi_manager_t *m, uint64_t block_bytes) {
 
 gemini_status_t gmi_files_open(gmi_manager_t *m) {
   if (!m->config.file_bytes) return GEMINI_OK;
-  /* With blocks as small as chunks can be, so that a directory that is missing or full is met here; cut anew when the
-   * size of chunks is known. */
+  /* Reserve the space now, so that a missing or full directory fails the open. The chunk size may not be known yet: the
+   * smallest one stands in, and gmi_files_cut() opens the store again with the right size. */
   uint64_t block = gmi_sizes_of(m, m->config.chunk_bytes ? m->config.chunk_bytes : 65536).block_bytes;
   while (m->config.file_bytes / block >= GMI_BLOCK_NONE) block *= 2;
   return store_open(m, block);
@@ -99,7 +105,7 @@ uint32_t gmi_files_engine(gmi_manager_t *m) {
 }
 
 void gmi_files_buffer(gmi_manager_t *m, void *base, uint64_t size, bool add) {
-  if (m->file.store && add) (void)gmi_store_buffer_add(m->file.store, base, size); /* refused: it goes without */
+  if (m->file.store && add) (void)gmi_store_buffer_add(m->file.store, base, size); /* refused: slower, but works */
   if (m->file.store && !add) gmi_store_buffer_remove(m->file.store, base, size);
 }
 
@@ -113,26 +119,30 @@ void gmi_files_close(gmi_manager_t *m) {
 }
 
 /* ---- transfers */
-/* On a thread of the engine. */
+/* Called on a thread of the I/O engine, without the manager's lock. Publishes the transfer first and advances the
+ * slot's count second, so a thread that sees the count finds the transfer in the list. The push (release, by the
+ * compare-and- swap) pairs with the exchange in gmi_files_poll(), which takes the whole list, so there is no ABA
+ * problem. */
 static void finished(gmi_block_request_t *request) {
   gmi_io_t *io = request->user;
   gmi_manager_t *m = io->m;
   gmi_slot_t *slot = io->slot;
-  gemini_status_t status = request->write ? GEMINI_OK : request->io.status; /* the slot's bytes are as good as before */
+  gemini_status_t status = request->write ? GEMINI_OK : request->io.status; /* a failed write leaves the slot intact */
   char message[sizeof request->message];
   memcpy(message, request->message, sizeof message);
   io->end_ns = m->device.ops->now(m->device.self);
   gmi_io_t *head = atomic_load(&m->io.finished);
   do io->next = head;
   while (!atomic_compare_exchange_weak(&m->io.finished, &head, io));
-  /* From here on io may be gone. */
+  /* Once the count has advanced, reap_one() may free io and request: only the copies above are used from here on. */
   gmi_workers_work_done(m, slot, status, message);
 }
 
-/* The device's copy into or out of the slot is waited for here: it takes a fraction of what the transfer will. */
+/* Starts a transfer on a quiet slot. Waits here for copies between slot and device rather than in the engine, because a
+ * copy takes a fraction of the time of the transfer. */
 static gemini_status_t transfer(gmi_manager_t *m, gmi_chunk_t *c, uint32_t block, bool write, uint32_t reason) {
   gmi_slot_t *slot = &m->host.slots[gmi_chunk_slot(c)];
-  gmi_file_forgive(c); /* an earlier read: this is the next attempt */
+  gmi_file_forgive(c); /* the error of an earlier failed read: this transfer replaces that attempt */
   gemini_status_t status = gmi_chunk_settle_host(m, c);
   if (status) return status;
   gmi_io_t *io = calloc(1, sizeof *io);
@@ -145,7 +155,7 @@ static gemini_status_t transfer(gmi_manager_t *m, gmi_chunk_t *c, uint32_t block
   io->begin_ns = m->device.ops->now(m->device.self);
   io->request.block = block;
   io->request.write = write;
-  io->request.urgent = !write;
+  io->request.urgent = !write; /* a read has queue depth reserved: something waits for its bytes */
   io->request.buffer = gmi_chunk_host(m, c);
   io->request.size_bytes = gmi_copy_bytes(m, GEMINI_TIER_HOST, GEMINI_TIER_FILE);
   io->request.owner = io->owner;
@@ -161,8 +171,8 @@ static gemini_status_t transfer(gmi_manager_t *m, gmi_chunk_t *c, uint32_t block
   return GEMINI_OK;
 }
 
-/* Time a chunk takes in the pipe: since the one before it was through, or since it was asked for. They come in
- * bunches, so that many are averaged. */
+/* Measures the time per chunk: since the transfer before it ended, or since its own begin if that is later, as several
+ * are in flight at once. Transfers end in bunches, so the mean runs over many (4096). */
 static void measure(gmi_manager_t *m, const gmi_io_t *io) {
   gmi_link_t *link = gmi_link_file(m, io->request.write);
   gmi_rate_t *rate = &link->chunk_ns;
@@ -183,22 +193,27 @@ static void give_block(gmi_manager_t *m, uint32_t block) {
 
 void gmi_file_forgive(gmi_chunk_t *c) { free(gmi_chunk_failed_read_take(c)); }
 
-/* What a finished transfer did. Returns its failure. */
+/* Applies a finished transfer to its chunk's record, and returns its status. The cases:
+ *   write, succeeded and still the chunk's bytes: the block becomes a valid copy; else it is given back.
+ *   read, superseded: only a block that the record has given up is given back.
+ *   read, failed: the host copy is not valid; a block that was given up becomes the chunk's again, because the update
+ *     that was to change the bytes does not run on them. The error is kept for the next caller that needs the chunk.
+ *   read, succeeded: a block that the record has given up is given back. */
 static gemini_status_t reap_one(gmi_manager_t *m, gmi_io_t *io) {
   gmi_chunk_t *c = io->chunk;
   gemini_status_t status = io->request.io.status;
-  gmi_workers_wait_slot(m, io->slot, io->work); /* finished() is about to say so */
+  gmi_workers_wait_slot(m, io->slot, io->work); /* finished() still uses slot and manager until it advances the count */
   gmi_chunk_io_set(m, c, NULL);
   m->io.count--;
   m->io.writes -= io->request.write;
   if (!status) measure(m, io);
-  bool keep = false; /* for the next caller that wants the chunk */
+  bool keep = false;
   if (io->request.write) {
     if (status || io->rewritten) give_block(m, io->block);
     else gmi_chunk_block_valid(m, c, io->block);
   } else if (io->superseded) {
     if (io->rewritten) give_block(m, io->block);
-  } else if (status) { /* the host copy is none; an update that was to change it does not run */
+  } else if (status) {
     gmi_chunk_read_failed(m, c, io, io->rewritten ? io->block : GMI_NONE);
     keep = true;
   } else if (io->rewritten) {
@@ -210,6 +225,8 @@ static gemini_status_t reap_one(gmi_manager_t *m, gmi_io_t *io) {
 }
 
 void gmi_files_poll(gmi_manager_t *m) {
+  /* Relaxed: a hint that skips the exchange. A transfer missed here is found by the next poll; a thread that has waited
+   * for the slot's count does find it, as the push comes before the count. */
   if (!atomic_load_explicit(&m->io.finished, memory_order_relaxed)) return;
   gmi_io_t *list = atomic_exchange(&m->io.finished, NULL), *next;
   for (gmi_io_t *io = list; io; io = next) {
@@ -218,7 +235,7 @@ void gmi_files_poll(gmi_manager_t *m) {
     int native_code = io->request.io.native_code;
     gemini_status_t status = reap_one(m, io);
     if (!status || !write) continue;
-    m->io.failure = status; /* for who wants room */
+    m->io.failure = status; /* of a write: reported by the next gmi_files_reap(m, NULL), from a call that needs room */
     m->io.native_code = native_code;
     snprintf(m->io.message, sizeof m->io.message, "%s", gmi_fail_message());
   }
@@ -226,7 +243,7 @@ void gmi_files_poll(gmi_manager_t *m) {
 
 gemini_status_t gmi_files_reap(gmi_manager_t *m, gmi_chunk_t *of) {
   gmi_files_poll(m);
-  gemini_status_t status = GEMINI_OK; /* each is told once */
+  gemini_status_t status = GEMINI_OK; /* each failure is reported once, and then forgotten */
   if (of && gmi_chunk_failed_read(of)) {
     const gmi_block_request_t *request = &gmi_chunk_failed_read(of)->request;
     status = gmi_fail(request->io.status, request->io.native_code, "%s", request->message);
@@ -247,12 +264,12 @@ void gmi_file_supersede(gmi_chunk_t *c) {
 void gmi_file_drop_block(gmi_manager_t *m, gmi_chunk_t *c, uint32_t block) {
   gmi_io_t *io = gmi_chunk_io(c);
   if (io) io->rewritten = true;
-  if (io && !io->request.write) return; /* given back when it has been read */
+  if (io && !io->request.write) return; /* reap_one() gives it back, or to the chunk if the read fails */
   if (block != GMI_NONE) give_block(m, block);
 }
 void gmi_file_drop(gmi_manager_t *m, gmi_chunk_t *c) { gmi_file_drop_block(m, c, gmi_chunk_block_lost(m, c)); }
 
-/* Blocks whose bytes are in another tier as well give way. */
+/* Gives back blocks whose bytes are valid in another tier, until at most `bytes` are in use or none is left. */
 void gmi_files_shrink(gmi_manager_t *m, uint64_t bytes) {
   gmi_files_poll(m);
   for (uint32_t i = 0; i < GMI_ARENAS && m->file.used > bytes; i++) {
@@ -260,7 +277,7 @@ void gmi_files_shrink(gmi_manager_t *m, uint64_t bytes) {
     for (uint32_t k = 0; a && a->chunks && k < atomic_load(&a->chunk_count) && m->file.used > bytes; k++) {
       gmi_chunk_t *c = &a->chunks[k];
       if (gmi_chunk_block(c) == GMI_NONE || gmi_chunk_has_only(c, GMI_VALID_FILE)) continue;
-      if (gmi_chunk_io(c)) { /* it is being read: the block goes when the bytes have come */
+      if (gmi_chunk_io(c)) { /* it is being read: wait until the bytes have come, then look again */
         gmi_workers_wait_slot(m, gmi_chunk_io(c)->slot, gmi_chunk_io(c)->slot->work_queued);
         gmi_files_poll(m);
         if (gmi_chunk_block(c) == GMI_NONE || gmi_chunk_has_only(c, GMI_VALID_FILE)) continue;
@@ -285,6 +302,8 @@ gemini_status_t gmi_files_resize(gmi_manager_t *m, uint64_t bytes) {
   return status;
 }
 
+/* Takes a block of the budget, at the expense of blocks that only duplicate another tier's bytes if needed; those of a
+ * checkpoint that is being written stay. */
 static gemini_status_t block_take(gmi_manager_t *m, uint32_t *block_out) {
   uint64_t block_bytes = gmi_block_bytes(m);
   if (!m->file.store) return gmi_fail(GEMINI_ERR_OOM_FILE, 0, "a chunk must go to a file, but file_bytes is 0");
@@ -313,6 +332,6 @@ gemini_status_t gmi_file_write(gmi_manager_t *m, gmi_chunk_t *c, uint32_t reason
 
 gemini_status_t gmi_file_read(gmi_manager_t *m, gmi_chunk_t *c, uint32_t reason) {
   gemini_status_t status = transfer(m, c, gmi_chunk_block(c), false, reason);
-  if (!status) gmi_chunk_host_valid(m, c);
+  if (!status) gmi_chunk_host_valid(m, c); /* behind the slot's count; reap_one() takes it back if the read fails */
   return status;
 }

@@ -1,14 +1,18 @@
-/* CUDA graphs with fetches in them: chunks that take turns in frames set aside for a graph.
+/* CUDA graphs that fetch chunks during replay, into a ring of frames that the graph owns.
  * SPDX-License-Identifier: Apache-2.0
  *
- * While a graph is captured, an acquire gives each chunk it reads a place, one of the graph's frames, for good: of
- * those that nothing acquired lies in, the one used longest ago. A fetch into it gets into the capture, behind the last
- * use of what lay there before. Every replay begins with nothing in the places, so that it reads what host memory holds
- * then.
+ * During capture, an acquire assigns each chunk it reads one ring frame for the life of the graph: among those without
+ * an acquired chunk, the least recently used one. A copy from the chunk's slot into the frame becomes a node of the
+ * graph, behind the last use of the frame's previous chunk. Several chunks take turns in one ring frame, in the order
+ * of the capture; the order repeats in every replay. A replay begins with empty ring frames and copies everything it
+ * reads, so it sees what host memory holds then.
  *
- * The graph knows addresses only, on the device and on the host. So its chunks keep their host slots as long as it
- * lives (gmi_chunk_t.graphs), and gemini_graph_enter() maps their addresses to the places, where they are mapped to
- * anything else by then. Meanwhile they are held as if written on the host: nobody else can have them on the device. */
+ * The graph's nodes contain addresses, on the device and on the host, which must stay right. So its chunks keep their
+ * host slots while it exists (gmi_chunk_graphs_add()), and gemini_graph_enter() maps ring frames at their device
+ * addresses again where something else was mapped since. Between enter and leave the chunks are held as if written on
+ * the host, so no other call can use them on the device.
+ *
+ * Threads: any thread that holds the manager's lock. */
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
@@ -24,22 +28,24 @@
 #include "gemini/graph.h"
 
 enum { NAME_LIMIT = 127 };
+/* OPEN: from begin to end, READY: between end and destroy, ENTERED: between enter and leave of a replay. */
 enum { GRAPH_OPEN, GRAPH_READY, GRAPH_ENTERED };
 
-/* A chunk of a graph. */
+/* A chunk that a graph uses. Either kept, or assigned to a ring frame by its first acquire in the capture. */
 typedef struct {
   gmi_chunk_t *chunk;
-  uint32_t ring_index;       /* GMI_NONE: none yet */
+  uint32_t ring_index;       /* its ring frame; GMI_NONE: none yet, or kept */
   uint32_t readers, writers; /* acquires inside the capture, not yet released */
-  bool kept;                 /* it was acquired before the capture, and stays where it is: no place */
-  bool written;
+  bool kept;                 /* acquired before the capture: it stays in its own frame and has no ring frame */
+  bool written;              /* kept, and acquired for writing inside the capture */
   bool reserved[2];
 } part_t;
 typedef struct {
-  uint32_t frame, part; /* part: what lies in it; GMI_NONE: nothing yet */
-  uint64_t used;        /* on the graph's clock, when it was released last */
+  uint32_t frame, part; /* part: index of the chunk in it at this point of the capture; GMI_NONE: none yet */
+  uint64_t used;        /* when it was released last, on the graph's clock */
 } ring_frame_t;
-/* A tensor whose bytes may be its counterpart's. */
+/* A tensor whose bytes may hold its parameter or its gradient (arenas that reuse). A replay must find the one that the
+ * capture found. */
 typedef struct {
   uint32_t index, life;
   bool gradient;
@@ -49,14 +55,14 @@ typedef struct {
 typedef struct gmi_graph {
   uint64_t generation;
   uint32_t index, state, stream, reserved; /* stream: of the capture, then of the last replay */
-  void *capture;                           /* the device's, until the graph has ended */
-  gemini_status_t failure;                 /* of the capture: the graph is of no use */
+  void *capture;                           /* the device's record of the capture, until the graph has ended */
+  gemini_status_t failure;                 /* of the capture; the graph can then only be destroyed */
   uint32_t ring_count, part_count, part_capacity, content_count, content_capacity;
   ring_frame_t *ring;
   part_t *parts;
   content_t *contents;
-  uint64_t clock, copies; /* copies: in the capture */
-  gmi_fence_t left;       /* behind the last replay */
+  uint64_t clock, copies; /* clock: releases so far, for the least recently used ring frame; copies: nodes per replay */
+  gmi_fence_t left;       /* behind the last replay: guards ring frames and slots */
 } gmi_graph_t;
 
 static const char *name_of(gmi_manager_t *m, const gmi_chunk_t *c) { return gmi_chunk_arena(m, c)->name; }
@@ -71,7 +77,7 @@ static gmi_graph_t *graph_get(gmi_manager_t *m, gemini_graph_t handle) {
   return NULL;
 }
 
-/* The one that is begun on the stream and not ended, or NULL. */
+/* The graph that is begun on the stream and not ended, or NULL. */
 static gmi_graph_t *graph_on(gmi_manager_t *m, uint32_t stream) {
   for (uint32_t i = 0; i < GMI_GRAPHS; i++)
     if (m->graphs.at[i] && m->graphs.at[i]->state == GRAPH_OPEN && m->graphs.at[i]->stream == stream)
@@ -142,7 +148,9 @@ static gemini_status_t graph_begin(gmi_manager_t *m, gemini_stream_t stream, uin
     return gmi_fail(GEMINI_ERR_INVALID, 0, "device_bytes is %llu, less than a chunk, %llu",
                     (unsigned long long)device_bytes, (unsigned long long)gmi_frame_bytes(m));
   if (count > m->frames.count) return gmi_oom_device(m, device_bytes);
-  gmi_fence_t end; /* what waits for this stream's work finds a mark: none can be placed while it is captured */
+  /* Place a mark now: none can be placed during the capture, and a fence of this stream that other calls wait for then
+   * needs one. This also detects a capture that has begun already. */
+  gmi_fence_t end;
   status = gmi_fence_now(m, s, &end);
   if (status == GEMINI_ERR_STATE)
     return gmi_fail(status, 0, "the stream is being captured: a graph begins before its capture");
@@ -169,7 +177,7 @@ static gemini_status_t graph_begin(gmi_manager_t *m, gemini_stream_t stream, uin
     m->graphs.frames += !status;
   }
   bool taken = !status;
-  if (taken) status = m->trace.observer->budgets_change(m);
+  if (taken) status = m->trace.observer->budgets_change(m); /* plans must do without the ring frames */
   if (status) {
     char message[440];
     memcpy(message, gmi_fail_message(), sizeof message);
@@ -185,6 +193,7 @@ gemini_status_t gemini_graph_begin(gemini_manager_t mgr, gemini_stream_t stream,
   API_LOCKED(graph_begin(m, stream, device_bytes, graph_out));
 }
 
+/* Fails with refusal while the graph's stream is being captured, for this graph or another. */
 static gemini_status_t not_capturing(gmi_manager_t *m, const gmi_graph_t *g, gemini_status_t refusal) {
   bool active = false;
   gemini_status_t status = m->device.ops->capture.active(m->device.self, g->capture, &active);
@@ -204,13 +213,14 @@ static gemini_status_t graph_end(gmi_manager_t *m, gemini_graph_t handle) {
   g->state = GRAPH_READY;
   atomic_fetch_and(&m->graphs.streams, ~(UINT64_C(1) << g->stream));
   m->graphs.op[0] = '\0';
-  gmi_lease_drop_graph(&m->leases, g->index + 1);
+  gmi_lease_drop_graph(&m->leases, g->index + 1); /* acquires that the capture did not release end here */
   for (uint32_t i = 0; i < g->part_count; i++) {
     part_t *p = &g->parts[i];
     if (p->readers && !p->kept) gmi_chunk_graph_unhold(m, p->chunk);
     p->readers = p->writers = 0;
-    if (p->ring_index != GMI_NONE &&
-        gmi_chunk_mapping(p->chunk)->frame_1 == g->ring[p->ring_index].frame + 1) /* as after a replay */
+    /* As after a replay: the address still maps the ring frame, but the chunk does not own it. Nothing has run, so
+     * there is no fence. */
+    if (p->ring_index != GMI_NONE && gmi_chunk_mapping(p->chunk)->frame_1 == g->ring[p->ring_index].frame + 1)
       gmi_map_leave(m, gmi_chunk_device(m, p->chunk), gmi_chunk_mapping(p->chunk), 0);
   }
   return GEMINI_OK;
@@ -233,14 +243,15 @@ static gemini_status_t graph_destroy(gmi_manager_t *m, gemini_graph_t handle) {
   g->part_count = 0;
   graph_free(m, g);
   gmi_updates_room(m);
-  if (m->trace.observer->budgets_change(m)) gmi_log(m, GEMINI_LOG_WARNING, "without a graph: %s", gmi_fail_message());
+  if (m->trace.observer->budgets_change(m))
+    gmi_log(m, GEMINI_LOG_WARNING, "after a graph was destroyed: %s", gmi_fail_message());
   return GEMINI_OK;
 }
 gemini_status_t gemini_graph_destroy(gemini_manager_t mgr, gemini_graph_t graph) {
   API_LOCKED(graph_destroy(m, graph));
 }
 
-/* ---- inside a capture */
+/* ---- inside a capture: acquires and releases that add nodes to the graph */
 static const char *op_name(gmi_manager_t *m) {
   const char *op = *m->graphs.op ? m->graphs.op : m->trace.advice->op_name(m);
   return op ? op : "a captured operator";
@@ -295,19 +306,17 @@ static bool still_acquired(const part_t *p, bool write) {
   return write ? gmi_chunk_has_writers(p->chunk) : gmi_chunk_device_users(p->chunk) > 0;
 }
 
-/* A use inside the capture begins. A chunk that takes turns leaves the device: its bytes are not wanted now, only its
- * places on both sides. */
+/* Counts an acquire of a chunk inside the capture. The first one of a chunk that is not kept evicts it, because the
+ * graph needs only its addresses (a ring frame on the device, a slot on the host), and nothing reads its bytes now. */
 static gemini_status_t part_hold(gmi_manager_t *m, gmi_graph_t *g, const gemini_access_t *access, gmi_chunk_t *c) {
   part_t *p;
   bool write = access->mode & GEMINI_WRITE;
   gemini_status_t status = part_take(g, c, &p);
   if (status) return status;
   if (write && !(p->kept && still_acquired(p, true)))
-    return gmi_fail(
-        GEMINI_ERR_STATE, 0,
-        "%s: a chunk of arena %s that is written in a graph must stay for all of it: acquire it for writing "
-        "before the capture",
-        op_name(m), name_of(m, c));
+    return gmi_fail(GEMINI_ERR_STATE, 0,
+                    "%s: a chunk of arena %s is written in a graph: acquire it for writing before the capture begins",
+                    op_name(m), name_of(m, c));
   if (p->kept && !still_acquired(p, false))
     return gmi_fail(GEMINI_ERR_STATE, 0, "a chunk of arena %s was released in the middle of the capture",
                     name_of(m, c));
@@ -324,7 +333,7 @@ static gemini_status_t part_hold(gmi_manager_t *m, gmi_graph_t *g, const gemini_
   return GEMINI_OK;
 }
 
-/* It ends: true when it was the last one of a chunk that takes turns. */
+/* Counts a release; true when it was the last one of a chunk with a ring frame. */
 static bool part_drop(gmi_manager_t *m, part_t *p, uint32_t mode) {
   if (mode & GEMINI_WRITE) p->writers--;
   else p->readers--;
@@ -346,7 +355,9 @@ static gemini_status_t too_small(gmi_manager_t *m, const gmi_graph_t *g) {
                   (unsigned long long)(g->ring_count * gmi_frame_bytes(m)));
 }
 
-/* Gives the chunk a place for good, and queues its fetch in the capture. */
+/* Assigns the chunk a ring frame if it has none, and adds the copy into it to the capture. What comes later in the
+ * capture is not known, so the choice is least recently used, which is as good as any for operators that run in turn,
+ * and back. The assignment cannot change, so a chunk whose ring frame holds another acquired chunk is refused. */
 static gemini_status_t part_fetch(gmi_manager_t *m, gmi_graph_t *g, uint32_t part) {
   part_t *p = &g->parts[part];
   gmi_chunk_t *c = p->chunk;
@@ -357,19 +368,18 @@ static gemini_status_t part_fetch(gmi_manager_t *m, gmi_graph_t *g, uint32_t par
   ring_frame_t *taken = &g->ring[at];
   if (ring_frame_is_used(g, taken)) {
     const gmi_chunk_t *other = g->parts[taken->part].chunk;
-    return gmi_fail(
-        GEMINI_ERR_OOM_DEVICE, 0,
-        "%s: chunks of arena %s at %llu and of %s at %llu have taken turns in one frame of the graph, and are "
-        "wanted at once: begin it with more than %llu bytes",
-        op_name(m), name_of(m, c), (unsigned long long)c->index << m->cut.chunk_shift, name_of(m, other),
-        (unsigned long long)other->index << m->cut.chunk_shift,
-        (unsigned long long)(g->ring_count * gmi_frame_bytes(m)));
+    return gmi_fail(GEMINI_ERR_OOM_DEVICE, 0,
+                    "%s: chunks of arena %s at %llu and of %s at %llu share one frame of the graph, and are acquired "
+                    "at once: begin it with more than %llu bytes",
+                    op_name(m), name_of(m, c), (unsigned long long)c->index << m->cut.chunk_shift, name_of(m, other),
+                    (unsigned long long)other->index << m->cut.chunk_shift,
+                    (unsigned long long)(g->ring_count * gmi_frame_bytes(m)));
   }
   gemini_status_t status = gmi_map(m, gmi_chunk_device(m, c), taken->frame, gmi_chunk_mapping(c));
   if (status) return status;
   status = m->device.ops->capture.fetch(m->device.self, g->capture, at, gmi_chunk_device(m, c), gmi_chunk_host(m, c),
                                         gmi_copy_bytes(m, GEMINI_TIER_HOST, GEMINI_TIER_DEVICE));
-  if (status && status != GEMINI_ERR_STATE) g->failure = status; /* a part of it may have got in */
+  if (status && status != GEMINI_ERR_STATE) g->failure = status; /* the capture may contain part of the copy */
   if (status) return status;
   p->ring_index = at;
   taken->part = part;
@@ -381,18 +391,18 @@ static gemini_status_t usable(const gmi_graph_t *g) {
   return g->failure ? gmi_fail(GEMINI_ERR_STATE, 0, "the device refused a part of this capture") : GEMINI_OK;
 }
 
-/* A range inside a capture; to be read: are its bytes those that are asked for? */
+/* Checks the mode and tier of an access inside a capture, and resolves its range. */
 static gemini_status_t resolve(gmi_manager_t *m, const gemini_access_t *access, gmi_range_t *r) {
   if (access->mode < GEMINI_READ || access->mode > GEMINI_READ_WRITE)
     return gmi_fail(GEMINI_ERR_INVALID, 0, "mode is %u, must be 1 to 3", access->mode);
   if (access->tier != GEMINI_TIER_DEVICE)
-    return gmi_fail(GEMINI_ERR_STATE, 0, "tier is %u: what a graph uses is on the device", access->tier);
+    return gmi_fail(GEMINI_ERR_STATE, 0, "tier is %u, must be GEMINI_TIER_DEVICE inside a capture", access->tier);
   return gmi_range_resolve(m, access, r);
 }
 
 static bool has_content(gmi_manager_t *m, const content_t *c) {
   gmi_tensor_t *t = &m->tensors.at[c->index];
-  if (atomic_load(&t->life) != c->life) return true; /* unregistered: its bytes are the caller's to know */
+  if (atomic_load(&t->life) != c->life) return true; /* unregistered since: nothing is known of its bytes */
   return !(atomic_load(&gmi_tensor_base(m, t)->word) & GMI_TENSOR_GRADIENT) == !c->gradient;
 }
 static gemini_status_t wrong_content(gmi_manager_t *m, const content_t *c) {
@@ -402,6 +412,8 @@ static gemini_status_t wrong_content(gmi_manager_t *m, const content_t *c) {
                               : "parameter %s cannot be used: its gradient has taken its bytes",
                   name);
 }
+/* Records which of parameter and gradient a range that is read holds, for the check of each replay. Fails when it holds
+ * the other one now. */
 static gemini_status_t content_add(gmi_manager_t *m, gmi_graph_t *g, const gmi_range_t *r) {
   if (!r->tensor || (r->arena->store == r->arena->index && !r->arena->reused)) return GEMINI_OK;
   content_t c = { .index = (uint32_t)(r->tensor - m->tensors.at),
@@ -424,6 +436,8 @@ static gmi_lease_key_t lease_of(const gmi_graph_t *g, const gemini_access_t *acc
                             .graph_1 = g->index + 1 };
 }
 
+/* Holds all chunks first, then assigns ring frames: first to chunks that have one already, so that chunks without do
+ * not take it. A failure undoes the holds and the leases. */
 gemini_status_t gmi_graph_acquire(gmi_manager_t *m, gemini_access_t *accesses, uint64_t count, uint32_t stream) {
   gmi_graph_t *g = graph_on(m, stream);
   gemini_status_t status = usable(g);
@@ -440,7 +454,7 @@ gemini_status_t gmi_graph_acquire(gmi_manager_t *m, gemini_access_t *accesses, u
       held += !status;
     }
   }
-  for (int pass = 0; pass < 2; pass++) { /* those that have a place come before those that look for one */
+  for (int pass = 0; pass < 2; pass++) { /* first the chunks that have a ring frame, then those that need one */
     for (uint32_t i = 0; !status && i < g->part_count; i++) {
       const part_t *p = &g->parts[i];
       bool there = p->ring_index != GMI_NONE && g->ring[p->ring_index].part == i;
@@ -448,7 +462,7 @@ gemini_status_t gmi_graph_acquire(gmi_manager_t *m, gemini_access_t *accesses, u
     }
   }
   for (uint64_t k = 0; k < (status ? leased : count); k++) {
-    if (gmi_range_resolve(m, &accesses[k], &r)) break; /* never: the lock is held since the first time */
+    if (gmi_range_resolve(m, &accesses[k], &r)) break; /* never: it has succeeded under the same lock */
     if (!status) accesses[k].ptr = r.store->base + r.offset;
     for (uint64_t i = r.first; status && held && i <= r.last; i++, held--)
       part_drop(m, part_find(g, &r.store->chunks[i]), accesses[k].mode);
@@ -458,19 +472,21 @@ gemini_status_t gmi_graph_acquire(gmi_manager_t *m, gemini_access_t *accesses, u
   return status;
 }
 
+/* In two passes, as a release outside a capture: claims all acquires, or none, then ends them. The last release of a
+ * chunk marks its ring frame as free from this point of the capture on. */
 gemini_status_t gmi_graph_release(gmi_manager_t *m, const gemini_access_t *accesses, uint64_t count, uint32_t stream) {
   gmi_graph_t *g = graph_on(m, stream);
   gemini_status_t status = GEMINI_OK;
   gmi_range_t r = { 0 };
   uint64_t claimed = 0;
-  for (; !status && claimed < count; claimed += !status) { /* all or none */
+  for (; !status && claimed < count; claimed += !status) {
     status = resolve(m, &accesses[claimed], &r);
     if (status) break;
     gmi_lease_key_t key = lease_of(g, &accesses[claimed], &r);
     if (!gmi_lease_claim(&m->leases, &key))
       status = gmi_fail(GEMINI_ERR_STATE, 0,
                         "%llu bytes at offset %llu of arena %s were not acquired with this mode inside this capture; "
-                        "what was acquired before it is released after it",
+                        "ranges acquired before the capture must be released after it",
                         (unsigned long long)r.size, (unsigned long long)r.offset, r.arena->name);
   }
   while (status && claimed-- > 0) {
@@ -487,7 +503,7 @@ gemini_status_t gmi_graph_release(gmi_manager_t *m, const gemini_access_t *acces
       part_t *p = part_find(g, &r.store->chunks[i]);
       if (!part_drop(m, p, accesses[k].mode)) continue;
       g->ring[p->ring_index].used = ++g->clock;
-      if (status) continue; /* the others are released all the same */
+      if (status) continue; /* a failed device call does not keep the other chunks from being released */
       status = m->device.ops->capture.used(m->device.self, g->capture, p->ring_index);
       if (status && status != GEMINI_ERR_STATE) g->failure = status;
     }
@@ -496,6 +512,8 @@ gemini_status_t gmi_graph_release(gmi_manager_t *m, const gemini_access_t *acces
 }
 
 /* ---- replays */
+/* Checks all conditions of a replay before anything changes: the tensors' contents, and that kept chunks are acquired
+ * as in the capture and the others are not in use. */
 static gemini_status_t enter_check(gmi_manager_t *m, const gmi_graph_t *g) {
   if (g->state == GRAPH_OPEN)
     return gmi_fail(GEMINI_ERR_STATE, 0, "the graph's capture has not ended: gemini_graph_end()");
@@ -508,22 +526,23 @@ static gemini_status_t enter_check(gmi_manager_t *m, const gmi_graph_t *g) {
     if (!p->kept) status = free_for_graph(m, p->chunk);
     else if (!still_acquired(p, p->written))
       status = gmi_fail(GEMINI_ERR_STATE, 0,
-                        "a chunk of arena %s was acquired%s when the graph was captured, and is not now",
+                        "a chunk of arena %s must be acquired%s during replays, as it was during the capture",
                         name_of(m, p->chunk), p->written ? " for writing" : "");
   }
   return status;
 }
 
-/* Its newest bytes come to its host slot, and its address to its place, before what the stream does next. */
+/* Brings the chunk's newest bytes to its slot and maps its ring frame at its address, in time for what is queued on the
+ * stream next. */
 static gemini_status_t part_ready(gmi_manager_t *m, const gmi_graph_t *g, const part_t *p, uint32_t stream) {
   gmi_chunk_t *c = p->chunk;
   gemini_status_t status = gmi_chunk_deferred(c) ? gmi_updates_queue(m, c) : GEMINI_OK;
   if (!status && (!gmi_chunk_has(c, GMI_VALID_HOST) || gmi_chunk_is_resident(c) || gmi_chunk_io(c)))
     status = gmi_chunk_to_host(m, c, true, GEMINI_REASON_DEMAND);
-  /* What comes from a file is waited for here, as for a fetch: a copy of bytes that did not come could not be taken
-   * back. */
+  /* Wait for a read from a file here, as gmi_chunk_fetch() does: the graph's copy cannot be withdrawn. */
   if (!status && (gmi_chunk_io(c) || gmi_chunk_failed_read(c))) status = gmi_chunk_settle_host(m, c);
-  /* Where that changes, it waits for what used the address, and so for copies between its frame and its slot. */
+  /* If the mapping changes, gmi_map() waits for work that uses the address, which includes copies between the chunk's
+   * old frame and its slot. */
   if (!status) status = gmi_map(m, gmi_chunk_device(m, c), g->ring[p->ring_index].frame, gmi_chunk_mapping(c));
   if (status || !gmi_chunk_work_pending(m, c)) return status;
   gmi_slot_t *slot = &m->host.slots[gmi_chunk_slot(c)];
@@ -540,7 +559,7 @@ static gemini_status_t graph_enter(gmi_manager_t *m, gemini_graph_t handle, gemi
   if (!status) status = enter_check(m, g);
   for (uint32_t i = 0; !status && i < g->part_count; i++)
     if (g->parts[i].ring_index != GMI_NONE) status = part_ready(m, g, &g->parts[i], s);
-  for (uint32_t i = 0; !status && i < g->ring_count; i++) /* who had the frames before */
+  for (uint32_t i = 0; !status && i < g->ring_count; i++) /* the frames' owners before this graph */
     status = m->trace.observer->stream_waits(m, s, m->frames.at[g->ring[i].frame].ready);
   if (!status) status = m->trace.observer->stream_waits(m, s, g->left);
   if (status) return status;
@@ -558,7 +577,9 @@ static gemini_status_t graph_leave(gmi_manager_t *m, gemini_graph_t handle) {
   gmi_graph_t *g = graph_get(m, handle);
   if (!g) return GEMINI_ERR_HANDLE;
   if (g->state != GRAPH_ENTERED) return gmi_fail(GEMINI_ERR_STATE, 0, "the graph is not entered");
-  gmi_fence_t left; /* placed now: workers that wait for a slot cannot place it */
+  /* A mark placed now, instead of one placed at first need: workers wait for a slot's fence without the manager's lock,
+   * and could not place it. */
+  gmi_fence_t left;
   gemini_status_t status = gmi_fence_now(m, g->stream, &left);
   if (status) return status;
   g->left = left;
@@ -567,7 +588,7 @@ static gemini_status_t graph_leave(gmi_manager_t *m, gemini_graph_t handle) {
     gmi_chunk_t *c = g->parts[i].chunk;
     if (g->parts[i].ring_index == GMI_NONE) continue;
     gmi_chunk_graph_unhold(m, c);
-    m->host.slots[gmi_chunk_slot(c)].fence = left; /* the replay is behind the older ones */
+    m->host.slots[gmi_chunk_slot(c)].fence = left; /* covers the old fence, which the replay came after */
     gmi_map_leave(m, gmi_chunk_device(m, c), gmi_chunk_mapping(c), left);
   }
   gmi_link_count(m, gmi_link_in(m), GEMINI_REASON_PLAN, g->copies);

@@ -1,4 +1,12 @@
-/* Two-level segregated-fit allocator over offsets (see heap.h). SPDX-License-Identifier: Apache-2.0 */
+/* Two-level segregated-fit allocator over offsets (see heap.h). SPDX-License-Identifier: Apache-2.0
+ *
+ * Free blocks are in lists by size class; two bitmaps find the smallest class that is not empty with two bit scans. An
+ * allocation cuts its block from the low end of a free block, a free merges with free neighbours, both in constant time
+ * but for the pages they touch. This differs from TLSF as published in two ways: a request first looks for a close fit
+ * in its own class, and records are found by a hash of the offset instead of by a header in the block.
+ *
+ * Each operation first reserves memory for its records, and changes the heap only when that has succeeded, so a failed
+ * call changes nothing. gmi_heap_free() needs no memory and cannot fail for a lack of it. */
 #include "chunk/heap.h"
 
 #include <stdlib.h>
@@ -9,14 +17,15 @@
 typedef gmi_heap_node_t node_t;
 
 #define RANGE_MAX_BYTES (UINT64_C(1) << 46)
-/* Blocks of the request's own class that are looked at before a larger class is cut. */
+/* How many blocks of the request's own class are tried before a block of a larger class is cut. */
 #define FIT_TRIES 8u
 #define NODES_FIRST 64u
 #define BUCKETS_FIRST_LOG2 7u
 
 /* --- classes --- */
 
-/* The class of the free blocks of a size. */
+/* The class of a size: row 0 has the sizes below GMI_HEAP_COLUMNS, one each. From there on a row is a power of two, and
+ * the column is the next GMI_HEAP_COLUMNS_LOG2 bits below the leading one. */
 static void class_of(uint64_t units, uint32_t *row, uint32_t *column) {
   if (units < GMI_HEAP_COLUMNS) {
     *row = 0;
@@ -32,7 +41,7 @@ static uint64_t page_of(const gmi_heap_t *heap, uint64_t unit) {
   return heap->page_shift != UINT32_MAX ? unit >> heap->page_shift : unit / heap->page_units;
 }
 
-/* The first page that lies in a block as a whole; false when none does. */
+/* The first page that lies entirely within a block; false when none does. */
 static bool first_whole_page(const gmi_heap_t *heap, const node_t *node, uint64_t *page_out) {
   if (node->units < heap->page_units) return false;
   uint64_t page = page_of(heap, node->first + heap->page_units - 1);
@@ -40,6 +49,8 @@ static bool first_whole_page(const gmi_heap_t *heap, const node_t *node, uint64_
   return (page + 1) * heap->page_units <= node->first + node->units;
 }
 
+/* Puts a block at the head of its class, so that the block freed last is reused first: its pages are likely to have
+ * frames. Also enters it as the cover of its first whole page. */
 static void free_insert(gmi_heap_t *heap, uint32_t index) {
   node_t *node = &heap->nodes[index];
   uint32_t row, column;
@@ -56,6 +67,7 @@ static void free_insert(gmi_heap_t *heap, uint32_t index) {
   if (first_whole_page(heap, node, &page)) heap->pages[page].cover = index;
 }
 
+/* The reverse of free_insert(). Must run before the block's size changes, which selects class and cover. */
 static void free_remove(gmi_heap_t *heap, uint32_t index) {
   node_t *node = &heap->nodes[index];
   if (node->next) heap->nodes[node->next].prev = node->prev;
@@ -74,15 +86,15 @@ static void free_remove(gmi_heap_t *heap, uint32_t index) {
   if (first_whole_page(heap, node, &page)) heap->pages[page].cover = 0;
 }
 
-/* Would its user have to wait for other streams? */
+/* Would an allocation on stream have to wait for work of other streams? */
 static bool is_foreign(const node_t *node, uint32_t stream) {
   for (int i = 0; i < GMI_HEAP_POINTS; i++)
     if (node->tag.point[i] && node->tag.point[i] >> GMI_HEAP_POINT_STREAM_SHIFT != stream) return true;
   return false;
 }
 
-/* The smallest block that fits among the first `tries` of a list; of equals one that is not foreign, and of these the
- * earliest, so that the block freed last is taken first. */
+/* Best fit among the first `tries` blocks of a list; among equal sizes one that is not foreign; among these the first
+ * in the list, which was freed last. */
 static uint32_t fit_in_list(const gmi_heap_t *heap, uint32_t index, uint64_t units, uint32_t stream, uint64_t tries) {
   uint32_t best = 0;
   uint64_t best_units = UINT64_MAX;
@@ -98,16 +110,19 @@ static uint32_t fit_in_list(const gmi_heap_t *heap, uint32_t index, uint64_t uni
   return best;
 }
 
+/* Chooses the free block to cut; 0: none is long enough. Blocks in the request's own class may be shorter than the
+ * request, so only a few are tried at first. */
 static uint32_t fit_find(const gmi_heap_t *heap, uint64_t units, uint32_t stream) {
   uint32_t row, column;
   class_of(units, &row, &column);
   uint32_t index = fit_in_list(heap, heap->heads[row][column], units, stream, FIT_TRIES);
   if (index) return index;
-  /* Every block of a larger class fits. The smallest such class, so that the long block at the end of what was
-   * ever used is cut last. */
+  /* Every block of a larger class fits: take the smallest class that is not empty. The long free block at the end of
+   * the range is therefore cut last, which keeps the part of the range that was ever used short. */
   uint32_t columns = column + 1 < GMI_HEAP_COLUMNS ? heap->column_map[row] & (UINT32_MAX << (column + 1)) : 0;
   if (!columns) {
     uint64_t rows = heap->row_map & (UINT64_MAX << (row + 1));
+    /* No larger class has a block: one of the request's own class beyond the first tries may still fit. */
     if (!rows) return fit_in_list(heap, heap->heads[row][column], units, stream, UINT64_MAX);
     row = (uint32_t)__builtin_ctzll(rows);
     columns = heap->column_map[row];
@@ -115,7 +130,10 @@ static uint32_t fit_find(const gmi_heap_t *heap, uint64_t units, uint32_t stream
   return heap->heads[row][__builtin_ctz(columns)];
 }
 
-/* --- live blocks by offset --- */
+/* --- live blocks by offset ---
+ *
+ * A hash table with linear probing. Multiplicative hashing (Fibonacci) spreads the multiples of large powers of two
+ * that offsets often are. */
 
 static uint64_t bucket_of(const gmi_heap_t *heap, uint64_t first) {
   return (first * UINT64_C(0x9E3779B97F4A7C15)) >> heap->bucket_shift;
@@ -129,8 +147,9 @@ static uint64_t bucket_find(const gmi_heap_t *heap, uint64_t first) {
   return bucket;
 }
 
+/* Deletes without tombstones (Knuth's Algorithm R): moves back each following entry whose probe sequence passes the
+ * hole, so that no later search stops at the hole too early. */
 static void bucket_clear(gmi_heap_t *heap, uint64_t hole) {
-  /* Move back what had been pushed past the hole, so that no search ends at it too early. */
   for (uint64_t bucket = hole;;) {
     bucket = (bucket + 1) & heap->bucket_mask;
     uint32_t index = heap->buckets[bucket];
@@ -144,7 +163,7 @@ static void bucket_clear(gmi_heap_t *heap, uint64_t hole) {
   heap->buckets[hole] = 0;
 }
 
-/* --- room for records, taken before anything changes --- */
+/* --- memory for records, reserved before anything changes --- */
 
 static bool buckets_reserve(gmi_heap_t *heap) {
   uint64_t old_count = heap->bucket_mask + 1;
@@ -189,7 +208,7 @@ static void spare_give(gmi_heap_t *heap, uint32_t index) {
   heap->spare = index;
 }
 
-/* Makes page_count at least count, or all pages of the range. */
+/* Makes page_count at least count, or all pages of the range; doubles, so that growth is amortized. */
 static bool pages_reserve(gmi_heap_t *heap, uint64_t count) {
   if (count > heap->range_pages) count = heap->range_pages;
   if (count <= heap->page_count) return true;
@@ -203,9 +222,11 @@ static bool pages_reserve(gmi_heap_t *heap, uint64_t count) {
   return true;
 }
 
-/* --- pages --- */
+/* --- pages ---
+ *
+ * A block shares only its first and its last page with other blocks. Those between have one user while it lives, so
+ * their counts are set instead of adjusted. */
 
-/* Pages other than a block's first and last are its own: they have one user, and no other before or after. */
 static void pages_enter(gmi_heap_t *heap, const node_t *node) {
   uint64_t first = page_of(heap, node->first), last = page_of(heap, node->first + node->units - 1);
   heap->pages_used += heap->pages[first].users++ == 0;
@@ -278,11 +299,13 @@ gemini_status_t gmi_heap_alloc(gmi_heap_t *heap, uint64_t size_bytes, uint32_t s
   uint64_t units = (size_bytes + GMI_HEAP_ALIGN - 1) / GMI_HEAP_ALIGN;
   uint32_t index = fit_find(heap, units, stream);
   if (!index) return GEMINI_ERR_OOM_DEVICE;
-  /* One page more than is touched: the rest's first whole page may be the next one. */
+  /* One page more than the block touches: the remainder's first whole page, where its cover is entered, may be the next
+   * page. */
   uint64_t last_page = page_of(heap, heap->nodes[index].first + units - 1);
   if (!buckets_reserve(heap) || !spare_reserve(heap) || !pages_reserve(heap, last_page + 2))
     return GEMINI_ERR_OOM_SYSTEM;
 
+  /* Nothing fails from here on. */
   free_remove(heap, index);
   if (heap->nodes[index].units > units) {
     uint32_t rest_index = spare_take(heap);
@@ -319,7 +342,7 @@ static gmi_heap_tag_t tag_join(const gmi_heap_t *heap, gmi_heap_tag_t a, gmi_hea
   return memcmp(&a, &b, sizeof a) ? heap->join(heap->user, a, b) : a;
 }
 
-/* Makes one block of two neighbours, neither of which is in a list; the lower one's node stays. */
+/* Merges two neighbours, neither of which is in a list, into the lower one's node. The tag becomes one after both. */
 static void merge(gmi_heap_t *heap, uint32_t lower_index, uint32_t upper_index) {
   node_t *lower = &heap->nodes[lower_index], *upper = &heap->nodes[upper_index];
   lower->units += upper->units;
@@ -329,6 +352,8 @@ static void merge(gmi_heap_t *heap, uint32_t lower_index, uint32_t upper_index) 
   spare_give(heap, upper_index);
 }
 
+/* Merges at once, in both directions, so no two free blocks are ever neighbours and the longest free range is always
+ * one block. */
 bool gmi_heap_free(gmi_heap_t *heap, uint64_t offset, gmi_heap_tag_t tag) {
   if (offset % GMI_HEAP_ALIGN) return false;
   uint64_t bucket = bucket_find(heap, offset / GMI_HEAP_ALIGN);
@@ -361,7 +386,8 @@ uint32_t gmi_heap_page_users(const gmi_heap_t *heap, uint64_t page) {
 gmi_heap_tag_t gmi_heap_page_tag(const gmi_heap_t *heap, uint64_t page) {
   gmi_heap_tag_t none = { { 0 } };
   if (page >= heap->range_pages || gmi_heap_page_users(heap, page)) return none;
-  /* The covering block's first whole page is the next one below with a cover: the pages between have no user. */
+  /* A page without users lies within one free block. That block's first whole page is at or below this one and names it
+   * as its cover; no other cover is in between. */
   if (page >= heap->page_count) page = heap->page_count - 1;
   while (page && !heap->pages[page].cover) page--;
   uint32_t index = heap->pages[page].cover;
@@ -372,20 +398,24 @@ uint64_t gmi_heap_pages_used(const gmi_heap_t *heap) { return heap->pages_used; 
 uint64_t gmi_heap_bytes_used(const gmi_heap_t *heap) { return heap->units_used * GMI_HEAP_ALIGN; }
 uint64_t gmi_heap_blocks_used(const gmi_heap_t *heap) { return heap->blocks_used; }
 
-/* --- invariants --- */
+/* --- invariants ---
+ *
+ * Every index is checked before it is followed, and every walk is bounded, so that corrupt records make the check fail
+ * instead of crash or hang. */
 
 static bool node_in_use(const gmi_heap_t *heap, uint32_t index) {
   return index > 0 && index < heap->node_count && heap->nodes[index].state != GMI_HEAP_SPARE;
 }
 
-/* Pages from first up to end must have no user. */
+/* Do the pages [first, end) have no user? */
 static bool pages_empty(const gmi_heap_t *heap, uint64_t first, uint64_t end) {
   for (uint64_t page = first; page < end && page < heap->page_count; page++)
     if (heap->pages[page].users) return false;
   return true;
 }
 
-/* Blocks tile the range, and their sums are the heap's. Counts free blocks and covers. */
+/* Walks the blocks by address: they must tile the range, and their sums equal the heap's. Compares each page's users
+ * with the live blocks that touch it. Counts free blocks and covers for the other checks. */
 static bool check_blocks(const gmi_heap_t *heap, uint64_t *free_count, uint64_t *cover_count) {
   uint64_t unit = 0, live = 0, live_units = 0, pages_used = 0, walked = 0;
   uint64_t page = 0, users = 0; /* users of `page` so far; every page below has been compared */
@@ -429,7 +459,7 @@ static bool check_blocks(const gmi_heap_t *heap, uint64_t *free_count, uint64_t 
          pages_used == heap->pages_used;
 }
 
-/* Every list holds free blocks of its class, and the bitmaps say which lists hold any. */
+/* Every list must hold only free blocks of its class, and the bitmaps must say which lists are not empty. */
 static bool check_lists(const gmi_heap_t *heap, uint64_t free_count) {
   uint64_t listed = 0;
   for (uint32_t row = 0; row < GMI_HEAP_ROWS; row++) {
@@ -452,7 +482,8 @@ static bool check_lists(const gmi_heap_t *heap, uint64_t free_count) {
 }
 
 bool gmi_heap_check(const gmi_heap_t *heap) {
-  /* The table first: searches in it must end, and reach nodes only. */
+  /* The hash table first, because check_blocks() searches it: it needs an empty bucket to end a search, and indices of
+   * nodes only. */
   uint64_t buckets_used = 0;
   for (uint64_t bucket = 0; bucket <= heap->bucket_mask; bucket++) {
     if (!heap->buckets[bucket]) continue;

@@ -1,13 +1,18 @@
-/* Allocators in the shapes that frameworks call: PyTorch's pluggable one, and CuPy's of C functions.
+/* Allocation functions with the signatures that frameworks call: PyTorch's pluggable allocator, CuPy's C functions.
  * SPDX-License-Identifier: Apache-2.0
  *
- * They are called with the framework's own locks held, so nothing here calls out, not even the log: what is logged goes
- * out with the next call of another function. Frees never wait: neither for the device, nor for the manager's lock,
- * whose holder may wait for the device; what would have to wait is put aside, for whoever has the lock next.
+ * Frameworks call them while holding locks of their own, so nothing here calls user code, not even the log callback:
+ * log lines stay queued until the next call of another function sends them. A free never blocks, neither for the device
+ * nor for the manager's lock, whose holder may be waiting for the device: a free that would block is put aside in a
+ * list, and the next thread that takes the lock carries it out.
  *
- * Frees may come late, at the end of a program or from a collector of garbage, when the manager is closing or closed. A
- * manager's entry counts who is inside; closing empties it and waits for them. Pointers that were live then are known
- * by their addresses, which no later manager gets before all of them have been freed, too. */
+ * Frees may come late, at program exit or from a garbage collector, when the manager is closing or closed. Each manager
+ * has an entry with the number of calls that use it; close clears the entry and waits for them. The address ranges of
+ * allocations that are live at close are remembered, and no later manager gets these addresses until all of them have
+ * been freed.
+ *
+ * Threads: any thread may call any function here. Lock order: the manager's lock, then hook.lock; table_lock is taken
+ * alone, or inside the manager's lock, and for short critical sections only. */
 #include <sched.h>
 #include <stdlib.h>
 
@@ -24,40 +29,51 @@ typedef struct gmi_hook_free {
   void *ptr, *native;
 } gmi_hook_free_t;
 
-/* By the manager's entry. */
+/* One entry per manager, indexed by gmi_manager_t.identity.entry. The table is static, so a late free can look a
+ * manager up without touching its memory, which may be gone. */
 static struct {
   gmi_manager_t *_Atomic manager; /* Atomic: NULL = none, or closing */
-  _Atomic uint32_t users;         /* Atomic: calls inside */
-  _Atomic uintptr_t base;         /* Atomic: where its allocations lie */
-  _Atomic uint64_t range;
+  _Atomic uint32_t users;         /* Atomic: calls that use manager */
+  _Atomic uintptr_t base;         /* Atomic: address range of its allocations; 0 = none yet */
+  _Atomic uint64_t range;         /* Atomic: bytes */
 } entries[GMI_MANAGERS];
 static _Atomic uint32_t serving[DEVICES]; /* Atomic: entry + 1 of the manager that allocates for a device; 0 = none */
 
-/* Address ranges with allocations that the framework still has: of closed managers, and in a forked child those of the
+/* Address ranges in which the framework still holds allocations: of closed managers, and in a forked child of the
  * parent's managers. */
 typedef struct left {
   struct left *next;
   uintptr_t base;
-  uint64_t range, live; /* live: allocations not yet freed; 0: another process's, which are not counted */
+  uint64_t range, live; /* live: allocations not yet freed; 0: of the parent process, whose frees are ignored */
 } left_t;
-static left_t *left;                                           /* Guarded by table_lock */
-static pthread_mutex_t table_lock = PTHREAD_MUTEX_INITIALIZER; /* and for changes of serving[] */
+static left_t *left; /* Guarded by table_lock */
+/* Guards left and changes of serving[]; reads of serving[] need no lock. */
+static pthread_mutex_t table_lock = PTHREAD_MUTEX_INITIALIZER;
 
-/* ---- entries: who announces himself before he looks is waited for by who empties before he counts */
+/* ---- entries
+ *
+ * Calls increment users before loading manager; close clears manager, then waits for users to reach zero. Each side
+ * stores one variable and then loads the other, so both pairs must be sequentially consistent: then either the call
+ * sees NULL and leaves, or close sees its count and waits. */
 static gmi_manager_t *enter(uint32_t entry) {
   atomic_fetch_add(&entries[entry].users, 1);
   gmi_manager_t *m = atomic_load(&entries[entry].manager);
   if (!m) atomic_fetch_sub(&entries[entry].users, 1);
   return m;
 }
+/* Release: pairs with the load of users in gmi_hook_close(), so the manager is freed after all accesses of this
+ * call. */
 static void leave(uint32_t entry) { atomic_fetch_sub_explicit(&entries[entry].users, 1, memory_order_release); }
 
+/* Relaxed: whoever frees a pointer got it from an allocation that stored base and range before. Any other value can
+ * only select the wrong entry, and hook_free() asks again after enter(). */
 static bool lies_in(uint32_t entry, const void *ptr) {
   uintptr_t base = atomic_load_explicit(&entries[entry].base, memory_order_relaxed);
   return base && (uintptr_t)ptr - base < atomic_load_explicit(&entries[entry].range, memory_order_relaxed);
 }
 
-/* ---- fork: in a child nothing is served, and what it frees of the parent's stays the parent's */
+/* ---- fork: the child serves no device, and frees of the parent's allocations do nothing there. The fork holds
+ * table_lock, so the child gets a consistent table. */
 static void fork_prepare(void) { pthread_mutex_lock(&table_lock); }
 static void fork_parent(void) { pthread_mutex_unlock(&table_lock); }
 static void fork_child(void) {
@@ -65,7 +81,7 @@ static void fork_child(void) {
   for (uint32_t i = 0; i < DEVICES; i++) atomic_store(&serving[i], 0);
   for (uint32_t i = 0; i < GMI_MANAGERS; i++) {
     uintptr_t base = atomic_exchange(&entries[i].base, 0);
-    left_t *l = base ? malloc(sizeof *l) : NULL; /* without memory, frees of these pointers are failures */
+    left_t *l = base ? malloc(sizeof *l) : NULL; /* out of memory: the child's frees of these pointers report errors */
     if (l) {
       *l = (left_t){ .next = left, .base = base, .range = atomic_load(&entries[i].range) };
       left = l;
@@ -98,7 +114,8 @@ gemini_status_t gemini_hook_set(gemini_manager_t mgr, uint32_t flags) {
   API_RETURN(m ? hook_set(m, flags) : GEMINI_ERR_HANDLE);
 }
 
-static bool serve_no_more(gmi_manager_t *m) { /* called with table_lock held */
+/* Returns whether m was serving its device. The caller holds table_lock. */
+static bool serve_no_more(gmi_manager_t *m) {
   uint32_t mine = m->identity.entry + 1;
   return m->config.device_ordinal < DEVICES &&
          atomic_compare_exchange_strong(&serving[m->config.device_ordinal], &mine, 0);
@@ -114,6 +131,8 @@ gemini_status_t gemini_hook_clear(gemini_manager_t mgr) {
                     : gmi_fail(GEMINI_ERR_STATE, 0, "the manager serves no device: gemini_hook_set() comes first"));
 }
 
+/* Order: no new allocations come (serving), then no new calls enter (manager), then the present ones leave (users),
+ * then the put-aside frees are carried out, and what is still live is remembered. */
 void gmi_hook_close(gmi_manager_t *m) {
   if (atomic_load(&entries[m->identity.entry].manager) != m) return;
   pthread_mutex_lock(&table_lock);
@@ -121,7 +140,7 @@ void gmi_hook_close(gmi_manager_t *m) {
   pthread_mutex_unlock(&table_lock);
   atomic_store(&entries[m->identity.entry].manager, NULL);
   while (atomic_load(&entries[m->identity.entry].users)) sched_yield();
-  gmi_lock(m, "gemini_manager_close"); /* frees what was put aside, as far as it can be without waiting */
+  gmi_lock(m, "gemini_manager_close"); /* taking the lock drains put-aside frees, but for those that would block */
   uint64_t waiting = atomic_load(&m->hook.waiting), live = m->hook.live > waiting ? m->hook.live - waiting : 0;
   gmi_unlock(m);
   left_t *l = live ? malloc(sizeof *l) : NULL;
@@ -143,7 +162,8 @@ bool gmi_hook_left(const void *base, uint64_t range) {
   return l != NULL;
 }
 
-/* Counts a free of a closed manager's pointer, or ignores that of another process's; false: it is neither. */
+/* Counts a free of a closed manager's pointer, whose range is forgotten with the last one, or ignores a free of the
+ * parent process's pointer. False: the pointer is neither. */
 static bool left_freed(const void *ptr) {
   pthread_mutex_lock(&table_lock);
   left_t **at = &left;
@@ -157,7 +177,8 @@ static bool left_freed(const void *ptr) {
 }
 
 /* ---- allocation */
-static void tell(gmi_manager_t *m) { /* called with the manager's lock held; the failure is recorded */
+/* Logs this thread's recorded failure, the first time only. The caller holds the manager's lock. */
+static void tell(gmi_manager_t *m) {
   if (!m->hook.warned) gmi_log(m, GEMINI_LOG_WARNING, "hook: %s (later ones are not logged)", gmi_fail_message());
   m->hook.warned = true;
 }
@@ -166,11 +187,14 @@ static gemini_status_t free_one(gmi_manager_t *m, void *ptr, void *native, bool 
   uint32_t stream;
   gemini_status_t status = gmi_stream_of_native(m, native, may_block, &stream);
   if (!status) status = gmi_nonmodel_free(m, ptr, stream) ? GEMINI_OK : GEMINI_ERR_INVALID;
-  if (!status) m->hook.live -= m->hook.live > 0; /* it may be gemini_alloc()'s */
+  if (!status) m->hook.live -= m->hook.live > 0; /* the pointer may come from gemini_alloc(), which is not counted */
   else if (status != GEMINI_ERR_BUSY) tell(m);
   return status;
 }
 
+/* Appends a free to the list. The caller may or may not hold the manager's lock: hook.lock guards the list, and is held
+ * for moments only. waiting is stored relaxed: it is read without hook.lock only as a hint, and a thread that misses it
+ * leaves the free to the next one that takes the manager's lock. */
 static bool put_aside(gmi_manager_t *m, void *ptr, void *native) {
   pthread_mutex_lock(&m->hook.lock);
   uint32_t count = atomic_load_explicit(&m->hook.waiting, memory_order_relaxed);
@@ -188,12 +212,15 @@ static bool put_aside(gmi_manager_t *m, void *ptr, void *native) {
   return room;
 }
 
+/* If the list cannot grow, blocking is the last resort. */
 static gemini_status_t free_or_put_aside(gmi_manager_t *m, void *ptr, void *native, bool may_block) {
   gemini_status_t status = free_one(m, ptr, native, may_block);
   if (status != GEMINI_ERR_BUSY || may_block) return status;
   return put_aside(m, ptr, native) ? GEMINI_OK : free_one(m, ptr, native, true);
 }
 
+/* Detaches the list before it frees, because a free that would block is put aside again, which takes hook.lock. The
+ * array is put back for reuse unless a new one exists. The caller holds the manager's lock. */
 static void drain(gmi_manager_t *m, bool may_block) {
   pthread_mutex_lock(&m->hook.lock);
   gmi_hook_free_t *frees = m->hook.frees;
@@ -216,12 +243,14 @@ void gmi_hook_drain(gmi_manager_t *m) { drain(m, false); }
 
 static gemini_status_t hook_alloc(gmi_manager_t *m, uint64_t size, void *native, void **ptr_out) {
   uint32_t stream;
+  /* An allocation may block, and needs the memory of frees that would. */
   if (atomic_load_explicit(&m->hook.waiting, memory_order_relaxed)) drain(m, true);
   gemini_status_t status = gmi_stream_of_native(m, native, true, &stream);
   if (!status) status = gmi_nonmodel_alloc(m, size, stream, ptr_out);
   if (status) return status;
   m->hook.live++;
-  /* Stored before anybody can have the pointer, so that whoever frees it finds the entry. */
+  /* Stored before the pointer is returned: a thread that frees it has synchronized with this one, and finds the
+   * entry. */
   if (!lies_in(m->identity.entry, *ptr_out)) {
     atomic_store_explicit(&entries[m->identity.entry].range, m->nonmodel.range, memory_order_relaxed);
     atomic_store_explicit(&entries[m->identity.entry].base, (uintptr_t)m->nonmodel.base, memory_order_relaxed);
@@ -229,6 +258,7 @@ static gemini_status_t hook_alloc(gmi_manager_t *m, uint64_t size, void *native,
   return status;
 }
 
+/* The acquire load of serving[] pairs with the store in hook_set(), which sets the entry's manager first. */
 static void *hook_malloc(const char *operation, uint64_t size, bool negative, int device, void *native) {
   gemini_status_t status = GEMINI_OK;
   void *ptr = NULL;
@@ -253,7 +283,7 @@ static void *hook_malloc(const char *operation, uint64_t size, bool negative, in
 static gemini_status_t hook_free_in(gmi_manager_t *m, const char *operation, void *ptr, void *native) {
   if (!gmi_lock_try(m)) {
     if (put_aside(m, ptr, native)) return GEMINI_OK;
-    gmi_lock_beside(m, operation); /* no memory to remember it */
+    gmi_lock_beside(m, operation); /* the list could not grow: blocking is the last resort */
   } else {
     gmi_watch_locked(m, operation);
   }
@@ -266,22 +296,22 @@ static gemini_status_t hook_free_in(gmi_manager_t *m, const char *operation, voi
 static void hook_free(const char *operation, void *ptr, int device, void *native) {
   if (!ptr) return;
   uint32_t served = device >= 0 && device < DEVICES ? atomic_load_explicit(&serving[device], memory_order_acquire) : 0;
-  for (uint32_t i = served ? 0 : 1; i <= GMI_MANAGERS; i++) { /* the one that serves now, then any */
+  for (uint32_t i = served ? 0 : 1; i <= GMI_MANAGERS; i++) { /* first the manager that serves the device, then all */
     uint32_t entry = i ? i - 1 : served - 1;
     gmi_manager_t *m = lies_in(entry, ptr) ? enter(entry) : NULL;
     if (!m) continue;
-    bool mine = lies_in(entry, ptr); /* still */
+    bool mine = lies_in(entry, ptr); /* again: the entry may have got another manager before enter() */
     gemini_status_t status = mine ? hook_free_in(m, operation, ptr, native) : GEMINI_OK;
     leave(entry);
     if (status) gmi_fail_operation(operation);
     if (mine) return;
   }
   if (left_freed(ptr)) return;
-  gmi_fail(GEMINI_ERR_INVALID, 0, "%p is no address of a hooked manager's allocations", ptr);
+  gmi_fail(GEMINI_ERR_INVALID, 0, "%p does not point to memory that a hook has allocated", ptr);
   gmi_fail_operation(operation);
 }
 
-/* ---- as frameworks call them */
+/* ---- the functions that frameworks call */
 void *gemini_torch_malloc(ptrdiff_t size, int device, void *stream) {
   return hook_malloc(__func__, (uint64_t)size, size < 0, device, stream);
 }
@@ -297,6 +327,6 @@ void gemini_cupy_free(void *param, void *ptr, int device) { hook_free(__func__, 
 static gemini_status_t hook_forget(gmi_manager_t *m, const void *native) {
   for (uint32_t i = 0; i < GMI_DEVICE_MAX_STREAMS; i++)
     if (m->streams[i].life && m->streams[i].hooked && m->streams[i].native == native) return gmi_stream_end(m, i);
-  return gmi_fail(GEMINI_ERR_NOT_FOUND, 0, "%p is no stream that a hook has adopted", native);
+  return gmi_fail(GEMINI_ERR_NOT_FOUND, 0, "%p is not a stream that was passed to a hook", native);
 }
 gemini_status_t gemini_hook_forget(gemini_manager_t mgr, void *stream) { API_LOCKED(hook_forget(m, stream)); }

@@ -1,9 +1,15 @@
-/* Host slots: places for chunks in the one range of page-locked host memory, and who leaves when it is full.
+/* The host tier: slots for chunks in one range of page-locked memory, and reclaiming them when the budget is used up.
  * SPDX-License-Identifier: Apache-2.0
  *
- * A chunk's place is any slot. At home, chunks lie one after another as in their arenas, so that ranges of several
- * chunks are contiguous; where the budget is too small for that, gmi_host_run() brings the chunks of one range
- * together. What is queued on a slot's bytes is noted with the slot, so that whoever gets it next is behind it. */
+ * A chunk may lie in any slot. Each chunk has a home slot; homes follow the order of chunks in their arenas, so chunks
+ * at home form runs (adjacent slots in arena order), which one host pointer covers. Where the budget is too small for
+ * homes, gmi_host_run() moves the chunks of one range together.
+ *
+ * Queued work on a slot's bytes is recorded in the slot, not in the chunk: copies as a fence, updates and transfers as
+ * the counts work_queued and work_done. The next owner of the slot therefore waits for the work of the previous one.
+ *
+ * Threads: any thread that holds the manager's lock. Workers and the I/O engine finish work on slots without the lock
+ * (gmi_workers_work_done()); they only advance work_done and set failure. */
 #include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -35,8 +41,9 @@ static uint32_t budget_slots(const gmi_manager_t *m, uint64_t bytes) {
   return count < GMI_NONE ? (uint32_t)count : GMI_NONE - 1;
 }
 
+/* One bit per slot; set: neither a chunk nor a block uses it. */
 static bool is_free(const gmi_manager_t *m, uint32_t slot) { return m->host.free_map[slot >> 6] >> (slot & 63) & 1; }
-/* Slots behind the budget (gmi_host_resize) are never free. */
+/* After the budget shrinks (gmi_host_resize), slots at or above slot_count are never marked free, even when empty. */
 static void set_free(gmi_manager_t *m, uint32_t slot, bool free) {
   if (slot >= m->host.slot_count) return;
   GMI_ASSERT(is_free(m, slot) != free);
@@ -45,7 +52,8 @@ static void set_free(gmi_manager_t *m, uint32_t slot, bool free) {
   m->host.free_count += free ? 1 : -1u;
 }
 
-/* As many slots as a budget has room for. */
+/* Sets slot_count to what a budget allows. Slots above a smaller budget keep their chunks until these can move, which
+ * is why slot_most, the bound for scans, never shrinks. */
 static void use_slots(gmi_manager_t *m, uint64_t bytes) {
   uint32_t count = budget_slots(m, bytes), most = (uint32_t)(gmi_reserve_size(m->host.reserve) / gmi_slot_bytes(m));
   if (count > most) count = most;
@@ -58,7 +66,8 @@ static void use_slots(gmi_manager_t *m, uint64_t bytes) {
     if (!m->host.slots[s].chunk && !m->host.slots[s].block) set_free(m, s, true);
 }
 
-/* Chunks that may get a slot without another leaving its own. */
+/* How many chunks can get a slot without a reclaim. While the budget shrinks, fewer than the free slots: chunks above
+ * slot_count still count in used. */
 uint32_t gmi_host_free(const gmi_manager_t *m) {
   uint64_t used = m->host.used ? m->host.used / gmi_slot_bytes(m) : 0,
            left = m->host.slot_count > used ? m->host.slot_count - used : 0;
@@ -77,7 +86,7 @@ gemini_status_t gmi_host_prepare(gmi_manager_t *m, gmi_cut_t *cut) {
 }
 
 void gmi_host_install(gmi_manager_t *m, gmi_cut_t *cut) {
-  gmi_host_heap_end(m); /* none is live */
+  gmi_host_heap_end(m); /* no block is live */
   gmi_space_free(m->host.slots, m->host.slot_map_bytes);
   gmi_space_free(m->host.free_map, m->host.free_map_bytes);
   m->host.slots = cut->slots;
@@ -92,7 +101,9 @@ void gmi_host_install(gmi_manager_t *m, gmi_cut_t *cut) {
   gmi_host_homes(m, &cut->sizes);
 }
 
-/* At home, arenas lie one after another, with room between them where there is some, so that they can grow. */
+/* Gives each arena a range of home slots, in the order of their indices. The first pass counts chunks and arenas; the
+ * second places the arenas, with about half of the spare slots divided among them as gaps, so that arenas can grow in
+ * place. */
 void gmi_host_homes(gmi_manager_t *m, const gmi_sizes_t *sizes) {
   uint64_t chunks = 0, arenas = 0, slots = m->config.host_bytes / sizes->slot_bytes, home = 0;
   for (int pass = 0; pass < 2; pass++) {
@@ -111,8 +122,9 @@ void gmi_host_homes(gmi_manager_t *m, const gmi_sizes_t *sizes) {
   m->host.home_end = home;
 }
 
-/* An arena that is new or has outgrown its home has one behind all others. Where no room is left there because others
- * have more than they need, all of them have new ones; what lies elsewhere moves when it has to (gmi_host_run). */
+/* Gives an arena that is new, or has outgrown its range, a range of homes behind all others. When that would end above
+ * the budget, all ranges are computed anew from the arenas' sizes. No chunk moves here: gmi_host_run() moves those
+ * that must be adjacent. */
 static void home_extend(gmi_manager_t *m, gmi_arena_t *a) {
   uint64_t count = atomic_load(&a->chunk_count), end = m->host.home_end;
   if (end + count > m->host.slot_count) {
@@ -127,13 +139,15 @@ static void home_extend(gmi_manager_t *m, gmi_arena_t *a) {
   m->host.home_end = end + a->home_count;
 }
 
+/* Homes wrap around in a budget that is too small for all; then several chunks share one. */
 static uint32_t home_of(gmi_manager_t *m, const gmi_chunk_t *c) {
   gmi_arena_t *a = gmi_chunk_arena(m, c);
   if (c->index >= a->home_count) home_extend(m, a);
   return m->host.slot_count ? (uint32_t)(((uint64_t)a->home + c->index) % m->host.slot_count) : GMI_NONE;
 }
 
-/* First of count free slots in a row, from hint on and then from the start; GMI_NONE. */
+/* Finds count adjacent free slots, searching from hint to the end and then from the start; returns the first of them,
+ * or GMI_NONE. Skips 64 slots at a time where a word of the map is 0. */
 static uint32_t free_run(const gmi_manager_t *m, uint32_t hint, uint32_t count) {
   for (int pass = 0; pass < 2; pass++) {
     uint32_t begin = pass == 0 ? hint : 0, end = pass == 0 ? m->host.slot_count : hint + count - 1, have = 0;
@@ -150,7 +164,8 @@ static uint32_t free_run(const gmi_manager_t *m, uint32_t hint, uint32_t count) 
   return GMI_NONE;
 }
 
-/* Where a chunk goes: home, beside its neighbours, or anywhere. There is a free slot. */
+/* Chooses a chunk's slot, so that runs form by themselves: its home; else next to a neighbour of its arena; else the
+ * first of two free slots, where the next chunk can join it; else any free one. At least one slot must be free. */
 static uint32_t choose_slot(gmi_manager_t *m, const gmi_chunk_t *c) {
   gmi_arena_t *a = gmi_chunk_arena(m, c);
   uint32_t home = home_of(m, c), below = c->index ? gmi_chunk_slot(&a->chunks[c->index - 1]) : GMI_NONE;
@@ -176,7 +191,7 @@ void gmi_host_slot_bind(gmi_manager_t *m, gmi_chunk_t *c, uint32_t slot) {
 }
 
 void gmi_host_slot_drop(gmi_manager_t *m, gmi_chunk_t *c) {
-  if (!gmi_chunk_has_slot(c) || gmi_chunk_in_graphs(c)) return;
+  if (!gmi_chunk_has_slot(c) || gmi_chunk_in_graphs(c)) return; /* a graph's copies name the slot's address */
   uint32_t slot = gmi_chunk_slot(c);
   gmi_file_forgive(c);
   gmi_chunk_slot_set(m, c, GMI_NONE);
@@ -185,7 +200,9 @@ void gmi_host_slot_drop(gmi_manager_t *m, gmi_chunk_t *c) {
   if (slot >= m->host.slot_count) decommit_from(m, m->config.host_bytes);
 }
 
-/* Blocks until nothing uses a slot. What failed is for who wants its chunk. */
+/* Blocks until no queued work uses a slot. Fails when a copy failed; a failed read stays in the chunk's record, and is
+ * reported to the next caller that needs the chunk. The acquire load pairs with the release increment of work_done by
+ * workers and transfers, so what they wrote into the slot is visible after it. */
 static gemini_status_t slot_quiet(gmi_manager_t *m, gmi_slot_t *s) {
   if (atomic_load_explicit(&s->work_done, memory_order_acquire) < s->work_queued)
     gmi_workers_wait_slot(m, s, s->work_queued);
@@ -196,8 +213,9 @@ static gemini_status_t slot_quiet(gmi_manager_t *m, gmi_slot_t *s) {
 }
 
 void gmi_chunk_refilled(gmi_manager_t *m, gmi_chunk_t *c) {
-  if (gmi_chunk_io(c))
-    (void)slot_quiet(m, &m->host.slots[gmi_chunk_slot(c)]); /* a read of bytes that are dead must not fail others */
+  /* Wait for a read that is under way: its failure would otherwise be set after the reset below, for bytes that nobody
+   * needs any more, and fail later users of the slot. */
+  if (gmi_chunk_io(c)) (void)slot_quiet(m, &m->host.slots[gmi_chunk_slot(c)]);
   m->host.slots[gmi_chunk_slot(c)].failure = GEMINI_OK;
   gmi_file_forgive(c);
 }
@@ -205,6 +223,7 @@ void gmi_chunk_refilled(gmi_manager_t *m, gmi_chunk_t *c) {
 bool gmi_chunk_work_pending(const gmi_manager_t *m, const gmi_chunk_t *c) {
   if (!gmi_chunk_has_slot(c)) return false;
   const gmi_slot_t *s = slot_of(m, c);
+  /* Acquire: as in slot_quiet(); the caller may use the bytes when this is false. */
   return atomic_load_explicit(&s->work_done, memory_order_acquire) < s->work_queued;
 }
 
@@ -213,25 +232,33 @@ gemini_status_t gmi_chunk_settle_host(gmi_manager_t *m, gmi_chunk_t *c) {
   gemini_status_t status = slot_quiet(m, slot_of(m, c));
   if (status || !gmi_chunk_failed_read(c) || !gmi_chunk_has(c, GMI_VALID_FILE))
     return status ? status : gmi_files_reap(m, c);
-  /* Who wants the chunk hears of an attempt of his own: the one that failed may have been begun long ago. */
+  /* Read again: the attempt that failed may be long past, for another caller or a read-ahead. Callers see only errors
+   * of their own attempts. */
   status = gmi_file_read(m, c, GEMINI_REASON_DEMAND);
   if (!status) status = slot_quiet(m, slot_of(m, c));
   return status ? status : gmi_files_reap(m, c);
 }
 
-/* ---- reclaim: slots whose chunk can do without, from those that cost nothing to those that must go to a file
+/* ---- reclaim: taking slots from chunks, in levels of rising cost
  *
- * States are used once an iteration, in turn. Of what is used in turn, what was used last is used again last (Belady),
- * so the chunks that were updated last go first; what stays is a set that needs no file. */
+ * STALE: the host copy is not valid. CLEAN: another tier has a valid copy, or the bytes are zero. Both free a slot at
+ * once. The levels from STATES on need a write to a file, and exist only with a file tier: optimizer states; then
+ * states of deferred pieces, which are needed soon; then parameters and gradients (ANY).
+ *
+ * State chunks are used cyclically, once an iteration, so the one updated last has the furthest next use: evict it
+ * first (Belady). LRU would evict each chunk just before its use. What is not evicted stays resident over iterations
+ * and needs no transfers. */
 enum { RECLAIM_STALE, RECLAIM_CLEAN, RECLAIM_STATES, RECLAIM_DEFERRED, RECLAIM_ANY, RECLAIM_LEVELS };
 
 void gmi_host_updated(gmi_manager_t *m, gmi_chunk_t *c) {
   gmi_host_t *h = &m->host;
-  h->updated[h->updated_end++ % GMI_UPDATED] = c;
+  h->updated[h->updated_end++ % GMI_UPDATED] = c; /* a ring buffer that overwrites its oldest entry */
   if (h->updated_end - h->updated_first > GMI_UPDATED) h->updated_first++;
 }
 void gmi_host_forget(gmi_manager_t *m) { m->host.updated_first = m->host.updated_end; }
 
+/* Can the chunk's slot be reclaimed, and is level its level? Never while a caller, a graph, a transfer, an update or a
+ * worker uses the slot. */
 static bool reclaimable(gmi_manager_t *m, const gmi_chunk_t *c, int level) {
   if (!c || gmi_chunk_host_users(c) || gmi_chunk_in_graphs(c) || gmi_chunk_io(c) || gmi_chunk_work_pending(m, c))
     return false;
@@ -242,20 +269,21 @@ static bool reclaimable(gmi_manager_t *m, const gmi_chunk_t *c, int level) {
   return level == (gmi_chunk_deferred(c) ? RECLAIM_DEFERRED : RECLAIM_STATES);
 }
 
-/* The host copy goes, whose bytes are elsewhere. */
+/* Frees a slot whose bytes are valid in another tier, too. */
 static void leave_slot(gmi_manager_t *m, gmi_chunk_t *c) {
   gmi_chunk_host_lost(m, c);
   gmi_host_slot_drop(m, c);
 }
 
-/* The chunk updated last of those that can go. *busy_out: that will be one that is being updated. */
+/* Returns the reclaimable state chunk that was updated last. *busy_out: the best choice is a chunk that is still being
+ * updated; the caller should wait for it rather than evict one with an earlier next use. */
 static gmi_chunk_t *updated_last(gmi_manager_t *m, bool *busy_out) {
   gmi_host_t *h = &m->host;
   *busy_out = false;
   for (uint64_t i = h->updated_end; i-- > h->updated_first;) {
     gmi_chunk_t *c = h->updated[i % GMI_UPDATED];
     bool state = reclaimable(m, c, RECLAIM_STATES);
-    if (!state && i + 1 == h->updated_end && !gmi_chunk_has_slot(c)) h->updated_end--; /* gone since */
+    if (!state && i + 1 == h->updated_end && !gmi_chunk_has_slot(c)) h->updated_end--; /* evicted already: pop it */
     if (state) return c;
     if (gmi_chunk_io(c) || gmi_chunk_deferred(c) || !gmi_chunk_work_pending(m, c)) continue;
     *busy_out = true;
@@ -264,13 +292,16 @@ static gmi_chunk_t *updated_last(gmi_manager_t *m, bool *busy_out) {
   return NULL;
 }
 
-/* Frees one slot, or starts what will free one. A hand goes round, so that victims change. */
+/* Frees one slot (*freed_out), or starts a write after which one can be freed (*started_out); neither: nothing can be
+ * reclaimed now. Within a level, host.hand is the hand of a clock: each scan goes on where the last one ended, so that
+ * the choice rotates over all chunks. */
 static gemini_status_t slot_reclaim(gmi_manager_t *m, bool *freed_out, bool *started_out) {
   *freed_out = *started_out = false;
   gemini_status_t status = gmi_files_reap(m, NULL);
   if (status) return status;
   for (int level = 0; level < (m->file.store ? RECLAIM_LEVELS : RECLAIM_STATES); level++) {
-    /* Before what is wanted soon goes, one waits for what is under way. */
+    /* The last levels hold chunks that are needed soon. While work is under way that may free other slots, let the
+     * caller wait for it instead. */
     if (level > RECLAIM_STATES && (m->io.count || gmi_workers_pending(m))) break;
     bool busy = false;
     gmi_chunk_t *last = level == RECLAIM_STATES ? updated_last(m, &busy) : NULL;
@@ -302,23 +333,29 @@ gemini_status_t gmi_host_room_soon(gmi_manager_t *m, uint32_t count, uint32_t ah
   while (gmi_host_free(m) + m->io.writes < ahead) {
     bool freed, started;
     gemini_status_t status = slot_reclaim(m, &freed, &started);
-    if (status == GEMINI_ERR_OOM_FILE) break; /* who needs the room now hears of it */
+    if (status == GEMINI_ERR_OOM_FILE) break; /* reported by gmi_host_room(), when the slots are needed */
     if (status) return status;
     if (!freed && !started) break;
   }
   return GEMINI_OK;
 }
 
+/* Repeats: start as many writes as slots are missing, then wait until one job or transfer ends, and look again. The
+ * count of ended work is read before the scan and compared after it, so that work which ends during the scan is not
+ * missed. OOM_FILE is no error while work is under way: a chunk read from a file leaves a block free, with which the
+ * next write succeeds, so one spare block is enough. The wait keeps the manager's lock, which workers and the I/O
+ * engine do not need. */
 gemini_status_t gmi_host_room(gmi_manager_t *m, uint32_t count) {
   if (gmi_host_free(m) >= count) return GEMINI_OK;
-  if (gmi_files_reap(m, NULL)) gmi_log(m, GEMINI_LOG_WARNING, "%s", gmi_fail_message()); /* of earlier writes */
+  /* Failures of earlier writes are logged, not returned: the writes that this call starts may succeed. */
+  if (gmi_files_reap(m, NULL)) gmi_log(m, GEMINI_LOG_WARNING, "%s", gmi_fail_message());
   while (gmi_host_free(m) < count) {
     bool freed, started;
     uint64_t events = gmi_workers_finished(m);
     gemini_status_t status = slot_reclaim(m, &freed, &started);
     if (status && status != GEMINI_ERR_OOM_FILE) return status;
     if (!status && (freed || (started && m->io.writes < count - gmi_host_free(m)))) continue;
-    bool busy = gmi_workers_pending(m) || m->io.count; /* before the events, of which the end of the last one is one */
+    bool busy = gmi_workers_pending(m) || m->io.count; /* read before the count below, which the last end changes */
     if (gmi_workers_finished(m) != events) continue;
     if (!busy) {
       if (status) return status;
@@ -328,11 +365,12 @@ gemini_status_t gmi_host_room(gmi_manager_t *m, uint32_t count) {
                       (unsigned long long)m->host.used, (unsigned long long)m->config.host_bytes,
                       m->file.store ? " by chunks that are acquired" : " and there is no file tier");
     }
-    gmi_workers_wait(m, events, GMI_WAIT_ROOM, 0); /* updates and transfers hold slots; one of them ends */
+    gmi_workers_wait(m, events, GMI_WAIT_ROOM, 0); /* until an update or a transfer ends: reclaim can use its slots */
   }
   return GEMINI_OK;
 }
 
+/* Adds up what cannot leave the host: blocks, chunks whose only copy is there, and chunks whose slot is in use. */
 gemini_status_t gmi_host_fits(gmi_manager_t *m, const char *what, uint64_t need_bytes,
                               bool (*inside)(const void *user, const gmi_chunk_t *c), const void *user) {
   uint64_t taken = 0;
@@ -346,7 +384,7 @@ gemini_status_t gmi_host_fits(gmi_manager_t *m, const char *what, uint64_t need_
   }
   if (taken + need_bytes <= m->config.host_bytes) return GEMINI_OK;
   return gmi_fail(GEMINI_ERR_OOM_HOST, 0,
-                  "%s needs %llu bytes of host memory, of the budget %llu other chunks and blocks must keep %llu", what,
+                  "%s needs %llu bytes of host memory, but of the budget %llu, other chunks and blocks hold %llu", what,
                   (unsigned long long)need_bytes, (unsigned long long)m->config.host_bytes, (unsigned long long)taken);
 }
 
@@ -362,7 +400,7 @@ gemini_status_t gmi_host_slot_take(gmi_manager_t *m, gmi_chunk_t *c) {
   return status ? status : slot_assign(m, c, choose_slot(m, c));
 }
 
-/* ---- runs: chunks of one range side by side */
+/* ---- runs: chunks of one range in adjacent slots, in arena order */
 static bool together(const gmi_arena_t *store, uint32_t first, uint32_t count) {
   for (uint32_t i = 0; i < count; i++)
     if (!gmi_chunk_has_slot(&store->chunks[first + i]) ||
@@ -371,10 +409,12 @@ static bool together(const gmi_arena_t *store, uint32_t first, uint32_t count) {
   return true;
 }
 
+/* Can a slot's content move? An empty slot can. */
 static bool movable(const gmi_chunk_t *c) { return !c || gmi_chunk_may_move(c); }
 
-/* What it costs to let the run begin at slot, in moves of a chunk's bytes; UINT32_MAX: it cannot. Who lies there
- * moves, too, away from its neighbours, and may come back for that. */
+/* The cost of placing the run at slot, in moves of a chunk's bytes; UINT32_MAX: impossible. A chunk of the run that has
+ * another slot costs one move. A chunk that is in the way costs three: it moves, and having lost its neighbours it is
+ * likely to move back later, with another exchange. */
 static uint32_t run_cost(const gmi_manager_t *m, const gmi_arena_t *store, uint32_t first, uint32_t count,
                          uint32_t slot) {
   if (slot > m->host.slot_count || count > m->host.slot_count - slot) return UINT32_MAX;
@@ -397,12 +437,14 @@ static void swap_bytes(uint8_t *a, uint8_t *b, uint64_t bytes) {
   }
 }
 
-/* Exchanges what two slots hold; either may be empty. Blocks until both are quiet. */
+/* Exchanges the contents of two slots, one of which may be empty. Blocks until both are quiet, so fences and work
+ * counts, which belong to the slots, need no exchange; the failure of a read belongs to the bytes and moves with them.
+ * A failure leaves both as they were. */
 static gemini_status_t exchange(gmi_manager_t *m, uint32_t a, uint32_t b) {
   gemini_status_t status = slot_quiet(m, &m->host.slots[a]);
   if (!status) status = slot_quiet(m, &m->host.slots[b]);
   gmi_chunk_t *wa = m->host.slots[a].chunk, *wb = m->host.slots[b].chunk;
-  for (int i = 0; i < 2 && !status; i++) /* an empty one may lie where nothing is yet */
+  for (int i = 0; i < 2 && !status; i++) /* an empty slot may have no memory yet */
     status = gmi_host_commit(m, (i ? b : a) * gmi_slot_bytes(m), gmi_slot_bytes(m));
   if (status) return status;
   bool bytes_a = wa && gmi_chunk_has(wa, GMI_VALID_HOST), bytes_b = wb && gmi_chunk_has(wb, GMI_VALID_HOST);
@@ -421,6 +463,8 @@ static gemini_status_t exchange(gmi_manager_t *m, uint32_t a, uint32_t b) {
   return GEMINI_OK;
 }
 
+/* Chooses where the run is to lie, then moves its chunks there one by one. A failure between two moves leaves every
+ * chunk with valid bytes in some slot, so nothing is undone. */
 gemini_status_t gmi_host_run(gmi_manager_t *m, gmi_arena_t *store, uint32_t first, uint32_t count) {
   if (count > 1 && gmi_slot_bytes(m) != gmi_chunk_bytes(m)) /* side by side, there are gaps between them */
     return gmi_fail(GEMINI_ERR_UNSUPPORTED, 0,
@@ -431,14 +475,16 @@ gemini_status_t gmi_host_run(gmi_manager_t *m, gmi_arena_t *store, uint32_t firs
   for (uint32_t i = 0; i < count; i++) {
     gmi_chunk_t *c = &store->chunks[first + i];
     missing += !gmi_chunk_has_slot(c);
-    gmi_chunk_hold_host(m, c, false); /* none of them may lose its slot while room is made for the others */
+    gmi_chunk_hold_host(m, c, false); /* making room for the others must not reclaim this one's slot */
   }
   gemini_status_t status = gmi_host_room(m, missing);
   for (uint32_t i = 0; i < count; i++) gmi_chunk_unhold_host(m, &store->chunks[first + i], false);
   if (status) return status;
   uint32_t best = GMI_NONE, least = UINT32_MAX, home = home_of(m, &store->chunks[first]);
-  /* Where every chunk has a home of its own, one that goes there stays there, and soon none moves any more. */
+  /* When the budget has a home slot for every chunk, moving runs home converges: after a few calls nothing moves. */
   if (m->host.home_end <= m->host.slot_count && run_cost(m, store, first, count, home) != UINT32_MAX) best = home;
+  /* Otherwise the cheapest of a few candidates: where one of the chunks can stay in its slot, home, the first free run.
+   * If all are impossible, any position. */
   for (uint32_t i = 0; best == GMI_NONE && i < count + 2; i++) {
     uint32_t slot = i == count       ? home
                     : i == count + 1 ? free_run(m, home, count)
@@ -454,8 +500,8 @@ gemini_status_t gmi_host_run(gmi_manager_t *m, gmi_arena_t *store, uint32_t firs
   }
   if (best == GMI_NONE)
     return gmi_fail(GEMINI_ERR_OOM_HOST, 0,
-                    "%u chunks of arena %s cannot lie side by side in host memory: others that are acquired lie "
-                    "between, in a budget of %llu bytes",
+                    "%u chunks of arena %s cannot be adjacent in host memory: chunks that are acquired lie between, in "
+                    "a budget of %llu bytes",
                     count, store->name, (unsigned long long)m->config.host_bytes);
   for (uint32_t i = 0; i < count && !status; i++) {
     gmi_chunk_t *c = &store->chunks[first + i];
@@ -466,7 +512,7 @@ gemini_status_t gmi_host_run(gmi_manager_t *m, gmi_arena_t *store, uint32_t firs
       continue;
     }
     if (!is_free(m, slot)) {
-      /* A free one outside the run: there are as many as chunks without a slot. */
+      /* Move the occupant to a free slot outside the run. One exists: room was made for each chunk without a slot. */
       uint32_t other = free_run(m, best + count < m->host.slot_count ? best + count : 0, 1);
       if (other >= best && other < best + count) other = free_run(m, 0, 1);
       status = exchange(m, slot, other);
@@ -477,7 +523,7 @@ gemini_status_t gmi_host_run(gmi_manager_t *m, gmi_arena_t *store, uint32_t firs
 }
 
 /* ---- budgets */
-/* Gives back what lies behind the budget, but for parts where somebody still has an address. */
+/* Returns memory above the budget to the system, except parts that still hold chunks or blocks above slot_count. */
 static void decommit_from(gmi_manager_t *m, uint64_t budget) {
   budget = gmi_host_grains(m, budget);
   for (uint64_t part = budget / m->host.part_bytes; part < m->host.part_count; part++) {
@@ -487,13 +533,16 @@ static void decommit_from(gmi_manager_t *m, uint64_t budget) {
     bool used = false;
     for (uint64_t s = (base + keep) / gmi_slot_bytes(m); s * gmi_slot_bytes(m) < end; s++)
       used |= s >= m->host.slot_count && (m->host.slots[s].chunk || m->host.slots[s].block);
-    if (!used) gmi_host_part_set(m, part, keep); /* refused: it stays, which does no harm */
+    if (!used) gmi_host_part_set(m, part, keep); /* a failure keeps the memory committed, which does no harm */
   }
 }
 
+/* Shrinking: reclaims until the chunks fit, forbids slots above the budget, moves the chunks that lie there, and
+ * returns the memory. A chunk whose address a caller or a graph has cannot move; gmi_host_released() moves it later. */
 gemini_status_t gmi_host_resize(gmi_manager_t *m, uint64_t bytes) {
   if (bytes > gmi_reserve_size(m->host.reserve))
-    return gmi_fail(GEMINI_ERR_OOM_HOST, 0, "a host budget of %llu bytes is more than the %llu there were at open",
+    return gmi_fail(GEMINI_ERR_OOM_HOST, 0,
+                    "a host budget of %llu bytes is more than %llu, the limit set when the manager was opened",
                     (unsigned long long)bytes, (unsigned long long)gmi_reserve_size(m->host.reserve));
   if (bytes > m->config.host_bytes) {
     gmi_limits_t limits;
@@ -504,7 +553,7 @@ gemini_status_t gmi_host_resize(gmi_manager_t *m, uint64_t bytes) {
   }
   if (!atomic_load(&m->cut.chunk_bytes)) return GEMINI_OK;
   uint32_t count = budget_slots(m, bytes);
-  /* Updates that wait for room may need more than there will be. */
+  /* Queue deferred updates first: one of their pieces may need more slots at once than the smaller budget has. */
   gemini_status_t queued = count < m->host.slot_count ? gmi_updates_queue(m, NULL) : GEMINI_OK;
   if (queued) return queued;
   while (m->host.used > count * gmi_slot_bytes(m)) {
@@ -515,8 +564,7 @@ gemini_status_t gmi_host_resize(gmi_manager_t *m, uint64_t bytes) {
     if (status) return status;
   }
   use_slots(m, bytes);
-  for (uint32_t s = m->host.slot_count; s < m->host.slot_most;
-       s++) { /* those that somebody has the address of stay as long as he has it */
+  for (uint32_t s = m->host.slot_count; s < m->host.slot_most; s++) {
     gmi_chunk_t *c = m->host.slots[s].chunk;
     uint32_t inside = c && movable(c) ? free_run(m, 0, 1) : GMI_NONE;
     gemini_status_t status = inside != GMI_NONE ? exchange(m, s, inside) : GEMINI_OK;
@@ -536,7 +584,12 @@ void gmi_host_released(gmi_manager_t *m, gmi_chunk_t *c) {
   }
 }
 
-/* ---- blocks of any size, in whole slots from the top of the budget down */
+/* ---- heap blocks (gemini_host_alloc): a heap that takes whole slots, from the top of the budget downwards
+ *
+ * The two functions below are its callbacks, called under the manager's lock from host_alloc() and host_free(). */
+
+/* Takes the slots of [offset, offset + size) for the heap: moves chunks out, waits for copies queued on the slots, and
+ * commits their memory. A failure gives back the slots taken so far. */
 static gemini_status_t slots_to_blocks(void *user, uint64_t offset, uint64_t size) {
   gmi_manager_t *m = user;
   uint32_t first = (uint32_t)(offset / gmi_slot_bytes(m)), end = (uint32_t)((offset + size) / gmi_slot_bytes(m));
@@ -544,13 +597,15 @@ static gemini_status_t slots_to_blocks(void *user, uint64_t offset, uint64_t siz
   uint32_t slot = first;
   for (; !status && slot < end; slot++) {
     if (slot >= m->host.slot_count)
-      status = gmi_fail(GEMINI_ERR_BUSY, 0, "the host budget, %llu bytes, has shrunk since the first block",
-                        (unsigned long long)m->config.host_bytes);
+      status =
+          gmi_fail(GEMINI_ERR_BUSY, 0, "the host budget was reduced to %llu bytes while blocks exist: free them first",
+                   (unsigned long long)m->config.host_bytes);
     if (!status) status = gmi_host_room(m, 1);
     if (!status && !is_free(m, slot)) {
       uint32_t other = free_run(m, 0, 1);
       if (!movable(m->host.slots[slot].chunk))
-        status = gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s that cannot move lies where a block would",
+        status = gmi_fail(GEMINI_ERR_BUSY, 0,
+                          "a chunk of arena %s, acquired or used by a graph, cannot make room for a block",
                           gmi_chunk_arena(m, m->host.slots[slot].chunk)->name);
       else status = exchange(m, slot, other);
     }
@@ -579,7 +634,7 @@ static void slots_from_blocks(void *user, uint64_t offset, uint64_t size) {
   if ((offset + size) / gmi_slot_bytes(m) > m->host.slot_count) decommit_from(m, m->config.host_bytes);
 }
 
-/* Live blocks, and their bytes. */
+/* The number of live heap blocks, and their bytes. */
 static gmi_host_heap_figures_t blocks_figures(const gmi_manager_t *m) {
   gmi_host_heap_figures_t figures = { 0 };
   if (m->host.heap) gmi_host_heap_figures(m->host.heap, &figures);
@@ -601,7 +656,7 @@ static gemini_status_t host_alloc(gmi_manager_t *m, uint64_t size, uint64_t alig
     status = gmi_fail(GEMINI_ERR_OOM_HOST, 0, "the host budget, %llu bytes, holds no chunk of %llu bytes",
                       (unsigned long long)m->config.host_bytes, (unsigned long long)gmi_slot_bytes(m));
   if (!status && m->host.heap && !blocks_figures(m).block_count && m->host.block_slots != m->host.slot_count) {
-    gmi_host_heap_end(m); /* the budget has changed */
+    gmi_host_heap_end(m); /* the budget has changed: open a heap of the new size; an old one with live blocks stays */
   }
   if (!status && !m->host.heap) {
     m->host.block_slots = m->host.slot_count;

@@ -1,4 +1,5 @@
-/* Chunks on the host: slots, and blocks of host memory beside them. All but what says otherwise: the lock is held.
+/* The host tier: slots of chunks, and heap blocks beside them. The caller holds the manager's lock, unless a comment
+ * says otherwise.
  * SPDX-License-Identifier: Apache-2.0 */
 #ifndef GMI_HOST_H
 #define GMI_HOST_H
@@ -8,47 +9,62 @@
 #include "core/manager.h"
 
 gemini_status_t gmi_host_open(gmi_manager_t *m);
-void gmi_host_heap_end(
-    gmi_manager_t *m);                 /* ends all blocks; arenas still exist, as slots that come back look at them */
-void gmi_host_close(gmi_manager_t *m); /* nothing uses the memory any more */
-gemini_status_t gmi_host_resize(gmi_manager_t *m, uint64_t bytes); /* what lies behind a smaller budget moves */
-/* Without a file tier: is there room on the host for need_bytes of chunks, beside blocks and beside those other chunks
- * that must stay there? inside: is the chunk one of those? OOM_HOST: what names them in the message ("the update"). */
+/* Ends all heap blocks. Called while arenas exist, because returning the heap's slots reads the chunks' records. */
+void gmi_host_heap_end(gmi_manager_t *m);
+void gmi_host_close(gmi_manager_t *m); /* call when no queued work uses the memory any more */
+/* Sets the budget. Chunks above a smaller one move, or go to files. OOM_HOST: too much must stay; nothing changed but
+ * the places of chunks. */
+gemini_status_t gmi_host_resize(gmi_manager_t *m, uint64_t bytes);
+/* Without a file tier: do need_bytes of certain chunks fit on the host, beside heap blocks and the other chunks that
+ * must stay there? inside() says whether a chunk is one of the certain ones. OOM_HOST otherwise; what is their name in
+ * the message ("the update"). With a file tier: always OK. */
 gemini_status_t gmi_host_fits(gmi_manager_t *m, const char *what, uint64_t need_bytes,
                               bool (*inside)(const void *user, const gmi_chunk_t *c), const void *user);
+/* Gives the chunk a slot if it has none; blocks for room. */
 gemini_status_t gmi_host_slot_take(gmi_manager_t *m, gmi_chunk_t *c);
-void gmi_host_slot_bind(gmi_manager_t *m, gmi_chunk_t *c, uint32_t slot); /* a free one, whose memory exists */
+void gmi_host_slot_bind(gmi_manager_t *m, gmi_chunk_t *c, uint32_t slot); /* slot: free, and its memory committed */
+/* Frees the chunk's slot, unless a graph knows its address. */
 void gmi_host_slot_drop(gmi_manager_t *m, gmi_chunk_t *c);
-/* Makes so many slots free, writing to files if need be. Blocks for that. */
+/* Makes count slots free, writing chunks to files if needed. Blocks until they are. */
 gemini_status_t gmi_host_room(gmi_manager_t *m, uint32_t count);
-/* The same without blocking: what there is free may be less. Writes go on until ahead slots, not fewer, will be
- * free. */
+/* Frees slots and starts writes until ahead slots (at least count) are free or will be once the writes end. Does not
+ * block, and may leave fewer free than count. */
 gemini_status_t gmi_host_room_soon(gmi_manager_t *m, uint32_t count, uint32_t ahead);
-void gmi_host_updated(gmi_manager_t *m, gmi_chunk_t *c);         /* its states will not be wanted for an iteration */
-uint64_t gmi_host_allocs(gmi_manager_t *m);                      /* bytes in live blocks */
-void gmi_host_released(gmi_manager_t *m, gmi_chunk_t *c);        /* nobody has its address any more */
-void gmi_host_forget(gmi_manager_t *m);                          /* chunks are about to go */
-uint32_t gmi_host_free(const gmi_manager_t *m);                  /* slots that chunks may get with none leaving */
-void gmi_host_homes(gmi_manager_t *m, const gmi_sizes_t *sizes); /* says where arenas lie when all fits */
-gemini_status_t gmi_host_commit(gmi_manager_t *m, uint64_t begin, uint64_t size); /* makes bytes of it exist */
-/* Gives chunks slots side by side; their bytes, and others' in the way, move. Blocks until these are quiet.
- * OOM_HOST: no room, or chunks that are acquired lie in the way. UNSUPPORTED: slots are larger than chunks. */
+/* An update of the state chunk is queued: its next use is an iteration away, so reclaim prefers it. */
+void gmi_host_updated(gmi_manager_t *m, gmi_chunk_t *c);
+uint64_t gmi_host_allocs(gmi_manager_t *m); /* bytes in live heap blocks */
+/* A host acquire or a graph has ended: a chunk above a smaller budget can move now. */
+void gmi_host_released(gmi_manager_t *m, gmi_chunk_t *c);
+void gmi_host_forget(gmi_manager_t *m);         /* chunks' records are about to go: empties the list of updated ones */
+uint32_t gmi_host_free(const gmi_manager_t *m); /* slots that chunks can get without a reclaim */
+/* Assigns each arena its home slots, for chunks of these sizes. */
+void gmi_host_homes(gmi_manager_t *m, const gmi_sizes_t *sizes);
+/* Commits and page-locks bytes of the range: the parts that contain them. */
+gemini_status_t gmi_host_commit(gmi_manager_t *m, uint64_t begin, uint64_t size);
+/* Puts chunks into adjacent slots, moving their bytes and those of chunks in the way. Blocks until the slots involved
+ * are quiet. OOM_HOST: no room, or acquired chunks are in the way. UNSUPPORTED: slots are larger
+ * than chunks. */
 gemini_status_t gmi_host_run(gmi_manager_t *m, gmi_arena_t *store, uint32_t first, uint32_t count);
 uint8_t *gmi_slot_address(const gmi_manager_t *m, uint32_t slot);
-uint8_t *gmi_chunk_host(gmi_manager_t *m, const gmi_chunk_t *c); /* NULL: it has no slot */
-/* Where a range lies on the host, whose chunks are side by side there. */
+uint8_t *gmi_chunk_host(gmi_manager_t *m, const gmi_chunk_t *c); /* address of its slot; NULL: it has none */
+/* The host address of a byte of an arena. Valid for a range of several chunks only when they form a run. NULL: the
+ * byte's chunk has no slot. */
 static inline uint8_t *gmi_range_host(gmi_manager_t *m, const gmi_arena_t *store, uint64_t offset) {
   uint8_t *chunk = gmi_chunk_host(m, &store->chunks[offset >> m->cut.chunk_shift]);
   return chunk ? chunk + (offset & ((UINT64_C(1) << m->cut.chunk_shift) - 1)) : NULL;
 }
-void gmi_chunk_refilled(gmi_manager_t *m, gmi_chunk_t *c); /* its slot gets other bytes than the last read's */
-bool gmi_chunk_work_pending(const gmi_manager_t *m, const gmi_chunk_t *c);
-/* Blocks until its slot is quiet. Fails when what filled it failed: device work, or a read from its file. */
+/* The slot is about to get new bytes, so the outcome of an earlier read does not matter any more; waits for that
+ * read. */
+void gmi_chunk_refilled(gmi_manager_t *m, gmi_chunk_t *c);
+bool gmi_chunk_work_pending(const gmi_manager_t *m, const gmi_chunk_t *c); /* updates or transfers use its slot */
+/* Blocks until no queued work uses the chunk's slot. Fails when what filled it failed: device work, or a read from a
+ * file, which is tried once more first. */
 gemini_status_t gmi_chunk_settle_host(gmi_manager_t *m, gmi_chunk_t *c);
 
-/* chunk/host_memory.c. Pages are had in grains, of which the last may pass the budget. */
+/* chunk/host_memory.c */
+/* Bytes rounded up to the grain (the page size in use), but not above the reservation. */
 uint64_t gmi_host_grains(const gmi_manager_t *m, uint64_t bytes);
-/* Makes the first want bytes of a part exist, page-locked, and no others. */
+/* Commits and page-locks exactly the first want bytes of a part. */
 gemini_status_t gmi_host_part_set(gmi_manager_t *m, uint64_t part, uint64_t want);
 
 #endif

@@ -1,5 +1,12 @@
-/* The memory of the host tier: reserved at open, committed and page-locked in parts as slots come into use.
- * SPDX-License-Identifier: Apache-2.0 */
+/* The memory of the host tier: address space reserved at open, committed and page-locked part by part as slots come
+ * into use.
+ * SPDX-License-Identifier: Apache-2.0
+ *
+ * Page-locking takes time in proportion to the bytes, so a program pays only for what it uses. The committed bytes of
+ * a part are always one prefix, locked by one call: a GPU requires that the host memory of one copy lies within one
+ * lock.
+ *
+ * Threads: gmi_host_open() and gmi_host_close() run alone; the rest under the manager's lock. */
 #include "base/space.h"
 #include "chunk/cut.h"
 #include "chunk/files.h"
@@ -17,10 +24,10 @@
 #include <sys/stat.h>
 #include <sys/sysmacros.h>
 
-/* Memory is committed and page-locked in parts of at most so many bytes, as slots come into use. */
+/* Bytes of a part: 1/256 of the budget within these bounds, more where a chunk is larger. */
 #define PART_MAX (UINT64_C(256) << 20)
 #define PART_MIN (UINT64_C(1) << 20)
-#define HUGE_FROM (UINT64_C(256) << 20) /* budgets from here on: a huge page is less than 1 % */
+#define HUGE_FROM (UINT64_C(256) << 20) /* smallest budget on huge pages: rounding up to one adds less than 1 % */
 
 static bool has_several_nodes(void) {
   char nodes[64] = "";
@@ -31,12 +38,12 @@ static bool has_several_nodes(void) {
   return several;
 }
 
-/* The node that the memory should lie on: near the GPU, else near the disks of the files. */
+/* Finds the NUMA node for the memory: the GPU's, else that of the disks under file_dir. False: neither is known. */
 static bool near_node(gmi_manager_t *m, const gmi_topology_t *topology, uint32_t *node_out) {
   uint32_t disks[64], count = 0;
   struct stat at;
   *node_out = GEMINI_INDEX_NONE;
-  char pci[GMI_DEVICE_PCI_BYTES]; /* the driver counts GPUs in an order of its own */
+  char pci[GMI_DEVICE_PCI_BYTES]; /* found by PCI address: the driver counts GPUs in its own order */
   gemini_topology_object_t gpu = GEMINI_TOPOLOGY_OBJECT_INIT;
   if (m->device.ops->pci(m->device.self, pci) == GEMINI_OK &&
       gmi_topology_object(topology, GEMINI_OBJECT_GPU, gmi_topology_gpu_at(topology, pci), &gpu) == GEMINI_OK)
@@ -74,20 +81,21 @@ gemini_status_t gmi_host_open(gmi_manager_t *m) {
   if (!m->config.host_bytes) {
     m->config.host_bytes = gmi_limits_default_host_bytes(&limits, false);
     if (!m->config.host_bytes)
-      return gmi_fail(GEMINI_ERR_INVALID, 0, "host_bytes is 0, and what the system has free is not known: name it");
+      return gmi_fail(GEMINI_ERR_INVALID, 0,
+                      "host_bytes is 0, but the system does not tell how much memory is free: set it");
   }
   gmi_stat_set(&m->stats.budget_bytes[GEMINI_TIER_HOST], m->config.host_bytes);
   status = gmi_limits_check(&limits, "host_bytes", m->config.host_bytes, false);
   if (status) return status;
-  /* Addresses for a budget that grows; they cost nothing. */
+  /* Reserve addresses up to the process's memory limit, so that the budget can grow; addresses cost nothing. */
   uint64_t most = limits.memory.limit_bytes == GMI_LIMIT_NONE ? 0 : limits.memory.limit_bytes;
   status = reserve_open(m, most > m->config.host_bytes ? most : m->config.host_bytes);
-  if (status == GEMINI_ERR_OOM_HOST && most > m->config.host_bytes) /* too few addresses: then it cannot grow */
+  if (status == GEMINI_ERR_OOM_HOST && most > m->config.host_bytes) /* too few addresses: do without growth */
     status = reserve_open(m, m->config.host_bytes);
   if (status) return status;
   m->host.base = gmi_reserve_base(m->host.reserve);
   m->host.grain_bytes = m->host.part_bytes = gmi_reserve_grain(m->host.reserve);
-  /* A GPU copies from and to memory locked in one go: no slot may lie in two parts. */
+  /* A part must hold whole slots: a GPU's copy must lie within one lock. */
   uint64_t least = m->config.chunk_bytes ? gmi_sizes_of(m, m->config.chunk_bytes).slot_bytes : PART_MIN;
   if (!m->config.chunk_bytes && m->config.device == GEMINI_DEVICE_CUDA)
     least = gmi_sizes_of(m, GMI_CHUNK_MAX).slot_bytes;
@@ -102,7 +110,7 @@ gemini_status_t gmi_host_open(gmi_manager_t *m) {
 }
 
 void gmi_host_heap_end(gmi_manager_t *m) {
-  gmi_host_heap_close(m->host.heap); /* gives its slots back */
+  gmi_host_heap_close(m->host.heap); /* returns its slots by slots_from_blocks() */
   m->host.heap = NULL;
 }
 
@@ -118,7 +126,8 @@ void gmi_host_close(gmi_manager_t *m) {
   memset(&m->host, 0, sizeof m->host);
 }
 
-/* Nothing may copy from or to memory whose lock changes. */
+/* Blocks until the copies queued so far on both directions' streams are done: a copy must not use memory that is being
+ * unlocked and locked again. */
 static gemini_status_t copies_finish(gmi_manager_t *m) {
   const uint32_t streams[] = { gmi_link_in(m)->stream, gmi_link_out(m)->stream };
   gemini_status_t status = GEMINI_OK;
@@ -130,13 +139,16 @@ static gemini_status_t copies_finish(gmi_manager_t *m) {
   return status;
 }
 
-/* Pages are had in gmi_host_grains, of which the last may pass the budget: by less than 1 % of what it was at open. */
+/* Memory comes in whole grains, so the last one may exceed the budget, by less than 1 % of what it was at open. */
 uint64_t gmi_host_grains(const gmi_manager_t *m, uint64_t bytes) {
   uint64_t all = (bytes + m->host.grain_bytes - 1) / m->host.grain_bytes * m->host.grain_bytes;
   return all < gmi_reserve_size(m->host.reserve) ? all : gmi_reserve_size(m->host.reserve);
 }
 
-/* Makes the first want bytes of a part exist, page-locked, and no others. */
+/* A lock covers one range and cannot grow, so a part that has memory is unlocked, committed or decommitted, and locked
+ * again, with no copies under way. The I/O engine's registration of the part as a fixed buffer follows the same steps.
+ * Fails without changes when a graph's copies name addresses in the part. If the new lock fails, the old size is
+ * restored and locked again. */
 gemini_status_t gmi_host_part_set(gmi_manager_t *m, uint64_t part, uint64_t want) {
   uint8_t *base = m->host.base + part * m->host.part_bytes;
   uint64_t begin = part * m->host.part_bytes, has = m->host.committed[part];
@@ -144,7 +156,8 @@ gemini_status_t gmi_host_part_set(gmi_manager_t *m, uint64_t part, uint64_t want
   uint64_t end = m->host.slots ? begin + has : 0; /* of what slots lie in */
   for (uint64_t s = end ? begin / gmi_slot_bytes(m) : 0; s * gmi_slot_bytes(m) < end; s++)
     if (m->host.slots[s].chunk && gmi_chunk_in_graphs(m->host.slots[s].chunk))
-      return gmi_fail(GEMINI_ERR_OOM_HOST, 0, "%llu bytes of host memory stay as they are while graphs copy from them",
+      return gmi_fail(GEMINI_ERR_OOM_HOST, 0,
+                      "%llu bytes of host memory cannot change while graphs that copy from them exist",
                       (unsigned long long)has);
   if (has) {
     status = copies_finish(m);
@@ -162,11 +175,11 @@ gemini_status_t gmi_host_part_set(gmi_manager_t *m, uint64_t part, uint64_t want
   uint64_t now = changed ? has : want;
   status = now ? m->device.ops->memory.host_lock(m->device.self, base, now) : GEMINI_OK;
   if (status) {
-    if (status == GEMINI_ERR_INVALID) status = GEMINI_ERR_DEVICE; /* to the device; the caller's values were right */
+    if (status == GEMINI_ERR_INVALID) status = GEMINI_ERR_DEVICE; /* INVALID would blame the caller's arguments */
     changed = gmi_fail(status, 0, "the device could not page-lock %llu bytes", (unsigned long long)now);
     if (now > has && gmi_reserve_decommit(m->host.reserve, begin + has, now - has) == GEMINI_OK) now = has;
-    if (now && m->device.ops->memory.host_lock(m->device.self, base,
-                                               now)) /* as it was; without, copies from it are slow, or fail */
+    /* Without the lock the memory is still usable, but copies from and to it are slow, or fail. */
+    if (now && m->device.ops->memory.host_lock(m->device.self, base, now))
       gmi_log(m, GEMINI_LOG_WARNING, "%llu bytes of host memory are not page-locked", (unsigned long long)now);
   }
   if (now) gmi_files_buffer(m, base, now, true);

@@ -1,5 +1,13 @@
-/* Non-model memory: the heap's offsets backed by frames of the same pool that chunks use.
- * SPDX-License-Identifier: Apache-2.0 */
+/* Non-model memory: heap blocks at stable addresses, backed by frames from the pool that chunks use.
+ * SPDX-License-Identifier: Apache-2.0
+ *
+ * The heap (heap.c) assigns offsets of one reserved address range. A page is the part of the range that one frame
+ * backs; it gets a frame when a block first touches it and keeps it after its last block is freed, until the frame is
+ * needed elsewhere (gmi_heap_reclaim). Streams are ordered by tags: a freed block carries fences of its last uses, and
+ * the stream of the next allocation there waits for them, so neither alloc nor free waits for the device.
+ *
+ * Threads: any thread that holds the manager's lock. Allocation does not look at chunks' bytes, so it uses
+ * gmi_lock_beside() and goes on while another thread's update callback runs. */
 #include <errno.h>
 #include <stdlib.h>
 
@@ -13,10 +21,12 @@
 #include "core/manager.h"
 #include "core/streams.h"
 
-/* The points of a tag are fences. */
+/* The heap's tags hold fences, which it compares by stream (gmi_heap_alloc); so it must find the stream where it
+ * looks. */
 _Static_assert(GMI_FENCE_MARK_BITS == GMI_HEAP_POINT_STREAM_SHIFT, "a fence's stream lies in its top byte");
 
-/* Adds a fence to a tag. The device is called only when there are more streams than a tag has points. */
+/* Adds a fence to a tag: keeps the later one of a stream, else uses a free point or one whose fence has been reached.
+ * Only when all points are taken by other streams does the device have to join two fences. */
 static void tag_add(gmi_manager_t *m, gmi_heap_tag_t *tag, gmi_fence_t fence) {
   gmi_fence_t *free_point = NULL;
   if (!fence) return;
@@ -40,8 +50,8 @@ static gmi_heap_tag_t join_tags(void *user, gmi_heap_tag_t a, gmi_heap_tag_t b) 
   return a;
 }
 
-/* Reserves addresses that no late free of a closed manager's pointer can name: until one is found, those that such
- * frees may name are held, so that others come. */
+/* Reserves a range in which no late free of a closed manager's pointer can fall. Unsuitable ranges stay reserved until
+ * a suitable one is found, because the system would return the same range again. */
 static gemini_status_t reserve_new(gmi_manager_t *m, uint64_t range, void **base_out) {
   void **held = NULL, *base;
   uint32_t held_count = 0;
@@ -62,7 +72,8 @@ static gemini_status_t reserve_new(gmi_manager_t *m, uint64_t range, void **base
   return status;
 }
 
-/* Address space is cheap, and a range much longer than the budget always has a hole for a large block. */
+/* Reserves at least eight times the budget (up to 16 TiB): address space is cheap, and fragmentation of a range much
+ * longer than the budget leaves holes for large blocks. */
 static gemini_status_t reserve_once(gmi_manager_t *m) {
   if (m->nonmodel.base) return GEMINI_OK;
   uint64_t range = UINT64_C(1) << 30;
@@ -111,6 +122,8 @@ void gmi_heap_close(gmi_manager_t *m) {
   m->nonmodel.base = NULL;
 }
 
+/* Searches from the top: the heap cuts the long free block at its end last, so high pages are the least likely to be
+ * used again. The frame may be overwritten after its own fence and those of the free block that covers the page. */
 bool gmi_heap_reclaim(gmi_manager_t *m, uint32_t *frame_out) {
   if (!m->nonmodel.heap || m->nonmodel.frames == 0) return false;
   for (uint64_t page = m->nonmodel.page_high; page-- > 0;) {
@@ -135,13 +148,17 @@ static uint64_t page_of(const gmi_manager_t *m, uint64_t offset) {
   return offset >> __builtin_ctzll(gmi_frame_bytes(m));
 }
 
+/* Makes stream wait for earlier users of the block's bytes, then gives each of its pages a frame. On a failure the
+ * frames stay with their pages; the caller frees the block, and gmi_heap_reclaim() can take them. */
 static gemini_status_t back_block(gmi_manager_t *m, const gmi_heap_block_t *block, uint32_t stream) {
   uint64_t last = page_of(m, block->offset + block->size_bytes - 1);
   gemini_status_t status = GEMINI_OK;
   for (int i = 0; !status && i < GMI_HEAP_POINTS; i++) status = gmi_fence_wait(m, stream, block->tag.point[i]);
   for (uint64_t page = page_of(m, block->offset); !status && page <= last; page++) {
     if (m->nonmodel.pages[page].settled) continue;
-    if (m->nonmodel.pages[page].frame_1) { /* whoever mapped it may be another stream, or have failed since */
+    /* The page has a frame, but its fence was not reached at last look. The allocation that took the frame waited on
+     * its own stream, or failed before it did, so this stream waits as well. */
+    if (m->nonmodel.pages[page].frame_1) {
       gmi_fence_t before = m->frames.at[m->nonmodel.pages[page].frame_1 - 1].ready;
       m->nonmodel.pages[page].settled = gmi_fence_reached(m, before);
       if (!m->nonmodel.pages[page].settled) status = gmi_fence_wait(m, stream, before);

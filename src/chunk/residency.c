@@ -1,6 +1,14 @@
-/* Where chunks are: frames, fetches, evictions. Everything here runs under the manager's lock and only queues device
- * work; it decides nothing but which victim makes room when no plan says so.
- * SPDX-License-Identifier: Apache-2.0 */
+/* The device tier: the pool of frames, mapping frames at chunk addresses, fetching and evicting chunks.
+ * SPDX-License-Identifier: Apache-2.0
+ *
+ * A fetch takes a frame, maps it at the chunk's address and queues a copy from the host slot on the link's stream. An
+ * eviction queues the copy back, when the device copy is the only one, and returns the frame to the pool. Neither waits
+ * for its copy: each frame, slot and mapping carries a fence, and the next user queues its work behind that fence. A
+ * frame therefore changes owner while queued work still uses it, and the calling thread rarely waits for the device.
+ *
+ * The only policy here is the choice of a victim when a frame is needed and no plan has made one free.
+ *
+ * Threads: any thread that holds the manager's lock. */
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
@@ -18,8 +26,8 @@
 
 void gmi_rate_add(gmi_rate_t *rate, double ns) {
   rate->samples++;
-  /* The first one does not count once there is another: what is done for the first time loads code, or touches
-   * memory. */
+  /* The second sample replaces the first, which includes one-off costs (loading code, first touch of memory). From then
+   * on this is the mean of the samples after the first, past 32 of them an exponential moving average. */
   double weight = rate->samples <= 2 ? 1.0 : rate->samples < 33 ? 1.0 / (double)(rate->samples - 1) : 1.0 / 32;
   rate->mean += (ns - rate->mean) * weight;
 }
@@ -49,14 +57,21 @@ void gmi_reap(gmi_manager_t *m) {
   m->rate.timed_count = kept;
 }
 
-/* ---- mapping */
+/* ---- mapping
+ *
+ * A mapping outlives residency, because queued work may still use the address and because mapping and unmapping cost
+ * the calling thread about 0.4 ms per 16 MiB chunk on a GPU. Several addresses may therefore map one frame; only the
+ * chunk that owns the frame may be used. With GEMINI_CONFIG_STRICT, a chunk is unmapped as soon as it loses its frame,
+ * so that an access without an acquire faults. */
 gemini_status_t gmi_map(gmi_manager_t *m, void *address, uint32_t frame, gmi_mapping_t *mapping) {
   GMI_ASSERT(gmi_lock_is_mine(m));
   if (mapping->frame_1 == frame + 1) return GEMINI_OK;
-  /* Work that uses the frame it has lost may still run: let it finish. */
+  /* Queued work may still use the old frame through this address; a remap under it would redirect its accesses. */
   gemini_status_t status = mapping->frame_1 ? gmi_fence_sync(m, mapping->left) : GEMINI_OK;
   if (status) return status;
   status = m->device.ops->memory.map(m->device.self, address, m->frames.at[frame].handle, gmi_frame_bytes(m));
+  /* A failed map may have removed the old mapping: make the address unmapped for certain, so that the record is
+   * true. */
   if (status) m->device.ops->memory.unmap(m->device.self, address, gmi_frame_bytes(m));
   mapping->frame_1 = status ? 0 : frame + 1;
   return status ? gmi_fail(status, 0, "the device could not map %llu bytes", (unsigned long long)gmi_frame_bytes(m))
@@ -74,7 +89,7 @@ void gmi_map_leave(gmi_manager_t *m, void *address, gmi_mapping_t *mapping, gmi_
   if (m->config.flags & GEMINI_CONFIG_STRICT) unmap(m, address, mapping);
 }
 
-/* frame GMI_NONE: whatever it is mapped to. */
+/* Unmaps the chunks that map frame; GMI_NONE: all mapped chunks. */
 static void unmap_chunks(gmi_manager_t *m, const gmi_arena_t *store, uint32_t frame) {
   uint32_t count = store->chunks ? atomic_load(&store->chunk_count) : 0;
   for (uint32_t i = 0; i < count; i++) {
@@ -83,6 +98,7 @@ static void unmap_chunks(gmi_manager_t *m, const gmi_arena_t *store, uint32_t fr
       unmap(m, gmi_chunk_device(m, c), gmi_chunk_mapping(c));
   }
 }
+/* Removes a frame (GMI_NONE: all frames) from every address that maps it: of chunks and of the heap's pages. */
 static void unmap_from(gmi_manager_t *m, uint32_t frame) {
   for (uint32_t i = 0; i < GMI_ARENAS; i++) {
     gmi_arena_t *a = gmi_arena_at(m, i);
@@ -97,7 +113,11 @@ static void unmap_from(gmi_manager_t *m, uint32_t frame) {
 void gmi_arena_unmap(gmi_manager_t *m, const gmi_arena_t *store) { unmap_chunks(m, store, GMI_NONE); }
 void gmi_unmap_all(gmi_manager_t *m) { unmap_from(m, GMI_NONE); }
 
-/* ---- frames */
+/* ---- frames
+ *
+ * Each index below frames.capacity is in one of three conditions: unmade (no device memory behind it), free (in the
+ * free list, with the fence `ready` after which it may be overwritten), or owned by a chunk, a heap page or a graph.
+ * frames.used counts all owned ones. */
 static gemini_status_t frames_reserve(gmi_manager_t *m, uint32_t count) {
   if (count <= m->frames.capacity) return GEMINI_OK;
   gmi_frame_t *frames = realloc(m->frames.at, count * sizeof *frames);
@@ -106,6 +126,7 @@ static gemini_status_t frames_reserve(gmi_manager_t *m, uint32_t count) {
   if (unmade) m->frames.unmade = unmade;
   if (!frames || !unmade)
     return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the records of %u frames", count);
+  /* Downwards: unmade is a stack, so the lowest index is taken first. */
   for (uint32_t i = count; i-- > m->frames.capacity;) {
     m->frames.at[i] = (gmi_frame_t){ 0 };
     m->frames.unmade[m->frames.unmade_count++] = i;
@@ -153,7 +174,8 @@ void gmi_frames_free(gmi_manager_t *m) {
       m->frames.unmade_count = 0;
 }
 
-/* The frame that is wished for, when it is free; else the one given up longest ago. */
+/* Removes a frame from the free list: the wished one if it is free, else the head, which was given up longest ago and
+ * whose fence is therefore the most likely to have been reached. The list must not be empty. */
 static uint32_t free_take(gmi_manager_t *m, uint32_t wish) {
   uint32_t frame = wish < m->frames.capacity && m->frames.at[wish].free ? wish : m->frames.free_first;
   gmi_frame_t *f = &m->frames.at[frame];
@@ -166,6 +188,7 @@ static uint32_t free_take(gmi_manager_t *m, uint32_t wish) {
   return frame;
 }
 
+/* Appends to the free list, which is a doubly linked queue: free_take() also removes frames from its middle. */
 void gmi_frame_give(gmi_manager_t *m, uint32_t frame, gmi_fence_t ready) {
   gmi_frame_t *f = &m->frames.at[frame];
   GMI_ASSERT(gmi_lock_is_mine(m));
@@ -182,8 +205,9 @@ void gmi_frame_give(gmi_manager_t *m, uint32_t frame, gmi_fence_t ready) {
   m->frames.used--;
 }
 
-/* The resident chunk whose next use is furthest, as far as known; among the unknown, the one used longest ago.
- * clean: only one that leaves without a copy. */
+/* Picks the chunk to evict: the one with the furthest next use (Belady's rule), which is known while a plan is
+ * followed. Unknown next uses compare as furthest, and equal ones by last use, so without a plan this is least recently
+ * used. clean: considers only chunks whose bytes are valid in another tier, too, and which need no space there. */
 static gmi_chunk_t *choose_victim(gmi_manager_t *m, bool clean) {
   gmi_chunk_t *best = NULL;
   uint64_t best_next = 0, best_last = 0;
@@ -219,6 +243,9 @@ gemini_status_t gmi_oom_device(gmi_manager_t *m, uint64_t need_bytes) {
       (unsigned long long)(m->nonmodel.heap ? gmi_heap_bytes_used(m->nonmodel.heap) : 0));
 }
 
+/* Sources of a frame, cheapest first: the frame that the address maps already (no remap); a new frame, where the budget
+ * allows one and the oldest free frame would have to be waited for; the oldest free frame; an unused page of the heap;
+ * the frame of an evicted chunk. */
 gemini_status_t gmi_frame_take(gmi_manager_t *m, const gmi_mapping_t *mapping, uint32_t reason, uint32_t flags,
                                uint32_t *frame_out) {
   GMI_ASSERT(gmi_lock_is_mine(m));
@@ -239,9 +266,9 @@ gemini_status_t gmi_frame_take(gmi_manager_t *m, const gmi_mapping_t *mapping, u
   } else if (m->frames.free_count) {
     frame = free_take(m, GMI_NONE);
   } else if (gmi_heap_reclaim(m, &frame)) {
-    m->frames.used--; /* counted again below */
+    m->frames.used--; /* the heap's frame is counted in used already, and is counted again below */
   } else {
-    if (!(flags & GMI_TAKE_EVICT)) return GEMINI_ERR_OOM_DEVICE; /* the caller goes without: no message */
+    if (!(flags & GMI_TAKE_EVICT)) return GEMINI_ERR_OOM_DEVICE; /* the caller handles it: no error is recorded */
     gemini_status_t status = GEMINI_OK;
     bool clean = false;
     do {
@@ -249,7 +276,8 @@ gemini_status_t gmi_frame_take(gmi_manager_t *m, const gmi_mapping_t *mapping, u
       if (!victim && clean) break;
       if (!victim) return gmi_oom_device(m, gmi_frame_bytes(m));
       status = gmi_chunk_evict(m, victim, reason);
-      /* No place for its bytes below: then one that needs none. BUSY: somebody acquired it since it was chosen. */
+      /* The lower tiers have no space for its bytes: retry with chunks that need none. BUSY: another thread acquired
+       * the victim without the lock after choose_victim() looked; the next choice skips it. */
       if (!clean && (status == GEMINI_ERR_OOM_HOST || status == GEMINI_ERR_OOM_FILE)) clean = true;
       else if (status != GEMINI_ERR_BUSY) break;
     } while (true);
@@ -266,25 +294,27 @@ gemini_status_t gmi_frames_resize(gmi_manager_t *m, uint32_t frame_count) {
   uint64_t memory = frame_count * gmi_frame_bytes(m);
   gemini_status_t status = frames_reserve(m, frame_count);
   if (status) return status;
+  /* Shrinking frees and destroys one frame at a time, so a failure leaves a consistent pool of an intermediate size and
+   * the budget as it was: chunks that were evicted for it come back on demand. */
   while (m->frames.made > frame_count) {
     uint32_t frame;
     if (m->frames.free_count) {
       frame = free_take(m, GMI_NONE);
     } else {
       uint32_t before = m->frames.count;
-      m->frames.count = m->frames.made; /* no new ones meanwhile */
+      m->frames.count = m->frames.made; /* makes gmi_frame_take() evict instead of creating a new frame */
       status = gmi_frame_take(m, NULL, GEMINI_REASON_CALLER, GMI_TAKE_EVICT, &frame);
       m->frames.count = before;
-      if (status) return status; /* those evicted so far stay out; nothing is lost */
+      if (status) return status;
       m->frames.used--;
     }
     status = gmi_fence_sync(m, m->frames.at[frame].ready);
-    unmap_from(m, frame); /* old addresses still map it */
+    unmap_from(m, frame); /* a frame must be idle and unmapped everywhere before it is destroyed */
     if (!status && m->device.ops->memory.frame_destroy(m->device.self, m->frames.at[frame].handle, gmi_frame_bytes(m)))
       status = gmi_fail(GEMINI_ERR_DEVICE, 0, "the device could not free a frame of %llu bytes",
                         (unsigned long long)gmi_frame_bytes(m));
     if (status) {
-      m->frames.used++; /* gmi_frame_give() counts it off again */
+      m->frames.used++; /* gmi_frame_give() decrements it */
       gmi_frame_give(m, frame, m->frames.at[frame].ready);
       return status;
     }
@@ -299,10 +329,12 @@ gemini_status_t gmi_frames_resize(gmi_manager_t *m, uint32_t frame_count) {
 
 /* ---- moves */
 void gmi_chunk_wrote(gmi_manager_t *m, gmi_chunk_t *c) {
+  /* A transfer under way must not make the old bytes valid when it finishes. */
   gmi_file_supersede(c);
   if (!gmi_chunk_has_only(c, GMI_VALID_DEVICE)) gmi_file_drop_block(m, c, gmi_chunk_wrote_device(m, c));
 }
 
+/* Notes two marks for gmi_reap() to measure the link's rate; a copy that finds the table full is not measured. */
 static void time_copy(gmi_manager_t *m, gmi_link_t *link, gmi_fence_t begin, gmi_fence_t end) {
   if (m->rate.timed_count == sizeof m->rate.timed / sizeof *m->rate.timed) return;
   m->rate.timed[m->rate.timed_count].begin = begin;
@@ -311,6 +343,9 @@ static void time_copy(gmi_manager_t *m, gmi_link_t *link, gmi_fence_t begin, gmi
   m->rate.timed[m->rate.timed_count++].link = link;
 }
 
+/* Queues the copy in three steps: the link's stream waits for the slot's users (the fence covers queued copies, the
+ * flag updates and transfers, which are not device work), then copies, then places the mark that becomes the slot's
+ * fence. The caller has made the stream wait for the frame's users. */
 static gemini_status_t queue_copy(gmi_manager_t *m, gmi_chunk_t *c, gmi_link_t *link, uint32_t reason,
                                   gmi_fence_t *fence_out) {
   const uint32_t stream = link->stream;
@@ -321,7 +356,7 @@ static gemini_status_t queue_copy(gmi_manager_t *m, gmi_chunk_t *c, gmi_link_t *
   if (!status && gmi_chunk_work_pending(m, c))
     status = m->device.ops->stream.wait_flag(m->device.self, stream, &slot->work_done, slot->work_queued);
   if (!status) status = gmi_fence_now(m, stream, &begin);
-  bool queued = !status; /* else who uses the slot's bytes is still whom its fence says */
+  bool queued = !status; /* false: nothing uses the slot beyond what its fence covers already */
   if (queued) {
     void *device = gmi_chunk_device(m, c), *host = gmi_chunk_host(m, c);
     status = gmi_link_is_fetch(link)
@@ -329,7 +364,9 @@ static gemini_status_t queue_copy(gmi_manager_t *m, gmi_chunk_t *c, gmi_link_t *
                  : m->device.ops->queue.copy(m->device.self, stream, host, device, bytes, GMI_COPY_D2H);
   }
   if (!status) status = gmi_fence_now(m, stream, &end);
-  if (status && queued) { /* it may be all the same */
+  if (status && queued) {
+    /* The device may have queued the copy although it reported a failure: keep slot and frame from being reused before
+     * the stream has passed this point. The mark is placed when it is first needed. */
     slot->fence = gmi_fence_later(m, stream);
     if (!gmi_link_is_fetch(link)) gmi_chunk_copied(c, slot->fence);
   }
@@ -337,7 +374,7 @@ static gemini_status_t queue_copy(gmi_manager_t *m, gmi_chunk_t *c, gmi_link_t *
   time_copy(m, link, begin, end);
   gmi_link_count(m, link, reason, 1);
   m->trace.observer->chunk_copied(m, c, link, reason, begin, end);
-  slot->fence = end; /* the older ones are before it on the same stream, or it waited for them */
+  slot->fence = end; /* covers the old fence: same stream, or the stream waited for it above */
   if (!gmi_link_is_fetch(link)) gmi_chunk_copied(c, end);
   *fence_out = end;
   return GEMINI_OK;
@@ -348,7 +385,7 @@ void gmi_move_name(gmi_manager_t *m, const gmi_chunk_t *c, uint32_t reason, char
   snprintf(name_out, GMI_MOVE_NAME_BYTES, "%s %u (%s)", gmi_chunk_arena(m, c)->name, c->index, reasons[reason]);
 }
 
-/* Queues one chunk's copy between its frame and its host slot; fence_out is reached when it is done. */
+/* queue_copy() inside an NVTX range, for Nsight Systems. fence_out is reached when the copy is done. */
 static gemini_status_t copy_chunk(gmi_manager_t *m, gmi_chunk_t *c, gmi_link_t *link, uint32_t reason,
                                   gmi_fence_t *fence_out) {
   if (!gmi_nvtx_on()) return queue_copy(m, c, link, reason, fence_out);
@@ -367,16 +404,17 @@ gemini_status_t gmi_chunk_fetch(gmi_manager_t *m, gmi_chunk_t *c, bool fresh, ui
   if (why) return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is %s", gmi_chunk_arena(m, c)->name, why);
   if (gmi_chunk_io(c)) gmi_files_poll(m);
   gemini_status_t status = GEMINI_OK;
-  if (!fresh && !gmi_chunk_has(c, GMI_VALID_HOST | GMI_VALID_ZERO)) { /* in a file only */
+  if (!fresh && !gmi_chunk_has(c, GMI_VALID_HOST | GMI_VALID_ZERO)) { /* the bytes are only in a file */
     status = gmi_host_slot_take(m, c);
     if (!status) status = gmi_file_read(m, c, reason);
     if (status) return status;
   }
-  /* What comes from a file is waited for here: a copy of bytes that did not come could not be taken back. */
+  /* Wait for a read from a file before queueing the copy: a queued copy cannot be withdrawn, so after a failed read it
+   * would give operators undefined bytes. */
   if (!fresh && gmi_chunk_io(c) && !gmi_chunk_has(c, GMI_VALID_ZERO) && (status = gmi_chunk_settle_host(m, c)))
     return status;
   uint32_t frame;
-  gmi_chunk_hold_host(m, c, false); /* its slot must outlive the search for a frame */
+  gmi_chunk_hold_host(m, c, false); /* the eviction that frees a frame needs a slot and must not take this chunk's */
   status = gmi_frame_take(m, gmi_chunk_mapping(c), reason == GEMINI_REASON_DEMAND ? GEMINI_REASON_PRESSURE : reason,
                           flags, &frame);
   gmi_chunk_unhold_host(m, c, false);
@@ -386,7 +424,7 @@ gemini_status_t gmi_chunk_fetch(gmi_manager_t *m, gmi_chunk_t *c, bool fresh, ui
   bool mapped = !status;
   gmi_link_t *link = gmi_link_in(m);
   if (!status && !fresh) {
-    status = gmi_fence_wait(m, link->stream, ready);
+    status = gmi_fence_wait(m, link->stream, ready); /* the frame's previous user */
     if (!status && gmi_chunk_has(c, GMI_VALID_HOST)) {
       status = copy_chunk(m, c, link, reason, &arrive);
     } else if (!status) {
@@ -395,19 +433,20 @@ gemini_status_t gmi_chunk_fetch(gmi_manager_t *m, gmi_chunk_t *c, bool fresh, ui
     }
   }
   if (status) {
-    /* A copy may be queued all the same, without having waited for who used the frame before. */
+    /* The failed copy may be queued, and possibly without the wait for `ready`: the frame is reusable after both. */
     ready = gmi_fence_join(m, ready, gmi_fence_later(m, link->stream));
     gmi_frame_give(m, frame, ready);
     if (mapped) gmi_map_leave(m, gmi_chunk_device(m, c), gmi_chunk_mapping(c), ready);
     return status;
   }
-  /* Should a fresh chunk's batch fail before its writer has it, the copies elsewhere still count. */
+  /* A fresh frame does not make the copies in other tiers invalid yet: if the batch fails before the commit, the frame
+   * is dropped and they are still the chunk's bytes. The commit calls gmi_chunk_wrote(). */
   gmi_chunk_arrived(m, c, frame, arrive, fresh);
   m->trace.observer->counters_change(m);
   return GEMINI_OK;
 }
 
-/* The frame that it had goes on behind fence, and so does the address. */
+/* Returns the chunk's former frame to the pool. fence: after it, no queued work uses the frame or the address. */
 static void give_frame(gmi_manager_t *m, gmi_chunk_t *c, uint32_t frame, gmi_fence_t fence) {
   gmi_frame_give(m, frame, fence);
   gmi_map_leave(m, gmi_chunk_device(m, c), gmi_chunk_mapping(c), fence);
@@ -420,7 +459,7 @@ void gmi_chunk_drop_device(gmi_manager_t *m, gmi_chunk_t *c) {
   bool departs = gmi_chunk_departs(c, &word);
   GMI_ASSERT(departs);
   (void)departs;
-  gmi_fence_t used = gmi_chunk_used(m, c); /* copies out of the frame included */
+  gmi_fence_t used = gmi_chunk_used(m, c); /* before departed(), which clears the fences; includes copies out */
   give_frame(m, c, gmi_chunk_departed(m, c, 0, used), used);
 }
 
@@ -432,6 +471,8 @@ void gmi_chunk_host_wrote(gmi_manager_t *m, gmi_chunk_t *c) {
   gmi_file_drop_block(m, c, block);
 }
 
+/* The slot is taken first, because that can fail or block and the chunk is still usable then. gmi_chunk_departs() is
+ * the point from which fast-path acquires fail; after it, only a refused copy makes the chunk stay. */
 gemini_status_t gmi_chunk_evict(gmi_manager_t *m, gmi_chunk_t *c, uint32_t reason) {
   if (!gmi_chunk_is_resident(c)) return GEMINI_OK;
   const char *why = gmi_chunk_busy(c, GMI_TO_EVICT);
@@ -442,15 +483,18 @@ gemini_status_t gmi_chunk_evict(gmi_manager_t *m, gmi_chunk_t *c, uint32_t reaso
   gemini_status_t status = copy ? gmi_host_slot_take(m, c) : GEMINI_OK;
   if (status) return status;
   uint32_t word;
-  if (!gmi_chunk_departs(c, &word)) /* from here on nobody can acquire it without the lock */
-    return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s was acquired meanwhile", gmi_chunk_arena(m, c)->name);
+  /* Pairs with gmi_chunk_hold_fast(): either this fails because an acquire came first, or that acquire sees the cleared
+   * flags and goes to the slow path, which waits for the lock. */
+  if (!gmi_chunk_departs(c, &word))
+    return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s was acquired by another thread during this call",
+                    gmi_chunk_arena(m, c)->name);
   if (!copy) {
     gmi_fence_t used = gmi_chunk_used(m, c);
     give_frame(m, c, gmi_chunk_departed(m, c, 0, used), used);
     return GEMINI_OK;
   }
   gmi_chunk_refilled(m, c);
-  gmi_fence_t fence = 0; /* the copy is behind all uses, and so is what comes after it */
+  gmi_fence_t fence = 0; /* of the copy, which is queued behind all uses: it alone guards frame and address */
   status = gmi_chunk_wait(m, gmi_link_out(m)->stream, c, GEMINI_READ_WRITE);
   if (!status) status = copy_chunk(m, c, gmi_link_out(m), reason, &fence);
   if (status) {
@@ -472,7 +516,9 @@ gemini_status_t gmi_chunk_to_host(gmi_manager_t *m, gmi_chunk_t *c, bool drop, u
       if (!status) memset(gmi_chunk_host(m, c), 0, gmi_slot_bytes(m));
     } else if (gmi_chunk_has(c, GMI_VALID_DEVICE)) {
       gmi_fence_t fence;
-      if (!gmi_chunk_unsettle(c, GMI_CHUNK_WRITERS)) /* nobody may write it on its way, nor when it counts as clean */
+      /* A writer during the copy would tear it, and one after it would change a chunk that is no longer marked dirty:
+       * refuse while there is a writer, and send new acquires to the slow path. */
+      if (!gmi_chunk_unsettle(c, GMI_CHUNK_WRITERS))
         return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is acquired for writing", gmi_chunk_arena(m, c)->name);
       status = gmi_chunk_wait(m, gmi_link_out(m)->stream, c, GEMINI_READ);
       if (!status) status = copy_chunk(m, c, gmi_link_out(m), reason, &fence);
@@ -480,22 +526,23 @@ gemini_status_t gmi_chunk_to_host(gmi_manager_t *m, gmi_chunk_t *c, bool drop, u
       status = gmi_file_read(m, c, reason);
     }
     if (status) return status;
-    gmi_chunk_host_valid(m, c);
+    gmi_chunk_host_valid(m, c); /* the bytes may still be on their way: the slot's fence and work count guard them */
   }
   return drop ? gmi_chunk_evict(m, c, reason) : GEMINI_OK;
 }
 
+/* Blocks until the write has succeeded: the slot is given up only when the file, or zero, is a valid copy. */
 gemini_status_t gmi_chunk_to_file(gmi_manager_t *m, gmi_chunk_t *c, uint32_t reason) {
   const char *why = gmi_chunk_busy(c, GMI_TO_LEAVE_HOST);
   if (why) return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is %s", gmi_chunk_arena(m, c)->name, why);
   gmi_files_poll(m);
-  gmi_file_forgive(c); /* what could not be read is where it shall be */
+  gmi_file_forgive(c); /* an earlier failed read does not matter: the bytes are in the file, their destination */
   gemini_status_t status = gmi_chunk_evict(m, c, reason);
   if (!status) status = gmi_chunk_settle_host(m, c);
   if (!status && !gmi_chunk_has(c, GMI_VALID_FILE | GMI_VALID_ZERO)) {
     status = gmi_file_write(m, c, reason);
     if (!status) status = gmi_chunk_settle_host(m, c);
-    if (!status && !gmi_chunk_has(c, GMI_VALID_FILE)) status = gmi_files_reap(m, NULL); /* which tells why */
+    if (!status && !gmi_chunk_has(c, GMI_VALID_FILE)) status = gmi_files_reap(m, NULL); /* the write's error */
   }
   if (status) return status;
   gmi_chunk_below_host(m, c);
@@ -505,7 +552,7 @@ gemini_status_t gmi_chunk_to_file(gmi_manager_t *m, gmi_chunk_t *c, uint32_t rea
 
 void gmi_chunk_forget(gmi_manager_t *m, gmi_chunk_t *c) {
   uint32_t frame, block;
-  gmi_chunk_settle_host(m, c);
+  gmi_chunk_settle_host(m, c); /* for the wait alone: a failure concerns bytes that nobody needs any more */
   gmi_fence_t used = gmi_chunk_used(m, c);
   gmi_chunk_zeroed(m, c, &frame, &block);
   if (frame != GMI_NONE) give_frame(m, c, frame, used);

@@ -1,4 +1,5 @@
-/* Chunks on the device: frames, fetches, evictions. All but what says otherwise: the lock is held.
+/* The device tier: frames, mapping them, fetching and evicting chunks. The caller holds the manager's lock, unless a
+ * comment says otherwise.
  * SPDX-License-Identifier: Apache-2.0 */
 #ifndef GMI_RESIDENCY_H
 #define GMI_RESIDENCY_H
@@ -8,39 +9,51 @@
 #include "core/manager.h"
 
 enum { GMI_MOVE_NAME_BYTES = 128 };
-/* What a move is called, in timelines and in Nsight Systems. */
+/* Writes the name of a chunk's move for timelines and Nsight Systems: "ARENA INDEX (REASON)". */
 void gmi_move_name(gmi_manager_t *m, const gmi_chunk_t *c, uint32_t reason, char name_out[GMI_MOVE_NAME_BYTES]);
-enum { GMI_TAKE_EVICT = 1 /* evict when nothing is free */ };
-/* mapping: of the address that the frame is for, which gets the one it had if that is free; or NULL. */
+enum { GMI_TAKE_EVICT = 1 /* evict a chunk when no frame is free */ };
+/* Takes a frame, to be used behind its `ready` fence. mapping: of the address the frame is for, or NULL; the frame
+ * mapped there is preferred if it is free. reason: GEMINI_REASON_*, of evictions that this causes. Without
+ * GMI_TAKE_EVICT, OOM_DEVICE comes without an error record. */
 gemini_status_t gmi_frame_take(gmi_manager_t *m, const gmi_mapping_t *mapping, uint32_t reason, uint32_t flags,
                                uint32_t *frame_out);
+/* Returns a frame to the pool; its bytes may be overwritten after ready. */
 void gmi_frame_give(gmi_manager_t *m, uint32_t frame, gmi_fence_t ready);
-/* Gives the chunk a frame and starts bringing its bytes; fresh: they will all be overwritten, nothing comes, and the
- * caller goes on to gmi_chunk_wrote(), or to gmi_chunk_evict() when its batch fails. */
+/* Gives the chunk a frame and queues the copy of its bytes; does nothing when it is resident. Blocks only for bytes
+ * that come from a file and for room. fresh: the caller will overwrite all bytes, so none are copied; it must then call
+ * gmi_chunk_wrote(), or gmi_chunk_evict() when its batch fails. A failure leaves the chunk without a frame. */
 gemini_status_t gmi_chunk_fetch(gmi_manager_t *m, gmi_chunk_t *c, bool fresh, uint32_t reason, uint32_t flags);
-/* Takes the frame away, writing back first when the device copy is the only one. BUSY when pinned or acquired. */
+/* Takes the chunk's frame, after queueing a copy to the host when the device copy is the only one. BUSY when the chunk
+ * is pinned or acquired. */
 gemini_status_t gmi_chunk_evict(gmi_manager_t *m, gmi_chunk_t *c, uint32_t reason);
-/* Makes the host copy valid (once its slot is quiet: gmi_chunk_settle_host()); keeps the device copy unless drop. BUSY
- * when the device copy is acquired for writing, or where it must go, at all. */
+/* Makes the host copy valid; its bytes are there once the slot is quiet (gmi_chunk_settle_host()). drop: evicts the
+ * device copy as well. BUSY when the device copy is acquired for writing, or with drop, when it is acquired or
+ * pinned. */
 gemini_status_t gmi_chunk_to_host(gmi_manager_t *m, gmi_chunk_t *c, bool drop, uint32_t reason);
-/* The device copy goes without a copy of its bytes; nobody may hold it. Its bytes are elsewhere, too. */
+/* Takes the frame without writing back. The bytes must be valid in another tier, and nobody may hold the chunk on the
+ * device. */
 void gmi_chunk_drop_device(gmi_manager_t *m, gmi_chunk_t *c);
+/* Leaves the chunk with a valid copy in a file, or as zeros, and without frame and slot. Blocks until it is written. */
 gemini_status_t gmi_chunk_to_file(gmi_manager_t *m, gmi_chunk_t *c, uint32_t reason);
-void gmi_chunk_forget(gmi_manager_t *m, gmi_chunk_t *c); /* its bytes become zero; not pinned, nothing pending */
-void gmi_chunk_wrote(gmi_manager_t *m, gmi_chunk_t *c);  /* the device copy becomes the only valid one */
+/* The chunk's bytes become zero, without frame, slot or block. It must not be pinned or have updates pending. */
+void gmi_chunk_forget(gmi_manager_t *m, gmi_chunk_t *c);
+/* The device copy, or the host copy, has been or is about to be written: the other copies become invalid. */
+void gmi_chunk_wrote(gmi_manager_t *m, gmi_chunk_t *c);
 void gmi_chunk_host_wrote(gmi_manager_t *m, gmi_chunk_t *c);
 uint8_t *gmi_chunk_device(gmi_manager_t *m, const gmi_chunk_t *c);
-/* Maps an address of a chunk, or of the heap's page, to a frame. */
+/* Maps a frame at the address of a chunk or of a heap page. Blocks until queued work has left the frame mapped there
+ * before; returns at once when it is the same frame. */
 gemini_status_t gmi_map(gmi_manager_t *m, void *address, uint32_t frame, gmi_mapping_t *mapping);
-/* It has lost its frame; queued work may use it until the fence is reached. */
+/* The address has lost its frame; queued work may use it until fence is reached. GEMINI_CONFIG_STRICT: unmaps it. */
 void gmi_map_leave(gmi_manager_t *m, void *address, gmi_mapping_t *mapping, gmi_fence_t fence);
-/* Waits for queued work, and takes away access: from all chunks of an arena, or from everything that is mapped. */
+/* Wait for queued work, then unmap all chunks of an arena, or everything that is mapped. */
 void gmi_arena_unmap(gmi_manager_t *m, const gmi_arena_t *store);
 void gmi_unmap_all(gmi_manager_t *m);
-void gmi_reap(gmi_manager_t *m);                                      /* reads the times of finished copies */
-uint32_t gmi_frames_of(const gmi_manager_t *m, uint64_t frame_bytes); /* that the budget allows, of so many bytes */
+void gmi_reap(gmi_manager_t *m); /* measures finished copies and device updates, for the rates of links and updates */
+uint32_t gmi_frames_of(const gmi_manager_t *m, uint64_t frame_bytes); /* how many of this size the budget allows */
 gemini_status_t gmi_frames_resize(gmi_manager_t *m, uint32_t frame_count);
 void gmi_frames_free(gmi_manager_t *m);
+/* Records the error of a lack of need_bytes, with what holds the device's memory; returns GEMINI_ERR_OOM_DEVICE. */
 gemini_status_t gmi_oom_device(gmi_manager_t *m, uint64_t need_bytes);
 void gmi_rate_add(gmi_rate_t *rate, double ns);
 gmi_arena_t *gmi_chunk_arena(gmi_manager_t *m, const gmi_chunk_t *c);

@@ -1,5 +1,9 @@
-/* Updates: walking parallel arenas span by span, each span where its chunks live, late if so wished.
- * SPDX-License-Identifier: Apache-2.0 */
+/* Updates: cut parallel arenas into pieces, and queue each on the device or for the host's workers, where its chunks
+ * are.
+ * SPDX-License-Identifier: Apache-2.0
+ *
+ * Threads: any thread that holds the manager's lock. A device piece's callback runs on it, without the lock; a host
+ * piece's on a worker. defer_work() is a thread of its own, which queues deferred pieces. */
 #include <errno.h>
 #include <stdlib.h>
 #include <unistd.h>
@@ -16,37 +20,37 @@
 #include "core/streams.h"
 #include "core/workers.h"
 
-enum { PIECE_CHUNKS = GMI_UPDATE_ARENAS * 32 }; /* arenas x largest ratio of element sizes, and a boundary more */
-enum { CHUNK_PIECES = 2 };                      /* of one update, that a chunk may be in */
+enum { PIECE_CHUNKS = GMI_UPDATE_ARENAS * 32 }; /* bound: arenas times largest ratio of element sizes, plus one each */
+enum { CHUNK_PIECES = 2 };                      /* most pieces of one update that contain the same chunk */
 
 typedef struct {
-  uint64_t begin, end; /* elements whose gradient was not written */
+  uint64_t begin, end; /* elements whose gradient was not written: it counts as zero */
 } gap_t;
 
-/* Consecutive pieces of an update that have not been queued yet. Each is counted in the deferred of its chunks. */
+/* Consecutive pieces of an update that have not been queued. Each piece is counted in deferred_ of its chunks. */
 typedef struct rest {
   struct rest *next, *previous;
   struct walk *walk;
-  uint64_t begin, end; /* elements; begin is where a piece begins; the same: nothing is left, and it is in no list */
+  uint64_t begin, end; /* elements, begin at a piece's begin; a rest that becomes empty leaves the list and is freed */
   uint64_t next_use;   /* as piece_use() of gmi_advice_t */
-  bool left;           /* by its call, and counted in the left of its chunks; else its call is about to queue it */
+  bool left; /* its call has given it up to later callers (counted in left_ too); else the call will queue it */
   bool reserved[7];
 } rest_t;
 
-/* One gemini_update(). */
+/* One gemini_update(): its checked arguments, kept until its last piece is queued. */
 typedef struct walk {
-  uint32_t refs; /* the call itself, and the lists of rests */
+  uint32_t refs; /* one of the call, one of each of its rests */
   gmi_manager_t *m;
   gemini_update_t u;
   gmi_arena_t *arenas[GMI_UPDATE_ARENAS];
   uint32_t modes[GMI_UPDATE_ARENAS];
-  uint64_t unit;     /* elements of a piece, which begins at a multiple of them, or where the update does */
-  gmi_fence_t after; /* the caller's stream */
+  uint64_t unit;     /* elements of a piece; pieces begin at multiples of it, the first one where the update begins */
+  gmi_fence_t after; /* the caller's stream, at the call */
   gap_t *gaps;
   uint64_t gap_count, gap_capacity;
-  bool gaps_lost;
-  uint32_t gap_arena; /* which of arenas has the gaps; GMI_NONE */
-  rest_t *tail;       /* what the call has not come to yet; NULL when that is nothing */
+  bool gaps_lost;     /* out of memory while collecting gaps */
+  uint32_t gap_arena; /* index in arenas of gradients that reuse their parameters' bytes; GMI_NONE */
+  rest_t *tail;       /* the pieces that the call itself has still to queue; NULL: none */
 } walk_t;
 
 typedef struct {
@@ -57,7 +61,7 @@ typedef struct {
   uint32_t modes[PIECE_CHUNKS];
 } piece_t;
 
-/* The first piece of what is left from an element on. */
+/* The piece that begins at an element, up to end at most; lists each chunk once, with its joint mode. */
 static void piece_at(const walk_t *k, uint64_t begin, uint64_t end, piece_t *p) {
   p->begin = begin;
   p->end = (begin / k->unit + 1) * k->unit < end ? (begin / k->unit + 1) * k->unit : end;
@@ -78,7 +82,7 @@ static void piece_at(const walk_t *k, uint64_t begin, uint64_t end, piece_t *p) 
   }
 }
 
-/* Without addresses. */
+/* The piece's span, but for ptr. */
 static gemini_update_span_t piece_span(const walk_t *k, const piece_t *p, uint32_t tier) {
   return (gemini_update_span_t){ .struct_size = sizeof(gemini_update_span_t),
                                  .tier = tier,
@@ -87,7 +91,7 @@ static gemini_update_span_t piece_span(const walk_t *k, const piece_t *p, uint32
                                  .arena_count = k->u.arena_count };
 }
 
-/* Parts of the gaps inside a piece: the first index, and how many. Gaps are sorted and do not overlap. */
+/* The gaps that overlap a piece: returns the first one's index, and their count. Gaps are sorted and disjoint. */
 static uint64_t piece_gaps(const walk_t *k, const piece_t *p, uint64_t *count_out) {
   uint64_t low = 0, high = k->gap_count;
   while (low < high) {
@@ -107,32 +111,32 @@ static void gap_in_piece(const walk_t *k, const piece_t *p, uint64_t gap, uint64
   *count_out = end - *begin_out;
 }
 
-/* Chunks of an arena in a piece. */
+/* The chunks of arenas[i] in a piece. */
 static void piece_range(const walk_t *k, const piece_t *p, uint32_t i, uint32_t *first_out, uint32_t *count_out) {
   uint32_t bytes = k->arenas[i]->element_bytes;
   *first_out = (uint32_t)(p->begin * bytes >> k->m->cut.chunk_shift);
   *count_out = (uint32_t)((p->end * bytes - 1) >> k->m->cut.chunk_shift) - *first_out + 1;
 }
 
-/* Its chunks' bytes come to the host, each chunk's anywhere. */
+/* Brings the chunks' bytes to the host, each to any slot: a worker's slice lies within one chunk of each arena. */
 static gemini_status_t piece_to_host(walk_t *k, piece_t *p) {
   gmi_manager_t *m = k->m;
   uint32_t missing = 0;
   for (uint32_t i = 0; i < p->count; i++) {
-    gmi_chunk_hold_host(m, p->chunks[i], false); /* no slot goes while others look for theirs */
+    gmi_chunk_hold_host(m, p->chunks[i], false); /* getting slots for the others must not reclaim this one's */
     missing += !gmi_chunk_has_slot(p->chunks[i]);
   }
-  gemini_status_t status = gmi_host_room(m, missing);    /* for all at once, before any transfer is under way */
-  if (status == GEMINI_ERR_OOM_FILE) status = GEMINI_OK; /* one by one: what has come from a file leaves room there */
+  gemini_status_t status = gmi_host_room(m, missing);    /* for all, so that their reads overlap */
+  if (status == GEMINI_ERR_OOM_FILE) status = GEMINI_OK; /* then one by one: each read frees a block for a write */
   for (uint32_t i = 0; !status && i < p->count; i++)
     status = gmi_chunk_to_host(m, p->chunks[i], p->modes[i] & GEMINI_WRITE, GEMINI_REASON_UPDATE);
-  for (uint32_t i = 0; !status && i < p->count; i++) /* a read may have failed by now: then nothing is changed */
+  for (uint32_t i = 0; !status && i < p->count; i++) /* a failed read leaves the piece unqueued */
     if (!gmi_chunk_has(p->chunks[i], GMI_VALID_HOST)) status = gmi_files_reap(m, p->chunks[i]);
   for (uint32_t i = 0; i < p->count; i++) gmi_chunk_unhold_host(m, p->chunks[i], false);
   return status;
 }
 
-/* Where the bytes of gaps in a piece are, which become zeros, chunk by chunk. */
+/* Lists the bytes that the worker is to clear before fn runs: the gaps in the piece, chunk by chunk. */
 static void gap_zeros(const walk_t *k, const piece_t *p, uint64_t first_gap, uint64_t gaps, gmi_job_t *job) {
   gmi_manager_t *m = k->m;
   uint64_t chunk_bytes = UINT64_C(1) << m->cut.chunk_shift;
@@ -149,6 +153,7 @@ static void gap_zeros(const walk_t *k, const piece_t *p, uint64_t first_gap, uin
   }
 }
 
+/* Hands a piece to the workers. All that can fail comes before the first slot's count changes. */
 static gemini_status_t host_piece(walk_t *k, piece_t *p, bool deferred) {
   gmi_manager_t *m = k->m;
   gemini_status_t status = piece_to_host(k, p);
@@ -159,7 +164,7 @@ static gemini_status_t host_piece(walk_t *k, piece_t *p, bool deferred) {
     piece_range(k, p, i, &first, &count);
     chunks += count;
   }
-  uint64_t zeros = gaps ? gaps + chunks : 0; /* a gap may go on in the next chunk */
+  uint64_t zeros = gaps ? gaps + chunks : 0; /* bound: each gap, and once more where a chunk's end divides one */
   size_t bytes = sizeof(gmi_job_t) + p->count * (sizeof(gmi_fence_t) + sizeof(gmi_slot_t *) + sizeof(uint64_t)) +
                  chunks * sizeof(uint8_t *) + zeros * sizeof *((gmi_job_t *)0)->zeros + sizeof(gmi_fence_t);
   gmi_job_t *job = calloc(1, bytes);
@@ -203,19 +208,19 @@ static gemini_status_t host_piece(walk_t *k, piece_t *p, bool deferred) {
   return GEMINI_OK;
 }
 
-/* ---- what is left to queue
+/* ---- pieces not queued yet
  *
- * An accepted update is done as a whole: its tensors hold parameters from then on, and every use of one of its chunks
- * queues the pieces of that chunk first. A piece that cannot be queued yet stays in a list. It is queued by the thread
- * of deferred updates (with a file tier), by a caller that wants one of its chunks, or by gemini_update_wait(). The
- * list is in the order of submission, so the pieces of one chunk run in that order. */
+ * An accepted update is carried out completely: its tensors hold parameters from then on, and every use of one of its
+ * chunks queues the chunk's pieces first. Pieces that cannot be queued yet stay in a list, in the order of submission,
+ * so the pieces of one chunk run in that order. They are queued by the thread of deferred updates (with a file tier),
+ * by a caller that needs one of their chunks, or by gemini_update_wait(). */
 typedef struct gmi_deferred {
-  rest_t *first, *last; /* under the manager's lock, as all that is not Atomic */
-  pthread_cond_t more;  /* with the manager's lock */
+  rest_t *first, *last; /* guarded by the manager's lock, as all that is not Atomic */
+  pthread_cond_t more;  /* used with the manager's lock: something for the thread to queue, or stop */
   pthread_t thread;
-  _Atomic uint64_t count; /* Atomic: pieces */
+  _Atomic uint64_t count; /* Atomic: pieces in the list; written under the lock */
   bool started, stop;
-  bool told; /* that the first one cannot be queued; it is tried again all the same */
+  bool told; /* the failure of the first piece has been logged; it is retried without another log line */
 } gmi_deferred_t;
 
 uint32_t gmi_updates_ahead(const gmi_manager_t *m, uint32_t chunks) {
@@ -230,7 +235,7 @@ static void walk_unref(walk_t *k) {
   free(k);
 }
 
-static void rest_insert(gmi_deferred_t *d, rest_t *rest, rest_t *before) { /* NULL: at the end */
+static void rest_insert(gmi_deferred_t *d, rest_t *rest, rest_t *before) { /* before NULL: appends */
   rest->walk->refs++;
   rest->next = before;
   rest->previous = before ? before->previous : d->last;
@@ -246,7 +251,7 @@ static void rest_remove(gmi_deferred_t *d, rest_t *rest) {
   walk_unref(k);
 }
 
-/* The piece that a rest begins with has been queued. */
+/* Removes the first piece of a rest, which has been queued. */
 static void rest_queued(gmi_deferred_t *d, rest_t *rest, const piece_t *p) {
   for (uint32_t i = 0; i < p->count; i++) {
     gmi_chunk_piece_queued(p->chunks[i], rest->left);
@@ -256,7 +261,7 @@ static void rest_queued(gmi_deferred_t *d, rest_t *rest, const piece_t *p) {
   if (rest->begin == rest->end) rest_remove(d, rest);
 }
 
-/* The call leaves the piece that its tail begins with for later. False: there is no memory to remember it by itself. */
+/* Defers the first piece of the call's tail, as a rest of its own before the tail. False: no memory for its record. */
 static bool tail_leave_one(gmi_deferred_t *d, walk_t *k, const piece_t *p) {
   rest_t *rest = malloc(sizeof *rest);
   if (!rest) return false;
@@ -268,7 +273,7 @@ static bool tail_leave_one(gmi_deferred_t *d, walk_t *k, const piece_t *p) {
   return true;
 }
 
-/* All that the call has not come to is left. */
+/* Defers all pieces of the tail. It needs no memory: the tail itself becomes the record. */
 static void tail_leave(walk_t *k) {
   piece_t p;
   k->tail->left = true;
@@ -279,7 +284,7 @@ static void tail_leave(walk_t *k) {
   }
 }
 
-/* Can the piece be queued at once, without waiting for room or a file? */
+/* Can the piece be queued on the host now, without waiting for free slots, a file, or earlier pieces of its chunks? */
 static bool piece_is_ready(const walk_t *k, const piece_t *p) {
   uint32_t missing = 0;
   if (!k->m->file.store) return true;
@@ -291,8 +296,8 @@ static bool piece_is_ready(const walk_t *k, const piece_t *p) {
   return missing <= gmi_host_free(k->m);
 }
 
-/* Work that a callback has queued cannot be taken back. What fails from then on is told later, as a failure of queued
- * work, and what could not be put in order is waited for. */
+/* Work that a callback queued cannot be withdrawn: a failure after it is recorded as one of asynchronous work, to be
+ * reported by a later call, and work that no fence could be placed behind is waited for here. */
 static void after_callback(gmi_manager_t *m, gemini_status_t status, gmi_fence_t fence) {
   if (!status) return;
   if (!m->failure.status) {
@@ -302,8 +307,9 @@ static void after_callback(gmi_manager_t *m, gemini_status_t status, gmi_fence_t
   (void)gmi_fence_sync(m, fence);
 }
 
-/* Queues a piece on the device. A failure comes before the callback, and nothing has been done then. The callback runs
- * without the lock, while calls of other threads that look at chunks wait. */
+/* Queues a piece on the device. All that can fail comes before the callback, so a failure leaves the piece unqueued.
+ * The callback runs without the lock; other threads' calls that look at chunks wait until it has returned
+ * (gmi_lock()). */
 static gemini_status_t device_piece(walk_t *k, piece_t *p, rest_t *rest) {
   gmi_manager_t *m = k->m;
   uint32_t stream = m->update.stream, held = 0;
@@ -316,7 +322,7 @@ static gemini_status_t device_piece(walk_t *k, piece_t *p, rest_t *rest) {
   gmi_fence_t begin = 0;
   if (!status) status = gmi_fence_now(m, stream, &begin);
   uint64_t gaps, first_gap = piece_gaps(k, p, &gaps);
-  for (uint64_t i = 0; !status && i < gaps; i++) { /* zeros twice are zeros */
+  for (uint64_t i = 0; !status && i < gaps; i++) { /* idempotent: after a failure the piece is queued again */
     uint64_t from, count;
     gap_in_piece(k, p, first_gap + i, &from, &count);
     gmi_arena_t *a = k->arenas[k->gap_arena];
@@ -332,7 +338,7 @@ static gemini_status_t device_piece(walk_t *k, piece_t *p, rest_t *rest) {
     k->refs++;
     rest_queued(m->update.deferred, rest, p);
     const char *function = atomic_load_explicit(&m->watch.holder, memory_order_relaxed);
-    gmi_callback_begin(m); /* never call out with the lock; the chunks are held */
+    gmi_callback_begin(m); /* drops the lock; the chunks stay, because they are held */
     gmi_wait_t wait;
     gmi_wait_begin(m, &wait, function, GMI_WAIT_CALLBACK, 0);
     k->u.fn(k->u.user, &span);
@@ -362,8 +368,8 @@ static bool is_pinned(const piece_t *p) {
   return pinned;
 }
 
-/* Queues the first piece of all that are left. now: blocks until there is room; else *waits_out says that there is none
- * yet. */
+/* Queues the first piece in the list. now: blocks until there is room; else *waits_out: there is none, try again after
+ * the next job or transfer has ended. */
 static gemini_status_t queue_first(gmi_manager_t *m, bool now, bool *waits_out) {
   gmi_deferred_t *d = m->update.deferred;
   rest_t *rest = d->first;
@@ -376,7 +382,7 @@ static gemini_status_t queue_first(gmi_manager_t *m, bool now, bool *waits_out) 
   *waits_out = false;
   if (!now) {
     *waits_out = gmi_workers_deferred(m) >= gmi_updates_ahead(m, p.count);
-    /* Those behind it will want room too: what they take it from is written while this one is read. */
+    /* Make room for the pieces behind it as well: their victims are written while this piece's chunks are read. */
     uint64_t ahead = gmi_updates_ahead(m, p.count);
     if (!*waits_out) status = gmi_host_room_soon(m, missing, missing * (uint32_t)(d->count < ahead ? d->count : ahead));
     if (!status && gmi_host_free(m) < missing) *waits_out = true;
@@ -389,7 +395,7 @@ static gemini_status_t queue_first(gmi_manager_t *m, bool now, bool *waits_out) 
     if (!status) rest_queued(d, rest, &p);
   }
   if (status)
-    gmi_fail_prefix("%llu parts of updates wait, the first of arena %s from element %llu on: ",
+    gmi_fail_prefix("%llu parts of updates are pending, the first of arena %s from element %llu on: ",
                     (unsigned long long)atomic_load(&d->count), k->arenas[0]->name, (unsigned long long)p.begin);
   return status;
 }
@@ -402,7 +408,7 @@ gemini_status_t gmi_updates_queue(gmi_manager_t *m, const gmi_chunk_t *c) {
   return status;
 }
 
-/* The same for what others have left of a piece's chunks. */
+/* Queues the pieces of earlier updates that contain one of p's chunks: they must run first. */
 static gemini_status_t queue_left(gmi_manager_t *m, const piece_t *p) {
   gemini_status_t status = GEMINI_OK;
   bool waits;
@@ -411,7 +417,7 @@ static gemini_status_t queue_left(gmi_manager_t *m, const piece_t *p) {
   return status;
 }
 
-static const char THREAD_NAME[] = "deferred updates"; /* where who waits for it sees a function */
+static const char THREAD_NAME[] = "deferred updates"; /* the lock's holder in dumps, in place of a function's name */
 static void *defer_work(void *user) {
   gmi_manager_t *m = user;
   gmi_deferred_t *d = m->update.deferred;
@@ -424,7 +430,7 @@ static void *defer_work(void *user) {
       status = queue_first(m, false, &waits);
       waits |= !d->first || !d->first->left;
     }
-    if (status && !d->told) gmi_log(m, GEMINI_LOG_WARNING, "an update waits: %s", gmi_fail_message());
+    if (status && !d->told) gmi_log(m, GEMINI_LOG_WARNING, "an update is pending: %s", gmi_fail_message());
     d->told = status != GEMINI_OK;
     bool idle = !d->first || !d->first->left;
     if (idle) {
@@ -432,8 +438,8 @@ static void *defer_work(void *user) {
       gmi_callbacks_wait(m, THREAD_NAME);
       continue;
     }
-    gmi_unlock(m);             /* sends logs */
-    if (status) usleep(10000); /* until somebody gives up what is in the way, or wants the update and is told */
+    gmi_unlock(m);             /* also sends logs */
+    if (status) usleep(10000); /* retry: the obstacle may go; a caller that needs the chunk gets the error itself */
     else gmi_workers_idle(m, events);
     gmi_lock(m, THREAD_NAME);
   }
@@ -498,10 +504,10 @@ static void add_gap(gmi_manager_t *m, gmi_tensor_t *t, void *user) {
   }
 }
 
-/* A tensor of a reused arena that cannot be written, or read, now. */
+/* Tensors of a reused arena that make an update of a range impossible. */
 typedef struct {
-  uint64_t begin, end; /* bytes */
-  gmi_tensor_t *cut;   /* holds a gradient and lies in the range in part: half of it used up leaves neither */
+  uint64_t begin, end; /* the range, bytes */
+  gmi_tensor_t *cut;   /* holds a gradient, partly in the range: writing half of it would leave half a gradient */
   gmi_tensor_t *taken; /* holds a gradient */
 } taken_t;
 static void find_taken(gmi_manager_t *m, gmi_tensor_t *t, void *user) {
@@ -523,7 +529,7 @@ static gemini_status_t check_taken(walk_t *k) {
       return gmi_fail(GEMINI_ERR_STATE, 0, "parameter %s cannot be read: its gradient has taken its bytes",
                       f.taken->name);
     if (f.cut && k->modes[i] & GEMINI_WRITE)
-      return gmi_fail(GEMINI_ERR_INVALID, 0, "elements %llu + %llu cut tensor %s, which holds a gradient",
+      return gmi_fail(GEMINI_ERR_INVALID, 0, "elements %llu + %llu split tensor %s, which holds a gradient",
                       (unsigned long long)k->u.first_element, (unsigned long long)k->u.element_count, f.cut->name);
   }
   return GEMINI_OK;
@@ -541,7 +547,7 @@ static void after_update(gmi_manager_t *m, gmi_tensor_t *t, void *user) {
 static gemini_status_t walk_check(walk_t *k, const gemini_update_t *theirs, uint32_t *stream_out) {
   gmi_manager_t *m = k->m;
   gemini_status_t status = gmi_struct_in(&k->u, sizeof k->u, theirs, GMI_V1_UPDATE, "update");
-  if (!status) status = gmi_workers_failure(m); /* the model is not what it should be, and no update makes it so */
+  if (!status) status = gmi_workers_failure(m); /* an earlier update did not run: further ones would hide wrong bytes */
   if (status) return status;
   gemini_update_t *u = &k->u;
   if (u->flags & ~(uint32_t)GEMINI_UPDATE_LATE)
@@ -578,9 +584,9 @@ static gemini_status_t walk_check(walk_t *k, const gemini_update_t *theirs, uint
                     (unsigned long long)u->first_element);
   if (!u->element_count) u->element_count = elements;
   if (u->first_element > elements || u->element_count > elements - u->first_element)
-    return gmi_fail(GEMINI_ERR_INVALID, 0, "elements %llu + %llu are not among the %llu there are",
-                    (unsigned long long)u->first_element, (unsigned long long)u->element_count,
-                    (unsigned long long)elements);
+    return gmi_fail(
+        GEMINI_ERR_INVALID, 0, "first_element + element_count is %llu + %llu, more than the arenas' %llu elements",
+        (unsigned long long)u->first_element, (unsigned long long)u->element_count, (unsigned long long)elements);
   return GEMINI_OK;
 }
 
@@ -596,7 +602,8 @@ static bool in_walk(const void *user, const gmi_chunk_t *c) {
   return false;
 }
 
-/* Nothing in the range may be in use, and without a file tier the host must have room for what will be there. */
+/* Refuses an update with a chunk in use, with a piece above the host budget, or, without a file tier, with more
+ * chunks than fit on the host. index: of the update, for advice; GMI_NONE: assumes that no piece runs on the device. */
 static gemini_status_t walk_room(walk_t *k, uint32_t index) {
   gmi_manager_t *m = k->m;
   uint64_t need = 0, slot_bytes = gmi_slot_bytes(m), number = 0;
@@ -621,8 +628,8 @@ static gemini_status_t walk_room(walk_t *k, uint32_t index) {
   return gmi_host_fits(m, "the update", need, in_walk, k);
 }
 
-/* From here on the update will be done: its tensors hold parameters, and its chunks are deferred until each piece is
- * queued. */
+/* Accepts the update, which cannot fail: its tensors hold parameters, and every piece is in the list and counted in its
+ * chunks, so a use of a chunk by any thread queues the chunk's pieces first. */
 static void walk_accept(walk_t *k) {
   gmi_manager_t *m = k->m;
   piece_t p;
@@ -642,13 +649,13 @@ static void walk_accept(walk_t *k) {
   }
 }
 
-/* Queues the piece that the tail begins with, or leaves it where it must wait for room or a file. */
+/* Queues the first piece of the tail, or defers it if it would have to wait for room or a file. */
 static gemini_status_t tail_queue_one(walk_t *k, piece_t *p, bool device) {
   gmi_manager_t *m = k->m;
   bool pinned = is_pinned(p);
   gemini_status_t status = GEMINI_OK;
   if (device || pinned || !m->file.store) status = queue_left(m, p);
-  if (status || !k->tail || k->tail->begin != p->begin) return status; /* a callback has queued it meanwhile */
+  if (status || !k->tail || k->tail->begin != p->begin) return status; /* a nested call in a callback queued it */
   status = device || pinned ? device_piece(k, p, k->tail) : GEMINI_ERR_OOM_DEVICE;
   if (pinned || !gmi_is_oom(status)) return status;
   if (!piece_is_ready(k, p))
@@ -660,7 +667,7 @@ static gemini_status_t tail_queue_one(walk_t *k, piece_t *p, bool device) {
   return status;
 }
 
-/* Queues what can be queued now, and leaves the rest. */
+/* Queues what can be queued now, and defers the rest. No failure is returned: the update has been accepted. */
 static void walk_run(walk_t *k, uint32_t index) {
   gmi_manager_t *m = k->m;
   gemini_status_t status = GEMINI_OK;
@@ -674,7 +681,7 @@ static void walk_run(walk_t *k, uint32_t index) {
     status = tail_queue_one(k, &p, device);
     if (device) m->trace.observer->piece_ends(m, index, number);
   }
-  if (status) gmi_log(m, GEMINI_LOG_WARNING, "an update waits: %s", gmi_fail_message());
+  if (status) gmi_log(m, GEMINI_LOG_WARNING, "an update is pending: %s", gmi_fail_message());
   if (k->tail) tail_leave(k);
   pthread_cond_signal(&m->update.deferred->more);
 }
@@ -711,7 +718,7 @@ static gemini_status_t walk(walk_t *k, uint32_t stream) {
     gmi_arena_each(m, store, k->u.first_element * store->element_bytes, k->u.element_count * store->element_bytes,
                    add_gap, k);
     if (k->gaps_lost) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for an update's record");
-    bool written = false; /* a zero gradient takes the parameter's bytes, so that the parameter must come anew */
+    bool written = false; /* clearing a gap overwrites the parameter, so the update must write the parameter anew */
     for (uint32_t i = 0; k->gap_count && i < k->u.arena_count; i++) {
       if (k->arenas[i] != store) continue;
       written = k->modes[i] & GEMINI_WRITE;

@@ -1,4 +1,4 @@
-/* Updates: spans of arenas, on the device and on the host.
+/* Updates: running a caller's function over spans of parallel arenas, on the device and on the host.
  * SPDX-License-Identifier: Apache-2.0 */
 #ifndef GMI_UPDATE_H
 #define GMI_UPDATE_H
@@ -6,16 +6,16 @@
 #include "chunk/chunk.h"
 #include "core/manager.h"
 
-/* Elements in one span of an update over these arenas: one chunk of the arena with the smallest elements. */
+/* Elements in one piece of an update over these arenas: one chunk of the arena with the smallest elements. */
 uint64_t gmi_piece_elements(gmi_manager_t *m, const uint32_t *arenas, uint32_t arena_count, uint64_t chunk_bytes);
-/* Deferred pieces, of so many chunks each, that may be read, updated and written at once. */
+/* How many deferred pieces, of so many chunks each, may be in flight (read, updated, written) at once. */
 uint32_t gmi_updates_ahead(const gmi_manager_t *m, uint32_t chunks);
-gemini_status_t gmi_updates_finish(gmi_manager_t *m, const char *function); /* blocks; without lock */
-/* Lock held. Queues what is left of updates of a chunk, and what is left before it, now; NULL: of all. Blocks until
- * there is room; fails when it cannot be queued, and it is left as it is. */
+gemini_status_t gmi_updates_finish(gmi_manager_t *m, const char *function); /* waits for all updates; without lock */
+/* Lock held. Queues all unqueued pieces that contain the chunk, and those before them in the list; NULL: all pieces.
+ * Blocks until there is room. A failure leaves the pieces that could not be queued in the list. */
 gemini_status_t gmi_updates_queue(gmi_manager_t *m, const gmi_chunk_t *c);
-uint64_t gmi_updates_deferred(const gmi_manager_t *m); /* pieces that are left */
-void gmi_updates_room(gmi_manager_t *m);               /* there may be room now for what is left */
+uint64_t gmi_updates_deferred(const gmi_manager_t *m); /* pieces of accepted updates not queued yet */
+void gmi_updates_room(gmi_manager_t *m); /* slots may have become free: wakes the thread that queues pieces */
 gemini_status_t gmi_updates_open(gmi_manager_t *m);
 void gmi_updates_close(gmi_manager_t *m);
 

@@ -195,7 +195,7 @@ static void test_update_that_cannot_go_on_is_done_as_a_whole_later(void) {
     CHECK(world_stats(&x->w).pending_updates >= 2); /* the other two pieces */
     CHECK_EQ(x->calls, 1);
     CHECK_STATUS(gemini_update_wait(x->w.mgr), GEMINI_ERR_OOM_HOST);
-    CHECK_SAYS(world_error().message, "2 parts of updates wait");
+    CHECK_SAYS(world_error().message, "2 parts of updates are pending");
     for (uint32_t tier = DEVICE; tier <= HOST; tier++) { /* neither half a gradient nor half a parameter */
       p = world_whole(x->p, READ, tier);
       CHECK_STATUS(gemini_acquire(x->w.mgr, &p, 1, GEMINI_STREAM_CALLER), GEMINI_ERR_OOM_HOST);

@@ -453,7 +453,7 @@ static void test_hook_frees_after_close_are_ignored(void) {
   gemini_cupy_free(stream, old[1], 0);
   CHECK_EQ(world_stats(&w).nonmodel_bytes, 8192);
   gemini_torch_free(old[1], 4096, 0, stream); /* once more than it was allocated: a failure, and nothing else */
-  check_error("gemini_torch_free", GEMINI_ERR_INVALID, "no address");
+  check_error("gemini_torch_free", GEMINI_ERR_INVALID, "does not point to memory");
   CHECK_EQ(world_stats(&w).nonmodel_bytes, 8192);
   for (int i = 0; i < 2; i++) gemini_torch_free(now[i], 4096, 0, stream);
   CHECK_EQ(world_stats(&w).nonmodel_bytes, 0);
@@ -544,7 +544,7 @@ static void test_hook_misuse_is_refused_and_logged_once(void) {
   gemini_torch_free(NULL, 512, 0, stream);
   gemini_cupy_free(stream, NULL, 0);
   gemini_torch_free(&on_stack, 512, 0, stream);
-  check_error("gemini_torch_free", GEMINI_ERR_INVALID, "no address");
+  check_error("gemini_torch_free", GEMINI_ERR_INVALID, "does not point to memory");
   gemini_torch_free((uint8_t *)block + 512, 512, 0, stream);
   check_error("gemini_torch_free", GEMINI_ERR_INVALID, "live allocation");
   if (!on_gpu) { /* a handle that is no stream */

@@ -1641,7 +1641,7 @@ static void test_hooks_out_of_range_are_refused(void) {
   REFUSED(INVALID, "0x80000001", gemini_hook_set, bed.w.mgr, 0x80000001u);
   CHECK_OK(gemini_hook_set(bed.w.mgr, 0));
   REFUSED(EXISTS, "device 0", gemini_hook_set, bed.x.mgr, 0);
-  REFUSED(NOT_FOUND, "no stream", gemini_hook_forget, bed.w.mgr, own);
+  REFUSED(NOT_FOUND, "not a stream", gemini_hook_forget, bed.w.mgr, own);
   HOOK_REFUSED(INVALID, "negative", "gemini_torch_malloc", CHECK(!gemini_torch_malloc(-512, 0, own)));
   HOOK_REFUSED(STATE, "device 1", "gemini_torch_malloc", CHECK(!gemini_torch_malloc(512, 1, own)));
   HOOK_REFUSED(HANDLE, "destroyed", "gemini_torch_malloc", CHECK(!gemini_torch_malloc(512, 0, none)));
@@ -1651,7 +1651,7 @@ static void test_hooks_out_of_range_are_refused(void) {
   CHECK(block);
   HOOK_REFUSED(HANDLE, "destroyed", "gemini_torch_free", gemini_torch_free(block, 1000, 0, none));
   HOOK_REFUSED(INVALID, "live allocation", "gemini_torch_free", gemini_torch_free(block + 1, 1000, 0, own));
-  HOOK_REFUSED(INVALID, "no address", "gemini_cupy_free", gemini_cupy_free(own, &bed, 0));
+  HOOK_REFUSED(INVALID, "does not point to memory", "gemini_cupy_free", gemini_cupy_free(own, &bed, 0));
   gemini_torch_free(block, 1000, 0, own);
   HOOK_REFUSED(INVALID, "live allocation", "gemini_cupy_free", gemini_cupy_free(own, block, 0));
   CHECK_OK(gemini_hook_clear(bed.w.mgr));

@@ -1,5 +1,5 @@
-/* What integration tests share: a manager on the simulated device, accesses, byte patterns, checks of statuses that say
- * why a call failed. SPDX-License-Identifier: Apache-2.0 */
+/* Shared by integration tests: a manager on the simulated device, accesses, byte patterns, and status checks that print
+ * the library's error. SPDX-License-Identifier: Apache-2.0 */
 #ifndef WORLD_H
 #define WORLD_H
 
@@ -12,7 +12,7 @@
 #include "figures.h"
 #include "gemini.h"
 
-static inline gemini_error_info_t world_error(void) { /* this thread's last failure */
+static inline gemini_error_info_t world_error(void) { /* this thread's last error */
   gemini_error_info_t info = GEMINI_ERROR_INFO_INIT;
   CHECK_EQ(gemini_last_error(&info), GEMINI_OK);
   return info;
@@ -31,18 +31,18 @@ static inline gemini_error_info_t world_error(void) { /* this thread's last fail
 
 #define WORLD_CHUNK UINT64_C(65536)
 
-/* A test that needs more in its world says so before it includes this file. */
+/* A test that needs more fields in world_t defines WORLD_MORE before it includes this file. */
 #ifndef WORLD_MORE
 #define WORLD_MORE
 #endif
 typedef struct {
   gemini_manager_t mgr;
   gemini_stream_t stream;
-  char dir[64]; /* of the file tier, made here; "" = none */
+  char dir[64]; /* directory of the file tier, made by world_open(); "" = none */
   WORLD_MORE
 } world_t;
 
-/* Budgets in chunks of 64 KiB; 0 file chunks: no file tier. */
+/* Takes budgets in chunks of 64 KiB; file_chunks 0: no file tier. */
 static inline gemini_config_t world_config(uint64_t device_chunks, uint64_t host_chunks, uint64_t file_chunks) {
   gemini_config_t c = GEMINI_CONFIG_INIT;
   c.device_bytes = device_chunks * WORLD_CHUNK;
@@ -66,10 +66,10 @@ static inline world_t world_open(gemini_config_t c) {
 
 static inline void world_close(world_t *w) {
   CHECK_OK(gemini_manager_close(w->mgr));
-  if (*w->dir) CHECK_EQ(rmdir(w->dir), 0); /* fails when a file was left in it */
+  if (*w->dir) CHECK_EQ(rmdir(w->dir), 0); /* fails if the library left a file in it */
 }
 
-/* like, reuse: an arena or 0. */
+/* like, reuse: as in gemini_arena_config_t; an arena or 0. */
 static inline gemini_arena_t world_arena(const world_t *w, uint32_t kind, uint32_t element_bytes, const char *name,
                                          gemini_arena_t like, gemini_arena_t reuse) {
   gemini_arena_config_t c = GEMINI_ARENA_CONFIG_INIT;
@@ -100,7 +100,7 @@ static inline gemini_tensor_info_t world_tensor_info(const world_t *w, gemini_te
   CHECK_OK(gemini_tensor_info(w->mgr, t, &info));
   return info;
 }
-/* Bytes of an object whose newest copy is in a tier. */
+/* Bytes of an object that a tier holds. Bytes with copies in several tiers count for the highest: device, host, file. */
 static inline uint64_t world_tier_bytes(const world_t *w, gemini_object_t object, uint32_t tier) {
   gemini_access_t all = ACCESS(object, 0, 0, 0, tier);
   uint64_t bytes;
@@ -114,8 +114,9 @@ static inline gemini_arena_info_t world_arena_info(const world_t *w, gemini_aren
   return info;
 }
 
-/* ---- accesses and contents; offset 0 and size 0: the whole object */
-/* Functions below that take an object are macros, too, for which a tensor or an arena will do. */
+/* ---- accesses and contents; offset 0 and size 0: the whole object
+ *
+ * Each function below that takes an object is also a macro, which accepts a tensor or an arena. */
 static inline gemini_access_t world_part(gemini_object_t object, uint64_t offset, uint64_t size, uint32_t mode,
                                          uint32_t tier) {
   return (gemini_access_t)ACCESS(object, offset, size, mode, tier);
@@ -126,7 +127,7 @@ static inline gemini_access_t world_whole(gemini_object_t object, uint32_t mode,
 }
 #define world_whole(object, ...) world_whole(OBJECT(object), __VA_ARGS__)
 
-/* Byte i of an object is a function of a seed and i; seed 0: zero. */
+/* Byte i of the pattern of a seed; seed 0: all bytes are zero. */
 static inline uint8_t world_byte(uint64_t seed, uint64_t i) {
   uint64_t x = (i + 1) * UINT64_C(0x9e3779b97f4a7c15) + seed * UINT64_C(0xd1342543de82ef95);
   return seed ? (uint8_t)((x ^ x >> 29) >> 17) : 0;
@@ -135,7 +136,7 @@ static inline uint8_t world_byte(uint64_t seed, uint64_t i) {
 static inline void world_write(void *at, uint64_t offset, uint64_t size, uint64_t seed) {
   for (uint64_t i = 0; i < size; i++) ((uint8_t *)at)[i] = world_byte(seed, offset + i);
 }
-/* Are they what world_write() wrote? */
+/* Are the bytes what world_write() wrote? Prints the first one that is not. */
 static inline bool world_reads(const void *at, uint64_t offset, uint64_t size, uint64_t seed) {
   const uint8_t *bytes = at;
   uint64_t i = 0;
@@ -146,7 +147,7 @@ static inline bool world_reads(const void *at, uint64_t offset, uint64_t size, u
   return false;
 }
 
-/* Writes size bytes of an object (a tensor or an arena), acquired on tier, by this thread. */
+/* Acquires size bytes of an object on tier, writes the pattern from this thread, and releases them. */
 static inline void world_fill(const world_t *w, gemini_object_t object, uint64_t offset, uint64_t size, uint32_t tier,
                               uint64_t seed) {
   gemini_access_t a = world_part(object, offset, size, GEMINI_WRITE, tier);
@@ -155,7 +156,7 @@ static inline void world_fill(const world_t *w, gemini_object_t object, uint64_t
   CHECK_OK(gemini_release(w->mgr, &a, 1, GEMINI_STREAM_CALLER));
 }
 #define world_fill(w, object, ...) world_fill(w, OBJECT(object), __VA_ARGS__)
-/* Are they what world_fill() wrote? Read on tier, where they move to. */
+/* Are the bytes what world_fill() wrote? Acquires them on tier, which moves them there. */
 static inline bool world_holds_on(const world_t *w, gemini_object_t object, uint64_t offset, uint64_t size,
                                   uint32_t tier, uint64_t seed) {
   gemini_access_t a = world_part(object, offset, size, GEMINI_READ, tier);

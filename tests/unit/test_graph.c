@@ -251,9 +251,9 @@ static void random_capture(const world_t *w, graph_t *g, uint64_t frames, uint64
     gemini_status_t status = gemini_acquire(w->mgr, &a, 1, w->stream);
     if (!fits) {
       CHECK_EQ(status, GEMINI_ERR_OOM_DEVICE);
-    } else if (status) { /* chunks that had taken turns before: never the new ones alone */
+    } else if (status) { /* chunks that share a ring frame: never the new ones alone */
       CHECK_EQ(status, GEMINI_ERR_OOM_DEVICE);
-      CHECK_SAYS(world_error().message, "taken turns");
+      CHECK_SAYS(world_error().message, "share one frame");
       CHECK(__builtin_popcountll(set & known) >= 2);
     }
     known |= set; /* also of one that failed for another's sake */
@@ -522,7 +522,7 @@ static void test_graph_writes_what_was_acquired_before(void) {
     gemini_access_t again = chunk_of(arena, 5, 1, READ_WRITE, DEVICE), wrong = chunk_of(arena, i, 1, WRITE, DEVICE);
     CHECK_OK(gemini_op_begin(w.mgr, "layer", w.stream));
     CHECK_STATUS(gemini_acquire(w.mgr, &wrong, 1, w.stream), GEMINI_ERR_STATE);
-    CHECK_SAYS(world_error().message, "layer: a chunk of arena a that is written in a graph must stay for all of it");
+    CHECK_SAYS(world_error().message, "layer: a chunk of arena a is written in a graph: acquire it for writing before");
     CHECK_OK(gemini_acquire(w.mgr, &in, 1, w.stream));
     CHECK_OK(gemini_acquire(w.mgr, &again, 1, w.stream));
     CHECK(again.ptr == out.ptr);
@@ -536,11 +536,11 @@ static void test_graph_writes_what_was_acquired_before(void) {
   }
   CHECK_STATUS(gemini_op_end(w.mgr), GEMINI_ERR_STATE);
   CHECK_STATUS(gemini_release(w.mgr, &out, 1, w.stream), GEMINI_ERR_STATE); /* not inside */
-  CHECK_SAYS(world_error().message, "released after it");
+  CHECK_SAYS(world_error().message, "must be released after it");
   graph_end(&w, &g);
   CHECK_OK(gemini_release(w.mgr, &out, 1, w.stream));
   CHECK_STATUS(gemini_graph_enter(w.mgr, g.handle, w.stream), GEMINI_ERR_STATE);
-  CHECK_SAYS(world_error().message, "a chunk of arena a was acquired for writing when the graph was captured");
+  CHECK_SAYS(world_error().message, "a chunk of arena a must be acquired for writing during replays");
   for (uint64_t step = 0; step < 3; step++) {
     set_on_host(&w, 4, 500 + step);
     CHECK_OK(gemini_acquire(w.mgr, &out, 1, w.stream));

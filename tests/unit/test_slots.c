@@ -106,7 +106,7 @@ static void test_ranges_beside_acquired_ones(void) {
     CHECK(right(was, 5 * W, W, 1)); /* whatever else moved */
     if (status) {
       full++;
-      CHECK_SAYS(world_error().message, "side by side");
+      CHECK_SAYS(world_error().message, "cannot be adjacent");
       CHECK_SAYS(world_error().message, "arena a");
     } else {
       fine++;
@@ -134,7 +134,7 @@ static void test_ranges_beside_acquired_ones(void) {
   figures_t before = world_stats(&w);
   gemini_access_t wide = world_part(a, 0, 4 * W, GEMINI_READ_WRITE, GEMINI_TIER_HOST);
   CHECK_STATUS(gemini_acquire(w.mgr, &wide, 1, GEMINI_STREAM_CALLER), GEMINI_ERR_OOM_HOST);
-  CHECK_SAYS(world_error().message, "side by side");
+  CHECK_SAYS(world_error().message, "cannot be adjacent");
   full++;
   CHECK(chunks_right(&w));
   CHECK_EQ(world_stats(&w).used_bytes[GEMINI_TIER_HOST] > 5 * W, 0);
