@@ -186,8 +186,8 @@ static void test_what_does_not_fit_in_slots_is_refused_at_once(void) {
     gemini_access_t four = world_part(o.arena, 0, 4 * W, 0, 0);
     CHECK_STATUS(gemini_load(o.w.mgr, &four, fileno(file), 0), GEMINI_ERR_OOM_HOST);
     snprintf(text, sizeof text,
-             "the range needs %" PRIu64 " bytes of host memory, of the budget %" PRIu64
-             " other chunks and blocks must keep %" PRIu64,
+             "the range needs %" PRIu64 " bytes of host memory, but of the budget %" PRIu64
+             ", other chunks and blocks hold %" PRIu64,
              4 * slot_bytes(), 4 * slot_bytes(), slot_bytes());
     CHECK_SAYS(world_error().message, text);
     CHECK(one_holds(&o, 0, DEVICE));
