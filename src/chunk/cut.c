@@ -133,6 +133,7 @@ static void cut_install(gmi_manager_t *m, gmi_cut_t *cut) {
   m->cut.chunk_shift = cut->shift;
   m->cut.chunk_count = 0;
   atomic_store(&m->cut.frame_bytes, cut->sizes.frame_bytes);
+  m->cut.frame_shift = (uint32_t)__builtin_ctzll(cut->sizes.frame_bytes);
   m->cut.slot_bytes = cut->sizes.slot_bytes;
   m->cut.block_bytes = cut->sizes.block_bytes;
   gmi_frames_install(m, cut);

@@ -143,18 +143,13 @@ bool gmi_heap_reclaim(gmi_manager_t *m, uint32_t *frame_out) {
   return false;
 }
 
-/* A shift, as each allocation asks: frames are powers of two. */
-static uint64_t page_of(const gmi_manager_t *m, uint64_t offset) {
-  return offset >> __builtin_ctzll(gmi_frame_bytes(m));
-}
-
 /* Makes stream wait for earlier users of the block's bytes, then gives each of its pages a frame. On a failure the
  * frames stay with their pages; the caller frees the block, and gmi_heap_reclaim() can take them. */
 static gemini_status_t back_block(gmi_manager_t *m, const gmi_heap_block_t *block, uint32_t stream) {
-  uint64_t last = page_of(m, block->offset + block->size_bytes - 1);
+  uint64_t last = (block->offset + block->size_bytes - 1) >> m->cut.frame_shift;
   gemini_status_t status = GEMINI_OK;
   for (int i = 0; !status && i < GMI_HEAP_POINTS; i++) status = gmi_fence_wait(m, stream, block->tag.point[i]);
-  for (uint64_t page = page_of(m, block->offset); !status && page <= last; page++) {
+  for (uint64_t page = block->offset >> m->cut.frame_shift; !status && page <= last; page++) {
     if (m->nonmodel.pages[page].settled) continue;
     /* The page has a frame, but its fence was not reached at last look. The allocation that took the frame waited on
      * its own stream, or failed before it did, so this stream waits as well. */

@@ -309,6 +309,7 @@ typedef struct gmi_manager {
     _Atomic uint64_t chunk_bytes; /* Atomic: 0 = not chosen yet; stored (release) after the tables below depend on it,
                                    * loaded (acquire) by the fast path before it uses chunk_shift and chunk records */
     uint32_t chunk_shift;         /* log2 of it */
+    uint32_t frame_shift;         /* log2 of frame_bytes, which is a power of two */
     uint64_t chunk_count;         /* initialised chunk records in all arenas */
     _Atomic uint64_t frame_bytes; /* Atomic: read by statistics without the lock */
     uint64_t slot_bytes, block_bytes;
