@@ -9,6 +9,7 @@
 #include "base/file_limit.h"
 #include "base/names.h"
 #include "chunk/arena.h"
+#include "chunk/cut.h"
 #include "tracer/tracer.h"
 
 /* Returns array with room for one more element, or NULL without memory; the array then stays as it is. */
@@ -99,6 +100,10 @@ gemini_status_t gmi_trace_write(gmi_manager_t *m, const gmi_trace_t *t, const ch
   return status;
 }
 
+/* Heap pages are counted in this unit, which divides every chunk size, until a whole file has been accepted: reading
+ * may come before the choice of the chunk size, which a file that is refused must not trigger. */
+#define PAGE_UNIT UINT64_C(65536)
+
 /* State of a reader. */
 typedef struct {
   gmi_manager_t *m;
@@ -160,7 +165,7 @@ static const char *read_line(reader_t *r, const char *line) {
     op->compute_ns = v[1];
     op->samples = 1;
     op->nonmodel_peak = v[2];
-    op->heap_pages = (uint32_t)((v[3] + gmi_frame_bytes(m) - 1) / gmi_frame_bytes(m));
+    op->heap_pages = (uint32_t)((v[3] + PAGE_UNIT - 1) / PAGE_UNIT);
     return NULL;
   }
   if (gmi_word_at(&at, "use")) { /* arena, offset, size, mode */
@@ -244,6 +249,13 @@ gemini_status_t gmi_trace_read(gmi_manager_t *m, gmi_trace_t *trace_out, const c
     return gmi_fail(r.lost ? GEMINI_ERR_OOM_SYSTEM : GEMINI_ERR_FORMAT, r.lost ? ENOMEM : 0, "trace %s, line %llu: %s",
                     path, (unsigned long long)number, wrong);
   }
+  gemini_status_t status = gmi_cut(m);
+  if (status) {
+    gmi_trace_free(&trace);
+    return status;
+  }
+  for (uint32_t i = 0; i < trace.op_count; i++)
+    trace.ops[i].heap_pages = gmi_trace_pages(trace.ops[i].heap_pages, PAGE_UNIT, gmi_frame_bytes(m));
   *trace_out = trace;
   return GEMINI_OK;
 }

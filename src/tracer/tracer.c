@@ -416,8 +416,7 @@ static gemini_status_t trace_load(gmi_manager_t *m, const char *path) {
   if (!path) return gmi_fail(GEMINI_ERR_INVALID, 0, "path is NULL");
   if (m->bracket.iteration_open) return gmi_fail(GEMINI_ERR_STATE, 0, "an iteration is open");
   variant_t loaded = { .used = true };
-  gemini_status_t status = gmi_cut(m);
-  if (!status) status = gmi_trace_read(m, &loaded.trace, path);
+  gemini_status_t status = gmi_trace_read(m, &loaded.trace, path);
   if (status) return status;
   uint64_t chunk_bytes = loaded.trace.chunk_bytes;
   if (!chunk_bytes || !gmi_tracer_plan_with_chunk(m, &loaded.trace, chunk_bytes, &loaded.bundle))
