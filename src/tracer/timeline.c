@@ -163,11 +163,11 @@ static void poll_events(gmi_manager_t *m, bool block) {
 }
 /* Appends the intervals that the workers recorded since the last call. */
 static void poll_workers(gmi_manager_t *m) {
-  gmi_workers_interval_t spans[64];
-  for (uint32_t count; (count = gmi_workers_recorded(m, spans, 64)) > 0;)
+  gmi_workers_interval_t intervals[64];
+  for (uint32_t count; (count = gmi_workers_recorded(m, intervals, 64)) > 0;)
     for (uint32_t i = 0; i < count; i++)
-      add_slice(m, spans[i].norm ? "norm" : "update", spans[i].norm ? "norm on the host" : "update on the host",
-                spans[i].begin_ns, spans[i].end_ns, true, TRACK_WORKERS + spans[i].worker);
+      add_slice(m, intervals[i].norm ? "norm" : "update", intervals[i].norm ? "norm on the host" : "update on the host",
+                intervals[i].begin_ns, intervals[i].end_ns, true, TRACK_WORKERS + intervals[i].worker);
 }
 
 void gmi_timeline_poll(gmi_manager_t *m) {

@@ -29,11 +29,11 @@ gmi_trace_op_t *gmi_trace_add_op(gmi_trace_t *t) {
   return &ops[t->op_count++];
 }
 gmi_trace_use_t *gmi_trace_add_use(gmi_trace_t *t) {
-  gmi_trace_use_t *spans = grow(t->uses, t->use_count, &t->use_capacity, sizeof *spans);
-  if (!spans) return NULL;
-  t->uses = spans;
+  gmi_trace_use_t *uses = grow(t->uses, t->use_count, &t->use_capacity, sizeof *uses);
+  if (!uses) return NULL;
+  t->uses = uses;
   t->ops[t->op_count - 1].use_count++;
-  return &spans[t->use_count++];
+  return &uses[t->use_count++];
 }
 gmi_trace_update_t *gmi_trace_add_update(gmi_trace_t *t) {
   gmi_trace_update_t *updates = grow(t->updates, t->update_count, &t->update_capacity, sizeof *updates);
@@ -176,9 +176,9 @@ static const char *read_line(reader_t *r, const char *line) {
     size = arena ? atomic_load(&arena->size) : 0;
     if (!arena || arena->store != arena->index || !v[2] || v[1] > size || v[2] > size - v[1])
       return "use outside its arena";
-    gmi_trace_use_t *span = gmi_trace_add_use(r->trace);
-    if (!span) return no_memory(r);
-    *span = (gmi_trace_use_t){ arena->index, (uint32_t)v[3], v[1], v[2] };
+    gmi_trace_use_t *use = gmi_trace_add_use(r->trace);
+    if (!use) return no_memory(r);
+    *use = (gmi_trace_use_t){ arena->index, (uint32_t)v[3], v[1], v[2] };
     return NULL;
   }
   if (gmi_word_at(&at, "update")) { /* first, count, then arenas and modes */
