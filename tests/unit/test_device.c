@@ -21,6 +21,7 @@
 
 #include "../check.h"
 #include "../touch.h"
+#include "base/status.h"
 #include "device/cuda_driver.h"
 #include "device/device.h"
 #include "fake_cuda.h"
@@ -149,9 +150,11 @@ static void test_device_open_with_bad_config_is_refused(void) {
   void *device = &device;
   gmi_device_config_t config = { 0, 0, 4097, 0, 0 };
   CHECK_EQ(ops->open(&config, &device), GEMINI_ERR_INVALID);
+  if (ops == &gmi_device_sim) CHECK_SAYS(gmi_fail_message(), "memory_bytes is 4097, must be a multiple of 4096 up to ");
   config.memory_bytes = 1 * MIB;
   config.reserved = 1;
   CHECK_EQ(ops->open(&config, &device), GEMINI_ERR_INVALID);
+  if (ops == &gmi_device_sim) CHECK_SAYS(gmi_fail_message(), "reserved is 1, must be 0");
   config.reserved = 0;
   config.ordinal = 1000;
   CHECK_EQ(ops->open(&config, &device), GEMINI_ERR_UNSUPPORTED);
