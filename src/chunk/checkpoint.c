@@ -1,4 +1,4 @@
-/* Checkpoints in kept files: every chunk in a block, and what the blocks mean. SPDX-License-Identifier: Apache-2.0
+/* Checkpoints: every chunk in a block, and what the blocks mean. SPDX-License-Identifier: Apache-2.0
  *
  * The store makes a commit whole or not at all, and leaves what the last one names as it is; here is only what it
  * names: chunks by arena and index, and a text that says what arenas and tensors there were (docs/checkpoint.md). */
@@ -212,7 +212,7 @@ static gemini_status_t read_layout(reader_t *r, const char *blob, uint64_t bytes
     r->ended = !strcmp(line, "end");
     rest = line;
     if (!number && strcmp(line, "gemini-keep 1"))
-      status = gmi_fail(GEMINI_ERR_FORMAT, 0, "the kept files are of another version: %.60s", line);
+      status = gmi_fail(GEMINI_ERR_FORMAT, 0, "the checkpoint files are of another version: %.60s", line);
     else if (gmi_word_at(&rest, "arena")) wrong = gmi_arena_read(r->m, rest, r->arena_of, arena);
     else if (gmi_word_at(&rest, "tensor")) status = read_tensor(r, rest);
     else if (gmi_word_at(&rest, "sizes")) wrong_sizes = !gmi_numbers_at(&rest, 0, UINT64_MAX, 2, r->sizes);

@@ -109,7 +109,7 @@ static void describe_object(gmi_manager_t *m, const gmi_wait_t *wait, char text_
     snprintf(text_out, LINE, "the workers to end what was submitted, %" PRIu64 " parts of updates and norms",
              wait->number);
     break;
-  case GMI_WAIT_COMMIT: snprintf(text_out, LINE, "the kept files to be synced"); break;
+  case GMI_WAIT_COMMIT: snprintf(text_out, LINE, "the checkpoint files to be synced"); break;
   case GMI_WAIT_FD: snprintf(text_out, LINE, "the caller's file, descriptor %" PRIu64, wait->number); break;
   case GMI_WAIT_CALLBACK: snprintf(text_out, LINE, "the caller's update callback"); break;
   case GMI_WAIT_PLAN: snprintf(text_out, LINE, "the planner"); break;

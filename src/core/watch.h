@@ -22,7 +22,7 @@ typedef enum gmi_wait_kind {
   GMI_WAIT_ROOM,     /* any update or transfer to end, for room on the host */
   GMI_WAIT_FILES,    /* transfers from and to files; number: how many there were */
   GMI_WAIT_WORKERS,  /* every update submitted; number: how many were pending */
-  GMI_WAIT_COMMIT,   /* kept files to be synced and their index to be written */
+  GMI_WAIT_COMMIT,   /* checkpoint files to be synced and their index to be written */
   GMI_WAIT_FD,       /* the caller's file; number: its descriptor */
   GMI_WAIT_CALLBACK, /* the caller's update callback */
   GMI_WAIT_PLAN,     /* the planner */

@@ -1,4 +1,5 @@
-/* Commits of kept stores: how blocks become the state that a later process finds. SPDX-License-Identifier: Apache-2.0
+/* Commits of stores that keep checkpoints: how blocks become the state that a later process finds.
+ * SPDX-License-Identifier: Apache-2.0
  *
  * A commit runs on the caller's thread, with admin held throughout:
  *   1. Under lock: check the blocks and mark them PENDING; turn DIRTY blocks into SYNCING ones.

@@ -253,7 +253,7 @@ static gemini_status_t check_config(const gmi_store_config_t *c, uint32_t *files
                     (unsigned long long)c->block_bytes);
   if (c->keep && (!c->checkpoint_name || !*c->checkpoint_name || strchr(c->checkpoint_name, '/') ||
                   strlen(c->checkpoint_name) > 200))
-    return gmi_fail(GEMINI_ERR_INVALID, 0, "file tier: '%.60s' cannot be the name of kept files",
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "file tier: '%.60s' cannot be the name of checkpoint files",
                     c->checkpoint_name ? c->checkpoint_name : "");
   uint32_t count = 0;
   for (const char *at = c->directories;; at++) {

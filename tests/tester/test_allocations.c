@@ -177,8 +177,8 @@ static void test_timeline_without_memory_for_a_name_counts_the_slice_as_lost(voi
   CHECK(!close(fd) && !unlink(path));
 }
 
-/* A kept file that cannot be looked at is no file that was exchanged. */
-static void test_open_of_kept_files_that_fail_is_io(void) {
+/* A checkpoint file that cannot be looked at is no file that was exchanged. */
+static void test_open_of_checkpoint_files_that_fail_is_io(void) {
   char dir[64], path[128];
   dir_make(dir);
   gemini_config_t c = world_config(4, 8, 16);
@@ -212,6 +212,6 @@ int main(void) {
   RUN(test_trace_load_and_explain_without_memory_change_nothing);
   RUN(test_budget_that_two_plans_refuse_tells_of_one);
   RUN(test_timeline_without_memory_for_a_name_counts_the_slice_as_lost);
-  RUN(test_open_of_kept_files_that_fail_is_io);
+  RUN(test_open_of_checkpoint_files_that_fail_is_io);
   return check_done();
 }

@@ -802,7 +802,7 @@ static void look(void) {
   has_direct = figures(&w).direct;
   gmi_store_close(w.store);
   CHECK_EQ(rmdir(w.dirs[0]), 0);
-  if (!has_uring) fprintf(stderr, "  io_uring is not to be had here\n");
+  if (!has_uring) fprintf(stderr, "  io_uring is not available here\n");
   if (!has_direct) fprintf(stderr, "  no O_DIRECT in TMPDIR\n");
 }
 
