@@ -2,8 +2,9 @@
  *
  * A child made by fork() has copies of the library's records, but none of the threads that work on them, and shares
  * open files with the parent: the lock of a checkpoint file, the ring of transfers and the memory of the simulated
- * device would live until both processes have ended. In the child these descriptors are therefore closed, and no handle of the
- * parent is valid. The memory of chunks does not exist there (MADV_DONTFORK). The child can open managers of its own.
+ * device would live until both processes have ended. In the child these descriptors are therefore closed, and no handle
+ * of the parent is valid. The memory of chunks does not exist there (MADV_DONTFORK). The child can open managers of its
+ * own.
  *
  * A child that calls exec() needs none of this: all descriptors are closed on exec. */
 #ifndef GMI_FORK_H

@@ -6,8 +6,8 @@
  *
  * Threads. Any thread may call any operation. A thread that queues work holds stream.lock, possibly for long (the
  * driver's queue may be full). Threads that look at marks take points_lock only; its holders query events, but neither
- * queue anything nor create events, which can block, too. `recorded` and `reached` are atomic, so that the most frequent question, "is this mark reached?",
- * is mostly answered without a lock.
+ * queue anything nor create events, which can block, too. `recorded` and `reached` are atomic, so that the most
+ * frequent question, "is this mark reached?", is mostly answered without a lock.
  *
  * Failures. A failed driver call leaves the stream's records as they were. An error that loses the context is stored
  * for the device (gmi_cuda_note()). */

@@ -94,9 +94,9 @@ struct gmi_store {
 /* Brings BLOCK_USED, the counts and the map of free blocks in line with a block's other flags and readers. Called with
  * lock held after each change of these. */
 void gmi_block_settle(gmi_store_t *store, uint32_t block);
-/* Gives the space of blocks behind `wanted` that have become unused back to the file system. Called without locks by
- * whoever may have made one unused and by every holder of admin after it has released it: a caller that finds admin held
- * leaves the work to its holder. A failure costs only disk space, so it is noted rather than returned. */
+/* Gives the space of blocks behind `wanted` that have become unused back to the file system. Called without locks by a
+ * thread that may have made one unused and by every holder of admin after it has released it: a caller that finds admin
+ * held leaves the work to its holder. A failure costs only disk space, so it is noted rather than returned. */
 void gmi_store_trim_due(gmi_store_t *store);
 
 gemini_status_t gmi_sums_open(gmi_store_t *store);
