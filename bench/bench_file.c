@@ -28,7 +28,7 @@ typedef struct bench {
   gmi_store_t *store;
   uint32_t *order; /* blocks */
   uint32_t count;
-  gmi_block_request_t slots[MAX_DEPTH];
+  gmi_block_request_t requests[MAX_DEPTH];
   uint8_t *buffers;
   bool write;
   pthread_mutex_t lock; /* guards the rest */
@@ -37,16 +37,16 @@ typedef struct bench {
   bool failed;
 } bench_t;
 
-/* Puts the slot to the next block; false when none is left. With the lock. */
-static bool refill(bench_t *b, gmi_block_request_t *slot) {
+/* Puts the request to the next block; false when none is left. With the lock. */
+static bool refill(bench_t *b, gmi_block_request_t *request) {
   if (b->next == b->count || b->failed) return false;
-  uint8_t *buffer = b->buffers + (uint64_t)(slot - b->slots) * b->o.chunk_bytes;
-  *slot = (gmi_block_request_t){ .block = b->order[b->next++],
-                                 .write = b->write,
-                                 .urgent = !b->write,
-                                 .buffer = buffer,
-                                 .done = slot->done,
-                                 .user = b };
+  uint8_t *buffer = b->buffers + (uint64_t)(request - b->requests) * b->o.chunk_bytes;
+  *request = (gmi_block_request_t){ .block = b->order[b->next++],
+                                    .write = b->write,
+                                    .urgent = !b->write,
+                                    .buffer = buffer,
+                                    .done = request->done,
+                                    .user = b };
   b->under_way++;
   return true;
 }
@@ -69,10 +69,10 @@ static bool pass(bench_t *b, bool write) {
   b->write = write;
   b->next = 0;
   for (uint32_t i = 0; i < b->o.depth; i++) {
-    b->slots[i].done = done;
-    if (!refill(b, &b->slots[i])) break;
+    b->requests[i].done = done;
+    if (!refill(b, &b->requests[i])) break;
     pthread_mutex_unlock(&b->lock); /* done takes it, and may be called here */
-    gmi_store_submit(b->store, &b->slots[i]);
+    gmi_store_submit(b->store, &b->requests[i]);
     pthread_mutex_lock(&b->lock);
   }
   while (b->under_way) pthread_cond_wait(&b->over, &b->lock);

@@ -86,7 +86,7 @@ SIZE(cu_memory_t, CUmemGenericAllocationHandle); SIZE(cu_location_t, CUmemLocati
 SIZE(cu_allocation_t, CUmemAllocationProp); SIZE(cu_access_t, CUmemAccessDesc);
 PLACE(cu_allocation_t, handle_types, CUmemAllocationProp, requestedHandleTypes);
 PLACE(cu_allocation_t, location, CUmemAllocationProp, location);
-PLACE(cu_allocation_t, chunks_only, CUmemAllocationProp, win32HandleMetaData);
+PLACE(cu_allocation_t, windows_only, CUmemAllocationProp, win32HandleMetaData);
 PLACE(cu_allocation_t, compression, CUmemAllocationProp, allocFlags);
 PLACE(cu_access_t, flags, CUmemAccessDesc, flags);
 END

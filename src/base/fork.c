@@ -14,32 +14,35 @@
 #include <stdlib.h>
 #include <unistd.h>
 
+#include "base/check.h"
+
 enum { WATCHERS = 8 };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* Guards what follows; the last lock that fork() takes */
 /* Held by a thread between gmi_fork_hold() and gmi_fork_let(), which keeps fork() waiting. Recursive, as these nest. */
 static pthread_mutex_t held = PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP;
 static const gmi_fork_ops_t *watchers[WATCHERS];
-static uint32_t watcher_count, prepared; /* prepared: how many watchers the current fork() has prepared */
-static int *fds;                         /* [fd_capacity]; -1: an unused entry */
+static uint32_t watcher_count;
+static int *fds; /* [fd_capacity]; -1: an unused entry */
 static uint32_t fd_capacity;
 
-/* `lock` is released while watchers are prepared: a thread may call gmi_fork_close() while it holds a watcher's lock,
- * so waiting for that lock with `lock` held could deadlock. A watcher that is registered meanwhile is not prepared, and
- * `prepared` keeps parent() from releasing its lock. */
+/* `held` and `lock` are released while watchers are prepared: a thread may call gmi_fork_close() while it holds a
+ * watcher's lock, so waiting for that lock with them held could deadlock. Watchers that are registered meanwhile are
+ * prepared in another round, so that parent() and child() find all of them prepared. */
 static void prepare(void) {
-  uint32_t count;
-  pthread_mutex_lock(&lock);
-  count = watcher_count;
-  pthread_mutex_unlock(&lock);
-  for (uint32_t i = 0; i < count; i++) watchers[i]->prepare();
-  pthread_mutex_lock(&held);
-  pthread_mutex_lock(&lock);
-  prepared = count;
+  for (uint32_t done = 0;;) {
+    pthread_mutex_lock(&held);
+    pthread_mutex_lock(&lock);
+    uint32_t count = watcher_count;
+    if (done == count) return;
+    pthread_mutex_unlock(&lock);
+    pthread_mutex_unlock(&held);
+    for (; done < count; done++) watchers[done]->prepare();
+  }
 }
 
 static void parent(void) {
-  uint32_t count = prepared;
+  uint32_t count = watcher_count;
   pthread_mutex_unlock(&lock);
   pthread_mutex_unlock(&held);
   for (uint32_t i = count; i-- > 0;) watchers[i]->parent();
@@ -59,6 +62,7 @@ void gmi_fork_watch(const gmi_fork_ops_t *ops) {
   pthread_mutex_lock(&lock);
   uint32_t i = 0;
   while (i < watcher_count && watchers[i] != ops) i++;
+  GMI_ASSERT(i < WATCHERS);
   if (i == watcher_count && i < WATCHERS) {
     if (!i) pthread_atfork(prepare, parent, child);
     watchers[i] = ops;

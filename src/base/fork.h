@@ -1,9 +1,10 @@
 /* Keeps forked children from holding resources of their parent. SPDX-License-Identifier: Apache-2.0
  *
  * A child made by fork() has copies of the library's records, but none of the threads that work on them, and shares
- * open files with the parent: the lock of a kept file, the ring of transfers and the memory of the simulated device
- * would live until both processes have ended. In the child these descriptors are therefore closed, and no handle of the
- * parent is valid. The memory of chunks does not exist there (MADV_DONTFORK). The child can open managers of its own.
+ * open files with the parent: the lock of a checkpoint file, the ring of transfers and the memory of the simulated
+ * device would live until both processes have ended. In the child these descriptors are therefore closed, and no handle
+ * of the parent is valid. The memory of chunks does not exist there (MADV_DONTFORK). The child can open managers of its
+ * own.
  *
  * A child that calls exec() needs none of this: all descriptors are closed on exec. */
 #ifndef GMI_FORK_H
@@ -18,7 +19,8 @@ typedef struct gmi_fork_ops {
   void (*child)(void);
 } gmi_fork_ops_t;
 
-/* Registers a watcher. ops is in static storage; registering it again has no effect. Threads: any. */
+/* Registers a watcher, of which there can be eight. ops is in static storage; registering it again has no effect.
+ * Threads: any. */
 void gmi_fork_watch(const gmi_fork_ops_t *ops);
 /* gmi_fork_close() adds a descriptor to those that a child closes, gmi_fork_close_not() removes it. Negative ones are
  * ignored. If there is no memory to record a descriptor, a child keeps it open. Threads: any. */

@@ -312,7 +312,7 @@ static gemini_status_t block_take(gmi_manager_t *m, uint32_t *block_out) {
     gmi_files_shrink(m, m->config.file_bytes - block_bytes);
   if (m->config.file_bytes < m->file.used + block_bytes)
     return gmi_fail(
-        GEMINI_ERR_OOM_FILE, 0, "a chunk of %llu bytes does not fit in files: %llu of the budget %llu are in use",
+        GEMINI_ERR_OOM_FILE, 0, "a block of %llu bytes does not fit in files: %llu of the budget %llu are in use",
         (unsigned long long)block_bytes, (unsigned long long)m->file.used, (unsigned long long)m->config.file_bytes);
   gemini_status_t status = gmi_store_take(m->file.store, block_out);
   if (status) return status;

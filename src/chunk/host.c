@@ -359,11 +359,11 @@ gemini_status_t gmi_host_room(gmi_manager_t *m, uint32_t count) {
     if (gmi_workers_finished(m) != events) continue;
     if (!busy) {
       if (status) return status;
-      return gmi_fail(GEMINI_ERR_OOM_HOST, 0,
-                      "%s of %llu bytes does not fit in host memory: %llu of the budget %llu are in use%s",
-                      count > 1 ? "a range of chunks" : "a chunk", (unsigned long long)(count * gmi_slot_bytes(m)),
-                      (unsigned long long)m->host.used, (unsigned long long)m->config.host_bytes,
-                      m->file.store ? " by chunks that are acquired" : " and there is no file tier");
+      return gmi_fail(
+          GEMINI_ERR_OOM_HOST, 0, "%s %llu bytes %s not fit in host memory: %llu of the budget %llu are in use%s",
+          count > 1 ? "slots of together" : "a slot of", (unsigned long long)(count * gmi_slot_bytes(m)),
+          count > 1 ? "do" : "does", (unsigned long long)m->host.used, (unsigned long long)m->config.host_bytes,
+          m->file.store ? " by chunks that are acquired" : " and there is no file tier");
     }
     gmi_workers_wait(m, events, GMI_WAIT_ROOM, 0); /* until an update or a transfer ends: reclaim can use its slots */
   }
@@ -653,7 +653,7 @@ static gemini_status_t host_alloc(gmi_manager_t *m, uint64_t size, uint64_t alig
                     (unsigned long long)size, (unsigned long long)m->config.host_bytes);
   gemini_status_t status = gmi_cut(m);
   if (!status && !m->host.slot_count)
-    status = gmi_fail(GEMINI_ERR_OOM_HOST, 0, "the host budget, %llu bytes, holds no chunk of %llu bytes",
+    status = gmi_fail(GEMINI_ERR_OOM_HOST, 0, "the host budget, %llu bytes, holds no slot of %llu bytes",
                       (unsigned long long)m->config.host_bytes, (unsigned long long)gmi_slot_bytes(m));
   if (!status && m->host.heap && !blocks_figures(m).block_count && m->host.block_slots != m->host.slot_count) {
     gmi_host_heap_end(m); /* the budget has changed: open a heap of the new size; an old one with live blocks stays */

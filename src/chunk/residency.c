@@ -143,7 +143,7 @@ uint32_t gmi_frames_of(const gmi_manager_t *m, uint64_t frame_bytes) {
 gemini_status_t gmi_frames_prepare(gmi_manager_t *m, gmi_cut_t *cut) {
   uint32_t count = gmi_frames_of(m, cut->sizes.frame_bytes);
   if (!count)
-    return gmi_fail(GEMINI_ERR_OOM_DEVICE, 0, "the device budget without its margin holds no chunk of %llu bytes",
+    return gmi_fail(GEMINI_ERR_OOM_DEVICE, 0, "the device budget without its margin holds no frame of %llu bytes",
                     (unsigned long long)cut->sizes.frame_bytes);
   cut->frame_count = count;
   cut->frames = calloc(count, sizeof *cut->frames);

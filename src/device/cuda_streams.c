@@ -5,9 +5,9 @@
  * needs no event any more: its entry may have been reused, and nothing but the number is looked at.
  *
  * Threads. Any thread may call any operation. A thread that queues work holds stream.lock, possibly for long (the
- * driver's queue may be full). Threads that look at marks take points_lock only; its holders query or create events,
- * but queue nothing. `recorded` and `reached` are atomic, so that the most frequent question, "is this mark reached?",
- * is mostly answered without a lock.
+ * driver's queue may be full). Threads that look at marks take points_lock only; its holders query events, but neither
+ * queue anything nor create events, which can block, too. `recorded` and `reached` are atomic, so that the most
+ * frequent question, "is this mark reached?", is mostly answered without a lock.
  *
  * Failures. A failed driver call leaves the stream's records as they were. An error that loses the context is stored
  * for the device (gmi_cuda_note()). */
@@ -74,16 +74,12 @@ static gemini_status_t points_grow(stream_t *stream) {
   return GEMINI_OK;
 }
 
-/* Gives the mark a free point, growing the ring if need be, and the point an event of this kind. Events are created at
- * first use and kept. Called with both locks held, in the context. */
-static gemini_status_t point_prepare(cuda_t *cuda, stream_t *stream, uint64_t mark, uint32_t kind) {
+/* Gives the mark a free point, growing the ring if need be. Called with both locks held, in the context. */
+static gemini_status_t point_prepare(cuda_t *cuda, stream_t *stream, uint64_t mark) {
   gemini_status_t status = GEMINI_OK;
   if (!stream->capacity || (mark > stream->capacity && !point_is_free(cuda, stream, mark - stream->capacity)))
     status = points_grow(stream);
-  if (status) return status;
-  cu_event_t *event = &point_of(stream, mark)->events[kind];
-  if (*event) return GEMINI_OK;
-  return gmi_cuda_done(cuda, cuda->driver->event_create(event, kind == TIMED ? 0 : CU_EVENT_NO_TIME), "cuEventCreate");
+  return status;
 }
 
 /* --- streams --- */
@@ -346,9 +342,9 @@ gemini_status_t gmi_cuda_stream_destroy(void *self, uint32_t index) {
   return status;
 }
 
-/* Prepares the point under points_lock, records the event without it (the driver may block), and only then publishes
- * the mark by raising `recorded`: until then no other thread looks at the point. stream.lock is held throughout, so
- * marks are recorded in order. */
+/* Prepares the point under points_lock, creates and records the event without it (the driver may block), and only then
+ * publishes the mark by raising `recorded`: until then no other thread looks at the point. Events are created at first
+ * use and kept. stream.lock is held throughout, so marks are recorded in order and the point stays this mark's. */
 static gemini_status_t mark_record(cuda_t *cuda, uint32_t index, uint32_t kind, uint64_t *mark_out) {
   queue_t queue;
   if (!mark_out) return GEMINI_ERR_INVALID;
@@ -358,14 +354,20 @@ static gemini_status_t mark_record(cuda_t *cuda, uint32_t index, uint32_t kind, 
   uint64_t mark = atomic_load_explicit(&stream->recorded, memory_order_relaxed) + 1;
   cu_event_t event = NULL;
   pthread_mutex_lock(&stream->points_lock);
-  status = point_prepare(cuda, stream, mark, kind);
+  status = point_prepare(cuda, stream, mark);
+  if (!status) event = point_of(stream, mark)->events[kind];
+  pthread_mutex_unlock(&stream->points_lock);
+  if (!status && !event)
+    status =
+        gmi_cuda_done(cuda, cuda->driver->event_create(&event, kind == TIMED ? 0 : CU_EVENT_NO_TIME), "cuEventCreate");
   if (!status) {
+    pthread_mutex_lock(&stream->points_lock);
     point_t *point = point_of(stream, mark);
+    point->events[kind] = event;
     point->kind = kind;
     point->recorded_ns = gmi_cuda_now_ns();
-    event = point->events[kind];
+    pthread_mutex_unlock(&stream->points_lock);
   }
-  pthread_mutex_unlock(&stream->points_lock);
   if (!status) status = gmi_cuda_done(cuda, cuda->driver->event_record(event, stream->native), "cuEventRecord");
   if (!status) {
     atomic_store_explicit(&stream->recorded, mark, memory_order_release);

@@ -470,8 +470,12 @@ static void sim_close(void *self) {
 }
 
 static gemini_status_t sim_open(const gmi_device_config_t *config, void **self_out) {
-  if (!config || !self_out || config->reserved || !gmi_sim_memory_bytes_ok(config->memory_bytes))
-    return gmi_fail(GEMINI_ERR_INVALID, 0, "the size of the device memory is too large, or no multiple of 4096");
+  if (!config || !self_out) return gmi_fail(GEMINI_ERR_INVALID, 0, "%s is NULL", config ? "self_out" : "config");
+  if (config->reserved) return gmi_fail(GEMINI_ERR_INVALID, 0, "reserved is %u, must be 0", config->reserved);
+  if (!gmi_sim_memory_bytes_ok(config->memory_bytes))
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "memory_bytes is %llu, must be a multiple of %llu up to %llu",
+                    (unsigned long long)config->memory_bytes, (unsigned long long)GRANULE_BYTES,
+                    (unsigned long long)MEMORY_MAX_BYTES);
   if (config->ordinal)
     return gmi_fail(GEMINI_ERR_UNSUPPORTED, 0, "the only device is number 0, not %u", config->ordinal);
   sim_t *sim = calloc(1, sizeof *sim);

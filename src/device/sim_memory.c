@@ -166,13 +166,15 @@ static void frame_forget(sim_t *sim, frame_t *frame) {
 gemini_status_t gmi_sim_frame_destroy(void *self, uint64_t frame, uint64_t size_bytes) {
   sim_t *sim = self;
   pthread_mutex_lock(&sim->memory_lock);
-  frame_t *found = frame_find(sim, frame, size_bytes);
-  if (found) frame_forget(sim, found);
+  bool found = frame_find(sim, frame, size_bytes) != NULL;
   pthread_mutex_unlock(&sim->memory_lock);
   if (!found) return GEMINI_ERR_INVALID;
-  fallocate(sim->memory_fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)frame, (off_t)size_bytes);
-  /* The bytes count as used until the hole has been punched, so that existing memory never exceeds the budget. */
+  /* The frame exists and its bytes count as used until the hole has been punched, so that existing memory never exceeds
+   * the budget. */
+  if (fallocate(sim->memory_fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)frame, (off_t)size_bytes))
+    return GEMINI_ERR_OOM_SYSTEM;
   pthread_mutex_lock(&sim->memory_lock);
+  frame_forget(sim, frame_find(sim, frame, size_bytes)); /* looked up again: the array may have moved */
   sim->used_bytes -= size_bytes;
   pthread_mutex_unlock(&sim->memory_lock);
   return GEMINI_OK;

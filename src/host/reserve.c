@@ -16,7 +16,6 @@
 #include <limits.h>
 #include <pthread.h>
 #include <sched.h>
-#include <signal.h>
 #include <stdarg.h>
 #include <stdatomic.h>
 #include <stdio.h>
@@ -24,9 +23,11 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "base/status.h"
+#include "base/thread.h"
 
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23 /* Linux 5.14 */
@@ -36,7 +37,9 @@
 #define PR_SET_VMA_ANON_NAME 0
 #endif
 
-enum { THREADS_LIMIT = 64 };
+enum { THREADS_LIMIT = 64, AGAIN_PAUSE_NS = 1000000 };
+#define NS_PER_S UINT64_C(1000000000)
+#define AGAIN_NS (2 * NS_PER_S)
 #define ALIGN_BYTES (UINT64_C(64) << 10) /* size of the smallest chunk, and a multiple of the heap's unit */
 #define SLICE_BYTES (UINT64_C(16) << 20) /* what a touching thread takes at a time */
 #define OPEN_BYTES (UINT64_C(64) << 20)  /* unit of mprotect(): smaller ones would split the range into many mappings */
@@ -212,15 +215,29 @@ uint64_t gmi_reserve_grain(const gmi_reserve_t *r) { return r->grain_bytes; }
 typedef struct {
   uint8_t *begin, *end;
   uint64_t page_bytes;
+  const cpu_set_t *cpus; /* where the other threads run; NULL: anywhere */
   _Atomic uint64_t next; /* Atomic: offset of the first slice that no thread has taken. Relaxed: it only divides work */
   _Atomic int error;     /* Atomic: errno of a failure, or 0. Relaxed: a hint to stop; returned after the joins */
 } touch_t;
 
+static uint64_t now_ns(void) {
+  struct timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return (uint64_t)now.tv_sec * NS_PER_S + (uint64_t)now.tv_nsec;
+}
+
 /* Makes the pages of a slice exist. MADV_POPULATE_WRITE reports a lack of memory as an error; touching by hand, which
- * older kernels need, cannot. Returns 0 or an errno. */
+ * older kernels need, cannot. EAGAIN is tried again for AGAIN_NS. Returns 0 or an errno. */
 static int slice_touch(uint8_t *begin, uint64_t bytes, uint64_t page_bytes) {
+  uint64_t deadline_ns = 0;
   while (madvise(begin, bytes, MADV_POPULATE_WRITE)) {
-    if (errno == EINTR || errno == EAGAIN) continue;
+    if (errno == EINTR) continue;
+    if (errno == EAGAIN) {
+      if (!deadline_ns) deadline_ns = now_ns() + AGAIN_NS;
+      if (now_ns() >= deadline_ns) return EAGAIN;
+      nanosleep(&(struct timespec){ 0, AGAIN_PAUSE_NS }, NULL);
+      continue;
+    }
     if (errno != EINVAL) return errno;
     /* EINVAL: the kernel is older than 5.14. An atomic OR with 0 is a write that cannot change or lose a byte. */
     for (uint64_t at = 0; at < bytes; at += page_bytes) __atomic_fetch_or(begin + at, 0, __ATOMIC_RELAXED);
@@ -241,27 +258,23 @@ static void *touch_main(void *user) {
   return NULL;
 }
 
+static void *touch_thread(void *user) {
+  const touch_t *t = user;
+  if (t->cpus) (void)pthread_setaffinity_np(pthread_self(), sizeof *t->cpus, t->cpus);
+  return touch_main(user);
+}
+
 /* Touches a part with as many threads as there are slices and cores. The calling thread works, too, so a thread that
  * cannot be started only makes it slower. Returns 0 or an errno. */
 static int range_touch(gmi_reserve_t *r, uint8_t *begin, uint64_t bytes) {
-  touch_t t = { begin, begin + bytes, r->page_bytes, 0, 0 };
+  touch_t t = { begin, begin + bytes, r->page_bytes, r->cpus_known ? &r->cpus : NULL, 0, 0 };
   pthread_t threads[THREADS_LIMIT];
   uint32_t started = 0, wanted = 0;
   if (bytes > ALONE_BYTES) {
     uint64_t slices = (bytes + SLICE_BYTES - 1) / SLICE_BYTES;
     wanted = (slices < r->threads ? (uint32_t)slices : r->threads) - 1;
   }
-  if (wanted) {
-    sigset_t all, before;
-    pthread_attr_t attr;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before); /* inherited by the threads: they take none of the program's signals */
-    bool placed = !pthread_attr_init(&attr);
-    if (placed && r->cpus_known) pthread_attr_setaffinity_np(&attr, sizeof r->cpus, &r->cpus);
-    while (started < wanted && !pthread_create(&threads[started], placed ? &attr : NULL, touch_main, &t)) started++;
-    if (placed) pthread_attr_destroy(&attr);
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
-  }
+  while (started < wanted && !gmi_thread_start(&threads[started], touch_thread, &t)) started++;
   touch_main(&t);
   for (uint32_t i = 0; i < started; i++) pthread_join(threads[i], NULL);
   return atomic_load_explicit(&t.error, memory_order_relaxed);

@@ -11,6 +11,7 @@
 #include <hwloc.h>
 #include <inttypes.h>
 #include <limits.h>
+#include <poll.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stdatomic.h>
@@ -217,7 +218,7 @@ static gemini_status_t load(const saved_t *saved, gmi_topology_t **topology_out)
  *
  * hwloc trusts the contents of such a file: a damaged one can crash it. So a child process loads the file first, and
  * makes every query that the public functions can make. */
-enum { SAVED_MOST = 64 << 20, CHILD_SECONDS = 10 };
+enum { SAVED_MOST = 64 << 20, CHILD_SECONDS = 10, CHILD_LOOK_MS = 20 };
 
 static gemini_status_t saved_read(const char *path, saved_t *saved_out) {
   saved_t s = { .path = path };
@@ -282,7 +283,22 @@ static void child_load(const saved_t *saved, int answer) {
   _exit(0);
 }
 
-/* Lets a child process try the file. It answers with one byte; the end of the pipe without one means that it died. */
+/* The child's answer, 0 if it ends without one. A process that another thread forks meanwhile inherits the writing end
+ * of the pipe, so the end of the child shows in waitpid(), not always at the pipe. alarm() bounds all of it. */
+static char child_answer(pid_t child, int fd) {
+  char said = 0;
+  for (;;) {
+    int reaped = waitpid(child, NULL, WNOHANG); /* before the pipe: what an ended child has said is in it */
+    bool ended = reaped == child || (reaped < 0 && errno != EINTR); /* the program's own wait() may have reaped it */
+    struct pollfd ready = { .fd = fd, .events = POLLIN };
+    int events = poll(&ready, 1, ended ? 0 : CHILD_LOOK_MS);
+    if (events > 0 ? read(fd, &said, 1) < 0 : events || !ended) continue;
+    while (!ended && waitpid(child, NULL, 0) < 0 && errno == EINTR) continue;
+    return said;
+  }
+}
+
+/* Lets a child process try the file. It answers with one byte; none means that it died. */
 static gemini_status_t saved_check(const saved_t *saved) {
   int ends[2];
   if (pipe2(ends, O_CLOEXEC))
@@ -291,11 +307,8 @@ static gemini_status_t saved_check(const saved_t *saved) {
   if (!child) child_load(saved, ends[1]);
   int error = child < 0 ? errno : 0;
   close(ends[1]);
-  char said = 0;
-  while (child > 0 && read(ends[0], &said, 1) < 0 && errno == EINTR) continue;
+  char said = child > 0 ? child_answer(child, ends[0]) : 0;
   close(ends[0]);
-  while (child > 0 && waitpid(child, NULL, 0) < 0 && errno == EINTR)
-    continue; /* fails when the program's own wait() has reaped the child already, which does no harm */
   if (error)
     return gmi_fail(GEMINI_ERR_OOM_SYSTEM, error, "no process could be started to look at %s: %s", saved->path,
                     strerror(error));

@@ -1,4 +1,5 @@
-/* Commits of kept stores: how blocks become the state that a later process finds. SPDX-License-Identifier: Apache-2.0
+/* Commits of stores that keep checkpoints: how blocks become the state that a later process finds.
+ * SPDX-License-Identifier: Apache-2.0
  *
  * A commit runs on the caller's thread, with admin held throughout:
  *   1. Under lock: check the blocks and mark them PENDING; turn DIRTY blocks into SYNCING ones.
@@ -204,11 +205,8 @@ gemini_status_t gmi_store_commit(gmi_store_t *store, const gmi_kept_t *blocks, u
     gmi_index_free(&x);
     free(kept);
   }
-  pthread_mutex_lock(&s->lock);
-  bool behind = s->block_count > s->wanted;
-  pthread_mutex_unlock(&s->lock);
-  if (behind && !status) (void)gmi_store_trim(s); /* blocks of the previous commit may have become free */
   pthread_mutex_unlock(&s->admin);
+  gmi_store_trim_due(s); /* blocks of the previous commit, or given back meanwhile, may have become unused */
   return status;
 }
 
@@ -234,5 +232,6 @@ gemini_status_t gmi_store_committed(gmi_store_t *store, const gmi_kept_t **block
     *blob_bytes_out = s->committed.blob_bytes;
   }
   pthread_mutex_unlock(&s->admin);
+  gmi_store_trim_due(s);
   return status;
 }

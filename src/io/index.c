@@ -1,4 +1,4 @@
-/* Reads and writes the index file of kept stores; its layout is in index.h. SPDX-License-Identifier: Apache-2.0
+/* Reads and writes the index file of checkpoints; its layout is in index.h. SPDX-License-Identifier: Apache-2.0
  *
  * Nothing in the file is trusted: header fields are checked against each other and against the file's size before
  * memory is allocated by them, then the checksum of the whole file, then each entry. Numbers are converted byte by

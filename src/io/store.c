@@ -6,7 +6,7 @@
  *
  * Two counts describe the size: `wanted` blocks can be taken, `block_count` blocks have space. They differ after a
  * resize to fewer blocks, while used blocks lie behind the new end: the files are truncated block by block as these
- * become free (gmi_store_trim()).
+ * become free (trim()).
  *
  * No thread of its own: everything here runs on the caller's thread. Calls that only look at records take `lock`;
  * resizing holds `admin` throughout, and `lock` only for the moments in which records change. */
@@ -47,6 +47,7 @@ void gmi_block_settle(gmi_store_t *store, uint32_t block) {
   if (used) store->used++, ++*count;
   else store->used--, --*count;
   free_bit(store, block, !used && block < store->wanted);
+  if (!used && block >= store->wanted) store->trim_due = true;
 }
 
 /* Of block_count blocks, how many lie in this file. */
@@ -116,19 +117,12 @@ gemini_status_t gmi_store_take(gmi_store_t *store, uint32_t *block_out) {
 void gmi_store_give(gmi_store_t *store, uint32_t block) {
   gmi_store_t *s = store;
   pthread_mutex_lock(&s->lock);
-  bool behind = false;
   if (block < s->block_count) {
     s->blocks[block].flags &= (uint16_t)~BLOCK_TAKEN;
     gmi_block_settle(s, block);
-    behind = block >= s->wanted;
   }
   pthread_mutex_unlock(&s->lock);
-  /* The block's space can go back to the file system, but this call must not wait for a commit or resize that holds
-   * admin; both trim, too. A failure to trim costs only disk space, so it is noted rather than returned. */
-  if (behind && !pthread_mutex_trylock(&s->admin)) {
-    if (gmi_store_trim(s)) gmi_note_add(&s->note, "%.120s", gmi_fail_message());
-    pthread_mutex_unlock(&s->admin);
-  }
+  gmi_store_trim_due(s);
 }
 
 /* ---- space. Called with admin held. */
@@ -143,7 +137,7 @@ static gemini_status_t fail_again(const failure_t *why) {
   return gmi_fail(why->status, why->native_code, "%s", why->message);
 }
 
-/* Stops at the first file that fails; the caller undoes the earlier ones. */
+/* Stops at the first file that fails. */
 static gemini_status_t resize_files(gmi_store_t *s, uint32_t block_count) {
   uint32_t f = 0;
   gemini_status_t status = GEMINI_OK;
@@ -168,27 +162,42 @@ static void show(gmi_store_t *s) {
   pthread_mutex_unlock(&s->lock);
 }
 
-gemini_status_t gmi_store_trim(gmi_store_t *store) {
-  gmi_store_t *s = store;
+/* Gives the space of unused blocks behind `wanted` back to the file system. After a failure some files are shorter and
+ * others are not, so `block_count` no longer counts these blocks, and a later enlargement reserves their space anew. */
+static gemini_status_t trim(gmi_store_t *s) {
   pthread_mutex_lock(&s->lock);
   uint32_t before = s->block_count, count = before;
   while (count > s->wanted && !(s->blocks[count - 1].flags & BLOCK_USED)) count--;
   /* From here on no request can use these blocks. They cannot be taken meanwhile: only a holder of admin, which is this
    * thread, raises `wanted`. */
   s->block_count = count;
+  s->trim_due = false;
   pthread_mutex_unlock(&s->lock);
   if (count == before) return GEMINI_OK;
   gemini_status_t status = resize_files(s, count);
   show(s);
-  if (!status) return GEMINI_OK;
-  pthread_mutex_lock(&s->lock);
-  s->block_count = before;
-  pthread_mutex_unlock(&s->lock);
   return status;
 }
 
+void gmi_store_trim_due(gmi_store_t *store) {
+  gmi_store_t *s = store;
+  for (;;) {
+    pthread_mutex_lock(&s->lock);
+    bool due = s->trim_due;
+    pthread_mutex_unlock(&s->lock);
+    if (!due || pthread_mutex_trylock(&s->admin)) return;
+    failure_t why = failure(); /* that of the call which ends with this one */
+    if (trim(s)) {
+      gmi_note_add(&s->note, "%.120s", gmi_fail_message());
+      if (why.status) fail_again(&why);
+    }
+    pthread_mutex_unlock(&s->admin);
+  }
+}
+
 /* Growing reserves space before the blocks can be taken; shrinking makes blocks unavailable before their space goes. On
- * failure the counts return to what they were. */
+ * failure the files and counts return to what they were; if a file that was shortened cannot get its space back, the
+ * blocks that lost theirs stay unavailable. */
 gemini_status_t gmi_store_resize(gmi_store_t *store, uint32_t block_count) {
   gmi_store_t *s = store;
   if (block_count == GMI_BLOCK_NONE || block_count > (uint64_t)INT64_MAX / s->block_bytes)
@@ -215,14 +224,21 @@ gemini_status_t gmi_store_resize(gmi_store_t *store, uint32_t block_count) {
     }
     show(s);
   } else if (!status) {
-    status = gmi_store_trim(s);
+    status = trim(s);
     if (status) {
+      failure_t why = failure();
+      bool restored = !resize_files(s, before);
+      if (!restored) gmi_note_add(&s->note, "%.120s", gmi_fail_message());
       pthread_mutex_lock(&s->lock);
-      want(s, wanted);
+      if (restored) s->block_count = before;
+      want(s, wanted < s->block_count ? wanted : s->block_count); /* only blocks that have space can be taken */
       pthread_mutex_unlock(&s->lock);
+      show(s);
+      fail_again(&why);
     }
   }
   pthread_mutex_unlock(&s->admin);
+  gmi_store_trim_due(s);
   return status;
 }
 
@@ -237,7 +253,7 @@ static gemini_status_t check_config(const gmi_store_config_t *c, uint32_t *files
                     (unsigned long long)c->block_bytes);
   if (c->keep && (!c->checkpoint_name || !*c->checkpoint_name || strchr(c->checkpoint_name, '/') ||
                   strlen(c->checkpoint_name) > 200))
-    return gmi_fail(GEMINI_ERR_INVALID, 0, "file tier: '%.60s' cannot be the name of kept files",
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "file tier: '%.60s' cannot be the name of checkpoint files",
                     c->checkpoint_name ? c->checkpoint_name : "");
   uint32_t count = 0;
   for (const char *at = c->directories;; at++) {

@@ -71,8 +71,8 @@ struct gmi_block_request {
  * manager has the files open and did not close them within two seconds. With keep the blocks of the last commit start
  * out as taken. This call blocks. */
 gemini_status_t gmi_store_open(const gmi_store_config_t *config, gmi_store_t **store_out);
-/* Waits for all submitted requests. Kept files without a commit are removed. NULL is accepted. Threads: no other call
- * may run. This call blocks. */
+/* Waits for all submitted requests. Checkpoint files without a commit are removed. NULL is accepted. Threads: no
+ * other call may run. This call blocks. */
 void gmi_store_close(gmi_store_t *store);
 /* As gmi_engine_buffer_add() and gmi_engine_buffer_remove(). */
 gemini_status_t gmi_store_buffer_add(gmi_store_t *store, void *base, uint64_t size_bytes);

@@ -84,6 +84,7 @@ struct gmi_store {
   uint32_t wanted;      /* blocks below this one can be taken; smaller than block_count after a resize to fewer blocks,
                            until taken blocks behind it have been given back */
   uint32_t used;        /* blocks with BLOCK_USED */
+  bool trim_due;        /* a block behind wanted has become unused: gmi_store_trim_due() */
   gmi_block_t *blocks;
   gmi_store_figures_t shown; /* copy of the files' figures, for gmi_store_figures(), which must not wait for admin */
   uint32_t file_count;
@@ -93,9 +94,10 @@ struct gmi_store {
 /* Brings BLOCK_USED, the counts and the map of free blocks in line with a block's other flags and readers. Called with
  * lock held after each change of these. */
 void gmi_block_settle(gmi_store_t *store, uint32_t block);
-/* Gives the space of unused blocks behind `wanted` back to the file system. Called with admin held. On failure nothing
- * has changed in the records. */
-gemini_status_t gmi_store_trim(gmi_store_t *store);
+/* Gives the space of blocks behind `wanted` that have become unused back to the file system. Called without locks by a
+ * thread that may have made one unused and by every holder of admin after it has released it: a caller that finds admin
+ * held leaves the work to its holder. A failure costs only disk space, so it is noted rather than returned. */
+void gmi_store_trim_due(gmi_store_t *store);
 
 gemini_status_t gmi_sums_open(gmi_store_t *store);
 void gmi_sums_close(gmi_store_t *store);

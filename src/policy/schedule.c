@@ -8,7 +8,7 @@
  * All fetches share one link, so they are issued in order of need. The target of a fetch is the latest step at whose
  * begin the link, if idle before, has enough time for this fetch and for all fetches behind it, with SLACK_FETCHES
  * to spare (find_targets()). From its use, the fetch is moved back towards the target as long as a frame is free
- * (place()). LOOKBACK_STEPS bounds the work. */
+ * (issue_steps()). LOOKBACK_STEPS bounds the work. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -87,8 +87,8 @@ static void find_targets(const gmi_model_t *model, const gmi_hits_t *hits, uint3
 /* Replaces each target in issue by the step in which the fetch is issued, in order of need: starting at the use,
  * goes back one step at a time while that step has a free frame, takes the frame, and stops at the target, at the
  * fetch before it, or at the first step in which the chunk may be fetched again. */
-static gemini_status_t place(const gmi_model_t *model, const gmi_hits_t *hits, uint32_t fetch_count, uint32_t *room,
-                             int32_t *issue) {
+static gemini_status_t issue_steps(const gmi_model_t *model, const gmi_hits_t *hits, uint32_t fetch_count,
+                                   uint32_t *room, int32_t *issue) {
   const gmi_plan_input_t *input = model->facts->input;
   const gmi_facts_t *facts = model->facts;
   int32_t steps = (int32_t)model->step_count;
@@ -221,7 +221,7 @@ gemini_status_t gmi_schedule_make(const gmi_model_t *model, const gmi_hits_t *hi
   }
   find_room(model, hits, room);
   find_targets(model, hits, (uint32_t)fetches, issue);
-  status = place(model, hits, (uint32_t)fetches, room, issue);
+  status = issue_steps(model, hits, (uint32_t)fetches, room, issue);
   if (status != GEMINI_OK) goto end;
   write_fetches(model, hits, issue, plan);
   write_evicts(model, hits, dirty, plan);

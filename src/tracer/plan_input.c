@@ -58,16 +58,15 @@ static bool build_accesses(builder_t *b, bool fill) {
     uint32_t pages = gmi_trace_pages(op->heap_pages, gmi_frame_bytes(b->m), b->sizes.frame_bytes);
     if (fill) b->ops[i] = (gmi_plan_op_t){ op->compute_ns, pages, (uint32_t)n };
     for (uint32_t s = op->use_first; s < op->use_first + op->use_count; s++) {
-      const gmi_trace_use_t *span = &b->trace->uses[s];
+      const gmi_trace_use_t *use = &b->trace->uses[s];
       uint32_t first, last;
-      if (!chunk_range(b, span->arena, span->offset, span->size, &first, &last)) return false;
+      if (!chunk_range(b, use->arena, use->offset, use->size, &first, &last)) return false;
       for (uint32_t c = first; c <= last; c++, n++) {
         if (!fill) continue;
         uint64_t from = (uint64_t)c * chunk_bytes, to = from + chunk_bytes;
-        uint32_t mode = span->mode;
-        if (mode == GMI_ACCESS_WRITE && span->offset <= from && span->offset + span->size >= to)
-          mode |= GMI_ACCESS_FRESH;
-        b->accesses[n] = (gmi_plan_access_t){ b->base[span->arena] + c, mode };
+        uint32_t mode = use->mode;
+        if (mode == GMI_ACCESS_WRITE && use->offset <= from && use->offset + use->size >= to) mode |= GMI_ACCESS_FRESH;
+        b->accesses[n] = (gmi_plan_access_t){ b->base[use->arena] + c, mode };
       }
     }
     if (!fill) continue;

@@ -14,7 +14,7 @@
 
 /* ---- recording */
 /* Order of uses: arena, offset, size, mode. */
-static int by_place(const void *a, const void *b) {
+static int by_range(const void *a, const void *b) {
   const gmi_trace_use_t *x = a, *y = b;
   if (x->arena != y->arena) return x->arena < y->arena ? -1 : 1;
   if (x->offset != y->offset) return x->offset < y->offset ? -1 : 1;
@@ -28,8 +28,8 @@ void gmi_tracer_touch(gmi_manager_t *m, uint32_t store, uint64_t offset, uint64_
   gmi_tracer_t *t = m->trace.tracer;
   pthread_mutex_lock(&t->touch_lock);
   if (t->op_open && !t->record_lost) {
-    gmi_trace_use_t *span = gmi_trace_add_use(&t->record);
-    if (span) *span = (gmi_trace_use_t){ store, mode, offset, size };
+    gmi_trace_use_t *use = gmi_trace_add_use(&t->record);
+    if (use) *use = (gmi_trace_use_t){ store, mode, offset, size };
     else t->record_lost = true;
   }
   pthread_mutex_unlock(&t->touch_lock);
@@ -40,14 +40,14 @@ void gmi_tracer_touch(gmi_manager_t *m, uint32_t store, uint64_t offset, uint64_
  * as read before it is written, since the order is not recorded. */
 void gmi_tracer_canonical(gmi_trace_t *trace) {
   gmi_trace_op_t *op = &trace->ops[trace->op_count - 1];
-  gmi_trace_use_t *spans = trace->uses + op->use_first;
-  if (op->use_count > 1) qsort(spans, op->use_count, sizeof *spans, by_place);
+  gmi_trace_use_t *uses = trace->uses + op->use_first;
+  if (op->use_count > 1) qsort(uses, op->use_count, sizeof *uses, by_range);
   uint32_t kept = 0;
   for (uint32_t i = 0; i < op->use_count; i++) {
-    gmi_trace_use_t *last = kept ? &spans[kept - 1] : NULL;
-    if (last && last->arena == spans[i].arena && last->offset == spans[i].offset && last->size == spans[i].size)
-      last->mode |= spans[i].mode;
-    else spans[kept++] = spans[i];
+    gmi_trace_use_t *last = kept ? &uses[kept - 1] : NULL;
+    if (last && last->arena == uses[i].arena && last->offset == uses[i].offset && last->size == uses[i].size)
+      last->mode |= uses[i].mode;
+    else uses[kept++] = uses[i];
   }
   op->use_count = kept;
   trace->use_count = op->use_first + kept;

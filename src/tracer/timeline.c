@@ -45,15 +45,14 @@ enum {
   TRACK_FILES = 98,
   TRACK_WAITS = 100,
   TRACK_WORKERS = 101,
-  EVENTS_LIMIT = 4000000
+  EVENTS_LIMIT = 4194304 /* the capacity doubles from 4,096 up to this */
 };
 
-/* Appends a zeroed event; counts it as lost if the limit is reached or there is no memory. The capacity doubles from
- * 4,096, so 4,194,304 events is the largest that passes the limit. */
+/* Appends a zeroed event; counts it as lost if the limit is reached or there is no memory. */
 static event_t *add_event(gmi_timeline_t *t) {
   if (t->count == t->capacity) {
     uint64_t capacity = t->capacity ? t->capacity * 2 : 4096;
-    event_t *events = capacity <= EVENTS_LIMIT * 2 ? realloc(t->events, capacity * sizeof *events) : NULL;
+    event_t *events = capacity <= EVENTS_LIMIT ? realloc(t->events, capacity * sizeof *events) : NULL;
     if (!events) {
       t->lost++;
       return NULL;
@@ -66,19 +65,19 @@ static event_t *add_event(gmi_timeline_t *t) {
   return e;
 }
 
-/* Appends "KIND\1NAME" and returns its offset. Without memory, returns 0: the slice shows the first text. */
-static uint32_t add_text(gmi_timeline_t *t, const char *kind, const char *name) {
+/* Appends "KIND\1NAME"; false: no memory. */
+static bool add_text(gmi_timeline_t *t, const char *kind, const char *name, uint32_t *offset_out) {
   size_t need = strlen(kind) + strlen(name) + 3;
   if (t->text_size + need > t->text_capacity) {
     uint64_t capacity = t->text_capacity ? t->text_capacity * 2 : 65536;
     char *text = capacity < UINT32_MAX ? realloc(t->text, capacity) : NULL;
-    if (!text) return 0;
+    if (!text) return false;
     t->text = text;
     t->text_capacity = capacity;
   }
-  uint32_t at = (uint32_t)t->text_size;
-  t->text_size += (uint64_t)snprintf(t->text + at, need, "%s%c%s", kind, 1, name) + 1;
-  return at;
+  *offset_out = (uint32_t)t->text_size;
+  t->text_size += (uint64_t)snprintf(t->text + t->text_size, need, "%s%c%s", kind, 1, name) + 1;
+  return true;
 }
 
 static void add_slice(gmi_manager_t *m, const char *kind, const char *name, uint64_t begin, uint64_t end, bool known,
@@ -92,7 +91,9 @@ static void add_slice(gmi_manager_t *m, const char *kind, const char *name, uint
   e->end = end;
   e->track = (uint16_t)track;
   e->phase = atomic_load(&m->bracket.phase);
-  e->name = add_text(t, kind, name);
+  if (add_text(t, kind, name, &e->name)) return;
+  t->count--; /* a slice without a name says nothing */
+  t->lost++;
 }
 
 void gmi_timeline_slice(gmi_manager_t *m, const char *kind, const char *name, gmi_fence_t begin, gmi_fence_t end) {
@@ -162,11 +163,11 @@ static void poll_events(gmi_manager_t *m, bool block) {
 }
 /* Appends the intervals that the workers recorded since the last call. */
 static void poll_workers(gmi_manager_t *m) {
-  gmi_workers_interval_t spans[64];
-  for (uint32_t count; (count = gmi_workers_recorded(m, spans, 64)) > 0;)
+  gmi_workers_interval_t intervals[64];
+  for (uint32_t count; (count = gmi_workers_recorded(m, intervals, 64)) > 0;)
     for (uint32_t i = 0; i < count; i++)
-      add_slice(m, spans[i].norm ? "norm" : "update", spans[i].norm ? "norm on the host" : "update on the host",
-                spans[i].begin_ns, spans[i].end_ns, true, TRACK_WORKERS + spans[i].worker);
+      add_slice(m, intervals[i].norm ? "norm" : "update", intervals[i].norm ? "norm on the host" : "update on the host",
+                intervals[i].begin_ns, intervals[i].end_ns, true, TRACK_WORKERS + intervals[i].worker);
 }
 
 void gmi_timeline_poll(gmi_manager_t *m) {

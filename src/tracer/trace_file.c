@@ -9,6 +9,7 @@
 #include "base/file_limit.h"
 #include "base/names.h"
 #include "chunk/arena.h"
+#include "chunk/cut.h"
 #include "tracer/tracer.h"
 
 /* Returns array with room for one more element, or NULL without memory; the array then stays as it is. */
@@ -28,11 +29,11 @@ gmi_trace_op_t *gmi_trace_add_op(gmi_trace_t *t) {
   return &ops[t->op_count++];
 }
 gmi_trace_use_t *gmi_trace_add_use(gmi_trace_t *t) {
-  gmi_trace_use_t *spans = grow(t->uses, t->use_count, &t->use_capacity, sizeof *spans);
-  if (!spans) return NULL;
-  t->uses = spans;
+  gmi_trace_use_t *uses = grow(t->uses, t->use_count, &t->use_capacity, sizeof *uses);
+  if (!uses) return NULL;
+  t->uses = uses;
   t->ops[t->op_count - 1].use_count++;
-  return &spans[t->use_count++];
+  return &uses[t->use_count++];
 }
 gmi_trace_update_t *gmi_trace_add_update(gmi_trace_t *t) {
   gmi_trace_update_t *updates = grow(t->updates, t->update_count, &t->update_capacity, sizeof *updates);
@@ -99,6 +100,10 @@ gemini_status_t gmi_trace_write(gmi_manager_t *m, const gmi_trace_t *t, const ch
   return status;
 }
 
+/* Heap pages are counted in this unit, which divides every chunk size, until a whole file has been accepted: reading
+ * may come before the choice of the chunk size, which a file that is refused must not trigger. */
+#define PAGE_UNIT UINT64_C(65536)
+
 /* State of a reader. */
 typedef struct {
   gmi_manager_t *m;
@@ -160,7 +165,7 @@ static const char *read_line(reader_t *r, const char *line) {
     op->compute_ns = v[1];
     op->samples = 1;
     op->nonmodel_peak = v[2];
-    op->heap_pages = (uint32_t)((v[3] + gmi_frame_bytes(m) - 1) / gmi_frame_bytes(m));
+    op->heap_pages = (uint32_t)((v[3] + PAGE_UNIT - 1) / PAGE_UNIT);
     return NULL;
   }
   if (gmi_word_at(&at, "use")) { /* arena, offset, size, mode */
@@ -171,9 +176,9 @@ static const char *read_line(reader_t *r, const char *line) {
     size = arena ? atomic_load(&arena->size) : 0;
     if (!arena || arena->store != arena->index || !v[2] || v[1] > size || v[2] > size - v[1])
       return "use outside its arena";
-    gmi_trace_use_t *span = gmi_trace_add_use(r->trace);
-    if (!span) return no_memory(r);
-    *span = (gmi_trace_use_t){ arena->index, (uint32_t)v[3], v[1], v[2] };
+    gmi_trace_use_t *use = gmi_trace_add_use(r->trace);
+    if (!use) return no_memory(r);
+    *use = (gmi_trace_use_t){ arena->index, (uint32_t)v[3], v[1], v[2] };
     return NULL;
   }
   if (gmi_word_at(&at, "update")) { /* first, count, then arenas and modes */
@@ -244,6 +249,13 @@ gemini_status_t gmi_trace_read(gmi_manager_t *m, gmi_trace_t *trace_out, const c
     return gmi_fail(r.lost ? GEMINI_ERR_OOM_SYSTEM : GEMINI_ERR_FORMAT, r.lost ? ENOMEM : 0, "trace %s, line %llu: %s",
                     path, (unsigned long long)number, wrong);
   }
+  gemini_status_t status = gmi_cut(m);
+  if (status) {
+    gmi_trace_free(&trace);
+    return status;
+  }
+  for (uint32_t i = 0; i < trace.op_count; i++)
+    trace.ops[i].heap_pages = gmi_trace_pages(trace.ops[i].heap_pages, PAGE_UNIT, gmi_frame_bytes(m));
   *trace_out = trace;
   return GEMINI_OK;
 }

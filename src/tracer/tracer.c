@@ -161,10 +161,10 @@ static gemini_status_t op_begin(gmi_manager_t *m, const char *name, gemini_strea
       expected && !strcmp(name, expected) ? gmi_op_name_again(expected) : gmi_op_name_take(t->names, name);
   /* gmi_trace_add_op() may move the array that gmi_tracer_touch() writes to, hence touch_lock. */
   pthread_mutex_lock(&t->touch_lock);
-  gmi_trace_op_t *op = gmi_tracer_timings_reserve(t, t->record.op_count + 1) ? gmi_trace_add_op(&t->record) : NULL;
+  gmi_trace_op_t *op = NULL;
+  if (kept && gmi_tracer_timings_reserve(t, t->record.op_count + 1)) op = gmi_trace_add_op(&t->record);
   pthread_mutex_unlock(&t->touch_lock);
-  if (!op || !kept) {
-    if (op) t->record.op_count--;
+  if (!op) {
     if (kept) gmi_op_name_drop(t->names, kept);
     return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory to record operator %s", name);
   }
@@ -176,7 +176,9 @@ static gemini_status_t op_begin(gmi_manager_t *m, const char *name, gemini_strea
   if (s == GMI_CALLER) k->begin_ns = m->device.ops->now(m->device.self);
   else status = gmi_fence_now(m, s, &k->begin);
   if (status) {
+    pthread_mutex_lock(&t->touch_lock);
     t->record.op_count--;
+    pthread_mutex_unlock(&t->touch_lock);
     gmi_op_name_drop(t->names, kept);
     return status;
   }
@@ -416,8 +418,7 @@ static gemini_status_t trace_load(gmi_manager_t *m, const char *path) {
   if (!path) return gmi_fail(GEMINI_ERR_INVALID, 0, "path is NULL");
   if (m->bracket.iteration_open) return gmi_fail(GEMINI_ERR_STATE, 0, "an iteration is open");
   variant_t loaded = { .used = true };
-  gemini_status_t status = gmi_cut(m);
-  if (!status) status = gmi_trace_read(m, &loaded.trace, path);
+  gemini_status_t status = gmi_trace_read(m, &loaded.trace, path);
   if (status) return status;
   uint64_t chunk_bytes = loaded.trace.chunk_bytes;
   if (!chunk_bytes || !gmi_tracer_plan_with_chunk(m, &loaded.trace, chunk_bytes, &loaded.bundle))

@@ -100,6 +100,7 @@ void gmi_tracer_touch(gmi_manager_t *m, uint32_t store, uint64_t offset, uint64_
 
 /* trace_file.c */
 gemini_status_t gmi_trace_write(gmi_manager_t *m, const gmi_trace_t *trace, const char *path);
+/* Reads a file. Once all of it has been accepted, chooses the chunk size if that is still to be done. */
 gemini_status_t gmi_trace_read(gmi_manager_t *m, gmi_trace_t *trace_out, const char *path);
 void gmi_trace_clear(gmi_trace_t *trace); /* empties the trace; keeps its allocations for the next iteration */
 void gmi_trace_free(gmi_trace_t *trace);

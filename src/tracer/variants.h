@@ -74,7 +74,6 @@ typedef struct gmi_tracer {
   uint64_t in_ops_ns;                 /* duration of the resolved ops, including stalls; UINT64_MAX if one is unknown */
   stall_t stalls[STALLS_LIMIT];
   uint32_t stall_count;
-  uint32_t updates_checked; /* unused */
 
   bool op_open;
   uint32_t op_stream;

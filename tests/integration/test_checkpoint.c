@@ -1,4 +1,4 @@
-/* Checkpoints in kept files, and taking them up. Only gemini.h. SPDX-License-Identifier: Apache-2.0 */
+/* Checkpoints, and resuming from them. Only gemini.h. SPDX-License-Identifier: Apache-2.0 */
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -36,7 +36,7 @@ static int clear_dir(void) { /* files that were in it */
   return files;
 }
 
-static gemini_config_t keep_config(void) {
+static gemini_config_t checkpoint_config(void) {
   gemini_config_t c = world_config(6, 12, 120);
   c.file_dir = dir;
   c.checkpoint_name = "run";
@@ -56,7 +56,7 @@ static model_t model_open_sized(gemini_config_t c, uint64_t size) {
   }
   return k;
 }
-static model_t model_open(void) { return model_open_sized(keep_config(), SIZE); }
+static model_t model_open(void) { return model_open_sized(checkpoint_config(), SIZE); }
 
 /* Tensor 0 stays zero, tensor 1 is a gradient. */
 static void model_fill(model_t *k, uint64_t seed) {
@@ -148,7 +148,7 @@ static void test_checkpoints_one_after_another_need_room_for_two(void) {
 static void test_arenas_without_a_name_keep_their_bytes_apart(void) {
   dir_make(dir);
   for (int round = 0; round < 2; round++) {
-    world_t w = world_open(keep_config());
+    world_t w = world_open(checkpoint_config());
     gemini_arena_t arenas[3];
     for (int i = 0; i < 3; i++) {
       uint64_t offset;
@@ -175,7 +175,7 @@ static void test_kept_files_of_others_are_refused(void) {
     char path[300], other[300];
     snprintf(path, sizeof path, "%s/%s", dir, which ? "run.index" : "run.0.chunks");
     snprintf(other, sizeof other, "%s/other", dir);
-    gemini_config_t c = keep_config();
+    gemini_config_t c = checkpoint_config();
     gemini_manager_t mgr;
     CHECK_EQ(link(path, other), 0); /* the same file by another name */
     CHECK_STATUS(gemini_manager_open(&c, &mgr), GEMINI_ERR_FORMAT);
@@ -249,7 +249,7 @@ static void test_other_arenas_and_tensors_are_refused(void) {
   model_fill(&k, 10);
   CHECK_OK(gemini_checkpoint(k.w.mgr));
   world_close(&k.w);
-  k = model_open_sized(keep_config(), SIZE - 512);
+  k = model_open_sized(checkpoint_config(), SIZE - 512);
   CHECK_STATUS(gemini_resume(k.w.mgr), GEMINI_ERR_FORMAT);
   CHECK(strstr(world_error().message, "arena params"));
   world_close(&k.w);
@@ -269,7 +269,7 @@ static void test_other_arenas_and_tensors_are_refused(void) {
   CHECK_STATUS(gemini_resume(k.w.mgr), GEMINI_ERR_STATE);
   CHECK(strstr(world_error().message, "params"));
   world_close(&k.w);
-  gemini_config_t c = keep_config();
+  gemini_config_t c = checkpoint_config();
   c.chunk_bytes = 2 * W;
   gemini_manager_t mgr;
   CHECK_STATUS(gemini_manager_open(&c, &mgr), GEMINI_ERR_FORMAT); /* blocks of another size */
@@ -286,7 +286,7 @@ static void test_a_checkpoint_larger_than_the_file_budget_is_refused(void) {
   model_fill(&k, 10);
   CHECK_OK(gemini_checkpoint(k.w.mgr));
   world_close(&k.w);
-  gemini_config_t small = keep_config();
+  gemini_config_t small = checkpoint_config();
   small.file_bytes = 10 * W;
   k = model_open_sized(small, SIZE);
   CHECK_STATUS(gemini_resume(k.w.mgr), GEMINI_ERR_OOM_FILE);
@@ -301,17 +301,17 @@ static void test_a_checkpoint_larger_than_the_file_budget_is_refused(void) {
 
 static void test_calls_out_of_order_are_refused(void) {
   dir_make(dir);
-  gemini_config_t c = keep_config();
+  gemini_config_t c = checkpoint_config();
   c.checkpoint_name = NULL;
   model_t k = model_open_sized(c, SIZE);
   CHECK_STATUS(gemini_checkpoint(k.w.mgr), GEMINI_ERR_STATE);
   CHECK_STATUS(gemini_resume(k.w.mgr), GEMINI_ERR_STATE);
   world_close(&k.w);
   gemini_manager_t mgr;
-  c = keep_config();
+  c = checkpoint_config();
   c.chunk_bytes = 0;
   CHECK_STATUS(gemini_manager_open(&c, &mgr), GEMINI_ERR_INVALID);
-  c = keep_config();
+  c = checkpoint_config();
   c.checkpoint_name = "";
   CHECK_STATUS(gemini_manager_open(&c, &mgr), GEMINI_ERR_INVALID);
   c.checkpoint_name = "a/b";
@@ -334,7 +334,7 @@ static void test_calls_out_of_order_are_refused(void) {
 static void kill_in_rounds(const char *dirs, int rounds, uint64_t random) {
   uint64_t reported = 0;
   for (int round = 0; round < rounds; round++) {
-    gemini_config_t config = keep_config();
+    gemini_config_t config = checkpoint_config();
     config.file_dir = dirs;
     config.file_engine = round % 2 ? GEMINI_FILE_ENGINE_THREADS : GEMINI_FILE_ENGINE_AUTO;
     int told[2];

@@ -243,8 +243,8 @@ static void test_a_child_and_its_child_have_managers_of_their_own(void) {
   world_close(&other);
 }
 
-/* The kept files of a trainer that was killed are free, though a worker which it forked lives on. */
-static void keep_and_be_killed(uint32_t engine) {
+/* The checkpoint files of a trainer that was killed are free, though a worker which it forked lives on. */
+static void checkpoint_and_be_killed(uint32_t engine) {
   char dir[64];
   dir_make(dir);
   gemini_config_t c = world_config(4, 6, 40);
@@ -297,8 +297,8 @@ static void keep_and_be_killed(uint32_t engine) {
   CHECK_EQ(rmdir(dir), 0);
 }
 static void test_kept_files_of_a_killed_trainer_are_free(void) {
-  keep_and_be_killed(GEMINI_FILE_ENGINE_THREADS);
-  keep_and_be_killed(GEMINI_FILE_ENGINE_AUTO);
+  checkpoint_and_be_killed(GEMINI_FILE_ENGINE_THREADS);
+  checkpoint_and_be_killed(GEMINI_FILE_ENGINE_AUTO);
 }
 
 #ifndef __SANITIZE_ADDRESS__ /* whose allocator leaves a child the locks that other threads held at the fork */

@@ -459,7 +459,7 @@ static void test_host_full_without_files_is_oom_host(void) {
   for (uint32_t tier = DEVICE; tier <= HOST; tier++) {
     gemini_access_t a = world_whole(w.t[5], GEMINI_WRITE, tier);
     CHECK_EQ(gemini_acquire(w.mgr, &a, 1, GEMINI_STREAM_CALLER), GEMINI_ERR_OOM_HOST);
-    CHECK(says_bytes("", 3 * CHUNK) && says_bytes("chunk of ", CHUNK) && says("no file tier"));
+    CHECK(says_bytes("", 3 * CHUNK) && says_bytes("a slot of ", CHUNK) && says("no file tier"));
     CHECK_SAYS(world_error().message,
                tier == HOST ? "the batch needs 65536 more bytes of host memory: "
                             : "the batch needs 65536 more bytes of device memory, for which other chunks must leave: ");

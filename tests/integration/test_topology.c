@@ -12,6 +12,7 @@
 #include <signal.h>
 #include <stdbool.h>
 #include <sys/stat.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "../check.h"
@@ -260,9 +261,13 @@ static void test_open_of_what_is_no_topology_is_refused(void) {
 }
 
 /* What hwloc's call does when dies is set: it ends its process. */
-static bool dies;
+static bool dies, leaves_a_child; /* leaves_a_child: which has all its descriptors and lives on for 20 s */
 int hwloc_topology_load(void *topology);
 int hwloc_topology_load(void *topology) {
+  if (dies && leaves_a_child && !fork()) {
+    sleep(20);
+    _exit(0);
+  }
   if (dies) kill(getpid(), SIGSEGV);
   int (*real)(void *topology);
   void *address = dlsym(RTLD_NEXT, "hwloc_topology_load");
@@ -302,6 +307,21 @@ static void test_damaged_topology_ends_no_process(void) {
   }
   CHECK(refused > 15);
   CHECK(!close(fd) && !unlink(changed));
+}
+
+/* A process that inherited the pipe to the loading process outlives it. */
+static void test_damaged_topology_does_not_wait_for_other_processes(void) {
+  char path[4096];
+  struct timespec before, after;
+  data_path("one_node", path, sizeof path);
+  gemini_topology_t t = handle_of(77);
+  clock_gettime(CLOCK_MONOTONIC, &before);
+  dies = leaves_a_child = true;
+  CHECK_EQ(gemini_topology_open(path, &t), GEMINI_ERR_FORMAT);
+  dies = leaves_a_child = false;
+  clock_gettime(CLOCK_MONOTONIC, &after);
+  CHECK(after.tv_sec - before.tv_sec < 15);
+  done(saved("one_node"));
 }
 
 static void test_handles_and_indices_are_checked(void) {
@@ -522,6 +542,7 @@ int main(void) {
   RUN(test_no_io_has_nodes_only);
   RUN(test_open_of_what_is_no_topology_is_refused);
   RUN(test_damaged_topology_ends_no_process);
+  RUN(test_damaged_topology_does_not_wait_for_other_processes);
   RUN(test_handles_and_indices_are_checked);
   RUN(test_saved_topology_knows_no_directories_and_binds_nothing);
   RUN(test_block_devices_lead_to_their_disks);

@@ -614,7 +614,9 @@ static void test_trace_load_bad_file_is_refused(void) {
   OK(gemini_trace_load(n.mgr, path)); /* more than the trace has: fine */
   net_close(&n);
   OK(gemini_manager_open(&c, &n.mgr));
+  CHECK_EQ(gemini_trace_load(n.mgr, "/nonexistent/trace"), GEMINI_ERR_IO);
   CHECK_EQ(gemini_trace_load(n.mgr, path), GEMINI_ERR_FORMAT); /* none of its arenas */
+  CHECK_EQ(stats_of(&n).chunk_bytes, 0);                       /* neither failure has chosen the chunk size */
   net_close(&n);
   c = config_of(4);
   n = net_open(&c);

@@ -125,7 +125,7 @@ typedef struct span { /* a range, a piece of device memory, a mapping or page-lo
   bool released, accessible, ours;
 } span_t;
 
-fake_cuda_options_t fake_cuda = { DEVICES, 0, NULL, 32, 1024, UINT64_C(1) << 30, 1.0, NULL, false };
+fake_cuda_options_t fake_cuda = { DEVICES, 0, NULL, 32, 1024, UINT64_C(1) << 30, 1.0, NULL, NULL, false };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* guards everything below */
 static pthread_cond_t progress = PTHREAD_COND_INITIALIZER;
@@ -941,6 +941,7 @@ API cu_result_t cuStreamWaitValue64_v2(cu_stream_t stream, cu_address_t address,
   return result;
 }
 API cu_result_t cuEventCreate(cu_event_t *event_out, unsigned flags) {
+  if (fake_cuda.on_event) fake_cuda.on_event();
   BEGIN("cuEventCreate", true);
   wait_for_others();
   struct cu_event *event = calloc(1, sizeof *event);
@@ -1126,7 +1127,7 @@ void *fake_cuda_symbol(const char *name) {
 
 void fake_cuda_reset(void) {
   pthread_mutex_lock(&lock);
-  fake_cuda = (fake_cuda_options_t){ DEVICES, 0, NULL, 32, 1024, UINT64_C(1) << 30, 1.0, NULL, false };
+  fake_cuda = (fake_cuda_options_t){ DEVICES, 0, NULL, 32, 1024, UINT64_C(1) << 30, 1.0, NULL, NULL, false };
   initialised = false;
   lost = 0;
   calls = fail_first = fail_last = pageable = violations = 0;

@@ -15,6 +15,7 @@ typedef struct fake_cuda_options {
   uint64_t memory_bytes;       /* of each device; 1 GiB */
   double clock_rate;           /* the devices' seconds in a second; 1 */
   void (*on_wait_value)(void); /* called when one is queued; NULL */
+  void (*on_event)(void);      /* called when one is about to be created, which then takes as long as this; NULL */
   bool reuse_streams;          /* a new stream gets the handle of one that was destroyed, and other work's queue */
 } fake_cuda_options_t;
 extern fake_cuda_options_t fake_cuda;

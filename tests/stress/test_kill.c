@@ -1,8 +1,8 @@
 /* A process that writes blocks and commits is killed at any moment, again and again. SPDX-License-Identifier: Apache-2.0
  *
- * The child has a kept store, in which it writes and commits in a loop, and one without names, on which writes are always
- * in flight. It is killed after a random time, or by itself before or after a random one of the system calls that a
- * commit is made of. Afterwards the kept store opens with the commit that the child had begun last, or the one before,
+ * The child has a store with checkpoints, in which it writes and commits in a loop, and one without names, on which
+ * writes are always in flight. It is killed after a random time, or by itself before or after a random one of the system calls that a
+ * commit is made of. Afterwards the first one opens with the commit that the child had begun last, or the one before,
  * whole: blob, keys, and every block with the bytes that belong to its key. Of the other store, no name and no space is
  * left.
  *
@@ -124,7 +124,7 @@ static void again(gmi_block_request_t *r) {
   r->write = !r->write;
   gmi_store_submit(loose, r);
 }
-static void keep_writing(void) {
+static void commit_until_killed(void) {
   gmi_store_config_t config = { .directories = list,
                                 .block_bytes = LOOSE_BLOCK,
                                 .block_count = LOOSE_BLOCKS,
@@ -149,7 +149,7 @@ static _Noreturn void child(uint64_t random) {
   sys.fdatasync = child_fdatasync;
   sys.fsync = child_fsync;
   sys.rename = child_rename;
-  keep_writing();
+  commit_until_killed();
   gmi_store_config_t config = kept_config(&sys);
   gmi_store_t *store;
   NEED(!gmi_store_open(&config, &store));
@@ -235,7 +235,7 @@ static uint64_t free_bytes(void) {
   return (uint64_t)info.f_bfree * info.f_frsize;
 }
 
-/* Nothing but the kept files, and what a commit leaves that was cut short. */
+/* Nothing but the checkpoint files, and what a commit leaves that was cut short. */
 static void check_listing(bool committed) {
   for (int d = 0; d < 2; d++) {
     DIR *dir = opendir(dirs[d]);

@@ -149,8 +149,36 @@ static void test_budget_that_two_plans_refuse_tells_of_one(void) {
   world_close(&w);
 }
 
-/* A kept file that cannot be looked at is no file that was exchanged. */
-static void test_open_of_kept_files_that_fail_is_io(void) {
+/* A slice for whose name there is no memory is lost and counted; it does not appear under another one's name. */
+static void test_timeline_without_memory_for_a_name_counts_the_slice_as_lost(void) {
+  char path[] = "/tmp/gemini-test.XXXXXX", text[4096] = "";
+  int fd = mkstemp(path);
+  CHECK(fd >= 0);
+  world_t w = world_open(world_config(4, 8, 0));
+  CHECK_OK(gemini_timeline_start(w.mgr, path));
+  CHECK_OK(gemini_iteration_begin(w.mgr));
+  for (int k = 0; k < 2; k++) {
+    gemini_status_t status;
+    CHECK_OK(gemini_op_begin(w.mgr, k ? "second" : "first", GEMINI_STREAM_CALLER));
+    bool failed = WITH_FAILURE(0, status, gemini_op_end(w.mgr));
+    CHECK_OK(status);
+    CHECK_EQ(failed, true); /* the first slice's text failed, so the second one allocates, too */
+  }
+  CHECK_OK(gemini_op_begin(w.mgr, "third", GEMINI_STREAM_CALLER));
+  CHECK_OK(gemini_op_end(w.mgr));
+  CHECK_OK(gemini_iteration_end(w.mgr));
+  CHECK_OK(gemini_timeline_stop(w.mgr));
+  CHECK(read(fd, text, sizeof text - 1) > 0);
+  CHECK(strstr(text, "\"lost_events\":\"2\""));
+  CHECK(!strstr(text, "first") && !strstr(text, "second"));
+  char *third = strstr(text, "\"third\"");
+  CHECK(third && !strstr(third + 1, "\"third\""));
+  world_close(&w);
+  CHECK(!close(fd) && !unlink(path));
+}
+
+/* A checkpoint file that cannot be looked at is no file that was exchanged. */
+static void test_open_of_checkpoint_files_that_fail_is_io(void) {
   char dir[64], path[128];
   dir_make(dir);
   gemini_config_t c = world_config(4, 8, 16);
@@ -183,6 +211,7 @@ int main(void) {
   RUN(test_open_without_memory_says_what_failed_now);
   RUN(test_trace_load_and_explain_without_memory_change_nothing);
   RUN(test_budget_that_two_plans_refuse_tells_of_one);
-  RUN(test_open_of_kept_files_that_fail_is_io);
+  RUN(test_timeline_without_memory_for_a_name_counts_the_slice_as_lost);
+  RUN(test_open_of_checkpoint_files_that_fail_is_io);
   return check_done();
 }

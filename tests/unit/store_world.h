@@ -40,6 +40,8 @@ static struct {
   atomic_int open_count;
   int no_direct, no_tmpfile, no_fallocate, no_statx; /* != 0: errno of the call */
   int fallocate_error, fallocate_after;              /* the call after so many */
+  int ftruncate_error, ftruncate_after;              /* likewise; every one from then on */
+  void (*at_fdatasync)(void);                        /* called by each, before it */
   int read_error, write_error;
   atomic_int write_after;
   int fdatasync_error, fsync_error, rename_error, index_error, directory_error, unlink_error;
@@ -82,6 +84,10 @@ static inline int sim_fallocate(int fd, int mode, off_t offset, off_t size) {
   }
   return gmi_sys_real.fallocate(fd, mode, offset, size);
 }
+static inline int sim_ftruncate(int fd, off_t size) {
+  if (sim.ftruncate_error && sim.ftruncate_after-- <= 0) return fail_with(sim.ftruncate_error);
+  return gmi_sys_real.ftruncate(fd, size);
+}
 static inline int sim_statx(int dir, const char *path, int flags, unsigned mask, struct statx *out) {
   return sim.no_statx ? fail_with(sim.no_statx) : gmi_sys_real.statx(dir, path, flags, mask, out);
 }
@@ -120,6 +126,7 @@ static inline ssize_t sim_pwrite(int fd, const void *buffer, size_t size, off_t 
   return gmi_sys_real.pwrite(fd, buffer, size, offset);
 }
 static inline int sim_fdatasync(int fd) {
+  if (sim.at_fdatasync) sim.at_fdatasync();
   return sim.fdatasync_error ? fail_with(sim.fdatasync_error) : gmi_sys_real.fdatasync(fd);
 }
 static inline int sim_fsync(int fd) {
@@ -152,6 +159,7 @@ static inline void sim_reset(void) {
   sys.mkostemp = sim_mkostemp;
   sys.unlink = sim_unlink;
   sys.fallocate = sim_fallocate;
+  sys.ftruncate = sim_ftruncate;
   sys.statx = sim_statx;
   sys.fstat = sim_fstat;
   sys.fstatfs = sim_fstatfs;

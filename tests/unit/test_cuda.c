@@ -587,6 +587,40 @@ static void test_cuda_held_stream_keeps_all_its_marks(void) {
   device_close(device);
 }
 
+/* A thread's creation of an event takes long, as with a full queue. Others that look at the stream's marks do not wait. */
+static waiter_t looker;
+static bool looked;
+static void *looker_main(void *user) {
+  CHECK(!ops->stream.reached(looker.device, looker.stream, looker.mark));
+  atomic_store(&looker.done, 1);
+  return user;
+}
+static void look_meanwhile(void) {
+  pthread_t thread;
+  fake_cuda.on_event = NULL;
+  CHECK_EQ(pthread_create(&thread, NULL, looker_main, NULL), 0);
+  for (int i = 0; i < 5000 && !atomic_load(&looker.done); i++) sleep_ns(MS);
+  looked = atomic_load(&looker.done);
+  CHECK_EQ(pthread_detach(thread), 0);
+}
+static void test_cuda_marks_can_be_looked_at_while_an_event_is_created(void) {
+  start();
+  void *device = device_open(0);
+  uint32_t stream = stream_new(device);
+  _Atomic uint64_t flag = 0;
+  CHECK_EQ(ops->stream.wait_flag(device, stream, &flag, 1), GEMINI_OK);
+  looker = (waiter_t){ device, stream, mark_new(device, stream), 0 };
+  fake_cuda.on_event = look_meanwhile;
+  uint64_t last = mark_new(device, stream);
+  CHECK(!fake_cuda.on_event); /* it was called */
+  while (!atomic_load(&looker.done)) sleep_ns(MS);
+  CHECK(looked);
+  atomic_store_explicit(&flag, 1, memory_order_release);
+  ops->stream.flag_wake(device);
+  CHECK_EQ(ops->stream.sync(device, stream, last), GEMINI_OK);
+  device_close(device);
+}
+
 /* The GPU's clock is not the host's: times stay right though it runs fast or slow. The marks are looked at late, so
  * that nothing but the clock tells when they were reached; a second stream's, that waited for them, tell the host. */
 static void test_cuda_mark_times_follow_the_hosts_clock(void) {
@@ -920,6 +954,7 @@ int main(void) {
   RUN(test_cuda_failed_map_leaves_the_old_mapping);
   RUN(test_cuda_events_are_used_again);
   RUN(test_cuda_held_stream_keeps_all_its_marks);
+  RUN(test_cuda_marks_can_be_looked_at_while_an_event_is_created);
   RUN(test_cuda_mark_times_follow_the_hosts_clock);
   RUN(test_cuda_mark_times_are_not_after_they_were_seen);
   RUN(test_cuda_flag_stored_while_its_wait_is_queued_is_seen);

@@ -5,6 +5,8 @@
  * (skipped without one).
  *
  * Device memory is touched through queued work only, except where a test says that it is for the simulated device. */
+#include <errno.h>
+#include <fcntl.h>
 #include <math.h>
 #include <pthread.h>
 #include <signal.h>
@@ -12,12 +14,14 @@
 #include <stdbool.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
 
 #include "../check.h"
 #include "../touch.h"
+#include "base/status.h"
 #include "device/cuda_driver.h"
 #include "device/device.h"
 #include "fake_cuda.h"
@@ -116,13 +120,41 @@ static void gate_open(void *device, _Atomic uint64_t *gate) {
 
 /* --- frames and addresses --- */
 
+/* The simulated device's memory: errno of calls for it, or 0. */
+static atomic_int fallocate_error;
+int fallocate(int fd, int mode, off_t offset, off_t size) {
+  int error = fallocate_error;
+  if (!error) return (int)syscall(SYS_fallocate, fd, mode, offset, size);
+  errno = error;
+  return -1;
+}
+static void test_device_frame_that_cannot_be_freed_still_counts(void) {
+  if (ops != &gmi_device_sim) return;
+  void *device = device_open(4 * MIB, 0, 0), *base = NULL;
+  uint64_t frame = frame_new(device, 4 * MIB), other = NOTHING;
+  CHECK_EQ(ops->memory.reserve(device, 4 * MIB, &base), GEMINI_OK);
+  fallocate_error = ENOMEM;
+  CHECK_EQ(ops->memory.frame_destroy(device, frame, 4 * MIB), GEMINI_ERR_OOM_SYSTEM);
+  fallocate_error = 0;
+  CHECK_EQ(ops->memory.frame_create(device, 2 * MIB, &other), GEMINI_ERR_OOM_DEVICE);
+  CHECK_EQ(ops->memory.map(device, base, frame, 4 * MIB), GEMINI_OK); /* it is as it was */
+  CHECK_EQ(ops->memory.unmap(device, base, 4 * MIB), GEMINI_OK);
+  CHECK_EQ(ops->memory.frame_destroy(device, frame, 4 * MIB), GEMINI_OK);
+  frame = frame_new(device, 4 * MIB);
+  CHECK_EQ(ops->memory.frame_destroy(device, frame, 4 * MIB), GEMINI_OK);
+  CHECK_EQ(ops->memory.unreserve(device, base, 4 * MIB), GEMINI_OK);
+  ops->close(device);
+}
+
 static void test_device_open_with_bad_config_is_refused(void) {
   void *device = &device;
   gmi_device_config_t config = { 0, 0, 4097, 0, 0 };
   CHECK_EQ(ops->open(&config, &device), GEMINI_ERR_INVALID);
+  if (ops == &gmi_device_sim) CHECK_SAYS(gmi_fail_message(), "memory_bytes is 4097, must be a multiple of 4096 up to ");
   config.memory_bytes = 1 * MIB;
   config.reserved = 1;
   CHECK_EQ(ops->open(&config, &device), GEMINI_ERR_INVALID);
+  if (ops == &gmi_device_sim) CHECK_SAYS(gmi_fail_message(), "reserved is 1, must be 0");
   config.reserved = 0;
   config.ordinal = 1000;
   CHECK_EQ(ops->open(&config, &device), GEMINI_ERR_UNSUPPORTED);
@@ -1372,6 +1404,7 @@ static int bench(void) {
 
 static void run_all(void) {
   RUN(test_device_open_with_bad_config_is_refused);
+  RUN(test_device_frame_that_cannot_be_freed_still_counts);
   RUN(test_device_budget_is_exact_to_the_byte);
   RUN(test_device_resize_keeps_what_exists);
   RUN(test_device_bad_addresses_and_frames_are_refused);

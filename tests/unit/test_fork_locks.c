@@ -2,8 +2,10 @@
 #include <fcntl.h>
 #include <pthread.h>
 #include <sched.h>
+#include <signal.h>
 #include <stdatomic.h>
 #include <stdbool.h>
+#include <sys/resource.h>
 #include <time.h>
 
 #include "../fork.h"
@@ -121,10 +123,52 @@ static void test_a_child_never_has_a_file_of_chunks(void) {
   CHECK(!at_close.found);
 }
 
+/* ---- watchers */
+static int late_prepared, late_parent, late_child;
+static void late_prepare(void) { late_prepared++; }
+static void late_in_parent(void) { late_parent++; }
+static void late_in_child(void) { late_child++; }
+static const gmi_fork_ops_t late = { late_prepare, late_in_parent, late_in_child };
+static void register_late(void) { gmi_fork_watch(&late); }
+static const gmi_fork_ops_t early = { register_late, no_more, no_more };
+
+static void test_a_watcher_registered_during_a_fork_is_prepared(void) {
+  gmi_fork_watch(&early);
+  pid_t child = fork_child();
+  if (!child) _exit(late_prepared == 1 && late_child == 1 && !late_parent ? 0 : 1);
+  CHECK(late_prepared == 1 && late_parent == 1 && !late_child);
+  fork_expect_end(child);
+}
+
+#ifdef GEMINI_CHECK
+/* In a process of its own, whose message goes nowhere. */
+static void test_a_watcher_too_many_is_refused(void) {
+  pid_t child = fork_child();
+  if (!child) {
+    static const gmi_fork_ops_t more[8] = { { no_more, no_more, no_more }, { no_more, no_more, no_more },
+                                            { no_more, no_more, no_more }, { no_more, no_more, no_more },
+                                            { no_more, no_more, no_more }, { no_more, no_more, no_more },
+                                            { no_more, no_more, no_more }, { no_more, no_more, no_more } };
+    setrlimit(RLIMIT_CORE, &(struct rlimit){ 0, 0 });
+    signal(SIGABRT, SIG_DFL);
+    (void)!freopen("/dev/null", "w", stderr);
+    for (int i = 0; i < 8; i++) gmi_fork_watch(&more[i]);
+    _exit(0);
+  }
+  int end;
+  CHECK_EQ(waitpid(child, &end, 0), child);
+  CHECK(WIFSIGNALED(end) && WTERMSIG(end) == SIGABRT);
+}
+#endif
+
 int main(void) {
   pthread_atfork(fork_goes_on, NULL, NULL);
   RUN(test_a_child_can_look_for_the_driver);
   RUN(test_a_child_can_look_for_the_updates_driver);
   RUN(test_a_child_never_has_a_file_of_chunks);
+  RUN(test_a_watcher_registered_during_a_fork_is_prepared);
+#ifdef GEMINI_CHECK
+  RUN(test_a_watcher_too_many_is_refused);
+#endif
   return check_done();
 }

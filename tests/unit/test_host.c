@@ -4,6 +4,7 @@
 #include <fcntl.h>
 #include <pthread.h>
 #include <semaphore.h>
+#include <signal.h>
 #include <stdarg.h>
 #include <stdatomic.h>
 #include <stdbool.h>
@@ -322,6 +323,29 @@ static bool readable(const void *address) {
   ssize_t n = process_vm_readv(getpid(), &here, 1, &there, 1, 0);
   CHECK(n == 1 || errno == EFAULT);
   return n == 1;
+}
+
+/* What the system says when the library makes pages exist, and what it finds out about the threads that do. */
+static atomic_int populate_error, populate_error_count, threads_deaf_to_faults, threads_deaf, threads_seen;
+static pthread_t main_thread;
+int madvise(void *base, size_t size, int advice) {
+  if (advice == 23 /* MADV_POPULATE_WRITE */) {
+    if (!pthread_equal(pthread_self(), main_thread)) {
+      sigset_t blocked;
+      pthread_sigmask(SIG_SETMASK, NULL, &blocked);
+      atomic_fetch_add(&threads_seen, 1);
+      if (sigismember(&blocked, SIGBUS) || sigismember(&blocked, SIGSEGV) || sigismember(&blocked, SIGPROF))
+        atomic_fetch_add(&threads_deaf_to_faults, 1);
+      if (sigismember(&blocked, SIGINT) && sigismember(&blocked, SIGUSR1)) atomic_fetch_add(&threads_deaf, 1);
+    }
+    int left = atomic_load(&populate_error_count);
+    if (left) {
+      if (left > 0) atomic_fetch_sub(&populate_error_count, 1);
+      errno = populate_error;
+      return -1;
+    }
+  }
+  return (int)syscall(SYS_madvise, base, size, advice);
 }
 
 static gmi_reserve_t *reserve_new(uint64_t size, uint32_t flags, uint32_t threads, const char *root) {
@@ -1258,7 +1282,38 @@ static void test_budget_is_what_the_process_holds(void) {
   }
 }
 
+static void test_reserve_tries_for_a_while_when_the_system_says_again(void) {
+  gmi_reserve_t *r = reserve_new(4 * MIB, 0, 1, NULL);
+  struct timespec before, after;
+  populate_error = EAGAIN;
+  populate_error_count = 5;
+  CHECK_EQ(gmi_reserve_commit(r, 0, 2 * MIB), GEMINI_OK);
+  CHECK_EQ(populate_error_count, 0);
+  populate_error_count = -1;
+  clock_gettime(CLOCK_MONOTONIC, &before);
+  CHECK_EQ(gmi_reserve_commit(r, 2 * MIB, 2 * MIB), GEMINI_ERR_OOM_HOST);
+  clock_gettime(CLOCK_MONOTONIC, &after);
+  populate_error_count = 0;
+  CHECK(after.tv_sec - before.tv_sec >= 1);
+  CHECK_EQ(gmi_reserve_commit(r, 2 * MIB, 2 * MIB), GEMINI_OK);
+  gmi_reserve_close(r);
+}
+
+static void test_reserve_threads_take_faults_but_no_other_signals(void) {
+  gmi_reserve_t *r = reserve_new(160 * MIB, 0, 4, NULL);
+  threads_seen = threads_deaf = threads_deaf_to_faults = 0;
+  for (int i = 0; i < 50 && !threads_seen; i++) { /* this thread may have done it all before another one begins */
+    CHECK_EQ(gmi_reserve_commit(r, 0, 160 * MIB), GEMINI_OK);
+    CHECK_EQ(gmi_reserve_decommit(r, 0, 160 * MIB), GEMINI_OK);
+  }
+  CHECK(threads_seen > 0);
+  CHECK_EQ(threads_deaf, threads_seen);
+  CHECK_EQ(threads_deaf_to_faults, 0);
+  gmi_reserve_close(r);
+}
+
 int main(void) {
+  main_thread = pthread_self();
   RUN(test_limits_of_an_empty_system_are_none);
   RUN(test_limits_take_the_tightest_cgroup_of_the_path);
   RUN(test_limits_count_cache_that_is_more_than_current_as_none);
@@ -1294,6 +1349,8 @@ int main(void) {
   RUN(test_blocks_misused_are_refused);
   RUN(test_blocks_can_be_opened_again_and_again);
   RUN(test_blocks_of_a_reservation_hold_what_they_use);
+  RUN(test_reserve_tries_for_a_while_when_the_system_says_again);
+  RUN(test_reserve_threads_take_faults_but_no_other_signals);
   RUN(test_budget_is_what_the_process_holds);
   return check_done();
 }

@@ -331,6 +331,29 @@ static void test_shrunk_store_keeps_its_commit(void) {
   end_and_remove(&w);
 }
 
+/* A block is given back while a commit holds the store, and the commit fails. */
+static world_t *shrunk;
+static void give_last(void) { gmi_store_give(shrunk->store, 11); }
+static void test_block_given_during_a_commit_gives_its_space_back(void) {
+  for (int fails = 0; fails < 2; fails++) {
+    world_t w = kept_world(2);
+    open_store(&w);
+    for (uint32_t i = 0; i < 12; i++) CHECK_OK(put(&w, take(&w), i));
+    CHECK_OK(commit(&w, 0, 1, "a"));
+    for (uint32_t i = 1; i < 11; i++) gmi_store_give(w.store, i);
+    CHECK_OK(gmi_store_resize(w.store, 1));
+    CHECK_EQ(figures(&w).reserved_bytes, 12 * 8192);
+    shrunk = &w;
+    sim.at_fdatasync = give_last;
+    sim.rename_error = fails ? EIO : 0;
+    CHECK_STATUS(commit(&w, 0, 1, "b"), fails ? GEMINI_ERR_IO : GEMINI_OK);
+    sim.at_fdatasync = NULL;
+    sim.rename_error = 0;
+    CHECK_EQ(figures(&w).reserved_bytes, 8192);
+    end_and_remove(&w);
+  }
+}
+
 static void test_store_in_use_is_refused(void) {
   world_t w = kept_world(2);
   open_store(&w);
@@ -681,6 +704,7 @@ int main(void) {
   RUN(test_commit_whose_directory_cannot_be_synced_holds_both);
   RUN(test_first_commit_whose_directory_cannot_be_synced);
   RUN(test_shrunk_store_keeps_its_commit);
+  RUN(test_block_given_during_a_commit_gives_its_space_back);
   RUN(test_store_in_use_is_refused);
   RUN(test_files_of_another_user_are_refused);
   RUN(test_file_that_vanishes_while_it_is_opened_is_refused);

@@ -148,7 +148,7 @@ static double bytes_norm(const bytes_t *b, uint64_t offset, uint64_t size, uint3
 }
 
 enum { EVERYWHERE = GEMINI_TIER_COUNT };
-static void place(const bytes_t *b, uint32_t tier, uint64_t *random) {
+static void bytes_spread(const bytes_t *b, uint32_t tier, uint64_t *random) {
   for (uint64_t i = 0; i < bytes_chunks(b); i++)
     bytes_move(b, i, tier == EVERYWHERE ? (uint32_t)below(random, GEMINI_TIER_COUNT) : tier);
 }
@@ -167,7 +167,7 @@ static void run_placements(uint64_t chunk, uint64_t size) {
   for (int t = 0; t < THREAD_COUNTS; t++) {
     bytes_t b = bytes_open(norm_config(chunk, chunks, chunks, 2 * chunks, thread_counts[t]), size);
     for (uint32_t tier = 0; tier <= EVERYWHERE; tier++) {
-      place(&b, tier, &random);
+      bytes_spread(&b, tier, &random);
       for (uint32_t dtype = 0; dtype < 4; dtype++) {
         for (int o = 0; o < OFFSETS; o++) {
           for (int s = 0; s < SIZES; s++) {
@@ -175,7 +175,7 @@ static void run_placements(uint64_t chunk, uint64_t size) {
             double *e = &expected[dtype][o][s];
             if (!t && !tier) *e = norm_of(b.model, offsets[o], part, dtype);
             CHECK_BITS(bytes_norm(&b, offsets[o], part, dtype), *e);
-            if ((o + s) % 3 == 0) place(&b, tier, &random); /* what was in files is on the host now */
+            if ((o + s) % 3 == 0) bytes_spread(&b, tier, &random); /* what was in files is on the host now */
           }
         }
       }
@@ -203,7 +203,7 @@ static void test_infinities_and_no_numbers_are_the_same_everywhere(void) {
     memcpy(b.model + 4 * BLOCK, &bits[what], 4);
     bytes_put(&b);
     for (uint32_t tier = 0; tier <= EVERYWHERE; tier++) {
-      place(&b, tier, &random);
+      bytes_spread(&b, tier, &random);
       CHECK_BITS(bytes_norm(&b, 0, b.size, GEMINI_DTYPE_F32), what ? (double)NAN : (double)INFINITY);
     }
   }
@@ -417,7 +417,7 @@ static void test_files_are_read_ahead_but_not_more_than_fits(void) {
   static const uint64_t hosts[] = { 64, 24, 5, 1 };
   for (int h = 0; h < 4; h++) {
     bytes_t b = bytes_open(norm_config(BLOCK, 4, hosts[h], 3 * CHUNKS, 2), CHUNKS * BLOCK);
-    place(&b, GEMINI_TIER_FILE, NULL);
+    bytes_spread(&b, GEMINI_TIER_FILE, NULL);
     CHECK_OK(gemini_stats_reset(b.w.mgr));
     if (engine == GEMINI_FILE_ENGINE_THREADS) fault_sys.pread = counted_pread;
     reading_most = 0;
@@ -444,7 +444,7 @@ static void test_a_read_that_fails_is_told_and_leaves_nothing_held(void) {
     for (int fleeting = 0; fleeting < 2; fleeting++) {
       bytes_t b = bytes_open(norm_config(BLOCK, 4, failing % 2 ? 5 : 40, 60, failing % 2 + 1), CHUNKS * BLOCK);
       double expected = norm_of(b.model, 0, b.size, GEMINI_DTYPE_F32), norm = -7;
-      place(&b, GEMINI_TIER_FILE, NULL);
+      bytes_spread(&b, GEMINI_TIER_FILE, NULL);
       faults.only_at[0] = (long long)(bytes_chunk(&b, failing)->block_ * BLOCK) + 1;
       break_files(false, EIO, 0, fleeting ? 1 : -1);
       gemini_access_t all = world_whole(b.arena, 0, 0);
@@ -479,7 +479,7 @@ static void test_a_read_that_fails_is_told_and_leaves_nothing_held(void) {
 static void test_a_read_that_somebody_else_began_is_tried_again(void) {
   bytes_t b = bytes_open(norm_config(BLOCK, 4, 20, 60, 1), 8 * BLOCK);
   for (int round = 0; round < 4; round++) {
-    place(&b, GEMINI_TIER_FILE, NULL);
+    bytes_spread(&b, GEMINI_TIER_FILE, NULL);
     break_files(false, EIO, 2, 1);
     if (engine == GEMINI_FILE_ENGINE_THREADS) faults.delay_us[0] = round % 2 ? 5000 : 0;
     gemini_access_t x = world_part(b.arena, 0, 4 * BLOCK, 0, GEMINI_TIER_HOST);

@@ -111,12 +111,15 @@ static void test_bytes_and_figures_hold_through_random_moves(void) {
 }
 
 static void test_a_budget_holds_as_many_places_as_its_own_size_says(void) {
+  char says[128];
   for (int p = 0; p < PADDINGS; p++) {
     pad(paddings[p]);
     one_t o = one_open(config_of(3, 4, 0)); /* no files */
     for (uint32_t k = 0; k < 4; k++) one_fill(&o, k, HOST, 9 + k);
     gemini_access_t fifth = world_part(o.arena, 4 * W, W, GEMINI_WRITE, HOST);
     CHECK_STATUS(gemini_acquire(o.w.mgr, &fifth, 1, GEMINI_STREAM_CALLER), GEMINI_ERR_OOM_HOST);
+    snprintf(says, sizeof says, "a slot of %" PRIu64 " bytes does not fit in host memory", slot_bytes());
+    CHECK_SAYS(world_error().message, says);
     /* One byte less is one slot less. */
     CHECK_STATUS(gemini_budget_set(o.w.mgr, HOST, 4 * slot_bytes() - 1), GEMINI_ERR_OOM_HOST);
     CHECK_OK(one_move(&o, 3, DEVICE));
@@ -137,6 +140,7 @@ static void test_a_budget_holds_as_many_places_as_its_own_size_says(void) {
 }
 
 static void test_files_hold_as_many_blocks_as_their_own_size_says(void) {
+  char says[128];
   for (int p = 0; p < PADDINGS; p++) {
     pad(paddings[p]);
     gemini_config_t c = config_of(3, 2, 5);
@@ -149,6 +153,8 @@ static void test_files_hold_as_many_blocks_as_their_own_size_says(void) {
     CHECK_EQ(world_stats(&o.w).used_bytes[FILES], 4 * block_bytes());
     one_fill(&o, 4, HOST, 11);
     CHECK_STATUS(one_move(&o, 4, FILES), GEMINI_ERR_OOM_FILE);
+    snprintf(says, sizeof says, "a block of %" PRIu64 " bytes does not fit in files", block_bytes());
+    CHECK_SAYS(world_error().message, says);
     CHECK_STATUS(gemini_budget_set(o.w.mgr, FILES, 4 * block_bytes() - 1), GEMINI_ERR_OOM_FILE);
     CHECK_OK(gemini_budget_set(o.w.mgr, FILES, 4 * block_bytes()));
     CHECK_STATUS(one_move(&o, 4, FILES), GEMINI_ERR_OOM_FILE);

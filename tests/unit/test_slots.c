@@ -117,7 +117,7 @@ static void test_ranges_beside_acquired_ones(void) {
     CHECK(chunks_right(&w));
   }
   CHECK(fine > 0);
-  /* Another arena's chunk in the middle of everything: four in a row beside it are not to be had if it lies there. */
+  /* Another arena's chunk in the middle of everything: no four slots in a row are free beside it if it lies there. */
   let_go(&w, middle);
   CHECK_OK(gemini_budget_set(w.mgr, GEMINI_TIER_HOST, 5 * W));
   uint8_t *base = gmi_manager_get(w.mgr)->host.base;

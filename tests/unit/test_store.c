@@ -429,6 +429,34 @@ static void test_resize_without_space_changes_nothing(void) {
   end(&w);
 }
 
+/* The first file is shortened, the second one cannot be. Blocks that can be taken afterwards have their space. */
+static void test_resize_that_cannot_shorten_a_file_changes_nothing(void) {
+  for (int room = 0; room < 2; room++) {
+    world_t w = world(3);
+    open_store(&w);
+    for (uint32_t i = 0; i < 3; i++) CHECK_OK(put(&w, take(&w), i));
+    sim.ftruncate_error = EIO;
+    sim.ftruncate_after = 1;
+    if (!room) sim.fallocate_error = ENOSPC; /* the space of the first file is taken meanwhile */
+    CHECK_STATUS(gmi_store_resize(w.store, 3), GEMINI_ERR_IO);
+    CHECK_SAYS(gmi_fail_message(), "could not shorten");
+    CHECK_SAYS(gmi_fail_message(), w.dirs[1]);
+    sim.ftruncate_error = sim.fallocate_error = 0;
+    if (room)
+      for (uint32_t f = 0; f < 3; f++) CHECK_EQ(size_of(&w, f), 4 * 8192);
+    CHECK_EQ(figures(&w).block_count, room ? 12 : 3);
+    for (uint32_t i = 3; i < figures(&w).block_count; i++) CHECK_OK(put(&w, take(&w), i));
+    uint32_t none;
+    CHECK_STATUS(gmi_store_take(w.store, &none), GEMINI_ERR_OOM_FILE);
+    CHECK_OK(gmi_store_resize(w.store, 15));
+    CHECK_EQ(figures(&w).reserved_bytes, 15 * 8192);
+    for (uint32_t f = 0; f < 3; f++) CHECK_EQ(size_of(&w, f), 5 * 8192);
+    for (uint32_t i = room ? 12 : 3; i < 15; i++) CHECK_OK(put(&w, take(&w), i));
+    for (uint32_t i = 0; i < 15; i++) CHECK_OK(get(&w, i, i));
+    end(&w);
+  }
+}
+
 /* ---- faults at open */
 static void test_open_of_bad_config_is_refused(void) {
   world_t w = world(1);
@@ -774,7 +802,7 @@ static void look(void) {
   has_direct = figures(&w).direct;
   gmi_store_close(w.store);
   CHECK_EQ(rmdir(w.dirs[0]), 0);
-  if (!has_uring) fprintf(stderr, "  io_uring is not to be had here\n");
+  if (!has_uring) fprintf(stderr, "  io_uring is not available here\n");
   if (!has_direct) fprintf(stderr, "  no O_DIRECT in TMPDIR\n");
 }
 
@@ -786,6 +814,7 @@ int main(void) {
   RUN(test_take_keeps_files_even_and_low);
   RUN(test_resize_moves_the_space_with_it);
   RUN(test_resize_without_space_changes_nothing);
+  RUN(test_resize_that_cannot_shorten_a_file_changes_nothing);
   RUN(test_open_of_bad_config_is_refused);
   RUN(test_open_in_directory_that_is_none_names_it);
   RUN(test_open_with_more_than_the_file_system_has_is_refused);

@@ -1023,9 +1023,9 @@ class Manager:
         self._calls.wait()
         self._calls.check()
 
-    # ---- checkpoints in kept files
+    # ---- checkpoints
     def checkpoint(self) -> None:
-        """Makes what all arenas hold now what a later process finds in the kept files. Blocks.
+        """Makes what all arenas hold now what a later process finds in the checkpoint files. Blocks.
 
         After a kill at any time the previous checkpoint or this one is there, whole.
 
@@ -1037,7 +1037,7 @@ class Manager:
         self.lib.checkpoint(self.handle)
 
     def resume(self) -> None:
-        """Takes up the last checkpoint in the kept files. No byte is read before it is used.
+        """Takes up the last checkpoint in its files. No byte is read before it is used.
 
         Arenas and tensors have been made as they were, by name, kind and size, and hold no bytes yet.
 
