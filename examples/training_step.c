@@ -104,8 +104,8 @@ static gemini_status_t train(float *trained_out) {
       TRY(gemini_release(mgr, uses, 2, stream));
       TRY(gemini_op_end(mgr));
     }
-    // sgd() gets each part of the three arenas in the tier where it is: on the host by worker
-    // threads, on the device to queue work.
+    // sgd() is called once for each part of the three arenas. If the part is on the host, a worker thread
+    // calls it and it computes; if the part is on the device, it only queues work.
     TRY(gemini_phase_set(mgr, GEMINI_PHASE_UPDATE));
     const gemini_arena_t arenas[] = { params, grads, masters };
     const uint32_t modes[] = { GEMINI_WRITE, GEMINI_READ, GEMINI_READ_WRITE };

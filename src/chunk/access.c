@@ -464,7 +464,7 @@ static uint64_t batch_lacks(const gmi_manager_t *m, const gemini_access_t *acces
       }
     }
   }
-  return lacking * gmi_tier_bytes(m, tier);
+  return lacking * gmi_tier_unit_bytes(m, tier);
 }
 
 /* The tiers report that one more chunk does not fit. Prefixes the message with what the whole batch lacks. Called

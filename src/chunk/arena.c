@@ -401,7 +401,7 @@ void gmi_arena_free_all(gmi_manager_t *m) {
 }
 
 /* The highest tier that holds a chunk's bytes: device, host, file; GMI_NONE: it reads as zeros and has no copy. */
-static uint32_t newest_tier(const gmi_chunk_t *c) {
+static uint32_t highest_tier(const gmi_chunk_t *c) {
   return gmi_chunk_has(c, GMI_VALID_DEVICE) ? GEMINI_TIER_DEVICE
          : gmi_chunk_has(c, GMI_VALID_HOST) ? GEMINI_TIER_HOST
          : gmi_chunk_has(c, GMI_VALID_FILE) ? GEMINI_TIER_FILE
@@ -423,7 +423,7 @@ static gemini_status_t tier_bytes(gmi_manager_t *m, const gemini_access_t *their
     uint64_t begin = i << m->cut.chunk_shift, end = begin + atomic_load(&m->cut.chunk_bytes);
     if (begin < r->offset) begin = r->offset;
     if (end > r->offset + r->size) end = r->offset + r->size;
-    if (newest_tier(c) == range.tier) bytes += end - begin;
+    if (highest_tier(c) == range.tier) bytes += end - begin;
   }
   *bytes_out = bytes;
   return GEMINI_OK;

@@ -277,7 +277,7 @@ static gemini_status_t resume(gmi_manager_t *m) {
     status = gmi_fail(GEMINI_ERR_OOM_FILE, 0, "the checkpoint has %llu bytes of blocks, the file budget is %llu",
                       (unsigned long long)(count * gmi_block_bytes(m)), (unsigned long long)m->config.file_bytes);
   for (gmi_chunk_t *c; !status && (c = next_chunk(m, &arena, &index));)
-    if (!gmi_chunk_has(c, GMI_VALID_ZERO) || gmi_chunk_host_users(c) || !gmi_chunk_unsettle(c, GMI_CHUNK_PINS))
+    if (!gmi_chunk_has(c, GMI_VALID_ZERO) || gmi_chunk_host_users(c) || !gmi_chunk_unsettle(c, GMI_CHUNK_USERS))
       status = gmi_fail(GEMINI_ERR_STATE, 0, "arena %s is in use or has been written: resume first",
                         gmi_chunk_arena(m, c)->name);
   if (!status) status = read_layout(&r, blob, blob_bytes);

@@ -31,7 +31,7 @@ bool gmi_chunk_invariant(gmi_manager_t *m, const gmi_chunk_t *c) {
   uint32_t word = atomic_load(&c->word_);
   bool resident = c->frame_ != GMI_NONE;
   if (!sound(m, c) || ((word & GMI_CHUNK_RESIDENT) != 0) != resident) return false;
-  if (!resident && (word & (GMI_CHUNK_PINS | GMI_CHUNK_WRITERS))) return false;
+  if (!resident && (word & (GMI_CHUNK_USERS | GMI_CHUNK_WRITERS))) return false;
   if (((word & GMI_CHUNK_DIRTY) != 0) != (c->valid_ == GMI_VALID_DEVICE)) return false;
   return !(c->host_writers_ && resident) && !c->batch_users_ && !c->batch_joined_;
 }
@@ -116,7 +116,7 @@ static const char *why_host_writers(const gmi_chunk_t *c) {
 }
 /* The counts' widths are the limits: one more user would carry into the next field of the word. */
 static const char *why_full(const gmi_chunk_t *c, uint32_t word) {
-  return (word & GMI_CHUNK_PINS) == GMI_CHUNK_PINS         ? "acquired 65535 times, the limit"
+  return (word & GMI_CHUNK_USERS) == GMI_CHUNK_USERS       ? "acquired 65535 times, the limit"
          : (word & GMI_CHUNK_WRITERS) == GMI_CHUNK_WRITERS ? "acquired for writing 8191 times, the limit"
          : c->host_users_ >= UINT16_MAX                    ? "acquired on the host 65535 times, the limit"
                                                            : NULL;
@@ -133,26 +133,26 @@ const char *gmi_chunk_busy(const gmi_chunk_t *c, gmi_purpose_t purpose) {
     break;
   case GMI_TO_READ_ON_HOST: why = word & GMI_CHUNK_WRITERS ? "acquired on the device" : NULL; break;
   case GMI_TO_WRITE_ON_HOST:
-    why = word & GMI_CHUNK_PINS ? "acquired on the device"
-          : c->user_pins_       ? "pinned to the device"
-          : c->graph_held_      ? "in use by a graph"
-                                : NULL;
+    why = word & GMI_CHUNK_USERS ? "acquired on the device"
+          : c->user_pins_        ? "pinned to the device"
+          : c->graph_held_       ? "in use by a graph"
+                                 : NULL;
     break;
-  case GMI_TO_EVICT: return c->user_pins_ ? "pinned" : word & GMI_CHUNK_PINS ? "acquired" : NULL;
+  case GMI_TO_EVICT: return c->user_pins_ ? "pinned" : word & GMI_CHUNK_USERS ? "acquired" : NULL;
   case GMI_TO_LEAVE_HOST:
     return c->graph_held_   ? "in use by a graph"
            : c->host_users_ ? "acquired on the host"
            : c->graphs_     ? "read by a graph that lives, for which it stays on the host"
                             : NULL;
-  case GMI_TO_CHANGE: return c->host_users_ || word & GMI_CHUNK_PINS ? "acquired" : NULL;
+  case GMI_TO_CHANGE: return c->host_users_ || word & GMI_CHUNK_USERS ? "acquired" : NULL;
   case GMI_TO_LOAD:
     if (c->user_pins_) return "pinned to the device"; /* fallthrough */
   case GMI_TO_STORE: return c->host_writers_ || word & GMI_CHUNK_WRITERS ? "acquired for writing" : NULL;
   case GMI_TO_USE_IN_GRAPH:
-    why = c->graph_held_          ? "in use by another graph"
-          : c->user_pins_         ? "pinned to the device"
-          : word & GMI_CHUNK_PINS ? "acquired on the device"
-                                  : why_host_writers(c);
+    why = c->graph_held_           ? "in use by another graph"
+          : c->user_pins_          ? "pinned to the device"
+          : word & GMI_CHUNK_USERS ? "acquired on the device"
+                                   : why_host_writers(c);
     break;
   }
   return why ? why : why_full(c, word);
@@ -170,7 +170,7 @@ const char *gmi_chunk_hold(gmi_manager_t *m, gmi_chunk_t *c, uint32_t tier, uint
   /* A device acquire without the lock may have come since gmi_chunk_busy() looked: this checks again and excludes
    * further ones in one step. Readers on both tiers may coexist: with a valid host copy the chunk is not DIRTY, and the
    * fast path refuses writes of it. */
-  if (!gmi_chunk_unsettle(c, write ? GMI_CHUNK_PINS : GMI_CHUNK_WRITERS)) return "acquired on the device";
+  if (!gmi_chunk_unsettle(c, write ? GMI_CHUNK_USERS : GMI_CHUNK_WRITERS)) return "acquired on the device";
   c->host_users_++;
   c->batch_users_++;
   c->host_writers_ += write;
@@ -321,7 +321,7 @@ void gmi_chunk_arrived(gmi_manager_t *m, gmi_chunk_t *c, uint32_t frame, gmi_fen
 bool gmi_chunk_departs(gmi_chunk_t *c, uint32_t *word_out) {
   uint32_t word = atomic_load(&c->word_);
   do {
-    if (word & GMI_CHUNK_PINS) return false;
+    if (word & GMI_CHUNK_USERS) return false;
   } while (!atomic_compare_exchange_weak(&c->word_, &word, 0));
   *word_out = word;
   return true;
@@ -352,7 +352,7 @@ static bool is_quiet(gmi_manager_t *m, const gmi_chunk_t *c) {
 uint32_t gmi_chunk_departed(gmi_manager_t *m, gmi_chunk_t *c, uint32_t becomes, gmi_fence_t fence) {
   GMI_ASSERT(fence || is_quiet(m, c));
   (void)fence;
-  GMI_ASSERT(c->frame_ != GMI_NONE && !(atomic_load(&c->word_) & GMI_CHUNK_PINS));
+  GMI_ASSERT(c->frame_ != GMI_NONE && !(atomic_load(&c->word_) & GMI_CHUNK_USERS));
   uint32_t frame = leave_frame(m, c);
   set_valid(c, becomes ? becomes : c->valid_ & ~(uint32_t)GMI_VALID_DEVICE);
   changed(m, c);
@@ -381,7 +381,7 @@ uint32_t gmi_chunk_wrote_device(gmi_manager_t *m, gmi_chunk_t *c) {
  * callers have excluded acquires without the lock (SETTLED is clear, or no tensor of the arena can be acquired), and
  * there are no device users. */
 static void only(gmi_manager_t *m, gmi_chunk_t *c, uint32_t valid, uint32_t *frame_out, uint32_t *block_out) {
-  GMI_ASSERT(!(atomic_load(&c->word_) & GMI_CHUNK_PINS));
+  GMI_ASSERT(!(atomic_load(&c->word_) & GMI_CHUNK_USERS));
   atomic_store(&c->word_, 0);
   *frame_out = c->frame_ != GMI_NONE ? leave_frame(m, c) : GMI_NONE;
   *block_out = block_take(m, c);

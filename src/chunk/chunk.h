@@ -28,7 +28,7 @@
 #define GMI_CHUNK_DIRTY (1u << 29)    /* the device copy is the only valid copy */
 #define GMI_CHUNK_WRITERS 0x1fff0000u /* count of the users that may write */
 #define GMI_CHUNK_WRITER 0x00010000u  /* one such user */
-#define GMI_CHUNK_PINS 0x0000ffffu    /* count of users: device acquires that have not been released */
+#define GMI_CHUNK_USERS 0x0000ffffu   /* count of users: device acquires that have not been released */
 enum { GMI_VALID_DEVICE = 1, GMI_VALID_HOST = 2, GMI_VALID_FILE = 4, GMI_VALID_ZERO = 8 };
 
 /* Invariants: valid_ != 0; RESIDENT <=> frame_ != GMI_NONE; DIRTY <=> valid_ == GMI_VALID_DEVICE; VALID_HOST => a slot;
@@ -68,7 +68,7 @@ struct gmi_chunk {
 
 /* ---- queries. The first four read only atomics and need no lock; without it the answer may be outdated at once. */
 static inline bool gmi_chunk_is_resident(const gmi_chunk_t *c) { return atomic_load(&c->word_) & GMI_CHUNK_RESIDENT; }
-static inline uint32_t gmi_chunk_device_users(const gmi_chunk_t *c) { return atomic_load(&c->word_) & GMI_CHUNK_PINS; }
+static inline uint32_t gmi_chunk_device_users(const gmi_chunk_t *c) { return atomic_load(&c->word_) & GMI_CHUNK_USERS; }
 static inline bool gmi_chunk_has_writers(const gmi_chunk_t *c) { return atomic_load(&c->word_) & GMI_CHUNK_WRITERS; }
 static inline uint64_t gmi_chunk_touched(const gmi_chunk_t *c) { /* relaxed: only ranks victims */
   return atomic_load_explicit(&c->touched_, memory_order_relaxed);
@@ -235,7 +235,7 @@ static inline bool gmi_chunk_hold_fast(gmi_manager_t *m, gmi_chunk_t *c, uint32_
   uint32_t needs = GMI_CHUNK_RESIDENT | GMI_CHUNK_SETTLED | (mode & GEMINI_WRITE ? GMI_CHUNK_DIRTY : 0);
   uint32_t add = mode & GEMINI_WRITE ? 1 + GMI_CHUNK_WRITER : 1;
   do {
-    if ((word & needs) != needs || (word & GMI_CHUNK_PINS) == GMI_CHUNK_PINS ||
+    if ((word & needs) != needs || (word & GMI_CHUNK_USERS) == GMI_CHUNK_USERS ||
         (word & GMI_CHUNK_WRITERS) == GMI_CHUNK_WRITERS || !gmi_uses_allow(m, &c->writes_, stream) ||
         (mode & GEMINI_WRITE && !gmi_uses_allow(m, &c->reads_, stream)))
       return false;
@@ -247,7 +247,7 @@ static inline bool gmi_chunk_hold_fast(gmi_manager_t *m, gmi_chunk_t *c, uint32_
 static inline void gmi_chunk_unhold_device(gmi_chunk_t *c, uint32_t mode) {
   uint32_t sub = mode & GEMINI_WRITE ? 1 + GMI_CHUNK_WRITER : 1;
   uint32_t before = atomic_fetch_sub_explicit(&c->word_, sub, memory_order_acq_rel);
-  GMI_ASSERT((before & GMI_CHUNK_PINS) >= 1 && (!(mode & GEMINI_WRITE) || before & GMI_CHUNK_WRITERS));
+  GMI_ASSERT((before & GMI_CHUNK_USERS) >= 1 && (!(mode & GEMINI_WRITE) || before & GMI_CHUNK_WRITERS));
   (void)before;
 }
 

@@ -34,7 +34,7 @@ static void chunk_part(gmi_manager_t *m, const gmi_range_t *r, uint64_t i, uint6
 static gemini_status_t free_to_change(gmi_manager_t *m, const gmi_range_t *r) {
   for (uint64_t i = r->first; i <= r->last; i++) {
     gmi_chunk_t *c = &r->store->chunks[i];
-    if (gmi_chunk_host_users(c) || !gmi_chunk_unsettle(c, GMI_CHUNK_PINS))
+    if (gmi_chunk_host_users(c) || !gmi_chunk_unsettle(c, GMI_CHUNK_USERS))
       return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is acquired", r->store->name);
   }
   (void)m;

@@ -166,7 +166,7 @@ static gemini_status_t transfer(gmi_manager_t *m, gmi_chunk_t *c, uint32_t block
   m->io.writes += write;
   io->work = ++slot->work_queued;
   slot->failure = GEMINI_OK;
-  gmi_link_count(m, gmi_link_file(m, write), reason, 1);
+  gmi_link_moved(m, gmi_link_file(m, write), reason, 1);
   gmi_store_submit(m->file.store, &io->request);
   return GEMINI_OK;
 }

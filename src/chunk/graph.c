@@ -591,7 +591,7 @@ static gemini_status_t graph_leave(gmi_manager_t *m, gemini_graph_t handle) {
     m->host.slots[gmi_chunk_slot(c)].fence = left; /* covers the old fence, which the replay came after */
     gmi_map_leave(m, gmi_chunk_device(m, c), gmi_chunk_mapping(c), left);
   }
-  gmi_link_count(m, gmi_link_in(m), GEMINI_REASON_PLAN, g->copies);
+  gmi_link_moved(m, gmi_link_in(m), GEMINI_REASON_PLAN, g->copies);
   gmi_updates_room(m);
   return GEMINI_OK;
 }

@@ -372,7 +372,7 @@ static gemini_status_t queue_copy(gmi_manager_t *m, gmi_chunk_t *c, gmi_link_t *
   }
   if (status) return gmi_fail(status, 0, "the device could not queue a copy of %llu bytes", (unsigned long long)bytes);
   time_copy(m, link, begin, end);
-  gmi_link_count(m, link, reason, 1);
+  gmi_link_moved(m, link, reason, 1);
   m->trace.observer->chunk_copied(m, c, link, reason, begin, end);
   slot->fence = end; /* covers the old fence: same stream, or the stream waited for it above */
   if (!gmi_link_is_fetch(link)) gmi_chunk_copied(c, end);

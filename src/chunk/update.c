@@ -616,7 +616,7 @@ static gemini_status_t walk_room(walk_t *k, uint32_t index) {
     bool on_device = index != GMI_NONE && m->trace.advice->piece_on_device(m, index, (uint32_t)number);
     for (uint32_t i = 0; i < p.count; i++) {
       gmi_chunk_t *c = p.chunks[i];
-      if (gmi_chunk_host_users(c) || !gmi_chunk_unsettle(c, GMI_CHUNK_PINS))
+      if (gmi_chunk_host_users(c) || !gmi_chunk_unsettle(c, GMI_CHUNK_USERS))
         return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is acquired", gmi_chunk_arena(m, c)->name);
       if (gmi_chunk_deferred(c) >= UINT16_MAX - CHUNK_PIECES) {
         gemini_status_t status = gmi_updates_queue(m, c);

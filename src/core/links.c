@@ -33,7 +33,7 @@ gmi_link_t *gmi_link(gmi_manager_t *m, uint32_t from_tier, uint32_t to_tier) {
   return link;
 }
 
-void gmi_link_count(gmi_manager_t *m, gmi_link_t *link, uint32_t reason, uint64_t chunks) {
+void gmi_link_moved(gmi_manager_t *m, gmi_link_t *link, uint32_t reason, uint64_t chunks) {
   link->moved_bytes[reason] += chunks * gmi_copy_bytes(m, link->from_tier, link->to_tier);
   link->moved_chunks[reason] += chunks;
 }

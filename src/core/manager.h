@@ -453,7 +453,7 @@ static inline uint64_t gmi_block_bytes(const gmi_manager_t *m) { return m->cut.b
 static inline gmi_sizes_t gmi_sizes(const gmi_manager_t *m) {
   return (gmi_sizes_t){ gmi_chunk_bytes(m), gmi_frame_bytes(m), m->cut.slot_bytes, m->cut.block_bytes };
 }
-static inline uint64_t gmi_tier_bytes(const gmi_manager_t *m, uint32_t tier) {
+static inline uint64_t gmi_tier_unit_bytes(const gmi_manager_t *m, uint32_t tier) {
   gmi_sizes_t sizes = gmi_sizes(m);
   return gmi_sizes_tier_bytes(&sizes, tier);
 }
@@ -474,7 +474,7 @@ static inline gmi_link_t *gmi_link_file(gmi_manager_t *m, bool write) {
   return write ? gmi_link(m, GEMINI_TIER_HOST, GEMINI_TIER_FILE) : gmi_link(m, GEMINI_TIER_FILE, GEMINI_TIER_HOST);
 }
 static inline bool gmi_link_is_fetch(const gmi_link_t *link) { return link->to_tier == GEMINI_TIER_DEVICE; }
-void gmi_link_count(gmi_manager_t *m, gmi_link_t *link, uint32_t reason, uint64_t chunks); /* chunks were moved */
+void gmi_link_moved(gmi_manager_t *m, gmi_link_t *link, uint32_t reason, uint64_t chunks); /* chunks were moved */
 void gmi_link_measured(gmi_manager_t *m, gmi_link_t *link);             /* chunk_ns has changed: publishes the rate */
 uint64_t gmi_link_rate(const gmi_manager_t *m, const gmi_link_t *link); /* measured bytes per second; 0 = unknown */
 

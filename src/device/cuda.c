@@ -314,8 +314,6 @@ static gemini_status_t cuda_open(const gmi_device_config_t *config, void **self_
 }
 
 const gmi_device_ops_t gmi_device_cuda = {
-  .struct_size = sizeof(gmi_device_ops_t),
-  .abi = GMI_DEVICE_ABI,
   .name = "cuda",
   .chunk_overhead_ns = 100000,
   .link_bytes_per_s = UINT64_C(50000000000),

@@ -21,7 +21,6 @@
 
 #include "gemini.h"
 
-#define GMI_DEVICE_ABI 1u
 #define GMI_DEVICE_MAX_STREAMS 64u
 #define GMI_DEVICE_PCI_BYTES 32
 
@@ -36,7 +35,6 @@ typedef struct gmi_device_config {
 } gmi_device_config_t;
 
 typedef struct gmi_device_ops {
-  uint32_t struct_size, abi;
   const char *name;           /* static storage */
   uint64_t chunk_overhead_ns; /* cost of moving a chunk besides copying its bytes: mapping, marks */
   uint64_t link_bytes_per_s;  /* assumed rate of a copy until one has been measured */

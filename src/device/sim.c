@@ -510,8 +510,6 @@ static gemini_status_t sim_open(const gmi_device_config_t *config, void **self_o
 }
 
 const gmi_device_ops_t gmi_device_sim = {
-  .struct_size = sizeof(gmi_device_ops_t),
-  .abi = GMI_DEVICE_ABI,
   .name = "simulated",
   .chunk_overhead_ns = 20000,
   .link_bytes_per_s = UINT64_C(5000000000),

@@ -30,7 +30,8 @@ static const char *kind_name(uint32_t kind) {
 }
 static const char *placement_name(uint32_t placement) {
   static const char *const names[] = { "auto", "cuda", "cpu", "static" };
-  return names[placement <= GEMINI_PLACEMENT_STATIC ? placement : 0];
+  _Static_assert(sizeof names / sizeof *names == GMI_PLACEMENTS, "each placement has a name");
+  return names[placement]; /* gmi_plan_make() refuses others */
 }
 
 static double mib(uint64_t count, uint64_t bytes) { return (double)count * (double)bytes / 1048576.0; }

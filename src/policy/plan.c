@@ -75,8 +75,8 @@ static bool scalars_are_valid(const gmi_plan_input_t *input) {
   return input->op_count > 0 && input->op_count < most && input->chunk_count < most && input->piece_count < most &&
          input->ops != NULL && (input->chunk_count == 0 || input->chunk_kind != NULL) &&
          (input->piece_count == 0 || (input->pieces != NULL && input->piece_chunks != NULL)) &&
-         input->placement <= GEMINI_PLACEMENT_STATIC && input->static_param_fraction >= 0 &&
-         input->static_param_fraction <= 1 && input->static_optim_fraction >= 0 && input->static_optim_fraction <= 1;
+         input->placement < GMI_PLACEMENTS && input->static_param_fraction >= 0 && input->static_param_fraction <= 1 &&
+         input->static_optim_fraction >= 0 && input->static_optim_fraction <= 1;
 }
 
 /* seen: [chunk_count] zeroed; holds the piece (+ 1) that named the chunk last, to find a chunk named twice in a

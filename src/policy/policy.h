@@ -55,6 +55,7 @@ typedef struct gmi_plan_piece {
   uint64_t device_ns; /* duration on the device when nothing else runs */
 } gmi_plan_piece_t;
 
+enum { GMI_PLACEMENTS = GEMINI_PLACEMENT_STATIC + 1 }; /* how many there are */
 typedef struct gmi_plan_input {
   uint32_t op_count, chunk_count, frame_count, piece_count;
   const gmi_plan_op_t *ops; /* [op_count + 1]; of the last, only access_first is set: the number of accesses */
@@ -71,7 +72,7 @@ typedef struct gmi_plan_input {
   /* pieces whose states may be read, updated and written at the same time when the states are in files */
   uint32_t host_pieces_ahead;
   uint64_t file_read_ns, file_write_ns; /* duration of one chunk; reads and writes share the bandwidth of the files */
-  uint32_t placement;                   /* GEMINI_PLACEMENT_* */
+  uint32_t placement;                   /* GEMINI_PLACEMENT_*, below GMI_PLACEMENTS */
   uint32_t pieces_apart; /* 1: device pieces overlap with ops; 0: they take turns with ops, as on one stream */
   double static_param_fraction, static_optim_fraction;
   const uint8_t *chunk_pinned; /* [chunk_count] or NULL; 1: the user pinned the chunk to the device */

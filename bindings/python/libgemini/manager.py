@@ -1062,7 +1062,7 @@ class Manager:
 
     # ---- statistics, plan, trace, timeline
     def stats_reset(self) -> None:
-        """Starts peaks, moved bytes, hits, stalls and errors anew."""
+        """Starts peaks, moved bytes and chunks, hits, misses, stalls, departures and op_peak_error_bytes anew."""
         self.lib.stats_reset(self.handle)
 
     def trace_save(self, path: str | os.PathLike[str]) -> None:

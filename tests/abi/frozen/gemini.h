@@ -57,8 +57,8 @@
  *         TRY(gemini_release(mgr, uses, 2, stream));
  *         TRY(gemini_op_end(mgr));
  *       }
- *       // sgd() gets each part of the three arenas in the tier where it is: on the host by worker
- *       // threads, on the device to queue work.
+ *       // sgd() is called once for each part of the three arenas. If the part is on the host, a worker thread
+ *       // calls it and it computes; if the part is on the device, it only queues work.
  *       TRY(gemini_phase_set(mgr, GEMINI_PHASE_UPDATE));
  *       const gemini_arena_t arenas[] = { params, grads, masters };
  *       const uint32_t modes[] = { GEMINI_WRITE, GEMINI_READ, GEMINI_READ_WRITE };
@@ -87,11 +87,11 @@
  *
  * Words:
  * - A *tier* is where bytes can live: the device, host memory, or files.
- * - An *arena* is a range of device addresses for tensors of one kind. A *chunk* is one of the equal pieces that an
+ * - An *arena* is a range of device addresses for tensors of one kind. A *chunk* is one of the equal parts that an
  *   arena is cut into; it is what moves between tiers. *Resident* means on the device.
  * - To *acquire* a range is to bring its chunks to a tier and keep them there; to *release* it ends that.
  * - An *iteration* is a training step, a *phase* is its forward, backward or update part, and an *operator* is one
- *   piece of work in it, with a name and a stream.
+ *   unit of work in it, with a name and a stream.
  * - The *plan* says which chunks to fetch and to evict before which operator. It is made from the record of an
  *   iteration. A chunk that the plan has not fetched is fetched *on demand*, by the acquire itself.
  *
@@ -106,7 +106,8 @@
  *   size_bytes 0 asks for the length. A function that destroys an object also takes the manager that the object is of.
  * - Sizes and offsets are bytes unless the name says elements. Times are nanoseconds.
  * - A call that needs room in a tier can return GEMINI_ERR_OOM_DEVICE, GEMINI_ERR_OOM_HOST or GEMINI_ERR_OOM_FILE. The
- *   full tier may be below the one that needs room, as chunks that leave one tier go to the next.
+ *   full tier may be below the one that needs room, as chunks that leave one tier go to the next: for example, an
+ *   acquire on the device can fail because the host is full and nothing can be evicted to it.
  * - Any thread may call any function unless its comment says otherwise. Functions that take a stream never wait for the
  *   work queued on it, unless the stream is GEMINI_STREAM_CALLER or the comment says "blocks".
  * - After fork(), the child has none of its parent's managers. Calls with their handles, closing included, return
@@ -115,10 +116,10 @@
  *   own, but no CUDA ones if the parent has used CUDA, whose driver does not work in forked processes. Topologies stay
  *   usable in both.
  * - Structs that the caller allocates begin with struct_size; use the GEMINI_*_INIT macros. A field that is 0 means the
- *   default. Later versions append fields. The library accepts every size from version 1's up to 4,096 bytes. Of a
- *   struct that it reads, it refuses bytes behind the fields that it knows if they are not 0 (GEMINI_ERR_INVALID). Of a
- *   struct for results, it fills the fields that both sides know and sets struct_size to the bytes filled. All structs
- *   of an array have the same size.
+ *   default. Later versions append fields. The library accepts every size from that of the first release up to 4,096
+ *   bytes. Of a struct that it reads, it refuses bytes behind the fields that it knows if they are not 0
+ *   (GEMINI_ERR_INVALID). Of a struct for results, it fills the fields that both sides know and sets struct_size to the
+ *   bytes filled. All structs of an array have the same size.
  */
 #ifndef GEMINI_H
 #define GEMINI_H
@@ -480,7 +481,7 @@ GEMINI_API gemini_status_t gemini_tensor_info(gemini_manager_t mgr, gemini_tenso
 /** @} */
 
 /** @defgroup brackets Iterations, phases, operators
- *  An iteration is one training step. A phase is a part of it: forward, backward or update. An operator is a piece of
+ *  An iteration is one training step. A phase is a part of it: forward, backward or update. An operator is a unit of
  *  work with a name and a stream, such as a layer's forward. The library records which operators an iteration has, in
  *  their order, and what each acquires and allocates. From the record it makes a plan: which chunks to fetch and to
  *  evict before which operator. An iteration that departs from its plan is served on demand and gets a plan of its own.
@@ -860,7 +861,9 @@ GEMINI_API gemini_status_t gemini_link_stats(gemini_manager_t mgr, uint32_t link
  *  @retval GEMINI_ERR_INVALID  a value is out of range. Since: 0.1 */
 GEMINI_API gemini_status_t gemini_tier_bytes(gemini_manager_t mgr, const gemini_access_t *range, uint64_t *bytes_out)
     GEMINI_MUST_CHECK;
-/** Starts peaks, moved bytes, hits, stalls and errors again from now. What is in use stays counted. Since: 0.1 */
+/** Starts the peaks of tiers and of non-model memory, moved_bytes and moved_chunks of links, acquire_hits,
+ *  acquire_misses, stall_ns, departures and op_peak_error_bytes again from now. A peak starts at what is in use; all
+ *  other figures stay. Since: 0.1 */
 GEMINI_API gemini_status_t gemini_stats_reset(gemini_manager_t mgr) GEMINI_MUST_CHECK;
 
 /** Writes the manager's state in words, for people: what is used in each tier, which chunks are where, which operator
