@@ -708,7 +708,8 @@ static gemini_status_t release_batch(gmi_manager_t *m, const gemini_access_t *ac
 }
 
 /* Releases one whole tensor on the device, the frequent case, in one step instead of two passes. The tensor's user goes
- * first here, as finding it is the check; from then on the users in the chunks' words keep the arena and the records.
+ * first here, as finding it is the check; from then on the users in the chunks' words keep the arena and the records:
+ * who frees these excludes new users of the tensors first and checks the chunks second (arena.c, cut.c).
  * Returns false, with nothing changed, if it is another case or was not acquired. */
 static bool release_whole(gmi_manager_t *m, const gemini_access_t *access, uint32_t stream,
                           gemini_status_t *status_out) {

@@ -1,4 +1,7 @@
 /* Managers' handles, with the library's internals. SPDX-License-Identifier: Apache-2.0 */
+#include <pthread.h>
+#include <sched.h>
+
 #include "../integration/world.h"
 #include "core/manager.h"
 
@@ -109,6 +112,86 @@ static void test_an_acquire_waits_for_the_lock_while_its_tensor_is_frozen(void) 
   world_close(&f.w);
 }
 
+/* ---- an arena that is destroyed while a tensor is released */
+static struct {
+  const gmi_device_ops_t *real;
+  world_t w;
+  gemini_access_t access;
+  _Atomic int round, finished; /* begun; ended by the other thread */
+  _Atomic bool over, stop;     /* over: destroy has returned */
+  _Atomic bool acquired;       /* in this round */
+} race;
+static _Thread_local bool race_releases;
+static bool race_reached(void *self, uint32_t stream, uint64_t mark) {
+  while (race_releases && !atomic_load(&race.over)) sched_yield(); /* the tensor's user has gone, the chunk's has not */
+  return race.real->stream.reached(self, stream, mark);
+}
+static void *race_thread(void *user) {
+  uint64_t random = 7;
+  (void)user;
+  for (int round = 1;; round++) {
+    while (atomic_load(&race.round) < round && !atomic_load(&race.stop)) {
+    }
+    if (atomic_load(&race.stop)) return NULL;
+    uint64_t wait_ns = (check_random(&random) >> 11) % 400000, begin = now_ns();
+    while (now_ns() - begin < wait_ns) {
+    }
+    gemini_access_t a = race.access;
+    if (gemini_acquire(race.w.mgr, &a, 1, race.w.stream)) {
+      CHECK_EQ(world_error().status, GEMINI_ERR_HANDLE); /* destroy came first */
+    } else {
+      atomic_store(&race.acquired, true);
+      race_releases = true;
+      CHECK_OK(gemini_release(race.w.mgr, &a, 1, race.w.stream));
+      race_releases = false;
+    }
+    atomic_store(&race.finished, round);
+  }
+}
+static void test_an_arena_is_not_destroyed_in_the_middle_of_a_release(void) {
+  enum { ROUNDS = 300, CHUNKS = 16384 }; /* so many that a look at all takes a while */
+  gemini_stream_t other;
+  gemini_arena_t arena = NULL;
+  gemini_tensor_t t = NULL;
+  race.w = world_open(world_config(4, 8, 0));
+  CHECK_OK(gemini_stream_create(race.w.mgr, &other));
+  gmi_manager_t *m = gmi_manager_get(race.w.mgr);
+  gmi_device_ops_t ops = *m->device.ops;
+  race.real = m->device.ops;
+  ops.stream.reached = race_reached;
+  m->device.ops = &ops;
+  pthread_t thread;
+  CHECK_EQ(pthread_create(&thread, NULL, race_thread, NULL), 0);
+  for (int round = 1; round <= ROUNDS; round++) {
+    if (!arena) {
+      gemini_arena_config_t c = GEMINI_ARENA_CONFIG_INIT;
+      c.name = "main";
+      c.capacity_bytes = CHUNKS * WORLD_CHUNK;
+      CHECK_OK(gemini_arena_create(race.w.mgr, &c, &arena));
+      t = world_tensor(&race.w, arena, "t", 64);
+      uint64_t offset;
+      CHECK_OK(gemini_arena_take(race.w.mgr, arena, (CHUNKS - 1) * WORLD_CHUNK, &offset));
+      race.access = world_whole(t, GEMINI_READ, GEMINI_TIER_DEVICE);
+    }
+    /* A use on another stream: a release looks whether it has been reached. */
+    CHECK_OK(gemini_acquire(race.w.mgr, &race.access, 1, other));
+    CHECK_OK(gemini_release(race.w.mgr, &race.access, 1, other));
+    atomic_store(&race.over, false);
+    atomic_store(&race.acquired, false);
+    atomic_store(&race.round, round);
+    gemini_status_t status = gemini_arena_destroy(race.w.mgr, arena);
+    atomic_store(&race.over, true);
+    while (atomic_load(&race.finished) < round) sched_yield();
+    if (status) CHECK_EQ(status, GEMINI_ERR_BUSY);
+    else CHECK(!atomic_load(&race.acquired)); /* it could not have been released before */
+    if (!status) arena = NULL;
+  }
+  atomic_store(&race.stop, true);
+  CHECK_EQ(pthread_join(thread, NULL), 0);
+  m->device.ops = race.real;
+  world_close(&race.w);
+}
+
 /* ---- a device that has less than the budget */
 static gemini_status_t no_frame(void *self, uint64_t size_bytes, uint64_t *frame_out) {
   (void)self, (void)size_bytes, (void)frame_out;
@@ -136,6 +219,7 @@ int main(void) {
   RUN(test_handles_of_closed_managers_stay_dead);
   RUN(test_numbers_whose_generations_are_used_up_are_not_given_again);
   RUN(test_an_acquire_waits_for_the_lock_while_its_tensor_is_frozen);
+  RUN(test_an_arena_is_not_destroyed_in_the_middle_of_a_release);
   RUN(test_a_batch_that_the_device_refuses_does_not_blame_the_budget);
   return check_done();
 }
