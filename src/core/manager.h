@@ -325,7 +325,6 @@ typedef struct gmi_manager {
     uint32_t *unmade, unmade_count;             /* indices in at[] without a device frame */
     uint32_t resident;                          /* chunks with frames */
     _Atomic uint64_t clock; /* Atomic: fetches so far, the clock of gmi_chunk_touched(); relaxed: only ranks victims */
-    uint32_t clock_hand;    /* where the search for a victim goes on */
   } frames;
 
   struct { /* chunk/nonmodel.c */
