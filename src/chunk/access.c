@@ -555,9 +555,10 @@ static gemini_status_t acquire_slow(gmi_manager_t *m, gemini_access_t *accesses,
         /* A frame that was taken for a fresh write holds no bytes: it goes, and the first error stays. */
         if (gmi_chunk_frame(c) != GMI_NONE && !gmi_chunk_has(c, GMI_VALID_DEVICE) && !gmi_chunk_device_users(c)) {
           char message[440];
+          int64_t native_code = gmi_fail_code();
           memcpy(message, gmi_fail_message(), sizeof message);
           gmi_chunk_evict(m, c, GEMINI_REASON_DEMAND);
-          gmi_fail(status, 0, "%s", message);
+          gmi_fail(status, native_code, "%s", message);
         }
       }
     }

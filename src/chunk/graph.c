@@ -180,10 +180,11 @@ static gemini_status_t graph_begin(gmi_manager_t *m, gemini_stream_t stream, uin
   if (taken) status = m->trace.observer->budgets_change(m); /* plans must do without the ring frames */
   if (status) {
     char message[440];
+    int64_t native_code = gmi_fail_code();
     memcpy(message, gmi_fail_message(), sizeof message);
     graph_free(m, g);
     if (taken) (void)m->trace.observer->budgets_change(m);
-    return gmi_fail(status, 0, "%s", message);
+    return gmi_fail(status, native_code, "%s", message);
   }
   *graph_out = gmi_handle(m, GMI_HANDLE_GRAPH, g->generation, g->index);
   return GEMINI_OK;
