@@ -3,7 +3,9 @@
 #include <sched.h>
 
 #include "../integration/world.h"
+#include "chunk/hook.h"
 #include "core/manager.h"
+#include "gemini/hook.h"
 
 enum { SERIALS = 4096 /* as many managers later, handles of objects name the manager alike */ };
 
@@ -192,6 +194,32 @@ static void test_an_arena_is_not_destroyed_in_the_middle_of_a_release(void) {
   world_close(&race.w);
 }
 
+/* ---- a block of a hook that is freed while its manager closes */
+static struct {
+  void (*drain)(gmi_manager_t *m);
+  void *block;
+} late;
+static void free_late(gmi_manager_t *m) {
+  gemini_torch_free(late.block, 512, 0, NULL); /* close has taken the manager from the table */
+  late.drain(m);
+}
+static void test_a_free_while_the_manager_closes_is_counted(void) {
+  world_t w = world_open(world_config(4, 8, 0));
+  CHECK_OK(gemini_hook_set(w.mgr, 0));
+  gmi_manager_t *m = gmi_manager_get(w.mgr);
+  void *aside = gemini_torch_malloc(512, 0, NULL), *base = m->nonmodel.base;
+  CHECK(aside && (late.block = gemini_torch_malloc(512, 0, NULL)));
+  uint64_t range = m->nonmodel.range;
+  gmi_lock(m, __func__);
+  gemini_torch_free(aside, 512, 0, NULL); /* put aside, so that the next lock has something to do */
+  late.drain = m->hook.when_locked;
+  m->hook.when_locked = free_late;
+  gmi_unlock(m);
+  gmi_hook_close(m);
+  CHECK(!gmi_hook_left(base, range)); /* all is freed: a later manager may have these addresses */
+  world_close(&w);
+}
+
 /* ---- a device that has less than the budget */
 static gemini_status_t no_frame(void *self, uint64_t size_bytes, uint64_t *frame_out) {
   (void)self, (void)size_bytes, (void)frame_out;
@@ -220,6 +248,7 @@ int main(void) {
   RUN(test_numbers_whose_generations_are_used_up_are_not_given_again);
   RUN(test_an_acquire_waits_for_the_lock_while_its_tensor_is_frozen);
   RUN(test_an_arena_is_not_destroyed_in_the_middle_of_a_release);
+  RUN(test_a_free_while_the_manager_closes_is_counted);
   RUN(test_a_batch_that_the_device_refuses_does_not_blame_the_budget);
   return check_done();
 }
