@@ -5,6 +5,7 @@
 #include "../integration/world.h"
 #include "chunk/hook.h"
 #include "core/manager.h"
+#include "core/streams.h"
 #include "gemini/hook.h"
 
 enum { SERIALS = 4096 /* as many managers later, handles of objects name the manager alike */ };
@@ -220,6 +221,36 @@ static void test_a_free_while_the_manager_closes_is_counted(void) {
   world_close(&w);
 }
 
+/* ---- failures of asynchronous work */
+static bool never_reached(void *self, uint32_t stream, uint64_t mark) {
+  (void)self, (void)stream, (void)mark;
+  return false;
+}
+static gemini_status_t no_wait(void *self, uint32_t stream, uint32_t on, uint64_t mark) {
+  (void)self, (void)stream, (void)on, (void)mark;
+  return gmi_fail(GEMINI_ERR_DEVICE, 2, "the second");
+}
+static void test_the_first_failure_of_asynchronous_work_is_reported(void) {
+  world_t w = world_open(world_config(4, 8, 0));
+  gmi_manager_t *m = gmi_manager_get(w.mgr);
+  const gmi_device_ops_t *real = m->device.ops;
+  gmi_device_ops_t broken = *real;
+  broken.stream.reached = never_reached;
+  broken.stream.wait = no_wait;
+  gmi_lock(m, __func__);
+  m->failure.status = GEMINI_ERR_IO;
+  snprintf(m->failure.message, sizeof m->failure.message, "the first");
+  gmi_fence_t a, b;
+  CHECK_OK(gmi_fence_now(m, gmi_link_in(m)->stream, &a));
+  CHECK_OK(gmi_fence_now(m, gmi_link_out(m)->stream, &b));
+  m->device.ops = &broken;
+  CHECK_EQ(gmi_fence_join(m, a, b), 0);
+  m->device.ops = real;
+  gmi_unlock(m);
+  CHECK_STATUS(gemini_manager_close(w.mgr), GEMINI_ERR_IO);
+  CHECK_SAYS(world_error().message, "the first");
+}
+
 /* ---- a device that has less than the budget */
 static gemini_status_t no_frame(void *self, uint64_t size_bytes, uint64_t *frame_out) {
   (void)self, (void)size_bytes, (void)frame_out;
@@ -249,6 +280,7 @@ int main(void) {
   RUN(test_an_acquire_waits_for_the_lock_while_its_tensor_is_frozen);
   RUN(test_an_arena_is_not_destroyed_in_the_middle_of_a_release);
   RUN(test_a_free_while_the_manager_closes_is_counted);
+  RUN(test_the_first_failure_of_asynchronous_work_is_reported);
   RUN(test_a_batch_that_the_device_refuses_does_not_blame_the_budget);
   return check_done();
 }
