@@ -263,6 +263,7 @@ struct gmi_store;
 struct gmi_sys;
 struct gmi_reserve;
 struct gmi_deferred;
+struct gmi_graph;
 
 enum { GMI_HIT_STRIPES = 16, GMI_LOG_QUEUE = 8, GMI_CHANGED = 64 };
 /* One of several counters of hits, so that threads seldom write the same cache line. 128 bytes, as processors prefetch
@@ -356,7 +357,7 @@ typedef struct gmi_manager {
     uint64_t generations[GMI_GRAPHS]; /* of the latest graph with each index */
     uint32_t count, frames;           /* frames: the part of frames.used that graphs own */
     _Atomic uint64_t streams;         /* Atomic: bit per stream on which a graph is begun; written under the lock */
-    char op[128];                     /* operator that is open in a capture; "": none */
+    struct gmi_graph *op_of;          /* the graph in whose capture an operator is open, or NULL */
   } graphs;
 
   gmi_host_t host; /* chunk/host.c */
