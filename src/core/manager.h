@@ -94,7 +94,9 @@ typedef struct gmi_slot {
   _Atomic uint64_t work_done; /* Atomic: see above; at most work_queued */
   uint64_t work_queued;
   _Atomic gemini_status_t failure; /* Atomic: of the last read from a file into the slot */
-  bool block;                      /* the slot holds heap blocks instead of a chunk */
+  char *failure_text; /* its cause, owned; NULL: not known. Guarded by the workers' lock while the slot has work, else
+                       * by the manager's */
+  bool block;         /* the slot holds heap blocks instead of a chunk */
 } gmi_slot_t;
 
 enum { GMI_UPDATED = 1024 };
