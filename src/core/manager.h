@@ -382,7 +382,7 @@ typedef struct gmi_manager {
     char message[384];
     uint64_t last_ns; /* end of the last transfer */
   } io;
-  struct { /* chunk/update.c */
+  struct { /* chunk/update.c, chunk/deferred.c */
     struct gmi_workers *workers;
     struct gmi_deferred *deferred; /* pieces of accepted updates that are not queued yet */
     uint32_t stream;               /* the library's own stream for updates on the device */
