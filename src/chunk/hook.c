@@ -171,8 +171,9 @@ bool gmi_hook_left(const void *base, uint64_t range) {
   return l != NULL;
 }
 
-/* Counts a free of a pointer of a manager that is closed, whose range is forgotten with the last one, or is closing, and
- * then gmi_hook_close() subtracts it; or ignores a free of the parent process's pointer. False: it is none of these. */
+/* Counts a free of a pointer of a manager that is closed or closing: a closed one's range is forgotten with the last
+ * free, for a closing one gmi_hook_close() subtracts them. Ignores a free of the parent process's pointer. False: the
+ * pointer is none of these. */
 static bool left_freed(const void *ptr) {
   pthread_mutex_lock(&table_lock);
   for (uint32_t i = 0; i < GMI_MANAGERS; i++) {
