@@ -203,7 +203,12 @@ gemini_status_t gmi_piece_on_device(walk_t *k, piece_t *p, rest_t *rest) {
   gmi_manager_t *m = k->m;
   uint32_t stream = m->update.stream, held = 0;
   gemini_status_t status = GEMINI_OK;
-  for (; held < p->count; held++) gmi_chunk_hold_device(m, p->chunks[held], p->modes[held]);
+  for (; !status && held < p->count; held += !status) {
+    const char *why = gmi_chunk_hold_device(m, p->chunks[held], p->modes[held]);
+    if (why)
+      status =
+          gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is %s", gmi_chunk_arena(m, p->chunks[held])->name, why);
+  }
   for (uint32_t i = 0; !status && i < p->count; i++)
     status = gmi_chunk_fetch(m, p->chunks[i], false, GEMINI_REASON_UPDATE, GMI_TAKE_EVICT);
   if (!status) status = gmi_fence_wait(m, stream, k->after);

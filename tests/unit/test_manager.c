@@ -3,6 +3,7 @@
 #include <sched.h>
 
 #include "../integration/world.h"
+#include "chunk/chunk.h"
 #include "chunk/hook.h"
 #include "core/manager.h"
 #include "core/streams.h"
@@ -195,6 +196,21 @@ static void test_an_arena_is_not_destroyed_in_the_middle_of_a_release(void) {
   world_close(&race.w);
 }
 
+/* ---- limits of a chunk's users */
+static void test_the_last_user_that_a_chunk_can_have_is_its_last(void) {
+  gmi_chunk_t c;
+  gmi_chunk_init(&c, 0, 0);
+  atomic_store(&c.word_, GMI_CHUNK_PINS - 1);
+  CHECK(!gmi_chunk_hold_device(NULL, &c, GEMINI_READ));
+  CHECK_EQ(atomic_load(&c.word_), GMI_CHUNK_PINS);
+  CHECK_SAYS(gmi_chunk_hold_device(NULL, &c, GEMINI_READ), "acquired 65535 times");
+  CHECK_EQ(atomic_load(&c.word_), GMI_CHUNK_PINS); /* the next field is the writers' */
+  atomic_store(&c.word_, GMI_CHUNK_WRITERS - GMI_CHUNK_WRITER + 1);
+  CHECK(!gmi_chunk_hold_device(NULL, &c, GEMINI_READ_WRITE));
+  CHECK_SAYS(gmi_chunk_hold_device(NULL, &c, GEMINI_WRITE), "for writing 8191 times");
+  CHECK_EQ(atomic_load(&c.word_), GMI_CHUNK_WRITERS + 2);
+}
+
 /* ---- a block of a hook that is freed while its manager closes */
 static struct {
   void (*drain)(gmi_manager_t *m);
@@ -279,6 +295,7 @@ int main(void) {
   RUN(test_numbers_whose_generations_are_used_up_are_not_given_again);
   RUN(test_an_acquire_waits_for_the_lock_while_its_tensor_is_frozen);
   RUN(test_an_arena_is_not_destroyed_in_the_middle_of_a_release);
+  RUN(test_the_last_user_that_a_chunk_can_have_is_its_last);
   RUN(test_a_free_while_the_manager_closes_is_counted);
   RUN(test_the_first_failure_of_asynchronous_work_is_reported);
   RUN(test_a_batch_that_the_device_refuses_does_not_blame_the_budget);
