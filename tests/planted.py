@@ -109,7 +109,7 @@ FAULTS = [
     ),
     Fault(
         "a piece of an update is counted down twice",
-        "chunk/update.c",
+        "chunk/deferred.c",
         "    gmi_chunk_piece_queued(p->chunks[i], rest->left);\n",
         "    for (int twice = 0; twice < 2; twice++) gmi_chunk_piece_queued(p->chunks[i], rest->left);\n",
         "integration_test_update",

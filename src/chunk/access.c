@@ -555,9 +555,10 @@ static gemini_status_t acquire_slow(gmi_manager_t *m, gemini_access_t *accesses,
         /* A frame that was taken for a fresh write holds no bytes: it goes, and the first error stays. */
         if (gmi_chunk_frame(c) != GMI_NONE && !gmi_chunk_has(c, GMI_VALID_DEVICE) && !gmi_chunk_device_users(c)) {
           char message[440];
+          int64_t native_code = gmi_fail_code();
           memcpy(message, gmi_fail_message(), sizeof message);
           gmi_chunk_evict(m, c, GEMINI_REASON_DEMAND);
-          gmi_fail(status, 0, "%s", message);
+          gmi_fail(status, native_code, "%s", message);
         }
       }
     }
@@ -708,7 +709,8 @@ static gemini_status_t release_batch(gmi_manager_t *m, const gemini_access_t *ac
 }
 
 /* Releases one whole tensor on the device, the frequent case, in one step instead of two passes. The tensor's user goes
- * first here, as finding it is the check; from then on the users in the chunks' words keep the arena and the records.
+ * first here, as finding it is the check; from then on the users in the chunks' words keep the arena and the records:
+ * who frees these excludes new users of the tensors first and checks the chunks second (arena.c, cut.c).
  * Returns false, with nothing changed, if it is another case or was not acquired. */
 static bool release_whole(gmi_manager_t *m, const gemini_access_t *access, uint32_t stream,
                           gemini_status_t *status_out) {

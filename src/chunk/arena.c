@@ -334,6 +334,18 @@ static gemini_status_t tensors_kill(gmi_manager_t *m, gmi_arena_t *a) {
   return GEMINI_OK;
 }
 
+/* Fails with BUSY if something uses the chunks of an arena. */
+static gemini_status_t chunks_unused(const gmi_arena_t *a, uint32_t count) {
+  for (uint32_t i = 0; i < count; i++) {
+    const gmi_chunk_t *c = &a->chunks[i];
+    if (gmi_chunk_device_users(c) || gmi_chunk_host_users(c) || gmi_chunk_is_pinned(c))
+      return gmi_fail(GEMINI_ERR_BUSY, 0, "a range of arena %s is acquired or pinned", a->name);
+    if (gmi_chunk_in_graphs(c))
+      return gmi_fail(GEMINI_ERR_BUSY, 0, "arena %s is used in a graph: destroy the graph first", a->name);
+  }
+  return GEMINI_OK;
+}
+
 static gemini_status_t arena_destroy(gmi_manager_t *m, gemini_arena_t handle) {
   gmi_arena_t *a = gmi_arena_get(m, handle);
   if (!a) return GEMINI_ERR_HANDLE;
@@ -346,19 +358,14 @@ static gemini_status_t arena_destroy(gmi_manager_t *m, gemini_arena_t handle) {
   if (status) return status;
   gmi_workers_drain(m, NULL);
   uint32_t count = a->store == a->index ? atomic_load(&a->chunk_count) : 0;
-  for (uint32_t i = 0; i < count; i++) {
-    gmi_chunk_t *c = &a->chunks[i];
-    if (gmi_chunk_device_users(c) || gmi_chunk_host_users(c) || gmi_chunk_is_pinned(c))
-      return gmi_fail(GEMINI_ERR_BUSY, 0, "a range of arena %s is acquired or pinned", a->name);
-    if (gmi_chunk_in_graphs(c))
-      return gmi_fail(GEMINI_ERR_BUSY, 0, "arena %s is used in a graph: destroy the graph first", a->name);
-  }
   status = tensors_kill(m, a);
-  if (!status &&
-      a->store != a->index) { /* the parameters whose bytes hold gradients become zeros: their values are lost */
-    status = gmi_gradients_drop(m, a);
-    for (uint32_t i = 0; status && i < a->tensor_count; i++) tensor_revive(&m->tensors.at[a->order[i]]);
-  }
+  if (status) return status;
+  /* After the kill no acquire without the lock can begin. One that was released before the kill may still hold chunks,
+   * as release_whole() drops the tensor's user first: so the chunks are checked last. */
+  status = chunks_unused(a, count);
+  if (!status && a->store != a->index)
+    status = gmi_gradients_drop(m, a); /* parameters whose bytes hold gradients become zeros: their values are lost */
+  for (uint32_t i = 0; status && i < a->tensor_count; i++) tensor_revive(&m->tensors.at[a->order[i]]);
   if (status) return status;
   for (uint32_t i = 0; i < count; i++) gmi_chunk_forget(m, &a->chunks[i]);
   gmi_host_forget(m);

@@ -162,8 +162,7 @@ const char *gmi_chunk_hold(gmi_manager_t *m, gmi_chunk_t *c, uint32_t tier, uint
   bool write = mode & GEMINI_WRITE;
   if (tier == GEMINI_TIER_DEVICE) {
     const char *why = gmi_chunk_busy(c, write ? GMI_TO_WRITE_ON_DEVICE : GMI_TO_READ_ON_DEVICE);
-    if (!why) gmi_chunk_hold_device(m, c, mode);
-    return why;
+    return why ? why : gmi_chunk_hold_device(m, c, mode);
   }
   const char *why = gmi_chunk_busy(c, write ? GMI_TO_WRITE_ON_HOST : GMI_TO_READ_ON_HOST);
   if (why) return why;
@@ -178,9 +177,14 @@ const char *gmi_chunk_hold(gmi_manager_t *m, gmi_chunk_t *c, uint32_t tier, uint
   return NULL;
 }
 
-void gmi_chunk_hold_device(gmi_manager_t *m, gmi_chunk_t *c, uint32_t mode) {
+/* Checks the limits in the word that is replaced: acquires without the lock may add users at any time. */
+const char *gmi_chunk_hold_device(gmi_manager_t *m, gmi_chunk_t *c, uint32_t mode) {
+  uint32_t word = atomic_load(&c->word_), add = mode & GEMINI_WRITE ? 1 + GMI_CHUNK_WRITER : 1;
+  const char *why;
   (void)m;
-  atomic_fetch_add(&c->word_, mode & GEMINI_WRITE ? 1 + GMI_CHUNK_WRITER : 1);
+  do why = why_full(c, word);
+  while (!why && !atomic_compare_exchange_weak(&c->word_, &word, word + add));
+  return why;
 }
 
 const char *gmi_chunk_pin(gmi_manager_t *m, gmi_chunk_t *c) {

@@ -132,7 +132,7 @@ static inline void gmi_chunk_unhold(gmi_manager_t *m, gmi_chunk_t *c, uint32_t t
 static inline bool gmi_chunk_hold_fast(gmi_manager_t *m, gmi_chunk_t *c, uint32_t mode, uint32_t stream);
 static inline void gmi_chunk_unhold_device(gmi_chunk_t *c, uint32_t mode); /* any thread, no lock */
 /* Holds it on the device for the library's own use, without a check for conflicting users. */
-void gmi_chunk_hold_device(gmi_manager_t *m, gmi_chunk_t *c, uint32_t mode);
+const char *gmi_chunk_hold_device(gmi_manager_t *m, gmi_chunk_t *c, uint32_t mode);
 const char *gmi_chunk_pin(gmi_manager_t *m, gmi_chunk_t *c);
 void gmi_chunk_unpin(gmi_manager_t *m, gmi_chunk_t *c);
 /* Keeps its slot in place for a call. writes: the call changes the bytes there. */

@@ -30,15 +30,17 @@ static void chunk_part(gmi_manager_t *m, const gmi_range_t *r, uint64_t i, uint6
   if (*end > r->offset + r->size) *end = r->offset + r->size;
 }
 
-/* Checks that no acquire uses the range's chunks, and sends device acquires to the slow path from now on. */
-static gemini_status_t free_to_change(gmi_manager_t *m, const gmi_range_t *r) {
-  for (uint64_t i = r->first; i <= r->last; i++) {
-    gmi_chunk_t *c = &r->store->chunks[i];
-    if (gmi_chunk_host_users(c) || !gmi_chunk_unsettle(c, GMI_CHUNK_USERS))
-      return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is acquired", r->store->name);
-  }
-  (void)m;
+/* Checks that no acquire uses the chunk, and sends device acquires to the slow path from now on. */
+static gemini_status_t chunk_free_to_change(const gmi_arena_t *store, gmi_chunk_t *c) {
+  if (gmi_chunk_host_users(c) || !gmi_chunk_unsettle(c, GMI_CHUNK_USERS))
+    return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is acquired", store->name);
   return GEMINI_OK;
+}
+static gemini_status_t free_to_change(const gmi_range_t *r) {
+  gemini_status_t status = GEMINI_OK;
+  for (uint64_t i = r->first; !status && i <= r->last; i++)
+    status = chunk_free_to_change(r->store, &r->store->chunks[i]);
+  return status;
 }
 
 /* A parameter and the gradient that reuses its bytes: do the bytes hold what the range names, or does the call
@@ -199,6 +201,8 @@ static gemini_status_t zero_parts(gmi_manager_t *m, const gmi_arena_t *store, co
   gemini_status_t status = GEMINI_OK;
   for (uint64_t i = 0; !status && i < n; i++)
     status = gmi_updates_queue(m, zeros[i].chunk); /* may move other chunks: comes before the choice */
+  /* Again, as callbacks ran without the lock: zero_commit() forgets whole chunks, with all users in their words. */
+  for (uint64_t i = 0; !status && i < n; i++) status = chunk_free_to_change(store, zeros[i].chunk);
   for (; !status && held < n; held += !status) {
     status = zero_prepare(m, store, &zeros[held]);
     if (!status) gmi_chunk_hold_host(m, zeros[held].chunk, false); /* bringing the next chunk must not take its slot */
@@ -240,7 +244,7 @@ static gemini_status_t zero_range(gmi_manager_t *m, const gemini_access_t *their
   parts_t parts;
   gemini_status_t status = gmi_access_in(&access, theirs, "access");
   if (!status) status = gmi_range_ready(m, &access, &r);
-  if (!status) status = free_to_change(m, &r);
+  if (!status) status = free_to_change(&r);
   if (status || !r.size) return status;
   /* In a reusing arena with tensors, only gradients are zeroed: the other bytes hold parameters. */
   uint64_t tensors = 0;
@@ -262,7 +266,7 @@ gemini_status_t gmi_gradients_drop(gmi_manager_t *m, gmi_arena_t *a) {
   content_walk_t flags = { .range = &r, .set = false };
   if (!r.size || !atomic_load(&m->cut.chunk_bytes)) return GEMINI_OK;
   gmi_range_chunks(m, &r);
-  gemini_status_t status = free_to_change(m, &r);
+  gemini_status_t status = free_to_change(&r);
   if (status) return status;
   gmi_arena_each(m, r.store, 0, r.size, gradient_part, &g);
   if (g.parts.lost) status = gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the ranges of gradients");
@@ -379,7 +383,7 @@ static gemini_status_t file_range(gmi_manager_t *m, const gemini_access_t *their
     return gmi_fail(GEMINI_ERR_INVALID, 0, "fd_offset is %llu: the range would end behind the largest file offset",
                     (unsigned long long)fd_offset);
   status = content_check(m, &r, !write_file);
-  if (!status && !write_file) status = free_to_change(m, &r);
+  if (!status && !write_file) status = free_to_change(&r);
   for (uint64_t i = r.first; !status && i <= r.last; i++) status = file_check(&r, &r.store->chunks[i], write_file);
   if (!status && !write_file)
     status = gmi_host_fits(m, "the range", ((uint64_t)r.last - r.first + 1) * gmi_slot_bytes(m), in_range, &r);

@@ -63,6 +63,7 @@ typedef struct gmi_graph {
   content_t *contents;
   uint64_t clock, copies; /* clock: releases so far, for the least recently used ring frame; copies: nodes per replay */
   gmi_fence_t left;       /* behind the last replay: guards ring frames and slots */
+  char op[NAME_LIMIT + 1]; /* the operator that is open in its capture, while graphs.op_of is this graph */
 } gmi_graph_t;
 
 static const char *name_of(gmi_manager_t *m, const gmi_chunk_t *c) { return gmi_chunk_arena(m, c)->name; }
@@ -116,6 +117,7 @@ static void graph_free(gmi_manager_t *m, gmi_graph_t *g) {
   if (g->state == GRAPH_OPEN) atomic_fetch_and(&m->graphs.streams, ~(UINT64_C(1) << g->stream));
   gmi_lease_drop_graph(&m->leases, g->index + 1);
   m->graphs.at[g->index] = NULL;
+  if (m->graphs.op_of == g) m->graphs.op_of = NULL;
   m->graphs.count--;
   free(g->ring);
   free(g->parts);
@@ -180,10 +182,11 @@ static gemini_status_t graph_begin(gmi_manager_t *m, gemini_stream_t stream, uin
   if (taken) status = m->trace.observer->budgets_change(m); /* plans must do without the ring frames */
   if (status) {
     char message[440];
+    int64_t native_code = gmi_fail_code();
     memcpy(message, gmi_fail_message(), sizeof message);
     graph_free(m, g);
     if (taken) (void)m->trace.observer->budgets_change(m);
-    return gmi_fail(status, 0, "%s", message);
+    return gmi_fail(status, native_code, "%s", message);
   }
   *graph_out = gmi_handle(m, GMI_HANDLE_GRAPH, g->generation, g->index);
   return GEMINI_OK;
@@ -212,7 +215,7 @@ static gemini_status_t graph_end(gmi_manager_t *m, gemini_graph_t handle) {
   g->capture = NULL;
   g->state = GRAPH_READY;
   atomic_fetch_and(&m->graphs.streams, ~(UINT64_C(1) << g->stream));
-  m->graphs.op[0] = '\0';
+  if (m->graphs.op_of == g) m->graphs.op_of = NULL;
   gmi_lease_drop_graph(&m->leases, g->index + 1); /* acquires that the capture did not release end here */
   for (uint32_t i = 0; i < g->part_count; i++) {
     part_t *p = &g->parts[i];
@@ -252,22 +255,24 @@ gemini_status_t gemini_graph_destroy(gemini_manager_t mgr, gemini_graph_t graph)
 }
 
 /* ---- inside a capture: acquires and releases that add nodes to the graph */
-static const char *op_name(gmi_manager_t *m) {
-  const char *op = *m->graphs.op ? m->graphs.op : m->trace.advice->op_name(m);
+static const char *op_name(gmi_manager_t *m, const gmi_graph_t *g) {
+  const char *op = m->graphs.op_of == g ? g->op : m->trace.advice->op_name(m);
   return op ? op : "a captured operator";
 }
 
-gemini_status_t gmi_graph_op_begin(gmi_manager_t *m, const char *name) {
+gemini_status_t gmi_graph_op_begin(gmi_manager_t *m, uint32_t stream, const char *name) {
+  gmi_graph_t *g = graph_on(m, stream);
   size_t length = name ? strnlen(name, NAME_LIMIT + 1) : 0;
   if (!length || length > NAME_LIMIT)
     return gmi_fail(GEMINI_ERR_INVALID, 0, "an operator's name must have 1 to %d bytes", NAME_LIMIT);
-  if (*m->graphs.op) return gmi_fail(GEMINI_ERR_STATE, 0, "operator %s is open already", m->graphs.op);
-  memcpy(m->graphs.op, name, length + 1);
+  if (m->graphs.op_of) return gmi_fail(GEMINI_ERR_STATE, 0, "operator %s is open already", m->graphs.op_of->op);
+  memcpy(g->op, name, length + 1);
+  m->graphs.op_of = g;
   return GEMINI_OK;
 }
 bool gmi_graph_op_end(gmi_manager_t *m) {
-  bool open = *m->graphs.op;
-  m->graphs.op[0] = '\0';
+  bool open = m->graphs.op_of;
+  m->graphs.op_of = NULL;
   return open;
 }
 
@@ -316,7 +321,7 @@ static gemini_status_t part_hold(gmi_manager_t *m, gmi_graph_t *g, const gemini_
   if (write && !(p->kept && still_acquired(p, true)))
     return gmi_fail(GEMINI_ERR_STATE, 0,
                     "%s: a chunk of arena %s is written in a graph: acquire it for writing before the capture begins",
-                    op_name(m), name_of(m, c));
+                    op_name(m, g), name_of(m, c));
   if (p->kept && !still_acquired(p, false))
     return gmi_fail(GEMINI_ERR_STATE, 0, "a chunk of arena %s was released in the middle of the capture",
                     name_of(m, c));
@@ -350,7 +355,7 @@ static gemini_status_t too_small(gmi_manager_t *m, const gmi_graph_t *g) {
   uint64_t need = 0;
   for (uint32_t i = 0; i < g->part_count; i++) need += !g->parts[i].kept && g->parts[i].readers;
   return gmi_fail(GEMINI_ERR_OOM_DEVICE, 0,
-                  "%s: the chunks acquired at once need %llu bytes, the graph was begun with %llu", op_name(m),
+                  "%s: the chunks acquired at once need %llu bytes, the graph was begun with %llu", op_name(m, g),
                   (unsigned long long)(need * gmi_frame_bytes(m)),
                   (unsigned long long)(g->ring_count * gmi_frame_bytes(m)));
 }
@@ -371,7 +376,7 @@ static gemini_status_t part_fetch(gmi_manager_t *m, gmi_graph_t *g, uint32_t par
     return gmi_fail(GEMINI_ERR_OOM_DEVICE, 0,
                     "%s: chunks of arena %s at %llu and of %s at %llu share one frame of the graph, and are acquired "
                     "at once: begin it with more than %llu bytes",
-                    op_name(m), name_of(m, c), (unsigned long long)c->index << m->cut.chunk_shift, name_of(m, other),
+                    op_name(m, g), name_of(m, c), (unsigned long long)c->index << m->cut.chunk_shift, name_of(m, other),
                     (unsigned long long)other->index << m->cut.chunk_shift,
                     (unsigned long long)(g->ring_count * gmi_frame_bytes(m)));
   }

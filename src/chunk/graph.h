@@ -16,7 +16,7 @@ static inline bool gmi_graph_begun(gmi_manager_t *m, uint32_t stream) {
 gemini_status_t gmi_graph_captures(gmi_manager_t *m, uint32_t stream, bool *captures_out);
 gemini_status_t gmi_graph_acquire(gmi_manager_t *m, gemini_access_t *accesses, uint64_t count, uint32_t stream);
 gemini_status_t gmi_graph_release(gmi_manager_t *m, const gemini_access_t *accesses, uint64_t count, uint32_t stream);
-gemini_status_t gmi_graph_op_begin(gmi_manager_t *m, const char *name);
+gemini_status_t gmi_graph_op_begin(gmi_manager_t *m, uint32_t stream, const char *name); /* in such a capture */
 bool gmi_graph_op_end(gmi_manager_t *m);                             /* false: no operator is open in a capture */
 bool gmi_graph_uses_stream(const gmi_manager_t *m, uint32_t stream); /* a graph is begun or entered on the stream */
 bool gmi_graphs_busy(const gmi_manager_t *m);                        /* a graph is begun and not ended, or entered */

@@ -36,6 +36,7 @@ static struct {
   _Atomic uint32_t users;         /* Atomic: calls that use manager */
   _Atomic uintptr_t base;         /* Atomic: address range of its allocations; 0 = none yet */
   _Atomic uint64_t range;         /* Atomic: bytes */
+  uint64_t late;                  /* frees since close has begun; guarded by table_lock */
 } entries[GMI_MANAGERS];
 static _Atomic uint32_t serving[DEVICES]; /* Atomic: entry + 1 of the manager that allocates for a device; 0 = none */
 
@@ -88,6 +89,7 @@ static void fork_child(void) {
     }
     atomic_store(&entries[i].manager, NULL);
     atomic_store(&entries[i].users, 0);
+    entries[i].late = 0;
   }
 }
 static const gmi_fork_ops_t fork_ops = { fork_prepare, fork_parent, fork_child };
@@ -132,7 +134,8 @@ gemini_status_t gemini_hook_clear(gemini_manager_t mgr) {
 }
 
 /* Order: no new allocations come (serving), then no new calls enter (manager), then the present ones leave (users),
- * then the put-aside frees are carried out, and what is still live is remembered. */
+ * then the put-aside frees are carried out, and what is still live is remembered. Frees that come between the second
+ * and the last step are counted (late). */
 void gmi_hook_close(gmi_manager_t *m) {
   if (atomic_load(&entries[m->identity.entry].manager) != m) return;
   pthread_mutex_lock(&table_lock);
@@ -143,15 +146,21 @@ void gmi_hook_close(gmi_manager_t *m) {
   gmi_lock(m, "gemini_manager_close"); /* taking the lock drains put-aside frees, but for those that would block */
   uint64_t waiting = atomic_load(&m->hook.waiting), live = m->hook.live > waiting ? m->hook.live - waiting : 0;
   gmi_unlock(m);
-  left_t *l = live ? malloc(sizeof *l) : NULL;
+  left_t *l = live ? malloc(sizeof *l) : NULL, *unused = NULL;
   pthread_mutex_lock(&table_lock);
-  if (l) {
+  uint64_t late = entries[m->identity.entry].late; /* freed while neither the manager nor left could be found */
+  entries[m->identity.entry].late = 0;
+  if (live <= late) {
+    unused = l;
+  } else if (l) {
+    live -= late;
     *l = (left_t){ left, atomic_load(&entries[m->identity.entry].base), atomic_load(&entries[m->identity.entry].range),
                    live };
     left = l;
   }
   atomic_store(&entries[m->identity.entry].base, 0);
   pthread_mutex_unlock(&table_lock);
+  free(unused);
 }
 
 bool gmi_hook_left(const void *base, uint64_t range) {
@@ -162,10 +171,17 @@ bool gmi_hook_left(const void *base, uint64_t range) {
   return l != NULL;
 }
 
-/* Counts a free of a closed manager's pointer, whose range is forgotten with the last one, or ignores a free of the
- * parent process's pointer. False: the pointer is neither. */
+/* Counts a free of a pointer of a manager that is closed or closing: a closed one's range is forgotten with the last
+ * free, for a closing one gmi_hook_close() subtracts them. Ignores a free of the parent process's pointer. False: the
+ * pointer is none of these. */
 static bool left_freed(const void *ptr) {
   pthread_mutex_lock(&table_lock);
+  for (uint32_t i = 0; i < GMI_MANAGERS; i++) {
+    if (atomic_load(&entries[i].manager) || !lies_in(i, ptr)) continue;
+    entries[i].late++;
+    pthread_mutex_unlock(&table_lock);
+    return true;
+  }
   left_t **at = &left;
   while (*at && (uintptr_t)ptr - (*at)->base >= (*at)->range) at = &(*at)->next;
   left_t *l = *at;

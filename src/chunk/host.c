@@ -453,8 +453,11 @@ static gemini_status_t exchange(gmi_manager_t *m, uint32_t a, uint32_t b) {
   else if (bytes_a) memcpy(pb, pa, gmi_slot_bytes(m));
   else if (bytes_b) memcpy(pa, pb, gmi_slot_bytes(m));
   gemini_status_t failure = m->host.slots[a].failure;
+  char *failure_text = m->host.slots[a].failure_text;
   m->host.slots[a].failure = m->host.slots[b].failure;
+  m->host.slots[a].failure_text = m->host.slots[b].failure_text;
   m->host.slots[b].failure = failure;
+  m->host.slots[b].failure_text = failure_text;
   gmi_chunk_slots_exchange(m, a, b);
   if (!wa != !wb) {
     set_free(m, a, !wb);

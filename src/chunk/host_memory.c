@@ -119,6 +119,7 @@ void gmi_host_close(gmi_manager_t *m) {
     if (m->host.committed[part])
       m->device.ops->memory.host_unlock(m->device.self, m->host.base + part * m->host.part_bytes,
                                         m->host.committed[part]);
+  for (uint32_t s = 0; s < m->host.slot_most; s++) free(m->host.slots[s].failure_text);
   gmi_space_free(m->host.committed, m->host.part_count * sizeof *m->host.committed);
   gmi_space_free(m->host.slots, m->host.slot_map_bytes);
   gmi_space_free(m->host.free_map, m->host.free_map_bytes);

@@ -3,15 +3,14 @@
  * SPDX-License-Identifier: Apache-2.0
  *
  * Threads: any thread that holds the manager's lock. A device piece's callback runs on it, without the lock; a host
- * piece's on a worker. defer_work() is a thread of its own, which queues deferred pieces. */
+ * piece's on a worker. */
 #include <errno.h>
 #include <stdlib.h>
-#include <unistd.h>
 
 #include "base/abi.h"
-#include "base/thread.h"
 #include "chunk/arena.h"
 #include "chunk/cut.h"
+#include "chunk/deferred.h"
 #include "chunk/files.h"
 #include "chunk/host.h"
 #include "chunk/residency.h"
@@ -20,49 +19,9 @@
 #include "core/streams.h"
 #include "core/workers.h"
 
-enum { PIECE_CHUNKS = GMI_UPDATE_ARENAS * 32 }; /* bound: arenas times largest ratio of element sizes, plus one each */
-enum { CHUNK_PIECES = 2 };                      /* most pieces of one update that contain the same chunk */
+enum { CHUNK_PIECES = 2 }; /* most pieces of one update that contain the same chunk */
 
-typedef struct {
-  uint64_t begin, end; /* elements whose gradient was not written: it counts as zero */
-} gap_t;
-
-/* Consecutive pieces of an update that have not been queued. Each piece is counted in deferred_ of its chunks. */
-typedef struct rest {
-  struct rest *next, *previous;
-  struct walk *walk;
-  uint64_t begin, end; /* elements, begin at a piece's begin; a rest that becomes empty leaves the list and is freed */
-  uint64_t next_use;   /* as piece_use() of gmi_advice_t */
-  bool left; /* its call has given it up to later callers (counted in left_ too); else the call will queue it */
-  bool reserved[7];
-} rest_t;
-
-/* One gemini_update(): its checked arguments, kept until its last piece is queued. */
-typedef struct walk {
-  uint32_t refs; /* one of the call, one of each of its rests */
-  gmi_manager_t *m;
-  gemini_update_t u;
-  gmi_arena_t *arenas[GMI_UPDATE_ARENAS];
-  uint32_t modes[GMI_UPDATE_ARENAS];
-  uint64_t unit;     /* elements of a piece; pieces begin at multiples of it, the first one where the update begins */
-  gmi_fence_t after; /* the caller's stream, at the call */
-  gap_t *gaps;
-  uint64_t gap_count, gap_capacity;
-  bool gaps_lost;     /* out of memory while collecting gaps */
-  uint32_t gap_arena; /* index in arenas of gradients that reuse their parameters' bytes; GMI_NONE */
-  rest_t *tail;       /* the pieces that the call itself has still to queue; NULL: none */
-} walk_t;
-
-typedef struct {
-  uint64_t begin, end; /* elements */
-  uint64_t next_use;   /* as piece_use() of gmi_advice_t */
-  uint32_t count;
-  gmi_chunk_t *chunks[PIECE_CHUNKS];
-  uint32_t modes[PIECE_CHUNKS];
-} piece_t;
-
-/* The piece that begins at an element, up to end at most; lists each chunk once, with its joint mode. */
-static void piece_at(const walk_t *k, uint64_t begin, uint64_t end, piece_t *p) {
+void gmi_piece_at(const walk_t *k, uint64_t begin, uint64_t end, piece_t *p) {
   p->begin = begin;
   p->end = (begin / k->unit + 1) * k->unit < end ? (begin / k->unit + 1) * k->unit : end;
   p->count = 0;
@@ -154,7 +113,7 @@ static void gap_zeros(const walk_t *k, const piece_t *p, uint64_t first_gap, uin
 }
 
 /* Hands a piece to the workers. All that can fail comes before the first slot's count changes. */
-static gemini_status_t host_piece(walk_t *k, piece_t *p, bool deferred) {
+gemini_status_t gmi_piece_on_host(walk_t *k, piece_t *p, bool deferred) {
   gmi_manager_t *m = k->m;
   gemini_status_t status = piece_to_host(k, p);
   if (status) return status;
@@ -208,82 +167,6 @@ static gemini_status_t host_piece(walk_t *k, piece_t *p, bool deferred) {
   return GEMINI_OK;
 }
 
-/* ---- pieces not queued yet
- *
- * An accepted update is carried out completely: its tensors hold parameters from then on, and every use of one of its
- * chunks queues the chunk's pieces first. Pieces that cannot be queued yet stay in a list, in the order of submission,
- * so the pieces of one chunk run in that order. They are queued by the thread of deferred updates (with a file tier),
- * by a caller that needs one of their chunks, or by gemini_update_wait(). */
-typedef struct gmi_deferred {
-  rest_t *first, *last; /* guarded by the manager's lock, as all that is not Atomic */
-  pthread_cond_t more;  /* used with the manager's lock: something for the thread to queue, or stop */
-  pthread_t thread;
-  _Atomic uint64_t count; /* Atomic: pieces in the list; written under the lock */
-  bool started, stop;
-  bool told; /* the failure of the first piece has been logged; it is retried without another log line */
-} gmi_deferred_t;
-
-uint32_t gmi_updates_ahead(const gmi_manager_t *m, uint32_t chunks) {
-  uint64_t most = (UINT64_C(64) << 20) / gmi_slot_bytes(m);
-  if (most > m->host.slot_count / 8) most = m->host.slot_count / 8;
-  return most / chunks > 2 ? (uint32_t)(most / chunks) : 2;
-}
-
-static void walk_unref(walk_t *k) {
-  if (--k->refs) return;
-  free(k->gaps);
-  free(k);
-}
-
-static void rest_insert(gmi_deferred_t *d, rest_t *rest, rest_t *before) { /* before NULL: appends */
-  rest->walk->refs++;
-  rest->next = before;
-  rest->previous = before ? before->previous : d->last;
-  *(rest->previous ? &rest->previous->next : &d->first) = rest;
-  *(before ? &before->previous : &d->last) = rest;
-}
-static void rest_remove(gmi_deferred_t *d, rest_t *rest) {
-  *(rest->previous ? &rest->previous->next : &d->first) = rest->next;
-  *(rest->next ? &rest->next->previous : &d->last) = rest->previous;
-  walk_t *k = rest->walk;
-  if (rest == k->tail) k->tail = NULL;
-  free(rest);
-  walk_unref(k);
-}
-
-/* Removes the first piece of a rest, which has been queued. */
-static void rest_queued(gmi_deferred_t *d, rest_t *rest, const piece_t *p) {
-  for (uint32_t i = 0; i < p->count; i++) {
-    gmi_chunk_piece_queued(p->chunks[i], rest->left);
-  }
-  d->count--;
-  rest->begin = p->end;
-  if (rest->begin == rest->end) rest_remove(d, rest);
-}
-
-/* Defers the first piece of the call's tail, as a rest of its own before the tail. False: no memory for its record. */
-static bool tail_leave_one(gmi_deferred_t *d, walk_t *k, const piece_t *p) {
-  rest_t *rest = malloc(sizeof *rest);
-  if (!rest) return false;
-  *rest = (rest_t){ .walk = k, .begin = p->begin, .end = p->end, .next_use = p->next_use, .left = true };
-  rest_insert(d, rest, k->tail);
-  for (uint32_t i = 0; i < p->count; i++) gmi_chunk_piece_left(p->chunks[i]);
-  k->tail->begin = p->end;
-  if (k->tail->begin == k->tail->end) rest_remove(d, k->tail);
-  return true;
-}
-
-/* Defers all pieces of the tail. It needs no memory: the tail itself becomes the record. */
-static void tail_leave(walk_t *k) {
-  piece_t p;
-  k->tail->left = true;
-  k->tail->next_use = UINT64_MAX;
-  for (uint64_t at = k->tail->begin; at < k->tail->end; at = p.end) {
-    piece_at(k, at, k->tail->end, &p);
-    for (uint32_t i = 0; i < p.count; i++) gmi_chunk_piece_left(p.chunks[i]);
-  }
-}
-
 /* Can the piece be queued on the host now, without waiting for free slots, a file, or earlier pieces of its chunks? */
 static bool piece_is_ready(const walk_t *k, const piece_t *p) {
   uint32_t missing = 0;
@@ -294,6 +177,12 @@ static bool piece_is_ready(const walk_t *k, const piece_t *p) {
     missing += !gmi_chunk_has_slot(c);
   }
   return missing <= gmi_host_free(k->m);
+}
+
+void gmi_walk_unref(walk_t *k) {
+  if (--k->refs) return;
+  free(k->gaps);
+  free(k);
 }
 
 /* Work that a callback queued cannot be withdrawn: a failure after it is recorded as one of asynchronous work, to be
@@ -310,11 +199,16 @@ static void after_callback(gmi_manager_t *m, gemini_status_t status, gmi_fence_t
 /* Queues a piece on the device. All that can fail comes before the callback, so a failure leaves the piece unqueued.
  * The callback runs without the lock; other threads' calls that look at chunks wait until it has returned
  * (gmi_lock()). */
-static gemini_status_t device_piece(walk_t *k, piece_t *p, rest_t *rest) {
+gemini_status_t gmi_piece_on_device(walk_t *k, piece_t *p, rest_t *rest) {
   gmi_manager_t *m = k->m;
   uint32_t stream = m->update.stream, held = 0;
   gemini_status_t status = GEMINI_OK;
-  for (; held < p->count; held++) gmi_chunk_hold_device(m, p->chunks[held], p->modes[held]);
+  for (; !status && held < p->count; held += !status) {
+    const char *why = gmi_chunk_hold_device(m, p->chunks[held], p->modes[held]);
+    if (why)
+      status =
+          gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is %s", gmi_chunk_arena(m, p->chunks[held])->name, why);
+  }
   for (uint32_t i = 0; !status && i < p->count; i++)
     status = gmi_chunk_fetch(m, p->chunks[i], false, GEMINI_REASON_UPDATE, GMI_TAKE_EVICT);
   if (!status) status = gmi_fence_wait(m, stream, k->after);
@@ -336,7 +230,7 @@ static gemini_status_t device_piece(walk_t *k, piece_t *p, rest_t *rest) {
     for (uint32_t i = 0; i < p->count; i++)
       if (p->modes[i] & GEMINI_WRITE) gmi_chunk_wrote(m, p->chunks[i]);
     k->refs++;
-    rest_queued(m->update.deferred, rest, p);
+    gmi_rest_queued(m->update.deferred, rest, p);
     const char *function = atomic_load_explicit(&m->watch.holder, memory_order_relaxed);
     gmi_callback_begin(m); /* drops the lock; the chunks stay, because they are held */
     gmi_wait_t wait;
@@ -344,7 +238,7 @@ static gemini_status_t device_piece(walk_t *k, piece_t *p, rest_t *rest) {
     k->u.fn(k->u.user, &span);
     gmi_wait_end(m, &wait);
     gmi_callback_end(m, function);
-    walk_unref(k);
+    gmi_walk_unref(k);
     gmi_fence_t end = gmi_fence_later(m, stream);
     for (uint32_t i = 0; i < p->count; i++)
       after_callback(m, gmi_chunk_use(m, p->chunks[i], p->modes[i], stream, true), end);
@@ -362,122 +256,10 @@ static gemini_status_t device_piece(walk_t *k, piece_t *p, rest_t *rest) {
   return status;
 }
 
-static bool is_pinned(const piece_t *p) {
+bool gmi_piece_is_pinned(const piece_t *p) {
   bool pinned = false;
   for (uint32_t i = 0; i < p->count; i++) pinned |= gmi_chunk_is_pinned(p->chunks[i]) && (p->modes[i] & GEMINI_WRITE);
   return pinned;
-}
-
-/* Queues the first piece in the list. now: blocks until there is room; else *waits_out: there is none, try again after
- * the next job or transfer has ended. */
-static gemini_status_t queue_first(gmi_manager_t *m, bool now, bool *waits_out) {
-  gmi_deferred_t *d = m->update.deferred;
-  rest_t *rest = d->first;
-  walk_t *k = rest->walk;
-  piece_t p = { .next_use = rest->next_use };
-  piece_at(k, rest->begin, rest->end, &p);
-  uint32_t missing = 0;
-  for (uint32_t i = 0; i < p.count; i++) missing += !gmi_chunk_has_slot(p.chunks[i]);
-  gemini_status_t status = GEMINI_OK;
-  *waits_out = false;
-  if (!now) {
-    *waits_out = gmi_workers_deferred(m) >= gmi_updates_ahead(m, p.count);
-    /* Make room for the pieces behind it as well: their victims are written while this piece's chunks are read. */
-    uint64_t ahead = gmi_updates_ahead(m, p.count);
-    if (!*waits_out) status = gmi_host_room_soon(m, missing, missing * (uint32_t)(d->count < ahead ? d->count : ahead));
-    if (!status && gmi_host_free(m) < missing) *waits_out = true;
-    if (status || *waits_out) return status;
-  }
-  if (is_pinned(&p)) {
-    status = device_piece(k, &p, rest);
-  } else {
-    status = host_piece(k, &p, true);
-    if (!status) rest_queued(d, rest, &p);
-  }
-  if (status)
-    gmi_fail_prefix("%llu parts of updates are pending, the first of arena %s from element %llu on: ",
-                    (unsigned long long)atomic_load(&d->count), k->arenas[0]->name, (unsigned long long)p.begin);
-  return status;
-}
-
-gemini_status_t gmi_updates_queue(gmi_manager_t *m, const gmi_chunk_t *c) {
-  GMI_ASSERT(gmi_lock_is_mine(m));
-  gemini_status_t status = GEMINI_OK;
-  bool waits;
-  while (!status && m->update.deferred->first && (!c || gmi_chunk_deferred(c))) status = queue_first(m, true, &waits);
-  return status;
-}
-
-/* Queues the pieces of earlier updates that contain one of p's chunks: they must run first. */
-static gemini_status_t queue_left(gmi_manager_t *m, const piece_t *p) {
-  gemini_status_t status = GEMINI_OK;
-  bool waits;
-  for (uint32_t i = 0; i < p->count; i++)
-    while (!status && gmi_chunk_left(p->chunks[i])) status = queue_first(m, true, &waits);
-  return status;
-}
-
-static const char THREAD_NAME[] = "deferred updates"; /* the lock's holder in dumps, in place of a function's name */
-static void *defer_work(void *user) {
-  gmi_manager_t *m = user;
-  gmi_deferred_t *d = m->update.deferred;
-  gmi_lock(m, THREAD_NAME);
-  while (!d->stop) {
-    uint64_t events = gmi_workers_finished(m);
-    bool waits = !d->first || !d->first->left;
-    gemini_status_t status = GEMINI_OK;
-    while (!waits && !status) {
-      status = queue_first(m, false, &waits);
-      waits |= !d->first || !d->first->left;
-    }
-    if (status && !d->told) gmi_log(m, GEMINI_LOG_WARNING, "an update is pending: %s", gmi_fail_message());
-    d->told = status != GEMINI_OK;
-    bool idle = !d->first || !d->first->left;
-    if (idle) {
-      if (!d->stop) gmi_lock_wait(m, &d->more);
-      gmi_callbacks_wait(m, THREAD_NAME);
-      continue;
-    }
-    gmi_unlock(m);             /* also sends logs */
-    if (status) usleep(10000); /* retry: the obstacle may go; a caller that needs the chunk gets the error itself */
-    else gmi_workers_idle(m, events);
-    gmi_lock(m, THREAD_NAME);
-  }
-  gmi_unlock_quietly(m);
-  return NULL;
-}
-
-uint64_t gmi_updates_deferred(const gmi_manager_t *m) { return m->update.deferred->count; }
-
-void gmi_updates_room(gmi_manager_t *m) {
-  if (m->update.deferred->first) gmi_workers_nudge(m);
-}
-
-gemini_status_t gmi_updates_open(gmi_manager_t *m) {
-  gmi_deferred_t *d = m->update.deferred = calloc(1, sizeof *d);
-  if (!d) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for deferred updates");
-  pthread_cond_init(&d->more, NULL);
-  if (!m->file.store) return GEMINI_OK;
-  int error = gmi_thread_start(&d->thread, defer_work, m);
-  d->started = !error;
-  return error ? gmi_fail(GEMINI_ERR_OOM_SYSTEM, error, "could not start the thread of deferred updates") : GEMINI_OK;
-}
-
-void gmi_updates_close(gmi_manager_t *m) {
-  gmi_deferred_t *d = m->update.deferred;
-  if (!d) return;
-  gmi_lock(m, "gemini_manager_close");
-  d->stop = true;
-  pthread_cond_signal(&d->more);
-  gmi_unlock(m);
-  if (d->started) {
-    gmi_workers_nudge(m);
-    pthread_join(d->thread, NULL);
-  }
-  while (d->first) rest_remove(d, d->first);
-  pthread_cond_destroy(&d->more);
-  free(d);
-  m->update.deferred = NULL;
 }
 
 static void add_gap(gmi_manager_t *m, gmi_tensor_t *t, void *user) {
@@ -609,7 +391,7 @@ static gemini_status_t walk_room(walk_t *k, uint32_t index) {
   uint64_t need = 0, slot_bytes = gmi_slot_bytes(m), number = 0;
   piece_t p;
   for (uint64_t at = k->u.first_element, end = at + k->u.element_count; at < end; at = p.end, number++) {
-    piece_at(k, at, end, &p);
+    gmi_piece_at(k, at, end, &p);
     if (m->file.store && p.count > m->host.slot_count)
       return gmi_fail(GEMINI_ERR_OOM_HOST, 0, "the update needs %llu bytes of host memory at once, the budget is %llu",
                       (unsigned long long)p.count * slot_bytes, (unsigned long long)m->config.host_bytes);
@@ -636,9 +418,9 @@ static void walk_accept(walk_t *k) {
   k->tail->walk = k;
   k->tail->begin = k->u.first_element;
   k->tail->end = k->u.first_element + k->u.element_count;
-  rest_insert(m->update.deferred, k->tail, NULL);
+  gmi_rest_insert(m->update.deferred, k->tail, NULL);
   for (uint64_t at = k->tail->begin; at < k->tail->end; at = p.end, m->update.deferred->count++) {
-    piece_at(k, at, k->tail->end, &p);
+    gmi_piece_at(k, at, k->tail->end, &p);
     for (uint32_t i = 0; i < p.count; i++) gmi_chunk_piece_accepted(p.chunks[i]);
   }
   for (uint32_t i = 0; i < k->u.arena_count; i++) {
@@ -652,18 +434,18 @@ static void walk_accept(walk_t *k) {
 /* Queues the first piece of the tail, or defers it if it would have to wait for room or a file. */
 static gemini_status_t tail_queue_one(walk_t *k, piece_t *p, bool device) {
   gmi_manager_t *m = k->m;
-  bool pinned = is_pinned(p);
+  bool pinned = gmi_piece_is_pinned(p);
   gemini_status_t status = GEMINI_OK;
-  if (device || pinned || !m->file.store) status = queue_left(m, p);
+  if (device || pinned || !m->file.store) status = gmi_updates_queue_left(m, p);
   if (status || !k->tail || k->tail->begin != p->begin) return status; /* a nested call in a callback queued it */
-  status = device || pinned ? device_piece(k, p, k->tail) : GEMINI_ERR_OOM_DEVICE;
+  status = device || pinned ? gmi_piece_on_device(k, p, k->tail) : GEMINI_ERR_OOM_DEVICE;
   if (pinned || !gmi_is_oom(status)) return status;
   if (!piece_is_ready(k, p))
-    return tail_leave_one(m->update.deferred, k, p)
+    return gmi_tail_leave_one(m->update.deferred, k, p)
                ? GEMINI_OK
                : gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for an update's record");
-  status = host_piece(k, p, false);
-  if (!status) rest_queued(m->update.deferred, k->tail, p);
+  status = gmi_piece_on_host(k, p, false);
+  if (!status) gmi_rest_queued(m->update.deferred, k->tail, p);
   return status;
 }
 
@@ -673,7 +455,7 @@ static void walk_run(walk_t *k, uint32_t index) {
   gemini_status_t status = GEMINI_OK;
   piece_t p;
   while (!status && k->tail) {
-    piece_at(k, k->tail->begin, k->tail->end, &p);
+    gmi_piece_at(k, k->tail->begin, k->tail->end, &p);
     uint32_t number = (uint32_t)(p.begin / k->unit - k->u.first_element / k->unit);
     bool device = m->trace.advice->piece_on_device(m, index, number);
     p.next_use = m->trace.advice->piece_use(m, index, number);
@@ -682,7 +464,7 @@ static void walk_run(walk_t *k, uint32_t index) {
     if (device) m->trace.observer->piece_ends(m, index, number);
   }
   if (status) gmi_log(m, GEMINI_LOG_WARNING, "an update is pending: %s", gmi_fail_message());
-  if (k->tail) tail_leave(k);
+  if (k->tail) gmi_tail_leave(k);
   pthread_cond_signal(&m->update.deferred->more);
 }
 
@@ -781,7 +563,7 @@ static gemini_status_t update(gmi_manager_t *m, const gemini_update_t *theirs) {
   if (!status) status = walk(k, stream);
   if (status) free(k->tail);
   bool late = k->u.flags & GEMINI_UPDATE_LATE;
-  walk_unref(k);
+  gmi_walk_unref(k);
   gmi_unlock(m);
   if (status || late) return status;
   status = gmi_updates_finish(m, "gemini_update");

@@ -94,7 +94,9 @@ typedef struct gmi_slot {
   _Atomic uint64_t work_done; /* Atomic: see above; at most work_queued */
   uint64_t work_queued;
   _Atomic gemini_status_t failure; /* Atomic: of the last read from a file into the slot */
-  bool block;                      /* the slot holds heap blocks instead of a chunk */
+  char *failure_text; /* its cause, owned; NULL: not known. Guarded by the workers' lock while the slot has work, else
+                       * by the manager's */
+  bool block;         /* the slot holds heap blocks instead of a chunk */
 } gmi_slot_t;
 
 enum { GMI_UPDATED = 1024 };
@@ -263,6 +265,7 @@ struct gmi_store;
 struct gmi_sys;
 struct gmi_reserve;
 struct gmi_deferred;
+struct gmi_graph;
 
 enum { GMI_HIT_STRIPES = 16, GMI_LOG_QUEUE = 8, GMI_CHANGED = 64 };
 /* One of several counters of hits, so that threads seldom write the same cache line. 128 bytes, as processors prefetch
@@ -326,7 +329,6 @@ typedef struct gmi_manager {
     uint32_t *unmade, unmade_count;             /* indices in at[] without a device frame */
     uint32_t resident;                          /* chunks with frames */
     _Atomic uint64_t clock; /* Atomic: fetches so far, the clock of gmi_chunk_touched(); relaxed: only ranks victims */
-    uint32_t clock_hand;    /* where the search for a victim goes on */
   } frames;
 
   struct { /* chunk/nonmodel.c */
@@ -358,7 +360,7 @@ typedef struct gmi_manager {
     uint64_t generations[GMI_GRAPHS]; /* of the latest graph with each index */
     uint32_t count, frames;           /* frames: the part of frames.used that graphs own */
     _Atomic uint64_t streams;         /* Atomic: bit per stream on which a graph is begun; written under the lock */
-    char op[128];                     /* operator that is open in a capture; "": none */
+    struct gmi_graph *op_of;          /* the graph in whose capture an operator is open, or NULL */
   } graphs;
 
   gmi_host_t host; /* chunk/host.c */
@@ -381,7 +383,7 @@ typedef struct gmi_manager {
     char message[384];
     uint64_t last_ns; /* end of the last transfer */
   } io;
-  struct { /* chunk/update.c */
+  struct { /* chunk/update.c, chunk/deferred.c */
     struct gmi_workers *workers;
     struct gmi_deferred *deferred; /* pieces of accepted updates that are not queued yet */
     uint32_t stream;               /* the library's own stream for updates on the device */

@@ -95,8 +95,11 @@ gmi_fence_t gmi_fence_join(gmi_manager_t *m, gmi_fence_t a, gmi_fence_t b) {
   if (gmi_fence_reached(m, b)) return a;
   gmi_fence_t joined = b;
   if (gmi_fence_wait(m, gmi_fence_stream(b), a) || fence_now(m, gmi_fence_stream(b), false, &joined)) {
-    m->failure.status = GEMINI_ERR_DEVICE; /* no fence covers both: the calling thread waits for both instead */
-    snprintf(m->failure.message, sizeof m->failure.message, "%s", gmi_fail_message());
+    /* No fence covers both: the calling thread waits for both instead. The first failure is kept, as its cause. */
+    if (!m->failure.status) {
+      m->failure.status = GEMINI_ERR_DEVICE;
+      snprintf(m->failure.message, sizeof m->failure.message, "%s", gmi_fail_message());
+    }
     gmi_fence_sync(m, a);
     gmi_fence_sync(m, b);
     return 0;

@@ -58,7 +58,6 @@ typedef struct gmi_workers {
   uint64_t finished;             /* jobs and other work ever finished: an event counter for waits */
   gemini_status_t failure;       /* of the first update that did not run; never reset */
   char failure_text[384];        /* its cause */
-  char last_text[384];           /* cause of the last failed read */
   bool stop;
   uint32_t thread_count;
   double ns_per_element; /* of an update and one worker, running mean */
@@ -136,6 +135,7 @@ static gmi_job_t *pick(gmi_workers_t *l) {
 static void prepare(gmi_workers_t *l, gmi_job_t *job) {
   gmi_manager_t *m = l->m;
   gemini_status_t status = GEMINI_OK;
+  char text[sizeof l->failure_text] = "";
   if (job->state == JOB_CAME) take_first_ready(l);
   leave_queue(l, job, JOB_WAITED_FOR);
   l->waiters++;
@@ -152,7 +152,7 @@ static void prepare(gmi_workers_t *l, gmi_job_t *job) {
       pthread_cond_wait(&l->done, &l->lock);
     if (!slot->failure) continue;
     status = slot->failure;
-    if (!l->failure) memcpy(l->failure_text, l->last_text, sizeof l->failure_text);
+    snprintf(text, sizeof text, "%s", slot->failure_text ? slot->failure_text : "a read from the files failed");
   }
   pthread_mutex_unlock(&l->lock);
   for (uint32_t i = 0; !status && i < job->zero_count; i++) memset(job->zeros[i].address, 0, job->zeros[i].bytes);
@@ -163,7 +163,10 @@ static void prepare(gmi_workers_t *l, gmi_job_t *job) {
     add_ready(l, job);
   } else {
     job->done_elements = job->span.element_count;
-    if (!l->failure && !job->norm) l->failure = status;
+    if (!l->failure && !job->norm) {
+      l->failure = status;
+      memcpy(l->failure_text, text, sizeof text);
+    }
   }
   pthread_cond_broadcast(&l->more);
 }
@@ -354,7 +357,8 @@ void gmi_workers_work_done(gmi_manager_t *m, gmi_slot_t *slot, gemini_status_t s
   gmi_workers_t *l = m->update.workers;
   pthread_mutex_lock(&l->lock);
   slot->failure = status;
-  if (status) snprintf(l->last_text, sizeof l->last_text, "%s", message);
+  free(slot->failure_text);
+  slot->failure_text = status ? strdup(message) : NULL;
   atomic_fetch_add_explicit(&slot->work_done, 1, memory_order_release);
   l->finished++;
   pthread_cond_broadcast(&l->done);

@@ -145,7 +145,7 @@ static gemini_status_t op_begin(gmi_manager_t *m, const char *name, gemini_strea
   if (atomic_load(&m->graphs.streams)) {
     status = gmi_stream_resolve(m, stream, &s);
     if (!status) status = gmi_graph_captures(m, s, &captures);
-    if (status || captures) return status ? status : gmi_graph_op_begin(m, name);
+    if (status || captures) return status ? status : gmi_graph_op_begin(m, s, name);
   }
   if (!m->bracket.iteration_open) return gmi_fail(GEMINI_ERR_STATE, 0, "no iteration is open");
   if (t->op_open) return gmi_fail(GEMINI_ERR_STATE, 0, "operator %s is open already", gmi_tracer_op_name(m));

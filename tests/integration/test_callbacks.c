@@ -172,6 +172,37 @@ static void test_zero_forgets_nothing_that_came_in_a_callback(void) {
   scene_close(&s, 2, 1);
 }
 
+/* A callback that does what it must not, and acquires: the call that it runs in refuses, and the bytes stay. */
+static void acquiring_span(void *user, const gemini_update_span_t *span) {
+  scene_t *s = user;
+  CHECK_EQ(span->tier, DEVICE);
+  s->held = world_part(s->state, W, W, BOTH, DEVICE);
+  CHECK_OK(gemini_acquire(s->w.mgr, &s->held, 1, GEMINI_STREAM_CALLER));
+  memset(s->held.ptr, 9, W);
+}
+static void test_zero_refuses_what_its_own_callback_acquired(void) {
+  scene_t s;
+  scene_open(&s, 2, NULL, 0);
+  crowd_comes(&s);
+  const uint32_t modes[] = { BOTH, READ };
+  gemini_update_t u = GEMINI_UPDATE_INIT;
+  u.flags = GEMINI_UPDATE_LATE;
+  u.arenas = s.arenas, u.modes = modes, u.arena_count = 2;
+  u.element_count = W; /* the second chunk is in no piece */
+  u.fn = acquiring_span, u.user = &s;
+  CHECK_OK(gemini_update(s.w.mgr, &u));
+  CHECK_EQ(world_stats(&s.w).pending_updates, 1);
+  crowd_goes(&s);
+  gemini_access_t zero = world_whole(s.state, 0, DEVICE);
+  CHECK_STATUS(gemini_zero(s.w.mgr, &zero), GEMINI_ERR_BUSY);
+  crowd_goes(&s); /* what the callback acquired */
+  CHECK_EQ(byte_at(&s, s.state, W, DEVICE), 9);
+  CHECK_OK(gemini_zero(s.w.mgr, &zero));
+  CHECK_EQ(byte_at(&s, s.state, W, DEVICE), 0);
+  CHECK_OK(gemini_unpin(s.w.mgr, &s.pin));
+  world_close(&s.w);
+}
+
 static void destroy_extra(void *scene) {
   scene_t *s = scene;
   s->status = gemini_arena_destroy(s->w.mgr, s->extra);
@@ -197,6 +228,7 @@ int main(void) {
   RUN(test_a_reader_sees_the_update_whose_callback_runs);
   RUN(test_a_piece_runs_once_whoever_comes_in_its_callback);
   RUN(test_zero_forgets_nothing_that_came_in_a_callback);
+  RUN(test_zero_refuses_what_its_own_callback_acquired);
   RUN(test_an_arena_is_destroyed_once);
   return check_done();
 }

@@ -62,6 +62,7 @@ static void check_names_a_chunk(gemini_status_t status, const char *what) {
 static void test_an_acquire_whose_read_fails_says_so_and_loses_nothing(void) {
   opt_t *o = opt_open(tiers_config(6, 14, 120), 8);
   opt_to_files(o, MASTER);
+  opt_to_files(o, MOMENTUM);
   for (uint32_t tier = GEMINI_TIER_DEVICE; tier <= GEMINI_TIER_HOST; tier++) {
     break_files(false, EIO, 0, -1);
     gemini_access_t x = world_part(o->arenas[MASTER], 3 * WORLD_CHUNK, WORLD_CHUNK + 5, GEMINI_READ, tier);
@@ -69,6 +70,12 @@ static void test_an_acquire_whose_read_fails_says_so_and_loses_nothing(void) {
     CHECK_EQ(world_error().native_code, EIO);
     check_names_a_chunk(GEMINI_ERR_IO, "could not read");
     CHECK_SAYS(world_error().message, "of arena master");
+    CHECK(chunks_right(&o->w));
+    /* The same behind a chunk that would be overwritten, whose frame goes again. */
+    gemini_access_t both[] = { world_part(o->arenas[MOMENTUM], 0, WORLD_CHUNK, GEMINI_WRITE, GEMINI_TIER_DEVICE), x };
+    CHECK_STATUS(gemini_acquire(o->w.mgr, both, 2, GEMINI_STREAM_CALLER), GEMINI_ERR_IO);
+    CHECK_EQ(world_error().native_code, EIO);
+    check_names_a_chunk(GEMINI_ERR_IO, "could not read");
     CHECK(chunks_right(&o->w));
     int out = open("/dev/null", O_WRONLY);
     gemini_access_t whole = world_part(o->arenas[MASTER], 6 * WORLD_CHUNK, 100, GEMINI_READ, 0);
@@ -449,7 +456,6 @@ static void test_a_directory_that_disappears_takes_nothing_along(void) {
     opt_model(o, 0, o->n);
     CHECK_OK(gemini_budget_set(o->w.mgr, GEMINI_TIER_FILE, 130 * WORLD_CHUNK));
     CHECK_OK(gemini_budget_set(o->w.mgr, GEMINI_TIER_FILE, 60 * WORLD_CHUNK));
-    opt_to_files(o, MOMENTUM);
     opt_check(o);
     CHECK_OK(gemini_manager_close(o->w.mgr));
     opt_free(o);

@@ -716,6 +716,39 @@ static void test_graph_misuse_is_refused(void) {
   finish(&w); /* the other one goes with the manager */
 }
 
+static void test_graph_that_goes_takes_its_own_operator_along(void) {
+  world_t w = start(6, 8);
+  gemini_stream_t second;
+  CHECK_OK(gemini_stream_create(w.mgr, &second));
+  void *native_second;
+  CHECK_OK(gemini_stream_native(w.mgr, second, &native_second));
+  struct cu_graph *graph;
+  for (int end = 0; end < 2; end++) {
+    gemini_graph_t a, b;
+    CHECK_OK(gemini_graph_begin(w.mgr, w.stream, W, &a));
+    CHECK_OK(gemini_graph_begin(w.mgr, second, W, &b));
+    CHECK_EQ(cuStreamBeginCapture_v2(native, 0), CU_SUCCESS);
+    CHECK_EQ(cuStreamBeginCapture_v2(native_second, 0), CU_SUCCESS);
+    CHECK_OK(gemini_op_begin(w.mgr, "of b", second));
+    CHECK_STATUS(gemini_op_begin(w.mgr, "of a", w.stream), GEMINI_ERR_STATE); /* one at a time */
+    CHECK_SAYS(world_error().message, "of b is open");
+    gemini_access_t read = chunk_of(arena, 0, 2, READ, DEVICE); /* more than the graph's frame, outside of "of b" */
+    CHECK_STATUS(gemini_acquire(w.mgr, &read, 1, w.stream), GEMINI_ERR_OOM_DEVICE);
+    CHECK(!strstr(world_error().message, "of b"));
+    CHECK_EQ(cuStreamEndCapture(native, &graph), CU_SUCCESS);
+    CHECK_EQ(cuGraphDestroy(graph), CU_SUCCESS);
+    if (end) CHECK_OK(gemini_graph_end(w.mgr, a));
+    CHECK_OK(gemini_graph_destroy(w.mgr, a));
+    CHECK_OK(gemini_op_end(w.mgr)); /* still open, as it is of the other one */
+    CHECK_OK(gemini_op_begin(w.mgr, "of b again", second));
+    CHECK_EQ(cuStreamEndCapture(native_second, &graph), CU_SUCCESS);
+    CHECK_EQ(cuGraphDestroy(graph), CU_SUCCESS);
+    if (end) CHECK_OK(gemini_graph_end(w.mgr, b));
+    CHECK_OK(gemini_graph_destroy(w.mgr, b)); /* with its operator: the next round opens one */
+  }
+  finish(&w);
+}
+
 static void test_graph_is_refused_on_the_simulated_device(void) {
   world_t w = world_open(world_config(4, 4, 0));
   gemini_graph_t g = handle_of(5);
@@ -941,6 +974,7 @@ int main(void) {
   RUN(test_graph_reads_parameters_only_where_there_are_any);
   RUN(test_graph_that_is_too_small_names_operator_and_bytes);
   RUN(test_graph_misuse_is_refused);
+  RUN(test_graph_that_goes_takes_its_own_operator_along);
   RUN(test_graph_is_refused_on_the_simulated_device);
   RUN(test_graph_frames_and_slots_stay_the_graphs);
   RUN(test_graph_memory_stays_locked_when_the_budget_shrinks);

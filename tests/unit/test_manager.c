@@ -1,6 +1,13 @@
 /* Managers' handles, with the library's internals. SPDX-License-Identifier: Apache-2.0 */
+#include <pthread.h>
+#include <sched.h>
+
 #include "../integration/world.h"
+#include "chunk/chunk.h"
+#include "chunk/hook.h"
 #include "core/manager.h"
+#include "core/streams.h"
+#include "gemini/hook.h"
 
 enum { SERIALS = 4096 /* as many managers later, handles of objects name the manager alike */ };
 
@@ -109,6 +116,157 @@ static void test_an_acquire_waits_for_the_lock_while_its_tensor_is_frozen(void) 
   world_close(&f.w);
 }
 
+/* ---- an arena that is destroyed while a tensor is released */
+static struct {
+  const gmi_device_ops_t *real;
+  world_t w;
+  gemini_access_t access;
+  _Atomic int round, finished; /* begun; ended by the other thread */
+  _Atomic bool over, stop;     /* over: destroy has returned */
+  _Atomic bool acquired;       /* in this round */
+} race;
+static _Thread_local bool race_releases;
+static bool race_reached(void *self, uint32_t stream, uint64_t mark) {
+  while (race_releases && !atomic_load(&race.over)) sched_yield(); /* the tensor's user has gone, the chunk's has not */
+  return race.real->stream.reached(self, stream, mark);
+}
+static void *race_thread(void *user) {
+  uint64_t random = 7;
+  (void)user;
+  for (int round = 1;; round++) {
+    while (atomic_load(&race.round) < round && !atomic_load(&race.stop)) {
+    }
+    if (atomic_load(&race.stop)) return NULL;
+    uint64_t wait_ns = (check_random(&random) >> 11) % 400000, begin = now_ns();
+    while (now_ns() - begin < wait_ns) {
+    }
+    gemini_access_t a = race.access;
+    if (gemini_acquire(race.w.mgr, &a, 1, race.w.stream)) {
+      CHECK_EQ(world_error().status, GEMINI_ERR_HANDLE); /* destroy came first */
+    } else {
+      atomic_store(&race.acquired, true);
+      race_releases = true;
+      CHECK_OK(gemini_release(race.w.mgr, &a, 1, race.w.stream));
+      race_releases = false;
+    }
+    atomic_store(&race.finished, round);
+  }
+}
+static void test_an_arena_is_not_destroyed_in_the_middle_of_a_release(void) {
+  enum { ROUNDS = 300, CHUNKS = 16384 }; /* so many that a look at all takes a while */
+  gemini_stream_t other;
+  gemini_arena_t arena = NULL;
+  gemini_tensor_t t = NULL;
+  race.w = world_open(world_config(4, 8, 0));
+  CHECK_OK(gemini_stream_create(race.w.mgr, &other));
+  gmi_manager_t *m = gmi_manager_get(race.w.mgr);
+  gmi_device_ops_t ops = *m->device.ops;
+  race.real = m->device.ops;
+  ops.stream.reached = race_reached;
+  m->device.ops = &ops;
+  pthread_t thread;
+  CHECK_EQ(pthread_create(&thread, NULL, race_thread, NULL), 0);
+  for (int round = 1; round <= ROUNDS; round++) {
+    if (!arena) {
+      gemini_arena_config_t c = GEMINI_ARENA_CONFIG_INIT;
+      c.name = "main";
+      c.capacity_bytes = CHUNKS * WORLD_CHUNK;
+      CHECK_OK(gemini_arena_create(race.w.mgr, &c, &arena));
+      t = world_tensor(&race.w, arena, "t", 64);
+      uint64_t offset;
+      CHECK_OK(gemini_arena_take(race.w.mgr, arena, (CHUNKS - 1) * WORLD_CHUNK, &offset));
+      race.access = world_whole(t, GEMINI_READ, GEMINI_TIER_DEVICE);
+    }
+    /* A use on another stream: a release looks whether it has been reached. */
+    CHECK_OK(gemini_acquire(race.w.mgr, &race.access, 1, other));
+    CHECK_OK(gemini_release(race.w.mgr, &race.access, 1, other));
+    atomic_store(&race.over, false);
+    atomic_store(&race.acquired, false);
+    atomic_store(&race.round, round);
+    gemini_status_t status = gemini_arena_destroy(race.w.mgr, arena);
+    atomic_store(&race.over, true);
+    while (atomic_load(&race.finished) < round) sched_yield();
+    if (status) CHECK_EQ(status, GEMINI_ERR_BUSY);
+    else CHECK(!atomic_load(&race.acquired)); /* it could not have been released before */
+    if (!status) arena = NULL;
+  }
+  atomic_store(&race.stop, true);
+  CHECK_EQ(pthread_join(thread, NULL), 0);
+  m->device.ops = race.real;
+  world_close(&race.w);
+}
+
+/* ---- limits of a chunk's users */
+static void test_the_last_user_that_a_chunk_can_have_is_its_last(void) {
+  gmi_chunk_t c;
+  gmi_chunk_init(&c, 0, 0);
+  atomic_store(&c.word_, GMI_CHUNK_PINS - 1);
+  CHECK(!gmi_chunk_hold_device(NULL, &c, GEMINI_READ));
+  CHECK_EQ(atomic_load(&c.word_), GMI_CHUNK_PINS);
+  CHECK_SAYS(gmi_chunk_hold_device(NULL, &c, GEMINI_READ), "acquired 65535 times");
+  CHECK_EQ(atomic_load(&c.word_), GMI_CHUNK_PINS); /* the next field is the writers' */
+  atomic_store(&c.word_, GMI_CHUNK_WRITERS - GMI_CHUNK_WRITER + 1);
+  CHECK(!gmi_chunk_hold_device(NULL, &c, GEMINI_READ_WRITE));
+  CHECK_SAYS(gmi_chunk_hold_device(NULL, &c, GEMINI_WRITE), "for writing 8191 times");
+  CHECK_EQ(atomic_load(&c.word_), GMI_CHUNK_WRITERS + 2);
+}
+
+/* ---- a block of a hook that is freed while its manager closes */
+static struct {
+  void (*drain)(gmi_manager_t *m);
+  void *block;
+} late;
+static void free_late(gmi_manager_t *m) {
+  gemini_torch_free(late.block, 512, 0, NULL); /* close has taken the manager from the table */
+  late.drain(m);
+}
+static void test_a_free_while_the_manager_closes_is_counted(void) {
+  world_t w = world_open(world_config(4, 8, 0));
+  CHECK_OK(gemini_hook_set(w.mgr, 0));
+  gmi_manager_t *m = gmi_manager_get(w.mgr);
+  void *aside = gemini_torch_malloc(512, 0, NULL), *base = m->nonmodel.base;
+  CHECK(aside && (late.block = gemini_torch_malloc(512, 0, NULL)));
+  uint64_t range = m->nonmodel.range;
+  gmi_lock(m, __func__);
+  gemini_torch_free(aside, 512, 0, NULL); /* put aside, so that the next lock has something to do */
+  late.drain = m->hook.when_locked;
+  m->hook.when_locked = free_late;
+  gmi_unlock(m);
+  gmi_hook_close(m);
+  CHECK(!gmi_hook_left(base, range)); /* all is freed: a later manager may have these addresses */
+  world_close(&w);
+}
+
+/* ---- failures of asynchronous work */
+static bool never_reached(void *self, uint32_t stream, uint64_t mark) {
+  (void)self, (void)stream, (void)mark;
+  return false;
+}
+static gemini_status_t no_wait(void *self, uint32_t stream, uint32_t on, uint64_t mark) {
+  (void)self, (void)stream, (void)on, (void)mark;
+  return gmi_fail(GEMINI_ERR_DEVICE, 2, "the second");
+}
+static void test_the_first_failure_of_asynchronous_work_is_reported(void) {
+  world_t w = world_open(world_config(4, 8, 0));
+  gmi_manager_t *m = gmi_manager_get(w.mgr);
+  const gmi_device_ops_t *real = m->device.ops;
+  gmi_device_ops_t broken = *real;
+  broken.stream.reached = never_reached;
+  broken.stream.wait = no_wait;
+  gmi_lock(m, __func__);
+  m->failure.status = GEMINI_ERR_IO;
+  snprintf(m->failure.message, sizeof m->failure.message, "the first");
+  gmi_fence_t a, b;
+  CHECK_OK(gmi_fence_now(m, gmi_link_in(m)->stream, &a));
+  CHECK_OK(gmi_fence_now(m, gmi_link_out(m)->stream, &b));
+  m->device.ops = &broken;
+  CHECK_EQ(gmi_fence_join(m, a, b), 0);
+  m->device.ops = real;
+  gmi_unlock(m);
+  CHECK_STATUS(gemini_manager_close(w.mgr), GEMINI_ERR_IO);
+  CHECK_SAYS(world_error().message, "the first");
+}
+
 /* ---- a device that has less than the budget */
 static gemini_status_t no_frame(void *self, uint64_t size_bytes, uint64_t *frame_out) {
   (void)self, (void)size_bytes, (void)frame_out;
@@ -136,6 +294,10 @@ int main(void) {
   RUN(test_handles_of_closed_managers_stay_dead);
   RUN(test_numbers_whose_generations_are_used_up_are_not_given_again);
   RUN(test_an_acquire_waits_for_the_lock_while_its_tensor_is_frozen);
+  RUN(test_an_arena_is_not_destroyed_in_the_middle_of_a_release);
+  RUN(test_the_last_user_that_a_chunk_can_have_is_its_last);
+  RUN(test_a_free_while_the_manager_closes_is_counted);
+  RUN(test_the_first_failure_of_asynchronous_work_is_reported);
   RUN(test_a_batch_that_the_device_refuses_does_not_blame_the_budget);
   return check_done();
 }

@@ -238,6 +238,38 @@ static void test_update_after_failed_copy_does_not_run_and_says_so(void) {
   CHECK_EQ(gemini_manager_close(mgr), GEMINI_ERR_DEVICE);
 }
 
+/* The cause is that of the update's own read, however many others have failed since, and whoever met them first. */
+static void test_update_after_failed_read_names_that_read(void) {
+  gemini_arena_t arena;
+  gemini_manager_t mgr = open_manager(1, &arena);
+  gmi_manager_t *m = gmi_manager_get(mgr);
+  gmi_slot_t slots[2] = { { 0 } };
+  _Atomic int spans = 0;
+  gmi_workers_work_done(m, &slots[0], GEMINI_ERR_IO, "the read of the update");
+  gmi_workers_work_done(m, &slots[1], GEMINI_ERR_FORMAT, "the read of a norm");
+  for (int update = 0; update < 2; update++) {
+    struct {
+      gmi_job_t job;
+      gmi_slot_t *slot;
+      uint64_t after;
+    } *j = calloc(1, sizeof *j);
+    CHECK(j);
+    j->slot = &slots[!update];
+    j->after = 1;
+    j->job = (gmi_job_t){ .fn = count_span, .user = (void *)&spans, .slot_count = 1, .norm = !update };
+    j->job.slots = &j->slot;
+    j->job.after = &j->after;
+    j->job.span.element_count = 1;
+    gmi_workers_push(m, &j->job);
+    gmi_workers_wait_slot(m, &slots[!update], 2);
+    CHECK_EQ(gmi_workers_failure(m), update ? GEMINI_ERR_IO : GEMINI_OK); /* a norm's caller tells of it */
+  }
+  CHECK_SAYS(gmi_fail_message(), "the read of the update");
+  CHECK_EQ(atomic_load(&spans), 0);
+  CHECK_EQ(gemini_manager_close(mgr), GEMINI_ERR_IO);
+  for (int i = 0; i < 2; i++) free(slots[i].failure_text);
+}
+
 /* ---- statistics */
 static void test_stats_reset_starts_peaks_at_what_is_used(void) {
   gemini_arena_t arena;
@@ -265,6 +297,7 @@ int main(void) {
   RUN(test_what_is_used_soonest_overtakes);
   RUN(test_workers_share_a_job);
   RUN(test_update_after_failed_copy_does_not_run_and_says_so);
+  RUN(test_update_after_failed_read_names_that_read);
   RUN(test_stats_reset_starts_peaks_at_what_is_used);
   return check_done();
 }
