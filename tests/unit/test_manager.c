@@ -200,11 +200,11 @@ static void test_an_arena_is_not_destroyed_in_the_middle_of_a_release(void) {
 static void test_the_last_user_that_a_chunk_can_have_is_its_last(void) {
   gmi_chunk_t c;
   gmi_chunk_init(&c, 0, 0);
-  atomic_store(&c.word_, GMI_CHUNK_PINS - 1);
+  atomic_store(&c.word_, GMI_CHUNK_USERS - 1);
   CHECK(!gmi_chunk_hold_device(NULL, &c, GEMINI_READ));
-  CHECK_EQ(atomic_load(&c.word_), GMI_CHUNK_PINS);
+  CHECK_EQ(atomic_load(&c.word_), GMI_CHUNK_USERS);
   CHECK_SAYS(gmi_chunk_hold_device(NULL, &c, GEMINI_READ), "acquired 65535 times");
-  CHECK_EQ(atomic_load(&c.word_), GMI_CHUNK_PINS); /* the next field is the writers' */
+  CHECK_EQ(atomic_load(&c.word_), GMI_CHUNK_USERS); /* the next field is the writers' */
   atomic_store(&c.word_, GMI_CHUNK_WRITERS - GMI_CHUNK_WRITER + 1);
   CHECK(!gmi_chunk_hold_device(NULL, &c, GEMINI_READ_WRITE));
   CHECK_SAYS(gmi_chunk_hold_device(NULL, &c, GEMINI_WRITE), "for writing 8191 times");
