@@ -284,7 +284,7 @@ static void test_one_failing_call_loses_no_byte(void) {
   }
   alarm(0);
   fprintf(stderr, "  %" PRIu64 " programs, the fault was met in %" PRIu64 "\n", count, met);
-  CHECK(count < 20 || met > count / 4);
+  CHECK(count < 20 || met > count / 10); /* about a third; with 50 programs a sixth to a half */
   rmdir(dir);
 }
 
