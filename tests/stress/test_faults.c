@@ -276,7 +276,8 @@ static void test_one_failing_call_loses_no_byte(void) {
   dir_make(dir);
   seed = seed_begin(__func__);
   signal(SIGALRM, hangs);
-  uint64_t count = seed_setting("GEMINI_STRESS_STEPS", 2000) / STEPS + 1, met = 0;
+  /* Two in five programs meet their fault. Of 51 programs, one run in some thirty had too few by chance. */
+  uint64_t count = seed_setting("GEMINI_STRESS_STEPS", 200 * STEPS) / STEPS + 1, met = 0;
   for (uint64_t i = 0; i < count; i++, seed++) {
     alarm(60);
     program(dir);
@@ -284,7 +285,7 @@ static void test_one_failing_call_loses_no_byte(void) {
   }
   alarm(0);
   fprintf(stderr, "  %" PRIu64 " programs, the fault was met in %" PRIu64 "\n", count, met);
-  CHECK(count < 20 || met > count / 10); /* about a third; with 50 programs a sixth to a half */
+  CHECK(count < 20 || met > count / 4);
   rmdir(dir);
 }
 
